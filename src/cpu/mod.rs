@@ -1,0 +1,152 @@
+//! The CPU backend: threads, vector dispatch, and one file per operation.
+//!
+//! Operations arrive here checked. Each splits its work into independent items (rows, tiles, heads) whose results do not depend
+//! on which thread computes them, so the same inputs give the same bits with any number of threads.
+
+pub(crate) mod float;
+pub(crate) mod rms_norm;
+pub(crate) mod rows;
+
+use std::ops::Range;
+
+use crate::context::DeviceInfo;
+use crate::error::{Error, Result};
+
+/// The CPU backend's state.
+pub(crate) struct Cpu {
+    pool: rayon::ThreadPool,
+    arch: pulp::Arch,
+}
+
+impl std::fmt::Debug for Cpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cpu")
+            .field("num_threads", &self.num_threads())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Work below this many elementary operations is done on the calling thread: waking another costs about as much.
+const SERIAL_COST: usize = 1 << 15;
+
+/// The most threads a context may ask for.
+const MAX_THREADS: usize = 4096;
+
+impl Cpu {
+    pub fn new(num_threads: usize) -> Result<Cpu> {
+        const OP: &str = "context";
+        if num_threads > MAX_THREADS {
+            return Err(Error::invalid(
+                OP,
+                "num_threads",
+                format!("{num_threads} is above the maximum {MAX_THREADS}"),
+            ));
+        }
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(num_threads)
+            .thread_name(|i| format!("unsloth-{i}"))
+            .build()
+            .map_err(|e| Error::OutOfMemory {
+                op: OP,
+                requested: 0,
+                reason: format!("threads could not be started: {e}"),
+            })?;
+        Ok(Cpu {
+            pool,
+            arch: pulp::Arch::new(),
+        })
+    }
+
+    pub fn num_threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+
+    /// The instruction set to vectorise for; loops run inside `arch().dispatch(|| ..)`, with helpers marked `#[inline(always)]`.
+    pub fn arch(&self) -> pulp::Arch {
+        self.arch
+    }
+
+    /// Runs `f` on a thread of the pool, so that nested rayon (and gemm) parallelism uses it.
+    pub fn install<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+        self.pool.install(f)
+    }
+
+    /// Calls `f` on disjoint ranges that cover `0..items`, in parallel when `items * cost` (elementary operations) pays for it.
+    /// `f` must compute each item independently of how the range was cut.
+    pub fn for_each_range(&self, items: usize, cost: usize, f: impl Fn(Range<usize>) + Sync) {
+        if items == 0 {
+            return;
+        }
+        let threads = self.num_threads();
+        if threads == 1 || items == 1 || items.saturating_mul(cost) <= SERIAL_COST {
+            return f(0..items);
+        }
+        // A few pieces per thread even out items of unequal cost; none is cheaper than what pays for a wake-up.
+        let least = SERIAL_COST.div_ceil(2 * cost.max(1)).max(1);
+        let piece = items.div_ceil(threads * 8).max(least);
+        let pieces = items.div_ceil(piece);
+        self.install(|| {
+            use rayon::prelude::*;
+            (0..pieces).into_par_iter().with_max_len(1).for_each(|i| {
+                f(i * piece..items.min((i + 1) * piece));
+            });
+        });
+    }
+}
+
+pub(crate) fn device_info() -> DeviceInfo {
+    let field = |text: &str, key: &str| {
+        text.lines()
+            .find(|line| line.starts_with(key))
+            .and_then(|line| line.split_once(':'))
+            .map(|(_, value)| value.trim().to_string())
+    };
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let bytes = |key| {
+        field(&meminfo, key)
+            .and_then(|value| {
+                value
+                    .strip_suffix(" kB")
+                    .and_then(|kb| kb.trim().parse().ok())
+            })
+            .map_or(0, |kb: u64| kb.saturating_mul(1024))
+    };
+    DeviceInfo {
+        name: field(&cpuinfo, "model name").unwrap_or_else(|| std::env::consts::ARCH.to_string()),
+        total_memory: bytes("MemTotal"),
+        free_memory: bytes("MemAvailable"),
+        compute_capability: (0, 0),
+        num_units: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn ranges_cover_once() {
+        let cpu = Cpu::new(3).unwrap();
+        for items in [0, 1, 2, 7, 1000, 100_003] {
+            for cost in [0, 1, 100, usize::MAX] {
+                let seen: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
+                cpu.for_each_range(items, cost, |range| {
+                    for i in range {
+                        seen[i].fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+                assert!(
+                    seen.iter().all(|n| n.load(Ordering::Relaxed) == 1),
+                    "{items} {cost}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn absurd_thread_counts_are_refused() {
+        assert!(Cpu::new(MAX_THREADS + 1).is_err());
+    }
+}

@@ -1,0 +1,155 @@
+//! Errors: what can go wrong, in words that name the argument, its value and what is allowed.
+
+use std::borrow::Cow;
+
+use crate::context::Backend;
+
+/// The result of every fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call failed. Nothing was written to any output when one of the argument errors is returned.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A pointer that must not be NULL is.
+    #[error("{op}: {argument} is NULL")]
+    NullPointer {
+        /// The operation that was called.
+        op: &'static str,
+        /// The argument's name.
+        argument: Cow<'static, str>,
+    },
+    /// An argument has a value that no backend could accept.
+    #[error("{op}: {argument} {problem}")]
+    InvalidArgument {
+        /// The operation that was called.
+        op: &'static str,
+        /// The argument's name.
+        argument: Cow<'static, str>,
+        /// The value and what is allowed, as the end of a sentence that starts with the name.
+        problem: String,
+    },
+    /// The arguments make sense, but this backend or build has no implementation for them.
+    #[error("{op}: {argument} {problem}")]
+    Unsupported {
+        /// The operation that was called.
+        op: &'static str,
+        /// The argument's name.
+        argument: Cow<'static, str>,
+        /// The value and what is supported.
+        problem: String,
+    },
+    /// The caller's workspace is smaller than the size the workspace query answers.
+    #[error("{op}: workspace_size is {provided} bytes, {required} are required")]
+    WorkspaceTooSmall {
+        /// The operation that was called.
+        op: &'static str,
+        /// The exact size needed, in bytes.
+        required: usize,
+        /// The size given, in bytes.
+        provided: usize,
+    },
+    /// Memory could not be allocated, or the context's limit would be passed.
+    #[error("{op}: {requested} bytes could not be allocated: {reason}")]
+    OutOfMemory {
+        /// The operation that was called.
+        op: &'static str,
+        /// The size asked for, in bytes.
+        requested: u64,
+        /// What stood in the way.
+        reason: String,
+    },
+    /// A KV cache has too few free pages; every sequence is as it was.
+    #[error("{op}: {requested} pages are needed, {free} of {capacity} are free")]
+    OutOfPages {
+        /// The operation that was called.
+        op: &'static str,
+        /// Pages the call needs.
+        requested: usize,
+        /// Pages that are free.
+        free: usize,
+        /// Pages in the cache.
+        capacity: usize,
+    },
+    /// A handle that was never created, belongs to another type, or has been destroyed.
+    #[error("{op}: {argument} is not a live {kind} handle ({handle:#x})")]
+    InvalidHandle {
+        /// The operation that was called.
+        op: &'static str,
+        /// The argument's name.
+        argument: &'static str,
+        /// The type the handle should have.
+        kind: &'static str,
+        /// The value given.
+        handle: usize,
+    },
+    /// The backend is not compiled in, or its driver is missing.
+    #[error("{op}: the {backend} backend is unavailable: {reason}")]
+    BackendUnavailable {
+        /// The operation that was called.
+        op: &'static str,
+        /// The backend asked for.
+        backend: Backend,
+        /// Why it cannot be used.
+        reason: String,
+    },
+    /// No compiled kernel image fits the device.
+    #[error("{op}: device {device} {problem}")]
+    UnsupportedDevice {
+        /// The operation that was called.
+        op: &'static str,
+        /// The device ordinal.
+        device: i32,
+        /// Its capability, and the list of those supported.
+        problem: String,
+    },
+    /// The CUDA driver reported an error.
+    #[error("{op}: {call} failed with {name} ({code})")]
+    Cuda {
+        /// The operation that was called.
+        op: &'static str,
+        /// The driver function.
+        call: &'static str,
+        /// The driver's name of the error.
+        name: String,
+        /// The driver's code.
+        code: i32,
+    },
+    /// A bug in this library.
+    #[error("{op}: internal error: {message}")]
+    Internal {
+        /// The operation that was called.
+        op: &'static str,
+        /// What was found broken.
+        message: String,
+    },
+}
+
+impl Error {
+    /// An [`Error::InvalidArgument`]; `problem` continues a sentence that starts with the argument's name.
+    pub(crate) fn invalid(
+        op: &'static str,
+        argument: impl Into<Cow<'static, str>>,
+        problem: impl Into<String>,
+    ) -> Self {
+        Error::InvalidArgument {
+            op,
+            argument: argument.into(),
+            problem: problem.into(),
+        }
+    }
+
+    /// An [`Error::Unsupported`]; `problem` continues a sentence that starts with the argument's name.
+    #[allow(dead_code)] // each backend uses it as it declines; a CPU-only build declines little
+    pub(crate) fn unsupported(
+        op: &'static str,
+        argument: impl Into<Cow<'static, str>>,
+        problem: impl Into<String>,
+    ) -> Self {
+        Error::Unsupported {
+            op,
+            argument: argument.into(),
+            problem: problem.into(),
+        }
+    }
+}

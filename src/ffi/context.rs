@@ -1,0 +1,262 @@
+//! Devices, contexts and streams.
+
+use std::collections::HashMap;
+use std::ffi::{c_char, c_void};
+use std::sync::{Arc, Mutex};
+
+use crate::context::{Backend, Context, ContextOptions};
+use crate::error::{Error, Result};
+use crate::ffi::handle::Table;
+use crate::ffi::params::{self, params};
+use crate::ffi::status::unsloth_status;
+use crate::ffi::{check_out, guard, stream_from, unsloth_stream};
+use crate::memory::Buffer;
+
+/// Where operations run.
+pub type unsloth_backend = u32;
+/// The host processor; tensors are host memory. Always there, and the default.
+pub const UNSLOTH_BACKEND_CPU: unsloth_backend = 0;
+/// An NVIDIA GPU; tensors are device memory.
+pub const UNSLOTH_BACKEND_CUDA: unsloth_backend = 1;
+
+/// A backend on one device. Opaque; made by `unsloth_context_create`, ended by `unsloth_context_destroy`. Several threads may use
+/// one context at a time.
+pub struct unsloth_context {
+    _opaque: [u8; 0],
+}
+
+/// How to make a context; all zero is the CPU with every hardware thread and no memory limit.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_context_params {
+    /// `sizeof(unsloth_context_params)`.
+    pub struct_size: u32,
+    /// Where operations run.
+    pub backend: unsloth_backend,
+    /// Device ordinal; 0 for the CPU.
+    pub device: i32,
+    /// Threads of the CPU backend; 0 means all that the process may use. Other backends ignore it.
+    pub num_threads: u32,
+    /// Most bytes allocated through the context at a time; 0 for no limit.
+    pub memory_limit: u64,
+}
+params!(unsloth_context_params, min_size = 24);
+
+/// A device as its driver or operating system describes it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_device_info {
+    /// `sizeof(unsloth_device_info)`, set by the caller.
+    pub struct_size: u32,
+    /// The backend it belongs to.
+    pub backend: unsloth_backend,
+    /// Device ordinal.
+    pub device: i32,
+    /// CUDA compute capability, major part; 0 for the CPU.
+    pub compute_capability_major: u32,
+    /// CUDA compute capability, minor part; 0 for the CPU.
+    pub compute_capability_minor: u32,
+    /// Multiprocessors of a GPU, hardware threads of a CPU.
+    pub num_units: u32,
+    /// Memory in bytes; 0 if unknown.
+    pub total_memory: u64,
+    /// Memory free at the time of the call, in bytes; 0 if unknown.
+    pub free_memory: u64,
+    /// The vendor's name, NUL-terminated UTF-8.
+    pub name: [c_char; 128],
+}
+params!(unsloth_device_info, min_size = 168);
+
+/// What a context handle stands for.
+pub(crate) struct ContextObject {
+    pub context: Context,
+    /// What `unsloth_memory_alloc` gave out, by address. Dropped, and so freed, with the handle.
+    pub allocations: Mutex<HashMap<usize, Buffer>>,
+}
+
+pub(crate) static CONTEXTS: Table<Arc<ContextObject>> = Table::new("unsloth_context", 1);
+
+/// The context behind a handle.
+pub(crate) fn context_from<'a>(
+    op: &'static str,
+    ctx: *const unsloth_context,
+) -> Result<&'a Arc<ContextObject>> {
+    CONTEXTS.get(op, "ctx", ctx)
+}
+
+pub(crate) fn backend_from(op: &'static str, backend: unsloth_backend) -> Result<Backend> {
+    Backend::from_raw(backend).ok_or_else(|| {
+        Error::invalid(
+            op,
+            "backend",
+            format!("is {backend}, allowed: 0 (cpu), 1 (cuda)"),
+        )
+    })
+}
+
+/// Writes the number of devices of a backend to `count`: 1 for the CPU.
+///
+/// `UNSLOTH_STATUS_BACKEND_UNAVAILABLE` if the backend is not in this build or has no driver.
+///
+/// # Safety
+/// `count` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_device_count(
+    backend: unsloth_backend,
+    count: *mut i32,
+) -> unsloth_status {
+    const OP: &str = "device_count";
+    guard(OP, || {
+        check_out(OP, "count", count)?;
+        let n = backend_from(OP, backend)?.device_count()?;
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { count.write(n) };
+        Ok(())
+    })
+}
+
+/// Describes a device in `info`, whose `struct_size` the caller has set (`UNSLOTH_DEVICE_INFO_INIT`).
+///
+/// # Safety
+/// `info` is NULL or points to `info->struct_size` bytes valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_device_info_get(
+    backend: unsloth_backend,
+    device: i32,
+    info: *mut unsloth_device_info,
+) -> unsloth_status {
+    const OP: &str = "device_info";
+    guard(OP, || {
+        check_out(OP, "info", info)?;
+        // SAFETY: the caller's promise.
+        let mut out = unsafe { params::read(OP, info.cast_const()) }?;
+        let described = backend_from(OP, backend)?.device_info(device)?;
+        out.backend = backend;
+        out.device = device;
+        (out.compute_capability_major, out.compute_capability_minor) = described.compute_capability;
+        out.num_units = described.num_units;
+        out.total_memory = described.total_memory;
+        out.free_memory = described.free_memory;
+        copy_name(&described.name, &mut out.name);
+        // SAFETY: the caller promises `struct_size` writable bytes.
+        unsafe { params::write(&out, info) };
+        Ok(())
+    })
+}
+
+/// Makes a context and writes its handle to `ctx`; the caller ends it with `unsloth_context_destroy`. `params` may be NULL for the
+/// defaults.
+///
+/// `UNSLOTH_STATUS_BACKEND_UNAVAILABLE` if the backend is not in this build or has no driver.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `ctx` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_context_create(
+    params: *const unsloth_context_params,
+    ctx: *mut *mut unsloth_context,
+) -> unsloth_status {
+    const OP: &str = "context_create";
+    guard(OP, || {
+        check_out(OP, "ctx", ctx)?;
+        let options = if params.is_null() {
+            ContextOptions::default()
+        } else {
+            // SAFETY: not NULL; the caller's promise.
+            let p = unsafe { params::read(OP, params) }?;
+            ContextOptions {
+                backend: backend_from(OP, p.backend)?,
+                device: p.device,
+                num_threads: p.num_threads as usize,
+                memory_limit: (p.memory_limit != 0).then_some(p.memory_limit),
+            }
+        };
+        let object = Arc::new(ContextObject {
+            context: Context::new(&options)?,
+            allocations: Mutex::new(HashMap::new()),
+        });
+        let handle = CONTEXTS.insert(OP, object)?;
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { ctx.write(handle) };
+        Ok(())
+    })
+}
+
+/// Ends a context and frees what was allocated with `unsloth_memory_alloc` and not freed. NULL is fine. A KV cache made from the
+/// context keeps what it needs and may be destroyed later. No other thread may be inside a call with the context.
+#[unsafe(no_mangle)]
+pub extern "C" fn unsloth_context_destroy(ctx: *mut unsloth_context) -> unsloth_status {
+    const OP: &str = "context_destroy";
+    guard(OP, || {
+        if !ctx.is_null() {
+            drop(CONTEXTS.remove(OP, "ctx", ctx)?);
+        }
+        Ok(())
+    })
+}
+
+/// Makes a stream on the context's device and writes it to `stream`; the caller ends it with `unsloth_stream_destroy`. Streams from
+/// anywhere else serve as well. The CPU backend has one stream, NULL.
+///
+/// # Safety
+/// `stream` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_stream_create(
+    ctx: *mut unsloth_context,
+    stream: *mut unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "stream_create";
+    guard(OP, || {
+        check_out(OP, "stream", stream)?;
+        let created: *mut c_void = context_from(OP, ctx)?.context.create_stream()?.as_raw();
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { stream.write(created) };
+        Ok(())
+    })
+}
+
+/// Ends a stream made by `unsloth_stream_create`, after the work queued on it. NULL is fine.
+///
+/// # Safety
+/// `stream` is NULL or a live stream of the context's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_stream_destroy(
+    ctx: *mut unsloth_context,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "stream_destroy";
+    guard(OP, || {
+        let object = context_from(OP, ctx)?;
+        // SAFETY: the caller's promise.
+        unsafe { object.context.destroy_stream(stream_from(stream)) }
+    })
+}
+
+/// Waits until everything queued on `stream` has finished. The CPU backend runs each call to its end, so it returns at once.
+///
+/// # Safety
+/// `stream` is NULL or a live stream of the context's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_stream_synchronize(
+    ctx: *mut unsloth_context,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "stream_synchronize";
+    guard(OP, || {
+        let object = context_from(OP, ctx)?;
+        // SAFETY: the caller's promise.
+        object.context.synchronize(unsafe { stream_from(stream) })
+    })
+}
+
+/// Copies a name into a fixed field, cut at a character boundary, NUL-terminated.
+fn copy_name(name: &str, field: &mut [c_char]) {
+    let mut len = name.len().min(field.len() - 1);
+    while !name.is_char_boundary(len) {
+        len -= 1;
+    }
+    field.fill(0);
+    for (to, from) in field.iter_mut().zip(&name.as_bytes()[..len]) {
+        *to = *from as c_char;
+    }
+}

@@ -1,0 +1,96 @@
+//! The C ABI, one file per section of `include/unsloth.h`, which cbindgen writes from these files.
+//!
+//! Functions here check pointers, convert arguments, call [`ops`](crate::ops) and map errors to statuses; nothing else. Every
+//! body runs inside [`guard`], so no panic crosses the boundary.
+//!
+//! Names follow C's conventions, as the header shows them.
+#![allow(non_camel_case_types)]
+
+pub mod context;
+mod handle;
+pub mod memory;
+mod params;
+pub mod rms_norm;
+pub mod status;
+pub mod tensor;
+
+use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::context::Stream;
+use crate::error::{Error, Result};
+use status::{UNSLOTH_STATUS_SUCCESS, set_last_error, unsloth_status};
+
+/// A queue of work on a device. With the CUDA backend a `CUstream` or `cudaStream_t` of the caller's, or NULL for the
+/// default stream. The CPU backend runs each call to its end and takes NULL.
+pub type unsloth_stream = *mut c_void;
+
+/// Which implementation runs a call; see the `unsloth_*_supported` functions.
+pub type unsloth_implementation = u32;
+/// The CPU backend.
+pub const UNSLOTH_IMPLEMENTATION_CPU: unsloth_implementation = 1;
+
+/// Runs the body of an exported function: errors and panics become statuses, and their messages the thread's last message.
+pub(crate) fn guard(op: &'static str, body: impl FnOnce() -> Result<()>) -> unsloth_status {
+    let error = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return UNSLOTH_STATUS_SUCCESS,
+        Ok(Err(error)) => error,
+        Err(panic) => {
+            let message = panic
+                .downcast_ref::<String>()
+                .cloned()
+                .or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string))
+                .unwrap_or_else(|| "panic".to_string());
+            Error::Internal { op, message }
+        }
+    };
+    set_last_error(&error)
+}
+
+/// The caller's stream.
+///
+/// # Safety
+/// `stream` is NULL or a live stream of the context's device.
+pub(crate) unsafe fn stream_from(stream: unsloth_stream) -> Stream {
+    // SAFETY: the caller's promise.
+    unsafe { Stream::from_raw(stream) }
+}
+
+/// Checks a pointer that the function writes a result through.
+pub(crate) fn check_out<T>(op: &'static str, name: &'static str, ptr: *mut T) -> Result<()> {
+    check_pointer(op, name, ptr.cast_const())
+}
+
+/// Checks that a pointer is not NULL and is aligned.
+pub(crate) fn check_pointer<T>(op: &'static str, name: &'static str, ptr: *const T) -> Result<()> {
+    if ptr.is_null() {
+        return Err(Error::NullPointer {
+            op,
+            argument: name.into(),
+        });
+    }
+    if !ptr.is_aligned() {
+        let problem = format!("{ptr:p} is not aligned to {} bytes", align_of::<T>());
+        return Err(Error::invalid(op, name, problem));
+    }
+    Ok(())
+}
+
+/// Writes through an optional result pointer.
+///
+/// # Safety
+/// `ptr` is NULL or valid for a write.
+pub(crate) unsafe fn write_optional<T>(
+    op: &'static str,
+    name: &'static str,
+    ptr: *mut T,
+    value: impl FnOnce() -> T,
+) -> Result<()> {
+    if ptr.is_null() {
+        return Ok(());
+    }
+    check_out(op, name, ptr)?;
+    // SAFETY: not NULL and aligned; the caller promises that it is valid.
+    unsafe { ptr.write(value()) };
+    Ok(())
+}

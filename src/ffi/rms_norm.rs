@@ -1,0 +1,115 @@
+//! RMSNorm.
+
+use crate::context::Stream;
+use crate::error::Result;
+use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::params::{self, params};
+use crate::ffi::status::unsloth_status;
+use crate::ffi::tensor::{in_out, unsloth_tensor};
+use crate::ffi::{guard, stream_from, unsloth_implementation, unsloth_stream, write_optional};
+use crate::ops::rms_norm::{self, Params};
+
+const OP: &str = "rms_norm";
+
+/// Arguments of `unsloth_rms_norm_forward`: `y = s / sqrt(mean(s^2) + epsilon) * (weight + weight_offset)` over the last dimension,
+/// with `s = x + residual`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_rms_norm_params {
+    /// `sizeof(unsloth_rms_norm_params)`.
+    pub struct_size: u32,
+    /// Added to the mean square, not negative.
+    pub epsilon: f32,
+    /// Added to every gain: 0 for Llama, 1 for Gemma.
+    pub weight_offset: f32,
+    /// Zero.
+    pub reserved: u32,
+    /// `[.., dim]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+    pub x: unsloth_tensor,
+    /// Like `x`. Absent, or the same tensor as `x`: `x` is overwritten.
+    pub out: unsloth_tensor,
+    /// Optional: gains `[dim]`, any float dtype. Absent: all ones.
+    pub weight: unsloth_tensor,
+    /// Optional: added to `x` first; like `x`.
+    pub residual: unsloth_tensor,
+    /// Receives the sum `x + residual`; like `x`. Absent, or the same tensor as `residual`: `residual` is overwritten.
+    pub residual_out: unsloth_tensor,
+}
+params!(
+    unsloth_rms_norm_params,
+    min_size = size_of::<unsloth_rms_norm_params>()
+);
+
+/// Reads and converts the arguments, then calls `run`.
+///
+/// # Safety
+/// As the exported functions.
+unsafe fn with_params(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_rms_norm_params,
+    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
+) -> unsloth_status {
+    guard(OP, || {
+        let context = &context_from(OP, ctx)?.context;
+        // SAFETY: the exported functions' contract.
+        unsafe {
+            let p = params::read(OP, params)?;
+            let x = in_out(OP, ("x", "out"), &p.x, &p.out)?;
+            let params = Params {
+                x: x.ok_or_else(|| crate::Error::invalid(OP, "x", "is absent, it is required"))?,
+                residual: in_out(
+                    OP,
+                    ("residual", "residual_out"),
+                    &p.residual,
+                    &p.residual_out,
+                )?,
+                weight: p.weight.optional_input(OP, "weight")?,
+                weight_offset: p.weight_offset,
+                epsilon: p.epsilon,
+            };
+            run(context, &params)
+        }
+    })
+}
+
+/// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+/// at. The status and message are those the call itself would give.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_rms_norm_supported(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_rms_norm_params,
+    implementation: *mut unsloth_implementation,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        with_params(ctx, params, |context, params| {
+            let chosen = rms_norm::supported(context, params)?;
+            write_optional(OP, "implementation", implementation, || chosen as u32)
+        })
+    }
+}
+
+/// Normalises on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
+///
+/// `out` may be `x` and `residual_out` may be `residual`; other overlaps with an output are errors.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+/// has run; `stream` is NULL or a live stream of that device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_rms_norm_forward(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_rms_norm_params,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let stream: Stream = stream_from(stream);
+        with_params(ctx, params, |context, params| {
+            rms_norm::forward(context, params, stream)
+        })
+    }
+}

@@ -1,0 +1,53 @@
+//! The kernels of a modern transformer behind one API, for Rust and, through a C ABI, for everything else.
+//!
+//! | room | what it is for |
+//! |-|-|
+//! | [`context`] | backends, devices, streams |
+//! | [`tensor`], [`layout`], [`dtype`] | views of the caller's memory |
+//! | [`ops`] | one module per operation: parameters, validation, the choice of implementation |
+//! | `cpu` | the CPU backend, one file per operation |
+//! | [`memory`] | allocations and their accounting |
+//! | [`ffi`] | the C ABI: pointers checked and converted, errors mapped, nothing else |
+//!
+//! A call travels one way: `ffi` → `ops` → `cpu`.
+//!
+//! ```
+//! use unsloth::{Context, InOut, Stream, TensorMut, TensorRef, ops::rms_norm};
+//!
+//! let ctx = Context::cpu()?;
+//! let x = [3.0f32, 4.0];
+//! let mut out = [0.0f32; 2];
+//! let params = rms_norm::Params {
+//!     x: InOut::Apart {
+//!         input: TensorRef::from_slice(&x, &[1, 2])?,
+//!         output: TensorMut::from_slice(&mut out, &[1, 2])?,
+//!     },
+//!     residual: None,
+//!     weight: None,
+//!     weight_offset: 0.0,
+//!     epsilon: 0.0,
+//! };
+//! rms_norm::forward(&ctx, &params, Stream::DEFAULT)?;
+//! assert!((out[0] - 3.0 / 12.5f32.sqrt()).abs() < 1e-6);
+//! # Ok::<(), unsloth::Error>(())
+//! ```
+
+#![deny(missing_docs, unsafe_op_in_unsafe_fn)]
+#![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
+
+pub mod context;
+mod cpu;
+pub mod dtype;
+pub mod error;
+pub mod ffi;
+pub mod layout;
+pub mod memory;
+pub mod ops;
+pub mod tensor;
+
+pub use context::{Backend, Context, ContextOptions, DeviceInfo, Stream};
+pub use dtype::{DType, Element};
+pub use error::{Error, Result};
+pub use layout::{Layout, MAX_RANK};
+pub use memory::{Buffer, MemoryStats};
+pub use tensor::{InOut, TensorMut, TensorRef, Workspace};

@@ -1,0 +1,10 @@
+//! Memory: allocations of a context, their accounting, and copies.
+
+mod accountant;
+mod buffer;
+mod transfer;
+
+pub(crate) use accountant::Accountant;
+pub use accountant::MemoryStats;
+pub use buffer::Buffer;
+pub use transfer::{CopyKind, copy, set};

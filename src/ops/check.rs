@@ -1,0 +1,201 @@
+//! Checks of arguments, in the words of the error messages.
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::tensor::{InOut, RawTensor};
+
+/// A tensor argument of an operation, by name.
+#[derive(Clone, Copy)]
+pub(crate) struct Arg<'a> {
+    op: &'static str,
+    name: &'static str,
+    tensor: &'a RawTensor,
+}
+
+impl<'a> Arg<'a> {
+    pub fn new(op: &'static str, name: &'static str, tensor: &'a RawTensor) -> Self {
+        Arg { op, name, tensor }
+    }
+
+    /// The rank is one of `allowed`.
+    pub fn rank(self, allowed: &[usize]) -> Result<Self> {
+        let rank = self.tensor.layout.rank();
+        if allowed.contains(&rank) {
+            return Ok(self);
+        }
+        Err(self.invalid(format!("has rank {rank}, allowed: {}", list(allowed))))
+    }
+
+    /// The rank is at least `least`.
+    pub fn min_rank(self, least: usize) -> Result<Self> {
+        let rank = self.tensor.layout.rank();
+        if rank >= least {
+            return Ok(self);
+        }
+        Err(self.invalid(format!("has rank {rank}, at least {least} is needed")))
+    }
+
+    /// The dtype is one of `allowed`.
+    pub fn dtype(self, allowed: &[DType]) -> Result<Self> {
+        let dtype = self.tensor.dtype;
+        if allowed.contains(&dtype) {
+            return Ok(self);
+        }
+        Err(self.invalid(format!("has dtype {dtype}, allowed: {}", list(allowed))))
+    }
+
+    /// The dtype equals that of another argument.
+    pub fn dtype_of(self, other: Arg<'_>) -> Result<Self> {
+        if self.tensor.dtype == other.tensor.dtype {
+            return Ok(self);
+        }
+        Err(self.invalid(format!(
+            "has dtype {}, {} has {}",
+            self.tensor.dtype, other.name, other.tensor.dtype
+        )))
+    }
+
+    /// The shape is exactly `expected`.
+    pub fn shape(self, expected: &[usize]) -> Result<Self> {
+        let shape = self.tensor.layout.shape();
+        if shape == expected {
+            return Ok(self);
+        }
+        Err(self.invalid(format!("has shape {shape:?}, expected {expected:?}")))
+    }
+
+    /// The shape equals that of another argument.
+    pub fn shape_of(self, other: Arg<'_>) -> Result<Self> {
+        let (shape, expected) = (self.tensor.layout.shape(), other.tensor.layout.shape());
+        if shape == expected {
+            return Ok(self);
+        }
+        Err(self.invalid(format!(
+            "has shape {shape:?}, {} has {expected:?}",
+            other.name
+        )))
+    }
+
+    /// Neighbours along the last dimension are neighbours in memory.
+    pub fn last_contiguous(self) -> Result<Self> {
+        if self.tensor.layout.is_last_contiguous() {
+            return Ok(self);
+        }
+        let rank = self.tensor.layout.rank();
+        Err(self.invalid(format!(
+            "has stride {} along its last dimension, allowed: 1",
+            self.tensor.layout.stride(rank.saturating_sub(1))
+        )))
+    }
+
+    /// Elements lie in row-major order without gaps.
+    #[allow(dead_code)] // for index tensors of operations to come
+    pub fn contiguous(self) -> Result<Self> {
+        if self.tensor.layout.is_contiguous() {
+            return Ok(self);
+        }
+        Err(self.invalid(format!(
+            "has shape {:?} with strides {:?}, it must be contiguous",
+            self.tensor.layout.shape(),
+            self.tensor.layout.strides()
+        )))
+    }
+
+    /// No element is written twice.
+    pub fn writable(self) -> Result<Self> {
+        if !self.tensor.layout.may_self_overlap() {
+            return Ok(self);
+        }
+        Err(self.invalid(format!(
+            "has shape {:?} with strides {:?}: elements of an output may not overlap",
+            self.tensor.layout.shape(),
+            self.tensor.layout.strides()
+        )))
+    }
+
+    /// The data pointer is there and aligned to its dtype. Only for calls that touch data.
+    pub fn data(self) -> Result<Self> {
+        if self.tensor.layout.is_empty() {
+            return Ok(self);
+        }
+        if self.tensor.ptr.is_null() {
+            return Err(Error::NullPointer {
+                op: self.op,
+                argument: format!("data of {}", self.name).into(),
+            });
+        }
+        let size = self.tensor.dtype.size();
+        if (self.tensor.ptr as usize).is_multiple_of(size) {
+            return Ok(self);
+        }
+        Err(self.invalid(format!(
+            "has data at {:p}, which is not aligned to the {size} bytes of {}",
+            self.tensor.ptr, self.tensor.dtype
+        )))
+    }
+
+    /// Shares no memory with another argument, one of the two being written.
+    pub fn disjoint(self, other: Arg<'_>) -> Result<Self> {
+        if !self.tensor.overlaps(other.tensor) {
+            return Ok(self);
+        }
+        Err(self.invalid(format!("overlaps {}", other.name)))
+    }
+
+    fn invalid(self, problem: String) -> Error {
+        Error::invalid(self.op, self.name, problem)
+    }
+}
+
+/// Checks of an in-out pair: the output matches its input in shape and dtype, has a contiguous last dimension, and overlaps
+/// neither itself nor (unless in place) its input.
+pub(crate) fn in_out(
+    op: &'static str,
+    names: (&'static str, &'static str),
+    pair: &InOut<'_>,
+) -> Result<()> {
+    let (input, output) = (pair.input(), pair.output());
+    let i = Arg::new(op, names.0, &input).last_contiguous()?;
+    let o = Arg::new(op, names.1, &output)
+        .dtype_of(i)?
+        .shape_of(i)?
+        .last_contiguous()?;
+    o.writable()?;
+    Ok(())
+}
+
+/// The data checks of an in-out pair; see [`Arg::data`].
+pub(crate) fn in_out_data(
+    op: &'static str,
+    names: (&'static str, &'static str),
+    pair: &InOut<'_>,
+) -> Result<()> {
+    let (input, output) = (pair.input(), pair.output());
+    let i = Arg::new(op, names.0, &input).data()?;
+    let o = Arg::new(op, names.1, &output).data()?;
+    if matches!(pair, InOut::Apart { .. }) {
+        o.disjoint(i)?;
+    }
+    Ok(())
+}
+
+/// A finite float within bounds.
+pub(crate) fn finite(op: &'static str, name: &'static str, value: f32) -> Result<f32> {
+    if value.is_finite() {
+        return Ok(value);
+    }
+    Err(Error::invalid(
+        op,
+        name,
+        format!("is {value}, a finite number is needed"),
+    ))
+}
+
+/// "a, b, c" for messages.
+pub(crate) fn list<T: std::fmt::Display>(items: &[T]) -> String {
+    items
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
+}

@@ -1,0 +1,385 @@
+//! Tensors: borrowed views of memory that a caller owns.
+//!
+//! A [`TensorRef`] is read, a [`TensorMut`] is written. On the CPU backend they view host memory and are made safely from
+//! slices; views of device memory, or from C, are made by the `unsafe` constructors, whose contract is the usual one: the
+//! memory is valid for the lifetime of the view, on the device of the context that the view is used with.
+
+use std::marker::PhantomData;
+
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+
+/// Pointer, dtype and layout: what backends work with once arguments have been checked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RawTensor {
+    pub ptr: *mut u8,
+    pub dtype: DType,
+    pub layout: Layout,
+}
+
+// SAFETY: a RawTensor is an address and a description; the operations that dereference it carry the obligations.
+unsafe impl Send for RawTensor {}
+// SAFETY: as above.
+unsafe impl Sync for RawTensor {}
+
+impl RawTensor {
+    /// The half-open range of byte addresses from the first element to the last.
+    pub fn byte_range(&self) -> std::ops::Range<usize> {
+        let start = self.ptr as usize;
+        start..start.saturating_add(self.layout.span() * self.dtype.size())
+    }
+
+    /// Whether the two byte ranges share an address. Interleaved strided views count as overlapping.
+    pub fn overlaps(&self, other: &RawTensor) -> bool {
+        let (a, b) = (self.byte_range(), other.byte_range());
+        a.start < b.end && b.start < a.end
+    }
+
+    /// Whether both describe the same elements in the same order.
+    pub fn same_as(&self, other: &RawTensor) -> bool {
+        self.ptr == other.ptr && self.dtype == other.dtype && self.layout == other.layout
+    }
+
+    fn offset(&self, layout: Layout, elements: usize) -> RawTensor {
+        // wrapping: the pointer may be NULL in a query, and is then never dereferenced.
+        let ptr = self.ptr.wrapping_add(elements * self.dtype.size());
+        RawTensor {
+            ptr,
+            dtype: self.dtype,
+            layout,
+        }
+    }
+}
+
+/// A tensor that is read.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorRef<'a> {
+    raw: RawTensor,
+    memory: PhantomData<&'a [u8]>,
+}
+
+/// A tensor that is written.
+#[derive(Debug)]
+pub struct TensorMut<'a> {
+    raw: RawTensor,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+fn check_span(len: usize, layout: &Layout) -> Result<()> {
+    if layout.span() <= len {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "tensor",
+        "data",
+        format!(
+            "has {len} elements, shape {:?} with strides {:?} spans {}",
+            layout.shape(),
+            layout.strides(),
+            layout.span()
+        ),
+    ))
+}
+
+impl<'a> TensorRef<'a> {
+    /// A contiguous view of `data`.
+    ///
+    /// # Errors
+    /// `data` is shorter than `shape`, or `shape` is refused by [`Layout::contiguous`].
+    pub fn from_slice<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
+        Self::from_slice_with_layout(data, Layout::contiguous(shape)?)
+    }
+
+    /// A view of `data` with any layout.
+    ///
+    /// # Errors
+    /// `data` is shorter than the layout's span.
+    pub fn from_slice_with_layout<T: Element>(data: &'a [T], layout: Layout) -> Result<Self> {
+        check_span(data.len(), &layout)?;
+        let ptr = data.as_ptr().cast_mut().cast();
+        Ok(TensorRef {
+            raw: RawTensor {
+                ptr,
+                dtype: T::DTYPE,
+                layout,
+            },
+            memory: PhantomData,
+        })
+    }
+
+    /// A view of raw memory. `ptr` may be NULL where only a query is made.
+    ///
+    /// # Safety
+    /// Unless `ptr` is NULL, every element of `layout` is initialised memory, readable for `'a` by the device of the context that
+    /// the view is used with, and not written meanwhile.
+    pub unsafe fn from_raw(ptr: *const u8, dtype: DType, layout: Layout) -> Self {
+        TensorRef {
+            raw: RawTensor {
+                ptr: ptr.cast_mut(),
+                dtype,
+                layout,
+            },
+            memory: PhantomData,
+        }
+    }
+}
+
+impl<'a> TensorMut<'a> {
+    /// A contiguous view of `data`.
+    ///
+    /// # Errors
+    /// `data` is shorter than `shape`, or `shape` is refused by [`Layout::contiguous`].
+    pub fn from_slice<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
+        Self::from_slice_with_layout(data, Layout::contiguous(shape)?)
+    }
+
+    /// A view of `data` with any layout.
+    ///
+    /// # Errors
+    /// `data` is shorter than the layout's span.
+    pub fn from_slice_with_layout<T: Element>(data: &'a mut [T], layout: Layout) -> Result<Self> {
+        check_span(data.len(), &layout)?;
+        let ptr = data.as_mut_ptr().cast();
+        Ok(TensorMut {
+            raw: RawTensor {
+                ptr,
+                dtype: T::DTYPE,
+                layout,
+            },
+            memory: PhantomData,
+        })
+    }
+
+    /// A view of raw memory. `ptr` may be NULL where only a query is made.
+    ///
+    /// # Safety
+    /// Unless `ptr` is NULL, every element of `layout` is memory that the device of the context that the view is used with may
+    /// write for `'a`, and nothing else accesses it meanwhile.
+    pub unsafe fn from_raw(ptr: *mut u8, dtype: DType, layout: Layout) -> Self {
+        TensorMut {
+            raw: RawTensor { ptr, dtype, layout },
+            memory: PhantomData,
+        }
+    }
+
+    /// A shorter borrow of the same tensor.
+    pub fn reborrow(&mut self) -> TensorMut<'_> {
+        TensorMut {
+            raw: self.raw,
+            memory: PhantomData,
+        }
+    }
+
+    /// The tensor as an input.
+    pub fn as_ref(&self) -> TensorRef<'_> {
+        TensorRef {
+            raw: self.raw,
+            memory: PhantomData,
+        }
+    }
+}
+
+macro_rules! views {
+    ($name:ident) => {
+        impl<'a> $name<'a> {
+            pub(crate) fn raw(&self) -> RawTensor {
+                self.raw
+            }
+
+            /// Element type.
+            pub fn dtype(&self) -> DType {
+                self.raw.dtype
+            }
+
+            /// Shape and strides.
+            pub fn layout(&self) -> &Layout {
+                &self.raw.layout
+            }
+
+            /// Sizes of the dimensions.
+            pub fn shape(&self) -> &[usize] {
+                self.raw.layout.shape()
+            }
+
+            /// The view with dimensions `a` and `b` exchanged.
+            ///
+            /// # Errors
+            /// See [`Layout::transposed`].
+            pub fn transposed(self, a: usize, b: usize) -> Result<Self> {
+                let layout = self.raw.layout.transposed(a, b)?;
+                Ok($name {
+                    raw: self.raw.offset(layout, 0),
+                    memory: PhantomData,
+                })
+            }
+
+            /// The view of `len` entries from `start` along dimension `dim`.
+            ///
+            /// # Errors
+            /// See [`Layout::narrowed`].
+            pub fn narrowed(self, dim: usize, start: usize, len: usize) -> Result<Self> {
+                let (layout, offset) = self.raw.layout.narrowed(dim, start, len)?;
+                Ok($name {
+                    raw: self.raw.offset(layout, offset),
+                    memory: PhantomData,
+                })
+            }
+
+            /// The view with dimension `dim` split into `sizes`.
+            ///
+            /// # Errors
+            /// See [`Layout::unflattened`].
+            pub fn unflattened(self, dim: usize, sizes: &[usize]) -> Result<Self> {
+                let layout = self.raw.layout.unflattened(dim, sizes)?;
+                Ok($name {
+                    raw: self.raw.offset(layout, 0),
+                    memory: PhantomData,
+                })
+            }
+        }
+    };
+}
+
+views!(TensorRef);
+views!(TensorMut);
+
+/// What an operation transforms: one tensor in place, or an input into a separate output of the same shape and dtype.
+#[derive(Debug)]
+pub enum InOut<'a> {
+    /// Read and overwritten.
+    InPlace(TensorMut<'a>),
+    /// Read from one, written to the other; they do not overlap.
+    Apart {
+        /// Read.
+        input: TensorRef<'a>,
+        /// Written.
+        output: TensorMut<'a>,
+    },
+}
+
+impl InOut<'_> {
+    pub(crate) fn input(&self) -> RawTensor {
+        match self {
+            InOut::InPlace(t) => t.raw(),
+            InOut::Apart { input, .. } => input.raw(),
+        }
+    }
+
+    pub(crate) fn output(&self) -> RawTensor {
+        match self {
+            InOut::InPlace(t) => t.raw(),
+            InOut::Apart { output, .. } => output.raw(),
+        }
+    }
+}
+
+/// Scratch memory that the caller owns and an operation may overwrite, aligned to [`Workspace::ALIGNMENT`].
+#[derive(Debug)]
+pub struct Workspace<'a> {
+    ptr: *mut u8,
+    size: usize,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> Workspace<'a> {
+    /// Alignment that a workspace needs, in bytes. Allocations of this library and of CUDA have it.
+    pub const ALIGNMENT: usize = 256;
+
+    /// No workspace, for operations whose query answers zero.
+    pub fn none() -> Self {
+        Workspace {
+            ptr: std::ptr::null_mut(),
+            size: 0,
+            memory: PhantomData,
+        }
+    }
+
+    /// A workspace of raw memory.
+    ///
+    /// # Safety
+    /// `size` bytes from `ptr` may be written for `'a` by the device of the context it is used with, and nothing else accesses
+    /// them meanwhile.
+    pub unsafe fn from_raw(ptr: *mut u8, size: usize) -> Self {
+        Workspace {
+            ptr,
+            size,
+            memory: PhantomData,
+        }
+    }
+
+    /// The pointer, once size and alignment have been found sufficient for `required` bytes.
+    pub(crate) fn check(&self, op: &'static str, required: usize) -> Result<*mut u8> {
+        if self.size < required {
+            return Err(Error::WorkspaceTooSmall {
+                op,
+                required,
+                provided: self.size,
+            });
+        }
+        if required == 0 {
+            return Ok(self.ptr);
+        }
+        if self.ptr.is_null() {
+            return Err(Error::NullPointer {
+                op,
+                argument: "workspace".into(),
+            });
+        }
+        if !(self.ptr as usize).is_multiple_of(Self::ALIGNMENT) {
+            return Err(Error::invalid(
+                op,
+                "workspace",
+                format!("{:p} is not aligned to {} bytes", self.ptr, Self::ALIGNMENT),
+            ));
+        }
+        Ok(self.ptr)
+    }
+
+    /// The addresses it covers, for overlap checks.
+    pub(crate) fn byte_range(&self) -> std::ops::Range<usize> {
+        self.ptr as usize..(self.ptr as usize).saturating_add(self.size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_must_cover_the_layout() {
+        let data = [0f32; 6];
+        assert!(TensorRef::from_slice(&data, &[2, 3]).is_ok());
+        let error = TensorRef::from_slice(&data, &[2, 4]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "tensor: data has 6 elements, shape [2, 4] with strides [4, 1] spans 8"
+        );
+        let layout = Layout::strided(&[2, 2], &[4, 1]).unwrap();
+        assert!(TensorRef::from_slice_with_layout(&data, layout).is_ok());
+    }
+
+    #[test]
+    fn overlap_is_by_byte_range() {
+        let data = [0f32; 8];
+        let whole = TensorRef::from_slice(&data, &[8]).unwrap();
+        let head = whole.narrowed(0, 0, 4).unwrap().raw();
+        let tail = whole.narrowed(0, 4, 4).unwrap().raw();
+        assert!(!head.overlaps(&tail) && head.overlaps(&whole.raw()));
+        let empty = whole.narrowed(0, 4, 0).unwrap().raw();
+        assert!(!empty.overlaps(&whole.raw()));
+    }
+
+    #[test]
+    fn workspace_checks() {
+        assert!(Workspace::none().check("t", 0).is_ok());
+        assert!(matches!(
+            Workspace::none().check("t", 8),
+            Err(Error::WorkspaceTooSmall {
+                required: 8,
+                provided: 0,
+                ..
+            })
+        ));
+    }
+}
