@@ -1,0 +1,55 @@
+//! What every integration test shares: contexts of each backend that this machine has, poisoned and guarded tensors, f64
+//! references, and the rules by which results are judged.
+//!
+//! A test builds [`TestTensor`]s on the host, uploads them to a context, runs the operation, downloads the outputs and compares
+//! them with a [`reference`]. Gaps between strided elements, the guard bytes around every tensor and all outputs are poisoned
+//! before the run: reading or writing where one should not shows.
+#![allow(dead_code, unused_imports)] // each test binary uses its part
+
+pub mod abi;
+pub mod reference;
+pub mod rules;
+pub mod tensor;
+
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use unsloth::{Backend, Context, ContextOptions, DType};
+
+pub use rules::{assert_close, assert_flash_rule};
+pub use tensor::{DeviceTensor, TestTensor};
+
+/// The floating-point dtypes, for tables.
+pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+
+/// A context of every backend that is compiled in and has a device.
+pub fn contexts() -> Vec<Context> {
+    Backend::ALL
+        .into_iter()
+        .filter(|backend| backend.device_count().is_ok_and(|n| n > 0))
+        .map(|backend| {
+            let options = ContextOptions {
+                backend,
+                ..ContextOptions::default()
+            };
+            Context::new(&options).expect("a backend with a device gives a context")
+        })
+        .collect()
+}
+
+/// A fresh random generator. Its seed goes to the test's output, and `UNSLOTH_TEST_SEED` repeats it.
+pub fn rng() -> StdRng {
+    let seed = match std::env::var("UNSLOTH_TEST_SEED") {
+        Ok(text) => text.parse().expect("UNSLOTH_TEST_SEED is a number"),
+        Err(_) => rand::random::<u64>(),
+    };
+    println!("UNSLOTH_TEST_SEED={seed}");
+    StdRng::seed_from_u64(seed)
+}
+
+/// Every row of a table, with its description in the panic message of a failing one.
+pub fn for_each_case<C: std::fmt::Debug>(cases: &[C], run: impl Fn(&C)) {
+    for case in cases {
+        println!("case {case:?}");
+        run(case);
+    }
+}

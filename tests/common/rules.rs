@@ -1,0 +1,79 @@
+//! By which rules a result is right.
+
+use unsloth::DType;
+
+use super::tensor::round_to;
+
+/// Half a unit in the last place relative to the value, times two: the spacing of the dtype.
+pub fn epsilon(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => f64::powi(2.0, -10),
+        DType::Bf16 => f64::powi(2.0, -7),
+        _ => f64::powi(2.0, -23),
+    }
+}
+
+/// The smallest normal number of the dtype: below it, rounding is absolute.
+fn tiny(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => f64::powi(2.0, -14),
+        _ => f64::powi(2.0, -126),
+    }
+}
+
+/// Each element is the reference rounded to `dtype`, give or take `f32_ulps` units of f32 arithmetic before the rounding. For
+/// operations whose every output is a short chain of f32 operations.
+pub fn assert_close(what: &str, dtype: DType, actual: &[f64], reference: &[f64], f32_ulps: f64) {
+    assert_eq!(actual.len(), reference.len(), "{what}: length");
+    for (i, (&a, &r)) in actual.iter().zip(reference).enumerate() {
+        let rounding = match dtype {
+            DType::F32 => 0.0,
+            _ => 0.5 * epsilon(dtype) * r.abs().max(tiny(dtype)),
+        };
+        // A value that f32 arithmetic moves across a rounding boundary lands one step away, hence the second term.
+        let arithmetic = f32_ulps * epsilon(DType::F32) * r.abs();
+        let bound = rounding + arithmetic + tiny(DType::F32);
+        let same = a == r || (a - r).abs() <= bound * (1.0 + 1e-9);
+        let rounds_alike = a == round_to(dtype, r);
+        assert!(
+            same || rounds_alike,
+            "{what}: element {i} is {a}, the reference {r} ± {bound:e}"
+        );
+    }
+}
+
+/// The rule that FlashAttention is tested by: the greatest error is at most twice that of a plain implementation in the same
+/// dtype, plus what rounding the result costs. NaN never passes; infinities must agree.
+pub fn assert_flash_rule(
+    what: &str,
+    dtype: DType,
+    actual: &[f64],
+    reference: &[f64],
+    plain: &[f64],
+) {
+    assert_eq!(actual.len(), reference.len(), "{what}: length");
+    assert_eq!(
+        plain.len(),
+        reference.len(),
+        "{what}: length of the plain result"
+    );
+    let worst = |values: &[f64]| {
+        values
+            .iter()
+            .zip(reference)
+            .map(|(&v, &r)| if v == r { 0.0 } else { (v - r).abs() })
+            .fold(0.0, f64::max)
+    };
+    let magnitude = reference
+        .iter()
+        .filter(|r| r.is_finite())
+        .fold(0.0, |m: f64, r| m.max(r.abs()));
+    let bound = 2.0 * worst(plain) + 0.5 * epsilon(dtype) * magnitude + tiny(DType::F32);
+    for (i, (&a, &r)) in actual.iter().zip(reference).enumerate() {
+        let right = a == r || (a - r).abs() <= bound;
+        assert!(
+            right,
+            "{what}: element {i} is {a}, the reference {r} ± {bound:e}"
+        );
+    }
+}
