@@ -4,6 +4,7 @@
 //! on which thread computes them, so the same inputs give the same bits with any number of threads.
 
 pub(crate) mod float;
+pub(crate) mod math;
 pub(crate) mod rms_norm;
 pub(crate) mod rows;
 
