@@ -23,7 +23,7 @@ pub(crate) fn exp(x: f32) -> f32 {
         .mul_add(r, 0.499_999_93);
     let p = (p * r).mul_add(r, r) + 1.0;
     // In two factors, neither of which leaves the range of normal numbers.
-    let n = shifted.to_bits() as i32 - ROUND.to_bits() as i32;
+    let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let half = n >> 1;
     let power = |n: i32| f32::from_bits((n.wrapping_add(127) << 23) as u32);
     p * power(half) * power(n.wrapping_sub(half))
