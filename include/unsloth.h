@@ -21,6 +21,7 @@
 #define UNSLOTH_INIT(type) {.struct_size = sizeof(type)}
 #endif
 
+#define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
@@ -42,6 +43,189 @@ typedef struct unsloth_context unsloth_context;
  * What a call came to. Zero is success; outputs are written only then. Values are never reused.
  */
 typedef int32_t unsloth_status;
+
+/**
+ * The order of the dimensions inside a page of keys or values.
+ */
+typedef uint32_t unsloth_page_layout;
+
+/**
+ * The type of a tensor's elements. Zero is none, so that a zeroed tensor is recognised as absent.
+ */
+typedef uint32_t unsloth_dtype;
+
+/**
+ * A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.
+ *
+ * A tensor may have no elements (a size of zero), and `data` is then not read. Queries (`unsloth_*_supported`,
+ * `unsloth_*_workspace_size`) never look at `data`, so it may be NULL there.
+ */
+typedef struct unsloth_tensor {
+  /**
+   * Address of the first element, aligned to the dtype: host memory for the CPU backend, device memory for CUDA.
+   */
+  void *data;
+  /**
+   * Sizes of the `rank` dimensions, outermost first.
+   */
+  int64_t shape[UNSLOTH_MAX_RANK];
+  /**
+   * Distances between neighbours along each dimension, in elements, not negative. All zero means row-major without gaps.
+   */
+  int64_t strides[UNSLOTH_MAX_RANK];
+  /**
+   * One of `UNSLOTH_DTYPE_*`.
+   */
+  unsloth_dtype dtype;
+  /**
+   * Number of dimensions, 1 to `UNSLOTH_MAX_RANK`; 0 if the tensor is absent.
+   */
+  uint32_t rank;
+} unsloth_tensor;
+
+/**
+ * Arguments of `unsloth_attention_forward`: `out = softmax(scale * q k^T + ...) v`, exact.
+ *
+ * For query `i` of a sequence with `Sq` queries and `Sk` keys, at position `p = i + Sk - Sq` among the keys (the last query is at the
+ * last key, as in FlashAttention; PyTorch's `is_causal` aligns the first ones), and each key `j`:
+ *
+ *     s = scale * q[i] . k[j]
+ *     s = softcap * tanh(s / softcap)                           if softcap > 0
+ *     s = s + bias[b, h, i, j] - alibi_slopes[b, h] * |p - j|   those that are given
+ *     s = -inf where mask[b, h, i, j] is false, or causal and j > p,
+ *                or window_left > 0 and j <= p - window_left, or window_right > 0 and j >= p + window_right
+ *     lse[i] = ln(sum exp(s[j]) + exp(sinks[h]))                the last term if sinks are given
+ *     out[i] = sum exp(s[j] - lse[i]) v[j]
+ *
+ * A query that sees no key gives zeros and LSE -inf (the sink, if there is one). Query head `h` reads key head
+ * `h / (num_heads / num_kv_heads)`. Scores and sums are f32. Keys that a mask hides may still be read, and a NaN in their `v` may
+ * reach the output; what lies beyond a sequence's length is never read.
+ *
+ * Attention over disjoint sets of keys may be merged: `lse = ln(exp(lse1) + exp(lse2))`,
+ * `out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2` (ask for f32 outputs; give sinks to one part only).
+ *
+ * Queries are batched, or packed where `cu_seqlens_q` is given. Keys are batched, packed where `cu_seqlens_k` is given, or paged
+ * where `block_table` is given. Every combination is allowed. B, the batch size, is that of the queries.
+ */
+typedef struct unsloth_attention_params {
+  /**
+   * `sizeof(unsloth_attention_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 if a query sees only keys up to its own position, else 0.
+   */
+  uint32_t causal;
+  /**
+   * Factor of the scores; 0 for `1 / sqrt(head_dim)`.
+   */
+  float scale;
+  /**
+   * Bound of the scores through tanh; 0 for none.
+   */
+  float softcap;
+  /**
+   * How many keys a query sees up to its own position, counting its own; 0 for all. What model configurations call
+   * `sliding_window`; FlashAttention's left window plus one.
+   */
+  int64_t window_left;
+  /**
+   * How many keys a query sees from its own position on, counting its own; 0 for all. 1 is the same as `causal`.
+   * FlashAttention's right window plus one.
+   */
+  int64_t window_right;
+  /**
+   * No sequence of packed queries is longer; 0 for no better bound than all tokens.
+   */
+  int64_t max_seqlen_q;
+  /**
+   * No sequence of padded, packed or paged keys is longer; 0 for no better bound than the room there is.
+   */
+  int64_t max_seqlen_k;
+  /**
+   * One of `UNSLOTH_PAGE_LAYOUT_*`; used with `block_table`.
+   */
+  unsloth_page_layout page_layout;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `unsloth_attention_workspace_size` bytes aligned to 256; NULL where that is 0.
+   */
+  void *workspace;
+  /**
+   * Bytes at `workspace`.
+   */
+  size_t workspace_size;
+  /**
+   * Queries `[B, Sq, num_heads, head_dim]`, or packed `[total_q, num_heads, head_dim]`; f32, f16 or bf16, any strides with a
+   * contiguous last dimension.
+   */
+  struct unsloth_tensor q;
+  /**
+   * Keys `[B, Sk, num_kv_heads, head_dim]`, packed `[total_k, num_kv_heads, head_dim]`, or pages as `page_layout` says with a page
+   * size that is a power of two; any float dtype, strides as `q`.
+   */
+  struct unsloth_tensor k;
+  /**
+   * Values like `k`, with a head dimension `head_dim_v` of their own; any float dtype.
+   */
+  struct unsloth_tensor v;
+  /**
+   * Output: the shape of `q` with `head_dim_v`; the dtype of `q`, or f32. Tokens of packed queries that belong to no sequence are
+   * left as they are.
+   */
+  struct unsloth_tensor out;
+  /**
+   * Optional output: f32 `[B, num_heads, Sq]`, or `[num_heads, total_q]` for packed queries.
+   */
+  struct unsloth_tensor lse;
+  /**
+   * Optional: added to the scores. Any float dtype, `[B, num_heads, max_q, max_k]` where any size may be 1 to repeat; `max_q` is
+   * `Sq`, or `max_seqlen_q` (if 0, its bound) for packed queries; `max_k` likewise. Contiguous or repeated in the last dimension.
+   */
+  struct unsloth_tensor bias;
+  /**
+   * Optional: nonzero where a query may see a key. Bool, sizes as `bias`; both may be given.
+   */
+  struct unsloth_tensor mask;
+  /**
+   * Optional: f32 `[num_heads]` or `[B, num_heads]`.
+   */
+  struct unsloth_tensor alibi_slopes;
+  /**
+   * Optional: f32 `[num_heads]`, a logit that takes part in each softmax and has no value.
+   */
+  struct unsloth_tensor sinks;
+  /**
+   * Optional: i32 `[B + 1]`; sequence `b` of packed queries is tokens `cu_seqlens_q[b]` to before `cu_seqlens_q[b + 1]`.
+   */
+  struct unsloth_tensor cu_seqlens_q;
+  /**
+   * Optional: i32 `[B + 1]`, the same for packed keys.
+   */
+  struct unsloth_tensor cu_seqlens_k;
+  /**
+   * Optional, needed with `block_table`: i32 `[B]`, the number of keys of each sequence of a padded batch or of pages.
+   */
+  struct unsloth_tensor seq_lens_k;
+  /**
+   * Optional: i32 `[B, max_pages]`, the pages of each sequence in order. Entries past the pages that hold keys are not read.
+   */
+  struct unsloth_tensor block_table;
+} unsloth_attention_params;
+
+/**
+ * Which implementation runs a call; see the `unsloth_*_supported` functions.
+ */
+typedef uint32_t unsloth_implementation;
+
+/**
+ * A queue of work on a device. With the CUDA backend a `CUstream` or `cudaStream_t` of the caller's, or NULL for the
+ * default stream. The CPU backend runs each call to its end and takes NULL.
+ */
+typedef void *unsloth_stream;
 
 /**
  * Where operations run.
@@ -117,12 +301,6 @@ typedef struct unsloth_context_params {
 } unsloth_context_params;
 
 /**
- * A queue of work on a device. With the CUDA backend a `CUstream` or `cudaStream_t` of the caller's, or NULL for the
- * default stream. The CPU backend runs each call to its end and takes NULL.
- */
-typedef void *unsloth_stream;
-
-/**
  * Between which memories a copy goes.
  */
 typedef uint32_t unsloth_copy_kind;
@@ -156,40 +334,6 @@ typedef struct unsloth_memory_stats {
    */
   uint64_t num_allocations;
 } unsloth_memory_stats;
-
-/**
- * The type of a tensor's elements. Zero is none, so that a zeroed tensor is recognised as absent.
- */
-typedef uint32_t unsloth_dtype;
-
-/**
- * A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.
- *
- * A tensor may have no elements (a size of zero), and `data` is then not read. Queries (`unsloth_*_supported`,
- * `unsloth_*_workspace_size`) never look at `data`, so it may be NULL there.
- */
-typedef struct unsloth_tensor {
-  /**
-   * Address of the first element, aligned to the dtype: host memory for the CPU backend, device memory for CUDA.
-   */
-  void *data;
-  /**
-   * Sizes of the `rank` dimensions, outermost first.
-   */
-  int64_t shape[UNSLOTH_MAX_RANK];
-  /**
-   * Distances between neighbours along each dimension, in elements, not negative. All zero means row-major without gaps.
-   */
-  int64_t strides[UNSLOTH_MAX_RANK];
-  /**
-   * One of `UNSLOTH_DTYPE_*`.
-   */
-  unsloth_dtype dtype;
-  /**
-   * Number of dimensions, 1 to `UNSLOTH_MAX_RANK`; 0 if the tensor is absent.
-   */
-  uint32_t rank;
-} unsloth_tensor;
 
 /**
  * Arguments of `unsloth_rms_norm_forward`: `y = s / sqrt(mean(s^2) + epsilon) * (weight + weight_offset)` over the last dimension,
@@ -235,14 +379,19 @@ typedef struct unsloth_rms_norm_params {
 } unsloth_rms_norm_params;
 
 /**
- * Which implementation runs a call; see the `unsloth_*_supported` functions.
- */
-typedef uint32_t unsloth_implementation;
-
-/**
  * The CPU backend.
  */
 #define UNSLOTH_IMPLEMENTATION_CPU 1
+
+/**
+ * `[num_pages, page_size, num_kv_heads, head_dim]`: tokens before heads.
+ */
+#define UNSLOTH_PAGE_LAYOUT_TOKEN_MAJOR 0
+
+/**
+ * `[num_pages, num_kv_heads, page_size, head_dim]`: heads before tokens.
+ */
+#define UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR 1
 
 /**
  * The host processor; tensors are host memory. Always there, and the default.
@@ -382,6 +531,39 @@ typedef uint32_t unsloth_implementation;
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_supported(struct unsloth_context *ctx,
+                                           const struct unsloth_attention_params *params,
+                                           unsloth_implementation *implementation);
+
+/**
+ * The bytes of workspace that this call needs, exactly; 0 on the CPU backend. Data pointers are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_workspace_size(struct unsloth_context *ctx,
+                                                const struct unsloth_attention_params *params,
+                                                size_t *size);
+
+/**
+ * Computes attention on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * The CPU backend checks `cu_seqlens_*`, `seq_lens_k` and `block_table` before it writes anything; on a GPU they lie in device
+ * memory, which a launch does not read, and their contents are the caller's responsibility. On the CPU backend the result
+ * does not depend on the number of threads.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+ * until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_attention_forward(struct unsloth_context *ctx,
+                                         const struct unsloth_attention_params *params,
+                                         unsloth_stream stream);
 
 /**
  * Writes the number of devices of a backend to `count`: 1 for the CPU.
@@ -728,6 +910,39 @@ unsloth_status unsloth_tensor_from_dlpack(const void *dl_tensor,
                                           struct unsloth_tensor *tensor,
                                           int32_t *device_type,
                                           int32_t *device_id);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_supported(struct unsloth_context *ctx,
+                                           const struct unsloth_attention_params *params,
+                                           unsloth_implementation *implementation);
+
+/**
+ * The bytes of workspace that this call needs, exactly; 0 on the CPU backend. Data pointers are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_workspace_size(struct unsloth_context *ctx,
+                                                const struct unsloth_attention_params *params,
+                                                size_t *size);
+
+/**
+ * Computes attention on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * The CPU backend checks `cu_seqlens_*`, `seq_lens_k` and `block_table` before it writes anything; on a GPU they lie in device
+ * memory, which a launch does not read, and their contents are the caller's responsibility. On the CPU backend the result
+ * does not depend on the number of threads.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+ * until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_attention_forward(struct unsloth_context *ctx,
+                                         const struct unsloth_attention_params *params,
+                                         unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

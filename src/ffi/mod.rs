@@ -6,6 +6,7 @@
 //! Names follow C's conventions, as the header shows them.
 #![allow(non_camel_case_types)]
 
+pub mod attention;
 pub mod context;
 mod handle;
 pub mod memory;

@@ -338,7 +338,6 @@ pub(crate) unsafe fn in_out<'a>(
 ///
 /// # Safety
 /// As [`Workspace::from_raw`].
-#[allow(dead_code)] // the first operation with a workspace is attention
 pub(crate) unsafe fn workspace_from<'a>(
     op: &'static str,
     workspace: *mut c_void,

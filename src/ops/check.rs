@@ -89,7 +89,6 @@ impl<'a> Arg<'a> {
     }
 
     /// Elements lie in row-major order without gaps.
-    #[allow(dead_code)] // for index tensors of operations to come
     pub fn contiguous(self) -> Result<Self> {
         if self.tensor.layout.is_contiguous() {
             return Ok(self);

@@ -4,6 +4,7 @@
 //! and flags a backend needs, known to be consistent. `supported` and `workspace_size` answer from the same choice that
 //! `forward` acts on, and look at shapes, strides and dtypes but never at data pointers, which may be NULL there.
 
+pub mod attention;
 pub(crate) mod check;
 pub mod rms_norm;
 

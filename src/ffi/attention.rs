@@ -1,0 +1,231 @@
+//! Attention.
+
+use std::ffi::c_void;
+
+use crate::context::Stream;
+use crate::error::{Error, Result};
+use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::params::{self, params};
+use crate::ffi::status::unsloth_status;
+use crate::ffi::tensor::{unsloth_tensor, workspace_from};
+use crate::ffi::{
+    check_out, guard, stream_from, unsloth_implementation, unsloth_stream, write_optional,
+};
+use crate::ops::attention::{self, PageLayout, Params};
+
+const OP: &str = "attention";
+
+/// The order of the dimensions inside a page of keys or values.
+pub type unsloth_page_layout = u32;
+/// `[num_pages, page_size, num_kv_heads, head_dim]`: tokens before heads.
+pub const UNSLOTH_PAGE_LAYOUT_TOKEN_MAJOR: unsloth_page_layout = 0;
+/// `[num_pages, num_kv_heads, page_size, head_dim]`: heads before tokens.
+pub const UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR: unsloth_page_layout = 1;
+
+/// Arguments of `unsloth_attention_forward`: `out = softmax(scale * q k^T + ...) v`, exact.
+///
+/// For query `i` of a sequence with `Sq` queries and `Sk` keys, at position `p = i + Sk - Sq` among the keys (the last query is at the
+/// last key, as in FlashAttention; PyTorch's `is_causal` aligns the first ones), and each key `j`:
+///
+///     s = scale * q[i] . k[j]
+///     s = softcap * tanh(s / softcap)                           if softcap > 0
+///     s = s + bias[b, h, i, j] - alibi_slopes[b, h] * |p - j|   those that are given
+///     s = -inf where mask[b, h, i, j] is false, or causal and j > p,
+///                or window_left > 0 and j <= p - window_left, or window_right > 0 and j >= p + window_right
+///     lse[i] = ln(sum exp(s[j]) + exp(sinks[h]))                the last term if sinks are given
+///     out[i] = sum exp(s[j] - lse[i]) v[j]
+///
+/// A query that sees no key gives zeros and LSE -inf (the sink, if there is one). Query head `h` reads key head
+/// `h / (num_heads / num_kv_heads)`. Scores and sums are f32. Keys that a mask hides may still be read, and a NaN in their `v` may
+/// reach the output; what lies beyond a sequence's length is never read.
+///
+/// Attention over disjoint sets of keys may be merged: `lse = ln(exp(lse1) + exp(lse2))`,
+/// `out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2` (ask for f32 outputs; give sinks to one part only).
+///
+/// Queries are batched, or packed where `cu_seqlens_q` is given. Keys are batched, packed where `cu_seqlens_k` is given, or paged
+/// where `block_table` is given. Every combination is allowed. B, the batch size, is that of the queries.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_attention_params {
+    /// `sizeof(unsloth_attention_params)`.
+    pub struct_size: u32,
+    /// 1 if a query sees only keys up to its own position, else 0.
+    pub causal: u32,
+    /// Factor of the scores; 0 for `1 / sqrt(head_dim)`.
+    pub scale: f32,
+    /// Bound of the scores through tanh; 0 for none.
+    pub softcap: f32,
+    /// How many keys a query sees up to its own position, counting its own; 0 for all. What model configurations call
+    /// `sliding_window`; FlashAttention's left window plus one.
+    pub window_left: i64,
+    /// How many keys a query sees from its own position on, counting its own; 0 for all. 1 is the same as `causal`.
+    /// FlashAttention's right window plus one.
+    pub window_right: i64,
+    /// No sequence of packed queries is longer; 0 for no better bound than all tokens.
+    pub max_seqlen_q: i64,
+    /// No sequence of padded, packed or paged keys is longer; 0 for no better bound than the room there is.
+    pub max_seqlen_k: i64,
+    /// One of `UNSLOTH_PAGE_LAYOUT_*`; used with `block_table`.
+    pub page_layout: unsloth_page_layout,
+    /// Zero.
+    pub reserved: u32,
+    /// `unsloth_attention_workspace_size` bytes aligned to 256; NULL where that is 0.
+    pub workspace: *mut c_void,
+    /// Bytes at `workspace`.
+    pub workspace_size: usize,
+    /// Queries `[B, Sq, num_heads, head_dim]`, or packed `[total_q, num_heads, head_dim]`; f32, f16 or bf16, any strides with a
+    /// contiguous last dimension.
+    pub q: unsloth_tensor,
+    /// Keys `[B, Sk, num_kv_heads, head_dim]`, packed `[total_k, num_kv_heads, head_dim]`, or pages as `page_layout` says with a page
+    /// size that is a power of two; any float dtype, strides as `q`.
+    pub k: unsloth_tensor,
+    /// Values like `k`, with a head dimension `head_dim_v` of their own; any float dtype.
+    pub v: unsloth_tensor,
+    /// Output: the shape of `q` with `head_dim_v`; the dtype of `q`, or f32. Tokens of packed queries that belong to no sequence are
+    /// left as they are.
+    pub out: unsloth_tensor,
+    /// Optional output: f32 `[B, num_heads, Sq]`, or `[num_heads, total_q]` for packed queries.
+    pub lse: unsloth_tensor,
+    /// Optional: added to the scores. Any float dtype, `[B, num_heads, max_q, max_k]` where any size may be 1 to repeat; `max_q` is
+    /// `Sq`, or `max_seqlen_q` (if 0, its bound) for packed queries; `max_k` likewise. Contiguous or repeated in the last dimension.
+    pub bias: unsloth_tensor,
+    /// Optional: nonzero where a query may see a key. Bool, sizes as `bias`; both may be given.
+    pub mask: unsloth_tensor,
+    /// Optional: f32 `[num_heads]` or `[B, num_heads]`.
+    pub alibi_slopes: unsloth_tensor,
+    /// Optional: f32 `[num_heads]`, a logit that takes part in each softmax and has no value.
+    pub sinks: unsloth_tensor,
+    /// Optional: i32 `[B + 1]`; sequence `b` of packed queries is tokens `cu_seqlens_q[b]` to before `cu_seqlens_q[b + 1]`.
+    pub cu_seqlens_q: unsloth_tensor,
+    /// Optional: i32 `[B + 1]`, the same for packed keys.
+    pub cu_seqlens_k: unsloth_tensor,
+    /// Optional, needed with `block_table`: i32 `[B]`, the number of keys of each sequence of a padded batch or of pages.
+    pub seq_lens_k: unsloth_tensor,
+    /// Optional: i32 `[B, max_pages]`, the pages of each sequence in order. Entries past the pages that hold keys are not read.
+    pub block_table: unsloth_tensor,
+}
+params!(
+    unsloth_attention_params,
+    min_size = size_of::<unsloth_attention_params>()
+);
+
+/// A count that zero leaves open.
+fn count(name: &'static str, value: i64) -> Result<usize> {
+    usize::try_from(value)
+        .map_err(|_| Error::invalid(OP, name, format!("is {value}, at least 0 is needed")))
+}
+
+/// Reads and converts the arguments, then calls `run`.
+///
+/// # Safety
+/// As the exported functions.
+unsafe fn with_params(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_attention_params,
+    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
+) -> unsloth_status {
+    guard(OP, || {
+        let context = &context_from(OP, ctx)?.context;
+        // SAFETY: the exported functions' contract.
+        unsafe {
+            let p = params::read(OP, params)?;
+            if p.causal > 1 {
+                let problem = format!("is {}, allowed: 0, 1", p.causal);
+                return Err(Error::invalid(OP, "causal", problem));
+            }
+            let page_layout = PageLayout::from_raw(p.page_layout).ok_or_else(|| {
+                let problem = format!("is {}, allowed: 0, 1", p.page_layout);
+                Error::invalid(OP, "page_layout", problem)
+            })?;
+            let params = Params {
+                q: p.q.input(OP, "q")?,
+                k: p.k.input(OP, "k")?,
+                v: p.v.input(OP, "v")?,
+                out: p.out.output(OP, "out")?,
+                lse: p.lse.optional_output(OP, "lse")?,
+                bias: p.bias.optional_input(OP, "bias")?,
+                mask: p.mask.optional_input(OP, "mask")?,
+                alibi_slopes: p.alibi_slopes.optional_input(OP, "alibi_slopes")?,
+                sinks: p.sinks.optional_input(OP, "sinks")?,
+                cu_seqlens_q: p.cu_seqlens_q.optional_input(OP, "cu_seqlens_q")?,
+                cu_seqlens_k: p.cu_seqlens_k.optional_input(OP, "cu_seqlens_k")?,
+                seq_lens_k: p.seq_lens_k.optional_input(OP, "seq_lens_k")?,
+                block_table: p.block_table.optional_input(OP, "block_table")?,
+                page_layout,
+                max_seqlen_q: count("max_seqlen_q", p.max_seqlen_q)?,
+                max_seqlen_k: count("max_seqlen_k", p.max_seqlen_k)?,
+                scale: p.scale,
+                softcap: p.softcap,
+                causal: p.causal == 1,
+                window_left: count("window_left", p.window_left)?,
+                window_right: count("window_right", p.window_right)?,
+                workspace: workspace_from(OP, p.workspace, p.workspace_size)?,
+            };
+            run(context, &params)
+        }
+    })
+}
+
+/// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+/// at. The status and message are those the call itself would give.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_attention_supported(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_attention_params,
+    implementation: *mut unsloth_implementation,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        with_params(ctx, params, |context, params| {
+            let chosen = attention::supported(context, params)?;
+            write_optional(OP, "implementation", implementation, || chosen as u32)
+        })
+    }
+}
+
+/// The bytes of workspace that this call needs, exactly; 0 on the CPU backend. Data pointers are not looked at.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `size` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_attention_workspace_size(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_attention_params,
+    size: *mut usize,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        with_params(ctx, params, |context, params| {
+            check_out(OP, "size", size)?;
+            size.write(attention::workspace_size(context, params)?);
+            Ok(())
+        })
+    }
+}
+
+/// Computes attention on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+///
+/// The CPU backend checks `cu_seqlens_*`, `seq_lens_k` and `block_table` before it writes anything; on a GPU they lie in device
+/// memory, which a launch does not read, and their contents are the caller's responsibility. On the CPU backend the result
+/// does not depend on the number of threads.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+/// until the work has run; `stream` is NULL or a live stream of that device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_attention_forward(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_attention_params,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let stream: Stream = stream_from(stream);
+        with_params(ctx, params, |context, params| {
+            attention::forward(context, params, stream)
+        })
+    }
+}

@@ -1,0 +1,442 @@
+//! Validation of attention's arguments.
+
+use super::problem::{Keys, Problem, Queries, Rows, Scores, page_dims};
+use super::{MAX_HEAD_DIM, OP, Params};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::ops::check::{Arg, finite};
+use crate::tensor::{RawTensor, TensorMut, TensorRef};
+
+/// The sizes that the forms of queries and keys agree on.
+struct Sizes {
+    batch: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+    head_dim_v: usize,
+}
+
+impl Params<'_> {
+    pub(super) fn problem(&self) -> Result<Problem> {
+        let (q, k, v, out) = (self.q.raw(), self.k.raw(), self.v.raw(), self.out.raw());
+        self.check_forms()?;
+        let queries = self.queries(&q)?;
+        let batch = match (&self.cu_seqlens_q, queries) {
+            (Some(cu), Queries::Packed { .. }) => cu.layout().dim(0) - 1,
+            _ => q.layout.dim(0),
+        };
+        let q_token = if self.cu_seqlens_q.is_some() { 0 } else { 1 };
+        let sizes = self.sizes(batch, q_token, &q, &k, &v)?;
+        let (keys, k_dims) = self.keys(batch, &k, &v)?;
+
+        let mut out_shape = q.layout.shape().to_vec();
+        out_shape[q_token + 2] = sizes.head_dim_v;
+        let allowed = match q.dtype {
+            DType::F32 => vec![DType::F32],
+            other => vec![other, DType::F32],
+        };
+        Arg::new(OP, "out", &out)
+            .dtype(&allowed)?
+            .shape(&out_shape)?
+            .last_contiguous()?
+            .writable()?;
+
+        let max_seqlen_q = match queries {
+            Queries::Batched { len } => len,
+            Queries::Packed { total, .. } => hint("max_seqlen_q", self.max_seqlen_q, total, "q")?,
+        };
+        let max_seqlen_k = match keys {
+            Keys::Batched { len, seq_lens: _ } if self.seq_lens_k.is_none() => len,
+            Keys::Batched { len, .. } => hint("max_seqlen_k", self.max_seqlen_k, len, "k")?,
+            Keys::Packed { total, .. } => hint("max_seqlen_k", self.max_seqlen_k, total, "k")?,
+            Keys::Paged {
+                max_pages,
+                page_size,
+                ..
+            } => {
+                // The table fits an address space, so this product would only overflow for pages that do not.
+                let room = max_pages.saturating_mul(page_size);
+                hint("max_seqlen_k", self.max_seqlen_k, room, "block_table")?
+            }
+        };
+        let scores = [batch, sizes.num_heads, max_seqlen_q, max_seqlen_k];
+
+        let q_outer = self.cu_seqlens_q.is_none().then_some(0);
+        let (k_outer, k_token, k_head) = k_dims;
+        Ok(Problem {
+            batch,
+            num_heads: sizes.num_heads,
+            num_kv_heads: sizes.num_kv_heads,
+            head_dim: sizes.head_dim,
+            head_dim_v: sizes.head_dim_v,
+            q: Rows::new(&q, q_outer, q_token, q_token + 1),
+            k: Rows::new(&k, k_outer, k_token, k_head),
+            v: Rows::new(&v, k_outer, k_token, k_head),
+            out: Rows::new(&out, q_outer, q_token, q_token + 1),
+            lse: self.lse(&q, batch, &sizes)?,
+            queries,
+            keys,
+            max_seqlen_q,
+            max_seqlen_k,
+            scale: self.scale(sizes.head_dim)?,
+            softcap: self.softcap()?,
+            window_left: unlimited(self.window_left),
+            window_right: if self.causal {
+                1
+            } else {
+                unlimited(self.window_right)
+            },
+            bias: score_tensor("bias", self.bias.as_ref(), DType::FLOATS, &scores)?,
+            mask: score_tensor("mask", self.mask.as_ref(), &[DType::Bool], &scores)?,
+            alibi_slopes: self.alibi_slopes(batch, sizes.num_heads)?,
+            sinks: self.sinks(sizes.num_heads)?,
+        })
+    }
+
+    /// Arguments that exclude or need one another.
+    fn check_forms(&self) -> Result<()> {
+        let exclude = |a: bool, b: bool, name: &'static str, other: &str| {
+            if a && b {
+                let problem =
+                    format!("is given together with {other}: only one of them is allowed");
+                return Err(Error::invalid(OP, name, problem));
+            }
+            Ok(())
+        };
+        let packed = self.cu_seqlens_k.is_some();
+        exclude(
+            packed,
+            self.block_table.is_some(),
+            "cu_seqlens_k",
+            "block_table",
+        )?;
+        exclude(
+            packed,
+            self.seq_lens_k.is_some(),
+            "cu_seqlens_k",
+            "seq_lens_k",
+        )?;
+        if self.block_table.is_some() && self.seq_lens_k.is_none() {
+            return Err(Error::invalid(
+                OP,
+                "seq_lens_k",
+                "is absent, block_table needs it",
+            ));
+        }
+        Ok(())
+    }
+
+    fn queries(&self, q: &RawTensor) -> Result<Queries> {
+        let arg = Arg::new(OP, "q", q).dtype(DType::FLOATS)?;
+        let Some(cu) = &self.cu_seqlens_q else {
+            arg.rank(&[4])?.last_contiguous()?;
+            return Ok(Queries::Batched {
+                len: q.layout.dim(1),
+            });
+        };
+        arg.rank(&[3])?.last_contiguous()?;
+        Ok(Queries::Packed {
+            cu_seqlens: cu_seqlens("cu_seqlens_q", cu)?,
+            total: q.layout.dim(0),
+        })
+    }
+
+    fn sizes(
+        &self,
+        batch: usize,
+        q_token: usize,
+        q: &RawTensor,
+        k: &RawTensor,
+        v: &RawTensor,
+    ) -> Result<Sizes> {
+        let packed = self.cu_seqlens_k.is_some();
+        for (name, t) in [("k", k), ("v", v)] {
+            Arg::new(OP, name, t)
+                .dtype(DType::FLOATS)?
+                .rank(&[if packed { 3 } else { 4 }])?
+                .last_contiguous()?;
+        }
+        let dim = t_dim(packed);
+        let head = match &self.block_table {
+            Some(_) => page_dims(self.page_layout).1,
+            None => dim - 1,
+        };
+        let sizes = Sizes {
+            batch,
+            num_heads: q.layout.dim(q_token + 1),
+            num_kv_heads: k.layout.dim(head),
+            head_dim: q.layout.dim(q_token + 2),
+            head_dim_v: v.layout.dim(dim),
+        };
+        for (name, head_dim) in [("q", sizes.head_dim), ("v", sizes.head_dim_v)] {
+            if !(1..=MAX_HEAD_DIM).contains(&head_dim) {
+                let problem = format!("has head_dim {head_dim}, allowed: 1 to {MAX_HEAD_DIM}");
+                return Err(Error::invalid(OP, name, problem));
+            }
+        }
+        if sizes.num_kv_heads == 0 {
+            return Err(Error::invalid(OP, "k", "has 0 heads, at least 1 is needed"));
+        }
+        if sizes.num_heads == 0 || !sizes.num_heads.is_multiple_of(sizes.num_kv_heads) {
+            let problem = format!(
+                "has {} heads, a multiple of the {} of k is needed",
+                sizes.num_heads, sizes.num_kv_heads
+            );
+            return Err(Error::invalid(OP, "q", problem));
+        }
+        equal("k", "head_dim", k.layout.dim(dim), "q", sizes.head_dim)?;
+        let mut v_shape = k.layout.shape().to_vec();
+        v_shape[dim] = sizes.head_dim_v;
+        Arg::new(OP, "v", v).shape(&v_shape)?;
+        if !packed && self.block_table.is_none() {
+            let of = if self.cu_seqlens_q.is_some() {
+                "cu_seqlens_q"
+            } else {
+                "q"
+            };
+            equal("k", "batch size", k.layout.dim(0), of, sizes.batch)?;
+        }
+        Ok(sizes)
+    }
+
+    /// The form of the keys, and where the outer dimension, tokens and heads are in `k` and `v`.
+    #[allow(clippy::type_complexity)]
+    fn keys(
+        &self,
+        batch: usize,
+        k: &RawTensor,
+        v: &RawTensor,
+    ) -> Result<(Keys, (Option<usize>, usize, usize))> {
+        debug_assert_eq!(k.layout.rank(), v.layout.rank());
+        let of = if self.cu_seqlens_q.is_some() {
+            "cu_seqlens_q"
+        } else {
+            "q"
+        };
+        if let Some(cu) = &self.cu_seqlens_k {
+            let cu_seqlens = cu_seqlens("cu_seqlens_k", cu)?;
+            equal(
+                "cu_seqlens_k",
+                "batch size",
+                cu.layout().dim(0) - 1,
+                of,
+                batch,
+            )?;
+            let total = k.layout.dim(0);
+            return Ok((Keys::Packed { cu_seqlens, total }, (None, 0, 1)));
+        }
+        let mut seq_lens = std::ptr::null();
+        if let Some(lens) = &self.seq_lens_k {
+            let lens = lens.raw();
+            Arg::new(OP, "seq_lens_k", &lens)
+                .dtype(&[DType::I32])?
+                .shape(&[batch])?
+                .contiguous()?;
+            seq_lens = lens.ptr.cast_const().cast();
+        }
+        let Some(table) = &self.block_table else {
+            let len = k.layout.dim(1);
+            return Ok((Keys::Batched { len, seq_lens }, (Some(0), 1, 2)));
+        };
+        let table = table.raw();
+        Arg::new(OP, "block_table", &table)
+            .dtype(&[DType::I32])?
+            .rank(&[2])?
+            .last_contiguous()?;
+        equal("block_table", "batch size", table.layout.dim(0), of, batch)?;
+        let (token, head) = page_dims(self.page_layout);
+        let page_size = k.layout.dim(token);
+        if !page_size.is_power_of_two() {
+            let problem = format!("has page size {page_size}, a power of two is needed");
+            return Err(Error::invalid(OP, "k", problem));
+        }
+        let keys = Keys::Paged {
+            block_table: table.ptr.cast_const().cast(),
+            table_stride: table.layout.stride(0),
+            max_pages: table.layout.dim(1),
+            num_pages: k.layout.dim(0),
+            page_size,
+            seq_lens,
+        };
+        Ok((keys, (Some(0), token, head)))
+    }
+
+    fn lse(&self, q: &RawTensor, batch: usize, sizes: &Sizes) -> Result<Option<Rows>> {
+        let Some(lse) = &self.lse else {
+            return Ok(None);
+        };
+        let lse = lse.raw();
+        let arg = Arg::new(OP, "lse", &lse).dtype(&[DType::F32])?;
+        let rows = if self.cu_seqlens_q.is_some() {
+            arg.shape(&[sizes.num_heads, q.layout.dim(0)])?;
+            Rows::new(&lse, None, 1, 0)
+        } else {
+            arg.shape(&[batch, sizes.num_heads, q.layout.dim(1)])?;
+            Rows::new(&lse, Some(0), 2, 1)
+        };
+        arg.writable()?;
+        Ok(Some(rows))
+    }
+
+    fn scale(&self, head_dim: usize) -> Result<f32> {
+        Ok(match finite(OP, "scale", self.scale)? {
+            0.0 => 1.0 / (head_dim as f32).sqrt(),
+            scale => scale,
+        })
+    }
+
+    fn softcap(&self) -> Result<f32> {
+        let softcap = finite(OP, "softcap", self.softcap)?;
+        if softcap >= 0.0 {
+            return Ok(softcap);
+        }
+        let problem = format!("is {softcap}, at least 0 is needed");
+        Err(Error::invalid(OP, "softcap", problem))
+    }
+
+    fn alibi_slopes(&self, batch: usize, num_heads: usize) -> Result<Option<(*const f32, usize)>> {
+        let Some(slopes) = &self.alibi_slopes else {
+            return Ok(None);
+        };
+        let slopes = slopes.raw();
+        let arg = Arg::new(OP, "alibi_slopes", &slopes)
+            .dtype(&[DType::F32])?
+            .rank(&[1, 2])?
+            .last_contiguous()?;
+        let stride = if slopes.layout.rank() == 1 {
+            arg.shape(&[num_heads])?;
+            0
+        } else {
+            arg.shape(&[batch, num_heads])?;
+            slopes.layout.stride(0)
+        };
+        Ok(Some((slopes.ptr.cast_const().cast(), stride)))
+    }
+
+    fn sinks(&self, num_heads: usize) -> Result<Option<*const f32>> {
+        let Some(sinks) = &self.sinks else {
+            return Ok(None);
+        };
+        let sinks = sinks.raw();
+        Arg::new(OP, "sinks", &sinks)
+            .dtype(&[DType::F32])?
+            .shape(&[num_heads])?
+            .last_contiguous()?;
+        Ok(Some(sinks.ptr.cast_const().cast()))
+    }
+
+    /// Pointers, alignment, overlap and workspace: what only a call that touches data needs.
+    pub(super) fn check_data(&self, workspace_size: usize) -> Result<()> {
+        let optional = |t: &Option<TensorRef<'_>>| t.as_ref().map(TensorRef::raw);
+        let inputs = [
+            ("q", Some(self.q.raw())),
+            ("k", Some(self.k.raw())),
+            ("v", Some(self.v.raw())),
+            ("bias", optional(&self.bias)),
+            ("mask", optional(&self.mask)),
+            ("alibi_slopes", optional(&self.alibi_slopes)),
+            ("sinks", optional(&self.sinks)),
+            ("cu_seqlens_q", optional(&self.cu_seqlens_q)),
+            ("cu_seqlens_k", optional(&self.cu_seqlens_k)),
+            ("seq_lens_k", optional(&self.seq_lens_k)),
+            ("block_table", optional(&self.block_table)),
+        ];
+        let outputs = [
+            ("out", Some(self.out.raw())),
+            ("lse", self.lse.as_ref().map(TensorMut::raw)),
+        ];
+        let given = |(name, t): &(&'static str, Option<RawTensor>)| t.map(|t| (*name, t));
+        for (name, t) in inputs.iter().chain(&outputs).filter_map(given) {
+            Arg::new(OP, name, &t).data()?;
+        }
+        for (name, output) in outputs.iter().filter_map(given) {
+            let output = Arg::new(OP, name, &output);
+            for (name, input) in inputs.iter().filter_map(given) {
+                output.disjoint(Arg::new(OP, name, &input))?;
+            }
+        }
+        if let [(_, Some(out)), (_, Some(lse))] = &outputs {
+            Arg::new(OP, "lse", lse).disjoint(Arg::new(OP, "out", out))?;
+        }
+        self.workspace.check(OP, workspace_size)?;
+        if workspace_size > 0 {
+            let range = self.workspace.byte_range();
+            for (name, t) in inputs.iter().chain(&outputs).filter_map(given) {
+                let other = t.byte_range();
+                if range.start < other.end && other.start < range.end {
+                    return Err(Error::invalid(OP, "workspace", format!("overlaps {name}")));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The place of the head dimension in `k` and `v`.
+fn t_dim(packed: bool) -> usize {
+    if packed { 2 } else { 3 }
+}
+
+/// Zero, the default, means no limit.
+fn unlimited(window: usize) -> usize {
+    if window == 0 { usize::MAX } else { window }
+}
+
+fn cu_seqlens(name: &'static str, cu: &TensorRef<'_>) -> Result<*const i32> {
+    let cu = cu.raw();
+    Arg::new(OP, name, &cu)
+        .dtype(&[DType::I32])?
+        .rank(&[1])?
+        .contiguous()?;
+    if cu.layout.dim(0) == 0 {
+        return Err(Error::invalid(
+            OP,
+            name,
+            "has 0 entries, at least 1 is needed",
+        ));
+    }
+    Ok(cu.ptr.cast_const().cast())
+}
+
+fn equal(name: &'static str, what: &str, value: usize, other: &str, expected: usize) -> Result<()> {
+    if value == expected {
+        return Ok(());
+    }
+    let problem = format!("has {what} {value}, {other} has {expected}");
+    Err(Error::invalid(OP, name, problem))
+}
+
+/// A bound on sequence lengths: what the caller says, or all there is room for.
+fn hint(name: &'static str, value: usize, room: usize, of: &str) -> Result<usize> {
+    if value <= room {
+        return Ok(if value == 0 { room } else { value });
+    }
+    let problem = format!("is {value}, {of} has room for {room}");
+    Err(Error::invalid(OP, name, problem))
+}
+
+fn score_tensor(
+    name: &'static str,
+    tensor: Option<&TensorRef<'_>>,
+    dtypes: &[DType],
+    sizes: &[usize; 4],
+) -> Result<Option<Scores>> {
+    let Some(tensor) = tensor else {
+        return Ok(None);
+    };
+    let raw = tensor.raw();
+    let arg = Arg::new(OP, name, &raw).dtype(dtypes)?.rank(&[4])?;
+    let shape = raw.layout.shape();
+    if shape
+        .iter()
+        .zip(sizes)
+        .any(|(&n, &size)| n != 1 && n != size)
+    {
+        let problem = format!("has shape {shape:?}, allowed: {sizes:?} or 1 in place of any size");
+        return Err(Error::invalid(OP, name, problem));
+    }
+    if raw.layout.stride(3) != 0 {
+        arg.last_contiguous()?;
+    }
+    Ok(Some(Scores::new(&raw)))
+}

@@ -1,0 +1,225 @@
+//! Attention: `softmax(scale · q kᵀ + …) v`, exact, in memory linear in the sequence lengths (FlashAttention, Dao et al. 2022,
+//! arXiv:2205.14135; online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867).
+//!
+//! # What is computed
+//!
+//! For query `i` of a sequence with `Sq` queries and `Sk` keys, and query head `h` with key head `h / (Hq / Hkv)`, let
+//! `p = i + Sk - Sq` be the query's position among the keys (the last query is at the last key). For each key `j`
+//!
+//! ```text
+//! s = scale * q[i] · k[j]                                    scale 0 means 1 / sqrt(D)
+//! s = softcap * tanh(s / softcap)                            if softcap > 0
+//! s = s + bias[b, h, i, j] - alibi_slopes[b, h] * |p - j|    those that are given
+//! s = -inf  where  mask[b, h, i, j] is false,
+//!                  causal and j > p,
+//!                  window_left  > 0 and j <= p - window_left,
+//!                  window_right > 0 and j >= p + window_right
+//! lse[i] = ln(Σ exp(s[j]) + exp(sinks[h]))                   the last term if sinks are given
+//! out[i] = Σ exp(s[j] - lse[i]) v[j]
+//! ```
+//!
+//! A query that sees no key gives zeros and LSE −inf (the sink, if there is one).
+//!
+//! Both windows count keys *with the query's own*, so zero is free to mean "unlimited": `window_left: 4096` is what model
+//! configurations call `sliding_window = 4096`, and `window_right: 1` is the same as `causal`.
+//!
+//! # Where peers differ
+//!
+//! FlashAttention's `window_size = (l, r)` leaves the query's own key uncounted and marks no limit with −1: `(l, r)` is
+//! `window_left: l + 1, window_right: r + 1` here. PyTorch's `is_causal` aligns the first query with the first key (top-left);
+//! here, as in FlashAttention 2.1 and later, the last with the last. FlashInfer's LSE is base 2; here it is natural. ALiBi is
+//! `-slope * |p - j|` as in FlashAttention, which for causal attention differs by a constant per row from the `+slope * j` that
+//! the paper and ggml use: the outputs are the same, the LSE is not. PyTorch gives NaN for a query that sees no key.
+//!
+//! # Layouts
+//!
+//! Queries and keys have independent forms; heads and head dimensions are `Hq`, `Hkv` (a divisor of `Hq`), `D` and `Dv`.
+//!
+//! | `q`, `out` | chosen by |
+//! |-|-|
+//! | batched `[B, Sq, Hq, D]`, `[B, Sq, Hq, Dv]` | neither |
+//! | packed ("varlen") `[total_q, Hq, D]`, `[total_q, Hq, Dv]` | `cu_seqlens_q` `[B + 1]` |
+//!
+//! | `k`, `v` | chosen by |
+//! |-|-|
+//! | batched `[B, Sk, Hkv, D]`, `[B, Sk, Hkv, Dv]` | neither; `seq_lens_k` `[B]` gives the lengths of a padded batch |
+//! | packed `[total_k, Hkv, D]`, `[total_k, Hkv, Dv]` | `cu_seqlens_k` `[B + 1]` |
+//! | paged `[num_pages, page_size, Hkv, D or Dv]`, or heads before tokens | `block_table` `[B, max_pages]` and `seq_lens_k` |
+//!
+//! Strides are free as long as the last dimension is contiguous. `cu_seqlens` are the sums of the lengths before each sequence:
+//! sequence `b` has tokens `cu_seqlens[b]..cu_seqlens[b + 1]`. Tokens of `q` that belong to no sequence leave `out` and `lse`
+//! untouched. Lengths, `cu_seqlens` and block tables lie in the device's memory: only the CPU backend can look at them before
+//! it launches, and does, refusing what is out of range. On other backends they are the caller's responsibility.
+//!
+//! # Splitting
+//!
+//! Attention over a union of disjoint sets of keys is the average of the parts' outputs, weighted by their `exp(lse)`:
+//! `lse = ln(exp(lse1) + exp(lse2))`, `out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2`. Ask for f32 `out` in the parts. Give
+//! a sink to one part only.
+//!
+//! # Numerics
+//!
+//! Scores, softmax and sums are f32 whatever the storage; the result is rounded once. Keys that a mask hides may still be read,
+//! and a NaN or an infinity in their `v` may reach the output; what lies beyond a sequence's length is never read.
+
+mod check;
+mod problem;
+
+use crate::context::{Context, Device, Stream};
+use crate::error::Result;
+use crate::ops::Implementation;
+use crate::tensor::{TensorMut, TensorRef, Workspace};
+pub(crate) use problem::{Keys, Problem, Queries, Rows, Scores};
+
+const OP: &str = "attention";
+
+/// The greatest head dimension of queries, keys and values.
+pub const MAX_HEAD_DIM: usize = 512;
+
+/// The order of the dimensions inside a page of keys or values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum PageLayout {
+    /// `[num_pages, page_size, Hkv, D]`: tokens before heads, as vLLM and FlashInfer's NHD.
+    #[default]
+    TokenMajor = 0,
+    /// `[num_pages, Hkv, page_size, D]`: heads before tokens, as FlashInfer's HND.
+    HeadMajor = 1,
+}
+
+impl PageLayout {
+    /// The layout with this C ABI value.
+    pub fn from_raw(value: u32) -> Option<PageLayout> {
+        [PageLayout::TokenMajor, PageLayout::HeadMajor]
+            .into_iter()
+            .find(|l| *l as u32 == value)
+    }
+}
+
+/// Arguments of [`forward`]. Make one with [`Params::new`], then set what is needed.
+#[derive(Debug)]
+pub struct Params<'a> {
+    /// Queries `[B, Sq, Hq, D]`, or `[total_q, Hq, D]` with `cu_seqlens_q`; f32, f16 or bf16.
+    pub q: TensorRef<'a>,
+    /// Keys `[B, Sk, Hkv, D]`, `[total_k, Hkv, D]` with `cu_seqlens_k`, or pages with `block_table`; any float dtype.
+    pub k: TensorRef<'a>,
+    /// Values like `k`, with head dimension `Dv`; any float dtype.
+    pub v: TensorRef<'a>,
+    /// Output, like `q` with head dimension `Dv`; the dtype of `q`, or f32.
+    pub out: TensorMut<'a>,
+    /// Receives the natural logarithm of the softmax denominator: f32 `[B, Hq, Sq]`, or `[Hq, total_q]` with `cu_seqlens_q`.
+    pub lse: Option<TensorMut<'a>>,
+    /// Added to the scores: any float dtype, `[B, Hq, max_q, max_k]`, any of these sizes may be 1 to repeat; contiguous (or
+    /// repeated) in the last dimension. `max_q` is `Sq`, or `max_seqlen_q` with `cu_seqlens_q`; `max_k` likewise.
+    pub bias: Option<TensorRef<'a>>,
+    /// True where a query may see a key: bool, sizes as `bias`. May be combined with `bias`.
+    pub mask: Option<TensorRef<'a>>,
+    /// ALiBi slopes (Press et al. 2021, arXiv:2108.12409), f32 `[Hq]` or `[B, Hq]`.
+    pub alibi_slopes: Option<TensorRef<'a>>,
+    /// A logit per query head that takes part in the softmax and has no value (Xiao et al. 2023, arXiv:2309.17453; gpt-oss), f32
+    /// `[Hq]`.
+    pub sinks: Option<TensorRef<'a>>,
+    /// Where each sequence of packed queries begins, and the last one's end: i32 `[B + 1]`.
+    pub cu_seqlens_q: Option<TensorRef<'a>>,
+    /// Where each sequence of packed keys begins, and the last one's end: i32 `[B + 1]`.
+    pub cu_seqlens_k: Option<TensorRef<'a>>,
+    /// The number of keys of each sequence of a padded batch or of pages: i32 `[B]`.
+    pub seq_lens_k: Option<TensorRef<'a>>,
+    /// The pages of each sequence, in order: i32 `[B, max_pages]`. Entries past the pages that hold keys are not read.
+    pub block_table: Option<TensorRef<'a>>,
+    /// The order of the dimensions of paged `k` and `v`.
+    pub page_layout: PageLayout,
+    /// No sequence has more queries than this; used with `cu_seqlens_q`. Zero: `total_q`.
+    pub max_seqlen_q: usize,
+    /// No sequence has more keys than this; used with `cu_seqlens_k`, `seq_lens_k` and pages. Zero: as many as `k` (or the block
+    /// table) has room for. Queries such as [`workspace_size`] answer for it, so a tight value may need less.
+    pub max_seqlen_k: usize,
+    /// Factor of the scores; zero for `1 / sqrt(D)`.
+    pub scale: f32,
+    /// Bound of the scores through `softcap * tanh(s / softcap)`; zero for none.
+    pub softcap: f32,
+    /// Whether a query sees only keys up to its own position; positions are aligned at the end.
+    pub causal: bool,
+    /// How many keys a query sees up to and with its own position; zero for all.
+    pub window_left: usize,
+    /// How many keys a query sees from its own position on, with its own; zero for all.
+    pub window_right: usize,
+    /// Scratch of [`workspace_size`] bytes.
+    pub workspace: Workspace<'a>,
+}
+
+impl<'a> Params<'a> {
+    /// Plain attention: every query sees every key, default scale, no workspace.
+    pub fn new(q: TensorRef<'a>, k: TensorRef<'a>, v: TensorRef<'a>, out: TensorMut<'a>) -> Self {
+        Params {
+            q,
+            k,
+            v,
+            out,
+            lse: None,
+            bias: None,
+            mask: None,
+            alibi_slopes: None,
+            sinks: None,
+            cu_seqlens_q: None,
+            cu_seqlens_k: None,
+            seq_lens_k: None,
+            block_table: None,
+            page_layout: PageLayout::TokenMajor,
+            max_seqlen_q: 0,
+            max_seqlen_k: 0,
+            scale: 0.0,
+            softcap: 0.0,
+            causal: false,
+            window_left: 0,
+            window_right: 0,
+            workspace: Workspace::none(),
+        }
+    }
+}
+
+/// An implementation, and the workspace that it needs.
+struct Choice {
+    implementation: Implementation,
+    workspace_size: usize,
+}
+
+fn choose(ctx: &Context, _problem: &Problem) -> Result<Choice> {
+    match ctx.device() {
+        // Tiles live on the threads' own heaps: their size depends on the threads, not on the problem.
+        Device::Cpu(_) => Ok(Choice {
+            implementation: Implementation::Cpu,
+            workspace_size: 0,
+        }),
+    }
+}
+
+/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
+///
+/// # Errors
+/// Why there is none.
+pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
+    Ok(choose(ctx, &params.problem()?)?.implementation)
+}
+
+/// The bytes of workspace that [`forward`] needs with these arguments; zero on the CPU. Data pointers are not looked at.
+///
+/// # Errors
+/// As [`supported`].
+pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
+    Ok(choose(ctx, &params.problem()?)?.workspace_size)
+}
+
+/// Computes attention on `stream`. Does not synchronise; allocates nothing on a device. The result does not depend on the number of
+/// threads of the context.
+///
+/// # Errors
+/// An argument is wrong (nothing was written), or the launch failed.
+pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()> {
+    let problem = params.problem()?;
+    let choice = choose(ctx, &problem)?;
+    params.check_data(choice.workspace_size)?;
+    match ctx.device() {
+        Device::Cpu(cpu) => crate::cpu::attention::forward(cpu, &problem),
+    }
+}

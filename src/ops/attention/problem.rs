@@ -1,0 +1,146 @@
+//! Validated attention: one description for every combination of forms.
+
+use crate::dtype::DType;
+use crate::ops::attention::PageLayout;
+use crate::tensor::RawTensor;
+
+/// Validated arguments. Strides are in elements throughout.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Problem {
+    pub batch: usize,
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    pub head_dim: usize,
+    pub head_dim_v: usize,
+    pub q: Rows,
+    pub k: Rows,
+    pub v: Rows,
+    pub out: Rows,
+    /// f32; its rows have one element.
+    pub lse: Option<Rows>,
+    pub queries: Queries,
+    pub keys: Keys,
+    /// No sequence has more queries.
+    pub max_seqlen_q: usize,
+    /// No sequence has more keys.
+    pub max_seqlen_k: usize,
+    pub scale: f32,
+    /// Zero for none.
+    pub softcap: f32,
+    /// Keys up to and with a query's own; `usize::MAX` for all.
+    pub window_left: usize,
+    /// Keys from a query's own on; 1 if causal, `usize::MAX` for all.
+    pub window_right: usize,
+    pub bias: Option<Scores>,
+    /// Bool.
+    pub mask: Option<Scores>,
+    /// f32, with the stride over sequences (0 if they share slopes); contiguous over heads.
+    pub alibi_slopes: Option<(*const f32, usize)>,
+    /// f32, contiguous over heads.
+    pub sinks: Option<*const f32>,
+}
+
+// SAFETY: addresses and sizes; the operations that dereference them carry the obligations.
+unsafe impl Send for Problem {}
+// SAFETY: as above.
+unsafe impl Sync for Problem {}
+
+/// Vectors of contiguous elements at `batch * outer + token * token + head * head`. In packed form `outer` is zero, in paged form
+/// it is the distance of pages.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    pub ptr: *mut u8,
+    pub dtype: DType,
+    pub outer: usize,
+    pub token: usize,
+    pub head: usize,
+}
+
+impl Rows {
+    /// Dimensions `[outer, token, head, ..]` at the given places of a tensor's layout; `None` for a missing one.
+    pub fn new(t: &RawTensor, outer: Option<usize>, token: usize, head: usize) -> Rows {
+        Rows {
+            ptr: t.ptr,
+            dtype: t.dtype,
+            outer: outer.map_or(0, |dim| t.layout.stride(dim)),
+            token: t.layout.stride(token),
+            head: t.layout.stride(head),
+        }
+    }
+
+    /// Offset in elements of a row.
+    #[inline(always)]
+    pub fn offset(&self, outer: usize, token: usize, head: usize) -> usize {
+        outer * self.outer + token * self.token + head * self.head
+    }
+}
+
+/// How sequences of queries are found.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Queries {
+    /// Every sequence has `len` queries.
+    Batched { len: usize },
+    /// i32 `[batch + 1]`, within `total` tokens.
+    Packed {
+        cu_seqlens: *const i32,
+        total: usize,
+    },
+}
+
+/// How sequences of keys are found.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Keys {
+    /// Room for `len` keys each; i32 `[batch]` lengths unless NULL.
+    Batched { len: usize, seq_lens: *const i32 },
+    /// i32 `[batch + 1]`, within `total` tokens.
+    Packed {
+        cu_seqlens: *const i32,
+        total: usize,
+    },
+    /// `block_table` i32 `[batch, max_pages]` with the given stride between sequences, `seq_lens` i32 `[batch]`. `page_size` is a
+    /// power of two.
+    Paged {
+        block_table: *const i32,
+        table_stride: usize,
+        max_pages: usize,
+        num_pages: usize,
+        page_size: usize,
+        seq_lens: *const i32,
+    },
+}
+
+/// A tensor of the scores' shape `[B, Hq, Sq, Sk]`; strides of repeated dimensions are zero, that of keys is zero or one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scores {
+    pub ptr: *const u8,
+    pub dtype: DType,
+    pub batch: usize,
+    pub head: usize,
+    pub query: usize,
+    pub key: usize,
+}
+
+impl Scores {
+    pub fn new(t: &RawTensor) -> Scores {
+        let stride = |dim| match t.layout.dim(dim) {
+            1 => 0,
+            _ => t.layout.stride(dim),
+        };
+        Scores {
+            ptr: t.ptr,
+            dtype: t.dtype,
+            batch: stride(0),
+            head: stride(1),
+            query: stride(2),
+            key: stride(3),
+        }
+    }
+}
+
+/// Where the tokens and the heads are in a page's shape.
+pub(super) fn page_dims(layout: PageLayout) -> (usize, usize) {
+    match layout {
+        PageLayout::TokenMajor => (1, 2),
+        PageLayout::HeadMajor => (2, 1),
+    }
+}
