@@ -1,0 +1,147 @@
+#include "args.h"
+
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <map>
+#include <string_view>
+
+namespace engine {
+namespace {
+
+template <typename Integer>
+Integer parse_integer(const std::string &flag, const std::string &text, Integer minimum) {
+  Integer value = 0;
+  const char *end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, value);
+  if (result.ec != std::errc() || result.ptr != end || value < minimum) {
+    throw UsageError(flag + " takes an integer from " + std::to_string(minimum) + " to " +
+                     std::to_string(std::numeric_limits<Integer>::max()) + ", not '" + text + "'");
+  }
+  return value;
+}
+
+double parse_number(const std::string &flag, const std::string &text, bool (*allowed)(double),
+                    const char *range) {
+  char *end = nullptr;
+  const double value = std::strtod(text.c_str(), &end);
+  if (text.empty() || end != text.c_str() + text.size() || !allowed(value)) {
+    throw UsageError(flag + " takes a number " + range + ", not '" + text + "'");
+  }
+  return value;
+}
+
+template <typename Choice>
+Choice parse_choice(const std::string &flag, const std::string &text,
+                    const std::map<std::string, Choice> &choices) {
+  const auto found = choices.find(text);
+  if (found != choices.end()) return found->second;
+  std::string names;
+  for (const auto &[name, choice] : choices) names += (names.empty() ? "" : " or ") + name;
+  throw UsageError(flag + " takes " + names + ", not '" + text + "'");
+}
+
+}  // namespace
+
+Args parse_args(int argc, const char *const *argv) {
+  Args args;
+  using SetValue = std::function<void(const std::string &flag, const std::string &value)>;
+  const std::map<std::string, SetValue> valued = {
+      {"--model", [&](auto &, auto &value) { args.model = value; }},
+      {"--device",
+       [&](auto &flag, auto &value) {
+         args.device = parse_choice<Args::Device>(
+             flag, value, {{"cpu", Args::Device::kCpu}, {"cuda", Args::Device::kCuda}});
+       }},
+      {"--prompt", [&](auto &, auto &value) { args.prompt = value; }},
+      {"--tokens",
+       [&](auto &flag, auto &value) { args.tokens = parse_integer<uint32_t>(flag, value, 0); }},
+      {"--temperature",
+       [&](auto &flag, auto &value) {
+         args.sampling.temperature = parse_number(
+             flag, value, [](double t) { return t >= 0.0 && std::isfinite(t); }, "of 0 or more");
+       }},
+      {"--top-k",
+       [&](auto &flag, auto &value) {
+         args.sampling.top_k = parse_integer<uint32_t>(flag, value, 0);
+       }},
+      {"--top-p",
+       [&](auto &flag, auto &value) {
+         args.sampling.top_p = parse_number(
+             flag, value, [](double p) { return p > 0.0 && p <= 1.0; }, "above 0 and up to 1");
+       }},
+      {"--seed",
+       [&](auto &flag, auto &value) {
+         args.sampling.seed = parse_integer<uint64_t>(flag, value, 0);
+       }},
+      {"--perplexity", [&](auto &, auto &value) { args.perplexity = value; }},
+      {"--threads",
+       [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
+      {"--weights",
+       [&](auto &flag, auto &value) {
+         args.weights = parse_choice<Args::Weights>(flag, value,
+                                                    {{"f32", Args::Weights::kF32},
+                                                     {"f16", Args::Weights::kF16},
+                                                     {"bf16", Args::Weights::kBf16}});
+       }},
+  };
+  const std::map<std::string, bool *> switches = {
+      {"--help", &args.help}, {"-h", &args.help}, {"--chat", &args.chat}, {"--json", &args.json}};
+
+  for (int i = 1; i < argc; ++i) {
+    std::string flag = argv[i];
+    std::optional<std::string> value;
+    if (const size_t equals = flag.find('='); equals != std::string::npos) {
+      value = flag.substr(equals + 1);
+      flag.resize(equals);
+    }
+    if (const auto found = switches.find(flag); found != switches.end()) {
+      if (value) throw UsageError(flag + " takes no value");
+      *found->second = true;
+      continue;
+    }
+    const auto found = valued.find(flag);
+    if (found == valued.end()) throw UsageError("unknown flag '" + flag + "'");
+    if (!value) {
+      if (i + 1 >= argc) throw UsageError(flag + " needs a value");
+      value = argv[++i];
+    }
+    found->second(flag, *value);
+  }
+
+  if (args.help) return args;
+  if (args.model.empty()) throw UsageError("--model is needed");
+  if (args.perplexity && (args.prompt || args.chat)) {
+    throw UsageError("--perplexity scores a file: it goes with neither --prompt nor --chat");
+  }
+  if (!args.perplexity && !args.prompt && !args.chat) {
+    throw UsageError("one of --prompt, --chat and --perplexity is needed");
+  }
+  if (args.json && !args.perplexity && !args.prompt) {
+    throw UsageError("--json reports on one prompt or file: give --prompt or --perplexity");
+  }
+  return args;
+}
+
+std::string usage() {
+  return "usage: engine --model PATH (--prompt TEXT | --chat | --perplexity FILE) [flags]\n"
+         "\n"
+         "  --model PATH        a GGUF file of the Llama family\n"
+         "  --device cpu|cuda   where the model runs (cpu)\n"
+         "  --prompt TEXT       the text to continue\n"
+         "  --tokens N          generate at most N tokens (128)\n"
+         "  --temperature T     0 takes the likeliest token, more is more random (0)\n"
+         "  --top-k K           draw from the K likeliest tokens, 0 for all (40)\n"
+         "  --top-p P           and of those from the likeliest that together reach P (0.95)\n"
+         "  --seed S            of the random numbers (0)\n"
+         "  --chat              send the prompt as a chat message; without a prompt, converse\n"
+         "  --perplexity FILE   score the text of a file in place of generating\n"
+         "  --json              print one JSON object in place of the text\n"
+         "  --threads N         CPU threads (one per core)\n"
+         "  --weights TYPE      keep the matrices as f32, f16 or bf16 (f32)\n"
+         "  --help              this text\n";
+}
+
+}  // namespace engine

@@ -1,0 +1,41 @@
+// The command line.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "sampler.h"
+
+namespace engine {
+
+struct Args {
+  enum class Device { kCpu, kCuda };
+  enum class Weights { kF32, kF16, kBf16 };
+
+  bool help = false;
+  std::string model;
+  Device device = Device::kCpu;
+  std::optional<std::string> prompt;
+  uint32_t tokens = 128;
+  SamplerOptions sampling;
+  bool chat = false;
+  std::optional<std::string> perplexity;
+  bool json = false;
+  uint32_t threads = 0;  // 0: as many as there are cores
+  Weights weights = Weights::kF32;
+};
+
+// A mistake in the command line; the message names the flag and what it takes.
+class UsageError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Flags are written `--name value` or `--name=value`. Throws UsageError.
+Args parse_args(int argc, const char *const *argv);
+
+std::string usage();
+
+}  // namespace engine
