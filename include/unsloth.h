@@ -24,6 +24,11 @@
 #define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
+#define UNSLOTH_KV_CACHE_APPEND_PARAMS_INIT UNSLOTH_INIT(unsloth_kv_cache_append_params)
+#define UNSLOTH_KV_CACHE_BATCH_INIT UNSLOTH_INIT(unsloth_kv_cache_batch)
+#define UNSLOTH_KV_CACHE_PARAMS_INIT UNSLOTH_INIT(unsloth_kv_cache_params)
+#define UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT UNSLOTH_INIT(unsloth_kv_cache_sequence_info)
+#define UNSLOTH_KV_CACHE_STATS_INIT UNSLOTH_INIT(unsloth_kv_cache_stats)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
 
@@ -38,6 +43,20 @@
  * one context at a time.
  */
 typedef struct unsloth_context unsloth_context;
+
+/**
+ * A paged cache of the keys and values of many sequences. Opaque; made by `unsloth_kv_cache_create`, ended by
+ * `unsloth_kv_cache_destroy`. Several threads may use one cache at a time; calls take turns.
+ *
+ * A step of a model is one batch: `unsloth_kv_cache_extend` makes room for the new tokens of a few sequences and advances their
+ * lengths; for every layer `unsloth_kv_cache_append` then writes the keys and values of these tokens, and attention reads the
+ * layer's pages through the batch's block table and lengths. To undo a step, truncate.
+ *
+ * Bookkeeping is on the host; keys, values, and the tables that kernels read are on the context's device. A call that fails leaves
+ * every sequence as it was. Calls on one cache belong on one stream, or on streams that the caller orders, since pages move
+ * between sequences without waiting for the device.
+ */
+typedef struct unsloth_kv_cache unsloth_kv_cache;
 
 /**
  * What a call came to. Zero is success; outputs are written only then. Values are never reused.
@@ -299,6 +318,251 @@ typedef struct unsloth_context_params {
    */
   uint64_t memory_limit;
 } unsloth_context_params;
+
+/**
+ * The shape of a cache.
+ */
+typedef struct unsloth_kv_cache_params {
+  /**
+   * `sizeof(unsloth_kv_cache_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * What keys and values are stored as: f32, f16 or bf16.
+   */
+  unsloth_dtype dtype;
+  /**
+   * The order of a page's dimensions, `UNSLOTH_PAGE_LAYOUT_*`; 0 is token-major.
+   */
+  uint32_t page_layout;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Layers of the model, each with its own pages.
+   */
+  int64_t num_layers;
+  /**
+   * Key and value heads per layer.
+   */
+  int64_t num_kv_heads;
+  /**
+   * Elements of a key head.
+   */
+  int64_t head_dim;
+  /**
+   * Elements of a value head; 0 for `head_dim`.
+   */
+  int64_t v_head_dim;
+  /**
+   * Tokens per page, a power of two; 0 for 16.
+   */
+  int64_t page_size;
+  /**
+   * Pages; one page holds `page_size` tokens of one sequence in every layer.
+   */
+  int64_t num_pages;
+  /**
+   * The most sequences of one batch; 0 for 64.
+   */
+  int64_t max_batch_size;
+  /**
+   * The most new tokens of one batch; 0 for 8192.
+   */
+  int64_t max_batch_tokens;
+  /**
+   * The most tokens that a sequence may hold at a time; 0 for `num_pages * page_size`.
+   */
+  int64_t max_sequence_length;
+} unsloth_kv_cache_params;
+
+/**
+ * What a sequence holds.
+ */
+typedef struct unsloth_kv_cache_sequence_info {
+  /**
+   * `sizeof(unsloth_kv_cache_sequence_info)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Tokens in the cache.
+   */
+  int64_t length;
+  /**
+   * Position of the next token: tokens in the cache and evicted ones.
+   */
+  int64_t position;
+  /**
+   * The first evicted position; `length` if none was.
+   */
+  int64_t evicted_from;
+  /**
+   * Evicted tokens, a range of positions that starts at `evicted_from`.
+   */
+  int64_t num_evicted;
+  /**
+   * Pages held, reserved ones included.
+   */
+  int64_t num_pages;
+  /**
+   * Pages that other sequences hold too.
+   */
+  int64_t num_shared_pages;
+  /**
+   * Tokens that can be added before a page must be found.
+   */
+  int64_t num_reserved;
+} unsloth_kv_cache_sequence_info;
+
+/**
+ * The current batch, in the order it was given in. Tensors are i32, on the context's device, and stay at their addresses for the
+ * life of the cache; each `unsloth_kv_cache_extend` changes their contents.
+ */
+typedef struct unsloth_kv_cache_batch {
+  /**
+   * `sizeof(unsloth_kv_cache_batch)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Sequences.
+   */
+  int64_t num_sequences;
+  /**
+   * New tokens of all sequences.
+   */
+  int64_t num_tokens;
+  /**
+   * New tokens of the sequence that has the most.
+   */
+  int64_t max_query_length;
+  /**
+   * Tokens of the longest sequence, new ones included.
+   */
+  int64_t max_sequence_length;
+  /**
+   * Tokens of each sequence, new ones included: `[num_sequences]`.
+   */
+  struct unsloth_tensor seq_lens;
+  /**
+   * Where each sequence's new tokens start among those of the batch, and their number: `[num_sequences + 1]`.
+   */
+  struct unsloth_tensor cu_seqlens;
+  /**
+   * Position of each new token: `[num_tokens]`.
+   */
+  struct unsloth_tensor positions;
+  /**
+   * Pages of each sequence: `[num_sequences, ceil(max_sequence_length / page_size)]` with the cache's `max_sequence_length`.
+   * Entries past a sequence's last page are unspecified.
+   */
+  struct unsloth_tensor block_table;
+} unsloth_kv_cache_batch;
+
+/**
+ * Arguments of `unsloth_kv_cache_append`.
+ */
+typedef struct unsloth_kv_cache_append_params {
+  /**
+   * `sizeof(unsloth_kv_cache_append_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * The layer.
+   */
+  int64_t layer;
+  /**
+   * Keys of the batch's new tokens `[num_tokens, num_kv_heads, head_dim]`, in the order of the batch; f32, f16 or bf16, rounded to
+   * the cache's dtype; any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor k;
+  /**
+   * Values `[num_tokens, num_kv_heads, v_head_dim]`, otherwise like `k`.
+   */
+  struct unsloth_tensor v;
+} unsloth_kv_cache_append_params;
+
+/**
+ * How a cache is used.
+ */
+typedef struct unsloth_kv_cache_stats {
+  /**
+   * `sizeof(unsloth_kv_cache_stats)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Pages in the cache.
+   */
+  int64_t num_pages;
+  /**
+   * Pages that a sequence holds.
+   */
+  int64_t num_used_pages;
+  /**
+   * Pages that no sequence holds.
+   */
+  int64_t num_free_pages;
+  /**
+   * Pages that more than one sequence holds.
+   */
+  int64_t num_shared_pages;
+  /**
+   * The most pages that were used at a time.
+   */
+  int64_t peak_used_pages;
+  /**
+   * Live sequences.
+   */
+  int64_t num_sequences;
+  /**
+   * Tokens held, those of shared pages counted for each sequence.
+   */
+  int64_t num_tokens;
+  /**
+   * Tokens stored, those of shared pages counted once.
+   */
+  int64_t num_stored_tokens;
+  /**
+   * Bytes of a page over all layers.
+   */
+  uint64_t page_bytes;
+  /**
+   * Bytes allocated: keys, values and tables.
+   */
+  uint64_t total_bytes;
+  /**
+   * Bytes allocated for keys.
+   */
+  uint64_t key_bytes;
+  /**
+   * Bytes allocated for values.
+   */
+  uint64_t value_bytes;
+  /**
+   * Bytes allocated for block tables, lengths and positions.
+   */
+  uint64_t table_bytes;
+  /**
+   * The part of the used pages' room that stores no token; 0 with none used.
+   */
+  double fragmentation;
+} unsloth_kv_cache_stats;
 
 /**
  * Between which memories a copy goes.
@@ -625,6 +889,168 @@ unsloth_status unsloth_stream_synchronize(struct unsloth_context *ctx,
                                           unsloth_stream stream);
 
 /**
+ * Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with
+ * `unsloth_kv_cache_destroy`. The cache keeps the context's device and accounting alive on its own.
+ *
+ * It allocates exactly what `unsloth_estimate_kv_cache` answers, once; nothing else about a cache allocates device memory.
+ * `UNSLOTH_STATUS_OUT_OF_MEMORY` if that is not there.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `cache` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_create(struct unsloth_context *ctx,
+                                       const struct unsloth_kv_cache_params *params,
+                                       struct unsloth_kv_cache **cache);
+
+/**
+ * Ends a cache with its sequences and frees its memory. NULL is fine. No work that uses it may still be queued, and no other
+ * thread may be inside a call with it.
+ */
+unsloth_status unsloth_kv_cache_destroy(struct unsloth_kv_cache *cache);
+
+/**
+ * Makes an empty sequence and writes its identifier, a positive number, to `sequence`. Identifiers of sequences that were freed are
+ * recognised, and refused with `UNSLOTH_STATUS_INVALID_HANDLE`.
+ *
+ * Requires: `sequence` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_sequence_create(struct unsloth_kv_cache *cache,
+                                                int64_t *sequence);
+
+/**
+ * Ends a sequence and gives back its pages.
+ */
+unsloth_status unsloth_kv_cache_sequence_free(struct unsloth_kv_cache *cache, int64_t sequence);
+
+/**
+ * Makes a sequence with the same tokens and writes its identifier to `fork`. The two share every page until one of them writes to
+ * it: the last page, if it is not full, is copied by the first of them to be extended.
+ *
+ * Requires: `fork` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_sequence_fork(struct unsloth_kv_cache *cache,
+                                              int64_t sequence,
+                                              int64_t *fork);
+
+/**
+ * Cuts a sequence to the tokens before position `num_tokens`, and gives back pages beyond them, reserved ones too.
+ * `UNSLOTH_STATUS_INVALID_ARGUMENT` if that is beyond its end or inside what was evicted.
+ */
+unsloth_status unsloth_kv_cache_sequence_truncate(struct unsloth_kv_cache *cache,
+                                                  int64_t sequence,
+                                                  int64_t num_tokens);
+
+/**
+ * Gives back the pages between the first `num_sinks` and the last `window` tokens, and writes how many tokens that were to
+ * `num_evicted` unless NULL.
+ *
+ * Whole pages go: up to `page_size - 1` tokens more than asked for stay on either side. The positions of the tokens that stay do
+ * not change, nor does that of the next one; block tables and lengths count only what stays, so attention sees the sinks directly
+ * followed by the window. What is evicted stays one range of positions: where a larger window and fewer sinks than before would
+ * split it, nothing happens.
+ *
+ * Requires: `num_evicted` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_sequence_evict(struct unsloth_kv_cache *cache,
+                                               int64_t sequence,
+                                               int64_t num_sinks,
+                                               int64_t window,
+                                               int64_t *num_evicted);
+
+/**
+ * Takes pages for `num_tokens` more tokens, so that extending the sequence by these cannot run out of pages (unless the sequence is
+ * forked in between). `UNSLOTH_STATUS_OUT_OF_PAGES` leaves everything as it was.
+ *
+ * Requires: `stream` is NULL or a live stream of the context's device.
+ */
+unsloth_status unsloth_kv_cache_sequence_reserve(struct unsloth_kv_cache *cache,
+                                                 int64_t sequence,
+                                                 int64_t num_tokens,
+                                                 unsloth_stream stream);
+
+/**
+ * Describes a sequence in `info`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT`).
+ *
+ * Requires: `info` is NULL or points to `info->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_sequence_info_get(struct unsloth_kv_cache *cache,
+                                                  int64_t sequence,
+                                                  struct unsloth_kv_cache_sequence_info *info);
+
+/**
+ * Copies the page indices of a sequence, in the order of its tokens and reserved ones last, to `pages`, which has room for
+ * `capacity` of them, and writes their number to `num_pages`. With `capacity` 0 (`pages` may then be NULL) it only counts; a
+ * smaller capacity than that number is otherwise `UNSLOTH_STATUS_INVALID_ARGUMENT`.
+ *
+ * Requires: `pages` is NULL or has room for `capacity` entries; `num_pages` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_sequence_pages_get(struct unsloth_kv_cache *cache,
+                                                   int64_t sequence,
+                                                   int32_t *pages,
+                                                   size_t capacity,
+                                                   size_t *num_pages);
+
+/**
+ * Makes `num_sequences` sequences, of which `sequences[i]` gets `num_tokens[i]` new tokens, the current batch: finds pages for the
+ * new tokens, advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`.
+ *
+ * `unsloth_kv_cache_append` must then write the new tokens in every layer. Numbers may be zero, and so may `num_sequences`. A
+ * captured graph of appends and attention can be launched again after extending a batch with the same numbers of tokens; this
+ * function itself stays outside the graph.
+ *
+ * `UNSLOTH_STATUS_OUT_OF_PAGES` if too few are free, `UNSLOTH_STATUS_INVALID_HANDLE` for an unknown sequence,
+ * `UNSLOTH_STATUS_INVALID_ARGUMENT` if one occurs twice or a limit of the cache would be passed: every sequence is as it was.
+ *
+ * Requires: `sequences` and `num_tokens` are NULL or have `num_sequences` entries; `stream` is NULL or a live stream of the context's device.
+ */
+unsloth_status unsloth_kv_cache_extend(struct unsloth_kv_cache *cache,
+                                       const int64_t *sequences,
+                                       const int64_t *num_tokens,
+                                       size_t num_sequences,
+                                       unsloth_stream stream);
+
+/**
+ * Describes the current batch in `batch`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_BATCH_INIT`).
+ *
+ * The current batch is that of the last `unsloth_kv_cache_extend`, until one of its sequences is forked, truncated, evicted from,
+ * given more pages, or freed; `UNSLOTH_STATUS_INVALID_ARGUMENT` if there is none.
+ *
+ * Requires: `batch` is NULL or points to `batch->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_batch_get(struct unsloth_kv_cache *cache,
+                                          struct unsloth_kv_cache_batch *batch);
+
+/**
+ * Writes the keys and values of the current batch's new tokens to one layer's pages, on `stream`. Neither allocates nor
+ * synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_kv_cache_append(struct unsloth_kv_cache *cache,
+                                       const struct unsloth_kv_cache_append_params *params,
+                                       unsloth_stream stream);
+
+/**
+ * Writes views of a layer's key and value pages to `k` and `v`: `[num_pages, page_size, num_kv_heads, head_dim]`, or head-major
+ * `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them. They stay valid until the cache is destroyed.
+ *
+ * Requires: `k` and `v` are NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_layer_get(struct unsloth_kv_cache *cache,
+                                          int64_t layer,
+                                          struct unsloth_tensor *k,
+                                          struct unsloth_tensor *v);
+
+/**
+ * Describes in `stats` how the cache is used; the caller has set `struct_size` (`UNSLOTH_KV_CACHE_STATS_INIT`). Takes time in
+ * proportion to the pages.
+ *
+ * Requires: `stats` is NULL or points to `stats->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_stats_get(struct unsloth_kv_cache *cache,
+                                          struct unsloth_kv_cache_stats *stats);
+
+/**
  * Allocates `size` bytes on the context's device, aligned to 256 bytes, and writes the address to `ptr`. The contents are zero.
  * Freed with `unsloth_memory_free`, or with the context. A size of zero gives an address that may only be freed.
  *
@@ -943,6 +1369,168 @@ unsloth_status unsloth_attention_workspace_size(struct unsloth_context *ctx,
 unsloth_status unsloth_attention_forward(struct unsloth_context *ctx,
                                          const struct unsloth_attention_params *params,
                                          unsloth_stream stream);
+
+/**
+ * Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with
+ * `unsloth_kv_cache_destroy`. The cache keeps the context's device and accounting alive on its own.
+ *
+ * It allocates exactly what `unsloth_estimate_kv_cache` answers, once; nothing else about a cache allocates device memory.
+ * `UNSLOTH_STATUS_OUT_OF_MEMORY` if that is not there.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `cache` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_create(struct unsloth_context *ctx,
+                                       const struct unsloth_kv_cache_params *params,
+                                       struct unsloth_kv_cache **cache);
+
+/**
+ * Ends a cache with its sequences and frees its memory. NULL is fine. No work that uses it may still be queued, and no other
+ * thread may be inside a call with it.
+ */
+unsloth_status unsloth_kv_cache_destroy(struct unsloth_kv_cache *cache);
+
+/**
+ * Makes an empty sequence and writes its identifier, a positive number, to `sequence`. Identifiers of sequences that were freed are
+ * recognised, and refused with `UNSLOTH_STATUS_INVALID_HANDLE`.
+ *
+ * Requires: `sequence` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_sequence_create(struct unsloth_kv_cache *cache,
+                                                int64_t *sequence);
+
+/**
+ * Ends a sequence and gives back its pages.
+ */
+unsloth_status unsloth_kv_cache_sequence_free(struct unsloth_kv_cache *cache, int64_t sequence);
+
+/**
+ * Makes a sequence with the same tokens and writes its identifier to `fork`. The two share every page until one of them writes to
+ * it: the last page, if it is not full, is copied by the first of them to be extended.
+ *
+ * Requires: `fork` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_sequence_fork(struct unsloth_kv_cache *cache,
+                                              int64_t sequence,
+                                              int64_t *fork);
+
+/**
+ * Cuts a sequence to the tokens before position `num_tokens`, and gives back pages beyond them, reserved ones too.
+ * `UNSLOTH_STATUS_INVALID_ARGUMENT` if that is beyond its end or inside what was evicted.
+ */
+unsloth_status unsloth_kv_cache_sequence_truncate(struct unsloth_kv_cache *cache,
+                                                  int64_t sequence,
+                                                  int64_t num_tokens);
+
+/**
+ * Gives back the pages between the first `num_sinks` and the last `window` tokens, and writes how many tokens that were to
+ * `num_evicted` unless NULL.
+ *
+ * Whole pages go: up to `page_size - 1` tokens more than asked for stay on either side. The positions of the tokens that stay do
+ * not change, nor does that of the next one; block tables and lengths count only what stays, so attention sees the sinks directly
+ * followed by the window. What is evicted stays one range of positions: where a larger window and fewer sinks than before would
+ * split it, nothing happens.
+ *
+ * Requires: `num_evicted` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_sequence_evict(struct unsloth_kv_cache *cache,
+                                               int64_t sequence,
+                                               int64_t num_sinks,
+                                               int64_t window,
+                                               int64_t *num_evicted);
+
+/**
+ * Takes pages for `num_tokens` more tokens, so that extending the sequence by these cannot run out of pages (unless the sequence is
+ * forked in between). `UNSLOTH_STATUS_OUT_OF_PAGES` leaves everything as it was.
+ *
+ * Requires: `stream` is NULL or a live stream of the context's device.
+ */
+unsloth_status unsloth_kv_cache_sequence_reserve(struct unsloth_kv_cache *cache,
+                                                 int64_t sequence,
+                                                 int64_t num_tokens,
+                                                 unsloth_stream stream);
+
+/**
+ * Describes a sequence in `info`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT`).
+ *
+ * Requires: `info` is NULL or points to `info->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_sequence_info_get(struct unsloth_kv_cache *cache,
+                                                  int64_t sequence,
+                                                  struct unsloth_kv_cache_sequence_info *info);
+
+/**
+ * Copies the page indices of a sequence, in the order of its tokens and reserved ones last, to `pages`, which has room for
+ * `capacity` of them, and writes their number to `num_pages`. With `capacity` 0 (`pages` may then be NULL) it only counts; a
+ * smaller capacity than that number is otherwise `UNSLOTH_STATUS_INVALID_ARGUMENT`.
+ *
+ * Requires: `pages` is NULL or has room for `capacity` entries; `num_pages` is NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_sequence_pages_get(struct unsloth_kv_cache *cache,
+                                                   int64_t sequence,
+                                                   int32_t *pages,
+                                                   size_t capacity,
+                                                   size_t *num_pages);
+
+/**
+ * Makes `num_sequences` sequences, of which `sequences[i]` gets `num_tokens[i]` new tokens, the current batch: finds pages for the
+ * new tokens, advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`.
+ *
+ * `unsloth_kv_cache_append` must then write the new tokens in every layer. Numbers may be zero, and so may `num_sequences`. A
+ * captured graph of appends and attention can be launched again after extending a batch with the same numbers of tokens; this
+ * function itself stays outside the graph.
+ *
+ * `UNSLOTH_STATUS_OUT_OF_PAGES` if too few are free, `UNSLOTH_STATUS_INVALID_HANDLE` for an unknown sequence,
+ * `UNSLOTH_STATUS_INVALID_ARGUMENT` if one occurs twice or a limit of the cache would be passed: every sequence is as it was.
+ *
+ * Requires: `sequences` and `num_tokens` are NULL or have `num_sequences` entries; `stream` is NULL or a live stream of the context's device.
+ */
+unsloth_status unsloth_kv_cache_extend(struct unsloth_kv_cache *cache,
+                                       const int64_t *sequences,
+                                       const int64_t *num_tokens,
+                                       size_t num_sequences,
+                                       unsloth_stream stream);
+
+/**
+ * Describes the current batch in `batch`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_BATCH_INIT`).
+ *
+ * The current batch is that of the last `unsloth_kv_cache_extend`, until one of its sequences is forked, truncated, evicted from,
+ * given more pages, or freed; `UNSLOTH_STATUS_INVALID_ARGUMENT` if there is none.
+ *
+ * Requires: `batch` is NULL or points to `batch->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_batch_get(struct unsloth_kv_cache *cache,
+                                          struct unsloth_kv_cache_batch *batch);
+
+/**
+ * Writes the keys and values of the current batch's new tokens to one layer's pages, on `stream`. Neither allocates nor
+ * synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_kv_cache_append(struct unsloth_kv_cache *cache,
+                                       const struct unsloth_kv_cache_append_params *params,
+                                       unsloth_stream stream);
+
+/**
+ * Writes views of a layer's key and value pages to `k` and `v`: `[num_pages, page_size, num_kv_heads, head_dim]`, or head-major
+ * `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them. They stay valid until the cache is destroyed.
+ *
+ * Requires: `k` and `v` are NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_layer_get(struct unsloth_kv_cache *cache,
+                                          int64_t layer,
+                                          struct unsloth_tensor *k,
+                                          struct unsloth_tensor *v);
+
+/**
+ * Describes in `stats` how the cache is used; the caller has set `struct_size` (`UNSLOTH_KV_CACHE_STATS_INIT`). Takes time in
+ * proportion to the pages.
+ *
+ * Requires: `stats` is NULL or points to `stats->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_stats_get(struct unsloth_kv_cache *cache,
+                                          struct unsloth_kv_cache_stats *stats);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

@@ -6,6 +6,7 @@
 //! | [`tensor`], [`layout`], [`dtype`] | views of the caller's memory |
 //! | [`ops`] | one module per operation: parameters, validation, the choice of implementation |
 //! | `cpu` | the CPU backend, one file per operation |
+//! | [`kv_cache`] | pages, sequences, eviction |
 //! | [`memory`] | allocations and their accounting |
 //! | [`ffi`] | the C ABI: pointers checked and converted, errors mapped, nothing else |
 //!
@@ -40,6 +41,7 @@ mod cpu;
 pub mod dtype;
 pub mod error;
 pub mod ffi;
+pub mod kv_cache;
 pub mod layout;
 pub mod memory;
 pub mod ops;
@@ -48,6 +50,7 @@ pub mod tensor;
 pub use context::{Backend, Context, ContextOptions, DeviceInfo, Stream};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
+pub use kv_cache::KvCache;
 pub use layout::{Layout, MAX_RANK};
 pub use memory::{Buffer, MemoryStats};
 pub use tensor::{InOut, TensorMut, TensorRef, Workspace};

@@ -5,6 +5,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod float;
+pub(crate) mod kv_cache;
 pub(crate) mod math;
 pub(crate) mod rms_norm;
 pub(crate) mod rows;

@@ -9,6 +9,7 @@
 pub mod attention;
 pub mod context;
 mod handle;
+pub mod kv_cache;
 pub mod memory;
 mod params;
 pub mod rms_norm;

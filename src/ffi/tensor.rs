@@ -216,6 +216,26 @@ fn layout_of(op: &'static str, name: &'static str, t: &unsloth_tensor) -> Result
 }
 
 impl unsloth_tensor {
+    /// The C view of a tensor.
+    pub(crate) fn of(tensor: &TensorRef<'_>) -> unsloth_tensor {
+        let raw = tensor.raw();
+        let mut out = unsloth_tensor {
+            data: raw.ptr.cast(),
+            shape: [0; UNSLOTH_MAX_RANK],
+            strides: [0; UNSLOTH_MAX_RANK],
+            dtype: raw.dtype as u32,
+            rank: raw.layout.rank() as u32,
+        };
+        // Sizes and strides fit (see Layout).
+        for (to, &from) in out.shape.iter_mut().zip(raw.layout.shape()) {
+            *to = from as i64;
+        }
+        for (to, &from) in out.strides.iter_mut().zip(raw.layout.strides()) {
+            *to = from as i64;
+        }
+        out
+    }
+
     /// Whether an optional tensor is left out.
     pub(crate) fn is_absent(&self) -> bool {
         self.rank == 0

@@ -6,6 +6,7 @@
 
 pub mod attention;
 pub(crate) mod check;
+pub(crate) mod kv_cache;
 pub mod rms_norm;
 
 /// Which implementation a call runs. The discriminants are those of the C ABI (`UNSLOTH_IMPLEMENTATION_*`).

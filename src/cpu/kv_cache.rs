@@ -1,0 +1,127 @@
+//! The KV cache on the CPU: new tokens in parallel, each head row converted to the cache's dtype on its way to its page.
+
+use crate::cpu::Cpu;
+use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::ops::kv_cache::{Append, CopyPages};
+use crate::tensor::RawTensor;
+
+pub(crate) fn append(cpu: &Cpu, p: &Append) {
+    let (num_tokens, num_heads) = (p.k.layout.dim(0), p.k.layout.dim(1));
+    let dims = p.k.layout.dim(2) + p.v.layout.dim(2);
+    cpu.for_each_range(num_tokens, num_heads * dims, |tokens| {
+        // SAFETY: the tables were written by the cache with this many entries.
+        let slots = unsafe { Slots::new(p) };
+        cpu.arch().dispatch(|| {
+            for token in tokens {
+                let (page, slot) = slots.find(token);
+                for head in 0..num_heads {
+                    // SAFETY: token and head are below the shape; the page and slot of each token are its own.
+                    unsafe {
+                        store_row(&p.k, &p.k_pages, (token, head), (page, slot));
+                        store_row(&p.v, &p.v_pages, (token, head), (page, slot));
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// Where new tokens go.
+struct Slots<'a> {
+    seq_lens: &'a [i32],
+    cu_seqlens: &'a [i32],
+    block_table: &'a [i32],
+    row: usize,
+    page_size: usize,
+}
+
+impl Slots<'_> {
+    /// # Safety
+    /// The tables are contiguous, initialised and not written for the lifetime of the result.
+    unsafe fn new(p: &Append) -> Self {
+        let table = |t: &RawTensor| {
+            // SAFETY: the caller's promise.
+            unsafe { std::slice::from_raw_parts(t.ptr.cast_const().cast(), t.layout.span()) }
+        };
+        Slots {
+            seq_lens: table(&p.seq_lens),
+            cu_seqlens: table(&p.cu_seqlens),
+            block_table: table(&p.block_table),
+            row: p.block_table.layout.dim(1),
+            page_size: p.k_pages.layout.dim(1),
+        }
+    }
+
+    /// Page and slot of new token `token`.
+    fn find(&self, token: usize) -> (usize, usize) {
+        // The last sequence that starts at or before the token: those before it may be empty.
+        let sequence = self.cu_seqlens.partition_point(|&c| c as usize <= token) - 1;
+        let behind = self.cu_seqlens[sequence + 1] as usize - token;
+        let index = self.seq_lens[sequence] as usize - behind;
+        let page = self.block_table[sequence * self.row + index / self.page_size];
+        (page as usize, index % self.page_size)
+    }
+}
+
+/// Writes one head of one token.
+///
+/// # Safety
+/// Token and head exist in `from`, page and slot in `pages`; nothing else accesses the destination.
+#[inline(always)]
+unsafe fn store_row(
+    from: &RawTensor,
+    pages: &RawTensor,
+    (token, head): (usize, usize),
+    (page, slot): (usize, usize),
+) {
+    let dim = from.layout.dim(2);
+    let source = token * from.layout.stride(0) + head * from.layout.stride(1);
+    let target = page * pages.layout.stride(0)
+        + slot * pages.layout.stride(1)
+        + head * pages.layout.stride(2);
+    if from.dtype == pages.dtype {
+        let size = from.dtype.size();
+        // SAFETY: the caller's promise; rows are contiguous and the tensors do not overlap.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                from.ptr.add(source * size),
+                pages.ptr.add(target * size),
+                dim * size,
+            );
+        }
+        return;
+    }
+    with_float!(from.dtype, S => with_float!(pages.dtype, D => {
+        // SAFETY: as above.
+        let (source, target) = unsafe {
+            (
+                std::slice::from_raw_parts(from.ptr.cast::<S>().add(source), dim),
+                std::slice::from_raw_parts_mut(pages.ptr.cast::<D>().add(target), dim),
+            )
+        };
+        let mut block = [0.0f32; BLOCK];
+        for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
+            let block = &mut block[..source.len()];
+            S::load(source, block);
+            D::store(block, target);
+        }
+    }));
+}
+
+/// # Safety
+/// Every page index is below `num_pages`, sources and destinations differ, and nothing else accesses the pages.
+pub(crate) unsafe fn copy_pages(p: &CopyPages<'_>) {
+    for layer in 0..p.num_layers {
+        for &(from, to) in p.copies {
+            let at = |page: u32| (layer * p.num_pages + page as usize) * p.page_bytes;
+            // SAFETY: the caller's promise.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    p.pages.add(at(from)),
+                    p.pages.add(at(to)),
+                    p.page_bytes,
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,631 @@
+//! The paged KV cache.
+
+use std::sync::{Mutex, MutexGuard};
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::handle::Table;
+use crate::ffi::params::{self, params};
+use crate::ffi::status::unsloth_status;
+use crate::ffi::tensor::{unsloth_dtype, unsloth_tensor};
+use crate::ffi::{check_out, check_pointer, guard, stream_from, unsloth_stream, write_optional};
+use crate::kv_cache::{Append, Config, KvCache, PageLayout, SequenceId};
+
+/// A paged cache of the keys and values of many sequences. Opaque; made by `unsloth_kv_cache_create`, ended by
+/// `unsloth_kv_cache_destroy`. Several threads may use one cache at a time; calls take turns.
+///
+/// A step of a model is one batch: `unsloth_kv_cache_extend` makes room for the new tokens of a few sequences and advances their
+/// lengths; for every layer `unsloth_kv_cache_append` then writes the keys and values of these tokens, and attention reads the
+/// layer's pages through the batch's block table and lengths. To undo a step, truncate.
+///
+/// Bookkeeping is on the host; keys, values, and the tables that kernels read are on the context's device. A call that fails leaves
+/// every sequence as it was. Calls on one cache belong on one stream, or on streams that the caller orders, since pages move
+/// between sequences without waiting for the device.
+pub struct unsloth_kv_cache {
+    _opaque: [u8; 0],
+}
+
+/// The shape of a cache.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_kv_cache_params {
+    /// `sizeof(unsloth_kv_cache_params)`.
+    pub struct_size: u32,
+    /// What keys and values are stored as: f32, f16 or bf16.
+    pub dtype: unsloth_dtype,
+    /// The order of a page's dimensions, `UNSLOTH_PAGE_LAYOUT_*`; 0 is token-major.
+    pub page_layout: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Layers of the model, each with its own pages.
+    pub num_layers: i64,
+    /// Key and value heads per layer.
+    pub num_kv_heads: i64,
+    /// Elements of a key head.
+    pub head_dim: i64,
+    /// Elements of a value head; 0 for `head_dim`.
+    pub v_head_dim: i64,
+    /// Tokens per page, a power of two; 0 for 16.
+    pub page_size: i64,
+    /// Pages; one page holds `page_size` tokens of one sequence in every layer.
+    pub num_pages: i64,
+    /// The most sequences of one batch; 0 for 64.
+    pub max_batch_size: i64,
+    /// The most new tokens of one batch; 0 for 8192.
+    pub max_batch_tokens: i64,
+    /// The most tokens that a sequence may hold at a time; 0 for `num_pages * page_size`.
+    pub max_sequence_length: i64,
+}
+params!(unsloth_kv_cache_params, min_size = 88);
+
+/// Arguments of `unsloth_kv_cache_append`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_kv_cache_append_params {
+    /// `sizeof(unsloth_kv_cache_append_params)`.
+    pub struct_size: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// The layer.
+    pub layer: i64,
+    /// Keys of the batch's new tokens `[num_tokens, num_kv_heads, head_dim]`, in the order of the batch; f32, f16 or bf16, rounded to
+    /// the cache's dtype; any strides with a contiguous last dimension.
+    pub k: unsloth_tensor,
+    /// Values `[num_tokens, num_kv_heads, v_head_dim]`, otherwise like `k`.
+    pub v: unsloth_tensor,
+}
+params!(
+    unsloth_kv_cache_append_params,
+    min_size = size_of::<unsloth_kv_cache_append_params>()
+);
+
+/// The current batch, in the order it was given in. Tensors are i32, on the context's device, and stay at their addresses for the
+/// life of the cache; each `unsloth_kv_cache_extend` changes their contents.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_kv_cache_batch {
+    /// `sizeof(unsloth_kv_cache_batch)`, set by the caller.
+    pub struct_size: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Sequences.
+    pub num_sequences: i64,
+    /// New tokens of all sequences.
+    pub num_tokens: i64,
+    /// New tokens of the sequence that has the most.
+    pub max_query_length: i64,
+    /// Tokens of the longest sequence, new ones included.
+    pub max_sequence_length: i64,
+    /// Tokens of each sequence, new ones included: `[num_sequences]`.
+    pub seq_lens: unsloth_tensor,
+    /// Where each sequence's new tokens start among those of the batch, and their number: `[num_sequences + 1]`.
+    pub cu_seqlens: unsloth_tensor,
+    /// Position of each new token: `[num_tokens]`.
+    pub positions: unsloth_tensor,
+    /// Pages of each sequence: `[num_sequences, ceil(max_sequence_length / page_size)]` with the cache's `max_sequence_length`.
+    /// Entries past a sequence's last page are unspecified.
+    pub block_table: unsloth_tensor,
+}
+params!(
+    unsloth_kv_cache_batch,
+    min_size = size_of::<unsloth_kv_cache_batch>()
+);
+
+/// What a sequence holds.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_kv_cache_sequence_info {
+    /// `sizeof(unsloth_kv_cache_sequence_info)`, set by the caller.
+    pub struct_size: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Tokens in the cache.
+    pub length: i64,
+    /// Position of the next token: tokens in the cache and evicted ones.
+    pub position: i64,
+    /// The first evicted position; `length` if none was.
+    pub evicted_from: i64,
+    /// Evicted tokens, a range of positions that starts at `evicted_from`.
+    pub num_evicted: i64,
+    /// Pages held, reserved ones included.
+    pub num_pages: i64,
+    /// Pages that other sequences hold too.
+    pub num_shared_pages: i64,
+    /// Tokens that can be added before a page must be found.
+    pub num_reserved: i64,
+}
+params!(unsloth_kv_cache_sequence_info, min_size = 64);
+
+/// How a cache is used.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_kv_cache_stats {
+    /// `sizeof(unsloth_kv_cache_stats)`, set by the caller.
+    pub struct_size: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Pages in the cache.
+    pub num_pages: i64,
+    /// Pages that a sequence holds.
+    pub num_used_pages: i64,
+    /// Pages that no sequence holds.
+    pub num_free_pages: i64,
+    /// Pages that more than one sequence holds.
+    pub num_shared_pages: i64,
+    /// The most pages that were used at a time.
+    pub peak_used_pages: i64,
+    /// Live sequences.
+    pub num_sequences: i64,
+    /// Tokens held, those of shared pages counted for each sequence.
+    pub num_tokens: i64,
+    /// Tokens stored, those of shared pages counted once.
+    pub num_stored_tokens: i64,
+    /// Bytes of a page over all layers.
+    pub page_bytes: u64,
+    /// Bytes allocated: keys, values and tables.
+    pub total_bytes: u64,
+    /// Bytes allocated for keys.
+    pub key_bytes: u64,
+    /// Bytes allocated for values.
+    pub value_bytes: u64,
+    /// Bytes allocated for block tables, lengths and positions.
+    pub table_bytes: u64,
+    /// The part of the used pages' room that stores no token; 0 with none used.
+    pub fragmentation: f64,
+}
+params!(unsloth_kv_cache_stats, min_size = 120);
+
+static CACHES: Table<Mutex<KvCache>> = Table::new("unsloth_kv_cache", 2);
+
+/// The cache behind a handle, for this thread alone. A panic inside an earlier call cannot have left it half-changed in a way that
+/// later calls would trust: indices are checked where they are used.
+pub(crate) fn cache_from<'a>(
+    op: &'static str,
+    cache: *const unsloth_kv_cache,
+) -> Result<MutexGuard<'a, KvCache>> {
+    Ok(CACHES
+        .get(op, "cache", cache)?
+        .lock()
+        .unwrap_or_else(|p| p.into_inner()))
+}
+
+fn count(op: &'static str, name: &'static str, value: i64) -> Result<usize> {
+    usize::try_from(value)
+        .map_err(|_| Error::invalid(op, name, format!("is {value}, at least 0 is needed")))
+}
+
+/// The cache's shape, zeros replaced by the defaults.
+pub(crate) fn config_from(op: &'static str, p: &unsloth_kv_cache_params) -> Result<Config> {
+    let dtype = DType::from_raw(p.dtype).ok_or_else(|| {
+        let problem = format!("is {}, allowed: 1 (f32), 2 (f16), 3 (bf16)", p.dtype);
+        Error::invalid(op, "dtype", problem)
+    })?;
+    let page_layout = PageLayout::from_raw(p.page_layout).ok_or_else(|| {
+        let problem = format!(
+            "is {}, allowed: 0 (token-major), 1 (head-major)",
+            p.page_layout
+        );
+        Error::invalid(op, "page_layout", problem)
+    })?;
+    let field = |name, value, default| match count(op, name, value)? {
+        0 => Ok(default),
+        n => Ok::<_, Error>(n),
+    };
+    let mut config = Config::new(
+        count(op, "num_layers", p.num_layers)?,
+        count(op, "num_kv_heads", p.num_kv_heads)?,
+        count(op, "head_dim", p.head_dim)?,
+        count(op, "num_pages", p.num_pages)?,
+        dtype,
+    );
+    config.page_layout = page_layout;
+    config.v_head_dim = field("v_head_dim", p.v_head_dim, config.head_dim)?;
+    config.page_size = field("page_size", p.page_size, config.page_size)?;
+    config.max_batch_size = field("max_batch_size", p.max_batch_size, config.max_batch_size)?;
+    config.max_batch_tokens = field(
+        "max_batch_tokens",
+        p.max_batch_tokens,
+        config.max_batch_tokens,
+    )?;
+    let all = config.all_tokens();
+    config.max_sequence_length = field("max_sequence_length", p.max_sequence_length, all)?;
+    Ok(config)
+}
+
+/// Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with
+/// `unsloth_kv_cache_destroy`. The cache keeps the context's device and accounting alive on its own.
+///
+/// It allocates exactly what `unsloth_estimate_kv_cache` answers, once; nothing else about a cache allocates device memory.
+/// `UNSLOTH_STATUS_OUT_OF_MEMORY` if that is not there.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `cache` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_create(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_kv_cache_params,
+    cache: *mut *mut unsloth_kv_cache,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_create";
+    guard(OP, || {
+        check_out(OP, "cache", cache)?;
+        let context = &context_from(OP, ctx)?.context;
+        // SAFETY: the caller's promise.
+        let p = unsafe { params::read(OP, params) }?;
+        let created = KvCache::new(context, &config_from(OP, &p)?)?;
+        let handle = CACHES.insert(OP, Mutex::new(created))?;
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { cache.write(handle) };
+        Ok(())
+    })
+}
+
+/// Ends a cache with its sequences and frees its memory. NULL is fine. No work that uses it may still be queued, and no other
+/// thread may be inside a call with it.
+#[unsafe(no_mangle)]
+pub extern "C" fn unsloth_kv_cache_destroy(cache: *mut unsloth_kv_cache) -> unsloth_status {
+    const OP: &str = "kv_cache_destroy";
+    guard(OP, || {
+        if !cache.is_null() {
+            drop(CACHES.remove(OP, "cache", cache)?);
+        }
+        Ok(())
+    })
+}
+
+/// Makes an empty sequence and writes its identifier, a positive number, to `sequence`. Identifiers of sequences that were freed are
+/// recognised, and refused with `UNSLOTH_STATUS_INVALID_HANDLE`.
+///
+/// # Safety
+/// `sequence` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_sequence_create(
+    cache: *mut unsloth_kv_cache,
+    sequence: *mut i64,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_sequence_create";
+    guard(OP, || {
+        check_out(OP, "sequence", sequence)?;
+        let id = cache_from(OP, cache)?.create_sequence()?;
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { sequence.write(id.as_raw()) };
+        Ok(())
+    })
+}
+
+/// Ends a sequence and gives back its pages.
+#[unsafe(no_mangle)]
+pub extern "C" fn unsloth_kv_cache_sequence_free(
+    cache: *mut unsloth_kv_cache,
+    sequence: i64,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_sequence_free";
+    guard(OP, || {
+        cache_from(OP, cache)?.free_sequence(SequenceId::from_raw(sequence))
+    })
+}
+
+/// Makes a sequence with the same tokens and writes its identifier to `fork`. The two share every page until one of them writes to
+/// it: the last page, if it is not full, is copied by the first of them to be extended.
+///
+/// # Safety
+/// `fork` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_sequence_fork(
+    cache: *mut unsloth_kv_cache,
+    sequence: i64,
+    fork: *mut i64,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_sequence_fork";
+    guard(OP, || {
+        check_out(OP, "fork", fork)?;
+        let id = cache_from(OP, cache)?.fork_sequence(SequenceId::from_raw(sequence))?;
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { fork.write(id.as_raw()) };
+        Ok(())
+    })
+}
+
+/// Cuts a sequence to the tokens before position `num_tokens`, and gives back pages beyond them, reserved ones too.
+/// `UNSLOTH_STATUS_INVALID_ARGUMENT` if that is beyond its end or inside what was evicted.
+#[unsafe(no_mangle)]
+pub extern "C" fn unsloth_kv_cache_sequence_truncate(
+    cache: *mut unsloth_kv_cache,
+    sequence: i64,
+    num_tokens: i64,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_sequence_truncate";
+    guard(OP, || {
+        let mut cache = cache_from(OP, cache)?;
+        let num_tokens = count(OP, "num_tokens", num_tokens)?;
+        cache.truncate_sequence(SequenceId::from_raw(sequence), num_tokens)
+    })
+}
+
+/// Gives back the pages between the first `num_sinks` and the last `window` tokens, and writes how many tokens that were to
+/// `num_evicted` unless NULL.
+///
+/// Whole pages go: up to `page_size - 1` tokens more than asked for stay on either side. The positions of the tokens that stay do
+/// not change, nor does that of the next one; block tables and lengths count only what stays, so attention sees the sinks directly
+/// followed by the window. What is evicted stays one range of positions: where a larger window and fewer sinks than before would
+/// split it, nothing happens.
+///
+/// # Safety
+/// `num_evicted` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_sequence_evict(
+    cache: *mut unsloth_kv_cache,
+    sequence: i64,
+    num_sinks: i64,
+    window: i64,
+    num_evicted: *mut i64,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_sequence_evict";
+    guard(OP, || {
+        let mut cache = cache_from(OP, cache)?;
+        let (num_sinks, window) = (
+            count(OP, "num_sinks", num_sinks)?,
+            count(OP, "window", window)?,
+        );
+        if !num_evicted.is_null() {
+            check_out(OP, "num_evicted", num_evicted)?;
+        }
+        let evicted = cache.evict_sequence(SequenceId::from_raw(sequence), num_sinks, window)?;
+        // SAFETY: the caller's promise.
+        unsafe { write_optional(OP, "num_evicted", num_evicted, || evicted as i64) }
+    })
+}
+
+/// Takes pages for `num_tokens` more tokens, so that extending the sequence by these cannot run out of pages (unless the sequence is
+/// forked in between). `UNSLOTH_STATUS_OUT_OF_PAGES` leaves everything as it was.
+///
+/// # Safety
+/// `stream` is NULL or a live stream of the context's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_sequence_reserve(
+    cache: *mut unsloth_kv_cache,
+    sequence: i64,
+    num_tokens: i64,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_sequence_reserve";
+    guard(OP, || {
+        let mut cache = cache_from(OP, cache)?;
+        let num_tokens = count(OP, "num_tokens", num_tokens)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { stream_from(stream) };
+        cache.reserve_sequence(SequenceId::from_raw(sequence), num_tokens, stream)
+    })
+}
+
+/// Describes a sequence in `info`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT`).
+///
+/// # Safety
+/// `info` is NULL or points to `info->struct_size` bytes valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_sequence_info_get(
+    cache: *mut unsloth_kv_cache,
+    sequence: i64,
+    info: *mut unsloth_kv_cache_sequence_info,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_sequence_info";
+    guard(OP, || {
+        check_out(OP, "info", info)?;
+        // SAFETY: the caller's promise.
+        let mut out = unsafe { params::read(OP, info.cast_const()) }?;
+        let found = cache_from(OP, cache)?.sequence(SequenceId::from_raw(sequence))?;
+        out.length = found.length as i64;
+        out.position = found.position as i64;
+        out.evicted_from = found.evicted_from as i64;
+        out.num_evicted = found.num_evicted as i64;
+        out.num_pages = found.num_pages as i64;
+        out.num_shared_pages = found.num_shared_pages as i64;
+        out.num_reserved = found.num_reserved as i64;
+        // SAFETY: the caller promises `struct_size` writable bytes.
+        unsafe { params::write(&out, info) };
+        Ok(())
+    })
+}
+
+/// Copies the page indices of a sequence, in the order of its tokens and reserved ones last, to `pages`, which has room for
+/// `capacity` of them, and writes their number to `num_pages`. With `capacity` 0 (`pages` may then be NULL) it only counts; a
+/// smaller capacity than that number is otherwise `UNSLOTH_STATUS_INVALID_ARGUMENT`.
+///
+/// # Safety
+/// `pages` is NULL or has room for `capacity` entries; `num_pages` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_sequence_pages_get(
+    cache: *mut unsloth_kv_cache,
+    sequence: i64,
+    pages: *mut i32,
+    capacity: usize,
+    num_pages: *mut usize,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_sequence_pages";
+    guard(OP, || {
+        check_out(OP, "num_pages", num_pages)?;
+        let cache = cache_from(OP, cache)?;
+        let found = cache.sequence_pages(SequenceId::from_raw(sequence))?;
+        if capacity > 0 {
+            check_out(OP, "pages", pages)?;
+            if capacity < found.len() {
+                let problem = format!("is {capacity}, the sequence has {} pages", found.len());
+                return Err(Error::invalid(OP, "capacity", problem));
+            }
+            // Page indices fit an i32 (Config::validate), so they look the same as u32.
+            // SAFETY: `found.len() <= capacity`, and the caller promises that much room.
+            unsafe { std::ptr::copy_nonoverlapping(found.as_ptr().cast(), pages, found.len()) };
+        }
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { num_pages.write(found.len()) };
+        Ok(())
+    })
+}
+
+/// Makes `num_sequences` sequences, of which `sequences[i]` gets `num_tokens[i]` new tokens, the current batch: finds pages for the
+/// new tokens, advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`.
+///
+/// `unsloth_kv_cache_append` must then write the new tokens in every layer. Numbers may be zero, and so may `num_sequences`. A
+/// captured graph of appends and attention can be launched again after extending a batch with the same numbers of tokens; this
+/// function itself stays outside the graph.
+///
+/// `UNSLOTH_STATUS_OUT_OF_PAGES` if too few are free, `UNSLOTH_STATUS_INVALID_HANDLE` for an unknown sequence,
+/// `UNSLOTH_STATUS_INVALID_ARGUMENT` if one occurs twice or a limit of the cache would be passed: every sequence is as it was.
+///
+/// # Safety
+/// `sequences` and `num_tokens` are NULL or have `num_sequences` entries; `stream` is NULL or a live stream of the context's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_extend(
+    cache: *mut unsloth_kv_cache,
+    sequences: *const i64,
+    num_tokens: *const i64,
+    num_sequences: usize,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_extend";
+    guard(OP, || {
+        let mut cache = cache_from(OP, cache)?;
+        let most = cache.config().max_batch_size;
+        if num_sequences > most {
+            let problem = format!("is {num_sequences}, above max_batch_size {most}");
+            return Err(Error::invalid(OP, "num_sequences", problem));
+        }
+        let mut batch = Vec::with_capacity(num_sequences);
+        if num_sequences > 0 {
+            check_pointer(OP, "sequences", sequences)?;
+            check_pointer(OP, "num_tokens", num_tokens)?;
+            for i in 0..num_sequences {
+                // SAFETY: checked; the caller promises this many entries.
+                let (id, n) = unsafe { (*sequences.add(i), *num_tokens.add(i)) };
+                batch.push((SequenceId::from_raw(id), count(OP, "num_tokens", n)?));
+            }
+        }
+        // SAFETY: the caller's promise.
+        cache.extend(&batch, unsafe { stream_from(stream) })
+    })
+}
+
+/// Describes the current batch in `batch`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_BATCH_INIT`).
+///
+/// The current batch is that of the last `unsloth_kv_cache_extend`, until one of its sequences is forked, truncated, evicted from,
+/// given more pages, or freed; `UNSLOTH_STATUS_INVALID_ARGUMENT` if there is none.
+///
+/// # Safety
+/// `batch` is NULL or points to `batch->struct_size` bytes valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_batch_get(
+    cache: *mut unsloth_kv_cache,
+    batch: *mut unsloth_kv_cache_batch,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_batch";
+    guard(OP, || {
+        check_out(OP, "batch", batch)?;
+        // SAFETY: the caller's promise.
+        let mut out = unsafe { params::read(OP, batch.cast_const()) }?;
+        let cache = cache_from(OP, cache)?;
+        let current = cache.batch()?;
+        out.num_sequences = current.num_sequences as i64;
+        out.num_tokens = current.num_tokens as i64;
+        out.max_query_length = current.max_query_length as i64;
+        out.max_sequence_length = current.max_sequence_length as i64;
+        out.seq_lens = unsloth_tensor::of(&current.seq_lens);
+        out.cu_seqlens = unsloth_tensor::of(&current.cu_seqlens);
+        out.positions = unsloth_tensor::of(&current.positions);
+        out.block_table = unsloth_tensor::of(&current.block_table);
+        // SAFETY: the caller promises `struct_size` writable bytes.
+        unsafe { params::write(&out, batch) };
+        Ok(())
+    })
+}
+
+/// Writes the keys and values of the current batch's new tokens to one layer's pages, on `stream`. Neither allocates nor
+/// synchronises, and may be captured into a CUDA graph.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+/// has run; `stream` is NULL or a live stream of that device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_append(
+    cache: *mut unsloth_kv_cache,
+    params: *const unsloth_kv_cache_append_params,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_append";
+    guard(OP, || {
+        let mut cache = cache_from(OP, cache)?;
+        // SAFETY: the caller's promises.
+        unsafe {
+            let p = params::read(OP, params)?;
+            let params = Append {
+                layer: count(OP, "layer", p.layer)?,
+                k: p.k.input(OP, "k")?,
+                v: p.v.input(OP, "v")?,
+            };
+            cache.append(&params, stream_from(stream))
+        }
+    })
+}
+
+/// Writes views of a layer's key and value pages to `k` and `v`: `[num_pages, page_size, num_kv_heads, head_dim]`, or head-major
+/// `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them. They stay valid until the cache is destroyed.
+///
+/// # Safety
+/// `k` and `v` are NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_layer_get(
+    cache: *mut unsloth_kv_cache,
+    layer: i64,
+    k: *mut unsloth_tensor,
+    v: *mut unsloth_tensor,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_layer";
+    guard(OP, || {
+        check_out(OP, "k", k)?;
+        check_out(OP, "v", v)?;
+        let cache = cache_from(OP, cache)?;
+        let (keys, values) = cache.layer(count(OP, "layer", layer)?)?;
+        // SAFETY: checked; the caller promises that they are valid.
+        unsafe {
+            k.write(unsloth_tensor::of(&keys));
+            v.write(unsloth_tensor::of(&values));
+        }
+        Ok(())
+    })
+}
+
+/// Describes in `stats` how the cache is used; the caller has set `struct_size` (`UNSLOTH_KV_CACHE_STATS_INIT`). Takes time in
+/// proportion to the pages.
+///
+/// # Safety
+/// `stats` is NULL or points to `stats->struct_size` bytes valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_stats_get(
+    cache: *mut unsloth_kv_cache,
+    stats: *mut unsloth_kv_cache_stats,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_stats";
+    guard(OP, || {
+        check_out(OP, "stats", stats)?;
+        // SAFETY: the caller's promise.
+        let mut out = unsafe { params::read(OP, stats.cast_const()) }?;
+        let found = cache_from(OP, cache)?.stats()?;
+        out.num_pages = found.num_pages as i64;
+        out.num_used_pages = found.num_used_pages as i64;
+        out.num_free_pages = found.num_free_pages as i64;
+        out.num_shared_pages = found.num_shared_pages as i64;
+        out.peak_used_pages = found.peak_used_pages as i64;
+        out.num_sequences = found.num_sequences as i64;
+        out.num_tokens = found.num_tokens as i64;
+        out.num_stored_tokens = found.num_stored_tokens as i64;
+        out.page_bytes = found.page_bytes;
+        out.total_bytes = found.size.total();
+        out.key_bytes = found.size.keys;
+        out.value_bytes = found.size.values;
+        out.table_bytes = found.size.tables;
+        out.fragmentation = found.fragmentation;
+        // SAFETY: the caller promises `struct_size` writable bytes.
+        unsafe { params::write(&out, stats) };
+        Ok(())
+    })
+}

@@ -1,0 +1,206 @@
+//! The current batch: its tables on the host and on the device.
+
+use std::ops::Range;
+
+use crate::context::{Context, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::memory::Buffer;
+use crate::tensor::TensorRef;
+
+use super::config::{Config, Tables};
+use super::sequences::Sequence;
+use super::{Growth, SequenceId};
+
+/// The tables of the current batch, in the order of the list given to [`KvCache::extend`](super::KvCache::extend). Tensors are on
+/// the context's device, i32; slices are their copies on the host.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Sequences.
+    pub num_sequences: usize,
+    /// New tokens of all sequences.
+    pub num_tokens: usize,
+    /// New tokens of the sequence that has the most.
+    pub max_query_length: usize,
+    /// Tokens of the longest sequence, new ones included.
+    pub max_sequence_length: usize,
+    /// Tokens of each sequence, new ones included: `[num_sequences]`.
+    pub seq_lens: TensorRef<'a>,
+    /// Where each sequence's new tokens start among those of the batch, and their number: `[num_sequences + 1]`.
+    pub cu_seqlens: TensorRef<'a>,
+    /// Position of each new token: `[num_tokens]`.
+    pub positions: TensorRef<'a>,
+    /// Pages of each sequence: `[num_sequences, max_pages_per_sequence]`. Entries past a sequence's last page are some page or other.
+    pub block_table: TensorRef<'a>,
+    /// `seq_lens` on the host.
+    pub host_seq_lens: &'a [i32],
+    /// `cu_seqlens` on the host.
+    pub host_cu_seqlens: &'a [i32],
+    /// `positions` on the host.
+    pub host_positions: &'a [i32],
+}
+
+/// The tables' memory and what the last batch left in it.
+#[derive(Debug)]
+pub(super) struct Step {
+    tables: Tables,
+    device: Buffer,
+    host: Vec<i32>,
+    /// Words in which the device may differ from the host.
+    dirty: Range<usize>,
+    sequences: Vec<SequenceId>,
+    num_tokens: usize,
+    max_query_length: usize,
+    max_sequence_length: usize,
+    current: bool,
+}
+
+impl Step {
+    pub fn new(context: &Context, config: &Config) -> Result<Step> {
+        let tables = Tables::new(config).ok_or_else(|| {
+            Error::invalid(super::OP, "max_batch_size", "overflows the address space")
+        })?;
+        let bytes = tables.num_words() * size_of::<i32>();
+        let device = Buffer::new(context, bytes)?;
+        let mut host = Vec::new();
+        if host.try_reserve_exact(tables.num_words()).is_err() {
+            return Err(Error::OutOfMemory {
+                op: super::OP,
+                requested: bytes as u64,
+                reason: "the host has too little free memory".into(),
+            });
+        }
+        host.resize(tables.num_words(), 0);
+        Ok(Step {
+            tables,
+            device,
+            host,
+            dirty: 0..0,
+            sequences: Vec::new(),
+            num_tokens: 0,
+            max_query_length: 0,
+            max_sequence_length: 0,
+            current: false,
+        })
+    }
+
+    /// The batch is no longer current if `id` is part of it.
+    pub fn forget(&mut self, id: SequenceId) {
+        if self.sequences.contains(&id) {
+            self.current = false;
+        }
+    }
+
+    /// Begins a new batch in place of the last one.
+    pub fn write<'a>(&'a mut self, config: &Config) -> Writer<'a> {
+        self.current = false;
+        self.sequences.clear();
+        (
+            self.num_tokens,
+            self.max_query_length,
+            self.max_sequence_length,
+        ) = (0, 0, 0);
+        let start = self.tables.cu_seqlens();
+        self.set(start, 0);
+        Writer {
+            step: self,
+            page_size: config.page_size,
+        }
+    }
+
+    pub fn batch(&self, op: &'static str) -> Result<Batch<'_>> {
+        if !self.current {
+            let problem = "has no current batch: it must be extended first, and again after its sequences changed";
+            return Err(Error::invalid(op, "cache", problem));
+        }
+        let tensor = |start: usize, shape: &[usize]| {
+            let layout = Layout::contiguous(shape)?;
+            self.device
+                .tensor(start * size_of::<i32>(), DType::I32, layout)
+        };
+        let slice = |start: usize, len: usize| &self.host[start..start + len];
+        let (t, n) = (&self.tables, self.sequences.len());
+        Ok(Batch {
+            num_sequences: n,
+            num_tokens: self.num_tokens,
+            max_query_length: self.max_query_length,
+            max_sequence_length: self.max_sequence_length,
+            seq_lens: tensor(t.seq_lens(), &[n])?,
+            cu_seqlens: tensor(t.cu_seqlens(), &[n + 1])?,
+            positions: tensor(t.positions(), &[self.num_tokens])?,
+            block_table: tensor(t.block_table(), &[n, t.row])?,
+            host_seq_lens: slice(t.seq_lens(), n),
+            host_cu_seqlens: slice(t.cu_seqlens(), n + 1),
+            host_positions: slice(t.positions(), self.num_tokens),
+        })
+    }
+
+    fn set(&mut self, index: usize, value: i32) {
+        let word = &mut self.host[index];
+        if *word != value {
+            *word = value;
+            self.dirty = if self.dirty.is_empty() {
+                index..index + 1
+            } else {
+                self.dirty.start.min(index)..self.dirty.end.max(index + 1)
+            };
+        }
+    }
+}
+
+/// Writes the tables of one batch.
+pub(super) struct Writer<'a> {
+    step: &'a mut Step,
+    page_size: usize,
+}
+
+impl Writer<'_> {
+    /// Adds a sequence with its new tokens. Sizes were checked against the tables' capacity.
+    pub fn sequence(
+        &mut self,
+        id: SequenceId,
+        sequence: &Sequence,
+        num_tokens: usize,
+        growth: Option<&Growth>,
+    ) {
+        let step = &mut *self.step;
+        let (t, i) = (step.tables, step.sequences.len());
+        let length = sequence.length + num_tokens;
+        step.set(t.seq_lens() + i, length as i32);
+        for n in 0..num_tokens {
+            let position = sequence.position() + n;
+            step.set(t.positions() + step.num_tokens + n, position as i32);
+        }
+        step.num_tokens += num_tokens;
+        step.set(t.cu_seqlens() + i + 1, step.num_tokens as i32);
+        step.max_query_length = step.max_query_length.max(num_tokens);
+        step.max_sequence_length = step.max_sequence_length.max(length);
+        let row = t.block_table() + i * t.row;
+        let replaced = growth.and_then(|g| g.replaced);
+        let taken = growth.map_or(&[][..], |g| &g.pages);
+        let (copy, added) = taken.split_at(usize::from(replaced.is_some()).min(taken.len()));
+        let filled = length.div_ceil(self.page_size);
+        for (j, &page) in sequence.pages.iter().chain(added).take(filled).enumerate() {
+            let page = match (replaced, copy.first()) {
+                (Some((index, _)), Some(&to)) if index == j => to,
+                _ => page,
+            };
+            step.set(row + j, page as i32);
+        }
+        step.sequences.push(id);
+    }
+
+    /// Brings the device up to date and makes the batch current.
+    pub fn finish(self, stream: Stream) -> Result<()> {
+        let step = self.step;
+        if !step.dirty.is_empty() {
+            let offset = step.dirty.start * size_of::<i32>();
+            step.device
+                .copy_from_slice(offset, &step.host[step.dirty.clone()], stream)?;
+            step.dirty = 0..0;
+        }
+        step.current = true;
+        Ok(())
+    }
+}

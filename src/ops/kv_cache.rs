@@ -1,0 +1,108 @@
+//! The device work of the KV cache: writing new tokens to pages, and copying pages. Reached through
+//! [`KvCache`](crate::kv_cache::KvCache).
+
+use crate::context::{Context, Device, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kv_cache::{Batch, Config};
+use crate::ops::check::Arg;
+use crate::tensor::{RawTensor, TensorRef};
+
+/// Validated arguments of [`append`]. Token `t` of sequence `b`, of which `cu_seqlens[b]..cu_seqlens[b + 1]` are the new ones, is
+/// written at index `i = seq_lens[b] - (cu_seqlens[b + 1] - t)` of the sequence: to page `block_table[b, i / page_size]`, slot
+/// `i % page_size`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Append {
+    /// `[num_tokens, num_kv_heads, head_dim]`.
+    pub k: RawTensor,
+    /// `[num_tokens, num_kv_heads, v_head_dim]`.
+    pub v: RawTensor,
+    /// `[num_pages, page_size, num_kv_heads, head_dim]`, strided.
+    pub k_pages: RawTensor,
+    /// `[num_pages, page_size, num_kv_heads, v_head_dim]`, strided.
+    pub v_pages: RawTensor,
+    /// i32 `[num_sequences]`, contiguous.
+    pub seq_lens: RawTensor,
+    /// i32 `[num_sequences + 1]`, contiguous.
+    pub cu_seqlens: RawTensor,
+    /// i32 `[num_tokens]`, contiguous: where a rotation finds each token's position.
+    #[allow(dead_code)] // read once a rotation is fused
+    pub positions: RawTensor,
+    /// i32 `[num_sequences, max_pages_per_sequence]`, contiguous.
+    pub block_table: RawTensor,
+}
+
+impl Append {
+    pub fn new(
+        op: &'static str,
+        (k, v): (&TensorRef<'_>, &TensorRef<'_>),
+        (k_pages, v_pages): (RawTensor, RawTensor),
+        batch: &Batch<'_>,
+        config: &Config,
+    ) -> Result<Append> {
+        let (k, v) = (k.raw(), v.raw());
+        for (name, t, dim) in [("k", &k, config.head_dim), ("v", &v, config.v_head_dim)] {
+            Arg::new(op, name, t)
+                .rank(&[3])?
+                .dtype(DType::FLOATS)?
+                .shape(&[batch.num_tokens, config.num_kv_heads, dim])?
+                .last_contiguous()?
+                .data()?;
+        }
+        let token_major = |mut pages: RawTensor| -> Result<RawTensor> {
+            if config.page_layout == crate::kv_cache::PageLayout::HeadMajor {
+                pages.layout = pages.layout.transposed(1, 2)?;
+            }
+            Ok(pages)
+        };
+        let problem = Append {
+            k,
+            v,
+            k_pages: token_major(k_pages)?,
+            v_pages: token_major(v_pages)?,
+            seq_lens: batch.seq_lens.raw(),
+            cu_seqlens: batch.cu_seqlens.raw(),
+            positions: batch.positions.raw(),
+            block_table: batch.block_table.raw(),
+        };
+        for (name, t) in [("k", &problem.k), ("v", &problem.v)] {
+            if t.overlaps(&problem.k_pages) || t.overlaps(&problem.v_pages) {
+                return Err(Error::invalid(op, name, "overlaps the pages of the layer"));
+            }
+        }
+        Ok(problem)
+    }
+}
+
+/// Writes new tokens to their pages.
+pub(crate) fn append(ctx: &Context, problem: &Append, _stream: Stream) -> Result<()> {
+    match ctx.device() {
+        Device::Cpu(cpu) => crate::cpu::kv_cache::append(cpu, problem),
+    }
+    Ok(())
+}
+
+/// Copies of whole pages, in every layer. Sources and destinations are all different.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CopyPages<'a> {
+    /// Start of the first page of the first layer; layers follow one another.
+    pub pages: *mut u8,
+    /// Bytes of one page of one layer.
+    pub page_bytes: usize,
+    /// Pages per layer.
+    pub num_pages: usize,
+    pub num_layers: usize,
+    /// (source, destination) page indices.
+    pub copies: &'a [(u32, u32)],
+}
+
+/// Copies pages.
+pub(crate) fn copy_pages(ctx: &Context, problem: &CopyPages<'_>, _stream: Stream) -> Result<()> {
+    match ctx.device() {
+        Device::Cpu(_) => {
+            // SAFETY: the cache owns the pages and holds them exclusively; indices come from its allocator.
+            unsafe { crate::cpu::kv_cache::copy_pages(problem) };
+            Ok(())
+        }
+    }
+}
