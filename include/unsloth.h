@@ -24,13 +24,18 @@
 #define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
+#define UNSLOTH_EMBEDDING_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_params)
 #define UNSLOTH_KV_CACHE_APPEND_PARAMS_INIT UNSLOTH_INIT(unsloth_kv_cache_append_params)
 #define UNSLOTH_KV_CACHE_BATCH_INIT UNSLOTH_INIT(unsloth_kv_cache_batch)
 #define UNSLOTH_KV_CACHE_PARAMS_INIT UNSLOTH_INIT(unsloth_kv_cache_params)
 #define UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT UNSLOTH_INIT(unsloth_kv_cache_sequence_info)
 #define UNSLOTH_KV_CACHE_STATS_INIT UNSLOTH_INIT(unsloth_kv_cache_stats)
+#define UNSLOTH_LINEAR_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_params)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
+#define UNSLOTH_MLP_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_params)
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
+#define UNSLOTH_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_rope_params)
+#define UNSLOTH_SWIGLU_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_params)
 
 
 /**
@@ -320,6 +325,34 @@ typedef struct unsloth_context_params {
 } unsloth_context_params;
 
 /**
+ * Arguments of `unsloth_embedding_forward`: `out[..] = table[ids[..]]`.
+ */
+typedef struct unsloth_embedding_params {
+  /**
+   * `sizeof(unsloth_embedding_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[vocab, dim]`, f32, f16 or bf16, contiguous in the last dimension.
+   */
+  struct unsloth_tensor table;
+  /**
+   * i32 or i64 of any shape `[..]` and strides. Each must be a row of the table: with the CPU backend another is
+   * `UNSLOTH_STATUS_INVALID_ARGUMENT`; with CUDA, where the host cannot look, its output becomes a row of NaN.
+   */
+  struct unsloth_tensor ids;
+  /**
+   * `[.., dim]`, f32, f16 or bf16, contiguous in the last dimension. In another dtype than the table each element is
+   * converted, rounding to nearest even.
+   */
+  struct unsloth_tensor out;
+} unsloth_embedding_params;
+
+/**
  * The shape of a cache.
  */
 typedef struct unsloth_kv_cache_params {
@@ -565,6 +598,40 @@ typedef struct unsloth_kv_cache_stats {
 } unsloth_kv_cache_stats;
 
 /**
+ * Arguments of `unsloth_linear_forward`: `out = x weight^T + bias + residual`.
+ */
+typedef struct unsloth_linear_params {
+  /**
+   * `sizeof(unsloth_linear_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., in_features]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: `[out_features]`, any float dtype, contiguous.
+   */
+  struct unsloth_tensor bias;
+  /**
+   * Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+   */
+  struct unsloth_tensor residual;
+  /**
+   * `[.., out_features]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor out;
+} unsloth_linear_params;
+
+/**
  * Between which memories a copy goes.
  */
 typedef uint32_t unsloth_copy_kind;
@@ -598,6 +665,94 @@ typedef struct unsloth_memory_stats {
    */
   uint64_t num_allocations;
 } unsloth_memory_stats;
+
+/**
+ * The function applied to a gate.
+ */
+typedef uint32_t unsloth_activation;
+
+/**
+ * The order of the halves of a packed tensor.
+ */
+typedef uint32_t unsloth_gate_order;
+
+/**
+ * Arguments of `unsloth_mlp_forward`:
+ * `out = (activation(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T + down_bias + residual`.
+ *
+ * Either `gate_weight` and `up_weight` are there, or `gate_up_weight`. Weights and biases are of any float dtype whatever that of
+ * `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+ */
+typedef struct unsloth_mlp_params {
+  /**
+   * `sizeof(unsloth_mlp_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_ACTIVATION_*`.
+   */
+  unsloth_activation activation;
+  /**
+   * The order of the halves of `gate_up_weight` and `gate_up_bias`; one of `UNSLOTH_GATE_ORDER_*`.
+   */
+  unsloth_gate_order gate_order;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[intermediate, hidden]`.
+   */
+  struct unsloth_tensor gate_weight;
+  /**
+   * Optional: `[intermediate]`.
+   */
+  struct unsloth_tensor gate_bias;
+  /**
+   * `[intermediate, hidden]`.
+   */
+  struct unsloth_tensor up_weight;
+  /**
+   * Optional: `[intermediate]`.
+   */
+  struct unsloth_tensor up_bias;
+  /**
+   * `[2 * intermediate, hidden]`: the rows of gate and up in one matrix.
+   */
+  struct unsloth_tensor gate_up_weight;
+  /**
+   * Optional: `[2 * intermediate]`.
+   */
+  struct unsloth_tensor gate_up_bias;
+  /**
+   * `[hidden_out, intermediate]`.
+   */
+  struct unsloth_tensor down_weight;
+  /**
+   * Optional: `[hidden_out]`.
+   */
+  struct unsloth_tensor down_bias;
+  /**
+   * Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+   */
+  struct unsloth_tensor residual;
+  /**
+   * `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor out;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_mlp_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_mlp_params;
 
 /**
  * Arguments of `unsloth_rms_norm_forward`: `y = s / sqrt(mean(s^2) + epsilon) * (weight + weight_offset)` over the last dimension,
@@ -643,6 +798,178 @@ typedef struct unsloth_rms_norm_params {
 } unsloth_rms_norm_params;
 
 /**
+ * Which components form the pairs that are rotated.
+ */
+typedef uint32_t unsloth_rope_style;
+
+/**
+ * How frequencies are stretched for contexts longer than the model was trained with.
+ */
+typedef uint32_t unsloth_rope_scaling;
+
+/**
+ * How heads are rotated. All zero is plain RoPE: half-split, the whole head, theta 10000.
+ *
+ * Pair `i` of `rotary_dim / 2` turns by `position * inv_freq[i]`, `inv_freq[i] = theta^(-2i / rotary_dim)` before scaling.
+ * Frequencies and angles are f32, as in the models' own code.
+ */
+typedef struct unsloth_rotation {
+  /**
+   * One of `UNSLOTH_ROPE_STYLE_*`.
+   */
+  unsloth_rope_style style;
+  /**
+   * One of `UNSLOTH_ROPE_SCALING_*`, which says what fields it uses; the others are ignored.
+   */
+  unsloth_rope_scaling scaling;
+  /**
+   * Leading components of each head that are rotated, even; the rest pass through. 0 for the whole head.
+   */
+  uint32_t rotary_dim;
+  /**
+   * Base of the frequencies; 0 for 10000.
+   */
+  float theta;
+  /**
+   * Context extension of every scaling, positive.
+   */
+  float factor;
+  /**
+   * YaRN, Llama 3: positions the model was trained with before extension.
+   */
+  uint32_t original_max_positions;
+  /**
+   * Llama 3: wavelengths above `original_max_positions / low_freq_factor` are multiplied by `factor`; positive.
+   */
+  float low_freq_factor;
+  /**
+   * Llama 3: wavelengths below `original_max_positions / high_freq_factor` are kept; above `low_freq_factor`.
+   */
+  float high_freq_factor;
+  /**
+   * YaRN: turns over the original context above which a pair is kept; 0 for 32.
+   */
+  float beta_fast;
+  /**
+   * YaRN: turns below which a pair is interpolated; 0 for 1.
+   */
+  float beta_slow;
+  /**
+   * Multiplies cosines and sines; 0 for the scaling's own: `0.1 ln(factor) + 1` for YaRN with a `factor` above 1, else 1.
+   */
+  float attention_factor;
+  /**
+   * YaRN: share of the ramp that is applied; 0 for 1.
+   */
+  float extrapolation_factor;
+  /**
+   * YaRN: 1 keeps the ramp's ends fractional (`truncate: false`), 0 rounds them outwards.
+   */
+  uint32_t fractional_ramp;
+  /**
+   * Zero.
+   */
+  uint32_t reserved[3];
+  /**
+   * Optional: divides every scaled frequency; f32 `[rotary_dim / 2]` (GGUF's `rope_freqs`, LongRoPE's factors).
+   */
+  struct unsloth_tensor freq_factors;
+  /**
+   * Optional, with `sin`: the caller's cosines, f32 `[max_positions, rotary_dim / 2]`, contiguous in the last dimension, used
+   * instead of theta, scaling, `freq_factors` and `attention_factor`.
+   */
+  struct unsloth_tensor cos;
+  /**
+   * The caller's sines; like `cos`.
+   */
+  struct unsloth_tensor sin;
+} unsloth_rotation;
+
+/**
+ * Arguments of `unsloth_rope_forward`. At least one of `q` and `k` is there.
+ */
+typedef struct unsloth_rope_params {
+  /**
+   * `sizeof(unsloth_rope_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 rotates backwards: undoes the rotation, and maps gradients of the rotated to gradients of the original.
+   */
+  uint32_t inverse;
+  /**
+   * Position of the first token of every sequence, where `positions` is absent.
+   */
+  int64_t position_offset;
+  /**
+   * How heads are rotated.
+   */
+  struct unsloth_rotation rotation;
+  /**
+   * Optional: `[batch, seq, heads, head_dim]` or `[tokens, heads, head_dim]`, f32, f16 or bf16, any strides with a contiguous
+   * last dimension.
+   */
+  struct unsloth_tensor q;
+  /**
+   * Like `q`. Absent, or the same tensor as `q`: `q` is overwritten.
+   */
+  struct unsloth_tensor q_out;
+  /**
+   * Optional: like `q`, with any number of heads.
+   */
+  struct unsloth_tensor k;
+  /**
+   * Like `k`. Absent, or the same tensor as `k`: `k` is overwritten.
+   */
+  struct unsloth_tensor k_out;
+  /**
+   * Optional: i32 or i64 `[batch, seq]` or `[tokens]`, any strides (a batch stride of zero shares positions). With a table
+   * every position must lie inside; with CUDA, where the host cannot look, the rotated components of a token outside become
+   * NaN.
+   */
+  struct unsloth_tensor positions;
+} unsloth_rope_params;
+
+/**
+ * Arguments of `unsloth_swiglu_forward`: `out = activation(gate) * up`, elementwise. Either `gate` and `up` are there, or
+ * `gate_up`. Tensors are f32, f16 or bf16, all of one dtype, of any rank and strides with a contiguous last dimension.
+ */
+typedef struct unsloth_swiglu_params {
+  /**
+   * `sizeof(unsloth_swiglu_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_ACTIVATION_*`.
+   */
+  unsloth_activation activation;
+  /**
+   * The order of the halves of `gate_up`; one of `UNSLOTH_GATE_ORDER_*`.
+   */
+  unsloth_gate_order gate_order;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., dim]`.
+   */
+  struct unsloth_tensor gate;
+  /**
+   * `[.., dim]`.
+   */
+  struct unsloth_tensor up;
+  /**
+   * `[.., 2 * dim]`: gate and up side by side.
+   */
+  struct unsloth_tensor gate_up;
+  /**
+   * `[.., dim]`. Absent, or the same tensor as `gate`: `gate` is overwritten. Required with `gate_up`.
+   */
+  struct unsloth_tensor out;
+} unsloth_swiglu_params;
+
+/**
  * The CPU backend.
  */
 #define UNSLOTH_IMPLEMENTATION_CPU 1
@@ -681,6 +1008,42 @@ typedef struct unsloth_rms_norm_params {
  * Within the context's device.
  */
 #define UNSLOTH_COPY_KIND_DEVICE_TO_DEVICE 3
+
+/**
+ * Components `i` and `i + rotary_dim / 2` (GPT-NeoX, and Llama in Hugging Face's layout).
+ */
+#define UNSLOTH_ROPE_STYLE_HALF_SPLIT 0
+
+/**
+ * Components `2i` and `2i + 1` (GPT-J, and Llama in Meta's layout, which GGUF keeps).
+ */
+#define UNSLOTH_ROPE_STYLE_INTERLEAVED 1
+
+/**
+ * Not at all.
+ */
+#define UNSLOTH_ROPE_SCALING_NONE 0
+
+/**
+ * Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`.
+ */
+#define UNSLOTH_ROPE_SCALING_LINEAR 1
+
+/**
+ * NTK-aware, static: theta becomes `theta * factor^(d / (d - 2))`, d being the rotary dimension.
+ */
+#define UNSLOTH_ROPE_SCALING_NTK 2
+
+/**
+ * YaRN (arXiv:2309.00071), as in its authors' code and Hugging Face's; uses `factor`, `original_max_positions`, `beta_fast`,
+ * `beta_slow`, `extrapolation_factor` and `fractional_ramp`.
+ */
+#define UNSLOTH_ROPE_SCALING_YARN 3
+
+/**
+ * Llama 3.1's; uses `factor`, `original_max_positions`, `low_freq_factor` and `high_freq_factor`.
+ */
+#define UNSLOTH_ROPE_SCALING_LLAMA3 4
 
 /**
  * The call did what it was asked.
@@ -741,6 +1104,31 @@ typedef struct unsloth_rms_norm_params {
  * A bug in this library.
  */
 #define UNSLOTH_STATUS_INTERNAL_ERROR 11
+
+/**
+ * `x / (1 + exp(-x))` (Llama, Qwen, Mistral).
+ */
+#define UNSLOTH_ACTIVATION_SILU 0
+
+/**
+ * `x (1 + erf(x / sqrt(2))) / 2`.
+ */
+#define UNSLOTH_ACTIVATION_GELU 1
+
+/**
+ * `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2` (Gemma).
+ */
+#define UNSLOTH_ACTIVATION_GELU_TANH 2
+
+/**
+ * Gate, then up.
+ */
+#define UNSLOTH_GATE_ORDER_GATE_FIRST 0
+
+/**
+ * Up, then gate.
+ */
+#define UNSLOTH_GATE_ORDER_UP_FIRST 1
 
 /**
  * IEEE binary32.
@@ -889,6 +1277,26 @@ unsloth_status unsloth_stream_synchronize(struct unsloth_context *ctx,
                                           unsloth_stream stream);
 
 /**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give, ids apart.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_embedding_supported(struct unsloth_context *ctx,
+                                           const struct unsloth_embedding_params *params,
+                                           unsloth_implementation *implementation);
+
+/**
+ * Gathers rows on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_embedding_forward(struct unsloth_context *ctx,
+                                         const struct unsloth_embedding_params *params,
+                                         unsloth_stream stream);
+
+/**
  * Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with
  * `unsloth_kv_cache_destroy`. The cache keeps the context's device and accounting alive on its own.
  *
@@ -1051,6 +1459,29 @@ unsloth_status unsloth_kv_cache_stats_get(struct unsloth_kv_cache *cache,
                                           struct unsloth_kv_cache_stats *stats);
 
 /**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
+                                        const struct unsloth_linear_params *params,
+                                        unsloth_implementation *implementation);
+
+/**
+ * Computes the layer on `stream`, accumulating in f32. Needs no workspace; neither allocates device memory nor synchronises, and may
+ * be captured into a CUDA graph.
+ *
+ * `out` may be `residual`; other overlaps with it are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_linear_forward(struct unsloth_context *ctx,
+                                      const struct unsloth_linear_params *params,
+                                      unsloth_stream stream);
+
+/**
  * Allocates `size` bytes on the context's device, aligned to 256 bytes, and writes the address to `ptr`. The contents are zero.
  * Freed with `unsloth_memory_free`, or with the context. A size of zero gives an address that may only be freed.
  *
@@ -1112,6 +1543,39 @@ unsloth_status unsloth_memory_limit_set(struct unsloth_context *ctx,
                                         uint64_t limit);
 
 /**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
+ * workspace are not looked at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_mlp_supported(struct unsloth_context *ctx,
+                                     const struct unsloth_mlp_params *params,
+                                     unsloth_implementation *implementation);
+
+/**
+ * Writes the workspace that the call needs to `workspace_size`, exactly, in bytes: one intermediate, `tokens * intermediate`
+ * elements of the dtype of `x`. Data pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_mlp_workspace_size(struct unsloth_context *ctx,
+                                          const struct unsloth_mlp_params *params,
+                                          size_t *workspace_size);
+
+/**
+ * Computes the block on `stream`, accumulating in f32; the activated intermediate is rounded to the dtype of `x`. Neither allocates
+ * device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * `out` may be `residual`; other overlaps with it or with the workspace are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+ * until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_mlp_forward(struct unsloth_context *ctx,
+                                   const struct unsloth_mlp_params *params,
+                                   unsloth_stream stream);
+
+/**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at. The status and message are those the call itself would give.
  *
@@ -1132,6 +1596,29 @@ unsloth_status unsloth_rms_norm_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_rms_norm_forward(struct unsloth_context *ctx,
                                         const struct unsloth_rms_norm_params *params,
                                         unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_rope_supported(struct unsloth_context *ctx,
+                                      const struct unsloth_rope_params *params,
+                                      unsloth_implementation *implementation);
+
+/**
+ * Rotates on `stream`. Needs no workspace; neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * `q_out` may be `q` and `k_out` may be `k`; other overlaps with an output are errors. Heads of q and k may lie in one packed
+ * tensor.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_rope_forward(struct unsloth_context *ctx,
+                                    const struct unsloth_rope_params *params,
+                                    unsloth_stream stream);
 
 /**
  * Copies out the message of the calling thread's last failed call, NUL-terminated and cut to `capacity` bytes.
@@ -1160,6 +1647,29 @@ const char *unsloth_version(void);
  * What the library was built with, as one line: version, backends, CUDA architectures, features. The string is static.
  */
 const char *unsloth_build_info(void);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_swiglu_supported(struct unsloth_context *ctx,
+                                        const struct unsloth_swiglu_params *params,
+                                        unsloth_implementation *implementation);
+
+/**
+ * Computes the gated activation on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a
+ * CUDA graph.
+ *
+ * `out` may be `gate`; other overlaps with it are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_swiglu_forward(struct unsloth_context *ctx,
+                                      const struct unsloth_swiglu_params *params,
+                                      unsloth_stream stream);
 
 /**
  * Makes a tensor from a DLPack `DLTensor` without copying. The memory stays the exporter's: keep it alive while the tensor is
@@ -1371,6 +1881,26 @@ unsloth_status unsloth_attention_forward(struct unsloth_context *ctx,
                                          unsloth_stream stream);
 
 /**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give, ids apart.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_embedding_supported(struct unsloth_context *ctx,
+                                           const struct unsloth_embedding_params *params,
+                                           unsloth_implementation *implementation);
+
+/**
+ * Gathers rows on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_embedding_forward(struct unsloth_context *ctx,
+                                         const struct unsloth_embedding_params *params,
+                                         unsloth_stream stream);
+
+/**
  * Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with
  * `unsloth_kv_cache_destroy`. The cache keeps the context's device and accounting alive on its own.
  *
@@ -1538,6 +2068,62 @@ unsloth_status unsloth_kv_cache_stats_get(struct unsloth_kv_cache *cache,
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
  */
+unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
+                                        const struct unsloth_linear_params *params,
+                                        unsloth_implementation *implementation);
+
+/**
+ * Computes the layer on `stream`, accumulating in f32. Needs no workspace; neither allocates device memory nor synchronises, and may
+ * be captured into a CUDA graph.
+ *
+ * `out` may be `residual`; other overlaps with it are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_linear_forward(struct unsloth_context *ctx,
+                                      const struct unsloth_linear_params *params,
+                                      unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
+ * workspace are not looked at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_mlp_supported(struct unsloth_context *ctx,
+                                     const struct unsloth_mlp_params *params,
+                                     unsloth_implementation *implementation);
+
+/**
+ * Writes the workspace that the call needs to `workspace_size`, exactly, in bytes: one intermediate, `tokens * intermediate`
+ * elements of the dtype of `x`. Data pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_mlp_workspace_size(struct unsloth_context *ctx,
+                                          const struct unsloth_mlp_params *params,
+                                          size_t *workspace_size);
+
+/**
+ * Computes the block on `stream`, accumulating in f32; the activated intermediate is rounded to the dtype of `x`. Neither allocates
+ * device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * `out` may be `residual`; other overlaps with it or with the workspace are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+ * until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_mlp_forward(struct unsloth_context *ctx,
+                                   const struct unsloth_mlp_params *params,
+                                   unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
 unsloth_status unsloth_rms_norm_supported(struct unsloth_context *ctx,
                                           const struct unsloth_rms_norm_params *params,
                                           unsloth_implementation *implementation);
@@ -1553,6 +2139,52 @@ unsloth_status unsloth_rms_norm_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_rms_norm_forward(struct unsloth_context *ctx,
                                         const struct unsloth_rms_norm_params *params,
                                         unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_rope_supported(struct unsloth_context *ctx,
+                                      const struct unsloth_rope_params *params,
+                                      unsloth_implementation *implementation);
+
+/**
+ * Rotates on `stream`. Needs no workspace; neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * `q_out` may be `q` and `k_out` may be `k`; other overlaps with an output are errors. Heads of q and k may lie in one packed
+ * tensor.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_rope_forward(struct unsloth_context *ctx,
+                                    const struct unsloth_rope_params *params,
+                                    unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_swiglu_supported(struct unsloth_context *ctx,
+                                        const struct unsloth_swiglu_params *params,
+                                        unsloth_implementation *implementation);
+
+/**
+ * Computes the gated activation on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a
+ * CUDA graph.
+ *
+ * `out` may be `gate`; other overlaps with it are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_swiglu_forward(struct unsloth_context *ctx,
+                                      const struct unsloth_swiglu_params *params,
+                                      unsloth_stream stream);
 
 #ifdef __cplusplus
 }  // extern "C"

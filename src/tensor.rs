@@ -30,10 +30,46 @@ impl RawTensor {
         start..start.saturating_add(self.layout.span() * self.dtype.size())
     }
 
-    /// Whether the two byte ranges share an address. Interleaved strided views count as overlapping.
+    /// Whether the two may share an address: their byte ranges do, and they are not seen to interleave.
     pub fn overlaps(&self, other: &RawTensor) -> bool {
         let (a, b) = (self.byte_range(), other.byte_range());
-        a.start < b.end && b.start < a.end
+        a.start < b.end && b.start < a.end && !self.interleaves(other)
+    }
+
+    /// Whether some pitch cuts memory into rows of which the two occupy different columns, as the parts of a packed projection
+    /// do.
+    fn interleaves(&self, other: &RawTensor) -> bool {
+        let strides = |t: &RawTensor| {
+            let size = t.dtype.size();
+            let (shape, strides) = (t.layout.shape(), t.layout.strides());
+            let repeated = (0..shape.len()).filter(|&i| shape[i] > 1);
+            let pairs: Vec<(usize, usize)> =
+                repeated.map(|i| (strides[i] * size, shape[i])).collect();
+            (size, pairs)
+        };
+        let ((size_a, a), (size_b, b)) = (strides(self), strides(other));
+        // Columns that a tensor occupies from its first element on, if its larger strides keep to whole rows.
+        let columns = |size: usize, dims: &[(usize, usize)], pitch: usize| {
+            let mut reach = size;
+            for &(stride, n) in dims {
+                if stride < pitch {
+                    reach += (n - 1) * stride;
+                } else if stride % pitch != 0 {
+                    return None;
+                }
+            }
+            (reach <= pitch).then_some(reach)
+        };
+        let distance = (other.ptr as usize).wrapping_sub(self.ptr as usize) as isize;
+        let pitches = a.iter().chain(&b).map(|&(stride, _)| stride);
+        pitches.filter(|&pitch| pitch > 0).any(|pitch| {
+            let (Some(a), Some(b)) = (columns(size_a, &a, pitch), columns(size_b, &b, pitch))
+            else {
+                return false;
+            };
+            let column = distance.rem_euclid(pitch as isize) as usize;
+            column >= a && column + b <= pitch
+        })
     }
 
     /// Whether both describe the same elements in the same order.
@@ -368,6 +404,29 @@ mod tests {
         assert!(!head.overlaps(&tail) && head.overlaps(&whole.raw()));
         let empty = whole.narrowed(0, 4, 0).unwrap().raw();
         assert!(!empty.overlaps(&whole.raw()));
+    }
+
+    #[test]
+    fn parts_of_a_packed_tensor_interleave() {
+        let data = [0f32; 3 * 8];
+        let rows = TensorRef::from_slice(&data, &[3, 8]).unwrap();
+        let part = |start, len| rows.narrowed(1, start, len).unwrap().raw();
+        assert!(!part(0, 5).overlaps(&part(5, 3)) && !part(5, 3).overlaps(&part(0, 5)));
+        assert!(part(0, 5).overlaps(&part(4, 4)) && part(4, 4).overlaps(&part(0, 5)));
+        assert!(part(0, 5).overlaps(&rows.raw()));
+        let heads = |start, n| {
+            let part = rows.narrowed(1, start, 2 * n).unwrap();
+            part.unflattened(1, &[n, 2]).unwrap().raw()
+        };
+        assert!(!heads(0, 2).overlaps(&heads(4, 1)) && heads(0, 2).overlaps(&heads(2, 2)));
+        // Rows of different pitches meet somewhere.
+        let strided = |pitch| {
+            let layout = Layout::strided(&[3, 2], &[pitch, 1]).unwrap();
+            TensorRef::from_slice_with_layout(&data, layout)
+                .unwrap()
+                .raw()
+        };
+        assert!(strided(5).overlaps(&strided(4)));
     }
 
     #[test]

@@ -29,14 +29,9 @@ pub(crate) fn exp(x: f32) -> f32 {
     p * power(half) * power(n.wrapping_sub(half))
 }
 
-/// `1 / (1 + exp(-x))`.
-#[inline(always)]
-pub(crate) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
-}
-
 /// `tanh(x)` to 3 ulp.
 #[inline(always)]
+#[allow(dead_code)] // attention's softcap
 pub(crate) fn tanh(x: f32) -> f32 {
     let magnitude = x.abs();
     let s = x * x;
@@ -49,6 +44,42 @@ pub(crate) fn tanh(x: f32) -> f32 {
     let large = 1.0 - 2.0 / (1.0 + exp(2.0 * magnitude));
     let y = if magnitude < 0.625 { small } else { large };
     y.copysign(x)
+}
+
+/// Angles up to which [`sin_cos`] is accurate.
+pub(crate) const MAX_ANGLE: f32 = 1_073_741_824.0;
+
+/// `(sin(x), cos(x))` to 1.6 ulp of the larger of the two, for `|x|` up to [`MAX_ANGLE`].
+#[inline(always)]
+pub(crate) fn sin_cos(x: f32) -> (f32, f32) {
+    // The reduction is in f64, where an f32 angle and the multiples of π/2 near it leave bits to spare.
+    const ROUND: f64 = 6_755_399_441_055_744.0;
+    const PI_HALF_HIGH: f64 = std::f64::consts::FRAC_PI_2;
+    const PI_HALF_LOW: f64 = 6.123_233_995_736_766e-17;
+    let wide = f64::from(x);
+    let shifted = wide.mul_add(std::f64::consts::FRAC_2_PI, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-PI_HALF_LOW, n.mul_add(-PI_HALF_HIGH, wide)) as f32;
+    let s = r * r;
+    let sine = 2.718_237_3e-6_f32
+        .mul_add(s, -1.983_932_7e-4)
+        .mul_add(s, 8.333_329e-3)
+        .mul_add(s, -0.166_666_67);
+    let sine = (r * s).mul_add(sine, r);
+    let cosine = 2.443_773e-5_f32
+        .mul_add(s, -1.388_736_1e-3)
+        .mul_add(s, 4.166_664_7e-2);
+    let cosine = (s * s).mul_add(cosine, (-0.5_f32).mul_add(s, 1.0));
+    // Quadrant: odd ones exchange the two, and the signs follow.
+    let quadrant = shifted.to_bits() as u32;
+    let odd = quadrant & 1 != 0;
+    let (a, b) = if odd { (cosine, sine) } else { (sine, cosine) };
+    let sign_a = (quadrant & 2) << 30;
+    let sign_b = (quadrant.wrapping_add(1) & 2) << 30;
+    (
+        f32::from_bits(a.to_bits() ^ sign_a),
+        f32::from_bits(b.to_bits() ^ sign_b),
+    )
 }
 
 /// The standard normal distribution function `(1 + erf(x / √2)) / 2`, with small relative error in the left tail too.
@@ -137,6 +168,31 @@ mod tests {
         assert_eq!(exp(89.0), f32::INFINITY);
         assert!(exp(f32::NAN).is_nan());
         assert!(exp(88.7).is_finite());
+    }
+
+    #[test]
+    fn sin_cos_is_accurate() {
+        let mut worst = 0.0f64;
+        for limit in [1.0, 100.0, 1e4, 1e6, MAX_ANGLE] {
+            for x in inputs(limit) {
+                let (sin, cos) = sin_cos(x);
+                let (true_sin, true_cos) = f64::from(x).sin_cos();
+                let error = (f64::from(sin) - true_sin)
+                    .abs()
+                    .max((f64::from(cos) - true_cos).abs());
+                worst = worst.max(error / f64::from(f32::EPSILON));
+                // Small values keep their relative accuracy as well.
+                let relative = (f64::from(sin) - true_sin).abs() / true_sin.abs().max(1e-30);
+                assert!(
+                    relative < 2.5e-7 || x == 0.0,
+                    "sin({x}) = {sin}, not {true_sin}"
+                );
+                assert!(!error.is_nan(), "{x}");
+            }
+        }
+        assert!(worst < 0.8, "{worst}");
+        assert!(sin_cos(f32::NAN).0.is_nan() && sin_cos(f32::INFINITY).1.is_nan());
+        assert_eq!(sin_cos(0.0), (0.0, 1.0));
     }
 
     #[test]

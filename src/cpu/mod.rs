@@ -4,11 +4,16 @@
 //! on which thread computes them, so the same inputs give the same bits with any number of threads.
 
 pub(crate) mod attention;
+pub(crate) mod embedding;
 pub(crate) mod float;
 pub(crate) mod kv_cache;
+pub(crate) mod linear;
 pub(crate) mod math;
+pub(crate) mod mlp;
 pub(crate) mod rms_norm;
+pub(crate) mod rope;
 pub(crate) mod rows;
+pub(crate) mod swiglu;
 
 use std::ops::Range;
 

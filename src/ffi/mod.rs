@@ -8,12 +8,17 @@
 
 pub mod attention;
 pub mod context;
+pub mod embedding;
 mod handle;
 pub mod kv_cache;
+pub mod linear;
 pub mod memory;
+pub mod mlp;
 mod params;
 pub mod rms_norm;
+pub mod rope;
 pub mod status;
+pub mod swiglu;
 pub mod tensor;
 
 use std::ffi::c_void;
@@ -56,6 +61,19 @@ pub(crate) fn guard(op: &'static str, body: impl FnOnce() -> Result<()>) -> unsl
 pub(crate) unsafe fn stream_from(stream: unsloth_stream) -> Stream {
     // SAFETY: the caller's promise.
     unsafe { Stream::from_raw(stream) }
+}
+
+/// A flag of a parameter struct.
+pub(crate) fn flag(op: &'static str, name: &'static str, value: u32) -> Result<bool> {
+    match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(Error::invalid(
+            op,
+            name,
+            format!("is {value}, allowed: 0, 1"),
+        )),
+    }
 }
 
 /// Checks a pointer that the function writes a result through.

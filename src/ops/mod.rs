@@ -6,8 +6,13 @@
 
 pub mod attention;
 pub(crate) mod check;
+pub mod embedding;
 pub(crate) mod kv_cache;
+pub mod linear;
+pub mod mlp;
 pub mod rms_norm;
+pub mod rope;
+pub mod swiglu;
 
 /// Which implementation a call runs. The discriminants are those of the C ABI (`UNSLOTH_IMPLEMENTATION_*`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,0 +1,53 @@
+//! Embedding on the CPU: rows copied or converted, in parallel.
+
+use crate::cpu::Cpu;
+use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::cpu::rows::{integers, row_of, row_of_mut};
+use crate::error::{Error, Result};
+use crate::ops::embedding::Problem;
+
+pub(crate) fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
+    let (vocab, dim) = (p.table.layout.dim(0), p.table.layout.dim(1));
+    // SAFETY: the tensor was checked; its elements are the caller's initialised memory.
+    let ids = unsafe { integers(&p.ids) };
+    // Sizes fit an i64 (see Layout).
+    if let Some((i, id)) = (0..)
+        .zip(&ids)
+        .find(|(_, id)| !(0..vocab as i64).contains(*id))
+    {
+        let _: usize = i;
+        let problem = format!("has {id} at index {i}, the table has {vocab} rows");
+        return Err(Error::invalid("embedding", "ids", problem));
+    }
+    with_float!(p.table.dtype, T => with_float!(p.out.dtype, U => {
+        cpu.for_each_range(ids.len(), dim, |range| {
+            cpu.arch().dispatch(|| {
+                for i in range {
+                    // SAFETY: the id was checked to be a row of the table, `i` is a row of the output that no other thread has.
+                    let (from, to) = unsafe {
+                        (row_of::<T>(&p.table, ids[i] as usize, dim), row_of_mut::<U>(&p.out, i, dim))
+                    };
+                    convert(from, to);
+                }
+            });
+        });
+    }));
+    Ok(())
+}
+
+#[inline(always)]
+fn convert<T: Float, U: Float>(from: &[T], to: &mut [U]) {
+    if T::DTYPE == U::DTYPE {
+        // SAFETY: the same dtype is the same type, and the lengths are equal.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from.as_ptr().cast::<U>(), to.as_mut_ptr(), to.len());
+        }
+        return;
+    }
+    let mut block = [0.0f32; BLOCK];
+    for (from, to) in from.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
+        let block = &mut block[..from.len()];
+        T::load(from, block);
+        U::store(block, to);
+    }
+}

@@ -1,0 +1,35 @@
+//! The gated feed-forward block on the CPU: gate and up products meet tile by tile, so that only their activated product is stored.
+
+use crate::cpu::Cpu;
+use crate::cpu::float::with_float;
+use crate::cpu::linear::{add_bias, finish, for_each_row_part};
+use crate::cpu::rows::part_of_mut;
+use crate::cpu::{float::Float, swiglu};
+use crate::ops::mlp::Problem;
+use crate::tensor::RawTensor;
+
+pub(crate) fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) {
+    with_float!(p.x.dtype, T => {
+        let weights = [&p.gate.weight, &p.up.weight];
+        for_each_row_part(
+            cpu,
+            &p.x,
+            weights,
+            #[inline(always)]
+            |row, columns, [gate, up]| {
+                add_bias(gate, p.gate.bias.as_ref(), &columns);
+                add_bias(up, p.up.bias.as_ref(), &columns);
+                swiglu::activate(p.activation, gate, up);
+                // SAFETY: the workspace holds the intermediate's rows; parts are disjoint.
+                T::store(gate, unsafe { part_of_mut::<T>(&intermediate, row, columns) });
+            },
+        );
+    });
+    for_each_row_part(
+        cpu,
+        &intermediate,
+        [&p.down.weight],
+        #[inline(always)]
+        |row, columns, [sums]| finish(sums, row, columns, &p.down, p.residual.as_ref(), &p.out),
+    );
+}

@@ -1,0 +1,144 @@
+//! Linear layers.
+
+use crate::context::Stream;
+use crate::error::{Error, Result};
+use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::params::{self, params};
+use crate::ffi::status::unsloth_status;
+use crate::ffi::tensor::{in_out, unsloth_tensor};
+use crate::ffi::{guard, stream_from, unsloth_implementation, unsloth_stream, write_optional};
+use crate::ops::linear::{self, Output, Params, Weights};
+
+const OP: &str = "linear";
+
+/// Arguments of `unsloth_linear_forward`: `out = x weight^T + bias + residual`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_linear_params {
+    /// `sizeof(unsloth_linear_params)`.
+    pub struct_size: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// `[.., in_features]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+    pub x: unsloth_tensor,
+    /// `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension.
+    pub weight: unsloth_tensor,
+    /// Optional: `[out_features]`, any float dtype, contiguous.
+    pub bias: unsloth_tensor,
+    /// Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+    pub residual: unsloth_tensor,
+    /// `[.., out_features]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+    pub out: unsloth_tensor,
+}
+params!(
+    unsloth_linear_params,
+    min_size = size_of::<unsloth_linear_params>()
+);
+
+/// The output of a product, and its residual if there is one.
+///
+/// # Safety
+/// The tensors are valid on the context's device while it is used.
+pub(crate) unsafe fn output_from<'a>(
+    op: &'static str,
+    residual: &unsloth_tensor,
+    out: &unsloth_tensor,
+) -> Result<Output<'a>> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if residual.is_absent() {
+            return Ok(Output::Write(out.output(op, "out")?));
+        }
+        // Without this the residual would silently become the output.
+        out.output(op, "out")?;
+        let pair = in_out(op, ("residual", "out"), residual, out)?;
+        pair.map(Output::Add)
+            .ok_or_else(|| Error::invalid(op, "residual", "is absent (rank 0)"))
+    }
+}
+
+/// A layer's matrix and bias.
+///
+/// # Safety
+/// The tensors are valid on the context's device while it is used.
+pub(crate) unsafe fn weights_from<'a>(
+    op: &'static str,
+    names: (&'static str, &'static str),
+    weight: &unsloth_tensor,
+    bias: &unsloth_tensor,
+) -> Result<Weights<'a>> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        Ok(Weights {
+            weight: weight.input(op, names.0)?,
+            bias: bias.optional_input(op, names.1)?,
+        })
+    }
+}
+
+/// Reads and converts the arguments, then calls `run`.
+///
+/// # Safety
+/// As the exported functions.
+unsafe fn with_params(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_linear_params,
+    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
+) -> unsloth_status {
+    guard(OP, || {
+        let context = &context_from(OP, ctx)?.context;
+        // SAFETY: the exported functions' contract.
+        unsafe {
+            let p = params::read(OP, params)?;
+            let params = Params {
+                x: p.x.input(OP, "x")?,
+                weights: weights_from(OP, ("weight", "bias"), &p.weight, &p.bias)?,
+                output: output_from(OP, &p.residual, &p.out)?,
+            };
+            run(context, &params)
+        }
+    })
+}
+
+/// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+/// at. The status and message are those the call itself would give.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_linear_supported(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_linear_params,
+    implementation: *mut unsloth_implementation,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        with_params(ctx, params, |context, params| {
+            let chosen = linear::supported(context, params)?;
+            write_optional(OP, "implementation", implementation, || chosen as u32)
+        })
+    }
+}
+
+/// Computes the layer on `stream`, accumulating in f32. Needs no workspace; neither allocates device memory nor synchronises, and may
+/// be captured into a CUDA graph.
+///
+/// `out` may be `residual`; other overlaps with it are errors.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+/// has run; `stream` is NULL or a live stream of that device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_linear_forward(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_linear_params,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let stream: Stream = stream_from(stream);
+        with_params(ctx, params, |context, params| {
+            linear::forward(context, params, stream)
+        })
+    }
+}

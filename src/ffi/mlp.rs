@@ -1,0 +1,202 @@
+//! The gated feed-forward block.
+
+use std::ffi::c_void;
+
+use crate::context::Stream;
+use crate::error::{Error, Result};
+use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::linear::{output_from, weights_from};
+use crate::ffi::params::{self, params};
+use crate::ffi::status::unsloth_status;
+use crate::ffi::swiglu::{
+    activation_from, gate_order_from, unsloth_activation, unsloth_gate_order,
+};
+use crate::ffi::tensor::{unsloth_tensor, workspace_from};
+use crate::ffi::{
+    check_out, guard, stream_from, unsloth_implementation, unsloth_stream, write_optional,
+};
+use crate::ops::mlp::{self, GateUp, Params};
+
+const OP: &str = "mlp";
+
+/// Arguments of `unsloth_mlp_forward`:
+/// `out = (activation(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T + down_bias + residual`.
+///
+/// Either `gate_weight` and `up_weight` are there, or `gate_up_weight`. Weights and biases are of any float dtype whatever that of
+/// `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_mlp_params {
+    /// `sizeof(unsloth_mlp_params)`.
+    pub struct_size: u32,
+    /// One of `UNSLOTH_ACTIVATION_*`.
+    pub activation: unsloth_activation,
+    /// The order of the halves of `gate_up_weight` and `gate_up_bias`; one of `UNSLOTH_GATE_ORDER_*`.
+    pub gate_order: unsloth_gate_order,
+    /// Zero.
+    pub reserved: u32,
+    /// `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+    pub x: unsloth_tensor,
+    /// `[intermediate, hidden]`.
+    pub gate_weight: unsloth_tensor,
+    /// Optional: `[intermediate]`.
+    pub gate_bias: unsloth_tensor,
+    /// `[intermediate, hidden]`.
+    pub up_weight: unsloth_tensor,
+    /// Optional: `[intermediate]`.
+    pub up_bias: unsloth_tensor,
+    /// `[2 * intermediate, hidden]`: the rows of gate and up in one matrix.
+    pub gate_up_weight: unsloth_tensor,
+    /// Optional: `[2 * intermediate]`.
+    pub gate_up_bias: unsloth_tensor,
+    /// `[hidden_out, intermediate]`.
+    pub down_weight: unsloth_tensor,
+    /// Optional: `[hidden_out]`.
+    pub down_bias: unsloth_tensor,
+    /// Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+    pub residual: unsloth_tensor,
+    /// `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+    pub out: unsloth_tensor,
+    /// Scratch memory, aligned to 256 bytes; see `unsloth_mlp_workspace_size`.
+    pub workspace: *mut c_void,
+    /// Size of `workspace` in bytes.
+    pub workspace_size: usize,
+}
+params!(
+    unsloth_mlp_params,
+    min_size = size_of::<unsloth_mlp_params>()
+);
+
+/// Reads and converts the arguments, then calls `run`.
+///
+/// # Safety
+/// As the exported functions.
+unsafe fn with_params(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_mlp_params,
+    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
+) -> unsloth_status {
+    guard(OP, || {
+        let context = &context_from(OP, ctx)?.context;
+        // SAFETY: the exported functions' contract.
+        unsafe {
+            let p = params::read(OP, params)?;
+            let params = Params {
+                x: p.x.input(OP, "x")?,
+                gate_up: gate_up(&p)?,
+                activation: activation_from(OP, p.activation)?,
+                down: weights_from(
+                    OP,
+                    ("down_weight", "down_bias"),
+                    &p.down_weight,
+                    &p.down_bias,
+                )?,
+                output: output_from(OP, &p.residual, &p.out)?,
+                workspace: workspace_from(OP, p.workspace, p.workspace_size)?,
+            };
+            run(context, &params)
+        }
+    })
+}
+
+/// # Safety
+/// The tensors are valid on the context's device while it is used.
+unsafe fn gate_up<'a>(p: &unsloth_mlp_params) -> Result<GateUp<'a>> {
+    let order = gate_order_from(OP, p.gate_order)?;
+    let apart = [
+        ("gate_weight", &p.gate_weight),
+        ("gate_bias", &p.gate_bias),
+        ("up_weight", &p.up_weight),
+        ("up_bias", &p.up_bias),
+    ];
+    // SAFETY: the caller's promise.
+    unsafe {
+        if p.gate_up_weight.is_absent() {
+            if p.gate_weight.is_absent() {
+                let problem = "and gate_up_weight are absent, one is required";
+                return Err(Error::invalid(OP, "gate_weight", problem));
+            }
+            if !p.gate_up_bias.is_absent() {
+                let problem = "is there without gate_up_weight";
+                return Err(Error::invalid(OP, "gate_up_bias", problem));
+            }
+            return Ok(GateUp::Apart {
+                gate: weights_from(OP, (apart[0].0, apart[1].0), apart[0].1, apart[1].1)?,
+                up: weights_from(OP, (apart[2].0, apart[3].0), apart[2].1, apart[3].1)?,
+            });
+        }
+        if let Some((name, _)) = apart.iter().find(|(_, t)| !t.is_absent()) {
+            let problem = "and gate_up_weight are both there: set one";
+            return Err(Error::invalid(OP, *name, problem));
+        }
+        let names = ("gate_up_weight", "gate_up_bias");
+        Ok(GateUp::Packed {
+            weights: weights_from(OP, names, &p.gate_up_weight, &p.gate_up_bias)?,
+            order,
+        })
+    }
+}
+
+/// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
+/// workspace are not looked at. The status and message are those the call itself would give.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_mlp_supported(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_mlp_params,
+    implementation: *mut unsloth_implementation,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        with_params(ctx, params, |context, params| {
+            let chosen = mlp::supported(context, params)?;
+            write_optional(OP, "implementation", implementation, || chosen as u32)
+        })
+    }
+}
+
+/// Writes the workspace that the call needs to `workspace_size`, exactly, in bytes: one intermediate, `tokens * intermediate`
+/// elements of the dtype of `x`. Data pointers and the workspace are not looked at.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_mlp_workspace_size(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_mlp_params,
+    workspace_size: *mut usize,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        with_params(ctx, params, |context, params| {
+            check_out(OP, "workspace_size", workspace_size)?;
+            workspace_size.write(mlp::workspace_size(context, params)?);
+            Ok(())
+        })
+    }
+}
+
+/// Computes the block on `stream`, accumulating in f32; the activated intermediate is rounded to the dtype of `x`. Neither allocates
+/// device memory nor synchronises, and may be captured into a CUDA graph.
+///
+/// `out` may be `residual`; other overlaps with it or with the workspace are errors.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+/// until the work has run; `stream` is NULL or a live stream of that device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_mlp_forward(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_mlp_params,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let stream: Stream = stream_from(stream);
+        with_params(ctx, params, |context, params| {
+            mlp::forward(context, params, stream)
+        })
+    }
+}

@@ -1,0 +1,206 @@
+//! Linear layer: `y = x Wᵀ + bias`, with an optional fused addition of a residual.
+//!
+//! Products are accumulated in f32 whatever the dtypes; bias and residual are added to the f32 sum, and the only rounding to the
+//! output's dtype is that of the result. The same inputs give the same bits with any number of threads.
+
+use crate::context::{Context, Device, Stream};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::ops::Implementation;
+use crate::ops::check::{self, Arg};
+use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef};
+
+const OP: &str = "linear";
+
+/// Arguments of [`forward`].
+#[derive(Debug)]
+pub struct Params<'a> {
+    /// `[.., in_features]`, f32, f16 or bf16; rows strided, contiguous in the last dimension.
+    pub x: TensorRef<'a>,
+    /// What multiplies it.
+    pub weights: Weights<'a>,
+    /// `[.., out_features]`: leading dimensions and dtype of `x`; rows strided, contiguous in the last dimension.
+    pub output: Output<'a>,
+}
+
+/// A layer's matrix and bias.
+#[derive(Clone, Copy, Debug)]
+pub struct Weights<'a> {
+    /// `[out_features, in_features]`, any float dtype whatever that of `x`; rows strided, contiguous in the last dimension.
+    pub weight: TensorRef<'a>,
+    /// `[out_features]`, any float dtype, contiguous.
+    pub bias: Option<TensorRef<'a>>,
+}
+
+/// Where a product goes.
+#[derive(Debug)]
+pub enum Output<'a> {
+    /// Written.
+    Write(TensorMut<'a>),
+    /// Added to a residual: in place, the output accumulates; apart, the input is the residual and the output receives the sum.
+    Add(InOut<'a>),
+}
+
+impl Output<'_> {
+    pub(crate) fn out(&self) -> RawTensor {
+        match self {
+            Output::Write(out) => out.raw(),
+            Output::Add(pair) => pair.output(),
+        }
+    }
+
+    pub(crate) fn residual(&self) -> Option<RawTensor> {
+        match self {
+            Output::Write(_) => None,
+            Output::Add(pair) => Some(pair.input()),
+        }
+    }
+
+    /// Checks shape, dtype and strides: `x` with `out_features` columns.
+    pub(crate) fn check(&self, op: &'static str, x: Arg<'_>, shape: &[usize]) -> Result<()> {
+        let out = self.out();
+        let out = Arg::new(op, "out", &out)
+            .dtype_of(x)?
+            .shape(shape)?
+            .last_contiguous()?
+            .writable()?;
+        if let Output::Add(pair) = self {
+            let residual = pair.input();
+            Arg::new(op, "residual", &residual)
+                .dtype_of(out)?
+                .shape_of(out)?
+                .last_contiguous()?;
+        }
+        Ok(())
+    }
+
+    /// Checks its data, and that the output overlaps none of `inputs`.
+    pub(crate) fn check_data(&self, op: &'static str, inputs: &[Arg<'_>]) -> Result<()> {
+        let out = self.out();
+        let out = Arg::new(op, "out", &out).data()?;
+        for input in inputs {
+            out.disjoint(*input)?;
+        }
+        match self {
+            Output::Write(_) => Ok(()),
+            Output::Add(pair) => check::in_out_data(op, ("residual", "out"), pair),
+        }
+    }
+}
+
+/// Validated [`Weights`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WeightsProblem {
+    pub weight: RawTensor,
+    pub bias: Option<RawTensor>,
+}
+
+impl WeightsProblem {
+    /// Rows of the matrix.
+    pub fn out_features(&self) -> usize {
+        self.weight.layout.dim(0)
+    }
+}
+
+impl Weights<'_> {
+    /// Validates for inputs of `in_features`; `names` are those of weight and bias.
+    pub(crate) fn problem(
+        &self,
+        op: &'static str,
+        names: (&'static str, &'static str),
+        in_features: usize,
+    ) -> Result<WeightsProblem> {
+        let weight = self.weight.raw();
+        let arg = Arg::new(op, names.0, &weight)
+            .rank(&[2])?
+            .dtype(DType::FLOATS)?
+            .last_contiguous()?;
+        let out_features = weight.layout.dim(0);
+        arg.shape(&[out_features, in_features])?;
+        let bias = self.bias.as_ref().map(TensorRef::raw);
+        if let Some(bias) = &bias {
+            Arg::new(op, names.1, bias)
+                .dtype(DType::FLOATS)?
+                .shape(&[out_features])?
+                .last_contiguous()?;
+        }
+        Ok(WeightsProblem { weight, bias })
+    }
+}
+
+/// Validated arguments.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Problem {
+    pub x: RawTensor,
+    pub weights: WeightsProblem,
+    pub residual: Option<RawTensor>,
+    pub out: RawTensor,
+}
+
+/// `x`'s shape with `columns` in place of its last dimension.
+pub(crate) fn with_columns(x: &RawTensor, columns: usize) -> Vec<usize> {
+    let mut shape = x.layout.shape().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = columns;
+    }
+    shape
+}
+
+impl Params<'_> {
+    fn problem(&self) -> Result<Problem> {
+        let x = self.x.raw();
+        let arg = Arg::new(OP, "x", &x)
+            .min_rank(1)?
+            .dtype(DType::FLOATS)?
+            .last_contiguous()?;
+        let in_features = x.layout.dim(x.layout.rank() - 1);
+        let weights = self.weights.problem(OP, ("weight", "bias"), in_features)?;
+        self.output
+            .check(OP, arg, &with_columns(&x, weights.out_features()))?;
+        Ok(Problem {
+            x,
+            weights,
+            residual: self.output.residual(),
+            out: self.output.out(),
+        })
+    }
+
+    fn check_data(&self, p: &Problem) -> Result<()> {
+        let mut inputs = vec![
+            Arg::new(OP, "x", &p.x).data()?,
+            Arg::new(OP, "weight", &p.weights.weight).data()?,
+        ];
+        if let Some(bias) = &p.weights.bias {
+            inputs.push(Arg::new(OP, "bias", bias).data()?);
+        }
+        self.output.check_data(OP, &inputs)
+    }
+}
+
+fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
+    match ctx.device() {
+        Device::Cpu(_) => Ok(Implementation::Cpu),
+    }
+}
+
+/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
+///
+/// # Errors
+/// Why there is none.
+pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
+    choose(ctx, &params.problem()?)
+}
+
+/// Computes the layer on `stream`. Needs no workspace; does not allocate device memory or synchronise.
+///
+/// # Errors
+/// An argument is wrong (nothing was written), or the launch failed.
+pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()> {
+    let problem = params.problem()?;
+    params.check_data(&problem)?;
+    choose(ctx, &problem)?;
+    match ctx.device() {
+        Device::Cpu(cpu) => crate::cpu::linear::forward(cpu, &problem),
+    }
+    Ok(())
+}

@@ -1,0 +1,213 @@
+//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
+//!
+//! Every pair `(a, b)` of components of a head turns by an angle that grows with the token's position:
+//!
+//! ```text
+//! a' = a cos(φ) - b sin(φ)
+//! b' = b cos(φ) + a sin(φ)        φ = position * inv_freq[pair]
+//! ```
+//!
+//! so that the dot product of a rotated query and key depends on the difference of their positions alone. The inverse rotation
+//! (`φ` negated) is also the gradient. Arithmetic is f32; the only rounding to the tensors' dtype is that of the result.
+
+mod rotation;
+
+pub(crate) use rotation::{AngleSource, RotationProblem, scaled_frequencies};
+pub use rotation::{Angles, Rotation, Scaling, Style, inverse_frequencies};
+
+use crate::context::{Context, Device, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::ops::Implementation;
+use crate::ops::check::{self, Arg};
+use crate::tensor::{InOut, RawTensor, TensorRef};
+
+const OP: &str = "rope";
+
+/// Where tokens stand.
+#[derive(Clone, Copy, Debug)]
+pub enum Positions<'a> {
+    /// Token `i` of a sequence (of the batch entry, or of the tokens without a batch) stands at the offset plus `i`.
+    From(i64),
+    /// i32 or i64, `[batch, seq]` or `[tokens]`, any strides (a batch stride of zero shares positions). With a table every
+    /// position must lie inside; on a device, where the host cannot look, the rotated components of a token outside become NaN.
+    PerToken(TensorRef<'a>),
+}
+
+impl Default for Positions<'_> {
+    fn default() -> Self {
+        Positions::From(0)
+    }
+}
+
+/// Arguments of [`forward`]. At least one of `q` and `k` is there.
+#[derive(Debug, Default)]
+pub struct Params<'a> {
+    /// Queries and their output: `[batch, seq, heads, head_dim]` or `[tokens, heads, head_dim]`, f32, f16 or bf16; strided,
+    /// contiguous in the last dimension.
+    pub q: Option<InOut<'a>>,
+    /// Keys and their output: like `q`, with any number of heads.
+    pub k: Option<InOut<'a>>,
+    /// Where tokens stand.
+    pub positions: Positions<'a>,
+    /// How they are rotated.
+    pub rotation: Rotation<'a>,
+    /// Rotates backwards: undoes the rotation, and maps gradients of the rotated to gradients of the original.
+    pub inverse: bool,
+}
+
+/// Validated arguments.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Problem {
+    /// Input and output of q, then of k, where present.
+    pub tensors: [Option<(RawTensor, RawTensor)>; 2],
+    pub positions: PositionSource,
+    pub rotation: RotationProblem,
+    pub inverse: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum PositionSource {
+    From(i64),
+    PerToken(RawTensor),
+}
+
+const NAMES: [(&str, &str); 2] = [("q", "q_out"), ("k", "k_out")];
+
+impl Params<'_> {
+    fn pairs(&self) -> [Option<&InOut<'_>>; 2] {
+        [self.q.as_ref(), self.k.as_ref()]
+    }
+
+    fn problem(&self) -> Result<Problem> {
+        let mut tensors = [None; 2];
+        let mut first: Option<(&str, RawTensor)> = None;
+        for ((slot, pair), names) in tensors.iter_mut().zip(self.pairs()).zip(NAMES) {
+            let Some(pair) = pair else { continue };
+            let (input, output) = (pair.input(), pair.output());
+            let arg = Arg::new(OP, names.0, &input)
+                .rank(&[3, 4])?
+                .dtype(DType::FLOATS)?;
+            check::in_out(OP, names, pair)?;
+            match &first {
+                None => first = Some((names.0, input)),
+                Some((name, q)) => {
+                    arg.dtype_of(Arg::new(OP, name, q))?;
+                    same_tokens(names.0, &input, name, q)?;
+                }
+            }
+            *slot = Some((input, output));
+        }
+        let Some((name, reference)) = first else {
+            return Err(Error::invalid(OP, "q", "and k are absent, one is required"));
+        };
+        let rank = reference.layout.rank();
+        let tokens = &reference.layout.shape()[..rank - 2];
+        let rotation = self.rotation.problem(OP, reference.layout.dim(rank - 1))?;
+        let positions = match &self.positions {
+            Positions::PerToken(t) => {
+                let raw = t.raw();
+                Arg::new(OP, "positions", &raw)
+                    .dtype(&[DType::I32, DType::I64])?
+                    .shape(tokens)?;
+                PositionSource::PerToken(raw)
+            }
+            Positions::From(offset) => {
+                let len = tokens.last().copied().unwrap_or(0);
+                // Lengths of tensors fit an i64 (see Layout).
+                let end = offset.checked_add(len as i64);
+                let fits = match (end, rotation.max_positions()) {
+                    (None, _) => false,
+                    (Some(_), None) => true,
+                    (Some(end), Some(max)) => *offset >= 0 && end <= max as i64,
+                };
+                if !fits {
+                    let allowed = match rotation.max_positions() {
+                        Some(max) => format!("the table has {max} positions"),
+                        None => "the sum overflows".to_string(),
+                    };
+                    let problem = format!("is {offset} and {name} has {len} tokens: {allowed}");
+                    return Err(Error::invalid(OP, "position_offset", problem));
+                }
+                PositionSource::From(*offset)
+            }
+        };
+        Ok(Problem {
+            tensors,
+            positions,
+            rotation,
+            inverse: self.inverse,
+        })
+    }
+
+    fn check_data(&self, p: &Problem) -> Result<()> {
+        p.rotation.check_data(OP)?;
+        let positions = match &p.positions {
+            PositionSource::PerToken(t) => Some(Arg::new(OP, "positions", t).data()?),
+            PositionSource::From(_) => None,
+        };
+        for (pair, names) in self.pairs().into_iter().zip(NAMES) {
+            let Some(pair) = pair else { continue };
+            check::in_out_data(OP, names, pair)?;
+            let output = pair.output();
+            let out = Arg::new(OP, names.1, &output);
+            for (name, tensor) in p.rotation.tensors() {
+                out.disjoint(Arg::new(OP, name, tensor))?;
+            }
+            if let Some(positions) = positions {
+                out.disjoint(positions)?;
+            }
+        }
+        if let [Some((q, q_out)), Some((k, k_out))] = &p.tensors {
+            let arg = |name, tensor| Arg::new(OP, name, tensor);
+            arg("k_out", k_out).disjoint(arg("q_out", q_out))?;
+            arg("k_out", k_out).disjoint(arg("q", q))?;
+            arg("q_out", q_out).disjoint(arg("k", k))?;
+        }
+        Ok(())
+    }
+}
+
+/// Both have the same tokens and head dimension.
+fn same_tokens(
+    name: &'static str,
+    t: &RawTensor,
+    other: &str,
+    reference: &RawTensor,
+) -> Result<()> {
+    let (a, b) = (t.layout.shape(), reference.layout.shape());
+    let heads = a.len() - 2;
+    let alike = a.len() == b.len() && a[..heads] == b[..heads] && a[heads + 1] == b[heads + 1];
+    if alike {
+        return Ok(());
+    }
+    let problem = format!("has shape {a:?}, {other} has {b:?}: only the heads may differ");
+    Err(Error::invalid(OP, name, problem))
+}
+
+fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
+    match ctx.device() {
+        Device::Cpu(_) => Ok(Implementation::Cpu),
+    }
+}
+
+/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
+///
+/// # Errors
+/// Why there is none.
+pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
+    choose(ctx, &params.problem()?)
+}
+
+/// Rotates on `stream`. Needs no workspace; does not allocate device memory or synchronise.
+///
+/// # Errors
+/// An argument is wrong (nothing was written), or the launch failed.
+pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()> {
+    let problem = params.problem()?;
+    params.check_data(&problem)?;
+    choose(ctx, &problem)?;
+    match ctx.device() {
+        Device::Cpu(cpu) => crate::cpu::rope::forward(cpu, &problem),
+    }
+}
