@@ -90,7 +90,7 @@ impl Cpu {
             return f(0..items);
         }
         // A few pieces per thread even out items of unequal cost; none is cheaper than what pays for a wake-up.
-        let least = SERIAL_COST.div_ceil(2 * cost.max(1)).max(1);
+        let least = SERIAL_COST.div_ceil(cost.max(1).saturating_mul(2)).max(1);
         let piece = items.div_ceil(threads * 8).max(least);
         let pieces = items.div_ceil(piece);
         self.install(|| {
