@@ -29,6 +29,14 @@ pub(crate) fn exp(x: f32) -> f32 {
     p * power(half) * power(n.wrapping_sub(half))
 }
 
+/// `1 / (1 + exp(-x))`, with small relative error in the left tail too.
+#[inline(always)]
+pub(crate) fn logistic(x: f32) -> f32 {
+    let e = exp(-x.abs());
+    let numerator = if x < 0.0 { e } else { 1.0 };
+    numerator / (1.0 + e)
+}
+
 /// `tanh(x)` to 3 ulp.
 #[inline(always)]
 #[allow(dead_code)] // attention's softcap

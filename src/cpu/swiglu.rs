@@ -50,13 +50,13 @@ pub(crate) fn forward(cpu: &Cpu, p: &Problem) {
 #[inline(always)]
 pub(crate) fn activate(activation: Activation, gate: &mut [f32], up: &[f32]) {
     match activation {
-        Activation::Silu => combine(gate, up, |x| x / (1.0 + math::exp(-x))),
+        Activation::Silu => combine(gate, up, |x| x * math::logistic(x)),
         Activation::Gelu => combine(gate, up, |x| x * math::normal_cdf(x)),
         Activation::GeluTanh => combine(gate, up, |x| {
             // (1 + tanh(u)) / 2 is the logistic function of 2u.
             const SCALE: f32 = 1.595_769_1; // 2 √(2/π)
             let u = SCALE * (0.044_715 * x * x).mul_add(x, x);
-            x / (1.0 + math::exp(-u))
+            x * math::logistic(u)
         }),
     }
 }

@@ -13,7 +13,7 @@ pub mod tensor;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use unsloth::{Backend, Context, ContextOptions, DType};
+use unsloth::{Backend, Context, ContextOptions, DType, InOut};
 
 pub use rules::{assert_close, assert_flash_rule};
 pub use tensor::{DeviceTensor, TestTensor};
@@ -44,6 +44,22 @@ pub fn rng() -> StdRng {
     };
     println!("UNSLOTH_TEST_SEED={seed}");
     StdRng::seed_from_u64(seed)
+}
+
+/// `x` in place, or apart from `out`.
+pub fn in_out<'a>(in_place: bool, x: &'a mut DeviceTensor, out: &'a mut DeviceTensor) -> InOut<'a> {
+    match in_place {
+        true => InOut::InPlace(x.view_mut()),
+        false => InOut::Apart {
+            input: x.view(),
+            output: out.view_mut(),
+        },
+    }
+}
+
+/// Values rounded to a dtype: what a plain implementation stores.
+pub fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
+    values.iter().map(|v| tensor::round_to(dtype, *v)).collect()
 }
 
 /// Every row of a table, with its description in the panic message of a failing one.

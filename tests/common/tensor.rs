@@ -238,11 +238,22 @@ fn upload_bytes(ctx: &Context, bytes: &[u8]) -> Buffer {
     Buffer::from_slice(ctx, &words).unwrap()
 }
 
+/// `value` as f32 with its last bit set if it is not exact (round to odd), so that rounding it again to fewer bits is rounding
+/// `value` once. (`half`'s conversions from f64 look at its upper bits alone.)
+fn sticky(value: f64) -> f32 {
+    let nearest = value as f32;
+    if nearest.is_infinite() || nearest.is_nan() || f64::from(nearest) == value {
+        return nearest;
+    }
+    let away = f64::from(nearest).abs() > value.abs();
+    f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
+}
+
 fn write_element(dtype: DType, value: f64, to: &mut [u8]) {
     match dtype {
         DType::F32 => to[..4].copy_from_slice(&(value as f32).to_ne_bytes()),
-        DType::F16 => to[..2].copy_from_slice(&f16::from_f64(value).to_ne_bytes()),
-        DType::Bf16 => to[..2].copy_from_slice(&bf16::from_f64(value).to_ne_bytes()),
+        DType::F16 => to[..2].copy_from_slice(&f16::from_f32(sticky(value)).to_ne_bytes()),
+        DType::Bf16 => to[..2].copy_from_slice(&bf16::from_f32(sticky(value)).to_ne_bytes()),
         DType::I32 => to[..4].copy_from_slice(&(value as i32).to_ne_bytes()),
         DType::I64 => to[..8].copy_from_slice(&(value as i64).to_ne_bytes()),
         _ => to[0] = u8::from(value != 0.0),

@@ -1,3 +1,7 @@
 //! Every operation in f64, written from its definition and nothing else.
 
+pub mod linear;
+pub mod mlp;
 pub mod rms_norm;
+pub mod rope;
+pub mod swiglu;
