@@ -223,6 +223,11 @@ macro_rules! views {
                 self.raw
             }
 
+            /// Address of the first element, on the device of the memory that is viewed.
+            pub fn as_ptr(&self) -> *const u8 {
+                self.raw.ptr
+            }
+
             /// Element type.
             pub fn dtype(&self) -> DType {
                 self.raw.dtype

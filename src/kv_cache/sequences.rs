@@ -64,17 +64,21 @@ impl Sequence {
         window: usize,
         page_size: usize,
     ) -> std::ops::Range<usize> {
-        let mut start = num_sinks.min(self.position()).next_multiple_of(page_size);
+        // In positions first: all of these lie on page boundaries but perhaps the start, which may lie past the end.
+        let start = num_sinks.min(self.position()).next_multiple_of(page_size);
         let cut = self.position().saturating_sub(window);
-        let mut end = cut - cut % page_size;
-        if self.evicted > 0 {
-            start = start.min(self.gap_start);
-            if end < self.gap_start {
-                return start..start;
-            }
-            end = end.max(self.gap_start + self.evicted) - self.evicted;
+        let end = cut - cut % page_size;
+        if start >= end {
+            return 0..0;
         }
-        start..end.max(start)
+        if self.evicted == 0 {
+            return start..end;
+        }
+        let resume = self.gap_start + self.evicted;
+        if end < self.gap_start || start > resume {
+            return 0..0;
+        }
+        start.min(self.gap_start)..end.max(resume) - self.evicted
     }
 }
 
@@ -190,8 +194,8 @@ mod tests {
         assert_eq!(fresh(10).evictable(0, 3, 4), 0..4);
         assert_eq!(fresh(10).evictable(1, 0, 4), 4..8);
         assert_eq!(fresh(12).evictable(0, 0, 4), 0..12);
-        assert_eq!(fresh(12).evictable(9, 1, 4), 12..12);
-        assert_eq!(fresh(12).evictable(usize::MAX, 1, 4), 12..12);
+        assert_eq!(fresh(12).evictable(9, 1, 4), 0..0);
+        assert_eq!(fresh(12).evictable(usize::MAX, 1, 4), 0..0);
         let gapped = Sequence {
             length: 14,
             gap_start: 8,
@@ -200,7 +204,8 @@ mod tests {
         };
         // Positions held: 0..8 and 12..18.
         assert_eq!(gapped.evictable(8, 2, 4), 8..12);
-        assert_eq!(gapped.evictable(100, 2, 4), 8..12);
+        assert_eq!(gapped.evictable(12, 2, 4), 8..12);
+        assert_eq!(gapped.evictable(100, 2, 4), 0..0);
         assert_eq!(gapped.evictable(4, 8, 4), 4..8);
         assert_eq!(gapped.evictable(0, 12, 4), 0..0, "would split the gap");
         assert_eq!(gapped.evictable(0, 2, 4), 0..12);

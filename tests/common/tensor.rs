@@ -111,6 +111,16 @@ impl TestTensor {
             .collect()
     }
 
+    /// Overwrites every element with these bytes, in row-major order.
+    pub fn set_bits(&mut self, bits: &[u8]) {
+        let size = self.dtype.size();
+        let offsets = self.element_offsets();
+        assert_eq!(bits.len(), offsets.len() * size);
+        for (element, offset) in bits.chunks(size).zip(offsets) {
+            self.bytes[offset..offset + size].copy_from_slice(element);
+        }
+    }
+
     /// Copies it to the memory of a context.
     pub fn upload(&self, ctx: &Context) -> DeviceTensor {
         DeviceTensor {
