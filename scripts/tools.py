@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Puts the build tools that this machine lacks into .tools/, from PyPI.
+
+    python3 scripts/tools.py cmake ninja pkg-config clang-format numpy
+
+A tool that the machine has, in a version that serves, is left to the machine. Executables appear in .tools/bin, Python modules in
+.tools/python; the Makefile puts both on the search paths.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOOLS = ROOT / ".tools"
+BIN = TOOLS / "bin"
+MODULES = TOOLS / "python"
+
+# What PyPI has it as, the executables inside, and the oldest version of the machine's own that serves (None: only this one, since
+# every version of clang-format formats a little differently).
+PROGRAMS = {
+    "cmake": ("cmake==4.1.2", ["cmake/data/bin/cmake", "cmake/data/bin/ctest"], (3, 20)),
+    "ninja": ("ninja==1.13.0", ["bin/ninja"], (1, 8)),
+    "pkg-config": ("pkgconf==2.5.1.post1", ["pkgconf/.bin/pkgconf"], (0, 29)),
+    "clang-format": ("clang-format==21.1.2", ["clang_format/data/bin/clang-format"], None),
+}
+PACKAGES = {"numpy": "numpy"}
+
+
+def machines_own(name):
+    """Where the machine has the program, other than in .tools."""
+    path = os.pathsep.join(p for p in os.get_exec_path() if pathlib.Path(p) != BIN)
+    return shutil.which(name, path=path)
+
+
+def serves(program, oldest):
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"(\d+)\.(\d+)", said)
+    return found is not None and tuple(map(int, found.groups())) >= oldest
+
+
+def pip_runs():
+    found = [sys.executable, "-m", "pip", "--version"]
+    return subprocess.run(found, capture_output=True, env=environment(), check=False).returncode == 0
+
+
+def environment():
+    """The environment with .tools/python among the places that modules are looked for."""
+    paths = [str(MODULES), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def unpack_pip():
+    """Takes pip from Debian's package of its wheel: python3 comes without pip there, and this needs no root."""
+    if shutil.which("apt-get") and shutil.which("dpkg-deb"):
+        with tempfile.TemporaryDirectory() as folder:
+            fetched = subprocess.run(["apt-get", "download", "-qq", "python3-pip-whl"], cwd=folder, check=False)
+            if fetched.returncode == 0:
+                (package,) = pathlib.Path(folder).glob("*.deb")
+                subprocess.run(["dpkg-deb", "-x", package, folder], check=True)
+                (wheel,) = pathlib.Path(folder).glob("usr/share/python-wheels/pip-*.whl")
+                shutil.unpack_archive(wheel, MODULES, "zip")
+    if not pip_runs():
+        sys.exit("pip is missing: install it (on Debian, `apt-get install python3-pip`) and try again")
+
+
+def install(requirement, target):
+    MODULES.mkdir(parents=True, exist_ok=True)
+    if not pip_runs():
+        unpack_pip()
+    print(f"installing {requirement} into {target.relative_to(ROOT)}", flush=True)
+    # --target, since Debian's venv lacks ensurepip.
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip += ["--root-user-action=ignore", "--target", target, requirement]
+    subprocess.run(pip, env=environment(), check=True)
+
+
+def provide_program(name):
+    requirement, executables, oldest = PROGRAMS[name]
+    own = machines_own(name)
+    if oldest is not None and own is not None and serves(own, oldest):
+        return
+    # A folder for each: pip would replace one tool's bin/ by another's.
+    folder = TOOLS / requirement.replace("==", "-")
+    if not all((folder / executable).exists() for executable in executables):
+        shutil.rmtree(folder, ignore_errors=True)
+        install(requirement, folder)
+    BIN.mkdir(parents=True, exist_ok=True)
+    for executable in executables:
+        target = folder / executable
+        target.chmod(0o755)
+        link = BIN / (name if len(executables) == 1 else target.name)
+        if not link.is_symlink() or not link.samefile(target):
+            link.unlink(missing_ok=True)
+            link.symlink_to(os.path.relpath(target, BIN))
+
+
+def main():
+    for name in sys.argv[1:]:
+        if name in PROGRAMS:
+            provide_program(name)
+        elif name in PACKAGES:
+            sys.path.append(str(MODULES))
+            if importlib.util.find_spec(name) is None:
+                install(PACKAGES[name], MODULES)
+        else:
+            sys.exit(f"{name} is none of {', '.join([*PROGRAMS, *PACKAGES])}")
+
+
+if __name__ == "__main__":
+    main()
