@@ -1,0 +1,101 @@
+#include "model.h"
+
+#include <algorithm>
+
+#include "progress.h"
+#include "quants.h"
+
+namespace engine {
+namespace {
+
+unsloth_dtype dtype_of(Args::Weights weights) {
+  switch (weights) {
+    case Args::Weights::kF16:
+      return UNSLOTH_DTYPE_F16;
+    case Args::Weights::kBf16:
+      return UNSLOTH_DTYPE_BF16;
+    case Args::Weights::kF32:
+      break;
+  }
+  return UNSLOTH_DTYPE_F32;
+}
+
+}  // namespace
+
+Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
+                  Args::Weights weights) {
+  Model model(context, config, dtype_of(weights));
+  uint64_t bytes = 0;
+  for (const GgufTensor &tensor : gguf.tensors()) bytes += tensor.bytes;
+  ProgressBar bar("loading " + config.name, bytes);
+
+  using Shape = std::vector<uint64_t>;
+  const auto matrix = [&](const std::string &name, const Shape &shape) {
+    return model.upload(gguf.tensor(name + ".weight", shape), model.dtype_, &bar);
+  };
+  const auto vector = [&](const std::string &name, uint64_t size) {
+    return model.upload(gguf.tensor(name, {size}), UNSLOTH_DTYPE_F32, &bar);
+  };
+  const auto optional_vector = [&](const std::string &name, uint64_t size) {
+    return gguf.find_tensor(name) != nullptr ? vector(name, size) : unsloth_tensor{};
+  };
+
+  const uint64_t hidden = config.hidden_size;
+  const uint64_t intermediate = config.intermediate_size;
+  model.embedding_ = matrix("token_embd", {config.vocab_size, hidden});
+  for (uint64_t i = 0; i < config.num_layers; ++i) {
+    const std::string block = "blk." + std::to_string(i) + ".";
+    LayerWeights layer = {};
+    layer.attention_norm = vector(block + "attn_norm.weight", hidden);
+    layer.q = matrix(block + "attn_q", {config.q_size(), hidden});
+    layer.q_bias = optional_vector(block + "attn_q.bias", config.q_size());
+    layer.k = matrix(block + "attn_k", {config.kv_size(), hidden});
+    layer.k_bias = optional_vector(block + "attn_k.bias", config.kv_size());
+    layer.v = matrix(block + "attn_v", {config.kv_size(), hidden});
+    layer.v_bias = optional_vector(block + "attn_v.bias", config.kv_size());
+    layer.attention_output = matrix(block + "attn_output", {hidden, config.q_size()});
+    layer.attention_output_bias = optional_vector(block + "attn_output.bias", hidden);
+    layer.mlp_norm = vector(block + "ffn_norm.weight", hidden);
+    layer.gate = matrix(block + "ffn_gate", {intermediate, hidden});
+    layer.up = matrix(block + "ffn_up", {intermediate, hidden});
+    layer.down = matrix(block + "ffn_down", {hidden, intermediate});
+    model.layers_.push_back(layer);
+  }
+  model.output_norm_ = vector("output_norm.weight", hidden);
+  model.output_ =
+      config.tied_embeddings ? model.embedding_ : matrix("output", {config.vocab_size, hidden});
+  // Llama 3.1 and later stretch each frequency by a factor of its own, which the file lists.
+  model.rope_factors_ = optional_vector("rope_freqs.weight", config.rotary_dim / 2);
+  return model;
+}
+
+unsloth_tensor Model::upload(const GgufTensor &source, unsloth_dtype dtype, ProgressBar *bar) {
+  constexpr uint64_t kChunk = 1 << 20;  // elements decoded at a time: whole blocks of every type
+  const size_t element_bytes = dtype == UNSLOTH_DTYPE_F32 ? sizeof(float) : sizeof(uint16_t);
+  Buffer &buffer = buffers_.emplace_back(*context_, source.elements * element_bytes);
+
+  const BlockLayout layout = block_layout(static_cast<uint32_t>(source.type));
+  std::vector<float> values(std::min(kChunk, source.elements));
+  std::vector<uint16_t> halves(dtype == UNSLOTH_DTYPE_F32 ? 0 : values.size());
+  for (uint64_t start = 0; start < source.elements; start += kChunk) {
+    const uint64_t count = std::min(kChunk, source.elements - start);
+    const uint64_t source_bytes = count / layout.elements * layout.bytes;
+    const std::byte *blocks = source.data + start / layout.elements * layout.bytes;
+    dequantize(source.type, blocks, count, values.data());
+    const void *converted = values.data();
+    if (dtype != UNSLOTH_DTYPE_F32) {
+      std::transform(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(count),
+                     halves.begin(), dtype == UNSLOTH_DTYPE_F16 ? f32_to_f16 : f32_to_bf16);
+      converted = halves.data();
+    }
+    buffer.upload(converted, count * element_bytes, start * element_bytes);
+    bar->advance(source_bytes);
+  }
+  num_parameters_ += source.elements;
+
+  unsloth_tensor view = tensor(buffer.data(), dtype, {});
+  for (const uint64_t size : source.shape) view.shape[view.rank++] = static_cast<int64_t>(size);
+  return view;
+}
+
+}  // namespace engine

@@ -1,0 +1,64 @@
+// The weights of a model on a device.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "args.h"
+#include "config.h"
+#include "gguf.h"
+#include "unsloth.hpp"
+
+namespace engine {
+
+class ProgressBar;
+
+// Tensors are views of memory that the model owns; an absent one (rank 0) is not in the file.
+// Matrices are [out, in], as GGUF and the library have them.
+struct LayerWeights {
+  unsloth_tensor attention_norm;
+  unsloth_tensor q, q_bias;
+  unsloth_tensor k, k_bias;
+  unsloth_tensor v, v_bias;
+  unsloth_tensor attention_output, attention_output_bias;
+  unsloth_tensor mlp_norm;
+  unsloth_tensor gate, up, down;
+};
+
+class Model {
+ public:
+  // Decodes every tensor and uploads it: matrices as `weights` says, the rest as f32.
+  static Model load(const Context &context, const Gguf &gguf, const ModelConfig &config,
+                    Args::Weights weights);
+
+  const Context &context() const { return *context_; }
+  const ModelConfig &config() const { return config_; }
+  unsloth_dtype dtype() const { return dtype_; }  // of the matrices
+  uint64_t num_parameters() const { return num_parameters_; }
+
+  const std::vector<LayerWeights> &layers() const { return layers_; }
+  unsloth_tensor embedding() const { return embedding_; }
+  unsloth_tensor output_norm() const { return output_norm_; }
+  unsloth_tensor output() const { return output_; }
+  unsloth_tensor rope_factors() const { return rope_factors_; }
+
+ private:
+  Model(const Context &context, const ModelConfig &config, unsloth_dtype dtype)
+      : context_(&context), config_(config), dtype_(dtype) {}
+
+  unsloth_tensor upload(const GgufTensor &source, unsloth_dtype dtype, ProgressBar *bar);
+
+  const Context *context_;
+  ModelConfig config_;
+  unsloth_dtype dtype_;
+  uint64_t num_parameters_ = 0;
+  std::vector<Buffer> buffers_;
+  std::vector<LayerWeights> layers_;
+  unsloth_tensor embedding_ = {};
+  unsloth_tensor output_norm_ = {};
+  unsloth_tensor output_ = {};
+  unsloth_tensor rope_factors_ = {};
+};
+
+}  // namespace engine

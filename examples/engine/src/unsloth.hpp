@@ -1,0 +1,116 @@
+// The C API of libunsloth with C++ ownership: a status becomes an exception that carries the
+// library's message, a handle is ended by its destructor. Nothing else is hidden.
+#pragma once
+
+#include <unsloth.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "error.h"
+
+namespace engine {
+
+inline void check(unsloth_status status) {
+  if (status == UNSLOTH_STATUS_SUCCESS) return;
+  std::string message(unsloth_last_error_message(nullptr, 0) + 1, '\0');
+  message.resize(unsloth_last_error_message(message.data(), message.size()));
+  throw Error("libunsloth: " + message + " (" + unsloth_status_name(status) + ")");
+}
+
+// One backend on one device. Everything below is made from a context and must be gone before it.
+class Context {
+ public:
+  Context(unsloth_backend backend, uint32_t num_threads) {
+    unsloth_context_params params = UNSLOTH_CONTEXT_PARAMS_INIT;
+    params.backend = backend;
+    params.num_threads = num_threads;
+    check(unsloth_context_create(&params, &handle_));
+  }
+  ~Context() { unsloth_context_destroy(handle_); }
+  Context(const Context &) = delete;
+  Context &operator=(const Context &) = delete;
+
+  unsloth_context *get() const { return handle_; }
+
+  // Waits for the work queued on the default stream, the only one the engine uses.
+  void synchronize() const { check(unsloth_stream_synchronize(handle_, nullptr)); }
+
+  unsloth_memory_stats memory_stats() const {
+    unsloth_memory_stats stats = UNSLOTH_MEMORY_STATS_INIT;
+    check(unsloth_memory_stats_get(handle_, &stats));
+    return stats;
+  }
+
+ private:
+  unsloth_context *handle_ = nullptr;
+};
+
+// Memory of a context's device.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Context &context, size_t bytes) : context_(context.get()), bytes_(bytes) {
+    check(unsloth_memory_alloc(context_, bytes, &data_));
+  }
+  ~Buffer() { unsloth_memory_free(context_, data_); }
+  Buffer(Buffer &&other) noexcept { *this = std::move(other); }
+  Buffer &operator=(Buffer &&other) noexcept {
+    std::swap(context_, other.context_);
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+
+  void *data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+  // The host may reuse `source` when this returns.
+  void upload(const void *source, size_t bytes, size_t offset = 0) {
+    check(unsloth_memory_copy(context_, static_cast<char *>(data_) + offset, source, bytes,
+                              UNSLOTH_COPY_KIND_HOST_TO_DEVICE, nullptr));
+    check(unsloth_stream_synchronize(context_, nullptr));
+  }
+
+  void download(void *target, size_t bytes, size_t offset = 0) const {
+    check(unsloth_memory_copy(context_, target, static_cast<const char *>(data_) + offset, bytes,
+                              UNSLOTH_COPY_KIND_DEVICE_TO_HOST, nullptr));
+    check(unsloth_stream_synchronize(context_, nullptr));
+  }
+
+ private:
+  unsloth_context *context_ = nullptr;
+  void *data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// A paged cache of keys and values.
+class KvCache {
+ public:
+  KvCache(const Context &context, const unsloth_kv_cache_params &params) {
+    check(unsloth_kv_cache_create(context.get(), &params, &handle_));
+  }
+  ~KvCache() { unsloth_kv_cache_destroy(handle_); }
+  KvCache(const KvCache &) = delete;
+  KvCache &operator=(const KvCache &) = delete;
+
+  unsloth_kv_cache *get() const { return handle_; }
+
+ private:
+  unsloth_kv_cache *handle_ = nullptr;
+};
+
+// A row-major tensor at `data`.
+inline unsloth_tensor tensor(void *data, unsloth_dtype dtype,
+                             std::initializer_list<uint64_t> shape) {
+  unsloth_tensor view = {};
+  view.data = data;
+  view.dtype = dtype;
+  for (const uint64_t size : shape) view.shape[view.rank++] = static_cast<int64_t>(size);
+  return view;
+}
+
+}  // namespace engine
