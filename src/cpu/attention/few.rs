@@ -1,0 +1,275 @@
+//! The kernel for few rows, as in decoding: vector lanes are elements of a key or value, so that each is read once and serves the
+//! rows of all query heads that share it.
+
+use pulp::Simd;
+
+use super::scores::{MAX_KEYS, Tile, has_modifiers};
+use super::simd::{exp_nonpositive, load, store};
+use super::unit::{Softmax, Unit};
+use crate::ops::attention::Problem;
+
+/// More rows than this are better off in panels.
+pub(super) const MAX_ROWS: usize = 8;
+
+/// Rows computed together; their accumulators share the registers.
+const GROUP: usize = 4;
+
+/// Buffers of one thread. Rows are padded with zeros to whole vectors.
+pub(super) struct Scratch {
+    dim: usize,
+    dim_v: usize,
+    q: Vec<f32>,
+    out: Vec<f32>,
+    scores: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl Scratch {
+    /// For vectors of at most `lanes` lanes.
+    pub fn new(p: &Problem, lanes: usize) -> Self {
+        let dim = p.head_dim.next_multiple_of(lanes);
+        let dim_v = p.head_dim_v.next_multiple_of(lanes);
+        Scratch {
+            dim,
+            dim_v,
+            q: vec![0.0; MAX_ROWS * dim],
+            out: vec![0.0; MAX_ROWS * dim_v],
+            scores: vec![0.0; MAX_ROWS * MAX_KEYS],
+            k: vec![0.0; MAX_KEYS * dim],
+            v: vec![0.0; MAX_KEYS * dim_v],
+        }
+    }
+}
+
+/// Computes a unit of at most [`MAX_ROWS`] rows.
+#[inline(always)]
+pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
+    let p = unit.p;
+    let (dim, dim_v) = (scratch.dim, scratch.dim_v);
+    let rows = unit.rows.len();
+    let mut softmax = [Softmax {
+        max: f32::NEG_INFINITY,
+        sum: 0.0,
+    }; MAX_ROWS];
+    for (i, row) in unit.rows.clone().enumerate() {
+        unit.load_query(row, &mut scratch.q[i * dim..][..p.head_dim]);
+        softmax[i] = unit.start(row);
+    }
+    scratch.out.fill(0.0);
+
+    let modifiers = has_modifiers(p);
+    let common = unit.sequence.common(p, &unit.rows);
+    let mut start = unit.keys.start;
+    while start < unit.keys.end {
+        let keys = start..unit.keys.end.min(start + MAX_KEYS);
+        start = keys.end;
+        unit.load_tile(&p.k, p.head_dim, keys.clone(), dim, &mut scratch.k);
+        unit.load_tile(&p.v, p.head_dim_v, keys.clone(), dim_v, &mut scratch.v);
+        let n = keys.len();
+        for first in (0..rows).step_by(GROUP) {
+            let q = &scratch.q[first * dim..];
+            let scores = &mut scratch.scores[first * MAX_KEYS..];
+            match rows - first {
+                1 => products::<S, 1>(simd, &scratch.k, q, dim, n, scores),
+                2 => products::<S, 2>(simd, &scratch.k, q, dim, n, scores),
+                _ => products::<S, GROUP>(simd, &scratch.k, q, dim, n, scores),
+            }
+        }
+        let windows = common.start > keys.start || common.end < keys.end;
+        if modifiers || windows {
+            let mut tile = Tile {
+                scores: &mut scratch.scores,
+                row_stride: MAX_KEYS,
+                key_stride: 1,
+                rows: unit.rows.clone(),
+                keys,
+            };
+            if modifiers {
+                tile.modify(unit);
+            }
+            if windows {
+                tile.hide_outside_windows(unit);
+            }
+        }
+        for (i, softmax) in softmax[..rows].iter_mut().enumerate() {
+            let scores = &mut scratch.scores[i * MAX_KEYS..][..MAX_KEYS];
+            // Whole vectors: what follows the last key weighs nothing.
+            scores[n..].fill(f32::NEG_INFINITY);
+            let factor = weigh(simd, scores, softmax);
+            if factor != 1.0 {
+                for x in &mut scratch.out[i * dim_v..][..dim_v] {
+                    *x *= factor;
+                }
+            }
+        }
+        for first in (0..rows).step_by(GROUP) {
+            let weights = &scratch.scores[first * MAX_KEYS..];
+            let out = &mut scratch.out[first * dim_v..];
+            match rows - first {
+                1 => accumulate::<S, 1>(simd, &scratch.v, dim_v, weights, n, out),
+                2 => accumulate::<S, 2>(simd, &scratch.v, dim_v, weights, n, out),
+                _ => accumulate::<S, GROUP>(simd, &scratch.v, dim_v, weights, n, out),
+            }
+        }
+    }
+    for (i, row) in unit.rows.clone().enumerate() {
+        let out = &mut scratch.out[i * dim_v..][..p.head_dim_v];
+        unit.store_row(row, out, softmax[i]);
+    }
+}
+
+/// `scores[row, key] = Σ q[row, x] k[key, x]`.
+#[inline(always)]
+fn products<S: Simd, const R: usize>(
+    simd: S,
+    k: &[f32],
+    q: &[f32],
+    dim: usize,
+    keys: usize,
+    scores: &mut [f32],
+) {
+    assert!(dim.is_multiple_of(S::F32_LANES));
+    assert!(k.len() >= keys * dim && q.len() >= R * dim && keys <= MAX_KEYS);
+    assert!(scores.len() >= R * MAX_KEYS);
+    // SAFETY: asserted.
+    unsafe {
+        let (k, q, scores) = (k.as_ptr(), q.as_ptr(), scores.as_mut_ptr());
+        let mut key = 0;
+        while key + 4 <= keys {
+            product_block::<S, R, 4>(simd, k.add(key * dim), q, dim, scores.add(key));
+            key += 4;
+        }
+        while key < keys {
+            product_block::<S, R, 1>(simd, k.add(key * dim), q, dim, scores.add(key));
+            key += 1;
+        }
+    }
+}
+
+/// # Safety
+/// `q` has `R` rows of `dim`, `k` has `M`; `scores` has `R` rows, [`MAX_KEYS`] apart, of `M`.
+#[inline(always)]
+unsafe fn product_block<S: Simd, const R: usize, const M: usize>(
+    simd: S,
+    k: *const f32,
+    q: *const f32,
+    dim: usize,
+    scores: *mut f32,
+) {
+    let mut acc = [[simd.splat_f32s(0.0); R]; M];
+    // SAFETY: the caller's promise.
+    unsafe {
+        for x in (0..dim).step_by(S::F32_LANES) {
+            let mut qs = [simd.splat_f32s(0.0); R];
+            for (r, q_r) in qs.iter_mut().enumerate() {
+                *q_r = load::<S>(q.add(r * dim + x));
+            }
+            for (m, acc) in acc.iter_mut().enumerate() {
+                let k_m = load::<S>(k.add(m * dim + x));
+                for (acc, q_r) in acc.iter_mut().zip(qs) {
+                    *acc = simd.mul_add_f32s(k_m, q_r, *acc);
+                }
+            }
+        }
+        for (m, acc) in acc.into_iter().enumerate() {
+            for (r, acc) in acc.into_iter().enumerate() {
+                *scores.add(r * MAX_KEYS + m) = simd.reduce_sum_f32s(acc);
+            }
+        }
+    }
+}
+
+/// Turns a row of scores into `exp(score - max)`, updates the softmax, and gives the factor of what was accumulated before.
+#[inline(always)]
+fn weigh<S: Simd>(simd: S, scores: &mut [f32], softmax: &mut Softmax) -> f32 {
+    assert!(scores.len().is_multiple_of(S::F32_LANES));
+    // SAFETY: whole vectors of `scores`.
+    unsafe {
+        let ptr = scores.as_mut_ptr();
+        let mut max = simd.splat_f32s(softmax.max);
+        for i in (0..scores.len()).step_by(S::F32_LANES) {
+            max = simd.max_f32s(max, load::<S>(ptr.add(i)));
+        }
+        let max = simd.reduce_max_f32s(max);
+        // A row that has seen no key: its scores less the maximum must be -∞, not NaN.
+        let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let mut sum = simd.splat_f32s(0.0);
+        for i in (0..scores.len()).step_by(S::F32_LANES) {
+            let s = simd.sub_f32s(load::<S>(ptr.add(i)), simd.splat_f32s(shift));
+            let e = exp_nonpositive(simd, s);
+            store::<S>(ptr.add(i), e);
+            sum = simd.add_f32s(sum, e);
+        }
+        let factor = crate::cpu::math::exp(softmax.max - shift);
+        softmax.sum = softmax.sum.mul_add(factor, simd.reduce_sum_f32s(sum));
+        softmax.max = max;
+        factor
+    }
+}
+
+/// `out[row, x] += Σ weights[row, key] v[key, x]`.
+#[inline(always)]
+fn accumulate<S: Simd, const R: usize>(
+    simd: S,
+    v: &[f32],
+    dim_v: usize,
+    weights: &[f32],
+    keys: usize,
+    out: &mut [f32],
+) {
+    assert!(dim_v.is_multiple_of(S::F32_LANES) && keys <= MAX_KEYS);
+    assert!(v.len() >= keys * dim_v && weights.len() >= R * MAX_KEYS && out.len() >= R * dim_v);
+    // SAFETY: asserted.
+    unsafe {
+        let (v, weights, out) = (v.as_ptr(), weights.as_ptr(), out.as_mut_ptr());
+        let mut x = 0;
+        while x + 2 * S::F32_LANES <= dim_v {
+            accumulate_block::<S, R, 2>(simd, v.add(x), dim_v, weights, keys, out.add(x));
+            x += 2 * S::F32_LANES;
+        }
+        if x < dim_v {
+            accumulate_block::<S, R, 1>(simd, v.add(x), dim_v, weights, keys, out.add(x));
+        }
+    }
+}
+
+/// # Safety
+/// `v` has `keys` rows and `out` has `R`, `dim_v` apart, of `N` vectors; `weights` has `R` rows, [`MAX_KEYS`] apart, of `keys`.
+#[inline(always)]
+unsafe fn accumulate_block<S: Simd, const R: usize, const N: usize>(
+    simd: S,
+    v: *const f32,
+    dim_v: usize,
+    weights: *const f32,
+    keys: usize,
+    out: *mut f32,
+) {
+    let lanes = S::F32_LANES;
+    let mut acc = [[simd.splat_f32s(0.0); N]; R];
+    // SAFETY: the caller's promise.
+    unsafe {
+        for (r, acc) in acc.iter_mut().enumerate() {
+            for (n, acc) in acc.iter_mut().enumerate() {
+                *acc = load::<S>(out.add(r * dim_v + n * lanes));
+            }
+        }
+        for key in 0..keys {
+            let mut vs = [simd.splat_f32s(0.0); N];
+            for (n, v_n) in vs.iter_mut().enumerate() {
+                *v_n = load::<S>(v.add(key * dim_v + n * lanes));
+            }
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let w = simd.splat_f32s(*weights.add(r * MAX_KEYS + key));
+                for (acc, v_n) in acc.iter_mut().zip(vs) {
+                    *acc = simd.mul_add_f32s(w, v_n, *acc);
+                }
+            }
+        }
+        for (r, acc) in acc.into_iter().enumerate() {
+            for (n, acc) in acc.into_iter().enumerate() {
+                store::<S>(out.add(r * dim_v + n * lanes), acc);
+            }
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! The lengths of the sequences, read and checked, and how the work on them is cut.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+use crate::ops::attention::{Keys, Problem, Queries};
+
+const OP: &str = "attention";
+
+/// Query rows of a unit: those of every query head that shares a key head, so that a tile of keys is widened once for all.
+pub(super) const TILE_ROWS: usize = 128;
+
+/// Keys of a unit where the queries of a sequence are too few to occupy the threads. Fixed, so that results do not depend on how many
+/// threads there are.
+pub(super) const SPLIT_KEYS: usize = 1024;
+
+/// One sequence and its units of work, each being a tile of rows, of one key head, over a range of keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sequence {
+    /// Its first query's place among packed ones.
+    pub q_start: usize,
+    pub q_len: usize,
+    /// Its first key's place among packed ones.
+    pub k_start: usize,
+    pub k_len: usize,
+    /// Tiles of rows of one key head.
+    pub tiles: usize,
+    /// Ranges of keys of one tile.
+    pub splits: usize,
+    /// Units of the sequences before it.
+    pub first_unit: usize,
+    /// Partial rows of the sequences before it; it has some if `splits > 1`.
+    pub first_partial: usize,
+}
+
+impl Sequence {
+    /// Rows of one key head.
+    pub fn rows(&self, p: &Problem) -> usize {
+        self.q_len * p.group()
+    }
+
+    pub fn units(&self, p: &Problem) -> usize {
+        self.tiles * self.splits * p.num_kv_heads
+    }
+
+    /// Keys that any of these rows of a key head may see, as far as windows go.
+    #[inline(always)]
+    pub fn visible(&self, p: &Problem, rows: &Range<usize>) -> Range<usize> {
+        if rows.is_empty() {
+            return 0..0;
+        }
+        let first = self.position(rows.start / p.group());
+        let last = self.position((rows.end - 1) / p.group());
+        let start = self.window(p, first).start;
+        let end = self.window(p, last).end;
+        start..end.max(start)
+    }
+
+    /// Keys that every one of these rows sees, as far as windows go. Windows move forward with the rows.
+    #[inline(always)]
+    pub fn common(&self, p: &Problem, rows: &Range<usize>) -> Range<usize> {
+        let first = self.position(rows.start / p.group());
+        let last = self.position((rows.end - 1) / p.group());
+        self.window(p, last).start..self.window(p, first).end
+    }
+
+    /// Position of a query among the keys; negative where there are fewer keys than queries.
+    #[inline(always)]
+    pub fn position(&self, query: usize) -> i64 {
+        query as i64 + self.k_len as i64 - self.q_len as i64
+    }
+
+    /// Keys that a query at this position sees.
+    #[inline(always)]
+    pub fn window(&self, p: &Problem, position: i64) -> Range<usize> {
+        let bounded = |window: usize| i64::try_from(window).unwrap_or(i64::MAX);
+        let clamped = |key: i64| key.clamp(0, self.k_len as i64) as usize;
+        let start = clamped(
+            position
+                .saturating_sub(bounded(p.window_left))
+                .saturating_add(1),
+        );
+        let end = clamped(position.saturating_add(bounded(p.window_right)));
+        start..end
+    }
+}
+
+impl Problem {
+    /// Query heads that share a key head.
+    pub(super) fn group(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+}
+
+/// Every sequence, in order. Nothing has been written when this fails.
+pub(super) fn sequences(p: &Problem) -> Result<Vec<Sequence>> {
+    let queries = match p.queries {
+        Queries::Batched { len } => vec![(0, len); p.batch],
+        Queries::Packed { cu_seqlens, total } => {
+            // SAFETY: checked to be `batch + 1` aligned entries.
+            let cu = unsafe { entries(cu_seqlens, p.batch + 1) };
+            packed(
+                ["cu_seqlens_q", "q", "max_seqlen_q"],
+                cu,
+                total,
+                p.max_seqlen_q,
+            )?
+        }
+    };
+    let keys = match p.keys {
+        Keys::Batched { len, seq_lens } if seq_lens.is_null() => vec![(0, len); p.batch],
+        // SAFETY: checked to be `batch` aligned entries.
+        Keys::Batched { seq_lens, .. } => padded(unsafe { entries(seq_lens, p.batch) }, p)?,
+        Keys::Packed { cu_seqlens, total } => {
+            // SAFETY: checked to be `batch + 1` aligned entries.
+            let cu = unsafe { entries(cu_seqlens, p.batch + 1) };
+            packed(
+                ["cu_seqlens_k", "k", "max_seqlen_k"],
+                cu,
+                total,
+                p.max_seqlen_k,
+            )?
+        }
+        Keys::Paged { seq_lens, .. } => {
+            // SAFETY: checked to be `batch` aligned entries.
+            let keys = padded(unsafe { entries(seq_lens, p.batch) }, p)?;
+            check_block_table(p, &keys)?;
+            keys
+        }
+    };
+    let mut sequences = Vec::with_capacity(p.batch);
+    let (mut first_unit, mut first_partial) = (0, 0);
+    for ((q_start, q_len), (k_start, k_len)) in queries.into_iter().zip(keys) {
+        let mut sequence = Sequence {
+            q_start,
+            q_len,
+            k_start,
+            k_len,
+            tiles: 0,
+            splits: 1,
+            first_unit,
+            first_partial,
+        };
+        let rows = sequence.rows(p);
+        sequence.tiles = rows.div_ceil(TILE_ROWS);
+        if sequence.tiles == 1 {
+            let keys = sequence.visible(p, &(0..rows)).len();
+            sequence.splits = keys.div_ceil(SPLIT_KEYS).max(1);
+        }
+        first_unit += sequence.units(p);
+        if sequence.splits > 1 {
+            first_partial += rows * p.num_kv_heads * sequence.splits;
+        }
+        sequences.push(sequence);
+    }
+    Ok(sequences)
+}
+
+/// # Safety
+/// `ptr` points to `len` aligned, initialised entries, or `len` is 0.
+unsafe fn entries<'a>(ptr: *const i32, len: usize) -> &'a [i32] {
+    if len == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(ptr, len) }
+}
+
+/// Starts and lengths from cumulative lengths.
+fn packed(
+    [name, of, bound]: [&'static str; 3],
+    cu: &[i32],
+    total: usize,
+    max: usize,
+) -> Result<Vec<(usize, usize)>> {
+    let mut ends = Vec::with_capacity(cu.len());
+    for (i, &end) in cu.iter().enumerate() {
+        let end = usize::try_from(end).ok().filter(|&end| end <= total);
+        ends.push(end.ok_or_else(|| {
+            let problem = format!(
+                "has {} at index {i}, allowed: 0 to the {total} tokens of {of}",
+                cu[i]
+            );
+            Error::invalid(OP, name, problem)
+        })?);
+    }
+    let mut out = Vec::with_capacity(cu.len());
+    for (i, pair) in ends.windows(2).enumerate() {
+        let (start, end) = (pair[0], pair[1]);
+        let Some(len) = end.checked_sub(start) else {
+            let problem = format!("falls from {start} to {end} at index {}", i + 1);
+            return Err(Error::invalid(OP, name, problem));
+        };
+        if len > max {
+            let problem = format!("has a sequence of {len} at index {i}, above {bound} {max}");
+            return Err(Error::invalid(OP, name, problem));
+        }
+        out.push((start, len));
+    }
+    Ok(out)
+}
+
+/// Lengths of keys as given; their starts are zero.
+fn padded(lens: &[i32], p: &Problem) -> Result<Vec<(usize, usize)>> {
+    lens.iter()
+        .enumerate()
+        .map(|(i, &len)| {
+            let valid = usize::try_from(len)
+                .ok()
+                .filter(|&len| len <= p.max_seqlen_k);
+            let len = valid.ok_or_else(|| {
+                let problem = format!("has {len} at index {i}, allowed: 0 to {}", p.max_seqlen_k);
+                Error::invalid(OP, "seq_lens_k", problem)
+            })?;
+            Ok((0, len))
+        })
+        .collect()
+}
+
+/// Every entry that will be read names a page that exists.
+fn check_block_table(p: &Problem, keys: &[(usize, usize)]) -> Result<()> {
+    let Keys::Paged {
+        block_table,
+        table_stride,
+        num_pages,
+        page_size,
+        ..
+    } = p.keys
+    else {
+        return Ok(());
+    };
+    for (b, &(_, len)) in keys.iter().enumerate() {
+        let used = len.div_ceil(page_size);
+        if used == 0 {
+            continue;
+        }
+        // SAFETY: `len` fits the table's row (`padded`), which was checked to be contiguous.
+        let row = unsafe { entries(block_table.add(b * table_stride), used) };
+        for (i, &page) in row.iter().enumerate() {
+            if !usize::try_from(page).is_ok_and(|page| page < num_pages) {
+                let problem = format!(
+                    "has page {page} at [{b}, {i}], allowed: 0 to before the {num_pages} pages of k"
+                );
+                return Err(Error::invalid(OP, "block_table", problem));
+            }
+        }
+    }
+    Ok(())
+}

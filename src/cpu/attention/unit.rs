@@ -1,0 +1,223 @@
+//! A unit of work, and where its rows come from and go to.
+
+use std::ops::Range;
+
+use super::sequences::{SPLIT_KEYS, Sequence, TILE_ROWS};
+use crate::cpu::float::{Float, with_float};
+use crate::ops::attention::{Keys, Problem, Rows};
+
+/// A tile of rows of one key head, over a range of keys. Row `r` is query `r / group` of query head `r % group` among those that
+/// share the key head.
+pub(super) struct Unit<'a> {
+    pub p: &'a Problem,
+    pub sequence: &'a Sequence,
+    /// The sequence's place in the batch.
+    pub batch: usize,
+    pub kv_head: usize,
+    pub rows: Range<usize>,
+    pub keys: Range<usize>,
+    /// The softmax denominator starts from the sink. False in all but the first of several ranges of keys.
+    pub has_sink: bool,
+    /// Where rows go unless to the output: `partial_size` floats per row.
+    pub partial: Option<*mut f32>,
+}
+
+/// Running softmax of one row: the greatest score, and the sum of `exp(score - max)`.
+#[derive(Clone, Copy)]
+pub(super) struct Softmax {
+    pub max: f32,
+    pub sum: f32,
+}
+
+/// Floats of a partial row: the unnormalised output, max and sum.
+pub(super) fn partial_size(p: &Problem) -> usize {
+    p.head_dim_v + 2
+}
+
+impl<'a> Unit<'a> {
+    /// Unit `index` of all sequences.
+    pub fn new(
+        p: &'a Problem,
+        sequences: &'a [Sequence],
+        index: usize,
+        partials: *mut f32,
+    ) -> Self {
+        let batch = sequences.partition_point(|s| s.first_unit <= index) - 1;
+        let sequence = &sequences[batch];
+        let local = index - sequence.first_unit;
+        let split = local % sequence.splits;
+        let tile = local / sequence.splits % sequence.tiles;
+        let kv_head = local / sequence.splits / sequence.tiles;
+        let start = tile * TILE_ROWS;
+        let rows = start..sequence.rows(p).min(start + TILE_ROWS);
+        let mut keys = sequence.visible(p, &rows);
+        let mut partial = None;
+        if sequence.splits > 1 {
+            keys.start += split * SPLIT_KEYS;
+            keys.end = keys.end.min(keys.start + SPLIT_KEYS);
+            let before = (kv_head * sequence.splits + split) * sequence.rows(p);
+            let row = sequence.first_partial + before;
+            partial = Some(partials.wrapping_add(row * partial_size(p)));
+        }
+        Unit {
+            p,
+            sequence,
+            batch,
+            kv_head,
+            rows,
+            keys,
+            has_sink: split == 0,
+            partial,
+        }
+    }
+
+    /// Query and head of a row.
+    #[inline(always)]
+    pub fn query_head(&self, row: usize) -> (usize, usize) {
+        let group = self.p.group();
+        (row / group, self.kv_head * group + row % group)
+    }
+
+    /// The softmax of a row before its first key.
+    #[inline(always)]
+    pub fn start(&self, row: usize) -> Softmax {
+        let nothing = Softmax {
+            max: f32::NEG_INFINITY,
+            sum: 0.0,
+        };
+        match self.p.sinks {
+            Some(sinks) if self.has_sink => {
+                let (_, head) = self.query_head(row);
+                // SAFETY: checked to have an entry for every head.
+                let max = unsafe { *sinks.add(head) };
+                let sum = if max == f32::NEG_INFINITY { 0.0 } else { 1.0 };
+                Softmax { max, sum }
+            }
+            _ => nothing,
+        }
+    }
+
+    /// Reads the scaled query of a row.
+    #[inline(always)]
+    pub fn load_query(&self, row: usize, to: &mut [f32]) {
+        let (query, head) = self.query_head(row);
+        let token = self.sequence.q_start + query;
+        // SAFETY: the row exists: the problem was checked, and so were the sequences.
+        unsafe { load(&self.p.q, self.p.q.offset(self.batch, token, head), to) };
+        for x in to {
+            *x *= self.p.scale;
+        }
+    }
+
+    /// Widens `keys` of `k` or `v` to rows of `stride` floats.
+    #[inline(always)]
+    pub fn load_tile(
+        &self,
+        rows: &Rows,
+        dim: usize,
+        keys: Range<usize>,
+        stride: usize,
+        to: &mut [f32],
+    ) {
+        with_float!(rows.dtype, T => {
+            for (j, to) in keys.zip(to.chunks_exact_mut(stride)) {
+                let (outer, token) = self.locate(j);
+                let offset = rows.offset(outer, token, self.kv_head);
+                // SAFETY: the row exists: the problem was checked, and so were the sequences and the block table.
+                let from = unsafe {
+                    std::slice::from_raw_parts(rows.ptr.cast::<T>().add(offset), dim)
+                };
+                T::load(from, &mut to[..dim]);
+            }
+        });
+    }
+
+    /// Outer and token index of a key.
+    #[inline(always)]
+    fn locate(&self, key: usize) -> (usize, usize) {
+        match self.p.keys {
+            Keys::Paged {
+                block_table,
+                table_stride,
+                page_size,
+                ..
+            } => {
+                let shift = page_size.trailing_zeros();
+                // SAFETY: the entries of a sequence's pages were checked to exist and to name pages.
+                let page = unsafe { *block_table.add(self.batch * table_stride + (key >> shift)) };
+                (page as usize, key & (page_size - 1))
+            }
+            _ => (self.batch, self.sequence.k_start + key),
+        }
+    }
+
+    /// Writes a row's end: to the output, normalised, or to the partial results.
+    #[inline(always)]
+    pub fn store_row(&self, row: usize, out: &mut [f32], softmax: Softmax) {
+        if let Some(partial) = self.partial {
+            let size = partial_size(self.p);
+            // SAFETY: every unit of a split sequence has its own rows of the partial results.
+            let to = unsafe { std::slice::from_raw_parts_mut(partial.add(row * size), size) };
+            let (values, ends) = to.split_at_mut(out.len());
+            values.copy_from_slice(out);
+            ends.copy_from_slice(&[softmax.max, softmax.sum]);
+            return;
+        }
+        store_output(
+            self.p,
+            self.sequence,
+            self.batch,
+            self.query_head(row),
+            out,
+            softmax,
+        );
+    }
+}
+
+/// Normalises a row and writes it and its LSE.
+#[inline(always)]
+pub(super) fn store_output(
+    p: &Problem,
+    sequence: &Sequence,
+    batch: usize,
+    (query, head): (usize, usize),
+    out: &mut [f32],
+    softmax: Softmax,
+) {
+    // Not `sum > 0`: a NaN must come through.
+    let factor = if softmax.sum == 0.0 {
+        0.0
+    } else {
+        softmax.sum.recip()
+    };
+    for x in out.iter_mut() {
+        *x *= factor;
+    }
+    let token = sequence.q_start + query;
+    let offset = p.out.offset(batch, token, head);
+    with_float!(p.out.dtype, T => {
+        // SAFETY: the row exists and belongs to this unit alone.
+        let to = unsafe {
+            std::slice::from_raw_parts_mut(p.out.ptr.cast::<T>().add(offset), out.len())
+        };
+        T::store(out, to);
+    });
+    if let Some(lse) = &p.lse {
+        let value = match softmax.sum {
+            0.0 => f32::NEG_INFINITY,
+            sum => softmax.max + sum.ln(),
+        };
+        // SAFETY: as above.
+        unsafe { *lse.ptr.cast::<f32>().add(lse.offset(batch, token, head)) = value };
+    }
+}
+
+/// # Safety
+/// `to.len()` elements of `rows` at `offset` are readable.
+#[inline(always)]
+unsafe fn load(rows: &Rows, offset: usize, to: &mut [f32]) {
+    with_float!(rows.dtype, T => {
+        // SAFETY: the caller's promise.
+        T::load(unsafe { std::slice::from_raw_parts(rows.ptr.cast::<T>().add(offset), to.len()) }, to);
+    });
+}
