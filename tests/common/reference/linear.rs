@@ -1,46 +1,30 @@
 //! Linear layers from their definition.
 
-/// `x weightᵀ + bias + residual` for rows of `in_features`; the weight has a row for each output.
+/// `x weightᵀ + bias + residual`; sizes are rows, `in_features` and `out_features`.
 pub fn linear(
     x: &[f64],
     weight: &[f64],
-    in_features: usize,
-    rows: usize,
+    sizes: (usize, usize, usize),
     bias: Option<&[f64]>,
     residual: Option<&[f64]>,
 ) -> Vec<f64> {
-    let out_features = weight.len().checked_div(in_features).unwrap_or(0);
-    compute(
-        x,
-        weight,
-        (rows, in_features, out_features),
-        bias,
-        residual,
-        |a, b| a.iter().zip(b).map(|(a, b)| a * b).sum(),
-    )
+    compute(x, weight, sizes, bias, residual, |a, b| {
+        a.iter().zip(b).map(|(a, b)| a * b).sum()
+    })
 }
 
 /// The same with f32 products summed one after the other: the plain implementation that errors are measured against.
 pub fn linear_f32(
     x: &[f64],
     weight: &[f64],
-    in_features: usize,
-    rows: usize,
+    sizes: (usize, usize, usize),
     bias: Option<&[f64]>,
     residual: Option<&[f64]>,
 ) -> Vec<f64> {
-    let out_features = weight.len().checked_div(in_features).unwrap_or(0);
-    compute(
-        x,
-        weight,
-        (rows, in_features, out_features),
-        bias,
-        residual,
-        |a, b| {
-            let products = a.iter().zip(b).map(|(a, b)| *a as f32 * *b as f32);
-            f64::from(products.fold(0.0, |sum: f32, p| sum + p))
-        },
-    )
+    compute(x, weight, sizes, bias, residual, |a, b| {
+        let products = a.iter().zip(b).map(|(a, b)| *a as f32 * *b as f32);
+        f64::from(products.fold(0.0, |sum: f32, p| sum + p))
+    })
 }
 
 fn compute(

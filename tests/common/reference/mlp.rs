@@ -30,7 +30,7 @@ pub fn mlp(
     residual: Option<&[f64]>,
     plain: Option<DType>,
 ) -> Vec<f64> {
-    let product = |x: &[f64], layer: &Layer, depth, residual: Option<&[f64]>| {
+    let product = |x: &[f64], layer: &Layer, (depth, columns), residual: Option<&[f64]>| {
         let f = if plain.is_some() {
             linear::linear_f32
         } else {
@@ -39,19 +39,18 @@ pub fn mlp(
         f(
             x,
             &layer.weight,
-            depth,
-            rows,
+            (rows, depth, columns),
             layer.bias.as_deref(),
             residual,
         )
     };
-    let gate = product(x, &layers.gate, hidden, None);
-    let up = product(x, &layers.up, hidden, None);
+    let gate = product(x, &layers.gate, (hidden, intermediate), None);
+    let up = product(x, &layers.up, (hidden, intermediate), None);
     let mut middle = swiglu::swiglu(&gate, &up, activation);
     if let Some(dtype) = plain {
         for m in &mut middle {
             *m = round_to(dtype, *m);
         }
     }
-    product(&middle, &layers.down, intermediate, residual)
+    product(&middle, &layers.down, (intermediate, hidden), residual)
 }
