@@ -1,7 +1,7 @@
 //! The C ABI as a caller sees it, for tests of misuse.
 
 use unsloth::ffi::context::{unsloth_context, unsloth_context_create, unsloth_context_destroy};
-use unsloth::ffi::status::{UNSLOTH_STATUS_SUCCESS, unsloth_last_error_message, unsloth_status};
+use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::{UNSLOTH_MAX_RANK, unsloth_tensor};
 use unsloth::{DType, Layout};
 
@@ -79,4 +79,102 @@ pub fn assert_untouched(output: &DeviceTensor) {
         output.download().bits() == before.bits(),
         "a failed call wrote to its output"
     );
+}
+
+/// What is done to good arguments, the status and the message that must follow.
+pub type Misuse<P> = (fn(&mut P), unsloth_status, &'static str);
+
+/// The functions of one operation.
+pub struct Operation<P> {
+    pub name: &'static str,
+    pub supported: unsafe extern "C" fn(
+        *mut unsloth_context,
+        *const P,
+        *mut unsloth::ffi::unsloth_implementation,
+    ) -> unsloth_status,
+    pub forward: unsafe extern "C" fn(
+        *mut unsloth_context,
+        *const P,
+        unsloth::ffi::unsloth_stream,
+    ) -> unsloth_status,
+}
+
+impl<P: Copy> Operation<P> {
+    /// Every misuse is refused with its message and leaves the outputs poisoned; then the good arguments, whose tensors lie in
+    /// live memory, succeed. Handles and pointers are spoilt as well.
+    pub fn check(&self, good: P, table: &[Misuse<P>], outputs: &[&DeviceTensor]) {
+        let ctx = Handle::cpu();
+        let stream = std::ptr::null_mut();
+        for (spoil, status, message) in table {
+            let mut params = good;
+            spoil(&mut params);
+            // SAFETY: every tensor that passes validation lies in live memory, by this function's contract.
+            let got = unsafe { (self.forward)(ctx.0, &params, stream) };
+            assert_fails(got, *status, message);
+            outputs.iter().for_each(|output| assert_untouched(output));
+        }
+        let fails = |got, status, problem: &str| {
+            assert_fails(got, status, &format!("{}: {problem}", self.name));
+        };
+        let dead = Handle::cpu().0;
+        // SAFETY: NULL, destroyed handles and misaligned pointers are what is tested; the good arguments are good.
+        unsafe {
+            let params = std::ptr::from_ref(&good);
+            let got = (self.forward)(std::ptr::null_mut(), params, stream);
+            fails(got, UNSLOTH_STATUS_NULL_POINTER, "ctx is NULL");
+            let got = (self.forward)(ctx.0, std::ptr::null(), stream);
+            fails(got, UNSLOTH_STATUS_NULL_POINTER, "params is NULL");
+            let got = (self.forward)(ctx.0, std::ptr::without_provenance(0x1001), stream);
+            let problem = "params 0x1001 is not aligned to 8 bytes";
+            fails(got, UNSLOTH_STATUS_INVALID_ARGUMENT, problem);
+            let got = (self.forward)(dead, params, stream);
+            assert_eq!(got, UNSLOTH_STATUS_INVALID_HANDLE, "{}", last_message());
+            outputs.iter().for_each(|output| assert_untouched(output));
+
+            let mut implementation = 77;
+            let got = (self.supported)(ctx.0, std::ptr::null(), &mut implementation);
+            assert_eq!((got, implementation), (UNSLOTH_STATUS_NULL_POINTER, 77));
+            let got = (self.supported)(ctx.0, params, &mut implementation);
+            assert_eq!((got, implementation), (UNSLOTH_STATUS_SUCCESS, 1));
+            let got = (self.supported)(ctx.0, params, std::ptr::null_mut());
+            assert_eq!(got, UNSLOTH_STATUS_SUCCESS);
+            outputs.iter().for_each(|output| assert_untouched(output));
+
+            let got = (self.forward)(ctx.0, params, stream);
+            assert_eq!(got, UNSLOTH_STATUS_SUCCESS, "{}", last_message());
+        }
+        for output in outputs {
+            assert!(
+                output
+                    .download_output()
+                    .values()
+                    .iter()
+                    .all(|y| y.is_finite())
+            );
+        }
+    }
+}
+
+/// The tensor four bytes further on.
+pub fn shifted(tensor: &unsloth_tensor) -> unsloth_tensor {
+    unsloth_tensor {
+        data: tensor.data.wrapping_byte_add(4),
+        ..*tensor
+    }
+}
+
+/// A parameter struct with nothing but its size set.
+///
+/// # Safety
+/// All zero is a value of `P`, whose first field is the `u32` size.
+pub unsafe fn zeroed_params<P: Copy>() -> P {
+    let mut params = std::mem::MaybeUninit::<P>::zeroed();
+    // SAFETY: the caller's promise.
+    unsafe {
+        params
+            .as_mut_ptr()
+            .cast::<u32>()
+            .write(size_of::<P>() as u32);
+        params.assume_init()
+    }
 }
