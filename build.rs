@@ -1,6 +1,8 @@
-//! Sets the soname and checks that `include/unsloth.h` is what cbindgen makes of `src/ffi`.
+//! Sets the soname, checks that `include/unsloth.h` is what cbindgen makes of `src/ffi`, and lists the header's structs for
+//! `tests/header.rs`.
 
-use std::path::Path;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 fn main() {
@@ -31,7 +33,7 @@ fn header() {
     };
     sources.sort_by_key(|path| (section(path), path.clone()));
     let mut builder = cbindgen::Builder::new().with_config(config);
-    for source in sources {
+    for source in &sources {
         builder = builder.with_src(source);
     }
     let bindings = match builder.generate() {
@@ -45,15 +47,56 @@ fn header() {
     let mut fresh = Vec::new();
     bindings.write(&mut fresh);
     let fresh = String::from_utf8_lossy(&fresh).replace("# Safety\n * ", "Requires: ");
+    let out = PathBuf::from(var("OUT_DIR"));
+    write(&out.join("unsloth.h"), &fresh);
+    write(&out.join("structs.rs"), &structs(&fresh, &sources));
     let path = root.join("include/unsloth.h");
     if fs::read(&path).is_ok_and(|committed| committed == fresh.as_bytes()) {
         return;
     }
     if env::var_os("UNSLOTH_UPDATE_HEADER").is_some() {
-        fs::write(&path, fresh).expect("include/unsloth.h is writable");
+        write(&path, &fresh);
     } else {
         println!("cargo:warning=include/unsloth.h is not current: run `make header`");
     }
+}
+
+/// Rust that lists every struct of the header with its size, its alignment and its fields, for `tests/header.rs` to include: the
+/// header names them, the compiler measures them.
+fn structs(header: &str, sources: &[PathBuf]) -> String {
+    let mut rust = String::new();
+    for source in sources {
+        let text = fs::read_to_string(source).unwrap_or_default();
+        if text.contains("\npub struct unsloth_")
+            && let Some(section) = source.file_stem().and_then(|stem| stem.to_str())
+        {
+            let _ = writeln!(rust, "use unsloth::ffi::{section}::*;");
+        }
+    }
+    let _ = writeln!(rust, "const STRUCTS: &[Struct] = &[");
+    let mut name = None;
+    for line in header.lines() {
+        if let Some(begun) = line.strip_prefix("typedef struct ") {
+            name = begun.strip_suffix(" {");
+            if let Some(name) = name {
+                let _ = writeln!(rust, "    structure!({name}");
+            }
+        } else if let Some(ended) = name
+            && line == format!("}} {ended};")
+        {
+            let _ = writeln!(rust, "    ),");
+            name = None;
+        } else if name.is_some()
+            && let Some(declaration) = line.strip_suffix(';')
+        {
+            // `int64_t shape[UNSLOTH_MAX_RANK]`, `void *data`
+            let declared = declaration.split('[').next().unwrap_or_default();
+            let field = declared.rsplit([' ', '*']).next().unwrap_or_default();
+            let _ = writeln!(rust, "        , {field}");
+        }
+    }
+    let _ = writeln!(rust, "];");
+    rust
 }
 
 /// The rank of a header section: what others build upon comes first.
@@ -67,6 +110,12 @@ fn section(path: &Path) -> usize {
         .iter()
         .position(|first| *first == stem)
         .unwrap_or(FIRST.len())
+}
+
+fn write(path: &Path, text: &str) {
+    if let Err(error) = fs::write(path, text) {
+        panic!("{}: {error}", path.display());
+    }
 }
 
 fn var(name: &str) -> String {
