@@ -115,7 +115,7 @@ fn few_rows<const N: usize>(
         .collect();
     let cost = depth.saturating_mul(rows * N);
     cpu.for_each_range(columns, cost, |range| {
-        cpu.arch().dispatch(
+        cpu.vectorize(
             #[inline(always)]
             || {
                 let mut sums = [[[0.0f32; DOT_COLUMNS]; FEW_ROWS]; N];
@@ -217,7 +217,7 @@ fn many_rows<const N: usize>(
                 for (sums, weight) in sums.iter_mut().zip(weights) {
                     product(x, weight, part.clone(), depth, &mut scratch, sums);
                 }
-                cpu.arch().dispatch(
+                cpu.vectorize(
                     #[inline(always)]
                     || {
                         let width = part.1.len();

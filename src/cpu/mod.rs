@@ -69,6 +69,24 @@ impl Cpu {
         self.pool.current_num_threads()
     }
 
+    /// Calls `f` compiled for the processor's instruction set, if `f` and its helpers are `#[inline(always)]`.
+    ///
+    /// `arch().dispatch` calls a closure as `FnOnce`. Where the closure is more than that, it goes through a shim that is not
+    /// inlined: the body is compiled for the baseline, and every `mul_add` becomes a call.
+    #[inline(always)]
+    pub fn vectorize<R>(&self, f: impl FnMut() -> R) -> R {
+        struct Call<F>(F);
+        impl<R, F: FnMut() -> R> pulp::WithSimd for Call<F> {
+            type Output = R;
+
+            #[inline(always)]
+            fn with_simd<S: pulp::Simd>(mut self, _: S) -> R {
+                (self.0)()
+            }
+        }
+        self.arch.dispatch(Call(f))
+    }
+
     /// The instruction set to vectorise for; loops run inside `arch().dispatch(|| ..)`, with helpers marked `#[inline(always)]`.
     pub fn arch(&self) -> pulp::Arch {
         self.arch
