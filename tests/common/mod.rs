@@ -7,6 +7,7 @@
 #![allow(dead_code, unused_imports)] // each test binary uses its part
 
 pub mod abi;
+pub mod attention;
 pub mod reference;
 pub mod rules;
 pub mod tensor;

@@ -1,5 +1,6 @@
 //! Every operation in f64, written from its definition and nothing else.
 
+pub mod attention;
 pub mod linear;
 pub mod mlp;
 pub mod rms_norm;
