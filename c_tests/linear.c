@@ -1,0 +1,34 @@
+// Linear layers: product, bias, accumulation; arguments that are refused.
+#include "check.h"
+
+enum { ROWS = 20, IN = 33, OUT = 17 };
+
+int main(void) {
+  static float x[ROWS][IN], weight[OUT][IN], bias[OUT], out[ROWS][OUT];
+  unsloth_context *ctx = cpu_context();
+  fill_random(&x[0][0], ROWS * IN, 1);
+  fill_random(&weight[0][0], OUT * IN, 2);
+  fill_random(bias, OUT, 3);
+  for (int i = 0; i < ROWS * OUT; i++) (&out[0][0])[i] = 100;
+  unsloth_linear_params p = UNSLOTH_LINEAR_PARAMS_INIT;
+  p.x = f32_tensor(&x[0][0], ROWS, IN, -1, -1);
+  p.weight = f32_tensor(&weight[0][0], OUT, IN, -1, -1);
+  p.bias = f32_tensor(bias, OUT, -1, -1, -1);
+  p.out = f32_tensor(&out[0][0], ROWS, OUT, -1, -1);
+  p.residual = p.out;
+  CHECK_OK(unsloth_linear_forward(ctx, &p, NULL));
+  for (int row = 0; row < ROWS; row++) {
+    for (int column = 0; column < OUT; column++) {
+      double sum = 100.0 + bias[column];
+      for (int i = 0; i < IN; i++) sum += (double)x[row][i] * weight[column][i];
+      CHECK_NEAR(out[row][column], sum, 1e-4);
+    }
+  }
+
+  p.weight.shape[1] = IN - 1;
+  CHECK_FAILS(unsloth_linear_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "linear: weight has shape [17, 32], expected [17, 33]");
+  CHECK_FAILS(unsloth_linear_forward(NULL, &p, NULL), UNSLOTH_STATUS_NULL_POINTER, "linear: ctx is NULL");
+  CHECK_OK(unsloth_context_destroy(ctx));
+  return 0;
+}
