@@ -1,0 +1,191 @@
+//! The library against candle, which nobody here wrote: the same inputs through both.
+
+mod common;
+
+use candle_core::{D, Device, Tensor};
+use common::{FLOATS, TestTensor, contexts, rng};
+use unsloth::ops::linear::{self, Output, Weights};
+use unsloth::ops::rms_norm;
+use unsloth::ops::rope::{self, Angles, Rotation, Style};
+use unsloth::ops::swiglu::{self, Activation, GateOrder, Tensors};
+use unsloth::{Context, DType, InOut, Layout, Stream};
+
+/// candle's tensor with the same elements.
+fn candle(t: &TestTensor) -> Tensor {
+    let values: Vec<f32> = t.values().iter().map(|v| *v as f32).collect();
+    let dtype = match t.dtype {
+        DType::F16 => candle_core::DType::F16,
+        DType::Bf16 => candle_core::DType::BF16,
+        _ => candle_core::DType::F32,
+    };
+    Tensor::from_vec(values, t.layout.shape(), &Device::Cpu)
+        .unwrap()
+        .to_dtype(dtype)
+        .unwrap()
+}
+
+/// candle's result equals ours up to what rounding in its dtype at a few places may do.
+fn assert_agrees(what: &str, ours: &TestTensor, theirs: &Tensor) {
+    let theirs: Vec<f32> = theirs
+        .to_dtype(candle_core::DType::F32)
+        .and_then(|t| t.flatten_all())
+        .and_then(|t| t.to_vec1())
+        .unwrap();
+    let ours_values = ours.values();
+    assert_eq!(ours_values.len(), theirs.len(), "{what}");
+    let magnitude = theirs.iter().fold(0.0f64, |m, v| m.max(f64::from(v.abs())));
+    assert!(magnitude > 0.0, "{what}: candle gives zeros alone");
+    let bound = 4.0 * common::rules::epsilon(ours.dtype) * magnitude;
+    for (i, (a, b)) in ours_values.iter().zip(&theirs).enumerate() {
+        let error = (a - f64::from(*b)).abs();
+        assert!(
+            error <= bound,
+            "{what} {}: element {i} is {a}, candle's {b}",
+            ours.dtype
+        );
+    }
+}
+
+fn normal(dtype: DType, shape: &[usize]) -> TestTensor {
+    TestTensor::normal(&mut rng(), dtype, Layout::contiguous(shape).unwrap())
+}
+
+fn output(ctx: &Context, dtype: DType, shape: &[usize]) -> common::DeviceTensor {
+    TestTensor::poisoned(dtype, Layout::contiguous(shape).unwrap()).upload(ctx)
+}
+
+#[test]
+fn rms_norm() {
+    for ctx in contexts() {
+        for dtype in FLOATS {
+            let (x, weight) = (normal(dtype, &[7, 192]), normal(dtype, &[192]));
+            let (dx, dw) = (x.upload(&ctx), weight.upload(&ctx));
+            let mut out = output(&ctx, dtype, &[7, 192]);
+            let params = rms_norm::Params {
+                x: InOut::Apart {
+                    input: dx.view(),
+                    output: out.view_mut(),
+                },
+                residual: None,
+                weight: Some(dw.view()),
+                weight_offset: 0.0,
+                epsilon: 1e-5,
+            };
+            rms_norm::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+            drop(params);
+            let theirs = candle_nn::ops::rms_norm(&candle(&x), &candle(&weight), 1e-5).unwrap();
+            assert_agrees("rms_norm", &out.download_output(), &theirs);
+        }
+    }
+}
+
+#[test]
+fn rope() {
+    let (batch, seq, heads, dim) = (2, 9, 3, 64);
+    for ctx in contexts() {
+        for dtype in FLOATS {
+            let x = normal(dtype, &[batch, seq, heads, dim]);
+            let angles = normal(DType::F32, &[seq, dim / 2]);
+            let table = |f: fn(f64) -> f64| {
+                let values: Vec<f64> = angles.values().iter().map(|a| f(*a)).collect();
+                TestTensor::of(DType::F32, &[seq, dim / 2], &values)
+            };
+            let (cos, sin) = (table(f64::cos), table(f64::sin));
+            let (dx, dcos, dsin) = (x.upload(&ctx), cos.upload(&ctx), sin.upload(&ctx));
+            for style in [Style::HalfSplit, Style::Interleaved] {
+                let mut out = output(&ctx, dtype, &[batch, seq, heads, dim]);
+                let params = rope::Params {
+                    q: Some(InOut::Apart {
+                        input: dx.view(),
+                        output: out.view_mut(),
+                    }),
+                    rotation: Rotation {
+                        style,
+                        rotary_dim: 0,
+                        angles: Angles::Table {
+                            cos: dcos.view(),
+                            sin: dsin.view(),
+                        },
+                    },
+                    ..rope::Params::default()
+                };
+                rope::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+                drop(params);
+                let (cos, sin) = (candle(&cos), candle(&sin));
+                let x = candle(&x);
+                let (cos, sin) = (
+                    cos.to_dtype(x.dtype()).unwrap(),
+                    sin.to_dtype(x.dtype()).unwrap(),
+                );
+                let theirs = match style {
+                    Style::Interleaved => {
+                        let heads_first = x.transpose(1, 2).unwrap().contiguous().unwrap();
+                        let y = candle_nn::rotary_emb::rope_i(&heads_first, &cos, &sin).unwrap();
+                        y.transpose(1, 2).unwrap().contiguous().unwrap()
+                    }
+                    _ => candle_nn::rotary_emb::rope_thd(&x, &cos, &sin).unwrap(),
+                };
+                assert_agrees("rope", &out.download_output(), &theirs);
+            }
+        }
+    }
+}
+
+#[test]
+fn swiglu() {
+    for ctx in contexts() {
+        for dtype in FLOATS {
+            let packed = normal(dtype, &[5, 2 * 130]);
+            let device = packed.upload(&ctx);
+            for activation in [Activation::Silu, Activation::Gelu, Activation::GeluTanh] {
+                let mut out = output(&ctx, dtype, &[5, 130]);
+                let params = swiglu::Params {
+                    tensors: Tensors::Packed {
+                        gate_up: device.view(),
+                        order: GateOrder::GateFirst,
+                        out: out.view_mut(),
+                    },
+                    activation,
+                };
+                swiglu::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+                drop(params);
+                let halves = candle(&packed).chunk(2, D::Minus1).unwrap();
+                let gate = match activation {
+                    Activation::Gelu => halves[0].gelu_erf(),
+                    Activation::GeluTanh => halves[0].gelu(),
+                    _ => halves[0].silu(),
+                };
+                let theirs = (gate.unwrap() * &halves[1]).unwrap();
+                assert_agrees("swiglu", &out.download_output(), &theirs);
+            }
+        }
+    }
+}
+
+#[test]
+fn linear() {
+    for ctx in contexts() {
+        // candle multiplies matrices of f32 and f16 on the CPU.
+        for dtype in [DType::F32, DType::F16] {
+            for rows in [1, 5, 70] {
+                let (x, weight) = (normal(dtype, &[rows, 96]), normal(dtype, &[130, 96]));
+                let bias = normal(dtype, &[130]);
+                let (dx, dw, db) = (x.upload(&ctx), weight.upload(&ctx), bias.upload(&ctx));
+                let mut out = output(&ctx, dtype, &[rows, 130]);
+                let params = linear::Params {
+                    x: dx.view(),
+                    weights: Weights {
+                        weight: dw.view(),
+                        bias: Some(db.view()),
+                    },
+                    output: Output::Write(out.view_mut()),
+                };
+                linear::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+                drop(params);
+                let product = candle(&x).matmul(&candle(&weight).t().unwrap()).unwrap();
+                let theirs = product.broadcast_add(&candle(&bias)).unwrap();
+                assert_agrees("linear", &out.download_output(), &theirs);
+            }
+        }
+    }
+}
