@@ -34,7 +34,14 @@ fn header() {
     sources.sort_by_key(|path| (section(path), path.clone()));
     let mut builder = cbindgen::Builder::new().with_config(config);
     for source in &sources {
-        builder = builder.with_src(source);
+        builder = if source.ends_with("mod.rs") {
+            // Elsewhere, so that its `mod` items lead nowhere: they would be followed, and every section would come twice.
+            let alone = PathBuf::from(var("OUT_DIR")).join("mod.rs");
+            write(&alone, &fs::read_to_string(source).unwrap_or_default());
+            builder.with_src(alone)
+        } else {
+            builder.with_src(source)
+        };
     }
     let bindings = match builder.generate() {
         Ok(bindings) => bindings,

@@ -14,6 +14,32 @@
   _Static_assert(offsetof(type, field) == offset && sizeof(((type *)0)->field) == size, \
                  #type "." #field)
 
+STRUCT(unsloth_device_info, 168, 8);
+FIELD(unsloth_device_info, struct_size, 0, 4);
+FIELD(unsloth_device_info, backend, 4, 4);
+FIELD(unsloth_device_info, device, 8, 4);
+FIELD(unsloth_device_info, compute_capability_major, 12, 4);
+FIELD(unsloth_device_info, compute_capability_minor, 16, 4);
+FIELD(unsloth_device_info, num_units, 20, 4);
+FIELD(unsloth_device_info, total_memory, 24, 8);
+FIELD(unsloth_device_info, free_memory, 32, 8);
+FIELD(unsloth_device_info, name, 40, 128);
+
+STRUCT(unsloth_context_params, 24, 8);
+FIELD(unsloth_context_params, struct_size, 0, 4);
+FIELD(unsloth_context_params, backend, 4, 4);
+FIELD(unsloth_context_params, device, 8, 4);
+FIELD(unsloth_context_params, num_threads, 12, 4);
+FIELD(unsloth_context_params, memory_limit, 16, 8);
+
+STRUCT(unsloth_memory_stats, 40, 8);
+FIELD(unsloth_memory_stats, struct_size, 0, 4);
+FIELD(unsloth_memory_stats, reserved, 4, 4);
+FIELD(unsloth_memory_stats, in_use, 8, 8);
+FIELD(unsloth_memory_stats, peak, 16, 8);
+FIELD(unsloth_memory_stats, limit, 24, 8);
+FIELD(unsloth_memory_stats, num_allocations, 32, 8);
+
 STRUCT(unsloth_tensor, 112, 8);
 FIELD(unsloth_tensor, data, 0, 8);
 FIELD(unsloth_tensor, shape, 8, 48);
@@ -47,24 +73,6 @@ FIELD(unsloth_attention_params, cu_seqlens_q, 1080, 112);
 FIELD(unsloth_attention_params, cu_seqlens_k, 1192, 112);
 FIELD(unsloth_attention_params, seq_lens_k, 1304, 112);
 FIELD(unsloth_attention_params, block_table, 1416, 112);
-
-STRUCT(unsloth_device_info, 168, 8);
-FIELD(unsloth_device_info, struct_size, 0, 4);
-FIELD(unsloth_device_info, backend, 4, 4);
-FIELD(unsloth_device_info, device, 8, 4);
-FIELD(unsloth_device_info, compute_capability_major, 12, 4);
-FIELD(unsloth_device_info, compute_capability_minor, 16, 4);
-FIELD(unsloth_device_info, num_units, 20, 4);
-FIELD(unsloth_device_info, total_memory, 24, 8);
-FIELD(unsloth_device_info, free_memory, 32, 8);
-FIELD(unsloth_device_info, name, 40, 128);
-
-STRUCT(unsloth_context_params, 24, 8);
-FIELD(unsloth_context_params, struct_size, 0, 4);
-FIELD(unsloth_context_params, backend, 4, 4);
-FIELD(unsloth_context_params, device, 8, 4);
-FIELD(unsloth_context_params, num_threads, 12, 4);
-FIELD(unsloth_context_params, memory_limit, 16, 8);
 
 STRUCT(unsloth_embedding_params, 344, 8);
 FIELD(unsloth_embedding_params, struct_size, 0, 4);
@@ -144,14 +152,6 @@ FIELD(unsloth_linear_params, weight, 120, 112);
 FIELD(unsloth_linear_params, bias, 232, 112);
 FIELD(unsloth_linear_params, residual, 344, 112);
 FIELD(unsloth_linear_params, out, 456, 112);
-
-STRUCT(unsloth_memory_stats, 40, 8);
-FIELD(unsloth_memory_stats, struct_size, 0, 4);
-FIELD(unsloth_memory_stats, reserved, 4, 4);
-FIELD(unsloth_memory_stats, in_use, 8, 8);
-FIELD(unsloth_memory_stats, peak, 16, 8);
-FIELD(unsloth_memory_stats, limit, 24, 8);
-FIELD(unsloth_memory_stats, num_allocations, 32, 8);
 
 STRUCT(unsloth_mlp_params, 1264, 8);
 FIELD(unsloth_mlp_params, struct_size, 0, 4);

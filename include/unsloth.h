@@ -69,9 +69,118 @@ typedef struct unsloth_kv_cache unsloth_kv_cache;
 typedef int32_t unsloth_status;
 
 /**
- * The order of the dimensions inside a page of keys or values.
+ * Where operations run.
  */
-typedef uint32_t unsloth_page_layout;
+typedef uint32_t unsloth_backend;
+
+/**
+ * A device as its driver or operating system describes it.
+ */
+typedef struct unsloth_device_info {
+  /**
+   * `sizeof(unsloth_device_info)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * The backend it belongs to.
+   */
+  unsloth_backend backend;
+  /**
+   * Device ordinal.
+   */
+  int32_t device;
+  /**
+   * CUDA compute capability, major part; 0 for the CPU.
+   */
+  uint32_t compute_capability_major;
+  /**
+   * CUDA compute capability, minor part; 0 for the CPU.
+   */
+  uint32_t compute_capability_minor;
+  /**
+   * Multiprocessors of a GPU, hardware threads of a CPU.
+   */
+  uint32_t num_units;
+  /**
+   * Memory in bytes; 0 if unknown.
+   */
+  uint64_t total_memory;
+  /**
+   * Memory free at the time of the call, in bytes; 0 if unknown.
+   */
+  uint64_t free_memory;
+  /**
+   * The vendor's name, NUL-terminated UTF-8.
+   */
+  char name[128];
+} unsloth_device_info;
+
+/**
+ * How to make a context; all zero is the CPU with every hardware thread and no memory limit.
+ */
+typedef struct unsloth_context_params {
+  /**
+   * `sizeof(unsloth_context_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Where operations run.
+   */
+  unsloth_backend backend;
+  /**
+   * Device ordinal; 0 for the CPU.
+   */
+  int32_t device;
+  /**
+   * Threads of the CPU backend; 0 means all that the process may use. Other backends ignore it.
+   */
+  uint32_t num_threads;
+  /**
+   * Most bytes allocated through the context at a time; 0 for no limit.
+   */
+  uint64_t memory_limit;
+} unsloth_context_params;
+
+/**
+ * A queue of work on a device. With the CUDA backend a `CUstream` or `cudaStream_t` of the caller's, or NULL for the
+ * default stream. The CPU backend runs each call to its end and takes NULL.
+ */
+typedef void *unsloth_stream;
+
+/**
+ * Between which memories a copy goes.
+ */
+typedef uint32_t unsloth_copy_kind;
+
+/**
+ * What a context has allocated.
+ */
+typedef struct unsloth_memory_stats {
+  /**
+   * `sizeof(unsloth_memory_stats)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Bytes allocated now, KV caches included.
+   */
+  uint64_t in_use;
+  /**
+   * The most bytes that were allocated at a time since the context was made or the peak reset.
+   */
+  uint64_t peak;
+  /**
+   * The most bytes that may be allocated at a time; 0 for no limit.
+   */
+  uint64_t limit;
+  /**
+   * Live allocations.
+   */
+  uint64_t num_allocations;
+} unsloth_memory_stats;
 
 /**
  * The type of a tensor's elements. Zero is none, so that a zeroed tensor is recognised as absent.
@@ -106,6 +215,11 @@ typedef struct unsloth_tensor {
    */
   uint32_t rank;
 } unsloth_tensor;
+
+/**
+ * The order of the dimensions inside a page of keys or values.
+ */
+typedef uint32_t unsloth_page_layout;
 
 /**
  * Arguments of `unsloth_attention_forward`: `out = softmax(scale * q k^T + ...) v`, exact.
@@ -244,85 +358,6 @@ typedef struct unsloth_attention_params {
  * Which implementation runs a call; see the `unsloth_*_supported` functions.
  */
 typedef uint32_t unsloth_implementation;
-
-/**
- * A queue of work on a device. With the CUDA backend a `CUstream` or `cudaStream_t` of the caller's, or NULL for the
- * default stream. The CPU backend runs each call to its end and takes NULL.
- */
-typedef void *unsloth_stream;
-
-/**
- * Where operations run.
- */
-typedef uint32_t unsloth_backend;
-
-/**
- * A device as its driver or operating system describes it.
- */
-typedef struct unsloth_device_info {
-  /**
-   * `sizeof(unsloth_device_info)`, set by the caller.
-   */
-  uint32_t struct_size;
-  /**
-   * The backend it belongs to.
-   */
-  unsloth_backend backend;
-  /**
-   * Device ordinal.
-   */
-  int32_t device;
-  /**
-   * CUDA compute capability, major part; 0 for the CPU.
-   */
-  uint32_t compute_capability_major;
-  /**
-   * CUDA compute capability, minor part; 0 for the CPU.
-   */
-  uint32_t compute_capability_minor;
-  /**
-   * Multiprocessors of a GPU, hardware threads of a CPU.
-   */
-  uint32_t num_units;
-  /**
-   * Memory in bytes; 0 if unknown.
-   */
-  uint64_t total_memory;
-  /**
-   * Memory free at the time of the call, in bytes; 0 if unknown.
-   */
-  uint64_t free_memory;
-  /**
-   * The vendor's name, NUL-terminated UTF-8.
-   */
-  char name[128];
-} unsloth_device_info;
-
-/**
- * How to make a context; all zero is the CPU with every hardware thread and no memory limit.
- */
-typedef struct unsloth_context_params {
-  /**
-   * `sizeof(unsloth_context_params)`.
-   */
-  uint32_t struct_size;
-  /**
-   * Where operations run.
-   */
-  unsloth_backend backend;
-  /**
-   * Device ordinal; 0 for the CPU.
-   */
-  int32_t device;
-  /**
-   * Threads of the CPU backend; 0 means all that the process may use. Other backends ignore it.
-   */
-  uint32_t num_threads;
-  /**
-   * Most bytes allocated through the context at a time; 0 for no limit.
-   */
-  uint64_t memory_limit;
-} unsloth_context_params;
 
 /**
  * Arguments of `unsloth_embedding_forward`: `out[..] = table[ids[..]]`.
@@ -630,41 +665,6 @@ typedef struct unsloth_linear_params {
    */
   struct unsloth_tensor out;
 } unsloth_linear_params;
-
-/**
- * Between which memories a copy goes.
- */
-typedef uint32_t unsloth_copy_kind;
-
-/**
- * What a context has allocated.
- */
-typedef struct unsloth_memory_stats {
-  /**
-   * `sizeof(unsloth_memory_stats)`, set by the caller.
-   */
-  uint32_t struct_size;
-  /**
-   * Zero.
-   */
-  uint32_t reserved;
-  /**
-   * Bytes allocated now, KV caches included.
-   */
-  uint64_t in_use;
-  /**
-   * The most bytes that were allocated at a time since the context was made or the peak reset.
-   */
-  uint64_t peak;
-  /**
-   * The most bytes that may be allocated at a time; 0 for no limit.
-   */
-  uint64_t limit;
-  /**
-   * Live allocations.
-   */
-  uint64_t num_allocations;
-} unsloth_memory_stats;
 
 /**
  * The function applied to a gate.
@@ -975,77 +975,6 @@ typedef struct unsloth_swiglu_params {
 #define UNSLOTH_IMPLEMENTATION_CPU 1
 
 /**
- * `[num_pages, page_size, num_kv_heads, head_dim]`: tokens before heads.
- */
-#define UNSLOTH_PAGE_LAYOUT_TOKEN_MAJOR 0
-
-/**
- * `[num_pages, num_kv_heads, page_size, head_dim]`: heads before tokens.
- */
-#define UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR 1
-
-/**
- * The host processor; tensors are host memory. Always there, and the default.
- */
-#define UNSLOTH_BACKEND_CPU 0
-
-/**
- * An NVIDIA GPU; tensors are device memory.
- */
-#define UNSLOTH_BACKEND_CUDA 1
-
-/**
- * From the host to the context's device.
- */
-#define UNSLOTH_COPY_KIND_HOST_TO_DEVICE 1
-
-/**
- * From the context's device to the host.
- */
-#define UNSLOTH_COPY_KIND_DEVICE_TO_HOST 2
-
-/**
- * Within the context's device.
- */
-#define UNSLOTH_COPY_KIND_DEVICE_TO_DEVICE 3
-
-/**
- * Components `i` and `i + rotary_dim / 2` (GPT-NeoX, and Llama in Hugging Face's layout).
- */
-#define UNSLOTH_ROPE_STYLE_HALF_SPLIT 0
-
-/**
- * Components `2i` and `2i + 1` (GPT-J, and Llama in Meta's layout, which GGUF keeps).
- */
-#define UNSLOTH_ROPE_STYLE_INTERLEAVED 1
-
-/**
- * Not at all.
- */
-#define UNSLOTH_ROPE_SCALING_NONE 0
-
-/**
- * Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`.
- */
-#define UNSLOTH_ROPE_SCALING_LINEAR 1
-
-/**
- * NTK-aware, static: theta becomes `theta * factor^(d / (d - 2))`, d being the rotary dimension.
- */
-#define UNSLOTH_ROPE_SCALING_NTK 2
-
-/**
- * YaRN (arXiv:2309.00071), as in its authors' code and Hugging Face's; uses `factor`, `original_max_positions`, `beta_fast`,
- * `beta_slow`, `extrapolation_factor` and `fractional_ramp`.
- */
-#define UNSLOTH_ROPE_SCALING_YARN 3
-
-/**
- * Llama 3.1's; uses `factor`, `original_max_positions`, `low_freq_factor` and `high_freq_factor`.
- */
-#define UNSLOTH_ROPE_SCALING_LLAMA3 4
-
-/**
  * The call did what it was asked.
  */
 #define UNSLOTH_STATUS_SUCCESS 0
@@ -1106,29 +1035,29 @@ typedef struct unsloth_swiglu_params {
 #define UNSLOTH_STATUS_INTERNAL_ERROR 11
 
 /**
- * `x / (1 + exp(-x))` (Llama, Qwen, Mistral).
+ * The host processor; tensors are host memory. Always there, and the default.
  */
-#define UNSLOTH_ACTIVATION_SILU 0
+#define UNSLOTH_BACKEND_CPU 0
 
 /**
- * `x (1 + erf(x / sqrt(2))) / 2`.
+ * An NVIDIA GPU; tensors are device memory.
  */
-#define UNSLOTH_ACTIVATION_GELU 1
+#define UNSLOTH_BACKEND_CUDA 1
 
 /**
- * `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2` (Gemma).
+ * From the host to the context's device.
  */
-#define UNSLOTH_ACTIVATION_GELU_TANH 2
+#define UNSLOTH_COPY_KIND_HOST_TO_DEVICE 1
 
 /**
- * Gate, then up.
+ * From the context's device to the host.
  */
-#define UNSLOTH_GATE_ORDER_GATE_FIRST 0
+#define UNSLOTH_COPY_KIND_DEVICE_TO_HOST 2
 
 /**
- * Up, then gate.
+ * Within the context's device.
  */
-#define UNSLOTH_GATE_ORDER_UP_FIRST 1
+#define UNSLOTH_COPY_KIND_DEVICE_TO_DEVICE 3
 
 /**
  * IEEE binary32.
@@ -1180,510 +1109,80 @@ typedef struct unsloth_swiglu_params {
  */
 #define UNSLOTH_DTYPE_TERNARY 10
 
+/**
+ * `[num_pages, page_size, num_kv_heads, head_dim]`: tokens before heads.
+ */
+#define UNSLOTH_PAGE_LAYOUT_TOKEN_MAJOR 0
+
+/**
+ * `[num_pages, num_kv_heads, page_size, head_dim]`: heads before tokens.
+ */
+#define UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR 1
+
+/**
+ * Components `i` and `i + rotary_dim / 2` (GPT-NeoX, and Llama in Hugging Face's layout).
+ */
+#define UNSLOTH_ROPE_STYLE_HALF_SPLIT 0
+
+/**
+ * Components `2i` and `2i + 1` (GPT-J, and Llama in Meta's layout, which GGUF keeps).
+ */
+#define UNSLOTH_ROPE_STYLE_INTERLEAVED 1
+
+/**
+ * Not at all.
+ */
+#define UNSLOTH_ROPE_SCALING_NONE 0
+
+/**
+ * Position interpolation (arXiv:2306.15595): every frequency is divided by `factor`.
+ */
+#define UNSLOTH_ROPE_SCALING_LINEAR 1
+
+/**
+ * NTK-aware, static: theta becomes `theta * factor^(d / (d - 2))`, d being the rotary dimension.
+ */
+#define UNSLOTH_ROPE_SCALING_NTK 2
+
+/**
+ * YaRN (arXiv:2309.00071), as in its authors' code and Hugging Face's; uses `factor`, `original_max_positions`, `beta_fast`,
+ * `beta_slow`, `extrapolation_factor` and `fractional_ramp`.
+ */
+#define UNSLOTH_ROPE_SCALING_YARN 3
+
+/**
+ * Llama 3.1's; uses `factor`, `original_max_positions`, `low_freq_factor` and `high_freq_factor`.
+ */
+#define UNSLOTH_ROPE_SCALING_LLAMA3 4
+
+/**
+ * `x / (1 + exp(-x))` (Llama, Qwen, Mistral).
+ */
+#define UNSLOTH_ACTIVATION_SILU 0
+
+/**
+ * `x (1 + erf(x / sqrt(2))) / 2`.
+ */
+#define UNSLOTH_ACTIVATION_GELU 1
+
+/**
+ * `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2` (Gemma).
+ */
+#define UNSLOTH_ACTIVATION_GELU_TANH 2
+
+/**
+ * Gate, then up.
+ */
+#define UNSLOTH_GATE_ORDER_GATE_FIRST 0
+
+/**
+ * Up, then gate.
+ */
+#define UNSLOTH_GATE_ORDER_UP_FIRST 1
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
-
-/**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
- * at. The status and message are those the call itself would give.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
- */
-unsloth_status unsloth_attention_supported(struct unsloth_context *ctx,
-                                           const struct unsloth_attention_params *params,
-                                           unsloth_implementation *implementation);
-
-/**
- * The bytes of workspace that this call needs, exactly; 0 on the CPU backend. Data pointers are not looked at.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `size` is NULL or valid for a write.
- */
-unsloth_status unsloth_attention_workspace_size(struct unsloth_context *ctx,
-                                                const struct unsloth_attention_params *params,
-                                                size_t *size);
-
-/**
- * Computes attention on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
- *
- * The CPU backend checks `cu_seqlens_*`, `seq_lens_k` and `block_table` before it writes anything; on a GPU they lie in device
- * memory, which a launch does not read, and their contents are the caller's responsibility. On the CPU backend the result
- * does not depend on the number of threads.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
- * until the work has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_attention_forward(struct unsloth_context *ctx,
-                                         const struct unsloth_attention_params *params,
-                                         unsloth_stream stream);
-
-/**
- * Writes the number of devices of a backend to `count`: 1 for the CPU.
- *
- * `UNSLOTH_STATUS_BACKEND_UNAVAILABLE` if the backend is not in this build or has no driver.
- *
- * Requires: `count` is NULL or valid for a write.
- */
-unsloth_status unsloth_device_count(unsloth_backend backend, int32_t *count);
-
-/**
- * Describes a device in `info`, whose `struct_size` the caller has set (`UNSLOTH_DEVICE_INFO_INIT`).
- *
- * Requires: `info` is NULL or points to `info->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_device_info_get(unsloth_backend backend,
-                                       int32_t device,
-                                       struct unsloth_device_info *info);
-
-/**
- * Makes a context and writes its handle to `ctx`; the caller ends it with `unsloth_context_destroy`. `params` may be NULL for the
- * defaults.
- *
- * `UNSLOTH_STATUS_BACKEND_UNAVAILABLE` if the backend is not in this build or has no driver.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `ctx` is NULL or valid for a write.
- */
-unsloth_status unsloth_context_create(const struct unsloth_context_params *params,
-                                      struct unsloth_context **ctx);
-
-/**
- * Ends a context and frees what was allocated with `unsloth_memory_alloc` and not freed. NULL is fine. A KV cache made from the
- * context keeps what it needs and may be destroyed later. No other thread may be inside a call with the context.
- */
-unsloth_status unsloth_context_destroy(struct unsloth_context *ctx);
-
-/**
- * Makes a stream on the context's device and writes it to `stream`; the caller ends it with `unsloth_stream_destroy`. Streams from
- * anywhere else serve as well. The CPU backend has one stream, NULL.
- *
- * Requires: `stream` is NULL or valid for a write.
- */
-unsloth_status unsloth_stream_create(struct unsloth_context *ctx,
-                                     unsloth_stream *stream);
-
-/**
- * Ends a stream made by `unsloth_stream_create`, after the work queued on it. NULL is fine.
- *
- * Requires: `stream` is NULL or a live stream of the context's device.
- */
-unsloth_status unsloth_stream_destroy(struct unsloth_context *ctx, unsloth_stream stream);
-
-/**
- * Waits until everything queued on `stream` has finished. The CPU backend runs each call to its end, so it returns at once.
- *
- * Requires: `stream` is NULL or a live stream of the context's device.
- */
-unsloth_status unsloth_stream_synchronize(struct unsloth_context *ctx,
-                                          unsloth_stream stream);
-
-/**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
- * at. The status and message are those the call itself would give, ids apart.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
- */
-unsloth_status unsloth_embedding_supported(struct unsloth_context *ctx,
-                                           const struct unsloth_embedding_params *params,
-                                           unsloth_implementation *implementation);
-
-/**
- * Gathers rows on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
- * has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_embedding_forward(struct unsloth_context *ctx,
-                                         const struct unsloth_embedding_params *params,
-                                         unsloth_stream stream);
-
-/**
- * Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with
- * `unsloth_kv_cache_destroy`. The cache keeps the context's device and accounting alive on its own.
- *
- * It allocates exactly what `unsloth_estimate_kv_cache` answers, once; nothing else about a cache allocates device memory.
- * `UNSLOTH_STATUS_OUT_OF_MEMORY` if that is not there.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `cache` is NULL or valid for a write.
- */
-unsloth_status unsloth_kv_cache_create(struct unsloth_context *ctx,
-                                       const struct unsloth_kv_cache_params *params,
-                                       struct unsloth_kv_cache **cache);
-
-/**
- * Ends a cache with its sequences and frees its memory. NULL is fine. No work that uses it may still be queued, and no other
- * thread may be inside a call with it.
- */
-unsloth_status unsloth_kv_cache_destroy(struct unsloth_kv_cache *cache);
-
-/**
- * Makes an empty sequence and writes its identifier, a positive number, to `sequence`. Identifiers of sequences that were freed are
- * recognised, and refused with `UNSLOTH_STATUS_INVALID_HANDLE`.
- *
- * Requires: `sequence` is NULL or valid for a write.
- */
-unsloth_status unsloth_kv_cache_sequence_create(struct unsloth_kv_cache *cache,
-                                                int64_t *sequence);
-
-/**
- * Ends a sequence and gives back its pages.
- */
-unsloth_status unsloth_kv_cache_sequence_free(struct unsloth_kv_cache *cache, int64_t sequence);
-
-/**
- * Makes a sequence with the same tokens and writes its identifier to `fork`. The two share every page until one of them writes to
- * it: the last page, if it is not full, is copied by the first of them to be extended.
- *
- * Requires: `fork` is NULL or valid for a write.
- */
-unsloth_status unsloth_kv_cache_sequence_fork(struct unsloth_kv_cache *cache,
-                                              int64_t sequence,
-                                              int64_t *fork);
-
-/**
- * Cuts a sequence to the tokens before position `num_tokens`, and gives back pages beyond them, reserved ones too.
- * `UNSLOTH_STATUS_INVALID_ARGUMENT` if that is beyond its end or inside what was evicted.
- */
-unsloth_status unsloth_kv_cache_sequence_truncate(struct unsloth_kv_cache *cache,
-                                                  int64_t sequence,
-                                                  int64_t num_tokens);
-
-/**
- * Gives back the pages between the first `num_sinks` and the last `window` tokens, and writes how many tokens that were to
- * `num_evicted` unless NULL.
- *
- * Whole pages go: up to `page_size - 1` tokens more than asked for stay on either side. The positions of the tokens that stay do
- * not change, nor does that of the next one; block tables and lengths count only what stays, so attention sees the sinks directly
- * followed by the window. What is evicted stays one range of positions: where a larger window and fewer sinks than before would
- * split it, nothing happens.
- *
- * Requires: `num_evicted` is NULL or valid for a write.
- */
-unsloth_status unsloth_kv_cache_sequence_evict(struct unsloth_kv_cache *cache,
-                                               int64_t sequence,
-                                               int64_t num_sinks,
-                                               int64_t window,
-                                               int64_t *num_evicted);
-
-/**
- * Takes pages for `num_tokens` more tokens, so that extending the sequence by these cannot run out of pages (unless the sequence is
- * forked in between). `UNSLOTH_STATUS_OUT_OF_PAGES` leaves everything as it was.
- *
- * Requires: `stream` is NULL or a live stream of the context's device.
- */
-unsloth_status unsloth_kv_cache_sequence_reserve(struct unsloth_kv_cache *cache,
-                                                 int64_t sequence,
-                                                 int64_t num_tokens,
-                                                 unsloth_stream stream);
-
-/**
- * Describes a sequence in `info`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT`).
- *
- * Requires: `info` is NULL or points to `info->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_kv_cache_sequence_info_get(struct unsloth_kv_cache *cache,
-                                                  int64_t sequence,
-                                                  struct unsloth_kv_cache_sequence_info *info);
-
-/**
- * Copies the page indices of a sequence, in the order of its tokens and reserved ones last, to `pages`, which has room for
- * `capacity` of them, and writes their number to `num_pages`. With `capacity` 0 (`pages` may then be NULL) it only counts; a
- * smaller capacity than that number is otherwise `UNSLOTH_STATUS_INVALID_ARGUMENT`.
- *
- * Requires: `pages` is NULL or has room for `capacity` entries; `num_pages` is NULL or valid for a write.
- */
-unsloth_status unsloth_kv_cache_sequence_pages_get(struct unsloth_kv_cache *cache,
-                                                   int64_t sequence,
-                                                   int32_t *pages,
-                                                   size_t capacity,
-                                                   size_t *num_pages);
-
-/**
- * Makes `num_sequences` sequences, of which `sequences[i]` gets `num_tokens[i]` new tokens, the current batch: finds pages for the
- * new tokens, advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`.
- *
- * `unsloth_kv_cache_append` must then write the new tokens in every layer. Numbers may be zero, and so may `num_sequences`. A
- * captured graph of appends and attention can be launched again after extending a batch with the same numbers of tokens; this
- * function itself stays outside the graph.
- *
- * `UNSLOTH_STATUS_OUT_OF_PAGES` if too few are free, `UNSLOTH_STATUS_INVALID_HANDLE` for an unknown sequence,
- * `UNSLOTH_STATUS_INVALID_ARGUMENT` if one occurs twice or a limit of the cache would be passed: every sequence is as it was.
- *
- * Requires: `sequences` and `num_tokens` are NULL or have `num_sequences` entries; `stream` is NULL or a live stream of the context's device.
- */
-unsloth_status unsloth_kv_cache_extend(struct unsloth_kv_cache *cache,
-                                       const int64_t *sequences,
-                                       const int64_t *num_tokens,
-                                       size_t num_sequences,
-                                       unsloth_stream stream);
-
-/**
- * Describes the current batch in `batch`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_BATCH_INIT`).
- *
- * The current batch is that of the last `unsloth_kv_cache_extend`, until one of its sequences is forked, truncated, evicted from,
- * given more pages, or freed; `UNSLOTH_STATUS_INVALID_ARGUMENT` if there is none.
- *
- * Requires: `batch` is NULL or points to `batch->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_kv_cache_batch_get(struct unsloth_kv_cache *cache,
-                                          struct unsloth_kv_cache_batch *batch);
-
-/**
- * Writes the keys and values of the current batch's new tokens to one layer's pages, on `stream`. Neither allocates nor
- * synchronises, and may be captured into a CUDA graph.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
- * has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_kv_cache_append(struct unsloth_kv_cache *cache,
-                                       const struct unsloth_kv_cache_append_params *params,
-                                       unsloth_stream stream);
-
-/**
- * Writes views of a layer's key and value pages to `k` and `v`: `[num_pages, page_size, num_kv_heads, head_dim]`, or head-major
- * `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them. They stay valid until the cache is destroyed.
- *
- * Requires: `k` and `v` are NULL or valid for a write.
- */
-unsloth_status unsloth_kv_cache_layer_get(struct unsloth_kv_cache *cache,
-                                          int64_t layer,
-                                          struct unsloth_tensor *k,
-                                          struct unsloth_tensor *v);
-
-/**
- * Describes in `stats` how the cache is used; the caller has set `struct_size` (`UNSLOTH_KV_CACHE_STATS_INIT`). Takes time in
- * proportion to the pages.
- *
- * Requires: `stats` is NULL or points to `stats->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_kv_cache_stats_get(struct unsloth_kv_cache *cache,
-                                          struct unsloth_kv_cache_stats *stats);
-
-/**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
- * at. The status and message are those the call itself would give.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
- */
-unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
-                                        const struct unsloth_linear_params *params,
-                                        unsloth_implementation *implementation);
-
-/**
- * Computes the layer on `stream`, accumulating in f32. Needs no workspace; neither allocates device memory nor synchronises, and may
- * be captured into a CUDA graph.
- *
- * `out` may be `residual`; other overlaps with it are errors.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
- * has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_linear_forward(struct unsloth_context *ctx,
-                                      const struct unsloth_linear_params *params,
-                                      unsloth_stream stream);
-
-/**
- * Allocates `size` bytes on the context's device, aligned to 256 bytes, and writes the address to `ptr`. The contents are zero.
- * Freed with `unsloth_memory_free`, or with the context. A size of zero gives an address that may only be freed.
- *
- * Allocates, so it may not be called while a graph is captured. `UNSLOTH_STATUS_OUT_OF_MEMORY` names what stood in the way.
- *
- * Requires: `ptr` is NULL or valid for a write.
- */
-unsloth_status unsloth_memory_alloc(struct unsloth_context *ctx,
-                                    size_t size,
-                                    void **ptr);
-
-/**
- * Frees memory of `unsloth_memory_alloc` of the same context. NULL is fine; any other address is
- * `UNSLOTH_STATUS_INVALID_ARGUMENT`. No work that uses it may still be queued.
- */
-unsloth_status unsloth_memory_free(struct unsloth_context *ctx, void *ptr);
-
-/**
- * Queues a copy of `size` bytes on `stream`. The two ranges may not overlap. With the CUDA backend a copy from or to pageable host
- * memory may be staged and return late; pinned memory keeps it asynchronous.
- *
- * Requires: `dst` and `src` are NULL (with `size` 0) or valid for `size` bytes on the sides that `kind` names, until the copy has run.
- */
-unsloth_status unsloth_memory_copy(struct unsloth_context *ctx,
-                                   void *dst,
-                                   const void *src,
-                                   size_t size,
-                                   unsloth_copy_kind kind,
-                                   unsloth_stream stream);
-
-/**
- * Queues setting `size` bytes of device memory to `value` on `stream`.
- *
- * Requires: `dst` is NULL (with `size` 0) or valid for writing `size` bytes on the context's device.
- */
-unsloth_status unsloth_memory_set(struct unsloth_context *ctx,
-                                  void *dst,
-                                  uint8_t value,
-                                  size_t size,
-                                  unsloth_stream stream);
-
-/**
- * Describes in `stats` what the context has allocated; the caller has set `struct_size` (`UNSLOTH_MEMORY_STATS_INIT`).
- *
- * Requires: `stats` is NULL or points to `stats->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_memory_stats_get(struct unsloth_context *ctx,
-                                        struct unsloth_memory_stats *stats);
-
-/**
- * Makes the peak equal to what is in use.
- */
-unsloth_status unsloth_memory_peak_reset(struct unsloth_context *ctx);
-
-/**
- * Changes the most bytes that may be allocated at a time; 0 for no limit. What is allocated already stays.
- */
-unsloth_status unsloth_memory_limit_set(struct unsloth_context *ctx,
-                                        uint64_t limit);
-
-/**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
- * workspace are not looked at. The status and message are those the call itself would give.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
- */
-unsloth_status unsloth_mlp_supported(struct unsloth_context *ctx,
-                                     const struct unsloth_mlp_params *params,
-                                     unsloth_implementation *implementation);
-
-/**
- * Writes the workspace that the call needs to `workspace_size`, exactly, in bytes: one intermediate, `tokens * intermediate`
- * elements of the dtype of `x`. Data pointers and the workspace are not looked at.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
- */
-unsloth_status unsloth_mlp_workspace_size(struct unsloth_context *ctx,
-                                          const struct unsloth_mlp_params *params,
-                                          size_t *workspace_size);
-
-/**
- * Computes the block on `stream`, accumulating in f32; the activated intermediate is rounded to the dtype of `x`. Neither allocates
- * device memory nor synchronises, and may be captured into a CUDA graph.
- *
- * `out` may be `residual`; other overlaps with it or with the workspace are errors.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
- * until the work has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_mlp_forward(struct unsloth_context *ctx,
-                                   const struct unsloth_mlp_params *params,
-                                   unsloth_stream stream);
-
-/**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
- * at. The status and message are those the call itself would give.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
- */
-unsloth_status unsloth_rms_norm_supported(struct unsloth_context *ctx,
-                                          const struct unsloth_rms_norm_params *params,
-                                          unsloth_implementation *implementation);
-
-/**
- * Normalises on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
- *
- * `out` may be `x` and `residual_out` may be `residual`; other overlaps with an output are errors.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
- * has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_rms_norm_forward(struct unsloth_context *ctx,
-                                        const struct unsloth_rms_norm_params *params,
-                                        unsloth_stream stream);
-
-/**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
- * at. The status and message are those the call itself would give.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
- */
-unsloth_status unsloth_rope_supported(struct unsloth_context *ctx,
-                                      const struct unsloth_rope_params *params,
-                                      unsloth_implementation *implementation);
-
-/**
- * Rotates on `stream`. Needs no workspace; neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
- *
- * `q_out` may be `q` and `k_out` may be `k`; other overlaps with an output are errors. Heads of q and k may lie in one packed
- * tensor.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
- * has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_rope_forward(struct unsloth_context *ctx,
-                                    const struct unsloth_rope_params *params,
-                                    unsloth_stream stream);
-
-/**
- * Copies out the message of the calling thread's last failed call, NUL-terminated and cut to `capacity` bytes.
- *
- * Returns the length of the whole message without its NUL, so that a call with `capacity` 0 (`buffer` may then be NULL) tells
- * how much room is needed. Empty if no call of this thread has failed. Successful calls leave the message as it is.
- *
- * Requires: `buffer` is NULL or has room for `capacity` bytes.
- */
-size_t unsloth_last_error_message(char *buffer,
-                                  size_t capacity);
-
-/**
- * The name of a status, such as `"UNSLOTH_STATUS_OUT_OF_MEMORY"`; `"UNSLOTH_STATUS_UNKNOWN"` for any other value. The string is
- * static.
- */
-const char *unsloth_status_name(unsloth_status status);
-
-/**
- * The version of the library that runs, as `"major.minor.patch"`. Compare with `UNSLOTH_VERSION_MAJOR` and its siblings, which
- * are the header's. The string is static.
- */
-const char *unsloth_version(void);
-
-/**
- * What the library was built with, as one line: version, backends, CUDA architectures, features. The string is static.
- */
-const char *unsloth_build_info(void);
-
-/**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
- * at. The status and message are those the call itself would give.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
- */
-unsloth_status unsloth_swiglu_supported(struct unsloth_context *ctx,
-                                        const struct unsloth_swiglu_params *params,
-                                        unsloth_implementation *implementation);
-
-/**
- * Computes the gated activation on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a
- * CUDA graph.
- *
- * `out` may be `gate`; other overlaps with it are errors.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
- * has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_swiglu_forward(struct unsloth_context *ctx,
-                                      const struct unsloth_swiglu_params *params,
-                                      unsloth_stream stream);
-
-/**
- * Makes a tensor from a DLPack `DLTensor` without copying. The memory stays the exporter's: keep it alive while the tensor is
- * used.
- *
- * `device_type` and `device_id` receive DLPack's device (1 is the CPU, 2 CUDA) and may be NULL.
- * `UNSLOTH_STATUS_UNSUPPORTED` for dtypes without a counterpart and for vector lanes.
- *
- * Requires: `dl_tensor` is NULL or points to a valid `DLTensor`; the others are NULL or valid for a write.
- */
-unsloth_status unsloth_tensor_from_dlpack(const void *dl_tensor,
-                                          struct unsloth_tensor *tensor,
-                                          int32_t *device_type,
-                                          int32_t *device_id);
 
 /**
  * Copies out the message of the calling thread's last failed call, NUL-terminated and cut to `capacity` bytes.
