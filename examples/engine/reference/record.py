@@ -2,18 +2,24 @@
 """Records what llama.cpp makes of the prompts and texts in texts.py.
 
     python -m venv venv && . venv/bin/activate
-    pip install jinja2 llama-cpp-python==0.3.36        # compiles llama.cpp
+    pip install jinja2 gguf==0.19.0 llama-cpp-python==0.3.36        # compiles llama.cpp
     python record.py ../../../models/SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-q4_1.json
 
 Of each prompt it keeps the tokens and the greedy continuation, up to the token that ends the
 generation; of each longer text the tokens and the mean negative log-likelihood of all but the first.
+
+Each is recorded twice: of the file as it is, where llama.cpp rounds the activations to 8 bits before it
+multiplies them with quantised weights; and, as `f32`, of the same weights decoded to f32 by the gguf
+package, with keys and values kept in f32. The second is what an engine computes that decodes at load.
 """
 
 import argparse
 import hashlib
 import json
 import pathlib
+import tempfile
 
+import gguf
 import jinja2
 import llama_cpp
 import numpy as np
@@ -21,6 +27,28 @@ import numpy as np
 from texts import PROMPTS, SCORED
 
 CONTINUATION = 32
+
+
+def decode_weights(source, target):
+    """Writes a copy of the file with every tensor as f32."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, architecture)
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=element)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def load(path, **options):
+    return llama_cpp.Llama(str(path), n_ctx=2048, logits_all=True, verbose=False, **options)
 
 
 def render_chat(model, message):
@@ -58,7 +86,12 @@ def main():
     parser.add_argument("output", type=pathlib.Path)
     arguments = parser.parse_args()
 
-    model = llama_cpp.Llama(str(arguments.model), n_ctx=2048, logits_all=True, verbose=False)
+    model = load(arguments.model)
+    with tempfile.TemporaryDirectory() as directory:
+        decoded = pathlib.Path(directory) / "f32.gguf"
+        decode_weights(arguments.model, decoded)
+        f32 = llama_cpp.GGML_TYPE_F32
+        model_f32 = load(decoded, type_k=f32, type_v=f32)
     # Whether a sequence begins with BOS is the file's own wish.
     add_bos = model.metadata.get("tokenizer.ggml.add_bos_token") == "true"
 
@@ -73,13 +106,20 @@ def main():
                 "chat": chat,
                 "prompt_tokens": tokens,
                 "tokens": continue_greedily(model, tokens),
+                "tokens_f32": continue_greedily(model_f32, tokens),
             }
         )
     texts = []
     for name, text in SCORED:
         tokens = model.tokenize(text.encode(), add_bos=add_bos, special=False)
         texts.append(
-            {"name": name, "text": text, "tokens": tokens, "mean_nll": mean_nll(model, tokens)}
+            {
+                "name": name,
+                "text": text,
+                "tokens": tokens,
+                "mean_nll": mean_nll(model, tokens),
+                "mean_nll_f32": mean_nll(model_f32, tokens),
+            }
         )
 
     reference = {
