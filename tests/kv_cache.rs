@@ -8,7 +8,8 @@ use common::{FLOATS, TestTensor, contexts, rng};
 use proptest::prelude::*;
 use unsloth::kv_cache::{Append, CacheStats, Config, KvCache, PageLayout, SequenceId};
 use unsloth::memory::{self, CopyKind};
-use unsloth::{Context, ContextOptions, DType, Error, Layout, Stream, TensorRef};
+use unsloth::ops::rope::{self, Angles, Positions, Rotation, Style};
+use unsloth::{Context, ContextOptions, DType, Error, InOut, Layout, Stream, TensorRef};
 
 /// Copies a view of device memory to the host, as the elements' values in row-major order.
 fn download(ctx: &Context, view: &TensorRef<'_>) -> Vec<f64> {
@@ -58,6 +59,7 @@ fn append_all(ctx: &Context, cache: &mut KvCache, tokens: &[usize], dtype: DType
             layer,
             k: k.view(),
             v: v.view(),
+            rotation: None,
         };
         cache.append(&params, Stream::DEFAULT).unwrap();
     }
@@ -496,6 +498,7 @@ fn append_converts_between_dtypes() {
                         layer: 0,
                         k: dk.view(),
                         v: dv.view(),
+                        rotation: None,
                     };
                     cache.append(&params, Stream::DEFAULT).unwrap();
                     let (keys, values) = cache.layer(0).unwrap();
@@ -512,6 +515,120 @@ fn append_converts_between_dtypes() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Rotating keys on their way to the cache is rotating them first, to the bit, at the positions of the tokens.
+#[test]
+fn append_rotates_keys() {
+    for ctx in contexts() {
+        for stored in FLOATS {
+            for (style, rotary_dim, table) in [
+                (Style::HalfSplit, 0, false),
+                (Style::Interleaved, 8, false),
+                (Style::HalfSplit, 6, true),
+            ] {
+                let (num_heads, dim, num_tokens) = (3, 16, 21);
+                let config = Config::new(1, num_heads, dim, 6, stored);
+                let half = if rotary_dim == 0 {
+                    dim / 2
+                } else {
+                    rotary_dim / 2
+                };
+                let uniform = |n: usize| {
+                    let layout = Layout::contiguous(&[n, half]).unwrap();
+                    TestTensor::normal(&mut rng(), DType::F32, layout).upload(&ctx)
+                };
+                let (cos, sin) = (uniform(60), uniform(60));
+                let rotation = Rotation {
+                    style,
+                    rotary_dim,
+                    angles: match table {
+                        false => Angles::default(),
+                        true => Angles::Table {
+                            cos: cos.view(),
+                            sin: sin.view(),
+                        },
+                    },
+                };
+                let mut cache = KvCache::new(&ctx, &config).unwrap();
+                let (first, second) = (
+                    cache.create_sequence().unwrap(),
+                    cache.create_sequence().unwrap(),
+                );
+                // The second starts later, after an eviction, in the middle of a page.
+                cache.extend(&[(second, 37)], Stream::DEFAULT).unwrap();
+                assert_eq!(cache.evict_sequence(second, 0, 5).unwrap(), 32);
+                cache
+                    .extend(&[(first, 9), (second, num_tokens - 9)], Stream::DEFAULT)
+                    .unwrap();
+                let layout = Layout::contiguous(&[num_tokens, num_heads, dim]).unwrap();
+                let k = TestTensor::normal(&mut rng(), DType::F32, layout).upload(&ctx);
+                let mut rotated = TestTensor::poisoned(DType::F32, layout).upload(&ctx);
+                rope::forward(
+                    &ctx,
+                    &rope::Params {
+                        k: Some(InOut::Apart {
+                            input: k.view(),
+                            output: rotated.view_mut(),
+                        }),
+                        positions: Positions::PerToken(cache.batch().unwrap().positions),
+                        rotation,
+                        ..rope::Params::default()
+                    },
+                    Stream::DEFAULT,
+                )
+                .unwrap();
+                let params = |k, rotation| Append {
+                    layer: 0,
+                    k,
+                    v: rotated.view(),
+                    rotation,
+                };
+                let before = params(rotated.view(), None);
+                cache.append(&before, Stream::DEFAULT).unwrap();
+                let expected = download(&ctx, &cache.layer(0).unwrap().0);
+                let fused = params(k.view(), Some(rotation));
+                cache.append(&fused, Stream::DEFAULT).unwrap();
+                assert_eq!(download(&ctx, &cache.layer(0).unwrap().0), expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_table_must_reach_the_batch() {
+    let ctx = Context::cpu().unwrap();
+    let mut cache = KvCache::new(&ctx, &Config::new(1, 1, 4, 4, DType::F32)).unwrap();
+    let id = cache.create_sequence().unwrap();
+    let data = [0.5f32; 64];
+    let tensor = |shape: &[usize]| TensorRef::from_slice(&data, shape).unwrap();
+    let rotation = Some(Rotation {
+        angles: Angles::Table {
+            cos: tensor(&[9, 2]),
+            sin: tensor(&[9, 2]),
+        },
+        ..Rotation::default()
+    });
+    for (num_tokens, fits) in [(9, true), (1, false)] {
+        cache.extend(&[(id, num_tokens)], Stream::DEFAULT).unwrap();
+        let (k, v) = (tensor(&[num_tokens, 1, 4]), tensor(&[num_tokens, 1, 4]));
+        let params = Append {
+            layer: 0,
+            k,
+            v,
+            rotation,
+        };
+        match cache.append(&params, Stream::DEFAULT) {
+            Ok(()) => assert!(fits),
+            Err(error) => assert_eq!(
+                (error.to_string().as_str(), fits),
+                (
+                    "kv_cache_append: cos has 9 positions, the batch reaches position 9",
+                    false
+                )
+            ),
         }
     }
 }
@@ -770,7 +887,15 @@ fn bad_calls_say_why() {
     ];
     for (layer, k, v, message) in bad {
         let error = cache
-            .append(&Append { layer, k, v }, Stream::DEFAULT)
+            .append(
+                &Append {
+                    layer,
+                    k,
+                    v,
+                    rotation: None,
+                },
+                Stream::DEFAULT,
+            )
             .unwrap_err();
         assert_eq!(error.to_string(), message);
     }

@@ -2,23 +2,52 @@
 
 use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::cpu::rope::Rotator;
 use crate::ops::kv_cache::{Append, CopyPages};
 use crate::tensor::RawTensor;
 
 pub(crate) fn append(cpu: &Cpu, p: &Append) {
     let (num_tokens, num_heads) = (p.k.layout.dim(0), p.k.layout.dim(1));
+    if num_tokens == 0 {
+        return;
+    }
     let dims = p.k.layout.dim(2) + p.v.layout.dim(2);
-    cpu.for_each_range(num_tokens, num_heads * dims, |tokens| {
+    let rotator = p.rotation.as_ref().map(|rotation| {
+        // SAFETY: the rotation's tensors were checked, and are initialised memory by the caller's promise.
+        unsafe { Rotator::new(rotation, false) }
+    });
+    let half = rotator.as_ref().map_or(0, Rotator::half);
+    let cost = num_heads.saturating_mul(dims).saturating_add(32 * half);
+    cpu.for_each_range(num_tokens, cost, |tokens| {
         // SAFETY: the tables were written by the cache with this many entries.
         let slots = unsafe { Slots::new(p) };
+        let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
+        let mut head_row = vec![
+            0.0f32;
+            if rotator.is_some() {
+                p.k.layout.dim(2)
+            } else {
+                0
+            }
+        ];
         cpu.arch().dispatch(|| {
             for token in tokens {
-                let (page, slot) = slots.find(token);
+                let place = slots.find(token);
+                if let Some(rotator) = &rotator {
+                    rotator.angles(slots.positions[token].into(), &mut cos, &mut sin);
+                }
                 for head in 0..num_heads {
                     // SAFETY: token and head are below the shape; the page and slot of each token are its own.
                     unsafe {
-                        store_row(&p.k, &p.k_pages, (token, head), (page, slot));
-                        store_row(&p.v, &p.v_pages, (token, head), (page, slot));
+                        match &rotator {
+                            None => store_row(&p.k, &p.k_pages, (token, head), place),
+                            Some(rotator) => {
+                                load(&p.k, (token, head), &mut head_row);
+                                rotator.rotate(&mut head_row, &cos, &sin);
+                                store(&head_row, &p.k_pages, head, place);
+                            }
+                        }
+                        store_row(&p.v, &p.v_pages, (token, head), place);
                     }
                 }
             }
@@ -30,6 +59,7 @@ pub(crate) fn append(cpu: &Cpu, p: &Append) {
 struct Slots<'a> {
     seq_lens: &'a [i32],
     cu_seqlens: &'a [i32],
+    positions: &'a [i32],
     block_table: &'a [i32],
     row: usize,
     page_size: usize,
@@ -46,6 +76,7 @@ impl Slots<'_> {
         Slots {
             seq_lens: table(&p.seq_lens),
             cu_seqlens: table(&p.cu_seqlens),
+            positions: table(&p.positions),
             block_table: table(&p.block_table),
             row: p.block_table.layout.dim(1),
             page_size: p.k_pages.layout.dim(1),
@@ -63,6 +94,19 @@ impl Slots<'_> {
     }
 }
 
+/// Offset in elements of one head of one slot.
+#[inline(always)]
+fn page_offset(pages: &RawTensor, head: usize, (page, slot): (usize, usize)) -> usize {
+    let strides = pages.layout.strides();
+    page * strides[0] + slot * strides[1] + head * strides[2]
+}
+
+/// Offset in elements of one head of one new token.
+#[inline(always)]
+fn token_offset(from: &RawTensor, (token, head): (usize, usize)) -> usize {
+    token * from.layout.stride(0) + head * from.layout.stride(1)
+}
+
 /// Writes one head of one token.
 ///
 /// # Safety
@@ -72,13 +116,11 @@ unsafe fn store_row(
     from: &RawTensor,
     pages: &RawTensor,
     (token, head): (usize, usize),
-    (page, slot): (usize, usize),
+    place: (usize, usize),
 ) {
     let dim = from.layout.dim(2);
-    let source = token * from.layout.stride(0) + head * from.layout.stride(1);
-    let target = page * pages.layout.stride(0)
-        + slot * pages.layout.stride(1)
-        + head * pages.layout.stride(2);
+    let source = token_offset(from, (token, head));
+    let target = page_offset(pages, head, place);
     if from.dtype == pages.dtype {
         let size = from.dtype.size();
         // SAFETY: the caller's promise; rows are contiguous and the tensors do not overlap.
@@ -106,6 +148,34 @@ unsafe fn store_row(
             D::store(block, target);
         }
     }));
+}
+
+/// Widens one head of one token into `row`.
+///
+/// # Safety
+/// Token and head exist in `from`, whose last dimension is as long as `row`.
+#[inline(always)]
+unsafe fn load(from: &RawTensor, (token, head): (usize, usize), row: &mut [f32]) {
+    let source = token_offset(from, (token, head));
+    with_float!(from.dtype, S => {
+        // SAFETY: the caller's promise.
+        let source = unsafe { std::slice::from_raw_parts(from.ptr.cast::<S>().add(source), row.len()) };
+        S::load(source, row);
+    });
+}
+
+/// Rounds `row` into one head of one slot.
+///
+/// # Safety
+/// Head, page and slot exist in `pages`, whose last dimension is as long as `row`; nothing else accesses the destination.
+#[inline(always)]
+unsafe fn store(row: &[f32], pages: &RawTensor, head: usize, place: (usize, usize)) {
+    let target = page_offset(pages, head, place);
+    with_float!(pages.dtype, D => {
+        // SAFETY: the caller's promise.
+        let target = unsafe { std::slice::from_raw_parts_mut(pages.ptr.cast::<D>().add(target), row.len()) };
+        D::store(row, target);
+    });
 }
 
 /// # Safety

@@ -4,12 +4,16 @@ use std::sync::{Mutex, MutexGuard};
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::ffi::attention::{unsloth_attention_params, unsloth_page_layout};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::handle::Table;
 use crate::ffi::params::{self, params};
+use crate::ffi::rope::unsloth_rotation;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_dtype, unsloth_tensor};
-use crate::ffi::{check_out, check_pointer, guard, stream_from, unsloth_stream, write_optional};
+use crate::ffi::{
+    check_out, check_pointer, flag, guard, stream_from, unsloth_stream, write_optional,
+};
 use crate::kv_cache::{Append, Config, KvCache, PageLayout, SequenceId};
 
 /// A paged cache of the keys and values of many sequences. Opaque; made by `unsloth_kv_cache_create`, ended by
@@ -35,7 +39,7 @@ pub struct unsloth_kv_cache_params {
     /// What keys and values are stored as: f32, f16 or bf16.
     pub dtype: unsloth_dtype,
     /// The order of a page's dimensions, `UNSLOTH_PAGE_LAYOUT_*`; 0 is token-major.
-    pub page_layout: u32,
+    pub page_layout: unsloth_page_layout,
     /// Zero.
     pub reserved: u32,
     /// Layers of the model, each with its own pages.
@@ -65,8 +69,8 @@ params!(unsloth_kv_cache_params, min_size = 88);
 pub struct unsloth_kv_cache_append_params {
     /// `sizeof(unsloth_kv_cache_append_params)`.
     pub struct_size: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// 1 rotates keys by their tokens' positions, in f32, before they are rounded to the cache's dtype; 0 stores them as they are.
+    pub rotate: u32,
     /// The layer.
     pub layer: i64,
     /// Keys of the batch's new tokens `[num_tokens, num_kv_heads, head_dim]`, in the order of the batch; f32, f16 or bf16, rounded to
@@ -74,6 +78,8 @@ pub struct unsloth_kv_cache_append_params {
     pub k: unsloth_tensor,
     /// Values `[num_tokens, num_kv_heads, v_head_dim]`, otherwise like `k`.
     pub v: unsloth_tensor,
+    /// With `rotate`: how. A table must have every position of the batch.
+    pub rotation: unsloth_rotation,
 }
 params!(
     unsloth_kv_cache_append_params,
@@ -236,7 +242,7 @@ pub(crate) fn config_from(op: &'static str, p: &unsloth_kv_cache_params) -> Resu
 /// Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with
 /// `unsloth_kv_cache_destroy`. The cache keeps the context's device and accounting alive on its own.
 ///
-/// It allocates exactly what `unsloth_estimate_kv_cache` answers, once; nothing else about a cache allocates device memory.
+/// It allocates exactly what `unsloth_kv_cache_memory_estimate` answers, once; nothing else about a cache allocates device memory.
 /// `UNSLOTH_STATUS_OUT_OF_MEMORY` if that is not there.
 ///
 /// # Safety
@@ -561,6 +567,10 @@ pub unsafe extern "C" fn unsloth_kv_cache_append(
                 layer: count(OP, "layer", p.layer)?,
                 k: p.k.input(OP, "k")?,
                 v: p.v.input(OP, "v")?,
+                rotation: match flag(OP, "rotate", p.rotate)? {
+                    false => None,
+                    true => Some(p.rotation.read(OP)?),
+                },
             };
             cache.append(&params, stream_from(stream))
         }
@@ -590,6 +600,45 @@ pub unsafe extern "C" fn unsloth_kv_cache_layer_get(
             k.write(unsloth_tensor::of(&keys));
             v.write(unsloth_tensor::of(&values));
         }
+        Ok(())
+    })
+}
+
+/// Completes `params`, whose `struct_size` the caller has set (`UNSLOTH_ATTENTION_PARAMS_INIT`), for attention of the current batch's
+/// new tokens over everything their sequences hold in a layer: sets `k`, `v`, `cu_seqlens_q`, `seq_lens_k`, `block_table`,
+/// `page_layout`, `max_seqlen_q`, `max_seqlen_k` and `causal`, and leaves the rest to the caller: `q` and `out`, packed
+/// `[num_tokens, num_heads, head_dim]` and `[num_tokens, num_heads, v_head_dim]`, scale, softcap, workspace.
+///
+/// `max_seqlen_k` is the cache's `max_sequence_length`, so that workspace and launch suit every later step, those of a captured
+/// graph among them; the batch's `max_sequence_length` is a tighter bound for this step alone. A sliding window of attention counts
+/// the tokens held, so after an eviction it is right as long as no sinks were kept.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` bytes valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_attention_prepare(
+    cache: *mut unsloth_kv_cache,
+    layer: i64,
+    params: *mut unsloth_attention_params,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_attention";
+    guard(OP, || {
+        check_out(OP, "params", params)?;
+        // SAFETY: the caller's promise.
+        let mut p = unsafe { params::read(OP, params.cast_const()) }?;
+        let cache = cache_from(OP, cache)?;
+        let (k, v) = cache.layer(count(OP, "layer", layer)?)?;
+        let batch = cache.batch()?;
+        (p.k, p.v) = (unsloth_tensor::of(&k), unsloth_tensor::of(&v));
+        p.cu_seqlens_q = unsloth_tensor::of(&batch.cu_seqlens);
+        p.seq_lens_k = unsloth_tensor::of(&batch.seq_lens);
+        p.block_table = unsloth_tensor::of(&batch.block_table);
+        p.page_layout = cache.config().page_layout as u32;
+        p.max_seqlen_q = batch.max_query_length as i64;
+        p.max_seqlen_k = cache.config().max_sequence_length as i64;
+        p.causal = 1;
+        // SAFETY: the caller promises `struct_size` writable bytes.
+        unsafe { params::write(&p, params) };
         Ok(())
     })
 }

@@ -3,28 +3,9 @@
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
+use crate::ops::attention::PageLayout;
 
 use super::OP;
-
-/// The order of a page's dimensions. The discriminants are those of the C ABI (`UNSLOTH_PAGE_LAYOUT_*`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(u32)]
-pub enum PageLayout {
-    /// `[page_size, num_kv_heads, head_dim]`: what the projections of one token write lies together.
-    #[default]
-    TokenMajor = 0,
-    /// `[num_kv_heads, page_size, head_dim]`: what one head's attention reads lies together.
-    HeadMajor = 1,
-}
-
-impl PageLayout {
-    /// The layout with this C ABI value.
-    pub fn from_raw(value: u32) -> Option<PageLayout> {
-        [PageLayout::TokenMajor, PageLayout::HeadMajor]
-            .into_iter()
-            .find(|l| *l as u32 == value)
-    }
-}
 
 /// The shape of a cache. [`Config::new`] fills in what is usual; every field may then be changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,7 +95,7 @@ impl Config {
     pub fn size(&self) -> Result<CacheSize> {
         self.validate()?;
         let pages = |dim| -> Result<u64> {
-            let layer = self.page_layout(dim)?;
+            let layer = self.pages_of(dim)?;
             let bytes = layer.span().checked_mul(self.dtype.size());
             bytes
                 .and_then(|b| b.checked_mul(self.num_layers))
@@ -179,7 +160,7 @@ impl Config {
     }
 
     /// The layout of one layer's pages.
-    pub(super) fn page_layout(&self, dim: usize) -> Result<Layout> {
+    pub(crate) fn pages_of(&self, dim: usize) -> Result<Layout> {
         let shape = match self.page_layout {
             PageLayout::TokenMajor => [self.num_pages, self.page_size, self.num_kv_heads, dim],
             PageLayout::HeadMajor => [self.num_pages, self.num_kv_heads, self.page_size, dim],

@@ -18,6 +18,7 @@
 //!         layer: 0,
 //!         k: TensorRef::from_slice(&k, &[2, 1, 4])?,
 //!         v: TensorRef::from_slice(&v, &[2, 1, 4])?,
+//!         rotation: None,
 //!     },
 //!     Stream::DEFAULT,
 //! )?;
@@ -34,15 +35,18 @@ mod config;
 mod pages;
 mod sequences;
 
+pub use crate::ops::attention::PageLayout;
 pub use batch::Batch;
-pub use config::{CacheSize, Config, PageLayout};
+pub use config::{CacheSize, Config};
 pub use sequences::SequenceId;
 
 use crate::context::{Context, Stream};
 use crate::error::{Error, Result};
 use crate::memory::Buffer;
+use crate::ops::attention;
 use crate::ops::kv_cache as ops;
-use crate::tensor::{RawTensor, TensorRef};
+use crate::ops::rope::Rotation;
+use crate::tensor::{RawTensor, TensorMut, TensorRef};
 use batch::Step;
 use pages::{Page, Pages};
 use sequences::{Sequence, Sequences};
@@ -72,6 +76,9 @@ pub struct Append<'a> {
     pub k: TensorRef<'a>,
     /// Values `[num_tokens, num_kv_heads, v_head_dim]`, otherwise like `k`.
     pub v: TensorRef<'a>,
+    /// Rotates keys by their tokens' positions, in f32, before they are rounded to the cache's dtype; `None` if they are rotated
+    /// already, or never.
+    pub rotation: Option<Rotation<'a>>,
 }
 
 /// What a sequence holds.
@@ -351,17 +358,38 @@ impl KvCache {
         let op = "kv_cache_append";
         let (keys, values) = self.layer_tensors(op, params.layer)?;
         let batch = self.step.batch(op)?;
-        ops::append(
-            self.keys.context(),
-            &ops::Append::new(
-                op,
-                (&params.k, &params.v),
-                (keys, values),
-                &batch,
-                &self.config,
-            )?,
-            stream,
-        )
+        let problem = ops::Append::new(op, params, (keys, values), &batch, &self.config)?;
+        ops::append(self.keys.context(), &problem, stream)
+    }
+
+    /// Attention of the current batch's new tokens over everything their sequences hold in a layer: arguments for
+    /// [`attention::forward`], to be completed by the caller (scale, softcap, workspace).
+    ///
+    /// `q` and `out` are packed, `[num_tokens, num_heads, head_dim]` and `[num_tokens, num_heads, v_head_dim]`. Attention is causal.
+    /// `max_seqlen_k` is the cache's `max_sequence_length`, so that workspace and launch suit every later step, those of a
+    /// captured graph among them; [`Batch::max_sequence_length`] is a tighter bound for this step alone. A sliding window of
+    /// attention counts the tokens held, so after an eviction it is right as long as no sinks were kept.
+    ///
+    /// # Errors
+    /// There is no current batch or no such layer.
+    pub fn attention<'a>(
+        &'a self,
+        layer: usize,
+        q: TensorRef<'a>,
+        out: TensorMut<'a>,
+    ) -> Result<attention::Params<'a>> {
+        let batch = self.step.batch("kv_cache_attention")?;
+        let (k, v) = self.layer(layer)?;
+        Ok(attention::Params {
+            cu_seqlens_q: Some(batch.cu_seqlens),
+            seq_lens_k: Some(batch.seq_lens),
+            block_table: Some(batch.block_table),
+            page_layout: self.config.page_layout,
+            max_seqlen_q: batch.max_query_length,
+            max_seqlen_k: self.config.max_sequence_length,
+            causal: true,
+            ..attention::Params::new(q, k, v, out)
+        })
     }
 
     /// The key and value pages of a layer: `[num_pages, page_size, num_kv_heads, dim]`, or head-major
@@ -464,7 +492,7 @@ impl KvCache {
         }
         let tensor = |buffer: &Buffer, dim| -> Result<RawTensor> {
             let offset = layer * (buffer.size() / self.config.num_layers);
-            let layout = self.config.page_layout(dim)?;
+            let layout = self.config.pages_of(dim)?;
             Ok(buffer.tensor(offset, self.config.dtype, layout)?.raw())
         };
         Ok((

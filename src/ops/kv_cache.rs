@@ -4,9 +4,11 @@
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kv_cache::{Batch, Config};
+use crate::kv_cache::{self, Batch, Config};
+use crate::ops::attention::PageLayout;
 use crate::ops::check::Arg;
-use crate::tensor::{RawTensor, TensorRef};
+use crate::ops::rope::{Rotation, RotationProblem};
+use crate::tensor::RawTensor;
 
 /// Validated arguments of [`append`]. Token `t` of sequence `b`, of which `cu_seqlens[b]..cu_seqlens[b + 1]` are the new ones, is
 /// written at index `i = seq_lens[b] - (cu_seqlens[b + 1] - t)` of the sequence: to page `block_table[b, i / page_size]`, slot
@@ -25,9 +27,10 @@ pub(crate) struct Append {
     pub seq_lens: RawTensor,
     /// i32 `[num_sequences + 1]`, contiguous.
     pub cu_seqlens: RawTensor,
-    /// i32 `[num_tokens]`, contiguous: where a rotation finds each token's position.
-    #[allow(dead_code)] // read once a rotation is fused
+    /// i32 `[num_tokens]`, contiguous: where the rotation finds each token's position.
     pub positions: RawTensor,
+    /// Of the keys.
+    pub rotation: Option<RotationProblem>,
     /// i32 `[num_sequences, max_pages_per_sequence]`, contiguous.
     pub block_table: RawTensor,
 }
@@ -35,12 +38,12 @@ pub(crate) struct Append {
 impl Append {
     pub fn new(
         op: &'static str,
-        (k, v): (&TensorRef<'_>, &TensorRef<'_>),
+        params: &kv_cache::Append<'_>,
         (k_pages, v_pages): (RawTensor, RawTensor),
         batch: &Batch<'_>,
         config: &Config,
     ) -> Result<Append> {
-        let (k, v) = (k.raw(), v.raw());
+        let (k, v) = (params.k.raw(), params.v.raw());
         for (name, t, dim) in [("k", &k, config.head_dim), ("v", &v, config.v_head_dim)] {
             Arg::new(op, name, t)
                 .rank(&[3])?
@@ -49,8 +52,12 @@ impl Append {
                 .last_contiguous()?
                 .data()?;
         }
+        let rotation = params
+            .rotation
+            .map(|rotation| rotation_of(op, &rotation, batch, config))
+            .transpose()?;
         let token_major = |mut pages: RawTensor| -> Result<RawTensor> {
-            if config.page_layout == crate::kv_cache::PageLayout::HeadMajor {
+            if config.page_layout == PageLayout::HeadMajor {
                 pages.layout = pages.layout.transposed(1, 2)?;
             }
             Ok(pages)
@@ -63,15 +70,36 @@ impl Append {
             seq_lens: batch.seq_lens.raw(),
             cu_seqlens: batch.cu_seqlens.raw(),
             positions: batch.positions.raw(),
+            rotation,
             block_table: batch.block_table.raw(),
         };
-        for (name, t) in [("k", &problem.k), ("v", &problem.v)] {
+        let mut inputs = vec![("k", &problem.k), ("v", &problem.v)];
+        inputs.extend(problem.rotation.iter().flat_map(|r| r.tensors()));
+        for (name, t) in inputs {
             if t.overlaps(&problem.k_pages) || t.overlaps(&problem.v_pages) {
                 return Err(Error::invalid(op, name, "overlaps the pages of the layer"));
             }
         }
         Ok(problem)
     }
+}
+
+fn rotation_of(
+    op: &'static str,
+    rotation: &Rotation<'_>,
+    batch: &Batch<'_>,
+    config: &Config,
+) -> Result<RotationProblem> {
+    let problem = rotation.problem(op, config.head_dim)?;
+    problem.check_data(op)?;
+    if let Some(max) = problem.max_positions() {
+        let last = batch.host_positions.iter().copied().max().unwrap_or(-1);
+        if usize::try_from(last).is_ok_and(|last| last >= max) {
+            let text = format!("has {max} positions, the batch reaches position {last}");
+            return Err(Error::invalid(op, "cos", text));
+        }
+    }
+    Ok(problem)
 }
 
 /// Writes new tokens to their pages.
