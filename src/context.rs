@@ -210,6 +210,11 @@ impl Context {
         self.accountant().reset_peak();
     }
 
+    /// Whether both are clones of one context.
+    pub(crate) fn is(&self, other: &Context) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
     pub(crate) fn device(&self) -> &Device {
         &self.inner.device
     }

@@ -139,6 +139,24 @@ impl Error {
         }
     }
 
+    /// The same error as one of `name`, an operation that called the one it comes from.
+    pub(crate) fn within(mut self, name: &'static str) -> Self {
+        match &mut self {
+            Error::NullPointer { op, .. }
+            | Error::InvalidArgument { op, .. }
+            | Error::Unsupported { op, .. }
+            | Error::WorkspaceTooSmall { op, .. }
+            | Error::OutOfMemory { op, .. }
+            | Error::OutOfPages { op, .. }
+            | Error::InvalidHandle { op, .. }
+            | Error::BackendUnavailable { op, .. }
+            | Error::UnsupportedDevice { op, .. }
+            | Error::Cuda { op, .. }
+            | Error::Internal { op, .. } => *op = name,
+        }
+        self
+    }
+
     /// An [`Error::Unsupported`]; `problem` continues a sentence that starts with the argument's name.
     #[allow(dead_code)] // each backend uses it as it declines; a CPU-only build declines little
     pub(crate) fn unsupported(

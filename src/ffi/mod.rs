@@ -7,6 +7,7 @@
 #![allow(non_camel_case_types)]
 
 pub mod attention;
+pub mod attention_block;
 pub mod context;
 pub mod embedding;
 mod handle;

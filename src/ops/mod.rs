@@ -5,6 +5,7 @@
 //! `forward` acts on, and look at shapes, strides and dtypes but never at data pointers, which may be NULL there.
 
 pub mod attention;
+pub mod attention_block;
 pub(crate) mod check;
 pub mod embedding;
 pub(crate) mod kv_cache;

@@ -1,0 +1,329 @@
+//! The attention block.
+
+use std::ffi::c_void;
+
+use crate::context::{Context, Stream};
+use crate::error::{Error, Result};
+use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::kv_cache::{cache_from, unsloth_kv_cache};
+use crate::ffi::linear::{output_from, weights_from};
+use crate::ffi::params::{self, params};
+use crate::ffi::rope::unsloth_rotation;
+use crate::ffi::status::unsloth_status;
+use crate::ffi::tensor::{unsloth_tensor, workspace_from};
+use crate::ffi::{
+    check_out, flag, guard, stream_from, unsloth_implementation, unsloth_stream, write_optional,
+};
+use crate::kv_cache::KvCache;
+use crate::ops::attention_block::{self, Params, Projections};
+use crate::ops::rope::Positions;
+
+const OP: &str = "attention_block";
+
+/// Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values, optional norms of queries and keys,
+/// optional rotation, attention, output projection, optional addition of a residual.
+///
+/// It gives the same bits as this library's operations called one by one on tensors of the dtype of `x`, but that with a cache keys
+/// are rotated in f32 on their way to it.
+///
+/// Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of the cache's current batch, in its
+/// order: their keys and values are appended to `layer`, and they attend to everything their sequences hold in it.
+///
+/// Either `q_weight`, `k_weight` and `v_weight` are there, or `qkv_weight`. Weights and biases are of any float dtype whatever that
+/// of `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_attention_block_params {
+    /// `sizeof(unsloth_attention_block_params)`.
+    pub struct_size: u32,
+    /// 1 rotates queries and keys, after the norms, as `rotation` says; 0 leaves them.
+    pub rotate: u32,
+    /// 1 lets tokens see later ones too, only without a cache; 0 is causal.
+    pub bidirectional: u32,
+    /// Added to the mean squares of both norms.
+    pub norm_epsilon: f32,
+    /// Added to the gains of both norms: 1 for Gemma, else 0.
+    pub norm_weight_offset: f32,
+    /// Factor of the scores; 0 for `1 / sqrt(head_dim)`.
+    pub scale: f32,
+    /// Bound of the scores through tanh; 0 for none.
+    pub softcap: f32,
+    /// Zero.
+    pub reserved: u32,
+    /// Query heads.
+    pub num_heads: i64,
+    /// Key and value heads, a divisor of `num_heads`; 0 for `num_heads`.
+    pub num_kv_heads: i64,
+    /// Components of a query or key head.
+    pub head_dim: i64,
+    /// Components of a value head; 0 for `head_dim`.
+    pub v_head_dim: i64,
+    /// How many tokens one sees up to and with itself (and as many from itself on, if `bidirectional`); 0 for all.
+    pub window: i64,
+    /// With `cu_seqlens`: no sequence is longer; 0 for no better bound than all tokens.
+    pub max_seqlen: i64,
+    /// Without a cache and `positions`: position of the first token of every sequence.
+    pub position_offset: i64,
+    /// Optional: the cache to append to and attend over; of the same context.
+    pub cache: *mut unsloth_kv_cache,
+    /// With `cache`: the layer.
+    pub layer: i64,
+    /// Scratch memory, aligned to 256 bytes; see `unsloth_attention_block_workspace_size`.
+    pub workspace: *mut c_void,
+    /// Size of `workspace` in bytes.
+    pub workspace_size: usize,
+    /// `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension. With
+    /// `cu_seqlens` or `cache` it is `[tokens, hidden]`.
+    pub x: unsloth_tensor,
+    /// `[num_heads * head_dim, hidden]`.
+    pub q_weight: unsloth_tensor,
+    /// Optional: `[num_heads * head_dim]`.
+    pub q_bias: unsloth_tensor,
+    /// `[num_kv_heads * head_dim, hidden]`.
+    pub k_weight: unsloth_tensor,
+    /// Optional: `[num_kv_heads * head_dim]`.
+    pub k_bias: unsloth_tensor,
+    /// `[num_kv_heads * v_head_dim, hidden]`.
+    pub v_weight: unsloth_tensor,
+    /// Optional: `[num_kv_heads * v_head_dim]`.
+    pub v_bias: unsloth_tensor,
+    /// The rows of all query heads, then all key heads, then all value heads, in one matrix.
+    pub qkv_weight: unsloth_tensor,
+    /// Optional: the same for the biases.
+    pub qkv_bias: unsloth_tensor,
+    /// Optional: gains of an RMSNorm of the queries, any float dtype: `[head_dim]` normalises each head (Qwen 3),
+    /// `[num_heads * head_dim]` all heads of a token together (OLMo 2).
+    pub q_norm: unsloth_tensor,
+    /// Optional: gains of an RMSNorm of the keys: `[head_dim]` or `[num_kv_heads * head_dim]`.
+    pub k_norm: unsloth_tensor,
+    /// With `rotate`: how queries and keys are rotated.
+    pub rotation: unsloth_rotation,
+    /// Optional, without a cache: positions for the rotation, i32 or i64, `[batch, seq]` or `[tokens]`. Needed with `rotate` and
+    /// `cu_seqlens`.
+    pub positions: unsloth_tensor,
+    /// Optional, without a cache: i32 `[num_sequences + 1]`; sequence `b` is tokens `cu_seqlens[b]` to before `cu_seqlens[b + 1]`.
+    pub cu_seqlens: unsloth_tensor,
+    /// Optional: ALiBi slopes, f32 `[num_heads]`.
+    pub alibi_slopes: unsloth_tensor,
+    /// Optional: f32 `[num_heads]`, a logit that takes part in each softmax and has no value.
+    pub sinks: unsloth_tensor,
+    /// `[hidden_out, num_heads * v_head_dim]`.
+    pub out_weight: unsloth_tensor,
+    /// Optional: `[hidden_out]`.
+    pub out_bias: unsloth_tensor,
+    /// Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+    pub residual: unsloth_tensor,
+    /// `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+    pub out: unsloth_tensor,
+}
+params!(
+    unsloth_attention_block_params,
+    min_size = size_of::<unsloth_attention_block_params>()
+);
+
+fn count(name: &'static str, value: i64) -> Result<usize> {
+    usize::try_from(value)
+        .map_err(|_| Error::invalid(OP, name, format!("is {value}, at least 0 is needed")))
+}
+
+/// Reads and converts the arguments, then calls `run`, with the cache if there is one.
+///
+/// # Safety
+/// As the exported functions.
+unsafe fn with_params(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_attention_block_params,
+    run: impl FnOnce(&Context, &Params<'_>, Option<(&mut KvCache, usize)>) -> Result<()>,
+) -> unsloth_status {
+    guard(OP, || {
+        let context = &context_from(OP, ctx)?.context;
+        // SAFETY: the exported functions' contract.
+        let (p, params) = unsafe {
+            let p = params::read(OP, params)?;
+            (p, convert(&p)?)
+        };
+        if p.cache.is_null() {
+            return run(context, &params, None);
+        }
+        let mut cache = cache_from(OP, p.cache)?;
+        if !cache.context().is(context) {
+            let problem = "belongs to another context";
+            return Err(Error::invalid(OP, "cache", problem));
+        }
+        run(
+            context,
+            &params,
+            Some((&mut cache, count("layer", p.layer)?)),
+        )
+    })
+}
+
+/// # Safety
+/// The tensors and the workspace are valid on the context's device while the result is used.
+unsafe fn convert<'a>(p: &unsloth_attention_block_params) -> Result<Params<'a>> {
+    let num_heads = count("num_heads", p.num_heads)?;
+    let head_dim = count("head_dim", p.head_dim)?;
+    let or = |name, value, default| match count(name, value)? {
+        0 => Ok::<_, Error>(default),
+        n => Ok(n),
+    };
+    // SAFETY: the caller's promise.
+    unsafe {
+        let positions = match p.positions.optional_input(OP, "positions")? {
+            None => Positions::From(p.position_offset),
+            Some(positions) if p.position_offset == 0 => Positions::PerToken(positions),
+            Some(_) => {
+                let problem = format!("is {} and positions are there: set one", p.position_offset);
+                return Err(Error::invalid(OP, "position_offset", problem));
+            }
+        };
+        Ok(Params {
+            x: p.x.input(OP, "x")?,
+            num_heads,
+            num_kv_heads: or("num_kv_heads", p.num_kv_heads, num_heads)?,
+            head_dim,
+            v_head_dim: or("v_head_dim", p.v_head_dim, head_dim)?,
+            projections: projections(p)?,
+            q_norm: p.q_norm.optional_input(OP, "q_norm")?,
+            k_norm: p.k_norm.optional_input(OP, "k_norm")?,
+            norm_weight_offset: p.norm_weight_offset,
+            norm_epsilon: p.norm_epsilon,
+            rotation: match flag(OP, "rotate", p.rotate)? {
+                false => None,
+                true => Some(p.rotation.read(OP)?),
+            },
+            positions,
+            cu_seqlens: p.cu_seqlens.optional_input(OP, "cu_seqlens")?,
+            max_seqlen: count("max_seqlen", p.max_seqlen)?,
+            scale: p.scale,
+            softcap: p.softcap,
+            bidirectional: flag(OP, "bidirectional", p.bidirectional)?,
+            window: count("window", p.window)?,
+            alibi_slopes: p.alibi_slopes.optional_input(OP, "alibi_slopes")?,
+            sinks: p.sinks.optional_input(OP, "sinks")?,
+            out_projection: weights_from(
+                OP,
+                ("out_weight", "out_bias"),
+                &p.out_weight,
+                &p.out_bias,
+            )?,
+            output: output_from(OP, &p.residual, &p.out)?,
+            workspace: workspace_from(OP, p.workspace, p.workspace_size)?,
+        })
+    }
+}
+
+/// # Safety
+/// The tensors are valid on the context's device while the result is used.
+unsafe fn projections<'a>(p: &unsloth_attention_block_params) -> Result<Projections<'a>> {
+    let apart = [
+        ("q_weight", &p.q_weight),
+        ("q_bias", &p.q_bias),
+        ("k_weight", &p.k_weight),
+        ("k_bias", &p.k_bias),
+        ("v_weight", &p.v_weight),
+        ("v_bias", &p.v_bias),
+    ];
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !p.qkv_weight.is_absent() {
+            if let Some((name, _)) = apart.iter().find(|(_, t)| !t.is_absent()) {
+                let problem = "and qkv_weight are both there: set one";
+                return Err(Error::invalid(OP, *name, problem));
+            }
+            let names = ("qkv_weight", "qkv_bias");
+            let packed = weights_from(OP, names, &p.qkv_weight, &p.qkv_bias)?;
+            return Ok(Projections::Packed(packed));
+        }
+        if p.q_weight.is_absent() {
+            let problem = "and qkv_weight are absent, one is required";
+            return Err(Error::invalid(OP, "q_weight", problem));
+        }
+        if !p.qkv_bias.is_absent() {
+            let problem = "is there without qkv_weight";
+            return Err(Error::invalid(OP, "qkv_bias", problem));
+        }
+        let weights =
+            |i: usize| weights_from(OP, (apart[i].0, apart[i + 1].0), apart[i].1, apart[i + 1].1);
+        Ok(Projections::Apart {
+            q: weights(0)?,
+            k: weights(2)?,
+            v: weights(4)?,
+        })
+    }
+}
+
+/// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
+/// workspace are not looked at. The status and message are those the call itself would give.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_attention_block_supported(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_attention_block_params,
+    implementation: *mut unsloth_implementation,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        with_params(ctx, params, |context, params, cached| {
+            let chosen = match cached {
+                None => attention_block::supported(context, params),
+                Some((cache, layer)) => attention_block::supported_cached(cache, layer, params),
+            }?;
+            write_optional(OP, "implementation", implementation, || chosen as u32)
+        })
+    }
+}
+
+/// Writes the workspace that the call needs to `workspace_size`, exactly, in bytes: queries, keys and values of all tokens,
+/// attention's output, each rounded up to 256 bytes, and the workspace of `unsloth_attention_forward`. With a cache it is that of
+/// the current batch. Data pointers and the workspace are not looked at.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_attention_block_workspace_size(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_attention_block_params,
+    workspace_size: *mut usize,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        with_params(ctx, params, |context, params, cached| {
+            check_out(OP, "workspace_size", workspace_size)?;
+            let size = match cached {
+                None => attention_block::workspace_size(context, params),
+                Some((cache, layer)) => {
+                    attention_block::workspace_size_cached(cache, layer, params)
+                }
+            }?;
+            workspace_size.write(size);
+            Ok(())
+        })
+    }
+}
+
+/// Computes the block on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+///
+/// `out` may be `residual`; other overlaps with it are errors. With a cache, calling it twice for one layer and batch writes the
+/// same places again.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+/// until the work has run; `stream` is NULL or a live stream of that device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_attention_block_forward(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_attention_block_params,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let stream: Stream = stream_from(stream);
+        with_params(ctx, params, |context, params, cached| match cached {
+            None => attention_block::forward(context, params, stream),
+            Some((cache, layer)) => attention_block::forward_cached(cache, layer, params, stream),
+        })
+    }
+}

@@ -1,0 +1,172 @@
+//! The attention block of a transformer in one call:
+//! `y = attention(rope(norm(x Wqᵀ + bq)), rope(norm(x Wkᵀ + bk)), x Wvᵀ + bv) Woᵀ + bo`, with optional norms and rotation, an
+//! optional KV cache, and an optional fused addition of a residual.
+//!
+//! It is a sequence of this library's operations, [`linear`], [`rms_norm`], [`rope`], [`kv_cache`](crate::kv_cache) and
+//! [`attention`], over a workspace that holds queries, keys and values of the new tokens side by side, and attention's output. Each
+//! operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one; in
+//! [`forward_cached`] keys are rotated in f32 on their way to the cache.
+//!
+//! Without a cache ([`forward`]) tokens attend to those of the same call: plain self-attention, as in training or an encoder. With
+//! one ([`forward_cached`]) the new tokens of the cache's current batch are appended to a layer and attend to everything their
+//! sequences hold in it.
+
+mod plan;
+
+use crate::context::{Context, Device, Stream};
+use crate::error::Result;
+use crate::kv_cache::KvCache;
+use crate::ops::Implementation;
+use crate::ops::linear::{Output, Weights};
+use crate::ops::rope::{Positions, Rotation};
+use crate::tensor::{TensorRef, Workspace};
+use plan::Plan;
+pub(crate) use plan::cached_workspace_size as estimated_workspace_size;
+
+const OP: &str = "attention_block";
+
+/// Arguments of [`forward`] and [`forward_cached`].
+#[derive(Debug)]
+pub struct Params<'a> {
+    /// `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16; rows strided, contiguous in the last dimension. With
+    /// `cu_seqlens` or a cache it is `[tokens, hidden]`.
+    pub x: TensorRef<'a>,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads, a divisor of `num_heads`.
+    pub num_kv_heads: usize,
+    /// Components of a query or key head.
+    pub head_dim: usize,
+    /// Components of a value head.
+    pub v_head_dim: usize,
+    /// Projections to queries, keys and values.
+    pub projections: Projections<'a>,
+    /// Gains of an RMSNorm of the queries, any float dtype: `[head_dim]` normalises each head (Qwen 3), `[num_heads * head_dim]` all
+    /// heads of a token together (OLMo 2). `None` for no norm.
+    pub q_norm: Option<TensorRef<'a>>,
+    /// Gains of an RMSNorm of the keys: `[head_dim]` or `[num_kv_heads * head_dim]`.
+    pub k_norm: Option<TensorRef<'a>>,
+    /// Added to the gains of both norms: 1 for Gemma, else 0.
+    pub norm_weight_offset: f32,
+    /// Added to the mean squares of both norms.
+    pub norm_epsilon: f32,
+    /// Rotates queries and keys, after the norms; `None` for no rotation.
+    pub rotation: Option<Rotation<'a>>,
+    /// Where tokens stand, for the rotation. With `cu_seqlens` they are given per token; a cache knows its own, and they are ignored.
+    pub positions: Positions<'a>,
+    /// Where each sequence of packed tokens begins, and the last one's end: i32 `[num_sequences + 1]`. Not with a cache.
+    pub cu_seqlens: Option<TensorRef<'a>>,
+    /// With `cu_seqlens`: no sequence is longer; 0 for no better bound than all tokens.
+    pub max_seqlen: usize,
+    /// Factor of the scores; 0 for `1 / sqrt(head_dim)`.
+    pub scale: f32,
+    /// Bound of the scores through `softcap * tanh(s / softcap)`; 0 for none.
+    pub softcap: f32,
+    /// Tokens see later ones too; only without a cache.
+    pub bidirectional: bool,
+    /// How many tokens one sees up to and with itself (and as many from itself on, if `bidirectional`); 0 for all.
+    pub window: usize,
+    /// ALiBi slopes, f32 `[num_heads]`.
+    pub alibi_slopes: Option<TensorRef<'a>>,
+    /// A logit per query head that takes part in the softmax and has no value, f32 `[num_heads]`.
+    pub sinks: Option<TensorRef<'a>>,
+    /// The projection of attention's output, `[hidden_out, num_heads * v_head_dim]`; usually `hidden_out` is `hidden`.
+    pub out_projection: Weights<'a>,
+    /// `[.., hidden_out]`: leading dimensions and dtype of `x`.
+    pub output: Output<'a>,
+    /// At least [`workspace_size`] bytes.
+    pub workspace: Workspace<'a>,
+}
+
+/// Projections to queries, keys and values, of any float dtypes.
+#[derive(Clone, Copy, Debug)]
+#[allow(clippy::large_enum_variant)] // views, made once per call; a box would only be in the caller's way
+pub enum Projections<'a> {
+    /// Three matrices.
+    Apart {
+        /// `[num_heads * head_dim, hidden]`.
+        q: Weights<'a>,
+        /// `[num_kv_heads * head_dim, hidden]`.
+        k: Weights<'a>,
+        /// `[num_kv_heads * v_head_dim, hidden]`.
+        v: Weights<'a>,
+    },
+    /// One matrix with the rows of all query heads, then all key heads, then all value heads.
+    Packed(Weights<'a>),
+}
+
+/// Which implementation [`forward`] would run with these arguments. Data pointers and the workspace are not looked at.
+///
+/// # Errors
+/// Why there is none.
+pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
+    Plan::new(ctx, params, None)?;
+    Ok(implementation(ctx))
+}
+
+/// The exact workspace that [`forward`] needs, in bytes: queries, keys and values of all tokens, attention's output, each rounded
+/// up to 256 bytes, and [`attention::workspace_size`](super::attention::workspace_size). Data pointers and the workspace are not
+/// looked at.
+///
+/// # Errors
+/// As [`supported`].
+pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
+    Ok(Plan::new(ctx, params, None)?.workspace_size)
+}
+
+/// Computes the block on `stream`, without a cache. Does not allocate device memory or synchronise.
+///
+/// # Errors
+/// An argument is wrong (nothing was written but the workspace), or a launch failed.
+pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
+    let plan = Plan::new(ctx, params, None)?;
+    let workspace = plan.check_data(params, None)?;
+    plan.run(ctx, params, None, workspace, stream)
+}
+
+/// Which implementation [`forward_cached`] would run with these arguments. Data pointers and the workspace are not looked at.
+///
+/// # Errors
+/// Why there is none.
+pub fn supported_cached(
+    cache: &KvCache,
+    layer: usize,
+    params: &Params<'_>,
+) -> Result<Implementation> {
+    Plan::new(cache.context(), params, Some((cache, layer)))?;
+    Ok(implementation(cache.context()))
+}
+
+/// The exact workspace that [`forward_cached`] needs for the cache's current batch, in bytes; see [`workspace_size`].
+///
+/// # Errors
+/// As [`supported_cached`].
+pub fn workspace_size_cached(cache: &KvCache, layer: usize, params: &Params<'_>) -> Result<usize> {
+    Ok(Plan::new(cache.context(), params, Some((cache, layer)))?.workspace_size)
+}
+
+/// Computes the block for the new tokens of the cache's current batch on `stream`: appends their keys and values to the layer, and
+/// attends to all that their sequences hold in it. Does not allocate device memory or synchronise.
+///
+/// `x` and the output have the batch's `num_tokens` rows, in its order. Calling it twice for one layer and batch writes the same
+/// places again.
+///
+/// # Errors
+/// There is no current batch, an argument is wrong (nothing was written but the workspace), or a launch failed.
+pub fn forward_cached(
+    cache: &mut KvCache,
+    layer: usize,
+    params: &Params<'_>,
+    stream: Stream,
+) -> Result<()> {
+    let ctx = cache.context().clone();
+    let plan = Plan::new(&ctx, params, Some((cache, layer)))?;
+    let workspace = plan.check_data(params, Some((cache, layer)))?;
+    plan.run(&ctx, params, Some((cache, layer)), workspace, stream)
+}
+
+fn implementation(ctx: &Context) -> Implementation {
+    match ctx.device() {
+        Device::Cpu(_) => Implementation::Cpu,
+    }
+}
