@@ -21,21 +21,31 @@
 #define UNSLOTH_INIT(type) {.struct_size = sizeof(type)}
 #endif
 
+#define UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_block_params)
+#define UNSLOTH_ATTENTION_MEMORY_INIT UNSLOTH_INIT(unsloth_attention_memory)
+#define UNSLOTH_ATTENTION_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_memory_params)
 #define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
 #define UNSLOTH_EMBEDDING_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_params)
+#define UNSLOTH_INFERENCE_MEMORY_INIT UNSLOTH_INIT(unsloth_inference_memory)
+#define UNSLOTH_INFERENCE_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_inference_memory_params)
 #define UNSLOTH_KV_CACHE_APPEND_PARAMS_INIT UNSLOTH_INIT(unsloth_kv_cache_append_params)
 #define UNSLOTH_KV_CACHE_BATCH_INIT UNSLOTH_INIT(unsloth_kv_cache_batch)
+#define UNSLOTH_KV_CACHE_MEMORY_INIT UNSLOTH_INIT(unsloth_kv_cache_memory)
 #define UNSLOTH_KV_CACHE_PARAMS_INIT UNSLOTH_INIT(unsloth_kv_cache_params)
 #define UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT UNSLOTH_INIT(unsloth_kv_cache_sequence_info)
 #define UNSLOTH_KV_CACHE_STATS_INIT UNSLOTH_INIT(unsloth_kv_cache_stats)
 #define UNSLOTH_LINEAR_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_params)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
 #define UNSLOTH_MLP_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_params)
+#define UNSLOTH_MODEL_PARAMS_INIT UNSLOTH_INIT(unsloth_model_params)
+#define UNSLOTH_PARAMETER_COUNT_INIT UNSLOTH_INIT(unsloth_parameter_count)
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
 #define UNSLOTH_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_rope_params)
 #define UNSLOTH_SWIGLU_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_params)
+#define UNSLOTH_TRAINING_MEMORY_INIT UNSLOTH_INIT(unsloth_training_memory)
+#define UNSLOTH_TRAINING_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_training_memory_params)
 
 
 /**
@@ -360,6 +370,269 @@ typedef struct unsloth_attention_params {
 typedef uint32_t unsloth_implementation;
 
 /**
+ * Which components form the pairs that are rotated.
+ */
+typedef uint32_t unsloth_rope_style;
+
+/**
+ * How frequencies are stretched for contexts longer than the model was trained with.
+ */
+typedef uint32_t unsloth_rope_scaling;
+
+/**
+ * How heads are rotated. All zero is plain RoPE: half-split, the whole head, theta 10000.
+ *
+ * Pair `i` of `rotary_dim / 2` turns by `position * inv_freq[i]`, `inv_freq[i] = theta^(-2i / rotary_dim)` before scaling.
+ * Frequencies and angles are f32, as in the models' own code.
+ */
+typedef struct unsloth_rotation {
+  /**
+   * One of `UNSLOTH_ROPE_STYLE_*`.
+   */
+  unsloth_rope_style style;
+  /**
+   * One of `UNSLOTH_ROPE_SCALING_*`, which says what fields it uses; the others are ignored.
+   */
+  unsloth_rope_scaling scaling;
+  /**
+   * Leading components of each head that are rotated, even; the rest pass through. 0 for the whole head.
+   */
+  uint32_t rotary_dim;
+  /**
+   * Base of the frequencies; 0 for 10000.
+   */
+  float theta;
+  /**
+   * Context extension of every scaling, positive.
+   */
+  float factor;
+  /**
+   * YaRN, Llama 3: positions the model was trained with before extension.
+   */
+  uint32_t original_max_positions;
+  /**
+   * Llama 3: wavelengths above `original_max_positions / low_freq_factor` are multiplied by `factor`; positive.
+   */
+  float low_freq_factor;
+  /**
+   * Llama 3: wavelengths below `original_max_positions / high_freq_factor` are kept; above `low_freq_factor`.
+   */
+  float high_freq_factor;
+  /**
+   * YaRN: turns over the original context above which a pair is kept; 0 for 32.
+   */
+  float beta_fast;
+  /**
+   * YaRN: turns below which a pair is interpolated; 0 for 1.
+   */
+  float beta_slow;
+  /**
+   * Multiplies cosines and sines; 0 for the scaling's own: `0.1 ln(factor) + 1` for YaRN with a `factor` above 1, else 1.
+   */
+  float attention_factor;
+  /**
+   * YaRN: share of the ramp that is applied; 0 for 1.
+   */
+  float extrapolation_factor;
+  /**
+   * YaRN: 1 keeps the ramp's ends fractional (`truncate: false`), 0 rounds them outwards.
+   */
+  uint32_t fractional_ramp;
+  /**
+   * Zero.
+   */
+  uint32_t reserved[3];
+  /**
+   * Optional: divides every scaled frequency; f32 `[rotary_dim / 2]` (GGUF's `rope_freqs`, LongRoPE's factors).
+   */
+  struct unsloth_tensor freq_factors;
+  /**
+   * Optional, with `sin`: the caller's cosines, f32 `[max_positions, rotary_dim / 2]`, contiguous in the last dimension, used
+   * instead of theta, scaling, `freq_factors` and `attention_factor`.
+   */
+  struct unsloth_tensor cos;
+  /**
+   * The caller's sines; like `cos`.
+   */
+  struct unsloth_tensor sin;
+} unsloth_rotation;
+
+/**
+ * Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values, optional norms of queries and keys,
+ * optional rotation, attention, output projection, optional addition of a residual.
+ *
+ * It gives the same bits as this library's operations called one by one on tensors of the dtype of `x`, but that with a cache keys
+ * are rotated in f32 on their way to it.
+ *
+ * Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of the cache's current batch, in its
+ * order: their keys and values are appended to `layer`, and they attend to everything their sequences hold in it.
+ *
+ * Either `q_weight`, `k_weight` and `v_weight` are there, or `qkv_weight`. Weights and biases are of any float dtype whatever that
+ * of `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+ */
+typedef struct unsloth_attention_block_params {
+  /**
+   * `sizeof(unsloth_attention_block_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 rotates queries and keys, after the norms, as `rotation` says; 0 leaves them.
+   */
+  uint32_t rotate;
+  /**
+   * 1 lets tokens see later ones too, only without a cache; 0 is causal.
+   */
+  uint32_t bidirectional;
+  /**
+   * Added to the mean squares of both norms.
+   */
+  float norm_epsilon;
+  /**
+   * Added to the gains of both norms: 1 for Gemma, else 0.
+   */
+  float norm_weight_offset;
+  /**
+   * Factor of the scores; 0 for `1 / sqrt(head_dim)`.
+   */
+  float scale;
+  /**
+   * Bound of the scores through tanh; 0 for none.
+   */
+  float softcap;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Query heads.
+   */
+  int64_t num_heads;
+  /**
+   * Key and value heads, a divisor of `num_heads`; 0 for `num_heads`.
+   */
+  int64_t num_kv_heads;
+  /**
+   * Components of a query or key head.
+   */
+  int64_t head_dim;
+  /**
+   * Components of a value head; 0 for `head_dim`.
+   */
+  int64_t v_head_dim;
+  /**
+   * How many tokens one sees up to and with itself (and as many from itself on, if `bidirectional`); 0 for all.
+   */
+  int64_t window;
+  /**
+   * With `cu_seqlens`: no sequence is longer; 0 for no better bound than all tokens.
+   */
+  int64_t max_seqlen;
+  /**
+   * Without a cache and `positions`: position of the first token of every sequence.
+   */
+  int64_t position_offset;
+  /**
+   * Optional: the cache to append to and attend over; of the same context.
+   */
+  struct unsloth_kv_cache *cache;
+  /**
+   * With `cache`: the layer.
+   */
+  int64_t layer;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_attention_block_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+  /**
+   * `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension. With
+   * `cu_seqlens` or `cache` it is `[tokens, hidden]`.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[num_heads * head_dim, hidden]`.
+   */
+  struct unsloth_tensor q_weight;
+  /**
+   * Optional: `[num_heads * head_dim]`.
+   */
+  struct unsloth_tensor q_bias;
+  /**
+   * `[num_kv_heads * head_dim, hidden]`.
+   */
+  struct unsloth_tensor k_weight;
+  /**
+   * Optional: `[num_kv_heads * head_dim]`.
+   */
+  struct unsloth_tensor k_bias;
+  /**
+   * `[num_kv_heads * v_head_dim, hidden]`.
+   */
+  struct unsloth_tensor v_weight;
+  /**
+   * Optional: `[num_kv_heads * v_head_dim]`.
+   */
+  struct unsloth_tensor v_bias;
+  /**
+   * The rows of all query heads, then all key heads, then all value heads, in one matrix.
+   */
+  struct unsloth_tensor qkv_weight;
+  /**
+   * Optional: the same for the biases.
+   */
+  struct unsloth_tensor qkv_bias;
+  /**
+   * Optional: gains of an RMSNorm of the queries, any float dtype: `[head_dim]` normalises each head (Qwen 3),
+   * `[num_heads * head_dim]` all heads of a token together (OLMo 2).
+   */
+  struct unsloth_tensor q_norm;
+  /**
+   * Optional: gains of an RMSNorm of the keys: `[head_dim]` or `[num_kv_heads * head_dim]`.
+   */
+  struct unsloth_tensor k_norm;
+  /**
+   * With `rotate`: how queries and keys are rotated.
+   */
+  struct unsloth_rotation rotation;
+  /**
+   * Optional, without a cache: positions for the rotation, i32 or i64, `[batch, seq]` or `[tokens]`. Needed with `rotate` and
+   * `cu_seqlens`.
+   */
+  struct unsloth_tensor positions;
+  /**
+   * Optional, without a cache: i32 `[num_sequences + 1]`; sequence `b` is tokens `cu_seqlens[b]` to before `cu_seqlens[b + 1]`.
+   */
+  struct unsloth_tensor cu_seqlens;
+  /**
+   * Optional: ALiBi slopes, f32 `[num_heads]`.
+   */
+  struct unsloth_tensor alibi_slopes;
+  /**
+   * Optional: f32 `[num_heads]`, a logit that takes part in each softmax and has no value.
+   */
+  struct unsloth_tensor sinks;
+  /**
+   * `[hidden_out, num_heads * v_head_dim]`.
+   */
+  struct unsloth_tensor out_weight;
+  /**
+   * Optional: `[hidden_out]`.
+   */
+  struct unsloth_tensor out_bias;
+  /**
+   * Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+   */
+  struct unsloth_tensor residual;
+  /**
+   * `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor out;
+} unsloth_attention_block_params;
+
+/**
  * Arguments of `unsloth_embedding_forward`: `out[..] = table[ids[..]]`.
  */
 typedef struct unsloth_embedding_params {
@@ -388,6 +661,203 @@ typedef struct unsloth_embedding_params {
 } unsloth_embedding_params;
 
 /**
+ * A decoder-only transformer of the Llama family: RMSNorm before attention and before a gated MLP, rotary positions, grouped-query
+ * attention.
+ */
+typedef struct unsloth_model_params {
+  /**
+   * `sizeof(unsloth_model_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 if the output projection is the embedding.
+   */
+  uint32_t tied_embeddings;
+  /**
+   * 1 if the query, key and value projections have biases (Qwen 2).
+   */
+  uint32_t qkv_bias;
+  /**
+   * 1 if attention's output projection has a bias.
+   */
+  uint32_t output_bias;
+  /**
+   * 1 if the MLP's three projections have biases.
+   */
+  uint32_t mlp_bias;
+  /**
+   * 1 if query and key heads are normalised, with one gain vector for queries and one for keys per layer (Qwen 3).
+   */
+  uint32_t qk_norm;
+  /**
+   * Entries of the vocabulary.
+   */
+  int64_t vocab_size;
+  /**
+   * Components of the hidden state.
+   */
+  int64_t hidden_size;
+  /**
+   * Components between the MLP's projections.
+   */
+  int64_t intermediate_size;
+  /**
+   * Layers.
+   */
+  int64_t num_layers;
+  /**
+   * Query heads per layer.
+   */
+  int64_t num_heads;
+  /**
+   * Key and value heads per layer, a divisor of `num_heads`; 0 for `num_heads`.
+   */
+  int64_t num_kv_heads;
+  /**
+   * Components of a query or key head; 0 for `hidden_size / num_heads`.
+   */
+  int64_t head_dim;
+  /**
+   * Components of a value head; 0 for `head_dim`.
+   */
+  int64_t v_head_dim;
+} unsloth_model_params;
+
+/**
+ * Parameters of a model, by use.
+ */
+typedef struct unsloth_parameter_count {
+  /**
+   * `sizeof(unsloth_parameter_count)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `vocab_size * hidden_size`.
+   */
+  uint64_t embedding;
+  /**
+   * Projections to queries, keys and values and of attention's output, with their biases, in all layers.
+   */
+  uint64_t attention;
+  /**
+   * Gate, up and down projections with their biases, in all layers.
+   */
+  uint64_t mlp;
+  /**
+   * Gains of all norms, the last one included.
+   */
+  uint64_t norms;
+  /**
+   * The output projection; 0 if it is the embedding.
+   */
+  uint64_t head;
+  /**
+   * The sum.
+   */
+  uint64_t total;
+} unsloth_parameter_count;
+
+/**
+ * The shape of a batched attention.
+ */
+typedef struct unsloth_attention_memory_params {
+  /**
+   * `sizeof(unsloth_attention_memory_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Of queries, keys, values and output.
+   */
+  unsloth_dtype dtype;
+  /**
+   * 1 if queries see keys up to their own position only.
+   */
+  uint32_t causal;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Sequences.
+   */
+  int64_t batch_size;
+  /**
+   * Queries per sequence.
+   */
+  int64_t num_queries;
+  /**
+   * Keys per sequence; 0 for `num_queries`.
+   */
+  int64_t num_keys;
+  /**
+   * Query heads.
+   */
+  int64_t num_heads;
+  /**
+   * Key and value heads, a divisor of `num_heads`; 0 for `num_heads`.
+   */
+  int64_t num_kv_heads;
+  /**
+   * Components of a query or key head.
+   */
+  int64_t head_dim;
+  /**
+   * Components of a value head; 0 for `head_dim`.
+   */
+  int64_t v_head_dim;
+} unsloth_attention_memory_params;
+
+/**
+ * Bytes of attention, by use: of a plain implementation, which stores every score, and of this library's.
+ */
+typedef struct unsloth_attention_memory {
+  /**
+   * `sizeof(unsloth_attention_memory)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Queries, keys and values.
+   */
+  uint64_t inputs;
+  /**
+   * The output.
+   */
+  uint64_t output;
+  /**
+   * Scores that a plain implementation stores: `batch_size * num_heads * num_queries * num_keys` elements.
+   */
+  uint64_t naive_scores;
+  /**
+   * Probabilities that it stores beside them: as many.
+   */
+  uint64_t naive_probabilities;
+  /**
+   * `inputs + output + naive_scores + naive_probabilities`.
+   */
+  uint64_t naive_total;
+  /**
+   * What `unsloth_attention_workspace_size` answers.
+   */
+  uint64_t flash_workspace;
+  /**
+   * The log-sum-exp kept for the backward pass, f32: `batch_size * num_heads * num_queries`.
+   */
+  uint64_t flash_lse;
+  /**
+   * `inputs + output + flash_workspace + flash_lse`.
+   */
+  uint64_t flash_total;
+} unsloth_attention_memory;
+
+/**
  * The shape of a cache.
  */
 typedef struct unsloth_kv_cache_params {
@@ -402,7 +872,7 @@ typedef struct unsloth_kv_cache_params {
   /**
    * The order of a page's dimensions, `UNSLOTH_PAGE_LAYOUT_*`; 0 is token-major.
    */
-  uint32_t page_layout;
+  unsloth_page_layout page_layout;
   /**
    * Zero.
    */
@@ -444,6 +914,230 @@ typedef struct unsloth_kv_cache_params {
    */
   int64_t max_sequence_length;
 } unsloth_kv_cache_params;
+
+/**
+ * Bytes of a KV cache, by use.
+ */
+typedef struct unsloth_kv_cache_memory {
+  /**
+   * `sizeof(unsloth_kv_cache_memory)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Key pages of all layers: `num_layers * num_pages * page_size * num_kv_heads * head_dim` elements.
+   */
+  uint64_t keys;
+  /**
+   * Value pages of all layers, with `v_head_dim`.
+   */
+  uint64_t values;
+  /**
+   * Block tables, lengths and positions: `max_batch_size * (ceil(max_sequence_length / page_size) + 2) + 1 + max_batch_tokens`
+   * integers of 32 bits.
+   */
+  uint64_t tables;
+  /**
+   * The sum: what `unsloth_kv_cache_create` allocates.
+   */
+  uint64_t total;
+} unsloth_kv_cache_memory;
+
+/**
+ * An engine that runs a model by this library's blocks.
+ */
+typedef struct unsloth_inference_memory_params {
+  /**
+   * `sizeof(unsloth_inference_memory_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Of the weights.
+   */
+  unsloth_dtype weight_dtype;
+  /**
+   * Of hidden states.
+   */
+  unsloth_dtype dtype;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * The model.
+   */
+  const struct unsloth_model_params *model;
+  /**
+   * The KV cache, whose layers and heads are the model's.
+   */
+  const struct unsloth_kv_cache_params *kv_cache;
+  /**
+   * Sequences of the largest pass.
+   */
+  int64_t batch_size;
+  /**
+   * Tokens of the largest pass: those of a prompt.
+   */
+  int64_t num_tokens;
+  /**
+   * Tokens of one pass whose logits are computed: the last of each sequence to continue it, all to score a text.
+   */
+  int64_t num_logits;
+} unsloth_inference_memory_params;
+
+/**
+ * Bytes of an engine at its peak, by use.
+ */
+typedef struct unsloth_inference_memory {
+  /**
+   * `sizeof(unsloth_inference_memory)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Weights.
+   */
+  uint64_t weights;
+  /**
+   * The cache: what `unsloth_kv_cache_create` allocates.
+   */
+  uint64_t kv_cache;
+  /**
+   * Hidden states and their normalised copy: `2 * num_tokens * hidden_size` elements.
+   */
+  uint64_t activations;
+  /**
+   * The larger of what `unsloth_attention_block_workspace_size` and `unsloth_mlp_workspace_size` answer.
+   */
+  uint64_t workspace;
+  /**
+   * Logits, f32: `num_logits * vocab_size`.
+   */
+  uint64_t logits;
+  /**
+   * The sum.
+   */
+  uint64_t total;
+} unsloth_inference_memory;
+
+/**
+ * What an optimizer keeps for each trained parameter.
+ */
+typedef uint32_t unsloth_optimizer;
+
+/**
+ * Which activations are kept for the backward pass and which computed again.
+ */
+typedef uint32_t unsloth_checkpointing;
+
+/**
+ * A training step.
+ */
+typedef struct unsloth_training_memory_params {
+  /**
+   * `sizeof(unsloth_training_memory_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Of weights and activations.
+   */
+  unsloth_dtype dtype;
+  /**
+   * Of gradients; 0 for `dtype`.
+   */
+  unsloth_dtype gradient_dtype;
+  /**
+   * 1 if the optimizer updates an f32 copy of the trained weights (mixed precision, arXiv:1710.03740). With f32 weights there is
+   * none.
+   */
+  uint32_t master_weights;
+  /**
+   * One of `UNSLOTH_OPTIMIZER_*`.
+   */
+  unsloth_optimizer optimizer;
+  /**
+   * One of `UNSLOTH_CHECKPOINTING_*`.
+   */
+  unsloth_checkpointing checkpointing;
+  /**
+   * 1 if attention stores its probabilities, as plain implementations do; 0 for a log-sum-exp per query.
+   */
+  uint32_t naive_attention;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * The model.
+   */
+  const struct unsloth_model_params *model;
+  /**
+   * Sequences per step.
+   */
+  int64_t batch_size;
+  /**
+   * Tokens per sequence.
+   */
+  int64_t sequence_length;
+  /**
+   * Parameters of adapters beside the model's frozen weights (LoRA, arXiv:2106.09685), which alone are trained: of them alone
+   * there are gradients, master copies and optimizer state. 0 trains the model itself.
+   */
+  int64_t adapter_parameters;
+} unsloth_training_memory_params;
+
+/**
+ * Bytes of a training step at its peak, by use. Left out are what the backward pass holds for one operation at a time, and what
+ * allocators and libraries keep for themselves.
+ */
+typedef struct unsloth_training_memory {
+  /**
+   * `sizeof(unsloth_training_memory)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Weights, adapters included.
+   */
+  uint64_t weights;
+  /**
+   * f32 copies of the trained weights.
+   */
+  uint64_t master_weights;
+  /**
+   * Gradients of the trained weights.
+   */
+  uint64_t gradients;
+  /**
+   * What the optimizer keeps.
+   */
+  uint64_t optimizer_state;
+  /**
+   * Activations kept from the forward to the backward pass, counted as in arXiv:2205.05198.
+   */
+  uint64_t saved_activations;
+  /**
+   * Activations of one layer that the backward pass computes again.
+   */
+  uint64_t recomputed_activations;
+  /**
+   * Logits, f32: `batch_size * sequence_length * vocab_size`.
+   */
+  uint64_t logits;
+  /**
+   * The sum.
+   */
+  uint64_t total;
+} unsloth_training_memory;
 
 /**
  * What a sequence holds.
@@ -544,9 +1238,9 @@ typedef struct unsloth_kv_cache_append_params {
    */
   uint32_t struct_size;
   /**
-   * Zero.
+   * 1 rotates keys by their tokens' positions, in f32, before they are rounded to the cache's dtype; 0 stores them as they are.
    */
-  uint32_t reserved;
+  uint32_t rotate;
   /**
    * The layer.
    */
@@ -560,6 +1254,10 @@ typedef struct unsloth_kv_cache_append_params {
    * Values `[num_tokens, num_kv_heads, v_head_dim]`, otherwise like `k`.
    */
   struct unsloth_tensor v;
+  /**
+   * With `rotate`: how. A table must have every position of the batch.
+   */
+  struct unsloth_rotation rotation;
 } unsloth_kv_cache_append_params;
 
 /**
@@ -798,94 +1496,6 @@ typedef struct unsloth_rms_norm_params {
 } unsloth_rms_norm_params;
 
 /**
- * Which components form the pairs that are rotated.
- */
-typedef uint32_t unsloth_rope_style;
-
-/**
- * How frequencies are stretched for contexts longer than the model was trained with.
- */
-typedef uint32_t unsloth_rope_scaling;
-
-/**
- * How heads are rotated. All zero is plain RoPE: half-split, the whole head, theta 10000.
- *
- * Pair `i` of `rotary_dim / 2` turns by `position * inv_freq[i]`, `inv_freq[i] = theta^(-2i / rotary_dim)` before scaling.
- * Frequencies and angles are f32, as in the models' own code.
- */
-typedef struct unsloth_rotation {
-  /**
-   * One of `UNSLOTH_ROPE_STYLE_*`.
-   */
-  unsloth_rope_style style;
-  /**
-   * One of `UNSLOTH_ROPE_SCALING_*`, which says what fields it uses; the others are ignored.
-   */
-  unsloth_rope_scaling scaling;
-  /**
-   * Leading components of each head that are rotated, even; the rest pass through. 0 for the whole head.
-   */
-  uint32_t rotary_dim;
-  /**
-   * Base of the frequencies; 0 for 10000.
-   */
-  float theta;
-  /**
-   * Context extension of every scaling, positive.
-   */
-  float factor;
-  /**
-   * YaRN, Llama 3: positions the model was trained with before extension.
-   */
-  uint32_t original_max_positions;
-  /**
-   * Llama 3: wavelengths above `original_max_positions / low_freq_factor` are multiplied by `factor`; positive.
-   */
-  float low_freq_factor;
-  /**
-   * Llama 3: wavelengths below `original_max_positions / high_freq_factor` are kept; above `low_freq_factor`.
-   */
-  float high_freq_factor;
-  /**
-   * YaRN: turns over the original context above which a pair is kept; 0 for 32.
-   */
-  float beta_fast;
-  /**
-   * YaRN: turns below which a pair is interpolated; 0 for 1.
-   */
-  float beta_slow;
-  /**
-   * Multiplies cosines and sines; 0 for the scaling's own: `0.1 ln(factor) + 1` for YaRN with a `factor` above 1, else 1.
-   */
-  float attention_factor;
-  /**
-   * YaRN: share of the ramp that is applied; 0 for 1.
-   */
-  float extrapolation_factor;
-  /**
-   * YaRN: 1 keeps the ramp's ends fractional (`truncate: false`), 0 rounds them outwards.
-   */
-  uint32_t fractional_ramp;
-  /**
-   * Zero.
-   */
-  uint32_t reserved[3];
-  /**
-   * Optional: divides every scaled frequency; f32 `[rotary_dim / 2]` (GGUF's `rope_freqs`, LongRoPE's factors).
-   */
-  struct unsloth_tensor freq_factors;
-  /**
-   * Optional, with `sin`: the caller's cosines, f32 `[max_positions, rotary_dim / 2]`, contiguous in the last dimension, used
-   * instead of theta, scaling, `freq_factors` and `attention_factor`.
-   */
-  struct unsloth_tensor cos;
-  /**
-   * The caller's sines; like `cos`.
-   */
-  struct unsloth_tensor sin;
-} unsloth_rotation;
-
-/**
  * Arguments of `unsloth_rope_forward`. At least one of `q` and `k` is there.
  */
 typedef struct unsloth_rope_params {
@@ -1118,6 +1728,42 @@ typedef struct unsloth_swiglu_params {
  * `[num_pages, num_kv_heads, page_size, head_dim]`: heads before tokens.
  */
 #define UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR 1
+
+/**
+ * Adam or AdamW: two f32 moments, 8 bytes.
+ */
+#define UNSLOTH_OPTIMIZER_ADAM 0
+
+/**
+ * AdamW with 8-bit moments in blocks of 256 with an f32 scale each (arXiv:2110.02861): 2 bytes and 1/32.
+ */
+#define UNSLOTH_OPTIMIZER_ADAM_8BIT 1
+
+/**
+ * Stochastic gradient descent: nothing.
+ */
+#define UNSLOTH_OPTIMIZER_SGD 2
+
+/**
+ * Stochastic gradient descent with momentum: one f32, 4 bytes.
+ */
+#define UNSLOTH_OPTIMIZER_SGD_MOMENTUM 3
+
+/**
+ * All are kept.
+ */
+#define UNSLOTH_CHECKPOINTING_NONE 0
+
+/**
+ * All but attention's scores are kept (arXiv:2205.05198, section 5). Flash attention never stores scores, so with it this is the
+ * same as keeping all.
+ */
+#define UNSLOTH_CHECKPOINTING_SELECTIVE 1
+
+/**
+ * Only each layer's input is kept, and the layer computed again (arXiv:1604.06174).
+ */
+#define UNSLOTH_CHECKPOINTING_FULL 2
 
 /**
  * Components `i` and `i + rotary_dim / 2` (GPT-NeoX, and Llama in Hugging Face's layout).
@@ -1380,6 +2026,40 @@ unsloth_status unsloth_attention_forward(struct unsloth_context *ctx,
                                          unsloth_stream stream);
 
 /**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
+ * workspace are not looked at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_block_supported(struct unsloth_context *ctx,
+                                                 const struct unsloth_attention_block_params *params,
+                                                 unsloth_implementation *implementation);
+
+/**
+ * Writes the workspace that the call needs to `workspace_size`, exactly, in bytes: queries, keys and values of all tokens,
+ * attention's output, each rounded up to 256 bytes, and the workspace of `unsloth_attention_forward`. With a cache it is that of
+ * the current batch. Data pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_block_workspace_size(struct unsloth_context *ctx,
+                                                      const struct unsloth_attention_block_params *params,
+                                                      size_t *workspace_size);
+
+/**
+ * Computes the block on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * `out` may be `residual`; other overlaps with it are errors. With a cache, calling it twice for one layer and batch writes the
+ * same places again.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+ * until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_attention_block_forward(struct unsloth_context *ctx,
+                                               const struct unsloth_attention_block_params *params,
+                                               unsloth_stream stream);
+
+/**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at. The status and message are those the call itself would give, ids apart.
  *
@@ -1400,10 +2080,68 @@ unsloth_status unsloth_embedding_forward(struct unsloth_context *ctx,
                                          unsloth_stream stream);
 
 /**
+ * Counts a model's parameters; the caller has set the result's `struct_size` (`UNSLOTH_PARAMETER_COUNT_INIT`).
+ *
+ * Requires: `model` is NULL or points to `model->struct_size` readable bytes; `parameters` is NULL or points to `parameters->struct_size` bytes
+ * valid for reads and writes.
+ */
+unsloth_status unsloth_model_parameters_count(const struct unsloth_model_params *model,
+                                              struct unsloth_parameter_count *parameters);
+
+/**
+ * Estimates attention on the context's device, by a plain implementation and by this library; the caller has set the result's
+ * `struct_size` (`UNSLOTH_ATTENTION_MEMORY_INIT`).
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `memory` is NULL or points to `memory->struct_size` bytes valid
+ * for reads and writes.
+ */
+unsloth_status unsloth_attention_memory_estimate(struct unsloth_context *ctx,
+                                                 const struct unsloth_attention_memory_params *params,
+                                                 struct unsloth_attention_memory *memory);
+
+/**
+ * Estimates a KV cache, exactly; the caller has set the result's `struct_size` (`UNSLOTH_KV_CACHE_MEMORY_INIT`).
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `memory` is NULL or points to `memory->struct_size` bytes valid
+ * for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_memory_estimate(const struct unsloth_kv_cache_params *params,
+                                                struct unsloth_kv_cache_memory *memory);
+
+/**
+ * Estimates inference on the context's device; the caller has set the result's `struct_size` (`UNSLOTH_INFERENCE_MEMORY_INIT`).
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and so do its pointers; `memory` is NULL or points to
+ * `memory->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_inference_memory_estimate(struct unsloth_context *ctx,
+                                                 const struct unsloth_inference_memory_params *params,
+                                                 struct unsloth_inference_memory *memory);
+
+/**
+ * Estimates a training step; the caller has set the result's `struct_size` (`UNSLOTH_TRAINING_MEMORY_INIT`).
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and so does its `model`; `memory` is NULL or points to
+ * `memory->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_training_memory_estimate(const struct unsloth_training_memory_params *params,
+                                                struct unsloth_training_memory *memory);
+
+/**
+ * Writes a number of bytes for people, such as `1.50 GiB`, NUL-terminated and cut to `capacity` bytes: three significant digits and
+ * a binary unit. Returns the length of the whole text without its NUL; 32 bytes are always enough.
+ *
+ * Requires: `buffer` is NULL or has room for `capacity` bytes.
+ */
+size_t unsloth_format_bytes(uint64_t bytes,
+                            char *buffer,
+                            size_t capacity);
+
+/**
  * Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with
  * `unsloth_kv_cache_destroy`. The cache keeps the context's device and accounting alive on its own.
  *
- * It allocates exactly what `unsloth_estimate_kv_cache` answers, once; nothing else about a cache allocates device memory.
+ * It allocates exactly what `unsloth_kv_cache_memory_estimate` answers, once; nothing else about a cache allocates device memory.
  * `UNSLOTH_STATUS_OUT_OF_MEMORY` if that is not there.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `cache` is NULL or valid for a write.
@@ -1551,6 +2289,22 @@ unsloth_status unsloth_kv_cache_layer_get(struct unsloth_kv_cache *cache,
                                           int64_t layer,
                                           struct unsloth_tensor *k,
                                           struct unsloth_tensor *v);
+
+/**
+ * Completes `params`, whose `struct_size` the caller has set (`UNSLOTH_ATTENTION_PARAMS_INIT`), for attention of the current batch's
+ * new tokens over everything their sequences hold in a layer: sets `k`, `v`, `cu_seqlens_q`, `seq_lens_k`, `block_table`,
+ * `page_layout`, `max_seqlen_q`, `max_seqlen_k` and `causal`, and leaves the rest to the caller: `q` and `out`, packed
+ * `[num_tokens, num_heads, head_dim]` and `[num_tokens, num_heads, v_head_dim]`, scale, softcap, workspace.
+ *
+ * `max_seqlen_k` is the cache's `max_sequence_length`, so that workspace and launch suit every later step, those of a captured
+ * graph among them; the batch's `max_sequence_length` is a tighter bound for this step alone. A sliding window of attention counts
+ * the tokens held, so after an eviction it is right as long as no sinks were kept.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_attention_prepare(struct unsloth_kv_cache *cache,
+                                                  int64_t layer,
+                                                  struct unsloth_attention_params *params);
 
 /**
  * Describes in `stats` how the cache is used; the caller has set `struct_size` (`UNSLOTH_KV_CACHE_STATS_INIT`). Takes time in

@@ -10,6 +10,7 @@ pub mod attention;
 pub mod attention_block;
 pub mod context;
 pub mod embedding;
+pub mod estimate;
 mod handle;
 pub mod kv_cache;
 pub mod linear;

@@ -2,6 +2,7 @@
 
 mod accountant;
 mod buffer;
+pub mod estimate;
 mod transfer;
 
 pub(crate) use accountant::Accountant;

@@ -1,0 +1,144 @@
+//! Inference.
+
+use crate::context::Context;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kv_cache::Config;
+use crate::layout::Layout;
+use crate::ops::linear::{Output, Weights};
+use crate::ops::mlp::{self, GateUp};
+use crate::ops::swiglu::Activation;
+use crate::ops::{attention_block, linear};
+use crate::tensor::{TensorMut, TensorRef, Workspace};
+
+use super::model::Model;
+use super::{OP, float_size, overflow, positive, product, sum};
+
+/// An engine that runs a model by this library's blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inference {
+    /// The model.
+    pub model: Model,
+    /// Of the weights.
+    pub weight_dtype: DType,
+    /// Of hidden states.
+    pub dtype: DType,
+    /// The KV cache, whose layers and heads are the model's.
+    pub cache: Config,
+    /// Sequences of the largest pass.
+    pub batch_size: u64,
+    /// Tokens of the largest pass: those of a prompt.
+    pub num_tokens: u64,
+    /// Tokens of one pass whose logits are computed: the last of each sequence to continue it, all to score a text.
+    pub num_logits: u64,
+}
+
+/// Bytes of an engine at its peak, by use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InferenceMemory {
+    /// Weights.
+    pub weights: u64,
+    /// The cache: what [`KvCache::new`](crate::kv_cache::KvCache::new) allocates.
+    pub kv_cache: u64,
+    /// Hidden states and their normalised copy: `2 · num_tokens · hidden_size` elements.
+    pub activations: u64,
+    /// The larger of the workspaces that [`ops::attention_block`](crate::ops::attention_block) and [`ops::mlp`](crate::ops::mlp) ask
+    /// for: what their queries answer.
+    pub workspace: u64,
+    /// Logits, f32: `num_logits · vocab_size`.
+    pub logits: u64,
+    /// The sum.
+    pub total: u64,
+}
+
+/// What inference takes on the device of `context`.
+///
+/// # Errors
+/// A size is zero, a dtype is no float, the cache does not suit the model, or the sum overflows.
+pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMemory> {
+    let parameters = i.model.parameters()?.total;
+    let weight_size = float_size("weight_dtype", i.weight_dtype)?;
+    let size = float_size("dtype", i.dtype)?;
+    for (name, value, of_model) in [
+        ("num_layers", i.cache.num_layers, i.model.num_layers),
+        ("num_kv_heads", i.cache.num_kv_heads, i.model.num_kv_heads),
+        ("head_dim", i.cache.head_dim, i.model.head_dim),
+        ("v_head_dim", i.cache.v_head_dim, i.model.v_head_dim),
+    ] {
+        if value as u64 != of_model {
+            let problem = format!("of the cache is {value}, the model has {of_model}");
+            return Err(Error::invalid(OP, name, problem));
+        }
+    }
+    positive("batch_size", i.batch_size)?;
+    positive("num_tokens", i.num_tokens)?;
+    let attention = attention_block::estimated_workspace_size(
+        context,
+        &i.cache,
+        index("num_heads", i.model.num_heads)?,
+        i.dtype,
+        (
+            index("batch_size", i.batch_size)?,
+            index("num_tokens", i.num_tokens)?,
+        ),
+    )
+    .map_err(|error| error.within(OP))?;
+    let mlp = mlp_workspace_size(context, i).map_err(|error| error.within(OP))?;
+    let mut memory = InferenceMemory {
+        weights: product("weights", &[parameters, weight_size])?,
+        kv_cache: i.cache.size()?.total(),
+        activations: product("activations", &[2, i.num_tokens, i.model.hidden_size, size])?,
+        workspace: attention.max(mlp) as u64,
+        logits: product("logits", &[i.num_logits, i.model.vocab_size, 4])?,
+        total: 0,
+    };
+    memory.total = sum(
+        "total",
+        &[
+            memory.weights,
+            memory.kv_cache,
+            memory.activations,
+            memory.workspace,
+            memory.logits,
+        ],
+    )?;
+    Ok(memory)
+}
+
+fn index(what: &'static str, value: u64) -> Result<usize> {
+    usize::try_from(value).map_err(|_| overflow(what))
+}
+
+/// What the MLP's query answers for the largest pass.
+fn mlp_workspace_size(context: &Context, i: &Inference) -> Result<usize> {
+    let (tokens, hidden, intermediate) = (
+        index("num_tokens", i.num_tokens)?,
+        index("hidden_size", i.model.hidden_size)?,
+        index("intermediate_size", i.model.intermediate_size)?,
+    );
+    let described = |dtype, shape: [usize; 2]| -> Result<TensorRef<'static>> {
+        // SAFETY: queries do not look at data.
+        Ok(unsafe { TensorRef::from_raw(std::ptr::null(), dtype, Layout::contiguous(&shape)?) })
+    };
+    let weights = |rows, columns| -> Result<Weights<'static>> {
+        Ok(linear::Weights {
+            weight: described(i.weight_dtype, [rows, columns])?,
+            bias: None,
+        })
+    };
+    let layout = Layout::contiguous(&[tokens, hidden])?;
+    // SAFETY: as above.
+    let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), i.dtype, layout) };
+    let params = mlp::Params {
+        x: described(i.dtype, [tokens, hidden])?,
+        gate_up: GateUp::Apart {
+            gate: weights(intermediate, hidden)?,
+            up: weights(intermediate, hidden)?,
+        },
+        activation: Activation::default(),
+        down: weights(hidden, intermediate)?,
+        output: Output::Write(out),
+        workspace: Workspace::none(),
+    };
+    mlp::workspace_size(context, &params)
+}
