@@ -1,5 +1,5 @@
-// What the C tests share. Every test is one file with a `main`, compiled as C11 and as C++17; it prints nothing and returns 0, or
-// tells on stderr what failed and returns 1 at once.
+// What the C tests share. Every test is one file with a `main`, compiled as C11 and as C++17; it
+// prints nothing and returns 0, or tells on stderr what failed and returns 1 at once.
 #ifndef UNSLOTH_CHECK_H
 #define UNSLOTH_CHECK_H
 
@@ -10,12 +10,12 @@
 
 #include "unsloth.h"
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
       fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      exit(1);                                                                  \
-    }                                                                           \
+      exit(1);                                                                      \
+    }                                                                               \
   } while (0)
 
 // The call gives this status.
@@ -25,7 +25,8 @@
 #define CHECK_OK(call) CHECK_STATUS(call, UNSLOTH_STATUS_SUCCESS)
 
 // The call fails with this status and exactly this message.
-#define CHECK_FAILS(call, status, message) check_fails(call, status, message, #call, __FILE__, __LINE__)
+#define CHECK_FAILS(call, status, message) \
+  check_fails(call, status, message, #call, __FILE__, __LINE__)
 
 // Two numbers differ by at most this much; a NaN never passes.
 #define CHECK_NEAR(actual, expected, tolerance) \
@@ -69,8 +70,8 @@ static inline unsloth_context *cpu_context(void) {
 }
 
 // A contiguous tensor of up to four dimensions; a size of -1 and those after it are left out.
-static inline unsloth_tensor tensor(void *data, unsloth_dtype dtype, int64_t d0, int64_t d1, int64_t d2,
-                                    int64_t d3) {
+static inline unsloth_tensor tensor(void *data, unsloth_dtype dtype, int64_t d0, int64_t d1,
+                                    int64_t d2, int64_t d3) {
   const int64_t sizes[4] = {d0, d1, d2, d3};
   unsloth_tensor t;
   memset(&t, 0, sizeof t);
@@ -83,11 +84,13 @@ static inline unsloth_tensor tensor(void *data, unsloth_dtype dtype, int64_t d0,
   return t;
 }
 
-static inline unsloth_tensor f32_tensor(float *data, int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
+static inline unsloth_tensor f32_tensor(float *data, int64_t d0, int64_t d1, int64_t d2,
+                                        int64_t d3) {
   return tensor(data, UNSLOTH_DTYPE_F32, d0, d1, d2, d3);
 }
 
-// The next of a sequence of numbers in [-1, 1), the same on every machine (Numerical Recipes' generator).
+// The next of a sequence of numbers in [-1, 1), the same on every machine (Numerical Recipes'
+// generator).
 static inline float random_float(uint32_t *state) {
   *state = *state * 1664525u + 1013904223u;
   return (float)(*state >> 8) / (float)(1 << 23) - 1.0f;

@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Checks what the shared library shows the world.
+
+    abi.py LIBRARY HEADER SYMBOLS [--update]
+
+Its exported symbols are those of the checked-in list and those that the header declares; its soname, and what it needs itself,
+are as they should be. With --update the list is written first (`make header`).
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+# What every 64-bit glibc system has.
+ALLOWED = re.compile(r"(libc|libm|libgcc_s|libpthread|libdl|librt|ld-linux-.*)\.so\.\d+")
+
+
+def output(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def differences(kind, found, expected):
+    for name in sorted(found - expected):
+        yield f"{name} is exported, but not {kind}"
+    for name in sorted(expected - found):
+        yield f"{name} is {kind}, but not exported"
+
+
+def problems(library, header, symbols):
+    exported = {line.split()[-1] for line in output("nm", "-D", "--defined-only", library).splitlines()}
+    text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.S)
+    declared = re.findall(r"^\w[\w *]*?\b(unsloth_\w+)\(", text, flags=re.M)
+    if "--update" in sys.argv:
+        symbols.write_text("".join(f"{name}\n" for name in sorted(exported)))
+    yield from differences(f"in {symbols.name}", exported, set(symbols.read_text().split()))
+    yield from differences("declared in the header", exported, set(declared))
+    for name in sorted(set(declared)):
+        if declared.count(name) > 1:
+            yield f"{name} is declared {declared.count(name)} times"
+
+    dynamic = output("readelf", "-d", library)
+    sonames = re.findall(r"\(SONAME\).*\[(.*)\]", dynamic)
+    major = re.search(r"#define UNSLOTH_VERSION_MAJOR (\d+)", header.read_text())[1]
+    if sonames != [f"libunsloth.so.{major}"]:
+        yield f"the soname is {sonames}"
+    for needed in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic):
+        if not ALLOWED.fullmatch(needed):
+            yield f"it needs {needed}"
+    if re.search(r"\((RPATH|RUNPATH)\)", dynamic):
+        yield "it has a search path of its own"
+
+
+def main():
+    library, header, symbols = map(pathlib.Path, sys.argv[1:4])
+    found = list(problems(library, header, symbols))
+    if found:
+        sys.exit("\n".join([f"{library}:", *found]))
+
+
+if __name__ == "__main__":
+    main()

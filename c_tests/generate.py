@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Writes the tests that cover every function and every struct of the header, however many there are.
+
+    generate.py HEADER FOLDER
+
+links.c   takes the address of every declared function
+inits.c   uses the initialiser of every struct that begins with struct_size
+misuse.c  calls every function with NULL, zeroed, misaligned and oversized arguments, and with handles that are not live
+"""
+
+import pathlib
+import re
+import sys
+
+# Statuses of calls whose pointers are all NULL and whose numbers are all zero, where that is not UNSLOTH_STATUS_NULL_POINTER.
+ALL_NULL = {
+    "unsloth_context_destroy": "SUCCESS",
+    "unsloth_kv_cache_destroy": "SUCCESS",
+}
+
+# The same with a live handle.
+HANDLE_ALONE = {
+    "unsloth_kv_cache_extend": "SUCCESS",
+    "unsloth_kv_cache_sequence_evict": "INVALID_HANDLE",
+    "unsloth_kv_cache_sequence_free": "INVALID_HANDLE",
+    "unsloth_kv_cache_sequence_reserve": "INVALID_HANDLE",
+    "unsloth_kv_cache_sequence_truncate": "INVALID_HANDLE",
+    "unsloth_memory_copy": "INVALID_ARGUMENT",
+    "unsloth_memory_free": "SUCCESS",
+    "unsloth_memory_limit_set": "SUCCESS",
+    "unsloth_memory_peak_reset": "SUCCESS",
+    "unsloth_memory_set": "SUCCESS",
+    "unsloth_stream_destroy": "SUCCESS",
+    "unsloth_stream_synchronize": "SUCCESS",
+}
+
+# Statuses of calls whose params ask for nothing, where that is not UNSLOTH_STATUS_INVALID_ARGUMENT for a tensor that is absent.
+DEFAULT_PARAMS = {
+    "unsloth_context_create": "SUCCESS",
+}
+
+PROLOGUE = """\
+#include "check.h"
+
+"""
+
+MISUSE = """\
+static unsloth_context *context, *dead_context;
+static unsloth_kv_cache *cache, *dead_cache;
+// Where functions may write, and do not when they fail.
+static unsigned char out[256];
+
+static unsloth_kv_cache *small_cache(void) {
+  unsloth_kv_cache_params params = UNSLOTH_KV_CACHE_PARAMS_INIT;
+  unsloth_kv_cache *made = NULL;
+  params.dtype = UNSLOTH_DTYPE_F32;
+  params.num_layers = 1;
+  params.num_kv_heads = 1;
+  params.head_dim = 4;
+  params.num_pages = 1;
+  CHECK_OK(unsloth_kv_cache_create(context, &params, &made));
+  return made;
+}
+
+static void spoil_out(void) { memset(out, 0xa5, sizeof out); }
+
+static void check_out_untouched(void) {
+  for (size_t i = 0; i < sizeof out; i++) CHECK(out[i] == 0xa5);
+}
+
+// The last message mentions this.
+static inline void check_mentions(const char *call, const char *word) {
+  char message[1024];
+  unsloth_last_error_message(message, sizeof message);
+  if (strstr(message, word) != NULL) return;
+  fprintf(stderr, "%s: \\"%s\\" does not mention %s\\n", call, message, word);
+  exit(1);
+}
+
+"""
+
+MISUSE_MAIN = """\
+int main(void) {
+  context = cpu_context();
+  dead_context = cpu_context();
+  cache = small_cache();
+  dead_cache = small_cache();
+  CHECK_OK(unsloth_kv_cache_destroy(dead_cache));
+  CHECK_OK(unsloth_context_destroy(dead_context));
+"""
+
+
+class Header:
+    def __init__(self, text):
+        text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+        prototypes = re.findall(r"^([a-z][\w ]*?[ *]+)(unsloth_\w+)\(([^)]*)\);", text, flags=re.M)
+        self.functions = [
+            (returns.strip(), name, [self.argument(a) for a in arguments.split(",") if a.strip() != "void"])
+            for returns, name, arguments in prototypes
+        ]
+        structs = re.findall(r"^typedef struct (\w+) \{(.*?)^\} \1;", text, flags=re.M | re.S)
+        self.sized = [name for name, fields in structs if fields.split(";")[0].split() == ["uint32_t", "struct_size"]]
+        self.handles = re.findall(r"^typedef struct (\w+) \1;", text, flags=re.M)
+        assert self.functions and self.sized and self.handles, "the header is not recognised"
+
+    @staticmethod
+    def argument(text):
+        """Type and name of an argument: `const struct unsloth_tensor *`, `x`."""
+        return re.fullmatch(r"\s*(.*?[ *]+)(\w+)\s*", text, flags=re.S).groups()
+
+    def kind(self, type_):
+        words = type_.replace("struct ", "").replace("const ", "").split()
+        name, stars = words[0], "".join(words[1:])
+        if stars == "*" and name in self.handles:
+            return "handle", name
+        if stars == "*" and name in self.sized:
+            return ("params" if "const" in type_ else "result"), name
+        if stars:
+            return "pointer", name
+        return ("stream" if name == "unsloth_stream" else "number"), name
+
+
+def initialiser(struct):
+    return f"{struct.upper()}_INIT"
+
+
+def links(header):
+    yield PROLOGUE + "typedef void (*function)(void);\n\nint main(void) {\n  const function functions[] = {"
+    for _, name, _ in header.functions:
+        yield f"      (function){name},"
+    yield "  };\n  for (size_t i = 0; i < COUNT(functions); i++) CHECK(functions[i] != NULL);\n  return 0;\n}"
+
+
+def inits(header):
+    yield PROLOGUE + "int main(void) {"
+    for struct in header.sized:
+        yield f"""\
+  {{
+    {struct} value = {initialiser(struct)};
+    {struct} zero;
+    memset(&zero, 0, sizeof zero);
+    CHECK(value.struct_size == sizeof value);
+    value.struct_size = 0;
+    CHECK(memcmp(&value, &zero, sizeof zero) == 0);
+  }}"""
+    yield "  return 0;\n}"
+
+
+def misuse(header):
+    yield PROLOGUE + MISUSE
+    variables = {"unsloth_context": "context", "unsloth_kv_cache": "cache"}
+    assert set(header.handles) == set(variables), "a handle type is new: say here how to make one"
+    called = []
+    for returns, name, arguments in header.functions:
+        if returns != "unsloth_status":
+            continue
+        called.append(name)
+        yield f"static void misuse_{name}(void) {{\n  spoil_out();"
+        kinds = [header.kind(type_) for type_, _ in arguments]
+
+        def call(expected, **given):
+            values = []
+            for (type_, _), (kind, of) in zip(arguments, kinds):
+                value = given.get(kind, "0" if kind == "number" else "NULL")
+                if kind == "handle" and value == "live":
+                    value = variables[of]
+                elif kind == "handle" and value == "dead":
+                    value = f"dead_{variables[of]}"
+                elif kind == "handle" and value != "NULL":
+                    value = f"({of} *){value}"
+                elif value != "NULL" and kind != "number":
+                    value = f"({type_.strip()}){value}"
+                values.append(value)
+            return f"  CHECK_STATUS({name}({', '.join(values)}), UNSLOTH_STATUS_{expected});"
+
+        yield call(ALL_NULL.get(name, "NULL_POINTER"))
+        ends = name.endswith("_destroy") and len(kinds) == 1
+        has_handle = "handle" in [kind for kind, _ in kinds]
+        if has_handle:
+            if not ends:
+                yield call(HANDLE_ALONE.get(name, "NULL_POINTER"), handle="live")
+            sound = {"pointer": "(void *)out"}
+            for kind, struct in kinds:
+                if kind in ("params", "result"):
+                    sound[kind] = "&sound"
+                    yield f"  {struct} sound = {initialiser(struct)};"
+            yield "  void *other = NULL;"
+            yield call("INVALID_HANDLE", handle="&other", **sound)
+            yield call("INVALID_HANDLE", handle="dead", **sound)
+            wrong = "cache" if kinds[0][1] == "unsloth_context" else "context"
+            yield call("INVALID_HANDLE", handle=f"(void *){wrong}", **sound)
+        live = {"handle": "live"} if has_handle else {}
+        for kind, struct in kinds:
+            if kind not in ("params", "result"):
+                continue
+            size = f"(uint32_t)sizeof({struct})"
+            # The struct, with room behind it.
+            yield f"  static union {{\n    {struct} first;\n    unsigned char bytes[sizeof({struct}) + 16];\n  }} room;"
+            good = live | {"pointer": "(void *)out", kind: "(void *)&room"}
+            yield "  memset(&room, 0, sizeof room);"
+            yield call("INVALID_ARGUMENT", **good)
+            yield f'  check_mentions("{name}", "struct_size");'
+            yield "  room.first.struct_size = 1u << 20;"
+            yield call("INVALID_ARGUMENT", **good)
+            yield f'  check_mentions("{name}", "struct_size");'
+            misaligned = good | {kind: "(void *)&room.bytes[1]"}
+            yield call("INVALID_ARGUMENT", **misaligned)
+            yield f'  check_mentions("{name}", "aligned");'
+            if kind == "params":
+                yield f"  room.first.struct_size = {size} + 8;\n  room.bytes[{size} + 7] = 1;"
+                yield call("UNSUPPORTED", **good)
+                yield f'  check_mentions("{name}", "struct_size");'
+                yield f"  memset(&room, 0, sizeof room);\n  room.first.struct_size = {size};"
+                yield call(DEFAULT_PARAMS.get(name, "INVALID_ARGUMENT"), **good)
+                if DEFAULT_PARAMS.get(name) == "SUCCESS":
+                    yield "  spoil_out();"
+        yield "  check_out_untouched();\n}\n"
+    yield MISUSE_MAIN.rstrip()
+    for name in called:
+        yield f"  misuse_{name}();"
+    yield "  CHECK_OK(unsloth_kv_cache_destroy(cache));\n  CHECK_OK(unsloth_context_destroy(context));\n  return 0;\n}"
+
+
+def main():
+    header = Header(pathlib.Path(sys.argv[1]).read_text())
+    folder = pathlib.Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("links", links), ("inits", inits), ("misuse", misuse)):
+        text = "\n".join(lines(header)) + "\n"
+        path = folder / f"{name}.c"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

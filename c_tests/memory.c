@@ -1,0 +1,52 @@
+// Memory: allocation, accounting, limits and copies.
+#include "check.h"
+
+static unsloth_memory_stats stats(unsloth_context *ctx) {
+  unsloth_memory_stats s = UNSLOTH_MEMORY_STATS_INIT;
+  CHECK_OK(unsloth_memory_stats_get(ctx, &s));
+  return s;
+}
+
+int main(void) {
+  enum { SIZE = 1000 };
+  unsloth_context *ctx = cpu_context();
+  unsigned char host[SIZE], back[SIZE];
+  void *a = NULL, *b = NULL, *c = NULL;
+
+  for (size_t i = 0; i < SIZE; i++) host[i] = (unsigned char)(i * 7);
+  CHECK_OK(unsloth_memory_alloc(ctx, SIZE, &a));
+  CHECK_OK(unsloth_memory_alloc(ctx, SIZE, &b));
+  CHECK((uintptr_t)a % 256 == 0 && (uintptr_t)b % 256 == 0 && a != b);
+  CHECK(stats(ctx).in_use == 2 * SIZE && stats(ctx).num_allocations == 2);
+
+  CHECK_OK(unsloth_memory_copy(ctx, a, host, SIZE, UNSLOTH_COPY_KIND_HOST_TO_DEVICE, NULL));
+  CHECK_OK(unsloth_memory_copy(ctx, b, a, SIZE, UNSLOTH_COPY_KIND_DEVICE_TO_DEVICE, NULL));
+  CHECK_OK(unsloth_memory_set(ctx, a, 9, SIZE / 2, NULL));
+  CHECK_OK(unsloth_memory_copy(ctx, back, b, SIZE, UNSLOTH_COPY_KIND_DEVICE_TO_HOST, NULL));
+  CHECK_OK(unsloth_stream_synchronize(ctx, NULL));
+  CHECK(memcmp(back, host, SIZE) == 0);
+  CHECK_OK(unsloth_memory_copy(ctx, back, a, SIZE, UNSLOTH_COPY_KIND_DEVICE_TO_HOST, NULL));
+  CHECK(back[0] == 9 && back[SIZE / 2 - 1] == 9);
+  CHECK(memcmp(back + SIZE / 2, host + SIZE / 2, SIZE / 2) == 0);
+
+  CHECK_FAILS(
+      unsloth_memory_copy(ctx, a, host, SIZE, 9, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+      "memory_copy: kind is 9, allowed: 1 (host to device), 2 (device to host), 3 (device to "
+      "device)");
+  CHECK_STATUS(unsloth_memory_free(ctx, host), UNSLOTH_STATUS_INVALID_ARGUMENT);
+
+  CHECK_OK(unsloth_memory_limit_set(ctx, 2 * SIZE + 10));
+  CHECK_STATUS(unsloth_memory_alloc(ctx, 11, &c), UNSLOTH_STATUS_OUT_OF_MEMORY);
+  CHECK(c == NULL && stats(ctx).in_use == 2 * SIZE);
+  CHECK_OK(unsloth_memory_alloc(ctx, 10, &c));
+  CHECK_OK(unsloth_memory_free(ctx, c));
+  CHECK(stats(ctx).peak == 2 * SIZE + 10);
+  CHECK_OK(unsloth_memory_peak_reset(ctx));
+  CHECK(stats(ctx).peak == 2 * SIZE);
+
+  CHECK_OK(unsloth_memory_free(ctx, b));
+  CHECK_STATUS(unsloth_memory_free(ctx, b), UNSLOTH_STATUS_INVALID_ARGUMENT);
+  // `a` goes with its context.
+  CHECK_OK(unsloth_context_destroy(ctx));
+  return 0;
+}
