@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Puts the build tools that this machine lacks into .tools/, from PyPI.
 
-    python3 scripts/tools.py cmake ninja pkg-config clang-format numpy
+    python3 scripts/tools.py cmake ninja pkg-config clang-format pip numpy
 
 A tool that the machine has, in a version that serves, is left to the machine. Executables appear in .tools/bin, Python modules in
 .tools/python; the Makefile puts both on the search paths.
@@ -55,8 +55,11 @@ def environment():
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def unpack_pip():
-    """Takes pip from Debian's package of its wheel: python3 comes without pip there, and this needs no root."""
+def provide_pip():
+    """Takes pip, if it is missing, from Debian's package of its wheel: python3 comes without it there, and this needs no root."""
+    if pip_runs():
+        return
+    MODULES.mkdir(parents=True, exist_ok=True)
     if shutil.which("apt-get") and shutil.which("dpkg-deb"):
         with tempfile.TemporaryDirectory() as folder:
             fetched = subprocess.run(["apt-get", "download", "-qq", "python3-pip-whl"], cwd=folder, check=False)
@@ -70,9 +73,7 @@ def unpack_pip():
 
 
 def install(requirement, target):
-    MODULES.mkdir(parents=True, exist_ok=True)
-    if not pip_runs():
-        unpack_pip()
+    provide_pip()
     print(f"installing {requirement} into {target.relative_to(ROOT)}", flush=True)
     # --target, since Debian's venv lacks ensurepip.
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -108,8 +109,10 @@ def main():
             sys.path.append(str(MODULES))
             if importlib.util.find_spec(name) is None:
                 install(PACKAGES[name], MODULES)
+        elif name == "pip":
+            provide_pip()
         else:
-            sys.exit(f"{name} is none of {', '.join([*PROGRAMS, *PACKAGES])}")
+            sys.exit(f"{name} is none of {', '.join([*PROGRAMS, *PACKAGES, 'pip'])}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+# The two commands for someone new are `make demo` and `make test`. Both need Rust, a C++ compiler, make and Python 3; whatever else is
+# missing is put into .tools/ by scripts/tools.py. `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PREFIX ?= /usr/local
+DESTDIR ?=
+PROFILE ?= release
+PROMPT ?= The capital of France is
+JOBS ?= $(shell nproc)
+
+# One cargo build for CMake, the C tests, the engine and the benches.
+TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+STAGE := $(CURDIR)/build/prefix
+MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+export PATH := $(CURDIR)/.tools/bin:$(PATH)
+export PYTHONPATH := $(CURDIR)/.tools/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+TOOLS := python3 scripts/tools.py
+CONFIGURE := cmake -G Ninja --log-level=NOTICE
+C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cc' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c)$$')
+
+.PHONY: help demo engine model stage install test test-rust test-c test-engine test-examples bench header fmt lint fuzz clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+demo: engine model ## Let a small language model write text through the library
+	build/engine/engine --model $(MODEL) --prompt "$(PROMPT)" --tokens 48 --temperature 0
+
+stage:
+	$(TOOLS) cmake ninja
+	$(CONFIGURE) -S . -B build/library -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
+	  -DUNSLOTH_CARGO_PROFILE=$(PROFILE) -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)"
+	cmake --build build/library
+	cmake --install build/library --prefix "$(STAGE)" > build/stage.log
+
+install: stage ## Install the library into PREFIX (/usr/local)
+	DESTDIR="$(DESTDIR)" cmake --install build/library --prefix "$(PREFIX)"
+
+engine: stage ## Build the C++ engine of examples/engine against the installed library
+	$(CONFIGURE) -S examples/engine -B build/engine -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$(STAGE)"
+	cmake --build build/engine
+
+model: $(MODEL)
+$(MODEL): scripts/fetch_model.py
+	$(TOOLS) pip
+	python3 scripts/fetch_model.py models
+	@touch $@
+
+test: test-rust test-c test-engine test-examples ## Run every test that this machine can run
+
+test-rust:
+	cargo test --locked
+
+test-c: stage
+	$(TOOLS) pkg-config
+	$(CONFIGURE) -S c_tests -B build/c_tests -DCMAKE_PREFIX_PATH="$(STAGE)" -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)"
+	cmake --build build/c_tests
+	ctest --test-dir build/c_tests --output-on-failure --progress -j $(JOBS)
+
+test-engine: engine model
+	ctest --test-dir build/engine --output-on-failure --progress
+
+test-examples: stage
+	$(TOOLS) numpy
+	$(CONFIGURE) -S examples/c -B build/example_c -DCMAKE_PREFIX_PATH="$(STAGE)"
+	cmake --build build/example_c
+	build/example_c/attention
+	UNSLOTH_LIBRARY="$(STAGE)/lib/libunsloth.so" python3 examples/python/attention.py
+	cargo run --locked --quiet --example attention
+
+bench: ## Run the benchmarks and update benches/results
+	cargo bench --locked
+	python3 benches/report.py record
+	python3 benches/report.py render
+
+header: ## Write the header, its layout test and the list of symbols from src/ffi
+	UNSLOTH_UPDATE_HEADER=1 cargo test --locked --quiet --test header
+	$(MAKE) stage
+	python3 c_tests/abi.py "$(STAGE)/lib/libunsloth.so" include/unsloth.h c_tests/symbols.txt --update
+
+fmt: ## Format Rust and C
+	$(TOOLS) clang-format
+	cargo fmt
+	clang-format -i $(C_FILES)
+
+lint: ## Check formatting, clippy and documentation
+	$(TOOLS) clang-format
+	cargo fmt --check
+	clang-format --dry-run --Werror $(C_FILES)
+	cargo clippy --locked --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps
+
+fuzz: ## Call the C ABI with arbitrary arguments for FUZZ_SECONDS
+	fuzz/run.sh
+
+clean: ## Remove what was built; models and tools stay
+	cargo clean
+	rm -rf build
