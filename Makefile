@@ -61,10 +61,10 @@ test-c: stage
 	$(TOOLS) pkg-config
 	$(CONFIGURE) -S c_tests -B build/c_tests -DCMAKE_PREFIX_PATH="$(STAGE)" -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)"
 	cmake --build build/c_tests
-	ctest --test-dir build/c_tests --output-on-failure --progress -j $(JOBS)
+	ctest --test-dir build/c_tests --output-on-failure -j $(JOBS)
 
 test-engine: engine model
-	ctest --test-dir build/engine --output-on-failure --progress
+	ctest --test-dir build/engine --output-on-failure
 
 test-examples: stage
 	$(TOOLS) numpy

@@ -68,9 +68,10 @@ static void *work(void *argument) {
   CHECK(out != NULL);
   for (int round = 0; round < ROUNDS; round++) {
     char expected[64], said[64];
+    int32_t count;
     run(j->in, out);
     CHECK(memcmp(out, j->expected, sizeof *out) == 0);
-    CHECK_STATUS(unsloth_device_count((unsloth_backend)(100 + j->number), NULL),
+    CHECK_STATUS(unsloth_device_count((unsloth_backend)(100 + j->number), &count),
                  UNSLOTH_STATUS_INVALID_ARGUMENT);
     snprintf(expected, sizeof expected, "device_count: backend is %d,", 100 + j->number);
     unsloth_last_error_message(said, sizeof said);

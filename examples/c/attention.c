@@ -4,7 +4,8 @@
 
 enum { SEQ = 6, HEADS = 4, KV_HEADS = 2, DIM = 8 };
 
-static float q[SEQ * HEADS * DIM], k[SEQ * KV_HEADS * DIM], v[SEQ * KV_HEADS * DIM], out[SEQ * HEADS * DIM];
+static float q[SEQ * HEADS * DIM], k[SEQ * KV_HEADS * DIM], v[SEQ * KV_HEADS * DIM],
+    out[SEQ * HEADS * DIM];
 
 static unsloth_tensor rows(float *data, int64_t heads) {
   return (unsloth_tensor){
