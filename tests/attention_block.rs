@@ -273,7 +273,6 @@ fn heads(ctx: &Context, t: &Tensors, case: &Case) -> [DeviceTensor; 3] {
             output: Output::Write(out.view_mut()),
         };
         linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
-        drop(params);
         out
     };
     let sizes = [(nq, d), (nk, d), (nk, dv)];
@@ -338,7 +337,6 @@ fn project_out(ctx: &Context, t: &Tensors, case: &Case, attended: &DeviceTensor)
         output: output(case, &mut out, &residual),
     };
     linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
     out.download_output()
 }
 
@@ -396,7 +394,6 @@ fn check(ctx: &Context, dtype: DType, case: &Case) {
     let mut workspace = poisoned_workspace(ctx, size);
     params.workspace = workspace.workspace();
     attention_block::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
     let out = out.download_output();
     assert!(out.values().iter().all(|x| x.is_finite()));
     assert!(out.bits() == expected.bits(), "not the same bits");
@@ -458,7 +455,6 @@ fn packed_sequences_do_not_see_each_other() {
             let mut workspace = poisoned_workspace(&ctx, size);
             params.workspace = workspace.workspace();
             attention_block::forward(&ctx, &params, Stream::DEFAULT).unwrap();
-            drop(params);
             out.download_output().values()
         };
         let together = run(t.x.view(), true, 12);
@@ -525,7 +521,6 @@ fn with_a_cache_it_is_its_operations() {
                     params.workspace = workspace.workspace();
                     attention_block::forward_cached(cache, layer, &params, Stream::DEFAULT)
                         .unwrap();
-                    drop(params);
                     assert!(out.download_output().bits() == expected.bits());
                 }
             }
@@ -549,7 +544,6 @@ fn cached_by_hand(
         ..rope::Params::default()
     };
     rope::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
     let append = Append {
         layer,
         k: k.view(),
@@ -569,7 +563,6 @@ fn cached_by_hand(
         ..params
     };
     attention::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
     project_out(ctx, t, case, &attended)
 }
 
@@ -605,7 +598,6 @@ fn append_then_attend_is_attention() {
                     }
                 }
                 .unwrap();
-                drop(params);
                 out.download_output().values()
             };
             let whole = run(&ctx, None, t.x.view());
@@ -700,7 +692,6 @@ fn bad_calls_say_why() {
         change(&t, &mut params);
         let result = attention_block::forward(&ctx, &params, Stream::DEFAULT);
         let query = attention_block::workspace_size(&ctx, &params);
-        drop(params);
         assert_eq!(result.unwrap_err().to_string(), *message);
         assert_eq!(query.unwrap_err().to_string(), *message);
         common::abi::assert_untouched(&out);
@@ -723,7 +714,6 @@ fn bad_caches_say_why() {
         let error =
             attention_block::forward_cached(cache, layer, &params, Stream::DEFAULT).unwrap_err();
         assert_eq!(error.to_string(), message);
-        drop(params);
         common::abi::assert_untouched(&out);
     };
     let keep: fn(&mut Params<'_>) = |_| {};

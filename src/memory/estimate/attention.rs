@@ -118,5 +118,6 @@ fn workspace(context: &Context, shape: &AttentionShape) -> Result<u64> {
         causal: s.causal,
         ..attention::Params::new(q, k, v, out)
     };
-    Ok(attention::workspace_size(context, &params)? as u64)
+    let size = attention::workspace_size(context, &params).map_err(|e| e.within(super::OP))?;
+    Ok(size as u64)
 }
