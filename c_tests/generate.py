@@ -37,6 +37,7 @@ HANDLE_ALONE = {
 # Statuses of calls whose params ask for nothing, where that is not UNSLOTH_STATUS_INVALID_ARGUMENT for a tensor that is absent.
 DEFAULT_PARAMS = {
     "unsloth_context_create": "SUCCESS",
+    "unsloth_inference_memory_estimate": "NULL_POINTER",
 }
 
 PROLOGUE = """\
@@ -176,27 +177,28 @@ def misuse(header):
         yield call(ALL_NULL.get(name, "NULL_POINTER"))
         ends = name.endswith("_destroy") and len(kinds) == 1
         has_handle = "handle" in [kind for kind, _ in kinds]
+        # What a call with one wrong argument is otherwise given.
+        sound = {"pointer": "(void *)out"}
+        structs = [(kind, struct) for kind, struct in kinds if kind in ("params", "result")]
+        for kind, struct in structs:
+            # Alone and without a handle, the struct is always the one that is wrong.
+            if has_handle or len(structs) > 1:
+                sound[kind] = f"&{kind}"
+                yield f"  {struct} {kind} = {initialiser(struct)};"
         if has_handle:
             if not ends:
                 yield call(HANDLE_ALONE.get(name, "NULL_POINTER"), handle="live")
-            sound = {"pointer": "(void *)out"}
-            for kind, struct in kinds:
-                if kind in ("params", "result"):
-                    sound[kind] = "&sound"
-                    yield f"  {struct} sound = {initialiser(struct)};"
             yield "  void *other = NULL;"
             yield call("INVALID_HANDLE", handle="&other", **sound)
             yield call("INVALID_HANDLE", handle="dead", **sound)
             wrong = "cache" if kinds[0][1] == "unsloth_context" else "context"
             yield call("INVALID_HANDLE", handle=f"(void *){wrong}", **sound)
         live = {"handle": "live"} if has_handle else {}
-        for kind, struct in kinds:
-            if kind not in ("params", "result"):
-                continue
+        for kind, struct in structs:
             size = f"(uint32_t)sizeof({struct})"
             # The struct, with room behind it.
-            yield f"  static union {{\n    {struct} first;\n    unsigned char bytes[sizeof({struct}) + 16];\n  }} room;"
-            good = live | {"pointer": "(void *)out", kind: "(void *)&room"}
+            yield f"  {{\n  static union {{\n    {struct} first;\n    unsigned char bytes[sizeof({struct}) + 16];\n  }} room;"
+            good = live | sound | {kind: "(void *)&room"}
             yield "  memset(&room, 0, sizeof room);"
             yield call("INVALID_ARGUMENT", **good)
             yield f'  check_mentions("{name}", "struct_size");'
@@ -214,6 +216,7 @@ def misuse(header):
                 yield call(DEFAULT_PARAMS.get(name, "INVALID_ARGUMENT"), **good)
                 if DEFAULT_PARAMS.get(name) == "SUCCESS":
                     yield "  spoil_out();"
+            yield "  }"
         yield "  check_out_untouched();\n}\n"
     yield MISUSE_MAIN.rstrip()
     for name in called:
