@@ -412,7 +412,7 @@ impl KvCache {
     /// # Errors
     /// [`Error::InvalidHandle`] if there is no such sequence.
     pub fn sequence(&self, id: SequenceId) -> Result<SequenceInfo> {
-        let sequence = self.sequences.get("kv_cache_sequence", id)?;
+        let sequence = self.sequences.get("kv_cache_sequence_info", id)?;
         let shared = |page: &&Page| self.pages.is_shared(**page);
         let room = sequence.pages.len() * self.config.page_size - sequence.length;
         let last_shared = !sequence.length.is_multiple_of(self.config.page_size)
