@@ -263,17 +263,6 @@ FIELD(unsloth_training_memory, recomputed_activations, 48, 8);
 FIELD(unsloth_training_memory, logits, 56, 8);
 FIELD(unsloth_training_memory, total, 64, 8);
 
-STRUCT(unsloth_kv_cache_sequence_info, 64, 8);
-FIELD(unsloth_kv_cache_sequence_info, struct_size, 0, 4);
-FIELD(unsloth_kv_cache_sequence_info, reserved, 4, 4);
-FIELD(unsloth_kv_cache_sequence_info, length, 8, 8);
-FIELD(unsloth_kv_cache_sequence_info, position, 16, 8);
-FIELD(unsloth_kv_cache_sequence_info, evicted_from, 24, 8);
-FIELD(unsloth_kv_cache_sequence_info, num_evicted, 32, 8);
-FIELD(unsloth_kv_cache_sequence_info, num_pages, 40, 8);
-FIELD(unsloth_kv_cache_sequence_info, num_shared_pages, 48, 8);
-FIELD(unsloth_kv_cache_sequence_info, num_reserved, 56, 8);
-
 STRUCT(unsloth_kv_cache_batch, 488, 8);
 FIELD(unsloth_kv_cache_batch, struct_size, 0, 4);
 FIELD(unsloth_kv_cache_batch, reserved, 4, 4);
@@ -311,6 +300,17 @@ FIELD(unsloth_kv_cache_stats, key_bytes, 88, 8);
 FIELD(unsloth_kv_cache_stats, value_bytes, 96, 8);
 FIELD(unsloth_kv_cache_stats, table_bytes, 104, 8);
 FIELD(unsloth_kv_cache_stats, fragmentation, 112, 8);
+
+STRUCT(unsloth_kv_cache_sequence_info, 64, 8);
+FIELD(unsloth_kv_cache_sequence_info, struct_size, 0, 4);
+FIELD(unsloth_kv_cache_sequence_info, reserved, 4, 4);
+FIELD(unsloth_kv_cache_sequence_info, length, 8, 8);
+FIELD(unsloth_kv_cache_sequence_info, position, 16, 8);
+FIELD(unsloth_kv_cache_sequence_info, evicted_from, 24, 8);
+FIELD(unsloth_kv_cache_sequence_info, num_evicted, 32, 8);
+FIELD(unsloth_kv_cache_sequence_info, num_pages, 40, 8);
+FIELD(unsloth_kv_cache_sequence_info, num_shared_pages, 48, 8);
+FIELD(unsloth_kv_cache_sequence_info, num_reserved, 56, 8);
 
 STRUCT(unsloth_linear_params, 568, 8);
 FIELD(unsloth_linear_params, struct_size, 0, 4);

@@ -1140,48 +1140,6 @@ typedef struct unsloth_training_memory {
 } unsloth_training_memory;
 
 /**
- * What a sequence holds.
- */
-typedef struct unsloth_kv_cache_sequence_info {
-  /**
-   * `sizeof(unsloth_kv_cache_sequence_info)`, set by the caller.
-   */
-  uint32_t struct_size;
-  /**
-   * Zero.
-   */
-  uint32_t reserved;
-  /**
-   * Tokens in the cache.
-   */
-  int64_t length;
-  /**
-   * Position of the next token: tokens in the cache and evicted ones.
-   */
-  int64_t position;
-  /**
-   * The first evicted position; `length` if none was.
-   */
-  int64_t evicted_from;
-  /**
-   * Evicted tokens, a range of positions that starts at `evicted_from`.
-   */
-  int64_t num_evicted;
-  /**
-   * Pages held, reserved ones included.
-   */
-  int64_t num_pages;
-  /**
-   * Pages that other sequences hold too.
-   */
-  int64_t num_shared_pages;
-  /**
-   * Tokens that can be added before a page must be found.
-   */
-  int64_t num_reserved;
-} unsloth_kv_cache_sequence_info;
-
-/**
  * The current batch, in the order it was given in. Tensors are i32, on the context's device, and stay at their addresses for the
  * life of the cache; each `unsloth_kv_cache_extend` changes their contents.
  */
@@ -1329,6 +1287,48 @@ typedef struct unsloth_kv_cache_stats {
    */
   double fragmentation;
 } unsloth_kv_cache_stats;
+
+/**
+ * What a sequence holds.
+ */
+typedef struct unsloth_kv_cache_sequence_info {
+  /**
+   * `sizeof(unsloth_kv_cache_sequence_info)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Tokens in the cache.
+   */
+  int64_t length;
+  /**
+   * Position of the next token: tokens in the cache and evicted ones.
+   */
+  int64_t position;
+  /**
+   * The first evicted position; `length` if none was.
+   */
+  int64_t evicted_from;
+  /**
+   * Evicted tokens, a range of positions that starts at `evicted_from`.
+   */
+  int64_t num_evicted;
+  /**
+   * Pages held, reserved ones included.
+   */
+  int64_t num_pages;
+  /**
+   * Pages that other sequences hold too.
+   */
+  int64_t num_shared_pages;
+  /**
+   * Tokens that can be added before a page must be found.
+   */
+  int64_t num_reserved;
+} unsloth_kv_cache_sequence_info;
 
 /**
  * Arguments of `unsloth_linear_forward`: `out = x weight^T + bias + residual`.
@@ -2157,6 +2157,83 @@ unsloth_status unsloth_kv_cache_create(struct unsloth_context *ctx,
 unsloth_status unsloth_kv_cache_destroy(struct unsloth_kv_cache *cache);
 
 /**
+ * Makes `num_sequences` sequences, of which `sequences[i]` gets `num_tokens[i]` new tokens, the current batch: finds pages for the
+ * new tokens, advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`.
+ *
+ * `unsloth_kv_cache_append` must then write the new tokens in every layer. Numbers may be zero, and so may `num_sequences`. A
+ * captured graph of appends and attention can be launched again after extending a batch with the same numbers of tokens; this
+ * function itself stays outside the graph.
+ *
+ * `UNSLOTH_STATUS_OUT_OF_PAGES` if too few are free, `UNSLOTH_STATUS_INVALID_HANDLE` for an unknown sequence,
+ * `UNSLOTH_STATUS_INVALID_ARGUMENT` if one occurs twice or a limit of the cache would be passed: every sequence is as it was.
+ *
+ * Requires: `sequences` and `num_tokens` are NULL or have `num_sequences` entries; `stream` is NULL or a live stream of the context's device.
+ */
+unsloth_status unsloth_kv_cache_extend(struct unsloth_kv_cache *cache,
+                                       const int64_t *sequences,
+                                       const int64_t *num_tokens,
+                                       size_t num_sequences,
+                                       unsloth_stream stream);
+
+/**
+ * Describes the current batch in `batch`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_BATCH_INIT`).
+ *
+ * The current batch is that of the last `unsloth_kv_cache_extend`, until one of its sequences is forked, truncated, evicted from,
+ * given more pages, or freed; `UNSLOTH_STATUS_INVALID_ARGUMENT` if there is none.
+ *
+ * Requires: `batch` is NULL or points to `batch->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_batch_get(struct unsloth_kv_cache *cache,
+                                          struct unsloth_kv_cache_batch *batch);
+
+/**
+ * Writes the keys and values of the current batch's new tokens to one layer's pages, on `stream`. Neither allocates nor
+ * synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_kv_cache_append(struct unsloth_kv_cache *cache,
+                                       const struct unsloth_kv_cache_append_params *params,
+                                       unsloth_stream stream);
+
+/**
+ * Writes views of a layer's key and value pages to `k` and `v`: `[num_pages, page_size, num_kv_heads, head_dim]`, or head-major
+ * `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them. They stay valid until the cache is destroyed.
+ *
+ * Requires: `k` and `v` are NULL or valid for a write.
+ */
+unsloth_status unsloth_kv_cache_layer_get(struct unsloth_kv_cache *cache,
+                                          int64_t layer,
+                                          struct unsloth_tensor *k,
+                                          struct unsloth_tensor *v);
+
+/**
+ * Completes `params`, whose `struct_size` the caller has set (`UNSLOTH_ATTENTION_PARAMS_INIT`), for attention of the current batch's
+ * new tokens over everything their sequences hold in a layer: sets `k`, `v`, `cu_seqlens_q`, `seq_lens_k`, `block_table`,
+ * `page_layout`, `max_seqlen_q`, `max_seqlen_k` and `causal`, and leaves the rest to the caller: `q` and `out`, packed
+ * `[num_tokens, num_heads, head_dim]` and `[num_tokens, num_heads, v_head_dim]`, scale, softcap, workspace.
+ *
+ * `max_seqlen_k` is the cache's `max_sequence_length`, so that workspace and launch suit every later step, those of a captured
+ * graph among them; the batch's `max_sequence_length` is a tighter bound for this step alone. A sliding window of attention counts
+ * the tokens held, so after an eviction it is right as long as no sinks were kept.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_attention_prepare(struct unsloth_kv_cache *cache,
+                                                  int64_t layer,
+                                                  struct unsloth_attention_params *params);
+
+/**
+ * Describes in `stats` how the cache is used; the caller has set `struct_size` (`UNSLOTH_KV_CACHE_STATS_INIT`). Takes time in
+ * proportion to the pages.
+ *
+ * Requires: `stats` is NULL or points to `stats->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_kv_cache_stats_get(struct unsloth_kv_cache *cache,
+                                          struct unsloth_kv_cache_stats *stats);
+
+/**
  * Makes an empty sequence and writes its identifier, a positive number, to `sequence`. Identifiers of sequences that were freed are
  * recognised, and refused with `UNSLOTH_STATUS_INVALID_HANDLE`.
  *
@@ -2237,83 +2314,6 @@ unsloth_status unsloth_kv_cache_sequence_pages_get(struct unsloth_kv_cache *cach
                                                    int32_t *pages,
                                                    size_t capacity,
                                                    size_t *num_pages);
-
-/**
- * Makes `num_sequences` sequences, of which `sequences[i]` gets `num_tokens[i]` new tokens, the current batch: finds pages for the
- * new tokens, advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`.
- *
- * `unsloth_kv_cache_append` must then write the new tokens in every layer. Numbers may be zero, and so may `num_sequences`. A
- * captured graph of appends and attention can be launched again after extending a batch with the same numbers of tokens; this
- * function itself stays outside the graph.
- *
- * `UNSLOTH_STATUS_OUT_OF_PAGES` if too few are free, `UNSLOTH_STATUS_INVALID_HANDLE` for an unknown sequence,
- * `UNSLOTH_STATUS_INVALID_ARGUMENT` if one occurs twice or a limit of the cache would be passed: every sequence is as it was.
- *
- * Requires: `sequences` and `num_tokens` are NULL or have `num_sequences` entries; `stream` is NULL or a live stream of the context's device.
- */
-unsloth_status unsloth_kv_cache_extend(struct unsloth_kv_cache *cache,
-                                       const int64_t *sequences,
-                                       const int64_t *num_tokens,
-                                       size_t num_sequences,
-                                       unsloth_stream stream);
-
-/**
- * Describes the current batch in `batch`, whose `struct_size` the caller has set (`UNSLOTH_KV_CACHE_BATCH_INIT`).
- *
- * The current batch is that of the last `unsloth_kv_cache_extend`, until one of its sequences is forked, truncated, evicted from,
- * given more pages, or freed; `UNSLOTH_STATUS_INVALID_ARGUMENT` if there is none.
- *
- * Requires: `batch` is NULL or points to `batch->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_kv_cache_batch_get(struct unsloth_kv_cache *cache,
-                                          struct unsloth_kv_cache_batch *batch);
-
-/**
- * Writes the keys and values of the current batch's new tokens to one layer's pages, on `stream`. Neither allocates nor
- * synchronises, and may be captured into a CUDA graph.
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
- * has run; `stream` is NULL or a live stream of that device.
- */
-unsloth_status unsloth_kv_cache_append(struct unsloth_kv_cache *cache,
-                                       const struct unsloth_kv_cache_append_params *params,
-                                       unsloth_stream stream);
-
-/**
- * Writes views of a layer's key and value pages to `k` and `v`: `[num_pages, page_size, num_kv_heads, head_dim]`, or head-major
- * `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them. They stay valid until the cache is destroyed.
- *
- * Requires: `k` and `v` are NULL or valid for a write.
- */
-unsloth_status unsloth_kv_cache_layer_get(struct unsloth_kv_cache *cache,
-                                          int64_t layer,
-                                          struct unsloth_tensor *k,
-                                          struct unsloth_tensor *v);
-
-/**
- * Completes `params`, whose `struct_size` the caller has set (`UNSLOTH_ATTENTION_PARAMS_INIT`), for attention of the current batch's
- * new tokens over everything their sequences hold in a layer: sets `k`, `v`, `cu_seqlens_q`, `seq_lens_k`, `block_table`,
- * `page_layout`, `max_seqlen_q`, `max_seqlen_k` and `causal`, and leaves the rest to the caller: `q` and `out`, packed
- * `[num_tokens, num_heads, head_dim]` and `[num_tokens, num_heads, v_head_dim]`, scale, softcap, workspace.
- *
- * `max_seqlen_k` is the cache's `max_sequence_length`, so that workspace and launch suit every later step, those of a captured
- * graph among them; the batch's `max_sequence_length` is a tighter bound for this step alone. A sliding window of attention counts
- * the tokens held, so after an eviction it is right as long as no sinks were kept.
- *
- * Requires: `params` is NULL or points to `params->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_kv_cache_attention_prepare(struct unsloth_kv_cache *cache,
-                                                  int64_t layer,
-                                                  struct unsloth_attention_params *params);
-
-/**
- * Describes in `stats` how the cache is used; the caller has set `struct_size` (`UNSLOTH_KV_CACHE_STATS_INIT`). Takes time in
- * proportion to the pages.
- *
- * Requires: `stats` is NULL or points to `stats->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_kv_cache_stats_get(struct unsloth_kv_cache *cache,
-                                          struct unsloth_kv_cache_stats *stats);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

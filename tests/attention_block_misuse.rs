@@ -8,6 +8,7 @@ use common::abi::{
 use common::{TestTensor, rng};
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::kv_cache::*;
+use unsloth::ffi::kv_cache_sequence::unsloth_kv_cache_sequence_create;
 use unsloth::ffi::status::*;
 use unsloth::{Buffer, Context, DType, Layout};
 

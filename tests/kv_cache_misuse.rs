@@ -7,6 +7,7 @@ use common::abi::{Handle, absent, assert_fails, c_tensor, last_message, zeroed_p
 use unsloth::ffi::attention::unsloth_attention_params;
 use unsloth::ffi::context::{unsloth_context_create, unsloth_context_destroy};
 use unsloth::ffi::kv_cache::*;
+use unsloth::ffi::kv_cache_sequence::*;
 use unsloth::ffi::status::*;
 use unsloth::{Context, DType};
 

@@ -12,7 +12,8 @@ use crate::ffi::rope::unsloth_rotation;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
 use crate::ffi::{
-    check_out, flag, guard, stream_from, unsloth_implementation, unsloth_stream, write_optional,
+    check_out, count, flag, guard, stream_from, unsloth_implementation, unsloth_stream,
+    write_optional,
 };
 use crate::kv_cache::KvCache;
 use crate::ops::attention_block::{self, Params, Projections};
@@ -121,11 +122,6 @@ params!(
     min_size = size_of::<unsloth_attention_block_params>()
 );
 
-fn count(name: &'static str, value: i64) -> Result<usize> {
-    usize::try_from(value)
-        .map_err(|_| Error::invalid(OP, name, format!("is {value}, at least 0 is needed")))
-}
-
 /// Reads and converts the arguments, then calls `run`, with the cache if there is one.
 ///
 /// # Safety
@@ -153,7 +149,7 @@ unsafe fn with_params(
         run(
             context,
             &params,
-            Some((&mut cache, count("layer", p.layer)?)),
+            Some((&mut cache, count(OP, "layer", p.layer)?)),
         )
     })
 }
@@ -161,9 +157,9 @@ unsafe fn with_params(
 /// # Safety
 /// The tensors and the workspace are valid on the context's device while the result is used.
 unsafe fn convert<'a>(p: &unsloth_attention_block_params) -> Result<Params<'a>> {
-    let num_heads = count("num_heads", p.num_heads)?;
-    let head_dim = count("head_dim", p.head_dim)?;
-    let or = |name, value, default| match count(name, value)? {
+    let num_heads = count(OP, "num_heads", p.num_heads)?;
+    let head_dim = count(OP, "head_dim", p.head_dim)?;
+    let or = |name, value, default| match count(OP, name, value)? {
         0 => Ok::<_, Error>(default),
         n => Ok(n),
     };
@@ -194,11 +190,11 @@ unsafe fn convert<'a>(p: &unsloth_attention_block_params) -> Result<Params<'a>> 
             },
             positions,
             cu_seqlens: p.cu_seqlens.optional_input(OP, "cu_seqlens")?,
-            max_seqlen: count("max_seqlen", p.max_seqlen)?,
+            max_seqlen: count(OP, "max_seqlen", p.max_seqlen)?,
             scale: p.scale,
             softcap: p.softcap,
             bidirectional: flag(OP, "bidirectional", p.bidirectional)?,
-            window: count("window", p.window)?,
+            window: count(OP, "window", p.window)?,
             alibi_slopes: p.alibi_slopes.optional_input(OP, "alibi_slopes")?,
             sinks: p.sinks.optional_input(OP, "sinks")?,
             out_projection: weights_from(

@@ -13,6 +13,7 @@ pub mod embedding;
 pub mod estimate;
 mod handle;
 pub mod kv_cache;
+pub mod kv_cache_sequence;
 pub mod linear;
 pub mod memory;
 pub mod mlp;
@@ -76,6 +77,12 @@ pub(crate) fn flag(op: &'static str, name: &'static str, value: u32) -> Result<b
             format!("is {value}, allowed: 0, 1"),
         )),
     }
+}
+
+/// A size or number, not negative.
+pub(crate) fn count(op: &'static str, name: &'static str, value: i64) -> Result<usize> {
+    usize::try_from(value)
+        .map_err(|_| Error::invalid(op, name, format!("is {value}, at least 0 is needed")))
 }
 
 /// Checks a pointer that the function writes a result through.

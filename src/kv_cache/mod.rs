@@ -32,13 +32,16 @@
 
 mod batch;
 mod config;
+mod growth;
 mod pages;
 mod sequences;
+mod stats;
 
 pub use crate::ops::attention::PageLayout;
 pub use batch::Batch;
 pub use config::{CacheSize, Config};
 pub use sequences::SequenceId;
+pub use stats::{CacheStats, SequenceInfo};
 
 use crate::context::{Context, Stream};
 use crate::error::{Error, Result};
@@ -48,7 +51,8 @@ use crate::ops::kv_cache as ops;
 use crate::ops::rope::Rotation;
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 use batch::Step;
-use pages::{Page, Pages};
+use growth::Growth;
+use pages::Pages;
 use sequences::{Sequence, Sequences};
 
 const OP: &str = "kv_cache";
@@ -79,52 +83,6 @@ pub struct Append<'a> {
     /// Rotates keys by their tokens' positions, in f32, before they are rounded to the cache's dtype; `None` if they are rotated
     /// already, or never.
     pub rotation: Option<Rotation<'a>>,
-}
-
-/// What a sequence holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SequenceInfo {
-    /// Tokens in the cache.
-    pub length: usize,
-    /// Position of the next token: tokens in the cache and evicted ones.
-    pub position: usize,
-    /// The first evicted position; `length` if none was.
-    pub evicted_from: usize,
-    /// Evicted tokens, a range of positions that starts at `evicted_from`.
-    pub num_evicted: usize,
-    /// Pages held, reserved ones included.
-    pub num_pages: usize,
-    /// Pages that other sequences hold too.
-    pub num_shared_pages: usize,
-    /// Tokens that can be added before a page must be found.
-    pub num_reserved: usize,
-}
-
-/// How a cache is used.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct CacheStats {
-    /// Pages in the cache.
-    pub num_pages: usize,
-    /// Pages that a sequence holds.
-    pub num_used_pages: usize,
-    /// Pages that no sequence holds.
-    pub num_free_pages: usize,
-    /// Pages that more than one sequence holds.
-    pub num_shared_pages: usize,
-    /// The most pages that were used at a time.
-    pub peak_used_pages: usize,
-    /// Live sequences.
-    pub num_sequences: usize,
-    /// Tokens held, those of shared pages counted for each sequence.
-    pub num_tokens: u64,
-    /// Tokens stored, those of shared pages counted once.
-    pub num_stored_tokens: u64,
-    /// The part of the used pages' room that stores no token: 0 with none used.
-    pub fragmentation: f64,
-    /// Bytes of a page over all layers.
-    pub page_bytes: u64,
-    /// Bytes allocated.
-    pub size: CacheSize,
 }
 
 impl KvCache {
@@ -407,81 +365,6 @@ impl KvCache {
         Ok((view(k), view(v)))
     }
 
-    /// What a sequence holds.
-    ///
-    /// # Errors
-    /// [`Error::InvalidHandle`] if there is no such sequence.
-    pub fn sequence(&self, id: SequenceId) -> Result<SequenceInfo> {
-        let sequence = self.sequences.get("kv_cache_sequence_info", id)?;
-        let shared = |page: &&Page| self.pages.is_shared(**page);
-        let room = sequence.pages.len() * self.config.page_size - sequence.length;
-        let last_shared = !sequence.length.is_multiple_of(self.config.page_size)
-            && sequence
-                .pages
-                .get(sequence.length / self.config.page_size)
-                .is_some_and(|&page| self.pages.is_shared(page));
-        Ok(SequenceInfo {
-            length: sequence.length,
-            position: sequence.position(),
-            evicted_from: if sequence.evicted > 0 {
-                sequence.gap_start
-            } else {
-                sequence.length
-            },
-            num_evicted: sequence.evicted,
-            num_pages: sequence.pages.len(),
-            num_shared_pages: sequence.pages.iter().filter(shared).count(),
-            num_reserved: if last_shared { 0 } else { room },
-        })
-    }
-
-    /// The pages of a sequence in the order of its tokens, reserved ones last.
-    ///
-    /// # Errors
-    /// [`Error::InvalidHandle`] if there is no such sequence.
-    pub fn sequence_pages(&self, id: SequenceId) -> Result<&[u32]> {
-        Ok(&self.sequences.get("kv_cache_sequence_pages", id)?.pages)
-    }
-
-    /// How the cache is used. Takes time in proportion to the pages.
-    ///
-    /// # Errors
-    /// None is expected.
-    pub fn stats(&self) -> Result<CacheStats> {
-        let page_size = self.config.page_size;
-        let mut filled = vec![0usize; self.pages.capacity()];
-        let (mut num_sequences, mut num_tokens) = (0, 0u64);
-        for sequence in self.sequences.iter() {
-            num_sequences += 1;
-            num_tokens += sequence.length as u64;
-            for (i, &page) in sequence.pages.iter().enumerate() {
-                let here = sequence.length.saturating_sub(i * page_size).min(page_size);
-                let most = &mut filled[page as usize];
-                *most = here.max(*most);
-            }
-        }
-        let num_stored_tokens: u64 = filled.iter().map(|&n| n as u64).sum();
-        let room = self.pages.num_used() as u64 * page_size as u64;
-        let size = self.config.size()?;
-        Ok(CacheStats {
-            num_pages: self.pages.capacity(),
-            num_used_pages: self.pages.num_used(),
-            num_free_pages: self.pages.num_free(),
-            num_shared_pages: self.pages.num_shared(),
-            peak_used_pages: self.pages.peak_used(),
-            num_sequences,
-            num_tokens,
-            num_stored_tokens,
-            fragmentation: if room == 0 {
-                0.0
-            } else {
-                1.0 - num_stored_tokens as f64 / room as f64
-            },
-            page_bytes: (size.keys + size.values) / self.pages.capacity() as u64,
-            size,
-        })
-    }
-
     fn layer_tensors(&self, op: &'static str, layer: usize) -> Result<(RawTensor, RawTensor)> {
         if layer >= self.config.num_layers {
             let problem = format!(
@@ -500,160 +383,4 @@ impl KvCache {
             tensor(&self.values, self.config.v_head_dim)?,
         ))
     }
-
-    /// Takes the pages that the sequences need for their new tokens, and copies shared pages that will be written. The sequences
-    /// themselves stay as they are until [`KvCache::commit`].
-    fn grow(
-        &mut self,
-        op: &'static str,
-        batch: &[(SequenceId, usize)],
-        stream: Stream,
-    ) -> Result<Vec<Growth>> {
-        let page_size = self.config.page_size;
-        let mut growths = Vec::new();
-        let mut needed = 0usize;
-        // Sequences of one batch may share a last page; all but the last of its holders to come need a copy.
-        let mut leaving: Vec<(Page, u32)> = Vec::new();
-        for &(id, num_tokens) in batch {
-            let sequence = self.sequences.get(op, id)?;
-            self.check_length(op, sequence, num_tokens)?;
-            let length = sequence.length + num_tokens;
-            let num_new = length
-                .div_ceil(page_size)
-                .saturating_sub(sequence.pages.len());
-            let mut replaced = None;
-            let written = sequence.length / page_size;
-            if num_tokens > 0
-                && let Some(&page) = sequence.pages.get(written)
-            {
-                let left = leaving
-                    .iter()
-                    .find(|(p, _)| *p == page)
-                    .map_or(0, |(_, n)| *n);
-                if self.pages.count(page) > left + 1 {
-                    replaced = Some((written, page));
-                    match leaving.iter_mut().find(|(p, _)| *p == page) {
-                        Some((_, n)) => *n += 1,
-                        None => leaving.push((page, 1)),
-                    }
-                }
-            }
-            let wanted = num_new + usize::from(replaced.is_some());
-            if wanted > 0 {
-                needed += wanted;
-                growths.push(Growth {
-                    id,
-                    replaced,
-                    pages: Vec::with_capacity(wanted),
-                    wanted,
-                });
-            }
-        }
-        if needed > self.pages.num_free() {
-            return Err(Error::OutOfPages {
-                op,
-                requested: needed,
-                free: self.pages.num_free(),
-                capacity: self.pages.capacity(),
-            });
-        }
-        let mut copies = Vec::new();
-        for growth in &mut growths {
-            growth
-                .pages
-                .extend((0..growth.wanted).map_while(|_| self.pages.take()));
-            if let (Some((_, from)), Some(&to)) = (growth.replaced, growth.pages.first()) {
-                copies.push((from, to));
-            }
-        }
-        let copied = [&self.keys, &self.values]
-            .into_iter()
-            .try_for_each(|buffer| {
-                let problem = ops::CopyPages {
-                    pages: buffer.as_ptr(),
-                    page_bytes: buffer.size() / (self.config.num_layers * self.config.num_pages),
-                    num_pages: self.config.num_pages,
-                    num_layers: self.config.num_layers,
-                    copies: &copies,
-                };
-                ops::copy_pages(self.keys.context(), &problem, stream)
-            });
-        if let Err(error) = copied {
-            self.undo(growths);
-            return Err(error);
-        }
-        Ok(growths)
-    }
-
-    fn check_length(&self, op: &'static str, sequence: &Sequence, num_tokens: usize) -> Result<()> {
-        let limit = self.config.max_sequence_length;
-        if num_tokens > limit - sequence.length.min(limit) {
-            let problem = format!(
-                "is {num_tokens}, {} of max_sequence_length {limit} are in use",
-                sequence.length
-            );
-            return Err(Error::invalid(op, "num_tokens", problem));
-        }
-        if num_tokens > config::MAX_LENGTH - sequence.position() {
-            let problem = format!(
-                "is {num_tokens}: positions would pass {}",
-                config::MAX_LENGTH
-            );
-            return Err(Error::invalid(op, "num_tokens", problem));
-        }
-        Ok(())
-    }
-
-    /// Writes the tables of a batch as they will be once `growths` are committed.
-    fn stage(
-        &mut self,
-        op: &'static str,
-        batch: &[(SequenceId, usize)],
-        growths: &[Growth],
-        stream: Stream,
-    ) -> Result<()> {
-        let mut writer = self.step.write(&self.config);
-        let mut growths = growths.iter().peekable();
-        for &(id, num_tokens) in batch {
-            let sequence = self.sequences.get(op, id)?;
-            // Growths are in the order of the batch.
-            let growth = growths.next_if(|g| g.id == id);
-            writer.sequence(id, sequence, num_tokens, growth);
-        }
-        writer.finish(stream)
-    }
-
-    fn commit(&mut self, op: &'static str, growths: Vec<Growth>) -> Result<()> {
-        for growth in growths {
-            let sequence = self.sequences.get_mut(op, growth.id)?;
-            let mut pages = growth.pages.into_iter();
-            if let Some((index, from)) = growth.replaced
-                && let Some(to) = pages.next()
-            {
-                sequence.pages[index] = to;
-                self.pages.release(from);
-            }
-            sequence.pages.extend(pages);
-        }
-        Ok(())
-    }
-
-    /// Gives back taken pages, so that the next take gives the same ones.
-    fn undo(&mut self, growths: Vec<Growth>) {
-        for growth in growths.iter().rev() {
-            for &page in growth.pages.iter().rev() {
-                self.pages.release(page);
-            }
-        }
-    }
-}
-
-/// Pages taken for a sequence and not yet part of it.
-#[derive(Debug)]
-struct Growth {
-    id: SequenceId,
-    /// A shared page that will be written, by its index in the sequence: the first taken page is its copy.
-    replaced: Option<(usize, Page)>,
-    pages: Vec<Page>,
-    wanted: usize,
 }

@@ -2,8 +2,8 @@
 //! `y = attention(rope(norm(x Wqᵀ + bq)), rope(norm(x Wkᵀ + bk)), x Wvᵀ + bv) Woᵀ + bo`, with optional norms and rotation, an
 //! optional KV cache, and an optional fused addition of a residual.
 //!
-//! It is a sequence of this library's operations, [`linear`], [`rms_norm`], [`rope`], [`kv_cache`](crate::kv_cache) and
-//! [`attention`], over a workspace that holds queries, keys and values of the new tokens side by side, and attention's output. Each
+//! It is a sequence of this library's operations, [`linear`](super::linear), [`rms_norm`](super::rms_norm), [`rope`](super::rope),
+//! [`kv_cache`](crate::kv_cache) and [`attention`](super::attention), over a workspace that holds queries, keys and values of the new tokens side by side, and attention's output. Each
 //! operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one; in
 //! [`forward_cached`] keys are rotated in f32 on their way to the cache.
 //!
@@ -12,6 +12,8 @@
 //! sequences hold in it.
 
 mod plan;
+mod steps;
+mod views;
 
 use crate::context::{Context, Device, Stream};
 use crate::error::Result;

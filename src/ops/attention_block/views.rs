@@ -1,0 +1,150 @@
+//! Heads, and the views of a workspace that steps work on.
+
+use super::OP;
+use super::plan::Plan;
+use crate::error::{Error, Result};
+use crate::layout::Layout;
+use crate::ops::attention;
+use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
+
+/// Heads and their dimensions, known to have a product with the number of tokens that fits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Heads {
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    pub head_dim: usize,
+    pub v_head_dim: usize,
+}
+
+impl Heads {
+    /// Columns of queries, keys and values.
+    pub fn columns(&self) -> [usize; 3] {
+        [
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.v_head_dim,
+        ]
+    }
+
+    /// Columns of attention's output.
+    pub fn attended(&self) -> usize {
+        self.num_heads * self.v_head_dim
+    }
+
+    pub fn check(&self) -> Result<()> {
+        for (name, value) in [
+            ("num_heads", self.num_heads),
+            ("num_kv_heads", self.num_kv_heads),
+        ] {
+            // Far above any model, and low enough that products of two fit.
+            if !(1..=1 << 20).contains(&value) {
+                let problem = format!("is {value}, allowed: 1 to {}", 1 << 20);
+                return Err(Error::invalid(OP, name, problem));
+            }
+        }
+        for (name, value) in [("head_dim", self.head_dim), ("v_head_dim", self.v_head_dim)] {
+            if !(1..=attention::MAX_HEAD_DIM).contains(&value) {
+                let problem = format!("is {value}, allowed: 1 to {}", attention::MAX_HEAD_DIM);
+                return Err(Error::invalid(OP, name, problem));
+            }
+        }
+        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
+            let problem = format!(
+                "is {}, a multiple of num_kv_heads {} is needed",
+                self.num_heads, self.num_kv_heads
+            );
+            return Err(Error::invalid(OP, "num_heads", problem));
+        }
+        Ok(())
+    }
+}
+
+/// Rounds up to the alignment of a workspace.
+pub(super) fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(Workspace::ALIGNMENT)
+}
+
+/// The views that steps work on. They may lie at NULL while steps are only checked.
+pub(super) struct Views {
+    pub qkv: RawTensor,
+    pub attended: RawTensor,
+    heads: Heads,
+    batched: Option<(usize, usize)>,
+}
+
+impl Views {
+    pub fn new(plan: &Plan, workspace: *mut u8) -> Result<Views> {
+        let columns: usize = plan.heads.columns().iter().sum();
+        let contiguous = |columns| -> Result<Layout> {
+            Layout::contiguous(&[plan.num_tokens, columns]).map_err(|_| too_many(plan.num_tokens))
+        };
+        let qkv = RawTensor {
+            ptr: workspace,
+            dtype: plan.dtype,
+            layout: contiguous(columns)?,
+        };
+        let offset = aligned(qkv.layout.span() * plan.dtype.size());
+        Ok(Views {
+            attended: RawTensor {
+                ptr: workspace.wrapping_add(offset),
+                dtype: plan.dtype,
+                layout: contiguous(plan.heads.attended())?,
+            },
+            qkv,
+            heads: plan.heads,
+            batched: plan.batched,
+        })
+    }
+
+    /// Queries (0), keys (1) or values (2) of every token: `[tokens, columns]`.
+    pub fn flat(&self, which: usize) -> Result<TensorMut<'static>> {
+        let columns = self.heads.columns();
+        let start = columns[..which].iter().sum();
+        // SAFETY: a checked workspace covers the view, or the view is only described.
+        unsafe { view_mut(&self.qkv) }.narrowed(1, start, columns[which])
+    }
+
+    /// As [`Views::flat`], with heads: `[tokens, heads, dim]`.
+    pub fn heads(&self, which: usize) -> Result<TensorMut<'static>> {
+        let h = &self.heads;
+        let (num, dim) = [
+            (h.num_heads, h.head_dim),
+            (h.num_kv_heads, h.head_dim),
+            (h.num_kv_heads, h.v_head_dim),
+        ][which];
+        self.flat(which)?.unflattened(1, &[num, dim])
+    }
+
+    /// A tensor of tokens in the form that attention without `cu_seqlens` takes: with a batch dimension.
+    pub fn batch<'a>(&self, tokens: TensorMut<'a>) -> Result<TensorMut<'a>> {
+        let (batch, len) = self.batched.unwrap_or((1, self.qkv.layout.dim(0)));
+        tokens.unflattened(0, &[batch, len])
+    }
+
+    /// Attention's output with heads.
+    pub fn attended(&self) -> Result<TensorMut<'static>> {
+        // SAFETY: as in `flat`.
+        unsafe { view_mut(&self.attended) }
+            .unflattened(1, &[self.heads.num_heads, self.heads.v_head_dim])
+    }
+}
+
+/// # Safety
+/// The memory is a workspace's that the caller of the block lends, or is not accessed.
+pub(super) unsafe fn view_mut(t: &RawTensor) -> TensorMut<'static> {
+    // SAFETY: the caller's promise.
+    unsafe { TensorMut::from_raw(t.ptr, t.dtype, t.layout) }
+}
+
+/// # Safety
+/// As [`view_mut`].
+pub(super) unsafe fn view<'a>(t: &TensorMut<'a>) -> TensorRef<'a> {
+    let raw = t.raw();
+    // SAFETY: the caller's promise.
+    unsafe { TensorRef::from_raw(raw.ptr, raw.dtype, raw.layout) }
+}
+
+pub(super) fn too_many(num_tokens: usize) -> Error {
+    let problem = format!("has {num_tokens} tokens: the workspace would not fit the address space");
+    Error::invalid(OP, "x", problem)
+}
