@@ -8,8 +8,9 @@ use common::{FLOATS, TestTensor, contexts, rng};
 use proptest::prelude::*;
 use unsloth::kv_cache::{Append, CacheStats, Config, KvCache, PageLayout, SequenceId};
 use unsloth::memory::{self, CopyKind};
+use unsloth::ops::attention;
 use unsloth::ops::rope::{self, Angles, Positions, Rotation, Style};
-use unsloth::{Context, ContextOptions, DType, Error, InOut, Layout, Stream, TensorRef};
+use unsloth::{Buffer, Context, ContextOptions, DType, Error, InOut, Layout, Stream, TensorRef};
 
 /// Copies a view of device memory to the host, as the elements' values in row-major order.
 fn download(ctx: &Context, view: &TensorRef<'_>) -> Vec<f64> {
@@ -631,6 +632,125 @@ fn a_table_must_reach_the_batch() {
             ),
         }
     }
+}
+
+/// After any history, attention straight from the cache is attention over the tokens that each sequence holds, evicted ones gone.
+#[test]
+fn attention_sees_what_is_held() {
+    let (num_heads, num_kv_heads, dim, dim_v) = (4, 2, 8, 6);
+    for ctx in contexts() {
+        for page_layout in [PageLayout::TokenMajor, PageLayout::HeadMajor] {
+            let config = Config {
+                v_head_dim: dim_v,
+                page_size: 4,
+                page_layout,
+                ..Config::new(1, num_kv_heads, dim, 24, DType::F32)
+            };
+            let mut cache = KvCache::new(&ctx, &config).unwrap();
+            let mut held: Vec<(SequenceId, Vec<[Vec<f64>; 2]>)> = Vec::new();
+            let rng = &mut rng();
+            let mut last_q = Vec::new();
+            let mut extend = |cache: &mut KvCache,
+                              held: &mut Vec<(SequenceId, Vec<[Vec<f64>; 2]>)>,
+                              counts: &[usize]| {
+                let batch: Vec<_> = held
+                    .iter()
+                    .map(|h| h.0)
+                    .zip(counts.iter().copied())
+                    .collect();
+                cache.extend(&batch, Stream::DEFAULT).unwrap();
+                let total: usize = counts.iter().sum();
+                let mut normal = |heads: usize, dim: usize| {
+                    let layout = Layout::contiguous(&[total, heads, dim]).unwrap();
+                    TestTensor::normal(rng, DType::F32, layout)
+                };
+                let (q, k, v) = (
+                    normal(num_heads, dim),
+                    normal(num_kv_heads, dim),
+                    normal(num_kv_heads, dim_v),
+                );
+                let (keys, values) = (k.values(), v.values());
+                let rows = keys
+                    .chunks(num_kv_heads * dim)
+                    .zip(values.chunks(num_kv_heads * dim_v));
+                let mut rows = rows.map(|(k, v)| [k.to_vec(), v.to_vec()]);
+                for (h, &n) in held.iter_mut().zip(counts) {
+                    h.1.extend(rows.by_ref().take(n));
+                }
+                let (dk, dv) = (k.upload(&ctx), v.upload(&ctx));
+                let append = Append {
+                    layer: 0,
+                    k: dk.view(),
+                    v: dv.view(),
+                    rotation: None,
+                };
+                cache.append(&append, Stream::DEFAULT).unwrap();
+                last_q = q.values();
+            };
+            for _ in 0..2 {
+                held.push((cache.create_sequence().unwrap(), Vec::new()));
+            }
+            extend(&mut cache, &mut held, &[19, 7]);
+            let fork = cache.fork_sequence(held[1].0).unwrap();
+            held.push((fork, held[1].1.clone()));
+            extend(&mut cache, &mut held, &[2, 3, 1]);
+            // Sinks 0..4, window from 12 on: 8 tokens go.
+            assert_eq!(cache.evict_sequence(held[0].0, 2, 7).unwrap(), 8);
+            held[0].1.drain(4..12);
+            cache.truncate_sequence(held[1].0, 6).unwrap();
+            held[1].1.truncate(6);
+            let counts = [3, 4, 1];
+            extend(&mut cache, &mut held, &counts);
+
+            let total: usize = counts.iter().sum();
+            let q = TestTensor::of(DType::F32, &[total, num_heads, dim], &last_q).upload(&ctx);
+            let layout = Layout::contiguous(&[total, num_heads, dim_v]).unwrap();
+            let mut out = TestTensor::poisoned(DType::F32, layout).upload(&ctx);
+            let params = cache.attention(0, q.view(), out.view_mut()).unwrap();
+            attend(&ctx, params);
+            let out = out.download_output().values();
+
+            let mut start = 0;
+            for ((_, tokens), &n) in held.iter().zip(&counts) {
+                let side = |which: usize| -> Vec<f64> {
+                    tokens
+                        .iter()
+                        .flat_map(|t| t[which].iter().copied())
+                        .collect()
+                };
+                let shape = |len, heads, dim| [1, len, heads, dim];
+                let k = shape(tokens.len(), num_kv_heads, dim);
+                let k = TestTensor::of(DType::F32, &k, &side(0)).upload(&ctx);
+                let v = shape(tokens.len(), num_kv_heads, dim_v);
+                let v = TestTensor::of(DType::F32, &v, &side(1)).upload(&ctx);
+                let rows = &last_q[start * num_heads * dim..(start + n) * num_heads * dim];
+                let q = TestTensor::of(DType::F32, &shape(n, num_heads, dim), rows).upload(&ctx);
+                let layout = Layout::contiguous(&shape(n, num_heads, dim_v)).unwrap();
+                let mut alone = TestTensor::poisoned(DType::F32, layout).upload(&ctx);
+                let params = attention::Params {
+                    causal: true,
+                    ..attention::Params::new(q.view(), k.view(), v.view(), alone.view_mut())
+                };
+                attend(&ctx, params);
+                let expected = alone.download_output().values();
+                let width = num_heads * dim_v;
+                for (a, b) in out[start * width..].iter().zip(&expected) {
+                    assert!((a - b).abs() <= 1e-5, "{a} {b}");
+                }
+                start += n;
+            }
+        }
+    }
+}
+
+fn attend(ctx: &Context, params: attention::Params<'_>) {
+    let size = attention::workspace_size(ctx, &params).unwrap();
+    let mut workspace = Buffer::new(ctx, size).unwrap();
+    let params = attention::Params {
+        workspace: workspace.workspace(),
+        ..params
+    };
+    attention::forward(ctx, &params, Stream::DEFAULT).unwrap();
 }
 
 #[test]
