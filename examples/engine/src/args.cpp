@@ -140,7 +140,7 @@ std::string usage() {
          "  --perplexity FILE   score the text of a file in place of generating\n"
          "  --json              print one JSON object in place of the text\n"
          "  --threads N         CPU threads (one per core)\n"
-         "  --weights TYPE      keep the matrices as f32, f16 or bf16 (f32)\n"
+         "  --weights TYPE      keep the matrices as f32, f16 or bf16 (bf16)\n"
          "  --help              this text\n";
 }
 

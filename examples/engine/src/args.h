@@ -24,7 +24,7 @@ struct Args {
   std::optional<std::string> perplexity;
   bool json = false;
   uint32_t threads = 0;  // 0: as many as there are cores
-  Weights weights = Weights::kF32;
+  Weights weights = Weights::kBf16;
 };
 
 // A mistake in the command line; the message names the flag and what it takes.

@@ -37,7 +37,7 @@ void print(const std::string &text) {
 }
 
 void print_json(const Result &result, const Session &session) {
-  const MemoryEstimate estimate = session.memory_estimate();
+  const unsloth_inference_memory estimate = session.estimate_memory();
   const unsloth_memory_stats stats = session.context().memory_stats();
   JsonWriter json;
   json.begin_object();
@@ -53,6 +53,7 @@ void print_json(const Result &result, const Session &session) {
   json.key("kv_cache").value(estimate.kv_cache);
   json.key("activations").value(estimate.activations);
   json.key("workspace").value(estimate.workspace);
+  json.key("logits").value(estimate.logits);
   json.key("total").value(estimate.total);
   json.end_object();
   json.key("real").begin_object();
@@ -71,7 +72,7 @@ void print_summary(const Result &result, const Session &session) {
                result.decode_tokens_per_second);
   std::fprintf(stderr, "memory: %.1f MiB, %.1f MiB estimated\n",
                static_cast<double>(session.context().memory_stats().peak) / kMiB,
-               static_cast<double>(session.memory_estimate().total) / kMiB);
+               static_cast<double>(session.estimate_memory().total) / kMiB);
 }
 
 std::vector<TokenId> encode_prompt(const Args &args, const Gguf &gguf, const Tokenizer &tokenizer) {

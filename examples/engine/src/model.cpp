@@ -22,6 +22,12 @@ unsloth_dtype dtype_of(Args::Weights weights) {
 
 }  // namespace
 
+Model::Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype)
+    : context_(&context),
+      config_(config),
+      weight_dtype_(weight_dtype),
+      hidden_dtype_(context.backend() == UNSLOTH_BACKEND_CPU ? UNSLOTH_DTYPE_F32 : weight_dtype) {}
+
 Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
                   Args::Weights weights) {
   Model model(context, config, dtype_of(weights));
@@ -31,7 +37,7 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
 
   using Shape = std::vector<uint64_t>;
   const auto matrix = [&](const std::string &name, const Shape &shape) {
-    return model.upload(gguf.tensor(name + ".weight", shape), model.dtype_, &bar);
+    return model.upload(gguf.tensor(name + ".weight", shape), model.weight_dtype_, &bar);
   };
   const auto vector = [&](const std::string &name, uint64_t size) {
     return model.upload(gguf.tensor(name, {size}), UNSLOTH_DTYPE_F32, &bar);
@@ -70,28 +76,22 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
 }
 
 unsloth_tensor Model::upload(const GgufTensor &source, unsloth_dtype dtype, ProgressBar *bar) {
-  constexpr uint64_t kChunk = 1 << 20;  // elements decoded at a time: whole blocks of every type
-  const size_t element_bytes = dtype == UNSLOTH_DTYPE_F32 ? sizeof(float) : sizeof(uint16_t);
-  Buffer &buffer = buffers_.emplace_back(*context_, source.elements * element_bytes);
+  constexpr uint64_t kChunk = 1 << 18;  // elements decoded at a time: whole blocks of every type
+  const size_t element = element_size(dtype);
+  Buffer &buffer = buffers_.emplace_back(*context_, source.elements * element);
 
   const BlockLayout layout = block_layout(static_cast<uint32_t>(source.type));
   std::vector<float> values(std::min(kChunk, source.elements));
-  std::vector<uint16_t> halves(dtype == UNSLOTH_DTYPE_F32 ? 0 : values.size());
+  std::vector<std::byte> encoded(values.size() * element);
   for (uint64_t start = 0; start < source.elements; start += kChunk) {
     const uint64_t count = std::min(kChunk, source.elements - start);
     const uint64_t source_bytes = count / layout.elements * layout.bytes;
     const std::byte *blocks = source.data + start / layout.elements * layout.bytes;
     dequantize(source.type, blocks, count, values.data());
-    const void *converted = values.data();
-    if (dtype != UNSLOTH_DTYPE_F32) {
-      std::transform(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(count),
-                     halves.begin(), dtype == UNSLOTH_DTYPE_F16 ? f32_to_f16 : f32_to_bf16);
-      converted = halves.data();
-    }
-    buffer.upload(converted, count * element_bytes, start * element_bytes);
+    encode(values.data(), count, tensor_type(dtype), encoded.data());
+    buffer.upload(encoded.data(), count * element, start * element);
     bar->advance(source_bytes);
   }
-  num_parameters_ += source.elements;
 
   unsloth_tensor view = tensor(buffer.data(), dtype, {});
   for (const uint64_t size : source.shape) view.shape[view.rank++] = static_cast<int64_t>(size);

@@ -34,8 +34,10 @@ class Model {
 
   const Context &context() const { return *context_; }
   const ModelConfig &config() const { return config_; }
-  unsloth_dtype dtype() const { return dtype_; }  // of the matrices
-  uint64_t num_parameters() const { return num_parameters_; }
+  unsloth_dtype weight_dtype() const { return weight_dtype_; }  // of the matrices
+  // What hidden states should be kept as: GPUs multiply operands of one type, and the CPU widens
+  // weights to f32 as it reads them.
+  unsloth_dtype hidden_dtype() const { return hidden_dtype_; }
 
   const std::vector<LayerWeights> &layers() const { return layers_; }
   unsloth_tensor embedding() const { return embedding_; }
@@ -44,15 +46,14 @@ class Model {
   unsloth_tensor rope_factors() const { return rope_factors_; }
 
  private:
-  Model(const Context &context, const ModelConfig &config, unsloth_dtype dtype)
-      : context_(&context), config_(config), dtype_(dtype) {}
+  Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype);
 
   unsloth_tensor upload(const GgufTensor &source, unsloth_dtype dtype, ProgressBar *bar);
 
   const Context *context_;
   ModelConfig config_;
-  unsloth_dtype dtype_;
-  uint64_t num_parameters_ = 0;
+  unsloth_dtype weight_dtype_;
+  unsloth_dtype hidden_dtype_;
   std::vector<Buffer> buffers_;
   std::vector<LayerWeights> layers_;
   unsloth_tensor embedding_ = {};

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "error.h"
+
 namespace engine {
 namespace {
 
@@ -84,7 +86,7 @@ void dequantize(TensorType type, const std::byte *src, uint64_t elements, float 
       return;
     case TensorType::kBF16:
       for (uint64_t i = 0; i < elements; ++i) {
-        dst[i] = bit_cast<float>(static_cast<uint32_t>(load<uint16_t>(src + 2 * i)) << 16);
+        dst[i] = bf16_to_f32(load<uint16_t>(src + 2 * i));
       }
       return;
     case TensorType::kQ4_0:
@@ -108,6 +110,27 @@ void dequantize(TensorType type, const std::byte *src, uint64_t elements, float 
         }
       }
       return;
+  }
+}
+
+void encode(const float *src, uint64_t elements, TensorType type, std::byte *dst) {
+  const auto store = [dst](uint64_t i, uint16_t half) {
+    std::memcpy(dst + 2 * i, &half, sizeof(half));
+  };
+  switch (type) {
+    case TensorType::kF32:
+      std::memcpy(dst, src, elements * sizeof(float));
+      return;
+    case TensorType::kF16:
+      for (uint64_t i = 0; i < elements; ++i) store(i, f32_to_f16(src[i]));
+      return;
+    case TensorType::kBF16:
+      for (uint64_t i = 0; i < elements; ++i) store(i, f32_to_bf16(src[i]));
+      return;
+    case TensorType::kQ4_0:
+    case TensorType::kQ4_1:
+    case TensorType::kQ8_0:
+      throw Error("quantising is not supported");
   }
 }
 
@@ -145,5 +168,7 @@ uint16_t f32_to_bf16(float value) {
   if (std::isnan(value)) return static_cast<uint16_t>(bits >> 16) | 0x40U;
   return static_cast<uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
 }
+
+float bf16_to_f32(uint16_t bits) { return bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 }  // namespace engine

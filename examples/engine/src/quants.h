@@ -31,9 +31,13 @@ BlockLayout block_layout(uint32_t type);
 // Decodes `elements` values (whole blocks) at `src`, which needs no alignment.
 void dequantize(TensorType type, const std::byte *src, uint64_t elements, float *dst);
 
+// The inverse, for the types that are not quantised: F32, F16 and BF16.
+void encode(const float *src, uint64_t elements, TensorType type, std::byte *dst);
+
 float f16_to_f32(uint16_t bits);
 // Round to nearest, ties to even; overflow gives infinity.
 uint16_t f32_to_f16(float value);
 uint16_t f32_to_bf16(float value);
+float bf16_to_f32(uint16_t bits);
 
 }  // namespace engine

@@ -1,7 +1,6 @@
 #include "session.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "quants.h"
 
@@ -9,20 +8,19 @@
 //
 //   hidden = embedding[tokens]
 //   for each layer:
-//     x = rms_norm(hidden);  q, k, v = x Wq, x Wk, x Wv;  q, k = rope(q, k)
-//     append k, v to the layer's pages;  hidden += attention(q, pages) Wo
-//     x = rms_norm(hidden);  hidden += (silu(x Wgate) * (x Wup)) Wdown
-//   logits = rms_norm(hidden) Woutput
+//     hidden += attention_block(rms_norm(hidden))
+//     hidden += mlp(rms_norm(hidden))
+//   logits = rms_norm(hidden) * output^T
 
 namespace engine {
 namespace {
 
 constexpr uint64_t kMaxChunk = 256;     // tokens of a step: bounds the activations
-constexpr uint64_t kMaxLogitRows = 32;  // a row is the size of the vocabulary
+constexpr uint64_t kMaxLogitRows = 32;  // a row is as long as the vocabulary
+constexpr uint64_t kPageSize = 16;
 
 unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dtype,
                                      uint64_t capacity, uint64_t max_chunk) {
-  constexpr uint64_t kPageSize = 16;
   unsloth_kv_cache_params params = UNSLOTH_KV_CACHE_PARAMS_INIT;
   params.dtype = dtype;
   params.num_layers = static_cast<int64_t>(config.num_layers);
@@ -35,26 +33,20 @@ unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dt
   return params;
 }
 
-unsloth_rotation rotation_of(const ModelConfig &config, unsloth_tensor factors) {
+unsloth_rotation rotation(const ModelConfig &config, unsloth_tensor factors) {
   unsloth_rotation rotation = {};
-  // GGUF's converter reorders the rows of Wq and Wk so that pairs of components are neighbours.
+  // GGUF's converter reorders the rows of the projections so that rotated pairs are neighbours.
   rotation.style = UNSLOTH_ROPE_STYLE_INTERLEAVED;
   rotation.rotary_dim = static_cast<uint32_t>(config.rotary_dim);
   rotation.theta = static_cast<float>(config.rope_theta);
-  rotation.factor = static_cast<float>(config.rope_scaling_factor);
   rotation.freq_factors = factors;
-  switch (config.rope_scaling) {
-    case ModelConfig::RopeScaling::kNone:
-      rotation.scaling = UNSLOTH_ROPE_SCALING_NONE;
-      break;
-    case ModelConfig::RopeScaling::kLinear:
-      rotation.scaling = UNSLOTH_ROPE_SCALING_LINEAR;
-      break;
-    case ModelConfig::RopeScaling::kYarn:
-      rotation.scaling = UNSLOTH_ROPE_SCALING_YARN;
-      rotation.original_max_positions = static_cast<uint32_t>(config.rope_original_context_length);
-      break;
+  if (config.rope_scaling == ModelConfig::RopeScaling::kLinear) {
+    rotation.scaling = UNSLOTH_ROPE_SCALING_LINEAR;
+  } else if (config.rope_scaling == ModelConfig::RopeScaling::kYarn) {
+    rotation.scaling = UNSLOTH_ROPE_SCALING_YARN;
+    rotation.original_max_positions = static_cast<uint32_t>(config.rope_original_context_length);
   }
+  rotation.factor = static_cast<float>(config.rope_scaling_factor);
   return rotation;
 }
 
@@ -65,24 +57,22 @@ Session::Session(const Model &model, uint64_t capacity)
       capacity_(capacity),
       max_chunk_(std::min(kMaxChunk, capacity)),
       max_logit_rows_(std::min(kMaxLogitRows, capacity)),
-      dtype_(UNSLOTH_DTYPE_F32),
-      rotation_(rotation_of(model.config(), model.rope_factors())),
-      cache_(model.context(), cache_params(model.config(), dtype_, capacity, max_chunk_)) {
-  const ModelConfig &config = model.config();
-  const auto allocate = [&](uint64_t rows, uint64_t columns) {
-    return Buffer(context(), rows * columns * sizeof(float));
-  };
+      dtype_(model.hidden_dtype()),
+      cache_params_(cache_params(model.config(), dtype_, capacity, max_chunk_)),
+      cache_(context(), cache_params_) {
+  const size_t element = element_size(dtype_);
+  const uint64_t hidden_bytes = max_chunk_ * model.config().hidden_size * element;
   ids_ = Buffer(context(), max_chunk_ * sizeof(TokenId));
-  hidden_ = allocate(max_chunk_, config.hidden_size);
-  normalized_ = allocate(max_chunk_, config.hidden_size);
-  q_ = allocate(max_chunk_, config.q_size());
-  k_ = allocate(max_chunk_, config.kv_size());
-  v_ = allocate(max_chunk_, config.kv_size());
-  attention_ = allocate(max_chunk_, config.q_size());
-  logits_ = allocate(max_logit_rows_, config.vocab_size);
-  host_logits_.resize(max_logit_rows_ * config.vocab_size);
+  hidden_ = Buffer(context(), hidden_bytes);
+  normalized_ = Buffer(context(), hidden_bytes);
+  logits_ = Buffer(context(), max_logit_rows_ * vocab_size() * element);
+  raw_logits_.resize(logits_.bytes());
+  host_logits_.resize(max_logit_rows_ * vocab_size());
+
   check(unsloth_kv_cache_sequence_create(cache_.get(), &sequence_));
-  workspace_ = Buffer(context(), workspace_size());
+  // The largest step, for its workspace: later steps will rarely need more, so the estimate holds.
+  extend(max_chunk_);
+  reserve_workspace(max_chunk_);
   reset();
 }
 
@@ -92,53 +82,89 @@ void Session::reset() {
   last_count_ = 0;
 }
 
+unsloth_inference_memory Session::estimate_memory() const {
+  const ModelConfig &config = model_->config();
+  unsloth_model_params model = UNSLOTH_MODEL_PARAMS_INIT;
+  model.tied_embeddings = config.tied_embeddings ? 1 : 0;
+  model.qkv_bias = model_->layers()[0].q_bias.rank != 0 ? 1 : 0;
+  model.output_bias = model_->layers()[0].attention_output_bias.rank != 0 ? 1 : 0;
+  model.vocab_size = static_cast<int64_t>(config.vocab_size);
+  model.hidden_size = static_cast<int64_t>(config.hidden_size);
+  model.intermediate_size = static_cast<int64_t>(config.intermediate_size);
+  model.num_layers = static_cast<int64_t>(config.num_layers);
+  model.num_heads = static_cast<int64_t>(config.num_heads);
+  model.num_kv_heads = static_cast<int64_t>(config.num_kv_heads);
+  model.head_dim = static_cast<int64_t>(config.head_dim);
+
+  unsloth_inference_memory_params params = UNSLOTH_INFERENCE_MEMORY_PARAMS_INIT;
+  params.weight_dtype = model_->weight_dtype();
+  params.dtype = dtype_;
+  params.model = &model;
+  params.kv_cache = &cache_params_;
+  params.batch_size = 1;
+  params.num_tokens = static_cast<int64_t>(max_chunk_);
+  params.num_logits = static_cast<int64_t>(max_logit_rows_);
+  unsloth_inference_memory memory = UNSLOTH_INFERENCE_MEMORY_INIT;
+  check(unsloth_inference_memory_estimate(context().get(), &params, &memory));
+  return memory;
+}
+
 void Session::forward(const TokenId *tokens, size_t count) {
   if (count < 1 || count > max_chunk_ || count > capacity_ - length_) {
     throw Error("a step of " + std::to_string(count) + " tokens does not fit the session");
   }
   extend(count);
+  reserve_workspace(count);
   embed(tokens, count);
+  const unsloth_tensor hidden = rows(hidden_, 0, count);
+  const unsloth_tensor normalized = rows(normalized_, 0, count);
   for (size_t i = 0; i < model_->layers().size(); ++i) {
-    attention_block(model_->layers()[i], i, count);
-    mlp_block(model_->layers()[i], count);
+    const LayerWeights &weights = model_->layers()[i];
+    rms_norm(hidden, weights.attention_norm, normalized);
+    const unsloth_attention_block_params attention = attention_params(i, count);
+    check(unsloth_attention_block_forward(context().get(), &attention, nullptr));
+    rms_norm(hidden, weights.mlp_norm, normalized);
+    const unsloth_mlp_params mlp = mlp_params(i, count);
+    check(unsloth_mlp_forward(context().get(), &mlp, nullptr));
   }
-  const uint64_t hidden = model_->config().hidden_size;
-  rms_norm(rows(hidden_, count, hidden), model_->output_norm(), rows(normalized_, count, hidden));
+  rms_norm(hidden, model_->output_norm(), normalized);
 }
 
+const float *Session::logits(size_t row, size_t rows) {
+  unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
+  params.x = this->rows(normalized_, row, rows);
+  params.weight = model_->output();
+  params.out = tensor(logits_.data(), dtype_, {rows, vocab_size()});
+  check(unsloth_linear_forward(context().get(), &params, nullptr));
+
+  const size_t count = rows * vocab_size();
+  logits_.download(raw_logits_.data(), count * element_size(dtype_));
+  dequantize(tensor_type(dtype_), raw_logits_.data(), count, host_logits_.data());
+  return host_logits_.data();
+}
+
+// Makes room for new tokens in the cache, and their step the current one.
 void Session::extend(size_t count) {
   const auto num_tokens = static_cast<int64_t>(count);
   check(unsloth_kv_cache_extend(cache_.get(), &sequence_, &num_tokens, 1, nullptr));
-  check(unsloth_kv_cache_batch_get(cache_.get(), &batch_));
   length_ += count;
   last_count_ = count;
 }
 
-// The most that any step asks for. A largest step gives the shapes of the batch's tables, which all
-// steps share.
-size_t Session::workspace_size() {
-  extend(max_chunk_);
-  size_t largest = 0;
-  for (size_t count = 1; count <= max_chunk_; ++count) {
-    size_t size = 0;
-    const unsloth_attention_params attention = attention_params(0, count);
-    check(unsloth_attention_workspace_size(context().get(), &attention, &size));
-    largest = std::max(largest, size);
-    const unsloth_mlp_params mlp = mlp_params(model_->layers()[0], count);
-    check(unsloth_mlp_workspace_size(context().get(), &mlp, &size));
-    largest = std::max(largest, size);
-  }
-  return largest;
-}
+// Blocks of all layers have the same shapes, so that the first one's answers hold for all.
+void Session::reserve_workspace(size_t count) {
+  size_t attention_size = 0;
+  const unsloth_attention_block_params attention = attention_params(0, count);
+  check(unsloth_attention_block_workspace_size(context().get(), &attention, &attention_size));
+  size_t mlp_size = 0;
+  const unsloth_mlp_params mlp = mlp_params(0, count);
+  check(unsloth_mlp_workspace_size(context().get(), &mlp, &mlp_size));
 
-const float *Session::logits(size_t row, size_t rows) {
-  const ModelConfig &config = model_->config();
-  const size_t row_bytes = config.hidden_size * sizeof(float);
-  char *first = static_cast<char *>(normalized_.data()) + row * row_bytes;
-  linear(tensor(first, dtype_, {rows, config.hidden_size}), model_->output(), {}, {},
-         tensor(logits_.data(), dtype_, {rows, config.vocab_size}));
-  logits_.download(host_logits_.data(), rows * config.vocab_size * sizeof(float));
-  return host_logits_.data();
+  const size_t size = std::max(attention_size, mlp_size);
+  if (size <= workspace_.bytes()) return;
+  synchronize();  // queued work may use the old one
+  workspace_ = Buffer();
+  workspace_ = Buffer(context(), size);
 }
 
 void Session::embed(const TokenId *tokens, size_t count) {
@@ -146,46 +172,11 @@ void Session::embed(const TokenId *tokens, size_t count) {
   unsloth_embedding_params params = UNSLOTH_EMBEDDING_PARAMS_INIT;
   params.table = model_->embedding();
   params.ids = tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
-  params.out = rows(hidden_, count, model_->config().hidden_size);
+  params.out = rows(hidden_, 0, count);
   check(unsloth_embedding_forward(context().get(), &params, nullptr));
 }
 
-void Session::attention_block(const LayerWeights &weights, size_t layer, size_t count) {
-  const ModelConfig &config = model_->config();
-  const unsloth_tensor hidden = rows(hidden_, count, config.hidden_size);
-  const unsloth_tensor x = rows(normalized_, count, config.hidden_size);
-  rms_norm(hidden, weights.attention_norm, x);
-  linear(x, weights.q, weights.q_bias, {}, rows(q_, count, config.q_size()));
-  linear(x, weights.k, weights.k_bias, {}, rows(k_, count, config.kv_size()));
-  linear(x, weights.v, weights.v_bias, {}, rows(v_, count, config.kv_size()));
-
-  unsloth_rope_params rope = UNSLOTH_ROPE_PARAMS_INIT;
-  rope.rotation = rotation_;
-  rope.q = heads(q_, count, config.num_heads);
-  rope.k = heads(k_, count, config.num_kv_heads);
-  rope.positions = batch_.positions;
-  check(unsloth_rope_forward(context().get(), &rope, nullptr));
-
-  unsloth_kv_cache_append_params append = UNSLOTH_KV_CACHE_APPEND_PARAMS_INIT;
-  append.layer = static_cast<int64_t>(layer);
-  append.k = rope.k;
-  append.v = heads(v_, count, config.num_kv_heads);
-  check(unsloth_kv_cache_append(cache_.get(), &append, nullptr));
-
-  const unsloth_attention_params attention = attention_params(layer, count);
-  check(unsloth_attention_forward(context().get(), &attention, nullptr));
-  linear(rows(attention_, count, config.q_size()), weights.attention_output,
-         weights.attention_output_bias, hidden, hidden);
-}
-
-void Session::mlp_block(const LayerWeights &weights, size_t count) {
-  const uint64_t hidden = model_->config().hidden_size;
-  rms_norm(rows(hidden_, count, hidden), weights.mlp_norm, rows(normalized_, count, hidden));
-  const unsloth_mlp_params mlp = mlp_params(weights, count);
-  check(unsloth_mlp_forward(context().get(), &mlp, nullptr));
-}
-
-void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) {
+void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const {
   unsloth_rms_norm_params params = UNSLOTH_RMS_NORM_PARAMS_INIT;
   params.epsilon = static_cast<float>(model_->config().rms_norm_epsilon);
   params.x = x;
@@ -194,53 +185,55 @@ void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor o
   check(unsloth_rms_norm_forward(context().get(), &params, nullptr));
 }
 
-void Session::linear(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor bias,
-                     unsloth_tensor residual, unsloth_tensor out) {
-  unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
-  params.x = x;
-  params.weight = weight;
-  params.bias = bias;
-  params.residual = residual;
-  params.out = out;
-  check(unsloth_linear_forward(context().get(), &params, nullptr));
-}
-
-unsloth_attention_params Session::attention_params(size_t layer, size_t count) {
-  unsloth_attention_params params = UNSLOTH_ATTENTION_PARAMS_INIT;
-  params.causal = 1;
-  params.q = heads(q_, count, model_->config().num_heads);
-  params.out = heads(attention_, count, model_->config().num_heads);
-  check(
-      unsloth_kv_cache_layer_get(cache_.get(), static_cast<int64_t>(layer), &params.k, &params.v));
-  params.cu_seqlens_q = batch_.cu_seqlens;
-  params.seq_lens_k = batch_.seq_lens;
-  params.block_table = batch_.block_table;
-  params.max_seqlen_q = static_cast<int64_t>(count);
-  params.workspace = workspace_.data();
-  params.workspace_size = workspace_.bytes();
-  return params;
-}
-
-unsloth_mlp_params Session::mlp_params(const LayerWeights &weights, size_t count) {
-  unsloth_mlp_params params = UNSLOTH_MLP_PARAMS_INIT;
-  params.activation = UNSLOTH_ACTIVATION_SILU;
-  params.x = rows(normalized_, count, model_->config().hidden_size);
-  params.gate_weight = weights.gate;
-  params.up_weight = weights.up;
-  params.down_weight = weights.down;
-  params.residual = rows(hidden_, count, model_->config().hidden_size);
+// hidden += attention(normalized), over the cache's pages of the layer.
+unsloth_attention_block_params Session::attention_params(size_t layer, size_t count) const {
+  const ModelConfig &config = model_->config();
+  const LayerWeights &weights = model_->layers()[layer];
+  unsloth_attention_block_params params = UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT;
+  params.num_heads = static_cast<int64_t>(config.num_heads);
+  params.num_kv_heads = static_cast<int64_t>(config.num_kv_heads);
+  params.head_dim = static_cast<int64_t>(config.head_dim);
+  params.rotate = 1;
+  params.rotation = rotation(config, model_->rope_factors());
+  params.cache = cache_.get();
+  params.layer = static_cast<int64_t>(layer);
+  params.x = rows(normalized_, 0, count);
+  params.q_weight = weights.q;
+  params.q_bias = weights.q_bias;
+  params.k_weight = weights.k;
+  params.k_bias = weights.k_bias;
+  params.v_weight = weights.v;
+  params.v_bias = weights.v_bias;
+  params.out_weight = weights.attention_output;
+  params.out_bias = weights.attention_output_bias;
+  params.residual = rows(hidden_, 0, count);
   params.out = params.residual;
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;
 }
 
-unsloth_tensor Session::rows(const Buffer &buffer, size_t count, uint64_t columns) const {
-  return tensor(buffer.data(), dtype_, {count, columns});
+// hidden += mlp(normalized)
+unsloth_mlp_params Session::mlp_params(size_t layer, size_t count) const {
+  const LayerWeights &weights = model_->layers()[layer];
+  unsloth_mlp_params params = UNSLOTH_MLP_PARAMS_INIT;
+  params.activation = UNSLOTH_ACTIVATION_SILU;
+  params.x = rows(normalized_, 0, count);
+  params.gate_weight = weights.gate;
+  params.up_weight = weights.up;
+  params.down_weight = weights.down;
+  params.residual = rows(hidden_, 0, count);
+  params.out = params.residual;
+  params.workspace = workspace_.data();
+  params.workspace_size = workspace_.bytes();
+  return params;
 }
 
-unsloth_tensor Session::heads(const Buffer &buffer, size_t count, uint64_t num_heads) const {
-  return tensor(buffer.data(), dtype_, {count, num_heads, model_->config().head_dim});
+// `count` rows of a buffer of hidden states from row `first` on.
+unsloth_tensor Session::rows(const Buffer &buffer, size_t first, size_t count) const {
+  const uint64_t hidden = model_->config().hidden_size;
+  char *start = static_cast<char *>(buffer.data()) + first * hidden * element_size(dtype_);
+  return tensor(start, dtype_, {count, hidden});
 }
 
 }  // namespace engine

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "error.h"
+#include "quants.h"
 
 namespace engine {
 
@@ -24,7 +25,7 @@ inline void check(unsloth_status status) {
 // One backend on one device. Everything below is made from a context and must be gone before it.
 class Context {
  public:
-  Context(unsloth_backend backend, uint32_t num_threads) {
+  Context(unsloth_backend backend, uint32_t num_threads) : backend_(backend) {
     unsloth_context_params params = UNSLOTH_CONTEXT_PARAMS_INIT;
     params.backend = backend;
     params.num_threads = num_threads;
@@ -35,6 +36,7 @@ class Context {
   Context &operator=(const Context &) = delete;
 
   unsloth_context *get() const { return handle_; }
+  unsloth_backend backend() const { return backend_; }
 
   // Waits for the work queued on the default stream, the only one the engine uses.
   void synchronize() const { check(unsloth_stream_synchronize(handle_, nullptr)); }
@@ -46,6 +48,7 @@ class Context {
   }
 
  private:
+  unsloth_backend backend_;
   unsloth_context *handle_ = nullptr;
 };
 
@@ -102,6 +105,14 @@ class KvCache {
  private:
   unsloth_kv_cache *handle_ = nullptr;
 };
+
+// Of the float types, which are all that the engine computes with.
+inline size_t element_size(unsloth_dtype dtype) { return dtype == UNSLOTH_DTYPE_F32 ? 4 : 2; }
+
+inline TensorType tensor_type(unsloth_dtype dtype) {
+  if (dtype == UNSLOTH_DTYPE_F16) return TensorType::kF16;
+  return dtype == UNSLOTH_DTYPE_BF16 ? TensorType::kBF16 : TensorType::kF32;
+}
 
 // A row-major tensor at `data`.
 inline unsloth_tensor tensor(void *data, unsloth_dtype dtype,

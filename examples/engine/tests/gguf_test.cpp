@@ -268,6 +268,19 @@ void converts_half_precision() {
   CHECK((f32_to_bf16(std::nanf("")) & 0x7FFF) > 0x7F80);
 }
 
+void encodes_what_it_decodes() {
+  const std::vector<float> values = {0.5F, -3.0F, 1024.0F};
+  for (const TensorType type : {TensorType::kF32, TensorType::kF16, TensorType::kBF16}) {
+    std::vector<std::byte> bytes(values.size() * block_layout(static_cast<uint32_t>(type)).bytes);
+    encode(values.data(), values.size(), type, bytes.data());
+    std::vector<float> decoded(values.size());
+    dequantize(type, bytes.data(), values.size(), decoded.data());
+    CHECK_EQUAL(decoded, values);
+  }
+  std::byte unused;
+  CHECK_THROWS(Error, encode(values.data(), 0, TensorType::kQ8_0, &unused), "quantising");
+}
+
 }  // namespace
 }  // namespace engine
 
@@ -282,5 +295,6 @@ int main() {
   engine::refuses_bad_tensors();
   engine::decodes_blocks();
   engine::converts_half_precision();
+  engine::encodes_what_it_decodes();
   return check::result();
 }

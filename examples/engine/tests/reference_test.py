@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Compares the engine with what llama.cpp was recorded to do (reference/record.py).
 
-The tokens of a prompt must be the same. So must, with f32 weights, what llama.cpp makes of the weights as
-f32: the greedy continuations (but for one, where two logits may be too close to call) and the mean
-negative log-likelihoods. Of the file as it is llama.cpp multiplies quantised activations, which swaps close
-logits: most continuations must be the same for 16 tokens, and likelihoods within 2 %.
+The tokens of a prompt must be the same. So must what llama.cpp makes of the weights decoded to f32: the
+greedy continuations (but for a few, where two logits may be too close to call) and the mean negative
+log-likelihoods. Of the file as it is llama.cpp multiplies quantised activations, which swaps close logits:
+most continuations must be the same for 16 tokens, and likelihoods within 2 %.
 """
 
 import argparse
@@ -16,8 +16,10 @@ import tempfile
 
 GREEDY_TOKENS = 16
 NLL_TOLERANCE = 0.02
-# By the type of the weights: how far the mean negative log-likelihood may be from that with f32.
-NLL_TOLERANCE_F32 = {"f32": 1e-4, "f16": 1e-3, "bf16": 1e-2}
+# By the type of the weights: how far the mean negative log-likelihood may be from that with f32, and how
+# many of the prompts may continue differently.
+NLL_TOLERANCE_F32 = {"f32": 1e-4, "f16": 5e-4, "bf16": 2e-3}
+DIFFERENT_F32 = {"f32": 1, "f16": 2, "bf16": 3}
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--engine", required=True)
@@ -36,9 +38,11 @@ def check(condition, message):
         failures.append(message)
 
 
-def run(*flags, expected_status=0):
+def run(*flags, expected_status=0, typed=""):
     command = [arguments.engine, *flags]
-    done = subprocess.run(command, capture_output=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, capture_output=True, input=typed.encode(), timeout=600, check=False
+    )
     check(
         done.returncode == expected_status,
         f"{flags} ended with {done.returncode}, not {expected_status}: {done.stderr.decode()}",
@@ -46,9 +50,13 @@ def run(*flags, expected_status=0):
     return done
 
 
-def report(*flags):
+def run_model(*flags, typed=""):
     where = ["--model", str(arguments.model), "--device", arguments.device]
-    done = run(*where, "--weights", arguments.weights, "--json", *flags)
+    return run(*where, "--weights", arguments.weights, *flags, typed=typed)
+
+
+def report(*flags):
+    done = run_model("--json", *flags)
     try:
         return json.loads(done.stdout)
     except json.JSONDecodeError as error:
@@ -63,7 +71,8 @@ def check_report(found, name):
     parts = sum(size for part, size in estimated.items() if part != "total")
     check(parts == estimated["total"], f"{name}: the estimate {estimated} does not add up")
     ratio = real["peak"] / estimated["total"]
-    check(0.9 <= ratio <= 1.1, f"{name}: the peak is {ratio:.3f} of the estimate")
+    # Token ids, and with 16-bit weights the norms' f32 gains, are what an estimate leaves out.
+    check(1 <= ratio < 1.001, f"{name}: the peak is {ratio:.4f} of the estimate")
 
 
 def check_prompt(case):
@@ -111,9 +120,33 @@ def check_sampling():
     check(first["tokens"] == again["tokens"], "equal seeds gave different tokens")
     other = report(*flags, "--seed", "2")
     check(first["tokens"] != other["tokens"], "different seeds gave equal tokens")
-    where = ["--model", str(arguments.model), "--device", arguments.device]
-    streamed = run(*where, "--weights", arguments.weights, *flags, "--seed", "1").stdout.decode()
+    streamed = run_model(*flags, "--seed", "1").stdout.decode()
     check(streamed.strip() == ("Once upon a time" + first["text"]).strip(), f"the stream is {streamed!r}")
+
+
+def check_conversation():
+    """A second turn run on top of the cache is the same as the whole conversation run at once."""
+    lines = ["What is the capital of France?", "And of Italy?"]
+    typed = "".join(line + "\n" for line in lines)
+    chat = run_model("--chat", "--tokens", "24", typed=typed).stdout.decode()
+    replies = [reply.strip() for reply in chat.split("> ")[1:3]]
+    # SmolLM2's template, written out.
+    whole = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        f"<|im_end|>\n<|im_start|>user\n{lines[0]}<|im_end|>\n<|im_start|>assistant\n{replies[0]}"
+        f"<|im_end|>\n<|im_start|>user\n{lines[1]}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    found = report("--prompt", whole, "--tokens", "24")
+    print(f"conversation: {replies}")
+    check(found["text"].strip() == replies[1], f"the whole gives {found['text']!r}, not {replies}")
+
+
+def check_limits():
+    found = report("--prompt", "a", "--tokens", "0")
+    check(found["tokens"] == [] and found["text"] == "", f"no tokens were asked for: {found}")
+    check(found["mean_nll"] is None, f"one token has no likelihood, but {found['mean_nll']}")
+    one, many = (report("--prompt", "Once upon", "--threads", n, "--tokens", "8") for n in "14")
+    check(one["tokens"] == many["tokens"], "the number of threads changed the tokens")
 
 
 def check_errors():
@@ -135,11 +168,13 @@ def main():
     as_file, as_f32 = zip(*(check_prompt(case) for case in reference["prompts"]))
     print(f"{sum(as_file)} of {len(as_file)} prompts begin as the file's, {sum(as_f32)} are f32's")
     check(sum(as_file) > len(as_file) / 2, "too few prompts agree with the file's")
-    if arguments.weights == "f32":
-        check(sum(as_f32) >= len(as_f32) - 1, "too few prompts agree with f32's")
+    different = len(as_f32) - sum(as_f32)
+    check(different <= DIFFERENT_F32[arguments.weights], f"{different} prompts disagree with f32's")
     for case in reference["texts"]:
         check_text(case)
     check_sampling()
+    check_conversation()
+    check_limits()
     check_errors()
     sys.exit(1 if failures else 0)
 
