@@ -71,7 +71,10 @@ int main(void) {
   unsloth_kv_cache_batch batch = UNSLOTH_KV_CACHE_BATCH_INIT;
   CHECK_OK(unsloth_kv_cache_batch_get(cache, &batch));
   CHECK(batch.num_tokens == 9 && batch.max_query_length == 6 && batch.max_sequence_length == 6);
-  CHECK(((int32_t *)batch.positions.data)[8] == 2);
+  CHECK(batch.host_seq_lens[1] == 3 && batch.host_cu_seqlens[2] == 9 && batch.host_positions[8] == 2);
+  const int64_t row = batch.block_table.shape[1];
+  CHECK(batch.host_block_table[1] == 1 && batch.host_block_table[row] == 2);
+  CHECK(memcmp(batch.host_positions, batch.positions.data, 9 * sizeof(int32_t)) == 0);
 
   // Attention over one key per sequence position: the average of the values that a token sees.
   static float q[9 * HEADS * DIM], out[9 * HEADS * DIM];

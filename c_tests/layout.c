@@ -263,7 +263,7 @@ FIELD(unsloth_training_memory, recomputed_activations, 48, 8);
 FIELD(unsloth_training_memory, logits, 56, 8);
 FIELD(unsloth_training_memory, total, 64, 8);
 
-STRUCT(unsloth_kv_cache_batch, 488, 8);
+STRUCT(unsloth_kv_cache_batch, 520, 8);
 FIELD(unsloth_kv_cache_batch, struct_size, 0, 4);
 FIELD(unsloth_kv_cache_batch, reserved, 4, 4);
 FIELD(unsloth_kv_cache_batch, num_sequences, 8, 8);
@@ -274,6 +274,10 @@ FIELD(unsloth_kv_cache_batch, seq_lens, 40, 112);
 FIELD(unsloth_kv_cache_batch, cu_seqlens, 152, 112);
 FIELD(unsloth_kv_cache_batch, positions, 264, 112);
 FIELD(unsloth_kv_cache_batch, block_table, 376, 112);
+FIELD(unsloth_kv_cache_batch, host_seq_lens, 488, 8);
+FIELD(unsloth_kv_cache_batch, host_cu_seqlens, 496, 8);
+FIELD(unsloth_kv_cache_batch, host_positions, 504, 8);
+FIELD(unsloth_kv_cache_batch, host_block_table, 512, 8);
 
 STRUCT(unsloth_kv_cache_append_params, 640, 8);
 FIELD(unsloth_kv_cache_append_params, struct_size, 0, 4);

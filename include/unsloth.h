@@ -1185,6 +1185,23 @@ typedef struct unsloth_kv_cache_batch {
    * Entries past a sequence's last page are unspecified.
    */
   struct unsloth_tensor block_table;
+  /**
+   * `seq_lens` on the host. This and the other copies stay at their addresses for the life of the cache as well; no other
+   * thread may extend it while they are read.
+   */
+  const int32_t *host_seq_lens;
+  /**
+   * `cu_seqlens` on the host.
+   */
+  const int32_t *host_cu_seqlens;
+  /**
+   * `positions` on the host.
+   */
+  const int32_t *host_positions;
+  /**
+   * `block_table` on the host, its rows one after the other.
+   */
+  const int32_t *host_block_table;
 } unsloth_kv_cache_batch;
 
 /**

@@ -343,6 +343,7 @@ impl Harness {
         let counts: Vec<f64> = list.iter().map(|l| l.1 as f64).collect();
         assert_eq!(batch.max_query_length, most(&counts));
         let table = download(&self.ctx, &batch.block_table);
+        assert_eq!(as_f64(batch.host_block_table), table);
         let row = self.cache.config().max_pages_per_sequence();
         for (i, ((id, m), _)) in sequences.iter().enumerate() {
             let filled = m.held.len().div_ceil(self.cache.config().page_size);

@@ -110,6 +110,15 @@ pub struct unsloth_kv_cache_batch {
     /// Pages of each sequence: `[num_sequences, ceil(max_sequence_length / page_size)]` with the cache's `max_sequence_length`.
     /// Entries past a sequence's last page are unspecified.
     pub block_table: unsloth_tensor,
+    /// `seq_lens` on the host. This and the other copies stay at their addresses for the life of the cache as well; no other
+    /// thread may extend it while they are read.
+    pub host_seq_lens: *const i32,
+    /// `cu_seqlens` on the host.
+    pub host_cu_seqlens: *const i32,
+    /// `positions` on the host.
+    pub host_positions: *const i32,
+    /// `block_table` on the host, its rows one after the other.
+    pub host_block_table: *const i32,
 }
 params!(
     unsloth_kv_cache_batch,
@@ -318,6 +327,10 @@ pub unsafe extern "C" fn unsloth_kv_cache_batch_get(
         out.cu_seqlens = unsloth_tensor::of(&current.cu_seqlens);
         out.positions = unsloth_tensor::of(&current.positions);
         out.block_table = unsloth_tensor::of(&current.block_table);
+        out.host_seq_lens = current.host_seq_lens.as_ptr();
+        out.host_cu_seqlens = current.host_cu_seqlens.as_ptr();
+        out.host_positions = current.host_positions.as_ptr();
+        out.host_block_table = current.host_block_table.as_ptr();
         // SAFETY: the caller promises `struct_size` writable bytes.
         unsafe { params::write(&out, batch) };
         Ok(())

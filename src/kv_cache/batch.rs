@@ -39,6 +39,8 @@ pub struct Batch<'a> {
     pub host_cu_seqlens: &'a [i32],
     /// `positions` on the host.
     pub host_positions: &'a [i32],
+    /// `block_table` on the host.
+    pub host_block_table: &'a [i32],
 }
 
 /// The tables' memory and what the last batch left in it.
@@ -133,6 +135,7 @@ impl Step {
             host_seq_lens: slice(t.seq_lens(), n),
             host_cu_seqlens: slice(t.cu_seqlens(), n + 1),
             host_positions: slice(t.positions(), self.num_tokens),
+            host_block_table: slice(t.block_table(), n * t.row),
         })
     }
 
