@@ -605,7 +605,8 @@ fn bad_arguments_say_why() {
         (model.vocab_size, model.hidden_size, model.intermediate_size) = (100, 48, 96);
         (model.num_layers, model.num_heads) = (2, 4);
         let mut count: unsloth_parameter_count = zeroed_params();
-        let cases: [(fn(&mut unsloth_model_params), &str); 6] = [
+        type Spoil = fn(&mut unsloth_model_params);
+        let cases: [(Spoil, &str); 6] = [
             (
                 |m| m.struct_size = 8,
                 "estimate: struct_size is 8, at least 88 is needed",
@@ -646,11 +647,8 @@ fn bad_arguments_say_why() {
         let mut t: unsloth_training_memory_params = zeroed_params();
         (t.dtype, t.model, t.batch_size, t.sequence_length) = (DType::Bf16 as u32, &model, 1, 8);
         let mut m: unsloth_training_memory = zeroed_params();
-        let cases: [(
-            fn(&mut unsloth_training_memory_params),
-            unsloth_status,
-            &str,
-        ); 7] = [
+        type SpoilTraining = fn(&mut unsloth_training_memory_params);
+        let cases: [(SpoilTraining, unsloth_status, &str); 7] = [
             (
                 |t| t.optimizer = 4,
                 INVALID,

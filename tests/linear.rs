@@ -122,7 +122,6 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     };
     linear::supported(ctx, &params).unwrap();
     linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
 
     let (bias, residual) = (bias.map(|b| b.values()), residual.map(|r| r.values()));
     let (x, weight) = (x.values(), weight.values());
@@ -169,7 +168,6 @@ fn product(ctx: &Context, x: &TestTensor, weight: &TestTensor) -> TestTensor {
         output: Output::Write(out.view_mut()),
     };
     linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
     out.download_output()
 }
 

@@ -163,7 +163,6 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     // SAFETY: `size` bytes from the start of the tensor are its elements, which nothing else uses.
     params.workspace = unsafe { Workspace::from_raw(workspace.data().cast(), size) };
     mlp::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
     workspace.download_output();
 
     let layers = {

@@ -72,7 +72,6 @@ fn rms_norm() {
                 epsilon: 1e-5,
             };
             rms_norm::forward(&ctx, &params, Stream::DEFAULT).unwrap();
-            drop(params);
             let theirs = candle_nn::ops::rms_norm(&candle(&x), &candle(&weight), 1e-5).unwrap();
             assert_agrees("rms_norm", &out.download_output(), &theirs);
         }
@@ -110,7 +109,6 @@ fn rope() {
                     ..rope::Params::default()
                 };
                 rope::forward(&ctx, &params, Stream::DEFAULT).unwrap();
-                drop(params);
                 let (cos, sin) = (candle(&cos), candle(&sin));
                 let x = candle(&x);
                 let (cos, sin) = (
@@ -148,7 +146,6 @@ fn swiglu() {
                     activation,
                 };
                 swiglu::forward(&ctx, &params, Stream::DEFAULT).unwrap();
-                drop(params);
                 let halves = candle(&packed).chunk(2, D::Minus1).unwrap();
                 let gate = match activation {
                     Activation::Gelu => halves[0].gelu_erf(),
@@ -181,7 +178,6 @@ fn linear() {
                     output: Output::Write(out.view_mut()),
                 };
                 linear::forward(&ctx, &params, Stream::DEFAULT).unwrap();
-                drop(params);
                 let product = candle(&x).matmul(&candle(&weight).t().unwrap()).unwrap();
                 let theirs = product.broadcast_add(&candle(&bias)).unwrap();
                 assert_agrees("linear", &out.download_output(), &theirs);

@@ -357,7 +357,6 @@ fn check(ctx: &Context, dtype: DType, case: &Case) {
     };
     rope::supported(ctx, &params).unwrap();
     rope::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
 
     for ((name, x), device) in ["q", "k"].iter().zip(&inputs.x).zip(&inputs.device) {
         let (Some(x), Some((device_x, device_out))) = (x, device) else {
@@ -487,7 +486,6 @@ fn rotated(ctx: &Context, x: &[f64], style: Style, position: i64, inverse: bool)
         ..Params::default()
     };
     rope::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    drop(params);
     x.download_output().values()
 }
 

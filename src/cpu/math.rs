@@ -47,7 +47,7 @@ pub(crate) fn tanh(x: f32) -> f32 {
         .mul_add(s, 0.020_639_086)
         .mul_add(s, -0.053_739_715)
         .mul_add(s, 0.133_314_42)
-        .mul_add(s, -0.333_332_82);
+        .mul_add(s, -0.333_332_8);
     let small = (x * s).mul_add(p, x);
     let large = 1.0 - 2.0 / (1.0 + exp(2.0 * magnitude));
     let y = if magnitude < 0.625 { small } else { large };
@@ -123,7 +123,7 @@ pub(crate) fn normal_cdf(x: f32) -> f32 {
         .mul_add(s, -1.186_353_1e-3)
         .mul_add(s, 9.973_332e-3)
         .mul_add(s, -6.649_036e-2)
-        .mul_add(s, 0.398_942_28);
+        .mul_add(s, 0.398_942_3);
     if s < 1.0 { x.mul_add(q, 0.5) } else { outer }
 }
 

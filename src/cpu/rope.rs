@@ -18,6 +18,10 @@ pub(crate) struct Rotator {
     inverse: bool,
 }
 
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one value on the stack of a call; boxing would allocate"
+)]
 enum RotatorAngles {
     Frequencies {
         inv_freq: Vec<f32>,

@@ -54,7 +54,7 @@ pub(crate) fn activate(activation: Activation, gate: &mut [f32], up: &[f32]) {
         Activation::Gelu => combine(gate, up, |x| x * math::normal_cdf(x)),
         Activation::GeluTanh => combine(gate, up, |x| {
             // (1 + tanh(u)) / 2 is the logistic function of 2u.
-            const SCALE: f32 = 1.595_769_1; // 2 √(2/π)
+            const SCALE: f32 = 1.595_769; // 2 √(2/π)
             let u = SCALE * (0.044_715 * x * x).mul_add(x, x);
             x * math::logistic(u)
         }),

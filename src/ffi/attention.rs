@@ -27,13 +27,15 @@ pub const UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR: unsloth_page_layout = 1;
 /// For query `i` of a sequence with `Sq` queries and `Sk` keys, at position `p = i + Sk - Sq` among the keys (the last query is at the
 /// last key, as in FlashAttention; PyTorch's `is_causal` aligns the first ones), and each key `j`:
 ///
-///     s = scale * q[i] . k[j]
-///     s = softcap * tanh(s / softcap)                           if softcap > 0
-///     s = s + bias[b, h, i, j] - alibi_slopes[b, h] * |p - j|   those that are given
-///     s = -inf where mask[b, h, i, j] is false, or causal and j > p,
-///                or window_left > 0 and j <= p - window_left, or window_right > 0 and j >= p + window_right
-///     lse[i] = ln(sum exp(s[j]) + exp(sinks[h]))                the last term if sinks are given
-///     out[i] = sum exp(s[j] - lse[i]) v[j]
+/// ```text
+/// s = scale * q[i] . k[j]
+/// s = softcap * tanh(s / softcap)                           if softcap > 0
+/// s = s + bias[b, h, i, j] - alibi_slopes[b, h] * |p - j|   those that are given
+/// s = -inf where mask[b, h, i, j] is false, or causal and j > p,
+///            or window_left > 0 and j <= p - window_left, or window_right > 0 and j >= p + window_right
+/// lse[i] = ln(sum exp(s[j]) + exp(sinks[h]))                the last term if sinks are given
+/// out[i] = sum exp(s[j] - lse[i]) v[j]
+/// ```
 ///
 /// A query that sees no key gives zeros and LSE -inf (the sink, if there is one). Query head `h` reads key head
 /// `h / (num_heads / num_kv_heads)`. Scores and sums are f32. Keys that a mask hides may still be read, and a NaN in their `v` may

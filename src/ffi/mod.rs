@@ -1,7 +1,7 @@
 //! The C ABI, one file per section of `include/unsloth.h`, which cbindgen writes from these files.
 //!
 //! Functions here check pointers, convert arguments, call [`ops`](crate::ops) and map errors to statuses; nothing else. Every
-//! body runs inside [`guard`], so no panic crosses the boundary.
+//! body runs inside `guard`, so no panic crosses the boundary.
 //!
 //! Names follow C's conventions, as the header shows them.
 #![allow(non_camel_case_types)]

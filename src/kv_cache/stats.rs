@@ -56,7 +56,7 @@ impl KvCache {
     /// What a sequence holds.
     ///
     /// # Errors
-    /// [`Error::InvalidHandle`] if there is no such sequence.
+    /// [`Error::InvalidHandle`](crate::Error::InvalidHandle) if there is no such sequence.
     pub fn sequence(&self, id: SequenceId) -> Result<SequenceInfo> {
         let sequence = self.sequences.get("kv_cache_sequence_info", id)?;
         let shared = |page: &&Page| self.pages.is_shared(**page);
@@ -84,7 +84,7 @@ impl KvCache {
     /// The pages of a sequence in the order of its tokens, reserved ones last.
     ///
     /// # Errors
-    /// [`Error::InvalidHandle`] if there is no such sequence.
+    /// [`Error::InvalidHandle`](crate::Error::InvalidHandle) if there is no such sequence.
     pub fn sequence_pages(&self, id: SequenceId) -> Result<&[u32]> {
         Ok(&self.sequences.get("kv_cache_sequence_pages", id)?.pages)
     }

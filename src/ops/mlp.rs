@@ -34,6 +34,10 @@ pub struct Params<'a> {
 }
 
 /// Gate and up projections.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one value on the stack of a call; boxing would allocate"
+)]
 #[derive(Clone, Copy, Debug)]
 pub enum GateUp<'a> {
     /// Two matrices, `[intermediate, hidden]` each.

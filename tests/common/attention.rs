@@ -489,7 +489,6 @@ pub fn run(ctx: &Context, case: &Case, inputs: &Inputs) -> (TestTensor, TestTens
     params.workspace = workspace.workspace();
     attention::forward(ctx, &params, Stream::DEFAULT).unwrap();
     ctx.synchronize(Stream::DEFAULT).unwrap();
-    drop(params);
     (out.download_output(), lse.download_output())
 }
 
