@@ -14,27 +14,24 @@
 namespace engine {
 
 MappedFile::MappedFile(const std::string &path) {
-  const auto fail = [&path](const char *what) {
-    throw Error(path + ": " + what + ": " + std::strerror(errno));
+  const auto reason = [&path](const char *what) {
+    return path + ": " + what + ": " + std::strerror(errno);
   };
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) fail("cannot open");
+  if (fd < 0) throw Error(reason("cannot open"));
   struct stat info = {};
   void *map = MAP_FAILED;
-  const char *failed = nullptr;
+  std::string failure;
   if (fstat(fd, &info) != 0) {
-    failed = "cannot stat";
+    failure = reason("cannot stat");
   } else if (!S_ISREG(info.st_mode)) {
-    errno = EINVAL;
-    failed = "not a regular file";
+    failure = path + ": not a regular file";
   } else if (info.st_size > 0) {
     map = mmap(nullptr, static_cast<size_t>(info.st_size), PROT_READ, MAP_PRIVATE, fd, 0);
-    if (map == MAP_FAILED) failed = "cannot map";
+    if (map == MAP_FAILED) failure = reason("cannot map");
   }
-  const int error = errno;
   close(fd);  // the mapping keeps the file
-  errno = error;
-  if (failed != nullptr) fail(failed);
+  if (!failure.empty()) throw Error(failure);
   if (map != MAP_FAILED) {
     data_ = static_cast<const std::byte *>(map);
     size_ = static_cast<size_t>(info.st_size);
