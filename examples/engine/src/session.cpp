@@ -116,8 +116,8 @@ void Session::forward(const TokenId *tokens, size_t count) {
   extend(count);
   reserve_workspace(count);
   embed(tokens, count);
-  const unsloth_tensor hidden = rows(hidden_, 0, count);
-  const unsloth_tensor normalized = rows(normalized_, 0, count);
+  const unsloth_tensor hidden = hidden_rows(hidden_, 0, count);
+  const unsloth_tensor normalized = hidden_rows(normalized_, 0, count);
   for (size_t i = 0; i < model_->layers().size(); ++i) {
     const LayerWeights &weights = model_->layers()[i];
     rms_norm(hidden, weights.attention_norm, normalized);
@@ -132,7 +132,7 @@ void Session::forward(const TokenId *tokens, size_t count) {
 
 const float *Session::logits(size_t row, size_t rows) {
   unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
-  params.x = this->rows(normalized_, row, rows);
+  params.x = hidden_rows(normalized_, row, rows);
   params.weight = model_->output();
   params.out = tensor(logits_.data(), dtype_, {rows, vocab_size()});
   check(unsloth_linear_forward(context().get(), &params, nullptr));
@@ -172,7 +172,7 @@ void Session::embed(const TokenId *tokens, size_t count) {
   unsloth_embedding_params params = UNSLOTH_EMBEDDING_PARAMS_INIT;
   params.table = model_->embedding();
   params.ids = tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
-  params.out = rows(hidden_, 0, count);
+  params.out = hidden_rows(hidden_, 0, count);
   check(unsloth_embedding_forward(context().get(), &params, nullptr));
 }
 
@@ -197,7 +197,7 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.rotation = rotation(config, model_->rope_factors());
   params.cache = cache_.get();
   params.layer = static_cast<int64_t>(layer);
-  params.x = rows(normalized_, 0, count);
+  params.x = hidden_rows(normalized_, 0, count);
   params.q_weight = weights.q;
   params.q_bias = weights.q_bias;
   params.k_weight = weights.k;
@@ -206,7 +206,7 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.v_bias = weights.v_bias;
   params.out_weight = weights.attention_output;
   params.out_bias = weights.attention_output_bias;
-  params.residual = rows(hidden_, 0, count);
+  params.residual = hidden_rows(hidden_, 0, count);
   params.out = params.residual;
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
@@ -218,11 +218,11 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t count) const {
   const LayerWeights &weights = model_->layers()[layer];
   unsloth_mlp_params params = UNSLOTH_MLP_PARAMS_INIT;
   params.activation = UNSLOTH_ACTIVATION_SILU;
-  params.x = rows(normalized_, 0, count);
+  params.x = hidden_rows(normalized_, 0, count);
   params.gate_weight = weights.gate;
   params.up_weight = weights.up;
   params.down_weight = weights.down;
-  params.residual = rows(hidden_, 0, count);
+  params.residual = hidden_rows(hidden_, 0, count);
   params.out = params.residual;
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
@@ -230,7 +230,7 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t count) const {
 }
 
 // `count` rows of a buffer of hidden states from row `first` on.
-unsloth_tensor Session::rows(const Buffer &buffer, size_t first, size_t count) const {
+unsloth_tensor Session::hidden_rows(const Buffer &buffer, size_t first, size_t count) const {
   const uint64_t hidden = model_->config().hidden_size;
   char *start = static_cast<char *>(buffer.data()) + first * hidden * element_size(dtype_);
   return tensor(start, dtype_, {count, hidden});

@@ -47,7 +47,7 @@ class Session {
   void rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const;
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
   unsloth_mlp_params mlp_params(size_t layer, size_t count) const;
-  unsloth_tensor rows(const Buffer &buffer, size_t first, size_t count) const;
+  unsloth_tensor hidden_rows(const Buffer &buffer, size_t first, size_t count) const;
 
   const Model *model_;
   uint64_t capacity_;

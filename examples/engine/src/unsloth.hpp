@@ -59,7 +59,9 @@ class Buffer {
   Buffer(const Context &context, size_t bytes) : context_(context.get()), bytes_(bytes) {
     check(unsloth_memory_alloc(context_, bytes, &data_));
   }
-  ~Buffer() { unsloth_memory_free(context_, data_); }
+  ~Buffer() {
+    if (data_ != nullptr) unsloth_memory_free(context_, data_);
+  }
   Buffer(Buffer &&other) noexcept { *this = std::move(other); }
   Buffer &operator=(Buffer &&other) noexcept {
     std::swap(context_, other.context_);
