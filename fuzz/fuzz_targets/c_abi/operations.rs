@@ -1,0 +1,498 @@
+//! One call of one operation.
+
+use unsloth::ffi::attention::*;
+use unsloth::ffi::context::unsloth_context;
+use unsloth::ffi::embedding::*;
+use unsloth::ffi::linear::*;
+use unsloth::ffi::mlp::*;
+use unsloth::ffi::rms_norm::*;
+use unsloth::ffi::rope::*;
+use unsloth::ffi::status::*;
+use unsloth::ffi::swiglu::*;
+use unsloth::ffi::tensor::*;
+use unsloth::ffi::{unsloth_implementation, unsloth_stream};
+
+use crate::arena::{Arena, absent};
+use crate::input::Input;
+use crate::{context, last_message};
+
+type Supported<P> = unsafe extern "C" fn(
+    *mut unsloth_context,
+    *const P,
+    *mut unsloth_implementation,
+) -> unsloth_status;
+type WorkspaceSize<P> =
+    unsafe extern "C" fn(*mut unsloth_context, *const P, *mut usize) -> unsloth_status;
+type Forward<P> =
+    unsafe extern "C" fn(*mut unsloth_context, *const P, unsloth_stream) -> unsloth_status;
+
+/// A params struct with room behind it, for sizes that are too large.
+#[repr(C)]
+struct Stated<P> {
+    params: P,
+    beyond: [u8; 32],
+}
+
+/// Where an operation takes scratch memory.
+struct Scratch<P> {
+    size: WorkspaceSize<P>,
+    set: fn(&mut P, *mut u8, usize),
+}
+
+struct Call<'i, 'b> {
+    input: &'i mut Input<'b>,
+    arena: Arena,
+}
+
+pub fn run(choice: u8, input: &mut Input) {
+    let mut call = Call {
+        input,
+        arena: Arena::default(),
+    };
+    match choice {
+        0..4 => {
+            let params = call.attention();
+            let scratch = Scratch {
+                size: unsloth_attention_workspace_size,
+                set: |p: &mut unsloth_attention_params, at, size| {
+                    (p.workspace, p.workspace_size) = (at.cast(), size);
+                },
+            };
+            call.finish(
+                params,
+                unsloth_attention_supported,
+                Some(scratch),
+                unsloth_attention_forward,
+            );
+        }
+        4..6 => {
+            let params = call.rope();
+            call.finish(params, unsloth_rope_supported, None, unsloth_rope_forward);
+        }
+        6 => {
+            let params = call.rms_norm();
+            call.finish(
+                params,
+                unsloth_rms_norm_supported,
+                None,
+                unsloth_rms_norm_forward,
+            );
+        }
+        7 => {
+            let params = call.swiglu();
+            call.finish(
+                params,
+                unsloth_swiglu_supported,
+                None,
+                unsloth_swiglu_forward,
+            );
+        }
+        8 => {
+            let params = call.linear();
+            call.finish(
+                params,
+                unsloth_linear_supported,
+                None,
+                unsloth_linear_forward,
+            );
+        }
+        9..11 => {
+            let params = call.mlp();
+            let scratch = Scratch {
+                size: unsloth_mlp_workspace_size,
+                set: |p: &mut unsloth_mlp_params, at, size| {
+                    (p.workspace, p.workspace_size) = (at.cast(), size);
+                },
+            };
+            call.finish(
+                params,
+                unsloth_mlp_supported,
+                Some(scratch),
+                unsloth_mlp_forward,
+            );
+        }
+        _ => {
+            let params = call.embedding();
+            call.finish(
+                params,
+                unsloth_embedding_supported,
+                None,
+                unsloth_embedding_forward,
+            );
+        }
+    }
+}
+
+/// A struct whose every field is zero.
+///
+/// # Safety
+/// `P` is a params struct of the C ABI, for which all zero is a value.
+unsafe fn zeroed<P>() -> Box<Stated<P>> {
+    // SAFETY: the caller's promise; bytes have no other values.
+    unsafe { Box::new(std::mem::zeroed()) }
+}
+
+impl Call<'_, '_> {
+    /// Makes the call and what may be asked about it before.
+    fn finish<P>(
+        mut self,
+        mut stated: Box<Stated<P>>,
+        supported: Supported<P>,
+        scratch: Option<Scratch<P>>,
+        forward: Forward<P>,
+    ) {
+        let ctx = context();
+        let size = size_of::<P>();
+        let mut struct_size = size;
+        if self.input.one_in(32) {
+            struct_size = self.input.up_to(255) as usize * (size + 32) / 255;
+            stated.beyond[usize::from(self.input.byte()) % 32] = self.input.byte();
+        }
+        // SAFETY: every params struct begins with its size.
+        unsafe {
+            (&raw mut stated.params)
+                .cast::<u32>()
+                .write(struct_size as u32)
+        };
+
+        let mut expected = 0;
+        // SAFETY: the struct has the size stated, and its tensors describe live memory or none.
+        unsafe {
+            let params = &raw const stated.params;
+            let foretold = supported(ctx, params, std::ptr::null_mut());
+            let mut short = false;
+            if let Some(scratch) = &scratch {
+                let status = (scratch.size)(ctx, params, &mut expected);
+                assert_eq!(status, foretold, "workspace_size says {}", last_message());
+                if status == UNSLOTH_STATUS_SUCCESS {
+                    assert!(
+                        expected < 1 << 24,
+                        "{expected} bytes of workspace for a small problem"
+                    );
+                    short = expected > 0 && self.input.one_in(16);
+                    let given = expected - usize::from(short);
+                    let at = self.arena.block(given, 256);
+                    (scratch.set)(&mut stated.params, at, given);
+                }
+            }
+            let status = forward(ctx, &raw const stated.params, std::ptr::null_mut());
+            if foretold != UNSLOTH_STATUS_SUCCESS {
+                assert_eq!(status, foretold, "{}", last_message());
+            }
+            assert!(
+                !short || status != UNSLOTH_STATUS_SUCCESS,
+                "too little workspace was taken"
+            );
+            if status != UNSLOTH_STATUS_SUCCESS {
+                assert_ne!(status, UNSLOTH_STATUS_INTERNAL_ERROR, "{}", last_message());
+                assert!(!last_message().is_empty());
+                assert!(
+                    self.arena.is_untouched(),
+                    "a failed call wrote: {}",
+                    last_message()
+                );
+            }
+        }
+    }
+
+    fn float_dtype(&mut self) -> unsloth_dtype {
+        self.input
+            .pick(&[UNSLOTH_DTYPE_F32, UNSLOTH_DTYPE_F16, UNSLOTH_DTYPE_BF16])
+    }
+
+    fn dim(&mut self, most: i64) -> i64 {
+        1 + self.input.up_to(most - 1)
+    }
+
+    fn tensor(&mut self, dtype: unsloth_dtype, shape: &[i64]) -> unsloth_tensor {
+        self.arena.tensor(self.input, dtype, shape)
+    }
+
+    /// Absent one time in two.
+    fn optional(&mut self, dtype: unsloth_dtype, shape: &[i64]) -> unsloth_tensor {
+        if self.input.byte() % 2 == 0 {
+            return absent();
+        }
+        self.tensor(dtype, shape)
+    }
+
+    /// Zero mostly.
+    fn flag(&mut self, most: u32) -> u32 {
+        if self.input.one_in(64) {
+            return self.input.word() as u32;
+        }
+        u32::from(self.input.byte()) % (most + 1)
+    }
+
+    fn limit(&mut self) -> i64 {
+        match self.input.byte() % 8 {
+            0..5 => 0,
+            5..7 => self.input.up_to(20),
+            _ => self.input.number(),
+        }
+    }
+
+    fn factor(&mut self) -> f32 {
+        match self.input.byte() % 4 {
+            0 | 1 => 0.0,
+            _ => self.input.float(),
+        }
+    }
+
+    /// Leading dimensions and a last one.
+    fn rows(&mut self) -> (Vec<i64>, i64) {
+        let leading = (0..self.input.up_to(3))
+            .map(|_| self.input.up_to(5))
+            .collect();
+        (leading, self.dim(40))
+    }
+
+    fn attention(&mut self) -> Box<Stated<unsloth_attention_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_attention_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let kv_dtype = if self.input.one_in(4) {
+            self.float_dtype()
+        } else {
+            dtype
+        };
+        let out_dtype = if self.input.one_in(4) {
+            UNSLOTH_DTYPE_F32
+        } else {
+            dtype
+        };
+        let (batch, queries, keys) = (self.dim(3), self.input.up_to(9), self.input.up_to(40));
+        let kv_heads = self.dim(3);
+        let heads = kv_heads * self.dim(3);
+        let dim = self.input.pick(&[8, 1, 3, 16, 33, 64, 128]);
+        let dim_v = if self.input.one_in(4) {
+            self.dim(40)
+        } else {
+            dim
+        };
+        let p = &mut stated.params;
+
+        let packed = self.input.one_in(3);
+        let leading = if packed {
+            vec![batch * queries]
+        } else {
+            vec![batch, queries]
+        };
+        let shape = |leading: &[i64], rest: &[i64]| [leading, rest].concat();
+        p.q = self.tensor(dtype, &shape(&leading, &[heads, dim]));
+        p.out = self.tensor(out_dtype, &shape(&leading, &[heads, dim_v]));
+        let lse = if packed {
+            vec![heads, batch * queries]
+        } else {
+            vec![batch, heads, queries]
+        };
+        p.lse = self.optional(UNSLOTH_DTYPE_F32, &lse);
+        if packed {
+            p.cu_seqlens_q = self.tensor(UNSLOTH_DTYPE_I32, &[batch + 1]);
+        }
+        match self.input.byte() % 4 {
+            0 | 1 => {
+                p.k = self.tensor(kv_dtype, &[batch, keys, kv_heads, dim]);
+                p.v = self.tensor(kv_dtype, &[batch, keys, kv_heads, dim_v]);
+                p.seq_lens_k = self.optional(UNSLOTH_DTYPE_I32, &[batch]);
+            }
+            2 => {
+                p.k = self.tensor(kv_dtype, &[batch * keys, kv_heads, dim]);
+                p.v = self.tensor(kv_dtype, &[batch * keys, kv_heads, dim_v]);
+                p.cu_seqlens_k = self.tensor(UNSLOTH_DTYPE_I32, &[batch + 1]);
+            }
+            _ => {
+                let page = 1 << self.input.up_to(3);
+                let pages = self.input.up_to(12);
+                p.page_layout = self.flag(1);
+                let (first, second) = if p.page_layout == 1 {
+                    (kv_heads, page)
+                } else {
+                    (page, kv_heads)
+                };
+                p.k = self.tensor(kv_dtype, &[pages, first, second, dim]);
+                p.v = self.tensor(kv_dtype, &[pages, first, second, dim_v]);
+                p.seq_lens_k = self.tensor(UNSLOTH_DTYPE_I32, &[batch]);
+                let columns = self.input.up_to(6);
+                p.block_table = self.tensor(UNSLOTH_DTYPE_I32, &[batch, columns]);
+            }
+        }
+        p.causal = self.flag(1);
+        p.scale = self.factor();
+        p.softcap = self.factor();
+        p.window_left = self.limit();
+        p.window_right = self.limit();
+        p.max_seqlen_q = self.limit();
+        p.max_seqlen_k = self.limit();
+        let mut scores = [batch, heads, queries, keys];
+        for size in &mut scores {
+            if self.input.one_in(3) {
+                *size = 1;
+            }
+        }
+        let bias_dtype = self.float_dtype();
+        p.bias = self.optional(bias_dtype, &scores);
+        p.mask = self.optional(UNSLOTH_DTYPE_BOOL, &scores);
+        let slopes = [batch, heads];
+        p.alibi_slopes = self.optional(
+            UNSLOTH_DTYPE_F32,
+            if batch == 1 { &slopes[1..] } else { &slopes },
+        );
+        p.sinks = self.optional(UNSLOTH_DTYPE_F32, &[heads]);
+        stated
+    }
+
+    fn rope(&mut self) -> Box<Stated<unsloth_rope_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_rope_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (batch, tokens) = (self.dim(3), self.input.up_to(6));
+        let dim = 2 * self.dim(20);
+        let rotary = if self.input.one_in(3) {
+            2 * self.dim(dim / 2)
+        } else {
+            dim
+        };
+        let p = &mut stated.params;
+        let leading = if self.input.one_in(2) {
+            vec![batch * tokens]
+        } else {
+            vec![batch, tokens]
+        };
+        for (x, out) in [(&mut p.q, &mut p.q_out), (&mut p.k, &mut p.k_out)] {
+            let shape = [&leading[..], &[self.dim(4), dim]].concat();
+            *x = self.tensor(dtype, &shape);
+            *out = self.optional(dtype, &shape);
+        }
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        p.positions = self.optional(integer, &leading);
+        p.inverse = self.flag(1);
+        p.position_offset = self.limit();
+        let r = &mut p.rotation;
+        r.style = self.flag(1);
+        r.scaling = self.flag(4);
+        r.rotary_dim = if rotary == dim { 0 } else { rotary as u32 };
+        r.original_max_positions = self.limit() as u32;
+        r.fractional_ramp = self.flag(1);
+        for f in [
+            &mut r.theta,
+            &mut r.factor,
+            &mut r.low_freq_factor,
+            &mut r.high_freq_factor,
+            &mut r.beta_fast,
+            &mut r.beta_slow,
+            &mut r.attention_factor,
+            &mut r.extrapolation_factor,
+        ] {
+            *f = self.factor();
+        }
+        r.freq_factors = self.optional(UNSLOTH_DTYPE_F32, &[rotary / 2]);
+        if self.input.one_in(3) {
+            let positions = self.input.up_to(12);
+            r.cos = self.tensor(UNSLOTH_DTYPE_F32, &[positions, rotary / 2]);
+            r.sin = self.tensor(UNSLOTH_DTYPE_F32, &[positions, rotary / 2]);
+        }
+        stated
+    }
+
+    fn rms_norm(&mut self) -> Box<Stated<unsloth_rms_norm_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_rms_norm_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &shape);
+        p.out = self.optional(dtype, &shape);
+        p.residual = self.optional(dtype, &shape);
+        p.residual_out = self.optional(dtype, &shape);
+        let weight_dtype = self.float_dtype();
+        p.weight = self.optional(weight_dtype, &[dim]);
+        p.epsilon = self.factor();
+        p.weight_offset = self.factor();
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    fn swiglu(&mut self) -> Box<Stated<unsloth_swiglu_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_swiglu_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (leading, dim) = self.rows();
+        let shape = [&leading[..], &[dim]].concat();
+        let p = &mut stated.params;
+        if self.input.one_in(2) {
+            p.gate_up = self.tensor(dtype, &[&leading[..], &[2 * dim]].concat());
+            p.out = self.tensor(dtype, &shape);
+        } else {
+            p.gate = self.tensor(dtype, &shape);
+            p.up = self.tensor(dtype, &shape);
+            p.out = self.optional(dtype, &shape);
+        }
+        p.activation = self.flag(2);
+        p.gate_order = self.flag(1);
+        stated
+    }
+
+    fn linear(&mut self) -> Box<Stated<unsloth_linear_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_linear_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let weight_dtype = if self.input.one_in(4) {
+            self.float_dtype()
+        } else {
+            dtype
+        };
+        let (leading, inner) = self.rows();
+        let outer = self.dim(40);
+        let shape = [&leading[..], &[outer]].concat();
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &[&leading[..], &[inner]].concat());
+        p.weight = self.tensor(weight_dtype, &[outer, inner]);
+        p.bias = self.optional(weight_dtype, &[outer]);
+        p.residual = self.optional(dtype, &shape);
+        p.out = self.tensor(dtype, &shape);
+        stated
+    }
+
+    fn mlp(&mut self) -> Box<Stated<unsloth_mlp_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_mlp_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (leading, hidden) = self.rows();
+        let (inner, outer) = (self.dim(20), self.dim(20));
+        let shape = [&leading[..], &[outer]].concat();
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &[&leading[..], &[hidden]].concat());
+        if self.input.one_in(2) {
+            p.gate_up_weight = self.tensor(dtype, &[2 * inner, hidden]);
+            p.gate_up_bias = self.optional(dtype, &[2 * inner]);
+        } else {
+            p.gate_weight = self.tensor(dtype, &[inner, hidden]);
+            p.gate_bias = self.optional(dtype, &[inner]);
+            p.up_weight = self.tensor(dtype, &[inner, hidden]);
+            p.up_bias = self.optional(dtype, &[inner]);
+        }
+        p.down_weight = self.tensor(dtype, &[outer, inner]);
+        p.down_bias = self.optional(dtype, &[outer]);
+        p.residual = self.optional(dtype, &shape);
+        p.out = self.tensor(dtype, &shape);
+        p.activation = self.flag(2);
+        p.gate_order = self.flag(1);
+        stated
+    }
+
+    fn embedding(&mut self) -> Box<Stated<unsloth_embedding_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_embedding_params>> = unsafe { zeroed() };
+        let (leading, dim) = self.rows();
+        let (dtype, out_dtype) = (self.float_dtype(), self.float_dtype());
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let p = &mut stated.params;
+        let vocabulary = self.input.up_to(40);
+        p.table = self.tensor(dtype, &[vocabulary, dim]);
+        p.ids = self.tensor(integer, &leading);
+        p.out = self.tensor(out_dtype, &[&leading[..], &[dim]].concat());
+        stated
+    }
+}

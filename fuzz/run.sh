@@ -1,0 +1,18 @@
+#!/bin/bash
+# Builds the fuzz target and runs it for FUZZ_SECONDS (default 30); further arguments go to libFuzzer.
+#
+# `cargo fuzz run c_abi` does the same with a nightly toolchain. Here the flags that it would pass are passed by hand, so that the
+# stable toolchain does: only the address sanitizer is unstable, and RUSTC_BOOTSTRAP lets this one build have it.
+set -euo pipefail
+cd "$(dirname "$0")"
+target=$(rustc -vV | sed -n 's/^host: //p')
+export RUSTC_BOOTSTRAP=1
+export RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Cpasses=sancov-module
+  -Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters
+  -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares"
+cargo build --release --locked --target "$target" --target-dir target
+
+mkdir -p corpus/c_abi artifacts/c_abi
+# A call that takes ten seconds on these small tensors does not end; the limit of memory catches sizes that were not checked.
+"target/$target/release/c_abi" corpus/c_abi -artifact_prefix=artifacts/c_abi/ -max_total_time="${FUZZ_SECONDS:-30}" \
+  -timeout=10 -rss_limit_mb=4096 -max_len=1024 -len_control=0 -print_final_stats=1 "$@"
