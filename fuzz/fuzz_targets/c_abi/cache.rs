@@ -8,8 +8,9 @@ use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::*;
 
 use crate::arena::{Arena, absent};
+use crate::attention::Batch;
 use crate::input::Input;
-use crate::{context, last_message};
+use crate::{context, last_message, operations};
 
 const CAPACITY: usize = 4;
 
@@ -247,13 +248,24 @@ impl Cache {
             let rows = [batch.num_tokens, self.heads, self.dim];
             let params = unsloth_kv_cache_append_params {
                 struct_size: size_of::<unsloth_kv_cache_append_params>() as u32,
-                reserved: 0,
                 layer,
                 k: arena.tensor(input, UNSLOTH_DTYPE_F32, &rows),
                 v: arena.tensor(input, UNSLOTH_DTYPE_F32, &rows),
+                ..std::mem::zeroed()
             };
             passes(unsloth_kv_cache_append(self.handle, &params, none));
             assert!(arena.is_untouched());
+
+            if input.one_in(2) {
+                let batch = Batch {
+                    cache: self.handle,
+                    layer,
+                    heads: self.heads,
+                    dim: self.dim,
+                    num_tokens: batch.num_tokens,
+                };
+                operations::attention_block(input, &batch);
+            }
 
             let mut p: unsloth_attention_params = std::mem::zeroed();
             (p.k, p.v) = (absent(), absent());

@@ -4,7 +4,9 @@
 //! does not panic, and leaves every byte as it was if it fails. Queries foretell what the call itself says.
 
 mod arena;
+mod attention;
 mod cache;
+mod estimates;
 mod input;
 mod operations;
 
@@ -48,6 +50,7 @@ fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
     match input.byte() % 16 {
         0..3 => cache::run(&mut input),
-        choice => operations::run(choice - 3, &mut input),
+        3 => estimates::run(&mut input),
+        choice => operations::run(choice - 4, &mut input),
     }
 });

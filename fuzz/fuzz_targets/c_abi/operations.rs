@@ -1,6 +1,7 @@
 //! One call of one operation.
 
 use unsloth::ffi::attention::*;
+use unsloth::ffi::attention_block::*;
 use unsloth::ffi::context::unsloth_context;
 use unsloth::ffi::embedding::*;
 use unsloth::ffi::linear::*;
@@ -13,6 +14,7 @@ use unsloth::ffi::tensor::*;
 use unsloth::ffi::{unsloth_implementation, unsloth_stream};
 
 use crate::arena::{Arena, absent};
+use crate::attention::Batch;
 use crate::input::Input;
 use crate::{context, last_message};
 
@@ -28,8 +30,8 @@ type Forward<P> =
 
 /// A params struct with room behind it, for sizes that are too large.
 #[repr(C)]
-struct Stated<P> {
-    params: P,
+pub struct Stated<P> {
+    pub params: P,
     beyond: [u8; 32],
 }
 
@@ -39,8 +41,8 @@ struct Scratch<P> {
     set: fn(&mut P, *mut u8, usize),
 }
 
-struct Call<'i, 'b> {
-    input: &'i mut Input<'b>,
+pub struct Call<'i, 'b> {
+    pub input: &'i mut Input<'b>,
     arena: Arena,
 }
 
@@ -65,7 +67,8 @@ pub fn run(choice: u8, input: &mut Input) {
                 unsloth_attention_forward,
             );
         }
-        4..6 => {
+        4 => call.finish_block(None),
+        5 => {
             let params = call.rope();
             call.finish(params, unsloth_rope_supported, None, unsloth_rope_forward);
         }
@@ -127,12 +130,37 @@ pub fn run(choice: u8, input: &mut Input) {
 ///
 /// # Safety
 /// `P` is a params struct of the C ABI, for which all zero is a value.
-unsafe fn zeroed<P>() -> Box<Stated<P>> {
+pub unsafe fn zeroed<P>() -> Box<Stated<P>> {
     // SAFETY: the caller's promise; bytes have no other values.
     unsafe { Box::new(std::mem::zeroed()) }
 }
 
+/// The attention block, on the current batch of a cache if one is given.
+pub fn attention_block(input: &mut Input, batch: &Batch) {
+    let call = Call {
+        input,
+        arena: Arena::default(),
+    };
+    call.finish_block(Some(batch));
+}
+
 impl Call<'_, '_> {
+    fn finish_block(mut self, batch: Option<&Batch>) {
+        let params = self.attention_block(batch);
+        let scratch = Scratch {
+            size: unsloth_attention_block_workspace_size,
+            set: |p: &mut unsloth_attention_block_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_attention_block_supported,
+            Some(scratch),
+            unsloth_attention_block_forward,
+        );
+    }
+
     /// Makes the call and what may be asked about it before.
     fn finish<P>(
         mut self,
@@ -195,21 +223,21 @@ impl Call<'_, '_> {
         }
     }
 
-    fn float_dtype(&mut self) -> unsloth_dtype {
+    pub fn float_dtype(&mut self) -> unsloth_dtype {
         self.input
             .pick(&[UNSLOTH_DTYPE_F32, UNSLOTH_DTYPE_F16, UNSLOTH_DTYPE_BF16])
     }
 
-    fn dim(&mut self, most: i64) -> i64 {
+    pub fn dim(&mut self, most: i64) -> i64 {
         1 + self.input.up_to(most - 1)
     }
 
-    fn tensor(&mut self, dtype: unsloth_dtype, shape: &[i64]) -> unsloth_tensor {
+    pub fn tensor(&mut self, dtype: unsloth_dtype, shape: &[i64]) -> unsloth_tensor {
         self.arena.tensor(self.input, dtype, shape)
     }
 
     /// Absent one time in two.
-    fn optional(&mut self, dtype: unsloth_dtype, shape: &[i64]) -> unsloth_tensor {
+    pub fn optional(&mut self, dtype: unsloth_dtype, shape: &[i64]) -> unsloth_tensor {
         if self.input.byte() % 2 == 0 {
             return absent();
         }
@@ -217,14 +245,14 @@ impl Call<'_, '_> {
     }
 
     /// Zero mostly.
-    fn flag(&mut self, most: u32) -> u32 {
+    pub fn flag(&mut self, most: u32) -> u32 {
         if self.input.one_in(64) {
             return self.input.word() as u32;
         }
         u32::from(self.input.byte()) % (most + 1)
     }
 
-    fn limit(&mut self) -> i64 {
+    pub fn limit(&mut self) -> i64 {
         match self.input.byte() % 8 {
             0..5 => 0,
             5..7 => self.input.up_to(20),
@@ -232,7 +260,7 @@ impl Call<'_, '_> {
         }
     }
 
-    fn factor(&mut self) -> f32 {
+    pub fn factor(&mut self) -> f32 {
         match self.input.byte() % 4 {
             0 | 1 => 0.0,
             _ => self.input.float(),
@@ -245,154 +273,6 @@ impl Call<'_, '_> {
             .map(|_| self.input.up_to(5))
             .collect();
         (leading, self.dim(40))
-    }
-
-    fn attention(&mut self) -> Box<Stated<unsloth_attention_params>> {
-        // SAFETY: a params struct.
-        let mut stated: Box<Stated<unsloth_attention_params>> = unsafe { zeroed() };
-        let dtype = self.float_dtype();
-        let kv_dtype = if self.input.one_in(4) {
-            self.float_dtype()
-        } else {
-            dtype
-        };
-        let out_dtype = if self.input.one_in(4) {
-            UNSLOTH_DTYPE_F32
-        } else {
-            dtype
-        };
-        let (batch, queries, keys) = (self.dim(3), self.input.up_to(9), self.input.up_to(40));
-        let kv_heads = self.dim(3);
-        let heads = kv_heads * self.dim(3);
-        let dim = self.input.pick(&[8, 1, 3, 16, 33, 64, 128]);
-        let dim_v = if self.input.one_in(4) {
-            self.dim(40)
-        } else {
-            dim
-        };
-        let p = &mut stated.params;
-
-        let packed = self.input.one_in(3);
-        let leading = if packed {
-            vec![batch * queries]
-        } else {
-            vec![batch, queries]
-        };
-        let shape = |leading: &[i64], rest: &[i64]| [leading, rest].concat();
-        p.q = self.tensor(dtype, &shape(&leading, &[heads, dim]));
-        p.out = self.tensor(out_dtype, &shape(&leading, &[heads, dim_v]));
-        let lse = if packed {
-            vec![heads, batch * queries]
-        } else {
-            vec![batch, heads, queries]
-        };
-        p.lse = self.optional(UNSLOTH_DTYPE_F32, &lse);
-        if packed {
-            p.cu_seqlens_q = self.tensor(UNSLOTH_DTYPE_I32, &[batch + 1]);
-        }
-        match self.input.byte() % 4 {
-            0 | 1 => {
-                p.k = self.tensor(kv_dtype, &[batch, keys, kv_heads, dim]);
-                p.v = self.tensor(kv_dtype, &[batch, keys, kv_heads, dim_v]);
-                p.seq_lens_k = self.optional(UNSLOTH_DTYPE_I32, &[batch]);
-            }
-            2 => {
-                p.k = self.tensor(kv_dtype, &[batch * keys, kv_heads, dim]);
-                p.v = self.tensor(kv_dtype, &[batch * keys, kv_heads, dim_v]);
-                p.cu_seqlens_k = self.tensor(UNSLOTH_DTYPE_I32, &[batch + 1]);
-            }
-            _ => {
-                let page = 1 << self.input.up_to(3);
-                let pages = self.input.up_to(12);
-                p.page_layout = self.flag(1);
-                let (first, second) = if p.page_layout == 1 {
-                    (kv_heads, page)
-                } else {
-                    (page, kv_heads)
-                };
-                p.k = self.tensor(kv_dtype, &[pages, first, second, dim]);
-                p.v = self.tensor(kv_dtype, &[pages, first, second, dim_v]);
-                p.seq_lens_k = self.tensor(UNSLOTH_DTYPE_I32, &[batch]);
-                let columns = self.input.up_to(6);
-                p.block_table = self.tensor(UNSLOTH_DTYPE_I32, &[batch, columns]);
-            }
-        }
-        p.causal = self.flag(1);
-        p.scale = self.factor();
-        p.softcap = self.factor();
-        p.window_left = self.limit();
-        p.window_right = self.limit();
-        p.max_seqlen_q = self.limit();
-        p.max_seqlen_k = self.limit();
-        let mut scores = [batch, heads, queries, keys];
-        for size in &mut scores {
-            if self.input.one_in(3) {
-                *size = 1;
-            }
-        }
-        let bias_dtype = self.float_dtype();
-        p.bias = self.optional(bias_dtype, &scores);
-        p.mask = self.optional(UNSLOTH_DTYPE_BOOL, &scores);
-        let slopes = [batch, heads];
-        p.alibi_slopes = self.optional(
-            UNSLOTH_DTYPE_F32,
-            if batch == 1 { &slopes[1..] } else { &slopes },
-        );
-        p.sinks = self.optional(UNSLOTH_DTYPE_F32, &[heads]);
-        stated
-    }
-
-    fn rope(&mut self) -> Box<Stated<unsloth_rope_params>> {
-        // SAFETY: a params struct.
-        let mut stated: Box<Stated<unsloth_rope_params>> = unsafe { zeroed() };
-        let dtype = self.float_dtype();
-        let (batch, tokens) = (self.dim(3), self.input.up_to(6));
-        let dim = 2 * self.dim(20);
-        let rotary = if self.input.one_in(3) {
-            2 * self.dim(dim / 2)
-        } else {
-            dim
-        };
-        let p = &mut stated.params;
-        let leading = if self.input.one_in(2) {
-            vec![batch * tokens]
-        } else {
-            vec![batch, tokens]
-        };
-        for (x, out) in [(&mut p.q, &mut p.q_out), (&mut p.k, &mut p.k_out)] {
-            let shape = [&leading[..], &[self.dim(4), dim]].concat();
-            *x = self.tensor(dtype, &shape);
-            *out = self.optional(dtype, &shape);
-        }
-        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
-        p.positions = self.optional(integer, &leading);
-        p.inverse = self.flag(1);
-        p.position_offset = self.limit();
-        let r = &mut p.rotation;
-        r.style = self.flag(1);
-        r.scaling = self.flag(4);
-        r.rotary_dim = if rotary == dim { 0 } else { rotary as u32 };
-        r.original_max_positions = self.limit() as u32;
-        r.fractional_ramp = self.flag(1);
-        for f in [
-            &mut r.theta,
-            &mut r.factor,
-            &mut r.low_freq_factor,
-            &mut r.high_freq_factor,
-            &mut r.beta_fast,
-            &mut r.beta_slow,
-            &mut r.attention_factor,
-            &mut r.extrapolation_factor,
-        ] {
-            *f = self.factor();
-        }
-        r.freq_factors = self.optional(UNSLOTH_DTYPE_F32, &[rotary / 2]);
-        if self.input.one_in(3) {
-            let positions = self.input.up_to(12);
-            r.cos = self.tensor(UNSLOTH_DTYPE_F32, &[positions, rotary / 2]);
-            r.sin = self.tensor(UNSLOTH_DTYPE_F32, &[positions, rotary / 2]);
-        }
-        stated
     }
 
     fn rms_norm(&mut self) -> Box<Stated<unsloth_rms_norm_params>> {

@@ -1,0 +1,254 @@
+//! Attention, what rotates its heads, and the block around it.
+
+use unsloth::ffi::attention::*;
+use unsloth::ffi::attention_block::*;
+use unsloth::ffi::kv_cache::unsloth_kv_cache;
+use unsloth::ffi::rope::*;
+use unsloth::ffi::tensor::*;
+
+use crate::operations::{Call, Stated, zeroed};
+
+/// The current batch of a cache.
+pub struct Batch {
+    pub cache: *mut unsloth_kv_cache,
+    pub layer: i64,
+    pub heads: i64,
+    pub dim: i64,
+    pub num_tokens: i64,
+}
+
+impl Call<'_, '_> {
+    pub fn attention(&mut self) -> Box<Stated<unsloth_attention_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_attention_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let kv_dtype = if self.input.one_in(4) {
+            self.float_dtype()
+        } else {
+            dtype
+        };
+        let out_dtype = if self.input.one_in(4) {
+            UNSLOTH_DTYPE_F32
+        } else {
+            dtype
+        };
+        let (batch, queries, keys) = (self.dim(3), self.input.up_to(9), self.input.up_to(40));
+        let kv_heads = self.dim(3);
+        let heads = kv_heads * self.dim(3);
+        let dim = self.input.pick(&[8, 1, 3, 16, 33, 64, 128]);
+        let dim_v = if self.input.one_in(4) {
+            self.dim(40)
+        } else {
+            dim
+        };
+        let p = &mut stated.params;
+
+        let packed = self.input.one_in(3);
+        let leading = if packed {
+            vec![batch * queries]
+        } else {
+            vec![batch, queries]
+        };
+        let shape = |leading: &[i64], rest: &[i64]| [leading, rest].concat();
+        p.q = self.tensor(dtype, &shape(&leading, &[heads, dim]));
+        p.out = self.tensor(out_dtype, &shape(&leading, &[heads, dim_v]));
+        let lse = if packed {
+            vec![heads, batch * queries]
+        } else {
+            vec![batch, heads, queries]
+        };
+        p.lse = self.optional(UNSLOTH_DTYPE_F32, &lse);
+        if packed {
+            p.cu_seqlens_q = self.tensor(UNSLOTH_DTYPE_I32, &[batch + 1]);
+        }
+        match self.input.byte() % 4 {
+            0 | 1 => {
+                p.k = self.tensor(kv_dtype, &[batch, keys, kv_heads, dim]);
+                p.v = self.tensor(kv_dtype, &[batch, keys, kv_heads, dim_v]);
+                p.seq_lens_k = self.optional(UNSLOTH_DTYPE_I32, &[batch]);
+            }
+            2 => {
+                p.k = self.tensor(kv_dtype, &[batch * keys, kv_heads, dim]);
+                p.v = self.tensor(kv_dtype, &[batch * keys, kv_heads, dim_v]);
+                p.cu_seqlens_k = self.tensor(UNSLOTH_DTYPE_I32, &[batch + 1]);
+            }
+            _ => {
+                let page = 1 << self.input.up_to(3);
+                let pages = self.input.up_to(12);
+                p.page_layout = self.flag(1);
+                let (first, second) = if p.page_layout == 1 {
+                    (kv_heads, page)
+                } else {
+                    (page, kv_heads)
+                };
+                p.k = self.tensor(kv_dtype, &[pages, first, second, dim]);
+                p.v = self.tensor(kv_dtype, &[pages, first, second, dim_v]);
+                p.seq_lens_k = self.tensor(UNSLOTH_DTYPE_I32, &[batch]);
+                let columns = self.input.up_to(6);
+                p.block_table = self.tensor(UNSLOTH_DTYPE_I32, &[batch, columns]);
+            }
+        }
+        p.causal = self.flag(1);
+        p.scale = self.factor();
+        p.softcap = self.factor();
+        p.window_left = self.limit();
+        p.window_right = self.limit();
+        p.max_seqlen_q = self.limit();
+        p.max_seqlen_k = self.limit();
+        let mut scores = [batch, heads, queries, keys];
+        for size in &mut scores {
+            if self.input.one_in(3) {
+                *size = 1;
+            }
+        }
+        let bias_dtype = self.float_dtype();
+        p.bias = self.optional(bias_dtype, &scores);
+        p.mask = self.optional(UNSLOTH_DTYPE_BOOL, &scores);
+        let slopes = [batch, heads];
+        p.alibi_slopes = self.optional(
+            UNSLOTH_DTYPE_F32,
+            if batch == 1 { &slopes[1..] } else { &slopes },
+        );
+        p.sinks = self.optional(UNSLOTH_DTYPE_F32, &[heads]);
+        stated
+    }
+
+    pub fn rope(&mut self) -> Box<Stated<unsloth_rope_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_rope_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (batch, tokens) = (self.dim(3), self.input.up_to(6));
+        let dim = 2 * self.dim(20);
+        let p = &mut stated.params;
+        let leading = if self.input.one_in(2) {
+            vec![batch * tokens]
+        } else {
+            vec![batch, tokens]
+        };
+        for (x, out) in [(&mut p.q, &mut p.q_out), (&mut p.k, &mut p.k_out)] {
+            let shape = [&leading[..], &[self.dim(4), dim]].concat();
+            *x = self.tensor(dtype, &shape);
+            *out = self.optional(dtype, &shape);
+        }
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        p.positions = self.optional(integer, &leading);
+        p.inverse = self.flag(1);
+        p.position_offset = self.limit();
+        p.rotation = self.rotation(dim);
+        stated
+    }
+
+    /// How heads of `dim` components are rotated.
+    pub fn rotation(&mut self, dim: i64) -> unsloth_rotation {
+        // SAFETY: a struct of the C ABI, for which all zero is a value.
+        let mut rotation: unsloth_rotation = unsafe { std::mem::zeroed() };
+        let rotary = if self.input.one_in(3) {
+            2 * self.dim((dim / 2).max(1))
+        } else {
+            dim
+        };
+        let r = &mut rotation;
+        r.style = self.flag(1);
+        r.scaling = self.flag(4);
+        r.rotary_dim = if rotary == dim { 0 } else { rotary as u32 };
+        r.original_max_positions = self.limit() as u32;
+        r.fractional_ramp = self.flag(1);
+        for f in [
+            &mut r.theta,
+            &mut r.factor,
+            &mut r.low_freq_factor,
+            &mut r.high_freq_factor,
+            &mut r.beta_fast,
+            &mut r.beta_slow,
+            &mut r.attention_factor,
+            &mut r.extrapolation_factor,
+        ] {
+            *f = self.factor();
+        }
+        r.freq_factors = self.optional(UNSLOTH_DTYPE_F32, &[rotary / 2]);
+        if self.input.one_in(3) {
+            let positions = self.input.up_to(12);
+            r.cos = self.tensor(UNSLOTH_DTYPE_F32, &[positions, rotary / 2]);
+            r.sin = self.tensor(UNSLOTH_DTYPE_F32, &[positions, rotary / 2]);
+        }
+        rotation
+    }
+
+    /// A block with `cache`'s shape, or one of its own without a cache.
+    pub fn attention_block(
+        &mut self,
+        cache: Option<&Batch>,
+    ) -> Box<Stated<unsloth_attention_block_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_attention_block_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (hidden, outer) = (self.dim(20), self.dim(20));
+        let (mut kv_heads, mut dim) = (self.dim(2), 2 * self.dim(8));
+        let mut leading = vec![self.dim(3), self.input.up_to(5)];
+        let p = &mut stated.params;
+        if let Some(batch) = cache {
+            (kv_heads, dim) = (batch.heads, batch.dim);
+            leading = vec![batch.num_tokens];
+            (p.cache, p.layer) = (batch.cache, batch.layer);
+        } else if self.input.one_in(3) {
+            leading = vec![leading[0] * leading[1]];
+            p.cu_seqlens = self.tensor(UNSLOTH_DTYPE_I32, &[self.input.up_to(4)]);
+            p.max_seqlen = self.limit();
+        }
+        let heads = kv_heads * self.dim(2);
+        (p.num_heads, p.num_kv_heads, p.head_dim) = (heads, kv_heads, dim);
+        if self.input.one_in(8) {
+            p.v_head_dim = self.limit();
+        }
+        let v_dim = if p.v_head_dim > 0 {
+            p.v_head_dim.min(64)
+        } else {
+            dim
+        };
+        let with = |last: i64| [&leading[..], &[last]].concat();
+        p.x = self.tensor(dtype, &with(hidden));
+        let (q, k, v) = (heads * dim, kv_heads * dim, kv_heads * v_dim);
+        if self.input.one_in(2) {
+            p.qkv_weight = self.tensor(dtype, &[q + k + v, hidden]);
+            p.qkv_bias = self.optional(dtype, &[q + k + v]);
+        } else {
+            p.q_weight = self.tensor(dtype, &[q, hidden]);
+            p.k_weight = self.tensor(dtype, &[k, hidden]);
+            p.v_weight = self.tensor(dtype, &[v, hidden]);
+            p.q_bias = self.optional(dtype, &[q]);
+            p.k_bias = self.optional(dtype, &[k]);
+            p.v_bias = self.optional(dtype, &[v]);
+        }
+        let (q_norm, k_norm) = if self.input.one_in(2) {
+            (q, k)
+        } else {
+            (dim, dim)
+        };
+        p.q_norm = self.optional(dtype, &[q_norm]);
+        p.k_norm = self.optional(dtype, &[k_norm]);
+        p.rotate = self.flag(1);
+        if p.rotate == 1 {
+            p.rotation = self.rotation(dim);
+            let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+            if cache.is_none() {
+                p.positions = self.optional(integer, &leading);
+                p.position_offset = self.limit();
+            }
+        }
+        if self.input.one_in(4) {
+            p.bidirectional = self.flag(1);
+        }
+        p.window = self.limit();
+        p.norm_epsilon = self.factor();
+        p.norm_weight_offset = self.factor();
+        p.scale = self.factor();
+        p.softcap = self.factor();
+        p.alibi_slopes = self.optional(UNSLOTH_DTYPE_F32, &[heads]);
+        p.sinks = self.optional(UNSLOTH_DTYPE_F32, &[heads]);
+        p.out_weight = self.tensor(dtype, &[outer, heads * v_dim]);
+        p.out_bias = self.optional(dtype, &[outer]);
+        p.residual = self.optional(dtype, &with(outer));
+        p.out = self.tensor(dtype, &with(outer));
+        stated
+    }
+}

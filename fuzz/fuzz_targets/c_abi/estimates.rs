@@ -1,0 +1,157 @@
+//! Estimates: whatever the numbers, an answer whose parts sum to its total, or a refusal.
+
+use std::ptr;
+
+use unsloth::ffi::estimate::*;
+use unsloth::ffi::kv_cache::unsloth_kv_cache_params;
+use unsloth::ffi::status::*;
+use unsloth::ffi::tensor::unsloth_dtype;
+
+use crate::input::Input;
+use crate::{context, last_message};
+
+/// A struct of which only its size is stated.
+///
+/// # Safety
+/// `P` begins with `struct_size`, and all zero is a value of it.
+unsafe fn sized<P>() -> P {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut value: P = std::mem::zeroed();
+        (&raw mut value).cast::<u32>().write(size_of::<P>() as u32);
+        value
+    }
+}
+
+fn size(input: &mut Input) -> i64 {
+    if input.one_in(12) {
+        input.number()
+    } else {
+        1 + input.up_to(63)
+    }
+}
+
+fn dtype(input: &mut Input) -> unsloth_dtype {
+    u32::from(input.byte()) % 4
+}
+
+fn flag(input: &mut Input) -> u32 {
+    if input.one_in(32) {
+        7
+    } else {
+        u32::from(input.byte()) % 2
+    }
+}
+
+fn check(status: unsloth_status, sum: impl FnOnce() -> u64, total: impl FnOnce() -> u64) {
+    assert_ne!(status, UNSLOTH_STATUS_INTERNAL_ERROR, "{}", last_message());
+    if status == UNSLOTH_STATUS_SUCCESS {
+        assert_eq!(sum(), total());
+    }
+}
+
+fn model(input: &mut Input) -> unsloth_model_params {
+    // SAFETY: a sized struct of the C ABI.
+    let mut p: unsloth_model_params = unsafe { sized() };
+    p.tied_embeddings = flag(input);
+    p.qkv_bias = flag(input);
+    p.mlp_bias = flag(input);
+    p.vocab_size = size(input);
+    p.hidden_size = size(input);
+    p.intermediate_size = size(input);
+    p.num_layers = size(input);
+    p.num_kv_heads = size(input);
+    p.num_heads = p.num_kv_heads.saturating_mul(1 + input.up_to(3));
+    p.head_dim = size(input);
+    p
+}
+
+fn cache(input: &mut Input) -> unsloth_kv_cache_params {
+    // SAFETY: a sized struct of the C ABI.
+    let mut p: unsloth_kv_cache_params = unsafe { sized() };
+    p.dtype = dtype(input);
+    p.num_layers = size(input);
+    p.num_kv_heads = size(input);
+    p.head_dim = size(input);
+    p.page_size = if input.one_in(12) {
+        input.number()
+    } else {
+        1 << input.up_to(6)
+    };
+    p.num_pages = size(input);
+    p
+}
+
+pub fn run(input: &mut Input) {
+    let (model, cache) = (model(input), cache(input));
+    let shape = if input.one_in(16) {
+        ptr::null()
+    } else {
+        &raw const model
+    };
+    // SAFETY: every struct is a live local of the size stated, and sized structs of the C ABI may be zero.
+    unsafe {
+        match input.byte() % 4 {
+            0 => {
+                let mut p: unsloth_attention_memory_params = sized();
+                let mut m: unsloth_attention_memory = sized();
+                p.dtype = dtype(input);
+                p.causal = flag(input);
+                p.batch_size = size(input);
+                p.num_queries = size(input);
+                p.num_keys = size(input);
+                p.num_kv_heads = size(input);
+                p.num_heads = p.num_kv_heads.saturating_mul(1 + input.up_to(3));
+                p.head_dim = size(input);
+                let status = unsloth_attention_memory_estimate(context(), &p, &mut m);
+                check(
+                    status,
+                    || m.inputs + m.output + m.flash_workspace + m.flash_lse,
+                    || m.flash_total,
+                );
+            }
+            1 => {
+                let mut m: unsloth_kv_cache_memory = sized();
+                let status = unsloth_kv_cache_memory_estimate(&cache, &mut m);
+                check(status, || m.keys + m.values + m.tables, || m.total);
+            }
+            2 => {
+                let mut p: unsloth_inference_memory_params = sized();
+                let mut m: unsloth_inference_memory = sized();
+                (p.weight_dtype, p.dtype) = (dtype(input), dtype(input));
+                p.model = shape;
+                p.kv_cache = if input.one_in(4) { ptr::null() } else { &cache };
+                p.batch_size = size(input);
+                p.num_tokens = size(input);
+                p.num_logits = size(input);
+                let status = unsloth_inference_memory_estimate(context(), &p, &mut m);
+                let sum = || m.weights + m.kv_cache + m.activations + m.workspace + m.logits;
+                check(status, sum, || m.total);
+            }
+            _ => {
+                let mut p: unsloth_training_memory_params = sized();
+                let mut m: unsloth_training_memory = sized();
+                (p.dtype, p.gradient_dtype) = (dtype(input), dtype(input));
+                p.master_weights = flag(input);
+                p.optimizer = u32::from(input.byte()) % 6;
+                p.checkpointing = u32::from(input.byte()) % 4;
+                p.naive_attention = flag(input);
+                p.model = shape;
+                p.batch_size = size(input);
+                p.sequence_length = size(input);
+                p.adapter_parameters = if input.one_in(4) { input.number() } else { 0 };
+                let status = unsloth_training_memory_estimate(&p, &mut m);
+                let sum = || {
+                    m.weights
+                        + m.master_weights
+                        + m.gradients
+                        + m.optimizer_state
+                        + m.saved_activations
+                        + m.recomputed_activations
+                        + m.logits
+                };
+                check(status, sum, || m.total);
+            }
+        }
+    }
+}
