@@ -21,8 +21,8 @@ pub(crate) fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     }
     with_float!(p.table.dtype, T => with_float!(p.out.dtype, U => {
         cpu.for_each_range(ids.len(), dim, |range| {
-            cpu.arch().dispatch(|| {
-                for i in range {
+            cpu.vectorize(#[inline(always)] || {
+                for i in range.clone() {
                     // SAFETY: the id was checked to be a row of the table, `i` is a row of the output that no other thread has.
                     let (from, to) = unsafe {
                         (row_of::<T>(&p.table, ids[i] as usize, dim), row_of_mut::<U>(&p.out, i, dim))

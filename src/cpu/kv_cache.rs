@@ -30,28 +30,31 @@ pub(crate) fn append(cpu: &Cpu, p: &Append) {
                 0
             }
         ];
-        cpu.arch().dispatch(|| {
-            for token in tokens {
-                let place = slots.find(token);
-                if let Some(rotator) = &rotator {
-                    rotator.angles(slots.positions[token].into(), &mut cos, &mut sin);
-                }
-                for head in 0..num_heads {
-                    // SAFETY: token and head are below the shape; the page and slot of each token are its own.
-                    unsafe {
-                        match &rotator {
-                            None => store_row(&p.k, &p.k_pages, (token, head), place),
-                            Some(rotator) => {
-                                load(&p.k, (token, head), &mut head_row);
-                                rotator.rotate(&mut head_row, &cos, &sin);
-                                store(&head_row, &p.k_pages, head, place);
+        cpu.vectorize(
+            #[inline(always)]
+            || {
+                for token in tokens.clone() {
+                    let place = slots.find(token);
+                    if let Some(rotator) = &rotator {
+                        rotator.angles(slots.positions[token].into(), &mut cos, &mut sin);
+                    }
+                    for head in 0..num_heads {
+                        // SAFETY: token and head are below the shape; the page and slot of each token are its own.
+                        unsafe {
+                            match &rotator {
+                                None => store_row(&p.k, &p.k_pages, (token, head), place),
+                                Some(rotator) => {
+                                    load(&p.k, (token, head), &mut head_row);
+                                    rotator.rotate(&mut head_row, &cos, &sin);
+                                    store(&head_row, &p.k_pages, head, place);
+                                }
                             }
+                            store_row(&p.v, &p.v_pages, (token, head), place);
                         }
-                        store_row(&p.v, &p.v_pages, (token, head), place);
                     }
                 }
-            }
-        });
+            },
+        );
     });
 }
 

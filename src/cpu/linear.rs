@@ -109,7 +109,7 @@ fn few_rows<const N: usize>(
     let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
     let rows = x.layout.num_rows();
     let mut wide = vec![0.0f32; rows * depth];
-    widen(x, 0..rows, 0..depth, &mut wide);
+    widen(cpu, x, 0..rows, 0..depth, &mut wide);
     let wide: Vec<&[f32]> = (0..rows)
         .map(|r| &wide[r * depth..(r + 1) * depth])
         .collect();
@@ -215,7 +215,7 @@ fn many_rows<const N: usize>(
                 let mut sums: [Vec<f32>; N] =
                     std::array::from_fn(|_| vec![0.0; part.0.len() * part.1.len()]);
                 for (sums, weight) in sums.iter_mut().zip(weights) {
-                    product(x, weight, part.clone(), depth, &mut scratch, sums);
+                    product(cpu, x, weight, part.clone(), depth, &mut scratch, sums);
                 }
                 cpu.vectorize(
                     #[inline(always)]
@@ -241,6 +241,7 @@ struct Scratch {
 
 /// `sums = x[rows] weight[columns]ᵀ`, row-major.
 fn product(
+    cpu: &Cpu,
     x: &RawTensor,
     weight: &RawTensor,
     (rows, columns): (Range<usize>, Range<usize>),
@@ -257,8 +258,9 @@ fn product(
     };
     for start in (0..depth).step_by(step) {
         let part = start..depth.min(start + step);
-        let (x, x_stride) = operand(x, direct.0, rows.clone(), part.clone(), &mut scratch.x);
+        let (x, x_stride) = operand(cpu, x, direct.0, rows.clone(), part.clone(), &mut scratch.x);
         let (w, w_stride) = operand(
+            cpu,
             weight,
             direct.1,
             columns.clone(),
@@ -315,6 +317,7 @@ fn in_place(t: &RawTensor) -> Option<usize> {
 
 /// Pointer and row stride of a panel: in place, or widened into `scratch`.
 fn operand(
+    cpu: &Cpu,
     t: &RawTensor,
     stride: Option<usize>,
     rows: Range<usize>,
@@ -331,18 +334,18 @@ fn operand(
     }
     let width = columns.len();
     scratch.resize(rows.len() * width, 0.0);
-    widen(t, rows, columns, scratch);
+    widen(cpu, t, rows, columns, scratch);
     (scratch.as_ptr(), width)
 }
 
 /// Copies a panel as f32, row-major.
-fn widen(t: &RawTensor, rows: Range<usize>, columns: Range<usize>, out: &mut [f32]) {
+fn widen(cpu: &Cpu, t: &RawTensor, rows: Range<usize>, columns: Range<usize>, out: &mut [f32]) {
     if columns.is_empty() {
         return;
     }
     with_float!(t.dtype, T => {
-        pulp::Arch::new().dispatch(|| {
-            for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
+        cpu.vectorize(#[inline(always)] || {
+            for (row, out) in rows.clone().zip(out.chunks_exact_mut(columns.len())) {
                 // SAFETY: a row of the checked tensor.
                 T::load(unsafe { part_of::<T>(t, row, columns.clone()) }, out);
             }

@@ -15,8 +15,8 @@ pub(crate) fn forward(cpu: &Cpu, p: &Problem) {
         cpu.for_each_range(p.x.layout.num_rows(), 4 * dim, |rows| {
             let mut sum = vec![0.0f32; dim];
             let mut addend = vec![0.0f32; if p.residual.is_some() { dim } else { 0 }];
-            cpu.arch().dispatch(|| {
-                for row in rows {
+            cpu.vectorize(#[inline(always)] || {
+                for row in rows.clone() {
                     // SAFETY: `row` is below the number of rows, ranges are disjoint, and the tensors were checked.
                     unsafe { normalise_row::<T>(p, row, &gains, &mut sum, &mut addend) };
                 }

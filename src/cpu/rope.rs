@@ -173,8 +173,8 @@ pub(crate) fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
             let mut cos = vec![0.0f32; rotator.half()];
             let mut sin = vec![0.0f32; rotator.half()];
             let mut head = vec![0.0f32; head_dim];
-            cpu.arch().dispatch(|| {
-                for token in tokens {
+            cpu.vectorize(#[inline(always)] || {
+                for token in tokens.clone() {
                     rotator.angles(positions[token], &mut cos, &mut sin);
                     for (input, output) in &pairs {
                         // SAFETY: the token lies inside both tensors, and no other thread has it.

@@ -25,10 +25,10 @@ pub(crate) fn forward(cpu: &Cpu, p: &Problem) {
     let blocks = dim.div_ceil(BLOCK);
     with_float!(p.gate.dtype, T => {
         cpu.for_each_range(rows * blocks, COST * dim.min(BLOCK), |range| {
-            cpu.arch().dispatch(|| {
+            cpu.vectorize(#[inline(always)] || {
                 let mut gate = [0.0f32; BLOCK];
                 let mut up = [0.0f32; BLOCK];
-                for item in range {
+                for item in range.clone() {
                     let (row, start) = (item / blocks, item % blocks * BLOCK);
                     let part = start..dim.min(start + BLOCK);
                     let (gate, up) = (&mut gate[..part.len()], &mut up[..part.len()]);
