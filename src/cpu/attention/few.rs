@@ -172,9 +172,9 @@ unsafe fn product_block<S: Simd, const R: usize, const M: usize>(
                 }
             }
         }
-        for (m, acc) in acc.into_iter().enumerate() {
-            for (r, acc) in acc.into_iter().enumerate() {
-                *scores.add(r * MAX_KEYS + m) = simd.reduce_sum_f32s(acc);
+        for (m, acc) in acc.iter().enumerate() {
+            for (r, acc) in acc.iter().enumerate() {
+                *scores.add(r * MAX_KEYS + m) = simd.reduce_sum_f32s(*acc);
             }
         }
     }
@@ -266,9 +266,9 @@ unsafe fn accumulate_block<S: Simd, const R: usize, const N: usize>(
                 }
             }
         }
-        for (r, acc) in acc.into_iter().enumerate() {
-            for (n, acc) in acc.into_iter().enumerate() {
-                store::<S>(out.add(r * dim_v + n * lanes), acc);
+        for (r, acc) in acc.iter().enumerate() {
+            for (n, acc) in acc.iter().enumerate() {
+                store::<S>(out.add(r * dim_v + n * lanes), *acc);
             }
         }
     }

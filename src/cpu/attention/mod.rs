@@ -127,32 +127,36 @@ fn merge(cpu: &Cpu, p: &Problem, sequence: &Sequence, batch: usize, partials: &[
     let items = rows * p.num_kv_heads;
     cpu.for_each_range(items, splits * size, |range| {
         let mut out = vec![0.0f32; dim_v];
-        cpu.arch().dispatch(|| {
-            for item in range {
-                let (kv_head, row) = (item / rows, item % rows);
-                let part = |split: usize| {
-                    let index = sequence.first_partial + (kv_head * splits + split) * rows + row;
-                    let part = &partials[index * size..][..size];
-                    (&part[..dim_v], part[dim_v], part[dim_v + 1])
-                };
-                // NaN is not lost: its part's sum is NaN too.
-                let max = (0..splits).fold(f32::NEG_INFINITY, |max, i| max.max(part(i).1));
-                let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
-                let mut sum = 0.0;
-                out.fill(0.0);
-                for i in 0..splits {
-                    let (values, part_max, part_sum) = part(i);
-                    let weight = math::exp(part_max - shift);
-                    sum += weight * part_sum;
-                    for (o, v) in out.iter_mut().zip(values) {
-                        *o += weight * v;
+        cpu.vectorize(
+            #[inline(always)]
+            || {
+                for item in range.clone() {
+                    let (kv_head, row) = (item / rows, item % rows);
+                    let part = |split: usize| {
+                        let index =
+                            sequence.first_partial + (kv_head * splits + split) * rows + row;
+                        let part = &partials[index * size..][..size];
+                        (&part[..dim_v], part[dim_v], part[dim_v + 1])
+                    };
+                    // NaN is not lost: its part's sum is NaN too.
+                    let max = (0..splits).fold(f32::NEG_INFINITY, |max, i| max.max(part(i).1));
+                    let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
+                    let mut sum = 0.0;
+                    out.fill(0.0);
+                    for i in 0..splits {
+                        let (values, part_max, part_sum) = part(i);
+                        let weight = math::exp(part_max - shift);
+                        sum += weight * part_sum;
+                        for (o, v) in out.iter_mut().zip(values) {
+                            *o += weight * v;
+                        }
                     }
+                    let group = p.group();
+                    let query_head = (row / group, kv_head * group + row % group);
+                    let softmax = Softmax { max, sum };
+                    store_output(p, sequence, batch, query_head, &mut out, softmax);
                 }
-                let group = p.group();
-                let query_head = (row / group, kv_head * group + row % group);
-                let softmax = Softmax { max, sum };
-                store_output(p, sequence, batch, query_head, &mut out, softmax);
-            }
-        });
+            },
+        );
     });
 }

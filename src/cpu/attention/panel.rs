@@ -16,6 +16,7 @@ use crate::ops::attention::Problem;
 /// Keys, or elements of values, that a micro-kernel broadcasts. Times the vectors of a panel, they are its accumulators, which must
 /// fit the registers: where there are 16, it takes half a block at a time.
 const BLOCK: usize = 8;
+const HALF: usize = BLOCK / 2;
 
 /// Vectors in the widest panel.
 const MAX_VECTORS: usize = 2;
@@ -86,12 +87,8 @@ fn run_panels<S: Simd, const N: usize>(simd: S, unit: &Unit<'_>, scratch: &mut S
     let dim_v = p.head_dim_v.next_multiple_of(BLOCK);
     let tile_keys = tile_keys(p);
     let num_panels = unit.rows.len().div_ceil(lanes);
-    let panel_rows = |i: usize| {
-        let start = unit.rows.start + i * lanes;
-        start..unit.rows.end.min(start + lanes)
-    };
     for i in 0..num_panels {
-        load_panel(unit, panel_rows(i), lanes, i * lanes, scratch);
+        load_panel(unit, panel_rows(unit, lanes, i), lanes, i * lanes, scratch);
     }
     scratch.out[..num_panels * lanes * dim_v].fill(0.0);
 
@@ -102,7 +99,7 @@ fn run_panels<S: Simd, const N: usize>(simd: S, unit: &Unit<'_>, scratch: &mut S
         unit.load_tile(&p.k, p.head_dim, tile.clone(), p.head_dim, &mut scratch.k);
         unit.load_tile(&p.v, p.head_dim_v, tile.clone(), dim_v, &mut scratch.v);
         for i in 0..num_panels {
-            let rows = panel_rows(i);
+            let rows = panel_rows(unit, lanes, i);
             let visible = unit.sequence.visible(p, &rows);
             let keys = tile.start.max(visible.start)..tile.end.min(visible.end);
             if keys.is_empty() {
@@ -140,8 +137,21 @@ fn run_panels<S: Simd, const N: usize>(simd: S, unit: &Unit<'_>, scratch: &mut S
         start = tile.end;
     }
     for i in 0..num_panels {
-        store_panel(unit, panel_rows(i), lanes, i * lanes, dim_v, scratch);
+        store_panel(
+            unit,
+            panel_rows(unit, lanes, i),
+            lanes,
+            i * lanes,
+            dim_v,
+            scratch,
+        );
     }
+}
+
+#[inline(always)]
+fn panel_rows(unit: &Unit<'_>, lanes: usize, i: usize) -> Range<usize> {
+    let start = unit.rows.start + i * lanes;
+    start..unit.rows.end.min(start + lanes)
 }
 
 /// Transposes queries into a panel; `first` is its first lane among those of all panels.
@@ -214,20 +224,19 @@ fn products<S: Simd, const N: usize>(
     let lanes = S::F32_LANES * N;
     let keys = keys.next_multiple_of(BLOCK);
     assert!(q.len() >= dim * lanes && k.len() >= keys * dim && scores.len() >= keys * lanes);
-    // SAFETY: the block's rows of `k` and `scores`, and all of `q`, were asserted to exist.
-    let block = |key: usize, scores: &mut [f32]| unsafe {
-        let (k, q) = (k.as_ptr().add(key * dim), q.as_ptr());
-        let scores = scores.as_mut_ptr().add(key * lanes);
-        if S::REGISTER_COUNT >= 32 {
-            product_block::<S, N, BLOCK>(simd, k, q, dim, scores);
-        } else {
-            const HALF: usize = BLOCK / 2;
-            product_block::<S, N, HALF>(simd, k, q, dim, scores);
-            product_block::<S, N, HALF>(simd, k.add(HALF * dim), q, dim, scores.add(HALF * lanes));
-        }
-    };
     for key in (0..keys).step_by(BLOCK) {
-        block(key, scores);
+        // SAFETY: the block's rows of `k` and `scores`, and all of `q`, were asserted to exist.
+        unsafe {
+            let (k, q) = (k.as_ptr().add(key * dim), q.as_ptr());
+            let scores = scores.as_mut_ptr().add(key * lanes);
+            if S::REGISTER_COUNT >= 32 {
+                product_block::<S, N, BLOCK>(simd, k, q, dim, scores);
+            } else {
+                product_block::<S, N, HALF>(simd, k, q, dim, scores);
+                let (k, scores) = (k.add(HALF * dim), scores.add(HALF * lanes));
+                product_block::<S, N, HALF>(simd, k, q, dim, scores);
+            }
+        }
     }
 }
 
@@ -257,9 +266,9 @@ unsafe fn product_block<S: Simd, const N: usize, const M: usize>(
                 }
             }
         }
-        for (m, acc) in acc.into_iter().enumerate() {
-            for (n, acc) in acc.into_iter().enumerate() {
-                store::<S>(scores.add(m * lanes + n * S::F32_LANES), acc);
+        for (m, acc) in acc.iter().enumerate() {
+            for (n, acc) in acc.iter().enumerate() {
+                store::<S>(scores.add(m * lanes + n * S::F32_LANES), *acc);
             }
         }
     }
@@ -294,20 +303,14 @@ fn softmax<S: Simd, const N: usize>(
             }
             let new = simd.max_f32s(even, odd);
             let shift = finite_max(simd, new);
-            let weigh = |key: usize| {
-                let at = column.add(key * lanes);
-                let e = exp_nonpositive(simd, simd.sub_f32s(load::<S>(at), shift));
-                store::<S>(at, e);
-                e
-            };
             let zero = simd.splat_f32s(0.0);
             let (mut even, mut odd) = (zero, zero);
             for key in (0..keys / 2 * 2).step_by(2) {
-                even = simd.add_f32s(even, weigh(key));
-                odd = simd.add_f32s(odd, weigh(key + 1));
+                even = simd.add_f32s(even, weigh(simd, column.add(key * lanes), shift));
+                odd = simd.add_f32s(odd, weigh(simd, column.add((key + 1) * lanes), shift));
             }
             if keys % 2 == 1 {
-                even = simd.add_f32s(even, weigh(keys - 1));
+                even = simd.add_f32s(even, weigh(simd, column.add((keys - 1) * lanes), shift));
             }
             *factor = exp_nonpositive(simd, simd.sub_f32s(old, shift));
             let before = load::<S>(sum.as_ptr().add(first));
@@ -317,6 +320,20 @@ fn softmax<S: Simd, const N: usize>(
         }
     }
     factors
+}
+
+/// Replaces a vector of scores by `exp(score - shift)`.
+///
+/// # Safety
+/// A vector is readable and writable at `at`.
+#[inline(always)]
+unsafe fn weigh<S: Simd>(simd: S, at: *mut f32, shift: S::f32s) -> S::f32s {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let e = exp_nonpositive(simd, simd.sub_f32s(load::<S>(at), shift));
+        store::<S>(at, e);
+        e
+    }
 }
 
 /// `out[x, lane] = out[x, lane] * factor[lane] + Σ v[key, x] weights[key, lane]`.
@@ -332,21 +349,19 @@ fn accumulate<S: Simd, const N: usize>(
     let lanes = S::F32_LANES * N;
     let keys = weights.len() / lanes;
     assert!(dim_v.is_multiple_of(BLOCK) && v.len() >= keys * dim_v && out.len() >= dim_v * lanes);
-    // SAFETY: asserted: `BLOCK` columns of `v` and rows of `out` from `x` on exist, and `keys` rows of `weights`.
-    let block = |x: usize, out: &mut [f32]| unsafe {
-        let (v, weights) = (v.as_ptr().add(x), weights.as_ptr());
-        let out = out.as_mut_ptr().add(x * lanes);
-        if S::REGISTER_COUNT >= 32 {
-            accumulate_block::<S, N, BLOCK>(simd, v, dim_v, weights, keys, factor, out);
-        } else {
-            const HALF: usize = BLOCK / 2;
-            accumulate_block::<S, N, HALF>(simd, v, dim_v, weights, keys, factor, out);
-            let (v, out) = (v.add(HALF), out.add(HALF * lanes));
-            accumulate_block::<S, N, HALF>(simd, v, dim_v, weights, keys, factor, out);
-        }
-    };
     for x in (0..dim_v).step_by(BLOCK) {
-        block(x, out);
+        // SAFETY: asserted: `BLOCK` columns of `v` and rows of `out` from `x` on exist, and `keys` rows of `weights`.
+        unsafe {
+            let (v, weights) = (v.as_ptr().add(x), weights.as_ptr());
+            let out = out.as_mut_ptr().add(x * lanes);
+            if S::REGISTER_COUNT >= 32 {
+                accumulate_block::<S, N, BLOCK>(simd, v, dim_v, weights, keys, factor, out);
+            } else {
+                accumulate_block::<S, N, HALF>(simd, v, dim_v, weights, keys, factor, out);
+                let (v, out) = (v.add(HALF), out.add(HALF * lanes));
+                accumulate_block::<S, N, HALF>(simd, v, dim_v, weights, keys, factor, out);
+            }
+        }
     }
 }
 
@@ -384,9 +399,9 @@ unsafe fn accumulate_block<S: Simd, const N: usize, const M: usize>(
                 }
             }
         }
-        for (m, acc) in acc.into_iter().enumerate() {
-            for (n, acc) in acc.into_iter().enumerate() {
-                store::<S>(out.add(m * lanes + n * S::F32_LANES), acc);
+        for (m, acc) in acc.iter().enumerate() {
+            for (n, acc) in acc.iter().enumerate() {
+                store::<S>(out.add(m * lanes + n * S::F32_LANES), *acc);
             }
         }
     }

@@ -45,7 +45,11 @@ impl Tile<'_> {
                 // SAFETY: checked to have an entry for every head of every sequence.
                 let slope = unsafe { *slopes.add(unit.batch * stride + head) };
                 let position = unit.sequence.position(query) - self.keys.start as i64;
-                self.update_row(i, |j, s| s - slope * (position - j as i64).abs() as f32);
+                self.update_row(
+                    i,
+                    #[inline(always)]
+                    |j, s| s - slope * (position - j as i64).abs() as f32,
+                );
             }
         }
         if let Some(mask) = &p.mask {
@@ -71,19 +75,13 @@ impl Tile<'_> {
 
     #[inline(always)]
     fn softcap(&mut self, softcap: f32) {
-        let inverse = softcap.recip();
-        let cap = |scores: &mut [f32]| {
-            for s in scores {
-                *s = softcap * math::tanh(*s * inverse);
-            }
-        };
         let n = self.keys.len();
         if self.row_stride == 1 {
-            cap(&mut self.scores[..n * self.key_stride]);
+            cap(&mut self.scores[..n * self.key_stride], softcap);
             return;
         }
         for i in 0..self.rows.len() {
-            cap(&mut self.scores[i * self.row_stride..][..n]);
+            cap(&mut self.scores[i * self.row_stride..][..n], softcap);
         }
     }
 
@@ -98,7 +96,11 @@ impl Tile<'_> {
                 load_scores(bias, offset, &mut row_bias[..n]);
                 loaded = Some(offset);
             }
-            self.update_row(i, |j, s| s + row_bias[j]);
+            self.update_row(
+                i,
+                #[inline(always)]
+                |j, s| s + row_bias[j],
+            );
         }
     }
 
@@ -108,7 +110,11 @@ impl Tile<'_> {
             let offset = self.offset(unit, mask, row);
             // SAFETY: the mask was checked to cover the scores; as bytes, any value is valid.
             let visible = |j: usize| unsafe { *mask.ptr.add(offset + j * mask.key) } != 0;
-            self.update_row(i, |j, s| if visible(j) { s } else { f32::NEG_INFINITY });
+            self.update_row(
+                i,
+                #[inline(always)]
+                |j, s| if visible(j) { s } else { f32::NEG_INFINITY },
+            );
         }
     }
 
@@ -136,6 +142,14 @@ impl Tile<'_> {
         for (j, s) in row.iter_mut().step_by(self.key_stride).take(n).enumerate() {
             *s = f(j, *s);
         }
+    }
+}
+
+#[inline(always)]
+fn cap(scores: &mut [f32], softcap: f32) {
+    let inverse = softcap.recip();
+    for s in scores {
+        *s = softcap * math::tanh(*s * inverse);
     }
 }
 

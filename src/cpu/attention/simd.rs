@@ -26,22 +26,29 @@ pub(super) fn exp_nonpositive<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const ROUND: f32 = 12_582_912.0 + 127.0;
     const LN2_HIGH: f32 = 0.693_145_75;
     const LN2_LOW: f32 = 1.428_606_8e-6;
-    let splat = |value| simd.splat_f32s(value);
-    let shifted = simd.mul_add_f32s(x, splat(std::f32::consts::LOG2_E), splat(ROUND));
-    let n = simd.sub_f32s(shifted, splat(ROUND));
-    let r = simd.mul_add_f32s(n, splat(-LN2_HIGH), x);
-    let r = simd.mul_add_f32s(n, splat(-LN2_LOW), r);
-    let p = simd.mul_add_f32s(splat(0.001_381_314_5), r, splat(0.008_369_419));
-    let p = simd.mul_add_f32s(p, r, splat(0.041_668_456));
-    let p = simd.mul_add_f32s(p, r, splat(0.166_665_15));
-    let p = simd.mul_add_f32s(p, r, splat(0.499_999_93));
+    let shifted = simd.mul_add_f32s(
+        x,
+        simd.splat_f32s(std::f32::consts::LOG2_E),
+        simd.splat_f32s(ROUND),
+    );
+    let n = simd.sub_f32s(shifted, simd.splat_f32s(ROUND));
+    let r = simd.mul_add_f32s(n, simd.splat_f32s(-LN2_HIGH), x);
+    let r = simd.mul_add_f32s(n, simd.splat_f32s(-LN2_LOW), r);
+    let p = simd.mul_add_f32s(
+        simd.splat_f32s(0.001_381_314_5),
+        r,
+        simd.splat_f32s(0.008_369_419),
+    );
+    let p = simd.mul_add_f32s(p, r, simd.splat_f32s(0.041_668_456));
+    let p = simd.mul_add_f32s(p, r, simd.splat_f32s(0.166_665_15));
+    let p = simd.mul_add_f32s(p, r, simd.splat_f32s(0.499_999_93));
     let p = simd.mul_add_f32s(simd.mul_f32s(p, r), r, r);
-    let p = simd.add_f32s(p, splat(1.0));
+    let p = simd.add_f32s(p, simd.splat_f32s(1.0));
     let exponent =
         simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let y = simd.mul_f32s(p, simd.transmute_f32s_u32s(exponent));
-    let too_small = simd.less_than_f32s(x, splat(-87.3));
-    simd.select_f32s(too_small, splat(0.0), y)
+    let too_small = simd.less_than_f32s(x, simd.splat_f32s(-87.3));
+    simd.select_f32s(too_small, simd.splat_f32s(0.0), y)
 }
 
 /// The maximum, or zero in place of −∞, so that `score - max` of a row that has seen no key is −∞ and not NaN.
