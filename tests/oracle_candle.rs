@@ -4,6 +4,7 @@ mod common;
 
 use candle_core::{D, Device, Tensor};
 use common::{FLOATS, TestTensor, contexts, rng};
+use unsloth::ops::attention::{self, Params};
 use unsloth::ops::linear::{self, Output, Weights};
 use unsloth::ops::rms_norm;
 use unsloth::ops::rope::{self, Angles, Rotation, Style};
@@ -182,6 +183,40 @@ fn linear() {
                 let theirs = product.broadcast_add(&candle(&bias)).unwrap();
                 assert_agrees("linear", &out.download_output(), &theirs);
             }
+        }
+    }
+}
+
+#[test]
+fn attention() {
+    for ctx in contexts() {
+        for (queries, causal) in [(1, false), (33, false), (33, true)] {
+            let (keys, heads, dim) = (33, 4, 48);
+            let q = normal(DType::F32, &[2, queries, heads, dim]);
+            let k = normal(DType::F32, &[2, keys, heads, dim]);
+            let v = normal(DType::F32, &[2, keys, heads, dim]);
+            let (dq, dk, dv) = (q.upload(&ctx), k.upload(&ctx), v.upload(&ctx));
+            let mut out = output(&ctx, DType::F32, &[2, queries, heads, dim]);
+            let mut params = Params::new(dq.view(), dk.view(), dv.view(), out.view_mut());
+            params.causal = causal;
+            attention::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+            drop(params);
+
+            let heads_first = |t: &TestTensor| {
+                let t = candle(t).transpose(1, 2).unwrap();
+                t.contiguous().unwrap()
+            };
+            let (q, k, v) = (heads_first(&q), heads_first(&k), heads_first(&v));
+            let scores = (q.matmul(&k.t().unwrap()).unwrap() / (dim as f64).sqrt()).unwrap();
+            let hidden = |i: usize| causal && i % keys > i / keys;
+            let mask: Vec<f32> = (0..queries * keys)
+                .map(|i| if hidden(i) { f32::NEG_INFINITY } else { 0.0 })
+                .collect();
+            let mask = Tensor::from_vec(mask, (queries, keys), &Device::Cpu).unwrap();
+            let scores = scores.broadcast_add(&mask).unwrap();
+            let weights = candle_nn::ops::softmax_last_dim(&scores).unwrap();
+            let theirs = weights.matmul(&v).unwrap().transpose(1, 2).unwrap();
+            assert_agrees("attention", &out.download_output(), &theirs);
         }
     }
 }
