@@ -3,6 +3,8 @@
 use std::sync::Arc;
 
 use crate::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda::{self, Cuda};
 use crate::error::{Error, Result};
 use crate::memory::Accountant;
 
@@ -32,7 +34,10 @@ impl Backend {
 
     /// Whether this build contains the backend.
     pub const fn is_compiled(self) -> bool {
-        matches!(self, Backend::Cpu)
+        match self {
+            Backend::Cpu => true,
+            Backend::Cuda => cfg!(feature = "cuda"),
+        }
     }
 
     /// The backend with this C ABI value.
@@ -45,9 +50,13 @@ impl Backend {
     /// # Errors
     /// [`Error::BackendUnavailable`] if the backend is not compiled in or has no driver.
     pub fn device_count(self) -> Result<i32> {
+        const OP: &str = "device_count";
         match self {
             Backend::Cpu => Ok(1),
-            Backend::Cuda => Err(not_compiled("device_count", self)),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda => cuda::device_count(OP),
+            #[cfg(not(feature = "cuda"))]
+            Backend::Cuda => Err(not_compiled(OP, self)),
         }
     }
 
@@ -62,6 +71,9 @@ impl Backend {
                 check_device(OP, device, 1)?;
                 Ok(crate::cpu::device_info())
             }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda => cuda::device_info(OP, device),
+            #[cfg(not(feature = "cuda"))]
             Backend::Cuda => Err(not_compiled(OP, self)),
         }
     }
@@ -117,6 +129,8 @@ struct Inner {
 #[derive(Debug)]
 pub(crate) enum Device {
     Cpu(Cpu),
+    #[cfg(feature = "cuda")]
+    Cuda(Cuda),
 }
 
 impl Context {
@@ -124,7 +138,7 @@ impl Context {
     ///
     /// # Errors
     /// [`Error::BackendUnavailable`] if the backend is not compiled in or has no driver, [`Error::InvalidArgument`] if there is no
-    /// such device.
+    /// such device, [`Error::UnsupportedDevice`] if no compiled kernel fits it.
     pub fn new(options: &ContextOptions) -> Result<Context> {
         const OP: &str = "context";
         let device = match options.backend {
@@ -132,6 +146,9 @@ impl Context {
                 check_device(OP, options.device, 1)?;
                 Device::Cpu(Cpu::new(options.num_threads)?)
             }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda => Device::Cuda(Cuda::new(OP, options.device)?),
+            #[cfg(not(feature = "cuda"))]
             Backend::Cuda => return Err(not_compiled(OP, options.backend)),
         };
         let accountant = Accountant::new(options.memory_limit);
@@ -150,15 +167,19 @@ impl Context {
 
     /// Where its operations run.
     pub fn backend(&self) -> Backend {
-        match self.inner.device {
+        match &self.inner.device {
             Device::Cpu(_) => Backend::Cpu,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => Backend::Cuda,
         }
     }
 
     /// Device ordinal.
     pub fn device_ordinal(&self) -> i32 {
-        match self.inner.device {
+        match &self.inner.device {
             Device::Cpu(_) => 0,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.ordinal(),
         }
     }
 
@@ -166,9 +187,12 @@ impl Context {
     ///
     /// # Errors
     /// An error of an earlier asynchronous operation of the stream.
-    pub fn synchronize(&self, _stream: Stream) -> Result<()> {
-        match self.inner.device {
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn synchronize(&self, stream: Stream) -> Result<()> {
+        match &self.inner.device {
             Device::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.synchronize("stream", stream),
         }
     }
 
@@ -177,8 +201,10 @@ impl Context {
     /// # Errors
     /// The driver refuses.
     pub fn create_stream(&self) -> Result<Stream> {
-        match self.inner.device {
+        match &self.inner.device {
             Device::Cpu(_) => Ok(Stream::DEFAULT),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.create_stream("stream"),
         }
     }
 
@@ -189,9 +215,13 @@ impl Context {
     ///
     /// # Errors
     /// The driver refuses.
-    pub unsafe fn destroy_stream(&self, _stream: Stream) -> Result<()> {
-        match self.inner.device {
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub unsafe fn destroy_stream(&self, stream: Stream) -> Result<()> {
+        match &self.inner.device {
             Device::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            // SAFETY: the caller's promise.
+            Device::Cuda(cuda) => unsafe { cuda.destroy_stream("stream", stream) },
         }
     }
 
@@ -257,6 +287,7 @@ impl Default for Stream {
     }
 }
 
+#[cfg(not(feature = "cuda"))]
 fn not_compiled(op: &'static str, backend: Backend) -> Error {
     Error::BackendUnavailable {
         op,
@@ -265,7 +296,7 @@ fn not_compiled(op: &'static str, backend: Backend) -> Error {
     }
 }
 
-fn check_device(op: &'static str, device: i32, count: i32) -> Result<()> {
+pub(crate) fn check_device(op: &'static str, device: i32, count: i32) -> Result<()> {
     if (0..count).contains(&device) {
         return Ok(());
     }

@@ -104,7 +104,10 @@ pub enum Error {
         problem: String,
     },
     /// The CUDA driver reported an error.
-    #[error("{op}: {call} failed with {name} ({code})")]
+    #[error(
+        "{op}: {call} failed with {name} ({code}){}",
+        if *.sticky { "; the device's context is lost, every later call on it fails until the process ends" } else { "" }
+    )]
     Cuda {
         /// The operation that was called.
         op: &'static str,
@@ -114,6 +117,8 @@ pub enum Error {
         name: String,
         /// The driver's code.
         code: i32,
+        /// Whether the device's context is lost with it, as after a fault in a kernel.
+        sticky: bool,
     },
     /// A bug in this library.
     #[error("{op}: internal error: {message}")]

@@ -7,10 +7,11 @@
 //! | [`ops`] | one module per operation: parameters, validation, the choice of implementation |
 //! | `cpu` | the CPU backend, one file per operation |
 //! | [`kv_cache`] | pages, sequences, eviction |
+//! | `cuda` | the CUDA backend (feature `cuda`): driver, compiled kernels, launching; then one file per operation |
 //! | [`memory`] | allocations and their accounting |
 //! | [`ffi`] | the C ABI: pointers checked and converted, errors mapped, nothing else |
 //!
-//! A call travels one way: `ffi` → `ops` → `cpu`.
+//! A call travels one way: `ffi` → `ops` → `cpu` or `cuda`.
 //!
 //! ```
 //! use unsloth::{Context, InOut, Stream, TensorMut, TensorRef, ops::rms_norm};
@@ -38,6 +39,8 @@
 
 pub mod context;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod dtype;
 pub mod error;
 pub mod ffi;

@@ -39,6 +39,8 @@ pub type unsloth_stream = *mut c_void;
 pub type unsloth_implementation = u32;
 /// The CPU backend.
 pub const UNSLOTH_IMPLEMENTATION_CPU: unsloth_implementation = 1;
+/// The CUDA backend's kernels for every architecture.
+pub const UNSLOTH_IMPLEMENTATION_CUDA: unsloth_implementation = 2;
 
 /// Runs the body of an exported function: errors and panics become statuses, and their messages the thread's last message.
 pub(crate) fn guard(op: &'static str, body: impl FnOnce() -> Result<()>) -> unsloth_status {

@@ -132,7 +132,11 @@ pub extern "C" fn unsloth_build_info() -> *const c_char {
     const INFO: &str = concat!(
         "libunsloth ",
         env!("CARGO_PKG_VERSION"),
-        "; backends: cpu; cuda architectures: none; target: ",
+        "; backends: ",
+        env!("UNSLOTH_BACKENDS"),
+        "; cuda architectures: ",
+        env!("UNSLOTH_CUDA_ARCHITECTURES"),
+        "; target: ",
         env!("UNSLOTH_TARGET"),
         "\0"
     );

@@ -33,21 +33,26 @@ impl Buffer {
         let bytes = size as u64;
         context.accountant().reserve(OP, bytes)?;
         let allocated = match context.device() {
-            Device::Cpu(_) => host_alloc(size),
+            Device::Cpu(_) => Ok(host_alloc(size)),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.alloc(OP, size),
         };
+        let allocated = allocated.and_then(|ptr| {
+            ptr.ok_or_else(|| Error::OutOfMemory {
+                op: OP,
+                requested: bytes,
+                reason: "the device has too little free memory".into(),
+            })
+        });
         match allocated {
-            Some(ptr) => Ok(Buffer {
+            Ok(ptr) => Ok(Buffer {
                 ptr,
                 size,
                 context: context.clone(),
             }),
-            None => {
+            Err(error) => {
                 context.accountant().release(bytes);
-                Err(Error::OutOfMemory {
-                    op: OP,
-                    requested: bytes,
-                    reason: "the device has too little free memory".into(),
-                })
+                Err(error)
             }
         }
     }
@@ -82,11 +87,12 @@ impl Buffer {
     ///
     /// # Errors
     /// The range is outside the buffer, or the driver refuses.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn copy_from_slice<T: Element>(
         &mut self,
         offset: usize,
         data: &[T],
-        _stream: Stream,
+        stream: Stream,
     ) -> Result<()> {
         let bytes = std::mem::size_of_val(data);
         self.check_range(offset, bytes)?;
@@ -101,6 +107,12 @@ impl Buffer {
                     );
                 }
                 Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => {
+                let to = self.ptr.wrapping_add(offset);
+                // SAFETY: the range was checked, and the copy is done with `data` when it returns.
+                unsafe { cuda.upload("memory", to, data.as_ptr().cast(), bytes, stream) }
             }
         }
     }
@@ -142,6 +154,18 @@ impl Buffer {
                         out.as_mut_ptr().cast(),
                         bytes,
                     );
+                    out.set_len(count);
+                }
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => {
+                let from = self.ptr.wrapping_add(offset).cast_const();
+                let to = out.as_mut_ptr().cast();
+                let kind = crate::memory::CopyKind::DeviceToHost;
+                // SAFETY: as above, and nothing looks at the elements before the copy has run.
+                unsafe {
+                    cuda.copy("memory", to, from, bytes, kind, stream)?;
+                    cuda.synchronize("memory", stream)?;
                     out.set_len(count);
                 }
             }
@@ -215,6 +239,11 @@ impl Drop for Buffer {
         match self.context.device() {
             // SAFETY: allocated by `host_alloc` with this size, and dropped once.
             Device::Cpu(_) => unsafe { host_free(self.ptr, self.size) },
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => {
+                // SAFETY: allocated by the device, and dropped once. A lost context has freed it already.
+                let _ = unsafe { cuda.free("memory", self.ptr) };
+            }
         }
         self.context.accountant().release(self.size as u64);
     }

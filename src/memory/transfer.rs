@@ -32,13 +32,14 @@ impl CopyKind {
 ///
 /// # Errors
 /// The driver refuses.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub unsafe fn copy(
     context: &Context,
     dst: *mut u8,
     src: *const u8,
     size: usize,
-    _kind: CopyKind,
-    _stream: Stream,
+    kind: CopyKind,
+    stream: Stream,
 ) -> Result<()> {
     match context.device() {
         Device::Cpu(_) => {
@@ -48,6 +49,9 @@ pub unsafe fn copy(
             }
             Ok(())
         }
+        #[cfg(feature = "cuda")]
+        // SAFETY: the caller's promise.
+        Device::Cuda(cuda) => unsafe { cuda.copy("memory_copy", dst, src, size, kind, stream) },
     }
 }
 
@@ -58,12 +62,13 @@ pub unsafe fn copy(
 ///
 /// # Errors
 /// The driver refuses.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub unsafe fn set(
     context: &Context,
     dst: *mut u8,
     value: u8,
     size: usize,
-    _stream: Stream,
+    stream: Stream,
 ) -> Result<()> {
     match context.device() {
         Device::Cpu(_) => {
@@ -73,5 +78,8 @@ pub unsafe fn set(
             }
             Ok(())
         }
+        #[cfg(feature = "cuda")]
+        // SAFETY: the caller's promise.
+        Device::Cuda(cuda) => unsafe { cuda.set("memory_set", dst, value, size, stream) },
     }
 }

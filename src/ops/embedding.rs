@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::layout::MAX_RANK;
 use crate::ops::Implementation;
-use crate::ops::check::Arg;
+use crate::ops::check::{self, Arg};
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
 const OP: &str = "embedding";
@@ -65,6 +65,8 @@ impl Params<'_> {
 fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(check::no_kernel(OP)),
     }
 }
 
@@ -86,5 +88,7 @@ pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()
     choose(ctx, &problem)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::embedding::forward(cpu, &problem),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(check::no_kernel(OP)),
     }
 }

@@ -106,6 +106,8 @@ fn rotation_of(
 pub(crate) fn append(ctx: &Context, problem: &Append, _stream: Stream) -> Result<()> {
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::kv_cache::append(cpu, problem),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(crate::ops::check::no_kernel("kv_cache_append")),
     }
     Ok(())
 }
@@ -132,5 +134,7 @@ pub(crate) fn copy_pages(ctx: &Context, problem: &CopyPages<'_>, _stream: Stream
             unsafe { crate::cpu::kv_cache::copy_pages(problem) };
             Ok(())
         }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => Err(crate::ops::check::no_kernel("kv_cache_append")),
     }
 }

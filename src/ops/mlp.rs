@@ -184,6 +184,8 @@ impl GateUp<'_> {
 fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(crate::ops::check::no_kernel(OP)),
     }
 }
 
@@ -216,6 +218,8 @@ pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()
     choose(ctx, &problem)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::mlp::forward(cpu, &problem, intermediate),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(crate::ops::check::no_kernel(OP)),
     }
     Ok(())
 }

@@ -22,4 +22,6 @@ pub mod swiglu;
 pub enum Implementation {
     /// The CPU backend.
     Cpu = 1,
+    /// The CUDA backend's portable kernels.
+    Cuda = 2,
 }

@@ -174,6 +174,8 @@ impl Params<'_> {
 fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(check::no_kernel(OP)),
     }
 }
 
@@ -195,6 +197,8 @@ pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()
     choose(ctx, &problem)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::swiglu::forward(cpu, &problem),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(check::no_kernel(OP)),
     }
     Ok(())
 }

@@ -191,6 +191,8 @@ fn choose(ctx: &Context, _problem: &Problem) -> Result<Choice> {
             implementation: Implementation::Cpu,
             workspace_size: 0,
         }),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(crate::ops::check::no_kernel(OP)),
     }
 }
 
@@ -221,5 +223,7 @@ pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()
     params.check_data(choice.workspace_size)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::attention::forward(cpu, &problem),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(crate::ops::check::no_kernel(OP)),
     }
 }

@@ -188,6 +188,8 @@ fn same_tokens(
 fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(check::no_kernel(OP)),
     }
 }
 
@@ -209,5 +211,7 @@ pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()
     choose(ctx, &problem)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::rope::forward(cpu, &problem),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Err(check::no_kernel(OP)),
     }
 }

@@ -1,0 +1,333 @@
+//! From a `#[cube]` function to CUDA C++ text and the layout that its launch needs, without a GPU.
+//!
+//! The layout is read off the compiled kernel, so the text and the host's argument struct cannot disagree.
+
+use cubecl::ir::{ElemType, FloatKind, ManagedVariable, Scope, StorageType, Type, UIntKind};
+use cubecl::prelude::*;
+use cubecl_core::Compiler;
+use cubecl_core::server::ExecutionMode;
+use cubecl_cpp::cuda::{CudaDialect, mma::CudaWmmaCompiler};
+use cubecl_cpp::shared::{CompilationOptions, CppCompiler, CppSupportedFeatures};
+
+use crate::Error;
+
+/// A compile-time choice that tells a kernel from its siblings, by name; what the host picks by.
+pub type Choice = (&'static str, u32);
+
+/// The type of a scalar argument.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScalarType {
+    /// 32-bit float.
+    F32,
+    /// 32-bit unsigned integer.
+    U32,
+    /// 64-bit unsigned integer; `usize` in kernels, whose addresses have 64 bits.
+    U64,
+}
+
+impl ScalarType {
+    fn storage(self) -> StorageType {
+        StorageType::Scalar(match self {
+            ScalarType::F32 => ElemType::Float(FloatKind::F32),
+            ScalarType::U32 => ElemType::UInt(UIntKind::U32),
+            ScalarType::U64 => ElemType::UInt(UIntKind::U64),
+        })
+    }
+
+    /// Size in bytes.
+    pub fn size(self) -> usize {
+        self.storage().size()
+    }
+
+    /// The Rust type.
+    pub fn rust(self) -> &'static str {
+        match self {
+            ScalarType::F32 => "f32",
+            ScalarType::U32 => "u32",
+            ScalarType::U64 => "u64",
+        }
+    }
+}
+
+/// A scalar argument and where it lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scalar {
+    /// The argument's name.
+    pub name: &'static str,
+    /// Its type.
+    pub ty: ScalarType,
+    /// Bytes from the beginning of the kernel's last parameter.
+    pub offset: usize,
+}
+
+/// The arguments of a kernel: pointers, each a parameter, then one struct with all scalars.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arguments {
+    /// The pointers' names.
+    pub buffers: Vec<&'static str>,
+    /// The scalars, by offset.
+    pub scalars: Vec<Scalar>,
+    /// Bytes of the scalars' struct that the kernel reads.
+    pub scalars_size: usize,
+}
+
+/// A kernel as CUDA C++.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// Its symbol.
+    pub name: String,
+    /// What tells it from its siblings.
+    pub choices: Vec<Choice>,
+    /// How it is called.
+    pub arguments: Arguments,
+    /// Threads of a block.
+    pub block: [u32; 3],
+    /// Dynamic shared memory in bytes.
+    pub shared_bytes: usize,
+    /// `#include` lines.
+    pub includes: Vec<String>,
+    /// Everything else.
+    pub text: String,
+}
+
+/// Declares a kernel's arguments in the order in which its function takes them.
+pub struct Builder {
+    inner: KernelBuilder,
+    buffers: Vec<&'static str>,
+    scalars: Vec<(&'static str, ScalarType)>,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        let mut inner = KernelBuilder::default();
+        // Tensors may have more than 2³² elements.
+        AddressType::U64.register(&mut inner.scope);
+        Builder {
+            inner,
+            buffers: Vec::new(),
+            scalars: Vec::new(),
+        }
+    }
+}
+
+impl Builder {
+    /// The scope that the kernel's `expand` function writes to.
+    pub fn scope(&mut self) -> &mut Scope {
+        &mut self.inner.scope
+    }
+
+    /// The type of elements of an array.
+    pub fn type_of<T: CubePrimitive>(&self) -> Type {
+        T::as_type(&self.inner.scope)
+    }
+
+    /// A pointer that is only read, to memory that nothing writes meanwhile: it becomes `const T *__restrict__`.
+    pub fn read(&mut self, name: &'static str, ty: Type) -> ManagedVariable {
+        self.buffers.push(name);
+        self.inner.input_array(ty)
+    }
+
+    /// A pointer that is written, or read while another pointer may write the same memory.
+    pub fn write(&mut self, name: &'static str, ty: Type) -> ManagedVariable {
+        self.buffers.push(name);
+        self.inner.output_array(ty)
+    }
+
+    /// A scalar.
+    pub fn scalar(&mut self, name: &'static str, ty: ScalarType) -> ManagedVariable {
+        self.scalars.push((name, ty));
+        self.inner.scalar(ty.storage())
+    }
+
+    /// Compiles what was written to the scope.
+    ///
+    /// # Errors
+    /// CubeCL refuses the kernel.
+    pub fn finish(self, name: String, choices: Vec<Choice>, threads: u32) -> Result<Kernel, Error> {
+        let settings = KernelSettings::default()
+            .cube_dim(CubeDim::new_1d(threads))
+            .kernel_name(name.clone());
+        let definition = self.inner.build(settings);
+        let options = CompilationOptions {
+            warp_size: 32,
+            supports_features: CppSupportedFeatures {
+                grid_constants: true,
+                clusters: false,
+                fast_math: true,
+                fast_tanh: true,
+                elect_sync: false,
+            },
+        };
+        // Unchecked: kernels guard their own bounds; the checks would need array lengths at every launch.
+        let compiled = CppCompiler::<CudaDialect<CudaWmmaCompiler>>::default()
+            .compile(
+                definition,
+                &options,
+                ExecutionMode::Unchecked,
+                ScalarType::U64.storage(),
+            )
+            .map_err(|error| Error::Expand {
+                kernel: name.clone(),
+                reason: error.to_string(),
+            })?;
+
+        let mut scalars = Vec::new();
+        let mut scalars_size = 0;
+        for field in &compiled.info.scalars {
+            let of_type = self
+                .scalars
+                .iter()
+                .filter(|(_, ty)| ty.storage() == field.ty)
+                .enumerate();
+            for (i, &(name, ty)) in of_type {
+                scalars.push(Scalar {
+                    name,
+                    ty,
+                    offset: field.offset + i * ty.size(),
+                });
+            }
+            scalars_size = field.offset + field.padded_size() * field.ty.size();
+        }
+        let (includes, mut text) = split(&compiled.to_string());
+        text.push_str(&format!(
+            "static_assert(sizeof(info_st) == {scalars_size}, \"the host's struct of scalars\");\n"
+        ));
+        Ok(Kernel {
+            name,
+            choices,
+            arguments: Arguments {
+                buffers: self.buffers,
+                scalars,
+                scalars_size,
+            },
+            block: [threads, 1, 1],
+            shared_bytes: compiled.shared_memory_size(),
+            includes,
+            text,
+        })
+    }
+}
+
+/// Parts the includes from the rest, and sorts what CubeCL writes in no particular order, vector types and declarations of
+/// variables: the same kernel gives the same text.
+fn split(source: &str) -> (Vec<String>, String) {
+    let mut includes = Vec::new();
+    let mut types = Vec::new();
+    let mut variables: Vec<&str> = Vec::new();
+    let mut text = String::new();
+    let mut lines = source.lines();
+    while let Some(line) = lines.next() {
+        if line.contains(" l_mut_") && line.ends_with(';') && line.split(' ').count() == 2 {
+            variables.push(line);
+            continue;
+        }
+        variables.sort_unstable();
+        for variable in variables.drain(..) {
+            text.push_str(variable);
+            text.push('\n');
+        }
+        if line.starts_with("#include") {
+            includes.push(line.to_string());
+        } else if line.starts_with("struct __align__") {
+            let mut definition = line.to_string();
+            for line in lines.by_ref() {
+                definition.push('\n');
+                definition.push_str(line);
+                if line == "};" {
+                    break;
+                }
+            }
+            types.push(definition);
+        } else if line.starts_with("struct info_st") {
+            types.sort();
+            for definition in types.drain(..) {
+                text.push_str(&definition);
+                text.push('\n');
+            }
+            text.push_str(line);
+            text.push('\n');
+        } else {
+            // Array lengths, which only checked kernels read.
+            let kept = line.split("uint64 static_meta[").next().unwrap_or(line);
+            text.push_str(kept);
+            text.push('\n');
+        }
+    }
+    (includes, text)
+}
+
+/// One translation unit of several kernels. Each has a namespace, for CubeCL gives helper types of different kernels one name.
+pub fn translation_unit(kernels: &[Kernel]) -> String {
+    let mut includes: Vec<&str> = kernels
+        .iter()
+        .flat_map(|kernel| kernel.includes.iter().map(String::as_str))
+        .collect();
+    includes.sort_unstable();
+    includes.dedup();
+    let mut unit = includes.join("\n");
+    unit.push('\n');
+    for kernel in kernels {
+        unit.push_str(&format!(
+            "\nnamespace ns_{0} {{\n{1}}} // namespace ns_{0}\n",
+            kernel.name, kernel.text
+        ));
+    }
+    unit
+}
+
+/// The element type of a tensor, as a compile-time choice: the library's `DType` discriminants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Float {
+    /// IEEE binary32.
+    F32 = 1,
+    /// IEEE binary16.
+    F16 = 2,
+    /// bfloat16.
+    Bf16 = 3,
+}
+
+impl Float {
+    /// All of them.
+    pub const ALL: [Float; 3] = [Float::F32, Float::F16, Float::Bf16];
+
+    /// Lower-case name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Float::F32 => "f32",
+            Float::F16 => "f16",
+            Float::Bf16 => "bf16",
+        }
+    }
+
+    /// Elements in 16 bytes.
+    pub fn per_vector(self) -> u32 {
+        match self {
+            Float::F32 => 4,
+            Float::F16 | Float::Bf16 => 8,
+        }
+    }
+}
+
+/// Runs `$body` with `$t` as the Rust type and `$n` as the number of elements in 16 bytes.
+macro_rules! with_vector {
+    ($float:expr, $t:ident, $n:ident => $body:expr) => {
+        match $float {
+            $crate::emit::Float::F32 => {
+                type $t = f32;
+                type $n = cubecl::prelude::Const<4>;
+                $body
+            }
+            $crate::emit::Float::F16 => {
+                type $t = half::f16;
+                type $n = cubecl::prelude::Const<8>;
+                $body
+            }
+            $crate::emit::Float::Bf16 => {
+                type $t = half::bf16;
+                type $n = cubecl::prelude::Const<8>;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_vector;

@@ -1,0 +1,102 @@
+//! The CUDA kernels, and what turns them into the images that the library embeds. Used at build time only.
+//!
+//! | room | what it is for |
+//! |-|-|
+//! | [`catalog`] | what is compiled: one image per operation, each with its kernels |
+//! | `rms_norm`, .. | the `#[cube]` kernels, one file per operation, and which of their forms are instantiated |
+//! | [`emit`] | expands kernels to CUDA C++, and tells how they are launched |
+//! | [`nvcc`] | finds the compiler, compiles what changed, reads its resource report |
+//! | [`table`] | writes the Rust table of images that the library includes |
+//!
+//! [`build`] does it all.
+
+pub mod catalog;
+pub mod emit;
+pub mod nvcc;
+mod rms_norm;
+pub mod table;
+
+use std::path::{Path, PathBuf};
+
+/// What goes wrong while images are made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// CubeCL refuses a kernel.
+    #[error("kernel {kernel} does not expand: {reason}")]
+    Expand {
+        /// The kernel's name.
+        kernel: String,
+        /// CubeCL's words.
+        reason: String,
+    },
+    /// There is no CUDA compiler.
+    #[error(
+        "nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda. Without a CUDA toolkit, pip gives one:\n  \
+         pip install --target DIR {packages}\nthen set CUDA_HOME=DIR/nvidia/cu13",
+        packages = nvcc::PIP_PACKAGES
+    )]
+    NoCompiler,
+    /// `UNSLOTH_CUDA_ARCHS` names something that is no architecture.
+    #[error("UNSLOTH_CUDA_ARCHS contains {0:?}; architectures are written as 80,86,89,90a,100,120")]
+    Architecture(String),
+    /// The compiler, or a tool beside it, fails.
+    #[error("{command} failed:\n{output}")]
+    Tool {
+        /// What was run.
+        command: String,
+        /// What it said.
+        output: String,
+    },
+    /// A file cannot be read or written.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+}
+
+/// Compiles every image of the catalog for the architectures of `UNSLOTH_CUDA_ARCHS` into `out`: `kernels.rs`, which embeds the
+/// images, and `kernels.json`, the resource report. What `cache` holds from earlier builds is not compiled again.
+///
+/// # Errors
+/// See [`Error`].
+pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
+    let archs = nvcc::architectures()?;
+    let compiler = nvcc::Compiler::find()?;
+    let images = catalog::images()?;
+    let compiled = compiler.compile(&images, &archs, cache)?;
+    table::write(out, &compiler, &archs, &images, &compiled)?;
+    let usage: Vec<_> = compiled.into_iter().flat_map(|c| c.usage).collect();
+    let path = out.join("kernels.json");
+    let json = serde_json::to_vec_pretty(&usage).unwrap_or_default();
+    write(&path, &json)?;
+    Ok(Report {
+        path,
+        usage,
+        architectures: archs.iter().map(nvcc::Architecture::name).collect(),
+    })
+}
+
+/// What the compiled kernels use.
+#[derive(Debug)]
+pub struct Report {
+    /// The same as JSON.
+    pub path: PathBuf,
+    /// One entry per kernel and architecture.
+    pub usage: Vec<nvcc::Usage>,
+    /// What was compiled for, such as `90a`.
+    pub architectures: Vec<String>,
+}
+
+fn write(path: &Path, contents: &[u8]) -> Result<(), Error> {
+    // An unchanged file keeps its time, so that what depends on it is not rebuilt.
+    if std::fs::read(path).is_ok_and(|old| old == contents) {
+        return Ok(());
+    }
+    std::fs::write(path, contents).map_err(|source| Error::File {
+        path: path.into(),
+        source,
+    })
+}

@@ -1,0 +1,479 @@
+//! The CUDA compiler: where it is, what it compiles anew, and what it reports.
+//!
+//! Every image is compiled once per architecture, each result kept beside the source and the command that gave it; it is compiled
+//! again only when one of these differs. `fatbinary` then joins an image's results into one file.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{env, fs};
+
+use serde::{Deserialize, Serialize};
+
+use crate::catalog::Image;
+use crate::{Error, emit};
+
+/// What pip installs to give a complete compiler in `nvidia/cu13/bin`.
+pub const PIP_PACKAGES: &str = "nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 \
+     nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85";
+
+/// Ampere, its consumer and Ada relatives, Hopper with its own instructions, and both Blackwells.
+const DEFAULT_ARCHITECTURES: &str = "80,86,89,90a,100,120";
+
+/// A GPU architecture, such as `90a`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Architecture {
+    /// Major times ten plus minor.
+    pub number: u32,
+    /// `a` or `f` for code that only this architecture, or its family, runs; empty otherwise.
+    pub suffix: String,
+}
+
+impl Architecture {
+    fn parse(text: &str) -> Result<Architecture, Error> {
+        let digits = text.trim_end_matches(['a', 'f']);
+        let number = digits.parse().ok().filter(|n| (70..=999).contains(n));
+        let suffix = &text[digits.len()..];
+        match number {
+            Some(number) if suffix.len() <= 1 => Ok(Architecture {
+                number,
+                suffix: suffix.to_string(),
+            }),
+            _ => Err(Error::Architecture(text.to_string())),
+        }
+    }
+
+    /// As in `sm_90a`.
+    pub fn name(&self) -> String {
+        format!("{}{}", self.number, self.suffix)
+    }
+
+    /// As in "compute capability 9.0".
+    pub fn capability(&self) -> String {
+        format!("{}.{}", self.number / 10, self.number % 10)
+    }
+}
+
+/// The architectures to compile for: `UNSLOTH_CUDA_ARCHS`, or the default list; ascending.
+///
+/// # Errors
+/// The variable is malformed or empty.
+pub fn architectures() -> Result<Vec<Architecture>, Error> {
+    let list = env::var("UNSLOTH_CUDA_ARCHS").unwrap_or_else(|_| DEFAULT_ARCHITECTURES.into());
+    parse_architectures(&list)
+}
+
+fn parse_architectures(list: &str) -> Result<Vec<Architecture>, Error> {
+    let mut archs = list
+        .split([',', ';', ' '])
+        .filter(|part| !part.is_empty())
+        .map(Architecture::parse)
+        .collect::<Result<Vec<_>, _>>()?;
+    archs.sort_by_key(|arch| (arch.number, arch.suffix.clone()));
+    archs.dedup();
+    if archs.is_empty() {
+        return Err(Error::Architecture(list.to_string()));
+    }
+    Ok(archs)
+}
+
+/// What one kernel uses on one architecture, as ptxas reports it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    /// The image.
+    pub image: String,
+    /// The kernel's symbol.
+    pub kernel: String,
+    /// The architecture, such as `90a`.
+    pub architecture: String,
+    /// Registers of a thread.
+    pub registers: u32,
+    /// Bytes of local memory that a thread's stack frame takes.
+    pub stack_bytes: u32,
+    /// Bytes of registers written to local memory.
+    pub spill_store_bytes: u32,
+    /// Bytes of registers read back.
+    pub spill_load_bytes: u32,
+    /// Bytes of static shared memory; dynamic shared memory is the launch's.
+    pub static_shared_bytes: u32,
+    /// What the compiler warned of, such as serialised wgmma (C7510).
+    pub warnings: Vec<String>,
+}
+
+/// An image, compiled.
+#[derive(Debug)]
+pub struct Compiled {
+    /// Machine code for every architecture, and PTX for the newest.
+    pub fatbin: PathBuf,
+    /// What its kernels use.
+    pub usage: Vec<Usage>,
+}
+
+/// An nvcc and the tools beside it.
+#[derive(Debug)]
+pub struct Compiler {
+    nvcc: PathBuf,
+    fatbinary: PathBuf,
+    /// What `nvcc --version` says.
+    banner: String,
+    /// Major and minor version.
+    pub version: (u32, u32),
+}
+
+/// One run of nvcc.
+struct Job<'a> {
+    image: &'a Image,
+    source: &'a str,
+    directory: PathBuf,
+    architecture: &'a Architecture,
+    ptx: bool,
+}
+
+impl Compiler {
+    /// The compiler of `CUDA_HOME`, `CUDA_PATH`, `PATH` or `/usr/local/cuda`, the first that there is.
+    ///
+    /// # Errors
+    /// There is none, or it does not run.
+    pub fn find() -> Result<Compiler, Error> {
+        let homes = ["CUDA_HOME", "CUDA_PATH"]
+            .into_iter()
+            .filter_map(env::var_os)
+            .map(|home| Path::new(&home).join("bin"));
+        let path = env::var_os("PATH").unwrap_or_default();
+        let tool = |name: &str| format!("{name}{}", env::consts::EXE_SUFFIX);
+        let nvcc = homes
+            .chain(env::split_paths(&path))
+            .chain([PathBuf::from("/usr/local/cuda/bin")])
+            .map(|directory| directory.join(tool("nvcc")))
+            .find(|path| path.is_file())
+            .ok_or(Error::NoCompiler)?;
+        let (banner, _) = run(Command::new(&nvcc).arg("--version"))?;
+        let version = version(&banner).ok_or_else(|| Error::Tool {
+            command: format!("{} --version", nvcc.display()),
+            output: banner.clone(),
+        })?;
+        // A distribution may link nvcc into PATH without its companions.
+        let real = fs::canonicalize(&nvcc).unwrap_or_else(|_| nvcc.clone());
+        Ok(Compiler {
+            fatbinary: real.with_file_name(tool("fatbinary")),
+            nvcc,
+            banner,
+            version,
+        })
+    }
+
+    /// Compiles images, as many at a time as Cargo allows jobs.
+    ///
+    /// # Errors
+    /// The compiler refuses a source, or files cannot be written to `cache`.
+    pub fn compile(
+        &self,
+        images: &[Image],
+        archs: &[Architecture],
+        cache: &Path,
+    ) -> Result<Vec<Compiled>, Error> {
+        create(cache)?;
+        let lock_path = cache.join("lock");
+        let at = |source| Error::File {
+            path: lock_path.clone(),
+            source,
+        };
+        // Builds of several profiles share the cache.
+        let lock = fs::File::create(&lock_path).map_err(at)?;
+        lock.lock().map_err(at)?;
+
+        let sources: Vec<String> = images
+            .iter()
+            .map(|image| emit::translation_unit(&image.kernels))
+            .collect();
+        let mut jobs = Vec::new();
+        for (image, source) in images.iter().zip(&sources) {
+            let newest = archs.last();
+            let all = archs.iter().map(|arch| (arch, false));
+            for (architecture, ptx) in all.chain(newest.map(|arch| (arch, true))) {
+                let kind = if ptx { "compute" } else { "sm" };
+                let directory = cache
+                    .join(image.name)
+                    .join(format!("{kind}_{}", architecture.name()));
+                jobs.push(Job {
+                    image,
+                    source,
+                    directory,
+                    architecture,
+                    ptx,
+                });
+            }
+        }
+        let logs = self.run_all(&jobs)?;
+
+        let per_image = archs.len() + 1;
+        let runs = jobs.chunks(per_image).zip(logs.chunks(per_image));
+        runs.zip(images)
+            .map(|((jobs, logs), image)| {
+                let usage = jobs
+                    .iter()
+                    .zip(logs)
+                    .filter(|(job, _)| !job.ptx)
+                    .flat_map(|(job, log)| usage(image.name, &job.architecture.name(), log))
+                    .collect();
+                let fatbin = self.join(&cache.join(image.name), jobs)?;
+                Ok(Compiled { fatbin, usage })
+            })
+            .collect()
+    }
+
+    fn run_all(&self, jobs: &[Job<'_>]) -> Result<Vec<String>, Error> {
+        let threads = env::var("NUM_JOBS")
+            .ok()
+            .and_then(|n| n.parse().ok())
+            .unwrap_or(1usize)
+            .clamp(1, jobs.len().max(1));
+        let next = AtomicUsize::new(0);
+        let results: Vec<_> = jobs.iter().map(|_| Mutex::new(None)).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        let result = self.run(job);
+                        let failed = result.is_err();
+                        let slot = jobs.iter().position(|other| std::ptr::eq(other, job));
+                        if let Some(Ok(mut slot)) = slot.map(|i| results[i].lock()) {
+                            *slot = Some(result);
+                        }
+                        if failed {
+                            next.store(jobs.len(), Ordering::Relaxed);
+                        }
+                    }
+                });
+            }
+        });
+        // After a failure the rest was not run: the failure is what there is to report.
+        let done: Vec<Option<Result<String, Error>>> = results
+            .into_iter()
+            .map(|slot| slot.into_inner().unwrap_or(None))
+            .collect();
+        let mut logs = Vec::with_capacity(done.len());
+        for result in done.into_iter().flatten() {
+            logs.push(result?);
+        }
+        Ok(logs)
+    }
+
+    /// Compiles, unless the directory holds the result already, and gives the compiler's log.
+    fn run(&self, job: &Job<'_>) -> Result<String, Error> {
+        let source = job.directory.join("source.cu");
+        let output = job.output();
+        let log = job.directory.join("log.txt");
+        let stamp = job.directory.join("command.txt");
+        let arch = job.architecture;
+        let flags: Vec<String> = if job.ptx {
+            // PTX for one architecture's own instructions would run nowhere else.
+            vec!["-ptx".into(), format!("-arch=compute_{}", arch.number)]
+        } else {
+            vec!["-cubin".into(), format!("-arch=sm_{}", arch.name())]
+        };
+        // CubeCL's shuffles pass the mask -1 (68) and it declares what it may not use (177).
+        let flags: Vec<String> = flags
+            .into_iter()
+            .chain(
+                [
+                    "-O3",
+                    "-std=c++17",
+                    "-diag-suppress=68,177",
+                    "-Xptxas",
+                    "-v,--warn-on-spills",
+                ]
+                .map(String::from),
+            )
+            .collect();
+        let command = format!("{}\n{}", self.banner, flags.join(" "));
+        let same = |path: &Path, text: &str| fs::read(path).is_ok_and(|old| old == text.as_bytes());
+        if same(&stamp, &command) && same(&source, job.source) && output.is_file() {
+            if let Ok(log) = fs::read_to_string(&log) {
+                return Ok(log);
+            }
+        }
+        create(&job.directory)?;
+        // The stamp goes first and comes last: an interrupted run leaves none.
+        let _ = fs::remove_file(&stamp);
+        crate::write(&source, job.source.as_bytes())?;
+        let (_, text) = run(Command::new(&self.nvcc)
+            .args(&flags)
+            .arg("-o")
+            .arg(&output)
+            .arg(&source))?;
+        crate::write(&log, text.as_bytes())?;
+        crate::write(&stamp, command.as_bytes())?;
+        Ok(text)
+    }
+
+    /// Joins an image's results into one file.
+    fn join(&self, directory: &Path, jobs: &[Job<'_>]) -> Result<PathBuf, Error> {
+        let fatbin = directory.join("image.fatbin");
+        let mut command = Command::new(&self.fatbinary);
+        command.arg(format!("--create={}", fatbin.display()));
+        command.args(["-64", "--compress-mode=size"]);
+        for job in jobs {
+            let (kind, arch) = match job.ptx {
+                true => ("ptx", job.architecture.number.to_string()),
+                false => ("elf", job.architecture.name()),
+            };
+            let file = job.output();
+            command.arg(format!(
+                "--image3=kind={kind},sm={arch},file={}",
+                file.display()
+            ));
+        }
+        run(&mut command)?;
+        Ok(fatbin)
+    }
+}
+
+impl Job<'_> {
+    fn output(&self) -> PathBuf {
+        let extension = if self.ptx { "ptx" } else { "cubin" };
+        self.directory
+            .join(format!("{}.{extension}", self.image.name))
+    }
+}
+
+fn create(directory: &Path) -> Result<(), Error> {
+    fs::create_dir_all(directory).map_err(|source| Error::File {
+        path: directory.into(),
+        source,
+    })
+}
+
+/// Runs a tool and gives what it wrote to standard output and error.
+fn run(command: &mut Command) -> Result<(String, String), Error> {
+    let failed = |output: String| Error::Tool {
+        command: format!("{command:?}"),
+        output,
+    };
+    let output = Command::new(command.get_program())
+        .args(command.get_args())
+        .output()
+        .map_err(|error| failed(error.to_string()))?;
+    let [stdout, stderr] =
+        [output.stdout, output.stderr].map(|b| String::from_utf8_lossy(&b).into_owned());
+    if output.status.success() {
+        Ok((stdout, stderr))
+    } else {
+        Err(failed(stdout + &stderr))
+    }
+}
+
+fn version(banner: &str) -> Option<(u32, u32)> {
+    let (_, rest) = banner.split_once("release ")?;
+    let (major, rest) = rest.split_once('.')?;
+    let digits = rest
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(rest.len());
+    Some((major.parse().ok()?, rest[..digits].parse().ok()?))
+}
+
+/// Reads ptxas' report.
+fn usage(image: &str, architecture: &str, log: &str) -> Vec<Usage> {
+    let mut all: Vec<Usage> = Vec::new();
+    let number_before = |line: &str, what: &str| -> Option<u32> {
+        let (head, _) = line.split_once(what)?;
+        head.split_whitespace().last()?.parse().ok()
+    };
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            all.push(Usage {
+                image: image.to_string(),
+                kernel: rest.split('\'').next().unwrap_or_default().to_string(),
+                architecture: architecture.to_string(),
+                registers: 0,
+                stack_bytes: 0,
+                spill_store_bytes: 0,
+                spill_load_bytes: 0,
+                static_shared_bytes: 0,
+                warnings: Vec::new(),
+            });
+            continue;
+        }
+        // ptxas names the function in a warning; else the one being compiled is meant.
+        let named = all
+            .iter()
+            .position(|u| line.contains(&format!("'{}'", u.kernel)));
+        let last = all.len().checked_sub(1);
+        let Some(current) = named.or(last).and_then(|i| all.get_mut(i)) else {
+            continue;
+        };
+        if line.contains("warning") || line.contains("(C7") {
+            current.warnings.push(line.trim().to_string());
+            continue;
+        }
+        let fields = [
+            (" bytes stack frame", &mut current.stack_bytes),
+            (" bytes spill stores", &mut current.spill_store_bytes),
+            (" bytes spill loads", &mut current.spill_load_bytes),
+            (" registers", &mut current.registers),
+            (" bytes smem", &mut current.static_shared_bytes),
+        ];
+        for (what, field) in fields {
+            if let Some(n) = number_before(line, what) {
+                *field = n;
+            }
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn architectures_are_checked() {
+        let names = |list| {
+            parse_architectures(list)
+                .map(|archs| archs.iter().map(Architecture::name).collect::<Vec<_>>())
+                .map_err(|error| error.to_string())
+        };
+        assert_eq!(
+            names("120, 90a;80"),
+            Ok(vec!["80".into(), "90a".into(), "120".into()])
+        );
+        assert_eq!(Architecture::parse("120").unwrap().capability(), "12.0");
+        for bad in ["", "9.0", "sm_90", "90x", "90aa", "8", "a"] {
+            let error = names(bad).unwrap_err();
+            assert!(error.contains(&format!("contains {bad:?}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_report_is_read() {
+        let log = "\
+ptxas info    : Compiling entry function 'rows' for 'sm_90a'
+ptxas info    : Function properties for rows
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 29 registers, used 1 barriers, 16 bytes smem
+ptxas warning : Registers are spilled to local memory in function 'rows', 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Compiling entry function 'any' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized in function 'rows'
+ptxas info    : Used 40 registers, used 0 barriers
+";
+        let [rows, any] = usage("image", "90a", log).try_into().unwrap();
+        assert_eq!(
+            (rows.registers, rows.stack_bytes, rows.static_shared_bytes),
+            (29, 8, 16)
+        );
+        assert_eq!((rows.spill_store_bytes, rows.spill_load_bytes), (4, 12));
+        assert_eq!(rows.warnings.len(), 2);
+        assert_eq!((any.registers, any.warnings.len()), (40, 0));
+    }
+
+    #[test]
+    fn versions_are_read() {
+        assert_eq!(
+            version("Cuda compilation tools, release 13.0, V13.0.88"),
+            Some((13, 0))
+        );
+        assert_eq!(version("clang version 19"), None);
+    }
+}

@@ -1,0 +1,221 @@
+//! What a context holds on its device: the primary context, loaded images, a stream of its own.
+
+use std::ffi::c_int;
+use std::marker::PhantomData;
+
+use super::driver::{
+    CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
+    CUstream, Driver,
+};
+use super::images::{self, Arguments, IMAGES, Image, KernelInfo};
+use crate::error::{Error, Result};
+
+/// A device's primary context, retained.
+pub(super) struct Primary {
+    pub driver: &'static Driver,
+    pub device: CUdevice,
+    context: CUcontext,
+}
+
+impl Primary {
+    pub fn retain(op: &'static str, driver: &'static Driver, ordinal: i32) -> Result<Primary> {
+        let mut device = 0;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: both are valid for writes; the driver checks the ordinal.
+        unsafe {
+            driver.device_get(op, &mut device, ordinal)?;
+            driver.primary_retain(op, &mut context, device)?;
+        }
+        Ok(Primary {
+            driver,
+            device,
+            context,
+        })
+    }
+
+    /// Makes the context current until the guard is dropped.
+    pub fn enter(&self, op: &'static str) -> Result<Entered> {
+        let mut current = std::ptr::null_mut();
+        // SAFETY: `current` is valid for a write; the context is retained.
+        unsafe {
+            self.driver.current(op, &mut current)?;
+            if current == self.context {
+                return Ok(Entered { pushed: None });
+            }
+            self.driver.push(op, self.context)?;
+        }
+        Ok(Entered {
+            pushed: Some(self.driver),
+        })
+    }
+
+    pub fn attribute(&self, op: &'static str, attribute: CUdevice_attribute) -> Result<u32> {
+        let mut value: c_int = 0;
+        // SAFETY: `value` is valid for a write; the device came from the driver.
+        unsafe {
+            self.driver
+                .device_attribute(op, &mut value, attribute, self.device)
+        }?;
+        Ok(value.unsigned_abs())
+    }
+
+    pub fn capability(&self, op: &'static str) -> Result<(u32, u32)> {
+        use CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+        };
+        Ok((self.attribute(op, MAJOR)?, self.attribute(op, MINOR)?))
+    }
+}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        // SAFETY: retained when it was made. At process exit the driver may have gone, which is no error here.
+        let _ = unsafe { self.driver.primary_release("context", self.device) };
+    }
+}
+
+/// While it lives, the calling thread's current context is the backend's; then again what it was.
+#[must_use]
+pub(super) struct Entered {
+    pushed: Option<&'static Driver>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(driver) = self.pushed {
+            let mut popped = std::ptr::null_mut();
+            // SAFETY: `enter` pushed on this thread.
+            let _ = unsafe { driver.pop("context", &mut popped) };
+        }
+    }
+}
+
+/// A kernel, loaded, with the type of its arguments.
+pub(crate) struct Kernel<A> {
+    pub function: CUfunction,
+    pub info: &'static KernelInfo,
+    arguments: PhantomData<fn(A)>,
+}
+
+/// Everything of a context's on its device; given back when dropped.
+pub(crate) struct Resources {
+    op: &'static str,
+    ordinal: i32,
+    /// For work of the library's own, which waits for nobody's stream.
+    pub(super) internal: CUstream,
+    modules: Vec<CUmodule>,
+    pub(super) primary: Primary,
+}
+
+/// `CU_STREAM_NON_BLOCKING`: the stream does not wait for the default stream, nor that for it.
+pub(super) const NON_BLOCKING: u32 = 1;
+
+impl Resources {
+    /// Takes the device's primary context and loads every image.
+    pub fn load(op: &'static str, driver: &'static Driver, ordinal: i32) -> Result<Resources> {
+        let mut resources = Resources {
+            op,
+            ordinal,
+            internal: std::ptr::null_mut(),
+            modules: Vec::with_capacity(IMAGES.len()),
+            primary: Primary::retain(op, driver, ordinal)?,
+        };
+        let entered = resources.primary.enter(op)?;
+        // SAFETY: valid for a write, and a context is current.
+        unsafe { driver.stream_create(op, &mut resources.internal, NON_BLOCKING) }?;
+        for image in &IMAGES {
+            let module = resources.module(image)?;
+            resources.modules.push(module);
+        }
+        drop(entered);
+        Ok(resources)
+    }
+
+    fn module(&self, image: &Image) -> Result<CUmodule> {
+        let mut module = std::ptr::null_mut();
+        let bytes = image.fatbin.0.as_ptr().cast();
+        // SAFETY: `module` is valid for a write, the image is a whole fatbin, and a context is current.
+        let loaded = unsafe { self.primary.driver.module_load(self.op, &mut module, bytes) };
+        match loaded {
+            Ok(()) => Ok(module),
+            Err(Error::Cuda { code, .. }) if NO_IMAGE.contains(&code) => {
+                let (major, minor) = self.primary.capability(self.op)?;
+                Err(Error::UnsupportedDevice {
+                    op: self.op,
+                    device: self.ordinal,
+                    problem: format!(
+                        "has compute capability {major}.{minor}, this build has kernels for {}",
+                        images::CAPABILITIES
+                    ),
+                })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Every kernel of the image that these arguments are for.
+    pub fn kernels<A: Arguments>(&self) -> Result<Vec<Kernel<A>>> {
+        let image = &IMAGES[A::IMAGE];
+        let module = self.modules.get(A::IMAGE);
+        let module = *module.ok_or_else(|| Error::Internal {
+            op: self.op,
+            message: format!("image {} was not loaded", image.name),
+        })?;
+        let _entered = self.primary.enter(self.op)?;
+        let kernels = image.kernels.iter();
+        kernels.map(|info| self.kernel(module, info)).collect()
+    }
+
+    fn kernel<A>(&self, module: CUmodule, info: &'static KernelInfo) -> Result<Kernel<A>> {
+        /// What a block may have without asking for more.
+        const DEFAULT_SHARED: u32 = 48 << 10;
+        let driver = self.primary.driver;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: `function` is valid for a write, the module is loaded, its context current, and the name NUL-terminated.
+        unsafe {
+            driver.module_function(self.op, &mut function, module, info.name.as_ptr())?;
+            driver.load(self.op, function)?;
+            if info.shared_bytes > DEFAULT_SHARED {
+                let attribute =
+                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                let bytes = info.shared_bytes as c_int;
+                driver.function_set_attribute(self.op, function, attribute, bytes)?;
+            }
+        }
+        Ok(Kernel {
+            function,
+            info,
+            arguments: PhantomData,
+        })
+    }
+
+    pub fn ordinal(&self) -> i32 {
+        self.ordinal
+    }
+}
+
+impl Drop for Resources {
+    fn drop(&mut self) {
+        let Ok(_entered) = self.primary.enter(self.op) else {
+            return;
+        };
+        let driver = self.primary.driver;
+        // SAFETY: made by `load`, and unused from here on. At process exit the driver may have gone, which is no error here.
+        unsafe {
+            if !self.internal.is_null() {
+                let _ = driver.stream_destroy(self.op, self.internal);
+            }
+            for module in &self.modules {
+                let _ = driver.module_unload(self.op, *module);
+            }
+        }
+    }
+}
+
+/// No machine code fits the device, and the PTX is too new for it or for the driver.
+const NO_IMAGE: [c_int; 3] = [
+    CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU as c_int,
+    CUresult::CUDA_ERROR_INVALID_PTX as c_int,
+    CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION as c_int,
+];

@@ -1,0 +1,244 @@
+//! The CUDA driver: libcuda, opened when first needed, and the functions of it that this backend calls.
+//!
+//! Every symbol is resolved once, by itself, so a driver that is missing or too old is an error here and nowhere else. Results are
+//! plain integers: a newer driver may return codes that the bindings' enum does not have.
+
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
+use std::sync::OnceLock;
+
+pub(crate) use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute,
+    CUmodule, CUpointer_attribute, CUresult, CUstream,
+};
+
+use crate::context::Backend;
+use crate::error::{Error, Result};
+
+macro_rules! functions {
+    ($($method:ident = $symbol:ident($($argument:ident: $type:ty),*);)*) => {
+        /// The driver's functions. Each method calls one and turns its result into an error that names it.
+        pub(crate) struct Driver {
+            /// The CUDA version that the driver supports.
+            pub version: (u32, u32),
+            /// Absent before 12.4.
+            load_function: Option<unsafe extern "C" fn(CUfunction) -> c_int>,
+            $($method: unsafe extern "C" fn($($type),*) -> c_int,)*
+        }
+
+        impl Driver {
+            fn resolve(library: &Library) -> std::result::Result<Driver, String> {
+                Ok(Driver {
+                    version: (0, 0),
+                    // SAFETY: the type is that of the function in CUDA's headers; so below.
+                    load_function: unsafe { library.symbol("cuFuncLoad") },
+                    // SAFETY: as above.
+                    $($method: unsafe { library.symbol(stringify!($symbol)) }
+                        .ok_or(concat!("libcuda has no ", stringify!($symbol), ": the driver is too old"))?,)*
+                })
+            }
+
+            $(
+                #[doc = concat!("`", stringify!($symbol), "`.")]
+                ///
+                /// # Safety
+                /// As the driver's documentation says.
+                #[allow(dead_code)] // some are called only where their result needs more than a name
+                pub unsafe fn $method(&self, op: &'static str, $($argument: $type),*) -> Result<()> {
+                    // SAFETY: the caller's promise.
+                    let code = unsafe { (self.$method)($($argument),*) };
+                    if code == 0 {
+                        return Ok(());
+                    }
+                    Err(self.error(op, stringify!($symbol), code))
+                }
+            )*
+        }
+    };
+}
+
+functions! {
+    init = cuInit(flags: c_uint);
+    driver_version = cuDriverGetVersion(version: *mut c_int);
+    error_name = cuGetErrorName(error: c_int, name: *mut *const c_char);
+    device_count = cuDeviceGetCount(count: *mut c_int);
+    device_get = cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
+    device_name = cuDeviceGetName(name: *mut c_char, len: c_int, device: CUdevice);
+    device_attribute = cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
+    primary_retain = cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    primary_release = cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    current = cuCtxGetCurrent(context: *mut CUcontext);
+    push = cuCtxPushCurrent_v2(context: CUcontext);
+    pop = cuCtxPopCurrent_v2(context: *mut CUcontext);
+    module_load = cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+    module_unload = cuModuleUnload(module: CUmodule);
+    module_function = cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    function_attribute = cuFuncGetAttribute(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction);
+    function_set_attribute = cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
+    launch = cuLaunchKernel(function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
+        block_z: c_uint, shared_bytes: c_uint, stream: CUstream, params: *mut *mut c_void, extra: *mut *mut c_void);
+    mem_alloc = cuMemAlloc_v2(ptr: *mut CUdeviceptr, size: usize);
+    mem_free = cuMemFree_v2(ptr: CUdeviceptr);
+    mem_info = cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    host_to_device = cuMemcpyHtoDAsync_v2(dst: CUdeviceptr, src: *const c_void, size: usize, stream: CUstream);
+    device_to_host = cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: CUdeviceptr, size: usize, stream: CUstream);
+    device_to_device = cuMemcpyDtoDAsync_v2(dst: CUdeviceptr, src: CUdeviceptr, size: usize, stream: CUstream);
+    memset = cuMemsetD8Async(dst: CUdeviceptr, value: c_uchar, size: usize, stream: CUstream);
+    pointer_attribute = cuPointerGetAttribute(value: *mut c_void, attribute: CUpointer_attribute, ptr: CUdeviceptr);
+    stream_create = cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    stream_destroy = cuStreamDestroy_v2(stream: CUstream);
+    stream_synchronize = cuStreamSynchronize(stream: CUstream);
+}
+
+/// The opened libcuda, which stays open: its own threads may outlive any owner.
+struct Library;
+
+impl Library {
+    fn open() -> std::result::Result<Library, String> {
+        // SAFETY: opening libcuda runs its initialisers, which may run at any time and on any thread.
+        if unsafe { cudarc::driver::sys::is_culib_present() } {
+            return Ok(Library);
+        }
+        Err("libcuda was not found: it comes with the NVIDIA driver".into())
+    }
+
+    /// # Safety
+    /// `F` is the type of the function `name`.
+    unsafe fn symbol<F: Copy>(&self, name: &str) -> Option<F> {
+        // SAFETY: `open` has seen that there is a library, so that this does not panic; the type is the caller's promise.
+        unsafe {
+            let library = cudarc::driver::sys::culib();
+            library.get::<F>(name.as_bytes()).ok().map(|symbol| *symbol)
+        }
+    }
+}
+
+const OUT_OF_MEMORY: c_int = CUresult::CUDA_ERROR_OUT_OF_MEMORY as c_int;
+const NO_DEVICE: c_int = CUresult::CUDA_ERROR_NO_DEVICE as c_int;
+
+/// Errors after which the context takes no more work (CUDA's documentation: "the process must be terminated and relaunched").
+const STICKY: [CUresult; 12] = [
+    CUresult::CUDA_ERROR_ECC_UNCORRECTABLE,
+    CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE,
+    CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+    CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+    CUresult::CUDA_ERROR_LAUNCH_TIMEOUT,
+    CUresult::CUDA_ERROR_ASSERT,
+    CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR,
+    CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION,
+    CUresult::CUDA_ERROR_MISALIGNED_ADDRESS,
+    CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE,
+    CUresult::CUDA_ERROR_INVALID_PC,
+    CUresult::CUDA_ERROR_LAUNCH_FAILED,
+];
+
+impl Driver {
+    /// The driver, initialised.
+    ///
+    /// # Errors
+    /// [`Error::BackendUnavailable`] if there is none or it does not start. The answer is kept for the life of the process.
+    pub fn get(op: &'static str) -> Result<&'static Driver> {
+        static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
+        let unavailable = |reason: &String| Error::BackendUnavailable {
+            op,
+            backend: Backend::Cuda,
+            reason: reason.clone(),
+        };
+        DRIVER
+            .get_or_init(Driver::start)
+            .as_ref()
+            .map_err(unavailable)
+    }
+
+    fn start() -> std::result::Result<Driver, String> {
+        let mut driver = Driver::resolve(&Library::open()?)?;
+        // SAFETY: callable at any time, with zero flags.
+        let code = unsafe { (driver.init)(0) };
+        if code != 0 && code != NO_DEVICE {
+            let name = driver.name(code);
+            return Err(format!("cuInit failed with {name} ({code})"));
+        }
+        let mut version = 0;
+        // SAFETY: `version` is valid for a write.
+        unsafe { driver.driver_version("driver", &mut version) }.map_err(|e| e.to_string())?;
+        let version = version.unsigned_abs();
+        driver.version = (version / 1000, version % 1000 / 10);
+        Ok(driver)
+    }
+
+    /// Number of devices; 0 where the driver finds none.
+    pub fn num_devices(&self, op: &'static str) -> Result<i32> {
+        let mut count = 0;
+        // SAFETY: `count` is valid for a write.
+        let code = unsafe { (self.device_count)(&mut count) };
+        const NOT_INITIALIZED: c_int = CUresult::CUDA_ERROR_NOT_INITIALIZED as c_int;
+        match code {
+            0 => Ok(count),
+            // `cuInit` without a device leaves the driver so.
+            NO_DEVICE | NOT_INITIALIZED => Ok(0),
+            _ => Err(self.error(op, "cuDeviceGetCount", code)),
+        }
+    }
+
+    /// Loads a function's code now rather than at its first launch, which may be inside a graph capture.
+    ///
+    /// # Safety
+    /// `function` is a function of the current context.
+    pub unsafe fn load(&self, op: &'static str, function: CUfunction) -> Result<()> {
+        if let Some(load) = self.load_function {
+            // SAFETY: the caller's promise.
+            let code = unsafe { load(function) };
+            if code != 0 {
+                return Err(self.error(op, "cuFuncLoad", code));
+            }
+        }
+        // Older drivers load a function when they are asked what it needs.
+        let mut value = 0;
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
+        // SAFETY: the caller's promise.
+        unsafe { self.function_attribute(op, &mut value, attribute, function) }
+    }
+
+    /// Allocates, or says that there is no memory.
+    ///
+    /// # Safety
+    /// A context is current.
+    pub unsafe fn allocate(&self, op: &'static str, size: usize) -> Result<Option<CUdeviceptr>> {
+        let mut ptr = 0;
+        // SAFETY: `ptr` is valid for a write; the rest is the caller's promise.
+        match unsafe { (self.mem_alloc)(&mut ptr, size) } {
+            0 => Ok(Some(ptr)),
+            OUT_OF_MEMORY => Ok(None),
+            code => Err(self.error(op, "cuMemAlloc_v2", code)),
+        }
+    }
+
+    fn error(&self, op: &'static str, call: &'static str, code: c_int) -> Error {
+        Error::Cuda {
+            op,
+            call,
+            name: self.name(code),
+            code,
+            sticky: STICKY.iter().any(|sticky| *sticky as c_int == code),
+        }
+    }
+
+    /// The driver's name of an error, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+    fn name(&self, code: c_int) -> String {
+        let mut name = std::ptr::null();
+        // SAFETY: `name` is valid for a write; what the driver writes is NULL or a static string.
+        unsafe {
+            if (self.error_name)(code, &mut name) == 0 && !name.is_null() {
+                return CStr::from_ptr(name).to_string_lossy().into_owned();
+            }
+        }
+        "an error that the driver does not name".into()
+    }
+}
+
+impl std::fmt::Debug for Driver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Driver")
+            .field("version", &self.version)
+            .finish_non_exhaustive()
+    }
+}

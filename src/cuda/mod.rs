@@ -1,0 +1,163 @@
+//! The CUDA backend: the driver, the compiled kernels, launching; then one file per operation.
+//!
+//! A context belongs to one device and uses its primary context. What costs time is done when it is made: images are loaded and
+//! functions given their attributes. A launch then only checks, fills a struct and calls the driver.
+
+mod device;
+mod driver;
+mod images;
+mod memory;
+pub(crate) mod rms_norm;
+mod rows;
+
+use std::ffi::c_void;
+
+use crate::context::{Backend, DeviceInfo, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use device::{Kernel, Primary, Resources};
+use driver::{CUdevice_attribute, Driver};
+use images::Arguments;
+
+/// The CUDA backend's state on one device.
+pub(crate) struct Cuda {
+    pub(crate) rms_norm: rms_norm::Kernels,
+    resources: Resources,
+}
+
+// SAFETY: the fields are handles of the driver, which any thread may use.
+unsafe impl Send for Cuda {}
+// SAFETY: as above.
+unsafe impl Sync for Cuda {}
+
+impl std::fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cuda")
+            .field("ordinal", &self.ordinal())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Number of devices.
+pub(crate) fn device_count(op: &'static str) -> Result<i32> {
+    Driver::get(op)?.num_devices(op)
+}
+
+/// What a device is. Asking for its free memory takes its primary context, which is made for the moment if nothing holds it.
+pub(crate) fn device_info(op: &'static str, ordinal: i32) -> Result<DeviceInfo> {
+    let driver = Driver::get(op)?;
+    check_ordinal(op, driver, ordinal)?;
+    let primary = Primary::retain(op, driver, ordinal)?;
+    let mut name = [0; 256];
+    let (mut free, mut total) = (0, 0);
+    let _entered = primary.enter(op)?;
+    // SAFETY: one byte less than the name has, so that it ends in NUL; the results are valid for writes; a context is current.
+    unsafe {
+        driver.device_name(op, name.as_mut_ptr(), name.len() as i32 - 1, primary.device)?;
+        driver.mem_info(op, &mut free, &mut total)?;
+    }
+    let name = name.iter().map(|c| *c as u8).take_while(|c| *c != 0);
+    let multiprocessors = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    Ok(DeviceInfo {
+        name: String::from_utf8_lossy(&name.collect::<Vec<_>>()).into_owned(),
+        total_memory: total as u64,
+        free_memory: free as u64,
+        compute_capability: primary.capability(op)?,
+        num_units: primary.attribute(op, multiprocessors)?,
+    })
+}
+
+fn check_ordinal(op: &'static str, driver: &Driver, ordinal: i32) -> Result<()> {
+    let count = driver.num_devices(op)?;
+    if count == 0 {
+        return Err(unavailable(op, "the driver finds no device".into()));
+    }
+    crate::context::check_device(op, ordinal, count)
+}
+
+fn unavailable(op: &'static str, reason: String) -> Error {
+    Error::BackendUnavailable {
+        op,
+        backend: Backend::Cuda,
+        reason,
+    }
+}
+
+impl Cuda {
+    /// Takes the device's primary context and loads every image.
+    ///
+    /// # Errors
+    /// No driver, no such device, no image that fits it, or the driver refuses.
+    pub fn new(op: &'static str, ordinal: i32) -> Result<Cuda> {
+        let driver = Driver::get(op)?;
+        check_ordinal(op, driver, ordinal)?;
+        let ((major, minor), (needed, _)) = (driver.version, images::TOOLKIT);
+        if major < needed {
+            let reason = format!(
+                "the driver supports CUDA {major}.{minor}, the kernels of this build need {needed}.0"
+            );
+            return Err(unavailable(op, reason));
+        }
+        let resources = Resources::load(op, driver, ordinal)?;
+        Ok(Cuda {
+            rms_norm: rms_norm::Kernels::new(&resources)?,
+            resources,
+        })
+    }
+
+    pub fn ordinal(&self) -> i32 {
+        self.resources.ordinal()
+    }
+
+    /// Queues a kernel on a stream.
+    ///
+    /// # Safety
+    /// The arguments are what the kernel expects, and the stream is live and of this device.
+    unsafe fn launch<A: Arguments>(
+        &self,
+        op: &'static str,
+        kernel: &Kernel<A>,
+        blocks: u32,
+        arguments: &A,
+        stream: Stream,
+    ) -> Result<()> {
+        const {
+            assert!(A::NUM_BUFFERS < MAX_PARAMETERS);
+        }
+        let base: *const A = arguments;
+        // The pointers, then the struct of scalars behind them.
+        let mut parameters = [std::ptr::null_mut::<c_void>(); MAX_PARAMETERS];
+        for (i, parameter) in parameters.iter_mut().take(A::NUM_BUFFERS + 1).enumerate() {
+            *parameter = base.cast::<u64>().wrapping_add(i).cast_mut().cast();
+        }
+        let [x, y, z] = kernel.info.block;
+        let shared_bytes = kernel.info.shared_bytes;
+        let primary = &self.resources.primary;
+        let _entered = primary.enter(op)?;
+        // SAFETY: the function is of the current context, the parameters are as its layout says; the rest is the caller's promise.
+        unsafe {
+            primary.driver.launch(
+                op,
+                kernel.function,
+                blocks,
+                1,
+                1,
+                x,
+                y,
+                z,
+                shared_bytes,
+                stream.as_raw().cast(),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+    }
+}
+
+/// Most parameters of a kernel: its pointers and its struct of scalars.
+const MAX_PARAMETERS: usize = 24;
+
+/// The position of a float dtype in tables of kernels.
+fn float_index(dtype: DType) -> Option<usize> {
+    DType::FLOATS.iter().position(|d| *d == dtype)
+}

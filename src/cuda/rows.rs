@@ -1,0 +1,169 @@
+//! Rows of several tensors of one shape, as kernels walk them.
+
+use crate::layout::{Layout, MAX_RANK};
+
+/// Row dimensions that a kernel takes.
+pub(super) const DIMS: usize = 3;
+
+/// The dimensions of `N` tensors of one shape, all but the last, with neighbours merged where every tensor allows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Rows<const N: usize> {
+    rank: usize,
+    sizes: [usize; MAX_RANK],
+    /// Per dimension, the stride of each tensor.
+    strides: [[usize; N]; MAX_RANK],
+}
+
+/// What one launch covers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Launch<const N: usize> {
+    /// Elements from the beginning of each tensor to its first row.
+    pub offsets: [usize; N],
+    /// Sizes of the row dimensions, outermost first, then ones: equally spaced rows have one dimension, the first.
+    pub sizes: [usize; DIMS],
+    /// Per row dimension, the stride of each tensor.
+    pub strides: [[usize; N]; DIMS],
+}
+
+impl<const N: usize> Rows<N> {
+    /// The layouts have one shape of rank 1 at least.
+    pub fn new(layouts: [&Layout; N]) -> Self {
+        let mut rows = Rows {
+            rank: 0,
+            sizes: [1; MAX_RANK],
+            strides: [[0; N]; MAX_RANK],
+        };
+        let rank = layouts.first().map_or(0, |l| l.rank()).saturating_sub(1);
+        for dim in 0..rank {
+            let size = layouts.first().map_or(1, |l| l.dim(dim));
+            if size == 1 {
+                continue;
+            }
+            let strides = layouts.map(|l| l.stride(dim));
+            let merges = rows.rank > 0
+                && (0..N).all(|t| rows.strides[rows.rank - 1][t] == size * strides[t]);
+            if merges {
+                rows.sizes[rows.rank - 1] *= size;
+                rows.strides[rows.rank - 1] = strides;
+            } else {
+                rows.sizes[rows.rank] = size;
+                rows.strides[rows.rank] = strides;
+                rows.rank += 1;
+            }
+        }
+        rows
+    }
+
+    /// The greatest number of rows in a launch.
+    pub fn rows_per_launch(&self) -> usize {
+        self.sizes[self.outer()..self.rank].iter().product()
+    }
+
+    /// Whether every row of every tensor begins a multiple of `elements` after the tensor.
+    pub fn aligned_to(&self, elements: usize) -> bool {
+        self.strides[..self.rank]
+            .iter()
+            .flatten()
+            .all(|stride| stride.is_multiple_of(elements))
+    }
+
+    /// The launches that cover all rows: one, unless more dimensions are left than a kernel takes.
+    pub fn launches(&self) -> impl Iterator<Item = Launch<N>> + '_ {
+        let outer = self.outer();
+        let mut sizes = [1; DIMS];
+        let mut strides = [[0; N]; DIMS];
+        let inner = self.rank - outer;
+        sizes[..inner].copy_from_slice(&self.sizes[outer..self.rank]);
+        strides[..inner].copy_from_slice(&self.strides[outer..self.rank]);
+        let count: usize = self.sizes[..outer].iter().product();
+        (0..count).map(move |mut index| {
+            let mut offsets = [0; N];
+            for dim in (0..outer).rev() {
+                let i = index % self.sizes[dim];
+                index /= self.sizes[dim];
+                for (offset, stride) in offsets.iter_mut().zip(&self.strides[dim]) {
+                    *offset += i * stride;
+                }
+            }
+            Launch {
+                offsets,
+                sizes,
+                strides,
+            }
+        })
+    }
+
+    /// Dimensions that a launch does not cover.
+    fn outer(&self) -> usize {
+        self.rank.saturating_sub(DIMS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offsets<const N: usize>(rows: &Rows<N>) -> Vec<[usize; N]> {
+        let mut all = Vec::new();
+        for launch in rows.launches() {
+            let [a, b, c] = launch.sizes;
+            for row in 0..a * b * c {
+                let index = [row / (b * c), row / c % b, row % c];
+                let mut at = launch.offsets;
+                for (i, strides) in index.iter().zip(&launch.strides) {
+                    for (offset, stride) in at.iter_mut().zip(strides) {
+                        *offset += i * stride;
+                    }
+                }
+                all.push(at);
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn rows_are_where_the_layouts_say() {
+        let contiguous = |shape: &[usize]| Layout::contiguous(shape).unwrap();
+        let cases = [
+            (contiguous(&[7]), contiguous(&[7]), 0, 1),
+            (contiguous(&[5, 7]), contiguous(&[5, 7]), 1, 1),
+            (contiguous(&[2, 3, 4, 8]), contiguous(&[2, 3, 4, 8]), 1, 1),
+            (
+                contiguous(&[2, 4, 3, 8]).transposed(1, 2).unwrap(),
+                contiguous(&[2, 3, 4, 8]),
+                3,
+                1,
+            ),
+            (
+                contiguous(&[1, 4, 3, 8]).transposed(1, 2).unwrap(),
+                contiguous(&[1, 3, 4, 8]),
+                2,
+                1,
+            ),
+            (
+                Layout::strided(&[2, 3, 2, 3, 2, 4], &[500, 150, 70, 20, 9, 1]).unwrap(),
+                contiguous(&[2, 3, 2, 3, 2, 4]),
+                5,
+                6,
+            ),
+        ];
+        for (a, b, rank, launches) in cases {
+            let rows = Rows::new([&a, &b]);
+            assert_eq!((rows.rank, rows.launches().count()), (rank, launches));
+            assert_eq!(rows.rows_per_launch() * launches, a.num_rows());
+            let expected: Vec<_> = (0..a.num_rows())
+                .map(|row| [a.row_offset(row), b.row_offset(row)])
+                .collect();
+            assert_eq!(offsets(&rows), expected);
+        }
+    }
+
+    #[test]
+    fn alignment_is_that_of_every_stride() {
+        let a = Layout::contiguous(&[4, 16]).unwrap();
+        let b = Layout::strided(&[4, 16], &[20, 1]).unwrap();
+        assert!(Rows::new([&a]).aligned_to(8) && !Rows::new([&a, &b]).aligned_to(8));
+        let one = Layout::strided(&[1, 16], &[3, 1]).unwrap();
+        assert!(Rows::new([&one]).aligned_to(8));
+    }
+}
