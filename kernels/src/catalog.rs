@@ -2,7 +2,7 @@
 
 use crate::Error;
 use crate::emit::Kernel;
-use crate::rms_norm;
+use crate::{embedding, kv_cache, rms_norm, rope, swiglu};
 
 /// The kernels of one operation, compiled together into one image.
 #[derive(Clone, Debug)]
@@ -18,8 +18,17 @@ pub struct Image {
 /// # Errors
 /// CubeCL refuses a kernel.
 pub fn images() -> Result<Vec<Image>, Error> {
-    Ok(vec![Image {
-        name: "rms_norm",
-        kernels: rms_norm::kernels()?,
-    }])
+    type Instances = fn() -> Result<Vec<Kernel>, Error>;
+    let operations: [(&'static str, Instances); 5] = [
+        ("embedding", embedding::kernels),
+        ("kv_append", kv_cache::kernels),
+        ("rms_norm", rms_norm::kernels),
+        ("rope", rope::kernels),
+        ("swiglu", swiglu::kernels),
+    ];
+    let image = |(name, kernels): (&'static str, Instances)| {
+        let kernels = kernels()?;
+        Ok(Image { name, kernels })
+    };
+    operations.into_iter().map(image).collect()
 }

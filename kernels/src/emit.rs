@@ -2,7 +2,9 @@
 //!
 //! The layout is read off the compiled kernel, so the text and the host's argument struct cannot disagree.
 
-use cubecl::ir::{ElemType, FloatKind, ManagedVariable, Scope, StorageType, Type, UIntKind};
+use cubecl::ir::{
+    ElemType, FloatKind, IntKind, ManagedVariable, Scope, StorageType, Type, UIntKind,
+};
 use cubecl::prelude::*;
 use cubecl_core::Compiler;
 use cubecl_core::server::ExecutionMode;
@@ -21,6 +23,8 @@ pub enum ScalarType {
     F32,
     /// 32-bit unsigned integer.
     U32,
+    /// 64-bit signed integer.
+    I64,
     /// 64-bit unsigned integer; `usize` in kernels, whose addresses have 64 bits.
     U64,
 }
@@ -30,6 +34,7 @@ impl ScalarType {
         StorageType::Scalar(match self {
             ScalarType::F32 => ElemType::Float(FloatKind::F32),
             ScalarType::U32 => ElemType::UInt(UIntKind::U32),
+            ScalarType::I64 => ElemType::Int(IntKind::I64),
             ScalarType::U64 => ElemType::UInt(UIntKind::U64),
         })
     }
@@ -39,11 +44,20 @@ impl ScalarType {
         self.storage().size()
     }
 
+    /// Zero as a Rust literal.
+    pub fn zero(self) -> &'static str {
+        match self {
+            ScalarType::F32 => "0.0",
+            ScalarType::U32 | ScalarType::I64 | ScalarType::U64 => "0",
+        }
+    }
+
     /// The Rust type.
     pub fn rust(self) -> &'static str {
         match self {
             ScalarType::F32 => "f32",
             ScalarType::U32 => "u32",
+            ScalarType::I64 => "i64",
             ScalarType::U64 => "u64",
         }
     }
@@ -56,11 +70,11 @@ pub struct Scalar {
     pub name: &'static str,
     /// Its type.
     pub ty: ScalarType,
-    /// Bytes from the beginning of the kernel's last parameter.
+    /// Bytes from the beginning of the struct of scalars.
     pub offset: usize,
 }
 
-/// The arguments of a kernel: pointers, each a parameter, then one struct with all scalars.
+/// The arguments of a kernel: pointers, each a parameter, then one struct with all scalars, then at most one array of f32 by value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arguments {
     /// The pointers' names.
@@ -69,6 +83,8 @@ pub struct Arguments {
     pub scalars: Vec<Scalar>,
     /// Bytes of the scalars' struct that the kernel reads.
     pub scalars_size: usize,
+    /// Name and length of the array.
+    pub by_value: Option<(&'static str, usize)>,
 }
 
 /// A kernel as CUDA C++.
@@ -95,6 +111,7 @@ pub struct Builder {
     inner: KernelBuilder,
     buffers: Vec<&'static str>,
     scalars: Vec<(&'static str, ScalarType)>,
+    by_value: Option<(&'static str, usize)>,
 }
 
 impl Default for Builder {
@@ -106,6 +123,7 @@ impl Default for Builder {
             inner,
             buffers: Vec::new(),
             scalars: Vec::new(),
+            by_value: None,
         }
     }
 }
@@ -131,6 +149,14 @@ impl Builder {
     pub fn write(&mut self, name: &'static str, ty: Type) -> ManagedVariable {
         self.buffers.push(name);
         self.inner.output_array(ty)
+    }
+
+    /// An array of `len` f32 that travels with the launch, for what the host computes: no memory has to be there for it. At most one,
+    /// after all pointers.
+    pub fn by_value(&mut self, name: &'static str, len: usize) -> ManagedVariable {
+        self.by_value = Some((name, len));
+        let ty = self.type_of::<f32>();
+        self.inner.input_array(ty)
     }
 
     /// A scalar.
@@ -189,6 +215,12 @@ impl Builder {
             scalars_size = field.offset + field.padded_size() * field.ty.size();
         }
         let (includes, mut text) = split(&compiled.to_string());
+        if let Some((_, len)) = self.by_value {
+            text = pass_by_value(&text, self.buffers.len(), len).ok_or_else(|| Error::Expand {
+                kernel: name.clone(),
+                reason: "its signature is not what an array by value expects".into(),
+            })?;
+        }
         text.push_str(&format!(
             "static_assert(sizeof(info_st) == {scalars_size}, \"the host's struct of scalars\");\n"
         ));
@@ -199,6 +231,7 @@ impl Builder {
                 buffers: self.buffers,
                 scalars,
                 scalars_size,
+                by_value: self.by_value,
             },
             block: [threads, 1, 1],
             shared_bytes: compiled.shared_memory_size(),
@@ -254,6 +287,21 @@ fn split(source: &str) -> (Vec<String>, String) {
         }
     }
     (includes, text)
+}
+
+/// Turns the last pointer of a kernel, number `index`, into an array in the parameters. CubeCL has no such parameter; in the text it
+/// is a change of the signature alone.
+fn pass_by_value(text: &str, index: usize, len: usize) -> Option<String> {
+    let scalars = "const __grid_constant__ info_st info";
+    let pointer = format!(", const float* __restrict__ buffer_{index}, {scalars}\n) {{\n");
+    let array = format!(
+        ", {scalars}, const __grid_constant__ array_st array\n) {{\nconst float* buffer_{index} = array.values;\n"
+    );
+    let (before, after) = text.split_once(&pointer)?;
+    let (types, signature) = before.split_once("extern \"C\" __global__")?;
+    Some(format!(
+        "{types}struct array_st {{\n    float values[{len}];\n}};\nextern \"C\" __global__{signature}{array}{after}"
+    ))
 }
 
 /// One translation unit of several kernels. Each has a namespace, for CubeCL gives helper types of different kernels one name.

@@ -11,9 +11,15 @@
 //! [`build`] does it all.
 
 pub mod catalog;
+mod embedding;
 pub mod emit;
+mod kv_cache;
+mod math;
 pub mod nvcc;
 mod rms_norm;
+mod rope;
+mod rows;
+mod swiglu;
 pub mod table;
 
 use std::path::{Path, PathBuf};

@@ -8,6 +8,7 @@ use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+use crate::rows::{self, Sizes, Strides, row_index, row_start};
 
 /// Threads per row and 16-byte vectors per thread. Short rows share a warp; the longest fill a block at 64 registers a thread.
 const SHAPES: [(u32, u32); 10] = [
@@ -26,7 +27,7 @@ const SHAPES: [(u32, u32); 10] = [
 /// Threads of a block whose rows need fewer.
 const MIN_BLOCK: u32 = 128;
 
-/// Where a row of each tensor begins. Rows are numbered in row-major order over `(_, size_1, size_2)`.
+/// Where a row of each tensor begins.
 #[derive(CubeType, Clone, Copy)]
 struct RowOffsets {
     x: usize,
@@ -35,22 +36,13 @@ struct RowOffsets {
     residual_out: usize,
 }
 
-/// Strides of rows in three dimensions, in elements or vectors.
-#[derive(CubeType, Clone, Copy)]
-struct Strides {
-    d0: usize,
-    d1: usize,
-    d2: usize,
-}
-
 /// What both kernels take besides pointers.
 #[derive(CubeType, Clone, Copy)]
 struct Shape {
     rows: u32,
     /// Row length, in elements or vectors.
     length: u32,
-    size_1: u32,
-    size_2: u32,
+    sizes: Sizes,
     x: Strides,
     residual: Strides,
     out: Strides,
@@ -58,37 +50,21 @@ struct Shape {
 }
 
 #[cube]
-fn offset(s: Strides, i0: u32, i1: u32, i2: u32) -> usize {
-    i0 as usize * s.d0 + i1 as usize * s.d1 + i2 as usize * s.d2
-}
-
-#[cube]
-fn row_offsets(row: u32, s: Shape, #[comptime] residual: bool) -> RowOffsets {
-    let mut i0 = row;
-    let mut i1 = 0u32;
-    let mut i2 = 0u32;
-    // Divisions only where rows are not equally spaced.
-    if s.size_2 > 1 {
-        i2 = i0 % s.size_2;
-        i0 /= s.size_2;
-    }
-    if s.size_1 > 1 {
-        i1 = i0 % s.size_1;
-        i0 /= s.size_1;
-    }
-    let x = offset(s.x, i0, i1, i2);
-    let out = offset(s.out, i0, i1, i2);
-    let mut r = 0usize;
-    let mut ro = 0usize;
-    if residual {
-        r = offset(s.residual, i0, i1, i2);
-        ro = offset(s.residual_out, i0, i1, i2);
+fn row_offsets(row: u32, s: Shape, #[comptime] has_residual: bool) -> RowOffsets {
+    let index = row_index(row, s.sizes);
+    let x = row_start(index, s.x);
+    let out = row_start(index, s.out);
+    let mut residual = 0usize;
+    let mut residual_out = 0usize;
+    if has_residual {
+        residual = row_start(index, s.residual);
+        residual_out = row_start(index, s.residual_out);
     }
     RowOffsets {
         x,
-        residual: r,
+        residual,
         out,
-        residual_out: ro,
+        residual_out,
     }
 }
 
@@ -281,21 +257,16 @@ struct Scalars {
 }
 
 fn scalars(b: &mut Builder) -> Scalars {
-    use ScalarType::{F32, U32, U64};
-    fn strides(b: &mut Builder, names: [&'static str; 3]) -> StridesExpand {
-        let [d0, d1, d2] = names.map(|name| b.scalar(name, U64).into());
-        StridesExpand { d0, d1, d2 }
-    }
+    use ScalarType::{F32, U32};
     Scalars {
         shape: ShapeExpand {
             rows: b.scalar("rows", U32).into(),
             length: b.scalar("length", U32).into(),
-            size_1: b.scalar("size_1", U32).into(),
-            size_2: b.scalar("size_2", U32).into(),
-            x: strides(b, ["x_0", "x_1", "x_2"]),
-            residual: strides(b, ["residual_0", "residual_1", "residual_2"]),
-            out: strides(b, ["out_0", "out_1", "out_2"]),
-            residual_out: strides(b, ["residual_out_0", "residual_out_1", "residual_out_2"]),
+            sizes: rows::sizes(b),
+            x: rows::strides(b, ["x_0", "x_1", "x_2"]),
+            residual: rows::strides(b, ["residual_0", "residual_1", "residual_2"]),
+            out: rows::strides(b, ["out_0", "out_1", "out_2"]),
+            residual_out: rows::strides(b, ["residual_out_0", "residual_out_1", "residual_out_2"]),
         },
         weight_kind: b.scalar("weight_kind", U32).into(),
         weight_offset: b.scalar("weight_offset", F32).into(),
@@ -303,7 +274,11 @@ fn scalars(b: &mut Builder) -> Scalars {
     }
 }
 
-fn rows(dtype: Dtype, has_residual: bool, (threads, vectors): (u32, u32)) -> Result<Kernel, Error> {
+fn in_vectors(
+    dtype: Dtype,
+    has_residual: bool,
+    (threads, vectors): (u32, u32),
+) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     with_vector!(dtype, F, N => {
         let ty = b.type_of::<Vector<F, N>>();
@@ -398,7 +373,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
     for dtype in Dtype::ALL {
         for has_residual in [false, true] {
             for shape in SHAPES {
-                kernels.push(rows(dtype, has_residual, shape)?);
+                kernels.push(in_vectors(dtype, has_residual, shape)?);
             }
             for weight in Dtype::ALL {
                 for threads in [32, 256] {

@@ -79,42 +79,70 @@ fn describe(kernel: &Kernel) -> String {
     )
 }
 
+/// A struct's fields and the expression of its zero value.
+#[derive(Default)]
+struct Fields {
+    declared: String,
+    zero: String,
+}
+
+impl Fields {
+    fn push(&mut self, name: &str, ty: &str, zero: &str) {
+        let _ = writeln!(self.declared, "        pub {name}: {ty},");
+        let _ = writeln!(self.zero, "            {name}: {zero},");
+    }
+}
+
 fn arguments(text: &mut String, index: usize, image: &str, arguments: &Arguments) {
-    let mut fields = String::new();
+    let mut fields = Fields::default();
     for buffer in &arguments.buffers {
-        let _ = writeln!(fields, "        pub {buffer}: u64,");
+        fields.push(buffer, "u64", "0");
     }
     // The gaps between groups of scalars become fields: the struct has no padding.
     let mut end = 0;
-    let pad = |fields: &mut String, to: usize, end: &mut usize| {
+    let pad = |fields: &mut Fields, to: usize, end: &mut usize| {
         while *end < to {
-            let _ = writeln!(fields, "        pub reserved_{end}: u32,");
+            fields.push(&format!("reserved_{end}"), "u32", "0");
             *end += 4;
         }
     };
     for scalar in &arguments.scalars {
         pad(&mut fields, scalar.offset, &mut end);
-        let _ = writeln!(fields, "        pub {}: {},", scalar.name, scalar.ty.rust());
+        fields.push(scalar.name, scalar.ty.rust(), scalar.ty.zero());
         end += scalar.ty.size();
     }
     pad(&mut fields, arguments.scalars_size, &mut end);
-    let size = 8 * arguments.buffers.len() + arguments.scalars_size;
+    let mut parameters: Vec<usize> = (0..arguments.buffers.len()).map(|i| 8 * i).collect();
+    let mut size = 8 * arguments.buffers.len();
+    let array_size = arguments.by_value.map_or(0, |(_, len)| 4 * len);
+    for bytes in [arguments.scalars_size, array_size] {
+        if bytes > 0 {
+            parameters.push(size);
+            size += bytes;
+        }
+    }
+    if let Some((name, len)) = arguments.by_value {
+        fields.push(name, &format!("[f32; {len}]"), &format!("[0.0; {len}]"));
+    }
+    let Fields { declared, zero } = fields;
     let _ = writeln!(
         text,
         "\n/// The arguments of `{image}`.\n\
          pub mod {image} {{\n    \
-             /// Pointers, then scalars as the kernels unpack them.\n    \
-             #[derive(Clone, Copy, Debug, Default)]\n    \
+             /// Pointers, then scalars as the kernels unpack them, then an array if there is one.\n    \
+             #[derive(Clone, Copy, Debug)]\n    \
              #[repr(C)]\n    \
-             pub struct Arguments {{\n{fields}    }}\n    \
+             pub struct Arguments {{\n{declared}    }}\n    \
              const _: () = assert!(size_of::<Arguments>() == {size});\n    \
-             // SAFETY: {} pointers, then the struct of scalars, laid out by what laid out the kernels' parameters.\n    \
+             impl Arguments {{\n        \
+                 /// All zero.\n        \
+                 pub const ZERO: Arguments = Arguments {{\n{zero}        }};\n    \
+             }}\n    \
+             // SAFETY: laid out by what laid out the kernels' parameters.\n    \
              unsafe impl super::Arguments for Arguments {{\n        \
                  const IMAGE: usize = {index};\n        \
-                 const NUM_BUFFERS: usize = {};\n    \
+                 const PARAMETERS: &[usize] = &{parameters:?};\n    \
              }}\n\
-         }}",
-        arguments.buffers.len(),
-        arguments.buffers.len(),
+         }}"
     );
 }

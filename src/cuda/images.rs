@@ -40,12 +40,12 @@ impl KernelInfo {
 /// The arguments of one image's kernels.
 ///
 /// # Safety
-/// The type is `repr(C)`: `NUM_BUFFERS` pointers of 8 bytes, then the kernels' struct of scalars.
+/// At each offset of `PARAMETERS` lies what the kernels' parameter at this index has for its bytes.
 pub(crate) unsafe trait Arguments: Copy {
     /// Index into [`IMAGES`].
     const IMAGE: usize;
-    /// Number of pointers.
-    const NUM_BUFFERS: usize;
+    /// Where each parameter begins.
+    const PARAMETERS: &[usize];
 }
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));

@@ -5,23 +5,33 @@
 
 mod device;
 mod driver;
+pub(crate) mod embedding;
 mod images;
+pub(crate) mod kv_cache;
 mod memory;
 pub(crate) mod rms_norm;
+pub(crate) mod rope;
 mod rows;
+pub(crate) mod swiglu;
+mod table;
 
 use std::ffi::c_void;
 
 use crate::context::{Backend, DeviceInfo, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::tensor::RawTensor;
 use device::{Kernel, Primary, Resources};
 use driver::{CUdevice_attribute, Driver};
 use images::Arguments;
 
 /// The CUDA backend's state on one device.
 pub(crate) struct Cuda {
-    pub(crate) rms_norm: rms_norm::Kernels,
+    embedding: embedding::Kernels,
+    kv_append: kv_cache::Kernels,
+    rms_norm: rms_norm::Kernels,
+    rope: rope::Kernels,
+    swiglu: swiglu::Kernels,
     resources: Resources,
 }
 
@@ -100,7 +110,11 @@ impl Cuda {
         }
         let resources = Resources::load(op, driver, ordinal)?;
         Ok(Cuda {
+            embedding: embedding::kernels(&resources)?,
+            kv_append: kv_cache::kernels(&resources)?,
             rms_norm: rms_norm::Kernels::new(&resources)?,
+            rope: rope::kernels(&resources)?,
+            swiglu: swiglu::kernels(&resources)?,
             resources,
         })
     }
@@ -122,13 +136,12 @@ impl Cuda {
         stream: Stream,
     ) -> Result<()> {
         const {
-            assert!(A::NUM_BUFFERS < MAX_PARAMETERS);
+            assert!(A::PARAMETERS.len() <= MAX_PARAMETERS);
         }
-        let base: *const A = arguments;
-        // The pointers, then the struct of scalars behind them.
-        let mut parameters = [std::ptr::null_mut::<c_void>(); MAX_PARAMETERS];
-        for (i, parameter) in parameters.iter_mut().take(A::NUM_BUFFERS + 1).enumerate() {
-            *parameter = base.cast::<u64>().wrapping_add(i).cast_mut().cast();
+        let base = (&raw const *arguments).cast_mut().cast::<c_void>();
+        let mut parameters = [std::ptr::null_mut(); MAX_PARAMETERS];
+        for (parameter, offset) in parameters.iter_mut().zip(A::PARAMETERS) {
+            *parameter = base.wrapping_byte_add(*offset);
         }
         let [x, y, z] = kernel.info.block;
         let shared_bytes = kernel.info.shared_bytes;
@@ -154,8 +167,31 @@ impl Cuda {
     }
 }
 
-/// Most parameters of a kernel: its pointers and its struct of scalars.
+/// Most parameters of a kernel.
 const MAX_PARAMETERS: usize = 24;
+
+/// Bytes of a vector access.
+const VECTOR: usize = 16;
+
+/// Whether a tensor can be accessed in vectors of `width` elements, as far as its address goes.
+fn is_aligned(tensor: &RawTensor, width: usize) -> bool {
+    tensor
+        .ptr
+        .addr()
+        .is_multiple_of(width * tensor.dtype.size())
+}
+
+/// The blocks of a launch, or why there are too many.
+fn check_blocks(op: &'static str, tensor: &'static str, blocks: usize) -> Result<u32> {
+    if blocks <= i32::MAX as usize {
+        return Ok(blocks as u32);
+    }
+    let problem = format!(
+        "needs {blocks} thread blocks, the CUDA backend launches {}",
+        i32::MAX
+    );
+    Err(Error::unsupported(op, tensor, problem))
+}
 
 /// The position of a float dtype in tables of kernels.
 fn float_index(dtype: DType) -> Option<usize> {

@@ -3,7 +3,7 @@
 use super::device::{Kernel, Resources};
 use super::images::rms_norm::Arguments;
 use super::rows::{Launch, Rows};
-use super::{Cuda, float_index};
+use super::{Cuda, VECTOR, float_index, is_aligned};
 use crate::context::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -11,9 +11,6 @@ use crate::ops::rms_norm::Problem;
 use crate::tensor::RawTensor;
 
 const OP: &str = "rms_norm";
-
-/// Bytes of a vector access.
-const VECTOR: usize = 16;
 
 /// The kernels of one dtype, without or with residual.
 #[derive(Default)]
@@ -137,15 +134,15 @@ fn rows(p: &Problem) -> Rows<4> {
 /// The kernel that moves vectors, and their width in elements, if rows are aligned and short enough for it.
 fn in_vectors<'a>(forms: &'a Forms, p: &Problem, rows: &Rows<4>) -> Option<(&'a Form, usize)> {
     let width = VECTOR / p.x.dtype.size();
-    let aligned = |t: &RawTensor| t.ptr.addr().is_multiple_of(VECTOR);
+    let aligned = |t: &RawTensor| is_aligned(t, width);
     let residual = p
         .residual
         .as_ref()
         .is_none_or(|(r, s)| aligned(r) && aligned(s));
-    let weight = p
-        .weight
-        .as_ref()
-        .is_none_or(|w| aligned(w) && (w.dtype == p.x.dtype || w.dtype == DType::F32));
+    let weight = p.weight.as_ref().is_none_or(|w| match w.dtype {
+        DType::F32 => is_aligned(w, VECTOR / size_of::<f32>()),
+        dtype => dtype == p.x.dtype && aligned(w),
+    });
     let fits = dim(p).is_multiple_of(width) && rows.aligned_to(width);
     if !(fits && weight && residual && aligned(&p.x) && aligned(&p.out)) {
         return None;
@@ -207,6 +204,6 @@ fn arguments(p: &Problem, launch: &Launch<4>, num_rows: usize, width: usize) -> 
         weight_kind,
         weight_offset: p.weight_offset,
         epsilon: p.epsilon,
-        ..Arguments::default()
+        ..Arguments::ZERO
     }
 }

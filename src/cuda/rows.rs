@@ -26,14 +26,19 @@ pub(super) struct Launch<const N: usize> {
 }
 
 impl<const N: usize> Rows<N> {
-    /// The layouts have one shape of rank 1 at least.
+    /// Every dimension but the last of layouts that have one shape.
     pub fn new(layouts: [&Layout; N]) -> Self {
+        let rank = layouts.first().map_or(0, |l| l.rank()).saturating_sub(1);
+        Self::of_dims(rank, layouts)
+    }
+
+    /// The first `rank` dimensions, in which the layouts agree.
+    pub fn of_dims(rank: usize, layouts: [&Layout; N]) -> Self {
         let mut rows = Rows {
             rank: 0,
             sizes: [1; MAX_RANK],
             strides: [[0; N]; MAX_RANK],
         };
-        let rank = layouts.first().map_or(0, |l| l.rank()).saturating_sub(1);
         for dim in 0..rank {
             let size = layouts.first().map_or(1, |l| l.dim(dim));
             if size == 1 {
@@ -59,12 +64,31 @@ impl<const N: usize> Rows<N> {
         self.sizes[self.outer()..self.rank].iter().product()
     }
 
+    /// The rows as one, if those of every tensor follow each other without gaps.
+    pub fn flattened(&self, length: usize) -> Option<(Self, usize)> {
+        let gapless =
+            self.rank == 0 || (self.rank == 1 && self.strides[0].iter().all(|s| *s == length));
+        let one = Rows { rank: 0, ..*self };
+        gapless.then(|| {
+            (
+                one,
+                self.sizes[..self.rank].iter().product::<usize>() * length,
+            )
+        })
+    }
+
     /// Whether every row of every tensor begins a multiple of `elements` after the tensor.
     pub fn aligned_to(&self, elements: usize) -> bool {
         self.strides[..self.rank]
             .iter()
             .flatten()
             .all(|stride| stride.is_multiple_of(elements))
+    }
+
+    /// [`Rows::aligned_to`] of one tensor.
+    pub fn aligned_to_of(&self, tensor: usize, elements: usize) -> bool {
+        let mut strides = self.strides[..self.rank].iter();
+        strides.all(|s| s.get(tensor).is_none_or(|s| s.is_multiple_of(elements)))
     }
 
     /// The launches that cover all rows: one, unless more dimensions are left than a kernel takes.
@@ -156,6 +180,17 @@ mod tests {
                 .collect();
             assert_eq!(offsets(&rows), expected);
         }
+    }
+
+    #[test]
+    fn gapless_rows_are_one() {
+        let a = Layout::contiguous(&[2, 3, 16]).unwrap();
+        let b = Layout::strided(&[2, 3, 16], &[60, 20, 1]).unwrap();
+        let (one, length) = Rows::new([&a, &a]).flattened(16).unwrap();
+        assert_eq!((one.rank, one.rows_per_launch(), length), (0, 1, 96));
+        assert!(Rows::new([&a, &b]).flattened(16).is_none());
+        let single = Layout::strided(&[1, 16], &[99, 1]).unwrap();
+        assert_eq!(Rows::new([&single]).flattened(16).unwrap().1, 16);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::layout::MAX_RANK;
 use crate::ops::Implementation;
-use crate::ops::check::{self, Arg};
+use crate::ops::check::Arg;
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
 const OP: &str = "embedding";
@@ -62,11 +62,15 @@ impl Params<'_> {
     }
 }
 
-fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(check::no_kernel(OP)),
+        Device::Cuda(_) => {
+            crate::cuda::embedding::supported(problem)?;
+            Ok(Implementation::Cuda)
+        }
     }
 }
 
@@ -82,13 +86,14 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
 ///
 /// # Errors
 /// An argument is wrong (nothing was written), or the launch failed. On the CPU an id outside the table is such an argument.
-pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
     params.check_data(&problem)?;
     choose(ctx, &problem)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::embedding::forward(cpu, &problem),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(check::no_kernel(OP)),
+        Device::Cuda(cuda) => crate::cuda::embedding::forward(cuda, &problem, stream),
     }
 }

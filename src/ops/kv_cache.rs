@@ -103,11 +103,12 @@ fn rotation_of(
 }
 
 /// Writes new tokens to their pages.
-pub(crate) fn append(ctx: &Context, problem: &Append, _stream: Stream) -> Result<()> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub(crate) fn append(ctx: &Context, problem: &Append, stream: Stream) -> Result<()> {
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::kv_cache::append(cpu, problem),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(crate::ops::check::no_kernel("kv_cache_append")),
+        Device::Cuda(cuda) => crate::cuda::kv_cache::append(cuda, problem, stream)?,
     }
     Ok(())
 }
@@ -127,7 +128,8 @@ pub(crate) struct CopyPages<'a> {
 }
 
 /// Copies pages.
-pub(crate) fn copy_pages(ctx: &Context, problem: &CopyPages<'_>, _stream: Stream) -> Result<()> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub(crate) fn copy_pages(ctx: &Context, problem: &CopyPages<'_>, stream: Stream) -> Result<()> {
     match ctx.device() {
         Device::Cpu(_) => {
             // SAFETY: the cache owns the pages and holds them exclusively; indices come from its allocator.
@@ -135,6 +137,7 @@ pub(crate) fn copy_pages(ctx: &Context, problem: &CopyPages<'_>, _stream: Stream
             Ok(())
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Err(crate::ops::check::no_kernel("kv_cache_append")),
+        // SAFETY: as above.
+        Device::Cuda(cuda) => unsafe { crate::cuda::kv_cache::copy_pages(cuda, problem, stream) },
     }
 }

@@ -171,11 +171,15 @@ impl Params<'_> {
     }
 }
 
-fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(check::no_kernel(OP)),
+        Device::Cuda(_) => {
+            crate::cuda::swiglu::supported(problem)?;
+            Ok(Implementation::Cuda)
+        }
     }
 }
 
@@ -191,14 +195,15 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
 ///
 /// # Errors
 /// An argument is wrong (nothing was written), or the launch failed.
-pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
     params.check_data(&problem)?;
     choose(ctx, &problem)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::swiglu::forward(cpu, &problem),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(check::no_kernel(OP)),
+        Device::Cuda(cuda) => crate::cuda::swiglu::forward(cuda, &problem, stream)?,
     }
     Ok(())
 }

@@ -1,0 +1,196 @@
+//! Appending to the paged KV cache: one head of one new token is a row, copied or converted to its page. Keys and values go in one
+//! launch.
+
+use cubecl::prelude::*;
+
+use crate::Error;
+use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+
+const THREADS: u32 = 128;
+/// Threads that share a row: with 16 bytes each they cover 128 elements of a 16-bit dtype.
+const PER_ROW: u32 = 16;
+
+/// Where rows of one side lie, in vectors.
+#[derive(CubeType, Clone, Copy)]
+struct Side {
+    length: u32,
+    token: usize,
+    head: usize,
+    page: usize,
+    slot: usize,
+    page_head: usize,
+}
+
+#[cube]
+fn store<S: Float, D: Float, N: Size>(
+    from: &Array<Vector<S, N>>,
+    pages: &mut Array<Vector<D, N>>,
+    side: Side,
+    token: u32,
+    head: u32,
+    page: u32,
+    slot: u32,
+) {
+    let source = token as usize * side.token + head as usize * side.head;
+    let target =
+        page as usize * side.page + slot as usize * side.slot + head as usize * side.page_head;
+    let mut i = UNIT_POS_X % PER_ROW;
+    while i < side.length {
+        pages[target + i as usize] = Vector::cast_from(from[source + i as usize]);
+        i += PER_ROW;
+    }
+}
+
+#[cube]
+fn kv_append<S: Float, D: Float, N: Size>(
+    k: &Array<Vector<S, N>>,
+    v: &Array<Vector<S, N>>,
+    k_pages: &mut Array<Vector<D, N>>,
+    v_pages: &mut Array<Vector<D, N>>,
+    seq_lens: &Array<u32>,
+    cu_seqlens: &Array<u32>,
+    block_table: &Array<u32>,
+    num_tokens: u32,
+    num_heads: u32,
+    num_sequences: u32,
+    page_size: u32,
+    pages_per_sequence: usize,
+    k_side: Side,
+    v_side: Side,
+) {
+    // Rows: every head of every token of the keys, then of the values.
+    let row = CUBE_POS_X * comptime!(THREADS / PER_ROW) + UNIT_POS_X / PER_ROW;
+    let per_side = num_tokens * num_heads;
+    if row < 2 * per_side {
+        let is_value = row >= per_side;
+        let mut of_side = row;
+        if is_value {
+            of_side = row - per_side;
+        }
+        let token = of_side / num_heads;
+        let head = of_side % num_heads;
+        // The last sequence that starts at or before the token: those before it may be empty.
+        let mut low = 0u32;
+        let mut high = num_sequences;
+        while high - low > 1 {
+            let middle = (low + high) / 2;
+            if cu_seqlens[middle as usize] <= token {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        let behind = cu_seqlens[low as usize + 1] - token;
+        let index = seq_lens[low as usize] - behind;
+        let page = block_table[low as usize * pages_per_sequence + (index / page_size) as usize];
+        let slot = index % page_size;
+        if is_value {
+            store::<S, D, N>(v, v_pages, v_side, token, head, page, slot);
+        } else {
+            store::<S, D, N>(k, k_pages, k_side, token, head, page, slot);
+        }
+    }
+}
+
+fn side(b: &mut Builder, names: [&'static str; 6]) -> SideExpand {
+    let [length, token, head, page, slot, page_head] = names;
+    use ScalarType::{U32, U64};
+    SideExpand {
+        length: b.scalar(length, U32).into(),
+        token: b.scalar(token, U64).into(),
+        head: b.scalar(head, U64).into(),
+        page: b.scalar(page, U64).into(),
+        slot: b.scalar(slot, U64).into(),
+        page_head: b.scalar(page_head, U64).into(),
+    }
+}
+
+macro_rules! kernel {
+    ($b:ident, $s:ty, $d:ty, $n:ty) => {{
+        let from = $b.type_of::<Vector<$s, $n>>();
+        let to = $b.type_of::<Vector<$d, $n>>();
+        let word = $b.type_of::<u32>();
+        let k = $b.read("k", from);
+        let v = $b.read("v", from);
+        let k_pages = $b.write("k_pages", to);
+        let v_pages = $b.write("v_pages", to);
+        let seq_lens = $b.read("seq_lens", word);
+        let cu_seqlens = $b.read("cu_seqlens", word);
+        let block_table = $b.read("block_table", word);
+        let [num_tokens, num_heads, num_sequences, page_size] =
+            ["num_tokens", "num_heads", "num_sequences", "page_size"]
+                .map(|name| $b.scalar(name, ScalarType::U32));
+        let pages_per_sequence = $b.scalar("pages_per_sequence", ScalarType::U64);
+        let k_side = side(
+            &mut $b,
+            [
+                "k_length",
+                "k_token",
+                "k_head",
+                "k_page",
+                "k_slot",
+                "k_page_head",
+            ],
+        );
+        let v_side = side(
+            &mut $b,
+            [
+                "v_length",
+                "v_token",
+                "v_head",
+                "v_page",
+                "v_slot",
+                "v_page_head",
+            ],
+        );
+        kv_append::expand::<$s, $d, $n>(
+            $b.scope(),
+            k.into(),
+            v.into(),
+            k_pages.into(),
+            v_pages.into(),
+            seq_lens.into(),
+            cu_seqlens.into(),
+            block_table.into(),
+            num_tokens.into(),
+            num_heads.into(),
+            num_sequences.into(),
+            page_size.into(),
+            pages_per_sequence.into(),
+            k_side,
+            v_side,
+        );
+    }};
+}
+
+fn kernel(from: Dtype, pages: Dtype, vectors: bool) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let width = from.per_vector().min(pages.per_vector());
+    with_vector!(from, S, _N => with_vector!(pages, D, _M => match (vectors, width) {
+        (false, _) => kernel!(b, S, D, Const<1>),
+        (true, 4) => kernel!(b, S, D, Const<4>),
+        (true, _) => kernel!(b, S, D, Const<8>),
+    }));
+    let width = if vectors { width } else { 1 };
+    let symbol = format!("kv_append_{}_{}x{width}", from.name(), pages.name());
+    let choices = vec![
+        ("from", from as u32),
+        ("dtype", pages as u32),
+        ("width", width),
+        ("rows_per_block", THREADS / PER_ROW),
+    ];
+    b.finish(symbol, choices, THREADS)
+}
+
+/// Every form: the dtype of new tokens by the cache's, in vectors and by element.
+pub fn kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = Vec::new();
+    for from in Dtype::ALL {
+        for pages in Dtype::ALL {
+            for vectors in [true, false] {
+                kernels.push(kernel(from, pages, vectors)?);
+            }
+        }
+    }
+    Ok(kernels)
+}

@@ -1,0 +1,362 @@
+//! Rotary position embedding of queries and keys in one launch: a block per token computes its sines and cosines once, for all heads.
+
+use cubecl::prelude::*;
+
+use crate::Error;
+use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+use crate::math;
+
+const THREADS: u32 = 128;
+/// Pairs of components that a token's block has room for.
+const MAX_PAIRS: u32 = 256;
+
+/// The library's `Style` discriminants.
+const HALF_SPLIT: u32 = 0;
+const STYLES: [(u32, &str); 2] = [(HALF_SPLIT, "half_split"), (1, "interleaved")];
+
+/// Where heads of an input and its output lie, in vectors.
+#[derive(CubeType, Clone, Copy)]
+struct Heads {
+    count: u32,
+    in_batch: usize,
+    in_token: usize,
+    in_head: usize,
+    out_batch: usize,
+    out_token: usize,
+    out_head: usize,
+}
+
+/// Where angles come from.
+#[derive(CubeType, Clone, Copy)]
+struct AngleSource {
+    /// 0: position times frequency; 1: the same, frequencies divided by factors; 2: a table.
+    kind: u32,
+    pairs: u32,
+    scale: f32,
+    /// 1, or -1 for the inverse rotation.
+    direction: f32,
+    /// Positions, and words from one to the next, of a table.
+    table_rows: usize,
+    cos_stride: usize,
+    sin_stride: usize,
+}
+
+/// Where positions come from.
+#[derive(CubeType, Clone, Copy)]
+struct PositionSource {
+    /// 0: counted from `first`; 1: i32 tensor; 2: i64 tensor.
+    kind: u32,
+    first: i64,
+    batch: usize,
+    token: usize,
+}
+
+#[cube]
+fn rotate<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<Vector<F, N>>,
+    from: usize,
+    to: usize,
+    vector: u32,
+    per_half: u32,
+    cos: &SharedMemory<f32>,
+    sin: &SharedMemory<f32>,
+    #[comptime] style: u32,
+) {
+    let width = comptime!(N::value() as u32);
+    if style == HALF_SPLIT {
+        let first = from + vector as usize;
+        let a = Vector::<f32, N>::cast_from(x[first]);
+        let b = Vector::<f32, N>::cast_from(x[first + per_half as usize]);
+        let mut c = Vector::<f32, N>::zeroed();
+        let mut s = Vector::<f32, N>::zeroed();
+        #[unroll]
+        for j in 0..width {
+            c[j as usize] = cos[(vector * width + j) as usize];
+            s[j as usize] = sin[(vector * width + j) as usize];
+        }
+        out[to + vector as usize] = Vector::cast_from(a * c - b * s);
+        out[to + (vector + per_half) as usize] = Vector::cast_from(b * c + a * s);
+    } else {
+        // Pairs lie within a vector, unless vectors are single elements.
+        if width == 1 {
+            let at = from + (2 * vector) as usize;
+            let a = Vector::<f32, N>::cast_from(x[at]);
+            let b = Vector::<f32, N>::cast_from(x[at + 1]);
+            let c = Vector::<f32, N>::new(cos[vector as usize]);
+            let s = Vector::<f32, N>::new(sin[vector as usize]);
+            out[to + (2 * vector) as usize] = Vector::cast_from(a * c - b * s);
+            out[to + (2 * vector + 1) as usize] = Vector::cast_from(b * c + a * s);
+        } else {
+            let v = Vector::<f32, N>::cast_from(x[from + vector as usize]);
+            let mut y = Vector::<f32, N>::zeroed();
+            #[unroll]
+            for j in 0..comptime!(width / 2) {
+                let pair = vector * comptime!(width / 2) + j;
+                let c = cos[pair as usize];
+                let s = sin[pair as usize];
+                let a = v[(2 * j) as usize];
+                let b = v[(2 * j + 1) as usize];
+                y[(2 * j) as usize] = a * c - b * s;
+                y[(2 * j + 1) as usize] = b * c + a * s;
+            }
+            out[to + vector as usize] = Vector::cast_from(y);
+        }
+    }
+}
+
+/// `per_head` items of every head are rotated: vectors of one half, vectors of pairs, or pairs. `passed` vectors behind the rotated
+/// ones are copied.
+#[cube]
+fn rope<F: Float, N: Size>(
+    q: &Array<Vector<F, N>>,
+    k: &Array<Vector<F, N>>,
+    q_out: &mut Array<Vector<F, N>>,
+    k_out: &mut Array<Vector<F, N>>,
+    positions: &Array<i32>,
+    positions_i64: &Array<i64>,
+    factors: &Array<f32>,
+    cos_table: &Array<f32>,
+    sin_table: &Array<f32>,
+    frequencies: &Array<f32>,
+    tokens_per_batch: u32,
+    q_heads: Heads,
+    k_heads: Heads,
+    position: PositionSource,
+    angles: AngleSource,
+    per_head: u32,
+    per_half: u32,
+    rotated: u32,
+    passed: u32,
+    #[comptime] style: u32,
+) {
+    let batch = CUBE_POS_X / tokens_per_batch;
+    let token = CUBE_POS_X % tokens_per_batch;
+    let at = batch as usize * position.batch + token as usize * position.token;
+    let stands = if position.kind == 0 {
+        position.first + i64::cast_from(token)
+    } else if position.kind == 1 {
+        i64::cast_from(positions[at])
+    } else {
+        positions_i64[at]
+    };
+
+    let mut cos = SharedMemory::<f32>::new(comptime!(MAX_PAIRS as usize));
+    let mut sin = SharedMemory::<f32>::new(comptime!(MAX_PAIRS as usize));
+    let mut pair = UNIT_POS_X;
+    while pair < angles.pairs {
+        let i = pair as usize;
+        let mut c = math::nan();
+        let mut s = math::nan();
+        if angles.kind == 2 {
+            // A negative position is a great one without its sign.
+            let row = usize::cast_from(stands);
+            if row < angles.table_rows {
+                c = cos_table[row * angles.cos_stride + i];
+                s = sin_table[row * angles.sin_stride + i];
+            }
+        } else {
+            let mut frequency = frequencies[i];
+            if angles.kind == 1 {
+                frequency = frequency / factors[i];
+            }
+            let turned = math::sin_cos(f32::cast_from(stands) * frequency);
+            c = turned.cos * angles.scale;
+            s = turned.sin * angles.scale;
+        }
+        cos[i] = c;
+        sin[i] = s * angles.direction;
+        pair += THREADS;
+    }
+    sync_cube();
+
+    let items = (q_heads.count + k_heads.count) * per_head;
+    let mut item = UNIT_POS_X;
+    while item < items {
+        let head = item / per_head;
+        let vector = item % per_head;
+        if head < q_heads.count {
+            let from = batch as usize * q_heads.in_batch
+                + token as usize * q_heads.in_token
+                + head as usize * q_heads.in_head;
+            let to = batch as usize * q_heads.out_batch
+                + token as usize * q_heads.out_token
+                + head as usize * q_heads.out_head;
+            rotate::<F, N>(q, q_out, from, to, vector, per_half, &cos, &sin, style);
+        } else {
+            let head = head - q_heads.count;
+            let from = batch as usize * k_heads.in_batch
+                + token as usize * k_heads.in_token
+                + head as usize * k_heads.in_head;
+            let to = batch as usize * k_heads.out_batch
+                + token as usize * k_heads.out_token
+                + head as usize * k_heads.out_head;
+            rotate::<F, N>(k, k_out, from, to, vector, per_half, &cos, &sin, style);
+        }
+        item += THREADS;
+    }
+    let items = (q_heads.count + k_heads.count) * passed;
+    let mut item = UNIT_POS_X;
+    while item < items {
+        let head = item / passed;
+        let vector = (rotated + item % passed) as usize;
+        if head < q_heads.count {
+            let from = batch as usize * q_heads.in_batch
+                + token as usize * q_heads.in_token
+                + head as usize * q_heads.in_head;
+            let to = batch as usize * q_heads.out_batch
+                + token as usize * q_heads.out_token
+                + head as usize * q_heads.out_head;
+            q_out[to + vector] = q[from + vector];
+        } else {
+            let head = head - q_heads.count;
+            let from = batch as usize * k_heads.in_batch
+                + token as usize * k_heads.in_token
+                + head as usize * k_heads.in_head;
+            let to = batch as usize * k_heads.out_batch
+                + token as usize * k_heads.out_token
+                + head as usize * k_heads.out_head;
+            k_out[to + vector] = k[from + vector];
+        }
+        item += THREADS;
+    }
+}
+
+fn heads(b: &mut Builder, names: [&'static str; 7]) -> HeadsExpand {
+    let [count, rest @ ..] = names;
+    let count = b.scalar(count, ScalarType::U32).into();
+    let [in_batch, in_token, in_head, out_batch, out_token, out_head] =
+        rest.map(|name| b.scalar(name, ScalarType::U64).into());
+    HeadsExpand {
+        count,
+        in_batch,
+        in_token,
+        in_head,
+        out_batch,
+        out_token,
+        out_head,
+    }
+}
+
+fn position_source(b: &mut Builder) -> PositionSourceExpand {
+    PositionSourceExpand {
+        kind: b.scalar("position_kind", ScalarType::U32).into(),
+        first: b.scalar("position_first", ScalarType::I64).into(),
+        batch: b.scalar("position_batch", ScalarType::U64).into(),
+        token: b.scalar("position_token", ScalarType::U64).into(),
+    }
+}
+
+fn angle_source(b: &mut Builder) -> AngleSourceExpand {
+    use ScalarType::{F32, U32, U64};
+    AngleSourceExpand {
+        kind: b.scalar("angle_kind", U32).into(),
+        pairs: b.scalar("pairs", U32).into(),
+        scale: b.scalar("scale", F32).into(),
+        direction: b.scalar("direction", F32).into(),
+        table_rows: b.scalar("table_rows", U64).into(),
+        cos_stride: b.scalar("cos_stride", U64).into(),
+        sin_stride: b.scalar("sin_stride", U64).into(),
+    }
+}
+
+macro_rules! kernel {
+    ($b:ident, $f:ty, $n:ty, $style:ident) => {{
+        let ty = $b.type_of::<Vector<$f, $n>>();
+        let (narrow, wide) = ($b.type_of::<i32>(), $b.type_of::<i64>());
+        let real = $b.type_of::<f32>();
+        // Queries and keys may be overwritten in place, hence not `read`.
+        let q = $b.write("q", ty);
+        let k = $b.write("k", ty);
+        let q_out = $b.write("q_out", ty);
+        let k_out = $b.write("k_out", ty);
+        let positions = $b.read("positions", narrow);
+        let positions_i64 = $b.read("positions_i64", wide);
+        let factors = $b.read("factors", real);
+        let cos_table = $b.read("cos_table", real);
+        let sin_table = $b.read("sin_table", real);
+        let frequencies = $b.by_value("frequencies", MAX_PAIRS as usize);
+        let tokens_per_batch = $b.scalar("tokens_per_batch", ScalarType::U32);
+        let q_heads = heads(
+            &mut $b,
+            [
+                "q_heads",
+                "q_batch",
+                "q_token",
+                "q_head",
+                "q_out_batch",
+                "q_out_token",
+                "q_out_head",
+            ],
+        );
+        let k_heads = heads(
+            &mut $b,
+            [
+                "k_heads",
+                "k_batch",
+                "k_token",
+                "k_head",
+                "k_out_batch",
+                "k_out_token",
+                "k_out_head",
+            ],
+        );
+        let position = position_source(&mut $b);
+        let angles = angle_source(&mut $b);
+        let [per_head, per_half, rotated, passed] = ["per_head", "per_half", "rotated", "passed"]
+            .map(|name| $b.scalar(name, ScalarType::U32));
+        rope::expand::<$f, $n>(
+            $b.scope(),
+            q.into(),
+            k.into(),
+            q_out.into(),
+            k_out.into(),
+            positions.into(),
+            positions_i64.into(),
+            factors.into(),
+            cos_table.into(),
+            sin_table.into(),
+            frequencies.into(),
+            tokens_per_batch.into(),
+            q_heads,
+            k_heads,
+            position,
+            angles,
+            per_head.into(),
+            per_half.into(),
+            rotated.into(),
+            passed.into(),
+            $style,
+        );
+    }};
+}
+
+fn kernel(dtype: Dtype, style: u32, name: &str, vectors: bool) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    with_vector!(dtype, F, N => match vectors {
+        true => kernel!(b, F, N, style),
+        false => kernel!(b, F, Const<1>, style),
+    });
+    let width = if vectors { dtype.per_vector() } else { 1 };
+    let symbol = format!("rope_{name}_{}x{width}", dtype.name());
+    let choices = vec![
+        ("dtype", dtype as u32),
+        ("style", style),
+        ("width", width),
+        ("max_pairs", MAX_PAIRS),
+    ];
+    b.finish(symbol, choices, THREADS)
+}
+
+/// Every form: dtype by style, in vectors and by element.
+pub fn kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = Vec::new();
+    for dtype in Dtype::ALL {
+        for (style, name) in STYLES {
+            for vectors in [true, false] {
+                kernels.push(kernel(dtype, style, name, vectors)?);
+            }
+        }
+    }
+    Ok(kernels)
+}

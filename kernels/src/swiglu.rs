@@ -1,0 +1,136 @@
+//! Gated activations: `act(gate) * up`, in f32, two vectors of each per thread in flight.
+
+use cubecl::prelude::*;
+
+use crate::Error;
+use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+use crate::math;
+use crate::rows::{self, Sizes, Strides, row_index, row_start};
+
+const THREADS: u32 = 256;
+/// Vectors of each input that a thread loads before it computes.
+const UNROLL: u32 = 2;
+
+/// The library's `Activation` discriminants.
+const ACTIVATIONS: [(u32, &str); 3] = [(0, "silu"), (1, "gelu"), (2, "gelu_tanh")];
+
+#[cube]
+fn activate(x: f32, #[comptime] activation: u32) -> f32 {
+    if activation == 0 {
+        x * math::logistic(x)
+    } else if activation == 1 {
+        x * math::normal_cdf(x)
+    } else {
+        // (1 + tanh(u)) / 2 is the logistic function of 2u; the factor is 2 √(2/π).
+        let u = 1.595_769_1f32 * fma(0.044_715f32 * x * x, x, x);
+        x * math::logistic(u)
+    }
+}
+
+#[cube]
+fn swiglu<F: Float, N: Size>(
+    gate: &Array<Vector<F, N>>,
+    up: &Array<Vector<F, N>>,
+    out: &mut Array<Vector<F, N>>,
+    sizes: Sizes,
+    length: usize,
+    blocks_per_row: u32,
+    gate_strides: Strides,
+    up_strides: Strides,
+    out_strides: Strides,
+    #[comptime] activation: u32,
+) {
+    let index = row_index(CUBE_POS_X / blocks_per_row, sizes);
+    let block = CUBE_POS_X % blocks_per_row;
+    let first = block as usize * comptime!((THREADS * UNROLL) as usize) + UNIT_POS_X as usize;
+    let gate_start = row_start(index, gate_strides);
+    let up_start = row_start(index, up_strides);
+    let out_start = row_start(index, out_strides);
+    let mut gates = Sequence::<Vector<F, N>>::new();
+    let mut ups = Sequence::<Vector<F, N>>::new();
+    #[unroll]
+    for k in 0..UNROLL {
+        let i = first + (k * THREADS) as usize;
+        let mut g = Vector::<F, N>::zeroed();
+        let mut u = Vector::<F, N>::zeroed();
+        if i < length {
+            g = gate[gate_start + i];
+            u = up[up_start + i];
+        }
+        gates.push(g);
+        ups.push(u);
+    }
+    #[unroll]
+    for k in 0..UNROLL {
+        let i = first + (k * THREADS) as usize;
+        if i < length {
+            let g = Vector::<f32, N>::cast_from(*gates.index(k as usize));
+            let u = Vector::<f32, N>::cast_from(*ups.index(k as usize));
+            let mut v = Vector::<f32, N>::zeroed();
+            #[unroll]
+            for j in 0..N::value() {
+                v[j] = activate(g[j], activation) * u[j];
+            }
+            out[out_start + i] = Vector::cast_from(v);
+        }
+    }
+}
+
+macro_rules! kernel {
+    ($b:ident, $f:ty, $n:ty, $activation:ident) => {{
+        let ty = $b.type_of::<Vector<$f, $n>>();
+        // The gate may be overwritten in place, hence not `read`.
+        let gate = $b.write("gate", ty);
+        let up = $b.read("up", ty);
+        let out = $b.write("out", ty);
+        let sizes = rows::sizes(&mut $b);
+        let length = $b.scalar("length", ScalarType::U64);
+        let blocks_per_row = $b.scalar("blocks_per_row", ScalarType::U32);
+        let gate_strides = rows::strides(&mut $b, ["gate_0", "gate_1", "gate_2"]);
+        let up_strides = rows::strides(&mut $b, ["up_0", "up_1", "up_2"]);
+        let out_strides = rows::strides(&mut $b, ["out_0", "out_1", "out_2"]);
+        swiglu::expand::<$f, $n>(
+            $b.scope(),
+            gate.into(),
+            up.into(),
+            out.into(),
+            sizes,
+            length.into(),
+            blocks_per_row.into(),
+            gate_strides,
+            up_strides,
+            out_strides,
+            $activation,
+        );
+    }};
+}
+
+fn kernel(dtype: Dtype, activation: u32, name: &str, vectors: bool) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    with_vector!(dtype, F, N => match vectors {
+        true => kernel!(b, F, N, activation),
+        false => kernel!(b, F, Const<1>, activation),
+    });
+    let width = if vectors { dtype.per_vector() } else { 1 };
+    let symbol = format!("swiglu_{name}_{}x{width}", dtype.name());
+    let choices = vec![
+        ("dtype", dtype as u32),
+        ("activation", activation),
+        ("width", width),
+        ("per_block", THREADS * UNROLL),
+    ];
+    b.finish(symbol, choices, THREADS)
+}
+
+/// Every form: dtype by activation, in vectors and by element.
+pub fn kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = Vec::new();
+    for dtype in Dtype::ALL {
+        for (activation, name) in ACTIVATIONS {
+            for vectors in [true, false] {
+                kernels.push(kernel(dtype, activation, name, vectors)?);
+            }
+        }
+    }
+    Ok(kernels)
+}

@@ -1,0 +1,86 @@
+//! Embedding on the GPU.
+
+use super::device::Resources;
+use super::images::embedding::Arguments;
+use super::rows::Rows;
+use super::table::Table;
+use super::{Cuda, VECTOR, check_blocks, is_aligned};
+use crate::context::Stream;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::ops::embedding::Problem;
+
+const OP: &str = "embedding";
+
+/// By dtype of the table, dtype of the output, and elements per access.
+pub(super) type Kernels = Table<Arguments, 3>;
+
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    Table::new(OP, resources, ["table", "dtype", "width"])
+}
+
+/// Elements that the smallest block covers: one per thread and load.
+const LEAST_PER_BLOCK: usize = 512;
+
+/// Whether there is a kernel for the problem.
+pub(crate) fn supported(p: &Problem) -> Result<()> {
+    let per_row = p.table.layout.dim(1).div_ceil(LEAST_PER_BLOCK);
+    let blocks = rows(p).rows_per_launch().saturating_mul(per_row);
+    check_blocks(OP, "ids", blocks).map(drop)
+}
+
+/// Ids and rows of the output: the output has one dimension more.
+fn rows(p: &Problem) -> Rows<2> {
+    Rows::of_dims(p.ids.layout.rank(), [&p.ids.layout, &p.out.layout])
+}
+
+pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+    if p.out.layout.is_empty() {
+        return Ok(());
+    }
+    let rows = rows(p);
+    let dim = p.table.layout.dim(1);
+    // The wider of the two dtypes moves whole vectors.
+    let vector = VECTOR / p.table.dtype.size().max(p.out.dtype.size());
+    let fits = dim.is_multiple_of(vector)
+        && p.table.layout.stride(0).is_multiple_of(vector)
+        && rows.aligned_to_of(1, vector)
+        && is_aligned(&p.table, vector)
+        && is_aligned(&p.out, vector);
+    let width = if fits { vector } else { 1 };
+    let kernel = cuda
+        .embedding
+        .get([p.table.dtype as u32, p.out.dtype as u32, width as u32])?;
+    let length = dim / width;
+    let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    for launch in rows.launches() {
+        let num_rows: usize = launch.sizes.iter().product();
+        let blocks = check_blocks(OP, "ids", num_rows * blocks_per_row)?;
+        let ids = (p.ids.ptr.addr() + launch.offsets[0] * p.ids.dtype.size()) as u64;
+        let out = (p.out.ptr.addr() + launch.offsets[1] * p.out.dtype.size()) as u64;
+        let arguments = Arguments {
+            table: p.table.ptr.addr() as u64,
+            ids,
+            ids_i64: ids,
+            out,
+            size_1: launch.sizes[1] as u32,
+            size_2: launch.sizes[2] as u32,
+            length: length as u32,
+            blocks_per_row: blocks_per_row as u32,
+            vocab: p.table.layout.dim(0) as u64,
+            table_stride: (p.table.layout.stride(0) / width) as u64,
+            wide_ids: u32::from(p.ids.dtype == DType::I64),
+            ids_0: launch.strides[0][0] as u64,
+            ids_1: launch.strides[1][0] as u64,
+            ids_2: launch.strides[2][0] as u64,
+            out_0: (launch.strides[0][1] / width) as u64,
+            out_1: (launch.strides[1][1] / width) as u64,
+            out_2: (launch.strides[2][1] / width) as u64,
+            ..Arguments::ZERO
+        };
+        // SAFETY: the problem was checked: its tensors have the rows that the arguments describe; ids outside the table are seen to
+        // by the kernel.
+        unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
+    }
+    Ok(())
+}

@@ -1,0 +1,257 @@
+//! RoPE on the GPU. The host computes the frequencies, as for the CPU, and they travel with the launch.
+
+use std::cell::RefCell;
+
+use super::device::Resources;
+use super::images::rope::Arguments;
+use super::table::Table;
+use super::{Cuda, VECTOR, check_blocks, is_aligned};
+use crate::context::Stream;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::ops::rope::{AngleSource, PositionSource, Problem, Scaling, Style, scaled_frequencies};
+use crate::tensor::RawTensor;
+
+const OP: &str = "rope";
+
+/// By dtype, style and elements per access.
+pub(super) type Kernels = Table<Arguments, 3>;
+
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    Table::new(OP, resources, ["dtype", "style", "width"])
+}
+
+/// Pairs of components that fit a launch.
+const MAX_PAIRS: usize = 256;
+
+type Frequencies = [f32; MAX_PAIRS];
+
+/// Whether there is a kernel for the problem.
+pub(crate) fn supported(p: &Problem) -> Result<()> {
+    let rotary_dim = p.rotation.rotary_dim;
+    if rotary_dim > 2 * MAX_PAIRS {
+        let problem = format!(
+            "is {rotary_dim}, the CUDA backend takes up to {}",
+            2 * MAX_PAIRS
+        );
+        return Err(Error::unsupported(OP, "rotary_dim", problem));
+    }
+    let Some(shape) = Shape::of(p) else {
+        return Ok(());
+    };
+    // Items of a token are counted in 32 bits.
+    let items = shape.num_heads.saturating_mul(shape.head_dim);
+    if items > i32::MAX as usize {
+        let problem = format!(
+            "has {items} components per token, the CUDA backend takes {}",
+            i32::MAX
+        );
+        return Err(Error::unsupported(OP, "q", problem));
+    }
+    check_blocks(OP, "q", shape.batch * shape.seq).map(drop)
+}
+
+/// What queries and keys have in common.
+struct Shape {
+    dtype: DType,
+    batch: usize,
+    seq: usize,
+    /// Of queries and keys together.
+    num_heads: usize,
+    head_dim: usize,
+}
+
+impl Shape {
+    fn of(p: &Problem) -> Option<Shape> {
+        let mut tensors = p.tensors.iter().flatten().map(|(input, _)| input);
+        let first = tensors.next()?;
+        let rank = first.layout.rank();
+        let heads = |t: &RawTensor| t.layout.dim(rank - 2);
+        Some(Shape {
+            dtype: first.dtype,
+            batch: if rank == 4 { first.layout.dim(0) } else { 1 },
+            seq: first.layout.dim(rank - 3),
+            num_heads: heads(first) + tensors.map(heads).sum::<usize>(),
+            head_dim: first.layout.dim(rank - 1),
+        })
+    }
+}
+
+pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+    let Some(shape) = Shape::of(p) else {
+        return Ok(());
+    };
+    let num_tokens = shape.batch * shape.seq;
+    if num_tokens * shape.num_heads * shape.head_dim == 0 {
+        return Ok(());
+    }
+    let width = width(p, &shape);
+    let style = p.rotation.style;
+    let kernel = cuda
+        .rope
+        .get([shape.dtype as u32, style as u32, width as u32])?;
+    let arguments = arguments(p, &shape, width);
+    let blocks = check_blocks(OP, "q", num_tokens)?;
+    // SAFETY: the problem was checked: its tensors have the heads that the arguments describe; positions outside a table are seen to
+    // by the kernel.
+    unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }
+}
+
+/// Elements per access: whole vectors where rows, and the parts of heads that are treated alike, consist of them.
+fn width(p: &Problem, shape: &Shape) -> usize {
+    let vector = VECTOR / shape.dtype.size();
+    let part = match p.rotation.style {
+        Style::HalfSplit => p.rotation.rotary_dim / 2,
+        Style::Interleaved => p.rotation.rotary_dim,
+    };
+    let parts = part.is_multiple_of(vector) && shape.head_dim.is_multiple_of(vector);
+    let tensors = p.tensors.iter().flatten().all(|(input, output)| {
+        [input, output].into_iter().all(|t| {
+            let rank = t.layout.rank();
+            let mut rows = t.layout.strides()[..rank - 1].iter();
+            is_aligned(t, vector) && rows.all(|stride| stride.is_multiple_of(vector))
+        })
+    });
+    if parts && tensors { vector } else { 1 }
+}
+
+/// The strides of a tensor's batch entries, tokens and heads, in accesses.
+fn strides(t: &RawTensor, width: usize) -> [u64; 3] {
+    let rank = t.layout.rank();
+    let stride = |dim: usize| (t.layout.stride(dim) / width) as u64;
+    let batch = if rank == 4 { stride(0) } else { 0 };
+    [batch, stride(rank - 3), stride(rank - 2)]
+}
+
+fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
+    let rotation = &p.rotation;
+    let address = |t: &RawTensor| t.ptr.addr() as u64;
+    let mut in_place = true;
+    let mut side = |pair: &Option<(RawTensor, RawTensor)>| match pair {
+        None => (0, [0; 2], [[0; 3]; 2]),
+        Some((input, output)) => {
+            in_place &= input.same_as(output);
+            (
+                input.layout.dim(input.layout.rank() - 2) as u32,
+                [address(input), address(output)],
+                [strides(input, width), strides(output, width)],
+            )
+        }
+    };
+    let [q, k] = &p.tensors;
+    let (q_heads, [q, q_out], [q_in, q_to]) = side(q);
+    let (k_heads, [k, k_out], [k_in, k_to]) = side(k);
+    let (position_kind, position_first, positions, position_strides) = match &p.positions {
+        PositionSource::From(first) => (0, *first, 0, [0; 2]),
+        PositionSource::PerToken(t) => {
+            let kind = if t.dtype == DType::I64 { 2 } else { 1 };
+            let stride = |dim: usize| t.layout.stride(dim) as u64;
+            let strides = match t.layout.rank() {
+                2 => [stride(0), stride(1)],
+                _ => [0, stride(0)],
+            };
+            (kind, 0, address(t), strides)
+        }
+    };
+    let mut factors = 0;
+    let mut table = (0, 0, 0, 0, 0);
+    let (angle_kind, scale, frequencies) = match &rotation.angles {
+        AngleSource::Computed {
+            theta,
+            scaling,
+            freq_factors,
+            attention_factor,
+        } => {
+            let (frequencies, own) = frequencies(*theta, *scaling, rotation.rotary_dim);
+            let scale = if *attention_factor == 0.0 {
+                own
+            } else {
+                *attention_factor
+            };
+            factors = freq_factors.as_ref().map_or(0, address);
+            (u32::from(freq_factors.is_some()), scale, frequencies)
+        }
+        AngleSource::Table { cos, sin } => {
+            let stride = |t: &RawTensor| t.layout.stride(0) as u64;
+            let rows = cos.layout.dim(0) as u64;
+            table = (address(cos), address(sin), rows, stride(cos), stride(sin));
+            (2, 1.0, [0.0; MAX_PAIRS])
+        }
+    };
+    let (cos_table, sin_table, table_rows, cos_stride, sin_stride) = table;
+    let half = rotation.rotary_dim / 2;
+    // Items that are rotated: vectors of the first half, vectors of pairs, or single pairs.
+    let per_head = match (rotation.style, width) {
+        (Style::Interleaved, 1) | (Style::HalfSplit, _) => half / width,
+        (Style::Interleaved, _) => rotation.rotary_dim / width,
+    };
+    let passed = match in_place {
+        true => 0,
+        false => (shape.head_dim - rotation.rotary_dim) / width,
+    };
+    Arguments {
+        q,
+        k,
+        q_out,
+        k_out,
+        positions,
+        positions_i64: positions,
+        factors,
+        cos_table,
+        sin_table,
+        tokens_per_batch: shape.seq as u32,
+        q_heads,
+        q_batch: q_in[0],
+        q_token: q_in[1],
+        q_head: q_in[2],
+        q_out_batch: q_to[0],
+        q_out_token: q_to[1],
+        q_out_head: q_to[2],
+        k_heads,
+        k_batch: k_in[0],
+        k_token: k_in[1],
+        k_head: k_in[2],
+        k_out_batch: k_to[0],
+        k_out_token: k_to[1],
+        k_out_head: k_to[2],
+        position_kind,
+        position_first,
+        position_batch: position_strides[0],
+        position_token: position_strides[1],
+        angle_kind,
+        pairs: half as u32,
+        scale,
+        direction: if p.inverse { -1.0 } else { 1.0 },
+        table_rows,
+        cos_stride,
+        sin_stride,
+        per_head: per_head as u32,
+        per_half: (half / width) as u32,
+        rotated: (rotation.rotary_dim / width) as u32,
+        passed: passed as u32,
+        frequencies,
+        ..Arguments::ZERO
+    }
+}
+
+/// The frequencies of a base and a scaling, and the factor of cosines and sines. A model asks for the same ones at every layer and step:
+/// each thread keeps its last.
+fn frequencies(theta: f32, scaling: Scaling, rotary_dim: usize) -> (Frequencies, f32) {
+    type Key = (u32, Scaling, usize);
+    thread_local! {
+        static LAST: RefCell<Option<(Key, Frequencies, f32)>> = const { RefCell::new(None) };
+    }
+    let key = (theta.to_bits(), scaling, rotary_dim);
+    LAST.with_borrow_mut(|last| match last {
+        Some((known, frequencies, factor)) if *known == key => (*frequencies, *factor),
+        _ => {
+            let (computed, factor) = scaled_frequencies(theta, scaling, rotary_dim);
+            let mut frequencies = [0.0; MAX_PAIRS];
+            for (to, from) in frequencies.iter_mut().zip(computed) {
+                *to = from;
+            }
+            *last = Some((key, frequencies, factor));
+            (frequencies, factor)
+        }
+    })
+}

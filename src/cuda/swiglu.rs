@@ -1,0 +1,89 @@
+//! Gated activations on the GPU.
+
+use super::device::Resources;
+use super::images::swiglu::Arguments;
+use super::rows::Rows;
+use super::table::Table;
+use super::{Cuda, VECTOR, check_blocks, is_aligned};
+use crate::context::Stream;
+use crate::error::Result;
+use crate::ops::swiglu::Problem;
+use crate::tensor::RawTensor;
+
+const OP: &str = "swiglu";
+
+/// By dtype, activation and elements per access.
+pub(super) type Kernels = Table<Arguments, 3>;
+
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    Table::new(OP, resources, ["dtype", "activation", "width"])
+}
+
+/// Elements that the smallest block covers: one per thread and load.
+const LEAST_PER_BLOCK: usize = 512;
+
+/// Whether there is a kernel for the problem.
+pub(crate) fn supported(p: &Problem) -> Result<()> {
+    let (rows, length) = rows(p);
+    let blocks = length
+        .div_ceil(LEAST_PER_BLOCK)
+        .saturating_mul(rows.rows_per_launch());
+    check_blocks(OP, "gate", blocks).map(drop)
+}
+
+/// The rows, as one where there are no gaps, and their length.
+fn rows(p: &Problem) -> (Rows<3>, usize) {
+    let layouts = [&p.gate.layout, &p.up.layout, &p.out.layout];
+    let dim = p.gate.layout.dim(p.gate.layout.rank().saturating_sub(1));
+    let rows = Rows::new(layouts);
+    rows.flattened(dim).unwrap_or((rows, dim))
+}
+
+pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+    if p.gate.layout.is_empty() {
+        return Ok(());
+    }
+    let (rows, length) = rows(p);
+    let vector = VECTOR / p.gate.dtype.size();
+    let aligned = [&p.gate, &p.up, &p.out]
+        .iter()
+        .all(|t| is_aligned(t, vector));
+    let width = match aligned && length.is_multiple_of(vector) && rows.aligned_to(vector) {
+        true => vector,
+        false => 1,
+    };
+    let kernel = cuda
+        .swiglu
+        .get([p.gate.dtype as u32, p.activation as u32, width as u32])?;
+    let length = length / width;
+    let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    for launch in rows.launches() {
+        let num_rows: usize = launch.sizes.iter().product();
+        let blocks = check_blocks(OP, "gate", num_rows * blocks_per_row)?;
+        let at =
+            |t: &RawTensor, i: usize| (t.ptr.addr() + launch.offsets[i] * t.dtype.size()) as u64;
+        let stride = |dim: usize, i: usize| (launch.strides[dim][i] / width) as u64;
+        let arguments = Arguments {
+            gate: at(&p.gate, 0),
+            up: at(&p.up, 1),
+            out: at(&p.out, 2),
+            size_1: launch.sizes[1] as u32,
+            size_2: launch.sizes[2] as u32,
+            length: length as u64,
+            blocks_per_row: blocks_per_row as u32,
+            gate_0: stride(0, 0),
+            gate_1: stride(1, 0),
+            gate_2: stride(2, 0),
+            up_0: stride(0, 1),
+            up_1: stride(1, 1),
+            up_2: stride(2, 1),
+            out_0: stride(0, 2),
+            out_1: stride(1, 2),
+            out_2: stride(2, 2),
+            ..Arguments::ZERO
+        };
+        // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
+        unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
+    }
+    Ok(())
+}
