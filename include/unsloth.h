@@ -1604,6 +1604,11 @@ typedef struct unsloth_swiglu_params {
 #define UNSLOTH_IMPLEMENTATION_CPU 1
 
 /**
+ * The CUDA backend's kernels for every architecture.
+ */
+#define UNSLOTH_IMPLEMENTATION_CUDA 2
+
+/**
  * The call did what it was asked.
  */
 #define UNSLOTH_STATUS_SUCCESS 0

@@ -180,6 +180,18 @@ impl DeviceTensor {
         self.buffer.as_ptr().wrapping_add(self.start).cast()
     }
 
+    /// Copies another tensor of the same layout over it.
+    pub fn overwrite(&mut self, with: &TestTensor) {
+        assert_eq!(
+            (with.dtype, with.layout, with.start),
+            (self.dtype, self.layout, self.start)
+        );
+        self.buffer
+            .copy_from_slice(0, &words(&with.bytes), Stream::DEFAULT)
+            .unwrap();
+        self.buffer.context().synchronize(Stream::DEFAULT).unwrap();
+    }
+
     /// Copies it back to the host.
     pub fn download(&self) -> TestTensor {
         let words: Vec<i32> = self
@@ -237,15 +249,19 @@ pub fn round_to(dtype: DType, value: f64) -> f64 {
 }
 
 fn upload_bytes(ctx: &Context, bytes: &[u8]) -> Buffer {
-    let words: Vec<i32> = bytes
+    Buffer::from_slice(ctx, &words(bytes)).unwrap()
+}
+
+/// Bytes as words, the last one filled up.
+fn words(bytes: &[u8]) -> Vec<i32> {
+    bytes
         .chunks(4)
         .map(|chunk| {
             let mut word = [0; 4];
             word[..chunk.len()].copy_from_slice(chunk);
             i32::from_ne_bytes(word)
         })
-        .collect();
-    Buffer::from_slice(ctx, &words).unwrap()
+        .collect()
 }
 
 /// `value` as f32 with its last bit set if it is not exact (round to odd), so that rounding it again to fewer bits is rounding

@@ -170,5 +170,7 @@ pub fn forward_cached(
 fn implementation(ctx: &Context) -> Implementation {
     match ctx.device() {
         Device::Cpu(_) => Implementation::Cpu,
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => Implementation::Cuda,
     }
 }

@@ -1,0 +1,294 @@
+//! What only the CUDA backend has: streams, graph capture, the caller's current context, images, a missing driver.
+//!
+//! Numerics are in each operation's own tests, which run on every device there is.
+#![cfg(feature = "cuda")]
+
+mod common;
+
+use std::ptr;
+
+use common::{TestTensor, rng};
+use cudarc::driver::sys;
+use unsloth::ops::{linear, rms_norm, rope, swiglu};
+use unsloth::{Backend, Context, ContextOptions, DType, Error, InOut, Layout, Stream};
+
+/// A context of the first GPU, if there is one.
+fn context() -> Option<Context> {
+    let there = Backend::Cuda.device_count().is_ok_and(|n| n > 0);
+    there.then(|| Context::new(&options()).unwrap())
+}
+
+fn options() -> ContextOptions {
+    ContextOptions {
+        backend: Backend::Cuda,
+        ..ContextOptions::default()
+    }
+}
+
+/// A result of the driver's, in calls that the tests make on their own.
+#[track_caller]
+fn ok(result: sys::CUresult) {
+    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
+}
+
+#[test]
+fn a_missing_driver_is_named() {
+    assert!(Backend::Cuda.is_compiled());
+    if Backend::Cuda.device_count().is_ok() {
+        return;
+    }
+    let errors = [
+        Backend::Cuda.device_count().unwrap_err(),
+        Backend::Cuda.device_info(0).unwrap_err(),
+        Context::new(&options()).unwrap_err(),
+    ];
+    for error in errors {
+        assert!(matches!(error, Error::BackendUnavailable { .. }), "{error}");
+        assert!(error.to_string().contains("libcuda"), "{error}");
+    }
+}
+
+#[test]
+fn devices_outside_the_count_are_refused() {
+    let Some(_ctx) = context() else { return };
+    let count = Backend::Cuda.device_count().unwrap();
+    for device in [-1, count, i32::MAX] {
+        let options = ContextOptions {
+            device,
+            ..options()
+        };
+        let error = Context::new(&options).unwrap_err();
+        let expected = format!("context: device {device} is outside 0 to {}", count - 1);
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[test]
+fn devices_are_described() {
+    let Some(_ctx) = context() else { return };
+    let info = Backend::Cuda.device_info(0).unwrap();
+    println!("{info:?}");
+    assert!(!info.name.is_empty() && info.num_units > 0);
+    assert!(info.compute_capability >= (8, 0));
+    assert!(info.free_memory > 0 && info.free_memory <= info.total_memory);
+}
+
+/// No kernel keeps anything in local memory: no stack frame, no spilled register, and no warning that says so.
+#[test]
+fn kernels_stay_in_registers() {
+    let report = std::fs::read(env!("UNSLOTH_KERNEL_REPORT")).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&report).unwrap();
+    let kernels = report.as_array().unwrap();
+    assert!(kernels.len() > 100);
+    for kernel in kernels {
+        for field in ["stack_bytes", "spill_store_bytes", "spill_load_bytes"] {
+            assert_eq!(kernel[field], 0, "{field} of {kernel}");
+        }
+        assert_eq!(kernel["warnings"].as_array().unwrap().len(), 0, "{kernel}");
+        assert!(
+            (1..=255).contains(&kernel["registers"].as_u64().unwrap()),
+            "{kernel}"
+        );
+    }
+}
+
+#[test]
+fn operations_without_kernels_say_so() {
+    let Some(ctx) = context() else { return };
+    let x = TestTensor::of(DType::F32, &[1, 2], &[1.0, 2.0]).upload(&ctx);
+    let mut out = TestTensor::of(DType::F32, &[1, 2], &[0.0; 2]).upload(&ctx);
+    let weight = TestTensor::of(DType::F32, &[2, 2], &[1.0; 4]).upload(&ctx);
+    let params = linear::Params {
+        x: x.view(),
+        weights: linear::Weights {
+            weight: weight.view(),
+            bias: None,
+        },
+        output: linear::Output::Write(out.view_mut()),
+    };
+    let error = linear::supported(&ctx, &params).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "linear: ctx is on the cuda backend, which has no kernel for this operation"
+    );
+}
+
+/// One layer's worth of small operations: norm, rotation, activation.
+struct Step {
+    x: common::DeviceTensor,
+    normed: common::DeviceTensor,
+    up: common::DeviceTensor,
+    out: common::DeviceTensor,
+}
+
+const SHAPE: [usize; 3] = [5, 4, 64];
+
+impl Step {
+    fn new(ctx: &Context) -> Step {
+        let layout = Layout::contiguous(&SHAPE).unwrap();
+        let normal = || TestTensor::normal(&mut rng(), DType::Bf16, layout).upload(ctx);
+        let blank = || TestTensor::poisoned(DType::Bf16, layout).upload(ctx);
+        Step {
+            x: normal(),
+            normed: blank(),
+            up: normal(),
+            out: blank(),
+        }
+    }
+
+    fn queue(&mut self, ctx: &Context, stream: Stream) {
+        let norm = rms_norm::Params {
+            x: InOut::Apart {
+                input: self.x.view(),
+                output: self.normed.view_mut(),
+            },
+            residual: None,
+            weight: None,
+            weight_offset: 0.0,
+            epsilon: 1e-5,
+        };
+        rms_norm::forward(ctx, &norm, stream).unwrap();
+        let rotation = rope::Params {
+            q: Some(InOut::InPlace(self.normed.view_mut())),
+            ..rope::Params::default()
+        };
+        rope::forward(ctx, &rotation, stream).unwrap();
+        let gated = swiglu::Params {
+            tensors: swiglu::Tensors::Apart {
+                gate: InOut::Apart {
+                    input: self.normed.view(),
+                    output: self.out.view_mut(),
+                },
+                up: self.up.view(),
+            },
+            activation: swiglu::Activation::Silu,
+        };
+        swiglu::forward(ctx, &gated, stream).unwrap();
+    }
+
+    fn reset(&mut self, ctx: &Context) {
+        let layout = self.out.layout;
+        self.normed = TestTensor::poisoned(DType::Bf16, layout).upload(ctx);
+        self.out = TestTensor::poisoned(DType::Bf16, layout).upload(ctx);
+    }
+
+    fn result(&self) -> Vec<u8> {
+        self.out.download_output().bits()
+    }
+}
+
+#[test]
+fn every_stream_gives_the_same_bits() {
+    let Some(ctx) = context() else { return };
+    let mut step = Step::new(&ctx);
+    step.queue(&ctx, Stream::DEFAULT);
+    ctx.synchronize(Stream::DEFAULT).unwrap();
+    let expected = step.result();
+    let stream = ctx.create_stream().unwrap();
+    step.reset(&ctx);
+    step.queue(&ctx, stream);
+    ctx.synchronize(stream).unwrap();
+    assert!(step.result() == expected);
+    // SAFETY: made above, and used no more.
+    unsafe { ctx.destroy_stream(stream) }.unwrap();
+}
+
+#[test]
+fn threads_share_a_context() {
+    let Some(ctx) = context() else { return };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let stream = ctx.create_stream().unwrap();
+                let mut step = Step::new(&ctx);
+                step.queue(&ctx, stream);
+                ctx.synchronize(stream).unwrap();
+                let expected = step.result();
+                for _ in 0..20 {
+                    step.queue(&ctx, stream);
+                }
+                ctx.synchronize(stream).unwrap();
+                assert!(step.result() == expected);
+                // SAFETY: made above, and used no more.
+                unsafe { ctx.destroy_stream(stream) }.unwrap();
+            });
+        }
+    });
+}
+
+/// The first calls of a context go into a graph, whose replays see what the inputs hold then.
+#[test]
+fn the_first_call_can_be_captured() {
+    let Some(ctx) = context() else { return };
+    let mut step = Step::new(&ctx);
+    let stream = ctx.create_stream().unwrap();
+    let raw: sys::CUstream = stream.as_raw().cast();
+    let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the stream is live; graph and executable are valid for writes, made here, and destroyed once.
+    unsafe {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        ok(sys::cuStreamBeginCapture_v2(raw, mode));
+        step.queue(&ctx, stream);
+        ok(sys::cuStreamEndCapture(raw, &mut graph));
+        ok(sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+        for _ in 0..3 {
+            ok(sys::cuGraphLaunch(executable, raw));
+            ctx.synchronize(stream).unwrap();
+            let replayed = step.result();
+            step.queue(&ctx, stream);
+            ctx.synchronize(stream).unwrap();
+            assert!(replayed == step.result());
+            let layout = step.x.layout;
+            let other = TestTensor::normal(&mut rng(), DType::Bf16, layout);
+            step.x.overwrite(&other);
+        }
+        ok(sys::cuGraphExecDestroy(executable));
+        ok(sys::cuGraphDestroy(graph));
+        ctx.destroy_stream(stream).unwrap();
+    }
+}
+
+#[test]
+fn the_current_context_is_left_alone() {
+    let Some(ctx) = context() else { return };
+    let mut step = Step::new(&ctx);
+    let (mut primary, mut current) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: results are valid for writes; what is retained is released; the thread ends with no current context, as it began.
+    unsafe {
+        ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
+        for before in [ptr::null_mut(), primary] {
+            ok(sys::cuCtxSetCurrent(before));
+            step.queue(&ctx, Stream::DEFAULT);
+            let another = Context::new(&options()).unwrap();
+            drop(another);
+            ctx.synchronize(Stream::DEFAULT).unwrap();
+            ok(sys::cuCtxGetCurrent(&mut current));
+            assert_eq!(current, before);
+        }
+        ok(sys::cuCtxSetCurrent(ptr::null_mut()));
+        ok(sys::cuDevicePrimaryCtxRelease_v2(0));
+    }
+}
+
+#[test]
+fn what_cannot_be_allocated_is_refused() {
+    let Some(ctx) = context() else { return };
+    let size = 1usize << 50;
+    let error = unsloth::Buffer::new(&ctx, size).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    assert_eq!(ctx.memory_stats().in_use, 0);
+}
+
+#[test]
+fn allocations_begin_zeroed() {
+    let Some(ctx) = context() else { return };
+    for _ in 0..8 {
+        let mut buffer = unsloth::Buffer::new(&ctx, 1 << 20).unwrap();
+        let read = buffer.to_vec::<i32>(0, 1 << 18, Stream::DEFAULT).unwrap();
+        assert!(read.iter().all(|word| *word == 0));
+        let dirt = vec![-1i32; 1 << 18];
+        buffer.copy_from_slice(0, &dirt, Stream::DEFAULT).unwrap();
+        let read = buffer.to_vec::<i32>(0, 1 << 18, Stream::DEFAULT).unwrap();
+        assert!(read == dirt);
+    }
+}
