@@ -3,7 +3,6 @@
 //! Every operation loads a block of elements into f32, computes, and stores a block; blocks stay in the L1 cache, so memory is
 //! passed over once whatever the storage type.
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::dtype::Element;
@@ -21,6 +20,12 @@ pub(crate) trait Float: Element {
 
     /// Widens one element.
     fn widen(self) -> f32;
+
+    /// The elements as they are, if they are f32.
+    #[inline(always)]
+    fn as_f32(_: &[Self]) -> Option<&[f32]> {
+        None
+    }
 }
 
 impl Float for f32 {
@@ -35,25 +40,144 @@ impl Float for f32 {
     }
 
     #[inline(always)]
+    fn as_f32(src: &[f32]) -> Option<&[f32]> {
+        Some(src)
+    }
+
+    #[inline(always)]
     fn widen(self) -> f32 {
         self
     }
 }
 
 impl Float for f16 {
+    // What the processor does not convert is done as for bf16 below; f16 has 5 bits of exponent and 10 of significand.
     #[inline(always)]
     fn load(src: &[f16], dst: &mut [f32]) {
-        src.convert_to_f32_slice(dst);
+        const BIAS: u32 = (127 - 15) << 23;
+        const LEAST: u32 = (127 - 14) << 23;
+        let done = f16c::load(src, dst);
+        let (src, dst) = (&src[done..], &mut dst[done..]);
+        for (d, s) in dst.iter_mut().zip(src) {
+            let bits = u32::from(s.to_bits());
+            let magnitude = (bits & 0x7fff) << 13;
+            // A subnormal is the excess over the least normal number, which takes it in exactly.
+            let subnormal = f32::from_bits(magnitude + LEAST) - f32::from_bits(LEAST);
+            // Infinity and NaN keep the greatest exponent.
+            let special = if magnitude >= 0x1f << 23 { BIAS } else { 0 };
+            let normal = magnitude + BIAS + special;
+            let widened = if magnitude < 1 << 23 {
+                subnormal.to_bits()
+            } else {
+                normal
+            };
+            *d = f32::from_bits(widened | (bits & 0x8000) << 16);
+        }
     }
 
     #[inline(always)]
     fn store(src: &[f32], dst: &mut [f16]) {
-        dst.convert_from_f32_slice(src);
+        const BIAS: u32 = (127 - 15) << 23;
+        // The least normal f16, the least number that rounds to infinity's exponent, and a number whose unit in the last place is
+        // that of subnormal f16.
+        const LEAST: u32 = (127 - 14) << 23;
+        const OVERFLOW: u32 = (127 + 16) << 23;
+        const SUBNORMAL: u32 = (127 - 1) << 23;
+        let done = f16c::store(src, dst);
+        let (src, dst) = (&src[done..], &mut dst[done..]);
+        for (d, s) in dst.iter_mut().zip(src) {
+            let bits = s.to_bits();
+            let magnitude = bits & 0x7fff_ffff;
+            let sum = f32::from_bits(magnitude) + f32::from_bits(SUBNORMAL);
+            let subnormal = sum.to_bits().wrapping_sub(SUBNORMAL);
+            let odd = (magnitude >> 13) & 1;
+            let normal = magnitude.wrapping_sub(BIAS).wrapping_add(0xfff + odd) >> 13;
+            let special = if magnitude > 0x7f80_0000 {
+                0x7e00
+            } else {
+                0x7c00
+            };
+            let rounded = if magnitude < LEAST { subnormal } else { normal };
+            let rounded = if magnitude >= OVERFLOW {
+                special
+            } else {
+                rounded
+            };
+            *d = f16::from_bits((rounded | (bits >> 16) & 0x8000) as u16);
+        }
     }
 
     #[inline(always)]
     fn widen(self) -> f32 {
         self.to_f32()
+    }
+}
+
+/// Conversion of f16 by instructions where there are some: eight elements at a time, from the start of the slices; gives how many were
+/// converted.
+mod f16c {
+    use half::f16;
+
+    const LANES: usize = 8;
+
+    #[inline(always)]
+    pub fn load(src: &[f16], dst: &mut [f32]) -> usize {
+        let len = src.len().min(dst.len()) / LANES * LANES;
+        #[cfg(target_arch = "x86_64")]
+        if len > 0 && is_x86_feature_detected!("avx") && is_x86_feature_detected!("f16c") {
+            // SAFETY: the features are there; `len` is a multiple of LANES within both slices.
+            unsafe { x86::load(src.as_ptr(), dst.as_mut_ptr(), len) };
+            return len;
+        }
+        0
+    }
+
+    #[inline(always)]
+    pub fn store(src: &[f32], dst: &mut [f16]) -> usize {
+        let len = src.len().min(dst.len()) / LANES * LANES;
+        #[cfg(target_arch = "x86_64")]
+        if len > 0 && is_x86_feature_detected!("avx") && is_x86_feature_detected!("f16c") {
+            // SAFETY: the features are there; `len` is a multiple of LANES within both slices.
+            unsafe { x86::store(src.as_ptr(), dst.as_mut_ptr(), len) };
+            return len;
+        }
+        0
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    mod x86 {
+        use std::arch::x86_64::*;
+
+        use half::f16;
+
+        use super::LANES;
+
+        /// # Safety
+        /// `len` elements are readable and writable; it is a multiple of LANES.
+        #[target_feature(enable = "avx,f16c")]
+        pub unsafe fn load(src: *const f16, dst: *mut f32, len: usize) {
+            for i in (0..len).step_by(LANES) {
+                // SAFETY: LANES elements from `i` lie below `len`; no alignment is asked for.
+                unsafe {
+                    let halves = _mm_loadu_si128(src.add(i).cast());
+                    _mm256_storeu_ps(dst.add(i), _mm256_cvtph_ps(halves));
+                }
+            }
+        }
+
+        /// # Safety
+        /// `len` elements are readable and writable; it is a multiple of LANES.
+        #[target_feature(enable = "avx,f16c")]
+        pub unsafe fn store(src: *const f32, dst: *mut f16, len: usize) {
+            for i in (0..len).step_by(LANES) {
+                // SAFETY: LANES elements from `i` lie below `len`; no alignment is asked for.
+                unsafe {
+                    let wide = _mm256_loadu_ps(src.add(i));
+                    let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(wide);
+                    _mm_storeu_si128(dst.add(i).cast(), halves);
+                }
+            }
+        }
     }
 }
 
@@ -110,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bf16_store_agrees_with_half() {
+    fn stores_agree_with_half() {
         let specials = [
             0.0,
             -0.0,
@@ -122,7 +246,13 @@ mod tests {
             f32::NAN,
         ];
         let patterns = (0..1u32 << 16).map(|i| f32::from_bits(i.wrapping_mul(65_537 * 17)));
-        for x in specials.into_iter().chain(patterns) {
+        // The neighbourhood of every f16 and of the ties between them.
+        let around = (0..=u16::MAX).flat_map(|h| {
+            let bits = f16::from_bits(h).to_f32().to_bits();
+            [0, 1, u32::MAX, 1 << 12, (1 << 12) + 1, (1 << 12) - 1]
+                .map(|step| f32::from_bits(bits.wrapping_add(step)))
+        });
+        for x in specials.into_iter().chain(patterns).chain(around) {
             let mut out = [bf16::ZERO];
             bf16::store(&[x], &mut out);
             let expected = bf16::from_f32(x);
@@ -130,6 +260,18 @@ mod tests {
                 out[0].to_bits() == expected.to_bits() || (x.is_nan() && out[0].is_nan()),
                 "{x}"
             );
+            // Eight by instruction where there is one, the last by arithmetic.
+            let mut out = [f16::ZERO; 9];
+            f16::store(&[x; 9], &mut out);
+            let expected = f16::from_f32(x);
+            for y in out {
+                assert!(
+                    y.to_bits() == expected.to_bits() || (x.is_nan() && y.is_nan()),
+                    "{x:e}: {:x}, not {:x}",
+                    y.to_bits(),
+                    expected.to_bits()
+                );
+            }
         }
     }
 
@@ -138,8 +280,14 @@ mod tests {
         let halves: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         let mut wide = vec![0.0; halves.len()];
         f16::load(&halves, &mut wide);
-        for (h, w) in halves.iter().zip(&wide) {
-            assert!(h.to_f32().to_bits() == w.to_bits() || (h.is_nan() && w.is_nan()));
+        let mut one_by_one = wide.clone();
+        for (h, w) in halves.iter().zip(&mut one_by_one) {
+            f16::load(&[*h], std::slice::from_mut(w));
+        }
+        for wide in [&wide, &one_by_one] {
+            for (h, w) in halves.iter().zip(wide) {
+                assert!(h.to_f32().to_bits() == w.to_bits() || (h.is_nan() && w.is_nan()));
+            }
         }
         let brains: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
         bf16::load(&brains, &mut wide);

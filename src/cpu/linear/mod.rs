@@ -1,23 +1,19 @@
 //! Linear layers on the CPU.
 //!
-//! Few rows are bound by reading the weights: each weight is read once and multiplies every row (`dot`). Many rows go through
+//! Few rows are bound by reading the weights: each weight is read once and multiplies every row. Many rows go through
 //! `gemm` in tiles; operands that are not f32 are widened a panel at a time into scratch that stays in cache. How work is cut
 //! depends on the shapes alone, so the same inputs give the same bits with any number of threads.
+
+mod few_rows;
 
 use std::ops::Range;
 
 use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
-use crate::cpu::rows::{part_of, part_of_mut, row_of};
+use crate::cpu::rows::{part_of, part_of_mut};
 use crate::dtype::DType;
 use crate::ops::linear::{Problem, WeightsProblem};
 use crate::tensor::RawTensor;
-
-/// Rows up to which dot products are used.
-const FEW_ROWS: usize = 8;
-
-/// Output columns that a dot-product task finishes at a time.
-const DOT_COLUMNS: usize = 16;
 
 /// A tile of `gemm`: rows, columns, and the depth by which operands are widened.
 const TILE_ROWS: usize = 512;
@@ -93,98 +89,11 @@ pub(crate) fn for_each_row_part<const N: usize>(
     if rows == 0 || columns == 0 {
         return;
     }
-    if rows <= FEW_ROWS {
-        few_rows(cpu, x, weights, done);
+    if rows <= few_rows::MAX_ROWS {
+        few_rows::run(cpu, x, weights, done);
     } else {
         many_rows(cpu, x, weights, done);
     }
-}
-
-fn few_rows<const N: usize>(
-    cpu: &Cpu,
-    x: &RawTensor,
-    weights: [&RawTensor; N],
-    done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
-) {
-    let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
-    let rows = x.layout.num_rows();
-    let mut wide = vec![0.0f32; rows * depth];
-    widen(cpu, x, 0..rows, 0..depth, &mut wide);
-    let wide: Vec<&[f32]> = (0..rows)
-        .map(|r| &wide[r * depth..(r + 1) * depth])
-        .collect();
-    let cost = depth.saturating_mul(rows * N);
-    cpu.for_each_range(columns, cost, |range| {
-        cpu.vectorize(
-            #[inline(always)]
-            || {
-                let mut sums = [[[0.0f32; DOT_COLUMNS]; FEW_ROWS]; N];
-                for start in range.clone().step_by(DOT_COLUMNS) {
-                    let part = start..range.end.min(start + DOT_COLUMNS);
-                    for (sums, weight) in sums.iter_mut().zip(weights) {
-                        for column in part.clone() {
-                            with_float!(weight.dtype, W => {
-                                // SAFETY: a row of the checked matrix.
-                                let w = unsafe { row_of::<W>(weight, column, depth) };
-                                for (group, x) in wide.chunks(4).enumerate() {
-                                    let products = match *x {
-                                        [a] => { let [a] = dot([a], w); [a, 0.0, 0.0, 0.0] }
-                                        [a, b] => { let [a, b] = dot([a, b], w); [a, b, 0.0, 0.0] }
-                                        [a, b, c] => { let [a, b, c] = dot([a, b, c], w); [a, b, c, 0.0] }
-                                        [a, b, c, d] => dot([a, b, c, d], w),
-                                        _ => [0.0; 4],
-                                    };
-                                    for (i, product) in products.into_iter().take(x.len()).enumerate() {
-                                        sums[4 * group + i][column - start] = product;
-                                    }
-                                }
-                            });
-                        }
-                    }
-                    for row in 0..rows {
-                        done(row, part.clone(), sums.each_mut().map(|s| &mut s[row][..part.len()]));
-                    }
-                }
-            },
-        );
-    });
-}
-
-/// Dot products of `M` rows with one row of weights, which is read once.
-#[inline(always)]
-fn dot<W: Float, const M: usize>(x: [&[f32]; M], w: &[W]) -> [f32; M] {
-    /// Partial sums per row: enough independent chains to hide the latency of FMA.
-    const LANES: usize = 32;
-    let mut partial = [[0.0f32; LANES]; M];
-    let mut block = [0.0f32; BLOCK];
-    let mut tail = [0.0f32; M];
-    for (i, w) in w.chunks(BLOCK).enumerate() {
-        let block = &mut block[..w.len()];
-        W::load(w, block);
-        let x = x.map(|x| &x[i * BLOCK..i * BLOCK + w.len()]);
-        let lanes = block.len() / LANES;
-        for j in 0..lanes {
-            for m in 0..M {
-                let (x, w) = (
-                    &x[m][j * LANES..(j + 1) * LANES],
-                    &block[j * LANES..(j + 1) * LANES],
-                );
-                for l in 0..LANES {
-                    partial[m][l] = x[l].mul_add(w[l], partial[m][l]);
-                }
-            }
-        }
-        for m in 0..M {
-            for l in lanes * LANES..block.len() {
-                tail[m] = x[m][l].mul_add(block[l], tail[m]);
-            }
-        }
-    }
-    let mut out = tail;
-    for (out, partial) in out.iter_mut().zip(&partial) {
-        *out += partial.iter().sum::<f32>();
-    }
-    out
 }
 
 fn many_rows<const N: usize>(
