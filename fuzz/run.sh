@@ -15,4 +15,4 @@ cargo build --release --locked --target "$target" --target-dir target
 mkdir -p corpus/c_abi artifacts/c_abi
 # A call that takes ten seconds on these small tensors does not end; the limit of memory catches sizes that were not checked.
 "target/$target/release/c_abi" corpus/c_abi -artifact_prefix=artifacts/c_abi/ -max_total_time="${FUZZ_SECONDS:-30}" \
-  -timeout=10 -rss_limit_mb=4096 -max_len=1024 -len_control=0 -print_final_stats=1 "$@"
+  -timeout=10 -rss_limit_mb=4096 -max_len=1024 -len_control=0 -verbosity=0 -print_final_stats=1 "$@"

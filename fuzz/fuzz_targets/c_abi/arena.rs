@@ -14,6 +14,7 @@ const LARGEST: i128 = 1 << 16;
 struct Block {
     ptr: *mut u8,
     layout: Layout,
+    /// What it was filled with; empty for scratch memory, which any call may write to.
     before: Vec<u8>,
 }
 
@@ -34,8 +35,17 @@ enum Extent {
 }
 
 impl Arena {
+    /// Scratch memory of exactly this size.
+    pub fn scratch(&mut self, size: usize) -> *mut u8 {
+        let ptr = self.block(size, 256);
+        if let Some(block) = self.blocks.last_mut() {
+            block.before.clear();
+        }
+        ptr
+    }
+
     /// A block of exactly this size.
-    pub fn block(&mut self, size: usize, align: usize) -> *mut u8 {
+    fn block(&mut self, size: usize, align: usize) -> *mut u8 {
         let layout = Layout::from_size_align(size.max(1), align).expect("a small block");
         // SAFETY: the size is not zero.
         let ptr = unsafe { alloc(layout) };
@@ -151,7 +161,7 @@ impl Arena {
         self.blocks.iter().all(|block| {
             // SAFETY: the block is live and has this size.
             let now = unsafe { std::slice::from_raw_parts(block.ptr, block.layout.size()) };
-            now == block.before
+            block.before.is_empty() || now == block.before
         })
     }
 }

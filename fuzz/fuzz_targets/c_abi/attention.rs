@@ -192,7 +192,8 @@ impl Call<'_, '_> {
             (p.cache, p.layer) = (batch.cache, batch.layer);
         } else if self.input.one_in(3) {
             leading = vec![leading[0] * leading[1]];
-            p.cu_seqlens = self.tensor(UNSLOTH_DTYPE_I32, &[self.input.up_to(4)]);
+            let offsets = self.input.up_to(4);
+            p.cu_seqlens = self.tensor(UNSLOTH_DTYPE_I32, &[offsets]);
             p.max_seqlen = self.limit();
         }
         let heads = kv_heads * self.dim(2);

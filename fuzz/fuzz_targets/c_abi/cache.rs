@@ -4,6 +4,7 @@ use std::ptr;
 
 use unsloth::ffi::attention::*;
 use unsloth::ffi::kv_cache::*;
+use unsloth::ffi::kv_cache_sequence::*;
 use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::*;
 

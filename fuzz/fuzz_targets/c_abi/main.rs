@@ -3,6 +3,8 @@
 //! Whatever the arguments, a call returns in time, reads and writes nothing outside its tensors (the address sanitizer watches),
 //! does not panic, and leaves every byte as it was if it fails. Queries foretell what the call itself says.
 
+#![no_main]
+
 mod arena;
 mod attention;
 mod cache;

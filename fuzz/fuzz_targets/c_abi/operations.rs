@@ -199,7 +199,7 @@ impl Call<'_, '_> {
                     );
                     short = expected > 0 && self.input.one_in(16);
                     let given = expected - usize::from(short);
-                    let at = self.arena.block(given, 256);
+                    let at = self.arena.scratch(given);
                     (scratch.set)(&mut stated.params, at, given);
                 }
             }
