@@ -44,7 +44,7 @@ install: stage ## Install the library into PREFIX (/usr/local)
 
 engine: stage ## Build the C++ engine of examples/engine against the installed library
 	$(CONFIGURE) -S examples/engine -B build/engine -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$(STAGE)"
-	cmake --build build/engine
+	cmake --build build/engine --target engine
 
 model: $(MODEL)
 $(MODEL): scripts/fetch_model.py
@@ -64,6 +64,7 @@ test-c: stage
 	ctest --test-dir build/c_tests --output-on-failure -j $(JOBS)
 
 test-engine: engine model
+	cmake --build build/engine
 	ctest --test-dir build/engine --output-on-failure
 
 test-examples: stage

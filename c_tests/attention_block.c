@@ -1,4 +1,5 @@
-// The attention block: one token at a time through a cache gives what all tokens give at once; arguments that are refused.
+// The attention block: one token at a time through a cache gives what all tokens give at once;
+// arguments that are refused.
 #include "check.h"
 
 enum { TOKENS = 5, HIDDEN = 12, HEADS = 4, KV_HEADS = 2, DIM = 4 };
@@ -28,7 +29,8 @@ int main(void) {
   CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
   CHECK_OK(unsloth_attention_block_forward(ctx, &p, NULL));
 
-  // The first token sees itself alone: its value heads, each for its group of query heads, projected.
+  // The first token sees itself alone: its value heads, each for its group of query heads,
+  // projected.
   for (int i = 0; i < HIDDEN; i++) {
     double sum = x[0][i];
     for (int j = 0; j < HEADS * DIM; j++) {

@@ -33,7 +33,8 @@ int main(void) {
   unsloth_inference_memory memory = UNSLOTH_INFERENCE_MEMORY_INIT;
   CHECK_OK(unsloth_inference_memory_estimate(ctx, &i, &memory));
   CHECK(memory.weights == 2 * count.total);
-  CHECK(memory.total == memory.weights + memory.kv_cache + memory.activations + memory.workspace + memory.logits);
+  CHECK(memory.total ==
+        memory.weights + memory.kv_cache + memory.activations + memory.workspace + memory.logits);
 
   char text[32];
   CHECK(unsloth_format_bytes(memory.weights, text, sizeof text) == 7);

@@ -1,4 +1,5 @@
-// The KV cache: two sequences grow side by side, fork, are cut and evicted from; attention straight from it.
+// The KV cache: two sequences grow side by side, fork, are cut and evicted from; attention straight
+// from it.
 #include "check.h"
 
 enum { LAYERS = 2, HEADS = 2, DIM = 4, PAGE = 4, PAGES = 6 };
@@ -15,7 +16,8 @@ static unsloth_kv_cache_sequence_info info_of(unsloth_kv_cache *cache, int64_t s
   return info;
 }
 
-// Appends the batch's tokens to every layer; k of token t is first + t in every component, v its negative.
+// Appends the batch's tokens to every layer; k of token t is first + t in every component, v its
+// negative.
 static void append(unsloth_kv_cache *cache, int64_t num_tokens, float first) {
   float k[16 * HEADS * DIM], v[16 * HEADS * DIM];
   for (int64_t i = 0; i < num_tokens * HEADS * DIM; i++) {
@@ -71,7 +73,8 @@ int main(void) {
   unsloth_kv_cache_batch batch = UNSLOTH_KV_CACHE_BATCH_INIT;
   CHECK_OK(unsloth_kv_cache_batch_get(cache, &batch));
   CHECK(batch.num_tokens == 9 && batch.max_query_length == 6 && batch.max_sequence_length == 6);
-  CHECK(batch.host_seq_lens[1] == 3 && batch.host_cu_seqlens[2] == 9 && batch.host_positions[8] == 2);
+  CHECK(batch.host_seq_lens[1] == 3 && batch.host_cu_seqlens[2] == 9 &&
+        batch.host_positions[8] == 2);
   const int64_t row = batch.block_table.shape[1];
   CHECK(batch.host_block_table[1] == 1 && batch.host_block_table[row] == 2);
   CHECK(memcmp(batch.host_positions, batch.positions.data, 9 * sizeof(int32_t)) == 0);
@@ -113,7 +116,8 @@ int main(void) {
   append(cache, 6, 7);
   int64_t evicted = 0;
   CHECK_OK(unsloth_kv_cache_sequence_evict(cache, ids[0], 1, 2, &evicted));
-  CHECK(evicted == 4 && info_of(cache, ids[0]).length == 8 && info_of(cache, ids[0]).position == 12);
+  CHECK(evicted == 4 && info_of(cache, ids[0]).length == 8 &&
+        info_of(cache, ids[0]).position == 12);
   CHECK(key_at(cache, 0, ids[0], 3) == 4 && key_at(cache, 0, ids[0], 4) == 9);
   CHECK_OK(unsloth_kv_cache_sequence_truncate(cache, ids[0], 2));
   CHECK(info_of(cache, ids[0]).length == 2 && info_of(cache, ids[0]).num_pages == 1);

@@ -28,7 +28,8 @@ int main(void) {
   p.weight.shape[1] = IN - 1;
   CHECK_FAILS(unsloth_linear_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
               "linear: weight has shape [17, 32], expected [17, 33]");
-  CHECK_FAILS(unsloth_linear_forward(NULL, &p, NULL), UNSLOTH_STATUS_NULL_POINTER, "linear: ctx is NULL");
+  CHECK_FAILS(unsloth_linear_forward(NULL, &p, NULL), UNSLOTH_STATUS_NULL_POINTER,
+              "linear: ctx is NULL");
   CHECK_OK(unsloth_context_destroy(ctx));
   return 0;
 }

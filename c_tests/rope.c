@@ -3,7 +3,8 @@
 
 int main(void) {
   unsloth_context *ctx = cpu_context();
-  // One token of one head of four components; at position 1 with theta 1 both pairs turn by one radian.
+  // One token of one head of four components; at position 1 with theta 1 both pairs turn by one
+  // radian.
   float q[4] = {1, 2, 3, 4}, out[4] = {0};
   unsloth_rope_params p = UNSLOTH_ROPE_PARAMS_INIT;
   p.q = f32_tensor(q, 1, 1, 4, -1);
@@ -41,7 +42,8 @@ int main(void) {
   p.rotation.rotary_dim = 6;
   CHECK_FAILS(unsloth_rope_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
               "rope: rotary_dim is 6, above the head_dim 4");
-  CHECK_FAILS(unsloth_rope_forward(ctx, NULL, NULL), UNSLOTH_STATUS_NULL_POINTER, "rope: params is NULL");
+  CHECK_FAILS(unsloth_rope_forward(ctx, NULL, NULL), UNSLOTH_STATUS_NULL_POINTER,
+              "rope: params is NULL");
   CHECK(out[0] == before);
   CHECK_OK(unsloth_context_destroy(ctx));
   return 0;
