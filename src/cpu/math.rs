@@ -1,4 +1,4 @@
-//! Elementary functions on f32 as straight-line code: loops over them vectorise inside `arch().dispatch(|| ..)`.
+//! Elementary functions on f32 as straight-line code: loops over them vectorise inside [`Cpu::vectorize`](crate::cpu::Cpu::vectorize).
 //!
 //! Coefficients are minimax fits (Remez) made for these forms. `mul_add` is one instruction where dispatch finds FMA.
 

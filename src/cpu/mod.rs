@@ -87,7 +87,7 @@ impl Cpu {
         self.arch.dispatch(Call(f))
     }
 
-    /// The instruction set to vectorise for; loops run inside `arch().dispatch(|| ..)`, with helpers marked `#[inline(always)]`.
+    /// The instruction set, for code written with explicit vectors; plain loops go through [`Cpu::vectorize`].
     pub fn arch(&self) -> pulp::Arch {
         self.arch
     }

@@ -88,7 +88,7 @@ impl Rotator {
     }
 
     /// Writes the cosines and sines of a position, [`Rotator::half`] of each. Positions outside a table must have been refused.
-    /// Inside `arch().dispatch`.
+    /// Inside `Cpu::vectorize`.
     #[inline(always)]
     pub fn angles(&self, position: i64, cos: &mut [f32], sin: &mut [f32]) {
         match &self.angles {
@@ -130,7 +130,7 @@ impl Rotator {
         }
     }
 
-    /// Rotates one head in place; components past the rotary dimension stay. Inside `arch().dispatch`.
+    /// Rotates one head in place; components past the rotary dimension stay. Inside `Cpu::vectorize`.
     #[inline(always)]
     pub fn rotate(&self, head: &mut [f32], cos: &[f32], sin: &[f32]) {
         let head = &mut head[..2 * self.half];
