@@ -133,7 +133,7 @@ const BATCHED: &[Misuse] = &[
     (
         |p| p.struct_size = 8,
         INVALID,
-        "attention: struct_size is 8, at least 1520 is needed",
+        "attention: struct_size is 8, at least 1528 is needed",
     ),
     (
         |p| p.struct_size = 1 << 20,
