@@ -64,16 +64,16 @@ pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
     while start < unit.keys.end {
         let keys = start..unit.keys.end.min(start + MAX_KEYS);
         start = keys.end;
-        unit.load_tile(&p.k, p.head_dim, keys.clone(), dim, &mut scratch.k);
-        unit.load_tile(&p.v, p.head_dim_v, keys.clone(), dim_v, &mut scratch.v);
+        let k = unit.tile(&p.k, p.head_dim, keys.clone(), dim, &mut scratch.k);
+        let v = unit.tile(&p.v, p.head_dim_v, keys.clone(), dim_v, &mut scratch.v);
         let n = keys.len();
         for first in (0..rows).step_by(GROUP) {
             let q = &scratch.q[first * dim..];
             let scores = &mut scratch.scores[first * MAX_KEYS..];
             match rows - first {
-                1 => products::<S, 1>(simd, &scratch.k, q, dim, n, scores),
-                2 => products::<S, 2>(simd, &scratch.k, q, dim, n, scores),
-                _ => products::<S, GROUP>(simd, &scratch.k, q, dim, n, scores),
+                1 => products::<S, 1>(simd, k, q, dim, n, scores),
+                2 => products::<S, 2>(simd, k, q, dim, n, scores),
+                _ => products::<S, GROUP>(simd, k, q, dim, n, scores),
             }
         }
         let windows = common.start > keys.start || common.end < keys.end;
@@ -107,9 +107,9 @@ pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
             let weights = &scratch.scores[first * MAX_KEYS..];
             let out = &mut scratch.out[first * dim_v..];
             match rows - first {
-                1 => accumulate::<S, 1>(simd, &scratch.v, dim_v, weights, n, out),
-                2 => accumulate::<S, 2>(simd, &scratch.v, dim_v, weights, n, out),
-                _ => accumulate::<S, GROUP>(simd, &scratch.v, dim_v, weights, n, out),
+                1 => accumulate::<S, 1>(simd, v, weights, n, dim_v, out),
+                2 => accumulate::<S, 2>(simd, v, weights, n, dim_v, out),
+                _ => accumulate::<S, GROUP>(simd, v, weights, n, dim_v, out),
             }
         }
     }
@@ -123,36 +123,37 @@ pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
 #[inline(always)]
 fn products<S: Simd, const R: usize>(
     simd: S,
-    k: &[f32],
+    (k, stride): (&[f32], usize),
     q: &[f32],
     dim: usize,
     keys: usize,
     scores: &mut [f32],
 ) {
-    assert!(dim.is_multiple_of(S::F32_LANES));
-    assert!(k.len() >= keys * dim && q.len() >= R * dim && keys <= MAX_KEYS);
+    assert!(dim.is_multiple_of(S::F32_LANES) && (1..=MAX_KEYS).contains(&keys));
+    assert!(k.len() >= (keys - 1) * stride + dim && q.len() >= R * dim);
     assert!(scores.len() >= R * MAX_KEYS);
     // SAFETY: asserted.
     unsafe {
         let (k, q, scores) = (k.as_ptr(), q.as_ptr(), scores.as_mut_ptr());
         let mut key = 0;
         while key + 4 <= keys {
-            product_block::<S, R, 4>(simd, k.add(key * dim), q, dim, scores.add(key));
+            product_block::<S, R, 4>(simd, k.add(key * stride), stride, q, dim, scores.add(key));
             key += 4;
         }
         while key < keys {
-            product_block::<S, R, 1>(simd, k.add(key * dim), q, dim, scores.add(key));
+            product_block::<S, R, 1>(simd, k.add(key * stride), stride, q, dim, scores.add(key));
             key += 1;
         }
     }
 }
 
 /// # Safety
-/// `q` has `R` rows of `dim`, `k` has `M`; `scores` has `R` rows, [`MAX_KEYS`] apart, of `M`.
+/// `q` has `R` rows of `dim`, `k` has `M`, `stride` apart; `scores` has `R` rows, [`MAX_KEYS`] apart, of `M`.
 #[inline(always)]
 unsafe fn product_block<S: Simd, const R: usize, const M: usize>(
     simd: S,
     k: *const f32,
+    stride: usize,
     q: *const f32,
     dim: usize,
     scores: *mut f32,
@@ -166,7 +167,7 @@ unsafe fn product_block<S: Simd, const R: usize, const M: usize>(
                 *q_r = load::<S>(q.add(r * dim + x));
             }
             for (m, acc) in acc.iter_mut().enumerate() {
-                let k_m = load::<S>(k.add(m * dim + x));
+                let k_m = load::<S>(k.add(m * stride + x));
                 for (acc, q_r) in acc.iter_mut().zip(qs) {
                     *acc = simd.mul_add_f32s(k_m, q_r, *acc);
                 }
@@ -212,38 +213,40 @@ fn weigh<S: Simd>(simd: S, scores: &mut [f32], softmax: &mut Softmax) -> f32 {
 #[inline(always)]
 fn accumulate<S: Simd, const R: usize>(
     simd: S,
-    v: &[f32],
-    dim_v: usize,
+    (v, stride): (&[f32], usize),
     weights: &[f32],
     keys: usize,
+    dim_v: usize,
     out: &mut [f32],
 ) {
-    assert!(dim_v.is_multiple_of(S::F32_LANES) && keys <= MAX_KEYS);
-    assert!(v.len() >= keys * dim_v && weights.len() >= R * MAX_KEYS && out.len() >= R * dim_v);
+    assert!(dim_v.is_multiple_of(S::F32_LANES) && (1..=MAX_KEYS).contains(&keys));
+    assert!(v.len() >= (keys - 1) * stride + dim_v);
+    assert!(weights.len() >= R * MAX_KEYS && out.len() >= R * dim_v);
     // SAFETY: asserted.
     unsafe {
         let (v, weights, out) = (v.as_ptr(), weights.as_ptr(), out.as_mut_ptr());
         let mut x = 0;
         while x + 2 * S::F32_LANES <= dim_v {
-            accumulate_block::<S, R, 2>(simd, v.add(x), dim_v, weights, keys, out.add(x));
+            accumulate_block::<S, R, 2>(simd, v.add(x), stride, weights, keys, out.add(x), dim_v);
             x += 2 * S::F32_LANES;
         }
         if x < dim_v {
-            accumulate_block::<S, R, 1>(simd, v.add(x), dim_v, weights, keys, out.add(x));
+            accumulate_block::<S, R, 1>(simd, v.add(x), stride, weights, keys, out.add(x), dim_v);
         }
     }
 }
 
 /// # Safety
-/// `v` has `keys` rows and `out` has `R`, `dim_v` apart, of `N` vectors; `weights` has `R` rows, [`MAX_KEYS`] apart, of `keys`.
+/// `v` has `keys` rows, `stride` apart, and `out` has `R`, `dim_v` apart, of `N` vectors; `weights` has `R` rows, [`MAX_KEYS`] apart, of `keys`.
 #[inline(always)]
 unsafe fn accumulate_block<S: Simd, const R: usize, const N: usize>(
     simd: S,
     v: *const f32,
-    dim_v: usize,
+    stride: usize,
     weights: *const f32,
     keys: usize,
     out: *mut f32,
+    dim_v: usize,
 ) {
     let lanes = S::F32_LANES;
     let mut acc = [[simd.splat_f32s(0.0); N]; R];
@@ -257,7 +260,7 @@ unsafe fn accumulate_block<S: Simd, const R: usize, const N: usize>(
         for key in 0..keys {
             let mut vs = [simd.splat_f32s(0.0); N];
             for (n, v_n) in vs.iter_mut().enumerate() {
-                *v_n = load::<S>(v.add(key * dim_v + n * lanes));
+                *v_n = load::<S>(v.add(key * stride + n * lanes));
             }
             for (r, acc) in acc.iter_mut().enumerate() {
                 let w = simd.splat_f32s(*weights.add(r * MAX_KEYS + key));

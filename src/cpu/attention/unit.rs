@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::sequences::{SPLIT_KEYS, Sequence, TILE_ROWS};
 use crate::cpu::float::{Float, with_float};
+use crate::dtype::DType;
 use crate::ops::attention::{Keys, Problem, Rows};
 
 /// A tile of rows of one key head, over a range of keys. Row `r` is query `r / group` of query head `r % group` among those that
@@ -130,6 +131,38 @@ impl<'a> Unit<'a> {
                 T::load(from, &mut to[..dim]);
             }
         });
+    }
+
+    /// `keys` of `k` or `v` as floats, and the distance of their rows: where they lie, if they are floats a constant distance apart in
+    /// whole vectors (`stride` is `dim` then); else widened into `to`, `stride` apart.
+    #[inline(always)]
+    pub fn tile<'t>(
+        &self,
+        rows: &Rows,
+        dim: usize,
+        keys: Range<usize>,
+        stride: usize,
+        to: &'t mut [f32],
+    ) -> (&'t [f32], usize)
+    where
+        'a: 't,
+    {
+        let last = keys.end - 1;
+        let regular = match self.p.keys {
+            Keys::Paged { page_size, .. } => keys.start / page_size == last / page_size,
+            _ => true,
+        };
+        if rows.dtype != DType::F32 || dim != stride || !regular {
+            self.load_tile(rows, dim, keys, stride, to);
+            return (to, stride);
+        }
+        let (outer, token) = self.locate(keys.start);
+        let offset = rows.offset(outer, token, self.kv_head);
+        let len = (last - keys.start) * rows.token + dim;
+        // SAFETY: the rows exist, from the first to the last: the problem was checked, and so were the sequences and the block table.
+        // The caller's inputs are not written while the problem is worked on.
+        let floats = unsafe { std::slice::from_raw_parts(rows.ptr.cast::<f32>().add(offset), len) };
+        (floats, rows.token)
     }
 
     /// Outer and token index of a key.
