@@ -1,0 +1,56 @@
+// The attention forward kernel for Hopper: warp-specialised, persistent, TMA in and out.
+//
+// Warpgroup 0 loads (producer.cuh), the others compute (consumer.cuh). See Shah et al.,
+// "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), for the
+// overall scheme.
+#pragma once
+
+#include "../common/registers.cuh"
+#include "config.h"
+#include "consumer.cuh"
+#include "params.h"
+#include "producer.cuh"
+#include "shared.cuh"
+
+namespace unsloth {
+
+template <TileConfig C, class T, Mask kMask, bool kSoftcap>
+__device__ __forceinline__ void attention_forward(const AttentionForwardParams &p) {
+  extern __shared__ uint8_t dynamic[];
+  Shared<C, T> &shared = *reinterpret_cast<Shared<C, T> *>(
+      dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
+
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&p.q);
+    tma_prefetch_map(&p.k);
+    tma_prefetch_map(&p.v);
+    tma_prefetch_map(&p.o);
+    shared.init_barriers();
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // Uniform over the warp, which lets descriptors live in uniform registers.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    release_registers_to<producer_registers(C)>();
+    if (threadIdx.x == 0) produce<C, T, kMask>(p, shared);
+  } else {
+    acquire_registers_to<consumer_registers(C)>();
+    Consumer<C, T, kMask, kSoftcap>(p, shared, warpgroup - 1).run();
+  }
+}
+
+}  // namespace unsloth
+
+// Instantiates a kernel, and beside it what the host must know to launch it.
+#define UNSLOTH_ATTENTION_FORWARD(name, type, tile, mask, softcap)                             \
+  extern "C" __global__ void __launch_bounds__(unsloth::threads(unsloth::tile), 1)             \
+      name(const __grid_constant__ AttentionForwardParams params) {                            \
+    unsloth::attention_forward<unsloth::tile, type, unsloth::mask, softcap>(params);           \
+  }                                                                                            \
+  extern "C" __device__ const AttentionForwardLaunch name##_launch = {                         \
+      sizeof(AttentionForwardParams), unsloth::block_m(unsloth::tile), unsloth::tile.block_n,  \
+      unsloth::threads(unsloth::tile), unsloth::shared_bytes<unsloth::tile, type>(),           \
+      unsloth::tile.head_dim, unsloth::tile.head_dim_v,                                        \
+  };

@@ -1,0 +1,113 @@
+// The producer: one thread that keeps Q, K and V coming.
+//
+// Per tile: K of the last key block, Q, then K(n) and V(n+1) by turns, V trailing because the
+// consumers compute P V one step behind Q K^T. The key blocks run downwards, so that the masked
+// ones come first.
+//
+// The thread has 24 registers, all the consumers leave it: the tile stays in shared memory and one
+// copy of the loading code serves K and V.
+#pragma once
+
+#include "../common/tma.cuh"
+#include "schedule.cuh"
+
+namespace unsloth {
+
+// Loads key block n of K or V: chunk by chunk of 64 columns and, with pages, row box by row box.
+// Boxes wholly past the end of the sequence are left out: their pages may not exist.
+template <TileConfig C>
+__device__ __forceinline__ void load_kv(const AttentionForwardParams &p, const CUtensorMap *map,
+                                        const Tile &tile, int n, int columns, uint32_t stage,
+                                        Mbarrier *full) {
+  const int row = n * C.block_n;
+  if (p.block_table == nullptr) {
+    const int batch = p.cu_seqlens_k != nullptr ? 0 : tile.batch;
+    full->arrive_expect(columns * (C.block_n * 2));
+#pragma unroll 1
+    for (int c = 0; c < columns; c += kChunk) {
+      tma_load_4d(stage, map, full, kEvictLast, c, tile.k_begin + row, tile.head_kv, batch);
+      stage += C.block_n * kChunk * 2;
+    }
+    return;
+  }
+  const int rows = min(C.block_n, tile.seqlen_k - row);
+  const int boxes = ceil_div(rows, p.kv_box_rows);
+  full->arrive_expect(boxes * p.kv_box_rows * columns * 2);
+#pragma unroll 1
+  for (int b = 0; b < boxes; ++b) {
+    const int at = row + b * p.kv_box_rows;
+    const int page = at / p.page_size;
+    const int index = p.block_table[tile.batch * static_cast<int64_t>(p.block_table_stride) + page];
+#pragma unroll 1
+    for (int c = 0; c < columns; c += kChunk) {
+      tma_load_4d(stage + c * (C.block_n * 2) + b * p.kv_box_rows * (kChunk * 2), map, full,
+                  kEvictLast, c, at - page * p.page_size, tile.head_kv, index);
+    }
+  }
+}
+
+template <TileConfig C, class T>
+__device__ __forceinline__ void load_q(const AttentionForwardParams &p, Shared<C, T> &shared,
+                                       const Tile &tile, uint32_t parity) {
+#pragma unroll 1
+  for (int wg = 0; wg < C.warpgroups; ++wg) {
+    const int position =
+        (tile.row_block * C.warpgroups + wg) * (kRowsPerWarpgroup >> p.pack_log2);
+    Mbarrier *full = &shared.q_full[wg];
+    shared.q_empty[wg].wait(parity ^ 1);
+    full->arrive_expect(sizeof shared.q[0]);
+#pragma unroll 1
+    for (int c = 0; c < chunks(C.head_dim); ++c) {
+      tma_load_5d(shared_address(shared.q[wg]) + c * kRowsPerWarpgroup * 128, &p.q, full,
+                  kEvictFirst, c * kChunk, 0, tile.q_begin + position, tile.head,
+                  p.cu_seqlens_q != nullptr ? 0 : tile.batch);
+    }
+  }
+}
+
+template <TileConfig C, class T, Mask kMask>
+__device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<C, T> &shared) {
+  Ring<2> tile_ring;
+  uint32_t q_parity = 0;
+  uint32_t blocks = 0;  // key blocks of all tiles so far, from which ring positions follow
+
+  for (int index = blockIdx.x; index < p.tiles;) {
+    Tile &tile = shared.tile[tile_ring.stage];
+    shared.tile_empty[tile_ring.stage].wait(tile_ring.parity ^ 1);
+    const bool any_rows = tile_at<C, kMask>(p, index, tile);
+    index = next_tile_index(p, index);
+    if (!any_rows) continue;
+    shared.tile_full[tile_ring.stage].arrive();
+    tile_ring.advance();
+
+    const int count = tile.n_max - tile.n_min;
+    if (count <= 0) continue;
+    // Even steps load K, odd ones V of the block before. The first odd step loads Q instead, and the
+    // last even one finds no more K.
+#pragma unroll 1
+    for (int step = 0; step < 2 * count + 2; ++step) {
+      if (step == 1) {
+        load_q(p, shared, tile, q_parity);
+        q_parity ^= 1;
+        continue;
+      }
+      if (step == 2 * count) continue;
+      const bool is_v = step & 1;
+      const int block = step / 2 - is_v;
+      const uint32_t stage = (blocks + block) % C.stages;
+      const uint32_t parity = (blocks + block) / C.stages & 1;
+      (is_v ? shared.v_empty : shared.k_empty)[stage].wait(parity ^ 1);
+      load_kv<C>(p, is_v ? &p.v : &p.k, tile, tile.n_max - 1 - block,
+                 (is_v ? chunks(C.head_dim_v) : chunks(C.head_dim)) * kChunk,
+                 is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]),
+                 &(is_v ? shared.v_full : shared.k_full)[stage]);
+    }
+    blocks += count;
+  }
+
+  shared.tile_empty[tile_ring.stage].wait(tile_ring.parity ^ 1);
+  shared.tile[tile_ring.stage].row_block = -1;
+  shared.tile_full[tile_ring.stage].arrive();
+}
+
+}  // namespace unsloth

@@ -1,0 +1,74 @@
+// The block's shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/mbarrier.cuh"
+#include "config.h"
+
+namespace unsloth {
+
+// A work item: one block of query rows of one head, and the keys it needs. `head` counts key heads
+// when query heads are packed, query heads otherwise.
+struct Tile {
+  int row_block;  // -1: no more work
+  int head, head_kv;
+  int batch;
+  int q_begin, seqlen_q;  // first token row of the sequence in q and o, and its length
+  int k_begin, seqlen_k;
+  int n_min, n_max;  // key blocks [n_min, n_max)
+};
+
+template <TileConfig C, class T>
+struct alignas(1024) Shared {
+  static constexpr int kWarpgroups = C.warpgroups;
+  static constexpr int kQElements = chunk_elements(kRowsPerWarpgroup, C.head_dim);
+  static constexpr int kKElements = chunk_elements(C.block_n, C.head_dim);
+  static constexpr int kVElements = chunk_elements(C.block_n, C.head_dim_v);
+  static constexpr int kOElements = chunk_elements(kRowsPerWarpgroup, C.head_dim_v);
+  static_assert(C.own_output || kOElements <= kQElements, "O does not fit where Q was");
+
+  T q[kWarpgroups][kQElements];
+  T k[C.stages][kKElements];
+  T v[C.stages][kVElements];
+  T o[C.own_output ? kWarpgroups : 1][C.own_output ? kOElements : 8];
+
+  Mbarrier q_full[kWarpgroups], q_empty[kWarpgroups];
+  Mbarrier k_full[C.stages], k_empty[C.stages];
+  Mbarrier v_full[C.stages], v_empty[C.stages];
+  Mbarrier tile_full[2], tile_empty[2];
+  Tile tile[2];
+
+  // Q's and O's places, for warpgroup `wg`.
+  __device__ __forceinline__ T *output(int wg) { return C.own_output ? o[wg] : q[wg]; }
+
+  // One thread; fence_mbarrier_init and a block barrier follow. Consumers arrive by warp: a warp's
+  // wgmma_wait says nothing about the other three.
+  __device__ __forceinline__ void init_barriers() {
+    for (int i = 0; i < kWarpgroups; ++i) {
+      q_full[i].init(1);
+      q_empty[i].init(C.own_output ? 4 : 1);
+    }
+    for (int i = 0; i < C.stages; ++i) {
+      k_full[i].init(1);
+      v_full[i].init(1);
+      k_empty[i].init(4 * kWarpgroups);
+      v_empty[i].init(4 * kWarpgroups);
+    }
+    for (int i = 0; i < 2; ++i) {
+      tile_full[i].init(1);
+      tile_empty[i].init(4 * kWarpgroups);
+    }
+  }
+};
+
+// Dynamic shared memory, with room to align its start.
+template <TileConfig C, class T>
+consteval int shared_bytes() {
+  return sizeof(Shared<C, T>) + 1024 - 16;
+}
+
+// Named barriers (0 is the block's).
+enum : int { kBarrierWarpgroup = 1, kBarrierTurn = 4, kBarrierConsumers = 7 };
+
+}  // namespace unsloth

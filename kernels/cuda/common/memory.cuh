@@ -1,0 +1,35 @@
+// Shared memory: addresses, matrix stores, and the fence between ordinary and asynchronous accesses.
+#pragma once
+
+#include <cstdint>
+
+namespace unsloth {
+
+// PTX names shared memory by 32-bit window addresses, C++ by generic pointers.
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Stores four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8;
+// register i holds matrix i, distributed as a wgmma accumulator block is (row lane/4, columns
+// 2*(lane%4) and the next), so that an accumulator can be written out without any shuffle.
+__device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, uint32_t r1,
+                                                uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
+// TMA and wgmma reach shared memory through the asynchronous proxy, which does not see ordinary
+// writes until the writing thread has executed this fence (and a barrier has followed).
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The 128-byte swizzle of TMA and wgmma: within each 1024-byte block of eight 128-byte rows, the
+// 16-byte unit u of row r lies at unit u ^ (r % 8). Offsets are from a 1024-byte aligned base.
+__device__ __forceinline__ uint32_t swizzle_128b(uint32_t offset) {
+  return offset ^ ((offset >> 3) & 0x70);
+}
+
+}  // namespace unsloth

@@ -1,0 +1,63 @@
+// TMA: the engine that copies boxes of a tensor between global and shared memory.
+//
+// One thread issues a copy; the tensor map, made on the host, holds the address, extents, strides,
+// box and swizzle. Parts of a box outside the tensor read as zero and are not written, but count in
+// full towards the barrier's bytes. Coordinates run from the innermost dimension out.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "mbarrier.cuh"
+
+namespace unsloth {
+
+// Cache policies in the encoding that createpolicy returns.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // read once
+constexpr uint64_t kEvictLast = 0x14F0000000000000;   // read again by other blocks
+
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d(uint32_t destination, const CUtensorMap *map,
+                                            Mbarrier *full, uint64_t policy, int c0, int c1, int c2,
+                                            int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+      "l"(map), "r"(shared_address(full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_5d(uint32_t destination, const CUtensorMap *map,
+                                            Mbarrier *full, uint64_t policy, int c0, int c1, int c2,
+                                            int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+      "l"(map), "r"(shared_address(full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap *map, uint32_t source, int c0, int c1,
+                                             int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
+          map),
+      "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// Closes the group of stores this thread has issued since the last one.
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until this thread's stores have read their shared memory, which may then be written again.
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+}  // namespace unsloth

@@ -1,0 +1,168 @@
+"""Launches the attention kernels from Python: the CUDA driver through ctypes, tensors from torch.
+
+A development harness: it stands in for the library's host code, so that a kernel can be checked and
+timed as soon as it compiles.
+"""
+
+import ctypes
+import math
+from ctypes import byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+
+import torch
+
+cuda = ctypes.CDLL("libcuda.so.1")
+NO_LIMIT = 1 << 30
+
+
+def check(status):
+    if status:
+        text = c_char_p()
+        cuda.cuGetErrorString(status, byref(text))
+        raise RuntimeError(f"CUDA driver: {status} {text.value}")
+
+
+class TensorMap(ctypes.Structure):
+    _fields_ = [("opaque", c_uint64 * 16)]
+
+
+class Params(ctypes.Structure):
+    """AttentionForwardParams of attention/params.h."""
+
+    _fields_ = [
+        ("q", TensorMap), ("k", TensorMap), ("v", TensorMap), ("o", TensorMap),
+        ("o_pointer", c_void_p), ("lse", c_void_p), ("sinks", c_void_p),
+        ("cu_seqlens_q", c_void_p), ("cu_seqlens_k", c_void_p), ("seqlens_k", c_void_p),
+        ("block_table", c_void_p), ("tile_counter", c_void_p),
+        ("o_batch_stride", c_int64), ("o_sequence_stride", c_int64), ("o_head_stride", c_int64),
+        ("lse_batch_stride", c_int64), ("lse_head_stride", c_int64),
+        ("batch", c_int32), ("heads_q", c_int32), ("heads_kv", c_int32), ("head_dim_v", c_int32),
+        ("seqlen_q", c_int32), ("seqlen_k", c_int32), ("pack_log2", c_int32),
+        ("kv_box_rows", c_int32), ("page_size", c_int32), ("block_table_stride", c_int32),
+        ("window_left", c_int32), ("window_right", c_int32),
+        ("tiles", c_int32), ("row_blocks", c_int32), ("pairs_in_l2", c_int32),
+        ("scale_log2", c_float), ("softcap_scale", c_float), ("scale", c_float),
+        ("tail", c_int32 * 4),
+    ]
+
+
+class Launch(ctypes.Structure):
+    """AttentionForwardLaunch of attention/params.h."""
+
+    _fields_ = [(n, c_int32) for n in ("params_bytes", "block_m", "block_n", "threads",
+                                       "shared_bytes", "head_dim", "head_dim_v")]
+
+
+def encode(map_, tensor_dtype, pointer, extents, strides, box):
+    """A tiled tensor map: extents and box innermost first, strides in bytes from dimension 1."""
+    rank = len(extents)
+    kind = {torch.float16: 6, torch.bfloat16: 9}[tensor_dtype]
+    check(cuda.cuTensorMapEncodeTiled(
+        byref(map_), c_int32(kind), c_uint32(rank), c_void_p(pointer),
+        (c_uint64 * rank)(*extents), (c_uint64 * (rank - 1))(*strides),
+        (c_uint32 * rank)(*box), (c_uint32 * rank)(*([1] * rank)),
+        c_int32(0),  # no interleave
+        c_int32(3),  # 128-byte swizzle
+        c_int32(3),  # promote to 256-byte L2 fetches
+        c_int32(0)))  # outside reads as zero
+
+
+class Kernel:
+    """One kernel of a cubin, with the layout it exports."""
+
+    def __init__(self, image, name):
+        torch.cuda.current_stream().synchronize()  # the primary context is current from here on
+        self.name = name
+        module = c_void_p()
+        check(cuda.cuModuleLoadData(byref(module), image))
+        self.function = c_void_p()
+        check(cuda.cuModuleGetFunction(byref(self.function), module, name.encode()))
+        address, size = c_uint64(), c_size_t()
+        check(cuda.cuModuleGetGlobal_v2(byref(address), byref(size), module, f"{name}_launch".encode()))
+        self.launch = Launch()
+        check(cuda.cuMemcpyDtoH_v2(byref(self.launch), address, c_size_t(ctypes.sizeof(Launch))))
+        assert self.launch.params_bytes == ctypes.sizeof(Params), (self.launch.params_bytes, ctypes.sizeof(Params))
+        check(cuda.cuFuncSetAttribute(self.function, c_int32(8), c_int32(self.launch.shared_bytes)))
+        self.counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def prepare(self, q, k, v, o, lse=None, *, scale=None, causal=False, window=None, softcap=0.0,
+                sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+                max_seqlen_k=None, seqlens_k=None, block_table=None, pack=1, longest_first=None,
+                dynamic=None):
+        """Returns a function that launches on the current stream.
+
+        q, o: [batch, seq, heads, dim] or [tokens, heads, dim]; k, v: likewise, or
+        [pages, page, heads, dim] with a block_table.
+        """
+        ragged_q = cu_seqlens_q is not None
+        ragged_k = cu_seqlens_k is not None
+        if ragged_q:
+            q, o = q.unsqueeze(0), o.unsqueeze(0)
+        if ragged_k:
+            k, v = k.unsqueeze(0), v.unsqueeze(0)
+        batch = len(cu_seqlens_q) - 1 if ragged_q else q.shape[0]
+        heads_q, heads_kv, dim, dim_v = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        seqlen_q = max_seqlen_q if ragged_q else q.shape[1]
+        seqlen_k = max_seqlen_k or k.shape[1]
+        scale = scale if scale is not None else 1 / math.sqrt(dim)
+        memory = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
+        p = Params.from_buffer(memory, -ctypes.addressof(memory) % 64)  # as tensor maps demand
+        at = self.launch
+        for map_, x in ((p.q, q), (p.o, o)):
+            sb, ss, sh, _ = (2 * s for s in x.stride())
+            encode(map_, x.dtype, x.data_ptr(),
+                   (x.shape[3], pack, x.shape[1], heads_q // pack, x.shape[0]),
+                   (sh, ss, sh * pack, max(sb, 16)), (64, pack, 64 // pack, 1, 1))
+        rows = at.block_n
+        if block_table is not None:
+            while rows > k.shape[1] or k.shape[1] % rows or at.block_n % rows:
+                rows -= 8
+            p.block_table, p.block_table_stride, p.page_size = (
+                block_table.data_ptr(), block_table.stride(0), k.shape[1])
+        p.kv_box_rows = rows
+        for map_, x in ((p.k, k), (p.v, v)):
+            sb, ss, sh, _ = (2 * s for s in x.stride())
+            encode(map_, x.dtype, x.data_ptr(), (x.shape[3], x.shape[1], heads_kv, x.shape[0]),
+                   (ss, sh, max(sb, 16)), (64, rows, 1, 1))
+        p.o_pointer = o.data_ptr()
+        p.o_batch_stride, p.o_sequence_stride, p.o_head_stride = o.stride()[:3]
+        if lse is not None:
+            p.lse = lse.data_ptr()
+            p.lse_batch_stride, p.lse_head_stride = (0, lse.stride(0)) if ragged_q else lse.stride()[:2]
+        for name, x in (("sinks", sinks), ("cu_seqlens_q", cu_seqlens_q),
+                        ("cu_seqlens_k", cu_seqlens_k), ("seqlens_k", seqlens_k)):
+            if x is not None:
+                setattr(p, name, x.data_ptr())
+        p.batch, p.heads_q, p.heads_kv, p.head_dim_v = batch, heads_q, heads_kv, dim_v
+        p.seqlen_q, p.seqlen_k, p.pack_log2 = seqlen_q, seqlen_k, pack.bit_length() - 1
+        left, right = window if window is not None else (-1, -1)
+        p.window_left = left if left >= 0 else NO_LIMIT
+        p.window_right = 0 if causal else (right if right >= 0 else NO_LIMIT)
+        p.row_blocks = -(-seqlen_q * pack // at.block_m)
+        pairs = batch * heads_q // pack
+        p.tiles = p.row_blocks * pairs
+        if longest_first is None:
+            longest_first = causal or ragged_q
+        if dynamic is None:
+            dynamic = longest_first
+        if longest_first:
+            fits = (32 << 20) // max(1, seqlen_k * (dim + dim_v) * 2)
+            group = heads_q // pack // heads_kv
+            p.pairs_in_l2 = min(pairs, max(1, 1 << max(0, fits.bit_length() - 1)) * group)
+        if dynamic:
+            p.tile_counter = self.counter.data_ptr()
+        natural = softcap if softcap else scale
+        p.scale, p.scale_log2 = natural, natural * math.log2(math.e)
+        p.softcap_scale = scale / softcap if softcap else 0.0
+        grid = min(p.tiles, self.processors)
+        arguments = (c_void_p * 1)(ctypes.addressof(p))
+        keep = (memory, q, k, v, o, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table)
+
+        def launch():
+            check(cuda.cuLaunchKernel(
+                self.function, c_uint32(grid), c_uint32(1), c_uint32(1), c_uint32(at.threads),
+                c_uint32(1), c_uint32(1), c_uint32(at.shared_bytes),
+                c_void_p(torch.cuda.current_stream().cuda_stream), arguments, None))
+
+        launch.keep = keep
+        return launch
