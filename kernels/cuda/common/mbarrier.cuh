@@ -48,9 +48,8 @@ struct alignas(8) Mbarrier {
   }
 
   __device__ __forceinline__ void wait(uint32_t parity) {
-#ifdef UNSLOTH_TRAP_ON_HANG
-    for (uint32_t spins = 0; !try_wait(parity); ++spins) {
-      if (spins > (1u << 21)) __trap();
+#ifdef UNSLOTH_BOUNDED_WAIT  // debugging: wrong results rather than a hang
+    for (uint32_t spins = 0; !try_wait(parity) && spins < (1u << 20); ++spins) {
     }
 #else
     while (!try_wait(parity)) {
