@@ -1,16 +1,7 @@
 // The consumers: warpgroups that compute O = softmax(Q K^T) V for 64 rows each.
-//
-// Two loops over key blocks n, last to first:
-//
-// attend (one score tile): Q K^T of block n and P V of block n+1 are issued together; the softmax of
-// block n runs while P V of n+1 is still in flight. Where `take_turns`, warpgroups issue in rotation,
-// so that one's softmax also hides under the other's products.
-//
-// attend_ahead (two score tiles): Q K^T of block n-1 is issued before the softmax of block n, so the
-// tensor cores always have work queued. Costs a second set of score registers; for small head dims,
-// where the softmax is the longer half.
 #pragma once
 
+#include "../common/memory.cuh"
 #include "../common/named_barrier.cuh"
 #include "../common/wgmma.cuh"
 #include "epilogue.cuh"
@@ -27,16 +18,22 @@ struct Consumer {
   static constexpr int kO = C.head_dim_v / 2;   // of the output
   static constexpr int kStepsQk = C.head_dim / 16;
   static constexpr int kStepsPv = C.block_n / 16;
+  static constexpr int kQ = C.q_registers ? 4 * kStepsQk : 1;
 
   const AttentionForwardParams &p;
   Shared<C, T> &shared;
   const int wg;
+  const int row;  // the first of the thread's two rows in the tile; the other is 8 further down
   Ring<C.stages> k_ring, v_ring;
+  Ring<2> slots;
   uint32_t q_parity = 0;
 
   __device__ __forceinline__ Consumer(const AttentionForwardParams &params, Shared<C, T> &memory,
                                       int warpgroup)
-      : p(params), shared(memory), wg(warpgroup) {}
+      : p(params),
+        shared(memory),
+        wg(warpgroup),
+        row(kRowsPerWarpgroup * warpgroup + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
 
   // One lane per warp arrives, once the whole warp is past the instruction before.
   __device__ __forceinline__ void release(Mbarrier &barrier) {
@@ -54,16 +51,20 @@ struct Consumer {
   }
 
   // S = Q K^T for the K block at the ring's position.
-  __device__ __forceinline__ void multiply_qk(float (&s)[kS]) {
-    const uint64_t q = descriptor_k_major(shared_address(shared.q[wg]));
+  __device__ __forceinline__ void multiply_qk(float (&s)[kS], const uint32_t (&q)[kQ]) {
     const uint64_t k = descriptor_k_major(shared_address(shared.k[k_ring.stage]));
     hold(s);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kStepsQk; ++i) {
-      Wgmma<T, C.block_n>::template ss<0>(
-          s, q + (i / 4 * (kRowsPerWarpgroup * 128) + i % 4 * 32) / 16,
-          k + (i / 4 * (C.block_n * 128) + i % 4 * 32) / 16, i != 0);
+      const uint64_t k_step = k + (i / 4 * (C.block_n * 128) + i % 4 * 32) / 16;
+      if constexpr (C.q_registers) {
+        Wgmma<T, C.block_n>::template rs<0>(s, q + 4 * i, k_step, i != 0);
+      } else {
+        const uint64_t q_tile = descriptor_k_major(shared_address(shared.q[wg]));
+        Wgmma<T, C.block_n>::template ss<0>(
+            s, q_tile + (i / 4 * (kRowsPerWarpgroup * 128) + i % 4 * 32) / 16, k_step, i != 0);
+      }
     }
     wgmma_commit();
   }
@@ -98,11 +99,48 @@ struct Consumer {
     for (int i = 0; i < kS / 2; ++i) probabilities[i] = pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
+  // The compiler keeps loop state, and with it the operand descriptors, in uniform registers only as
+  // long as it can tell that the whole warp takes the same path.
+  static __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
+  // What steers the warp in a tile.
+  struct Course {
+    int n_min, n_max;            // as in Tile, empty at the end
+    int right_from, left_below;  // blocks n >= right_from and n < left_below need masking
+    bool end;
+  };
+
+  // Waits for the next tile, in the ring's next slot.
+  __device__ __forceinline__ Course next_tile() {
+    shared.tile_full[slots.stage].wait(slots.parity);
+    const Tile &tile = shared.tile[slots.stage];
+    const int row_block = uniform(tile.row_block);
+    const int seqlen_k = uniform(tile.seqlen_k);
+    Course c;
+    c.n_min = uniform(tile.n_min);
+    c.n_max = uniform(tile.n_max);
+    c.end = row_block < 0;
+    // The warpgroup's first row sees the fewest keys on the right, its last row the fewest on the
+    // left.
+    const int rows = kRowsPerWarpgroup >> p.pack_log2;
+    const int first = (row_block * C.warpgroups + wg) * rows + seqlen_k - uniform(tile.seqlen_q);
+    int whole = seqlen_k;  // keys that every row sees, as far as the right side goes
+    if (kMask == Mask::kCausal) whole = min(whole, first + 1);
+    if (kMask == Mask::kWindow) whole = min(whole, first + p.window_right + 1);
+    c.right_from = whole <= 0 ? 0 : whole / C.block_n;
+    c.left_below = 0;
+    if (kMask == Mask::kWindow) {
+      const int left = first + rows - 1 - p.window_left;
+      c.left_below = left <= 0 ? 0 : ceil_div(left, C.block_n);
+    }
+    return c;
+  }
+
   // Rows of V past the end of a sequence hold whatever lies behind it, and 0 * NaN is NaN. (Past the
   // end of a whole tensor TMA writes zeros.) All consumers take part, once per tile.
-  __device__ __forceinline__ void clear_tail(const Tile &tile) {
+  __device__ __forceinline__ void clear_tail(const Tile &tile, const Course &course) {
     if (p.cu_seqlens_k == nullptr && p.seqlens_k == nullptr && p.block_table == nullptr) return;
-    const int rows = tile.seqlen_k - (tile.n_max - 1) * C.block_n;
+    const int rows = uniform(tile.seqlen_k) - (course.n_max - 1) * C.block_n;
     if (rows >= C.block_n) return;
     wait_v();
     uint4 *v = reinterpret_cast<uint4 *>(shared.v[v_ring.stage]);
@@ -117,196 +155,195 @@ struct Consumer {
     named_barrier_sync(kBarrierConsumers, 128 * C.warpgroups);
   }
 
-  struct BlockMask {
-    RowLimits limits;
-    int right_from, left_below;  // blocks n >= right_from and n < left_below need masking
-  };
-
-  __device__ __forceinline__ BlockMask block_mask(const Tile &tile) {
-    const int row = 64 * wg + 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
-    const int position[2] = {packed_row(p, tile, block_m(C), row).position,
-                             packed_row(p, tile, block_m(C), row + 8).position};
-    BlockMask m;
-    m.limits = row_limits<kMask>(position, 2 * (threadIdx.x % 4), tile.seqlen_q, tile.seqlen_k,
-                                 p.window_left, p.window_right);
-    // Uniform over the warpgroup: its first row sees the fewest keys on the right, its last row the
-    // fewest on the left.
-    const int rows = kRowsPerWarpgroup >> p.pack_log2;
-    const int first = (tile.row_block * C.warpgroups + wg) * rows + tile.seqlen_k - tile.seqlen_q;
-    int whole = tile.seqlen_k;  // keys that every row sees, as far as the right side goes
-    if (kMask == Mask::kCausal) whole = min(whole, first + 1);
-    if (kMask == Mask::kWindow) whole = min(whole, first + p.window_right + 1);
-    m.right_from = whole <= 0 ? 0 : whole / C.block_n;
-    m.left_below = 0;
-    if (kMask == Mask::kWindow) {
-      const int left = first + rows - 1 - p.window_left;
-      m.left_below = left <= 0 ? 0 : ceil_div(left, C.block_n);
-    }
-    return m;
-  }
-
-  __device__ __forceinline__ void cap_and_mask(float (&s)[kS], const BlockMask &m, int n) {
+  __device__ __forceinline__ void cap_and_mask(float (&s)[kS], const Tile &tile, const Course &c,
+                                               int n) {
     if (kSoftcap) soft_cap(s, p.softcap_scale);
-    if (n >= m.right_from || (kMask == Mask::kWindow && n < m.left_below)) {
-      apply_mask<kMask>(s, m.limits, n * C.block_n);
+    if (n >= c.right_from || (kMask == Mask::kWindow && n < c.left_below)) {
+      const int position[2] = {packed_row(p, tile, block_m(C), row).position,
+                               packed_row(p, tile, block_m(C), row + 8).position};
+      const RowLimits limits =
+          row_limits<kMask>(position, n * C.block_n + 2 * (threadIdx.x % 4), tile.seqlen_q,
+                            tile.seqlen_k, p.window_left, p.window_right);
+      apply_mask<kMask>(s, limits);
     }
   }
 
-  __device__ __forceinline__ void attend(const Tile &tile, float (&o)[kO], SoftmaxRows &rows) {
-    const BlockMask mask = block_mask(tile);
-    float s[kS];
-    uint32_t probabilities[kS / 2];
-    int n = tile.n_max - 1;
-    wait_k();
-    multiply_qk(s);
-    wgmma_wait<0>();
-    hold(s);
-    release_k();
-    cap_and_mask(s, mask, n);
-    softmax_first(s, rows, p.scale_log2);
-    convert(s, probabilities);
-    clear_tail(tile);
+  // Frees the slot of a tile that is finished; its successor may be in progress.
+  __device__ __forceinline__ void release_tile(int slot) { release(shared.tile_empty[slot]); }
 
-    for (--n; n >= tile.n_min; --n) {
-      wait_k();
-      wait_turn();
-      multiply_qk(s);
-      wait_v();
-      multiply_pv(o, probabilities);
-      pass_turn();
-      wgmma_wait<1>();
-      hold(s);
-      release_k();
-      cap_and_mask(s, mask, n);
-      float alpha[2];
-      const bool rescale = softmax_next(s, rows, p.scale_log2, alpha);
-      wgmma_wait<0>();
-      hold(o);
-      release_v();
-      convert(s, probabilities);
-      if (rescale) rescale_rows(o, alpha);
-    }
-    if (C.own_output) release(shared.q_empty[wg]);
-    wait_v();
-    multiply_pv(o, probabilities);
-    wgmma_wait<0>();
-    hold(o);
-    release_v();
-  }
-
-  // A step of attend_ahead. Pending on entry: Q K^T of block n into `s`, P V of n+1.
-  template <bool kMore>
-  __device__ __forceinline__ void step_ahead(const Tile &tile, int n, const BlockMask &mask,
-                                             float (&s)[kS], float (&next)[kS],
-                                             uint32_t (&probabilities)[kS / 2], float (&o)[kO],
-                                             SoftmaxRows &rows) {
-    if (kMore) {
-      wait_k();
-      multiply_qk(next);
-      k_ring.advance();
-      wgmma_wait<2>();
-    } else {
-      wgmma_wait<1>();
-    }
-    hold(s);
-    release(shared.k_empty[k_done.stage]);
-    k_done.advance();
-    cap_and_mask(s, mask, n);
-    float alpha[2];
-    const bool rescale = softmax_next(s, rows, p.scale_log2, alpha);
-    if (kMore) {
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    hold(o);
-    if (n + 1 < tile.n_max) release_v();
-    convert(s, probabilities);
-    if (rescale) rescale_rows(o, alpha);
-    if (n + 1 == tile.n_max) clear_tail(tile);
-    wait_v();
-    multiply_pv(o, probabilities);
-  }
-
-  __device__ __forceinline__ void attend_ahead(const Tile &tile, float (&o)[kO], SoftmaxRows &rows) {
-    const BlockMask mask = block_mask(tile);
-    float even[kS], odd[kS];
-    uint32_t probabilities[kS / 2];
+  __device__ __forceinline__ void write_empty(const Tile &tile) {
+    float o[kO];
+    SoftmaxRows rows;
+#pragma unroll
+    for (int i = 0; i < kO; ++i) o[i] = 0.0f;
     rows.max[0] = rows.max[1] = -INFINITY;
     rows.sum[0] = rows.sum[1] = 0.0f;
-    int n = tile.n_max - 1;
-    wait_k();
-    multiply_qk(even);
-    k_ring.advance();
-    wgmma_commit();  // an empty group, where later steps have P V
-    while (true) {
-      if (n == tile.n_min) {
-        step_ahead<false>(tile, n, mask, even, odd, probabilities, o, rows);
-        break;
-      }
-      step_ahead<true>(tile, n, mask, even, odd, probabilities, o, rows);
-      if (--n == tile.n_min) {
-        step_ahead<false>(tile, n, mask, odd, even, probabilities, o, rows);
-        break;
-      }
-      step_ahead<true>(tile, n, mask, odd, even, probabilities, o, rows);
-      --n;
-    }
-    if (C.own_output) release(shared.q_empty[wg]);
-    wgmma_wait<0>();
-    hold(o);
-    release_v();
+    finish_rows<C>(p, tile, row, rows, o);
+    store_rows<C, T>(p, tile, row, o);
   }
 
+  __device__ __forceinline__ void fetch_q(uint32_t (&q)[kQ]) {
+    shared.q_full[wg].wait(q_parity);
+    q_parity ^= 1;
+    if constexpr (C.q_registers) {
+      const int lane = threadIdx.x % 32;
+      const int r = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+      for (int i = 0; i < kStepsQk; ++i) {
+        load_matrix_x4(shared_address(shared.q[wg]) + i / 4 * (kRowsPerWarpgroup * 128) +
+                           swizzle_128b(r * 128 + i % 4 * 32 + lane / 16 * 16),
+                       q + 4 * i);
+      }
+      release(shared.q_empty[wg]);
+    }
+  }
+
+  // Each step issues Q K^T of a block together with P V of the block before, and the softmax of the
+  // one runs while the other is in flight. A tile's last P V goes with the first Q K^T of the next
+  // tile, so that the epilogue is all there is between two tiles.
   __device__ __forceinline__ void run() {
     if (C.take_turns && wg == C.warpgroups - 1) named_barrier_arrive(kBarrierTurn, 256);
-    const bool leader = threadIdx.x % 128 == 0;
-    Ring<2> tile_ring;
-    for (;;) {
-      shared.tile_full[tile_ring.stage].wait(tile_ring.parity);
-      const Tile tile = shared.tile[tile_ring.stage];
-      release(shared.tile_empty[tile_ring.stage]);
-      tile_ring.advance();
-      if (tile.row_block < 0) break;
+    float s[kS], o[kO];
+    uint32_t probabilities[kS / 2], q[kQ];
+    SoftmaxRows rows;
 
-      const int row = kRowsPerWarpgroup * wg + 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
-      float o[kO];
-      SoftmaxRows rows;
-#pragma unroll
-      for (int i = 0; i < kO; ++i) o[i] = 0.0f;
-      hold(o);  // or ptxas keeps a second copy of O for tiles of one block
-      if (tile.n_max <= tile.n_min) {
-        rows.max[0] = rows.max[1] = -INFINITY;
-        rows.sum[0] = rows.sum[1] = 0.0f;
-        finish_rows<C>(p, tile, row, rows, o);
-        copy_output<C, T>(p, tile, kRowsPerWarpgroup * wg, nullptr);
+    for (;;) {
+      // Nothing is in flight: the first tile, or one after tiles without keys.
+      Course course = next_tile();
+      if (course.end) return;
+      if (course.n_max <= course.n_min) {
+        write_empty(shared.tile[slots.stage]);
+        release_tile(slots.stage);
+        slots.advance();
         continue;
       }
+      fetch_q(q);
+      wait_k();
+      multiply_qk(s, q);
+      wgmma_wait<0>();
+      hold(s);
+      release_k();
+      cap_and_mask(s, shared.tile[slots.stage], course, course.n_max - 1);
+      softmax_first(s, rows, p.scale_log2);
+      convert(s, probabilities);
+      clear_output(o);
+      clear_tail(shared.tile[slots.stage], course);
 
-      shared.q_full[wg].wait(q_parity);
-      q_parity ^= 1;
-      if constexpr (C.scores == 2) {
-        attend_ahead(tile, o, rows);
-      } else {
-        attend(tile, o, rows);
-      }
+      for (;;) {
+        const int slot = slots.stage;
+        const Tile &tile = shared.tile[slot];
+        k_ring.stage = uniform(k_ring.stage);
+        k_ring.parity = uniform(k_ring.parity);
+        v_ring.stage = uniform(v_ring.stage);
+        v_ring.parity = uniform(v_ring.parity);
+        for (int n = course.n_max - 2; n >= course.n_min; --n) {
+          issue(s, q, o, probabilities);
+          wgmma_wait<1>();
+          hold(s);
+          release_k();
+          cap_and_mask(s, tile, course, n);
+          float alpha[2];
+          const Ring<C.stages> v_done = v_ring;
+          v_ring.advance();
+          const bool rescale = softmax_step(s, rows, alpha, v_done);
+          wgmma_wait<0>();
+          hold(o);
+          release(shared.v_empty[v_done.stage]);
+          convert(s, probabilities);
+          if (rescale) rescale_rows(o, alpha);
+        }
 
-      finish_rows<C>(p, tile, row, rows, o);
-      T *staging = shared.output(wg);
-      // The last tile's store has had this whole tile to read; Q's readers are the four warps.
-      if (C.own_output && leader) tma_store_wait_read();
-      named_barrier_sync(kBarrierWarpgroup + wg, 128);
-      store_output<C>(p, tile, wg, o, staging);
-      if (!C.own_output && leader) {
-        tma_store_wait_read();
-        shared.q_empty[wg].arrive();
+        if (!C.q_registers) release(shared.q_empty[wg]);
+        slots.advance();
+        course = next_tile();
+        if (course.end || course.n_max <= course.n_min) {
+          wait_turn();
+          wait_v();
+          multiply_pv(o, probabilities);
+          pass_turn();
+          wgmma_wait<0>();
+          hold(o);
+          release_v();
+          finish_rows<C>(p, tile, row, rows, o);
+          store_rows<C, T>(p, tile, row, o);
+          release_tile(slot);
+          break;
+        }
+        const Tile &next = shared.tile[slots.stage];
+        fetch_q(q);
+        issue(s, q, o, probabilities);
+        wgmma_wait<1>();
+        hold(s);
+        release_k();
+        cap_and_mask(s, next, course, course.n_max - 1);
+        SoftmaxRows next_rows;
+        softmax_first(s, next_rows, p.scale_log2);
+        wgmma_wait<0>();
+        hold(o);
+        release_v();
+        convert(s, probabilities);
+        finish_rows<C>(p, tile, row, rows, o);
+        store_rows<C, T>(p, tile, row, o);
+        release_tile(slot);
+        rows = next_rows;
+        clear_output(o);
+        clear_tail(next, course);
       }
     }
-    if (leader) tma_store_wait_read();  // shared memory must outlive its readers
   }
 
- private:
-  Ring<C.stages> k_done;  // attend_ahead releases K a step after it waits for the next
+  __device__ __forceinline__ void issue(float (&s)[kS], const uint32_t (&q)[kQ], float (&o)[kO],
+                                        const uint32_t (&probabilities)[kS / 2]) {
+    wait_k();
+    wait_turn();
+    multiply_qk(s, q);
+    wait_v();
+    multiply_pv(o, probabilities);
+    pass_turn();
+  }
+
+  __device__ __forceinline__ bool softmax_step(float (&s)[kS], SoftmaxRows &rows, float (&alpha)[2],
+                                               const Ring<C.stages> &v_done) {
+#if X_MODE == 0
+    bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
+    grew |= raise_reference(s, 1, rows, p.scale_log2, alpha);
+    const bool rescale = __any_sync(0xffffffff, grew);
+    if (rescale) {
+      rows.sum[0] *= alpha[0];
+      rows.sum[1] *= alpha[1];
+    }
+    exponentiate_row(s, 0, rows, p.scale_log2);
+    exponentiate_row(s, 1, rows, p.scale_log2);
+    return rescale;
+#else
+    bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
+    rows.sum[0] *= alpha[0];
+    exponentiate_row(s, 0, rows, p.scale_log2);
+    grew |= raise_reference(s, 1, rows, p.scale_log2, alpha);
+    rows.sum[1] *= alpha[1];
+#if X_MODE == 1
+    wait_after(rows.sum[0], v_done);
+#endif
+    exponentiate_row(s, 1, rows, p.scale_log2);
+#if X_MODE == 2
+    wait_after(rows.sum[0] + rows.sum[1], v_done);
+#endif
+    return __any_sync(0xffffffff, grew);
+#endif
+  }
+
+  // ptxas sinks exponentials past the wait for P V, which they are there to hide. A wait that takes a
+  // bit from their sum, and always succeeds, keeps them before it.
+  __device__ __forceinline__ void wait_after(float sum, const Ring<C.stages> &done) {
+    const uint32_t none = __float_as_uint(sum) & p.zero;
+    shared.v_full[done.stage].wait(done.parity ^ none);
+  }
+
+  __device__ __forceinline__ void clear_output(float (&o)[kO]) {
+#pragma unroll
+    for (int i = 0; i < kO; ++i) o[i] = 0.0f;
+    hold(o);  // or ptxas keeps a second copy of O
+  }
 };
 
 }  // namespace unsloth

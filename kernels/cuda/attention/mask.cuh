@@ -7,8 +7,8 @@
 
 namespace unsloth {
 
-// The keys a thread's two rows may see: [left, right), less the thread's first column, so that an
-// element's column within the block is a compile-time constant.
+// The keys a thread's two rows may see: [left, right), less the thread's first column in the block, so
+// that what an element is compared with is a compile-time constant.
 struct RowLimits {
   int left[2], right[2];
 };
@@ -30,21 +30,14 @@ __device__ __forceinline__ RowLimits row_limits(const int (&position)[2], int fi
   return limits;
 }
 
-// `column` is the block's first key.
 template <Mask kMask, int N>
-__device__ __forceinline__ void apply_mask(float (&s)[N], const RowLimits &limits, int column) {
-  int left[2], right[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    right[i] = limits.right[i] - column;
-    left[i] = limits.left[i] - column;
-  }
+__device__ __forceinline__ void apply_mask(float (&s)[N], const RowLimits &limits) {
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     const int i = j / 2 % 2;
     const int at = 8 * (j / 4) + j % 2;
-    bool seen = at < right[i];
-    if (kMask == Mask::kWindow) seen = seen && at >= left[i];
+    bool seen = at < limits.right[i];
+    if (kMask == Mask::kWindow) seen = seen && at >= limits.left[i];
     if (!seen) s[j] = -INFINITY;
   }
 }

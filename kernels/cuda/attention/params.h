@@ -8,14 +8,14 @@
 
 typedef struct AttentionForwardParams {
   /* Tensor maps, 128-byte swizzle, 64 elements wide.
-   * q and o: (dim, packed heads, sequence, heads, batch), box (64, pack, 64 / pack, 1, 1), where
+   * q: (dim, packed heads, sequence, heads, batch), box (64, pack, 64 / pack, 1, 1), where
    *   pack = 1 << pack_log2 query heads of one key head share a tile ("packed GQA").
    * k and v: (dim, sequence, heads, batch), box (64, kv_box_rows, 1, 1); paged: (dim, row in page,
    *   heads, page).
    * Variable length: one batch of all tokens. */
-  CUtensorMap q, k, v, o;
+  CUtensorMap q, k, v;
 
-  void *o_pointer;           /* for the partial tiles of variable-length sequences */
+  void *o;                   /* 16-byte aligned rows, as are the strides below */
   float *lse;                /* [batch, heads, seqlen_q] or [heads, tokens]; may be null */
   const float *sinks;        /* [heads]: a logit beside each row's scores; may be null */
   const int32_t *cu_seqlens_q; /* [batch + 1], or null: every sequence has seqlen_q */
@@ -37,6 +37,7 @@ typedef struct AttentionForwardParams {
   int32_t pairs_in_l2;            /* pairs scheduled together, longest first; 0: pair by pair */
   float scale_log2;   /* log2(e) times what a score is multiplied by (the cap, with a soft cap) */
   float softcap_scale; /* scale / cap */
+  uint32_t zero;       /* 0, which the compiler does not know */
   float scale;        /* natural units, for the log-sum-exp: scale_log2 / log2(e) */
 } AttentionForwardParams;
 

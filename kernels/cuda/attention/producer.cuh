@@ -1,10 +1,9 @@
 // The producer: one thread that keeps Q, K and V coming.
 //
-// Per tile: K of the last key block, Q, then K(n) and V(n+1) by turns, V trailing because the
-// consumers compute P V one step behind Q K^T. The key blocks run downwards, so that the masked
-// ones come first.
+// K and V come by turns, V one block behind, since the consumers compute P V one step behind Q K^T,
+// also from one tile to the next. The key blocks of a tile run downwards: the masked ones come first.
 //
-// The thread has 24 registers, all the consumers leave it: the tile stays in shared memory and one
+// The thread has the few registers that the consumers leave it: the tile stays in shared memory and one
 // copy of the loading code serves K and V.
 #pragma once
 
@@ -67,47 +66,52 @@ __device__ __forceinline__ void load_q(const AttentionForwardParams &p, Shared<C
 
 template <TileConfig C, class T, Mask kMask>
 __device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<C, T> &shared) {
-  Ring<2> tile_ring;
+  Ring<2> slots;
   uint32_t q_parity = 0;
-  uint32_t blocks = 0;  // key blocks of all tiles so far, from which ring positions follow
+  uint32_t blocks = 0;   // K loaded so far, from which ring positions follow
+  bool v_pending = false;  // V of the last block is yet to be loaded
 
-  for (int index = blockIdx.x; index < p.tiles;) {
-    Tile &tile = shared.tile[tile_ring.stage];
-    shared.tile_empty[tile_ring.stage].wait(tile_ring.parity ^ 1);
-    const bool any_rows = tile_at<C, kMask>(p, index, tile);
-    index = next_tile_index(p, index);
-    if (!any_rows) continue;
-    shared.tile_full[tile_ring.stage].arrive();
-    tile_ring.advance();
-
-    const int count = tile.n_max - tile.n_min;
-    if (count <= 0) continue;
-    // Even steps load K, odd ones V of the block before. The first odd step loads Q instead, and the
-    // last even one finds no more K.
+  for (int index = blockIdx.x;;) {
+    shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
+    Tile &tile = shared.tile[slots.stage];
+    const bool done = index >= p.tiles;
+    int count = 0;
+    if (done) {
+      tile.row_block = -1;
+    } else {
+      const bool any_rows = tile_at<C, kMask>(p, index, tile);
+      index = next_tile_index(p, index);
+      if (!any_rows) continue;
+      count = max(0, tile.n_max - tile.n_min);
+    }
+    if (count > 0) {
+      shared.tile_full[slots.stage].arrive();
+      load_q(p, shared, tile, q_parity);
+      q_parity ^= 1;
+    }
+    // Even steps load K, odd ones V of the block before, which at first is the last of the previous
+    // tile. A tile without keys, and the end, have only that one step: the slot of the previous tile
+    // may be gone afterwards.
 #pragma unroll 1
-    for (int step = 0; step < 2 * count + 2; ++step) {
-      if (step == 1) {
-        load_q(p, shared, tile, q_parity);
-        q_parity ^= 1;
-        continue;
-      }
-      if (step == 2 * count) continue;
+    for (int step = count > 0 ? 0 : 1; step < max(2 * count, 2); ++step) {
       const bool is_v = step & 1;
-      const int block = step / 2 - is_v;
-      const uint32_t stage = (blocks + block) % C.stages;
-      const uint32_t parity = (blocks + block) / C.stages & 1;
-      (is_v ? shared.v_empty : shared.k_empty)[stage].wait(parity ^ 1);
-      load_kv<C>(p, is_v ? &p.v : &p.k, tile, tile.n_max - 1 - block,
+      const bool previous = step == 1;
+      if (previous && !v_pending) continue;
+      const Tile &of = shared.tile[previous ? slots.stage ^ 1 : slots.stage];
+      const int n = previous ? of.n_min : of.n_max - 1 - step / 2 + is_v;
+      const uint32_t block = is_v ? blocks - 1 - (count > 0) : blocks++;
+      const uint32_t stage = block % C.stages;
+      (is_v ? shared.v_empty : shared.k_empty)[stage].wait(block / C.stages & 1 ^ 1);
+      load_kv<C>(p, is_v ? &p.v : &p.k, of, n,
                  (is_v ? chunks(C.head_dim_v) : chunks(C.head_dim)) * kChunk,
                  is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]),
                  &(is_v ? shared.v_full : shared.k_full)[stage]);
     }
-    blocks += count;
+    v_pending = count > 0;
+    if (count <= 0) shared.tile_full[slots.stage].arrive();
+    if (done) break;
+    slots.advance();
   }
-
-  shared.tile_empty[tile_ring.stage].wait(tile_ring.parity ^ 1);
-  shared.tile[tile_ring.stage].row_block = -1;
-  shared.tile_full[tile_ring.stage].arrive();
 }
 
 }  // namespace unsloth

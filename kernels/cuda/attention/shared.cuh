@@ -22,16 +22,10 @@ struct Tile {
 template <TileConfig C, class T>
 struct alignas(1024) Shared {
   static constexpr int kWarpgroups = C.warpgroups;
-  static constexpr int kQElements = chunk_elements(kRowsPerWarpgroup, C.head_dim);
-  static constexpr int kKElements = chunk_elements(C.block_n, C.head_dim);
-  static constexpr int kVElements = chunk_elements(C.block_n, C.head_dim_v);
-  static constexpr int kOElements = chunk_elements(kRowsPerWarpgroup, C.head_dim_v);
-  static_assert(C.own_output || kOElements <= kQElements, "O does not fit where Q was");
 
-  T q[kWarpgroups][kQElements];
-  T k[C.stages][kKElements];
-  T v[C.stages][kVElements];
-  T o[C.own_output ? kWarpgroups : 1][C.own_output ? kOElements : 8];
+  T q[kWarpgroups][chunk_elements(kRowsPerWarpgroup, C.head_dim)];
+  T k[C.stages][chunk_elements(C.block_n, C.head_dim)];
+  T v[C.stages][chunk_elements(C.block_n, C.head_dim_v)];
 
   Mbarrier q_full[kWarpgroups], q_empty[kWarpgroups];
   Mbarrier k_full[C.stages], k_empty[C.stages];
@@ -39,15 +33,12 @@ struct alignas(1024) Shared {
   Mbarrier tile_full[2], tile_empty[2];
   Tile tile[2];
 
-  // Q's and O's places, for warpgroup `wg`.
-  __device__ __forceinline__ T *output(int wg) { return C.own_output ? o[wg] : q[wg]; }
-
   // One thread; fence_mbarrier_init and a block barrier follow. Consumers arrive by warp: a warp's
   // wgmma_wait says nothing about the other three.
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < kWarpgroups; ++i) {
       q_full[i].init(1);
-      q_empty[i].init(C.own_output ? 4 : 1);
+      q_empty[i].init(4);
     }
     for (int i = 0; i < C.stages; ++i) {
       k_full[i].init(1);
@@ -69,6 +60,6 @@ consteval int shared_bytes() {
 }
 
 // Named barriers (0 is the block's).
-enum : int { kBarrierWarpgroup = 1, kBarrierTurn = 4, kBarrierConsumers = 7 };
+enum : int { kBarrierTurn = 1, kBarrierConsumers = 4 };
 
 }  // namespace unsloth

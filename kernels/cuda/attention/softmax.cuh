@@ -20,73 +20,58 @@ struct SoftmaxRows {
 };
 
 template <int N>
-__device__ __forceinline__ void quad_row_max(const float (&s)[N], float (&top)[2]) {
-  // Two chains per row: fmaxf has latency, and the compiler keeps the order written.
-  float part[4] = {s[0], s[1], s[2], s[3]};
+__device__ __forceinline__ float quad_row_max(const float (&s)[N], int i) {
+  // Two chains: fmaxf has latency, and the compiler keeps the order written.
+  float even = s[2 * i], odd = s[2 * i + 1];
 #pragma unroll
   for (int j = 4; j < N; j += 4) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) part[i] = fmaxf(part[i], s[j + i]);
+    even = fmaxf(even, s[j + 2 * i]);
+    odd = fmaxf(odd, s[j + 2 * i + 1]);
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float x = fmaxf(part[2 * i], part[2 * i + 1]);
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-    top[i] = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-  }
+  float top = fmaxf(even, odd);
+  top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+  return fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
 }
 
-// Replaces scores by exp2(s * scale - reference) and adds them up. Rows whose every score so far is
-// masked have reference -inf, for which 0 stands in.
+// Replaces row i's scores by exp2(s * scale - reference) and adds them up. A row whose every score so
+// far is masked has reference -inf, for which 0 stands in.
 template <int N>
-__device__ __forceinline__ void exponentiate(float (&s)[N], SoftmaxRows &rows, float scale_log2) {
-  float offset[2];
+__device__ __forceinline__ void exponentiate_row(float (&s)[N], int i, SoftmaxRows &rows,
+                                                 float scale_log2) {
+  const float offset = rows.max[i] == -INFINITY ? 0.0f : -rows.max[i] * scale_log2;
+  float even = rows.sum[i], odd = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    offset[i] = rows.max[i] == -INFINITY ? 0.0f : -rows.max[i] * scale_log2;
+  for (int j = 2 * i; j < N; j += 4) {
+    s[j] = exp2_approx(fmaf(s[j], scale_log2, offset));
+    s[j + 1] = exp2_approx(fmaf(s[j + 1], scale_log2, offset));
+    even += s[j];
+    odd += s[j + 1];
   }
-  float part[4] = {rows.sum[0], 0.0f, rows.sum[1], 0.0f};
-#pragma unroll
-  for (int j = 0; j < N; j += 4) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      s[j + i] = exp2_approx(fmaf(s[j + i], scale_log2, offset[i / 2]));
-      part[i] += s[j + i];
-    }
-  }
-  rows.sum[0] = part[0] + part[1];
-  rows.sum[1] = part[2] + part[3];
+  rows.sum[i] = even + odd;
 }
 
 template <int N>
 __device__ __forceinline__ void softmax_first(float (&s)[N], SoftmaxRows &rows, float scale_log2) {
-  quad_row_max(s, rows.max);
-  rows.sum[0] = rows.sum[1] = 0.0f;
-  exponentiate(s, rows, scale_log2);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    rows.max[i] = quad_row_max(s, i);
+    rows.sum[i] = 0.0f;
+    exponentiate_row(s, i, rows, scale_log2);
+  }
 }
 
-// Returns whether what was accumulated so far must be multiplied by alpha (the same answer in all
-// lanes of the warp, so that the branch does not diverge).
+// Takes row i's new maximum into account; what was accumulated so far is to be multiplied by alpha.
+// Returns whether that is not 1. There is no branch here, so that the maximum of one row can hide
+// under the exponentials of the other.
 template <int N>
-__device__ __forceinline__ bool softmax_next(float (&s)[N], SoftmaxRows &rows, float scale_log2,
-                                             float (&alpha)[2]) {
-  float top[2];
-  quad_row_max(s, top);
-  const bool grew = (top[0] - rows.max[0]) * scale_log2 > kMaxSlack ||
-                    (top[1] - rows.max[1]) * scale_log2 > kMaxSlack;
-  const bool rescale = __any_sync(0xffffffff, grew);
-  if (rescale) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float raised = fmaxf(rows.max[i], top[i]);
-      // Both -inf: nothing was accumulated, any factor does.
-      alpha[i] = raised == -INFINITY ? 1.0f : exp2_approx((rows.max[i] - raised) * scale_log2);
-      rows.max[i] = raised;
-      rows.sum[i] *= alpha[i];
-    }
-  }
-  exponentiate(s, rows, scale_log2);
-  return rescale;
+__device__ __forceinline__ bool raise_reference(const float (&s)[N], int i, SoftmaxRows &rows,
+                                                float scale_log2, float (&alpha)[2]) {
+  const float top = quad_row_max(s, i);
+  const float old = rows.max[i];
+  const bool grows = (top - old) * scale_log2 > kMaxSlack;
+  rows.max[i] = grows ? top : old;
+  alpha[i] = grows ? exp2_approx((old - top) * scale_log2) : 1.0f;
+  return grows;
 }
 
 template <int N>

@@ -1,4 +1,4 @@
-// Shared memory: addresses, matrix stores, and the fence between ordinary and asynchronous accesses.
+// Shared memory: addresses, matrix loads, and the fence between ordinary and asynchronous accesses.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Stores four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8;
-// register i holds matrix i, distributed as a wgmma accumulator block is (row lane/4, columns
-// 2*(lane%4) and the next), so that an accumulator can be written out without any shuffle.
-__device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, uint32_t r1,
-                                                uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+// Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8;
+// register i holds matrix i, distributed as wgmma operands are (row lane/4, columns 2*(lane%4) and the
+// next).
+__device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t *registers) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address)
                : "memory");
 }
 

@@ -114,7 +114,7 @@ def full(directory, only, result):
         for causal in (False, True):
             for b, s in SHAPES:
                 cell = f"d{d}.{'causal' if causal else 'full'}.s{s}"
-                if only not in cell:
+                if not any(o in cell + "." for o in only.split(",")):
                     continue
                 qs, k, v = tensors(b, s, h, d)
                 contenders = {}

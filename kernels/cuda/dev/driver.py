@@ -29,8 +29,8 @@ class Params(ctypes.Structure):
     """AttentionForwardParams of attention/params.h."""
 
     _fields_ = [
-        ("q", TensorMap), ("k", TensorMap), ("v", TensorMap), ("o", TensorMap),
-        ("o_pointer", c_void_p), ("lse", c_void_p), ("sinks", c_void_p),
+        ("q", TensorMap), ("k", TensorMap), ("v", TensorMap),
+        ("o", c_void_p), ("lse", c_void_p), ("sinks", c_void_p),
         ("cu_seqlens_q", c_void_p), ("cu_seqlens_k", c_void_p), ("seqlens_k", c_void_p),
         ("block_table", c_void_p), ("tile_counter", c_void_p),
         ("o_batch_stride", c_int64), ("o_sequence_stride", c_int64), ("o_head_stride", c_int64),
@@ -40,8 +40,7 @@ class Params(ctypes.Structure):
         ("kv_box_rows", c_int32), ("page_size", c_int32), ("block_table_stride", c_int32),
         ("window_left", c_int32), ("window_right", c_int32),
         ("tiles", c_int32), ("row_blocks", c_int32), ("pairs_in_l2", c_int32),
-        ("scale_log2", c_float), ("softcap_scale", c_float), ("scale", c_float),
-        ("tail", c_int32 * 4),
+        ("scale_log2", c_float), ("softcap_scale", c_float), ("zero", c_uint32), ("scale", c_float),
     ]
 
 
@@ -80,7 +79,7 @@ class Kernel:
         check(cuda.cuModuleGetGlobal_v2(byref(address), byref(size), module, f"{name}_launch".encode()))
         self.launch = Launch()
         check(cuda.cuMemcpyDtoH_v2(byref(self.launch), address, c_size_t(ctypes.sizeof(Launch))))
-        assert self.launch.params_bytes == ctypes.sizeof(Params), (self.launch.params_bytes, ctypes.sizeof(Params))
+        assert self.launch.params_bytes == -(-ctypes.sizeof(Params) // 128) * 128, "params.h has changed"
         check(cuda.cuFuncSetAttribute(self.function, c_int32(8), c_int32(self.launch.shared_bytes)))
         self.counter = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -105,14 +104,12 @@ class Kernel:
         seqlen_q = max_seqlen_q if ragged_q else q.shape[1]
         seqlen_k = max_seqlen_k or k.shape[1]
         scale = scale if scale is not None else 1 / math.sqrt(dim)
-        memory = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
-        p = Params.from_buffer(memory, -ctypes.addressof(memory) % 64)  # as tensor maps demand
         at = self.launch
-        for map_, x in ((p.q, q), (p.o, o)):
-            sb, ss, sh, _ = (2 * s for s in x.stride())
-            encode(map_, x.dtype, x.data_ptr(),
-                   (x.shape[3], pack, x.shape[1], heads_q // pack, x.shape[0]),
-                   (sh, ss, sh * pack, max(sb, 16)), (64, pack, 64 // pack, 1, 1))
+        memory = ctypes.create_string_buffer(2 * self.launch.params_bytes)
+        p = Params.from_buffer(memory, -ctypes.addressof(memory) % 128)  # as tensor maps demand
+        sb, ss, sh, _ = (2 * s for s in q.stride())
+        encode(p.q, q.dtype, q.data_ptr(), (dim, pack, q.shape[1], heads_q // pack, q.shape[0]),
+               (sh, ss, sh * pack, max(sb, 16)), (64, pack, 64 // pack, 1, 1))
         rows = at.block_n
         if block_table is not None:
             while rows > k.shape[1] or k.shape[1] % rows or at.block_n % rows:
@@ -124,7 +121,7 @@ class Kernel:
             sb, ss, sh, _ = (2 * s for s in x.stride())
             encode(map_, x.dtype, x.data_ptr(), (x.shape[3], x.shape[1], heads_kv, x.shape[0]),
                    (ss, sh, max(sb, 16)), (64, rows, 1, 1))
-        p.o_pointer = o.data_ptr()
+        p.o = o.data_ptr()
         p.o_batch_stride, p.o_sequence_stride, p.o_head_stride = o.stride()[:3]
         if lse is not None:
             p.lse = lse.data_ptr()
