@@ -3,6 +3,7 @@
 
 #include "../common/memory.cuh"
 #include "../common/named_barrier.cuh"
+#include "../common/trace.cuh"
 #include "../common/wgmma.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
@@ -26,6 +27,7 @@ struct Consumer {
   const int row;  // the first of the thread's two rows in the tile; the other is 8 further down
   Ring<C.stages> k_ring, v_ring;
   Ring<2> slots;
+  Trace trace;
   uint32_t q_parity = 0;
 
   __device__ __forceinline__ Consumer(const AttentionForwardParams &params, Shared<C, T> &memory,
@@ -179,7 +181,22 @@ struct Consumer {
     rows.max[0] = rows.max[1] = -INFINITY;
     rows.sum[0] = rows.sum[1] = 0.0f;
     finish_rows<C>(p, tile, row, rows, o);
-    store_rows<C, T>(p, tile, row, o);
+    copy_output<C, T>(p, tile, kRowsPerWarpgroup * wg, nullptr);
+  }
+
+  __device__ __forceinline__ void write_output(const Tile &tile, SoftmaxRows &rows, float (&o)[kO]) {
+    finish_rows<C>(p, tile, row, rows, o);
+    trace(15);
+    const bool leader = threadIdx.x % 128 == 0;
+    // The last tile's store has had this whole tile to read; Q's readers are the four warps.
+    if (C.own_output && leader) tma_store_wait_read();
+    named_barrier_sync(kBarrierWarpgroup + wg, 128);
+    store_output<C>(p, tile, wg, o, shared.output(wg));
+    if (!C.own_output && leader) {
+      tma_store_wait_read();
+      shared.q_empty[wg].arrive();
+    }
+    trace(16);
   }
 
   __device__ __forceinline__ void fetch_q(uint32_t (&q)[kQ]) {
@@ -210,17 +227,21 @@ struct Consumer {
     for (;;) {
       // Nothing is in flight: the first tile, or one after tiles without keys.
       Course course = next_tile();
-      if (course.end) return;
+      if (course.end) break;
       if (course.n_max <= course.n_min) {
         write_empty(shared.tile[slots.stage]);
         release_tile(slots.stage);
         slots.advance();
         continue;
       }
+      trace(17);
       fetch_q(q);
+      trace(12);
       wait_k();
+      trace(18);
       multiply_qk(s, q);
       wgmma_wait<0>();
+      trace(13);
       hold(s);
       release_k();
       cap_and_mask(s, shared.tile[slots.stage], course, course.n_max - 1);
@@ -239,6 +260,7 @@ struct Consumer {
         for (int n = course.n_max - 2; n >= course.n_min; --n) {
           issue(s, q, o, probabilities);
           wgmma_wait<1>();
+          trace(6);
           hold(s);
           release_k();
           cap_and_mask(s, tile, course, n);
@@ -247,59 +269,69 @@ struct Consumer {
           v_ring.advance();
           const bool rescale = softmax_step(s, rows, alpha, v_done);
           wgmma_wait<0>();
+          trace(7);
           hold(o);
           release(shared.v_empty[v_done.stage]);
           convert(s, probabilities);
           if (rescale) rescale_rows(o, alpha);
         }
 
-        if (!C.q_registers) release(shared.q_empty[wg]);
+        if (!C.q_registers && C.own_output) release(shared.q_empty[wg]);
         slots.advance();
-        course = next_tile();
-        if (course.end || course.n_max <= course.n_min) {
-          wait_turn();
+        trace(10);
+        if constexpr (C.join_tiles) course = next_tile();
+        trace(11);
+        if (!C.join_tiles || course.end || course.n_max <= course.n_min) {
           wait_v();
           multiply_pv(o, probabilities);
-          pass_turn();
           wgmma_wait<0>();
+          trace(14);
           hold(o);
           release_v();
-          finish_rows<C>(p, tile, row, rows, o);
-          store_rows<C, T>(p, tile, row, o);
+          write_output(tile, rows, o);
           release_tile(slot);
           break;
         }
+        if constexpr (!C.join_tiles) continue;
         const Tile &next = shared.tile[slots.stage];
         fetch_q(q);
+        trace(12);
         issue(s, q, o, probabilities);
         wgmma_wait<1>();
+        trace(13);
         hold(s);
         release_k();
         cap_and_mask(s, next, course, course.n_max - 1);
         SoftmaxRows next_rows;
         softmax_first(s, next_rows, p.scale_log2);
         wgmma_wait<0>();
+        trace(14);
         hold(o);
         release_v();
         convert(s, probabilities);
-        finish_rows<C>(p, tile, row, rows, o);
-        store_rows<C, T>(p, tile, row, o);
+        write_output(tile, rows, o);
         release_tile(slot);
         rows = next_rows;
         clear_output(o);
         clear_tail(next, course);
       }
     }
+    if (threadIdx.x % 128 == 0) tma_store_wait_read();  // shared memory must outlive its readers
   }
 
   __device__ __forceinline__ void issue(float (&s)[kS], const uint32_t (&q)[kQ], float (&o)[kO],
                                         const uint32_t (&probabilities)[kS / 2]) {
+    trace(1);
     wait_k();
+    trace(2);
     wait_turn();
+    trace(3);
     multiply_qk(s, q);
     wait_v();
+    trace(4);
     multiply_pv(o, probabilities);
     pass_turn();
+    trace(5);
   }
 
   __device__ __forceinline__ bool softmax_step(float (&s)[kS], SoftmaxRows &rows, float (&alpha)[2],

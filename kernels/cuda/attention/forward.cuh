@@ -24,6 +24,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardParams &
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
+    tma_prefetch_map(&p.o);
     shared.init_barriers();
     fence_mbarrier_init();
   }

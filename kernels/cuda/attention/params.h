@@ -8,14 +8,14 @@
 
 typedef struct AttentionForwardParams {
   /* Tensor maps, 128-byte swizzle, 64 elements wide.
-   * q: (dim, packed heads, sequence, heads, batch), box (64, pack, 64 / pack, 1, 1), where
+   * q and o: (dim, packed heads, sequence, heads, batch), box (64, pack, 64 / pack, 1, 1), where
    *   pack = 1 << pack_log2 query heads of one key head share a tile ("packed GQA").
    * k and v: (dim, sequence, heads, batch), box (64, kv_box_rows, 1, 1); paged: (dim, row in page,
    *   heads, page).
    * Variable length: one batch of all tokens. */
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, o;
 
-  void *o;                   /* 16-byte aligned rows, as are the strides below */
+  void *o_pointer;           /* 16-byte aligned rows, as are the strides below */
   float *lse;                /* [batch, heads, seqlen_q] or [heads, tokens]; may be null */
   const float *sinks;        /* [heads]: a logit beside each row's scores; may be null */
   const int32_t *cu_seqlens_q; /* [batch + 1], or null: every sequence has seqlen_q */

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../common/tma.cuh"
+#include "../common/trace.cuh"
 #include "schedule.cuh"
 
 namespace unsloth {
@@ -71,8 +72,10 @@ __device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<
   uint32_t blocks = 0;   // K loaded so far, from which ring positions follow
   bool v_pending = false;  // V of the last block is yet to be loaded
 
+  Trace trace;
   for (int index = blockIdx.x;;) {
     shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
+    trace(20);
     Tile &tile = shared.tile[slots.stage];
     const bool done = index >= p.tiles;
     int count = 0;
@@ -84,30 +87,36 @@ __device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<
       if (!any_rows) continue;
       count = max(0, tile.n_max - tile.n_min);
     }
-    if (count > 0) {
-      shared.tile_full[slots.stage].arrive();
-      load_q(p, shared, tile, q_parity);
-      q_parity ^= 1;
-    }
-    // Even steps load K, odd ones V of the block before, which at first is the last of the previous
-    // tile. A tile without keys, and the end, have only that one step: the slot of the previous tile
-    // may be gone afterwards.
+    trace(21);
+    if (count > 0) shared.tile_full[slots.stage].arrive();
+    // Even steps load K, odd ones V of the block before. The first odd one is for the last V of the
+    // tile before, where the consumers join tiles; otherwise each tile has a step more for its last
+    // V. A tile without keys, and the end, have only the step that sees to the last V, as the slot of
+    // its tile may be gone afterwards.
+    const int steps = max(2 * count + (C.join_tiles ? 0 : 2), 2);
 #pragma unroll 1
-    for (int step = count > 0 ? 0 : 1; step < max(2 * count, 2); ++step) {
+    for (int step = count > 0 ? 0 : 1; step < steps; ++step) {
       const bool is_v = step & 1;
       const bool previous = step == 1;
+      if (count > 0 && step == (C.q_registers && C.join_tiles ? 0 : 1)) {
+        load_q(p, shared, tile, q_parity);
+        q_parity ^= 1;
+        trace(22);
+      }
       if (previous && !v_pending) continue;
+      if (step == 2 * count && !is_v) continue;
       const Tile &of = shared.tile[previous ? slots.stage ^ 1 : slots.stage];
       const int n = previous ? of.n_min : of.n_max - 1 - step / 2 + is_v;
-      const uint32_t block = is_v ? blocks - 1 - (count > 0) : blocks++;
+      const uint32_t block = is_v ? blocks - 1 - (count > 0 && step < 2 * count) : blocks++;
       const uint32_t stage = block % C.stages;
       (is_v ? shared.v_empty : shared.k_empty)[stage].wait(block / C.stages & 1 ^ 1);
+      trace(is_v ? 24 : 23);
       load_kv<C>(p, is_v ? &p.v : &p.k, of, n,
                  (is_v ? chunks(C.head_dim_v) : chunks(C.head_dim)) * kChunk,
                  is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]),
                  &(is_v ? shared.v_full : shared.k_full)[stage]);
     }
-    v_pending = count > 0;
+    v_pending = C.join_tiles && count > 0;
     if (count <= 0) shared.tile_full[slots.stage].arrive();
     if (done) break;
     slots.advance();

@@ -27,18 +27,27 @@ struct alignas(1024) Shared {
   T k[C.stages][chunk_elements(C.block_n, C.head_dim)];
   T v[C.stages][chunk_elements(C.block_n, C.head_dim_v)];
 
+  static constexpr int kOElements = chunk_elements(kRowsPerWarpgroup, C.head_dim_v);
+  T o[C.own_output ? kWarpgroups : 1][C.own_output ? kOElements : 64];
+
   Mbarrier q_full[kWarpgroups], q_empty[kWarpgroups];
   Mbarrier k_full[C.stages], k_empty[C.stages];
   Mbarrier v_full[C.stages], v_empty[C.stages];
   Mbarrier tile_full[2], tile_empty[2];
   Tile tile[2];
 
+  // Where warpgroup `wg` stages its part of O.
+  __device__ __forceinline__ T *output(int wg) {
+    static_assert(C.own_output || sizeof q[0] >= kOElements * sizeof(T), "O does not fit where Q was");
+    return C.own_output ? o[wg] : q[wg];
+  }
+
   // One thread; fence_mbarrier_init and a block barrier follow. Consumers arrive by warp: a warp's
   // wgmma_wait says nothing about the other three.
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < kWarpgroups; ++i) {
       q_full[i].init(1);
-      q_empty[i].init(4);
+      q_empty[i].init(C.own_output ? 4 : 1);
     }
     for (int i = 0; i < C.stages; ++i) {
       k_full[i].init(1);
@@ -60,6 +69,6 @@ consteval int shared_bytes() {
 }
 
 // Named barriers (0 is the block's).
-enum : int { kBarrierTurn = 1, kBarrierConsumers = 4 };
+enum : int { kBarrierTurn = 1, kBarrierConsumers = 4, kBarrierWarpgroup = 5 };
 
 }  // namespace unsloth

@@ -27,6 +27,13 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+// 1/x on the special function unit, to within one unit in the last place.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // tanh on the special function unit, relative error about 2^-11.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;

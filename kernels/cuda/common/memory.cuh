@@ -1,4 +1,4 @@
-// Shared memory: addresses, matrix loads, and the fence between ordinary and asynchronous accesses.
+// Shared memory: addresses, matrix loads and stores, and the fence between ordinary and asynchronous accesses.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,14 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t *regis
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
                : "r"(address)
+               : "memory");
+}
+
+// Stores four such matrices: an accumulator can be written out without any shuffle.
+__device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, uint32_t r1,
+                                                uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
 

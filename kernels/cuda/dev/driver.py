@@ -29,8 +29,8 @@ class Params(ctypes.Structure):
     """AttentionForwardParams of attention/params.h."""
 
     _fields_ = [
-        ("q", TensorMap), ("k", TensorMap), ("v", TensorMap),
-        ("o", c_void_p), ("lse", c_void_p), ("sinks", c_void_p),
+        ("q", TensorMap), ("k", TensorMap), ("v", TensorMap), ("o", TensorMap),
+        ("o_pointer", c_void_p), ("lse", c_void_p), ("sinks", c_void_p),
         ("cu_seqlens_q", c_void_p), ("cu_seqlens_k", c_void_p), ("seqlens_k", c_void_p),
         ("block_table", c_void_p), ("tile_counter", c_void_p),
         ("o_batch_stride", c_int64), ("o_sequence_stride", c_int64), ("o_head_stride", c_int64),
@@ -75,14 +75,19 @@ class Kernel:
         check(cuda.cuModuleLoadData(byref(module), image))
         self.function = c_void_p()
         check(cuda.cuModuleGetFunction(byref(self.function), module, name.encode()))
-        address, size = c_uint64(), c_size_t()
-        check(cuda.cuModuleGetGlobal_v2(byref(address), byref(size), module, f"{name}_launch".encode()))
-        self.launch = Launch()
-        check(cuda.cuMemcpyDtoH_v2(byref(self.launch), address, c_size_t(ctypes.sizeof(Launch))))
+        self.module = module
+        self.launch = self.global_(f"{name}_launch", Launch)
         assert self.launch.params_bytes == -(-ctypes.sizeof(Params) // 128) * 128, "params.h has changed"
         check(cuda.cuFuncSetAttribute(self.function, c_int32(8), c_int32(self.launch.shared_bytes)))
         self.counter = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def global_(self, name, kind):
+        """A copy of a variable of the module, as a ctypes `kind`."""
+        address, size, value = c_uint64(), c_size_t(), kind()
+        check(cuda.cuModuleGetGlobal_v2(byref(address), byref(size), self.module, name.encode()))
+        check(cuda.cuMemcpyDtoH_v2(byref(value), address, c_size_t(ctypes.sizeof(kind))))
+        return value
 
     def prepare(self, q, k, v, o, lse=None, *, scale=None, causal=False, window=None, softcap=0.0,
                 sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
@@ -107,9 +112,11 @@ class Kernel:
         at = self.launch
         memory = ctypes.create_string_buffer(2 * self.launch.params_bytes)
         p = Params.from_buffer(memory, -ctypes.addressof(memory) % 128)  # as tensor maps demand
-        sb, ss, sh, _ = (2 * s for s in q.stride())
-        encode(p.q, q.dtype, q.data_ptr(), (dim, pack, q.shape[1], heads_q // pack, q.shape[0]),
-               (sh, ss, sh * pack, max(sb, 16)), (64, pack, 64 // pack, 1, 1))
+        for map_, x in ((p.q, q), (p.o, o)):
+            sb, ss, sh, _ = (2 * s for s in x.stride())
+            encode(map_, x.dtype, x.data_ptr(),
+                   (x.shape[3], pack, x.shape[1], heads_q // pack, x.shape[0]),
+                   (sh, ss, sh * pack, max(sb, 16)), (64, pack, 64 // pack, 1, 1))
         rows = at.block_n
         if block_table is not None:
             while rows > k.shape[1] or k.shape[1] % rows or at.block_n % rows:
@@ -121,7 +128,7 @@ class Kernel:
             sb, ss, sh, _ = (2 * s for s in x.stride())
             encode(map_, x.dtype, x.data_ptr(), (x.shape[3], x.shape[1], heads_kv, x.shape[0]),
                    (ss, sh, max(sb, 16)), (64, rows, 1, 1))
-        p.o = o.data_ptr()
+        p.o_pointer = o.data_ptr()
         p.o_batch_stride, p.o_sequence_stride, p.o_head_stride = o.stride()[:3]
         if lse is not None:
             p.lse = lse.data_ptr()
