@@ -11,10 +11,10 @@ struct TileConfig {
   int warpgroups;    // consumers; each owns 64 query rows
   int block_n;       // keys per step
   int stages;        // buffers for K, and as many for V
+  int q_stages;      // buffers for Q, where O is staged too; with 2, Q is there before its tile starts
   bool q_registers;  // Q is held in registers: less shared memory traffic, if there is room
-  bool own_output;   // O is staged in its own shared memory, not where Q was
   bool take_turns;   // consumers issue their products in a fixed rotation ("ping-pong")
-  bool join_tiles;   // a tile's last P V is issued with the first Q K^T of the next
+  bool early_exp;    // half of the exponentials are computed before P V is waited for
 };
 
 constexpr int kRowsPerWarpgroup = 64;
@@ -29,12 +29,12 @@ consteval int chunk_elements(int rows, int columns) { return rows * chunks(colum
 consteval int producer_registers(const TileConfig &c) { return c.warpgroups == 3 ? 32 : 40; }
 consteval int consumer_registers(const TileConfig &c) { return c.warpgroups == 3 ? 160 : 232; }
 
-//                                  d    dv  wg   bn  st  q_reg  own_o  turns  join
-constexpr TileConfig kTile64 =      {64,  64,  3, 128, 2, false, true,  true,  false};
-constexpr TileConfig kTile96 =      {96,  96,  2, 128, 2, false, true,  true,  false};
-constexpr TileConfig kTile128 =     {128, 128, 2, 128, 2, false, true,  true,  false};
-constexpr TileConfig kTile192 =     {192, 192, 2, 96,  2, false, false, false, false};
-constexpr TileConfig kTile192V128 = {192, 128, 2, 112, 2, false, false, false, false};
-constexpr TileConfig kTile256 =     {256, 256, 2, 80,  2, false, false, false, false};
+//                                  d    dv  wg   bn  st  qs q_reg  turns  early
+constexpr TileConfig kTile64 =      {64,  64,  3, 128, 2, 2, false, true,  false};
+constexpr TileConfig kTile96 =      {96,  96,  2, 128, 2, 2, false, true,  true};
+constexpr TileConfig kTile128 =     {128, 128, 2, 128, 2, 2, false, true,  true};
+constexpr TileConfig kTile192 =     {192, 192, 2, 96,  2, 1, false, false, true};
+constexpr TileConfig kTile192V128 = {192, 128, 2, 112, 2, 1, false, false, true};
+constexpr TileConfig kTile256 =     {256, 256, 2, 80,  2, 1, false, false, true};
 
 }  // namespace unsloth

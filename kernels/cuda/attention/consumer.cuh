@@ -28,7 +28,8 @@ struct Consumer {
   Ring<C.stages> k_ring, v_ring;
   Ring<2> slots;
   Trace trace;
-  uint32_t q_parity = 0;
+  Ring<C.q_stages> q_ring;
+  int q_stored = -1;  // the stage of Q that the last tile's O is in, until that is freed
 
   __device__ __forceinline__ Consumer(const AttentionForwardParams &params, Shared<C, T> &memory,
                                       int warpgroup)
@@ -63,7 +64,7 @@ struct Consumer {
       if constexpr (C.q_registers) {
         Wgmma<T, C.block_n>::template rs<0>(s, q + 4 * i, k_step, i != 0);
       } else {
-        const uint64_t q_tile = descriptor_k_major(shared_address(shared.q[wg]));
+        const uint64_t q_tile = descriptor_k_major(shared_address(shared.q[q_ring.stage][wg]));
         Wgmma<T, C.block_n>::template ss<0>(
             s, q_tile + (i / 4 * (kRowsPerWarpgroup * 128) + i % 4 * 32) / 16, k_step, i != 0);
       }
@@ -160,7 +161,11 @@ struct Consumer {
   __device__ __forceinline__ void cap_and_mask(float (&s)[kS], const Tile &tile, const Course &c,
                                                int n) {
     if (kSoftcap) soft_cap(s, p.softcap_scale);
+#ifdef X_EXPECT
+    if (__builtin_expect(n >= c.right_from || (kMask == Mask::kWindow && n < c.left_below), 0)) {
+#else
     if (n >= c.right_from || (kMask == Mask::kWindow && n < c.left_below)) {
+#endif
       const int position[2] = {packed_row(p, tile, block_m(C), row).position,
                                packed_row(p, tile, block_m(C), row + 8).position};
       const RowLimits limits =
@@ -170,151 +175,121 @@ struct Consumer {
     }
   }
 
-  // Frees the slot of a tile that is finished; its successor may be in progress.
-  __device__ __forceinline__ void release_tile(int slot) { release(shared.tile_empty[slot]); }
-
   __device__ __forceinline__ void write_empty(const Tile &tile) {
-    float o[kO];
-    SoftmaxRows rows;
-#pragma unroll
-    for (int i = 0; i < kO; ++i) o[i] = 0.0f;
-    rows.max[0] = rows.max[1] = -INFINITY;
-    rows.sum[0] = rows.sum[1] = 0.0f;
-    finish_rows<C>(p, tile, row, rows, o);
+    const SoftmaxRows rows = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+    float factor[2];
+    finish_rows<C>(p, tile, row, rows, factor);
     copy_output<C, T>(p, tile, kRowsPerWarpgroup * wg, nullptr);
   }
 
-  __device__ __forceinline__ void write_output(const Tile &tile, SoftmaxRows &rows, float (&o)[kO]) {
-    finish_rows<C>(p, tile, row, rows, o);
-    trace(15);
-    const bool leader = threadIdx.x % 128 == 0;
-    // The last tile's store has had this whole tile to read; Q's readers are the four warps.
-    if (C.own_output && leader) tma_store_wait_read();
-    named_barrier_sync(kBarrierWarpgroup + wg, 128);
-    store_output<C>(p, tile, wg, o, shared.output(wg));
-    if (!C.own_output && leader) {
-      tma_store_wait_read();
-      shared.q_empty[wg].arrive();
-    }
-    trace(16);
-  }
-
-  __device__ __forceinline__ void fetch_q(uint32_t (&q)[kQ]) {
-    shared.q_full[wg].wait(q_parity);
-    q_parity ^= 1;
+  __device__ __forceinline__ void wait_q(uint32_t (&q)[kQ]) {
+    shared.q_full[q_ring.stage][wg].wait(q_ring.parity);
     if constexpr (C.q_registers) {
       const int lane = threadIdx.x % 32;
       const int r = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
       for (int i = 0; i < kStepsQk; ++i) {
-        load_matrix_x4(shared_address(shared.q[wg]) + i / 4 * (kRowsPerWarpgroup * 128) +
+        load_matrix_x4(shared_address(shared.q[q_ring.stage][wg]) +
+                           i / 4 * (kRowsPerWarpgroup * 128) +
                            swizzle_128b(r * 128 + i % 4 * 32 + lane / 16 * 16),
                        q + 4 * i);
       }
-      release(shared.q_empty[wg]);
     }
   }
 
+  // Once O has been read from where a tile's Q was, the next Q may come. The thread that stored O
+  // waits for that: at once if it is the only place for Q, else in the next tile.
+  __device__ __forceinline__ void free_q() {
+    if (q_stored < 0) return;
+    if (threadIdx.x % 128 == 0) {
+      tma_store_wait_read();
+      shared.q_empty[q_stored][wg].arrive();
+    }
+    q_stored = -1;
+  }
+
   // Each step issues Q K^T of a block together with P V of the block before, and the softmax of the
-  // one runs while the other is in flight. A tile's last P V goes with the first Q K^T of the next
-  // tile, so that the epilogue is all there is between two tiles.
-  __device__ __forceinline__ void run() {
-    if (C.take_turns && wg == C.warpgroups - 1) named_barrier_arrive(kBarrierTurn, 256);
+  // one runs while the other is in flight.
+  __device__ __forceinline__ void attend(const Course &course) {
+    const Tile &tile = shared.tile[slots.stage];
     float s[kS], o[kO];
     uint32_t probabilities[kS / 2], q[kQ];
     SoftmaxRows rows;
+    wait_q(q);
+    trace(12);
+    k_ring.stage = uniform(k_ring.stage);
+    k_ring.parity = uniform(k_ring.parity);
+    v_ring.stage = uniform(v_ring.stage);
+    v_ring.parity = uniform(v_ring.parity);
+    wait_k();
+    trace(18);
+    multiply_qk(s, q);
+    clear_output(o);
+    wgmma_wait<0>();
+    trace(13);
+    hold(s);
+    release_k();
+    free_q();
+    cap_and_mask(s, tile, course, course.n_max - 1);
+    softmax_first(s, rows, p.scale_log2);
+    convert(s, probabilities);
+    clear_tail(tile, course);
 
-    for (;;) {
-      // Nothing is in flight: the first tile, or one after tiles without keys.
-      Course course = next_tile();
-      if (course.end) break;
-      if (course.n_max <= course.n_min) {
-        write_empty(shared.tile[slots.stage]);
-        release_tile(slots.stage);
-        slots.advance();
-        continue;
-      }
-      trace(17);
-      fetch_q(q);
-      trace(12);
-      wait_k();
-      trace(18);
-      multiply_qk(s, q);
-      wgmma_wait<0>();
-      trace(13);
+    for (int n = course.n_max - 2; n >= course.n_min; --n) {
+      issue(s, q, o, probabilities);
+      wgmma_wait<1>();
+      trace(6);
       hold(s);
       release_k();
-      cap_and_mask(s, shared.tile[slots.stage], course, course.n_max - 1);
-      softmax_first(s, rows, p.scale_log2);
+      cap_and_mask(s, tile, course, n);
+      float alpha[2];
+      const Ring<C.stages> v_done = v_ring;
+      v_ring.advance();
+      const bool rescale = softmax_step(s, rows, alpha, v_done);
+      wgmma_wait<0>();
+      trace(7);
+      hold(o);
+      release(shared.v_empty[v_done.stage]);
       convert(s, probabilities);
-      clear_output(o);
-      clear_tail(shared.tile[slots.stage], course);
+#ifdef X_EXPECT
+      if (__builtin_expect(rescale, 0)) rescale_rows(o, alpha);
+#else
+      if (rescale) rescale_rows(o, alpha);
+#endif
+    }
+    trace(10);
 
-      for (;;) {
-        const int slot = slots.stage;
-        const Tile &tile = shared.tile[slot];
-        k_ring.stage = uniform(k_ring.stage);
-        k_ring.parity = uniform(k_ring.parity);
-        v_ring.stage = uniform(v_ring.stage);
-        v_ring.parity = uniform(v_ring.parity);
-        for (int n = course.n_max - 2; n >= course.n_min; --n) {
-          issue(s, q, o, probabilities);
-          wgmma_wait<1>();
-          trace(6);
-          hold(s);
-          release_k();
-          cap_and_mask(s, tile, course, n);
-          float alpha[2];
-          const Ring<C.stages> v_done = v_ring;
-          v_ring.advance();
-          const bool rescale = softmax_step(s, rows, alpha, v_done);
-          wgmma_wait<0>();
-          trace(7);
-          hold(o);
-          release(shared.v_empty[v_done.stage]);
-          convert(s, probabilities);
-          if (rescale) rescale_rows(o, alpha);
-        }
+    wait_v();
+    multiply_pv(o, probabilities);
+    float factor[2];
+    finish_rows<C>(p, tile, row, rows, factor);
+    wgmma_wait<0>();
+    trace(14);
+    hold(o);
+    release_v();
+    rescale_rows(o, factor);
+    trace(15);
+    T *staging = shared.q[q_ring.stage][wg];
+    named_barrier_sync(kBarrierWarpgroup + wg, 128);  // the four warps are done with Q
+    store_output<C>(p, tile, wg, o, staging);
+    q_stored = q_ring.stage;
+    q_ring.advance();
+    if (C.q_stages == 1) free_q();
+    trace(16);
+  }
 
-        if (!C.q_registers && C.own_output) release(shared.q_empty[wg]);
-        slots.advance();
-        trace(10);
-        if constexpr (C.join_tiles) course = next_tile();
-        trace(11);
-        if (!C.join_tiles || course.end || course.n_max <= course.n_min) {
-          wait_v();
-          multiply_pv(o, probabilities);
-          wgmma_wait<0>();
-          trace(14);
-          hold(o);
-          release_v();
-          write_output(tile, rows, o);
-          release_tile(slot);
-          break;
-        }
-        if constexpr (!C.join_tiles) continue;
-        const Tile &next = shared.tile[slots.stage];
-        fetch_q(q);
-        trace(12);
-        issue(s, q, o, probabilities);
-        wgmma_wait<1>();
-        trace(13);
-        hold(s);
-        release_k();
-        cap_and_mask(s, next, course, course.n_max - 1);
-        SoftmaxRows next_rows;
-        softmax_first(s, next_rows, p.scale_log2);
-        wgmma_wait<0>();
-        trace(14);
-        hold(o);
-        release_v();
-        convert(s, probabilities);
-        write_output(tile, rows, o);
-        release_tile(slot);
-        rows = next_rows;
-        clear_output(o);
-        clear_tail(next, course);
+  __device__ __forceinline__ void run() {
+    if (C.take_turns && wg == C.warpgroups - 1) named_barrier_arrive(kBarrierTurn, 256);
+    for (;; slots.advance()) {
+      const Course course = next_tile();
+      if (course.end) break;
+      trace(17);
+      if (course.n_max > course.n_min) {
+        attend(course);
+      } else {
+        write_empty(shared.tile[slots.stage]);
       }
+      release(shared.tile_empty[slots.stage]);
     }
     if (threadIdx.x % 128 == 0) tma_store_wait_read();  // shared memory must outlive its readers
   }
@@ -322,46 +297,54 @@ struct Consumer {
   __device__ __forceinline__ void issue(float (&s)[kS], const uint32_t (&q)[kQ], float (&o)[kO],
                                         const uint32_t (&probabilities)[kS / 2]) {
     trace(1);
+#ifdef X_PEEK
+    const bool k_ready = shared.k_full[k_ring.stage].try_wait(k_ring.parity);
+    const bool v_ready = shared.v_full[v_ring.stage].try_wait(v_ring.parity);
+    if (!k_ready) wait_k();
+    if (!v_ready) wait_v();
+    trace(2);
+    wait_turn();
+    trace(3);
+    multiply_qk(s, q);
+#else
     wait_k();
     trace(2);
     wait_turn();
     trace(3);
     multiply_qk(s, q);
     wait_v();
+#endif
     trace(4);
     multiply_pv(o, probabilities);
     pass_turn();
     trace(5);
   }
 
+  // Softmax of one step. Returns whether O is to be multiplied by alpha.
   __device__ __forceinline__ bool softmax_step(float (&s)[kS], SoftmaxRows &rows, float (&alpha)[2],
                                                const Ring<C.stages> &v_done) {
-#if X_MODE == 0
-    bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
-    grew |= raise_reference(s, 1, rows, p.scale_log2, alpha);
-    const bool rescale = __any_sync(0xffffffff, grew);
-    if (rescale) {
+    bool rescale;
+    if constexpr (C.early_exp) {
+      bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
       rows.sum[0] *= alpha[0];
+      exponentiate_row(s, 0, rows, p.scale_log2);
+      grew |= raise_reference(s, 1, rows, p.scale_log2, alpha);
       rows.sum[1] *= alpha[1];
+      wait_after(rows.sum[0], v_done);
+      exponentiate_row(s, 1, rows, p.scale_log2);
+      rescale = __any_sync(0xffffffff, grew);
+    } else {
+      bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
+      grew |= raise_reference(s, 1, rows, p.scale_log2, alpha);
+      rescale = __any_sync(0xffffffff, grew);
+      if (rescale) {
+        rows.sum[0] *= alpha[0];
+        rows.sum[1] *= alpha[1];
+      }
+      exponentiate_row(s, 0, rows, p.scale_log2);
+      exponentiate_row(s, 1, rows, p.scale_log2);
     }
-    exponentiate_row(s, 0, rows, p.scale_log2);
-    exponentiate_row(s, 1, rows, p.scale_log2);
     return rescale;
-#else
-    bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
-    rows.sum[0] *= alpha[0];
-    exponentiate_row(s, 0, rows, p.scale_log2);
-    grew |= raise_reference(s, 1, rows, p.scale_log2, alpha);
-    rows.sum[1] *= alpha[1];
-#if X_MODE == 1
-    wait_after(rows.sum[0], v_done);
-#endif
-    exponentiate_row(s, 1, rows, p.scale_log2);
-#if X_MODE == 2
-    wait_after(rows.sum[0] + rows.sum[1], v_done);
-#endif
-    return __any_sync(0xffffffff, grew);
-#endif
   }
 
   // ptxas sinks exponentials past the wait for P V, which they are there to hide. A wait that takes a

@@ -31,12 +31,11 @@ __device__ __forceinline__ float *lse_address(const AttentionForwardParams &p, c
          at.head * p.lse_head_stride + tile.q_begin + at.position;
 }
 
-// Sums over the quad, joins the sink, writes the log-sum-exp and scales O to its final value. A row
-// that sees no key gets O = 0 and log-sum-exp -inf.
-template <TileConfig C, int N>
+// Sums over the quad, joins the sink, writes the log-sum-exp, and gives what O is to be multiplied
+// by. A row that sees no key gets O = 0 and log-sum-exp -inf.
+template <TileConfig C>
 __device__ __forceinline__ void finish_rows(const AttentionForwardParams &p, const Tile &tile,
-                                            int row, SoftmaxRows &rows, float (&o)[N]) {
-  float factor[2];
+                                            int row, const SoftmaxRows &rows, float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const PackedRow at = packed_row(p, tile, block_m(C), row + 8 * i);
@@ -58,7 +57,6 @@ __device__ __forceinline__ void finish_rows(const AttentionForwardParams &p, con
       *lse_address(p, tile, at) = empty ? -INFINITY : (reference + log2_approx(sum)) * kLn2;
     }
   }
-  rescale_rows(o, factor);
 }
 
 // Writes the warpgroup's 64 rows to `staging`, in 64-column chunks with the 128-byte swizzle.

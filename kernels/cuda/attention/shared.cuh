@@ -21,43 +21,38 @@ struct Tile {
 
 template <TileConfig C, class T>
 struct alignas(1024) Shared {
-  static constexpr int kWarpgroups = C.warpgroups;
+  static constexpr int kQElements = chunk_elements(kRowsPerWarpgroup, C.head_dim);
+  static_assert(chunk_elements(kRowsPerWarpgroup, C.head_dim_v) <= kQElements,
+                "O does not fit where Q was");
 
-  T q[kWarpgroups][chunk_elements(kRowsPerWarpgroup, C.head_dim)];
+  T q[C.q_stages][C.warpgroups][kQElements];
   T k[C.stages][chunk_elements(C.block_n, C.head_dim)];
   T v[C.stages][chunk_elements(C.block_n, C.head_dim_v)];
 
-  static constexpr int kOElements = chunk_elements(kRowsPerWarpgroup, C.head_dim_v);
-  T o[C.own_output ? kWarpgroups : 1][C.own_output ? kOElements : 64];
-
-  Mbarrier q_full[kWarpgroups], q_empty[kWarpgroups];
+  Mbarrier q_full[C.q_stages][C.warpgroups], q_empty[C.q_stages][C.warpgroups];
   Mbarrier k_full[C.stages], k_empty[C.stages];
   Mbarrier v_full[C.stages], v_empty[C.stages];
   Mbarrier tile_full[2], tile_empty[2];
   Tile tile[2];
 
-  // Where warpgroup `wg` stages its part of O.
-  __device__ __forceinline__ T *output(int wg) {
-    static_assert(C.own_output || sizeof q[0] >= kOElements * sizeof(T), "O does not fit where Q was");
-    return C.own_output ? o[wg] : q[wg];
-  }
-
   // One thread; fence_mbarrier_init and a block barrier follow. Consumers arrive by warp: a warp's
   // wgmma_wait says nothing about the other three.
   __device__ __forceinline__ void init_barriers() {
-    for (int i = 0; i < kWarpgroups; ++i) {
-      q_full[i].init(1);
-      q_empty[i].init(C.own_output ? 4 : 1);
+    for (int i = 0; i < C.q_stages; ++i) {
+      for (int wg = 0; wg < C.warpgroups; ++wg) {
+        q_full[i][wg].init(1);
+        q_empty[i][wg].init(1);
+      }
     }
     for (int i = 0; i < C.stages; ++i) {
       k_full[i].init(1);
       v_full[i].init(1);
-      k_empty[i].init(4 * kWarpgroups);
-      v_empty[i].init(4 * kWarpgroups);
+      k_empty[i].init(4 * C.warpgroups);
+      v_empty[i].init(4 * C.warpgroups);
     }
     for (int i = 0; i < 2; ++i) {
       tile_full[i].init(1);
-      tile_empty[i].init(4 * kWarpgroups);
+      tile_empty[i].init(4 * C.warpgroups);
     }
   }
 };
