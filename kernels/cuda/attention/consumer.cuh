@@ -161,11 +161,7 @@ struct Consumer {
   __device__ __forceinline__ void cap_and_mask(float (&s)[kS], const Tile &tile, const Course &c,
                                                int n) {
     if (kSoftcap) soft_cap(s, p.softcap_scale);
-#ifdef X_EXPECT
-    if (__builtin_expect(n >= c.right_from || (kMask == Mask::kWindow && n < c.left_below), 0)) {
-#else
     if (n >= c.right_from || (kMask == Mask::kWindow && n < c.left_below)) {
-#endif
       const int position[2] = {packed_row(p, tile, block_m(C), row).position,
                                packed_row(p, tile, block_m(C), row + 8).position};
       const RowLimits limits =
@@ -240,22 +236,16 @@ struct Consumer {
       wgmma_wait<1>();
       trace(6);
       hold(s);
-      release_k();
+      if (!C.early_exp) release_k();
       cap_and_mask(s, tile, course, n);
       float alpha[2];
-      const Ring<C.stages> v_done = v_ring;
-      v_ring.advance();
-      const bool rescale = softmax_step(s, rows, alpha, v_done);
+      const bool rescale = softmax_step(s, rows, alpha);
       wgmma_wait<0>();
       trace(7);
       hold(o);
-      release(shared.v_empty[v_done.stage]);
+      release_v();
       convert(s, probabilities);
-#ifdef X_EXPECT
-      if (__builtin_expect(rescale, 0)) rescale_rows(o, alpha);
-#else
       if (rescale) rescale_rows(o, alpha);
-#endif
     }
     trace(10);
 
@@ -297,23 +287,12 @@ struct Consumer {
   __device__ __forceinline__ void issue(float (&s)[kS], const uint32_t (&q)[kQ], float (&o)[kO],
                                         const uint32_t (&probabilities)[kS / 2]) {
     trace(1);
-#ifdef X_PEEK
-    const bool k_ready = shared.k_full[k_ring.stage].try_wait(k_ring.parity);
-    const bool v_ready = shared.v_full[v_ring.stage].try_wait(v_ring.parity);
-    if (!k_ready) wait_k();
-    if (!v_ready) wait_v();
-    trace(2);
-    wait_turn();
-    trace(3);
-    multiply_qk(s, q);
-#else
     wait_k();
     trace(2);
     wait_turn();
     trace(3);
     multiply_qk(s, q);
     wait_v();
-#endif
     trace(4);
     multiply_pv(o, probabilities);
     pass_turn();
@@ -321,8 +300,7 @@ struct Consumer {
   }
 
   // Softmax of one step. Returns whether O is to be multiplied by alpha.
-  __device__ __forceinline__ bool softmax_step(float (&s)[kS], SoftmaxRows &rows, float (&alpha)[2],
-                                               const Ring<C.stages> &v_done) {
+  __device__ __forceinline__ bool softmax_step(float (&s)[kS], SoftmaxRows &rows, float (&alpha)[2]) {
     bool rescale;
     if constexpr (C.early_exp) {
       bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
@@ -330,8 +308,8 @@ struct Consumer {
       exponentiate_row(s, 0, rows, p.scale_log2);
       grew |= raise_reference(s, 1, rows, p.scale_log2, alpha);
       rows.sum[1] *= alpha[1];
-      wait_after(rows.sum[0], v_done);
       exponentiate_row(s, 1, rows, p.scale_log2);
+      release_k_after(s[kS / 2 + 2]);
       rescale = __any_sync(0xffffffff, grew);
     } else {
       bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
@@ -347,11 +325,12 @@ struct Consumer {
     return rescale;
   }
 
-  // ptxas sinks exponentials past the wait for P V, which they are there to hide. A wait that takes a
-  // bit from their sum, and always succeeds, keeps them before it.
-  __device__ __forceinline__ void wait_after(float sum, const Ring<C.stages> &done) {
-    const uint32_t none = __float_as_uint(sum) & p.zero;
-    shared.v_full[done.stage].wait(done.parity ^ none);
+  // ptxas moves the wait for P V up, past the exponentials that are there to hide it, but not past the
+  // release of K. So this is put among them, its address taking a bit of no effect from one.
+  __device__ __forceinline__ void release_k_after(float x) {
+    const uint32_t none = __float_as_uint(x) & p.zero;
+    release((&shared.k_empty[k_ring.stage])[none]);
+    k_ring.advance();
   }
 
   __device__ __forceinline__ void clear_output(float (&o)[kO]) {

@@ -77,14 +77,16 @@ __device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<
     trace(20);
     Tile &tile = shared.tile[slots.stage];
     const bool any_rows = tile_at<C, kMask>(p, index, tile);
-    index = next_tile_index(p, index);
-    if (!any_rows) continue;
-    shared.tile_full[slots.stage].arrive();
-    slots.advance();
+    const int count = any_rows ? tile.n_max - tile.n_min : 0;
+    if (any_rows) {
+      shared.tile_full[slots.stage].arrive();
+      slots.advance();
+    }
     trace(21);
-
-    const int count = tile.n_max - tile.n_min;
-    if (count <= 0) continue;
+    if (count <= 0) {
+      index = next_tile_index(p, index);
+      continue;
+    }
     // Even steps load K, odd ones V of the block before. The first odd one loads Q instead, and the
     // last even one finds no more K.
 #pragma unroll 1
@@ -95,7 +97,11 @@ __device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<
         trace(22);
         continue;
       }
-      if (step == 2 * count) continue;
+      if (step == 2 * count) {
+        // Late, so that whoever is done first gets it, but the last V hides its latency.
+        index = next_tile_index(p, index);
+        continue;
+      }
       const bool is_v = step & 1;
       const int block = step / 2 - is_v;
       const uint32_t stage = (blocks + block) % C.stages;

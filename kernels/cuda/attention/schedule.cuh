@@ -14,8 +14,7 @@
 
 namespace unsloth {
 
-// The tile after `index`. The answer of the counter is not needed until the current tile's loads are
-// all issued, which hides its latency.
+// The tile after `index`.
 __device__ __forceinline__ int next_tile_index(const AttentionForwardParams &p, int index) {
   if (p.tile_counter == nullptr) return index + gridDim.x;
   return gridDim.x + atomicInc(p.tile_counter, p.tiles - 1);
