@@ -54,3 +54,8 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardParams &
       unsloth::threads(unsloth::tile), unsloth::shared_bytes<unsloth::tile, type>(),           \
       unsloth::tile.head_dim, unsloth::tile.head_dim_v,                                        \
   };
+
+// The same for both types.
+#define UNSLOTH_ATTENTION_FORWARD_16BIT(suffix, tile, mask, softcap)                                \
+  UNSLOTH_ATTENTION_FORWARD(attention_forward_bf16_##suffix, __nv_bfloat16, tile, mask, softcap) \
+  UNSLOTH_ATTENTION_FORWARD(attention_forward_f16_##suffix, __half, tile, mask, softcap)

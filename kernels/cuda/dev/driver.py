@@ -92,7 +92,7 @@ class Kernel:
     def prepare(self, q, k, v, o, lse=None, *, scale=None, causal=False, window=None, softcap=0.0,
                 sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
                 max_seqlen_k=None, seqlens_k=None, block_table=None, pack=1, longest_first=None,
-                dynamic=None):
+                dynamic=None, pairs_in_l2=None):
         """Returns a function that launches on the current stream.
 
         q, o: [batch, seq, heads, dim] or [tokens, heads, dim]; k, v: likewise, or
@@ -153,6 +153,8 @@ class Kernel:
             fits = (32 << 20) // max(1, seqlen_k * (dim + dim_v) * 2)
             group = heads_q // pack // heads_kv
             p.pairs_in_l2 = min(pairs, max(1, 1 << max(0, fits.bit_length() - 1)) * group)
+        if pairs_in_l2 is not None:
+            p.pairs_in_l2 = min(pairs, pairs_in_l2)
         if dynamic:
             p.tile_counter = self.counter.data_ptr()
         natural = softcap if softcap else scale
