@@ -1,11 +1,10 @@
 """Times kernels beside cuDNN and FlashAttention-3, interleaved in one process.
 
-Usage: bench.py OUT.json DIR [variants | full] [filter]
+Usage: bench.py OUT.json DIR [full | all | variants] [filter]
 
-full: the 36 cells (bf16; head dims 64, 128, 256; full and causal; sequences of 512 to 16,384; 16,384 tokens
-in all, heads * dim = 2048), for the kernels DIR/kernels.json picks per cell, cuDNN (torch) and
-FlashAttention-3 (`dew_flash_attn`, when installed).
-variants: every kernel of DIR/kernels.json over its own cells, no peers.
+full: 36 cells (bf16; head dims 64, 128, 256; full and causal; sequences of 512 to 16,384; 16,384 tokens in all,
+heads * dim = 2048) for the kernels of DIR that choose.py picks, cuDNN (torch) and FlashAttention-3
+(`dew_flash_attn`, when installed). all: every kernel of DIR that serves a cell. variants: likewise, without peers.
 
 A figure is the kernel time, by CUPTI, of a burst of 8 calls on 8 queries: the median of 3 bursts, contenders by turns.
 """
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+import choose
 from driver import Kernel
 
 BURST = 8
@@ -108,7 +108,7 @@ def measure(contenders, ms=kernel_ms, rounds=3):
     return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
 
 
-def full(directory, only, result):
+def full(directory, only, result, everything=False):
     kernels = load(directory)
     for d, h in HEADS.items():
         for causal in (False, True):
@@ -118,8 +118,11 @@ def full(directory, only, result):
                     continue
                 qs, k, v = tensors(b, s, h, d)
                 contenders = {}
+                chosen = choose.kernel("bf16", d, d, s, causal=causal)
                 for info in kernels:
-                    if info["head_dim"] == d and info["mask"] == MASKS[causal] and s in info.get("sequences", [s]):
+                    if not everything and info["name"] != chosen:
+                        continue
+                    if info["head_dim"] == d and info["mask"] == MASKS[causal] and info["dtype"] == "bf16":
                         for label, options in info.get("options", {"": {}}).items():
                             contenders[info["name"] + label] = our_burst(info["kernel"], qs, k, v, causal, **options)
                 contenders["cudnn"] = cudnn_burst(qs, k, v, causal)
@@ -166,7 +169,7 @@ def main(out, directory, mode="full", only=""):
     for _ in range(50):
         a @ a
     torch.cuda.synchronize()
-    {"full": full, "variants": variants}[mode](directory, only, result)
+    {"full": full, "all": lambda *a: full(*a, everything=True), "variants": variants}[mode](directory, only, result)
     result["device_after"] = gpu_state()
     json.dump(result, open(out, "w"), indent=1)
     print(result["device_after"])

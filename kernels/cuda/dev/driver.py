@@ -10,6 +10,8 @@ from ctypes import byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint3
 
 import torch
 
+import choose
+
 cuda = ctypes.CDLL("libcuda.so.1")
 NO_LIMIT = 1 << 30
 
@@ -92,7 +94,7 @@ class Kernel:
     def prepare(self, q, k, v, o, lse=None, *, scale=None, causal=False, window=None, softcap=0.0,
                 sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
                 max_seqlen_k=None, seqlens_k=None, block_table=None, pack=1, longest_first=None,
-                dynamic=None, pairs_in_l2=None):
+                dynamic=True, pairs_in_l2=None):
         """Returns a function that launches on the current stream.
 
         q, o: [batch, seq, heads, dim] or [tokens, heads, dim]; k, v: likewise, or
@@ -146,13 +148,10 @@ class Kernel:
         pairs = batch * heads_q // pack
         p.tiles = p.row_blocks * pairs
         if longest_first is None:
-            longest_first = causal or ragged_q
-        if dynamic is None:
-            dynamic = longest_first
+            longest_first = causal or window is not None or ragged_q
         if longest_first:
-            fits = (32 << 20) // max(1, seqlen_k * (dim + dim_v) * 2)
-            group = heads_q // pack // heads_kv
-            p.pairs_in_l2 = min(pairs, max(1, 1 << max(0, fits.bit_length() - 1)) * group)
+            p.pairs_in_l2 = min(pairs, choose.pairs_in_l2(
+                p.row_blocks, seqlen_k * (dim + dim_v) * 2, heads_q // pack // heads_kv))
         if pairs_in_l2 is not None:
             p.pairs_in_l2 = min(pairs, pairs_in_l2)
         if dynamic:
