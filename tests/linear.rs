@@ -4,7 +4,7 @@ mod common;
 
 use common::reference::linear::{linear as exact, linear_f32 as plain};
 use common::tensor::{strided_rows, transposed};
-use common::{FLOATS, TestTensor, assert_flash_rule, contexts, in_out, rng, rounded};
+use common::{FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, in_out, rng, rounded};
 use proptest::prelude::*;
 use unsloth::ops::linear::{self, Output, Params, Weights};
 use unsloth::{Context, ContextOptions, DType, Layout, Stream};
@@ -133,12 +133,21 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         (Some(r), true) => r,
         _ => &out,
     };
-    assert_flash_rule(
+    let magnitudes = |values: &[f64]| values.iter().map(|v| v.abs()).collect::<Vec<_>>();
+    let terms = exact(
+        &magnitudes(&x),
+        &magnitudes(&weight),
+        sizes,
+        bias.map(magnitudes).as_deref(),
+        residual.map(magnitudes).as_deref(),
+    );
+    assert_flash_rule_of_sums(
         "out",
         dtype,
         &out.download_output().values(),
         &expected,
         &plain,
+        terms.into_iter().fold(0.0, f64::max),
     );
 }
 

@@ -4,7 +4,9 @@ mod common;
 
 use common::reference::mlp::{Layer, Layers, mlp as reference};
 use common::tensor::strided_rows;
-use common::{DeviceTensor, FLOATS, TestTensor, assert_flash_rule, contexts, in_out, rng, rounded};
+use common::{
+    DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, in_out, rng, rounded,
+};
 use unsloth::ops::linear::{Output, Weights};
 use unsloth::ops::mlp::{self, GateUp, Params};
 use unsloth::ops::swiglu::{Activation, GateOrder};
@@ -193,12 +195,30 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         _ => &out,
     };
     let plain = rounded(dtype, &run(Some(dtype)));
-    assert_flash_rule(
+    let magnitudes = |values: &[f64]| values.iter().map(|v| v.abs()).collect::<Vec<_>>();
+    let magnitudes_of = |layer: &Layer| Layer {
+        weight: magnitudes(&layer.weight),
+        bias: layer.bias.as_deref().map(magnitudes),
+    };
+    let terms = reference(
+        &magnitudes(&x.values()),
+        &Layers {
+            gate: magnitudes_of(&layers.gate),
+            up: magnitudes_of(&layers.up),
+            down: magnitudes_of(&layers.down),
+        },
+        (rows, hidden, intermediate),
+        case.activation,
+        residual.as_deref().map(magnitudes).as_deref(),
+        None,
+    );
+    assert_flash_rule_of_sums(
         "out",
         dtype,
         &out.download_output().values(),
         &run(None),
         &plain,
+        terms.into_iter().fold(0.0, f64::max),
     );
 }
 

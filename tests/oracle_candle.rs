@@ -25,8 +25,8 @@ fn candle(t: &TestTensor) -> Tensor {
         .unwrap()
 }
 
-/// candle's result equals ours up to what rounding in its dtype at a few places may do.
-fn assert_agrees(what: &str, ours: &TestTensor, theirs: &Tensor) {
+/// candle's result equals ours up to `units` in the last place of the largest element: what both may lose on the way.
+fn assert_agrees(what: &str, ours: &TestTensor, theirs: &Tensor, units: f64) {
     let theirs: Vec<f32> = theirs
         .to_dtype(candle_core::DType::F32)
         .and_then(|t| t.flatten_all())
@@ -36,7 +36,7 @@ fn assert_agrees(what: &str, ours: &TestTensor, theirs: &Tensor) {
     assert_eq!(ours_values.len(), theirs.len(), "{what}");
     let magnitude = theirs.iter().fold(0.0f64, |m, v| m.max(f64::from(v.abs())));
     assert!(magnitude > 0.0, "{what}: candle gives zeros alone");
-    let bound = 4.0 * common::rules::epsilon(ours.dtype) * magnitude;
+    let bound = units * common::rules::epsilon(ours.dtype) * magnitude;
     for (i, (a, b)) in ours_values.iter().zip(&theirs).enumerate() {
         let error = (a - f64::from(*b)).abs();
         assert!(
@@ -74,7 +74,7 @@ fn rms_norm() {
             };
             rms_norm::forward(&ctx, &params, Stream::DEFAULT).unwrap();
             let theirs = candle_nn::ops::rms_norm(&candle(&x), &candle(&weight), 1e-5).unwrap();
-            assert_agrees("rms_norm", &out.download_output(), &theirs);
+            assert_agrees("rms_norm", &out.download_output(), &theirs, 4.0);
         }
     }
 }
@@ -124,7 +124,7 @@ fn rope() {
                     }
                     _ => candle_nn::rotary_emb::rope_thd(&x, &cos, &sin).unwrap(),
                 };
-                assert_agrees("rope", &out.download_output(), &theirs);
+                assert_agrees("rope", &out.download_output(), &theirs, 4.0);
             }
         }
     }
@@ -154,7 +154,7 @@ fn swiglu() {
                     _ => halves[0].silu(),
                 };
                 let theirs = (gate.unwrap() * &halves[1]).unwrap();
-                assert_agrees("swiglu", &out.download_output(), &theirs);
+                assert_agrees("swiglu", &out.download_output(), &theirs, 4.0);
             }
         }
     }
@@ -181,7 +181,7 @@ fn linear() {
                 linear::forward(&ctx, &params, Stream::DEFAULT).unwrap();
                 let product = candle(&x).matmul(&candle(&weight).t().unwrap()).unwrap();
                 let theirs = product.broadcast_add(&candle(&bias)).unwrap();
-                assert_agrees("linear", &out.download_output(), &theirs);
+                assert_agrees("linear", &out.download_output(), &theirs, 4.0);
             }
         }
     }
@@ -215,7 +215,8 @@ fn attention() {
             let scores = scores.broadcast_add(&mask).unwrap();
             let weights = candle_nn::ops::softmax_last_dim(&scores).unwrap();
             let theirs = weights.matmul(&v).unwrap().transpose(1, 2).unwrap();
-            assert_agrees("attention", &out.download_output(), &theirs);
+            // Scores reach 5; exp makes an error of theirs as much larger relative to the weights.
+            assert_agrees("attention", &out.download_output(), &theirs, 24.0);
         }
     }
 }

@@ -16,7 +16,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use unsloth::{Backend, Context, ContextOptions, DType, InOut};
 
-pub use rules::{assert_close, assert_flash_rule};
+pub use rules::{assert_close, assert_flash_rule, assert_flash_rule_of_sums};
 pub use tensor::{DeviceTensor, TestTensor};
 
 /// The floating-point dtypes, for tables.
