@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PREFIX ?= /usr/local
 DESTDIR ?=
 PROFILE ?= release
+# ON builds the CUDA backend too.
+CUDA ?= OFF
 PROMPT ?= The capital of France is
 JOBS ?= $(shell nproc)
 
@@ -36,7 +38,8 @@ demo: engine model ## Let a small language model write text through the library
 stage:
 	$(TOOLS) cmake ninja
 	$(CONFIGURE) -S . -B build/library -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
-	  -DUNSLOTH_CARGO_PROFILE=$(PROFILE) -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)"
+	  -DUNSLOTH_CARGO_PROFILE=$(PROFILE) -DUNSLOTH_CUDA=$(CUDA) \
+	  -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)"
 	cmake --build build/library
 	cmake --install build/library --prefix "$(STAGE)" > build/stage.log
 
