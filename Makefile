@@ -91,13 +91,13 @@ header: ## Write the header, its layout test and the list of symbols from src/ff
 
 fmt: ## Format Rust and C
 	$(TOOLS) clang-format
-	cargo fmt
+	cargo fmt --all
 	cargo fmt --manifest-path fuzz/Cargo.toml
 	clang-format -i $(C_FILES)
 
 lint: ## Check formatting, clippy and documentation
 	$(TOOLS) clang-format
-	cargo fmt --check
+	cargo fmt --all --check
 	cargo fmt --check --manifest-path fuzz/Cargo.toml
 	clang-format --dry-run --Werror $(C_FILES)
 	cargo clippy --locked --all-targets -- -D warnings
