@@ -160,3 +160,54 @@ fn merge(cpu: &Cpu, p: &Problem, sequence: &Sequence, batch: usize, partials: &[
         );
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::attention::Params;
+    use crate::tensor::{TensorMut, TensorRef};
+
+    /// The machine's instruction set decides which kernels the integration tests run; here every one that it has is compared.
+    #[test]
+    fn instruction_sets_agree() {
+        let mut sets = vec![pulp::Arch::new(), pulp::Arch::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        sets.extend(pulp::x86::V3::try_new().map(pulp::Arch::V3));
+        // Few rows, one panel, several; ragged keys and dimensions; split keys.
+        for (queries, keys, dim, dim_v) in [
+            (1, 150, 40, 24),
+            (3, 1100, 64, 64),
+            (7, 90, 33, 9),
+            (150, 170, 24, 40),
+        ] {
+            let (heads, kv_heads) = (4, 2);
+            let wave = |n: usize, step: f32| -> Vec<f32> {
+                (0..n).map(|i| (i as f32 * step).sin()).collect()
+            };
+            let q = wave(queries * heads * dim, 0.37);
+            let k = wave(keys * kv_heads * dim, 0.73);
+            let v = wave(keys * kv_heads * dim_v, 0.11);
+            let results = sets.iter().map(|arch| {
+                let mut cpu = Cpu::new(2).unwrap();
+                cpu.arch = *arch;
+                let mut out = vec![f32::NAN; queries * heads * dim_v];
+                let mut params = Params::new(
+                    TensorRef::from_slice(&q, &[1, queries, heads, dim]).unwrap(),
+                    TensorRef::from_slice(&k, &[1, keys, kv_heads, dim]).unwrap(),
+                    TensorRef::from_slice(&v, &[1, keys, kv_heads, dim_v]).unwrap(),
+                    TensorMut::from_slice(&mut out, &[1, queries, heads, dim_v]).unwrap(),
+                );
+                params.causal = true;
+                params.softcap = 3.0;
+                forward(&cpu, &params.problem().unwrap()).unwrap();
+                out
+            });
+            let results: Vec<Vec<f32>> = results.collect();
+            for other in &results[1..] {
+                for (a, b) in results[0].iter().zip(other) {
+                    assert!((a - b).abs() < 2e-6, "{a} {b}");
+                }
+            }
+        }
+    }
+}

@@ -17,7 +17,7 @@ struct Sizes {
 }
 
 impl Params<'_> {
-    pub(super) fn problem(&self) -> Result<Problem> {
+    pub(crate) fn problem(&self) -> Result<Problem> {
         let (q, k, v, out) = (self.q.raw(), self.k.raw(), self.v.raw(), self.out.raw());
         self.check_forms()?;
         let queries = self.queries(&q)?;

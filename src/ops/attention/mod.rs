@@ -61,6 +61,31 @@
 //!
 //! Scores, softmax and sums are f32 whatever the storage; the result is rounded once. Keys that a mask hides may still be read,
 //! and a NaN or an infinity in their `v` may reach the output; what lies beyond a sequence's length is never read.
+//!
+//! # Example
+//!
+//! Eight query heads on two key heads, causal:
+//!
+//! ```
+//! use unsloth::ops::attention::{self, Params};
+//! use unsloth::{Context, Stream, TensorMut, TensorRef};
+//!
+//! let ctx = Context::cpu()?;
+//! let (seq, heads, kv_heads, dim) = (5, 8, 2, 64);
+//! let q = vec![0.1f32; seq * heads * dim];
+//! let (k, v) = (vec![0.2f32; seq * kv_heads * dim], vec![0.3f32; seq * kv_heads * dim]);
+//! let mut out = vec![0.0f32; seq * heads * dim];
+//! let mut params = Params::new(
+//!     TensorRef::from_slice(&q, &[1, seq, heads, dim])?,
+//!     TensorRef::from_slice(&k, &[1, seq, kv_heads, dim])?,
+//!     TensorRef::from_slice(&v, &[1, seq, kv_heads, dim])?,
+//!     TensorMut::from_slice(&mut out, &[1, seq, heads, dim])?,
+//! );
+//! params.causal = true;
+//! attention::forward(&ctx, &params, Stream::DEFAULT)?;
+//! assert!(out.iter().all(|x| (x - 0.3).abs() < 1e-6));
+//! # Ok::<(), unsloth::Error>(())
+//! ```
 
 mod check;
 mod problem;
