@@ -33,7 +33,7 @@ consteval int consumer_registers(const TileConfig &c) { return c.warpgroups == 3
 // have fewer rows, or less to set up, per tile.
 //                                       d    dv  wg   bn  st  qs q_reg  turns  early
 constexpr TileConfig kTile64 =           {64,  64,  3, 128, 2, 2, false, true,  true};
-constexpr TileConfig kTile64Short =      {64,  64,  2, 128, 2, 2, true,  true,  true};
+constexpr TileConfig kTile64Short =      {64,  64,  2, 128, 3, 2, true,  true,  true};
 constexpr TileConfig kTile96 =           {96,  96,  2, 128, 2, 2, false, true,  true};
 constexpr TileConfig kTile128 =          {128, 128, 2, 128, 2, 2, true,  true,  true};
 constexpr TileConfig kTile128Short =     {128, 128, 2, 128, 2, 2, false, true,  false};
