@@ -19,7 +19,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 NVCC = os.environ.get("NVCC") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 NVDISASM = os.environ.get("NVDISASM") or shutil.which("nvdisasm")
 FLAGS = ["-std=c++20", "-O3", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
-TRANSITIONS = 4  # groups of wgmma: Q K^T and P V, each outside and inside the loop
+TRANSITIONS = 5  # groups of wgmma: Q K^T and P V outside and inside the loop, and a causal tile's half block
 
 
 def compile_(source, directory):

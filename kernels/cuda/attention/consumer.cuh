@@ -19,6 +19,7 @@ struct Consumer {
   static constexpr int kO = C.head_dim_v / 2;   // of the output
   static constexpr int kStepsQk = C.head_dim / 16;
   static constexpr int kStepsPv = C.block_n / 16;
+  static constexpr bool kHalves = kMask == Mask::kCausal && C.block_n == 128;
   static constexpr int kQ = C.q_registers ? 4 * kStepsQk : 1;
 
   const AttentionForwardParams &p;
@@ -53,8 +54,9 @@ struct Consumer {
     }
   }
 
-  // S = Q K^T for the K block at the ring's position.
-  __device__ __forceinline__ void multiply_qk(float (&s)[kS], const uint32_t (&q)[kQ]) {
+  // S = Q K^T for the K block at the ring's position, or as many of its first keys as S has columns.
+  template <int N>
+  __device__ __forceinline__ void multiply_qk(float (&s)[N], const uint32_t (&q)[kQ]) {
     const uint64_t k = descriptor_k_major(shared_address(shared.k[k_ring.stage]));
     hold(s);
     wgmma_fence();
@@ -62,10 +64,10 @@ struct Consumer {
     for (int i = 0; i < kStepsQk; ++i) {
       const uint64_t k_step = k + (i / 4 * (C.block_n * 128) + i % 4 * 32) / 16;
       if constexpr (C.q_registers) {
-        Wgmma<T, C.block_n>::template rs<0>(s, q + 4 * i, k_step, i != 0);
+        Wgmma<T, 2 * N>::template rs<0>(s, q + 4 * i, k_step, i != 0);
       } else {
         const uint64_t q_tile = descriptor_k_major(shared_address(shared.q[q_ring.stage][wg]));
-        Wgmma<T, C.block_n>::template ss<0>(
+        Wgmma<T, 2 * N>::template ss<0>(
             s, q_tile + (i / 4 * (kRowsPerWarpgroup * 128) + i % 4 * 32) / 16, k_step, i != 0);
       }
     }
@@ -111,6 +113,7 @@ struct Consumer {
     int n_min, n_max;            // as in Tile, empty at the end
     int right_from, left_below;  // blocks n >= right_from and n < left_below need masking
     bool end;
+    bool half;  // the first block's later half is masked for the whole warpgroup
   };
 
   // Waits for the next tile, in the ring's next slot.
@@ -131,6 +134,7 @@ struct Consumer {
     if (kMask == Mask::kCausal) whole = min(whole, first + 1);
     if (kMask == Mask::kWindow) whole = min(whole, first + p.window_right + 1);
     c.right_from = whole <= 0 ? 0 : whole / C.block_n;
+    c.half = kHalves && first + rows <= (c.n_max - 1) * C.block_n + C.block_n / 2;
     c.left_below = 0;
     if (kMask == Mask::kWindow) {
       const int left = first + rows - 1 - p.window_left;
@@ -158,7 +162,8 @@ struct Consumer {
     named_barrier_sync(kBarrierConsumers, 128 * C.warpgroups);
   }
 
-  __device__ __forceinline__ void cap_and_mask(float (&s)[kS], const Tile &tile, const Course &c,
+  template <int N>
+  __device__ __forceinline__ void cap_and_mask(float (&s)[N], const Tile &tile, const Course &c,
                                                int n) {
     if (kSoftcap) soft_cap(s, p.softcap_scale);
     if (n >= c.right_from || (kMask == Mask::kWindow && n < c.left_below)) {
@@ -204,6 +209,21 @@ struct Consumer {
     q_stored = -1;
   }
 
+  // A tile's first block: its scores have no P V to go with.
+  template <int N>
+  __device__ __forceinline__ void begin(float (&s)[N], const uint32_t (&q)[kQ], float (&o)[kO],
+                                        SoftmaxRows &rows, const Tile &tile, const Course &course) {
+    multiply_qk(s, q);
+    clear_output(o);
+    wgmma_wait<0>();
+    trace(13);
+    hold(s);
+    release_k();
+    free_q();
+    cap_and_mask(s, tile, course, course.n_max - 1);
+    softmax_first(s, rows, p.scale_log2);
+  }
+
   // Each step issues Q K^T of a block together with P V of the block before, and the softmax of the
   // one runs while the other is in flight.
   __device__ __forceinline__ void attend(const Course &course) {
@@ -219,16 +239,17 @@ struct Consumer {
     v_ring.parity = uniform(v_ring.parity);
     wait_k();
     trace(18);
-    multiply_qk(s, q);
-    clear_output(o);
-    wgmma_wait<0>();
-    trace(13);
-    hold(s);
-    release_k();
-    free_q();
-    cap_and_mask(s, tile, course, course.n_max - 1);
-    softmax_first(s, rows, p.scale_log2);
-    convert(s, probabilities);
+    if (kHalves && course.half) {
+      float first[kHalves ? kS / 2 : kS];
+      begin(first, q, o, rows, tile, course);
+#pragma unroll
+      for (int i = 0; i < kS / 2; ++i) {
+        probabilities[i] = i < kS / 4 ? pack<T>(first[2 * i], first[2 * i + 1]) : 0;
+      }
+    } else {
+      begin(s, q, o, rows, tile, course);
+      convert(s, probabilities);
+    }
     clear_tail(tile, course);
 
     for (int n = course.n_max - 2; n >= course.n_min; --n) {

@@ -4,6 +4,5 @@
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_full, kTile128, Mask::kNone, false)
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_full_short, kTile128Short, Mask::kNone, false)
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_causal, kTile128, Mask::kCausal, false)
-UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_causal_short, kTile128Short, Mask::kCausal, false)
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_window, kTile128, Mask::kWindow, false)
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_softcap, kTile128, Mask::kWindow, true)

@@ -125,6 +125,8 @@ def full(directory, only, result, everything=False):
                     if info["head_dim"] == d and info["mask"] == MASKS[causal] and info["dtype"] == "bf16":
                         for label, options in info.get("options", {"": {}}).items():
                             contenders[info["name"] + label] = our_burst(info["kernel"], qs, k, v, causal, **options)
+                if not contenders:
+                    continue
                 contenders["cudnn"] = cudnn_burst(qs, k, v, causal)
                 try:
                     contenders["fa3"] = fa3_burst(qs, k, v, causal)
