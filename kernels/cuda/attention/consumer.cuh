@@ -15,8 +15,8 @@ namespace unsloth {
 
 template <TileConfig C, class T, Mask kMask, bool kSoftcap>
 struct Consumer {
-  static constexpr int kS = C.block_n / 2;      // accumulators of a score tile, per thread
-  static constexpr int kO = C.head_dim_v / 2;   // of the output
+  static constexpr int kS = C.block_n / 2;     // accumulators of a score tile, per thread
+  static constexpr int kO = C.head_dim_v / 2;  // of the output
   static constexpr int kStepsQk = C.head_dim / 16;
   static constexpr int kStepsPv = C.block_n / 16;
   static constexpr bool kHalves = kMask == Mask::kCausal && C.block_n == 128;
@@ -54,7 +54,8 @@ struct Consumer {
     }
   }
 
-  // S = Q K^T for the K block at the ring's position, or as many of its first keys as S has columns.
+  // S = Q K^T for the K block at the ring's position, or as many of its first keys as S has
+  // columns.
   template <int N>
   __device__ __forceinline__ void multiply_qk(float (&s)[N], const uint32_t (&q)[kQ]) {
     const uint64_t k = descriptor_k_major(shared_address(shared.k[k_ring.stage]));
@@ -75,9 +76,9 @@ struct Consumer {
   }
 
   // O += P V for the V block at the ring's position.
-  __device__ __forceinline__ void multiply_pv(float (&o)[kO], const uint32_t (&probabilities)[kS / 2]) {
-    const uint64_t v =
-        descriptor_mn_major(shared_address(shared.v[v_ring.stage]), C.block_n);
+  __device__ __forceinline__ void multiply_pv(float (&o)[kO],
+                                              const uint32_t (&probabilities)[kS / 2]) {
+    const uint64_t v = descriptor_mn_major(shared_address(shared.v[v_ring.stage]), C.block_n);
     hold(o);
     wgmma_fence();
 #pragma unroll
@@ -104,8 +105,8 @@ struct Consumer {
     for (int i = 0; i < kS / 2; ++i) probabilities[i] = pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // The compiler keeps loop state, and with it the operand descriptors, in uniform registers only as
-  // long as it can tell that the whole warp takes the same path.
+  // The compiler keeps loop state, and with it the operand descriptors, in uniform registers only
+  // as long as it can tell that the whole warp takes the same path.
   static __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
   // What steers the warp in a tile.
@@ -143,8 +144,8 @@ struct Consumer {
     return c;
   }
 
-  // Rows of V past the end of a sequence hold whatever lies behind it, and 0 * NaN is NaN. (Past the
-  // end of a whole tensor TMA writes zeros.) All consumers take part, once per tile.
+  // Rows of V past the end of a sequence hold whatever lies behind it, and 0 * NaN is NaN. (Past
+  // the end of a whole tensor TMA writes zeros.) All consumers take part, once per tile.
   __device__ __forceinline__ void clear_tail(const Tile &tile, const Course &course) {
     if (p.cu_seqlens_k == nullptr && p.seqlens_k == nullptr && p.block_table == nullptr) return;
     const int rows = uniform(tile.seqlen_k) - (course.n_max - 1) * C.block_n;
@@ -321,7 +322,8 @@ struct Consumer {
   }
 
   // Softmax of one step. Returns whether O is to be multiplied by alpha.
-  __device__ __forceinline__ bool softmax_step(float (&s)[kS], SoftmaxRows &rows, float (&alpha)[2]) {
+  __device__ __forceinline__ bool softmax_step(float (&s)[kS], SoftmaxRows &rows,
+                                               float (&alpha)[2]) {
     bool rescale;
     if constexpr (C.early_exp) {
       bool grew = raise_reference(s, 0, rows, p.scale_log2, alpha);
@@ -346,8 +348,8 @@ struct Consumer {
     return rescale;
   }
 
-  // ptxas moves the wait for P V up, past the exponentials that are there to hide it, but not past the
-  // release of K. So this is put among them, its address taking a bit of no effect from one.
+  // ptxas moves the wait for P V up, past the exponentials that are there to hide it, but not past
+  // the release of K. So this is put among them, its address taking a bit of no effect from one.
   __device__ __forceinline__ void release_k_after(float x) {
     const uint32_t none = __float_as_uint(x) & p.zero;
     release((&shared.k_empty[k_ring.stage])[none]);

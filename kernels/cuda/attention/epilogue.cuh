@@ -101,15 +101,15 @@ __device__ __forceinline__ void copy_output(const AttentionForwardParams &p, con
 // Sends the warpgroup's finished rows out. The staging memory may be written again once thread 0 of
 // the warpgroup has passed tma_store_wait_read.
 template <TileConfig C, class T, int N>
-__device__ __forceinline__ void store_output(const AttentionForwardParams &p, const Tile &tile, int wg,
-                                             const float (&o)[N], T *staging) {
+__device__ __forceinline__ void store_output(const AttentionForwardParams &p, const Tile &tile,
+                                             int wg, const float (&o)[N], T *staging) {
   stage_output(o, staging);
   fence_async_proxy();
   named_barrier_sync(kBarrierWarpgroup + wg, 128);
   const int first_row = wg * kRowsPerWarpgroup;
   const int position = packed_row(p, tile, block_m(C), first_row).position;
-  const bool partial = p.cu_seqlens_q != nullptr &&
-                       position + (kRowsPerWarpgroup >> p.pack_log2) > tile.seqlen_q;
+  const bool partial =
+      p.cu_seqlens_q != nullptr && position + (kRowsPerWarpgroup >> p.pack_log2) > tile.seqlen_q;
   if (partial) {
     copy_output<C>(p, tile, first_row, staging);
     named_barrier_sync(kBarrierWarpgroup + wg, 128);

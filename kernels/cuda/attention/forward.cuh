@@ -17,8 +17,8 @@ namespace unsloth {
 template <TileConfig C, class T, Mask kMask, bool kSoftcap>
 __device__ __forceinline__ void attention_forward(const AttentionForwardParams &p) {
   extern __shared__ uint8_t dynamic[];
-  Shared<C, T> &shared = *reinterpret_cast<Shared<C, T> *>(
-      dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
+  Shared<C, T> &shared =
+      *reinterpret_cast<Shared<C, T> *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
 
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.q);
@@ -44,18 +44,22 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardParams &
 }  // namespace unsloth
 
 // Instantiates a kernel, and beside it what the host must know to launch it.
-#define UNSLOTH_ATTENTION_FORWARD(name, type, tile, mask, softcap)                             \
-  extern "C" __global__ void __launch_bounds__(unsloth::threads(unsloth::tile), 1)             \
-      name(const __grid_constant__ AttentionForwardParams params) {                            \
-    unsloth::attention_forward<unsloth::tile, type, unsloth::mask, softcap>(params);           \
-  }                                                                                            \
-  extern "C" __device__ const AttentionForwardLaunch name##_launch = {                         \
-      sizeof(AttentionForwardParams), unsloth::block_m(unsloth::tile), unsloth::tile.block_n,  \
-      unsloth::threads(unsloth::tile), unsloth::shared_bytes<unsloth::tile, type>(),           \
-      unsloth::tile.head_dim, unsloth::tile.head_dim_v,                                        \
+#define UNSLOTH_ATTENTION_FORWARD(name, type, tile, mask, softcap)                   \
+  extern "C" __global__ void __launch_bounds__(unsloth::threads(unsloth::tile), 1)   \
+      name(const __grid_constant__ AttentionForwardParams params) {                  \
+    unsloth::attention_forward<unsloth::tile, type, unsloth::mask, softcap>(params); \
+  }                                                                                  \
+  extern "C" __device__ const AttentionForwardLaunch name##_launch = {               \
+      sizeof(AttentionForwardParams),                                                \
+      unsloth::block_m(unsloth::tile),                                               \
+      unsloth::tile.block_n,                                                         \
+      unsloth::threads(unsloth::tile),                                               \
+      unsloth::shared_bytes<unsloth::tile, type>(),                                  \
+      unsloth::tile.head_dim,                                                        \
+      unsloth::tile.head_dim_v,                                                      \
   };
 
 // The same for both types.
-#define UNSLOTH_ATTENTION_FORWARD_16BIT(suffix, tile, mask, softcap)                                \
+#define UNSLOTH_ATTENTION_FORWARD_16BIT(suffix, tile, mask, softcap)                             \
   UNSLOTH_ATTENTION_FORWARD(attention_forward_bf16_##suffix, __nv_bfloat16, tile, mask, softcap) \
   UNSLOTH_ATTENTION_FORWARD(attention_forward_f16_##suffix, __half, tile, mask, softcap)

@@ -7,8 +7,8 @@
 
 namespace unsloth {
 
-// The keys a thread's two rows may see: [left, right), less the thread's first column in the block, so
-// that what an element is compared with is a compile-time constant.
+// The keys a thread's two rows may see: [left, right), less the thread's first column in the block,
+// so that what an element is compared with is a compile-time constant.
 struct RowLimits {
   int left[2], right[2];
 };

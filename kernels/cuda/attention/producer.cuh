@@ -3,8 +3,8 @@
 // K and V come by turns, V one block behind, since the consumers compute P V one step behind Q K^T.
 // The key blocks of a tile run downwards: the masked ones come first.
 //
-// The thread has the few registers that the consumers leave it: the tile stays in shared memory and one
-// copy of the loading code serves K and V.
+// The thread has the few registers that the consumers leave it: the tile stays in shared memory and
+// one copy of the loading code serves K and V.
 #pragma once
 
 #include "../common/tma.cuh"
@@ -51,15 +51,14 @@ __device__ __forceinline__ void load_q(const AttentionForwardParams &p, Shared<C
                                        const Tile &tile, const Ring<C.q_stages> &ring) {
 #pragma unroll 1
   for (int wg = 0; wg < C.warpgroups; ++wg) {
-    const int position =
-        (tile.row_block * C.warpgroups + wg) * (kRowsPerWarpgroup >> p.pack_log2);
+    const int position = (tile.row_block * C.warpgroups + wg) * (kRowsPerWarpgroup >> p.pack_log2);
     Mbarrier *full = &shared.q_full[ring.stage][wg];
     shared.q_empty[ring.stage][wg].wait(ring.parity ^ 1);
     full->arrive_expect(sizeof shared.q[0][0]);
 #pragma unroll 1
     for (int c = 0; c < chunks(C.head_dim); ++c) {
-      tma_load_5d(shared_address(shared.q[ring.stage][wg]) + c * kRowsPerWarpgroup * 128, &p.q, full,
-                  kEvictFirst, c * kChunk, 0, tile.q_begin + position, tile.head,
+      tma_load_5d(shared_address(shared.q[ring.stage][wg]) + c * kRowsPerWarpgroup * 128, &p.q,
+                  full, kEvictFirst, c * kChunk, 0, tile.q_begin + position, tile.head,
                   p.cu_seqlens_q != nullptr ? 0 : tile.batch);
     }
   }

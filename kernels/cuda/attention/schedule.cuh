@@ -1,9 +1,9 @@
 // Which tile comes next, and which keys it needs.
 //
-// Blocks are persistent. Tiles are dealt out in turn when all cost the same, or taken from a counter,
-// longest first, when they do not (causal, windows, ragged batches). The counter is advanced with a
-// wrapping increment that as many calls as there are tiles bring back to zero, so it needs no reset
-// between launches.
+// Blocks are persistent. Tiles are dealt out in turn when all cost the same, or taken from a
+// counter, longest first, when they do not (causal, windows, ragged batches). The counter is
+// advanced with a wrapping increment that as many calls as there are tiles bring back to zero, so
+// it needs no reset between launches.
 #pragma once
 
 #include <cstdint>

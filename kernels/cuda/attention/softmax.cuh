@@ -8,10 +8,10 @@
 
 namespace unsloth {
 
-// exp(s - max) may exceed one: the reference value of a row is only raised, and what was summed under
-// the old one only rescaled, when a score passes it by more than this many powers of two. Sums are
-// f32 and the log-sum-exp uses the same reference, so nothing is lost, and after the first few
-// blocks no row rescales.
+// exp(s - max) may exceed one: the reference value of a row is only raised, and what was summed
+// under the old one only rescaled, when a score passes it by more than this many powers of two.
+// Sums are f32 and the log-sum-exp uses the same reference, so nothing is lost, and after the first
+// few blocks no row rescales.
 constexpr float kMaxSlack = 8.0f;
 
 struct SoftmaxRows {
@@ -33,8 +33,8 @@ __device__ __forceinline__ float quad_row_max(const float (&s)[N], int i) {
   return fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
 }
 
-// Replaces row i's scores by exp2(s * scale - reference) and adds them up. A row whose every score so
-// far is masked has reference -inf, for which 0 stands in.
+// Replaces row i's scores by exp2(s * scale - reference) and adds them up. A row whose every score
+// so far is masked has reference -inf, for which 0 stands in.
 template <int N>
 __device__ __forceinline__ void exponentiate_row(float (&s)[N], int i, SoftmaxRows &rows,
                                                  float scale_log2) {

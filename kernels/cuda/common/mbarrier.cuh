@@ -2,8 +2,8 @@
 //
 // A barrier completes a phase when its expected arrivals and its expected bytes have both come; the
 // phase's parity then flips. Waiting for parity p returns once the phase of parity p has completed,
-// so a wait for parity 1 on a fresh barrier returns at once: a producer, which starts by waiting for
-// "empty", uses that to pass through its first round.
+// so a wait for parity 1 on a fresh barrier returns at once: a producer, which starts by waiting
+// for "empty", uses that to pass through its first round.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ struct alignas(8) Mbarrier {
   uint64_t state;
 
   __device__ __forceinline__ void init(uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)),
+                 "r"(arrivals)
                  : "memory");
   }
 
@@ -28,9 +29,10 @@ struct alignas(8) Mbarrier {
 
   // Arrives and adds to the bytes the phase waits for; TMA takes them off as it delivers.
   __device__ __forceinline__ void arrive_expect(uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+        "r"(bytes)
+        : "memory");
   }
 
   __device__ __forceinline__ bool try_wait(uint32_t parity) {
@@ -58,7 +60,8 @@ struct alignas(8) Mbarrier {
   }
 };
 
-// Makes freshly initialised barriers visible to the asynchronous proxy; a block barrier must follow.
+// Makes freshly initialised barriers visible to the asynchronous proxy; a block barrier must
+// follow.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -1,4 +1,5 @@
-// Shared memory: addresses, matrix loads and stores, and the fence between ordinary and asynchronous accesses.
+// Shared memory: addresses, matrix loads and stores, and the fence between ordinary and
+// asynchronous accesses.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
 }
 
 // Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8;
-// register i holds matrix i, distributed as wgmma operands are (row lane/4, columns 2*(lane%4) and the
-// next).
+// register i holds matrix i, distributed as wgmma operands are (row lane/4, columns 2*(lane%4) and
+// the next).
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t *registers) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])

@@ -41,11 +41,11 @@ __device__ __forceinline__ void tma_load_5d(uint32_t destination, const CUtensor
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store_5d(const CUtensorMap *map, uint32_t source, int c0, int c1,
-                                             int c2, int c3, int c4) {
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap *map, uint32_t source, int c0,
+                                             int c1, int c2, int c3, int c4) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
-          map),
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
       "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }

@@ -1,5 +1,5 @@
-// A development aid: with UNSLOTH_TRACE defined, thread 0 of every warpgroup of block 0 notes when it
-// passes marked points. The harness reads the notes from `unsloth_trace`.
+// A development aid: with UNSLOTH_TRACE defined, thread 0 of every warpgroup of block 0 notes when
+// it passes marked points. The harness reads the notes from `unsloth_trace`.
 #pragma once
 
 #include <cstdint>

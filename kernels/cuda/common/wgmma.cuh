@@ -66,7 +66,7 @@ template <class T, int N>
 struct Wgmma;
 
 // Operand lists for up to 128 accumulators, in eights.
-#define UNSLOTH_D8(i)                                                                       \
+#define UNSLOTH_D8(i)                                                                         \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define UNSLOTH_D24 UNSLOTH_D8(0), UNSLOTH_D8(8), UNSLOTH_D8(16)
@@ -84,7 +84,7 @@ struct Wgmma;
 #define UNSLOTH_D120 UNSLOTH_D112, UNSLOTH_D8(112)
 #define UNSLOTH_D128 UNSLOTH_D120, UNSLOTH_D8(120)
 
-#define UNSLOTH_R24                                                                              \
+#define UNSLOTH_R24                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20," \
   " %21, %22, %23"
 #define UNSLOTH_R32 UNSLOTH_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -102,33 +102,33 @@ struct Wgmma;
 #define UNSLOTH_R128 UNSLOTH_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // `n` columns, `regs` = n / 2 accumulators per thread; x0 to x6 number the operands after them.
-#define UNSLOTH_WGMMA_TYPE(type, ptx, n, regs, x0, x1, x2, x3, x4, x5, x6)                        \
-  template <>                                                                                     \
-  struct Wgmma<type, n> {                                                                         \
-    template <int kTransposeB>                                                                    \
-    static __device__ __forceinline__ void ss(float (&d)[regs], uint64_t a, uint64_t b,           \
-                                              int accumulate) {                                   \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2                                       \
-                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx            \
-                   " {" UNSLOTH_R##regs "}, %" #x0 ", %" #x1 ", p, 1, 1, 0, %" #x3 ";\n}"         \
-                   : UNSLOTH_D##regs                                                              \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB));                          \
-    }                                                                                             \
-    template <int kTransposeB>                                                                    \
-    static __device__ __forceinline__ void rs(float (&d)[regs], const uint32_t *a, uint64_t b,    \
-                                              int accumulate) {                                   \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5                                       \
-                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx            \
-                   " {" UNSLOTH_R##regs "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #x4      \
-                   ", p, 1, 1, %" #x6 ";\n}"                                                      \
-                   : UNSLOTH_D##regs                                                              \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),         \
-                     "n"(kTransposeB));                                                           \
-    }                                                                                             \
+#define UNSLOTH_WGMMA_TYPE(type, ptx, n, regs, x0, x1, x2, x3, x4, x5, x6)                     \
+  template <>                                                                                  \
+  struct Wgmma<type, n> {                                                                      \
+    template <int kTransposeB>                                                                 \
+    static __device__ __forceinline__ void ss(float (&d)[regs], uint64_t a, uint64_t b,        \
+                                              int accumulate) {                                \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2                                    \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx         \
+                   " {" UNSLOTH_R##regs "}, %" #x0 ", %" #x1 ", p, 1, 1, 0, %" #x3 ";\n}"      \
+                   : UNSLOTH_D##regs                                                           \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB));                       \
+    }                                                                                          \
+    template <int kTransposeB>                                                                 \
+    static __device__ __forceinline__ void rs(float (&d)[regs], const uint32_t *a, uint64_t b, \
+                                              int accumulate) {                                \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5                                    \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx         \
+                   " {" UNSLOTH_R##regs "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #x4   \
+                                        ", p, 1, 1, %" #x6 ";\n}"                              \
+                   : UNSLOTH_D##regs                                                           \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),      \
+                     "n"(kTransposeB));                                                        \
+    }                                                                                          \
   };
 
-#define UNSLOTH_WGMMA(...)                                   \
-  UNSLOTH_WGMMA_TYPE(__nv_bfloat16, "bf16", __VA_ARGS__)     \
+#define UNSLOTH_WGMMA(...)                               \
+  UNSLOTH_WGMMA_TYPE(__nv_bfloat16, "bf16", __VA_ARGS__) \
   UNSLOTH_WGMMA_TYPE(__half, "f16", __VA_ARGS__)
 
 UNSLOTH_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)

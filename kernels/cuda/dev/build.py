@@ -1,9 +1,8 @@
-"""Compiles tile variants for the harness: build.py DIR [LIST], where LIST holds lines of
+"""Compiles tile variants for the harness: build.py DIR LIST, where LIST holds lines of
 
-    name dtype mask softcap tile   (the tile as in config.h, without spaces)
+    name dtype mask softcap tile [flags]   (the tile as in config.h, without spaces)
 
-default.txt beside this file lists what the library ships. Writes cubins and kernels.json to DIR.
-NVCC names the compiler.
+For experiments; gate.py builds what ships. Writes cubins and kernels.json to DIR. NVCC names the compiler.
 """
 
 import concurrent.futures
