@@ -1,5 +1,5 @@
 # The two commands for someone new are `make demo` and `make test`. Both need Rust, a C++ compiler, make and Python 3; whatever else is
-# missing is put into .tools/ by scripts/tools.py. `make help` lists the rest.
+# missing is put into .tools/ by scripts/tools.py. `make help` lists the rest. CUDA=1 builds and tests with the CUDA backend.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -8,10 +8,11 @@ SHELL := /bin/bash
 PREFIX ?= /usr/local
 DESTDIR ?=
 PROFILE ?= release
-# ON builds the CUDA backend too.
-CUDA ?= OFF
 PROMPT ?= The capital of France is
 JOBS ?= $(shell nproc)
+# 1 builds the CUDA backend too.
+CUDA ?= 0
+FEATURES := $(if $(filter 1,$(CUDA)),--features cuda)
 
 # One cargo build for CMake, the C tests, the engine and the benches.
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
@@ -27,7 +28,7 @@ CONFIGURE := cmake -G Ninja --log-level=NOTICE
 # Neither what is generated nor the CUDA kernels, which are laid out by hand around their inline PTX.
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c|kernels/.*)$$')
 
-.PHONY: help demo engine model stage install test test-rust test-c test-engine test-examples bench header fmt lint fuzz clean
+.PHONY: help demo engine model stage install test test-rust test-c test-engine test-examples gpu-pack bench header fmt lint fuzz clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -35,11 +36,16 @@ help: ## List the targets
 demo: engine model ## Let a small language model write text through the library
 	build/engine/engine --model $(MODEL) --prompt "$(PROMPT)" --tokens 48 --temperature 0
 
-stage:
+# What cargo needs to build with FEATURES.
+.PHONY: compilers
+compilers:
+	$(if $(FEATURES),$(TOOLS) nvcc)
+
+stage: compilers
 	$(TOOLS) cmake ninja
 	$(CONFIGURE) -S . -B build/library -DCMAKE_INSTALL_PREFIX="$(PREFIX)" \
-	  -DUNSLOTH_CARGO_PROFILE=$(PROFILE) -DUNSLOTH_CUDA=$(CUDA) \
-	  -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)"
+	  -DUNSLOTH_CARGO_PROFILE=$(PROFILE) -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)" \
+	  -DUNSLOTH_CUDA=$(if $(FEATURES),ON,OFF)
 	cmake --build build/library
 	cmake --install build/library --prefix "$(STAGE)" > build/stage.log
 
@@ -58,8 +64,8 @@ $(MODEL): scripts/fetch_model.py
 
 test: test-rust test-c test-engine test-examples ## Run every test that this machine can run
 
-test-rust:
-	cargo test --locked
+test-rust: compilers
+	cargo test --locked $(FEATURES)
 
 test-c: stage
 	$(TOOLS) pkg-config
@@ -78,6 +84,9 @@ test-examples: stage
 	build/example_c/attention
 	UNSLOTH_LIBRARY="$(STAGE)/lib/libunsloth.so" python3 examples/python/attention.py
 	cargo run --locked --quiet --example attention
+
+gpu-pack: ## Build what a GPU machine needs for tests and benchmarks into .gpu/
+	scripts/gpu_pack.sh
 
 bench: ## Run the benchmarks and update benches/results
 	cargo bench --locked
@@ -100,7 +109,7 @@ lint: ## Check formatting, clippy and documentation
 	cargo fmt --all --check
 	cargo fmt --check --manifest-path fuzz/Cargo.toml
 	clang-format --dry-run --Werror $(C_FILES)
-	cargo clippy --locked --all-targets -- -D warnings
+	cargo clippy --locked $(FEATURES) $(if $(FEATURES),--workspace) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps
 
 fuzz: ## Call the C ABI with arbitrary arguments for FUZZ_SECONDS

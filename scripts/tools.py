@@ -29,13 +29,23 @@ PROGRAMS = {
     "pkg-config": ("pkgconf==2.5.1.post1", ["pkgconf/.bin/pkgconf"], (0, 29)),
     "clang-format": ("clang-format==21.1.2", ["clang_format/data/bin/clang-format"], None),
 }
+# NVIDIA has divided its compiler into packages; kernels/src/nvcc.rs tells users of the same ones.
+PROGRAMS["nvcc"] = (
+    "nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 "
+    "nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85",
+    ["nvidia/cu13/bin/nvcc"],
+    (12, 8),
+)
 PACKAGES = {"numpy": "numpy"}
 
 
 def machines_own(name):
     """Where the machine has the program, other than in .tools."""
-    path = os.pathsep.join(p for p in os.get_exec_path() if pathlib.Path(p) != BIN)
-    return shutil.which(name, path=path)
+    places = [p for p in os.get_exec_path() if pathlib.Path(p) != BIN]
+    if name == "nvcc":
+        homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+        places += [os.path.join(home, "bin") for home in homes if home]
+    return shutil.which(name, path=os.pathsep.join(places))
 
 
 def serves(program, oldest):
@@ -77,7 +87,7 @@ def install(requirement, target):
     print(f"installing {requirement} into {target.relative_to(ROOT)}", flush=True)
     # --target, since Debian's venv lacks ensurepip.
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    pip += ["--root-user-action=ignore", "--target", target, requirement]
+    pip += ["--root-user-action=ignore", "--target", target, *requirement.split()]
     subprocess.run(pip, env=environment(), check=True)
 
 
@@ -87,7 +97,7 @@ def provide_program(name):
     if oldest is not None and own is not None and serves(own, oldest):
         return
     # A folder for each: pip would replace one tool's bin/ by another's.
-    folder = TOOLS / requirement.replace("==", "-")
+    folder = TOOLS / requirement.split()[0].replace("==", "-")
     if not all((folder / executable).exists() for executable in executables):
         shutil.rmtree(folder, ignore_errors=True)
         install(requirement, folder)

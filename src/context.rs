@@ -130,7 +130,7 @@ struct Inner {
 pub(crate) enum Device {
     Cpu(Cpu),
     #[cfg(feature = "cuda")]
-    Cuda(Cuda),
+    Cuda(Box<Cuda>),
 }
 
 impl Context {
@@ -147,7 +147,7 @@ impl Context {
                 Device::Cpu(Cpu::new(options.num_threads)?)
             }
             #[cfg(feature = "cuda")]
-            Backend::Cuda => Device::Cuda(Cuda::new(OP, options.device)?),
+            Backend::Cuda => Device::Cuda(Box::new(Cuda::new(OP, options.device)?)),
             #[cfg(not(feature = "cuda"))]
             Backend::Cuda => return Err(not_compiled(OP, options.backend)),
         };

@@ -379,3 +379,79 @@ macro_rules! with_vector {
     };
 }
 pub(crate) use with_vector;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog;
+
+    #[test]
+    fn the_same_kernels_give_the_same_text() {
+        let texts = || -> Vec<String> {
+            let images = catalog::images().unwrap();
+            images
+                .iter()
+                .map(|image| translation_unit(&image.kernels))
+                .collect()
+        };
+        assert!(texts() == texts());
+    }
+
+    #[test]
+    fn symbols_are_distinct_and_arguments_alike() {
+        for image in catalog::images().unwrap() {
+            let mut names: Vec<_> = image.kernels.iter().map(|k| &k.name).collect();
+            names.sort();
+            names.dedup();
+            assert_eq!(names.len(), image.kernels.len(), "{}", image.name);
+            let first = &image.kernels[0].arguments;
+            for kernel in &image.kernels {
+                assert_eq!(&kernel.arguments, first, "{}", kernel.name);
+            }
+        }
+    }
+
+    #[test]
+    fn scalars_lie_behind_each_other() {
+        for image in catalog::images().unwrap() {
+            let arguments = &image.kernels[0].arguments;
+            let mut end = 0;
+            for scalar in &arguments.scalars {
+                // Groups of one type are padded to 8 bytes.
+                assert!(
+                    (end..end + 8).contains(&scalar.offset),
+                    "{scalar:?} of {}",
+                    image.name
+                );
+                assert_eq!(scalar.offset % scalar.ty.size(), 0);
+                end = scalar.offset + scalar.ty.size();
+            }
+            assert_eq!(end.next_multiple_of(8), arguments.scalars_size);
+        }
+    }
+
+    #[test]
+    fn vectors_move_16_bytes() {
+        for image in catalog::images().unwrap() {
+            let unit = translation_unit(&image.kernels);
+            assert!(
+                unit.contains("struct __align__(16) __nv_bfloat16_8"),
+                "{}",
+                image.name
+            );
+        }
+    }
+
+    #[test]
+    fn the_last_pointer_becomes_an_array() {
+        let text = "struct info_st {\n};\nextern \"C\" __global__ void k (\n    float* buffer_0, const float* __restrict__ buffer_1, \
+                    const __grid_constant__ info_st info\n) {\nbody";
+        assert_eq!(
+            pass_by_value(text, 1, 8).unwrap(),
+            "struct info_st {\n};\nstruct array_st {\n    float values[8];\n};\nextern \"C\" __global__ void k (\n    float* buffer_0, \
+             const __grid_constant__ info_st info, const __grid_constant__ array_st array\n) {\n\
+             const float* buffer_1 = array.values;\nbody"
+        );
+        assert!(pass_by_value(text, 0, 8).is_none());
+    }
+}

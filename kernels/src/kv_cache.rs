@@ -1,10 +1,11 @@
 //! Appending to the paged KV cache: one head of one new token is a row, copied or converted to its page. Keys and values go in one
-//! launch.
+//! launch; keys may be rotated on their way.
 
 use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+use crate::rotation::{AngleSource, MAX_PAIRS, STYLES, angle, angle_source, rotate};
 
 const THREADS: u32 = 128;
 /// Threads that share a row: with 16 bytes each they cover 128 elements of a 16-bit dtype.
@@ -21,24 +22,35 @@ struct Side {
     page_head: usize,
 }
 
+/// How keys are rotated on their way: not at all.
+const PLAIN: u32 = 2;
+
 #[cube]
 fn store<S: Float, D: Float, N: Size>(
     from: &Array<Vector<S, N>>,
     pages: &mut Array<Vector<D, N>>,
-    side: Side,
-    token: u32,
-    head: u32,
-    page: u32,
-    slot: u32,
+    length: u32,
+    first: u32,
+    source: usize,
+    target: usize,
 ) {
-    let source = token as usize * side.token + head as usize * side.head;
-    let target =
-        page as usize * side.page + slot as usize * side.slot + head as usize * side.page_head;
-    let mut i = UNIT_POS_X % PER_ROW;
-    while i < side.length {
+    let mut i = first + UNIT_POS_X % PER_ROW;
+    while i < length {
         pages[target + i as usize] = Vector::cast_from(from[source + i as usize]);
         i += PER_ROW;
     }
+}
+
+/// Where a row of the new tokens begins.
+#[cube]
+fn source_of(side: Side, token: u32, head: u32) -> usize {
+    token as usize * side.token + head as usize * side.head
+}
+
+/// Where its copy begins.
+#[cube]
+fn target_of(side: Side, page: u32, slot: u32, head: u32) -> usize {
+    page as usize * side.page + slot as usize * side.slot + head as usize * side.page_head
 }
 
 #[cube]
@@ -50,6 +62,11 @@ fn kv_append<S: Float, D: Float, N: Size>(
     seq_lens: &Array<u32>,
     cu_seqlens: &Array<u32>,
     block_table: &Array<u32>,
+    positions: &Array<i32>,
+    factors: &Array<f32>,
+    cos_table: &Array<f32>,
+    sin_table: &Array<f32>,
+    frequencies: &Array<f32>,
     num_tokens: u32,
     num_heads: u32,
     num_sequences: u32,
@@ -57,18 +74,56 @@ fn kv_append<S: Float, D: Float, N: Size>(
     pages_per_sequence: usize,
     k_side: Side,
     v_side: Side,
+    angles: AngleSource,
+    per_head: u32,
+    per_half: u32,
+    rotated: u32,
+    #[comptime] style: u32,
 ) {
     // Rows: every head of every token of the keys, then of the values.
-    let row = CUBE_POS_X * comptime!(THREADS / PER_ROW) + UNIT_POS_X / PER_ROW;
+    let row_of_block = UNIT_POS_X / PER_ROW;
+    let lane = UNIT_POS_X % PER_ROW;
+    let row = CUBE_POS_X * comptime!(THREADS / PER_ROW) + row_of_block;
     let per_side = num_tokens * num_heads;
-    if row < 2 * per_side {
-        let is_value = row >= per_side;
-        let mut of_side = row;
-        if is_value {
-            of_side = row - per_side;
+    let is_value = row >= per_side;
+    let mut of_side = row;
+    if is_value {
+        of_side = row - per_side;
+    }
+    let token = of_side / num_heads;
+    let head = of_side % num_heads;
+
+    let turns = comptime!(if style == PLAIN {
+        1
+    } else {
+        MAX_PAIRS * (THREADS / PER_ROW)
+    });
+    let mut cos = SharedMemory::<f32>::new(comptime!(turns as usize));
+    let mut sin = SharedMemory::<f32>::new(comptime!(turns as usize));
+    let first = row_of_block * MAX_PAIRS;
+    if comptime!(style != PLAIN) {
+        if row < per_side && k_side.length > 0 {
+            let position = i64::cast_from(positions[token as usize]);
+            let mut pair = lane;
+            while pair < angles.pairs {
+                let turned = angle(
+                    position,
+                    pair,
+                    angles,
+                    factors,
+                    cos_table,
+                    sin_table,
+                    frequencies,
+                );
+                cos[(first + pair) as usize] = turned.cos;
+                sin[(first + pair) as usize] = turned.sin;
+                pair += PER_ROW;
+            }
         }
-        let token = of_side / num_heads;
-        let head = of_side % num_heads;
+        sync_cube();
+    }
+
+    if row < 2 * per_side {
         // The last sequence that starts at or before the token: those before it may be empty.
         let mut low = 0u32;
         let mut high = num_sequences;
@@ -85,9 +140,26 @@ fn kv_append<S: Float, D: Float, N: Size>(
         let page = block_table[low as usize * pages_per_sequence + (index / page_size) as usize];
         let slot = index % page_size;
         if is_value {
-            store::<S, D, N>(v, v_pages, v_side, token, head, page, slot);
+            let source = source_of(v_side, token, head);
+            let target = target_of(v_side, page, slot, head);
+            store::<S, D, N>(v, v_pages, v_side.length, 0u32, source, target);
         } else {
-            store::<S, D, N>(k, k_pages, k_side, token, head, page, slot);
+            let source = source_of(k_side, token, head);
+            let target = target_of(k_side, page, slot, head);
+            if comptime!(style == PLAIN) {
+                store::<S, D, N>(k, k_pages, k_side.length, 0u32, source, target);
+            } else {
+                if k_side.length > 0 {
+                    let mut vector = lane;
+                    while vector < per_head {
+                        rotate::<S, D, N>(
+                            k, k_pages, source, target, vector, per_half, first, &cos, &sin, style,
+                        );
+                        vector += PER_ROW;
+                    }
+                }
+                store::<S, D, N>(k, k_pages, k_side.length, rotated, source, target);
+            }
         }
     }
 }
@@ -106,7 +178,7 @@ fn side(b: &mut Builder, names: [&'static str; 6]) -> SideExpand {
 }
 
 macro_rules! kernel {
-    ($b:ident, $s:ty, $d:ty, $n:ty) => {{
+    ($b:ident, $s:ty, $d:ty, $n:ty, $style:ident) => {{
         let from = $b.type_of::<Vector<$s, $n>>();
         let to = $b.type_of::<Vector<$d, $n>>();
         let word = $b.type_of::<u32>();
@@ -117,6 +189,12 @@ macro_rules! kernel {
         let seq_lens = $b.read("seq_lens", word);
         let cu_seqlens = $b.read("cu_seqlens", word);
         let block_table = $b.read("block_table", word);
+        let (signed, real) = ($b.type_of::<i32>(), $b.type_of::<f32>());
+        let positions = $b.read("positions", signed);
+        let factors = $b.read("factors", real);
+        let cos_table = $b.read("cos_table", real);
+        let sin_table = $b.read("sin_table", real);
+        let frequencies = $b.by_value("frequencies", MAX_PAIRS as usize);
         let [num_tokens, num_heads, num_sequences, page_size] =
             ["num_tokens", "num_heads", "num_sequences", "page_size"]
                 .map(|name| $b.scalar(name, ScalarType::U32));
@@ -143,6 +221,9 @@ macro_rules! kernel {
                 "v_page_head",
             ],
         );
+        let angles = angle_source(&mut $b);
+        let [per_head, per_half, rotated] =
+            ["per_head", "per_half", "rotated"].map(|name| $b.scalar(name, ScalarType::U32));
         kv_append::expand::<$s, $d, $n>(
             $b.scope(),
             k.into(),
@@ -152,6 +233,11 @@ macro_rules! kernel {
             seq_lens.into(),
             cu_seqlens.into(),
             block_table.into(),
+            positions.into(),
+            factors.into(),
+            cos_table.into(),
+            sin_table.into(),
+            frequencies.into(),
             num_tokens.into(),
             num_heads.into(),
             num_sequences.into(),
@@ -159,36 +245,49 @@ macro_rules! kernel {
             pages_per_sequence.into(),
             k_side,
             v_side,
+            angles,
+            per_head.into(),
+            per_half.into(),
+            rotated.into(),
+            $style,
         );
     }};
 }
 
-fn kernel(from: Dtype, pages: Dtype, vectors: bool) -> Result<Kernel, Error> {
+fn kernel(
+    from: Dtype,
+    pages: Dtype,
+    (style, name): (u32, &str),
+    vectors: bool,
+) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     let width = from.per_vector().min(pages.per_vector());
     with_vector!(from, S, _N => with_vector!(pages, D, _M => match (vectors, width) {
-        (false, _) => kernel!(b, S, D, Const<1>),
-        (true, 4) => kernel!(b, S, D, Const<4>),
-        (true, _) => kernel!(b, S, D, Const<8>),
+        (false, _) => kernel!(b, S, D, Const<1>, style),
+        (true, 4) => kernel!(b, S, D, Const<4>, style),
+        (true, _) => kernel!(b, S, D, Const<8>, style),
     }));
     let width = if vectors { width } else { 1 };
-    let symbol = format!("kv_append_{}_{}x{width}", from.name(), pages.name());
+    let symbol = format!("kv_append_{name}_{}_{}x{width}", from.name(), pages.name());
     let choices = vec![
         ("from", from as u32),
         ("dtype", pages as u32),
+        ("style", style),
         ("width", width),
         ("rows_per_block", THREADS / PER_ROW),
     ];
     b.finish(symbol, choices, THREADS)
 }
 
-/// Every form: the dtype of new tokens by the cache's, in vectors and by element.
+/// Every form: the dtype of new tokens by the cache's, by how keys are rotated, in vectors and by element.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
     for from in Dtype::ALL {
         for pages in Dtype::ALL {
-            for vectors in [true, false] {
-                kernels.push(kernel(from, pages, vectors)?);
+            for style in [STYLES[0], STYLES[1], (PLAIN, "plain")] {
+                for vectors in [true, false] {
+                    kernels.push(kernel(from, pages, style, vectors)?);
+                }
             }
         }
     }

@@ -18,6 +18,7 @@ mod math;
 pub mod nvcc;
 mod rms_norm;
 mod rope;
+mod rotation;
 mod rows;
 mod swiglu;
 pub mod table;

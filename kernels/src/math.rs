@@ -1,7 +1,13 @@
 //! Elementary functions where CUDA's own lose accuracy or need local memory. Coefficients are minimax fits (Remez), those of the CPU
 //! backend.
 
+use std::f64::consts::{FRAC_2_PI, FRAC_PI_2};
+
 use cubecl::prelude::*;
+
+/// -π/2 in two parts.
+const MINUS_PI_HALF_HIGH: f64 = -FRAC_PI_2;
+const MINUS_PI_HALF_LOW: f64 = -6.123_233_995_736_766e-17;
 
 /// A quiet NaN, which CubeCL has no constant for.
 #[cube]
@@ -55,7 +61,7 @@ pub(crate) fn normal_cdf(x: f32) -> f32 {
         q = fma(q, s, -1.186_353_1e-3f32);
         q = fma(q, s, 9.973_332e-3f32);
         q = fma(q, s, -6.649_036e-2f32);
-        q = fma(q, s, 0.398_942_28f32);
+        q = fma(q, s, 0.398_942_3f32);
         y = fma(x, q, 0.5f32);
     }
     y
@@ -73,9 +79,9 @@ pub(crate) struct SinCos {
 pub(crate) fn sin_cos(angle: f32) -> SinCos {
     // The reduction is in f64, where an f32 angle and the multiples of π/2 near it leave bits to spare.
     let wide = f64::cast_from(angle);
-    let n = (wide * 0.636_619_772_367_581_4f64).round();
-    let high = fma(n, -1.570_796_326_794_896_6f64, wide);
-    let r = f32::cast_from(fma(n, -6.123_233_995_736_766e-17f64, high));
+    let n = (wide * FRAC_2_PI).round();
+    let high = fma(n, MINUS_PI_HALF_HIGH, wide);
+    let r = f32::cast_from(fma(n, MINUS_PI_HALF_LOW, high));
     let s = r * r;
     let mut sine = fma(2.718_237_3e-6f32, s, -1.983_932_7e-4f32);
     sine = fma(sine, s, 8.333_329e-3f32);

@@ -142,21 +142,21 @@ impl Compiler {
             .map(|home| Path::new(&home).join("bin"));
         let path = env::var_os("PATH").unwrap_or_default();
         let tool = |name: &str| format!("{name}{}", env::consts::EXE_SUFFIX);
-        let nvcc = homes
+        let found = homes
             .chain(env::split_paths(&path))
             .chain([PathBuf::from("/usr/local/cuda/bin")])
             .map(|directory| directory.join(tool("nvcc")))
             .find(|path| path.is_file())
             .ok_or(Error::NoCompiler)?;
+        // Its companions, and the headers, are where it really is.
+        let nvcc = fs::canonicalize(&found).unwrap_or(found);
         let (banner, _) = run(Command::new(&nvcc).arg("--version"))?;
         let version = version(&banner).ok_or_else(|| Error::Tool {
             command: format!("{} --version", nvcc.display()),
             output: banner.clone(),
         })?;
-        // A distribution may link nvcc into PATH without its companions.
-        let real = fs::canonicalize(&nvcc).unwrap_or_else(|_| nvcc.clone());
         Ok(Compiler {
-            fatbinary: real.with_file_name(tool("fatbinary")),
+            fatbinary: nvcc.with_file_name(tool("fatbinary")),
             nvcc,
             banner,
             version,
@@ -289,10 +289,12 @@ impl Compiler {
             .collect();
         let command = format!("{}\n{}", self.banner, flags.join(" "));
         let same = |path: &Path, text: &str| fs::read(path).is_ok_and(|old| old == text.as_bytes());
-        if same(&stamp, &command) && same(&source, job.source) && output.is_file() {
-            if let Ok(log) = fs::read_to_string(&log) {
-                return Ok(log);
-            }
+        if same(&stamp, &command)
+            && same(&source, job.source)
+            && output.is_file()
+            && let Ok(log) = fs::read_to_string(&log)
+        {
+            return Ok(log);
         }
         create(&job.directory)?;
         // The stamp goes first and comes last: an interrupted run leaves none.

@@ -79,7 +79,7 @@ fn row_sum(value: f32, #[comptime] threads: u32) -> f32 {
     if threads > 32 {
         let warps = comptime!(threads / 32);
         let mut partial = SharedMemory::<f32>::new(comptime!(warps as usize));
-        if UNIT_POS_X % 32 == 0 {
+        if UNIT_POS_PLANE == 0 {
             partial[(UNIT_POS_X / 32) as usize] = sum;
         }
         sync_cube();

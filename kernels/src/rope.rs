@@ -4,15 +4,9 @@ use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::math;
+use crate::rotation::{AngleSource, MAX_PAIRS, STYLES, angle, angle_source, rotate};
 
 const THREADS: u32 = 128;
-/// Pairs of components that a token's block has room for.
-const MAX_PAIRS: u32 = 256;
-
-/// The library's `Style` discriminants.
-const HALF_SPLIT: u32 = 0;
-const STYLES: [(u32, &str); 2] = [(HALF_SPLIT, "half_split"), (1, "interleaved")];
 
 /// Where heads of an input and its output lie, in vectors.
 #[derive(CubeType, Clone, Copy)]
@@ -26,21 +20,6 @@ struct Heads {
     out_head: usize,
 }
 
-/// Where angles come from.
-#[derive(CubeType, Clone, Copy)]
-struct AngleSource {
-    /// 0: position times frequency; 1: the same, frequencies divided by factors; 2: a table.
-    kind: u32,
-    pairs: u32,
-    scale: f32,
-    /// 1, or -1 for the inverse rotation.
-    direction: f32,
-    /// Positions, and words from one to the next, of a table.
-    table_rows: usize,
-    cos_stride: usize,
-    sin_stride: usize,
-}
-
 /// Where positions come from.
 #[derive(CubeType, Clone, Copy)]
 struct PositionSource {
@@ -49,60 +28,6 @@ struct PositionSource {
     first: i64,
     batch: usize,
     token: usize,
-}
-
-#[cube]
-fn rotate<F: Float, N: Size>(
-    x: &Array<Vector<F, N>>,
-    out: &mut Array<Vector<F, N>>,
-    from: usize,
-    to: usize,
-    vector: u32,
-    per_half: u32,
-    cos: &SharedMemory<f32>,
-    sin: &SharedMemory<f32>,
-    #[comptime] style: u32,
-) {
-    let width = comptime!(N::value() as u32);
-    if style == HALF_SPLIT {
-        let first = from + vector as usize;
-        let a = Vector::<f32, N>::cast_from(x[first]);
-        let b = Vector::<f32, N>::cast_from(x[first + per_half as usize]);
-        let mut c = Vector::<f32, N>::zeroed();
-        let mut s = Vector::<f32, N>::zeroed();
-        #[unroll]
-        for j in 0..width {
-            c[j as usize] = cos[(vector * width + j) as usize];
-            s[j as usize] = sin[(vector * width + j) as usize];
-        }
-        out[to + vector as usize] = Vector::cast_from(a * c - b * s);
-        out[to + (vector + per_half) as usize] = Vector::cast_from(b * c + a * s);
-    } else {
-        // Pairs lie within a vector, unless vectors are single elements.
-        if width == 1 {
-            let at = from + (2 * vector) as usize;
-            let a = Vector::<f32, N>::cast_from(x[at]);
-            let b = Vector::<f32, N>::cast_from(x[at + 1]);
-            let c = Vector::<f32, N>::new(cos[vector as usize]);
-            let s = Vector::<f32, N>::new(sin[vector as usize]);
-            out[to + (2 * vector) as usize] = Vector::cast_from(a * c - b * s);
-            out[to + (2 * vector + 1) as usize] = Vector::cast_from(b * c + a * s);
-        } else {
-            let v = Vector::<f32, N>::cast_from(x[from + vector as usize]);
-            let mut y = Vector::<f32, N>::zeroed();
-            #[unroll]
-            for j in 0..comptime!(width / 2) {
-                let pair = vector * comptime!(width / 2) + j;
-                let c = cos[pair as usize];
-                let s = sin[pair as usize];
-                let a = v[(2 * j) as usize];
-                let b = v[(2 * j + 1) as usize];
-                y[(2 * j) as usize] = a * c - b * s;
-                y[(2 * j + 1) as usize] = b * c + a * s;
-            }
-            out[to + vector as usize] = Vector::cast_from(y);
-        }
-    }
 }
 
 /// `per_head` items of every head are rotated: vectors of one half, vectors of pairs, or pairs. `passed` vectors behind the rotated
@@ -145,27 +70,17 @@ fn rope<F: Float, N: Size>(
     let mut sin = SharedMemory::<f32>::new(comptime!(MAX_PAIRS as usize));
     let mut pair = UNIT_POS_X;
     while pair < angles.pairs {
-        let i = pair as usize;
-        let mut c = math::nan();
-        let mut s = math::nan();
-        if angles.kind == 2 {
-            // A negative position is a great one without its sign.
-            let row = usize::cast_from(stands);
-            if row < angles.table_rows {
-                c = cos_table[row * angles.cos_stride + i];
-                s = sin_table[row * angles.sin_stride + i];
-            }
-        } else {
-            let mut frequency = frequencies[i];
-            if angles.kind == 1 {
-                frequency = frequency / factors[i];
-            }
-            let turned = math::sin_cos(f32::cast_from(stands) * frequency);
-            c = turned.cos * angles.scale;
-            s = turned.sin * angles.scale;
-        }
-        cos[i] = c;
-        sin[i] = s * angles.direction;
+        let turned = angle(
+            stands,
+            pair,
+            angles,
+            factors,
+            cos_table,
+            sin_table,
+            frequencies,
+        );
+        cos[pair as usize] = turned.cos;
+        sin[pair as usize] = turned.sin;
         pair += THREADS;
     }
     sync_cube();
@@ -182,7 +97,9 @@ fn rope<F: Float, N: Size>(
             let to = batch as usize * q_heads.out_batch
                 + token as usize * q_heads.out_token
                 + head as usize * q_heads.out_head;
-            rotate::<F, N>(q, q_out, from, to, vector, per_half, &cos, &sin, style);
+            rotate::<F, F, N>(
+                q, q_out, from, to, vector, per_half, 0u32, &cos, &sin, style,
+            );
         } else {
             let head = head - q_heads.count;
             let from = batch as usize * k_heads.in_batch
@@ -191,7 +108,9 @@ fn rope<F: Float, N: Size>(
             let to = batch as usize * k_heads.out_batch
                 + token as usize * k_heads.out_token
                 + head as usize * k_heads.out_head;
-            rotate::<F, N>(k, k_out, from, to, vector, per_half, &cos, &sin, style);
+            rotate::<F, F, N>(
+                k, k_out, from, to, vector, per_half, 0u32, &cos, &sin, style,
+            );
         }
         item += THREADS;
     }
@@ -244,19 +163,6 @@ fn position_source(b: &mut Builder) -> PositionSourceExpand {
         first: b.scalar("position_first", ScalarType::I64).into(),
         batch: b.scalar("position_batch", ScalarType::U64).into(),
         token: b.scalar("position_token", ScalarType::U64).into(),
-    }
-}
-
-fn angle_source(b: &mut Builder) -> AngleSourceExpand {
-    use ScalarType::{F32, U32, U64};
-    AngleSourceExpand {
-        kind: b.scalar("angle_kind", U32).into(),
-        pairs: b.scalar("pairs", U32).into(),
-        scale: b.scalar("scale", F32).into(),
-        direction: b.scalar("direction", F32).into(),
-        table_rows: b.scalar("table_rows", U64).into(),
-        cos_stride: b.scalar("cos_stride", U64).into(),
-        sin_stride: b.scalar("sin_stride", U64).into(),
     }
 }
 

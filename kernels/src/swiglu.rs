@@ -22,7 +22,7 @@ fn activate(x: f32, #[comptime] activation: u32) -> f32 {
         x * math::normal_cdf(x)
     } else {
         // (1 + tanh(u)) / 2 is the logistic function of 2u; the factor is 2 √(2/π).
-        let u = 1.595_769_1f32 * fma(0.044_715f32 * x * x, x, x);
+        let u = 1.595_769_f32 * fma(0.044_715f32 * x * x, x, x);
         x * math::logistic(u)
     }
 }

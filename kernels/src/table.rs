@@ -135,7 +135,8 @@ fn arguments(text: &mut String, index: usize, image: &str, arguments: &Arguments
              pub struct Arguments {{\n{declared}    }}\n    \
              const _: () = assert!(size_of::<Arguments>() == {size});\n    \
              impl Arguments {{\n        \
-                 /// All zero.\n        \
+                 /// All zero: what a caller leaves out, and gaps if there are any.\n        \
+                 #[allow(dead_code)]\n        \
                  pub const ZERO: Arguments = Arguments {{\n{zero}        }};\n    \
              }}\n    \
              // SAFETY: laid out by what laid out the kernels' parameters.\n    \

@@ -25,6 +25,7 @@ macro_rules! functions {
             $($method: unsafe extern "C" fn($($type),*) -> c_int,)*
         }
 
+        #[allow(clippy::too_many_arguments)] // as the driver's functions have them
         impl Driver {
             fn resolve(library: &Library) -> std::result::Result<Driver, String> {
                 Ok(Driver {
@@ -83,7 +84,8 @@ functions! {
     device_to_host = cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: CUdeviceptr, size: usize, stream: CUstream);
     device_to_device = cuMemcpyDtoDAsync_v2(dst: CUdeviceptr, src: CUdeviceptr, size: usize, stream: CUstream);
     memset = cuMemsetD8Async(dst: CUdeviceptr, value: c_uchar, size: usize, stream: CUstream);
-    pointer_attribute = cuPointerGetAttribute(value: *mut c_void, attribute: CUpointer_attribute, ptr: CUdeviceptr);
+    pointer_attributes = cuPointerGetAttributes(count: c_uint, attributes: *mut CUpointer_attribute, values: *mut *mut c_void,
+        ptr: CUdeviceptr);
     stream_create = cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     stream_destroy = cuStreamDestroy_v2(stream: CUstream);
     stream_synchronize = cuStreamSynchronize(stream: CUstream);

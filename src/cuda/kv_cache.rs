@@ -2,6 +2,7 @@
 
 use super::device::Resources;
 use super::images::kv_append::Arguments;
+use super::rotation::{self, Rotation};
 use super::table::Table;
 use super::{Cuda, VECTOR, check_blocks, is_aligned};
 use crate::context::Stream;
@@ -12,15 +13,21 @@ use crate::tensor::RawTensor;
 
 const OP: &str = "kv_cache_append";
 
-/// By dtype of the new tokens, dtype of the cache, and elements per access.
-pub(super) type Kernels = Table<Arguments, 3>;
+/// By dtype of the new tokens, dtype of the cache, style of rotation, and elements per access.
+pub(super) type Kernels = Table<Arguments, 4>;
+
+/// The style of kernels that do not rotate; the others are RoPE's.
+const PLAIN: u32 = 2;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["from", "dtype", "width"])
+    Table::new(OP, resources, ["from", "dtype", "style", "width"])
 }
 
 /// Writes new tokens to their pages. The tensors of new keys and values have one dtype each; they may differ.
 pub(crate) fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
+    if let Some(rotation) = &p.rotation {
+        rotation::check(OP, rotation)?;
+    }
     let (num_tokens, num_heads) = (p.k.layout.dim(0), p.k.layout.dim(1));
     if num_tokens == 0 || num_heads == 0 {
         return Ok(());
@@ -34,16 +41,22 @@ pub(crate) fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
     for &[keys, values] in sides {
         let dtype = if keys { dtypes[0] } else { dtypes[1] };
         let vector = VECTOR / dtype.size().max(p.k_pages.dtype.size());
+        let head_dim = p.k.layout.dim(2);
+        let rotation = p.rotation.as_ref().filter(|_| keys);
         let fits = (!keys || in_vectors(&p.k, &p.k_pages, vector))
-            && (!values || in_vectors(&p.v, &p.v_pages, vector));
+            && (!values || in_vectors(&p.v, &p.v_pages, vector))
+            && rotation.is_none_or(|r| rotation::fits(r, head_dim, vector));
         let width = if fits { vector } else { 1 };
-        let kernel = cuda
-            .kv_append
-            .get([dtype as u32, p.k_pages.dtype as u32, width as u32])?;
+        let style = rotation.map_or(PLAIN, |r| r.style as u32);
+        let choices = [dtype as u32, p.k_pages.dtype as u32, style, width as u32];
+        let kernel = cuda.kv_append.get(choices)?;
         let rows = 2 * num_tokens * num_heads;
         let rows_per_block = kernel.info.choice("rows_per_block").max(1) as usize;
         let blocks = check_blocks(OP, "k", rows.div_ceil(rows_per_block))?;
-        let arguments = arguments(p, width, [keys, values]);
+        let mut arguments = arguments(p, width, [keys, values]);
+        if let Some(rotation) = rotation {
+            rotate(&mut arguments, &Rotation::new(rotation, false, width));
+        }
         // SAFETY: the problem was checked, and the cache wrote the tables: every page is one of its own.
         unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
     }
@@ -79,6 +92,7 @@ fn arguments(p: &Append, width: usize, [keys, values]: [bool; 2]) -> Arguments {
         seq_lens: address(&p.seq_lens),
         cu_seqlens: address(&p.cu_seqlens),
         block_table: address(&p.block_table),
+        positions: address(&p.positions),
         num_tokens: p.k.layout.dim(0) as u32,
         num_heads: p.k.layout.dim(1) as u32,
         num_sequences: p.seq_lens.layout.dim(0) as u32,
@@ -98,6 +112,24 @@ fn arguments(p: &Append, width: usize, [keys, values]: [bool; 2]) -> Arguments {
         v_page_head: stride(&p.v_pages, 2),
         ..Arguments::ZERO
     }
+}
+
+/// Adds the rotation of the keys.
+fn rotate(arguments: &mut Arguments, rotation: &Rotation) {
+    arguments.angle_kind = rotation.kind;
+    arguments.pairs = rotation.pairs;
+    arguments.scale = rotation.scale;
+    arguments.direction = rotation.direction;
+    arguments.factors = rotation.factors;
+    arguments.cos_table = rotation.cos_table;
+    arguments.sin_table = rotation.sin_table;
+    arguments.table_rows = rotation.table_rows;
+    arguments.cos_stride = rotation.cos_stride;
+    arguments.sin_stride = rotation.sin_stride;
+    arguments.per_head = rotation.per_head;
+    arguments.per_half = rotation.per_half;
+    arguments.rotated = rotation.rotated;
+    arguments.frequencies = rotation.frequencies;
 }
 
 /// Queues copies of whole pages, in every layer.

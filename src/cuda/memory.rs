@@ -103,15 +103,15 @@ impl Cuda {
         unsafe { self.copy(op, dst, src, size, CopyKind::HostToDevice, stream) }?;
         // The driver stages pageable memory before it returns, but reads page-locked memory, of which alone it knows, later.
         let mut kind = 0u32;
-        let attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let mut attribute = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let mut value = (&raw mut kind).cast();
         let _entered = self.resources.primary.enter(op)?;
-        // SAFETY: `kind` is valid for a write of the attribute's 32 bits.
+        // SAFETY: `kind` is valid for a write of the attribute's 32 bits; of an address that it does not know the driver writes zero.
         unsafe {
-            let known =
-                driver.pointer_attribute(op, (&raw mut kind).cast(), attribute, src.addr() as u64);
-            match known {
-                Ok(()) => driver.stream_synchronize(op, raw(stream)),
-                Err(_) => Ok(()),
+            driver.pointer_attributes(op, 1, &mut attribute, &mut value, src.addr() as u64)?;
+            match kind {
+                0 => Ok(()),
+                _ => driver.stream_synchronize(op, raw(stream)),
             }
         }
     }

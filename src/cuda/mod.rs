@@ -11,6 +11,7 @@ pub(crate) mod kv_cache;
 mod memory;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+mod rotation;
 mod rows;
 pub(crate) mod swiglu;
 mod table;

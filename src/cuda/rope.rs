@@ -1,15 +1,14 @@
-//! RoPE on the GPU. The host computes the frequencies, as for the CPU, and they travel with the launch.
-
-use std::cell::RefCell;
+//! RoPE on the GPU.
 
 use super::device::Resources;
 use super::images::rope::Arguments;
+use super::rotation::{self, Rotation};
 use super::table::Table;
 use super::{Cuda, VECTOR, check_blocks, is_aligned};
 use crate::context::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::ops::rope::{AngleSource, PositionSource, Problem, Scaling, Style, scaled_frequencies};
+use crate::ops::rope::{PositionSource, Problem};
 use crate::tensor::RawTensor;
 
 const OP: &str = "rope";
@@ -21,21 +20,9 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Table::new(OP, resources, ["dtype", "style", "width"])
 }
 
-/// Pairs of components that fit a launch.
-const MAX_PAIRS: usize = 256;
-
-type Frequencies = [f32; MAX_PAIRS];
-
 /// Whether there is a kernel for the problem.
 pub(crate) fn supported(p: &Problem) -> Result<()> {
-    let rotary_dim = p.rotation.rotary_dim;
-    if rotary_dim > 2 * MAX_PAIRS {
-        let problem = format!(
-            "is {rotary_dim}, the CUDA backend takes up to {}",
-            2 * MAX_PAIRS
-        );
-        return Err(Error::unsupported(OP, "rotary_dim", problem));
-    }
+    rotation::check(OP, &p.rotation)?;
     let Some(shape) = Shape::of(p) else {
         return Ok(());
     };
@@ -100,11 +87,7 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
 /// Elements per access: whole vectors where rows, and the parts of heads that are treated alike, consist of them.
 fn width(p: &Problem, shape: &Shape) -> usize {
     let vector = VECTOR / shape.dtype.size();
-    let part = match p.rotation.style {
-        Style::HalfSplit => p.rotation.rotary_dim / 2,
-        Style::Interleaved => p.rotation.rotary_dim,
-    };
-    let parts = part.is_multiple_of(vector) && shape.head_dim.is_multiple_of(vector);
+    let parts = rotation::fits(&p.rotation, shape.head_dim, vector);
     let tensors = p.tensors.iter().flatten().all(|(input, output)| {
         [input, output].into_iter().all(|t| {
             let rank = t.layout.rank();
@@ -124,7 +107,6 @@ fn strides(t: &RawTensor, width: usize) -> [u64; 3] {
 }
 
 fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
-    let rotation = &p.rotation;
     let address = |t: &RawTensor| t.ptr.addr() as u64;
     let mut in_place = true;
     let mut side = |pair: &Option<(RawTensor, RawTensor)>| match pair {
@@ -153,41 +135,10 @@ fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
             (kind, 0, address(t), strides)
         }
     };
-    let mut factors = 0;
-    let mut table = (0, 0, 0, 0, 0);
-    let (angle_kind, scale, frequencies) = match &rotation.angles {
-        AngleSource::Computed {
-            theta,
-            scaling,
-            freq_factors,
-            attention_factor,
-        } => {
-            let (frequencies, own) = frequencies(*theta, *scaling, rotation.rotary_dim);
-            let scale = if *attention_factor == 0.0 {
-                own
-            } else {
-                *attention_factor
-            };
-            factors = freq_factors.as_ref().map_or(0, address);
-            (u32::from(freq_factors.is_some()), scale, frequencies)
-        }
-        AngleSource::Table { cos, sin } => {
-            let stride = |t: &RawTensor| t.layout.stride(0) as u64;
-            let rows = cos.layout.dim(0) as u64;
-            table = (address(cos), address(sin), rows, stride(cos), stride(sin));
-            (2, 1.0, [0.0; MAX_PAIRS])
-        }
-    };
-    let (cos_table, sin_table, table_rows, cos_stride, sin_stride) = table;
-    let half = rotation.rotary_dim / 2;
-    // Items that are rotated: vectors of the first half, vectors of pairs, or single pairs.
-    let per_head = match (rotation.style, width) {
-        (Style::Interleaved, 1) | (Style::HalfSplit, _) => half / width,
-        (Style::Interleaved, _) => rotation.rotary_dim / width,
-    };
+    let rotation = Rotation::new(&p.rotation, p.inverse, width);
     let passed = match in_place {
         true => 0,
-        false => (shape.head_dim - rotation.rotary_dim) / width,
+        false => (shape.head_dim - p.rotation.rotary_dim) / width,
     };
     Arguments {
         q,
@@ -196,9 +147,9 @@ fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
         k_out,
         positions,
         positions_i64: positions,
-        factors,
-        cos_table,
-        sin_table,
+        factors: rotation.factors,
+        cos_table: rotation.cos_table,
+        sin_table: rotation.sin_table,
         tokens_per_batch: shape.seq as u32,
         q_heads,
         q_batch: q_in[0],
@@ -218,40 +169,17 @@ fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
         position_first,
         position_batch: position_strides[0],
         position_token: position_strides[1],
-        angle_kind,
-        pairs: half as u32,
-        scale,
-        direction: if p.inverse { -1.0 } else { 1.0 },
-        table_rows,
-        cos_stride,
-        sin_stride,
-        per_head: per_head as u32,
-        per_half: (half / width) as u32,
-        rotated: (rotation.rotary_dim / width) as u32,
+        angle_kind: rotation.kind,
+        pairs: rotation.pairs,
+        scale: rotation.scale,
+        direction: rotation.direction,
+        table_rows: rotation.table_rows,
+        cos_stride: rotation.cos_stride,
+        sin_stride: rotation.sin_stride,
+        per_head: rotation.per_head,
+        per_half: rotation.per_half,
+        rotated: rotation.rotated,
         passed: passed as u32,
-        frequencies,
-        ..Arguments::ZERO
+        frequencies: rotation.frequencies,
     }
-}
-
-/// The frequencies of a base and a scaling, and the factor of cosines and sines. A model asks for the same ones at every layer and step:
-/// each thread keeps its last.
-fn frequencies(theta: f32, scaling: Scaling, rotary_dim: usize) -> (Frequencies, f32) {
-    type Key = (u32, Scaling, usize);
-    thread_local! {
-        static LAST: RefCell<Option<(Key, Frequencies, f32)>> = const { RefCell::new(None) };
-    }
-    let key = (theta.to_bits(), scaling, rotary_dim);
-    LAST.with_borrow_mut(|last| match last {
-        Some((known, frequencies, factor)) if *known == key => (*frequencies, *factor),
-        _ => {
-            let (computed, factor) = scaled_frequencies(theta, scaling, rotary_dim);
-            let mut frequencies = [0.0; MAX_PAIRS];
-            for (to, from) in frequencies.iter_mut().zip(computed) {
-                *to = from;
-            }
-            *last = Some((key, frequencies, factor));
-            (frequencies, factor)
-        }
-    })
 }

@@ -185,7 +185,7 @@ fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(crate::ops::check::no_kernel(OP)),
+        Device::Cuda(_) => Err(crate::ops::check::no_kernel(OP)),
     }
 }
 

@@ -217,7 +217,7 @@ fn choose(ctx: &Context, _problem: &Problem) -> Result<Choice> {
             workspace_size: 0,
         }),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(crate::ops::check::no_kernel(OP)),
+        Device::Cuda(_) => Err(crate::ops::check::no_kernel(OP)),
     }
 }
 
@@ -249,6 +249,6 @@ pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::attention::forward(cpu, &problem),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(crate::ops::check::no_kernel(OP)),
+        Device::Cuda(_) => Err(crate::ops::check::no_kernel(OP)),
     }
 }

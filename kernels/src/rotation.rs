@@ -1,0 +1,147 @@
+//! Which angle each pair of components turns by, and the turn: what RoPE and a KV cache that rotates keys have in common, to the bit.
+
+use cubecl::prelude::*;
+
+use crate::emit::{Builder, ScalarType};
+use crate::math;
+
+/// Pairs of components that a launch has frequencies for.
+pub(crate) const MAX_PAIRS: u32 = 256;
+
+/// The library's `Style` discriminants.
+pub(crate) const HALF_SPLIT: u32 = 0;
+/// Styles and their names in symbols.
+pub(crate) const STYLES: [(u32, &str); 2] = [(HALF_SPLIT, "half_split"), (1, "interleaved")];
+
+/// Where angles come from.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct AngleSource {
+    /// 0: position times frequency; 1: the same, frequencies divided by factors; 2: a table.
+    pub kind: u32,
+    pub pairs: u32,
+    pub scale: f32,
+    /// 1, or -1 for the inverse rotation.
+    pub direction: f32,
+    /// Positions, and words from one to the next, of a table.
+    pub table_rows: usize,
+    pub cos_stride: usize,
+    pub sin_stride: usize,
+}
+
+/// Cosine and sine of pair `pair` at a position; NaN outside a table.
+#[cube]
+pub(crate) fn angle(
+    position: i64,
+    pair: u32,
+    source: AngleSource,
+    factors: &Array<f32>,
+    cos_table: &Array<f32>,
+    sin_table: &Array<f32>,
+    frequencies: &Array<f32>,
+) -> math::SinCos {
+    let i = pair as usize;
+    let mut cos = math::nan();
+    let mut sin = math::nan();
+    if source.kind == 2 {
+        // A negative position is a great one without its sign.
+        let row = usize::cast_from(position);
+        if row < source.table_rows {
+            cos = cos_table[row * source.cos_stride + i];
+            sin = sin_table[row * source.sin_stride + i];
+        }
+    } else {
+        let mut frequency = frequencies[i];
+        if source.kind == 1 {
+            frequency /= factors[i];
+        }
+        let turned = math::sin_cos(f32::cast_from(position) * frequency);
+        cos = turned.cos * source.scale;
+        sin = turned.sin * source.scale;
+    }
+    math::SinCos {
+        sin: sin * source.direction,
+        cos,
+    }
+}
+
+/// The first component of a turned pair. Fused by hand, so that every kernel rounds alike.
+#[cube]
+fn turn_first(a: f32, b: f32, cos: f32, sin: f32) -> f32 {
+    fma(a, cos, -(b * sin))
+}
+
+/// The second component of a turned pair.
+#[cube]
+fn turn_second(a: f32, b: f32, cos: f32, sin: f32) -> f32 {
+    fma(b, cos, a * sin)
+}
+
+/// Rotates one vector of pairs of a head that begins at `from` and goes to `to`: in the half-split style vector `vector` of the first
+/// half with its partners, in the interleaved style vector `vector`, or pair `vector` where vectors are single elements. The head's
+/// angles begin at `first` of `cos` and `sin`. Reads before it writes, so that both may be the same memory.
+#[cube]
+pub(crate) fn rotate<S: Float, D: Float, N: Size>(
+    x: &Array<Vector<S, N>>,
+    out: &mut Array<Vector<D, N>>,
+    from: usize,
+    to: usize,
+    vector: u32,
+    per_half: u32,
+    first: u32,
+    cos: &SharedMemory<f32>,
+    sin: &SharedMemory<f32>,
+    #[comptime] style: u32,
+) {
+    let width = comptime!(N::value() as u32);
+    if style == HALF_SPLIT {
+        let at = from + vector as usize;
+        let a = Vector::<f32, N>::cast_from(x[at]);
+        let b = Vector::<f32, N>::cast_from(x[at + per_half as usize]);
+        let mut turned_a = Vector::<f32, N>::zeroed();
+        let mut turned_b = Vector::<f32, N>::zeroed();
+        #[unroll]
+        for j in 0..N::value() {
+            let c = cos[first as usize + vector as usize * N::value() + j];
+            let s = sin[first as usize + vector as usize * N::value() + j];
+            turned_a[j] = turn_first(a[j], b[j], c, s);
+            turned_b[j] = turn_second(a[j], b[j], c, s);
+        }
+        out[to + vector as usize] = Vector::cast_from(turned_a);
+        out[to + (vector + per_half) as usize] = Vector::cast_from(turned_b);
+    } else if width == 1 {
+        // Pairs lie within a vector, unless vectors are single elements.
+        let at = (2 * vector) as usize;
+        let a = Vector::<f32, N>::cast_from(x[from + at]);
+        let b = Vector::<f32, N>::cast_from(x[from + at + 1]);
+        let c = cos[(first + vector) as usize];
+        let s = sin[(first + vector) as usize];
+        out[to + at] = Vector::cast_from(turn_first(a[0], b[0], c, s));
+        out[to + at + 1] = Vector::cast_from(turn_second(a[0], b[0], c, s));
+    } else {
+        let v = Vector::<f32, N>::cast_from(x[from + vector as usize]);
+        let mut turned = Vector::<f32, N>::zeroed();
+        #[unroll]
+        for j in 0..comptime!(N::value() / 2) {
+            let pair = first as usize + vector as usize * comptime!(N::value() / 2) + j;
+            let a = v[2 * j];
+            let b = v[2 * j + 1];
+            turned[2 * j] = turn_first(a, b, cos[pair], sin[pair]);
+            turned[2 * j + 1] = turn_second(a, b, cos[pair], sin[pair]);
+        }
+        out[to + vector as usize] = Vector::cast_from(turned);
+    }
+}
+
+/// Declares the scalars of an [`AngleSource`].
+pub(crate) fn angle_source(b: &mut Builder) -> AngleSourceExpand {
+    use ScalarType::{F32, U32, U64};
+    AngleSourceExpand {
+        kind: b.scalar("angle_kind", U32).into(),
+        pairs: b.scalar("pairs", U32).into(),
+        scale: b.scalar("scale", F32).into(),
+        direction: b.scalar("direction", F32).into(),
+        table_rows: b.scalar("table_rows", U64).into(),
+        cos_stride: b.scalar("cos_stride", U64).into(),
+        sin_stride: b.scalar("sin_stride", U64).into(),
+    }
+}
