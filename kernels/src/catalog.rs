@@ -2,7 +2,7 @@
 
 use crate::Error;
 use crate::emit::Kernel;
-use crate::{embedding, kv_cache, rms_norm, rope, swiglu};
+use crate::{attention, embedding, kv_cache, linear, rms_norm, rope, swiglu};
 
 /// The kernels of one operation, compiled together into one image.
 #[derive(Clone, Debug)]
@@ -11,7 +11,12 @@ pub struct Image {
     pub name: &'static str,
     /// Its kernels, all with the same arguments.
     pub kernels: Vec<Kernel>,
+    /// Flags of the compiler beyond the usual.
+    pub flags: &'static [&'static str],
 }
+
+/// Exponentials lose the instructions that serve subnormal numbers, which softmax does not notice.
+const FLUSH_SUBNORMALS: &[&str] = &["-ftz=true"];
 
 /// Every image.
 ///
@@ -19,16 +24,27 @@ pub struct Image {
 /// CubeCL refuses a kernel.
 pub fn images() -> Result<Vec<Image>, Error> {
     type Instances = fn() -> Result<Vec<Kernel>, Error>;
-    let operations: [(&'static str, Instances); 5] = [
+    let operations: [(&'static str, Instances); 8] = [
+        ("attention", attention::kernels),
+        ("attention_combine", attention::combine_kernels),
         ("embedding", embedding::kernels),
         ("kv_append", kv_cache::kernels),
+        ("linear", linear::kernels),
         ("rms_norm", rms_norm::kernels),
         ("rope", rope::kernels),
         ("swiglu", swiglu::kernels),
     ];
     let image = |(name, kernels): (&'static str, Instances)| {
         let kernels = kernels()?;
-        Ok(Image { name, kernels })
+        let flags: &[_] = match name {
+            "attention" => FLUSH_SUBNORMALS,
+            _ => &[],
+        };
+        Ok(Image {
+            name,
+            kernels,
+            flags,
+        })
     };
     operations.into_iter().map(image).collect()
 }

@@ -3,12 +3,13 @@
 //! The layout is read off the compiled kernel, so the text and the host's argument struct cannot disagree.
 
 use cubecl::ir::{
-    ElemType, FloatKind, IntKind, ManagedVariable, Scope, StorageType, Type, UIntKind,
+    ContiguousElements, ElemType, FloatKind, IntKind, ManagedVariable, MatrixLayout, MmaProperties,
+    Scope, StorageType, TargetProperties, Type, UIntKind,
 };
 use cubecl::prelude::*;
 use cubecl_core::Compiler;
 use cubecl_core::server::ExecutionMode;
-use cubecl_cpp::cuda::{CudaDialect, mma::CudaWmmaCompiler};
+use cubecl_cpp::cuda::{CudaDialect, mma::CudaWmmaCompiler, mma::contiguous_elements_cuda};
 use cubecl_cpp::shared::{CompilationOptions, CppCompiler, CppSupportedFeatures};
 
 use crate::Error;
@@ -119,6 +120,7 @@ impl Default for Builder {
         let mut inner = KernelBuilder::default();
         // Tensors may have more than 2³² elements.
         AddressType::U64.register(&mut inner.scope);
+        inner.runtime_properties(tensor_core_properties());
         Builder {
             inner,
             buffers: Vec::new(),
@@ -214,7 +216,12 @@ impl Builder {
             }
             scalars_size = field.offset + field.padded_size() * field.ty.size();
         }
-        let (includes, mut text) = split(&compiled.to_string());
+        // CubeCL writes for NVRTC, whose uint64_t is long long; that of nvcc and its libcu++ is long.
+        let source = compiled.to_string().replace(
+            "typedef unsigned long long int uint64;",
+            "typedef unsigned long int uint64;",
+        );
+        let (includes, mut text) = split(&source);
         if let Some((_, len)) = self.by_value {
             text = pass_by_value(&text, self.buffers.len(), len).ok_or_else(|| Error::Expand {
                 kernel: name.clone(),
@@ -238,6 +245,23 @@ impl Builder {
             includes,
             text,
         })
+    }
+}
+
+/// The hardware's matrix fragments.
+fn tensor_core_properties() -> TargetProperties {
+    TargetProperties {
+        mma: MmaProperties {
+            register_size_bits: 32,
+            const_plane_size: 32,
+            register_layout_a: MatrixLayout::RowMajor,
+            register_layout_b: MatrixLayout::ColMajor,
+            register_layout_acc: MatrixLayout::RowMajor,
+            register_duplication_a: 1,
+            register_duplication_b: 1,
+            register_duplication_acc: 1,
+            contiguous_elements: ContiguousElements::new(contiguous_elements_cuda),
+        },
     }
 }
 

@@ -10,10 +10,12 @@
 //!
 //! [`build`] does it all.
 
+mod attention;
 pub mod catalog;
 mod embedding;
 pub mod emit;
 mod kv_cache;
+mod linear;
 mod math;
 pub mod nvcc;
 mod rms_norm;

@@ -286,6 +286,7 @@ impl Compiler {
                 ]
                 .map(String::from),
             )
+            .chain(job.image.flags.iter().map(|flag| flag.to_string()))
             .collect();
         let command = format!("{}\n{}", self.banner, flags.join(" "));
         let same = |path: &Path, text: &str| fs::read(path).is_ok_and(|old| old == text.as_bytes());
