@@ -65,6 +65,8 @@ class Attention:
             splits, split_keys, grid = 1, NO_LIMIT, row_blocks * heads * batch
         else:
             blocks = row_blocks * kv_heads * batch
+            if dim_v % 4 or any(x % 4 for x in out.stride()[:-1]):
+                splits = 1  # the combining kernel stores quads
             if splits is None:
                 splits = choose_splits(blocks, seqlen_k, self.processors * kernel.blocks_per_processor)
             split_keys = NO_LIMIT if splits == 1 else up(up(seqlen_k, splits), 64) * 64
@@ -177,7 +179,7 @@ def compare(out, lse, q, k, v, **how):
     exact, exact_lse = reference(q, k, v, torch.float64, **how)
     plain, _ = reference(q, k, v, q.dtype, **how)
     error, plain_error = ((x.double() - exact).abs().max().item() for x in (out, plain))
-    bound = 2 * plain_error + exact.abs().max().item() * EPSILON[q.dtype] * (2 if q.dtype == torch.float32 else 1) + 1e-6
+    bound = 2 * plain_error + exact.abs().max().item() * EPSILON[q.dtype] * (8 if q.dtype == torch.float32 else 1) + 1e-6
     empty = exact_lse == -math.inf
     lse_error = (lse.double() - exact_lse)[~empty].abs().max().item() if (~empty).any() else 0.0
     lse_bound = 1e-3 if q.dtype != torch.float32 else 2e-5
@@ -325,6 +327,9 @@ def check(attention, only):
                     add([2, 1, 3], [700, 130, 64], "packed", "packed", how, splits=splits, **more)
                     add([1, 1, 1], [700, 0, 1], "batched", "padded", how, splits=splits, heads=40, kv_heads=2, **more)
                     add([4, 4], [513, 70], "batched", "paged", how, splits=splits, page=16, heads=7, kv_heads=1, **more)
+        if decode:  # without `scores` too
+            for how in ({"softcap": 4.0}, {"softcap": 30.0, "causal": True, "window_left": 90, "sinks": 1}):
+                add(lq, lk, "packed", "paged", how, page=16)
         if c.get("scores", 1):
             for how in ({"softcap": 5.0}, {"bias": torch.float32}, {"bias": torch.bfloat16, "causal": True}, {"mask": 1},
                         {"alibi": 1, "causal": True}, {"bias": torch.float16, "mask": 1, "alibi": 1, "softcap": 3.0, "sinks": 1},
@@ -376,9 +381,10 @@ def bench(attention, only):
 
 
 def copy_tbps():
-    x = torch.empty(1 << 29, dtype=torch.uint8, device="cuda").random_()
+    x = torch.randn(1 << 29, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.numel() / graph_us(lambda: [y.copy_(x) for _ in range(4)], 4) / 1e6
+    # A kernel: graphs give copies to the slower copy engines.
+    return 2 * x.nbytes / graph_us(lambda: [torch.neg(x, out=y) for _ in range(4)], 4) / 1e6
 
 
 def decode(attention, only):
@@ -404,7 +410,7 @@ def decode(attention, only):
         room = attention.processors * kernel.blocks_per_processor
         base = choose_splits(batch * kv_heads, length, room)
         text = []
-        for splits in sorted({base, max(1, base // 2), base * 2, base * 3} if page == 0 else {base}):
+        for splits in sorted({base, max(1, base // 2), base * 2} if page == 0 else {base}):
             launches = [attention.prepare(kernel, q, k, v, out, splits=splits, **options) for k, v in zip(ks, vs)]
             us = graph_us(lambda: [launch() for launch in launches], sets)
             text.append(f"{splits}:{us:.1f}us/{bytes_ / us / 1e6:.2f}TB/s/{bytes_ / us / 1e6 / copy:.0%}")

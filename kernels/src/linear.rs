@@ -106,7 +106,7 @@ fn rows<E: Float>(
     let plane = UNIT_POS_X / 32u32;
     let lines = args.in_features / 8u32;
     let column0 = CUBE_POS_X * 16u32;
-    let in_flight = comptime!(if eights == 1 { 8usize } else { 4usize });
+    let in_flight = 4usize;
 
     let mut w_at = Array::<u64>::new(2usize);
     #[unroll]

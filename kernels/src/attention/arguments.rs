@@ -304,10 +304,17 @@ pub fn score_row(
 
 /// A score with everything but the limits of causality and windows, in natural units.
 #[cube]
-pub fn adjusted(args: &Args, buffers: &Buffers, row: &ScoreRow, product: f32, key: u32) -> f32 {
+pub fn adjusted(
+    args: &Args,
+    buffers: &Buffers,
+    row: &ScoreRow,
+    product: f32,
+    key: u32,
+    #[comptime] precise: bool,
+) -> f32 {
     let mut s = product * args.scale;
     if args.softcap > 0.0f32 {
-        s = capped(args, s);
+        s = capped(args, s, precise);
     }
     let key64 = u64::cast_from(key);
     if args.bias_dtype != 0u32 {
@@ -333,10 +340,15 @@ pub fn adjusted(args: &Args, buffers: &Buffers, row: &ScoreRow, product: f32, ke
 
 /// `softcap * tanh(s / softcap)`.
 #[cube]
-pub fn capped(args: &Args, s: f32) -> f32 {
-    // tanh x = 1 - 2 / (1 + e^2x).
-    args.softcap
-        * (1.0f32 - fast_divide(2.0f32, 1.0f32 + fast_exp(2.0f32 * s * args.softcap_inverse)))
+pub fn capped(args: &Args, s: f32, #[comptime] precise: bool) -> f32 {
+    let x = s * args.softcap_inverse;
+    let y = if comptime!(precise) {
+        x.tanh()
+    } else {
+        // tanh x = 1 - 2 / (1 + e^2x): two of the special function unit's operations.
+        1.0f32 - fast_divide(2.0f32, 1.0f32 + fast_exp(2.0f32 * x))
+    };
+    args.softcap * y
 }
 
 #[cube(fast_math = cubecl_core::ir::FastMath::all())]

@@ -351,6 +351,7 @@ pub fn decode<E: Float>(
                             rows.index(h),
                             x[c],
                             min(key, s.k_count - 1u32),
+                            false,
                         );
                     }
                     part[h] = x;
@@ -363,8 +364,8 @@ pub fn decode<E: Float>(
                 #[unroll]
                 for h in 0..2usize {
                     let mut x = part[h];
-                    x[0] = capped(args, x[0] * args.scale);
-                    x[1] = capped(args, x[1] * args.scale);
+                    x[0] = capped(args, x[0] * args.scale, false);
+                    x[1] = capped(args, x[1] * args.scale, false);
                     part[h] = x;
                 }
             }

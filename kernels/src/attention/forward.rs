@@ -221,11 +221,8 @@ pub fn forward<E: Float>(
         row_total[i] = 0.0f32;
     }
 
-    // Capped and adjusted scores are scaled already.
+    // Adjusted scores are scaled already.
     let mut scale = args.scale;
-    if args.softcap > 0.0f32 {
-        scale = 1.0f32;
-    }
     let mut rows = Sequence::<ScoreRow>::new();
     if comptime!(scores) {
         scale = 1.0f32;
@@ -303,25 +300,16 @@ pub fn forward<E: Float>(
                     #[unroll]
                     for c in 0..2usize {
                         let key = key0 + pair * 2u32 + comptime!((n * 8 + c) as u32);
-                        x[c] =
-                            adjusted(args, buffers, rows.index(i), x[c], min(key, k_count - 1u32));
+                        x[c] = adjusted(
+                            args,
+                            buffers,
+                            rows.index(i),
+                            x[c],
+                            min(key, k_count - 1u32),
+                            false,
+                        );
                     }
                     part[comptime!(i % 2)] = x;
-                }
-            }
-        }
-        if comptime!(!scores) {
-            if args.softcap > 0.0f32 {
-                #[unroll]
-                for n in 0..fragments * key_steps * 2 {
-                    let part = s.index_mut(n);
-                    #[unroll]
-                    for h in 0..2usize {
-                        let mut x = part[h];
-                        x[0] = capped(args, x[0] * args.scale);
-                        x[1] = capped(args, x[1] * args.scale);
-                        part[h] = x;
-                    }
                 }
             }
         }

@@ -168,23 +168,28 @@ pub fn combine_kernel(dtype: Dtype) -> Result<Kernel, Error> {
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
     for dtype in HALVES {
-        for (head_dim, tile_keys, fragments) in [(64, 64, 2), (128, 64, 2), (256, 32, 1)] {
-            for scores in [false, true] {
-                let fragments = if scores { 1 } else { fragments };
-                let config = forward::Config {
-                    head_dim,
-                    tile_keys,
-                    planes: 4,
-                    fragments,
-                    scores,
-                };
-                kernels.push(forward_kernel(dtype, config)?);
-            }
+        for (head_dim, tile_keys, fragments) in [(64, 96, 2), (128, 48, 2), (256, 48, 1)] {
+            let config = forward::Config {
+                head_dim,
+                tile_keys,
+                planes: 4,
+                fragments,
+                scores: false,
+            };
+            kernels.push(forward_kernel(dtype, config)?);
+            let tile_keys = if head_dim == 256 { 32 } else { 64 };
+            let config = forward::Config {
+                tile_keys,
+                fragments: 1,
+                scores: true,
+                ..config
+            };
+            kernels.push(forward_kernel(dtype, config)?);
         }
-        // Biased scores and 256 dimensions do not fit the registers together: that is left to `simt`.
+        // Biased scores do not fit the registers together with 256 dimensions: that is left to `simt`. 64 dimensions use the
+        // kernel for 128.
         for (head_dim, groups, scores) in [
             (64, 2, false),
-            (64, 1, true),
             (128, 1, false),
             (128, 1, true),
             (256, 1, false),

@@ -208,7 +208,14 @@ pub fn simt<Q: Float, K: Float, N: Size>(
                 let key = key0 + i32::cast_from(lane) + comptime!(j as i32 * 8);
                 let mut x = hidden(true);
                 if key >= low && key < high {
-                    x = adjusted(args, buffers, row, scores[r * 4 + j], u32::cast_from(key));
+                    x = adjusted(
+                        args,
+                        buffers,
+                        row,
+                        scores[r * 4 + j],
+                        u32::cast_from(key),
+                        true,
+                    );
                 }
                 scores[r * 4 + j] = x;
                 peak = max(peak, x);
