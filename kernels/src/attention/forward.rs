@@ -1,8 +1,8 @@
 //! Flash attention on tensor cores for f16 and bf16 (FlashAttention-2, Dao 2023, arXiv:2307.08691).
 //!
 //! A cube owns a block of query rows of one head and walks over the keys in tiles. Each plane owns 16 (or 32) of the rows, so
-//! softmax needs no exchange between planes. K and V have one buffer each: the next K arrives while the softmax runs, the
-//! next V during the next scores.
+//! softmax needs no exchange between planes. K and V have one buffer each: the next K arrives during the product with V, the next V
+//! during the next scores.
 
 use cubecl::prelude::barrier::{Barrier, copy_async_checked};
 use cubecl::prelude::*;
@@ -58,21 +58,21 @@ fn copy_rows<E: Float>(
     let per_row = comptime!(config.head_dim / 8);
     let step = comptime!(config.threads() / per_row);
     let line = UNIT_POS_X % per_row;
-    let row = UNIT_POS_X / per_row;
-    #[unroll]
-    for i in 0..comptime!(count / step) {
-        let here = row + i * step;
-        let key = first + here;
-        let valid = key < end && line < lines;
-        let from = row_at(rows, table, min(key, end - 1u32)) + u64::cast_from(line);
+    let from_line = u64::cast_from(line);
+    // A loop that is not unrolled: its addresses would take the registers that the products need.
+    let mut row = UNIT_POS_X / per_row;
+    while row < count {
+        let key = first + row;
+        let from = row_at(rows, table, min(key, end - 1u32)) + from_line;
         let from = from as usize;
-        let length = select(valid, 1usize, 0usize);
-        let to = (here * comptime!(config.pitch()) + line) as usize;
+        let length = select(key < end && line < lines, 1usize, 0usize);
+        let to = (row * comptime!(config.pitch()) + line) as usize;
         copy_async_checked(
             &source.slice(from, from + length),
             &mut tile.slice_mut(to, to + 1),
             8u32,
         );
+        row += step;
     }
 }
 
@@ -274,21 +274,6 @@ pub fn forward<E: Float>(
                 }
             }
         }
-        sync_cube();
-        if more {
-            copy_rows::<E>(
-                k,
-                &buffers.block_table,
-                &mut k_tile,
-                &k_rows,
-                key0 + tile_keys,
-                k_count,
-                lines_qk,
-                tile_keys,
-                config,
-            );
-            arrive(&k_ready);
-        }
 
         if comptime!(scores) {
             #[unroll]
@@ -398,6 +383,22 @@ pub fn forward<E: Float>(
                 }
                 row_total[i] = total;
             }
+        }
+
+        sync_cube();
+        if more {
+            copy_rows::<E>(
+                k,
+                &buffers.block_table,
+                &mut k_tile,
+                &k_rows,
+                tile * tile_keys + tile_keys,
+                k_count,
+                lines_qk,
+                tile_keys,
+                config,
+            );
+            arrive(&k_ready);
         }
 
         v_ready.wait_parity(phase);

@@ -88,36 +88,31 @@ pub fn decode_kernel(dtype: Dtype, config: decode::Config) -> Result<Kernel, Err
 }
 
 /// `width`: elements of an access, 4 or 1.
-pub fn simt_kernel(
-    dtype: Dtype,
-    kv_dtype: Dtype,
-    head_dim: u32,
-    width: u32,
-) -> Result<Kernel, Error> {
+pub fn simt_kernel(dtype: Dtype, kv_dtype: Dtype, width: u32) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     with_vector!(dtype, Q, _N => with_vector!(kv_dtype, K, _M => {
         if width == 4 {
-            simt_declare::<Q, K, Const<4>>(&mut b, head_dim);
+            simt_declare::<Q, K, Const<4>>(&mut b);
         } else {
-            simt_declare::<Q, K, Const<1>>(&mut b, head_dim);
+            simt_declare::<Q, K, Const<1>>(&mut b);
         }
     }));
     let name = format!(
-        "attention_simt_{}_{}_d{head_dim}_w{width}",
+        "attention_simt_{}_{}_w{width}",
         dtype.name(),
         kv_dtype.name()
     );
     let choices = vec![
         ("dtype", dtype as u32),
         ("kv_dtype", kv_dtype as u32),
-        ("head_dim", head_dim),
+        ("head_dim", simt::HEAD_DIM),
         ("width", width),
         ("rows", simt::ROWS),
     ];
     b.finish(name, choices, simt::THREADS)
 }
 
-fn simt_declare<Q: Float, K: Float, N: Size>(b: &mut Builder, head_dim: u32) {
+fn simt_declare<Q: Float, K: Float, N: Size>(b: &mut Builder) {
     let ty = b.type_of::<Vector<Q, N>>();
     let kv = b.type_of::<Vector<K, N>>();
     let (q, k, v, out) = (
@@ -136,7 +131,7 @@ fn simt_declare<Q: Float, K: Float, N: Size>(b: &mut Builder, head_dim: u32) {
         out.into(),
         buffers,
         args,
-        head_dim,
+        simt::HEAD_DIM,
     );
 }
 
@@ -204,12 +199,10 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             kernels.push(decode_kernel(dtype, config)?);
         }
     }
-    for head_dim in [128, 256] {
-        kernels.push(simt_kernel(Dtype::F32, Dtype::F32, head_dim, 4)?);
-    }
+    kernels.push(simt_kernel(Dtype::F32, Dtype::F32, 4)?);
     for dtype in Dtype::ALL {
         for kv_dtype in Dtype::ALL {
-            kernels.push(simt_kernel(dtype, kv_dtype, 256, 1)?);
+            kernels.push(simt_kernel(dtype, kv_dtype, 1)?);
         }
     }
     Ok(kernels)

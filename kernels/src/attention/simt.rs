@@ -13,6 +13,8 @@ type Quad = Const<4>;
 
 /// Threads of a cube.
 pub const THREADS: u32 = 128;
+/// Room for a head.
+pub const HEAD_DIM: u32 = 256;
 /// Packed query rows of a cube, and keys of a tile.
 pub const ROWS: u32 = 32;
 
@@ -39,6 +41,31 @@ fn load_quad<T: Float, N: Size>(
         }
     }
     out
+}
+
+/// Copies 32 rows of keys or values, the last one in place of those past the end. Loops are not unrolled: registers are scarce.
+#[cube]
+fn load_tile<T: Float, N: Size>(
+    from: &Array<Vector<T, N>>,
+    rows: &Rows,
+    block_table: &Array<u32>,
+    key0: u32,
+    end: u32,
+    dims: u32,
+    tile: &mut SharedMemory<Vector<f32, Quad>>,
+    #[comptime] pitch: u32,
+) {
+    let quads = (dims + 3u32) / 4u32;
+    let mut row = UNIT_POS_X / 8u32;
+    while row < ROWS {
+        let at = row_at(rows, block_table, min(key0 + row, end - 1u32));
+        let mut quad = UNIT_POS_X % 8u32;
+        while quad < quads {
+            tile[(row * pitch + quad) as usize] = load_quad::<T, N>(from, at, quad, dims);
+            quad += 8u32;
+        }
+        row += comptime!(THREADS / 8);
+    }
 }
 
 /// The largest, or the sum, over the eight lanes that share a row.
@@ -115,21 +142,19 @@ pub fn simt<Q: Float, K: Float, N: Size>(
         comptime!((ROWS * pitch) as usize),
         128usize,
     );
-    let per_row = comptime!(head_dim / 4);
     let quads_qk = (args.head_dim + 3u32) / 4u32;
     let quads_v = (args.head_dim_v + 3u32) / 4u32;
-    for i in 0..comptime!(ROWS * per_row / THREADS) {
-        let index = UNIT_POS_X + i * THREADS;
-        let row = index / per_row;
-        let quad = index % per_row;
-        let mut value = Vector::<f32, Quad>::zeroed();
-        if row < rows_here {
-            let packed = row0 + row;
-            let head = key_head * args.group + packed % args.group;
-            let at = query_at(args, batch, s.q_first + packed / args.group, head);
-            value = load_quad::<Q, N>(q, at, quad, args.head_dim);
+    #[unroll]
+    for r in 0..2u32 {
+        let row = mine + comptime!(r * 16);
+        let packed = row0 + min(row, rows_here - 1u32);
+        let head = key_head * args.group + packed % args.group;
+        let at = query_at(args, batch, s.q_first + packed / args.group, head);
+        let mut quad = lane;
+        while quad < quads_qk {
+            q_tile[(row * pitch + quad) as usize] = load_quad::<Q, N>(q, at, quad, args.head_dim);
+            quad += 8u32;
         }
-        q_tile[(row * pitch + quad) as usize] = value;
     }
 
     let mut rows = Sequence::<ScoreRow>::new();
@@ -163,18 +188,16 @@ pub fn simt<Q: Float, K: Float, N: Size>(
     let mut key0 = begin;
     while key0 < end {
         sync_cube();
-        for i in 0..comptime!(ROWS * per_row / THREADS) {
-            let index = UNIT_POS_X + i * THREADS;
-            let row = index / per_row;
-            let quad = index % per_row;
-            let key = min(u32::cast_from(key0) + row, s.k_count - 1u32);
-            tile[(row * pitch + quad) as usize] = load_quad::<K, N>(
-                k,
-                row_at(&k_rows, &buffers.block_table, key),
-                quad,
-                args.head_dim,
-            );
-        }
+        load_tile::<K, N>(
+            k,
+            &k_rows,
+            &buffers.block_table,
+            u32::cast_from(key0),
+            s.k_count,
+            args.head_dim,
+            &mut tile,
+            pitch,
+        );
         sync_cube();
         let mut scores = Array::<f32>::new(8usize);
         #[unroll]
@@ -237,18 +260,16 @@ pub fn simt<Q: Float, K: Float, N: Size>(
             }
         }
         sync_cube();
-        for i in 0..comptime!(ROWS * per_row / THREADS) {
-            let index = UNIT_POS_X + i * THREADS;
-            let row = index / per_row;
-            let quad = index % per_row;
-            let key = min(u32::cast_from(key0) + row, s.k_count - 1u32);
-            tile[(row * pitch + quad) as usize] = load_quad::<K, N>(
-                v,
-                row_at(&v_rows, &buffers.block_table, key),
-                quad,
-                args.head_dim_v,
-            );
-        }
+        load_tile::<K, N>(
+            v,
+            &v_rows,
+            &buffers.block_table,
+            u32::cast_from(key0),
+            s.k_count,
+            args.head_dim_v,
+            &mut tile,
+            pitch,
+        );
         sync_cube();
         #[unroll]
         for j in 0..4usize {
@@ -258,11 +279,15 @@ pub fn simt<Q: Float, K: Float, N: Size>(
                 let p1 = plane_shuffle(scores[j + 4], from);
                 #[unroll]
                 for c in 0..columns {
-                    let x = tile[((i + comptime!(j as u32 * 8)) * pitch
-                        + lane
-                        + comptime!(c as u32 * 8)) as usize];
-                    acc[c] += x * Vector::new(p0);
-                    acc[columns + c] += x * Vector::new(p1);
+                    // Columns past the values' dimension hold nothing.
+                    if comptime!(c as u32 * 8) < quads_v {
+                        let x = tile[((i + comptime!(j as u32 * 8)) * pitch
+                            + lane
+                            + comptime!(c as u32 * 8))
+                            as usize];
+                        acc[c] += x * Vector::new(p0);
+                        acc[columns + c] += x * Vector::new(p1);
+                    }
                 }
             }
         }
