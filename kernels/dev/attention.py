@@ -5,6 +5,7 @@ Usage: attention.py DIR check|bench|decode [filter]. DIR holds the cubins and ke
 
 import itertools
 import math
+import os
 import random
 import sys
 
@@ -341,6 +342,8 @@ def check(attention, only):
             cases = [x for x in cases if rng.random() < 0.35]
             for dims in ((7, 9), (33, 33), (100, 101), (256, 1)):
                 add(lq, lk, "packed", "packed", {"causal": True}, dim=dims[0], dim_v=dims[1], misaligned=True)
+        if "CASES" in os.environ:  # a sample, under a sanitizer say
+            cases = rng.sample(cases, min(len(cases), int(os.environ["CASES"])))
         failed = 0
         for lengths_q, lengths_k, form_q, form_k, how, more in cases:
             wrong = run_case(attention, kernel, rng, q_dtype, kv_dtype, lengths_q, lengths_k, form_q=form_q, form_k=form_k, how=how, **more)
@@ -378,6 +381,12 @@ def bench(attention, only):
                 best = max(r for n, r in rates.items() if n != "fa2")
                 print(f"d{d} s{s} {'causal' if causal else 'full'}: " + " ".join(f"{n}={r:.0f}" for n, r in rates.items())
                       + f"  best/fa2 {best / rates['fa2']:.2f}", flush=True)
+
+    q, k, v = (randn(4, 2048, 16, 128, dtype=torch.float32) for _ in range(3))
+    out = torch.empty_like(q)
+    launch = attention.prepare("attention_simt_f32_f32_w4", q, k, v, out, causal=True)
+    us = graph_us(lambda: launch(), 1)
+    print(f"f32 d128 4x2048 causal: {4 * 4 * 16 * 2048 ** 2 * 128 / 2 / us / 1e6:.1f} TFLOP/s", flush=True)
 
 
 def copy_tbps():

@@ -680,7 +680,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             let name = format!("{}_{}", dtype.name(), weight.name());
             // f32 activations are what the tensor cores do not serve; other pairs of dtypes are rare.
             let fast: &[_] = if dtype == Dtype::F32 {
-                &[(1, 4, 4), (4, 4, 2)]
+                &[(1, 4, 4), (4, 4, 3)]
             } else {
                 &[]
             };

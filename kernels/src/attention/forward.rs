@@ -58,22 +58,51 @@ fn copy_rows<E: Float>(
     let per_row = comptime!(config.head_dim / 8);
     let step = comptime!(config.threads() / per_row);
     let line = UNIT_POS_X % per_row;
-    let from_line = u64::cast_from(line);
-    // A loop that is not unrolled: its addresses would take the registers that the products need.
     let mut row = UNIT_POS_X / per_row;
-    while row < count {
-        let key = first + row;
-        let from = row_at(rows, table, min(key, end - 1u32)) + from_line;
-        let from = from as usize;
-        let length = select(key < end && line < lines, 1usize, 0usize);
-        let to = (row * comptime!(config.pitch()) + line) as usize;
-        copy_async_checked(
-            &source.slice(from, from + length),
-            &mut tile.slice_mut(to, to + 1),
-            8u32,
-        );
-        row += step;
+    let mut to = row * comptime!(config.pitch()) + line;
+    if rows.paged {
+        while row < count {
+            let key = first + row;
+            let from = row_at(rows, table, min(key, end - 1u32)) + u64::cast_from(line);
+            copy_line::<E>(source, tile, from, to, key < end && line < lines);
+            row += step;
+            to += comptime!(step * config.pitch());
+        }
+    } else {
+        let mut from = rows.base + u64::cast_from(first + row) * rows.token + u64::cast_from(line);
+        let advance = rows.token * comptime!(step as u64);
+        #[unroll]
+        for i in 0..comptime!(count / step) {
+            let key = first + row + comptime!(i * step);
+            copy_line::<E>(
+                source,
+                tile,
+                from,
+                to + comptime!(i * step * config.pitch()),
+                key < end && line < lines,
+            );
+            from += advance;
+        }
     }
+}
+
+/// One line, or zeros: then the source is not read, wherever it may be.
+#[cube]
+fn copy_line<E: Float>(
+    source: &Lines<E>,
+    tile: &mut SharedMemory<Vector<E, Line>>,
+    from: u64,
+    to: u32,
+    valid: bool,
+) {
+    let from = from as usize;
+    let to = to as usize;
+    let length = select(valid, 1usize, 0usize);
+    copy_async_checked(
+        &source.slice(from, from + length),
+        &mut tile.slice_mut(to, to + 1),
+        8u32,
+    );
 }
 
 #[cube]
@@ -275,6 +304,22 @@ pub fn forward<E: Float>(
             }
         }
 
+        sync_cube();
+        if more {
+            copy_rows::<E>(
+                k,
+                &buffers.block_table,
+                &mut k_tile,
+                &k_rows,
+                key0 + tile_keys,
+                k_count,
+                lines_qk,
+                tile_keys,
+                config,
+            );
+            arrive(&k_ready);
+        }
+
         if comptime!(scores) {
             #[unroll]
             for i in 0..fragments * 2 {
@@ -383,22 +428,6 @@ pub fn forward<E: Float>(
                 }
                 row_total[i] = total;
             }
-        }
-
-        sync_cube();
-        if more {
-            copy_rows::<E>(
-                k,
-                &buffers.block_table,
-                &mut k_tile,
-                &k_rows,
-                tile * tile_keys + tile_keys,
-                k_count,
-                lines_qk,
-                tile_keys,
-                config,
-            );
-            arrive(&k_ready);
         }
 
         v_ready.wait_parity(phase);
