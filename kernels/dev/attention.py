@@ -1,6 +1,7 @@
 """Checks the portable attention kernels against an f64 definition, and times them beside FlashAttention-2 (torch).
 
-Usage: attention.py DIR check|bench|decode [filter]. DIR holds the cubins and kernels.json.
+Usage: attention.py DIR check|bench|decode [filter]. DIR holds the cubins and kernels.json. CASES=n checks a sample; RUN_ONLY=1 leaves
+out the reference.
 """
 
 import itertools
@@ -43,8 +44,8 @@ class Attention:
                 head_major=False, max_q=0, max_k=0, splits=None):
         kernel = self.kernels[kernel] if isinstance(kernel, str) else kernel
         c = kernel.choices
-        simt, decode = "width" in c, "decode" in kernel.name
-        unit = c["width"] if simt else 8
+        simt, decode = "simt" in kernel.name, "decode" in kernel.name
+        unit = c["width"]
         t = 0 if cu_q is not None else 1
         batch = len(cu_q) - 1 if cu_q is not None else q.shape[0]
         heads, dim, dim_v = q.shape[t + 1], q.shape[t + 2], v.shape[-1]
@@ -274,6 +275,8 @@ def run_case(attention, kernel, rng, q_dtype, kv_dtype, lengths_q, lengths_k, he
     launch = attention.prepare(kernel, q, k, v, out, lse, splits=splits, **options)
     launch()
     torch.cuda.synchronize()
+    if "RUN_ONLY" in os.environ:  # racecheck cannot follow the library kernels of the reference
+        return []
     wrong = [] if intact() and lse_intact() and getattr(launch, "intact", lambda: True)() else ["guards"]
     at = 0
     for i in range(batch):

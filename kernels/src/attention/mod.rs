@@ -6,6 +6,28 @@
 //! | [`decode`] | f16 and bf16, few queries: heads packed, keys split |
 //! | [`combine`] | joins what splits give |
 //! | [`simt`] | everything else |
+//!
+//! # What the host does
+//!
+//! All but [`combine`] take the same arguments. `head_dim` and `head_dim_v` are at most the kernel's choice `head_dim`; lengths and
+//! windows are below 2³⁰, an unlimited window is 2³⁰, and a causal mask is `window_right` 1. Null pointers are fine where `flags` says
+//! that an argument is absent. `out` and `out_f32` are the same pointer. A bias goes into the buffer of its dtype.
+//!
+//! - [`forward`]: needs head dimensions, strides and addresses that are multiples of 8 elements (and 16 bytes), keys of the queries' dtype,
+//!   and a positive scale. `scores` if there is a softcap, a bias, a mask, ALiBi or a negative scale. Its grid is
+//!   `ceil(seqlen_q / rows) * num_heads * batch` with that first factor as `row_blocks`; `splits` 1.
+//! - [`decode`]: the same needs (its plain form takes a softcap); best while `seqlen_q * group` is at most 64. The grid is
+//!   `splits * ceil(seqlen_q * group / rows) * num_kv_heads * batch`, the second factor being `row_blocks`.
+//! - [`simt`]: `width` 4 needs multiples of 4 elements and 16 bytes, 1 needs nothing. The grid is as for [`decode`].
+//!
+//! Strides of q, k, v and out count units of `width` elements, all others elements; in paged form `k_outer` and `v_outer` are the distance
+//! of pages, in packed form they are 0.
+//!
+//! Keys are split if the unsplit blocks would leave half of the GPU idle: `splits` is the number of blocks that fit at once over their
+//! number, at most `ceil(seqlen_k / 256)` and 256; then `split_keys = round_up(ceil(seqlen_k / splits), 64)` and `splits =
+//! ceil(seqlen_k / split_keys)`. Unsplit, `split_keys` is 2³⁰. With `rows = batch * seqlen_q * num_heads` the workspace has `splits *
+//! rows * (round_up(head_dim_v, 4) + 1) * 4` bytes: `partial`, then `partial_lse`; [`combine`] follows, in `ceil(rows / 4)` blocks, and wants
+//! `out` in multiples of four elements; otherwise `splits` is 1. The first kernel leaves sinks to it.
 
 use cubecl::prelude::*;
 
@@ -37,6 +59,13 @@ macro_rules! with_half {
     };
 }
 
+/// Which kernel it is, as the choice `kind`.
+pub mod kind {
+    pub const FORWARD: u32 = 0;
+    pub const DECODE: u32 = 1;
+    pub const SIMT: u32 = 2;
+}
+
 const HALVES: [Dtype; 2] = [Dtype::F16, Dtype::Bf16];
 
 pub fn forward_kernel(dtype: Dtype, config: forward::Config) -> Result<Kernel, Error> {
@@ -55,10 +84,13 @@ pub fn forward_kernel(dtype: Dtype, config: forward::Config) -> Result<Kernel, E
         if config.scores { "_scores" } else { "" }
     );
     let choices = vec![
+        ("kind", kind::FORWARD),
         ("dtype", dtype as u32),
+        ("kv_dtype", dtype as u32),
         ("head_dim", config.head_dim),
-        ("rows", config.rows()),
         ("scores", u32::from(config.scores)),
+        ("width", 8),
+        ("rows", config.rows()),
     ];
     b.finish(name, choices, config.threads())
 }
@@ -79,10 +111,13 @@ pub fn decode_kernel(dtype: Dtype, config: decode::Config) -> Result<Kernel, Err
         if config.scores { "_scores" } else { "" }
     );
     let choices = vec![
+        ("kind", kind::DECODE),
         ("dtype", dtype as u32),
+        ("kv_dtype", dtype as u32),
         ("head_dim", config.head_dim),
-        ("rows", 16),
         ("scores", u32::from(config.scores)),
+        ("width", 8),
+        ("rows", 16),
     ];
     b.finish(name, choices, config.threads())
 }
@@ -103,9 +138,11 @@ pub fn simt_kernel(dtype: Dtype, kv_dtype: Dtype, width: u32) -> Result<Kernel, 
         kv_dtype.name()
     );
     let choices = vec![
+        ("kind", kind::SIMT),
         ("dtype", dtype as u32),
         ("kv_dtype", kv_dtype as u32),
         ("head_dim", simt::HEAD_DIM),
+        ("scores", 1),
         ("width", width),
         ("rows", simt::ROWS),
     ];
@@ -211,4 +248,61 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
 /// One per output dtype.
 pub fn combine_kernels() -> Result<Vec<Kernel>, Error> {
     Dtype::ALL.into_iter().map(combine_kernel).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a block may have on every architecture from sm_80, consumer GPUs included.
+    const SHARED_BYTES: usize = 99 << 10;
+
+    #[test]
+    fn kernels_fit_every_architecture() {
+        for kernel in kernels().unwrap().iter().chain(&combine_kernels().unwrap()) {
+            assert!(
+                kernel.shared_bytes <= SHARED_BYTES,
+                "{} has {}",
+                kernel.name,
+                kernel.shared_bytes
+            );
+        }
+    }
+
+    #[test]
+    fn products_are_on_tensor_cores() {
+        for kernel in kernels().unwrap() {
+            let has = |text: &str| kernel.text.contains(text);
+            let simt = kernel.name.contains("simt");
+            let decode = kernel.name.contains("decode");
+            assert_eq!(has("mma.sync.aligned.m16n8k16"), !simt, "{}", kernel.name);
+            assert_eq!(
+                has("ldmatrix.sync.aligned.m8n8.x4"),
+                !simt,
+                "{}",
+                kernel.name
+            );
+            assert_eq!(
+                has("cp.async.cg.shared"),
+                !simt && !decode,
+                "{}",
+                kernel.name
+            );
+        }
+    }
+
+    #[test]
+    fn names_and_choices_are_unique() {
+        let kernels = kernels().unwrap();
+        for (i, a) in kernels.iter().enumerate() {
+            for b in &kernels[..i] {
+                assert!(
+                    a.name != b.name && a.choices != b.choices,
+                    "{} and {}",
+                    a.name,
+                    b.name
+                );
+            }
+        }
+    }
 }
