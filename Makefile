@@ -90,6 +90,7 @@ gpu-pack: ## Build what a GPU machine needs for tests and benchmarks into .gpu/
 
 bench: ## Run the benchmarks and update benches/results
 	cargo bench --locked
+	$(TOOLS) matplotlib
 	python3 benches/report.py record
 	python3 benches/report.py render
 

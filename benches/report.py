@@ -1,7 +1,7 @@
-"""Turns what criterion measured into a result file, a plot and the README's table.
+"""Turns what was measured into result files, plots and the README's tables.
 
     python3 benches/report.py record    # target/criterion -> benches/results/cpu-DATE.json
-    python3 benches/report.py render    # the newest result -> benches/results/cpu.svg and README.md
+    python3 benches/report.py render    # the newest results -> the plots beside them and README.md
 
 A group is one operation; in it `unsloth` and `candle` ran in the same process on the same data. Figures are medians; the ratio is
 candle's time over ours. The attention bench also writes the peak of live heap bytes of each contender, which `record` takes in.
@@ -9,6 +9,7 @@ candle's time over ours. The attention bench also writes the peak of live heap b
 
 import datetime
 import json
+import math
 import os
 import pathlib
 import platform
@@ -73,8 +74,10 @@ def record():
     print(path.relative_to(ROOT))
 
 
-def newest():
-    return json.loads(max(RESULTS.glob("cpu-*.json")).read_text())
+def newest(pattern):
+    """The latest result of a kind, or None; names end in the date."""
+    found = sorted(RESULTS.glob(pattern), key=lambda path: path.stem[-10:])
+    return json.loads(found[-1].read_text()) if found else None
 
 
 def duration(nanoseconds):
@@ -111,11 +114,6 @@ def table(result):
 
 
 def plot(result, path):
-    import matplotlib
-
-    matplotlib.use("svg")
-    # Element ids that do not change from run to run.
-    matplotlib.rcParams["svg.hashsalt"] = "unsloth"
     import matplotlib.pyplot as plt
 
     data = list(rows(result))[::-1]
@@ -128,16 +126,90 @@ def plot(result, path):
     figure.savefig(path, metadata={"Date": None})
 
 
+def hopper_cells(result):
+    """{(head_dim, mask): {sequence: {contender: TFLOP/s}}} of a Hopper attention result."""
+    panels = {}
+    for name, speeds in result["cells"].items():
+        dim, mask, length = re.fullmatch(r"d(\d+)\.(\w+)\.s(\d+)", name).groups()
+        ours = max(v for k, v in speeds.items() if k not in ("cudnn", "fa3"))
+        cell = {OURS: ours, "FlashAttention-3": speeds["fa3"], "cuDNN": speeds["cudnn"]}
+        panels.setdefault((int(dim), mask), {})[int(length)] = cell
+    return panels
+
+
+def hopper_table(result):
+    panels = hopper_cells(result)
+    lengths = sorted(next(iter(panels.values())))
+    ratios = [
+        cell[OURS] / max(v for k, v in cell.items() if k != OURS) for p in panels.values() for cell in p.values()
+    ]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    lines = [
+        f"{result['device']['name']}, driver {result['device']['driver_version']}, {result['date']}; bf16, 16,384 tokens in all, "
+        "heads · dim = 2048; TFLOP/s of kernel time, contenders by turns: libunsloth / FlashAttention-3 / cuDNN "
+        f"{result['cudnn'] // 10000}.{result['cudnn'] // 100 % 100}. Geometric mean of our speed over the better of the other two: "
+        f"{mean:.3f}; the lowest of the {len(ratios)} cells: {min(ratios):.3f}.",
+        "",
+        "| forward | " + " | ".join(map(str, lengths)) + " |",
+        "|-|" + "-|" * len(lengths),
+    ]
+    for (dim, mask), cells in sorted(panels.items(), key=lambda item: (item[0][0], item[0][1] == "causal")):
+        speeds = (" / ".join(f"{v:.0f}" for v in cells[n].values()) for n in lengths)
+        lines.append(f"| hd{dim} {mask} | " + " | ".join(speeds) + " |")
+    return "\n".join(lines)
+
+
+def hopper_plot(result, path):
+    import matplotlib.pyplot as plt
+
+    panels = hopper_cells(result)
+    dims = sorted({dim for dim, _ in panels})
+    figure, grid = plt.subplots(2, len(dims), figsize=(4 * len(dims), 6), sharex=True, layout="constrained")
+    for (dim, mask), cells in panels.items():
+        axes = grid[int(mask == "causal")][dims.index(dim)]
+        lengths = sorted(cells)
+        for contender, color in ((OURS, "#3465a4"), ("FlashAttention-3", "#cc6600"), ("cuDNN", "#73a946")):
+            axes.plot(lengths, [cells[n][contender] for n in lengths], marker="o", label=contender, color=color)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(n) for n in lengths])
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"head dim {dim}, {mask}")
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].legend(frameon=False)
+    for row in grid:
+        row[0].set_ylabel("TFLOP/s")
+    for axes in grid[1]:
+        axes.set_xlabel("sequence length")
+    figure.suptitle(f"Attention forward, bf16, {result['device']['name']}")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def set_section(text, name, body):
+    begin, end = f"<!-- {name}: made by benches/report.py -->\n", f"<!-- end of {name} -->"
+    if begin not in text or end not in text:
+        sys.exit(f"README.md has no place for the {name}")
+    head, rest = text.split(begin, 1)
+    return head + begin + body + "\n" + end + rest.split(end, 1)[1]
+
+
 def render():
-    result = newest()
-    plot(result, RESULTS / "cpu.svg")
+    import matplotlib
+
+    matplotlib.use("svg")
+    # Element ids that do not change from run to run.
+    matplotlib.rcParams["svg.hashsalt"] = "unsloth"
     readme = ROOT / "README.md"
     text = readme.read_text()
-    begin, end = "<!-- cpu table: made by benches/report.py -->\n", "<!-- end of cpu table -->"
-    if begin not in text or end not in text:
-        sys.exit("README.md has no place for the cpu table")
-    head, rest = text.split(begin, 1)
-    readme.write_text(head + begin + table(result) + "\n" + end + rest.split(end, 1)[1])
+    kinds = (
+        ("cpu-*.json", "cpu table", table, plot, "cpu.svg"),
+        ("attention_forward_h200_*.json", "hopper table", hopper_table, hopper_plot, "attention_forward_h200.svg"),
+    )
+    for pattern, name, make_table, make_plot, image in kinds:
+        result = newest(pattern)
+        if result is not None:
+            make_plot(result, RESULTS / image)
+            text = set_section(text, name, make_table(result))
+    readme.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Puts the build tools that this machine lacks into .tools/, from PyPI.
 
-    python3 scripts/tools.py cmake ninja pkg-config clang-format pip numpy
+    python3 scripts/tools.py cmake ninja pkg-config clang-format pip numpy matplotlib
 
 A tool that the machine has, in a version that serves, is left to the machine. Executables appear in .tools/bin, Python modules in
 .tools/python; the Makefile puts both on the search paths.
@@ -36,7 +36,7 @@ PROGRAMS["nvcc"] = (
     ["nvidia/cu13/bin/nvcc"],
     (12, 8),
 )
-PACKAGES = {"numpy": "numpy"}
+PACKAGES = {"numpy": "numpy", "matplotlib": "matplotlib==3.10.7"}
 
 
 def machines_own(name):
