@@ -43,8 +43,8 @@ fn cases() -> Vec<Case> {
         }
     };
     let mut cases = Vec::new();
-    // Around the switch from dot products to tiles, around vector widths, and beyond one tile in each direction.
-    for rows in [1, 2, 3, 4, 5, 7, 8, 9, 17, 64] {
+    // On both sides of the switch from dot products to tiles, around vector widths, and beyond one tile in each direction.
+    for rows in [1, 2, 3, 4, 5, 8, 9, 32, 33, 64] {
         for size in [(1, 1), (3, 5), (33, 31), (64, 128), (130, 700)] {
             cases.push(case(&[rows], size));
         }

@@ -1,10 +1,14 @@
-//! Products of a few rows: bound by reading the weights, each of which is read once and multiplies every row.
+//! `x Wᵀ` for few rows, which is bound by reading the weights: each is read once and multiplies every row.
+//!
+//! Rows of `x` and of `W` both lie along the depth, so the product is made of dot products, and needs neither packing nor transposition:
+//! a few rows of each are multiplied by vectors that lie along the depth, with one vector of partial sums for each pair of rows in a
+//! register. Every sum is computed in the same order whatever stands beside it, so a row's result depends neither on the number of
+//! threads nor on how many rows are multiplied at a time.
 
 use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::widen;
 use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::row_of;
@@ -16,29 +20,31 @@ pub(super) const MAX_ROWS: usize = 32;
 /// Output columns that are finished at a time.
 const PART: usize = 16;
 
-/// Rows of weights that are multiplied at a time: independent sums enough to hide the latency of FMA.
+/// Rows of weights that are multiplied at a time.
 const GROUP: usize = 4;
 
-/// Sums of a part: rows of `x` by output columns.
-type Sums = [[f32; PART]; MAX_ROWS];
-
+/// As [`for_each_row_part`](super::for_each_row_part).
 pub(super) fn run<const N: usize>(
     cpu: &Cpu,
     x: &RawTensor,
     weights: [&RawTensor; N],
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
 ) {
-    let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
     let rows = x.layout.num_rows();
-    let mut wide = vec![0.0f32; rows * depth];
-    widen(cpu, x, 0..rows, 0..depth, &mut wide);
+    let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
+    let mut scratch = Vec::new();
+    let mut wide: [&[f32]; MAX_ROWS] = [&[]; MAX_ROWS];
+    let wide = &mut wide[..rows];
+    with_float!(x.dtype, X => rows_as_f32::<X>(x, depth, &mut scratch, wide));
+    let wide = &*wide;
     let cost = depth.saturating_mul(rows * N * PART);
     cpu.for_each_range(columns.div_ceil(PART), cost, |parts| {
+        let mut scratch = [[0.0f32; BLOCK]; GROUP];
         cpu.arch().dispatch(Parts {
-            x: &wide,
-            rows,
+            x: wide,
             weights,
             parts,
+            scratch: &mut scratch,
             done: &done,
         });
     });
@@ -46,11 +52,11 @@ pub(super) fn run<const N: usize>(
 
 /// Some parts of the output's columns.
 struct Parts<'a, F, const N: usize> {
-    /// Rows of the weights' depth.
-    x: &'a [f32],
-    rows: usize,
+    x: &'a [&'a [f32]],
     weights: [&'a RawTensor; N],
     parts: Range<usize>,
+    /// Blocks of weights that are not f32, widened.
+    scratch: &'a mut [[f32; BLOCK]; GROUP],
     done: &'a F,
 }
 
@@ -59,16 +65,27 @@ impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> WithSimd for P
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        // What is set up for each group of columns grows with the rows that there is room for.
+        match self.x.len() {
+            0..=4 => self.run::<S, 4>(simd),
+            _ => self.run::<S, MAX_ROWS>(simd),
+        }
+    }
+}
+
+impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> Parts<'_, F, N> {
+    #[inline(always)]
+    fn run<S: Simd, const ROOM: usize>(self, simd: S) {
         let columns = self.weights[0].layout.dim(0);
-        let mut sums: [Sums; N] = [[[0.0; PART]; MAX_ROWS]; N];
+        let mut sums = [[[0.0f32; PART]; ROOM]; N];
         for part in self.parts {
             let part = part * PART..columns.min((part + 1) * PART);
             for (sums, weight) in sums.iter_mut().zip(self.weights) {
                 with_float!(weight.dtype, W => {
-                    products::<S, W>(simd, self.x, self.rows, weight, part.clone(), sums);
+                    products::<S, W, ROOM>(simd, self.x, weight, part.clone(), self.scratch, sums);
                 });
             }
-            for row in 0..self.rows {
+            for row in 0..self.x.len() {
                 let sums = sums.each_mut().map(
                     #[inline(always)]
                     |sums| &mut sums[row][..part.len()],
@@ -79,15 +96,47 @@ impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> WithSimd for P
     }
 }
 
+/// The rows where they are if they are f32, else their copies in `scratch`.
+fn rows_as_f32<'a, X: Float>(
+    x: &RawTensor,
+    depth: usize,
+    scratch: &'a mut Vec<f32>,
+    out: &mut [&'a [f32]],
+) {
+    scratch.clear();
+    scratch.resize(
+        if X::as_f32(&[]).is_some() {
+            0
+        } else {
+            out.len() * depth
+        },
+        0.0,
+    );
+    let mut scratch = scratch.as_mut_slice();
+    for (row, out) in out.iter_mut().enumerate() {
+        // SAFETY: a row of the checked tensor.
+        let from = unsafe { row_of::<X>(x, row, depth) };
+        *out = match X::as_f32(from) {
+            Some(row) => row,
+            None => {
+                let (copy, rest) = std::mem::take(&mut scratch).split_at_mut(depth);
+                scratch = rest;
+                X::load(from, copy);
+                copy
+            }
+        };
+    }
+}
+
 /// Every row of `x` by the weights' rows `columns`.
 #[inline(always)]
-fn products<S: Simd, W: Float>(
+fn products<S: Simd, W: Float, const ROOM: usize>(
     simd: S,
-    x: &[f32],
-    rows: usize,
+    x: &[&[f32]],
     weight: &RawTensor,
     columns: Range<usize>,
-    sums: &mut Sums,
+    scratch: &mut [[f32; BLOCK]; GROUP],
+    sums: &mut [[f32; PART]; ROOM],
 ) {
     let depth = weight.layout.dim(1);
     let (mut column, mut at) = (columns.start, 0);
@@ -97,88 +146,97 @@ fn products<S: Simd, W: Float>(
             // SAFETY: a row of the checked matrix.
             *w = unsafe { row_of::<W>(weight, column + i, depth) };
         }
-        group(simd, x, rows, w, sums, at);
+        group(simd, x, w, scratch, sums, at);
         (column, at) = (column + GROUP, at + GROUP);
     }
     while column < columns.end {
         // SAFETY: a row of the checked matrix.
         let w = [unsafe { row_of::<W>(weight, column, depth) }];
-        group(simd, x, rows, w, sums, at);
+        group(simd, x, w, scratch, sums, at);
         (column, at) = (column + 1, at + 1);
     }
 }
 
-/// Every row of `x` by `C` rows of weights, whose sums go to the columns from `at`. A sum does not depend on what is computed beside
-/// it.
+/// Every row of `x` by `C` rows of weights, whose sums go to the columns from `at`.
 #[inline(always)]
-fn group<S: Simd, W: Float, const C: usize>(
+fn group<S: Simd, W: Float, const C: usize, const ROOM: usize>(
     simd: S,
-    x: &[f32],
-    rows: usize,
+    x: &[&[f32]],
     w: [&[W]; C],
-    sums: &mut Sums,
+    scratch: &mut [[f32; BLOCK]; GROUP],
+    sums: &mut [[f32; PART]; ROOM],
     at: usize,
 ) {
     let depth = w[0].len();
-    let mut partial = [[simd.splat_f32s(0.0); C]; MAX_ROWS];
-    let mut tails = [[0.0f32; C]; MAX_ROWS];
-    let mut scratch = [[0.0f32; BLOCK]; C];
-    for start in (0..depth).step_by(BLOCK) {
-        let len = BLOCK.min(depth - start);
+    let mut partial = [[simd.splat_f32s(0.0); C]; ROOM];
+    let mut tails = [[0.0f32; C]; ROOM];
+    // Partial sums, a vector of each operand's rows and one to spare must fit the registers.
+    let at_once = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
+    // What needs no widening, and too little of `x` to fall out of cache, is gone through without a pause.
+    let length = match W::as_f32(&[]) {
+        Some(_) if ROOM <= 4 => depth.max(1),
+        _ => BLOCK,
+    };
+    for start in (0..depth).step_by(length) {
+        let block = start..depth.min(start + length);
         let mut wide: [&[f32]; C] = [&[]; C];
-        for ((wide, w), scratch) in wide.iter_mut().zip(w).zip(&mut scratch) {
-            let w = &w[start..start + len];
+        for ((wide, w), scratch) in wide.iter_mut().zip(w).zip(scratch.iter_mut()) {
+            let w = &w[block.clone()];
             *wide = match W::as_f32(w) {
                 Some(w) => w,
                 None => {
-                    let scratch = &mut scratch[..len];
+                    let scratch = &mut scratch[..block.len()];
                     W::load(w, scratch);
                     scratch
                 }
             };
         }
         let mut row = 0;
-        while row < rows {
-            let x = |i: usize| &x[(row + i) * depth + start..][..len];
+        while row < x.len() {
             let (partial, tails) = (&mut partial[row..], &mut tails[row..]);
-            row += match rows - row {
-                1 => step(simd, [x(0)], wide, partial, tails),
-                2 => step(simd, [x(0), x(1)], wide, partial, tails),
-                3 => step(simd, [x(0), x(1), x(2)], wide, partial, tails),
-                _ => step(simd, [x(0), x(1), x(2), x(3)], wide, partial, tails),
+            row += match at_once.min(x.len() - row) {
+                1 => step::<S, 1, C>(simd, &x[row..], &block, wide, partial, tails),
+                2 => step::<S, 2, C>(simd, &x[row..], &block, wide, partial, tails),
+                3 => step::<S, 3, C>(simd, &x[row..], &block, wide, partial, tails),
+                _ => step::<S, 4, C>(simd, &x[row..], &block, wide, partial, tails),
             };
         }
     }
-    for ((sums, partial), tails) in sums.iter_mut().zip(partial).zip(tails).take(rows) {
+    for ((sums, partial), tails) in sums.iter_mut().zip(partial).zip(tails).take(x.len()) {
         for c in 0..C {
             sums[at + c] = simd.reduce_sum_f32s(partial[c]) + tails[c];
         }
     }
 }
 
-/// Adds the products of `R` rows of `x` and `C` rows of weights, all of one length, to vectors of partial sums and to the sums of
-/// what is left. Gives `R`.
+/// Adds the products of a block of `R` rows of `x` and of `C` rows of weights to vectors of partial sums, and those of the elements
+/// left over to sums of their own. Gives `R`.
 #[inline(always)]
 fn step<S: Simd, const R: usize, const C: usize>(
     simd: S,
-    x: [&[f32]; R],
+    x: &[&[f32]],
+    block: &Range<usize>,
     w: [&[f32]; C],
     partial: &mut [[S::f32s; C]],
     tails: &mut [[f32; C]],
 ) -> usize {
-    let len = w[0].len();
+    let mut rows: [&[f32]; R] = [&[]; R];
+    for (row, x) in rows.iter_mut().zip(x) {
+        *row = &x[block.clone()];
+    }
+    let len = block.len();
     let whole = len / S::F32_LANES * S::F32_LANES;
     let mut sums = [[simd.splat_f32s(0.0); C]; R];
     sums.copy_from_slice(&partial[..R]);
     for i in (0..whole).step_by(S::F32_LANES) {
         let mut vectors = [simd.splat_f32s(0.0); C];
         for c in 0..C {
-            // SAFETY: a vector from `i` ends within `whole`, no further than the slice, as all are of one length.
+            // SAFETY: a vector from `i` ends within `whole`, no further than the block.
             vectors[c] = unsafe { vector::<S>(w[c], i) };
         }
         for r in 0..R {
             // SAFETY: as above.
-            let x = unsafe { vector::<S>(x[r], i) };
+            let x = unsafe { vector::<S>(rows[r], i) };
             for c in 0..C {
                 sums[r][c] = simd.mul_add_f32s(x, vectors[c], sums[r][c]);
             }
@@ -188,7 +246,7 @@ fn step<S: Simd, const R: usize, const C: usize>(
     for i in whole..len {
         for r in 0..R {
             for c in 0..C {
-                tails[r][c] = x[r][i].mul_add(w[c][i], tails[r][c]);
+                tails[r][c] = rows[r][i].mul_add(w[c][i], tails[r][c]);
             }
         }
     }
