@@ -151,3 +151,29 @@ fn misuse_is_refused_and_writes_nothing() {
     };
     operation.check(good, MISUSE, &[&out]);
 }
+
+#[test]
+fn without_products_there_are_bias_and_residual() {
+    let ctx = abi::Handle::cpu();
+    let memory = &contexts()[0];
+    for rows in [2, 40] {
+        let layout = Layout::contiguous(&[rows, 3]).unwrap();
+        let bias = TestTensor::of(DType::F32, &[3], &[1.0, 2.0, 3.0]).upload(memory);
+        let out = TestTensor::from_values(DType::F32, layout, &vec![10.0; 3 * rows]).upload(memory);
+        // SAFETY: integers and pointers, size first.
+        let mut p: unsloth_linear_params = unsafe { abi::zeroed_params() };
+        let empty = |n| {
+            let layout = Layout::contiguous(&[n, 0]).unwrap();
+            abi::described(std::ptr::null_mut(), DType::F32, &layout)
+        };
+        (p.x, p.weight, p.bias) = (empty(rows), empty(3), c_tensor(&bias));
+        (p.residual, p.out) = (c_tensor(&out), c_tensor(&out));
+        // SAFETY: tensors with elements lie in memory made above.
+        let status = unsafe { unsloth_linear_forward(ctx.0, &p, std::ptr::null_mut()) };
+        assert_eq!(status, UNSLOTH_STATUS_SUCCESS, "{}", abi::last_message());
+        assert_eq!(
+            out.download_output().values(),
+            [11.0, 12.0, 13.0].repeat(rows)
+        );
+    }
+}

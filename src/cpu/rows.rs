@@ -9,6 +9,9 @@ use crate::tensor::RawTensor;
 /// Row `row` of `t` is `dim` contiguous, initialised elements of type T.
 #[inline(always)]
 pub(crate) unsafe fn row_of<'a, T>(t: &RawTensor, row: usize, dim: usize) -> &'a [T] {
+    if dim == 0 {
+        return &[]; // an empty tensor's pointer may be NULL
+    }
     // SAFETY: the caller's promise; offsets of existing rows fit an isize (see Layout).
     unsafe {
         std::slice::from_raw_parts(
@@ -22,6 +25,9 @@ pub(crate) unsafe fn row_of<'a, T>(t: &RawTensor, row: usize, dim: usize) -> &'a
 /// Row `row` of `t` is `dim` contiguous elements of type T, and nothing else accesses it.
 #[inline(always)]
 pub(crate) unsafe fn row_of_mut<'a, T>(t: &RawTensor, row: usize, dim: usize) -> &'a mut [T] {
+    if dim == 0 {
+        return &mut [];
+    }
     // SAFETY: the caller's promise; offsets of existing rows fit an isize (see Layout).
     unsafe { std::slice::from_raw_parts_mut(t.ptr.cast::<T>().add(t.layout.row_offset(row)), dim) }
 }
@@ -30,6 +36,9 @@ pub(crate) unsafe fn row_of_mut<'a, T>(t: &RawTensor, row: usize, dim: usize) ->
 /// Columns `columns` of row `row` of `t` are contiguous, initialised elements of type T.
 #[inline(always)]
 pub(crate) unsafe fn part_of<'a, T>(t: &RawTensor, row: usize, columns: Range<usize>) -> &'a [T] {
+    if columns.is_empty() {
+        return &[];
+    }
     let offset = t.layout.row_offset(row) + columns.start;
     // SAFETY: the caller's promise; offsets of existing elements fit an isize (see Layout).
     unsafe { std::slice::from_raw_parts(t.ptr.cast::<T>().cast_const().add(offset), columns.len()) }
@@ -43,6 +52,9 @@ pub(crate) unsafe fn part_of_mut<'a, T>(
     row: usize,
     columns: Range<usize>,
 ) -> &'a mut [T] {
+    if columns.is_empty() {
+        return &mut [];
+    }
     let offset = t.layout.row_offset(row) + columns.start;
     // SAFETY: the caller's promise; offsets of existing elements fit an isize (see Layout).
     unsafe { std::slice::from_raw_parts_mut(t.ptr.cast::<T>().add(offset), columns.len()) }
