@@ -25,8 +25,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 TOOLS := python3 scripts/tools.py
 CONFIGURE := cmake -G Ninja --log-level=NOTICE
-# Neither what is generated nor the CUDA kernels, which are laid out by hand around their inline PTX.
-C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c|kernels/.*)$$')
+# All but what is generated.
+C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c)$$')
 
 .PHONY: help demo engine model stage install test test-rust test-c test-engine test-examples gpu-pack bench header fmt lint fuzz clean
 

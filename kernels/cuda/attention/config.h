@@ -6,12 +6,12 @@ namespace unsloth {
 enum class Mask { kNone, kCausal, kWindow };
 
 struct TileConfig {
-  int head_dim;      // of Q and K
-  int head_dim_v;    // of V and O
-  int warpgroups;    // consumers; each owns 64 query rows
-  int block_n;       // keys per step
-  int stages;        // buffers for K, and as many for V
-  int q_stages;      // buffers for Q, where O is staged too; with 2, Q is there before its tile starts
+  int head_dim;    // of Q and K
+  int head_dim_v;  // of V and O
+  int warpgroups;  // consumers; each owns 64 query rows
+  int block_n;     // keys per step
+  int stages;      // buffers for K, and as many for V
+  int q_stages;  // buffers for Q, where O is staged too; with 2, Q is there before its tile starts
   bool q_registers;  // Q is held in registers: less shared memory traffic, if there is room
   bool take_turns;   // consumers issue their products in a fixed rotation ("ping-pong")
   bool early_exp;    // half of the exponentials are computed before P V is waited for
@@ -29,9 +29,10 @@ consteval int chunk_elements(int rows, int columns) { return rows * chunks(colum
 consteval int producer_registers(const TileConfig &c) { return c.warpgroups == 3 ? 32 : 40; }
 consteval int consumer_registers(const TileConfig &c) { return c.warpgroups == 3 ? 160 : 232; }
 
-// Which serves what, and from which length on, is the host's choice (see ../dev/choose.py). `Short` tiles
-// have fewer rows, or less to set up, per tile.
+// Which serves what, and from which length on, is the host's choice (see ../dev/choose.py). `Short`
+// tiles have fewer rows, or less to set up, per tile.
 //                                       d    dv  wg   bn  st  qs q_reg  turns  early
+// clang-format off
 constexpr TileConfig kTile64 =           {64,  64,  3, 128, 2, 2, false, true,  true};
 constexpr TileConfig kTile64Short =      {64,  64,  2, 128, 3, 2, true,  true,  true};
 constexpr TileConfig kTile96 =           {96,  96,  2, 128, 2, 2, false, true,  true};
@@ -40,5 +41,6 @@ constexpr TileConfig kTile128Short =     {128, 128, 2, 128, 2, 2, false, true,  
 constexpr TileConfig kTile192 =          {192, 192, 2, 96,  2, 1, false, false, true};
 constexpr TileConfig kTile192V128 =      {192, 128, 2, 112, 2, 1, false, false, true};
 constexpr TileConfig kTile256 =          {256, 256, 2, 80,  2, 1, false, false, true};
+// clang-format on
 
 }  // namespace unsloth
