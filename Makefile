@@ -83,7 +83,7 @@ test-examples: stage
 	cmake --build build/example_c
 	build/example_c/attention
 	UNSLOTH_LIBRARY="$(STAGE)/lib/libunsloth.so" python3 examples/python/attention.py
-	cargo run --locked --quiet --example attention
+	cargo run --locked --quiet $(FEATURES) --example attention
 
 gpu-pack: ## Build what a GPU machine needs for tests and benchmarks into .gpu/
 	scripts/gpu_pack.sh
