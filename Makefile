@@ -69,7 +69,8 @@ test-rust: compilers
 
 test-c: stage
 	$(TOOLS) pkg-config
-	$(CONFIGURE) -S c_tests -B build/c_tests -DCMAKE_PREFIX_PATH="$(STAGE)" -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)"
+	$(CONFIGURE) -S c_tests -B build/c_tests -DCMAKE_PREFIX_PATH="$(STAGE)" \
+	  -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)" -DUNSLOTH_CUDA=$(if $(FEATURES),ON,OFF)
 	cmake --build build/c_tests
 	ctest --test-dir build/c_tests --output-on-failure -j $(JOBS)
 

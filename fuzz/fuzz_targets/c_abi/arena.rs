@@ -61,7 +61,7 @@ impl Arena {
         ptr
     }
 
-    /// A tensor of this dtype and shape in some layout; one in sixteen has something wrong with it.
+    /// A tensor of this dtype and shape in some layout; one in eight has something wrong with it.
     pub fn tensor(
         &mut self,
         input: &mut Input,
@@ -81,7 +81,7 @@ impl Arena {
                 strides(&mut t, input.up_to(3), swapped);
             }
         }
-        if input.one_in(16) {
+        if input.one_in(8) {
             spoil(input, &mut t);
         }
         self.place(input, &mut t);
@@ -202,15 +202,27 @@ fn strides(t: &mut unsloth_tensor, padding: i64, swapped: Option<usize>) {
     }
 }
 
-/// Changes one thing about a tensor.
+/// Changes one thing about a tensor, by a little as often as by much.
 fn spoil(input: &mut Input, t: &mut unsloth_tensor) {
-    let dim = input.up_to(UNSLOTH_MAX_RANK as i64 - 1) as usize;
-    match input.byte() % 5 {
+    let rank = i64::from(t.rank).clamp(1, UNSLOTH_MAX_RANK as i64);
+    let dim = input.up_to(rank - 1) as usize;
+    match input.byte() % 8 {
         0 => t.dtype = u32::from(input.byte()) % 12,
-        1 => t.shape[dim] = input.number(),
-        2 => t.strides[dim] = input.number(),
-        3 => t.rank = u32::from(input.byte()) % 9,
-        _ => *t = absent(),
+        1 => t.rank = u32::from(input.byte()) % 9,
+        2 => *t = absent(),
+        3..6 => t.shape[dim] = near(input, t.shape[dim]),
+        _ => t.strides[dim] = near(input, t.strides[dim]),
+    }
+}
+
+fn near(input: &mut Input, n: i64) -> i64 {
+    match input.byte() % 8 {
+        0 | 1 => n.wrapping_sub(1),
+        2 => n.wrapping_add(1),
+        3 => n.wrapping_mul(2),
+        4 => 1,
+        5 => 0,
+        _ => input.number(),
     }
 }
 
