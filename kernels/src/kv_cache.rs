@@ -93,13 +93,9 @@ fn kv_append<S: Float, D: Float, N: Size>(
     let token = of_side / num_heads;
     let head = of_side % num_heads;
 
-    let turns = comptime!(if style == PLAIN {
-        1
-    } else {
-        MAX_PAIRS * (THREADS / PER_ROW)
-    });
-    let mut cos = SharedMemory::<f32>::new(comptime!(turns as usize));
-    let mut sin = SharedMemory::<f32>::new(comptime!(turns as usize));
+    let sines = comptime!(MAX_PAIRS * (THREADS / PER_ROW));
+    let room = comptime!(if style == PLAIN { 1 } else { 2 * sines });
+    let mut turns = SharedMemory::<f32>::new(comptime!(room as usize));
     let first = row_of_block * MAX_PAIRS;
     if comptime!(style != PLAIN) {
         if row < per_side && k_side.length > 0 {
@@ -115,8 +111,8 @@ fn kv_append<S: Float, D: Float, N: Size>(
                     sin_table,
                     frequencies,
                 );
-                cos[(first + pair) as usize] = turned.cos;
-                sin[(first + pair) as usize] = turned.sin;
+                turns[(first + pair) as usize] = turned.cos;
+                turns[(sines + first + pair) as usize] = turned.sin;
                 pair += PER_ROW;
             }
         }
@@ -153,7 +149,8 @@ fn kv_append<S: Float, D: Float, N: Size>(
                     let mut vector = lane;
                     while vector < per_head {
                         rotate::<S, D, N>(
-                            k, k_pages, source, target, vector, per_half, first, &cos, &sin, style,
+                            k, k_pages, source, target, vector, per_half, first, &turns, sines,
+                            style,
                         );
                         vector += PER_ROW;
                     }

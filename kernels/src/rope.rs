@@ -66,8 +66,7 @@ fn rope<F: Float, N: Size>(
         positions_i64[at]
     };
 
-    let mut cos = SharedMemory::<f32>::new(comptime!(MAX_PAIRS as usize));
-    let mut sin = SharedMemory::<f32>::new(comptime!(MAX_PAIRS as usize));
+    let mut turns = SharedMemory::<f32>::new(comptime!(2 * MAX_PAIRS as usize));
     let mut pair = UNIT_POS_X;
     while pair < angles.pairs {
         let turned = angle(
@@ -79,8 +78,8 @@ fn rope<F: Float, N: Size>(
             sin_table,
             frequencies,
         );
-        cos[pair as usize] = turned.cos;
-        sin[pair as usize] = turned.sin;
+        turns[pair as usize] = turned.cos;
+        turns[(MAX_PAIRS + pair) as usize] = turned.sin;
         pair += THREADS;
     }
     sync_cube();
@@ -98,7 +97,7 @@ fn rope<F: Float, N: Size>(
                 + token as usize * q_heads.out_token
                 + head as usize * q_heads.out_head;
             rotate::<F, F, N>(
-                q, q_out, from, to, vector, per_half, 0u32, &cos, &sin, style,
+                q, q_out, from, to, vector, per_half, 0u32, &turns, MAX_PAIRS, style,
             );
         } else {
             let head = head - q_heads.count;
@@ -109,7 +108,7 @@ fn rope<F: Float, N: Size>(
                 + token as usize * k_heads.out_token
                 + head as usize * k_heads.out_head;
             rotate::<F, F, N>(
-                k, k_out, from, to, vector, per_half, 0u32, &cos, &sin, style,
+                k, k_out, from, to, vector, per_half, 0u32, &turns, MAX_PAIRS, style,
             );
         }
         item += THREADS;

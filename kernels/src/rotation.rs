@@ -78,7 +78,8 @@ fn turn_second(a: f32, b: f32, cos: f32, sin: f32) -> f32 {
 
 /// Rotates one vector of pairs of a head that begins at `from` and goes to `to`: in the half-split style vector `vector` of the first
 /// half with its partners, in the interleaved style vector `vector`, or pair `vector` where vectors are single elements. The head's
-/// angles begin at `first` of `cos` and `sin`. Reads before it writes, so that both may be the same memory.
+/// cosines begin at `first` of `turns`, its sines `sines` further: one array, since CubeCL lays several out in no particular order.
+/// Reads before it writes, so that both may be the same memory.
 #[cube]
 pub(crate) fn rotate<S: Float, D: Float, N: Size>(
     x: &Array<Vector<S, N>>,
@@ -88,8 +89,8 @@ pub(crate) fn rotate<S: Float, D: Float, N: Size>(
     vector: u32,
     per_half: u32,
     first: u32,
-    cos: &SharedMemory<f32>,
-    sin: &SharedMemory<f32>,
+    turns: &SharedMemory<f32>,
+    #[comptime] sines: u32,
     #[comptime] style: u32,
 ) {
     let width = comptime!(N::value() as u32);
@@ -101,8 +102,8 @@ pub(crate) fn rotate<S: Float, D: Float, N: Size>(
         let mut turned_b = Vector::<f32, N>::zeroed();
         #[unroll]
         for j in 0..N::value() {
-            let c = cos[first as usize + vector as usize * N::value() + j];
-            let s = sin[first as usize + vector as usize * N::value() + j];
+            let c = turns[first as usize + vector as usize * N::value() + j];
+            let s = turns[sines as usize + first as usize + vector as usize * N::value() + j];
             turned_a[j] = turn_first(a[j], b[j], c, s);
             turned_b[j] = turn_second(a[j], b[j], c, s);
         }
@@ -113,8 +114,8 @@ pub(crate) fn rotate<S: Float, D: Float, N: Size>(
         let at = (2 * vector) as usize;
         let a = Vector::<f32, N>::cast_from(x[from + at]);
         let b = Vector::<f32, N>::cast_from(x[from + at + 1]);
-        let c = cos[(first + vector) as usize];
-        let s = sin[(first + vector) as usize];
+        let c = turns[(first + vector) as usize];
+        let s = turns[sines as usize + (first + vector) as usize];
         out[to + at] = Vector::cast_from(turn_first(a[0], b[0], c, s));
         out[to + at + 1] = Vector::cast_from(turn_second(a[0], b[0], c, s));
     } else {
@@ -125,8 +126,8 @@ pub(crate) fn rotate<S: Float, D: Float, N: Size>(
             let pair = first as usize + vector as usize * comptime!(N::value() / 2) + j;
             let a = v[2 * j];
             let b = v[2 * j + 1];
-            turned[2 * j] = turn_first(a, b, cos[pair], sin[pair]);
-            turned[2 * j + 1] = turn_second(a, b, cos[pair], sin[pair]);
+            turned[2 * j] = turn_first(a, b, turns[pair], turns[sines as usize + pair]);
+            turned[2 * j + 1] = turn_second(a, b, turns[pair], turns[sines as usize + pair]);
         }
         out[to + vector as usize] = Vector::cast_from(turned);
     }
