@@ -29,7 +29,7 @@ fn context() -> *mut unsloth_context {
             backend: 0,
             device: 0,
             num_threads: 2,
-            memory_limit: 1 << 30,
+            memory_limit: 1 << 26,
         };
         let mut ctx = std::ptr::null_mut();
         // SAFETY: pointers to live locals.
