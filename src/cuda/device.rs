@@ -190,6 +190,23 @@ impl Resources {
         })
     }
 
+    /// Blocks of a kernel that the device runs at once.
+    pub fn resident_blocks<A>(&self, kernel: &Kernel<A>) -> Result<usize> {
+        let primary = &self.primary;
+        let threads = kernel.info.block.iter().product::<u32>() as c_int;
+        let shared_bytes = kernel.info.shared_bytes as usize;
+        let mut blocks: c_int = 0;
+        let _entered = primary.enter(self.op)?;
+        // SAFETY: valid for a write; the function is of the current context.
+        unsafe {
+            primary
+                .driver
+                .occupancy(self.op, &mut blocks, kernel.function, threads, shared_bytes)
+        }?;
+        let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(blocks.unsigned_abs() as usize * primary.attribute(self.op, units)? as usize)
+    }
+
     pub fn ordinal(&self) -> i32 {
         self.ordinal
     }

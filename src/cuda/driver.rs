@@ -75,6 +75,8 @@ functions! {
     module_function = cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
     function_attribute = cuFuncGetAttribute(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction);
     function_set_attribute = cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
+    occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut c_int, function: CUfunction, threads: c_int,
+        shared_bytes: usize);
     launch = cuLaunchKernel(function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
         block_z: c_uint, shared_bytes: c_uint, stream: CUstream, params: *mut *mut c_void, extra: *mut *mut c_void);
     mem_alloc = cuMemAlloc_v2(ptr: *mut CUdeviceptr, size: usize);

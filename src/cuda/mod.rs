@@ -3,6 +3,7 @@
 //! A context belongs to one device and uses its primary context. What costs time is done when it is made: images are loaded and
 //! functions given their attributes. A launch then only checks, fills a struct and calls the driver.
 
+pub(crate) mod attention;
 mod device;
 mod driver;
 pub(crate) mod embedding;
@@ -28,6 +29,7 @@ use images::Arguments;
 
 /// The CUDA backend's state on one device.
 pub(crate) struct Cuda {
+    attention: attention::Kernels,
     embedding: embedding::Kernels,
     kv_append: kv_cache::Kernels,
     rms_norm: rms_norm::Kernels,
@@ -111,6 +113,7 @@ impl Cuda {
         }
         let resources = Resources::load(op, driver, ordinal)?;
         Ok(Cuda {
+            attention: attention::Kernels::new(&resources)?,
             embedding: embedding::kernels(&resources)?,
             kv_append: kv_cache::kernels(&resources)?,
             rms_norm: rms_norm::Kernels::new(&resources)?,

@@ -36,7 +36,7 @@ scalars! { Args, ArgsExpand {
     seqlen_k: u32,
     /// Blocks of query rows of a head (of a key head where rows are packed).
     row_blocks: u32,
-    /// Parts that the keys are cut into, and the keys of a part.
+    /// Parts that the keys of a sequence are cut into, and the least keys of a part, in multiples of 64.
     splits: u32,
     split_keys: u32,
     /// Of the partial results: batch × `seqlen_q` × heads.
@@ -179,6 +179,25 @@ pub fn sequence(args: &Args, buffers: &Buffers, batch: u32) -> Span {
         q_count,
         k_first,
         k_count,
+    }
+}
+
+/// How the keys of a sequence are cut: part `i` begins at `base + i * keys`.
+#[derive(CubeType, Clone)]
+pub struct Cut {
+    pub base: u32,
+    pub keys: u32,
+}
+
+/// Cuts the keys that any query sees into parts of one size, which follows the length of the sequence: the host does not know it.
+#[cube]
+pub fn cut(q_count: u32, k_count: u32, window_left: u32, splits: u32, least: u32) -> Cut {
+    let first = i32::cast_from(k_count) - i32::cast_from(q_count) - i32::cast_from(window_left);
+    let base = u32::cast_from(max(first + 1, 0)) / 64u32 * 64u32;
+    let each = (k_count - base + splits - 1u32) / splits;
+    Cut {
+        base,
+        keys: max((each + 63u32) / 64u32 * 64u32, least),
     }
 }
 

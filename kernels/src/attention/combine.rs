@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::arguments::{flag, scalars};
+use super::arguments::{cut, flag, scalars};
 use crate::emit::{Builder, ScalarType};
 
 scalars! { Args, ArgsExpand {
@@ -14,6 +14,7 @@ scalars! { Args, ArgsExpand {
     /// Batch × `seqlen_q` × heads.
     rows: u32,
     head_dim_v: u32,
+    window_left: u32,
     flags: u32,
     /// Strides of out in elements.
     out_outer: u64,
@@ -50,10 +51,12 @@ pub fn combine<E: Float>(
     let query = row / args.num_heads % args.seqlen_q;
     let batch = row / args.num_heads / args.seqlen_q;
     let mut token = query;
+    let mut q_count = args.seqlen_q;
     if args.flags & comptime!(flag::CU_SEQLENS_Q) != 0u32 {
         let first = cu_seqlens_q[batch as usize];
         token += first;
-        if token >= cu_seqlens_q[batch as usize + 1] {
+        q_count = cu_seqlens_q[batch as usize + 1] - first;
+        if query >= q_count {
             terminate!();
         }
     }
@@ -64,8 +67,18 @@ pub fn combine<E: Float>(
     if args.flags & comptime!(flag::SEQ_LENS_K) != 0u32 {
         k_count = seq_lens_k[batch as usize];
     }
+    let parts = cut(
+        q_count,
+        k_count,
+        args.window_left,
+        args.splits,
+        args.split_keys,
+    );
     let splits = min(
-        max((k_count + args.split_keys - 1u32) / args.split_keys, 1u32),
+        max(
+            (k_count - parts.base + parts.keys - 1u32) / parts.keys,
+            1u32,
+        ),
         args.splits,
     );
 
@@ -124,8 +137,9 @@ pub fn combine<E: Float>(
     if args.flags & comptime!(flag::SINKS) != 0u32 {
         total += (sinks[head as usize] - peak).exp();
     }
+    // Not `> 0`: a NaN is to come through.
     let mut factor = 0.0f32;
-    if total > 0.0f32 {
+    if total != 0.0f32 {
         factor = 1.0f32 / total;
     }
     let batch64 = u64::cast_from(batch);

@@ -23,11 +23,11 @@
 //! Strides of q, k, v and out count units of `width` elements, all others elements; in paged form `k_outer` and `v_outer` are the distance
 //! of pages, in packed form they are 0.
 //!
-//! Keys are split if the unsplit blocks would leave half of the GPU idle: `splits` is the number of blocks that fit at once over their
-//! number, at most `ceil(seqlen_k / 256)` and 256; then `split_keys = round_up(ceil(seqlen_k / splits), 64)` and `splits =
-//! ceil(seqlen_k / split_keys)`. Unsplit, `split_keys` is 2³⁰. With `rows = batch * seqlen_q * num_heads` the workspace has `splits *
-//! rows * (round_up(head_dim_v, 4) + 1) * 4` bytes: `partial`, then `partial_lse`; [`combine`] follows, in `ceil(rows / 4)` blocks, and wants
-//! `out` in multiples of four elements; otherwise `splits` is 1. The first kernel leaves sinks to it.
+//! Keys are split if the unsplit blocks would leave half of the GPU idle. The host chooses how many parts there are; how long they
+//! are follows from the length of each sequence, which only the device knows, but at least `split_keys`, a multiple of 64. With
+//! `rows = batch * seqlen_q * num_heads` the workspace has `splits * rows * (head_dim_v + 1) * 4` bytes: `partial`, then `partial_lse`;
+//! [`combine`] follows, in `ceil(rows / 4)` blocks, and wants `out` in multiples of four elements; otherwise `splits` is 1. The first
+//! kernel leaves sinks to it.
 
 // What these lints would have instead is not in CubeCL's language, or means something else there.
 #![allow(

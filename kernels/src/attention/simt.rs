@@ -109,7 +109,14 @@ pub fn simt<Q: Float, K: Float, N: Size>(
     let s = sequence(args, buffers, batch);
     let row0 = block * ROWS;
     let row_count = s.q_count * args.group;
-    let split_begin = split * args.split_keys;
+    let parts = cut(
+        s.q_count,
+        s.k_count,
+        args.window_left,
+        args.splits,
+        args.split_keys,
+    );
+    let split_begin = parts.base + split * parts.keys;
     if row0 >= row_count || (split > 0u32 && split_begin >= s.k_count) {
         terminate!();
     }
@@ -126,7 +133,7 @@ pub fn simt<Q: Float, K: Float, N: Size>(
     let end = max(
         min(
             min(k_end, last + wr),
-            i32::cast_from(split_begin + args.split_keys),
+            i32::cast_from(split_begin + parts.keys),
         ),
         0,
     );

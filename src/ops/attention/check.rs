@@ -325,8 +325,8 @@ impl Params<'_> {
         Ok(Some(sinks.ptr.cast_const().cast()))
     }
 
-    /// Pointers, alignment, overlap and workspace: what only a call that touches data needs.
-    pub(super) fn check_data(&self, workspace_size: usize) -> Result<()> {
+    /// Pointers, alignment, overlap and workspace: what only a call that touches data needs. Gives the workspace's address.
+    pub(super) fn check_data(&self, workspace_size: usize) -> Result<*mut u8> {
         let optional = |t: &Option<TensorRef<'_>>| t.as_ref().map(TensorRef::raw);
         let inputs = [
             ("q", Some(self.q.raw())),
@@ -358,7 +358,7 @@ impl Params<'_> {
         if let [(_, Some(out)), (_, Some(lse))] = &outputs {
             Arg::new(OP, "lse", lse).disjoint(Arg::new(OP, "out", out))?;
         }
-        self.workspace.check(OP, workspace_size)?;
+        let workspace = self.workspace.check(OP, workspace_size)?;
         if workspace_size > 0 {
             let range = self.workspace.byte_range();
             for (name, t) in inputs.iter().chain(&outputs).filter_map(given) {
@@ -368,7 +368,7 @@ impl Params<'_> {
                 }
             }
         }
-        Ok(())
+        Ok(workspace)
     }
 }
 

@@ -91,6 +91,7 @@ mod check;
 mod problem;
 
 use crate::context::{Context, Device, Stream};
+use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::ops::Implementation;
 use crate::tensor::{TensorMut, TensorRef, Workspace};
@@ -203,21 +204,38 @@ impl<'a> Params<'a> {
     }
 }
 
-/// An implementation, and the workspace that it needs.
-struct Choice {
-    implementation: Implementation,
-    workspace_size: usize,
+/// What runs a problem.
+enum Choice<'a> {
+    Cpu(&'a Cpu),
+    #[cfg(feature = "cuda")]
+    Cuda(&'a crate::cuda::Cuda, crate::cuda::attention::Plan<'a>),
 }
 
-fn choose(ctx: &Context, _problem: &Problem) -> Result<Choice> {
-    match ctx.device() {
-        // Tiles live on the threads' own heaps: their size depends on the threads, not on the problem.
-        Device::Cpu(_) => Ok(Choice {
-            implementation: Implementation::Cpu,
-            workspace_size: 0,
-        }),
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn choose<'a>(ctx: &'a Context, problem: &Problem) -> Result<Choice<'a>> {
+    Ok(match ctx.device() {
+        Device::Cpu(cpu) => Choice::Cpu(cpu),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Err(crate::ops::check::no_kernel(OP)),
+        Device::Cuda(cuda) => Choice::Cuda(cuda, crate::cuda::attention::Plan::new(cuda, problem)?),
+    })
+}
+
+impl Choice<'_> {
+    fn implementation(&self) -> Implementation {
+        match self {
+            Choice::Cpu(_) => Implementation::Cpu,
+            #[cfg(feature = "cuda")]
+            Choice::Cuda(_, plan) => plan.implementation(),
+        }
+    }
+
+    fn workspace_size(&self) -> usize {
+        match self {
+            // Tiles live on the threads' own heaps: their size depends on the threads, not on the problem.
+            Choice::Cpu(_) => 0,
+            #[cfg(feature = "cuda")]
+            Choice::Cuda(_, plan) => plan.workspace_size(),
+        }
     }
 }
 
@@ -226,7 +244,7 @@ fn choose(ctx: &Context, _problem: &Problem) -> Result<Choice> {
 /// # Errors
 /// Why there is none.
 pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    Ok(choose(ctx, &params.problem()?)?.implementation)
+    Ok(choose(ctx, &params.problem()?)?.implementation())
 }
 
 /// The bytes of workspace that [`forward`] needs with these arguments; zero on the CPU. Data pointers are not looked at.
@@ -234,7 +252,7 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
 /// # Errors
 /// As [`supported`].
 pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
-    Ok(choose(ctx, &params.problem()?)?.workspace_size)
+    Ok(choose(ctx, &params.problem()?)?.workspace_size())
 }
 
 /// Computes attention on `stream`. Does not synchronise; allocates nothing on a device. The result does not depend on the number of
@@ -242,13 +260,14 @@ pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
 ///
 /// # Errors
 /// An argument is wrong (nothing was written), or the launch failed.
-pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
     let choice = choose(ctx, &problem)?;
-    params.check_data(choice.workspace_size)?;
-    match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::attention::forward(cpu, &problem),
+    let workspace = params.check_data(choice.workspace_size())?;
+    match choice {
+        Choice::Cpu(cpu) => crate::cpu::attention::forward(cpu, &problem),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Err(crate::ops::check::no_kernel(OP)),
+        Choice::Cuda(cuda, plan) => plan.forward(cuda, &problem, workspace, stream),
     }
 }

@@ -57,14 +57,19 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Dimensions `[outer, token, head, ..]` at the given places of a tensor's layout; `None` for a missing one.
+    /// Dimensions `[outer, token, head, ..]` at the given places of a tensor's layout; `None` for a missing one. The stride of one
+    /// that has a single entry says nothing: it is zero.
     pub fn new(t: &RawTensor, outer: Option<usize>, token: usize, head: usize) -> Rows {
+        let stride = |dim| match t.layout.dim(dim) {
+            1 => 0,
+            _ => t.layout.stride(dim),
+        };
         Rows {
             ptr: t.ptr,
             dtype: t.dtype,
-            outer: outer.map_or(0, |dim| t.layout.stride(dim)),
-            token: t.layout.stride(token),
-            head: t.layout.stride(head),
+            outer: outer.map_or(0, stride),
+            token: stride(token),
+            head: stride(head),
         }
     }
 

@@ -1,0 +1,194 @@
+//! What the portable kernels are told.
+
+use super::portable::{LEAST_KEYS, Launch};
+use crate::cuda::images::{attention, attention_combine};
+use crate::dtype::DType;
+use crate::ops::attention::{Keys, Problem, Queries, Rows};
+
+/// Which arguments are given, and what is asked for: the kernels' bits.
+mod flag {
+    pub const CU_SEQLENS_Q: u32 = 1;
+    pub const CU_SEQLENS_K: u32 = 2;
+    pub const SEQ_LENS_K: u32 = 4;
+    pub const PAGED: u32 = 8;
+    pub const LSE: u32 = 16;
+    pub const SINKS: u32 = 32;
+    pub const MASK: u32 = 64;
+    pub const ALIBI: u32 = 128;
+    pub const OUT_F32: u32 = 256;
+}
+
+/// An unlimited window: lengths are below it.
+const NO_LIMIT: usize = 1 << 30;
+
+fn window(keys: usize) -> u32 {
+    keys.min(NO_LIMIT) as u32
+}
+
+fn address<T>(ptr: *const T) -> u64 {
+    ptr.addr() as u64
+}
+
+/// Strides in units of `width` elements, which divide them.
+fn strides(rows: &Rows, width: usize) -> [u64; 3] {
+    [rows.outer, rows.token, rows.head].map(|stride| (stride / width) as u64)
+}
+
+/// Addresses of the lengths, zero where they are not given.
+struct Lengths {
+    cu_seqlens_q: u64,
+    cu_seqlens_k: u64,
+    seq_lens_k: u64,
+    flags: u32,
+}
+
+impl Lengths {
+    fn new(p: &Problem) -> Lengths {
+        let cu_seqlens_q = match p.queries {
+            Queries::Batched { .. } => 0,
+            Queries::Packed { cu_seqlens, .. } => address(cu_seqlens),
+        };
+        let (cu_seqlens_k, seq_lens_k) = match p.keys {
+            Keys::Packed { cu_seqlens, .. } => (address(cu_seqlens), 0),
+            Keys::Batched { seq_lens, .. } | Keys::Paged { seq_lens, .. } => (0, address(seq_lens)),
+        };
+        let given = [
+            (cu_seqlens_q, flag::CU_SEQLENS_Q),
+            (cu_seqlens_k, flag::CU_SEQLENS_K),
+            (seq_lens_k, flag::SEQ_LENS_K),
+        ];
+        let flags = given.iter().filter(|(address, _)| *address != 0);
+        Lengths {
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seq_lens_k,
+            flags: flags.fold(0, |flags, (_, flag)| flags | flag),
+        }
+    }
+}
+
+/// Of the kernels that compute attention, or parts of it.
+pub(super) fn first(p: &Problem, launch: &Launch<'_>) -> attention::Arguments {
+    let width = launch.form.width;
+    let lengths = Lengths::new(p);
+    let mut a = attention::Arguments {
+        q: address(p.q.ptr),
+        k: address(p.k.ptr),
+        v: address(p.v.ptr),
+        out: address(p.out.ptr),
+        out_f32: address(p.out.ptr),
+        cu_seqlens_q: lengths.cu_seqlens_q,
+        cu_seqlens_k: lengths.cu_seqlens_k,
+        seq_lens_k: lengths.seq_lens_k,
+        partial: launch.partial,
+        partial_lse: launch.partial_lse,
+        scale: p.scale,
+        softcap: p.softcap,
+        softcap_inverse: if p.softcap > 0.0 {
+            1.0 / p.softcap
+        } else {
+            0.0
+        },
+        num_heads: p.num_heads as u32,
+        num_kv_heads: p.num_kv_heads as u32,
+        group: (p.num_heads / p.num_kv_heads) as u32,
+        seqlen_q: p.max_seqlen_q as u32,
+        seqlen_k: p.max_seqlen_k as u32,
+        row_blocks: launch.form.row_blocks(p) as u32,
+        splits: launch.splits as u32,
+        split_keys: LEAST_KEYS as u32,
+        rows: (p.batch * p.max_seqlen_q * p.num_heads) as u32,
+        head_dim: p.head_dim as u32,
+        head_dim_v: p.head_dim_v as u32,
+        window_left: window(p.window_left),
+        window_right: window(p.window_right),
+        flags: lengths.flags,
+        ..attention::Arguments::ZERO
+    };
+    [a.q_outer, a.q_token, a.q_head] = strides(&p.q, width);
+    [a.k_outer, a.k_token, a.k_head] = strides(&p.k, width);
+    [a.v_outer, a.v_token, a.v_head] = strides(&p.v, width);
+    [a.out_outer, a.out_token, a.out_head] = strides(&p.out, width);
+    if p.out.dtype != p.q.dtype {
+        a.flags |= flag::OUT_F32;
+    }
+    if let Some(lse) = &p.lse {
+        a.flags |= flag::LSE;
+        a.lse = address(lse.ptr);
+        [a.lse_outer, a.lse_token, a.lse_head] = strides(lse, 1);
+    }
+    if let Keys::Paged {
+        block_table,
+        table_stride,
+        page_size,
+        ..
+    } = p.keys
+    {
+        a.flags |= flag::PAGED;
+        a.block_table = address(block_table);
+        a.table_outer = table_stride as u64;
+        // No key of a longer page has a higher index.
+        a.page_log2 = page_size.min(NO_LIMIT).trailing_zeros();
+    }
+    if let Some(sinks) = p.sinks {
+        a.flags |= flag::SINKS;
+        a.sinks = address(sinks);
+    }
+    if let Some((slopes, stride)) = p.alibi_slopes {
+        a.flags |= flag::ALIBI;
+        a.alibi_slopes = address(slopes);
+        a.alibi_outer = stride as u64;
+    }
+    if let Some(mask) = &p.mask {
+        a.flags |= flag::MASK;
+        a.mask = address(mask.ptr);
+        [a.mask_outer, a.mask_head, a.mask_token, a.mask_key] =
+            [mask.batch, mask.head, mask.query, mask.key].map(|stride| stride as u64);
+    }
+    if let Some(bias) = &p.bias {
+        let bias_at = match bias.dtype {
+            DType::F16 => &mut a.bias_f16,
+            DType::Bf16 => &mut a.bias_bf16,
+            _ => &mut a.bias_f32,
+        };
+        *bias_at = address(bias.ptr);
+        a.bias_dtype = bias.dtype as u32;
+        [a.bias_outer, a.bias_head, a.bias_token, a.bias_key] =
+            [bias.batch, bias.head, bias.query, bias.key].map(|stride| stride as u64);
+    }
+    a
+}
+
+/// Of the kernel that joins parts.
+pub(super) fn combining(p: &Problem, launch: &Launch<'_>) -> attention_combine::Arguments {
+    let lengths = Lengths::new(p);
+    let mut a = attention_combine::Arguments {
+        partial: launch.partial,
+        partial_lse: launch.partial_lse,
+        cu_seqlens_q: lengths.cu_seqlens_q,
+        cu_seqlens_k: lengths.cu_seqlens_k,
+        seq_lens_k: lengths.seq_lens_k,
+        out: address(p.out.ptr),
+        num_heads: p.num_heads as u32,
+        seqlen_q: p.max_seqlen_q as u32,
+        seqlen_k: p.max_seqlen_k as u32,
+        splits: launch.splits as u32,
+        split_keys: LEAST_KEYS as u32,
+        rows: (p.batch * p.max_seqlen_q * p.num_heads) as u32,
+        head_dim_v: p.head_dim_v as u32,
+        window_left: window(p.window_left),
+        flags: lengths.flags,
+        ..attention_combine::Arguments::ZERO
+    };
+    [a.out_outer, a.out_token, a.out_head] = strides(&p.out, 1);
+    if let Some(lse) = &p.lse {
+        a.flags |= flag::LSE;
+        a.lse = address(lse.ptr);
+        [a.lse_outer, a.lse_token, a.lse_head] = strides(lse, 1);
+    }
+    if let Some(sinks) = p.sinks {
+        a.flags |= flag::SINKS;
+        a.sinks = address(sinks);
+    }
+    a
+}

@@ -1,0 +1,321 @@
+//! The kernels in CubeCL, which run on every architecture.
+//!
+//! Three forms share their arguments: `forward` has a block of queries of one head per cube, `decode` packs the heads that share a key
+//! head and may split the keys, both on tensor cores; `simt` is packed and split like `decode` and takes everything. What the parts of
+//! split keys give, `attention_combine` joins.
+
+use super::arguments::{combining, first};
+use super::{Cuda, OP};
+use crate::context::Stream;
+use crate::cuda::check_blocks;
+use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::images::{attention, attention_combine};
+use crate::cuda::table::Table;
+use crate::error::{Error, Result};
+use crate::ops::attention::{Problem, Rows};
+
+/// What a kernel is, as its choice `kind` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Forward,
+    Decode,
+    Simt,
+}
+
+/// A kernel, and what it is made for.
+pub(super) struct Form {
+    kernel: Kernel<attention::Arguments>,
+    kind: Kind,
+    /// Of queries, and of keys and values.
+    dtypes: [u32; 2],
+    /// The greatest head dimension.
+    head_dim: usize,
+    /// Whether scores may have more than a scale and the limits of causality and windows.
+    scores: bool,
+    /// Elements of an access, which dimensions, strides and addresses must be multiples of.
+    pub width: usize,
+    /// Query rows of a block.
+    rows: usize,
+    /// Blocks that the device runs at once.
+    resident: usize,
+}
+
+/// The operation's portable kernels, loaded.
+pub(super) struct Kernels {
+    /// Those for small heads first.
+    forms: Vec<Form>,
+    /// By dtype of the output.
+    combine: Table<attention_combine::Arguments, 1>,
+}
+
+impl Kernels {
+    pub fn new(resources: &Resources) -> Result<Kernels> {
+        let kernels = resources.kernels::<attention::Arguments>()?;
+        let mut forms = Vec::with_capacity(kernels.len());
+        for kernel in kernels {
+            let resident = resources.resident_blocks(&kernel)?;
+            let choice = |name| kernel.info.choice(name);
+            forms.push(Form {
+                kind: match choice("kind") {
+                    0 => Kind::Forward,
+                    1 => Kind::Decode,
+                    _ => Kind::Simt,
+                },
+                dtypes: [choice("dtype"), choice("kv_dtype")],
+                head_dim: choice("head_dim") as usize,
+                scores: choice("scores") != 0,
+                width: choice("width").max(1) as usize,
+                rows: choice("rows").max(1) as usize,
+                resident,
+                kernel,
+            });
+        }
+        forms.sort_by_key(|form| form.head_dim);
+        Ok(Kernels {
+            forms,
+            combine: Table::new(OP, resources, ["dtype"])?,
+        })
+    }
+
+    /// The best kernel for the problem's shapes.
+    fn best(&self, p: &Problem) -> Option<&Form> {
+        let decode = decodes(p).then_some(Kind::Decode);
+        let order = [decode.unwrap_or(Kind::Forward), Kind::Simt];
+        let find = |kind| {
+            let mut forms = self.forms.iter().filter(|form| form.kind == kind);
+            forms.find(|form| form.width > 1 && form.serves(p))
+        };
+        order.into_iter().find_map(find)
+    }
+
+    /// The kernel for any strides and addresses.
+    fn any(&self, p: &Problem) -> Option<&Form> {
+        let mut forms = self.forms.iter();
+        forms.find(|form| form.width == 1 && form.serves(p))
+    }
+}
+
+impl Form {
+    /// Whether it computes this, going by shapes, strides and dtypes.
+    fn serves(&self, p: &Problem) -> bool {
+        let dims = [p.head_dim, p.head_dim_v];
+        self.dtypes == [p.q.dtype as u32, p.k.dtype as u32]
+            && dims.iter().all(|dim| *dim <= self.head_dim)
+            && (self.scores || !self.needs_scores(p))
+            && dims.iter().all(|dim| dim.is_multiple_of(self.width))
+            && [&p.q, &p.k, &p.v, &p.out]
+                .iter()
+                .all(|rows| has_strides_of(rows, self.width))
+    }
+
+    fn needs_scores(&self, p: &Problem) -> bool {
+        // Their hidden scores are scaled too, and are to stay far below all others.
+        let plain_scale = (1e-20..=1e20).contains(&p.scale);
+        let capped = self.kind == Kind::Forward && p.softcap > 0.0;
+        !plain_scale || capped || p.bias.is_some() || p.mask.is_some() || p.alibi_slopes.is_some()
+    }
+
+    /// Whether the data lies at addresses that it takes.
+    fn reaches(&self, p: &Problem) -> bool {
+        let stores_lines = p.out.dtype == p.q.dtype;
+        [&p.q, &p.k, &p.v].iter().all(|r| is_at(r, self.width))
+            && (!stores_lines || is_at(&p.out, self.width))
+    }
+
+    /// Blocks of query rows per sequence and head, or key head where heads are packed.
+    pub fn row_blocks(&self, p: &Problem) -> usize {
+        let packed = match self.kind {
+            Kind::Forward => 1,
+            Kind::Decode | Kind::Simt => p.num_heads / p.num_kv_heads,
+        };
+        p.max_seqlen_q.saturating_mul(packed).div_ceil(self.rows)
+    }
+
+    /// Blocks without splitting.
+    fn blocks(&self, p: &Problem) -> usize {
+        let heads = match self.kind {
+            Kind::Forward => p.num_heads,
+            Kind::Decode | Kind::Simt => p.num_kv_heads,
+        };
+        [heads, p.batch]
+            .into_iter()
+            .fold(self.row_blocks(p), usize::saturating_mul)
+    }
+
+    /// In how many parts to cut the keys: as many as fill the device, if each keeps [`LEAST_KEYS`].
+    fn splits(&self, p: &Problem) -> usize {
+        let blocks = self.blocks(p);
+        if self.kind == Kind::Forward || !combines(p) || blocks == 0 || blocks * 2 > self.resident {
+            return 1;
+        }
+        let visible = p.window_left.saturating_add(p.max_seqlen_q);
+        let keys = visible.min(p.max_seqlen_k);
+        let most = keys.div_ceil(LEAST_KEYS).min(MAX_SPLITS);
+        (self.resident / blocks).min(most).max(1)
+    }
+}
+
+/// The least keys of a part.
+pub(super) const LEAST_KEYS: usize = 256;
+
+/// More parts would make joining them slow.
+const MAX_SPLITS: usize = 256;
+
+/// Whether queries are so few that packing the heads of a key head is worth more than large tiles.
+fn decodes(p: &Problem) -> bool {
+    const FEW: usize = 64;
+    p.max_seqlen_q.saturating_mul(p.num_heads / p.num_kv_heads) <= FEW
+}
+
+/// Elements of an access of the kernel that joins.
+pub(super) const QUAD: usize = 4;
+
+/// Whether the kernel that joins parts can write this output, going by its shape.
+fn combines(p: &Problem) -> bool {
+    p.head_dim_v.is_multiple_of(QUAD) && has_strides_of(&p.out, QUAD)
+}
+
+fn has_strides_of(rows: &Rows, width: usize) -> bool {
+    let strides = [rows.outer, rows.token, rows.head];
+    strides.iter().all(|stride| stride.is_multiple_of(width))
+}
+
+fn is_at(rows: &Rows, width: usize) -> bool {
+    rows.ptr.addr().is_multiple_of(width * rows.dtype.size())
+}
+
+/// How a problem is run.
+pub(crate) struct Plan<'a> {
+    /// For data at good addresses.
+    best: &'a Form,
+    /// For data at any.
+    any: &'a Form,
+    splits: usize,
+    /// Bytes of a part's results, and of the logarithms of its sums.
+    partial: [usize; 2],
+}
+
+impl<'a> Plan<'a> {
+    /// Data pointers are not looked at.
+    pub(super) fn new(kernels: &'a Kernels, p: &Problem) -> Result<Plan<'a>> {
+        check_limits(p)?;
+        let any = kernels.any(p).ok_or_else(|| Error::Internal {
+            op: OP,
+            message: format!("no kernel for {} and {}", p.q.dtype, p.k.dtype),
+        })?;
+        let best = kernels.best(p).unwrap_or(any);
+        let splits = best.splits(p);
+        for form in [best, any] {
+            check_blocks(OP, "q", form.blocks(p).saturating_mul(splits))?;
+        }
+        let rows = p.batch * p.max_seqlen_q * p.num_heads;
+        let partial = [rows * p.head_dim_v, rows].map(|n| n * size_of::<f32>());
+        Ok(Plan {
+            best,
+            any,
+            splits,
+            partial,
+        })
+    }
+
+    /// In bytes.
+    pub fn workspace_size(&self) -> usize {
+        match self.splits {
+            1 => 0,
+            splits => splits * self.partial.iter().sum::<usize>(),
+        }
+    }
+}
+
+/// What the kernels count in 32 bits.
+fn check_limits(p: &Problem) -> Result<()> {
+    const MAX_HEAD_DIM: usize = 256;
+    for (name, head_dim) in [("q", p.head_dim), ("v", p.head_dim_v)] {
+        if head_dim > MAX_HEAD_DIM {
+            let problem =
+                format!("has head_dim {head_dim}, the CUDA backend takes 1 to {MAX_HEAD_DIM}");
+            return Err(Error::unsupported(OP, name, problem));
+        }
+    }
+    if p.k.dtype != p.v.dtype {
+        let problem = format!(
+            "has dtype {}, k has {}: the CUDA backend takes one for both",
+            p.v.dtype, p.k.dtype
+        );
+        return Err(Error::unsupported(OP, "v", problem));
+    }
+    // Positions, and distances between them, fit 31 bits.
+    const MAX_LENGTH: usize = (1 << 30) - 1;
+    for (name, what, length) in [
+        ("q", "queries", p.max_seqlen_q),
+        ("k", "keys", p.max_seqlen_k),
+    ] {
+        if length > MAX_LENGTH {
+            let problem = format!(
+                "has up to {length} {what} per sequence, the CUDA backend takes {MAX_LENGTH}"
+            );
+            return Err(Error::unsupported(OP, name, problem));
+        }
+    }
+    let rows = [p.max_seqlen_q, p.num_heads]
+        .into_iter()
+        .try_fold(p.batch, usize::checked_mul)
+        .filter(|rows| *rows <= u32::MAX as usize);
+    if rows.is_none() {
+        let problem = format!(
+            "has {} sequences of up to {} queries and {} heads, the CUDA backend takes {} rows in all",
+            p.batch,
+            p.max_seqlen_q,
+            p.num_heads,
+            u32::MAX
+        );
+        return Err(Error::unsupported(OP, "q", problem));
+    }
+    Ok(())
+}
+
+/// How a problem is run, addresses known.
+pub(super) struct Launch<'a> {
+    pub form: &'a Form,
+    pub splits: usize,
+    pub partial: u64,
+    pub partial_lse: u64,
+}
+
+pub(super) fn forward(
+    cuda: &Cuda,
+    plan: &Plan<'_>,
+    p: &Problem,
+    workspace: *mut u8,
+    stream: Stream,
+) -> Result<()> {
+    let form = match plan.best.reaches(p) {
+        true => plan.best,
+        false => plan.any,
+    };
+    let splits = match is_at(&p.out, QUAD) {
+        true => plan.splits,
+        false => 1,
+    };
+    let partial = workspace.addr() as u64;
+    let launch = Launch {
+        form,
+        splits,
+        partial,
+        partial_lse: partial + (splits * plan.partial[0]) as u64,
+    };
+    let blocks = check_blocks(OP, "q", form.blocks(p) * splits)?;
+    // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, as far as lengths and pages in device
+    // memory are what the caller promises; the workspace has room for every part.
+    unsafe { cuda.launch(OP, &form.kernel, blocks, &first(p, &launch), stream) }?;
+    if splits == 1 {
+        return Ok(());
+    }
+    let kernel = cuda.attention.portable.combine.get([p.out.dtype as u32])?;
+    let rows = p.batch * p.max_seqlen_q * p.num_heads;
+    // A plane per row.
+    let rows_per_block = kernel.info.block[0].div_ceil(32).max(1) as usize;
+    let blocks = check_blocks(OP, "q", rows.div_ceil(rows_per_block))?;
+    // SAFETY: as above; the parts are written by what was queued before.
+    unsafe { cuda.launch(OP, kernel, blocks, &combining(p, &launch), stream) }
+}
