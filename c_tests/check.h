@@ -62,12 +62,62 @@ static inline void check_near(double actual, double expected, double tolerance, 
   exit(1);
 }
 
-// A context on the CPU.
+// A context on the CPU, for tests of what no backend has a part in.
 static inline unsloth_context *cpu_context(void) {
   unsloth_context *ctx = NULL;
   CHECK_OK(unsloth_context_create(NULL, &ctx));
   return ctx;
 }
+
+// A device that a test runs on, and its context.
+typedef struct {
+  unsloth_context *ctx;
+  int is_cpu;
+} test_device;
+
+// Runs a test on every backend that the build and the machine have, each time with a fresh context.
+static inline int on_every_device(void (*run)(const test_device *device)) {
+  static const unsloth_backend backends[] = {UNSLOTH_BACKEND_CPU, UNSLOTH_BACKEND_CUDA};
+  for (size_t i = 0; i < COUNT(backends); i++) {
+    unsloth_context_params params = UNSLOTH_CONTEXT_PARAMS_INIT;
+    test_device device = {NULL, backends[i] == UNSLOTH_BACKEND_CPU};
+    int32_t count = 0;
+    const unsloth_status status = unsloth_device_count(backends[i], &count);
+    if (!device.is_cpu && (status == UNSLOTH_STATUS_BACKEND_UNAVAILABLE || count == 0)) continue;
+    params.backend = backends[i];
+    CHECK_OK(unsloth_context_create(&params, &device.ctx));
+    run(&device);
+    CHECK_OK(unsloth_context_destroy(device.ctx));
+  }
+  return 0;
+}
+
+// Whether the device has a kernel, by what `unsloth_*_supported` gave; the CPU has all.
+static inline int served(const test_device *device, unsloth_status status) {
+  if (!device->is_cpu && status == UNSLOTH_STATUS_UNSUPPORTED) return 0;
+  CHECK_OK(status);
+  return 1;
+}
+
+// The device's memory with these bytes; it goes with the context.
+static inline void *put(const test_device *device, const void *host, size_t size) {
+  void *there = NULL;
+  CHECK_OK(unsloth_memory_alloc(device->ctx, size, &there));
+  CHECK_OK(
+      unsloth_memory_copy(device->ctx, there, host, size, UNSLOTH_COPY_KIND_HOST_TO_DEVICE, NULL));
+  CHECK_OK(unsloth_stream_synchronize(device->ctx, NULL));
+  return there;
+}
+
+// What the device's memory holds once the default stream is done.
+static inline void get(const test_device *device, void *host, const void *there, size_t size) {
+  CHECK_OK(
+      unsloth_memory_copy(device->ctx, host, there, size, UNSLOTH_COPY_KIND_DEVICE_TO_HOST, NULL));
+  CHECK_OK(unsloth_stream_synchronize(device->ctx, NULL));
+}
+
+#define PUT(device, array) put(device, array, sizeof(array))
+#define GET(device, array, there) get(device, array, there, sizeof(array))
 
 // A contiguous tensor of up to four dimensions; a size of -1 and those after it are left out.
 static inline unsloth_tensor tensor(void *data, unsloth_dtype dtype, int64_t d0, int64_t d1,
@@ -84,7 +134,7 @@ static inline unsloth_tensor tensor(void *data, unsloth_dtype dtype, int64_t d0,
   return t;
 }
 
-static inline unsloth_tensor f32_tensor(float *data, int64_t d0, int64_t d1, int64_t d2,
+static inline unsloth_tensor f32_tensor(void *data, int64_t d0, int64_t d1, int64_t d2,
                                         int64_t d3) {
   return tensor(data, UNSLOTH_DTYPE_F32, d0, d1, d2, d3);
 }

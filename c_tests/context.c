@@ -25,6 +25,14 @@ int main(void) {
     const unsloth_status status = unsloth_device_count(UNSLOTH_BACKEND_CUDA, &count);
     CHECK(status == UNSLOTH_STATUS_SUCCESS || status == UNSLOTH_STATUS_BACKEND_UNAVAILABLE);
     CHECK((count >= 0) == (status == UNSLOTH_STATUS_SUCCESS));
+    if (status == UNSLOTH_STATUS_BACKEND_UNAVAILABLE) {
+      // Not built with it, or no driver here: which of them is said.
+      const int built = strstr(unsloth_build_info(), "cpu, cuda") != NULL;
+      char message[256];
+      unsloth_last_error_message(message, sizeof message);
+      CHECK(strstr(message, "device_count: the cuda backend is unavailable: ") == message);
+      CHECK((strstr(message, "this build does not contain it") == NULL) == built);
+    }
   }
 
   params.num_threads = 2;

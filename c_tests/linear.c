@@ -3,20 +3,23 @@
 
 enum { ROWS = 20, IN = 33, OUT = 17 };
 
-int main(void) {
+static void run(const test_device *device) {
   static float x[ROWS][IN], weight[OUT][IN], bias[OUT], out[ROWS][OUT];
-  unsloth_context *ctx = cpu_context();
+  unsloth_context *ctx = device->ctx;
   fill_random(&x[0][0], ROWS * IN, 1);
   fill_random(&weight[0][0], OUT * IN, 2);
   fill_random(bias, OUT, 3);
   for (int i = 0; i < ROWS * OUT; i++) (&out[0][0])[i] = 100;
+  void *there = PUT(device, out);
   unsloth_linear_params p = UNSLOTH_LINEAR_PARAMS_INIT;
-  p.x = f32_tensor(&x[0][0], ROWS, IN, -1, -1);
-  p.weight = f32_tensor(&weight[0][0], OUT, IN, -1, -1);
-  p.bias = f32_tensor(bias, OUT, -1, -1, -1);
-  p.out = f32_tensor(&out[0][0], ROWS, OUT, -1, -1);
+  p.x = f32_tensor(PUT(device, x), ROWS, IN, -1, -1);
+  p.weight = f32_tensor(PUT(device, weight), OUT, IN, -1, -1);
+  p.bias = f32_tensor(PUT(device, bias), OUT, -1, -1, -1);
+  p.out = f32_tensor(there, ROWS, OUT, -1, -1);
   p.residual = p.out;
+  if (!served(device, unsloth_linear_supported(ctx, &p, NULL))) return;
   CHECK_OK(unsloth_linear_forward(ctx, &p, NULL));
+  GET(device, out, there);
   for (int row = 0; row < ROWS; row++) {
     for (int column = 0; column < OUT; column++) {
       double sum = 100.0 + bias[column];
@@ -30,6 +33,6 @@ int main(void) {
               "linear: weight has shape [17, 32], expected [17, 33]");
   CHECK_FAILS(unsloth_linear_forward(NULL, &p, NULL), UNSLOTH_STATUS_NULL_POINTER,
               "linear: ctx is NULL");
-  CHECK_OK(unsloth_context_destroy(ctx));
-  return 0;
 }
+
+int main(void) { return on_every_device(run); }

@@ -7,9 +7,9 @@ static unsloth_memory_stats stats(unsloth_context *ctx) {
   return s;
 }
 
-int main(void) {
+static void run(const test_device *device) {
   enum { SIZE = 1000 };
-  unsloth_context *ctx = cpu_context();
+  unsloth_context *ctx = device->ctx;
   unsigned char host[SIZE], back[SIZE];
   void *a = NULL, *b = NULL, *c = NULL;
 
@@ -47,6 +47,6 @@ int main(void) {
   CHECK_OK(unsloth_memory_free(ctx, b));
   CHECK_STATUS(unsloth_memory_free(ctx, b), UNSLOTH_STATUS_INVALID_ARGUMENT);
   // `a` goes with its context.
-  CHECK_OK(unsloth_context_destroy(ctx));
-  return 0;
 }
+
+int main(void) { return on_every_device(run); }

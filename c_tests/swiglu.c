@@ -1,14 +1,17 @@
 // Gated activations: apart and packed agree with the definition; arguments that are refused.
 #include "check.h"
 
-int main(void) {
-  unsloth_context *ctx = cpu_context();
+static void run(const test_device *device) {
+  unsloth_context *ctx = device->ctx;
   float packed[2][6], out[2][3] = {{0}};
+  void *there;
   fill_random(&packed[0][0], 12, 1);
+  there = PUT(device, out);
   unsloth_swiglu_params p = UNSLOTH_SWIGLU_PARAMS_INIT;
-  p.gate_up = f32_tensor(&packed[0][0], 2, 6, -1, -1);
-  p.out = f32_tensor(&out[0][0], 2, 3, -1, -1);
+  p.gate_up = f32_tensor(PUT(device, packed), 2, 6, -1, -1);
+  p.out = f32_tensor(there, 2, 3, -1, -1);
   CHECK_OK(unsloth_swiglu_forward(ctx, &p, NULL));
+  GET(device, out, there);
   for (int row = 0; row < 2; row++) {
     for (int i = 0; i < 3; i++) {
       double gate = packed[row][i], up = packed[row][3 + i];
@@ -19,10 +22,12 @@ int main(void) {
   // Apart, in place, GELU.
   float gate[3] = {-1, 0.5f, 2}, up[3] = {1, 2, 3};
   unsloth_swiglu_params apart = UNSLOTH_SWIGLU_PARAMS_INIT;
-  apart.gate = f32_tensor(gate, 3, -1, -1, -1);
-  apart.up = f32_tensor(up, 3, -1, -1, -1);
+  there = PUT(device, gate);
+  apart.gate = f32_tensor(there, 3, -1, -1, -1);
+  apart.up = f32_tensor(PUT(device, up), 3, -1, -1, -1);
   apart.activation = UNSLOTH_ACTIVATION_GELU;
   CHECK_OK(unsloth_swiglu_forward(ctx, &apart, NULL));
+  GET(device, gate, there);
   CHECK_NEAR(gate[0], -1 * (1 + erf(-1 / sqrt(2.0))) / 2 * 1, 1e-6);
   CHECK_NEAR(gate[2], 2 * (1 + erf(2 / sqrt(2.0))) / 2 * 3, 1e-5);
 
@@ -33,6 +38,6 @@ int main(void) {
   p.gate_up.data = NULL;
   CHECK_FAILS(unsloth_swiglu_forward(ctx, &p, NULL), UNSLOTH_STATUS_NULL_POINTER,
               "swiglu: data of gate_up is NULL");
-  CHECK_OK(unsloth_context_destroy(ctx));
-  return 0;
 }
+
+int main(void) { return on_every_device(run); }
