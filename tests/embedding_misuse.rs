@@ -3,7 +3,7 @@
 mod common;
 
 use common::abi::{self, Misuse, Operation, absent, c_tensor};
-use common::{TestTensor, contexts, rng};
+use common::{TestTensor, rng};
 use unsloth::ffi::embedding::{
     unsloth_embedding_forward, unsloth_embedding_params, unsloth_embedding_supported,
 };
@@ -102,18 +102,20 @@ const MISUSE: &[Misuse<unsloth_embedding_params>] = &[
 
 #[test]
 fn misuse_is_refused_and_writes_nothing() {
-    let memory = &contexts()[0];
-    let layout = |rows| Layout::contiguous(&[rows, 4]).unwrap();
-    let table = TestTensor::normal(&mut rng(), DType::F32, layout(5)).upload(memory);
-    let ids = TestTensor::of(DType::I32, &[2], &[0.0, 4.0]).upload(memory);
-    let out = TestTensor::poisoned(DType::F32, layout(2)).upload(memory);
-    // SAFETY: integers and pointers, size first.
-    let mut good: unsloth_embedding_params = unsafe { abi::zeroed_params() };
-    (good.table, good.ids, good.out) = (c_tensor(&table), c_tensor(&ids), c_tensor(&out));
-    let operation = Operation {
-        name: "embedding",
-        supported: unsloth_embedding_supported,
-        forward: unsloth_embedding_forward,
-    };
-    operation.check(good, MISUSE, &[&out]);
+    for (memory, ctx) in abi::backends() {
+        let memory = &memory;
+        let layout = |rows| Layout::contiguous(&[rows, 4]).unwrap();
+        let table = TestTensor::normal(&mut rng(), DType::F32, layout(5)).upload(memory);
+        let ids = TestTensor::of(DType::I32, &[2], &[0.0, 4.0]).upload(memory);
+        let out = TestTensor::poisoned(DType::F32, layout(2)).upload(memory);
+        // SAFETY: integers and pointers, size first.
+        let mut good: unsloth_embedding_params = unsafe { abi::zeroed_params() };
+        (good.table, good.ids, good.out) = (c_tensor(&table), c_tensor(&ids), c_tensor(&out));
+        let operation = Operation {
+            name: "embedding",
+            supported: unsloth_embedding_supported,
+            forward: unsloth_embedding_forward,
+        };
+        operation.check_on(&ctx, good, MISUSE, &[&out]);
+    }
 }

@@ -133,23 +133,26 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
 
 #[test]
 fn misuse_is_refused_and_writes_nothing() {
-    let memory = &contexts()[0];
-    let input = |shape: &[usize]| {
-        TestTensor::normal(&mut rng(), DType::F32, Layout::contiguous(shape).unwrap())
-            .upload(memory)
-    };
-    let (x, weight, bias, residual) = (input(&[2, 4]), input(&[3, 4]), input(&[3]), input(&[2, 3]));
-    let out = TestTensor::poisoned(DType::F32, residual.layout).upload(memory);
-    // SAFETY: integers and pointers, size first.
-    let mut good: unsloth_linear_params = unsafe { abi::zeroed_params() };
-    (good.x, good.weight, good.bias) = (c_tensor(&x), c_tensor(&weight), c_tensor(&bias));
-    (good.residual, good.out) = (c_tensor(&residual), c_tensor(&out));
-    let operation = Operation {
-        name: "linear",
-        supported: unsloth_linear_supported,
-        forward: unsloth_linear_forward,
-    };
-    operation.check(good, MISUSE, &[&out]);
+    for (memory, ctx) in abi::backends() {
+        let memory = &memory;
+        let input = |shape: &[usize]| {
+            TestTensor::normal(&mut rng(), DType::F32, Layout::contiguous(shape).unwrap())
+                .upload(memory)
+        };
+        let (x, weight, bias, residual) =
+            (input(&[2, 4]), input(&[3, 4]), input(&[3]), input(&[2, 3]));
+        let out = TestTensor::poisoned(DType::F32, residual.layout).upload(memory);
+        // SAFETY: integers and pointers, size first.
+        let mut good: unsloth_linear_params = unsafe { abi::zeroed_params() };
+        (good.x, good.weight, good.bias) = (c_tensor(&x), c_tensor(&weight), c_tensor(&bias));
+        (good.residual, good.out) = (c_tensor(&residual), c_tensor(&out));
+        let operation = Operation {
+            name: "linear",
+            supported: unsloth_linear_supported,
+            forward: unsloth_linear_forward,
+        };
+        operation.check_on(&ctx, good, MISUSE, &[&out]);
+    }
 }
 
 #[test]

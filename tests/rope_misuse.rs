@@ -3,7 +3,7 @@
 mod common;
 
 use common::abi::{self, Misuse, Operation, absent, c_tensor, shifted};
-use common::{TestTensor, contexts, rng};
+use common::{TestTensor, rng};
 use unsloth::ffi::rope::{unsloth_rope_forward, unsloth_rope_params, unsloth_rope_supported};
 use unsloth::ffi::status::*;
 use unsloth::{DType, Layout};
@@ -264,21 +264,24 @@ fn table(p: &unsloth_rope_params, rows: i64, columns: i64) -> unsloth::ffi::tens
 
 #[test]
 fn misuse_is_refused_and_writes_nothing() {
-    let memory = &contexts()[0];
-    let layout = |heads| Layout::contiguous(&[2, heads, 8]).unwrap();
-    let input = |heads| TestTensor::normal(&mut rng(), DType::F32, layout(heads)).upload(memory);
-    let output = |heads| TestTensor::poisoned(DType::F32, layout(heads)).upload(memory);
-    let (q, k, q_out, k_out) = (input(2), input(1), output(2), output(1));
-    let positions = TestTensor::of(DType::I32, &[2], &[0.0, 3.0]).upload(memory);
-    // SAFETY: integers, floats and pointers, size first.
-    let mut good: unsloth_rope_params = unsafe { abi::zeroed_params() };
-    (good.q, good.q_out) = (c_tensor(&q), c_tensor(&q_out));
-    (good.k, good.k_out) = (c_tensor(&k), c_tensor(&k_out));
-    good.positions = c_tensor(&positions);
-    let operation = Operation {
-        name: "rope",
-        supported: unsloth_rope_supported,
-        forward: unsloth_rope_forward,
-    };
-    operation.check(good, MISUSE, &[&q_out, &k_out]);
+    for (memory, ctx) in abi::backends() {
+        let memory = &memory;
+        let layout = |heads| Layout::contiguous(&[2, heads, 8]).unwrap();
+        let input =
+            |heads| TestTensor::normal(&mut rng(), DType::F32, layout(heads)).upload(memory);
+        let output = |heads| TestTensor::poisoned(DType::F32, layout(heads)).upload(memory);
+        let (q, k, q_out, k_out) = (input(2), input(1), output(2), output(1));
+        let positions = TestTensor::of(DType::I32, &[2], &[0.0, 3.0]).upload(memory);
+        // SAFETY: integers, floats and pointers, size first.
+        let mut good: unsloth_rope_params = unsafe { abi::zeroed_params() };
+        (good.q, good.q_out) = (c_tensor(&q), c_tensor(&q_out));
+        (good.k, good.k_out) = (c_tensor(&k), c_tensor(&k_out));
+        good.positions = c_tensor(&positions);
+        let operation = Operation {
+            name: "rope",
+            supported: unsloth_rope_supported,
+            forward: unsloth_rope_forward,
+        };
+        operation.check_on(&ctx, good, MISUSE, &[&q_out, &k_out]);
+    }
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::abi::{self, Misuse, Operation, absent, c_tensor, shifted};
-use common::{TestTensor, contexts, rng};
+use common::{TestTensor, rng};
 use unsloth::ffi::status::*;
 use unsloth::ffi::swiglu::{
     unsloth_swiglu_forward, unsloth_swiglu_params, unsloth_swiglu_supported,
@@ -119,18 +119,20 @@ fn packed(p: &mut unsloth_swiglu_params, spoil: fn(&mut unsloth_swiglu_params)) 
 
 #[test]
 fn misuse_is_refused_and_writes_nothing() {
-    let memory = &contexts()[0];
-    let layout = Layout::contiguous(&[2, 6]).unwrap();
-    let input = || TestTensor::normal(&mut rng(), DType::F32, layout).upload(memory);
-    let (gate, up) = (input(), input());
-    let out = TestTensor::poisoned(DType::F32, layout).upload(memory);
-    // SAFETY: integers and pointers, size first.
-    let mut good: unsloth_swiglu_params = unsafe { abi::zeroed_params() };
-    (good.gate, good.up, good.out) = (c_tensor(&gate), c_tensor(&up), c_tensor(&out));
-    let operation = Operation {
-        name: "swiglu",
-        supported: unsloth_swiglu_supported,
-        forward: unsloth_swiglu_forward,
-    };
-    operation.check(good, MISUSE, &[&out]);
+    for (memory, ctx) in abi::backends() {
+        let memory = &memory;
+        let layout = Layout::contiguous(&[2, 6]).unwrap();
+        let input = || TestTensor::normal(&mut rng(), DType::F32, layout).upload(memory);
+        let (gate, up) = (input(), input());
+        let out = TestTensor::poisoned(DType::F32, layout).upload(memory);
+        // SAFETY: integers and pointers, size first.
+        let mut good: unsloth_swiglu_params = unsafe { abi::zeroed_params() };
+        (good.gate, good.up, good.out) = (c_tensor(&gate), c_tensor(&up), c_tensor(&out));
+        let operation = Operation {
+            name: "swiglu",
+            supported: unsloth_swiglu_supported,
+            forward: unsloth_swiglu_forward,
+        };
+        operation.check_on(&ctx, good, MISUSE, &[&out]);
+    }
 }

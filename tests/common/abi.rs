@@ -1,23 +1,43 @@
 //! The C ABI as a caller sees it, for tests of misuse.
 
-use unsloth::ffi::context::{unsloth_context, unsloth_context_create, unsloth_context_destroy};
+use unsloth::ffi::context::*;
 use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::{UNSLOTH_MAX_RANK, unsloth_tensor};
-use unsloth::{DType, Layout};
+use unsloth::{Backend, Context, DType, Layout};
 
 use super::{DeviceTensor, TestTensor};
 
-/// A CPU context handle that is destroyed with its owner.
+/// A context handle that is destroyed with its owner.
 pub struct Handle(pub *mut unsloth_context);
 
 impl Handle {
     pub fn cpu() -> Handle {
+        Handle::on(Backend::Cpu)
+    }
+
+    pub fn on(backend: Backend) -> Handle {
+        // SAFETY: a struct of integers, size first.
+        let mut params: unsloth_context_params = unsafe { zeroed_params() };
+        params.backend = if backend == Backend::Cuda {
+            UNSLOTH_BACKEND_CUDA
+        } else {
+            UNSLOTH_BACKEND_CPU
+        };
         let mut ctx = std::ptr::null_mut();
-        // SAFETY: NULL params mean the defaults; `ctx` is valid for a write.
-        let status = unsafe { unsloth_context_create(std::ptr::null(), &mut ctx) };
+        // SAFETY: `params` is live and `ctx` valid for a write.
+        let status = unsafe { unsloth_context_create(&params, &mut ctx) };
         assert_eq!(status, UNSLOTH_STATUS_SUCCESS, "{}", last_message());
         Handle(ctx)
     }
+}
+
+/// A context of every backend that is compiled in and has a device, for memory, and one of C's.
+pub fn backends() -> Vec<(Context, Handle)> {
+    let both = |ctx: Context| {
+        let handle = Handle::on(ctx.backend());
+        (ctx, handle)
+    };
+    super::contexts().into_iter().map(both).collect()
 }
 
 impl Drop for Handle {
@@ -103,9 +123,18 @@ impl<P: Copy> Operation<P> {
     /// Every misuse is refused with its message and leaves the outputs poisoned; then the good arguments, whose tensors lie in
     /// live memory, succeed. Handles and pointers are spoilt as well.
     pub fn check(&self, good: P, table: &[Misuse<P>], outputs: &[&DeviceTensor]) {
-        let ctx = Handle::cpu();
+        self.check_on(&Handle::cpu(), good, table, outputs);
+    }
+
+    /// The same on a context of the backend whose memory the tensors are in. What only values in memory would tell is not asked of
+    /// a GPU, where the host does not read them; nor is success, of an operation that the backend does not have.
+    pub fn check_on(&self, ctx: &Handle, good: P, table: &[Misuse<P>], outputs: &[&DeviceTensor]) {
         let stream = std::ptr::null_mut();
+        let of_cpu = outputs.iter().all(|t| t.backend() == Backend::Cpu);
         for (spoil, status, message) in table {
+            if !of_cpu && message.contains(" at index ") {
+                continue;
+            }
             let mut params = good;
             spoil(&mut params);
             // SAFETY: every tensor that passes validation lies in live memory, by this function's contract.
@@ -135,7 +164,15 @@ impl<P: Copy> Operation<P> {
             let got = (self.supported)(ctx.0, std::ptr::null(), &mut implementation);
             assert_eq!((got, implementation), (UNSLOTH_STATUS_NULL_POINTER, 77));
             let got = (self.supported)(ctx.0, params, &mut implementation);
-            assert_eq!((got, implementation), (UNSLOTH_STATUS_SUCCESS, 1));
+            if !of_cpu && got == UNSLOTH_STATUS_UNSUPPORTED {
+                let problem = "ctx is on the cuda backend, which has no kernel for this operation";
+                fails(got, got, problem);
+                fails((self.forward)(ctx.0, params, stream), got, problem);
+                outputs.iter().for_each(|output| assert_untouched(output));
+                return;
+            }
+            assert_eq!(got, UNSLOTH_STATUS_SUCCESS, "{}", last_message());
+            assert_eq!(implementation == 1, of_cpu, "{implementation}");
             let got = (self.supported)(ctx.0, params, std::ptr::null_mut());
             assert_eq!(got, UNSLOTH_STATUS_SUCCESS);
             outputs.iter().for_each(|output| assert_untouched(output));

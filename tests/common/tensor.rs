@@ -175,6 +175,11 @@ impl DeviceTensor {
             .unwrap()
     }
 
+    /// Whose memory it is in.
+    pub fn backend(&self) -> unsloth::Backend {
+        self.buffer.context().backend()
+    }
+
     /// Address of the first element, for calls through the C ABI.
     pub fn data(&self) -> *mut std::ffi::c_void {
         self.buffer.as_ptr().wrapping_add(self.start).cast()
