@@ -10,7 +10,7 @@ use std::ptr;
 use common::{TestTensor, rng};
 use cudarc::driver::sys;
 use unsloth::ops::{linear, rms_norm, rope, swiglu};
-use unsloth::{Backend, Context, ContextOptions, DType, Error, InOut, Layout, Stream};
+use unsloth::{Backend, Context, ContextOptions, DType, Error, InOut, Layout, Stream, TensorRef};
 
 /// A context of the first GPU, if there is one.
 fn context() -> Option<Context> {
@@ -217,6 +217,48 @@ fn threads_share_a_context() {
     });
 }
 
+/// Contexts of one device share its memory and disturb each other in nothing: each has threads and streams of its own, and they end in
+/// any order.
+#[test]
+fn contexts_share_a_device() {
+    let Some(first) = context() else { return };
+    let mut step = Step::new(&first);
+    step.queue(&first, Stream::DEFAULT);
+    first.synchronize(Stream::DEFAULT).unwrap();
+    let (expected, x, up) = (step.result(), step.x.download(), step.up.download());
+    std::thread::scope(|scope| {
+        for i in 0..6 {
+            let (expected, x, up) = (&expected, &x, &up);
+            scope.spawn(move || {
+                let ctx = context().unwrap();
+                let streams = [(); 2].map(|()| ctx.create_stream().unwrap());
+                let mut steps = streams.map(|stream| {
+                    let mut step = Step::new(&ctx);
+                    step.x.overwrite(x);
+                    step.up.overwrite(up);
+                    (stream, step)
+                });
+                for _ in 0..10 + i {
+                    for (stream, step) in &mut steps {
+                        step.queue(&ctx, *stream);
+                    }
+                }
+                for (stream, step) in &steps {
+                    ctx.synchronize(*stream).unwrap();
+                    assert!(step.result() == *expected);
+                    // SAFETY: made above, and used no more.
+                    unsafe { ctx.destroy_stream(*stream) }.unwrap();
+                }
+                // The tensors outlive the caller's handle of their context.
+                drop(ctx);
+                assert!(steps[0].1.result() == *expected);
+            });
+        }
+    });
+    drop(first);
+    assert!(step.result() == expected, "the last context's memory");
+}
+
 /// The first calls of a context go into a graph, whose replays see what the inputs hold then.
 #[test]
 fn the_first_call_can_be_captured() {
@@ -258,11 +300,13 @@ fn the_first_call_can_be_captured() {
 fn the_current_context_is_left_alone() {
     let Some(ctx) = context() else { return };
     let mut step = Step::new(&ctx);
-    let (mut primary, mut current) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: results are valid for writes; what is retained is released; the thread ends with no current context, as it began.
+    let [mut primary, mut other, mut current] = [ptr::null_mut(); 3];
+    // SAFETY: results are valid for writes; what is retained or made is given back; the thread ends with no current context, as it
+    // began.
     unsafe {
         ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
-        for before in [ptr::null_mut(), primary] {
+        ok(sys::cuCtxCreate_v4(&mut other, ptr::null_mut(), 0, 0));
+        for before in [ptr::null_mut(), primary, other] {
             ok(sys::cuCtxSetCurrent(before));
             step.queue(&ctx, Stream::DEFAULT);
             let another = Context::new(&options()).unwrap();
@@ -270,8 +314,18 @@ fn the_current_context_is_left_alone() {
             ctx.synchronize(Stream::DEFAULT).unwrap();
             ok(sys::cuCtxGetCurrent(&mut current));
             assert_eq!(current, before);
+            // So after a call that fails.
+            Context::new(&ContextOptions {
+                device: -1,
+                ..options()
+            })
+            .unwrap_err();
+            unsloth::Buffer::new(&ctx, 1 << 50).unwrap_err();
+            ok(sys::cuCtxGetCurrent(&mut current));
+            assert_eq!(current, before);
         }
         ok(sys::cuCtxSetCurrent(ptr::null_mut()));
+        ok(sys::cuCtxDestroy_v2(other));
         ok(sys::cuDevicePrimaryCtxRelease_v2(0));
     }
 }
@@ -297,4 +351,54 @@ fn allocations_begin_zeroed() {
         let read = buffer.to_vec::<i32>(0, 1 << 18, Stream::DEFAULT).unwrap();
         assert!(read == dirt);
     }
+}
+
+/// A kernel that faults takes the device's context with it. The calls that find out say so, by the driver's name, and the process can
+/// still end in order.
+#[test]
+fn a_fault_is_told_as_such() {
+    const CHILD: &str = "UNSLOTH_TEST_FAULT";
+    if std::env::var_os(CHILD).is_some() {
+        return fault();
+    }
+    if context().is_none() {
+        return;
+    }
+    // In another process: this one's other tests go on.
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_fault_is_told_as_such", "--test-threads=1"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    assert!(child.status.success(), "{child:?}");
+}
+
+fn fault() {
+    let ctx = context().unwrap();
+    let mut out = TestTensor::of(DType::F32, &[1, 4], &[0.0; 4]).upload(&ctx);
+    let nowhere = ptr::without_provenance::<u8>(1 << 46);
+    // SAFETY: unsound, which is what is tested: no memory is there.
+    let x = unsafe { TensorRef::from_raw(nowhere, DType::F32, out.layout) };
+    let stream = ctx.create_stream().unwrap();
+    let params = rms_norm::Params {
+        x: InOut::Apart {
+            input: x,
+            output: out.view_mut(),
+        },
+        residual: None,
+        weight: None,
+        weight_offset: 0.0,
+        epsilon: 1e-5,
+    };
+    rms_norm::forward(&ctx, &params, stream).unwrap();
+    let told = "CUDA_ERROR_ILLEGAL_ADDRESS (700); the device's context is lost";
+    for error in [
+        ctx.synchronize(stream).unwrap_err(),
+        rms_norm::forward(&ctx, &params, stream).unwrap_err(),
+        unsloth::Buffer::new(&ctx, 16).unwrap_err(),
+    ] {
+        assert!(matches!(error, Error::Cuda { sticky: true, .. }), "{error}");
+        assert!(error.to_string().contains(told), "{error}");
+    }
+    assert_eq!(ctx.memory_stats().num_allocations, 1);
 }
