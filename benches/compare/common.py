@@ -178,3 +178,21 @@ class Record:
             text += f" | {about['bytes'] / times[OURS] / 1e6:.3f} TB/s"
         print(f"{self.result['op']} {case}: {text}", flush=True)
         self.path.write_text(json.dumps(self.result, indent=1) + "\n")
+
+
+def ring(count, function):
+    """A contender that keeps its result for each of `count` working sets, as an engine would: the next call cannot write to cached
+    memory."""
+    results = [None] * count
+
+    def run(i):
+        results[i % count] = function(i % count)
+
+    run.results = results
+    return run
+
+
+def compiled(function):
+    """torch.compile of a function, for one shape."""
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False)
