@@ -1,52 +1,70 @@
-#!/bin/sh
-# Runs, on a machine with a GPU, what scripts/gpu_pack.sh built: tests, the same under compute-sanitizer where there is one, benchmarks.
-# Logs and figures go to $OUT (results/ beside this script). Ends with the number of what failed.
+#!/bin/bash
+# Runs, on a machine with a GPU, what scripts/gpu_pack.sh built: Rust tests, C tests, the engine, the same tests under
+# compute-sanitizer where there is one, and benchmarks, those beside PyTorch where there is a PyTorch. Logs and figures go to $OUT
+# (results/ beside this script). Ends with the number of what failed.
 #
-# SANITIZE=0 leaves the sanitizer out; TESTS, BENCHES name a part.
+# TESTS, C_TESTS, SANITIZED, BENCHES and COMPARE name parts of each; an empty one leaves the kind out. SECONDS_EACH bounds every one.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/results}
 mkdir -p "$out"
-failed=0
+cd "$here" || exit 1
+export LD_LIBRARY_PATH=$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} UNSLOTH_RESULTS=$out
+export UNSLOTH_LIBRARY=$here/lib/libunsloth.so.0 UNSLOTH_HEADER=$here/include/unsloth.h PYTHONDONTWRITEBYTECODE=1
+[ -f commit ] && UNSLOTH_COMMIT=$(cat commit) && export UNSLOTH_COMMIT
+limit=${SECONDS_EACH:-300}
 
+all() { ls "$1" 2>/dev/null | tr '\n' ' '; }
+
+# check NAME COMMAND...: a line that says how it went; failures are counted by the files that they leave.
+rm -f "$out"/*.failed
 check() {
-    log=$1
-    shift
-    if "$@" >"$out/$log.log" 2>&1; then
-        echo "ok      $log  $(grep -h '^test result' "$out/$log.log" | tail -1)"
-    else
-        failed=$((failed + 1))
-        echo "FAILED  $log"
-        tail -25 "$out/$log.log"
-    fi
+  local name=$1 began=$SECONDS
+  shift
+  if timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1; then
+    echo "ok      $name, $((SECONDS - began)) s  $(grep -h '^test result' "$out/$name.log" | tail -1)"
+  else
+    touch "$out/$name.failed"
+    echo "FAILED  $name, $((SECONDS - began)) s"
+    tail -n "${TAIL:-25}" "$out/$name.log"
+  fi
 }
 
-nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,power.draw --format=csv | tee "$out/device.csv"
+nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.draw --format=csv | tee "$out/device.csv"
 
-for test in ${TESTS-$(ls "$here/tests")}; do
-    # One at a time: allocations wait for the device, and a failing kernel fails its own test only.
-    check "$test" "$here/tests/$test" --test-threads=1
+# One at a time: allocations wait for the device, and a failing kernel fails its own test only.
+for test in ${TESTS-$(all tests)}; do
+  check "$test" "tests/$test" --test-threads=1
 done
-
-sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-if [ "${SANITIZE:-1}" != 0 ] && [ -n "$sanitizer" ]; then
-    for tool in memcheck initcheck racecheck; do
-        for test in ${TESTS-embedding rms_norm rope swiglu}; do
-            # Tables of cases without the properties, which repeat them at random.
-            check "$tool.$test" timeout "${SANITIZER_SECONDS:-600}" "$sanitizer" --tool "$tool" --error-exitcode 1 \
-                "$here/tests/$test" --test-threads=1 \
-                --skip scale_invariant --skip scores_are_relative --skip packed_equals_apart
-        done
-    done
+for test in ${C_TESTS-$(all c)}; do
+  check "c.$test" "c/$test"
+done
+if [ -x engine ] && [ -d model ]; then
+  check engine ./engine --model model/*.gguf --device cuda --prompt "The capital of France is" --tokens 48 --temperature 0
 fi
 
-for bench in ${BENCHES-$(ls "$here/benches")}; do
-    if "$here/benches/$bench" >"$out/$bench.json" 2>"$out/$bench.err"; then
-        cat "$out/$bench.json"
-    else
-        failed=$((failed + 1))
-        echo "FAILED  $bench"
-        cat "$out/$bench.err"
-    fi
+# Tables of cases without the properties, which repeat them at random. Sanitizers leave the GPU idle, so several run at a time.
+sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+if [ -n "$sanitizer" ]; then
+  for tool in memcheck initcheck racecheck; do
+    for test in ${SANITIZED-cuda embedding kv_cache rms_norm rope swiglu}; do
+      while [ "$(jobs -rp | wc -l)" -ge "${SANITIZERS:-8}" ]; do wait -n; done
+      check "$tool.$test" "$sanitizer" --tool "$tool" --error-exitcode 1 "tests/$test" --test-threads=1 \
+        --skip a_fault_is_told_as_such --skip scale_invariant --skip scores_are_relative --skip packed_equals_apart &
+    done
+  done
+  wait
+fi
+
+for bench in ${BENCHES-$(all benches)}; do
+  check "bench.$bench" "benches/$bench"
+  grep '^{' "$out/bench.$bench.log" >"$out/$bench.json"
 done
-exit $failed
+if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+  for op in ${COMPARE-rms_norm rope swiglu embedding kv_append host}; do
+    TAIL=12 check "compare.$op" python3 compare "$op"
+  done
+fi
+failed=$(find "$out" -name '*.failed' | wc -l)
+echo "$failed failed"
+exit "$failed"
