@@ -77,6 +77,13 @@ impl RawTensor {
         self.ptr == other.ptr && self.dtype == other.dtype && self.layout == other.layout
     }
 
+    /// `len` entries from `start` along dimension `dim`.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub fn narrowed(&self, dim: usize, start: usize, len: usize) -> Result<RawTensor> {
+        let (layout, offset) = self.layout.narrowed(dim, start, len)?;
+        Ok(self.offset(layout, offset))
+    }
+
     fn offset(&self, layout: Layout, elements: usize) -> RawTensor {
         // wrapping: the pointer may be NULL in a query, and is then never dereferenced.
         let ptr = self.ptr.wrapping_add(elements * self.dtype.size());

@@ -9,7 +9,7 @@ use std::ptr;
 
 use common::{TestTensor, rng};
 use cudarc::driver::sys;
-use unsloth::ops::{linear, rms_norm, rope, swiglu};
+use unsloth::ops::{rms_norm, rope, swiglu};
 use unsloth::{Backend, Context, ContextOptions, DType, Error, InOut, Layout, Stream, TensorRef};
 
 /// A context of the first GPU, if there is one.
@@ -91,27 +91,6 @@ fn kernels_stay_in_registers() {
             "{kernel}"
         );
     }
-}
-
-#[test]
-fn operations_without_kernels_say_so() {
-    let Some(ctx) = context() else { return };
-    let x = TestTensor::of(DType::F32, &[1, 2], &[1.0, 2.0]).upload(&ctx);
-    let mut out = TestTensor::of(DType::F32, &[1, 2], &[0.0; 2]).upload(&ctx);
-    let weight = TestTensor::of(DType::F32, &[2, 2], &[1.0; 4]).upload(&ctx);
-    let params = linear::Params {
-        x: x.view(),
-        weights: linear::Weights {
-            weight: weight.view(),
-            bias: None,
-        },
-        output: linear::Output::Write(out.view_mut()),
-    };
-    let error = linear::supported(&ctx, &params).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "linear: ctx is on the cuda backend, which has no kernel for this operation"
-    );
 }
 
 /// One layer's worth of small operations: norm, rotation, activation.

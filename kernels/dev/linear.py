@@ -22,10 +22,10 @@ def prepare(kernel, x, w, out, bias=None, residual=None):
     n = w.shape[0]
     unit = c["width"]
     assert k % unit == 0
-    grid = {ROWS: lambda: up(n, 16), ROWS_SIMT: lambda: (up(n, 16), up(m, c["rows"])), TILES: lambda: (up(n, 64), up(m, 64)),
-            TILES_SIMT: lambda: (up(n, 64), up(m, 64))}[c["kind"]]()
+    grid = {ROWS: lambda: up(n, 16), ROWS_SIMT: lambda: (up(n, 16), up(m, c["rows"])), TILES: lambda: (up(m, 64), up(n, 64)),
+            TILES_SIMT: lambda: (up(m, 64), up(n, 64))}[c["kind"]]()
     buffers = dict(x=x, w=w, out=out, residual=residual)
-    s = dict(rows=m, in_features=k, out_features=n, has_residual=int(residual is not None), x_stride=x.stride(0) // unit,
+    s = dict(rows=m, in_features=k, out_features=n, epilogue=int(residual is not None), x_stride=x.stride(0) // unit,
              w_stride=w.stride(0) // unit, out_stride=out.stride(0), residual_stride=residual.stride(0) if residual is not None else 0)
     if bias is not None:
         s["bias_dtype"] = DTYPES[bias.dtype]

@@ -14,8 +14,9 @@ const UNROLL: u32 = 2;
 /// The library's `Activation` discriminants.
 const ACTIVATIONS: [(u32, &str); 3] = [(0, "silu"), (1, "gelu"), (2, "gelu_tanh")];
 
+/// The gate's function.
 #[cube]
-fn activate(x: f32, #[comptime] activation: u32) -> f32 {
+pub(crate) fn activate(x: f32, #[comptime] activation: u32) -> f32 {
     if activation == 0 {
         x * math::logistic(x)
     } else if activation == 1 {

@@ -88,6 +88,7 @@ functions! {
     memset = cuMemsetD8Async(dst: CUdeviceptr, value: c_uchar, size: usize, stream: CUstream);
     pointer_attributes = cuPointerGetAttributes(count: c_uint, attributes: *mut CUpointer_attribute, values: *mut *mut c_void,
         ptr: CUdeviceptr);
+    exchange_capture_mode = cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
     stream_create = cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     stream_destroy = cuStreamDestroy_v2(stream: CUstream);
     stream_synchronize = cuStreamSynchronize(stream: CUstream);
@@ -169,6 +170,20 @@ impl Driver {
         Ok(driver)
     }
 
+    /// Sets the calling thread's capture mode to relaxed until the guard is dropped: what a library does inside the call, such as
+    /// loading its kernels, is then allowed while a stream is captured.
+    pub fn relax_capture(&self, op: &'static str) -> Result<Relaxed<'_>> {
+        /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+        const RELAXED: c_uint = 2;
+        let mut before = RELAXED;
+        // SAFETY: the mode is valid for the exchange.
+        unsafe { self.exchange_capture_mode(op, &mut before) }?;
+        Ok(Relaxed {
+            driver: self,
+            before,
+        })
+    }
+
     /// Number of devices; 0 where the driver finds none.
     pub fn num_devices(&self, op: &'static str) -> Result<i32> {
         let mut count = 0;
@@ -236,6 +251,23 @@ impl Driver {
             }
         }
         "an error that the driver does not name".into()
+    }
+}
+
+/// While it lives, the calling thread's capture mode is relaxed; then again what it was.
+#[must_use]
+pub(crate) struct Relaxed<'a> {
+    driver: &'a Driver,
+    before: c_uint,
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the mode is valid for the exchange, and was the thread's.
+        let _ = unsafe {
+            self.driver
+                .exchange_capture_mode("capture", &mut self.before)
+        };
     }
 }
 

@@ -4,12 +4,15 @@
 //! functions given their attributes. A launch then only checks, fills a struct and calls the driver.
 
 pub(crate) mod attention;
+mod cublaslt;
 mod device;
 mod driver;
 pub(crate) mod embedding;
 mod images;
 pub(crate) mod kv_cache;
+pub(crate) mod linear;
 mod memory;
+pub(crate) mod mlp;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 mod rotation;
@@ -32,6 +35,7 @@ pub(crate) struct Cuda {
     attention: attention::Kernels,
     embedding: embedding::Kernels,
     kv_append: kv_cache::Kernels,
+    linear: linear::Kernels,
     rms_norm: rms_norm::Kernels,
     rope: rope::Kernels,
     swiglu: swiglu::Kernels,
@@ -96,6 +100,14 @@ fn unavailable(op: &'static str, reason: String) -> Error {
     }
 }
 
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.resources.primary.enter("context") {
+            self.linear.close();
+        }
+    }
+}
+
 impl Cuda {
     /// Takes the device's primary context and loads every image.
     ///
@@ -116,6 +128,7 @@ impl Cuda {
             attention: attention::Kernels::new(&resources)?,
             embedding: embedding::kernels(&resources)?,
             kv_append: kv_cache::kernels(&resources)?,
+            linear: linear::Kernels::new(&resources)?,
             rms_norm: rms_norm::Kernels::new(&resources)?,
             rope: rope::kernels(&resources)?,
             swiglu: swiglu::kernels(&resources)?,
@@ -139,6 +152,22 @@ impl Cuda {
         arguments: &A,
         stream: Stream,
     ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_grid(op, kernel, [blocks, 1, 1], arguments, stream) }
+    }
+
+    /// [`Cuda::launch`] with a grid of up to three dimensions.
+    ///
+    /// # Safety
+    /// As [`Cuda::launch`].
+    unsafe fn launch_grid<A: Arguments>(
+        &self,
+        op: &'static str,
+        kernel: &Kernel<A>,
+        grid: [u32; 3],
+        arguments: &A,
+        stream: Stream,
+    ) -> Result<()> {
         const {
             assert!(A::PARAMETERS.len() <= MAX_PARAMETERS);
         }
@@ -156,9 +185,9 @@ impl Cuda {
             primary.driver.launch(
                 op,
                 kernel.function,
-                blocks,
-                1,
-                1,
+                grid[0],
+                grid[1],
+                grid[2],
                 x,
                 y,
                 z,

@@ -25,6 +25,17 @@ pub(super) struct Launch<const N: usize> {
     pub strides: [[usize; N]; DIMS],
 }
 
+/// Equally spaced rows of each tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Matrix<const N: usize> {
+    /// Elements from the beginning of each tensor to its first row.
+    pub offsets: [usize; N],
+    /// Number of rows.
+    pub rows: usize,
+    /// From row to row, of each tensor.
+    pub strides: [usize; N],
+}
+
 impl<const N: usize> Rows<N> {
     /// Every dimension but the last of layouts that have one shape.
     pub fn new(layouts: [&Layout; N]) -> Self {
@@ -117,6 +128,34 @@ impl<const N: usize> Rows<N> {
         })
     }
 
+    /// The matrices that cover all rows: one, unless the dimensions do not merge, in which case the longest gives the rows.
+    pub fn matrices(&self) -> impl Iterator<Item = Matrix<N>> + '_ {
+        let longest = (0..self.rank).max_by_key(|dim| self.sizes[*dim]);
+        let (rows, strides) =
+            longest.map_or((1, [0; N]), |dim| (self.sizes[dim], self.strides[dim]));
+        let others = move || {
+            (0..self.rank)
+                .rev()
+                .filter(move |dim| Some(*dim) != longest)
+        };
+        let count: usize = others().map(|dim| self.sizes[dim]).product();
+        (0..count).map(move |mut index| {
+            let mut offsets = [0; N];
+            for dim in others() {
+                let i = index % self.sizes[dim];
+                index /= self.sizes[dim];
+                for (offset, stride) in offsets.iter_mut().zip(&self.strides[dim]) {
+                    *offset += i * stride;
+                }
+            }
+            Matrix {
+                offsets,
+                rows,
+                strides,
+            }
+        })
+    }
+
     /// Dimensions that a launch does not cover.
     fn outer(&self) -> usize {
         self.rank.saturating_sub(DIMS)
@@ -179,6 +218,18 @@ mod tests {
                 .map(|row| [a.row_offset(row), b.row_offset(row)])
                 .collect();
             assert_eq!(offsets(&rows), expected);
+            let mut of_matrices: Vec<_> = rows
+                .matrices()
+                .flat_map(|m| {
+                    (0..m.rows).map(move |row| {
+                        [0, 1].map(|tensor| m.offsets[tensor] + row * m.strides[tensor])
+                    })
+                })
+                .collect();
+            of_matrices.sort_unstable();
+            let mut expected = expected;
+            expected.sort_unstable();
+            assert_eq!(of_matrices, expected);
         }
     }
 

@@ -2,6 +2,9 @@
 //!
 //! Products are accumulated in f32 whatever the dtypes; bias and residual are added to the f32 sum, and the only rounding to the
 //! output's dtype is that of the result. The same inputs give the same bits with any number of threads.
+//!
+//! On CUDA, products of more than 16 rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has it
+//! too; f32 is computed in f32, without TF32. All others go to kernels of this library.
 
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
@@ -177,11 +180,15 @@ impl Params<'_> {
     }
 }
 
-fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Err(check::no_kernel(OP)),
+        Device::Cuda(_) => {
+            crate::cuda::linear::supported(problem)?;
+            Ok(Implementation::Cuda)
+        }
     }
 }
 
@@ -197,14 +204,15 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
 ///
 /// # Errors
 /// An argument is wrong (nothing was written), or the launch failed.
-pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
     params.check_data(&problem)?;
     choose(ctx, &problem)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::linear::forward(cpu, &problem),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(check::no_kernel(OP)),
+        Device::Cuda(cuda) => crate::cuda::linear::forward(cuda, &problem, stream)?,
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! The gated feed-forward block of a transformer in one call:
 //! `y = (act(x Wgᵀ + bg) * (x Wuᵀ + bu)) Wdᵀ + bd`, with an optional fused addition of a residual.
 //!
-//! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` once, in the workspace, which is all
-//! the scratch memory the call needs: gate and up are never stored.
+//! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` in the workspace, which is all the
+//! scratch memory the call needs. On the CPU gate and up are never stored; on CUDA they pass through the workspace too, rounded.
 
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
@@ -181,11 +181,15 @@ impl GateUp<'_> {
     }
 }
 
-fn choose(ctx: &Context, _problem: &Problem) -> Result<Implementation> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
     match ctx.device() {
         Device::Cpu(_) => Ok(Implementation::Cpu),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Err(crate::ops::check::no_kernel(OP)),
+        Device::Cuda(_) => {
+            crate::cuda::mlp::supported(problem)?;
+            Ok(Implementation::Cuda)
+        }
     }
 }
 
@@ -212,14 +216,15 @@ pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
 ///
 /// # Errors
 /// An argument is wrong (nothing was written), or the launch failed.
-pub fn forward(ctx: &Context, params: &Params<'_>, _stream: Stream) -> Result<()> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
     let intermediate = params.check_data(&problem)?;
     choose(ctx, &problem)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::mlp::forward(cpu, &problem, intermediate),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Err(crate::ops::check::no_kernel(OP)),
+        Device::Cuda(cuda) => crate::cuda::mlp::forward(cuda, &problem, intermediate, stream)?,
     }
     Ok(())
 }

@@ -1,0 +1,313 @@
+//! Linear layers on the GPU: which kernel a product gets, and its launch.
+//!
+//! Products of up to [`FEW_ROWS`] rows are bound by reading the weights, which the kernels of this library do once; those of more
+//! rows go to cuBLASLt where there is one that serves their dtypes, and to kernels of this library otherwise.
+
+use super::cublaslt::{self, Library};
+use super::device::Resources;
+use super::images::linear::Arguments;
+use super::rows::{Matrix, Rows};
+use super::table::Table;
+use super::{Cuda, VECTOR};
+use crate::context::Stream;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::ops::linear::{Problem, WeightsProblem};
+use crate::ops::swiglu::Activation;
+use crate::tensor::RawTensor;
+
+const OP: &str = "linear";
+
+/// Rows that the memory-bound kernels take.
+pub(super) const FEW_ROWS: usize = 16;
+
+/// The operation's kernels, by kind, dtype, dtype of the weights, rows of a block and elements per access.
+pub(crate) struct Kernels {
+    table: Table<Arguments, 5>,
+    library: Option<Library>,
+}
+
+impl Kernels {
+    pub fn new(resources: &Resources) -> Result<Kernels> {
+        let choices = ["kind", "dtype", "weight", "rows", "width"];
+        let table = Table::new(OP, resources, choices)?;
+        let _entered = resources.primary.enter(OP)?;
+        Ok(Kernels {
+            table,
+            library: Library::open(),
+        })
+    }
+
+    /// Gives back what the library holds, in the device's context.
+    pub fn close(&mut self) {
+        if let Some(mut library) = self.library.take() {
+            library.close();
+        }
+    }
+
+    /// Whether products of many rows go to cuBLASLt.
+    pub fn serves_many(&self, x: DType, weight: DType) -> bool {
+        self.library.is_some() && x == weight
+    }
+}
+
+/// `x Wᵀ + bias`, and what becomes of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Product<'a> {
+    pub op: &'static str,
+    pub x: &'a RawTensor,
+    pub weights: &'a WeightsProblem,
+    pub epilogue: Epilogue,
+    pub out: &'a RawTensor,
+}
+
+/// What becomes of a product and its bias.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Epilogue {
+    /// It is the output.
+    Store,
+    /// A residual is added.
+    Add(RawTensor),
+    /// An activated gate multiplies it.
+    Gate(RawTensor, Activation),
+}
+
+impl Epilogue {
+    /// The other tensor, and the number by which kernels know what to do with it.
+    fn parts(&self) -> (Option<&RawTensor>, u32) {
+        match self {
+            Epilogue::Store => (None, 0),
+            Epilogue::Add(residual) => (Some(residual), 1),
+            Epilogue::Gate(gate, activation) => (Some(gate), 2 + *activation as u32),
+        }
+    }
+}
+
+/// A kernel of this library's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Rows = 0,
+    RowsSimt = 1,
+    Tiles = 2,
+    TilesSimt = 3,
+}
+
+/// Rows and columns of a tile.
+const TILE: usize = 64;
+/// Rows of W of a block of the other kernels.
+const COLUMNS: usize = 16;
+/// Blocks of a grid in its second dimension.
+const MAX_GRID_Y: usize = 65535;
+
+/// Whether there is a kernel for the problem.
+pub(crate) fn supported(p: &Problem) -> Result<()> {
+    fits(OP, ("x", &p.x), ("weight", &p.weights.weight))
+}
+
+/// Whether sizes are within what kernels count in 32 bits, and tiles of columns within a grid.
+pub(super) fn fits(
+    op: &'static str,
+    (x_name, x): (&'static str, &RawTensor),
+    (weight_name, weight): (&'static str, &RawTensor),
+) -> Result<()> {
+    let most = i32::MAX as usize;
+    let sizes = [
+        (x_name, "rows", x.layout.num_rows(), most),
+        (weight_name, "rows", weight.layout.dim(0), MAX_GRID_Y * TILE),
+        (weight_name, "columns", weight.layout.dim(1), most),
+    ];
+    for (name, what, size, most) in sizes {
+        if size > most {
+            let problem = format!("has {size} {what}, the CUDA backend takes {most}");
+            return Err(Error::unsupported(op, name, problem));
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+    let product = Product {
+        op: OP,
+        x: &p.x,
+        weights: &p.weights,
+        epilogue: p.residual.map_or(Epilogue::Store, Epilogue::Add),
+        out: &p.out,
+    };
+    multiply(cuda, &product, stream)
+}
+
+/// Queues a product whose tensors have been checked.
+pub(super) fn multiply(cuda: &Cuda, p: &Product<'_>, stream: Stream) -> Result<()> {
+    if p.out.layout.is_empty() {
+        return Ok(());
+    }
+    let (other, _) = p.epilogue.parts();
+    let other = other.unwrap_or(p.out);
+    let rows = Rows::new([&p.x.layout, &p.out.layout, &other.layout]);
+    for matrix in rows.matrices() {
+        let part = Part::new(p, &matrix);
+        if let Some(product) = part.for_library(p)
+            && let Some(library) = &cuda.linear.library
+        {
+            let primary = &cuda.resources.primary;
+            let _entered = primary.enter(p.op)?;
+            let _relaxed = primary.driver.relax_capture(p.op)?;
+            // SAFETY: the problem was checked: its tensors have the rows that the part describes.
+            if unsafe { library.multiply(p.op, &product, stream) }? {
+                continue;
+            }
+        }
+        part.launch(cuda, p, stream)?;
+    }
+    Ok(())
+}
+
+/// Equally spaced rows of a product.
+struct Part {
+    rows: usize,
+    in_features: usize,
+    out_features: usize,
+    x: usize,
+    x_stride: usize,
+    weight_stride: usize,
+    out: usize,
+    out_stride: usize,
+    /// Residual or gate.
+    other: usize,
+    other_stride: usize,
+}
+
+impl Part {
+    fn new(p: &Product<'_>, matrix: &Matrix<3>) -> Part {
+        let (other, _) = p.epilogue.parts();
+        let other = other.unwrap_or(p.out);
+        let at = |t: &RawTensor, i: usize| t.ptr.addr() + matrix.offsets[i] * t.dtype.size();
+        let weight = &p.weights.weight.layout;
+        Part {
+            rows: matrix.rows,
+            in_features: weight.dim(1),
+            out_features: weight.dim(0),
+            x: at(p.x, 0),
+            x_stride: matrix.strides[0],
+            weight_stride: match weight.dim(0) {
+                1 => weight.dim(1),
+                _ => weight.stride(0),
+            },
+            out: at(p.out, 1),
+            out_stride: matrix.strides[1],
+            other: at(other, 2),
+            other_stride: matrix.strides[2],
+        }
+    }
+
+    /// What the library is asked for, if it may serve this part.
+    fn for_library(&self, p: &Product<'_>) -> Option<cublaslt::Product> {
+        let weight = &p.weights.weight;
+        let bias = p.weights.bias.as_ref();
+        let bias_fits =
+            bias.is_none_or(|b| b.dtype == p.out.dtype && b.ptr.addr().is_multiple_of(VECTOR));
+        let residual = match p.epilogue {
+            Epilogue::Store => Some(None),
+            Epilogue::Add(_) => Some(Some((self.other, self.other_stride))),
+            Epilogue::Gate(..) => None,
+        };
+        // Rows of inputs may overlap, which the library does not take.
+        let apart = self.x_stride >= self.in_features
+            && self.weight_stride >= self.in_features
+            && (p.epilogue.parts().0.is_none() || self.other_stride >= self.out_features);
+        let fits = self.rows > FEW_ROWS
+            && self.in_features > 0
+            && weight.dtype == p.x.dtype
+            && bias_fits
+            && apart;
+        residual.filter(|_| fits).map(|residual| cublaslt::Product {
+            dtype: p.x.dtype,
+            rows: self.rows,
+            in_features: self.in_features,
+            out_features: self.out_features,
+            x: self.x,
+            x_stride: self.x_stride,
+            weight: weight.ptr.addr(),
+            weight_stride: self.weight_stride,
+            bias: bias.map(|b| b.ptr.addr()),
+            residual,
+            out: self.out,
+            out_stride: self.out_stride,
+        })
+    }
+
+    /// Whether rows of x and of the weights can be read in accesses of `width` elements.
+    fn in_accesses_of(&self, p: &Product<'_>, width: usize) -> bool {
+        let weight = &p.weights.weight;
+        self.in_features.is_multiple_of(width)
+            && self.x_stride.is_multiple_of(width)
+            && self.weight_stride.is_multiple_of(width)
+            && self.x.is_multiple_of(width * p.x.dtype.size())
+            && weight
+                .ptr
+                .addr()
+                .is_multiple_of(width * weight.dtype.size())
+    }
+
+    /// The kernel, the rows of its blocks and its elements per access.
+    fn kernel(&self, p: &Product<'_>) -> (Kind, usize, usize) {
+        const LINE: usize = 8;
+        let (x, weight) = (p.x.dtype, p.weights.weight.dtype);
+        let tensor_cores = x != DType::F32 && x == weight && self.in_accesses_of(p, LINE);
+        match (self.rows <= FEW_ROWS, tensor_cores) {
+            (true, true) => (Kind::Rows, self.rows.next_multiple_of(8), LINE),
+            (true, false) if x == DType::F32 && self.in_accesses_of(p, 4) => {
+                (Kind::RowsSimt, if self.rows == 1 { 1 } else { 4 }, 4)
+            }
+            (true, false) => (Kind::RowsSimt, 4, 1),
+            (false, true) => (Kind::Tiles, TILE, LINE),
+            (false, false) => (Kind::TilesSimt, TILE, 1),
+        }
+    }
+
+    fn launch(&self, cuda: &Cuda, p: &Product<'_>, stream: Stream) -> Result<()> {
+        let (kind, block_rows, width) = self.kernel(p);
+        let kernel = cuda.linear.table.get([
+            kind as u32,
+            p.x.dtype as u32,
+            p.weights.weight.dtype as u32,
+            block_rows as u32,
+            width as u32,
+        ])?;
+        let row_blocks = self.rows.div_ceil(block_rows) as u32;
+        let grid = match kind {
+            Kind::Rows => [self.out_features.div_ceil(COLUMNS) as u32, 1, 1],
+            Kind::RowsSimt => [self.out_features.div_ceil(COLUMNS) as u32, row_blocks, 1],
+            Kind::Tiles | Kind::TilesSimt => {
+                [row_blocks, self.out_features.div_ceil(TILE) as u32, 1]
+            }
+        };
+        let (_, epilogue) = p.epilogue.parts();
+        let bias = p.weights.bias.as_ref();
+        let bias_of = |dtype| match bias {
+            Some(b) if b.dtype == dtype => b.ptr.addr() as u64,
+            _ => 0,
+        };
+        let arguments = Arguments {
+            x: self.x as u64,
+            w: p.weights.weight.ptr.addr() as u64,
+            out: self.out as u64,
+            bias_f32: bias_of(DType::F32),
+            bias_f16: bias_of(DType::F16),
+            bias_bf16: bias_of(DType::Bf16),
+            residual: self.other as u64,
+            rows: self.rows as u32,
+            in_features: self.in_features as u32,
+            out_features: self.out_features as u32,
+            bias_dtype: bias.map_or(0, |b| b.dtype as u32),
+            epilogue,
+            x_stride: (self.x_stride / width) as u64,
+            w_stride: (self.weight_stride / width) as u64,
+            out_stride: self.out_stride as u64,
+            residual_stride: self.other_stride as u64,
+            ..Arguments::ZERO
+        };
+        // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
+        unsafe { cuda.launch_grid(p.op, kernel, grid, &arguments, stream) }
+    }
+}
