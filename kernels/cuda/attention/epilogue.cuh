@@ -28,7 +28,7 @@ __device__ __forceinline__ PackedRow packed_row(const AttentionForwardParams &p,
 __device__ __forceinline__ float *lse_address(const AttentionForwardParams &p, const Tile &tile,
                                               PackedRow at) {
   return p.lse + (p.cu_seqlens_q != nullptr ? 0 : tile.batch) * p.lse_batch_stride +
-         at.head * p.lse_head_stride + tile.q_begin + at.position;
+         at.head * p.lse_head_stride + (tile.q_begin + at.position) * p.lse_sequence_stride;
 }
 
 // Sums over the quad, joins the sink, writes the log-sum-exp, and gives what O is to be multiplied

@@ -5,6 +5,8 @@
 // overall scheme.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/registers.cuh"
 #include "config.h"
 #include "consumer.cuh"
@@ -34,32 +36,44 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardParams &
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     release_registers_to<producer_registers(C)>();
-    if (threadIdx.x == 0) produce<C, T, kMask>(p, shared);
+    if (threadIdx.x < 32) produce<C, T, kMask>(p, shared);
   } else {
     acquire_registers_to<consumer_registers(C)>();
     Consumer<C, T, kMask, kSoftcap>(p, shared, warpgroup - 1).run();
   }
 }
 
+enum class Role { kUsual, kShort };
+
+template <class T>
+constexpr int kDtype = std::is_same_v<T, __half> ? 2 : 3;  // UNSLOTH_DTYPE_F16, UNSLOTH_DTYPE_BF16
+
 }  // namespace unsloth
 
-// Instantiates a kernel, and beside it what the host must know to launch it.
-#define UNSLOTH_ATTENTION_FORWARD(name, type, tile, mask, softcap)                   \
+// What an image must be launched with; see params.h.
+extern "C" __device__ const uint32_t attention_forward_layout[] = UNSLOTH_ATTENTION_FORWARD_LAYOUT;
+
+// Instantiates a kernel, and beside it what the host must know of it. `role`: kUsual or kShort.
+#define UNSLOTH_ATTENTION_FORWARD(name, type, tile, mask, softcap, role)             \
   extern "C" __global__ void __launch_bounds__(unsloth::threads(unsloth::tile), 1)   \
       name(const __grid_constant__ AttentionForwardParams params) {                  \
     unsloth::attention_forward<unsloth::tile, type, unsloth::mask, softcap>(params); \
   }                                                                                  \
   extern "C" __device__ const AttentionForwardLaunch name##_launch = {               \
-      sizeof(AttentionForwardParams),                                                \
+      unsloth::kDtype<type>,                                                         \
+      unsloth::tile.head_dim,                                                        \
+      unsloth::tile.head_dim_v,                                                      \
+      static_cast<int32_t>(unsloth::mask),                                           \
+      softcap,                                                                       \
+      static_cast<int32_t>(unsloth::Role::role),                                     \
       unsloth::block_m(unsloth::tile),                                               \
       unsloth::tile.block_n,                                                         \
       unsloth::threads(unsloth::tile),                                               \
       unsloth::shared_bytes<unsloth::tile, type>(),                                  \
-      unsloth::tile.head_dim,                                                        \
-      unsloth::tile.head_dim_v,                                                      \
   };
 
 // The same for both types.
-#define UNSLOTH_ATTENTION_FORWARD_16BIT(suffix, tile, mask, softcap)                             \
-  UNSLOTH_ATTENTION_FORWARD(attention_forward_bf16_##suffix, __nv_bfloat16, tile, mask, softcap) \
-  UNSLOTH_ATTENTION_FORWARD(attention_forward_f16_##suffix, __half, tile, mask, softcap)
+#define UNSLOTH_ATTENTION_FORWARD_16BIT(suffix, tile, mask, softcap, role)                    \
+  UNSLOTH_ATTENTION_FORWARD(attention_forward_bf16_##suffix, __nv_bfloat16, tile, mask,       \
+                            softcap, role)                                                    \
+  UNSLOTH_ATTENTION_FORWARD(attention_forward_f16_##suffix, __half, tile, mask, softcap, role)

@@ -1,4 +1,4 @@
-// The producer: one thread that keeps Q, K and V coming.
+// The producer: one warp, and of that one thread, that keeps Q, K and V coming.
 //
 // K and V come by turns, V one block behind, since the consumers compute P V one step behind Q K^T.
 // The key blocks of a tile run downwards: the masked ones come first.
@@ -64,60 +64,76 @@ __device__ __forceinline__ void load_q(const AttentionForwardParams &p, Shared<C
   }
 }
 
-template <TileConfig C, class T, Mask kMask>
-__device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<C, T> &shared) {
-  Ring<2> slots;
-  Ring<C.q_stages> q_ring;
-  uint32_t blocks = 0;  // key blocks of all tiles so far, from which ring positions follow
-  Trace trace;
-
-  for (int index = blockIdx.x; index < p.tiles;) {
-    shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
-    trace(20);
-    Tile &tile = shared.tile[slots.stage];
-    const bool any_rows = tile_at<C, kMask>(p, index, tile);
-    const int count = any_rows ? tile.n_max - tile.n_min : 0;
-    if (any_rows) {
-      shared.tile_full[slots.stage].arrive();
-      slots.advance();
+// Loads what a tile needs, and gives the index of the next one.
+template <TileConfig C, class T>
+__device__ __forceinline__ int load_tile(const AttentionForwardParams &p, Shared<C, T> &shared,
+                                         const Tile &tile, int index, Trace &trace) {
+  const int count = tile.n_max - tile.n_min;
+  if (count <= 0) return next_tile_index(p, index);
+  const uint32_t before = shared.loaded.blocks;
+  shared.loaded.blocks += count;
+  // Even steps load K, odd ones V of the block before. The first odd one loads Q instead, and the
+  // last even one finds no more K.
+#pragma unroll 1
+  for (int step = 0; step < 2 * count + 2; ++step) {
+    if (step == 1) {
+      load_q(p, shared, tile, shared.loaded.q_ring);
+      shared.loaded.q_ring.advance();
+      trace(22);
+      continue;
     }
-    trace(21);
-    if (count <= 0) {
+    if (step == 2 * count) {
+      // Late, so that whoever is done first gets it, but the last V hides its latency.
       index = next_tile_index(p, index);
       continue;
     }
-    // Even steps load K, odd ones V of the block before. The first odd one loads Q instead, and the
-    // last even one finds no more K.
-#pragma unroll 1
-    for (int step = 0; step < 2 * count + 2; ++step) {
-      if (step == 1) {
-        load_q(p, shared, tile, q_ring);
-        q_ring.advance();
-        trace(22);
-        continue;
-      }
-      if (step == 2 * count) {
-        // Late, so that whoever is done first gets it, but the last V hides its latency.
-        index = next_tile_index(p, index);
-        continue;
-      }
-      const bool is_v = step & 1;
-      const int block = step / 2 - is_v;
-      const uint32_t stage = (blocks + block) % C.stages;
-      const uint32_t parity = (blocks + block) / C.stages & 1;
-      (is_v ? shared.v_empty : shared.k_empty)[stage].wait(parity ^ 1);
-      trace(is_v ? 24 : 23);
-      load_kv<C>(p, is_v ? &p.v : &p.k, tile, tile.n_max - 1 - block,
-                 (is_v ? chunks(C.head_dim_v) : chunks(C.head_dim)) * kChunk,
-                 is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]),
-                 &(is_v ? shared.v_full : shared.k_full)[stage]);
+    const bool is_v = step & 1;
+    const int block = step / 2 - is_v;
+    const uint32_t stage = (before + block) % C.stages;
+    const uint32_t parity = (before + block) / C.stages & 1;
+    (is_v ? shared.v_empty : shared.k_empty)[stage].wait(parity ^ 1);
+    trace(is_v ? 24 : 23);
+    load_kv<C>(p, is_v ? &p.v : &p.k, tile, tile.n_max - 1 - block,
+               (is_v ? chunks(C.head_dim_v) : chunks(C.head_dim)) * kChunk,
+               is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]),
+               &(is_v ? shared.v_full : shared.k_full)[stage]);
+  }
+  return index;
+}
+
+// One warp: its first lane loads, all of them look for a ragged batch's next tile.
+template <TileConfig C, class T, Mask kMask>
+__device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<C, T> &shared) {
+  const bool leader = threadIdx.x == 0;
+  Ring<2> slots;
+  Trace trace;
+  if (leader) shared.loaded = {};
+  if (p.ragged) start_walk(p, shared.walk);
+
+  int index = blockIdx.x;
+  while (index < p.tiles) {
+    Tile &tile = shared.tile[slots.stage];
+    shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
+    trace(20);
+    if (p.ragged) {
+      if (!ragged_tile_at<C, kMask>(p, index, shared.walk, tile)) break;
+    } else if (leader) {
+      tile_at<C, kMask>(p, index, tile);
     }
-    blocks += count;
+    if (leader) {
+      shared.tile_full[slots.stage].arrive();
+      trace(21);
+      index = load_tile(p, shared, tile, index, trace);
+    }
+    slots.advance();
+    index = __shfl_sync(0xffffffff, index, 0);
   }
 
   shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
-  shared.tile[slots.stage].row_block = -1;
-  shared.tile_full[slots.stage].arrive();
+  if (leader) {
+    shared.tile[slots.stage].row_block = -1;
+    shared.tile_full[slots.stage].arrive();
+  }
 }
 
 }  // namespace unsloth

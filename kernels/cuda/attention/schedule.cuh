@@ -1,9 +1,10 @@
 // Which tile comes next, and which keys it needs.
 //
-// Blocks are persistent. Tiles are dealt out in turn when all cost the same, or taken from a
-// counter, longest first, when they do not (causal, windows, ragged batches). The counter is
-// advanced with a wrapping increment that as many calls as there are tiles bring back to zero, so
-// it needs no reset between launches.
+// Blocks are persistent. They take tiles from a counter, or, where that would cost more than it gains, each takes what its place in the
+// grid gives it: forwards and backwards by turns, since under a causal mask tiles get shorter and shorter.
+//
+// The lengths of a ragged batch are known here alone. Its sequences are walked in classes, those with more than half as many keys as the
+// longest first, then those with more than a quarter, and so on, and only tiles that have rows are counted.
 #pragma once
 
 #include <cstdint>
@@ -14,60 +15,66 @@
 
 namespace unsloth {
 
-// The tile after `index`.
+// The tile after `index`. Indices grow.
 __device__ __forceinline__ int next_tile_index(const AttentionForwardParams &p, int index) {
-  if (p.tile_counter == nullptr) return index + gridDim.x;
-  return gridDim.x + atomicInc(p.tile_counter, p.tiles - 1);
+  const int blocks = gridDim.x;
+  if (p.tile_counter != nullptr) return blocks + atomicAdd(p.tile_counter, 1);
+  const int round = index / blocks + 1;
+  return round * blocks + (round % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
 }
 
-// Fills in tile `index`; false if it lies past the end of its sequence.
-template <TileConfig C, Mask kMask>
-__device__ __forceinline__ bool tile_at(const AttentionForwardParams &p, int index, Tile &t) {
-  const int heads = p.heads_q >> p.pack_log2;
-  int pair, row_block;
-  if (p.pairs_in_l2 == 0) {
-    pair = index / p.row_blocks;
-    row_block = index - pair * p.row_blocks;
-  } else {
-    // Sections of as many (batch, head) pairs as L2 holds K and V for; within one, the last rows of
-    // every pair first, since under a causal mask they are the longest.
-    const int first = index / (p.pairs_in_l2 * p.row_blocks) * p.pairs_in_l2;
-    const int pairs = min(p.pairs_in_l2, p.batch * heads - first);
-    const int within = index - first * p.row_blocks;
-    const int round = within / pairs;
-    pair = first + within - round * pairs;
-    row_block = p.row_blocks - 1 - round;
+struct Lengths {
+  int q_begin, q, k_begin, k;
+};
+
+__device__ __forceinline__ Lengths lengths(const AttentionForwardParams &p, int batch) {
+  Lengths l = {0, p.seqlen_q, 0, p.seqlen_k};
+  if (p.cu_seqlens_q != nullptr) {
+    l.q_begin = p.cu_seqlens_q[batch];
+    l.q = p.cu_seqlens_q[batch + 1] - l.q_begin;
   }
-  const int batch = pair / heads;
-  const int head = pair - batch * heads;
+  if (p.cu_seqlens_k != nullptr) {
+    l.k_begin = p.cu_seqlens_k[batch];
+    l.k = p.cu_seqlens_k[batch + 1] - l.k_begin;
+  }
+  if (p.seqlens_k != nullptr) l.k = p.seqlens_k[batch];
+  return l;
+}
+
+// A (sequence, head) pair and a block of its rows.
+struct Place {
+  int pair, row_block;
+};
+
+// Pairs in sections of as many as L2 holds K and V for; within one, the last rows of every pair first, since under a causal mask they
+// are the longest.
+__device__ __forceinline__ Place place_at(int index, int row_blocks, int pairs, int pairs_in_l2) {
+  const int first = index / (pairs_in_l2 * row_blocks) * pairs_in_l2;
+  const int section = min(pairs_in_l2, pairs - first);
+  const int within = index - first * row_blocks;
+  const int round = within / section;
+  return {first + within - round * section, row_blocks - 1 - round};
+}
+
+// Fills in a tile, whose sequence has rows there.
+template <TileConfig C, Mask kMask>
+__device__ __forceinline__ void fill_tile(const AttentionForwardParams &p, int batch, int head,
+                                          int row_block, const Lengths &l, Tile &t) {
+  const int heads = p.heads_q >> p.pack_log2;
   t.row_block = row_block;
   t.batch = batch;
   t.head = head;
   t.head_kv = heads == p.heads_kv ? head : head / (heads / p.heads_kv);
+  t.q_begin = l.q_begin;
+  t.seqlen_q = l.q;
+  t.k_begin = l.k_begin;
+  t.seqlen_k = l.k;
 
-  int q_begin = 0, seqlen_q = p.seqlen_q;
-  if (p.cu_seqlens_q != nullptr) {
-    q_begin = p.cu_seqlens_q[batch];
-    seqlen_q = p.cu_seqlens_q[batch + 1] - q_begin;
-  }
-  t.q_begin = q_begin;
-  t.seqlen_q = seqlen_q;
   const int positions = block_m(C) >> p.pack_log2;
   const int first = row_block * positions;
-  if (first >= seqlen_q) return false;
-
-  int k_begin = 0, seqlen_k = p.seqlen_k;
-  if (p.cu_seqlens_k != nullptr) {
-    k_begin = p.cu_seqlens_k[batch];
-    seqlen_k = p.cu_seqlens_k[batch + 1] - k_begin;
-  }
-  if (p.seqlens_k != nullptr) seqlen_k = p.seqlens_k[batch];
-  t.k_begin = k_begin;
-  t.seqlen_k = seqlen_k;
-
-  const int last = min(first + positions, seqlen_q);  // exclusive
-  const int shift = seqlen_k - seqlen_q;              // masks are aligned bottom-right
-  int keys = seqlen_k;
+  const int last = min(first + positions, l.q);  // exclusive
+  const int shift = l.k - l.q;                   // masks are aligned bottom-right
+  int keys = l.k;
   t.n_min = 0;
   if (kMask == Mask::kCausal) keys = min(keys, last + shift);
   if (kMask == Mask::kWindow) {
@@ -75,7 +82,82 @@ __device__ __forceinline__ bool tile_at(const AttentionForwardParams &p, int ind
     t.n_min = max(0, first + shift - p.window_left) / C.block_n;
   }
   t.n_max = keys <= 0 ? 0 : ceil_div(keys, C.block_n);
-  return true;
+}
+
+// Tile `index` of a batch whose sequences are all alike.
+template <TileConfig C, Mask kMask>
+__device__ __forceinline__ void tile_at(const AttentionForwardParams &p, int index, Tile &t) {
+  const int heads = p.heads_q >> p.pack_log2;
+  Place at;
+  if (p.pairs_in_l2 == 0) {
+    at.pair = index / p.row_blocks;
+    at.row_block = index - at.pair * p.row_blocks;
+  } else {
+    at = place_at(index, p.row_blocks, p.batch * heads, p.pairs_in_l2);
+  }
+  const int batch = at.pair / heads;
+  fill_tile<C, kMask>(p, batch, at.pair - batch * heads, at.row_block,
+                      {0, p.seqlen_q, 0, p.seqlen_k}, t);
+}
+
+constexpr int kWalkClasses = 6;  // the last one takes all that is shorter
+
+__device__ __forceinline__ void start_walk(const AttentionForwardParams &p, Walk &walk) {
+  int longest = 0;
+  for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) {
+    longest = max(longest, lengths(p, batch).k);
+  }
+  longest = __reduce_max_sync(0xffffffff, longest);
+  if (threadIdx.x % 32 == 0) walk = {0, 0, 0, longest};
+  __syncwarp();
+}
+
+// Tile `index` of a ragged batch; false behind the last. A whole warp takes part.
+template <TileConfig C, Mask kMask>
+__device__ __forceinline__ bool ragged_tile_at(const AttentionForwardParams &p, int index,
+                                               Walk &walk, Tile &t) {
+  const int lane = threadIdx.x % 32;
+  const int heads = p.heads_q >> p.pack_log2;
+  int group = walk.group, length_class = walk.length_class, before = walk.tiles_before;
+  for (;;) {
+    Lengths l = {0, 0, 0, 0};
+    int row_blocks = 0;
+    if (group + lane < p.batch) {
+      l = lengths(p, group + lane);
+      const bool shorter = l.k > walk.longest >> (length_class + 1);
+      const bool fits = length_class == 0 || l.k <= walk.longest >> length_class;
+      if (fits && (shorter || length_class + 1 == kWalkClasses)) {
+        row_blocks = ceil_div(l.q << p.pack_log2, block_m(C));
+      }
+    }
+    int end = row_blocks * heads;  // of the sequence's tiles, once summed up
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffff, end, step);
+      if (lane >= step) end += other;
+    }
+    const uint32_t beyond = __ballot_sync(0xffffffff, index < before + end);
+    if (beyond != 0) {
+      if (lane == __ffs(beyond) - 1) {
+        const int fitting = p.keys_in_l2 / max(1, l.k);
+        const int pairs = min(heads, max(1, fitting) * (heads / p.heads_kv));
+        const Place at = place_at(index - before - end + row_blocks * heads, row_blocks, heads,
+                                  pairs);
+        fill_tile<C, kMask>(p, group + lane, at.pair, at.row_block, l, t);
+        walk.group = group;
+        walk.length_class = length_class;
+        walk.tiles_before = before;
+      }
+      __syncwarp();
+      return true;
+    }
+    before += __shfl_sync(0xffffffff, end, 31);
+    group += 32;
+    if (group >= p.batch) {
+      group = 0;
+      if (++length_class == kWalkClasses) return false;
+    }
+  }
 }
 
 }  // namespace unsloth

@@ -19,6 +19,21 @@ struct Tile {
   int n_min, n_max;  // key blocks [n_min, n_max)
 };
 
+// Where the walk over the sequences of a ragged batch stands.
+struct Walk {
+  int group;         // the first of 32 sequences, of which those of the class come next
+  int length_class;  // see schedule.cuh
+  int tiles_before;
+  int longest;  // keys of the longest sequence
+};
+
+// How much the producer has loaded.
+template <TileConfig C>
+struct Loaded {
+  Ring<C.q_stages> q_ring;
+  uint32_t blocks = 0;  // key blocks of all tiles so far, from which ring positions follow
+};
+
 template <TileConfig C, class T>
 struct alignas(1024) Shared {
   static constexpr int kQElements = chunk_elements(kRowsPerWarpgroup, C.head_dim);
@@ -34,6 +49,8 @@ struct alignas(1024) Shared {
   Mbarrier v_full[C.stages], v_empty[C.stages];
   Mbarrier tile_full[2], tile_empty[2];
   Tile tile[2];
+  Walk walk;
+  Loaded<C> loaded;
 
   // One thread; fence_mbarrier_init and a block barrier follow. Consumers arrive by warp: a warp's
   // wgmma_wait says nothing about the other three.

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "jitter.cuh"
 #include "memory.cuh"
 
 namespace unsloth {
@@ -23,12 +24,14 @@ struct alignas(8) Mbarrier {
 
   // Releases: what the thread did before is visible to whoever waits for this phase.
   __device__ __forceinline__ void arrive() {
+    jitter();
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(this))
                  : "memory");
   }
 
   // Arrives and adds to the bytes the phase waits for; TMA takes them off as it delivers.
   __device__ __forceinline__ void arrive_expect(uint32_t bytes) {
+    jitter();
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
         "r"(bytes)
@@ -50,6 +53,7 @@ struct alignas(8) Mbarrier {
   }
 
   __device__ __forceinline__ void wait(uint32_t parity) {
+    jitter();
 #ifdef UNSLOTH_BOUNDED_WAIT  // debugging: wrong results rather than a hang
     for (uint32_t spins = 0; !try_wait(parity) && spins < (1u << 20); ++spins) {
     }

@@ -3,13 +3,17 @@
 // Barrier 0 belongs to __syncthreads.
 #pragma once
 
+#include "jitter.cuh"
+
 namespace unsloth {
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  jitter();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  jitter();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

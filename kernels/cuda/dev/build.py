@@ -24,7 +24,7 @@ def compile_one(directory, name, dtype, mask, softcap, tile, extra=()):
     with open(source, "w") as f:
         f.write(f'#include "attention/forward.cuh"\n'
                 f"namespace unsloth {{ constexpr TileConfig kVariant = {{{tile}}}; }}\n"
-                f"UNSLOTH_ATTENTION_FORWARD({name}, {TYPES[dtype]}, kVariant, Mask::{mask}, {softcap})\n")
+                f"UNSLOTH_ATTENTION_FORWARD({name}, {TYPES[dtype]}, kVariant, Mask::{mask}, {softcap}, kUsual)\n")
     done = subprocess.run([NVCC, *FLAGS, *extra, "-o", os.path.join(directory, name + ".cubin"), source],
                           capture_output=True, text=True)
     log = done.stdout + done.stderr

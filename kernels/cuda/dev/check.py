@@ -85,8 +85,7 @@ def run_dense(kernel, b, sq, sk, hq, hk, d, dv, dtype, how, pack=1, sinks=False,
     torch.cuda.synchronize()
     good, text = compare(f"b{b} q{sq} k{sk} h{hq}/{hk} d{d}/{dv} pack{pack} {how} sinks={sinks} scale={scale}",
                          o, lse, q, k, v, sinks=s, scale=scale, **how)
-    counter = kernel.counter.item()
-    return good and intact() and lse_intact() and counter == 0, text + f" guards {intact()} {lse_intact()} counter {counter}"
+    return good and intact() and lse_intact(), text + f" guards {intact()} {lse_intact()}"
 
 
 def run_ragged(kernel, info, lengths_q, lengths_k, hq, hk, how, pack=1, page=None):
@@ -190,6 +189,9 @@ def main(directory, only="", repeats="50"):
                 for pack, heads in ((1, (4, 2)), (4, (8, 2))):
                     jobs.append((run_ragged, (kernel, info, rq, rk, *heads, how), dict(pack=pack, page=page)))
             jobs.append((run_ragged, (kernel, info, [5, 130, 0], [0, 64, 3], 4, 4, how), {}))
+            # More sequences than a warp has lanes, of every class of length.
+            many = [1 + (i * 37) % (1000 >> i % 8) for i in range(70)]
+            jobs.append((run_ragged, (kernel, info, many, [n + i % 3 for i, n in enumerate(many)], 4, 2, how), {}))
         for job, args, kwargs in jobs:
             count += 1
             try:

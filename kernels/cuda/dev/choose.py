@@ -24,3 +24,8 @@ def pairs_in_l2(row_blocks, bytes_per_pair, group):
     budget = (8 if row_blocks <= 4 else 16 if row_blocks <= 16 else 32) << 20
     fits = budget // max(1, bytes_per_pair)
     return max(1, 1 << max(0, fits.bit_length() - 1)) * group
+
+
+def keys_in_l2(columns):
+    """Keys of one head that 32 MB of L2 hold K and V of."""
+    return (32 << 20) // (2 * columns)

@@ -36,21 +36,21 @@ class Params(ctypes.Structure):
         ("cu_seqlens_q", c_void_p), ("cu_seqlens_k", c_void_p), ("seqlens_k", c_void_p),
         ("block_table", c_void_p), ("tile_counter", c_void_p),
         ("o_batch_stride", c_int64), ("o_sequence_stride", c_int64), ("o_head_stride", c_int64),
-        ("lse_batch_stride", c_int64), ("lse_head_stride", c_int64),
+        ("lse_batch_stride", c_int64), ("lse_head_stride", c_int64), ("lse_sequence_stride", c_int64),
         ("batch", c_int32), ("heads_q", c_int32), ("heads_kv", c_int32), ("head_dim_v", c_int32),
         ("seqlen_q", c_int32), ("seqlen_k", c_int32), ("pack_log2", c_int32),
         ("kv_box_rows", c_int32), ("page_size", c_int32), ("block_table_stride", c_int32),
         ("window_left", c_int32), ("window_right", c_int32),
-        ("tiles", c_int32), ("row_blocks", c_int32), ("pairs_in_l2", c_int32),
-        ("scale_log2", c_float), ("softcap_scale", c_float), ("zero", c_uint32), ("scale", c_float),
+        ("ragged", c_int32), ("tiles", c_int32), ("row_blocks", c_int32), ("pairs_in_l2", c_int32), ("keys_in_l2", c_int32),
+        ("scale_log2", c_float), ("softcap_scale", c_float), ("zero", c_uint32),
     ]
 
 
 class Launch(ctypes.Structure):
     """AttentionForwardLaunch of attention/params.h."""
 
-    _fields_ = [(n, c_int32) for n in ("params_bytes", "block_m", "block_n", "threads",
-                                       "shared_bytes", "head_dim", "head_dim_v")]
+    _fields_ = [(n, c_int32) for n in ("dtype", "head_dim", "head_dim_v", "mask", "softcap", "for_short",
+                                       "block_m", "block_n", "threads", "shared_bytes")]
 
 
 def encode(map_, tensor_dtype, pointer, extents, strides, box):
@@ -79,7 +79,10 @@ class Kernel:
         check(cuda.cuModuleGetFunction(byref(self.function), module, name.encode()))
         self.module = module
         self.launch = self.global_(f"{name}_launch", Launch)
-        assert self.launch.params_bytes == -(-ctypes.sizeof(Params) // 128) * 128, "params.h has changed"
+        fields = Params._fields_
+        layout = self.global_("attention_forward_layout", c_uint32 * (1 + len(fields)))
+        self.params_bytes = layout[0]
+        assert list(layout)[1:] == [getattr(Params, name).offset for name, _ in fields], "params.h has changed"
         check(cuda.cuFuncSetAttribute(self.function, c_int32(8), c_int32(self.launch.shared_bytes)))
         self.counter = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -112,7 +115,7 @@ class Kernel:
         seqlen_k = max_seqlen_k or k.shape[1]
         scale = scale if scale is not None else 1 / math.sqrt(dim)
         at = self.launch
-        memory = ctypes.create_string_buffer(2 * self.launch.params_bytes)
+        memory = ctypes.create_string_buffer(2 * self.params_bytes)
         p = Params.from_buffer(memory, -ctypes.addressof(memory) % 128)  # as tensor maps demand
         for map_, x in ((p.q, q), (p.o, o)):
             sb, ss, sh, _ = (2 * s for s in x.stride())
@@ -134,7 +137,7 @@ class Kernel:
         p.o_batch_stride, p.o_sequence_stride, p.o_head_stride = o.stride()[:3]
         if lse is not None:
             p.lse = lse.data_ptr()
-            p.lse_batch_stride, p.lse_head_stride = (0, lse.stride(0)) if ragged_q else lse.stride()[:2]
+            p.lse_batch_stride, p.lse_head_stride, p.lse_sequence_stride = (0, *lse.stride()) if ragged_q else lse.stride()
         for name, x in (("sinks", sinks), ("cu_seqlens_q", cu_seqlens_q),
                         ("cu_seqlens_k", cu_seqlens_k), ("seqlens_k", seqlens_k)):
             if x is not None:
@@ -147,6 +150,10 @@ class Kernel:
         p.row_blocks = -(-seqlen_q * pack // at.block_m)
         pairs = batch * heads_q // pack
         p.tiles = p.row_blocks * pairs
+        p.ragged = ragged_q or ragged_k or seqlens_k is not None
+        if ragged_q:
+            p.tiles = min(p.tiles, (q.shape[1] * pack // at.block_m + batch) * (heads_q // pack))
+        p.keys_in_l2 = choose.keys_in_l2(dim + dim_v)
         if longest_first is None:
             longest_first = causal or window is not None or ragged_q
         if longest_first:
@@ -154,16 +161,19 @@ class Kernel:
                 p.row_blocks, seqlen_k * (dim + dim_v) * 2, heads_q // pack // heads_kv))
         if pairs_in_l2 is not None:
             p.pairs_in_l2 = min(pairs, pairs_in_l2)
+        grid = min(p.tiles, self.processors)
+        dynamic = dynamic and p.tiles > grid
         if dynamic:
             p.tile_counter = self.counter.data_ptr()
-        natural = softcap if softcap else scale
-        p.scale, p.scale_log2 = natural, natural * math.log2(math.e)
+        p.scale_log2 = (softcap if softcap else scale) * math.log2(math.e)
         p.softcap_scale = scale / softcap if softcap else 0.0
-        grid = min(p.tiles, self.processors)
         arguments = (c_void_p * 1)(ctypes.addressof(p))
         keep = (memory, q, k, v, o, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table)
 
         def launch():
+            if dynamic:
+                check(cuda.cuMemsetD32Async(c_uint64(p.tile_counter), c_uint32(0), c_size_t(1),
+                                            c_void_p(torch.cuda.current_stream().cuda_stream)))
             check(cuda.cuLaunchKernel(
                 self.function, c_uint32(grid), c_uint32(1), c_uint32(1), c_uint32(at.threads),
                 c_uint32(1), c_uint32(1), c_uint32(at.shared_bytes),
