@@ -31,6 +31,10 @@ fn kernels() {
     for variable in ["CUDA_HOME", "CUDA_PATH", "UNSLOTH_CUDA_ARCHS"] {
         println!("cargo:rerun-if-env-changed={variable}");
     }
+    println!(
+        "cargo:rerun-if-changed={}",
+        unsloth_kernels::hopper::SOURCES
+    );
     let out = var("OUT_DIR");
     let out = Path::new(&out);
     // Compiled kernels depend on nothing that a profile changes, so all profiles share them: they are kept beside the profiles'

@@ -1,7 +1,8 @@
 //! What is compiled: one image per operation.
 
 use crate::Error;
-use crate::emit::Kernel;
+use crate::emit::{self, Kernel};
+use crate::nvcc::{Architecture, Source, Unit};
 use crate::{attention, embedding, kv_cache, linear, rms_norm, rope, swiglu};
 
 /// The kernels of one operation, compiled together into one image.
@@ -13,6 +14,20 @@ pub struct Image {
     pub kernels: Vec<Kernel>,
     /// Flags of the compiler beyond the usual.
     pub flags: &'static [&'static str],
+}
+
+impl Image {
+    /// What the compiler gets: machine code for every architecture, and PTX for the newest.
+    pub fn unit(&self, archs: &[Architecture]) -> Unit {
+        let flags = ["-std=c++17"].iter().chain(self.flags);
+        Unit {
+            name: self.name.into(),
+            source: Source::Text(emit::translation_unit(&self.kernels)),
+            flags: flags.map(|flag| flag.to_string()).collect(),
+            machine_code: archs.to_vec(),
+            ptx: archs.last().cloned(),
+        }
+    }
 }
 
 /// Exponentials lose the instructions that serve subnormal numbers, which softmax does not notice.

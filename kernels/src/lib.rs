@@ -5,6 +5,8 @@
 //! | [`catalog`] | what is compiled: one image per operation, each with its kernels |
 //! | `rms_norm`, .. | the `#[cube]` kernels, one file per operation, and which of their forms are instantiated |
 //! | [`emit`] | expands kernels to CUDA C++, and tells how they are launched |
+//! | [`hopper`] | the kernels in CUDA C++ (`cuda/`), and what their images say of themselves |
+//! | [`cubin`] | reads machine code |
 //! | [`nvcc`] | finds the compiler, compiles what changed, reads its resource report |
 //! | [`table`] | writes the Rust table of images that the library includes |
 //!
@@ -12,8 +14,10 @@
 
 mod attention;
 pub mod catalog;
+pub mod cubin;
 mod embedding;
 pub mod emit;
+pub mod hopper;
 mod kv_cache;
 mod linear;
 mod math;
@@ -56,6 +60,14 @@ pub enum Error {
         /// What it said.
         output: String,
     },
+    /// An image is not what its sources promise.
+    #[error("image {image}: {reason}")]
+    Exports {
+        /// The image's name.
+        image: String,
+        /// What is wrong.
+        reason: String,
+    },
     /// A file cannot be read or written.
     #[error("{}: {source}", path.display())]
     File {
@@ -75,8 +87,22 @@ pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
     let archs = nvcc::architectures()?;
     let compiler = nvcc::Compiler::find()?;
     let images = catalog::images()?;
-    let compiled = compiler.compile(&images, &archs, cache)?;
-    table::write(out, &compiler, &archs, &images, &compiled)?;
+    let mut units: Vec<_> = images.iter().map(|image| image.unit(&archs)).collect();
+    units.extend(hopper::units(&archs)?);
+    let compiled = compiler.compile(&units, cache)?;
+    let (_, units) = units.split_at(images.len());
+    let (of_images, of_units) = compiled.split_at(images.len());
+    let exports = (units.iter().zip(of_units))
+        .map(|(unit, compiled)| hopper::exports(unit, compiled))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut table = table::Table::new(out, &compiler, &archs);
+    for (image, compiled) in images.iter().zip(of_images) {
+        table.image(image, compiled)?;
+    }
+    for ((unit, compiled), exports) in units.iter().zip(of_units).zip(&exports) {
+        table.hopper_image(unit, compiled, exports)?;
+    }
+    table.finish()?;
     let usage: Vec<_> = compiled.into_iter().flat_map(|c| c.usage).collect();
     let path = out.join("kernels.json");
     let json = serde_json::to_vec_pretty(&usage).unwrap_or_default();

@@ -1,7 +1,7 @@
 //! The CUDA compiler: where it is, what it compiles anew, and what it reports.
 //!
-//! Every image is compiled once per architecture, each result kept beside the source and the command that gave it; it is compiled
-//! again only when one of these differs. `fatbinary` then joins an image's results into one file.
+//! Every unit is compiled once per architecture, each result kept beside the source and the command that gave it; it is compiled
+//! again only when one of these differs. `fatbinary` then joins a unit's results into one image.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,8 +11,8 @@ use std::{env, fs};
 
 use serde::{Deserialize, Serialize};
 
-use crate::catalog::Image;
-use crate::{Error, emit};
+use crate::Error;
+use crate::cubin::{Cubin, Wgmma};
 
 /// What pip installs to give a complete compiler in `nvidia/cu13/bin`.
 pub const PIP_PACKAGES: &str = "nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 \
@@ -99,13 +99,46 @@ pub struct Usage {
     pub static_shared_bytes: u32,
     /// What the compiler warned of, such as serialised wgmma (C7510).
     pub warnings: Vec<String>,
+    /// How wgmma are arranged, in kernels that have any.
+    pub wgmma: Option<Wgmma>,
 }
 
-/// An image, compiled.
+/// What is compiled into one image.
+#[derive(Clone, Debug)]
+pub struct Unit {
+    /// The image's name.
+    pub name: String,
+    /// CUDA C++.
+    pub source: Source,
+    /// Flags of the compiler beyond the usual.
+    pub flags: Vec<String>,
+    /// What it is compiled to machine code for.
+    pub machine_code: Vec<Architecture>,
+    /// The oldest that it is compiled to PTX for, if it is.
+    pub ptx: Option<Architecture>,
+}
+
+/// Where a unit's CUDA C++ is.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// Here.
+    Text(String),
+    /// In a file.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What it and those that it includes hold: a change of this compiles it again.
+        contents: String,
+    },
+}
+
+/// A unit, compiled.
 #[derive(Debug)]
 pub struct Compiled {
-    /// Machine code for every architecture, and PTX for the newest.
+    /// Machine code and PTX, joined.
     pub fatbin: PathBuf,
+    /// Machine code for each architecture.
+    pub cubins: Vec<PathBuf>,
     /// What its kernels use.
     pub usage: Vec<Usage>,
 }
@@ -123,8 +156,7 @@ pub struct Compiler {
 
 /// One run of nvcc.
 struct Job<'a> {
-    image: &'a Image,
-    source: &'a str,
+    unit: &'a Unit,
     directory: PathBuf,
     architecture: &'a Architecture,
     ptx: bool,
@@ -163,16 +195,11 @@ impl Compiler {
         })
     }
 
-    /// Compiles images, as many at a time as Cargo allows jobs.
+    /// Compiles units, as many at a time as Cargo allows jobs.
     ///
     /// # Errors
     /// The compiler refuses a source, or files cannot be written to `cache`.
-    pub fn compile(
-        &self,
-        images: &[Image],
-        archs: &[Architecture],
-        cache: &Path,
-    ) -> Result<Vec<Compiled>, Error> {
+    pub fn compile(&self, units: &[Unit], cache: &Path) -> Result<Vec<Compiled>, Error> {
         create(cache)?;
         let lock_path = cache.join("lock");
         let at = |source| Error::File {
@@ -183,42 +210,27 @@ impl Compiler {
         let lock = fs::File::create(&lock_path).map_err(at)?;
         lock.lock().map_err(at)?;
 
-        let sources: Vec<String> = images
-            .iter()
-            .map(|image| emit::translation_unit(&image.kernels))
-            .collect();
-        let mut jobs = Vec::new();
-        for (image, source) in images.iter().zip(&sources) {
-            let newest = archs.last();
-            let all = archs.iter().map(|arch| (arch, false));
-            for (architecture, ptx) in all.chain(newest.map(|arch| (arch, true))) {
-                let kind = if ptx { "compute" } else { "sm" };
-                let directory = cache
-                    .join(image.name)
-                    .join(format!("{kind}_{}", architecture.name()));
-                jobs.push(Job {
-                    image,
-                    source,
-                    directory,
-                    architecture,
-                    ptx,
-                });
-            }
-        }
+        let jobs_of = |unit| Job::all(unit, cache);
+        let jobs: Vec<_> = units.iter().flat_map(jobs_of).collect();
         let logs = self.run_all(&jobs)?;
-
-        let per_image = archs.len() + 1;
-        let runs = jobs.chunks(per_image).zip(logs.chunks(per_image));
-        runs.zip(images)
-            .map(|((jobs, logs), image)| {
-                let usage = jobs
-                    .iter()
-                    .zip(logs)
-                    .filter(|(job, _)| !job.ptx)
-                    .flat_map(|(job, log)| usage(image.name, &job.architecture.name(), log))
-                    .collect();
-                let fatbin = self.join(&cache.join(image.name), jobs)?;
-                Ok(Compiled { fatbin, usage })
+        let mut rest = jobs.iter().zip(&logs).peekable();
+        units
+            .iter()
+            .map(|unit| {
+                let (mut own, mut usage, mut cubins) = (Vec::new(), Vec::new(), Vec::new());
+                while let Some((job, log)) = rest.next_if(|(j, _)| std::ptr::eq(j.unit, unit)) {
+                    if !job.ptx {
+                        usage.extend(job.usage(log)?);
+                        cubins.push(job.output());
+                    }
+                    own.push(job);
+                }
+                let fatbin = self.join(&cache.join(&unit.name), &own)?;
+                Ok(Compiled {
+                    fatbin,
+                    cubins,
+                    usage,
+                })
             })
             .collect()
     }
@@ -262,7 +274,11 @@ impl Compiler {
 
     /// Compiles, unless the directory holds the result already, and gives the compiler's log.
     fn run(&self, job: &Job<'_>) -> Result<String, Error> {
-        let source = job.directory.join("source.cu");
+        let copy = job.directory.join("source.cu");
+        let (source, contents) = match &job.unit.source {
+            Source::Text(text) => (&copy, text),
+            Source::File { path, contents } => (path, contents),
+        };
         let output = job.output();
         let log = job.directory.join("log.txt");
         let stamp = job.directory.join("command.txt");
@@ -279,19 +295,18 @@ impl Compiler {
             .chain(
                 [
                     "-O3",
-                    "-std=c++17",
                     "-diag-suppress=68,177",
                     "-Xptxas",
                     "-v,--warn-on-spills",
                 ]
                 .map(String::from),
             )
-            .chain(job.image.flags.iter().map(|flag| flag.to_string()))
+            .chain(job.unit.flags.iter().cloned())
             .collect();
         let command = format!("{}\n{}", self.banner, flags.join(" "));
         let same = |path: &Path, text: &str| fs::read(path).is_ok_and(|old| old == text.as_bytes());
         if same(&stamp, &command)
-            && same(&source, job.source)
+            && same(&copy, contents)
             && output.is_file()
             && let Ok(log) = fs::read_to_string(&log)
         {
@@ -300,19 +315,19 @@ impl Compiler {
         create(&job.directory)?;
         // The stamp goes first and comes last: an interrupted run leaves none.
         let _ = fs::remove_file(&stamp);
-        crate::write(&source, job.source.as_bytes())?;
+        crate::write(&copy, contents.as_bytes())?;
         let (_, text) = run(Command::new(&self.nvcc)
             .args(&flags)
             .arg("-o")
             .arg(&output)
-            .arg(&source))?;
+            .arg(source))?;
         crate::write(&log, text.as_bytes())?;
         crate::write(&stamp, command.as_bytes())?;
         Ok(text)
     }
 
-    /// Joins an image's results into one file.
-    fn join(&self, directory: &Path, jobs: &[Job<'_>]) -> Result<PathBuf, Error> {
+    /// Joins a unit's results into one file.
+    fn join(&self, directory: &Path, jobs: &[&Job<'_>]) -> Result<PathBuf, Error> {
         let fatbin = directory.join("image.fatbin");
         let mut command = Command::new(&self.fatbinary);
         command.arg(format!("--create={}", fatbin.display()));
@@ -333,11 +348,49 @@ impl Compiler {
     }
 }
 
-impl Job<'_> {
+impl<'a> Job<'a> {
+    /// Everything that a unit is compiled for.
+    fn all(unit: &'a Unit, cache: &Path) -> Vec<Job<'a>> {
+        let machine_code = unit.machine_code.iter().map(|arch| (arch, false));
+        let ptx = unit.ptx.iter().map(|arch| (arch, true));
+        let job = |(architecture, ptx): (&'a Architecture, bool)| {
+            let kind = if ptx { "compute" } else { "sm" };
+            let name = format!("{kind}_{}", architecture.name());
+            Job {
+                unit,
+                directory: cache.join(&unit.name).join(name),
+                architecture,
+                ptx,
+            }
+        };
+        machine_code.chain(ptx).map(job).collect()
+    }
+
     fn output(&self) -> PathBuf {
         let extension = if self.ptx { "ptx" } else { "cubin" };
         self.directory
-            .join(format!("{}.{extension}", self.image.name))
+            .join(format!("{}.{extension}", self.unit.name))
+    }
+
+    /// What the log and the machine code say of the kernels.
+    fn usage(&self, log: &str) -> Result<Vec<Usage>, Error> {
+        let mut all = usage(&self.unit.name, &self.architecture.name(), log);
+        // Only Hopper has wgmma.
+        if self.architecture.number == 90 {
+            let path = self.output();
+            let bytes = fs::read(&path).map_err(|source| Error::File {
+                path: path.clone(),
+                source,
+            })?;
+            let cubin = Cubin::parse(&bytes).map_err(|error| Error::Exports {
+                image: self.unit.name.clone(),
+                reason: error.to_string(),
+            })?;
+            for kernel in &mut all {
+                kernel.wgmma = cubin.wgmma(&kernel.kernel);
+            }
+        }
+        Ok(all)
     }
 }
 
@@ -395,6 +448,7 @@ fn usage(image: &str, architecture: &str, log: &str) -> Vec<Usage> {
                 spill_load_bytes: 0,
                 static_shared_bytes: 0,
                 warnings: Vec::new(),
+                wgmma: None,
             });
             continue;
         }

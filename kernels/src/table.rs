@@ -6,76 +6,157 @@ use std::path::Path;
 
 use crate::Error;
 use crate::catalog::Image;
-use crate::emit::{Arguments, Kernel};
-use crate::nvcc::{Architecture, Compiled, Compiler};
+use crate::emit::{Arguments, Choice, Kernel};
+use crate::hopper::Exports;
+use crate::nvcc::{Architecture, Compiled, Compiler, Unit};
 
-/// Writes `kernels.rs` to `out`, and the images beside it.
-///
-/// # Errors
-/// A file cannot be written, or kernels of one image differ in their arguments.
-pub fn write(
-    out: &Path,
-    compiler: &Compiler,
-    archs: &[Architecture],
-    images: &[Image],
-    compiled: &[Compiled],
-) -> Result<(), Error> {
-    let capabilities: Vec<_> = archs.iter().map(Architecture::capability).collect();
-    let mut text = String::from("// Generated from the kernels' own layout.\n\n");
-    let _ = writeln!(
-        text,
-        "/// The CUDA version whose compiler made the images: drivers need its major version at least.\n\
-         pub const TOOLKIT: (u32, u32) = {:?};\n\
-         /// The compute capabilities that there is machine code for.\n\
-         pub const CAPABILITIES: &str = {:?};\n\
-         /// Every image.\n\
-         pub static IMAGES: [Image; {}] = [",
-        compiler.version,
-        capabilities.join(", "),
-        images.len()
-    );
-    for (image, compiled) in images.iter().zip(compiled) {
-        let file = format!("{}.fatbin", image.name);
+/// The text of `kernels.rs` as it grows; the images are written beside it.
+pub struct Table<'a> {
+    out: &'a Path,
+    header: String,
+    images: String,
+    num_images: usize,
+    arguments: String,
+    /// Of the Hopper kernels' argument; the same for all.
+    layout: Vec<u32>,
+    first_hopper: Option<usize>,
+}
+
+impl<'a> Table<'a> {
+    /// A table without images.
+    pub fn new(out: &'a Path, compiler: &Compiler, archs: &[Architecture]) -> Table<'a> {
+        let capabilities: Vec<_> = archs.iter().map(Architecture::capability).collect();
+        let header = format!(
+            "// Generated from the kernels' own layout.\n\n\
+             /// The CUDA version whose compiler made the images: drivers need its major version at least.\n\
+             pub const TOOLKIT: (u32, u32) = {:?};\n\
+             /// The compute capabilities that there is machine code for.\n\
+             pub const CAPABILITIES: &str = {:?};\n",
+            compiler.version,
+            capabilities.join(", ")
+        );
+        Table {
+            out,
+            header,
+            images: String::new(),
+            num_images: 0,
+            arguments: String::new(),
+            layout: Vec::new(),
+            first_hopper: None,
+        }
+    }
+
+    /// Adds an image for every architecture.
+    ///
+    /// # Errors
+    /// A file cannot be written, or its kernels differ in their arguments.
+    pub fn image(&mut self, image: &Image, compiled: &Compiled) -> Result<(), Error> {
+        if let Some(first) = image.kernels.first() {
+            let differs = |kernel: &&Kernel| kernel.arguments != first.arguments;
+            if let Some(odd) = image.kernels.iter().find(differs) {
+                return Err(Error::Expand {
+                    kernel: odd.name.clone(),
+                    reason: format!("its arguments differ from those of {}", first.name),
+                });
+            }
+            arguments(
+                &mut self.arguments,
+                self.num_images,
+                image.name,
+                &first.arguments,
+            );
+        }
+        let kernels = image.kernels.iter();
+        let infos = kernels.map(|k| describe(&k.name, &k.choices, k.block, k.shared_bytes));
+        self.add(image.name, compiled, "None", infos)
+    }
+
+    /// Adds an image of Hopper kernels.
+    ///
+    /// # Errors
+    /// A file cannot be written, or their argument is laid out otherwise than before.
+    pub fn hopper_image(
+        &mut self,
+        unit: &Unit,
+        compiled: &Compiled,
+        exports: &Exports,
+    ) -> Result<(), Error> {
+        if self.first_hopper.is_none() {
+            self.first_hopper = Some(self.num_images);
+            self.layout.clone_from(&exports.layout);
+        }
+        if self.layout != exports.layout {
+            return Err(Error::Exports {
+                image: unit.name.clone(),
+                reason: "its layout differs from that of the others".into(),
+            });
+        }
+        let kernels = exports.kernels.iter();
+        let infos = kernels.map(|k| {
+            describe(
+                &k.name,
+                &k.choices,
+                [k.threads, 1, 1],
+                k.shared_bytes as usize,
+            )
+        });
+        self.add(&unit.name, compiled, "Some((9, 0))", infos)
+    }
+
+    fn add(
+        &mut self,
+        name: &str,
+        compiled: &Compiled,
+        capability: &str,
+        kernels: impl Iterator<Item = String>,
+    ) -> Result<(), Error> {
+        let file = format!("{name}.fatbin");
         let bytes = fs::read(&compiled.fatbin).map_err(|source| Error::File {
             path: compiled.fatbin.clone(),
             source,
         })?;
-        crate::write(&out.join(&file), &bytes)?;
+        crate::write(&self.out.join(&file), &bytes)?;
         let _ = writeln!(
-            text,
-            "    Image {{\n        name: {:?},\n        \
-             fatbin: &Aligned(*include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{file}\"))),\n        kernels: &[",
-            image.name
+            self.images,
+            "    Image {{\n        name: {name:?},\n        capability: {capability},\n        \
+             fatbin: &Aligned(*include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{file}\"))),\n        kernels: &["
         );
-        for kernel in &image.kernels {
-            let _ = writeln!(text, "            {},", describe(kernel));
+        for kernel in kernels {
+            let _ = writeln!(self.images, "            {kernel},");
         }
-        text.push_str("        ],\n    },\n");
+        self.images.push_str("        ],\n    },\n");
+        self.num_images += 1;
+        Ok(())
     }
-    text.push_str("];\n");
-    for (index, image) in images.iter().enumerate() {
-        let Some(first) = image.kernels.first() else {
-            continue;
-        };
-        if let Some(odd) = image
-            .kernels
-            .iter()
-            .find(|kernel| kernel.arguments != first.arguments)
-        {
-            return Err(Error::Expand {
-                kernel: odd.name.clone(),
-                reason: format!("its arguments differ from those of {}", first.name),
-            });
-        }
-        arguments(&mut text, index, image.name, &first.arguments);
+
+    /// Writes `kernels.rs`.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn finish(self) -> Result<(), Error> {
+        let first = self.first_hopper.unwrap_or(self.num_images);
+        let text = format!(
+            "{}/// Every image.\npub static IMAGES: [Image; {count}] = [\n{}];\n{}\n\
+             /// The Hopper attention kernels, if there are any.\n\
+             pub mod attention_forward {{\n    \
+                 /// Where their images are in [`IMAGES`](super::IMAGES).\n    \
+                 pub const IMAGES: std::ops::Range<usize> = {first}..{count};\n    \
+                 /// The size of their argument, then the offset of each field.\n    \
+                 pub const LAYOUT: &[u32] = &{:?};\n\
+             }}\n",
+            self.header,
+            self.images,
+            self.arguments,
+            self.layout,
+            count = self.num_images,
+        );
+        crate::write(&self.out.join("kernels.rs"), text.as_bytes())
     }
-    crate::write(&out.join("kernels.rs"), text.as_bytes())
 }
 
-fn describe(kernel: &Kernel) -> String {
+fn describe(name: &str, choices: &[Choice], block: [u32; 3], shared_bytes: usize) -> String {
     format!(
-        "KernelInfo {{ name: c{:?}, choices: &{:?}, block: {:?}, shared_bytes: {} }}",
-        kernel.name, kernel.choices, kernel.block, kernel.shared_bytes
+        "KernelInfo {{ name: c{name:?}, choices: &{choices:?}, block: {block:?}, shared_bytes: {shared_bytes} }}"
     )
 }
 

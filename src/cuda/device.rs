@@ -104,6 +104,7 @@ pub(crate) struct Resources {
     ordinal: i32,
     /// For work of the library's own, which waits for nobody's stream.
     pub(super) internal: CUstream,
+    /// NULL for an image that is for other devices.
     modules: Vec<CUmodule>,
     pub(super) primary: Primary,
 }
@@ -124,8 +125,12 @@ impl Resources {
         let entered = resources.primary.enter(op)?;
         // SAFETY: valid for a write, and a context is current.
         unsafe { driver.stream_create(op, &mut resources.internal, NON_BLOCKING) }?;
+        let capability = resources.primary.capability(op)?;
         for image in &IMAGES {
-            let module = resources.module(image)?;
+            let module = match image.capability {
+                Some(needed) if needed != capability => std::ptr::null_mut(),
+                _ => resources.module(image)?,
+            };
             resources.modules.push(module);
         }
         drop(entered);
@@ -156,15 +161,27 @@ impl Resources {
 
     /// Every kernel of the image that these arguments are for.
     pub fn kernels<A: Arguments>(&self) -> Result<Vec<Kernel<A>>> {
-        let image = &IMAGES[A::IMAGE];
-        let module = self.modules.get(A::IMAGE);
-        let module = *module.ok_or_else(|| Error::Internal {
-            op: self.op,
-            message: format!("image {} was not loaded", image.name),
-        })?;
+        let kernels = self.kernels_of_image(A::IMAGE)?;
+        if kernels.is_empty() {
+            return Err(Error::Internal {
+                op: self.op,
+                message: format!("image {} was not loaded", IMAGES[A::IMAGE].name),
+            });
+        }
+        Ok(kernels)
+    }
+
+    /// Every kernel of an image, which takes these arguments; none if it is for other devices.
+    pub fn kernels_of_image<A: Arguments>(&self, image: usize) -> Result<Vec<Kernel<A>>> {
+        let (Some(module), Some(image)) = (self.modules.get(image), IMAGES.get(image)) else {
+            return Ok(Vec::new());
+        };
+        if module.is_null() {
+            return Ok(Vec::new());
+        }
         let _entered = self.primary.enter(self.op)?;
         let kernels = image.kernels.iter();
-        kernels.map(|info| self.kernel(module, info)).collect()
+        kernels.map(|info| self.kernel(*module, info)).collect()
     }
 
     fn kernel<A>(&self, module: CUmodule, info: &'static KernelInfo) -> Result<Kernel<A>> {
@@ -223,7 +240,7 @@ impl Drop for Resources {
             if !self.internal.is_null() {
                 let _ = driver.stream_destroy(self.op, self.internal);
             }
-            for module in &self.modules {
+            for module in self.modules.iter().filter(|module| !module.is_null()) {
                 let _ = driver.module_unload(self.op, *module);
             }
         }

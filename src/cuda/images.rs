@@ -6,6 +6,8 @@ use std::ffi::CStr;
 pub(crate) struct Image {
     /// The operation.
     pub name: &'static str,
+    /// The compute capability that it is for; `None` for all.
+    pub capability: Option<(u32, u32)>,
     /// What the driver loads.
     pub fatbin: &'static Aligned<[u8]>,
     /// What it contains.
