@@ -92,7 +92,7 @@ fn heads_and_head_dims() {
         (512, 512),
         (5, 512),
     ] {
-        for lens in [(1, 70), (21, 40)] {
+        for lens in [(1, 70), (21, 40), (70, 90)] {
             cases.push(Case {
                 lens: vec![lens],
                 heads: 2,

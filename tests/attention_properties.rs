@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::attention::{Case, KeyForm, QueryForm, Strides, run};
-use common::{DeviceTensor, TestTensor, contexts};
+use common::attention::{Case, KeyForm, QueryForm, Scratch, Strides, run};
+use common::{DeviceTensor, FLOATS, TestTensor, contexts};
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -18,13 +18,17 @@ fn tensor(values: &[f64], shape: &[usize]) -> TestTensor {
 /// Plain attention of one sequence: `out` and `lse`.
 fn plain(ctx: &Context, q: &TestTensor, k: &TestTensor, v: &TestTensor) -> (Vec<f64>, Vec<f64>) {
     let shape = q.layout.shape();
-    let poisoned =
-        |shape: &[usize]| TestTensor::poisoned(DType::F32, Layout::contiguous(shape).unwrap());
-    let mut out = poisoned(&[1, shape[1], shape[2], v.layout.dim(3)]).upload(ctx);
-    let mut lse = poisoned(&[1, shape[2], shape[1]]).upload(ctx);
+    let poisoned = |dtype, shape: &[usize]| {
+        TestTensor::poisoned(dtype, Layout::contiguous(shape).unwrap()).upload(ctx)
+    };
+    let mut out = poisoned(q.dtype, &[1, shape[1], shape[2], v.layout.dim(3)]);
+    let mut lse = poisoned(DType::F32, &[1, shape[2], shape[1]]);
     let (q, k, v) = (q.upload(ctx), k.upload(ctx), v.upload(ctx));
     let mut params = Params::new(q.view(), k.view(), v.view(), out.view_mut());
     params.lse = Some(lse.view_mut());
+    let size = attention::workspace_size(ctx, &params).unwrap();
+    let mut scratch = Scratch::new(ctx, size);
+    params.workspace = scratch.workspace();
     attention::forward(ctx, &params, Stream::DEFAULT).unwrap();
     let values = |t: &DeviceTensor| t.download_output().values();
     (values(&out), values(&lse))
@@ -303,7 +307,7 @@ fn hidden_rows() {
 #[test]
 fn nan_comes_through() {
     for ctx in contexts() {
-        for queries in [1, 40] {
+        for (queries, dtype) in [1, 40].into_iter().flat_map(|n| FLOATS.map(|d| (n, d))) {
             for keys in [5, 2500] {
                 for spoil in 0..3 {
                     let normal = |n| vec![0.5; n * 8];
@@ -311,11 +315,11 @@ fn nan_comes_through() {
                     let place = values[spoil].len() - 3;
                     values[spoil][place] = f64::NAN;
                     let [q, k, v] = [(0, queries), (1, keys), (2, keys)]
-                        .map(|(i, n)| tensor(&values[i], &[1, n, 1, 8]));
+                        .map(|(i, n)| TestTensor::of(dtype, &[1, n, 1, 8], &values[i]));
                     let (out, _) = plain(&ctx, &q, &k, &v);
                     assert!(
                         out[(queries - 1) * 8 + 5].is_nan(),
-                        "{queries} {keys} {spoil}"
+                        "{dtype} {queries} {keys} {spoil}"
                     );
                 }
             }

@@ -4,7 +4,7 @@ mod inputs;
 
 use rand::rngs::StdRng;
 use unsloth::ops::attention::{self, PageLayout, Params};
-use unsloth::{Context, DType, Stream};
+use unsloth::{Backend, Buffer, Context, DType, Error, Stream, TensorRef, Workspace};
 
 pub use inputs::Inputs;
 use inputs::SPARE_TOKENS;
@@ -97,47 +97,161 @@ impl Default for Case {
     }
 }
 
+/// A case's tensors in a context's memory.
+pub struct Uploaded {
+    pub q: DeviceTensor,
+    pub k: DeviceTensor,
+    pub v: DeviceTensor,
+    pub out: DeviceTensor,
+    pub lse: DeviceTensor,
+    bias: Option<DeviceTensor>,
+    mask: Option<DeviceTensor>,
+    alibi_slopes: Option<DeviceTensor>,
+    sinks: Option<DeviceTensor>,
+    cu_seqlens_q: Option<DeviceTensor>,
+    cu_seqlens_k: Option<DeviceTensor>,
+    pub seq_lens_k: Option<DeviceTensor>,
+    block_table: Option<DeviceTensor>,
+}
+
+impl Uploaded {
+    pub fn new(ctx: &Context, inputs: &Inputs) -> Uploaded {
+        let upload = |t: &Option<TestTensor>| t.as_ref().map(|t| t.upload(ctx));
+        Uploaded {
+            q: inputs.q.upload(ctx),
+            k: inputs.k.upload(ctx),
+            v: inputs.v.upload(ctx),
+            out: inputs.out.upload(ctx),
+            lse: inputs.lse.upload(ctx),
+            bias: upload(&inputs.bias),
+            mask: upload(&inputs.mask),
+            alibi_slopes: upload(&inputs.alibi_slopes),
+            sinks: upload(&inputs.sinks),
+            cu_seqlens_q: upload(&inputs.cu_seqlens_q),
+            cu_seqlens_k: upload(&inputs.cu_seqlens_k),
+            seq_lens_k: upload(&inputs.seq_lens_k),
+            block_table: upload(&inputs.block_table),
+        }
+    }
+
+    /// Everything but a workspace.
+    pub fn params(&mut self, case: &Case) -> Params<'_> {
+        fn view(t: &Option<DeviceTensor>) -> Option<TensorRef<'_>> {
+            t.as_ref().map(DeviceTensor::view)
+        }
+        let mut params = Params::new(
+            self.q.view(),
+            self.k.view(),
+            self.v.view(),
+            self.out.view_mut(),
+        );
+        params.lse = Some(self.lse.view_mut());
+        params.bias = view(&self.bias);
+        params.mask = view(&self.mask);
+        params.alibi_slopes = view(&self.alibi_slopes);
+        params.sinks = view(&self.sinks);
+        params.cu_seqlens_q = view(&self.cu_seqlens_q);
+        params.cu_seqlens_k = view(&self.cu_seqlens_k);
+        params.seq_lens_k = view(&self.seq_lens_k);
+        params.block_table = view(&self.block_table);
+        if let KeyForm::Paged(_, layout) = case.keys {
+            params.page_layout = layout;
+        }
+        let (max_q, max_k) = case.score_bounds();
+        params.max_seqlen_q = max_q;
+        params.max_seqlen_k = max_k;
+        params.scale = case.scale.unwrap_or(0.0);
+        params.softcap = case.softcap.unwrap_or(0.0);
+        params.causal = case.causal;
+        params.window_left = case.window_left.unwrap_or(0);
+        params.window_right = case.window_right.unwrap_or(0);
+        params
+    }
+
+    /// `out` and `lse`.
+    pub fn results(&self) -> (TestTensor, TestTensor) {
+        (self.out.download_output(), self.lse.download_output())
+    }
+}
+
+/// Memory for a workspace of exactly this size, all NaN, with a guard behind it.
+pub struct Scratch {
+    buffer: Buffer,
+    size: usize,
+}
+
+impl Scratch {
+    const GUARD: usize = Workspace::ALIGNMENT;
+
+    pub fn new(ctx: &Context, size: usize) -> Scratch {
+        let size_in_words = size.div_ceil(4) * 4;
+        let buffer = Buffer::new(ctx, size_in_words + Self::GUARD).unwrap();
+        let mut scratch = Scratch { buffer, size };
+        scratch.poison();
+        scratch
+    }
+
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    pub fn poison(&mut self) {
+        let nan = vec![f32::from_bits(0x7fc0_7fc0); self.buffer.size() / 4];
+        self.buffer
+            .copy_from_slice(0, &nan, Stream::DEFAULT)
+            .unwrap();
+        self.buffer.context().synchronize(Stream::DEFAULT).unwrap();
+    }
+
+    pub fn workspace(&mut self) -> Workspace<'_> {
+        // SAFETY: the buffer has more than `size` bytes, is borrowed exclusively, and of the context.
+        unsafe { Workspace::from_raw(self.buffer.as_ptr(), self.size) }
+    }
+
+    /// Panics if the guard was written.
+    pub fn assert_within(&self) {
+        let start = self.buffer.size() - Self::GUARD;
+        let guard: Vec<i32> = self
+            .buffer
+            .to_vec(start, Self::GUARD / 4, Stream::DEFAULT)
+            .unwrap();
+        assert!(guard.iter().all(|word| *word == 0x7fc0_7fc0));
+    }
+}
+
+/// What the CUDA backend has no kernel for, and says so.
+fn refused(ctx: &Context, case: &Case) -> bool {
+    ctx.backend() == Backend::Cuda && case.dim.max(case.dim_v) > 256
+}
+
 /// Runs a case through the Rust API: `out` and `lse`.
 pub fn run(ctx: &Context, case: &Case, inputs: &Inputs) -> (TestTensor, TestTensor) {
-    let upload = |t: &Option<TestTensor>| t.as_ref().map(|t| t.upload(ctx));
-    let (q, k, v) = (
-        inputs.q.upload(ctx),
-        inputs.k.upload(ctx),
-        inputs.v.upload(ctx),
-    );
-    let (mut out, mut lse) = (inputs.out.upload(ctx), inputs.lse.upload(ctx));
-    let (bias, mask) = (upload(&inputs.bias), upload(&inputs.mask));
-    let (slopes, sinks) = (upload(&inputs.alibi_slopes), upload(&inputs.sinks));
-    let (cu_q, cu_k) = (upload(&inputs.cu_seqlens_q), upload(&inputs.cu_seqlens_k));
-    let (lens, table) = (upload(&inputs.seq_lens_k), upload(&inputs.block_table));
-    let mut params = Params::new(q.view(), k.view(), v.view(), out.view_mut());
-    params.lse = Some(lse.view_mut());
-    params.bias = bias.as_ref().map(DeviceTensor::view);
-    params.mask = mask.as_ref().map(DeviceTensor::view);
-    params.alibi_slopes = slopes.as_ref().map(DeviceTensor::view);
-    params.sinks = sinks.as_ref().map(DeviceTensor::view);
-    params.cu_seqlens_q = cu_q.as_ref().map(DeviceTensor::view);
-    params.cu_seqlens_k = cu_k.as_ref().map(DeviceTensor::view);
-    params.seq_lens_k = lens.as_ref().map(DeviceTensor::view);
-    params.block_table = table.as_ref().map(DeviceTensor::view);
-    if let KeyForm::Paged(_, layout) = case.keys {
-        params.page_layout = layout;
-    }
-    let (max_q, max_k) = case.score_bounds();
-    params.max_seqlen_q = max_q;
-    params.max_seqlen_k = max_k;
-    params.scale = case.scale.unwrap_or(0.0);
-    params.softcap = case.softcap.unwrap_or(0.0);
-    params.causal = case.causal;
-    params.window_left = case.window_left.unwrap_or(0);
-    params.window_right = case.window_right.unwrap_or(0);
+    let mut tensors = Uploaded::new(ctx, inputs);
+    let mut params = tensors.params(case);
     attention::supported(ctx, &params).unwrap();
-    let mut workspace =
-        unsloth::Buffer::new(ctx, attention::workspace_size(ctx, &params).unwrap()).unwrap();
-    params.workspace = workspace.workspace();
+    let size = attention::workspace_size(ctx, &params).unwrap();
+    let mut scratch = Scratch::new(ctx, size);
+    params.workspace = scratch.workspace();
     attention::forward(ctx, &params, Stream::DEFAULT).unwrap();
     ctx.synchronize(Stream::DEFAULT).unwrap();
-    (out.download_output(), lse.download_output())
+    scratch.assert_within();
+    tensors.results()
+}
+
+/// The queries and the call refuse a case alike, and nothing is written.
+fn check_refusal(ctx: &Context, case: &Case, inputs: &Inputs) {
+    let mut tensors = Uploaded::new(ctx, inputs);
+    let params = tensors.params(case);
+    let error = attention::supported(ctx, &params).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    assert_eq!(attention::workspace_size(ctx, &params), Err(error.clone()));
+    assert_eq!(
+        attention::forward(ctx, &params, Stream::DEFAULT),
+        Err(error)
+    );
+    ctx.synchronize(Stream::DEFAULT).unwrap();
+    let (out, lse) = tensors.results();
+    assert!(out.bits() == inputs.out.bits() && lse.bits() == inputs.lse.bits());
 }
 
 /// What an output should hold: the reference's sequences in the output's order, NaN where nothing may be written.
@@ -171,15 +285,34 @@ fn expected(
 /// Runs a case with fresh inputs and holds the results against the definition.
 pub fn check(ctx: &Context, rng: &mut StdRng, dtype: DType, case: &Case) {
     let inputs = case.inputs(rng, dtype);
+    if refused(ctx, case) {
+        return check_refusal(ctx, case, &inputs);
+    }
     let (out, lse) = run(ctx, case, &inputs);
-    let at = |precision| expected(case, &inputs, |s, o| attention(s, o, precision));
+    check_results(ctx, dtype, case, &inputs, &out, &lse);
+}
+
+/// Holds results against the definition.
+pub fn check_results(
+    ctx: &Context,
+    dtype: DType,
+    case: &Case,
+    inputs: &Inputs,
+    out: &TestTensor,
+    lse: &TestTensor,
+) {
+    let at = |precision| expected(case, inputs, |s, o| attention(s, o, precision));
     let (exact_out, exact_lse) = at(Precision::Exact);
-    // The result's dtype: one in f32 must be as good as plain f32 code, whatever its inputs.
-    let (plain_out, _) = at(Precision::Plain(out.dtype));
+    // The result's dtype: one in f32 must be as good as plain f32 code, whatever its inputs; but tensor cores take weights of 16 bits.
+    let plain_dtype = match ctx.backend() {
+        Backend::Cuda => dtype,
+        _ => out.dtype,
+    };
+    let (plain_out, _) = at(Precision::Plain(plain_dtype));
     let (_, plain_lse) = at(Precision::Plain(dtype));
-    let (rounding_out, rounding_lse) = expected(case, &inputs, score_rounding);
-    compare("out", &out, &exact_out, &plain_out, &rounding_out);
-    compare("lse", &lse, &exact_lse, &plain_lse, &rounding_lse);
+    let (rounding_out, rounding_lse) = expected(case, inputs, score_rounding);
+    compare("out", out, &exact_out, &plain_out, &rounding_out);
+    compare("lse", lse, &exact_lse, &plain_lse, &rounding_lse);
 }
 
 /// The flash rule where something was to be written, and untouched poison elsewhere.
