@@ -33,11 +33,6 @@ impl Plan {
         params: &Params<'_>,
         cached: Option<(&KvCache, usize)>,
     ) -> Result<Plan> {
-        #[cfg(feature = "cuda")]
-        if let crate::context::Device::Cuda(_) = ctx.device() {
-            // Its linear layers and attention have none.
-            return Err(crate::ops::check::no_kernel(OP));
-        }
         let x = params.x.raw();
         let packed = cached.is_some() || params.cu_seqlens.is_some();
         let arg = Arg::new(OP, "x", &x)
