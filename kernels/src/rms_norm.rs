@@ -78,15 +78,18 @@ fn row_sum(value: f32, #[comptime] threads: u32) -> f32 {
     }
     if threads > 32 {
         let warps = comptime!(threads / 32);
-        let mut partial = SharedMemory::<f32>::new(comptime!(warps as usize));
+        let block_warps = comptime!(warps.max(MIN_BLOCK / 32));
+        let mut partial = SharedMemory::<f32>::new(comptime!(block_warps as usize));
         if UNIT_POS_PLANE == 0 {
             partial[(UNIT_POS_X / 32) as usize] = sum;
         }
         sync_cube();
+        // A block may have several rows, each with its own warps.
+        let first = UNIT_POS_X / threads * warps;
         sum = 0.0f32;
         #[unroll]
         for warp in 0..warps {
-            sum += partial[warp as usize];
+            sum += partial[(first + warp) as usize];
         }
     }
     sum
