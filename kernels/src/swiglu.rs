@@ -1,4 +1,5 @@
-//! Gated activations: `act(gate) * up`, in f32, two vectors of each per thread in flight.
+//! Gated activations: `act(gate) * up`, in f32. A thread has one vector of each: what the GPU has in flight comes from its many threads,
+//! and few rows spread over more of it.
 
 use cubecl::prelude::*;
 
@@ -8,8 +9,8 @@ use crate::math;
 use crate::rows::{self, Sizes, Strides, row_index, row_start};
 
 const THREADS: u32 = 256;
-/// Vectors of each input that a thread loads before it computes.
-const UNROLL: u32 = 2;
+/// Elements of each input that a thread loads before it computes, where it cannot load vectors.
+const UNROLL: u32 = 4;
 
 /// The library's `Activation` discriminants.
 const ACTIVATIONS: [(u32, &str); 3] = [(0, "silu"), (1, "gelu"), (2, "gelu_tanh")];
@@ -28,6 +29,19 @@ pub(crate) fn activate(x: f32, #[comptime] activation: u32) -> f32 {
     }
 }
 
+/// [`activate`] with the cheaper exponential that 16 bits allow.
+#[cube]
+fn activate_for_16_bits(x: f32, #[comptime] activation: u32) -> f32 {
+    if activation == 0 {
+        x * math::logistic_for_16_bits(x)
+    } else if activation == 1 {
+        x * math::normal_cdf(x)
+    } else {
+        let u = 1.595_769_f32 * fma(0.044_715f32 * x * x, x, x);
+        x * math::logistic_for_16_bits(u)
+    }
+}
+
 #[cube]
 fn swiglu<F: Float, N: Size>(
     gate: &Array<Vector<F, N>>,
@@ -40,17 +54,19 @@ fn swiglu<F: Float, N: Size>(
     up_strides: Strides,
     out_strides: Strides,
     #[comptime] activation: u32,
+    #[comptime] narrow: bool,
+    #[comptime] unroll: u32,
 ) {
     let index = row_index(CUBE_POS_X / blocks_per_row, sizes);
     let block = CUBE_POS_X % blocks_per_row;
-    let first = block as usize * comptime!((THREADS * UNROLL) as usize) + UNIT_POS_X as usize;
+    let first = block as usize * comptime!((THREADS * unroll) as usize) + UNIT_POS_X as usize;
     let gate_start = row_start(index, gate_strides);
     let up_start = row_start(index, up_strides);
     let out_start = row_start(index, out_strides);
     let mut gates = Sequence::<Vector<F, N>>::new();
     let mut ups = Sequence::<Vector<F, N>>::new();
     #[unroll]
-    for k in 0..UNROLL {
+    for k in 0..unroll {
         let i = first + (k * THREADS) as usize;
         let mut g = Vector::<F, N>::zeroed();
         let mut u = Vector::<F, N>::zeroed();
@@ -62,7 +78,7 @@ fn swiglu<F: Float, N: Size>(
         ups.push(u);
     }
     #[unroll]
-    for k in 0..UNROLL {
+    for k in 0..unroll {
         let i = first + (k * THREADS) as usize;
         if i < length {
             let g = Vector::<f32, N>::cast_from(*gates.index(k as usize));
@@ -70,7 +86,11 @@ fn swiglu<F: Float, N: Size>(
             let mut v = Vector::<f32, N>::zeroed();
             #[unroll]
             for j in 0..N::value() {
-                v[j] = activate(g[j], activation) * u[j];
+                if narrow {
+                    v[j] = activate_for_16_bits(g[j], activation) * u[j];
+                } else {
+                    v[j] = activate(g[j], activation) * u[j];
+                }
             }
             out[out_start + i] = Vector::cast_from(v);
         }
@@ -78,7 +98,7 @@ fn swiglu<F: Float, N: Size>(
 }
 
 macro_rules! kernel {
-    ($b:ident, $f:ty, $n:ty, $activation:ident) => {{
+    ($b:ident, $f:ty, $n:ty, $activation:ident, $narrow:expr, $unroll:expr) => {{
         let ty = $b.type_of::<Vector<$f, $n>>();
         // The gate may be overwritten in place, hence not `read`.
         let gate = $b.write("gate", ty);
@@ -102,15 +122,19 @@ macro_rules! kernel {
             up_strides,
             out_strides,
             $activation,
+            $narrow,
+            $unroll,
         );
     }};
 }
 
 fn kernel(dtype: Dtype, activation: u32, name: &str, vectors: bool) -> Result<Kernel, Error> {
     let mut b = Builder::default();
+    let narrow = dtype != Dtype::F32;
+    let unroll = if vectors { 1 } else { UNROLL };
     with_vector!(dtype, F, N => match vectors {
-        true => kernel!(b, F, N, activation),
-        false => kernel!(b, F, Const<1>, activation),
+        true => kernel!(b, F, N, activation, narrow, unroll),
+        false => kernel!(b, F, Const<1>, activation, narrow, unroll),
     });
     let width = if vectors { dtype.per_vector() } else { 1 };
     let symbol = format!("swiglu_{name}_{}x{width}", dtype.name());
@@ -118,7 +142,7 @@ fn kernel(dtype: Dtype, activation: u32, name: &str, vectors: bool) -> Result<Ke
         ("dtype", dtype as u32),
         ("activation", activation),
         ("width", width),
-        ("per_block", THREADS * UNROLL),
+        ("per_block", THREADS * unroll),
     ];
     b.finish(symbol, choices, THREADS)
 }

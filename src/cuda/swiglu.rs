@@ -19,8 +19,8 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Table::new(OP, resources, ["dtype", "activation", "width"])
 }
 
-/// Elements that the smallest block covers: one per thread and load.
-const LEAST_PER_BLOCK: usize = 512;
+/// Elements that the smallest block covers: four per thread, in one load or in four.
+const LEAST_PER_BLOCK: usize = 1024;
 
 /// Whether there is a kernel for the problem.
 pub(crate) fn supported(p: &Problem) -> Result<()> {
