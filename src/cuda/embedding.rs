@@ -12,15 +12,24 @@ use crate::ops::embedding::Problem;
 
 const OP: &str = "embedding";
 
-/// By dtype of the table, dtype of the output, and elements per access.
-pub(super) type Kernels = Table<Arguments, 3>;
+/// By dtype of the table, dtype of the output, elements per access, and accesses of a thread.
+pub(super) type Kernels = Table<Arguments, 4>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["table", "dtype", "width"])
+    Table::new(OP, resources, ["table", "dtype", "width", "unroll"])
 }
 
-/// Elements that the smallest block covers: one per thread and load.
-const LEAST_PER_BLOCK: usize = 512;
+/// Threads of a block.
+const THREADS: usize = 128;
+
+/// Loads that a thread has in flight: four, which is one launch's worth of blocks less, or one where the GPU would not be full.
+const UNROLLS: [usize; 2] = [1, 4];
+
+/// Blocks that fill today's largest GPUs twice over.
+const FULL: usize = 4096;
+
+/// Elements that a block covers at least, of as many rows as make the number of blocks matter.
+const LEAST_PER_BLOCK: usize = THREADS * UNROLLS[1];
 
 /// Whether there is a kernel for the problem.
 pub(crate) fn supported(p: &Problem) -> Result<()> {
@@ -48,10 +57,14 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         && is_aligned(&p.table, vector)
         && is_aligned(&p.out, vector);
     let width = if fits { vector } else { 1 };
+    let length = dim / width;
+    let [few, many] = UNROLLS;
+    let full = rows.rows_per_launch() * length.div_ceil(THREADS * many) >= FULL;
+    let unroll = if full { many } else { few };
+    let dtypes = [p.table.dtype as u32, p.out.dtype as u32];
     let kernel = cuda
         .embedding
-        .get([p.table.dtype as u32, p.out.dtype as u32, width as u32])?;
-    let length = dim / width;
+        .get([dtypes[0], dtypes[1], width as u32, unroll as u32])?;
     let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
     for launch in rows.launches() {
         let num_rows: usize = launch.sizes.iter().product();
