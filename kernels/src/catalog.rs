@@ -38,6 +38,18 @@ const FLUSH_SUBNORMALS: &[&str] = &["-ftz=true"];
 /// # Errors
 /// CubeCL refuses a kernel.
 pub fn images() -> Result<Vec<Image>, Error> {
+    selected(|_| true)
+}
+
+/// The image of this name, if there is one.
+///
+/// # Errors
+/// CubeCL refuses a kernel.
+pub fn image(name: &str) -> Result<Option<Image>, Error> {
+    Ok(selected(|other| other == name)?.pop())
+}
+
+fn selected(wanted: impl Fn(&str) -> bool) -> Result<Vec<Image>, Error> {
     type Instances = fn() -> Result<Vec<Kernel>, Error>;
     let operations: [(&'static str, Instances); 8] = [
         ("attention", attention::kernels),
@@ -61,5 +73,6 @@ pub fn images() -> Result<Vec<Image>, Error> {
             flags,
         })
     };
-    operations.into_iter().map(image).collect()
+    let wanted = operations.into_iter().filter(|(name, _)| wanted(name));
+    wanted.map(image).collect()
 }

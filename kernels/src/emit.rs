@@ -2,6 +2,8 @@
 //!
 //! The layout is read off the compiled kernel, so the text and the host's argument struct cannot disagree.
 
+use std::cell::RefCell;
+
 use cubecl::ir::{
     ContiguousElements, ElemType, FloatKind, IntKind, ManagedVariable, MatrixLayout, MmaProperties,
     Scope, StorageType, TargetProperties, Type, UIntKind,
@@ -174,8 +176,14 @@ impl Builder {
     pub fn finish(self, name: String, choices: Vec<Choice>, threads: u32) -> Result<Kernel, Error> {
         let settings = KernelSettings::default()
             .cube_dim(CubeDim::new_1d(threads))
+            .address_type(AddressType::U64)
             .kernel_name(name.clone());
         let definition = self.inner.build(settings);
+        DEFINITIONS.with_borrow_mut(|kept| {
+            if let Some(kept) = kept {
+                kept.push((name.clone(), definition.clone()));
+            }
+        });
         let options = CompilationOptions {
             warp_size: 32,
             supports_features: CppSupportedFeatures {
@@ -246,6 +254,18 @@ impl Builder {
             text,
         })
     }
+}
+
+thread_local! {
+    static DEFINITIONS: RefCell<Option<Vec<(String, KernelDefinition)>>> =
+        const { RefCell::new(None) };
+}
+
+/// What `expand` gives, and every kernel that it finishes as CubeCL itself defines it, by name: for running them through CubeCL's runtime.
+pub fn definitions<T>(expand: impl FnOnce() -> T) -> (T, Vec<(String, KernelDefinition)>) {
+    DEFINITIONS.set(Some(Vec::new()));
+    let expanded = expand();
+    (expanded, DEFINITIONS.take().unwrap_or_default())
 }
 
 /// The hardware's matrix fragments.
