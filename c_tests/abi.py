@@ -3,8 +3,9 @@
 
     abi.py LIBRARY HEADER SYMBOLS [--update]
 
-Its exported symbols are those of the checked-in list and those that the header declares; its soname, and what it needs itself,
-are as they should be. With --update the list is written first (`make header`).
+Its exported symbols are those of the checked-in list and those that the header declares; its soname, its size, and what it needs
+itself, are as they should be: with the CUDA backend too, no library of a driver or toolkit. With --update the list is written first
+(`make header`).
 """
 
 import pathlib
@@ -14,6 +15,8 @@ import sys
 
 # What every 64-bit glibc system has.
 ALLOWED = re.compile(r"(libc|libm|libgcc_s|libpthread|libdl|librt|ld-linux-.*)\.so\.\d+")
+# Of what is loaded, which stripping leaves; with kernels for every architecture.
+MAX_SIZE = 40 << 20
 
 
 def output(*command):
@@ -47,6 +50,10 @@ def problems(library, header, symbols):
     for needed in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic):
         if not ALLOWED.fullmatch(needed):
             yield f"it needs {needed}"
+    loaded = re.findall(r"^ +LOAD +(?:0x\w+ +){3}(0x\w+)", output("readelf", "-lW", library), flags=re.M)
+    size = sum(int(segment, 16) for segment in loaded)
+    if not 0 < size < MAX_SIZE:
+        yield f"it takes {size} bytes, fewer than {MAX_SIZE} are allowed"
     if re.search(r"\((RPATH|RUNPATH)\)", dynamic):
         yield "it has a search path of its own"
 
