@@ -17,6 +17,7 @@ from driver import graph_us, guarded, load
 
 DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 NO_LIMIT = 1 << 30
+LEAST_KEYS = 256
 CU_Q, CU_K, LENS_K, PAGED, LSE, SINKS, MASK, ALIBI, OUT_F32 = (1 << i for i in range(9))
 
 
@@ -64,16 +65,16 @@ class Attention:
         packed = simt or decode
         row_blocks = up(seqlen_q * (group if packed else 1), c["rows"])
         if not packed:
-            splits, split_keys, grid = 1, NO_LIMIT, row_blocks * heads * batch
+            splits, split_keys, grid = 1, LEAST_KEYS, row_blocks * heads * batch
         else:
             blocks = row_blocks * kv_heads * batch
             if dim_v % 4 or any(x % 4 for x in out.stride()[:-1]):
                 splits = 1  # the combining kernel stores quads
+            # Parts of a given number are as short as they may be.
+            split_keys = LEAST_KEYS if splits is None else 64
             if splits is None:
-                splits = choose_splits(blocks, seqlen_k, self.processors * kernel.blocks_per_processor)
-            split_keys = NO_LIMIT if splits == 1 else up(up(seqlen_k, splits), 64) * 64
-            if splits > 1:
-                splits = max(1, up(seqlen_k, split_keys))
+                visible = min(seqlen_k, (window_left or NO_LIMIT) + seqlen_q)
+                splits = choose_splits(blocks, visible, self.processors * kernel.blocks_per_processor)
             grid = splits * blocks
         rows = batch * seqlen_q * heads
         flags = 0
@@ -125,10 +126,10 @@ class Attention:
 
 
 def choose_splits(blocks, keys, room):
-    """As many as fill the chip, if each part keeps 256 keys."""
+    """As many as fill the chip, if each part keeps so many keys."""
     if blocks * 2 > room:
         return 1
-    return max(1, min(room // max(1, blocks), up(keys, 256), 256))
+    return max(1, min(room // max(1, blocks), up(keys, LEAST_KEYS), 256))
 
 
 def visible(sq, sk, causal, window_left, window_right, device):

@@ -1,0 +1,126 @@
+"""Attention beside FlashAttention-2 (PyTorch's), decoding beside a copy of the cache, and memory beside the product written out.
+
+Both sides take and give [batch, seq, heads, dim] and write the LSE. Each row tells which of the library's implementations answered.
+"""
+
+import torch
+import torch.nn.functional as F
+from common import OURS, Record, agree, copies, graphs, num_sets, randn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+METHOD = (
+    "Microseconds of one call: a graph of calls on working sets that exceed the cache, replayed by turns, medians. fa2 is PyTorch's flash "
+    "backend of scaled_dot_product_attention, on the same tensors. `copy` moves as many bytes as K and V have. `products` is "
+    "softmax(QK^T)V by PyTorch's matrix products, with all scores in memory; `memory` is the peak beyond q, k, v."
+)
+TOKENS = 16384
+# Head dim, heads; and sequences, keys of each, head dim.
+FORWARD = [(64, 32), (128, 16), (256, 8)]
+DECODE = [(1, 8192, 128), (1, 131072, 128), (8, 8192, 128), (32, 4096, 128), (128, 2048, 128), (256, 1024, 128)]
+DECODE += [(1, 131072, 64), (32, 4096, 64), (1, 131072, 256), (32, 4096, 256)]
+HEADS, KV_HEADS, PAGE = 32, 8, 16
+IMPLEMENTATIONS = {2: "portable", 3: "hopper"}
+
+
+def compare(ctx):
+    record = Record("attention", ctx.library, METHOD)
+    for dim, heads in FORWARD:
+        for seq in (1024, 8192):
+            for causal in (False, True):
+                forward(ctx, record, dim, heads, seq, causal)
+                torch.cuda.empty_cache()
+    for batch, keys, dim in DECODE:
+        for paged in (False, True):
+            decode(ctx, record, batch, keys, dim, paged)
+            torch.cuda.empty_cache()
+    for seq in (2048, 4096):
+        memory(ctx, record, seq)
+        torch.cuda.empty_cache()
+
+
+def served(ctx, call):
+    return IMPLEMENTATIONS.get(ctx.implementation("attention", call.params), "unknown")
+
+
+def fa2(q, k, v, causal):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal)
+    return out.transpose(1, 2)
+
+
+def forward(ctx, record, dim, heads, seq, causal):
+    batch = TOKENS // seq
+    shape = batch, seq, heads, dim
+    count = num_sets(4 * TOKENS * heads * dim * 2)
+    sets = [[randn(*shape) for _ in range(3)] for _ in range(count)]
+    out, lse = torch.empty_like(sets[0][0]), torch.empty(batch, heads, seq, device="cuda")
+    ours = [ctx.op("attention", q=q, k=k, v=v, out=out, lse=lse, causal=causal) for q, k, v in sets]
+    ours[0]()
+    case = f"head_dim {dim} seq {seq} {'causal' if causal else 'full'}"
+    agree(case, {"fa2": fa2(*sets[0], causal), OURS: out})
+    flops = 4 * batch * heads * seq * seq * dim // (2 if causal else 1)
+    contenders = {OURS: lambda i: ours[i % count](), "fa2": lambda i: fa2(*sets[i % count], causal)}
+    times = graphs(contenders, calls=4 if seq > 4096 else 8)
+    rates = {name: round(flops / us / 1e6, 1) for name, us in times.items()}
+    about = dict(dtype="bf16", batch=batch, heads=heads, flops=flops, tflops=rates, served=served(ctx, ours[0]))
+    record.add(case, times, of_fa2=round(times["fa2"] / times[OURS], 3), **about)
+
+
+def decode(ctx, record, batch, keys, dim, paged):
+    bytes_moved = 2 * batch * keys * KV_HEADS * dim * 2
+    count = num_sets(bytes_moved)
+    q = randn(batch, 1, HEADS, dim)
+    out = torch.empty_like(q)
+    more = {}
+    shape = batch, keys, KV_HEADS, dim
+    if paged:
+        pages = batch * keys // PAGE
+        table = torch.randperm(pages, device="cuda").to(torch.int32).view(batch, -1)
+        more = dict(block_table=table, seq_lens_k=torch.full((batch,), keys, device="cuda", dtype=torch.int32))
+        shape = pages, PAGE, KV_HEADS, dim
+    sets = [[randn(*shape) for _ in range(2)] for _ in range(count)]
+    ours = [ctx.op("attention", q=q, k=k, v=v, out=out, **more) for k, v in sets]
+    ours[0]()
+    k, v = sets[0]
+    if paged:
+        order = more["block_table"].flatten().long()
+        k, v = (t[order].view(batch, keys, KV_HEADS, dim) for t in (k, v))
+    heads = [t[:1].transpose(1, 2).float() for t in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2)
+    case = f"decode head_dim {dim} {batch}x{keys}{' paged' if paged else ''}"
+    agree(case, {"torch": expected, OURS: out[:1]})
+    times = graphs({OURS: lambda i: ours[i % count](), "copy": copies(bytes_moved)}, calls=8)
+    about = dict(dtype="bf16", heads=HEADS, kv_heads=KV_HEADS, bytes=bytes_moved, served=served(ctx, ours[0]))
+    record.add(case, times, of_copy=round(times["copy"] / times[OURS], 3), **about)
+
+
+def memory(ctx, record, seq):
+    """Time and peak memory of one sequence of 32 heads beside the path that writes all scores."""
+    q, k, v = (randn(1, seq, HEADS, 128) for _ in range(3))
+
+    def products(i=0):
+        qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+        scores = qt @ kt.transpose(2, 3) * 128**-0.5
+        return (torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ vt).transpose(1, 2)
+
+    def peak(function):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before, kept
+
+    def make():
+        out, lse = torch.empty_like(q), torch.empty(1, HEADS, seq, device="cuda")
+        ours = ctx.op("attention", q=q, k=k, v=v, out=out, lse=lse)
+        ours()
+        return ours, out
+
+    (need, (ours, out)), (theirs, expected) = peak(make), peak(products)
+    agree(f"memory {seq}", {"products": expected, OURS: out})
+    needs = {OURS: need, "products": theirs}
+    about = dict(dtype="bf16", heads=HEADS, memory=needs, saved=round(1 - need / theirs, 4), served=served(ctx, ours))
+    times = graphs({OURS: lambda i: ours(), "products": products}, calls=4)
+    record.add(f"memory head_dim 128 seq {seq}", times, speedup=round(times["products"] / times[OURS], 3), **about)
