@@ -28,7 +28,7 @@ CONFIGURE := cmake -G Ninja --log-level=NOTICE
 # All but what is generated.
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c)$$')
 
-.PHONY: help demo engine model stage install test test-rust test-c test-engine test-examples gpu-pack bench header fmt lint fuzz clean
+.PHONY: help demo engine model stage install test test-rust test-c test-engine test-examples test-cuda gpu-pack bench header fmt lint fuzz clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -67,11 +67,15 @@ test: test-rust test-c test-engine test-examples ## Run every test that this mac
 test-rust: compilers
 	cargo test --locked $(FEATURES)
 
-test-c: stage
+# The programs of the C tests; test-c runs them.
+.PHONY: build-test-c
+build-test-c: stage
 	$(TOOLS) pkg-config
-	$(CONFIGURE) -S c_tests -B build/c_tests -DCMAKE_PREFIX_PATH="$(STAGE)" \
+	$(CONFIGURE) -S c_tests -B build/c_tests -DCMAKE_PREFIX_PATH="$(STAGE)" -DUNSLOTH_CARGO_PROFILE=$(PROFILE) \
 	  -DUNSLOTH_CARGO_TARGET_DIR="$(TARGET)" -DUNSLOTH_CUDA=$(if $(FEATURES),ON,OFF)
 	cmake --build build/c_tests
+
+test-c: build-test-c
 	ctest --test-dir build/c_tests --output-on-failure -j $(JOBS)
 
 test-engine: engine model
@@ -85,6 +89,14 @@ test-examples: stage
 	build/example_c/attention
 	UNSLOTH_LIBRARY="$(STAGE)/lib/libunsloth.so" python3 examples/python/attention.py
 	cargo run --locked --quiet $(FEATURES) --example attention
+
+# What a machine without a GPU can tell of the CUDA backend: the kernels' text and what they use, the tests of the backend as a whole,
+# which see that the driver is missing, one operation on the CPU, and the C tests.
+test-cuda: ## Test what a CUDA build does without a GPU
+	$(TOOLS) nvcc
+	cargo test --locked -p unsloth-kernels
+	cargo test --locked --features cuda --lib --test cuda --test context --test rms_norm
+	$(MAKE) CUDA=1 PROFILE=dev test-c
 
 gpu-pack: ## Build what a GPU machine needs for tests and benchmarks into .gpu/
 	scripts/gpu_pack.sh

@@ -3,6 +3,8 @@
     python3 benches/report.py record    # target/criterion -> benches/results/cpu-DATE.json
     python3 benches/report.py render    # the newest results -> the plots beside them and README.md
 
+What `benches/compare` measured on a GPU is in results of its own, one for each operation and device.
+
 A group is one operation; in it `unsloth` and `candle` ran in the same process on the same data. Figures are medians; the ratio is
 candle's time over ours. The attention bench also writes the peak of live heap bytes of each contender, which `record` takes in.
 """
@@ -184,6 +186,69 @@ def hopper_plot(result, path):
     figure.savefig(path, metadata={"Date": None})
 
 
+def compared():
+    """The newest result of `benches/compare` for each operation, those of one device."""
+    results = {}
+    for path in sorted(RESULTS.glob("*_*.json"), key=lambda path: path.stem[-10:]):
+        result = json.loads(path.read_text())
+        if "rows" in result and "op" in result:
+            results[result["op"]] = result
+    return list(results.values())
+
+
+def contenders(result):
+    """Whom the operation is compared with, in the order of the first row that has most of them."""
+    return tuple(name for name in max((row["us"] for row in result["rows"]), key=len) if name not in (OURS, "copy"))
+
+
+def compared_table(results):
+    """A table for each set of contenders: microseconds, and in brackets how many times ours. Of copy: our share of the rate at which
+    as many bytes are copied."""
+    first = results[0]
+    lines = [f"{first['device']['name']}, driver {first['device']['driver_version']}, torch {first['versions']['torch']}; bf16; µs of one call."]
+    tables = {}
+    for result in results:
+        has_copy = any("copy" in row["us"] for row in result["rows"])
+        tables.setdefault((contenders(result), has_copy), []).append(result)
+    for (names, has_copy), group in tables.items():
+        lines += ["", "| | case | libunsloth | " + ("of copy | " if has_copy else "") + " | ".join(names) + " |"]
+        lines.append("|-|-|-|" + "-|" * (len(names) + has_copy))
+        for result in group:
+            for row in result["rows"]:
+                us = row["us"]
+                if OURS not in us:
+                    continue
+                others = (f"{us[n]:.4g} ({us[n] / us[OURS]:.2f}×)" if n in us else "" for n in names)
+                share = f"{us['copy'] / us[OURS]:.0%} | " if has_copy else ""
+                lines.append(f"| {result['op']} | {row['case']} | {us[OURS]:.4g} | {share}" + " | ".join(others) + " |")
+    return "\n".join(lines)
+
+
+def compared_plot(results, path):
+    """How many times as fast as each contender, on a logarithmic scale."""
+    import matplotlib.pyplot as plt
+
+    bars = [
+        (f"{result['op']} {row['case']}", {n: row["us"][n] / row["us"][OURS] for n in contenders(result) if n in row["us"]})
+        for result in results
+        for row in result["rows"]
+        if OURS in row["us"]
+    ][::-1]
+    names = list(dict.fromkeys(name for _, ratios in bars for name in ratios))
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.3 * len(bars)), layout="constrained")
+    for name in names:
+        points = [(ratios[name], at) for at, (_, ratios) in enumerate(bars) if name in ratios]
+        axes.plot(*zip(*points), "o", label=name, alpha=0.8)
+    axes.set_xscale("log")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.set_xlabel("libunsloth is how many times as fast")
+    axes.set_title(f"CUDA backend, {results[0]['device']['name']}")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def set_section(text, name, body):
     begin, end = f"<!-- {name}: made by benches/report.py -->\n", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
@@ -209,6 +274,10 @@ def render():
         if result is not None:
             make_plot(result, RESULTS / image)
             text = set_section(text, name, make_table(result))
+    results = compared()
+    if results:
+        compared_plot(results, RESULTS / "cuda.svg")
+        text = set_section(text, "cuda table", compared_table(results))
     readme.write_text(text)
 
 

@@ -1,38 +1,60 @@
-#!/bin/sh
-# Builds what a GPU machine needs into .gpu/, which Git ignores: stripped tests and benchmarks, the library, and the script that runs
-# them. Such a machine needs a driver and nothing else.
+#!/bin/bash
+# Builds what a GPU machine needs into .gpu/, which Git ignores: the library, Rust tests and benchmarks, C tests, the engine, the scripts
+# that compare with PyTorch, and the one that runs it all. Such a machine needs a driver; compute-sanitizer and PyTorch are used where
+# they are.
 #
 #     scripts/gpu_pack.sh && scp -r .gpu host: && ssh host .gpu/gpu_run.sh
 #
-# PROFILE is Cargo's profile (release), PACK the folder.
-set -eu
+# PROFILE is Cargo's profile (release), PACK the folder, MODEL a GGUF file for the engine (none: the engine is not run), SAME_BITS=1 adds
+# the comparison with CubeCL's own runtime. TESTS names Rust tests; by default all of them, of which each takes the devices that it finds.
+set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 profile=${PROFILE:-release}
 pack=${PACK:-$root/.gpu}
-python3 scripts/tools.py nvcc
-PATH="$root/.tools/bin:$PATH"
+mkdir -p "$pack"/{tests,benches,c,lib,include,model}
+rm -f "$pack"/{tests,benches,c,lib,include,model}/* "$pack/engine"
 
-# Operations with CUDA kernels, the misuse of each, and what belongs to the backend as a whole.
-tests='context cuda embedding kv_cache rms_norm rms_norm_misuse rope swiglu'
-
-set -- --features cuda --profile "$profile" --bench cuda
-for test in $tests; do
-    set -- "$@" --test "$test"
+make --no-print-directory CUDA=1 PROFILE="$profile" build-test-c
+strip -o "$pack/lib/libunsloth.so.0" build/prefix/lib/libunsloth.so
+cp build/prefix/include/unsloth.h "$pack/include/"
+# As C and linked to the shared library: that is what a GPU adds nothing to.
+for test in build/c_tests/*.c.shared; do
+  name=$(basename "$test" .c.shared)
+  case $name in layout | links | inits) continue ;; esac
+  strip -o "$pack/c/$name" "$test"
 done
-mkdir -p "$pack/tests" "$pack/benches"
-rm -f "$pack"/tests/* "$pack"/benches/*
-cargo test --no-run --message-format=json-render-diagnostics "$@" |
-    python3 -c '
+if make --no-print-directory CUDA=1 PROFILE="$profile" engine; then
+  strip -o "$pack/engine" build/engine/engine
+  [ -z "${MODEL:-}" ] || cp "$MODEL" "$pack/model/"
+fi
+
+export PATH="$root/.tools/bin:$PATH"
+tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(header|oracle_candle|dlpack|estimate)$')}
+select=(--features cuda --profile "$profile" --bench cuda)
+for test in $tests; do
+  select+=(--test "$test")
+done
+built() {
+  python3 -c '
 import json, sys
 for line in sys.stdin:
     built = json.loads(line)
     if built.get("reason") == "compiler-artifact" and built["executable"]:
-        kind = built["target"]["kind"][0]
-        if kind in ("test", "bench"):
-            print({"test": "tests", "bench": "benches"}[kind], built["target"]["name"], built["executable"])
+        folder = {"test": "tests", "bench": "benches"}.get(built["target"]["kind"][0])
+        if folder:
+            print(folder, built["target"]["name"], built["executable"])
 ' | while read -r folder name executable; do
     strip -o "$pack/$folder/$name" "$executable"
-done
+  done
+}
+cargo test --locked --no-run --message-format=json-render-diagnostics "${select[@]}" | built
+if [ "${SAME_BITS:-0}" = 1 ]; then
+  cargo test --no-run --message-format=json-render-diagnostics --manifest-path kernels/same_bits/Cargo.toml | built
+fi
+
+mkdir -p "$pack/compare"
+cp benches/compare/*.py "$pack/compare/"
 cp scripts/gpu_run.sh "$pack/"
+git rev-parse --short HEAD >"$pack/commit"
 du -sh "$pack" >&2

@@ -128,7 +128,9 @@ def copies(bytes_moved):
     count = num_sets(bytes_moved)
     words = max(bytes_moved // 16, 1)
     sources = [torch.randint(-(1 << 60), 1 << 60, (words,), device="cuda") for _ in range(count)]
-    targets = [torch.empty_like(source) for source in sources]
+    # Off the powers of two at which reads and writes would meet in the same channels of memory.
+    skew = 131 << 10
+    targets = [torch.empty(words + skew, dtype=torch.int64, device="cuda")[skew:] for _ in sources]
     return lambda i: targets[i % count].copy_(sources[i % count])
 
 
