@@ -48,6 +48,12 @@ FIELD(unsloth_tensor, strides, 56, 48);
 FIELD(unsloth_tensor, dtype, 104, 4);
 FIELD(unsloth_tensor, rank, 108, 4);
 
+STRUCT(unsloth_argmax_params, 232, 8);
+FIELD(unsloth_argmax_params, struct_size, 0, 4);
+FIELD(unsloth_argmax_params, reserved, 4, 4);
+FIELD(unsloth_argmax_params, x, 8, 112);
+FIELD(unsloth_argmax_params, out, 120, 112);
+
 STRUCT(unsloth_attention_params, 1528, 8);
 FIELD(unsloth_attention_params, struct_size, 0, 4);
 FIELD(unsloth_attention_params, causal, 4, 4);
@@ -134,6 +140,12 @@ FIELD(unsloth_attention_block_params, out_weight, 2200, 112);
 FIELD(unsloth_attention_block_params, out_bias, 2312, 112);
 FIELD(unsloth_attention_block_params, residual, 2424, 112);
 FIELD(unsloth_attention_block_params, out, 2536, 112);
+
+STRUCT(unsloth_cast_params, 232, 8);
+FIELD(unsloth_cast_params, struct_size, 0, 4);
+FIELD(unsloth_cast_params, reserved, 4, 4);
+FIELD(unsloth_cast_params, x, 8, 112);
+FIELD(unsloth_cast_params, out, 120, 112);
 
 STRUCT(unsloth_embedding_params, 344, 8);
 FIELD(unsloth_embedding_params, struct_size, 0, 4);

@@ -21,10 +21,12 @@
 #define UNSLOTH_INIT(type) {.struct_size = sizeof(type)}
 #endif
 
+#define UNSLOTH_ARGMAX_PARAMS_INIT UNSLOTH_INIT(unsloth_argmax_params)
 #define UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_block_params)
 #define UNSLOTH_ATTENTION_MEMORY_INIT UNSLOTH_INIT(unsloth_attention_memory)
 #define UNSLOTH_ATTENTION_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_memory_params)
 #define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
+#define UNSLOTH_CAST_PARAMS_INIT UNSLOTH_INIT(unsloth_cast_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
 #define UNSLOTH_EMBEDDING_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_params)
@@ -227,6 +229,34 @@ typedef struct unsloth_tensor {
 } unsloth_tensor;
 
 /**
+ * Arguments of `unsloth_argmax_forward`: `out[..] = argmax(x[.., :])`.
+ */
+typedef struct unsloth_argmax_params {
+  /**
+   * `sizeof(unsloth_argmax_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., n]`, f32, f16 or bf16, `n` at least 1; any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * i32 or i64: the leading dimensions of `x`, or `[1]` if it has none; any strides. Of equal elements the first counts; zeros are
+   * equal whatever their signs; NaN counts as greater than everything, so that a row with NaN gives the index of the first.
+   */
+  struct unsloth_tensor out;
+} unsloth_argmax_params;
+
+/**
+ * Which implementation runs a call; see the `unsloth_*_supported` functions.
+ */
+typedef uint32_t unsloth_implementation;
+
+/**
  * The order of the dimensions inside a page of keys or values.
  */
 typedef uint32_t unsloth_page_layout;
@@ -365,11 +395,6 @@ typedef struct unsloth_attention_params {
    */
   struct unsloth_tensor block_table;
 } unsloth_attention_params;
-
-/**
- * Which implementation runs a call; see the `unsloth_*_supported` functions.
- */
-typedef uint32_t unsloth_implementation;
 
 /**
  * Which components form the pairs that are rotated.
@@ -633,6 +658,29 @@ typedef struct unsloth_attention_block_params {
    */
   struct unsloth_tensor out;
 } unsloth_attention_block_params;
+
+/**
+ * Arguments of `unsloth_cast_forward`: `out = x` in another dtype.
+ */
+typedef struct unsloth_cast_params {
+  /**
+   * `sizeof(unsloth_cast_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., dim]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * The shape of `x`; f32, f16 or bf16, any strides with a contiguous last dimension. Each number is rounded once, to nearest
+   * even; too great a one becomes an infinity, NaN stays NaN. In the dtype of `x` it is a copy, bit for bit.
+   */
+  struct unsloth_tensor out;
+} unsloth_cast_params;
 
 /**
  * Arguments of `unsloth_embedding_forward`: `out[..] = table[ids[..]]`.
@@ -2022,6 +2070,29 @@ unsloth_status unsloth_tensor_from_dlpack(const void *dl_tensor,
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
  */
+unsloth_status unsloth_argmax_supported(struct unsloth_context *ctx,
+                                        const struct unsloth_argmax_params *params,
+                                        unsloth_implementation *implementation);
+
+/**
+ * Finds the index of the greatest element of each row on `stream`. Needs no workspace; neither allocates nor synchronises, and may be
+ * captured into a CUDA graph.
+ *
+ * `out` may not overlap `x`.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_argmax_forward(struct unsloth_context *ctx,
+                                      const struct unsloth_argmax_params *params,
+                                      unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
 unsloth_status unsloth_attention_supported(struct unsloth_context *ctx,
                                            const struct unsloth_attention_params *params,
                                            unsloth_implementation *implementation);
@@ -2082,6 +2153,28 @@ unsloth_status unsloth_attention_block_workspace_size(struct unsloth_context *ct
 unsloth_status unsloth_attention_block_forward(struct unsloth_context *ctx,
                                                const struct unsloth_attention_block_params *params,
                                                unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_cast_supported(struct unsloth_context *ctx,
+                                      const struct unsloth_cast_params *params,
+                                      unsloth_implementation *implementation);
+
+/**
+ * Converts on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
+ *
+ * `out` may not overlap `x`.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_cast_forward(struct unsloth_context *ctx,
+                                    const struct unsloth_cast_params *params,
+                                    unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

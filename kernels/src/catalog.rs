@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::emit::{self, Kernel};
 use crate::nvcc::{Architecture, Source, Unit};
-use crate::{attention, embedding, kv_cache, linear, rms_norm, rope, swiglu};
+use crate::{argmax, attention, cast, embedding, kv_cache, linear, rms_norm, rope, swiglu};
 
 /// The kernels of one operation, compiled together into one image.
 #[derive(Clone, Debug)]
@@ -51,9 +51,11 @@ pub fn image(name: &str) -> Result<Option<Image>, Error> {
 
 fn selected(wanted: impl Fn(&str) -> bool) -> Result<Vec<Image>, Error> {
     type Instances = fn() -> Result<Vec<Kernel>, Error>;
-    let operations: [(&'static str, Instances); 8] = [
+    let operations: [(&'static str, Instances); 10] = [
+        ("argmax", argmax::kernels),
         ("attention", attention::kernels),
         ("attention_combine", attention::combine_kernels),
+        ("cast", cast::kernels),
         ("embedding", embedding::kernels),
         ("kv_append", kv_cache::kernels),
         ("linear", linear::kernels),

@@ -12,7 +12,9 @@
 //!
 //! [`build`] does it all.
 
+mod argmax;
 mod attention;
+mod cast;
 pub mod catalog;
 pub mod cubin;
 mod embedding;

@@ -1,7 +1,7 @@
 //! Embedding on the CPU: rows copied or converted, in parallel.
 
 use crate::cpu::Cpu;
-use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::cpu::float::{convert, with_float};
 use crate::cpu::rows::{integers, row_of, row_of_mut};
 use crate::error::{Error, Result};
 use crate::ops::embedding::Problem;
@@ -33,21 +33,4 @@ pub(crate) fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
         });
     }));
     Ok(())
-}
-
-#[inline(always)]
-fn convert<T: Float, U: Float>(from: &[T], to: &mut [U]) {
-    if T::DTYPE == U::DTYPE {
-        // SAFETY: the same dtype is the same type, and the lengths are equal.
-        unsafe {
-            std::ptr::copy_nonoverlapping(from.as_ptr().cast::<U>(), to.as_mut_ptr(), to.len());
-        }
-        return;
-    }
-    let mut block = [0.0f32; BLOCK];
-    for (from, to) in from.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
-        let block = &mut block[..from.len()];
-        T::load(from, block);
-        U::store(block, to);
-    }
 }

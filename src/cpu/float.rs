@@ -207,6 +207,24 @@ impl Float for bf16 {
     }
 }
 
+/// Copies elements of one dtype to another; both slices have the same length.
+#[inline(always)]
+pub(crate) fn convert<T: Float, U: Float>(from: &[T], to: &mut [U]) {
+    if T::DTYPE == U::DTYPE {
+        // SAFETY: the same dtype is the same type, and the lengths are equal.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from.as_ptr().cast::<U>(), to.as_mut_ptr(), to.len());
+        }
+        return;
+    }
+    let mut block = [0.0f32; BLOCK];
+    for (from, to) in from.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
+        let block = &mut block[..from.len()];
+        T::load(from, block);
+        U::store(block, to);
+    }
+}
+
 /// Runs `$body` with `$t` bound to the Rust type of a float [`DType`](crate::dtype::DType) that has been checked to be one.
 macro_rules! with_float {
     ($dtype:expr, $t:ident => $body:expr) => {

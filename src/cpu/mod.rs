@@ -3,7 +3,9 @@
 //! Operations arrive here checked. Each splits its work into independent items (rows, tiles, heads) whose results do not depend
 //! on which thread computes them, so the same inputs give the same bits with any number of threads.
 
+pub(crate) mod argmax;
 pub(crate) mod attention;
+pub(crate) mod cast;
 pub(crate) mod embedding;
 pub(crate) mod float;
 pub(crate) mod kv_cache;

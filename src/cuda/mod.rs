@@ -3,7 +3,9 @@
 //! A context belongs to one device and uses its primary context. What costs time is done when it is made: images are loaded and
 //! functions given their attributes. A launch then only checks, fills a struct and calls the driver.
 
+pub(crate) mod argmax;
 pub(crate) mod attention;
+pub(crate) mod cast;
 mod cublaslt;
 mod device;
 mod driver;
@@ -32,7 +34,9 @@ use images::Arguments;
 
 /// The CUDA backend's state on one device.
 pub(crate) struct Cuda {
+    argmax: argmax::Kernels,
     attention: attention::Kernels,
+    cast: cast::Kernels,
     embedding: embedding::Kernels,
     kv_append: kv_cache::Kernels,
     linear: linear::Kernels,
@@ -125,7 +129,9 @@ impl Cuda {
         }
         let resources = Resources::load(op, driver, ordinal)?;
         Ok(Cuda {
+            argmax: argmax::kernels(&resources)?,
             attention: attention::Kernels::new(&resources)?,
+            cast: cast::kernels(&resources)?,
             embedding: embedding::kernels(&resources)?,
             kv_append: kv_cache::kernels(&resources)?,
             linear: linear::Kernels::new(&resources)?,

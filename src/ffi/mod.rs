@@ -6,8 +6,10 @@
 //! Names follow C's conventions, as the header shows them.
 #![allow(non_camel_case_types)]
 
+pub mod argmax;
 pub mod attention;
 pub mod attention_block;
+pub mod cast;
 pub mod context;
 pub mod embedding;
 pub mod estimate;

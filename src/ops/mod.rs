@@ -4,8 +4,10 @@
 //! and flags a backend needs, known to be consistent. `supported` and `workspace_size` answer from the same choice that
 //! `forward` acts on, and look at shapes, strides and dtypes but never at data pointers, which may be NULL there.
 
+pub mod argmax;
 pub mod attention;
 pub mod attention_block;
+pub mod cast;
 pub(crate) mod check;
 pub mod embedding;
 pub(crate) mod kv_cache;

@@ -50,7 +50,7 @@ fn last_message() -> String {
 
 fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
-    match input.byte() % 16 {
+    match input.byte() % 18 {
         0..3 => cache::run(&mut input),
         3 => estimates::run(&mut input),
         choice => operations::run(choice - 4, &mut input),

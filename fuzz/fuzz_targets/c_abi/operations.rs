@@ -1,7 +1,9 @@
 //! One call of one operation.
 
+use unsloth::ffi::argmax::*;
 use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::*;
+use unsloth::ffi::cast::*;
 use unsloth::ffi::context::unsloth_context;
 use unsloth::ffi::embedding::*;
 use unsloth::ffi::linear::*;
@@ -112,6 +114,19 @@ pub fn run(choice: u8, input: &mut Input) {
                 unsloth_mlp_supported,
                 Some(scratch),
                 unsloth_mlp_forward,
+            );
+        }
+        11 => {
+            let params = call.cast();
+            call.finish(params, unsloth_cast_supported, None, unsloth_cast_forward);
+        }
+        12 => {
+            let params = call.argmax();
+            call.finish(
+                params,
+                unsloth_argmax_supported,
+                None,
+                unsloth_argmax_forward,
             );
         }
         _ => {
@@ -273,6 +288,35 @@ impl Call<'_, '_> {
             .map(|_| self.input.up_to(5))
             .collect();
         (leading, self.dim(40))
+    }
+
+    fn cast(&mut self) -> Box<Stated<unsloth_cast_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_cast_params>> = unsafe { zeroed() };
+        let (from, to) = (self.float_dtype(), self.float_dtype());
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(from, &shape);
+        p.out = self.tensor(to, &shape);
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    fn argmax(&mut self) -> Box<Stated<unsloth_argmax_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_argmax_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let to = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let (leading, n) = self.rows();
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &[&leading[..], &[n]].concat());
+        p.out = match leading.is_empty() {
+            true => self.tensor(to, &[1]),
+            false => self.tensor(to, &leading),
+        };
+        p.reserved = self.flag(0);
+        stated
     }
 
     fn rms_norm(&mut self) -> Box<Stated<unsloth_rms_norm_params>> {

@@ -1,0 +1,80 @@
+//! Conversion between float dtypes on the GPU.
+
+use super::device::Resources;
+use super::images::cast::Arguments;
+use super::rows::Rows;
+use super::table::Table;
+use super::{Cuda, VECTOR, check_blocks, is_aligned};
+use crate::context::Stream;
+use crate::error::Result;
+use crate::ops::cast::Problem;
+
+const OP: &str = "cast";
+
+/// By dtype of the input, dtype of the output, and elements per access.
+pub(super) type Kernels = Table<Arguments, 3>;
+
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    Table::new(OP, resources, ["from", "to", "width"])
+}
+
+/// Elements that the smallest block covers: one per thread and load.
+const LEAST_PER_BLOCK: usize = 1024;
+
+/// Whether there is a kernel for the problem.
+pub(crate) fn supported(p: &Problem) -> Result<()> {
+    let (rows, length) = rows(p);
+    let blocks = length
+        .div_ceil(LEAST_PER_BLOCK)
+        .saturating_mul(rows.rows_per_launch());
+    check_blocks(OP, "x", blocks).map(drop)
+}
+
+/// The rows, as one where there are no gaps, and their length.
+fn rows(p: &Problem) -> (Rows<2>, usize) {
+    let dim = p.x.layout.dim(p.x.layout.rank().saturating_sub(1));
+    let rows = Rows::new([&p.x.layout, &p.out.layout]);
+    rows.flattened(dim).unwrap_or((rows, dim))
+}
+
+pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+    if p.x.layout.is_empty() {
+        return Ok(());
+    }
+    let (rows, length) = rows(p);
+    // The wider of the two dtypes moves whole vectors.
+    let vector = VECTOR / p.x.dtype.size().max(p.out.dtype.size());
+    let fits = length.is_multiple_of(vector)
+        && rows.aligned_to(vector)
+        && is_aligned(&p.x, vector)
+        && is_aligned(&p.out, vector);
+    let width = if fits { vector } else { 1 };
+    let kernel = cuda
+        .cast
+        .get([p.x.dtype as u32, p.out.dtype as u32, width as u32])?;
+    let length = length / width;
+    let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    for launch in rows.launches() {
+        let num_rows: usize = launch.sizes.iter().product();
+        let blocks = check_blocks(OP, "x", num_rows * blocks_per_row)?;
+        let stride = |dim: usize, i: usize| (launch.strides[dim][i] / width) as u64;
+        let arguments = Arguments {
+            x: (p.x.ptr.addr() + launch.offsets[0] * p.x.dtype.size()) as u64,
+            out: (p.out.ptr.addr() + launch.offsets[1] * p.out.dtype.size()) as u64,
+            size_1: launch.sizes[1] as u32,
+            size_2: launch.sizes[2] as u32,
+            length: length as u64,
+            blocks_per_row: blocks_per_row as u32,
+            x_0: stride(0, 0),
+            x_1: stride(1, 0),
+            x_2: stride(2, 0),
+            out_0: stride(0, 1),
+            out_1: stride(1, 1),
+            out_2: stride(2, 1),
+            ..Arguments::ZERO
+        };
+        // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
+        unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
+    }
+    Ok(())
+}
