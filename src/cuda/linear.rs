@@ -311,3 +311,91 @@ impl Part {
         unsafe { cuda.launch_grid(p.op, kernel, grid, &arguments, stream) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::context::{Backend, Context, ContextOptions};
+    use crate::layout::Layout;
+    use crate::memory::Buffer;
+    use half::{bf16, f16};
+
+    fn tensor(ctx: &Context, dtype: DType, shape: &[usize], values: &[f32]) -> (Buffer, RawTensor) {
+        let bytes: Vec<u8> = match dtype {
+            DType::F16 => values
+                .iter()
+                .flat_map(|v| f16::from_f32(*v).to_ne_bytes())
+                .collect(),
+            DType::Bf16 => values
+                .iter()
+                .flat_map(|v| bf16::from_f32(*v).to_ne_bytes())
+                .collect(),
+            _ => values.iter().flat_map(|v| v.to_ne_bytes()).collect(),
+        };
+        let words: Vec<i32> = bytes
+            .chunks(4)
+            .map(|chunk| {
+                let mut word = [0; 4];
+                word[..chunk.len()].copy_from_slice(chunk);
+                i32::from_ne_bytes(word)
+            })
+            .collect();
+        let buffer = Buffer::from_slice(ctx, &words).unwrap();
+        let raw = RawTensor {
+            ptr: buffer.as_ptr(),
+            dtype,
+            layout: Layout::contiguous(shape).unwrap(),
+        };
+        (buffer, raw)
+    }
+
+    /// With and without cuBLASLt the same products come out, to the bit where sums are exact.
+    #[test]
+    fn kernels_serve_where_there_is_no_library() {
+        if !Backend::Cuda.device_count().is_ok_and(|n| n > 0) {
+            return;
+        }
+        let options = ContextOptions {
+            backend: Backend::Cuda,
+            ..ContextOptions::default()
+        };
+        let ctx = Context::new(&options).unwrap();
+        let with = Cuda::new(OP, 0).unwrap();
+        let mut without = Cuda::new(OP, 0).unwrap();
+        without.linear.close();
+        println!("cuBLASLt: {}", with.linear.library.is_some());
+        let small = |seed: usize, i: usize| ((seed + i) * 2_654_435_761 % 7919 % 7) as f32 - 3.0;
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            for (rows, k, n) in [
+                (17, 8, 40),
+                (40, 64, 1),
+                (130, 72, 200),
+                (65, 33, 31),
+                (700, 512, 96),
+            ] {
+                let values = |seed, len| (0..len).map(|i| small(seed, i)).collect::<Vec<f32>>();
+                let (_x, x) = tensor(&ctx, dtype, &[rows, k], &values(1, rows * k));
+                let (_w, weight) = tensor(&ctx, dtype, &[n, k], &values(2, n * k));
+                let (_b, bias) = tensor(&ctx, dtype, &[n], &values(3, n));
+                let (_r, residual) = tensor(&ctx, dtype, &[rows, n], &values(4, rows * n));
+                let results = [&with, &without].map(|cuda| {
+                    let (buffer, out) = tensor(&ctx, dtype, &[rows, n], &vec![f32::NAN; rows * n]);
+                    let problem = Problem {
+                        x,
+                        weights: WeightsProblem {
+                            weight,
+                            bias: Some(bias),
+                        },
+                        residual: Some(residual),
+                        out,
+                    };
+                    forward(cuda, &problem, Stream::DEFAULT).unwrap();
+                    ctx.synchronize(Stream::DEFAULT).unwrap();
+                    let len = buffer.size() / 4;
+                    buffer.to_vec::<i32>(0, len, Stream::DEFAULT).unwrap()
+                });
+                assert!(results[0] == results[1], "{dtype} {rows} {k} {n}");
+            }
+        }
+    }
+}

@@ -1,0 +1,414 @@
+//! What linear layers, feed-forward blocks, casts and argmax have only on the CUDA backend: streams, graph capture, threads, sizes
+//! that the host-only tests have no time for.
+//!
+//! Their numerics are in each operation's own tests, which run on every device there is.
+#![cfg(feature = "cuda")]
+
+mod common;
+
+use std::ptr;
+
+use common::reference::linear::{linear as exact_linear, linear_f32};
+use common::reference::mlp::{Layer, Layers, mlp as exact_mlp};
+use common::{DeviceTensor, TestTensor, assert_flash_rule_of_sums, rng, rounded};
+use cudarc::driver::sys;
+use unsloth::ops::linear::{self, Output, Weights};
+use unsloth::ops::mlp::{self, GateUp};
+use unsloth::ops::swiglu::{Activation, GateOrder};
+use unsloth::ops::{argmax, cast};
+use unsloth::{Backend, Context, ContextOptions, DType, InOut, Layout, Stream, Workspace};
+
+/// A context of the first GPU, if there is one. Each has its own choice of algorithms, and has seen no call.
+fn context() -> Option<Context> {
+    let there = Backend::Cuda.device_count().is_ok_and(|n| n > 0);
+    let options = ContextOptions {
+        backend: Backend::Cuda,
+        ..ContextOptions::default()
+    };
+    there.then(|| Context::new(&options).unwrap())
+}
+
+#[track_caller]
+fn ok(result: sys::CUresult) {
+    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
+}
+
+fn contiguous(shape: &[usize]) -> Layout {
+    Layout::contiguous(shape).unwrap()
+}
+
+fn normal(ctx: &Context, dtype: DType, shape: &[usize]) -> DeviceTensor {
+    TestTensor::normal(&mut rng(), dtype, contiguous(shape)).upload(ctx)
+}
+
+fn poisoned(ctx: &Context, dtype: DType, shape: &[usize]) -> DeviceTensor {
+    TestTensor::poisoned(dtype, contiguous(shape)).upload(ctx)
+}
+
+/// Weights whose products of normal inputs are about as large as those.
+fn weights(ctx: &Context, dtype: DType, n: usize, k: usize) -> DeviceTensor {
+    let values = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[n, k])).values();
+    let scale = 1.0 / (k as f64).sqrt();
+    let values: Vec<f64> = values.iter().map(|v| v * scale).collect();
+    TestTensor::of(dtype, &[n, k], &values).upload(ctx)
+}
+
+/// An operation with its tensors.
+trait Call {
+    fn queue(&mut self, ctx: &Context, stream: Stream);
+    /// The tensor that a replay may find changed.
+    fn input(&mut self) -> &mut DeviceTensor;
+    /// The output, having checked what lies around it and around the workspace.
+    fn result(&self) -> TestTensor;
+    /// Poisons the output, and the workspace if there is one.
+    fn poison(&mut self);
+}
+
+fn poison(tensor: &mut DeviceTensor) {
+    let poisoned = TestTensor::poisoned(tensor.dtype, tensor.layout);
+    tensor.overwrite(&poisoned);
+}
+
+struct Product {
+    x: DeviceTensor,
+    weight: DeviceTensor,
+    bias: DeviceTensor,
+    residual: DeviceTensor,
+    out: DeviceTensor,
+}
+
+impl Product {
+    fn new(ctx: &Context, dtype: DType, (rows, n, k): (usize, usize, usize)) -> Product {
+        Product {
+            x: normal(ctx, dtype, &[rows, k]),
+            weight: weights(ctx, dtype, n, k),
+            bias: normal(ctx, dtype, &[n]),
+            residual: normal(ctx, dtype, &[rows, n]),
+            out: poisoned(ctx, dtype, &[rows, n]),
+        }
+    }
+}
+
+impl Call for Product {
+    fn queue(&mut self, ctx: &Context, stream: Stream) {
+        let params = linear::Params {
+            x: self.x.view(),
+            weights: Weights {
+                weight: self.weight.view(),
+                bias: Some(self.bias.view()),
+            },
+            output: Output::Add(InOut::Apart {
+                input: self.residual.view(),
+                output: self.out.view_mut(),
+            }),
+        };
+        linear::forward(ctx, &params, stream).unwrap();
+    }
+
+    fn input(&mut self) -> &mut DeviceTensor {
+        &mut self.x
+    }
+
+    fn result(&self) -> TestTensor {
+        self.out.download_output()
+    }
+
+    fn poison(&mut self) {
+        poison(&mut self.out);
+    }
+}
+
+struct Block {
+    x: DeviceTensor,
+    gate_up: DeviceTensor,
+    down: DeviceTensor,
+    out: DeviceTensor,
+    workspace: DeviceTensor,
+}
+
+impl Block {
+    fn new(ctx: &Context, dtype: DType, (rows, hidden, dim): (usize, usize, usize)) -> Block {
+        Block {
+            x: normal(ctx, dtype, &[rows, hidden]),
+            gate_up: weights(ctx, dtype, 2 * dim, hidden),
+            down: weights(ctx, dtype, hidden, dim),
+            out: poisoned(ctx, dtype, &[rows, hidden]),
+            workspace: poisoned(ctx, dtype, &[rows, dim]),
+        }
+    }
+}
+
+impl Call for Block {
+    fn queue(&mut self, ctx: &Context, stream: Stream) {
+        let size = self.workspace.layout.num_elements() * self.workspace.dtype.size();
+        let layer = |weight| Weights { weight, bias: None };
+        let params = mlp::Params {
+            x: self.x.view(),
+            gate_up: GateUp::Packed {
+                weights: layer(self.gate_up.view()),
+                order: GateOrder::UpFirst,
+            },
+            activation: Activation::Silu,
+            down: layer(self.down.view()),
+            output: Output::Write(self.out.view_mut()),
+            // SAFETY: the tensor's elements, which nothing else uses.
+            workspace: unsafe { Workspace::from_raw(self.workspace.data().cast(), size) },
+        };
+        assert_eq!(mlp::workspace_size(ctx, &params).unwrap(), size);
+        mlp::forward(ctx, &params, stream).unwrap();
+    }
+
+    fn input(&mut self) -> &mut DeviceTensor {
+        &mut self.x
+    }
+
+    fn result(&self) -> TestTensor {
+        self.workspace.download_output();
+        self.out.download_output()
+    }
+
+    fn poison(&mut self) {
+        poison(&mut self.out);
+        poison(&mut self.workspace);
+    }
+}
+
+/// Rows cast, and the greatest of each.
+struct Sample {
+    x: DeviceTensor,
+    cast: DeviceTensor,
+    out: DeviceTensor,
+}
+
+impl Sample {
+    fn new(ctx: &Context, dtype: DType, rows: usize, n: usize) -> Sample {
+        Sample {
+            x: normal(ctx, dtype, &[rows, n]),
+            cast: poisoned(ctx, DType::Bf16, &[rows, n]),
+            out: poisoned(ctx, DType::I64, &[rows]),
+        }
+    }
+}
+
+impl Call for Sample {
+    fn queue(&mut self, ctx: &Context, stream: Stream) {
+        let params = cast::Params {
+            x: self.x.view(),
+            out: self.cast.view_mut(),
+        };
+        cast::forward(ctx, &params, stream).unwrap();
+        let params = argmax::Params {
+            x: self.cast.view(),
+            out: self.out.view_mut(),
+        };
+        argmax::forward(ctx, &params, stream).unwrap();
+    }
+
+    fn input(&mut self) -> &mut DeviceTensor {
+        &mut self.x
+    }
+
+    fn result(&self) -> TestTensor {
+        self.cast.download_output();
+        self.out.download_output()
+    }
+
+    fn poison(&mut self) {
+        poison(&mut self.cast);
+        poison(&mut self.out);
+    }
+}
+
+/// Few and many rows of each operation, through every kind of kernel.
+fn calls(ctx: &Context) -> Vec<Box<dyn Call>> {
+    use DType::{Bf16, F16, F32};
+    let mut calls: Vec<Box<dyn Call>> = Vec::new();
+    for (dtype, sizes) in [
+        (Bf16, (1, 512, 1024)),
+        (F16, (13, 100, 264)),
+        (F32, (3, 130, 320)),
+        (Bf16, (17, 512, 256)),
+        (Bf16, (300, 1024, 1024)),
+        (F16, (64, 131, 72)),
+        (F32, (90, 200, 300)),
+        (F32, (33, 31, 7)),
+    ] {
+        calls.push(Box::new(Product::new(ctx, dtype, sizes)));
+    }
+    for (dtype, sizes) in [
+        (Bf16, (2, 256, 704)),
+        (F32, (5, 64, 100)),
+        (F16, (40, 128, 330)),
+        // Great enough for halves of columns.
+        (Bf16, (700, 128, 6200)),
+    ] {
+        calls.push(Box::new(Block::new(ctx, dtype, sizes)));
+    }
+    calls.push(Box::new(Sample::new(ctx, F32, 3, 4096)));
+    calls
+}
+
+#[test]
+fn every_stream_gives_the_same_bits() {
+    let Some(ctx) = context() else { return };
+    for mut call in calls(&ctx) {
+        call.queue(&ctx, Stream::DEFAULT);
+        ctx.synchronize(Stream::DEFAULT).unwrap();
+        let expected = call.result().bits();
+        let stream = ctx.create_stream().unwrap();
+        for _ in 0..3 {
+            call.poison();
+            call.queue(&ctx, stream);
+            ctx.synchronize(stream).unwrap();
+            assert!(call.result().bits() == expected);
+        }
+        // SAFETY: made above, and used no more.
+        unsafe { ctx.destroy_stream(stream) }.unwrap();
+    }
+}
+
+#[test]
+fn threads_share_a_context() {
+    let Some(ctx) = context() else { return };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let stream = ctx.create_stream().unwrap();
+                for mut call in calls(&ctx) {
+                    call.queue(&ctx, stream);
+                    ctx.synchronize(stream).unwrap();
+                    let expected = call.result().bits();
+                    call.poison();
+                    call.queue(&ctx, stream);
+                    ctx.synchronize(stream).unwrap();
+                    assert!(call.result().bits() == expected);
+                }
+                // SAFETY: made above, and used no more.
+                unsafe { ctx.destroy_stream(stream) }.unwrap();
+            });
+        }
+    });
+}
+
+/// The first calls of a context go into a graph, whose replays see what the inputs hold then.
+#[test]
+fn the_first_call_can_be_captured() {
+    let Some(first) = context() else { return };
+    let count = calls(&first).len();
+    for index in 0..count {
+        let ctx = context().unwrap();
+        let mut call = calls(&ctx).swap_remove(index);
+        let stream = ctx.create_stream().unwrap();
+        let raw: sys::CUstream = stream.as_raw().cast();
+        let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
+        let mut primary = ptr::null_mut();
+        // SAFETY: the stream is live; context, graph and executable are valid for writes, made here, and given back once.
+        unsafe {
+            ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
+            ok(sys::cuCtxSetCurrent(primary));
+            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            ok(sys::cuStreamBeginCapture_v2(raw, mode));
+            call.queue(&ctx, stream);
+            ok(sys::cuStreamEndCapture(raw, &mut graph));
+            ok(sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+            for _ in 0..3 {
+                call.poison();
+                ok(sys::cuGraphLaunch(executable, raw));
+                ctx.synchronize(stream).unwrap();
+                let replayed = call.result().bits();
+                call.poison();
+                call.queue(&ctx, stream);
+                ctx.synchronize(stream).unwrap();
+                assert!(replayed == call.result().bits(), "call {index}");
+                let (dtype, layout) = (call.input().dtype, call.input().layout);
+                let other = TestTensor::normal(&mut rng(), dtype, layout);
+                call.input().overwrite(&other);
+            }
+            ok(sys::cuGraphExecDestroy(executable));
+            ok(sys::cuGraphDestroy(graph));
+            ctx.destroy_stream(stream).unwrap();
+            ok(sys::cuCtxSetCurrent(ptr::null_mut()));
+            ok(sys::cuDevicePrimaryCtxRelease_v2(0));
+        }
+    }
+}
+
+fn magnitudes(values: &[f64]) -> Vec<f64> {
+    values.iter().map(|v| v.abs()).collect()
+}
+
+#[test]
+fn great_products_agree_with_their_definition() {
+    let Some(ctx) = context() else { return };
+    for (dtype, sizes) in [
+        (DType::Bf16, (1, 4096, 4096)),
+        (DType::F16, (16, 1100, 4096)),
+        (DType::F32, (2, 1000, 4100)),
+        (DType::Bf16, (257, 1000, 1024)),
+        (DType::F16, (130, 520, 2048)),
+        (DType::F32, (128, 512, 1024)),
+    ] {
+        let mut call = Product::new(&ctx, dtype, sizes);
+        call.queue(&ctx, Stream::DEFAULT);
+        ctx.synchronize(Stream::DEFAULT).unwrap();
+        let (rows, n, k) = sizes;
+        let sizes = (rows, k, n);
+        let [x, weight, bias, residual] = [&call.x, &call.weight, &call.bias, &call.residual]
+            .map(|tensor| tensor.download().values());
+        let expected = exact_linear(&x, &weight, sizes, Some(&bias), Some(&residual));
+        let plain = linear_f32(&x, &weight, sizes, Some(&bias), Some(&residual));
+        let terms = exact_linear(
+            &magnitudes(&x),
+            &magnitudes(&weight),
+            sizes,
+            Some(&magnitudes(&bias)),
+            Some(&magnitudes(&residual)),
+        );
+        assert_flash_rule_of_sums(
+            &format!("{dtype} {sizes:?}"),
+            dtype,
+            &call.result().values(),
+            &expected,
+            &rounded(dtype, &plain),
+            terms.into_iter().fold(0.0, f64::max),
+        );
+    }
+}
+
+#[test]
+fn blocks_in_halves_agree_with_their_definition() {
+    let Some(ctx) = context() else { return };
+    let (rows, hidden, dim) = (512, 64, 4200);
+    for dtype in [DType::Bf16, DType::F32] {
+        let mut call = Block::new(&ctx, dtype, (rows, hidden, dim));
+        call.queue(&ctx, Stream::DEFAULT);
+        ctx.synchronize(Stream::DEFAULT).unwrap();
+        let x = call.x.download().values();
+        let gate_up = call.gate_up.download().values();
+        let (up, gate) = gate_up.split_at(dim * hidden);
+        let layers = |of: &dyn Fn(&[f64]) -> Vec<f64>| {
+            let layer = |weight: &[f64]| Layer {
+                weight: of(weight),
+                bias: None,
+            };
+            Layers {
+                gate: layer(gate),
+                up: layer(up),
+                down: layer(&call.down.download().values()),
+            }
+        };
+        let same = layers(&|values| values.to_vec());
+        let sizes = (rows, hidden, dim);
+        let run = |plain| exact_mlp(&x, &same, sizes, Activation::Silu, None, plain);
+        let great = layers(&magnitudes);
+        let terms = exact_mlp(&magnitudes(&x), &great, sizes, Activation::Silu, None, None);
+        assert_flash_rule_of_sums(
+            &format!("{dtype}"),
+            dtype,
+            &call.result().values(),
+            &run(None),
+            &rounded(dtype, &run(Some(dtype))),
+            terms.into_iter().fold(0.0, f64::max),
+        );
+    }
+}
