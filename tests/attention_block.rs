@@ -625,143 +625,145 @@ fn append_then_attend_is_attention() {
 
 #[test]
 fn bad_calls_say_why() {
-    let ctx = Context::cpu().unwrap();
-    let case = Case {
-        tokens: &[4],
-        ..PLAIN
-    };
-    let t = Tensors::new(&ctx, DType::F32, &case);
-    type Change = for<'p> fn(&'p Tensors, &mut Params<'p>);
-    let cases: [(Change, &str); 12] = [
-        (
-            |_, p| p.num_heads = 0,
-            "attention_block: num_heads is 0, allowed: 1 to 1048576",
-        ),
-        (
-            |_, p| p.num_kv_heads = 3,
-            "attention_block: num_heads is 4, a multiple of num_kv_heads 3 is needed",
-        ),
-        (
-            |_, p| p.head_dim = 513,
-            "attention_block: head_dim is 513, allowed: 1 to 512",
-        ),
-        (
-            |_, p| p.num_heads = 8,
-            "attention_block: q_weight has 64 rows, 128 are needed",
-        ),
-        (
-            |_, p| p.projections = Projections::Packed(p.out_projection),
-            "attention_block: qkv_weight has shape [20, 64], expected [20, 24]",
-        ),
-        (
-            |t, p| p.out_projection.weight = t.qkv.view(),
-            "attention_block: out_weight has shape [128, 24], expected [128, 64]",
-        ),
-        (
-            |t, p| p.q_norm = Some(t.sinks.view()),
-            "attention_block: q_norm has shape [4], allowed: [16] or [64]",
-        ),
-        (
-            |t, p| p.sinks = Some(t.qkv_bias.view()),
-            "attention_block: sinks has shape [128], expected [4]",
-        ),
-        (
-            |t, p| {
-                p.k_norm = Some(t.norms[1].view());
-                p.norm_epsilon = -1.0;
-            },
-            "attention_block: epsilon is -1, at least 0 is needed",
-        ),
-        (
-            |_, p| p.softcap = -1.0,
-            "attention_block: softcap is -1, at least 0 is needed",
-        ),
-        (
-            |_, p| p.cu_seqlens = Some(TensorRef::from_slice(&[0i32; 4], &[4]).unwrap()),
-            "attention_block: positions are absent: packed sequences need them for the rotation",
-        ),
-        (
-            |t, p| p.x = t.residual_view(),
-            "attention_block: q_weight has shape [64, 24], expected [64, 20]",
-        ),
-    ];
-    for (change, message) in &cases {
-        let layout = Layout::contiguous(&[4, HIDDEN_OUT]).unwrap();
-        let mut out = TestTensor::poisoned(DType::F32, layout).upload(&ctx);
-        let mut params = t.params(&case, Output::Write(out.view_mut()));
-        change(&t, &mut params);
-        let result = attention_block::forward(&ctx, &params, Stream::DEFAULT);
-        let query = attention_block::workspace_size(&ctx, &params);
-        assert_eq!(result.unwrap_err().to_string(), *message);
-        assert_eq!(query.unwrap_err().to_string(), *message);
-        common::abi::assert_untouched(&out);
+    for ctx in contexts() {
+        let case = Case {
+            tokens: &[4],
+            ..PLAIN
+        };
+        let t = Tensors::new(&ctx, DType::F32, &case);
+        type Change = for<'p> fn(&'p Tensors, &mut Params<'p>);
+        let cases: [(Change, &str); 12] = [
+            (
+                |_, p| p.num_heads = 0,
+                "attention_block: num_heads is 0, allowed: 1 to 1048576",
+            ),
+            (
+                |_, p| p.num_kv_heads = 3,
+                "attention_block: num_heads is 4, a multiple of num_kv_heads 3 is needed",
+            ),
+            (
+                |_, p| p.head_dim = 513,
+                "attention_block: head_dim is 513, allowed: 1 to 512",
+            ),
+            (
+                |_, p| p.num_heads = 8,
+                "attention_block: q_weight has 64 rows, 128 are needed",
+            ),
+            (
+                |_, p| p.projections = Projections::Packed(p.out_projection),
+                "attention_block: qkv_weight has shape [20, 64], expected [20, 24]",
+            ),
+            (
+                |t, p| p.out_projection.weight = t.qkv.view(),
+                "attention_block: out_weight has shape [128, 24], expected [128, 64]",
+            ),
+            (
+                |t, p| p.q_norm = Some(t.sinks.view()),
+                "attention_block: q_norm has shape [4], allowed: [16] or [64]",
+            ),
+            (
+                |t, p| p.sinks = Some(t.qkv_bias.view()),
+                "attention_block: sinks has shape [128], expected [4]",
+            ),
+            (
+                |t, p| {
+                    p.k_norm = Some(t.norms[1].view());
+                    p.norm_epsilon = -1.0;
+                },
+                "attention_block: epsilon is -1, at least 0 is needed",
+            ),
+            (
+                |_, p| p.softcap = -1.0,
+                "attention_block: softcap is -1, at least 0 is needed",
+            ),
+            (
+                |_, p| p.cu_seqlens = Some(TensorRef::from_slice(&[0i32; 4], &[4]).unwrap()),
+                "attention_block: positions are absent: packed sequences need them for the rotation",
+            ),
+            (
+                |t, p| p.x = t.residual_view(),
+                "attention_block: q_weight has shape [64, 24], expected [64, 20]",
+            ),
+        ];
+        for (change, message) in &cases {
+            let layout = Layout::contiguous(&[4, HIDDEN_OUT]).unwrap();
+            let mut out = TestTensor::poisoned(DType::F32, layout).upload(&ctx);
+            let mut params = t.params(&case, Output::Write(out.view_mut()));
+            change(&t, &mut params);
+            let result = attention_block::forward(&ctx, &params, Stream::DEFAULT);
+            let query = attention_block::workspace_size(&ctx, &params);
+            assert_eq!(result.unwrap_err().to_string(), *message);
+            assert_eq!(query.unwrap_err().to_string(), *message);
+            common::abi::assert_untouched(&out);
+        }
     }
 }
 
 #[test]
 fn bad_caches_say_why() {
-    let ctx = Context::cpu().unwrap();
-    let case = Case {
-        tokens: &[4],
-        ..PLAIN
-    };
-    let t = Tensors::new(&ctx, DType::F32, &case);
-    let fails = |cache: &mut KvCache, layer, change: fn(&mut Params<'_>), message: &str| {
-        let layout = Layout::contiguous(&[4, HIDDEN_OUT]).unwrap();
-        let mut out = TestTensor::poisoned(DType::F32, layout).upload(&ctx);
-        let mut params = t.params(&case, Output::Write(out.view_mut()));
-        change(&mut params);
-        let error =
-            attention_block::forward_cached(cache, layer, &params, Stream::DEFAULT).unwrap_err();
-        assert_eq!(error.to_string(), message);
-        common::abi::assert_untouched(&out);
-    };
-    let keep: fn(&mut Params<'_>) = |_| {};
-    let config = Config::new(2, 2, 16, 4, DType::F32);
-    let mut cache = KvCache::new(&ctx, &config).unwrap();
-    fails(
-        &mut cache,
-        0,
-        keep,
-        "attention_block: cache has no current batch: it must be extended first, and again after its sequences changed",
-    );
-    let id = cache.create_sequence().unwrap();
-    cache.extend(&[(id, 3)], Stream::DEFAULT).unwrap();
-    fails(
-        &mut cache,
-        0,
-        keep,
-        "attention_block: x has 4 tokens, the cache's batch has 3",
-    );
-    cache.extend(&[(id, 4)], Stream::DEFAULT).unwrap();
-    fails(
-        &mut cache,
-        2,
-        keep,
-        "attention_block: layer is 2, the cache has 2 layers",
-    );
-    fails(
-        &mut cache,
-        0,
-        |p| p.bidirectional = true,
-        "attention_block: bidirectional is set: with a cache attention is causal",
-    );
-    fails(
-        &mut cache,
-        1,
-        keep,
-        "attention_block: workspace_size is 0 bytes, 3072 are required",
-    );
-    let other = Config::new(1, 4, 16, 4, DType::F32);
-    let mut cache = KvCache::new(&ctx, &other).unwrap();
-    let id = cache.create_sequence().unwrap();
-    cache.extend(&[(id, 4)], Stream::DEFAULT).unwrap();
-    fails(
-        &mut cache,
-        0,
-        keep,
-        "attention_block: num_kv_heads is 2, the cache has 4",
-    );
+    for ctx in contexts() {
+        let case = Case {
+            tokens: &[4],
+            ..PLAIN
+        };
+        let t = Tensors::new(&ctx, DType::F32, &case);
+        let fails = |cache: &mut KvCache, layer, change: fn(&mut Params<'_>), message: &str| {
+            let layout = Layout::contiguous(&[4, HIDDEN_OUT]).unwrap();
+            let mut out = TestTensor::poisoned(DType::F32, layout).upload(&ctx);
+            let mut params = t.params(&case, Output::Write(out.view_mut()));
+            change(&mut params);
+            let error = attention_block::forward_cached(cache, layer, &params, Stream::DEFAULT)
+                .unwrap_err();
+            assert_eq!(error.to_string(), message);
+            common::abi::assert_untouched(&out);
+        };
+        let keep: fn(&mut Params<'_>) = |_| {};
+        let config = Config::new(2, 2, 16, 4, DType::F32);
+        let mut cache = KvCache::new(&ctx, &config).unwrap();
+        fails(
+            &mut cache,
+            0,
+            keep,
+            "attention_block: cache has no current batch: it must be extended first, and again after its sequences changed",
+        );
+        let id = cache.create_sequence().unwrap();
+        cache.extend(&[(id, 3)], Stream::DEFAULT).unwrap();
+        fails(
+            &mut cache,
+            0,
+            keep,
+            "attention_block: x has 4 tokens, the cache's batch has 3",
+        );
+        cache.extend(&[(id, 4)], Stream::DEFAULT).unwrap();
+        fails(
+            &mut cache,
+            2,
+            keep,
+            "attention_block: layer is 2, the cache has 2 layers",
+        );
+        fails(
+            &mut cache,
+            0,
+            |p| p.bidirectional = true,
+            "attention_block: bidirectional is set: with a cache attention is causal",
+        );
+        fails(
+            &mut cache,
+            1,
+            keep,
+            "attention_block: workspace_size is 0 bytes, 3072 are required",
+        );
+        let other = Config::new(1, 4, 16, 4, DType::F32);
+        let mut cache = KvCache::new(&ctx, &other).unwrap();
+        let id = cache.create_sequence().unwrap();
+        cache.extend(&[(id, 4)], Stream::DEFAULT).unwrap();
+        fails(
+            &mut cache,
+            0,
+            keep,
+            "attention_block: num_kv_heads is 2, the cache has 4",
+        );
+    }
 }
 
 impl Tensors {

@@ -3,7 +3,7 @@
 mod common;
 
 use common::abi::{
-    Handle, Misuse, Operation, absent, assert_fails, c_tensor, shifted, zeroed_params,
+    Handle, Misuse, Operation, absent, assert_fails, backends, c_tensor, shifted, zeroed_params,
 };
 use common::{TestTensor, rng};
 use unsloth::ffi::attention_block::*;
@@ -235,104 +235,108 @@ fn good(ctx: &Context) -> Good {
 
 #[test]
 fn misuse() {
-    let ctx = Context::cpu().unwrap();
-    let good = good(&ctx);
-    let operation = Operation {
-        name: "attention_block",
-        supported: unsloth_attention_block_supported,
-        forward: unsloth_attention_block_forward,
-    };
-    operation.check(good.params, MISUSE, &[&good.out]);
+    for (memory, ctx) in backends() {
+        let good = good(&memory);
+        let operation = Operation {
+            name: "attention_block",
+            supported: unsloth_attention_block_supported,
+            forward: unsloth_attention_block_forward,
+        };
+        operation.check_on(&ctx, good.params, MISUSE, &[&good.out]);
+    }
 }
 
 #[test]
 fn the_query_is_exact_and_looks_at_no_data() {
-    let (ctx, rust) = (Handle::cpu(), Context::cpu().unwrap());
-    let mut p = good(&rust).params;
-    for t in [
-        &mut p.x,
-        &mut p.q_weight,
-        &mut p.k_weight,
-        &mut p.v_weight,
-        &mut p.out_weight,
-        &mut p.out,
-        &mut p.q_norm,
-        &mut p.residual,
-    ] {
-        t.data = std::ptr::null_mut();
-    }
-    (p.workspace, p.workspace_size) = (std::ptr::null_mut(), 0);
-    let mut size = 0;
-    // SAFETY: queries do not look at data.
-    unsafe {
-        let got = unsloth_attention_block_workspace_size(ctx.0, &p, &mut size);
-        // 3 tokens of 16 and of 8 components, each rounded up.
-        assert_eq!((got, size), (UNSLOTH_STATUS_SUCCESS, 512));
-        let got = unsloth_attention_block_workspace_size(ctx.0, &p, std::ptr::null_mut());
-        assert_fails(got, NULL, "attention_block: workspace_size is NULL");
-        // Tokens broadcast by a stride of zero: shapes beyond all memory are refused by arithmetic.
-        (p.x.shape[0], p.x.strides) = (1 << 58, [0, 1, 0, 0, 0, 0]);
-        let got = unsloth_attention_block_workspace_size(ctx.0, &p, &mut size);
-        assert_eq!((got, size), (INVALID, 512));
+    for (memory, ctx) in backends() {
+        let mut p = good(&memory).params;
+        for t in [
+            &mut p.x,
+            &mut p.q_weight,
+            &mut p.k_weight,
+            &mut p.v_weight,
+            &mut p.out_weight,
+            &mut p.out,
+            &mut p.q_norm,
+            &mut p.residual,
+        ] {
+            t.data = std::ptr::null_mut();
+        }
+        (p.workspace, p.workspace_size) = (std::ptr::null_mut(), 0);
+        let mut size = 0;
+        // SAFETY: queries do not look at data.
+        unsafe {
+            let got = unsloth_attention_block_workspace_size(ctx.0, &p, &mut size);
+            // 3 tokens of 16 and of 8 components, each rounded up.
+            assert_eq!((got, size), (UNSLOTH_STATUS_SUCCESS, 512));
+            let got = unsloth_attention_block_workspace_size(ctx.0, &p, std::ptr::null_mut());
+            assert_fails(got, NULL, "attention_block: workspace_size is NULL");
+            // Tokens broadcast by a stride of zero: shapes beyond all memory are refused by arithmetic.
+            (p.x.shape[0], p.x.strides) = (1 << 58, [0, 1, 0, 0, 0, 0]);
+            let got = unsloth_attention_block_workspace_size(ctx.0, &p, &mut size);
+            assert_eq!((got, size), (INVALID, 512));
+        }
     }
 }
 
 #[test]
 fn caches() {
-    let (ctx, other) = (Handle::cpu(), Handle::cpu());
-    let good = good(&Context::cpu().unwrap());
-    let mut p = good.params;
-    let stream = std::ptr::null_mut();
-    // SAFETY: structs of integers; pointers to live locals; tensors in live memory.
-    unsafe {
-        let mut shape: unsloth_kv_cache_params = zeroed_params();
-        (shape.dtype, shape.num_layers, shape.num_kv_heads) = (DType::F32 as u32, 1, 1);
-        (shape.head_dim, shape.num_pages) = (4, 2);
-        let mut caches = [std::ptr::null_mut(); 2];
-        for (ctx, cache) in [&ctx, &other].into_iter().zip(&mut caches) {
-            let got = unsloth_kv_cache_create(ctx.0, &shape, cache);
-            assert_eq!(got, UNSLOTH_STATUS_SUCCESS);
-        }
-        p.cache = caches[1];
-        assert_fails(
-            unsloth_attention_block_forward(ctx.0, &p, stream),
-            INVALID,
-            "attention_block: cache belongs to another context",
-        );
-        p.cache = caches[0];
-        p.layer = -1;
-        assert_fails(
-            unsloth_attention_block_forward(ctx.0, &p, stream),
-            INVALID,
-            "attention_block: layer is -1, at least 0 is needed",
-        );
-        p.layer = 0;
-        assert_fails(
-            unsloth_attention_block_forward(ctx.0, &p, stream),
-            INVALID,
-            "attention_block: cache has no current batch: it must be extended first, and again after its sequences changed",
-        );
-        let mut id = 0;
-        assert_eq!(unsloth_kv_cache_sequence_create(p.cache, &mut id), 0);
-        assert_eq!(unsloth_kv_cache_extend(p.cache, &id, &3, 1, stream), 0);
-        let (mut k, mut v) = (p.x, p.x);
-        assert_eq!(unsloth_kv_cache_layer_get(p.cache, 0, &mut k, &mut v), 0);
-        p.out.data = v.data;
-        assert_fails(
-            unsloth_attention_block_forward(ctx.0, &p, stream),
-            INVALID,
-            "attention_block: out overlaps the cache's values",
-        );
-        p.out.data = good.params.out.data;
-        let got = unsloth_attention_block_forward(ctx.0, &p, stream);
-        assert_eq!(
-            got,
-            UNSLOTH_STATUS_SUCCESS,
-            "{}",
-            common::abi::last_message()
-        );
-        for cache in caches {
-            assert_eq!(unsloth_kv_cache_destroy(cache), UNSLOTH_STATUS_SUCCESS);
+    for (memory, ctx) in backends() {
+        let other = Handle::on(memory.backend());
+        let good = good(&memory);
+        let mut p = good.params;
+        let stream = std::ptr::null_mut();
+        // SAFETY: structs of integers; pointers to live locals; tensors in live memory.
+        unsafe {
+            let mut shape: unsloth_kv_cache_params = zeroed_params();
+            (shape.dtype, shape.num_layers, shape.num_kv_heads) = (DType::F32 as u32, 1, 1);
+            (shape.head_dim, shape.num_pages) = (4, 2);
+            let mut caches = [std::ptr::null_mut(); 2];
+            for (ctx, cache) in [&ctx, &other].into_iter().zip(&mut caches) {
+                let got = unsloth_kv_cache_create(ctx.0, &shape, cache);
+                assert_eq!(got, UNSLOTH_STATUS_SUCCESS);
+            }
+            p.cache = caches[1];
+            assert_fails(
+                unsloth_attention_block_forward(ctx.0, &p, stream),
+                INVALID,
+                "attention_block: cache belongs to another context",
+            );
+            p.cache = caches[0];
+            p.layer = -1;
+            assert_fails(
+                unsloth_attention_block_forward(ctx.0, &p, stream),
+                INVALID,
+                "attention_block: layer is -1, at least 0 is needed",
+            );
+            p.layer = 0;
+            assert_fails(
+                unsloth_attention_block_forward(ctx.0, &p, stream),
+                INVALID,
+                "attention_block: cache has no current batch: it must be extended first, and again after its sequences changed",
+            );
+            let mut id = 0;
+            assert_eq!(unsloth_kv_cache_sequence_create(p.cache, &mut id), 0);
+            assert_eq!(unsloth_kv_cache_extend(p.cache, &id, &3, 1, stream), 0);
+            let (mut k, mut v) = (p.x, p.x);
+            assert_eq!(unsloth_kv_cache_layer_get(p.cache, 0, &mut k, &mut v), 0);
+            p.out.data = v.data;
+            assert_fails(
+                unsloth_attention_block_forward(ctx.0, &p, stream),
+                INVALID,
+                "attention_block: out overlaps the cache's values",
+            );
+            p.out.data = good.params.out.data;
+            let got = unsloth_attention_block_forward(ctx.0, &p, stream);
+            assert_eq!(
+                got,
+                UNSLOTH_STATUS_SUCCESS,
+                "{}",
+                common::abi::last_message()
+            );
+            for cache in caches {
+                assert_eq!(unsloth_kv_cache_destroy(cache), UNSLOTH_STATUS_SUCCESS);
+            }
         }
     }
 }

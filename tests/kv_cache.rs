@@ -823,35 +823,36 @@ fn forks_in_one_batch_copy_once_less_than_they_are() {
 
 #[test]
 fn the_batch_ends_with_its_sequences() {
-    let ctx = Context::cpu().unwrap();
-    let mut cache = KvCache::new(&ctx, &small(PageLayout::TokenMajor, 4, DType::F32)).unwrap();
-    assert!(cache.batch().is_err());
-    type Change = fn(&mut KvCache, SequenceId);
-    let changes: [Change; 5] = [
-        |c, id| c.truncate_sequence(id, 1).unwrap(),
-        |c, id| assert_eq!(c.evict_sequence(id, 0, 0).unwrap(), 8),
-        |c, id| c.reserve_sequence(id, 20, Stream::DEFAULT).unwrap(),
-        |c, id| {
-            let fork = c.fork_sequence(id).unwrap();
-            c.free_sequence(fork).unwrap();
-        },
-        |c, id| c.free_sequence(id).unwrap(),
-    ];
-    for change in changes {
-        let (id, other) = (
-            cache.create_sequence().unwrap(),
-            cache.create_sequence().unwrap(),
-        );
-        cache.extend(&[(id, 9)], Stream::DEFAULT).unwrap();
-        cache.reserve_sequence(other, 4, Stream::DEFAULT).unwrap();
-        cache.free_sequence(other).unwrap();
-        assert_eq!(cache.batch().unwrap().num_tokens, 9, "others do not matter");
-        change(&mut cache, id);
-        assert_eq!(
-            cache.batch().unwrap_err().to_string(),
-            "kv_cache_batch: cache has no current batch: it must be extended first, and again after its sequences changed"
-        );
-        let _ = cache.free_sequence(id);
+    for ctx in contexts() {
+        let mut cache = KvCache::new(&ctx, &small(PageLayout::TokenMajor, 4, DType::F32)).unwrap();
+        assert!(cache.batch().is_err());
+        type Change = fn(&mut KvCache, SequenceId);
+        let changes: [Change; 5] = [
+            |c, id| c.truncate_sequence(id, 1).unwrap(),
+            |c, id| assert_eq!(c.evict_sequence(id, 0, 0).unwrap(), 8),
+            |c, id| c.reserve_sequence(id, 20, Stream::DEFAULT).unwrap(),
+            |c, id| {
+                let fork = c.fork_sequence(id).unwrap();
+                c.free_sequence(fork).unwrap();
+            },
+            |c, id| c.free_sequence(id).unwrap(),
+        ];
+        for change in changes {
+            let (id, other) = (
+                cache.create_sequence().unwrap(),
+                cache.create_sequence().unwrap(),
+            );
+            cache.extend(&[(id, 9)], Stream::DEFAULT).unwrap();
+            cache.reserve_sequence(other, 4, Stream::DEFAULT).unwrap();
+            cache.free_sequence(other).unwrap();
+            assert_eq!(cache.batch().unwrap().num_tokens, 9, "others do not matter");
+            change(&mut cache, id);
+            assert_eq!(
+                cache.batch().unwrap_err().to_string(),
+                "kv_cache_batch: cache has no current batch: it must be extended first, and again after its sequences changed"
+            );
+            let _ = cache.free_sequence(id);
+        }
     }
 }
 
