@@ -57,9 +57,19 @@
 //! `lse = ln(exp(lse1) + exp(lse2))`, `out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2`. Ask for f32 `out` in the parts. Give
 //! a sink to one part only.
 //!
+//! # On a GPU
+//!
+//! The CUDA backend takes head dimensions up to 256, keys and values of one dtype, and less than 2³⁰ queries and keys per sequence; it
+//! says [`Unsupported`](crate::Error::Unsupported) to the rest. Head dimensions, strides and addresses that are multiples of 8
+//! elements, and keys of the queries' dtype, run on tensor cores if that is f16 or bf16; anything else takes slower kernels. Where
+//! few queries see many keys, keys are split over the GPU, and the parts need a workspace. Its size depends on shapes and on the
+//! `max_seqlen`s, never on lengths in memory: a captured graph may be replayed while sequences grow, and a tight `max_seqlen_q` tells
+//! that a packed batch is decoding. The same call gives the same bits on the same kind of GPU.
+//!
 //! # Numerics
 //!
-//! Scores, softmax and sums are f32 whatever the storage; the result is rounded once. Keys that a mask hides may still be read,
+//! Scores, softmax and sums are f32 whatever the storage; the result is rounded once. Tensor cores take the weights of the values
+//! rounded to the values' dtype, as in FlashAttention. Keys that a mask hides may still be read,
 //! and a NaN or an infinity in their `v` may reach the output; what lies beyond a sequence's length is never read.
 //!
 //! # Example
@@ -247,7 +257,7 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
     Ok(choose(ctx, &params.problem()?)?.implementation())
 }
 
-/// The bytes of workspace that [`forward`] needs with these arguments; zero on the CPU. Data pointers are not looked at.
+/// The bytes of workspace that [`forward`] needs with these arguments, exactly; zero on the CPU. Data pointers are not looked at.
 ///
 /// # Errors
 /// As [`supported`].

@@ -271,7 +271,7 @@ pub(crate) fn cached_workspace_size(
     };
     // SAFETY: as above.
     let q = unsafe { view(&q) };
-    let attention = attention::Params {
+    let mut attention = attention::Params {
         cu_seqlens_q: Some(described(&[num_sequences + 1])?),
         seq_lens_k: Some(described(&[num_sequences])?),
         block_table: Some(described(&[
@@ -284,6 +284,13 @@ pub(crate) fn cached_workspace_size(
         causal: true,
         ..attention::Params::new(q, pages(config.head_dim)?, pages(config.v_head_dim)?, out)
     };
-    plan.attention_workspace = attention::workspace_size(ctx, &attention)?;
+    // How long the longest sequence is, is not known: the most that any may need. Only few queries need anything.
+    const FEW: usize = 64;
+    let least = num_tokens.div_ceil(num_sequences.max(1));
+    for max_seqlen_q in (least..num_tokens).take(FEW).chain([num_tokens]) {
+        attention.max_seqlen_q = max_seqlen_q;
+        let size = attention::workspace_size(ctx, &attention)?;
+        plan.attention_workspace = plan.attention_workspace.max(size);
+    }
     Ok(plan.scratch()? + plan.attention_workspace)
 }
