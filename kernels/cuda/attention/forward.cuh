@@ -36,7 +36,11 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardParams &
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     release_registers_to<producer_registers(C)>();
-    if (threadIdx.x < 32) produce<C, T, kMask>(p, shared);
+    if (p.ragged) {
+      if (threadIdx.x < 32) produce_ragged<C, T, kMask>(p, shared);
+    } else if (threadIdx.x == 0) {
+      produce<C, T, kMask>(p, shared);
+    }
   } else {
     acquire_registers_to<consumer_registers(C)>();
     Consumer<C, T, kMask, kSoftcap>(p, shared, warpgroup - 1).run();

@@ -23,7 +23,8 @@ typedef struct AttentionForwardParams {
   const int32_t *cu_seqlens_k; /* [batch + 1], or null */
   const int32_t *seqlens_k;    /* [batch]: keys in use, or null */
   const int32_t *block_table;  /* [batch, block_table_stride]: pages of K and V, or null */
-  uint32_t *tile_counter;      /* zero at the start; null: tiles are dealt out in turn */
+  unsigned long long *tile_counter; /* two words, aligned to 16 bytes, of any contents; null: no more tiles than blocks */
+  uint64_t launch_tag;              /* which no other launch of the process has, and not zero */
 
   int64_t o_batch_stride, o_sequence_stride, o_head_stride; /* elements */
   int64_t lse_batch_stride, lse_head_stride, lse_sequence_stride;
@@ -53,7 +54,8 @@ typedef struct AttentionForwardParams {
       UNSLOTH_AT(lse),                 UNSLOTH_AT(sinks),                                          \
       UNSLOTH_AT(cu_seqlens_q),        UNSLOTH_AT(cu_seqlens_k),                                   \
       UNSLOTH_AT(seqlens_k),           UNSLOTH_AT(block_table),                                    \
-      UNSLOTH_AT(tile_counter),        UNSLOTH_AT(o_batch_stride),                                 \
+      UNSLOTH_AT(tile_counter),        UNSLOTH_AT(launch_tag),                                     \
+      UNSLOTH_AT(o_batch_stride),                                                                  \
       UNSLOTH_AT(o_sequence_stride),   UNSLOTH_AT(o_head_stride),                                  \
       UNSLOTH_AT(lse_batch_stride),    UNSLOTH_AT(lse_head_stride),                                \
       UNSLOTH_AT(lse_sequence_stride), UNSLOTH_AT(batch),                                          \

@@ -1,4 +1,4 @@
-// The producer: one warp, and of that one thread, that keeps Q, K and V coming.
+// The producer: one thread that keeps Q, K and V coming.
 //
 // K and V come by turns, V one block behind, since the consumers compute P V one step behind Q K^T.
 // The key blocks of a tile run downwards: the masked ones come first.
@@ -64,21 +64,28 @@ __device__ __forceinline__ void load_q(const AttentionForwardParams &p, Shared<C
   }
 }
 
+// Where the producer stands, from tile to tile.
+template <TileConfig C>
+struct Progress {
+  Ring<2> slots;
+  Ring<C.q_stages> q_ring;
+  uint32_t blocks = 0;  // key blocks of all tiles so far, from which ring positions follow
+};
+
 // Loads what a tile needs, and gives the index of the next one.
 template <TileConfig C, class T>
 __device__ __forceinline__ int load_tile(const AttentionForwardParams &p, Shared<C, T> &shared,
-                                         const Tile &tile, int index, Trace &trace) {
+                                         const Tile &tile, int index, Progress<C> &at,
+                                         Trace &trace) {
   const int count = tile.n_max - tile.n_min;
   if (count <= 0) return next_tile_index(p, index);
-  const uint32_t before = shared.loaded.blocks;
-  shared.loaded.blocks += count;
   // Even steps load K, odd ones V of the block before. The first odd one loads Q instead, and the
   // last even one finds no more K.
 #pragma unroll 1
   for (int step = 0; step < 2 * count + 2; ++step) {
     if (step == 1) {
-      load_q(p, shared, tile, shared.loaded.q_ring);
-      shared.loaded.q_ring.advance();
+      load_q(p, shared, tile, at.q_ring);
+      at.q_ring.advance();
       trace(22);
       continue;
     }
@@ -89,8 +96,8 @@ __device__ __forceinline__ int load_tile(const AttentionForwardParams &p, Shared
     }
     const bool is_v = step & 1;
     const int block = step / 2 - is_v;
-    const uint32_t stage = (before + block) % C.stages;
-    const uint32_t parity = (before + block) / C.stages & 1;
+    const uint32_t stage = (at.blocks + block) % C.stages;
+    const uint32_t parity = (at.blocks + block) / C.stages & 1;
     (is_v ? shared.v_empty : shared.k_empty)[stage].wait(parity ^ 1);
     trace(is_v ? 24 : 23);
     load_kv<C>(p, is_v ? &p.v : &p.k, tile, tile.n_max - 1 - block,
@@ -98,42 +105,60 @@ __device__ __forceinline__ int load_tile(const AttentionForwardParams &p, Shared
                is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]),
                &(is_v ? shared.v_full : shared.k_full)[stage]);
   }
+  at.blocks += count;
   return index;
 }
 
-// One warp: its first lane loads, all of them look for a ragged batch's next tile.
+// Tells the consumers that there is no more.
+template <TileConfig C, class T>
+__device__ __forceinline__ void end_tiles(const AttentionForwardParams &p, Shared<C, T> &shared,
+                                          const Ring<2> &slots, int index, int tiles) {
+  shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
+  shared.tile[slots.stage].row_block = -1;
+  shared.tile_full[slots.stage].arrive();
+  end_claims(p, index, tiles);
+}
+
+// One thread.
 template <TileConfig C, class T, Mask kMask>
 __device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<C, T> &shared) {
-  const bool leader = threadIdx.x == 0;
-  Ring<2> slots;
+  Progress<C> at;
   Trace trace;
-  if (leader) shared.loaded = {};
-  if (p.ragged) start_walk(p, shared.walk);
-
   int index = blockIdx.x;
   while (index < p.tiles) {
-    Tile &tile = shared.tile[slots.stage];
-    shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
+    shared.tile_empty[at.slots.stage].wait(at.slots.parity ^ 1);
     trace(20);
-    if (p.ragged) {
-      if (!ragged_tile_at<C, kMask>(p, index, shared.walk, tile)) break;
-    } else if (leader) {
-      tile_at<C, kMask>(p, index, tile);
-    }
+    Tile &tile = shared.tile[at.slots.stage];
+    tile_at<C, kMask>(p, index, tile);
+    shared.tile_full[at.slots.stage].arrive();
+    at.slots.advance();
+    trace(21);
+    index = load_tile(p, shared, tile, index, at, trace);
+  }
+  end_tiles(p, shared, at.slots, index, p.tiles);
+}
+
+// One warp: all of it looks for the next tile, its first lane loads.
+template <TileConfig C, class T, Mask kMask>
+__device__ __forceinline__ void produce_ragged(const AttentionForwardParams &p,
+                                               Shared<C, T> &shared) {
+  const bool leader = threadIdx.x == 0;
+  Progress<C> at;
+  Trace trace;
+  start_walk(p, shared.walk);
+  int index = blockIdx.x;
+  for (;;) {
+    Tile &tile = shared.tile[at.slots.stage];
+    shared.tile_empty[at.slots.stage].wait(at.slots.parity ^ 1);
+    if (!ragged_tile_at<C, kMask>(p, index, shared.walk, tile)) break;
     if (leader) {
-      shared.tile_full[slots.stage].arrive();
-      trace(21);
-      index = load_tile(p, shared, tile, index, trace);
+      shared.tile_full[at.slots.stage].arrive();
+      index = load_tile(p, shared, tile, index, at, trace);
     }
-    slots.advance();
+    at.slots.advance();
     index = __shfl_sync(0xffffffff, index, 0);
   }
-
-  shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
-  if (leader) {
-    shared.tile[slots.stage].row_block = -1;
-    shared.tile_full[slots.stage].arrive();
-  }
+  if (leader) end_tiles(p, shared, at.slots, index, shared.walk.tiles_before);
 }
 
 }  // namespace unsloth

@@ -27,13 +27,6 @@ struct Walk {
   int longest;  // keys of the longest sequence
 };
 
-// How much the producer has loaded.
-template <TileConfig C>
-struct Loaded {
-  Ring<C.q_stages> q_ring;
-  uint32_t blocks = 0;  // key blocks of all tiles so far, from which ring positions follow
-};
-
 template <TileConfig C, class T>
 struct alignas(1024) Shared {
   static constexpr int kQElements = chunk_elements(kRowsPerWarpgroup, C.head_dim);
@@ -50,7 +43,6 @@ struct alignas(1024) Shared {
   Mbarrier tile_full[2], tile_empty[2];
   Tile tile[2];
   Walk walk;
-  Loaded<C> loaded;
 
   // One thread; fence_mbarrier_init and a block barrier follow. Consumers arrive by warp: a warp's
   // wgmma_wait says nothing about the other three.

@@ -41,4 +41,20 @@ __device__ __forceinline__ uint32_t swizzle_128b(uint32_t offset) {
   return offset ^ ((offset >> 3) & 0x70);
 }
 
+// Compares and swaps 16 bytes of global memory, aligned to as many; `old` receives what was there.
+__device__ __forceinline__ void atomic_cas_128(void *address, const uint64_t (&compare)[2],
+                                               uint64_t low, uint64_t high, uint64_t (&old)[2]) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 c, n, o;\n"
+      "mov.b128 c, {%2, %3};\n"
+      "mov.b128 n, {%4, %5};\n"
+      "atom.relaxed.gpu.global.cas.b128 o, [%6], c, n;\n"
+      "mov.b128 {%0, %1}, o;\n"
+      "}"
+      : "=l"(old[0]), "=l"(old[1])
+      : "l"(compare[0]), "l"(compare[1]), "l"(low), "l"(high), "l"(address)
+      : "memory");
+}
+
 }  // namespace unsloth

@@ -164,7 +164,7 @@ def run_repeats(kernel, info, count):
     how = {"causal": info["mask"] == "kCausal"}
     q, k, v = (randn(2, 1500, 12, n, dtype=dtype) for n in (d, d, dv))
     o = torch.full((2, 1500, 12, dv), NAN, device="cuda", dtype=dtype)
-    launch = kernel.prepare(q, k, v, o, None, dynamic=True, longest_first=True, **how)
+    launch = kernel.prepare(q, k, v, o, None, longest_first=True, **how)
     launch(); first = o.clone()
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(count):

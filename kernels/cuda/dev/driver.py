@@ -6,6 +6,7 @@ timed as soon as it compiles.
 
 import ctypes
 import math
+import random
 from ctypes import byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 import torch
@@ -34,7 +35,7 @@ class Params(ctypes.Structure):
         ("q", TensorMap), ("k", TensorMap), ("v", TensorMap), ("o", TensorMap),
         ("o_pointer", c_void_p), ("lse", c_void_p), ("sinks", c_void_p),
         ("cu_seqlens_q", c_void_p), ("cu_seqlens_k", c_void_p), ("seqlens_k", c_void_p),
-        ("block_table", c_void_p), ("tile_counter", c_void_p),
+        ("block_table", c_void_p), ("tile_counter", c_void_p), ("launch_tag", c_uint64),
         ("o_batch_stride", c_int64), ("o_sequence_stride", c_int64), ("o_head_stride", c_int64),
         ("lse_batch_stride", c_int64), ("lse_head_stride", c_int64), ("lse_sequence_stride", c_int64),
         ("batch", c_int32), ("heads_q", c_int32), ("heads_kv", c_int32), ("head_dim_v", c_int32),
@@ -84,7 +85,7 @@ class Kernel:
         self.params_bytes = layout[0]
         assert list(layout)[1:] == [getattr(Params, name).offset for name, _ in fields], "params.h has changed"
         check(cuda.cuFuncSetAttribute(self.function, c_int32(8), c_int32(self.launch.shared_bytes)))
-        self.counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.counter = torch.randint(1 << 62, (2,), dtype=torch.int64, device="cuda")
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def global_(self, name, kind):
@@ -97,7 +98,7 @@ class Kernel:
     def prepare(self, q, k, v, o, lse=None, *, scale=None, causal=False, window=None, softcap=0.0,
                 sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
                 max_seqlen_k=None, seqlens_k=None, block_table=None, pack=1, longest_first=None,
-                dynamic=True, pairs_in_l2=None):
+                pairs_in_l2=None):
         """Returns a function that launches on the current stream.
 
         q, o: [batch, seq, heads, dim] or [tokens, heads, dim]; k, v: likewise, or
@@ -162,18 +163,15 @@ class Kernel:
         if pairs_in_l2 is not None:
             p.pairs_in_l2 = min(pairs, pairs_in_l2)
         grid = min(p.tiles, self.processors)
-        dynamic = dynamic and p.tiles > grid
-        if dynamic:
+        if p.tiles > grid:
             p.tile_counter = self.counter.data_ptr()
+            p.launch_tag = random.getrandbits(64) | 1
         p.scale_log2 = (softcap if softcap else scale) * math.log2(math.e)
         p.softcap_scale = scale / softcap if softcap else 0.0
         arguments = (c_void_p * 1)(ctypes.addressof(p))
         keep = (memory, q, k, v, o, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table)
 
         def launch():
-            if dynamic:
-                check(cuda.cuMemsetD32Async(c_uint64(p.tile_counter), c_uint32(0), c_size_t(1),
-                                            c_void_p(torch.cuda.current_stream().cuda_stream)))
             check(cuda.cuLaunchKernel(
                 self.function, c_uint32(grid), c_uint32(1), c_uint32(1), c_uint32(at.threads),
                 c_uint32(1), c_uint32(1), c_uint32(at.shared_bytes),
