@@ -79,6 +79,9 @@ functions! {
         shared_bytes: usize);
     launch = cuLaunchKernel(function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
         block_z: c_uint, shared_bytes: c_uint, stream: CUstream, params: *mut *mut c_void, extra: *mut *mut c_void);
+    tensor_map = cuTensorMapEncodeTiled(map: *mut c_void, kind: c_int, rank: c_uint, ptr: *mut c_void, sizes: *const u64,
+        strides: *const u64, counts: *const c_uint, steps: *const c_uint, interleave: c_int, swizzle: c_int, promotion: c_int,
+        fill: c_int);
     mem_alloc = cuMemAlloc_v2(ptr: *mut CUdeviceptr, size: usize);
     mem_free = cuMemFree_v2(ptr: CUdeviceptr);
     mem_info = cuMemGetInfo_v2(free: *mut usize, total: *mut usize);

@@ -43,6 +43,8 @@ pub type unsloth_implementation = u32;
 pub const UNSLOTH_IMPLEMENTATION_CPU: unsloth_implementation = 1;
 /// The CUDA backend's kernels for every architecture.
 pub const UNSLOTH_IMPLEMENTATION_CUDA: unsloth_implementation = 2;
+/// The CUDA backend's kernels for the matrix and copy instructions of Hopper (compute capability 9.0).
+pub const UNSLOTH_IMPLEMENTATION_CUDA_HOPPER: unsloth_implementation = 3;
 
 /// Runs the body of an exported function: errors and panics become statuses, and their messages the thread's last message.
 pub(crate) fn guard(op: &'static str, body: impl FnOnce() -> Result<()>) -> unsloth_status {

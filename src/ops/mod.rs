@@ -26,4 +26,6 @@ pub enum Implementation {
     Cpu = 1,
     /// The CUDA backend's portable kernels.
     Cuda = 2,
+    /// The CUDA backend's kernels for Hopper's matrix and copy instructions.
+    CudaHopper = 3,
 }

@@ -4,6 +4,7 @@
 //! all follow from its answer.
 
 mod arguments;
+mod hopper;
 mod portable;
 
 use super::Cuda;
@@ -18,12 +19,15 @@ const OP: &str = "attention";
 /// The operation's kernels, loaded.
 pub(super) struct Kernels {
     portable: portable::Kernels,
+    /// Where the device has what they need.
+    hopper: Option<hopper::Kernels>,
 }
 
 impl Kernels {
     pub fn new(resources: &Resources) -> Result<Kernels> {
         Ok(Kernels {
             portable: portable::Kernels::new(resources)?,
+            hopper: hopper::Kernels::new(resources)?,
         })
     }
 }
@@ -31,6 +35,8 @@ impl Kernels {
 /// The kernels that a problem gets.
 pub(crate) enum Plan<'a> {
     Portable(portable::Plan<'a>),
+    /// And what serves at addresses that Hopper's copy engine does not take.
+    Hopper(hopper::Plan<'a>, portable::Plan<'a>),
 }
 
 impl<'a> Plan<'a> {
@@ -40,12 +46,18 @@ impl<'a> Plan<'a> {
     /// No kernel serves the problem.
     pub fn new(cuda: &'a Cuda, problem: &Problem) -> Result<Plan<'a>> {
         let kernels = &cuda.attention;
-        portable::Plan::new(&kernels.portable, problem).map(Plan::Portable)
+        let portable = portable::Plan::new(&kernels.portable, problem)?;
+        let hopper = kernels.hopper.as_ref();
+        Ok(match hopper.and_then(|hopper| hopper.plan(problem)) {
+            Some(plan) => Plan::Hopper(plan, portable.without_splits()),
+            None => Plan::Portable(portable),
+        })
     }
 
     pub fn implementation(&self) -> Implementation {
         match self {
             Plan::Portable(_) => Implementation::Cuda,
+            Plan::Hopper(..) => Implementation::CudaHopper,
         }
     }
 
@@ -53,6 +65,7 @@ impl<'a> Plan<'a> {
     pub fn workspace_size(&self) -> usize {
         match self {
             Plan::Portable(plan) => plan.workspace_size(),
+            Plan::Hopper(plan, _) => plan.workspace_size(),
         }
     }
 
@@ -68,7 +81,12 @@ impl<'a> Plan<'a> {
             return Ok(());
         }
         match self {
-            Plan::Portable(plan) => portable::forward(cuda, plan, problem, workspace, stream),
+            Plan::Hopper(plan, _) if plan.reaches(problem) => {
+                hopper::forward(cuda, plan, problem, workspace, stream)
+            }
+            Plan::Portable(plan) | Plan::Hopper(_, plan) => {
+                portable::forward(cuda, plan, problem, workspace, stream)
+            }
         }
     }
 }

@@ -218,6 +218,11 @@ impl<'a> Plan<'a> {
         })
     }
 
+    /// The same in one part, without workspace.
+    pub fn without_splits(self) -> Plan<'a> {
+        Plan { splits: 1, ..self }
+    }
+
     /// In bytes.
     pub fn workspace_size(&self) -> usize {
         match self.splits {

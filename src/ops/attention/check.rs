@@ -76,6 +76,9 @@ impl Params<'_> {
             lse: self.lse(&q, batch, &sizes)?,
             queries,
             keys,
+            ragged: self.cu_seqlens_q.is_some()
+                || self.cu_seqlens_k.is_some()
+                || self.seq_lens_k.is_some(),
             max_seqlen_q,
             max_seqlen_k,
             scale: self.scale(sizes.head_dim)?,

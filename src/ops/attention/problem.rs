@@ -20,6 +20,8 @@ pub(crate) struct Problem {
     pub lse: Option<Rows>,
     pub queries: Queries,
     pub keys: Keys,
+    /// Whether lengths are in memory: `cu_seqlens_q`, `cu_seqlens_k` or `seq_lens_k` is given.
+    pub ragged: bool,
     /// No sequence has more queries.
     pub max_seqlen_q: usize,
     /// No sequence has more keys.

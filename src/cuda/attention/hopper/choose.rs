@@ -1,0 +1,36 @@
+//! The heuristics, as data: measured on an H200.
+
+use super::params::Mask;
+
+/// Up to this many queries per sequence a kernel's sibling for short ones is faster, by head dimension and mask.
+pub(super) const SHORT: [(usize, Mask, usize); 2] =
+    [(64, Mask::Causal, 1024), (128, Mask::None, 512)];
+
+/// Up to this many rows, queries times the query heads of a key head, the portable decoding kernels serve: they split the keys.
+pub(super) const FEW_ROWS: usize = 64;
+
+/// Heads that share a key head are packed into one tile where the tiles are fuller by this factor.
+pub(super) const PACKING_GAIN: f64 = 1.1;
+
+/// What L2 has room for.
+const L2: usize = 32 << 20;
+
+/// (sequence, head) pairs whose tiles are scheduled together, the longest first, so that their keys and values stay in L2. `group` pairs
+/// share them.
+///
+/// Where a pair has few tiles, fewer pairs: a wave of tiles then reads the keys of fewer pairs for the first time, which keeps
+/// memory busy more evenly.
+pub(super) fn pairs_in_l2(row_blocks: usize, bytes: usize, group: usize) -> usize {
+    let budget = match row_blocks {
+        0..=4 => L2 / 4,
+        5..=16 => L2 / 2,
+        _ => L2,
+    };
+    let fitting = (budget / bytes.max(1)).max(1);
+    (1 << fitting.ilog2()) * group
+}
+
+/// Keys of one head for which L2 has room, of `bytes` each with their values.
+pub(super) fn keys_in_l2(bytes: usize) -> usize {
+    L2 / bytes.max(1)
+}

@@ -1,0 +1,163 @@
+//! Tensor maps, the kernels' argument, and the launch.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::super::OP;
+use super::choose;
+use super::params::{Mask, Params};
+use super::tensor_map::{COLUMNS, TensorMap};
+use super::{Plan, sizes_of_keys, sizes_of_queries};
+use crate::context::Stream;
+use crate::cuda::Cuda;
+use crate::cuda::driver::Driver;
+use crate::error::Result;
+use crate::ops::attention::{Keys, Problem, Queries, Rows};
+
+/// An unlimited window: positions are below it.
+const NO_LIMIT: usize = 1 << 30;
+
+/// Queues a problem that [`Plan::reaches`]. `workspace` has the planned size.
+pub(crate) fn forward(
+    cuda: &Cuda,
+    plan: &Plan<'_>,
+    p: &Problem,
+    workspace: *mut u8,
+    stream: Stream,
+) -> Result<()> {
+    let driver = cuda.resources.primary.driver;
+    let mut params = params(plan, p);
+    params.q = rows_of_queries(driver, plan, p, &p.q, p.head_dim)?;
+    params.o = rows_of_queries(driver, plan, p, &p.out, p.head_dim_v)?;
+    let box_rows = params.kv_box_rows as u32;
+    params.k = rows_of_keys(driver, p, &p.k, p.head_dim, box_rows)?;
+    params.v = rows_of_keys(driver, p, &p.v, p.head_dim_v, box_rows)?;
+    if plan.counts {
+        params.tile_counter = workspace.addr() as u64;
+        params.launch_tag = tag();
+    }
+    // SAFETY: the problem was checked: its tensors have the rows that the argument describes, as far as lengths and pages in device
+    // memory are what the caller promises.
+    unsafe { cuda.launch(OP, &plan.form.kernel, plan.blocks, &params, stream) }
+}
+
+/// A number that no other launch of the process has, and that memory hardly holds by chance: what tells a launch that its counter is
+/// its own.
+fn tag() -> u64 {
+    static NEXT: OnceLock<AtomicU64> = OnceLock::new();
+    let seed = || AtomicU64::new(RandomState::new().build_hasher().finish());
+    NEXT.get_or_init(seed)
+        .fetch_add(1, Ordering::Relaxed)
+        .max(1)
+}
+
+/// Everything but tensor maps and the counter.
+fn params(plan: &Plan<'_>, p: &Problem) -> Params {
+    let pack = 1 << plan.pack_log2;
+    let group = p.num_heads / p.num_kv_heads;
+    let key_bytes = (p.head_dim + p.head_dim_v) * p.q.dtype.size();
+    let mut params = Params {
+        o_pointer: p.out.ptr.addr() as u64,
+        o_batch_stride: p.out.outer as i64,
+        o_sequence_stride: p.out.token as i64,
+        o_head_stride: p.out.head as i64,
+        batch: p.batch as i32,
+        heads_q: p.num_heads as i32,
+        heads_kv: p.num_kv_heads as i32,
+        head_dim_v: p.head_dim_v as i32,
+        seqlen_q: p.max_seqlen_q as i32,
+        seqlen_k: p.max_seqlen_k as i32,
+        pack_log2: plan.pack_log2 as i32,
+        kv_box_rows: plan.form.block[1] as i32,
+        window_left: window(p.window_left),
+        window_right: window(p.window_right),
+        ragged: i32::from(p.ragged),
+        tiles: plan.tiles as i32,
+        row_blocks: plan.row_blocks as i32,
+        keys_in_l2: choose::keys_in_l2(key_bytes) as i32,
+        ..Params::ZERO
+    };
+    if plan.mask != Mask::None {
+        let pairs = p.batch * p.num_heads / pack;
+        let bytes = p.max_seqlen_k.saturating_mul(key_bytes);
+        let together = choose::pairs_in_l2(plan.row_blocks, bytes, (group / pack).max(1));
+        params.pairs_in_l2 = pairs.min(together) as i32;
+    }
+    let factor = match p.softcap > 0.0 {
+        true => {
+            params.softcap_scale = p.scale / p.softcap;
+            p.softcap
+        }
+        false => p.scale,
+    };
+    params.scale_log2 = factor * std::f32::consts::LOG2_E;
+    if let Some(lse) = &p.lse {
+        params.lse = lse.ptr.addr() as u64;
+        params.lse_batch_stride = lse.outer as i64;
+        params.lse_head_stride = lse.head as i64;
+        params.lse_sequence_stride = lse.token as i64;
+    }
+    if let Some(sinks) = p.sinks {
+        params.sinks = sinks.addr() as u64;
+    }
+    if let Queries::Packed { cu_seqlens, .. } = p.queries {
+        params.cu_seqlens_q = cu_seqlens.addr() as u64;
+    }
+    match p.keys {
+        Keys::Batched { seq_lens, .. } => params.seqlens_k = seq_lens.addr() as u64,
+        Keys::Packed { cu_seqlens, .. } => params.cu_seqlens_k = cu_seqlens.addr() as u64,
+        Keys::Paged {
+            block_table,
+            table_stride,
+            page_size,
+            seq_lens,
+            ..
+        } => {
+            params.seqlens_k = seq_lens.addr() as u64;
+            params.block_table = block_table.addr() as u64;
+            params.block_table_stride = table_stride as i32;
+            params.page_size = page_size as i32;
+            // Whole boxes make up a page as well as a tile.
+            let in_tile = 1 << plan.form.block[1].trailing_zeros();
+            params.kv_box_rows = page_size.min(in_tile) as i32;
+        }
+    }
+    params
+}
+
+/// How many keys a query sees beyond its own.
+fn window(keys: usize) -> i32 {
+    keys.saturating_sub(1).min(NO_LIMIT) as i32
+}
+
+/// Of queries or output: (dim, packed heads, tokens, heads, batch).
+fn rows_of_queries(
+    driver: &Driver,
+    plan: &Plan<'_>,
+    p: &Problem,
+    rows: &Rows,
+    dim: usize,
+) -> Result<TensorMap> {
+    let pack = 1 << plan.pack_log2;
+    let [outer, tokens, heads] = sizes_of_queries(p);
+    let sizes = [dim, pack, tokens, heads / pack, outer];
+    let strides = [rows.head, rows.token, rows.head * pack, rows.outer];
+    let counts = [COLUMNS, pack as u32, 64 / pack as u32, 1, 1];
+    TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
+}
+
+/// Of keys or values: (dim, tokens, heads, sequences or pages).
+fn rows_of_keys(
+    driver: &Driver,
+    p: &Problem,
+    rows: &Rows,
+    dim: usize,
+    box_rows: u32,
+) -> Result<TensorMap> {
+    let [outer, tokens, heads] = sizes_of_keys(p);
+    let sizes = [dim, tokens, heads, outer];
+    let strides = [rows.token, rows.head, rows.outer];
+    let counts = [COLUMNS, box_rows, 1, 1];
+    TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
+}

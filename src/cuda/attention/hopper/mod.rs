@@ -1,0 +1,274 @@
+//! The kernels for Hopper (`kernels/cuda/attention`): f16 and bf16, many queries.
+//!
+//! | file | what it is for |
+//! |-|-|
+//! | `mod.rs` | which problems they serve, with which kernel and which tiles |
+//! | [`choose`] | the heuristics, as data |
+//! | [`launch`] | tensor maps, the argument, the launch |
+//! | [`params`] | the argument, checked against the kernels' |
+//! | [`tensor_map`] | boxes of tensors as the copy engine wants them |
+
+mod choose;
+mod launch;
+mod params;
+mod tensor_map;
+
+use super::OP;
+use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::driver::CUdevice_attribute;
+use crate::cuda::images::attention_forward;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::ops::attention::{Keys, Problem, Queries, Rows};
+pub(super) use launch::forward;
+use params::{Mask, Params};
+
+/// A kernel, and what it is made for.
+struct Form {
+    kernel: Kernel<Params>,
+    dtype: u32,
+    /// The greatest head dimensions.
+    dims: [usize; 2],
+    mask: Mask,
+    softcap: bool,
+    /// Whether it is a sibling that is better for short sequences alone.
+    for_short: bool,
+    /// Query rows and keys of a tile.
+    block: [usize; 2],
+}
+
+/// The kernels, loaded.
+pub(super) struct Kernels {
+    /// Those for small heads first.
+    forms: Vec<Form>,
+    multiprocessors: usize,
+}
+
+impl Kernels {
+    /// `None` on other devices, and in builds without them.
+    pub fn new(resources: &Resources) -> Result<Option<Kernels>> {
+        let mut forms = Vec::new();
+        for image in attention_forward::IMAGES {
+            for kernel in resources.kernels_of_image::<Params>(image)? {
+                let choice = |name| kernel.info.choice(name);
+                let mask = Mask::from_choice(choice("mask")).ok_or_else(|| Error::Internal {
+                    op: OP,
+                    message: format!("{:?} is not known", kernel.info),
+                })?;
+                forms.push(Form {
+                    dtype: choice("dtype"),
+                    dims: ["head_dim", "head_dim_v"].map(|name| choice(name) as usize),
+                    mask,
+                    softcap: choice("softcap") != 0,
+                    for_short: choice("for_short") != 0,
+                    block: ["block_m", "block_n"].map(|name| choice(name).max(1) as usize),
+                    kernel,
+                });
+            }
+        }
+        if forms.is_empty() {
+            return Ok(None);
+        }
+        forms.sort_by_key(|form| (form.dims, form.mask as u32, !form.for_short));
+        let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(Some(Kernels {
+            forms,
+            multiprocessors: resources.primary.attribute(OP, units)? as usize,
+        }))
+    }
+
+    /// How the problem is run, if it is served here. Data pointers are not looked at.
+    pub fn plan(&self, p: &Problem) -> Option<Plan<'_>> {
+        if !serves(p) {
+            return None;
+        }
+        let mask = mask(p);
+        let mut forms = self.forms.iter();
+        // A capped kernel has every mask, so that there need be but one.
+        let form = forms.find(|form| {
+            form.dtype == p.q.dtype as u32
+                && p.head_dim <= form.dims[0]
+                && p.head_dim_v <= form.dims[1]
+                && form.softcap == (p.softcap > 0.0)
+                && (form.mask == mask || form.softcap)
+                && (!form.for_short || is_short(form, p))
+        })?;
+        Plan::new(self, form, p)
+    }
+}
+
+/// Whether the kernels compute this, and are the best for it.
+fn serves(p: &Problem) -> bool {
+    let (queries, keys) = (sizes_of_queries(p), sizes_of_keys(p));
+    let rows = [
+        (&p.q, queries),
+        (&p.out, queries),
+        (&p.k, keys),
+        (&p.v, keys),
+    ];
+    // The reference of a row's softmax is its greatest score, and must stay that once scaled.
+    let plain_scale = (1e-20..=1e20).contains(&p.scale);
+    let bare = p.bias.is_none() && p.mask.is_none() && p.alibi_slopes.is_none();
+    let group = p.num_heads / p.num_kv_heads;
+    matches!(p.q.dtype, DType::F16 | DType::Bf16)
+        && rows
+            .iter()
+            .all(|(r, sizes)| r.dtype == p.q.dtype && has_fitting_strides(r, *sizes))
+        && [p.head_dim, p.head_dim_v]
+            .iter()
+            .all(|dim| dim.is_multiple_of(UNIT))
+        && plain_scale
+        && bare
+        && p.max_seqlen_q.saturating_mul(group) > choose::FEW_ROWS
+        && has_fitting_sizes(p)
+}
+
+/// Elements of 16 bytes, of which rows are made.
+const UNIT: usize = tensor_map::ALIGNMENT / 2;
+
+/// Strides that the copy engine takes, of dimensions `[outer, tokens, heads]` with so many entries. Entries that repeat each other it
+/// does not know.
+fn has_fitting_strides(rows: &Rows, sizes: [usize; 3]) -> bool {
+    let strides = [rows.outer, rows.token, rows.head];
+    strides.into_iter().zip(sizes).all(|(stride, size)| {
+        let repeats = stride == 0 && size > 1;
+        !repeats && stride.is_multiple_of(UNIT) && stride * 2 < tensor_map::MAX_STRIDE
+    })
+}
+
+/// Entries of the dimensions `[outer, tokens, heads]` of queries.
+fn sizes_of_queries(p: &Problem) -> [usize; 3] {
+    match p.queries {
+        Queries::Batched { len } => [p.batch, len, p.num_heads],
+        Queries::Packed { total, .. } => [1, total, p.num_heads],
+    }
+}
+
+/// The same of keys.
+fn sizes_of_keys(p: &Problem) -> [usize; 3] {
+    match p.keys {
+        Keys::Batched { len, .. } => [p.batch, len, p.num_kv_heads],
+        Keys::Packed { total, .. } => [1, total, p.num_kv_heads],
+        Keys::Paged {
+            page_size,
+            num_pages,
+            ..
+        } => [num_pages, page_size, p.num_kv_heads],
+    }
+}
+
+/// Sizes that tensor maps and 32-bit positions allow, none of them zero.
+fn has_fitting_sizes(p: &Problem) -> bool {
+    if let Keys::Paged {
+        page_size,
+        table_stride,
+        ..
+    } = p.keys
+        && (page_size < LEAST_PAGE || table_stride > i32::MAX as usize)
+    {
+        return false;
+    }
+    let lengths = [p.batch, p.max_seqlen_q, p.max_seqlen_k];
+    let mut sizes = sizes_of_queries(p)
+        .into_iter()
+        .chain(sizes_of_keys(p))
+        .chain(lengths);
+    sizes.all(|size| (1..1 << 30).contains(&size))
+}
+
+/// Smaller pages would be copied in boxes too small to be quick.
+const LEAST_PAGE: usize = 16;
+
+fn mask(p: &Problem) -> Mask {
+    let unlimited = |window: usize| window >= p.max_seqlen_k.saturating_add(p.max_seqlen_q);
+    match (unlimited(p.window_left), p.window_right) {
+        (true, 1) => Mask::Causal,
+        (true, right) if unlimited(right) => Mask::None,
+        _ => Mask::Window,
+    }
+}
+
+fn is_short(form: &Form, p: &Problem) -> bool {
+    let matches =
+        |(dim, mask, _): &&(usize, Mask, usize)| (*dim, *mask) == (form.dims[0], form.mask);
+    let short = choose::SHORT.iter().find(matches);
+    short.is_some_and(|(_, _, most)| p.max_seqlen_q <= *most)
+}
+
+/// How a problem is run.
+pub(crate) struct Plan<'a> {
+    form: &'a Form,
+    mask: Mask,
+    /// Query heads of one key head that share a tile: this power of two.
+    pack_log2: u32,
+    /// Of a sequence and a head, or as many heads as are packed.
+    row_blocks: usize,
+    /// At most, where lengths are on the device.
+    tiles: usize,
+    /// What is launched.
+    blocks: u32,
+    /// Whether blocks take tiles from a counter.
+    counts: bool,
+}
+
+impl<'a> Plan<'a> {
+    fn new(kernels: &Kernels, form: &'a Form, p: &Problem) -> Option<Plan<'a>> {
+        let block_m = form.block[0];
+        let pack_log2 = packing(p, block_m);
+        let pack = 1 << pack_log2;
+        let row_blocks = (p.max_seqlen_q * pack).div_ceil(block_m);
+        let per_head = match p.queries {
+            Queries::Batched { .. } => row_blocks.checked_mul(p.batch)?,
+            // Full blocks, and one of each sequence that is not.
+            Queries::Packed { total, .. } => {
+                let most = row_blocks.saturating_mul(p.batch);
+                most.min(total * pack / block_m + p.batch)
+            }
+        };
+        let tiles = per_head.checked_mul(p.num_heads / pack)?;
+        if tiles > i32::MAX as usize / 2 {
+            return None;
+        }
+        let blocks = tiles.min(kernels.multiprocessors);
+        Some(Plan {
+            form,
+            mask: mask(p),
+            pack_log2,
+            row_blocks,
+            tiles,
+            blocks: blocks as u32,
+            counts: tiles > blocks,
+        })
+    }
+
+    /// In bytes.
+    pub fn workspace_size(&self) -> usize {
+        if self.counts { COUNTER } else { 0 }
+    }
+
+    /// Whether the data lies at addresses that the copy engine takes.
+    pub fn reaches(&self, p: &Problem) -> bool {
+        let rows = [&p.q, &p.k, &p.v, &p.out];
+        rows.iter()
+            .all(|r| r.ptr.addr().is_multiple_of(tensor_map::ALIGNMENT))
+    }
+}
+
+/// Bytes of the counter that blocks take tiles from, with the tag of the launch that it counts for.
+const COUNTER: usize = 16;
+
+/// How many query heads of a key head share a tile, as a power of two: all of them, where tiles are fuller for it.
+fn packing(p: &Problem, block_m: usize) -> u32 {
+    let group = p.num_heads / p.num_kv_heads;
+    // A warpgroup has 64 rows, and a tile whole positions.
+    if !group.is_power_of_two() || group > 64 {
+        return 0;
+    }
+    let filled = |rows: usize| rows as f64 / rows.next_multiple_of(block_m) as f64;
+    let gain = filled(p.max_seqlen_q * group) / filled(p.max_seqlen_q);
+    if gain > choose::PACKING_GAIN {
+        group.ilog2()
+    } else {
+        0
+    }
+}

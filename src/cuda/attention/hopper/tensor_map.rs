@@ -1,0 +1,69 @@
+//! Tensor maps: how the copy engine (TMA) finds a box of a tensor.
+
+use std::ffi::{c_int, c_void};
+
+use crate::cuda::driver::Driver;
+use crate::dtype::DType;
+use crate::error::Result;
+
+/// A `CUtensorMap`, which kernels take by value.
+#[repr(C, align(128))]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TensorMap([u64; 16]);
+
+/// Bytes that addresses and strides must be multiples of.
+pub(super) const ALIGNMENT: usize = 16;
+/// Strides in bytes are below this.
+pub(super) const MAX_STRIDE: usize = 1 << 40;
+/// Columns of a box: 128 bytes of 16-bit elements, the span of the swizzle.
+pub(super) const COLUMNS: u32 = 64;
+
+const SWIZZLE_128_BYTES: c_int = 3;
+const FETCH_256_BYTES: c_int = 3;
+
+impl TensorMap {
+    pub const ZERO: TensorMap = TensorMap([0; 16]);
+
+    /// Describes a tensor of `N` dimensions, the contiguous one first, from which boxes are copied; outside it reads as zeros. `strides`
+    /// in elements are of the dimensions after the first; that of a dimension with one entry may be zero.
+    pub fn new<const N: usize>(
+        driver: &Driver,
+        op: &'static str,
+        ptr: *mut u8,
+        dtype: DType,
+        sizes: [usize; N],
+        strides: &[usize],
+        counts: [u32; N],
+    ) -> Result<TensorMap> {
+        let kind = match dtype {
+            DType::F16 => 6,
+            _ => 9, // bf16
+        };
+        let sizes = sizes.map(|size| size as u64);
+        let mut bytes = [ALIGNMENT as u64; N];
+        for (to, stride) in bytes.iter_mut().zip(strides) {
+            *to = (stride * dtype.size()).max(ALIGNMENT) as u64;
+        }
+        let steps = [1u32; N];
+        let mut map = TensorMap::ZERO;
+        // SAFETY: the arrays have `N` entries, which is the rank; the map is aligned and valid for a write. The tensor is not touched.
+        unsafe {
+            driver.tensor_map(
+                op,
+                (&raw mut map).cast::<c_void>(),
+                kind,
+                N as u32,
+                ptr.cast(),
+                sizes.as_ptr(),
+                bytes.as_ptr(),
+                counts.as_ptr(),
+                steps.as_ptr(),
+                0,
+                SWIZZLE_128_BYTES,
+                FETCH_256_BYTES,
+                0,
+            )
+        }?;
+        Ok(map)
+    }
+}
