@@ -93,6 +93,27 @@ fn kernels_stay_in_registers() {
     }
 }
 
+/// Kernels that multiply with wgmma do so in unbroken groups (of Q K^T and P V, outside and inside the loop, and of half a block), whose
+/// operand descriptors stay where the instruction takes them from.
+#[test]
+fn wgmma_are_unbroken() {
+    let report = include_bytes!(env!("UNSLOTH_KERNEL_REPORT"));
+    let report: serde_json::Value = serde_json::from_slice(report).unwrap();
+    for kernel in report.as_array().unwrap() {
+        let wgmma = &kernel["wgmma"];
+        let image = kernel["image"].as_str().unwrap();
+        let is_hopper = image.starts_with("attention_forward");
+        assert_eq!(wgmma.is_object(), is_hopper, "{kernel}");
+        if is_hopper {
+            assert!(wgmma["count"].as_u64().unwrap() >= 8, "{kernel}");
+            let waits = wgmma["waits"].as_u64().unwrap();
+            assert!((1..=5).contains(&waits), "{kernel}");
+            assert_eq!(wgmma["descriptors_moved"], 0, "{kernel}");
+            assert_eq!(wgmma["hands_registers_over"], true, "{kernel}");
+        }
+    }
+}
+
 /// One layer's worth of small operations: norm, rotation, activation.
 struct Step {
     x: common::DeviceTensor,

@@ -1,4 +1,5 @@
-"""Times kernels beside cuDNN and FlashAttention-3, interleaved in one process.
+"""Times kernels beside cuDNN and FlashAttention-3, interleaved in one process; benches/compare/attention_forward.py does so through
+the library.
 
 Usage: bench.py OUT.json DIR [full | all | variants] [filter]
 

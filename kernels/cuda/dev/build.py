@@ -1,11 +1,14 @@
-"""Compiles tile variants for the harness: build.py DIR LIST, where LIST holds lines of
+"""Compiles kernels for the harness: build.py DIR [LIST] [FLAGS]. Writes cubins and kernels.json to DIR. NVCC names the compiler.
+
+Without LIST (or with -) what ships, as the library's build does; FLAGS such as -DUNSLOTH_JITTER go to the compiler. LIST holds lines of
 
     name dtype mask softcap tile [flags]   (the tile as in config.h, without spaces)
 
-For experiments; gate.py builds what ships. Writes cubins and kernels.json to DIR. NVCC names the compiler.
+for experiments with tiles.
 """
 
 import concurrent.futures
+import glob
 import json
 import os
 import re
@@ -40,8 +43,28 @@ def compile_one(directory, name, dtype, mask, softcap, tile, extra=()):
                 head_dim=fields[0], head_dim_v=fields[1])
 
 
-def main(directory, listing):
+def compile_file(directory, source, extra):
+    """A file of attention/, and what its names tell of its kernels."""
+    cubin = os.path.splitext(os.path.basename(source))[0] + ".cubin"
+    done = subprocess.run([NVCC, *FLAGS, *extra, "-o", os.path.join(directory, cubin), source], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    infos = []
+    for name in re.findall(r"Compiling entry function '(\w+)'", done.stdout + done.stderr):
+        parts = re.match(r"attention_forward_(bf16|f16)_hd(\d+)(?:v(\d+))?_(full|causal|window|softcap)(_short)?$", name)
+        infos.append(dict(name=name, file=cubin, dtype=parts[1], head_dim=int(parts[2]), head_dim_v=int(parts[3] or parts[2]),
+                          softcap=parts[4] == "softcap", mask={"full": "kNone", "causal": "kCausal"}.get(parts[4], "kWindow")))
+    return infos
+
+
+def main(directory, listing="-", *flags):
     os.makedirs(directory, exist_ok=True)
+    if listing == "-":
+        sources = sorted(glob.glob(os.path.join(ROOT, "attention", "*.cu")))
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            infos = [i for found in pool.map(lambda s: compile_file(directory, s, flags), sources) for i in found]
+        json.dump(infos, open(os.path.join(directory, "kernels.json"), "w"), indent=1)
+        return
     jobs = []
     for line in open(listing):
         line = line.split("#")[0].split()
@@ -53,4 +76,4 @@ def main(directory, listing):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])
