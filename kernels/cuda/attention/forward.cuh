@@ -77,7 +77,7 @@ extern "C" __device__ const uint32_t attention_forward_layout[] = UNSLOTH_ATTENT
   };
 
 // The same for both types.
-#define UNSLOTH_ATTENTION_FORWARD_16BIT(suffix, tile, mask, softcap, role)                    \
-  UNSLOTH_ATTENTION_FORWARD(attention_forward_bf16_##suffix, __nv_bfloat16, tile, mask,       \
-                            softcap, role)                                                    \
+#define UNSLOTH_ATTENTION_FORWARD_16BIT(suffix, tile, mask, softcap, role)                       \
+  UNSLOTH_ATTENTION_FORWARD(attention_forward_bf16_##suffix, __nv_bfloat16, tile, mask, softcap, \
+                            role)                                                                \
   UNSLOTH_ATTENTION_FORWARD(attention_forward_f16_##suffix, __half, tile, mask, softcap, role)

@@ -1,10 +1,11 @@
 // Which tile comes next, and which keys it needs.
 //
-// Blocks are persistent. The first tile of each follows from its place in the grid, the others are taken from a counter, if there are
-// more tiles than blocks.
+// Blocks are persistent. The first tile of each follows from its place in the grid, the others are
+// taken from a counter, if there are more tiles than blocks.
 //
-// The lengths of a ragged batch are known here alone. Its sequences are walked in classes, those with more than half as many keys as the
-// longest first, then those with more than a quarter, and so on, and only tiles that have rows are counted.
+// The lengths of a ragged batch are known here alone. Its sequences are walked in classes, those
+// with more than half as many keys as the longest first, then those with more than a quarter, and
+// so on, and only tiles that have rows are counted.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +17,13 @@
 
 namespace unsloth {
 
-// The counter of a launch: memory of the caller's that may hold anything. What tells that it has been set to zero for this launch is a
-// tag that no other launch has, so whoever comes first sets it, at no cost of time, and a launch needs no other before it. The tag is
-// in both words, lest either be overwritten alone.
+// The counter of a launch: memory of the caller's that may hold anything. What tells that it has
+// been set to zero for this launch is a tag that no other launch has, so whoever comes first sets
+// it, at no cost of time, and a launch needs no other before it. The tag is in both words, lest
+// either be overwritten alone.
 //
-// A launch that a graph repeats has the tag that it had, and finds the count that the last claim left: zero.
+// A launch that a graph repeats has the tag that it had, and finds the count that the last claim
+// left: zero.
 constexpr int kCountBits = 32;
 
 __device__ __forceinline__ void begin_claims(const AttentionForwardParams &p) {
@@ -36,8 +39,9 @@ __device__ __forceinline__ void begin_claims(const AttentionForwardParams &p) {
   }
 }
 
-// After a block's last claim, which gave `index` though there are only so many tiles. There are as many claims as tiles: all but the
-// blocks' first tiles are claimed, and each block that has had a tile claims once in vain.
+// After a block's last claim, which gave `index` though there are only so many tiles. There are as
+// many claims as tiles: all but the blocks' first tiles are claimed, and each block that has had a
+// tile claims once in vain.
 __device__ __forceinline__ void end_claims(const AttentionForwardParams &p, int index, int tiles) {
   if (p.tile_counter != nullptr && index - static_cast<int>(gridDim.x) == tiles - 1) {
     p.tile_counter[1] = p.launch_tag << kCountBits;
@@ -75,8 +79,8 @@ struct Place {
   int pair, row_block;
 };
 
-// Pairs in sections of as many as L2 holds K and V for; within one, the last rows of every pair first, since under a causal mask they
-// are the longest.
+// Pairs in sections of as many as L2 holds K and V for; within one, the last rows of every pair
+// first, since under a causal mask they are the longest.
 __device__ __forceinline__ Place place_at(int index, int row_blocks, int pairs, int pairs_in_l2) {
   const int first = index / (pairs_in_l2 * row_blocks) * pairs_in_l2;
   const int section = min(pairs_in_l2, pairs - first);
@@ -170,8 +174,8 @@ __device__ __forceinline__ bool ragged_tile_at(const AttentionForwardParams &p, 
       if (lane == __ffs(beyond) - 1) {
         const int fitting = p.keys_in_l2 / max(1, l.k);
         const int pairs = min(heads, max(1, fitting) * (heads / p.heads_kv));
-        const Place at = place_at(index - before - end + row_blocks * heads, row_blocks, heads,
-                                  pairs);
+        const Place at =
+            place_at(index - before - end + row_blocks * heads, row_blocks, heads, pairs);
         fill_tile<C, kMask>(p, group + lane, at.pair, at.row_block, l, t);
         walk.group = group;
         walk.length_class = length_class;

@@ -1,5 +1,5 @@
-// A development aid: with UNSLOTH_JITTER defined, warps sleep for a random time, often none, wherever they synchronise. What was right
-// by luck of timing then comes out wrong.
+// A development aid: with UNSLOTH_JITTER defined, warps sleep for a random time, often none,
+// wherever they synchronise. What was right by luck of timing then comes out wrong.
 #pragma once
 
 #include <cstdint>
