@@ -488,8 +488,8 @@ typedef struct unsloth_rotation {
  * Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values, optional norms of queries and keys,
  * optional rotation, attention, output projection, optional addition of a residual.
  *
- * It gives the same bits as this library's operations called one by one on tensors of the dtype of `x`, but that with a cache keys
- * are rotated in f32 on their way to it.
+ * It gives the same bits as this library's operations called one by one on tensors of the dtype of `x` (on a GPU up to the order of
+ * sums, which depends on how tensors lie), but that with a cache keys are rotated in f32 on their way to it.
  *
  * Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of the cache's current batch, in its
  * order: their keys and values are appended to `layer`, and they attend to everything their sequences hold in it.

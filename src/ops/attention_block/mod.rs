@@ -4,8 +4,8 @@
 //!
 //! It is a sequence of this library's operations, [`linear`](super::linear), [`rms_norm`](super::rms_norm), [`rope`](super::rope),
 //! [`kv_cache`](crate::kv_cache) and [`attention`](super::attention), over a workspace that holds queries, keys and values of the new tokens side by side, and attention's output. Each
-//! operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one; in
-//! [`forward_cached`] keys are rotated in f32 on their way to the cache.
+//! operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one (on a GPU up
+//! to the order of sums, which depends on how tensors lie); in [`forward_cached`] keys are rotated in f32 on their way to the cache.
 //!
 //! Without a cache ([`forward`]) tokens attend to those of the same call: plain self-attention, as in training or an encoder. With
 //! one ([`forward_cached`]) the new tokens of the cache's current batch are appended to a layer and attend to everything their
