@@ -126,10 +126,10 @@ class Attention:
 
 
 def choose_splits(blocks, keys, room):
-    """As many as fill the chip, if each part keeps so many keys."""
-    if blocks * 2 > room:
-        return 1
-    return max(1, min(room // max(1, blocks), up(keys, LEAST_KEYS), 256))
+    """As few as keep the chip about as busy as any number would, if each part keeps so many keys."""
+    most = max(1, min(3 * room // max(1, blocks), up(keys, LEAST_KEYS), 256))
+    busy = [blocks * s / (up(blocks * s, room) * room) for s in range(1, most + 1)]
+    return next(i for i, b in enumerate(busy, 1) if b >= 0.95 * max(busy))
 
 
 def visible(sq, sk, causal, window_left, window_right, device):

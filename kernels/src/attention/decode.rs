@@ -10,6 +10,17 @@ use cubecl::prelude::*;
 use super::arguments::*;
 use super::fragments::*;
 
+/// When keys and values are loaded: the earlier, the more registers hold them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Loads {
+    /// Right before they are used.
+    Late,
+    /// Together, when a step begins.
+    Together,
+    /// Those of the next step, while the current ones are used.
+    Ahead,
+}
+
 /// A kernel's shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Config {
@@ -21,8 +32,7 @@ pub struct Config {
     pub groups: u32,
     /// Whether scores have more than a scale and the limits of causality and windows.
     pub scores: bool,
-    /// Whether the next keys and values are loaded while the current ones are used, for twice the registers.
-    pub prefetch: bool,
+    pub loads: Loads,
 }
 
 impl Config {
@@ -250,7 +260,7 @@ pub fn decode<E: Float>(
         values.push(Array::new(comptime!(4 * v_blocks)));
     }
     let mut step = step_begin + plane;
-    if comptime!(config.prefetch) {
+    if comptime!(config.loads == Loads::Ahead) {
         if step < step_end {
             #[unroll]
             for g in 0..groups {
@@ -284,7 +294,7 @@ pub fn decode<E: Float>(
         let key0 = step * run;
         let next = (step + planes) * run;
         let more = step + planes < step_end;
-        if comptime!(!config.prefetch) {
+        if comptime!(config.loads != Loads::Ahead) {
             #[unroll]
             for g in 0..groups {
                 let from = key0 + comptime!(g as u32 * 16);
@@ -297,6 +307,24 @@ pub fn decode<E: Float>(
                     lines_qk,
                     keys.index_mut(g),
                     k_blocks,
+                );
+            }
+        }
+        if comptime!(config.loads == Loads::Together) {
+            #[unroll]
+            for g in 0..groups {
+                let from = key0 + comptime!(g as u32 * 16);
+                load_values::<E>(
+                    v,
+                    &buffers.block_table,
+                    &v_rows,
+                    from,
+                    s.k_count,
+                    lines_v,
+                    values.index_mut(g),
+                    v_blocks,
+                    0usize,
+                    v_blocks,
                 );
             }
         }
@@ -323,7 +351,7 @@ pub fn decode<E: Float>(
                 }
             }
         }
-        if comptime!(config.prefetch) {
+        if comptime!(config.loads == Loads::Ahead) {
             if more {
                 #[unroll]
                 for g in 0..groups {
@@ -453,7 +481,7 @@ pub fn decode<E: Float>(
             }
             #[unroll]
             for i in 0..v_blocks {
-                if comptime!(!config.prefetch && i % 2usize == 0usize) {
+                if comptime!(config.loads == Loads::Late && i % 2usize == 0usize) {
                     let from = u32::cast_from(key0) + comptime!(g as u32 * 16);
                     load_values::<E>(
                         v,
@@ -465,7 +493,7 @@ pub fn decode<E: Float>(
                         values.index_mut(g),
                         v_blocks,
                         i,
-                        comptime!(i + 2usize),
+                        comptime!(v_blocks.min(i + 2usize)),
                     );
                 }
                 #[unroll]
@@ -478,7 +506,7 @@ pub fn decode<E: Float>(
                 }
             }
         }
-        if comptime!(config.prefetch) {
+        if comptime!(config.loads == Loads::Ahead) {
             if more {
                 #[unroll]
                 for g in 0..groups {

@@ -23,7 +23,7 @@
 //! Strides of q, k, v and out count units of `width` elements, all others elements; in paged form `k_outer` and `v_outer` are the distance
 //! of pages, in packed form they are 0.
 //!
-//! Keys are split if the unsplit blocks would leave half of the GPU idle. The host chooses how many parts there are; how long they
+//! Keys are split if unsplit blocks would leave much of the GPU idle. The host chooses how many parts there are; how long they
 //! are follows from the length of each sequence, which only the device knows, but at least `split_keys`, a multiple of 64. With
 //! `rows = batch * seqlen_q * num_heads` the workspace has `splits * rows * (head_dim_v + 1) * 4` bytes: `partial`, then `partial_lse`;
 //! [`combine`] follows, in `ceil(rows / 4)` blocks, and wants `out` in multiples of four elements; otherwise `splits` is 1. The first
@@ -42,6 +42,7 @@ use cubecl::prelude::*;
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, with_vector};
 use arguments::{Args, Buffers};
+use decode::Loads;
 use fragments::Line;
 
 pub mod arguments;
@@ -226,20 +227,20 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             };
             kernels.push(forward_kernel(dtype, config)?);
         }
-        // Biased scores do not fit the registers together with 256 dimensions: that is left to `simt`. 64 dimensions use the
-        // kernel for 128.
-        for (head_dim, groups, scores) in [
-            (64, 2, false),
-            (128, 1, false),
-            (128, 1, true),
-            (256, 1, false),
+        // Biased scores do not fit the registers together with 256 dimensions: that is left to `simt`. Those of 64
+        // dimensions use the kernel for 128.
+        for (head_dim, planes, groups, scores, loads) in [
+            (64, 8, 2, false, Loads::Together),
+            (128, 8, 2, false, Loads::Together),
+            (128, 4, 1, true, Loads::Ahead),
+            (256, 4, 1, false, Loads::Late),
         ] {
             let config = decode::Config {
                 head_dim,
-                planes: 4,
+                planes,
                 groups,
                 scores,
-                prefetch: head_dim < 256,
+                loads,
             };
             kernels.push(decode_kernel(dtype, config)?);
         }

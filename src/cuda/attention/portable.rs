@@ -53,7 +53,7 @@ impl Kernels {
         let kernels = resources.kernels::<attention::Arguments>()?;
         let mut forms = Vec::with_capacity(kernels.len());
         for kernel in kernels {
-            let resident = resources.resident_blocks(&kernel)?;
+            let resident = resources.resident_blocks(&kernel)?.max(1);
             let choice = |name| kernel.info.choice(name);
             forms.push(Form {
                 kind: match choice("kind") {
@@ -142,16 +142,25 @@ impl Form {
             .fold(self.row_blocks(p), usize::saturating_mul)
     }
 
-    /// In how many parts to cut the keys: as many as fill the device, if each keeps [`LEAST_KEYS`].
+    /// In how many parts to cut the keys: as few as keep the device about as busy as any number would, each with [`LEAST_KEYS`].
     fn splits(&self, p: &Problem) -> usize {
         let blocks = self.blocks(p);
-        if self.kind == Kind::Forward || !combines(p) || blocks == 0 || blocks * 2 > self.resident {
+        if self.kind == Kind::Forward || !combines(p) || blocks == 0 {
             return 1;
         }
         let visible = p.window_left.saturating_add(p.max_seqlen_q);
         let keys = visible.min(p.max_seqlen_k);
         let most = keys.div_ceil(LEAST_KEYS).min(MAX_SPLITS);
-        (self.resident / blocks).min(most).max(1)
+        // Beyond a few rounds of blocks the last one matters little.
+        let most = most.min(3 * self.resident / blocks).max(1);
+        // Parts in a thousand of the time of all rounds in which blocks run.
+        let busy = |splits: usize| {
+            let blocks = blocks * splits;
+            blocks * 1000 / (blocks.div_ceil(self.resident) * self.resident)
+        };
+        let best = (1..=most).map(busy).max().unwrap_or(0);
+        let enough = |splits: &usize| busy(*splits) * 20 >= best * 19;
+        (1..=most).find(enough).unwrap_or(1)
     }
 }
 
