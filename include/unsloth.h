@@ -2073,19 +2073,6 @@ unsloth_status unsloth_tensor_from_dlpack(const void *dl_tensor,
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at. The status and message are those the call itself would give.
  *
- * On a GPU of compute capability 9.0, `UNSLOTH_IMPLEMENTATION_CUDA_HOPPER` serves what meets all of these; every other call, and
- * every other GPU, gets the portable kernels of `UNSLOTH_IMPLEMENTATION_CUDA`:
- *
- * - `q`, `k`, `v` and `out` are all f16 or all bf16, with head dimensions that are multiples of 8 up to 256;
- * - strides are multiples of 8 elements, and no entries repeat each other by a stride of zero; addresses should be multiples of 16
- *   bytes, or this one call gets the portable kernels;
- * - there is no `bias`, `mask` or `alibi_slopes`, and the scale is positive;
- * - the longest sequence of queries, times the query heads per key head, is more than 64: fewer are decoding, for which the portable
- *   kernels split the keys;
- * - pages have 16 tokens or more.
- *
- * Any combination of causal masks, windows, softcap, sinks, LSE, packed, padded and paged keys is served.
- *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
  */
 unsloth_status unsloth_argmax_supported(struct unsloth_context *ctx,
@@ -2108,6 +2095,19 @@ unsloth_status unsloth_argmax_forward(struct unsloth_context *ctx,
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at. The status and message are those the call itself would give.
+ *
+ * On a GPU of compute capability 9.0, `UNSLOTH_IMPLEMENTATION_CUDA_HOPPER` serves what meets all of these; every other call, and
+ * every other GPU, gets the portable kernels of `UNSLOTH_IMPLEMENTATION_CUDA`:
+ *
+ * - `q`, `k`, `v` and `out` are all f16 or all bf16, with head dimensions that are multiples of 8 up to 256;
+ * - strides are multiples of 8 elements, and no entries repeat each other by a stride of zero; addresses should be multiples of 16
+ *   bytes, or this one call gets the portable kernels;
+ * - there is no `bias`, `mask` or `alibi_slopes`, and the scale is positive;
+ * - the longest sequence of queries, times the query heads per key head, is more than 64: fewer are decoding, for which the portable
+ *   kernels split the keys;
+ * - pages have 16 tokens or more.
+ *
+ * Any combination of causal masks, windows, softcap, sinks, LSE, packed, padded and paged keys is served.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
  */

@@ -190,13 +190,6 @@ pub(crate) fn finite(op: &'static str, name: &'static str, value: f32) -> Result
     ))
 }
 
-/// The answer of an operation that has no CUDA kernel.
-#[cfg(feature = "cuda")]
-pub(crate) fn no_kernel(op: &'static str) -> Error {
-    let problem = "is on the cuda backend, which has no kernel for this operation";
-    Error::unsupported(op, "ctx", problem)
-}
-
 /// "a, b, c" for messages.
 pub(crate) fn list<T: std::fmt::Display>(items: &[T]) -> String {
     items
