@@ -3,6 +3,7 @@
 //! The layout is read off the compiled kernel, so the text and the host's argument struct cannot disagree.
 
 use std::cell::RefCell;
+use std::cmp::Reverse;
 
 use cubecl::ir::{
     ContiguousElements, ElemType, FloatKind, IntKind, ManagedVariable, MatrixLayout, MmaProperties,
@@ -12,7 +13,9 @@ use cubecl::prelude::*;
 use cubecl_core::Compiler;
 use cubecl_core::server::ExecutionMode;
 use cubecl_cpp::cuda::{CudaDialect, mma::CudaWmmaCompiler, mma::contiguous_elements_cuda};
-use cubecl_cpp::shared::{CompilationOptions, CppCompiler, CppSupportedFeatures};
+use cubecl_cpp::shared::{
+    CompilationOptions, CppCompiler, CppSupportedFeatures, Dialect, SharedMemory,
+};
 
 use crate::Error;
 
@@ -195,7 +198,7 @@ impl Builder {
             },
         };
         // Unchecked: kernels guard their own bounds; the checks would need array lengths at every launch.
-        let compiled = CppCompiler::<CudaDialect<CudaWmmaCompiler>>::default()
+        let mut compiled = CppCompiler::<CudaDialect<CudaWmmaCompiler>>::default()
             .compile(
                 definition,
                 &options,
@@ -207,6 +210,7 @@ impl Builder {
                 reason: error.to_string(),
             })?;
 
+        lay_out(&mut compiled.body.shared_memories);
         let mut scalars = Vec::new();
         let mut scalars_size = 0;
         for field in &compiled.info.scalars {
@@ -266,6 +270,27 @@ pub fn definitions<T>(expand: impl FnOnce() -> T) -> (T, Vec<(String, KernelDefi
     DEFINITIONS.set(Some(Vec::new()));
     let expanded = expand();
     (expanded, DEFINITIONS.take().unwrap_or_default())
+}
+
+/// Gives arrays in shared memory their places, one after the other. CubeCL places them in the order of a hash map, so that every build
+/// would have another text, to be compiled again.
+fn lay_out<D: Dialect>(memories: &mut [SharedMemory<D>]) {
+    // The strictest alignment first: no gaps.
+    memories.sort_by_key(|memory| match memory {
+        SharedMemory::Array { index, align, .. } | SharedMemory::Value { index, align, .. } => {
+            (Reverse(*align), *index)
+        }
+    });
+    let mut end = 0;
+    for memory in memories {
+        let start = usize::next_multiple_of(end, memory.align());
+        end = start + memory.size();
+        match memory {
+            SharedMemory::Array { offset, .. } | SharedMemory::Value { offset, .. } => {
+                *offset = start;
+            }
+        }
+    }
 }
 
 /// The hardware's matrix fragments.
