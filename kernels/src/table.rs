@@ -26,14 +26,25 @@ impl<'a> Table<'a> {
     /// A table without images.
     pub fn new(out: &'a Path, compiler: &Compiler, archs: &[Architecture]) -> Table<'a> {
         let capabilities: Vec<_> = archs.iter().map(Architecture::capability).collect();
+        // Code for one architecture's own instructions runs on no other; else on later minor versions of its major one too.
+        let machine_code: Vec<_> = archs
+            .iter()
+            .map(|arch| (arch.number / 10, arch.number % 10, arch.suffix == "a"))
+            .collect();
+        let ptx = archs.last().map_or(0, |arch| arch.number);
         let header = format!(
             "// Generated from the kernels' own layout.\n\n\
              /// The CUDA version whose compiler made the images: drivers need its major version at least.\n\
              pub const TOOLKIT: (u32, u32) = {:?};\n\
              /// The compute capabilities that there is machine code for.\n\
-             pub const CAPABILITIES: &str = {:?};\n",
+             pub const CAPABILITIES: &str = {:?};\n\
+             /// The same as major, minor, and whether that device alone runs it.\n\
+             pub const MACHINE_CODE: &[(u32, u32, bool)] = &{machine_code:?};\n\
+             /// The compute capability from which the driver can compile PTX.\n\
+             pub const PTX: (u32, u32) = {:?};\n",
             compiler.version,
-            capabilities.join(", ")
+            capabilities.join(", "),
+            (ptx / 10, ptx % 10)
         );
         Table {
             out,

@@ -126,6 +126,9 @@ impl Resources {
         // SAFETY: valid for a write, and a context is current.
         unsafe { driver.stream_create(op, &mut resources.internal, NON_BLOCKING) }?;
         let capability = resources.primary.capability(op)?;
+        if !images::fit(capability) {
+            return Err(resources.unsupported(capability));
+        }
         for image in &IMAGES {
             let module = match image.capability {
                 Some(needed) if needed != capability => std::ptr::null_mut(),
@@ -145,17 +148,20 @@ impl Resources {
         match loaded {
             Ok(()) => Ok(module),
             Err(Error::Cuda { code, .. }) if NO_IMAGE.contains(&code) => {
-                let (major, minor) = self.primary.capability(self.op)?;
-                Err(Error::UnsupportedDevice {
-                    op: self.op,
-                    device: self.ordinal,
-                    problem: format!(
-                        "has compute capability {major}.{minor}, this build has kernels for {}",
-                        images::CAPABILITIES
-                    ),
-                })
+                Err(self.unsupported(self.primary.capability(self.op)?))
             }
             Err(error) => Err(error),
+        }
+    }
+
+    fn unsupported(&self, (major, minor): (u32, u32)) -> Error {
+        Error::UnsupportedDevice {
+            op: self.op,
+            device: self.ordinal,
+            problem: format!(
+                "has compute capability {major}.{minor}, this build has kernels for {}",
+                images::CAPABILITIES
+            ),
         }
     }
 

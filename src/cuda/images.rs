@@ -52,9 +52,62 @@ pub(crate) unsafe trait Arguments: Copy {
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
+/// Whether the images run on a device of this compute capability.
+pub(crate) fn fit(capability: (u32, u32)) -> bool {
+    runs_on(MACHINE_CODE, PTX, capability)
+}
+
+fn runs_on(machine_code: &[(u32, u32, bool)], ptx: (u32, u32), (major, minor): (u32, u32)) -> bool {
+    let mut code = machine_code.iter();
+    let native = code.any(|&(of_major, of_minor, exact)| {
+        of_major == major && (of_minor == minor || (of_minor < minor && !exact))
+    });
+    native || (major, minor) >= ptx
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn devices_fit_or_do_not() {
+        let all = &[
+            (8, 0, false),
+            (8, 6, false),
+            (8, 9, false),
+            (9, 0, true),
+            (10, 0, false),
+            (12, 0, false),
+        ];
+        let runs = [
+            (8, 0),
+            (8, 6),
+            (8, 7),
+            (8, 9),
+            (9, 0),
+            (10, 0),
+            (10, 3),
+            (12, 0),
+            (12, 1),
+            (13, 0),
+        ];
+        for capability in runs {
+            assert!(runs_on(all, (12, 0), capability), "{capability:?}");
+        }
+        for capability in [(7, 5), (11, 0)] {
+            assert!(!runs_on(all, (12, 0), capability), "{capability:?}");
+        }
+        // Hopper's own instructions are nobody else's, but PTX goes on.
+        assert!(!runs_on(&[(9, 0, true)], (9, 0), (8, 9)));
+        assert!(runs_on(&[(9, 0, true)], (9, 0), (10, 0)));
+        assert!(!runs_on(&[(9, 0, true)], (12, 0), (9, 1)));
+        // What this build was made for.
+        for &(major, minor, _) in MACHINE_CODE {
+            assert!(fit((major, minor)));
+            assert!(CAPABILITIES.contains(&format!("{major}.{minor}")));
+        }
+        assert!(!fit((5, 2)));
+    }
 
     #[test]
     fn kernels_are_distinct_and_launchable() {
