@@ -3,12 +3,11 @@
 //! packing arguments change nothing. The test in `tests/` does so; it needs a GPU, and a CUDA toolkit's headers and NVRTC at run time.
 
 use cubecl_core::ir::{AddressType, ElemType, StorageType, UIntKind};
-use cubecl_core::prelude::{ArrayArg, KernelLauncher};
-use cubecl_core::server::Handle;
-use cubecl_core::{
-    CubeCount, CubeDim, CubeKernel, KernelDefinition, KernelId, KernelMetadata, KernelSettings,
-    Runtime, client::ComputeClient,
+use cubecl_core::prelude::{
+    ArrayArg, CubeKernel, KernelDefinition, KernelId, KernelLauncher, KernelMetadata,
 };
+use cubecl_core::server::Handle;
+use cubecl_core::{CubeCount, CubeDim, KernelSettings, Runtime, client::ComputeClient};
 use cubecl_cuda::CudaRuntime;
 use unsloth_kernels::catalog;
 use unsloth_kernels::emit::{self, Kernel, ScalarType};

@@ -46,7 +46,7 @@ impl Library {
             num_threads: 0,
             memory_limit: 0,
         };
-        let mut ctx = ptr::null_mut();
+        let mut ctx: *mut unsloth_context = ptr::null_mut();
         let made = library.call("unsloth_context_create", |f: F2| {
             // SAFETY: as the header says.
             unsafe { f((&raw const params).cast_mut().cast(), (&raw mut ctx).cast()) }
