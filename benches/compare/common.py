@@ -9,6 +9,7 @@ captured, and for kernels beside kernels. `host` is the time until a call return
 """
 
 import datetime
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -128,10 +129,14 @@ def copies(bytes_moved):
     count = num_sets(bytes_moved)
     words = max(bytes_moved // 16, 1)
     sources = [torch.randint(-(1 << 60), 1 << 60, (words,), device="cuda") for _ in range(count)]
-    # Off the powers of two at which reads and writes would meet in the same channels of memory.
-    skew = 131 << 10
-    targets = [torch.empty(words + skew, dtype=torch.int64, device="cuda")[skew:] for _ in sources]
-    return lambda i: targets[i % count].copy_(sources[i % count])
+    # Parts of at most 256 MiB: larger copies are a third slower.
+    pairs = [list(zip(source.split(1 << 25), torch.empty_like(source).split(1 << 25))) for source in sources]
+
+    def run(i):
+        for source, target in pairs[i % count]:
+            target.copy_(source)
+
+    return run
 
 
 def smi(fields):
@@ -150,9 +155,11 @@ class Record:
         properties = torch.cuda.get_device_properties(0)
         name = properties.name
         versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-        for module in ("triton", *peers):
-            found = sys.modules.get(module) or peer(module)
-            versions[module] = getattr(found, "__version__", "unknown") if found else None
+        for package in ("triton", *peers):
+            try:
+                versions[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                versions[package] = None
         self.result = {
             "op": op,
             "date": os.environ.get("UNSLOTH_DATE") or datetime.date.today().isoformat(),

@@ -16,7 +16,7 @@ HEADS, KV_HEADS, DIM, HIDDEN = 32, 8, 128, 4096
 
 def compare(ctx):
     liger, flashinfer = peer("liger_kernel"), peer("flashinfer")
-    record = Record("host", ctx.library, METHOD, ("liger_kernel", "flashinfer"))
+    record = Record("host", ctx.library, METHOD, ("liger-kernel", "flashinfer-python"))
     stream = torch.cuda.current_stream().cuda_stream
     nothing = ctx.library.lib.unsloth_context_destroy
     bare = lambda i: nothing(None)

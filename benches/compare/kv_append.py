@@ -16,7 +16,7 @@ METHOD = (
 
 def compare(ctx):
     flashinfer = peer("flashinfer")
-    record = Record("kv_append", ctx.library, METHOD, ("flashinfer",))
+    record = Record("kv_append", ctx.library, METHOD, ("flashinfer-python",))
     for sequences, tokens in BATCHES:
         case(ctx, record, flashinfer, sequences, tokens)
         torch.cuda.empty_cache()

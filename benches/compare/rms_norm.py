@@ -14,7 +14,7 @@ METHOD = (
 
 def compare(ctx):
     liger, flashinfer = peer("liger_kernel.ops.rms_norm"), peer("flashinfer")
-    record = Record("rms_norm", ctx.library, METHOD, ("liger_kernel", "flashinfer"))
+    record = Record("rms_norm", ctx.library, METHOD, ("liger-kernel", "flashinfer-python"))
     for rows, dim in SHAPES:
         plain(ctx, record, liger, flashinfer, rows, dim)
         residual(ctx, record, flashinfer, rows, dim)

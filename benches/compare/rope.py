@@ -13,7 +13,7 @@ METHOD = (
 
 def compare(ctx):
     liger, flashinfer = peer("liger_kernel.ops.rope"), peer("flashinfer")
-    record = Record("rope", ctx.library, METHOD, ("liger_kernel", "flashinfer"))
+    record = Record("rope", ctx.library, METHOD, ("liger-kernel", "flashinfer-python"))
     for batch, seq in SHAPES:
         case(ctx, record, liger, flashinfer, batch, seq)
         torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ METHOD = (
 
 def compare(ctx):
     liger, flashinfer = peer("liger_kernel.ops.swiglu"), peer("flashinfer")
-    record = Record("swiglu", ctx.library, METHOD, ("liger_kernel", "flashinfer"))
+    record = Record("swiglu", ctx.library, METHOD, ("liger-kernel", "flashinfer-python"))
     for rows, dim in SHAPES:
         bytes_moved = 3 * rows * dim * 2
         count = num_sets(bytes_moved)
