@@ -33,13 +33,14 @@ FIELD(unsloth_context_params, device, 8, 4);
 FIELD(unsloth_context_params, num_threads, 12, 4);
 FIELD(unsloth_context_params, memory_limit, 16, 8);
 
-STRUCT(unsloth_memory_stats, 40, 8);
+STRUCT(unsloth_memory_stats, 48, 8);
 FIELD(unsloth_memory_stats, struct_size, 0, 4);
 FIELD(unsloth_memory_stats, reserved, 4, 4);
 FIELD(unsloth_memory_stats, in_use, 8, 8);
 FIELD(unsloth_memory_stats, peak, 16, 8);
 FIELD(unsloth_memory_stats, limit, 24, 8);
 FIELD(unsloth_memory_stats, num_allocations, 32, 8);
+FIELD(unsloth_memory_stats, pool_size, 40, 8);
 
 STRUCT(unsloth_tensor, 112, 8);
 FIELD(unsloth_tensor, data, 0, 8);

@@ -44,6 +44,18 @@ static void run(const test_device *device) {
   CHECK_OK(unsloth_memory_peak_reset(ctx));
   CHECK(stats(ctx).peak == 2 * SIZE);
 
+  // In the order of a stream; the CPU backend does so at once.
+  CHECK_OK(unsloth_memory_alloc_async(ctx, 10, &c, NULL));
+  CHECK(stats(ctx).in_use == 2 * SIZE + 10 && stats(ctx).pool_size == 0);
+  CHECK_OK(unsloth_memory_copy_peer(ctx, c, ctx, b, 10, NULL));
+  CHECK_OK(unsloth_memory_copy(ctx, back, c, 10, UNSLOTH_COPY_KIND_DEVICE_TO_HOST, NULL));
+  CHECK(memcmp(back, host, 10) == 0);
+  CHECK_FAILS(unsloth_memory_copy_peer(ctx, c, ctx, c, 10, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "memory_copy_peer: dst overlaps src within 10 bytes");
+  CHECK_OK(unsloth_memory_free_async(ctx, c, NULL));
+  CHECK_STATUS(unsloth_memory_free_async(ctx, c, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT);
+  CHECK_OK(unsloth_memory_pool_trim(ctx, 0));
+
   CHECK_OK(unsloth_memory_free(ctx, b));
   CHECK_STATUS(unsloth_memory_free(ctx, b), UNSLOTH_STATUS_INVALID_ARGUMENT);
   // `a` goes with its context.

@@ -192,6 +192,11 @@ typedef struct unsloth_memory_stats {
    * Live allocations.
    */
   uint64_t num_allocations;
+  /**
+   * Bytes that the pool for `unsloth_memory_alloc_async` holds of the device's memory, used or not, by the driver's count: what it
+   * rounds allocations up to is in it, and what was freed until `unsloth_memory_pool_trim`. 0 without a pool.
+   */
+  uint64_t pool_size;
 } unsloth_memory_stats;
 
 /**
@@ -1998,7 +2003,9 @@ unsloth_status unsloth_stream_synchronize(struct unsloth_context *ctx,
  * Allocates `size` bytes on the context's device, aligned to 256 bytes, and writes the address to `ptr`. The contents are zero.
  * Freed with `unsloth_memory_free`, or with the context. A size of zero gives an address that may only be freed.
  *
- * Allocates, so it may not be called while a graph is captured. `UNSLOTH_STATUS_OUT_OF_MEMORY` names what stood in the way.
+ * Waits for the device, so it may not be called while a graph is captured. With the CUDA backend the memory comes from the device
+ * itself, not from the pool, and may be shared with other processes and registered with communication libraries.
+ * `UNSLOTH_STATUS_OUT_OF_MEMORY` names what stood in the way: the context's limit, or how much of the device's memory is free.
  *
  * Requires: `ptr` is NULL or valid for a write.
  */
@@ -2007,10 +2014,45 @@ unsloth_status unsloth_memory_alloc(struct unsloth_context *ctx,
                                     void **ptr);
 
 /**
- * Frees memory of `unsloth_memory_alloc` of the same context. NULL is fine; any other address is
- * `UNSLOTH_STATUS_INVALID_ARGUMENT`. No work that uses it may still be queued.
+ * Allocates like `unsloth_memory_alloc`, but in the order of `stream` and with unspecified contents: it neither waits for the device
+ * nor, where the context's pool has the memory, asks the device for any. For memory that comes and goes with the steps of a model,
+ * such as workspaces. Work of other streams may use the memory behind this point of `stream`, by an event or a synchronisation.
+ *
+ * The pool keeps what is freed until `unsloth_memory_pool_trim` or the end of the context. On devices without pools, and on the CPU,
+ * this is `unsloth_memory_alloc`. `UNSLOTH_STATUS_INVALID_ARGUMENT` while `stream` is captured into a graph.
+ *
+ * Requires: `ptr` is NULL or valid for a write; `stream` is NULL or a live stream of the context's device.
  */
-unsloth_status unsloth_memory_free(struct unsloth_context *ctx, void *ptr);
+unsloth_status unsloth_memory_alloc_async(struct unsloth_context *ctx,
+                                          size_t size,
+                                          void **ptr,
+                                          unsloth_stream stream);
+
+/**
+ * Frees memory of `unsloth_memory_alloc` or `unsloth_memory_alloc_async` of the same context, after all work queued on the device.
+ * NULL is fine; any other address is `UNSLOTH_STATUS_INVALID_ARGUMENT`. May not be called while a graph is captured.
+ */
+unsloth_status unsloth_memory_free(struct unsloth_context *ctx,
+                                   void *ptr);
+
+/**
+ * Frees memory of `unsloth_memory_alloc_async` of the same context in the order of `stream`, without waiting: work queued on
+ * `stream` before may use it, that of other streams must be done or come before this point of `stream`. NULL is fine; any other
+ * address, and a stream that is captured into a graph, is `UNSLOTH_STATUS_INVALID_ARGUMENT`. Memory of `unsloth_memory_alloc` is
+ * freed as well, after waiting for `stream`.
+ *
+ * Requires: `stream` is NULL or a live stream of the context's device.
+ */
+unsloth_status unsloth_memory_free_async(struct unsloth_context *ctx,
+                                         void *ptr,
+                                         unsloth_stream stream);
+
+/**
+ * Returns memory that the context's pool holds and no allocation uses to the device, until the pool holds `keep` bytes. Memory that was
+ * freed on a stream counts as used until the stream has come there.
+ */
+unsloth_status unsloth_memory_pool_trim(struct unsloth_context *ctx,
+                                        size_t keep);
 
 /**
  * Queues a copy of `size` bytes on `stream`. The two ranges may not overlap. With the CUDA backend a copy from or to pageable host
@@ -2024,6 +2066,22 @@ unsloth_status unsloth_memory_copy(struct unsloth_context *ctx,
                                    size_t size,
                                    unsloth_copy_kind kind,
                                    unsloth_stream stream);
+
+/**
+ * Queues a copy of `size` bytes from memory of the device of `src_ctx` to memory of the device of `ctx`, on `stream`, which is one of
+ * `ctx`. The contexts have the same backend, and may be one. The two ranges may not overlap.
+ *
+ * Devices that can reach each other's memory are given access to it at the first copy between them (which therefore should not be
+ * one that is captured into a graph); others copy by way of the host.
+ *
+ * Requires: `dst` and `src` are NULL (with `size` 0) or valid for `size` bytes on the devices of `ctx` and `src_ctx`, until the copy has run.
+ */
+unsloth_status unsloth_memory_copy_peer(struct unsloth_context *ctx,
+                                        void *dst,
+                                        struct unsloth_context *src_ctx,
+                                        const void *src,
+                                        size_t size,
+                                        unsloth_stream stream);
 
 /**
  * Queues setting `size` bytes of device memory to `value` on `stream`.

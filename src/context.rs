@@ -227,7 +227,49 @@ impl Context {
 
     /// What has been allocated through the context.
     pub fn memory_stats(&self) -> crate::memory::MemoryStats {
-        self.accountant().stats()
+        crate::memory::MemoryStats {
+            pool_size: match &self.inner.device {
+                Device::Cpu(_) => 0,
+                #[cfg(feature = "cuda")]
+                // Only a lost context does not know.
+                Device::Cuda(cuda) => cuda.pool_size("memory_stats").unwrap_or(0),
+            },
+            ..self.accountant().stats()
+        }
+    }
+
+    /// Returns what the pool of [`Buffer::new_async`](crate::Buffer::new_async) holds and nothing uses to the device, until it holds
+    /// `keep` bytes. The CPU backend has no pool.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn trim_memory_pool(&self, keep: usize) -> Result<()> {
+        match &self.inner.device {
+            Device::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.trim_pool("memory_pool_trim", keep),
+        }
+    }
+
+    /// Refuses a stream that is being captured into a graph, for a call whose work must run now; `advice` says what to do instead.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn check_not_capturing(
+        &self,
+        op: &'static str,
+        stream: Stream,
+        advice: &str,
+    ) -> Result<()> {
+        match &self.inner.device {
+            Device::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) if cuda.is_capturing(op, stream)? => {
+                let problem = format!("is being captured into a graph: {advice}");
+                Err(Error::invalid(op, "stream", problem))
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => Ok(()),
+        }
     }
 
     /// Changes the limit on allocations; what is allocated already stays.

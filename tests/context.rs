@@ -28,6 +28,7 @@ fn stats(ctx: &Handle) -> unsloth_memory_stats {
         peak: 0,
         limit: 0,
         num_allocations: 0,
+        pool_size: 0,
     };
     // SAFETY: `stats` is a live local of the stated size.
     let status = unsafe { unsloth_memory_stats_get(ctx.0, &mut stats) };

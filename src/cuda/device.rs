@@ -2,19 +2,21 @@
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
+use std::sync::atomic::AtomicU64;
 
 use super::driver::{
     CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
     CUstream, Driver,
 };
 use super::images::{self, Arguments, IMAGES, Image, KernelInfo};
+use super::pool::Pool;
 use crate::error::{Error, Result};
 
 /// A device's primary context, retained.
 pub(super) struct Primary {
     pub driver: &'static Driver,
     pub device: CUdevice,
-    context: CUcontext,
+    pub context: CUcontext,
 }
 
 impl Primary {
@@ -106,6 +108,10 @@ pub(crate) struct Resources {
     pub(super) internal: CUstream,
     /// NULL for an image that is for other devices.
     modules: Vec<CUmodule>,
+    /// `None` where the device has no pools.
+    pub(super) pool: Option<Pool>,
+    /// The devices that this one and its peers were given access to, a bit each.
+    pub(super) connected: AtomicU64,
     pub(super) primary: Primary,
 }
 
@@ -120,6 +126,8 @@ impl Resources {
             ordinal,
             internal: std::ptr::null_mut(),
             modules: Vec::with_capacity(IMAGES.len()),
+            pool: None,
+            connected: AtomicU64::new(0),
             primary: Primary::retain(op, driver, ordinal)?,
         };
         let entered = resources.primary.enter(op)?;
@@ -129,6 +137,7 @@ impl Resources {
         if !images::fit(capability) {
             return Err(resources.unsupported(capability));
         }
+        resources.pool = Pool::new(op, &resources.primary)?;
         for image in &IMAGES {
             let module = match image.capability {
                 Some(needed) if needed != capability => std::ptr::null_mut(),

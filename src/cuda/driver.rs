@@ -7,8 +7,10 @@ use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
 
 pub(crate) use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUfunction, CUfunction_attribute,
-    CUmodule, CUpointer_attribute, CUresult, CUstream,
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
+    CUfunction_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType,
+    CUmemAllocationType, CUmemLocation, CUmemLocationType, CUmemPool_attribute, CUmemPoolProps,
+    CUmemoryPool, CUmodule, CUpointer_attribute, CUresult, CUstream, CUstreamCaptureStatus,
 };
 
 use crate::context::Backend;
@@ -70,6 +72,9 @@ functions! {
     current = cuCtxGetCurrent(context: *mut CUcontext);
     push = cuCtxPushCurrent_v2(context: CUcontext);
     pop = cuCtxPopCurrent_v2(context: *mut CUcontext);
+    context_synchronize = cuCtxSynchronize();
+    device_can_access_peer = cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
+    enable_peer_access = cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint);
     module_load = cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
     module_unload = cuModuleUnload(module: CUmodule);
     module_function = cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
@@ -84,10 +89,22 @@ functions! {
         fill: c_int);
     mem_alloc = cuMemAlloc_v2(ptr: *mut CUdeviceptr, size: usize);
     mem_free = cuMemFree_v2(ptr: CUdeviceptr);
+    pool_create = cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps);
+    pool_destroy = cuMemPoolDestroy(pool: CUmemoryPool);
+    pool_trim = cuMemPoolTrimTo(pool: CUmemoryPool, keep: usize);
+    pool_attribute = cuMemPoolGetAttribute(pool: CUmemoryPool, attribute: CUmemPool_attribute, value: *mut c_void);
+    pool_set_attribute = cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: CUmemPool_attribute, value: *mut c_void);
+    pool_set_access = cuMemPoolSetAccess(pool: CUmemoryPool, accesses: *const CUmemAccessDesc, count: usize);
+    pool_alloc = cuMemAllocFromPoolAsync(ptr: *mut CUdeviceptr, size: usize, pool: CUmemoryPool, stream: CUstream);
+    pool_free = cuMemFreeAsync(ptr: CUdeviceptr, stream: CUstream);
+    host_alloc = cuMemHostAlloc(ptr: *mut *mut c_void, size: usize, flags: c_uint);
+    host_free = cuMemFreeHost(ptr: *mut c_void);
     mem_info = cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     host_to_device = cuMemcpyHtoDAsync_v2(dst: CUdeviceptr, src: *const c_void, size: usize, stream: CUstream);
     device_to_host = cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: CUdeviceptr, size: usize, stream: CUstream);
     device_to_device = cuMemcpyDtoDAsync_v2(dst: CUdeviceptr, src: CUdeviceptr, size: usize, stream: CUstream);
+    peer_to_peer = cuMemcpyPeerAsync(dst: CUdeviceptr, dst_context: CUcontext, src: CUdeviceptr, src_context: CUcontext,
+        size: usize, stream: CUstream);
     memset = cuMemsetD8Async(dst: CUdeviceptr, value: c_uchar, size: usize, stream: CUstream);
     pointer_attributes = cuPointerGetAttributes(count: c_uint, attributes: *mut CUpointer_attribute, values: *mut *mut c_void,
         ptr: CUdeviceptr);
@@ -95,32 +112,43 @@ functions! {
     stream_create = cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     stream_destroy = cuStreamDestroy_v2(stream: CUstream);
     stream_synchronize = cuStreamSynchronize(stream: CUstream);
+    stream_is_capturing = cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
+    event_create = cuEventCreate(event: *mut CUevent, flags: c_uint);
+    event_destroy = cuEventDestroy_v2(event: CUevent);
+    event_record = cuEventRecord(event: CUevent, stream: CUstream);
+    event_synchronize = cuEventSynchronize(event: CUevent);
 }
 
-/// The opened libcuda, which stays open: its own threads may outlive any owner.
-struct Library;
+/// libcuda, opened here and not by cudarc, which another crate of the program may have told to link it. It is never closed: its own
+/// threads may outlive any owner.
+struct Library(std::mem::ManuallyDrop<libloading::Library>);
 
 impl Library {
+    /// The name that drivers install, and that of development packages.
+    const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+
     fn open() -> std::result::Result<Library, String> {
-        // SAFETY: opening libcuda runs its initialisers, which may run at any time and on any thread.
-        if unsafe { cudarc::driver::sys::is_culib_present() } {
-            return Ok(Library);
-        }
-        Err("libcuda was not found: it comes with the NVIDIA driver".into())
+        let opened = Library::NAMES.iter().find_map(|name| {
+            // SAFETY: opening libcuda runs its initialisers, which may run at any time and on any thread.
+            unsafe { libloading::Library::new(*name) }.ok()
+        });
+        let library =
+            opened.ok_or("libcuda was not found: it comes with the NVIDIA driver".to_string())?;
+        Ok(Library(std::mem::ManuallyDrop::new(library)))
     }
 
     /// # Safety
     /// `F` is the type of the function `name`.
     unsafe fn symbol<F: Copy>(&self, name: &str) -> Option<F> {
-        // SAFETY: `open` has seen that there is a library, so that this does not panic; the type is the caller's promise.
-        unsafe {
-            let library = cudarc::driver::sys::culib();
-            library.get::<F>(name.as_bytes()).ok().map(|symbol| *symbol)
-        }
+        // SAFETY: the type is the caller's promise; the library stays open.
+        unsafe { self.0.get::<F>(name.as_bytes()) }
+            .ok()
+            .map(|symbol| *symbol)
     }
 }
 
-const OUT_OF_MEMORY: c_int = CUresult::CUDA_ERROR_OUT_OF_MEMORY as c_int;
+pub(super) const OUT_OF_MEMORY: c_int = CUresult::CUDA_ERROR_OUT_OF_MEMORY as c_int;
+const CAPTURE_IMPLICIT: c_int = CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as c_int;
 const NO_DEVICE: c_int = CUresult::CUDA_ERROR_NO_DEVICE as c_int;
 
 /// Errors after which the context takes no more work (CUDA's documentation: "the process must be terminated and relaunched").
@@ -220,17 +248,18 @@ impl Driver {
         unsafe { self.function_attribute(op, &mut value, attribute, function) }
     }
 
-    /// Allocates, or says that there is no memory.
+    /// Whether work queued on the stream becomes part of a graph instead of running.
     ///
     /// # Safety
-    /// A context is current.
-    pub unsafe fn allocate(&self, op: &'static str, size: usize) -> Result<Option<CUdeviceptr>> {
-        let mut ptr = 0;
-        // SAFETY: `ptr` is valid for a write; the rest is the caller's promise.
-        match unsafe { (self.mem_alloc)(&mut ptr, size) } {
-            0 => Ok(Some(ptr)),
-            OUT_OF_MEMORY => Ok(None),
-            code => Err(self.error(op, "cuMemAlloc_v2", code)),
+    /// The stream is live, and its context current.
+    pub unsafe fn is_capturing(&self, op: &'static str, stream: CUstream) -> Result<bool> {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: `status` is valid for a write; the rest is the caller's promise.
+        match unsafe { (self.stream_is_capturing)(stream, &mut status) } {
+            0 => Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
+            // The default stream, asked about while one that waits for it is captured.
+            CAPTURE_IMPLICIT => Ok(true),
+            code => Err(self.error(op, "cuStreamIsCapturing", code)),
         }
     }
 

@@ -2,53 +2,166 @@
 
 use super::Cuda;
 use super::device::NON_BLOCKING;
-use super::driver::{CUpointer_attribute, CUstream};
+use super::driver::{CUdeviceptr, CUpointer_attribute, CUstream, OUT_OF_MEMORY};
 use crate::context::Stream;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::CopyKind;
 
 fn raw(stream: Stream) -> CUstream {
     stream.as_raw().cast()
 }
 
+fn pointer(ptr: CUdeviceptr) -> *mut u8 {
+    std::ptr::with_exposed_provenance_mut(ptr as usize)
+}
+
+fn is_out_of_memory(result: &Result<()>) -> bool {
+    matches!(result, Err(Error::Cuda { code, .. }) if *code == OUT_OF_MEMORY)
+}
+
 impl Cuda {
-    /// Allocates zeroed memory, or says that there is none. Every stream may use it at once.
-    pub fn alloc(&self, op: &'static str, size: usize) -> Result<Option<*mut u8>> {
-        let primary = &self.resources.primary;
-        let driver = primary.driver;
+    /// Allocates zeroed memory. Every stream may use it at once.
+    ///
+    /// It comes from the device itself, not from the pool: it lives long, and the device has it back when it is freed. It can be given
+    /// to NCCL and to other processes, too.
+    pub fn alloc(&self, op: &'static str, size: usize) -> Result<*mut u8> {
+        let driver = self.resources.primary.driver;
         let internal = self.resources.internal;
-        let _entered = primary.enter(op)?;
+        let _entered = self.resources.primary.enter(op)?;
         // An address is due even for no bytes, and the driver gives none for zero.
-        let size = size.max(1);
-        // SAFETY: a context is current; the range was just allocated.
+        let bytes = size.max(1);
+        let mut ptr = 0;
+        // SAFETY: `ptr` is valid for a write, and a context is current; the range was just allocated.
         unsafe {
-            let Some(ptr) = driver.allocate(op, size)? else {
-                return Ok(None);
-            };
+            self.allocate(op, size, || driver.mem_alloc(op, &mut ptr, bytes))?;
             let zeroed = driver
-                .memset(op, ptr, 0, size, internal)
+                .memset(op, ptr, 0, bytes, internal)
                 .and_then(|()| driver.stream_synchronize(op, internal));
             if let Err(error) = zeroed {
                 let _ = driver.mem_free(op, ptr);
                 return Err(error);
             }
-            Ok(Some(std::ptr::with_exposed_provenance_mut(ptr as usize)))
         }
+        Ok(pointer(ptr))
+    }
+
+    /// Allocates memory in the order of a stream, with unspecified contents, and says whether it is the pool's.
+    ///
+    /// # Safety
+    /// The stream is live, of this device, and not captured.
+    pub unsafe fn alloc_async(
+        &self,
+        op: &'static str,
+        size: usize,
+        stream: Stream,
+    ) -> Result<(*mut u8, bool)> {
+        let Some(pool) = &self.resources.pool else {
+            return Ok((self.alloc(op, size)?, false));
+        };
+        let _entered = self.resources.primary.enter(op)?;
+        let mut ptr = 0;
+        self.allocate(op, size, || {
+            // SAFETY: the caller's promise; a context is current.
+            ptr = unsafe { pool.alloc(op, size.max(1), raw(stream)) }?;
+            Ok(())
+        })?;
+        Ok((pointer(ptr), true))
+    }
+
+    /// Tries to allocate, again without what the pool keeps if there is too little memory.
+    fn allocate(
+        &self,
+        op: &'static str,
+        size: usize,
+        mut attempt: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let mut result = attempt();
+        if is_out_of_memory(&result)
+            && let Some(pool) = &self.resources.pool
+            && pool.trim(op, 0).is_ok()
+        {
+            result = attempt();
+        }
+        if !is_out_of_memory(&result) {
+            return result;
+        }
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are valid for writes; a context is current.
+        unsafe {
+            let driver = self.resources.primary.driver;
+            driver.mem_info(op, &mut free, &mut total)?;
+        }
+        Err(Error::OutOfMemory {
+            op,
+            requested: size as u64,
+            reason: format!("{free} of the device's {total} bytes are free"),
+        })
     }
 
     /// Frees memory, after everything queued on the device.
     ///
     /// # Safety
-    /// `ptr` came from [`Cuda::alloc`] and is not used again.
-    pub unsafe fn free(&self, op: &'static str, ptr: *mut u8) -> Result<()> {
+    /// `ptr` came from [`Cuda::alloc`] or, with `pooled`, from the pool by [`Cuda::alloc_async`], and is not used again.
+    pub unsafe fn free(&self, op: &'static str, ptr: *mut u8, pooled: bool) -> Result<()> {
+        let driver = self.resources.primary.driver;
         let _entered = self.resources.primary.enter(op)?;
+        let ptr = ptr.addr() as u64;
         // SAFETY: the caller's promise.
         unsafe {
-            self.resources
-                .primary
-                .driver
-                .mem_free(op, ptr.addr() as u64)
+            if !pooled {
+                return driver.mem_free(op, ptr);
+            }
+            driver.context_synchronize(op)?;
+            driver.pool_free(op, ptr, self.resources.internal)
         }
+    }
+
+    /// Frees memory after everything queued on a stream; memory that is not the pool's has to wait for it.
+    ///
+    /// # Safety
+    /// As [`Cuda::free`], but work on `stream` may use the memory; the stream is live, of this device, and not captured.
+    pub unsafe fn free_async(
+        &self,
+        op: &'static str,
+        ptr: *mut u8,
+        pooled: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        let driver = self.resources.primary.driver;
+        let _entered = self.resources.primary.enter(op)?;
+        let ptr = ptr.addr() as u64;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if pooled {
+                return driver.pool_free(op, ptr, raw(stream));
+            }
+            driver.stream_synchronize(op, raw(stream))?;
+            driver.mem_free(op, ptr)
+        }
+    }
+
+    /// Bytes that the pool holds of the device's memory.
+    pub fn pool_size(&self, op: &'static str) -> Result<u64> {
+        match &self.resources.pool {
+            Some(pool) => pool.size(op),
+            None => Ok(0),
+        }
+    }
+
+    /// Returns what the pool holds and nobody uses to the device, until it holds `keep` bytes.
+    pub fn trim_pool(&self, op: &'static str, keep: usize) -> Result<()> {
+        let Some(pool) = &self.resources.pool else {
+            return Ok(());
+        };
+        let _entered = self.resources.primary.enter(op)?;
+        pool.trim(op, keep)
+    }
+
+    /// Whether work queued on a stream becomes part of a graph instead of running.
+    pub fn is_capturing(&self, op: &'static str, stream: Stream) -> Result<bool> {
+        let _entered = self.resources.primary.enter(op)?;
+        // SAFETY: a `Stream` is live and of this device: that is the promise of whoever made it.
+        unsafe { self.resources.primary.driver.is_capturing(op, raw(stream)) }
     }
 
     /// Queues a copy.

@@ -15,6 +15,8 @@ pub(crate) mod kv_cache;
 pub(crate) mod linear;
 mod memory;
 pub(crate) mod mlp;
+mod peer;
+mod pool;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 mod rotation;

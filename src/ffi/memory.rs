@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::context::{CONTEXTS, ContextObject, context_from, unsloth_context};
 use crate::ffi::params::{self, params};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::{check_out, guard, stream_from, unsloth_stream};
@@ -35,13 +35,18 @@ pub struct unsloth_memory_stats {
     pub limit: u64,
     /// Live allocations.
     pub num_allocations: u64,
+    /// Bytes that the pool for `unsloth_memory_alloc_async` holds of the device's memory, used or not, by the driver's count: what it
+    /// rounds allocations up to is in it, and what was freed until `unsloth_memory_pool_trim`. 0 without a pool.
+    pub pool_size: u64,
 }
 params!(unsloth_memory_stats, min_size = 40);
 
 /// Allocates `size` bytes on the context's device, aligned to 256 bytes, and writes the address to `ptr`. The contents are zero.
 /// Freed with `unsloth_memory_free`, or with the context. A size of zero gives an address that may only be freed.
 ///
-/// Allocates, so it may not be called while a graph is captured. `UNSLOTH_STATUS_OUT_OF_MEMORY` names what stood in the way.
+/// Waits for the device, so it may not be called while a graph is captured. With the CUDA backend the memory comes from the device
+/// itself, not from the pool, and may be shared with other processes and registered with communication libraries.
+/// `UNSLOTH_STATUS_OUT_OF_MEMORY` names what stood in the way: the context's limit, or how much of the device's memory is free.
 ///
 /// # Safety
 /// `ptr` is NULL or valid for a write.
@@ -55,21 +60,64 @@ pub unsafe extern "C" fn unsloth_memory_alloc(
     guard(OP, || {
         check_out(OP, "ptr", ptr)?;
         let object = context_from(OP, ctx)?;
-        let buffer = Buffer::new(&object.context, size)?;
-        let address = buffer.as_ptr();
-        object
-            .allocations
-            .lock()
-            .unwrap_or_else(|p| p.into_inner())
-            .insert(address as usize, buffer);
+        let address = give_out(object, Buffer::new(&object.context, size)?);
         // SAFETY: checked; the caller promises that it is valid.
-        unsafe { ptr.write(address.cast()) };
+        unsafe { ptr.write(address) };
         Ok(())
     })
 }
 
-/// Frees memory of `unsloth_memory_alloc` of the same context. NULL is fine; any other address is
-/// `UNSLOTH_STATUS_INVALID_ARGUMENT`. No work that uses it may still be queued.
+/// Allocates like `unsloth_memory_alloc`, but in the order of `stream` and with unspecified contents: it neither waits for the device
+/// nor, where the context's pool has the memory, asks the device for any. For memory that comes and goes with the steps of a model,
+/// such as workspaces. Work of other streams may use the memory behind this point of `stream`, by an event or a synchronisation.
+///
+/// The pool keeps what is freed until `unsloth_memory_pool_trim` or the end of the context. On devices without pools, and on the CPU,
+/// this is `unsloth_memory_alloc`. `UNSLOTH_STATUS_INVALID_ARGUMENT` while `stream` is captured into a graph.
+///
+/// # Safety
+/// `ptr` is NULL or valid for a write; `stream` is NULL or a live stream of the context's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_memory_alloc_async(
+    ctx: *mut unsloth_context,
+    size: usize,
+    ptr: *mut *mut c_void,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "memory_alloc_async";
+    guard(OP, || {
+        check_out(OP, "ptr", ptr)?;
+        let object = context_from(OP, ctx)?;
+        // SAFETY: the caller's promise; that other streams come behind is part of the function's contract.
+        let buffer = unsafe { Buffer::new_async(&object.context, size, stream_from(stream)) };
+        let address = give_out(object, buffer.map_err(|error| error.within(OP))?);
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { ptr.write(address) };
+        Ok(())
+    })
+}
+
+/// Keeps a buffer with its context, and gives its address.
+fn give_out(object: &ContextObject, buffer: Buffer) -> *mut c_void {
+    let address = buffer.as_ptr();
+    object
+        .allocations
+        .lock()
+        .unwrap_or_else(|p| p.into_inner())
+        .insert(address as usize, buffer);
+    address.cast()
+}
+
+/// Takes the buffer at an address back.
+fn take_back(op: &'static str, object: &ContextObject, ptr: *mut c_void) -> Result<Buffer> {
+    let mut allocations = object.allocations.lock().unwrap_or_else(|p| p.into_inner());
+    allocations.remove(&(ptr as usize)).ok_or_else(|| {
+        let problem = format!("{ptr:p} is not a live allocation of this context");
+        Error::invalid(op, "ptr", problem)
+    })
+}
+
+/// Frees memory of `unsloth_memory_alloc` or `unsloth_memory_alloc_async` of the same context, after all work queued on the device.
+/// NULL is fine; any other address is `UNSLOTH_STATUS_INVALID_ARGUMENT`. May not be called while a graph is captured.
 #[unsafe(no_mangle)]
 pub extern "C" fn unsloth_memory_free(
     ctx: *mut unsloth_context,
@@ -81,18 +129,51 @@ pub extern "C" fn unsloth_memory_free(
         if ptr.is_null() {
             return Ok(());
         }
-        let mut allocations = object.allocations.lock().unwrap_or_else(|p| p.into_inner());
-        let found = allocations.remove(&(ptr as usize));
-        drop(allocations);
-        match found {
-            Some(buffer) => drop(buffer),
-            None => {
-                let problem = format!("{ptr:p} is not a live allocation of this context");
-                return Err(Error::invalid(OP, "ptr", problem));
-            }
-        }
+        drop(take_back(OP, object, ptr)?);
         Ok(())
     })
+}
+
+/// Frees memory of `unsloth_memory_alloc_async` of the same context in the order of `stream`, without waiting: work queued on
+/// `stream` before may use it, that of other streams must be done or come before this point of `stream`. NULL is fine; any other
+/// address, and a stream that is captured into a graph, is `UNSLOTH_STATUS_INVALID_ARGUMENT`. Memory of `unsloth_memory_alloc` is
+/// freed as well, after waiting for `stream`.
+///
+/// # Safety
+/// `stream` is NULL or a live stream of the context's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_memory_free_async(
+    ctx: *mut unsloth_context,
+    ptr: *mut c_void,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "memory_free_async";
+    guard(OP, || {
+        let object = context_from(OP, ctx)?;
+        if ptr.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        let stream = unsafe { stream_from(stream) };
+        // Before the buffer is taken, so that a refused call leaves it.
+        object
+            .context
+            .check_not_capturing(OP, stream, memory::FREE_OUTSIDE)?;
+        let buffer = take_back(OP, object, ptr)?;
+        // SAFETY: that work of other streams comes before is part of the function's contract.
+        unsafe { buffer.free_async(stream) }.map_err(|error| error.within(OP))
+    })
+}
+
+/// Returns memory that the context's pool holds and no allocation uses to the device, until the pool holds `keep` bytes. Memory that was
+/// freed on a stream counts as used until the stream has come there.
+#[unsafe(no_mangle)]
+pub extern "C" fn unsloth_memory_pool_trim(
+    ctx: *mut unsloth_context,
+    keep: usize,
+) -> unsloth_status {
+    const OP: &str = "memory_pool_trim";
+    guard(OP, || context_from(OP, ctx)?.context.trim_memory_pool(keep))
 }
 
 /// Queues a copy of `size` bytes on `stream`. The two ranges may not overlap. With the CUDA backend a copy from or to pageable host
@@ -118,16 +199,7 @@ pub unsafe extern "C" fn unsloth_memory_copy(
             );
             Error::invalid(OP, "kind", problem)
         })?;
-        check_range(OP, "dst", dst.cast_const(), size)?;
-        check_range(OP, "src", src, size)?;
-        let apart = (dst as usize).abs_diff(src as usize) >= size;
-        if !apart {
-            return Err(Error::invalid(
-                OP,
-                "dst",
-                format!("overlaps src within {size} bytes"),
-            ));
-        }
+        check_ranges(OP, dst, src, size)?;
         // SAFETY: the ranges are the caller's promise; that they do not overlap was checked.
         unsafe {
             memory::copy(
@@ -139,6 +211,33 @@ pub unsafe extern "C" fn unsloth_memory_copy(
                 stream_from(stream),
             )
         }
+    })
+}
+
+/// Queues a copy of `size` bytes from memory of the device of `src_ctx` to memory of the device of `ctx`, on `stream`, which is one of
+/// `ctx`. The contexts have the same backend, and may be one. The two ranges may not overlap.
+///
+/// Devices that can reach each other's memory are given access to it at the first copy between them (which therefore should not be
+/// one that is captured into a graph); others copy by way of the host.
+///
+/// # Safety
+/// `dst` and `src` are NULL (with `size` 0) or valid for `size` bytes on the devices of `ctx` and `src_ctx`, until the copy has run.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_memory_copy_peer(
+    ctx: *mut unsloth_context,
+    dst: *mut c_void,
+    src_ctx: *mut unsloth_context,
+    src: *const c_void,
+    size: usize,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "memory_copy_peer";
+    guard(OP, || {
+        let to = &context_from(OP, ctx)?.context;
+        let from = &CONTEXTS.get(OP, "src_ctx", src_ctx)?.context;
+        check_ranges(OP, dst, src, size)?;
+        // SAFETY: the ranges are the caller's promise; that they do not overlap was checked.
+        unsafe { memory::copy_peer(to, dst.cast(), from, src.cast(), size, stream_from(stream)) }
     })
 }
 
@@ -182,6 +281,7 @@ pub unsafe extern "C" fn unsloth_memory_stats_get(
         out.peak = counted.peak;
         out.limit = counted.limit.unwrap_or(0);
         out.num_allocations = counted.num_allocations;
+        out.pool_size = counted.pool_size;
         // SAFETY: the caller promises `struct_size` writable bytes.
         unsafe { params::write(&out, stats) };
         Ok(())
@@ -211,6 +311,17 @@ pub extern "C" fn unsloth_memory_limit_set(
             .set_memory_limit((limit != 0).then_some(limit));
         Ok(())
     })
+}
+
+/// Both ranges of a copy are plausible, and do not overlap.
+fn check_ranges(op: &'static str, dst: *mut c_void, src: *const c_void, size: usize) -> Result<()> {
+    check_range(op, "dst", dst.cast_const(), size)?;
+    check_range(op, "src", src, size)?;
+    if (dst as usize).abs_diff(src as usize) >= size {
+        return Ok(());
+    }
+    let problem = format!("overlaps src within {size} bytes");
+    Err(Error::invalid(op, "dst", problem))
 }
 
 /// A range of `size` bytes neither starts at NULL nor wraps around.

@@ -8,13 +8,21 @@ use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::tensor::{TensorMut, TensorRef, Workspace};
 
-/// Uninitialised-or-written memory on a context's device, freed when dropped; aligned to [`Workspace::ALIGNMENT`] bytes.
+const OP: &str = "memory";
+
+const ALLOCATE_OUTSIDE: &str = "allocate before the capture";
+pub(crate) const FREE_OUTSIDE: &str = "free after the capture";
+
+/// Memory on a context's device, freed when dropped; aligned to [`Workspace::ALIGNMENT`] bytes.
 ///
-/// A buffer keeps its context alive. Contents are zero when it is made.
+/// A buffer keeps its context alive. Contents are zero when [`Buffer::new`] made it.
 #[derive(Debug)]
 pub struct Buffer {
     ptr: *mut u8,
     size: usize,
+    /// Whether it is the pool's.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pooled: bool,
     context: Context,
 }
 
@@ -24,30 +32,50 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Allocates `size` zeroed bytes on the device of `context`.
+    /// Allocates `size` zeroed bytes on the device of `context`. Waits for the device to write them.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the limit would be passed or the device has no more.
     pub fn new(context: &Context, size: usize) -> Result<Buffer> {
-        const OP: &str = "memory";
+        Buffer::allocated(context, size, || match context.device() {
+            Device::Cpu(_) => Ok((host_alloc(size)?, false)),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => Ok((cuda.alloc(OP, size)?, false)),
+        })
+    }
+
+    /// Allocates `size` bytes in the order of `stream`, with unspecified contents: neither waits for the device nor asks it for memory
+    /// that the context's pool has. For memory that comes and goes with steps, such as workspaces. Where the device has no pools, and
+    /// on the CPU, it is [`Buffer::new`].
+    ///
+    /// # Safety
+    /// Work of other streams uses the buffer only behind this point of `stream`, by an event or a synchronisation.
+    ///
+    /// # Errors
+    /// As [`Buffer::new`]; [`Error::InvalidArgument`] if the stream is being captured.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub unsafe fn new_async(context: &Context, size: usize, stream: Stream) -> Result<Buffer> {
+        context.check_not_capturing(OP, stream, ALLOCATE_OUTSIDE)?;
+        Buffer::allocated(context, size, || match context.device() {
+            Device::Cpu(_) => Ok((host_alloc(size)?, false)),
+            #[cfg(feature = "cuda")]
+            // SAFETY: a `Stream` is live and of the device; that it is not captured was checked.
+            Device::Cuda(cuda) => unsafe { cuda.alloc_async(OP, size, stream) },
+        })
+    }
+
+    fn allocated(
+        context: &Context,
+        size: usize,
+        allocate: impl FnOnce() -> Result<(*mut u8, bool)>,
+    ) -> Result<Buffer> {
         let bytes = size as u64;
         context.accountant().reserve(OP, bytes)?;
-        let allocated = match context.device() {
-            Device::Cpu(_) => Ok(host_alloc(size)),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.alloc(OP, size),
-        };
-        let allocated = allocated.and_then(|ptr| {
-            ptr.ok_or_else(|| Error::OutOfMemory {
-                op: OP,
-                requested: bytes,
-                reason: "the device has too little free memory".into(),
-            })
-        });
-        match allocated {
-            Ok(ptr) => Ok(Buffer {
+        match allocate() {
+            Ok((ptr, pooled)) => Ok(Buffer {
                 ptr,
                 size,
+                pooled,
                 context: context.clone(),
             }),
             Err(error) => {
@@ -55,6 +83,38 @@ impl Buffer {
                 Err(error)
             }
         }
+    }
+
+    /// Frees the buffer in the order of `stream`, without waiting. Its bytes no longer count as in use. A buffer that
+    /// [`Buffer::new_async`] did not make waits for the stream.
+    ///
+    /// # Safety
+    /// Work of other streams that uses the buffer is done, or comes before this point of `stream`.
+    ///
+    /// # Errors
+    /// The stream is being captured (the buffer is freed as if dropped), or the driver refuses.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub unsafe fn free_async(self, stream: Stream) -> Result<()> {
+        self.context.check_not_capturing(OP, stream, FREE_OUTSIDE)?;
+        match self.context.device() {
+            Device::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => {
+                // SAFETY: allocated by the device; the caller's promise; that the stream is not captured was checked.
+                unsafe { cuda.free_async(OP, self.ptr, self.pooled, stream) }?;
+                self.forget();
+                Ok(())
+            }
+        }
+    }
+
+    /// Lets go of memory that has been freed.
+    #[cfg(feature = "cuda")]
+    fn forget(self) {
+        self.context.accountant().release(self.size as u64);
+        let this = std::mem::ManuallyDrop::new(self);
+        // SAFETY: read once, from a buffer that is not dropped.
+        drop(unsafe { std::ptr::read(&raw const this.context) });
     }
 
     /// A buffer with the bytes of `data`.
@@ -112,7 +172,7 @@ impl Buffer {
             Device::Cuda(cuda) => {
                 let to = self.ptr.wrapping_add(offset);
                 // SAFETY: the range was checked, and the copy is done with `data` when it returns.
-                unsafe { cuda.upload("memory", to, data.as_ptr().cast(), bytes, stream) }
+                unsafe { cuda.upload(OP, to, data.as_ptr().cast(), bytes, stream) }
             }
         }
     }
@@ -128,16 +188,12 @@ impl Buffer {
         stream: Stream,
     ) -> Result<Vec<T>> {
         let bytes = count.checked_mul(size_of::<T>()).ok_or_else(|| {
-            Error::invalid(
-                "memory",
-                "count",
-                format!("{count} overflows the address space"),
-            )
+            Error::invalid(OP, "count", format!("{count} overflows the address space"))
         })?;
         self.check_range(offset, bytes)?;
         if T::DTYPE == DType::Bool {
             return Err(Error::unsupported(
-                "memory",
+                OP,
                 "dtype",
                 "bool cannot be read back; read i8",
             ));
@@ -164,8 +220,8 @@ impl Buffer {
                 let kind = crate::memory::CopyKind::DeviceToHost;
                 // SAFETY: as above, and nothing looks at the elements before the copy has run.
                 unsafe {
-                    cuda.copy("memory", to, from, bytes, kind, stream)?;
-                    cuda.synchronize("memory", stream)?;
+                    cuda.copy(OP, to, from, bytes, kind, stream)?;
+                    cuda.synchronize(OP, stream)?;
                     out.set_len(count);
                 }
             }
@@ -179,7 +235,7 @@ impl Buffer {
     /// The view does not fit the buffer or is misaligned.
     pub fn tensor(&self, offset: usize, dtype: DType, layout: Layout) -> Result<TensorRef<'_>> {
         self.check_view(offset, dtype, &layout)?;
-        // SAFETY: the range lies in memory that `self` owns and that was initialised when it was made.
+        // SAFETY: the range lies in memory that `self` owns, on the host initialised when it was made.
         Ok(unsafe { TensorRef::from_raw(self.ptr.add(offset), dtype, layout) })
     }
 
@@ -210,13 +266,13 @@ impl Buffer {
             return Ok(());
         }
         Err(Error::invalid(
-            "memory",
+            OP,
             "offset",
             format!("{offset} is not a multiple of {} bytes", dtype.size()),
         ))
     }
 
-    fn check_range(&self, offset: usize, bytes: usize) -> Result<()> {
+    pub(super) fn check_range(&self, offset: usize, bytes: usize) -> Result<()> {
         if offset
             .checked_add(bytes)
             .is_some_and(|end| end <= self.size)
@@ -224,7 +280,7 @@ impl Buffer {
             return Ok(());
         }
         Err(Error::invalid(
-            "memory",
+            OP,
             "range",
             format!(
                 "of {bytes} bytes from {offset} is outside the buffer of {} bytes",
@@ -242,7 +298,7 @@ impl Drop for Buffer {
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => {
                 // SAFETY: allocated by the device, and dropped once. A lost context has freed it already.
-                let _ = unsafe { cuda.free("memory", self.ptr) };
+                let _ = unsafe { cuda.free(OP, self.ptr, self.pooled) };
             }
         }
         self.context.accountant().release(self.size as u64);
@@ -253,11 +309,19 @@ fn host_layout(size: usize) -> Option<AllocLayout> {
     AllocLayout::from_size_align(size.max(1), Workspace::ALIGNMENT).ok()
 }
 
-fn host_alloc(size: usize) -> Option<*mut u8> {
-    let layout = host_layout(size)?;
-    // SAFETY: the layout's size is not zero.
-    let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
-    (!ptr.is_null()).then_some(ptr)
+fn host_alloc(size: usize) -> Result<*mut u8> {
+    let ptr = host_layout(size).map_or(std::ptr::null_mut(), |layout| {
+        // SAFETY: the layout's size is not zero.
+        unsafe { std::alloc::alloc_zeroed(layout) }
+    });
+    match ptr.is_null() {
+        false => Ok(ptr),
+        true => Err(Error::OutOfMemory {
+            op: OP,
+            requested: size as u64,
+            reason: "the host has too little free memory".into(),
+        }),
+    }
 }
 
 /// # Safety

@@ -8,4 +8,5 @@ mod transfer;
 pub(crate) use accountant::Accountant;
 pub use accountant::MemoryStats;
 pub use buffer::Buffer;
-pub use transfer::{CopyKind, copy, set};
+pub(crate) use buffer::FREE_OUTSIDE;
+pub use transfer::{CopyKind, copy, copy_peer, set};

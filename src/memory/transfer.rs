@@ -1,6 +1,8 @@
 //! Copies and fills of raw memory, queued on a stream.
 
 use crate::context::{Context, Device, Stream};
+#[cfg(feature = "cuda")]
+use crate::error::Error;
 use crate::error::Result;
 
 /// Between which memories a copy goes. The discriminants are those of the C ABI (`UNSLOTH_COPY_KIND_*`).
@@ -52,6 +54,48 @@ pub unsafe fn copy(
         #[cfg(feature = "cuda")]
         // SAFETY: the caller's promise.
         Device::Cuda(cuda) => unsafe { cuda.copy("memory_copy", dst, src, size, kind, stream) },
+    }
+}
+
+/// Queues a copy of `size` bytes from memory of another context to memory of `context`, of the same backend, on a stream of
+/// `context`. Devices that can reach each other's memory are given access to it at the first copy between them; others copy by way
+/// of the host. That first copy should not be one that is captured.
+///
+/// # Safety
+/// Both ranges are valid on their contexts' devices until the copy has run, and do not overlap.
+///
+/// # Errors
+/// The backends differ, or the driver refuses.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub unsafe fn copy_peer(
+    context: &Context,
+    dst: *mut u8,
+    src_context: &Context,
+    src: *const u8,
+    size: usize,
+    stream: Stream,
+) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    const OP: &str = "memory_copy_peer";
+    match (context.device(), src_context.device()) {
+        // SAFETY: the caller's promise; the two contexts share the host's memory.
+        (Device::Cpu(_), Device::Cpu(_)) => unsafe {
+            copy(context, dst, src, size, CopyKind::DeviceToDevice, stream)
+        },
+        #[cfg(feature = "cuda")]
+        // SAFETY: the caller's promise.
+        (Device::Cuda(to), Device::Cuda(from)) => unsafe {
+            to.copy_peer(OP, dst, from, src, size, stream)
+        },
+        #[cfg(feature = "cuda")]
+        _ => {
+            let problem = format!(
+                "is on the {} backend, ctx on the {} backend: copies between host and device have a kind",
+                src_context.backend(),
+                context.backend()
+            );
+            Err(Error::invalid(OP, "src_ctx", problem))
+        }
     }
 }
 

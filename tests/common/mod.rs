@@ -8,6 +8,8 @@
 
 pub mod abi;
 pub mod attention;
+#[cfg(feature = "cuda")]
+pub mod graph;
 pub mod reference;
 pub mod rules;
 pub mod tensor;
