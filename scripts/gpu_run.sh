@@ -51,7 +51,7 @@ skips=$(for name in $skipped; do echo "--skip $name"; done)
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 if [ -n "$sanitizer" ]; then
   for tool in memcheck initcheck racecheck; do
-    for test in ${SANITIZED-cuda embedding kv_cache rms_norm rope swiglu}; do
+    for test in ${SANITIZED-cuda embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps memory rms_norm rope swiglu}; do
       while [ "$(jobs -rp | wc -l)" -ge "${SANITIZERS:-8}" ]; do wait -n; done
       api=$([ "$tool" = memcheck ] && echo "--report-api-errors no")
       # shellcheck disable=SC2086

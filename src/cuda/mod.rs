@@ -21,6 +21,7 @@ pub(crate) mod rms_norm;
 pub(crate) mod rope;
 mod rotation;
 mod rows;
+mod staging;
 pub(crate) mod swiglu;
 mod table;
 
@@ -33,6 +34,7 @@ use crate::tensor::RawTensor;
 use device::{Kernel, Primary, Resources};
 use driver::{CUdevice_attribute, Driver};
 use images::Arguments;
+pub(crate) use staging::Ring;
 
 /// The CUDA backend's state on one device.
 pub(crate) struct Cuda {

@@ -258,11 +258,12 @@ pub extern "C" fn unsloth_kv_cache_destroy(cache: *mut unsloth_kv_cache) -> unsl
 }
 
 /// Makes `num_sequences` sequences, of which `sequences[i]` gets `num_tokens[i]` new tokens, the current batch: finds pages for the
-/// new tokens, advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`.
+/// new tokens, advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`, from
+/// page-locked memory and without waiting: what changed since the last batch, or nothing.
 ///
 /// `unsloth_kv_cache_append` must then write the new tokens in every layer. Numbers may be zero, and so may `num_sequences`. A
 /// captured graph of appends and attention can be launched again after extending a batch with the same numbers of tokens; this
-/// function itself stays outside the graph.
+/// function itself stays outside the graph, and refuses a stream that is being captured.
 ///
 /// `UNSLOTH_STATUS_OUT_OF_PAGES` if too few are free, `UNSLOTH_STATUS_INVALID_HANDLE` for an unknown sequence,
 /// `UNSLOTH_STATUS_INVALID_ARGUMENT` if one occurs twice or a limit of the cache would be passed: every sequence is as it was.

@@ -6,7 +6,7 @@ use crate::context::{Context, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, Staging};
 use crate::tensor::TensorRef;
 
 use super::config::{Config, Tables};
@@ -49,6 +49,8 @@ pub(super) struct Step {
     tables: Tables,
     device: Buffer,
     host: Vec<i32>,
+    /// On the way from one to the other, so that `host` may change while earlier copies are queued.
+    staging: Staging,
     /// Words in which the device may differ from the host.
     dirty: Range<usize>,
     sequences: Vec<SequenceId>,
@@ -78,6 +80,7 @@ impl Step {
             tables,
             device,
             host,
+            staging: Staging::new(super::OP, context, bytes)?,
             dirty: 0..0,
             sequences: Vec::new(),
             num_tokens: 0,
@@ -199,8 +202,9 @@ impl Writer<'_> {
         let step = self.step;
         if !step.dirty.is_empty() {
             let offset = step.dirty.start * size_of::<i32>();
-            step.device
-                .copy_from_slice(offset, &step.host[step.dirty.clone()], stream)?;
+            let changed = &step.host[step.dirty.clone()];
+            step.staging
+                .upload(super::OP, &mut step.device, offset, changed, stream)?;
             step.dirty = 0..0;
         }
         step.current = true;

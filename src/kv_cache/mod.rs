@@ -57,6 +57,9 @@ use sequences::{Sequence, Sequences};
 
 const OP: &str = "kv_cache";
 
+const EXTEND_OUTSIDE: &str = "extend before the capture and before each launch of the graph";
+const RESERVE_OUTSIDE: &str = "reserve before the capture";
+
 /// A paged cache of keys and values. See the [module](self).
 #[derive(Debug)]
 pub struct KvCache {
@@ -242,6 +245,8 @@ impl KvCache {
         stream: Stream,
     ) -> Result<()> {
         let op = "kv_cache_sequence_reserve";
+        let context = self.keys.context();
+        context.check_not_capturing(op, stream, RESERVE_OUTSIDE)?;
         let growth = self.grow(op, &[(id, num_tokens)], stream)?;
         if !growth.is_empty() {
             self.step.forget(id);
@@ -250,7 +255,8 @@ impl KvCache {
     }
 
     /// Makes `batch`, a list of sequences with their numbers of new tokens, the current batch: finds pages for the new tokens,
-    /// advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`.
+    /// advances lengths and positions, and puts the batch's tables on the device by at most one copy on `stream`, from page-locked
+    /// memory and without waiting: what changed since the last batch, or nothing.
     ///
     /// [`KvCache::append`] must then write the new tokens in every layer. A number may be zero. The tables stay at the same
     /// addresses for the life of the cache; a captured graph of appends and attention can be launched again after extending a
@@ -258,10 +264,12 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::OutOfPages`]; [`Error::InvalidHandle`] if there is no such sequence; [`Error::InvalidArgument`] if a sequence occurs
-    /// twice or would pass `max_sequence_length`, or the batch passes `max_batch_size` or `max_batch_tokens`. Every sequence is as
-    /// it was, and so is the current batch unless the device failed.
+    /// twice or would pass `max_sequence_length`, or the batch passes `max_batch_size` or `max_batch_tokens`, or the stream is being
+    /// captured. Every sequence is as it was, and so is the current batch unless the device failed.
     pub fn extend(&mut self, batch: &[(SequenceId, usize)], stream: Stream) -> Result<()> {
         let op = "kv_cache_extend";
+        let context = self.keys.context();
+        context.check_not_capturing(op, stream, EXTEND_OUTSIDE)?;
         if batch.len() > self.config.max_batch_size {
             let problem = format!(
                 "is {}, above max_batch_size {}",

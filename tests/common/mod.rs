@@ -10,6 +10,7 @@ pub mod abi;
 pub mod attention;
 #[cfg(feature = "cuda")]
 pub mod graph;
+pub mod kv_cache;
 pub mod reference;
 pub mod rules;
 pub mod tensor;
