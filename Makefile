@@ -8,7 +8,9 @@ SHELL := /bin/bash
 PREFIX ?= /usr/local
 DESTDIR ?=
 PROFILE ?= release
-PROMPT ?= The capital of France is
+PROMPT ?= What is the capital of France?
+# Where the demo runs: cpu, or cuda in a build with CUDA=1.
+DEVICE ?= cpu
 JOBS ?= $(shell nproc)
 # 1 builds the CUDA backend too.
 CUDA ?= 0
@@ -34,7 +36,7 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: engine model ## Let a small language model write text through the library
-	build/engine/engine --model $(MODEL) --prompt "$(PROMPT)" --tokens 48 --temperature 0
+	build/engine/engine --model $(MODEL) --device $(DEVICE) --chat --prompt "$(PROMPT)" --tokens 48 --temperature 0
 
 # What cargo needs to build with FEATURES.
 .PHONY: compilers

@@ -48,6 +48,14 @@ Choice parse_choice(const std::string &flag, const std::string &text,
 Args parse_args(int argc, const char *const *argv) {
   Args args;
   using SetValue = std::function<void(const std::string &flag, const std::string &value)>;
+  std::optional<Args::DType> dtype;
+  std::optional<Args::DType> weights;
+  bool no_graph = false;
+  const auto parse_dtype = [](const std::string &flag, const std::string &value) {
+    return parse_choice<Args::DType>(
+        flag, value,
+        {{"f32", Args::DType::kF32}, {"f16", Args::DType::kF16}, {"bf16", Args::DType::kBf16}});
+  };
   const std::map<std::string, SetValue> valued = {
       {"--model", [&](auto &, auto &value) { args.model = value; }},
       {"--device",
@@ -79,16 +87,14 @@ Args parse_args(int argc, const char *const *argv) {
       {"--perplexity", [&](auto &, auto &value) { args.perplexity = value; }},
       {"--threads",
        [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
-      {"--weights",
-       [&](auto &flag, auto &value) {
-         args.weights = parse_choice<Args::Weights>(flag, value,
-                                                    {{"f32", Args::Weights::kF32},
-                                                     {"f16", Args::Weights::kF16},
-                                                     {"bf16", Args::Weights::kBf16}});
-       }},
+      {"--dtype", [&](auto &flag, auto &value) { dtype = parse_dtype(flag, value); }},
+      {"--weights", [&](auto &flag, auto &value) { weights = parse_dtype(flag, value); }},
   };
-  const std::map<std::string, bool *> switches = {
-      {"--help", &args.help}, {"-h", &args.help}, {"--chat", &args.chat}, {"--json", &args.json}};
+  const std::map<std::string, bool *> switches = {{"--help", &args.help},
+                                                  {"-h", &args.help},
+                                                  {"--chat", &args.chat},
+                                                  {"--json", &args.json},
+                                                  {"--no-graph", &no_graph}};
 
   for (int i = 1; i < argc; ++i) {
     std::string flag = argv[i];
@@ -112,6 +118,11 @@ Args parse_args(int argc, const char *const *argv) {
   }
 
   if (args.help) return args;
+  const bool cpu = args.device == Args::Device::kCpu;
+  args.dtype = dtype.value_or(cpu ? Args::DType::kF32 : Args::DType::kBf16);
+  const bool half = args.dtype != Args::DType::kF32;
+  args.weights = weights.value_or(half ? args.dtype : Args::DType::kBf16);
+  args.graph = !no_graph;
   if (args.model.empty()) throw UsageError("--model is needed");
   if (args.perplexity && (args.prompt || args.chat)) {
     throw UsageError("--perplexity scores a file: it goes with neither --prompt nor --chat");
@@ -140,7 +151,10 @@ std::string usage() {
          "  --perplexity FILE   score the text of a file in place of generating\n"
          "  --json              print one JSON object in place of the text\n"
          "  --threads N         CPU threads (one per core)\n"
-         "  --weights TYPE      keep the matrices as f32, f16 or bf16 (bf16)\n"
+         "  --dtype TYPE        keep hidden states, keys and values as f32, f16 or bf16\n"
+         "                      (f32 on the CPU, bf16 on a GPU)\n"
+         "  --weights TYPE      keep the matrices as f32, f16 or bf16 (the dtype, bf16 for f32)\n"
+         "  --no-graph          on a GPU, queue every step anew in place of replaying a graph\n"
          "  --help              this text\n";
 }
 

@@ -12,7 +12,7 @@ namespace engine {
 
 struct Args {
   enum class Device { kCpu, kCuda };
-  enum class Weights { kF32, kF16, kBf16 };
+  enum class DType { kF32, kF16, kBf16 };
 
   bool help = false;
   std::string model;
@@ -24,7 +24,11 @@ struct Args {
   std::optional<std::string> perplexity;
   bool json = false;
   uint32_t threads = 0;  // 0: as many as there are cores
-  Weights weights = Weights::kBf16;
+  // Of hidden states, keys and values: bf16 on a GPU, which multiplies operands of one type, and
+  // f32 on the CPU, which widens weights as it reads them.
+  DType dtype = DType::kF32;
+  DType weights = DType::kBf16;  // of the matrices; `dtype` if that is a half
+  bool graph = true;             // decode through a CUDA graph, where there is one
 };
 
 // A mistake in the command line; the message names the flag and what it takes.

@@ -73,10 +73,10 @@ ModelConfig read_config(const Gguf &gguf) {
   const GgufTensor *embedding = gguf.find_tensor("token_embd.weight");
   if (embedding == nullptr) gguf.fail("tensor 'token_embd.weight' is missing");
   config.vocab_size = bounded(gguf, "size of token_embd.weight", embedding->shape[0]);
-  const size_t num_tokens = gguf.get_strings("tokenizer.ggml.tokens").size();
-  if (config.vocab_size < num_tokens) {
+  config.num_tokens = gguf.get_strings("tokenizer.ggml.tokens").size();
+  if (config.vocab_size < config.num_tokens) {
     gguf.fail("token_embd.weight has " + std::to_string(config.vocab_size) + " rows for " +
-              std::to_string(num_tokens) + " tokens");
+              std::to_string(config.num_tokens) + " tokens");
   }
   config.tied_embeddings = gguf.find_tensor("output.weight") == nullptr;
   return config;

@@ -12,7 +12,8 @@ struct ModelConfig {
   enum class RopeScaling { kNone, kLinear, kYarn };
 
   std::string name;
-  uint64_t vocab_size = 0;
+  uint64_t vocab_size = 0;  // rows of the embedding, which may have some to spare
+  uint64_t num_tokens = 0;  // of the tokenizer
   uint64_t context_length = 0;
   uint64_t num_layers = 0;
   uint64_t hidden_size = 0;

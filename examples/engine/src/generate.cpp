@@ -83,9 +83,11 @@ Result generate(Session *session, const Tokenizer &tokenizer, Sampler *sampler,
   };
   const auto sample = [&](Stopwatch *watch) {
     watch->start();
-    const float *logits = session->logits(session->last_row(), 1);
     // The matrix may have more rows than there are tokens, for the sake of its shape.
-    const TokenId token = sampler->sample(logits, tokenizer.vocab_size());
+    const TokenId token =
+        sampler->is_greedy()
+            ? session->likeliest()
+            : sampler->sample(session->logits(session->last_row(), 1), tokenizer.vocab_size());
     watch->stop();
     return token;
   };

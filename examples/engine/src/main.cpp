@@ -47,6 +47,7 @@ void print_json(const Result &result, const Session &session) {
   json.key("mean_nll").value(result.mean_nll);
   json.key("prefill_tokens_per_second").value(result.prefill_tokens_per_second);
   json.key("decode_tokens_per_second").value(result.decode_tokens_per_second);
+  json.key("graph").value(session.uses_graph());
   json.key("memory").begin_object();
   json.key("estimated").begin_object();
   json.key("weights").value(estimate.weights);
@@ -59,6 +60,7 @@ void print_json(const Result &result, const Session &session) {
   json.key("real").begin_object();
   json.key("in_use").value(stats.in_use);
   json.key("peak").value(stats.peak);
+  json.key("device").value(session.context().device_memory_in_use());
   json.end_object();
   json.end_object();
   json.end_object();
@@ -73,6 +75,7 @@ void print_summary(const Result &result, const Session &session) {
   std::fprintf(stderr, "memory: %.1f MiB, %.1f MiB estimated\n",
                static_cast<double>(session.context().memory_stats().peak) / kMiB,
                static_cast<double>(session.estimate_memory().total) / kMiB);
+  if (session.uses_graph()) std::fprintf(stderr, "decoded by replaying a CUDA graph\n");
 }
 
 std::vector<TokenId> encode_prompt(const Args &args, const Gguf &gguf, const Tokenizer &tokenizer) {
@@ -94,7 +97,7 @@ void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
   }
   const auto max_tokens =
       static_cast<uint32_t>(std::min<uint64_t>(args.tokens, context_length - prompt.size()));
-  Session session(model, prompt.size() + max_tokens);
+  Session session(model, prompt.size() + max_tokens, args.graph);
   Sampler sampler(args.sampling);
   if (!args.json && !args.chat) print(*args.prompt);
   const Result result = generate(&session, tokenizer, &sampler, prompt, {max_tokens, args.json},
@@ -110,7 +113,7 @@ void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
 // A conversation, line by line. The cache keeps it: each turn runs only what is new.
 void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Tokenizer &tokenizer) {
   const ChatTemplate chat = ChatTemplate::recognize(gguf.get_string("tokenizer.chat_template"));
-  Session session(model, std::min(kChatCapacity, model.config().context_length));
+  Session session(model, std::min(kChatCapacity, model.config().context_length), args.graph);
   Sampler sampler(args.sampling);
   std::vector<TokenId> not_run;  // the end of a reply that was cut short
   for (std::string line; print("> "), std::getline(std::cin, line);) {
@@ -138,7 +141,7 @@ void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Toke
 
 void run_perplexity(const Args &args, const Model &model, const Tokenizer &tokenizer) {
   const std::vector<TokenId> tokens = tokenizer.encode(read_file(*args.perplexity), {true, false});
-  Session session(model, std::min<uint64_t>(tokens.size(), model.config().context_length));
+  Session session(model, std::min<uint64_t>(tokens.size(), model.config().context_length), false);
   Result result;
   {
     ProgressBar bar("scoring", tokens.size());
@@ -158,7 +161,7 @@ void run(const Args &args) {
   const Tokenizer tokenizer(gguf);
   const bool cuda = args.device == Args::Device::kCuda;
   const Context context(cuda ? UNSLOTH_BACKEND_CUDA : UNSLOTH_BACKEND_CPU, args.threads);
-  const Model model = Model::load(context, gguf, config, args.weights);
+  const Model model = Model::load(context, gguf, config, args.weights, args.dtype);
   if (args.perplexity) {
     run_perplexity(args, model, tokenizer);
   } else if (args.prompt) {

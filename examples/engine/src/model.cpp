@@ -8,31 +8,45 @@
 namespace engine {
 namespace {
 
-unsloth_dtype dtype_of(Args::Weights weights) {
+unsloth_dtype dtype_of(Args::DType weights) {
   switch (weights) {
-    case Args::Weights::kF16:
+    case Args::DType::kF16:
       return UNSLOTH_DTYPE_F16;
-    case Args::Weights::kBf16:
+    case Args::DType::kBf16:
       return UNSLOTH_DTYPE_BF16;
-    case Args::Weights::kF32:
+    case Args::DType::kF32:
       break;
   }
   return UNSLOTH_DTYPE_F32;
 }
 
+// Where the next tensor may begin.
+uint64_t aligned(uint64_t offset) {
+  constexpr uint64_t kAlignment = 256;
+  return (offset + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 }  // namespace
 
-Model::Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype)
+Model::Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
+             unsloth_dtype hidden_dtype)
     : context_(&context),
       config_(config),
       weight_dtype_(weight_dtype),
-      hidden_dtype_(context.backend() == UNSLOTH_BACKEND_CPU ? UNSLOTH_DTYPE_F32 : weight_dtype) {}
+      hidden_dtype_(hidden_dtype) {}
 
 Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                  Args::Weights weights) {
-  Model model(context, config, dtype_of(weights));
+                  Args::DType weights, Args::DType hidden_dtype) {
+  Model model(context, config, dtype_of(weights), dtype_of(hidden_dtype));
   uint64_t bytes = 0;
-  for (const GgufTensor &tensor : gguf.tensors()) bytes += tensor.bytes;
+  uint64_t room = 0;
+  for (const GgufTensor &tensor : gguf.tensors()) {
+    bytes += tensor.bytes;
+    const bool matrix = tensor.shape.size() > 1;
+    room +=
+        aligned(tensor.elements * element_size(matrix ? model.weight_dtype_ : UNSLOTH_DTYPE_F32));
+  }
+  model.memory_ = Buffer(context, room);
   ProgressBar bar("loading " + config.name, bytes);
 
   using Shape = std::vector<uint64_t>;
@@ -78,7 +92,8 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
 unsloth_tensor Model::upload(const GgufTensor &source, unsloth_dtype dtype, ProgressBar *bar) {
   constexpr uint64_t kChunk = 1 << 18;  // elements decoded at a time: whole blocks of every type
   const size_t element = element_size(dtype);
-  Buffer &buffer = buffers_.emplace_back(*context_, source.elements * element);
+  const uint64_t first = used_;
+  used_ = aligned(first + source.elements * element);
 
   const BlockLayout layout = block_layout(static_cast<uint32_t>(source.type));
   std::vector<float> values(std::min(kChunk, source.elements));
@@ -89,11 +104,11 @@ unsloth_tensor Model::upload(const GgufTensor &source, unsloth_dtype dtype, Prog
     const std::byte *blocks = source.data + start / layout.elements * layout.bytes;
     dequantize(source.type, blocks, count, values.data());
     encode(values.data(), count, tensor_type(dtype), encoded.data());
-    buffer.upload(encoded.data(), count * element, start * element);
+    memory_.upload(encoded.data(), count * element, first + start * element);
     bar->advance(source_bytes);
   }
 
-  unsloth_tensor view = tensor(buffer.data(), dtype, {});
+  unsloth_tensor view = tensor(static_cast<char *>(memory_.data()) + first, dtype, {});
   for (const uint64_t size : source.shape) view.shape[view.rank++] = static_cast<int64_t>(size);
   return view;
 }

@@ -30,13 +30,12 @@ class Model {
  public:
   // Decodes every tensor and uploads it: matrices as `weights` says, the rest as f32.
   static Model load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                    Args::Weights weights);
+                    Args::DType weights, Args::DType hidden);
 
   const Context &context() const { return *context_; }
   const ModelConfig &config() const { return config_; }
   unsloth_dtype weight_dtype() const { return weight_dtype_; }  // of the matrices
-  // What hidden states should be kept as: GPUs multiply operands of one type, and the CPU widens
-  // weights to f32 as it reads them.
+  // What hidden states, keys and values should be kept as.
   unsloth_dtype hidden_dtype() const { return hidden_dtype_; }
 
   const std::vector<LayerWeights> &layers() const { return layers_; }
@@ -46,7 +45,8 @@ class Model {
   unsloth_tensor rope_factors() const { return rope_factors_; }
 
  private:
-  Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype);
+  Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
+        unsloth_dtype hidden_dtype);
 
   unsloth_tensor upload(const GgufTensor &source, unsloth_dtype dtype, ProgressBar *bar);
 
@@ -54,7 +54,9 @@ class Model {
   ModelConfig config_;
   unsloth_dtype weight_dtype_;
   unsloth_dtype hidden_dtype_;
-  std::vector<Buffer> buffers_;
+  // All tensors in one piece: allocations of a GPU are rounded up to megabytes.
+  Buffer memory_;
+  uint64_t used_ = 0;
   std::vector<LayerWeights> layers_;
   unsloth_tensor embedding_ = {};
   unsloth_tensor output_norm_ = {};

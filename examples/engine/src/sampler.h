@@ -23,6 +23,9 @@ class Sampler {
  public:
   explicit Sampler(const SamplerOptions &options) : options_(options), random_(options.seed) {}
 
+  // Whether it takes the likeliest token, always.
+  bool is_greedy() const { return options_.temperature == 0.0; }
+
   // Throws if a logit is NaN, which no sound model gives.
   int32_t sample(const float *logits, size_t count);
 

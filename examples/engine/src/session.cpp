@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "quants.h"
-
 // One step of a Llama-family model:
 //
 //   hidden = embedding[tokens]
@@ -11,11 +9,14 @@
 //     hidden += attention_block(rms_norm(hidden))
 //     hidden += mlp(rms_norm(hidden))
 //   logits = rms_norm(hidden) * output^T
+//   likeliest token = argmax(logits)
 
 namespace engine {
 namespace {
 
-constexpr uint64_t kMaxChunk = 256;     // tokens of a step: bounds the activations
+// Tokens of a step: bounds the activations. A GPU is kept busy by more of them.
+constexpr uint64_t kMaxChunkCpu = 256;
+constexpr uint64_t kMaxChunkGpu = 2048;
 constexpr uint64_t kMaxLogitRows = 32;  // a row is as long as the vocabulary
 constexpr uint64_t kPageSize = 16;
 
@@ -52,21 +53,24 @@ unsloth_rotation rotation(const ModelConfig &config, unsloth_tensor factors) {
 
 }  // namespace
 
-Session::Session(const Model &model, uint64_t capacity)
+Session::Session(const Model &model, uint64_t capacity, bool use_graph)
     : model_(&model),
       capacity_(capacity),
-      max_chunk_(std::min(kMaxChunk, capacity)),
+      max_chunk_(std::min(context().backend() == UNSLOTH_BACKEND_CPU ? kMaxChunkCpu : kMaxChunkGpu,
+                          capacity)),
       max_logit_rows_(std::min(kMaxLogitRows, capacity)),
       dtype_(model.hidden_dtype()),
       cache_params_(cache_params(model.config(), dtype_, capacity, max_chunk_)),
       cache_(context(), cache_params_) {
-  const size_t element = element_size(dtype_);
-  const uint64_t hidden_bytes = max_chunk_ * model.config().hidden_size * element;
+  const uint64_t hidden_size = model.config().hidden_size;
+  const uint64_t hidden_bytes = max_chunk_ * hidden_size * element_size(dtype_);
   ids_ = Buffer(context(), max_chunk_ * sizeof(TokenId));
   hidden_ = Buffer(context(), hidden_bytes);
   normalized_ = Buffer(context(), hidden_bytes);
-  logits_ = Buffer(context(), max_logit_rows_ * vocab_size() * element);
-  raw_logits_.resize(logits_.bytes());
+  if (dtype_ != UNSLOTH_DTYPE_F32) {
+    widened_ = Buffer(context(), max_logit_rows_ * hidden_size * sizeof(float));
+  }
+  logits_ = Buffer(context(), max_logit_rows_ * vocab_size() * sizeof(float));
   host_logits_.resize(max_logit_rows_ * vocab_size());
 
   check(unsloth_kv_cache_sequence_create(cache_.get(), &sequence_));
@@ -74,12 +78,29 @@ Session::Session(const Model &model, uint64_t capacity)
   extend(max_chunk_);
   reserve_workspace(max_chunk_);
   reset();
+  if (use_graph && context().backend() == UNSLOTH_BACKEND_CUDA) {
+    driver_ = std::make_unique<CudaDriver>();
+    extend(1);
+    capture_step();
+    reset();
+  }
 }
 
 void Session::reset() {
   check(unsloth_kv_cache_sequence_truncate(cache_.get(), sequence_, 0));
   length_ = 0;
   last_count_ = 0;
+}
+
+// The current step is of one token. Tables and lengths stay where they are on the device, and
+// `extend` keeps them current: one graph serves every later step.
+void Session::capture_step() {
+  reserve_workspace(1);
+  graph_ = std::make_unique<CudaGraph>(*driver_, context().stream(), [&] {
+    queue_layers(1);
+    queue_logits(0, 1);
+    queue_likeliest();
+  });
 }
 
 unsloth_inference_memory Session::estimate_memory() const {
@@ -114,41 +135,83 @@ void Session::forward(const TokenId *tokens, size_t count) {
     throw Error("a step of " + std::to_string(count) + " tokens does not fit the session");
   }
   extend(count);
+  upload_ids(tokens, count);
+  if (count == 1 && driver_) {
+    if (!graph_) capture_step();
+    graph_->launch(context().stream());
+    logits_are_queued_ = true;
+    return;
+  }
   reserve_workspace(count);
-  embed(tokens, count);
+  queue_layers(count);
+}
+
+void Session::queue_layers(size_t count) {
+  unsloth_embedding_params embedding = UNSLOTH_EMBEDDING_PARAMS_INIT;
+  embedding.table = model_->embedding();
+  embedding.ids = tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
+  embedding.out = hidden_rows(hidden_, 0, count);
+  check(unsloth_embedding_forward(context().get(), &embedding, context().stream()));
   const unsloth_tensor hidden = hidden_rows(hidden_, 0, count);
   const unsloth_tensor normalized = hidden_rows(normalized_, 0, count);
   for (size_t i = 0; i < model_->layers().size(); ++i) {
     const LayerWeights &weights = model_->layers()[i];
     rms_norm(hidden, weights.attention_norm, normalized);
     const unsloth_attention_block_params attention = attention_params(i, count);
-    check(unsloth_attention_block_forward(context().get(), &attention, nullptr));
+    check(unsloth_attention_block_forward(context().get(), &attention, context().stream()));
     rms_norm(hidden, weights.mlp_norm, normalized);
     const unsloth_mlp_params mlp = mlp_params(i, count);
-    check(unsloth_mlp_forward(context().get(), &mlp, nullptr));
+    check(unsloth_mlp_forward(context().get(), &mlp, context().stream()));
   }
   rms_norm(hidden, model_->output_norm(), normalized);
 }
 
-const float *Session::logits(size_t row, size_t rows) {
+void Session::queue_logits(size_t row, size_t rows) {
   unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
   params.x = hidden_rows(normalized_, row, rows);
+  if (dtype_ != UNSLOTH_DTYPE_F32) {
+    unsloth_cast_params cast = UNSLOTH_CAST_PARAMS_INIT;
+    cast.x = params.x;
+    cast.out = tensor(widened_.data(), UNSLOTH_DTYPE_F32, {rows, model_->config().hidden_size});
+    check(unsloth_cast_forward(context().get(), &cast, context().stream()));
+    params.x = cast.out;
+  }
   params.weight = model_->output();
-  params.out = tensor(logits_.data(), dtype_, {rows, vocab_size()});
-  check(unsloth_linear_forward(context().get(), &params, nullptr));
+  params.out = tensor(logits_.data(), UNSLOTH_DTYPE_F32, {rows, vocab_size()});
+  check(unsloth_linear_forward(context().get(), &params, context().stream()));
+}
 
-  const size_t count = rows * vocab_size();
-  logits_.download(raw_logits_.data(), count * element_size(dtype_));
-  dequantize(tensor_type(dtype_), raw_logits_.data(), count, host_logits_.data());
+// Of the logits that are there.
+void Session::queue_likeliest() {
+  unsloth_argmax_params params = UNSLOTH_ARGMAX_PARAMS_INIT;
+  params.x = tensor(logits_.data(), UNSLOTH_DTYPE_F32, {1, model_->config().num_tokens});
+  params.out = tensor(ids_.data(), UNSLOTH_DTYPE_I32, {1});
+  check(unsloth_argmax_forward(context().get(), &params, context().stream()));
+}
+
+const float *Session::logits(size_t row, size_t rows) {
+  if (!logits_are_queued_ || rows != 1) queue_logits(row, rows);
+  logits_.download(host_logits_.data(), rows * vocab_size() * sizeof(float));
   return host_logits_.data();
+}
+
+TokenId Session::likeliest() {
+  if (!logits_are_queued_) {
+    queue_logits(last_row(), 1);
+    queue_likeliest();
+  }
+  ids_.download(&likeliest_, sizeof likeliest_);
+  likeliest_is_known_ = true;
+  return likeliest_;
 }
 
 // Makes room for new tokens in the cache, and their step the current one.
 void Session::extend(size_t count) {
   const auto num_tokens = static_cast<int64_t>(count);
-  check(unsloth_kv_cache_extend(cache_.get(), &sequence_, &num_tokens, 1, nullptr));
+  check(unsloth_kv_cache_extend(cache_.get(), &sequence_, &num_tokens, 1, context().stream()));
   length_ += count;
   last_count_ = count;
+  logits_are_queued_ = false;
 }
 
 // Blocks of all layers have the same shapes, so that the first one's answers hold for all.
@@ -162,18 +225,16 @@ void Session::reserve_workspace(size_t count) {
 
   const size_t size = std::max(attention_size, mlp_size);
   if (size <= workspace_.bytes()) return;
-  synchronize();  // queued work may use the old one
+  graph_.reset();  // it holds the old one's address
+  synchronize();   // queued work may use it
   workspace_ = Buffer();
   workspace_ = Buffer(context(), size);
 }
 
-void Session::embed(const TokenId *tokens, size_t count) {
-  ids_.upload(tokens, count * sizeof(TokenId));
-  unsloth_embedding_params params = UNSLOTH_EMBEDDING_PARAMS_INIT;
-  params.table = model_->embedding();
-  params.ids = tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
-  params.out = hidden_rows(hidden_, 0, count);
-  check(unsloth_embedding_forward(context().get(), &params, nullptr));
+void Session::upload_ids(const TokenId *tokens, size_t count) {
+  const bool there = count == 1 && likeliest_is_known_ && tokens[0] == likeliest_;
+  if (!there) ids_.upload(tokens, count * sizeof(TokenId));
+  likeliest_is_known_ = false;
 }
 
 void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const {
@@ -182,7 +243,7 @@ void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor o
   params.x = x;
   params.weight = weight;
   params.out = out;
-  check(unsloth_rms_norm_forward(context().get(), &params, nullptr));
+  check(unsloth_rms_norm_forward(context().get(), &params, context().stream()));
 }
 
 // hidden += attention(normalized), over the cache's pages of the layer.

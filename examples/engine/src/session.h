@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "cuda_graph.h"
 #include "model.h"
 #include "tokenizer.h"
 #include "unsloth.hpp"
@@ -13,14 +15,16 @@ namespace engine {
 
 class Session {
  public:
-  // Room for `capacity` tokens.
-  Session(const Model &model, uint64_t capacity);
+  // Room for `capacity` tokens. With `use_graph`, steps of one token are replayed from a CUDA graph
+  // where the model is on a GPU: one launch in place of some hundred.
+  Session(const Model &model, uint64_t capacity, bool use_graph);
 
   const Context &context() const { return model_->context(); }
   uint64_t capacity() const { return capacity_; }
   uint64_t length() const { return length_; }
   uint64_t max_chunk() const { return max_chunk_; }
   uint64_t max_logit_rows() const { return max_logit_rows_; }
+  bool uses_graph() const { return driver_ != nullptr; }
   uint64_t vocab_size() const { return model_->config().vocab_size; }
 
   // What the library expects the model and this session to take.
@@ -35,6 +39,10 @@ class Session {
   const float *logits(size_t row, size_t rows);
   size_t last_row() const { return last_count_ - 1; }
 
+  // The likeliest token after the last step, chosen on the device. Waits for it. Of equal logits
+  // the first counts; NaN counts as the greatest.
+  TokenId likeliest();
+
   void synchronize() const { context().synchronize(); }
 
   // Forgets the text.
@@ -43,7 +51,11 @@ class Session {
  private:
   void extend(size_t count);
   void reserve_workspace(size_t count);
-  void embed(const TokenId *tokens, size_t count);
+  void upload_ids(const TokenId *tokens, size_t count);
+  void queue_layers(size_t count);
+  void queue_logits(size_t row, size_t rows);
+  void queue_likeliest();
+  void capture_step();
   void rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const;
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
   unsloth_mlp_params mlp_params(size_t layer, size_t count) const;
@@ -61,13 +73,22 @@ class Session {
   KvCache cache_;
   int64_t sequence_ = 0;
 
+  // The tokens of a step. The likeliest token is written to the first, where the next step finds
+  // it.
   Buffer ids_;
+  bool likeliest_is_known_ = false;  // whether likeliest_ is that token
+  TokenId likeliest_ = 0;
   Buffer hidden_;      // the residual stream
   Buffer normalized_;  // what a block, and at the end the output projection, takes in
+  Buffer widened_;     // f32 rows of these, so that logits are not rounded to less
   Buffer logits_;
+  // Whether the last step's final logits are there already.
+  bool logits_are_queued_ = false;
   Buffer workspace_;
-  std::vector<std::byte> raw_logits_;
   std::vector<float> host_logits_;
+
+  std::unique_ptr<CudaDriver> driver_;
+  std::unique_ptr<CudaGraph> graph_;  // a step of one token, its logits and the likeliest token
 };
 
 }  // namespace engine

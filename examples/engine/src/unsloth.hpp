@@ -30,16 +30,25 @@ class Context {
     params.backend = backend;
     params.num_threads = num_threads;
     check(unsloth_context_create(&params, &handle_));
+    free_before_ = free_memory();
+    const unsloth_status status = unsloth_stream_create(handle_, &stream_);
+    if (status != UNSLOTH_STATUS_SUCCESS) unsloth_context_destroy(handle_);
+    check(status);
   }
-  ~Context() { unsloth_context_destroy(handle_); }
+  ~Context() {
+    unsloth_stream_destroy(handle_, stream_);
+    unsloth_context_destroy(handle_);
+  }
   Context(const Context &) = delete;
   Context &operator=(const Context &) = delete;
 
   unsloth_context *get() const { return handle_; }
   unsloth_backend backend() const { return backend_; }
 
-  // Waits for the work queued on the default stream, the only one the engine uses.
-  void synchronize() const { check(unsloth_stream_synchronize(handle_, nullptr)); }
+  // The one stream the engine uses. It is the context's own, since the default stream cannot be
+  // captured into a graph.
+  unsloth_stream stream() const { return stream_; }
+  void synchronize() const { check(unsloth_stream_synchronize(handle_, stream_)); }
 
   unsloth_memory_stats memory_stats() const {
     unsloth_memory_stats stats = UNSLOTH_MEMORY_STATS_INIT;
@@ -47,20 +56,35 @@ class Context {
     return stats;
   }
 
+  // How much less memory the device has free than when the context was made, by its driver: what
+  // is allocated, as the driver rounds it, and what the driver keeps to itself. 0 for the CPU.
+  uint64_t device_memory_in_use() const {
+    const uint64_t free = free_memory();
+    return backend_ != UNSLOTH_BACKEND_CPU && free < free_before_ ? free_before_ - free : 0;
+  }
+
  private:
+  uint64_t free_memory() const {
+    unsloth_device_info info = UNSLOTH_DEVICE_INFO_INIT;
+    check(unsloth_device_info_get(backend_, 0, &info));
+    return info.free_memory;
+  }
+
   unsloth_backend backend_;
   unsloth_context *handle_ = nullptr;
+  unsloth_stream stream_ = nullptr;
+  uint64_t free_before_ = 0;
 };
 
 // Memory of a context's device.
 class Buffer {
  public:
   Buffer() = default;
-  Buffer(const Context &context, size_t bytes) : context_(context.get()), bytes_(bytes) {
-    check(unsloth_memory_alloc(context_, bytes, &data_));
+  Buffer(const Context &context, size_t bytes) : context_(&context), bytes_(bytes) {
+    check(unsloth_memory_alloc(context_->get(), bytes, &data_));
   }
   ~Buffer() {
-    if (data_ != nullptr) unsloth_memory_free(context_, data_);
+    if (data_ != nullptr) unsloth_memory_free(context_->get(), data_);
   }
   Buffer(Buffer &&other) noexcept { *this = std::move(other); }
   Buffer &operator=(Buffer &&other) noexcept {
@@ -75,19 +99,22 @@ class Buffer {
 
   // The host may reuse `source` when this returns.
   void upload(const void *source, size_t bytes, size_t offset = 0) {
-    check(unsloth_memory_copy(context_, static_cast<char *>(data_) + offset, source, bytes,
-                              UNSLOTH_COPY_KIND_HOST_TO_DEVICE, nullptr));
-    check(unsloth_stream_synchronize(context_, nullptr));
+    copy(static_cast<char *>(data_) + offset, source, bytes, UNSLOTH_COPY_KIND_HOST_TO_DEVICE);
   }
 
+  // Waits for everything queued before.
   void download(void *target, size_t bytes, size_t offset = 0) const {
-    check(unsloth_memory_copy(context_, target, static_cast<const char *>(data_) + offset, bytes,
-                              UNSLOTH_COPY_KIND_DEVICE_TO_HOST, nullptr));
-    check(unsloth_stream_synchronize(context_, nullptr));
+    copy(target, static_cast<const char *>(data_) + offset, bytes,
+         UNSLOTH_COPY_KIND_DEVICE_TO_HOST);
   }
 
  private:
-  unsloth_context *context_ = nullptr;
+  void copy(void *target, const void *source, size_t bytes, unsloth_copy_kind kind) const {
+    check(unsloth_memory_copy(context_->get(), target, source, bytes, kind, context_->stream()));
+    context_->synchronize();
+  }
+
+  const Context *context_ = nullptr;
   void *data_ = nullptr;
   size_t bytes_ = 0;
 };

@@ -113,10 +113,37 @@ void good_flags() {
   CHECK(args.chat);
   CHECK(args.json);
   CHECK_EQUAL(args.threads, 2U);
-  CHECK(args.weights == Args::Weights::kBf16);
+  CHECK(args.weights == Args::DType::kBf16);
+  CHECK(args.dtype == Args::DType::kBf16);
+  CHECK(args.graph);
+  CHECK(!parse({"--model", "m", "--chat", "--no-graph"}).graph);
   CHECK(parse({"--help", "--chat"}).help);
   CHECK(parse({"--model", "m", "--chat"}).chat);
   CHECK_EQUAL(parse({"--model", "m", "--prompt", ""}).prompt.value_or("x"), std::string());
+}
+
+// What is not said about dtypes follows from the device and from what is said.
+void dtypes() {
+  using DType = Args::DType;
+  struct Case {
+    std::vector<const char *> flags;
+    DType dtype;
+    DType weights;
+  };
+  const Case cases[] = {
+      {{}, DType::kF32, DType::kBf16},
+      {{"--device", "cuda"}, DType::kBf16, DType::kBf16},
+      {{"--dtype", "f16"}, DType::kF16, DType::kF16},
+      {{"--device", "cuda", "--dtype", "f32"}, DType::kF32, DType::kBf16},
+      {{"--dtype", "bf16", "--weights", "f32"}, DType::kBf16, DType::kF32},
+  };
+  for (const Case &each : cases) {
+    std::vector<const char *> flags = {"--model", "m", "--chat"};
+    flags.insert(flags.end(), each.flags.begin(), each.flags.end());
+    const Args args = parse(flags);
+    CHECK(args.dtype == each.dtype);
+    CHECK(args.weights == each.weights);
+  }
 }
 
 void bad_flags() {
@@ -132,6 +159,8 @@ void bad_flags() {
       {{"prompt"}, "unknown flag 'prompt'"},
       {{"--chat=yes"}, "--chat takes no value"},
       {{"--device", "tpu"}, "--device takes cpu or cuda, not 'tpu'"},
+      {{"--dtype", "int8"}, "--dtype takes bf16 or f16 or f32, not 'int8'"},
+      {{"--no-graph=1"}, "--no-graph takes no value"},
       {{"--weights", "q4"}, "--weights takes bf16 or f16 or f32, not 'q4'"},
       {{"--tokens", "-1"}, "--tokens takes an integer from 0 to 4294967295, not '-1'"},
       {{"--tokens", "4294967296"}, "not '4294967296'"},
@@ -159,6 +188,7 @@ int main() {
   engine::chat_ml();
   engine::llama3();
   engine::good_flags();
+  engine::dtypes();
   engine::bad_flags();
   return check::result();
 }

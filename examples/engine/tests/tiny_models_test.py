@@ -25,7 +25,7 @@ arguments = parser.parse_args()
 
 
 def run(path, *flags):
-    where = ["--model", str(path), "--device", arguments.device, "--weights", "f32", "--json"]
+    where = ["--model", str(path), "--device", arguments.device, "--dtype", "f32", "--weights", "f32", "--json"]
     done = subprocess.run(
         [arguments.engine, *where, *flags], capture_output=True, timeout=120, check=False
     )
