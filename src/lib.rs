@@ -37,6 +37,8 @@
 #![deny(missing_docs, unsafe_op_in_unsafe_fn)]
 #![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
 
+#[cfg(feature = "candle")]
+pub mod candle;
 pub mod context;
 mod cpu;
 #[cfg(feature = "cuda")]
