@@ -118,15 +118,17 @@ fmt: ## Format Rust and C
 	$(TOOLS) clang-format
 	cargo fmt --all
 	cargo fmt --manifest-path fuzz/Cargo.toml
+	cargo fmt --manifest-path kernels/same_bits/Cargo.toml
 	clang-format -i $(C_FILES)
 
-lint: ## Check formatting, clippy and documentation
+lint: compilers ## Check formatting, clippy and documentation
 	$(TOOLS) clang-format
 	cargo fmt --all --check
 	cargo fmt --check --manifest-path fuzz/Cargo.toml
+	cargo fmt --check --manifest-path kernels/same_bits/Cargo.toml
 	clang-format --dry-run --Werror $(C_FILES)
 	cargo clippy --locked $(FEATURES) $(if $(FEATURES),--workspace) --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps $(FEATURES) $(if $(FEATURES),--workspace)
 
 fuzz: ## Call the C ABI with arbitrary arguments for FUZZ_SECONDS
 	fuzz/run.sh
