@@ -196,7 +196,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention) -> Resu
 }
 
 /// The first of a list that has it, and the rest.
-fn split<'a, T: Copy>(list: &'a [T]) -> (T, &'a [T]) {
+fn split<T: Copy>(list: &[T]) -> (T, &[T]) {
     (list[0], &list[1..])
 }
 

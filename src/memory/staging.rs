@@ -1,7 +1,9 @@
 //! Host memory that changes while the device still reads what it held before.
 
 use super::Buffer;
-use crate::context::{Context, Device, Stream};
+#[cfg(feature = "cuda")]
+use crate::context::Device;
+use crate::context::{Context, Stream};
 use crate::dtype::Element;
 use crate::error::Result;
 
