@@ -49,12 +49,12 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
   model.memory_ = Buffer(context, room);
   ProgressBar bar("loading " + config.name, bytes);
 
-  using Shape = std::vector<uint64_t>;
-  const auto matrix = [&](const std::string &name, const Shape &shape) {
-    return model.upload(gguf.tensor(name + ".weight", shape), model.weight_dtype_, &bar);
+  const auto matrix = [&](const std::string &name, uint64_t rows, uint64_t columns) {
+    return model.upload({&gguf.tensor(name + ".weight", {rows, columns})}, model.weight_dtype_,
+                        &bar);
   };
   const auto vector = [&](const std::string &name, uint64_t size) {
-    return model.upload(gguf.tensor(name, {size}), UNSLOTH_DTYPE_F32, &bar);
+    return model.upload({&gguf.tensor(name, {size})}, UNSLOTH_DTYPE_F32, &bar);
   };
   const auto optional_vector = [&](const std::string &name, uint64_t size) {
     return gguf.find_tensor(name) != nullptr ? vector(name, size) : unsloth_tensor{};
@@ -62,54 +62,67 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
 
   const uint64_t hidden = config.hidden_size;
   const uint64_t intermediate = config.intermediate_size;
-  model.embedding_ = matrix("token_embd", {config.vocab_size, hidden});
+  model.embedding_ = matrix("token_embd", config.vocab_size, hidden);
   for (uint64_t i = 0; i < config.num_layers; ++i) {
     const std::string block = "blk." + std::to_string(i) + ".";
+    const uint64_t q_size = config.q_size();
+    const uint64_t kv_size = config.kv_size();
     LayerWeights layer = {};
     layer.attention_norm = vector(block + "attn_norm.weight", hidden);
-    layer.q = matrix(block + "attn_q", {config.q_size(), hidden});
-    layer.q_bias = optional_vector(block + "attn_q.bias", config.q_size());
-    layer.k = matrix(block + "attn_k", {config.kv_size(), hidden});
-    layer.k_bias = optional_vector(block + "attn_k.bias", config.kv_size());
-    layer.v = matrix(block + "attn_v", {config.kv_size(), hidden});
-    layer.v_bias = optional_vector(block + "attn_v.bias", config.kv_size());
-    layer.attention_output = matrix(block + "attn_output", {hidden, config.q_size()});
+    // One product in place of three.
+    layer.qkv = model.upload({&gguf.tensor(block + "attn_q.weight", {q_size, hidden}),
+                              &gguf.tensor(block + "attn_k.weight", {kv_size, hidden}),
+                              &gguf.tensor(block + "attn_v.weight", {kv_size, hidden})},
+                             model.weight_dtype_, &bar);
+    if (gguf.find_tensor(block + "attn_q.bias") != nullptr) {
+      layer.qkv_bias = model.upload({&gguf.tensor(block + "attn_q.bias", {q_size}),
+                                     &gguf.tensor(block + "attn_k.bias", {kv_size}),
+                                     &gguf.tensor(block + "attn_v.bias", {kv_size})},
+                                    UNSLOTH_DTYPE_F32, &bar);
+    }
+    layer.attention_output = matrix(block + "attn_output", hidden, q_size);
     layer.attention_output_bias = optional_vector(block + "attn_output.bias", hidden);
     layer.mlp_norm = vector(block + "ffn_norm.weight", hidden);
-    layer.gate = matrix(block + "ffn_gate", {intermediate, hidden});
-    layer.up = matrix(block + "ffn_up", {intermediate, hidden});
-    layer.down = matrix(block + "ffn_down", {hidden, intermediate});
+    layer.gate = matrix(block + "ffn_gate", intermediate, hidden);
+    layer.up = matrix(block + "ffn_up", intermediate, hidden);
+    layer.down = matrix(block + "ffn_down", hidden, intermediate);
     model.layers_.push_back(layer);
   }
   model.output_norm_ = vector("output_norm.weight", hidden);
   model.output_ =
-      config.tied_embeddings ? model.embedding_ : matrix("output", {config.vocab_size, hidden});
+      config.tied_embeddings ? model.embedding_ : matrix("output", config.vocab_size, hidden);
   // Llama 3.1 and later stretch each frequency by a factor of its own, which the file lists.
   model.rope_factors_ = optional_vector("rope_freqs.weight", config.rotary_dim / 2);
   return model;
 }
 
-unsloth_tensor Model::upload(const GgufTensor &source, unsloth_dtype dtype, ProgressBar *bar) {
+unsloth_tensor Model::upload(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
+                             ProgressBar *bar) {
   constexpr uint64_t kChunk = 1 << 18;  // elements decoded at a time: whole blocks of every type
   const size_t element = element_size(dtype);
-  const uint64_t first = used_;
-  used_ = aligned(first + source.elements * element);
-
-  const BlockLayout layout = block_layout(static_cast<uint32_t>(source.type));
-  std::vector<float> values(std::min(kChunk, source.elements));
-  std::vector<std::byte> encoded(values.size() * element);
-  for (uint64_t start = 0; start < source.elements; start += kChunk) {
-    const uint64_t count = std::min(kChunk, source.elements - start);
-    const uint64_t source_bytes = count / layout.elements * layout.bytes;
-    const std::byte *blocks = source.data + start / layout.elements * layout.bytes;
-    dequantize(source.type, blocks, count, values.data());
-    encode(values.data(), count, tensor_type(dtype), encoded.data());
-    memory_.upload(encoded.data(), count * element, first + start * element);
-    bar->advance(source_bytes);
+  unsloth_tensor view = tensor(static_cast<char *>(memory_.data()) + used_, dtype, {});
+  for (const uint64_t size : sources[0]->shape)
+    view.shape[view.rank++] = static_cast<int64_t>(size);
+  view.shape[0] = 0;
+  std::vector<float> values;
+  std::vector<std::byte> encoded;
+  for (const GgufTensor *source : sources) {
+    const BlockLayout layout = block_layout(static_cast<uint32_t>(source->type));
+    values.resize(std::min(kChunk, source->elements));
+    encoded.resize(values.size() * element);
+    for (uint64_t start = 0; start < source->elements; start += kChunk) {
+      const uint64_t count = std::min(kChunk, source->elements - start);
+      const uint64_t source_bytes = count / layout.elements * layout.bytes;
+      const std::byte *blocks = source->data + start / layout.elements * layout.bytes;
+      dequantize(source->type, blocks, count, values.data());
+      encode(values.data(), count, tensor_type(dtype), encoded.data());
+      memory_.upload(encoded.data(), count * element, used_);
+      used_ += count * element;
+      bar->advance(source_bytes);
+    }
+    view.shape[0] += static_cast<int64_t>(source->shape[0]);
   }
-
-  unsloth_tensor view = tensor(static_cast<char *>(memory_.data()) + first, dtype, {});
-  for (const uint64_t size : source.shape) view.shape[view.rank++] = static_cast<int64_t>(size);
+  used_ = aligned(used_);
   return view;
 }
 

@@ -18,9 +18,7 @@ class ProgressBar;
 // Matrices are [out, in], as GGUF and the library have them.
 struct LayerWeights {
   unsloth_tensor attention_norm;
-  unsloth_tensor q, q_bias;
-  unsloth_tensor k, k_bias;
-  unsloth_tensor v, v_bias;
+  unsloth_tensor qkv, qkv_bias;  // the rows of queries, keys and values, one after the other
   unsloth_tensor attention_output, attention_output_bias;
   unsloth_tensor mlp_norm;
   unsloth_tensor gate, up, down;
@@ -48,7 +46,9 @@ class Model {
   Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
         unsloth_dtype hidden_dtype);
 
-  unsloth_tensor upload(const GgufTensor &source, unsloth_dtype dtype, ProgressBar *bar);
+  // One tensor after the other, as one whose first size is the sum of theirs.
+  unsloth_tensor upload(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
+                        ProgressBar *bar);
 
   const Context *context_;
   ModelConfig config_;

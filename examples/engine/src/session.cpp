@@ -77,6 +77,11 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
   // The largest step, for its workspace: later steps will rarely need more, so the estimate holds.
   extend(max_chunk_);
   reserve_workspace(max_chunk_);
+  if (context().backend() != UNSLOTH_BACKEND_CPU) {
+    // It is run once, on whatever tokens: libraries of the driver load kernels at their first use.
+    queue_layers(max_chunk_);
+    synchronize();
+  }
   reset();
   if (use_graph && context().backend() == UNSLOTH_BACKEND_CUDA) {
     driver_ = std::make_unique<CudaDriver>();
@@ -107,7 +112,7 @@ unsloth_inference_memory Session::estimate_memory() const {
   const ModelConfig &config = model_->config();
   unsloth_model_params model = UNSLOTH_MODEL_PARAMS_INIT;
   model.tied_embeddings = config.tied_embeddings ? 1 : 0;
-  model.qkv_bias = model_->layers()[0].q_bias.rank != 0 ? 1 : 0;
+  model.qkv_bias = model_->layers()[0].qkv_bias.rank != 0 ? 1 : 0;
   model.output_bias = model_->layers()[0].attention_output_bias.rank != 0 ? 1 : 0;
   model.vocab_size = static_cast<int64_t>(config.vocab_size);
   model.hidden_size = static_cast<int64_t>(config.hidden_size);
@@ -259,12 +264,8 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.cache = cache_.get();
   params.layer = static_cast<int64_t>(layer);
   params.x = hidden_rows(normalized_, 0, count);
-  params.q_weight = weights.q;
-  params.q_bias = weights.q_bias;
-  params.k_weight = weights.k;
-  params.k_bias = weights.k_bias;
-  params.v_weight = weights.v;
-  params.v_bias = weights.v_bias;
+  params.qkv_weight = weights.qkv;
+  params.qkv_bias = weights.qkv_bias;
   params.out_weight = weights.attention_output;
   params.out_bias = weights.attention_output_bias;
   params.residual = hidden_rows(hidden_, 0, count);
