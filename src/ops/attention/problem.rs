@@ -21,6 +21,7 @@ pub(crate) struct Problem {
     pub queries: Queries,
     pub keys: Keys,
     /// Whether lengths are in memory: `cu_seqlens_q`, `cu_seqlens_k` or `seq_lens_k` is given.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // the GPU's chooser asks
     pub ragged: bool,
     /// No sequence has more queries.
     pub max_seqlen_q: usize,
