@@ -52,7 +52,8 @@ def run(*flags, expected_status=0, typed=""):
 
 def run_model(*flags, typed=""):
     where = ["--model", str(arguments.model), "--device", arguments.device]
-    return run(*where, "--weights", arguments.weights, *flags, typed=typed)
+    dtypes = ["--dtype", "f32", "--weights", arguments.weights]
+    return run(*where, *dtypes, *flags, typed=typed)
 
 
 def report(*flags):
