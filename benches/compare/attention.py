@@ -18,7 +18,7 @@ METHOD = (
 TOKENS = 16384
 # Head dim, heads; and sequences, keys of each, head dim.
 FORWARD = [(64, 32), (128, 16), (256, 8)]
-DECODE = [(1, 8192, 128), (1, 131072, 128), (8, 8192, 128), (32, 4096, 128), (128, 2048, 128), (256, 1024, 128)]
+DECODE = [(1, 8192, 128), (1, 131072, 128), (8, 8192, 128), (20, 8192, 128), (32, 4096, 128), (128, 2048, 128), (256, 1024, 128)]
 DECODE += [(1, 131072, 64), (32, 4096, 64), (1, 131072, 256), (32, 4096, 256)]
 HEADS, KV_HEADS, PAGE = 32, 8, 16
 IMPLEMENTATIONS = {2: "portable", 3: "hopper"}
@@ -26,19 +26,21 @@ IMPLEMENTATIONS = {2: "portable", 3: "hopper"}
 
 def compare(ctx):
     probe = randn(1, 128, 1, 128)
-    record = Record(f"attention_{served(ctx, ctx.op('attention', q=probe, k=probe, v=probe, out=probe))}", ctx.library, METHOD)
+    by = served(ctx, ctx.op("attention", q=probe, k=probe, v=probe, out=torch.empty_like(probe)))
+    record = Record(f"attention_{by}", ctx.library, METHOD)
     for dim, heads in FORWARD:
         for seq in (1024, 8192):
             for causal in (False, True):
                 forward(ctx, record, dim, heads, seq, causal)
                 torch.cuda.empty_cache()
+    for seq in (2048, 4096):
+        memory(ctx, record, seq)
+        torch.cuda.empty_cache()
+    record = Record("attention_decode", ctx.library, METHOD)
     for batch, keys, dim in DECODE:
         for paged in (False, True):
             decode(ctx, record, batch, keys, dim, paged)
             torch.cuda.empty_cache()
-    for seq in (2048, 4096):
-        memory(ctx, record, seq)
-        torch.cuda.empty_cache()
     of_host(ctx, record)
 
 
