@@ -155,7 +155,15 @@ pub fn simt_kernel(dtype: Dtype, kv_dtype: Dtype, width: u32) -> Result<Kernel, 
         ("width", width),
         ("rows", simt::ROWS),
     ];
-    b.finish(name, choices, simt::THREADS)
+    let mut kernel = b.finish(name, choices, simt::THREADS)?;
+    if width == 1 {
+        // The compiler aims at three blocks at once, and spills for it on some architectures; one is enough for it to use what it needs.
+        let bound = format!("__launch_bounds__({}", simt::THREADS);
+        kernel.text = kernel
+            .text
+            .replace(&format!("{bound})"), &format!("{bound}, 1)"));
+    }
+    Ok(kernel)
 }
 
 fn simt_declare<Q: Float, K: Float, N: Size>(b: &mut Builder) {
