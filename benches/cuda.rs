@@ -7,7 +7,7 @@ use std::time::Instant;
 use cudarc::driver::sys;
 use rand::Rng;
 use unsloth::memory::{self, CopyKind};
-use unsloth::ops::{embedding, rms_norm, rope, swiglu};
+use unsloth::ops::{attention, embedding, rms_norm, rope, swiglu};
 use unsloth::{
     Backend, Buffer, Context, ContextOptions, DType, InOut, Layout, Stream, TensorMut, TensorRef,
 };
@@ -303,6 +303,45 @@ impl Bench {
         println!(
             "{}",
             serde_json::json!({ "op": "rms_norm", "host_us": round(least * 1e6) })
+        );
+        self.attention_host_cost(256);
+        self.attention_host_cost(4096);
+    }
+
+    /// The same of attention: one launch where keys are few, two where they are split.
+    fn attention_host_cost(&self, keys: usize) {
+        let q = self.sets(&[1, 1, 32, 128], WORKING_SET);
+        let (k, v) = (
+            self.sets(&[1, keys, 8, 128], WORKING_SET),
+            self.sets(&[1, keys, 8, 128], WORKING_SET),
+        );
+        let mut out = self.sets(&[1, 1, 32, 128], WORKING_SET);
+        let params = attention::Params::new(q.view(0), k.view(0), v.view(0), out.view_mut(0));
+        let size = attention::workspace_size(&self.ctx, &params).unwrap();
+        let mut workspace = Buffer::new(&self.ctx, size).unwrap();
+        let params = attention::Params {
+            workspace: workspace.workspace(),
+            ..params
+        };
+        let mut least = f64::INFINITY;
+        let calls = 100;
+        for _ in 0..50 {
+            let started = Instant::now();
+            for _ in 0..calls {
+                attention::forward(&self.ctx, &params, self.stream).unwrap();
+            }
+            least = least.min(started.elapsed().as_secs_f64() / f64::from(calls));
+            self.ctx.synchronize(self.stream).unwrap();
+        }
+        let launches = if size > 0 { 2 } else { 1 };
+        println!(
+            "{}",
+            serde_json::json!({
+                "op": "attention",
+                "keys": keys,
+                "launches": launches,
+                "host_us": round(least * 1e6),
+            })
         );
     }
 }
