@@ -27,6 +27,8 @@ pub(crate) fn forward(
     stream: Stream,
 ) -> Result<()> {
     let driver = cuda.resources.primary.driver;
+    // Tensor maps are made in a context, too.
+    let _entered = cuda.resources.primary.enter(OP)?;
     let mut params = params(plan, p);
     params.q = rows_of_queries(driver, plan, p, &p.q, p.head_dim)?;
     params.o = rows_of_queries(driver, plan, p, &p.out, p.head_dim_v)?;
