@@ -69,6 +69,7 @@ extern "C" __device__ const uint32_t attention_forward_layout[] = UNSLOTH_ATTENT
       unsloth::tile.head_dim_v,                                                      \
       static_cast<int32_t>(unsloth::mask),                                           \
       softcap,                                                                       \
+      unsloth::takes_pages(unsloth::tile),                                           \
       static_cast<int32_t>(unsloth::Role::role),                                     \
       unsloth::block_m(unsloth::tile),                                               \
       unsloth::tile.block_n,                                                         \

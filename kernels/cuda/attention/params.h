@@ -34,7 +34,7 @@ typedef struct AttentionForwardParams {
   int32_t seqlen_q, seqlen_k; /* variable length: the longest */
   int32_t pack_log2;
   int32_t kv_box_rows;
-  int32_t page_size, block_table_stride;
+  int32_t page_log2, block_table_stride; /* pages have 1 << page_log2 tokens */
   int32_t window_left, window_right; /* keys seen before and after the diagonal; 2^30: no limit */
   int32_t ragged;      /* 1 if any of cu_seqlens_q, cu_seqlens_k and seqlens_k is given */
   int32_t tiles;       /* work items; ragged: at most */
@@ -79,7 +79,7 @@ typedef struct AttentionForwardParams {
       UNSLOTH_AT(seqlen_k),              \
       UNSLOTH_AT(pack_log2),             \
       UNSLOTH_AT(kv_box_rows),           \
-      UNSLOTH_AT(page_size),             \
+      UNSLOTH_AT(page_log2),             \
       UNSLOTH_AT(block_table_stride),    \
       UNSLOTH_AT(window_left),           \
       UNSLOTH_AT(window_right),          \
@@ -100,6 +100,7 @@ typedef struct AttentionForwardLaunch {
   int32_t head_dim, head_dim_v; /* the largest served */
   int32_t mask;                 /* 0 none, 1 causal, 2 window */
   int32_t softcap;
+  int32_t paged;            /* 1 if it takes a block_table */
   int32_t for_short;        /* 1 if a sibling is better for long sequences */
   int32_t block_m, block_n; /* query rows and keys per tile */
   int32_t threads, shared_bytes;

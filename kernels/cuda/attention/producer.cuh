@@ -13,36 +13,17 @@
 
 namespace unsloth {
 
-// Loads key block n of K or V: chunk by chunk of 64 columns and, with pages, row box by row box.
-// Boxes wholly past the end of the sequence are left out: their pages may not exist.
+// Loads key block n of K or V, chunk by chunk of 64 columns.
 template <TileConfig C>
 __device__ __forceinline__ void load_kv(const AttentionForwardParams &p, const CUtensorMap *map,
                                         const Tile &tile, int n, int columns, uint32_t stage,
                                         Mbarrier *full) {
-  const int row = n * C.block_n;
-  if (p.block_table == nullptr) {
-    const int batch = p.cu_seqlens_k != nullptr ? 0 : tile.batch;
-    full->arrive_expect(columns * (C.block_n * 2));
+  const int batch = p.cu_seqlens_k != nullptr ? 0 : tile.batch;
+  full->arrive_expect(columns * (C.block_n * 2));
 #pragma unroll 1
-    for (int c = 0; c < columns; c += kChunk) {
-      tma_load_4d(stage, map, full, kEvictLast, c, tile.k_begin + row, tile.head_kv, batch);
-      stage += C.block_n * kChunk * 2;
-    }
-    return;
-  }
-  const int rows = min(C.block_n, tile.seqlen_k - row);
-  const int boxes = ceil_div(rows, p.kv_box_rows);
-  full->arrive_expect(boxes * p.kv_box_rows * columns * 2);
-#pragma unroll 1
-  for (int b = 0; b < boxes; ++b) {
-    const int at = row + b * p.kv_box_rows;
-    const int page = at / p.page_size;
-    const int index = p.block_table[tile.batch * static_cast<int64_t>(p.block_table_stride) + page];
-#pragma unroll 1
-    for (int c = 0; c < columns; c += kChunk) {
-      tma_load_4d(stage + c * (C.block_n * 2) + b * p.kv_box_rows * (kChunk * 2), map, full,
-                  kEvictLast, c, at - page * p.page_size, tile.head_kv, index);
-    }
+  for (int c = 0; c < columns; c += kChunk) {
+    tma_load_4d(stage, map, full, kEvictLast, c, tile.k_begin + n * C.block_n, tile.head_kv, batch);
+    stage += C.block_n * kChunk * 2;
   }
 }
 
@@ -109,6 +90,67 @@ __device__ __forceinline__ int load_tile(const AttentionForwardParams &p, Shared
   return index;
 }
 
+// The same of pages, by a whole warp: each lane copies one chunk of one box of rows, from a page
+// that it looked up a step before. Boxes wholly past the end of the sequence are left out: their
+// pages may not exist.
+template <TileConfig C, class T>
+__device__ __forceinline__ int load_pages(const AttentionForwardParams &p, Shared<C, T> &shared,
+                                          const Tile &tile, int index, Progress<C> &at,
+                                          Trace &trace) {
+  const int count = tile.n_max - tile.n_min;
+  const bool leader = threadIdx.x == 0;
+  if (count <= 0) return leader ? next_tile_index(p, index) : 0;
+  constexpr int kChunks = chunks(C.head_dim);  // V has no more
+  const int chunk = threadIdx.x % kChunks;
+  const int row = threadIdx.x / kChunks * p.kv_box_rows;  // in the block
+  const int32_t *pages = p.block_table + tile.batch * static_cast<int64_t>(p.block_table_stride);
+  // In V's turn the block before is loaded, whose page is kept.
+  int page = -1, page_before = -1, page_next = -1;
+#pragma unroll 1
+  for (int step = -2; step < 2 * count + 2; ++step) {
+    if (step % 2 == 0) {
+      page_before = page;
+      page = page_next;
+      const int key = (tile.n_max - 2 - step / 2) * C.block_n + row;
+      const bool there = step < 2 * count - 2 && row < C.block_n && key < tile.seqlen_k;
+      page_next = there ? pages[key >> p.page_log2] : -1;
+    }
+    if (step < 0) continue;
+    if (step == 1) {
+      if (leader) load_q(p, shared, tile, at.q_ring);
+      at.q_ring.advance();
+      continue;
+    }
+    if (step == 2 * count) {
+      if (leader) index = next_tile_index(p, index);
+      continue;
+    }
+    const bool is_v = step & 1;
+    const int block = step / 2 - is_v;
+    const uint32_t stage = (at.blocks + block) % C.stages;
+    const uint32_t parity = (at.blocks + block) / C.stages & 1;
+    const int first = (tile.n_max - 1 - block) * C.block_n;
+    const int num_chunks = is_v ? chunks(C.head_dim_v) : kChunks;
+    Mbarrier *full = &(is_v ? shared.v_full : shared.k_full)[stage];
+    (is_v ? shared.v_empty : shared.k_empty)[stage].wait(parity ^ 1);
+    if (leader) {
+      const int boxes = ceil_div(min(C.block_n, tile.seqlen_k - first), p.kv_box_rows);
+      full->arrive_expect(boxes * p.kv_box_rows * num_chunks * (kChunk * 2));
+    }
+    __syncwarp();
+    const int from = is_v ? page_before : page;
+    if (from >= 0 && chunk < num_chunks) {
+      const uint32_t to = is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]);
+      tma_load_4d(to + (chunk * C.block_n + row) * (kChunk * 2), is_v ? &p.v : &p.k, full,
+                  kEvictLast, chunk * kChunk, (first + row) & ((1 << p.page_log2) - 1),
+                  tile.head_kv, from);
+    }
+    __syncwarp();
+  }
+  at.blocks += count;
+  return index;
+}
+
 // Tells the consumers that there is no more.
 template <TileConfig C, class T>
 __device__ __forceinline__ void end_tiles(const AttentionForwardParams &p, Shared<C, T> &shared,
@@ -138,7 +180,7 @@ __device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<
   end_tiles(p, shared, at.slots, index, p.tiles);
 }
 
-// One warp: all of it looks for the next tile, its first lane loads.
+// One warp: all of it looks for the next tile and copies pages, its first lane loads the rest.
 template <TileConfig C, class T, Mask kMask>
 __device__ __forceinline__ void produce_ragged(const AttentionForwardParams &p,
                                                Shared<C, T> &shared) {
@@ -151,10 +193,13 @@ __device__ __forceinline__ void produce_ragged(const AttentionForwardParams &p,
     Tile &tile = shared.tile[at.slots.stage];
     shared.tile_empty[at.slots.stage].wait(at.slots.parity ^ 1);
     if (!ragged_tile_at<C, kMask>(p, index, shared.walk, tile)) break;
-    if (leader) {
-      shared.tile_full[at.slots.stage].arrive();
-      index = load_tile(p, shared, tile, index, at, trace);
+    if (leader) shared.tile_full[at.slots.stage].arrive();
+    bool is_paged = false;
+    if constexpr (takes_pages(C)) {
+      is_paged = p.block_table != nullptr;
+      if (is_paged) index = load_pages(p, shared, tile, index, at, trace);
     }
+    if (!is_paged && leader) index = load_tile(p, shared, tile, index, at, trace);
     at.slots.advance();
     index = __shfl_sync(0xffffffff, index, 0);
   }

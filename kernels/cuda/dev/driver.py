@@ -40,7 +40,7 @@ class Params(ctypes.Structure):
         ("lse_batch_stride", c_int64), ("lse_head_stride", c_int64), ("lse_sequence_stride", c_int64),
         ("batch", c_int32), ("heads_q", c_int32), ("heads_kv", c_int32), ("head_dim_v", c_int32),
         ("seqlen_q", c_int32), ("seqlen_k", c_int32), ("pack_log2", c_int32),
-        ("kv_box_rows", c_int32), ("page_size", c_int32), ("block_table_stride", c_int32),
+        ("kv_box_rows", c_int32), ("page_log2", c_int32), ("block_table_stride", c_int32),
         ("window_left", c_int32), ("window_right", c_int32),
         ("ragged", c_int32), ("tiles", c_int32), ("row_blocks", c_int32), ("pairs_in_l2", c_int32), ("keys_in_l2", c_int32),
         ("scale_log2", c_float), ("softcap_scale", c_float), ("zero", c_uint32),
@@ -50,7 +50,7 @@ class Params(ctypes.Structure):
 class Launch(ctypes.Structure):
     """AttentionForwardLaunch of attention/params.h."""
 
-    _fields_ = [(n, c_int32) for n in ("dtype", "head_dim", "head_dim_v", "mask", "softcap", "for_short",
+    _fields_ = [(n, c_int32) for n in ("dtype", "head_dim", "head_dim_v", "mask", "softcap", "paged", "for_short",
                                        "block_m", "block_n", "threads", "shared_bytes")]
 
 
@@ -127,8 +127,8 @@ class Kernel:
         if block_table is not None:
             while rows > k.shape[1] or k.shape[1] % rows or at.block_n % rows:
                 rows -= 8
-            p.block_table, p.block_table_stride, p.page_size = (
-                block_table.data_ptr(), block_table.stride(0), k.shape[1])
+            p.block_table, p.block_table_stride, p.page_log2 = (
+                block_table.data_ptr(), block_table.stride(0), k.shape[1].bit_length() - 1)
         p.kv_box_rows = rows
         for map_, x in ((p.k, k), (p.v, v)):
             sb, ss, sh, _ = (2 * s for s in x.stride())

@@ -3,8 +3,13 @@
 use super::params::Mask;
 
 /// Up to this many queries per sequence a kernel's sibling for short ones is faster, by head dimension and mask.
-pub(super) const SHORT: [(usize, Mask, usize); 2] =
-    [(64, Mask::Causal, 1024), (128, Mask::None, 512)];
+const SHORT: [(usize, Mask, usize); 2] = [(64, Mask::Causal, 1024), (128, Mask::None, 512)];
+
+/// Whether sequences of so many queries are short for the kernels of this head dimension and mask.
+pub(super) fn is_short(head_dim: usize, mask: Mask, queries: usize) -> bool {
+    let mut all = SHORT.iter();
+    all.any(|(dim, of, most)| (*dim, *of) == (head_dim, mask) && queries <= *most)
+}
 
 /// Up to this many rows, queries times the query heads of a key head, the portable decoding kernels serve: they split the keys.
 pub(super) const FEW_ROWS: usize = 64;

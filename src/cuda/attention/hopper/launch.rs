@@ -119,7 +119,7 @@ fn params(plan: &Plan<'_>, p: &Problem) -> Params {
             params.seqlens_k = seq_lens.addr() as u64;
             params.block_table = block_table.addr() as u64;
             params.block_table_stride = table_stride as i32;
-            params.page_size = page_size as i32;
+            params.page_log2 = page_size.ilog2() as i32;
             // Whole boxes make up a page as well as a tile.
             let in_tile = 1 << plan.form.block[1].trailing_zeros();
             params.kv_box_rows = page_size.min(in_tile) as i32;

@@ -31,6 +31,8 @@ struct Form {
     dims: [usize; 2],
     mask: Mask,
     softcap: bool,
+    /// Whether it takes pages.
+    paged: bool,
     /// Whether it is a sibling that is better for short sequences alone.
     for_short: bool,
     /// Query rows and keys of a tile.
@@ -39,7 +41,6 @@ struct Form {
 
 /// The kernels, loaded.
 pub(super) struct Kernels {
-    /// Those for small heads first.
     forms: Vec<Form>,
     multiprocessors: usize,
 }
@@ -60,6 +61,7 @@ impl Kernels {
                     dims: ["head_dim", "head_dim_v"].map(|name| choice(name) as usize),
                     mask,
                     softcap: choice("softcap") != 0,
+                    paged: choice("paged") != 0,
                     for_short: choice("for_short") != 0,
                     block: ["block_m", "block_n"].map(|name| choice(name).max(1) as usize),
                     kernel,
@@ -69,7 +71,6 @@ impl Kernels {
         if forms.is_empty() {
             return Ok(None);
         }
-        forms.sort_by_key(|form| (form.dims, form.mask as u32, !form.for_short));
         let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         Ok(Some(Kernels {
             forms,
@@ -83,15 +84,19 @@ impl Kernels {
             return None;
         }
         let mask = mask(p);
-        let mut forms = self.forms.iter();
-        // A capped kernel has every mask, so that there need be but one.
-        let form = forms.find(|form| {
+        let is_paged = matches!(p.keys, Keys::Paged { .. });
+        let serves = |form: &&Form| {
             form.dtype == p.q.dtype as u32
                 && p.head_dim <= form.dims[0]
                 && p.head_dim_v <= form.dims[1]
+                && form.mask as u32 >= mask as u32
                 && form.softcap == (p.softcap > 0.0)
-                && (form.mask == mask || form.softcap)
-                && (!form.for_short || is_short(form, p))
+                && (form.paged || !is_paged)
+        };
+        // The least of what may be too much: columns, then masking, then the wrong size of tiles.
+        let form = self.forms.iter().filter(serves).min_by_key(|form| {
+            let suits = form.for_short == choose::is_short(form.dims[0], mask, p.max_seqlen_q);
+            (form.dims, form.mask as u32, !suits)
         })?;
         Plan::new(self, form, p)
     }
@@ -186,13 +191,6 @@ fn mask(p: &Problem) -> Mask {
         (true, right) if unlimited(right) => Mask::None,
         _ => Mask::Window,
     }
-}
-
-fn is_short(form: &Form, p: &Problem) -> bool {
-    let matches =
-        |(dim, mask, _): &&(usize, Mask, usize)| (*dim, *mask) == (form.dims[0], form.mask);
-    let short = choose::SHORT.iter().find(matches);
-    short.is_some_and(|(_, _, most)| p.max_seqlen_q <= *most)
 }
 
 /// How a problem is run.

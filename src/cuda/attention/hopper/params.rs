@@ -51,7 +51,7 @@ params! {
     seqlen_k: i32 = 0,
     pack_log2: i32 = 0,
     kv_box_rows: i32 = 0,
-    page_size: i32 = 0,
+    page_log2: i32 = 0,
     block_table_stride: i32 = 0,
     window_left: i32 = 0,
     window_right: i32 = 0,
