@@ -1,0 +1,424 @@
+//! Attention on Hopper's own kernels: which problems they serve, the edges of their tiles, ragged batches, counters.
+//!
+//! Numerics at large are in `attention.rs`, whose cases run on every device there is.
+#![cfg(feature = "cuda")]
+
+mod common;
+
+use std::ptr;
+
+use common::attention::{
+    Case, Inputs, KeyForm, QueryForm, Scratch, Strides, Uploaded, check, check_results,
+};
+use common::rng;
+use cudarc::driver::sys;
+use unsloth::ops::Implementation;
+use unsloth::ops::attention::{self, PageLayout};
+use unsloth::{Backend, Context, ContextOptions, DType, Stream};
+
+const HALVES: [DType; 2] = [DType::F16, DType::Bf16];
+
+/// A context of the first GPU, if that is a Hopper and this build has the kernels.
+fn context() -> Option<Context> {
+    let built = env!("UNSLOTH_CUDA_ARCHITECTURES")
+        .split(' ')
+        .any(|a| a == "90a");
+    let info = Backend::Cuda.device_info(0).ok()?;
+    let options = ContextOptions {
+        backend: Backend::Cuda,
+        ..ContextOptions::default()
+    };
+    (built && info.compute_capability == (9, 0)).then(|| Context::new(&options).unwrap())
+}
+
+fn served(ctx: &Context, dtype: DType, case: &Case) -> Implementation {
+    let inputs = case.inputs(&mut rng(), dtype);
+    let mut tensors = Uploaded::new(ctx, &inputs);
+    attention::supported(ctx, &tensors.params(case)).unwrap()
+}
+
+/// A case that Hopper's kernels serve.
+fn plain() -> Case {
+    Case {
+        lens: vec![(70, 90)],
+        heads: 4,
+        kv_heads: 2,
+        dim: 64,
+        dim_v: 64,
+        ..Case::default()
+    }
+}
+
+fn run(ctx: &Context, cases: &[Case]) {
+    for dtype in HALVES {
+        common::for_each_case(cases, |case| {
+            assert_eq!(served(ctx, dtype, case), Implementation::CudaHopper);
+            check(ctx, &mut rng(), dtype, case);
+        });
+    }
+}
+
+#[test]
+fn what_is_served() {
+    let Some(ctx) = context() else { return };
+    let yes = [
+        plain(),
+        Case {
+            lens: vec![(33, 90)],
+            ..plain()
+        },
+        Case {
+            dim: 8,
+            dim_v: 256,
+            ..plain()
+        },
+        Case {
+            strides: Strides::HeadsFirst,
+            ..plain()
+        },
+        Case {
+            queries: QueryForm::Packed,
+            keys: KeyForm::Paged(16, PageLayout::HeadMajor),
+            causal: true,
+            window_left: Some(9),
+            softcap: Some(3.0),
+            sinks: true,
+            ..plain()
+        },
+    ];
+    let no = [
+        // Decoding.
+        Case {
+            lens: vec![(32, 90)],
+            ..plain()
+        },
+        Case { dim: 60, ..plain() },
+        Case {
+            dim_v: 20,
+            ..plain()
+        },
+        Case {
+            strides: Strides::Gaps,
+            ..plain()
+        },
+        Case {
+            out_f32: true,
+            ..plain()
+        },
+        Case {
+            kv_dtype: Some(DType::F32),
+            ..plain()
+        },
+        Case {
+            scale: Some(-1.0),
+            ..plain()
+        },
+        Case {
+            mask: Some([true; 4]),
+            ..plain()
+        },
+        Case {
+            bias: Some((DType::F32, [true; 4])),
+            ..plain()
+        },
+        Case {
+            alibi: Some(false),
+            ..plain()
+        },
+        Case {
+            keys: KeyForm::Paged(8, PageLayout::TokenMajor),
+            ..plain()
+        },
+    ];
+    for dtype in HALVES {
+        for case in &yes {
+            assert_eq!(
+                served(&ctx, dtype, case),
+                Implementation::CudaHopper,
+                "{case:?}"
+            );
+        }
+        for case in &no {
+            assert_eq!(served(&ctx, dtype, case), Implementation::Cuda, "{case:?}");
+        }
+    }
+    assert_eq!(served(&ctx, DType::F32, &plain()), Implementation::Cuda);
+}
+
+/// Lengths just below, at and above the sizes of tiles and of what a warpgroup owns of them.
+#[test]
+fn tile_edges() {
+    let Some(ctx) = context() else { return };
+    let mut cases = Vec::new();
+    for (dim, dim_v) in [
+        (64, 64),
+        (96, 80),
+        (128, 128),
+        (192, 128),
+        (184, 192),
+        (256, 256),
+    ] {
+        for q in [65, 127, 128, 129, 191, 192, 193] {
+            for (k, causal) in [
+                (1, false),
+                (79, true),
+                (112, false),
+                (128, true),
+                (129, true),
+                (257, true),
+            ] {
+                cases.push(Case {
+                    lens: vec![(q, k)],
+                    heads: 2,
+                    kv_heads: 1,
+                    dim,
+                    dim_v,
+                    causal,
+                    ..plain()
+                });
+            }
+        }
+    }
+    run(&ctx, &cases);
+}
+
+/// Every mask and form with every tile, and heads that are packed or are not.
+#[test]
+fn masks_and_forms() {
+    let Some(ctx) = context() else { return };
+    let ragged = vec![
+        (70, 100),
+        (0, 3),
+        (1, 260),
+        (33, 33),
+        (130, 1),
+        (5, 0),
+        (66, 200),
+    ];
+    let mut cases = Vec::new();
+    for (dim, dim_v) in [
+        (64, 64),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (192, 192),
+        (256, 256),
+    ] {
+        for (heads, kv_heads) in [(4, 4), (8, 1), (6, 2)] {
+            let base = Case {
+                lens: ragged.clone(),
+                heads,
+                kv_heads,
+                dim,
+                dim_v,
+                queries: QueryForm::Packed,
+                keys: KeyForm::Packed,
+                ..plain()
+            };
+            cases.push(base.clone());
+            cases.push(Case {
+                causal: true,
+                keys: KeyForm::Paged(16, PageLayout::TokenMajor),
+                ..base.clone()
+            });
+            cases.push(Case {
+                window_left: Some(40),
+                window_right: Some(9),
+                keys: KeyForm::Paged(128, PageLayout::HeadMajor),
+                strides: Strides::HeadsFirst,
+                ..base.clone()
+            });
+            cases.push(Case {
+                causal: true,
+                window_left: Some(70),
+                softcap: Some(2.0),
+                sinks: true,
+                keys: KeyForm::Padded,
+                ..base.clone()
+            });
+            cases.push(Case {
+                lens: vec![(90, 150); 2],
+                queries: QueryForm::Batched,
+                keys: KeyForm::Batched,
+                strides: Strides::HeadsFirst,
+                causal: true,
+                ..base
+            });
+        }
+    }
+    run(&ctx, &cases);
+}
+
+/// More sequences than a warp has lanes, of all lengths, in any order.
+#[test]
+fn ragged_batches() {
+    let Some(ctx) = context() else { return };
+    let len = |i: usize| 1 + (i * 37) % (400 >> (i % 8));
+    let lens: Vec<_> = (0..75).map(|i| (len(i), len(i) + i % 3)).collect();
+    let base = Case {
+        lens,
+        heads: 4,
+        kv_heads: 1,
+        queries: QueryForm::Packed,
+        keys: KeyForm::Packed,
+        causal: true,
+        ..plain()
+    };
+    let cases = [
+        Case {
+            keys: KeyForm::Padded,
+            heads: 3,
+            ..base.clone()
+        },
+        base,
+    ];
+    run(&ctx, &cases);
+}
+
+/// Problems with more tiles than any GPU has multiprocessors, so that tiles are counted: of one length, and of many.
+fn counted() -> [Case; 2] {
+    [
+        Case {
+            lens: vec![(257, 130); 6],
+            heads: 24,
+            kv_heads: 24,
+            causal: true,
+            ..plain()
+        },
+        Case {
+            lens: (0..40).map(|i| (10 * i, 7 * i + 1)).collect(),
+            heads: 12,
+            kv_heads: 12,
+            queries: QueryForm::Packed,
+            keys: KeyForm::Packed,
+            ..plain()
+        },
+    ]
+}
+
+/// A case on a device, with its workspace.
+struct Call {
+    case: Case,
+    tensors: Uploaded,
+    scratch: Scratch,
+}
+
+impl Call {
+    fn new(ctx: &Context, case: &Case, inputs: &Inputs) -> Call {
+        let mut tensors = Uploaded::new(ctx, inputs);
+        let size = attention::workspace_size(ctx, &tensors.params(case)).unwrap();
+        assert_eq!(size, 16);
+        Call {
+            case: case.clone(),
+            tensors,
+            scratch: Scratch::new(ctx, size),
+        }
+    }
+
+    fn queue(&mut self, ctx: &Context, stream: Stream) {
+        let mut params = self.tensors.params(&self.case);
+        params.workspace = self.scratch.workspace();
+        attention::forward(ctx, &params, stream).unwrap();
+    }
+
+    fn bits(&self) -> (Vec<u8>, Vec<u8>) {
+        self.scratch.assert_within();
+        let (out, lse) = self.tensors.results();
+        (out.bits(), lse.bits())
+    }
+}
+
+/// Tiles are counted from zero whatever the workspace holds: anything, another launch's count, or, in a graph, the launch's own.
+#[test]
+fn counters_need_no_care() {
+    let Some(ctx) = context() else { return };
+    let stream = ctx.create_stream().unwrap();
+    let raw: sys::CUstream = stream.as_raw().cast();
+    for case in counted() {
+        let inputs = case.inputs(&mut rng(), DType::Bf16);
+        let mut call = Call::new(&ctx, &case, &inputs);
+        call.queue(&ctx, stream);
+        ctx.synchronize(stream).unwrap();
+        let (out, lse) = call.tensors.results();
+        check_results(&ctx, DType::Bf16, &case, &inputs, &out, &lse);
+        let expected = call.bits();
+        let again = |call: &mut Call, run: &mut dyn FnMut(&mut Call)| {
+            call.tensors.out.overwrite(&inputs.out);
+            call.tensors.lse.overwrite(&inputs.lse);
+            run(call);
+            ctx.synchronize(stream).unwrap();
+            assert!(call.bits() == expected, "{case:?}");
+        };
+        for round in 0..20 {
+            if round % 3 == 0 {
+                call.scratch.poison();
+            }
+            again(&mut call, &mut |call| call.queue(&ctx, stream));
+        }
+        let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
+        let mut primary = ptr::null_mut();
+        // SAFETY: the stream is live; the results are valid for writes, made here, and given back once.
+        unsafe {
+            ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
+            ok(sys::cuCtxSetCurrent(primary));
+            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            ok(sys::cuStreamBeginCapture_v2(raw, mode));
+            call.queue(&ctx, stream);
+            ok(sys::cuStreamEndCapture(raw, &mut graph));
+            ok(sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+        }
+        for round in 0..20 {
+            if round % 7 == 6 {
+                call.scratch.poison();
+            }
+            if round % 5 == 4 {
+                again(&mut call, &mut |call| call.queue(&ctx, stream));
+            }
+            // SAFETY: made above.
+            again(&mut call, &mut |_| unsafe {
+                ok(sys::cuGraphLaunch(executable, raw))
+            });
+        }
+        // SAFETY: as above; the thread ends with no current context, as it began.
+        unsafe {
+            ok(sys::cuGraphExecDestroy(executable));
+            ok(sys::cuGraphDestroy(graph));
+            ok(sys::cuCtxSetCurrent(ptr::null_mut()));
+            ok(sys::cuDevicePrimaryCtxRelease_v2(0));
+        }
+    }
+    // SAFETY: made above, and used no more.
+    unsafe { ctx.destroy_stream(stream) }.unwrap();
+}
+
+#[track_caller]
+fn ok(result: sys::CUresult) {
+    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
+}
+
+/// Launches that are in flight together each count for themselves: from several threads, on streams of their own.
+#[test]
+fn launches_in_flight() {
+    let Some(ctx) = context() else { return };
+    let [case, ragged] = counted();
+    std::thread::scope(|scope| {
+        for case in [&case, &ragged, &case, &ragged] {
+            let ctx = &ctx;
+            scope.spawn(move || {
+                let stream = ctx.create_stream().unwrap();
+                let inputs = case.inputs(&mut rng(), DType::F16);
+                let mut call = Call::new(ctx, case, &inputs);
+                call.queue(ctx, stream);
+                ctx.synchronize(stream).unwrap();
+                let expected = call.bits();
+                for _ in 0..50 {
+                    call.queue(ctx, stream);
+                }
+                ctx.synchronize(stream).unwrap();
+                assert!(call.bits() == expected);
+                // SAFETY: made above, and used no more.
+                unsafe { ctx.destroy_stream(stream) }.unwrap();
+            });
+        }
+    });
+}
