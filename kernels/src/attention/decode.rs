@@ -41,6 +41,11 @@ impl Config {
         self.planes * 32
     }
 
+    /// Whether the lines of 16 queries, or of their results, are dealt out to the threads evenly, without one for what lies past them.
+    pub fn deals_evenly(&self) -> bool {
+        (16 * self.head_dim / 8).is_multiple_of(self.threads())
+    }
+
     /// Lines of a query in shared memory.
     fn pitch(&self) -> u32 {
         self.head_dim / 8 + 1

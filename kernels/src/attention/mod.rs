@@ -105,6 +105,12 @@ pub fn forward_kernel(dtype: Dtype, config: forward::Config) -> Result<Kernel, E
 }
 
 pub fn decode_kernel(dtype: Dtype, config: decode::Config) -> Result<Kernel, Error> {
+    if !config.deals_evenly() {
+        return Err(Error::Expand {
+            kernel: format!("attention_decode_d{}", config.head_dim),
+            reason: format!("{} threads are too many for 16 rows", config.threads()),
+        });
+    }
     let mut b = Builder::default();
     with_half!(dtype, E => {
         let ty = b.type_of::<Vector<E, Line>>();
@@ -238,7 +244,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
         // Biased scores do not fit the registers together with 256 dimensions: that is left to `simt`. Those of 64
         // dimensions use the kernel for 128.
         for (head_dim, planes, groups, scores, loads) in [
-            (64, 8, 2, false, Loads::Together),
+            (64, 4, 2, false, Loads::Ahead),
             (128, 8, 2, false, Loads::Together),
             (128, 4, 1, true, Loads::Ahead),
             (256, 4, 1, false, Loads::Late),
