@@ -112,6 +112,17 @@ pub struct Kernel {
     pub text: String,
 }
 
+impl Kernel {
+    /// Lets a thread have the registers that `blocks` blocks at a time on a multiprocessor leave it. The compiler aims at more by itself,
+    /// and spills for it on some architectures.
+    pub fn for_blocks(mut self, blocks: u32) -> Kernel {
+        let bound = format!("__launch_bounds__({}", self.block[0]);
+        let bounds = format!("{bound}, {blocks})");
+        self.text = self.text.replace(&format!("{bound})"), &bounds);
+        self
+    }
+}
+
 /// Declares a kernel's arguments in the order in which its function takes them.
 pub struct Builder {
     inner: KernelBuilder,

@@ -161,15 +161,12 @@ pub fn simt_kernel(dtype: Dtype, kv_dtype: Dtype, width: u32) -> Result<Kernel, 
         ("width", width),
         ("rows", simt::ROWS),
     ];
-    let mut kernel = b.finish(name, choices, simt::THREADS)?;
-    if width == 1 {
-        // The compiler aims at three blocks at once, and spills for it on some architectures; one is enough for it to use what it needs.
-        let bound = format!("__launch_bounds__({}", simt::THREADS);
-        kernel.text = kernel
-            .text
-            .replace(&format!("{bound})"), &format!("{bound}, 1)"));
-    }
-    Ok(kernel)
+    let kernel = b.finish(name, choices, simt::THREADS)?;
+    Ok(if width == 1 {
+        kernel.for_blocks(1)
+    } else {
+        kernel
+    })
 }
 
 fn simt_declare<Q: Float, K: Float, N: Size>(b: &mut Builder) {

@@ -182,7 +182,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             };
             for &(some, width, unroll) in fast.iter().chain(&[(4, 1, 2)]) {
                 let choices = choices(kind::ROWS_SIMT, dtype, weight, some, width);
-                kernels.push(declared(
+                let kernel = declared(
                     format!("linear_rows_simt_{name}_{some}_w{width}"),
                     choices,
                     PLANES * 32,
@@ -193,7 +193,10 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
                             rows_simt::expand::<E, W, Const<1>>(b, some, unroll);
                         }));
                     },
-                )?);
+                )?;
+                // Four rows by four elements of f32 are what sm_86 and sm_89 spill for.
+                let wide = (dtype, weight, some, width) == (Dtype::F32, Dtype::F32, 4, 4);
+                kernels.push(if wide { kernel.for_blocks(2) } else { kernel });
             }
             let choices = choices(kind::TILES_SIMT, dtype, weight, TILE, 1);
             kernels.push(declared(format!("linear_tiles_simt_{name}"), choices, SIMT_THREADS, |b| {
