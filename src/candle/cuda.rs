@@ -1,6 +1,5 @@
 //! Candle's memory on a GPU.
 
-use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
