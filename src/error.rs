@@ -103,7 +103,7 @@ pub enum Error {
         /// Its capability, and the list of those supported.
         problem: String,
     },
-    /// The CUDA driver reported an error.
+    /// The CUDA driver, or a library of CUDA's, reported an error.
     #[error(
         "{op}: {call} failed with {name} ({code}){}",
         if *.sticky { "; the device's context is lost, every later call on it fails until the process ends" } else { "" }
@@ -111,11 +111,11 @@ pub enum Error {
     Cuda {
         /// The operation that was called.
         op: &'static str,
-        /// The driver function.
+        /// The function that was called.
         call: &'static str,
-        /// The driver's name of the error.
+        /// The error's name.
         name: String,
-        /// The driver's code.
+        /// Its code.
         code: i32,
         /// Whether the device's context is lost with it, as after a fault in a kernel.
         sticky: bool,

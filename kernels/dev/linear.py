@@ -22,7 +22,7 @@ def prepare(kernel, x, w, out, bias=None, residual=None):
     n = w.shape[0]
     unit = c["width"]
     assert k % unit == 0
-    grid = {ROWS: lambda: up(n, 16), ROWS_SIMT: lambda: (up(n, 16), up(m, c["rows"])), TILES: lambda: (up(m, 64), up(n, 64)),
+    grid = {ROWS: lambda: up(n, c["columns"]) * up(m, c["rows"]), ROWS_SIMT: lambda: (up(n, 16), up(m, c["rows"])), TILES: lambda: (up(m, 64), up(n, 64)),
             TILES_SIMT: lambda: (up(m, 64), up(n, 64))}[c["kind"]]()
     buffers = dict(x=x, w=w, out=out, residual=residual)
     s = dict(rows=m, in_features=k, out_features=n, epilogue=int(residual is not None), x_stride=x.stride(0) // unit,
@@ -47,7 +47,7 @@ def check(kernels, only):
         if c["kind"] in (TILES, TILES_SIMT):
             shapes += [(64, 64, 64), (65, 72, 63), (200, 328, 130), (129, 32, 1)]
         if c["kind"] == ROWS:
-            shapes = [s for s in shapes if s[0] <= c["rows"]] + [(c["rows"], 512, 48)]
+            shapes += [(c["rows"], 512, 48), (50, 520, 70)]
         if c["width"] == 1:
             shapes += [(3, 7, 5), (16, 33, 65)]
         for m, k, n in shapes:

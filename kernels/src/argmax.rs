@@ -7,7 +7,7 @@ use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::rows::{self, Sizes, Strides, row_index, row_start};
 
 /// Threads of a block, which has a row.
-const THREADS: u32 = 512;
+const THREADS: u32 = 1024;
 const PLANES: u32 = THREADS / 32;
 /// Vectors of a thread in flight.
 const UNROLL: u32 = 4;
@@ -99,7 +99,8 @@ fn argmax<T: Float, N: Size>(
     let mut keys = SharedMemory::<u32>::new(comptime!(PLANES as usize));
     let mut indices = SharedMemory::<u32>::new(comptime!(PLANES as usize));
     let of_plane = best_of_plane(Candidate { key, index: at });
-    if UNIT_POS_X % 32u32 == 0u32 {
+    let lane = UNIT_POS_X % 32u32;
+    if lane == 0u32 {
         keys[(UNIT_POS_X / 32u32) as usize] = of_plane.key;
         indices[(UNIT_POS_X / 32u32) as usize] = of_plane.index;
     }

@@ -1,7 +1,7 @@
 //! Linear layers on the GPU: which kernel a product gets, and its launch.
 //!
-//! Products of up to [`FEW_ROWS`] rows are bound by reading the weights, which the kernels of this library do once; those of more
-//! rows go to cuBLASLt where there is one that serves their dtypes, and to kernels of this library otherwise.
+//! Products of few rows are bound by reading the weights, which the kernels of this library do once; those of more rows go to cuBLASLt
+//! where there is one that serves their dtypes, and to kernels of this library otherwise.
 
 use super::cublaslt::{self, Library};
 use super::device::Resources;
@@ -18,8 +18,21 @@ use crate::tensor::RawTensor;
 
 const OP: &str = "linear";
 
-/// Rows that the memory-bound kernels take.
-pub(super) const FEW_ROWS: usize = 16;
+/// Rows up to which kernels of this library are as fast as cuBLASLt: they read the weights once, or for f32 not often.
+fn few_rows(x: DType) -> usize {
+    match x {
+        DType::F32 => 4,
+        _ => 8,
+    }
+}
+
+/// Rows up to which kernels of this library are not much slower than cuBLASLt.
+pub(super) fn moderate_rows(x: DType) -> usize {
+    match x {
+        DType::F32 => 16,
+        _ => 128,
+    }
+}
 
 /// The operation's kernels, by kind, dtype, dtype of the weights, rows of a block and elements per access.
 pub(crate) struct Kernels {
@@ -94,8 +107,8 @@ enum Kind {
 
 /// Rows and columns of a tile.
 const TILE: usize = 64;
-/// Rows of W of a block of the other kernels.
-const COLUMNS: usize = 16;
+/// Columns of a block of kernels without tensor cores for few rows.
+const SIMT_COLUMNS: usize = 16;
 /// Blocks of a grid in its second dimension.
 const MAX_GRID_Y: usize = 65535;
 
@@ -215,7 +228,7 @@ impl Part {
         let apart = self.x_stride >= self.in_features
             && self.weight_stride >= self.in_features
             && (p.epilogue.parts().0.is_none() || self.other_stride >= self.out_features);
-        let fits = self.rows > FEW_ROWS
+        let fits = self.rows > few_rows(p.x.dtype)
             && self.in_features > 0
             && weight.dtype == p.x.dtype
             && bias_fits
@@ -252,17 +265,32 @@ impl Part {
     /// The kernel, the rows of its blocks and its elements per access.
     fn kernel(&self, p: &Product<'_>) -> (Kind, usize, usize) {
         const LINE: usize = 8;
-        let (x, weight) = (p.x.dtype, p.weights.weight.dtype);
-        let tensor_cores = x != DType::F32 && x == weight && self.in_accesses_of(p, LINE);
-        match (self.rows <= FEW_ROWS, tensor_cores) {
-            (true, true) => (Kind::Rows, self.rows.next_multiple_of(8), LINE),
-            (true, false) if x == DType::F32 && self.in_accesses_of(p, 4) => {
+        let x = p.x.dtype;
+        if x != DType::F32 && x == p.weights.weight.dtype && self.in_accesses_of(p, LINE) {
+            return match self.rows {
+                0..=8 => (Kind::Rows, 8, LINE),
+                9..=16 => (Kind::Rows, 16, LINE),
+                _ if self.reads_often(p) => (Kind::Rows, 32, LINE),
+                _ => (Kind::Tiles, TILE, LINE),
+            };
+        }
+        match self.rows {
+            0..=16 if x == DType::F32 && self.in_accesses_of(p, 4) => {
                 (Kind::RowsSimt, if self.rows == 1 { 1 } else { 4 }, 4)
             }
-            (true, false) => (Kind::RowsSimt, 4, 1),
-            (false, true) => (Kind::Tiles, TILE, LINE),
-            (false, false) => (Kind::TilesSimt, TILE, 1),
+            0..=16 => (Kind::RowsSimt, 4, 1),
+            _ => (Kind::TilesSimt, TILE, 1),
         }
+    }
+
+    /// Whether reading the weights for every 32 rows costs less than tiles: for moderately many rows, or weights that stay in cache,
+    /// such as the last columns of a gated block.
+    fn reads_often(&self, p: &Product<'_>) -> bool {
+        const MODERATE: usize = 512;
+        const CACHED_COLUMNS: usize = 2048;
+        let gated = matches!(p.epilogue, Epilogue::Gate(..));
+        self.rows <= MODERATE
+            || gated && self.out_features <= CACHED_COLUMNS && self.rows <= 1 << 24
     }
 
     fn launch(&self, cuda: &Cuda, p: &Product<'_>, stream: Stream) -> Result<()> {
@@ -276,8 +304,18 @@ impl Part {
         ])?;
         let row_blocks = self.rows.div_ceil(block_rows) as u32;
         let grid = match kind {
-            Kind::Rows => [self.out_features.div_ceil(COLUMNS) as u32, 1, 1],
-            Kind::RowsSimt => [self.out_features.div_ceil(COLUMNS) as u32, row_blocks, 1],
+            Kind::Rows => {
+                let columns = kernel.info.choice("columns").max(1) as usize;
+                [
+                    row_blocks * self.out_features.div_ceil(columns) as u32,
+                    1,
+                    1,
+                ]
+            }
+            Kind::RowsSimt => {
+                let column_blocks = self.out_features.div_ceil(SIMT_COLUMNS);
+                [column_blocks as u32, row_blocks, 1]
+            }
             Kind::Tiles | Kind::TilesSimt => {
                 [row_blocks, self.out_features.div_ceil(TILE) as u32, 1]
             }

@@ -84,13 +84,12 @@ pub(crate) fn forward(
 fn half(cuda: &Cuda, p: &Problem, left: usize) -> Option<usize> {
     /// Columns begin at multiples of this, so that they stay aligned.
     const STEP: usize = 64;
-    /// Elements of a product that keep a device busy.
-    const LEAST: usize = 1 << 20;
-    let rows = p.x.layout.num_rows();
+    /// Fewer are as fast without the library.
+    const LEAST: usize = 640;
     let columns = left / 2 / STEP * STEP;
     let gains = cuda.linear.serves_many(p.x.dtype, p.gate.weight.dtype)
-        && rows > linear::FEW_ROWS
-        && rows.saturating_mul(columns) >= LEAST;
+        && p.x.layout.num_rows() > linear::moderate_rows(p.x.dtype)
+        && columns >= LEAST;
     gains.then_some(columns)
 }
 

@@ -3,8 +3,8 @@
 //! Products are accumulated in f32 whatever the dtypes; bias and residual are added to the f32 sum, and the only rounding to the
 //! output's dtype is that of the result. The same inputs give the same bits with any number of threads.
 //!
-//! On CUDA, products of more than 16 rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has it
-//! too; f32 is computed in f32, without TF32. All others go to kernels of this library.
+//! On CUDA, products of more than a few rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has
+//! it too; f32 is computed in f32, without TF32. All others go to kernels of this library.
 
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;

@@ -2,7 +2,7 @@
 //!
 //! | kernel | what it is for |
 //! |-|-|
-//! | [`rows`] | at most 16 rows of 16-bit x on tensor cores, bound by reading W once |
+//! | [`rows`] | 8, 16 or 32 rows of 16-bit x at a time on tensor cores, bound by reading W |
 //! | [`rows_simt`] | the same for any dtypes |
 //! | [`tiles`] | many rows of 16-bit x where there is no cuBLASLt |
 //! | [`tiles_simt`] | everything else |
@@ -20,7 +20,7 @@ use crate::Error;
 use crate::attention::arguments::scalars;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::swiglu::activate;
-use rows::PLANES;
+use rows_simt::PLANES;
 use tiles::{TILE, TILE_THREADS};
 use tiles_simt::SIMT_THREADS;
 
@@ -150,14 +150,16 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
     };
     for dtype in [Dtype::F16, Dtype::Bf16] {
         let name = dtype.name();
-        for eights in [1, 2] {
-            let choices = choices(kind::ROWS, dtype, dtype, eights * 8, 8);
+        for shape in rows::SHAPES {
+            let rows = shape.eights * 8;
+            let mut choices = choices(kind::ROWS, dtype, dtype, rows, 8);
+            choices.push(("columns", shape.sixteens * 16));
             kernels.push(declared(
-                format!("linear_rows_{name}_{}", eights * 8),
+                format!("linear_rows_{name}_{rows}"),
                 choices,
-                PLANES * 32,
+                shape.planes * 32,
                 |b| {
-                    with_vector!(dtype, E, _N => rows::expand::<E>(b, eights));
+                    with_vector!(dtype, E, _N => rows::expand::<E>(b, shape));
                 },
             )?);
         }

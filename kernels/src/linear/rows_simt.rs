@@ -2,10 +2,11 @@
 
 use cubecl::prelude::*;
 
-use super::rows::PLANES;
 use super::{Addends, Args, store};
 use crate::emit::Builder;
 
+/// Planes of a cube.
+pub const PLANES: u32 = 8;
 /// Rows of W of a plane of `rows_simt`.
 const SIMT_COLUMNS: u32 = 2;
 
