@@ -6,7 +6,7 @@ from common import OURS, Record, agree, copies, graphs, host, num_sets, randn
 
 # (out_features, in_features)
 LAYERS = [(4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096), (2048, 2048)]
-FEW = (1, 4, 16)
+FEW = (1, 4, 8, 16)
 MANY = (17, 32, 64, 128, 512, 2048, 8192)
 # (hidden, intermediate)
 BLOCKS = [(4096, 14336)]
@@ -25,10 +25,10 @@ def compare(ctx):
     for n, k in LAYERS:
         layer(ctx, record, n, k, torch.bfloat16, FEW + (MANY if n < 100000 else (17, 64, 512)))
         if n < 100000:
-            layer(ctx, record, n, k, torch.float32, (1, 4, 16, 128, 512))
+            layer(ctx, record, n, k, torch.float32, (1, 4, 8, 16, 128, 512))
         torch.cuda.empty_cache()
     for hidden, dim in BLOCKS:
-        for rows in (1, 16, 64, 512, 2048, 8192):
+        for rows in (1, 8, 16, 32, 64, 128, 512, 2048, 8192):
             block(ctx, record, rows, hidden, dim)
         torch.cuda.empty_cache()
     calls(ctx, record)
@@ -49,7 +49,8 @@ def layer(ctx, record, n, k, dtype, counts):
         moved = size + (x.numel() + out.numel()) * dtype.itemsize
         flops = 2 * rows * n * k
         if rows <= 64:
-            contenders["copy"] = copies(moved)
+            # A round size, which copies fastest.
+            contenders["copy"] = copies(-(-moved // (1 << 16)) << 16)
         for contender in contenders.values():
             contender(0)
         short = "bf16" if dtype == torch.bfloat16 else "f32"
