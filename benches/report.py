@@ -232,7 +232,7 @@ def compared_plot(results, path):
         (f"{result['op']} {row['case']}", {n: row["us"][n] / row["us"][OURS] for n in contenders(result) if n in row["us"]})
         for result in results
         for row in result["rows"]
-        if OURS in row["us"]
+        if OURS in row["us"] and any(name in row["us"] for name in contenders(result))
     ][::-1]
     names = list(dict.fromkeys(name for _, ratios in bars for name in ratios))
     figure, axes = plt.subplots(figsize=(8, 1 + 0.3 * len(bars)), layout="constrained")

@@ -33,6 +33,7 @@ def compare(ctx):
             for causal in (False, True):
                 forward(ctx, record, dim, heads, seq, causal)
                 torch.cuda.empty_cache()
+    record = Record("attention_memory", ctx.library, METHOD)
     for seq in (2048, 4096):
         memory(ctx, record, seq)
         torch.cuda.empty_cache()
@@ -41,7 +42,7 @@ def compare(ctx):
         for paged in (False, True):
             decode(ctx, record, batch, keys, dim, paged)
             torch.cuda.empty_cache()
-    of_host(ctx, record)
+    of_host(ctx, Record("attention_host", ctx.library, METHOD))
 
 
 def copies(bytes_moved):
@@ -100,7 +101,7 @@ def decode(ctx, record, batch, keys, dim, paged):
         k, v = (t[order].view(batch, keys, KV_HEADS, dim) for t in (k, v))
     heads = [t[:1].transpose(1, 2).float() for t in (q, k, v)]
     expected = F.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2)
-    case = f"decode head_dim {dim} {batch}x{keys}{' paged' if paged else ''}"
+    case = f"head_dim {dim} {batch}x{keys}{' paged' if paged else ''}"
     agree(case, {"torch": expected, OURS: out[:1]})
     times = graphs({OURS: lambda i: ours[i % count](), "copy": copies(bytes_moved)}, calls=8)
     about = dict(dtype="bf16", heads=HEADS, kv_heads=KV_HEADS, bytes=bytes_moved, served=served(ctx, ours[0]))
@@ -136,7 +137,7 @@ def memory(ctx, record, seq):
     needs = {OURS: need, "products": theirs}
     about = dict(dtype="bf16", heads=HEADS, memory=needs, saved=round(1 - need / theirs, 4), served=served(ctx, ours))
     times = graphs({OURS: lambda i: ours(), "products": products}, calls=4)
-    record.add(f"memory head_dim 128 seq {seq}", times, speedup=round(times["products"] / times[OURS], 3), **about)
+    record.add(f"head_dim 128 seq {seq}", times, speedup=round(times["products"] / times[OURS], 3), **about)
 
 
 def of_host(ctx, record):
@@ -151,4 +152,4 @@ def of_host(ctx, record):
             "torch": lambda i: F.scaled_dot_product_attention(*heads, enable_gqa=True),
             "nothing through ctypes": lambda i: ctx.library.lib.unsloth_context_destroy(None),
         }
-        record.add(f"host {queries} queries {keys} keys", host(contenders), launches=2 if keys > 256 else 1)
+        record.add(f"{queries} queries {keys} keys", host(contenders), launches=2 if keys > 256 else 1)
