@@ -211,16 +211,16 @@ def compared_table(results):
         has_copy = any("copy" in row["us"] for row in result["rows"])
         tables.setdefault((contenders(result), has_copy), []).append(result)
     for (names, has_copy), group in tables.items():
-        lines += ["", "| | case | libunsloth | " + ("of copy | " if has_copy else "") + " | ".join(names) + " |"]
-        lines.append("|-|-|-|" + "-|" * (len(names) + has_copy))
+        columns = ["", "case", "libunsloth", *["of copy"] * has_copy, *names]
+        lines += ["", "|" + "|".join(f" {column} " if column else " " for column in columns) + "|", "|-" * len(columns) + "|"]
         for result in group:
             for row in result["rows"]:
                 us = row["us"]
                 if OURS not in us:
                     continue
                 others = (f"{us[n]:.4g} ({us[n] / us[OURS]:.2f}×)" if n in us else "" for n in names)
-                share = f"{us['copy'] / us[OURS]:.0%} | " if has_copy else ""
-                lines.append(f"| {result['op']} | {row['case']} | {us[OURS]:.4g} | {share}" + " | ".join(others) + " |")
+                share = [f"{us['copy'] / us[OURS]:.0%}"] if has_copy else []
+                lines.append("| " + " | ".join([result["op"], row["case"], f"{us[OURS]:.4g}", *share, *others]) + " |")
     return "\n".join(lines)
 
 
