@@ -67,7 +67,7 @@ $(MODEL): scripts/fetch_model.py
 test: test-rust test-c test-engine test-examples ## Run every test that this machine can run
 
 test-rust: compilers
-	cargo test --locked $(FEATURES)
+	cargo test --locked --features candle $(FEATURES)
 
 # The programs of the C tests; test-c runs them.
 .PHONY: build-test-c
@@ -90,7 +90,8 @@ test-examples: stage
 	cmake --build build/example_c
 	build/example_c/attention
 	UNSLOTH_LIBRARY="$(STAGE)/lib/libunsloth.so" python3 examples/python/attention.py
-	cargo run --locked --quiet $(FEATURES) --example attention
+	cargo run --locked --quiet --features candle $(FEATURES) --example attention
+	cargo run --locked --quiet --features candle $(FEATURES) --example candle
 
 # What a machine without a GPU can tell of the CUDA backend: the kernels' text and what they use, the tests of the backend as a whole,
 # which see that the driver is missing, one operation on the CPU, and the C tests.
@@ -127,7 +128,7 @@ lint: compilers ## Check formatting, clippy and documentation
 	cargo fmt --check --manifest-path fuzz/Cargo.toml
 	cargo fmt --check --manifest-path kernels/same_bits/Cargo.toml
 	clang-format --dry-run --Werror $(C_FILES)
-	cargo clippy --locked $(FEATURES) $(if $(FEATURES),--workspace) --all-targets -- -D warnings
+	cargo clippy --locked --features candle $(FEATURES) $(if $(FEATURES),--workspace) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps $(FEATURES) $(if $(FEATURES),--workspace)
 
 fuzz: ## Call the C ABI with arbitrary arguments for FUZZ_SECONDS
