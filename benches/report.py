@@ -158,7 +158,27 @@ def hopper_table(result):
     for (dim, mask), cells in sorted(panels.items(), key=lambda item: (item[0][0], item[0][1] == "causal")):
         speeds = (" / ".join(f"{v:.0f}" for v in cells[n].values()) for n in lengths)
         lines.append(f"| hd{dim} {mask} | " + " | ".join(speeds) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines + hopper_shapes(result.get("shapes", {})))
+
+
+def hopper_shapes(shapes):
+    """Other shapes beside the peers, and what features leave of the plain kernel's speed."""
+    if not shapes:
+        return []
+    lines = ["", "| 32 heads on 8, hd128 | libunsloth | FlashAttention-3 | cuDNN |", "|-|-|-|-|"]
+    for name, speeds in shapes.items():
+        if "plain" not in speeds:
+            cells = [f"{speeds[who]:.0f}" if who in speeds else "" for who in ("unsloth", "fa3", "cudnn")]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    features = {name: speeds for name, speeds in shapes.items() if "plain" in speeds}
+    if features:
+        kinds = list(next(iter(features.values())))
+        lines += ["", "Features, causal, sequences of 4096: share of the plain kernel's speed.", ""]
+        lines += ["| | " + " | ".join(kinds) + " |", "|-|" + "-|" * len(kinds)]
+        for name, speeds in features.items():
+            shares = (f"{speeds[kind] / speeds['plain']:.2f}" for kind in kinds)
+            lines.append(f"| {name.removeprefix('features ').replace('d', 'hd')} | " + " | ".join(shares) + " |")
+    return lines
 
 
 def hopper_plot(result, path):
