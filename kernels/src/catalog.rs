@@ -2,7 +2,7 @@
 
 use crate::Error;
 use crate::emit::{self, Kernel};
-use crate::nvcc::{Architecture, Source, Unit};
+use crate::nvcc::{Architecture, Unit};
 use crate::{argmax, attention, cast, embedding, kv_cache, linear, rms_norm, rope, swiglu};
 
 /// The kernels of one operation, compiled together into one image.
@@ -22,7 +22,7 @@ impl Image {
         let flags = ["-std=c++17"].iter().chain(self.flags);
         Unit {
             name: self.name.into(),
-            source: Source::Text(emit::translation_unit(&self.kernels)),
+            text: emit::translation_unit(&self.kernels),
             flags: flags.map(|flag| flag.to_string()).collect(),
             machine_code: archs.to_vec(),
             ptx: archs.last().cloned(),

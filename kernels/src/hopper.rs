@@ -4,12 +4,13 @@
 //! comes from the compiled code.
 
 use std::collections::BTreeSet;
+use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::Error;
 use crate::cubin::Cubin;
-use crate::nvcc::{Architecture, Compiled, Source, Unit};
+use crate::nvcc::{Architecture, Compiled, Unit};
 
 /// The sources. What is compiled depends on nothing else of this crate's files that is not Rust.
 pub const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda");
@@ -74,10 +75,7 @@ pub fn units(archs: &[Architecture]) -> Result<Vec<Unit>, Error> {
         let stem = path.file_stem().unwrap_or_default().to_string_lossy();
         Ok(Unit {
             name: format!("attention_{stem}"),
-            source: Source::File {
-                contents: with_includes(&path)?,
-                path,
-            },
+            text: with_includes(&path)?,
             flags: vec!["-std=c++20".into()],
             machine_code: vec![hopper.clone()],
             ptx: None,
@@ -86,7 +84,8 @@ pub fn units(archs: &[Architecture]) -> Result<Vec<Unit>, Error> {
     paths.into_iter().map(unit).collect()
 }
 
-/// A file and, in the order in which they are met, those that it includes by name in quotes: what a change of must compile it again.
+/// A file with those that it includes by name in quotes in place of their first mention: all that a change must compile again, and
+/// compiled as it was read, whatever happens to the files meanwhile.
 fn with_includes(path: &Path) -> Result<String, Error> {
     fn visit(path: &Path, seen: &mut BTreeSet<PathBuf>, text: &mut String) -> Result<(), Error> {
         let at = |source| Error::File {
@@ -98,14 +97,24 @@ fn with_includes(path: &Path) -> Result<String, Error> {
             return Ok(());
         }
         let contents = fs::read_to_string(&path).map_err(at)?;
+        // The compiler's messages name the file, the same wherever the repository is.
+        let name = path.strip_prefix(SOURCES).unwrap_or(&path).display();
         let quoted = |line: &str| {
             let rest = line.trim_start().strip_prefix("#include \"")?;
             Some(path.with_file_name(rest.split('"').next()?))
         };
-        for included in contents.lines().filter_map(quoted) {
-            visit(&included, seen, text)?;
+        let _ = writeln!(text, "#line 1 \"{name}\"");
+        for (number, line) in contents.lines().enumerate() {
+            if let Some(included) = quoted(line) {
+                visit(&included, seen, text)?;
+                let _ = writeln!(text, "#line {} \"{name}\"", number + 2);
+            } else if line.trim() == "#pragma once" {
+                text.push('\n');
+            } else {
+                text.push_str(line);
+                text.push('\n');
+            }
         }
-        text.push_str(&contents);
         Ok(())
     }
     let mut text = String::new();
@@ -184,16 +193,16 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_depends_on_all_that_it_includes() {
-        let directory = Path::new(SOURCES);
-        let text = with_includes(&directory.join("attention/forward_hd64.cu")).unwrap();
+    fn a_unit_is_all_that_it_includes() {
+        let text = with_includes(&Path::new(SOURCES).join("attention/forward_hd64.cu")).unwrap();
         for file in [
             "attention/config.h",
             "attention/params.h",
             "common/mbarrier.cuh",
         ] {
-            let included = fs::read_to_string(directory.join(file)).unwrap();
-            assert_eq!(text.matches(&included).count(), 1, "{file}");
+            let begins = format!("#line 1 \"{file}\"\n");
+            assert_eq!(text.matches(&begins).count(), 1, "{file}");
         }
+        assert!(!text.contains("#include \"") && !text.contains("#pragma once"));
     }
 }

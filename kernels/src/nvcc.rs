@@ -108,28 +108,14 @@ pub struct Usage {
 pub struct Unit {
     /// The image's name.
     pub name: String,
-    /// CUDA C++.
-    pub source: Source,
+    /// CUDA C++, whole: a change of it compiles it again.
+    pub text: String,
     /// Flags of the compiler beyond the usual.
     pub flags: Vec<String>,
     /// What it is compiled to machine code for.
     pub machine_code: Vec<Architecture>,
     /// The oldest that it is compiled to PTX for, if it is.
     pub ptx: Option<Architecture>,
-}
-
-/// Where a unit's CUDA C++ is.
-#[derive(Clone, Debug)]
-pub enum Source {
-    /// Here.
-    Text(String),
-    /// In a file.
-    File {
-        /// The file.
-        path: PathBuf,
-        /// What it and those that it includes hold: a change of this compiles it again.
-        contents: String,
-    },
 }
 
 /// A unit, compiled.
@@ -274,11 +260,7 @@ impl Compiler {
 
     /// Compiles, unless the directory holds the result already, and gives the compiler's log.
     fn run(&self, job: &Job<'_>) -> Result<String, Error> {
-        let copy = job.directory.join("source.cu");
-        let (source, contents) = match &job.unit.source {
-            Source::Text(text) => (&copy, text),
-            Source::File { path, contents } => (path, contents),
-        };
+        let (source, contents) = (job.directory.join("source.cu"), &job.unit.text);
         let output = job.output();
         let log = job.directory.join("log.txt");
         let stamp = job.directory.join("command.txt");
@@ -306,7 +288,7 @@ impl Compiler {
         let command = format!("{}\n{}", self.banner, flags.join(" "));
         let same = |path: &Path, text: &str| fs::read(path).is_ok_and(|old| old == text.as_bytes());
         if same(&stamp, &command)
-            && same(&copy, contents)
+            && same(&source, contents)
             && output.is_file()
             && let Ok(log) = fs::read_to_string(&log)
         {
@@ -315,12 +297,12 @@ impl Compiler {
         create(&job.directory)?;
         // The stamp goes first and comes last: an interrupted run leaves none.
         let _ = fs::remove_file(&stamp);
-        crate::write(&copy, contents.as_bytes())?;
+        crate::write(&source, contents.as_bytes())?;
         let (_, text) = run(Command::new(&self.nvcc)
             .args(&flags)
             .arg("-o")
             .arg(&output)
-            .arg(source))?;
+            .arg(&source))?;
         crate::write(&log, text.as_bytes())?;
         crate::write(&stamp, command.as_bytes())?;
         Ok(text)
