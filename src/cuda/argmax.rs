@@ -60,7 +60,6 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
             out_0: launch.strides[0][1] as u64,
             out_1: launch.strides[1][1] as u64,
             out_2: launch.strides[2][1] as u64,
-            ..Arguments::ZERO
         };
         // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
         unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
