@@ -10,6 +10,7 @@ candle's time over ours. The attention bench also writes the peak of live heap b
 """
 
 import datetime
+import itertools
 import json
 import math
 import os
@@ -100,12 +101,15 @@ def table(result):
     lines = [
         f"{result['cpu']}, {result['threads']} threads, candle {result['candle']}, {result['date']}; "
         "medians of one run, f32 unless named.",
-        "",
-        "| | case | libunsloth | candle | ratio |",
-        "|-|-|-|-|-|",
     ]
-    for group, case, ours, theirs in rows(result):
-        lines.append(f"| {group} | {case} | {duration(ours)} | {duration(theirs)} | {theirs / ours:.2f}× |")
+    for group, cases in itertools.groupby(rows(result), key=lambda row: row[0]):
+        cases = list(cases)
+        faster = mean([theirs / ours for *_, ours, theirs in cases])
+        lines += ["", f"<details><summary>{group}: in the mean {faster:.1f}× as fast as candle</summary>", ""]
+        lines += [f"| {group} | libunsloth | candle | ratio |", "|-|-|-|-|"]
+        for _, case, ours, theirs in cases:
+            lines.append(f"| {case} | {duration(ours)} | {duration(theirs)} | {theirs / ours:.2f}× |")
+        lines += ["", "</details>"]
     memory = result.get("attention_peak_bytes")
     if memory:
         lines += ["", "Peak heap of one attention call, MiB:", "", "| sequence | libunsloth | candle |", "|-|-|-|"]
@@ -218,51 +222,63 @@ def compared():
 
 def contenders(result):
     """Whom the operation is compared with, in the order of the first row that has most of them."""
-    return tuple(name for name in max((row["us"] for row in result["rows"]), key=len) if name not in (OURS, "copy"))
+    names = max((row["us"] for row in result["rows"] if OURS in row["us"]), key=len)
+    return tuple(name for name in names if name not in (OURS, "copy", "nothing through ctypes"))
+
+
+def ratios(results, name):
+    """A contender's times over ours."""
+    rows = [row["us"] for result in results for row in result["rows"]]
+    return [us[name] / us[OURS] for us in rows if OURS in us and name in us]
+
+
+def mean(values):
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def compared_table(results):
-    """A table for each set of contenders: microseconds, and in brackets how many times ours. Of copy: our share of the rate at which
-    as many bytes are copied."""
+    """A table for each operation, folded under its geometric means: microseconds, and in brackets how many times ours. Of copy: our share
+    of the rate at which as many bytes are copied."""
     first = results[0]
     lines = [f"{first['device']['name']}, driver {first['device']['driver_version']}, torch {first['versions']['torch']}; bf16; µs of one call."]
-    tables = {}
     for result in results:
-        has_copy = any("copy" in row["us"] for row in result["rows"])
-        tables.setdefault((contenders(result), has_copy), []).append(result)
-    for (names, has_copy), group in tables.items():
-        columns = ["", "case", "libunsloth", *["of copy"] * has_copy, *names]
-        lines += ["", "|" + "|".join(f" {column} " if column else " " for column in columns) + "|", "|-" * len(columns) + "|"]
-        for result in group:
-            for row in result["rows"]:
-                us = row["us"]
-                if OURS not in us:
-                    continue
-                others = (f"{us[n]:.4g} ({us[n] / us[OURS]:.2f}×)" if n in us else "" for n in names)
-                share = [f"{us['copy'] / us[OURS]:.0%}"] if has_copy else []
-                lines.append("| " + " | ".join([result["op"], row["case"], f"{us[OURS]:.4g}", *share, *others]) + " |")
+        names = contenders(result)
+        has_copy = bool(ratios([result], "copy"))
+        means = [f"{mean(ratios([result], name)):.2f}× as fast as {name}" for name in names]
+        if has_copy:
+            means.append(f"{mean(ratios([result], 'copy')):.0%} of copy")
+        columns = [result["op"], "libunsloth", *["of copy"] * has_copy, *names]
+        lines += ["", f"<details><summary>{result['op']}: in the mean {', '.join(means)}</summary>", ""]
+        lines += ["| " + " | ".join(columns) + " |", "|-" * len(columns) + "|"]
+        for row in result["rows"]:
+            us = row["us"]
+            if OURS not in us:
+                continue
+            others = (f"{us[n]:.4g} ({us[n] / us[OURS]:.2f}×)" if n in us else "" for n in names)
+            share = [f"{us['copy'] / us[OURS]:.0%}" if "copy" in us else ""] * has_copy
+            lines.append("| " + " | ".join([row["case"], f"{us[OURS]:.4g}", *share, *others]) + " |")
+        lines += ["", "</details>"]
     return "\n".join(lines)
 
 
 def compared_plot(results, path):
-    """How many times as fast as each contender, on a logarithmic scale."""
+    """How many times as fast as each contender, on a logarithmic scale: of an operation's cases the geometric mean, and their range."""
     import matplotlib.pyplot as plt
 
-    bars = [
-        (f"{result['op']} {row['case']}", {n: row["us"][n] / row["us"][OURS] for n in contenders(result) if n in row["us"]})
-        for result in results
-        for row in result["rows"]
-        if OURS in row["us"] and any(name in row["us"] for name in contenders(result))
-    ][::-1]
-    names = list(dict.fromkeys(name for _, ratios in bars for name in ratios))
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.3 * len(bars)), layout="constrained")
-    for name in names:
-        points = [(ratios[name], at) for at, (_, ratios) in enumerate(bars) if name in ratios]
-        axes.plot(*zip(*points), "o", label=name, alpha=0.8)
+    results = [result for result in results if contenders(result)][::-1]
+    names = list(dict.fromkeys(name for result in results for name in contenders(result)))
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.45 * len(results)), layout="constrained")
+    for index, name in enumerate(names):
+        points = [(at + 0.1 * (index - len(names) / 2), ratios([result], name)) for at, result in enumerate(results)]
+        points = [(at, values) for at, values in points if values]
+        for at, values in points:
+            axes.plot([min(values), max(values)], [at, at], color=f"C{index}", linewidth=1.2, alpha=0.6)
+        axes.plot([mean(values) for _, values in points], [at for at, _ in points], "o", color=f"C{index}", label=name)
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
-    axes.set_xlabel("libunsloth is how many times as fast")
+    axes.set_yticks(range(len(results)), [result["op"] for result in results])
+    axes.set_xlabel("libunsloth is how many times as fast: mean and range of an operation's cases")
     axes.set_title(f"CUDA backend, {results[0]['device']['name']}")
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
