@@ -4,6 +4,7 @@
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
+use std::sync::{Mutex, PoisonError};
 
 use cubecl::ir::{
     ContiguousElements, ElemType, FloatKind, IntKind, ManagedVariable, MatrixLayout, MmaProperties,
@@ -208,6 +209,9 @@ impl Builder {
                 elect_sync: false,
             },
         };
+        // CubeCL numbers what it names with one counter for all threads, which every kernel begins anew.
+        static COUNTING: Mutex<()> = Mutex::new(());
+        let _alone = COUNTING.lock().unwrap_or_else(PoisonError::into_inner);
         // Unchecked: kernels guard their own bounds; the checks would need array lengths at every launch.
         let mut compiled = CppCompiler::<CudaDialect<CudaWmmaCompiler>>::default()
             .compile(
