@@ -5,16 +5,12 @@
 
 mod common;
 
-use std::ptr;
-
-use common::attention::{
-    Case, Inputs, KeyForm, QueryForm, Scratch, Strides, Uploaded, check, check_results,
-};
-use common::rng;
-use cudarc::driver::sys;
+use common::attention::{Call, Case, KeyForm, QueryForm, Strides, Uploaded, check, check_results};
+use common::graph::Graph;
+use common::{gpu, rng};
 use unsloth::ops::Implementation;
 use unsloth::ops::attention::{self, PageLayout};
-use unsloth::{Backend, Context, ContextOptions, DType, Stream};
+use unsloth::{Backend, Context, DType};
 
 const HALVES: [DType; 2] = [DType::F16, DType::Bf16];
 
@@ -24,11 +20,10 @@ fn context() -> Option<Context> {
         .split(' ')
         .any(|a| a == "90a");
     let info = Backend::Cuda.device_info(0).ok()?;
-    let options = ContextOptions {
-        backend: Backend::Cuda,
-        ..ContextOptions::default()
-    };
-    (built && info.compute_capability == (9, 0)).then(|| Context::new(&options).unwrap())
+    if !built || info.compute_capability != (9, 0) {
+        return None;
+    }
+    gpu()
 }
 
 fn served(ctx: &Context, dtype: DType, case: &Case) -> Implementation {
@@ -292,47 +287,15 @@ fn counted() -> [Case; 2] {
     ]
 }
 
-/// A case on a device, with its workspace.
-struct Call {
-    case: Case,
-    tensors: Uploaded,
-    scratch: Scratch,
-}
-
-impl Call {
-    fn new(ctx: &Context, case: &Case, inputs: &Inputs) -> Call {
-        let mut tensors = Uploaded::new(ctx, inputs);
-        let size = attention::workspace_size(ctx, &tensors.params(case)).unwrap();
-        assert_eq!(size, 16);
-        Call {
-            case: case.clone(),
-            tensors,
-            scratch: Scratch::new(ctx, size),
-        }
-    }
-
-    fn queue(&mut self, ctx: &Context, stream: Stream) {
-        let mut params = self.tensors.params(&self.case);
-        params.workspace = self.scratch.workspace();
-        attention::forward(ctx, &params, stream).unwrap();
-    }
-
-    fn bits(&self) -> (Vec<u8>, Vec<u8>) {
-        self.scratch.assert_within();
-        let (out, lse) = self.tensors.results();
-        (out.bits(), lse.bits())
-    }
-}
-
 /// Tiles are counted from zero whatever the workspace holds: anything, another launch's count, or, in a graph, the launch's own.
 #[test]
 fn counters_need_no_care() {
     let Some(ctx) = context() else { return };
     let stream = ctx.create_stream().unwrap();
-    let raw: sys::CUstream = stream.as_raw().cast();
     for case in counted() {
         let inputs = case.inputs(&mut rng(), DType::Bf16);
         let mut call = Call::new(&ctx, &case, &inputs);
+        assert_eq!(call.scratch.size(), 16, "a counter");
         call.queue(&ctx, stream);
         ctx.synchronize(stream).unwrap();
         let (out, lse) = call.tensors.results();
@@ -351,18 +314,7 @@ fn counters_need_no_care() {
             }
             again(&mut call, &mut |call| call.queue(&ctx, stream));
         }
-        let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
-        let mut primary = ptr::null_mut();
-        // SAFETY: the stream is live; the results are valid for writes, made here, and given back once.
-        unsafe {
-            ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
-            ok(sys::cuCtxSetCurrent(primary));
-            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            ok(sys::cuStreamBeginCapture_v2(raw, mode));
-            call.queue(&ctx, stream);
-            ok(sys::cuStreamEndCapture(raw, &mut graph));
-            ok(sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0));
-        }
+        let graph = Graph::capture(&ctx, stream, || call.queue(&ctx, stream));
         for round in 0..20 {
             if round % 7 == 6 {
                 call.scratch.poison();
@@ -370,26 +322,11 @@ fn counters_need_no_care() {
             if round % 5 == 4 {
                 again(&mut call, &mut |call| call.queue(&ctx, stream));
             }
-            // SAFETY: made above.
-            again(&mut call, &mut |_| unsafe {
-                ok(sys::cuGraphLaunch(executable, raw))
-            });
-        }
-        // SAFETY: as above; the thread ends with no current context, as it began.
-        unsafe {
-            ok(sys::cuGraphExecDestroy(executable));
-            ok(sys::cuGraphDestroy(graph));
-            ok(sys::cuCtxSetCurrent(ptr::null_mut()));
-            ok(sys::cuDevicePrimaryCtxRelease_v2(0));
+            again(&mut call, &mut |_| graph.launch(stream));
         }
     }
     // SAFETY: made above, and used no more.
     unsafe { ctx.destroy_stream(stream) }.unwrap();
-}
-
-#[track_caller]
-fn ok(result: sys::CUresult) {
-    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
 }
 
 /// Launches that are in flight together each count for themselves: from several threads, on streams of their own.

@@ -7,29 +7,11 @@ mod common;
 
 use std::ptr;
 
-use common::{TestTensor, rng};
+use common::graph::{Graph, ok};
+use common::{TestTensor, gpu, gpu_options, rng};
 use cudarc::driver::sys;
 use unsloth::ops::{rms_norm, rope, swiglu};
 use unsloth::{Backend, Context, ContextOptions, DType, Error, InOut, Layout, Stream, TensorRef};
-
-/// A context of the first GPU, if there is one.
-fn context() -> Option<Context> {
-    let there = Backend::Cuda.device_count().is_ok_and(|n| n > 0);
-    there.then(|| Context::new(&options()).unwrap())
-}
-
-fn options() -> ContextOptions {
-    ContextOptions {
-        backend: Backend::Cuda,
-        ..ContextOptions::default()
-    }
-}
-
-/// A result of the driver's, in calls that the tests make on their own.
-#[track_caller]
-fn ok(result: sys::CUresult) {
-    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
-}
 
 #[test]
 fn a_missing_driver_is_named() {
@@ -40,7 +22,7 @@ fn a_missing_driver_is_named() {
     let errors = [
         Backend::Cuda.device_count().unwrap_err(),
         Backend::Cuda.device_info(0).unwrap_err(),
-        Context::new(&options()).unwrap_err(),
+        Context::new(&gpu_options()).unwrap_err(),
     ];
     for error in errors {
         assert!(matches!(error, Error::BackendUnavailable { .. }), "{error}");
@@ -50,12 +32,12 @@ fn a_missing_driver_is_named() {
 
 #[test]
 fn devices_outside_the_count_are_refused() {
-    let Some(_ctx) = context() else { return };
+    let Some(_ctx) = gpu() else { return };
     let count = Backend::Cuda.device_count().unwrap();
     for device in [-1, count, i32::MAX] {
         let options = ContextOptions {
             device,
-            ..options()
+            ..gpu_options()
         };
         let error = Context::new(&options).unwrap_err();
         let expected = format!("context: device {device} is outside 0 to {}", count - 1);
@@ -65,7 +47,7 @@ fn devices_outside_the_count_are_refused() {
 
 #[test]
 fn devices_are_described() {
-    let Some(_ctx) = context() else { return };
+    let Some(_ctx) = gpu() else { return };
     let info = Backend::Cuda.device_info(0).unwrap();
     println!("{info:?}");
     assert!(!info.name.is_empty() && info.num_units > 0);
@@ -180,7 +162,7 @@ impl Step {
 
 #[test]
 fn every_stream_gives_the_same_bits() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let mut step = Step::new(&ctx);
     step.queue(&ctx, Stream::DEFAULT);
     ctx.synchronize(Stream::DEFAULT).unwrap();
@@ -196,7 +178,7 @@ fn every_stream_gives_the_same_bits() {
 
 #[test]
 fn threads_share_a_context() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -221,7 +203,7 @@ fn threads_share_a_context() {
 /// any order.
 #[test]
 fn contexts_share_a_device() {
-    let Some(first) = context() else { return };
+    let Some(first) = gpu() else { return };
     let mut step = Step::new(&first);
     step.queue(&first, Stream::DEFAULT);
     first.synchronize(Stream::DEFAULT).unwrap();
@@ -230,7 +212,7 @@ fn contexts_share_a_device() {
         for i in 0..6 {
             let (expected, x, up) = (&expected, &x, &up);
             scope.spawn(move || {
-                let ctx = context().unwrap();
+                let ctx = gpu().unwrap();
                 let streams = [(); 2].map(|()| ctx.create_stream().unwrap());
                 let mut steps = streams.map(|stream| {
                     let mut step = Step::new(&ctx);
@@ -262,43 +244,28 @@ fn contexts_share_a_device() {
 /// The first calls of a context go into a graph, whose replays see what the inputs hold then.
 #[test]
 fn the_first_call_can_be_captured() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let mut step = Step::new(&ctx);
     let stream = ctx.create_stream().unwrap();
-    let raw: sys::CUstream = stream.as_raw().cast();
-    let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
-    let mut primary = ptr::null_mut();
-    // SAFETY: the stream is live; context, graph and executable are valid for writes, made here, and given back once.
-    unsafe {
-        ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
-        ok(sys::cuCtxSetCurrent(primary));
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        ok(sys::cuStreamBeginCapture_v2(raw, mode));
+    let graph = Graph::capture(&ctx, stream, || step.queue(&ctx, stream));
+    for _ in 0..3 {
+        graph.launch(stream);
+        ctx.synchronize(stream).unwrap();
+        let replayed = step.result();
         step.queue(&ctx, stream);
-        ok(sys::cuStreamEndCapture(raw, &mut graph));
-        ok(sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0));
-        for _ in 0..3 {
-            ok(sys::cuGraphLaunch(executable, raw));
-            ctx.synchronize(stream).unwrap();
-            let replayed = step.result();
-            step.queue(&ctx, stream);
-            ctx.synchronize(stream).unwrap();
-            assert!(replayed == step.result());
-            let layout = step.x.layout;
-            let other = TestTensor::normal(&mut rng(), DType::Bf16, layout);
-            step.x.overwrite(&other);
-        }
-        ok(sys::cuGraphExecDestroy(executable));
-        ok(sys::cuGraphDestroy(graph));
-        ctx.destroy_stream(stream).unwrap();
-        ok(sys::cuCtxSetCurrent(ptr::null_mut()));
-        ok(sys::cuDevicePrimaryCtxRelease_v2(0));
+        ctx.synchronize(stream).unwrap();
+        assert!(replayed == step.result());
+        let layout = step.x.layout;
+        let other = TestTensor::normal(&mut rng(), DType::Bf16, layout);
+        step.x.overwrite(&other);
     }
+    // SAFETY: made above, and used no more.
+    unsafe { ctx.destroy_stream(stream) }.unwrap();
 }
 
 #[test]
 fn the_current_context_is_left_alone() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let mut step = Step::new(&ctx);
     let [mut primary, mut other, mut current] = [ptr::null_mut(); 3];
     // SAFETY: results are valid for writes; what is retained or made is given back; the thread ends with no current context, as it
@@ -309,7 +276,7 @@ fn the_current_context_is_left_alone() {
         for before in [ptr::null_mut(), primary, other] {
             ok(sys::cuCtxSetCurrent(before));
             step.queue(&ctx, Stream::DEFAULT);
-            let another = Context::new(&options()).unwrap();
+            let another = Context::new(&gpu_options()).unwrap();
             drop(another);
             ctx.synchronize(Stream::DEFAULT).unwrap();
             ok(sys::cuCtxGetCurrent(&mut current));
@@ -317,7 +284,7 @@ fn the_current_context_is_left_alone() {
             // So after a call that fails.
             Context::new(&ContextOptions {
                 device: -1,
-                ..options()
+                ..gpu_options()
             })
             .unwrap_err();
             unsloth::Buffer::new(&ctx, 1 << 50).unwrap_err();
@@ -332,7 +299,7 @@ fn the_current_context_is_left_alone() {
 
 #[test]
 fn what_cannot_be_allocated_is_refused() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let size = 1usize << 50;
     let error = unsloth::Buffer::new(&ctx, size).unwrap_err();
     assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
@@ -341,7 +308,7 @@ fn what_cannot_be_allocated_is_refused() {
 
 #[test]
 fn allocations_begin_zeroed() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     for _ in 0..8 {
         let mut buffer = unsloth::Buffer::new(&ctx, 1 << 20).unwrap();
         let read = buffer.to_vec::<i32>(0, 1 << 18, Stream::DEFAULT).unwrap();
@@ -361,7 +328,7 @@ fn a_fault_is_told_as_such() {
     if std::env::var_os(CHILD).is_some() {
         return fault();
     }
-    if context().is_none() {
+    if gpu().is_none() {
         return;
     }
     // In another process: this one's other tests go on.
@@ -374,7 +341,7 @@ fn a_fault_is_told_as_such() {
 }
 
 fn fault() {
-    let ctx = context().unwrap();
+    let ctx = gpu().unwrap();
     let mut out = TestTensor::of(DType::F32, &[1, 4], &[0.0; 4]).upload(&ctx);
     let nowhere = ptr::without_provenance::<u8>(1 << 46);
     // SAFETY: unsound, which is what is tested: no memory is there.

@@ -7,28 +7,11 @@ mod common;
 
 use std::ptr;
 
-use common::attention::{
-    Case, Inputs, KeyForm, QueryForm, Scratch, Uploaded, check, check_results,
-};
-use common::{FLOATS, TestTensor, rng};
-use cudarc::driver::sys;
+use common::attention::{Call, Case, KeyForm, QueryForm, Scratch, Uploaded, check, check_results};
+use common::graph::Graph;
+use common::{FLOATS, TestTensor, gpu, rng};
 use unsloth::ops::attention::{self, PageLayout, Params};
-use unsloth::{Backend, Context, ContextOptions, DType, Layout, Stream, TensorMut, TensorRef};
-
-/// A context of the first GPU, if there is one.
-fn context() -> Option<Context> {
-    let there = Backend::Cuda.device_count().is_ok_and(|n| n > 0);
-    let options = ContextOptions {
-        backend: Backend::Cuda,
-        ..ContextOptions::default()
-    };
-    there.then(|| Context::new(&options).unwrap())
-}
-
-#[track_caller]
-fn ok(result: sys::CUresult) {
-    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
-}
+use unsloth::{DType, Layout, Stream, TensorMut, TensorRef};
 
 /// Few queries and many keys: what is split. The other sequences have a key, none, and about as many as one part.
 fn split() -> Case {
@@ -80,41 +63,10 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// A case on a device, with its workspace.
-struct Call {
-    case: Case,
-    tensors: Uploaded,
-    scratch: Scratch,
-}
-
-impl Call {
-    fn new(ctx: &Context, case: &Case, inputs: &Inputs) -> Call {
-        let mut tensors = Uploaded::new(ctx, inputs);
-        let size = attention::workspace_size(ctx, &tensors.params(case)).unwrap();
-        Call {
-            case: case.clone(),
-            tensors,
-            scratch: Scratch::new(ctx, size),
-        }
-    }
-
-    fn queue(&mut self, ctx: &Context, stream: Stream) {
-        let mut params = self.tensors.params(&self.case);
-        params.workspace = self.scratch.workspace();
-        attention::forward(ctx, &params, stream).unwrap();
-    }
-
-    fn bits(&self) -> (Vec<u8>, Vec<u8>) {
-        self.scratch.assert_within();
-        let (out, lse) = self.tensors.results();
-        (out.bits(), lse.bits())
-    }
-}
-
 /// The kernels for each size of heads, with and without adjusted scores, for many and for few queries, with long and short keys.
 #[test]
 fn every_kernel() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let mut cases = Vec::new();
     for (dim, dim_v) in [
         (64, 64),
@@ -174,7 +126,7 @@ fn every_kernel() {
 /// Groups of query heads that fill a block of rows, or more than one, or none evenly.
 #[test]
 fn packed_heads() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let mut cases = Vec::new();
     for (heads, kv_heads) in [(5, 1), (16, 1), (24, 1), (40, 2), (64, 1), (65, 1), (6, 6)] {
         for lens in [(1, 600), (2, 90), (3, 40)] {
@@ -197,7 +149,7 @@ fn packed_heads() {
 /// Whatever the workspace held, and whatever another problem left in it.
 #[test]
 fn workspaces_need_no_care() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     for dtype in FLOATS {
         for case in cases() {
             let inputs = case.inputs(&mut rng(), dtype);
@@ -217,7 +169,7 @@ fn workspaces_need_no_care() {
 /// The answer follows from shapes alone; a byte less is refused, and a longer bound on lengths changes no result.
 #[test]
 fn workspace_sizes_are_exact() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let inputs = split().inputs(&mut rng(), DType::Bf16);
     let mut call = Call::new(&ctx, &split(), &inputs);
     let mut params = call.tensors.params(&split());
@@ -265,7 +217,7 @@ fn workspace_sizes_are_exact() {
 /// Addresses that no vector access allows take other kernels with the same workspace.
 #[test]
 fn misaligned_addresses() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let moved = |t: &TestTensor| {
         let mut moved = TestTensor::poisoned_at(t.dtype, t.layout, 1);
         moved.set_bits(&t.bits());
@@ -309,7 +261,7 @@ fn misaligned_addresses() {
 /// Two streams at once, each with a workspace of its own, and a third that waits for nobody.
 #[test]
 fn streams_do_not_mix() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let mut calls = Vec::new();
     for case in [
         split(),
@@ -343,34 +295,21 @@ fn streams_do_not_mix() {
 /// The first call of a context goes into a graph, whose replays see what tensors hold then: queries, and lengths that have grown.
 #[test]
 fn the_first_call_can_be_captured() {
-    if context().is_none() {
+    if gpu().is_none() {
         return;
     }
     for case in cases() {
-        let ctx = context().unwrap();
+        let ctx = gpu().unwrap();
         let rng = &mut rng();
         let inputs = case.inputs(rng, DType::Bf16);
         let mut call = Call::new(&ctx, &case, &inputs);
         let stream = ctx.create_stream().unwrap();
-        let raw: sys::CUstream = stream.as_raw().cast();
-        let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
-        let mut primary = ptr::null_mut();
-        // SAFETY: the stream is live; context, graph and executable are valid for writes, made here, and given back once.
-        unsafe {
-            ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
-            ok(sys::cuCtxSetCurrent(primary));
-            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            ok(sys::cuStreamBeginCapture_v2(raw, mode));
-            call.queue(&ctx, stream);
-            ok(sys::cuStreamEndCapture(raw, &mut graph));
-            ok(sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0));
-        }
+        let graph = Graph::capture(&ctx, stream, || call.queue(&ctx, stream));
         for round in 0..3 {
             call.tensors.out.overwrite(&inputs.out);
             call.tensors.lse.overwrite(&inputs.lse);
             call.scratch.poison();
-            // SAFETY: as above.
-            unsafe { ok(sys::cuGraphLaunch(executable, raw)) };
+            graph.launch(stream);
             ctx.synchronize(stream).unwrap();
             let (out, lse) = call.tensors.results();
             if round == 0 {
@@ -387,21 +326,15 @@ fn the_first_call_can_be_captured() {
                 lens.overwrite(&TestTensor::of(DType::I32, shape, &shorter));
             }
         }
-        // SAFETY: as above.
-        unsafe {
-            ok(sys::cuGraphExecDestroy(executable));
-            ok(sys::cuGraphDestroy(graph));
-            ctx.destroy_stream(stream).unwrap();
-            ok(sys::cuCtxSetCurrent(ptr::null_mut()));
-            ok(sys::cuDevicePrimaryCtxRelease_v2(0));
-        }
+        // SAFETY: made above, and used no more.
+        unsafe { ctx.destroy_stream(stream) }.unwrap();
     }
 }
 
 /// Shapes, dtypes and bounds that the backend refuses in the queries as in the call.
 #[test]
 fn limits() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     struct Shape {
         q: [usize; 4],
         k: [usize; 4],

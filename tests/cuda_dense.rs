@@ -6,32 +6,15 @@
 
 mod common;
 
-use std::ptr;
-
+use common::graph::Graph;
 use common::reference::linear::{linear as exact_linear, linear_f32};
 use common::reference::mlp::{Layer, Layers, mlp as exact_mlp};
-use common::{DeviceTensor, TestTensor, assert_flash_rule_of_sums, rng, rounded};
-use cudarc::driver::sys;
+use common::{DeviceTensor, TestTensor, assert_flash_rule_of_sums, gpu, rng, rounded};
 use unsloth::ops::linear::{self, Output, Weights};
 use unsloth::ops::mlp::{self, GateUp};
 use unsloth::ops::swiglu::{Activation, GateOrder};
 use unsloth::ops::{argmax, cast};
-use unsloth::{Backend, Context, ContextOptions, DType, InOut, Layout, Stream, Workspace};
-
-/// A context of the first GPU, if there is one. Each has its own choice of algorithms, and has seen no call.
-fn context() -> Option<Context> {
-    let there = Backend::Cuda.device_count().is_ok_and(|n| n > 0);
-    let options = ContextOptions {
-        backend: Backend::Cuda,
-        ..ContextOptions::default()
-    };
-    there.then(|| Context::new(&options).unwrap())
-}
-
-#[track_caller]
-fn ok(result: sys::CUresult) {
-    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
-}
+use unsloth::{Context, DType, InOut, Layout, Stream, Workspace};
 
 fn contiguous(shape: &[usize]) -> Layout {
     Layout::contiguous(shape).unwrap()
@@ -250,7 +233,7 @@ fn calls(ctx: &Context) -> Vec<Box<dyn Call>> {
 
 #[test]
 fn every_stream_gives_the_same_bits() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     for mut call in calls(&ctx) {
         call.queue(&ctx, Stream::DEFAULT);
         ctx.synchronize(Stream::DEFAULT).unwrap();
@@ -269,7 +252,7 @@ fn every_stream_gives_the_same_bits() {
 
 #[test]
 fn threads_share_a_context() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -293,43 +276,28 @@ fn threads_share_a_context() {
 /// The first calls of a context go into a graph, whose replays see what the inputs hold then.
 #[test]
 fn the_first_call_can_be_captured() {
-    let Some(first) = context() else { return };
+    let Some(first) = gpu() else { return };
     let count = calls(&first).len();
     for index in 0..count {
-        let ctx = context().unwrap();
+        let ctx = gpu().unwrap();
         let mut call = calls(&ctx).swap_remove(index);
         let stream = ctx.create_stream().unwrap();
-        let raw: sys::CUstream = stream.as_raw().cast();
-        let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
-        let mut primary = ptr::null_mut();
-        // SAFETY: the stream is live; context, graph and executable are valid for writes, made here, and given back once.
-        unsafe {
-            ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
-            ok(sys::cuCtxSetCurrent(primary));
-            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            ok(sys::cuStreamBeginCapture_v2(raw, mode));
+        let graph = Graph::capture(&ctx, stream, || call.queue(&ctx, stream));
+        for _ in 0..3 {
+            call.poison();
+            graph.launch(stream);
+            ctx.synchronize(stream).unwrap();
+            let replayed = call.result().bits();
+            call.poison();
             call.queue(&ctx, stream);
-            ok(sys::cuStreamEndCapture(raw, &mut graph));
-            ok(sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0));
-            for _ in 0..3 {
-                call.poison();
-                ok(sys::cuGraphLaunch(executable, raw));
-                ctx.synchronize(stream).unwrap();
-                let replayed = call.result().bits();
-                call.poison();
-                call.queue(&ctx, stream);
-                ctx.synchronize(stream).unwrap();
-                assert!(replayed == call.result().bits(), "call {index}");
-                let (dtype, layout) = (call.input().dtype, call.input().layout);
-                let other = TestTensor::normal(&mut rng(), dtype, layout);
-                call.input().overwrite(&other);
-            }
-            ok(sys::cuGraphExecDestroy(executable));
-            ok(sys::cuGraphDestroy(graph));
-            ctx.destroy_stream(stream).unwrap();
-            ok(sys::cuCtxSetCurrent(ptr::null_mut()));
-            ok(sys::cuDevicePrimaryCtxRelease_v2(0));
+            ctx.synchronize(stream).unwrap();
+            assert!(replayed == call.result().bits(), "call {index}");
+            let (dtype, layout) = (call.input().dtype, call.input().layout);
+            let other = TestTensor::normal(&mut rng(), dtype, layout);
+            call.input().overwrite(&other);
         }
+        // SAFETY: made above, and used no more.
+        unsafe { ctx.destroy_stream(stream) }.unwrap();
     }
 }
 
@@ -339,7 +307,7 @@ fn magnitudes(values: &[f64]) -> Vec<f64> {
 
 #[test]
 fn great_products_agree_with_their_definition() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     for (dtype, sizes) in [
         (DType::Bf16, (1, 4096, 4096)),
         (DType::F16, (16, 1100, 4096)),
@@ -377,7 +345,7 @@ fn great_products_agree_with_their_definition() {
 
 #[test]
 fn blocks_in_halves_agree_with_their_definition() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = gpu() else { return };
     let (rows, hidden, dim) = (512, 64, 4200);
     for dtype in [DType::Bf16, DType::F32] {
         let mut call = Block::new(&ctx, dtype, (rows, hidden, dim));

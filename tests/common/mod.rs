@@ -40,6 +40,19 @@ pub fn contexts() -> Vec<Context> {
         .collect()
 }
 
+/// A context of its own of the first GPU, if this build has the backend and the machine a device.
+pub fn gpu() -> Option<Context> {
+    let there = Backend::Cuda.device_count().is_ok_and(|n| n > 0);
+    there.then(|| Context::new(&gpu_options()).expect("a device gives a context"))
+}
+
+pub fn gpu_options() -> ContextOptions {
+    ContextOptions {
+        backend: Backend::Cuda,
+        ..ContextOptions::default()
+    }
+}
+
 /// A fresh random generator. Its seed goes to the test's output, and `UNSLOTH_TEST_SEED` repeats it.
 pub fn rng() -> StdRng {
     let seed = match std::env::var("UNSLOTH_TEST_SEED") {

@@ -224,6 +224,37 @@ fn refused(ctx: &Context, case: &Case) -> bool {
     ctx.backend() == Backend::Cuda && case.dim.max(case.dim_v) > 256
 }
 
+/// A case on a device, with its workspace.
+pub struct Call {
+    pub case: Case,
+    pub tensors: Uploaded,
+    pub scratch: Scratch,
+}
+
+impl Call {
+    pub fn new(ctx: &Context, case: &Case, inputs: &Inputs) -> Call {
+        let mut tensors = Uploaded::new(ctx, inputs);
+        let size = attention::workspace_size(ctx, &tensors.params(case)).unwrap();
+        Call {
+            case: case.clone(),
+            tensors,
+            scratch: Scratch::new(ctx, size),
+        }
+    }
+
+    pub fn queue(&mut self, ctx: &Context, stream: Stream) {
+        let mut params = self.tensors.params(&self.case);
+        params.workspace = self.scratch.workspace();
+        attention::forward(ctx, &params, stream).unwrap();
+    }
+
+    pub fn bits(&self) -> (Vec<u8>, Vec<u8>) {
+        self.scratch.assert_within();
+        let (out, lse) = self.tensors.results();
+        (out.bits(), lse.bits())
+    }
+}
+
 /// Runs a case through the Rust API: `out` and `lse`.
 pub fn run(ctx: &Context, case: &Case, inputs: &Inputs) -> (TestTensor, TestTensor) {
     let mut tensors = Uploaded::new(ctx, inputs);
