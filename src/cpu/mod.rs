@@ -16,6 +16,7 @@ pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod rows;
 pub(crate) mod swiglu;
+pub(crate) mod vector;
 
 use std::ops::Range;
 

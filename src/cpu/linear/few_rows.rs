@@ -12,6 +12,7 @@ use pulp::{Simd, WithSimd};
 use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::row_of;
+use crate::cpu::vector;
 use crate::tensor::RawTensor;
 
 /// Rows up to which this beats tiles.
@@ -172,34 +173,26 @@ fn group<S: Simd, W: Float, const C: usize, const ROOM: usize>(
     let mut tails = [[0.0f32; C]; ROOM];
     // Partial sums, a vector of each operand's rows and one to spare must fit the registers.
     let at_once = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
-    // What needs no widening, and too little of `x` to fall out of cache, is gone through without a pause.
-    let length = match W::as_f32(&[]) {
-        Some(_) if ROOM <= 4 => depth.max(1),
-        _ => BLOCK,
-    };
-    for start in (0..depth).step_by(length) {
-        let block = start..depth.min(start + length);
-        let mut wide: [&[f32]; C] = [&[]; C];
-        for ((wide, w), scratch) in wide.iter_mut().zip(w).zip(scratch.iter_mut()) {
-            let w = &w[block.clone()];
-            *wide = match W::as_f32(w) {
-                Some(w) => w,
-                None => {
-                    let scratch = &mut scratch[..block.len()];
-                    W::load(w, scratch);
-                    scratch
-                }
-            };
-        }
-        let mut row = 0;
-        while row < x.len() {
-            let (partial, tails) = (&mut partial[row..], &mut tails[row..]);
-            row += match at_once.min(x.len() - row) {
-                1 => step::<S, 1, C>(simd, &x[row..], &block, wide, partial, tails),
-                2 => step::<S, 2, C>(simd, &x[row..], &block, wide, partial, tails),
-                3 => step::<S, 3, C>(simd, &x[row..], &block, wide, partial, tails),
-                _ => step::<S, 4, C>(simd, &x[row..], &block, wide, partial, tails),
-            };
+    // Weights that widen in registers, times too little of `x` to fall out of cache or to widen them for again, are gone through
+    // without a pause.
+    if ROOM <= 4 && vector::in_registers::<S, W>() {
+        add_block(simd, x, 0..depth, w, at_once, &mut partial, &mut tails);
+    } else {
+        for start in (0..depth).step_by(BLOCK) {
+            let block = start..depth.min(start + BLOCK);
+            let mut wide: [&[f32]; C] = [&[]; C];
+            for ((wide, w), scratch) in wide.iter_mut().zip(w).zip(scratch.iter_mut()) {
+                let w = &w[block.clone()];
+                *wide = match W::as_f32(w) {
+                    Some(w) => w,
+                    None => {
+                        let scratch = &mut scratch[..block.len()];
+                        W::load(w, scratch);
+                        scratch
+                    }
+                };
+            }
+            add_block(simd, x, block, wide, at_once, &mut partial, &mut tails);
         }
     }
     for ((sums, partial), tails) in sums.iter_mut().zip(partial).zip(tails).take(x.len()) {
@@ -209,14 +202,36 @@ fn group<S: Simd, W: Float, const C: usize, const ROOM: usize>(
     }
 }
 
-/// Adds the products of a block of `R` rows of `x` and of `C` rows of weights to vectors of partial sums, and those of the elements
-/// left over to sums of their own. Gives `R`.
+/// Adds the products of a block of every row of `x` and of `C` rows of weights, which are given from the start of the block.
 #[inline(always)]
-fn step<S: Simd, const R: usize, const C: usize>(
+fn add_block<S: Simd, W: Float, const C: usize, const ROOM: usize>(
+    simd: S,
+    x: &[&[f32]],
+    block: Range<usize>,
+    w: [&[W]; C],
+    at_once: usize,
+    partial: &mut [[S::f32s; C]; ROOM],
+    tails: &mut [[f32; C]; ROOM],
+) {
+    let mut row = 0;
+    while row < x.len() {
+        let (partial, tails) = (&mut partial[row..], &mut tails[row..]);
+        row += match at_once.min(x.len() - row) {
+            1 => step::<S, W, 1, C>(simd, &x[row..], &block, w, partial, tails),
+            2 => step::<S, W, 2, C>(simd, &x[row..], &block, w, partial, tails),
+            3 => step::<S, W, 3, C>(simd, &x[row..], &block, w, partial, tails),
+            _ => step::<S, W, 4, C>(simd, &x[row..], &block, w, partial, tails),
+        };
+    }
+}
+
+/// As [`add_block`], for `R` rows: to vectors of partial sums, and what the elements left over give to sums of their own. Gives `R`.
+#[inline(always)]
+fn step<S: Simd, W: Float, const R: usize, const C: usize>(
     simd: S,
     x: &[&[f32]],
     block: &Range<usize>,
-    w: [&[f32]; C],
+    w: [&[W]; C],
     partial: &mut [[S::f32s; C]],
     tails: &mut [[f32; C]],
 ) -> usize {
@@ -231,12 +246,13 @@ fn step<S: Simd, const R: usize, const C: usize>(
     for i in (0..whole).step_by(S::F32_LANES) {
         let mut vectors = [simd.splat_f32s(0.0); C];
         for c in 0..C {
+            debug_assert!(i + S::F32_LANES <= w[c].len());
             // SAFETY: a vector from `i` ends within `whole`, no further than the block.
-            vectors[c] = unsafe { vector::<S>(w[c], i) };
+            vectors[c] = unsafe { vector::load(simd, w[c].as_ptr().add(i)) };
         }
         for r in 0..R {
             // SAFETY: as above.
-            let x = unsafe { vector::<S>(rows[r], i) };
+            let x = unsafe { vector::load(simd, rows[r].as_ptr().add(i)) };
             for c in 0..C {
                 sums[r][c] = simd.mul_add_f32s(x, vectors[c], sums[r][c]);
             }
@@ -246,18 +262,9 @@ fn step<S: Simd, const R: usize, const C: usize>(
     for i in whole..len {
         for r in 0..R {
             for c in 0..C {
-                tails[r][c] = rows[r][i].mul_add(w[c][i], tails[r][c]);
+                tails[r][c] = rows[r][i].mul_add(w[c][i].widen(), tails[r][c]);
             }
         }
     }
     R
-}
-
-/// # Safety
-/// A vector's worth of elements from `start` lies inside the slice.
-#[inline(always)]
-unsafe fn vector<S: Simd>(slice: &[f32], start: usize) -> S::f32s {
-    debug_assert!(start + S::F32_LANES <= slice.len());
-    // SAFETY: the caller's promise; no alignment is asked for.
-    unsafe { slice.as_ptr().add(start).cast::<S::f32s>().read_unaligned() }
 }

@@ -1,0 +1,126 @@
+//! Vectors of f32 from elements of any type: what [`pulp::Simd`] has no function for, by the instructions behind it.
+
+use std::any::TypeId;
+
+use pulp::Simd;
+
+use crate::cpu::float::Float;
+use crate::dtype::DType;
+
+/// Whether [`load`] takes no more than instructions on registers. Where it takes more, widening a block into scratch is faster.
+#[inline(always)]
+pub(crate) fn in_registers<S: Simd, T: Float>() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if is::<S, pulp::x86::V4>() || (is::<S, pulp::x86::V3>() && T::DTYPE == DType::Bf16) {
+        return true;
+    }
+    T::DTYPE == DType::F32
+}
+
+/// A vector's worth of elements, widened.
+///
+/// # Safety
+/// That many elements are readable at `from`; no alignment is asked for.
+#[inline(always)]
+pub(crate) unsafe fn load<S: Simd, T: Float>(simd: S, from: *const T) -> S::f32s {
+    if T::DTYPE == DType::F32 {
+        // SAFETY: f32 is what is there, and the caller's promise.
+        return unsafe { from.cast::<S::f32s>().read_unaligned() };
+    }
+    // SAFETY: the elements, of two bytes each, are as many as the vectors have; the sets are told apart by their types, whose vectors
+    // these are.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        use std::mem::transmute_copy;
+
+        use pulp::x86::{V3, V4};
+        if is::<S, V4>() {
+            let avx512 = transmute_copy::<S, V4>(&simd).avx512f;
+            let bits = from.cast::<std::arch::x86_64::__m256i>().read_unaligned();
+            return match T::DTYPE {
+                DType::F16 => transmute_copy(&avx512._mm512_cvtph_ps(bits)),
+                _ => {
+                    let bits = avx512._mm512_cvtepu16_epi32(bits);
+                    transmute_copy(&avx512._mm512_slli_epi32::<16>(bits))
+                }
+            };
+        }
+        if is::<S, V3>() && T::DTYPE == DType::Bf16 {
+            let avx2 = transmute_copy::<S, V3>(&simd).avx2;
+            let bits = from.cast::<std::arch::x86_64::__m128i>().read_unaligned();
+            let bits = avx2._mm256_cvtepu16_epi32(bits);
+            return transmute_copy(&avx2._mm256_slli_epi32::<16>(bits));
+        }
+    }
+    let mut wide = simd.splat_f32s(0.0);
+    // SAFETY: the caller's promise, and a vector is as many f32.
+    unsafe {
+        T::load(
+            std::slice::from_raw_parts(from, S::F32_LANES),
+            std::slice::from_raw_parts_mut((&raw mut wide).cast(), S::F32_LANES),
+        );
+    }
+    wide
+}
+
+/// Whether two instruction sets are the same one.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn is<S: Simd, T: Simd>() -> bool {
+    TypeId::of::<S>() == TypeId::of::<T>()
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+    use pulp::{Arch, WithSimd};
+
+    use super::*;
+
+    /// Every element of `bits`, a vector at a time.
+    struct All<'a, T>(&'a [T]);
+
+    impl<T: Float> WithSimd for All<'_, T> {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) -> Vec<f32> {
+            let mut wide = vec![0.0f32; self.0.len()];
+            for i in (0..wide.len()).step_by(S::F32_LANES) {
+                // SAFETY: lengths are multiples of every vector's.
+                unsafe {
+                    let vector = load(simd, self.0.as_ptr().add(i));
+                    wide.as_mut_ptr()
+                        .add(i)
+                        .cast::<S::f32s>()
+                        .write_unaligned(vector);
+                }
+            }
+            wide
+        }
+    }
+
+    fn check<T: Float>(from_bits: impl Fn(u16) -> T) {
+        let elements: Vec<T> = (0..=u16::MAX).map(from_bits).collect();
+        let mut expected = vec![0.0; elements.len()];
+        T::load(&elements, &mut expected);
+        let mut results = vec![Arch::new().dispatch(All(&elements))];
+        results.push(All(&elements).with_simd(pulp::Scalar));
+        #[cfg(target_arch = "x86_64")]
+        if let Some(v3) = pulp::x86::V3::try_new() {
+            results.push(Simd::vectorize(v3, All(&elements)));
+        }
+        for result in results {
+            for (x, y) in result.iter().zip(&expected) {
+                assert!(x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan()));
+            }
+        }
+    }
+
+    #[test]
+    fn vectors_hold_what_slices_give() {
+        check(f16::from_bits);
+        check(bf16::from_bits);
+        check(|bits| f32::from(bits) / 3.0);
+    }
+}
