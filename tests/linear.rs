@@ -62,6 +62,11 @@ fn cases() -> Vec<Case> {
     ] {
         cases.push(case(leading, size));
     }
+    // Tiles of nothing, after one to which bias has been added.
+    cases.push(Case {
+        bias: true,
+        ..case(&[1100], (140, 0))
+    });
     for rows in [1, 3, 20] {
         let base = case(&[rows], (50, 70));
         for residual in [Residual::None, Residual::Apart, Residual::Accumulate] {

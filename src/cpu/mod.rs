@@ -19,6 +19,7 @@ pub(crate) mod swiglu;
 pub(crate) mod vector;
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use crate::context::DeviceInfo;
 use crate::error::{Error, Result};
@@ -119,6 +120,24 @@ impl Cpu {
             (0..pieces).into_par_iter().with_max_len(1).for_each(|i| {
                 f(i * piece..items.min((i + 1) * piece));
             });
+        });
+    }
+
+    /// As [`Cpu::for_each_range`], for work that needs scratch: one `T` for each thread that takes part, used again from range to
+    /// range, because large allocations cost a page fault for every page.
+    pub fn for_each_range_with<T: Default + Send>(
+        &self,
+        items: usize,
+        cost: usize,
+        f: impl Fn(&mut T, Range<usize>) + Sync,
+    ) {
+        let free = Mutex::new(Vec::new());
+        self.for_each_range(items, cost, |range| {
+            // What is in there is scratch, good after a panic elsewhere too.
+            let lock = || free.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut scratch = lock().pop().unwrap_or_default();
+            f(&mut scratch, range);
+            lock().push(scratch);
         });
     }
 }

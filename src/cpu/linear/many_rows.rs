@@ -32,11 +32,10 @@ pub(super) fn run<const N: usize>(
     let width = tile_columns(columns);
     let (row_tiles, column_tiles) = (rows.div_ceil(ROWS), columns.div_ceil(width));
     let cost = ROWS.min(rows) * width * N;
-    cpu.for_each_range(
+    cpu.for_each_range_with(
         row_tiles * column_tiles,
         cost.saturating_mul(depth),
-        |tiles| {
-            let mut scratch = Scratch::default();
+        |scratch: &mut Scratch<N>, tiles| {
             for tile in tiles {
                 // Neighbouring tiles share their columns, so that the weights are found in cache.
                 let (row, column) = (tile % row_tiles * ROWS, tile / row_tiles * width);
@@ -44,10 +43,10 @@ pub(super) fn run<const N: usize>(
                     row..rows.min(row + ROWS),
                     column..columns.min(column + width),
                 );
-                let mut sums: [Vec<f32>; N] =
-                    std::array::from_fn(|_| vec![0.0; part.0.len() * part.1.len()]);
+                let Scratch { panels, sums } = scratch;
                 for (sums, weight) in sums.iter_mut().zip(weights) {
-                    product(cpu, x, weight, part.clone(), depth, &mut scratch, sums);
+                    sums.resize(part.0.len() * part.1.len(), 0.0);
+                    product(cpu, x, weight, part.clone(), depth, panels, sums);
                 }
                 cpu.vectorize(
                     #[inline(always)]
@@ -64,9 +63,24 @@ pub(super) fn run<const N: usize>(
     );
 }
 
+/// What a thread works in.
+struct Scratch<const N: usize> {
+    panels: Panels,
+    sums: [Vec<f32>; N],
+}
+
+impl<const N: usize> Default for Scratch<N> {
+    fn default() -> Self {
+        Scratch {
+            panels: Panels::default(),
+            sums: std::array::from_fn(|_| Vec::new()),
+        }
+    }
+}
+
 /// Widened panels.
 #[derive(Default)]
-struct Scratch {
+struct Panels {
     x: Vec<f32>,
     weight: Vec<f32>,
 }
@@ -78,7 +92,7 @@ fn product(
     weight: &RawTensor,
     (rows, columns): (Range<usize>, Range<usize>),
     depth: usize,
-    scratch: &mut Scratch,
+    panels: &mut Panels,
     sums: &mut [f32],
 ) {
     let direct = (in_place(x), in_place(weight));
@@ -88,16 +102,19 @@ fn product(
     } else {
         DEPTH
     };
+    if depth == 0 {
+        sums.fill(0.0);
+    }
     for start in (0..depth).step_by(step) {
         let part = start..depth.min(start + step);
-        let (x, x_stride) = operand(cpu, x, direct.0, rows.clone(), part.clone(), &mut scratch.x);
+        let (x, x_stride) = operand(cpu, x, direct.0, rows.clone(), part.clone(), &mut panels.x);
         let (w, w_stride) = operand(
             cpu,
             weight,
             direct.1,
             columns.clone(),
             part.clone(),
-            &mut scratch.weight,
+            &mut panels.weight,
         );
         // SAFETY: `sums` has `rows * columns` elements; the operands are `rows` and `columns` rows of `part` columns each.
         unsafe {
