@@ -8,6 +8,7 @@
 
 pub mod abi;
 pub mod attention;
+pub mod attention_block;
 #[cfg(feature = "cuda")]
 pub mod graph;
 pub mod kv_cache;
