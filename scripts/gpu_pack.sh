@@ -6,7 +6,8 @@
 #     scripts/gpu_pack.sh && scp -r .gpu host: && ssh host .gpu/gpu_run.sh
 #
 # PROFILE is Cargo's profile (release), PACK the folder, MODEL a GGUF file for the engine (none: the engine is not run), SAME_BITS=1 adds
-# the comparison with CubeCL's own runtime. TESTS names Rust tests; by default all of them, of which each takes the devices that it finds.
+# the comparison with CubeCL's own runtime, CANDLE=1 what runs on candle's CUDA tensors (candle links the CUDA toolkit). TESTS names Rust
+# tests; by default all of them, of which each takes the devices that it finds.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -24,10 +25,9 @@ for test in build/c_tests/*.c.shared; do
   case $name in layout | links | inits) continue ;; esac
   strip -o "$pack/c/$name" "$test"
 done
-if make --no-print-directory CUDA=1 PROFILE="$profile" engine; then
-  strip -o "$pack/engine" build/engine/engine
-  [ -z "${MODEL:-}" ] || cp "$MODEL" "$pack/model/"
-fi
+make --no-print-directory CUDA=1 PROFILE="$profile" engine
+strip -o "$pack/engine" build/engine/engine
+[ -z "${MODEL:-}" ] || cp "$MODEL" "$pack/model/"
 
 export PATH="$root/.tools/bin:$PATH"
 tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(header|oracle_candle|dlpack|estimate)$')}
@@ -51,6 +51,11 @@ for line in sys.stdin:
 cargo test --locked --no-run --message-format=json-render-diagnostics "${select[@]}" | built
 if [ "${SAME_BITS:-0}" = 1 ]; then
   cargo test --no-run --message-format=json-render-diagnostics --manifest-path kernels/same_bits/Cargo.toml | built
+fi
+
+if [ "${CANDLE:-0}" = 1 ]; then
+  cargo test --locked --no-run --message-format=json-render-diagnostics --features candle-cuda --profile "$profile" --test candle \
+    --bench candle | built
 fi
 
 mkdir -p "$pack/compare"

@@ -11,6 +11,7 @@ mkdir -p "$out"
 cd "$here" || exit 1
 export LD_LIBRARY_PATH=$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} UNSLOTH_RESULTS=$out
 export UNSLOTH_LIBRARY=$here/lib/libunsloth.so.0 UNSLOTH_HEADER=$here/include/unsloth.h PYTHONDONTWRITEBYTECODE=1
+export UNSLOTH_BENCHES=$here/benches
 [ -f commit ] && UNSLOTH_COMMIT=$(cat commit) && export UNSLOTH_COMMIT
 limit=${SECONDS_EACH:-300}
 
@@ -51,7 +52,8 @@ skips=$(for name in $skipped; do echo "--skip $name"; done)
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 if [ -n "$sanitizer" ]; then
   for tool in memcheck initcheck racecheck; do
-    for test in ${SANITIZED-cuda embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps memory rms_norm rope swiglu}; do
+    for test in ${SANITIZED-argmax attention attention_block attention_hopper cast cuda cuda_attention cuda_dense embedding kv_cache \
+      kv_cache_append kv_cache_history kv_cache_steps linear memory mlp rms_norm rope swiglu}; do
       while [ "$(jobs -rp | wc -l)" -ge "${SANITIZERS:-8}" ]; do wait -n; done
       api=$([ "$tool" = memcheck ] && echo "--report-api-errors no")
       # shellcheck disable=SC2086
@@ -61,12 +63,14 @@ if [ -n "$sanitizer" ]; then
   wait
 fi
 
-for bench in ${BENCHES-$(all benches)}; do
+# What is compared with candle is a Rust program, which the comparison of that name runs and records.
+candle=$([ ! -x benches/candle ] || echo candle)
+for bench in ${BENCHES-$(all benches | sed 's/\<candle\>//')}; do
   check "bench.$bench" "benches/$bench"
   grep '^{' "$out/bench.$bench.log" >"$out/$bench.json"
 done
 if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
-  for op in ${COMPARE-rms_norm rope swiglu embedding kv_append host}; do
+  for op in ${COMPARE-rms_norm rope swiglu embedding kv_append linear attention attention_forward host $candle}; do
     TAIL=12 check "compare.$op" python3 compare "$op"
   done
 fi
