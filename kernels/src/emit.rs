@@ -193,9 +193,12 @@ impl Builder {
             .cube_dim(CubeDim::new_1d(threads))
             .address_type(AddressType::U64)
             .kernel_name(name.clone());
-        let definition = self.inner.build(settings);
+        let mut definition = self.inner.build(settings);
         DEFINITIONS.with_borrow_mut(|kept| {
             if let Some(kept) = kept {
+                // Copies share a pool of variables, which the first to be compiled would empty.
+                let variables = definition.body.allocator.take_variables();
+                definition.body.locals.extend(variables);
                 kept.push((name.clone(), definition.clone()));
             }
         });
