@@ -89,7 +89,7 @@ impl Kernels {
             form.dtype == p.q.dtype as u32
                 && p.head_dim <= form.dims[0]
                 && p.head_dim_v <= form.dims[1]
-                && form.mask as u32 >= mask as u32
+                && form.mask.hides(mask)
                 && form.softcap == (p.softcap > 0.0)
                 && (form.paged || !is_paged)
         };

@@ -82,7 +82,7 @@ unsafe impl Arguments for Params {
     const PARAMETERS: &[usize] = &[0];
 }
 
-/// Which keys a kernel can hide, as its choice `mask` says. Each hides what the one before does.
+/// Which keys a kernel hides, as its choice `mask` says: none, those after the query, those outside a window of any two sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mask {
     None,
@@ -96,5 +96,10 @@ impl Mask {
         [Mask::None, Mask::Causal, Mask::Window]
             .into_iter()
             .find(|mask| *mask as u32 == choice)
+    }
+
+    /// Whether a kernel with this mask can hide what `other` does, and nothing else.
+    pub fn hides(self, other: Mask) -> bool {
+        self == Mask::Window || self == other
     }
 }
