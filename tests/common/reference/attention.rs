@@ -83,13 +83,16 @@ pub fn attention(s: &Sequence, o: &Options, precision: Precision) -> (Vec<f64>, 
                 sum = precision.computed(sum + w);
             }
             lse[h * s.q_len + i] = precision.computed(max + precision.computed(sum.ln()));
+            let weights: Vec<f64> = weights
+                .iter()
+                .map(|w| precision.stored(precision.computed(w / sum)))
+                .collect();
             let kv_head = h / (s.heads / s.kv_heads);
             for x in 0..s.dim_v {
                 let mut acc = 0.0;
                 for (j, w) in weights.iter().enumerate() {
-                    let p = precision.stored(precision.computed(w / sum));
                     let v = s.v[(j * s.kv_heads + kv_head) * s.dim_v + x];
-                    acc = precision.computed(acc + precision.computed(p * v));
+                    acc = precision.computed(acc + precision.computed(w * v));
                 }
                 out[(i * s.heads + h) * s.dim_v + x] = precision.stored(acc);
             }
