@@ -9,6 +9,7 @@ use cubecl::prelude::*;
 
 use super::arguments::*;
 use super::fragments::*;
+use super::softmax::*;
 
 /// A kernel's shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -346,89 +347,35 @@ pub fn forward<E: Float>(
         let key0 = i32::cast_from(key0);
         if key0 < clear_begin || key0 + comptime!(tile_keys as i32) > clear_end {
             #[unroll]
-            for f in 0..fragments {
-                #[unroll]
-                for h in 0..2usize {
-                    let position = first
-                        + i32::cast_from(
-                            plane_row + group_row + comptime!((f * 16 + h * 8) as u32),
-                        );
-                    // Columns of this lane are 2 pair, 2 pair + 1 of each eight.
-                    let low = position - wl + 1 - key0 - i32::cast_from(pair * 2u32);
-                    let high = min(i32::cast_from(k_end), position + wr)
-                        - key0
-                        - i32::cast_from(pair * 2u32);
-                    #[unroll]
-                    for n in 0..key_steps * 2 {
-                        let part = s.index_mut(f * key_steps * 2 + n);
-                        let mut x = part[h];
-                        #[unroll]
-                        for c in 0..2usize {
-                            let column = comptime!((n * 8 + c) as i32);
-                            if column < low || column >= high {
-                                x[c] = hidden(scores);
-                            }
-                        }
-                        part[h] = x;
-                    }
-                }
+            for i in 0..fragments * 2 {
+                let position =
+                    first + i32::cast_from(plane_row + group_row + comptime!((i * 8) as u32));
+                // Columns of this lane are 2 pair, 2 pair + 1 of each eight.
+                let low = position - wl + 1 - key0 - i32::cast_from(pair * 2u32);
+                let high =
+                    min(i32::cast_from(k_end), position + wr) - key0 - i32::cast_from(pair * 2u32);
+                hide_outside(&mut s, low, high, i, comptime!(key_steps * 2), scores);
             }
         }
 
-        // New peaks; they are only taken when one grew so much that the old would let the exponentials grow past e^6.
-        let mut peaks = Array::<f32>::new(fragments * 2);
-        let mut grown = false;
-        #[unroll]
-        for f in 0..fragments {
-            #[unroll]
-            for h in 0..2usize {
-                let mut peak = row_peak[f * 2 + h];
-                #[unroll]
-                for n in 0..key_steps * 2 {
-                    let x = s.index(f * key_steps * 2 + n)[h];
-                    peak = max(peak, max(x[0], x[1]));
-                }
-                peak = row_max(peak);
-                peaks[f * 2 + h] = peak;
-                grown = grown || (peak - row_peak[f * 2 + h]) * scale > 6.0f32;
-            }
-        }
-        if plane_any(grown) {
-            #[unroll]
-            for f in 0..fragments {
-                #[unroll]
-                for h in 0..2usize {
-                    let i = f * 2 + h;
-                    let shrink = fast_exp((row_peak[i] - peaks[i]) * scale);
-                    row_peak[i] = peaks[i];
-                    row_total[i] = row_total[i] * shrink;
-                    #[unroll]
-                    for n in 0..dim_steps * 2 {
-                        let part = acc.index_mut(f * dim_steps * 2 + n);
-                        part[h] = part[h] * Vector::new(shrink);
-                    }
-                }
-            }
-        }
-        #[unroll]
-        for f in 0..fragments {
-            #[unroll]
-            for h in 0..2usize {
-                let i = f * 2 + h;
-                let offset = row_peak[i] * scale;
-                let mut total = row_total[i];
-                #[unroll]
-                for n in 0..key_steps * 2 {
-                    let part = s.index_mut(f * key_steps * 2 + n);
-                    let mut x = part[h];
-                    x[0] = fast_exp(fma(x[0], scale, -offset));
-                    x[1] = fast_exp(fma(x[1], scale, -offset));
-                    total += x[0] + x[1];
-                    part[h] = x;
-                }
-                row_total[i] = total;
-            }
-        }
+        raise_peaks(
+            &s,
+            &mut row_peak,
+            &mut row_total,
+            &mut acc,
+            scale,
+            comptime!(fragments * 2),
+            comptime!(key_steps * 2),
+            comptime!(dim_steps * 2),
+        );
+        exponentiate(
+            &mut s,
+            &row_peak,
+            &mut row_total,
+            scale,
+            comptime!(fragments * 2),
+            comptime!(key_steps * 2),
+        );
 
         v_ready.wait_parity(phase);
         #[unroll]

@@ -7,6 +7,9 @@
 //! | [`combine`] | joins what splits give |
 //! | [`simt`] | everything else |
 //!
+//! What they share: [`arguments`], [`fragments`] and the online [`softmax`] over them, and of the kernels that pack heads and split keys
+//! what a cube has, [`packed`]. Of decoding alone: [`loads`], and [`merge`], in which the planes of a cube come together.
+//!
 //! # What the host does
 //!
 //! All but [`combine`] take the same arguments. `head_dim` and `head_dim_v` are at most the kernel's choice `head_dim`; lengths and
@@ -50,7 +53,11 @@ pub mod combine;
 pub mod decode;
 pub mod forward;
 pub mod fragments;
+pub mod loads;
+pub mod merge;
+pub mod packed;
 pub mod simt;
+pub mod softmax;
 
 /// Runs `$body` with `$t` as a 16-bit type.
 macro_rules! with_half {

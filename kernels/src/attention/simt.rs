@@ -7,6 +7,7 @@
 use cubecl::prelude::*;
 
 use super::arguments::*;
+use super::packed::*;
 
 /// Four elements.
 type Quad = Const<4>;
@@ -99,45 +100,24 @@ pub fn simt<Q: Float, K: Float, N: Size>(
     let pitch = comptime!(head_dim / 4 + 1);
     let columns = comptime!(head_dim as usize / 32);
 
-    let split = CUBE_POS_X % args.splits;
-    let rest = CUBE_POS_X / args.splits;
     // The last rows first: under a causal mask they have the most keys.
-    let block = args.row_blocks - 1u32 - rest % args.row_blocks;
-    let rest = rest / args.row_blocks;
-    let key_head = rest % args.num_kv_heads;
-    let batch = rest / args.num_kv_heads;
-    let s = sequence(args, buffers, batch);
-    let row0 = block * ROWS;
-    let row_count = s.q_count * args.group;
-    let parts = cut(
-        s.q_count,
-        s.k_count,
-        args.window_left,
-        args.splits,
-        args.split_keys,
-    );
-    let split_begin = parts.base + split * parts.keys;
-    if row0 >= row_count || (split > 0u32 && split_begin >= s.k_count) {
+    let block = block(args, buffers, ROWS, true);
+    if is_absent(&block) {
         terminate!();
     }
-    let rows_here = min(row_count - row0, ROWS);
+    let row0 = block.row0;
+    let key_head = block.key_head;
+    let batch = block.batch;
+    let s = block.span.clone();
+    let rows_here = min(block.row_count - row0, ROWS);
     let k_rows = key_rows(args, &s, batch, key_head);
     let v_rows = value_rows(args, &s, batch, key_head);
 
-    let shift = i32::cast_from(s.k_count) - i32::cast_from(s.q_count);
     let wl = i32::cast_from(args.window_left);
     let wr = i32::cast_from(args.window_right);
-    let first = i32::cast_from(row0 / args.group) + shift;
-    let last = i32::cast_from((row0 + rows_here - 1u32) / args.group) + shift;
-    let k_end = i32::cast_from(s.k_count);
-    let end = max(
-        min(
-            min(k_end, last + wr),
-            i32::cast_from(split_begin + parts.keys),
-        ),
-        0,
-    );
-    let begin = max(max(first - wl + 1, 0), i32::cast_from(split_begin));
+    let seen = seen(args, &block, rows_here);
+    let begin = seen.begin;
+    let end = seen.end;
 
     let lane = UNIT_POS_X % 8u32;
     let mine = UNIT_POS_X / 8u32;
@@ -312,7 +292,7 @@ pub fn simt<Q: Float, K: Float, N: Size>(
         if row < rows_here {
             let end = finish(args, buffers, row_peak[r], total, head, whole);
             if !whole {
-                let at = u64::cast_from(split) * u64::cast_from(args.rows)
+                let at = u64::cast_from(block.split) * u64::cast_from(args.rows)
                     + u64::cast_from((batch * args.seqlen_q + token) * args.num_heads + head);
                 if lane == 0u32 {
                     buffers.partial_lse[at as usize] = end.lse;

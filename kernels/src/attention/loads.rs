@@ -1,0 +1,128 @@
+//! Keys and values from memory to fragments: 16-byte lines that are fragments as they come, so nothing is staged.
+
+use cubecl::prelude::*;
+
+use super::arguments::*;
+use super::fragments::*;
+
+/// What a lane holds of keys or values: an array for each 16 of them.
+pub type Held<E> = Sequence<Array<Vector<E, Line>>>;
+
+/// Lines of the keys from `key0` on: of each 16, for keys `g` and `g + 8`, the `t`-th of each four lines.
+#[cube]
+pub fn load_keys<E: Float>(
+    k: &Lines<E>,
+    block_table: &Array<u32>,
+    rows: &Rows,
+    key0: u32,
+    end: u32,
+    lines: u32,
+    to: &mut Held<E>,
+    #[comptime] groups: usize,
+    #[comptime] blocks: usize,
+) {
+    let lane = UNIT_POS_X % 32u32;
+    #[unroll]
+    for g in 0..groups {
+        let first = key0 + comptime!(g as u32 * 16);
+        let to = to.index_mut(g);
+        #[unroll]
+        for n in 0..2usize {
+            // What is past the end is hidden later; its products only have to be finite.
+            let key = min(first + lane / 4u32 + comptime!(n as u32 * 8), end - 1u32);
+            let at = row_at(rows, block_table, key);
+            #[unroll]
+            for i in 0..blocks {
+                let line = min(lane % 4u32 + comptime!(i as u32 * 4), lines - 1u32);
+                to[n * blocks + i] = k[(at + u64::cast_from(line)) as usize];
+            }
+        }
+    }
+}
+
+/// The same of values.
+#[cube]
+pub fn load_values<E: Float>(
+    v: &Lines<E>,
+    block_table: &Array<u32>,
+    rows: &Rows,
+    key0: u32,
+    end: u32,
+    lines: u32,
+    to: &mut Held<E>,
+    #[comptime] groups: usize,
+    #[comptime] blocks: usize,
+) {
+    #[unroll]
+    for g in 0..groups {
+        let first = key0 + comptime!(g as u32 * 16);
+        let to = to.index_mut(g);
+        load_16_values::<E>(
+            v,
+            block_table,
+            rows,
+            first,
+            end,
+            lines,
+            to,
+            blocks,
+            0usize,
+            blocks,
+        );
+    }
+}
+
+/// Blocks `first..last` of the lines of 16 values: for values `2 t`, `2 t + 1`, `2 t + 8` and `2 t + 9` the `g`-th of each eight lines.
+#[cube]
+pub fn load_16_values<E: Float>(
+    v: &Lines<E>,
+    block_table: &Array<u32>,
+    rows: &Rows,
+    key0: u32,
+    end: u32,
+    lines: u32,
+    to: &mut Array<Vector<E, Line>>,
+    #[comptime] blocks: usize,
+    #[comptime] first: usize,
+    #[comptime] last: usize,
+) {
+    let lane = UNIT_POS_X % 32u32;
+    #[unroll]
+    for n in 0..4usize {
+        let offset = comptime!((n as u32 % 2) + (n as u32 / 2) * 8);
+        let key = min(key0 + lane % 4u32 * 2u32 + offset, end - 1u32);
+        let at = row_at(rows, block_table, key);
+        #[unroll]
+        for i in first..last {
+            let line = min(lane / 4u32 + comptime!(i as u32 * 8), lines - 1u32);
+            to[n * blocks + i] = v[(at + u64::cast_from(line)) as usize];
+        }
+    }
+}
+
+/// Elements `first..first + 4` of a line as the right-hand side of a product.
+#[cube]
+pub fn pairs<E: Float>(line: Vector<E, Line>, #[comptime] first: usize) -> Array<Vector<E, Pair>> {
+    let mut out = Array::<Vector<E, Pair>>::new(2usize);
+    #[unroll]
+    for i in 0..2usize {
+        let mut two = Vector::<E, Pair>::empty();
+        two[0] = line[comptime!(first + i * 2)];
+        two[1] = line[comptime!(first + i * 2 + 1)];
+        out[i] = two;
+    }
+    out
+}
+
+/// The same element of two lines.
+#[cube]
+pub fn across<E: Float>(
+    a: Vector<E, Line>,
+    b: Vector<E, Line>,
+    #[comptime] i: usize,
+) -> Vector<E, Pair> {
+    let mut two = Vector::<E, Pair>::empty();
+    two[0] = a[i];
+    two[1] = b[i];
+    two
+}
