@@ -13,7 +13,8 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from driver import graph_us, guarded, load
+from driver import graph_us, load_all
+from launcher import guarded
 
 DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 NO_LIMIT = 1 << 30
@@ -433,4 +434,4 @@ def decode(attention, only):
 if __name__ == "__main__":
     directory, what = sys.argv[1:3]
     only = sys.argv[3] if len(sys.argv) > 3 else ""
-    {"check": check, "bench": bench, "decode": decode}[what](Attention(load(directory, "attention")), only)
+    {"check": check, "bench": bench, "decode": decode}[what](Attention(load_all(directory, "attention")), only)

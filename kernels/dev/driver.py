@@ -1,8 +1,4 @@
-"""Launches catalog kernels from Python, by the layout in kernels.json; tensors are torch's.
-
-A development harness: it stands in for the library's host code, so that a kernel can be checked and timed as soon as it
-compiles.
-"""
+"""Launches catalog kernels from Python, by the layout in kernels.json; tensors are torch's."""
 
 import ctypes
 import json
@@ -11,26 +7,14 @@ import struct
 
 import torch
 
-cuda = ctypes.CDLL("libcuda.so.1")
-
-
-def check(status):
-    if status:
-        text = ctypes.c_char_p()
-        cuda.cuGetErrorString(status, ctypes.byref(text))
-        raise RuntimeError(f"CUDA driver: {status} {text.value}")
+from launcher import check, cuda, function, launch, load
 
 
 class Kernel:
     def __init__(self, directory, info):
-        torch.zeros(1, device="cuda")  # the primary context is current from here on
         self.name, self.info, self.choices = info["name"], info, info["choices"]
-        module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         with open(os.path.join(directory, info["name"] + ".cubin"), "rb") as f:
-            check(cuda.cuModuleLoadData(ctypes.byref(module), f.read()))
-        check(cuda.cuModuleGetFunction(ctypes.byref(self.function), module, info["name"].encode()))
-        if info["shared_bytes"] > 48 << 10:
-            check(cuda.cuFuncSetAttribute(self.function, 8, info["shared_bytes"]))
+            self.function = function(load(f.read()), info["name"], info["shared_bytes"])
         blocks = ctypes.c_int()
         check(cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             ctypes.byref(blocks), self.function, info["threads"], ctypes.c_size_t(info["shared_bytes"])))
@@ -47,18 +31,15 @@ class Kernel:
         for name, kind, offset in info["scalars"]:
             struct.pack_into({"f32": "<f", "u32": "<I", "u64": "<Q"}[kind], block, offset, scalars.get(name, 0))
         params = (ctypes.c_void_p * (len(pointers) + 1))(*[ctypes.addressof(p) for p in pointers], ctypes.addressof(block))
-        gx, gy = grid if isinstance(grid, tuple) else (grid, 1)
         keep = (buffers, pointers, block)
 
-        def launch(keep=keep):
-            check(cuda.cuLaunchKernel(
-                self.function, gx, gy, 1, info["threads"], 1, 1, info["shared_bytes"],
-                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), params, None))
+        def run(keep=keep):
+            launch(self.function, grid, info["threads"], info["shared_bytes"], params)
 
-        return launch
+        return run
 
 
-def load(directory, only=""):
+def load_all(directory, only=""):
     with open(os.path.join(directory, "kernels.json")) as f:
         return {k["name"]: Kernel(directory, k) for k in json.load(f) if only in k["name"]
                 and os.path.exists(os.path.join(directory, k["name"] + ".cubin"))}
@@ -80,14 +61,3 @@ def graph_us(run, calls, replays=5):
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / calls)
     return sorted(times[1:])[len(times[1:]) // 2]
-
-
-def guarded(*shape, dtype):
-    """A NaN-filled tensor between NaN guards; returns it and a function that checks the guards."""
-    count = 1
-    for n in shape:
-        count *= n
-    pad = 1024
-    whole = torch.full((count + 2 * pad,), float("nan"), device="cuda", dtype=dtype)
-    intact = lambda: bool(torch.isnan(whole[:pad]).all() and torch.isnan(whole[pad + count:]).all())
-    return whole[pad:pad + count].view(shape), intact

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from attention import DTYPES, EPSILON, copy_tbps, randn, up
-from driver import graph_us, guarded, load
+from driver import graph_us, load_all
+from launcher import guarded
 
 ROWS, ROWS_SIMT, TILES, TILES_SIMT = range(4)
 
@@ -110,4 +111,4 @@ def bench(kernels, only):
 
 if __name__ == "__main__":
     directory, what = sys.argv[1:3]
-    {"check": check, "bench": bench}[what](load(directory, "linear"), sys.argv[3] if len(sys.argv) > 3 else "")
+    {"check": check, "bench": bench}[what](load_all(directory, "linear"), sys.argv[3] if len(sys.argv) > 3 else "")

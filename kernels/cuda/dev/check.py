@@ -14,6 +14,7 @@ import torch
 
 import reference
 from driver import Kernel
+from launcher import guarded
 
 NAN = float("nan")
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -37,15 +38,6 @@ def compare(what, o, lse, q, k, v, **how):
 
 def randn(*shape, dtype):
     return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
-
-
-def guarded(*shape, dtype):
-    """A NaN-filled tensor between NaN guards; returns it and a function that checks the guards."""
-    count = math.prod(shape)
-    pad = 1024
-    whole = torch.full((count + 2 * pad,), NAN, device="cuda", dtype=dtype)
-    intact = lambda: bool(torch.isnan(whole[:pad]).all() and torch.isnan(whole[pad + count:]).all())
-    return whole[pad:pad + count].view(shape), intact
 
 
 def lengths(block_m, block_n):
@@ -88,16 +80,15 @@ def run_dense(kernel, b, sq, sk, hq, hk, d, dv, dtype, how, pack=1, sinks=False,
     return good and intact() and lse_intact(), text + f" guards {intact()} {lse_intact()}"
 
 
-def run_ragged(kernel, info, lengths_q, lengths_k, hq, hk, how, pack=1, page=None):
-    """Variable lengths, K and V packed or paged; what lies between and behind is NaN."""
+def ragged_problem(info, lengths_q, lengths_k, hq, hk, page=None):
+    """Variable lengths, K and V packed or paged; what lies between and behind is NaN. Returns q, packed K and V, K and V as the
+    kernel gets them, where sequences start in both, and what else the kernel is told."""
     d, dv, dtype = info["head_dim"], info["head_dim_v"], DTYPES[info["dtype"]]
     batch = len(lengths_q)
     offsets = lambda n: torch.tensor([0] + list(torch.tensor(n).cumsum(0)), dtype=torch.int32, device="cuda")
     cu_q, cu_k = offsets(lengths_q), offsets(lengths_k)
     q = randn(sum(lengths_q), hq, d, dtype=dtype)
     k, v = randn(sum(lengths_k), hk, d, dtype=dtype), randn(sum(lengths_k), hk, dv, dtype=dtype)
-    o, intact = guarded(sum(lengths_q), hq, dv, dtype=dtype)
-    lse, lse_intact = guarded(hq, sum(lengths_q), dtype=torch.float32)
     extra = dict(cu_seqlens_q=cu_q, max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k))
     if page is None:
         kk, vv = k, v
@@ -119,10 +110,18 @@ def run_ragged(kernel, info, lengths_q, lengths_k, hq, hk, how, pack=1, page=Non
                 vv[where, :rows] = v[start:start + rows]
         extra["block_table"] = table.cuda()
         extra["seqlens_k"] = torch.tensor(lengths_k, dtype=torch.int32, device="cuda")
+    return q, k, v, kk, vv, cu_q, cu_k, extra
+
+
+def run_ragged(kernel, info, lengths_q, lengths_k, hq, hk, how, pack=1, page=None):
+    dtype = DTYPES[info["dtype"]]
+    q, k, v, kk, vv, cu_q, cu_k, extra = ragged_problem(info, lengths_q, lengths_k, hq, hk, page)
+    o, intact = guarded(sum(lengths_q), hq, info["head_dim_v"], dtype=dtype)
+    lse, lse_intact = guarded(hq, sum(lengths_q), dtype=torch.float32)
     kernel.prepare(q, kk, vv, o, lse, pack=pack, **extra, **how)()
     torch.cuda.synchronize()
     good, texts = True, []
-    for i in range(batch):
+    for i in range(len(lengths_q)):
         a, b = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
         ok, text = compare(f"ragged pack{pack} page{page} {how} q{lengths_q[i]} k{lengths_k[i]}", o[a][None],
                            lse[:, a][None], q[a][None], k[b][None], v[b][None], **how)
@@ -159,17 +158,40 @@ def run_structured(kernel, info):
     return all(good for _, good in out), f"structured: {out}"
 
 
-def run_repeats(kernel, info, count):
+def run_repeats(kernel, info, count, form="batched"):
+    """The same launch again and again, on more tiles than there are multiprocessors: every bit of every result is the first one's,
+    which is right. form: batched, packed or paged."""
     d, dv, dtype = info["head_dim"], info["head_dim_v"], DTYPES[info["dtype"]]
-    how = {"causal": info["mask"] == "kCausal"}
-    q, k, v = (randn(2, 1500, 12, n, dtype=dtype) for n in (d, d, dv))
-    o = torch.full((2, 1500, 12, dv), NAN, device="cuda", dtype=dtype)
-    launch = kernel.prepare(q, k, v, o, None, longest_first=True, **how)
-    launch(); first = o.clone()
+    how = {"causal": True} if info["mask"] == "kCausal" else {}
+    if info.get("softcap"):
+        how["softcap"] = 5.0
+    if form == "batched":
+        q, k, v = (randn(2, 800, 20, n, dtype=dtype) for n in (d, d, dv))
+        o = torch.full((2, 800, 20, dv), NAN, device="cuda", dtype=dtype)
+        lse = torch.full((2, 20, 800), NAN, device="cuda")
+        launch = kernel.prepare(q, k, v, o, lse, longest_first=True, **how)
+        launch()
+        good, text = compare("repeated", o, lse, q, k, v, **how)
+    else:
+        lengths = [1 + i * 211 % 900 for i in range(9)]
+        page = 16 if form == "paged" else None
+        q, k, v, kk, vv, cu_q, cu_k, extra = ragged_problem(info, lengths, [n + 77 for n in lengths], 12, 4, page)
+        o = torch.full((sum(lengths), 12, dv), NAN, device="cuda", dtype=dtype)
+        lse = torch.full((12, sum(lengths)), NAN, device="cuda")
+        launch = kernel.prepare(q, kk, vv, o, lse, **extra, **how)
+        launch()
+        good, text = True, ""
+        for i in range(len(lengths)):
+            a, b = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+            ok, text = compare("repeated", o[a][None], lse[:, a][None], q[a][None], k[b][None], v[b][None], **how)
+            good &= ok
+    first, first_lse = o.clone(), lse.clone()
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(count):
-        o.fill_(NAN); launch(); different += (o != first).any()
-    return different.item() == 0, f"{count} repeats: {different.item()} differ"
+        o.fill_(NAN)
+        launch()
+        different += ((o != first).any() | (lse != first_lse).any())
+    return good and different.item() == 0, f"{count} repeats, {different.item()} differ, the first is {'right' if good else 'wrong'}"
 
 
 def main(directory, only="", repeats="50"):
@@ -181,7 +203,7 @@ def main(directory, only="", repeats="50"):
         bad = count = 0
         kernel = Kernel(open(os.path.join(directory, info["file"]), "rb").read(), info["name"])
         how = {"causal": info["mask"] == "kCausal"}
-        jobs = [(run_structured, (kernel, info), {}), (run_repeats, (kernel, info, int(repeats)), {})]
+        jobs = [(run_structured, (kernel, info), {}), *((run_repeats, (kernel, info, int(repeats), form), {}) for form in ("batched", "packed", "paged"))]
         jobs += [(run_dense, (kernel,), case) for case in dense_cases(kernel, info)]
         if not info.get("softcap"):
             rq, rk = [1, 0, 300, 64, 129, 700], [5, 17, 300, 1000, 129, 701]

@@ -1,4 +1,5 @@
-"""Which kernel serves a problem, and how its tiles are scheduled: the heuristics, as data."""
+"""What the library chooses (src/cuda/attention/hopper/choose.rs), as far as the harness follows it: which kernel serves a problem, and how its
+tiles are scheduled. What is tried here is changed there."""
 
 # Smallest head dims first; the first that fits both widths serves.
 WIDTHS = [("hd64", 64, 64), ("hd96", 96, 96), ("hd128", 128, 128), ("hd192v128", 192, 128),

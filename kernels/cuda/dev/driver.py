@@ -1,27 +1,20 @@
-"""Launches the attention kernels from Python: the CUDA driver through ctypes, tensors from torch.
-
-A development harness: it stands in for the library's host code, so that a kernel can be checked and
-timed as soon as it compiles.
-"""
+"""Launches the attention kernels from Python: the CUDA driver through ctypes, tensors from torch."""
 
 import ctypes
 import math
+import os
 import random
-from ctypes import byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+import sys
+from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 import torch
 
 import choose
 
-cuda = ctypes.CDLL("libcuda.so.1")
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), *2 * [".."], "dev"))
+from launcher import allow_shared, check, cuda, function, launch, load
+
 NO_LIMIT = 1 << 30
-
-
-def check(status):
-    if status:
-        text = c_char_p()
-        cuda.cuGetErrorString(status, byref(text))
-        raise RuntimeError(f"CUDA driver: {status} {text.value}")
 
 
 class TensorMap(ctypes.Structure):
@@ -72,19 +65,15 @@ class Kernel:
     """One kernel of a cubin, with the layout it exports."""
 
     def __init__(self, image, name):
-        torch.cuda.current_stream().synchronize()  # the primary context is current from here on
         self.name = name
-        module = c_void_p()
-        check(cuda.cuModuleLoadData(byref(module), image))
-        self.function = c_void_p()
-        check(cuda.cuModuleGetFunction(byref(self.function), module, name.encode()))
-        self.module = module
+        self.module = load(image)
+        self.function = function(self.module, name)
         self.launch = self.global_(f"{name}_launch", Launch)
         fields = Params._fields_
         layout = self.global_("attention_forward_layout", c_uint32 * (1 + len(fields)))
         self.params_bytes = layout[0]
         assert list(layout)[1:] == [getattr(Params, name).offset for name, _ in fields], "params.h has changed"
-        check(cuda.cuFuncSetAttribute(self.function, c_int32(8), c_int32(self.launch.shared_bytes)))
+        allow_shared(self.function, self.launch.shared_bytes)
         self.counter = torch.randint(1 << 62, (2,), dtype=torch.int64, device="cuda")
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
 
@@ -171,11 +160,8 @@ class Kernel:
         arguments = (c_void_p * 1)(ctypes.addressof(p))
         keep = (memory, q, k, v, o, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table)
 
-        def launch():
-            check(cuda.cuLaunchKernel(
-                self.function, c_uint32(grid), c_uint32(1), c_uint32(1), c_uint32(at.threads),
-                c_uint32(1), c_uint32(1), c_uint32(at.shared_bytes),
-                c_void_p(torch.cuda.current_stream().cuda_stream), arguments, None))
+        def run():
+            launch(self.function, grid, at.threads, at.shared_bytes, arguments)
 
-        launch.keep = keep
-        return launch
+        run.keep = keep
+        return run
