@@ -19,13 +19,12 @@ pub const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda");
 const ARCHITECTURE: (u32, &str) = (90, "a");
 
 /// `AttentionForwardLaunch` of `cuda/attention/params.h`: choices, then threads of a block and bytes of shared memory.
-const CHOICES: [&str; 9] = [
+const CHOICES: [&str; 8] = [
     "dtype",
     "head_dim",
     "head_dim_v",
     "mask",
     "softcap",
-    "paged",
     "for_short",
     "block_m",
     "block_n",

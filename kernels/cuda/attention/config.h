@@ -29,11 +29,9 @@ consteval int chunk_elements(int rows, int columns) { return rows * chunks(colum
 consteval int producer_registers(const TileConfig &c) { return c.warpgroups == 3 ? 32 : 40; }
 consteval int consumer_registers(const TileConfig &c) { return c.warpgroups == 3 ? 160 : 232; }
 
-// With three consumers the producer has too few registers for pages.
-consteval bool takes_pages(const TileConfig &c) { return c.warpgroups < 3; }
-
-// Which serves what, and from which length on, is the host's choice (see ../dev/choose.py). `Short`
-// tiles have fewer rows, or less to set up, per tile.
+// Which serves what, and from which length on, is the host's choice
+// (src/cuda/attention/hopper/choose.rs). `Short` tiles have fewer rows, or less to set up, per
+// tile.
 //                                       d    dv  wg   bn  st  qs q_reg  turns  early
 // clang-format off
 constexpr TileConfig kTile64 =           {64,  64,  3, 128, 2, 2, false, true,  true};

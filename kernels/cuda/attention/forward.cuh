@@ -37,9 +37,9 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardParams &
   if (warpgroup == 0) {
     release_registers_to<producer_registers(C)>();
     if (p.ragged) {
-      if (threadIdx.x < 32) produce_ragged<C, T, kMask>(p, shared);
-    } else if (threadIdx.x == 0) {
-      produce<C, T, kMask>(p, shared);
+      produce<C, T, kMask, true>(p, shared);
+    } else {
+      produce<C, T, kMask, false>(p, shared);
     }
   } else {
     acquire_registers_to<consumer_registers(C)>();
@@ -69,7 +69,6 @@ extern "C" __device__ const uint32_t attention_forward_layout[] = UNSLOTH_ATTENT
       unsloth::tile.head_dim_v,                                                      \
       static_cast<int32_t>(unsloth::mask),                                           \
       softcap,                                                                       \
-      unsloth::takes_pages(unsloth::tile),                                           \
       static_cast<int32_t>(unsloth::Role::role),                                     \
       unsloth::block_m(unsloth::tile),                                               \
       unsloth::tile.block_n,                                                         \

@@ -100,7 +100,6 @@ typedef struct AttentionForwardLaunch {
   int32_t head_dim, head_dim_v; /* the largest served */
   int32_t mask;                 /* 0 none, 1 causal, 2 window */
   int32_t softcap;
-  int32_t paged;            /* 1 if it takes a block_table */
   int32_t for_short;        /* 1 if a sibling is better for long sequences */
   int32_t block_m, block_n; /* query rows and keys per tile */
   int32_t threads, shared_bytes;

@@ -1,10 +1,11 @@
-// The producer: one thread that keeps Q, K and V coming.
+// The producer: two warps that keep Q, K and V coming.
 //
-// K and V come by turns, V one block behind, since the consumers compute P V one step behind Q K^T.
-// The key blocks of a tile run downwards: the masked ones come first.
+// The first one finds the tiles and loads Q and K, the second one loads V, which the consumers need
+// a step later and give back a step later: neither waits for the other. The key blocks of a tile
+// run downwards: the masked ones come first.
 //
-// The thread has the few registers that the consumers leave it: the tile stays in shared memory and
-// one copy of the loading code serves K and V.
+// A copy is issued by one lane of a whole warp, which spares the compiler the loop over lanes that
+// it makes of a copy in divergent code.
 #pragma once
 
 #include "../common/tma.cuh"
@@ -13,197 +14,163 @@
 
 namespace unsloth {
 
-// Loads key block n of K or V, chunk by chunk of 64 columns.
-template <TileConfig C>
-__device__ __forceinline__ void load_kv(const AttentionForwardParams &p, const CUtensorMap *map,
-                                        const Tile &tile, int n, int columns, uint32_t stage,
-                                        Mbarrier *full) {
-  const int batch = p.cu_seqlens_k != nullptr ? 0 : tile.batch;
-  full->arrive_expect(columns * (C.block_n * 2));
-#pragma unroll 1
-  for (int c = 0; c < columns; c += kChunk) {
-    tma_load_4d(stage, map, full, kEvictLast, c, tile.k_begin + n * C.block_n, tile.head_kv, batch);
-    stage += C.block_n * kChunk * 2;
-  }
+// How far a producing warp has come. Positions in rings follow.
+struct Progress {
+  uint32_t tiles = 0;
+  uint32_t tiles_with_keys = 0;
+  uint32_t blocks = 0;  // of keys
+};
+
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
+// The position in a ring of kStages buffers of what came `n`-th.
+template <int kStages>
+__device__ __forceinline__ Ring<kStages> ring_at(uint32_t n) {
+  return {static_cast<int>(n % kStages), n / kStages & 1};
 }
 
 template <TileConfig C, class T>
 __device__ __forceinline__ void load_q(const AttentionForwardParams &p, Shared<C, T> &shared,
                                        const Tile &tile, const Ring<C.q_stages> &ring) {
+  const int head = tile.head, batch = p.cu_seqlens_q != nullptr ? 0 : tile.batch;
 #pragma unroll 1
   for (int wg = 0; wg < C.warpgroups; ++wg) {
     const int position = (tile.row_block * C.warpgroups + wg) * (kRowsPerWarpgroup >> p.pack_log2);
     Mbarrier *full = &shared.q_full[ring.stage][wg];
     shared.q_empty[ring.stage][wg].wait(ring.parity ^ 1);
-    full->arrive_expect(sizeof shared.q[0][0]);
-#pragma unroll 1
+    if (threadIdx.x % 32 == 0) full->arrive_expect(sizeof shared.q[0][0]);
+    __syncwarp();
+#pragma unroll
     for (int c = 0; c < chunks(C.head_dim); ++c) {
       tma_load_5d(shared_address(shared.q[ring.stage][wg]) + c * kRowsPerWarpgroup * 128, &p.q,
-                  full, kEvictFirst, c * kChunk, 0, tile.q_begin + position, tile.head,
-                  p.cu_seqlens_q != nullptr ? 0 : tile.batch);
+                  full, kEvictFirst, c * kChunk, 0, tile.q_begin + position, head, batch);
     }
   }
 }
 
-// Where the producer stands, from tile to tile.
-template <TileConfig C>
-struct Progress {
-  Ring<2> slots;
-  Ring<C.q_stages> q_ring;
-  uint32_t blocks = 0;  // key blocks of all tiles so far, from which ring positions follow
-};
-
-// Loads what a tile needs, and gives the index of the next one.
-template <TileConfig C, class T>
-__device__ __forceinline__ int load_tile(const AttentionForwardParams &p, Shared<C, T> &shared,
-                                         const Tile &tile, int index, Progress<C> &at,
-                                         Trace &trace) {
-  const int count = tile.n_max - tile.n_min;
-  if (count <= 0) return next_tile_index(p, index);
-  // Even steps load K, odd ones V of the block before. The first odd one loads Q instead, and the
-  // last even one finds no more K.
-#pragma unroll 1
-  for (int step = 0; step < 2 * count + 2; ++step) {
-    if (step == 1) {
-      load_q(p, shared, tile, at.q_ring);
-      at.q_ring.advance();
-      trace(22);
-      continue;
-    }
-    if (step == 2 * count) {
-      // Late, so that whoever is done first gets it, but the last V hides its latency.
-      index = next_tile_index(p, index);
-      continue;
-    }
-    const bool is_v = step & 1;
-    const int block = step / 2 - is_v;
-    const uint32_t stage = (at.blocks + block) % C.stages;
-    const uint32_t parity = (at.blocks + block) / C.stages & 1;
-    (is_v ? shared.v_empty : shared.k_empty)[stage].wait(parity ^ 1);
-    trace(is_v ? 24 : 23);
-    load_kv<C>(p, is_v ? &p.v : &p.k, tile, tile.n_max - 1 - block,
-               (is_v ? chunks(C.head_dim_v) : chunks(C.head_dim)) * kChunk,
-               is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]),
-               &(is_v ? shared.v_full : shared.k_full)[stage]);
-  }
-  at.blocks += count;
-  return index;
-}
-
-// The same of pages, by a whole warp: each lane copies one chunk of one box of rows, from a page
-// that it looked up a step before. Boxes wholly past the end of the sequence are left out: their
+// Loads the key blocks of a tile, of K (and Q behind the first one) or of V.
+//
+// A block comes in boxes of rows, each from one page; without pages it is one box. Lane i looks up
+// the page of box i, a block ahead. Boxes wholly past the end of the sequence are left out: their
 // pages may not exist.
-template <TileConfig C, class T>
-__device__ __forceinline__ int load_pages(const AttentionForwardParams &p, Shared<C, T> &shared,
-                                          const Tile &tile, int index, Progress<C> &at,
-                                          Trace &trace) {
-  const int count = tile.n_max - tile.n_min;
-  const bool leader = threadIdx.x == 0;
-  if (count <= 0) return leader ? next_tile_index(p, index) : 0;
-  constexpr int kChunks = chunks(C.head_dim);  // V has no more
-  const int chunk = threadIdx.x % kChunks;
-  const int row = threadIdx.x / kChunks * p.kv_box_rows;  // in the block
-  const int32_t *pages = p.block_table + tile.batch * static_cast<int64_t>(p.block_table_stride);
-  // In V's turn the block before is loaded, whose page is kept.
-  int page = -1, page_before = -1, page_next = -1;
+template <TileConfig C, class T, bool kV, bool kRagged>
+__device__ __forceinline__ void load_blocks(const AttentionForwardParams &p, Shared<C, T> &shared,
+                                            const Tile &tile, Progress &at, Trace &trace) {
+  constexpr int kChunks = chunks(kV ? C.head_dim_v : C.head_dim);
+  constexpr int kRowBytes = kChunk * 2;  // of a chunk
+  const int lane = threadIdx.x % 32;
+  const bool is_paged = kRagged && p.block_table != nullptr;
+  const int box_rows = is_paged ? p.kv_box_rows : C.block_n;
+  const int box_log2 = __ffs(box_rows) - 1;  // of pages
+  const int head = uniform(tile.head_kv);
+  const int begin = is_paged ? 0 : uniform(tile.k_begin);
+  const int batch = kRagged && p.cu_seqlens_k != nullptr ? 0 : uniform(tile.batch);
+  const int n_max = uniform(tile.n_max), n_min = uniform(tile.n_min);
+  const int seqlen_k = uniform(tile.seqlen_k);
+  const auto page_of_box = [&](int n) {
+    const int row = lane * box_rows, key = n * C.block_n + row;
+    const bool there = n >= 0 && row < C.block_n && key < seqlen_k;
+    return there ? p.block_table[batch * static_cast<int64_t>(p.block_table_stride) +
+                                 (key >> p.page_log2)]
+                 : 0;
+  };
+  int page = is_paged ? page_of_box(n_max - 1) : batch;
 #pragma unroll 1
-  for (int step = -2; step < 2 * count + 2; ++step) {
-    if (step % 2 == 0) {
-      page_before = page;
-      page = page_next;
-      const int key = (tile.n_max - 2 - step / 2) * C.block_n + row;
-      const bool there = step < 2 * count - 2 && row < C.block_n && key < tile.seqlen_k;
-      page_next = there ? pages[key >> p.page_log2] : -1;
-    }
-    if (step < 0) continue;
-    if (step == 1) {
-      if (leader) load_q(p, shared, tile, at.q_ring);
-      at.q_ring.advance();
-      continue;
-    }
-    if (step == 2 * count) {
-      if (leader) index = next_tile_index(p, index);
-      continue;
-    }
-    const bool is_v = step & 1;
-    const int block = step / 2 - is_v;
-    const uint32_t stage = (at.blocks + block) % C.stages;
-    const uint32_t parity = (at.blocks + block) / C.stages & 1;
-    const int first = (tile.n_max - 1 - block) * C.block_n;
-    const int num_chunks = is_v ? chunks(C.head_dim_v) : kChunks;
-    Mbarrier *full = &(is_v ? shared.v_full : shared.k_full)[stage];
-    (is_v ? shared.v_empty : shared.k_empty)[stage].wait(parity ^ 1);
-    if (leader) {
-      const int boxes = ceil_div(min(C.block_n, tile.seqlen_k - first), p.kv_box_rows);
-      full->arrive_expect(boxes * p.kv_box_rows * num_chunks * (kChunk * 2));
-    }
+  for (int n = n_max - 1; n >= n_min; --n) {
+    const int next_page = is_paged ? page_of_box(n - 1) : batch;
+    const Ring<C.stages> ring = ring_at<C.stages>(at.blocks++);
+    (kV ? shared.v_empty : shared.k_empty)[ring.stage].wait(ring.parity ^ 1);
+    trace(23);
+    const int key = uniform(n * C.block_n);
+    const int rows =
+        is_paged ? ceil_div(min(C.block_n, seqlen_k - key), box_rows) * box_rows : C.block_n;
+    const int stage = uniform(ring.stage);
+    Mbarrier *full = &(kV ? shared.v_full : shared.k_full)[stage];
+    if (lane == 0) full->arrive_expect(rows * kChunks * kRowBytes);
     __syncwarp();
-    const int from = is_v ? page_before : page;
-    if (from >= 0 && chunk < num_chunks) {
-      const uint32_t to = is_v ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]);
-      tma_load_4d(to + (chunk * C.block_n + row) * (kChunk * 2), is_v ? &p.v : &p.k, full,
-                  kEvictLast, chunk * kChunk, (first + row) & ((1 << p.page_log2) - 1),
-                  tile.head_kv, from);
+    const uint32_t to = kV ? shared_address(shared.v[stage]) : shared_address(shared.k[stage]);
+#pragma unroll 1
+    for (int row = 0; row < rows; row += box_rows) {
+      const int outer = is_paged ? __shfl_sync(0xffffffff, page, row >> box_log2) : batch;
+      const int at_row = is_paged ? (key + row) & ((1 << p.page_log2) - 1) : begin + key;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        tma_load_4d(to + (c * C.block_n + row) * kRowBytes, kV ? &p.v : &p.k, full, kEvictLast,
+                    c * kChunk, at_row, head, outer);
+      }
     }
-    __syncwarp();
+    page = next_page;
+    if (!kV && n == n_max - 1) {
+      load_q(p, shared, tile, ring_at<C.q_stages>(at.tiles_with_keys++));
+      trace(22);
+    }
   }
-  at.blocks += count;
-  return index;
 }
 
-// Tells the consumers that there is no more.
-template <TileConfig C, class T>
-__device__ __forceinline__ void end_tiles(const AttentionForwardParams &p, Shared<C, T> &shared,
-                                          const Ring<2> &slots, int index, int tiles) {
-  shared.tile_empty[slots.stage].wait(slots.parity ^ 1);
-  shared.tile[slots.stage].row_block = -1;
-  shared.tile_full[slots.stage].arrive();
-  end_claims(p, index, tiles);
-}
-
-// One thread.
-template <TileConfig C, class T, Mask kMask>
-__device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<C, T> &shared) {
-  Progress<C> at;
-  Trace trace;
-  int index = blockIdx.x;
-  while (index < p.tiles) {
-    shared.tile_empty[at.slots.stage].wait(at.slots.parity ^ 1);
-    trace(20);
-    Tile &tile = shared.tile[at.slots.stage];
-    tile_at<C, kMask>(p, index, tile);
-    shared.tile_full[at.slots.stage].arrive();
-    at.slots.advance();
-    trace(21);
-    index = load_tile(p, shared, tile, index, at, trace);
-  }
-  end_tiles(p, shared, at.slots, index, p.tiles);
-}
-
-// One warp: all of it looks for the next tile and copies pages, its first lane loads the rest.
-template <TileConfig C, class T, Mask kMask>
-__device__ __forceinline__ void produce_ragged(const AttentionForwardParams &p,
-                                               Shared<C, T> &shared) {
+// The first warp.
+template <TileConfig C, class T, Mask kMask, bool kRagged>
+__device__ __forceinline__ void produce_queries_and_keys(const AttentionForwardParams &p,
+                                                         Shared<C, T> &shared) {
   const bool leader = threadIdx.x == 0;
-  Progress<C> at;
+  Progress at;
   Trace trace;
-  start_walk(p, shared.walk);
+  if (kRagged) start_walk(p, shared.walk);
   int index = blockIdx.x;
-  for (;;) {
-    Tile &tile = shared.tile[at.slots.stage];
-    shared.tile_empty[at.slots.stage].wait(at.slots.parity ^ 1);
-    if (!ragged_tile_at<C, kMask>(p, index, shared.walk, tile)) break;
-    if (leader) shared.tile_full[at.slots.stage].arrive();
-    bool is_paged = false;
-    if constexpr (takes_pages(C)) {
-      is_paged = p.block_table != nullptr;
-      if (is_paged) index = load_pages(p, shared, tile, index, at, trace);
+  for (;; ++at.tiles) {
+    const Ring<2> slot = ring_at<2>(at.tiles);
+    Tile &tile = shared.tile[slot.stage];
+    shared.tile_empty[slot.stage].wait(slot.parity ^ 1);
+    trace(20);
+    bool there;
+    if constexpr (kRagged) {
+      there = ragged_tile_at<C, kMask>(p, index, shared.walk, tile);
+    } else {
+      there =
+          __any_sync(0xffffffff, index < p.tiles);  // the same in all lanes, to the compiler too
+      if (there && leader) tile_at<C, kMask>(p, index, tile);
+      __syncwarp();
     }
-    if (!is_paged && leader) index = load_tile(p, shared, tile, index, at, trace);
-    at.slots.advance();
+    if (!there) break;
+    if (leader) shared.tile_full[slot.stage].arrive();
+    trace(21);
+    load_blocks<C, T, false, kRagged>(p, shared, tile, at, trace);
+    // Late, so that whoever is done first gets it.
+    if (leader) index = next_tile_index(p, index);
     index = __shfl_sync(0xffffffff, index, 0);
   }
-  if (leader) end_tiles(p, shared, at.slots, index, shared.walk.tiles_before);
+  if (leader) {  // there is no more
+    const Ring<2> slot = ring_at<2>(at.tiles);
+    shared.tile[slot.stage].row_block = -1;
+    shared.tile_full[slot.stage].arrive();
+    end_claims(p, index, kRagged ? shared.walk.tiles_before : p.tiles);
+  }
+}
+
+// The second warp.
+template <TileConfig C, class T, bool kRagged>
+__device__ __forceinline__ void produce_values(const AttentionForwardParams &p,
+                                               Shared<C, T> &shared) {
+  Progress at;
+  Trace trace;
+  for (;; ++at.tiles) {
+    const Ring<2> slot = ring_at<2>(at.tiles);
+    const Tile &tile = shared.tile[slot.stage];
+    shared.tile_full[slot.stage].wait(slot.parity);
+    if (uniform(tile.row_block) < 0) break;
+    load_blocks<C, T, true, kRagged>(p, shared, tile, at, trace);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.tile_empty[slot.stage].arrive();
+  }
+}
+
+template <TileConfig C, class T, Mask kMask, bool kRagged>
+__device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<C, T> &shared) {
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp == 0) {
+    produce_queries_and_keys<C, T, kMask, kRagged>(p, shared);
+  } else if (warp == 1) {
+    produce_values<C, T, kRagged>(p, shared);
+  }
 }
 
 }  // namespace unsloth

@@ -61,7 +61,7 @@ struct alignas(1024) Shared {
     }
     for (int i = 0; i < 2; ++i) {
       tile_full[i].init(1);
-      tile_empty[i].init(4 * C.warpgroups);
+      tile_empty[i].init(4 * C.warpgroups + 1);  // and the warp that loads V
     }
   }
 };

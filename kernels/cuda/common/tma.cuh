@@ -1,8 +1,9 @@
 // TMA: the engine that copies boxes of a tensor between global and shared memory.
 //
-// One thread issues a copy; the tensor map, made on the host, holds the address, extents, strides,
-// box and swizzle. Parts of a box outside the tensor read as zero and are not written, but count in
-// full towards the barrier's bytes. Coordinates run from the innermost dimension out.
+// One thread issues a copy, of a load one lane of a whole warp; the tensor map, made on the host,
+// holds the address, extents, strides, box and swizzle. Parts of a box outside the tensor read as
+// zero and are not written, but count in full towards the barrier's bytes. Coordinates run from the
+// innermost dimension out.
 #pragma once
 
 #include <cuda.h>
@@ -25,8 +26,12 @@ __device__ __forceinline__ void tma_load_4d(uint32_t destination, const CUtensor
                                             Mbarrier *full, uint64_t policy, int c0, int c1, int c2,
                                             int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "@elected cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n"
+      "}" ::"r"(destination),
       "l"(map), "r"(shared_address(full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
       : "memory");
 }
@@ -35,8 +40,12 @@ __device__ __forceinline__ void tma_load_5d(uint32_t destination, const CUtensor
                                             Mbarrier *full, uint64_t policy, int c0, int c1, int c2,
                                             int c3, int c4) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "@elected cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;\n"
+      "}" ::"r"(destination),
       "l"(map), "r"(shared_address(full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
       : "memory");
 }

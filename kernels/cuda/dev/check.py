@@ -207,7 +207,7 @@ def main(directory, only="", repeats="50"):
         jobs += [(run_dense, (kernel,), case) for case in dense_cases(kernel, info)]
         if not info.get("softcap"):
             rq, rk = [1, 0, 300, 64, 129, 700], [5, 17, 300, 1000, 129, 701]
-            for page in (None, 16, 64, 256) if kernel.launch.paged else (None,):
+            for page in (None, 16, 64, 256):
                 for pack, heads in ((1, (4, 2)), (4, (8, 2))):
                     jobs.append((run_ragged, (kernel, info, rq, rk, *heads, how), dict(pack=pack, page=page)))
             jobs.append((run_ragged, (kernel, info, [5, 130, 0], [0, 64, 3], 4, 4, how), {}))

@@ -43,7 +43,7 @@ class Params(ctypes.Structure):
 class Launch(ctypes.Structure):
     """AttentionForwardLaunch of attention/params.h."""
 
-    _fields_ = [(n, c_int32) for n in ("dtype", "head_dim", "head_dim_v", "mask", "softcap", "paged", "for_short",
+    _fields_ = [(n, c_int32) for n in ("dtype", "head_dim", "head_dim_v", "mask", "softcap", "for_short",
                                        "block_m", "block_n", "threads", "shared_bytes")]
 
 

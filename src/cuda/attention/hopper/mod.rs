@@ -31,8 +31,6 @@ struct Form {
     dims: [usize; 2],
     mask: Mask,
     softcap: bool,
-    /// Whether it takes pages.
-    paged: bool,
     /// Whether it is a sibling that is better for short sequences alone.
     for_short: bool,
     /// Query rows and keys of a tile.
@@ -61,7 +59,6 @@ impl Kernels {
                     dims: ["head_dim", "head_dim_v"].map(|name| choice(name) as usize),
                     mask,
                     softcap: choice("softcap") != 0,
-                    paged: choice("paged") != 0,
                     for_short: choice("for_short") != 0,
                     block: ["block_m", "block_n"].map(|name| choice(name).max(1) as usize),
                     kernel,
@@ -84,14 +81,12 @@ impl Kernels {
             return None;
         }
         let mask = mask(p);
-        let is_paged = matches!(p.keys, Keys::Paged { .. });
         let serves = |form: &&Form| {
             form.dtype == p.q.dtype as u32
                 && p.head_dim <= form.dims[0]
                 && p.head_dim_v <= form.dims[1]
                 && form.mask.hides(mask)
                 && form.softcap == (p.softcap > 0.0)
-                && (form.paged || !is_paged)
         };
         // The least of what may be too much: columns, then masking, then the wrong size of tiles.
         let form = self.forms.iter().filter(serves).min_by_key(|form| {
