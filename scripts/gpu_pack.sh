@@ -5,9 +5,10 @@
 #
 #     scripts/gpu_pack.sh && scp -r .gpu host: && ssh host .gpu/gpu_run.sh
 #
-# PROFILE is Cargo's profile (release), PACK the folder, MODEL a GGUF file for the engine (none: the engine is not run), SAME_BITS=1 adds
-# the comparison with CubeCL's own runtime, CANDLE=1 what runs on candle's CUDA tensors (candle links the CUDA toolkit). TESTS names Rust
-# tests; by default all of them, of which each takes the devices that it finds.
+# PROFILE is Cargo's profile (release) of the library and of what is measured; Rust tests have their own, with its assertions. PACK is
+# the folder. MODEL is a GGUF file for the engine (none: the engine is not run). SAME_BITS=1 adds the comparison with CubeCL's own
+# runtime, CANDLE=1 what runs on candle's CUDA tensors (candle links the CUDA toolkit). TESTS names Rust tests; by default all of them,
+# of which each takes the devices that it finds.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -31,7 +32,7 @@ strip -o "$pack/engine" build/engine/engine
 
 export PATH="$root/.tools/bin:$PATH"
 tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(header|oracle_candle|dlpack|estimate)$')}
-select=(--features cuda --profile "$profile" --bench cuda)
+select=(--features cuda)
 for test in $tests; do
   select+=(--test "$test")
 done
@@ -49,13 +50,14 @@ for line in sys.stdin:
   done
 }
 cargo test --locked --no-run --message-format=json-render-diagnostics "${select[@]}" | built
+cargo bench --locked --no-run --message-format=json-render-diagnostics --features cuda --profile "$profile" --bench cuda | built
 if [ "${SAME_BITS:-0}" = 1 ]; then
   cargo test --no-run --message-format=json-render-diagnostics --manifest-path kernels/same_bits/Cargo.toml | built
 fi
 
 if [ "${CANDLE:-0}" = 1 ]; then
-  cargo test --locked --no-run --message-format=json-render-diagnostics --features candle-cuda --profile "$profile" --test candle \
-    --bench candle | built
+  # In one profile: candle's kernels take minutes to compile.
+  cargo test --locked --no-run --message-format=json-render-diagnostics --features candle-cuda --test candle --bench candle | built
 fi
 
 mkdir -p "$pack/compare"
