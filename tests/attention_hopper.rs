@@ -81,11 +81,26 @@ fn what_is_served() {
             ..plain()
         },
     ];
+    // Few queries, but of many sequences.
+    let many = Case {
+        lens: vec![(16, 40); 30],
+        heads: 8,
+        ..plain()
+    };
     let no = [
         // Decoding.
         Case {
             lens: vec![(32, 90)],
             ..plain()
+        },
+        Case {
+            lens: vec![(4, 40); 30],
+            ..many.clone()
+        },
+        // One of them may be long.
+        Case {
+            keys: KeyForm::Padded,
+            ..many.clone()
         },
         Case { dim: 60, ..plain() },
         Case {
@@ -126,7 +141,7 @@ fn what_is_served() {
         },
     ];
     for dtype in HALVES {
-        for case in &yes {
+        for case in yes.iter().chain([&many]) {
             assert_eq!(
                 served(&ctx, dtype, case),
                 Implementation::CudaHopper,

@@ -11,11 +11,28 @@ pub(super) fn is_short(head_dim: usize, mask: Mask, queries: usize) -> bool {
     all.any(|(dim, of, most)| (*dim, *of) == (head_dim, mask) && queries <= *most)
 }
 
-/// Up to this many rows, queries times the query heads of a key head, the portable decoding kernels serve: they split the keys.
-pub(super) const FEW_ROWS: usize = 64;
-
-/// Heads that share a key head are packed into one tile where the tiles are fuller by this factor.
-pub(super) const PACKING_GAIN: f64 = 1.1;
+/// Whether the portable decoding kernels, which split the keys, are better: for up to 64 rows, queries times the query heads of a key head.
+/// `pairs` are sequences times key heads; `tiles` is what would be launched here.
+///
+/// Up to 16 rows they read keys at the memory's speed. Then their time is that of as many blocks of 16 rows, spread over the device; here a
+/// round of tiles takes as long as about a block for each multiprocessor does, however few its tiles are. Where lengths are on the device,
+/// the longest sequence makes a round, and the others are taken to be half as long.
+pub(super) fn decodes(
+    rows: usize,
+    pairs: usize,
+    head_dim: usize,
+    tiles: usize,
+    multiprocessors: usize,
+    ragged: bool,
+) -> bool {
+    const BLOCK: usize = 16;
+    const MOST_ROWS: usize = 64;
+    let quarters = if head_dim <= 64 { 5 } else { 3 };
+    let round = multiprocessors * quarters / 4 * if ragged { 2 } else { 1 };
+    let rounds = tiles.div_ceil(multiprocessors);
+    let blocks = rows.div_ceil(BLOCK).saturating_mul(pairs);
+    rows <= BLOCK || rows <= MOST_ROWS && blocks <= rounds * round
+}
 
 /// What L2 has room for.
 const L2: usize = 32 << 20;

@@ -93,11 +93,22 @@ impl Kernels {
             let suits = form.for_short == choose::is_short(form.dims[0], mask, p.max_seqlen_q);
             (form.dims, form.mask as u32, !suits)
         })?;
-        Plan::new(self, form, p)
+        let plan = Plan::new(self, form, p)?;
+        let rows = p.max_seqlen_q.saturating_mul(p.num_heads / p.num_kv_heads);
+        let pairs = p.batch.saturating_mul(p.num_kv_heads);
+        let decodes = choose::decodes(
+            rows,
+            pairs,
+            p.head_dim,
+            plan.tiles,
+            self.multiprocessors,
+            p.ragged,
+        );
+        (!decodes).then_some(plan)
     }
 }
 
-/// Whether the kernels compute this, and are the best for it.
+/// Whether the kernels compute this.
 fn serves(p: &Problem) -> bool {
     let (queries, keys) = (sizes_of_queries(p), sizes_of_keys(p));
     let rows = [
@@ -109,7 +120,6 @@ fn serves(p: &Problem) -> bool {
     // The reference of a row's softmax is its greatest score, and must stay that once scaled.
     let plain_scale = (1e-20..=1e20).contains(&p.scale);
     let bare = p.bias.is_none() && p.mask.is_none() && p.alibi_slopes.is_none();
-    let group = p.num_heads / p.num_kv_heads;
     matches!(p.q.dtype, DType::F16 | DType::Bf16)
         && rows
             .iter()
@@ -119,7 +129,6 @@ fn serves(p: &Problem) -> bool {
             .all(|dim| dim.is_multiple_of(UNIT))
         && plain_scale
         && bare
-        && p.max_seqlen_q.saturating_mul(group) > choose::FEW_ROWS
         && has_fitting_sizes(p)
 }
 
@@ -207,7 +216,7 @@ pub(crate) struct Plan<'a> {
 impl<'a> Plan<'a> {
     fn new(kernels: &Kernels, form: &'a Form, p: &Problem) -> Option<Plan<'a>> {
         let block_m = form.block[0];
-        let pack_log2 = packing(p, block_m);
+        let pack_log2 = packing(p);
         let pack = 1 << pack_log2;
         let row_blocks = (p.max_seqlen_q * pack).div_ceil(block_m);
         let per_head = match p.queries {
@@ -250,16 +259,11 @@ impl<'a> Plan<'a> {
 /// Bytes of the counter that blocks take tiles from, with the tag of the launch that it counts for.
 const COUNTER: usize = 16;
 
-/// How many query heads of a key head share a tile, as a power of two: all of them, where tiles are fuller for it.
-fn packing(p: &Problem, block_m: usize) -> u32 {
+/// How many query heads of a key head share a tile, as a power of two: all of them. Tiles are fuller for it, and never slower.
+fn packing(p: &Problem) -> u32 {
     let group = p.num_heads / p.num_kv_heads;
     // A warpgroup has 64 rows, and a tile whole positions.
-    if !group.is_power_of_two() || group > 64 {
-        return 0;
-    }
-    let filled = |rows: usize| rows as f64 / rows.next_multiple_of(block_m) as f64;
-    let gain = filled(p.max_seqlen_q * group) / filled(p.max_seqlen_q);
-    if gain > choose::PACKING_GAIN {
+    if group.is_power_of_two() && group <= 64 {
         group.ilog2()
     } else {
         0
