@@ -285,6 +285,24 @@ def compared_plot(results, path):
     figure.savefig(path, metadata={"Date": None})
 
 
+def engine_table(result):
+    device, agreement = result["device"], result["agreement_with_cpu"]
+    lines = [
+        f"{device['name']}, driver {device['driver_version']}, {result['date']}; {result['model']}, one sequence, tokens per second.",
+        "",
+        "| | prefill of 124 | prefill of 1,887 | decoding | without a graph | graph's gain | memory over its estimate |",
+        "|-|-|-|-|-|-|-|",
+    ]
+    for dtype, speed in result["speed"].items():
+        rates = [speed[name]["median"] for name in ("prefill_128", "prefill_2000", "decode_graph", "decode_no_graph")]
+        memory = result["memory"].get(dtype)
+        over = f"{memory['device_over_estimated'] - 1:.1%}" if memory else ""
+        lines.append("| " + " | ".join([dtype, *(f"{rate:,.0f}" for rate in rates), f"{speed['graph_speed_up']:.2f}×", over]) + " |")
+    same = ", ".join(f"{a['prompts_all_the_same']} of {a['prompts']} in {dtype}" for dtype, a in agreement.items())
+    lines += ["", f"Prompts whose greedy tokens are all those of the CPU in f32: {same}."]
+    return "\n".join(lines)
+
+
 def set_section(text, name, body):
     begin, end = f"<!-- {name}: made by benches/report.py -->\n", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
@@ -310,6 +328,9 @@ def render():
         if result is not None:
             make_plot(result, RESULTS / image)
             text = set_section(text, name, make_table(result))
+    result = newest("engine_*.json")
+    if result is not None:
+        text = set_section(text, "engine table", engine_table(result))
     results = compared()
     if results:
         compared_plot(results, RESULTS / "cuda.svg")
