@@ -39,9 +39,10 @@ constexpr TileConfig kTile64Short =      {64,  64,  2, 128, 3, 2, true,  true,  
 constexpr TileConfig kTile96 =           {96,  96,  2, 128, 2, 2, false, true,  true};
 constexpr TileConfig kTile128 =          {128, 128, 2, 128, 2, 2, true,  true,  true};
 constexpr TileConfig kTile128Short =     {128, 128, 2, 128, 2, 2, false, true,  false};
-constexpr TileConfig kTile192 =          {192, 192, 2, 96,  2, 1, false, false, true};
-constexpr TileConfig kTile192V128 =      {192, 128, 2, 112, 2, 1, false, false, true};
+constexpr TileConfig kTile192 =          {192, 192, 2, 64,  2, 1, false, false, true};
+constexpr TileConfig kTile192V128 =      {192, 128, 2, 128, 2, 1, false, false, true};
 constexpr TileConfig kTile256 =          {256, 256, 2, 64,  2, 1, false, false, true};
+constexpr TileConfig kTile256Softcap =   {256, 256, 2, 80,  2, 1, false, false, true};
 // clang-format on
 
 }  // namespace unsloth
