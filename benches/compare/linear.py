@@ -25,7 +25,7 @@ def compare(ctx):
     for n, k in LAYERS:
         layer(ctx, record, n, k, torch.bfloat16, FEW + (MANY if n < 100000 else (17, 64, 512)))
         if n < 100000:
-            layer(ctx, record, n, k, torch.float32, (1, 4, 8, 16, 128, 512))
+            layer(ctx, record, n, k, torch.float32, (1, 4, 8, 16, 32, 64, 128, 512))
         torch.cuda.empty_cache()
     for hidden, dim in BLOCKS:
         for rows in (1, 8, 16, 32, 64, 128, 512, 2048, 8192):

@@ -23,8 +23,11 @@ def prepare(kernel, x, w, out, bias=None, residual=None):
     n = w.shape[0]
     unit = c["width"]
     assert k % unit == 0
-    grid = {ROWS: lambda: up(n, c["columns"]) * up(m, c["rows"]), ROWS_SIMT: lambda: (up(n, 16), up(m, c["rows"])), TILES: lambda: (up(m, 64), up(n, 64)),
-            TILES_SIMT: lambda: (up(m, 64), up(n, 64))}[c["kind"]]()
+    row_tiles, column_tiles = up(m, c["rows"]), up(n, c["columns"])
+    grid = (row_tiles, column_tiles)
+    if c["kind"] in (ROWS, ROWS_SIMT):
+        resident = torch.cuda.get_device_properties(0).multi_processor_count * kernel.blocks_per_processor
+        grid = min(row_tiles * column_tiles, resident)
     buffers = dict(x=x, w=w, out=out, residual=residual)
     s = dict(rows=m, in_features=k, out_features=n, epilogue=int(residual is not None), x_stride=x.stride(0) // unit,
              w_stride=w.stride(0) // unit, out_stride=out.stride(0), residual_stride=residual.stride(0) if residual is not None else 0)
@@ -90,10 +93,11 @@ def bench(kernels, only):
             size = k * n * dtype.itemsize
             sets = max(2, min(24, (300 << 20) // size + 1))
             ws = [randn(n, k, dtype=dtype) for _ in range(sets)]
-            for m in (1, 8, 16) if dtype == torch.bfloat16 else (1, 4):
+            for m in (1, 8, 16):
                 x, out = randn(m, k, dtype=dtype), torch.empty(m, n, device="cuda", dtype=dtype)
-                names = [f"linear_rows_{short}_{8 if m <= 8 else 16}"] if dtype == torch.bfloat16 else []
-                names += [n for n in (f"linear_rows_simt_{short}_{short}_{1 if m == 1 else 4}_w4",) if n in kernels]
+                served = lambda c: m <= c["rows"] and (c["rows"] <= 8 or m > 8) and (c["rows"] > 1 or m == 1) and c["width"] > 1
+                names = [name for name, its in kernels.items() if its.choices["kind"] in (ROWS, ROWS_SIMT) and served(its.choices)
+                         and f"_{short}_" in name]
                 text = []
                 for name in names:
                     launches = [prepare(kernels[name], x, w, out) for w in ws]

@@ -4,10 +4,9 @@
 //! where there is one that serves their dtypes, and to kernels of this library otherwise.
 
 use super::cublaslt::{self, Library};
-use super::device::Resources;
+use super::device::{Kernel, Resources};
 use super::images::linear::Arguments;
 use super::rows::{Matrix, Rows};
-use super::table::Table;
 use super::{Cuda, VECTOR};
 use crate::context::Stream;
 use crate::dtype::DType;
@@ -18,12 +17,19 @@ use crate::tensor::RawTensor;
 
 const OP: &str = "linear";
 
-/// Rows up to which kernels of this library are as fast as cuBLASLt: they read the weights once, or for f32 not often.
-fn few_rows(x: DType) -> usize {
-    match x {
-        DType::F32 => 4,
-        _ => 8,
-    }
+/// Rows up to which kernels of this library are faster than cuBLASLt without a workspace, for as many columns: timed on an H200.
+const FEW_ROWS: [(usize, usize); 2] = [(8, usize::MAX), (16, 2048)];
+/// The same for f32, whose products cuBLASLt gives to few multiprocessors.
+const FEW_ROWS_F32: [(usize, usize); 3] = [(32, usize::MAX), (64, 8192), (128, 2048)];
+
+/// Whether kernels of this library are the fastest, as far as they depend on sizes.
+fn has_few_rows(x: DType, rows: usize, columns: usize) -> bool {
+    let few: &[_] = match x {
+        DType::F32 => &FEW_ROWS_F32,
+        _ => &FEW_ROWS,
+    };
+    few.iter()
+        .any(|(few, most)| rows <= *few && columns <= *most)
 }
 
 /// Rows up to which kernels of this library are not much slower than cuBLASLt.
@@ -34,21 +40,70 @@ pub(super) fn moderate_rows(x: DType) -> usize {
     }
 }
 
-/// The operation's kernels, by kind, dtype, dtype of the weights, rows of a block and elements per access.
+/// A kernel of this library's, and what tells it from others.
+struct Form {
+    kernel: Kernel<Arguments>,
+    choices: Choices,
+    /// Columns of a tile.
+    columns: usize,
+    /// Blocks that the device runs at once.
+    resident: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Choices {
+    kind: u32,
+    x: u32,
+    weight: u32,
+    /// Of a tile.
+    rows: u32,
+    /// Elements per access.
+    width: u32,
+}
+
+/// The operation's kernels.
 pub(crate) struct Kernels {
-    table: Table<Arguments, 5>,
+    forms: Vec<Form>,
     library: Option<Library>,
 }
 
 impl Kernels {
     pub fn new(resources: &Resources) -> Result<Kernels> {
-        let choices = ["kind", "dtype", "weight", "rows", "width"];
-        let table = Table::new(OP, resources, choices)?;
+        let mut forms = Vec::new();
+        for kernel in resources.kernels::<Arguments>()? {
+            let choice = |name| kernel.info.choice(name);
+            let choices = Choices {
+                kind: choice("kind"),
+                x: choice("dtype"),
+                weight: choice("weight"),
+                rows: choice("rows"),
+                width: choice("width"),
+            };
+            forms.push(Form {
+                choices,
+                columns: choice("columns").max(1) as usize,
+                resident: resources.resident_blocks(&kernel)?.max(1),
+                kernel,
+            });
+        }
         let _entered = resources.primary.enter(OP)?;
         Ok(Kernels {
-            table,
+            forms,
             library: Library::open(),
         })
+    }
+
+    /// The kernel for so many columns and tiles of rows.
+    fn form(&self, choices: Choices, columns: usize, row_tiles: usize) -> Result<&Form> {
+        // A few dozen entries at most. Of several, the one for fewer tiles is first: it shares each among more planes.
+        let mut forms = self.forms.iter().filter(|form| form.choices == choices);
+        let first = forms.next().ok_or_else(|| Error::Internal {
+            op: OP,
+            message: format!("no kernel with {choices:?}"),
+        })?;
+        let fits = columns.div_ceil(first.columns) * row_tiles <= first.resident;
+        let other = forms.next().filter(|_| !fits);
+        Ok(other.unwrap_or(first))
     }
 
     /// Gives back what the library holds, in the device's context.
@@ -107,8 +162,6 @@ enum Kind {
 
 /// Rows and columns of a tile.
 const TILE: usize = 64;
-/// Columns of a block of kernels without tensor cores for few rows.
-const SIMT_COLUMNS: usize = 16;
 /// Blocks of a grid in its second dimension.
 const MAX_GRID_Y: usize = 65535;
 
@@ -228,7 +281,7 @@ impl Part {
         let apart = self.x_stride >= self.in_features
             && self.weight_stride >= self.in_features
             && (p.epilogue.parts().0.is_none() || self.other_stride >= self.out_features);
-        let fits = self.rows > few_rows(p.x.dtype)
+        let fits = !has_few_rows(p.x.dtype, self.rows, self.out_features)
             && self.in_features > 0
             && weight.dtype == p.x.dtype
             && bias_fits
@@ -262,63 +315,53 @@ impl Part {
                 .is_multiple_of(width * weight.dtype.size())
     }
 
-    /// The kernel, the rows of its blocks and its elements per access.
-    fn kernel(&self, p: &Product<'_>) -> (Kind, usize, usize) {
+    /// The kernel that serves this part without cuBLASLt.
+    fn choices(&self, p: &Product<'_>) -> Choices {
+        /// Rows up to which reading the weights for every 32 costs less than tiles do.
+        const MODERATE: usize = 512;
         const LINE: usize = 8;
-        let x = p.x.dtype;
-        if x != DType::F32 && x == p.weights.weight.dtype && self.in_accesses_of(p, LINE) {
-            return match self.rows {
+        let (x, weight) = (p.x.dtype, p.weights.weight.dtype);
+        let (kind, rows, width) = if x != DType::F32 && x == weight && self.in_accesses_of(p, LINE)
+        {
+            match self.rows {
                 0..=8 => (Kind::Rows, 8, LINE),
                 9..=16 => (Kind::Rows, 16, LINE),
-                _ if self.reads_often(p) => (Kind::Rows, 32, LINE),
+                17..=MODERATE => (Kind::Rows, 32, LINE),
                 _ => (Kind::Tiles, TILE, LINE),
-            };
-        }
-        match self.rows {
-            0..=16 if x == DType::F32 && self.in_accesses_of(p, 4) => {
-                (Kind::RowsSimt, if self.rows == 1 { 1 } else { 4 }, 4)
             }
-            0..=16 => (Kind::RowsSimt, 4, 1),
-            _ => (Kind::TilesSimt, TILE, 1),
+        } else if x == DType::F32 && x == weight && self.in_accesses_of(p, 4) {
+            match self.rows {
+                0..=1 => (Kind::RowsSimt, 1, 4),
+                2..=8 => (Kind::RowsSimt, 8, 4),
+                9..=128 => (Kind::RowsSimt, 16, 4),
+                _ => (Kind::TilesSimt, TILE, 1),
+            }
+        } else {
+            match self.rows {
+                0..=16 => (Kind::RowsSimt, 4, 1),
+                _ => (Kind::TilesSimt, TILE, 1),
+            }
+        };
+        Choices {
+            kind: kind as u32,
+            x: x as u32,
+            weight: weight as u32,
+            rows: rows as u32,
+            width: width as u32,
         }
-    }
-
-    /// Whether reading the weights for every 32 rows costs less than tiles: for moderately many rows, or weights that stay in cache,
-    /// such as the last columns of a gated block.
-    fn reads_often(&self, p: &Product<'_>) -> bool {
-        const MODERATE: usize = 512;
-        const CACHED_COLUMNS: usize = 2048;
-        let gated = matches!(p.epilogue, Epilogue::Gate(..));
-        self.rows <= MODERATE
-            || gated && self.out_features <= CACHED_COLUMNS && self.rows <= 1 << 24
     }
 
     fn launch(&self, cuda: &Cuda, p: &Product<'_>, stream: Stream) -> Result<()> {
-        let (kind, block_rows, width) = self.kernel(p);
-        let kernel = cuda.linear.table.get([
-            kind as u32,
-            p.x.dtype as u32,
-            p.weights.weight.dtype as u32,
-            block_rows as u32,
-            width as u32,
-        ])?;
-        let row_blocks = self.rows.div_ceil(block_rows) as u32;
-        let grid = match kind {
-            Kind::Rows => {
-                let columns = kernel.info.choice("columns").max(1) as usize;
-                [
-                    row_blocks * self.out_features.div_ceil(columns) as u32,
-                    1,
-                    1,
-                ]
-            }
-            Kind::RowsSimt => {
-                let column_blocks = self.out_features.div_ceil(SIMT_COLUMNS);
-                [column_blocks as u32, row_blocks, 1]
-            }
-            Kind::Tiles | Kind::TilesSimt => {
-                [row_blocks, self.out_features.div_ceil(TILE) as u32, 1]
-            }
+        let choices = self.choices(p);
+        let width = choices.width as usize;
+        let row_tiles = self.rows.div_ceil(choices.rows as usize);
+        let form = (cuda.linear).form(choices, self.out_features, row_tiles)?;
+        let column_tiles = self.out_features.div_ceil(form.columns);
+        let grid = if choices.kind < Kind::Tiles as u32 {
+            // Blocks take tiles by turns.
+            [(row_tiles * column_tiles).min(form.resident) as u32, 1, 1]
+        } else {
+            [row_tiles as u32, column_tiles as u32, 1]
         };
         let (_, epilogue) = p.epilogue.parts();
         let bias = p.weights.bias.as_ref();
@@ -346,7 +389,7 @@ impl Part {
             ..Arguments::ZERO
         };
         // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
-        unsafe { cuda.launch_grid(p.op, kernel, grid, &arguments, stream) }
+        unsafe { cuda.launch_grid(p.op, &form.kernel, grid, &arguments, stream) }
     }
 }
 

@@ -20,7 +20,6 @@ use crate::Error;
 use crate::attention::arguments::scalars;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::swiglu::activate;
-use rows_simt::PLANES;
 use tiles::{TILE, TILE_THREADS};
 use tiles_simt::SIMT_THREADS;
 
@@ -139,71 +138,70 @@ pub mod kind {
 /// Every form.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    let choices = |kind, dtype, weight, rows, width| {
+    let choices = |kind, (dtype, weight), (rows, columns), width| {
         vec![
             ("kind", kind),
             ("dtype", dtype as u32),
             ("weight", weight as u32),
             ("rows", rows),
+            ("columns", columns),
             ("width", width),
         ]
     };
     for dtype in [Dtype::F16, Dtype::Bf16] {
         let name = dtype.name();
         for shape in rows::SHAPES {
-            let rows = shape.eights * 8;
-            let mut choices = choices(kind::ROWS, dtype, dtype, rows, 8);
-            choices.push(("columns", shape.sixteens * 16));
-            kernels.push(declared(
-                format!("linear_rows_{name}_{rows}"),
-                choices,
+            let tile = (shape.eights * 8, shape.sixteens * 16);
+            let kernel = declared(
+                format!("linear_rows_{name}_{}_{}", tile.0, shape.planes),
+                choices(kind::ROWS, (dtype, dtype), tile, 8),
                 shape.planes * 32,
-                |b| {
-                    with_vector!(dtype, E, _N => rows::expand::<E>(b, shape));
-                },
-            )?);
+                |b| with_vector!(dtype, E, _N => rows::expand::<E>(b, shape)),
+            )?;
+            kernels.push(kernel.for_blocks(shape.cubes));
         }
-        let choices = choices(kind::TILES, dtype, dtype, TILE, 8);
         kernels.push(declared(
             format!("linear_tiles_{name}"),
-            choices,
+            choices(kind::TILES, (dtype, dtype), (TILE, TILE), 8),
             TILE_THREADS,
-            |b| {
-                with_vector!(dtype, E, _N => tiles::expand::<E>(b));
-            },
+            |b| with_vector!(dtype, E, _N => tiles::expand::<E>(b)),
         )?);
     }
     for dtype in Dtype::ALL {
         for weight in Dtype::ALL {
+            let dtypes = (dtype, weight);
             let name = format!("{}_{}", dtype.name(), weight.name());
-            // f32 activations are what the tensor cores do not serve; other pairs of dtypes are rare.
-            let fast: &[_] = if dtype == Dtype::F32 {
-                &[(1, 4, 4), (4, 4, 3)]
-            } else {
-                &[]
+            // f32 is what the tensor cores do not serve; other pairs of dtypes are rare.
+            let wide: &[_] = match dtypes {
+                (Dtype::F32, Dtype::F32) => &rows_simt::WIDE,
+                _ => &[],
             };
-            for &(some, width, unroll) in fast.iter().chain(&[(4, 1, 2)]) {
-                let choices = choices(kind::ROWS_SIMT, dtype, weight, some, width);
+            let wide = wide.iter().map(|shape| (*shape, 4));
+            for (shape, width) in wide.chain([(rows_simt::ANY, 1)]) {
+                let tile = (shape.rows, shape.columns * shape.across);
                 let kernel = declared(
-                    format!("linear_rows_simt_{name}_{some}_w{width}"),
-                    choices,
-                    PLANES * 32,
+                    format!("linear_rows_simt_{name}_{}_w{width}", shape.rows),
+                    choices(kind::ROWS_SIMT, dtypes, tile, width),
+                    shape.threads(),
                     |b| {
-                        with_vector!(dtype, E, _N => with_vector!(weight, W, _M => if width == 4 {
-                            rows_simt::expand::<E, W, Const<4>>(b, some, unroll);
-                        } else {
-                            rows_simt::expand::<E, W, Const<1>>(b, some, unroll);
+                        with_vector!(dtype, E, _N => with_vector!(weight, W, _M => match width {
+                            4 => rows_simt::expand::<E, W, Const<4>>(b, shape),
+                            _ => rows_simt::expand::<E, W, Const<1>>(b, shape),
                         }));
                     },
                 )?;
-                // Four rows by four elements of f32 are what sm_86 and sm_89 spill for.
-                let wide = (dtype, weight, some, width) == (Dtype::F32, Dtype::F32, 4, 4);
-                kernels.push(if wide { kernel.for_blocks(2) } else { kernel });
+                kernels.push(kernel.for_blocks(shape.cubes));
             }
-            let choices = choices(kind::TILES_SIMT, dtype, weight, TILE, 1);
-            kernels.push(declared(format!("linear_tiles_simt_{name}"), choices, SIMT_THREADS, |b| {
-                with_vector!(dtype, E, _N => with_vector!(weight, W, _M => tiles_simt::expand::<E, W>(b)));
-            })?);
+            kernels.push(declared(
+                format!("linear_tiles_simt_{name}"),
+                choices(kind::TILES_SIMT, dtypes, (TILE, TILE), 1),
+                SIMT_THREADS,
+                |b| {
+                    with_vector!(dtype, E, _N => with_vector!(weight, W, _M => {
+                        tiles_simt::expand::<E, W>(b);
+                    }));
+                },
+            )?);
         }
     }
     Ok(kernels)

@@ -5,15 +5,80 @@ use cubecl::prelude::*;
 use super::{Addends, Args, store};
 use crate::emit::Builder;
 
-/// Planes of a cube.
-pub const PLANES: u32 = 8;
-/// Rows of W of a plane of `rows_simt`.
-const SIMT_COLUMNS: u32 = 2;
+/// How a kernel's work is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Rows of x of a tile: a power of two, as are the others.
+    pub rows: u32,
+    /// Rows of W of a plane.
+    pub columns: u32,
+    /// Planes side by side: a tile has `columns` times as many rows of W.
+    pub across: u32,
+    /// Planes that share the elements of these rows.
+    pub along: u32,
+    /// Accesses to each row of W that a lane has under way at a time, while it multiplies as many before.
+    pub in_flight: u32,
+    /// Cubes that a multiprocessor has registers for, at least.
+    pub cubes: u32,
+}
 
-/// A plane has two rows of W, its lanes share their elements. `N` elements per access, `unroll` accesses in flight per row of
-/// W; `some` rows of x at a time.
+/// Of any dtypes, an element per access.
+pub const ANY: Shape = Shape {
+    rows: 4,
+    columns: 2,
+    across: 8,
+    along: 1,
+    in_flight: 2,
+    cubes: 2,
+};
+
+/// Of f32 alone, four elements per access: the fastest on an H200 of those that were tried.
+pub const WIDE: [Shape; 3] = [
+    Shape {
+        rows: 1,
+        columns: 8,
+        across: 1,
+        along: 8,
+        in_flight: 1,
+        cubes: 2,
+    },
+    Shape {
+        rows: 8,
+        columns: 4,
+        across: 2,
+        along: 4,
+        in_flight: 1,
+        cubes: 2,
+    },
+    Shape {
+        rows: 16,
+        columns: 8,
+        across: 2,
+        along: 4,
+        in_flight: 1,
+        cubes: 1,
+    },
+];
+
+impl Shape {
+    pub fn threads(self) -> u32 {
+        self.across * self.along * 32
+    }
+
+    /// Results of a plane.
+    fn of_plane(self) -> u32 {
+        self.rows * self.columns
+    }
+
+    /// Results of a tile.
+    fn outputs(self) -> u32 {
+        self.of_plane() * self.across
+    }
+}
+
+/// Tiles of which each cube takes every so many, as in `rows`. `N` elements per access; x comes from the caches.
 ///
-/// Grid: out features / (2 `PLANES`), rows / `some`.
+/// Grid: up to rows / `rows` times out features / (`columns` `across`); rows first, so that tiles that share rows of W run together.
 #[cube]
 fn rows_simt<E: Float, W: Float, N: Size>(
     x: &Array<Vector<E, N>>,
@@ -21,48 +86,141 @@ fn rows_simt<E: Float, W: Float, N: Size>(
     out: &mut Array<E>,
     addends: &Addends<E>,
     args: &Args,
-    #[comptime] some: u32,
-    #[comptime] unroll: u32,
+    #[comptime] shape: Shape,
 ) {
-    let width = N::value();
-    let lane = UNIT_POS_X % 32u32;
-    let column0 = (CUBE_POS_X * PLANES + UNIT_POS_X / 32u32) * SIMT_COLUMNS;
-    let row0 = CUBE_POS_Y * some;
-    let lines = args.in_features / comptime!(width as u32);
-    let columns = comptime!(SIMT_COLUMNS as usize);
-    let mut acc = Array::<f32>::new(comptime!(some as usize * columns));
+    let rows = comptime!(shape.rows);
+    let columns = comptime!(shape.columns * shape.across);
+    let outputs = comptime!(shape.outputs());
+    let of_plane = comptime!(shape.of_plane());
+    let of_w = comptime!((shape.columns * shape.in_flight) as usize);
+    let plane = UNIT_POS_X / 32u32;
+    let lines = args.in_features / comptime!(N::value() as u32);
+    let per_step = comptime!(shape.along * shape.in_flight * 32);
+    let steps = max(lines.div_ceil(per_step), 1u32);
+    let row_tiles = args.rows.div_ceil(rows);
+    let tiles = args.out_features.div_ceil(columns) * row_tiles;
+
+    let mut acc = Array::<f32>::new(of_plane as usize);
     #[unroll]
-    for i in 0..comptime!(some as usize * columns) {
+    for i in 0..of_plane as usize {
         acc[i] = 0.0f32;
     }
-    if column0 >= args.out_features {
-        terminate!();
-    }
-    let mut w_at = Array::<u64>::new(columns);
-    #[unroll]
-    for c in 0..columns {
-        w_at[c] = u64::cast_from(min(column0 + comptime!(c as u32), args.out_features - 1u32))
-            * args.w_stride;
-    }
-    let mut line = lane;
-    // Whole runs without guards, so that their loads are in flight together; then one at a time.
-    while line + comptime!((unroll - 1) * 32) < lines {
-        let mut weights = Array::<Vector<W, N>>::new(comptime!(columns * unroll as usize));
-        #[unroll]
-        for u in 0..unroll as usize {
+    // Two sets of sums, by turns: a plane may be a tile ahead of those that add them.
+    let mut sums = SharedMemory::<f32>::new(comptime!((2 * shape.along * outputs) as usize));
+    let mut turn = 0u32;
+    let mut weights = Array::<Vector<W, N>>::new(of_w);
+    let mut tile = CUBE_POS_X;
+    let mut step = 0u32;
+    load::<W, N>(w, args, &mut weights, tile, 0u32, shape);
+    while tile < tiles {
+        let mut next_step = step + 1u32;
+        let mut next_tile = tile;
+        if next_step == steps {
+            next_step = 0u32;
+            next_tile += CUBE_COUNT_X;
+        }
+        let mut next_weights = Array::<Vector<W, N>>::new(of_w);
+        if next_tile < tiles {
+            load::<W, N>(w, args, &mut next_weights, next_tile, next_step, shape);
+        }
+        let row0 = tile % row_tiles * rows;
+        multiply::<E, W, N>(x, args, &weights, &mut acc, row0, step, shape);
+        if next_step == 0u32 {
+            let base = turn * comptime!(shape.along * outputs);
+            turn = 1u32 - turn;
+            let at = base + plane / shape.across * outputs + plane % shape.across * of_plane;
+            put_sums(&mut acc, &mut sums, at, of_plane);
+            sync_cube();
+            let column0 = tile / row_tiles * columns;
+            let mut at = UNIT_POS_X;
+            while at < outputs {
+                let row = row0 + at % of_plane / shape.columns;
+                let column = column0 + at / of_plane * shape.columns + at % shape.columns;
+                if row < args.rows && column < args.out_features {
+                    let mut sum = 0.0f32;
+                    #[unroll]
+                    for p in 0..comptime!(shape.along) {
+                        sum += sums[(base + at + comptime!(p * outputs)) as usize];
+                    }
+                    store::<E>(out, addends, args, row, column, sum);
+                }
+                at += comptime!(shape.threads());
+            }
             #[unroll]
-            for c in 0..columns {
-                weights[u * columns + c] =
-                    w[(w_at[c] + u64::cast_from(line + comptime!(u as u32 * 32))) as usize];
+            for i in 0..of_plane as usize {
+                acc[i] = 0.0f32;
             }
         }
         #[unroll]
-        for u in 0..unroll as usize {
+        for i in 0..of_w {
+            weights[i] = next_weights[i];
+        }
+        tile = next_tile;
+        step = next_step;
+    }
+}
+
+/// The first line of a lane in a step.
+#[cube]
+fn first_line(step: u32, #[comptime] shape: Shape) -> u32 {
+    let along = UNIT_POS_X / 32u32 / shape.across;
+    (step * shape.along + along) * comptime!(shape.in_flight * 32) + UNIT_POS_X % 32u32
+}
+
+/// A lane's lines of W in a step, as far as there are any.
+#[cube]
+fn load<W: Float, N: Size>(
+    w: &Array<Vector<W, N>>,
+    args: &Args,
+    weights: &mut Array<Vector<W, N>>,
+    tile: u32,
+    step: u32,
+    #[comptime] shape: Shape,
+) {
+    let columns = comptime!(shape.columns as usize);
+    let row_tiles = args.rows.div_ceil(shape.rows);
+    let lines = args.in_features / comptime!(N::value() as u32);
+    let plane = UNIT_POS_X / 32u32;
+    let column0 = (tile / row_tiles * shape.across + plane % shape.across) * shape.columns;
+    let first = first_line(step, shape);
+    let mut w_at = Array::<u64>::new(columns);
+    #[unroll]
+    for c in 0..columns {
+        let column = min(column0 + comptime!(c as u32), args.out_features - 1u32);
+        w_at[c] = u64::cast_from(column) * args.w_stride + u64::cast_from(first);
+    }
+    #[unroll]
+    for u in 0..comptime!(shape.in_flight as usize) {
+        if first + comptime!(u as u32 * 32) < lines {
             #[unroll]
-            for r in 0..some as usize {
+            for c in 0..columns {
+                weights[u * columns + c] = w[(w_at[c] + comptime!(u as u64 * 32)) as usize];
+            }
+        }
+    }
+}
+
+#[cube]
+fn multiply<E: Float, W: Float, N: Size>(
+    x: &Array<Vector<E, N>>,
+    args: &Args,
+    weights: &Array<Vector<W, N>>,
+    acc: &mut Array<f32>,
+    row0: u32,
+    step: u32,
+    #[comptime] shape: Shape,
+) {
+    let columns = comptime!(shape.columns as usize);
+    let lines = args.in_features / comptime!(N::value() as u32);
+    let first = first_line(step, shape);
+    #[unroll]
+    for u in 0..comptime!(shape.in_flight as usize) {
+        let line = first + comptime!(u as u32 * 32);
+        if line < lines {
+            #[unroll]
+            for r in 0..comptime!(shape.rows as usize) {
                 let row = min(row0 + comptime!(r as u32), args.rows - 1u32);
-                let at = u64::cast_from(row) * args.x_stride
-                    + u64::cast_from(line + comptime!(u as u32 * 32));
+                let at = u64::cast_from(row) * args.x_stride + u64::cast_from(line);
                 let input = Vector::<f32, N>::cast_from(x[at as usize]);
                 #[unroll]
                 for c in 0..columns {
@@ -71,29 +229,41 @@ fn rows_simt<E: Float, W: Float, N: Size>(
                 }
             }
         }
-        line += comptime!(unroll * 32);
     }
-    while line < lines {
-        #[unroll]
-        for r in 0..some as usize {
-            let row = min(row0 + comptime!(r as u32), args.rows - 1u32);
-            let at = u64::cast_from(row) * args.x_stride + u64::cast_from(line);
-            let input = Vector::<f32, N>::cast_from(x[at as usize]);
-            #[unroll]
-            for c in 0..columns {
-                let weights = w[(w_at[c] + u64::cast_from(line)) as usize];
-                acc[r * columns + c] = dot::<W, N>(input, weights, acc[r * columns + c]);
-            }
-        }
-        line += 32u32;
-    }
+}
+
+/// Adds each of `count` values over the lanes and puts the sums at `base`. While there are several, lanes halve what they have: a lane
+/// gives the one half to its partner and adds what it gets to the other.
+#[cube]
+fn put_sums(acc: &mut Array<f32>, sums: &mut SharedMemory<f32>, base: u32, #[comptime] count: u32) {
+    let lane = UNIT_POS_X % 32u32;
+    let mut at = 0u32;
     #[unroll]
-    for i in 0..comptime!(some as usize * columns) {
-        let sum = plane_sum(acc[i]);
-        let row = row0 + comptime!(i as u32 / SIMT_COLUMNS);
-        let column = column0 + comptime!(i as u32 % SIMT_COLUMNS);
-        if lane == comptime!(i as u32 % 32) && row < args.rows && column < args.out_features {
-            store::<E>(out, addends, args, row, column, sum);
+    for round in 0..5u32 {
+        let bit = comptime!(16u32 >> round);
+        let half = comptime!((count >> (round + 1)) as usize);
+        if comptime!(half > 0) {
+            let upper = lane & bit != 0u32;
+            #[unroll]
+            for i in 0..half {
+                let low = acc[i];
+                let high = acc[i + half];
+                let kept = select(upper, high, low);
+                let given = select(upper, low, high);
+                acc[i] = kept + plane_shuffle_xor(given, bit);
+            }
+            at += select(upper, comptime!(half as u32), 0u32);
+        } else {
+            acc[0] += plane_shuffle_xor(acc[0], bit);
+        }
+    }
+    let kept = comptime!(max(count / 32, 1));
+    // Lanes that differ in these bits alone have the same sum.
+    let same = comptime!((32 / count).max(1) - 1);
+    if lane & same == 0u32 {
+        #[unroll]
+        for i in 0..kept {
+            sums[(base + at + i) as usize] = acc[i as usize];
         }
     }
 }
@@ -109,7 +279,7 @@ fn dot<W: Float, N: Size>(a: Vector<f32, N>, b: Vector<W, N>, sum: f32) -> f32 {
     sum
 }
 
-pub fn expand<E: Float, W: Float, N: Size>(b: &mut Builder, some: u32, unroll: u32) {
+pub fn expand<E: Float, W: Float, N: Size>(b: &mut Builder, shape: Shape) {
     let (xs, ws, ty) = (
         b.type_of::<Vector<E, N>>(),
         b.type_of::<Vector<W, N>>(),
@@ -125,7 +295,6 @@ pub fn expand<E: Float, W: Float, N: Size>(b: &mut Builder, some: u32, unroll: u
         out.into(),
         addends,
         args,
-        some,
-        unroll,
+        shape,
     );
 }
