@@ -32,14 +32,6 @@ fn has_few_rows(x: DType, rows: usize, columns: usize) -> bool {
         .any(|(few, most)| rows <= *few && columns <= *most)
 }
 
-/// Rows up to which kernels of this library are not much slower than cuBLASLt.
-pub(super) fn moderate_rows(x: DType) -> usize {
-    match x {
-        DType::F32 => 16,
-        _ => 128,
-    }
-}
-
 /// A kernel of this library's, and what tells it from others.
 struct Form {
     kernel: Kernel<Arguments>,
@@ -113,9 +105,9 @@ impl Kernels {
         }
     }
 
-    /// Whether products of many rows go to cuBLASLt.
-    pub fn serves_many(&self, x: DType, weight: DType) -> bool {
-        self.library.is_some() && x == weight
+    /// Whether products of such sizes go to cuBLASLt.
+    pub fn serves(&self, (x, weight): (DType, DType), rows: usize, columns: usize) -> bool {
+        self.library.is_some() && x == weight && !has_few_rows(x, rows, columns)
     }
 }
 

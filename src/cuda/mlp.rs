@@ -1,20 +1,24 @@
-//! The gated feed-forward block on the GPU, in the memory of one intermediate.
+//! The gated feed-forward block on the GPU.
 //!
-//! Kernels of this library multiply what they compute of up by the activated gate, which lies where the intermediate will: that needs
-//! no other memory. cuBLASLt cannot, so where it serves, columns are done half by half of what is left: gate and up of the one half
-//! side by side in the workspace, then their activated product in place of the gate. The last columns are done without it.
+//! Few rows are products by kernels of this library, which multiply what they compute of up by the activated gate: that needs one
+//! intermediate. cuBLASLt cannot, so what it serves has gate and up side by side and is activated between the products: two
+//! intermediates where rows are so few that both are small; of more rows, half the rows at a time in the memory of one.
 
 use super::linear::{self, Epilogue, Product};
+use super::rows::{Matrix, Rows};
 use super::{Cuda, swiglu};
 use crate::context::Stream;
 use crate::error::Result;
 use crate::layout::Layout;
-use crate::ops::linear::{WeightsProblem, with_columns};
+use crate::ops::linear::WeightsProblem;
 use crate::ops::mlp::Problem;
 use crate::ops::swiglu::Problem as Activated;
 use crate::tensor::RawTensor;
 
 const OP: &str = "mlp";
+
+/// Rows of intermediates up to which twice as many as there are rows cost little: half of them keep the tensor cores busy.
+const SMALL: usize = 1024;
 
 /// Whether there are kernels for the problem.
 pub(crate) fn supported(p: &Problem) -> Result<()> {
@@ -22,16 +26,141 @@ pub(crate) fn supported(p: &Problem) -> Result<()> {
     linear::fits(OP, ("x", &p.x), ("down_weight", &p.down.weight))
 }
 
-pub(crate) fn forward(
-    cuda: &Cuda,
-    p: &Problem,
-    intermediate: RawTensor,
-    stream: Stream,
-) -> Result<()> {
+/// Whether cuBLASLt multiplies, and gate and up are stored side by side.
+fn stores_both(cuda: &Cuda, p: &Problem) -> bool {
+    /// Fewer columns gain nothing.
+    const LEAST: usize = 512;
+    let dtypes = (p.x.dtype, p.gate.weight.dtype);
+    let rows = p.x.layout.num_rows();
+    p.intermediate >= LEAST && cuda.linear.serves(dtypes, rows, p.intermediate)
+}
+
+/// Rows of intermediates that the workspace has room for: more rows never need fewer.
+pub(crate) fn scratch_rows(cuda: &Cuda, p: &Problem) -> usize {
+    let rows = p.x.layout.num_rows();
+    if stores_both(cuda, p) {
+        // Even, so that halves are enough for half the rows.
+        let rows = rows.saturating_add(rows % 2);
+        rows.max(rows.saturating_mul(2).min(SMALL))
+    } else {
+        rows
+    }
+}
+
+/// `scratch` has the intermediates of [`scratch_rows`].
+pub(crate) fn forward(cuda: &Cuda, p: &Problem, scratch: RawTensor, stream: Stream) -> Result<()> {
     if p.out.layout.is_empty() {
         return Ok(());
     }
-    let product = |x: &RawTensor, weights: &WeightsProblem, epilogue: Epilogue, out: &RawTensor| {
+    let queue = Queue { cuda, stream };
+    let stores_both = stores_both(cuda, p);
+    let room = scratch.layout.dim(0) / if stores_both { 2 } else { 1 };
+    let other = p.residual.unwrap_or(p.out);
+    let rows = Rows::new([&p.x.layout, &p.out.layout, &other.layout]);
+    for matrix in rows.matrices() {
+        let parts = matrix.rows.div_ceil(room.max(1));
+        for part in 0..parts {
+            // Parts of one size, but for a row.
+            let first = matrix.rows * part / parts;
+            let rows = matrix.rows * (part + 1) / parts - first;
+            let part = Part::new(p, &matrix, first, rows)?;
+            if stores_both {
+                part.through_library(&queue, p, scratch)?;
+            } else {
+                part.through_kernels(&queue, p, scratch)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Equally spaced rows of the block.
+struct Part {
+    rows: usize,
+    x: RawTensor,
+    /// What becomes of the last product.
+    epilogue: Epilogue,
+    out: RawTensor,
+}
+
+impl Part {
+    fn new(p: &Problem, matrix: &Matrix<3>, first: usize, rows: usize) -> Result<Part> {
+        let part = |t: &RawTensor, i: usize| {
+            let columns = t.layout.dim(t.layout.rank() - 1);
+            let offset = matrix.offsets[i] + first * matrix.strides[i];
+            Ok(RawTensor {
+                ptr: t.ptr.wrapping_add(offset * t.dtype.size()),
+                layout: Layout::strided(&[rows, columns], &[matrix.strides[i], 1])?,
+                ..*t
+            })
+        };
+        let residual = p.residual.map(|r| part(&r, 2)).transpose()?;
+        Ok(Part {
+            rows,
+            x: part(&p.x, 0)?,
+            epilogue: residual.map_or(Epilogue::Store, Epilogue::Add),
+            out: part(&p.out, 1)?,
+        })
+    }
+
+    fn through_kernels(&self, queue: &Queue<'_>, p: &Problem, scratch: RawTensor) -> Result<()> {
+        let intermediate = RawTensor {
+            layout: Layout::contiguous(&[self.rows, p.intermediate])?,
+            ..scratch
+        };
+        queue.product(&self.x, &p.gate, Epilogue::Store, &intermediate)?;
+        let gated = Epilogue::Gate(intermediate, p.activation);
+        queue.product(&self.x, &p.up, gated, &intermediate)?;
+        queue.product(&intermediate, &p.down, self.epilogue, &self.out)
+    }
+
+    fn through_library(&self, queue: &Queue<'_>, p: &Problem, scratch: RawTensor) -> Result<()> {
+        let both = RawTensor {
+            layout: Layout::contiguous(&[self.rows, 2 * p.intermediate])?,
+            ..scratch
+        };
+        let half = |i: usize| both.narrowed(1, i * p.intermediate, p.intermediate);
+        let (gate, up) = match (joined(&p.gate, &p.up), joined(&p.up, &p.gate)) {
+            (Some(weights), _) => {
+                queue.product(&self.x, &weights, Epilogue::Store, &both)?;
+                (half(0)?, half(1)?)
+            }
+            (None, Some(weights)) => {
+                queue.product(&self.x, &weights, Epilogue::Store, &both)?;
+                (half(1)?, half(0)?)
+            }
+            (None, None) => {
+                let (gate, up) = (half(0)?, half(1)?);
+                queue.product(&self.x, &p.gate, Epilogue::Store, &gate)?;
+                queue.product(&self.x, &p.up, Epilogue::Store, &up)?;
+                (gate, up)
+            }
+        };
+        let activated = Activated {
+            gate,
+            up,
+            out: gate,
+            activation: p.activation,
+        };
+        swiglu::forward(queue.cuda, &activated, queue.stream).map_err(|e| e.within(OP))?;
+        queue.product(&gate, &p.down, self.epilogue, &self.out)
+    }
+}
+
+/// Where products are queued.
+struct Queue<'a> {
+    cuda: &'a Cuda,
+    stream: Stream,
+}
+
+impl Queue<'_> {
+    fn product(
+        &self,
+        x: &RawTensor,
+        weights: &WeightsProblem,
+        epilogue: Epilogue,
+        out: &RawTensor,
+    ) -> Result<()> {
         let product = Product {
             op: OP,
             x,
@@ -39,65 +168,36 @@ pub(crate) fn forward(
             epilogue,
             out,
         };
-        linear::multiply(cuda, &product, stream)
-    };
-    let intermediate = RawTensor {
-        layout: Layout::contiguous(&with_columns(&p.x, p.intermediate))?,
-        ..intermediate
-    };
-    let last = p.x.layout.rank() - 1;
-    let mut first = 0;
-    while let Some(columns) = half(cuda, p, p.intermediate - first) {
-        let gate = intermediate.narrowed(last, first, columns)?;
-        let up = intermediate.narrowed(last, first + columns, columns)?;
-        product(
-            &p.x,
-            &part(&p.gate, first, columns)?,
-            Epilogue::Store,
-            &gate,
-        )?;
-        product(&p.x, &part(&p.up, first, columns)?, Epilogue::Store, &up)?;
-        let activated = Activated {
-            gate,
-            up,
-            out: gate,
-            activation: p.activation,
-        };
-        swiglu::forward(cuda, &activated, stream).map_err(|e| e.within(OP))?;
-        first += columns;
+        linear::multiply(self.cuda, &product, self.stream)
     }
-    let columns = p.intermediate - first;
-    let rest = intermediate.narrowed(last, first, columns)?;
-    product(
-        &p.x,
-        &part(&p.gate, first, columns)?,
-        Epilogue::Store,
-        &rest,
-    )?;
-    let gated = Epilogue::Gate(rest, p.activation);
-    product(&p.x, &part(&p.up, first, columns)?, gated, &rest)?;
-    let epilogue = p.residual.map_or(Epilogue::Store, Epilogue::Add);
-    product(&intermediate, &p.down, epilogue, &p.out)
 }
 
-/// Of `left` columns, those to be done through the library and an activation of their own; none where that gains nothing.
-fn half(cuda: &Cuda, p: &Problem, left: usize) -> Option<usize> {
-    /// Columns begin at multiples of this, so that they stay aligned.
-    const STEP: usize = 64;
-    /// Fewer are as fast without the library.
-    const LEAST: usize = 640;
-    let columns = left / 2 / STEP * STEP;
-    let gains = cuda.linear.serves_many(p.x.dtype, p.gate.weight.dtype)
-        && p.x.layout.num_rows() > linear::moderate_rows(p.x.dtype)
-        && columns >= LEAST;
-    gains.then_some(columns)
-}
-
-/// Some of a layer's output columns.
-fn part(weights: &WeightsProblem, first: usize, columns: usize) -> Result<WeightsProblem> {
-    let bias = weights.bias.map(|bias| bias.narrowed(0, first, columns));
-    Ok(WeightsProblem {
-        weight: weights.weight.narrowed(0, first, columns)?,
-        bias: bias.transpose()?,
-    })
+/// Two layers as one, if the rows of the second follow those of the first.
+fn joined(first: &WeightsProblem, second: &WeightsProblem) -> Option<WeightsProblem> {
+    let follows = |a: &RawTensor, b: &RawTensor| {
+        let elements = a.layout.dim(0) * a.layout.stride(0);
+        let end = a.ptr.addr() + elements * a.dtype.size();
+        (a.dtype, a.layout) == (b.dtype, b.layout) && b.ptr.addr() == end
+    };
+    let both = |a: &RawTensor| {
+        let mut shape = [0; 2];
+        let mut strides = [0; 2];
+        let rank = a.layout.rank();
+        shape[..rank].copy_from_slice(a.layout.shape());
+        strides[..rank].copy_from_slice(a.layout.strides());
+        shape[0] *= 2;
+        let layout = Layout::strided(&shape[..rank], &strides[..rank]).ok()?;
+        Some(RawTensor { layout, ..*a })
+    };
+    if !follows(&first.weight, &second.weight) {
+        return None;
+    }
+    let bias = match (&first.bias, &second.bias) {
+        (None, None) => None,
+        (Some(a), Some(b)) if follows(a, b) => Some(both(a)?),
+        _ => return None,
+    };
+    let weight = both(&first.weight)?;
+    let fits = linear::fits(OP, ("gate_weight", &weight), ("gate_weight", &weight)).is_ok();
+    fits.then_some(WeightsProblem { weight, bias })
 }

@@ -67,7 +67,6 @@ pub(crate) struct Problem {
     pub residual: Option<RawTensor>,
     pub out: RawTensor,
     pub intermediate: usize,
-    pub workspace_size: usize,
 }
 
 impl Params<'_> {
@@ -85,13 +84,6 @@ impl Params<'_> {
             .problem(OP, ("down_weight", "down_bias"), intermediate)?;
         self.output
             .check(OP, arg, &linear::with_columns(&x, down.out_features()))?;
-        let scratch = Layout::contiguous(&[x.layout.num_rows(), intermediate]).map_err(|_| {
-            let problem = format!(
-                "has {} rows, too many for an intermediate of {intermediate}",
-                x.layout.num_rows()
-            );
-            Error::invalid(OP, "x", problem)
-        })?;
         Ok(Problem {
             x,
             gate,
@@ -101,12 +93,11 @@ impl Params<'_> {
             residual: self.output.residual(),
             out: self.output.out(),
             intermediate,
-            workspace_size: scratch.num_elements() * x.dtype.size(),
         })
     }
 
-    /// Checks data and workspace; gives the intermediate as a tensor in the workspace.
-    fn check_data(&self, p: &Problem) -> Result<RawTensor> {
+    /// Checks data and workspace; gives the scratch memory as a tensor in the workspace.
+    fn check_data(&self, p: &Problem, scratch: Layout) -> Result<RawTensor> {
         let mut inputs = vec![Arg::new(OP, "x", &p.x).data()?];
         let mut tensors = Vec::new();
         match &self.gate_up {
@@ -129,12 +120,13 @@ impl Params<'_> {
             }
         }
         self.output.check_data(OP, &inputs)?;
-        let intermediate = RawTensor {
-            ptr: self.workspace.check(OP, p.workspace_size)?,
+        let size = scratch.num_elements() * p.x.dtype.size();
+        let scratch = RawTensor {
+            ptr: self.workspace.check(OP, size)?,
             dtype: p.x.dtype,
-            layout: Layout::contiguous(&[p.x.layout.num_rows(), p.intermediate])?,
+            layout: scratch,
         };
-        let workspace = Arg::new(OP, "workspace", &intermediate);
+        let workspace = Arg::new(OP, "workspace", &scratch);
         for input in inputs {
             workspace.disjoint(input)?;
         }
@@ -142,7 +134,7 @@ impl Params<'_> {
         if let Some(residual) = &p.residual {
             workspace.disjoint(Arg::new(OP, "residual", residual))?;
         }
-        Ok(intermediate)
+        Ok(scratch)
     }
 }
 
@@ -181,16 +173,26 @@ impl GateUp<'_> {
     }
 }
 
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
-    match ctx.device() {
-        Device::Cpu(_) => Ok(Implementation::Cpu),
+/// The implementation, and what it stores between products: so many intermediates, one below the other.
+fn choose(ctx: &Context, problem: &Problem) -> Result<(Implementation, Layout)> {
+    let rows = problem.x.layout.num_rows();
+    let (implementation, scratch_rows) = match ctx.device() {
+        Device::Cpu(_) => (Implementation::Cpu, rows),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => {
+        Device::Cuda(cuda) => {
             crate::cuda::mlp::supported(problem)?;
-            Ok(Implementation::Cuda)
+            (
+                Implementation::Cuda,
+                crate::cuda::mlp::scratch_rows(cuda, problem),
+            )
         }
-    }
+    };
+    let intermediate = problem.intermediate;
+    let scratch = Layout::contiguous(&[scratch_rows, intermediate]).map_err(|_| {
+        let problem = format!("has {rows} rows, too many for an intermediate of {intermediate}");
+        Error::invalid(OP, "x", problem)
+    })?;
+    Ok((implementation, scratch))
 }
 
 /// Which implementation [`forward`] would run with these arguments. Data pointers and the workspace are not looked at.
@@ -198,18 +200,20 @@ fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
 /// # Errors
 /// Why there is none.
 pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    choose(ctx, &params.problem()?)
+    let (implementation, _) = choose(ctx, &params.problem()?)?;
+    Ok(implementation)
 }
 
-/// The exact workspace that [`forward`] needs, in bytes: one intermediate, `tokens * intermediate` elements of the dtype of `x`.
-/// Data pointers and the workspace are not looked at.
+/// The exact workspace that [`forward`] needs, in bytes. On the CPU it is one intermediate, `tokens * intermediate` elements of the
+/// dtype of `x`. On CUDA it is two for few tokens and one for many, or one for all where cuBLAS has no part in it; more tokens never
+/// need less. Data pointers and the workspace are not looked at.
 ///
 /// # Errors
 /// As [`supported`].
 pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
     let problem = params.problem()?;
-    choose(ctx, &problem)?;
-    Ok(problem.workspace_size)
+    let (_, scratch) = choose(ctx, &problem)?;
+    Ok(scratch.num_elements() * problem.x.dtype.size())
 }
 
 /// Computes the block on `stream`. Does not allocate device memory or synchronise.
@@ -219,12 +223,12 @@ pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
-    let intermediate = params.check_data(&problem)?;
-    choose(ctx, &problem)?;
+    let (_, scratch) = choose(ctx, &problem)?;
+    let scratch = params.check_data(&problem, scratch)?;
     match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::mlp::forward(cpu, &problem, intermediate),
+        Device::Cpu(cpu) => crate::cpu::mlp::forward(cpu, &problem, scratch),
         #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::mlp::forward(cuda, &problem, intermediate, stream)?,
+        Device::Cuda(cuda) => crate::cuda::mlp::forward(cuda, &problem, scratch, stream)?,
     }
     Ok(())
 }
