@@ -230,6 +230,10 @@ macro_rules! views {
                 self.raw
             }
 
+            pub(crate) fn as_raw(&self) -> &RawTensor {
+                &self.raw
+            }
+
             /// Address of the first element, on the device of the memory that is viewed.
             pub fn as_ptr(&self) -> *const u8 {
                 self.raw.ptr

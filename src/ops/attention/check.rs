@@ -4,6 +4,7 @@ use super::problem::{Keys, Problem, Queries, Rows, Scores, page_dims};
 use super::{MAX_HEAD_DIM, OP, Params};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, finite};
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
@@ -29,15 +30,13 @@ impl Params<'_> {
         let sizes = self.sizes(batch, q_token, &q, &k, &v)?;
         let (keys, k_dims) = self.keys(batch, &k, &v)?;
 
-        let mut out_shape = q.layout.shape().to_vec();
-        out_shape[q_token + 2] = sizes.head_dim_v;
         let allowed = match q.dtype {
-            DType::F32 => vec![DType::F32],
-            other => vec![other, DType::F32],
+            DType::F32 => &[DType::F32][..],
+            _ => &[q.dtype, DType::F32],
         };
         Arg::new(OP, "out", &out)
-            .dtype(&allowed)?
-            .shape(&out_shape)?
+            .dtype(allowed)?
+            .shape(with_last(&q, sizes.head_dim_v, &mut [0; MAX_RANK]))?
             .last_contiguous()?
             .writable()?;
 
@@ -188,9 +187,7 @@ impl Params<'_> {
             return Err(Error::invalid(OP, "q", problem));
         }
         equal("k", "head_dim", k.layout.dim(dim), "q", sizes.head_dim)?;
-        let mut v_shape = k.layout.shape().to_vec();
-        v_shape[dim] = sizes.head_dim_v;
-        Arg::new(OP, "v", v).shape(&v_shape)?;
+        Arg::new(OP, "v", v).shape(with_last(k, sizes.head_dim_v, &mut [0; MAX_RANK]))?;
         if !packed && self.block_table.is_none() {
             let of = if self.cu_seqlens_q.is_some() {
                 "cu_seqlens_q"
@@ -330,11 +327,13 @@ impl Params<'_> {
 
     /// Pointers, alignment, overlap and workspace: what only a call that touches data needs. Gives the workspace's address.
     pub(super) fn check_data(&self, workspace_size: usize) -> Result<*mut u8> {
-        let optional = |t: &Option<TensorRef<'_>>| t.as_ref().map(TensorRef::raw);
+        fn optional<'a>(t: &'a Option<TensorRef<'_>>) -> Option<&'a RawTensor> {
+            t.as_ref().map(TensorRef::as_raw)
+        }
         let inputs = [
-            ("q", Some(self.q.raw())),
-            ("k", Some(self.k.raw())),
-            ("v", Some(self.v.raw())),
+            ("q", Some(self.q.as_raw())),
+            ("k", Some(self.k.as_raw())),
+            ("v", Some(self.v.as_raw())),
             ("bias", optional(&self.bias)),
             ("mask", optional(&self.mask)),
             ("alibi_slopes", optional(&self.alibi_slopes)),
@@ -345,27 +344,30 @@ impl Params<'_> {
             ("block_table", optional(&self.block_table)),
         ];
         let outputs = [
-            ("out", Some(self.out.raw())),
-            ("lse", self.lse.as_ref().map(TensorMut::raw)),
+            ("out", Some(self.out.as_raw())),
+            ("lse", self.lse.as_ref().map(TensorMut::as_raw)),
         ];
-        let given = |(name, t): &(&'static str, Option<RawTensor>)| t.map(|t| (*name, t));
-        for (name, t) in inputs.iter().chain(&outputs).filter_map(given) {
-            Arg::new(OP, name, &t).data()?;
+        fn given<'a>((name, t): &(&'static str, Option<&'a RawTensor>)) -> Option<Arg<'a>> {
+            t.map(|t| Arg::new(OP, name, t))
         }
-        for (name, output) in outputs.iter().filter_map(given) {
-            let output = Arg::new(OP, name, &output);
-            for (name, input) in inputs.iter().filter_map(given) {
-                output.disjoint(Arg::new(OP, name, &input))?;
+        for arg in inputs.iter().chain(&outputs).filter_map(given) {
+            arg.data()?;
+        }
+        for output in outputs.iter().filter_map(given) {
+            for input in inputs.iter().filter_map(given) {
+                output.disjoint(input)?;
             }
         }
-        if let [(_, Some(out)), (_, Some(lse))] = &outputs {
+        if let [(_, Some(out)), (_, Some(lse))] = outputs {
             Arg::new(OP, "lse", lse).disjoint(Arg::new(OP, "out", out))?;
         }
         let workspace = self.workspace.check(OP, workspace_size)?;
         if workspace_size > 0 {
             let range = self.workspace.byte_range();
-            for (name, t) in inputs.iter().chain(&outputs).filter_map(given) {
-                let other = t.byte_range();
+            for (name, t) in inputs.iter().chain(&outputs) {
+                let Some(other) = t.map(RawTensor::byte_range) else {
+                    continue;
+                };
                 if range.start < other.end && other.start < range.end {
                     return Err(Error::invalid(OP, "workspace", format!("overlaps {name}")));
                 }
@@ -373,6 +375,16 @@ impl Params<'_> {
         }
         Ok(workspace)
     }
+}
+
+/// A tensor's shape with another last size, in the room given: a call allocates nothing.
+fn with_last<'a>(t: &RawTensor, size: usize, room: &'a mut [usize; MAX_RANK]) -> &'a [usize] {
+    let rank = t.layout.rank();
+    room[..rank].copy_from_slice(t.layout.shape());
+    if let Some(last) = room[..rank].last_mut() {
+        *last = size;
+    }
+    &room[..rank]
 }
 
 /// The place of the head dimension in `k` and `v`.
