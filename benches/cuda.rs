@@ -1,13 +1,15 @@
 //! The CUDA backend's small operations: what they move per second, beside a plain copy of as many bytes in the same run, and what a call
-//! costs the host. Prints one JSON object per line. Without a GPU it says so and ends.
+//! costs the host; `cargo bench --features cuda --bench cuda -- host` prints that alone. One JSON object per line. Without a GPU it says so
+//! and ends.
 
 use std::ptr;
 use std::time::Instant;
 
 use cudarc::driver::sys;
 use rand::Rng;
+use serde_json::json;
 use unsloth::memory::{self, CopyKind};
-use unsloth::ops::{attention, embedding, rms_norm, rope, swiglu};
+use unsloth::ops::{attention, embedding, linear, rms_norm, rope, swiglu};
 use unsloth::{
     Backend, Buffer, Context, ContextOptions, DType, InOut, Layout, Stream, TensorMut, TensorRef,
 };
@@ -18,7 +20,7 @@ const ROUNDS: usize = 7;
 
 fn main() {
     if !Backend::Cuda.device_count().is_ok_and(|n| n > 0) {
-        println!("{}", serde_json::json!({ "skipped": "no CUDA device" }));
+        println!("{}", json!({ "skipped": "no CUDA device" }));
         return;
     }
     let options = ContextOptions {
@@ -34,7 +36,7 @@ fn main() {
     let info = Backend::Cuda.device_info(0).unwrap();
     println!(
         "{}",
-        serde_json::json!({
+        json!({
             "device": info.name,
             "first_context_ms": first.as_secs_f64() * 1e3,
             "context_ms": started.elapsed().as_secs_f64() * 1e3,
@@ -42,6 +44,10 @@ fn main() {
     );
     drop(held);
     let bench = Bench::new(ctx);
+    bench.host_costs();
+    if std::env::args().any(|argument| argument == "host") {
+        return;
+    }
     for (rows, dim) in [
         (16384, 4096),
         (16384, 8192),
@@ -63,7 +69,6 @@ fn main() {
     for (tokens, dim) in [(16384, 4096), (64, 4096)] {
         bench.embedding(128_256, tokens, dim);
     }
-    bench.host_cost();
 }
 
 struct Bench {
@@ -179,7 +184,7 @@ impl Bench {
         });
         println!(
             "{}",
-            serde_json::json!({
+            json!({
                 "op": op,
                 "shape": shape,
                 "dtype": "bf16",
@@ -276,72 +281,113 @@ impl Bench {
         });
     }
 
-    /// Time until a launch returns, of the library's call and of a bare launch of the driver's nearest equivalent, a copy.
-    fn host_cost(&self) {
+    /// Time until a call returns that launches on a queue which is not full, of each way to a kernel.
+    fn host_costs(&self) {
+        let (from, to) = (self.buffer(1024), self.buffer(1024));
+        self.host_cost("copy", json!({ "bytes": 1024 }), || {
+            let kind = CopyKind::DeviceToDevice;
+            // SAFETY: both have this many bytes, and nothing else uses them.
+            unsafe {
+                memory::copy(
+                    &self.ctx,
+                    to.as_ptr(),
+                    from.as_ptr(),
+                    1024,
+                    kind,
+                    self.stream,
+                )
+                .unwrap();
+            }
+        });
         let x = self.sets(&[1, 1024], WORKING_SET);
         let mut out = self.sets(&[1, 1024], WORKING_SET);
-        let mut least = f64::INFINITY;
-        let calls = 200;
-        for _ in 0..50 {
-            let started = Instant::now();
-            for _ in 0..calls {
-                let params = rms_norm::Params {
-                    x: InOut::Apart {
-                        input: x.view(0),
-                        output: out.view_mut(0),
-                    },
-                    residual: None,
-                    weight: None,
-                    weight_offset: 0.0,
-                    epsilon: 1e-5,
-                };
-                rms_norm::forward(&self.ctx, &params, self.stream).unwrap();
-            }
-            least = least.min(started.elapsed().as_secs_f64() / f64::from(calls));
-            self.ctx.synchronize(self.stream).unwrap();
+        self.host_cost("rms_norm", json!({ "shape": [1, 1024] }), || {
+            let params = rms_norm::Params {
+                x: InOut::Apart {
+                    input: x.view(0),
+                    output: out.view_mut(0),
+                },
+                residual: None,
+                weight: None,
+                weight_offset: 0.0,
+                epsilon: 1e-5,
+            };
+            rms_norm::forward(&self.ctx, &params, self.stream).unwrap();
+        });
+        // A few rows go to a kernel of the library's, more to cuBLASLt.
+        for rows in [1, 64] {
+            self.linear_host_cost(rows);
         }
-        println!(
-            "{}",
-            serde_json::json!({ "op": "rms_norm", "host_us": round(least * 1e6) })
-        );
-        self.attention_host_cost(256);
-        self.attention_host_cost(4096);
+        // One launch where keys are few, two where they are split, and one of the Hopper kernels where there are.
+        for (queries, keys) in [(1, 256), (1, 4096), (256, 256)] {
+            self.attention_host_cost(queries, keys);
+        }
     }
 
-    /// The same of attention: one launch where keys are few, two where they are split.
-    fn attention_host_cost(&self, keys: usize) {
-        let q = self.sets(&[1, 1, 32, 128], WORKING_SET);
+    fn linear_host_cost(&self, rows: usize) {
+        let (x, weight) = (
+            self.sets(&[rows, 64], WORKING_SET),
+            self.sets(&[64, 64], WORKING_SET),
+        );
+        let mut out = self.sets(&[rows, 64], WORKING_SET);
+        self.host_cost("linear", json!({ "shape": [rows, 64, 64] }), || {
+            let params = linear::Params {
+                x: x.view(0),
+                weights: linear::Weights {
+                    weight: weight.view(0),
+                    bias: None,
+                },
+                output: linear::Output::Write(out.view_mut(0)),
+            };
+            linear::forward(&self.ctx, &params, self.stream).unwrap();
+        });
+    }
+
+    fn attention_host_cost(&self, queries: usize, keys: usize) {
+        let q = self.sets(&[1, queries, 32, 128], WORKING_SET);
         let (k, v) = (
             self.sets(&[1, keys, 8, 128], WORKING_SET),
             self.sets(&[1, keys, 8, 128], WORKING_SET),
         );
-        let mut out = self.sets(&[1, 1, 32, 128], WORKING_SET);
+        let mut out = self.sets(&[1, queries, 32, 128], WORKING_SET);
         let params = attention::Params::new(q.view(0), k.view(0), v.view(0), out.view_mut(0));
         let size = attention::workspace_size(&self.ctx, &params).unwrap();
-        let mut workspace = Buffer::new(&self.ctx, size).unwrap();
+        let implementation = attention::supported(&self.ctx, &params).unwrap();
+        let mut workspace = self.buffer(size);
         let params = attention::Params {
             workspace: workspace.workspace(),
             ..params
         };
+        let about = json!({
+            "queries": queries,
+            "keys": keys,
+            "implementation": format!("{implementation:?}"),
+            "workspace_size": size,
+        });
+        self.host_cost("attention", about, || {
+            attention::forward(&self.ctx, &params, self.stream).unwrap();
+        });
+    }
+
+    fn buffer(&self, bytes: usize) -> Buffer {
+        Buffer::new(&self.ctx, bytes).unwrap()
+    }
+
+    /// Prints the least of several rounds' means.
+    fn host_cost(&self, op: &str, about: serde_json::Value, mut call: impl FnMut()) {
         let mut least = f64::INFINITY;
         let calls = 100;
         for _ in 0..50 {
             let started = Instant::now();
             for _ in 0..calls {
-                attention::forward(&self.ctx, &params, self.stream).unwrap();
+                call();
             }
             least = least.min(started.elapsed().as_secs_f64() / f64::from(calls));
             self.ctx.synchronize(self.stream).unwrap();
         }
-        let launches = if size > 0 { 2 } else { 1 };
         println!(
             "{}",
-            serde_json::json!({
-                "op": "attention",
-                "keys": keys,
-                "launches": launches,
-                "host_us": round(least * 1e6),
-            })
+            json!({ "op": op, "about": about, "host_us": round(least * 1e6) })
         );
     }
 }
