@@ -62,6 +62,7 @@ fi
 
 mkdir -p "$pack/compare"
 cp benches/compare/*.py "$pack/compare/"
+cp benches/engine.py "$pack/"
 cp scripts/gpu_run.sh "$pack/"
 git rev-parse --short HEAD >"$pack/commit"
 du -sh "$pack" >&2

@@ -3,7 +3,8 @@
 # compute-sanitizer where there is one, and benchmarks, those beside PyTorch where there is a PyTorch. Logs and figures go to $OUT
 # (results/ beside this script). Ends with the number of what failed.
 #
-# TESTS, C_TESTS, SANITIZED, BENCHES and COMPARE name parts of each; an empty one leaves the kind out. SECONDS_EACH bounds every one.
+# TESTS, C_TESTS, SANITIZED, BENCHES and COMPARE name parts of each; an empty one leaves the kind out, as ENGINE= does the engine's
+# speed. SECONDS_EACH bounds every one.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/results}
@@ -33,15 +34,18 @@ check() {
 
 nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.draw --format=csv | tee "$out/device.csv"
 
-# One at a time: allocations wait for the device, and a failing kernel fails its own test only.
+# Processes of their own, several at a time: a failing kernel fails its own test only, and most of a test is the host's work.
 for test in ${TESTS-$(all tests)}; do
-  check "$test" "tests/$test" --test-threads=1
+  while [ "$(jobs -rp | wc -l)" -ge "${TESTERS:-6}" ]; do wait -n; done
+  check "$test" "tests/$test" --test-threads=2 &
 done
+wait
 for test in ${C_TESTS-$(all c)}; do
   check "c.$test" "c/$test"
 done
-if [ -x engine ] && [ -d model ]; then
-  check engine ./engine --model model/*.gguf --device cuda --prompt "The capital of France is" --tokens 48 --temperature 0
+model=$(find model -name '*.gguf' 2>/dev/null | head -1)
+if [ -x engine ] && [ -n "$model" ]; then
+  check engine ./engine --model "$model" --device cuda --prompt "The capital of France is" --tokens 48 --temperature 0
 fi
 
 # Tables of cases without the properties, which repeat them at random, and without the fault that is meant. A refused allocation is no
@@ -75,6 +79,10 @@ if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
   for op in ${COMPARE-rms_norm rope swiglu embedding kv_append linear attention attention_forward host $candle}; do
     TAIL=12 check "compare.$op" python3 compare "$op"
   done
+fi
+if [ "${ENGINE-1}" = 1 ] && [ -x engine ] && [ -n "$model" ]; then
+  name=$(tail -n +2 "$out/device.csv" | head -1 | sed -E 's/^(NVIDIA )?([^ ,]+).*/\2/' | tr '[:upper:]' '[:lower:]')
+  check bench.engine python3 engine.py --engine ./engine --model "$model" --rounds 3 --out "$out/engine_${name}_$(date +%F).json"
 fi
 failed=$(find "$out" -name '*.failed' | wc -l)
 echo "$failed failed"
