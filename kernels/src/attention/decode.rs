@@ -399,9 +399,19 @@ pub fn decode<E: Float>(
         step += planes;
     }
 
-    leave(&mut merged, &acc, &row_peak, &row_total, rows_here, config);
+    leave(
+        &mut merged,
+        &acc,
+        &row_peak,
+        &row_total,
+        rows_here,
+        plane,
+        group_row,
+        pair,
+        config,
+    );
     sync_cube();
     write_rows::<E>(
-        &merged, out, buffers, args, &block, rows_here, scale, config,
+        &merged, out, buffers, args, &block, rows_here, lines_v, scale, config,
     );
 }

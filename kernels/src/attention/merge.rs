@@ -37,14 +37,13 @@ pub fn leave(
     row_peak: &Array<f32>,
     row_total: &Array<f32>,
     rows_here: u32,
+    plane: u32,
+    group_row: u32,
+    pair: u32,
     #[comptime] config: Config,
 ) {
     let merge_pitch = comptime!(config.merge_pitch());
     let v_blocks = comptime!(config.head_dim as usize / 64);
-    let lane = UNIT_POS_X % 32u32;
-    let plane = UNIT_POS_X / 32u32;
-    let group_row = lane / 4u32;
-    let pair = lane % 4u32;
     #[unroll]
     for h in 0..2usize {
         let row = plane * 16u32 + group_row + comptime!(h as u32 * 8);
@@ -78,6 +77,7 @@ pub fn write_rows<E: Float>(
     args: &Args,
     block: &Block,
     rows_here: u32,
+    lines_v: u32,
     scale: f32,
     #[comptime] config: Config,
 ) {
@@ -85,7 +85,6 @@ pub fn write_rows<E: Float>(
     let planes = comptime!(config.planes);
     let scores = comptime!(config.scores);
     let per_row = comptime!(config.head_dim / 8);
-    let lines_v = args.head_dim_v / 8u32;
     let batch = block.batch;
     #[unroll]
     for i in 0..comptime!((16 * per_row).div_ceil(config.threads())) {

@@ -30,14 +30,16 @@ pub fn block(
 ) -> Block {
     let split = CUBE_POS_X % args.splits;
     let rest = CUBE_POS_X / args.splits;
-    let mut block = rest % args.row_blocks;
-    if comptime!(last_first) {
-        block = args.row_blocks - 1u32 - rest % args.row_blocks;
-    }
+    let block = if comptime!(last_first) {
+        args.row_blocks - 1u32 - rest % args.row_blocks
+    } else {
+        rest % args.row_blocks
+    };
     let rest = rest / args.row_blocks;
     let key_head = rest % args.num_kv_heads;
     let batch = rest / args.num_kv_heads;
     let span = sequence(args, buffers, batch);
+    let row0 = block * rows;
     let row_count = span.q_count * args.group;
     let parts = cut(
         span.q_count,
@@ -52,7 +54,7 @@ pub fn block(
         split,
         split_begin: parts.base + split * parts.keys,
         split_keys: parts.keys,
-        row0: block * rows,
+        row0,
         row_count,
         span,
     }
