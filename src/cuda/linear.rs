@@ -85,17 +85,17 @@ impl Kernels {
         })
     }
 
-    /// The kernel for so many columns and tiles of rows.
+    /// The kernel for so many columns and tiles of rows. Of several, those that share a tile among more planes are first: the first whose
+    /// tiles all run at once keeps most of the device busy; the last reads ahead.
     fn form(&self, choices: Choices, columns: usize, row_tiles: usize) -> Result<&Form> {
-        // A few dozen entries at most. Of several, the one for fewer tiles is first: it shares each among more planes.
+        let fits = |form: &&Form| columns.div_ceil(form.columns) * row_tiles <= form.resident;
+        // A few dozen entries at most.
         let mut forms = self.forms.iter().filter(|form| form.choices == choices);
-        let first = forms.next().ok_or_else(|| Error::Internal {
+        let found = forms.clone().find(fits).or(forms.next_back());
+        found.ok_or_else(|| Error::Internal {
             op: OP,
             message: format!("no kernel with {choices:?}"),
-        })?;
-        let fits = columns.div_ceil(first.columns) * row_tiles <= first.resident;
-        let other = forms.next().filter(|_| !fits);
-        Ok(other.unwrap_or(first))
+        })
     }
 
     /// Gives back what the library holds, in the device's context.
