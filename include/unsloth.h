@@ -2543,9 +2543,10 @@ unsloth_status unsloth_mlp_supported(struct unsloth_context *ctx,
                                      unsloth_implementation *implementation);
 
 /**
- * Writes the workspace that the call needs to `workspace_size`, exactly, in bytes. On the CPU it is one intermediate,
- * `tokens * intermediate` elements of the dtype of `x`. On CUDA it is two for few tokens and one for many, or one for all where cuBLAS
- * has no part in it; more tokens never need less. Data pointers and the workspace are not looked at.
+ * Writes the workspace that the call needs to `workspace_size`, in bytes: one intermediate, `tokens * intermediate` elements of the dtype
+ * of `x`. A larger one is of use on CUDA: with room for two intermediates of up to 512 tokens, what cuBLAS multiplies reads every weight
+ * once, and once for each half of the tokens otherwise; results may differ in their rounding. Data pointers and the workspace are not
+ * looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */

@@ -31,7 +31,7 @@ strip -o "$pack/engine" build/engine/engine
 [ -z "${MODEL:-}" ] || cp "$MODEL" "$pack/model/"
 
 export PATH="$root/.tools/bin:$PATH"
-tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(header|oracle_candle|dlpack|estimate)$')}
+tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(candle|header|oracle_candle|dlpack|estimate)$')}
 select=(--features cuda)
 for test in $tests; do
   select+=(--test "$test")

@@ -360,6 +360,10 @@ impl<'a> Workspace<'a> {
         }
     }
 
+    pub(crate) fn size(&self) -> usize {
+        self.size
+    }
+
     /// The pointer, once size and alignment have been found sufficient for `required` bytes.
     pub(crate) fn check(&self, op: &'static str, required: usize) -> Result<*mut u8> {
         if self.size < required {

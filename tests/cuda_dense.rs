@@ -110,7 +110,13 @@ struct Block {
 }
 
 impl Block {
-    fn new(ctx: &Context, dtype: DType, (rows, hidden, dim): (usize, usize, usize)) -> Block {
+    /// With a workspace of as many times what is asked for.
+    fn new(
+        ctx: &Context,
+        dtype: DType,
+        (rows, hidden, dim): (usize, usize, usize),
+        times: usize,
+    ) -> Block {
         let mut block = Block {
             x: normal(ctx, dtype, &[rows, hidden]),
             gate_up: weights(ctx, dtype, 2 * dim, hidden),
@@ -119,7 +125,7 @@ impl Block {
             workspace: poisoned(ctx, dtype, &[1]),
         };
         let size = mlp::workspace_size(ctx, &block.params()).unwrap();
-        block.workspace = poisoned(ctx, dtype, &[size / dtype.size()]);
+        block.workspace = poisoned(ctx, dtype, &[times * size / dtype.size()]);
         block
     }
 
@@ -223,15 +229,16 @@ fn calls(ctx: &Context) -> Vec<Box<dyn Call>> {
     ] {
         calls.push(Box::new(Product::new(ctx, dtype, sizes)));
     }
-    for (dtype, sizes) in [
-        (Bf16, (2, 256, 704)),
-        (F32, (5, 64, 100)),
-        (F16, (40, 128, 330)),
-        // Rows in two parts, in the memory of two intermediates and of one.
-        (Bf16, (700, 128, 1400)),
-        (F16, (1101, 64, 520)),
+    for (dtype, sizes, times) in [
+        (Bf16, (2, 256, 704), 1),
+        (F32, (5, 64, 100), 1),
+        (F16, (40, 128, 330), 2),
+        // Rows all at once, in two parts and in three.
+        (Bf16, (64, 128, 1400), 2),
+        (Bf16, (700, 128, 1400), 1),
+        (F16, (1101, 64, 520), 1),
     ] {
-        calls.push(Box::new(Block::new(ctx, dtype, sizes)));
+        calls.push(Box::new(Block::new(ctx, dtype, sizes, times)));
     }
     calls.push(Box::new(Sample::new(ctx, F32, 3, 4096)));
     calls
@@ -352,12 +359,14 @@ fn great_products_agree_with_their_definition() {
 #[test]
 fn blocks_in_parts_agree_with_their_definition() {
     let Some(ctx) = gpu() else { return };
-    for (dtype, (rows, hidden, dim)) in [
-        (DType::Bf16, (64, 256, 1000)),
-        (DType::F32, (700, 64, 520)),
-        (DType::F16, (1101, 64, 520)),
+    for (dtype, (rows, hidden, dim), times) in [
+        (DType::Bf16, (64, 256, 1000), 1),
+        (DType::Bf16, (64, 256, 1000), 2),
+        (DType::F32, (700, 64, 520), 1),
+        (DType::F16, (1101, 64, 520), 1),
+        (DType::F16, (1101, 64, 520), 3),
     ] {
-        let mut call = Block::new(&ctx, dtype, (rows, hidden, dim));
+        let mut call = Block::new(&ctx, dtype, (rows, hidden, dim), times);
         call.queue(&ctx, Stream::DEFAULT);
         ctx.synchronize(Stream::DEFAULT).unwrap();
         let x = call.x.download().values();

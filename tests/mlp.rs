@@ -10,7 +10,7 @@ use common::{
 use unsloth::ops::linear::{Output, Weights};
 use unsloth::ops::mlp::{self, GateUp, Params};
 use unsloth::ops::swiglu::{Activation, GateOrder};
-use unsloth::{Backend, Buffer, Context, DType, Error, Layout, Stream, Workspace};
+use unsloth::{Buffer, Context, DType, Error, Layout, Stream, Workspace};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -146,16 +146,7 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     };
     mlp::supported(ctx, &params).unwrap();
     let size = mlp::workspace_size(ctx, &params).unwrap();
-    let row = intermediate * dtype.size();
-    let even = rows.next_multiple_of(2);
-    match ctx.backend() {
-        Backend::Cpu => assert_eq!(size, rows * row),
-        // One intermediate, or two of few rows.
-        _ => assert!(
-            size == rows * row || size == even.max((2 * even).min(1024)) * row,
-            "{size}"
-        ),
-    }
+    assert_eq!(size, rows * intermediate * dtype.size());
     // Up to three bytes too long, poisoned, to see that the call stays inside what it asked for.
     let guarded =
         TestTensor::poisoned(DType::F32, Layout::contiguous(&[size.div_ceil(4)]).unwrap());

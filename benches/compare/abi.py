@@ -130,8 +130,9 @@ class Context:
         self.library.call(f"{op}_supported", self.handle, ctypes.byref(params), ctypes.byref(served))
         return served.value
 
-    def op(self, op, stream=None, **fields):
-        """What runs the operation with these arguments, its workspace allocated: on `stream`, a cudaStream_t, or torch's current one."""
+    def op(self, op, stream=None, room=1, **fields):
+        """What runs the operation with these arguments, its workspace allocated, `room` times what it asks for: on `stream`, a
+        cudaStream_t, or torch's current one."""
         import torch
 
         library = self.library
@@ -143,9 +144,9 @@ class Context:
             library.call(f"{op}_workspace_size", self.handle, ctypes.byref(params), ctypes.byref(size))
             if size.value:
                 # The caching allocator aligns to 512 bytes, the library asks for 256.
-                workspace = torch.empty(size.value, dtype=torch.uint8, device="cuda")
+                workspace = torch.empty(room * size.value, dtype=torch.uint8, device="cuda")
                 kept.append(workspace)
-                params.workspace, params.workspace_size = workspace.data_ptr(), size.value
+                params.workspace, params.workspace_size = workspace.data_ptr(), workspace.numel()
         function = getattr(library.lib, f"unsloth_{op}_forward")
         handle, arguments = self.handle, ctypes.byref(params)
 

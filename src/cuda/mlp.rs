@@ -1,8 +1,8 @@
 //! The gated feed-forward block on the GPU.
 //!
 //! Few rows are products by kernels of this library, which multiply what they compute of up by the activated gate: that needs one
-//! intermediate. cuBLASLt cannot, so what it serves has gate and up side by side and is activated between the products: two
-//! intermediates where rows are so few that both are small; of more rows, half the rows at a time in the memory of one.
+//! intermediate. cuBLASLt cannot, so what it serves has gate and up side by side and is activated between the products: of as many rows
+//! at a time as the workspace has room for, which are at least half.
 
 use super::linear::{self, Epilogue, Product};
 use super::rows::{Matrix, Rows};
@@ -17,8 +17,8 @@ use crate::tensor::RawTensor;
 
 const OP: &str = "mlp";
 
-/// Rows of intermediates up to which twice as many as there are rows cost little: half of them keep the tensor cores busy.
-const SMALL: usize = 1024;
+/// Rows of intermediates beyond which more are of no use: half as many tokens at a time keep the tensor cores busy.
+const ENOUGH: usize = 1024;
 
 /// Whether there are kernels for the problem.
 pub(crate) fn supported(p: &Problem) -> Result<()> {
@@ -32,22 +32,21 @@ fn stores_both(cuda: &Cuda, p: &Problem) -> bool {
     const LEAST: usize = 512;
     let dtypes = (p.x.dtype, p.gate.weight.dtype);
     let rows = p.x.layout.num_rows();
-    p.intermediate >= LEAST && cuda.linear.serves(dtypes, rows, p.intermediate)
+    // Of a single row there are no halves.
+    rows > 1 && p.intermediate >= LEAST && cuda.linear.serves(dtypes, rows, p.intermediate)
 }
 
-/// Rows of intermediates that the workspace has room for: more rows never need fewer.
-pub(crate) fn scratch_rows(cuda: &Cuda, p: &Problem) -> usize {
+/// Rows of intermediates that the problem has use for; as many as it has rows are enough.
+pub(crate) fn most_rows(cuda: &Cuda, p: &Problem) -> usize {
     let rows = p.x.layout.num_rows();
     if stores_both(cuda, p) {
-        // Even, so that halves are enough for half the rows.
-        let rows = rows.saturating_add(rows % 2);
-        rows.max(rows.saturating_mul(2).min(SMALL))
+        rows.max(rows.saturating_mul(2).min(ENOUGH))
     } else {
         rows
     }
 }
 
-/// `scratch` has the intermediates of [`scratch_rows`].
+/// `scratch` has at least as many rows as the problem, at most [`most_rows`].
 pub(crate) fn forward(cuda: &Cuda, p: &Problem, scratch: RawTensor, stream: Stream) -> Result<()> {
     if p.out.layout.is_empty() {
         return Ok(());

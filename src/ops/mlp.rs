@@ -4,6 +4,8 @@
 //! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` in the workspace, which is all the
 //! scratch memory the call needs. On the CPU gate and up are never stored; on CUDA they pass through the workspace too, rounded.
 
+use std::ops::RangeInclusive;
+
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -96,8 +98,8 @@ impl Params<'_> {
         })
     }
 
-    /// Checks data and workspace; gives the scratch memory as a tensor in the workspace.
-    fn check_data(&self, p: &Problem, scratch: Layout) -> Result<RawTensor> {
+    /// Checks data and workspace; gives as many intermediates of it, one below the other, as it has room for and are of use.
+    fn check_data(&self, p: &Problem, rows: RangeInclusive<usize>) -> Result<RawTensor> {
         let mut inputs = vec![Arg::new(OP, "x", &p.x).data()?];
         let mut tensors = Vec::new();
         match &self.gate_up {
@@ -120,11 +122,13 @@ impl Params<'_> {
             }
         }
         self.output.check_data(OP, &inputs)?;
-        let size = scratch.num_elements() * p.x.dtype.size();
+        let row = p.intermediate * p.x.dtype.size();
+        let ptr = self.workspace.check(OP, rows.start() * row)?;
+        let room = self.workspace.size().checked_div(row).unwrap_or(0);
         let scratch = RawTensor {
-            ptr: self.workspace.check(OP, size)?,
+            ptr,
             dtype: p.x.dtype,
-            layout: scratch,
+            layout: Layout::contiguous(&[room.clamp(*rows.start(), *rows.end()), p.intermediate])?,
         };
         let workspace = Arg::new(OP, "workspace", &scratch);
         for input in inputs {
@@ -173,26 +177,24 @@ impl GateUp<'_> {
     }
 }
 
-/// The implementation, and what it stores between products: so many intermediates, one below the other.
-fn choose(ctx: &Context, problem: &Problem) -> Result<(Implementation, Layout)> {
+/// The implementation, and how many rows of intermediates it needs and has use for.
+fn choose(ctx: &Context, problem: &Problem) -> Result<(Implementation, RangeInclusive<usize>)> {
     let rows = problem.x.layout.num_rows();
-    let (implementation, scratch_rows) = match ctx.device() {
+    let (implementation, most) = match ctx.device() {
         Device::Cpu(_) => (Implementation::Cpu, rows),
         #[cfg(feature = "cuda")]
         Device::Cuda(cuda) => {
             crate::cuda::mlp::supported(problem)?;
-            (
-                Implementation::Cuda,
-                crate::cuda::mlp::scratch_rows(cuda, problem),
-            )
+            let most = crate::cuda::mlp::most_rows(cuda, problem);
+            (Implementation::Cuda, most)
         }
     };
     let intermediate = problem.intermediate;
-    let scratch = Layout::contiguous(&[scratch_rows, intermediate]).map_err(|_| {
+    Layout::contiguous(&[most, intermediate]).map_err(|_| {
         let problem = format!("has {rows} rows, too many for an intermediate of {intermediate}");
         Error::invalid(OP, "x", problem)
     })?;
-    Ok((implementation, scratch))
+    Ok((implementation, rows..=most))
 }
 
 /// Which implementation [`forward`] would run with these arguments. Data pointers and the workspace are not looked at.
@@ -204,16 +206,16 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
     Ok(implementation)
 }
 
-/// The exact workspace that [`forward`] needs, in bytes. On the CPU it is one intermediate, `tokens * intermediate` elements of the
-/// dtype of `x`. On CUDA it is two for few tokens and one for many, or one for all where cuBLAS has no part in it; more tokens never
-/// need less. Data pointers and the workspace are not looked at.
+/// The workspace that [`forward`] needs, in bytes: one intermediate, `tokens * intermediate` elements of the dtype of `x`. A larger one
+/// is of use on CUDA: with room for two intermediates of up to 512 tokens, what cuBLAS multiplies reads every weight once, and once
+/// for each half of the tokens otherwise. Data pointers and the workspace are not looked at.
 ///
 /// # Errors
 /// As [`supported`].
 pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
     let problem = params.problem()?;
-    let (_, scratch) = choose(ctx, &problem)?;
-    Ok(scratch.num_elements() * problem.x.dtype.size())
+    let (_, rows) = choose(ctx, &problem)?;
+    Ok(rows.start() * problem.intermediate * problem.x.dtype.size())
 }
 
 /// Computes the block on `stream`. Does not allocate device memory or synchronise.
@@ -223,8 +225,8 @@ pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
-    let (_, scratch) = choose(ctx, &problem)?;
-    let scratch = params.check_data(&problem, scratch)?;
+    let (_, rows) = choose(ctx, &problem)?;
+    let scratch = params.check_data(&problem, rows)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::mlp::forward(cpu, &problem, scratch),
         #[cfg(feature = "cuda")]
