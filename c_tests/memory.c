@@ -46,7 +46,8 @@ static void run(const test_device *device) {
 
   // In the order of a stream; the CPU backend does so at once.
   CHECK_OK(unsloth_memory_alloc_async(ctx, 10, &c, NULL));
-  CHECK(stats(ctx).in_use == 2 * SIZE + 10 && stats(ctx).pool_size == 0);
+  CHECK(stats(ctx).in_use == 2 * SIZE + 10);
+  CHECK(device->is_cpu ? stats(ctx).pool_size == 0 : stats(ctx).pool_size >= 10);
   CHECK_OK(unsloth_memory_copy_peer(ctx, c, ctx, b, 10, NULL));
   CHECK_OK(unsloth_memory_copy(ctx, back, c, 10, UNSLOTH_COPY_KIND_DEVICE_TO_HOST, NULL));
   CHECK(memcmp(back, host, 10) == 0);

@@ -8,7 +8,7 @@ mod common;
 
 use common::graph::Graph;
 use common::reference::linear::{linear as exact_linear, linear_f32};
-use common::reference::mlp::{Layer, Layers, mlp as exact_mlp};
+use common::reference::mlp::{Layer, Layers, Plain, mlp as exact_mlp};
 use common::{DeviceTensor, TestTensor, assert_flash_rule_of_sums, gpu, rng, rounded};
 use unsloth::ops::linear::{self, Output, Weights};
 use unsloth::ops::mlp::{self, GateUp};
@@ -393,7 +393,7 @@ fn blocks_in_parts_agree_with_their_definition() {
             dtype,
             &call.result().values(),
             &run(None),
-            &rounded(dtype, &run(Some(dtype))),
+            &rounded(dtype, &run(Some(Plain::Everything(dtype)))),
             terms.into_iter().fold(0.0, f64::max),
         );
     }

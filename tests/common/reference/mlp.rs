@@ -21,14 +21,23 @@ pub struct Layers {
     pub down: Layer,
 }
 
-/// The block in f64, or, with a dtype, in f32 with the intermediate rounded to that dtype.
+/// What a plain implementation, which computes in f32, keeps in memory in a dtype.
+#[derive(Clone, Copy, Debug)]
+pub enum Plain {
+    /// The activated intermediate.
+    Activated(DType),
+    /// Gate and up before it, too.
+    Everything(DType),
+}
+
+/// The block in f64, or as a plain implementation has it.
 pub fn mlp(
     x: &[f64],
     layers: &Layers,
     (rows, hidden, intermediate): (usize, usize, usize),
     activation: Activation,
     residual: Option<&[f64]>,
-    plain: Option<DType>,
+    plain: Option<Plain>,
 ) -> Vec<f64> {
     let product = |x: &[f64], layer: &Layer, (depth, columns), residual: Option<&[f64]>| {
         let f = if plain.is_some() {
@@ -44,13 +53,22 @@ pub fn mlp(
             residual,
         )
     };
-    let gate = product(x, &layers.gate, (hidden, intermediate), None);
-    let up = product(x, &layers.up, (hidden, intermediate), None);
-    let mut middle = swiglu::swiglu(&gate, &up, activation);
-    if let Some(dtype) = plain {
-        for m in &mut middle {
-            *m = round_to(dtype, *m);
+    let rounded = |mut values: Vec<f64>, to: Option<DType>| {
+        if let Some(dtype) = to {
+            for v in &mut values {
+                *v = round_to(dtype, *v);
+            }
         }
-    }
+        values
+    };
+    let (factors, activated) = match plain {
+        None => (None, None),
+        Some(Plain::Activated(dtype)) => (None, Some(dtype)),
+        Some(Plain::Everything(dtype)) => (Some(dtype), Some(dtype)),
+    };
+    let shape = (hidden, intermediate);
+    let gate = rounded(product(x, &layers.gate, shape, None), factors);
+    let up = rounded(product(x, &layers.up, shape, None), factors);
+    let middle = rounded(swiglu::swiglu(&gate, &up, activation), activated);
     product(&middle, &layers.down, (intermediate, hidden), residual)
 }
