@@ -185,10 +185,21 @@ def hopper_shapes(shapes):
     return lines
 
 
+def fa2_cells():
+    """{(head_dim, mask): {sequence: TFLOP/s}} of FlashAttention-2 where it was measured: on the same shapes, by replays of graphs."""
+    panels = {}
+    for row in (newest("attention_hopper_h200_*.json") or {"rows": []})["rows"]:
+        found = re.fullmatch(r"head_dim (\d+) seq (\d+) (\w+)", row["case"])
+        if found:
+            dim, length, mask = found.groups()
+            panels.setdefault((int(dim), mask), {})[int(length)] = row["tflops"]["fa2"]
+    return panels
+
+
 def hopper_plot(result, path):
     import matplotlib.pyplot as plt
 
-    panels = hopper_cells(result)
+    panels, fa2 = hopper_cells(result), fa2_cells()
     dims = sorted({dim for dim, _ in panels})
     figure, grid = plt.subplots(2, len(dims), figsize=(4 * len(dims), 6), sharex=True, layout="constrained")
     for (dim, mask), cells in panels.items():
@@ -196,6 +207,8 @@ def hopper_plot(result, path):
         lengths = sorted(cells)
         for contender, color in ((OURS, "#3465a4"), ("FlashAttention-3", "#cc6600"), ("cuDNN", "#73a946")):
             axes.plot(lengths, [cells[n][contender] for n in lengths], marker="o", label=contender, color=color)
+        if points := fa2.get((dim, mask)):
+            axes.plot(*zip(*sorted(points.items())), marker="s", linestyle=":", label="FlashAttention-2", color="#75507b")
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(n) for n in lengths])
         axes.set_ylim(bottom=0)

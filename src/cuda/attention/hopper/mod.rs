@@ -269,3 +269,46 @@ fn packing(p: &Problem) -> u32 {
         0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kv_cache::{Config, KvCache};
+    use crate::layout::Layout;
+    use crate::memory::Buffer;
+    use crate::{Context, Stream};
+
+    /// What an engine's prompt asks for, with a cache in pages of 16 tokens. Shapes decide, so a cache on the host will do.
+    #[test]
+    fn prompts_with_a_cache_are_served() {
+        let ctx = Context::cpu().unwrap();
+        for dtype in [DType::F16, DType::Bf16] {
+            for (heads, kv_heads, head_dim) in [(9, 3, 64), (32, 8, 128)] {
+                let config = Config::new(1, kv_heads, head_dim, 64, dtype);
+                let mut cache = KvCache::new(&ctx, &config).unwrap();
+                let sequence = cache.create_sequence().unwrap();
+                for tokens in [124, 500] {
+                    cache
+                        .extend(&[(sequence, tokens)], Stream::DEFAULT)
+                        .unwrap();
+                    let layout = Layout::contiguous(&[tokens, heads, head_dim]).unwrap();
+                    let q = Buffer::new(&ctx, layout.num_elements() * 2).unwrap();
+                    let mut out = Buffer::new(&ctx, layout.num_elements() * 2).unwrap();
+                    let q = q.tensor(0, dtype, layout).unwrap();
+                    let out = out.tensor_mut(0, dtype, layout).unwrap();
+                    let problem = cache.attention(0, q, out).unwrap().problem().unwrap();
+                    assert!(serves(&problem), "{dtype} {heads}x{head_dim} {tokens}");
+                    let rows = tokens * heads / kv_heads;
+                    assert!(!choose::decodes(
+                        rows,
+                        kv_heads,
+                        head_dim,
+                        1,
+                        132,
+                        problem.ragged
+                    ));
+                }
+            }
+        }
+    }
+}
