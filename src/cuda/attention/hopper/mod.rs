@@ -278,6 +278,16 @@ mod tests {
     use crate::memory::Buffer;
     use crate::{Context, Stream};
 
+    /// Windows of any size may be as long as the keys; a causal kernel always hides what is after the query.
+    #[test]
+    fn no_kernel_hides_more_than_is_asked() {
+        let masks = [Mask::None, Mask::Causal, Mask::Window];
+        let hiding = |asked| masks.map(|kernel| kernel.hides(asked));
+        assert_eq!(hiding(Mask::None), [true, false, true]);
+        assert_eq!(hiding(Mask::Causal), [false, true, true]);
+        assert_eq!(hiding(Mask::Window), [false, false, true]);
+    }
+
     /// What an engine's prompt asks for, with a cache in pages of 16 tokens. Shapes decide, so a cache on the host will do.
     #[test]
     fn prompts_with_a_cache_are_served() {
