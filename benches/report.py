@@ -300,10 +300,12 @@ def compared_plot(results, path):
 
 def engine_table(result):
     device, agreement = result["device"], result["agreement_with_cpu"]
+    first = next(iter(result["speed"].values()))
+    prefills = " | ".join(f"prefill of {first[name]:,}" for name in ("prefill_128_tokens", "prefill_2000_tokens"))
     lines = [
         f"{device['name']}, driver {device['driver_version']}, {result['date']}; {result['model']}, one sequence, tokens per second.",
         "",
-        "| | prefill of 124 | prefill of 1,887 | decoding | without a graph | graph's gain | memory over its estimate |",
+        f"| | {prefills} | decoding | without a graph | graph's gain | memory over its estimate |",
         "|-|-|-|-|-|-|-|",
     ]
     for dtype, speed in result["speed"].items():

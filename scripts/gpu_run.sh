@@ -4,7 +4,7 @@
 # (results/ beside this script). Ends with the number of what failed.
 #
 # TESTS, C_TESTS, SANITIZED, BENCHES and COMPARE name parts of each; an empty one leaves the kind out, as ENGINE= does the engine's
-# speed. SECONDS_EACH bounds every one.
+# speed. SECONDS_EACH bounds every one; TESTERS and SANITIZERS say how many run side by side.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/results}

@@ -13,7 +13,7 @@ from common import OURS, Record
 
 METHOD = (
     "Microseconds of one call of [1, keys, 32, 128] without a mask, 5 in a row until the device is idle, contenders by turns, medians of 15 "
-    "rounds, from Rust: candle's matrix products and softmax on its CUDA tensors, and this library on the same. `memory` is the peak of the "
+    "rounds, from Rust in Cargo's test profile: candle's matrix products and softmax on its CUDA tensors, and this library on the same. `memory` is the peak of the "
     "device's memory pool beyond the inputs, the result included."
 )
 

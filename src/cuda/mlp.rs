@@ -2,7 +2,7 @@
 //!
 //! Few rows are products by kernels of this library, which multiply what they compute of up by the activated gate: that needs one
 //! intermediate. cuBLASLt cannot, so what it serves has gate and up side by side and is activated between the products: of as many rows
-//! at a time as the workspace has room for, which are at least half.
+//! at a time as the workspace has room for: half of them at least, if they are even.
 
 use super::linear::{self, Epilogue, Product};
 use super::rows::{Matrix, Rows};

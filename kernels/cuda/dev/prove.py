@@ -20,6 +20,8 @@ import check_long
 from driver import Kernel
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+
+
 def build(directory):
     for name, flags in (("plain", []), ("jitter", ["-DUNSLOTH_JITTER"])):
         where = os.path.join(directory, name)
