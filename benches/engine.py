@@ -4,7 +4,7 @@
     make CUDA=1 engine model
     python3 benches/engine.py --engine build/engine/engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-Decoding with and without a CUDA graph, in turns; prefill; memory as estimated, as allocated and as the driver counts it; and how many
+Decoding with and without a CUDA graph, in turns; prefill, the first of a process and after one; memory as estimated, as allocated and as the driver counts it; and how many
 of the CPU's greedy tokens come out of the GPU. Writes benches/results/engine_DEVICE_DATE.json. Standard library only.
 """
 
@@ -65,14 +65,16 @@ def spread(values):
 def speed(dtype):
     """Tokens per second. A model may end its text early: what counts is the rate."""
     prompt = TEXT * 4
-    rates = {"decode_graph": [], "decode_no_graph": [], "prefill_128": [], "prefill_2000": []}
+    prefills = {"prefill_128": 3, "prefill_2000": 46}
+    rates = {name: [] for name in ("decode_graph", "decode_no_graph", *prefills, *(f"first_{name}" for name in prefills))}
     for _ in range(arguments.rounds):
         for name, flags in (("decode_graph", []), ("decode_no_graph", ["--no-graph"])):
             found = run("--device", "cuda", "--dtype", dtype, "--prompt", prompt, "--tokens", str(arguments.tokens), *flags)
             rates[name].append(found["decode_tokens_per_second"])
-        for name, repeats in (("prefill_128", 3), ("prefill_2000", 46)):
-            found = run("--device", "cuda", "--dtype", dtype, "--prompt", TEXT * repeats, "--tokens", "1")
-            rates[name].append(found["prefill_tokens_per_second"])
+        for name, repeats in prefills.items():
+            for prefix, flags in (("first_", []), ("", ["--warm-up"])):
+                found = run("--device", "cuda", "--dtype", dtype, "--prompt", TEXT * repeats, "--tokens", "1", *flags)
+                rates[prefix + name].append(found["prefill_tokens_per_second"])
             rates[name + "_tokens"] = len(found["prompt_tokens"])
     figures = {name: spread(value) if isinstance(value, list) else value for name, value in rates.items()}
     figures["graph_speed_up"] = round(figures["decode_graph"]["median"] / figures["decode_no_graph"]["median"], 3)

@@ -301,18 +301,20 @@ def compared_plot(results, path):
 def engine_table(result):
     device, agreement = result["device"], result["agreement_with_cpu"]
     first = next(iter(result["speed"].values()))
-    prefills = " | ".join(f"prefill of {first[name]:,}" for name in ("prefill_128_tokens", "prefill_2000_tokens"))
+    prefills = ("prefill_128", "prefill_2000")
+    columns = " | ".join(f"prefill of {first[name + '_tokens']:,} (a process' first)" for name in prefills)
     lines = [
         f"{device['name']}, driver {device['driver_version']}, {result['date']}; {result['model']}, one sequence, tokens per second.",
         "",
-        f"| | {prefills} | decoding | without a graph | graph's gain | memory over its estimate |",
+        f"| | {columns} | decoding | without a graph | graph's gain | memory over its estimate |",
         "|-|-|-|-|-|-|-|",
     ]
     for dtype, speed in result["speed"].items():
-        rates = [speed[name]["median"] for name in ("prefill_128", "prefill_2000", "decode_graph", "decode_no_graph")]
+        rate = lambda name: f"{speed[name]['median']:,.0f}"
+        rates = [*(f"{rate(name)} ({rate('first_' + name)})" for name in prefills), rate("decode_graph"), rate("decode_no_graph")]
         memory = result["memory"].get(dtype)
         over = f"{memory['device_over_estimated'] - 1:.1%}" if memory else ""
-        lines.append("| " + " | ".join([dtype, *(f"{rate:,.0f}" for rate in rates), f"{speed['graph_speed_up']:.2f}×", over]) + " |")
+        lines.append("| " + " | ".join([dtype, *rates, f"{speed['graph_speed_up']:.2f}×", over]) + " |")
     same = ", ".join(f"{a['prompts_all_the_same']} of {a['prompts']} in {dtype}" for dtype, a in agreement.items())
     lines += ["", f"Prompts whose greedy tokens are all those of the CPU in f32: {same}."]
     return "\n".join(lines)

@@ -90,11 +90,9 @@ Args parse_args(int argc, const char *const *argv) {
       {"--dtype", [&](auto &flag, auto &value) { dtype = parse_dtype(flag, value); }},
       {"--weights", [&](auto &flag, auto &value) { weights = parse_dtype(flag, value); }},
   };
-  const std::map<std::string, bool *> switches = {{"--help", &args.help},
-                                                  {"-h", &args.help},
-                                                  {"--chat", &args.chat},
-                                                  {"--json", &args.json},
-                                                  {"--no-graph", &no_graph}};
+  const std::map<std::string, bool *> switches = {
+      {"--help", &args.help}, {"-h", &args.help},        {"--chat", &args.chat},
+      {"--json", &args.json}, {"--no-graph", &no_graph}, {"--warm-up", &args.warm_up}};
 
   for (int i = 1; i < argc; ++i) {
     std::string flag = argv[i];
@@ -130,6 +128,9 @@ Args parse_args(int argc, const char *const *argv) {
   if (!args.perplexity && !args.prompt && !args.chat) {
     throw UsageError("one of --prompt, --chat and --perplexity is needed");
   }
+  if (args.warm_up && !args.prompt) {
+    throw UsageError("--warm-up runs a prompt once before: give --prompt");
+  }
   if (args.json && !args.perplexity && !args.prompt) {
     throw UsageError("--json reports on one prompt or file: give --prompt or --perplexity");
   }
@@ -155,6 +156,7 @@ std::string usage() {
          "                      (f32 on the CPU, bf16 on a GPU)\n"
          "  --weights TYPE      keep the matrices as f32, f16 or bf16 (the dtype, bf16 for f32)\n"
          "  --no-graph          on a GPU, queue every step anew in place of replaying a graph\n"
+         "  --warm-up           run the prompt once before what is timed: first uses load kernels\n"
          "  --help              this text\n";
 }
 

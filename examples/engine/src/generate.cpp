@@ -69,6 +69,11 @@ Result generate(Session *session, const Tokenizer &tokenizer, Sampler *sampler,
   Result result;
   result.prompt_tokens = prompt;
 
+  if (options.warm_up) {
+    Stopwatch unread;
+    prefill(session, prompt.data(), prompt.size(), &unread, nullptr, nullptr);
+    session->reset();
+  }
   Stopwatch prefill_watch;
   Score prompt_score;
   prefill(session, prompt.data(), prompt.size(), &prefill_watch,

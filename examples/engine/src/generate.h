@@ -26,6 +26,9 @@ struct Result {
 struct GenerateOptions {
   uint32_t max_tokens = 0;
   bool score_prompt = false;
+  // In an empty session: runs the prompt once and forgets it, so that no figure has what loads at
+  // its first use.
+  bool warm_up = false;
 };
 
 // Appends the prompt to the session and continues it, handing out the text as it comes.

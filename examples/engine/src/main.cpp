@@ -100,8 +100,9 @@ void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
   Session session(model, prompt.size() + max_tokens, args.graph);
   Sampler sampler(args.sampling);
   if (!args.json && !args.chat) print(*args.prompt);
-  const Result result = generate(&session, tokenizer, &sampler, prompt, {max_tokens, args.json},
-                                 args.json ? nullptr : print);
+  const Result result =
+      generate(&session, tokenizer, &sampler, prompt, {max_tokens, args.json, args.warm_up},
+               args.json ? nullptr : print);
   if (args.json) {
     print_json(result, session);
   } else {
@@ -131,7 +132,7 @@ void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Toke
     const auto max_tokens =
         static_cast<uint32_t>(std::min<uint64_t>(args.tokens, room - prompt.size()));
     const Result result =
-        generate(&session, tokenizer, &sampler, prompt, {max_tokens, false}, print);
+        generate(&session, tokenizer, &sampler, prompt, {max_tokens, false, false}, print);
     print("\n");
     not_run.clear();
     if (!result.ended && !result.tokens.empty()) not_run.push_back(result.tokens.back());

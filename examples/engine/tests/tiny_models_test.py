@@ -42,6 +42,10 @@ def problems(expected, directory):
     for key in ("prompt_tokens", "tokens"):
         if found[key] != expected[key]:
             yield f"{key} are {found[key]}, not {expected[key]}"
+    again = run(path, "--prompt", tiny_models.TEXT * 3, "--tokens", "32", "--temperature", "0", "--warm-up")
+    for key in ("tokens", "mean_nll"):
+        if again[key] != found[key]:
+            yield f"{key} is {again[key]} after a warm-up, {found[key]} without"
     error = found["mean_nll"] / expected["mean_nll"] - 1
     if not abs(error) < NLL_TOLERANCE:
         yield f"the mean NLL is off by {error:.2e}"
