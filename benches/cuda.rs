@@ -281,8 +281,12 @@ impl Bench {
         });
     }
 
-    /// Time until a call returns that launches on a queue which is not full, of each way to a kernel.
+    /// Time until a call returns that launches on a queue which is not full, of each way to a kernel, beside the driver's own launch.
     fn host_costs(&self) {
+        let bare = BareLaunch::new();
+        let about =
+            json!({ "what": "cuLaunchKernel of an empty kernel with the parameters of rms_norm" });
+        self.host_cost("launch", about, || bare.launch(self.stream));
         let (from, to) = (self.buffer(1024), self.buffer(1024));
         self.host_cost("copy", json!({ "bytes": 1024 }), || {
             let kind = CopyKind::DeviceToDevice;
@@ -389,6 +393,59 @@ impl Bench {
             "{}",
             json!({ "op": op, "about": about, "host_us": round(least * 1e6) })
         );
+    }
+}
+
+/// An empty kernel, launched as a program without this library would: what no call can cost less than.
+struct BareLaunch {
+    function: sys::CUfunction,
+}
+
+impl BareLaunch {
+    const SCALARS: usize = 128;
+
+    fn new() -> BareLaunch {
+        let ptx = format!(
+            ".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry nothing(.param .u64 a, .param .u64 b, .param .u64 c,\n\
+             .param .u64 d, .param .u64 e, .param .u64 f, .param .align 8 .b8 g[{}]) {{ ret; }}\n\0",
+            BareLaunch::SCALARS
+        );
+        let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: both are valid for writes, the text ends in NUL, and the harness has made the primary context current.
+        unsafe {
+            ok(sys::cuModuleLoadData(&mut module, ptx.as_ptr().cast()));
+            ok(sys::cuModuleGetFunction(
+                &mut function,
+                module,
+                c"nothing".as_ptr(),
+            ));
+        }
+        BareLaunch { function }
+    }
+
+    fn launch(&self, stream: Stream) {
+        let (mut pointers, mut scalars) = ([0u64; 6], [0u64; BareLaunch::SCALARS / 8]);
+        let mut parameters = [ptr::null_mut(); 7];
+        for (parameter, pointer) in parameters.iter_mut().zip(&mut pointers) {
+            *parameter = ptr::from_mut(pointer).cast();
+        }
+        parameters[6] = scalars.as_mut_ptr().cast();
+        // SAFETY: as many parameters as the kernel has, of its sizes; it reads none.
+        ok(unsafe {
+            sys::cuLaunchKernel(
+                self.function,
+                1,
+                1,
+                1,
+                128,
+                1,
+                1,
+                0,
+                stream.as_raw().cast(),
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        });
     }
 }
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs, on a machine with a GPU, what scripts/gpu_pack.sh built: Rust tests, C tests, the engine, the same tests under
 # compute-sanitizer where there is one, and benchmarks, those beside PyTorch where there is a PyTorch. Logs and figures go to $OUT
-# (results/ beside this script). Ends with the number of what failed.
+# (results/ beside this script), and what is printed to gpu_run.log there. Ends with the number of what failed.
 #
 # TESTS, C_TESTS, SANITIZED, BENCHES and COMPARE name parts of each; an empty one leaves the kind out, as ENGINE= does the engine's
 # speed. SECONDS_EACH bounds every one; TESTERS and SANITIZERS say how many run side by side.
@@ -32,59 +32,65 @@ check() {
   fi
 }
 
-nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.draw --format=csv | tee "$out/device.csv"
+everything() {
+  echo "commit ${UNSLOTH_COMMIT:-unknown}, $(date +%F)"
+  nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.draw --format=csv | tee "$out/device.csv"
 
-# Processes of their own, several at a time: a failing kernel fails its own test only, and most of a test is the host's work.
-for test in ${TESTS-$(all tests)}; do
-  while [ "$(jobs -rp | wc -l)" -ge "${TESTERS:-6}" ]; do wait -n; done
-  check "$test" "tests/$test" --test-threads=2 &
-done
-wait
-for test in ${C_TESTS-$(all c)}; do
-  check "c.$test" "c/$test"
-done
-model=$(find model -name '*.gguf' 2>/dev/null | head -1)
-if [ -x engine ] && [ -n "$model" ]; then
-  check engine ./engine --model "$model" --device cuda --prompt "The capital of France is" --tokens 48 --temperature 0
-fi
-
-# Tables of cases without the properties, which repeat them at random, and without the fault that is meant. A refused allocation is no
-# error here. Sanitizers leave the GPU idle, so several run at a time.
-skipped='a_fault_is_told_as_such scale_invariant scores_are_relative packed_equals_apart inverse_undoes norm_is_kept
-  histories_agree_with_a_list'
-skips=$(for name in $skipped; do echo "--skip $name"; done)
-sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-if [ -n "$sanitizer" ]; then
-  for tool in memcheck initcheck racecheck; do
-    # Racecheck takes what the copy engine writes for races: Hopper's attention, and cuBLAS' products of that kind, are left out of it.
-    kernels=$([ "$tool" = racecheck ] && echo --kernel-name-exclude kns=attention_forward_ --kernel-name-exclude kns=nvjet)
-    # The longest first.
-    for test in ${SANITIZED-linear cuda_attention cuda_dense attention cast argmax swiglu attention_hopper mlp cuda memory rope \
-      rms_norm attention_block attention_block_cached embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
-      while [ "$(jobs -rp | wc -l)" -ge "${SANITIZERS:-8}" ]; do wait -n; done
-      api=$([ "$tool" = memcheck ] && echo "--report-api-errors no")
-      # shellcheck disable=SC2086
-      check "$tool.$test" "$sanitizer" --tool "$tool" $api $kernels --error-exitcode 1 "tests/$test" --test-threads=1 $skips &
-    done
+  # Processes of their own, several at a time: a failing kernel fails its own test only, and most of a test is the host's work.
+  for test in ${TESTS-$(all tests)}; do
+    while [ "$(jobs -rp | wc -l)" -ge "${TESTERS:-6}" ]; do wait -n; done
+    check "$test" "tests/$test" --test-threads=2 &
   done
   wait
-fi
-
-# What is compared with candle is a Rust program, which the comparison of that name runs and records.
-candle=$([ ! -x benches/candle ] || echo candle)
-for bench in ${BENCHES-$(all benches | sed 's/\<candle\>//')}; do
-  check "bench.$bench" "benches/$bench"
-  grep '^{' "$out/bench.$bench.log" >"$out/$bench.json"
-done
-if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
-  for op in ${COMPARE-rms_norm rope swiglu embedding kv_append linear attention attention_forward host $candle}; do
-    TAIL=12 check "compare.$op" python3 compare "$op"
+  for test in ${C_TESTS-$(all c)}; do
+    check "c.$test" "c/$test"
   done
-fi
-if [ "${ENGINE-1}" = 1 ] && [ -x engine ] && [ -n "$model" ]; then
-  name=$(tail -n +2 "$out/device.csv" | head -1 | sed -E 's/^(NVIDIA )?([^ ,]+).*/\2/' | tr '[:upper:]' '[:lower:]')
-  check bench.engine python3 engine.py --engine ./engine --model "$model" --rounds 3 --out "$out/engine_${name}_$(date +%F).json"
-fi
-failed=$(find "$out" -name '*.failed' | wc -l)
-echo "$failed failed"
-exit "$failed"
+  model=$(find model -name '*.gguf' 2>/dev/null | head -1)
+  if [ -x engine ] && [ -n "$model" ]; then
+    check engine ./engine --model "$model" --device cuda --prompt "The capital of France is" --tokens 48 --temperature 0
+  fi
+
+  # Tables of cases without the properties, which repeat them at random, and without the fault that is meant. A refused allocation is no
+  # error here. Sanitizers leave the GPU idle, so several run at a time.
+  skipped='a_fault_is_told_as_such scale_invariant scores_are_relative packed_equals_apart inverse_undoes norm_is_kept
+    histories_agree_with_a_list'
+  skips=$(for name in $skipped; do echo "--skip $name"; done)
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+  if [ -n "$sanitizer" ]; then
+    for tool in memcheck initcheck racecheck; do
+      # Racecheck takes what the copy engine writes for races: Hopper's attention, and cuBLAS' products of that kind, are left out of it.
+      kernels=$([ "$tool" = racecheck ] && echo --kernel-name-exclude kns=attention_forward_ --kernel-name-exclude kns=nvjet)
+      # The longest first.
+      for test in ${SANITIZED-linear cuda_attention cuda_dense attention cast argmax swiglu attention_hopper mlp cuda memory rope \
+        rms_norm attention_block attention_block_cached embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
+        while [ "$(jobs -rp | wc -l)" -ge "${SANITIZERS:-8}" ]; do wait -n; done
+        api=$([ "$tool" = memcheck ] && echo "--report-api-errors no")
+        # shellcheck disable=SC2086
+        check "$tool.$test" "$sanitizer" --tool "$tool" $api $kernels --error-exitcode 1 "tests/$test" --test-threads=1 $skips &
+      done
+    done
+    wait
+  fi
+
+  # What is compared with candle is a Rust program, which the comparison of that name runs and records.
+  candle=$([ ! -x benches/candle ] || echo candle)
+  for bench in ${BENCHES-$(all benches | sed 's/\<candle\>//')}; do
+    check "bench.$bench" "benches/$bench"
+    grep '^{' "$out/bench.$bench.log" >"$out/$bench.json"
+  done
+  if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+    for op in ${COMPARE-rms_norm rope swiglu embedding kv_append linear attention attention_forward host $candle}; do
+      TAIL=12 check "compare.$op" python3 compare "$op"
+    done
+  fi
+  if [ "${ENGINE-1}" = 1 ] && [ -x engine ] && [ -n "$model" ]; then
+    name=$(tail -n +2 "$out/device.csv" | head -1 | sed -E 's/^(NVIDIA )?([^ ,]+).*/\2/' | tr '[:upper:]' '[:lower:]')
+    check bench.engine python3 engine.py --engine ./engine --model "$model" --rounds 3 --out "$out/engine_${name}_$(date +%F).json"
+  fi
+  failed=$(find "$out" -name '*.failed' | wc -l)
+  echo "$failed failed"
+  exit "$failed"
+}
+
+everything | tee "$out/gpu_run.log"
+exit "${PIPESTATUS[0]}"
