@@ -152,13 +152,16 @@ impl Layout {
         if self.is_empty() {
             return false;
         }
-        let mut dims: Vec<(usize, usize)> = (0..self.rank)
-            .filter(|&i| self.shape[i] > 1)
-            .map(|i| (self.strides[i], self.shape[i]))
-            .collect();
+        if self.is_contiguous() {
+            return false;
+        }
+        let mut dims = [(0, 1); MAX_RANK];
+        for (dim, (&stride, &n)) in dims.iter_mut().zip(self.strides().iter().zip(self.shape())) {
+            *dim = (stride, n);
+        }
         dims.sort_unstable();
         let mut reach = 0;
-        for (stride, n) in dims {
+        for (stride, n) in dims.into_iter().filter(|(_, n)| *n > 1) {
             if stride <= reach {
                 return true;
             }

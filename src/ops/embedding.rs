@@ -41,11 +41,12 @@ impl Params<'_> {
         Arg::new(OP, "ids", &ids)
             .rank(&[1, 2, 3, 4, MAX_RANK - 1])?
             .dtype(&[DType::I32, DType::I64])?;
-        let mut shape = ids.layout.shape().to_vec();
-        shape.push(table.layout.dim(1));
+        let rank = ids.layout.rank();
+        let mut shape = [table.layout.dim(1); MAX_RANK];
+        shape[..rank].copy_from_slice(ids.layout.shape());
         Arg::new(OP, "out", &out)
             .dtype(DType::FLOATS)?
-            .shape(&shape)?
+            .shape(&shape[..=rank])?
             .last_contiguous()?
             .writable()?;
         Ok(Problem { table, ids, out })

@@ -73,9 +73,9 @@ impl Append {
             rotation,
             block_table: batch.block_table.raw(),
         };
-        let mut inputs = vec![("k", &problem.k), ("v", &problem.v)];
-        inputs.extend(problem.rotation.iter().flat_map(|r| r.tensors()));
-        for (name, t) in inputs {
+        let inputs = [("k", &problem.k), ("v", &problem.v)];
+        let of_rotation = problem.rotation.iter().flat_map(|r| r.tensors());
+        for (name, t) in inputs.into_iter().chain(of_rotation) {
             if t.overlaps(&problem.k_pages) || t.overlaps(&problem.v_pages) {
                 return Err(Error::invalid(op, name, "overlaps the pages of the layer"));
             }

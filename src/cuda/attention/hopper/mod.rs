@@ -68,6 +68,8 @@ impl Kernels {
         if forms.is_empty() {
             return Ok(None);
         }
+        // The least of what may be too much comes first: columns, then masking.
+        forms.sort_by_key(|form| (form.dims, form.mask as u32));
         let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         Ok(Some(Kernels {
             forms,
@@ -88,11 +90,17 @@ impl Kernels {
                 && form.mask.hides(mask)
                 && form.softcap == (p.softcap > 0.0)
         };
-        // The least of what may be too much: columns, then masking, then the wrong size of tiles.
-        let form = self.forms.iter().filter(serves).min_by_key(|form| {
-            let suits = form.for_short == choose::is_short(form.dims[0], mask, p.max_seqlen_q);
-            (form.dims, form.mask as u32, !suits)
-        })?;
+        let mut forms = self.forms.iter().filter(serves).peekable();
+        let least = forms.peek().map(|form| (form.dims, form.mask))?;
+        let mut alike = forms.take_while(|form| (form.dims, form.mask) == least);
+        // Of these, the one for such lengths, or any.
+        let any = alike.next()?;
+        let suits =
+            |form: &Form| form.for_short == choose::is_short(form.dims[0], mask, p.max_seqlen_q);
+        let form = match suits(any) {
+            true => any,
+            false => alike.find(|form| suits(form)).unwrap_or(any),
+        };
         let plan = Plan::new(self, form, p)?;
         let rows = p.max_seqlen_q.saturating_mul(p.num_heads / p.num_kv_heads);
         let pairs = p.batch.saturating_mul(p.num_kv_heads);
