@@ -79,7 +79,7 @@ everything() {
     grep '^{' "$out/bench.$bench.log" >"$out/$bench.json"
   done
   if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
-    for op in ${COMPARE-rms_norm rope swiglu embedding kv_append linear attention attention_forward host $candle}; do
+    for op in ${COMPARE-rms_norm rope swiglu embedding kv_append linear attention attention_forward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
   fi

@@ -1,6 +1,6 @@
 """Measures libunsloth on a GPU beside PyTorch and other libraries, in one process.
 
-    make CUDA=1 stage && python3 benches/compare rms_norm rope swiglu embedding kv_append linear attention host
+    make CUDA=1 stage && python3 benches/compare rms_norm rope swiglu embedding kv_append linear attention host calls
 
 Needs PyTorch; peers that are installed (Triton, Liger, FlashInfer) take part. Writes benches/results/OP_DEVICE_DATE.json, which
 `python3 benches/report.py render` turns into the README's tables and plots.
