@@ -248,7 +248,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
         // Biased scores do not fit the registers together with 256 dimensions: that is left to `simt`. Those of 64
         // dimensions use the kernel for 128.
         for (head_dim, planes, groups, scores, loads) in [
-            (64, 4, 2, false, Loads::Ahead),
+            (64, 4, 4, false, Loads::Ahead),
             (128, 8, 2, false, Loads::Together),
             (128, 4, 1, true, Loads::Ahead),
             (256, 4, 1, false, Loads::Late),
