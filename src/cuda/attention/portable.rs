@@ -152,16 +152,33 @@ impl Form {
         let keys = visible.min(p.max_seqlen_k);
         let most = keys.div_ceil(LEAST_KEYS).min(MAX_SPLITS);
         // Beyond a few rounds of blocks the last one matters little.
-        let most = most.min(3 * self.resident / blocks).max(1);
-        // Parts in a thousand of the time of all rounds in which blocks run.
-        let busy = |splits: usize| {
-            let blocks = blocks * splits;
-            blocks * 1000 / (blocks.div_ceil(self.resident) * self.resident)
-        };
-        let best = (1..=most).map(busy).max().unwrap_or(0);
-        let enough = |splits: &usize| busy(*splits) * 20 >= best * 19;
-        (1..=most).find(enough).unwrap_or(1)
+        let most = most.min(ROUNDS * self.resident / blocks).max(1);
+        fewest_splits(blocks, self.resident, most)
     }
+}
+
+/// Rounds in which blocks of split keys run, at most.
+const ROUNDS: usize = 3;
+
+/// The least number of parts, up to `most`, that keeps the device within a twentieth as busy as any of them would; all of `most` take
+/// [`ROUNDS`] at most, unless `most` is 1.
+fn fewest_splits(blocks: usize, resident: usize, most: usize) -> usize {
+    if most == 1 {
+        return 1;
+    }
+    // Within a round the more parts the busier: the last of each is the best of it. In thousandths of the time of all rounds.
+    let last = |round: usize| (round * resident / blocks).min(most);
+    let busy = |splits: usize, round: usize| blocks * splits * 1000 / (round * resident);
+    let rounds = || (1..=ROUNDS).filter(|round| last(*round) > last(*round - 1));
+    let best = rounds().map(|round| busy(last(round), round)).max();
+    let enough = (best.unwrap_or(0) * 19).div_ceil(20);
+    rounds()
+        .map(|round| {
+            let splits = (enough * round * resident).div_ceil(1000 * blocks);
+            (splits.max(last(round - 1) + 1), round)
+        })
+        .find(|(splits, round)| *splits <= last(*round))
+        .map_or(1, |(splits, _)| splits)
 }
 
 /// The least keys of a part.
@@ -332,4 +349,34 @@ pub(super) fn forward(
     let blocks = check_blocks(OP, "q", rows.div_ceil(rows_per_block))?;
     // SAFETY: as above; the parts are written by what was queued before.
     unsafe { cuda.launch(OP, kernel, blocks, &combining(p, &launch), stream) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn splits_are_those_of_a_search_through_all() {
+        let searched = |blocks: usize, resident: usize, most: usize| {
+            let busy = |splits: usize| {
+                let blocks = blocks * splits;
+                blocks * 1000 / (blocks.div_ceil(resident) * resident)
+            };
+            let best = (1..=most).map(busy).max().unwrap();
+            (1..=most).find(|splits| busy(*splits) * 20 >= best * 19)
+        };
+        for resident in [1, 2, 7, 64, 108, 132, 264, 396, 528, 1056] {
+            for blocks in (1..=3 * resident + 1).chain([usize::MAX / 4]) {
+                let most = (ROUNDS * resident / blocks).clamp(1, MAX_SPLITS);
+                for most in (1..=most).filter(|most| *most < 20 || most % 7 == 0) {
+                    let found = fewest_splits(blocks, resident, most);
+                    let expected = match most {
+                        1 => Some(1),
+                        _ => searched(blocks, resident, most),
+                    };
+                    assert_eq!(Some(found), expected, "{blocks} {resident} {most}");
+                }
+            }
+        }
+    }
 }
