@@ -12,6 +12,7 @@ use unsloth::memory::{self, CopyKind};
 use unsloth::ops::{attention, embedding, linear, rms_norm, rope, swiglu};
 use unsloth::{
     Backend, Buffer, Context, ContextOptions, DType, InOut, Layout, Stream, TensorMut, TensorRef,
+    Workspace,
 };
 
 /// Working sets together exceed the L2 caches of today's GPUs several times.
@@ -342,6 +343,7 @@ impl Bench {
                     bias: None,
                 },
                 output: linear::Output::Write(out.view_mut(0)),
+                workspace: Workspace::none(),
             };
             linear::forward(&self.ctx, &params, self.stream).unwrap();
         });

@@ -6,7 +6,7 @@ use common::{Storage, compare, random, tensor};
 use criterion::{Criterion, criterion_group, criterion_main};
 use half::{bf16, f16};
 use unsloth::ops::linear::{Output, Params, Weights, forward};
-use unsloth::{Context, Stream, TensorMut, TensorRef};
+use unsloth::{Context, Stream, TensorMut, TensorRef, Workspace};
 
 /// Activations of type `X`, weights of type `W`; candle, which wants them alike, multiplies in `C`.
 fn case<X: Storage, W: Storage, C: Storage>(c: &mut Criterion, rows: usize, n: usize, k: usize) {
@@ -27,6 +27,7 @@ fn case<X: Storage, W: Storage, C: Storage>(c: &mut Criterion, rows: usize, n: u
                     bias: None,
                 },
                 output: Output::Write(TensorMut::from_slice(&mut out, &[rows, n]).unwrap()),
+                workspace: Workspace::none(),
             };
             forward(&ctx, &params, Stream::DEFAULT).unwrap();
         },

@@ -329,7 +329,7 @@ FIELD(unsloth_kv_cache_sequence_info, num_pages, 40, 8);
 FIELD(unsloth_kv_cache_sequence_info, num_shared_pages, 48, 8);
 FIELD(unsloth_kv_cache_sequence_info, num_reserved, 56, 8);
 
-STRUCT(unsloth_linear_params, 568, 8);
+STRUCT(unsloth_linear_params, 584, 8);
 FIELD(unsloth_linear_params, struct_size, 0, 4);
 FIELD(unsloth_linear_params, reserved, 4, 4);
 FIELD(unsloth_linear_params, x, 8, 112);
@@ -337,6 +337,8 @@ FIELD(unsloth_linear_params, weight, 120, 112);
 FIELD(unsloth_linear_params, bias, 232, 112);
 FIELD(unsloth_linear_params, residual, 344, 112);
 FIELD(unsloth_linear_params, out, 456, 112);
+FIELD(unsloth_linear_params, workspace, 568, 8);
+FIELD(unsloth_linear_params, workspace_size, 576, 8);
 
 STRUCT(unsloth_mlp_params, 1264, 8);
 FIELD(unsloth_mlp_params, struct_size, 0, 4);

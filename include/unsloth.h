@@ -1068,7 +1068,8 @@ typedef struct unsloth_inference_memory {
    */
   uint64_t activations;
   /**
-   * The larger of what `unsloth_attention_block_workspace_size` and `unsloth_mlp_workspace_size` answer.
+   * The largest of what `unsloth_attention_block_workspace_size` with packed projections, `unsloth_mlp_workspace_size` and, for the
+   * logits, `unsloth_linear_workspace_size` answer.
    */
   uint64_t workspace;
   /**
@@ -1434,6 +1435,14 @@ typedef struct unsloth_linear_params {
    * `[.., out_features]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
    */
   struct unsloth_tensor out;
+  /**
+   * Optional scratch memory that makes the product faster, aligned to 256 bytes; see `unsloth_linear_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes. If less than `unsloth_linear_workspace_size` answers, the workspace is not looked at.
+   */
+  size_t workspace_size;
 } unsloth_linear_params;
 
 /**
@@ -1692,7 +1701,7 @@ typedef struct unsloth_swiglu_params {
 #define UNSLOTH_STATUS_UNSUPPORTED 4
 
 /**
- * The workspace is smaller than `unsloth_*_workspace_size` answers.
+ * The workspace is smaller than the call needs; see its `unsloth_*_workspace_size`.
  */
 #define UNSLOTH_STATUS_WORKSPACE_TOO_SMALL 5
 
@@ -2207,9 +2216,10 @@ unsloth_status unsloth_attention_block_supported(struct unsloth_context *ctx,
                                                  unsloth_implementation *implementation);
 
 /**
- * Writes the workspace that the call needs to `workspace_size`, exactly, in bytes: queries, keys and values of all tokens,
- * attention's output, each rounded up to 256 bytes, and the workspace of `unsloth_attention_forward`. With a cache it is that of
- * the current batch. Data pointers and the workspace are not looked at.
+ * Writes the workspace for the call to `workspace_size`, in bytes: queries, keys and values of all tokens, attention's output, each
+ * rounded up to 256 bytes, and behind them the greater of what `unsloth_attention_forward` needs and of what `unsloth_linear_forward` has
+ * use for, without which projections are computed as well. With a cache it is that of the current batch. Data pointers and the workspace
+ * are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */
@@ -2510,8 +2520,8 @@ unsloth_status unsloth_kv_cache_sequence_pages_get(struct unsloth_kv_cache *cach
                                                    size_t *num_pages);
 
 /**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
- * at. The status and message are those the call itself would give.
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
+ * workspace are not looked at. The status and message are those the call itself would give.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
  */
@@ -2520,10 +2530,22 @@ unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
                                         unsloth_implementation *implementation);
 
 /**
- * Computes the layer on `stream`, accumulating in f32. Needs no workspace; neither allocates device memory nor synchronises, and may
- * be captured into a CUDA graph.
+ * Writes the workspace that makes the call faster to `workspace_size`, in bytes, for data aligned to 16 bytes: what the algorithm needs
+ * that serves these shapes best, 32 MiB at most; 0 if that needs none, as on the CPU and for 16-bit tensors. It is an offer: with less, or
+ * with NULL, another algorithm computes the same, but for the rounding of its sums. More rows may need less, so a caller of several sizes
+ * asks for each. Data pointers and the workspace are not looked at.
  *
- * `out` may be `residual`; other overlaps with it are errors.
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_linear_workspace_size(struct unsloth_context *ctx,
+                                             const struct unsloth_linear_params *params,
+                                             size_t *workspace_size);
+
+/**
+ * Computes the layer on `stream`, accumulating in f32. Neither allocates device memory nor synchronises, and may be captured into a CUDA
+ * graph. Calls that may run at the same time must not share a workspace.
+ *
+ * `out` may be `residual`; other overlaps with it, and with a workspace that is used, are errors.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
  * has run; `stream` is NULL or a live stream of that device.
@@ -2543,10 +2565,12 @@ unsloth_status unsloth_mlp_supported(struct unsloth_context *ctx,
                                      unsloth_implementation *implementation);
 
 /**
- * Writes the workspace that the call needs to `workspace_size`, in bytes: one intermediate, `tokens * intermediate` elements of the dtype
- * of `x`. A larger one is of use on CUDA: with room for two intermediates of up to 512 tokens, what cuBLAS multiplies reads every weight
- * once, and once for each half of the tokens otherwise; results may differ in their rounding. Data pointers and the workspace are not
- * looked at.
+ * Writes the workspace for the call to `workspace_size`, in bytes: one intermediate, `tokens * intermediate` elements of the dtype of `x`,
+ * which is needed; and on CUDA, where products have use for one, a workspace as `unsloth_linear_workspace_size` asks for, behind the
+ * intermediate rounded up to 256 bytes, without which the block is computed as well. A larger one is of use on CUDA too: with room for
+ * two intermediates of up to 512 tokens, what cuBLAS multiplies reads every weight once, and once for each half of the tokens otherwise.
+ * Results may differ in their rounding between workspaces. More tokens may ask for less. Data pointers and the workspace are not looked
+ * at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */

@@ -392,9 +392,43 @@ impl<'a> Workspace<'a> {
         Ok(self.ptr)
     }
 
+    /// The bytes that are of use, if there are as many: fewer are as good as none.
+    pub(crate) fn offered(&self, op: &'static str, useful: usize) -> Result<Scratch> {
+        if useful == 0 || self.size < useful {
+            return Ok(Scratch::NONE);
+        }
+        Ok(Scratch {
+            ptr: self.check(op, useful)?,
+            size: useful,
+        })
+    }
+
     /// The addresses it covers, for overlap checks.
     pub(crate) fn byte_range(&self) -> std::ops::Range<usize> {
         self.ptr as usize..(self.ptr as usize).saturating_add(self.size)
+    }
+}
+
+/// Memory of a checked workspace, aligned to [`Workspace::ALIGNMENT`], that an operation may overwrite if it has use for it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scratch {
+    pub ptr: *mut u8,
+    pub size: usize,
+}
+
+impl Scratch {
+    pub const NONE: Scratch = Scratch {
+        ptr: std::ptr::null_mut(),
+        size: 0,
+    };
+
+    /// As a tensor, for overlap checks.
+    pub fn raw(&self) -> Result<RawTensor> {
+        Ok(RawTensor {
+            ptr: self.ptr,
+            dtype: DType::Bool,
+            layout: Layout::contiguous(&[self.size])?,
+        })
     }
 }
 

@@ -52,29 +52,33 @@ fn poison(tensor: &mut DeviceTensor) {
     tensor.overwrite(&poisoned);
 }
 
+/// With the workspace that is asked for.
 struct Product {
     x: DeviceTensor,
     weight: DeviceTensor,
     bias: DeviceTensor,
     residual: DeviceTensor,
     out: DeviceTensor,
+    workspace: DeviceTensor,
 }
 
 impl Product {
     fn new(ctx: &Context, dtype: DType, (rows, n, k): (usize, usize, usize)) -> Product {
-        Product {
+        let mut product = Product {
             x: normal(ctx, dtype, &[rows, k]),
             weight: weights(ctx, dtype, n, k),
             bias: normal(ctx, dtype, &[n]),
             residual: normal(ctx, dtype, &[rows, n]),
             out: poisoned(ctx, dtype, &[rows, n]),
-        }
+            workspace: poisoned(ctx, DType::Bool, &[0]),
+        };
+        let size = linear::workspace_size(ctx, &product.params()).unwrap();
+        product.workspace = poisoned(ctx, DType::Bool, &[size]);
+        product
     }
-}
 
-impl Call for Product {
-    fn queue(&mut self, ctx: &Context, stream: Stream) {
-        let params = linear::Params {
+    fn params(&mut self) -> linear::Params<'_> {
+        linear::Params {
             x: self.x.view(),
             weights: Weights {
                 weight: self.weight.view(),
@@ -84,8 +88,21 @@ impl Call for Product {
                 input: self.residual.view(),
                 output: self.out.view_mut(),
             }),
-        };
-        linear::forward(ctx, &params, stream).unwrap();
+            workspace: lent(&self.workspace),
+        }
+    }
+}
+
+/// All of a tensor as a workspace.
+fn lent(memory: &DeviceTensor) -> Workspace<'_> {
+    let size = memory.layout.num_elements() * memory.dtype.size();
+    // SAFETY: the tensor's elements, which nothing else uses.
+    unsafe { Workspace::from_raw(memory.data().cast(), size) }
+}
+
+impl Call for Product {
+    fn queue(&mut self, ctx: &Context, stream: Stream) {
+        linear::forward(ctx, &self.params(), stream).unwrap();
     }
 
     fn input(&mut self) -> &mut DeviceTensor {
@@ -93,11 +110,13 @@ impl Call for Product {
     }
 
     fn result(&self) -> TestTensor {
+        self.workspace.download_output();
         self.out.download_output()
     }
 
     fn poison(&mut self) {
         poison(&mut self.out);
+        poison(&mut self.workspace);
     }
 }
 
@@ -110,7 +129,7 @@ struct Block {
 }
 
 impl Block {
-    /// With a workspace of as many times what is asked for.
+    /// With a workspace of as many times what is asked for, or with what is needed.
     fn new(
         ctx: &Context,
         dtype: DType,
@@ -124,13 +143,15 @@ impl Block {
             out: poisoned(ctx, dtype, &[rows, hidden]),
             workspace: poisoned(ctx, dtype, &[1]),
         };
-        let size = mlp::workspace_size(ctx, &block.params()).unwrap();
-        block.workspace = poisoned(ctx, dtype, &[times * size / dtype.size()]);
+        let size = match times {
+            0 => rows * dim * dtype.size(),
+            _ => times * mlp::workspace_size(ctx, &block.params()).unwrap(),
+        };
+        block.workspace = poisoned(ctx, DType::Bool, &[size]);
         block
     }
 
     fn params(&mut self) -> mlp::Params<'_> {
-        let size = self.workspace.layout.num_elements() * self.workspace.dtype.size();
         let layer = |weight| Weights { weight, bias: None };
         mlp::Params {
             x: self.x.view(),
@@ -141,8 +162,7 @@ impl Block {
             activation: Activation::Silu,
             down: layer(self.down.view()),
             output: Output::Write(self.out.view_mut()),
-            // SAFETY: the tensor's elements, which nothing else uses.
-            workspace: unsafe { Workspace::from_raw(self.workspace.data().cast(), size) },
+            workspace: lent(&self.workspace),
         }
     }
 }
@@ -226,6 +246,9 @@ fn calls(ctx: &Context) -> Vec<Box<dyn Call>> {
         (F16, (64, 131, 72)),
         (F32, (90, 200, 300)),
         (F32, (33, 31, 7)),
+        // With sums that are shared in a workspace.
+        (F32, (70, 256, 2048)),
+        (F32, (200, 1024, 512)),
     ] {
         calls.push(Box::new(Product::new(ctx, dtype, sizes)));
     }
@@ -237,6 +260,9 @@ fn calls(ctx: &Context) -> Vec<Box<dyn Call>> {
         (Bf16, (64, 128, 1400), 2),
         (Bf16, (700, 128, 1400), 1),
         (F16, (1101, 64, 520), 1),
+        (F32, (66, 512, 1024), 0),
+        (F32, (66, 512, 1024), 1),
+        (F32, (130, 256, 1024), 2),
     ] {
         calls.push(Box::new(Block::new(ctx, dtype, sizes, times)));
     }
@@ -328,6 +354,8 @@ fn great_products_agree_with_their_definition() {
         (DType::Bf16, (257, 1000, 1024)),
         (DType::F16, (130, 520, 2048)),
         (DType::F32, (128, 512, 1024)),
+        (DType::F32, (40, 520, 4096)),
+        (DType::F32, (20, 1024, 2048)),
     ] {
         let mut call = Product::new(&ctx, dtype, sizes);
         call.queue(&ctx, Stream::DEFAULT);
@@ -363,6 +391,9 @@ fn blocks_in_parts_agree_with_their_definition() {
         (DType::Bf16, (64, 256, 1000), 1),
         (DType::Bf16, (64, 256, 1000), 2),
         (DType::F32, (700, 64, 520), 1),
+        (DType::F32, (66, 512, 1024), 0),
+        (DType::F32, (66, 512, 1024), 1),
+        (DType::F32, (131, 256, 1024), 2),
         (DType::F16, (1101, 64, 520), 1),
         (DType::F16, (1101, 64, 520), 3),
     ] {
@@ -397,4 +428,51 @@ fn blocks_in_parts_agree_with_their_definition() {
             terms.into_iter().fold(0.0, f64::max),
         );
     }
+}
+
+/// A workspace is an offer: what is too small for it is not looked at, and what is used must be in order.
+#[test]
+fn workspaces_of_products_are_checked_where_they_are_of_use() {
+    let Some(ctx) = gpu() else { return };
+    let mut product = Product::new(&ctx, DType::F32, (70, 256, 2048));
+    let size = product.workspace.layout.num_elements();
+    if size == 0 {
+        println!("cuBLASLt has no use for a workspace here");
+        return;
+    }
+    let aligned = product.workspace.data().cast::<u8>();
+    let tensors = [
+        ("x", &product.x),
+        ("weight", &product.weight),
+        ("bias", &product.bias),
+        ("residual", &product.residual),
+        ("out", &product.out),
+    ]
+    .map(|(name, tensor)| (name, tensor.data().cast::<u8>()));
+    let mut run = |start: *mut u8, size: usize| {
+        let params = linear::Params {
+            // SAFETY: refused before it is touched, too small to be, or the product's.
+            workspace: unsafe { Workspace::from_raw(start, size) },
+            ..product.params()
+        };
+        let done = linear::forward(&ctx, &params, Stream::DEFAULT);
+        ctx.synchronize(Stream::DEFAULT).unwrap();
+        done.map_err(|e| e.to_string())
+    };
+    let odd = aligned.wrapping_add(16);
+    let problem = format!("linear: workspace {odd:p} is not aligned to 256 bytes");
+    assert_eq!(run(odd, size), Err(problem));
+    let null = std::ptr::null_mut();
+    assert_eq!(run(null, size), Err("linear: workspace is NULL".into()));
+    for (name, start) in tensors {
+        let start = start.wrapping_sub(start.addr() % 256);
+        let problem = run(start, size).unwrap_err();
+        // Whatever else lies behind it may be found first.
+        let expected = "linear: workspace overlaps ";
+        assert!(problem.starts_with(expected), "{name}: {problem}");
+        assert_eq!(run(start, size - 1), Ok(()));
+    }
+    assert_eq!(run(odd, size - 1), Ok(()));
+    assert_eq!(run(null, 0), Ok(()));
+    assert_eq!(run(aligned, size), Ok(()));
 }

@@ -7,13 +7,21 @@ use common::tensor::{strided_rows, transposed};
 use common::{FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, in_out, rng, rounded};
 use proptest::prelude::*;
 use unsloth::ops::linear::{self, Output, Params, Weights};
-use unsloth::{Context, ContextOptions, DType, Layout, Stream};
+use unsloth::{Context, ContextOptions, DType, Layout, Stream, Workspace};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Residual {
     None,
     Apart,
     Accumulate,
+}
+
+/// A workspace.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Lent {
+    Nothing,
+    LessThanUseful,
+    Useful,
 }
 
 #[derive(Clone, Debug)]
@@ -111,33 +119,52 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
 
     let (dx, dw) = (x.upload(ctx), weight.upload(ctx));
     let db = bias.as_ref().map(|b| b.upload(ctx));
-    let mut dr = residual.as_ref().map(|r| r.upload(ctx));
-    let mut out = TestTensor::poisoned_at(dtype, case.out, case.skew).upload(ctx);
     let accumulate = case.residual == Residual::Accumulate;
-    let params = Params {
-        x: dx.view(),
-        weights: Weights {
-            weight: dw.view(),
-            bias: db.as_ref().map(|b| b.view()),
-        },
-        output: match &mut dr {
-            None => Output::Write(out.view_mut()),
-            Some(r) => Output::Add(in_out(accumulate, r, &mut out)),
-        },
+    let run = |lent: Lent| {
+        let mut dr = residual.as_ref().map(|r| r.upload(ctx));
+        let mut out = TestTensor::poisoned_at(dtype, case.out, case.skew).upload(ctx);
+        let mut params = Params {
+            x: dx.view(),
+            weights: Weights {
+                weight: dw.view(),
+                bias: db.as_ref().map(|b| b.view()),
+            },
+            output: match &mut dr {
+                None => Output::Write(out.view_mut()),
+                Some(r) => Output::Add(in_out(accumulate, r, &mut out)),
+            },
+            workspace: Workspace::none(),
+        };
+        linear::supported(ctx, &params).unwrap();
+        let size = linear::workspace_size(ctx, &params).unwrap();
+        let size = match lent {
+            Lent::Nothing => 0,
+            Lent::LessThanUseful => size.saturating_sub(1),
+            Lent::Useful => size,
+        };
+        // Up to three bytes too long.
+        let memory = TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx);
+        // SAFETY: `size` bytes from the start of the tensor are its elements, which nothing else uses.
+        params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
+        linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
+        let touched = memory.download_output();
+        if lent != Lent::Useful {
+            let untouched = TestTensor::poisoned(DType::F32, touched.layout);
+            assert!(touched.bits() == untouched.bits(), "{lent:?}");
+        }
+        let out = if accumulate { dr.unwrap_or(out) } else { out };
+        (out.download_output().values(), size)
     };
-    linear::supported(ctx, &params).unwrap();
-    linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
 
-    let (bias, residual) = (bias.map(|b| b.values()), residual.map(|r| r.values()));
+    let (bias, residual) = (
+        bias.as_ref().map(|b| b.values()),
+        residual.as_ref().map(|r| r.values()),
+    );
     let (x, weight) = (x.values(), weight.values());
     let sizes = (case.x.num_rows(), k, n);
     let (bias, residual) = (bias.as_deref(), residual.as_deref());
     let expected = exact(&x, &weight, sizes, bias, residual);
     let plain = rounded(dtype, &plain(&x, &weight, sizes, bias, residual));
-    let out = match (&dr, accumulate) {
-        (Some(r), true) => r,
-        _ => &out,
-    };
     let magnitudes = |values: &[f64]| values.iter().map(|v| v.abs()).collect::<Vec<_>>();
     let terms = exact(
         &magnitudes(&x),
@@ -146,14 +173,14 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         bias.map(magnitudes).as_deref(),
         residual.map(magnitudes).as_deref(),
     );
-    assert_flash_rule_of_sums(
-        "out",
-        dtype,
-        &out.download_output().values(),
-        &expected,
-        &plain,
-        terms.into_iter().fold(0.0, f64::max),
-    );
+    let most = terms.into_iter().fold(0.0, f64::max);
+    let (without, _) = run(Lent::Nothing);
+    assert_flash_rule_of_sums("out", dtype, &without, &expected, &plain, most);
+    let (with, size) = run(Lent::Useful);
+    if size > 0 {
+        assert_flash_rule_of_sums("out", dtype, &with, &expected, &plain, most);
+        assert!(run(Lent::LessThanUseful).0 == without);
+    }
 }
 
 #[test]
@@ -180,6 +207,7 @@ fn product(ctx: &Context, x: &TestTensor, weight: &TestTensor) -> TestTensor {
             bias: None,
         },
         output: Output::Write(out.view_mut()),
+        workspace: Workspace::none(),
     };
     linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
     out.download_output()

@@ -6,6 +6,7 @@ use common::abi::{self, Misuse, Operation, absent, c_tensor, shifted};
 use common::{TestTensor, contexts, rng};
 use unsloth::ffi::linear::{
     unsloth_linear_forward, unsloth_linear_params, unsloth_linear_supported,
+    unsloth_linear_workspace_size,
 };
 use unsloth::ffi::status::*;
 use unsloth::{DType, Layout};
@@ -129,6 +130,11 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
         UNSLOTH_STATUS_NULL_POINTER,
         "linear: data of residual is NULL",
     ),
+    (
+        |p| (p.workspace, p.workspace_size) = (std::ptr::without_provenance_mut(256), usize::MAX),
+        INVALID,
+        "linear: workspace_size 18446744073709551615 from 0x100 overflows the address space",
+    ),
 ];
 
 #[test]
@@ -152,6 +158,52 @@ fn misuse_is_refused_and_writes_nothing() {
             forward: unsloth_linear_forward,
         };
         operation.check_on(&ctx, good, MISUSE, &[&out]);
+    }
+}
+
+/// What a caller knew before there were workspaces.
+#[test]
+fn a_struct_without_a_workspace_is_taken() {
+    let memory = &contexts()[0];
+    let ctx = abi::Handle::cpu();
+    let x = TestTensor::of(DType::F32, &[1, 2], &[3.0, 4.0]).upload(memory);
+    let weight = TestTensor::of(DType::F32, &[1, 2], &[5.0, 6.0]).upload(memory);
+    let layout = Layout::contiguous(&[1, 1]).unwrap();
+    let out = TestTensor::poisoned(DType::F32, layout).upload(memory);
+    // SAFETY: integers and pointers, size first.
+    let mut p: unsloth_linear_params = unsafe { abi::zeroed_params() };
+    (p.x, p.weight, p.out) = (c_tensor(&x), c_tensor(&weight), c_tensor(&out));
+    p.struct_size = 568;
+    // What lies behind the struct that the caller knows.
+    (p.workspace, p.workspace_size) = (std::ptr::without_provenance_mut(1), usize::MAX);
+    // SAFETY: tensors lie in memory made above.
+    let status = unsafe { unsloth_linear_forward(ctx.0, &p, std::ptr::null_mut()) };
+    assert_eq!(status, UNSLOTH_STATUS_SUCCESS, "{}", abi::last_message());
+    assert_eq!(out.download_output().values(), [39.0]);
+}
+
+#[test]
+fn the_query_needs_neither_data_nor_workspace() {
+    let ctx = abi::Handle::cpu();
+    let described = |shape: &[usize]| {
+        let layout = Layout::contiguous(shape).unwrap();
+        abi::described(std::ptr::null_mut(), DType::F32, &layout)
+    };
+    // SAFETY: integers and pointers, size first.
+    let mut p: unsloth_linear_params = unsafe { abi::zeroed_params() };
+    (p.x, p.weight, p.out) = (described(&[64, 8]), described(&[5, 8]), described(&[64, 5]));
+    let mut size = 99;
+    // SAFETY: pointers to live locals, or NULL.
+    unsafe {
+        let got = unsloth_linear_workspace_size(ctx.0, &p, std::ptr::null_mut());
+        let message = "linear: workspace_size is NULL";
+        abi::assert_fails(got, UNSLOTH_STATUS_NULL_POINTER, message);
+        let mut bad = p;
+        bad.x.rank = 0;
+        let got = unsloth_linear_workspace_size(ctx.0, &bad, &mut size);
+        assert_eq!((got, size), (INVALID, 99));
+        let got = unsloth_linear_workspace_size(ctx.0, &p, &mut size);
+        assert_eq!((got, size), (UNSLOTH_STATUS_SUCCESS, 0));
     }
 }
 

@@ -146,18 +146,23 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     };
     mlp::supported(ctx, &params).unwrap();
     let size = mlp::workspace_size(ctx, &params).unwrap();
-    assert_eq!(size, rows * intermediate * dtype.size());
+    // Behind what is needed there may be what products have use for.
+    let needed = rows * intermediate * dtype.size();
+    let products = size.saturating_sub(needed.next_multiple_of(Workspace::ALIGNMENT));
+    assert!(
+        size == needed || (ctx.backend() != Backend::Cpu && dtype == DType::F32 && products > 0)
+    );
     // Up to three bytes too long, poisoned, to see that the call stays inside what it asked for.
     let guarded =
         TestTensor::poisoned(DType::F32, Layout::contiguous(&[size.div_ceil(4)]).unwrap());
     let workspace = guarded.upload(ctx);
-    if size > 0 {
+    if needed > 0 {
         let error = mlp::forward(ctx, &params, Stream::DEFAULT).unwrap_err();
         assert_eq!(
             error,
             Error::WorkspaceTooSmall {
                 op: "mlp",
-                required: size,
+                required: needed,
                 provided: 0
             }
         );

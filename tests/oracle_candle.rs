@@ -9,7 +9,7 @@ use unsloth::ops::linear::{self, Output, Weights};
 use unsloth::ops::rms_norm;
 use unsloth::ops::rope::{self, Angles, Rotation, Style};
 use unsloth::ops::swiglu::{self, Activation, GateOrder, Tensors};
-use unsloth::{Context, DType, InOut, Layout, Stream};
+use unsloth::{Context, DType, InOut, Layout, Stream, Workspace};
 
 /// candle's tensor with the same elements.
 fn candle(t: &TestTensor) -> Tensor {
@@ -177,6 +177,7 @@ fn linear() {
                         bias: Some(db.view()),
                     },
                     output: Output::Write(out.view_mut()),
+                    workspace: Workspace::none(),
                 };
                 linear::forward(&ctx, &params, Stream::DEFAULT).unwrap();
                 let product = candle(&x).matmul(&candle(&weight).t().unwrap()).unwrap();

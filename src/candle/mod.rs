@@ -25,7 +25,7 @@ use candle_core::{Error, Result, Tensor};
 use crate::memory::Buffer;
 use crate::ops;
 use crate::ops::rope::{Angles, Positions, Rotation, Style};
-use crate::tensor::InOut;
+use crate::tensor::{InOut, Workspace};
 use storage::Call;
 
 /// Root mean square normalisation over the last dimension: [`ops::rms_norm`].
@@ -135,15 +135,25 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     Call::new(&inputs, &shape.into(), x.dtype())?.run(|context, inputs, out, stream| {
         let (x, rest) = split(inputs);
         let (weight, bias) = split(rest);
-        let params = ops::linear::Params {
+        let mut params = ops::linear::Params {
             x,
             weights: ops::linear::Weights {
                 weight,
                 bias: bias.first().copied(),
             },
             output: ops::linear::Output::Write(out),
+            workspace: Workspace::none(),
         };
-        ops::linear::forward(context, &params, stream)
+        let size = ops::linear::workspace_size(context, &params)?;
+        if size == 0 {
+            return ops::linear::forward(context, &params, stream);
+        }
+        // SAFETY: only the work queued below uses it, on this stream.
+        let mut workspace = unsafe { Buffer::new_async(context, size, stream) }?;
+        params.workspace = workspace.workspace();
+        let queued = ops::linear::forward(context, &params, stream);
+        // SAFETY: as above.
+        queued.and(unsafe { workspace.free_async(stream) })
     })
 }
 

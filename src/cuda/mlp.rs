@@ -4,6 +4,8 @@
 //! intermediate. cuBLASLt cannot, so what it serves has gate and up side by side and is activated between the products: of as many rows
 //! at a time as the workspace has room for: half of them at least, if they are even.
 
+use std::cell::Cell;
+
 use super::linear::{self, Epilogue, Product};
 use super::rows::{Matrix, Rows};
 use super::{Cuda, swiglu};
@@ -13,7 +15,7 @@ use crate::layout::Layout;
 use crate::ops::linear::WeightsProblem;
 use crate::ops::mlp::Problem;
 use crate::ops::swiglu::Problem as Activated;
-use crate::tensor::RawTensor;
+use crate::tensor::{RawTensor, Scratch};
 
 const OP: &str = "mlp";
 
@@ -26,37 +28,81 @@ pub(crate) fn supported(p: &Problem) -> Result<()> {
     linear::fits(OP, ("x", &p.x), ("down_weight", &p.down.weight))
 }
 
-/// Whether cuBLASLt multiplies, and gate and up are stored side by side.
-fn stores_both(cuda: &Cuda, p: &Problem) -> bool {
+/// Whether cuBLASLt multiplies, and gate and up are stored side by side. With a workspace for products it multiplies more often.
+fn stores_both(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
     /// Fewer columns gain nothing.
     const LEAST: usize = 512;
     let dtypes = (p.x.dtype, p.gate.weight.dtype);
     let rows = p.x.layout.num_rows();
+    let serves = |columns| (cuda.linear).serves(dtypes, rows, columns, with_workspace);
     // Of a single row there are no halves.
-    rows > 1 && p.intermediate >= LEAST && cuda.linear.serves(dtypes, rows, p.intermediate)
+    rows > 1 && p.intermediate >= LEAST && serves(p.intermediate)
 }
 
-/// Rows of intermediates that the problem has use for; as many as it has rows are enough.
-pub(crate) fn most_rows(cuda: &Cuda, p: &Problem) -> usize {
+/// Rows of intermediates that the problem has use for, with or without a workspace for products; as many as it has rows are enough.
+pub(crate) fn most_rows(cuda: &Cuda, p: &Problem, with_workspace: bool) -> usize {
     let rows = p.x.layout.num_rows();
-    if stores_both(cuda, p) {
+    if stores_both(cuda, p, with_workspace) {
         rows.max(rows.saturating_mul(2).min(ENOUGH))
     } else {
         rows
     }
 }
 
-/// `scratch` has at least as many rows as the problem, at most [`most_rows`].
-pub(crate) fn forward(cuda: &Cuda, p: &Problem, scratch: RawTensor, stream: Stream) -> Result<()> {
+/// The workspace with which products are the fastest, in bytes, beside as few rows of intermediates as there may be or as many as are of
+/// use.
+pub(crate) fn products_size(cuda: &Cuda, p: &Problem) -> Result<usize> {
+    let most = most_rows(cuda, p, true);
+    let queue = Queue {
+        cuda,
+        mode: Mode::Measure(Cell::new(0)),
+    };
+    for rows in [p.x.layout.num_rows(), most] {
+        let scratch = RawTensor {
+            ptr: std::ptr::null_mut(),
+            dtype: p.x.dtype,
+            layout: Layout::contiguous(&[rows, p.intermediate])?,
+        };
+        walk(&queue, p, scratch, true)?;
+        if rows == most {
+            break;
+        }
+    }
+    match queue.mode {
+        Mode::Measure(size) => Ok(size.get()),
+        Mode::Run(..) => Ok(0),
+    }
+}
+
+/// `scratch` has at least as many rows as the problem, at most [`most_rows`]. `products` has the size of [`products_size`], or is none.
+pub(crate) fn forward(
+    cuda: &Cuda,
+    p: &Problem,
+    scratch: RawTensor,
+    products: Scratch,
+    stream: Stream,
+) -> Result<()> {
+    let queue = Queue {
+        cuda,
+        mode: Mode::Run(products, stream),
+    };
+    walk(&queue, p, scratch, products.size > 0)
+}
+
+fn walk(queue: &Queue<'_>, p: &Problem, scratch: RawTensor, with_workspace: bool) -> Result<()> {
     if p.out.layout.is_empty() {
         return Ok(());
     }
-    let queue = Queue { cuda, stream };
-    let stores_both = stores_both(cuda, p);
+    let stores_both = stores_both(queue.cuda, p, with_workspace);
     let room = scratch.layout.dim(0) / if stores_both { 2 } else { 1 };
     let other = p.residual.unwrap_or(p.out);
     let rows = Rows::new([&p.x.layout, &p.out.layout, &other.layout]);
-    for matrix in rows.matrices() {
+    // Matrices differ in where they lie alone.
+    let count = match queue.mode {
+        Mode::Run(..) => usize::MAX,
+        Mode::Measure(_) => 1,
+    };
+    for matrix in rows.matrices().take(count) {
         let parts = matrix.rows.div_ceil(room.max(1));
         for part in 0..parts {
             // Parts of one size, but for a row.
@@ -64,9 +110,9 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, scratch: RawTensor, stream: Stre
             let rows = matrix.rows * (part + 1) / parts - first;
             let part = Part::new(p, &matrix, first, rows)?;
             if stores_both {
-                part.through_library(&queue, p, scratch)?;
+                part.through_library(queue, p, scratch)?;
             } else {
-                part.through_kernels(&queue, p, scratch)?;
+                part.through_kernels(queue, p, scratch)?;
             }
         }
     }
@@ -141,15 +187,23 @@ impl Part {
             out: gate,
             activation: p.activation,
         };
-        swiglu::forward(queue.cuda, &activated, queue.stream).map_err(|e| e.within(OP))?;
+        queue.activation(&activated)?;
         queue.product(&gate, &p.down, self.epilogue, &self.out)
     }
 }
 
-/// Where products are queued.
+/// What becomes of products.
+enum Mode {
+    /// They are queued, with a workspace.
+    Run(Scratch, Stream),
+    /// They are asked for the workspace that they have use for, which goes here.
+    Measure(Cell<usize>),
+}
+
+/// Where products go.
 struct Queue<'a> {
     cuda: &'a Cuda,
-    stream: Stream,
+    mode: Mode,
 }
 
 impl Queue<'_> {
@@ -167,7 +221,22 @@ impl Queue<'_> {
             epilogue,
             out,
         };
-        linear::multiply(self.cuda, &product, self.stream)
+        match &self.mode {
+            Mode::Run(scratch, stream) => linear::multiply(self.cuda, &product, *scratch, *stream),
+            Mode::Measure(most) => {
+                most.set(most.get().max(linear::scratch_size(self.cuda, &product)?));
+                Ok(())
+            }
+        }
+    }
+
+    fn activation(&self, problem: &Activated) -> Result<()> {
+        match &self.mode {
+            Mode::Run(_, stream) => {
+                swiglu::forward(self.cuda, problem, *stream).map_err(|e| e.within(OP))
+            }
+            Mode::Measure(_) => Ok(()),
+        }
     }
 }
 

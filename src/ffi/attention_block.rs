@@ -272,9 +272,10 @@ pub unsafe extern "C" fn unsloth_attention_block_supported(
     }
 }
 
-/// Writes the workspace that the call needs to `workspace_size`, exactly, in bytes: queries, keys and values of all tokens,
-/// attention's output, each rounded up to 256 bytes, and the workspace of `unsloth_attention_forward`. With a cache it is that of
-/// the current batch. Data pointers and the workspace are not looked at.
+/// Writes the workspace for the call to `workspace_size`, in bytes: queries, keys and values of all tokens, attention's output, each
+/// rounded up to 256 bytes, and behind them the greater of what `unsloth_attention_forward` needs and of what `unsloth_linear_forward` has
+/// use for, without which projections are computed as well. With a cache it is that of the current batch. Data pointers and the workspace
+/// are not looked at.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.

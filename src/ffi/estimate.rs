@@ -190,7 +190,8 @@ pub struct unsloth_inference_memory {
     pub kv_cache: u64,
     /// Hidden states and their normalised copy: `2 * num_tokens * hidden_size` elements.
     pub activations: u64,
-    /// The larger of what `unsloth_attention_block_workspace_size` and `unsloth_mlp_workspace_size` answer.
+    /// The largest of what `unsloth_attention_block_workspace_size` with packed projections, `unsloth_mlp_workspace_size` and, for the
+    /// logits, `unsloth_linear_workspace_size` answer.
     pub workspace: u64,
     /// Logits, f32: `num_logits * vocab_size`.
     pub logits: u64,

@@ -17,7 +17,7 @@ pub const UNSLOTH_STATUS_NULL_POINTER: unsloth_status = 2;
 pub const UNSLOTH_STATUS_INVALID_HANDLE: unsloth_status = 3;
 /// The arguments make sense but this backend or build has no implementation for them.
 pub const UNSLOTH_STATUS_UNSUPPORTED: unsloth_status = 4;
-/// The workspace is smaller than `unsloth_*_workspace_size` answers.
+/// The workspace is smaller than the call needs; see its `unsloth_*_workspace_size`.
 pub const UNSLOTH_STATUS_WORKSPACE_TOO_SMALL: unsloth_status = 5;
 /// Memory could not be allocated, or the context's limit would be passed.
 pub const UNSLOTH_STATUS_OUT_OF_MEMORY: unsloth_status = 6;

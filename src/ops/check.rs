@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::layout::MAX_RANK;
 use crate::tensor::{InOut, RawTensor};
 
 /// A tensor argument of an operation, by name.
@@ -197,4 +198,18 @@ pub(crate) fn list<T: std::fmt::Display>(items: &[T]) -> String {
         .map(ToString::to_string)
         .collect::<Vec<_>>()
         .join(", ")
+}
+
+/// A tensor's shape with another last size, in the room given: a call allocates nothing.
+pub(crate) fn with_last<'a>(
+    t: &RawTensor,
+    size: usize,
+    room: &'a mut [usize; MAX_RANK],
+) -> &'a [usize] {
+    let rank = t.layout.rank();
+    room[..rank].copy_from_slice(t.layout.shape());
+    if let Some(last) = room[..rank].last_mut() {
+        *last = size;
+    }
+    &room[..rank]
 }

@@ -4,14 +4,16 @@
 //! output's dtype is that of the result. The same inputs give the same bits with any number of threads.
 //!
 //! On CUDA, products of more than a few rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has
-//! it too; f32 is computed in f32, without TF32. All others go to kernels of this library.
+//! it too; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32 are faster with a workspace,
+//! in which cuBLAS lets more of the device share their sums; [`workspace_size`] says how large a one is of use.
 
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::layout::{Layout, MAX_RANK};
 use crate::ops::Implementation;
-use crate::ops::check::{self, Arg};
-use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef};
+use crate::ops::check::{self, Arg, with_last};
+use crate::tensor::{InOut, RawTensor, Scratch, TensorMut, TensorRef, Workspace};
 
 const OP: &str = "linear";
 
@@ -24,6 +26,8 @@ pub struct Params<'a> {
     pub weights: Weights<'a>,
     /// `[.., out_features]`: leading dimensions and dtype of `x`; rows strided, contiguous in the last dimension.
     pub output: Output<'a>,
+    /// Of at least [`workspace_size`] bytes it makes the product faster. A smaller one, or none, is as well: it is not touched.
+    pub workspace: Workspace<'a>,
 }
 
 /// A layer's matrix and bias.
@@ -140,15 +144,6 @@ pub(crate) struct Problem {
     pub out: RawTensor,
 }
 
-/// `x`'s shape with `columns` in place of its last dimension.
-pub(crate) fn with_columns(x: &RawTensor, columns: usize) -> Vec<usize> {
-    let mut shape = x.layout.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last = columns;
-    }
-    shape
-}
-
 impl Params<'_> {
     fn problem(&self) -> Result<Problem> {
         let x = self.x.raw();
@@ -158,8 +153,9 @@ impl Params<'_> {
             .last_contiguous()?;
         let in_features = x.layout.dim(x.layout.rank() - 1);
         let weights = self.weights.problem(OP, ("weight", "bias"), in_features)?;
+        let mut room = [0; MAX_RANK];
         self.output
-            .check(OP, arg, &with_columns(&x, weights.out_features()))?;
+            .check(OP, arg, with_last(&x, weights.out_features(), &mut room))?;
         Ok(Problem {
             x,
             weights,
@@ -168,15 +164,28 @@ impl Params<'_> {
         })
     }
 
-    fn check_data(&self, p: &Problem) -> Result<()> {
-        let mut inputs = vec![
-            Arg::new(OP, "x", &p.x).data()?,
-            Arg::new(OP, "weight", &p.weights.weight).data()?,
-        ];
-        if let Some(bias) = &p.weights.bias {
-            inputs.push(Arg::new(OP, "bias", bias).data()?);
+    /// Checks data; gives the part of the workspace that is of use, if there are as many bytes.
+    fn check_data(&self, p: &Problem, useful: usize) -> Result<Scratch> {
+        let x = Arg::new(OP, "x", &p.x).data()?;
+        let weight = Arg::new(OP, "weight", &p.weights.weight).data()?;
+        let bias = match &p.weights.bias {
+            Some(bias) => Some(Arg::new(OP, "bias", bias).data()?),
+            None => None,
+        };
+        // A layer without a bias is checked against its weight once more.
+        let inputs = [x, weight, bias.unwrap_or(weight)];
+        self.output.check_data(OP, &inputs)?;
+        let scratch = self.workspace.offered(OP, useful)?;
+        let memory = scratch.raw()?;
+        let memory = Arg::new(OP, "workspace", &memory);
+        for input in inputs {
+            memory.disjoint(input)?;
         }
-        self.output.check_data(OP, &inputs)
+        memory.disjoint(Arg::new(OP, "out", &p.out))?;
+        if let Some(residual) = &p.residual {
+            memory.disjoint(Arg::new(OP, "residual", residual))?;
+        }
+        Ok(scratch)
     }
 }
 
@@ -200,19 +209,72 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
     choose(ctx, &params.problem()?)
 }
 
-/// Computes the layer on `stream`. Needs no workspace; does not allocate device memory or synchronise.
+/// What makes the product faster, in bytes.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn useful(ctx: &Context, problem: &Problem) -> Result<usize> {
+    match ctx.device() {
+        Device::Cpu(_) => Ok(0),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda) => crate::cuda::linear::workspace_size(cuda, problem),
+    }
+}
+
+/// The workspace that makes [`forward`] faster, in bytes, for data aligned to 16 bytes: what the algorithm needs that serves the product
+/// best, 32 MiB at most, and zero if that needs none. With less the product is computed as well, by another algorithm, whose sums may be
+/// rounded differently. More rows may need less. Data pointers and the workspace are not looked at.
+///
+/// # Errors
+/// As [`supported`].
+pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
+    let problem = params.problem()?;
+    choose(ctx, &problem)?;
+    useful(ctx, &problem)
+}
+
+/// What [`workspace_size`] answers for a layer without a bias whose tensors are contiguous: `tokens` times `rows` by `columns`, of the
+/// dtypes of `x` and of the weights.
+pub(crate) fn estimated_workspace_size(
+    ctx: &Context,
+    tokens: usize,
+    (rows, columns): (usize, usize),
+    (dtype, weight_dtype): (DType, DType),
+) -> Result<usize> {
+    let described = |dtype, shape: [usize; 2]| -> Result<TensorRef<'static>> {
+        // SAFETY: queries do not look at data.
+        Ok(unsafe { TensorRef::from_raw(std::ptr::null(), dtype, Layout::contiguous(&shape)?) })
+    };
+    let out = Layout::contiguous(&[tokens, rows])?;
+    // SAFETY: as above.
+    let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), dtype, out) };
+    let params = Params {
+        x: described(dtype, [tokens, columns])?,
+        weights: Weights {
+            weight: described(weight_dtype, [rows, columns])?,
+            bias: None,
+        },
+        output: Output::Write(out),
+        workspace: Workspace::none(),
+    };
+    workspace_size(ctx, &params)
+}
+
+/// Computes the layer on `stream`. Does not allocate device memory or synchronise.
 ///
 /// # Errors
 /// An argument is wrong (nothing was written), or the launch failed.
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
-    params.check_data(&problem)?;
     choose(ctx, &problem)?;
+    let useful = match params.workspace.size() {
+        0 => 0,
+        _ => useful(ctx, &problem)?,
+    };
+    let scratch = params.check_data(&problem, useful)?;
     match ctx.device() {
         Device::Cpu(cpu) => crate::cpu::linear::forward(cpu, &problem),
         #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::linear::forward(cuda, &problem, stream)?,
+        Device::Cuda(cuda) => crate::cuda::linear::forward(cuda, &problem, scratch, stream)?,
     }
     Ok(())
 }

@@ -2,19 +2,18 @@
 //! `y = (act(x Wgᵀ + bg) * (x Wuᵀ + bu)) Wdᵀ + bd`, with an optional fused addition of a residual.
 //!
 //! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` in the workspace, which is all the
-//! scratch memory the call needs. On the CPU gate and up are never stored; on CUDA they pass through the workspace too, rounded.
-
-use std::ops::RangeInclusive;
+//! scratch memory the call needs. On the CPU gate and up are never stored; on CUDA they pass through the workspace too, rounded, and
+//! products have use for a workspace as in [`linear`], which may lie behind the intermediate.
 
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::layout::Layout;
+use crate::layout::{Layout, MAX_RANK};
 use crate::ops::Implementation;
-use crate::ops::check::Arg;
-use crate::ops::linear::{self, Output, Weights, WeightsProblem};
+use crate::ops::check::{Arg, with_last};
+use crate::ops::linear::{Output, Weights, WeightsProblem};
 use crate::ops::swiglu::{Activation, GateOrder};
-use crate::tensor::{RawTensor, TensorRef, Workspace};
+use crate::tensor::{RawTensor, Scratch, TensorRef, Workspace};
 
 const OP: &str = "mlp";
 
@@ -31,7 +30,7 @@ pub struct Params<'a> {
     pub down: Weights<'a>,
     /// `[.., hidden_out]`: leading dimensions and dtype of `x`.
     pub output: Output<'a>,
-    /// At least [`workspace_size`] bytes.
+    /// At least one intermediate; better [`workspace_size`] bytes.
     pub workspace: Workspace<'a>,
 }
 
@@ -84,8 +83,9 @@ impl Params<'_> {
         let down = self
             .down
             .problem(OP, ("down_weight", "down_bias"), intermediate)?;
+        let mut room = [0; MAX_RANK];
         self.output
-            .check(OP, arg, &linear::with_columns(&x, down.out_features()))?;
+            .check(OP, arg, with_last(&x, down.out_features(), &mut room))?;
         Ok(Problem {
             x,
             gate,
@@ -98,48 +98,51 @@ impl Params<'_> {
         })
     }
 
-    /// Checks data and workspace; gives as many intermediates of it, one below the other, as it has room for and are of use.
-    fn check_data(&self, p: &Problem, rows: RangeInclusive<usize>) -> Result<RawTensor> {
-        let mut inputs = vec![Arg::new(OP, "x", &p.x).data()?];
-        let mut tensors = Vec::new();
-        match &self.gate_up {
-            GateUp::Apart { gate, up } => {
-                tensors.push(("gate_weight", Some(gate.weight.raw())));
-                tensors.push(("gate_bias", gate.bias.as_ref().map(TensorRef::raw)));
-                tensors.push(("up_weight", Some(up.weight.raw())));
-                tensors.push(("up_bias", up.bias.as_ref().map(TensorRef::raw)));
-            }
+    /// Checks data, and that it does not overlap the workspace.
+    fn check_data(&self, p: &Problem, room: &Room) -> Result<()> {
+        // Of packed layers there is one; the other is then checked once more.
+        let (first, second) = match &self.gate_up {
+            GateUp::Apart { gate, up } => (
+                (gate, "gate_weight", "gate_bias"),
+                (up, "up_weight", "up_bias"),
+            ),
             GateUp::Packed { weights, .. } => {
-                tensors.push(("gate_up_weight", Some(weights.weight.raw())));
-                tensors.push(("gate_up_bias", weights.bias.as_ref().map(TensorRef::raw)));
+                let packed = (weights, "gate_up_weight", "gate_up_bias");
+                (packed, packed)
             }
-        }
-        tensors.push(("down_weight", Some(p.down.weight)));
-        tensors.push(("down_bias", p.down.bias));
-        for (name, tensor) in &tensors {
-            if let Some(tensor) = tensor {
-                inputs.push(Arg::new(OP, name, tensor).data()?);
-            }
+        };
+        let layers = [first, second, (&self.down, "down_weight", "down_bias")];
+        let x = Arg::new(OP, "x", &p.x).data()?;
+        let tensors = layers.map(|(layer, weight, bias)| {
+            let weight = (weight, layer.weight.raw());
+            let bias = layer.bias.as_ref().map(|b| (bias, b.raw()));
+            [weight, bias.unwrap_or(weight)]
+        });
+        let mut inputs = [x; 7];
+        for (input, (name, tensor)) in inputs[1..].iter_mut().zip(tensors.as_flattened()) {
+            *input = Arg::new(OP, name, tensor).data()?;
         }
         self.output.check_data(OP, &inputs)?;
-        let row = p.intermediate * p.x.dtype.size();
-        let ptr = self.workspace.check(OP, rows.start() * row)?;
-        let room = self.workspace.size().checked_div(row).unwrap_or(0);
-        let scratch = RawTensor {
-            ptr,
-            dtype: p.x.dtype,
-            layout: Layout::contiguous(&[room.clamp(*rows.start(), *rows.end()), p.intermediate])?,
-        };
-        let workspace = Arg::new(OP, "workspace", &scratch);
-        for input in inputs {
-            workspace.disjoint(input)?;
+        for memory in [room.rows, room.products.raw()?] {
+            let workspace = Arg::new(OP, "workspace", &memory);
+            for input in inputs {
+                workspace.disjoint(input)?;
+            }
+            workspace.disjoint(Arg::new(OP, "out", &p.out))?;
+            if let Some(residual) = &p.residual {
+                workspace.disjoint(Arg::new(OP, "residual", residual))?;
+            }
         }
-        workspace.disjoint(Arg::new(OP, "out", &p.out))?;
-        if let Some(residual) = &p.residual {
-            workspace.disjoint(Arg::new(OP, "residual", residual))?;
-        }
-        Ok(scratch)
+        Ok(())
     }
+}
+
+/// What a workspace has room for.
+struct Room {
+    /// Intermediates, one below the other: as many rows as it has room for and are of use.
+    rows: RawTensor,
+    /// What is left for products.
+    products: Scratch,
 }
 
 impl GateUp<'_> {
@@ -177,24 +180,108 @@ impl GateUp<'_> {
     }
 }
 
-/// The implementation, and how many rows of intermediates it needs and has use for.
-fn choose(ctx: &Context, problem: &Problem) -> Result<(Implementation, RangeInclusive<usize>)> {
-    let rows = problem.x.layout.num_rows();
-    let (implementation, most) = match ctx.device() {
-        Device::Cpu(_) => (Implementation::Cpu, rows),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => {
-            crate::cuda::mlp::supported(problem)?;
-            let most = crate::cuda::mlp::most_rows(cuda, problem);
-            (Implementation::Cuda, most)
+/// What the implementation asks of a workspace.
+struct Needs {
+    implementation: Implementation,
+    /// Rows of one intermediate, which it needs.
+    rows: usize,
+    /// Bytes of a row.
+    row: usize,
+}
+
+impl Needs {
+    fn new(ctx: &Context, problem: &Problem) -> Result<Needs> {
+        let rows = problem.x.layout.num_rows();
+        let implementation = match ctx.device() {
+            Device::Cpu(_) => Implementation::Cpu,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => {
+                crate::cuda::mlp::supported(problem)?;
+                Implementation::Cuda
+            }
+        };
+        let intermediate = problem.intermediate;
+        // Whatever is of use beside: twice as many rows, a workspace for products.
+        let most = rows.saturating_mul(2);
+        Layout::contiguous(&[most, intermediate]).map_err(|_| {
+            let problem =
+                format!("has {rows} rows, too many for an intermediate of {intermediate}");
+            Error::invalid(OP, "x", problem)
+        })?;
+        Ok(Needs {
+            implementation,
+            rows,
+            row: intermediate * problem.x.dtype.size(),
+        })
+    }
+
+    /// Bytes of the intermediate.
+    fn intermediate(&self) -> usize {
+        self.rows * self.row
+    }
+
+    /// Bytes of the intermediate and of a workspace for products behind it.
+    fn with(&self, products: usize) -> usize {
+        match products {
+            0 => self.intermediate(),
+            _ => aligned(self.intermediate()) + products,
         }
-    };
-    let intermediate = problem.intermediate;
-    Layout::contiguous(&[most, intermediate]).map_err(|_| {
-        let problem = format!("has {rows} rows, too many for an intermediate of {intermediate}");
-        Error::invalid(OP, "x", problem)
-    })?;
-    Ok((implementation, rows..=most))
+    }
+
+    /// Divides a workspace: beside a workspace for products, as many rows of intermediates as there is room for and are of use.
+    fn room(&self, ctx: &Context, problem: &Problem, workspace: &Workspace<'_>) -> Result<Room> {
+        let ptr = workspace.check(OP, self.intermediate())?;
+        let given = workspace.size();
+        let products = match given > aligned(self.intermediate()) {
+            true => products_size(ctx, problem)?,
+            false => 0,
+        };
+        let with = products > 0 && given >= self.with(products);
+        let left = if with { given - products } else { given };
+        let left = left / Workspace::ALIGNMENT * Workspace::ALIGNMENT;
+        let rows = left.checked_div(self.row).unwrap_or(0);
+        let rows = rows.clamp(self.rows, most_rows(ctx, problem, with));
+        let offset = aligned(rows * self.row);
+        Ok(Room {
+            rows: RawTensor {
+                ptr,
+                dtype: problem.x.dtype,
+                layout: Layout::contiguous(&[rows, problem.intermediate])?,
+            },
+            products: match with {
+                true => Scratch {
+                    ptr: ptr.wrapping_add(offset),
+                    size: products,
+                },
+                false => Scratch::NONE,
+            },
+        })
+    }
+}
+
+/// Rounds up to the alignment of a workspace.
+fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(Workspace::ALIGNMENT)
+}
+
+/// The workspace that products have use for, in bytes.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn products_size(ctx: &Context, problem: &Problem) -> Result<usize> {
+    match ctx.device() {
+        Device::Cpu(_) => Ok(0),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda) => crate::cuda::mlp::products_size(cuda, problem),
+    }
+}
+
+/// Rows of intermediates that are of use, beside a workspace for products or without one.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn most_rows(ctx: &Context, problem: &Problem, with_workspace: bool) -> usize {
+    match ctx.device() {
+        Device::Cpu(_) => problem.x.layout.num_rows(),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda) => crate::cuda::mlp::most_rows(cuda, problem, with_workspace),
+    }
 }
 
 /// Which implementation [`forward`] would run with these arguments. Data pointers and the workspace are not looked at.
@@ -202,20 +289,21 @@ fn choose(ctx: &Context, problem: &Problem) -> Result<(Implementation, RangeIncl
 /// # Errors
 /// Why there is none.
 pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    let (implementation, _) = choose(ctx, &params.problem()?)?;
-    Ok(implementation)
+    Ok(Needs::new(ctx, &params.problem()?)?.implementation)
 }
 
-/// The workspace that [`forward`] needs, in bytes: one intermediate, `tokens * intermediate` elements of the dtype of `x`. A larger one
-/// is of use on CUDA: with room for two intermediates of up to 512 tokens, what cuBLAS multiplies reads every weight once, and once
-/// for each half of the tokens otherwise. Data pointers and the workspace are not looked at.
+/// The workspace for [`forward`], in bytes: one intermediate, `tokens * intermediate` elements of the dtype of `x`, which is needed; and on
+/// CUDA, where products have use for one, a workspace as [`linear::workspace_size`](super::linear::workspace_size) asks for, behind the
+/// intermediate rounded up to 256 bytes, without which the block is computed as well. A larger one is of use on CUDA too: with room for two
+/// intermediates of up to 512 tokens, what cuBLAS multiplies reads every weight once, and once for each half of the tokens otherwise.
+/// More tokens may ask for less. Data pointers and the workspace are not looked at.
 ///
 /// # Errors
 /// As [`supported`].
 pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
     let problem = params.problem()?;
-    let (_, rows) = choose(ctx, &problem)?;
-    Ok(rows.start() * problem.intermediate * problem.x.dtype.size())
+    let needs = Needs::new(ctx, &problem)?;
+    Ok(needs.with(products_size(ctx, &problem)?))
 }
 
 /// Computes the block on `stream`. Does not allocate device memory or synchronise.
@@ -225,12 +313,15 @@ pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let problem = params.problem()?;
-    let (_, rows) = choose(ctx, &problem)?;
-    let scratch = params.check_data(&problem, rows)?;
+    let needs = Needs::new(ctx, &problem)?;
+    let room = needs.room(ctx, &problem, &params.workspace)?;
+    params.check_data(&problem, &room)?;
     match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::mlp::forward(cpu, &problem, scratch),
+        Device::Cpu(cpu) => crate::cpu::mlp::forward(cpu, &problem, room.rows),
         #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::mlp::forward(cuda, &problem, scratch, stream)?,
+        Device::Cuda(cuda) => {
+            crate::cuda::mlp::forward(cuda, &problem, room.rows, room.products, stream)?;
+        }
     }
     Ok(())
 }

@@ -216,6 +216,7 @@ pub fn heads(ctx: &Context, t: &Tensors, case: &Case) -> [DeviceTensor; 3] {
             x: t.x.view(),
             weights,
             output: Output::Write(out.view_mut()),
+            workspace: unsloth::Workspace::none(),
         };
         linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
         out
@@ -280,6 +281,7 @@ pub fn project_out(ctx: &Context, t: &Tensors, case: &Case, attended: &DeviceTen
             bias: case.biases.then(|| t.out_bias.view()),
         },
         output: output(case, &mut out, &residual),
+        workspace: unsloth::Workspace::none(),
     };
     linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
     out.download_output()

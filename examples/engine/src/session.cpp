@@ -172,17 +172,13 @@ void Session::queue_layers(size_t count) {
 }
 
 void Session::queue_logits(size_t row, size_t rows) {
-  unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
-  params.x = hidden_rows(normalized_, row, rows);
+  const unsloth_linear_params params = logits_params(row, rows);
   if (dtype_ != UNSLOTH_DTYPE_F32) {
     unsloth_cast_params cast = UNSLOTH_CAST_PARAMS_INIT;
-    cast.x = params.x;
-    cast.out = tensor(widened_.data(), UNSLOTH_DTYPE_F32, {rows, model_->config().hidden_size});
+    cast.x = hidden_rows(normalized_, row, rows);
+    cast.out = params.x;
     check(unsloth_cast_forward(context().get(), &cast, context().stream()));
-    params.x = cast.out;
   }
-  params.weight = model_->output();
-  params.out = tensor(logits_.data(), UNSLOTH_DTYPE_F32, {rows, vocab_size()});
   check(unsloth_linear_forward(context().get(), &params, context().stream()));
 }
 
@@ -227,8 +223,11 @@ void Session::reserve_workspace(size_t count) {
   size_t mlp_size = 0;
   const unsloth_mlp_params mlp = mlp_params(0, count);
   check(unsloth_mlp_workspace_size(context().get(), &mlp, &mlp_size));
+  size_t logits_size = 0;
+  const unsloth_linear_params logits = logits_params(0, max_logit_rows_);
+  check(unsloth_linear_workspace_size(context().get(), &logits, &logits_size));
 
-  const size_t size = std::max(attention_size, mlp_size);
+  const size_t size = std::max({attention_size, mlp_size, logits_size});
   if (size <= workspace_.bytes()) return;
   graph_.reset();  // it holds the old one's address
   synchronize();   // queued work may use it
@@ -286,6 +285,20 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t count) const {
   params.down_weight = weights.down;
   params.residual = hidden_rows(hidden_, 0, count);
   params.out = params.residual;
+  params.workspace = workspace_.data();
+  params.workspace_size = workspace_.bytes();
+  return params;
+}
+
+// Logits of rows of the normalised hidden states, which are f32 or widened to it.
+unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
+  const uint64_t hidden_size = model_->config().hidden_size;
+  unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
+  params.x = dtype_ == UNSLOTH_DTYPE_F32
+                 ? hidden_rows(normalized_, row, rows)
+                 : tensor(widened_.data(), UNSLOTH_DTYPE_F32, {rows, hidden_size});
+  params.weight = model_->output();
+  params.out = tensor(logits_.data(), UNSLOTH_DTYPE_F32, {rows, vocab_size()});
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;

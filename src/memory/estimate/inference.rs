@@ -42,8 +42,8 @@ pub struct InferenceMemory {
     pub kv_cache: u64,
     /// Hidden states and their normalised copy: `2 · num_tokens · hidden_size` elements.
     pub activations: u64,
-    /// The larger of the workspaces that [`ops::attention_block`](crate::ops::attention_block) and [`ops::mlp`](crate::ops::mlp) ask
-    /// for: what their queries answer.
+    /// The largest of the workspaces that [`ops::attention_block`](crate::ops::attention_block) with packed projections,
+    /// [`ops::mlp`](crate::ops::mlp) and, for the logits, [`ops::linear`](crate::ops::linear) ask for: what their queries answer.
     pub workspace: u64,
     /// Logits, f32: `num_logits · vocab_size`.
     pub logits: u64,
@@ -75,20 +75,32 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
     let attention = attention_block::estimated_workspace_size(
         context,
         &i.cache,
-        index("num_heads", i.model.num_heads)?,
-        i.dtype,
-        (
-            index("batch_size", i.batch_size)?,
-            index("num_tokens", i.num_tokens)?,
-        ),
+        attention_block::Sizes {
+            hidden: index("hidden_size", i.model.hidden_size)?,
+            num_heads: index("num_heads", i.model.num_heads)?,
+            dtype: i.dtype,
+            weight_dtype: i.weight_dtype,
+            num_sequences: index("batch_size", i.batch_size)?,
+            num_tokens: index("num_tokens", i.num_tokens)?,
+        },
     )
     .map_err(|error| error.within(OP))?;
     let mlp = mlp_workspace_size(context, i).map_err(|error| error.within(OP))?;
+    let head = linear::estimated_workspace_size(
+        context,
+        index("num_logits", i.num_logits)?,
+        (
+            index("vocab_size", i.model.vocab_size)?,
+            index("hidden_size", i.model.hidden_size)?,
+        ),
+        (DType::F32, i.weight_dtype),
+    )
+    .map_err(|error| error.within(OP))?;
     let mut memory = InferenceMemory {
         weights: product("weights", &[parameters, weight_size])?,
         kv_cache: i.cache.size()?.total(),
         activations: product("activations", &[2, i.num_tokens, i.model.hidden_size, size])?,
-        workspace: attention.max(mlp) as u64,
+        workspace: attention.max(mlp).max(head) as u64,
         logits: product("logits", &[i.num_logits, i.model.vocab_size, 4])?,
         total: 0,
     };

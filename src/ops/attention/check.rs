@@ -5,7 +5,7 @@ use super::{MAX_HEAD_DIM, OP, Params};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::MAX_RANK;
-use crate::ops::check::{Arg, finite};
+use crate::ops::check::{Arg, finite, with_last};
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
 /// The sizes that the forms of queries and keys agree on.
@@ -375,16 +375,6 @@ impl Params<'_> {
         }
         Ok(workspace)
     }
-}
-
-/// A tensor's shape with another last size, in the room given: a call allocates nothing.
-fn with_last<'a>(t: &RawTensor, size: usize, room: &'a mut [usize; MAX_RANK]) -> &'a [usize] {
-    let rank = t.layout.rank();
-    room[..rank].copy_from_slice(t.layout.shape());
-    if let Some(last) = room[..rank].last_mut() {
-        *last = size;
-    }
-    &room[..rank]
 }
 
 /// The place of the head dimension in `k` and `v`.

@@ -23,7 +23,7 @@ use crate::ops::linear::{Output, Weights};
 use crate::ops::rope::{Positions, Rotation};
 use crate::tensor::{TensorRef, Workspace};
 use plan::Plan;
-pub(crate) use plan::cached_workspace_size as estimated_workspace_size;
+pub(crate) use plan::{Sizes, cached_workspace_size as estimated_workspace_size};
 
 const OP: &str = "attention_block";
 
@@ -76,7 +76,7 @@ pub struct Params<'a> {
     pub out_projection: Weights<'a>,
     /// `[.., hidden_out]`: leading dimensions and dtype of `x`.
     pub output: Output<'a>,
-    /// At least [`workspace_size`] bytes.
+    /// As much as [`workspace_size`] says; what projections alone have use for may be missing.
     pub workspace: Workspace<'a>,
 }
 
@@ -106,14 +106,15 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
     Ok(implementation(ctx))
 }
 
-/// The exact workspace that [`forward`] needs, in bytes: queries, keys and values of all tokens, attention's output, each rounded
-/// up to 256 bytes, and [`attention::workspace_size`](super::attention::workspace_size). Data pointers and the workspace are not
-/// looked at.
+/// The workspace for [`forward`], in bytes: queries, keys and values of all tokens, attention's output, each rounded up to 256 bytes;
+/// and behind them the greater of what [`attention`](super::attention::workspace_size) needs and of what
+/// [projections](super::linear::workspace_size) have use for, without which they are computed as well. Data pointers and the workspace
+/// are not looked at.
 ///
 /// # Errors
 /// As [`supported`].
 pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
-    Ok(Plan::new(ctx, params, None)?.workspace_size)
+    Plan::new(ctx, params, None)?.wanted(ctx, params)
 }
 
 /// Computes the block on `stream`, without a cache. Does not allocate device memory or synchronise.
@@ -122,7 +123,7 @@ pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
 /// An argument is wrong (nothing was written but the workspace), or a launch failed.
 pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
     let plan = Plan::new(ctx, params, None)?;
-    let workspace = plan.check_data(params, None)?;
+    let workspace = plan.check_data(ctx, params, None)?;
     plan.run(ctx, params, None, workspace, stream)
 }
 
@@ -139,12 +140,13 @@ pub fn supported_cached(
     Ok(implementation(cache.context()))
 }
 
-/// The exact workspace that [`forward_cached`] needs for the cache's current batch, in bytes; see [`workspace_size`].
+/// The workspace for [`forward_cached`] and the cache's current batch, in bytes; see [`workspace_size`].
 ///
 /// # Errors
 /// As [`supported_cached`].
 pub fn workspace_size_cached(cache: &KvCache, layer: usize, params: &Params<'_>) -> Result<usize> {
-    Ok(Plan::new(cache.context(), params, Some((cache, layer)))?.workspace_size)
+    let ctx = cache.context();
+    Plan::new(ctx, params, Some((cache, layer)))?.wanted(ctx, params)
 }
 
 /// Computes the block for the new tokens of the cache's current batch on `stream`: appends their keys and values to the layer, and
@@ -163,7 +165,7 @@ pub fn forward_cached(
 ) -> Result<()> {
     let ctx = cache.context().clone();
     let plan = Plan::new(&ctx, params, Some((cache, layer)))?;
-    let workspace = plan.check_data(params, Some((cache, layer)))?;
+    let workspace = plan.check_data(&ctx, params, Some((cache, layer)))?;
     plan.run(&ctx, params, Some((cache, layer)), workspace, stream)
 }
 

@@ -7,12 +7,12 @@ use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kv_cache::{Config, KvCache};
-use crate::layout::Layout;
-use crate::ops::check::Arg;
+use crate::layout::{Layout, MAX_RANK};
+use crate::ops::check::{Arg, with_last};
 use crate::ops::linear::Weights;
 use crate::ops::rope::Positions;
 use crate::ops::{attention, linear};
-use crate::tensor::{RawTensor, TensorRef, Workspace};
+use crate::tensor::{Scratch, TensorRef, Workspace};
 
 /// Sizes of a validated call.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +23,7 @@ pub(super) struct Plan {
     pub batched: Option<(usize, usize)>,
     pub heads: Heads,
     pub attention_workspace: usize,
+    /// What is needed: the projections may have use for more.
     pub workspace_size: usize,
 }
 
@@ -53,9 +54,10 @@ impl Plan {
         }
         let names = ("out_weight", "out_bias");
         let out = params.out_projection.problem(OP, names, heads.attended())?;
+        let mut room = [0; MAX_RANK];
         params
             .output
-            .check(OP, arg, &linear::with_columns(&x, out.out_features()))?;
+            .check(OP, arg, with_last(&x, out.out_features(), &mut room))?;
         if params.cu_seqlens.is_some() && cached.is_some() {
             let problem = "is given together with a cache, which has its own";
             return Err(Error::invalid(OP, "cu_seqlens", problem));
@@ -136,12 +138,19 @@ impl Plan {
         Ok(())
     }
 
-    /// Pointers, alignment, overlap and workspace; gives the workspace's address.
+    /// The workspace with which the block is the fastest: behind its scratch memory, attention and the projections share the rest.
+    pub fn wanted(&self, ctx: &Context, params: &Params<'_>) -> Result<usize> {
+        let products = self.products_size(ctx, params)?;
+        Ok(self.scratch()? + self.attention_workspace.max(products))
+    }
+
+    /// Pointers, alignment, overlap and workspace; gives the workspace's address, and the part of it that projections have use for.
     pub fn check_data(
         &self,
+        ctx: &Context,
         params: &Params<'_>,
         cached: Option<(&KvCache, usize)>,
-    ) -> Result<*mut u8> {
+    ) -> Result<(*mut u8, Scratch)> {
         let mut tensors = vec![("x", params.x.raw())];
         let weights = params.weights(self.heads).into_iter();
         let out = (params.out_projection, ("out_weight", "out_bias"), 0);
@@ -189,11 +198,18 @@ impl Plan {
         }
         params.output.check_data(OP, &inputs)?;
         let workspace = params.workspace.check(OP, self.workspace_size)?;
-        let scratch = RawTensor {
-            ptr: workspace,
-            dtype: DType::Bool,
-            layout: Layout::contiguous(&[self.workspace_size])?,
+        let start = self.scratch()?;
+        let tail = params.workspace.size() - start;
+        let products = match tail {
+            0 => 0,
+            _ => self.products_size(ctx, params)?,
         };
+        let products = if products <= tail { products } else { 0 };
+        let scratch = Scratch {
+            ptr: workspace,
+            size: self.workspace_size.max(start + products),
+        };
+        let scratch = scratch.raw()?;
         let scratch = Arg::new(OP, "workspace", &scratch);
         for input in inputs {
             scratch.disjoint(input)?;
@@ -202,7 +218,11 @@ impl Plan {
         if let Some(residual) = params.output.residual() {
             scratch.disjoint(Arg::new(OP, "residual", &residual))?;
         }
-        Ok(workspace)
+        let products = Scratch {
+            ptr: workspace.wrapping_add(start),
+            size: products,
+        };
+        Ok((workspace, products))
     }
 }
 
@@ -231,15 +251,28 @@ fn expect_rows(name: &'static str, rows: usize, expected: usize) -> Result<()> {
     Err(Error::invalid(OP, name, problem))
 }
 
-/// The bytes that [`forward_cached`](super::forward_cached) needs for a batch of a cache of this shape: what
-/// [`workspace_size_cached`](super::workspace_size_cached) answers once there is one.
-pub(crate) fn cached_workspace_size(
-    ctx: &Context,
-    config: &Config,
-    num_heads: usize,
-    dtype: DType,
-    (num_sequences, num_tokens): (usize, usize),
-) -> Result<usize> {
+/// Sizes of the block of an engine, for [`cached_workspace_size`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub hidden: usize,
+    pub num_heads: usize,
+    pub dtype: DType,
+    pub weight_dtype: DType,
+    pub num_sequences: usize,
+    pub num_tokens: usize,
+}
+
+/// What [`workspace_size_cached`](super::workspace_size_cached) answers for a batch of a cache of this shape, once there is one, with
+/// packed projections.
+pub(crate) fn cached_workspace_size(ctx: &Context, config: &Config, sizes: Sizes) -> Result<usize> {
+    let Sizes {
+        hidden,
+        num_heads,
+        dtype,
+        weight_dtype,
+        num_sequences,
+        num_tokens,
+    } = sizes;
     let heads = Heads {
         num_heads,
         num_kv_heads: config.num_kv_heads,
@@ -292,5 +325,16 @@ pub(crate) fn cached_workspace_size(
         let size = attention::workspace_size(ctx, &attention)?;
         plan.attention_workspace = plan.attention_workspace.max(size);
     }
-    Ok(plan.scratch()? + plan.attention_workspace)
+    let columns: usize = heads.columns().iter().sum();
+    let mut products = 0;
+    for (rows, columns) in [(columns, hidden), (hidden, heads.attended())] {
+        let size = linear::estimated_workspace_size(
+            ctx,
+            num_tokens,
+            (rows, columns),
+            (dtype, weight_dtype),
+        )?;
+        products = products.max(size);
+    }
+    Ok(plan.scratch()? + plan.attention_workspace.max(products))
 }

@@ -10,13 +10,14 @@ use crate::kv_cache::{Append, KvCache};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::rope::Positions;
 use crate::ops::{attention, linear, rms_norm, rope};
-use crate::tensor::{InOut, TensorMut, Workspace};
+use crate::tensor::{InOut, Scratch, TensorMut, Workspace};
 
 /// Whether steps are only checked, with data pointers that may be NULL, or run.
 #[derive(Clone, Copy)]
 pub(super) enum Mode {
     Check,
-    Run(Stream),
+    /// With a workspace for the projections.
+    Run(Stream, Scratch),
 }
 
 impl Plan {
@@ -29,23 +30,43 @@ impl Plan {
         views: &Views,
         mode: Mode,
     ) -> Result<()> {
-        self.project(ctx, params, views, mode)?;
+        match mode {
+            Mode::Check => self.project(params, views, Scratch::NONE, |linear| {
+                within(linear::supported(ctx, linear).map(drop))
+            }),
+            Mode::Run(stream, products) => self.project(params, views, products, |linear| {
+                within(linear::forward(ctx, linear, stream))
+            }),
+        }?;
         self.normalise(ctx, params, views, mode)?;
         self.rotate(ctx, params, cache, views, mode)
     }
 
-    /// Runs every step over a checked workspace.
+    /// The workspace that the projections have use for, in bytes.
+    pub fn products_size(&self, ctx: &Context, params: &Params<'_>) -> Result<usize> {
+        let views = Views::new(self, std::ptr::null_mut())?;
+        let mut most = 0;
+        let mut measure = |linear: &linear::Params<'_>| {
+            most = most.max(within(linear::workspace_size(ctx, linear))?);
+            Ok(())
+        };
+        self.project(params, &views, Scratch::NONE, &mut measure)?;
+        self.project_out(params, &views, Scratch::NONE, measure)?;
+        Ok(most)
+    }
+
+    /// Runs every step over a checked workspace; `products` is the part of it that projections have use for.
     pub fn run(
         &self,
         ctx: &Context,
         params: &Params<'_>,
         mut cached: Option<(&mut KvCache, usize)>,
-        workspace: *mut u8,
+        (workspace, products): (*mut u8, Scratch),
         stream: Stream,
     ) -> Result<()> {
         let views = Views::new(self, workspace)?;
         let cache = cached.as_ref().map(|(cache, _)| &**cache);
-        self.prepare(ctx, params, cache, &views, Mode::Run(stream))?;
+        self.prepare(ctx, params, cache, &views, Mode::Run(stream, products))?;
         if let Some((cache, layer)) = &mut cached {
             let (k, v) = (views.heads(1)?, views.heads(2)?);
             // SAFETY: the views lie in the workspace, whose queued writes come before.
@@ -64,24 +85,30 @@ impl Plan {
         let cached = cached.as_ref().map(|(c, layer)| (&**c, *layer));
         let attention = self.attention(params, cached, &views, tail)?;
         within(attention::forward(ctx, &attention, stream))?;
-        self.project_out(ctx, params, &views, stream)
+        self.project_out(params, &views, products, |linear| {
+            within(linear::forward(ctx, linear, stream))
+        })
     }
 
     /// Queries, keys and values.
-    fn project(&self, ctx: &Context, params: &Params<'_>, views: &Views, mode: Mode) -> Result<()> {
-        let step = |weights: &Weights<'_>, out: TensorMut<'static>| {
+    fn project(
+        &self,
+        params: &Params<'_>,
+        views: &Views,
+        products: Scratch,
+        mut each: impl FnMut(&linear::Params<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let mut step = |weights: &Weights<'_>, out: TensorMut<'static>| {
             let out = match self.batched {
                 Some(_) => views.batch(out)?,
                 None => out,
             };
-            let params = linear::Params {
+            each(&linear::Params {
                 x: params.x,
                 weights: *weights,
                 output: Output::Write(out),
-            };
-            within(match mode {
-                Mode::Check => linear::supported(ctx, &params).map(drop),
-                Mode::Run(stream) => linear::forward(ctx, &params, stream),
+                // SAFETY: a part of the checked workspace, which only this step uses meanwhile.
+                workspace: unsafe { Workspace::from_raw(products.ptr, products.size) },
             })
         };
         match &params.projections {
@@ -123,7 +150,7 @@ impl Plan {
             };
             within(match mode {
                 Mode::Check => rms_norm::supported(ctx, &params).map(drop),
-                Mode::Run(stream) => rms_norm::forward(ctx, &params, stream),
+                Mode::Run(stream, _) => rms_norm::forward(ctx, &params, stream),
             })?;
         }
         Ok(())
@@ -163,7 +190,7 @@ impl Plan {
         };
         within(match mode {
             Mode::Check => rope::supported(ctx, &params).map(drop),
-            Mode::Run(stream) => rope::forward(ctx, &params, stream),
+            Mode::Run(stream, _) => rope::forward(ctx, &params, stream),
         })
     }
 
@@ -212,10 +239,10 @@ impl Plan {
 
     fn project_out(
         &self,
-        ctx: &Context,
         params: &Params<'_>,
         views: &Views,
-        stream: Stream,
+        products: Scratch,
+        each: impl FnOnce(&linear::Params<'_>) -> Result<()>,
     ) -> Result<()> {
         // SAFETY: attention's output lies in the workspace; the caller's output is lent for this call, and used once.
         let (attended, output) = unsafe {
@@ -236,12 +263,13 @@ impl Plan {
             Some((batch, len)) => attended.unflattened(0, &[batch, len])?,
             None => attended,
         };
-        let params = linear::Params {
+        each(&linear::Params {
             x,
             weights: params.out_projection,
             output,
-        };
-        within(linear::forward(ctx, &params, stream))
+            // SAFETY: as in `project`.
+            workspace: unsafe { Workspace::from_raw(products.ptr, products.size) },
+        })
     }
 }
 

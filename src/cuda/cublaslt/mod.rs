@@ -2,132 +2,16 @@
 //!
 //! Its descriptors are made on the stack for each call, which is cheap; its choice of an algorithm is not, and is remembered.
 
-use std::collections::hash_map::DefaultHasher;
+mod bindings;
+
 use std::ffi::{c_int, c_void};
-use std::hash::{Hash, Hasher};
 use std::sync::OnceLock;
 
 use crate::context::Stream;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
-
-/// `cublasStatus_t`.
-type Status = c_int;
-type HandlePtr = *mut c_void;
-
-const SUCCESS: Status = 0;
-/// What a call gives that an algorithm does not serve.
-const INVALID_VALUE: Status = 7;
-const NOT_SUPPORTED: Status = 15;
-
-/// `cublasComputeType_t`: products and sums in f32, without TF32.
-const COMPUTE_32F: c_int = 68;
-/// `cudaDataType_t`.
-const R_32F: c_int = 0;
-const R_16F: c_int = 2;
-const R_16BF: c_int = 14;
-/// `cublasOperation_t`.
-const OP_T: c_int = 1;
-/// `cublasLtEpilogue_t`: the bias has an element per row of the (column-major) result.
-const EPILOGUE_BIAS: c_int = 4;
-
-/// `cublasLtMatmulDescAttributes_t`.
-const DESC_TRANSA: c_int = 3;
-const DESC_EPILOGUE: c_int = 7;
-const DESC_BIAS_POINTER: c_int = 8;
-/// `cublasLtMatmulPreferenceAttributes_t`; the alignments of A, B, C and D follow each other.
-const PREFERENCE_MAX_WORKSPACE: c_int = 1;
-const PREFERENCE_REDUCTION_SCHEMES: c_int = 3;
-const PREFERENCE_ALIGNMENT_A: c_int = 5;
-/// `cublasLtReductionScheme_t`: partial sums stay f32.
-const REDUCTION_COMPUTE_TYPE: u32 = 2;
-
-/// Room for any of the library's descriptors, which it fills itself and which differ in size between versions.
-#[repr(C, align(16))]
-struct Opaque([u64; 64]);
-
-impl Opaque {
-    const SIZE: usize = size_of::<Opaque>();
-
-    fn new() -> Opaque {
-        Opaque([0; 64])
-    }
-
-    fn ptr(&mut self) -> *mut c_void {
-        (&raw mut self.0).cast()
-    }
-}
-
-/// `cublasLtMatmulAlgo_t`.
-type Algorithm = [u64; 8];
-
-/// `cublasLtMatmulHeuristicResult_t`.
-#[repr(C)]
-struct HeuristicResult {
-    algorithm: Algorithm,
-    workspace_size: usize,
-    status: Status,
-    waves: f32,
-    reserved: [c_int; 4],
-}
-
-macro_rules! functions {
-    ($($method:ident = $symbol:ident($($argument:ident: $type:ty),* $(,)?);)*) => {
-        struct Functions {
-            $($method: unsafe extern "C" fn($($type),*) -> Status,)*
-        }
-
-        impl Functions {
-            fn resolve(library: &libloading::Library) -> Option<Functions> {
-                Some(Functions {
-                    // SAFETY: the type is that of the function in CUDA's headers.
-                    $($method: unsafe { *library.get(stringify!($symbol)).ok()? },)*
-                })
-            }
-        }
-    };
-}
-
-functions! {
-    create = cublasLtCreate(handle: *mut HandlePtr);
-    destroy = cublasLtDestroy(handle: HandlePtr);
-    desc_init = cublasLtMatmulDescInit_internal(desc: *mut c_void, size: usize, compute: c_int, scale: c_int);
-    desc_set = cublasLtMatmulDescSetAttribute(desc: *mut c_void, attribute: c_int, value: *const c_void, size: usize);
-    layout_init = cublasLtMatrixLayoutInit_internal(layout: *mut c_void, size: usize, dtype: c_int, rows: u64, columns: u64, stride: i64);
-    preference_init = cublasLtMatmulPreferenceInit_internal(preference: *mut c_void, size: usize);
-    preference_set = cublasLtMatmulPreferenceSetAttribute(preference: *mut c_void, attribute: c_int, value: *const c_void,
-        size: usize);
-    heuristic = cublasLtMatmulAlgoGetHeuristic(handle: HandlePtr, desc: *mut c_void, a: *mut c_void, b: *mut c_void, c: *mut c_void,
-        d: *mut c_void, preference: *mut c_void, requested: c_int, results: *mut HeuristicResult, found: *mut c_int);
-    matmul = cublasLtMatmul(handle: HandlePtr, desc: *mut c_void, alpha: *const c_void, a: *const c_void, a_layout: *mut c_void,
-        b: *const c_void, b_layout: *mut c_void, beta: *const c_void, c: *const c_void, c_layout: *mut c_void, d: *mut c_void,
-        d_layout: *mut c_void, algorithm: *const Algorithm, workspace: *mut c_void, workspace_size: usize, stream: *mut c_void);
-}
-
-/// The library's functions, if there is one. It stays open: its own threads may outlive any owner.
-fn functions() -> Option<&'static Functions> {
-    static FUNCTIONS: OnceLock<Option<Functions>> = OnceLock::new();
-    let open = || {
-        // Of the versions known to have these functions, the newest first; then whatever the linker's path calls so.
-        for name in [
-            "libcublasLt.so.13",
-            "libcublasLt.so.12",
-            "libcublasLt.so",
-            "cublasLt64_13.dll",
-            "cublasLt64_12.dll",
-        ] {
-            // SAFETY: opening the library runs its initialisers, which may run at any time and on any thread.
-            if let Ok(library) = unsafe { libloading::Library::new(name) }
-                && let Some(functions) = Functions::resolve(&library)
-            {
-                std::mem::forget(library);
-                return Some(functions);
-            }
-        }
-        None
-    };
-    FUNCTIONS.get_or_init(open).as_ref()
-}
+use crate::error::Result;
+use crate::tensor::Scratch;
+use bindings::*;
 
 /// `out = x Wᵀ + bias + residual`, all row-major, of one dtype; strides between rows in elements.
 #[derive(Clone, Copy, Debug)]
@@ -148,7 +32,7 @@ pub(super) struct Product {
 }
 
 /// What the choice of an algorithm depends on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Key {
     sizes: [usize; 3],
     strides: [usize; 4],
@@ -156,10 +40,43 @@ struct Key {
     traits: u32,
 }
 
+impl Key {
+    /// Spreads keys over slots. Callers choose their shapes, and at worst choose for some of them at each call, so this need not
+    /// withstand them.
+    fn hash(&self) -> usize {
+        let words = self.sizes.iter().chain(&self.strides).map(|w| *w as u64);
+        let mixed = words.fold(u64::from(self.traits), |hash, word| {
+            (hash.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        });
+        (mixed >> 32) as usize
+    }
+}
+
+/// Whether a workspace makes products faster. Those of 16 bits are bound by reading the weights, or long enough without.
+pub(super) fn has_use_for_workspace(dtype: DType) -> bool {
+    dtype == DType::F32
+}
+
+/// The most that is asked for: what cuBLAS itself has by default on Hopper, and more than nearly all that it chooses needs.
+const MAX_WORKSPACE: usize = 32 << 20;
+
 /// Alignments of more bytes than this serve no algorithm better.
 const WIDEST: u32 = 16;
 
 impl Product {
+    /// The same at aligned addresses where nothing lies.
+    pub fn aligned(&self) -> Product {
+        const NOWHERE: usize = 256;
+        Product {
+            x: NOWHERE,
+            weight: NOWHERE,
+            bias: self.bias.map(|_| NOWHERE),
+            residual: self.residual.map(|(_, stride)| (NOWHERE, stride)),
+            out: NOWHERE,
+            ..*self
+        }
+    }
+
     fn pointers(&self) -> [usize; 4] {
         let (residual, _) = self.residual.unwrap_or((self.out, 0));
         [self.weight, self.x, residual, self.out]
@@ -208,8 +125,20 @@ const SLOTS: usize = 1024;
 /// Slots that are looked at for one shape.
 const PROBES: usize = 8;
 
-/// What was chosen for a key; `None` if nothing serves it. Written once, so that readers need no lock.
-type Slot = OnceLock<(Key, Option<Algorithm>)>;
+/// An algorithm, and the workspace that it needs.
+type Choice = (Algorithm, usize);
+
+/// What was chosen for a key.
+#[derive(Clone, Copy, Debug)]
+struct Chosen {
+    /// Of those without a workspace.
+    alone: Option<Choice>,
+    /// Of all, if it needs a workspace.
+    with: Option<Choice>,
+}
+
+/// Written once, so that readers need no lock.
+type Slot = OnceLock<(Key, Chosen)>;
 
 /// A handle on one device, with the algorithms that were chosen there.
 pub(super) struct Library {
@@ -241,43 +170,65 @@ impl Library {
         unsafe { (self.functions.destroy)(self.handle) };
     }
 
-    /// Queues a product, of at least one element in each dimension; `false` if the library has no algorithm for it.
+    /// The workspace of the algorithm that serves a product best; 0 if none is better with one. What lies at addresses does not count,
+    /// but their alignment does.
+    pub fn workspace_size(&self, op: &'static str, p: &Product) -> Result<usize> {
+        let chosen = self.remembered(op, p, p.key())?;
+        Ok(chosen.with.map_or(0, |(_, size)| size))
+    }
+
+    /// Queues a product, of at least one element in each dimension, with the algorithm that serves it best if `scratch` is enough for it.
+    /// If not, and there is one without a workspace, with that one, if it is wanted `alone`; and `false` otherwise.
     ///
     /// # Safety
     /// The pointers are valid on the current context's device until the work has run, and the stream is live and of it.
-    pub unsafe fn multiply(&self, op: &'static str, p: &Product, stream: Stream) -> Result<bool> {
-        let mut d = self.describe(op, p, p.rows)?;
+    pub unsafe fn multiply(
+        &self,
+        op: &'static str,
+        p: &Product,
+        scratch: Scratch,
+        alone: bool,
+        stream: Stream,
+    ) -> Result<bool> {
         let key = p.key();
-        let Some(algorithm) = self.remembered(op, p, key)? else {
+        let chosen = self.remembered(op, p, key)?;
+        let with = chosen.with.filter(|(_, size)| *size <= scratch.size);
+        let Some(choice) = with.or(chosen.alone.filter(|_| alone)) else {
             return Ok(false);
         };
+        let mut d = self.describe(op, p, p.rows)?;
         // SAFETY: the caller's promise.
-        let mut status = unsafe { self.run(p, &mut d, &algorithm, stream) };
+        let mut status = unsafe { self.run(p, &mut d, &choice, scratch, stream) };
         if matches!(status, INVALID_VALUE | NOT_SUPPORTED) && key.sizes[0] != p.rows {
             // The algorithm of the rounded shape does not serve this one.
-            let Some(algorithm) = self.choose(op, p, p.rows)? else {
+            let Some(choice) = self.choose(op, p, p.rows, choice.1)? else {
                 return Ok(false);
             };
             // SAFETY: the caller's promise.
-            status = unsafe { self.run(p, &mut d, &algorithm, stream) };
+            status = unsafe { self.run(p, &mut d, &choice, scratch, stream) };
         }
         check(op, "cublasLtMatmul", status)?;
         Ok(true)
     }
 
     /// # Safety
-    /// As [`Library::multiply`].
+    /// As [`Library::multiply`]; the choice's workspace fits `scratch`.
     unsafe fn run(
         &self,
         p: &Product,
         d: &mut Descriptors,
-        algorithm: &Algorithm,
+        (algorithm, workspace_size): &Choice,
+        scratch: Scratch,
         stream: Stream,
     ) -> Status {
         let [weight, x, residual, out] =
             p.pointers().map(std::ptr::without_provenance_mut::<c_void>);
         let alpha = 1.0f32;
         let beta = if p.residual.is_some() { 1.0f32 } else { 0.0 };
+        let workspace = match workspace_size {
+            0 => std::ptr::null_mut(),
+            _ => scratch.ptr,
+        };
         // SAFETY: the descriptors say what lies at the pointers; the rest is the caller's promise.
         unsafe {
             (self.functions.matmul)(
@@ -294,23 +245,21 @@ impl Library {
                 out,
                 d.out.ptr(),
                 algorithm,
-                std::ptr::null_mut(),
-                0,
+                workspace.cast(),
+                *workspace_size,
                 stream.as_raw(),
             )
         }
     }
 
-    /// The algorithm for a key, chosen now unless it was before.
-    fn remembered(&self, op: &'static str, p: &Product, key: Key) -> Result<Option<Algorithm>> {
-        let mut hasher = DefaultHasher::new();
-        key.hash(&mut hasher);
-        let first = hasher.finish() as usize;
+    /// What was chosen for a key, chosen now unless it was before.
+    fn remembered(&self, op: &'static str, p: &Product, key: Key) -> Result<Chosen> {
+        let first = key.hash();
         let slots = (0..PROBES).map(|i| first.wrapping_add(i) % SLOTS);
         let mut free = None;
         for slot in slots.filter_map(|slot| self.chosen.get(slot)) {
             match slot.get() {
-                Some((other, algorithm)) if *other == key => return Ok(*algorithm),
+                Some((other, chosen)) if *other == key => return Ok(*chosen),
                 Some(_) => {}
                 None => {
                     free = Some(slot);
@@ -318,16 +267,29 @@ impl Library {
                 }
             }
         }
-        let algorithm = self.choose(op, p, key.sizes[0])?;
+        let choose = |limit| self.choose(op, p, key.sizes[0], limit);
+        let chosen = Chosen {
+            alone: choose(0)?,
+            with: match has_use_for_workspace(p.dtype) {
+                true => choose(MAX_WORKSPACE)?.filter(|(_, size)| *size > 0),
+                false => None,
+            },
+        };
         if let Some(slot) = free {
             // Another thread may have been faster, with this shape or another: then it is chosen for once more.
-            let _ = slot.set((key, algorithm));
+            let _ = slot.set((key, chosen));
         }
-        Ok(algorithm)
+        Ok(chosen)
     }
 
-    /// Asks for the best algorithm that needs no workspace.
-    fn choose(&self, op: &'static str, p: &Product, rows: usize) -> Result<Option<Algorithm>> {
+    /// Asks for the best algorithm within a workspace.
+    fn choose(
+        &self,
+        op: &'static str,
+        p: &Product,
+        rows: usize,
+        limit: usize,
+    ) -> Result<Option<Choice>> {
         let mut d = self.describe(op, p, rows)?;
         let mut preference = Opaque::new();
         // SAFETY: the preference has room for the library's struct, and is initialised before it is used; values have the sizes
@@ -340,7 +302,7 @@ impl Library {
                     (self.functions.preference_set)(preference.ptr(), attribute, value, size);
                 check(op, "cublasLtMatmulPreferenceSetAttribute", status)
             };
-            let workspace = 0u64;
+            let workspace = limit as u64;
             set(PREFERENCE_MAX_WORKSPACE, (&raw const workspace).cast(), 8)?;
             let schemes = REDUCTION_COMPUTE_TYPE;
             set(PREFERENCE_REDUCTION_SCHEMES, (&raw const schemes).cast(), 4)?;
@@ -375,8 +337,8 @@ impl Library {
             return Ok(None);
         }
         check(op, "cublasLtMatmulAlgoGetHeuristic", status)?;
-        let usable = found > 0 && result.status == SUCCESS && result.workspace_size == 0;
-        Ok(usable.then_some(result.algorithm))
+        let usable = found > 0 && result.status == SUCCESS && result.workspace_size <= limit;
+        Ok(usable.then_some((result.algorithm, result.workspace_size)))
     }
 
     /// Describes `outᵀ = W xᵀ` with column-major matrices: what is row-major is the transpose of what is column-major.
@@ -428,30 +390,10 @@ impl Library {
     }
 }
 
-fn check(op: &'static str, call: &'static str, status: Status) -> Result<()> {
-    let name = match status {
-        SUCCESS => return Ok(()),
-        1 => "CUBLAS_STATUS_NOT_INITIALIZED",
-        3 => "CUBLAS_STATUS_ALLOC_FAILED",
-        INVALID_VALUE => "CUBLAS_STATUS_INVALID_VALUE",
-        8 => "CUBLAS_STATUS_ARCH_MISMATCH",
-        11 => "CUBLAS_STATUS_MAPPING_ERROR",
-        13 => "CUBLAS_STATUS_EXECUTION_FAILED",
-        14 => "CUBLAS_STATUS_INTERNAL_ERROR",
-        NOT_SUPPORTED => "CUBLAS_STATUS_NOT_SUPPORTED",
-        _ => "an error that cuBLAS does not name",
-    };
-    Err(Error::Cuda {
-        op,
-        call,
-        name: name.into(),
-        code: status,
-        sticky: false,
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
@@ -469,6 +411,29 @@ mod tests {
         for (rows, rounded) in cases {
             assert_eq!(rounded_rows(rows), rounded, "{rows}");
         }
+    }
+
+    #[test]
+    fn keys_spread_over_slots() {
+        let mut taken = vec![false; SLOTS];
+        let mut without = 0;
+        // The layers of a model, at the numbers of rows that are told apart.
+        for (in_features, out_features) in
+            [(4096, 4096), (4096, 6144), (4096, 28672), (14336, 4096)]
+        {
+            let rows: BTreeSet<_> = (1..=8192).map(rounded_rows).collect();
+            for rows in rows {
+                let key = Key {
+                    sizes: [rows, in_features, out_features],
+                    strides: [in_features, in_features, 0, out_features],
+                    traits: 3 | 0b10000_10000_10000_10000 << 8,
+                };
+                let first = key.hash();
+                let mut slots = (0..PROBES).map(|i| first.wrapping_add(i) % SLOTS);
+                without += usize::from(slots.all(|slot| std::mem::replace(&mut taken[slot], true)));
+            }
+        }
+        assert!(without < 10, "{without}");
     }
 
     #[test]

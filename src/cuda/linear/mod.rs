@@ -1,0 +1,325 @@
+//! Linear layers on the GPU: which kernel a product gets, and its launch.
+//!
+//! Products of few rows are bound by reading the weights, which the kernels of this library do once; those of more rows go to cuBLASLt
+//! where there is one that serves their dtypes, and to kernels of this library otherwise.
+
+mod part;
+
+use super::Cuda;
+use super::cublaslt::{self, Library};
+use super::device::{Kernel, Resources};
+use super::images::linear::Arguments;
+use super::rows::Rows;
+use crate::context::Stream;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::ops::linear::{Problem, WeightsProblem};
+use crate::ops::swiglu::Activation;
+use crate::tensor::{RawTensor, Scratch};
+use part::{Part, has_few_rows};
+
+const OP: &str = "linear";
+
+/// A kernel of this library's, and what tells it from others.
+struct Form {
+    kernel: Kernel<Arguments>,
+    choices: Choices,
+    /// Columns of a tile.
+    columns: usize,
+    /// Blocks that the device runs at once.
+    resident: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Choices {
+    kind: u32,
+    x: u32,
+    weight: u32,
+    /// Of a tile.
+    rows: u32,
+    /// Elements per access.
+    width: u32,
+}
+
+/// The operation's kernels.
+pub(crate) struct Kernels {
+    forms: Vec<Form>,
+    library: Option<Library>,
+}
+
+impl Kernels {
+    pub fn new(resources: &Resources) -> Result<Kernels> {
+        let mut forms = Vec::new();
+        for kernel in resources.kernels::<Arguments>()? {
+            let choice = |name| kernel.info.choice(name);
+            let choices = Choices {
+                kind: choice("kind"),
+                x: choice("dtype"),
+                weight: choice("weight"),
+                rows: choice("rows"),
+                width: choice("width"),
+            };
+            forms.push(Form {
+                choices,
+                columns: choice("columns").max(1) as usize,
+                resident: resources.resident_blocks(&kernel)?.max(1),
+                kernel,
+            });
+        }
+        let _entered = resources.primary.enter(OP)?;
+        Ok(Kernels {
+            forms,
+            library: Library::open(),
+        })
+    }
+
+    /// The kernel for so many columns and tiles of rows. Of several, those that share a tile among more planes are first: the first whose
+    /// tiles all run at once keeps most of the device busy; the last reads ahead.
+    fn form(&self, choices: Choices, columns: usize, row_tiles: usize) -> Result<&Form> {
+        let fits = |form: &&Form| columns.div_ceil(form.columns) * row_tiles <= form.resident;
+        // A few dozen entries at most.
+        let mut forms = self.forms.iter().filter(|form| form.choices == choices);
+        let found = forms.clone().find(fits).or(forms.next_back());
+        found.ok_or_else(|| Error::Internal {
+            op: OP,
+            message: format!("no kernel with {choices:?}"),
+        })
+    }
+
+    /// Gives back what the library holds, in the device's context.
+    pub fn close(&mut self) {
+        if let Some(mut library) = self.library.take() {
+            library.close();
+        }
+    }
+
+    /// Whether products of such sizes go to cuBLASLt.
+    pub fn serves(
+        &self,
+        (x, weight): (DType, DType),
+        rows: usize,
+        columns: usize,
+        with_workspace: bool,
+    ) -> bool {
+        self.library.is_some() && x == weight && !has_few_rows(x, rows, columns, with_workspace)
+    }
+}
+
+/// `x Wᵀ + bias`, and what becomes of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Product<'a> {
+    pub op: &'static str,
+    pub x: &'a RawTensor,
+    pub weights: &'a WeightsProblem,
+    pub epilogue: Epilogue,
+    pub out: &'a RawTensor,
+}
+
+/// What becomes of a product and its bias.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Epilogue {
+    /// It is the output.
+    Store,
+    /// A residual is added.
+    Add(RawTensor),
+    /// An activated gate multiplies it.
+    Gate(RawTensor, Activation),
+}
+
+impl Epilogue {
+    /// The other tensor, and the number by which kernels know what to do with it.
+    fn parts(&self) -> (Option<&RawTensor>, u32) {
+        match self {
+            Epilogue::Store => (None, 0),
+            Epilogue::Add(residual) => (Some(residual), 1),
+            Epilogue::Gate(gate, activation) => (Some(gate), 2 + *activation as u32),
+        }
+    }
+}
+
+/// Rows and columns of a tile.
+const TILE: usize = 64;
+/// Blocks of a grid in its second dimension.
+const MAX_GRID_Y: usize = 65535;
+
+/// Whether there is a kernel for the problem.
+pub(crate) fn supported(p: &Problem) -> Result<()> {
+    fits(OP, ("x", &p.x), ("weight", &p.weights.weight))
+}
+
+/// Whether sizes are within what kernels count in 32 bits, and tiles of columns within a grid.
+pub(super) fn fits(
+    op: &'static str,
+    (x_name, x): (&'static str, &RawTensor),
+    (weight_name, weight): (&'static str, &RawTensor),
+) -> Result<()> {
+    let most = i32::MAX as usize;
+    let sizes = [
+        (x_name, "rows", x.layout.num_rows(), most),
+        (weight_name, "rows", weight.layout.dim(0), MAX_GRID_Y * TILE),
+        (weight_name, "columns", weight.layout.dim(1), most),
+    ];
+    for (name, what, size, most) in sizes {
+        if size > most {
+            let problem = format!("has {size} {what}, the CUDA backend takes {most}");
+            return Err(Error::unsupported(op, name, problem));
+        }
+    }
+    Ok(())
+}
+
+impl<'a> Product<'a> {
+    fn of(p: &'a Problem) -> Product<'a> {
+        Product {
+            op: OP,
+            x: &p.x,
+            weights: &p.weights,
+            epilogue: p.residual.map_or(Epilogue::Store, Epilogue::Add),
+            out: &p.out,
+        }
+    }
+
+    fn rows(&self) -> Rows<3> {
+        let (other, _) = self.epilogue.parts();
+        let other = other.unwrap_or(self.out);
+        Rows::new([&self.x.layout, &self.out.layout, &other.layout])
+    }
+}
+
+/// The workspace with which the problem is computed the fastest, in bytes. Data pointers are not looked at.
+pub(crate) fn workspace_size(cuda: &Cuda, p: &Problem) -> Result<usize> {
+    scratch_size(cuda, &Product::of(p))
+}
+
+/// The same of a product.
+pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
+    if p.out.layout.is_empty() || !cublaslt::has_use_for_workspace(p.x.dtype) {
+        return Ok(0);
+    }
+    let Some(library) = &cuda.linear.library else {
+        return Ok(0);
+    };
+    // Matrices differ in where they lie alone.
+    let Some(matrix) = p.rows().matrices().next() else {
+        return Ok(0);
+    };
+    let part = Part::new(p, &matrix);
+    let Some(product) = part.for_library(p).filter(|_| !part.has_few_rows(p, true)) else {
+        return Ok(0);
+    };
+    let primary = &cuda.resources.primary;
+    let _entered = primary.enter(p.op)?;
+    let _relaxed = primary.driver.relax_capture(p.op)?;
+    library.workspace_size(p.op, &product.aligned())
+}
+
+pub(crate) fn forward(cuda: &Cuda, p: &Problem, scratch: Scratch, stream: Stream) -> Result<()> {
+    multiply(cuda, &Product::of(p), scratch, stream)
+}
+
+/// Queues a product whose tensors have been checked. `scratch` may be too small to be of use.
+pub(super) fn multiply(
+    cuda: &Cuda,
+    p: &Product<'_>,
+    scratch: Scratch,
+    stream: Stream,
+) -> Result<()> {
+    if p.out.layout.is_empty() {
+        return Ok(());
+    }
+    for matrix in p.rows().matrices() {
+        let part = Part::new(p, &matrix);
+        if !part.through_library(cuda, p, scratch, stream)? {
+            part.launch(cuda, p, stream)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::context::{Backend, Context, ContextOptions};
+    use crate::layout::Layout;
+    use crate::memory::Buffer;
+    use half::{bf16, f16};
+
+    fn tensor(ctx: &Context, dtype: DType, shape: &[usize], values: &[f32]) -> (Buffer, RawTensor) {
+        let bytes: Vec<u8> = match dtype {
+            DType::F16 => values
+                .iter()
+                .flat_map(|v| f16::from_f32(*v).to_ne_bytes())
+                .collect(),
+            DType::Bf16 => values
+                .iter()
+                .flat_map(|v| bf16::from_f32(*v).to_ne_bytes())
+                .collect(),
+            _ => values.iter().flat_map(|v| v.to_ne_bytes()).collect(),
+        };
+        let words: Vec<i32> = bytes
+            .chunks(4)
+            .map(|chunk| {
+                let mut word = [0; 4];
+                word[..chunk.len()].copy_from_slice(chunk);
+                i32::from_ne_bytes(word)
+            })
+            .collect();
+        let buffer = Buffer::from_slice(ctx, &words).unwrap();
+        let raw = RawTensor {
+            ptr: buffer.as_ptr(),
+            dtype,
+            layout: Layout::contiguous(shape).unwrap(),
+        };
+        (buffer, raw)
+    }
+
+    /// With and without cuBLASLt the same products come out, to the bit where sums are exact.
+    #[test]
+    fn kernels_serve_where_there_is_no_library() {
+        if !Backend::Cuda.device_count().is_ok_and(|n| n > 0) {
+            return;
+        }
+        let options = ContextOptions {
+            backend: Backend::Cuda,
+            ..ContextOptions::default()
+        };
+        let ctx = Context::new(&options).unwrap();
+        let with = Cuda::new(OP, 0).unwrap();
+        let mut without = Cuda::new(OP, 0).unwrap();
+        without.linear.close();
+        println!("cuBLASLt: {}", with.linear.library.is_some());
+        let small = |seed: usize, i: usize| ((seed + i) * 2_654_435_761 % 7919 % 7) as f32 - 3.0;
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            for (rows, k, n) in [
+                (17, 8, 40),
+                (40, 64, 1),
+                (130, 72, 200),
+                (65, 33, 31),
+                (700, 512, 96),
+            ] {
+                let values = |seed, len| (0..len).map(|i| small(seed, i)).collect::<Vec<f32>>();
+                let (_x, x) = tensor(&ctx, dtype, &[rows, k], &values(1, rows * k));
+                let (_w, weight) = tensor(&ctx, dtype, &[n, k], &values(2, n * k));
+                let (_b, bias) = tensor(&ctx, dtype, &[n], &values(3, n));
+                let (_r, residual) = tensor(&ctx, dtype, &[rows, n], &values(4, rows * n));
+                let results = [&with, &without].map(|cuda| {
+                    let (buffer, out) = tensor(&ctx, dtype, &[rows, n], &vec![f32::NAN; rows * n]);
+                    let problem = Problem {
+                        x,
+                        weights: WeightsProblem {
+                            weight,
+                            bias: Some(bias),
+                        },
+                        residual: Some(residual),
+                        out,
+                    };
+                    forward(cuda, &problem, Scratch::NONE, Stream::DEFAULT).unwrap();
+                    ctx.synchronize(Stream::DEFAULT).unwrap();
+                    let len = buffer.size() / 4;
+                    buffer.to_vec::<i32>(0, len, Stream::DEFAULT).unwrap()
+                });
+                assert!(results[0] == results[1], "{dtype} {rows} {k} {n}");
+            }
+        }
+    }
+}
