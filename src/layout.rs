@@ -248,17 +248,18 @@ impl Layout {
                 ),
             ));
         }
-        let mut shape = self.shape()[..dim].to_vec();
-        let mut strides = self.strides()[..dim].to_vec();
-        let mut inner: usize = sizes.iter().product();
-        for &n in sizes {
+        let rank = checked_rank(self.rank - 1 + sizes.len())?;
+        let after = dim + sizes.len();
+        let (mut shape, mut strides) = (self.shape, self.strides);
+        shape[after..rank].copy_from_slice(&self.shape()[dim + 1..]);
+        strides[after..rank].copy_from_slice(&self.strides()[dim + 1..]);
+        let mut inner = product.unwrap_or(0);
+        for (i, &n) in (dim..after).zip(sizes) {
             inner = inner.checked_div(n).unwrap_or(0);
-            shape.push(n);
-            strides.push(self.strides[dim] * inner);
+            shape[i] = n;
+            strides[i] = self.strides[dim] * inner;
         }
-        shape.extend_from_slice(&self.shape()[dim + 1..]);
-        strides.extend_from_slice(&self.strides()[dim + 1..]);
-        Layout::strided(&shape, &strides)
+        Layout::strided(&shape[..rank], &strides[..rank])
     }
 
     fn check_dim(&self, dim: usize) -> Result<()> {

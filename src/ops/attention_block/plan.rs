@@ -1,5 +1,7 @@
 //! Validation: what a call is, its workspace, and whether its data is there.
 
+use arrayvec::ArrayVec;
+
 use super::steps::{Mode, within};
 use super::views::{Heads, Views, aligned, too_many, view};
 use super::{OP, Params, Projections};
@@ -12,7 +14,7 @@ use crate::ops::check::{Arg, with_last};
 use crate::ops::linear::Weights;
 use crate::ops::rope::Positions;
 use crate::ops::{attention, linear};
-use crate::tensor::{Scratch, TensorRef, Workspace};
+use crate::tensor::{RawTensor, Scratch, TensorRef, Workspace};
 
 /// Sizes of a validated call.
 #[derive(Clone, Copy, Debug)]
@@ -151,7 +153,10 @@ impl Plan {
         params: &Params<'_>,
         cached: Option<(&KvCache, usize)>,
     ) -> Result<(*mut u8, Scratch)> {
-        let mut tensors = vec![("x", params.x.raw())];
+        /// `x`, four weights and biases, five optional tensors, positions, two of a rotation; and a cache's two.
+        const MOST: usize = 19;
+        let mut tensors = ArrayVec::<(&str, RawTensor), MOST>::new();
+        tensors.push(("x", params.x.raw()));
         let weights = params.weights(self.heads).into_iter();
         let out = (params.out_projection, ("out_weight", "out_bias"), 0);
         for (weights, names, _) in weights.chain([out]) {
@@ -179,10 +184,6 @@ impl Plan {
             let rotation = rotation.problem(OP, self.heads.head_dim)?;
             tensors.extend(rotation.tensors().map(|(name, t)| (name, *t)));
         }
-        let mut inputs = Vec::with_capacity(tensors.len() + 2);
-        for (name, tensor) in &tensors {
-            inputs.push(Arg::new(OP, name, tensor).data()?);
-        }
         let pages = match cached {
             None => None,
             Some((cache, layer)) => {
@@ -190,6 +191,10 @@ impl Plan {
                 Some([k.raw(), v.raw()])
             }
         };
+        let mut inputs = ArrayVec::<Arg<'_>, MOST>::new();
+        for (name, tensor) in &tensors {
+            inputs.push(Arg::new(OP, name, tensor).data()?);
+        }
         for (name, t) in ["the cache's keys", "the cache's values"]
             .iter()
             .zip(pages.iter().flatten())
@@ -227,21 +232,25 @@ impl Plan {
 }
 
 impl Params<'_> {
-    /// The projections to queries, keys and values, with the names of their arguments and the rows that they must have.
-    fn weights(&self, heads: Heads) -> Vec<(Weights<'_>, (&'static str, &'static str), usize)> {
+    /// The projections to queries, keys and values.
+    fn weights(&self, heads: Heads) -> ArrayVec<Projection<'_>, 3> {
         let columns = heads.columns();
         match &self.projections {
             Projections::Packed(qkv) => {
-                vec![(*qkv, ("qkv_weight", "qkv_bias"), columns.iter().sum())]
+                let all = (*qkv, ("qkv_weight", "qkv_bias"), columns.iter().sum());
+                ArrayVec::from_iter([all])
             }
-            Projections::Apart { q, k, v } => vec![
+            Projections::Apart { q, k, v } => ArrayVec::from([
                 (*q, ("q_weight", "q_bias"), columns[0]),
                 (*k, ("k_weight", "k_bias"), columns[1]),
                 (*v, ("v_weight", "v_bias"), columns[2]),
-            ],
+            ]),
         }
     }
 }
+
+/// A projection's weights, their names, and the rows that they must have.
+type Projection<'a> = (Weights<'a>, (&'static str, &'static str), usize);
 
 fn expect_rows(name: &'static str, rows: usize, expected: usize) -> Result<()> {
     if rows == expected {

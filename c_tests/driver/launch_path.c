@@ -1,0 +1,231 @@
+// What a call does on the host, beside a driver that counts: it launches its kernels, and neither
+// allocates nor copies, waits or asks the driver for anything. A graph could not be captured, and a
+// decoding step not be short, if it did.
+#include "check.h"
+#include "driver.h"
+
+// The C library's own, which the functions below stand before.
+extern void *__libc_malloc(size_t size);
+extern void *__libc_calloc(size_t count, size_t size);
+extern void *__libc_realloc(void *old, size_t size);
+extern void *__libc_memalign(size_t alignment, size_t size);
+
+static int allocations;
+
+void *malloc(size_t size) {
+  allocations++;
+  return __libc_malloc(size);
+}
+void *calloc(size_t count, size_t size) {
+  allocations++;
+  return __libc_calloc(count, size);
+}
+void *realloc(void *old, size_t size) {
+  allocations++;
+  return __libc_realloc(old, size);
+}
+int posix_memalign(void **result, size_t alignment, size_t size);
+int posix_memalign(void **result, size_t alignment, size_t size) {
+  allocations++;
+  *result = __libc_memalign(alignment, size);
+  return *result == NULL ? 12 : 0;
+}
+
+enum { HIDDEN = 512, HEADS = 8, KV_HEADS = 2, DIM = 64, FFN = 1024, VOCAB = 1000 };
+
+static unsloth_context *ctx;
+
+// A tensor of its own at an address that nothing is at.
+static unsloth_tensor make(unsloth_dtype dtype, int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
+  void *data = NULL;
+  CHECK_OK(unsloth_memory_alloc(ctx, 1 << 24, &data));
+  return tensor(data, dtype, d0, d1, d2, d3);
+}
+
+static unsloth_tensor bf16(int64_t d0, int64_t d1, int64_t d2, int64_t d3) {
+  return make(UNSLOTH_DTYPE_BF16, d0, d1, d2, d3);
+}
+
+static void *memory(size_t size) {
+  void *data = NULL;
+  if (size > 0) CHECK_OK(unsloth_memory_alloc(ctx, size, &data));
+  return data;
+}
+
+// Calls twice, since a first call may find out about its thread, and looks at the second.
+#define CHECK_PATH(call, expected_launches) \
+  do {                                      \
+    CHECK_OK(call);                         \
+    begin();                                \
+    CHECK_OK(call);                         \
+    end(#call, expected_launches);          \
+  } while (0)
+
+static void begin(void) {
+  allocations = 0;
+  memset(&driver, 0, sizeof driver);
+}
+
+static void end(const char *call, int launches) {
+  const int allocated = allocations;
+  if (allocated == 0 && driver.launches == launches && driver.copies == 0 && driver.others == 0)
+    return;
+  fprintf(stderr,
+          "%s: %d allocations, %d launches (not %d), %d copies, %d other calls of the driver; %s\n",
+          call, allocated, driver.launches, launches, driver.copies, driver.others,
+          driver.last == NULL ? "" : driver.last);
+  exit(1);
+}
+
+static void rows(void) {
+  unsloth_rms_norm_params norm = UNSLOTH_RMS_NORM_PARAMS_INIT;
+  norm.x = bf16(3, HIDDEN, -1, -1);
+  norm.out = bf16(3, HIDDEN, -1, -1);
+  norm.weight = bf16(HIDDEN, -1, -1, -1);
+  norm.epsilon = 1e-5f;
+  CHECK_PATH(unsloth_rms_norm_forward(ctx, &norm, NULL), 1);
+  norm.residual = bf16(3, HIDDEN, -1, -1);
+  norm.residual_out = norm.residual;
+  CHECK_PATH(unsloth_rms_norm_forward(ctx, &norm, NULL), 1);
+
+  unsloth_swiglu_params gated = UNSLOTH_SWIGLU_PARAMS_INIT;
+  gated.gate_up = bf16(3, 2 * FFN, -1, -1);
+  gated.out = bf16(3, FFN, -1, -1);
+  CHECK_PATH(unsloth_swiglu_forward(ctx, &gated, NULL), 1);
+
+  unsloth_rope_params rope = UNSLOTH_ROPE_PARAMS_INIT;
+  rope.q = rope.q_out = bf16(1, 3, HEADS, DIM);
+  rope.k = rope.k_out = bf16(1, 3, KV_HEADS, DIM);
+  rope.positions = make(UNSLOTH_DTYPE_I32, 1, 3, -1, -1);
+  CHECK_PATH(unsloth_rope_forward(ctx, &rope, NULL), 1);
+
+  unsloth_embedding_params embedding = UNSLOTH_EMBEDDING_PARAMS_INIT;
+  embedding.table = bf16(VOCAB, HIDDEN, -1, -1);
+  embedding.ids = make(UNSLOTH_DTYPE_I32, 3, -1, -1, -1);
+  embedding.out = bf16(3, HIDDEN, -1, -1);
+  CHECK_PATH(unsloth_embedding_forward(ctx, &embedding, NULL), 1);
+
+  unsloth_cast_params cast = UNSLOTH_CAST_PARAMS_INIT;
+  cast.x = bf16(3, HIDDEN, -1, -1);
+  cast.out = make(UNSLOTH_DTYPE_F32, 3, HIDDEN, -1, -1);
+  CHECK_PATH(unsloth_cast_forward(ctx, &cast, NULL), 1);
+
+  unsloth_argmax_params argmax = UNSLOTH_ARGMAX_PARAMS_INIT;
+  argmax.x = make(UNSLOTH_DTYPE_F32, 3, VOCAB, -1, -1);
+  argmax.out = make(UNSLOTH_DTYPE_I32, 3, -1, -1, -1);
+  CHECK_PATH(unsloth_argmax_forward(ctx, &argmax, NULL), 1);
+}
+
+static void products(void) {
+  unsloth_linear_params linear = UNSLOTH_LINEAR_PARAMS_INIT;
+  linear.weight = bf16(HIDDEN, HIDDEN, -1, -1);
+  linear.bias = bf16(HIDDEN, -1, -1, -1);
+  // Few rows and, where there is no cuBLAS, many.
+  for (int64_t tokens = 1; tokens <= 4; tokens += 3) {
+    linear.x = bf16(tokens, HIDDEN, -1, -1);
+    linear.out = bf16(tokens, HIDDEN, -1, -1);
+    CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 1);
+  }
+
+  unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;
+  mlp.x = bf16(1, HIDDEN, -1, -1);
+  mlp.gate_weight = bf16(FFN, HIDDEN, -1, -1);
+  mlp.up_weight = bf16(FFN, HIDDEN, -1, -1);
+  mlp.down_weight = bf16(HIDDEN, FFN, -1, -1);
+  mlp.residual = bf16(1, HIDDEN, -1, -1);
+  mlp.out = mlp.residual;
+  CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
+  mlp.workspace = memory(mlp.workspace_size);
+  // Gate, up with the activation, down with the residual.
+  CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 3);
+}
+
+static void attention(int64_t queries, int64_t keys, unsloth_implementation expected,
+                      int launches) {
+  unsloth_implementation implementation;
+  unsloth_attention_params p = UNSLOTH_ATTENTION_PARAMS_INIT;
+  p.causal = 1;
+  p.q = bf16(1, queries, HEADS, DIM);
+  p.k = bf16(1, keys, KV_HEADS, DIM);
+  p.v = bf16(1, keys, KV_HEADS, DIM);
+  p.out = bf16(1, queries, HEADS, DIM);
+  CHECK_OK(unsloth_attention_workspace_size(ctx, &p, &p.workspace_size));
+  p.workspace = memory(p.workspace_size);
+  CHECK_OK(unsloth_attention_supported(ctx, &p, &implementation));
+  CHECK(implementation == expected);
+  CHECK_PATH(unsloth_attention_forward(ctx, &p, NULL), launches);
+}
+
+// A decoding step of two sequences through a cache.
+static void cached(void) {
+  enum { SEQUENCES = 2 };
+  unsloth_kv_cache *cache = NULL;
+  unsloth_kv_cache_params shape = UNSLOTH_KV_CACHE_PARAMS_INIT;
+  shape.dtype = UNSLOTH_DTYPE_BF16;
+  shape.num_layers = 2;
+  shape.num_kv_heads = KV_HEADS;
+  shape.head_dim = DIM;
+  shape.page_size = 16;
+  shape.num_pages = 8;
+  CHECK_OK(unsloth_kv_cache_create(ctx, &shape, &cache));
+  int64_t sequences[SEQUENCES];
+  const int64_t prompt[SEQUENCES] = {20, 5}, one[SEQUENCES] = {1, 1};
+  for (int i = 0; i < SEQUENCES; i++)
+    CHECK_OK(unsloth_kv_cache_sequence_create(cache, &sequences[i]));
+  CHECK_OK(unsloth_kv_cache_extend(cache, sequences, prompt, SEQUENCES, NULL));
+  CHECK_OK(unsloth_kv_cache_extend(cache, sequences, one, SEQUENCES, NULL));
+  // A step's lengths and pages go over in one copy, behind which their memory is free again.
+  memset(&driver, 0, sizeof driver);
+  CHECK_OK(unsloth_kv_cache_extend(cache, sequences, one, SEQUENCES, NULL));
+  CHECK(driver.copies == 1 && driver.launches == 0);
+
+  unsloth_kv_cache_append_params append = UNSLOTH_KV_CACHE_APPEND_PARAMS_INIT;
+  append.rotate = 1;
+  append.layer = 1;
+  append.k = bf16(SEQUENCES, KV_HEADS, DIM, -1);
+  append.v = bf16(SEQUENCES, KV_HEADS, DIM, -1);
+  CHECK_PATH(unsloth_kv_cache_append(cache, &append, NULL), 1);
+
+  unsloth_attention_params p = UNSLOTH_ATTENTION_PARAMS_INIT;
+  p.causal = 1;
+  p.q = bf16(SEQUENCES, HEADS, DIM, -1);
+  p.out = bf16(SEQUENCES, HEADS, DIM, -1);
+  CHECK_PATH(unsloth_kv_cache_attention_prepare(cache, 1, &p), 0);
+  CHECK_OK(unsloth_attention_workspace_size(ctx, &p, &p.workspace_size));
+  p.workspace = memory(p.workspace_size);
+  CHECK_PATH(unsloth_attention_forward(ctx, &p, NULL), 1);
+
+  unsloth_attention_block_params block = UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT;
+  block.num_heads = HEADS;
+  block.num_kv_heads = KV_HEADS;
+  block.head_dim = DIM;
+  block.rotate = 1;
+  block.cache = cache;
+  block.x = bf16(SEQUENCES, HIDDEN, -1, -1);
+  block.q_weight = bf16(HEADS * DIM, HIDDEN, -1, -1);
+  block.k_weight = bf16(KV_HEADS * DIM, HIDDEN, -1, -1);
+  block.v_weight = bf16(KV_HEADS * DIM, HIDDEN, -1, -1);
+  block.out_weight = bf16(HIDDEN, HEADS * DIM, -1, -1);
+  block.residual = bf16(SEQUENCES, HIDDEN, -1, -1);
+  block.out = block.residual;
+  CHECK_OK(unsloth_attention_block_workspace_size(ctx, &block, &block.workspace_size));
+  block.workspace = memory(block.workspace_size);
+  // Three projections, queries rotated, keys rotated and stored with the values, attention, output.
+  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 7);
+  CHECK_OK(unsloth_kv_cache_destroy(cache));
+}
+
+int main(void) {
+  unsloth_context_params params = UNSLOTH_CONTEXT_PARAMS_INIT;
+  params.backend = UNSLOTH_BACKEND_CUDA;
+  CHECK_OK(unsloth_context_create(&params, &ctx));
+  rows();
+  products();
+  attention(1, 100, UNSLOTH_IMPLEMENTATION_CUDA, 1);
+  // Split keys are joined by a second kernel.
+  attention(1, 4096, UNSLOTH_IMPLEMENTATION_CUDA, 2);
+  attention(1000, 1000, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
+  cached();
+  CHECK_OK(unsloth_context_destroy(ctx));
+  return 0;
+}
