@@ -356,6 +356,8 @@ fn great_products_agree_with_their_definition() {
         (DType::F32, (128, 512, 1024)),
         (DType::F32, (40, 520, 4096)),
         (DType::F32, (20, 1024, 2048)),
+        (DType::Bf16, (70, 300, 8192)),
+        (DType::Bf16, (17, 520, 4096)),
     ] {
         let mut call = Product::new(&ctx, dtype, sizes);
         call.queue(&ctx, Stream::DEFAULT);

@@ -6,7 +6,7 @@
 
 use std::cell::Cell;
 
-use super::linear::{self, Epilogue, Product};
+use super::linear::{self, Epilogue, Product, Sizes};
 use super::rows::{Matrix, Rows};
 use super::{Cuda, swiglu};
 use crate::context::Stream;
@@ -34,9 +34,13 @@ fn stores_both(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
     const LEAST: usize = 512;
     let dtypes = (p.x.dtype, p.gate.weight.dtype);
     let rows = p.x.layout.num_rows();
-    let serves = |columns| (cuda.linear).serves(dtypes, rows, columns, with_workspace);
+    let sizes = Sizes {
+        rows,
+        columns: p.intermediate,
+        in_features: p.gate.weight.layout.dim(1),
+    };
     // Of a single row there are no halves.
-    rows > 1 && p.intermediate >= LEAST && serves(p.intermediate)
+    rows > 1 && p.intermediate >= LEAST && cuda.linear.serves(dtypes, sizes, with_workspace)
 }
 
 /// Rows of intermediates that the problem has use for, with or without a workspace for products; as many as it has rows are enough.

@@ -4,8 +4,8 @@
 //! output's dtype is that of the result. The same inputs give the same bits with any number of threads.
 //!
 //! On CUDA, products of more than a few rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has
-//! it too; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32 are faster with a workspace,
-//! in which cuBLAS lets more of the device share their sums; [`workspace_size`] says how large a one is of use.
+//! it too; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32, and those of few columns
+//! and many elements, are faster with a workspace, in which cuBLAS lets more of the device share their sums; [`workspace_size`] says how large a one is of use.
 
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
@@ -219,7 +219,7 @@ fn useful(ctx: &Context, problem: &Problem) -> Result<usize> {
     }
 }
 
-/// The workspace that makes [`forward`] faster, in bytes, for data aligned to 16 bytes: what the algorithm needs that serves the product
+/// The workspace that makes [`forward`] faster, in bytes, for data aligned to 256 bytes: what the algorithm needs that serves the product
 /// best, 32 MiB at most, and zero if that needs none. With less the product is computed as well, by another algorithm, whose sums may be
 /// rounded differently. More rows may need less. Data pointers and the workspace are not looked at.
 ///

@@ -33,6 +33,8 @@ pub(super) const DESC_BIAS_POINTER: c_int = 8;
 pub(super) const PREFERENCE_MAX_WORKSPACE: c_int = 1;
 pub(super) const PREFERENCE_REDUCTION_SCHEMES: c_int = 3;
 pub(super) const PREFERENCE_ALIGNMENT_A: c_int = 5;
+/// `cublasLtMatmulAlgoConfigAttributes_t`.
+pub(super) const ALGORITHM_CLUSTER_SHAPE: c_int = 8;
 /// `cublasLtReductionScheme_t`: partial sums stay f32.
 pub(super) const REDUCTION_COMPUTE_TYPE: u32 = 2;
 
@@ -56,6 +58,7 @@ impl Opaque {
 pub(super) type Algorithm = [u64; 8];
 
 /// `cublasLtMatmulHeuristicResult_t`.
+#[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct HeuristicResult {
     pub algorithm: Algorithm,
@@ -91,6 +94,8 @@ functions! {
     preference_init = cublasLtMatmulPreferenceInit_internal(preference: *mut c_void, size: usize);
     preference_set = cublasLtMatmulPreferenceSetAttribute(preference: *mut c_void, attribute: c_int, value: *const c_void,
         size: usize);
+    algorithm_get = cublasLtMatmulAlgoConfigGetAttribute(algorithm: *const Algorithm, attribute: c_int, value: *mut c_void, size: usize,
+        written: *mut usize);
     heuristic = cublasLtMatmulAlgoGetHeuristic(handle: HandlePtr, desc: *mut c_void, a: *mut c_void, b: *mut c_void, c: *mut c_void,
         d: *mut c_void, preference: *mut c_void, requested: c_int, results: *mut HeuristicResult, found: *mut c_int);
     matmul = cublasLtMatmul(handle: HandlePtr, desc: *mut c_void, alpha: *const c_void, a: *const c_void, a_layout: *mut c_void,

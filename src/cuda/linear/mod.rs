@@ -16,7 +16,8 @@ use crate::error::{Error, Result};
 use crate::ops::linear::{Problem, WeightsProblem};
 use crate::ops::swiglu::Activation;
 use crate::tensor::{RawTensor, Scratch};
-use part::{Part, has_few_rows};
+use part::Part;
+pub(crate) use part::Sizes;
 
 const OP: &str = "linear";
 
@@ -94,14 +95,8 @@ impl Kernels {
     }
 
     /// Whether products of such sizes go to cuBLASLt.
-    pub fn serves(
-        &self,
-        (x, weight): (DType, DType),
-        rows: usize,
-        columns: usize,
-        with_workspace: bool,
-    ) -> bool {
-        self.library.is_some() && x == weight && !has_few_rows(x, rows, columns, with_workspace)
+    pub fn serves(&self, (x, weight): (DType, DType), sizes: Sizes, with_workspace: bool) -> bool {
+        self.library.is_some() && x == weight && !sizes.are_few_rows(x, with_workspace)
     }
 }
 
@@ -193,10 +188,7 @@ pub(crate) fn workspace_size(cuda: &Cuda, p: &Problem) -> Result<usize> {
 
 /// The same of a product.
 pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
-    if p.out.layout.is_empty() || !cublaslt::has_use_for_workspace(p.x.dtype) {
-        return Ok(0);
-    }
-    let Some(library) = &cuda.linear.library else {
+    let (Some(library), false) = (&cuda.linear.library, p.out.layout.is_empty()) else {
         return Ok(0);
     };
     // Matrices differ in where they lie alone.
@@ -204,7 +196,8 @@ pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
         return Ok(0);
     };
     let part = Part::new(p, &matrix);
-    let Some(product) = part.for_library(p).filter(|_| !part.has_few_rows(p, true)) else {
+    let product = part.for_library(p).filter(|_| !part.has_few_rows(p, true));
+    let Some(product) = product.filter(cublaslt::Product::has_use_for_workspace) else {
         return Ok(0);
     };
     let primary = &cuda.resources.primary;

@@ -11,27 +11,41 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::{RawTensor, Scratch};
 
-/// Rows up to which kernels of this library are faster than cuBLASLt, for so many columns: timed on an H200.
-type FewRows = (usize, RangeInclusive<usize>);
-const FEW_ROWS: [FewRows; 2] = [(8, 0..=usize::MAX), (16, 0..=2048)];
+/// Rows up to which kernels of this library are faster than cuBLASLt, for so many columns and input features: timed on an H200.
+type FewRows = (usize, RangeInclusive<usize>, RangeInclusive<usize>);
+const ANY: RangeInclusive<usize> = 0..=usize::MAX;
+const FEW_ROWS: [FewRows; 2] = [(8, ANY, ANY), (16, 0..=2048, ANY)];
 /// Products of f32 without a workspace cuBLASLt gives to few multiprocessors.
-const FEW_ROWS_F32: [FewRows; 3] = [(32, 0..=usize::MAX), (64, 0..=8192), (128, 0..=2048)];
+const FEW_ROWS_F32: [FewRows; 3] = [(32, ANY, ANY), (64, 0..=8192, ANY), (128, 0..=2048, ANY)];
 /// With one, as many share a product as there are.
 const FEW_ROWS_F32_WITH_WORKSPACE: [FewRows; 3] = [
-    (16, 0..=usize::MAX),
-    (32, 0..=2048),
-    (32, 8193..=usize::MAX),
+    (16, ANY, ANY),
+    (32, 0..=2048, 0..=4096),
+    (32, 8192..=usize::MAX, 2049..=4096),
 ];
 
-/// Whether kernels of this library are the fastest, as far as they depend on sizes.
-pub(super) fn has_few_rows(x: DType, rows: usize, columns: usize, with_workspace: bool) -> bool {
-    let few: &[FewRows] = match (x, with_workspace) {
-        (DType::F32, false) => &FEW_ROWS_F32,
-        (DType::F32, true) => &FEW_ROWS_F32_WITH_WORKSPACE,
-        _ => &FEW_ROWS,
-    };
-    few.iter()
-        .any(|(few, of)| rows <= *few && of.contains(&columns))
+/// Sizes of a product.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub rows: usize,
+    pub columns: usize,
+    pub in_features: usize,
+}
+
+impl Sizes {
+    /// Whether kernels of this library are the fastest, as far as they depend on sizes.
+    pub fn are_few_rows(self, x: DType, with_workspace: bool) -> bool {
+        let few: &[FewRows] = match (x, with_workspace) {
+            (DType::F32, false) => &FEW_ROWS_F32,
+            (DType::F32, true) => &FEW_ROWS_F32_WITH_WORKSPACE,
+            _ => &FEW_ROWS,
+        };
+        few.iter().any(|(rows, columns, in_features)| {
+            self.rows <= *rows
+                && columns.contains(&self.columns)
+                && in_features.contains(&self.in_features)
+        })
+    }
 }
 
 /// A kernel of this library's.
@@ -83,7 +97,12 @@ impl Part {
 
     /// Whether kernels of this library serve this part better than cuBLASLt.
     pub fn has_few_rows(&self, p: &Product<'_>, with_workspace: bool) -> bool {
-        has_few_rows(p.x.dtype, self.rows, self.out_features, with_workspace)
+        let sizes = Sizes {
+            rows: self.rows,
+            columns: self.out_features,
+            in_features: self.in_features,
+        };
+        sizes.are_few_rows(p.x.dtype, with_workspace)
     }
 
     /// Queues this part on cuBLASLt, if it serves it best.
@@ -233,5 +252,41 @@ impl Part {
         };
         // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
         unsafe { cuda.launch_grid(p.op, &form.kernel, grid, &arguments, stream) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_rows_depend_on_sizes_and_workspace() {
+        // Rows up to which there are few: in 16 bits, in f32 without a workspace, and with one.
+        for (columns, in_features, expected) in [
+            (1024, 4096, [16, 128, 32]),
+            (2048, 2048, [16, 128, 32]),
+            (2048, 14336, [16, 128, 16]),
+            (4096, 4096, [8, 64, 16]),
+            (14336, 4096, [8, 32, 32]),
+            (14336, 8192, [8, 32, 16]),
+        ] {
+            let most = |x, with_workspace| {
+                let few = |rows: &usize| {
+                    let sizes = Sizes {
+                        rows: *rows,
+                        columns,
+                        in_features,
+                    };
+                    sizes.are_few_rows(x, with_workspace)
+                };
+                (1..1024).take_while(few).count()
+            };
+            let found = [
+                most(DType::Bf16, true),
+                most(DType::F32, false),
+                most(DType::F32, true),
+            ];
+            assert_eq!(found, expected, "{columns} {in_features}");
+        }
     }
 }
