@@ -131,7 +131,7 @@ pub unsafe extern "C" fn unsloth_linear_supported(
     }
 }
 
-/// Writes the workspace that makes the call faster to `workspace_size`, in bytes, for data aligned to 256 bytes: what the algorithm needs
+/// Writes the workspace that makes the call faster to `workspace_size`, in bytes, for data aligned to 16 bytes: what the algorithm needs
 /// that serves these shapes best, 32 MiB at most; 0 if that needs none, as on the CPU. It is an offer: with less, or
 /// with NULL, another algorithm computes the same, but for the rounding of its sums. More rows may need less, so a caller of several sizes
 /// asks for each. Data pointers and the workspace are not looked at.

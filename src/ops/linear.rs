@@ -219,7 +219,7 @@ fn useful(ctx: &Context, problem: &Problem) -> Result<usize> {
     }
 }
 
-/// The workspace that makes [`forward`] faster, in bytes, for data aligned to 256 bytes: what the algorithm needs that serves the product
+/// The workspace that makes [`forward`] faster, in bytes, for data aligned to 16 bytes: what the algorithm needs that serves the product
 /// best, 32 MiB at most, and zero if that needs none. With less the product is computed as well, by another algorithm, whose sums may be
 /// rounded differently. More rows may need less. Data pointers and the workspace are not looked at.
 ///
