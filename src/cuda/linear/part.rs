@@ -15,6 +15,11 @@ use crate::tensor::{RawTensor, Scratch};
 type FewRows = (usize, RangeInclusive<usize>, RangeInclusive<usize>);
 const ANY: RangeInclusive<usize> = 0..=usize::MAX;
 const FEW_ROWS: [FewRows; 2] = [(8, ANY, ANY), (16, 0..=2048, ANY)];
+const FEW_ROWS_WITH_WORKSPACE: [FewRows; 3] = [
+    (8, ANY, ANY),
+    (16, 0..=2048, 0..=8191),
+    (16, 1025..=2048, ANY),
+];
 /// Products of f32 without a workspace cuBLASLt gives to few multiprocessors.
 const FEW_ROWS_F32: [FewRows; 3] = [(32, ANY, ANY), (64, 0..=8192, ANY), (128, 0..=2048, ANY)];
 /// With one, as many share a product as there are.
@@ -38,7 +43,8 @@ impl Sizes {
         let few: &[FewRows] = match (x, with_workspace) {
             (DType::F32, false) => &FEW_ROWS_F32,
             (DType::F32, true) => &FEW_ROWS_F32_WITH_WORKSPACE,
-            _ => &FEW_ROWS,
+            (_, false) => &FEW_ROWS,
+            (_, true) => &FEW_ROWS_WITH_WORKSPACE,
         };
         few.iter().any(|(rows, columns, in_features)| {
             self.rows <= *rows
@@ -261,14 +267,15 @@ mod tests {
 
     #[test]
     fn few_rows_depend_on_sizes_and_workspace() {
-        // Rows up to which there are few: in 16 bits, in f32 without a workspace, and with one.
+        // Rows up to which there are few: in 16 bits without and with a workspace, and so in f32.
         for (columns, in_features, expected) in [
-            (1024, 4096, [16, 128, 32]),
-            (2048, 2048, [16, 128, 32]),
-            (2048, 14336, [16, 128, 16]),
-            (4096, 4096, [8, 64, 16]),
-            (14336, 4096, [8, 32, 32]),
-            (14336, 8192, [8, 32, 16]),
+            (1024, 4096, [16, 16, 128, 32]),
+            (2048, 2048, [16, 16, 128, 32]),
+            (1024, 14336, [16, 8, 128, 16]),
+            (2048, 14336, [16, 16, 128, 16]),
+            (4096, 4096, [8, 8, 64, 16]),
+            (14336, 4096, [8, 8, 32, 32]),
+            (14336, 8192, [8, 8, 32, 16]),
         ] {
             let most = |x, with_workspace| {
                 let few = |rows: &usize| {
@@ -282,6 +289,7 @@ mod tests {
                 (1..1024).take_while(few).count()
             };
             let found = [
+                most(DType::Bf16, false),
                 most(DType::Bf16, true),
                 most(DType::F32, false),
                 most(DType::F32, true),
