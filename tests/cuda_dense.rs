@@ -356,6 +356,10 @@ fn great_products_agree_with_their_definition() {
         (DType::F32, (128, 512, 1024)),
         (DType::F32, (40, 520, 4096)),
         (DType::F32, (20, 1024, 2048)),
+        // Of rows so long that f32 has kernels of their own.
+        (DType::F32, (5, 200, 8196)),
+        (DType::F32, (13, 200, 9000)),
+        (DType::F32, (11, 120, 2000)),
         (DType::Bf16, (70, 300, 8192)),
         (DType::Bf16, (17, 520, 4096)),
     ] {

@@ -3,7 +3,7 @@
 //! | kernel | what it is for |
 //! |-|-|
 //! | [`rows`] | 8, 16 or 32 rows of 16-bit x at a time on tensor cores, bound by reading W |
-//! | [`rows_simt`] | the same for any dtypes |
+//! | [`rows_simt`] | the same for any dtypes; of long rows f32 has forms of its own |
 //! | [`tiles`] | many rows of 16-bit x where there is no cuBLASLt |
 //! | [`tiles_simt`] | everything else |
 //!
@@ -133,6 +133,7 @@ pub mod kind {
     pub const ROWS_SIMT: u32 = 1;
     pub const TILES: u32 = 2;
     pub const TILES_SIMT: u32 = 3;
+    pub const ROWS_DEEP: u32 = 4;
 }
 
 /// Every form.
@@ -172,16 +173,23 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             let dtypes = (dtype, weight);
             let name = format!("{}_{}", dtype.name(), weight.name());
             // f32 is what the tensor cores do not serve; other pairs of dtypes are rare.
-            let wide: &[_] = match dtypes {
-                (Dtype::F32, Dtype::F32) => &rows_simt::WIDE,
-                _ => &[],
+            let (wide, deep): (&[_], &[_]) = match dtypes {
+                (Dtype::F32, Dtype::F32) => (&rows_simt::WIDE, &rows_simt::DEEP),
+                _ => (&[], &[]),
             };
-            let wide = wide.iter().map(|shape| (*shape, 4));
-            for (shape, width) in wide.chain([(rows_simt::ANY, 1)]) {
-                let tile = (shape.rows, shape.columns * shape.across);
+            let wide = wide.iter().map(|shape| (*shape, kind::ROWS_SIMT, 4));
+            let deep = deep.iter().map(|shape| (*shape, kind::ROWS_DEEP, 4));
+            let any = [(rows_simt::ANY, kind::ROWS_SIMT, 1)];
+            for (shape, kind, width) in wide.chain(deep).chain(any) {
+                let tile = shape.tile();
+                let form = if kind == kind::ROWS_DEEP {
+                    "deep"
+                } else {
+                    "simt"
+                };
                 let kernel = declared(
-                    format!("linear_rows_simt_{name}_{}_w{width}", shape.rows),
-                    choices(kind::ROWS_SIMT, dtypes, tile, width),
+                    format!("linear_rows_{form}_{name}_{}x{}_w{width}", tile.0, tile.1),
+                    choices(kind, dtypes, tile, width),
                     shape.threads(),
                     |b| {
                         with_vector!(dtype, E, _N => with_vector!(weight, W, _M => match width {

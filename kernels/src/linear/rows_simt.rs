@@ -8,16 +8,20 @@ use crate::emit::Builder;
 /// How a kernel's work is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
-    /// Rows of x of a tile: a power of two, as are the others.
+    /// Rows of x of a plane: a power of two, as are the others.
     pub rows: u32,
     /// Rows of W of a plane.
     pub columns: u32,
     /// Planes side by side: a tile has `columns` times as many rows of W.
     pub across: u32,
+    /// Planes one below the other: a tile has `rows` times as many rows of x.
+    pub down: u32,
     /// Planes that share the elements of these rows.
     pub along: u32,
     /// Accesses to each row of W that a lane has under way at a time, while it multiplies as many before.
     pub in_flight: u32,
+    /// Whether those to x are under way with them.
+    pub ahead: bool,
     /// Cubes that a multiprocessor has registers for, at least.
     pub cubes: u32,
 }
@@ -27,42 +31,89 @@ pub const ANY: Shape = Shape {
     rows: 4,
     columns: 2,
     across: 8,
+    down: 1,
     along: 1,
     in_flight: 2,
+    ahead: false,
     cubes: 2,
 };
 
-/// Of f32 alone, four elements per access: the fastest on an H200 of those that were tried.
-pub const WIDE: [Shape; 3] = [
+/// Of f32 alone, four elements per access: the fastest on an H200 of those that were tried. Of as many rows, fewer columns to a tile first.
+pub const WIDE: [Shape; 4] = [
     Shape {
         rows: 1,
         columns: 8,
         across: 1,
+        down: 1,
         along: 8,
         in_flight: 1,
+        ahead: false,
         cubes: 2,
     },
     Shape {
         rows: 8,
         columns: 4,
         across: 2,
+        down: 1,
         along: 4,
         in_flight: 1,
+        ahead: false,
         cubes: 2,
+    },
+    Shape {
+        rows: 8,
+        columns: 8,
+        across: 1,
+        down: 2,
+        along: 4,
+        in_flight: 1,
+        ahead: true,
+        cubes: 1,
     },
     Shape {
         rows: 16,
         columns: 8,
         across: 2,
+        down: 1,
         along: 4,
         in_flight: 1,
+        ahead: false,
+        cubes: 1,
+    },
+];
+
+/// The same where rows are so long that x does not stay in the caches.
+pub const DEEP: [Shape; 2] = [
+    Shape {
+        rows: 8,
+        columns: 8,
+        across: 2,
+        down: 1,
+        along: 4,
+        in_flight: 1,
+        ahead: true,
+        cubes: 1,
+    },
+    Shape {
+        rows: 16,
+        columns: 4,
+        across: 4,
+        down: 1,
+        along: 2,
+        in_flight: 1,
+        ahead: true,
         cubes: 1,
     },
 ];
 
 impl Shape {
     pub fn threads(self) -> u32 {
-        self.across * self.along * 32
+        self.across * self.down * self.along * 32
+    }
+
+    /// Rows of x and of W of a tile.
+    pub fn tile(self) -> (u32, u32) {
+        (self.rows * self.down, self.columns * self.across)
     }
 
     /// Results of a plane.
@@ -72,7 +123,7 @@ impl Shape {
 
     /// Results of a tile.
     fn outputs(self) -> u32 {
-        self.of_plane() * self.across
+        self.of_plane() * self.across * self.down
     }
 }
 
@@ -88,11 +139,11 @@ fn rows_simt<E: Float, W: Float, N: Size>(
     args: &Args,
     #[comptime] shape: Shape,
 ) {
-    let rows = comptime!(shape.rows);
-    let columns = comptime!(shape.columns * shape.across);
+    let (rows, columns) = comptime!(shape.tile());
     let outputs = comptime!(shape.outputs());
     let of_plane = comptime!(shape.of_plane());
     let of_w = comptime!((shape.columns * shape.in_flight) as usize);
+    let of_x = comptime!((shape.rows * shape.in_flight) as usize);
     let plane = UNIT_POS_X / 32u32;
     let lines = args.in_features / comptime!(N::value() as u32);
     let per_step = comptime!(shape.along * shape.in_flight * 32);
@@ -109,9 +160,13 @@ fn rows_simt<E: Float, W: Float, N: Size>(
     let mut sums = SharedMemory::<f32>::new(comptime!((2 * shape.along * outputs) as usize));
     let mut turn = 0u32;
     let mut weights = Array::<Vector<W, N>>::new(of_w);
+    let mut inputs = Array::<Vector<E, N>>::new(of_x);
     let mut tile = CUBE_POS_X;
     let mut step = 0u32;
     load::<W, N>(w, args, &mut weights, tile, 0u32, shape);
+    if comptime!(shape.ahead) {
+        load_inputs::<E, N>(x, args, &mut inputs, tile, 0u32, shape);
+    }
     while tile < tiles {
         let mut next_step = step + 1u32;
         let mut next_tile = tile;
@@ -120,22 +175,28 @@ fn rows_simt<E: Float, W: Float, N: Size>(
             next_tile += CUBE_COUNT_X;
         }
         let mut next_weights = Array::<Vector<W, N>>::new(of_w);
+        let mut next_inputs = Array::<Vector<E, N>>::new(of_x);
         if next_tile < tiles {
             load::<W, N>(w, args, &mut next_weights, next_tile, next_step, shape);
+            if comptime!(shape.ahead) {
+                load_inputs::<E, N>(x, args, &mut next_inputs, next_tile, next_step, shape);
+            }
         }
         let row0 = tile % row_tiles * rows;
-        multiply::<E, W, N>(x, args, &weights, &mut acc, row0, step, shape);
+        multiply::<E, W, N>(x, args, &inputs, &weights, &mut acc, row0, step, shape);
         if next_step == 0u32 {
             let base = turn * comptime!(shape.along * outputs);
             turn = 1u32 - turn;
-            let at = base + plane / shape.across * outputs + plane % shape.across * of_plane;
+            let of_tile = comptime!(shape.across * shape.down);
+            let at = base + plane / of_tile * outputs + plane % of_tile * of_plane;
             put_sums(&mut acc, &mut sums, at, of_plane);
             sync_cube();
             let column0 = tile / row_tiles * columns;
             let mut at = UNIT_POS_X;
             while at < outputs {
-                let row = row0 + at % of_plane / shape.columns;
-                let column = column0 + at / of_plane * shape.columns + at % shape.columns;
+                let of = at / of_plane;
+                let row = row0 + of / shape.across * shape.rows + at % of_plane / shape.columns;
+                let column = column0 + of % shape.across * shape.columns + at % shape.columns;
                 if row < args.rows && column < args.out_features {
                     let mut sum = 0.0f32;
                     #[unroll]
@@ -155,6 +216,12 @@ fn rows_simt<E: Float, W: Float, N: Size>(
         for i in 0..of_w {
             weights[i] = next_weights[i];
         }
+        if comptime!(shape.ahead) {
+            #[unroll]
+            for i in 0..of_x {
+                inputs[i] = next_inputs[i];
+            }
+        }
         tile = next_tile;
         step = next_step;
     }
@@ -163,7 +230,7 @@ fn rows_simt<E: Float, W: Float, N: Size>(
 /// The first line of a lane in a step.
 #[cube]
 fn first_line(step: u32, #[comptime] shape: Shape) -> u32 {
-    let along = UNIT_POS_X / 32u32 / shape.across;
+    let along = UNIT_POS_X / 32u32 / comptime!(shape.across * shape.down);
     (step * shape.along + along) * comptime!(shape.in_flight * 32) + UNIT_POS_X % 32u32
 }
 
@@ -178,7 +245,7 @@ fn load<W: Float, N: Size>(
     #[comptime] shape: Shape,
 ) {
     let columns = comptime!(shape.columns as usize);
-    let row_tiles = args.rows.div_ceil(shape.rows);
+    let row_tiles = args.rows.div_ceil(comptime!(shape.tile().0));
     let lines = args.in_features / comptime!(N::value() as u32);
     let plane = UNIT_POS_X / 32u32;
     let column0 = (tile / row_tiles * shape.across + plane % shape.across) * shape.columns;
@@ -200,28 +267,79 @@ fn load<W: Float, N: Size>(
     }
 }
 
+/// The first row of a plane in a tile that begins at `row0`.
 #[cube]
+fn first_row(row0: u32, #[comptime] shape: Shape) -> u32 {
+    row0 + UNIT_POS_X / 32u32 / shape.across % shape.down * shape.rows
+}
+
+/// A line of x, of the last row for what is beyond it.
+#[cube]
+fn input<E: Float, N: Size>(
+    x: &Array<Vector<E, N>>,
+    args: &Args,
+    row: u32,
+    line: u32,
+) -> Vector<E, N> {
+    let row = min(row, args.rows - 1u32);
+    x[(u64::cast_from(row) * args.x_stride + u64::cast_from(line)) as usize]
+}
+
+/// A lane's lines of x in a step, as far as there are any.
+#[cube]
+fn load_inputs<E: Float, N: Size>(
+    x: &Array<Vector<E, N>>,
+    args: &Args,
+    inputs: &mut Array<Vector<E, N>>,
+    tile: u32,
+    step: u32,
+    #[comptime] shape: Shape,
+) {
+    let rows = comptime!(shape.rows as usize);
+    let row_tiles = args.rows.div_ceil(comptime!(shape.tile().0));
+    let lines = args.in_features / comptime!(N::value() as u32);
+    let first = first_line(step, shape);
+    let row0 = first_row(tile % row_tiles * comptime!(shape.tile().0), shape);
+    #[unroll]
+    for u in 0..comptime!(shape.in_flight as usize) {
+        let line = first + comptime!(u as u32 * 32);
+        if line < lines {
+            #[unroll]
+            for r in 0..rows {
+                inputs[u * rows + r] = input::<E, N>(x, args, row0 + comptime!(r as u32), line);
+            }
+        }
+    }
+}
+
+/// With the lines of x that were loaded ahead, or as they come from the caches.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "what a step is of")]
 fn multiply<E: Float, W: Float, N: Size>(
     x: &Array<Vector<E, N>>,
     args: &Args,
+    inputs: &Array<Vector<E, N>>,
     weights: &Array<Vector<W, N>>,
     acc: &mut Array<f32>,
     row0: u32,
     step: u32,
     #[comptime] shape: Shape,
 ) {
-    let columns = comptime!(shape.columns as usize);
+    let (rows, columns) = comptime!((shape.rows as usize, shape.columns as usize));
     let lines = args.in_features / comptime!(N::value() as u32);
     let first = first_line(step, shape);
+    let row0 = first_row(row0, shape);
     #[unroll]
     for u in 0..comptime!(shape.in_flight as usize) {
         let line = first + comptime!(u as u32 * 32);
         if line < lines {
             #[unroll]
-            for r in 0..comptime!(shape.rows as usize) {
-                let row = min(row0 + comptime!(r as u32), args.rows - 1u32);
-                let at = u64::cast_from(row) * args.x_stride + u64::cast_from(line);
-                let input = Vector::<f32, N>::cast_from(x[at as usize]);
+            for r in 0..rows {
+                let mut of_row = inputs[u * rows + r];
+                if comptime!(!shape.ahead) {
+                    of_row = input::<E, N>(x, args, row0 + comptime!(r as u32), line);
+                }
+                let input = Vector::<f32, N>::cast_from(of_row);
                 #[unroll]
                 for c in 0..columns {
                     acc[r * columns + c] =

@@ -61,6 +61,7 @@ enum Kind {
     RowsSimt = 1,
     Tiles = 2,
     TilesSimt = 3,
+    RowsDeep = 4,
 }
 
 /// Equally spaced rows of a product.
@@ -188,6 +189,11 @@ impl Part {
         /// Rows up to which reading the weights for every 32 costs less than tiles do.
         const MODERATE: usize = 512;
         const LINE: usize = 8;
+        /// Elements of a row from which on x does not stay in the caches.
+        const DEEP: usize = 8192;
+        /// Columns up to which narrow tiles are worth more: those of another kernel.
+        const NARROW: usize = 1024;
+        let deep = self.in_features >= DEEP;
         let (x, weight) = (p.x.dtype, p.weights.weight.dtype);
         let (kind, rows, width) = if x != DType::F32 && x == weight && self.in_accesses_of(p, LINE)
         {
@@ -200,7 +206,9 @@ impl Part {
         } else if x == DType::F32 && x == weight && self.in_accesses_of(p, 4) {
             match self.rows {
                 0..=1 => (Kind::RowsSimt, 1, 4),
+                2..=8 if deep => (Kind::RowsDeep, 8, 4),
                 2..=8 => (Kind::RowsSimt, 8, 4),
+                9..=16 if deep && self.out_features > NARROW => (Kind::RowsDeep, 16, 4),
                 9..=128 => (Kind::RowsSimt, 16, 4),
                 _ => (Kind::TilesSimt, TILE, 1),
             }
@@ -225,11 +233,12 @@ impl Part {
         let row_tiles = self.rows.div_ceil(choices.rows as usize);
         let form = (cuda.linear).form(choices, self.out_features, row_tiles)?;
         let column_tiles = self.out_features.div_ceil(form.columns);
-        let grid = if choices.kind < Kind::Tiles as u32 {
+        let tiles = [Kind::Tiles as u32, Kind::TilesSimt as u32];
+        let grid = if tiles.contains(&choices.kind) {
+            [row_tiles as u32, column_tiles as u32, 1]
+        } else {
             // Blocks take tiles by turns.
             [(row_tiles * column_tiles).min(form.resident) as u32, 1, 1]
-        } else {
-            [row_tiles as u32, column_tiles as u32, 1]
         };
         let (_, epilogue) = p.epilogue.parts();
         let bias = p.weights.bias.as_ref();
