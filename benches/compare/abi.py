@@ -117,6 +117,7 @@ class Context:
     def __init__(self, library, cuda, fields):
         self.library = library
         self.handle = ctypes.c_void_p()
+        self.workspace = None
         backend = library.constants["BACKEND_CUDA" if cuda else "BACKEND_CPU"]
         params = library.struct("context_params", backend=backend, **fields)
         library.call("context_create", ctypes.byref(params), ctypes.byref(self.handle))
@@ -131,8 +132,8 @@ class Context:
         return served.value
 
     def op(self, op, stream=None, room=1, **fields):
-        """What runs the operation with these arguments, its workspace allocated, `room` times what it asks for: on `stream`, a
-        cudaStream_t, or torch's current one."""
+        """What runs the operation with these arguments and a workspace, `room` times what it asks for: on `stream`, a cudaStream_t, or
+        torch's current one. Operations made one after another share a workspace, as an engine's do, so they must not run at once."""
         import torch
 
         library = self.library
@@ -144,9 +145,10 @@ class Context:
             library.call(f"{op}_workspace_size", self.handle, ctypes.byref(params), ctypes.byref(size))
             if size.value:
                 # The caching allocator aligns to 512 bytes, the library asks for 256.
-                workspace = torch.empty(room * size.value, dtype=torch.uint8, device="cuda")
-                kept.append(workspace)
-                params.workspace, params.workspace_size = workspace.data_ptr(), workspace.numel()
+                if self.workspace is None or self.workspace.numel() < room * size.value:
+                    self.workspace = torch.empty(room * size.value, dtype=torch.uint8, device="cuda")
+                kept.append(self.workspace)
+                params.workspace, params.workspace_size = self.workspace.data_ptr(), room * size.value
         function = getattr(library.lib, f"unsloth_{op}_forward")
         handle, arguments = self.handle, ctypes.byref(params)
 
