@@ -33,6 +33,8 @@ fn cases() -> Vec<Case> {
         &[2, 3, 2, 2, 2, 50],
         &[300, 40],
         &[2, 70_001],
+        &[1, 128_256],
+        &[3, 32_000],
     ] {
         let leading = match shape {
             [_] => &[1],
@@ -118,7 +120,7 @@ fn agrees_with_its_definition() {
 /// Few distinct values, so that the greatest is there many times; infinities, zeros of both signs and NaN.
 #[test]
 fn the_first_of_equals_counts() {
-    const VALUES: [f64; 9] = [
+    const VALUES: [f64; 10] = [
         f64::NEG_INFINITY,
         -2.0,
         -1e-7,
@@ -128,6 +130,7 @@ fn the_first_of_equals_counts() {
         3.0,
         f64::INFINITY,
         f64::NAN,
+        -f64::NAN,
     ];
     let rng = &mut rng();
     for ctx in contexts() {
@@ -144,6 +147,45 @@ fn the_first_of_equals_counts() {
                 let x = TestTensor::of(dtype, &[VALUES.len(), n], &values);
                 let found = run(&ctx, &x, DType::I64, contiguous(&[VALUES.len()]));
                 assert_eq!(found, references(&x), "{dtype} {n}");
+            }
+        }
+    }
+}
+
+/// Blocks that share a row settle it in the output, whatever it held: the right index, another one of the row, or none.
+#[test]
+fn what_the_output_held_does_not_matter() {
+    const N: usize = 100_000;
+    let rng = &mut rng();
+    for ctx in contexts() {
+        for dtype in FLOATS {
+            let x = TestTensor::normal(rng, dtype, contiguous(&[2, N]));
+            let expected = references(&x);
+            for to in [DType::I32, DType::I64] {
+                let mut held = vec![
+                    0.0,
+                    (N - 1) as f64,
+                    N as f64,
+                    -1.0,
+                    -2_147_483_648.0,
+                    2_147_483_647.0,
+                    expected[0],
+                    expected[1],
+                ];
+                if to == DType::I64 {
+                    // The right index in the lower half.
+                    held.push(expected[0] + 7.0 * 4_294_967_296.0);
+                }
+                let device = x.upload(&ctx);
+                for value in held {
+                    let mut out = TestTensor::of(to, &[2], &[value; 2]).upload(&ctx);
+                    let params = Params {
+                        x: device.view(),
+                        out: out.view_mut(),
+                    };
+                    argmax::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+                    assert_eq!(out.download_output().values(), expected, "{dtype} {value}");
+                }
             }
         }
     }

@@ -18,6 +18,10 @@ struct Case {
     skew: usize,
 }
 
+fn contiguous(shape: &[usize]) -> Layout {
+    Layout::contiguous(shape).unwrap()
+}
+
 fn plain(layout: Layout) -> Case {
     Case {
         layout,
@@ -30,7 +34,6 @@ fn plain(layout: Layout) -> Case {
 }
 
 fn cases(dtype: DType) -> Vec<Case> {
-    let contiguous = |shape: &[usize]| Layout::contiguous(shape).unwrap();
     let mut cases: Vec<Case> = [
         contiguous(&[1]),
         contiguous(&[1, 1]),
@@ -144,6 +147,56 @@ fn agrees_with_its_definition() {
     for ctx in contexts() {
         for dtype in FLOATS {
             common::for_each_case(&cases(dtype), |case| check(&ctx, dtype, case));
+        }
+    }
+}
+
+/// Few rows and many may be shared out differently; a row's bits do not depend on it.
+#[test]
+fn a_row_is_the_same_alone_as_among_many() {
+    const FEW: usize = 13;
+    let rng = &mut rng();
+    // The fewer vectors a row has, the more rows it takes to fill a GPU.
+    let shapes = [
+        (40_001, 64),
+        (3000, 1000),
+        (1500, 2048),
+        (800, 4096),
+        (500, 8192),
+    ];
+    for ctx in contexts() {
+        for (dtype, per_vector) in [(DType::Bf16, 1), (DType::F32, 2)] {
+            for (num_rows, dim) in shapes.map(|(rows, dim)| (rows, dim / per_vector)) {
+                for residual in [false, true] {
+                    let few = TestTensor::normal(rng, dtype, contiguous(&[FEW, dim])).values();
+                    let gains = TestTensor::normal(rng, dtype, contiguous(&[dim]));
+                    let weight = gains.upload(&ctx);
+                    let normalised = |rows: usize| {
+                        let values: Vec<f64> =
+                            few.iter().copied().cycle().take(rows * dim).collect();
+                        let mut x = TestTensor::of(dtype, &[rows, dim], &values).upload(&ctx);
+                        let mut added = TestTensor::of(dtype, &[rows, dim], &values).upload(&ctx);
+                        let params = Params {
+                            x: InOut::InPlace(x.view_mut()),
+                            residual: residual.then(|| InOut::InPlace(added.view_mut())),
+                            weight: Some(weight.view()),
+                            weight_offset: 0.0,
+                            epsilon: 1e-6,
+                        };
+                        rms_norm::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+                        x.download_output().values()
+                    };
+                    let alone = normalised(FEW);
+                    let among = normalised(num_rows);
+                    for (i, row) in among.chunks(dim).enumerate() {
+                        let at = i % FEW * dim;
+                        assert!(
+                            row == &alone[at..at + dim],
+                            "{dtype}, row {i} of {num_rows} of {dim}"
+                        );
+                    }
+                }
+            }
         }
     }
 }

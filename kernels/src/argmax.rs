@@ -7,133 +7,196 @@ use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::rows::{self, Sizes, Strides, row_index, row_start};
+use crate::rows::{self, Divisor, Sizes, Strides, divide, row_index, row_start};
 
-/// Threads of a block, which has a row.
-const THREADS: u32 = 1024;
-const PLANES: u32 = THREADS / 32;
-/// Vectors of a thread in flight.
-const UNROLL: u32 = 4;
+/// Threads of a block.
+const THREADS: u32 = 256;
+const WARP: u32 = 32;
+const WARPS: u32 = THREADS / WARP;
+/// Vectors of a thread in flight: one where a row is spread as thin as it goes, four where there are many.
+const UNROLLS: [u32; 2] = [1, 4];
+/// Below every element's place.
+const NOWHERE: i32 = i32::MIN;
 
 /// An element's place in the order, and its index.
 #[derive(CubeType, Clone, Copy)]
 struct Candidate {
-    key: u32,
+    place: i32,
     index: u32,
 }
 
 /// A number that grows with `x`; the greatest of all for NaN.
 #[cube]
-fn order(x: f32) -> u32 {
-    let bits = u32::reinterpret(x);
-    let magnitude = bits & 0x7fff_ffffu32;
-    let mut key = magnitude | 0x8000_0000u32;
-    // Zeros are equal whatever their signs.
-    if bits > 0x8000_0000u32 {
-        key = !bits;
-    }
-    if magnitude > 0x7f80_0000u32 {
-        key = 0xffff_ffffu32;
-    }
-    key
+fn place_of(x: f32) -> i32 {
+    // The sum turns a negative zero into a positive one, and any NaN into 0x7fffffff, which is the one that CUDA's arithmetic gives.
+    let bits = i32::reinterpret(x + 0.0f32);
+    bits ^ ((bits >> 31) & 0x7fff_ffffi32)
 }
 
-/// The best of the lanes of a plane, in all of them.
 #[cube]
-fn best_of_plane(mine: Candidate) -> Candidate {
-    let mut key = mine.key;
+fn is_better(a: Candidate, place: i32, index: u32) -> bool {
+    a.place > place || (a.place == place && a.index < index)
+}
+
+/// The best of the lanes of a warp, in all of them.
+#[cube]
+fn best_of_warp(mine: Candidate) -> Candidate {
+    let mut place = mine.place;
     let mut index = mine.index;
     #[unroll]
     for i in 0..5u32 {
-        let other_key = plane_shuffle_xor(key, comptime!(1u32 << i));
-        let other_index = plane_shuffle_xor(index, comptime!(1u32 << i));
-        if other_key > key || (other_key == key && other_index < index) {
-            key = other_key;
-            index = other_index;
+        let other = Candidate {
+            place: plane_shuffle_xor(place, comptime!(1u32 << i)),
+            index: plane_shuffle_xor(index, comptime!(1u32 << i)),
+        };
+        if is_better(other, place, index) {
+            place = other.place;
+            index = other.index;
         }
     }
-    Candidate { key, index }
+    Candidate { place, index }
 }
 
-/// `wide_ids`: 0 for i32, 1 for i64. `length` and the strides of x are in vectors.
+/// The place of a row's element at an index that may be anything: outside the row there is none.
+#[cube]
+fn place_at<T: Float, N: Size>(
+    x: &Array<Vector<T, N>>,
+    start: usize,
+    length: u32,
+    index: u32,
+) -> i32 {
+    let width = comptime!(N::value() as u32);
+    let mut place = i32::new(NOWHERE as i64);
+    if index / width < length {
+        let v = Vector::<f32, N>::cast_from(x[start + (index / width) as usize]);
+        let mut element = v[0];
+        #[unroll]
+        for j in 1..N::value() {
+            if index % width == comptime!(j as u32) {
+                element = v[j];
+            }
+        }
+        place = place_of(element);
+    }
+    place
+}
+
+/// `length` and the strides of x are in vectors, the strides of the output in words: an index of 64 bits is two, of which the second
+/// is zero.
 ///
-/// Grid: rows.
+/// Where several blocks share a row, each offers its best element to the output: it takes the place of the one that is there if it is
+/// better. What was there before needs no care, as any index into the row names an element of it, and anything else gives way. It is
+/// read ahead, through `out_plain`, which is the same memory: until the row is known nothing waits for it.
+///
+/// Grid: rows times the blocks of each.
 #[cube]
 fn argmax<T: Float, N: Size>(
     x: &Array<Vector<T, N>>,
-    out: &mut Array<i32>,
-    out_i64: &mut Array<i64>,
+    out: &mut Array<Atomic<u32>>,
+    out_plain: &Array<u32>,
     sizes: Sizes,
     length: u32,
+    blocks_per_row: Divisor,
     wide_ids: u32,
     x_strides: Strides,
     out_strides: Strides,
+    #[comptime] unroll: u32,
 ) {
-    let index = row_index(CUBE_POS_X, sizes);
+    let row = divide(CUBE_POS_X, blocks_per_row);
+    let block = CUBE_POS_X - row * blocks_per_row.size;
+    let index = row_index(row, sizes);
     let start = row_start(index, x_strides);
-    // Below every element's place.
-    let mut key = 0u32;
-    let mut at = 0xffff_ffffu32;
-    let mut first = UNIT_POS_X;
+    let out_at = row_start(index, out_strides);
+    let shared = blocks_per_row.size > 1;
+    let mut held = 0xffff_ffffu32;
+    if shared && UNIT_POS_X == 0u32 {
+        held = out_plain[out_at];
+    }
+    let mut place = i32::new(NOWHERE as i64);
+    let mut vector = 0u32;
+    let mut element = 0u32;
+    let mut first = block * comptime!(THREADS * unroll) + UNIT_POS_X;
     while first < length {
         let mut vectors = Sequence::<Vector<T, N>>::new();
         #[unroll]
-        for k in 0..UNROLL {
+        for k in 0..unroll {
             // Past the end the last vector is read again.
             let i = min(first + k * THREADS, length - 1u32);
             vectors.push(x[start + i as usize]);
         }
         #[unroll]
-        for k in 0..UNROLL {
-            let i = min(first + k * THREADS, length - 1u32);
+        for k in 0..unroll {
             let v = Vector::<f32, N>::cast_from(*vectors.index(k as usize));
+            let before = place;
             #[unroll]
             for j in 0..N::value() {
-                let place = order(v[j]);
+                let other = place_of(v[j]);
                 // A thread's indices only grow.
-                if place > key {
-                    key = place;
-                    at = i * comptime!(N::value() as u32) + comptime!(j as u32);
+                if other > place {
+                    place = other;
+                    element = comptime!(j as u32);
                 }
             }
+            if place > before {
+                vector = min(first + k * THREADS, length - 1u32);
+            }
         }
-        first += comptime!(THREADS * UNROLL);
+        first += blocks_per_row.size * comptime!(THREADS * unroll);
     }
-    let mut keys = SharedMemory::<u32>::new(comptime!(PLANES as usize));
-    let mut indices = SharedMemory::<u32>::new(comptime!(PLANES as usize));
-    let of_plane = best_of_plane(Candidate { key, index: at });
-    let lane = UNIT_POS_X % 32u32;
-    if lane == 0u32 {
-        keys[(UNIT_POS_X / 32u32) as usize] = of_plane.key;
-        indices[(UNIT_POS_X / 32u32) as usize] = of_plane.index;
+    let mut place_held = i32::new(NOWHERE as i64);
+    if shared && UNIT_POS_X == 0u32 {
+        place_held = place_at::<T, N>(x, start, length, held);
+    }
+    let mut places = SharedMemory::<i32>::new(comptime!(WARPS as usize));
+    let mut indices = SharedMemory::<u32>::new(comptime!(WARPS as usize));
+    let of_warp = best_of_warp(Candidate {
+        place,
+        index: vector * comptime!(N::value() as u32) + element,
+    });
+    if UNIT_POS_X % WARP == 0u32 {
+        places[(UNIT_POS_X / WARP) as usize] = of_warp.place;
+        indices[(UNIT_POS_X / WARP) as usize] = of_warp.index;
     }
     sync_cube();
-    if UNIT_POS_X < 32u32 {
-        let at = (UNIT_POS_X % PLANES) as usize;
-        let found = best_of_plane(Candidate {
-            key: keys[at],
+    if UNIT_POS_X < WARP {
+        let at = (UNIT_POS_X % WARPS) as usize;
+        let found = best_of_warp(Candidate {
+            place: places[at],
             index: indices[at],
         });
         if UNIT_POS_X == 0u32 {
-            let at = row_start(index, out_strides);
-            if wide_ids == 1 {
-                out_i64[at] = i64::cast_from(found.index);
+            if shared {
+                let mut offers = is_better(found, place_held, held);
+                while offers {
+                    let old = out[out_at].compare_exchange_weak(held, found.index);
+                    offers = old != held;
+                    if offers {
+                        held = old;
+                        place_held = place_at::<T, N>(x, start, length, held);
+                        offers = is_better(found, place_held, held);
+                    }
+                }
             } else {
-                out[at] = i32::cast_from(found.index);
+                out[out_at].store(found.index);
+            }
+            if wide_ids == 1 && block == 0 {
+                out[out_at + 1].store(0u32);
             }
         }
     }
 }
 
 macro_rules! kernel {
-    ($b:ident, $t:ty, $n:ty) => {{
+    ($b:ident, $t:ty, $n:ty, $unroll:ident) => {{
         let ty = $b.type_of::<Vector<$t, $n>>();
-        let (narrow, wide) = ($b.type_of::<i32>(), $b.type_of::<i64>());
+        let word = $b.type_of::<Atomic<u32>>();
         let x = $b.read("x", ty);
-        let out = $b.write("out", narrow);
-        let out_i64 = $b.write("out_i64", wide);
+        let out = $b.write("out", word);
+        let plain = $b.type_of::<u32>();
+        let out_plain = $b.write("out_plain", plain);
         let sizes = rows::sizes(&mut $b);
         let length = $b.scalar("length", ScalarType::U32);
+        let blocks_per_row = rows::blocks_per_row(&mut $b);
         let wide_ids = $b.scalar("wide_ids", ScalarType::U32);
         let x_strides = rows::strides(&mut $b, ["x_0", "x_1", "x_2"]);
         let out_strides = rows::strides(&mut $b, ["out_0", "out_1", "out_2"]);
@@ -141,34 +204,43 @@ macro_rules! kernel {
             $b.scope(),
             x.into(),
             out.into(),
-            out_i64.into(),
+            out_plain.into(),
             sizes,
             length.into(),
+            blocks_per_row,
             wide_ids.into(),
             x_strides,
             out_strides,
+            $unroll,
         );
     }};
 }
 
-fn kernel(dtype: Dtype, vectors: bool) -> Result<Kernel, Error> {
+fn kernel(dtype: Dtype, vectors: bool, unroll: u32) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     with_vector!(dtype, T, N => match vectors {
-        true => kernel!(b, T, N),
-        false => kernel!(b, T, Const<1>),
+        true => kernel!(b, T, N, unroll),
+        false => kernel!(b, T, Const<1>, unroll),
     });
     let width = if vectors { dtype.per_vector() } else { 1 };
-    let symbol = format!("argmax_{}x{width}", dtype.name());
-    let choices = vec![("dtype", dtype as u32), ("width", width)];
+    let symbol = format!("argmax_{}x{width}x{unroll}", dtype.name());
+    let choices = vec![
+        ("dtype", dtype as u32),
+        ("width", width),
+        ("unroll", unroll),
+        ("per_block", THREADS * unroll),
+    ];
     b.finish(symbol, choices, THREADS)
 }
 
-/// Every form: by dtype, in vectors and by element.
+/// Every form: by dtype, in vectors and by element, by the loads of a thread.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
     for dtype in Dtype::ALL {
         for vectors in [true, false] {
-            kernels.push(kernel(dtype, vectors)?);
+            for unroll in UNROLLS {
+                kernels.push(kernel(dtype, vectors, unroll)?);
+            }
         }
     }
     Ok(kernels)

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::rows::{self, Sizes, Strides, row_index, row_start};
+use crate::rows::{self, Divisor, Sizes, Strides, divide, row_index, row_start};
 
 const THREADS: u32 = 256;
 /// Vectors that a thread loads before it stores.
@@ -16,12 +16,13 @@ fn cast<T: Float, U: Float, N: Size>(
     out: &mut Array<Vector<U, N>>,
     sizes: Sizes,
     length: usize,
-    blocks_per_row: u32,
+    blocks_per_row: Divisor,
     x_strides: Strides,
     out_strides: Strides,
 ) {
-    let index = row_index(CUBE_POS_X / blocks_per_row, sizes);
-    let block = CUBE_POS_X % blocks_per_row;
+    let row = divide(CUBE_POS_X, blocks_per_row);
+    let index = row_index(row, sizes);
+    let block = CUBE_POS_X - row * blocks_per_row.size;
     let first = block as usize * comptime!((THREADS * UNROLL) as usize) + UNIT_POS_X as usize;
     let x_start = row_start(index, x_strides);
     let out_start = row_start(index, out_strides);
@@ -54,7 +55,7 @@ macro_rules! kernel {
         let out = $b.write("out", to);
         let sizes = rows::sizes(&mut $b);
         let length = $b.scalar("length", ScalarType::U64);
-        let blocks_per_row = $b.scalar("blocks_per_row", ScalarType::U32);
+        let blocks_per_row = rows::blocks_per_row(&mut $b);
         let x_strides = rows::strides(&mut $b, ["x_0", "x_1", "x_2"]);
         let out_strides = rows::strides(&mut $b, ["out_0", "out_1", "out_2"]);
         cast::expand::<$t, $u, $n>(
@@ -63,7 +64,7 @@ macro_rules! kernel {
             out.into(),
             sizes,
             length.into(),
-            blocks_per_row.into(),
+            blocks_per_row,
             x_strides,
             out_strides,
         );

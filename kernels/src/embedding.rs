@@ -5,11 +5,11 @@ use cubecl::prelude::*;
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::math;
-use crate::rows::{self, Sizes, Strides, row_index, row_start};
+use crate::rows::{self, Divisor, Sizes, Strides, divide, row_index, row_start};
 
 const THREADS: u32 = 128;
-/// Vectors that a thread loads before it stores: many where rows keep the GPU busy, one where there are few.
-const UNROLLS: [u32; 2] = [1, 4];
+/// Vectors that a thread loads before it stores: two halve the loads of ids, four would leave the GPU idle where rows are few.
+const UNROLL: u32 = 2;
 
 /// `wide_ids`: 0 for i32, 1 for i64. `length` and the strides of table and output are in vectors.
 #[cube]
@@ -20,17 +20,17 @@ fn embedding<T: Float, U: Float, N: Size>(
     out: &mut Array<Vector<U, N>>,
     sizes: Sizes,
     length: u32,
-    blocks_per_row: u32,
+    blocks_per_row: Divisor,
     vocab: usize,
     table_stride: usize,
     wide_ids: u32,
     ids_strides: Strides,
     out_strides: Strides,
-    #[comptime] unroll: u32,
 ) {
-    let index = row_index(CUBE_POS_X / blocks_per_row, sizes);
-    let block = CUBE_POS_X % blocks_per_row;
-    let first = block * comptime!(THREADS * unroll) + UNIT_POS_X;
+    let row = divide(CUBE_POS_X, blocks_per_row);
+    let index = row_index(row, sizes);
+    let block = CUBE_POS_X - row * blocks_per_row.size;
+    let first = block * comptime!(THREADS * UNROLL) + UNIT_POS_X;
     let at = row_start(index, ids_strides);
     let id = if wide_ids == 1 {
         ids_i64[at]
@@ -44,7 +44,7 @@ fn embedding<T: Float, U: Float, N: Size>(
     let out_start = row_start(index, out_strides);
     let mut vectors = Sequence::<Vector<U, N>>::new();
     #[unroll]
-    for k in 0..unroll {
+    for k in 0..UNROLL {
         let i = first + k * THREADS;
         let mut v = Vector::<U, N>::cast_from(Vector::<f32, N>::new(math::nan()));
         if inside && i < length {
@@ -53,7 +53,7 @@ fn embedding<T: Float, U: Float, N: Size>(
         vectors.push(v);
     }
     #[unroll]
-    for k in 0..unroll {
+    for k in 0..UNROLL {
         let i = first + k * THREADS;
         if i < length {
             out[out_start + i as usize] = *vectors.index(k as usize);
@@ -62,7 +62,7 @@ fn embedding<T: Float, U: Float, N: Size>(
 }
 
 macro_rules! kernel {
-    ($b:ident, $t:ty, $u:ty, $n:ty, $unroll:ident) => {{
+    ($b:ident, $t:ty, $u:ty, $n:ty) => {{
         let from = $b.type_of::<Vector<$t, $n>>();
         let to = $b.type_of::<Vector<$u, $n>>();
         let (narrow, wide) = ($b.type_of::<i32>(), $b.type_of::<i64>());
@@ -72,7 +72,7 @@ macro_rules! kernel {
         let out = $b.write("out", to);
         let sizes = rows::sizes(&mut $b);
         let length = $b.scalar("length", ScalarType::U32);
-        let blocks_per_row = $b.scalar("blocks_per_row", ScalarType::U32);
+        let blocks_per_row = rows::blocks_per_row(&mut $b);
         let vocab = $b.scalar("vocab", ScalarType::U64);
         let table_stride = $b.scalar("table_stride", ScalarType::U64);
         let wide_ids = $b.scalar("wide_ids", ScalarType::U32);
@@ -86,47 +86,43 @@ macro_rules! kernel {
             out.into(),
             sizes,
             length.into(),
-            blocks_per_row.into(),
+            blocks_per_row,
             vocab.into(),
             table_stride.into(),
             wide_ids.into(),
             ids_strides,
             out_strides,
-            $unroll,
         );
     }};
 }
 
-fn kernel(table: Dtype, out: Dtype, vectors: bool, unroll: u32) -> Result<Kernel, Error> {
+fn kernel(table: Dtype, out: Dtype, vectors: bool) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     // Vectors of 16 bytes on the wider side.
     let width = table.per_vector().min(out.per_vector());
     with_vector!(table, T, _N => with_vector!(out, U, _M => match (vectors, width) {
-        (false, _) => kernel!(b, T, U, Const<1>, unroll),
-        (true, 4) => kernel!(b, T, U, Const<4>, unroll),
-        (true, _) => kernel!(b, T, U, Const<8>, unroll),
+        (false, _) => kernel!(b, T, U, Const<1>),
+        (true, 4) => kernel!(b, T, U, Const<4>),
+        (true, _) => kernel!(b, T, U, Const<8>),
     }));
     let width = if vectors { width } else { 1 };
-    let symbol = format!("embedding_{}_{}x{width}x{unroll}", table.name(), out.name());
+    let symbol = format!("embedding_{}_{}x{width}", table.name(), out.name());
     let choices = vec![
         ("table", table as u32),
         ("dtype", out as u32),
         ("width", width),
-        ("unroll", unroll),
-        ("per_block", THREADS * unroll),
+        ("per_block", THREADS * UNROLL),
     ];
     b.finish(symbol, choices, THREADS)
 }
 
-/// Every form: the table's dtype by the output's by the loads of a thread, in vectors and by element.
+/// Every form: the table's dtype by the output's, in vectors and by element.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
     for table in Dtype::ALL {
         for out in Dtype::ALL {
-            for unroll in UNROLLS {
-                for vectors in [true, false] {
-                    kernels.push(kernel(table, out, vectors, unroll)?);
-                }
+            for vectors in [true, false] {
+                kernels.push(kernel(table, out, vectors)?);
             }
         }
     }

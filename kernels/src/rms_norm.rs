@@ -3,6 +3,9 @@
 //! Two kernels. `rows` moves 16 bytes per access: a row of up to `threads * vectors` vectors belongs to `threads` threads, each with
 //! `vectors` loads in flight. `any` takes what is misaligned, of odd length, longer, or has gains of a third dtype; it reads rows
 //! element by element, twice.
+//!
+//! `rows` sums in one order whatever the threads: the elements of a vector, 32 vectors by halves, then the sums of these. So a row has
+//! the same bits alone as among many, although few rows get more threads.
 
 use cubecl::prelude::*;
 
@@ -10,22 +13,37 @@ use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::rows::{self, Sizes, Strides, row_index, row_start};
 
-/// Threads per row and 16-byte vectors per thread. Short rows share a warp; the longest fill a block at 64 registers a thread.
-const SHAPES: [(u32, u32); 10] = [
+/// Threads per row, and 16-byte vectors per thread. Rows of a warp or less share a block; of two shapes for rows of one length, that of
+/// more threads is for few rows, which wait for nothing but memory, and the other for many, which fill it.
+const SHAPES: [(u32, u32); 15] = [
     (8, 1),
     (16, 1),
     (32, 1),
     (32, 2),
+    (128, 1),
     (32, 4),
+    (256, 1),
     (64, 4),
+    (512, 1),
     (128, 4),
+    (512, 2),
     (256, 4),
+    (1024, 2),
     (512, 4),
     (1024, 4),
 ];
 
 /// Threads of a block whose rows need fewer.
 const MIN_BLOCK: u32 = 128;
+
+/// Threads of a block whose rows need so many.
+const fn block(threads: u32) -> u32 {
+    if threads < MIN_BLOCK {
+        MIN_BLOCK
+    } else {
+        threads
+    }
+}
 
 /// Where a row of each tensor begins.
 #[derive(CubeType, Clone, Copy)]
@@ -68,130 +86,235 @@ fn row_offsets(row: u32, s: Shape, #[comptime] has_residual: bool) -> RowOffsets
     }
 }
 
-/// The sum over the `threads` threads of a row, on each of them; the same on all.
+/// The sum over the `threads` threads of a row, on each of them; the same on all. `sums` has a value per vector of the thread.
 #[cube]
-fn row_sum(value: f32, #[comptime] threads: u32) -> f32 {
-    let mut sum = value;
+fn row_sum(sums: &mut Array<f32>, #[comptime] threads: u32, #[comptime] vectors: u32) -> f32 {
+    let lanes = comptime!(threads.min(32));
+    let lane = UNIT_POS_X % lanes;
+    // Of several values, each lane passes on the half that it does not keep: with bit 0 of its number set it keeps the odd ones, and so on.
+    let halvings = comptime!(vectors.ilog2());
     #[unroll]
-    for step in 0..comptime!(threads.min(32).ilog2()) {
-        sum += plane_shuffle_xor(sum, 1u32 << step);
+    for step in 0..comptime!(lanes.ilog2()) {
+        let left = comptime!(if step < halvings {
+            vectors >> (step + 1)
+        } else {
+            0
+        });
+        if left > 0 {
+            let keeps_odd = (lane >> step) & 1u32 == 1u32;
+            #[unroll]
+            for k in 0..left {
+                let even = sums[comptime!(2 * k as usize)];
+                let odd = sums[comptime!(2 * k as usize + 1)];
+                let mut kept = even;
+                let mut passed = odd;
+                if keeps_odd {
+                    kept = odd;
+                    passed = even;
+                }
+                sums[k as usize] = kept + plane_shuffle_xor(passed, comptime!(1u32 << step));
+            }
+        } else {
+            let mine = sums[0];
+            sums[0] = mine + plane_shuffle_xor(mine, comptime!(1u32 << step));
+        }
     }
-    if threads > 32 {
-        let warps = comptime!(threads / 32);
-        let block_warps = comptime!(warps.max(MIN_BLOCK / 32));
-        let mut partial = SharedMemory::<f32>::new(comptime!(block_warps as usize));
-        if UNIT_POS_PLANE == 0 {
-            partial[(UNIT_POS_X / 32) as usize] = sum;
+    if threads <= 32 && vectors == 1 {
+        sums[0]
+    } else {
+        // A part is what 32 lanes have in one vector each: lane k of a warp has the k-th of the warp's.
+        let warps = comptime!(threads.div_ceil(32));
+        let parts = comptime!(warps * vectors);
+        let rows = comptime!(block(threads) / threads);
+        let mut partial = SharedMemory::<f32>::new(comptime!((rows * parts) as usize));
+        let row = UNIT_POS_X / threads;
+        let warp = UNIT_POS_X % threads / 32;
+        if lane < vectors {
+            partial[(row * parts + lane * warps + warp) as usize] = sums[0];
         }
         sync_cube();
-        // A block may have several rows, each with its own warps.
-        let first = UNIT_POS_X / threads * warps;
-        sum = 0.0f32;
+        // Four sums at a time, which do not wait for each other.
+        let chains = comptime!(parts.min(4));
+        let mut totals = Array::<f32>::new(chains as usize);
         #[unroll]
-        for warp in 0..warps {
-            sum += partial[(first + warp) as usize];
+        for part in 0..parts {
+            let value = partial[(row * parts + part) as usize];
+            if part < chains {
+                totals[part as usize] = value;
+            } else {
+                totals[comptime!((part % chains) as usize)] += value;
+            }
         }
+        let mut sum = totals[0];
+        #[unroll]
+        for chain in 1..chains {
+            sum += totals[chain as usize];
+        }
+        sum
     }
-    sum
 }
 
-/// `weight_kind`: 0 no gains, 1 gains like `x`, 2 f32 gains.
+/// 16 bytes of a row.
+type Words = Vector<u32, Const<4>>;
+
+/// Their elements. What is loaded ahead stays words until then: elements of 16 bits would take a register each.
+#[cube]
+fn unpack<F: Float, N: Size>(words: Words) -> Vector<f32, N> {
+    Vector::cast_from(Vector::<F, N>::reinterpret(words))
+}
+
+/// The first words of a vector's gains. `kind`: 0 none, 1 like `x`, 2 f32, which fill as many vectors as `parts`.
+#[cube]
+fn load_gains(weight: &Array<Words>, kind: u32, i: u32, #[comptime] parts: u32) -> Words {
+    let mut at = i;
+    if kind == 2 {
+        at = i * parts;
+    }
+    weight[at as usize]
+}
+
+/// The gains of vector `i`, whose first words were loaded.
+#[cube]
+fn gains<F: Float, N: Size>(
+    first: Words,
+    weight: &Array<Words>,
+    kind: u32,
+    offset: f32,
+    i: u32,
+) -> Vector<f32, N> {
+    let parts = comptime!(N::value() / 4);
+    let mut gains = Vector::<f32, N>::new(1.0f32);
+    if kind == 1 {
+        gains = unpack::<F, N>(first) + Vector::new(offset);
+    }
+    if kind == 2 {
+        #[unroll]
+        for part in 0..parts {
+            let words = if part == 0 {
+                first
+            } else {
+                weight[i as usize * parts + part]
+            };
+            let g = Vector::<f32, Const<4>>::reinterpret(words);
+            #[unroll]
+            for j in 0..4usize {
+                gains[comptime!(part * 4 + j)] = g[j] + offset;
+            }
+        }
+    }
+    gains
+}
+
+/// `weight_kind`: 0 no gains (then `weight` is any memory of a row's size), 1 gains like `x`, 2 f32 gains.
+///
+/// Grid: rows, in groups of as many as a block has threads for.
 #[cube]
 fn rms_norm_rows<F: Float, N: Size>(
-    x: &Array<Vector<F, N>>,
-    residual: &Array<Vector<F, N>>,
-    weight: &Array<Vector<F, N>>,
-    weight_f32: &Array<Vector<f32, Const<4>>>,
+    x: &Array<Words>,
+    residual: &Array<Words>,
+    weight: &Array<Words>,
     out: &mut Array<Vector<F, N>>,
     residual_out: &mut Array<Vector<F, N>>,
     shape: Shape,
     weight_kind: u32,
     weight_offset: f32,
     epsilon: f32,
+    inverse_length: f32,
     #[comptime] has_residual: bool,
     #[comptime] threads: u32,
     #[comptime] vectors: u32,
 ) {
-    let width = N::value();
-    let rows_per_block = comptime!(if threads < MIN_BLOCK {
-        MIN_BLOCK / threads
-    } else {
-        1
-    });
-    let row = CUBE_POS_X * rows_per_block + UNIT_POS_X / threads;
+    let count = vectors as usize;
+    let parts = comptime!(N::value() as u32 / 4);
     let lane = UNIT_POS_X % threads;
-    // A row past the last one has no elements: its threads take part in the shuffles and touch no memory.
+    let mut row = CUBE_POS_X;
     let mut length = shape.length;
-    if row >= shape.rows {
-        length = 0u32;
+    if comptime!(threads < MIN_BLOCK) {
+        row = CUBE_POS_X * comptime!(MIN_BLOCK / threads) + UNIT_POS_X / threads;
+        // A row past the last one reads that, and stores nothing.
+        if row >= shape.rows {
+            row = shape.rows - 1;
+            length = 0u32;
+        }
     }
-    let at = row_offsets(row, shape, has_residual);
+    let index = row_index(row, shape.sizes);
 
-    let mut sums = Sequence::<Vector<f32, N>>::new();
+    // Everything is on its way before anything is waited for. Past a row's end its last vector is read again.
+    let mut xs = Sequence::<Words>::new();
+    let mut residuals = Sequence::<Words>::new();
+    let mut weights = Sequence::<Words>::new();
+    let from = row_start(index, shape.x);
     #[unroll]
     for k in 0..vectors {
-        let i = lane + k * threads;
-        let mut v = Vector::<F, N>::zeroed();
-        if i < length {
-            v = x[at.x + i as usize];
-        }
-        let mut sum = Vector::<f32, N>::cast_from(v);
-        if has_residual {
-            let mut v = Vector::<F, N>::zeroed();
-            if i < length {
-                v = residual[at.residual + i as usize];
-            }
-            sum += Vector::cast_from(v);
-        }
-        sums.push(sum);
+        let i = min(lane + k * threads, shape.length - 1u32);
+        xs.push(x[from + i as usize]);
     }
-    // After all loads, so that they are in flight together.
     if has_residual {
+        let from = row_start(index, shape.residual);
         #[unroll]
         for k in 0..vectors {
-            let i = lane + k * threads;
-            if i < length {
-                residual_out[at.residual_out + i as usize] =
-                    Vector::cast_from(*sums.index(k as usize));
-            }
+            let i = min(lane + k * threads, shape.length - 1u32);
+            residuals.push(residual[from + i as usize]);
+        }
+    }
+    // Of many vectors the gains come later: registers for them would be missing for rows at a time.
+    let early = comptime!(vectors <= 2);
+    if early {
+        #[unroll]
+        for k in 0..vectors {
+            let i = min(lane + k * threads, shape.length - 1u32);
+            weights.push(load_gains(weight, weight_kind, i, parts));
         }
     }
 
-    let mut squares = Vector::<f32, N>::zeroed();
+    let mut values = Sequence::<Vector<f32, N>>::new();
+    #[unroll]
+    for k in 0..count {
+        let mut value = unpack::<F, N>(*xs.index(k));
+        if has_residual {
+            value += unpack::<F, N>(*residuals.index(k));
+        }
+        values.push(value);
+    }
+    if has_residual {
+        let to = row_start(index, shape.residual_out) + lane as usize;
+        #[unroll]
+        for k in 0..vectors {
+            if lane + k * threads < length {
+                residual_out[to + comptime!((k * threads) as usize)] =
+                    Vector::cast_from(*values.index(k as usize));
+            }
+        }
+    }
+    let mut sums = Array::<f32>::new(count);
     #[unroll]
     for k in 0..vectors {
-        let v = *sums.index(k as usize);
-        squares += v * v;
+        let v = *values.index(k as usize);
+        let mut sum = v[0] * v[0];
+        #[unroll]
+        for j in 1..N::value() {
+            sum = fma(v[j], v[j], sum);
+        }
+        if lane + k * threads >= shape.length {
+            sum = 0.0f32;
+        }
+        sums[k as usize] = sum;
     }
-    let mut sum = 0.0f32;
-    #[unroll]
-    for j in 0..width {
-        sum += squares[j];
-    }
-    let sum = row_sum(sum, threads);
-    let scale = (sum / f32::cast_from(shape.length * width as u32) + epsilon).inverse_sqrt();
-
+    let sum = row_sum(&mut sums, threads, vectors);
+    let scale = (sum * inverse_length + epsilon).inverse_sqrt();
+    let to = row_start(index, shape.out) + lane as usize;
     #[unroll]
     for k in 0..vectors {
         let i = lane + k * threads;
         if i < length {
-            let mut gains = Vector::<f32, N>::new(1.0f32);
-            if weight_kind == 1 {
-                gains =
-                    Vector::<f32, N>::cast_from(weight[i as usize]) + Vector::new(weight_offset);
-            }
-            if weight_kind == 2 {
-                #[unroll]
-                for part in 0..comptime!(width / 4) {
-                    let g = weight_f32[i as usize * comptime!(width / 4) + part];
-                    #[unroll]
-                    for j in 0..4usize {
-                        gains[comptime!(part * 4 + j)] = g[j] + weight_offset;
-                    }
-                }
-            }
-            let v = *sums.index(k as usize) * (gains * Vector::new(scale));
-            out[at.out + i as usize] = Vector::cast_from(v);
+            let first = if early {
+                *weights.index(k as usize)
+            } else {
+                load_gains(weight, weight_kind, i, parts)
+            };
+            let gains = gains::<F, N>(first, weight, weight_kind, weight_offset, i);
+            let v = *values.index(k as usize) * (gains * Vector::new(scale));
+            out[to + comptime!((k * threads) as usize)] = Vector::cast_from(v);
         }
     }
 }
@@ -208,6 +331,7 @@ fn rms_norm_any<F: Float, W: Float>(
     weight_kind: u32,
     weight_offset: f32,
     epsilon: f32,
+    inverse_length: f32,
     #[comptime] has_residual: bool,
     #[comptime] threads: u32,
 ) {
@@ -232,8 +356,10 @@ fn rms_norm_any<F: Float, W: Float>(
         sum += v * v;
         i += threads;
     }
-    let sum = row_sum(sum, threads);
-    let scale = (sum / f32::cast_from(shape.length) + epsilon).inverse_sqrt();
+    let mut sums = Array::<f32>::new(1usize);
+    sums[0] = sum;
+    let sum = row_sum(&mut sums, threads, 1u32);
+    let scale = (sum * inverse_length + epsilon).inverse_sqrt();
     // Each thread overwrites only elements that it alone reads, so the tensors may be the same.
     let mut i = UNIT_POS_X % threads;
     while i < length {
@@ -257,6 +383,7 @@ struct Scalars {
     weight_kind: NativeExpand<u32>,
     weight_offset: NativeExpand<f32>,
     epsilon: NativeExpand<f32>,
+    inverse_length: NativeExpand<f32>,
 }
 
 fn scalars(b: &mut Builder) -> Scalars {
@@ -274,6 +401,7 @@ fn scalars(b: &mut Builder) -> Scalars {
         weight_kind: b.scalar("weight_kind", U32).into(),
         weight_offset: b.scalar("weight_offset", F32).into(),
         epsilon: b.scalar("epsilon", F32).into(),
+        inverse_length: b.scalar("inverse_length", F32).into(),
     }
 }
 
@@ -285,12 +413,11 @@ fn in_vectors(
     let mut b = Builder::default();
     with_vector!(dtype, F, N => {
         let ty = b.type_of::<Vector<F, N>>();
-        let ty_f32 = b.type_of::<Vector<f32, Const<4>>>();
+        let words = b.type_of::<Words>();
         // x and residual may be overwritten in place, hence not `read`.
-        let x = b.write("x", ty);
-        let residual = b.write("residual", ty);
-        let weight = b.read("weight", ty);
-        let weight_f32 = b.read("weight_f32", ty_f32);
+        let x = b.write("x", words);
+        let residual = b.write("residual", words);
+        let weight = b.read("weight", words);
         let out = b.write("out", ty);
         let residual_out = b.write("residual_out", ty);
         let s = scalars(&mut b);
@@ -299,13 +426,13 @@ fn in_vectors(
             x.into(),
             residual.into(),
             weight.into(),
-            weight_f32.into(),
             out.into(),
             residual_out.into(),
             s.shape,
             s.weight_kind,
             s.weight_offset,
             s.epsilon,
+            s.inverse_length,
             has_residual,
             threads,
             vectors,
@@ -322,7 +449,12 @@ fn in_vectors(
         ("threads", threads),
         ("vectors", vectors),
     ];
-    b.finish(name, choices, threads.max(MIN_BLOCK))
+    let kernel = b.finish(name, choices, block(threads))?;
+    Ok(match (threads < MIN_BLOCK, vectors) {
+        // 64 registers for each thread.
+        (true, 4) => kernel.for_blocks(1024 / block(threads)),
+        _ => kernel,
+    })
 }
 
 fn any(dtype: Dtype, weight: Dtype, has_residual: bool, threads: u32) -> Result<Kernel, Error> {
@@ -330,12 +462,9 @@ fn any(dtype: Dtype, weight: Dtype, has_residual: bool, threads: u32) -> Result<
     with_vector!(dtype, F, _N => with_vector!(weight, W, _M => {
         let ty = b.type_of::<F>();
         let ty_w = b.type_of::<W>();
-        let ty_f32 = b.type_of::<f32>();
         let x = b.write("x", ty);
         let residual = b.write("residual", ty);
         let weight = b.read("weight", ty_w);
-        // Unused: every kernel of the operation takes the same arguments.
-        let _ = b.read("weight_f32", ty_f32);
         let out = b.write("out", ty);
         let residual_out = b.write("residual_out", ty);
         let s = scalars(&mut b);
@@ -350,6 +479,7 @@ fn any(dtype: Dtype, weight: Dtype, has_residual: bool, threads: u32) -> Result<
             s.weight_kind,
             s.weight_offset,
             s.epsilon,
+            s.inverse_length,
             has_residual,
             threads,
         );
@@ -367,7 +497,7 @@ fn any(dtype: Dtype, weight: Dtype, has_residual: bool, threads: u32) -> Result<
         ("threads", threads),
         ("vectors", 0),
     ];
-    b.finish(name, choices, threads.max(MIN_BLOCK))
+    b.finish(name, choices, block(threads))
 }
 
 /// Every form: dtype by residual by shape, and the general one by the dtype of gains as well.

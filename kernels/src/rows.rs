@@ -12,11 +12,25 @@ pub(crate) struct Strides {
     pub d2: usize,
 }
 
+/// A divisor, with what turns the division of a number below 2³¹ into a multiplication; the host computes it.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Divisor {
+    pub size: u32,
+    pub multiplier: u32,
+    pub shift: u32,
+}
+
+/// `n / by`, rounded down (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994).
+#[cube]
+pub(crate) fn divide(n: u32, by: Divisor) -> u32 {
+    (u32::mul_hi(n, by.multiplier) + n) >> by.shift
+}
+
 /// The sizes of the last two row dimensions; the first needs none.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Sizes {
-    pub n1: u32,
-    pub n2: u32,
+    pub n1: Divisor,
+    pub n2: Divisor,
 }
 
 /// The index of a row in every row dimension.
@@ -33,14 +47,12 @@ pub(crate) fn row_index(row: u32, sizes: Sizes) -> RowIndex {
     let mut i0 = row;
     let mut i1 = 0u32;
     let mut i2 = 0u32;
-    // Equally spaced rows, the usual case, need no division.
-    if sizes.n2 > 1 {
-        i2 = i0 % sizes.n2;
-        i0 /= sizes.n2;
-    }
-    if sizes.n1 > 1 {
-        i1 = i0 % sizes.n1;
-        i0 /= sizes.n1;
+    // Equally spaced rows, the usual case, have one dimension.
+    if sizes.n1.size > 1 {
+        let outer = divide(row, sizes.n2);
+        i2 = row - outer * sizes.n2.size;
+        i0 = divide(outer, sizes.n1);
+        i1 = outer - i0 * sizes.n1.size;
     }
     RowIndex { i0, i1, i2 }
 }
@@ -57,10 +69,32 @@ pub(crate) fn strides(b: &mut Builder, names: [&'static str; 3]) -> StridesExpan
     StridesExpand { d0, d1, d2 }
 }
 
+/// Declares a divisor: its size, and what the host makes of it.
+pub(crate) fn divisor(b: &mut Builder, names: [&'static str; 3]) -> DivisorExpand {
+    let [size, multiplier, shift] = names.map(|name| b.scalar(name, ScalarType::U32).into());
+    DivisorExpand {
+        size,
+        multiplier,
+        shift,
+    }
+}
+
 /// Declares the sizes of the last two row dimensions.
 pub(crate) fn sizes(b: &mut Builder) -> SizesExpand {
     SizesExpand {
-        n1: b.scalar("size_1", ScalarType::U32).into(),
-        n2: b.scalar("size_2", ScalarType::U32).into(),
+        n1: divisor(b, ["size_1", "size_1_multiplier", "size_1_shift"]),
+        n2: divisor(b, ["size_2", "size_2_multiplier", "size_2_shift"]),
     }
+}
+
+/// Declares the number of blocks that share a row.
+pub(crate) fn blocks_per_row(b: &mut Builder) -> DivisorExpand {
+    divisor(
+        b,
+        [
+            "blocks_per_row",
+            "blocks_per_row_multiplier",
+            "blocks_per_row_shift",
+        ],
+    )
 }

@@ -6,9 +6,9 @@ use cubecl::prelude::*;
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::math;
-use crate::rows::{self, Sizes, Strides, row_index, row_start};
+use crate::rows::{self, Divisor, Sizes, Strides, divide, row_index, row_start};
 
-const THREADS: u32 = 256;
+const THREADS: u32 = 128;
 /// Elements of each input that a thread loads before it computes, where it cannot load vectors.
 const UNROLL: u32 = 4;
 
@@ -43,13 +43,34 @@ fn activate_for_16_bits(x: f32, #[comptime] activation: u32) -> f32 {
 }
 
 #[cube]
+fn gated<F: Float, N: Size>(
+    gate: Vector<F, N>,
+    up: Vector<F, N>,
+    #[comptime] activation: u32,
+    #[comptime] narrow: bool,
+) -> Vector<F, N> {
+    let g = Vector::<f32, N>::cast_from(gate);
+    let u = Vector::<f32, N>::cast_from(up);
+    let mut v = Vector::<f32, N>::zeroed();
+    #[unroll]
+    for j in 0..N::value() {
+        if narrow {
+            v[j] = activate_for_16_bits(g[j], activation) * u[j];
+        } else {
+            v[j] = activate(g[j], activation) * u[j];
+        }
+    }
+    Vector::cast_from(v)
+}
+
+#[cube]
 fn swiglu<F: Float, N: Size>(
     gate: &Array<Vector<F, N>>,
     up: &Array<Vector<F, N>>,
     out: &mut Array<Vector<F, N>>,
     sizes: Sizes,
     length: usize,
-    blocks_per_row: u32,
+    blocks_per_row: Divisor,
     gate_strides: Strides,
     up_strides: Strides,
     out_strides: Strides,
@@ -57,42 +78,41 @@ fn swiglu<F: Float, N: Size>(
     #[comptime] narrow: bool,
     #[comptime] unroll: u32,
 ) {
-    let index = row_index(CUBE_POS_X / blocks_per_row, sizes);
-    let block = CUBE_POS_X % blocks_per_row;
+    let row = divide(CUBE_POS_X, blocks_per_row);
+    let index = row_index(row, sizes);
+    let block = CUBE_POS_X - row * blocks_per_row.size;
     let first = block as usize * comptime!((THREADS * unroll) as usize) + UNIT_POS_X as usize;
     let gate_start = row_start(index, gate_strides);
     let up_start = row_start(index, up_strides);
     let out_start = row_start(index, out_strides);
-    let mut gates = Sequence::<Vector<F, N>>::new();
-    let mut ups = Sequence::<Vector<F, N>>::new();
-    #[unroll]
-    for k in 0..unroll {
-        let i = first + (k * THREADS) as usize;
-        let mut g = Vector::<F, N>::zeroed();
-        let mut u = Vector::<F, N>::zeroed();
-        if i < length {
-            g = gate[gate_start + i];
-            u = up[up_start + i];
+    if unroll == 1 {
+        if first < length {
+            let g = gate[gate_start + first];
+            let u = up[up_start + first];
+            out[out_start + first] = gated::<F, N>(g, u, activation, narrow);
         }
-        gates.push(g);
-        ups.push(u);
-    }
-    #[unroll]
-    for k in 0..unroll {
-        let i = first + (k * THREADS) as usize;
-        if i < length {
-            let g = Vector::<f32, N>::cast_from(*gates.index(k as usize));
-            let u = Vector::<f32, N>::cast_from(*ups.index(k as usize));
-            let mut v = Vector::<f32, N>::zeroed();
-            #[unroll]
-            for j in 0..N::value() {
-                if narrow {
-                    v[j] = activate_for_16_bits(g[j], activation) * u[j];
-                } else {
-                    v[j] = activate(g[j], activation) * u[j];
-                }
+    } else {
+        let mut gates = Sequence::<Vector<F, N>>::new();
+        let mut ups = Sequence::<Vector<F, N>>::new();
+        #[unroll]
+        for k in 0..unroll {
+            let i = first + (k * THREADS) as usize;
+            let mut g = Vector::<F, N>::zeroed();
+            let mut u = Vector::<F, N>::zeroed();
+            if i < length {
+                g = gate[gate_start + i];
+                u = up[up_start + i];
             }
-            out[out_start + i] = Vector::cast_from(v);
+            gates.push(g);
+            ups.push(u);
+        }
+        #[unroll]
+        for k in 0..unroll {
+            let i = first + (k * THREADS) as usize;
+            if i < length {
+                let (g, u) = (*gates.index(k as usize), *ups.index(k as usize));
+                out[out_start + i] = gated::<F, N>(g, u, activation, narrow);
+            }
         }
     }
 }
@@ -106,7 +126,7 @@ macro_rules! kernel {
         let out = $b.write("out", ty);
         let sizes = rows::sizes(&mut $b);
         let length = $b.scalar("length", ScalarType::U64);
-        let blocks_per_row = $b.scalar("blocks_per_row", ScalarType::U32);
+        let blocks_per_row = rows::blocks_per_row(&mut $b);
         let gate_strides = rows::strides(&mut $b, ["gate_0", "gate_1", "gate_2"]);
         let up_strides = rows::strides(&mut $b, ["up_0", "up_1", "up_2"]);
         let out_strides = rows::strides(&mut $b, ["out_0", "out_1", "out_2"]);
@@ -117,7 +137,7 @@ macro_rules! kernel {
             out.into(),
             sizes,
             length.into(),
-            blocks_per_row.into(),
+            blocks_per_row,
             gate_strides,
             up_strides,
             out_strides,

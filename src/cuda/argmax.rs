@@ -1,8 +1,9 @@
-//! The index of the greatest element of each row on the GPU: a block per row.
+//! The index of the greatest element of each row on the GPU. Few rows are spread over many blocks, which settle it among themselves in
+//! the output: no workspace, no second launch.
 
 use super::device::Resources;
 use super::images::argmax::Arguments;
-use super::rows::Rows;
+use super::rows::{Divisor, Rows};
 use super::table::Table;
 use super::{Cuda, VECTOR, check_blocks, is_aligned};
 use crate::context::Stream;
@@ -12,11 +13,16 @@ use crate::ops::argmax::Problem;
 
 const OP: &str = "argmax";
 
-/// By dtype and elements per access.
-pub(super) type Kernels = Table<Arguments, 2>;
+/// By dtype, elements per access, and accesses of a thread.
+pub(super) type Kernels = Table<Arguments, 3>;
+
+/// Blocks up to which rows are spread as thin as it goes, a vector for each thread.
+const THIN: usize = 256;
+/// Blocks that fill the GPU with more to do for each. What goes beyond it is not worth settling between blocks.
+const FULL: usize = 1024;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["dtype", "width"])
+    Table::new(OP, resources, ["dtype", "width", "unroll"])
 }
 
 /// Whether there is a kernel for the problem.
@@ -40,26 +46,49 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     let fits =
         length.is_multiple_of(vector) && rows.aligned_to_of(0, vector) && is_aligned(&p.x, vector);
     let width = if fits { vector } else { 1 };
-    let kernel = cuda.argmax.get([p.x.dtype as u32, width as u32])?;
+    let length = length / width;
+    let num_rows = rows.rows_per_launch();
+    let shared_out = |unroll| -> Result<_> {
+        let choices = [p.x.dtype as u32, width as u32, unroll];
+        let kernel = cuda.argmax.get(choices)?;
+        let per_block = kernel.info.choice("per_block").max(1) as usize;
+        Ok((kernel, length.div_ceil(per_block)))
+    };
+    let (mut kernel, mut blocks_per_row) = shared_out(1)?;
+    if num_rows.saturating_mul(blocks_per_row) > THIN {
+        (kernel, blocks_per_row) = shared_out(4)?;
+        blocks_per_row = blocks_per_row.min(FULL / num_rows).max(1);
+    }
+    let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {
-        let num_rows: usize = launch.sizes.iter().product();
-        let blocks = check_blocks(OP, "x", num_rows)?;
+        let num_rows = launch.num_rows();
+        let [size_1, size_2] = launch.divisors();
+        let blocks = check_blocks(OP, "x", num_rows * blocks_per_row)?;
         let out = (p.out.ptr.addr() + launch.offsets[1] * p.out.dtype.size()) as u64;
+        let words = p.out.dtype.size() / size_of::<u32>();
         let x_stride = |dim: usize| (launch.strides[dim][0] / width) as u64;
         let arguments = Arguments {
             x: (p.x.ptr.addr() + launch.offsets[0] * p.x.dtype.size()) as u64,
             out,
-            out_i64: out,
-            size_1: launch.sizes[1] as u32,
-            size_2: launch.sizes[2] as u32,
-            length: (length / width) as u32,
+            out_plain: out,
+            size_1: size_1.size,
+            size_1_multiplier: size_1.multiplier,
+            size_1_shift: size_1.shift,
+            size_2: size_2.size,
+            size_2_multiplier: size_2.multiplier,
+            size_2_shift: size_2.shift,
+            length: length as u32,
+            blocks_per_row: divisor.size,
+            blocks_per_row_multiplier: divisor.multiplier,
+            blocks_per_row_shift: divisor.shift,
             wide_ids: u32::from(p.out.dtype == DType::I64),
             x_0: x_stride(0),
             x_1: x_stride(1),
             x_2: x_stride(2),
-            out_0: launch.strides[0][1] as u64,
-            out_1: launch.strides[1][1] as u64,
-            out_2: launch.strides[2][1] as u64,
+            out_0: (launch.strides[0][1] * words) as u64,
+            out_1: (launch.strides[1][1] * words) as u64,
+            out_2: (launch.strides[2][1] * words) as u64,
+            ..Arguments::ZERO
         };
         // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
         unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }?;

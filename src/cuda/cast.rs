@@ -2,7 +2,7 @@
 
 use super::device::Resources;
 use super::images::cast::Arguments;
-use super::rows::Rows;
+use super::rows::{Divisor, Rows};
 use super::table::Table;
 use super::{Cuda, VECTOR, check_blocks, is_aligned};
 use crate::context::Stream;
@@ -54,17 +54,25 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         .get([p.x.dtype as u32, p.out.dtype as u32, width as u32])?;
     let length = length / width;
     let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {
-        let num_rows: usize = launch.sizes.iter().product();
+        let num_rows = launch.num_rows();
+        let [size_1, size_2] = launch.divisors();
         let blocks = check_blocks(OP, "x", num_rows * blocks_per_row)?;
         let stride = |dim: usize, i: usize| (launch.strides[dim][i] / width) as u64;
         let arguments = Arguments {
             x: (p.x.ptr.addr() + launch.offsets[0] * p.x.dtype.size()) as u64,
             out: (p.out.ptr.addr() + launch.offsets[1] * p.out.dtype.size()) as u64,
-            size_1: launch.sizes[1] as u32,
-            size_2: launch.sizes[2] as u32,
+            size_1: size_1.size,
+            size_1_multiplier: size_1.multiplier,
+            size_1_shift: size_1.shift,
+            size_2: size_2.size,
+            size_2_multiplier: size_2.multiplier,
+            size_2_shift: size_2.shift,
             length: length as u64,
-            blocks_per_row: blocks_per_row as u32,
+            blocks_per_row: divisor.size,
+            blocks_per_row_multiplier: divisor.multiplier,
+            blocks_per_row_shift: divisor.shift,
             x_0: stride(0, 0),
             x_1: stride(1, 0),
             x_2: stride(2, 0),

@@ -2,7 +2,7 @@
 
 use super::device::Resources;
 use super::images::embedding::Arguments;
-use super::rows::Rows;
+use super::rows::{Divisor, Rows};
 use super::table::Table;
 use super::{Cuda, VECTOR, check_blocks, is_aligned};
 use crate::context::Stream;
@@ -12,24 +12,15 @@ use crate::ops::embedding::Problem;
 
 const OP: &str = "embedding";
 
-/// By dtype of the table, dtype of the output, elements per access, and accesses of a thread.
-pub(super) type Kernels = Table<Arguments, 4>;
+/// By dtype of the table, dtype of the output, and elements per access.
+pub(super) type Kernels = Table<Arguments, 3>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["table", "dtype", "width", "unroll"])
+    Table::new(OP, resources, ["table", "dtype", "width"])
 }
 
-/// Threads of a block.
-const THREADS: usize = 128;
-
-/// Loads that a thread has in flight: four, which is one launch's worth of blocks less, or one where the GPU would not be full.
-const UNROLLS: [usize; 2] = [1, 4];
-
-/// Blocks that fill today's largest GPUs twice over.
-const FULL: usize = 4096;
-
-/// Elements that a block covers at least, of as many rows as make the number of blocks matter.
-const LEAST_PER_BLOCK: usize = THREADS * UNROLLS[1];
+/// Elements that the smallest block covers: two per thread.
+const LEAST_PER_BLOCK: usize = 256;
 
 /// Whether there is a kernel for the problem.
 pub(crate) fn supported(p: &Problem) -> Result<()> {
@@ -58,16 +49,14 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         && is_aligned(&p.out, vector);
     let width = if fits { vector } else { 1 };
     let length = dim / width;
-    let [few, many] = UNROLLS;
-    let full = rows.rows_per_launch() * length.div_ceil(THREADS * many) >= FULL;
-    let unroll = if full { many } else { few };
-    let dtypes = [p.table.dtype as u32, p.out.dtype as u32];
     let kernel = cuda
         .embedding
-        .get([dtypes[0], dtypes[1], width as u32, unroll as u32])?;
+        .get([p.table.dtype as u32, p.out.dtype as u32, width as u32])?;
     let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {
-        let num_rows: usize = launch.sizes.iter().product();
+        let num_rows = launch.num_rows();
+        let [size_1, size_2] = launch.divisors();
         let blocks = check_blocks(OP, "ids", num_rows * blocks_per_row)?;
         let ids = (p.ids.ptr.addr() + launch.offsets[0] * p.ids.dtype.size()) as u64;
         let out = (p.out.ptr.addr() + launch.offsets[1] * p.out.dtype.size()) as u64;
@@ -76,10 +65,16 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
             ids,
             ids_i64: ids,
             out,
-            size_1: launch.sizes[1] as u32,
-            size_2: launch.sizes[2] as u32,
+            size_1: size_1.size,
+            size_1_multiplier: size_1.multiplier,
+            size_1_shift: size_1.shift,
+            size_2: size_2.size,
+            size_2_multiplier: size_2.multiplier,
+            size_2_shift: size_2.shift,
             length: length as u32,
-            blocks_per_row: blocks_per_row as u32,
+            blocks_per_row: divisor.size,
+            blocks_per_row_multiplier: divisor.multiplier,
+            blocks_per_row_shift: divisor.shift,
             vocab: p.table.layout.dim(0) as u64,
             table_stride: (p.table.layout.stride(0) / width) as u64,
             wide_ids: u32::from(p.ids.dtype == DType::I64),

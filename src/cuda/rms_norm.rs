@@ -1,5 +1,7 @@
 //! RMSNorm on the GPU: which kernel a problem gets, and its launch.
 
+use std::cmp::Reverse;
+
 use super::device::{Kernel, Resources};
 use super::images::rms_norm::Arguments;
 use super::rows::{Launch, Rows};
@@ -15,7 +17,7 @@ const OP: &str = "rms_norm";
 /// The kernels of one dtype, without or with residual.
 #[derive(Default)]
 struct Forms {
-    /// Rows in vectors, the shortest first.
+    /// Rows in vectors, the shortest first; of those for rows of one length that with most threads.
     rows: Vec<Form>,
     /// Any rows, by dtype of the gains; for short and long ones.
     any: [Vec<Form>; 3],
@@ -25,8 +27,10 @@ struct Form {
     kernel: Kernel<Arguments>,
     /// Threads that share a row.
     threads: usize,
-    /// The longest row in vectors; unlimited for `any`.
+    /// The longest row in vectors; 0 for `any`, which takes all.
     capacity: usize,
+    /// Blocks that the device runs at once.
+    resident: usize,
 }
 
 /// The operation's kernels, loaded.
@@ -54,6 +58,7 @@ impl Kernels {
             let threads = kernel.info.choice("threads") as usize;
             let vectors = kernel.info.choice("vectors") as usize;
             let form = Form {
+                resident: resources.resident_blocks(&kernel)?,
                 kernel,
                 threads,
                 capacity: threads * vectors,
@@ -64,7 +69,9 @@ impl Kernels {
             }
         }
         for of_dtype in forms.iter_mut().flatten() {
-            of_dtype.rows.sort_by_key(|form| form.capacity);
+            of_dtype
+                .rows
+                .sort_by_key(|form| (form.capacity, Reverse(form.threads)));
             for any in &mut of_dtype.any {
                 any.sort_by_key(|form| form.threads);
             }
@@ -110,9 +117,8 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         .ok_or_else(no_kernel)?;
     let rows_per_block = form.kernel.info.block[0] as usize / form.threads;
     for launch in rows.launches() {
-        let num_rows: usize = launch.sizes.iter().product();
-        let arguments = arguments(p, &launch, num_rows, width);
-        let blocks = num_rows.div_ceil(rows_per_block) as u32;
+        let blocks = launch.num_rows().div_ceil(rows_per_block) as u32;
+        let arguments = arguments(p, &launch, width);
         // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
         unsafe { cuda.launch(OP, &form.kernel, blocks, &arguments, stream) }?;
     }
@@ -148,7 +154,14 @@ fn in_vectors<'a>(forms: &'a Forms, p: &Problem, rows: &Rows<4>) -> Option<(&'a 
         return None;
     }
     let length = dim(p) / width;
-    let form = forms.rows.iter().find(|form| form.capacity >= length)?;
+    let mut fitting = forms.rows.iter().filter(|form| form.capacity >= length);
+    let few = fitting.next()?;
+    // Few rows get more threads each, as long as all of them run at once; the sum's order is the same.
+    let many = fitting.next().filter(|form| form.capacity == few.capacity);
+    let form = match many {
+        Some(many) if rows.rows_per_launch() > few.resident => many,
+        _ => few,
+    };
     Some((form, width))
 }
 
@@ -166,7 +179,7 @@ fn any<'a>(forms: &'a Forms, p: &Problem) -> Option<(&'a Form, usize)> {
     Some((form?, 1))
 }
 
-fn arguments(p: &Problem, launch: &Launch<4>, num_rows: usize, width: usize) -> Arguments {
+fn arguments(p: &Problem, launch: &Launch<4>, width: usize) -> Arguments {
     let at = |t: &RawTensor, i: usize| (t.ptr.addr() + launch.offsets[i] * t.dtype.size()) as u64;
     let stride = |dim: usize, i: usize| (launch.strides[dim][i] / width) as u64;
     let (residual, residual_out) = match &p.residual {
@@ -174,21 +187,26 @@ fn arguments(p: &Problem, launch: &Launch<4>, num_rows: usize, width: usize) -> 
         None => (0, 0),
     };
     let (weight, weight_kind) = match &p.weight {
-        None => (0, 0),
+        // Read, in the place of gains, and not used.
+        None => (at(&p.x, 0), 0),
         Some(w) if w.dtype == p.x.dtype => (w.ptr.addr() as u64, 1),
         Some(w) => (w.ptr.addr() as u64, 2),
     };
+    let [size_1, size_2] = launch.divisors();
     Arguments {
         x: at(&p.x, 0),
         residual,
         weight,
-        weight_f32: weight,
         out: at(&p.out, 2),
         residual_out,
-        rows: num_rows as u32,
+        rows: launch.num_rows() as u32,
         length: (dim(p) / width) as u32,
-        size_1: launch.sizes[1] as u32,
-        size_2: launch.sizes[2] as u32,
+        size_1: size_1.size,
+        size_1_multiplier: size_1.multiplier,
+        size_1_shift: size_1.shift,
+        size_2: size_2.size,
+        size_2_multiplier: size_2.multiplier,
+        size_2_shift: size_2.shift,
         x_0: stride(0, 0),
         x_1: stride(1, 0),
         x_2: stride(2, 0),
@@ -204,6 +222,7 @@ fn arguments(p: &Problem, launch: &Launch<4>, num_rows: usize, width: usize) -> 
         weight_kind,
         weight_offset: p.weight_offset,
         epsilon: p.epsilon,
+        inverse_length: 1.0 / dim(p) as f32,
         ..Arguments::ZERO
     }
 }

@@ -14,6 +14,34 @@ pub(super) struct Rows<const N: usize> {
     strides: [[usize; N]; MAX_RANK],
 }
 
+/// A divisor as kernels take it, who divide numbers below 2³¹ by multiplying (Granlund and Montgomery, "Division by invariant integers
+/// using multiplication", 1994).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Divisor {
+    pub size: u32,
+    pub multiplier: u32,
+    pub shift: u32,
+}
+
+impl Divisor {
+    /// Of a size from 1 to 2³¹.
+    pub fn new(size: usize) -> Divisor {
+        debug_assert!((1..=1 << 31).contains(&size));
+        let size = size.max(1) as u64;
+        // The least with 2^shift >= size, so that 2^32 (2^shift - size) / size is below 2^32.
+        let shift = size.next_power_of_two().trailing_zeros();
+        let multiplier = match size.is_power_of_two() {
+            true => 1,
+            false => (((1 << shift) - size) << 32) / size + 1,
+        };
+        Divisor {
+            size: size as u32,
+            multiplier: multiplier as u32,
+            shift,
+        }
+    }
+}
+
 /// What one launch covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Launch<const N: usize> {
@@ -23,6 +51,17 @@ pub(super) struct Launch<const N: usize> {
     pub sizes: [usize; DIMS],
     /// Per row dimension, the stride of each tensor.
     pub strides: [[usize; N]; DIMS],
+}
+
+impl<const N: usize> Launch<N> {
+    pub fn num_rows(&self) -> usize {
+        self.sizes.iter().product()
+    }
+
+    /// The sizes that kernels divide by.
+    pub fn divisors(&self) -> [Divisor; 2] {
+        [self.sizes[1], self.sizes[2]].map(Divisor::new)
+    }
 }
 
 /// Equally spaced rows of each tensor.
@@ -230,6 +269,33 @@ mod tests {
             let mut expected = expected;
             expected.sort_unstable();
             assert_eq!(of_matrices, expected);
+        }
+    }
+
+    #[test]
+    fn divisors_divide() {
+        const LAST: u32 = (1 << 31) - 1;
+        let divide = |n: u32, by: Divisor| {
+            let high = (u64::from(n) * u64::from(by.multiplier)) >> 32;
+            (high as u32 + n) >> by.shift
+        };
+        let sizes = (1..300).chain((0..=31).flat_map(|bit| {
+            let power = 1usize << bit;
+            [
+                power.saturating_sub(1).max(1),
+                power,
+                (power + 1).min(1 << 31),
+            ]
+        }));
+        for size in sizes {
+            let by = Divisor::new(size);
+            let multiples = [1, 2, 3, 1000, LAST / size as u32];
+            let near = multiples.map(|m| m.saturating_mul(size as u32).min(LAST));
+            for n in near.into_iter().chain([0, 1, 12_345_678, LAST]) {
+                for n in [n.saturating_sub(1), n, (n + 1).min(LAST)] {
+                    assert_eq!(divide(n, by), n / size as u32, "{n} / {size}");
+                }
+            }
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::device::Resources;
 use super::images::swiglu::Arguments;
-use super::rows::Rows;
+use super::rows::{Divisor, Rows};
 use super::table::Table;
 use super::{Cuda, VECTOR, check_blocks, is_aligned};
 use crate::context::Stream;
@@ -20,7 +20,7 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
 }
 
 /// Elements that the smallest block covers: four per thread, in one load or in four.
-const LEAST_PER_BLOCK: usize = 1024;
+const LEAST_PER_BLOCK: usize = 512;
 
 /// Whether there is a kernel for the problem.
 pub(crate) fn supported(p: &Problem) -> Result<()> {
@@ -57,8 +57,10 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         .get([p.gate.dtype as u32, p.activation as u32, width as u32])?;
     let length = length / width;
     let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {
-        let num_rows: usize = launch.sizes.iter().product();
+        let num_rows = launch.num_rows();
+        let [size_1, size_2] = launch.divisors();
         let blocks = check_blocks(OP, "gate", num_rows * blocks_per_row)?;
         let at =
             |t: &RawTensor, i: usize| (t.ptr.addr() + launch.offsets[i] * t.dtype.size()) as u64;
@@ -67,10 +69,16 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
             gate: at(&p.gate, 0),
             up: at(&p.up, 1),
             out: at(&p.out, 2),
-            size_1: launch.sizes[1] as u32,
-            size_2: launch.sizes[2] as u32,
+            size_1: size_1.size,
+            size_1_multiplier: size_1.multiplier,
+            size_1_shift: size_1.shift,
+            size_2: size_2.size,
+            size_2_multiplier: size_2.multiplier,
+            size_2_shift: size_2.shift,
             length: length as u64,
-            blocks_per_row: blocks_per_row as u32,
+            blocks_per_row: divisor.size,
+            blocks_per_row_multiplier: divisor.multiplier,
+            blocks_per_row_shift: divisor.shift,
             gate_0: stride(0, 0),
             gate_1: stride(1, 0),
             gate_2: stride(2, 0),

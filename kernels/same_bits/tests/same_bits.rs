@@ -173,6 +173,17 @@ fn choice(kernel: &Kernel, name: &str) -> u32 {
     found.map_or(0, |(_, value)| *value)
 }
 
+/// A divisor, or the part of it that turns division into multiplication.
+fn divisor(name: &str, size: u64) -> Argument {
+    let shift = size.next_power_of_two().trailing_zeros();
+    let number = match name {
+        _ if name.ends_with("_multiplier") => (((1 << shift) - size) << 32) / size + 1,
+        _ if name.ends_with("_shift") => u64::from(shift),
+        _ => size,
+    };
+    Argument::Number(number as f64)
+}
+
 #[test]
 fn rms_norm() {
     let Some(library) = Library::open() else {
@@ -196,7 +207,7 @@ fn rms_norm() {
         library.forward("unsloth_rms_norm_forward", &params);
         let ours = [&params.out, &params.residual_out].map(|t| library.read(t, rows * dim));
 
-        // The form that the library chooses: the smallest that holds a row in vectors.
+        // One of the forms that the library chooses from: the smallest that hold a row in vectors give the same bits.
         let length = dim as u32 / 8;
         let mut forms: Vec<_> = kernels("rms_norm")
             .into_iter()
@@ -210,7 +221,6 @@ fn rms_norm() {
             ("x", bytes(&x)),
             ("residual", bytes(&residual)),
             ("weight", bytes(&weight)),
-            ("weight_f32", bytes(&weight)),
             ("out", bytes(&blank)),
             ("residual_out", bytes(&blank)),
         ]
@@ -224,7 +234,9 @@ fn rms_norm() {
             "length" | "x_0" | "residual_0" | "out_0" | "residual_out_0" => {
                 Argument::Number(f64::from(length))
             }
-            "weight_kind" | "size_1" | "size_2" => Argument::Number(1.0),
+            "weight_kind" => Argument::Number(1.0),
+            "inverse_length" => Argument::Number(f64::from(1.0 / dim as f32)),
+            name if name.starts_with("size_") => divisor(name, 1),
             "epsilon" => Argument::Number(f64::from(1e-5f32)),
             name => match handles.get(name) {
                 Some(handle) => Argument::Buffer(handle.clone()),
@@ -284,8 +296,8 @@ fn swiglu() {
         let blocks = length.div_ceil(choice(kernel, "per_block"));
         run(&client, "swiglu", kernel, blocks, |name| match name {
             "length" => Argument::Number(f64::from(length)),
-            "blocks_per_row" => Argument::Number(f64::from(blocks)),
-            "size_1" | "size_2" => Argument::Number(1.0),
+            name if name.starts_with("blocks_per_row") => divisor(name, u64::from(blocks)),
+            name if name.starts_with("size_") => divisor(name, 1),
             name => match handles.get(name) {
                 Some(handle) => Argument::Buffer(handle.clone()),
                 None => Argument::Number(0.0),
