@@ -377,12 +377,13 @@ fn split(source: &str) -> (Vec<String>, String) {
 }
 
 /// Turns the last pointer of a kernel, number `index`, into an array in the parameters. CubeCL has no such parameter; in the text it
-/// is a change of the signature alone.
+/// is a change of the signature alone. The compiler does not get to see where the pointer leads: it would read the constant bank, which
+/// serves the lanes of a warp one by one where each wants another element.
 fn pass_by_value(text: &str, index: usize, len: usize) -> Option<String> {
     let scalars = "const __grid_constant__ info_st info";
     let pointer = format!(", const float* __restrict__ buffer_{index}, {scalars}\n) {{\n");
     let array = format!(
-        ", {scalars}, const __grid_constant__ array_st array\n) {{\nconst float* buffer_{index} = array.values;\n"
+        ", {scalars}, const __grid_constant__ array_st array\n) {{\nconst float* buffer_{index} = array.values;\nasm(\"\" : \"+l\"(buffer_{index}));\n"
     );
     let (before, after) = text.split_once(&pointer)?;
     let (types, signature) = before.split_once("extern \"C\" __global__")?;
@@ -536,7 +537,7 @@ mod tests {
             pass_by_value(text, 1, 8).unwrap(),
             "struct info_st {\n};\nstruct array_st {\n    float values[8];\n};\nextern \"C\" __global__ void k (\n    float* buffer_0, \
              const __grid_constant__ info_st info, const __grid_constant__ array_st array\n) {\n\
-             const float* buffer_1 = array.values;\nbody"
+             const float* buffer_1 = array.values;\nasm(\"\" : \"+l\"(buffer_1));\nbody"
         );
         assert!(pass_by_value(text, 0, 8).is_none());
     }

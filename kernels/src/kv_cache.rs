@@ -5,7 +5,10 @@ use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::rotation::{AngleSource, MAX_PAIRS, STYLES, angle, angle_source, rotate};
+use crate::rotation::{
+    AngleSource, MAX_PAIRS, STYLES, angle, angle_source, load_pairs, store_turned,
+};
+use crate::rows::{self, Divisor, divide};
 
 const THREADS: u32 = 128;
 /// Threads that share a row: with 16 bytes each they cover 128 elements of a 16-bit dtype.
@@ -25,18 +28,25 @@ struct Side {
 /// How keys are rotated on their way: not at all.
 const PLAIN: u32 = 2;
 
+/// Copies or converts a row from vector `first` on; the first vector of each thread has been loaded.
 #[cube]
-fn store<S: Float, D: Float, N: Size>(
-    from: &Array<Vector<S, N>>,
+fn store<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
+    from: &Array<Vector<L, M>>,
     pages: &mut Array<Vector<D, N>>,
+    loaded: Vector<L, M>,
     length: u32,
     first: u32,
     source: usize,
     target: usize,
 ) {
     let mut i = first + UNIT_POS_X % PER_ROW;
+    if i < length {
+        pages[target + i as usize] = Vector::cast_from(Vector::<S, N>::reinterpret(loaded));
+        i += PER_ROW;
+    }
     while i < length {
-        pages[target + i as usize] = Vector::cast_from(from[source + i as usize]);
+        let v = from[source + i as usize];
+        pages[target + i as usize] = Vector::cast_from(Vector::<S, N>::reinterpret(v));
         i += PER_ROW;
     }
 }
@@ -53,10 +63,59 @@ fn target_of(side: Side, page: u32, slot: u32, head: u32) -> usize {
     page as usize * side.page + slot as usize * side.slot + head as usize * side.page_head
 }
 
+/// Where a new token belongs.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    page: u32,
+    slot: u32,
+}
+
 #[cube]
-fn kv_append<S: Float, D: Float, N: Size>(
-    k: &Array<Vector<S, N>>,
-    v: &Array<Vector<S, N>>,
+fn place_of(
+    token: u32,
+    seq_lens: &Array<u32>,
+    cu_seqlens: &Array<u32>,
+    block_table: &Array<u32>,
+    num_tokens: u32,
+    num_sequences: u32,
+    page_size: Divisor,
+    pages_per_sequence: usize,
+) -> Place {
+    // Where sequences have a token each, as in decoding, nothing needs to be searched.
+    let mut low = 0u32;
+    if num_tokens == num_sequences {
+        low = token;
+    }
+    let begin = cu_seqlens[low as usize];
+    let mut end = cu_seqlens[low as usize + 1];
+    let mut len = seq_lens[low as usize];
+    if begin > token || end <= token {
+        // The last sequence that starts at or before the token: those before it may be empty.
+        low = 0u32;
+        let mut high = num_sequences;
+        while high - low > 1 {
+            let middle = (low + high) / 2;
+            if cu_seqlens[middle as usize] <= token {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        end = cu_seqlens[low as usize + 1];
+        len = seq_lens[low as usize];
+    }
+    let index = len - (end - token);
+    let of_sequence = divide(index, page_size);
+    Place {
+        page: block_table[low as usize * pages_per_sequence + of_sequence as usize],
+        slot: index - of_sequence * page_size.size,
+    }
+}
+
+#[cube]
+fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
+    k: &Array<Vector<L, M>>,
+    v: &Array<Vector<L, M>>,
     k_pages: &mut Array<Vector<D, N>>,
     v_pages: &mut Array<Vector<D, N>>,
     seq_lens: &Array<u32>,
@@ -68,9 +127,9 @@ fn kv_append<S: Float, D: Float, N: Size>(
     sin_table: &Array<f32>,
     frequencies: &Array<f32>,
     num_tokens: u32,
-    num_heads: u32,
+    num_heads: Divisor,
     num_sequences: u32,
-    page_size: u32,
+    page_size: Divisor,
     pages_per_sequence: usize,
     k_side: Side,
     v_side: Side,
@@ -80,18 +139,41 @@ fn kv_append<S: Float, D: Float, N: Size>(
     rotated: u32,
     #[comptime] style: u32,
 ) {
+    let width = comptime!(N::value() as u32);
     // Rows: every head of every token of the keys, then of the values.
     let row_of_block = UNIT_POS_X / PER_ROW;
     let lane = UNIT_POS_X % PER_ROW;
     let row = CUBE_POS_X * comptime!(THREADS / PER_ROW) + row_of_block;
-    let per_side = num_tokens * num_heads;
+    let per_side = num_tokens * num_heads.size;
     let is_value = row >= per_side;
     let mut of_side = row;
     if is_value {
         of_side = row - per_side;
     }
-    let token = of_side / num_heads;
-    let head = of_side % num_heads;
+    let token = divide(of_side, num_heads);
+    let head = of_side - token * num_heads.size;
+
+    // What is stored is on its way while its place is sought.
+    let k_source = source_of(k_side, token, head);
+    let v_source = source_of(v_side, token, head);
+    // A pair of vectors, and one behind the rotated part.
+    let mut loaded = Array::<Vector<L, M>>::new(3usize);
+    if is_value {
+        if row < 2 * per_side && lane < v_side.length {
+            loaded[0] = v[v_source + lane as usize];
+        }
+    } else if comptime!(style == PLAIN) {
+        if lane < k_side.length {
+            loaded[0] = k[k_source + lane as usize];
+        }
+    } else {
+        if lane < per_head && k_side.length > 0 {
+            load_pairs(k, &mut loaded, k_source, lane, per_half, width, style);
+        }
+        if rotated + lane < k_side.length {
+            loaded[2] = k[k_source + (rotated + lane) as usize];
+        }
+    }
 
     let sines = comptime!(MAX_PAIRS * (THREADS / PER_ROW));
     let room = comptime!(if style == PLAIN { 1 } else { 2 * sines });
@@ -109,7 +191,7 @@ fn kv_append<S: Float, D: Float, N: Size>(
                     factors,
                     cos_table,
                     sin_table,
-                    frequencies,
+                    frequencies[pair as usize],
                 );
                 turns[(first + pair) as usize] = turned.cos;
                 turns[(sines + first + pair) as usize] = turned.sin;
@@ -120,42 +202,53 @@ fn kv_append<S: Float, D: Float, N: Size>(
     }
 
     if row < 2 * per_side {
-        // The last sequence that starts at or before the token: those before it may be empty.
-        let mut low = 0u32;
-        let mut high = num_sequences;
-        while high - low > 1 {
-            let middle = (low + high) / 2;
-            if cu_seqlens[middle as usize] <= token {
-                low = middle;
-            } else {
-                high = middle;
-            }
-        }
-        let behind = cu_seqlens[low as usize + 1] - token;
-        let index = seq_lens[low as usize] - behind;
-        let page = block_table[low as usize * pages_per_sequence + (index / page_size) as usize];
-        let slot = index % page_size;
+        let place = place_of(
+            token,
+            seq_lens,
+            cu_seqlens,
+            block_table,
+            num_tokens,
+            num_sequences,
+            page_size,
+            pages_per_sequence,
+        );
         if is_value {
-            let source = source_of(v_side, token, head);
-            let target = target_of(v_side, page, slot, head);
-            store::<S, D, N>(v, v_pages, v_side.length, 0u32, source, target);
+            let target = target_of(v_side, place.page, place.slot, head);
+            store::<S, D, N, L, M>(v, v_pages, loaded[0], v_side.length, 0u32, v_source, target);
         } else {
-            let source = source_of(k_side, token, head);
-            let target = target_of(k_side, page, slot, head);
+            let target = target_of(k_side, place.page, place.slot, head);
             if comptime!(style == PLAIN) {
-                store::<S, D, N>(k, k_pages, k_side.length, 0u32, source, target);
+                store::<S, D, N, L, M>(
+                    k,
+                    k_pages,
+                    loaded[0],
+                    k_side.length,
+                    0u32,
+                    k_source,
+                    target,
+                );
             } else {
                 if k_side.length > 0 {
                     let mut vector = lane;
                     while vector < per_head {
-                        rotate::<S, D, N>(
-                            k, k_pages, source, target, vector, per_half, first, &turns, sines,
-                            style,
+                        store_turned::<S, D, N, L, M>(
+                            &loaded, k_pages, target, vector, per_half, first, &turns, sines, style,
                         );
                         vector += PER_ROW;
+                        if vector < per_head {
+                            load_pairs(k, &mut loaded, k_source, vector, per_half, width, style);
+                        }
                     }
                 }
-                store::<S, D, N>(k, k_pages, k_side.length, rotated, source, target);
+                store::<S, D, N, L, M>(
+                    k,
+                    k_pages,
+                    loaded[2],
+                    k_side.length,
+                    rotated,
+                    k_source,
+                    target,
+                );
             }
         }
     }
@@ -175,8 +268,8 @@ fn side(b: &mut Builder, names: [&'static str; 6]) -> SideExpand {
 }
 
 macro_rules! kernel {
-    ($b:ident, $s:ty, $d:ty, $n:ty, $style:ident) => {{
-        let from = $b.type_of::<Vector<$s, $n>>();
+    ($b:ident, $s:ty, $d:ty, $n:ty, $l:ty, $m:ty, $style:ident) => {{
+        let from = $b.type_of::<Vector<$l, $m>>();
         let to = $b.type_of::<Vector<$d, $n>>();
         let word = $b.type_of::<u32>();
         let k = $b.read("k", from);
@@ -192,9 +285,13 @@ macro_rules! kernel {
         let cos_table = $b.read("cos_table", real);
         let sin_table = $b.read("sin_table", real);
         let frequencies = $b.by_value("frequencies", MAX_PAIRS as usize);
-        let [num_tokens, num_heads, num_sequences, page_size] =
-            ["num_tokens", "num_heads", "num_sequences", "page_size"]
-                .map(|name| $b.scalar(name, ScalarType::U32));
+        let [num_tokens, num_sequences] =
+            ["num_tokens", "num_sequences"].map(|name| $b.scalar(name, ScalarType::U32));
+        let [num_heads, page_size] = [
+            ["num_heads", "num_heads_multiplier", "num_heads_shift"],
+            ["page_size", "page_size_multiplier", "page_size_shift"],
+        ]
+        .map(|names| rows::divisor(&mut $b, names));
         let pages_per_sequence = $b.scalar("pages_per_sequence", ScalarType::U64);
         let k_side = side(
             &mut $b,
@@ -221,7 +318,7 @@ macro_rules! kernel {
         let angles = angle_source(&mut $b);
         let [per_head, per_half, rotated] =
             ["per_head", "per_half", "rotated"].map(|name| $b.scalar(name, ScalarType::U32));
-        kv_append::expand::<$s, $d, $n>(
+        kv_append::expand::<$s, $d, $n, $l, $m>(
             $b.scope(),
             k.into(),
             v.into(),
@@ -236,9 +333,9 @@ macro_rules! kernel {
             sin_table.into(),
             frequencies.into(),
             num_tokens.into(),
-            num_heads.into(),
+            num_heads,
             num_sequences.into(),
-            page_size.into(),
+            page_size,
             pages_per_sequence.into(),
             k_side,
             v_side,
@@ -259,10 +356,12 @@ fn kernel(
 ) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     let width = from.per_vector().min(pages.per_vector());
-    with_vector!(from, S, _N => with_vector!(pages, D, _M => match (vectors, width) {
-        (false, _) => kernel!(b, S, D, Const<1>, style),
-        (true, 4) => kernel!(b, S, D, Const<4>, style),
-        (true, _) => kernel!(b, S, D, Const<8>, style),
+    let words = width * if from == Dtype::F32 { 4 } else { 2 } / 4;
+    with_vector!(from, S, _N => with_vector!(pages, D, _M => match (vectors, width, words) {
+        (false, ..) => kernel!(b, S, D, Const<1>, S, Const<1>, style),
+        (true, 4, 2) => kernel!(b, S, D, Const<4>, u32, Const<2>, style),
+        (true, 4, _) => kernel!(b, S, D, Const<4>, u32, Const<4>, style),
+        (true, ..) => kernel!(b, S, D, Const<8>, u32, Const<4>, style),
     }));
     let width = if vectors { width } else { 1 };
     let symbol = format!("kv_append_{name}_{}_{}x{width}", from.name(), pages.name());
@@ -273,7 +372,12 @@ fn kernel(
         ("width", width),
         ("rows_per_block", THREADS / PER_ROW),
     ];
-    b.finish(symbol, choices, THREADS)
+    let kernel = b.finish(symbol, choices, THREADS)?;
+    Ok(match style {
+        PLAIN => kernel,
+        // 64 registers for each thread.
+        _ => kernel.for_blocks(1024 / THREADS),
+    })
 }
 
 /// Every form: the dtype of new tokens by the cache's, by how keys are rotated, in vectors and by element.

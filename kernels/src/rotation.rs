@@ -28,7 +28,7 @@ pub(crate) struct AngleSource {
     pub sin_stride: usize,
 }
 
-/// Cosine and sine of pair `pair` at a position; NaN outside a table.
+/// Cosine and sine of pair `pair` at a position, whose frequency is given; NaN outside a table.
 #[cube]
 pub(crate) fn angle(
     position: i64,
@@ -37,7 +37,7 @@ pub(crate) fn angle(
     factors: &Array<f32>,
     cos_table: &Array<f32>,
     sin_table: &Array<f32>,
-    frequencies: &Array<f32>,
+    frequency: f32,
 ) -> math::SinCos {
     let i = pair as usize;
     let mut cos = math::nan();
@@ -50,11 +50,11 @@ pub(crate) fn angle(
             sin = sin_table[row * source.sin_stride + i];
         }
     } else {
-        let mut frequency = frequencies[i];
+        let mut of_pair = frequency;
         if source.kind == 1 {
-            frequency /= factors[i];
+            of_pair /= factors[i];
         }
-        let turned = math::sin_cos(f32::cast_from(position) * frequency);
+        let turned = math::sin_cos(f32::cast_from(position) * of_pair);
         cos = turned.cos * source.scale;
         sin = turned.sin * source.scale;
     }
@@ -76,15 +76,37 @@ fn turn_second(a: f32, b: f32, cos: f32, sin: f32) -> f32 {
     fma(b, cos, a * sin)
 }
 
-/// Rotates one vector of pairs of a head that begins at `from` and goes to `to`: in the half-split style vector `vector` of the first
-/// half with its partners, in the interleaved style vector `vector`, or pair `vector` where vectors are single elements. The head's
-/// cosines begin at `first` of `turns`, its sines `sines` further: one array, since CubeCL lays several out in no particular order.
-/// Reads before it writes, so that both may be the same memory.
+/// Loads what vector `vector` of a head that begins at `from` turns: in the half-split style a vector of the first half and its
+/// partners, in the interleaved style a vector of pairs, or the pair `vector` where vectors are single elements.
 #[cube]
-pub(crate) fn rotate<S: Float, D: Float, N: Size>(
-    x: &Array<Vector<S, N>>,
-    out: &mut Array<Vector<D, N>>,
+pub(crate) fn load_pairs<L: Scalar, M: Size>(
+    x: &Array<Vector<L, M>>,
+    pairs: &mut Array<Vector<L, M>>,
     from: usize,
+    vector: u32,
+    per_half: u32,
+    #[comptime] width: u32,
+    #[comptime] style: u32,
+) {
+    if style == HALF_SPLIT {
+        let at = from + vector as usize;
+        pairs[0] = x[at];
+        pairs[1] = x[at + per_half as usize];
+    } else if width == 1 {
+        let at = from + (2 * vector) as usize;
+        pairs[0] = x[at];
+        pairs[1] = x[at + 1];
+    } else {
+        pairs[0] = x[from + vector as usize];
+    }
+}
+
+/// Turns what [`load_pairs`] loaded as L and holds elements S, and stores it to the head that begins at `to`. The head's cosines begin
+/// at `first` of `turns`, its sines `sines` further: one array, since CubeCL lays several out in no particular order.
+#[cube]
+pub(crate) fn store_turned<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
+    pairs: &Array<Vector<L, M>>,
+    out: &mut Array<Vector<D, N>>,
     to: usize,
     vector: u32,
     per_half: u32,
@@ -94,10 +116,9 @@ pub(crate) fn rotate<S: Float, D: Float, N: Size>(
     #[comptime] style: u32,
 ) {
     let width = comptime!(N::value() as u32);
+    let a = Vector::<f32, N>::cast_from(Vector::<S, N>::reinterpret(pairs[0]));
     if style == HALF_SPLIT {
-        let at = from + vector as usize;
-        let a = Vector::<f32, N>::cast_from(x[at]);
-        let b = Vector::<f32, N>::cast_from(x[at + per_half as usize]);
+        let b = Vector::<f32, N>::cast_from(Vector::<S, N>::reinterpret(pairs[1]));
         let mut turned_a = Vector::<f32, N>::zeroed();
         let mut turned_b = Vector::<f32, N>::zeroed();
         #[unroll]
@@ -111,23 +132,21 @@ pub(crate) fn rotate<S: Float, D: Float, N: Size>(
         out[to + (vector + per_half) as usize] = Vector::cast_from(turned_b);
     } else if width == 1 {
         // Pairs lie within a vector, unless vectors are single elements.
+        let b = Vector::<f32, N>::cast_from(Vector::<S, N>::reinterpret(pairs[1]));
         let at = (2 * vector) as usize;
-        let a = Vector::<f32, N>::cast_from(x[from + at]);
-        let b = Vector::<f32, N>::cast_from(x[from + at + 1]);
         let c = turns[(first + vector) as usize];
         let s = turns[sines as usize + (first + vector) as usize];
         out[to + at] = Vector::cast_from(turn_first(a[0], b[0], c, s));
         out[to + at + 1] = Vector::cast_from(turn_second(a[0], b[0], c, s));
     } else {
-        let v = Vector::<f32, N>::cast_from(x[from + vector as usize]);
         let mut turned = Vector::<f32, N>::zeroed();
         #[unroll]
         for j in 0..comptime!(N::value() / 2) {
             let pair = first as usize + vector as usize * comptime!(N::value() / 2) + j;
-            let a = v[2 * j];
-            let b = v[2 * j + 1];
-            turned[2 * j] = turn_first(a, b, turns[pair], turns[sines as usize + pair]);
-            turned[2 * j + 1] = turn_second(a, b, turns[pair], turns[sines as usize + pair]);
+            let x = a[2 * j];
+            let y = a[2 * j + 1];
+            turned[2 * j] = turn_first(x, y, turns[pair], turns[sines as usize + pair]);
+            turned[2 * j + 1] = turn_second(x, y, turns[pair], turns[sines as usize + pair]);
         }
         out[to + vector as usize] = Vector::cast_from(turned);
     }

@@ -3,6 +3,7 @@
 use super::device::Resources;
 use super::images::kv_append::Arguments;
 use super::rotation::{self, Rotation};
+use super::rows::Divisor;
 use super::table::Table;
 use super::{Cuda, VECTOR, check_blocks, is_aligned};
 use crate::context::Stream;
@@ -50,7 +51,8 @@ pub(crate) fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
         let style = rotation.map_or(PLAIN, |r| r.style as u32);
         let choices = [dtype as u32, p.k_pages.dtype as u32, style, width as u32];
         let kernel = cuda.kv_append.get(choices)?;
-        let rows = 2 * num_tokens * num_heads;
+        // Rows are counted in 31 bits.
+        let rows = check_blocks(OP, "k", 2 * num_tokens * num_heads)? as usize;
         let rows_per_block = kernel.info.choice("rows_per_block").max(1) as usize;
         let blocks = check_blocks(OP, "k", rows.div_ceil(rows_per_block))?;
         let mut arguments = arguments(p, width, [keys, values]);
@@ -84,6 +86,7 @@ fn arguments(p: &Append, width: usize, [keys, values]: [bool; 2]) -> Arguments {
         true => (t.layout.dim(2) / width) as u32,
         false => 0,
     };
+    let [num_heads, page_size] = [p.k.layout.dim(1), p.k_pages.layout.dim(1)].map(Divisor::new);
     Arguments {
         k: address(&p.k),
         v: address(&p.v),
@@ -94,9 +97,13 @@ fn arguments(p: &Append, width: usize, [keys, values]: [bool; 2]) -> Arguments {
         block_table: address(&p.block_table),
         positions: address(&p.positions),
         num_tokens: p.k.layout.dim(0) as u32,
-        num_heads: p.k.layout.dim(1) as u32,
+        num_heads: num_heads.size,
+        num_heads_multiplier: num_heads.multiplier,
+        num_heads_shift: num_heads.shift,
         num_sequences: p.seq_lens.layout.dim(0) as u32,
-        page_size: p.k_pages.layout.dim(1) as u32,
+        page_size: page_size.size,
+        page_size_multiplier: page_size.multiplier,
+        page_size_shift: page_size.shift,
         pages_per_sequence: p.block_table.layout.dim(1) as u64,
         k_length: length(&p.k, keys),
         k_token: stride(&p.k, 0),

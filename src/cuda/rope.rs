@@ -3,6 +3,7 @@
 use super::device::Resources;
 use super::images::rope::Arguments;
 use super::rotation::{self, Rotation};
+use super::rows::Divisor;
 use super::table::Table;
 use super::{Cuda, VECTOR, check_blocks, is_aligned};
 use crate::context::Stream;
@@ -12,6 +13,9 @@ use crate::ops::rope::{PositionSource, Problem};
 use crate::tensor::RawTensor;
 
 const OP: &str = "rope";
+
+/// Threads of a block.
+const THREADS: usize = 128;
 
 /// By dtype, style and elements per access.
 pub(super) type Kernels = Table<Arguments, 3>;
@@ -35,7 +39,10 @@ pub(crate) fn supported(p: &Problem) -> Result<()> {
         );
         return Err(Error::unsupported(OP, "q", problem));
     }
-    check_blocks(OP, "q", shape.batch * shape.seq).map(drop)
+    // The most there may be: a pair of components for each thread.
+    let blocks_per_token = blocks_per_token(items / 2).max(1);
+    let blocks = (shape.batch * shape.seq).saturating_mul(blocks_per_token);
+    check_blocks(OP, "q", blocks).map(drop)
 }
 
 /// What queries and keys have in common.
@@ -77,11 +84,19 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     let kernel = cuda
         .rope
         .get([shape.dtype as u32, style as u32, width as u32])?;
-    let arguments = arguments(p, &shape, width);
-    let blocks = check_blocks(OP, "q", num_tokens)?;
+    let rotation = Rotation::new(&p.rotation, p.inverse, width);
+    let items = shape.num_heads * rotation.per_head as usize;
+    let blocks_per_token = blocks_per_token(items);
+    let arguments = arguments(p, &shape, width, &rotation, blocks_per_token);
+    let blocks = check_blocks(OP, "q", num_tokens * blocks_per_token)?;
     // SAFETY: the problem was checked: its tensors have the heads that the arguments describe; positions outside a table are seen to
     // by the kernel.
     unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }
+}
+
+/// Blocks that share the heads of a token: as many as have work, although each computes the token's angles. Nothing waits twice that way.
+fn blocks_per_token(items: usize) -> usize {
+    items.div_ceil(THREADS)
 }
 
 /// Elements per access: whole vectors where rows, and the parts of heads that are treated alike, consist of them.
@@ -106,7 +121,13 @@ fn strides(t: &RawTensor, width: usize) -> [u64; 3] {
     [batch, stride(rank - 3), stride(rank - 2)]
 }
 
-fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
+fn arguments(
+    p: &Problem,
+    shape: &Shape,
+    width: usize,
+    rotation: &Rotation,
+    blocks_per_token: usize,
+) -> Arguments {
     let address = |t: &RawTensor| t.ptr.addr() as u64;
     let mut in_place = true;
     let mut side = |pair: &Option<(RawTensor, RawTensor)>| match pair {
@@ -135,11 +156,12 @@ fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
             (kind, 0, address(t), strides)
         }
     };
-    let rotation = Rotation::new(&p.rotation, p.inverse, width);
     let passed = match in_place {
         true => 0,
         false => (shape.head_dim - p.rotation.rotary_dim) / width,
     };
+    let [tokens_per_batch, blocks_per_token, per_head] =
+        [shape.seq, blocks_per_token, rotation.per_head as usize].map(Divisor::new);
     Arguments {
         q,
         k,
@@ -150,7 +172,12 @@ fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
         factors: rotation.factors,
         cos_table: rotation.cos_table,
         sin_table: rotation.sin_table,
-        tokens_per_batch: shape.seq as u32,
+        tokens_per_batch: tokens_per_batch.size,
+        tokens_per_batch_multiplier: tokens_per_batch.multiplier,
+        tokens_per_batch_shift: tokens_per_batch.shift,
+        blocks_per_token: blocks_per_token.size,
+        blocks_per_token_multiplier: blocks_per_token.multiplier,
+        blocks_per_token_shift: blocks_per_token.shift,
         q_heads,
         q_batch: q_in[0],
         q_token: q_in[1],
@@ -176,10 +203,13 @@ fn arguments(p: &Problem, shape: &Shape, width: usize) -> Arguments {
         table_rows: rotation.table_rows,
         cos_stride: rotation.cos_stride,
         sin_stride: rotation.sin_stride,
-        per_head: rotation.per_head,
+        per_head: per_head.size,
+        per_head_multiplier: per_head.multiplier,
+        per_head_shift: per_head.shift,
         per_half: rotation.per_half,
         rotated: rotation.rotated,
         passed: passed as u32,
         frequencies: rotation.frequencies,
+        ..Arguments::ZERO
     }
 }
