@@ -123,6 +123,60 @@ fn every_kernel() {
     }
 }
 
+/// Prompts of f32 are on tensor cores, which would be far off without the small parts of its elements; the more so, the larger the logits.
+/// Here dimensions are multiples of four only, or of no use to a tile.
+#[test]
+fn prompts_in_f32() {
+    let Some(ctx) = gpu() else { return };
+    let mut cases = Vec::new();
+    for (dim, dim_v) in [
+        (36, 60),
+        (4, 64),
+        (100, 68),
+        (128, 12),
+        (132, 200),
+        (256, 4),
+    ] {
+        let plain = Case {
+            lens: vec![(150, 230), (40, 250), (70, 33)],
+            heads: 6,
+            kv_heads: 2,
+            dim,
+            dim_v,
+            queries: QueryForm::Packed,
+            keys: KeyForm::Paged(16, PageLayout::TokenMajor),
+            magnitude: 8.0,
+            ..Case::default()
+        };
+        cases.push(Case {
+            softcap: Some(30.0),
+            causal: true,
+            ..plain.clone()
+        });
+        cases.push(plain);
+    }
+    common::for_each_case(&cases, |case| check(&ctx, &mut rng(), DType::F32, case));
+}
+
+/// Keys are split where blocks of whole ones would leave most of a GPU idle, and tensor cores have all others.
+#[test]
+fn prompts_in_f32_split_when_few() {
+    let Some(ctx) = gpu() else { return };
+    let size = |batch: usize, queries: usize, keys: usize, heads: usize| {
+        let layout = |tokens| Layout::contiguous(&[batch, tokens, heads, 128]).unwrap();
+        // SAFETY: queries read no data.
+        let described =
+            |tokens| unsafe { TensorRef::from_raw(ptr::null(), DType::F32, layout(tokens)) };
+        // SAFETY: as above.
+        let out = unsafe { TensorMut::from_raw(ptr::null_mut(), DType::F32, layout(queries)) };
+        let params = Params::new(described(queries), described(keys), described(keys), out);
+        attention::workspace_size(&ctx, &params).unwrap()
+    };
+    assert_eq!(size(8, 2048, 2048, 32), 0);
+    assert_eq!(size(8, 2048, 1 << 16, 32), 0);
+    assert!(size(1, 100, 1 << 16, 1) > 0);
+}
+
 /// Groups of query heads that fill a block of rows, or more than one, or none evenly.
 #[test]
 fn packed_heads() {

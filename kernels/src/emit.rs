@@ -114,6 +114,14 @@ pub struct Kernel {
 }
 
 impl Kernel {
+    /// Lets a thread have this many registers. Where it needs nearly all that there are, the compiler spills one or another in vain.
+    pub fn with_registers(mut self, registers: u32) -> Kernel {
+        let bound = format!("__launch_bounds__({})", self.block[0]);
+        let most = format!("__maxnreg__({registers})");
+        self.text = self.text.replace(&bound, &most);
+        self
+    }
+
     /// Lets a thread have the registers that `blocks` blocks at a time on a multiprocessor leave it. The compiler aims at more by itself,
     /// and spills for it on some architectures.
     pub fn for_blocks(mut self, blocks: u32) -> Kernel {

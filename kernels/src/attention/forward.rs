@@ -4,10 +4,11 @@
 //! softmax needs no exchange between planes. K and V have one buffer each: the next K arrives during the product with V, the next V
 //! during the next scores.
 
-use cubecl::prelude::barrier::{Barrier, copy_async_checked};
+use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 use super::arguments::*;
+use super::copies::*;
 use super::fragments::*;
 use super::softmax::*;
 
@@ -65,7 +66,7 @@ fn copy_rows<E: Float>(
         while row < count {
             let key = first + row;
             let from = row_at(rows, table, min(key, end - 1u32)) + u64::cast_from(line);
-            copy_line::<E>(source, tile, from, to, key < end && line < lines);
+            copy_line::<E, Line>(source, tile, from, to, key < end && line < lines);
             row += step;
             to += comptime!(step * config.pitch());
         }
@@ -75,7 +76,7 @@ fn copy_rows<E: Float>(
         #[unroll]
         for i in 0..comptime!(count / step) {
             let key = first + row + comptime!(i * step);
-            copy_line::<E>(
+            copy_line::<E, Line>(
                 source,
                 tile,
                 from,
@@ -85,31 +86,6 @@ fn copy_rows<E: Float>(
             from += advance;
         }
     }
-}
-
-/// One line, or zeros: then the source is not read, wherever it may be.
-#[cube]
-fn copy_line<E: Float>(
-    source: &Lines<E>,
-    tile: &mut SharedMemory<Vector<E, Line>>,
-    from: u64,
-    to: u32,
-    valid: bool,
-) {
-    let from = from as usize;
-    let to = to as usize;
-    let length = select(valid, 1usize, 0usize);
-    copy_async_checked(
-        &source.slice(from, from + length),
-        &mut tile.slice_mut(to, to + 1),
-        8u32,
-    );
-}
-
-#[cube]
-fn arrive(barrier: &Barrier) {
-    barrier.commit_copy_async();
-    barrier.arrive();
 }
 
 /// Grid: row blocks × heads × sequences, the first fastest.

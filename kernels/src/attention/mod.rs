@@ -3,12 +3,14 @@
 //! | kernel | what it is for |
 //! |-|-|
 //! | [`forward`] | f16 and bf16 on tensor cores, a block of queries per cube |
+//! | [`forward_f32`] | the same of f32, in products of its parts |
 //! | [`decode`] | f16 and bf16, few queries: heads packed, keys split |
 //! | [`combine`] | joins what splits give |
 //! | [`simt`] | everything else |
 //!
-//! What they share: [`arguments`], [`fragments`] and the online [`softmax`] over them, and of the kernels that pack heads and split keys
-//! what a cube has, [`packed`]. Of decoding alone: [`loads`], and [`merge`], in which the planes of a cube come together.
+//! What they share: [`arguments`], [`fragments`] and the online [`softmax`] over them, [`copies`] to shared memory, and of the kernels that
+//! pack heads and split keys what a cube has, [`packed`]. Of f32 alone: the products of [`tf32`](mod@tf32), and [`tiles_f32`]. Of decoding alone:
+//! [`loads`], and [`merge`], in which the planes of a cube come together.
 //!
 //! # What the host does
 //!
@@ -19,6 +21,7 @@
 //! - [`forward`]: needs head dimensions, strides and addresses that are multiples of 8 elements (and 16 bytes), keys of the queries' dtype,
 //!   and a positive scale. `scores` if there is a softcap, a bias, a mask, ALiBi or a negative scale. Its grid is
 //!   `ceil(seqlen_q / rows) * num_heads * batch` with that first factor as `row_blocks`; `splits` 1.
+//! - [`forward_f32`]: the same, but multiples of 4 elements.
 //! - [`decode`]: the same needs (its plain form takes a softcap); best while `seqlen_q * group` is at most 64. The grid is
 //!   `splits * ceil(seqlen_q * group / rows) * num_kv_heads * batch`, the second factor being `row_blocks`.
 //! - [`simt`]: `width` 4 needs multiples of 4 elements and 16 bytes, 1 needs nothing. The grid is as for [`decode`].
@@ -50,14 +53,18 @@ use fragments::Line;
 
 pub mod arguments;
 pub mod combine;
+pub mod copies;
 pub mod decode;
 pub mod forward;
+pub mod forward_f32;
 pub mod fragments;
 pub mod loads;
 pub mod merge;
 pub mod packed;
 pub mod simt;
 pub mod softmax;
+pub mod tf32;
+pub mod tiles_f32;
 
 /// Runs `$body` with `$t` as a 16-bit type.
 macro_rules! with_half {
@@ -106,6 +113,44 @@ pub fn forward_kernel(dtype: Dtype, config: forward::Config) -> Result<Kernel, E
         ("head_dim", config.head_dim),
         ("scores", u32::from(config.scores)),
         ("width", 8),
+        ("rows", config.rows()),
+    ];
+    b.finish(name, choices, config.threads())
+}
+
+pub fn forward_f32_kernel(config: forward_f32::Config) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let ty = b.type_of::<Vector<f32, tf32::Quad>>();
+    let (q, k, v, out) = (
+        b.read("q", ty),
+        b.read("k", ty),
+        b.read("v", ty),
+        b.write("out", ty),
+    );
+    let buffers = Buffers::declare(&mut b);
+    let args = Args::declare(&mut b);
+    forward_f32::forward_f32::expand(
+        b.scope(),
+        q.into(),
+        k.into(),
+        v.into(),
+        out.into(),
+        buffers,
+        args,
+        config,
+    );
+    let name = format!(
+        "attention_f32_d{}{}",
+        config.head_dim,
+        if config.scores { "_scores" } else { "" }
+    );
+    let choices = vec![
+        ("kind", kind::FORWARD),
+        ("dtype", Dtype::F32 as u32),
+        ("kv_dtype", Dtype::F32 as u32),
+        ("head_dim", config.head_dim),
+        ("scores", u32::from(config.scores)),
+        ("width", 4),
         ("rows", config.rows()),
     ];
     b.finish(name, choices, config.threads())
@@ -263,6 +308,27 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             kernels.push(decode_kernel(dtype, config)?);
         }
     }
+    for (head_dim, tile_keys, fragments, scores) in [
+        (64, 64, 2, false),
+        (64, 32, 1, true),
+        (128, 32, 2, false),
+        (128, 32, 1, true),
+        (256, 16, 1, false),
+        (256, 16, 1, true),
+    ] {
+        let config = forward_f32::Config {
+            head_dim,
+            tile_keys,
+            planes: 4,
+            fragments,
+            scores,
+        };
+        let kernel = forward_f32_kernel(config)?;
+        kernels.push(match (head_dim, scores) {
+            (256, _) | (_, true) => kernel.for_blocks(if head_dim == 64 { 3 } else { 2 }),
+            _ => kernel.with_registers(248),
+        });
+    }
     kernels.push(simt_kernel(Dtype::F32, Dtype::F32, 4)?);
     for dtype in Dtype::ALL {
         for kv_dtype in Dtype::ALL {
@@ -302,13 +368,12 @@ mod tests {
             let has = |text: &str| kernel.text.contains(text);
             let simt = kernel.name.contains("simt");
             let decode = kernel.name.contains("decode");
-            assert_eq!(has("mma.sync.aligned.m16n8k16"), !simt, "{}", kernel.name);
-            assert_eq!(
-                has("ldmatrix.sync.aligned.m8n8.x4"),
-                !simt,
-                "{}",
-                kernel.name
-            );
+            let f32 = kernel.name.contains("attention_f32");
+            let tf32 = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32";
+            assert_eq!(has(tf32), f32, "{}", kernel.name);
+            for of_halves in ["mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4"] {
+                assert_eq!(has(of_halves), !simt && !f32, "{}", kernel.name);
+            }
             assert_eq!(
                 has("cp.async.cg.shared"),
                 !simt && !decode,

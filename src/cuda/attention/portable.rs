@@ -1,8 +1,8 @@
 //! The kernels in CubeCL, which run on every architecture.
 //!
-//! Three forms share their arguments: `forward` has a block of queries of one head per cube, `decode` packs the heads that share a key
-//! head and may split the keys, both on tensor cores; `simt` is packed and split like `decode` and takes everything. What the parts of
-//! split keys give, `attention_combine` joins.
+//! Three forms share their arguments: `forward` (of f32 `forward_f32`) has a block of queries of one head per cube, `decode` packs
+//! the heads that share a key head and may split the keys, both on tensor cores; `simt` is packed and split like `decode` and takes
+//! everything. What the parts of split keys give, `attention_combine` joins.
 
 use super::arguments::{combining, first};
 use super::{Cuda, OP};
@@ -79,13 +79,21 @@ impl Kernels {
 
     /// The best kernel for the problem's shapes.
     fn best(&self, p: &Problem) -> Option<&Form> {
-        let decode = decodes(p).then_some(Kind::Decode);
-        let order = [decode.unwrap_or(Kind::Forward), Kind::Simt];
         let find = |kind| {
             let mut forms = self.forms.iter().filter(|form| form.kind == kind);
             forms.find(|form| form.width > 1 && form.serves(p))
         };
-        order.into_iter().find_map(find)
+        let simt = find(Kind::Simt);
+        let fast = find(match decodes(p) {
+            true => Kind::Decode,
+            false => Kind::Forward,
+        });
+        // On a small part of the device whole keys are slower than split ones, though the tensor cores are about four times as fast.
+        let idles = |form: &&Form| form.kind == Kind::Forward && 4 * form.blocks(p) < form.resident;
+        match (fast, simt) {
+            (Some(form), Some(simt)) if idles(&form) && simt.splits(p) > 1 => Some(simt),
+            (fast, simt) => fast.or(simt),
+        }
     }
 
     /// The kernel for any strides and addresses.

@@ -69,7 +69,8 @@
 //! # Numerics
 //!
 //! Scores, softmax and sums are f32 whatever the storage; the result is rounded once. Tensor cores take the weights of the values
-//! rounded to the values' dtype, as in FlashAttention. Keys that a mask hides may still be read,
+//! rounded to the values' dtype, as in FlashAttention. Those of f32 they multiply in two parts of TF32 each, which loses no more than f32's
+//! own rounding does, but makes a NaN of an infinity in `q`, `k` or `v`. Keys that a mask hides may still be read,
 //! and a NaN or an infinity in their `v` may reach the output; what lies beyond a sequence's length is never read.
 //!
 //! # Example

@@ -1,0 +1,113 @@
+//! Tiles of f32 in shared memory: how rows get there, and from there to registers.
+//!
+//! Quads of a row are exchanged so that lanes which read together read from all banks.
+
+use cubecl::prelude::*;
+
+use super::arguments::*;
+use super::copies::*;
+use super::forward_f32::Config;
+use super::fragments::*;
+use super::tf32::*;
+
+/// What a quad of a row is exchanged by.
+#[cube]
+fn exchange(row: u32, #[comptime] values: bool) -> u32 {
+    if comptime!(values) {
+        // Rows 2 t and quads g.
+        (row / 2u32) % 4u32 * 2u32
+    } else {
+        // Rows g and quads t.
+        row % 2u32 * 4u32
+    }
+}
+
+/// Starts copying rows `first..` to shared memory; rows from `end` on, and quads from `quads` on, become zero.
+#[cube]
+pub fn copy_rows(
+    source: &Array<Vector<f32, Quad>>,
+    table: &Array<u32>,
+    tile: &mut SharedMemory<Vector<f32, Quad>>,
+    rows: &Rows,
+    first: u32,
+    end: u32,
+    quads: u32,
+    #[comptime] count: u32,
+    #[comptime] values: bool,
+    #[comptime] config: Config,
+) {
+    let per_row = comptime!(config.head_dim / 4);
+    let step = comptime!(config.threads() / per_row);
+    let quad = UNIT_POS_X % per_row;
+    let row = UNIT_POS_X / per_row;
+    if rows.paged {
+        let mut row = row;
+        while row < count {
+            let key = first + row;
+            let from = row_at(rows, table, min(key, end - 1u32)) + u64::cast_from(quad);
+            let to = row * per_row + (quad ^ exchange(row, values));
+            copy_line::<f32, Quad>(source, tile, from, to, key < end && quad < quads);
+            row += step;
+        }
+    } else {
+        let mut from = rows.base + u64::cast_from(first + row) * rows.token + u64::cast_from(quad);
+        let advance = rows.token * comptime!(step as u64);
+        #[unroll]
+        for i in 0..comptime!(count / step) {
+            let row = row + comptime!(i * step);
+            let to = row * per_row + (quad ^ exchange(row, values));
+            copy_line::<f32, Quad>(source, tile, from, to, first + row < end && quad < quads);
+            from += advance;
+        }
+    }
+}
+
+/// Starts loading, of the keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16, columns 2 g and 2 g + 1 of 16.
+#[cube]
+pub fn load_values(
+    tile: &Slice<Vector<f32, Pair>>,
+    at: u32,
+    swap: u32,
+    to: &mut Array<Vector<f32, Pair>>,
+    #[comptime] n: usize,
+    #[comptime] d: usize,
+    #[comptime] config: Config,
+) {
+    let swapped = if comptime!(d % 2 == 0) {
+        at + swap
+    } else {
+        at - swap
+    };
+    #[unroll]
+    for i in 0..4usize {
+        let row = comptime!((n * 16 + i / 2 * 8 + i % 2) as u32);
+        let offset = comptime!(row * config.head_dim / 2 + d as u32 * 8);
+        to[comptime!(d % 2 * 4 + i)] = tile[(swapped + offset) as usize];
+    }
+}
+
+/// Element `j` of each of four pairs.
+#[cube]
+pub fn column(
+    pairs: &Array<Vector<f32, Pair>>,
+    #[comptime] first: usize,
+    #[comptime] j: usize,
+) -> Vector<f32, Quad> {
+    let mut four = Vector::<f32, Quad>::empty();
+    #[unroll]
+    for i in 0..4usize {
+        four[i] = pairs[comptime!(first + i)][j];
+    }
+    four
+}
+
+/// Two neighbours of each of two parts of eight keys, as terms.
+#[cube]
+pub fn join(left: Vector<f32, Pair>, right: Vector<f32, Pair>) -> Vector<f32, Quad> {
+    let mut four = Vector::<f32, Quad>::empty();
+    four[0] = left[0];
+    four[1] = left[1];
+    four[2] = right[0];
+    four[3] = right[1];
+    four
+}
