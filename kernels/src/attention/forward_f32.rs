@@ -371,11 +371,11 @@ pub fn forward_f32(
                         config,
                     );
                 }
-                #[unroll]
-                for j in 0..comptime!(2 / chains) {
-                    // Columns past the values' dimension hold nothing. The branch also keeps the compiler from loading far ahead, which
-                    // takes more registers than there are.
-                    if comptime!((d * 16 + j * chains) as u32) < args.head_dim_v {
+                // Columns past the values' dimension hold nothing. The branch also keeps the compiler from loading far ahead, which takes
+                // more registers than there are.
+                if comptime!(d as u32 * 16) < args.head_dim_v {
+                    #[unroll]
+                    for j in 0..comptime!(2 / chains) {
                         let mut b = Sequence::<Cut16>::new();
                         #[unroll]
                         for c in 0..chains {
