@@ -3,6 +3,7 @@
 mod common;
 
 use common::reference::mlp::{Layer, Layers, Plain, mlp as reference};
+use common::rules::epsilon;
 use common::tensor::strided_rows;
 use common::{
     DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, in_out, rng, rounded,
@@ -197,12 +198,23 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         Some(r) if in_place => r,
         _ => &out,
     };
-    // Only the CPU's gate and up stay in registers.
+    // The CPU's gate and up stay in registers. A GPU stores both, or the gate alone: roundings of few elements may cancel in one way
+    // and not in the other, so the worse of both counts.
     let plain = match ctx.backend() {
-        Backend::Cpu => Plain::Activated(dtype),
-        _ => Plain::Everything(dtype),
+        Backend::Cpu => vec![Plain::Activated(dtype)],
+        _ => vec![Plain::GateAndActivated(dtype), Plain::Everything(dtype)],
     };
-    let plain = rounded(dtype, &run(Some(plain)));
+    let exact = run(None);
+    let plain = plain
+        .into_iter()
+        .map(|plain| rounded(dtype, &run(Some(plain))))
+        .reduce(|a, b| {
+            let worse = |((a, b), r): ((f64, f64), &f64)| {
+                if (a - r).abs() < (b - r).abs() { b } else { a }
+            };
+            a.into_iter().zip(b).zip(&exact).map(worse).collect()
+        })
+        .unwrap_or_default();
     let magnitudes = |values: &[f64]| values.iter().map(|v| v.abs()).collect::<Vec<_>>();
     let magnitudes_of = |layer: &Layer| Layer {
         weight: magnitudes(&layer.weight),
@@ -220,13 +232,18 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         residual.as_deref().map(magnitudes).as_deref(),
         None,
     );
+    // Whether a single element between is rounded up or down may hang on the last bit of an exponential, whichever way a plain one goes.
+    let units = match intermediate {
+        1 => 0.5 * epsilon(dtype).max(2.0 * epsilon(DType::F32)) / epsilon(DType::F32),
+        _ => 1.0,
+    };
     assert_flash_rule_of_sums(
         "out",
         dtype,
         &out.download_output().values(),
-        &run(None),
+        &exact,
         &plain,
-        terms.into_iter().fold(0.0, f64::max),
+        terms.into_iter().fold(0.0, f64::max) * units,
     );
 }
 

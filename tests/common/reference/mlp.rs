@@ -26,6 +26,8 @@ pub struct Layers {
 pub enum Plain {
     /// The activated intermediate.
     Activated(DType),
+    /// The gate before it, too.
+    GateAndActivated(DType),
     /// Gate and up before it, too.
     Everything(DType),
 }
@@ -61,14 +63,15 @@ pub fn mlp(
         }
         values
     };
-    let (factors, activated) = match plain {
-        None => (None, None),
-        Some(Plain::Activated(dtype)) => (None, Some(dtype)),
-        Some(Plain::Everything(dtype)) => (Some(dtype), Some(dtype)),
+    let [of_gate, of_up, activated] = match plain {
+        None => [None; 3],
+        Some(Plain::Activated(dtype)) => [None, None, Some(dtype)],
+        Some(Plain::GateAndActivated(dtype)) => [Some(dtype), None, Some(dtype)],
+        Some(Plain::Everything(dtype)) => [Some(dtype); 3],
     };
     let shape = (hidden, intermediate);
-    let gate = rounded(product(x, &layers.gate, shape, None), factors);
-    let up = rounded(product(x, &layers.up, shape, None), factors);
+    let gate = rounded(product(x, &layers.gate, shape, None), of_gate);
+    let up = rounded(product(x, &layers.up, shape, None), of_up);
     let middle = rounded(swiglu::swiglu(&gate, &up, activation), activated);
     product(&middle, &layers.down, (intermediate, hidden), residual)
 }
