@@ -2150,7 +2150,7 @@ unsloth_status unsloth_argmax_supported(struct unsloth_context *ctx,
  * Finds the index of the greatest element of each row on `stream`. Needs no workspace; neither allocates nor synchronises, and may be
  * captured into a CUDA graph.
  *
- * `out` may not overlap `x`.
+ * `out` may not overlap `x`. What it holds before does not matter, though blocks that share a row on a GPU read it.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
  * has run; `stream` is NULL or a live stream of that device.

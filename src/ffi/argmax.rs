@@ -76,7 +76,7 @@ pub unsafe extern "C" fn unsloth_argmax_supported(
 /// Finds the index of the greatest element of each row on `stream`. Needs no workspace; neither allocates nor synchronises, and may be
 /// captured into a CUDA graph.
 ///
-/// `out` may not overlap `x`.
+/// `out` may not overlap `x`. What it holds before does not matter, though blocks that share a row on a GPU read it.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
