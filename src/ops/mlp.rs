@@ -3,7 +3,7 @@
 //!
 //! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` in the workspace, which is all the
 //! scratch memory the call needs. On the CPU gate and up are never stored; on CUDA they pass through the workspace too, rounded, and
-//! products have use for a workspace as in [`linear`], which may lie behind the intermediate.
+//! products have use for a workspace as in [`super::linear`], which may lie behind the intermediate.
 
 use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
