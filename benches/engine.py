@@ -4,8 +4,8 @@
     make CUDA=1 engine model
     python3 benches/engine.py --engine build/engine/engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-Decoding with and without a CUDA graph, in turns; prefill, the first of a process and after one; memory as estimated, as allocated and as the driver counts it; and how many
-of the CPU's greedy tokens come out of the GPU. Writes benches/results/engine_DEVICE_DATE.json. Standard library only.
+Decoding with and without a CUDA graph, in turns; prefill, the first of a process and after one; memory as estimated, as allocated and
+as the driver counts it; and how many of the CPU's greedy tokens come out of the GPU. Writes benches/results/engine_DEVICE_DATE.json. Standard library only.
 """
 
 import argparse

@@ -71,9 +71,10 @@ everything() {
         case $tool in
           memcheck) options="--report-api-errors no --error-exitcode 1" ;;
           initcheck) options="--error-exitcode 1" ;;
-          # Threads repeat what others launch, and racecheck makes them wait for each other.
-          racecheck) options="--print-limit 0" slow="--skip threads_share_a_context" ;;
+          racecheck) options="--print-limit 0" ;;
         esac
+        # Its threads, which call cuBLAS side by side, did not end under racecheck within minutes; why is not known.
+        [ "$tool.$test" = racecheck.cuda_dense ] && slow="--skip threads_share_a_context"
         # shellcheck disable=SC2086
         check "$tool.$test" "$sanitizer" --tool "$tool" $options "tests/$test" --test-threads=1 $skips $slow &
       done

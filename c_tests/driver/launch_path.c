@@ -122,7 +122,7 @@ static void products(void) {
   unsloth_linear_params linear = UNSLOTH_LINEAR_PARAMS_INIT;
   linear.weight = bf16(HIDDEN, HIDDEN, -1, -1);
   linear.bias = bf16(HIDDEN, -1, -1, -1);
-  // Few rows and, where there is no cuBLAS, many.
+  // One row, and a few: more go to cuBLAS where there is one.
   for (int64_t tokens = 1; tokens <= 4; tokens += 3) {
     linear.x = bf16(tokens, HIDDEN, -1, -1);
     linear.out = bf16(tokens, HIDDEN, -1, -1);
