@@ -19,7 +19,7 @@ pub const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda");
 const ARCHITECTURE: (u32, &str) = (90, "a");
 
 /// `AttentionForwardLaunch` of `cuda/attention/params.h`: choices, then threads of a block and bytes of shared memory.
-const CHOICES: [&str; 8] = [
+pub const CHOICES: [&str; 8] = [
     "dtype",
     "head_dim",
     "head_dim_v",

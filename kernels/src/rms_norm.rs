@@ -445,6 +445,8 @@ fn in_vectors(
     );
     let choices = vec![
         ("dtype", dtype as u32),
+        // Gains are like x or f32, and known at run time.
+        ("weight", 0),
         ("residual", u32::from(has_residual)),
         ("threads", threads),
         ("vectors", vectors),

@@ -20,6 +20,8 @@ pub struct Table<'a> {
     /// Of the Hopper kernels' argument; the same for all.
     layout: Vec<u32>,
     first_hopper: Option<usize>,
+    /// Of the Hopper kernels, one after the other.
+    hopper_choices: Vec<Vec<Choice>>,
 }
 
 impl<'a> Table<'a> {
@@ -54,6 +56,7 @@ impl<'a> Table<'a> {
             arguments: String::new(),
             layout: Vec::new(),
             first_hopper: None,
+            hopper_choices: Vec::new(),
         }
     }
 
@@ -70,15 +73,18 @@ impl<'a> Table<'a> {
                     reason: format!("its arguments differ from those of {}", first.name),
                 });
             }
+            let all: Vec<_> = image.kernels.iter().map(|k| k.choices.clone()).collect();
+            let choices = choices(image.name, &all)?;
             arguments(
                 &mut self.arguments,
                 self.num_images,
                 image.name,
                 &first.arguments,
+                &choices,
             );
         }
         let kernels = image.kernels.iter();
-        let infos = kernels.map(|k| describe(&k.name, &k.choices, k.block, k.shared_bytes));
+        let infos = kernels.map(|k| describe(&k.name, k.block, k.shared_bytes));
         self.add(image.name, compiled, "None", infos)
     }
 
@@ -103,14 +109,9 @@ impl<'a> Table<'a> {
             });
         }
         let kernels = exports.kernels.iter();
-        let infos = kernels.map(|k| {
-            describe(
-                &k.name,
-                &k.choices,
-                [k.threads, 1, 1],
-                k.shared_bytes as usize,
-            )
-        });
+        self.hopper_choices
+            .extend(kernels.clone().map(|k| k.choices.clone()));
+        let infos = kernels.map(|k| describe(&k.name, [k.threads, 1, 1], k.shared_bytes as usize));
         self.add(&unit.name, compiled, "Some((9, 0))", infos)
     }
 
@@ -129,7 +130,7 @@ impl<'a> Table<'a> {
         crate::write(&self.out.join(&file), &bytes)?;
         let _ = writeln!(
             self.images,
-            "    Image {{\n        name: {name:?},\n        capability: {capability},\n        \
+            "    Image {{\n        capability: {capability},\n        \
              fatbin: &Aligned(*include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{file}\"))),\n        kernels: &["
         );
         for kernel in kernels {
@@ -146,6 +147,12 @@ impl<'a> Table<'a> {
     /// It cannot be written.
     pub fn finish(self) -> Result<(), Error> {
         let first = self.first_hopper.unwrap_or(self.num_images);
+        // Without images there is nothing to tell apart, but the names have to be there.
+        let names = crate::hopper::CHOICES.map(|name| (name, 0)).to_vec();
+        let choices = match self.hopper_choices.as_slice() {
+            [] => choices("attention_forward", &[names])?.without_values(),
+            all => choices("attention_forward", all)?,
+        };
         let text = format!(
             "{}/// Every image.\npub static IMAGES: [Image; {count}] = [\n{}];\n{}\n\
              /// The Hopper attention kernels, if there are any.\n\
@@ -154,21 +161,71 @@ impl<'a> Table<'a> {
                  pub const IMAGES: std::ops::Range<usize> = {first}..{count};\n    \
                  /// The size of their argument, then the offset of each field.\n    \
                  pub const LAYOUT: &[u32] = &{:?};\n\
+                 {}\
              }}\n",
             self.header,
             self.images,
             self.arguments,
             self.layout,
+            choices.declared,
             count = self.num_images,
         );
         crate::write(&self.out.join("kernels.rs"), text.as_bytes())
     }
 }
 
-fn describe(name: &str, choices: &[Choice], block: [u32; 3], shared_bytes: usize) -> String {
-    format!(
-        "KernelInfo {{ name: c{name:?}, choices: &{choices:?}, block: {block:?}, shared_bytes: {shared_bytes} }}"
-    )
+fn describe(name: &str, block: [u32; 3], shared_bytes: usize) -> String {
+    format!("KernelInfo {{ name: c{name:?}, block: {block:?}, shared_bytes: {shared_bytes} }}")
+}
+
+/// Rust that declares what tells an image's kernels apart.
+struct Choices {
+    declared: String,
+}
+
+impl Choices {
+    /// The names alone.
+    fn without_values(self) -> Choices {
+        let names = self.declared.split("    /// Of every kernel").next();
+        let declared =
+            names.unwrap_or_default().to_string() + "    pub const CHOICES: &[Choices] = &[];\n";
+        Choices { declared }
+    }
+}
+
+/// A struct of the choices' names, and its value for every kernel.
+fn choices(image: &str, kernels: &[Vec<Choice>]) -> Result<Choices, Error> {
+    let names = |choices: &[Choice]| choices.iter().map(|(name, _)| *name).collect::<Vec<_>>();
+    let first = kernels
+        .first()
+        .map(|choices| names(choices))
+        .unwrap_or_default();
+    if let Some(odd) = kernels.iter().find(|choices| names(choices) != first) {
+        return Err(Error::Exports {
+            image: image.into(),
+            reason: format!("choices {odd:?} have other names than {first:?}"),
+        });
+    }
+    let mut declared = String::from(
+        "    /// What tells kernels apart.\n    #[derive(Clone, Copy, Debug, PartialEq, Eq)]\n    \
+         #[allow(dead_code)]\n    pub struct Choices {\n",
+    );
+    for name in &first {
+        let _ = writeln!(declared, "        pub {name}: u32,");
+    }
+    declared.push_str(
+        "    }\n    /// Of every kernel of the images, in their order.\n    \
+         pub const CHOICES: &[Choices] = &[\n",
+    );
+    for choices in kernels {
+        let values = choices
+            .iter()
+            .map(|(name, value)| format!("{name}: {value}"));
+        let values = values.collect::<Vec<_>>().join(", ");
+        let _ = writeln!(declared, "        Choices {{ {values} }},");
+    }
+    declared.push_str("    ];\n");
+    Ok(Choices { declared })
 }
 
 /// A struct's fields and the expression of its zero value.
@@ -185,7 +242,13 @@ impl Fields {
     }
 }
 
-fn arguments(text: &mut String, index: usize, image: &str, arguments: &Arguments) {
+fn arguments(
+    text: &mut String,
+    index: usize,
+    image: &str,
+    arguments: &Arguments,
+    choices: &Choices,
+) {
     let mut fields = Fields::default();
     for buffer in &arguments.buffers {
         fields.push(buffer, "u64", "0");
@@ -217,6 +280,7 @@ fn arguments(text: &mut String, index: usize, image: &str, arguments: &Arguments
         fields.push(name, &format!("[f32; {len}]"), &format!("[0.0; {len}]"));
     }
     let Fields { declared, zero } = fields;
+    let (choices, end) = (&choices.declared, index + 1);
     let _ = writeln!(
         text,
         "\n/// The arguments of `{image}`.\n\
@@ -233,9 +297,12 @@ fn arguments(text: &mut String, index: usize, image: &str, arguments: &Arguments
              }}\n    \
              // SAFETY: laid out by what laid out the kernels' parameters.\n    \
              unsafe impl super::Arguments for Arguments {{\n        \
-                 const IMAGE: usize = {index};\n        \
+                 type Choices = Choices;\n        \
+                 const IMAGES: std::ops::Range<usize> = {index}..{end};\n        \
+                 const CHOICES: &[Choices] = CHOICES;\n        \
                  const PARAMETERS: &[usize] = &{parameters:?};\n    \
              }}\n\
+             {choices}\
          }}"
     );
 }

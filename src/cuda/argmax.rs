@@ -22,7 +22,7 @@ const THIN: usize = 256;
 const FULL: usize = 1024;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["dtype", "width", "unroll"])
+    Kernels::new(OP, resources, |c| [c.dtype, c.width, c.unroll])
 }
 
 /// Whether there is a kernel for the problem.
@@ -51,7 +51,7 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     let shared_out = |unroll| -> Result<_> {
         let choices = [p.x.dtype as u32, width as u32, unroll];
         let kernel = cuda.argmax.get(choices)?;
-        let per_block = kernel.info.choice("per_block").max(1) as usize;
+        let per_block = kernel.choices.per_block as usize;
         Ok((kernel, length.div_ceil(per_block)))
     };
     let (mut kernel, mut blocks_per_row) = shared_out(1)?;

@@ -15,7 +15,7 @@ const OP: &str = "cast";
 pub(super) type Kernels = Table<Arguments, 3>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["from", "to", "width"])
+    Kernels::new(OP, resources, |c| [c.from, c.to, c.width])
 }
 
 /// Elements that the smallest block covers: one per thread and load.
@@ -53,7 +53,7 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         .cast
         .get([p.x.dtype as u32, p.out.dtype as u32, width as u32])?;
     let length = length / width;
-    let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    let blocks_per_row = length.div_ceil(kernel.choices.per_block as usize);
     let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {
         let num_rows = launch.num_rows();

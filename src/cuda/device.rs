@@ -1,7 +1,6 @@
 //! What a context holds on its device: the primary context, loaded images, a stream of its own.
 
 use std::ffi::c_int;
-use std::marker::PhantomData;
 use std::sync::atomic::AtomicU64;
 
 use super::driver::{
@@ -94,10 +93,11 @@ impl Drop for Entered {
 }
 
 /// A kernel, loaded, with the type of its arguments.
-pub(crate) struct Kernel<A> {
+pub(crate) struct Kernel<A: Arguments> {
     pub function: CUfunction,
     pub info: &'static KernelInfo,
-    arguments: PhantomData<fn(A)>,
+    /// What tells it from its siblings.
+    pub choices: &'static A::Choices,
 }
 
 /// Everything of a context's on its device; given back when dropped.
@@ -174,32 +174,24 @@ impl Resources {
         }
     }
 
-    /// Every kernel of the image that these arguments are for.
+    /// Every kernel that takes these arguments; none where its images are for other devices.
     pub fn kernels<A: Arguments>(&self) -> Result<Vec<Kernel<A>>> {
-        let kernels = self.kernels_of_image(A::IMAGE)?;
-        if kernels.is_empty() {
-            return Err(Error::Internal {
-                op: self.op,
-                message: format!("image {} was not loaded", IMAGES[A::IMAGE].name),
-            });
-        }
-        Ok(kernels)
-    }
-
-    /// Every kernel of an image, which takes these arguments; none if it is for other devices.
-    pub fn kernels_of_image<A: Arguments>(&self, image: usize) -> Result<Vec<Kernel<A>>> {
-        let (Some(module), Some(image)) = (self.modules.get(image), IMAGES.get(image)) else {
-            return Ok(Vec::new());
-        };
-        if module.is_null() {
-            return Ok(Vec::new());
-        }
         let _entered = self.primary.enter(self.op)?;
-        let kernels = image.kernels.iter();
-        kernels.map(|info| self.kernel(*module, info)).collect()
+        let images = IMAGES[A::IMAGES].iter().zip(&self.modules[A::IMAGES]);
+        let all =
+            images.flat_map(|(image, module)| image.kernels.iter().map(|info| (*module, info)));
+        all.zip(A::CHOICES)
+            .filter(|((module, _), _)| !module.is_null())
+            .map(|((module, info), choices)| self.kernel(module, info, choices))
+            .collect()
     }
 
-    fn kernel<A>(&self, module: CUmodule, info: &'static KernelInfo) -> Result<Kernel<A>> {
+    fn kernel<A: Arguments>(
+        &self,
+        module: CUmodule,
+        info: &'static KernelInfo,
+        choices: &'static A::Choices,
+    ) -> Result<Kernel<A>> {
         /// What a block may have without asking for more.
         const DEFAULT_SHARED: u32 = 48 << 10;
         let driver = self.primary.driver;
@@ -218,12 +210,12 @@ impl Resources {
         Ok(Kernel {
             function,
             info,
-            arguments: PhantomData,
+            choices,
         })
     }
 
     /// Blocks of a kernel that the device runs at once.
-    pub fn resident_blocks<A>(&self, kernel: &Kernel<A>) -> Result<usize> {
+    pub fn resident_blocks<A: Arguments>(&self, kernel: &Kernel<A>) -> Result<usize> {
         let primary = &self.primary;
         let threads = kernel.info.block.iter().product::<u32>() as c_int;
         let shared_bytes = kernel.info.shared_bytes as usize;

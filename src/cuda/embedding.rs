@@ -16,7 +16,7 @@ const OP: &str = "embedding";
 pub(super) type Kernels = Table<Arguments, 3>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["table", "dtype", "width"])
+    Kernels::new(OP, resources, |c| [c.table, c.dtype, c.width])
 }
 
 /// Elements that the smallest block covers: two per thread.
@@ -52,7 +52,7 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     let kernel = cuda
         .embedding
         .get([p.table.dtype as u32, p.out.dtype as u32, width as u32])?;
-    let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    let blocks_per_row = length.div_ceil(kernel.choices.per_block as usize);
     let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {
         let num_rows = launch.num_rows();

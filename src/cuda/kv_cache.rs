@@ -21,7 +21,7 @@ pub(super) type Kernels = Table<Arguments, 4>;
 const PLAIN: u32 = 2;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["from", "dtype", "style", "width"])
+    Kernels::new(OP, resources, |c| [c.from, c.dtype, c.style, c.width])
 }
 
 /// Writes new tokens to their pages. The tensors of new keys and values have one dtype each; they may differ.
@@ -53,7 +53,7 @@ pub(crate) fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
         let kernel = cuda.kv_append.get(choices)?;
         // Rows are counted in 31 bits.
         let rows = check_blocks(OP, "k", 2 * num_tokens * num_heads)? as usize;
-        let rows_per_block = kernel.info.choice("rows_per_block").max(1) as usize;
+        let rows_per_block = kernel.choices.rows_per_block as usize;
         let blocks = check_blocks(OP, "k", rows.div_ceil(rows_per_block))?;
         let mut arguments = arguments(p, width, [keys, values]);
         if let Some(rotation) = rotation {

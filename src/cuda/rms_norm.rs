@@ -42,21 +42,19 @@ impl Kernels {
     pub fn new(resources: &Resources) -> Result<Kernels> {
         let mut forms: [[Forms; 2]; 3] = Default::default();
         for kernel in resources.kernels::<Arguments>()? {
-            let index = |choice| {
-                let dtype = DType::from_raw(kernel.info.choice(choice));
-                dtype.and_then(float_index)
-            };
-            let has_residual = kernel.info.choice("residual") as usize;
-            let found = index("dtype").and_then(|i| forms[i].get_mut(has_residual));
+            let choices = *kernel.choices;
+            let index = |dtype| DType::from_raw(dtype).and_then(float_index);
+            let has_residual = choices.residual as usize;
+            let found = index(choices.dtype).and_then(|i| forms[i].get_mut(has_residual));
             let Some(of_dtype) = found else {
                 return Err(Error::Internal {
                     op: OP,
                     message: format!("{:?} is not known", kernel.info),
                 });
             };
-            let weight = index("weight");
-            let threads = kernel.info.choice("threads") as usize;
-            let vectors = kernel.info.choice("vectors") as usize;
+            let weight = index(choices.weight);
+            let threads = choices.threads as usize;
+            let vectors = choices.vectors as usize;
             let form = Form {
                 resident: resources.resident_blocks(&kernel)?,
                 kernel,

@@ -21,7 +21,7 @@ const THREADS: usize = 128;
 pub(super) type Kernels = Table<Arguments, 3>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["dtype", "style", "width"])
+    Kernels::new(OP, resources, |c| [c.dtype, c.style, c.width])
 }
 
 /// Whether there is a kernel for the problem.

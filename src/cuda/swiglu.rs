@@ -16,7 +16,7 @@ const OP: &str = "swiglu";
 pub(super) type Kernels = Table<Arguments, 3>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Table::new(OP, resources, ["dtype", "activation", "width"])
+    Kernels::new(OP, resources, |c| [c.dtype, c.activation, c.width])
 }
 
 /// Elements that the smallest block covers: four per thread, in one load or in four.
@@ -56,7 +56,7 @@ pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         .swiglu
         .get([p.gate.dtype as u32, p.activation as u32, width as u32])?;
     let length = length / width;
-    let blocks_per_row = length.div_ceil(kernel.info.choice("per_block").max(1) as usize);
+    let blocks_per_row = length.div_ceil(kernel.choices.per_block as usize);
     let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {
         let num_rows = launch.num_rows();

@@ -5,18 +5,22 @@ use super::images::Arguments;
 use crate::error::{Error, Result};
 
 /// The kernels of an image, by the values of `N` choices.
-pub(crate) struct Table<A, const N: usize> {
+pub(crate) struct Table<A: Arguments, const N: usize> {
     op: &'static str,
     kernels: Vec<([u32; N], Kernel<A>)>,
 }
 
 impl<A: Arguments, const N: usize> Table<A, N> {
-    pub fn new(op: &'static str, resources: &Resources, choices: [&str; N]) -> Result<Self> {
+    pub fn new(
+        op: &'static str,
+        resources: &Resources,
+        choices: fn(&A::Choices) -> [u32; N],
+    ) -> Result<Self> {
         let kernels = resources.kernels::<A>()?.into_iter();
         Ok(Table {
             op,
             kernels: kernels
-                .map(|kernel| (choices.map(|name| kernel.info.choice(name)), kernel))
+                .map(|kernel| (choices(kernel.choices), kernel))
                 .collect(),
         })
     }

@@ -54,18 +54,18 @@ impl Kernels {
         let mut forms = Vec::with_capacity(kernels.len());
         for kernel in kernels {
             let resident = resources.resident_blocks(&kernel)?.max(1);
-            let choice = |name| kernel.info.choice(name);
+            let choices = *kernel.choices;
             forms.push(Form {
-                kind: match choice("kind") {
+                kind: match choices.kind {
                     0 => Kind::Forward,
                     1 => Kind::Decode,
                     _ => Kind::Simt,
                 },
-                dtypes: [choice("dtype"), choice("kv_dtype")],
-                head_dim: choice("head_dim") as usize,
-                scores: choice("scores") != 0,
-                width: choice("width").max(1) as usize,
-                rows: choice("rows").max(1) as usize,
+                dtypes: [choices.dtype, choices.kv_dtype],
+                head_dim: choices.head_dim as usize,
+                scores: choices.scores != 0,
+                width: choices.width as usize,
+                rows: choices.rows as usize,
                 resident,
                 kernel,
             });
@@ -73,7 +73,7 @@ impl Kernels {
         forms.sort_by_key(|form| form.head_dim);
         Ok(Kernels {
             forms,
-            combine: Table::new(OP, resources, ["dtype"])?,
+            combine: Table::<attention_combine::Arguments, 1>::new(OP, resources, |c| [c.dtype])?,
         })
     }
 

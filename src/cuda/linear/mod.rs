@@ -52,17 +52,17 @@ impl Kernels {
     pub fn new(resources: &Resources) -> Result<Kernels> {
         let mut forms = Vec::new();
         for kernel in resources.kernels::<Arguments>()? {
-            let choice = |name| kernel.info.choice(name);
+            let of_kernel = *kernel.choices;
             let choices = Choices {
-                kind: choice("kind"),
-                x: choice("dtype"),
-                weight: choice("weight"),
-                rows: choice("rows"),
-                width: choice("width"),
+                kind: of_kernel.kind,
+                x: of_kernel.dtype,
+                weight: of_kernel.weight,
+                rows: of_kernel.rows,
+                width: of_kernel.width,
             };
             forms.push(Form {
                 choices,
-                columns: choice("columns").max(1) as usize,
+                columns: of_kernel.columns as usize,
                 resident: resources.resident_blocks(&kernel)?.max(1),
                 kernel,
             });

@@ -16,7 +16,6 @@ mod tensor_map;
 use super::OP;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
-use crate::cuda::images::attention_forward;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::ops::attention::{Keys, Problem, Queries, Rows};
@@ -47,23 +46,21 @@ impl Kernels {
     /// `None` on other devices, and in builds without them.
     pub fn new(resources: &Resources) -> Result<Option<Kernels>> {
         let mut forms = Vec::new();
-        for image in attention_forward::IMAGES {
-            for kernel in resources.kernels_of_image::<Params>(image)? {
-                let choice = |name| kernel.info.choice(name);
-                let mask = Mask::from_choice(choice("mask")).ok_or_else(|| Error::Internal {
-                    op: OP,
-                    message: format!("{:?} is not known", kernel.info),
-                })?;
-                forms.push(Form {
-                    dtype: choice("dtype"),
-                    dims: ["head_dim", "head_dim_v"].map(|name| choice(name) as usize),
-                    mask,
-                    softcap: choice("softcap") != 0,
-                    for_short: choice("for_short") != 0,
-                    block: ["block_m", "block_n"].map(|name| choice(name).max(1) as usize),
-                    kernel,
-                });
-            }
+        for kernel in resources.kernels::<Params>()? {
+            let choices = *kernel.choices;
+            let mask = Mask::from_choice(choices.mask).ok_or_else(|| Error::Internal {
+                op: OP,
+                message: format!("{:?} is not known", kernel.info),
+            })?;
+            forms.push(Form {
+                dtype: choices.dtype,
+                dims: [choices.head_dim, choices.head_dim_v].map(|dim| dim as usize),
+                mask,
+                softcap: choices.softcap != 0,
+                for_short: choices.for_short != 0,
+                block: [choices.block_m, choices.block_n].map(|size| size as usize),
+                kernel,
+            });
         }
         if forms.is_empty() {
             return Ok(None);

@@ -1,6 +1,7 @@
 //! The kernels' argument: `AttentionForwardParams` of `kernels/cuda/attention/params.h`, where the fields are described.
 
 use std::mem::offset_of;
+use std::ops::Range;
 
 use super::tensor_map::TensorMap;
 use crate::cuda::images::{Arguments, attention_forward};
@@ -78,7 +79,9 @@ const _: () = {
 
 // SAFETY: the kernels take this struct alone, by value, and lay it out as has been checked above.
 unsafe impl Arguments for Params {
-    const IMAGE: usize = attention_forward::IMAGES.start;
+    type Choices = attention_forward::Choices;
+    const IMAGES: Range<usize> = attention_forward::IMAGES;
+    const CHOICES: &'static [Self::Choices] = attention_forward::CHOICES;
     const PARAMETERS: &[usize] = &[0];
 }
 
