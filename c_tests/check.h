@@ -76,6 +76,7 @@ typedef struct {
 } test_device;
 
 // Runs a test on every backend that the build and the machine have, each time with a fresh context.
+// UNSLOTH_REQUIRE_GPU=1 says that a GPU must be among them.
 static inline int on_every_device(void (*run)(const test_device *device)) {
   static const unsloth_backend backends[] = {UNSLOTH_BACKEND_CPU, UNSLOTH_BACKEND_CUDA};
   for (size_t i = 0; i < COUNT(backends); i++) {
@@ -83,7 +84,12 @@ static inline int on_every_device(void (*run)(const test_device *device)) {
     test_device device = {NULL, backends[i] == UNSLOTH_BACKEND_CPU};
     int32_t count = 0;
     const unsloth_status status = unsloth_device_count(backends[i], &count);
-    if (!device.is_cpu && (status == UNSLOTH_STATUS_BACKEND_UNAVAILABLE || count == 0)) continue;
+    if (!device.is_cpu && (status == UNSLOTH_STATUS_BACKEND_UNAVAILABLE || count == 0)) {
+      const char *required = getenv("UNSLOTH_REQUIRE_GPU");
+      if (required == NULL || strcmp(required, "1") != 0) continue;
+      CHECK_OK(status);
+      CHECK(count > 0);
+    }
     params.backend = backends[i];
     CHECK_OK(unsloth_context_create(&params, &device.ctx));
     run(&device);

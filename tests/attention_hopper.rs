@@ -7,24 +7,12 @@ mod common;
 
 use common::attention::{Call, Case, KeyForm, QueryForm, Strides, Uploaded, check, check_results};
 use common::graph::Graph;
-use common::{gpu, rng};
+use common::{hopper, rng};
 use unsloth::ops::Implementation;
 use unsloth::ops::attention::{self, PageLayout};
-use unsloth::{Backend, Context, DType};
+use unsloth::{Context, DType};
 
 const HALVES: [DType; 2] = [DType::F16, DType::Bf16];
-
-/// A context of the first GPU, if that is a Hopper and this build has the kernels.
-fn context() -> Option<Context> {
-    let built = env!("UNSLOTH_CUDA_ARCHITECTURES")
-        .split(' ')
-        .any(|a| a == "90a");
-    let info = Backend::Cuda.device_info(0).ok()?;
-    if !built || info.compute_capability != (9, 0) {
-        return None;
-    }
-    gpu()
-}
 
 fn served(ctx: &Context, dtype: DType, case: &Case) -> Implementation {
     let inputs = case.inputs(&mut rng(), dtype);
@@ -55,7 +43,7 @@ fn run(ctx: &Context, cases: &[Case]) {
 
 #[test]
 fn what_is_served() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = hopper() else { return };
     let yes = [
         plain(),
         Case {
@@ -169,7 +157,7 @@ const DIMS: [(usize, usize); 7] = [
 /// Lengths just below, at and above the sizes of tiles and of what a warpgroup owns of them.
 #[test]
 fn tile_edges() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = hopper() else { return };
     let mut cases = Vec::new();
     for (dim, dim_v) in DIMS {
         for (q, k, causal) in [
@@ -199,7 +187,7 @@ fn tile_edges() {
 /// Every mask and form with every tile, and heads that are packed or are not.
 #[test]
 fn masks_and_forms() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = hopper() else { return };
     let ragged = vec![(70, 100), (0, 3), (1, 260), (33, 33), (80, 1), (5, 0)];
     let mut cases = Vec::new();
     for (i, (dim, dim_v)) in DIMS.into_iter().enumerate() {
@@ -254,7 +242,7 @@ fn masks_and_forms() {
 /// More sequences than a warp has lanes, of all lengths, in any order.
 #[test]
 fn ragged_batches() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = hopper() else { return };
     let len = |i: usize| 1 + (i * 37) % (400 >> (i % 8));
     let lens: Vec<_> = (0..75).map(|i| (len(i), len(i) + i % 3)).collect();
     let base = Case {
@@ -305,7 +293,7 @@ fn counted() -> [Case; 2] {
 /// Tiles are counted from zero whatever the workspace holds: anything, another launch's count, or, in a graph, the launch's own.
 #[test]
 fn counters_need_no_care() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = hopper() else { return };
     let stream = ctx.create_stream().unwrap();
     for case in counted() {
         let inputs = case.inputs(&mut rng(), DType::Bf16);
@@ -347,7 +335,7 @@ fn counters_need_no_care() {
 /// Launches that are in flight together each count for themselves: from several threads, on streams of their own.
 #[test]
 fn launches_in_flight() {
-    let Some(ctx) = context() else { return };
+    let Some(ctx) = hopper() else { return };
     let [case, ragged] = counted();
     std::thread::scope(|scope| {
         for case in [&case, &ragged, &case, &ragged] {

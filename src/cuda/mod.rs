@@ -240,3 +240,23 @@ fn check_blocks(op: &'static str, tensor: &'static str, blocks: usize) -> Result
 fn float_index(dtype: DType) -> Option<usize> {
     DType::FLOATS.iter().position(|d| *d == dtype)
 }
+
+/// A context of the first GPU, for tests; none without one. `UNSLOTH_REQUIRE_GPU=1`, which is for
+/// machines that have one, makes that a failure.
+#[cfg(test)]
+pub(crate) fn test_context() -> Option<crate::Context> {
+    let problem = match Backend::Cuda.device_count() {
+        Ok(count) if count > 0 => {
+            let options = crate::ContextOptions {
+                backend: Backend::Cuda,
+                ..Default::default()
+            };
+            return Some(crate::Context::new(&options).unwrap());
+        }
+        Ok(_) => "the driver knows no device".to_string(),
+        Err(error) => error.to_string(),
+    };
+    let required = std::env::var_os("UNSLOTH_REQUIRE_GPU").is_some_and(|value| value == "1");
+    assert!(!required, "UNSLOTH_REQUIRE_GPU is set: {problem}");
+    None
+}

@@ -9,6 +9,7 @@
 pub mod abi;
 pub mod attention;
 pub mod attention_block;
+pub mod devices;
 #[cfg(feature = "cuda")]
 pub mod graph;
 pub mod kv_cache;
@@ -18,41 +19,14 @@ pub mod tensor;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use unsloth::{Backend, Context, ContextOptions, DType, InOut};
+use unsloth::{DType, InOut};
 
+pub use devices::{contexts, gpu, gpu_options, hopper};
 pub use rules::{assert_close, assert_flash_rule, assert_flash_rule_of_sums};
 pub use tensor::{DeviceTensor, TestTensor};
 
 /// The floating-point dtypes, for tables.
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
-
-/// A context of every backend that is compiled in and has a device.
-pub fn contexts() -> Vec<Context> {
-    Backend::ALL
-        .into_iter()
-        .filter(|backend| backend.device_count().is_ok_and(|n| n > 0))
-        .map(|backend| {
-            let options = ContextOptions {
-                backend,
-                ..ContextOptions::default()
-            };
-            Context::new(&options).expect("a backend with a device gives a context")
-        })
-        .collect()
-}
-
-/// A context of its own of the first GPU, if this build has the backend and the machine a device.
-pub fn gpu() -> Option<Context> {
-    let there = Backend::Cuda.device_count().is_ok_and(|n| n > 0);
-    there.then(|| Context::new(&gpu_options()).expect("a device gives a context"))
-}
-
-pub fn gpu_options() -> ContextOptions {
-    ContextOptions {
-        backend: Backend::Cuda,
-        ..ContextOptions::default()
-    }
-}
 
 /// A fresh random generator. Its seed goes to the test's output, and `UNSLOTH_TEST_SEED` repeats it.
 pub fn rng() -> StdRng {

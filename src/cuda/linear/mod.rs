@@ -232,7 +232,7 @@ pub(super) fn multiply(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::context::{Backend, Context, ContextOptions};
+    use crate::context::Context;
     use crate::layout::Layout;
     use crate::memory::Buffer;
     use half::{bf16, f16};
@@ -269,14 +269,9 @@ mod tests {
     /// With and without cuBLASLt the same products come out, to the bit where sums are exact.
     #[test]
     fn kernels_serve_where_there_is_no_library() {
-        if !Backend::Cuda.device_count().is_ok_and(|n| n > 0) {
+        let Some(ctx) = crate::cuda::test_context() else {
             return;
-        }
-        let options = ContextOptions {
-            backend: Backend::Cuda,
-            ..ContextOptions::default()
         };
-        let ctx = Context::new(&options).unwrap();
         let with = Cuda::new(OP, 0).unwrap();
         let mut without = Cuda::new(OP, 0).unwrap();
         without.linear.close();
