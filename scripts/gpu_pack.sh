@@ -1,14 +1,17 @@
 #!/bin/bash
-# Builds what a GPU machine needs into .gpu/, which Git ignores: the library, Rust tests and benchmarks, C tests, the engine, the scripts
-# that compare with PyTorch, and the one that runs it all. Such a machine needs a driver; compute-sanitizer and PyTorch are used where
-# they are.
+# Builds what a GPU machine needs into .gpu/, which Git ignores: the library, Rust tests and
+# benchmarks, C tests, the engine, the scripts that compare with PyTorch, the record to compare with,
+# and the script that runs it all. Such a machine needs a driver; compute-sanitizer and PyTorch are
+# used where they are.
 #
 #     scripts/gpu_pack.sh && scp -r .gpu host: && ssh host .gpu/gpu_run.sh
 #
-# PROFILE is Cargo's profile (release) of the library and of what is measured; Rust tests have their own, with its assertions. PACK is
-# the folder. MODEL is a GGUF file for the engine (none: the engine is not run). SAME_BITS=1 adds the comparison with CubeCL's own
-# runtime, CANDLE=1 what runs on candle's CUDA tensors (candle links the CUDA toolkit). TESTS names Rust tests; by default all of them,
-# of which each takes the devices that it finds.
+# PROFILE is Cargo's profile (release) of the library and of what is measured; Rust tests have their
+# own, with its assertions. PACK is the folder. MODEL is a GGUF file for the engine (none: the engine
+# is not run). TESTS names Rust tests; by default all of them, of which each takes the devices that it
+# finds. PROVE=0 leaves out Hopper's kernels with random delays, which nvcc takes minutes for.
+# SAME_BITS=1 adds the comparison with CubeCL's own runtime, CANDLE=1 what runs on candle's CUDA
+# tensors (candle links the CUDA toolkit).
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -16,9 +19,11 @@ profile=${PROFILE:-release}
 pack=${PACK:-$root/.gpu}
 mkdir -p "$pack"/{tests,benches,c,lib,include,model}
 rm -f "$pack"/{tests,benches,c,lib,include,model}/* "$pack/engine"
+rm -rf "$pack"/{compare,kernels,prove,record}
 
 make --no-print-directory CUDA=1 PROFILE="$profile" build-test-c
-strip -o "$pack/lib/libunsloth.so.0" build/prefix/lib/libunsloth.so
+soname=$(readelf -d build/prefix/lib/libunsloth.so | sed -n 's/.*SONAME.*\[\(.*\)\]/\1/p')
+strip -o "$pack/lib/$soname" build/prefix/lib/libunsloth.so
 cp build/prefix/include/unsloth.h "$pack/include/"
 # As C and linked to the shared library: that is what a GPU adds nothing to.
 for test in build/c_tests/*.c.shared; do
@@ -32,7 +37,8 @@ strip -o "$pack/engine" build/engine/engine
 
 export PATH="$root/.tools/bin:$PATH"
 tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(candle|header|oracle_candle|dlpack|estimate)$')}
-select=(--features cuda)
+# Unit tests too: some of them need a device.
+select=(--features cuda --lib)
 for test in $tests; do
   select+=(--test "$test")
 done
@@ -42,9 +48,9 @@ import json, sys
 for line in sys.stdin:
     built = json.loads(line)
     if built.get("reason") == "compiler-artifact" and built["executable"]:
-        folder = {"test": "tests", "bench": "benches"}.get(built["target"]["kind"][0])
-        if folder:
-            print(folder, built["target"]["name"], built["executable"])
+        kind, name = built["target"]["kind"][0], built["target"]["name"]
+        folder = {"test": "tests", "bench": "benches"}.get(kind, "tests")
+        print(folder, name if kind in ("test", "bench") else "unit", built["executable"])
 ' | while read -r folder name executable; do
     strip -o "$pack/$folder/$name" "$executable"
   done
@@ -60,9 +66,21 @@ if [ "${CANDLE:-0}" = 1 ]; then
   cargo test --locked --no-run --message-format=json-render-diagnostics --features candle-cuda --test candle --bench candle | built
 fi
 
-mkdir -p "$pack/compare"
+mkdir -p "$pack"/{compare,record}
 cp benches/compare/*.py "$pack/compare/"
-cp benches/engine.py "$pack/"
+cp benches/engine.py benches/report.py "$pack/"
+cp benches/results/*.json "$pack/record/"
+
+# The harness of Hopper's kernels, and these as they ship and with random delays.
+if [ "${PROVE:-1}" = 1 ]; then
+  git ls-files 'kernels/*.py' | while read -r script; do
+    install -D -m 644 "$script" "$pack/$script"
+  done
+  build=$(git ls-files 'kernels/*build.py' | grep cuda || git ls-files 'kernels/*build.py')
+  python3 "$build" "$pack/prove/plain" -
+  python3 "$build" "$pack/prove/jitter" - -DUNSLOTH_JITTER
+  rm -f "$pack"/prove/*/*.cu
+fi
 cp scripts/gpu_run.sh "$pack/"
 git rev-parse --short HEAD >"$pack/commit"
 du -sh "$pack" >&2

@@ -1,106 +1,191 @@
 #!/bin/bash
-# Runs, on a machine with a GPU, what scripts/gpu_pack.sh built: Rust tests, C tests, the engine, the same tests under
-# compute-sanitizer where there is one, and benchmarks, those beside PyTorch where there is a PyTorch. Logs and figures go to $OUT
-# (results/ beside this script), and what is printed to gpu_run.log there. Ends with the number of what failed.
+# Runs, on a machine with a GPU, what scripts/gpu_pack.sh built. The parts, in this order:
 #
-# TESTS, C_TESTS, SANITIZED, BENCHES and COMPARE name parts of each; an empty one leaves the kind out, as ENGINE= does the engine's
-# speed. SECONDS_EACH bounds every one; TESTERS and SANITIZERS say how many run side by side.
+#   tests       Rust tests, integration and unit
+#   c           C tests, linked to the shared library
+#   engine      the engine, on a model if the pack has one
+#   sanitizers  the tests under compute-sanitizer, where there is one
+#   prove       Hopper's attention with random delays, and on long contexts (needs PyTorch)
+#   benches     Rust benchmarks
+#   compare     benchmarks beside PyTorch and others (needs PyTorch), and the engine's speed
+#   regression  what was measured here beside the record that the pack brings
+#
+#     gpu_run.sh [PART...]
+#
+# Without an argument all of them. Each part takes at most ten minutes on an H200. Logs and figures
+# go to $OUT (results/ beside this script), and what is printed to gpu_run.log there. Ends with the
+# number of what failed.
+#
+# TESTS, C_TESTS, SANITIZED, TOOLS, BENCHES and COMPARE name what of a part runs, and an empty one
+# leaves it out. SECONDS_EACH bounds every program; TESTERS and SANITIZERS say how many run side by
+# side; REPEATS is how often `prove` repeats a launch.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/results}
 mkdir -p "$out"
 cd "$here" || exit 1
 export LD_LIBRARY_PATH=$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} UNSLOTH_RESULTS=$out
-export UNSLOTH_LIBRARY=$here/lib/libunsloth.so.0 UNSLOTH_HEADER=$here/include/unsloth.h PYTHONDONTWRITEBYTECODE=1
+UNSLOTH_LIBRARY=$(find "$here/lib" -name 'libunsloth.so*' | head -1)
+export UNSLOTH_LIBRARY UNSLOTH_HEADER=$here/include/unsloth.h PYTHONDONTWRITEBYTECODE=1
 export UNSLOTH_BENCHES=$here/benches
+# A test that finds no GPU fails, where it would end early on another machine.
+export UNSLOTH_REQUIRE_GPU=1
 [ -f commit ] && UNSLOTH_COMMIT=$(cat commit) && export UNSLOTH_COMMIT
 limit=${SECONDS_EACH:-300}
+model=$(find model -name '*.gguf' 2>/dev/null | head -1)
 
 all() { ls "$1" 2>/dev/null | tr '\n' ' '; }
 
-# Whether a log tells of a race where nothing is copied by the copy engine, whose writes racecheck takes for races: cuBLAS' kernels and
-# those of Hopper's attention read what it brings.
-races() { grep "Race reported between" "$1" | grep -qvE " at (nvjet|attention_forward_)"; }
+have_torch() { python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; }
 
-# check NAME COMMAND...: a line that says how it went; failures are counted by the files that they leave.
-rm -f "$out"/*.failed
+# Kernels in which racecheck sees races that are none. Both kinds read shared memory that the copy
+# engine (TMA) has filled, after waiting on an mbarrier that counts the bytes; racecheck does not
+# take the copy engine's writes for ordered by that barrier.
+exempt=(
+  nvjet_             # cuBLAS' products for Hopper
+  attention_forward_ # our attention for Hopper; `prove` tests its barriers with random delays
+)
+
+# Whether a log tells of a race in another kernel.
+races() {
+  local names
+  names=$(IFS='|'; echo "${exempt[*]}")
+  grep "Race reported between" "$1" | grep -qvE " at ($names)"
+}
+
+# Whether a log is that of Rust tests of which none ran: a name that is filtered out or misspelt.
+nothing_ran() { grep -q '^test result' "$1" && ! grep -q '^test result.* [1-9][0-9]* passed' "$1"; }
+
+# check NAME COMMAND...: a line that says how it went; failures are counted by the files they leave.
 check() {
-  local name=$1 began=$SECONDS
+  local name=$1 began=$SECONDS log=$out/$1.log problem=
   shift
-  if timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 && ! races "$out/$name.log"; then
-    echo "ok      $name, $((SECONDS - began)) s  $(grep -h '^test result' "$out/$name.log" | tail -1)"
+  timeout -k 5 "$limit" "$@" >"$log" 2>&1 || problem="exit status $?"
+  [ -n "$problem" ] || ! races "$log" || problem="a race"
+  [ -n "$problem" ] || ! nothing_ran "$log" || problem="no test ran"
+  if [ -z "$problem" ]; then
+    echo "ok      $name, $((SECONDS - began)) s  $(grep -h '^test result' "$log" | tail -1)"
   else
     touch "$out/$name.failed"
-    echo "FAILED  $name, $((SECONDS - began)) s"
-    tail -n "${TAIL:-25}" "$out/$name.log"
+    echo "FAILED  $name, $((SECONDS - began)) s: $problem"
+    tail -n "${TAIL:-25}" "$log"
   fi
 }
 
-everything() {
-  echo "commit ${UNSLOTH_COMMIT:-unknown}, $(date +%F)"
-  nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.draw --format=csv | tee "$out/device.csv"
+# Waits until fewer than so many jobs run.
+at_most() { while [ "$(jobs -rp | wc -l)" -ge "$1" ]; do wait -n; done; }
 
-  # Processes of their own, several at a time: a failing kernel fails its own test only, and most of a test is the host's work.
+run_tests() {
+  # Processes of their own, several at a time: a failing kernel fails its own test only, and most of
+  # a test is the host's work.
   for test in ${TESTS-$(all tests)}; do
-    while [ "$(jobs -rp | wc -l)" -ge "${TESTERS:-6}" ]; do wait -n; done
+    at_most "${TESTERS:-6}"
     check "$test" "tests/$test" --test-threads=2 &
   done
   wait
+}
+
+run_c() {
   for test in ${C_TESTS-$(all c)}; do
     check "c.$test" "c/$test"
   done
-  model=$(find model -name '*.gguf' 2>/dev/null | head -1)
-  if [ -x engine ] && [ -n "$model" ]; then
-    check engine ./engine --model "$model" --device cuda --prompt "The capital of France is" --tokens 48 --temperature 0
-  fi
+}
 
-  # Tables of cases without the properties, which repeat them at random, and without the fault that is meant. A refused allocation is no
-  # error here. Sanitizers leave the GPU idle, so several run at a time.
-  skipped='a_fault_is_told_as_such scale_invariant scores_are_relative packed_equals_apart inverse_undoes norm_is_kept
-    histories_agree_with_a_list'
-  skips=$(for name in $skipped; do echo "--skip $name"; done)
+run_engine() {
+  [ -x engine ] && [ -n "$model" ] || return
+  check engine ./engine --model "$model" --device cuda --prompt "The capital of France is" \
+    --tokens 48 --temperature 0
+}
+
+# Tables of cases without the properties, which repeat them at random, and without the fault that is
+# meant. Sanitizers leave the GPU idle, so several run at a time.
+run_sanitizers() {
+  local sanitizer skips hopper options tool test
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-  if [ -n "$sanitizer" ]; then
-    for tool in memcheck initcheck racecheck; do
-      # The longest first; no races where Hopper's attention serves nearly all.
-      hopper=$([ "$tool" = racecheck ] || echo attention attention_hopper attention_block attention_block_cached)
-      for test in ${SANITIZED-linear cuda_attention cuda_dense cast argmax swiglu $hopper mlp cuda memory rope rms_norm embedding \
-        kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
-        while [ "$(jobs -rp | wc -l)" -ge "${SANITIZERS:-8}" ]; do wait -n; done
-        slow=
-        case $tool in
-          memcheck) options="--report-api-errors no --error-exitcode 1" ;;
-          initcheck) options="--error-exitcode 1" ;;
-          racecheck) options="--print-limit 0" ;;
-        esac
-        # Its threads, which call cuBLAS side by side, did not end under racecheck within minutes; why is not known.
-        [ "$tool.$test" = racecheck.cuda_dense ] && slow="--skip threads_share_a_context"
-        # shellcheck disable=SC2086
-        check "$tool.$test" "$sanitizer" --tool "$tool" $options "tests/$test" --test-threads=1 $skips $slow &
-      done
+  [ -n "$sanitizer" ] || return
+  skips=()
+  for test in a_fault_is_told_as_such scale_invariant scores_are_relative packed_equals_apart \
+    inverse_undoes norm_is_kept histories_agree_with_a_list; do
+    skips+=(--skip "$test")
+  done
+  for tool in ${TOOLS-memcheck initcheck racecheck}; do
+    # In these nearly every kernel is one that racecheck is wrong about.
+    hopper=" attention attention_hopper attention_block attention_block_cached"
+    case $tool in
+      # A refused allocation is no error here.
+      memcheck) options=(--report-api-errors no --error-exitcode 1) ;;
+      initcheck) options=(--error-exitcode 1) ;;
+      racecheck) options=(--print-limit 0) hopper= ;;
+    esac
+    # The longest first.
+    for test in ${SANITIZED-linear cuda_attention cuda_dense cast argmax swiglu$hopper mlp cuda \
+      memory rope rms_norm embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
+      at_most "${SANITIZERS:-8}"
+      local slow=()
+      # Its threads, which call cuBLAS side by side, did not end under racecheck within minutes; why
+      # is not known.
+      [ "$tool.$test" != racecheck.cuda_dense ] || slow=(--skip threads_share_a_context)
+      check "$tool.$test" "$sanitizer" --tool "$tool" "${options[@]}" "tests/$test" \
+        --test-threads=1 "${skips[@]}" ${slow[@]+"${slow[@]}"} &
     done
-    wait
-  fi
+  done
+  wait
+}
 
+run_prove() {
+  [ -d prove ] && have_torch || return
+  check prove python3 "$(find kernels -name prove.py)" "$out/attention_hopper_proof.json" prove \
+    "${REPEATS:-200}"
+}
+
+run_benches() {
   # What is compared with candle is a Rust program, which the comparison of that name runs and records.
-  candle=$([ ! -x benches/candle ] || echo candle)
   for bench in ${BENCHES-$(all benches | sed 's/\<candle\>//')}; do
     check "bench.$bench" "benches/$bench"
     grep '^{' "$out/bench.$bench.log" >"$out/$bench.json"
   done
-  if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
-    for op in ${COMPARE-rms_norm rope swiglu embedding kv_append linear attention attention_forward host calls $candle}; do
+}
+
+run_compare() {
+  local candle name
+  candle=$([ ! -x benches/candle ] || echo candle)
+  if have_torch; then
+    for op in ${COMPARE-rms_norm rope swiglu embedding kv_append linear attention \
+      attention_forward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
   fi
   if [ "${ENGINE-1}" = 1 ] && [ -x engine ] && [ -n "$model" ]; then
-    name=$(tail -n +2 "$out/device.csv" | head -1 | sed -E 's/^(NVIDIA )?([^ ,]+).*/\2/' | tr '[:upper:]' '[:lower:]')
-    check bench.engine python3 engine.py --engine ./engine --model "$model" --rounds 3 --out "$out/engine_${name}_$(date +%F).json"
+    name=$(tail -n +2 "$out/device.csv" | head -1 | sed -E 's/^(NVIDIA )?([^ ,]+).*/\2/')
+    name=$(tr '[:upper:]' '[:lower:]' <<<"$name")
+    check bench.engine python3 engine.py --engine ./engine --model "$model" --rounds 3 \
+      --out "$out/engine_${name}_$(date +%F).json"
   fi
-  failed=$(find "$out" -name '*.failed' | wc -l)
-  echo "$failed failed"
-  exit "$failed"
 }
 
-everything | tee "$out/gpu_run.log"
+# Cells that are slower than in the record by more than noise.
+run_regression() {
+  [ -d record ] && ls "$out"/*.json >/dev/null 2>&1 || return
+  check regression python3 report.py compare record "$out"
+  cat "$out/regression.log"
+}
+
+main() {
+  echo "commit ${UNSLOTH_COMMIT:-unknown}, $(date +%F)"
+  nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.draw \
+    --format=csv | tee "$out/device.csv"
+  for part in "${@:-tests c engine sanitizers prove benches compare regression}"; do
+    # shellcheck disable=SC2086 # the default is a list
+    for part in $part; do
+      declare -F "run_$part" >/dev/null || { echo "there is no part $part"; return 2; }
+      "run_$part"
+    done
+  done
+  failed=$(find "$out" -name '*.failed' | wc -l)
+  echo "$failed failed"
+  return "$failed"
+}
+
+rm -f "$out"/*.failed
+main "$@" | tee "$out/gpu_run.log"
 exit "${PIPESTATUS[0]}"
