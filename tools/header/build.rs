@@ -1,0 +1,114 @@
+//! Runs cbindgen over the library's `src/ffi`, and lists the structs of the header that it makes.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+fn main() {
+    let root = PathBuf::from(var("CARGO_MANIFEST_DIR")).join("../..");
+    let ffi = root.join("src/ffi");
+    let config = root.join("cbindgen.toml");
+    println!("cargo:rerun-if-changed={}", ffi.display());
+    println!("cargo:rerun-if-changed={}", config.display());
+
+    // In the order of the library's sections; every file of src/ffi is one.
+    let mut sources: Vec<_> = match fs::read_dir(&ffi) {
+        Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
+        Err(error) => panic!("{}: {error}", ffi.display()),
+    };
+    sources.sort_by_key(|path| (section(path), path.clone()));
+
+    // A syntax error in src/ffi is better told by the compiler, which gets there only if this build succeeds.
+    let header = header(&config, &sources).unwrap_or_else(|error| {
+        println!("cargo:warning=the header was not made: {error}");
+        String::new()
+    });
+    let out = PathBuf::from(var("OUT_DIR"));
+    write(&out.join("unsloth.h"), &header);
+    write(&out.join("structs.rs"), &structs(&header, &sources));
+}
+
+/// The text of the header.
+fn header(config: &Path, sources: &[PathBuf]) -> Result<String, String> {
+    let config = cbindgen::Config::from_file(config)?;
+    let mut builder = cbindgen::Builder::new().with_config(config);
+    for source in sources {
+        builder = if source.ends_with("mod.rs") {
+            // A copy elsewhere: cbindgen follows `mod` items, and every section would come twice.
+            let alone = PathBuf::from(var("OUT_DIR")).join("mod.rs");
+            write(&alone, &fs::read_to_string(source).unwrap_or_default());
+            builder.with_src(alone)
+        } else {
+            builder.with_src(source)
+        };
+    }
+    let bindings = builder.generate().map_err(|error| error.to_string())?;
+    let mut text = Vec::new();
+    bindings.write(&mut text);
+    Ok(String::from_utf8_lossy(&text).replace("# Safety\n * ", "Requires: "))
+}
+
+/// A macro that lists every struct of the header with its fields: the header names them, the compiler of the test measures
+/// them.
+fn structs(header: &str, sources: &[PathBuf]) -> String {
+    let mut rust = String::from(
+        "/// Applies a macro to every struct of the header: its name, then its fields.\n\
+         #[macro_export]\n\
+         macro_rules! structs {\n    ($each:ident) => {{\n",
+    );
+    for source in sources {
+        let text = fs::read_to_string(source).unwrap_or_default();
+        if text.contains("\npub struct unsloth_")
+            && let Some(section) = source.file_stem().and_then(|stem| stem.to_str())
+        {
+            let _ = writeln!(rust, "        use unsloth::ffi::{section}::*;");
+        }
+    }
+    let _ = writeln!(rust, "        &[");
+    let mut name = None;
+    for line in header.lines() {
+        if let Some(begun) = line.strip_prefix("typedef struct ") {
+            name = begun.strip_suffix(" {");
+            if let Some(name) = name {
+                let _ = write!(rust, "            $each!({name}");
+            }
+        } else if let Some(ended) = name
+            && line == format!("}} {ended};")
+        {
+            let _ = writeln!(rust, "),");
+            name = None;
+        } else if name.is_some()
+            && let Some(declaration) = line.strip_suffix(';')
+        {
+            // `int64_t shape[UNSLOTH_MAX_RANK]`, `void *data`
+            let declared = declaration.split('[').next().unwrap_or_default();
+            let field = declared.rsplit([' ', '*']).next().unwrap_or_default();
+            let _ = write!(rust, ", {field}");
+        }
+    }
+    rust.push_str("        ]\n    }};\n}\n");
+    rust
+}
+
+/// The rank of a header section: what others build upon comes first.
+fn section(path: &Path) -> usize {
+    const FIRST: [&str; 5] = ["mod", "status", "context", "memory", "tensor"];
+    let stem = path
+        .file_stem()
+        .and_then(|stem| stem.to_str())
+        .unwrap_or_default();
+    FIRST
+        .iter()
+        .position(|first| *first == stem)
+        .unwrap_or(FIRST.len())
+}
+
+fn write(path: &Path, text: &str) {
+    if let Err(error) = fs::write(path, text) {
+        panic!("{}: {error}", path.display());
+    }
+}
+
+fn var(name: &str) -> String {
+    env::var(name).unwrap_or_else(|_| panic!("cargo sets {name}"))
+}
