@@ -9,6 +9,7 @@
 #include "args.h"
 #include "chat.h"
 #include "config.h"
+#include "device.h"
 #include "error.h"
 #include "generate.h"
 #include "json.h"
@@ -16,7 +17,6 @@
 #include "progress.h"
 #include "session.h"
 #include "tokenizer.h"
-#include "unsloth.hpp"
 
 namespace engine {
 namespace {

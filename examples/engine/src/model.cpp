@@ -100,7 +100,9 @@ unsloth_tensor Model::upload(const std::vector<const GgufTensor *> &sources, uns
                              ProgressBar *bar) {
   constexpr uint64_t kChunk = 1 << 18;  // elements decoded at a time: whole blocks of every type
   const size_t element = element_size(dtype);
-  unsloth_tensor view = tensor(static_cast<char *>(memory_.data()) + used_, dtype, {});
+  unsloth_tensor view = {};
+  view.data = static_cast<char *>(memory_.data()) + used_;
+  view.dtype = dtype;
   for (const uint64_t size : sources[0]->shape)
     view.shape[view.rank++] = static_cast<int64_t>(size);
   view.shape[0] = 0;

@@ -7,8 +7,8 @@
 
 #include "args.h"
 #include "config.h"
+#include "device.h"
 #include "gguf.h"
-#include "unsloth.hpp"
 
 namespace engine {
 

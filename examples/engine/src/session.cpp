@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "error.h"
+
 // One step of a Llama-family model:
 //
 //   hidden = embedding[tokens]
@@ -61,7 +63,7 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
       max_logit_rows_(std::min(kMaxLogitRows, capacity)),
       dtype_(model.hidden_dtype()),
       cache_params_(cache_params(model.config(), dtype_, capacity, max_chunk_)),
-      cache_(context(), cache_params_) {
+      cache_(context().get(), cache_params_) {
   const uint64_t hidden_size = model.config().hidden_size;
   const uint64_t hidden_bytes = max_chunk_ * hidden_size * element_size(dtype_);
   ids_ = Buffer(context(), max_chunk_ * sizeof(TokenId));
@@ -154,7 +156,7 @@ void Session::forward(const TokenId *tokens, size_t count) {
 void Session::queue_layers(size_t count) {
   unsloth_embedding_params embedding = UNSLOTH_EMBEDDING_PARAMS_INIT;
   embedding.table = model_->embedding();
-  embedding.ids = tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
+  embedding.ids = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
   embedding.out = hidden_rows(hidden_, 0, count);
   check(unsloth_embedding_forward(context().get(), &embedding, context().stream()));
   const unsloth_tensor hidden = hidden_rows(hidden_, 0, count);
@@ -185,8 +187,8 @@ void Session::queue_logits(size_t row, size_t rows) {
 // Of the logits that are there.
 void Session::queue_likeliest() {
   unsloth_argmax_params params = UNSLOTH_ARGMAX_PARAMS_INIT;
-  params.x = tensor(logits_.data(), UNSLOTH_DTYPE_F32, {1, model_->config().num_tokens});
-  params.out = tensor(ids_.data(), UNSLOTH_DTYPE_I32, {1});
+  params.x = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32, {1, model_->config().num_tokens});
+  params.out = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {1});
   check(unsloth_argmax_forward(context().get(), &params, context().stream()));
 }
 
@@ -296,9 +298,9 @@ unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
   unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
   params.x = dtype_ == UNSLOTH_DTYPE_F32
                  ? hidden_rows(normalized_, row, rows)
-                 : tensor(widened_.data(), UNSLOTH_DTYPE_F32, {rows, hidden_size});
+                 : unsloth::tensor(widened_.data(), UNSLOTH_DTYPE_F32, {rows, hidden_size});
   params.weight = model_->output();
-  params.out = tensor(logits_.data(), UNSLOTH_DTYPE_F32, {rows, vocab_size()});
+  params.out = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32, {rows, vocab_size()});
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;
@@ -308,7 +310,7 @@ unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
 unsloth_tensor Session::hidden_rows(const Buffer &buffer, size_t first, size_t count) const {
   const uint64_t hidden = model_->config().hidden_size;
   char *start = static_cast<char *>(buffer.data()) + first * hidden * element_size(dtype_);
-  return tensor(start, dtype_, {count, hidden});
+  return unsloth::tensor(start, dtype_, {count, hidden});
 }
 
 }  // namespace engine

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "cuda_graph.h"
+#include "device.h"
 #include "model.h"
 #include "tokenizer.h"
-#include "unsloth.hpp"
 
 namespace engine {
 
@@ -71,7 +71,7 @@ class Session {
   size_t last_count_ = 0;
 
   unsloth_kv_cache_params cache_params_;
-  KvCache cache_;
+  unsloth::KvCache cache_;
   int64_t sequence_ = 0;
 
   // The tokens of a step. The likeliest token is written to the first, where the next step finds
