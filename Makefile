@@ -89,7 +89,8 @@ test-examples: stage
 	$(CONFIGURE) -S examples/c -B build/example_c -DCMAKE_PREFIX_PATH="$(STAGE)"
 	cmake --build build/example_c
 	build/example_c/attention
-	UNSLOTH_LIBRARY="$(STAGE)/lib/libunsloth.so" python3 examples/python/attention.py
+	PYTHONPATH="$(STAGE)/share/unsloth/python:$$PYTHONPATH" python3 examples/python/attention.py
+	PYTHONPATH="$(STAGE)/share/unsloth/python:$$PYTHONPATH" python3 python/test_unsloth.py
 	cargo run --locked --quiet --features candle $(FEATURES) --example attention
 	cargo run --locked --quiet --features candle $(FEATURES) --example candle
 

@@ -3,24 +3,40 @@
     make CUDA=1 stage && python3 benches/compare rms_norm rope swiglu embedding kv_append linear attention host calls
 
 Needs PyTorch; peers that are installed (Triton, Liger, FlashInfer) take part. Writes benches/results/OP_DEVICE_DATE.json, which
-`python3 benches/report.py render` turns into the README's tables and plots.
+`python3 benches/report.py render` turns into tables and plots.
 """
 
 import importlib
+import os
 import sys
 import traceback
 
-import abi
 import torch
+from common import ROOT
+
+# In a checkout: the module of its sources, and what `make stage` installed. A GPU run has the module beside this file.
+sys.path.append(str(ROOT / "python"))
+staged = ROOT / "build" / "prefix" / "lib" / "libunsloth.so"
+if staged.exists():
+    os.environ.setdefault("UNSLOTH_LIBRARY", str(staged))
+
+import unsloth
+
+
+class Workspace:
+    """From PyTorch's allocator, whose peak some comparisons measure. It aligns to 512 bytes, the library asks for 256."""
+
+    def __init__(self, size):
+        self.memory = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self.address = self.memory.data_ptr()
 
 
 def main():
     names = sys.argv[1:]
     if not names:
         sys.exit(__doc__)
-    library = abi.Library()
-    print(library.build_info, torch.__version__, torch.cuda.get_device_name(), flush=True)
-    ctx = library.context()
+    ctx = unsloth.Context("cuda", allocate=Workspace)
+    print(ctx.library.build_info, torch.__version__, torch.cuda.get_device_name(), flush=True)
     failed = []
     for name in names:
         # A comparison that fails does not take the others' figures with it.

@@ -15,10 +15,9 @@ import pathlib
 import random
 import statistics
 
-import abi
 import torch
 import torch.nn.functional as F
-from common import OURS, agree, peer, randn, smi
+from common import OURS, ROOT, agree, peer, randn, smi
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -46,7 +45,7 @@ def compare(ctx):
         "shapes": {},
         "clocks": {},
     }
-    path = pathlib.Path(os.environ.get("UNSLOTH_RESULTS", abi.ROOT / "benches" / "results"))
+    path = pathlib.Path(os.environ.get("UNSLOTH_RESULTS", ROOT / "benches" / "results"))
     path = path / f"attention_forward_h200_{result['date']}.json"
     # Warm the chip up to the clock that it keeps under load.
     a = randn(8192, 8192)

@@ -20,7 +20,7 @@ import time
 
 import torch
 
-import abi
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 # Several times the L2 cache of today's GPUs.
 WORKING_SET = 512 << 20
@@ -175,7 +175,7 @@ class Record:
             "rows": [],
         }
         short = name.removeprefix("NVIDIA ").split()[0].lower()
-        folder = pathlib.Path(os.environ.get("UNSLOTH_RESULTS", abi.ROOT / "benches" / "results"))
+        folder = pathlib.Path(os.environ.get("UNSLOTH_RESULTS", ROOT / "benches" / "results"))
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{op}_{short}_{self.result['date']}.json"
 
