@@ -30,7 +30,7 @@ CONFIGURE := cmake -G Ninja --log-level=NOTICE
 # All but what is generated.
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c)$$')
 
-.PHONY: help demo engine model stage install test test-rust test-c test-engine test-examples test-cuda gpu-pack bench header fmt lint fuzz clean
+.PHONY: help demo engine model stage install dist test test-rust test-c test-engine test-examples test-dist test-scripts test-cuda gpu-pack bench header fmt lint fuzz clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -54,6 +54,9 @@ stage: compilers
 install: stage ## Install the library into PREFIX (/usr/local)
 	DESTDIR="$(DESTDIR)" cmake --install build/library --prefix "$(PREFIX)"
 
+dist: stage ## Pack the library for machines without Rust into build/dist
+	scripts/dist.sh "$(STAGE)" build/dist
+
 engine: stage ## Build the C++ engine of examples/engine against the installed library
 	$(CONFIGURE) -S examples/engine -B build/engine -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$(STAGE)"
 	cmake --build build/engine --target engine
@@ -64,7 +67,7 @@ $(MODEL): scripts/fetch_model.py
 	python3 scripts/fetch_model.py models
 	@touch $@
 
-test: test-rust test-c test-engine test-examples ## Run every test that this machine can run
+test: test-rust test-c test-engine test-examples test-dist test-scripts ## Run every test that this machine can run
 
 test-rust: compilers
 	cargo test --locked --features candle $(FEATURES)
@@ -93,6 +96,13 @@ test-examples: stage
 	PYTHONPATH="$(STAGE)/share/unsloth/python:$$PYTHONPATH" python3 python/test_unsloth.py
 	cargo run --locked --quiet --features candle $(FEATURES) --example attention
 	cargo run --locked --quiet --features candle $(FEATURES) --example candle
+
+test-dist: dist
+	$(TOOLS) pkg-config
+	scripts/test_dist.sh "$$(ls -t build/dist/*.tar.gz | head -1)"
+
+test-scripts:
+	python3 -m unittest discover -s benches
 
 # What a machine without a GPU can tell of the CUDA backend: the kernels' text and what they use, the tests of the backend as a whole,
 # which see that the driver is missing, one operation on the CPU, and the C tests.

@@ -3,11 +3,13 @@
 
     abi.py LIBRARY HEADER SYMBOLS [--update]
 
-Its exported symbols are those of the checked-in list and those that the header declares; its soname, its size, and what it needs
-itself, are as they should be: with the CUDA backend too, no library of a driver or toolkit. With --update the list is written first
-(`make header`).
+Its exported symbols are those of the checked-in list and those that the header declares; its
+soname, its size, and what it needs itself, the version of glibc included, are as they should be:
+with the CUDA backend too, no library of a driver or toolkit. With --update the list is written
+first (`make header`).
 """
 
+import os
 import pathlib
 import re
 import subprocess
@@ -15,6 +17,9 @@ import sys
 
 # What every 64-bit glibc system has.
 ALLOWED = re.compile(r"(libc|libm|libgcc_s|libpthread|libdl|librt|ld-linux-.*)\.so\.\d+")
+# The least glibc that serves, for a library that was built where glibc is 2.36 (Debian 12) or
+# older. README.md names it.
+GLIBC = (2, 34)
 # Of what is loaded, which stripping leaves; with kernels for every architecture.
 MAX_SIZE = 40 << 20
 
@@ -41,6 +46,12 @@ def problems(library, header, symbols):
     for name in sorted(set(declared)):
         if declared.count(name) > 1:
             yield f"{name} is declared {declared.count(name)} times"
+
+    versions = re.findall(r"GLIBC_(\d+)\.(\d+)", output("objdump", "-T", library))
+    asked = max(tuple(map(int, version)) for version in versions)
+    here = tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split(".")))
+    if asked > GLIBC and here <= (2, 36):
+        yield f"it needs glibc {asked[0]}.{asked[1]}, README.md says {GLIBC[0]}.{GLIBC[1]}"
 
     dynamic = output("readelf", "-d", library)
     sonames = re.findall(r"\(SONAME\).*\[(.*)\]", dynamic)
