@@ -1,12 +1,16 @@
-"""Turns what was measured into result files, plots and the README's tables.
+"""Turns what was measured into result files, plots and tables.
 
-    python3 benches/report.py record    # target/criterion -> benches/results/cpu-DATE.json
-    python3 benches/report.py render    # the newest results -> the plots beside them and README.md
+    python3 benches/report.py record            # target/criterion -> benches/results/cpu-DATE.json
+    python3 benches/report.py render            # the newest results -> plots, benches/README.md,
+    the summary in README.md python3 benches/report.py compare OLD NEW   # what became slower, by
+    name; exit status 1 if anything did (regression.py)
 
-What `benches/compare` measured on a GPU is in results of its own, one for each operation and device.
+What `benches/compare` measured on a GPU is in results of its own, one for each operation and
+device.
 
-A group is one operation; in it `unsloth` and `candle` ran in the same process on the same data. Figures are medians; the ratio is
-candle's time over ours. The attention bench also writes the peak of live heap bytes of each contender, which `record` takes in.
+A group is one operation; in it `unsloth` and `candle` ran in the same process on the same data.
+Figures are medians; the ratio is candle's time over ours. The attention bench also writes the peak
+of live heap bytes of each contender, which `record` takes in.
 """
 
 import datetime
@@ -19,12 +23,40 @@ import platform
 import re
 import subprocess
 import sys
+import textwrap
+
+import regression
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CRITERION = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "criterion"
 MEMORY = CRITERION / "attention-memory.json"
 RESULTS = ROOT / "benches" / "results"
 OURS, BASELINE = "unsloth", "candle"
+# The README's summary: its columns, and its rows by the operation of a record. What a call costs
+# the host is another quantity, and kernels that no longer serve a shape are history.
+PEERS = ("copy", "torch", "torch.compile", "liger", "candle", "fa2", "FlashAttention-3", "cuDNN")
+SUMMARISED = {
+    **{
+        op: op
+        for op in (
+            "argmax",
+            "cast",
+            "embedding",
+            "kv_append",
+            "linear",
+            "mlp",
+            "rms_norm",
+            "layer_norm",
+            "rope",
+            "swiglu",
+        )
+    },
+    "attention_candle": "attention",
+    "attention_hopper": "attention",
+    "attention_decode": "attention, decoding",
+}
+# Dense products of 16-bit numbers on tensor cores, in FLOP/s, as the vendor names them.
+PEAKS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 
 def cpu_model():
@@ -35,7 +67,9 @@ def cpu_model():
 
 
 def output_of(*command):
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def version_of(crate):
@@ -98,21 +132,33 @@ def rows(result):
 
 
 def table(result):
-    lines = [
+    lines = prose(
         f"{result['cpu']}, {result['threads']} threads, candle {result['candle']}, {result['date']}; "
-        "medians of one run, f32 unless named.",
-    ]
+        "medians of one run, f32 unless named."
+    )
     for group, cases in itertools.groupby(rows(result), key=lambda row: row[0]):
         cases = list(cases)
         faster = mean([theirs / ours for *_, ours, theirs in cases])
-        lines += ["", f"<details><summary>{group}: in the mean {faster:.1f}× as fast as candle</summary>", ""]
+        lines += [
+            "",
+            f"<details><summary>{group}: in the mean {faster:.1f}× as fast as candle</summary>",
+            "",
+        ]
         lines += [f"| {group} | libunsloth | candle | ratio |", "|-|-|-|-|"]
         for _, case, ours, theirs in cases:
-            lines.append(f"| {case} | {duration(ours)} | {duration(theirs)} | {theirs / ours:.2f}× |")
+            lines.append(
+                f"| {case} | {duration(ours)} | {duration(theirs)} | {theirs / ours:.2f}× |"
+            )
         lines += ["", "</details>"]
     memory = result.get("attention_peak_bytes")
     if memory:
-        lines += ["", "Peak heap of one attention call, MiB:", "", "| sequence | libunsloth | candle |", "|-|-|-|"]
+        lines += [
+            "",
+            "Peak heap of one attention call, MiB:",
+            "",
+            "| sequence | libunsloth | candle |",
+            "|-|-|-|",
+        ]
         for length, peaks in sorted(memory.items(), key=lambda item: int(item[0])):
             mib = [f"{peaks[name] / 2**20:.1f}" for name in (OURS, BASELINE)]
             lines.append(f"| {length} | {mib[0]} | {mib[1]} |")
@@ -147,19 +193,25 @@ def hopper_table(result):
     panels = hopper_cells(result)
     lengths = sorted(next(iter(panels.values())))
     ratios = [
-        cell[OURS] / max(v for k, v in cell.items() if k != OURS) for p in panels.values() for cell in p.values()
+        cell[OURS] / max(v for k, v in cell.items() if k != OURS)
+        for p in panels.values()
+        for cell in p.values()
     ]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    lines = [
-        f"{result['device']['name']}, driver {result['device']['driver_version']}, {result['date']}; bf16, 16,384 tokens in all, "
-        "heads · dim = 2048; TFLOP/s of kernel time, contenders by turns: libunsloth / FlashAttention-3 / cuDNN "
-        f"{result['cudnn'] // 10000}.{result['cudnn'] // 100 % 100}. Geometric mean of our speed over the better of the other two: "
-        f"{mean:.3f}; the lowest of the {len(ratios)} cells: {min(ratios):.3f}.",
+    lines = prose(
+        f"{result['device']['name']}, driver {result['device']['driver_version']}, {result['date']}; bf16, 16,384 tokens in "
+        "all, heads · dim = 2048; TFLOP/s of kernel time, contenders by turns: libunsloth / FlashAttention-3 / cuDNN "
+        f"{result['cudnn'] // 10000}.{result['cudnn'] // 100 % 100}. Geometric mean of our speed over the better of the other "
+        f"two: {mean:.3f}; the lowest of the {len(ratios)} cells: {min(ratios):.3f}."
+    )
+    lines += [
         "",
         "| forward | " + " | ".join(map(str, lengths)) + " |",
         "|-|" + "-|" * len(lengths),
     ]
-    for (dim, mask), cells in sorted(panels.items(), key=lambda item: (item[0][0], item[0][1] == "causal")):
+    for (dim, mask), cells in sorted(
+        panels.items(), key=lambda item: (item[0][0], item[0][1] == "causal")
+    ):
         speeds = (" / ".join(f"{v:.0f}" for v in cells[n].values()) for n in lengths)
         lines.append(f"| hd{dim} {mask} | " + " | ".join(speeds) + " |")
     return "\n".join(lines + hopper_shapes(result.get("shapes", {})))
@@ -172,7 +224,9 @@ def hopper_shapes(shapes):
     lines = ["", "| 32 heads on 8, hd128 | libunsloth | FlashAttention-3 | cuDNN |", "|-|-|-|-|"]
     for name, speeds in shapes.items():
         if "plain" not in speeds:
-            cells = [f"{speeds[who]:.0f}" if who in speeds else "" for who in ("unsloth", "fa3", "cudnn")]
+            cells = [
+                f"{speeds[who]:.0f}" if who in speeds else "" for who in ("unsloth", "fa3", "cudnn")
+            ]
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     features = {name: speeds for name, speeds in shapes.items() if "plain" in speeds}
     if features:
@@ -181,12 +235,17 @@ def hopper_shapes(shapes):
         lines += ["| | " + " | ".join(kinds) + " |", "|-|" + "-|" * len(kinds)]
         for name, speeds in features.items():
             shares = (f"{speeds[kind] / speeds['plain']:.2f}" for kind in kinds)
-            lines.append(f"| {name.removeprefix('features ').replace('d', 'hd')} | " + " | ".join(shares) + " |")
+            lines.append(
+                f"| {name.removeprefix('features ').replace('d', 'hd')} | "
+                + " | ".join(shares)
+                + " |"
+            )
     return lines
 
 
 def fa2_cells():
-    """{(head_dim, mask): {sequence: TFLOP/s}} of FlashAttention-2 where it was measured: on the same shapes, by replays of graphs."""
+    """{(head_dim, mask): {sequence: TFLOP/s}} of FlashAttention-2 where it was measured: on the
+    same shapes, by replays of graphs."""
     panels = {}
     for row in (newest("attention_hopper_h200_*.json") or {"rows": []})["rows"]:
         found = re.fullmatch(r"head_dim (\d+) seq (\d+) (\w+)", row["case"])
@@ -201,14 +260,32 @@ def hopper_plot(result, path):
 
     panels, fa2 = hopper_cells(result), fa2_cells()
     dims = sorted({dim for dim, _ in panels})
-    figure, grid = plt.subplots(2, len(dims), figsize=(4 * len(dims), 6), sharex=True, layout="constrained")
+    figure, grid = plt.subplots(
+        2, len(dims), figsize=(4 * len(dims), 6), sharex=True, layout="constrained"
+    )
     for (dim, mask), cells in panels.items():
         axes = grid[int(mask == "causal")][dims.index(dim)]
         lengths = sorted(cells)
-        for contender, color in ((OURS, "#3465a4"), ("FlashAttention-3", "#cc6600"), ("cuDNN", "#73a946")):
-            axes.plot(lengths, [cells[n][contender] for n in lengths], marker="o", label=contender, color=color)
+        for contender, color in (
+            (OURS, "#3465a4"),
+            ("FlashAttention-3", "#cc6600"),
+            ("cuDNN", "#73a946"),
+        ):
+            axes.plot(
+                lengths,
+                [cells[n][contender] for n in lengths],
+                marker="o",
+                label=contender,
+                color=color,
+            )
         if points := fa2.get((dim, mask)):
-            axes.plot(*zip(*sorted(points.items())), marker="s", linestyle=":", label="FlashAttention-2", color="#75507b")
+            axes.plot(
+                *zip(*sorted(points.items())),
+                marker="s",
+                linestyle=":",
+                label="FlashAttention-2",
+                color="#75507b",
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(n) for n in lengths])
         axes.set_ylim(bottom=0)
@@ -223,14 +300,21 @@ def hopper_plot(result, path):
     figure.savefig(path, metadata={"Date": None})
 
 
+def prose(text):
+    """Lines of at most 100 columns."""
+    return textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
 def compared():
-    """The newest result of `benches/compare` for each operation, those of one device."""
-    results = {}
+    """{device: [the newest result of `benches/compare` for each operation]}."""
+    devices = {}
     for path in sorted(RESULTS.glob("*_*.json"), key=lambda path: path.stem[-10:]):
         result = json.loads(path.read_text())
         if "rows" in result and "op" in result:
-            results[result["op"]] = result
-    return list(results.values())
+            devices.setdefault(result["device"]["name"], {})[result["op"]] = result
+    return {
+        device: list(results.values()) for device, results in sorted(devices.items(), reverse=True)
+    }
 
 
 def contenders(result):
@@ -250,44 +334,138 @@ def mean(values):
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def compared_table(results):
-    """A table for each operation, folded under its geometric means: microseconds, and in brackets how many times ours. Of copy: our share
-    of the rate at which as many bytes are copied."""
-    first = results[0]
-    lines = [f"{first['device']['name']}, driver {first['device']['driver_version']}, torch {first['versions']['torch']}; bf16; µs of one call."]
-    for result in results:
-        names = contenders(result)
-        has_copy = bool(ratios([result], "copy"))
-        means = [f"{mean(ratios([result], name)):.2f}× as fast as {name}" for name in names]
-        if has_copy:
-            means.append(f"{mean(ratios([result], 'copy')):.0%} of copy")
-        columns = [result["op"], "libunsloth", *["of copy"] * has_copy, *names]
-        lines += ["", f"<details><summary>{result['op']}: in the mean {', '.join(means)}</summary>", ""]
-        lines += ["| " + " | ".join(columns) + " |", "|-" * len(columns) + "|"]
-        for row in result["rows"]:
-            us = row["us"]
-            if OURS not in us:
-                continue
-            others = (f"{us[n]:.4g} ({us[n] / us[OURS]:.2f}×)" if n in us else "" for n in names)
-            share = [f"{us['copy'] / us[OURS]:.0%}" if "copy" in us else ""] * has_copy
-            lines.append("| " + " | ".join([row["case"], f"{us[OURS]:.4g}", *share, *others]) + " |")
-        lines += ["", "</details>"]
+def limits(row, device):
+    """(column, share) of what bounds the kernel of a row, where the record has it."""
+    us = row["us"]
+    if "copy" in us:
+        yield "of copy", f"{us['copy'] / us[OURS]:.0%}"
+    elif "flops" in row and row.get("dtype") in ("bf16", "f16") and device in PEAKS:
+        yield "of peak", f"{row['flops'] / (us[OURS] * 1e-6) / PEAKS[device]:.0%}"
+    if "occupancy" in row:
+        yield "occupancy", f"{row['occupancy']:.0%}"
+
+
+def compared_table(devices):
+    """A table for each device and operation, folded under its geometric means: microseconds, and
+    in brackets how many times ours."""
+    lines = []
+    for device, results in devices.items():
+        first = results[0]
+        versions = f"driver {first['device']['driver_version']}, torch {first['versions']['torch']}"
+        lines += [*[""] * bool(lines), f"{device}, {versions}; bf16 unless named; µs of one call."]
+        for result in results:
+            lines += ["", *compared_rows(result, device)]
     return "\n".join(lines)
 
 
+def compared_rows(result, device):
+    names = contenders(result)
+    rows = [row for row in result["rows"] if OURS in row["us"]]
+    bounds = list(dict.fromkeys(name for row in rows for name, _ in limits(row, device)))
+    means = [f"{mean(ratios([result], name)):.2f}× as fast as {name}" for name in names]
+    if ratios([result], "copy"):
+        means.append(f"{mean(ratios([result], 'copy')):.0%} of copy")
+    yield f"<details><summary>{result['op']}: in the mean {', '.join(means)}</summary>"
+    yield ""
+    columns = [result["op"], "libunsloth", *bounds, *names]
+    yield "| " + " | ".join(columns) + " |"
+    yield "|-" * len(columns) + "|"
+    for row in rows:
+        us, shares = row["us"], dict(limits(row, device))
+        others = (f"{us[n]:.4g} ({us[n] / us[OURS]:.2f}×)" if n in us else "" for n in names)
+        yield (
+            "| "
+            + " | ".join(
+                [row["case"], f"{us[OURS]:.4g}", *(shares.get(b, "") for b in bounds), *others]
+            )
+            + " |"
+        )
+    yield ""
+    yield "</details>"
+
+
+def summary(cpu, devices, forward):
+    """A table of geometric means for each device: an operation in a row, whom it is compared with
+    in the columns."""
+    ratios_of = {}  # {(operation, device, other): [the other's time over ours]}
+
+    def add(*place, ratio):
+        ratios_of.setdefault(place, []).append(ratio)
+
+    if cpu is not None:
+        for group, _, ours, theirs in rows(cpu):
+            add(group, "CPU", "candle", ratio=theirs / ours)
+    for device, results in devices.items():
+        for result in results:
+            for row in result["rows"]:
+                # The record of linear layers holds what else an engine's products need.
+                first = row["case"].split()[0]
+                inner = result["op"] == "linear" and first in ("mlp", "argmax", "cast", "host")
+                operation = SUMMARISED.get(first if inner else result["op"])
+                if OURS in row["us"] and operation:
+                    for other, us in row["us"].items():
+                        add(operation, short_name(device), other, ratio=us / row["us"][OURS])
+    if forward is not None:
+        for cells in hopper_cells(forward).values():
+            for cell in cells.values():
+                for other in ("FlashAttention-3", "cuDNN"):
+                    add(
+                        "attention",
+                        short_name(forward["device"]["name"]),
+                        other,
+                        ratio=cell[OURS] / cell[other],
+                    )
+
+    lines = []
+    for device in sorted(
+        {device for _, device, _ in ratios_of}, key=lambda name: (name != "CPU", name)
+    ):
+        found = [(operation, other) for operation, where, other in ratios_of if where == device]
+        others = [other for other in PEERS if any(other == there for _, there in found)]
+        lines += [
+            *[""] * bool(lines),
+            f"| {device} | " + " | ".join(others) + " |",
+            "|-" * (len(others) + 1) + "|",
+        ]
+        for operation in sorted({operation for operation, other in found if other in others}):
+            values = [(other, ratios_of.get((operation, device, other))) for other in others]
+            shown = (
+                f"{mean(v):{'.0%' if other == 'copy' else '.2f'}}" if v else ""
+                for other, v in values
+            )
+            lines.append("| " + " | ".join([operation, *shown]) + " |")
+    return "\n".join(lines)
+
+
+def short_name(device):
+    return device.removeprefix("NVIDIA ").split()[0]
+
+
 def compared_plot(results, path):
-    """How many times as fast as each contender, on a logarithmic scale: of an operation's cases the geometric mean, and their range."""
+    """How many times as fast as each contender, on a logarithmic scale: of an operation's cases
+    the geometric mean, and their range."""
     import matplotlib.pyplot as plt
 
     results = [result for result in results if contenders(result)][::-1]
     names = list(dict.fromkeys(name for result in results for name in contenders(result)))
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.45 * len(results)), layout="constrained")
     for index, name in enumerate(names):
-        points = [(at + 0.1 * (index - len(names) / 2), ratios([result], name)) for at, result in enumerate(results)]
+        points = [
+            (at + 0.1 * (index - len(names) / 2), ratios([result], name))
+            for at, result in enumerate(results)
+        ]
         points = [(at, values) for at, values in points if values]
         for at, values in points:
-            axes.plot([min(values), max(values)], [at, at], color=f"C{index}", linewidth=1.2, alpha=0.6)
-        axes.plot([mean(values) for _, values in points], [at for at, _ in points], "o", color=f"C{index}", label=name)
+            axes.plot(
+                [min(values), max(values)], [at, at], color=f"C{index}", linewidth=1.2, alpha=0.6
+            )
+        axes.plot(
+            [mean(values) for _, values in points],
+            [at for at, _ in points],
+            "o",
+            color=f"C{index}",
+            label=name,
+        )
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(results)), [result["op"] for result in results])
@@ -302,61 +480,89 @@ def engine_table(result):
     device, agreement = result["device"], result["agreement_with_cpu"]
     first = next(iter(result["speed"].values()))
     prefills = ("prefill_128", "prefill_2000")
-    columns = " | ".join(f"prefill of {first[name + '_tokens']:,} (a process' first)" for name in prefills)
-    lines = [
-        f"{device['name']}, driver {device['driver_version']}, {result['date']}; {result['model']}, one sequence, tokens per second.",
+    columns = " | ".join(
+        f"prefill of {first[name + '_tokens']:,} (a process' first)" for name in prefills
+    )
+    lines = prose(
+        f"{device['name']}, driver {device['driver_version']}, {result['date']}; {result['model']}, one sequence, tokens per "
+        "second."
+    )
+    lines += [
         "",
         f"| | {columns} | decoding | without a graph | graph's gain | memory over its estimate |",
         "|-|-|-|-|-|-|-|",
     ]
     for dtype, speed in result["speed"].items():
         rate = lambda name: f"{speed[name]['median']:,.0f}"
-        rates = [*(f"{rate(name)} ({rate('first_' + name)})" for name in prefills), rate("decode_graph"), rate("decode_no_graph")]
+        rates = [
+            *(f"{rate(name)} ({rate('first_' + name)})" for name in prefills),
+            rate("decode_graph"),
+            rate("decode_no_graph"),
+        ]
         memory = result["memory"].get(dtype)
         over = f"{memory['device_over_estimated'] - 1:.1%}" if memory else ""
-        lines.append("| " + " | ".join([dtype, *rates, f"{speed['graph_speed_up']:.2f}×", over]) + " |")
-    same = ", ".join(f"{a['prompts_all_the_same']} of {a['prompts']} in {dtype}" for dtype, a in agreement.items())
+        lines.append(
+            "| " + " | ".join([dtype, *rates, f"{speed['graph_speed_up']:.2f}×", over]) + " |"
+        )
+    same = ", ".join(
+        f"{a['prompts_all_the_same']} of {a['prompts']} in {dtype}"
+        for dtype, a in agreement.items()
+    )
     lines += ["", f"Prompts whose greedy tokens are all those of the CPU in f32: {same}."]
     return "\n".join(lines)
 
 
-def set_section(text, name, body):
+def set_section(path, name, body):
+    text = path.read_text()
     begin, end = f"<!-- {name}: made by benches/report.py -->\n", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
-        sys.exit(f"README.md has no place for the {name}")
+        sys.exit(f"{path.relative_to(ROOT)} has no place for the {name}")
     head, rest = text.split(begin, 1)
-    return head + begin + body + "\n" + end + rest.split(end, 1)[1]
+    path.write_text(head + begin + body + "\n" + end + rest.split(end, 1)[1])
 
 
 def render():
-    import matplotlib
-
-    matplotlib.use("svg")
-    # Element ids that do not change from run to run.
-    matplotlib.rcParams["svg.hashsalt"] = "unsloth"
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    try:
+        import matplotlib
+    except ImportError:
+        print("the plots are left as they are: there is no matplotlib", file=sys.stderr)
+        matplotlib = None
+    else:
+        matplotlib.use("svg")
+        # Element ids that do not change from run to run.
+        matplotlib.rcParams["svg.hashsalt"] = "unsloth"
+    page = ROOT / "benches" / "README.md"
     kinds = (
         ("cpu-*.json", "cpu table", table, plot, "cpu.svg"),
-        ("attention_forward_h200_*.json", "hopper table", hopper_table, hopper_plot, "attention_forward_h200.svg"),
+        (
+            "attention_forward_h200_*.json",
+            "hopper table",
+            hopper_table,
+            hopper_plot,
+            "attention_forward_h200.svg",
+        ),
+        ("engine_h200_*.json", "engine table", engine_table, None, None),
     )
     for pattern, name, make_table, make_plot, image in kinds:
         result = newest(pattern)
         if result is not None:
-            make_plot(result, RESULTS / image)
-            text = set_section(text, name, make_table(result))
-    result = newest("engine_*.json")
-    if result is not None:
-        text = set_section(text, "engine table", engine_table(result))
-    results = compared()
-    if results:
-        compared_plot(results, RESULTS / "cuda.svg")
-        text = set_section(text, "cuda table", compared_table(results))
-    readme.write_text(text)
+            set_section(page, name, make_table(result))
+            if make_plot and matplotlib:
+                make_plot(result, RESULTS / image)
+    devices = compared()
+    if devices:
+        set_section(page, "cuda table", compared_table(devices))
+        if matplotlib:
+            compared_plot(next(iter(devices.values())), RESULTS / "cuda.svg")
+    forward = newest("attention_forward_h200_*.json")
+    set_section(ROOT / "README.md", "summary", summary(newest("cpu-*.json"), devices, forward))
 
 
 if __name__ == "__main__":
     commands = {"record": record, "render": render}
-    if len(sys.argv) != 2 or sys.argv[1] not in commands:
+    if sys.argv[1:2] == ["compare"]:
+        regression.main(sys.argv[2:])
+    elif len(sys.argv) == 2 and sys.argv[1] in commands:
+        commands[sys.argv[1]]()
+    else:
         sys.exit(__doc__)
-    commands[sys.argv[1]]()
