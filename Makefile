@@ -30,7 +30,7 @@ CONFIGURE := cmake -G Ninja --log-level=NOTICE
 # All but what is generated.
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c)$$')
 
-.PHONY: help demo engine model stage install dist test test-rust test-c test-engine test-examples test-dist test-scripts test-cuda gpu-pack bench header fmt lint fuzz clean
+.PHONY: help demo engine model stage install dist test test-rust test-c test-engine test-examples test-dist test-scripts test-cuda gpu-pack bench header fmt lint package fuzz clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -141,6 +141,10 @@ lint: compilers ## Check formatting, clippy and documentation
 	clang-format --dry-run --Werror $(C_FILES)
 	cargo clippy --locked --features candle $(FEATURES) $(if $(FEATURES),--workspace) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps $(FEATURES) $(if $(FEATURES),--workspace)
+
+# Packed and listed, not built again: that would compile the kernels' compiler once more.
+package: ## See that the crates can be published (needs cargo 1.90)
+	cargo package --locked --quiet --workspace --exclude unsloth-header --no-verify --allow-dirty
 
 fuzz: ## Call the C ABI with arbitrary arguments for FUZZ_SECONDS
 	fuzz/run.sh
