@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::context::Backend;
+use crate::backend::Backend;
 
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -163,7 +163,6 @@ impl Error {
     }
 
     /// An [`Error::Unsupported`]; `problem` continues a sentence that starts with the argument's name.
-    #[allow(dead_code)] // each backend uses it as it declines; a CPU-only build declines little
     pub(crate) fn unsupported(
         op: &'static str,
         argument: impl Into<Cow<'static, str>>,

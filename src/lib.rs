@@ -2,16 +2,19 @@
 //!
 //! | room | what it is for |
 //! |-|-|
-//! | [`context`] | backends, devices, streams |
-//! | [`tensor`], [`layout`], [`dtype`] | views of the caller's memory |
-//! | [`ops`] | one module per operation: parameters, validation, the choice of implementation |
-//! | `cpu` | the CPU backend, one file per operation |
-//! | [`kv_cache`] | pages, sequences, eviction |
-//! | `cuda` | the CUDA backend (feature `cuda`): driver, compiled kernels, launching; then one file per operation |
-//! | [`memory`] | allocations and their accounting |
 //! | [`ffi`] | the C ABI: pointers checked and converted, errors mapped, nothing else |
+//! | [`ops`] | one module per operation: parameters and their validation |
+//! | [`kv_cache`] | pages, sequences, eviction |
+//! | [`estimate`] | how much memory a model takes |
+//! | [`memory`] | buffers, pools, copies |
+//! | [`context`] | a device behind one handle: the only file that knows both backends |
+//! | `cpu` | the CPU backend, one file per operation |
+//! | `cuda` | the CUDA backend (feature `cuda`): driver, compiled kernels, launching; then one file per operation |
+//! | `problem` | validated calls, plain data: what a backend needs to know |
+//! | [`tensor`], [`layout`], [`dtype`], [`backend`], [`error`] | the ground |
 //!
-//! A call travels one way: `ffi` → `ops` → `cpu` or `cuda`.
+//! Rooms import only from those below them, so a call travels down: `ffi` reads a struct into an operation's
+//! `Params`; these become a problem; the context's backend answers it with a plan, which alone can launch.
 //!
 //! ```
 //! use unsloth::{Context, InOut, Stream, TensorMut, TensorRef, ops::rms_norm};
@@ -37,19 +40,25 @@
 #![deny(missing_docs, unsafe_op_in_unsafe_fn)]
 #![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
 
+pub mod backend;
 #[cfg(feature = "candle")]
 pub mod candle;
 pub mod context;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_cuda.rs"]
+mod cuda;
 pub mod dtype;
 pub mod error;
+pub mod estimate;
 pub mod ffi;
 pub mod kv_cache;
 pub mod layout;
 pub mod memory;
 pub mod ops;
+mod problem;
 pub mod tensor;
 
 pub use context::{Backend, Context, ContextOptions, DeviceInfo, Stream};

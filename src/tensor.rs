@@ -230,10 +230,6 @@ macro_rules! views {
                 self.raw
             }
 
-            pub(crate) fn as_raw(&self) -> &RawTensor {
-                &self.raw
-            }
-
             /// Address of the first element, on the device of the memory that is viewed.
             pub fn as_ptr(&self) -> *const u8 {
                 self.raw.ptr
@@ -360,8 +356,8 @@ impl<'a> Workspace<'a> {
         }
     }
 
-    pub(crate) fn size(&self) -> usize {
-        self.size
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
+        self.ptr
     }
 
     /// The pointer, once size and alignment have been found sufficient for `required` bytes.
@@ -392,20 +388,26 @@ impl<'a> Workspace<'a> {
         Ok(self.ptr)
     }
 
-    /// The bytes that are of use, if there are as many: fewer are as good as none.
-    pub(crate) fn offered(&self, op: &'static str, useful: usize) -> Result<Scratch> {
-        if useful == 0 || self.size < useful {
+    /// The part of it that an operation uses: what it needs, and as much as there is of what `useful` says is
+    /// of use. That is asked only if more than what is needed was given.
+    pub(crate) fn scratch(
+        &self,
+        op: &'static str,
+        needed: usize,
+        useful: impl FnOnce() -> Result<usize>,
+    ) -> Result<Scratch> {
+        let mut size = needed;
+        self.check(op, needed)?;
+        if self.size > needed {
+            size = self.size.min(useful()?).max(needed);
+        }
+        if size == 0 {
             return Ok(Scratch::NONE);
         }
         Ok(Scratch {
-            ptr: self.check(op, useful)?,
-            size: useful,
+            ptr: self.check(op, size)?,
+            size,
         })
-    }
-
-    /// The addresses it covers, for overlap checks.
-    pub(crate) fn byte_range(&self) -> std::ops::Range<usize> {
-        self.ptr as usize..(self.ptr as usize).saturating_add(self.size)
     }
 }
 

@@ -263,9 +263,11 @@ fn bad_caches_say_why() {
             let mut out = TestTensor::poisoned(DType::F32, layout).upload(&ctx);
             let mut params = t.params(&case, Output::Write(out.view_mut()));
             change(&mut params);
-            let error = attention_block::forward_cached(cache, layer, &params, Stream::DEFAULT)
-                .unwrap_err();
-            assert_eq!(error.to_string(), message);
+            let result = cache.lend(layer).and_then(|layer| {
+                params.cache = Some(layer);
+                attention_block::forward(&ctx, &params, Stream::DEFAULT)
+            });
+            assert_eq!(result.unwrap_err().to_string(), message);
             common::abi::assert_untouched(&out);
         };
         let keep: fn(&mut Params<'_>) = |_| {};
@@ -275,7 +277,7 @@ fn bad_caches_say_why() {
             &mut cache,
             0,
             keep,
-            "attention_block: cache has no current batch: it must be extended first, and again after its sequences changed",
+            "kv_cache_lend: cache has no current batch: it must be extended first, and again after its sequences changed",
         );
         let id = cache.create_sequence().unwrap();
         cache.extend(&[(id, 3)], Stream::DEFAULT).unwrap();
@@ -290,7 +292,7 @@ fn bad_caches_say_why() {
             &mut cache,
             2,
             keep,
-            "attention_block: layer is 2, the cache has 2 layers",
+            "kv_cache_lend: layer is 2, the cache has 2 layers",
         );
         fails(
             &mut cache,

@@ -61,14 +61,12 @@ fn with_a_cache_it_is_its_operations() {
                     let expected = cached_by_hand(&ctx, &t, &case, &mut caches[0], layer);
                     let (mut out, residual) = t.outputs(&ctx, &case);
                     let mut params = t.params(&case, output(&case, &mut out, &residual));
-                    let cache = &mut caches[1];
-                    attention_block::supported_cached(cache, layer, &params).unwrap();
-                    let size =
-                        attention_block::workspace_size_cached(cache, layer, &params).unwrap();
+                    params.cache = Some(caches[1].lend(layer).unwrap());
+                    attention_block::supported(&ctx, &params).unwrap();
+                    let size = attention_block::workspace_size(&ctx, &params).unwrap();
                     let mut workspace = poisoned_workspace(&ctx, size);
                     params.workspace = workspace.workspace();
-                    attention_block::forward_cached(cache, layer, &params, Stream::DEFAULT)
-                        .unwrap();
+                    attention_block::forward(&ctx, &params, Stream::DEFAULT).unwrap();
                     assert_same(&ctx, &out.download_output(), &expected);
                 }
             }
@@ -133,19 +131,11 @@ fn append_then_attend_is_attention() {
                     x,
                     ..t.params(&case, Output::Write(out.view_mut()))
                 };
-                let size = match &cache {
-                    None => attention_block::workspace_size(ctx, &params),
-                    Some(cache) => attention_block::workspace_size_cached(cache, 0, &params),
-                };
+                params.cache = cache.map(|cache| cache.lend(0).unwrap());
+                let size = attention_block::workspace_size(ctx, &params);
                 let mut workspace = poisoned_workspace(ctx, size.unwrap());
                 params.workspace = workspace.workspace();
-                match cache {
-                    None => attention_block::forward(ctx, &params, Stream::DEFAULT),
-                    Some(cache) => {
-                        attention_block::forward_cached(cache, 0, &params, Stream::DEFAULT)
-                    }
-                }
-                .unwrap();
+                attention_block::forward(ctx, &params, Stream::DEFAULT).unwrap();
                 out.download_output().values()
             };
             let whole = run(&ctx, None, t.x.view());

@@ -5,15 +5,15 @@ mod common;
 use common::abi::{Handle, zeroed_params};
 use common::contexts;
 use proptest::prelude::*;
+use unsloth::estimate::{
+    AttentionShape, Checkpointing, Inference, Model, Optimizer, Training, attention_memory,
+    format_bytes, inference_memory, training_memory,
+};
 use unsloth::ffi::estimate::*;
 use unsloth::ffi::kv_cache::*;
 use unsloth::ffi::memory::{unsloth_memory_stats, unsloth_memory_stats_get};
 use unsloth::ffi::status::*;
 use unsloth::kv_cache::{Config, KvCache};
-use unsloth::memory::estimate::{
-    AttentionShape, Checkpointing, Inference, Model, Optimizer, Training, attention_memory,
-    format_bytes, inference_memory, training_memory,
-};
 use unsloth::ops::attention_block::{self, Projections};
 use unsloth::ops::linear::{Output, Weights};
 use unsloth::ops::mlp::{self, GateUp};
@@ -241,6 +241,7 @@ fn inference_takes_what_it_says() {
                 norm_epsilon: 0.0,
                 rotation: None,
                 positions: Positions::From(0),
+                cache: Some(cache.lend(1).unwrap()),
                 cu_seqlens: None,
                 max_seqlen: 0,
                 scale: 0.0,
@@ -253,7 +254,7 @@ fn inference_takes_what_it_says() {
                 output: output(DType::F32, &[tokens, hidden]),
                 workspace: Workspace::none(),
             };
-            let attention = attention_block::workspace_size_cached(&cache, 1, &block).unwrap();
+            let attention = attention_block::workspace_size(&ctx, &block).unwrap();
             let intermediate = intermediate_size as usize;
             let block = mlp::Params {
                 x: described(DType::F32, &[tokens, hidden]),
@@ -502,7 +503,7 @@ proptest! {
             _ => greater.sequence_length += more,
         }
         let (a, b) = (training_memory(&t).unwrap(), training_memory(&greater).unwrap());
-        let parts = |m: unsloth::memory::estimate::TrainingMemory| [
+        let parts = |m: unsloth::estimate::TrainingMemory| [
             m.weights,
             m.master_weights,
             m.gradients,

@@ -1,12 +1,21 @@
 //! The index of the greatest element of each row on the CPU: the greatest of each block by vectors, then its place if it counts.
 
-use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::row_of;
+use crate::cpu::{Cpu, Run};
 use crate::dtype::DType;
-use crate::ops::argmax::Problem;
+use crate::error::Result;
+use crate::problem::argmax::Problem;
+use crate::tensor::Scratch;
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem) {
+impl Run for Problem {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        forward(cpu, self);
+        Ok(())
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem) {
     if p.x.layout.is_empty() {
         return;
     }

@@ -1,14 +1,23 @@
 //! Conversion between float dtypes on the CPU: parts of rows, in parallel.
 
-use crate::cpu::Cpu;
 use crate::cpu::float::{convert, with_float};
 use crate::cpu::rows::{part_of, part_of_mut};
-use crate::ops::cast::Problem;
+use crate::cpu::{Cpu, Run};
+use crate::error::Result;
+use crate::problem::cast::Problem;
+use crate::tensor::Scratch;
 
 /// Elements of a part.
 const PART: usize = 16 << 10;
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem) {
+impl Run for Problem {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        forward(cpu, self);
+        Ok(())
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem) {
     if p.x.layout.is_empty() {
         return;
     }

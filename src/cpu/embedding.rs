@@ -1,12 +1,19 @@
 //! Embedding on the CPU: rows copied or converted, in parallel.
 
-use crate::cpu::Cpu;
 use crate::cpu::float::{convert, with_float};
 use crate::cpu::rows::{integers, row_of, row_of_mut};
+use crate::cpu::{Cpu, Run};
 use crate::error::{Error, Result};
-use crate::ops::embedding::Problem;
+use crate::problem::embedding::Problem;
+use crate::tensor::Scratch;
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
+impl Run for Problem {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        forward(cpu, self)
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     let (vocab, dim) = (p.table.layout.dim(0), p.table.layout.dim(1));
     // SAFETY: the tensor was checked; its elements are the caller's initialised memory.
     let ids = unsafe { integers(&p.ids) };

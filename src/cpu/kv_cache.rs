@@ -1,12 +1,29 @@
 //! The KV cache on the CPU: new tokens in parallel, each head row converted to the cache's dtype on its way to its page.
 
-use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rope::Rotator;
-use crate::ops::kv_cache::{Append, CopyPages};
-use crate::tensor::RawTensor;
+use crate::cpu::{Cpu, Run};
+use crate::error::Result;
+use crate::problem::kv_cache::{Append, CopyPages};
+use crate::tensor::{RawTensor, Scratch};
 
-pub(crate) fn append(cpu: &Cpu, p: &Append) {
+impl Run for Append {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        append(cpu, self);
+        Ok(())
+    }
+}
+
+impl Run for CopyPages<'_> {
+    fn run(&self, _: &Cpu, _: Scratch) -> Result<()> {
+        // SAFETY: the cache that asks owns the pages and holds them exclusively; indices come from its
+        // allocator, which gives a destination only once.
+        unsafe { copy_pages(self) };
+        Ok(())
+    }
+}
+
+fn append(cpu: &Cpu, p: &Append) {
     let (num_tokens, num_heads) = (p.k.layout.dim(0), p.k.layout.dim(1));
     if num_tokens == 0 {
         return;
@@ -183,7 +200,7 @@ unsafe fn store(row: &[f32], pages: &RawTensor, head: usize, place: (usize, usiz
 
 /// # Safety
 /// Every page index is below `num_pages`, sources and destinations differ, and nothing else accesses the pages.
-pub(crate) unsafe fn copy_pages(p: &CopyPages<'_>) {
+unsafe fn copy_pages(p: &CopyPages<'_>) {
     for layer in 0..p.num_layers {
         for &(from, to) in p.copies {
             let at = |page: u32| (layer * p.num_pages + page as usize) * p.page_bytes;

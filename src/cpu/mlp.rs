@@ -1,14 +1,32 @@
 //! The gated feed-forward block on the CPU: gate and up products meet tile by tile, so that only their activated product is stored.
 
-use crate::cpu::Cpu;
 use crate::cpu::float::with_float;
 use crate::cpu::linear::{add_bias, finish, for_each_row_part};
 use crate::cpu::rows::part_of_mut;
+use crate::cpu::{Cpu, Run};
 use crate::cpu::{float::Float, swiglu};
-use crate::ops::mlp::Problem;
-use crate::tensor::RawTensor;
+use crate::error::Result;
+use crate::layout::Layout;
+use crate::problem::mlp::Problem;
+use crate::tensor::{RawTensor, Scratch};
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) {
+impl Run for Problem {
+    fn needed(&self) -> usize {
+        self.x.layout.num_rows() * self.intermediate * self.x.dtype.size()
+    }
+
+    fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
+        let intermediate = RawTensor {
+            ptr: scratch.ptr,
+            dtype: self.x.dtype,
+            layout: Layout::contiguous(&[self.x.layout.num_rows(), self.intermediate])?,
+        };
+        forward(cpu, self, intermediate);
+        Ok(())
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) {
     with_float!(p.x.dtype, T => {
         let weights = [&p.gate.weight, &p.up.weight];
         for_each_row_part(

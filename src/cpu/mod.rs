@@ -11,6 +11,7 @@ pub(crate) mod float;
 pub(crate) mod kv_cache;
 pub(crate) mod linear;
 pub(crate) mod math;
+mod memory;
 pub(crate) mod mlp;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
@@ -21,8 +22,10 @@ pub(crate) mod vector;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use crate::context::DeviceInfo;
+use crate::backend::{DeviceInfo, Implementation, Stream};
 use crate::error::{Error, Result};
+use crate::problem::{Plan, Plans};
+use crate::tensor::Scratch;
 
 /// The CPU backend's state.
 pub(crate) struct Cpu {
@@ -35,6 +38,48 @@ impl std::fmt::Debug for Cpu {
         f.debug_struct("Cpu")
             .field("num_threads", &self.num_threads())
             .finish_non_exhaustive()
+    }
+}
+
+/// A problem that this backend runs.
+pub(crate) trait Run {
+    /// Bytes of workspace that it needs.
+    fn needed(&self) -> usize {
+        0
+    }
+
+    /// Computes it, to its end. Data and `scratch` have been checked.
+    ///
+    /// # Errors
+    /// What only the data tells, before anything was written; memory ran out.
+    fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()>;
+}
+
+/// A problem that waits to be run: this backend has one way for each.
+pub(crate) struct Ready<'a, P> {
+    cpu: &'a Cpu,
+    problem: P,
+}
+
+impl<P: Run> Plan for Ready<'_, P> {
+    fn implementation(&self) -> Implementation {
+        Implementation::Cpu
+    }
+
+    fn needed(&self) -> usize {
+        self.problem.needed()
+    }
+
+    fn launch(&self, scratch: Scratch, _: Stream) -> Result<()> {
+        self.problem.run(self.cpu, scratch)
+    }
+}
+
+impl<P: Run> Plans<P> for Cpu {
+    type Plan<'a> = Ready<'a, P>;
+
+    fn plan(&self, problem: P) -> Result<Ready<'_, P>> {
+        Ok(Ready { cpu: self, problem })
     }
 }
 

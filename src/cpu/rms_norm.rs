@@ -1,11 +1,20 @@
 //! RMSNorm on the CPU: rows in parallel, each read once into an f32 row that stays in cache.
 
-use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::{row_of, row_of_mut};
-use crate::ops::rms_norm::Problem;
+use crate::cpu::{Cpu, Run};
+use crate::error::Result;
+use crate::problem::rms_norm::Problem;
+use crate::tensor::Scratch;
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem) {
+impl Run for Problem {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        forward(cpu, self);
+        Ok(())
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem) {
     if p.x.layout.is_empty() {
         return;
     }

@@ -1,14 +1,12 @@
 //! RoPE on the CPU: tokens in parallel; each token's sines and cosines are computed once and serve all of its heads.
 
-use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::math;
 use crate::cpu::rows::{integers, row_of, row_of_mut};
+use crate::cpu::{Cpu, Run};
 use crate::error::{Error, Result};
-use crate::ops::rope::{
-    AngleSource, PositionSource, Problem, RotationProblem, Style, scaled_frequencies,
-};
-use crate::tensor::RawTensor;
+use crate::problem::rope::{Angles, PositionSource, Problem, Rotation, Style, scaled_frequencies};
+use crate::tensor::{RawTensor, Scratch};
 
 /// Rotates f32 heads: what RoPE and a KV cache that rotates keys as it stores them have in common.
 pub(crate) struct Rotator {
@@ -41,14 +39,14 @@ impl Rotator {
     ///
     /// # Safety
     /// The tensors of `p` are initialised memory for as long as the rotator is used.
-    pub unsafe fn new(p: &RotationProblem, inverse: bool) -> Rotator {
+    pub unsafe fn new(p: &Rotation, inverse: bool) -> Rotator {
         let half = p.rotary_dim / 2;
         let angles = match &p.angles {
-            AngleSource::Table { cos, sin } => RotatorAngles::Table {
+            Angles::Table { cos, sin } => RotatorAngles::Table {
                 cos: *cos,
                 sin: *sin,
             },
-            AngleSource::Computed {
+            Angles::Computed {
                 theta,
                 scaling,
                 freq_factors,
@@ -152,7 +150,13 @@ impl Rotator {
     }
 }
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
+impl Run for Problem {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        forward(cpu, self)
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     let positions = positions(p)?;
     // SAFETY: the tensors were checked, and are initialised memory by the caller's promise.
     let rotator = unsafe { Rotator::new(&p.rotation, p.inverse) };

@@ -1,15 +1,24 @@
 //! Gated activations on the CPU: one pass, in blocks that stay in the L1 cache.
 
-use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::math;
 use crate::cpu::rows::{part_of, part_of_mut};
-use crate::ops::swiglu::{Activation, Problem};
+use crate::cpu::{Cpu, Run};
+use crate::error::Result;
+use crate::problem::swiglu::{Activation, Problem};
+use crate::tensor::Scratch;
 
 /// Elementary operations per element: an exponential and a division.
 pub(crate) const COST: usize = 16;
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem) {
+impl Run for Problem {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        forward(cpu, self);
+        Ok(())
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem) {
     let layout = &p.gate.layout;
     if layout.is_empty() {
         return;

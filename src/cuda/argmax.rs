@@ -5,11 +5,11 @@ use super::device::Resources;
 use super::images::argmax::Arguments;
 use super::rows::{Divisor, Rows};
 use super::table::Table;
-use super::{Cuda, VECTOR, check_blocks, is_aligned};
-use crate::context::Stream;
+use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::ops::argmax::Problem;
+use crate::problem::argmax::Problem;
 
 const OP: &str = "argmax";
 
@@ -25,8 +25,18 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Kernels::new(OP, resources, |c| [c.dtype, c.width, c.unroll])
 }
 
+impl Run for Problem {
+    fn check(&self) -> Result<()> {
+        supported(self)
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        forward(cuda, self, stream)
+    }
+}
+
 /// Whether there is a kernel for the problem.
-pub(crate) fn supported(p: &Problem) -> Result<()> {
+fn supported(p: &Problem) -> Result<()> {
     check_blocks(OP, "x", rows(p).rows_per_launch()).map(drop)
 }
 
@@ -36,7 +46,7 @@ fn rows(p: &Problem) -> Rows<2> {
     Rows::of_dims(leading, [&p.x.layout, &p.out.layout])
 }
 
-pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     if p.x.layout.is_empty() {
         return Ok(());
     }

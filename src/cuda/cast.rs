@@ -4,10 +4,10 @@ use super::device::Resources;
 use super::images::cast::Arguments;
 use super::rows::{Divisor, Rows};
 use super::table::Table;
-use super::{Cuda, VECTOR, check_blocks, is_aligned};
-use crate::context::Stream;
+use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use crate::backend::Stream;
 use crate::error::Result;
-use crate::ops::cast::Problem;
+use crate::problem::cast::Problem;
 
 const OP: &str = "cast";
 
@@ -21,8 +21,18 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
 /// Elements that the smallest block covers: one per thread and load.
 const LEAST_PER_BLOCK: usize = 1024;
 
+impl Run for Problem {
+    fn check(&self) -> Result<()> {
+        supported(self)
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        forward(cuda, self, stream)
+    }
+}
+
 /// Whether there is a kernel for the problem.
-pub(crate) fn supported(p: &Problem) -> Result<()> {
+fn supported(p: &Problem) -> Result<()> {
     let (rows, length) = rows(p);
     let blocks = length
         .div_ceil(LEAST_PER_BLOCK)
@@ -37,7 +47,7 @@ fn rows(p: &Problem) -> (Rows<2>, usize) {
     rows.flattened(dim).unwrap_or((rows, dim))
 }
 
-pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     if p.x.layout.is_empty() {
         return Ok(());
     }

@@ -13,7 +13,7 @@ pub(crate) use cudarc::driver::sys::{
     CUmemoryPool, CUmodule, CUpointer_attribute, CUresult, CUstream, CUstreamCaptureStatus,
 };
 
-use crate::context::Backend;
+use crate::backend::Backend;
 use crate::error::{Error, Result};
 
 macro_rules! functions {

@@ -4,11 +4,11 @@ use super::device::Resources;
 use super::images::embedding::Arguments;
 use super::rows::{Divisor, Rows};
 use super::table::Table;
-use super::{Cuda, VECTOR, check_blocks, is_aligned};
-use crate::context::Stream;
+use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::ops::embedding::Problem;
+use crate::problem::embedding::Problem;
 
 const OP: &str = "embedding";
 
@@ -22,8 +22,18 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
 /// Elements that the smallest block covers: two per thread.
 const LEAST_PER_BLOCK: usize = 256;
 
+impl Run for Problem {
+    fn check(&self) -> Result<()> {
+        supported(self)
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        forward(cuda, self, stream)
+    }
+}
+
 /// Whether there is a kernel for the problem.
-pub(crate) fn supported(p: &Problem) -> Result<()> {
+fn supported(p: &Problem) -> Result<()> {
     let per_row = p.table.layout.dim(1).div_ceil(LEAST_PER_BLOCK);
     let blocks = rows(p).rows_per_launch().saturating_mul(per_row);
     check_blocks(OP, "ids", blocks).map(drop)
@@ -34,7 +44,7 @@ fn rows(p: &Problem) -> Rows<2> {
     Rows::of_dims(p.ids.layout.rank(), [&p.ids.layout, &p.out.layout])
 }
 
-pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     if p.out.layout.is_empty() {
         return Ok(());
     }

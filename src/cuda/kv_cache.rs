@@ -5,11 +5,10 @@ use super::images::kv_append::Arguments;
 use super::rotation::{self, Rotation};
 use super::rows::Divisor;
 use super::table::Table;
-use super::{Cuda, VECTOR, check_blocks, is_aligned};
-use crate::context::Stream;
+use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use crate::backend::{CopyKind, Device, Stream};
 use crate::error::Result;
-use crate::memory::CopyKind;
-use crate::ops::kv_cache::{Append, CopyPages};
+use crate::problem::kv_cache::{Append, CopyPages};
 use crate::tensor::RawTensor;
 
 const OP: &str = "kv_cache_append";
@@ -24,11 +23,32 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Kernels::new(OP, resources, |c| [c.from, c.dtype, c.style, c.width])
 }
 
-/// Writes new tokens to their pages. The tensors of new keys and values have one dtype each; they may differ.
-pub(crate) fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
-    if let Some(rotation) = &p.rotation {
-        rotation::check(OP, rotation)?;
+impl Run for Append {
+    fn check(&self) -> Result<()> {
+        self.rotation
+            .as_ref()
+            .map_or(Ok(()), |rotation| rotation::check(OP, rotation))
     }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        append(cuda, self, stream)
+    }
+}
+
+impl Run for CopyPages<'_> {
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        // SAFETY: the cache that asks owns the pages and holds them exclusively; indices come from its
+        // allocator, which gives a destination only once.
+        unsafe { copy_pages(cuda, self, stream) }
+    }
+}
+
+/// Writes new tokens to their pages. The tensors of new keys and values have one dtype each; they may differ.
+fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
     let (num_tokens, num_heads) = (p.k.layout.dim(0), p.k.layout.dim(1));
     if num_tokens == 0 || num_heads == 0 {
         return Ok(());
@@ -143,7 +163,7 @@ fn rotate(arguments: &mut Arguments, rotation: &Rotation) {
 ///
 /// # Safety
 /// The cache owns the pages; every index is below their number; sources and destinations differ.
-pub(crate) unsafe fn copy_pages(cuda: &Cuda, p: &CopyPages<'_>, stream: Stream) -> Result<()> {
+unsafe fn copy_pages(cuda: &Cuda, p: &CopyPages<'_>, stream: Stream) -> Result<()> {
     for layer in 0..p.num_layers {
         for &(from, to) in p.copies {
             let at = |page: u32| {

@@ -3,9 +3,9 @@
 use super::Cuda;
 use super::device::NON_BLOCKING;
 use super::driver::{CUdeviceptr, CUpointer_attribute, CUstream, OUT_OF_MEMORY};
-use crate::context::Stream;
+use super::staging::Ring;
+use crate::backend::{Allocation, Backend, CopyKind, Device, Stream, Upload};
 use crate::error::{Error, Result};
-use crate::memory::CopyKind;
 
 fn raw(stream: Stream) -> CUstream {
     stream.as_raw().cast()
@@ -20,54 +20,6 @@ fn is_out_of_memory(result: &Result<()>) -> bool {
 }
 
 impl Cuda {
-    /// Allocates zeroed memory. Every stream may use it at once.
-    ///
-    /// It comes from the device itself, not from the pool: it lives long, and the device has it back when it is freed. It can be given
-    /// to NCCL and to other processes, too.
-    pub fn alloc(&self, op: &'static str, size: usize) -> Result<*mut u8> {
-        let driver = self.resources.primary.driver;
-        let internal = self.resources.internal;
-        let _entered = self.resources.primary.enter(op)?;
-        // An address is due even for no bytes, and the driver gives none for zero.
-        let bytes = size.max(1);
-        let mut ptr = 0;
-        // SAFETY: `ptr` is valid for a write, and a context is current; the range was just allocated.
-        unsafe {
-            self.allocate(op, size, || driver.mem_alloc(op, &mut ptr, bytes))?;
-            let zeroed = driver
-                .memset(op, ptr, 0, bytes, internal)
-                .and_then(|()| driver.stream_synchronize(op, internal));
-            if let Err(error) = zeroed {
-                let _ = driver.mem_free(op, ptr);
-                return Err(error);
-            }
-        }
-        Ok(pointer(ptr))
-    }
-
-    /// Allocates memory in the order of a stream, with unspecified contents, and says whether it is the pool's.
-    ///
-    /// # Safety
-    /// The stream is live, of this device, and not captured.
-    pub unsafe fn alloc_async(
-        &self,
-        op: &'static str,
-        size: usize,
-        stream: Stream,
-    ) -> Result<(*mut u8, bool)> {
-        let Some(pool) = &self.resources.pool else {
-            return Ok((self.alloc(op, size)?, false));
-        };
-        let _entered = self.resources.primary.enter(op)?;
-        let mut ptr = 0;
-        self.allocate(op, size, || {
-            // SAFETY: the caller's promise; a context is current.
-            ptr = unsafe { pool.alloc(op, size.max(1), raw(stream)) }?;
-            Ok(())
-        })?;
-        Ok((pointer(ptr), true))
-    }
-
     /// Tries to allocate, again without what the pool keeps if there is too little memory.
     fn allocate(
         &self,
@@ -97,18 +49,88 @@ impl Cuda {
             reason: format!("{free} of the device's {total} bytes are free"),
         })
     }
+}
+
+impl Device for Cuda {
+    fn backend(&self) -> Backend {
+        Backend::Cuda
+    }
+
+    fn ordinal(&self) -> i32 {
+        self.resources.ordinal()
+    }
+
+    fn staging(&self, op: &'static str, size: usize) -> Result<Box<dyn Upload>> {
+        Ok(Box::new(Ring::new(op, self, size)?))
+    }
+
+    /// Allocates zeroed memory. Every stream may use it at once.
+    ///
+    /// It comes from the device itself, not from the pool: it lives long, and the device has it back when it is freed. It can be given
+    /// to NCCL and to other processes, too.
+    fn alloc(&self, op: &'static str, size: usize) -> Result<Allocation> {
+        let driver = self.resources.primary.driver;
+        let internal = self.resources.internal;
+        let _entered = self.resources.primary.enter(op)?;
+        // An address is due even for no bytes, and the driver gives none for zero.
+        let bytes = size.max(1);
+        let mut ptr = 0;
+        // SAFETY: `ptr` is valid for a write, and a context is current; the range was just allocated.
+        unsafe {
+            self.allocate(op, size, || driver.mem_alloc(op, &mut ptr, bytes))?;
+            let zeroed = driver
+                .memset(op, ptr, 0, bytes, internal)
+                .and_then(|()| driver.stream_synchronize(op, internal));
+            if let Err(error) = zeroed {
+                let _ = driver.mem_free(op, ptr);
+                return Err(error);
+            }
+        }
+        Ok(Allocation {
+            ptr: pointer(ptr),
+            size,
+            pooled: false,
+        })
+    }
+
+    /// Allocates memory in the order of a stream, with unspecified contents, and says whether it is the pool's.
+    ///
+    /// # Safety
+    /// The stream is live, of this device, and not captured.
+    unsafe fn alloc_async(
+        &self,
+        op: &'static str,
+        size: usize,
+        stream: Stream,
+    ) -> Result<Allocation> {
+        let Some(pool) = &self.resources.pool else {
+            return self.alloc(op, size);
+        };
+        let _entered = self.resources.primary.enter(op)?;
+        let mut ptr = 0;
+        self.allocate(op, size, || {
+            // SAFETY: the caller's promise; a context is current.
+            ptr = unsafe { pool.alloc(op, size.max(1), raw(stream)) }?;
+            Ok(())
+        })?;
+        Ok(Allocation {
+            ptr: pointer(ptr),
+            size,
+            pooled: true,
+        })
+    }
 
     /// Frees memory, after everything queued on the device.
     ///
     /// # Safety
-    /// `ptr` came from [`Cuda::alloc`] or, with `pooled`, from the pool by [`Cuda::alloc_async`], and is not used again.
-    pub unsafe fn free(&self, op: &'static str, ptr: *mut u8, pooled: bool) -> Result<()> {
+    /// `ptr` came from this device, and is not used again.
+    unsafe fn free(&self, op: &'static str, memory: Allocation) -> Result<()> {
         let driver = self.resources.primary.driver;
         let _entered = self.resources.primary.enter(op)?;
-        let ptr = ptr.addr() as u64;
+        let ptr = memory.ptr.addr() as u64;
         // SAFETY: the caller's promise.
         unsafe {
-            if !pooled {
+            if !memory.pooled {
                 return driver.mem_free(op, ptr);
             }
             driver.context_synchronize(op)?;
@@ -119,20 +141,19 @@ impl Cuda {
     /// Frees memory after everything queued on a stream; memory that is not the pool's has to wait for it.
     ///
     /// # Safety
-    /// As [`Cuda::free`], but work on `stream` may use the memory; the stream is live, of this device, and not captured.
-    pub unsafe fn free_async(
+    /// As [`Device::free`], but work on `stream` may use the memory; the stream is live, of this device, and not captured.
+    unsafe fn free_async(
         &self,
         op: &'static str,
-        ptr: *mut u8,
-        pooled: bool,
+        memory: Allocation,
         stream: Stream,
     ) -> Result<()> {
         let driver = self.resources.primary.driver;
         let _entered = self.resources.primary.enter(op)?;
-        let ptr = ptr.addr() as u64;
+        let ptr = memory.ptr.addr() as u64;
         // SAFETY: the caller's promise.
         unsafe {
-            if pooled {
+            if memory.pooled {
                 return driver.pool_free(op, ptr, raw(stream));
             }
             driver.stream_synchronize(op, raw(stream))?;
@@ -141,7 +162,7 @@ impl Cuda {
     }
 
     /// Bytes that the pool holds of the device's memory.
-    pub fn pool_size(&self, op: &'static str) -> Result<u64> {
+    fn pool_size(&self, op: &'static str) -> Result<u64> {
         match &self.resources.pool {
             Some(pool) => pool.size(op),
             None => Ok(0),
@@ -149,7 +170,7 @@ impl Cuda {
     }
 
     /// Returns what the pool holds and nobody uses to the device, until it holds `keep` bytes.
-    pub fn trim_pool(&self, op: &'static str, keep: usize) -> Result<()> {
+    fn trim_pool(&self, op: &'static str, keep: usize) -> Result<()> {
         let Some(pool) = &self.resources.pool else {
             return Ok(());
         };
@@ -158,7 +179,7 @@ impl Cuda {
     }
 
     /// Whether work queued on a stream becomes part of a graph instead of running.
-    pub fn is_capturing(&self, op: &'static str, stream: Stream) -> Result<bool> {
+    fn is_capturing(&self, op: &'static str, stream: Stream) -> Result<bool> {
         let _entered = self.resources.primary.enter(op)?;
         // SAFETY: a `Stream` is live and of this device: that is the promise of whoever made it.
         unsafe { self.resources.primary.driver.is_capturing(op, raw(stream)) }
@@ -168,7 +189,7 @@ impl Cuda {
     ///
     /// # Safety
     /// Both ranges are valid on their sides until the copy has run; the stream is live and of this device.
-    pub unsafe fn copy(
+    unsafe fn copy(
         &self,
         op: &'static str,
         dst: *mut u8,
@@ -202,8 +223,8 @@ impl Cuda {
     /// Queues a copy to the device that is done with `src` when it returns.
     ///
     /// # Safety
-    /// As [`Cuda::copy`].
-    pub unsafe fn upload(
+    /// As [`Device::copy`].
+    unsafe fn upload(
         &self,
         op: &'static str,
         dst: *mut u8,
@@ -233,7 +254,7 @@ impl Cuda {
     ///
     /// # Safety
     /// The range is valid until the work has run; the stream is live and of this device.
-    pub unsafe fn set(
+    unsafe fn set(
         &self,
         op: &'static str,
         dst: *mut u8,
@@ -250,7 +271,7 @@ impl Cuda {
         unsafe { driver.memset(op, dst.addr() as u64, value, size, raw(stream)) }
     }
 
-    pub fn synchronize(&self, op: &'static str, stream: Stream) -> Result<()> {
+    fn synchronize(&self, op: &'static str, stream: Stream) -> Result<()> {
         let _entered = self.resources.primary.enter(op)?;
         // SAFETY: a `Stream` is live and of this device: that is the promise of whoever made it.
         unsafe {
@@ -261,7 +282,7 @@ impl Cuda {
         }
     }
 
-    pub fn create_stream(&self, op: &'static str) -> Result<Stream> {
+    fn create_stream(&self, op: &'static str) -> Result<Stream> {
         let mut stream = std::ptr::null_mut();
         let _entered = self.resources.primary.enter(op)?;
         // SAFETY: valid for a write; a context is current; what the driver makes is a live stream of this device.
@@ -275,8 +296,8 @@ impl Cuda {
     /// Ends a stream after the work queued on it.
     ///
     /// # Safety
-    /// The stream is the default one or came from [`Cuda::create_stream`], and is not used again.
-    pub unsafe fn destroy_stream(&self, op: &'static str, stream: Stream) -> Result<()> {
+    /// The stream is the default one or came from [`Device::create_stream`], and is not used again.
+    unsafe fn destroy_stream(&self, op: &'static str, stream: Stream) -> Result<()> {
         if stream == Stream::DEFAULT {
             return Ok(());
         }

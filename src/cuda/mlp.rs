@@ -9,23 +9,102 @@ use std::cell::Cell;
 use super::linear::{self, Epilogue, Product, Sizes};
 use super::rows::{Matrix, Rows};
 use super::{Cuda, swiglu};
-use crate::context::Stream;
+use crate::backend::{Implementation, Stream};
 use crate::error::Result;
 use crate::layout::Layout;
-use crate::ops::linear::WeightsProblem;
-use crate::ops::mlp::Problem;
-use crate::ops::swiglu::Problem as Activated;
-use crate::tensor::{RawTensor, Scratch};
+use crate::problem::linear::Weights;
+use crate::problem::mlp::Problem;
+use crate::problem::swiglu::Problem as Activated;
+use crate::problem::{self, Plans};
+use crate::tensor::{RawTensor, Scratch, Workspace};
 
 const OP: &str = "mlp";
 
 /// Rows of intermediates beyond which more are of no use: half as many tokens at a time keep the tensor cores busy.
 const ENOUGH: usize = 1024;
 
-/// Whether there are kernels for the problem.
-pub(crate) fn supported(p: &Problem) -> Result<()> {
-    linear::fits(OP, ("x", &p.x), ("gate_weight", &p.gate.weight))?;
-    linear::fits(OP, ("x", &p.x), ("down_weight", &p.down.weight))
+/// A block that waits to be queued.
+pub(crate) struct Plan<'a> {
+    cuda: &'a Cuda,
+    problem: Problem,
+}
+
+impl Plans<Problem> for Cuda {
+    type Plan<'a> = Plan<'a>;
+
+    fn plan(&self, problem: Problem) -> Result<Plan<'_>> {
+        let p = &problem;
+        linear::fits(OP, ("x", &p.x), ("gate_weight", &p.gate.weight))?;
+        linear::fits(OP, ("x", &p.x), ("down_weight", &p.down.weight))?;
+        Ok(Plan {
+            cuda: self,
+            problem,
+        })
+    }
+}
+
+impl problem::Plan for Plan<'_> {
+    fn implementation(&self) -> Implementation {
+        Implementation::Cuda
+    }
+
+    /// One intermediate.
+    fn needed(&self) -> usize {
+        self.problem.x.layout.num_rows() * self.row()
+    }
+
+    /// As many rows of intermediates as are of use, and a workspace for products behind them.
+    fn useful(&self) -> Result<usize> {
+        let products = products_size(self.cuda, &self.problem)?;
+        let rows = most_rows(self.cuda, &self.problem, products > 0) * self.row();
+        Ok(match products {
+            0 => rows,
+            _ => aligned(rows) + products,
+        })
+    }
+
+    fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
+        let p = &self.problem;
+        let products = match scratch.size > aligned(self.needed()) {
+            true => products_size(self.cuda, p)?,
+            false => 0,
+        };
+        let with = products > 0 && scratch.size >= aligned(self.needed()) + products;
+        let left = if with {
+            scratch.size - products
+        } else {
+            scratch.size
+        };
+        let left = left / Workspace::ALIGNMENT * Workspace::ALIGNMENT;
+        let least = p.x.layout.num_rows();
+        let rows = left.checked_div(self.row()).unwrap_or(0);
+        let rows = rows.clamp(least, most_rows(self.cuda, p, with).max(least));
+        let intermediates = RawTensor {
+            ptr: scratch.ptr,
+            dtype: p.x.dtype,
+            layout: Layout::contiguous(&[rows, p.intermediate])?,
+        };
+        let products = match with {
+            true => Scratch {
+                ptr: scratch.ptr.wrapping_add(aligned(rows * self.row())),
+                size: products,
+            },
+            false => Scratch::NONE,
+        };
+        forward(self.cuda, p, intermediates, products, stream)
+    }
+}
+
+impl Plan<'_> {
+    /// Bytes of a row of an intermediate.
+    fn row(&self) -> usize {
+        self.problem.intermediate * self.problem.x.dtype.size()
+    }
+}
+
+/// Rounds up to the alignment of a workspace.
+fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(Workspace::ALIGNMENT)
 }
 
 /// Whether cuBLASLt multiplies, and gate and up are stored side by side. With a workspace for products it multiplies more often.
@@ -44,7 +123,7 @@ fn stores_both(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
 }
 
 /// Rows of intermediates that the problem has use for, with or without a workspace for products; as many as it has rows are enough.
-pub(crate) fn most_rows(cuda: &Cuda, p: &Problem, with_workspace: bool) -> usize {
+fn most_rows(cuda: &Cuda, p: &Problem, with_workspace: bool) -> usize {
     let rows = p.x.layout.num_rows();
     if stores_both(cuda, p, with_workspace) {
         rows.max(rows.saturating_mul(2).min(ENOUGH))
@@ -55,7 +134,7 @@ pub(crate) fn most_rows(cuda: &Cuda, p: &Problem, with_workspace: bool) -> usize
 
 /// The workspace with which products are the fastest, in bytes, beside as few rows of intermediates as there may be or as many as are of
 /// use.
-pub(crate) fn products_size(cuda: &Cuda, p: &Problem) -> Result<usize> {
+fn products_size(cuda: &Cuda, p: &Problem) -> Result<usize> {
     let most = most_rows(cuda, p, true);
     let queue = Queue {
         cuda,
@@ -79,7 +158,7 @@ pub(crate) fn products_size(cuda: &Cuda, p: &Problem) -> Result<usize> {
 }
 
 /// `scratch` has at least as many rows as the problem, at most [`most_rows`]. `products` has the size of [`products_size`], or is none.
-pub(crate) fn forward(
+fn forward(
     cuda: &Cuda,
     p: &Problem,
     scratch: RawTensor,
@@ -214,7 +293,7 @@ impl Queue<'_> {
     fn product(
         &self,
         x: &RawTensor,
-        weights: &WeightsProblem,
+        weights: &Weights,
         epilogue: Epilogue,
         out: &RawTensor,
     ) -> Result<()> {
@@ -245,7 +324,7 @@ impl Queue<'_> {
 }
 
 /// Two layers as one, if the rows of the second follow those of the first.
-fn joined(first: &WeightsProblem, second: &WeightsProblem) -> Option<WeightsProblem> {
+fn joined(first: &Weights, second: &Weights) -> Option<Weights> {
     let follows = |a: &RawTensor, b: &RawTensor| {
         let elements = a.layout.dim(0) * a.layout.stride(0);
         let end = a.ptr.addr() + elements * a.dtype.size();
@@ -271,5 +350,5 @@ fn joined(first: &WeightsProblem, second: &WeightsProblem) -> Option<WeightsProb
     };
     let weight = both(&first.weight)?;
     let fits = linear::fits(OP, ("gate_weight", &weight), ("gate_weight", &weight)).is_ok();
-    fits.then_some(WeightsProblem { weight, bias })
+    fits.then_some(Weights { weight, bias })
 }

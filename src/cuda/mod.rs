@@ -27,14 +27,14 @@ mod table;
 
 use std::ffi::c_void;
 
-use crate::context::{Backend, DeviceInfo, Stream};
+use crate::backend::{Backend, DeviceInfo, Implementation, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::tensor::RawTensor;
+use crate::problem::{Plan, Plans};
+use crate::tensor::{RawTensor, Scratch};
 use device::{Kernel, Primary, Resources};
 use driver::{CUdevice_attribute, Driver};
 use images::Arguments;
-pub(crate) use staging::Ring;
 
 /// The CUDA backend's state on one device.
 pub(crate) struct Cuda {
@@ -58,7 +58,7 @@ unsafe impl Sync for Cuda {}
 impl std::fmt::Debug for Cuda {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Cuda")
-            .field("ordinal", &self.ordinal())
+            .field("ordinal", &self.resources.ordinal())
             .finish_non_exhaustive()
     }
 }
@@ -97,7 +97,7 @@ fn check_ordinal(op: &'static str, driver: &Driver, ordinal: i32) -> Result<()> 
     if count == 0 {
         return Err(unavailable(op, "the driver finds no device".into()));
     }
-    crate::context::check_device(op, ordinal, count)
+    crate::backend::check_ordinal(op, ordinal, count)
 }
 
 fn unavailable(op: &'static str, reason: String) -> Error {
@@ -144,10 +144,6 @@ impl Cuda {
             swiglu: swiglu::kernels(&resources)?,
             resources,
         })
-    }
-
-    pub fn ordinal(&self) -> i32 {
-        self.resources.ordinal()
     }
 
     /// Queues a kernel on a stream.
@@ -207,6 +203,43 @@ impl Cuda {
                 std::ptr::null_mut(),
             )
         }
+    }
+}
+
+/// A problem that kernels of this library run, without a workspace.
+pub(crate) trait Run {
+    /// Whether there are kernels for it, going by shapes and dtypes.
+    fn check(&self) -> Result<()>;
+
+    /// Queues them. Data has been checked.
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()>;
+}
+
+/// A problem that waits to be queued.
+pub(crate) struct Ready<'a, P> {
+    cuda: &'a Cuda,
+    problem: P,
+}
+
+impl<P: Run> Plan for Ready<'_, P> {
+    fn implementation(&self) -> Implementation {
+        Implementation::Cuda
+    }
+
+    fn launch(&self, _: Scratch, stream: Stream) -> Result<()> {
+        self.problem.run(self.cuda, stream)
+    }
+}
+
+impl<P: Run> Plans<P> for Cuda {
+    type Plan<'a> = Ready<'a, P>;
+
+    fn plan(&self, problem: P) -> Result<Ready<'_, P>> {
+        problem.check()?;
+        Ok(Ready {
+            cuda: self,
+            problem,
+        })
     }
 }
 

@@ -4,9 +4,8 @@ use std::sync::atomic::Ordering;
 
 use super::Cuda;
 use super::device::Resources;
-use crate::context::Stream;
+use crate::backend::{CopyKind, Device, Stream};
 use crate::error::Result;
-use crate::memory::CopyKind;
 
 impl Cuda {
     /// Queues a copy from another device's memory on a stream of this one.
@@ -22,7 +21,7 @@ impl Cuda {
         size: usize,
         stream: Stream,
     ) -> Result<()> {
-        if self.ordinal() == from.ordinal() {
+        if self.resources.ordinal() == from.resources.ordinal() {
             // SAFETY: the caller's promise.
             return unsafe { self.copy(op, dst, src, size, CopyKind::DeviceToDevice, stream) };
         }

@@ -5,11 +5,11 @@ use std::cmp::Reverse;
 use super::device::{Kernel, Resources};
 use super::images::rms_norm::Arguments;
 use super::rows::{Launch, Rows};
-use super::{Cuda, VECTOR, float_index, is_aligned};
-use crate::context::Stream;
+use super::{Cuda, Run, VECTOR, float_index, is_aligned};
+use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::ops::rms_norm::Problem;
+use crate::problem::rms_norm::Problem;
 use crate::tensor::RawTensor;
 
 const OP: &str = "rms_norm";
@@ -87,8 +87,18 @@ impl Kernels {
     }
 }
 
+impl Run for Problem {
+    fn check(&self) -> Result<()> {
+        supported(self)
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        forward(cuda, self, stream)
+    }
+}
+
 /// Whether there is a kernel for the problem.
-pub(crate) fn supported(p: &Problem) -> Result<()> {
+fn supported(p: &Problem) -> Result<()> {
     let rows = rows(p).rows_per_launch();
     for (what, size) in [("rows", rows), ("columns", dim(p))] {
         // The launch counts both in 32 bits, and blocks in 31.
@@ -100,7 +110,7 @@ pub(crate) fn supported(p: &Problem) -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     if p.x.layout.is_empty() {
         return Ok(());
     }

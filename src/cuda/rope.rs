@@ -5,11 +5,11 @@ use super::images::rope::Arguments;
 use super::rotation::{self, Rotation};
 use super::rows::Divisor;
 use super::table::Table;
-use super::{Cuda, VECTOR, check_blocks, is_aligned};
-use crate::context::Stream;
+use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::ops::rope::{PositionSource, Problem};
+use crate::problem::rope::{PositionSource, Problem};
 use crate::tensor::RawTensor;
 
 const OP: &str = "rope";
@@ -24,8 +24,18 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Kernels::new(OP, resources, |c| [c.dtype, c.style, c.width])
 }
 
+impl Run for Problem {
+    fn check(&self) -> Result<()> {
+        supported(self)
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        forward(cuda, self, stream)
+    }
+}
+
 /// Whether there is a kernel for the problem.
-pub(crate) fn supported(p: &Problem) -> Result<()> {
+fn supported(p: &Problem) -> Result<()> {
     rotation::check(OP, &p.rotation)?;
     let Some(shape) = Shape::of(p) else {
         return Ok(());
@@ -71,7 +81,7 @@ impl Shape {
     }
 }
 
-pub(crate) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
+fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     let Some(shape) = Shape::of(p) else {
         return Ok(());
     };

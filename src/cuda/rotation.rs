@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 
 use crate::error::{Error, Result};
-use crate::ops::rope::{AngleSource, RotationProblem, Scaling, Style, scaled_frequencies};
+use crate::problem::rope::{self as problem, Angles, Scaling, Style, scaled_frequencies};
 use crate::tensor::RawTensor;
 
 /// Pairs of components that fit a launch.
@@ -34,7 +34,7 @@ pub(super) struct Rotation {
 }
 
 /// Whether a launch has room for a rotation.
-pub(super) fn check(op: &'static str, p: &RotationProblem) -> Result<()> {
+pub(super) fn check(op: &'static str, p: &problem::Rotation) -> Result<()> {
     if p.rotary_dim <= 2 * MAX_PAIRS {
         return Ok(());
     }
@@ -44,7 +44,7 @@ pub(super) fn check(op: &'static str, p: &RotationProblem) -> Result<()> {
 }
 
 /// Whether the parts of a head that are treated alike consist of vectors of `width` elements.
-pub(super) fn fits(p: &RotationProblem, head_dim: usize, width: usize) -> bool {
+pub(super) fn fits(p: &problem::Rotation, head_dim: usize, width: usize) -> bool {
     let part = match p.style {
         Style::HalfSplit => p.rotary_dim / 2,
         Style::Interleaved => p.rotary_dim,
@@ -54,7 +54,7 @@ pub(super) fn fits(p: &RotationProblem, head_dim: usize, width: usize) -> bool {
 
 impl Rotation {
     /// For accesses of `width` elements.
-    pub fn new(p: &RotationProblem, inverse: bool, width: usize) -> Rotation {
+    pub fn new(p: &problem::Rotation, inverse: bool, width: usize) -> Rotation {
         let address = |t: &RawTensor| t.ptr.addr() as u64;
         let half = p.rotary_dim / 2;
         let per_head = match (p.style, width) {
@@ -78,7 +78,7 @@ impl Rotation {
             rotated: (p.rotary_dim / width) as u32,
         };
         match &p.angles {
-            AngleSource::Computed {
+            Angles::Computed {
                 theta,
                 scaling,
                 freq_factors,
@@ -96,7 +96,7 @@ impl Rotation {
                     rotation.factors = address(factors);
                 }
             }
-            AngleSource::Table { cos, sin } => {
+            Angles::Table { cos, sin } => {
                 rotation.kind = 2;
                 rotation.cos_table = address(cos);
                 rotation.sin_table = address(sin);

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::Cuda;
 use super::device::{Entered, Primary};
 use super::driver::{CUevent, CUstream, OUT_OF_MEMORY};
-use crate::context::Stream;
+use crate::backend::{Stream, Upload};
 use crate::error::{Error, Result};
 
 /// `CU_EVENT_DISABLE_TIMING`.
@@ -52,7 +52,7 @@ impl Ring {
             retired: 0,
             flights: VecDeque::with_capacity(MAX_FLIGHTS),
             spare: Vec::with_capacity(MAX_FLIGHTS),
-            primary: Primary::retain(op, primary.driver, cuda.ordinal())?,
+            primary: Primary::retain(op, primary.driver, cuda.resources.ordinal())?,
         };
         let _entered = ring.enter(op)?;
         let mut memory = std::ptr::null_mut();
@@ -74,11 +74,44 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Queues a copy of `data` to the device and is done with it.
-    ///
-    /// # Safety
-    /// `dst` is valid on the device for as many bytes until the copy has run; the stream is live, of the device, and not captured.
-    pub unsafe fn upload(
+    /// Where `len` bytes that nothing reads begin, in bytes since the beginning. Waits for the device only if it is a whole ring behind.
+    fn make_room(&mut self, op: &'static str, len: usize) -> Result<usize> {
+        let offset = self.written % self.size;
+        let start = match offset + len <= self.size {
+            true => self.written,
+            false => self.written + (self.size - offset),
+        };
+        while self.flights.len() >= MAX_FLIGHTS || start + len - self.retired > self.size {
+            let Some(flight) = self.flights.front() else {
+                self.retired = start;
+                break;
+            };
+            // SAFETY: the event is live.
+            unsafe { self.primary.driver.event_synchronize(op, flight.event) }?;
+            self.retired = flight.end;
+            let passed = self.flights.pop_front();
+            self.spare.extend(passed.map(|flight| flight.event));
+        }
+        Ok(start)
+    }
+
+    fn take_event(&mut self, op: &'static str) -> Result<CUevent> {
+        if let Some(event) = self.spare.pop() {
+            return Ok(event);
+        }
+        let mut event = std::ptr::null_mut();
+        // SAFETY: valid for a write; a context is current.
+        unsafe { self.primary.driver.event_create(op, &mut event, NO_TIMING) }?;
+        Ok(event)
+    }
+
+    fn enter(&self, op: &'static str) -> Result<Entered> {
+        self.primary.enter(op)
+    }
+}
+
+impl Upload for Ring {
+    unsafe fn upload(
         &mut self,
         op: &'static str,
         dst: *mut u8,
@@ -120,41 +153,6 @@ impl Ring {
         let end = self.written;
         self.flights.push_back(Flight { event, end });
         Ok(())
-    }
-
-    /// Where `len` bytes that nothing reads begin, in bytes since the beginning. Waits for the device only if it is a whole ring behind.
-    fn make_room(&mut self, op: &'static str, len: usize) -> Result<usize> {
-        let offset = self.written % self.size;
-        let start = match offset + len <= self.size {
-            true => self.written,
-            false => self.written + (self.size - offset),
-        };
-        while self.flights.len() >= MAX_FLIGHTS || start + len - self.retired > self.size {
-            let Some(flight) = self.flights.front() else {
-                self.retired = start;
-                break;
-            };
-            // SAFETY: the event is live.
-            unsafe { self.primary.driver.event_synchronize(op, flight.event) }?;
-            self.retired = flight.end;
-            let passed = self.flights.pop_front();
-            self.spare.extend(passed.map(|flight| flight.event));
-        }
-        Ok(start)
-    }
-
-    fn take_event(&mut self, op: &'static str) -> Result<CUevent> {
-        if let Some(event) = self.spare.pop() {
-            return Ok(event);
-        }
-        let mut event = std::ptr::null_mut();
-        // SAFETY: valid for a write; a context is current.
-        unsafe { self.primary.driver.event_create(op, &mut event, NO_TIMING) }?;
-        Ok(event)
-    }
-
-    fn enter(&self, op: &'static str) -> Result<Entered> {
-        self.primary.enter(op)
     }
 }
 

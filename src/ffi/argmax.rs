@@ -1,13 +1,13 @@
 //! The greatest element of each row.
 
-use crate::context::Stream;
 use crate::error::Result;
-use crate::ffi::context::{context_from, unsloth_context};
-use crate::ffi::params::{self, params};
+use crate::ffi::context::unsloth_context;
+use crate::ffi::operation::{self, FromC};
+use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::unsloth_tensor;
-use crate::ffi::{guard, stream_from, unsloth_implementation, unsloth_stream, write_optional};
-use crate::ops::argmax::{self, Params};
+use crate::ffi::{unsloth_implementation, unsloth_stream};
+use crate::ops::argmax::Params;
 
 const OP: &str = "argmax";
 
@@ -30,27 +30,18 @@ params!(
     min_size = size_of::<unsloth_argmax_params>()
 );
 
-/// Reads and converts the arguments, then calls `run`.
-///
-/// # Safety
-/// As the exported functions.
-unsafe fn with_params(
-    ctx: *mut unsloth_context,
-    params: *const unsloth_argmax_params,
-    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
-) -> unsloth_status {
-    guard(OP, || {
-        let context = &context_from(OP, ctx)?.context;
-        // SAFETY: the exported functions' contract.
+impl FromC for unsloth_argmax_params {
+    type Operation<'a> = Params<'a>;
+
+    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
-            let p = params::read(OP, params)?;
-            let params = Params {
-                x: p.x.input(OP, "x")?,
-                out: p.out.output(OP, "out")?,
-            };
-            run(context, &params)
+            Ok(Params {
+                x: self.x.input(OP, "x")?,
+                out: self.out.output(OP, "out")?,
+            })
         }
-    })
+    }
 }
 
 /// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
@@ -64,13 +55,8 @@ pub unsafe extern "C" fn unsloth_argmax_supported(
     params: *const unsloth_argmax_params,
     implementation: *mut unsloth_implementation,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            let chosen = argmax::supported(context, params)?;
-            write_optional(OP, "implementation", implementation, || chosen as u32)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
 }
 
 /// Finds the index of the greatest element of each row on `stream`. Needs no workspace; neither allocates nor synchronises, and may be
@@ -87,11 +73,6 @@ pub unsafe extern "C" fn unsloth_argmax_forward(
     params: *const unsloth_argmax_params,
     stream: unsloth_stream,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let stream: Stream = stream_from(stream);
-        with_params(ctx, params, |context, params| {
-            argmax::forward(context, params, stream)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::forward(ctx, params, stream) }
 }

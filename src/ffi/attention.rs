@@ -2,16 +2,14 @@
 
 use std::ffi::c_void;
 
-use crate::context::Stream;
 use crate::error::{Error, Result};
-use crate::ffi::context::{context_from, unsloth_context};
-use crate::ffi::params::{self, params};
+use crate::ffi::context::unsloth_context;
+use crate::ffi::operation::{self, FromC};
+use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
-use crate::ffi::{
-    check_out, guard, stream_from, unsloth_implementation, unsloth_stream, write_optional,
-};
-use crate::ops::attention::{self, PageLayout, Params};
+use crate::ffi::{count, flag, unsloth_implementation, unsloth_stream};
+use crate::ops::attention::{PageLayout, Params};
 
 const OP: &str = "attention";
 
@@ -111,61 +109,42 @@ params!(
     min_size = size_of::<unsloth_attention_params>()
 );
 
-/// A count that zero leaves open.
-fn count(name: &'static str, value: i64) -> Result<usize> {
-    usize::try_from(value)
-        .map_err(|_| Error::invalid(OP, name, format!("is {value}, at least 0 is needed")))
-}
+impl FromC for unsloth_attention_params {
+    type Operation<'a> = Params<'a>;
 
-/// Reads and converts the arguments, then calls `run`.
-///
-/// # Safety
-/// As the exported functions.
-unsafe fn with_params(
-    ctx: *mut unsloth_context,
-    params: *const unsloth_attention_params,
-    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
-) -> unsloth_status {
-    guard(OP, || {
-        let context = &context_from(OP, ctx)?.context;
-        // SAFETY: the exported functions' contract.
+    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
-            let p = params::read(OP, params)?;
-            if p.causal > 1 {
-                let problem = format!("is {}, allowed: 0, 1", p.causal);
-                return Err(Error::invalid(OP, "causal", problem));
-            }
-            let page_layout = PageLayout::from_raw(p.page_layout).ok_or_else(|| {
-                let problem = format!("is {}, allowed: 0, 1", p.page_layout);
+            let page_layout = PageLayout::from_raw(self.page_layout).ok_or_else(|| {
+                let problem = format!("is {}, allowed: 0, 1", self.page_layout);
                 Error::invalid(OP, "page_layout", problem)
             })?;
-            let params = Params {
-                q: p.q.input(OP, "q")?,
-                k: p.k.input(OP, "k")?,
-                v: p.v.input(OP, "v")?,
-                out: p.out.output(OP, "out")?,
-                lse: p.lse.optional_output(OP, "lse")?,
-                bias: p.bias.optional_input(OP, "bias")?,
-                mask: p.mask.optional_input(OP, "mask")?,
-                alibi_slopes: p.alibi_slopes.optional_input(OP, "alibi_slopes")?,
-                sinks: p.sinks.optional_input(OP, "sinks")?,
-                cu_seqlens_q: p.cu_seqlens_q.optional_input(OP, "cu_seqlens_q")?,
-                cu_seqlens_k: p.cu_seqlens_k.optional_input(OP, "cu_seqlens_k")?,
-                seq_lens_k: p.seq_lens_k.optional_input(OP, "seq_lens_k")?,
-                block_table: p.block_table.optional_input(OP, "block_table")?,
+            Ok(Params {
+                q: self.q.input(OP, "q")?,
+                k: self.k.input(OP, "k")?,
+                v: self.v.input(OP, "v")?,
+                out: self.out.output(OP, "out")?,
+                lse: self.lse.optional_output(OP, "lse")?,
+                bias: self.bias.optional_input(OP, "bias")?,
+                mask: self.mask.optional_input(OP, "mask")?,
+                alibi_slopes: self.alibi_slopes.optional_input(OP, "alibi_slopes")?,
+                sinks: self.sinks.optional_input(OP, "sinks")?,
+                cu_seqlens_q: self.cu_seqlens_q.optional_input(OP, "cu_seqlens_q")?,
+                cu_seqlens_k: self.cu_seqlens_k.optional_input(OP, "cu_seqlens_k")?,
+                seq_lens_k: self.seq_lens_k.optional_input(OP, "seq_lens_k")?,
+                block_table: self.block_table.optional_input(OP, "block_table")?,
                 page_layout,
-                max_seqlen_q: count("max_seqlen_q", p.max_seqlen_q)?,
-                max_seqlen_k: count("max_seqlen_k", p.max_seqlen_k)?,
-                scale: p.scale,
-                softcap: p.softcap,
-                causal: p.causal == 1,
-                window_left: count("window_left", p.window_left)?,
-                window_right: count("window_right", p.window_right)?,
-                workspace: workspace_from(OP, p.workspace, p.workspace_size)?,
-            };
-            run(context, &params)
+                max_seqlen_q: count(OP, "max_seqlen_q", self.max_seqlen_q)?,
+                max_seqlen_k: count(OP, "max_seqlen_k", self.max_seqlen_k)?,
+                scale: self.scale,
+                softcap: self.softcap,
+                causal: flag(OP, "causal", self.causal)?,
+                window_left: count(OP, "window_left", self.window_left)?,
+                window_right: count(OP, "window_right", self.window_right)?,
+                workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+            })
         }
-    })
+    }
 }
 
 /// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
@@ -192,33 +171,22 @@ pub unsafe extern "C" fn unsloth_attention_supported(
     params: *const unsloth_attention_params,
     implementation: *mut unsloth_implementation,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            let chosen = attention::supported(context, params)?;
-            write_optional(OP, "implementation", implementation, || chosen as u32)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
 }
 
 /// The bytes of workspace that this call needs, exactly; 0 on the CPU backend. Data pointers are not looked at.
 ///
 /// # Safety
-/// `params` is NULL or points to `params->struct_size` readable bytes; `size` is NULL or valid for a write.
+/// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn unsloth_attention_workspace_size(
     ctx: *mut unsloth_context,
     params: *const unsloth_attention_params,
-    size: *mut usize,
+    workspace_size: *mut usize,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            check_out(OP, "size", size)?;
-            size.write(attention::workspace_size(context, params)?);
-            Ok(())
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::workspace_size(ctx, params, workspace_size) }
 }
 
 /// Computes attention on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
@@ -236,11 +204,6 @@ pub unsafe extern "C" fn unsloth_attention_forward(
     params: *const unsloth_attention_params,
     stream: unsloth_stream,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let stream: Stream = stream_from(stream);
-        with_params(ctx, params, |context, params| {
-            attention::forward(context, params, stream)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::forward(ctx, params, stream) }
 }

@@ -2,21 +2,17 @@
 
 use std::ffi::c_void;
 
-use crate::context::{Context, Stream};
 use crate::error::{Error, Result};
-use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::context::unsloth_context;
 use crate::ffi::kv_cache::{cache_from, unsloth_kv_cache};
 use crate::ffi::linear::{output_from, weights_from};
-use crate::ffi::params::{self, params};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::params::params;
 use crate::ffi::rope::unsloth_rotation;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
-use crate::ffi::{
-    check_out, count, flag, guard, stream_from, unsloth_implementation, unsloth_stream,
-    write_optional,
-};
-use crate::kv_cache::KvCache;
-use crate::ops::attention_block::{self, Params, Projections};
+use crate::ffi::{count, flag, unsloth_implementation, unsloth_stream};
+use crate::ops::attention_block::{Params, Projections};
 use crate::ops::rope::Positions;
 
 const OP: &str = "attention_block";
@@ -122,36 +118,20 @@ params!(
     min_size = size_of::<unsloth_attention_block_params>()
 );
 
-/// Reads and converts the arguments, then calls `run`, with the cache if there is one.
-///
-/// # Safety
-/// As the exported functions.
-unsafe fn with_params(
-    ctx: *mut unsloth_context,
-    params: *const unsloth_attention_block_params,
-    run: impl FnOnce(&Context, &Params<'_>, Option<(&mut KvCache, usize)>) -> Result<()>,
-) -> unsloth_status {
-    guard(OP, || {
-        let context = &context_from(OP, ctx)?.context;
-        // SAFETY: the exported functions' contract.
-        let (p, params) = unsafe {
-            let p = params::read(OP, params)?;
-            (p, convert(&p)?)
-        };
-        if p.cache.is_null() {
-            return run(context, &params, None);
+impl WithC for unsloth_attention_block_params {
+    type Operation<'a> = Params<'a>;
+
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
+        let mut params = unsafe { convert(self) }?;
+        if self.cache.is_null() {
+            return run(&params);
         }
-        let mut cache = cache_from(OP, p.cache)?;
-        if !cache.context().is(context) {
-            let problem = "belongs to another context";
-            return Err(Error::invalid(OP, "cache", problem));
-        }
-        run(
-            context,
-            &params,
-            Some((&mut cache, count(OP, "layer", p.layer)?)),
-        )
-    })
+        let mut cache = cache_from(OP, self.cache)?;
+        let layer = cache.lend(count(OP, "layer", self.layer)?);
+        params.cache = Some(layer.map_err(|error| error.within(OP))?);
+        run(&params)
+    }
 }
 
 /// # Safety
@@ -189,6 +169,7 @@ unsafe fn convert<'a>(p: &unsloth_attention_block_params) -> Result<Params<'a>> 
                 true => Some(p.rotation.read(OP)?),
             },
             positions,
+            cache: None,
             cu_seqlens: p.cu_seqlens.optional_input(OP, "cu_seqlens")?,
             max_seqlen: count(OP, "max_seqlen", p.max_seqlen)?,
             scale: p.scale,
@@ -260,16 +241,8 @@ pub unsafe extern "C" fn unsloth_attention_block_supported(
     params: *const unsloth_attention_block_params,
     implementation: *mut unsloth_implementation,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params, cached| {
-            let chosen = match cached {
-                None => attention_block::supported(context, params),
-                Some((cache, layer)) => attention_block::supported_cached(cache, layer, params),
-            }?;
-            write_optional(OP, "implementation", implementation, || chosen as u32)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
 }
 
 /// Writes the workspace for the call to `workspace_size`, in bytes: queries, keys and values of all tokens, attention's output, each
@@ -285,20 +258,8 @@ pub unsafe extern "C" fn unsloth_attention_block_workspace_size(
     params: *const unsloth_attention_block_params,
     workspace_size: *mut usize,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params, cached| {
-            check_out(OP, "workspace_size", workspace_size)?;
-            let size = match cached {
-                None => attention_block::workspace_size(context, params),
-                Some((cache, layer)) => {
-                    attention_block::workspace_size_cached(cache, layer, params)
-                }
-            }?;
-            workspace_size.write(size);
-            Ok(())
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::workspace_size(ctx, params, workspace_size) }
 }
 
 /// Computes the block on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
@@ -315,12 +276,6 @@ pub unsafe extern "C" fn unsloth_attention_block_forward(
     params: *const unsloth_attention_block_params,
     stream: unsloth_stream,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let stream: Stream = stream_from(stream);
-        with_params(ctx, params, |context, params, cached| match cached {
-            None => attention_block::forward(context, params, stream),
-            Some((cache, layer)) => attention_block::forward_cached(cache, layer, params, stream),
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::forward(ctx, params, stream) }
 }

@@ -4,15 +4,13 @@ use std::ffi::c_char;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::estimate::{self, AttentionShape, Checkpointing, Inference, Model, Optimizer, Training};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::kv_cache::{config_from, unsloth_kv_cache_params};
 use crate::ffi::params::{self, Params, params};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::unsloth_dtype;
 use crate::ffi::{check_out, flag, guard};
-use crate::memory::estimate::{
-    self, AttentionShape, Checkpointing, Inference, Model, Optimizer, Training,
-};
 
 const OP: &str = "estimate";
 

@@ -3,16 +3,14 @@
 use std::ffi::c_void;
 use std::mem::offset_of;
 
-use crate::context::Stream;
 use crate::error::{Error, Result};
-use crate::ffi::context::{context_from, unsloth_context};
-use crate::ffi::params::{self, params};
+use crate::ffi::context::unsloth_context;
+use crate::ffi::operation::{self, FromC};
+use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{in_out, unsloth_tensor, workspace_from};
-use crate::ffi::{
-    check_out, guard, stream_from, unsloth_implementation, unsloth_stream, write_optional,
-};
-use crate::ops::linear::{self, Output, Params, Weights};
+use crate::ffi::{unsloth_implementation, unsloth_stream};
+use crate::ops::linear::{Output, Params, Weights};
 
 const OP: &str = "linear";
 
@@ -86,29 +84,20 @@ pub(crate) unsafe fn weights_from<'a>(
     }
 }
 
-/// Reads and converts the arguments, then calls `run`.
-///
-/// # Safety
-/// As the exported functions.
-unsafe fn with_params(
-    ctx: *mut unsloth_context,
-    params: *const unsloth_linear_params,
-    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
-) -> unsloth_status {
-    guard(OP, || {
-        let context = &context_from(OP, ctx)?.context;
-        // SAFETY: the exported functions' contract.
+impl FromC for unsloth_linear_params {
+    type Operation<'a> = Params<'a>;
+
+    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
-            let p = params::read(OP, params)?;
-            let params = Params {
-                x: p.x.input(OP, "x")?,
-                weights: weights_from(OP, ("weight", "bias"), &p.weight, &p.bias)?,
-                output: output_from(OP, &p.residual, &p.out)?,
-                workspace: workspace_from(OP, p.workspace, p.workspace_size)?,
-            };
-            run(context, &params)
+            Ok(Params {
+                x: self.x.input(OP, "x")?,
+                weights: weights_from(OP, ("weight", "bias"), &self.weight, &self.bias)?,
+                output: output_from(OP, &self.residual, &self.out)?,
+                workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+            })
         }
-    })
+    }
 }
 
 /// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
@@ -122,13 +111,8 @@ pub unsafe extern "C" fn unsloth_linear_supported(
     params: *const unsloth_linear_params,
     implementation: *mut unsloth_implementation,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            let chosen = linear::supported(context, params)?;
-            write_optional(OP, "implementation", implementation, || chosen as u32)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
 }
 
 /// Writes the workspace that makes the call faster to `workspace_size`, in bytes, for data aligned to 16 bytes: what the algorithm needs
@@ -144,14 +128,8 @@ pub unsafe extern "C" fn unsloth_linear_workspace_size(
     params: *const unsloth_linear_params,
     workspace_size: *mut usize,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            check_out(OP, "workspace_size", workspace_size)?;
-            workspace_size.write(linear::workspace_size(context, params)?);
-            Ok(())
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::workspace_size(ctx, params, workspace_size) }
 }
 
 /// Computes the layer on `stream`, accumulating in f32. Neither allocates device memory nor synchronises, and may be captured into a CUDA
@@ -168,11 +146,6 @@ pub unsafe extern "C" fn unsloth_linear_forward(
     params: *const unsloth_linear_params,
     stream: unsloth_stream,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let stream: Stream = stream_from(stream);
-        with_params(ctx, params, |context, params| {
-            linear::forward(context, params, stream)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::forward(ctx, params, stream) }
 }

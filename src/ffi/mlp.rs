@@ -2,20 +2,18 @@
 
 use std::ffi::c_void;
 
-use crate::context::Stream;
 use crate::error::{Error, Result};
-use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::context::unsloth_context;
 use crate::ffi::linear::{output_from, weights_from};
-use crate::ffi::params::{self, params};
+use crate::ffi::operation::{self, FromC};
+use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::swiglu::{
     activation_from, gate_order_from, unsloth_activation, unsloth_gate_order,
 };
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
-use crate::ffi::{
-    check_out, guard, stream_from, unsloth_implementation, unsloth_stream, write_optional,
-};
-use crate::ops::mlp::{self, GateUp, Params};
+use crate::ffi::{unsloth_implementation, unsloth_stream};
+use crate::ops::mlp::{GateUp, Params};
 
 const OP: &str = "mlp";
 
@@ -67,36 +65,27 @@ params!(
     min_size = size_of::<unsloth_mlp_params>()
 );
 
-/// Reads and converts the arguments, then calls `run`.
-///
-/// # Safety
-/// As the exported functions.
-unsafe fn with_params(
-    ctx: *mut unsloth_context,
-    params: *const unsloth_mlp_params,
-    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
-) -> unsloth_status {
-    guard(OP, || {
-        let context = &context_from(OP, ctx)?.context;
-        // SAFETY: the exported functions' contract.
+impl FromC for unsloth_mlp_params {
+    type Operation<'a> = Params<'a>;
+
+    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
-            let p = params::read(OP, params)?;
-            let params = Params {
-                x: p.x.input(OP, "x")?,
-                gate_up: gate_up(&p)?,
-                activation: activation_from(OP, p.activation)?,
+            Ok(Params {
+                x: self.x.input(OP, "x")?,
+                gate_up: gate_up(self)?,
+                activation: activation_from(OP, self.activation)?,
                 down: weights_from(
                     OP,
                     ("down_weight", "down_bias"),
-                    &p.down_weight,
-                    &p.down_bias,
+                    &self.down_weight,
+                    &self.down_bias,
                 )?,
-                output: output_from(OP, &p.residual, &p.out)?,
-                workspace: workspace_from(OP, p.workspace, p.workspace_size)?,
-            };
-            run(context, &params)
+                output: output_from(OP, &self.residual, &self.out)?,
+                workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+            })
         }
-    })
+    }
 }
 
 /// # Safety
@@ -148,13 +137,8 @@ pub unsafe extern "C" fn unsloth_mlp_supported(
     params: *const unsloth_mlp_params,
     implementation: *mut unsloth_implementation,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            let chosen = mlp::supported(context, params)?;
-            write_optional(OP, "implementation", implementation, || chosen as u32)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
 }
 
 /// Writes the workspace for the call to `workspace_size`, in bytes: one intermediate, `tokens * intermediate` elements of the dtype of `x`,
@@ -172,14 +156,8 @@ pub unsafe extern "C" fn unsloth_mlp_workspace_size(
     params: *const unsloth_mlp_params,
     workspace_size: *mut usize,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            check_out(OP, "workspace_size", workspace_size)?;
-            workspace_size.write(mlp::workspace_size(context, params)?);
-            Ok(())
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::workspace_size(ctx, params, workspace_size) }
 }
 
 /// Computes the block on `stream`, accumulating in f32; the activated intermediate is rounded to the dtype of `x`. Neither allocates
@@ -196,11 +174,6 @@ pub unsafe extern "C" fn unsloth_mlp_forward(
     params: *const unsloth_mlp_params,
     stream: unsloth_stream,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let stream: Stream = stream_from(stream);
-        with_params(ctx, params, |context, params| {
-            mlp::forward(context, params, stream)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::forward(ctx, params, stream) }
 }

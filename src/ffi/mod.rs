@@ -19,6 +19,7 @@ pub mod kv_cache_sequence;
 pub mod linear;
 pub mod memory;
 pub mod mlp;
+mod operation;
 mod params;
 pub mod rms_norm;
 pub mod rope;

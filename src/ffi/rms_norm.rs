@@ -1,13 +1,13 @@
 //! RMSNorm.
 
-use crate::context::Stream;
 use crate::error::Result;
-use crate::ffi::context::{context_from, unsloth_context};
-use crate::ffi::params::{self, params};
+use crate::ffi::context::unsloth_context;
+use crate::ffi::operation::{self, FromC};
+use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{in_out, unsloth_tensor};
-use crate::ffi::{guard, stream_from, unsloth_implementation, unsloth_stream, write_optional};
-use crate::ops::rms_norm::{self, Params};
+use crate::ffi::{unsloth_implementation, unsloth_stream};
+use crate::ops::rms_norm::Params;
 
 const OP: &str = "rms_norm";
 
@@ -40,36 +40,27 @@ params!(
     min_size = size_of::<unsloth_rms_norm_params>()
 );
 
-/// Reads and converts the arguments, then calls `run`.
-///
-/// # Safety
-/// As the exported functions.
-unsafe fn with_params(
-    ctx: *mut unsloth_context,
-    params: *const unsloth_rms_norm_params,
-    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
-) -> unsloth_status {
-    guard(OP, || {
-        let context = &context_from(OP, ctx)?.context;
-        // SAFETY: the exported functions' contract.
+impl FromC for unsloth_rms_norm_params {
+    type Operation<'a> = Params<'a>;
+
+    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
-            let p = params::read(OP, params)?;
-            let x = in_out(OP, ("x", "out"), &p.x, &p.out)?;
-            let params = Params {
+            let x = in_out(OP, ("x", "out"), &self.x, &self.out)?;
+            Ok(Params {
                 x: x.ok_or_else(|| crate::Error::invalid(OP, "x", "is absent, it is required"))?,
                 residual: in_out(
                     OP,
                     ("residual", "residual_out"),
-                    &p.residual,
-                    &p.residual_out,
+                    &self.residual,
+                    &self.residual_out,
                 )?,
-                weight: p.weight.optional_input(OP, "weight")?,
-                weight_offset: p.weight_offset,
-                epsilon: p.epsilon,
-            };
-            run(context, &params)
+                weight: self.weight.optional_input(OP, "weight")?,
+                weight_offset: self.weight_offset,
+                epsilon: self.epsilon,
+            })
         }
-    })
+    }
 }
 
 /// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
@@ -83,13 +74,8 @@ pub unsafe extern "C" fn unsloth_rms_norm_supported(
     params: *const unsloth_rms_norm_params,
     implementation: *mut unsloth_implementation,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            let chosen = rms_norm::supported(context, params)?;
-            write_optional(OP, "implementation", implementation, || chosen as u32)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
 }
 
 /// Normalises on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
@@ -105,11 +91,6 @@ pub unsafe extern "C" fn unsloth_rms_norm_forward(
     params: *const unsloth_rms_norm_params,
     stream: unsloth_stream,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let stream: Stream = stream_from(stream);
-        with_params(ctx, params, |context, params| {
-            rms_norm::forward(context, params, stream)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::forward(ctx, params, stream) }
 }

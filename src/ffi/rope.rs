@@ -1,15 +1,13 @@
 //! Rotary position embedding.
 
-use crate::context::Stream;
 use crate::error::{Error, Result};
-use crate::ffi::context::{context_from, unsloth_context};
-use crate::ffi::params::{self, params};
+use crate::ffi::context::unsloth_context;
+use crate::ffi::operation::{self, FromC};
+use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{in_out, unsloth_tensor};
-use crate::ffi::{
-    flag, guard, stream_from, unsloth_implementation, unsloth_stream, write_optional,
-};
-use crate::ops::rope::{self, Angles, Params, Positions, Rotation, Scaling, Style};
+use crate::ffi::{flag, unsloth_implementation, unsloth_stream};
+use crate::ops::rope::{Angles, Params, Positions, Rotation, Scaling, Style};
 
 const OP: &str = "rope";
 
@@ -186,39 +184,32 @@ params!(
     min_size = size_of::<unsloth_rope_params>()
 );
 
-/// Reads and converts the arguments, then calls `run`.
-///
-/// # Safety
-/// As the exported functions.
-unsafe fn with_params(
-    ctx: *mut unsloth_context,
-    params: *const unsloth_rope_params,
-    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
-) -> unsloth_status {
-    guard(OP, || {
-        let context = &context_from(OP, ctx)?.context;
-        // SAFETY: the exported functions' contract.
+impl FromC for unsloth_rope_params {
+    type Operation<'a> = Params<'a>;
+
+    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
-            let p = params::read(OP, params)?;
-            let positions = match p.positions.optional_input(OP, "positions")? {
-                None => Positions::From(p.position_offset),
-                Some(positions) if p.position_offset == 0 => Positions::PerToken(positions),
+            let positions = match self.positions.optional_input(OP, "positions")? {
+                None => Positions::From(self.position_offset),
+                Some(positions) if self.position_offset == 0 => Positions::PerToken(positions),
                 Some(_) => {
-                    let problem =
-                        format!("is {} and positions are there: set one", p.position_offset);
+                    let problem = format!(
+                        "is {} and positions are there: set one",
+                        self.position_offset
+                    );
                     return Err(Error::invalid(OP, "position_offset", problem));
                 }
             };
-            let params = Params {
-                q: in_out(OP, ("q", "q_out"), &p.q, &p.q_out)?,
-                k: in_out(OP, ("k", "k_out"), &p.k, &p.k_out)?,
+            Ok(Params {
+                q: in_out(OP, ("q", "q_out"), &self.q, &self.q_out)?,
+                k: in_out(OP, ("k", "k_out"), &self.k, &self.k_out)?,
                 positions,
-                rotation: p.rotation.read(OP)?,
-                inverse: flag(OP, "inverse", p.inverse)?,
-            };
-            run(context, &params)
+                rotation: self.rotation.read(OP)?,
+                inverse: flag(OP, "inverse", self.inverse)?,
+            })
         }
-    })
+    }
 }
 
 /// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
@@ -232,13 +223,8 @@ pub unsafe extern "C" fn unsloth_rope_supported(
     params: *const unsloth_rope_params,
     implementation: *mut unsloth_implementation,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            let chosen = rope::supported(context, params)?;
-            write_optional(OP, "implementation", implementation, || chosen as u32)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
 }
 
 /// Rotates on `stream`. Needs no workspace; neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
@@ -255,11 +241,6 @@ pub unsafe extern "C" fn unsloth_rope_forward(
     params: *const unsloth_rope_params,
     stream: unsloth_stream,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let stream: Stream = stream_from(stream);
-        with_params(ctx, params, |context, params| {
-            rope::forward(context, params, stream)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::forward(ctx, params, stream) }
 }

@@ -1,13 +1,13 @@
 //! Gated activations.
 
-use crate::context::Stream;
 use crate::error::{Error, Result};
-use crate::ffi::context::{context_from, unsloth_context};
-use crate::ffi::params::{self, params};
+use crate::ffi::context::unsloth_context;
+use crate::ffi::operation::{self, FromC};
+use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{in_out, unsloth_tensor};
-use crate::ffi::{guard, stream_from, unsloth_implementation, unsloth_stream, write_optional};
-use crate::ops::swiglu::{self, Activation, GateOrder, Params, Tensors};
+use crate::ffi::{unsloth_implementation, unsloth_stream};
+use crate::ops::swiglu::{Activation, GateOrder, Params, Tensors};
 
 const OP: &str = "swiglu";
 
@@ -71,24 +71,16 @@ pub(crate) fn gate_order_from(op: &'static str, order: unsloth_gate_order) -> Re
     })
 }
 
-/// Reads and converts the arguments, then calls `run`.
-///
-/// # Safety
-/// As the exported functions.
-unsafe fn with_params(
-    ctx: *mut unsloth_context,
-    params: *const unsloth_swiglu_params,
-    run: impl FnOnce(&crate::Context, &Params<'_>) -> Result<()>,
-) -> unsloth_status {
-    guard(OP, || {
-        let context = &context_from(OP, ctx)?.context;
-        // SAFETY: the exported functions' contract.
+impl FromC for unsloth_swiglu_params {
+    type Operation<'a> = Params<'a>;
+
+    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
-            let p = params::read(OP, params)?;
-            let order = gate_order_from(OP, p.gate_order)?;
-            let tensors = match p.gate_up.optional_input(OP, "gate_up")? {
+            let order = gate_order_from(OP, self.gate_order)?;
+            let tensors = match self.gate_up.optional_input(OP, "gate_up")? {
                 Some(gate_up) => {
-                    for (name, part) in [("gate", &p.gate), ("up", &p.up)] {
+                    for (name, part) in [("gate", &self.gate), ("up", &self.up)] {
                         if !part.is_absent() {
                             let problem = "and gate_up are both there: set one";
                             return Err(Error::invalid(OP, name, problem));
@@ -97,26 +89,25 @@ unsafe fn with_params(
                     Tensors::Packed {
                         gate_up,
                         order,
-                        out: p.out.output(OP, "out")?,
+                        out: self.out.output(OP, "out")?,
                     }
                 }
                 None => {
-                    let gate = in_out(OP, ("gate", "out"), &p.gate, &p.out)?;
+                    let gate = in_out(OP, ("gate", "out"), &self.gate, &self.out)?;
                     Tensors::Apart {
                         gate: gate.ok_or_else(|| {
                             Error::invalid(OP, "gate", "and gate_up are absent, one is required")
                         })?,
-                        up: p.up.input(OP, "up")?,
+                        up: self.up.input(OP, "up")?,
                     }
                 }
             };
-            let params = Params {
+            Ok(Params {
                 tensors,
-                activation: activation_from(OP, p.activation)?,
-            };
-            run(context, &params)
+                activation: activation_from(OP, self.activation)?,
+            })
         }
-    })
+    }
 }
 
 /// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
@@ -130,13 +121,8 @@ pub unsafe extern "C" fn unsloth_swiglu_supported(
     params: *const unsloth_swiglu_params,
     implementation: *mut unsloth_implementation,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        with_params(ctx, params, |context, params| {
-            let chosen = swiglu::supported(context, params)?;
-            write_optional(OP, "implementation", implementation, || chosen as u32)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
 }
 
 /// Computes the gated activation on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a
@@ -153,11 +139,6 @@ pub unsafe extern "C" fn unsloth_swiglu_forward(
     params: *const unsloth_swiglu_params,
     stream: unsloth_stream,
 ) -> unsloth_status {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let stream: Stream = stream_from(stream);
-        with_params(ctx, params, |context, params| {
-            swiglu::forward(context, params, stream)
-        })
-    }
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::forward(ctx, params, stream) }
 }

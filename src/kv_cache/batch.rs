@@ -7,41 +7,11 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::memory::{Buffer, Staging};
-use crate::tensor::TensorRef;
+use crate::ops::kv_cache::Batch;
 
 use super::config::{Config, Tables};
 use super::sequences::Sequence;
 use super::{Growth, SequenceId};
-
-/// The tables of the current batch, in the order of the list given to [`KvCache::extend`](super::KvCache::extend). Tensors are on
-/// the context's device, i32; slices are their copies on the host.
-#[derive(Clone, Copy, Debug)]
-pub struct Batch<'a> {
-    /// Sequences.
-    pub num_sequences: usize,
-    /// New tokens of all sequences.
-    pub num_tokens: usize,
-    /// New tokens of the sequence that has the most.
-    pub max_query_length: usize,
-    /// Tokens of the longest sequence, new ones included.
-    pub max_sequence_length: usize,
-    /// Tokens of each sequence, new ones included: `[num_sequences]`.
-    pub seq_lens: TensorRef<'a>,
-    /// Where each sequence's new tokens start among those of the batch, and their number: `[num_sequences + 1]`.
-    pub cu_seqlens: TensorRef<'a>,
-    /// Position of each new token: `[num_tokens]`.
-    pub positions: TensorRef<'a>,
-    /// Pages of each sequence: `[num_sequences, max_pages_per_sequence]`. Entries past a sequence's last page are some page or other.
-    pub block_table: TensorRef<'a>,
-    /// `seq_lens` on the host.
-    pub host_seq_lens: &'a [i32],
-    /// `cu_seqlens` on the host.
-    pub host_cu_seqlens: &'a [i32],
-    /// `positions` on the host.
-    pub host_positions: &'a [i32],
-    /// `block_table` on the host.
-    pub host_block_table: &'a [i32],
-}
 
 /// The tables' memory and what the last batch left in it.
 #[derive(Debug)]

@@ -1,8 +1,10 @@
 //! Growing sequences: pages are taken first, and become part of their sequences once nothing can fail any more.
 
-use crate::context::Stream;
+use crate::backend::Stream;
+use crate::context::Planned;
 use crate::error::{Error, Result};
-use crate::ops::kv_cache as ops;
+use crate::problem::{Plan, kv_cache::CopyPages};
+use crate::tensor::Scratch;
 
 use super::config;
 use super::pages::Page;
@@ -88,14 +90,16 @@ impl KvCache {
         let copied = [&self.keys, &self.values]
             .into_iter()
             .try_for_each(|buffer| {
-                let problem = ops::CopyPages {
+                let problem = CopyPages {
                     pages: buffer.as_ptr(),
                     page_bytes: buffer.size() / (self.config.num_layers * self.config.num_pages),
                     num_pages: self.config.num_pages,
                     num_layers: self.config.num_layers,
                     copies: &copies,
                 };
-                ops::copy_pages(self.keys.context(), &problem, stream)
+                problem
+                    .plan(self.keys.context())?
+                    .launch(Scratch::NONE, stream)
             });
         if let Err(error) = copied {
             self.undo(growths);

@@ -38,17 +38,20 @@ mod sequences;
 mod stats;
 
 pub use crate::ops::attention::PageLayout;
-pub use batch::Batch;
+pub use crate::ops::kv_cache::{Batch, Layer};
 pub use config::{CacheSize, Config};
 pub use sequences::SequenceId;
 pub use stats::{CacheStats, SequenceInfo};
 
-use crate::context::{Context, Stream};
+use std::marker::PhantomData;
+
+use crate::backend::Stream;
+use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::memory::Buffer;
 use crate::ops::attention;
-use crate::ops::kv_cache as ops;
 use crate::ops::rope::Rotation;
+use crate::ops::{kv_cache as ops, operation};
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 use batch::Step;
 use growth::Growth;
@@ -321,11 +324,38 @@ impl KvCache {
     /// # Errors
     /// There is no current batch, or an argument is wrong (nothing was written), or the launch failed.
     pub fn append(&mut self, params: &Append<'_>, stream: Stream) -> Result<()> {
-        let op = "kv_cache_append";
-        let (keys, values) = self.layer_tensors(op, params.layer)?;
-        let batch = self.step.batch(op)?;
-        let problem = ops::Append::new(op, params, (keys, values), &batch, &self.config)?;
-        ops::append(self.keys.context(), &problem, stream)
+        let append = ops::Params {
+            layer: self.lent("kv_cache_append", params.layer)?,
+            k: params.k,
+            v: params.v,
+            rotation: params.rotation,
+        };
+        operation::forward(self.context(), &append, stream)
+    }
+
+    /// Lends a layer to an operation that appends the current batch's new tokens to it: an
+    /// [`attention_block`](crate::ops::attention_block).
+    ///
+    /// # Errors
+    /// There is no current batch or no such layer.
+    pub fn lend(&mut self, layer: usize) -> Result<Layer<'_>> {
+        self.lent("kv_cache_lend", layer)
+    }
+
+    fn lent(&self, op: &'static str, layer: usize) -> Result<Layer<'_>> {
+        let (k_pages, v_pages) = self.layer_tensors(op, layer)?;
+        Ok(Layer {
+            context: self.context(),
+            k_pages,
+            v_pages,
+            page_layout: self.config.page_layout,
+            num_kv_heads: self.config.num_kv_heads,
+            head_dim: self.config.head_dim,
+            v_head_dim: self.config.v_head_dim,
+            max_sequence_length: self.config.max_sequence_length,
+            batch: self.step.batch(op)?,
+            pages: PhantomData,
+        })
     }
 
     /// Attention of the current batch's new tokens over everything their sequences hold in a layer: arguments for

@@ -1,8 +1,7 @@
 //! Owned memory of a context.
 
-use std::alloc::Layout as AllocLayout;
-
-use crate::context::{Context, Device, Stream};
+use crate::backend::{Allocation, CopyKind, Stream};
+use crate::context::Context;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::layout::Layout;
@@ -18,11 +17,7 @@ pub(crate) const FREE_OUTSIDE: &str = "free after the capture";
 /// A buffer keeps its context alive. Contents are zero when [`Buffer::new`] made it.
 #[derive(Debug)]
 pub struct Buffer {
-    ptr: *mut u8,
-    size: usize,
-    /// Whether it is the pool's.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pooled: bool,
+    memory: Allocation,
     context: Context,
 }
 
@@ -37,11 +32,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::OutOfMemory`] if the limit would be passed or the device has no more.
     pub fn new(context: &Context, size: usize) -> Result<Buffer> {
-        Buffer::allocated(context, size, || match context.device() {
-            Device::Cpu(_) => Ok((host_alloc(size)?, false)),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => Ok((cuda.alloc(OP, size)?, false)),
-        })
+        Buffer::allocated(context, size, || context.device().alloc(OP, size))
     }
 
     /// Allocates `size` bytes in the order of `stream`, with unspecified contents: neither waits for the device nor asks it for memory
@@ -53,29 +44,24 @@ impl Buffer {
     ///
     /// # Errors
     /// As [`Buffer::new`]; [`Error::InvalidArgument`] if the stream is being captured.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub unsafe fn new_async(context: &Context, size: usize, stream: Stream) -> Result<Buffer> {
         context.check_not_capturing(OP, stream, ALLOCATE_OUTSIDE)?;
-        Buffer::allocated(context, size, || match context.device() {
-            Device::Cpu(_) => Ok((host_alloc(size)?, false)),
-            #[cfg(feature = "cuda")]
+        Buffer::allocated(context, size, || {
             // SAFETY: a `Stream` is live and of the device; that it is not captured was checked.
-            Device::Cuda(cuda) => unsafe { cuda.alloc_async(OP, size, stream) },
+            unsafe { context.device().alloc_async(OP, size, stream) }
         })
     }
 
     fn allocated(
         context: &Context,
         size: usize,
-        allocate: impl FnOnce() -> Result<(*mut u8, bool)>,
+        allocate: impl FnOnce() -> Result<Allocation>,
     ) -> Result<Buffer> {
         let bytes = size as u64;
         context.accountant().reserve(OP, bytes)?;
         match allocate() {
-            Ok((ptr, pooled)) => Ok(Buffer {
-                ptr,
-                size,
-                pooled,
+            Ok(memory) => Ok(Buffer {
+                memory,
                 context: context.clone(),
             }),
             Err(error) => {
@@ -93,25 +79,19 @@ impl Buffer {
     ///
     /// # Errors
     /// The stream is being captured (the buffer is freed as if dropped), or the driver refuses.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub unsafe fn free_async(self, stream: Stream) -> Result<()> {
         self.context.check_not_capturing(OP, stream, FREE_OUTSIDE)?;
-        match self.context.device() {
-            Device::Cpu(_) => Ok(()),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => {
-                // SAFETY: allocated by the device; the caller's promise; that the stream is not captured was checked.
-                unsafe { cuda.free_async(OP, self.ptr, self.pooled, stream) }?;
-                self.forget();
-                Ok(())
-            }
-        }
+        let device = self.context.device();
+        // SAFETY: the device gave it out, and `forget` keeps it from being freed again; the caller
+        // promises that no work of other streams uses it; the stream is not captured, as was checked.
+        unsafe { device.free_async(OP, self.memory, stream) }?;
+        self.forget();
+        Ok(())
     }
 
     /// Lets go of memory that has been freed.
-    #[cfg(feature = "cuda")]
     fn forget(self) {
-        self.context.accountant().release(self.size as u64);
+        self.context.accountant().release(self.memory.size as u64);
         let this = std::mem::ManuallyDrop::new(self);
         // SAFETY: read once, from a buffer that is not dropped.
         drop(unsafe { std::ptr::read(&raw const this.context) });
@@ -130,12 +110,12 @@ impl Buffer {
 
     /// Size in bytes.
     pub fn size(&self) -> usize {
-        self.size
+        self.memory.size
     }
 
     /// Address on the device; never NULL, aligned to [`Workspace::ALIGNMENT`].
     pub fn as_ptr(&self) -> *mut u8 {
-        self.ptr
+        self.memory.ptr
     }
 
     /// The context it belongs to.
@@ -147,7 +127,6 @@ impl Buffer {
     ///
     /// # Errors
     /// The range is outside the buffer, or the driver refuses.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn copy_from_slice<T: Element>(
         &mut self,
         offset: usize,
@@ -156,25 +135,11 @@ impl Buffer {
     ) -> Result<()> {
         let bytes = std::mem::size_of_val(data);
         self.check_range(offset, bytes)?;
-        match self.context.device() {
-            Device::Cpu(_) => {
-                // SAFETY: the range was checked, and `self` is borrowed mutably so `data` is not part of it.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(
-                        data.as_ptr().cast(),
-                        self.ptr.add(offset),
-                        bytes,
-                    );
-                }
-                Ok(())
-            }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => {
-                let to = self.ptr.wrapping_add(offset);
-                // SAFETY: the range was checked, and the copy is done with `data` when it returns.
-                unsafe { cuda.upload(OP, to, data.as_ptr().cast(), bytes, stream) }
-            }
-        }
+        let to = self.memory.ptr.wrapping_add(offset);
+        let device = self.context.device();
+        // SAFETY: the range was checked, `self` is borrowed mutably so `data` is not part of it, and the
+        // copy is done with `data` when it returns.
+        unsafe { device.upload(OP, to, data.as_ptr().cast(), bytes, stream) }
     }
 
     /// Copies `count` elements from `offset` bytes into the buffer to the host, after everything queued on `stream`.
@@ -199,32 +164,16 @@ impl Buffer {
             ));
         }
         let mut out: Vec<T> = Vec::with_capacity(count);
-        match self.context.device() {
-            Device::Cpu(_) => {
-                self.context.synchronize(stream)?;
-                // SAFETY: the source range was checked; the destination has room for `count` elements; every bit pattern is a
-                // value of the remaining element types (bool was refused).
-                unsafe {
-                    std::ptr::copy_nonoverlapping(
-                        self.ptr.add(offset),
-                        out.as_mut_ptr().cast(),
-                        bytes,
-                    );
-                    out.set_len(count);
-                }
-            }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => {
-                let from = self.ptr.wrapping_add(offset).cast_const();
-                let to = out.as_mut_ptr().cast();
-                let kind = crate::memory::CopyKind::DeviceToHost;
-                // SAFETY: as above, and nothing looks at the elements before the copy has run.
-                unsafe {
-                    cuda.copy(OP, to, from, bytes, kind, stream)?;
-                    cuda.synchronize(OP, stream)?;
-                    out.set_len(count);
-                }
-            }
+        let from = self.memory.ptr.wrapping_add(offset).cast_const();
+        let to = out.as_mut_ptr().cast();
+        let device = self.context.device();
+        // SAFETY: the source range was checked; the destination has room for `count` elements, at which
+        // nothing looks before the copy has run; every bit pattern is a value of the remaining element
+        // types (bool was refused).
+        unsafe {
+            device.copy(OP, to, from, bytes, CopyKind::DeviceToHost, stream)?;
+            device.synchronize(OP, stream)?;
+            out.set_len(count);
         }
         Ok(out)
     }
@@ -236,7 +185,7 @@ impl Buffer {
     pub fn tensor(&self, offset: usize, dtype: DType, layout: Layout) -> Result<TensorRef<'_>> {
         self.check_view(offset, dtype, &layout)?;
         // SAFETY: the range lies in memory that `self` owns, on the host initialised when it was made.
-        Ok(unsafe { TensorRef::from_raw(self.ptr.add(offset), dtype, layout) })
+        Ok(unsafe { TensorRef::from_raw(self.memory.ptr.add(offset), dtype, layout) })
     }
 
     /// A writable view of part of the buffer, from `offset` bytes on.
@@ -251,13 +200,13 @@ impl Buffer {
     ) -> Result<TensorMut<'_>> {
         self.check_view(offset, dtype, &layout)?;
         // SAFETY: the range lies in memory that `self` owns, borrowed mutably for as long as the view lives.
-        Ok(unsafe { TensorMut::from_raw(self.ptr.add(offset), dtype, layout) })
+        Ok(unsafe { TensorMut::from_raw(self.memory.ptr.add(offset), dtype, layout) })
     }
 
     /// The whole buffer as a workspace.
     pub fn workspace(&mut self) -> Workspace<'_> {
         // SAFETY: `self` owns the memory and is borrowed mutably for as long as the workspace lives.
-        unsafe { Workspace::from_raw(self.ptr, self.size) }
+        unsafe { Workspace::from_raw(self.memory.ptr, self.memory.size) }
     }
 
     fn check_view(&self, offset: usize, dtype: DType, layout: &Layout) -> Result<()> {
@@ -275,7 +224,7 @@ impl Buffer {
     pub(super) fn check_range(&self, offset: usize, bytes: usize) -> Result<()> {
         if offset
             .checked_add(bytes)
-            .is_some_and(|end| end <= self.size)
+            .is_some_and(|end| end <= self.memory.size)
         {
             return Ok(());
         }
@@ -284,7 +233,7 @@ impl Buffer {
             "range",
             format!(
                 "of {bytes} bytes from {offset} is outside the buffer of {} bytes",
-                self.size
+                self.memory.size
             ),
         ))
     }
@@ -292,43 +241,8 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        match self.context.device() {
-            // SAFETY: allocated by `host_alloc` with this size, and dropped once.
-            Device::Cpu(_) => unsafe { host_free(self.ptr, self.size) },
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => {
-                // SAFETY: allocated by the device, and dropped once. A lost context has freed it already.
-                let _ = unsafe { cuda.free(OP, self.ptr, self.pooled) };
-            }
-        }
-        self.context.accountant().release(self.size as u64);
-    }
-}
-
-fn host_layout(size: usize) -> Option<AllocLayout> {
-    AllocLayout::from_size_align(size.max(1), Workspace::ALIGNMENT).ok()
-}
-
-fn host_alloc(size: usize) -> Result<*mut u8> {
-    let ptr = host_layout(size).map_or(std::ptr::null_mut(), |layout| {
-        // SAFETY: the layout's size is not zero.
-        unsafe { std::alloc::alloc_zeroed(layout) }
-    });
-    match ptr.is_null() {
-        false => Ok(ptr),
-        true => Err(Error::OutOfMemory {
-            op: OP,
-            requested: size as u64,
-            reason: "the host has too little free memory".into(),
-        }),
-    }
-}
-
-/// # Safety
-/// `ptr` came from `host_alloc(size)` and has not been freed.
-unsafe fn host_free(ptr: *mut u8, size: usize) {
-    if let Some(layout) = host_layout(size) {
-        // SAFETY: the caller's promise, with the layout computed as at allocation.
-        unsafe { std::alloc::dealloc(ptr, layout) }
+        // SAFETY: the device gave it out, and it is dropped once. A lost context has freed it already.
+        let _ = unsafe { self.context.device().free(OP, self.memory) };
+        self.context.accountant().release(self.memory.size as u64);
     }
 }

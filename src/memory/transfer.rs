@@ -1,31 +1,8 @@
 //! Copies and fills of raw memory, queued on a stream.
 
-use crate::context::{Context, Device, Stream};
-#[cfg(feature = "cuda")]
-use crate::error::Error;
+use crate::backend::{CopyKind, Stream};
+use crate::context::Context;
 use crate::error::Result;
-
-/// Between which memories a copy goes. The discriminants are those of the C ABI (`UNSLOTH_COPY_KIND_*`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum CopyKind {
-    /// From the host to the context's device.
-    HostToDevice = 1,
-    /// From the context's device to the host.
-    DeviceToHost = 2,
-    /// Within the context's device.
-    DeviceToDevice = 3,
-}
-
-impl CopyKind {
-    /// The kind with this C ABI value.
-    pub fn from_raw(value: u32) -> Option<CopyKind> {
-        use CopyKind::{DeviceToDevice, DeviceToHost, HostToDevice};
-        [HostToDevice, DeviceToHost, DeviceToDevice]
-            .into_iter()
-            .find(|k| *k as u32 == value)
-    }
-}
 
 /// Queues a copy of `size` bytes.
 ///
@@ -34,7 +11,6 @@ impl CopyKind {
 ///
 /// # Errors
 /// The driver refuses.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub unsafe fn copy(
     context: &Context,
     dst: *mut u8,
@@ -43,30 +19,21 @@ pub unsafe fn copy(
     kind: CopyKind,
     stream: Stream,
 ) -> Result<()> {
-    match context.device() {
-        Device::Cpu(_) => {
-            if size > 0 {
-                // SAFETY: the caller's promise; device and host are the same memory here.
-                unsafe { std::ptr::copy_nonoverlapping(src, dst, size) };
-            }
-            Ok(())
-        }
-        #[cfg(feature = "cuda")]
-        // SAFETY: the caller's promise.
-        Device::Cuda(cuda) => unsafe { cuda.copy("memory_copy", dst, src, size, kind, stream) },
-    }
+    let device = context.device();
+    // SAFETY: the caller's promise: both ranges are valid on their sides until the copy has run.
+    unsafe { device.copy("memory_copy", dst, src, size, kind, stream) }
 }
 
-/// Queues a copy of `size` bytes from memory of another context to memory of `context`, of the same backend, on a stream of
-/// `context`. Devices that can reach each other's memory are given access to it at the first copy between them; others copy by way
-/// of the host. That first copy should not be one that is captured.
+/// Queues a copy of `size` bytes from memory of another context to memory of `context`, of the same
+/// backend, on a stream of `context`. Devices that can reach each other's memory are given access to it
+/// at the first copy between them; others copy by way of the host. That first copy should not be one
+/// that is captured.
 ///
 /// # Safety
 /// Both ranges are valid on their contexts' devices until the copy has run, and do not overlap.
 ///
 /// # Errors
 /// The backends differ, or the driver refuses.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub unsafe fn copy_peer(
     context: &Context,
     dst: *mut u8,
@@ -75,28 +42,8 @@ pub unsafe fn copy_peer(
     size: usize,
     stream: Stream,
 ) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    const OP: &str = "memory_copy_peer";
-    match (context.device(), src_context.device()) {
-        // SAFETY: the caller's promise; the two contexts share the host's memory.
-        (Device::Cpu(_), Device::Cpu(_)) => unsafe {
-            copy(context, dst, src, size, CopyKind::DeviceToDevice, stream)
-        },
-        #[cfg(feature = "cuda")]
-        // SAFETY: the caller's promise.
-        (Device::Cuda(to), Device::Cuda(from)) => unsafe {
-            to.copy_peer(OP, dst, from, src, size, stream)
-        },
-        #[cfg(feature = "cuda")]
-        _ => {
-            let problem = format!(
-                "is on the {} backend, ctx on the {} backend: copies between host and device have a kind",
-                src_context.backend(),
-                context.backend()
-            );
-            Err(Error::invalid(OP, "src_ctx", problem))
-        }
-    }
+    // SAFETY: the caller's promise: both ranges are valid on their devices until the copy has run.
+    unsafe { context.copy_peer("memory_copy_peer", dst, src_context, src, size, stream) }
 }
 
 /// Queues setting `size` bytes to `value`.
@@ -106,7 +53,6 @@ pub unsafe fn copy_peer(
 ///
 /// # Errors
 /// The driver refuses.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub unsafe fn set(
     context: &Context,
     dst: *mut u8,
@@ -114,16 +60,6 @@ pub unsafe fn set(
     size: usize,
     stream: Stream,
 ) -> Result<()> {
-    match context.device() {
-        Device::Cpu(_) => {
-            if size > 0 {
-                // SAFETY: the caller's promise.
-                unsafe { std::ptr::write_bytes(dst, value, size) };
-            }
-            Ok(())
-        }
-        #[cfg(feature = "cuda")]
-        // SAFETY: the caller's promise.
-        Device::Cuda(cuda) => unsafe { cuda.set("memory_set", dst, value, size, stream) },
-    }
+    // SAFETY: the caller's promise: the range is valid until the work has run.
+    unsafe { context.device().set("memory_set", dst, value, size, stream) }
 }

@@ -3,12 +3,12 @@
 //! A number is rounded once, to the nearest of the output's dtype, ties to even; what is too great becomes an infinity, and NaN stays
 //! NaN. In the dtype of the input it is a copy, bit for bit.
 
-use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::ops::Implementation;
 use crate::ops::check::Arg;
-use crate::tensor::{RawTensor, TensorMut, TensorRef};
+use crate::ops::operation::{self, Operation, Tensors};
+use crate::problem::cast::Problem;
+use crate::tensor::{TensorMut, TensorRef};
 
 const OP: &str = "cast";
 
@@ -21,14 +21,10 @@ pub struct Params<'a> {
     pub out: TensorMut<'a>,
 }
 
-/// Validated arguments.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Problem {
-    pub x: RawTensor,
-    pub out: RawTensor,
-}
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    type Problem = Problem;
 
-impl Params<'_> {
     fn problem(&self) -> Result<Problem> {
         let (x, out) = (self.x.raw(), self.out.raw());
         let arg = Arg::new(OP, "x", &x)
@@ -43,46 +39,10 @@ impl Params<'_> {
         Ok(Problem { x, out })
     }
 
-    fn check_data(&self, p: &Problem) -> Result<()> {
-        let x = Arg::new(OP, "x", &p.x).data()?;
-        Arg::new(OP, "out", &p.out).data()?.disjoint(x)?;
-        Ok(())
+    fn tensors(&self, tensors: &mut Tensors) {
+        tensors.read("x", &self.x);
+        tensors.write("out", &self.out);
     }
 }
 
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
-    match ctx.device() {
-        Device::Cpu(_) => Ok(Implementation::Cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => {
-            crate::cuda::cast::supported(problem)?;
-            Ok(Implementation::Cuda)
-        }
-    }
-}
-
-/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    choose(ctx, &params.problem()?)
-}
-
-/// Converts on `stream`. Needs no workspace; does not allocate or synchronise.
-///
-/// # Errors
-/// An argument is wrong (nothing was written), or the launch failed.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
-    let problem = params.problem()?;
-    params.check_data(&problem)?;
-    choose(ctx, &problem)?;
-    match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::cast::forward(cpu, &problem),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::cast::forward(cuda, &problem, stream)?,
-    }
-    Ok(())
-}
+operation::functions!();

@@ -164,21 +164,6 @@ pub(crate) fn in_out(
     Ok(())
 }
 
-/// The data checks of an in-out pair; see [`Arg::data`].
-pub(crate) fn in_out_data(
-    op: &'static str,
-    names: (&'static str, &'static str),
-    pair: &InOut<'_>,
-) -> Result<()> {
-    let (input, output) = (pair.input(), pair.output());
-    let i = Arg::new(op, names.0, &input).data()?;
-    let o = Arg::new(op, names.1, &output).data()?;
-    if matches!(pair, InOut::Apart { .. }) {
-        o.disjoint(i)?;
-    }
-    Ok(())
-}
-
 /// A finite float within bounds.
 pub(crate) fn finite(op: &'static str, name: &'static str, value: f32) -> Result<f32> {
     if value.is_finite() {

@@ -1,12 +1,12 @@
 //! Embedding: rows of a table, gathered by token id.
 
-use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::layout::MAX_RANK;
-use crate::ops::Implementation;
 use crate::ops::check::Arg;
-use crate::tensor::{RawTensor, TensorMut, TensorRef};
+use crate::ops::operation::{self, Operation, Tensors};
+use crate::problem::embedding::Problem;
+use crate::tensor::{TensorMut, TensorRef};
 
 const OP: &str = "embedding";
 
@@ -23,15 +23,10 @@ pub struct Params<'a> {
     pub out: TensorMut<'a>,
 }
 
-/// Validated arguments.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Problem {
-    pub table: RawTensor,
-    pub ids: RawTensor,
-    pub out: RawTensor,
-}
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    type Problem = Problem;
 
-impl Params<'_> {
     fn problem(&self) -> Result<Problem> {
         let (table, ids, out) = (self.table.raw(), self.ids.raw(), self.out.raw());
         Arg::new(OP, "table", &table)
@@ -52,49 +47,11 @@ impl Params<'_> {
         Ok(Problem { table, ids, out })
     }
 
-    fn check_data(&self, p: &Problem) -> Result<()> {
-        let table = Arg::new(OP, "table", &p.table).data()?;
-        let ids = Arg::new(OP, "ids", &p.ids).data()?;
-        Arg::new(OP, "out", &p.out)
-            .data()?
-            .disjoint(table)?
-            .disjoint(ids)?;
-        Ok(())
+    fn tensors(&self, tensors: &mut Tensors) {
+        tensors.read("table", &self.table);
+        tensors.read("ids", &self.ids);
+        tensors.write("out", &self.out);
     }
 }
 
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
-    match ctx.device() {
-        Device::Cpu(_) => Ok(Implementation::Cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => {
-            crate::cuda::embedding::supported(problem)?;
-            Ok(Implementation::Cuda)
-        }
-    }
-}
-
-/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    choose(ctx, &params.problem()?)
-}
-
-/// Gathers rows on `stream`. Needs no workspace; does not allocate or synchronise.
-///
-/// # Errors
-/// An argument is wrong (nothing was written), or the launch failed. On the CPU an id outside the table is such an argument.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
-    let problem = params.problem()?;
-    params.check_data(&problem)?;
-    choose(ctx, &problem)?;
-    match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::embedding::forward(cpu, &problem),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::embedding::forward(cuda, &problem, stream),
-    }
-}
+operation::functions!();

@@ -1,143 +1,188 @@
-//! The device work of the KV cache: writing new tokens to pages, and copying pages. Reached through
-//! [`KvCache`](crate::kv_cache::KvCache).
+//! A layer of a paged cache as operations see it, and the writing of new tokens to its pages. Reached through
+//! [`KvCache`](crate::KvCache).
 
-use crate::context::{Context, Device, Stream};
+use std::marker::PhantomData;
+
+use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kv_cache::{self, Batch, Config};
-use crate::ops::attention::PageLayout;
+use crate::ops::attention::{self, PageLayout};
 use crate::ops::check::Arg;
-use crate::ops::rope::{Rotation, RotationProblem};
-use crate::tensor::RawTensor;
+use crate::ops::operation::{Operation, Tensors};
+use crate::ops::rope::Rotation;
+use crate::problem::{self, kv_cache as problems};
+use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
-/// Validated arguments of [`append`]. Token `t` of sequence `b`, of which `cu_seqlens[b]..cu_seqlens[b + 1]` are the new ones, is
-/// written at index `i = seq_lens[b] - (cu_seqlens[b + 1] - t)` of the sequence: to page `block_table[b, i / page_size]`, slot
-/// `i % page_size`.
+/// The tables of a cache's current batch, in the order of the list given to
+/// [`KvCache::extend`](crate::KvCache::extend). Tensors are on the context's device, i32; slices are their copies
+/// on the host.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Append {
-    /// `[num_tokens, num_kv_heads, head_dim]`.
-    pub k: RawTensor,
-    /// `[num_tokens, num_kv_heads, v_head_dim]`.
-    pub v: RawTensor,
-    /// `[num_pages, page_size, num_kv_heads, head_dim]`, strided.
-    pub k_pages: RawTensor,
-    /// `[num_pages, page_size, num_kv_heads, v_head_dim]`, strided.
-    pub v_pages: RawTensor,
-    /// i32 `[num_sequences]`, contiguous.
-    pub seq_lens: RawTensor,
-    /// i32 `[num_sequences + 1]`, contiguous.
-    pub cu_seqlens: RawTensor,
-    /// i32 `[num_tokens]`, contiguous: where the rotation finds each token's position.
-    pub positions: RawTensor,
-    /// Of the keys.
-    pub rotation: Option<RotationProblem>,
-    /// i32 `[num_sequences, max_pages_per_sequence]`, contiguous.
-    pub block_table: RawTensor,
+pub struct Batch<'a> {
+    /// Sequences.
+    pub num_sequences: usize,
+    /// New tokens of all sequences.
+    pub num_tokens: usize,
+    /// New tokens of the sequence that has the most.
+    pub max_query_length: usize,
+    /// Tokens of the longest sequence, new ones included.
+    pub max_sequence_length: usize,
+    /// Tokens of each sequence, new ones included: `[num_sequences]`.
+    pub seq_lens: TensorRef<'a>,
+    /// Where each sequence's new tokens start among those of the batch, and their number: `[num_sequences + 1]`.
+    pub cu_seqlens: TensorRef<'a>,
+    /// Position of each new token: `[num_tokens]`.
+    pub positions: TensorRef<'a>,
+    /// Pages of each sequence: `[num_sequences, max_pages_per_sequence]`. Entries past a sequence's last page are
+    /// some page or other.
+    pub block_table: TensorRef<'a>,
+    /// `seq_lens` on the host.
+    pub host_seq_lens: &'a [i32],
+    /// `cu_seqlens` on the host.
+    pub host_cu_seqlens: &'a [i32],
+    /// `positions` on the host.
+    pub host_positions: &'a [i32],
+    /// `block_table` on the host.
+    pub host_block_table: &'a [i32],
 }
 
-impl Append {
-    pub fn new(
+/// One layer of a cache, lent to an operation that writes the current batch's new tokens to it: what
+/// [`KvCache::lend`](crate::KvCache::lend) gives.
+#[derive(Debug)]
+pub struct Layer<'a> {
+    pub(crate) context: &'a Context,
+    /// As the page layout says.
+    pub(crate) k_pages: RawTensor,
+    pub(crate) v_pages: RawTensor,
+    pub(crate) page_layout: PageLayout,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) v_head_dim: usize,
+    /// Of any sequence of the cache.
+    pub(crate) max_sequence_length: usize,
+    pub(crate) batch: Batch<'a>,
+    pub(crate) pages: PhantomData<&'a mut [u8]>,
+}
+
+/// The name under which pages stand in messages.
+pub(crate) const PAGES: &str = "the pages of the layer";
+
+impl Layer<'_> {
+    /// Attention of the batch's new tokens over everything their sequences hold; see
+    /// [`KvCache::attention`](crate::KvCache::attention).
+    ///
+    /// # Safety
+    /// Pages are written only by work that is queued before, as long as the result is used.
+    pub(crate) unsafe fn attention<'a>(
+        &'a self,
+        q: TensorRef<'a>,
+        out: TensorMut<'a>,
+    ) -> attention::Params<'a> {
+        // SAFETY: the pages are the cache's own, initialised when they were allocated, and borrowed for as long
+        // as this value lives; the caller promises that no write of them runs meanwhile.
+        let [k, v] = [self.k_pages, self.v_pages]
+            .map(|t| unsafe { TensorRef::from_raw(t.ptr, t.dtype, t.layout) });
+        attention::Params {
+            cu_seqlens_q: Some(self.batch.cu_seqlens),
+            seq_lens_k: Some(self.batch.seq_lens),
+            block_table: Some(self.batch.block_table),
+            page_layout: self.page_layout,
+            max_seqlen_q: self.batch.max_query_length,
+            max_seqlen_k: self.max_sequence_length,
+            causal: true,
+            ..attention::Params::new(q, k, v, out)
+        }
+    }
+
+    /// Its pages, for the checks of data.
+    pub(crate) fn own(&self, tensors: &mut Tensors) {
+        tensors.own(PAGES, self.k_pages);
+        tensors.own(PAGES, self.v_pages);
+    }
+
+    /// Validates an append of new keys and values to it, on behalf of `op`.
+    pub(crate) fn append(
+        &self,
         op: &'static str,
-        params: &kv_cache::Append<'_>,
-        (k_pages, v_pages): (RawTensor, RawTensor),
-        batch: &Batch<'_>,
-        config: &Config,
-    ) -> Result<Append> {
-        let (k, v) = (params.k.raw(), params.v.raw());
-        for (name, t, dim) in [("k", &k, config.head_dim), ("v", &v, config.v_head_dim)] {
+        (k, v): (RawTensor, RawTensor),
+        rotation: Option<&Rotation<'_>>,
+    ) -> Result<problems::Append> {
+        for (name, t, dim) in [("k", &k, self.head_dim), ("v", &v, self.v_head_dim)] {
             Arg::new(op, name, t)
                 .rank(&[3])?
                 .dtype(DType::FLOATS)?
-                .shape(&[batch.num_tokens, config.num_kv_heads, dim])?
-                .last_contiguous()?
-                .data()?;
+                .shape(&[self.batch.num_tokens, self.num_kv_heads, dim])?
+                .last_contiguous()?;
         }
-        let rotation = params
-            .rotation
-            .map(|rotation| rotation_of(op, &rotation, batch, config))
-            .transpose()?;
+        let rotation = match rotation {
+            Some(rotation) => Some(self.rotation(op, rotation)?),
+            None => None,
+        };
         let token_major = |mut pages: RawTensor| -> Result<RawTensor> {
-            if config.page_layout == PageLayout::HeadMajor {
+            if self.page_layout == PageLayout::HeadMajor {
                 pages.layout = pages.layout.transposed(1, 2)?;
             }
             Ok(pages)
         };
-        let problem = Append {
+        Ok(problems::Append {
             k,
             v,
-            k_pages: token_major(k_pages)?,
-            v_pages: token_major(v_pages)?,
-            seq_lens: batch.seq_lens.raw(),
-            cu_seqlens: batch.cu_seqlens.raw(),
-            positions: batch.positions.raw(),
+            k_pages: token_major(self.k_pages)?,
+            v_pages: token_major(self.v_pages)?,
+            seq_lens: self.batch.seq_lens.raw(),
+            cu_seqlens: self.batch.cu_seqlens.raw(),
+            positions: self.batch.positions.raw(),
             rotation,
-            block_table: batch.block_table.raw(),
-        };
-        let inputs = [("k", &problem.k), ("v", &problem.v)];
-        let of_rotation = problem.rotation.iter().flat_map(|r| r.tensors());
-        for (name, t) in inputs.into_iter().chain(of_rotation) {
-            if t.overlaps(&problem.k_pages) || t.overlaps(&problem.v_pages) {
-                return Err(Error::invalid(op, name, "overlaps the pages of the layer"));
+            block_table: self.batch.block_table.raw(),
+        })
+    }
+
+    /// Validates a rotation by the positions of the batch.
+    fn rotation(
+        &self,
+        op: &'static str,
+        rotation: &Rotation<'_>,
+    ) -> Result<problem::rope::Rotation> {
+        let problem = rotation.problem(op, self.head_dim)?;
+        if let Some(max) = problem.max_positions() {
+            let positions = self.batch.host_positions.iter().copied();
+            let last = positions.max().unwrap_or(-1);
+            if usize::try_from(last).is_ok_and(|last| last >= max) {
+                let text = format!("has {max} positions, the batch reaches position {last}");
+                return Err(Error::invalid(op, "cos", text));
             }
         }
         Ok(problem)
     }
 }
 
-fn rotation_of(
-    op: &'static str,
-    rotation: &Rotation<'_>,
-    batch: &Batch<'_>,
-    config: &Config,
-) -> Result<RotationProblem> {
-    let problem = rotation.problem(op, config.head_dim)?;
-    problem.check_data(op)?;
-    if let Some(max) = problem.max_positions() {
-        let last = batch.host_positions.iter().copied().max().unwrap_or(-1);
-        if usize::try_from(last).is_ok_and(|last| last >= max) {
-            let text = format!("has {max} positions, the batch reaches position {last}");
-            return Err(Error::invalid(op, "cos", text));
-        }
+/// Arguments of an append.
+#[derive(Debug)]
+pub(crate) struct Params<'a> {
+    pub layer: Layer<'a>,
+    /// `[num_tokens, num_kv_heads, head_dim]`.
+    pub k: TensorRef<'a>,
+    /// `[num_tokens, num_kv_heads, v_head_dim]`.
+    pub v: TensorRef<'a>,
+    /// Of the keys.
+    pub rotation: Option<Rotation<'a>>,
+}
+
+impl Operation for Params<'_> {
+    const NAME: &'static str = "kv_cache_append";
+    type Problem = problems::Append;
+
+    fn problem(&self) -> Result<problems::Append> {
+        let rotation = self.rotation.as_ref();
+        let tokens = (self.k.raw(), self.v.raw());
+        self.layer.append(Self::NAME, tokens, rotation)
     }
-    Ok(problem)
-}
 
-/// Writes new tokens to their pages.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub(crate) fn append(ctx: &Context, problem: &Append, stream: Stream) -> Result<()> {
-    match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::kv_cache::append(cpu, problem),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::kv_cache::append(cuda, problem, stream)?,
-    }
-    Ok(())
-}
-
-/// Copies of whole pages, in every layer. Sources and destinations are all different.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct CopyPages<'a> {
-    /// Start of the first page of the first layer; layers follow one another.
-    pub pages: *mut u8,
-    /// Bytes of one page of one layer.
-    pub page_bytes: usize,
-    /// Pages per layer.
-    pub num_pages: usize,
-    pub num_layers: usize,
-    /// (source, destination) page indices.
-    pub copies: &'a [(u32, u32)],
-}
-
-/// Copies pages.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub(crate) fn copy_pages(ctx: &Context, problem: &CopyPages<'_>, stream: Stream) -> Result<()> {
-    match ctx.device() {
-        Device::Cpu(_) => {
-            // SAFETY: the cache owns the pages and holds them exclusively; indices come from its allocator.
-            unsafe { crate::cpu::kv_cache::copy_pages(problem) };
-            Ok(())
+    fn tensors(&self, tensors: &mut Tensors) {
+        tensors.read("k", &self.k);
+        tensors.read("v", &self.v);
+        if let Some(rotation) = &self.rotation {
+            rotation.tensors(tensors);
         }
-        #[cfg(feature = "cuda")]
-        // SAFETY: as above.
-        Device::Cuda(cuda) => unsafe { crate::cuda::kv_cache::copy_pages(cuda, problem, stream) },
+        self.layer.own(tensors);
     }
 }

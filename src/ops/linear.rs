@@ -7,13 +7,14 @@
 //! it too; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32, and those of few columns
 //! and many elements, are faster with a workspace, in which cuBLAS lets more of the device share their sums; [`workspace_size`] says how large a one is of use.
 
-use crate::context::{Context, Device, Stream};
+use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::layout::{Layout, MAX_RANK};
-use crate::ops::Implementation;
-use crate::ops::check::{self, Arg, with_last};
-use crate::tensor::{InOut, RawTensor, Scratch, TensorMut, TensorRef, Workspace};
+use crate::ops::check::{Arg, with_last};
+use crate::ops::operation::{self, Operation, Tensors};
+use crate::problem::linear::{self as problem, Problem};
+use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef, Workspace};
 
 const OP: &str = "linear";
 
@@ -81,31 +82,12 @@ impl Output<'_> {
         Ok(())
     }
 
-    /// Checks its data, and that the output overlaps none of `inputs`.
-    pub(crate) fn check_data(&self, op: &'static str, inputs: &[Arg<'_>]) -> Result<()> {
-        let out = self.out();
-        let out = Arg::new(op, "out", &out).data()?;
-        for input in inputs {
-            out.disjoint(*input)?;
-        }
+    /// What it reads and writes.
+    pub(crate) fn tensors(&self, tensors: &mut Tensors) {
         match self {
-            Output::Write(_) => Ok(()),
-            Output::Add(pair) => check::in_out_data(op, ("residual", "out"), pair),
+            Output::Write(out) => tensors.write("out", out),
+            Output::Add(pair) => tensors.in_out(("residual", "out"), pair),
         }
-    }
-}
-
-/// Validated [`Weights`].
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WeightsProblem {
-    pub weight: RawTensor,
-    pub bias: Option<RawTensor>,
-}
-
-impl WeightsProblem {
-    /// Rows of the matrix.
-    pub fn out_features(&self) -> usize {
-        self.weight.layout.dim(0)
     }
 }
 
@@ -116,7 +98,7 @@ impl Weights<'_> {
         op: &'static str,
         names: (&'static str, &'static str),
         in_features: usize,
-    ) -> Result<WeightsProblem> {
+    ) -> Result<problem::Weights> {
         let weight = self.weight.raw();
         let arg = Arg::new(op, names.0, &weight)
             .rank(&[2])?
@@ -131,20 +113,20 @@ impl Weights<'_> {
                 .shape(&[out_features])?
                 .last_contiguous()?;
         }
-        Ok(WeightsProblem { weight, bias })
+        Ok(problem::Weights { weight, bias })
+    }
+
+    /// What it reads; `names` are those of weight and bias.
+    pub(crate) fn tensors(&self, names: (&'static str, &'static str), tensors: &mut Tensors) {
+        tensors.read(names.0, &self.weight);
+        tensors.read_optional(names.1, self.bias.as_ref());
     }
 }
 
-/// Validated arguments.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Problem {
-    pub x: RawTensor,
-    pub weights: WeightsProblem,
-    pub residual: Option<RawTensor>,
-    pub out: RawTensor,
-}
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    type Problem = Problem;
 
-impl Params<'_> {
     fn problem(&self) -> Result<Problem> {
         let x = self.x.raw();
         let arg = Arg::new(OP, "x", &x)
@@ -164,72 +146,18 @@ impl Params<'_> {
         })
     }
 
-    /// Checks data; gives the part of the workspace that is of use, if there are as many bytes.
-    fn check_data(&self, p: &Problem, useful: usize) -> Result<Scratch> {
-        let x = Arg::new(OP, "x", &p.x).data()?;
-        let weight = Arg::new(OP, "weight", &p.weights.weight).data()?;
-        let bias = match &p.weights.bias {
-            Some(bias) => Some(Arg::new(OP, "bias", bias).data()?),
-            None => None,
-        };
-        // A layer without a bias is checked against its weight once more.
-        let inputs = [x, weight, bias.unwrap_or(weight)];
-        self.output.check_data(OP, &inputs)?;
-        let scratch = self.workspace.offered(OP, useful)?;
-        let memory = scratch.raw()?;
-        let memory = Arg::new(OP, "workspace", &memory);
-        for input in inputs {
-            memory.disjoint(input)?;
-        }
-        memory.disjoint(Arg::new(OP, "out", &p.out))?;
-        if let Some(residual) = &p.residual {
-            memory.disjoint(Arg::new(OP, "residual", residual))?;
-        }
-        Ok(scratch)
+    fn tensors(&self, tensors: &mut Tensors) {
+        tensors.read("x", &self.x);
+        self.weights.tensors(("weight", "bias"), tensors);
+        self.output.tensors(tensors);
+    }
+
+    fn workspace(&self) -> Option<&Workspace<'_>> {
+        Some(&self.workspace)
     }
 }
 
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
-    match ctx.device() {
-        Device::Cpu(_) => Ok(Implementation::Cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => {
-            crate::cuda::linear::supported(problem)?;
-            Ok(Implementation::Cuda)
-        }
-    }
-}
-
-/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    choose(ctx, &params.problem()?)
-}
-
-/// What makes the product faster, in bytes.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn useful(ctx: &Context, problem: &Problem) -> Result<usize> {
-    match ctx.device() {
-        Device::Cpu(_) => Ok(0),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::linear::workspace_size(cuda, problem),
-    }
-}
-
-/// The workspace that makes [`forward`] faster, in bytes, for data aligned to 16 bytes: what the algorithm needs that serves the product
-/// best, 32 MiB at most, and zero if that needs none. With less the product is computed as well, by another algorithm, whose sums may be
-/// rounded differently. More rows may need less. Data pointers and the workspace are not looked at.
-///
-/// # Errors
-/// As [`supported`].
-pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
-    let problem = params.problem()?;
-    choose(ctx, &problem)?;
-    useful(ctx, &problem)
-}
+operation::functions!();
 
 /// What [`workspace_size`] answers for a layer without a bias whose tensors are contiguous: `tokens` times `rows` by `columns`, of the
 /// dtypes of `x` and of the weights.
@@ -256,25 +184,4 @@ pub(crate) fn estimated_workspace_size(
         workspace: Workspace::none(),
     };
     workspace_size(ctx, &params)
-}
-
-/// Computes the layer on `stream`. Does not allocate device memory or synchronise.
-///
-/// # Errors
-/// An argument is wrong (nothing was written), or the launch failed.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
-    let problem = params.problem()?;
-    choose(ctx, &problem)?;
-    let useful = match params.workspace.size() {
-        0 => 0,
-        _ => useful(ctx, &problem)?,
-    };
-    let scratch = params.check_data(&problem, useful)?;
-    match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::linear::forward(cpu, &problem),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::linear::forward(cuda, &problem, scratch, stream)?,
-    }
-    Ok(())
 }

@@ -10,12 +10,12 @@
 //! Rows are independent, so the same call normalises hidden states `[tokens, hidden]` and, for QK-norm, heads
 //! `[batch, seq, heads, head_dim]`. All arithmetic is f32; the normalisation uses the f32 sum, not its rounded copy.
 
-use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
-use crate::error::Result;
-use crate::ops::Implementation;
+use crate::error::{Error, Result};
 use crate::ops::check::{self, Arg};
-use crate::tensor::{InOut, RawTensor, TensorRef};
+use crate::ops::operation::{self, Operation, Tensors};
+use crate::problem::rms_norm::Problem;
+use crate::tensor::{InOut, TensorRef};
 
 const OP: &str = "rms_norm";
 
@@ -34,18 +34,10 @@ pub struct Params<'a> {
     pub epsilon: f32,
 }
 
-/// Validated arguments.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Problem {
-    pub x: RawTensor,
-    pub out: RawTensor,
-    pub residual: Option<(RawTensor, RawTensor)>,
-    pub weight: Option<RawTensor>,
-    pub weight_offset: f32,
-    pub epsilon: f32,
-}
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    type Problem = Problem;
 
-impl Params<'_> {
     fn problem(&self) -> Result<Problem> {
         let x = self.x.input();
         let arg = Arg::new(OP, "x", &x).min_rank(1)?.dtype(DType::FLOATS)?;
@@ -72,7 +64,7 @@ impl Params<'_> {
         check::finite(OP, "weight_offset", self.weight_offset)?;
         if check::finite(OP, "epsilon", self.epsilon)? < 0.0 {
             let problem = format!("is {}, at least 0 is needed", self.epsilon);
-            return Err(crate::Error::invalid(OP, "epsilon", problem));
+            return Err(Error::invalid(OP, "epsilon", problem));
         }
         Ok(Problem {
             x,
@@ -84,60 +76,13 @@ impl Params<'_> {
         })
     }
 
-    fn check_data(&self, p: &Problem) -> Result<()> {
-        check::in_out_data(OP, ("x", "out"), &self.x)?;
-        let (x, out) = (Arg::new(OP, "x", &p.x), Arg::new(OP, "out", &p.out));
-        if let Some(w) = &p.weight {
-            let w = Arg::new(OP, "weight", w).data()?;
-            out.disjoint(w)?;
-        }
-        if let (Some(pair), Some((input, output))) = (&self.residual, &p.residual) {
-            check::in_out_data(OP, ("residual", "residual_out"), pair)?;
-            out.disjoint(Arg::new(OP, "residual", input))?;
-            let sum = Arg::new(OP, "residual_out", output)
-                .disjoint(x)?
-                .disjoint(out)?;
-            if let Some(w) = &p.weight {
-                sum.disjoint(Arg::new(OP, "weight", w))?;
-            }
-        }
-        Ok(())
-    }
-}
-
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
-    match ctx.device() {
-        Device::Cpu(_) => Ok(Implementation::Cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => {
-            crate::cuda::rms_norm::supported(problem)?;
-            Ok(Implementation::Cuda)
+    fn tensors(&self, tensors: &mut Tensors) {
+        tensors.in_out(("x", "out"), &self.x);
+        tensors.read_optional("weight", self.weight.as_ref());
+        if let Some(pair) = &self.residual {
+            tensors.in_out(("residual", "residual_out"), pair);
         }
     }
 }
 
-/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    choose(ctx, &params.problem()?)
-}
-
-/// Computes RMSNorm on `stream`. Needs no workspace; does not allocate or synchronise.
-///
-/// # Errors
-/// An argument is wrong (nothing was written), or the launch failed.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
-    let problem = params.problem()?;
-    params.check_data(&problem)?;
-    choose(ctx, &problem)?;
-    match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::rms_norm::forward(cpu, &problem),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::rms_norm::forward(cuda, &problem, stream)?,
-    }
-    Ok(())
-}
+operation::functions!();

@@ -3,66 +3,15 @@
 //! With SiLU it is SwiGLU, with GELU it is GEGLU. Arithmetic is f32; the only rounding to the tensors' dtype is that of the
 //! result.
 
-use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::ops::Implementation;
 use crate::ops::check::{self, Arg};
-use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef};
+use crate::ops::operation::{self, Operation};
+use crate::problem::swiglu::Problem;
+pub use crate::problem::swiglu::{Activation, GateOrder};
+use crate::tensor::{InOut, TensorMut, TensorRef};
 
 const OP: &str = "swiglu";
-
-/// The function applied to the gate. The discriminants are those of the C ABI (`UNSLOTH_ACTIVATION_*`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(u32)]
-#[non_exhaustive]
-pub enum Activation {
-    /// `x / (1 + exp(-x))` (Llama, Qwen, Mistral).
-    #[default]
-    Silu = 0,
-    /// `x Φ(x)` with the normal distribution function `Φ(x) = (1 + erf(x / √2)) / 2`.
-    Gelu = 1,
-    /// `x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2` (Gemma).
-    GeluTanh = 2,
-}
-
-impl Activation {
-    /// The activation with this C ABI value.
-    pub fn from_raw(value: u32) -> Option<Activation> {
-        [Activation::Silu, Activation::Gelu, Activation::GeluTanh]
-            .into_iter()
-            .find(|a| *a as u32 == value)
-    }
-}
-
-/// The order of the halves of a packed tensor. The discriminants are those of the C ABI (`UNSLOTH_GATE_ORDER_*`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(u32)]
-#[non_exhaustive]
-pub enum GateOrder {
-    /// Gate, then up.
-    #[default]
-    GateFirst = 0,
-    /// Up, then gate.
-    UpFirst = 1,
-}
-
-impl GateOrder {
-    /// The order with this C ABI value.
-    pub fn from_raw(value: u32) -> Option<GateOrder> {
-        [GateOrder::GateFirst, GateOrder::UpFirst]
-            .into_iter()
-            .find(|o| *o as u32 == value)
-    }
-
-    /// Where gate and up begin, in units of the intermediate dimension.
-    pub(crate) fn offsets(self) -> (usize, usize) {
-        match self {
-            GateOrder::GateFirst => (0, 1),
-            GateOrder::UpFirst => (1, 0),
-        }
-    }
-}
 
 /// Arguments of [`forward`]: f32, f16 or bf16 of any rank, all of one dtype; strided, contiguous in the last dimension.
 #[derive(Debug)]
@@ -94,16 +43,10 @@ pub enum Tensors<'a> {
     },
 }
 
-/// Validated arguments; a packed tensor has become its two halves.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Problem {
-    pub gate: RawTensor,
-    pub up: RawTensor,
-    pub out: RawTensor,
-    pub activation: Activation,
-}
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    type Problem = Problem;
 
-impl Params<'_> {
     fn problem(&self) -> Result<Problem> {
         let (gate, up, out) = match &self.tensors {
             Tensors::Apart { gate, up } => {
@@ -154,56 +97,18 @@ impl Params<'_> {
         })
     }
 
-    fn check_data(&self, p: &Problem) -> Result<()> {
+    fn tensors(&self, tensors: &mut operation::Tensors) {
         match &self.tensors {
-            Tensors::Apart { gate, .. } => {
-                check::in_out_data(OP, ("gate", "out"), gate)?;
-                let up = Arg::new(OP, "up", &p.up).data()?;
-                Arg::new(OP, "out", &p.out).disjoint(up)?;
+            Tensors::Apart { gate, up } => {
+                tensors.in_out(("gate", "out"), gate);
+                tensors.read("up", up);
             }
             Tensors::Packed { gate_up, out, .. } => {
-                let (packed, out) = (gate_up.raw(), out.raw());
-                let packed = Arg::new(OP, "gate_up", &packed).data()?;
-                Arg::new(OP, "out", &out).data()?.disjoint(packed)?;
+                tensors.read("gate_up", gate_up);
+                tensors.write("out", out);
             }
         }
-        Ok(())
     }
 }
 
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
-    match ctx.device() {
-        Device::Cpu(_) => Ok(Implementation::Cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => {
-            crate::cuda::swiglu::supported(problem)?;
-            Ok(Implementation::Cuda)
-        }
-    }
-}
-
-/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    choose(ctx, &params.problem()?)
-}
-
-/// Computes the gated activation on `stream`. Needs no workspace; does not allocate or synchronise.
-///
-/// # Errors
-/// An argument is wrong (nothing was written), or the launch failed.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
-    let problem = params.problem()?;
-    params.check_data(&problem)?;
-    choose(ctx, &problem)?;
-    match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::swiglu::forward(cpu, &problem),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::swiglu::forward(cuda, &problem, stream)?,
-    }
-    Ok(())
-}
+operation::functions!();

@@ -162,6 +162,7 @@ impl Tensors {
             norm_epsilon: EPSILON,
             rotation: Self::rotation(case),
             positions: Positions::From(0),
+            cache: None,
             cu_seqlens: None,
             max_seqlen: 0,
             scale: 0.0,

@@ -6,7 +6,7 @@ use pulp::Simd;
 use super::scores::{MAX_KEYS, Tile, has_modifiers};
 use super::simd::{exp_nonpositive, load, store};
 use super::unit::{Softmax, Unit};
-use crate::ops::attention::Problem;
+use crate::problem::attention::Problem;
 
 /// More rows than this are better off in panels.
 pub(super) const MAX_ROWS: usize = 8;

@@ -15,13 +15,20 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use crate::cpu::{Cpu, math};
+use crate::cpu::{Cpu, Run, math};
 use crate::error::{Error, Result};
-use crate::ops::attention::{Problem, Queries};
+use crate::problem::attention::{Problem, Queries};
+use crate::tensor::Scratch;
 use sequences::{Sequence, TILE_ROWS, sequences};
 use unit::{Softmax, Unit, partial_size, store_output};
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
+impl Run for Problem {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        forward(cpu, self)
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     if matches!(p.queries, Queries::Batched { len: 0 }) {
         return Ok(());
     }
@@ -165,6 +172,7 @@ fn merge(cpu: &Cpu, p: &Problem, sequence: &Sequence, batch: usize, partials: &[
 mod tests {
     use super::*;
     use crate::ops::attention::Params;
+    use crate::ops::operation::Operation;
     use crate::tensor::{TensorMut, TensorRef};
 
     /// The machine's instruction set decides which kernels the integration tests run; here every one that it has is compared.

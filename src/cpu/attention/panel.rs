@@ -11,7 +11,7 @@ use pulp::Simd;
 use super::scores::{MAX_KEYS, Tile, has_modifiers};
 use super::simd::{exp_nonpositive, finite_max, load, store};
 use super::unit::{Softmax, Unit};
-use crate::ops::attention::Problem;
+use crate::problem::attention::Problem;
 
 /// Keys, or elements of values, that a micro-kernel broadcasts. Times the vectors of a panel, they are its accumulators, which must
 /// fit the registers: where there are 16, it takes half a block at a time.

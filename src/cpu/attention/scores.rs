@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::unit::Unit;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::math;
-use crate::ops::attention::{Problem, Scores};
+use crate::problem::attention::{Problem, Scores};
 
 /// The most keys of a tile.
 pub(super) const MAX_KEYS: usize = 64;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::ops::attention::{Keys, Problem, Queries};
+use crate::problem::attention::{Keys, Problem, Queries};
 
 const OP: &str = "attention";
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::sequences::{SPLIT_KEYS, Sequence, TILE_ROWS};
 use crate::cpu::float::{Float, with_float};
 use crate::dtype::DType;
-use crate::ops::attention::{Keys, Problem, Rows};
+use crate::problem::attention::{Keys, Problem, Rows};
 
 /// A tile of rows of one key head, over a range of keys. Row `r` is query `r / group` of query head `r % group` among those that
 /// share the key head.

@@ -5,13 +5,21 @@ mod many_rows;
 
 use std::ops::Range;
 
-use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::{part_of, part_of_mut};
-use crate::ops::linear::{Problem, WeightsProblem};
-use crate::tensor::RawTensor;
+use crate::cpu::{Cpu, Run};
+use crate::error::Result;
+use crate::problem::linear::{Problem, Weights};
+use crate::tensor::{RawTensor, Scratch};
 
-pub(crate) fn forward(cpu: &Cpu, p: &Problem) {
+impl Run for Problem {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        forward(cpu, self);
+        Ok(())
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem) {
     for_each_row_part(
         cpu,
         &p.x,
@@ -27,7 +35,7 @@ pub(crate) fn finish(
     sums: &mut [f32],
     row: usize,
     columns: Range<usize>,
-    weights: &WeightsProblem,
+    weights: &Weights,
     residual: Option<&RawTensor>,
     out: &RawTensor,
 ) {

@@ -3,7 +3,7 @@
 use super::portable::{LEAST_KEYS, Launch};
 use crate::cuda::images::{attention, attention_combine};
 use crate::dtype::DType;
-use crate::ops::attention::{Keys, Problem, Queries, Rows};
+use crate::problem::attention::{Keys, Problem, Queries, Rows};
 
 /// Which arguments are given, and what is asked for: the kernels' bits.
 mod flag {

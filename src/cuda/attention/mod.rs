@@ -1,6 +1,6 @@
 //! Attention on the GPU: which kernels serve a problem.
 //!
-//! [`Plan::new`] chooses, from shapes, strides and dtypes; whether a problem is supported, what workspace it needs and what is launched
+//! A [`Plan`] is chosen from shapes, strides and dtypes; whether a problem is supported, what workspace it needs and what is launched
 //! all follow from its answer.
 
 mod arguments;
@@ -9,10 +9,11 @@ mod portable;
 
 use super::Cuda;
 use super::device::Resources;
-use crate::context::Stream;
+use crate::backend::{Implementation, Stream};
 use crate::error::Result;
-use crate::ops::Implementation;
-use crate::ops::attention::Problem;
+use crate::problem::attention::Problem;
+use crate::problem::{self, Plans};
+use crate::tensor::Scratch;
 
 const OP: &str = "attention";
 
@@ -33,59 +34,63 @@ impl Kernels {
 }
 
 /// The kernels that a problem gets.
-pub(crate) enum Plan<'a> {
+pub(crate) struct Plan<'a> {
+    cuda: &'a Cuda,
+    problem: Problem,
+    kernels: Chosen<'a>,
+}
+
+enum Chosen<'a> {
     Portable(portable::Plan<'a>),
     /// And what serves at addresses that Hopper's copy engine does not take.
     Hopper(hopper::Plan<'a>, portable::Plan<'a>),
 }
 
-impl<'a> Plan<'a> {
-    /// Chooses; data pointers are not looked at.
-    ///
-    /// # Errors
-    /// No kernel serves the problem.
-    pub fn new(cuda: &'a Cuda, problem: &Problem) -> Result<Plan<'a>> {
-        let kernels = &cuda.attention;
-        let portable = portable::Plan::new(&kernels.portable, problem)?;
+impl Plans<Problem> for Cuda {
+    type Plan<'a> = Plan<'a>;
+
+    fn plan(&self, problem: Problem) -> Result<Plan<'_>> {
+        let kernels = &self.attention;
+        let portable = portable::Plan::new(&kernels.portable, &problem)?;
         let hopper = kernels.hopper.as_ref();
-        Ok(match hopper.and_then(|hopper| hopper.plan(problem)) {
-            Some(plan) => Plan::Hopper(plan, portable.without_splits()),
-            None => Plan::Portable(portable),
+        let kernels = match hopper.and_then(|hopper| hopper.plan(&problem)) {
+            Some(plan) => Chosen::Hopper(plan, portable.without_splits()),
+            None => Chosen::Portable(portable),
+        };
+        Ok(Plan {
+            cuda: self,
+            problem,
+            kernels,
         })
     }
+}
 
-    pub fn implementation(&self) -> Implementation {
-        match self {
-            Plan::Portable(_) => Implementation::Cuda,
-            Plan::Hopper(..) => Implementation::CudaHopper,
+impl problem::Plan for Plan<'_> {
+    fn implementation(&self) -> Implementation {
+        match self.kernels {
+            Chosen::Portable(_) => Implementation::Cuda,
+            Chosen::Hopper(..) => Implementation::CudaHopper,
         }
     }
 
-    /// In bytes.
-    pub fn workspace_size(&self) -> usize {
-        match self {
-            Plan::Portable(plan) => plan.workspace_size(),
-            Plan::Hopper(plan, _) => plan.workspace_size(),
+    fn needed(&self) -> usize {
+        match &self.kernels {
+            Chosen::Portable(plan) => plan.workspace_size(),
+            Chosen::Hopper(plan, _) => plan.workspace_size(),
         }
     }
 
-    /// Launches what was chosen for this problem. `workspace` has the planned size.
-    pub fn forward(
-        &self,
-        cuda: &Cuda,
-        problem: &Problem,
-        workspace: *mut u8,
-        stream: Stream,
-    ) -> Result<()> {
-        if problem.batch == 0 || problem.max_seqlen_q == 0 {
+    fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
+        let (cuda, p) = (self.cuda, &self.problem);
+        if p.batch == 0 || p.max_seqlen_q == 0 {
             return Ok(());
         }
-        match self {
-            Plan::Hopper(plan, _) if plan.reaches(problem) => {
-                hopper::forward(cuda, plan, problem, workspace, stream)
+        match &self.kernels {
+            Chosen::Hopper(plan, _) if plan.reaches(p) => {
+                hopper::forward(cuda, plan, p, scratch.ptr, stream)
             }
-            Plan::Portable(plan) | Plan::Hopper(_, plan) => {
-                portable::forward(cuda, plan, problem, workspace, stream)
+            Chosen::Portable(plan) | Chosen::Hopper(_, plan) => {
+                portable::forward(cuda, plan, p, scratch.ptr, stream)
             }
         }
     }

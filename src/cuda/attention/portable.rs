@@ -6,13 +6,13 @@
 
 use super::arguments::{combining, first};
 use super::{Cuda, OP};
-use crate::context::Stream;
+use crate::backend::Stream;
 use crate::cuda::check_blocks;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::{attention, attention_combine};
 use crate::cuda::table::Table;
 use crate::error::{Error, Result};
-use crate::ops::attention::{Problem, Rows};
+use crate::problem::attention::{Problem, Rows};
 
 /// What a kernel is, as its choice `kind` says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ mod bindings;
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
 
-use crate::context::Stream;
+use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::Scratch;

@@ -10,11 +10,12 @@ use super::cublaslt::{self, Library};
 use super::device::{Kernel, Resources};
 use super::images::linear::Arguments;
 use super::rows::Rows;
-use crate::context::Stream;
+use crate::backend::{Implementation, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::ops::linear::{Problem, WeightsProblem};
-use crate::ops::swiglu::Activation;
+use crate::problem::linear::{Problem, Weights};
+use crate::problem::swiglu::Activation;
+use crate::problem::{self, Plans};
 use crate::tensor::{RawTensor, Scratch};
 use part::Part;
 pub(crate) use part::Sizes;
@@ -105,7 +106,7 @@ impl Kernels {
 pub(super) struct Product<'a> {
     pub op: &'static str,
     pub x: &'a RawTensor,
-    pub weights: &'a WeightsProblem,
+    pub weights: &'a Weights,
     pub epilogue: Epilogue,
     pub out: &'a RawTensor,
 }
@@ -137,9 +138,37 @@ const TILE: usize = 64;
 /// Blocks of a grid in its second dimension.
 const MAX_GRID_Y: usize = 65535;
 
-/// Whether there is a kernel for the problem.
-pub(crate) fn supported(p: &Problem) -> Result<()> {
-    fits(OP, ("x", &p.x), ("weight", &p.weights.weight))
+/// A layer that waits to be queued.
+pub(crate) struct Plan<'a> {
+    cuda: &'a Cuda,
+    problem: Problem,
+}
+
+impl Plans<Problem> for Cuda {
+    type Plan<'a> = Plan<'a>;
+
+    fn plan(&self, problem: Problem) -> Result<Plan<'_>> {
+        let weight = ("weight", &problem.weights.weight);
+        fits(OP, ("x", &problem.x), weight)?;
+        Ok(Plan {
+            cuda: self,
+            problem,
+        })
+    }
+}
+
+impl problem::Plan for Plan<'_> {
+    fn implementation(&self) -> Implementation {
+        Implementation::Cuda
+    }
+
+    fn useful(&self) -> Result<usize> {
+        scratch_size(self.cuda, &Product::of(&self.problem))
+    }
+
+    fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
+        multiply(self.cuda, &Product::of(&self.problem), scratch, stream)
+    }
 }
 
 /// Whether sizes are within what kernels count in 32 bits, and tiles of columns within a grid.
@@ -181,12 +210,7 @@ impl<'a> Product<'a> {
     }
 }
 
-/// The workspace with which the problem is computed the fastest, in bytes. Data pointers are not looked at.
-pub(crate) fn workspace_size(cuda: &Cuda, p: &Problem) -> Result<usize> {
-    scratch_size(cuda, &Product::of(p))
-}
-
-/// The same of a product.
+/// The workspace with which a product is computed the fastest, in bytes. Data pointers are not looked at.
 pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
     let (Some(library), false) = (&cuda.linear.library, p.out.layout.is_empty()) else {
         return Ok(0);
@@ -204,10 +228,6 @@ pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
     let _entered = primary.enter(p.op)?;
     let _relaxed = primary.driver.relax_capture(p.op)?;
     library.workspace_size(p.op, &product.aligned())
-}
-
-pub(crate) fn forward(cuda: &Cuda, p: &Problem, scratch: Scratch, stream: Stream) -> Result<()> {
-    multiply(cuda, &Product::of(p), scratch, stream)
 }
 
 /// Queues a product whose tensors have been checked. `scratch` may be too small to be of use.
@@ -294,14 +314,15 @@ mod tests {
                     let (buffer, out) = tensor(&ctx, dtype, &[rows, n], &vec![f32::NAN; rows * n]);
                     let problem = Problem {
                         x,
-                        weights: WeightsProblem {
+                        weights: Weights {
                             weight,
                             bias: Some(bias),
                         },
                         residual: Some(residual),
                         out,
                     };
-                    forward(cuda, &problem, Scratch::NONE, Stream::DEFAULT).unwrap();
+                    let plan = cuda.plan(problem).unwrap();
+                    problem::Plan::launch(&plan, Scratch::NONE, Stream::DEFAULT).unwrap();
                     ctx.synchronize(Stream::DEFAULT).unwrap();
                     let len = buffer.size() / 4;
                     buffer.to_vec::<i32>(0, len, Stream::DEFAULT).unwrap()

@@ -3,7 +3,7 @@
 use std::ops::RangeInclusive;
 
 use super::{Choices, Epilogue, Product, TILE};
-use crate::context::Stream;
+use crate::backend::Stream;
 use crate::cuda::images::linear::Arguments;
 use crate::cuda::rows::Matrix;
 use crate::cuda::{Cuda, VECTOR, cublaslt};

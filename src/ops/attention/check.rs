@@ -1,12 +1,13 @@
 //! Validation of attention's arguments.
 
-use super::problem::{Keys, Problem, Queries, Rows, Scores, page_dims};
 use super::{MAX_HEAD_DIM, OP, Params};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, finite, with_last};
-use crate::tensor::{RawTensor, TensorMut, TensorRef};
+use crate::ops::operation::{Operation, Tensors};
+use crate::problem::attention::{Keys, Problem, Queries, Rows, Scores, page_dims};
+use crate::tensor::{RawTensor, TensorRef, Workspace};
 
 /// The sizes that the forms of queries and keys agree on.
 struct Sizes {
@@ -17,8 +18,35 @@ struct Sizes {
     head_dim_v: usize,
 }
 
-impl Params<'_> {
-    pub(crate) fn problem(&self) -> Result<Problem> {
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    type Problem = Problem;
+
+    fn tensors(&self, tensors: &mut Tensors) {
+        tensors.read("q", &self.q);
+        tensors.read("k", &self.k);
+        tensors.read("v", &self.v);
+        for (name, tensor) in [
+            ("bias", &self.bias),
+            ("mask", &self.mask),
+            ("alibi_slopes", &self.alibi_slopes),
+            ("sinks", &self.sinks),
+            ("cu_seqlens_q", &self.cu_seqlens_q),
+            ("cu_seqlens_k", &self.cu_seqlens_k),
+            ("seq_lens_k", &self.seq_lens_k),
+            ("block_table", &self.block_table),
+        ] {
+            tensors.read_optional(name, tensor.as_ref());
+        }
+        tensors.write("out", &self.out);
+        tensors.write_optional("lse", self.lse.as_ref());
+    }
+
+    fn workspace(&self) -> Option<&Workspace<'_>> {
+        Some(&self.workspace)
+    }
+
+    fn problem(&self) -> Result<Problem> {
         let (q, k, v, out) = (self.q.raw(), self.k.raw(), self.v.raw(), self.out.raw());
         self.check_forms()?;
         let queries = self.queries(&q)?;
@@ -94,7 +122,9 @@ impl Params<'_> {
             sinks: self.sinks(sizes.num_heads)?,
         })
     }
+}
 
+impl Params<'_> {
     /// Arguments that exclude or need one another.
     fn check_forms(&self) -> Result<()> {
         let exclude = |a: bool, b: bool, name: &'static str, other: &str| {
@@ -323,57 +353,6 @@ impl Params<'_> {
             .shape(&[num_heads])?
             .last_contiguous()?;
         Ok(Some(sinks.ptr.cast_const().cast()))
-    }
-
-    /// Pointers, alignment, overlap and workspace: what only a call that touches data needs. Gives the workspace's address.
-    pub(super) fn check_data(&self, workspace_size: usize) -> Result<*mut u8> {
-        fn optional<'a>(t: &'a Option<TensorRef<'_>>) -> Option<&'a RawTensor> {
-            t.as_ref().map(TensorRef::as_raw)
-        }
-        let inputs = [
-            ("q", Some(self.q.as_raw())),
-            ("k", Some(self.k.as_raw())),
-            ("v", Some(self.v.as_raw())),
-            ("bias", optional(&self.bias)),
-            ("mask", optional(&self.mask)),
-            ("alibi_slopes", optional(&self.alibi_slopes)),
-            ("sinks", optional(&self.sinks)),
-            ("cu_seqlens_q", optional(&self.cu_seqlens_q)),
-            ("cu_seqlens_k", optional(&self.cu_seqlens_k)),
-            ("seq_lens_k", optional(&self.seq_lens_k)),
-            ("block_table", optional(&self.block_table)),
-        ];
-        let outputs = [
-            ("out", Some(self.out.as_raw())),
-            ("lse", self.lse.as_ref().map(TensorMut::as_raw)),
-        ];
-        fn given<'a>((name, t): &(&'static str, Option<&'a RawTensor>)) -> Option<Arg<'a>> {
-            t.map(|t| Arg::new(OP, name, t))
-        }
-        for arg in inputs.iter().chain(&outputs).filter_map(given) {
-            arg.data()?;
-        }
-        for output in outputs.iter().filter_map(given) {
-            for input in inputs.iter().filter_map(given) {
-                output.disjoint(input)?;
-            }
-        }
-        if let [(_, Some(out)), (_, Some(lse))] = outputs {
-            Arg::new(OP, "lse", lse).disjoint(Arg::new(OP, "out", out))?;
-        }
-        let workspace = self.workspace.check(OP, workspace_size)?;
-        if workspace_size > 0 {
-            let range = self.workspace.byte_range();
-            for (name, t) in inputs.iter().chain(&outputs) {
-                let Some(other) = t.map(RawTensor::byte_range) else {
-                    continue;
-                };
-                if range.start < other.end && other.start < range.end {
-                    return Err(Error::invalid(OP, "workspace", format!("overlaps {name}")));
-                }
-            }
-        }
-        Ok(workspace)
     }
 }
 

@@ -99,39 +99,15 @@
 //! ```
 
 mod check;
-mod problem;
 
-use crate::context::{Context, Device, Stream};
-use crate::cpu::Cpu;
-use crate::error::Result;
-use crate::ops::Implementation;
+use crate::ops::operation;
+pub use crate::problem::attention::PageLayout;
 use crate::tensor::{TensorMut, TensorRef, Workspace};
-pub(crate) use problem::{Keys, Problem, Queries, Rows, Scores};
 
 const OP: &str = "attention";
 
 /// The greatest head dimension of queries, keys and values.
 pub const MAX_HEAD_DIM: usize = 512;
-
-/// The order of the dimensions inside a page of keys or values.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(u32)]
-pub enum PageLayout {
-    /// `[num_pages, page_size, Hkv, D]`: tokens before heads, as vLLM and FlashInfer's NHD.
-    #[default]
-    TokenMajor = 0,
-    /// `[num_pages, Hkv, page_size, D]`: heads before tokens, as FlashInfer's HND.
-    HeadMajor = 1,
-}
-
-impl PageLayout {
-    /// The layout with this C ABI value.
-    pub fn from_raw(value: u32) -> Option<PageLayout> {
-        [PageLayout::TokenMajor, PageLayout::HeadMajor]
-            .into_iter()
-            .find(|l| *l as u32 == value)
-    }
-}
 
 /// Arguments of [`forward`]. Make one with [`Params::new`], then set what is needed.
 #[derive(Debug)]
@@ -215,70 +191,4 @@ impl<'a> Params<'a> {
     }
 }
 
-/// What runs a problem.
-enum Choice<'a> {
-    Cpu(&'a Cpu),
-    #[cfg(feature = "cuda")]
-    Cuda(&'a crate::cuda::Cuda, crate::cuda::attention::Plan<'a>),
-}
-
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn choose<'a>(ctx: &'a Context, problem: &Problem) -> Result<Choice<'a>> {
-    Ok(match ctx.device() {
-        Device::Cpu(cpu) => Choice::Cpu(cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => Choice::Cuda(cuda, crate::cuda::attention::Plan::new(cuda, problem)?),
-    })
-}
-
-impl Choice<'_> {
-    fn implementation(&self) -> Implementation {
-        match self {
-            Choice::Cpu(_) => Implementation::Cpu,
-            #[cfg(feature = "cuda")]
-            Choice::Cuda(_, plan) => plan.implementation(),
-        }
-    }
-
-    fn workspace_size(&self) -> usize {
-        match self {
-            // Tiles live on the threads' own heaps: their size depends on the threads, not on the problem.
-            Choice::Cpu(_) => 0,
-            #[cfg(feature = "cuda")]
-            Choice::Cuda(_, plan) => plan.workspace_size(),
-        }
-    }
-}
-
-/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    Ok(choose(ctx, &params.problem()?)?.implementation())
-}
-
-/// The bytes of workspace that [`forward`] needs with these arguments, exactly; zero on the CPU. Data pointers are not looked at.
-///
-/// # Errors
-/// As [`supported`].
-pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
-    Ok(choose(ctx, &params.problem()?)?.workspace_size())
-}
-
-/// Computes attention on `stream`. Does not synchronise; allocates nothing on a device. The result does not depend on the number of
-/// threads of the context.
-///
-/// # Errors
-/// An argument is wrong (nothing was written), or the launch failed.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
-    let problem = params.problem()?;
-    let choice = choose(ctx, &problem)?;
-    let workspace = params.check_data(choice.workspace_size())?;
-    match choice {
-        Choice::Cpu(cpu) => crate::cpu::attention::forward(cpu, &problem),
-        #[cfg(feature = "cuda")]
-        Choice::Cuda(cuda, plan) => plan.forward(cuda, &problem, workspace, stream),
-    }
-}
+operation::functions!();

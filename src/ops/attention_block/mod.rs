@@ -5,29 +5,26 @@
 //! It is a sequence of this library's operations, [`linear`](super::linear), [`rms_norm`](super::rms_norm), [`rope`](super::rope),
 //! [`kv_cache`](crate::kv_cache) and [`attention`](super::attention), over a workspace that holds queries, keys and values of the new tokens side by side, and attention's output. Each
 //! operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one (on a GPU up
-//! to the order of sums, which depends on how tensors lie); in [`forward_cached`] keys are rotated in f32 on their way to the cache.
+//! to the order of sums, which depends on how tensors lie); with a cache keys are rotated in f32 on their way to the cache.
 //!
-//! Without a cache ([`forward`]) tokens attend to those of the same call: plain self-attention, as in training or an encoder. With
-//! one ([`forward_cached`]) the new tokens of the cache's current batch are appended to a layer and attend to everything their
-//! sequences hold in it.
+//! Without a cache tokens attend to those of the same call: plain self-attention, as in training or an encoder.
+//! With one the new tokens of the cache's current batch are appended to a layer and attend to everything their
+//! sequences hold in it; calling it twice for one layer and batch writes the same places again.
 
+mod check;
 mod plan;
-mod steps;
 mod views;
 
-use crate::context::{Context, Device, Stream};
-use crate::error::Result;
-use crate::kv_cache::KvCache;
-use crate::ops::Implementation;
+use crate::ops::kv_cache::Layer;
 use crate::ops::linear::{Output, Weights};
+use crate::ops::operation;
 use crate::ops::rope::{Positions, Rotation};
 use crate::tensor::{TensorRef, Workspace};
-use plan::Plan;
-pub(crate) use plan::{Sizes, cached_workspace_size as estimated_workspace_size};
+pub(crate) use views::{Heads, Views, view};
 
 const OP: &str = "attention_block";
 
-/// Arguments of [`forward`] and [`forward_cached`].
+/// Arguments of [`forward`].
 #[derive(Debug)]
 pub struct Params<'a> {
     /// `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16; rows strided, contiguous in the last dimension. With
@@ -56,6 +53,8 @@ pub struct Params<'a> {
     pub rotation: Option<Rotation<'a>>,
     /// Where tokens stand, for the rotation. With `cu_seqlens` they are given per token; a cache knows its own, and they are ignored.
     pub positions: Positions<'a>,
+    /// The layer that takes the new tokens' keys and values, and that they attend to.
+    pub cache: Option<Layer<'a>>,
     /// Where each sequence of packed tokens begins, and the last one's end: i32 `[num_sequences + 1]`. Not with a cache.
     pub cu_seqlens: Option<TensorRef<'a>>,
     /// With `cu_seqlens`: no sequence is longer; 0 for no better bound than all tokens.
@@ -97,82 +96,4 @@ pub enum Projections<'a> {
     Packed(Weights<'a>),
 }
 
-/// Which implementation [`forward`] would run with these arguments. Data pointers and the workspace are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    Plan::new(ctx, params, None)?;
-    Ok(implementation(ctx))
-}
-
-/// The workspace for [`forward`], in bytes: queries, keys and values of all tokens, attention's output, each rounded up to 256 bytes;
-/// and behind them the greater of what [`attention`](super::attention::workspace_size) needs and of what
-/// [projections](super::linear::workspace_size) have use for, without which they are computed as well. Data pointers and the workspace
-/// are not looked at.
-///
-/// # Errors
-/// As [`supported`].
-pub fn workspace_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
-    Plan::new(ctx, params, None)?.wanted(ctx, params)
-}
-
-/// Computes the block on `stream`, without a cache. Does not allocate device memory or synchronise.
-///
-/// # Errors
-/// An argument is wrong (nothing was written but the workspace), or a launch failed.
-pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
-    let plan = Plan::new(ctx, params, None)?;
-    let workspace = plan.check_data(ctx, params, None)?;
-    plan.run(ctx, params, None, workspace, stream)
-}
-
-/// Which implementation [`forward_cached`] would run with these arguments. Data pointers and the workspace are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported_cached(
-    cache: &KvCache,
-    layer: usize,
-    params: &Params<'_>,
-) -> Result<Implementation> {
-    Plan::new(cache.context(), params, Some((cache, layer)))?;
-    Ok(implementation(cache.context()))
-}
-
-/// The workspace for [`forward_cached`] and the cache's current batch, in bytes; see [`workspace_size`].
-///
-/// # Errors
-/// As [`supported_cached`].
-pub fn workspace_size_cached(cache: &KvCache, layer: usize, params: &Params<'_>) -> Result<usize> {
-    let ctx = cache.context();
-    Plan::new(ctx, params, Some((cache, layer)))?.wanted(ctx, params)
-}
-
-/// Computes the block for the new tokens of the cache's current batch on `stream`: appends their keys and values to the layer, and
-/// attends to all that their sequences hold in it. Does not allocate device memory or synchronise.
-///
-/// `x` and the output have the batch's `num_tokens` rows, in its order. Calling it twice for one layer and batch writes the same
-/// places again.
-///
-/// # Errors
-/// There is no current batch, an argument is wrong (nothing was written but the workspace), or a launch failed.
-pub fn forward_cached(
-    cache: &mut KvCache,
-    layer: usize,
-    params: &Params<'_>,
-    stream: Stream,
-) -> Result<()> {
-    let ctx = cache.context().clone();
-    let plan = Plan::new(&ctx, params, Some((cache, layer)))?;
-    let workspace = plan.check_data(&ctx, params, Some((cache, layer)))?;
-    plan.run(&ctx, params, Some((cache, layer)), workspace, stream)
-}
-
-fn implementation(ctx: &Context) -> Implementation {
-    match ctx.device() {
-        Device::Cpu(_) => Implementation::Cpu,
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Implementation::Cuda,
-    }
-}
+operation::functions!();

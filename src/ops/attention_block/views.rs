@@ -1,7 +1,7 @@
 //! Heads, and the views of a workspace that steps work on.
 
 use super::OP;
-use super::plan::Plan;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::ops::attention;
@@ -9,7 +9,7 @@ use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 
 /// Heads and their dimensions, known to have a product with the number of tokens that fits.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Heads {
+pub(crate) struct Heads {
     pub num_heads: usize,
     pub num_kv_heads: usize,
     pub head_dim: usize,
@@ -59,13 +59,18 @@ impl Heads {
     }
 }
 
+/// Bytes of a contiguous tensor.
+fn size(t: &RawTensor) -> usize {
+    t.layout.span() * t.dtype.size()
+}
+
 /// Rounds up to the alignment of a workspace.
-pub(super) fn aligned(bytes: usize) -> usize {
+fn aligned(bytes: usize) -> usize {
     bytes.next_multiple_of(Workspace::ALIGNMENT)
 }
 
 /// The views that steps work on. They may lie at NULL while steps are only checked.
-pub(super) struct Views {
+pub(crate) struct Views {
     pub qkv: RawTensor,
     pub attended: RawTensor,
     heads: Heads,
@@ -73,27 +78,47 @@ pub(super) struct Views {
 }
 
 impl Views {
-    pub fn new(plan: &Plan, workspace: *mut u8) -> Result<Views> {
-        let columns: usize = plan.heads.columns().iter().sum();
+    /// At `workspace`, which may be NULL where the views are only described.
+    pub fn new(
+        heads: Heads,
+        num_tokens: usize,
+        batched: Option<(usize, usize)>,
+        dtype: DType,
+        workspace: *mut u8,
+    ) -> Result<Views> {
+        let columns: usize = heads.columns().iter().sum();
         let contiguous = |columns| -> Result<Layout> {
-            Layout::contiguous(&[plan.num_tokens, columns]).map_err(|_| too_many(plan.num_tokens))
+            Layout::contiguous(&[num_tokens, columns]).map_err(|_| too_many(num_tokens))
         };
         let qkv = RawTensor {
             ptr: workspace,
-            dtype: plan.dtype,
+            dtype,
             layout: contiguous(columns)?,
         };
-        let offset = aligned(qkv.layout.span() * plan.dtype.size());
+        let attended = RawTensor {
+            ptr: workspace.wrapping_add(aligned(size(&qkv))),
+            dtype,
+            layout: contiguous(heads.attended())?,
+        };
+        // Layouts are below half of the address space each; leave as much for what lies behind them.
+        if aligned(size(&qkv)) + aligned(size(&attended)) > isize::MAX as usize / 2 {
+            return Err(too_many(num_tokens));
+        }
         Ok(Views {
-            attended: RawTensor {
-                ptr: workspace.wrapping_add(offset),
-                dtype: plan.dtype,
-                layout: contiguous(plan.heads.attended())?,
-            },
             qkv,
-            heads: plan.heads,
-            batched: plan.batched,
+            attended,
+            heads,
+            batched,
         })
+    }
+
+    /// Bytes of the workspace that they take.
+    pub fn size(&self) -> usize {
+        aligned(size(&self.qkv)) + aligned(size(&self.attended))
+    }
+
+    pub fn num_tokens(&self) -> usize {
+        self.qkv.layout.dim(0)
     }
 
     /// Queries (0), keys (1) or values (2) of every token: `[tokens, columns]`.
@@ -121,6 +146,14 @@ impl Views {
         tokens.unflattened(0, &[batch, len])
     }
 
+    /// As [`Views::batch`] where `x` has a batch dimension; as it is otherwise.
+    pub fn batch_if_any<'a>(&self, tokens: TensorMut<'a>) -> Result<TensorMut<'a>> {
+        match self.batched {
+            Some(_) => self.batch(tokens),
+            None => Ok(tokens),
+        }
+    }
+
     /// Attention's output with heads.
     pub fn attended(&self) -> Result<TensorMut<'static>> {
         // SAFETY: as in `flat`.
@@ -130,7 +163,7 @@ impl Views {
 }
 
 /// # Safety
-/// The memory is a workspace's that the caller of the block lends, or is not accessed.
+/// The memory is what the caller lends the block, or is not accessed.
 pub(super) unsafe fn view_mut(t: &RawTensor) -> TensorMut<'static> {
     // SAFETY: the caller's promise.
     unsafe { TensorMut::from_raw(t.ptr, t.dtype, t.layout) }
@@ -138,13 +171,13 @@ pub(super) unsafe fn view_mut(t: &RawTensor) -> TensorMut<'static> {
 
 /// # Safety
 /// As [`view_mut`].
-pub(super) unsafe fn view<'a>(t: &TensorMut<'a>) -> TensorRef<'a> {
+pub(crate) unsafe fn view<'a>(t: &TensorMut<'a>) -> TensorRef<'a> {
     let raw = t.raw();
     // SAFETY: the caller's promise.
     unsafe { TensorRef::from_raw(raw.ptr, raw.dtype, raw.layout) }
 }
 
-pub(super) fn too_many(num_tokens: usize) -> Error {
+fn too_many(num_tokens: usize) -> Error {
     let problem = format!("has {num_tokens} tokens: the workspace would not fit the address space");
     Error::invalid(OP, "x", problem)
 }

@@ -12,14 +12,14 @@
 
 mod rotation;
 
-pub(crate) use rotation::{AngleSource, RotationProblem, scaled_frequencies};
-pub use rotation::{Angles, Rotation, Scaling, Style, inverse_frequencies};
+pub use crate::problem::rope::{Scaling, Style};
+pub use rotation::{Angles, Rotation, inverse_frequencies};
 
-use crate::context::{Context, Device, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::ops::Implementation;
 use crate::ops::check::{self, Arg};
+use crate::ops::operation::{self, Operation, Tensors};
+use crate::problem::rope::{PositionSource, Problem};
 use crate::tensor::{InOut, RawTensor, TensorRef};
 
 const OP: &str = "rope";
@@ -56,28 +56,17 @@ pub struct Params<'a> {
     pub inverse: bool,
 }
 
-/// Validated arguments.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Problem {
-    /// Input and output of q, then of k, where present.
-    pub tensors: [Option<(RawTensor, RawTensor)>; 2],
-    pub positions: PositionSource,
-    pub rotation: RotationProblem,
-    pub inverse: bool,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum PositionSource {
-    From(i64),
-    PerToken(RawTensor),
-}
-
 const NAMES: [(&str, &str); 2] = [("q", "q_out"), ("k", "k_out")];
 
 impl Params<'_> {
     fn pairs(&self) -> [Option<&InOut<'_>>; 2] {
         [self.q.as_ref(), self.k.as_ref()]
     }
+}
+
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    type Problem = Problem;
 
     fn problem(&self) -> Result<Problem> {
         let mut tensors = [None; 2];
@@ -140,31 +129,16 @@ impl Params<'_> {
         })
     }
 
-    fn check_data(&self, p: &Problem) -> Result<()> {
-        p.rotation.check_data(OP)?;
-        let positions = match &p.positions {
-            PositionSource::PerToken(t) => Some(Arg::new(OP, "positions", t).data()?),
-            PositionSource::From(_) => None,
-        };
+    fn tensors(&self, tensors: &mut Tensors) {
+        self.rotation.tensors(tensors);
+        if let Positions::PerToken(positions) = &self.positions {
+            tensors.read("positions", positions);
+        }
         for (pair, names) in self.pairs().into_iter().zip(NAMES) {
-            let Some(pair) = pair else { continue };
-            check::in_out_data(OP, names, pair)?;
-            let output = pair.output();
-            let out = Arg::new(OP, names.1, &output);
-            for (name, tensor) in p.rotation.tensors() {
-                out.disjoint(Arg::new(OP, name, tensor))?;
-            }
-            if let Some(positions) = positions {
-                out.disjoint(positions)?;
+            if let Some(pair) = pair {
+                tensors.in_out(names, pair);
             }
         }
-        if let [Some((q, q_out)), Some((k, k_out))] = &p.tensors {
-            let arg = |name, tensor| Arg::new(OP, name, tensor);
-            arg("k_out", k_out).disjoint(arg("q_out", q_out))?;
-            arg("k_out", k_out).disjoint(arg("q", q))?;
-            arg("q_out", q_out).disjoint(arg("k", k))?;
-        }
-        Ok(())
     }
 }
 
@@ -185,38 +159,4 @@ fn same_tokens(
     Err(Error::invalid(OP, name, problem))
 }
 
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn choose(ctx: &Context, problem: &Problem) -> Result<Implementation> {
-    match ctx.device() {
-        Device::Cpu(_) => Ok(Implementation::Cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => {
-            crate::cuda::rope::supported(problem)?;
-            Ok(Implementation::Cuda)
-        }
-    }
-}
-
-/// Which implementation [`forward`] would run with these arguments. Data pointers are not looked at.
-///
-/// # Errors
-/// Why there is none.
-pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
-    choose(ctx, &params.problem()?)
-}
-
-/// Rotates on `stream`. Needs no workspace; does not allocate device memory or synchronise.
-///
-/// # Errors
-/// An argument is wrong (nothing was written), or the launch failed.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub fn forward(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<()> {
-    let problem = params.problem()?;
-    params.check_data(&problem)?;
-    choose(ctx, &problem)?;
-    match ctx.device() {
-        Device::Cpu(cpu) => crate::cpu::rope::forward(cpu, &problem),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => crate::cuda::rope::forward(cuda, &problem, stream),
-    }
-}
+operation::functions!();

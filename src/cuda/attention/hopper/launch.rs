@@ -9,11 +9,11 @@ use super::choose;
 use super::params::{Mask, Params};
 use super::tensor_map::{COLUMNS, TensorMap};
 use super::{Plan, sizes_of_keys, sizes_of_queries};
-use crate::context::Stream;
+use crate::backend::Stream;
 use crate::cuda::Cuda;
 use crate::cuda::driver::Driver;
 use crate::error::Result;
-use crate::ops::attention::{Keys, Problem, Queries, Rows};
+use crate::problem::attention::{Keys, Problem, Queries, Rows};
 
 /// An unlimited window: positions are below it.
 const NO_LIMIT: usize = 1 << 30;

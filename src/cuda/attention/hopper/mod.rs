@@ -18,7 +18,7 @@ use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::ops::attention::{Keys, Problem, Queries, Rows};
+use crate::problem::attention::{Keys, Problem, Queries, Rows};
 pub(super) use launch::forward;
 use params::{Mask, Params};
 
@@ -281,6 +281,7 @@ mod tests {
     use crate::kv_cache::{Config, KvCache};
     use crate::layout::Layout;
     use crate::memory::Buffer;
+    use crate::ops::operation::Operation;
     use crate::{Context, Stream};
 
     /// Windows of any size may be as long as the keys; a causal kernel always hides what is after the query.

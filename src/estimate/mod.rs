@@ -5,6 +5,7 @@
 //! or a framework keeps beside them. Sums are checked: sizes that overflow 64 bits are an error.
 
 mod attention;
+mod block;
 mod format;
 mod inference;
 mod model;

@@ -5,12 +5,13 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kv_cache::Config;
 use crate::layout::Layout;
+use crate::ops::linear;
 use crate::ops::linear::{Output, Weights};
 use crate::ops::mlp::{self, GateUp};
 use crate::ops::swiglu::Activation;
-use crate::ops::{attention_block, linear};
 use crate::tensor::{TensorMut, TensorRef, Workspace};
 
+use super::block;
 use super::model::Model;
 use super::{OP, float_size, overflow, positive, product, sum};
 
@@ -72,10 +73,10 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
     }
     positive("batch_size", i.batch_size)?;
     positive("num_tokens", i.num_tokens)?;
-    let attention = attention_block::estimated_workspace_size(
+    let attention = block::workspace_size(
         context,
         &i.cache,
-        attention_block::Sizes {
+        block::Sizes {
             hidden: index("hidden_size", i.model.hidden_size)?,
             num_heads: index("num_heads", i.model.num_heads)?,
             dtype: i.dtype,

@@ -3,7 +3,7 @@
 /// A number of bytes for people: three significant digits and a binary unit (IEC 80000-13), such as `"1.50 GiB"`, or `"640 B"`.
 ///
 /// ```
-/// use unsloth::memory::estimate::format_bytes;
+/// use unsloth::estimate::format_bytes;
 ///
 /// assert_eq!(format_bytes(1023), "1023 B");
 /// assert_eq!(format_bytes(1536), "1.50 KiB");

@@ -1,8 +1,27 @@
 //! Validated attention: one description for every combination of forms.
 
 use crate::dtype::DType;
-use crate::ops::attention::PageLayout;
 use crate::tensor::RawTensor;
+
+/// The order of the dimensions inside a page of keys or values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum PageLayout {
+    /// `[num_pages, page_size, Hkv, D]`: tokens before heads, as vLLM and FlashInfer's NHD.
+    #[default]
+    TokenMajor = 0,
+    /// `[num_pages, Hkv, page_size, D]`: heads before tokens, as FlashInfer's HND.
+    HeadMajor = 1,
+}
+
+impl PageLayout {
+    /// The layout with this C ABI value.
+    pub fn from_raw(value: u32) -> Option<PageLayout> {
+        [PageLayout::TokenMajor, PageLayout::HeadMajor]
+            .into_iter()
+            .find(|l| *l as u32 == value)
+    }
+}
 
 /// Validated arguments. Strides are in elements throughout.
 #[derive(Clone, Copy, Debug)]
@@ -146,7 +165,7 @@ impl Scores {
 }
 
 /// Where the tokens and the heads are in a page's shape.
-pub(super) fn page_dims(layout: PageLayout) -> (usize, usize) {
+pub(crate) fn page_dims(layout: PageLayout) -> (usize, usize) {
     match layout {
         PageLayout::TokenMajor => (1, 2),
         PageLayout::HeadMajor => (2, 1),

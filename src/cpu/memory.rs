@@ -1,0 +1,150 @@
+//! The host's memory as a device's: work is done when a call returns, and there is one stream.
+
+use std::alloc::Layout;
+
+use super::Cpu;
+use crate::backend::{Allocation, Backend, CopyKind, Device, Stream, Upload};
+use crate::error::{Error, Result};
+use crate::tensor::Workspace;
+
+fn layout(size: usize) -> Option<Layout> {
+    Layout::from_size_align(size.max(1), Workspace::ALIGNMENT).ok()
+}
+
+impl Device for Cpu {
+    fn backend(&self) -> Backend {
+        Backend::Cpu
+    }
+
+    fn ordinal(&self) -> i32 {
+        0
+    }
+
+    fn alloc(&self, op: &'static str, size: usize) -> Result<Allocation> {
+        let ptr = layout(size).map_or(std::ptr::null_mut(), |layout| {
+            // SAFETY: the layout's size is not zero.
+            unsafe { std::alloc::alloc_zeroed(layout) }
+        });
+        if ptr.is_null() {
+            return Err(Error::OutOfMemory {
+                op,
+                requested: size as u64,
+                reason: "the host has too little free memory".into(),
+            });
+        }
+        Ok(Allocation {
+            ptr,
+            size,
+            pooled: false,
+        })
+    }
+
+    unsafe fn alloc_async(&self, op: &'static str, size: usize, _: Stream) -> Result<Allocation> {
+        self.alloc(op, size)
+    }
+
+    unsafe fn free(&self, _: &'static str, memory: Allocation) -> Result<()> {
+        if let Some(layout) = layout(memory.size) {
+            // SAFETY: `alloc` allocated it with this layout, and the caller promises that it is not used
+            // again.
+            unsafe { std::alloc::dealloc(memory.ptr, layout) }
+        }
+        Ok(())
+    }
+
+    unsafe fn free_async(&self, op: &'static str, memory: Allocation, _: Stream) -> Result<()> {
+        // SAFETY: the caller's promise is the same; nothing is ever queued.
+        unsafe { self.free(op, memory) }
+    }
+
+    fn pool_size(&self, _: &'static str) -> Result<u64> {
+        Ok(0)
+    }
+
+    fn trim_pool(&self, _: &'static str, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn copy(
+        &self,
+        _: &'static str,
+        dst: *mut u8,
+        src: *const u8,
+        size: usize,
+        _: CopyKind,
+        _: Stream,
+    ) -> Result<()> {
+        if size > 0 {
+            // SAFETY: the caller promises that both ranges are valid and apart; whatever the kind, they
+            // are the host's.
+            unsafe { std::ptr::copy_nonoverlapping(src, dst, size) };
+        }
+        Ok(())
+    }
+
+    unsafe fn upload(
+        &self,
+        op: &'static str,
+        dst: *mut u8,
+        src: *const u8,
+        size: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.copy(op, dst, src, size, CopyKind::HostToDevice, stream) }
+    }
+
+    fn staging(&self, _: &'static str, _: usize) -> Result<Box<dyn Upload>> {
+        Ok(Box::new(AtOnce))
+    }
+
+    unsafe fn set(
+        &self,
+        _: &'static str,
+        dst: *mut u8,
+        value: u8,
+        size: usize,
+        _: Stream,
+    ) -> Result<()> {
+        if size > 0 {
+            // SAFETY: the caller promises that the range is valid.
+            unsafe { std::ptr::write_bytes(dst, value, size) };
+        }
+        Ok(())
+    }
+
+    fn synchronize(&self, _: &'static str, _: Stream) -> Result<()> {
+        Ok(())
+    }
+
+    fn create_stream(&self, _: &'static str) -> Result<Stream> {
+        Ok(Stream::DEFAULT)
+    }
+
+    unsafe fn destroy_stream(&self, _: &'static str, _: Stream) -> Result<()> {
+        Ok(())
+    }
+
+    fn is_capturing(&self, _: &'static str, _: Stream) -> Result<bool> {
+        Ok(false)
+    }
+}
+
+/// Copies before it returns.
+#[derive(Debug)]
+struct AtOnce;
+
+impl Upload for AtOnce {
+    unsafe fn upload(
+        &mut self,
+        _: &'static str,
+        to: *mut u8,
+        data: &[u8],
+        _: Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller promises that the destination is valid; `data` is borrowed, so it is no part
+        // of what the library's own buffer holds.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) };
+        Ok(())
+    }
+}

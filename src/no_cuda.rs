@@ -1,0 +1,153 @@
+//! The CUDA backend of a build without it: it has no values, so that what is above it needs no second
+//! version.
+
+use crate::backend::{
+    Allocation, Backend, CopyKind, Device, DeviceInfo, Implementation, Stream, Upload,
+};
+use crate::error::{Error, Result};
+use crate::problem::{Plan, Plans};
+use crate::tensor::Scratch;
+
+/// There is none.
+#[derive(Debug)]
+pub(crate) enum Cuda {}
+
+fn unavailable(op: &'static str) -> Error {
+    Error::BackendUnavailable {
+        op,
+        backend: Backend::Cuda,
+        reason: "this build does not contain it".into(),
+    }
+}
+
+/// Number of devices.
+pub(crate) fn device_count(op: &'static str) -> Result<i32> {
+    Err(unavailable(op))
+}
+
+/// What a device is.
+pub(crate) fn device_info(op: &'static str, _: i32) -> Result<DeviceInfo> {
+    Err(unavailable(op))
+}
+
+impl Cuda {
+    pub fn new(op: &'static str, _: i32) -> Result<Cuda> {
+        Err(unavailable(op))
+    }
+
+    /// # Safety
+    /// None: it cannot be called.
+    pub unsafe fn copy_peer(
+        &self,
+        _: &'static str,
+        _: *mut u8,
+        _: &Cuda,
+        _: *const u8,
+        _: usize,
+        _: Stream,
+    ) -> Result<()> {
+        match *self {}
+    }
+}
+
+impl<P> Plans<P> for Cuda {
+    type Plan<'a> = Never;
+
+    fn plan(&self, _: P) -> Result<Never> {
+        match *self {}
+    }
+}
+
+/// The plan of a backend that is not there.
+pub(crate) enum Never {}
+
+impl Plan for Never {
+    fn implementation(&self) -> Implementation {
+        match *self {}
+    }
+
+    fn launch(&self, _: Scratch, _: Stream) -> Result<()> {
+        match *self {}
+    }
+}
+
+impl Device for Cuda {
+    fn backend(&self) -> Backend {
+        match *self {}
+    }
+
+    fn ordinal(&self) -> i32 {
+        match *self {}
+    }
+
+    fn alloc(&self, _: &'static str, _: usize) -> Result<Allocation> {
+        match *self {}
+    }
+
+    unsafe fn alloc_async(&self, _: &'static str, _: usize, _: Stream) -> Result<Allocation> {
+        match *self {}
+    }
+
+    unsafe fn free(&self, _: &'static str, _: Allocation) -> Result<()> {
+        match *self {}
+    }
+
+    unsafe fn free_async(&self, _: &'static str, _: Allocation, _: Stream) -> Result<()> {
+        match *self {}
+    }
+
+    fn pool_size(&self, _: &'static str) -> Result<u64> {
+        match *self {}
+    }
+
+    fn trim_pool(&self, _: &'static str, _: usize) -> Result<()> {
+        match *self {}
+    }
+
+    unsafe fn copy(
+        &self,
+        _: &'static str,
+        _: *mut u8,
+        _: *const u8,
+        _: usize,
+        _: CopyKind,
+        _: Stream,
+    ) -> Result<()> {
+        match *self {}
+    }
+
+    unsafe fn upload(
+        &self,
+        _: &'static str,
+        _: *mut u8,
+        _: *const u8,
+        _: usize,
+        _: Stream,
+    ) -> Result<()> {
+        match *self {}
+    }
+
+    fn staging(&self, _: &'static str, _: usize) -> Result<Box<dyn Upload>> {
+        match *self {}
+    }
+
+    unsafe fn set(&self, _: &'static str, _: *mut u8, _: u8, _: usize, _: Stream) -> Result<()> {
+        match *self {}
+    }
+
+    fn synchronize(&self, _: &'static str, _: Stream) -> Result<()> {
+        match *self {}
+    }
+
+    fn create_stream(&self, _: &'static str) -> Result<Stream> {
+        match *self {}
+    }
+
+    unsafe fn destroy_stream(&self, _: &'static str, _: Stream) -> Result<()> {
+        match *self {}
+    }
+
+    fn is_capturing(&self, _: &'static str, _: Stream) -> Result<bool> {
+        match *self {}
+    }
+}

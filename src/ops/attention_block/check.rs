@@ -1,0 +1,331 @@
+//! Validation: what the block does, as one validated problem for each of its operations.
+
+use arrayvec::ArrayVec;
+
+use super::plan::within;
+use super::views::{Heads, Views, view, view_mut};
+use super::{OP, Params, Projections};
+use crate::context::Context;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::layout::MAX_RANK;
+use crate::ops::check::{Arg, with_last};
+use crate::ops::kv_cache::Layer;
+use crate::ops::linear::{Output, Weights};
+use crate::ops::operation::{Operation, Tensors};
+use crate::ops::rope::Positions;
+use crate::ops::{attention, linear, rms_norm, rope};
+use crate::problem;
+use crate::problem::attention_block::Problem;
+use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
+
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    type Problem = Problem;
+
+    fn problem(&self) -> Result<Problem> {
+        let views = self.views()?;
+        let x = self.x.raw();
+        let arg = Arg::new(OP, "x", &x);
+        let hidden = x.layout.dim(x.layout.rank() - 1);
+        let heads = self.heads();
+        for (weights, names, rows) in self.weights() {
+            let problem = weights.problem(OP, names, hidden)?;
+            expect_rows(names.0, problem.out_features(), rows)?;
+        }
+        let names = ("out_weight", "out_bias");
+        let out = self.out_projection.problem(OP, names, heads.attended())?;
+        let mut room = [0; MAX_RANK];
+        self.output
+            .check(OP, arg, with_last(&x, out.out_features(), &mut room))?;
+        self.check_sequences()?;
+        if let Some(layer) = &self.cache {
+            self.check_cache(layer, views.num_tokens())?;
+        }
+        Ok(Problem {
+            projections: self.projections(&views)?,
+            norms: self.norms(&views)?,
+            rope: self.rope(&views)?,
+            append: self.append(&views)?,
+            attention: within(self.attention(&views)?.problem())?,
+            out_projection: self.out_projection(&views)?,
+            intermediates: views.size(),
+        })
+    }
+
+    fn tensors(&self, tensors: &mut Tensors) {
+        tensors.read("x", &self.x);
+        for (weights, names, _) in self.weights() {
+            weights.tensors(names, tensors);
+        }
+        let names = ("out_weight", "out_bias");
+        self.out_projection.tensors(names, tensors);
+        for (name, tensor) in [
+            ("q_norm", &self.q_norm),
+            ("k_norm", &self.k_norm),
+            ("cu_seqlens", &self.cu_seqlens),
+            ("alibi_slopes", &self.alibi_slopes),
+            ("sinks", &self.sinks),
+        ] {
+            tensors.read_optional(name, tensor.as_ref());
+        }
+        if let Positions::PerToken(positions) = &self.positions
+            && self.cache.is_none()
+        {
+            tensors.read("positions", positions);
+        }
+        if let Some(rotation) = &self.rotation {
+            rotation.tensors(tensors);
+        }
+        if let Some(layer) = &self.cache {
+            layer.own(tensors);
+        }
+        self.output.tensors(tensors);
+    }
+
+    fn workspace(&self) -> Option<&Workspace<'_>> {
+        Some(&self.workspace)
+    }
+
+    fn context(&self) -> Option<(&'static str, &Context)> {
+        self.cache.as_ref().map(|layer| ("cache", layer.context))
+    }
+}
+
+/// A projection's weights, their names, and the rows that they must have.
+type Projection<'a> = (Weights<'a>, (&'static str, &'static str), usize);
+
+impl<'p> Params<'p> {
+    fn heads(&self) -> Heads {
+        Heads {
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            v_head_dim: self.v_head_dim,
+        }
+    }
+
+    /// Checks `x` and the heads; gives what passes between operations.
+    fn views(&self) -> Result<Views> {
+        let x = self.x.raw();
+        let packed = self.cache.is_some() || self.cu_seqlens.is_some();
+        Arg::new(OP, "x", &x)
+            .rank(if packed { &[2] } else { &[2, 3] })?
+            .dtype(DType::FLOATS)?
+            .last_contiguous()?;
+        let heads = self.heads();
+        heads.check()?;
+        let batched = (x.layout.rank() == 3).then(|| (x.layout.dim(0), x.layout.dim(1)));
+        let num_tokens = x.layout.num_rows();
+        Views::new(heads, num_tokens, batched, x.dtype, self.workspace.as_ptr())
+    }
+
+    /// The projections to queries, keys and values.
+    fn weights(&self) -> ArrayVec<Projection<'p>, 3> {
+        let columns = self.heads().columns();
+        match &self.projections {
+            Projections::Packed(qkv) => {
+                let all = (*qkv, ("qkv_weight", "qkv_bias"), columns.iter().sum());
+                ArrayVec::from_iter([all])
+            }
+            Projections::Apart { q, k, v } => ArrayVec::from([
+                (*q, ("q_weight", "q_bias"), columns[0]),
+                (*k, ("k_weight", "k_bias"), columns[1]),
+                (*v, ("v_weight", "v_bias"), columns[2]),
+            ]),
+        }
+    }
+
+    fn check_sequences(&self) -> Result<()> {
+        if self.cu_seqlens.is_none() {
+            return Ok(());
+        }
+        if self.cache.is_some() {
+            let problem = "is given together with a cache, which has its own";
+            return Err(Error::invalid(OP, "cu_seqlens", problem));
+        }
+        if self.rotation.is_some() && matches!(self.positions, Positions::From(_)) {
+            let problem = "are absent: packed sequences need them for the rotation";
+            return Err(Error::invalid(OP, "positions", problem));
+        }
+        Ok(())
+    }
+
+    fn check_cache(&self, layer: &Layer<'_>, num_tokens: usize) -> Result<()> {
+        for (name, value, held) in [
+            ("num_kv_heads", self.num_kv_heads, layer.num_kv_heads),
+            ("head_dim", self.head_dim, layer.head_dim),
+            ("v_head_dim", self.v_head_dim, layer.v_head_dim),
+        ] {
+            if value != held {
+                let problem = format!("is {value}, the cache has {held}");
+                return Err(Error::invalid(OP, name, problem));
+            }
+        }
+        if layer.batch.num_tokens != num_tokens {
+            let problem = format!(
+                "has {num_tokens} tokens, the cache's batch has {}",
+                layer.batch.num_tokens
+            );
+            return Err(Error::invalid(OP, "x", problem));
+        }
+        if self.bidirectional {
+            let problem = "is set: with a cache attention is causal";
+            return Err(Error::invalid(OP, "bidirectional", problem));
+        }
+        Ok(())
+    }
+
+    /// Queries, keys and values.
+    fn projections(&self, views: &Views) -> Result<ArrayVec<problem::linear::Problem, 3>> {
+        let problem = |weights: &Weights<'_>, out: TensorMut<'static>| {
+            let linear = linear::Params {
+                x: self.x,
+                weights: *weights,
+                output: Output::Write(views.batch_if_any(out)?),
+                workspace: Workspace::none(),
+            };
+            within(linear.problem())
+        };
+        Ok(match &self.projections {
+            Projections::Packed(qkv) => {
+                // SAFETY: as in `Views::flat`.
+                let out = unsafe { view_mut(&views.qkv) };
+                ArrayVec::from_iter([problem(qkv, out)?])
+            }
+            Projections::Apart { q, k, v } => ArrayVec::from([
+                problem(q, views.flat(0)?)?,
+                problem(k, views.flat(1)?)?,
+                problem(v, views.flat(2)?)?,
+            ]),
+        })
+    }
+
+    fn norms(&self, views: &Views) -> Result<ArrayVec<problem::rms_norm::Problem, 2>> {
+        let mut norms = ArrayVec::new();
+        for (which, name, weight) in [(0, "q_norm", self.q_norm), (1, "k_norm", self.k_norm)] {
+            let Some(weight) = weight else { continue };
+            let all = self.heads().columns()[which];
+            let x = match weight.layout().shape() {
+                [n] if *n == self.head_dim => views.heads(which)?,
+                [n] if *n == all => views.flat(which)?,
+                shape => {
+                    let head_dim = self.head_dim;
+                    let problem = format!("has shape {shape:?}, allowed: [{head_dim}] or [{all}]");
+                    return Err(Error::invalid(OP, name, problem));
+                }
+            };
+            let norm = rms_norm::Params {
+                x: InOut::InPlace(x),
+                residual: None,
+                weight: Some(weight),
+                weight_offset: self.norm_weight_offset,
+                epsilon: self.norm_epsilon,
+            };
+            norms.push(within(norm.problem())?);
+        }
+        Ok(norms)
+    }
+
+    /// Of queries, and of keys unless the cache rotates them when they are appended.
+    fn rope(&self, views: &Views) -> Result<Option<problem::rope::Problem>> {
+        let Some(rotation) = self.rotation else {
+            return Ok(None);
+        };
+        let (q, mut k) = (views.heads(0)?, None);
+        let mut positions = self.positions;
+        match &self.cache {
+            Some(layer) => positions = Positions::PerToken(layer.batch.positions),
+            None => k = Some(views.batch_if_any(views.heads(1)?)?),
+        }
+        let rope = rope::Params {
+            q: Some(InOut::InPlace(views.batch_if_any(q)?)),
+            k: k.map(InOut::InPlace),
+            positions,
+            rotation,
+            inverse: false,
+        };
+        within(rope.problem()).map(Some)
+    }
+
+    fn append(&self, views: &Views) -> Result<Option<problem::kv_cache::Append>> {
+        let Some(layer) = &self.cache else {
+            return Ok(None);
+        };
+        let tokens = (views.heads(1)?.raw(), views.heads(2)?.raw());
+        layer.append(OP, tokens, self.rotation.as_ref()).map(Some)
+    }
+
+    fn attention<'a>(&'a self, views: &Views) -> Result<attention::Params<'a>> {
+        let (q, out) = (views.heads(0)?, views.attended()?);
+        let mut arguments = match &self.cache {
+            // SAFETY: views lie in the workspace, whose writes are queued before, as are those of the pages.
+            Some(layer) => unsafe { layer.attention(view(&q), out) },
+            None => {
+                let (mut q, mut k, mut v, mut out) = (q, views.heads(1)?, views.heads(2)?, out);
+                if self.cu_seqlens.is_none() {
+                    q = views.batch(q)?;
+                    k = views.batch(k)?;
+                    v = views.batch(v)?;
+                    out = views.batch(out)?;
+                }
+                // SAFETY: as above.
+                let (q, k, v) = unsafe { (view(&q), view(&k), view(&v)) };
+                attention::Params {
+                    cu_seqlens_q: self.cu_seqlens,
+                    cu_seqlens_k: self.cu_seqlens,
+                    max_seqlen_q: self.max_seqlen,
+                    max_seqlen_k: self.max_seqlen,
+                    causal: !self.bidirectional,
+                    ..attention::Params::new(q, k, v, out)
+                }
+            }
+        };
+        arguments.scale = self.scale;
+        arguments.softcap = self.softcap;
+        arguments.window_left = self.window;
+        if self.bidirectional {
+            arguments.window_right = self.window;
+        }
+        arguments.alibi_slopes = self.alibi_slopes;
+        arguments.sinks = self.sinks;
+        Ok(arguments)
+    }
+
+    fn out_projection(&self, views: &Views) -> Result<problem::linear::Problem> {
+        // SAFETY: attention's output lies in the workspace; the caller's output is described once more for a
+        // problem, while `self` keeps it lent.
+        let (attended, output) = unsafe {
+            let attended = view_mut(&views.attended);
+            let out = self.output.out();
+            let out = TensorMut::from_raw(out.ptr, out.dtype, out.layout);
+            let output = match &self.output {
+                Output::Write(_) => Output::Write(out),
+                Output::Add(InOut::InPlace(_)) => Output::Add(InOut::InPlace(out)),
+                Output::Add(InOut::Apart { input, .. }) => Output::Add(InOut::Apart {
+                    input: *input,
+                    output: out,
+                }),
+            };
+            (attended, output)
+        };
+        let x: TensorMut<'static> = views.batch_if_any(attended)?;
+        // SAFETY: as above.
+        let x: TensorRef<'static> = unsafe { view(&x) };
+        let linear = linear::Params {
+            x,
+            weights: self.out_projection,
+            output,
+            workspace: Workspace::none(),
+        };
+        within(linear.problem())
+    }
+}
+
+fn expect_rows(name: &'static str, rows: usize, expected: usize) -> Result<()> {
+    if rows == expected {
+        return Ok(());
+    }
+    let problem = format!("has {rows} rows, {expected} are needed");
+    Err(Error::invalid(OP, name, problem))
+}

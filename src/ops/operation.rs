@@ -1,0 +1,214 @@
+//! What every operation is: parameters that become a problem, and the path from there to a launch,
+//! written once.
+//!
+//! [`supported`], [`workspace_size`] and [`forward`] are three questions to one
+//! [`Plan`]: what the queries say of a call is what the call does.
+
+use arrayvec::ArrayVec;
+
+use crate::backend::{Implementation, Stream};
+use crate::context::{Context, Planned};
+use crate::error::{Error, Result};
+use crate::ops::check::Arg;
+use crate::problem::Plan;
+use crate::tensor::{InOut, RawTensor, Scratch, TensorMut, TensorRef, Workspace};
+
+/// The parameters of an operation.
+pub(crate) trait Operation {
+    /// The operation's name in errors.
+    const NAME: &'static str;
+
+    /// What validation makes of the parameters.
+    type Problem: Planned;
+
+    /// Checks ranks, dtypes, shapes, strides and numbers. Addresses are taken over and not looked at.
+    fn problem(&self) -> Result<Self::Problem>;
+
+    /// Every tensor, by name, for the checks of data.
+    fn tensors(&self, tensors: &mut Tensors);
+
+    /// The caller's scratch memory.
+    fn workspace(&self) -> Option<&Workspace<'_>> {
+        None
+    }
+
+    /// The context that what the parameters refer to belongs to, with that argument's name.
+    fn context(&self) -> Option<(&'static str, &Context)> {
+        None
+    }
+}
+
+/// The functions of an operation's module for its `Params`.
+macro_rules! functions {
+    () => {
+        /// Which implementation [`forward`] would run with these arguments. Data pointers and the
+        /// workspace are not looked at.
+        ///
+        /// # Errors
+        /// Why there is none.
+        pub fn supported(
+            ctx: &$crate::Context,
+            params: &Params<'_>,
+        ) -> $crate::Result<$crate::backend::Implementation> {
+            $crate::ops::operation::supported(ctx, params)
+        }
+
+        /// The workspace with which [`forward`] is fastest with these arguments, in bytes. What it
+        /// needs is in it and refused below; the rest is an offer, without which it is slower. Data
+        /// pointers and the workspace are not looked at.
+        ///
+        /// # Errors
+        /// As [`supported`].
+        pub fn workspace_size(ctx: &$crate::Context, params: &Params<'_>) -> $crate::Result<usize> {
+            $crate::ops::operation::workspace_size(ctx, params)
+        }
+
+        /// Computes on `stream`. Does not allocate device memory or synchronise, and may be captured
+        /// into a graph.
+        ///
+        /// # Errors
+        /// An argument is wrong (nothing was written but the workspace), or the launch failed.
+        pub fn forward(
+            ctx: &$crate::Context,
+            params: &Params<'_>,
+            stream: $crate::Stream,
+        ) -> $crate::Result<()> {
+            $crate::ops::operation::forward(ctx, params, stream)
+        }
+    };
+}
+pub(crate) use functions;
+
+/// Which implementation [`forward`] would run.
+pub(crate) fn supported<O: Operation>(ctx: &Context, params: &O) -> Result<Implementation> {
+    check_context(ctx, params)?;
+    Ok(params.problem()?.plan(ctx)?.implementation())
+}
+
+/// The workspace with which [`forward`] is fastest, in bytes.
+pub(crate) fn workspace_size<O: Operation>(ctx: &Context, params: &O) -> Result<usize> {
+    check_context(ctx, params)?;
+    params.problem()?.plan(ctx)?.useful()
+}
+
+/// Checks everything, then launches.
+pub(crate) fn forward<O: Operation>(ctx: &Context, params: &O, stream: Stream) -> Result<()> {
+    check_context(ctx, params)?;
+    let plan = params.problem()?.plan(ctx)?;
+    let scratch = match params.workspace() {
+        Some(workspace) => workspace.scratch(O::NAME, plan.needed(), || plan.useful())?,
+        None => Scratch::NONE,
+    };
+    let mut tensors = Tensors::default();
+    params.tensors(&mut tensors);
+    tensors.check(O::NAME, scratch)?;
+    plan.launch(scratch, stream)
+}
+
+fn check_context<O: Operation>(ctx: &Context, params: &O) -> Result<()> {
+    match params.context() {
+        Some((name, other)) if !other.is(ctx) => {
+            Err(Error::invalid(O::NAME, name, "belongs to another context"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What an operation does with a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Access {
+    Read,
+    /// Written, and read first if it is in place.
+    Write,
+    /// Memory of the library's own, which is written and which nothing of the caller's may overlap.
+    Own,
+}
+
+/// The most tensors of an operation: those of an attention block.
+const MAX_TENSORS: usize = 32;
+
+/// The tensors of a call, by name.
+#[derive(Default)]
+pub(crate) struct Tensors {
+    list: ArrayVec<(&'static str, RawTensor, Access), MAX_TENSORS>,
+}
+
+impl Tensors {
+    fn push(&mut self, name: &'static str, tensor: RawTensor, access: Access) {
+        debug_assert!(!self.list.is_full(), "{name} is one tensor too many");
+        // A full list means that MAX_TENSORS is too small for an operation, which its tests see.
+        let _ = self.list.try_push((name, tensor, access));
+    }
+
+    /// An input.
+    pub fn read(&mut self, name: &'static str, tensor: &TensorRef<'_>) {
+        self.push(name, tensor.raw(), Access::Read);
+    }
+
+    /// An input that may be absent.
+    pub fn read_optional(&mut self, name: &'static str, tensor: Option<&TensorRef<'_>>) {
+        if let Some(tensor) = tensor {
+            self.read(name, tensor);
+        }
+    }
+
+    /// An output.
+    pub fn write(&mut self, name: &'static str, tensor: &TensorMut<'_>) {
+        self.push(name, tensor.raw(), Access::Write);
+    }
+
+    /// An output that may be absent.
+    pub fn write_optional(&mut self, name: &'static str, tensor: Option<&TensorMut<'_>>) {
+        if let Some(tensor) = tensor {
+            self.write(name, tensor);
+        }
+    }
+
+    /// An input and what it becomes.
+    pub fn in_out(&mut self, names: (&'static str, &'static str), pair: &InOut<'_>) {
+        if let InOut::Apart { input, .. } = pair {
+            self.read(names.0, input);
+        }
+        self.push(names.1, pair.output(), Access::Write);
+    }
+
+    /// Memory of the library's own.
+    pub fn own(&mut self, name: &'static str, tensor: RawTensor) {
+        self.push(name, tensor, Access::Own);
+    }
+
+    /// Checks that every tensor's data is there and aligned, and that what is written, scratch memory
+    /// among it, overlaps nothing else.
+    fn check(&self, op: &'static str, scratch: Scratch) -> Result<()> {
+        fn arg<'a>(op: &'static str, of: &'a (&'static str, RawTensor, Access)) -> Arg<'a> {
+            Arg::new(op, of.0, &of.1)
+        }
+        for tensor in &self.list {
+            if tensor.2 != Access::Own {
+                arg(op, tensor).data()?;
+            }
+        }
+        for (i, written) in self.list.iter().enumerate() {
+            if written.2 == Access::Read {
+                continue;
+            }
+            for (j, other) in self.list.iter().enumerate() {
+                let later_write = j > i && other.2 != Access::Read;
+                if i == j || later_write {
+                    continue;
+                }
+                match written.2 {
+                    Access::Own => arg(op, other).disjoint(arg(op, written))?,
+                    _ => arg(op, written).disjoint(arg(op, other))?,
+                };
+            }
+        }
+        if scratch.size > 0 {
+            let scratch = scratch.raw()?;
+            for tensor in &self.list {
+                Arg::new(op, "workspace", &scratch).disjoint(arg(op, tensor))?;
+            }
+        }
+        Ok(())
+    }
+}

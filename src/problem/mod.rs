@@ -1,0 +1,62 @@
+//! Problems: what validation makes of an operation's arguments, one file per operation.
+//!
+//! A problem is plain data: sizes, flags and raw tensors, known to be consistent, and all that a
+//! backend needs to know. A backend answers it with a [`Plan`] or with the reason why it has none.
+
+pub(crate) mod argmax;
+pub(crate) mod attention;
+pub(crate) mod attention_block;
+pub(crate) mod cast;
+pub(crate) mod embedding;
+pub(crate) mod kv_cache;
+pub(crate) mod linear;
+pub(crate) mod mlp;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod swiglu;
+
+use crate::backend::{Implementation, Stream};
+use crate::error::Result;
+use crate::tensor::Scratch;
+
+/// A backend's choice of how to run a problem. What is asked about a call and what the call does
+/// follow from one plan, and nothing else launches.
+///
+/// It is made from shapes, strides, dtypes and addresses' alignment; data is not looked at before
+/// [`Plan::launch`].
+pub(crate) trait Plan {
+    fn implementation(&self) -> Implementation;
+
+    /// Bytes of workspace without which the problem is not run.
+    fn needed(&self) -> usize {
+        0
+    }
+
+    /// Bytes of workspace with which it runs fastest; at least what is needed. More is of no use.
+    ///
+    /// # Errors
+    /// A library that has to be asked fails.
+    fn useful(&self) -> Result<usize> {
+        Ok(self.needed())
+    }
+
+    /// Runs or queues the problem, whose data has been checked. `scratch` is the caller's memory:
+    /// at least what is needed, at most what is of use.
+    ///
+    /// # Errors
+    /// The launch failed; on the CPU also what only the data tells, before anything was written.
+    fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()>;
+}
+
+/// A backend that has an implementation of problems `P`.
+pub(crate) trait Plans<P> {
+    type Plan<'a>: Plan
+    where
+        Self: 'a;
+
+    /// Chooses.
+    ///
+    /// # Errors
+    /// No implementation serves this problem.
+    fn plan(&self, problem: P) -> Result<Self::Plan<'_>>;
+}
