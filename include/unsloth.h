@@ -2185,11 +2185,11 @@ unsloth_status unsloth_attention_supported(struct unsloth_context *ctx,
 /**
  * The bytes of workspace that this call needs, exactly; 0 on the CPU backend. Data pointers are not looked at.
  *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `size` is NULL or valid for a write.
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */
 unsloth_status unsloth_attention_workspace_size(struct unsloth_context *ctx,
                                                 const struct unsloth_attention_params *params,
-                                                size_t *size);
+                                                size_t *workspace_size);
 
 /**
  * Computes attention on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.

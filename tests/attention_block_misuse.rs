@@ -297,6 +297,9 @@ fn caches() {
                 assert_eq!(got, UNSLOTH_STATUS_SUCCESS);
             }
             p.cache = caches[1];
+            let mut id = 0;
+            assert_eq!(unsloth_kv_cache_sequence_create(p.cache, &mut id), 0);
+            assert_eq!(unsloth_kv_cache_extend(p.cache, &id, &3, 1, stream), 0);
             assert_fails(
                 unsloth_attention_block_forward(ctx.0, &p, stream),
                 INVALID,
@@ -315,7 +318,6 @@ fn caches() {
                 INVALID,
                 "attention_block: cache has no current batch: it must be extended first, and again after its sequences changed",
             );
-            let mut id = 0;
             assert_eq!(unsloth_kv_cache_sequence_create(p.cache, &mut id), 0);
             assert_eq!(unsloth_kv_cache_extend(p.cache, &id, &3, 1, stream), 0);
             let (mut k, mut v) = (p.x, p.x);
@@ -324,7 +326,7 @@ fn caches() {
             assert_fails(
                 unsloth_attention_block_forward(ctx.0, &p, stream),
                 INVALID,
-                "attention_block: out overlaps the cache's values",
+                "attention_block: out overlaps the pages of the layer",
             );
             p.out.data = good.params.out.data;
             let got = unsloth_attention_block_forward(ctx.0, &p, stream);

@@ -495,7 +495,7 @@ fn bad_handles_and_pointers() {
         );
         let arguments = Arguments::batched(&contexts()[0]);
         let status = unsloth_attention_workspace_size(ctx.0, &arguments.params, ptr::null_mut());
-        assert_fails(status, NULL, "attention: size is NULL");
+        assert_fails(status, NULL, "attention: workspace_size is NULL");
     }
 }
 
