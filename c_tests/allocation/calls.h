@@ -1,0 +1,522 @@
+// One call of each function of the library, and what it is made with. A new function is a line of
+// CALLS, and where it takes parameters a function that sets them.
+#ifndef UNSLOTH_TEST_CALLS_H
+#define UNSLOTH_TEST_CALLS_H
+
+#include "check.h"
+
+enum { TOKENS = 70, HIDDEN = 64, HEADS = 4, KV_HEADS = 2, DIM = 16, FFN = 96, VOCAB = 50 };
+enum { SEQUENCES = 2, PAGES = 24, PAGE = 8 };
+
+// What calls are made with: in memory that a process has to itself.
+
+static unsloth_context *ctx, *created, *other;
+static unsloth_kv_cache *cache, *created_cache;
+static int64_t sequences[SEQUENCES], sequence, number;
+static const int64_t steps[SEQUENCES] = {9, 3};
+static int32_t device_count;
+static size_t size;
+static unsloth_implementation implementation;
+static void *block, *given;
+static unsloth_stream stream;
+static char text[64];
+
+// Inputs and outputs. What a call writes is checked against what it writes when nothing fails.
+static float inputs[1 << 18];
+static float outputs[1 << 16];
+static size_t inputs_used, outputs_used;
+static int32_t ids[TOKENS], positions[TOKENS], starts[2];
+static _Alignas(256) char workspace[1 << 22];
+
+static unsloth_tensor in2(int64_t d0, int64_t d1) {
+  float *const at = inputs + inputs_used;
+  inputs_used += (size_t)(d0 * (d1 < 0 ? 1 : d1));
+  CHECK(inputs_used <= COUNT(inputs));
+  return f32_tensor(at, d0, d1, -1, -1);
+}
+
+static unsloth_tensor out2(int64_t d0, int64_t d1) {
+  float *const at = outputs + outputs_used;
+  outputs_used += (size_t)(d0 * (d1 < 0 ? 1 : d1));
+  CHECK(outputs_used <= COUNT(outputs));
+  return f32_tensor(at, d0, d1, -1, -1);
+}
+
+// Rows as heads.
+static unsloth_tensor heads(unsloth_tensor t, int64_t batch, int64_t tokens, int64_t num) {
+  return f32_tensor(t.data, batch, tokens, num, DIM);
+}
+
+static void nothing(void) {}
+
+static void with_context(void) {
+  unsloth_context_params params = UNSLOTH_CONTEXT_PARAMS_INIT;
+  params.num_threads = 2;
+  CHECK_OK(unsloth_context_create(&params, &ctx));
+}
+
+static unsloth_argmax_params argmax;
+static void argmax_ready(void) {
+  with_context();
+  argmax = (unsloth_argmax_params)UNSLOTH_ARGMAX_PARAMS_INIT;
+  argmax.x = in2(TOKENS, VOCAB);
+  argmax.out = tensor(ids, UNSLOTH_DTYPE_I32, TOKENS, -1, -1, -1);
+}
+
+static unsloth_cast_params cast;
+static void cast_ready(void) {
+  with_context();
+  cast = (unsloth_cast_params)UNSLOTH_CAST_PARAMS_INIT;
+  cast.x = in2(TOKENS, HIDDEN);
+  cast.out = tensor(outputs, UNSLOTH_DTYPE_BF16, TOKENS, HIDDEN, -1, -1);
+}
+
+static unsloth_embedding_params embedding;
+static void embedding_ready(void) {
+  with_context();
+  embedding = (unsloth_embedding_params)UNSLOTH_EMBEDDING_PARAMS_INIT;
+  embedding.table = in2(VOCAB, HIDDEN);
+  embedding.ids = tensor(positions, UNSLOTH_DTYPE_I32, TOKENS, -1, -1, -1);
+  for (int i = 0; i < TOKENS; i++) positions[i] = i % VOCAB;
+  embedding.out = out2(TOKENS, HIDDEN);
+}
+
+static unsloth_rms_norm_params rms_norm;
+static void rms_norm_ready(void) {
+  with_context();
+  rms_norm = (unsloth_rms_norm_params)UNSLOTH_RMS_NORM_PARAMS_INIT;
+  rms_norm.x = in2(TOKENS, HIDDEN);
+  rms_norm.weight = in2(HIDDEN, -1);
+  rms_norm.residual = in2(TOKENS, HIDDEN);
+  rms_norm.residual_out = out2(TOKENS, HIDDEN);
+  rms_norm.out = out2(TOKENS, HIDDEN);
+  rms_norm.epsilon = 1e-5f;
+}
+
+static unsloth_rope_params rope;
+static void rope_ready(void) {
+  with_context();
+  rope = (unsloth_rope_params)UNSLOTH_ROPE_PARAMS_INIT;
+  rope.q = heads(in2(TOKENS, HEADS * DIM), 1, TOKENS, HEADS);
+  rope.q_out = heads(out2(TOKENS, HEADS * DIM), 1, TOKENS, HEADS);
+  rope.k = heads(in2(TOKENS, KV_HEADS * DIM), 1, TOKENS, KV_HEADS);
+  rope.k_out = heads(out2(TOKENS, KV_HEADS * DIM), 1, TOKENS, KV_HEADS);
+  for (int i = 0; i < TOKENS; i++) positions[i] = 3 * i;
+  rope.positions = tensor(positions, UNSLOTH_DTYPE_I32, 1, TOKENS, -1, -1);
+  rope.rotation.scaling = UNSLOTH_ROPE_SCALING_YARN;
+  rope.rotation.factor = 4;
+  rope.rotation.original_max_positions = 128;
+}
+
+static unsloth_swiglu_params swiglu;
+static void swiglu_ready(void) {
+  with_context();
+  swiglu = (unsloth_swiglu_params)UNSLOTH_SWIGLU_PARAMS_INIT;
+  swiglu.gate_up = in2(TOKENS, 2 * FFN);
+  swiglu.out = out2(TOKENS, FFN);
+}
+
+static unsloth_linear_params linear;
+static void linear_of(int64_t rows, unsloth_dtype dtype) {
+  with_context();
+  linear = (unsloth_linear_params)UNSLOTH_LINEAR_PARAMS_INIT;
+  linear.x = in2(rows, HIDDEN);
+  linear.weight = in2(FFN, HIDDEN);
+  linear.bias = in2(FFN, -1);
+  linear.out = out2(rows, FFN);
+  linear.x.dtype = linear.weight.dtype = linear.bias.dtype = linear.out.dtype = dtype;
+  CHECK_OK(unsloth_linear_workspace_size(ctx, &linear, &linear.workspace_size));
+  linear.workspace = workspace;
+}
+static void linear_ready(void) { linear_of(TOKENS, UNSLOTH_DTYPE_F32); }
+static void linear_of_halves_ready(void) { linear_of(TOKENS, UNSLOTH_DTYPE_BF16); }
+static void linear_of_a_row_ready(void) { linear_of(1, UNSLOTH_DTYPE_F32); }
+
+static unsloth_mlp_params mlp;
+static void mlp_ready(void) {
+  with_context();
+  mlp = (unsloth_mlp_params)UNSLOTH_MLP_PARAMS_INIT;
+  mlp.x = in2(TOKENS, HIDDEN);
+  mlp.gate_weight = in2(FFN, HIDDEN);
+  mlp.up_weight = in2(FFN, HIDDEN);
+  mlp.down_weight = in2(HIDDEN, FFN);
+  mlp.out = out2(TOKENS, HIDDEN);
+  CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
+  mlp.workspace = workspace;
+}
+
+static unsloth_attention_params attention;
+static void attention_of(int64_t queries) {
+  with_context();
+  attention = (unsloth_attention_params)UNSLOTH_ATTENTION_PARAMS_INIT;
+  attention.causal = 1;
+  attention.q = heads(in2(queries, HEADS * DIM), 1, queries, HEADS);
+  attention.k = heads(in2(TOKENS, KV_HEADS * DIM), 1, TOKENS, KV_HEADS);
+  attention.v = heads(in2(TOKENS, KV_HEADS * DIM), 1, TOKENS, KV_HEADS);
+  attention.out = heads(out2(queries, HEADS * DIM), 1, queries, HEADS);
+  CHECK_OK(unsloth_attention_workspace_size(ctx, &attention, &attention.workspace_size));
+  attention.workspace = workspace;
+}
+static void attention_ready(void) { attention_of(TOKENS); }
+static void attention_of_a_query_ready(void) { attention_of(1); }
+static void attention_packed_ready(void) {
+  attention_ready();
+  starts[0] = 0;
+  starts[1] = TOKENS;
+  attention.q = f32_tensor(attention.q.data, TOKENS, HEADS, DIM, -1);
+  attention.out = f32_tensor(attention.out.data, TOKENS, HEADS, DIM, -1);
+  attention.cu_seqlens_q = tensor(starts, UNSLOTH_DTYPE_I32, 2, -1, -1, -1);
+  CHECK_OK(unsloth_attention_workspace_size(ctx, &attention, &attention.workspace_size));
+}
+
+static unsloth_kv_cache_params cache_params;
+static void cache_params_ready(void) {
+  with_context();
+  cache_params = (unsloth_kv_cache_params)UNSLOTH_KV_CACHE_PARAMS_INIT;
+  cache_params.dtype = UNSLOTH_DTYPE_F32;
+  cache_params.num_layers = 2;
+  cache_params.num_kv_heads = KV_HEADS;
+  cache_params.head_dim = DIM;
+  cache_params.page_size = PAGE;
+  cache_params.num_pages = PAGES;
+}
+
+static void cache_ready(void) {
+  cache_params_ready();
+  CHECK_OK(unsloth_kv_cache_create(ctx, &cache_params, &cache));
+  for (int i = 0; i < SEQUENCES; i++)
+    CHECK_OK(unsloth_kv_cache_sequence_create(cache, &sequences[i]));
+}
+
+// Two sequences with tokens, the first shared with a fork that has a page of its own.
+static void batch_ready(void) {
+  int64_t fork, one = 2 * PAGE;
+  cache_ready();
+  CHECK_OK(unsloth_kv_cache_extend(cache, sequences, steps, SEQUENCES, NULL));
+  CHECK_OK(unsloth_kv_cache_sequence_fork(cache, sequences[0], &fork));
+  CHECK_OK(unsloth_kv_cache_extend(cache, &fork, &one, 1, NULL));
+  CHECK_OK(unsloth_kv_cache_extend(cache, sequences, steps, SEQUENCES, NULL));
+}
+
+static unsloth_kv_cache_append_params append;
+static void append_ready(void) {
+  const int64_t tokens = steps[0] + steps[1];
+  batch_ready();
+  append = (unsloth_kv_cache_append_params)UNSLOTH_KV_CACHE_APPEND_PARAMS_INIT;
+  append.rotate = 1;
+  append.k = in2(tokens, KV_HEADS * DIM);
+  append.v = in2(tokens, KV_HEADS * DIM);
+  append.k = f32_tensor(append.k.data, tokens, KV_HEADS, DIM, -1);
+  append.v = f32_tensor(append.v.data, tokens, KV_HEADS, DIM, -1);
+}
+
+static void prepare_ready(void) {
+  const int64_t tokens = steps[0] + steps[1];
+  append_ready();
+  for (append.layer = 0; append.layer < 2; append.layer++)
+    CHECK_OK(unsloth_kv_cache_append(cache, &append, NULL));
+  attention = (unsloth_attention_params)UNSLOTH_ATTENTION_PARAMS_INIT;
+  attention.causal = 1;
+  attention.q = f32_tensor(in2(tokens, HEADS * DIM).data, tokens, HEADS, DIM, -1);
+  attention.out = f32_tensor(out2(tokens, HEADS * DIM).data, tokens, HEADS, DIM, -1);
+}
+static void attention_paged_ready(void) {
+  prepare_ready();
+  CHECK_OK(unsloth_kv_cache_attention_prepare(cache, 1, &attention));
+  CHECK_OK(unsloth_attention_workspace_size(ctx, &attention, &attention.workspace_size));
+  attention.workspace = workspace;
+}
+
+static unsloth_attention_block_params attention_block;
+static void attention_block_of(int64_t tokens) {
+  unsloth_attention_block_params *const p = &attention_block;
+  *p = (unsloth_attention_block_params)UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT;
+  p->num_heads = HEADS;
+  p->num_kv_heads = KV_HEADS;
+  p->head_dim = DIM;
+  p->rotate = 1;
+  p->norm_epsilon = 1e-5f;
+  p->x = in2(tokens, HIDDEN);
+  p->qkv_weight = in2((HEADS + 2 * KV_HEADS) * DIM, HIDDEN);
+  p->q_norm = in2(DIM, -1);
+  p->k_norm = in2(DIM, -1);
+  p->out_weight = in2(HIDDEN, HEADS * DIM);
+  p->out = out2(tokens, HIDDEN);
+}
+static void attention_block_ready(void) {
+  with_context();
+  attention_block_of(TOKENS);
+  attention_block.x = f32_tensor(attention_block.x.data, 1, TOKENS, HIDDEN, -1);
+  attention_block.out = f32_tensor(attention_block.out.data, 1, TOKENS, HIDDEN, -1);
+  CHECK_OK(unsloth_attention_block_workspace_size(ctx, &attention_block,
+                                                  &attention_block.workspace_size));
+  attention_block.workspace = workspace;
+}
+static void attention_block_cached_ready(void) {
+  batch_ready();
+  attention_block_of(steps[0] + steps[1]);
+  attention_block.cache = cache;
+  attention_block.layer = 1;
+  CHECK_OK(unsloth_attention_block_workspace_size(ctx, &attention_block,
+                                                  &attention_block.workspace_size));
+  attention_block.workspace = workspace;
+}
+
+static unsloth_model_params model;
+static unsloth_parameter_count parameters;
+static unsloth_attention_memory_params of_attention;
+static unsloth_attention_memory attention_memory;
+static unsloth_kv_cache_memory cache_memory;
+static unsloth_inference_memory_params of_inference;
+static unsloth_inference_memory inference_memory;
+static unsloth_training_memory_params of_training;
+static unsloth_training_memory training_memory;
+static void estimates_ready(void) {
+  cache_params_ready();
+  model = (unsloth_model_params)UNSLOTH_MODEL_PARAMS_INIT;
+  model.vocab_size = VOCAB;
+  model.hidden_size = HIDDEN;
+  model.intermediate_size = FFN;
+  model.num_layers = 2;
+  model.num_heads = HEADS;
+  model.num_kv_heads = KV_HEADS;
+  model.head_dim = DIM;
+  parameters = (unsloth_parameter_count)UNSLOTH_PARAMETER_COUNT_INIT;
+  of_attention = (unsloth_attention_memory_params)UNSLOTH_ATTENTION_MEMORY_PARAMS_INIT;
+  of_attention.dtype = UNSLOTH_DTYPE_F32;
+  of_attention.batch_size = 1;
+  of_attention.num_queries = of_attention.num_keys = TOKENS;
+  of_attention.num_heads = HEADS;
+  of_attention.num_kv_heads = KV_HEADS;
+  of_attention.head_dim = DIM;
+  attention_memory = (unsloth_attention_memory)UNSLOTH_ATTENTION_MEMORY_INIT;
+  cache_memory = (unsloth_kv_cache_memory)UNSLOTH_KV_CACHE_MEMORY_INIT;
+  of_inference = (unsloth_inference_memory_params)UNSLOTH_INFERENCE_MEMORY_PARAMS_INIT;
+  of_inference.weight_dtype = of_inference.dtype = UNSLOTH_DTYPE_F32;
+  of_inference.model = &model;
+  of_inference.kv_cache = &cache_params;
+  of_inference.batch_size = 1;
+  of_inference.num_tokens = TOKENS;
+  of_inference.num_logits = 1;
+  inference_memory = (unsloth_inference_memory)UNSLOTH_INFERENCE_MEMORY_INIT;
+  of_training = (unsloth_training_memory_params)UNSLOTH_TRAINING_MEMORY_PARAMS_INIT;
+  of_training.dtype = UNSLOTH_DTYPE_BF16;
+  of_training.model = &model;
+  of_training.batch_size = 1;
+  of_training.sequence_length = TOKENS;
+  training_memory = (unsloth_training_memory)UNSLOTH_TRAINING_MEMORY_INIT;
+}
+
+static unsloth_memory_stats stats;
+static unsloth_kv_cache_stats cache_stats;
+static unsloth_kv_cache_batch batch;
+static unsloth_kv_cache_sequence_info info;
+static unsloth_device_info device_info;
+static unsloth_tensor keys, values;
+static unsloth_context_params of_context;
+static void structs_ready(void) {
+  batch_ready();
+  stats = (unsloth_memory_stats)UNSLOTH_MEMORY_STATS_INIT;
+  cache_stats = (unsloth_kv_cache_stats)UNSLOTH_KV_CACHE_STATS_INIT;
+  batch = (unsloth_kv_cache_batch)UNSLOTH_KV_CACHE_BATCH_INIT;
+  info = (unsloth_kv_cache_sequence_info)UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT;
+  device_info = (unsloth_device_info)UNSLOTH_DEVICE_INFO_INIT;
+}
+static void context_params_ready(void) {
+  of_context = (unsloth_context_params)UNSLOTH_CONTEXT_PARAMS_INIT;
+  of_context.num_threads = 2;
+}
+static void memory_ready(void) {
+  with_context();
+  context_params_ready();
+  CHECK_OK(unsloth_context_create(&of_context, &other));
+  CHECK_OK(unsloth_memory_alloc(ctx, 4096, &given));
+}
+
+// A small DLTensor of dlpack.h: f32 [2, 3] on the host.
+static struct {
+  void *data;
+  int32_t device_type, device_id, ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+} capsule;
+static int64_t capsule_shape[2] = {2, 3};
+static void capsule_ready(void) {
+  capsule.data = outputs;
+  capsule.device_type = 1;
+  capsule.ndim = 2;
+  capsule.code = 2;
+  capsule.bits = 32;
+  capsule.lanes = 1;
+  capsule.shape = capsule_shape;
+}
+static void bad_capsule_ready(void) {
+  capsule_ready();
+  capsule.lanes = 4;
+}
+
+// Arguments that are refused, in words that have a value in them.
+static void refused_norm_ready(void) {
+  rms_norm_ready();
+  rms_norm.x.shape[1] = 0x7777;
+}
+static void refused_attention_ready(void) {
+  attention_ready();
+  attention.k.shape[3] = 7;
+}
+static void refused_block_ready(void) {
+  attention_block_ready();
+  attention_block.qkv_weight.shape[0] = 7;
+}
+// Functions that cannot fail.
+static unsloth_status ask_unsloth_version(void) { return unsloth_version() == NULL; }
+static unsloth_status ask_unsloth_build_info(void) { return unsloth_build_info() == NULL; }
+static unsloth_status ask_unsloth_status_name(void) { return unsloth_status_name(7) == NULL; }
+static unsloth_status ask_unsloth_format_bytes(void) {
+  return unsloth_format_bytes(1 << 30, text, sizeof text) == 0;
+}
+static unsloth_status ask_unsloth_last_error_message(void) {
+  return unsloth_last_error_message(text, sizeof text) != 0;
+}
+
+// More pages than there are, though each sequence may be so long.
+static const int64_t too_many[SEQUENCES] = {150, 150};
+
+// name, what makes it ready, function, arguments, expected status
+#define OK UNSLOTH_STATUS_SUCCESS
+#define INVALID UNSLOTH_STATUS_INVALID_ARGUMENT
+#define CALLS(X)                                                                                   \
+  X(argmax_supported, argmax_ready, unsloth_argmax_supported, (ctx, &argmax, NULL), OK)            \
+  X(argmax, argmax_ready, unsloth_argmax_forward, (ctx, &argmax, NULL), OK)                        \
+  X(cast_supported, cast_ready, unsloth_cast_supported, (ctx, &cast, NULL), OK)                    \
+  X(cast, cast_ready, unsloth_cast_forward, (ctx, &cast, NULL), OK)                                \
+  X(embedding_supported, embedding_ready, unsloth_embedding_supported, (ctx, &embedding, NULL),    \
+    OK)                                                                                            \
+  X(embedding, embedding_ready, unsloth_embedding_forward, (ctx, &embedding, NULL), OK)            \
+  X(rms_norm_supported, rms_norm_ready, unsloth_rms_norm_supported, (ctx, &rms_norm, NULL), OK)    \
+  X(rms_norm, rms_norm_ready, unsloth_rms_norm_forward, (ctx, &rms_norm, NULL), OK)                \
+  X(rope_supported, rope_ready, unsloth_rope_supported, (ctx, &rope, NULL), OK)                    \
+  X(rope, rope_ready, unsloth_rope_forward, (ctx, &rope, NULL), OK)                                \
+  X(swiglu_supported, swiglu_ready, unsloth_swiglu_supported, (ctx, &swiglu, NULL), OK)            \
+  X(swiglu, swiglu_ready, unsloth_swiglu_forward, (ctx, &swiglu, NULL), OK)                        \
+  X(linear_supported, linear_ready, unsloth_linear_supported, (ctx, &linear, &implementation), OK) \
+  X(linear_workspace, linear_ready, unsloth_linear_workspace_size, (ctx, &linear, &size), OK)      \
+  X(linear, linear_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)                        \
+  X(linear_halves, linear_of_halves_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)       \
+  X(linear_row, linear_of_a_row_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)           \
+  X(mlp_supported, mlp_ready, unsloth_mlp_supported, (ctx, &mlp, NULL), OK)                        \
+  X(mlp_workspace, mlp_ready, unsloth_mlp_workspace_size, (ctx, &mlp, &size), OK)                  \
+  X(mlp, mlp_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                                    \
+  X(attention_supported, attention_ready, unsloth_attention_supported, (ctx, &attention, NULL),    \
+    OK)                                                                                            \
+  X(attention_workspace, attention_ready, unsloth_attention_workspace_size,                        \
+    (ctx, &attention, &size), OK)                                                                  \
+  X(attention, attention_ready, unsloth_attention_forward, (ctx, &attention, NULL), OK)            \
+  X(attention_query, attention_of_a_query_ready, unsloth_attention_forward,                        \
+    (ctx, &attention, NULL), OK)                                                                   \
+  X(attention_packed, attention_packed_ready, unsloth_attention_forward, (ctx, &attention, NULL),  \
+    OK)                                                                                            \
+  X(attention_paged, attention_paged_ready, unsloth_attention_forward, (ctx, &attention, NULL),    \
+    OK)                                                                                            \
+  X(block_supported, attention_block_ready, unsloth_attention_block_supported,                     \
+    (ctx, &attention_block, NULL), OK)                                                             \
+  X(block_workspace, attention_block_ready, unsloth_attention_block_workspace_size,                \
+    (ctx, &attention_block, &size), OK)                                                            \
+  X(block, attention_block_ready, unsloth_attention_block_forward, (ctx, &attention_block, NULL),  \
+    OK)                                                                                            \
+  X(block_cached, attention_block_cached_ready, unsloth_attention_block_forward,                   \
+    (ctx, &attention_block, NULL), OK)                                                             \
+  X(device_count, nothing, unsloth_device_count, (UNSLOTH_BACKEND_CPU, &device_count), OK)         \
+  X(device_info, structs_ready, unsloth_device_info_get, (UNSLOTH_BACKEND_CPU, 0, &device_info),   \
+    OK)                                                                                            \
+  X(context_create, context_params_ready, unsloth_context_create, (&of_context, &created), OK)     \
+  X(context_destroy, with_context, unsloth_context_destroy, (ctx), OK)                             \
+  X(stream_create, with_context, unsloth_stream_create, (ctx, &stream), OK)                        \
+  X(stream_synchronize, with_context, unsloth_stream_synchronize, (ctx, NULL), OK)                 \
+  X(stream_destroy, with_context, unsloth_stream_destroy, (ctx, NULL), OK)                         \
+  X(memory_alloc, memory_ready, unsloth_memory_alloc, (ctx, 4096, &block), OK)                     \
+  X(memory_alloc_async, memory_ready, unsloth_memory_alloc_async, (ctx, 4096, &block, NULL), OK)   \
+  X(memory_free, memory_ready, unsloth_memory_free, (ctx, given), OK)                              \
+  X(memory_free_async, memory_ready, unsloth_memory_free_async, (ctx, given, NULL), OK)            \
+  X(memory_copy, memory_ready, unsloth_memory_copy,                                                \
+    (ctx, outputs, given, 64, UNSLOTH_COPY_KIND_DEVICE_TO_HOST, NULL), OK)                         \
+  X(memory_copy_peer, memory_ready, unsloth_memory_copy_peer,                                      \
+    (ctx, given, other, inputs, 64, NULL), OK)                                                     \
+  X(memory_set, memory_ready, unsloth_memory_set, (ctx, outputs, 1, 64, NULL), OK)                 \
+  X(memory_stats, structs_ready, unsloth_memory_stats_get, (ctx, &stats), OK)                      \
+  X(memory_peak_reset, with_context, unsloth_memory_peak_reset, (ctx), OK)                         \
+  X(memory_limit_set, with_context, unsloth_memory_limit_set, (ctx, 1 << 20), OK)                  \
+  X(memory_pool_trim, with_context, unsloth_memory_pool_trim, (ctx, 0), OK)                        \
+  X(cache_create, cache_params_ready, unsloth_kv_cache_create,                                     \
+    (ctx, &cache_params, &created_cache), OK)                                                      \
+  X(cache_destroy, cache_ready, unsloth_kv_cache_destroy, (cache), OK)                             \
+  X(cache_extend, cache_ready, unsloth_kv_cache_extend,                                            \
+    (cache, sequences, steps, SEQUENCES, NULL), OK)                                                \
+  X(cache_extend_again, batch_ready, unsloth_kv_cache_extend,                                      \
+    (cache, sequences, steps, SEQUENCES, NULL), OK)                                                \
+  X(cache_append, append_ready, unsloth_kv_cache_append, (cache, &append, NULL), OK)               \
+  X(cache_batch, structs_ready, unsloth_kv_cache_batch_get, (cache, &batch), OK)                   \
+  X(cache_layer, structs_ready, unsloth_kv_cache_layer_get, (cache, 1, &keys, &values), OK)        \
+  X(cache_stats, structs_ready, unsloth_kv_cache_stats_get, (cache, &cache_stats), OK)             \
+  X(cache_attention, prepare_ready, unsloth_kv_cache_attention_prepare, (cache, 1, &attention),    \
+    OK)                                                                                            \
+  X(sequence_create, batch_ready, unsloth_kv_cache_sequence_create, (cache, &sequence), OK)        \
+  X(sequence_free, batch_ready, unsloth_kv_cache_sequence_free, (cache, sequences[0]), OK)         \
+  X(sequence_fork, batch_ready, unsloth_kv_cache_sequence_fork, (cache, sequences[0], &sequence),  \
+    OK)                                                                                            \
+  X(sequence_truncate, batch_ready, unsloth_kv_cache_sequence_truncate, (cache, sequences[0], 3),  \
+    OK)                                                                                            \
+  X(sequence_evict, batch_ready, unsloth_kv_cache_sequence_evict,                                  \
+    (cache, sequences[0], 1, 2, &number), OK)                                                      \
+  X(sequence_reserve, batch_ready, unsloth_kv_cache_sequence_reserve,                              \
+    (cache, sequences[0], 5 * PAGE, NULL), OK)                                                     \
+  X(sequence_info, structs_ready, unsloth_kv_cache_sequence_info_get,                              \
+    (cache, sequences[0], &info), OK)                                                              \
+  X(sequence_pages, structs_ready, unsloth_kv_cache_sequence_pages_get,                            \
+    (cache, sequences[0], ids, TOKENS, &size), OK)                                                 \
+  X(parameters_count, estimates_ready, unsloth_model_parameters_count, (&model, &parameters), OK)  \
+  X(attention_estimate, estimates_ready, unsloth_attention_memory_estimate,                        \
+    (ctx, &of_attention, &attention_memory), OK)                                                   \
+  X(cache_estimate, estimates_ready, unsloth_kv_cache_memory_estimate,                             \
+    (&cache_params, &cache_memory), OK)                                                            \
+  X(inference_estimate, estimates_ready, unsloth_inference_memory_estimate,                        \
+    (ctx, &of_inference, &inference_memory), OK)                                                   \
+  X(training_estimate, estimates_ready, unsloth_training_memory_estimate,                          \
+    (&of_training, &training_memory), OK)                                                          \
+  X(from_dlpack, capsule_ready, unsloth_tensor_from_dlpack, (&capsule, &keys, NULL, NULL), OK)     \
+  X(version, nothing, ask_unsloth_version, (), OK)                                                 \
+  X(build_info, nothing, ask_unsloth_build_info, (), OK)                                           \
+  X(status_name, nothing, ask_unsloth_status_name, (), OK)                                         \
+  X(format_bytes, nothing, ask_unsloth_format_bytes, (), OK)                                       \
+  X(message, nothing, ask_unsloth_last_error_message, (), OK)                                      \
+  X(refused_norm, refused_norm_ready, unsloth_rms_norm_forward, (ctx, &rms_norm, NULL), INVALID)   \
+  X(refused_attention, refused_attention_ready, unsloth_attention_forward,                         \
+    (ctx, &attention, NULL), INVALID)                                                              \
+  X(refused_block, refused_block_ready, unsloth_attention_block_forward,                           \
+    (ctx, &attention_block, NULL), INVALID)                                                        \
+  X(refused_backend, nothing, unsloth_device_count, ((unsloth_backend)99, &device_count), INVALID) \
+  X(refused_handle, nothing, unsloth_context_destroy, ((unsloth_context *)&size),                  \
+    UNSLOTH_STATUS_INVALID_HANDLE)                                                                 \
+  X(refused_pages, batch_ready, unsloth_kv_cache_extend,                                           \
+    (cache, sequences, too_many, SEQUENCES, NULL), UNSLOTH_STATUS_OUT_OF_PAGES)                    \
+  X(refused_capsule, bad_capsule_ready, unsloth_tensor_from_dlpack, (&capsule, &keys, NULL, NULL), \
+    UNSLOTH_STATUS_UNSUPPORTED)
+
+#define DEFINE(name, ready, function, arguments, expected) \
+  static unsloth_status call_##name(void) { return function arguments; }
+CALLS(DEFINE)
+
+typedef struct {
+  const char *name, *function;
+  void (*ready)(void);
+  unsloth_status (*call)(void);
+  unsloth_status expected;
+} call;
+
+#define ROW(name, ready, function, arguments, expected) \
+  {#name, #function, ready, call_##name, expected},
+static const call calls[] = {CALLS(ROW)};
+
+#endif
