@@ -144,6 +144,21 @@ impl Error {
         }
     }
 
+    /// An [`Error::OutOfMemory`] of the host's memory.
+    pub(crate) fn out_of_host_memory(op: &'static str, requested: usize) -> Self {
+        const REASON: &str = "the host has too little free memory";
+        // The reason too, where there is memory for it.
+        let mut reason = String::new();
+        if reason.try_reserve(REASON.len()).is_ok() {
+            reason.push_str(REASON);
+        }
+        Error::OutOfMemory {
+            op,
+            requested: requested as u64,
+            reason,
+        }
+    }
+
     /// The same error as one of `name`, an operation that called the one it comes from.
     pub(crate) fn within(mut self, name: &'static str) -> Self {
         match &mut self {

@@ -286,7 +286,10 @@ pub unsafe extern "C" fn unsloth_kv_cache_extend(
             let problem = format!("is {num_sequences}, above max_batch_size {most}");
             return Err(Error::invalid(OP, "num_sequences", problem));
         }
-        let mut batch = Vec::with_capacity(num_sequences);
+        let mut batch = Vec::new();
+        batch
+            .try_reserve(num_sequences)
+            .map_err(|_| Error::out_of_host_memory(OP, num_sequences.saturating_mul(16)))?;
         if num_sequences > 0 {
             check_pointer(OP, "sequences", sequences)?;
             check_pointer(OP, "num_tokens", num_tokens)?;

@@ -11,7 +11,7 @@ use crate::ops::kv_cache::Batch;
 
 use super::config::{Config, Tables};
 use super::sequences::Sequence;
-use super::{Growth, SequenceId};
+use super::{Growth, SequenceId, reserve};
 
 /// The tables' memory and what the last batch left in it.
 #[derive(Debug)]
@@ -23,7 +23,10 @@ pub(super) struct Step {
     staging: Staging,
     /// Words in which the device may differ from the host.
     dirty: Range<usize>,
+    /// With room for the largest batch, as `sorted`.
     sequences: Vec<SequenceId>,
+    /// Scratch of [`Step::find_twice`].
+    sorted: Vec<SequenceId>,
     num_tokens: usize,
     max_query_length: usize,
     max_sequence_length: usize,
@@ -38,21 +41,19 @@ impl Step {
         let bytes = tables.num_words() * size_of::<i32>();
         let device = Buffer::new(context, bytes)?;
         let mut host = Vec::new();
-        if host.try_reserve_exact(tables.num_words()).is_err() {
-            return Err(Error::OutOfMemory {
-                op: super::OP,
-                requested: bytes as u64,
-                reason: "the host has too little free memory".into(),
-            });
-        }
+        reserve(super::OP, &mut host, tables.num_words())?;
         host.resize(tables.num_words(), 0);
+        let (mut sequences, mut sorted) = (Vec::new(), Vec::new());
+        reserve(super::OP, &mut sequences, config.max_batch_size)?;
+        reserve(super::OP, &mut sorted, config.max_batch_size)?;
         Ok(Step {
             tables,
             device,
             host,
             staging: Staging::new(super::OP, context, bytes)?,
             dirty: 0..0,
-            sequences: Vec::new(),
+            sequences,
+            sorted,
             num_tokens: 0,
             max_query_length: 0,
             max_sequence_length: 0,
@@ -65,6 +66,15 @@ impl Step {
         if self.sequences.contains(&id) {
             self.current = false;
         }
+    }
+
+    /// A sequence that a batch, which is not too large, contains twice.
+    pub fn find_twice(&mut self, batch: &[(SequenceId, usize)]) -> Option<SequenceId> {
+        self.sorted.clear();
+        self.sorted.extend(batch.iter().map(|(id, _)| *id));
+        self.sorted.sort_unstable_by_key(|id| id.as_raw());
+        let twice = self.sorted.windows(2).find(|pair| pair[0] == pair[1])?;
+        Some(twice[0])
     }
 
     /// Begins a new batch in place of the last one.

@@ -9,7 +9,7 @@ use crate::tensor::Scratch;
 use super::config;
 use super::pages::Page;
 use super::sequences::Sequence;
-use super::{KvCache, SequenceId};
+use super::{KvCache, SequenceId, reserve};
 
 /// Pages taken for a sequence and not yet part of it.
 #[derive(Debug)]
@@ -32,6 +32,7 @@ impl KvCache {
     ) -> Result<Vec<Growth>> {
         let page_size = self.config.page_size;
         let mut growths = Vec::new();
+        reserve(op, &mut growths, batch.len())?;
         let mut needed = 0usize;
         // Sequences of one batch may share a last page; all but the last of its holders to come need a copy.
         let mut leaving: Vec<(Page, u32)> = Vec::new();
@@ -55,7 +56,10 @@ impl KvCache {
                     replaced = Some((written, page));
                     match leaving.iter_mut().find(|(p, _)| *p == page) {
                         Some((_, n)) => *n += 1,
-                        None => leaving.push((page, 1)),
+                        None => {
+                            reserve(op, &mut leaving, 1)?;
+                            leaving.push((page, 1));
+                        }
                     }
                 }
             }
@@ -65,7 +69,7 @@ impl KvCache {
                 growths.push(Growth {
                     id,
                     replaced,
-                    pages: Vec::with_capacity(wanted),
+                    pages: Vec::new(),
                     wanted,
                 });
             }
@@ -78,7 +82,14 @@ impl KvCache {
                 capacity: self.pages.capacity(),
             });
         }
+        // All memory is had before the first page is taken: for these, and for `commit`.
         let mut copies = Vec::new();
+        reserve(op, &mut copies, growths.len())?;
+        for growth in &mut growths {
+            reserve(op, &mut growth.pages, growth.wanted)?;
+            let sequence = self.sequences.get_mut(op, growth.id)?;
+            reserve(op, &mut sequence.pages, growth.wanted)?;
+        }
         for growth in &mut growths {
             growth
                 .pages

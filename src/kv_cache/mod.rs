@@ -60,6 +60,12 @@ use sequences::{Sequence, Sequences};
 
 const OP: &str = "kv_cache";
 
+/// Makes room in a vector of the cache's bookkeeping.
+fn reserve<T>(op: &'static str, vec: &mut Vec<T>, additional: usize) -> Result<()> {
+    vec.try_reserve(additional)
+        .map_err(|_| Error::out_of_host_memory(op, additional.saturating_mul(size_of::<T>())))
+}
+
 const EXTEND_OUTSIDE: &str = "extend before the capture and before each launch of the graph";
 const RESERVE_OUTSIDE: &str = "reserve before the capture";
 
@@ -103,7 +109,7 @@ impl KvCache {
             keys: Buffer::new(context, size.keys as usize)?,
             values: Buffer::new(context, size.values as usize)?,
             step: Step::new(context, config)?,
-            pages: Pages::new(config.num_pages),
+            pages: Pages::new(OP, config.num_pages)?,
             sequences: Sequences::default(),
             config: config.clone(),
         })
@@ -150,12 +156,13 @@ impl KvCache {
     pub fn fork_sequence(&mut self, id: SequenceId) -> Result<SequenceId> {
         let op = "kv_cache_sequence_fork";
         let parent = self.sequences.get(op, id)?;
-        let mut fork = parent.clone();
-        fork.pages
-            .truncate(parent.num_filled(self.config.page_size));
-        let pages = fork.pages.clone();
+        let filled = &parent.pages[..parent.num_filled(self.config.page_size)];
+        let mut pages = Vec::new();
+        reserve(op, &mut pages, filled.len())?;
+        pages.extend_from_slice(filled);
+        let fork = Sequence { pages, ..*parent };
         let fork = self.sequences.insert(op, fork)?;
-        for page in pages {
+        for &page in &self.sequences.get(op, fork)?.pages {
             self.pages.share(page);
         }
         self.step.forget(id);
@@ -193,10 +200,10 @@ impl KvCache {
             return Err(Error::invalid(op, "num_tokens", problem));
         }
         let kept = sequence.num_filled(page_size);
-        let surplus = sequence.pages.split_off(kept.min(sequence.pages.len()));
-        for &page in surplus.iter().rev() {
+        for &page in sequence.pages.iter().skip(kept).rev() {
             self.pages.release(page);
         }
+        sequence.pages.truncate(kept);
         self.step.forget(id);
         Ok(())
     }
@@ -292,10 +299,8 @@ impl KvCache {
             );
             return Err(Error::invalid(op, "num_tokens", problem));
         }
-        let mut ids: Vec<_> = batch.iter().map(|(id, _)| id.as_raw()).collect();
-        ids.sort_unstable();
-        if let Some(twice) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
-            let problem = format!("contains {:#x} twice", twice[0]);
+        if let Some(twice) = self.step.find_twice(batch) {
+            let problem = format!("contains {:#x} twice", twice.as_raw());
             return Err(Error::invalid(op, "sequences", problem));
         }
         let growth = self.grow(op, batch, stream)?;

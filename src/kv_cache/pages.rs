@@ -1,5 +1,9 @@
 //! The pool of pages: which are free, and how many sequences share each of the others.
 
+use crate::error::Result;
+
+use super::reserve;
+
 /// Index of a page.
 pub(super) type Page = u32;
 
@@ -14,14 +18,19 @@ pub(super) struct Pages {
 
 impl Pages {
     /// `num` free pages; `num` fits a page index.
-    pub fn new(num: usize) -> Pages {
-        Pages {
-            counts: vec![0; num],
-            // The lowest index is on top.
-            free: (0..num as Page).rev().collect(),
+    pub fn new(op: &'static str, num: usize) -> Result<Pages> {
+        let (mut counts, mut free) = (Vec::new(), Vec::new());
+        reserve(op, &mut counts, num)?;
+        reserve(op, &mut free, num)?;
+        counts.resize(num, 0);
+        // The lowest index is on top.
+        free.extend((0..num as Page).rev());
+        Ok(Pages {
+            counts,
+            free,
             num_shared: 0,
             peak_used: 0,
-        }
+        })
     }
 
     pub fn capacity(&self) -> usize {
@@ -90,7 +99,7 @@ mod tests {
 
     #[test]
     fn counts() {
-        let mut pages = Pages::new(2);
+        let mut pages = Pages::new("t", 2).unwrap();
         assert_eq!(
             (pages.take(), pages.take(), pages.take()),
             (Some(0), Some(1), None)

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 
 use super::pages::Page;
+use super::reserve;
 
 /// A sequence of a cache. Identifiers are never zero or negative, and one that has been freed is never given out again before
 /// 2³¹ sequences have passed through its place.
@@ -101,6 +102,10 @@ impl Sequences {
         let index = match self.free.pop() {
             Some(index) => index,
             None if self.slots.len() < u32::MAX as usize => {
+                reserve(op, &mut self.slots, 1)?;
+                // Freeing a sequence, which cannot fail, puts its slot here.
+                let slots = self.slots.len() + 1;
+                reserve(op, &mut self.free, slots)?;
                 self.slots.push(Slot {
                     generation: 0,
                     sequence: Sequence::default(),

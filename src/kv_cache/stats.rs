@@ -4,7 +4,7 @@ use crate::error::Result;
 
 use super::config::CacheSize;
 use super::pages::Page;
-use super::{KvCache, SequenceId};
+use super::{KvCache, SequenceId, reserve};
 
 /// What a sequence holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +95,9 @@ impl KvCache {
     /// None is expected.
     pub fn stats(&self) -> Result<CacheStats> {
         let page_size = self.config.page_size;
-        let mut filled = vec![0usize; self.pages.capacity()];
+        let mut filled = Vec::new();
+        reserve("kv_cache_stats", &mut filled, self.pages.capacity())?;
+        filled.resize(self.pages.capacity(), 0usize);
         let (mut num_sequences, mut num_tokens) = (0, 0u64);
         for sequence in self.sequences.iter() {
             num_sequences += 1;
