@@ -1,5 +1,6 @@
-# The two commands for someone new are `make demo` and `make test`. Both need Rust, a C++ compiler, make and Python 3; whatever else is
-# missing is put into .tools/ by scripts/tools.py. `make help` lists the rest. CUDA=1 builds and tests with the CUDA backend.
+# The two commands for someone new are `make demo` and `make test`. Both need Rust, a C++ compiler,
+# make and Python 3; whatever else is missing is put into .tools/ by scripts/tools.py. `make help`
+# lists the rest. CUDA=1 builds and tests with the CUDA backend.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -104,8 +105,9 @@ test-dist: dist
 test-scripts:
 	python3 -m unittest discover -s benches
 
-# What a machine without a GPU can tell of the CUDA backend: the kernels' text and what they use, the tests of the backend as a whole,
-# which see that the driver is missing, one operation on the CPU, and the C tests.
+# What a machine without a GPU can tell of the CUDA backend: the kernels' text and what they use,
+# the tests of the backend as a whole, which see that the driver is missing, one operation on the
+# CPU, and the C tests.
 test-cuda: ## Test what a CUDA build does without a GPU
 	$(TOOLS) nvcc
 	cargo test --locked -p unsloth-kernels

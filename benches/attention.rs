@@ -1,9 +1,11 @@
-//! Attention against candle on the CPU, in one process on the same data: criterion groups `attention`, and the peak of live heap
-//! bytes of one call of each at growing lengths, written beside criterion's results as `attention-memory.json`.
+//! Attention against candle on the CPU, in one process on the same data: criterion groups
+//! `attention`, and the peak of live heap bytes of one call of each at growing lengths, written
+//! beside criterion's results as `attention-memory.json`.
 //!
-//! candle's contender is the usual chain of operations: `q kᵀ`, scale, causal mask, softmax, product with `v`, each the fastest that
-//! candle has; for decoding it multiplies the query heads of a key head as one matrix, so that it need not repeat keys. Its tiled
-//! attention for the CPU (`candle_nn::attention::flash_attn`) is measured too, as `candle flash`.
+//! candle's contender is the usual chain of operations: `q kᵀ`, scale, causal mask, softmax,
+//! product with `v`, each the fastest that candle has; for decoding it multiplies the query heads
+//! of a key head as one matrix, so that it need not repeat keys. Its tiled attention for the CPU
+//! (`candle_nn::attention::flash_attn`) is measured too, as `candle flash`.
 
 mod common;
 
@@ -98,7 +100,8 @@ fn decode(batch: usize, keys: usize) -> Shape {
     }
 }
 
-/// The same numbers for both contenders, `[batch, heads, tokens, head_dim]`, candle's favourite order.
+/// The same numbers for both contenders, `[batch, heads, tokens, head_dim]`, candle's favourite
+/// order.
 struct Data<T> {
     shape: Shape,
     q: Vec<T>,

@@ -1,7 +1,8 @@
-//! Attention on candle's CUDA tensors beside candle's own operations: time, and device memory beyond the inputs. Prints one JSON object
-//! per line. Without a GPU it says so and ends.
+//! Attention on candle's CUDA tensors beside candle's own operations: time, and device memory
+//! beyond the inputs. Prints one JSON object per line. Without a GPU it says so and ends.
 //!
-//! Candle's side has the layout that it likes, heads before the sequence, and no mask to add; ours takes candle's tensors in ours.
+//! Candle's side has the layout that it likes, heads before the sequence, and no mask to add; ours
+//! takes candle's tensors in ours.
 
 use std::ptr;
 use std::time::Instant;

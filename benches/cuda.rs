@@ -1,6 +1,6 @@
-//! The CUDA backend's small operations: what they move per second, beside a plain copy of as many bytes in the same run, and what a call
-//! costs the host; `cargo bench --features cuda --bench cuda -- host` prints that alone. One JSON object per line. Without a GPU it says so
-//! and ends.
+//! The CUDA backend's small operations: what they move per second, beside a plain copy of as many
+//! bytes in the same run, and what a call costs the host; `cargo bench --features cuda --bench cuda
+//! -- host` prints that alone. One JSON object per line. Without a GPU it says so and ends.
 
 use std::ptr;
 use std::time::Instant;
@@ -103,7 +103,8 @@ impl Bench {
         let stream = ctx.create_stream().unwrap();
         let mut events = [ptr::null_mut(); 2];
         for event in &mut events {
-            // SAFETY: valid for a write; the primary context is made current for the harness' own calls.
+            // SAFETY: valid for a write; the primary context is made current for the harness' own
+            // calls.
             unsafe {
                 let mut primary = ptr::null_mut();
                 ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
@@ -282,7 +283,8 @@ impl Bench {
         });
     }
 
-    /// Time until a call returns that launches on a queue which is not full, of each way to a kernel, beside the driver's own launch.
+    /// Time until a call returns that launches on a queue which is not full, of each way to a
+    /// kernel, beside the driver's own launch.
     fn host_costs(&self) {
         let bare = BareLaunch::new();
         let about =
@@ -323,7 +325,8 @@ impl Bench {
         for rows in [1, 64] {
             self.linear_host_cost(rows);
         }
-        // One launch where keys are few, two where they are split, and one of the Hopper kernels where there are.
+        // One launch where keys are few, two where they are split, and one of the Hopper kernels
+        // where there are.
         for (queries, keys) in [(1, 256), (1, 4096), (256, 256)] {
             self.attention_host_cost(queries, keys);
         }
@@ -398,7 +401,8 @@ impl Bench {
     }
 }
 
-/// An empty kernel, launched as a program without this library would: what no call can cost less than.
+/// An empty kernel, launched as a program without this library would: what no call can cost less
+/// than.
 struct BareLaunch {
     function: sys::CUfunction,
 }
@@ -413,7 +417,8 @@ impl BareLaunch {
             BareLaunch::SCALARS
         );
         let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: both are valid for writes, the text ends in NUL, and the harness has made the primary context current.
+        // SAFETY: both are valid for writes, the text ends in NUL, and the harness has made the
+        // primary context current.
         unsafe {
             ok(sys::cuModuleLoadData(&mut module, ptx.as_ptr().cast()));
             ok(sys::cuModuleGetFunction(

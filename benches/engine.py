@@ -2,10 +2,12 @@
 """Measures the engine of examples/engine on a GPU, and compares its tokens with those of the CPU.
 
     make CUDA=1 engine model
-    python3 benches/engine.py --engine build/engine/engine --model models/SmolLM2-135M-Instruct.Q4_1.gguf
+    python3 benches/engine.py --engine build/engine/engine \\
+        --model models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-Decoding with and without a CUDA graph, in turns; prefill, the first of a process and after one; memory as estimated, as allocated and
-as the driver counts it; and how many of the CPU's greedy tokens come out of the GPU. Writes benches/results/engine_DEVICE_DATE.json. Standard library only.
+Decoding with and without a CUDA graph, in turns; prefill, the first of a process and after one;
+memory as estimated, as allocated and as the driver counts it; and how many of the CPU's greedy
+tokens come out of the GPU. Writes benches/results/engine_DEVICE_DATE.json. Standard library only.
 """
 
 import argparse
@@ -82,7 +84,8 @@ def speed(dtype):
 
 
 def memory(dtype):
-    """Bytes: what the library estimates, what it allocated, and by how much the device's free memory fell."""
+    """Bytes: what the library estimates, what it allocated, and by how much the device's free
+    memory fell."""
     found = run("--device", "cuda", "--dtype", dtype, "--prompt", TEXT * 20, "--tokens", "1000")["memory"]
     estimated, real = found["estimated"]["total"], found["real"]
     return {
@@ -100,7 +103,8 @@ def greedy(device, dtype, weights, prompt):
 
 
 def agreement(dtype):
-    """Leading greedy tokens of the GPU that are the CPU's, which keeps hidden states in f32; of 32."""
+    """Leading greedy tokens of the GPU that are the CPU's, which keeps hidden states in f32; of
+    32."""
     weights = "f16" if dtype == "f16" else "bf16"
     prefixes = []
     for prompt in PROMPTS:

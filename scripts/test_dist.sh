@@ -1,6 +1,7 @@
 #!/bin/bash
-# Uses an archive of dist.sh as a machine without Rust would: test_dist.sh ARCHIVE. It unpacks it somewhere, checks its sums, and
-# builds and runs the C example through CMake and through pkg-config, and the Python module where there is NumPy.
+# Uses an archive of dist.sh as a machine without Rust would: test_dist.sh ARCHIVE. It unpacks it
+# somewhere, checks its sums, and builds and runs the C example through CMake and through
+# pkg-config, and the Python module where there is NumPy.
 set -euo pipefail
 archive=$(realpath "$1")
 root=$(realpath "$(dirname "$0")/..")

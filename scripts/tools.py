@@ -3,8 +3,8 @@
 
     python3 scripts/tools.py cmake ninja pkg-config clang-format pip numpy matplotlib
 
-A tool that the machine has, in a version that serves, is left to the machine. Executables appear in .tools/bin, Python modules in
-.tools/python; the Makefile puts both on the search paths.
+A tool that the machine has, in a version that serves, is left to the machine. Executables appear
+in .tools/bin, Python modules in .tools/python; the Makefile puts both on the search paths.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ TOOLS = ROOT / ".tools"
 BIN = TOOLS / "bin"
 MODULES = TOOLS / "python"
 
-# What PyPI has it as, the executables inside, and the oldest version of the machine's own that serves (None: only this one, since
-# every version of clang-format formats a little differently).
+# What PyPI has it as, the executables inside, and the oldest version of the machine's own that
+# serves (None: only this one, since every version of clang-format formats a little differently).
 PROGRAMS = {
     "cmake": ("cmake==4.1.2", ["cmake/data/bin/cmake", "cmake/data/bin/ctest"], (3, 20)),
     "ninja": ("ninja==1.13.0", ["bin/ninja"], (1, 8)),
@@ -66,7 +66,8 @@ def environment():
 
 
 def provide_pip():
-    """Takes pip, if it is missing, from Debian's package of its wheel: python3 comes without it there, and this needs no root."""
+    """Takes pip, if it is missing, from Debian's package of its wheel: python3 comes without it
+    there, and this needs no root."""
     if pip_runs():
         return
     MODULES.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,8 @@ fn agrees_with_its_definition() {
     }
 }
 
-/// Few distinct values, so that the greatest is there many times; infinities, zeros of both signs and NaN.
+/// Few distinct values, so that the greatest is there many times; infinities, zeros of both signs
+/// and NaN.
 #[test]
 fn the_first_of_equals_counts() {
     const VALUES: [f64; 10] = [
@@ -152,7 +153,8 @@ fn the_first_of_equals_counts() {
     }
 }
 
-/// Blocks that share a row settle it in the output, whatever it held: the right index, another one of the row, or none.
+/// Blocks that share a row settle it in the output, whatever it held: the right index, another one
+/// of the row, or none.
 #[test]
 fn what_the_output_held_does_not_matter() {
     const N: usize = 100_000;

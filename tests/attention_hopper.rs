@@ -1,4 +1,5 @@
-//! Attention on Hopper's own kernels: which problems they serve, the edges of their tiles, ragged batches, counters.
+//! Attention on Hopper's own kernels: which problems they serve, the edges of their tiles, ragged
+//! batches, counters.
 //!
 //! Numerics at large are in `attention.rs`, whose cases run on every device there is.
 #![cfg(feature = "cuda")]
@@ -143,7 +144,8 @@ fn what_is_served() {
     assert_eq!(served(&ctx, DType::F32, &plain()), Implementation::Cuda);
 }
 
-/// Head dimensions that each shape of tile serves: the least, for the sake of the reference's time, and the greatest of one.
+/// Head dimensions that each shape of tile serves: the least, for the sake of the reference's time,
+/// and the greatest of one.
 const DIMS: [(usize, usize); 7] = [
     (8, 16),
     (72, 8),
@@ -265,7 +267,8 @@ fn ragged_batches() {
     run(&ctx, &cases);
 }
 
-/// Problems with more tiles than any GPU has multiprocessors, so that tiles are counted: of one length, and of many.
+/// Problems with more tiles than any GPU has multiprocessors, so that tiles are counted: of one
+/// length, and of many.
 fn counted() -> [Case; 2] {
     [
         Case {
@@ -290,7 +293,8 @@ fn counted() -> [Case; 2] {
     ]
 }
 
-/// Tiles are counted from zero whatever the workspace holds: anything, another launch's count, or, in a graph, the launch's own.
+/// Tiles are counted from zero whatever the workspace holds: anything, another launch's count, or,
+/// in a graph, the launch's own.
 #[test]
 fn counters_need_no_care() {
     let Some(ctx) = hopper() else { return };
@@ -332,7 +336,8 @@ fn counters_need_no_care() {
     unsafe { ctx.destroy_stream(stream) }.unwrap();
 }
 
-/// Launches that are in flight together each count for themselves: from several threads, on streams of their own.
+/// Launches that are in flight together each count for themselves: from several threads, on streams
+/// of their own.
 #[test]
 fn launches_in_flight() {
     let Some(ctx) = hopper() else { return };

@@ -1,4 +1,5 @@
-//! What must hold of attention whatever the numbers: splitting and merging, order of keys, equal forms, equal bits on any threads.
+//! What must hold of attention whatever the numbers: splitting and merging, order of keys, equal
+//! forms, equal bits on any threads.
 
 mod common;
 
@@ -140,8 +141,8 @@ proptest! {
         }
     }
 
-    /// Paged, packed and padded keys, and packed queries, give the bits of each sequence on its own. What is given around them
-    /// does not matter.
+    /// Paged, packed and padded keys, and packed queries, give the bits of each sequence on its
+    /// own. What is given around them does not matter.
     #[test]
     fn forms_are_equal(
         seed in any::<u64>(),
@@ -259,7 +260,8 @@ fn one_context_serves_eight_threads() {
     }
 }
 
-/// One query that sees nothing gives zeros and LSE −∞ (its sink, if there is one), beside queries that see something.
+/// One query that sees nothing gives zeros and LSE −∞ (its sink, if there is one), beside queries
+/// that see something.
 #[test]
 fn hidden_rows() {
     for ctx in contexts() {

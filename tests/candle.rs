@@ -1,4 +1,5 @@
-//! Operations on candle's tensors agree with candle's own, on every device of candle's build, from views with strides and offsets.
+//! Operations on candle's tensors agree with candle's own, on every device of candle's build, from
+//! views with strides and offsets.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use unsloth::candle::{Attention, attention, linear, rms_norm, rope, swiglu};

@@ -1,4 +1,5 @@
-//! What only the CUDA backend has: streams, graph capture, the caller's current context, images, a missing driver.
+//! What only the CUDA backend has: streams, graph capture, the caller's current context, images, a
+//! missing driver.
 //!
 //! Numerics are in each operation's own tests, which run on every device there is.
 #![cfg(feature = "cuda")]
@@ -55,7 +56,8 @@ fn devices_are_described() {
     assert!(info.free_memory > 0 && info.free_memory <= info.total_memory);
 }
 
-/// No kernel keeps anything in local memory: no stack frame, no spilled register, and no warning that says so.
+/// No kernel keeps anything in local memory: no stack frame, no spilled register, and no warning
+/// that says so.
 #[test]
 fn kernels_stay_in_registers() {
     // Part of the test, which may run on another machine than it was built on.
@@ -75,8 +77,9 @@ fn kernels_stay_in_registers() {
     }
 }
 
-/// Kernels that multiply with wgmma do so in unbroken groups (of Q K^T and P V, outside and inside the loop, and of half a block), whose
-/// operand descriptors stay where the instruction takes them from.
+/// Kernels that multiply with wgmma do so in unbroken groups (of Q K^T and P V, outside and inside
+/// the loop, and of half a block), whose operand descriptors stay where the instruction takes them
+/// from.
 #[test]
 fn wgmma_are_unbroken() {
     let report = include_bytes!(env!("UNSLOTH_KERNEL_REPORT"));
@@ -199,8 +202,8 @@ fn threads_share_a_context() {
     });
 }
 
-/// Contexts of one device share its memory and disturb each other in nothing: each has threads and streams of its own, and they end in
-/// any order.
+/// Contexts of one device share its memory and disturb each other in nothing: each has threads and
+/// streams of its own, and they end in any order.
 #[test]
 fn contexts_share_a_device() {
     let Some(first) = gpu() else { return };
@@ -268,8 +271,8 @@ fn the_current_context_is_left_alone() {
     let Some(ctx) = gpu() else { return };
     let mut step = Step::new(&ctx);
     let [mut primary, mut other, mut current] = [ptr::null_mut(); 3];
-    // SAFETY: results are valid for writes; what is retained or made is given back; the thread ends with no current context, as it
-    // began.
+    // SAFETY: results are valid for writes; what is retained or made is given back; the thread ends
+    // with no current context, as it began.
     unsafe {
         ok(sys::cuDevicePrimaryCtxRetain(&mut primary, 0));
         ok(sys::cuCtxCreate_v4(&mut other, ptr::null_mut(), 0, 0));
@@ -320,8 +323,8 @@ fn allocations_begin_zeroed() {
     }
 }
 
-/// A kernel that faults takes the device's context with it. The calls that find out say so, by the driver's name, and the process can
-/// still end in order.
+/// A kernel that faults takes the device's context with it. The calls that find out say so, by the
+/// driver's name, and the process can still end in order.
 #[test]
 fn a_fault_is_told_as_such() {
     const CHILD: &str = "UNSLOTH_TEST_FAULT";

@@ -1,6 +1,8 @@
-//! What attention has only on the CUDA backend: kernels to choose from, workspaces, streams, graph capture, limits.
+//! What attention has only on the CUDA backend: kernels to choose from, workspaces, streams, graph
+//! capture, limits.
 //!
-//! Its numerics are in `attention.rs`, whose cases run on every device there is; here are those that tell the kernels apart.
+//! Its numerics are in `attention.rs`, whose cases run on every device there is; here are those
+//! that tell the kernels apart.
 #![cfg(feature = "cuda")]
 
 mod common;
@@ -13,7 +15,8 @@ use common::{FLOATS, TestTensor, gpu, rng};
 use unsloth::ops::attention::{self, PageLayout, Params};
 use unsloth::{DType, Layout, Stream, TensorMut, TensorRef};
 
-/// Few queries and many keys: what is split. The other sequences have a key, none, and about as many as one part.
+/// Few queries and many keys: what is split. The other sequences have a key, none, and about as
+/// many as one part.
 fn split() -> Case {
     Case {
         lens: vec![(1, 5000), (1, 1), (1, 0), (1, 300)],
@@ -63,7 +66,8 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// The kernels for each size of heads, with and without adjusted scores, for many and for few queries, with long and short keys.
+/// The kernels for each size of heads, with and without adjusted scores, for many and for few
+/// queries, with long and short keys.
 #[test]
 fn every_kernel() {
     let Some(ctx) = gpu() else { return };
@@ -123,8 +127,9 @@ fn every_kernel() {
     }
 }
 
-/// Prompts of f32 are on tensor cores, which would be far off without the small parts of its elements; the more so, the larger the logits.
-/// Here dimensions are multiples of four only, or of no use to a tile.
+/// Prompts of f32 are on tensor cores, which would be far off without the small parts of its
+/// elements; the more so, the larger the logits. Here dimensions are multiples of four only, or of
+/// no use to a tile.
 #[test]
 fn prompts_in_f32() {
     let Some(ctx) = gpu() else { return };
@@ -158,7 +163,8 @@ fn prompts_in_f32() {
     common::for_each_case(&cases, |case| check(&ctx, &mut rng(), DType::F32, case));
 }
 
-/// Keys are split where blocks of whole ones would leave most of a GPU idle, and tensor cores have all others.
+/// Keys are split where blocks of whole ones would leave most of a GPU idle, and tensor cores have
+/// all others.
 #[test]
 fn prompts_in_f32_split_when_few() {
     let Some(ctx) = gpu() else { return };
@@ -220,7 +226,8 @@ fn workspaces_need_no_care() {
     }
 }
 
-/// The answer follows from shapes alone; a byte less is refused, and a longer bound on lengths changes no result.
+/// The answer follows from shapes alone; a byte less is refused, and a longer bound on lengths
+/// changes no result.
 #[test]
 fn workspace_sizes_are_exact() {
     let Some(ctx) = gpu() else { return };
@@ -346,7 +353,8 @@ fn streams_do_not_mix() {
     }
 }
 
-/// The first call of a context goes into a graph, whose replays see what tensors hold then: queries, and lengths that have grown.
+/// The first call of a context goes into a graph, whose replays see what tensors hold then:
+/// queries, and lengths that have grown.
 #[test]
 fn the_first_call_can_be_captured() {
     if gpu().is_none() {
@@ -462,7 +470,8 @@ fn limits() {
         };
         let [q, k, v] =
             [(s.q, s.q[3]), (s.k, s.k[3]), (s.k, s.dim_v)].map(|(shape, dim)| layout(&shape, dim));
-        // SAFETY: nothing is read or written through them: the queries do not, the call is refused before.
+        // SAFETY: nothing is read or written through them: the queries do not, the call is refused
+        // before.
         let params = unsafe {
             let read = |dtype, layout| TensorRef::from_raw(ptr::null(), dtype, layout);
             let out = TensorMut::from_raw(ptr::null_mut(), s.dtypes[0], layout(&s.q, s.dim_v));

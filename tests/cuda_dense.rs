@@ -1,5 +1,5 @@
-//! What linear layers, feed-forward blocks, casts and argmax have only on the CUDA backend: streams, graph capture, threads, sizes
-//! that the host-only tests have no time for.
+//! What linear layers, feed-forward blocks, casts and argmax have only on the CUDA backend:
+//! streams, graph capture, threads, sizes that the host-only tests have no time for.
 //!
 //! Their numerics are in each operation's own tests, which run on every device there is.
 #![cfg(feature = "cuda")]
@@ -436,7 +436,8 @@ fn blocks_in_parts_agree_with_their_definition() {
     }
 }
 
-/// A workspace is an offer: what is too small for it is not looked at, and what is used must be in order.
+/// A workspace is an offer: what is too small for it is not looked at, and what is used must be in
+/// order.
 #[test]
 fn workspaces_of_products_are_checked_where_they_are_of_use() {
     let Some(ctx) = gpu() else { return };

@@ -1,8 +1,8 @@
-//! The committed header is what `src/ffi` makes, and `c_tests/layout.c` asserts in C the layout that
-//! Rust gives its structs.
+//! The committed header is what `src/ffi` makes, and `c_tests/layout.c` asserts in C the layout
+//! that Rust gives its structs.
 //!
-//! `make header` writes both. A change of a line in `layout.c` that was released, other than a greater
-//! size, breaks the ABI.
+//! `make header` writes both. A change of a line in `layout.c` that was released, other than a
+//! greater size, breaks the ABI.
 
 #[macro_use]
 extern crate unsloth_header;

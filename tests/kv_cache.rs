@@ -8,7 +8,8 @@ use unsloth::kv_cache::{Append, Config, KvCache, PageLayout, SequenceId};
 use unsloth::ops::attention;
 use unsloth::{Buffer, Context, ContextOptions, DType, Error, Layout, Stream, TensorRef};
 
-/// After any history, attention straight from the cache is attention over the tokens that each sequence holds, evicted ones gone.
+/// After any history, attention straight from the cache is attention over the tokens that each
+/// sequence holds, evicted ones gone.
 #[test]
 fn attention_sees_what_is_held() {
     let (num_heads, num_kv_heads, dim, dim_v) = (4, 2, 8, 6);

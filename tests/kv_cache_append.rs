@@ -8,7 +8,8 @@ use unsloth::kv_cache::{Append, Config, KvCache};
 use unsloth::ops::rope::{self, Angles, Positions, Rotation, Style};
 use unsloth::{Context, DType, InOut, Layout, Stream, TensorRef};
 
-/// `half` rounds an f32 to the nearest; from an f64 it looks at the upper half only and may take a number beside a tie for one.
+/// `half` rounds an f32 to the nearest; from an f64 it looks at the upper half only and may take a
+/// number beside a tie for one.
 fn round_from_f32(dtype: DType, value: f32) -> f64 {
     match dtype {
         DType::F16 => half::f16::from_f32(value).to_f64(),
@@ -43,7 +44,8 @@ fn append_converts_between_dtypes() {
                     };
                     cache.append(&params, Stream::DEFAULT).unwrap();
                     let (keys, values) = cache.layer(0).unwrap();
-                    // A fresh sequence of a fresh cache has pages 0 and 1, so its tokens lie in order.
+                    // A fresh sequence of a fresh cache has pages 0 and 1, so its tokens lie in
+                    // order.
                     for (pages, given) in [(keys, &k), (values, &v)] {
                         let written = download(&ctx, &pages);
                         let expected: Vec<f64> = given
@@ -60,7 +62,8 @@ fn append_converts_between_dtypes() {
     }
 }
 
-/// Rotating keys on their way to the cache is rotating them first, to the bit, at the positions of the tokens.
+/// Rotating keys on their way to the cache is rotating them first, to the bit, at the positions of
+/// the tokens.
 #[test]
 fn append_rotates_keys() {
     for ctx in contexts() {

@@ -23,7 +23,8 @@ impl ModelSequence {
         (0..self.next).filter(|p| !held.contains(p)).collect()
     }
 
-    /// Drops the pages that lie between the sinks and the window, if what is missing then is still one range.
+    /// Drops the pages that lie between the sinks and the window, if what is missing then is still
+    /// one range.
     fn evict(&mut self, num_sinks: usize, window: usize, page_size: usize) {
         let mut after = self.clone();
         after.held.retain(|&(position, _)| {

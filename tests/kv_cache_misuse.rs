@@ -1,4 +1,5 @@
-//! The KV cache through the C ABI: arguments that must be refused, handles of every kind of wrong, threads.
+//! The KV cache through the C ABI: arguments that must be refused, handles of every kind of wrong,
+//! threads.
 
 mod common;
 

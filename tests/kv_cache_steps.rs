@@ -1,4 +1,5 @@
-//! Steps of the KV cache that are queued faster than the device runs them, and replayed from a graph.
+//! Steps of the KV cache that are queued faster than the device runs them, and replayed from a
+//! graph.
 
 mod common;
 
@@ -60,7 +61,8 @@ fn the_host_may_run_ahead() {
             for (device, host) in tables(&batch) {
                 let to = log.as_ptr().wrapping_add((step * words + seen.len()) * 4);
                 let kind = CopyKind::DeviceToDevice;
-                // SAFETY: a step's tables have as many words at most, and the device's as many as the host's.
+                // SAFETY: a step's tables have as many words at most, and the device's as many as
+                // the host's.
                 unsafe {
                     memory::copy(&ctx, to, device.as_ptr(), host.len() * 4, kind, stream).unwrap();
                 }
@@ -200,7 +202,8 @@ mod captured {
         }
     }
 
-    /// One graph serves every later step of the batch: pages are added and lengths grow without it being captured again.
+    /// One graph serves every later step of the batch: pages are added and lengths grow without it
+    /// being captured again.
     #[test]
     fn one_graph_serves_every_step() {
         const STEPS: usize = 40;

@@ -1,4 +1,5 @@
-//! Linear layers against their definition: shapes, layouts, dtypes, bias and residual; their properties.
+//! Linear layers against their definition: shapes, layouts, dtypes, bias and residual; their
+//! properties.
 
 mod common;
 
@@ -51,7 +52,8 @@ fn cases() -> Vec<Case> {
         }
     };
     let mut cases = Vec::new();
-    // On both sides of the switch from dot products to tiles, around vector widths, and beyond one tile in each direction.
+    // On both sides of the switch from dot products to tiles, around vector widths, and beyond one
+    // tile in each direction.
     for rows in [1, 2, 3, 4, 5, 8, 9, 32, 33, 64] {
         for size in [(1, 1), (3, 5), (33, 31), (64, 128), (130, 700)] {
             cases.push(case(&[rows], size));
@@ -144,7 +146,8 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         };
         // Up to three bytes too long.
         let memory = TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx);
-        // SAFETY: `size` bytes from the start of the tensor are its elements, which nothing else uses.
+        // SAFETY: `size` bytes from the start of the tensor are its elements, which nothing else
+        // uses.
         params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
         linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
         let touched = memory.download_output();

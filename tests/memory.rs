@@ -27,7 +27,8 @@ fn with_stream(ctx: &Context, run: impl FnOnce(Stream)) {
     unsafe { ctx.destroy_stream(stream) }.unwrap();
 }
 
-/// A buffer that is made and freed for every step gives each step what it wrote, though all of them may be the same memory.
+/// A buffer that is made and freed for every step gives each step what it wrote, though all of them
+/// may be the same memory.
 #[test]
 fn steps_take_turns_with_the_same_memory() {
     const STEPS: usize = 40;
@@ -36,7 +37,8 @@ fn steps_take_turns_with_the_same_memory() {
         let before = ctx.memory_stats();
         with_stream(&ctx, |stream| {
             for step in 0..STEPS {
-                // SAFETY: this stream alone uses the buffer; the results have room for a step of each number.
+                // SAFETY: this stream alone uses the buffer; the results have room for a step of
+                // each number.
                 unsafe {
                     let scratch = Buffer::new_async(&ctx, 8 * MIB, stream).unwrap();
                     assert!(scratch.as_ptr().addr().is_multiple_of(256));
@@ -264,7 +266,8 @@ fn through_the_c_abi() {
     let none = ptr::null_mut();
     let (mut a, mut b, mut c) = (none, none, none);
     let mut back = [0u8; 64];
-    // SAFETY: every range lies in memory allocated here, with the sizes stated, or the call is refused.
+    // SAFETY: every range lies in memory allocated here, with the sizes stated, or the call is
+    // refused.
     unsafe {
         assert_eq!(unsloth_memory_alloc_async(ctx.0, 64, &mut a, none), 0);
         assert_eq!(unsloth_memory_alloc_async(other.0, 64, &mut b, none), 0);

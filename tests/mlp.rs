@@ -1,4 +1,5 @@
-//! The gated feed-forward block against its definition, and against the single operations it is made of.
+//! The gated feed-forward block against its definition, and against the single operations it is
+//! made of.
 
 mod common;
 
@@ -198,8 +199,8 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         Some(r) if in_place => r,
         _ => &out,
     };
-    // The CPU's gate and up stay in registers. A GPU stores both, or the gate alone: roundings of few elements may cancel in one way
-    // and not in the other, so the worse of both counts.
+    // The CPU's gate and up stay in registers. A GPU stores both, or the gate alone: roundings of
+    // few elements may cancel in one way and not in the other, so the worse of both counts.
     let plain = match ctx.backend() {
         Backend::Cpu => vec![Plain::Activated(dtype)],
         _ => vec![Plain::GateAndActivated(dtype), Plain::Everything(dtype)],
@@ -232,7 +233,8 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         residual.as_deref().map(magnitudes).as_deref(),
         None,
     );
-    // Whether a single element between is rounded up or down may hang on the last bit of an exponential, whichever way a plain one goes.
+    // Whether a single element between is rounded up or down may hang on the last bit of an
+    // exponential, whichever way a plain one goes.
     let units = match intermediate {
         1 => 0.5 * epsilon(dtype).max(2.0 * epsilon(DType::F32)) / epsilon(DType::F32),
         _ => 1.0,

@@ -25,7 +25,8 @@ fn candle(t: &TestTensor) -> Tensor {
         .unwrap()
 }
 
-/// candle's result equals ours up to `units` in the last place of the largest element: what both may lose on the way.
+/// candle's result equals ours up to `units` in the last place of the largest element: what both
+/// may lose on the way.
 fn assert_agrees(what: &str, ours: &TestTensor, theirs: &Tensor, units: f64) {
     let theirs: Vec<f32> = theirs
         .to_dtype(candle_core::DType::F32)

@@ -50,8 +50,8 @@ fn cases(dtype: DType) -> Vec<Case> {
     .into_iter()
     .map(plain)
     .collect();
-    // Rows for which a GPU takes more threads each: those of hidden sizes from 64 to 32768, and one vector more and less. An odd number,
-    // since several may share a block.
+    // Rows for which a GPU takes more threads each: those of hidden sizes from 64 to 32768, and one
+    // vector more and less. An odd number, since several may share a block.
     for power in 6..16 {
         for dim in [(1 << power) - 8, 1 << power, (1 << power) + 8] {
             cases.push(plain(contiguous(&[5, dim])));

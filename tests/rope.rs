@@ -416,8 +416,9 @@ fn frequencies_are_those_of_the_models() {
                 assert_eq!(factor, expected_factor as f32);
                 assert_eq!(actual.len(), expected.len());
                 for (i, (a, e)) in actual.iter().zip(&expected).enumerate() {
-                    // The exponent -2i/d is rounded to f32 before the power, so the error grows with ln(theta); where a scaling
-                    // blends a frequency with its fraction, the blend's weights are rounded too.
+                    // The exponent -2i/d is rounded to f32 before the power, so the error grows
+                    // with ln(theta); where a scaling blends a frequency with its fraction, the
+                    // blend's weights are rounded too.
                     let unscaled = f64::from(theta).powf(-2.0 * i as f64 / rotary_dim as f64);
                     let bound = 1e-6 * e + f64::from(f32::EPSILON) * unscaled;
                     assert!(
@@ -496,7 +497,8 @@ fn styles() -> impl Strategy<Value = Style> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
-    /// The dot product of a rotated query and key depends on the difference of their positions alone.
+    /// The dot product of a rotated query and key depends on the difference of their positions
+    /// alone.
     #[test]
     fn scores_are_relative(
         q in prop::collection::vec(-2.0..2.0, 16..=16),

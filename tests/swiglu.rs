@@ -1,4 +1,5 @@
-//! Gated activations against their definitions: layouts, dtypes, packed and apart; their properties.
+//! Gated activations against their definitions: layouts, dtypes, packed and apart; their
+//! properties.
 
 mod common;
 
@@ -120,8 +121,8 @@ fn check(ctx: &Context, dtype: DType, case: &Case) {
         }
     };
     let expected = exact(&gate, &up, case.activation);
-    // An exponential, a division and two products; the argument of tanh reaches 100 in the tail, and its rounding goes through
-    // the exponential.
+    // An exponential, a division and two products; the argument of tanh reaches 100 in the tail,
+    // and its rounding goes through the exponential.
     let ulps = match case.activation {
         Activation::GeluTanh => 256.0,
         _ => 12.0,

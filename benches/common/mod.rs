@@ -1,4 +1,5 @@
-//! What the CPU benches share: random data, and a case measured for the library and for candle, one after the other in one process.
+//! What the CPU benches share: random data, and a case measured for the library and for candle, one
+//! after the other in one process.
 #![allow(dead_code)] // each bench uses its part
 
 use std::time::Duration;

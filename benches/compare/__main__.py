@@ -1,9 +1,11 @@
 """Measures libunsloth on a GPU beside PyTorch and other libraries, in one process.
 
-    make CUDA=1 stage && python3 benches/compare rms_norm rope swiglu embedding kv_append linear attention host calls
+    make CUDA=1 stage
+    python3 benches/compare rms_norm rope swiglu embedding kv_append linear attention host calls
 
-Needs PyTorch; peers that are installed (Triton, Liger, FlashInfer) take part. Writes benches/results/OP_DEVICE_DATE.json, which
-`python3 benches/report.py render` turns into tables and plots.
+Needs PyTorch; peers that are installed (Triton, Liger, FlashInfer) take part. Writes
+benches/results/OP_DEVICE_DATE.json, which `python3 benches/report.py render` turns into tables and
+plots.
 """
 
 import importlib
@@ -14,7 +16,8 @@ import traceback
 import torch
 from common import ROOT
 
-# In a checkout: the module of its sources, and what `make stage` installed. A GPU run has the module beside this file.
+# In a checkout: the module of its sources, and what `make stage` installed. A GPU run has the
+# module beside this file.
 sys.path.append(str(ROOT / "python"))
 staged = ROOT / "build" / "prefix" / "lib" / "libunsloth.so"
 if staged.exists():
@@ -24,7 +27,8 @@ import unsloth
 
 
 class Workspace:
-    """From PyTorch's allocator, whose peak some comparisons measure. It aligns to 512 bytes, the library asks for 256."""
+    """From PyTorch's allocator, whose peak some comparisons measure. It aligns to 512 bytes, the
+    library asks for 256."""
 
     def __init__(self, size):
         self.memory = torch.empty(size, dtype=torch.uint8, device="cuda")

@@ -1,6 +1,8 @@
-"""Attention beside FlashAttention-2 (PyTorch's), decoding beside a copy of the cache, and memory beside the product written out.
+"""Attention beside FlashAttention-2 (PyTorch's), decoding beside a copy of the cache, and memory
+beside the product written out.
 
-Both sides take and give [batch, seq, heads, dim] and write the LSE. Each row tells which of the library's implementations answered.
+Both sides take and give [batch, seq, heads, dim] and write the LSE. Each row tells which of the
+library's implementations answered.
 """
 
 import torch

@@ -1,11 +1,14 @@
-"""Attention forward through the library beside cuDNN (PyTorch's) and FlashAttention-3 (`dew_flash_attn`, where it is installed).
+"""Attention forward through the library beside cuDNN (PyTorch's) and FlashAttention-3
+(`dew_flash_attn`, where it is installed).
 
-cells: bf16; head dims 64, 128 and 256, full and causal, sequences of 512 to 16,384, 16,384 tokens in all, heads * dim = 2048.
-shapes: Llama-3-8B's heads (32 on 8, of 128), one causal sequence; batches of many lengths; and what a feature costs, as speed over the
-plain kernel's on the same work ("plain").
+cells: bf16; head dims 64, 128 and 256, full and causal, sequences of 512 to 16,384, 16,384 tokens
+in all, heads * dim = 2048.
+shapes: Llama-3-8B's heads (32 on 8, of 128), one causal sequence; batches of many lengths; and what
+a feature costs, as speed over the plain kernel's on the same work ("plain").
 
-A figure is the kernel time, by CUPTI, of a burst of 8 calls on 8 queries: the median of 6 bursts, contenders by turns, each as often first
-as last. ATTENTION_FORWARD names the parts to measure (cells,shapes), and words that cells must contain.
+A figure is the kernel time, by CUPTI, of a burst of 8 calls on 8 queries: the median of 6 bursts,
+contenders by turns, each as often first as last. ATTENTION_FORWARD names the parts to measure
+(cells,shapes), and words that cells must contain.
 """
 
 import json
@@ -79,7 +82,8 @@ def shapes(bench):
 
 
 def turns(contenders, rounds=6):
-    """{contender: microseconds of a call}. The order goes round: under its power limit the chip is slower for who comes second."""
+    """{contender: microseconds of a call}. The order goes round: under its power limit the chip is
+    slower for who comes second."""
     names = list(contenders)
     for run in contenders.values():
         run()
@@ -163,7 +167,8 @@ class Bench:
         self.measure("shapes", name, contenders, flops)
 
     def features(self, dim, heads):
-        """What features cost: each beside the plain kernel on the same tensors, or on as many keys."""
+        """What features cost: each beside the plain kernel on the same tensors, or on as many
+        keys."""
         name = f"features d{dim}"
         if self.skips(name):
             return

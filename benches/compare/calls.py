@@ -1,6 +1,8 @@
-"""How long a call keeps the host, without Python: what the Rust bench `cuda` prints when asked for `host`.
+"""How long a call keeps the host, without Python: what the Rust bench `cuda` prints when asked for
+`host`.
 
-    cargo bench --features cuda --bench cuda --no-run   # then UNSLOTH_BENCHES names the folder of the executable
+    cargo bench --features cuda --bench cuda --no-run
+    UNSLOTH_BENCHES=target/release/deps python3 benches/compare calls
 """
 
 import json

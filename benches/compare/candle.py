@@ -1,6 +1,8 @@
-"""Attention on candle's CUDA tensors beside candle's own, and the memory that each needs: what the Rust bench `candle` prints.
+"""Attention on candle's CUDA tensors beside candle's own, and the memory that each needs: what the
+Rust bench `candle` prints.
 
-    cargo bench --features candle-cuda --bench candle --no-run   # then UNSLOTH_BENCHES names the folder of the executable
+    cargo bench --features candle-cuda --bench candle --no-run
+    UNSLOTH_BENCHES=target/release/deps python3 benches/compare candle
 """
 
 import json

@@ -1,11 +1,13 @@
 """What every comparison shares: working sets, timing, records.
 
-A comparison has contenders, each a function of a working set's number that does the same work with the same layouts and outputs.
-Working sets together exceed the GPU's cache, so memory is really read. Contenders take turns within each round; figures are medians.
+A comparison has contenders, each a function of a working set's number that does the same work with
+the same layouts and outputs. Working sets together exceed the GPU's cache, so memory is really
+read. Contenders take turns within each round; figures are medians.
 
-Two clocks. `graphs` captures a burst of calls of each contender into a CUDA graph and times its replay: what a step of an engine
-sees, without the host. `kernels` sums the device time of all kernels of a burst as CUPTI reports it: for work that cannot be
-captured, and for kernels beside kernels. `host` is the time until a call returns.
+Two clocks. `graphs` captures a burst of calls of each contender into a CUDA graph and times its
+replay: what a step of an engine sees, without the host. `kernels` sums the device time of all
+kernels of a burst as CUPTI reports it: for work that cannot be captured, and for kernels beside
+kernels. `host` is the time until a call returns.
 """
 
 import datetime
@@ -56,7 +58,8 @@ def agree(case, results, tolerance=2e-2):
 
 
 def captured(function, calls):
-    """A graph of a burst of calls. Every contender is warm before: torch.compile and Triton compile at the first call."""
+    """A graph of a burst of calls. Every contender is warm before: torch.compile and Triton
+    compile at the first call."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -71,8 +74,9 @@ def captured(function, calls):
 
 
 def graphs(contenders, calls=None, rounds=15, seconds=0.25):
-    """{contender: microseconds of one call} by replays of graphs, in turns. A replay that counts follows one of the same contender: after
-    another's, what that left in the cache to be written to memory would be counted too."""
+    """{contender: microseconds of one call} by replays of graphs, in turns. A replay that counts
+    follows one of the same contender: after another's, what that left in the cache to be written
+    to memory would be counted too."""
     calls = calls or 16
     bursts = {name: captured(function, calls) for name, function in contenders.items()}
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -112,7 +116,8 @@ def kernels(contenders, calls=8, rounds=3):
 
 
 def host(contenders, calls=200, rounds=20):
-    """{contender: microseconds until a call returns}, the queue never full: the least of the rounds, in turns."""
+    """{contender: microseconds until a call returns}, the queue never full: the least of the
+    rounds, in turns."""
     least = dict.fromkeys(contenders, float("inf"))
     for _ in range(rounds):
         for name, function in contenders.items():
@@ -127,7 +132,8 @@ def host(contenders, calls=200, rounds=20):
 
 
 def copies(bytes_moved):
-    """A contender that copies, reading and writing `bytes_moved` together: the roof of what is bound by memory."""
+    """A contender that copies, reading and writing `bytes_moved` together: the roof of what is
+    bound by memory."""
     count = num_sets(bytes_moved)
     words = max(bytes_moved // 16, 1)
     sources = [torch.randint(-(1 << 60), 1 << 60, (words,), device="cuda") for _ in range(count)]
@@ -180,7 +186,8 @@ class Record:
         self.path = folder / f"{op}_{short}_{self.result['date']}.json"
 
     def add(self, case, times, **about):
-        """One row: the case, microseconds of each contender, and what else there is to know (bytes, flops, dtype)."""
+        """One row: the case, microseconds of each contender, and what else there is to know
+        (bytes, flops, dtype)."""
         row = {"case": case, **about, "us": {name: round(us, 3) for name, us in times.items()}}
         row |= {"clocks": smi("clocks.sm,clocks.mem,power.draw")}
         self.result["rows"].append(row)
@@ -192,8 +199,8 @@ class Record:
 
 
 def ring(count, function):
-    """A contender that keeps its result for each of `count` working sets, as an engine would: the next call cannot write to cached
-    memory."""
+    """A contender that keeps its result for each of `count` working sets, as an engine would: the
+    next call cannot write to cached memory."""
     results = [None] * count
 
     def run(i):

@@ -1,7 +1,9 @@
-"""What a call costs the host: the time until it returns, from Python, on tensors too small to matter.
+"""What a call costs the host: the time until it returns, from Python, on tensors too small to
+matter.
 
-Calls into libunsloth go through ctypes with arguments made before, as an engine keeps them; what ctypes itself takes is measured by a
-call that does nothing. `benches/cuda.rs` has the same figure without Python.
+Calls into libunsloth go through ctypes with arguments made before, as an engine keeps them; what
+ctypes itself takes is measured by a call that does nothing. `benches/cuda.rs` has the same figure
+without Python.
 """
 
 import ctypes

@@ -1,4 +1,5 @@
-"""Writing new keys and values into the pages of a cache: 8 KV heads, head dim 128, pages of 16 tokens, one layer a call."""
+"""Writing new keys and values into the pages of a cache: 8 KV heads, head dim 128, pages of 16
+tokens, one layer a call."""
 
 import ctypes
 

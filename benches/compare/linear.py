@@ -1,4 +1,5 @@
-"""Linear layers beside torch (cuBLAS): few rows, bound by reading the weights, and many, bound by the tensor cores; the gated block."""
+"""Linear layers beside torch (cuBLAS): few rows, bound by reading the weights, and many, bound by
+the tensor cores; the gated block."""
 
 import torch
 import torch.nn.functional as F

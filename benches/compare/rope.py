@@ -1,4 +1,5 @@
-"""RoPE of queries and keys in one call: half-split, 32 heads on 8, head dim 128, positions from 0."""
+"""RoPE of queries and keys in one call: half-split, 32 heads on 8, head dim 128, positions from
+0."""
 
 import torch
 from common import OURS, Record, agree, compiled, copies, graphs, num_sets, peer, randn, ring

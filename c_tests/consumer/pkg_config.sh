@@ -1,5 +1,5 @@
-# Compiles main.c with the flags that pkg-config gives, for the shared library, for the static one, and as a program
-# without shared libraries at all: pkg_config.sh CC PKG_CONFIG FOLDER
+# Compiles main.c with the flags that pkg-config gives, for the shared library, for the static one,
+# and as a program without shared libraries at all: pkg_config.sh CC PKG_CONFIG FOLDER
 set -eu
 cc=$1 pkg_config=$2 out=$3/pkg_config
 mkdir -p "$out"
@@ -19,7 +19,8 @@ needs_library "$out/shared"
 "$out/archive"
 if needs_library "$out/archive"; then exit 1; fi
 
-# Where the machine has its libraries as archives too. The linker warns of what the library may open at run time.
+# Where the machine has its libraries as archives too. The linker warns of what the library may open
+# at run time.
 echo 'int main(void) { return 0; }' > "$out/empty.c"
 if "$cc" -static "$out/empty.c" -o "$out/empty" -lm 2> /dev/null; then
   "$cc" -static $cflags "$source" -o "$out/static" $("$pkg_config" --static --libs unsloth)

@@ -1,4 +1,5 @@
-//! Causal attention of 6 queries with 4 heads over 6 keys with 2 heads: `cargo run --example attention`.
+//! Causal attention of 6 queries with 4 heads over 6 keys with 2 heads: `cargo run --example
+//! attention`.
 
 use unsloth::ops::attention::{self, Params};
 use unsloth::{Context, Stream, TensorMut, TensorRef};
@@ -27,7 +28,8 @@ fn main() -> unsloth::Result<()> {
     params.causal = true;
     attention::forward(&ctx, &params, Stream::DEFAULT)?;
 
-    // Where all scores are equal, a query averages the values up to its own: 0, 0.5, 1, 1.5, 2, 2.5.
+    // Where all scores are equal, a query averages the values up to its own: 0, 0.5, 1, 1.5, 2,
+    // 2.5.
     for (i, row) in out.chunks_exact(HEADS * DIM).enumerate() {
         println!("query {i}: {}", row[0]);
     }

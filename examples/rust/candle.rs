@@ -1,5 +1,6 @@
-//! The attention half of a transformer layer on candle's tensors: `cargo run --example candle --features candle`, or with
-//! `--features candle-cuda` on a GPU. Beside it, the same by candle's own operations.
+//! The attention half of a transformer layer on candle's tensors: `cargo run --example candle
+//! --features candle`, or with `--features candle-cuda` on a GPU. Beside it, the same by candle's
+//! own operations.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use unsloth::candle::{Attention, attention, linear, rms_norm, rope};

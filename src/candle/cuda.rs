@@ -42,7 +42,8 @@ pub(super) fn output<T: Float>(
         }
         let (ptr, _record) = out.device_ptr_mut(&stream);
         let ptr = std::ptr::with_exposed_provenance_mut(ptr as usize);
-        // SAFETY: the memory was allocated for these elements, and the stream is candle's own, of this device.
+        // SAFETY: the memory was allocated for these elements, and the stream is candle's own, of
+        // this device.
         let (out, stream) = unsafe {
             let out = TensorMut::from_raw(ptr, T::DTYPE, layout);
             (out, Stream::from_raw(stream.cu_stream().cast()))
@@ -66,8 +67,8 @@ fn view<'a>(
         let (ptr, record) = storage.as_cuda_slice::<T>()?.device_ptr(stream);
         let address = ptr as usize + input.start * size_of::<T>();
         let ptr = std::ptr::with_exposed_provenance(address);
-        // SAFETY: candle's layouts stay within their storage, which is locked against writers and lives behind the launch: freeing it
-        // is queued on its stream.
+        // SAFETY: candle's layouts stay within their storage, which is locked against writers and
+        // lives behind the launch: freeing it is queued on its stream.
         let view = unsafe { TensorRef::from_raw(ptr, T::DTYPE, input.layout) };
         Ok((view, record))
     }

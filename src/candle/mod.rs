@@ -1,10 +1,12 @@
 //! This library's operations on candle's tensors (feature `candle`), without copies.
 //!
-//! Inputs are read where candle keeps them, with whatever strides and offsets their views have; the output is a new tensor of candle's.
-//! On CUDA (feature `candle-cuda`) the work goes to the stream of the tensors' device, in order with candle's own; nothing waits, and
-//! nothing passes through the host. Contexts are made when a device is first used, and kept.
+//! Inputs are read where candle keeps them, with whatever strides and offsets their views have; the
+//! output is a new tensor of candle's. On CUDA (feature `candle-cuda`) the work goes to the stream
+//! of the tensors' device, in order with candle's own; nothing waits, and nothing passes through
+//! the host. Contexts are made when a device is first used, and kept.
 //!
-//! These are forward passes: gradients do not flow through them. Errors are candle's, around this crate's.
+//! These are forward passes: gradients do not flow through them. Errors are candle's, around this
+//! crate's.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -33,7 +35,8 @@ use storage::Call;
 /// `x` is `[.., dim]`, f32, f16 or bf16; `weight`, the gains, `[dim]` in any of these.
 ///
 /// # Errors
-/// A tensor has a shape, dtype, strides or device that the operation does not take, or the launch failed.
+/// A tensor has a shape, dtype, strides or device that the operation does not take, or the launch
+/// failed.
 pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, epsilon: f32) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = [x].into_iter().chain(weight).collect();
     Call::new(&inputs, x.shape(), x.dtype())?.run(|context, inputs, out, stream| {
@@ -54,10 +57,11 @@ pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, epsilon: f32) -> Result<Ten
 
 /// Rotates vectors by the angles of a table: [`ops::rope`].
 ///
-/// `x` is `[batch, seq, heads, head_dim]` (candle's own functions have heads before the sequence: pass `x.transpose(1, 2)?`, which
-/// copies nothing), f32, f16 or bf16. `cos` and `sin` are f32 `[positions, rotary_dim / 2]`; components past `rotary_dim` pass
-/// through. Without `positions`, i32 or i64 `[batch, seq]`, token `i` of a sequence stands at position `i`: narrow the tables to begin
-/// elsewhere.
+/// `x` is `[batch, seq, heads, head_dim]` (candle's own functions have heads before the sequence:
+/// pass `x.transpose(1, 2)?`, which copies nothing), f32, f16 or bf16. `cos` and `sin` are f32
+/// `[positions, rotary_dim / 2]`; components past `rotary_dim` pass through. Without `positions`,
+/// i32 or i64 `[batch, seq]`, token `i` of a sequence stands at position `i`: narrow the tables to
+/// begin elsewhere.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -97,7 +101,8 @@ pub fn rope(
 
 /// `silu(gate) * up`: [`ops::swiglu`].
 ///
-/// `gate` and `up` have one shape `[.., dim]` and one dtype, f32, f16 or bf16. They may be halves of one tensor (`narrow`).
+/// `gate` and `up` have one shape `[.., dim]` and one dtype, f32, f16 or bf16. They may be halves
+/// of one tensor (`narrow`).
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -121,8 +126,8 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 
 /// `x Wᵀ + bias`: [`ops::linear`].
 ///
-/// `x` is `[.., in_features]`, `weight` `[out_features, in_features]`, `bias` `[out_features]`; f32, f16 or bf16. The result has the
-/// dtype of `x`.
+/// `x` is `[.., in_features]`, `weight` `[out_features, in_features]`, `bias` `[out_features]`;
+/// f32, f16 or bf16. The result has the dtype of `x`.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -157,7 +162,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     })
 }
 
-/// How [`attention`] weighs keys; the default sees all of them, with scores scaled by `1 / sqrt(head_dim)`.
+/// How [`attention`] weighs keys; the default sees all of them, with scores scaled by `1 /
+/// sqrt(head_dim)`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Attention {
     /// Queries see no later key; the last query sees the last key.
@@ -172,9 +178,10 @@ pub struct Attention {
 
 /// Attention: [`ops::attention`].
 ///
-/// `q` is `[batch, seq_q, heads, head_dim]`, `k` and `v` are `[batch, seq_k, kv_heads, head_dim]`, where `kv_heads` divides `heads`;
-/// f32, f16 or bf16. (Tensors with heads before the sequence: pass `x.transpose(1, 2)?`, which copies nothing.) The result is
-/// `[batch, seq_q, heads, head_dim]` in the dtype of `q`.
+/// `q` is `[batch, seq_q, heads, head_dim]`, `k` and `v` are `[batch, seq_k, kv_heads, head_dim]`,
+/// where `kv_heads` divides `heads`; f32, f16 or bf16. (Tensors with heads before the sequence:
+/// pass `x.transpose(1, 2)?`, which copies nothing.) The result is `[batch, seq_q, heads,
+/// head_dim]` in the dtype of `q`.
 ///
 /// # Errors
 /// As [`rms_norm`].

@@ -1,6 +1,8 @@
-//! Elementary functions on f32 as straight-line code: loops over them vectorise inside [`Cpu::vectorize`](crate::cpu::Cpu::vectorize).
+//! Elementary functions on f32 as straight-line code: loops over them vectorise inside
+//! [`Cpu::vectorize`](crate::cpu::Cpu::vectorize).
 //!
-//! Coefficients are minimax fits (Remez) made for these forms. `mul_add` is one instruction where dispatch finds FMA.
+//! Coefficients are minimax fits (Remez) made for these forms. `mul_add` is one instruction where
+//! dispatch finds FMA.
 
 /// `exp(x)` to 1.1 ulp; gradual underflow, +∞ above 88.73, NaN for NaN.
 #[inline(always)]
@@ -9,7 +11,8 @@ pub(crate) fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_145_75; // 17 bits, so that its product with any exponent is exact
     const LN2_LOW: f32 = 1.428_606_8e-6;
-    // Comparisons rather than `clamp`, which LLVM vectorises less well; both are false for NaN, which passes through.
+    // Comparisons rather than `clamp`, which LLVM vectorises less well; both are false for NaN,
+    // which passes through.
     let x = if x < -105.0 { -105.0 } else { x };
     let x = if x > 90.0 { 90.0 } else { x };
     let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
@@ -60,7 +63,8 @@ pub(crate) const MAX_ANGLE: f32 = 1_073_741_824.0;
 /// `(sin(x), cos(x))` to 1.6 ulp of the larger of the two, for `|x|` up to [`MAX_ANGLE`].
 #[inline(always)]
 pub(crate) fn sin_cos(x: f32) -> (f32, f32) {
-    // The reduction is in f64, where an f32 angle and the multiples of π/2 near it leave bits to spare.
+    // The reduction is in f64, where an f32 angle and the multiples of π/2 near it leave bits to
+    // spare.
     const ROUND: f64 = 6_755_399_441_055_744.0;
     const PI_HALF_HIGH: f64 = std::f64::consts::FRAC_PI_2;
     const PI_HALF_LOW: f64 = 6.123_233_995_736_766e-17;
@@ -90,11 +94,12 @@ pub(crate) fn sin_cos(x: f32) -> (f32, f32) {
     )
 }
 
-/// The standard normal distribution function `(1 + erf(x / √2)) / 2`, with small relative error in the left tail too.
+/// The standard normal distribution function `(1 + erf(x / √2)) / 2`, with small relative error in
+/// the left tail too.
 #[inline(always)]
 pub(crate) fn normal_cdf(x: f32) -> f32 {
-    // erfc(z) = exp(-z²) t P(t) with t = 1 / (1 + 0.35 z), z = |x| / √2; P fits exp(z²) erfc(z) / t up to z = 10.2, where
-    // erfc underflows.
+    // erfc(z) = exp(-z²) t P(t) with t = 1 / (1 + 0.35 z), z = |x| / √2; P fits exp(z²) erfc(z) / t
+    // up to z = 10.2, where erfc underflows.
     let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;
     let z = if z > 10.2 { 10.2 } else { z };
     let t = 1.0 / 0.35_f32.mul_add(z, 1.0);
@@ -213,7 +218,8 @@ mod tests {
         assert!(tanh(f32::NAN).is_nan());
     }
 
-    /// Φ(x) by its series around zero (Abramowitz and Stegun 26.2.10) and, in the tail, its continued fraction (26.2.14).
+    /// Φ(x) by its series around zero (Abramowitz and Stegun 26.2.10) and, in the tail, its
+    /// continued fraction (26.2.14).
     fn normal_cdf_f64(x: f64) -> f64 {
         let density = (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
         if x.abs() < 3.0 {

@@ -1,4 +1,5 @@
-//! Vectors of f32 from elements of any type: what [`pulp::Simd`] has no function for, by the instructions behind it.
+//! Vectors of f32 from elements of any type: what [`pulp::Simd`] has no function for, by the
+//! instructions behind it.
 
 use std::any::TypeId;
 
@@ -7,7 +8,8 @@ use pulp::Simd;
 use crate::cpu::float::Float;
 use crate::dtype::DType;
 
-/// Whether [`load`] takes no more than instructions on registers. Where it takes more, widening a block into scratch is faster.
+/// Whether [`load`] takes no more than instructions on registers. Where it takes more, widening a
+/// block into scratch is faster.
 #[inline(always)]
 pub(crate) fn in_registers<S: Simd, T: Float>() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -27,8 +29,8 @@ pub(crate) unsafe fn load<S: Simd, T: Float>(simd: S, from: *const T) -> S::f32s
         // SAFETY: f32 is what is there, and the caller's promise.
         return unsafe { from.cast::<S::f32s>().read_unaligned() };
     }
-    // SAFETY: the elements, of two bytes each, are as many as the vectors have; the sets are told apart by their types, whose vectors
-    // these are.
+    // SAFETY: the elements, of two bytes each, are as many as the vectors have; the sets are told
+    // apart by their types, whose vectors these are.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         use std::mem::transmute_copy;

@@ -39,7 +39,8 @@ pub struct AttentionMemory {
     pub inputs: u64,
     /// The output.
     pub output: u64,
-    /// Scores that a plain implementation stores: `batch_size · num_heads · num_queries · num_keys` elements.
+    /// Scores that a plain implementation stores: `batch_size · num_heads · num_queries · num_keys`
+    /// elements.
     pub naive_scores: u64,
     /// Probabilities that it stores beside them: as many.
     pub naive_probabilities: u64,
@@ -47,7 +48,8 @@ pub struct AttentionMemory {
     pub naive_total: u64,
     /// Workspace that [`ops::attention`](crate::ops::attention) asks for: what its query answers.
     pub flash_workspace: u64,
-    /// The log-sum-exp kept for the backward pass: `batch_size · num_heads · num_queries` f32 (arXiv:2205.14135, algorithm 1).
+    /// The log-sum-exp kept for the backward pass: `batch_size · num_heads · num_queries` f32
+    /// (arXiv:2205.14135, algorithm 1).
     pub flash_lse: u64,
     /// `inputs + output + flash_workspace + flash_lse`.
     pub flash_total: u64,

@@ -1,6 +1,7 @@
 //! Bytes in words.
 
-/// A number of bytes for people: three significant digits and a binary unit (IEC 80000-13), such as `"1.50 GiB"`, or `"640 B"`.
+/// A number of bytes for people: three significant digits and a binary unit (IEC 80000-13), such as
+/// `"1.50 GiB"`, or `"640 B"`.
 ///
 /// ```
 /// use unsloth::estimate::format_bytes;

@@ -30,7 +30,8 @@ pub struct Inference {
     pub batch_size: u64,
     /// Tokens of the largest pass: those of a prompt.
     pub num_tokens: u64,
-    /// Tokens of one pass whose logits are computed: the last of each sequence to continue it, all to score a text.
+    /// Tokens of one pass whose logits are computed: the last of each sequence to continue it, all
+    /// to score a text.
     pub num_logits: u64,
 }
 
@@ -43,8 +44,9 @@ pub struct InferenceMemory {
     pub kv_cache: u64,
     /// Hidden states and their normalised copy: `2 · num_tokens · hidden_size` elements.
     pub activations: u64,
-    /// The largest of the workspaces that [`ops::attention_block`](crate::ops::attention_block) with packed projections,
-    /// [`ops::mlp`](crate::ops::mlp) and, for the logits, [`ops::linear`](crate::ops::linear) ask for: what their queries answer.
+    /// The largest of the workspaces that [`ops::attention_block`](crate::ops::attention_block)
+    /// with packed projections, [`ops::mlp`](crate::ops::mlp) and, for the logits,
+    /// [`ops::linear`](crate::ops::linear) ask for: what their queries answer.
     pub workspace: u64,
     /// Logits, f32: `num_logits · vocab_size`.
     pub logits: u64,

@@ -1,8 +1,10 @@
-//! Memory before it is allocated: what attention, a KV cache, inference and training take, by use, in bytes.
+//! Memory before it is allocated: what attention, a KV cache, inference and training take, by use,
+//! in bytes.
 //!
-//! What this library allocates itself (a KV cache) or asks its caller for (workspace) is answered by the code that does so, and
-//! is exact. The rest are formulas, each with its source beside it; they count tensors, not what an allocator rounds them up to
-//! or a framework keeps beside them. Sums are checked: sizes that overflow 64 bits are an error.
+//! What this library allocates itself (a KV cache) or asks its caller for (workspace) is answered
+//! by the code that does so, and is exact. The rest are formulas, each with its source beside it;
+//! they count tensors, not what an allocator rounds them up to or a framework keeps beside them.
+//! Sums are checked: sizes that overflow 64 bits are an error.
 
 mod attention;
 mod block;

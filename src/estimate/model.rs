@@ -4,7 +4,8 @@ use crate::error::Result;
 
 use super::{OP, positive, product, sum};
 
-/// A transformer of the Llama family: RMSNorm before attention and before a gated MLP, rotary positions, grouped-query attention.
+/// A transformer of the Llama family: RMSNorm before attention and before a gated MLP, rotary
+/// positions, grouped-query attention.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Model {
     /// Entries of the vocabulary.
@@ -31,7 +32,8 @@ pub struct Model {
     pub output_bias: bool,
     /// The MLP's three projections have biases.
     pub mlp_bias: bool,
-    /// Query and key heads are normalised, with one gain vector for queries and one for keys per layer (Qwen 3).
+    /// Query and key heads are normalised, with one gain vector for queries and one for keys per
+    /// layer (Qwen 3).
     pub qk_norm: bool,
 }
 
@@ -40,7 +42,8 @@ pub struct Model {
 pub struct ParameterCount {
     /// `vocab_size · hidden_size`.
     pub embedding: u64,
-    /// Projections to queries, keys and values and of attention's output, with their biases, in all layers.
+    /// Projections to queries, keys and values and of attention's output, with their biases, in all
+    /// layers.
     pub attention: u64,
     /// Gate, up and down projections with their biases, in all layers.
     pub mlp: u64,

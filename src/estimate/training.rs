@@ -6,7 +6,8 @@ use crate::error::Result;
 use super::model::Model;
 use super::{float_size, positive, product, sum};
 
-/// What an optimizer keeps for each trained parameter. The discriminants are those of the C ABI (`UNSLOTH_OPTIMIZER_*`).
+/// What an optimizer keeps for each trained parameter. The discriminants are those of the C ABI
+/// (`UNSLOTH_OPTIMIZER_*`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[non_exhaustive]
@@ -14,8 +15,9 @@ pub enum Optimizer {
     /// Adam or AdamW (arXiv:1412.6980, arXiv:1711.05101): two f32 moments, 8 bytes.
     #[default]
     Adam = 0,
-    /// AdamW with 8-bit moments in blocks of 256 with an f32 scale each (Dettmers et al. 2022, arXiv:2110.02861; the block size is
-    /// that of bitsandbytes): 2 bytes and 1/32. Small tensors, which bitsandbytes keeps in f32, are counted alike.
+    /// AdamW with 8-bit moments in blocks of 256 with an f32 scale each (Dettmers et al. 2022,
+    /// arXiv:2110.02861; the block size is that of bitsandbytes): 2 bytes and 1/32. Small tensors,
+    /// which bitsandbytes keeps in f32, are counted alike.
     Adam8bit = 1,
     /// Stochastic gradient descent: nothing.
     Sgd = 2,
@@ -46,8 +48,8 @@ impl Optimizer {
     }
 }
 
-/// Which activations are kept for the backward pass and which computed again. The discriminants are those of the C ABI
-/// (`UNSLOTH_CHECKPOINTING_*`).
+/// Which activations are kept for the backward pass and which computed again. The discriminants are
+/// those of the C ABI (`UNSLOTH_CHECKPOINTING_*`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[non_exhaustive]
@@ -55,10 +57,12 @@ pub enum Checkpointing {
     /// All are kept.
     #[default]
     None = 0,
-    /// All but attention's scores are kept (arXiv:2205.05198, section 5, "selective activation recomputation"). Flash attention
-    /// never stores scores, so with it this is the same as keeping all.
+    /// All but attention's scores are kept (arXiv:2205.05198, section 5, "selective activation
+    /// recomputation"). Flash attention never stores scores, so with it this is the same as keeping
+    /// all.
     Selective = 1,
-    /// Only each layer's input is kept, and the layer computed again (arXiv:1604.06174; arXiv:2205.05198, "full").
+    /// Only each layer's input is kept, and the layer computed again (arXiv:1604.06174;
+    /// arXiv:2205.05198, "full").
     Full = 2,
 }
 
@@ -85,7 +89,8 @@ pub struct Training {
     pub dtype: DType,
     /// Of gradients.
     pub gradient_dtype: DType,
-    /// The optimizer updates an f32 copy of the trained weights (mixed precision, arXiv:1710.03740). With f32 weights there is none.
+    /// The optimizer updates an f32 copy of the trained weights (mixed precision,
+    /// arXiv:1710.03740). With f32 weights there is none.
     pub master_weights: bool,
     /// The optimizer.
     pub optimizer: Optimizer,
@@ -93,14 +98,16 @@ pub struct Training {
     pub checkpointing: Checkpointing,
     /// Attention stores a log-sum-exp per query in place of its probabilities.
     pub flash_attention: bool,
-    /// Parameters of adapters beside the model's frozen weights (LoRA, arXiv:2106.09685), which alone are trained: of them alone there
-    /// are gradients, master copies and optimizer state. `None` trains the model itself.
+    /// Parameters of adapters beside the model's frozen weights (LoRA, arXiv:2106.09685), which
+    /// alone are trained: of them alone there are gradients, master copies and optimizer state.
+    /// `None` trains the model itself.
     pub adapter_parameters: Option<u64>,
 }
 
 /// Bytes of a training step at its peak, by use.
 ///
-/// Left out are what the backward pass holds for one operation at a time, and what allocators and libraries keep for themselves.
+/// Left out are what the backward pass holds for one operation at a time, and what allocators and
+/// libraries keep for themselves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TrainingMemory {
     /// Weights in the dtype of the model, adapters included.
@@ -131,8 +138,8 @@ struct LayerActivations {
     quadratic: u64,
 }
 
-/// What one layer stores, counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for the layer that [`Model`]
-/// describes, without dropout. Per token, in elements of the dtype:
+/// What one layer stores, counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for
+/// the layer that [`Model`] describes, without dropout. Per token, in elements of the dtype:
 ///
 /// | kept | for | elements |
 /// |-|-|-|
@@ -144,8 +151,9 @@ struct LayerActivations {
 /// | their product | the down projection | i |
 /// | with QK-norm: queries and keys before it | the norms | (Hq + Hkv) D |
 ///
-/// and in f32 one scale per norm and token. Plain attention adds the softmax's output, `Hq · S` elements per token (of a causal one
-/// half are zeros, and stored); flash attention its log-sum-exp, `Hq` f32 per token.
+/// and in f32 one scale per norm and token. Plain attention adds the softmax's output, `Hq · S`
+/// elements per token (of a causal one half are zeros, and stored); flash attention its
+/// log-sum-exp, `Hq` f32 per token.
 fn layer(t: &Training, tokens: u64, size: u64) -> Result<LayerActivations> {
     let what = "activations";
     let m = &t.model;
@@ -185,8 +193,9 @@ fn layer(t: &Training, tokens: u64, size: u64) -> Result<LayerActivations> {
 
 /// What a training step takes.
 ///
-/// Model states are those of mixed-precision training as in ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1): with 16-bit
-/// weights and gradients, master copies and Adam, 16 bytes per trained parameter.
+/// Model states are those of mixed-precision training as in ZeRO (Rajbhandari et al. 2020,
+/// arXiv:1910.02054, section 3.1): with 16-bit weights and gradients, master copies and Adam, 16
+/// bytes per trained parameter.
 ///
 /// # Errors
 /// A size is zero, a dtype is no float, or the sum overflows.
@@ -211,7 +220,8 @@ pub fn training_memory(t: &Training) -> Result<TrainingMemory> {
         Checkpointing::Selective => (layer.linear, layer.quadratic),
         Checkpointing::Full => (layer.input, whole),
     };
-    // After the layers: the last norm's input, and its output, which the output projection reads; one scale per token.
+    // After the layers: the last norm's input, and its output, which the output projection reads;
+    // one scale per token.
     let per_token = product("activations", &[2, t.model.hidden_size, size])?;
     let last = product(
         "activations",

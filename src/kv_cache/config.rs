@@ -61,8 +61,8 @@ impl Config {
     /// New tokens per batch unless changed.
     pub const DEFAULT_MAX_BATCH_TOKENS: usize = 8192;
 
-    /// A cache of `num_pages` pages of 16 tokens, token-major, for batches of up to 64 sequences and 8192 new tokens. A sequence
-    /// may fill the whole cache.
+    /// A cache of `num_pages` pages of 16 tokens, token-major, for batches of up to 64 sequences
+    /// and 8192 new tokens. A sequence may fill the whole cache.
     pub fn new(
         num_layers: usize,
         num_kv_heads: usize,
@@ -87,8 +87,9 @@ impl Config {
         }
     }
 
-    /// Bytes that the cache allocates: `num_layers · num_pages · page_size · num_kv_heads · (head_dim + v_head_dim)` elements, and
-    /// the tables: `max_batch_size · (max_pages_per_sequence + 2) + 1 + max_batch_tokens` integers of 32 bits.
+    /// Bytes that the cache allocates: `num_layers · num_pages · page_size · num_kv_heads ·
+    /// (head_dim + v_head_dim)` elements, and the tables: `max_batch_size · (max_pages_per_sequence
+    /// + 2) + 1 + max_batch_tokens` integers of 32 bits.
     ///
     /// # Errors
     /// As [`Config::validate`].
@@ -128,7 +129,8 @@ impl Config {
     /// Checks every field.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] naming the first field that is zero, too large, or of a dtype that is no float.
+    /// [`Error::InvalidArgument`] naming the first field that is zero, too large, or of a dtype
+    /// that is no float.
     pub fn validate(&self) -> Result<()> {
         let fields = [
             ("num_layers", self.num_layers),
@@ -142,7 +144,8 @@ impl Config {
             ("max_sequence_length", self.max_sequence_length),
         ];
         for (name, value) in fields {
-            // Tables are i32, so indices and lengths must fit one; for the other fields the bound is merely generous.
+            // Tables are i32, so indices and lengths must fit one; for the other fields the bound
+            // is merely generous.
             if value == 0 || value > MAX_LENGTH {
                 let problem = format!("is {value}, allowed: 1 to {MAX_LENGTH}");
                 return Err(Error::invalid(OP, name, problem));
@@ -180,8 +183,8 @@ impl Config {
 /// The greatest length, position and page index.
 pub(super) const MAX_LENGTH: usize = i32::MAX as usize;
 
-/// Where the integers of a batch lie in the table buffer. What changes at every step comes first, so that a decode step that
-/// needs no new page copies little.
+/// Where the integers of a batch lie in the table buffer. What changes at every step comes first,
+/// so that a decode step that needs no new page copies little.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tables {
     pub max_batch_size: usize,

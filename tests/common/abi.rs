@@ -120,14 +120,16 @@ pub struct Operation<P> {
 }
 
 impl<P: Copy> Operation<P> {
-    /// Every misuse is refused with its message and leaves the outputs poisoned; then the good arguments, whose tensors lie in
-    /// live memory, succeed. Handles and pointers are spoilt as well.
+    /// Every misuse is refused with its message and leaves the outputs poisoned; then the good
+    /// arguments, whose tensors lie in live memory, succeed. Handles and pointers are spoilt as
+    /// well.
     pub fn check(&self, good: P, table: &[Misuse<P>], outputs: &[&DeviceTensor]) {
         self.check_on(&Handle::cpu(), good, table, outputs);
     }
 
-    /// The same on a context of the backend whose memory the tensors are in. What only values in memory would tell is not asked of
-    /// a GPU, where the host does not read them; nor is success, of an operation that the backend does not have.
+    /// The same on a context of the backend whose memory the tensors are in. What only values in
+    /// memory would tell is not asked of a GPU, where the host does not read them; nor is success,
+    /// of an operation that the backend does not have.
     pub fn check_on(&self, ctx: &Handle, good: P, table: &[Misuse<P>], outputs: &[&DeviceTensor]) {
         let stream = std::ptr::null_mut();
         let of_cpu = outputs.iter().all(|t| t.backend() == Backend::Cpu);
@@ -137,7 +139,8 @@ impl<P: Copy> Operation<P> {
             }
             let mut params = good;
             spoil(&mut params);
-            // SAFETY: every tensor that passes validation lies in live memory, by this function's contract.
+            // SAFETY: every tensor that passes validation lies in live memory, by this function's
+            // contract.
             let got = unsafe { (self.forward)(ctx.0, &params, stream) };
             assert_fails(got, *status, message);
             outputs.iter().for_each(|output| assert_untouched(output));
@@ -146,7 +149,8 @@ impl<P: Copy> Operation<P> {
             assert_fails(got, status, &format!("{}: {problem}", self.name));
         };
         let dead = Handle::cpu().0;
-        // SAFETY: NULL, destroyed handles and misaligned pointers are what is tested; the good arguments are good.
+        // SAFETY: NULL, destroyed handles and misaligned pointers are what is tested; the good
+        // arguments are good.
         unsafe {
             let params = std::ptr::from_ref(&good);
             let got = (self.forward)(std::ptr::null_mut(), params, stream);

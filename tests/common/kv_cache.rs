@@ -29,7 +29,8 @@ pub fn download(ctx: &Context, view: &TensorRef<'_>) -> Vec<f64> {
     host.values()
 }
 
-/// What token `token` holds in a component of a layer's keys (`which` 0) or values (1): exact in f16.
+/// What token `token` holds in a component of a layer's keys (`which` 0) or values (1): exact in
+/// f16.
 pub fn component(token: usize, layer: usize, which: usize, head: usize, dim: usize) -> f64 {
     ((token * 131 + layer * 31 + which * 17 + head * 7 + dim) % 2039) as f64
 }
@@ -77,7 +78,8 @@ impl Contents {
         Contents { layers }
     }
 
-    /// Asserts that slot `index` of a sequence's pages holds `token`, in every layer, head and component.
+    /// Asserts that slot `index` of a sequence's pages holds `token`, in every layer, head and
+    /// component.
     pub fn assert_token(&self, config: &Config, pages: &[u32], index: usize, token: usize) {
         let (page, slot) = (
             pages[index / config.page_size] as usize,

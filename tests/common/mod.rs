@@ -1,9 +1,10 @@
-//! What every integration test shares: contexts of each backend that this machine has, poisoned and guarded tensors, f64
-//! references, and the rules by which results are judged.
+//! What every integration test shares: contexts of each backend that this machine has, poisoned and
+//! guarded tensors, f64 references, and the rules by which results are judged.
 //!
-//! A test builds [`TestTensor`]s on the host, uploads them to a context, runs the operation, downloads the outputs and compares
-//! them with a [`reference`]. Gaps between strided elements, the guard bytes around every tensor and all outputs are poisoned
-//! before the run: reading or writing where one should not shows.
+//! A test builds [`TestTensor`]s on the host, uploads them to a context, runs the operation,
+//! downloads the outputs and compares them with a [`reference`]. Gaps between strided elements, the
+//! guard bytes around every tensor and all outputs are poisoned before the run: reading or writing
+//! where one should not shows.
 #![allow(dead_code, unused_imports)] // each test binary uses its part
 
 pub mod abi;
@@ -28,7 +29,8 @@ pub use tensor::{DeviceTensor, TestTensor};
 /// The floating-point dtypes, for tables.
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
-/// A fresh random generator. Its seed goes to the test's output, and `UNSLOTH_TEST_SEED` repeats it.
+/// A fresh random generator. Its seed goes to the test's output, and `UNSLOTH_TEST_SEED` repeats
+/// it.
 pub fn rng() -> StdRng {
     let seed = match std::env::var("UNSLOTH_TEST_SEED") {
         Ok(text) => text.parse().expect("UNSLOTH_TEST_SEED is a number"),

@@ -21,8 +21,9 @@ fn tiny(dtype: DType) -> f64 {
     }
 }
 
-/// Each element is the reference rounded to `dtype`, give or take `f32_ulps` units of f32 arithmetic before the rounding. For
-/// operations whose every output is a short chain of f32 operations.
+/// Each element is the reference rounded to `dtype`, give or take `f32_ulps` units of f32
+/// arithmetic before the rounding. For operations whose every output is a short chain of f32
+/// operations.
 pub fn assert_close(what: &str, dtype: DType, actual: &[f64], reference: &[f64], f32_ulps: f64) {
     assert_eq!(actual.len(), reference.len(), "{what}: length");
     for (i, (&a, &r)) in actual.iter().zip(reference).enumerate() {
@@ -30,7 +31,8 @@ pub fn assert_close(what: &str, dtype: DType, actual: &[f64], reference: &[f64],
             DType::F32 => 0.0,
             _ => 0.5 * epsilon(dtype) * r.abs().max(tiny(dtype)),
         };
-        // A value that f32 arithmetic moves across a rounding boundary lands one step away, hence the second term.
+        // A value that f32 arithmetic moves across a rounding boundary lands one step away, hence
+        // the second term.
         let arithmetic = f32_ulps * epsilon(DType::F32) * r.abs();
         let bound = rounding + arithmetic + tiny(DType::F32);
         let same = a == r || (a - r).abs() <= bound * (1.0 + 1e-9);
@@ -42,8 +44,9 @@ pub fn assert_close(what: &str, dtype: DType, actual: &[f64], reference: &[f64],
     }
 }
 
-/// The rule that FlashAttention is tested by: the greatest error is at most twice that of a plain implementation in the same
-/// dtype, plus what rounding the result costs. NaN never passes; infinities must agree.
+/// The rule that FlashAttention is tested by: the greatest error is at most twice that of a plain
+/// implementation in the same dtype, plus what rounding the result costs. NaN never passes;
+/// infinities must agree.
 pub fn assert_flash_rule(
     what: &str,
     dtype: DType,
@@ -54,8 +57,9 @@ pub fn assert_flash_rule(
     assert_flash_rule_of_sums(what, dtype, actual, reference, plain, 0.0);
 }
 
-/// [`assert_flash_rule`] for sums whose terms have magnitudes that add up to `terms` at the most. A plain result of few elements may
-/// happen to be exact; still no f32 sum is asked for more than two units in the last place of `terms`.
+/// [`assert_flash_rule`] for sums whose terms have magnitudes that add up to `terms` at the most. A
+/// plain result of few elements may happen to be exact; still no f32 sum is asked for more than two
+/// units in the last place of `terms`.
 pub fn assert_flash_rule_of_sums(
     what: &str,
     dtype: DType,

@@ -45,7 +45,8 @@ impl TestTensor {
         Self::poisoned_at(dtype, layout, 0)
     }
 
-    /// All poison, beginning `skew` elements past an aligned address, so that vectorised paths meet misalignment.
+    /// All poison, beginning `skew` elements past an aligned address, so that vectorised paths meet
+    /// misalignment.
     pub fn poisoned_at(dtype: DType, layout: Layout, skew: usize) -> Self {
         let pattern = poison(dtype);
         let start = GUARD + skew * dtype.size();
@@ -222,7 +223,8 @@ impl DeviceTensor {
     }
 }
 
-/// A layout with gaps: every row is `gap` elements longer than its data, as a slice of a wider tensor is.
+/// A layout with gaps: every row is `gap` elements longer than its data, as a slice of a wider
+/// tensor is.
 pub fn strided_rows(shape: &[usize], gap: usize) -> Layout {
     let mut padded = shape.to_vec();
     *padded.last_mut().unwrap() += gap;
@@ -269,8 +271,9 @@ fn words(bytes: &[u8]) -> Vec<i32> {
         .collect()
 }
 
-/// `value` as f32 with its last bit set if it is not exact (round to odd), so that rounding it again to fewer bits is rounding
-/// `value` once. (`half`'s conversions from f64 look at its upper bits alone.)
+/// `value` as f32 with its last bit set if it is not exact (round to odd), so that rounding it
+/// again to fewer bits is rounding `value` once. (`half`'s conversions from f64 look at its upper
+/// bits alone.)
 fn sticky(value: f64) -> f32 {
     let nearest = value as f32;
     if nearest.is_infinite() || nearest.is_nan() || f64::from(nearest) == value {

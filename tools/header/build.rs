@@ -18,7 +18,8 @@ fn main() {
     };
     sources.sort_by_key(|path| (section(path), path.clone()));
 
-    // A syntax error in src/ffi is better told by the compiler, which gets there only if this build succeeds.
+    // A syntax error in src/ffi is better told by the compiler, which gets there only if this build
+    // succeeds.
     let header = header(&config, &sources).unwrap_or_else(|error| {
         println!("cargo:warning=the header was not made: {error}");
         String::new()
@@ -48,8 +49,8 @@ fn header(config: &Path, sources: &[PathBuf]) -> Result<String, String> {
     Ok(String::from_utf8_lossy(&text).replace("# Safety\n * ", "Requires: "))
 }
 
-/// A macro that lists every struct of the header with its fields: the header names them, the compiler of the test measures
-/// them.
+/// A macro that lists every struct of the header with its fields: the header names them, the
+/// compiler of the test measures them.
 fn structs(header: &str, sources: &[PathBuf]) -> String {
     let mut rust = String::from(
         "/// Applies a macro to every struct of the header: its name, then its fields.\n\

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Compares the engine with what llama.cpp was recorded to do (reference/record.py).
 
-The tokens of a prompt must be the same. So must what llama.cpp makes of the weights decoded to f32: the
-greedy continuations (but for a few, where two logits may be too close to call) and the mean negative
-log-likelihoods. Of the file as it is llama.cpp multiplies quantised activations, which swaps close logits:
-most continuations must be the same for 16 tokens, and likelihoods within 2 %.
+The tokens of a prompt must be the same. So must what llama.cpp makes of the weights decoded to
+f32: the greedy continuations (but for a few, where two logits may be too close to call) and the
+mean negative log-likelihoods. Of the file as it is llama.cpp multiplies quantised activations,
+which swaps close logits: most continuations must be the same for 16 tokens, and likelihoods within
+2 %.
 """
 
 import argparse
@@ -16,8 +17,8 @@ import tempfile
 
 GREEDY_TOKENS = 16
 NLL_TOLERANCE = 0.02
-# By the type of the weights: how far the mean negative log-likelihood may be from that with f32, and how
-# many of the prompts may continue differently.
+# By the type of the weights: how far the mean negative log-likelihood may be from that with f32,
+# and how many of the prompts may continue differently.
 NLL_TOLERANCE_F32 = {"f32": 1e-4, "f16": 5e-4, "bf16": 2e-3}
 DIFFERENT_F32 = {"f32": 1, "f16": 2, "bf16": 3}
 

@@ -1,7 +1,7 @@
 """Llama models of a few hundred kilobytes with random weights, one for each way a file may differ.
 
-Written with the standard library alone and the same bytes everywhere: reference/tiny_models.json keeps what
-llama.cpp makes of them.
+Written with the standard library alone and the same bytes everywhere: reference/tiny_models.json
+keeps what llama.cpp makes of them.
 """
 
 import math

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs models with random weights that differ in what a file may hold, and compares with llama.cpp.
 
-Grouped and single key heads, rotations stretched in each way, separate and tied output, biases, every tensor
-type, both tokenizers: reference/record_tiny.py recorded what must come out.
+Grouped and single key heads, rotations stretched in each way, separate and tied output, biases,
+every tensor type, both tokenizers: reference/record_tiny.py recorded what must come out.
 """
 
 import argparse

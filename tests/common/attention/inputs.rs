@@ -32,7 +32,8 @@ pub struct Inputs {
 /// Tokens at the end of packed tensors that belong to no sequence.
 pub const SPARE_TOKENS: usize = 3;
 
-/// What lies in places that must not be read. Overwriting with a value keeps the poison of integers away from indices.
+/// What lies in places that must not be read. Overwriting with a value keeps the poison of integers
+/// away from indices.
 const UNREAD: f64 = f64::NAN;
 
 fn layout(strides: Strides, shape: &[usize], token: usize) -> Layout {
@@ -255,7 +256,8 @@ impl Case {
         (Some(table), pages)
     }
 
-    /// Shape and elements of keys or values in this case's form, with NaN where nothing may be read.
+    /// Shape and elements of keys or values in this case's form, with NaN where nothing may be
+    /// read.
     fn arranged(
         &self,
         sequences: &[Sequence],

@@ -204,7 +204,8 @@ impl Scratch {
     }
 
     pub fn workspace(&mut self) -> Workspace<'_> {
-        // SAFETY: the buffer has more than `size` bytes, is borrowed exclusively, and of the context.
+        // SAFETY: the buffer has more than `size` bytes, is borrowed exclusively, and of the
+        // context.
         unsafe { Workspace::from_raw(self.buffer.as_ptr(), self.size) }
     }
 
@@ -285,7 +286,8 @@ fn check_refusal(ctx: &Context, case: &Case, inputs: &Inputs) {
     assert!(out.bits() == inputs.out.bits() && lse.bits() == inputs.lse.bits());
 }
 
-/// What an output should hold: the reference's sequences in the output's order, NaN where nothing may be written.
+/// What an output should hold: the reference's sequences in the output's order, NaN where nothing
+/// may be written.
 fn expected(
     case: &Case,
     inputs: &Inputs,
@@ -334,7 +336,8 @@ pub fn check_results(
 ) {
     let at = |precision| expected(case, inputs, |s, o| attention(s, o, precision));
     let (exact_out, exact_lse) = at(Precision::Exact);
-    // The result's dtype: one in f32 must be as good as plain f32 code, whatever its inputs; but tensor cores take weights of 16 bits.
+    // The result's dtype: one in f32 must be as good as plain f32 code, whatever its inputs; but
+    // tensor cores take weights of 16 bits.
     let plain_dtype = match ctx.backend() {
         Backend::Cuda => dtype,
         _ => out.dtype,
@@ -350,8 +353,8 @@ pub fn check_results(
 
 /// The flash rule where something was to be written, and untouched poison elsewhere.
 ///
-/// The error of plain code is one sample of what rounding may do, and on a handful of outputs it is small by luck now and then; what
-/// rounding scores to f32 costs is added to it.
+/// The error of plain code is one sample of what rounding may do, and on a handful of outputs it is
+/// small by luck now and then; what rounding scores to f32 costs is added to it.
 fn compare(what: &str, actual: &TestTensor, exact: &[f64], plain: &[f64], rounding: &[f64]) {
     let plain: Vec<f64> = (exact.iter().zip(plain).zip(rounding))
         .map(|((&exact, &plain), &rounding)| match plain == exact {
