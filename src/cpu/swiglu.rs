@@ -26,7 +26,7 @@ fn forward(cpu: &Cpu, p: &Problem) {
     let contiguous = [&p.gate, &p.up, &p.out]
         .iter()
         .all(|t| t.layout.is_contiguous());
-    // Without gaps rows mean nothing: one long row is cut into blocks.
+    // Rows without gaps are treated as one long row, which is cut into blocks.
     let (rows, dim) = match contiguous {
         true => (1, layout.num_elements()),
         false => (layout.num_rows(), layout.dim(layout.rank() - 1)),

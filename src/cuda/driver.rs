@@ -223,7 +223,7 @@ impl Driver {
         const NOT_INITIALIZED: c_int = CUresult::CUDA_ERROR_NOT_INITIALIZED as c_int;
         match code {
             0 => Ok(count),
-            // `cuInit` without a device leaves the driver so.
+            // What the driver answers after `cuInit` found no device.
             NO_DEVICE | NOT_INITIALIZED => Ok(0),
             _ => Err(self.error(op, "cuDeviceGetCount", code)),
         }

@@ -91,11 +91,11 @@ mod tests {
         for capability in [(7, 5), (11, 0)] {
             assert!(!runs_on(all, (12, 0), capability), "{capability:?}");
         }
-        // Hopper's own instructions are nobody else's, but PTX goes on.
+        // Code for 9.0a runs on Hopper alone; PTX runs on later devices too.
         assert!(!runs_on(&[(9, 0, true)], (9, 0), (8, 9)));
         assert!(runs_on(&[(9, 0, true)], (9, 0), (10, 0)));
         assert!(!runs_on(&[(9, 0, true)], (12, 0), (9, 1)));
-        // What this build was made for.
+        // The devices that this build has kernels for.
         for &(major, minor, _) in MACHINE_CODE {
             assert!(fit((major, minor)));
             assert!(CAPABILITIES.contains(&format!("{major}.{minor}")));

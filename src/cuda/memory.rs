@@ -72,7 +72,7 @@ impl Device for Cuda {
         let driver = self.resources.primary.driver;
         let internal = self.resources.internal;
         let _entered = self.resources.primary.enter(op)?;
-        // An address is due even for no bytes, and the driver gives none for zero.
+        // The caller gets an address even for zero bytes, for which the driver has none.
         let bytes = size.max(1);
         let mut ptr = 0;
         // SAFETY: `ptr` is valid for a write, and a context is current; the range was just allocated.

@@ -118,7 +118,7 @@ fn stores_both(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
         columns: p.intermediate,
         in_features: p.gate.weight.layout.dim(1),
     };
-    // Of a single row there are no halves.
+    // A single row cannot be halved.
     rows > 1 && p.intermediate >= LEAST && cuda.linear.serves(dtypes, sizes, with_workspace)
 }
 
@@ -180,7 +180,7 @@ fn walk(queue: &Queue<'_>, p: &Problem, scratch: RawTensor, with_workspace: bool
     let room = scratch.layout.dim(0) / if stores_both { 2 } else { 1 };
     let other = p.residual.unwrap_or(p.out);
     let rows = Rows::new([&p.x.layout, &p.out.layout, &other.layout]);
-    // Matrices differ in where they lie alone.
+    // The matrices differ in their addresses only.
     let count = match queue.mode {
         Mode::Run(..) => usize::MAX,
         Mode::Measure(_) => 1,
@@ -188,7 +188,7 @@ fn walk(queue: &Queue<'_>, p: &Problem, scratch: RawTensor, with_workspace: bool
     for matrix in rows.matrices().take(count) {
         let parts = matrix.rows.div_ceil(room.max(1));
         for part in 0..parts {
-            // Parts of one size, but for a row.
+            // All parts have the same size, give or take a row.
             let first = matrix.rows * part / parts;
             let rows = matrix.rows * (part + 1) / parts - first;
             let part = Part::new(p, &matrix, first, rows)?;

@@ -65,7 +65,8 @@ impl Sequence {
         window: usize,
         page_size: usize,
     ) -> std::ops::Range<usize> {
-        // In positions first: all of these lie on page boundaries but perhaps the start, which may lie past the end.
+        // These are positions. All lie on page boundaries, except that the start may not, and it may
+        // lie past the end.
         let start = num_sinks.min(self.position()).next_multiple_of(page_size);
         let cut = self.position().saturating_sub(window);
         let end = cut - cut % page_size;

@@ -27,7 +27,8 @@ pub struct Params<'a> {
     pub weights: Weights<'a>,
     /// `[.., out_features]`: leading dimensions and dtype of `x`; rows strided, contiguous in the last dimension.
     pub output: Output<'a>,
-    /// Of at least [`workspace_size`] bytes it makes the product faster. A smaller one, or none, is as well: it is not touched.
+    /// With at least [`workspace_size`] bytes the product may be faster. A smaller one is not
+    /// touched, and the product is computed without it.
     pub workspace: Workspace<'a>,
 }
 

@@ -107,7 +107,8 @@ functions! {
 pub(super) fn functions() -> Option<&'static Functions> {
     static FUNCTIONS: OnceLock<Option<Functions>> = OnceLock::new();
     let open = || {
-        // Of the versions known to have these functions, the newest first; then whatever the linker's path calls so.
+        // The versions known to have these functions, newest first; then whatever the search path
+        // has by that name.
         for name in [
             "libcublasLt.so.13",
             "libcublasLt.so.12",

@@ -215,7 +215,7 @@ pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
     let (Some(library), false) = (&cuda.linear.library, p.out.layout.is_empty()) else {
         return Ok(0);
     };
-    // Matrices differ in where they lie alone.
+    // The matrices differ in their addresses only.
     let Some(matrix) = p.rows().matrices().next() else {
         return Ok(0);
     };

@@ -65,7 +65,7 @@ impl Kernels {
         if forms.is_empty() {
             return Ok(None);
         }
-        // The least of what may be too much comes first: columns, then masking.
+        // Forms that waste the least come first: those with fewer columns, then those without masks.
         forms.sort_by_key(|form| (form.dims, form.mask as u32));
         let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         Ok(Some(Kernels {
@@ -90,7 +90,7 @@ impl Kernels {
         let mut forms = self.forms.iter().filter(serves).peekable();
         let least = forms.peek().map(|form| (form.dims, form.mask))?;
         let mut alike = forms.take_while(|form| (form.dims, form.mask) == least);
-        // Of these, the one for such lengths, or any.
+        // Prefers the form that is made for these lengths, and otherwise takes any.
         let any = alike.next()?;
         let suits =
             |form: &Form| form.for_short == choose::is_short(form.dims[0], mask, p.max_seqlen_q);
