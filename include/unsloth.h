@@ -1446,6 +1446,22 @@ typedef struct unsloth_linear_params {
 } unsloth_linear_params;
 
 /**
+ * How much is told: messages of this level and of all before it.
+ */
+typedef uint32_t unsloth_log_level;
+
+/**
+ * Takes a message: one line without its line feed, NUL-terminated UTF-8 of at most 1024 bytes,
+ * valid until the callback returns. `level` is the message's, `user` what was given to
+ * `unsloth_log_set`.
+ *
+ * The library calls it inside its functions, on the threads that called these or on its own, on
+ * several at a time. It must return (no exception, no `longjmp`). It may call the library, which
+ * drops the messages of such calls, but not `unsloth_log_set`.
+ */
+typedef void (*unsloth_log_callback)(unsloth_log_level level, const char *message, void *user);
+
+/**
  * The function applied to a gate.
  */
 typedef uint32_t unsloth_activation;
@@ -1857,6 +1873,36 @@ typedef struct unsloth_swiglu_params {
 #define UNSLOTH_CHECKPOINTING_FULL 2
 
 /**
+ * Nothing.
+ */
+#define UNSLOTH_LOG_LEVEL_OFF 0
+
+/**
+ * The device's context is lost, or a bug in this library was found.
+ */
+#define UNSLOTH_LOG_LEVEL_ERROR 1
+
+/**
+ * Memory could not be had, or something is missing that costs speed.
+ */
+#define UNSLOTH_LOG_LEVEL_WARN 2
+
+/**
+ * What happens once in a process or a context: devices, modules, libraries that were found.
+ */
+#define UNSLOTH_LOG_LEVEL_INFO 3
+
+/**
+ * First uses, choices that are remembered, and every call that was refused.
+ */
+#define UNSLOTH_LOG_LEVEL_DEBUG 4
+
+/**
+ * Each launch: what was chosen for it (kernel, splits, workspace) and why.
+ */
+#define UNSLOTH_LOG_LEVEL_TRACE 5
+
+/**
  * Components `i` and `i + rotary_dim / 2` (GPT-NeoX, and Llama in Hugging Face's layout).
  */
 #define UNSLOTH_ROPE_STYLE_HALF_SPLIT 0
@@ -1968,8 +2014,12 @@ unsloth_status unsloth_device_info_get(unsloth_backend backend,
                                        struct unsloth_device_info *info);
 
 /**
- * Makes a context and writes its handle to `ctx`; the caller ends it with `unsloth_context_destroy`. `params` may be NULL for the
- * defaults.
+ * Makes a context and writes its handle to `ctx`; the caller ends it with
+ * `unsloth_context_destroy`. `params` may be NULL for the defaults.
+ *
+ * The first context on a CUDA device loads the kernels there, which takes a second or so; those
+ * that are made while it lives share them and cost little. May not be called while a graph is
+ * captured.
  *
  * `UNSLOTH_STATUS_BACKEND_UNAVAILABLE` if the backend is not in this build or has no driver.
  *
@@ -1979,8 +2029,16 @@ unsloth_status unsloth_context_create(const struct unsloth_context_params *param
                                       struct unsloth_context **ctx);
 
 /**
- * Ends a context and frees what was allocated with `unsloth_memory_alloc` and not freed. NULL is fine. A KV cache made from the
- * context keeps what it needs and may be destroyed later. No other thread may be inside a call with the context.
+ * Ends a context: waits for everything queued on its device by this process, by others than the
+ * context too (as `cudaDeviceSynchronize` does), and frees what was allocated with
+ * `unsloth_memory_alloc` and not freed. NULL is fine. May not be called while a graph is captured.
+ *
+ * KV caches and events made from the context keep what they need and may be destroyed later.
+ * Graphs that captured its calls remain valid as long as the memory that they use and the kernels
+ * that they launch, which all contexts of a device share: until the last context of the device,
+ * and the last KV cache made from one, is destroyed.
+ *
+ * An error of earlier asynchronous work is returned; the context has ended nevertheless.
  */
 unsloth_status unsloth_context_destroy(struct unsloth_context *ctx);
 
@@ -2553,6 +2611,24 @@ unsloth_status unsloth_linear_workspace_size(struct unsloth_context *ctx,
 unsloth_status unsloth_linear_forward(struct unsloth_context *ctx,
                                       const struct unsloth_linear_params *params,
                                       unsloth_stream stream);
+
+/**
+ * Sets for the whole process how much is told, and to whom: `callback`, or the standard error
+ * stream where that is NULL. Messages are for people to read; their wording may change.
+ *
+ * When it returns, the previous callback is not running and will not be called again, so what its
+ * `user` points to may be freed. It waits for callbacks that are running: do not call it while
+ * holding a lock that the callback takes. While the level is off, as it is at first, a message
+ * costs its function one relaxed load.
+ *
+ * `UNSLOTH_STATUS_UNSUPPORTED` in a Rust program that has set a `tracing` subscriber, which then
+ * receives the messages. `UNSLOTH_STATUS_INVALID_ARGUMENT` from inside a callback.
+ *
+ * Requires: `callback` is NULL or a function that may be called with `user` from any thread until it is replaced.
+ */
+unsloth_status unsloth_log_set(unsloth_log_level level,
+                               unsloth_log_callback callback,
+                               void *user);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the

@@ -158,9 +158,22 @@ impl Context {
             Backend::Cuda => Device::Cuda(Box::new(Cuda::new(OP, options.device)?)),
         };
         let accountant = Accountant::new(options.memory_limit);
-        Ok(Context {
+        let context = Context {
             inner: Arc::new(Inner { device, accountant }),
-        })
+        };
+        context.tell();
+        Ok(context)
+    }
+
+    /// Tells what was made, to who listens.
+    fn tell(&self) {
+        if !tracing::enabled!(tracing::Level::INFO) {
+            return;
+        }
+        let (backend, device) = (self.backend(), self.device_ordinal());
+        if let Ok(info) = backend.device_info(device) {
+            tracing::info!("context: {backend} {device} ({})", info.name);
+        }
     }
 
     /// A CPU context with default options.
@@ -188,6 +201,18 @@ impl Context {
     /// An error of an earlier asynchronous operation of the stream.
     pub fn synchronize(&self, stream: Stream) -> Result<()> {
         self.device().synchronize("stream", stream)
+    }
+
+    /// Waits until everything queued on the device has finished, on every stream of this process.
+    ///
+    /// # Errors
+    /// An error of an earlier asynchronous operation.
+    pub fn synchronize_device(&self) -> Result<()> {
+        match &self.inner.device {
+            Device::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.synchronize_device("context"),
+        }
     }
 
     /// Makes a stream on the device. The CPU backend has only the default stream and gives that.

@@ -56,6 +56,7 @@ pub mod estimate;
 pub mod ffi;
 pub mod kv_cache;
 pub mod layout;
+mod log;
 pub mod memory;
 pub mod ops;
 mod problem;

@@ -17,6 +17,7 @@ mod handle;
 pub mod kv_cache;
 pub mod kv_cache_sequence;
 pub mod linear;
+pub mod log;
 pub mod memory;
 pub mod mlp;
 mod operation;
@@ -61,6 +62,7 @@ pub(crate) fn guard(op: &'static str, body: impl FnOnce() -> Result<()>) -> unsl
             Error::Internal { op, message }
         }
     };
+    crate::log::failed(&error);
     set_last_error(&error)
 }
 
