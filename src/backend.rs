@@ -236,6 +236,9 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
     /// Waits until everything queued on a stream has finished.
     fn synchronize(&self, op: &'static str, stream: Stream) -> Result<()>;
 
+    /// Waits until everything queued on the device has finished, whoever queued it.
+    fn synchronize_device(&self, op: &'static str) -> Result<()>;
+
     fn create_stream(&self, op: &'static str) -> Result<Stream>;
 
     /// Ends a stream after the work queued on it.

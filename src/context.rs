@@ -167,7 +167,7 @@ impl Context {
 
     /// Tells what was made, to who listens.
     fn tell(&self) {
-        if !tracing::enabled!(tracing::Level::INFO) {
+        if !tracing::event_enabled!(tracing::Level::INFO) {
             return;
         }
         let (backend, device) = (self.backend(), self.device_ordinal());
@@ -208,11 +208,7 @@ impl Context {
     /// # Errors
     /// An error of an earlier asynchronous operation.
     pub fn synchronize_device(&self) -> Result<()> {
-        match &self.inner.device {
-            Device::Cpu(_) => Ok(()),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.synchronize_device("context"),
-        }
+        self.device().synchronize_device("context")
     }
 
     /// Makes a stream on the device. The CPU backend has only the default stream and gives that.

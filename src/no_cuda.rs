@@ -139,6 +139,10 @@ impl Device for Cuda {
         match *self {}
     }
 
+    fn synchronize_device(&self, _: &'static str) -> Result<()> {
+        match *self {}
+    }
+
     fn create_stream(&self, _: &'static str) -> Result<Stream> {
         match *self {}
     }

@@ -117,6 +117,10 @@ impl Device for Cpu {
         Ok(())
     }
 
+    fn synchronize_device(&self, _: &'static str) -> Result<()> {
+        Ok(())
+    }
+
     fn create_stream(&self, _: &'static str) -> Result<Stream> {
         Ok(Stream::DEFAULT)
     }

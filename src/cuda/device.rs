@@ -1,14 +1,12 @@
-//! What a context holds on its device: the primary context, loaded images, a stream of its own.
+//! A device's primary context, and the images that are loaded there.
 
 use std::ffi::c_int;
-use std::sync::atomic::AtomicU64;
 
 use super::driver::{
     CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
-    CUstream, Driver,
+    Driver,
 };
 use super::images::{self, Arguments, IMAGES, Image, KernelInfo};
-use super::pool::Pool;
 use crate::error::{Error, Result};
 
 /// A device's primary context, retained.
@@ -100,18 +98,12 @@ pub(crate) struct Kernel<A: Arguments> {
     pub choices: &'static A::Choices,
 }
 
-/// Everything of a context's on its device; given back when dropped.
+/// The images that are loaded on a device; unloaded when dropped.
 pub(crate) struct Resources {
     op: &'static str,
     ordinal: i32,
-    /// For work of the library's own, which waits for nobody's stream.
-    pub(super) internal: CUstream,
     /// NULL for an image that is for other devices.
     modules: Vec<CUmodule>,
-    /// `None` where the device has no pools.
-    pub(super) pool: Option<Pool>,
-    /// The devices that this one and its peers were given access to, a bit each.
-    pub(super) connected: AtomicU64,
     pub(super) primary: Primary,
 }
 
@@ -124,20 +116,14 @@ impl Resources {
         let mut resources = Resources {
             op,
             ordinal,
-            internal: std::ptr::null_mut(),
             modules: Vec::with_capacity(IMAGES.len()),
-            pool: None,
-            connected: AtomicU64::new(0),
             primary: Primary::retain(op, driver, ordinal)?,
         };
         let entered = resources.primary.enter(op)?;
-        // SAFETY: valid for a write, and a context is current.
-        unsafe { driver.stream_create(op, &mut resources.internal, NON_BLOCKING) }?;
         let capability = resources.primary.capability(op)?;
         if !images::fit(capability) {
             return Err(resources.unsupported(capability));
         }
-        resources.pool = Pool::new(op, &resources.primary)?;
         for image in &IMAGES {
             let module = match image.capability {
                 Some(needed) if needed != capability => std::ptr::null_mut(),
@@ -234,6 +220,11 @@ impl Resources {
     pub fn ordinal(&self) -> i32 {
         self.ordinal
     }
+
+    /// Images that are for this device.
+    pub fn num_images(&self) -> usize {
+        self.modules.iter().filter(|m| !m.is_null()).count()
+    }
 }
 
 impl Drop for Resources {
@@ -244,9 +235,6 @@ impl Drop for Resources {
         let driver = self.primary.driver;
         // SAFETY: made by `load`, and unused from here on. At process exit the driver may have gone, which is no error here.
         unsafe {
-            if !self.internal.is_null() {
-                let _ = driver.stream_destroy(self.op, self.internal);
-            }
             for module in self.modules.iter().filter(|module| !module.is_null()) {
                 let _ = driver.module_unload(self.op, *module);
             }

@@ -117,6 +117,9 @@ functions! {
     event_destroy = cuEventDestroy_v2(event: CUevent);
     event_record = cuEventRecord(event: CUevent, stream: CUstream);
     event_synchronize = cuEventSynchronize(event: CUevent);
+    event_query = cuEventQuery(event: CUevent);
+    event_elapsed = cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent);
+    stream_wait_event = cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
 }
 
 /// libcuda, opened here and not by cudarc, which another crate of the program may have told to link it. It is never closed: its own

@@ -29,7 +29,7 @@ impl Cuda {
     ) -> Result<()> {
         let mut result = attempt();
         if is_out_of_memory(&result)
-            && let Some(pool) = &self.resources.pool
+            && let Some(pool) = &self.pool
             && pool.trim(op, 0).is_ok()
         {
             result = attempt();
@@ -70,7 +70,7 @@ impl Device for Cuda {
     /// to NCCL and to other processes, too.
     fn alloc(&self, op: &'static str, size: usize) -> Result<Allocation> {
         let driver = self.resources.primary.driver;
-        let internal = self.resources.internal;
+        let internal = self.internal;
         let _entered = self.resources.primary.enter(op)?;
         // The caller gets an address even for zero bytes, for which the driver has none.
         let bytes = size.max(1);
@@ -103,7 +103,7 @@ impl Device for Cuda {
         size: usize,
         stream: Stream,
     ) -> Result<Allocation> {
-        let Some(pool) = &self.resources.pool else {
+        let Some(pool) = &self.pool else {
             return self.alloc(op, size);
         };
         let _entered = self.resources.primary.enter(op)?;
@@ -134,7 +134,7 @@ impl Device for Cuda {
                 return driver.mem_free(op, ptr);
             }
             driver.context_synchronize(op)?;
-            driver.pool_free(op, ptr, self.resources.internal)
+            driver.pool_free(op, ptr, self.internal)
         }
     }
 
@@ -163,7 +163,7 @@ impl Device for Cuda {
 
     /// Bytes that the pool holds of the device's memory.
     fn pool_size(&self, op: &'static str) -> Result<u64> {
-        match &self.resources.pool {
+        match &self.pool {
             Some(pool) => pool.size(op),
             None => Ok(0),
         }
@@ -171,7 +171,7 @@ impl Device for Cuda {
 
     /// Returns what the pool holds and nobody uses to the device, until it holds `keep` bytes.
     fn trim_pool(&self, op: &'static str, keep: usize) -> Result<()> {
-        let Some(pool) = &self.resources.pool else {
+        let Some(pool) = &self.pool else {
             return Ok(());
         };
         let _entered = self.resources.primary.enter(op)?;
@@ -280,6 +280,13 @@ impl Device for Cuda {
                 .driver
                 .stream_synchronize(op, raw(stream))
         }
+    }
+
+    fn synchronize_device(&self, op: &'static str) -> Result<()> {
+        let primary = &self.resources.primary;
+        let _entered = primary.enter(op)?;
+        // SAFETY: a context is current.
+        unsafe { primary.driver.context_synchronize(op) }
     }
 
     fn create_stream(&self, op: &'static str) -> Result<Stream> {

@@ -1,7 +1,8 @@
 //! The CUDA backend: the driver, the compiled kernels, launching; then one file per operation.
 //!
-//! A context belongs to one device and uses its primary context. What costs time is done when it is made: images are loaded and
-//! functions given their attributes. A launch then only checks, fills a struct and calls the driver.
+//! A context belongs to one device and uses its primary context. What costs time is done when the
+//! first one on a device is made: images are loaded and functions given their attributes, for all
+//! contexts of the process. A launch then only checks, fills a struct and calls the driver.
 
 pub(crate) mod argmax;
 pub(crate) mod attention;
@@ -13,6 +14,7 @@ pub(crate) mod embedding;
 mod images;
 pub(crate) mod kv_cache;
 pub(crate) mod linear;
+mod loaded;
 mod memory;
 pub(crate) mod mlp;
 mod peer;
@@ -26,34 +28,44 @@ pub(crate) mod swiglu;
 mod table;
 
 use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use crate::backend::{Backend, DeviceInfo, Implementation, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::{Plan, Plans};
 use crate::tensor::{RawTensor, Scratch};
-use device::{Kernel, Primary, Resources};
-use driver::{CUdevice_attribute, Driver};
+use device::{Kernel, NON_BLOCKING, Primary};
+use driver::{CUdevice_attribute, CUstream, Driver};
 use images::Arguments;
+use loaded::Loaded;
+use pool::Pool;
 
-/// The CUDA backend's state on one device.
+/// The CUDA backend's state of one context.
 pub(crate) struct Cuda {
-    argmax: argmax::Kernels,
-    attention: attention::Kernels,
-    cast: cast::Kernels,
-    embedding: embedding::Kernels,
-    kv_append: kv_cache::Kernels,
-    linear: linear::Kernels,
-    rms_norm: rms_norm::Kernels,
-    rope: rope::Kernels,
-    swiglu: swiglu::Kernels,
-    resources: Resources,
+    loaded: Arc<Loaded>,
+    /// For work of the library's own, which waits for nobody's stream.
+    internal: CUstream,
+    /// `None` where the device has no pools.
+    pool: Option<Pool>,
+    /// The devices that this one and its peers were given access to, a bit each.
+    connected: AtomicU64,
 }
 
 // SAFETY: the fields are handles of the driver, which any thread may use.
 unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
+
+/// Operations find their kernels as if they were the context's own.
+impl std::ops::Deref for Cuda {
+    type Target = Loaded;
+
+    fn deref(&self) -> &Loaded {
+        &self.loaded
+    }
+}
 
 impl std::fmt::Debug for Cuda {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -110,39 +122,55 @@ fn unavailable(op: &'static str, reason: String) -> Error {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.resources.primary.enter("context") {
-            self.linear.close();
+        const OP: &str = "context";
+        let primary = &self.loaded.resources.primary;
+        let Ok(_entered) = primary.enter(OP) else {
+            return;
+        };
+        // SAFETY: a context is current; the stream was made by `new`, and is not used again. At process exit
+        // the driver may have gone, which is no error here.
+        unsafe {
+            let _ = primary.driver.context_synchronize(OP);
+            let _ = primary.driver.stream_destroy(OP, self.internal);
         }
     }
 }
 
 impl Cuda {
-    /// Takes the device's primary context and loads every image.
+    /// Takes the device's primary context and what is loaded on it, loading it if this is its first
+    /// context.
     ///
     /// # Errors
     /// No driver, no such device, no image that fits it, or the driver refuses.
     pub fn new(op: &'static str, ordinal: i32) -> Result<Cuda> {
-        let driver = Driver::get(op)?;
-        check_ordinal(op, driver, ordinal)?;
-        let ((major, minor), (needed, _)) = (driver.version, images::TOOLKIT);
-        if major < needed {
-            let reason = format!(
-                "the driver supports CUDA {major}.{minor}, the kernels of this build need {needed}.0"
-            );
-            return Err(unavailable(op, reason));
-        }
-        let resources = Resources::load(op, driver, ordinal)?;
+        Cuda::with(op, Loaded::on_device(op, ordinal)?)
+    }
+
+    /// One to which cuBLASLt seems to be missing.
+    #[cfg(test)]
+    pub fn without_library(op: &'static str, ordinal: i32) -> Result<Cuda> {
+        let mut loaded = Loaded::load(op, ordinal)?;
+        loaded.linear.close();
+        Cuda::with(op, Arc::new(loaded))
+    }
+
+    fn with(op: &'static str, loaded: Arc<Loaded>) -> Result<Cuda> {
+        let primary = &loaded.resources.primary;
+        let entered = primary.enter(op)?;
+        let pool = Pool::new(op, primary)?;
+        let mut internal = std::ptr::null_mut();
+        // SAFETY: valid for a write, and a context is current.
+        unsafe {
+            primary
+                .driver
+                .stream_create(op, &mut internal, NON_BLOCKING)
+        }?;
+        drop(entered);
         Ok(Cuda {
-            argmax: argmax::kernels(&resources)?,
-            attention: attention::Kernels::new(&resources)?,
-            cast: cast::kernels(&resources)?,
-            embedding: embedding::kernels(&resources)?,
-            kv_append: kv_cache::kernels(&resources)?,
-            linear: linear::Kernels::new(&resources)?,
-            rms_norm: rms_norm::Kernels::new(&resources)?,
-            rope: rope::kernels(&resources)?,
-            swiglu: swiglu::kernels(&resources)?,
-            resources,
+            loaded,
+            internal,
+            pool,
+            connected: AtomicU64::new(0),
         })
     }
 
@@ -184,6 +212,11 @@ impl Cuda {
         }
         let [x, y, z] = kernel.info.block;
         let shared_bytes = kernel.info.shared_bytes;
+        tracing::trace!(
+            "{op}: launches {} on {grid:?} blocks of {:?} threads, {shared_bytes} bytes of shared memory",
+            kernel.info.name.to_string_lossy(),
+            kernel.info.block,
+        );
         let primary = &self.resources.primary;
         let _entered = primary.enter(op)?;
         // SAFETY: the function is of the current context, the parameters are as its layout says; the rest is the caller's promise.

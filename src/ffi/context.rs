@@ -144,8 +144,12 @@ pub unsafe extern "C" fn unsloth_device_info_get(
     })
 }
 
-/// Makes a context and writes its handle to `ctx`; the caller ends it with `unsloth_context_destroy`. `params` may be NULL for the
-/// defaults.
+/// Makes a context and writes its handle to `ctx`; the caller ends it with
+/// `unsloth_context_destroy`. `params` may be NULL for the defaults.
+///
+/// The first context on a CUDA device loads the kernels there, which takes a second or so; those
+/// that are made while it lives share them and cost little. May not be called while a graph is
+/// captured.
 ///
 /// `UNSLOTH_STATUS_BACKEND_UNAVAILABLE` if the backend is not in this build or has no driver.
 ///
@@ -182,16 +186,27 @@ pub unsafe extern "C" fn unsloth_context_create(
     })
 }
 
-/// Ends a context and frees what was allocated with `unsloth_memory_alloc` and not freed. NULL is fine. A KV cache made from the
-/// context keeps what it needs and may be destroyed later. No other thread may be inside a call with the context.
+/// Ends a context: waits for everything queued on its device by this process, by others than the
+/// context too (as `cudaDeviceSynchronize` does), and frees what was allocated with
+/// `unsloth_memory_alloc` and not freed. NULL is fine. May not be called while a graph is captured.
+///
+/// KV caches and events made from the context keep what they need and may be destroyed later.
+/// Graphs that captured its calls remain valid as long as the memory that they use and the kernels
+/// that they launch, which all contexts of a device share: until the last context of the device,
+/// and the last KV cache made from one, is destroyed.
+///
+/// An error of earlier asynchronous work is returned; the context has ended nevertheless.
 #[unsafe(no_mangle)]
 pub extern "C" fn unsloth_context_destroy(ctx: *mut unsloth_context) -> unsloth_status {
     const OP: &str = "context_destroy";
     guard(OP, || {
-        if !ctx.is_null() {
-            drop(CONTEXTS.remove(OP, "ctx", ctx)?);
+        if ctx.is_null() {
+            return Ok(());
         }
-        Ok(())
+        let object = CONTEXTS.remove(OP, "ctx", ctx)?;
+        let waited = object.context.synchronize_device();
+        drop(object);
+        waited
     })
 }
 

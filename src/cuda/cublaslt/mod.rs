@@ -300,6 +300,23 @@ impl Library {
                 false => None,
             },
         };
+        tracing::debug!(
+            "{op}: cuBLASLt serves {} rows of {} by {} in {}, {} workspace{}",
+            p.rows,
+            p.in_features,
+            p.out_features,
+            p.dtype,
+            match (chosen.alone, chosen.with) {
+                (_, Some((_, size))) => format!("best with {size} bytes of"),
+                (Some(_), None) => "without".into(),
+                (None, None) => "not: it has no algorithm with or without a".into(),
+            },
+            if free.is_some() {
+                ""
+            } else {
+                "; chosen at each call, too many shapes are remembered"
+            },
+        );
         if let Some(slot) = free {
             // Another thread may have been faster, with this shape or another: then it is chosen for once more.
             let _ = slot.set((key, chosen));

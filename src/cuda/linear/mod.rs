@@ -95,6 +95,11 @@ impl Kernels {
         }
     }
 
+    /// Whether there is cuBLASLt.
+    pub fn has_library(&self) -> bool {
+        self.library.is_some()
+    }
+
     /// Whether products of such sizes go to cuBLASLt.
     pub fn serves(&self, (x, weight): (DType, DType), sizes: Sizes, with_workspace: bool) -> bool {
         self.library.is_some() && x == weight && !sizes.are_few_rows(x, with_workspace)
@@ -293,8 +298,7 @@ mod tests {
             return;
         };
         let with = Cuda::new(OP, 0).unwrap();
-        let mut without = Cuda::new(OP, 0).unwrap();
-        without.linear.close();
+        let without = Cuda::without_library(OP, 0).unwrap();
         println!("cuBLASLt: {}", with.linear.library.is_some());
         let small = |seed: usize, i: usize| ((seed + i) * 2_654_435_761 % 7919 % 7) as f32 - 3.0;
         for dtype in [DType::F32, DType::F16, DType::Bf16] {
