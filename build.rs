@@ -8,8 +8,12 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rustc-env=UNSLOTH_TARGET={}", var("TARGET"));
     if var("CARGO_CFG_TARGET_OS") == "linux" {
-        // The number changes only with an incompatible ABI.
-        println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libunsloth.so.0");
+        // Before 1.0 a minor version may break the ABI, so the name carries it.
+        println!(
+            "cargo:rustc-cdylib-link-arg=-Wl,-soname,libunsloth.so.{}.{}",
+            var("CARGO_PKG_VERSION_MAJOR"),
+            var("CARGO_PKG_VERSION_MINOR")
+        );
     }
     kernels();
 }

@@ -55,8 +55,8 @@ def problems(library, header, symbols):
 
     dynamic = output("readelf", "-d", library)
     sonames = re.findall(r"\(SONAME\).*\[(.*)\]", dynamic)
-    major = re.search(r"#define UNSLOTH_VERSION_MAJOR (\d+)", header.read_text())[1]
-    if sonames != [f"libunsloth.so.{major}"]:
+    version = dict(re.findall(r"#define UNSLOTH_VERSION_(\w+) (\d+)", header.read_text()))
+    if sonames != [f"libunsloth.so.{version['MAJOR']}.{version['MINOR']}"]:
         yield f"the soname is {sonames}"
     for needed in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic):
         if not ALLOWED.fullmatch(needed):

@@ -8,7 +8,7 @@
 
 /** The header's version; `unsloth_version` tells the library's. */
 #define UNSLOTH_VERSION_MAJOR 0
-#define UNSLOTH_VERSION_MINOR 1
+#define UNSLOTH_VERSION_MINOR 2
 #define UNSLOTH_VERSION_PATCH 0
 
 /**
