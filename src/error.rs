@@ -1,6 +1,7 @@
 //! Errors: what can go wrong, in words that name the argument, its value and what is allowed.
 
 use std::borrow::Cow;
+use std::fmt;
 
 use crate::backend::Backend;
 
@@ -130,17 +131,35 @@ pub enum Error {
     },
 }
 
+/// A text that is made without ending the process where the host has no memory for it: it is cut
+/// instead.
+pub(crate) fn text(text: impl fmt::Display) -> String {
+    struct Careful(String);
+
+    impl fmt::Write for Careful {
+        fn write_str(&mut self, text: &str) -> fmt::Result {
+            self.0.try_reserve(text.len()).map_err(|_| fmt::Error)?;
+            self.0.push_str(text);
+            Ok(())
+        }
+    }
+
+    let mut careful = Careful(String::new());
+    let _ = fmt::write(&mut careful, format_args!("{text}"));
+    careful.0
+}
+
 impl Error {
     /// An [`Error::InvalidArgument`]; `problem` continues a sentence that starts with the argument's name.
     pub(crate) fn invalid(
         op: &'static str,
         argument: impl Into<Cow<'static, str>>,
-        problem: impl Into<String>,
+        problem: impl fmt::Display,
     ) -> Self {
         Error::InvalidArgument {
             op,
             argument: argument.into(),
-            problem: problem.into(),
+            problem: text(problem),
         }
     }
 
@@ -181,12 +200,12 @@ impl Error {
     pub(crate) fn unsupported(
         op: &'static str,
         argument: impl Into<Cow<'static, str>>,
-        problem: impl Into<String>,
+        problem: impl fmt::Display,
     ) -> Self {
         Error::Unsupported {
             op,
             argument: argument.into(),
-            problem: problem.into(),
+            problem: text(problem),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char};
+use std::fmt::{self, Write};
 
 use crate::error::Error;
 
@@ -51,17 +52,57 @@ impl Error {
     }
 }
 
+/// The longest message that is kept, in bytes.
+const MESSAGE_CAPACITY: usize = 1024;
+
+/// A message in place: it is kept even where there is no memory for it. What does not fit is cut.
+struct Message {
+    len: usize,
+    bytes: [u8; MESSAGE_CAPACITY],
+}
+
+impl Message {
+    const EMPTY: Message = Message {
+        len: 0,
+        bytes: [0; MESSAGE_CAPACITY],
+    };
+}
+
+impl Write for Message {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let room = &mut self.bytes[self.len..];
+        let fits = floor_char_boundary(text.as_bytes(), room.len());
+        room[..fits].copy_from_slice(&text.as_bytes()[..fits]);
+        self.len += fits;
+        // Whole, or no more is written.
+        if fits == text.len() {
+            Ok(())
+        } else {
+            Err(fmt::Error)
+        }
+    }
+}
+
+/// The most bytes of UTF-8 text, at most `len`, that end with a character.
+fn floor_char_boundary(text: &[u8], len: usize) -> usize {
+    let mut len = len.min(text.len());
+    // Bytes inside a character begin with the bits 10.
+    while text.get(len).is_some_and(|byte| byte >> 6 == 0b10) {
+        len -= 1;
+    }
+    len
+}
+
 thread_local! {
-    static LAST_ERROR: RefCell<String> = const { RefCell::new(String::new()) };
+    static LAST_ERROR: RefCell<Message> = const { RefCell::new(Message::EMPTY) };
 }
 
 /// Keeps the error's message for the calling thread and gives its status.
 pub(crate) fn set_last_error(error: &Error) -> unsloth_status {
     // A thread that is being torn down has no storage left; its status still tells.
     let _ = LAST_ERROR.try_with(|last| {
-        use std::fmt::Write;
         let mut last = last.borrow_mut();
-        last.clear();
+        last.len = 0;
         let _ = write!(last, "{error}");
     });
     error.status()
@@ -69,8 +110,10 @@ pub(crate) fn set_last_error(error: &Error) -> unsloth_status {
 
 /// Copies out the message of the calling thread's last failed call, NUL-terminated and cut to `capacity` bytes.
 ///
-/// Returns the length of the whole message without its NUL, so that a call with `capacity` 0 (`buffer` may then be NULL) tells
-/// how much room is needed. Empty if no call of this thread has failed. Successful calls leave the message as it is.
+/// Returns the length of the whole message without its NUL, so that a call with `capacity` 0
+/// (`buffer` may then be NULL) tells how much room is needed: never more than 1024 bytes. A longer
+/// message was cut when it was kept. Empty if no call of this thread has failed. Successful calls
+/// leave the message as it is.
 ///
 /// # Safety
 /// `buffer` is NULL or has room for `capacity` bytes.
@@ -79,19 +122,16 @@ pub unsafe extern "C" fn unsloth_last_error_message(buffer: *mut c_char, capacit
     LAST_ERROR
         .try_with(|last| {
             let last = last.borrow();
+            let text = &last.bytes[..last.len];
             if !buffer.is_null() && capacity > 0 {
-                // Never cut inside a character.
-                let mut len = last.len().min(capacity - 1);
-                while !last.is_char_boundary(len) {
-                    len -= 1;
-                }
+                let len = floor_char_boundary(text, capacity - 1);
                 // SAFETY: `len + 1 <= capacity`, and the caller promises that much room.
                 unsafe {
-                    std::ptr::copy_nonoverlapping(last.as_ptr().cast(), buffer, len);
+                    std::ptr::copy_nonoverlapping(text.as_ptr().cast(), buffer, len);
                     *buffer.add(len) = 0;
                 }
             }
-            last.len()
+            text.len()
         })
         .unwrap_or(0)
 }
