@@ -3,6 +3,9 @@
 use half::{bf16, f16};
 
 /// The element type of a tensor. The discriminants are those of the C ABI (`UNSLOTH_DTYPE_*`).
+///
+/// A *plain* dtype is one value per element. The others are formats of quantised weights, whose
+/// elements come in blocks along the last dimension; no operation of this version takes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[non_exhaustive]
@@ -19,10 +22,34 @@ pub enum DType {
     I64 = 5,
     /// One byte; zero is false, anything else is true.
     Bool = 6,
+    /// Reserved: 8-bit float, 4 exponent bits and 3 of mantissa, without infinities.
+    F8E4M3 = 7,
+    /// Reserved: 8-bit float, 5 exponent bits and 2 of mantissa.
+    F8E5M2 = 8,
+    /// Reserved: 8-bit signed integer.
+    I8 = 9,
+    /// Reserved: packed ternary codes, 128 in 32 bytes, whose scales lie apart.
+    Ternary = 10,
+    /// Reserved: GGUF's Q8_0.
+    Q8_0 = 11,
+    /// Reserved: GGUF's Q4_0.
+    Q4_0 = 12,
+    /// Reserved: GGUF's Q4_1.
+    Q4_1 = 13,
+    /// Reserved: GGUF's Q4_K.
+    Q4K = 14,
+    /// Reserved: GGUF's Q6_K.
+    Q6K = 15,
+    /// Reserved: GGUF's TQ1_0.
+    Tq1_0 = 16,
+    /// Reserved: GGUF's TQ2_0.
+    Tq2_0 = 17,
+    /// Reserved: GGUF's Q2_0.
+    Q2_0 = 18,
 }
 
 impl DType {
-    /// Every dtype.
+    /// Every dtype that operations take: the plain ones that are not reserved.
     pub const ALL: [DType; 6] = [
         DType::F32,
         DType::F16,
@@ -32,16 +59,65 @@ impl DType {
         DType::Bool,
     ];
 
+    /// The dtypes that have a name and a layout, and no operation yet.
+    pub const RESERVED: [DType; 12] = [
+        DType::F8E4M3,
+        DType::F8E5M2,
+        DType::I8,
+        DType::Ternary,
+        DType::Q8_0,
+        DType::Q4_0,
+        DType::Q4_1,
+        DType::Q4K,
+        DType::Q6K,
+        DType::Tq1_0,
+        DType::Tq2_0,
+        DType::Q2_0,
+    ];
+
     /// The floating-point dtypes that every operation computes in.
     pub const FLOATS: &'static [DType] = &[DType::F32, DType::F16, DType::Bf16];
 
-    /// Size of one element in bytes.
-    pub const fn size(self) -> usize {
+    /// Elements and bytes of a block: what memory is made of. A block of a plain dtype is one
+    /// element.
+    pub const fn block(self) -> (usize, usize) {
         match self {
-            DType::F32 | DType::I32 => 4,
-            DType::F16 | DType::Bf16 => 2,
-            DType::I64 => 8,
-            DType::Bool => 1,
+            DType::F32 | DType::I32 => (1, 4),
+            DType::F16 | DType::Bf16 => (1, 2),
+            DType::I64 => (1, 8),
+            DType::Bool | DType::F8E4M3 | DType::F8E5M2 | DType::I8 => (1, 1),
+            DType::Ternary => (128, 32),
+            DType::Q8_0 => (32, 34),
+            DType::Q4_0 => (32, 18),
+            DType::Q4_1 => (32, 20),
+            DType::Q4K => (256, 144),
+            DType::Q6K => (256, 210),
+            DType::Tq1_0 => (256, 54),
+            DType::Tq2_0 => (256, 66),
+            DType::Q2_0 => (64, 18),
+        }
+    }
+
+    /// Bytes of `elements` neighbours from the start of a row on, whole blocks: as many as are
+    /// begun. It does not overflow for what a [`Layout`](crate::Layout) spans.
+    pub const fn row_bytes(self, elements: usize) -> usize {
+        let (len, bytes) = self.block();
+        elements.div_ceil(len) * bytes
+    }
+
+    /// Size of one element in bytes, of a plain dtype. Operations refuse formats in blocks before
+    /// they ask; of these it is the size of a block.
+    pub const fn size(self) -> usize {
+        self.block().1
+    }
+
+    /// What addresses of data must be multiples of, in bytes: an element, or the f16 scales that
+    /// blocks hold.
+    pub const fn alignment(self) -> usize {
+        match self.block() {
+            (1, bytes) => bytes,
+            _ if matches!(self, DType::Ternary) => 1,
+            _ => 2,
         }
     }
 
@@ -54,6 +130,18 @@ impl DType {
             DType::I32 => "i32",
             DType::I64 => "i64",
             DType::Bool => "bool",
+            DType::F8E4M3 => "f8e4m3",
+            DType::F8E5M2 => "f8e5m2",
+            DType::I8 => "i8",
+            DType::Ternary => "ternary",
+            DType::Q8_0 => "q8_0",
+            DType::Q4_0 => "q4_0",
+            DType::Q4_1 => "q4_1",
+            DType::Q4K => "q4_k",
+            DType::Q6K => "q6_k",
+            DType::Tq1_0 => "tq1_0",
+            DType::Tq2_0 => "tq2_0",
+            DType::Q2_0 => "q2_0",
         }
     }
 
@@ -62,9 +150,17 @@ impl DType {
         matches!(self, DType::F32 | DType::F16 | DType::Bf16)
     }
 
-    /// The dtype with this C ABI value, if it is one that has an implementation.
+    /// Whether no operation of this version takes it.
+    pub fn is_reserved(self) -> bool {
+        DType::RESERVED.contains(&self)
+    }
+
+    /// The dtype with this C ABI value, reserved ones included.
     pub fn from_raw(value: u32) -> Option<DType> {
-        DType::ALL.into_iter().find(|d| *d as u32 == value)
+        DType::ALL
+            .into_iter()
+            .chain(DType::RESERVED)
+            .find(|d| *d as u32 == value)
     }
 }
 
@@ -94,3 +190,49 @@ macro_rules! elements {
 }
 
 elements!(f32 => F32, f16 => F16, bf16 => Bf16, i32 => I32, i64 => I64, bool => Bool);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_told_apart() {
+        for value in 0..=64 {
+            let found = DType::from_raw(value);
+            assert_eq!(found.is_some(), (1..=18).contains(&value), "{value}");
+            assert!(found.is_none_or(|d| d as u32 == value));
+        }
+        assert!(DType::ALL.iter().all(|d| !d.is_reserved()));
+    }
+
+    #[test]
+    fn rows_are_whole_blocks() {
+        // Bytes of 256 elements in a GGUF file, by ggml's table of type sizes.
+        for (dtype, bytes) in [
+            (DType::Q8_0, 272),
+            (DType::Q4_0, 144),
+            (DType::Q4_1, 160),
+            (DType::Q4K, 144),
+            (DType::Q6K, 210),
+            (DType::Tq1_0, 54),
+            (DType::Tq2_0, 66),
+            (DType::Q2_0, 72),
+            (DType::Ternary, 64),
+            (DType::F8E4M3, 256),
+            (DType::F32, 1024),
+        ] {
+            assert_eq!(dtype.row_bytes(256), bytes, "{dtype}");
+            assert_eq!(dtype.row_bytes(0), 0);
+            let (len, block) = dtype.block();
+            assert_eq!(dtype.row_bytes(1), block, "{dtype}");
+            assert_eq!(dtype.row_bytes(len + 1), 2 * block, "{dtype}");
+        }
+        // The most that a layout spans.
+        let most = isize::MAX as usize / 8;
+        for dtype in DType::ALL.into_iter().chain(DType::RESERVED) {
+            let (len, bytes) = dtype.block();
+            assert!(bytes <= 8 * len, "{dtype}");
+            assert!(dtype.row_bytes(most - 1) <= isize::MAX as usize, "{dtype}");
+        }
+    }
+}

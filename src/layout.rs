@@ -146,6 +146,22 @@ impl Layout {
         self.rank > 0 && (self.strides[self.rank - 1] == 1 || self.shape[self.rank - 1] <= 1)
     }
 
+    /// Whether every row is of whole blocks of `len` elements, and begins where one does. A block
+    /// lies along the last dimension, which is contiguous unless `len` is 1.
+    pub fn is_in_blocks(&self, len: usize) -> bool {
+        let Some((row, outer)) = self.shape().split_last() else {
+            return true;
+        };
+        len == 1
+            || self.is_last_contiguous()
+                && row.is_multiple_of(len)
+                && self
+                    .strides()
+                    .iter()
+                    .zip(outer)
+                    .all(|(s, &n)| n <= 1 || s.is_multiple_of(len))
+    }
+
     /// Whether two index tuples may reach the same element (sufficient test: strides sorted by size must each clear the span of
     /// the smaller ones). Outputs must not overlap themselves.
     pub fn may_self_overlap(&self) -> bool {

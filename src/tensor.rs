@@ -27,7 +27,7 @@ impl RawTensor {
     /// The half-open range of byte addresses from the first element to the last.
     pub fn byte_range(&self) -> std::ops::Range<usize> {
         let start = self.ptr as usize;
-        start..start.saturating_add(self.layout.span() * self.dtype.size())
+        start..start.saturating_add(self.dtype.row_bytes(self.layout.span()))
     }
 
     /// Whether the two may share an address: their byte ranges do, and they are not seen to interleave.
@@ -40,11 +40,16 @@ impl RawTensor {
     /// do.
     fn interleaves(&self, other: &RawTensor) -> bool {
         let strides = |t: &RawTensor| {
-            let size = t.dtype.size();
+            let (len, size) = t.dtype.block();
             let (shape, strides) = (t.layout.shape(), t.layout.strides());
             let repeated = (0..shape.len()).filter(|&i| shape[i] > 1);
-            let pairs: Vec<(usize, usize)> =
-                repeated.map(|i| (strides[i] * size, shape[i])).collect();
+            let pairs: Vec<(usize, usize)> = repeated
+                .map(|i| match strides[i].is_multiple_of(len) {
+                    true => (strides[i] / len * size, shape[i]),
+                    // Within blocks: these are neighbours.
+                    false => (size, shape[i].div_ceil(len)),
+                })
+                .collect();
             (size, pairs)
         };
         let ((size_a, a), (size_b, b)) = (strides(self), strides(other));
@@ -78,15 +83,25 @@ impl RawTensor {
     }
 
     /// `len` entries from `start` along dimension `dim`.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn narrowed(&self, dim: usize, start: usize, len: usize) -> Result<RawTensor> {
         let (layout, offset) = self.layout.narrowed(dim, start, len)?;
+        if !layout.is_in_blocks(self.dtype.block().0)
+            || !offset.is_multiple_of(self.dtype.block().0)
+        {
+            let problem = format!(
+                "of {len} from {start} cuts blocks of {} elements of {}",
+                self.dtype.block().0,
+                self.dtype
+            );
+            return Err(Error::invalid("tensor", "range", problem));
+        }
         Ok(self.offset(layout, offset))
     }
 
+    /// `elements` is a multiple of the dtype's block.
     fn offset(&self, layout: Layout, elements: usize) -> RawTensor {
         // wrapping: the pointer may be NULL in a query, and is then never dereferenced.
-        let ptr = self.ptr.wrapping_add(elements * self.dtype.size());
+        let ptr = self.ptr.wrapping_add(self.dtype.row_bytes(elements));
         RawTensor {
             ptr,
             dtype: self.dtype,
@@ -265,11 +280,10 @@ macro_rules! views {
             /// The view of `len` entries from `start` along dimension `dim`.
             ///
             /// # Errors
-            /// See [`Layout::narrowed`].
+            /// See [`Layout::narrowed`]; the range begins or ends inside a block of the dtype.
             pub fn narrowed(self, dim: usize, start: usize, len: usize) -> Result<Self> {
-                let (layout, offset) = self.raw.layout.narrowed(dim, start, len)?;
                 Ok($name {
-                    raw: self.raw.offset(layout, offset),
+                    raw: self.raw.narrowed(dim, start, len)?,
                     memory: PhantomData,
                 })
             }
@@ -449,6 +463,28 @@ mod tests {
         );
         let layout = Layout::strided(&[2, 2], &[4, 1]).unwrap();
         assert!(TensorRef::from_slice_with_layout(&data, layout).is_ok());
+    }
+
+    #[test]
+    fn rows_of_blocks_take_the_bytes_of_their_blocks() {
+        let ptr = std::ptr::without_provenance_mut(0x1000);
+        let raw = |dtype, layout| RawTensor { ptr, dtype, layout };
+        let bytes = |t: &RawTensor| (t.byte_range().start - 0x1000, t.byte_range().end - 0x1000);
+        let weight = raw(DType::Q4K, Layout::contiguous(&[3, 512]).unwrap());
+        assert_eq!(bytes(&weight), (0, 3 * 2 * 144));
+        assert_eq!(bytes(&weight.narrowed(0, 1, 2).unwrap()), (288, 864));
+        let (left, right) = (
+            weight.narrowed(1, 0, 256).unwrap(),
+            weight.narrowed(1, 256, 256).unwrap(),
+        );
+        assert_eq!(bytes(&left), (0, 2 * 288 + 144));
+        assert_eq!(bytes(&right), (144, 864));
+        assert!(!left.overlaps(&right) && left.overlaps(&weight) && right.overlaps(&weight));
+        for (start, len) in [(0, 128), (128, 256)] {
+            assert!(weight.narrowed(1, start, len).is_err(), "{start} {len}");
+        }
+        let cut = Layout::strided(&[3, 256], &[300, 1]).unwrap();
+        assert!(!cut.is_in_blocks(256) && cut.is_in_blocks(1));
     }
 
     #[test]

@@ -78,7 +78,8 @@ unsafe fn write(p: &Problem, row: usize, index: usize) {
     unsafe {
         match p.out.dtype {
             DType::I64 => p.out.ptr.cast::<i64>().add(offset).write(index as i64),
-            _ => p.out.ptr.cast::<i32>().add(offset).write(index as i32),
+            DType::I32 => p.out.ptr.cast::<i32>().add(offset).write(index as i32),
+            other => unreachable!("the output was checked to be of integers, not {other}"),
         }
     }
 }

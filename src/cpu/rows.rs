@@ -80,7 +80,8 @@ pub(crate) unsafe fn integers(t: &RawTensor) -> Vec<i64> {
             values.push(unsafe {
                 match t.dtype {
                     DType::I32 => i64::from(t.ptr.cast::<i32>().add(offset).read()),
-                    _ => t.ptr.cast::<i64>().add(offset).read(),
+                    DType::I64 => t.ptr.cast::<i64>().add(offset).read(),
+                    other => unreachable!("indices were checked to be integers, not {other}"),
                 }
             });
         }

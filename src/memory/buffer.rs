@@ -210,14 +210,23 @@ impl Buffer {
     }
 
     fn check_view(&self, offset: usize, dtype: DType, layout: &Layout) -> Result<()> {
-        self.check_range(offset, layout.span() * dtype.size())?;
-        if offset.is_multiple_of(dtype.size()) {
+        self.check_range(offset, dtype.row_bytes(layout.span()))?;
+        let (len, alignment) = (dtype.block().0, dtype.alignment());
+        if !layout.is_in_blocks(len) {
+            let problem = format!(
+                "has shape {:?} with strides {:?}, which cut blocks of {len} elements of {dtype}",
+                layout.shape(),
+                layout.strides()
+            );
+            return Err(Error::invalid(OP, "layout", problem));
+        }
+        if offset.is_multiple_of(alignment) {
             return Ok(());
         }
         Err(Error::invalid(
             OP,
             "offset",
-            format!("{offset} is not a multiple of {} bytes", dtype.size()),
+            format!("{offset} is not a multiple of {alignment} bytes"),
         ))
     }
 

@@ -42,7 +42,11 @@ impl<'a> Arg<'a> {
         if allowed.contains(&dtype) {
             return Ok(self);
         }
-        Err(self.invalid(format!("has dtype {dtype}, allowed: {}", list(allowed))))
+        let problem = format!("has dtype {dtype}, allowed: {}", list(allowed));
+        if dtype.is_reserved() {
+            return Err(Error::unsupported(self.op, self.name, problem));
+        }
+        Err(self.invalid(problem))
     }
 
     /// The dtype equals that of another argument.
@@ -124,7 +128,7 @@ impl<'a> Arg<'a> {
                 argument: format!("data of {}", self.name).into(),
             });
         }
-        let size = self.tensor.dtype.size();
+        let size = self.tensor.dtype.alignment();
         if (self.tensor.ptr as usize).is_multiple_of(size) {
             return Ok(self);
         }

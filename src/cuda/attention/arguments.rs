@@ -149,7 +149,8 @@ pub(super) fn first(p: &Problem, launch: &Launch<'_>) -> attention::Arguments {
         let bias_at = match bias.dtype {
             DType::F16 => &mut a.bias_f16,
             DType::Bf16 => &mut a.bias_bf16,
-            _ => &mut a.bias_f32,
+            DType::F32 => &mut a.bias_f32,
+            other => unreachable!("the bias was checked to be of floats, not {other}"),
         };
         *bias_at = address(bias.ptr);
         a.bias_dtype = bias.dtype as u32;

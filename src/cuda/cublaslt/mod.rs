@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use crate::backend::Stream;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::Scratch;
 use bindings::*;
 
@@ -404,7 +404,11 @@ impl Library {
         let dtype = match p.dtype {
             DType::F16 => R_16F,
             DType::Bf16 => R_16BF,
-            _ => R_32F,
+            DType::F32 => R_32F,
+            other => {
+                let message = format!("cuBLASLt was asked for a product of {other}");
+                return Err(Error::Internal { op, message });
+            }
         };
         let mut d = Descriptors {
             desc: Opaque::new(),

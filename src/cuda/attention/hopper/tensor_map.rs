@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 
 use crate::cuda::driver::Driver;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A `CUtensorMap`, which kernels take by value.
 #[repr(C, align(128))]
@@ -37,7 +37,11 @@ impl TensorMap {
     ) -> Result<TensorMap> {
         let kind = match dtype {
             DType::F16 => 6,
-            _ => 9, // bf16
+            DType::Bf16 => 9,
+            other => {
+                let message = format!("a tensor map was asked for {other}");
+                return Err(Error::Internal { op, message });
+            }
         };
         let sizes = sizes.map(|size| size as u64);
         let mut bytes = [ALIGNMENT as u64; N];
