@@ -5,7 +5,8 @@
 
 links.c   takes the address of every declared function
 inits.c   uses the initialiser of every struct that begins with struct_size
-misuse.c  calls every function with NULL, zeroed, misaligned and oversized arguments, and with handles that are not live
+misuse.c  calls every function with NULL, zeroed, misaligned and oversized arguments, with handles that are not live, and with
+          every reserved field set
 """
 
 import pathlib
@@ -44,6 +45,19 @@ DEFAULT_PARAMS = {
     "unsloth_inference_memory_estimate": "NULL_POINTER",
 }
 
+# The same with a pointer misaligned that is meant to be written through, where that is not UNSLOTH_STATUS_INVALID_ARGUMENT.
+MISALIGNED = {
+    ("unsloth_kv_cache_sequence_pages_get", "pages"): "INVALID_HANDLE",  # no room is offered there
+}
+
+# What a tensor may not ask for: the field, its value, the status, and what the message mentions.
+TENSOR_MISUSE = [
+    ("flags", "2", "INVALID_ARGUMENT", "{path}.flags"),
+    ("quantization", "64", "UNSUPPORTED", "{path}.quantization"),
+    ("dtype", "UNSLOTH_DTYPE_Q4_0", "UNSUPPORTED", "q4_0"),
+    ("data", "64", "INVALID_ARGUMENT", "has data but rank 0"),
+]
+
 PROLOGUE = """\
 #include "check.h"
 
@@ -53,7 +67,7 @@ MISUSE = """\
 static unsloth_context *context, *dead_context;
 static unsloth_kv_cache *cache, *dead_cache;
 // Where functions may write, and do not when they fail.
-static unsigned char out[256];
+static uint64_t out[32];
 
 static unsloth_kv_cache *small_cache(void) {
   unsloth_kv_cache_params params = UNSLOTH_KV_CACHE_PARAMS_INIT;
@@ -70,7 +84,22 @@ static unsloth_kv_cache *small_cache(void) {
 static void spoil_out(void) { memset(out, 0xa5, sizeof out); }
 
 static void check_out_untouched(void) {
-  for (size_t i = 0; i < sizeof out; i++) CHECK(out[i] == 0xa5);
+  for (size_t i = 0; i < COUNT(out); i++) CHECK(out[i] == 0xa5a5a5a5a5a5a5a5u);
+}
+
+// A field that is refused with this value.
+typedef struct {
+  size_t offset, size;
+  uint64_t value;
+  unsloth_status status;
+  const char *mentions;
+} refusal;
+
+// Makes a struct with nothing set but its size and that field.
+static inline void ask(unsigned char *bytes, uint32_t size, const refusal *what) {
+  memset(bytes, 0, size);
+  memcpy(bytes, &size, sizeof size);
+  memcpy(bytes + what->offset, &what->value, what->size);
 }
 
 // The last message mentions this.
@@ -104,6 +133,9 @@ class Header:
             for returns, name, arguments in prototypes
         ]
         structs = re.findall(r"^typedef struct (\w+) \{(.*?)^\} \1;", text, flags=re.M | re.S)
+        self.structs = {
+            name: re.findall(r"^\s*([^;]*?[ *])(\w+)(?:\[(\w+)\])?;", fields, flags=re.M) for name, fields in structs
+        }
         self.sized = [name for name, fields in structs if fields.split(";")[0].split() == ["uint32_t", "struct_size"]]
         self.handles = re.findall(r"^typedef struct (\w+) \1;", text, flags=re.M)
         assert self.functions and self.sized and self.handles, "the header is not recognised"
@@ -112,6 +144,15 @@ class Header:
     def argument(text):
         """Type and name of an argument: `const struct unsloth_tensor *`, `x`."""
         return re.fullmatch(r"\s*(.*?[ *]+)(\w+)\s*", text, flags=re.S).groups()
+
+    def fields(self, struct, wanted, path=""):
+        """Ways to the fields that are wanted, those of structs embedded by value too: the way, and entries of an array or None."""
+        for type_, name, entries in self.structs[struct]:
+            of = type_.replace("struct ", "").strip()
+            if wanted(of, name):
+                yield path + name, int(entries) if entries else None
+            if of in self.structs:
+                yield from self.fields(of, wanted, f"{path}{name}.")
 
     def kind(self, type_):
         words = type_.replace("struct ", "").replace("const ", "").split()
@@ -151,6 +192,35 @@ def inits(header):
     yield "  return 0;\n}"
 
 
+def refusals(header, name, kind):
+    """What a struct may not ask for: its reserved fields, and those of its tensors."""
+    # Of what the caller gets, the structs inside are written over.
+    inside = kind == "params"
+    for path, entries in header.fields(name, lambda _, field: field.startswith("reserved")):
+        for at in range(entries or 1) if inside or "." not in path else ():
+            yield path + (f"[{at}]" if entries else ""), "7", "INVALID_ARGUMENT", path
+    for path, _ in header.fields(name, lambda of, _: of == "unsloth_tensor") if inside else ():
+        for field, value, status, mentions in TENSOR_MISUSE:
+            yield f"{path}.{field}", value, status, mentions.format(path=path)
+
+
+def refused(header, name, kind, struct, call):
+    """Sets each of these, alone, in a struct that asks for nothing."""
+    found = list(refusals(header, struct, kind))
+    if not found:
+        return
+    yield "  {\n  static const refusal refusals[] = {"
+    for field, value, status, mentions in found:
+        where = f"offsetof({struct}, {field}), sizeof((({struct} *)0)->{field})"
+        yield f'      {{{where}, {value}, UNSLOTH_STATUS_{status}, "{mentions}"}},'
+    yield f"  }};\n  static union {{\n    {struct} first;\n    unsigned char bytes[sizeof({struct})];\n  }} room;"
+    yield "  for (size_t i = 0; i < COUNT(refusals); i++) {"
+    yield "  ask(room.bytes, sizeof room.first, &refusals[i]);"
+    yield call("refusals[i].status")
+    yield f'  check_mentions("{name}", refusals[i].mentions);'
+    yield "  }\n  }"
+
+
 def misuse(header):
     yield PROLOGUE + MISUSE
     variables = {"unsloth_context": "context", "unsloth_kv_cache": "cache"}
@@ -163,10 +233,12 @@ def misuse(header):
         yield f"static void misuse_{name}(void) {{\n  spoil_out();"
         kinds = [header.kind(type_) for type_, _ in arguments]
 
-        def call(expected, **given):
+        def call(expected, misaligned=None, **given):
             values = []
-            for (type_, _), (kind, of) in zip(arguments, kinds):
+            for at, ((type_, _), (kind, of)) in enumerate(zip(arguments, kinds)):
                 value = given.get(kind, "0" if kind == "number" else "NULL")
+                if at == misaligned:
+                    value = "(void *)((char *)out + 1)"
                 if kind == "handle" and value == "live":
                     value = variables[of]
                 elif kind == "handle" and value == "dead":
@@ -176,7 +248,8 @@ def misuse(header):
                 elif value != "NULL" and kind != "number":
                     value = f"({type_.strip()}){value}"
                 values.append(value)
-            return f"  CHECK_STATUS({name}({', '.join(values)}), UNSLOTH_STATUS_{expected});"
+            status = expected if "[" in expected else f"UNSLOTH_STATUS_{expected}"
+            return f"  CHECK_STATUS({name}({', '.join(values)}), {status});"
 
         yield call(ALL_NULL.get(name, "NULL_POINTER"))
         ends = name.endswith("_destroy") and len(kinds) == 1
@@ -184,6 +257,11 @@ def misuse(header):
         # What a call with one wrong argument is otherwise given.
         sound = {"pointer": "(void *)out"}
         structs = [(kind, struct) for kind, struct in kinds if kind in ("params", "result")]
+        written = [
+            (at, argument)
+            for at, (type_, argument) in enumerate(arguments)
+            if kinds[at][0] == "pointer" and "const" not in type_ and kinds[at][1] not in ("void", "char")
+        ]
         for kind, struct in structs:
             # Alone and without a handle, the struct is always the one that is wrong.
             if has_handle or len(structs) > 1:
@@ -221,6 +299,9 @@ def misuse(header):
                 if DEFAULT_PARAMS.get(name) == "SUCCESS":
                     yield "  spoil_out();"
             yield "  }"
+            yield from refused(header, name, kind, struct, lambda status: call(status, **good))
+        for at, argument in written:
+            yield call(MISALIGNED.get((name, argument), "INVALID_ARGUMENT"), misaligned=at, **live, **sound)
         yield "  check_out_untouched();\n}\n"
     yield MISUSE_MAIN.rstrip()
     for name in called:

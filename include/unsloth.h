@@ -21,6 +21,34 @@
 #define UNSLOTH_INIT(type) {.struct_size = sizeof(type)}
 #endif
 
+/**
+ * A row-major tensor of one to six sizes: `p.x = UNSLOTH_TENSOR(x, UNSLOTH_DTYPE_F32, 1, seq, 32, 128);`
+ * `data` is a pointer, to const too, or an address as `CUdeviceptr` has it. Tensors that are only
+ * read are not written through it.
+ */
+#ifdef __cplusplus
+#define UNSLOTH_TENSOR(data, dtype, ...) \
+  (unsloth_tensor{UNSLOTH_TENSOR_FIELDS(data, dtype, __VA_ARGS__)})
+#else
+#define UNSLOTH_TENSOR(data, dtype, ...) \
+  ((unsloth_tensor){UNSLOTH_TENSOR_FIELDS(data, dtype, __VA_ARGS__)})
+#endif
+#define UNSLOTH_TENSOR_FIELDS(data, dtype, ...)                                      \
+  (void *)(uintptr_t)(data), (unsloth_dtype)(dtype), UNSLOTH_TENSOR_RANK(__VA_ARGS__), \
+      {UNSLOTH_TENSOR_SHAPE(UNSLOTH_TENSOR_RANK(__VA_ARGS__), __VA_ARGS__)},         \
+      {0, 0, 0, 0, 0, 0}, NULL, 0, {0, 0, 0}
+#define UNSLOTH_TENSOR_RANK(...) UNSLOTH_TENSOR_SEVENTH(__VA_ARGS__, 6, 5, 4, 3, 2, 1, 0)
+#define UNSLOTH_TENSOR_SEVENTH(a, b, c, d, e, f, seventh, ...) seventh
+#define UNSLOTH_TENSOR_SHAPE(rank, ...) UNSLOTH_TENSOR_JOIN(UNSLOTH_TENSOR_SHAPE, rank)(__VA_ARGS__)
+#define UNSLOTH_TENSOR_JOIN(a, b) UNSLOTH_TENSOR_JOINED(a, b)
+#define UNSLOTH_TENSOR_JOINED(a, b) a##b
+#define UNSLOTH_TENSOR_SHAPE1(a) (int64_t)(a)
+#define UNSLOTH_TENSOR_SHAPE2(a, ...) (int64_t)(a), UNSLOTH_TENSOR_SHAPE1(__VA_ARGS__)
+#define UNSLOTH_TENSOR_SHAPE3(a, ...) (int64_t)(a), UNSLOTH_TENSOR_SHAPE2(__VA_ARGS__)
+#define UNSLOTH_TENSOR_SHAPE4(a, ...) (int64_t)(a), UNSLOTH_TENSOR_SHAPE3(__VA_ARGS__)
+#define UNSLOTH_TENSOR_SHAPE5(a, ...) (int64_t)(a), UNSLOTH_TENSOR_SHAPE4(__VA_ARGS__)
+#define UNSLOTH_TENSOR_SHAPE6(a, ...) (int64_t)(a), UNSLOTH_TENSOR_SHAPE5(__VA_ARGS__)
+
 #define UNSLOTH_ARGMAX_PARAMS_INIT UNSLOTH_INIT(unsloth_argmax_params)
 #define UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_block_params)
 #define UNSLOTH_ATTENTION_MEMORY_INIT UNSLOTH_INIT(unsloth_attention_memory)
@@ -43,6 +71,7 @@
 #define UNSLOTH_MLP_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_params)
 #define UNSLOTH_MODEL_PARAMS_INIT UNSLOTH_INIT(unsloth_model_params)
 #define UNSLOTH_PARAMETER_COUNT_INIT UNSLOTH_INIT(unsloth_parameter_count)
+#define UNSLOTH_QUANTIZATION_INIT UNSLOTH_INIT(unsloth_quantization)
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
 #define UNSLOTH_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_rope_params)
 #define UNSLOTH_SWIGLU_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_params)
@@ -56,8 +85,18 @@
 #define UNSLOTH_MAX_RANK 6
 
 /**
+ * Of `unsloth_tensor.flags`: `strides` are meant as they are. Without it strides that are all zero stand for
+ * row-major without gaps; with it they repeat one element, as NumPy's `broadcast_to` does.
+ */
+#define UNSLOTH_TENSOR_STRIDED 1
+
+/**
  * A backend on one device. Opaque; made by `unsloth_context_create`, ended by `unsloth_context_destroy`. Several threads may use
  * one context at a time.
+ *
+ * A child of `fork` may not use its parent's contexts and caches, whose threads and driver it does not have: calls with them,
+ * destroying them included, give `UNSLOTH_STATUS_INVALID_HANDLE` there. It may make its own, on the CPU; CUDA's driver refuses
+ * to work in a child of a process that used it.
  */
 typedef struct unsloth_context unsloth_context;
 
@@ -208,21 +247,13 @@ typedef uint32_t unsloth_dtype;
  * A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.
  *
  * A tensor may have no elements (a size of zero), and `data` is then not read. Queries (`unsloth_*_supported`,
- * `unsloth_*_workspace_size`) never look at `data`, so it may be NULL there.
+ * `unsloth_*_workspace_size`) never look at `data`, so it may be NULL there. `UNSLOTH_TENSOR` makes one.
  */
 typedef struct unsloth_tensor {
   /**
    * Address of the first element, aligned to the dtype: host memory for the CPU backend, device memory for CUDA.
    */
   void *data;
-  /**
-   * Sizes of the `rank` dimensions, outermost first.
-   */
-  int64_t shape[UNSLOTH_MAX_RANK];
-  /**
-   * Distances between neighbours along each dimension, in elements, not negative. All zero means row-major without gaps.
-   */
-  int64_t strides[UNSLOTH_MAX_RANK];
   /**
    * One of `UNSLOTH_DTYPE_*`.
    */
@@ -231,7 +262,54 @@ typedef struct unsloth_tensor {
    * Number of dimensions, 1 to `UNSLOTH_MAX_RANK`; 0 if the tensor is absent.
    */
   uint32_t rank;
+  /**
+   * Sizes of the `rank` dimensions, outermost first, in elements.
+   */
+  int64_t shape[UNSLOTH_MAX_RANK];
+  /**
+   * Distances between neighbours along each dimension, in elements, not negative. All zero means row-major without gaps,
+   * unless `flags` has `UNSLOTH_TENSOR_STRIDED`.
+   */
+  int64_t strides[UNSLOTH_MAX_RANK];
+  /**
+   * Scales and zero points that lie apart from the data; NULL for plain dtypes and for blocks that hold their own.
+   */
+  const struct unsloth_quantization *quantization;
+  /**
+   * `UNSLOTH_TENSOR_*`, or zero.
+   */
+  uint32_t flags;
+  /**
+   * Zero.
+   */
+  uint32_t reserved[3];
 } unsloth_tensor;
+
+/**
+ * How the elements of a tensor become numbers: `(element - zero) * scale`. Every operation of this version answers
+ * `UNSLOTH_STATUS_UNSUPPORTED` for a tensor that has one.
+ *
+ * The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for all, `[n]` one for each
+ * row, `[n, k / g]` one for each group of `g` along a row, `[n / a, k / b]` one for each tile of `a` by `b`.
+ */
+typedef struct unsloth_quantization {
+  /**
+   * `sizeof(unsloth_quantization)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Factors, any float dtype. Absent: all ones.
+   */
+  struct unsloth_tensor scale;
+  /**
+   * Optional: what elements are for zero; like `scale` or of integers.
+   */
+  struct unsloth_tensor zero;
+} unsloth_quantization;
 
 /**
  * Arguments of `unsloth_argmax_forward`: `out[..] = argmax(x[.., :])`.
@@ -473,7 +551,7 @@ typedef struct unsloth_rotation {
   /**
    * Zero.
    */
-  uint32_t reserved[3];
+  uint32_t reserved[7];
   /**
    * Optional: divides every scaled frequency; f32 `[rotary_dim / 2]` (GGUF's `rope_freqs`, LongRoPE's factors).
    */
@@ -1807,24 +1885,66 @@ typedef struct unsloth_swiglu_params {
 #define UNSLOTH_DTYPE_BOOL 6
 
 /**
- * Reserved: 8-bit float with 4 exponent bits.
+ * 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and those below have a
+ * value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
  */
 #define UNSLOTH_DTYPE_F8E4M3 7
 
 /**
- * Reserved: 8-bit float with 5 exponent bits.
+ * 8-bit float, 5 exponent bits and 2 of mantissa.
  */
 #define UNSLOTH_DTYPE_F8E5M2 8
 
 /**
- * Reserved: 8-bit signed integer.
+ * 8-bit signed integer.
  */
 #define UNSLOTH_DTYPE_I8 9
 
 /**
- * Reserved: packed ternary.
+ * Ternary codes of 2 bits, weight + 1: 128 in 32 bytes, byte `p` holding those of `p`, `p + 32`,
+ * `p + 64` and `p + 96` from its low bits up. Scales lie apart, in the tensor's quantization.
  */
 #define UNSLOTH_DTYPE_TERNARY 10
+
+/**
+ * GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes.
+ */
+#define UNSLOTH_DTYPE_Q8_0 11
+
+/**
+ * GGUF's Q4_0: 32 elements in 18 bytes.
+ */
+#define UNSLOTH_DTYPE_Q4_0 12
+
+/**
+ * GGUF's Q4_1: 32 elements in 20 bytes.
+ */
+#define UNSLOTH_DTYPE_Q4_1 13
+
+/**
+ * GGUF's Q4_K: 256 elements in 144 bytes.
+ */
+#define UNSLOTH_DTYPE_Q4_K 14
+
+/**
+ * GGUF's Q6_K: 256 elements in 210 bytes.
+ */
+#define UNSLOTH_DTYPE_Q6_K 15
+
+/**
+ * GGUF's TQ1_0, ternary: 256 elements in 54 bytes.
+ */
+#define UNSLOTH_DTYPE_TQ1_0 16
+
+/**
+ * GGUF's TQ2_0, ternary: 256 elements in 66 bytes.
+ */
+#define UNSLOTH_DTYPE_TQ2_0 17
+
+/**
+ * GGUF's Q2_0, -1 to 2 times a scale: 64 elements in 18 bytes.
+ */
+#define UNSLOTH_DTYPE_Q2_0 18
 
 /**
  * `[num_pages, page_size, num_kv_heads, head_dim]`: tokens before heads.
@@ -1971,7 +2091,7 @@ extern "C" {
  * Copies out the message of the calling thread's last failed call, NUL-terminated and cut to `capacity` bytes.
  *
  * Returns the length of the whole message without its NUL, so that a call with `capacity` 0 (`buffer` may then be NULL) tells
- * how much room is needed. Empty if no call of this thread has failed. Successful calls leave the message as it is.
+ * how much room is needed: never more than 1024 bytes. A longer message was cut when it was kept. Empty if no call of this thread has failed. Successful calls leave the message as it is.
  *
  * Requires: `buffer` is NULL or has room for `capacity` bytes.
  */
@@ -2098,6 +2218,8 @@ unsloth_status unsloth_memory_alloc_async(struct unsloth_context *ctx,
 /**
  * Frees memory of `unsloth_memory_alloc` or `unsloth_memory_alloc_async` of the same context, after all work queued on the device.
  * NULL is fine; any other address is `UNSLOTH_STATUS_INVALID_ARGUMENT`. May not be called while a graph is captured.
+ *
+ * Requires: Nothing uses the memory afterwards.
  */
 unsloth_status unsloth_memory_free(struct unsloth_context *ctx,
                                    void *ptr);
@@ -2181,8 +2303,16 @@ unsloth_status unsloth_memory_limit_set(struct unsloth_context *ctx,
                                         uint64_t limit);
 
 /**
- * Makes a tensor from a DLPack `DLTensor` without copying. The memory stays the exporter's: keep it alive while the tensor is
- * used.
+ * Makes a tensor from a DLPack `DLTensor`, or from a `DLManagedTensor`, which begins with one, without copying. The memory
+ * stays the exporter's: keep it alive while the tensor is used. From a Python object that exports DLPack, in C:
+ *
+ * ```c
+ * PyObject *capsule = PyObject_CallMethod(array, "__dlpack__", NULL);
+ * void *managed = PyCapsule_GetPointer(capsule, "dltensor");
+ * unsloth_tensor x;
+ * unsloth_status status = unsloth_tensor_from_dlpack(managed, &x, NULL, NULL);
+ * // ... and, once the work with `x` has run:  Py_DECREF(capsule);
+ * ```
  *
  * `device_type` and `device_id` receive DLPack's device (1 is the CPU, 2 CUDA) and may be NULL.
  * `UNSLOTH_STATUS_UNSUPPORTED` for dtypes without a counterpart and for vector lanes.
@@ -2193,6 +2323,22 @@ unsloth_status unsloth_tensor_from_dlpack(const void *dl_tensor,
                                           struct unsloth_tensor *tensor,
                                           int32_t *device_type,
                                           int32_t *device_id);
+
+/**
+ * Makes a tensor from a DLPack `DLManagedTensorVersioned`, what capsules named `"dltensor_versioned"` hold: exporters give
+ * these when they are asked for `max_version=(1, 0)` or later, and some arrays only so (NumPy's that are read-only).
+ * Otherwise as `unsloth_tensor_from_dlpack`.
+ *
+ * `flags` receives DLPack's flags and may be NULL; bit 0 set says that the tensor may not be written.
+ * `UNSLOTH_STATUS_UNSUPPORTED` for a major version other than 1.
+ *
+ * Requires: `managed` is NULL or points to a valid `DLManagedTensorVersioned`; the others are NULL or valid for a write.
+ */
+unsloth_status unsloth_tensor_from_dlpack_versioned(const void *managed,
+                                                    struct unsloth_tensor *tensor,
+                                                    int32_t *device_type,
+                                                    int32_t *device_id,
+                                                    uint64_t *flags);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
@@ -2412,8 +2558,10 @@ unsloth_status unsloth_kv_cache_create(struct unsloth_context *ctx,
                                        struct unsloth_kv_cache **cache);
 
 /**
- * Ends a cache with its sequences and frees its memory. NULL is fine. No work that uses it may still be queued, and no other
- * thread may be inside a call with it.
+ * Ends a cache with its sequences and frees its memory. NULL is fine. Where another thread is inside a call with it, the cache
+ * ends with that call.
+ *
+ * Requires: No work that is queued uses memory of the cache, and none will.
  */
 unsloth_status unsloth_kv_cache_destroy(struct unsloth_kv_cache *cache);
 

@@ -16,7 +16,7 @@ const MISUSE: &[Misuse<unsloth_argmax_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "argmax: struct_size is 100, at least 232 is needed",
+        "argmax: struct_size is 100, at least 280 is needed",
     ),
     (
         |p| p.x = absent(),

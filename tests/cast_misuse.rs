@@ -14,7 +14,7 @@ const MISUSE: &[Misuse<unsloth_cast_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "cast: struct_size is 100, at least 232 is needed",
+        "cast: struct_size is 100, at least 280 is needed",
     ),
     (
         |p| p.x = absent(),

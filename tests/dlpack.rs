@@ -6,6 +6,7 @@ use std::ffi::c_void;
 use std::ptr;
 
 use common::abi::{absent, assert_fails, last_message};
+use unsloth::ffi::dlpack::*;
 use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::*;
 
@@ -81,6 +82,18 @@ fn every_field_arrives() {
 }
 
 #[test]
+fn one_element_repeated_is_not_row_major() {
+    let mut tensor = absent();
+    let broadcast = DlTensor {
+        strides: ZEROS.as_ptr(),
+        ..good()
+    };
+    assert_eq!(convert(&broadcast, &mut tensor), UNSLOTH_STATUS_SUCCESS);
+    assert_eq!(tensor.flags, UNSLOTH_TENSOR_STRIDED);
+    assert_eq!(tensor.strides, [0; UNSLOTH_MAX_RANK]);
+}
+
+#[test]
 fn dtypes() {
     let table: [(u8, u8, u32); 6] = [
         (2, 32, UNSLOTH_DTYPE_F32),
@@ -135,11 +148,11 @@ fn misuse() {
         ),
         (
             DlTensor {
-                strides: ZEROS.as_ptr(),
+                byte_offset: u64::MAX,
                 ..good()
             },
-            UNSLOTH_STATUS_UNSUPPORTED,
-            "tensor_from_dlpack: strides are all zero: a fully broadcast tensor; give it dimensions of size 1",
+            UNSLOTH_STATUS_INVALID_ARGUMENT,
+            "tensor_from_dlpack: byte_offset 18446744073709551615 from data at 0x1000 overflows the address space",
         ),
         (
             DlTensor {

@@ -17,7 +17,7 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "mlp: struct_size is 100, at least 1264 is needed",
+        "mlp: struct_size is 100, at least 1528 is needed",
     ),
     (
         |p| p.x = absent(),

@@ -17,7 +17,7 @@ const MISUSE: &[Misuse<unsloth_rms_norm_params>] = &[
     (
         |p| p.struct_size = 8,
         UNSLOTH_STATUS_INVALID_ARGUMENT,
-        "rms_norm: struct_size is 8, at least 576 is needed",
+        "rms_norm: struct_size is 8, at least 696 is needed",
     ),
     (
         |p| p.struct_size = 1 << 20,
@@ -67,7 +67,7 @@ const MISUSE: &[Misuse<unsloth_rms_norm_params>] = &[
     (
         |p| p.x.dtype = 7,
         UNSLOTH_STATUS_UNSUPPORTED,
-        "rms_norm: x has dtype 7, which is reserved and not implemented",
+        "rms_norm: x has dtype f8e4m3, which no operation of this version takes",
     ),
     (
         |p| p.x.dtype = DType::I32 as u32,
@@ -187,7 +187,11 @@ fn bad_handles_and_pointers() {
     let mut dead = ptr::null_mut();
     // SAFETY: valid for a write; NULL params mean the defaults.
     unsafe { unsloth_context_create(ptr::null(), &mut dead) };
-    assert_eq!(unsloth_context_destroy(dead), UNSLOTH_STATUS_SUCCESS);
+    // SAFETY: nothing uses what goes with it.
+    assert_eq!(
+        unsafe { unsloth_context_destroy(dead) },
+        UNSLOTH_STATUS_SUCCESS
+    );
     // SAFETY: NULL and destroyed handles are what is tested; NULL params are refused.
     unsafe {
         let forward = |ctx| unsloth_rms_norm_forward(ctx, ptr::null(), ptr::null_mut());
@@ -211,9 +215,14 @@ fn bad_handles_and_pointers() {
             "rms_norm: params 0x1001 is not aligned to 8 bytes",
         );
     }
-    assert_eq!(unsloth_context_destroy(dead), UNSLOTH_STATUS_INVALID_HANDLE);
+    // SAFETY: nothing uses what goes with it.
     assert_eq!(
-        unsloth_context_destroy(ptr::null_mut()),
+        unsafe { unsloth_context_destroy(dead) },
+        UNSLOTH_STATUS_INVALID_HANDLE
+    );
+    // SAFETY: nothing uses what goes with it.
+    assert_eq!(
+        unsafe { unsloth_context_destroy(ptr::null_mut()) },
         UNSLOTH_STATUS_SUCCESS
     );
 }

@@ -14,7 +14,7 @@ const MISUSE: &[Misuse<unsloth_rope_params>] = &[
     (
         |p| p.struct_size = 3,
         INVALID,
-        "rope: struct_size is 3, at least 976 is needed",
+        "rope: struct_size is 3, at least 1184 is needed",
     ),
     (
         |p| (p.q, p.q_out, p.k, p.k_out) = (absent(), absent(), absent(), absent()),
@@ -198,8 +198,8 @@ const MISUSE: &[Misuse<unsloth_rope_params>] = &[
     ),
     (
         |p| p.rotation.reserved[1] = 1,
-        UNSLOTH_STATUS_UNSUPPORTED,
-        "rope: reserved of the rotation is set, which this version does not know",
+        INVALID,
+        "rope: rotation.reserved is 1, allowed: 0",
     ),
     (
         |p| p.rotation.freq_factors = p.positions,

@@ -16,7 +16,7 @@ const MISUSE: &[Misuse<unsloth_swiglu_params>] = &[
     (
         |p| p.struct_size = 4,
         INVALID,
-        "swiglu: struct_size is 4, at least 464 is needed",
+        "swiglu: struct_size is 4, at least 560 is needed",
     ),
     (
         |p| (p.gate, p.out) = (absent(), absent()),

@@ -25,10 +25,7 @@ pub struct unsloth_argmax_params {
     /// equal whatever their signs; NaN counts as greater than everything, so that a row with NaN gives the index of the first.
     pub out: unsloth_tensor,
 }
-params!(
-    unsloth_argmax_params,
-    min_size = size_of::<unsloth_argmax_params>()
-);
+params!(unsloth_argmax_params, [reserved, x, out]);
 
 impl FromC for unsloth_argmax_params {
     type Operation<'a> = Params<'a>;

@@ -106,7 +106,22 @@ pub struct unsloth_attention_params {
 }
 params!(
     unsloth_attention_params,
-    min_size = size_of::<unsloth_attention_params>()
+    [
+        reserved,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        bias,
+        mask,
+        alibi_slopes,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seq_lens_k,
+        block_table,
+    ]
 );
 
 impl FromC for unsloth_attention_params {

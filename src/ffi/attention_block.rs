@@ -115,7 +115,29 @@ pub struct unsloth_attention_block_params {
 }
 params!(
     unsloth_attention_block_params,
-    min_size = size_of::<unsloth_attention_block_params>()
+    [
+        reserved,
+        x,
+        q_weight,
+        q_bias,
+        k_weight,
+        k_bias,
+        v_weight,
+        v_bias,
+        qkv_weight,
+        qkv_bias,
+        q_norm,
+        k_norm,
+        rotation,
+        positions,
+        cu_seqlens,
+        alibi_slopes,
+        sinks,
+        out_weight,
+        out_bias,
+        residual,
+        out,
+    ]
 );
 
 impl WithC for unsloth_attention_block_params {

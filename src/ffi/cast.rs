@@ -25,10 +25,7 @@ pub struct unsloth_cast_params {
     /// even; too great a one becomes an infinity, NaN stays NaN. In the dtype of `x` it is a copy, bit for bit.
     pub out: unsloth_tensor,
 }
-params!(
-    unsloth_cast_params,
-    min_size = size_of::<unsloth_cast_params>()
-);
+params!(unsloth_cast_params, [reserved, x, out]);
 
 impl FromC for unsloth_cast_params {
     type Operation<'a> = Params<'a>;

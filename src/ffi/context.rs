@@ -40,7 +40,7 @@ pub struct unsloth_context_params {
     /// Most bytes allocated through the context at a time; 0 for no limit.
     pub memory_limit: u64,
 }
-params!(unsloth_context_params, min_size = 24);
+params!(unsloth_context_params, []);
 
 /// A device as its driver or operating system describes it.
 #[repr(C)]
@@ -65,7 +65,7 @@ pub struct unsloth_device_info {
     /// The vendor's name, NUL-terminated UTF-8.
     pub name: [c_char; 128],
 }
-params!(unsloth_device_info, min_size = 168);
+params!(unsloth_device_info, []);
 
 /// What a context handle stands for.
 pub(crate) struct ContextObject {

@@ -28,10 +28,7 @@ pub struct unsloth_embedding_params {
     /// converted, rounding to nearest even.
     pub out: unsloth_tensor,
 }
-params!(
-    unsloth_embedding_params,
-    min_size = size_of::<unsloth_embedding_params>()
-);
+params!(unsloth_embedding_params, [reserved, table, ids, out]);
 
 impl FromC for unsloth_embedding_params {
     type Operation<'a> = Params<'a>;

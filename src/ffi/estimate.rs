@@ -48,7 +48,7 @@ pub struct unsloth_model_params {
     /// Components of a value head; 0 for `head_dim`.
     pub v_head_dim: i64,
 }
-params!(unsloth_model_params, min_size = 88);
+params!(unsloth_model_params, []);
 
 /// Parameters of a model, by use.
 #[repr(C)]
@@ -71,7 +71,7 @@ pub struct unsloth_parameter_count {
     /// The sum.
     pub total: u64,
 }
-params!(unsloth_parameter_count, min_size = 56);
+params!(unsloth_parameter_count, [reserved]);
 
 /// The shape of a batched attention.
 #[repr(C)]
@@ -100,7 +100,7 @@ pub struct unsloth_attention_memory_params {
     /// Components of a value head; 0 for `head_dim`.
     pub v_head_dim: i64,
 }
-params!(unsloth_attention_memory_params, min_size = 72);
+params!(unsloth_attention_memory_params, [reserved]);
 
 /// Bytes of attention, by use: of a plain implementation, which stores every score, and of this library's.
 #[repr(C)]
@@ -127,7 +127,7 @@ pub struct unsloth_attention_memory {
     /// `inputs + output + flash_workspace + flash_lse`.
     pub flash_total: u64,
 }
-params!(unsloth_attention_memory, min_size = 72);
+params!(unsloth_attention_memory, [reserved]);
 
 /// Bytes of a KV cache, by use.
 #[repr(C)]
@@ -147,7 +147,7 @@ pub struct unsloth_kv_cache_memory {
     /// The sum: what `unsloth_kv_cache_create` allocates.
     pub total: u64,
 }
-params!(unsloth_kv_cache_memory, min_size = 40);
+params!(unsloth_kv_cache_memory, [reserved]);
 
 /// An engine that runs a model by this library's blocks.
 #[repr(C)]
@@ -172,7 +172,7 @@ pub struct unsloth_inference_memory_params {
     /// Tokens of one pass whose logits are computed: the last of each sequence to continue it, all to score a text.
     pub num_logits: i64,
 }
-params!(unsloth_inference_memory_params, min_size = 56);
+params!(unsloth_inference_memory_params, [reserved]);
 
 /// Bytes of an engine at its peak, by use.
 #[repr(C)]
@@ -196,7 +196,7 @@ pub struct unsloth_inference_memory {
     /// The sum.
     pub total: u64,
 }
-params!(unsloth_inference_memory, min_size = 56);
+params!(unsloth_inference_memory, [reserved]);
 
 /// What an optimizer keeps for each trained parameter.
 pub type unsloth_optimizer = u32;
@@ -250,7 +250,7 @@ pub struct unsloth_training_memory_params {
     /// there are gradients, master copies and optimizer state. 0 trains the model itself.
     pub adapter_parameters: i64,
 }
-params!(unsloth_training_memory_params, min_size = 64);
+params!(unsloth_training_memory_params, [reserved]);
 
 /// Bytes of a training step at its peak, by use. Left out are what the backward pass holds for one operation at a time, and what
 /// allocators and libraries keep for themselves.
@@ -278,7 +278,7 @@ pub struct unsloth_training_memory {
     /// The sum.
     pub total: u64,
 }
-params!(unsloth_training_memory, min_size = 72);
+params!(unsloth_training_memory, [reserved]);
 
 fn count(name: &'static str, value: i64) -> Result<u64> {
     u64::try_from(value)

@@ -10,7 +10,7 @@ use crate::ffi::handle::Table;
 use crate::ffi::params::{self, params};
 use crate::ffi::rope::unsloth_rotation;
 use crate::ffi::status::unsloth_status;
-use crate::ffi::tensor::{unsloth_dtype, unsloth_tensor};
+use crate::ffi::tensor::{implemented, unsloth_dtype, unsloth_tensor};
 use crate::ffi::{check_out, check_pointer, count, flag, guard, stream_from, unsloth_stream};
 use crate::kv_cache::{Append, Config, KvCache, PageLayout, SequenceId};
 
@@ -59,7 +59,7 @@ pub struct unsloth_kv_cache_params {
     /// The most tokens that a sequence may hold at a time; 0 for `num_pages * page_size`.
     pub max_sequence_length: i64,
 }
-params!(unsloth_kv_cache_params, min_size = 88);
+params!(unsloth_kv_cache_params, [reserved]);
 
 /// Arguments of `unsloth_kv_cache_append`.
 #[repr(C)]
@@ -79,10 +79,7 @@ pub struct unsloth_kv_cache_append_params {
     /// With `rotate`: how. A table must have every position of the batch.
     pub rotation: unsloth_rotation,
 }
-params!(
-    unsloth_kv_cache_append_params,
-    min_size = size_of::<unsloth_kv_cache_append_params>()
-);
+params!(unsloth_kv_cache_append_params, [k, v, rotation]);
 
 /// The current batch, in the order it was given in. Tensors are i32, on the context's device, and stay at their addresses for the
 /// life of the cache; each `unsloth_kv_cache_extend` changes their contents.
@@ -120,10 +117,7 @@ pub struct unsloth_kv_cache_batch {
     /// `block_table` on the host, its rows one after the other.
     pub host_block_table: *const i32,
 }
-params!(
-    unsloth_kv_cache_batch,
-    min_size = size_of::<unsloth_kv_cache_batch>()
-);
+params!(unsloth_kv_cache_batch, [reserved]);
 
 /// How a cache is used.
 #[repr(C)]
@@ -162,7 +156,7 @@ pub struct unsloth_kv_cache_stats {
     /// The part of the used pages' room that stores no token; 0 with none used.
     pub fragmentation: f64,
 }
-params!(unsloth_kv_cache_stats, min_size = 120);
+params!(unsloth_kv_cache_stats, [reserved]);
 
 static CACHES: Table<Mutex<KvCache>> = Table::new("unsloth_kv_cache", 2);
 
@@ -184,6 +178,7 @@ pub(crate) fn config_from(op: &'static str, p: &unsloth_kv_cache_params) -> Resu
         let problem = format!("is {}, allowed: 1 (f32), 2 (f16), 3 (bf16)", p.dtype);
         Error::invalid(op, "dtype", problem)
     })?;
+    let dtype = implemented(op, "the cache", dtype)?;
     let page_layout = PageLayout::from_raw(p.page_layout).ok_or_else(|| {
         let problem = format!(
             "is {}, allowed: 0 (token-major), 1 (head-major)",

@@ -30,7 +30,7 @@ pub struct unsloth_kv_cache_sequence_info {
     /// Tokens that can be added before a page must be found.
     pub num_reserved: i64,
 }
-params!(unsloth_kv_cache_sequence_info, min_size = 64);
+params!(unsloth_kv_cache_sequence_info, [reserved]);
 
 /// Makes an empty sequence and writes its identifier, a positive number, to `sequence`. Identifiers of sequences that were freed are
 /// recognised, and refused with `UNSLOTH_STATUS_INVALID_HANDLE`.

@@ -1,7 +1,6 @@
 //! Linear layers.
 
 use std::ffi::c_void;
-use std::mem::offset_of;
 
 use crate::error::{Error, Result};
 use crate::ffi::context::unsloth_context;
@@ -39,8 +38,7 @@ pub struct unsloth_linear_params {
 }
 params!(
     unsloth_linear_params,
-    // Without a workspace, as once it was.
-    min_size = offset_of!(unsloth_linear_params, workspace)
+    [reserved, x, weight, bias, residual, out]
 );
 
 /// The output of a product, and its residual if there is one.

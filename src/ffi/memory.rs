@@ -39,7 +39,7 @@ pub struct unsloth_memory_stats {
     /// rounds allocations up to is in it, and what was freed until `unsloth_memory_pool_trim`. 0 without a pool.
     pub pool_size: u64,
 }
-params!(unsloth_memory_stats, min_size = 40);
+params!(unsloth_memory_stats, [reserved]);
 
 /// Allocates `size` bytes on the context's device, aligned to 256 bytes, and writes the address to `ptr`. The contents are zero.
 /// Freed with `unsloth_memory_free`, or with the context. A size of zero gives an address that may only be freed.

@@ -62,7 +62,20 @@ pub struct unsloth_mlp_params {
 }
 params!(
     unsloth_mlp_params,
-    min_size = size_of::<unsloth_mlp_params>()
+    [
+        reserved,
+        x,
+        gate_weight,
+        gate_bias,
+        up_weight,
+        up_bias,
+        gate_up_weight,
+        gate_up_bias,
+        down_weight,
+        down_bias,
+        residual,
+        out,
+    ]
 );
 
 impl FromC for unsloth_mlp_params {

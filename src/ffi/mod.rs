@@ -11,6 +11,7 @@ pub mod attention;
 pub mod attention_block;
 pub mod cast;
 pub mod context;
+pub mod dlpack;
 pub mod embedding;
 pub mod estimate;
 mod handle;
@@ -97,6 +98,18 @@ pub(crate) fn count(op: &'static str, name: &'static str, value: i64) -> Result<
 /// Checks a pointer that the function writes a result through.
 pub(crate) fn check_out<T>(op: &'static str, name: &'static str, ptr: *mut T) -> Result<()> {
     check_pointer(op, name, ptr.cast_const())
+}
+
+/// Checks a pointer that the function may write a result through: NULL says that none is wanted.
+pub(crate) fn check_optional_out<T>(
+    op: &'static str,
+    name: &'static str,
+    ptr: *mut T,
+) -> Result<()> {
+    if ptr.is_null() {
+        return Ok(());
+    }
+    check_out(op, name, ptr)
 }
 
 /// Checks that a pointer is not NULL and is aligned.

@@ -1,6 +1,8 @@
 //! Reading parameter structs whose size the caller states.
 
-use crate::error::{Error, Result};
+use std::fmt;
+
+use crate::error::{Error, Result, text};
 use crate::ffi::check_pointer;
 
 /// A C parameter struct: `struct_size` first, all zero the default of every other field.
@@ -8,20 +10,66 @@ use crate::ffi::check_pointer;
 /// # Safety
 /// The type is `repr(C)`, begins with the `u32` field `struct_size`, and every bit pattern is a value of it.
 pub(crate) unsafe trait Params: Copy {
-    /// The size of the struct when it first appeared: the smallest a caller may state.
+    /// The smallest size that a caller may state: that of the struct when it first appeared.
     const MIN_SIZE: usize;
+
+    /// Refuses what this version does not know, by the name of the field.
+    fn check(&self, op: &'static str) -> Result<()>;
 }
 
-/// Declares that a struct is one of [`Params`].
+/// A field, or a struct embedded by value, with room for what newer versions may say there.
+pub(crate) trait Field {
+    /// Refuses what this version does not know; `name` is the way to the field.
+    fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()>;
+}
+
+/// Reserved: a value other than zero may one day mean something.
+impl Field for u32 {
+    fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
+        if *self == 0 {
+            return Ok(());
+        }
+        let problem = format!("is {self}, allowed: 0");
+        Err(Error::invalid(op, text(name), problem))
+    }
+}
+
+impl<const N: usize> Field for [u32; N] {
+    fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
+        self.iter().try_for_each(|word| word.check(op, name))
+    }
+}
+
+/// Declares that a struct is one of [`Params`], with the list of its fields that are [`Field`]s:
+/// the reserved ones, tensors, rotations. `c_tests/generate.py` finds those that are missing.
+///
+/// The least size is that of version 0.2.0. Who lets a struct grow after that release states its
+/// size there: `params!(unsloth_example_params, [reserved, x], min_size = 120)`.
 macro_rules! params {
-    ($t:ty, min_size = $min:expr) => {
+    ($t:ty, [$($field:ident),* $(,)?] $(, min_size = $min:expr)?) => {
         // SAFETY: repr(C), `struct_size` first (asserted), and only integers, floats and pointers inside.
         unsafe impl $crate::ffi::params::Params for $t {
             const MIN_SIZE: usize = {
                 assert!(std::mem::offset_of!($t, struct_size) == 0);
-                assert!($min <= size_of::<$t>());
-                $min
+                let known = size_of::<$t>();
+                $(
+                    assert!($min <= known);
+                    let known = $min;
+                )?
+                known
             };
+
+            #[allow(unused_variables)] // structs that have no such field
+            fn check(&self, op: &'static str) -> $crate::error::Result<()> {
+                $(
+                    $crate::ffi::params::Field::check(
+                        &self.$field,
+                        op,
+                        format_args!(stringify!($field)),
+                    )?;
+                )*
+                Ok(())
+            }
         }
     };
 }
@@ -59,14 +107,16 @@ pub(crate) unsafe fn read<T: Params>(op: &'static str, ptr: *const T) -> Result<
     }
     let mut value = std::mem::MaybeUninit::<T>::zeroed();
     // SAFETY: `min(stated, known)` bytes are readable there and fit here; every bit pattern is a value (Params).
-    unsafe {
+    let value = unsafe {
         std::ptr::copy_nonoverlapping(
             ptr.cast::<u8>(),
             value.as_mut_ptr().cast(),
             stated.min(known),
         );
-        Ok(value.assume_init())
-    }
+        value.assume_init()
+    };
+    value.check(op)?;
+    Ok(value)
 }
 
 /// Writes a result struct back, no further than the size the caller stated.

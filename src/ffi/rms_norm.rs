@@ -37,7 +37,7 @@ pub struct unsloth_rms_norm_params {
 }
 params!(
     unsloth_rms_norm_params,
-    min_size = size_of::<unsloth_rms_norm_params>()
+    [reserved, x, out, weight, residual, residual_out]
 );
 
 impl FromC for unsloth_rms_norm_params {

@@ -1,9 +1,11 @@
 //! Rotary position embedding.
 
+use std::fmt;
+
 use crate::error::{Error, Result};
 use crate::ffi::context::unsloth_context;
 use crate::ffi::operation::{self, FromC};
-use crate::ffi::params::params;
+use crate::ffi::params::{Field, params};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{in_out, unsloth_tensor};
 use crate::ffi::{flag, unsloth_implementation, unsloth_stream};
@@ -66,7 +68,7 @@ pub struct unsloth_rotation {
     /// YaRN: 1 keeps the ramp's ends fractional (`truncate: false`), 0 rounds them outwards.
     pub fractional_ramp: u32,
     /// Zero.
-    pub reserved: [u32; 3],
+    pub reserved: [u32; 7],
     /// Optional: divides every scaled frequency; f32 `[rotary_dim / 2]` (GGUF's `rope_freqs`, LongRoPE's factors).
     pub freq_factors: unsloth_tensor,
     /// Optional, with `sin`: the caller's cosines, f32 `[max_positions, rotary_dim / 2]`, contiguous in the last dimension, used
@@ -74,6 +76,16 @@ pub struct unsloth_rotation {
     pub cos: unsloth_tensor,
     /// The caller's sines; like `cos`.
     pub sin: unsloth_tensor,
+}
+
+impl Field for unsloth_rotation {
+    fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
+        self.reserved.check(op, format_args!("{name}.reserved"))?;
+        self.freq_factors
+            .check(op, format_args!("{name}.freq_factors"))?;
+        self.cos.check(op, format_args!("{name}.cos"))?;
+        self.sin.check(op, format_args!("{name}.sin"))
+    }
 }
 
 impl unsloth_rotation {
@@ -89,10 +101,6 @@ impl unsloth_rotation {
             );
             Error::invalid(op, "style", problem)
         })?;
-        if self.reserved != [0; 3] {
-            let problem = "of the rotation is set, which this version does not know";
-            return Err(Error::unsupported(op, "reserved", problem));
-        }
         // SAFETY: the caller's promise.
         let (cos, sin, freq_factors) = unsafe {
             (
@@ -181,7 +189,7 @@ pub struct unsloth_rope_params {
 }
 params!(
     unsloth_rope_params,
-    min_size = size_of::<unsloth_rope_params>()
+    [rotation, q, q_out, k, k_out, positions]
 );
 
 impl FromC for unsloth_rope_params {

@@ -49,10 +49,7 @@ pub struct unsloth_swiglu_params {
     /// `[.., dim]`. Absent, or the same tensor as `gate`: `gate` is overwritten. Required with `gate_up`.
     pub out: unsloth_tensor,
 }
-params!(
-    unsloth_swiglu_params,
-    min_size = size_of::<unsloth_swiglu_params>()
-);
+params!(unsloth_swiglu_params, [reserved, gate, up, gate_up, out]);
 
 pub(crate) fn activation_from(
     op: &'static str,

@@ -1,11 +1,12 @@
 //! Tensors.
 
+use std::borrow::Cow;
 use std::ffi::c_void;
+use std::fmt;
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
-use crate::ffi::status::unsloth_status;
-use crate::ffi::{check_out, check_pointer, guard, write_optional};
+use crate::error::{Error, Result, text};
+use crate::ffi::params::{Field, params};
 use crate::layout::{Layout, MAX_RANK};
 use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
 
@@ -27,155 +28,152 @@ pub const UNSLOTH_DTYPE_I32: unsloth_dtype = 4;
 pub const UNSLOTH_DTYPE_I64: unsloth_dtype = 5;
 /// One byte; zero is false, anything else is true.
 pub const UNSLOTH_DTYPE_BOOL: unsloth_dtype = 6;
-/// Reserved: 8-bit float with 4 exponent bits.
+/// 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and those below
+/// have a value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
 pub const UNSLOTH_DTYPE_F8E4M3: unsloth_dtype = 7;
-/// Reserved: 8-bit float with 5 exponent bits.
+/// 8-bit float, 5 exponent bits and 2 of mantissa.
 pub const UNSLOTH_DTYPE_F8E5M2: unsloth_dtype = 8;
-/// Reserved: 8-bit signed integer.
+/// 8-bit signed integer.
 pub const UNSLOTH_DTYPE_I8: unsloth_dtype = 9;
-/// Reserved: packed ternary.
+/// Ternary codes of 2 bits, weight + 1: 128 in 32 bytes, byte `p` holding those of `p`, `p + 32`,
+/// `p + 64` and `p + 96` from its low bits up. Scales lie apart, in the tensor's quantization.
 pub const UNSLOTH_DTYPE_TERNARY: unsloth_dtype = 10;
+/// GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes.
+pub const UNSLOTH_DTYPE_Q8_0: unsloth_dtype = 11;
+/// GGUF's Q4_0: 32 elements in 18 bytes.
+pub const UNSLOTH_DTYPE_Q4_0: unsloth_dtype = 12;
+/// GGUF's Q4_1: 32 elements in 20 bytes.
+pub const UNSLOTH_DTYPE_Q4_1: unsloth_dtype = 13;
+/// GGUF's Q4_K: 256 elements in 144 bytes.
+pub const UNSLOTH_DTYPE_Q4_K: unsloth_dtype = 14;
+/// GGUF's Q6_K: 256 elements in 210 bytes.
+pub const UNSLOTH_DTYPE_Q6_K: unsloth_dtype = 15;
+/// GGUF's TQ1_0, ternary: 256 elements in 54 bytes.
+pub const UNSLOTH_DTYPE_TQ1_0: unsloth_dtype = 16;
+/// GGUF's TQ2_0, ternary: 256 elements in 66 bytes.
+pub const UNSLOTH_DTYPE_TQ2_0: unsloth_dtype = 17;
+/// GGUF's Q2_0, -1 to 2 times a scale: 64 elements in 18 bytes.
+pub const UNSLOTH_DTYPE_Q2_0: unsloth_dtype = 18;
+
+/// Of `unsloth_tensor.flags`: `strides` are meant as they are. Without it strides that are all zero
+/// stand for row-major without gaps; with it they repeat one element, as NumPy's `broadcast_to`
+/// does.
+pub const UNSLOTH_TENSOR_STRIDED: u32 = 1;
 
 /// A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.
 ///
-/// A tensor may have no elements (a size of zero), and `data` is then not read. Queries (`unsloth_*_supported`,
-/// `unsloth_*_workspace_size`) never look at `data`, so it may be NULL there.
+/// A tensor may have no elements (a size of zero), and `data` is then not read. Queries
+/// (`unsloth_*_supported`, `unsloth_*_workspace_size`) never look at `data`, so it may be NULL
+/// there. `UNSLOTH_TENSOR` makes one.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_tensor {
     /// Address of the first element, aligned to the dtype: host memory for the CPU backend, device memory for CUDA.
     pub data: *mut c_void,
-    /// Sizes of the `rank` dimensions, outermost first.
-    pub shape: [i64; UNSLOTH_MAX_RANK],
-    /// Distances between neighbours along each dimension, in elements, not negative. All zero means row-major without gaps.
-    pub strides: [i64; UNSLOTH_MAX_RANK],
     /// One of `UNSLOTH_DTYPE_*`.
     pub dtype: unsloth_dtype,
     /// Number of dimensions, 1 to `UNSLOTH_MAX_RANK`; 0 if the tensor is absent.
     pub rank: u32,
+    /// Sizes of the `rank` dimensions, outermost first, in elements.
+    pub shape: [i64; UNSLOTH_MAX_RANK],
+    /// Distances between neighbours along each dimension, in elements, not negative. All zero means
+    /// row-major without gaps, unless `flags` has `UNSLOTH_TENSOR_STRIDED`.
+    pub strides: [i64; UNSLOTH_MAX_RANK],
+    /// Scales and zero points that lie apart from the data; NULL for plain dtypes and for blocks
+    /// that hold their own.
+    pub quantization: *const unsloth_quantization,
+    /// `UNSLOTH_TENSOR_*`, or zero.
+    pub flags: u32,
+    /// Zero.
+    pub reserved: [u32; 3],
 }
 
-/// `DLTensor` of DLPack (dlpack.h, ABI version 1), which the caller passes by address.
+/// How the elements of a tensor become numbers: `(element - zero) * scale`. Every operation of this
+/// version answers `UNSLOTH_STATUS_UNSUPPORTED` for a tensor that has one.
+///
+/// The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for
+/// all, `[n]` one for each row, `[n, k / g]` one for each group of `g` along a row, `[n / a, k /
+/// b]` one for each tile of `a` by `b`.
 #[repr(C)]
-struct DlTensor {
-    data: *mut c_void,
-    device_type: i32,
-    device_id: i32,
-    ndim: i32,
-    dtype_code: u8,
-    dtype_bits: u8,
-    dtype_lanes: u16,
-    shape: *const i64,
-    strides: *const i64,
-    byte_offset: u64,
-}
-const _: () = assert!(size_of::<DlTensor>() == 48);
-
-/// Makes a tensor from a DLPack `DLTensor` without copying. The memory stays the exporter's: keep it alive while the tensor is
-/// used.
-///
-/// `device_type` and `device_id` receive DLPack's device (1 is the CPU, 2 CUDA) and may be NULL.
-/// `UNSLOTH_STATUS_UNSUPPORTED` for dtypes without a counterpart and for vector lanes.
-///
-/// # Safety
-/// `dl_tensor` is NULL or points to a valid `DLTensor`; the others are NULL or valid for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn unsloth_tensor_from_dlpack(
-    dl_tensor: *const c_void,
-    tensor: *mut unsloth_tensor,
-    device_type: *mut i32,
-    device_id: *mut i32,
-) -> unsloth_status {
-    const OP: &str = "tensor_from_dlpack";
-    guard(OP, || {
-        check_out(OP, "tensor", tensor)?;
-        let dl: *const DlTensor = dl_tensor.cast();
-        check_pointer(OP, "dl_tensor", dl)?;
-        // SAFETY: checked; the caller promises a valid DLTensor.
-        let dl = unsafe { &*dl };
-        // SAFETY: as above.
-        let converted = unsafe { from_dlpack(OP, dl) }?;
-        // SAFETY: checked or NULL; the caller promises that they are valid.
-        unsafe {
-            write_optional(OP, "device_type", device_type, || dl.device_type)?;
-            write_optional(OP, "device_id", device_id, || dl.device_id)?;
-            tensor.write(converted);
-        }
-        Ok(())
-    })
+#[derive(Clone, Copy)]
+pub struct unsloth_quantization {
+    /// `sizeof(unsloth_quantization)`.
+    pub struct_size: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Factors, any float dtype. Absent: all ones.
+    pub scale: unsloth_tensor,
+    /// Optional: what elements are for zero; like `scale` or of integers.
+    pub zero: unsloth_tensor,
 }
 
-/// # Safety
-/// `dl` is a valid DLTensor: `shape` has `ndim` entries, and so has `strides` unless NULL.
-unsafe fn from_dlpack(op: &'static str, dl: &DlTensor) -> Result<unsloth_tensor> {
-    let rank = usize::try_from(dl.ndim)
-        .ok()
-        .filter(|r| (1..=MAX_RANK).contains(r));
-    let rank = rank.ok_or_else(|| {
-        Error::invalid(
-            op,
-            "ndim",
-            format!("is {}, allowed: 1 to {MAX_RANK}", dl.ndim),
-        )
-    })?;
-    // DLPack's codes: 0 int, 2 float, 4 bfloat, 6 bool.
-    let dtype = match (dl.dtype_code, dl.dtype_bits, dl.dtype_lanes) {
-        (2, 32, 1) => UNSLOTH_DTYPE_F32,
-        (2, 16, 1) => UNSLOTH_DTYPE_F16,
-        (4, 16, 1) => UNSLOTH_DTYPE_BF16,
-        (0, 32, 1) => UNSLOTH_DTYPE_I32,
-        (0, 64, 1) => UNSLOTH_DTYPE_I64,
-        (6, 8, 1) => UNSLOTH_DTYPE_BOOL,
-        (code, bits, lanes) => {
-            let problem = format!("has code {code}, {bits} bits and {lanes} lanes: no counterpart");
-            return Err(Error::unsupported(op, "dtype", problem));
+params!(unsloth_quantization, [reserved, scale, zero]);
+
+impl Field for unsloth_tensor {
+    fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
+        self.reserved.check(op, format_args!("{name}.reserved"))?;
+        if self.flags & !UNSLOTH_TENSOR_STRIDED != 0 {
+            let problem = format!("is {:#x}, allowed: 0, 1 (strided)", self.flags);
+            return Err(Error::invalid(
+                op,
+                text(format_args!("{name}.flags")),
+                problem,
+            ));
         }
-    };
-    let mut out = unsloth_tensor {
-        data: std::ptr::null_mut(),
-        shape: [0; UNSLOTH_MAX_RANK],
-        strides: [0; UNSLOTH_MAX_RANK],
-        dtype,
-        rank: rank as u32,
-    };
-    check_pointer(op, "shape", dl.shape)?;
-    // SAFETY: `ndim` entries, by the caller's promise.
-    out.shape[..rank].copy_from_slice(unsafe { std::slice::from_raw_parts(dl.shape, rank) });
-    if !dl.strides.is_null() {
-        check_pointer(op, "strides", dl.strides)?;
-        // SAFETY: `ndim` entries, by the caller's promise.
-        let strides = unsafe { std::slice::from_raw_parts(dl.strides, rank) };
-        out.strides[..rank].copy_from_slice(strides);
-        // All zero would be read as contiguous here; DLPack means a fully broadcast tensor.
-        if strides.iter().all(|&s| s == 0) && out.shape[..rank].iter().any(|&n| n > 1) {
-            let problem = "are all zero: a fully broadcast tensor; give it dimensions of size 1";
-            return Err(Error::unsupported(op, "strides", problem));
+        // A mistake, not an absence.
+        if self.rank == 0 && !self.data.is_null() {
+            let problem = format!("has data but rank 0, allowed: 1 to {MAX_RANK}");
+            return Err(Error::invalid(op, text(name), problem));
+        }
+        if !self.quantization.is_null() {
+            let problem = "is set: no operation of this version takes scales that lie apart";
+            return Err(Error::unsupported(
+                op,
+                text(format_args!("{name}.quantization")),
+                problem,
+            ));
+        }
+        match DType::from_raw(self.dtype).filter(|dtype| dtype.is_reserved()) {
+            None => Ok(()),
+            Some(dtype) => Err(reserved_dtype(op, text(name), dtype)),
         }
     }
-    let offset = usize::try_from(dl.byte_offset)
-        .map_err(|_| Error::invalid(op, "byte_offset", format!("{} overflows", dl.byte_offset)))?;
-    out.data = dl.data.cast::<u8>().wrapping_add(offset).cast();
-    layout_of(op, "tensor", &out)?;
-    Ok(out)
 }
 
-fn layout_of(op: &'static str, name: &'static str, t: &unsloth_tensor) -> Result<(DType, Layout)> {
+impl Default for unsloth_tensor {
+    fn default() -> Self {
+        Self::ABSENT
+    }
+}
+
+fn reserved_dtype(op: &'static str, name: impl Into<Cow<'static, str>>, dtype: DType) -> Error {
+    let problem = format!("has dtype {dtype}, which no operation of this version takes");
+    Error::unsupported(op, name, problem)
+}
+
+/// The dtype, if operations take it; `name` has it.
+pub(crate) fn implemented(op: &'static str, name: &'static str, dtype: DType) -> Result<DType> {
+    if dtype.is_reserved() {
+        return Err(reserved_dtype(op, name, dtype));
+    }
+    Ok(dtype)
+}
+
+pub(crate) fn layout_of(
+    op: &'static str,
+    name: &'static str,
+    t: &unsloth_tensor,
+) -> Result<(DType, Layout)> {
     let rank = t.rank as usize;
     if rank > MAX_RANK {
         let problem = format!("has rank {rank}, above the maximum {MAX_RANK}");
         return Err(Error::invalid(op, name, problem));
     }
-    let dtype = DType::from_raw(t.dtype).ok_or_else(|| match t.dtype {
-        UNSLOTH_DTYPE_F8E4M3..=UNSLOTH_DTYPE_TERNARY => Error::unsupported(
-            op,
-            name,
-            format!(
-                "has dtype {}, which is reserved and not implemented",
-                t.dtype
-            ),
-        ),
-        other => Error::invalid(op, name, format!("has dtype {other}, which does not exist")),
+    let dtype = DType::from_raw(t.dtype).ok_or_else(|| {
+        let problem = format!("has dtype {}, which does not exist", t.dtype);
+        Error::invalid(op, name, problem)
     })?;
+    let dtype = implemented(op, name, dtype)?;
     let convert = |what: &str, values: &[i64]| -> Result<[usize; MAX_RANK]> {
         let mut out = [0; MAX_RANK];
         for (i, (to, &from)) in out.iter_mut().zip(values).enumerate() {
@@ -191,7 +189,8 @@ fn layout_of(op: &'static str, name: &'static str, t: &unsloth_tensor) -> Result
     };
     let shape = convert("size", &t.shape[..rank])?;
     let strides = convert("stride", &t.strides[..rank])?;
-    let layout = if strides[..rank].iter().all(|&s| s == 0) {
+    let row_major = t.flags & UNSLOTH_TENSOR_STRIDED == 0;
+    let layout = if row_major && strides[..rank].iter().all(|&s| s == 0) {
         Layout::contiguous(&shape[..rank])
     } else {
         Layout::strided(&shape[..rank], &strides[..rank])
@@ -206,7 +205,7 @@ fn layout_of(op: &'static str, name: &'static str, t: &unsloth_tensor) -> Result
     })?;
     // The last byte's address must exist too.
     if (t.data as usize)
-        .checked_add(layout.span() * dtype.size())
+        .checked_add(dtype.row_bytes(layout.span()))
         .is_none()
     {
         let problem = format!("at {:p} reaches past the end of the address space", t.data);
@@ -216,16 +215,30 @@ fn layout_of(op: &'static str, name: &'static str, t: &unsloth_tensor) -> Result
 }
 
 impl unsloth_tensor {
+    /// A tensor that is left out, all zero.
+    pub(crate) const ABSENT: unsloth_tensor = unsloth_tensor {
+        data: std::ptr::null_mut(),
+        dtype: 0,
+        rank: 0,
+        shape: [0; UNSLOTH_MAX_RANK],
+        strides: [0; UNSLOTH_MAX_RANK],
+        quantization: std::ptr::null(),
+        flags: 0,
+        reserved: [0; 3],
+    };
+
     /// The C view of a tensor.
     pub(crate) fn of(tensor: &TensorRef<'_>) -> unsloth_tensor {
         let raw = tensor.raw();
         let mut out = unsloth_tensor {
             data: raw.ptr.cast(),
-            shape: [0; UNSLOTH_MAX_RANK],
-            strides: [0; UNSLOTH_MAX_RANK],
             dtype: raw.dtype as u32,
             rank: raw.layout.rank() as u32,
+            ..unsloth_tensor::ABSENT
         };
+        if raw.layout.strides().iter().all(|&s| s == 0) {
+            out.flags = UNSLOTH_TENSOR_STRIDED;
+        }
         // Sizes and strides fit (see Layout).
         for (to, &from) in out.shape.iter_mut().zip(raw.layout.shape()) {
             *to = from as i64;
@@ -251,7 +264,7 @@ impl unsloth_tensor {
         name: &'static str,
     ) -> Result<Option<TensorRef<'a>>> {
         if self.is_absent() {
-            return self.check_absent(op, name).map(|()| None);
+            return Ok(None);
         }
         let (dtype, layout) = layout_of(op, name, self)?;
         // SAFETY: the caller's promise.
@@ -283,7 +296,7 @@ impl unsloth_tensor {
         name: &'static str,
     ) -> Result<Option<TensorMut<'a>>> {
         if self.is_absent() {
-            return self.check_absent(op, name).map(|()| None);
+            return Ok(None);
         }
         let (dtype, layout) = layout_of(op, name, self)?;
         // SAFETY: the caller's promise.
@@ -303,18 +316,6 @@ impl unsloth_tensor {
     ) -> Result<TensorMut<'a>> {
         // SAFETY: the caller's promise.
         unsafe { self.optional_output(op, name) }?.ok_or_else(|| absent(op, name))
-    }
-
-    /// A rankless tensor with data is a mistake, not an absence.
-    fn check_absent(&self, op: &'static str, name: &'static str) -> Result<()> {
-        if self.data.is_null() {
-            return Ok(());
-        }
-        Err(Error::invalid(
-            op,
-            name,
-            format!("has data but rank 0, allowed: 1 to {MAX_RANK}"),
-        ))
     }
 }
 

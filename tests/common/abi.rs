@@ -2,7 +2,7 @@
 
 use unsloth::ffi::context::*;
 use unsloth::ffi::status::*;
-use unsloth::ffi::tensor::{UNSLOTH_MAX_RANK, unsloth_tensor};
+use unsloth::ffi::tensor::{UNSLOTH_TENSOR_STRIDED, unsloth_tensor};
 use unsloth::{Backend, Context, DType, Layout};
 
 use super::{DeviceTensor, TestTensor};
@@ -42,7 +42,8 @@ pub fn backends() -> Vec<(Context, Handle)> {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        unsloth_context_destroy(self.0);
+        // SAFETY: nothing uses what goes with it.
+        unsafe { unsloth_context_destroy(self.0) };
     }
 }
 
@@ -62,13 +63,7 @@ pub fn assert_fails(status: unsloth_status, expected: unsloth_status, message: &
 
 /// An absent tensor.
 pub fn absent() -> unsloth_tensor {
-    unsloth_tensor {
-        data: std::ptr::null_mut(),
-        shape: [0; UNSLOTH_MAX_RANK],
-        strides: [0; UNSLOTH_MAX_RANK],
-        dtype: 0,
-        rank: 0,
-    }
+    unsloth_tensor::default()
 }
 
 /// The C view of a tensor in a context's memory.
@@ -87,6 +82,9 @@ pub fn described(data: *mut std::ffi::c_void, dtype: DType, layout: &Layout) -> 
     }
     for (to, &from) in out.strides.iter_mut().zip(layout.strides()) {
         *to = from as i64;
+    }
+    if layout.strides().iter().all(|&s| s == 0) {
+        out.flags = UNSLOTH_TENSOR_STRIDED;
     }
     out
 }

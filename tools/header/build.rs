@@ -46,7 +46,33 @@ fn header(config: &Path, sources: &[PathBuf]) -> Result<String, String> {
     let bindings = builder.generate().map_err(|error| error.to_string())?;
     let mut text = Vec::new();
     bindings.write(&mut text);
-    Ok(String::from_utf8_lossy(&text).replace("# Safety\n * ", "Requires: "))
+    let text = String::from_utf8_lossy(&text).replace("# Safety\n * ", "Requires: ");
+    Ok(behind(&text, "unsloth_quantization", "unsloth_tensor"))
+}
+
+/// The header with the struct `holder` behind `held`, of which it has some by value. `held` points
+/// back to it, and cbindgen puts first what is pointed to.
+fn behind(header: &str, holder: &str, held: &str) -> String {
+    let begin = |name: &str| {
+        let at = header.find(&format!("\ntypedef struct {name} {{\n"))?;
+        header[..at].rfind("\n\n/**")
+    };
+    let end = |name: &str| {
+        let last = format!("\n}} {name};\n");
+        Some(header.find(&last)? + last.len() - 1)
+    };
+    let places = || Some((begin(holder)?, end(holder)?, begin(held)?, end(held)?));
+    match places() {
+        Some((a, b, c, d)) if b <= c => [
+            &header[..a],
+            &header[b..c],
+            &header[c..d],
+            &header[a..b],
+            &header[d..],
+        ]
+        .concat(),
+        _ => header.to_string(),
+    }
 }
 
 /// A macro that lists every struct of the header with its fields: the header names them, the
@@ -93,7 +119,7 @@ fn structs(header: &str, sources: &[PathBuf]) -> String {
 
 /// The rank of a header section: what others build upon comes first.
 fn section(path: &Path) -> usize {
-    const FIRST: [&str; 5] = ["mod", "status", "context", "memory", "tensor"];
+    const FIRST: [&str; 6] = ["mod", "status", "context", "memory", "tensor", "dlpack"];
     let stem = path
         .file_stem()
         .and_then(|stem| stem.to_str())

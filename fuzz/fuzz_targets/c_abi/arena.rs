@@ -176,13 +176,7 @@ impl Drop for Arena {
 }
 
 pub fn absent() -> unsloth_tensor {
-    unsloth_tensor {
-        data: ptr::null_mut::<c_void>(),
-        shape: [0; UNSLOTH_MAX_RANK],
-        strides: [0; UNSLOTH_MAX_RANK],
-        dtype: 0,
-        rank: 0,
-    }
+    unsloth_tensor::default()
 }
 
 /// Row-major strides with `padding` elements after each row, and two neighbouring outer dimensions swapped in memory.
@@ -206,8 +200,10 @@ fn strides(t: &mut unsloth_tensor, padding: i64, swapped: Option<usize>) {
 fn spoil(input: &mut Input, t: &mut unsloth_tensor) {
     let rank = i64::from(t.rank).clamp(1, UNSLOTH_MAX_RANK as i64);
     let dim = input.up_to(rank - 1) as usize;
-    match input.byte() % 8 {
-        0 => t.dtype = u32::from(input.byte()) % 12,
+    match input.byte() % 10 {
+        8 => t.flags = u32::from(input.byte()) % 4,
+        9 => t.reserved[input.byte() as usize % 3] = u32::from(input.byte()),
+        0 => t.dtype = u32::from(input.byte()) % 20,
         1 => t.rank = u32::from(input.byte()) % 9,
         2 => *t = absent(),
         3..6 => t.shape[dim] = near(input, t.shape[dim]),

@@ -137,13 +137,7 @@ impl Library {
 type F2 = unsafe extern "C" fn(*mut c_void, *mut c_void) -> i32;
 
 fn absent() -> unsloth_tensor {
-    unsloth_tensor {
-        data: ptr::null_mut(),
-        shape: [0; 6],
-        strides: [0; 6],
-        dtype: 0,
-        rank: 0,
-    }
+    unsloth_tensor::default()
 }
 
 fn random(count: usize) -> Vec<bf16> {
