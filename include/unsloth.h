@@ -85,8 +85,9 @@
 #define UNSLOTH_MAX_RANK 6
 
 /**
- * Of `unsloth_tensor.flags`: `strides` are meant as they are. Without it strides that are all zero stand for
- * row-major without gaps; with it they repeat one element, as NumPy's `broadcast_to` does.
+ * Of `unsloth_tensor.flags`: `strides` are meant as they are. Without it strides that are all zero
+ * stand for row-major without gaps; with it they repeat one element, as NumPy's `broadcast_to`
+ * does.
  */
 #define UNSLOTH_TENSOR_STRIDED 1
 
@@ -94,9 +95,10 @@
  * A backend on one device. Opaque; made by `unsloth_context_create`, ended by `unsloth_context_destroy`. Several threads may use
  * one context at a time.
  *
- * A child of `fork` may not use its parent's contexts and caches, whose threads and driver it does not have: calls with them,
- * destroying them included, give `UNSLOTH_STATUS_INVALID_HANDLE` there. It may make its own, on the CPU; CUDA's driver refuses
- * to work in a child of a process that used it.
+ * A child of `fork` may not use its parent's contexts and caches, whose threads and driver it does
+ * not have: calls with them, destroying them included, give `UNSLOTH_STATUS_INVALID_HANDLE` there.
+ * It may make its own, on the CPU; CUDA's driver refuses to work in a child of a process that used
+ * it.
  */
 typedef struct unsloth_context unsloth_context;
 
@@ -246,8 +248,9 @@ typedef uint32_t unsloth_dtype;
 /**
  * A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.
  *
- * A tensor may have no elements (a size of zero), and `data` is then not read. Queries (`unsloth_*_supported`,
- * `unsloth_*_workspace_size`) never look at `data`, so it may be NULL there. `UNSLOTH_TENSOR` makes one.
+ * A tensor may have no elements (a size of zero), and `data` is then not read. Queries
+ * (`unsloth_*_supported`, `unsloth_*_workspace_size`) never look at `data`, so it may be NULL
+ * there. `UNSLOTH_TENSOR` makes one.
  */
 typedef struct unsloth_tensor {
   /**
@@ -267,12 +270,13 @@ typedef struct unsloth_tensor {
    */
   int64_t shape[UNSLOTH_MAX_RANK];
   /**
-   * Distances between neighbours along each dimension, in elements, not negative. All zero means row-major without gaps,
-   * unless `flags` has `UNSLOTH_TENSOR_STRIDED`.
+   * Distances between neighbours along each dimension, in elements, not negative. All zero means
+   * row-major without gaps, unless `flags` has `UNSLOTH_TENSOR_STRIDED`.
    */
   int64_t strides[UNSLOTH_MAX_RANK];
   /**
-   * Scales and zero points that lie apart from the data; NULL for plain dtypes and for blocks that hold their own.
+   * Scales and zero points that lie apart from the data; NULL for plain dtypes and for blocks
+   * that hold their own.
    */
   const struct unsloth_quantization *quantization;
   /**
@@ -286,11 +290,12 @@ typedef struct unsloth_tensor {
 } unsloth_tensor;
 
 /**
- * How the elements of a tensor become numbers: `(element - zero) * scale`. Every operation of this version answers
- * `UNSLOTH_STATUS_UNSUPPORTED` for a tensor that has one.
+ * How the elements of a tensor become numbers: `(element - zero) * scale`. Every operation of this
+ * version answers `UNSLOTH_STATUS_UNSUPPORTED` for a tensor that has one.
  *
- * The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for all, `[n]` one for each
- * row, `[n, k / g]` one for each group of `g` along a row, `[n / a, k / b]` one for each tile of `a` by `b`.
+ * The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for
+ * all, `[n]` one for each row, `[n, k/g]` one for each group of `g` along a row, `[n/a, k/b]` one
+ * for each tile of `a` by `b`.
  */
 typedef struct unsloth_quantization {
   /**
@@ -1885,8 +1890,8 @@ typedef struct unsloth_swiglu_params {
 #define UNSLOTH_DTYPE_BOOL 6
 
 /**
- * 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and those below have a
- * value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
+ * 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and those below
+ * have a value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
  */
 #define UNSLOTH_DTYPE_F8E4M3 7
 
@@ -2090,8 +2095,10 @@ extern "C" {
 /**
  * Copies out the message of the calling thread's last failed call, NUL-terminated and cut to `capacity` bytes.
  *
- * Returns the length of the whole message without its NUL, so that a call with `capacity` 0 (`buffer` may then be NULL) tells
- * how much room is needed: never more than 1024 bytes. A longer message was cut when it was kept. Empty if no call of this thread has failed. Successful calls leave the message as it is.
+ * Returns the length of the whole message without its NUL, so that a call with `capacity` 0
+ * (`buffer` may then be NULL) tells how much room is needed: never more than 1024 bytes. A longer
+ * message was cut when it was kept. Empty if no call of this thread has failed. Successful calls
+ * leave the message as it is.
  *
  * Requires: `buffer` is NULL or has room for `capacity` bytes.
  */
@@ -2153,12 +2160,15 @@ unsloth_status unsloth_context_create(const struct unsloth_context_params *param
  * context too (as `cudaDeviceSynchronize` does), and frees what was allocated with
  * `unsloth_memory_alloc` and not freed. NULL is fine. May not be called while a graph is captured.
  *
- * KV caches and events made from the context keep what they need and may be destroyed later.
- * Graphs that captured its calls remain valid as long as the memory that they use and the kernels
- * that they launch, which all contexts of a device share: until the last context of the device,
- * and the last KV cache made from one, is destroyed.
+ * KV caches and events made from the context keep what they need and may be destroyed later. So
+ * does a call that another thread is inside: the context then ends with that call. Graphs that
+ * captured its calls remain valid as long as the memory that they use and the kernels that they
+ * launch, which all contexts of a device share: until the last context of the device, and the last
+ * KV cache made from one, is destroyed.
  *
  * An error of earlier asynchronous work is returned; the context has ended nevertheless.
+ *
+ * Requires: No work that is queued afterwards, graphs included, uses memory of the context.
  */
 unsloth_status unsloth_context_destroy(struct unsloth_context *ctx);
 
@@ -2303,8 +2313,9 @@ unsloth_status unsloth_memory_limit_set(struct unsloth_context *ctx,
                                         uint64_t limit);
 
 /**
- * Makes a tensor from a DLPack `DLTensor`, or from a `DLManagedTensor`, which begins with one, without copying. The memory
- * stays the exporter's: keep it alive while the tensor is used. From a Python object that exports DLPack, in C:
+ * Makes a tensor from a DLPack `DLTensor`, or from a `DLManagedTensor`, which begins with one,
+ * without copying. The memory stays the exporter's: keep it alive while the tensor is used. From a
+ * Python object that exports DLPack, in C:
  *
  * ```c
  * PyObject *capsule = PyObject_CallMethod(array, "__dlpack__", NULL);
@@ -2325,14 +2336,16 @@ unsloth_status unsloth_tensor_from_dlpack(const void *dl_tensor,
                                           int32_t *device_id);
 
 /**
- * Makes a tensor from a DLPack `DLManagedTensorVersioned`, what capsules named `"dltensor_versioned"` hold: exporters give
- * these when they are asked for `max_version=(1, 0)` or later, and some arrays only so (NumPy's that are read-only).
- * Otherwise as `unsloth_tensor_from_dlpack`.
+ * Makes a tensor from a DLPack `DLManagedTensorVersioned`, what capsules named
+ * `"dltensor_versioned"` hold: exporters give these when they are asked for `max_version=(1, 0)`
+ * or later, and some arrays only so (NumPy's that are read-only). Otherwise as
+ * `unsloth_tensor_from_dlpack`.
  *
- * `flags` receives DLPack's flags and may be NULL; bit 0 set says that the tensor may not be written.
- * `UNSLOTH_STATUS_UNSUPPORTED` for a major version other than 1.
+ * `flags` receives DLPack's flags and may be NULL; bit 0 set says that the tensor may not be
+ * written. `UNSLOTH_STATUS_UNSUPPORTED` for a major version other than 1.
  *
- * Requires: `managed` is NULL or points to a valid `DLManagedTensorVersioned`; the others are NULL or valid for a write.
+ * Requires: `managed` is NULL or points to a valid `DLManagedTensorVersioned`; the others are NULL or valid
+ * for a write.
  */
 unsloth_status unsloth_tensor_from_dlpack_versioned(const void *managed,
                                                     struct unsloth_tensor *tensor,
@@ -2558,8 +2571,8 @@ unsloth_status unsloth_kv_cache_create(struct unsloth_context *ctx,
                                        struct unsloth_kv_cache **cache);
 
 /**
- * Ends a cache with its sequences and frees its memory. NULL is fine. Where another thread is inside a call with it, the cache
- * ends with that call.
+ * Ends a cache with its sequences and frees its memory. NULL is fine. Where another thread is
+ * inside a call with it, the cache ends with that call.
  *
  * Requires: No work that is queued uses memory of the cache, and none will.
  */

@@ -73,7 +73,10 @@ pub enum Error {
         capacity: usize,
     },
     /// A handle that was never created, belongs to another type, or has been destroyed.
-    #[error("{op}: {argument} is not a live {kind} handle ({handle:#x})")]
+    #[error(
+        "{op}: {argument} is not a live {kind} handle ({handle:#x}){}",
+        if *.forked { ": it was made before this process was forked, and a child makes its own" } else { "" }
+    )]
     InvalidHandle {
         /// The operation that was called.
         op: &'static str,
@@ -83,6 +86,8 @@ pub enum Error {
         kind: &'static str,
         /// The value given.
         handle: usize,
+        /// Whether a parent of this process made it, before the fork.
+        forked: bool,
     },
     /// The backend is not compiled in, or its driver is missing.
     #[error("{op}: the {backend} backend is unavailable: {reason}")]

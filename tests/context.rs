@@ -174,7 +174,11 @@ fn a_missing_backend_says_so() {
     let status = unsafe { unsloth_context_create(&params, &mut ctx) };
     if status == UNSLOTH_STATUS_SUCCESS {
         // A build with CUDA on a machine with a GPU.
-        assert_eq!(unsloth_context_destroy(ctx), UNSLOTH_STATUS_SUCCESS);
+        // SAFETY: nothing uses what goes with it.
+        assert_eq!(
+            unsafe { unsloth_context_destroy(ctx) },
+            UNSLOTH_STATUS_SUCCESS
+        );
         return;
     }
     assert_eq!(status, UNSLOTH_STATUS_BACKEND_UNAVAILABLE);
@@ -266,19 +270,25 @@ fn memory_is_copied_set_and_counted() {
         );
         assert!(back[..50].iter().all(|&x| x == 7) && back[50..] == host[50..]);
     }
-    assert_eq!(unsloth_memory_free(ctx.0, b), UNSLOTH_STATUS_SUCCESS);
+    // SAFETY: nothing uses what goes with it.
+    assert_eq!(
+        unsafe { unsloth_memory_free(ctx.0, b) },
+        UNSLOTH_STATUS_SUCCESS
+    );
     let s = stats(&ctx);
     assert_eq!((s.in_use, s.peak, s.num_allocations), (100, 400, 1));
     assert_eq!(unsloth_memory_peak_reset(ctx.0), UNSLOTH_STATUS_SUCCESS);
     assert_eq!(stats(&ctx).peak, 100);
+    // SAFETY: nothing uses what goes with it.
     assert_eq!(
-        unsloth_memory_free(ctx.0, b),
+        unsafe { unsloth_memory_free(ctx.0, b) },
         UNSLOTH_STATUS_INVALID_ARGUMENT,
         "freed twice"
     );
     assert!(last_message().contains("is not a live allocation of this context"));
+    // SAFETY: nothing uses what goes with it.
     assert_eq!(
-        unsloth_memory_free(ctx.0, ptr::null_mut()),
+        unsafe { unsloth_memory_free(ctx.0, ptr::null_mut()) },
         UNSLOTH_STATUS_SUCCESS
     );
     // `a` is left for the context to free.

@@ -78,7 +78,8 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        assert_eq!(unsloth_kv_cache_destroy(self.0), OK);
+        // SAFETY: nothing uses what goes with it.
+        assert_eq!(unsafe { unsloth_kv_cache_destroy(self.0) }, OK);
     }
 }
 
@@ -261,9 +262,14 @@ fn handles() {
             }
         }
     }
-    assert_eq!(unsloth_kv_cache_destroy(std::ptr::null_mut()), OK);
+    // SAFETY: nothing uses what goes with it.
     assert_eq!(
-        unsloth_kv_cache_destroy(dead),
+        unsafe { unsloth_kv_cache_destroy(std::ptr::null_mut()) },
+        OK
+    );
+    // SAFETY: nothing uses what goes with it.
+    assert_eq!(
+        unsafe { unsloth_kv_cache_destroy(dead) },
         UNSLOTH_STATUS_INVALID_HANDLE
     );
     assert_eq!(live.stats().num_sequences, 0);
@@ -476,7 +482,8 @@ fn the_context_may_go_first() {
     let owner = Handle(ctx);
     let cache = Cache::new(&owner);
     std::mem::forget(owner);
-    assert_eq!(unsloth_context_destroy(ctx), OK);
+    // SAFETY: nothing uses what goes with it.
+    assert_eq!(unsafe { unsloth_context_destroy(ctx) }, OK);
     let id = cache.sequence();
     assert_eq!(cache.extend(&[id], &[5]), OK);
     assert_eq!(cache.info(id).length, 5);

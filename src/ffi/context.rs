@@ -21,6 +21,11 @@ pub const UNSLOTH_BACKEND_CUDA: unsloth_backend = 1;
 
 /// A backend on one device. Opaque; made by `unsloth_context_create`, ended by `unsloth_context_destroy`. Several threads may use
 /// one context at a time.
+///
+/// A child of `fork` may not use its parent's contexts and caches, whose threads and driver it does
+/// not have: calls with them, destroying them included, give `UNSLOTH_STATUS_INVALID_HANDLE` there.
+/// It may make its own, on the CPU; CUDA's driver refuses to work in a child of a process that used
+/// it.
 pub struct unsloth_context {
     _opaque: [u8; 0],
 }
@@ -74,13 +79,13 @@ pub(crate) struct ContextObject {
     pub allocations: Mutex<HashMap<usize, Buffer>>,
 }
 
-pub(crate) static CONTEXTS: Table<Arc<ContextObject>> = Table::new("unsloth_context", 1);
+pub(crate) static CONTEXTS: Table<ContextObject> = Table::new("unsloth_context", 1);
 
-/// The context behind a handle.
-pub(crate) fn context_from<'a>(
+/// The context behind a handle, which stays alive with what is returned.
+pub(crate) fn context_from(
     op: &'static str,
     ctx: *const unsloth_context,
-) -> Result<&'a Arc<ContextObject>> {
+) -> Result<Arc<ContextObject>> {
     CONTEXTS.get(op, "ctx", ctx)
 }
 
@@ -175,10 +180,10 @@ pub unsafe extern "C" fn unsloth_context_create(
                 memory_limit: (p.memory_limit != 0).then_some(p.memory_limit),
             }
         };
-        let object = Arc::new(ContextObject {
+        let object = ContextObject {
             context: Context::new(&options)?,
             allocations: Mutex::new(HashMap::new()),
-        });
+        };
         let handle = CONTEXTS.insert(OP, object)?;
         // SAFETY: checked; the caller promises that it is valid.
         unsafe { ctx.write(handle) };
@@ -190,14 +195,18 @@ pub unsafe extern "C" fn unsloth_context_create(
 /// context too (as `cudaDeviceSynchronize` does), and frees what was allocated with
 /// `unsloth_memory_alloc` and not freed. NULL is fine. May not be called while a graph is captured.
 ///
-/// KV caches and events made from the context keep what they need and may be destroyed later.
-/// Graphs that captured its calls remain valid as long as the memory that they use and the kernels
-/// that they launch, which all contexts of a device share: until the last context of the device,
-/// and the last KV cache made from one, is destroyed.
+/// KV caches and events made from the context keep what they need and may be destroyed later. So
+/// does a call that another thread is inside: the context then ends with that call. Graphs that
+/// captured its calls remain valid as long as the memory that they use and the kernels that they
+/// launch, which all contexts of a device share: until the last context of the device, and the last
+/// KV cache made from one, is destroyed.
 ///
 /// An error of earlier asynchronous work is returned; the context has ended nevertheless.
+///
+/// # Safety
+/// No work that is queued afterwards, graphs included, uses memory of the context.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_context_destroy(ctx: *mut unsloth_context) -> unsloth_status {
+pub unsafe extern "C" fn unsloth_context_destroy(ctx: *mut unsloth_context) -> unsloth_status {
     const OP: &str = "context_destroy";
     guard(OP, || {
         if ctx.is_null() {

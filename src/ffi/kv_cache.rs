@@ -1,6 +1,7 @@
 //! The paged KV cache.
 
-use std::sync::{Mutex, MutexGuard};
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -160,16 +161,38 @@ params!(unsloth_kv_cache_stats, [reserved]);
 
 static CACHES: Table<Mutex<KvCache>> = Table::new("unsloth_kv_cache", 2);
 
-/// The cache behind a handle, for this thread alone. A panic inside an earlier call cannot have left it half-changed in a way that
-/// later calls would trust: indices are checked where they are used.
-pub(crate) fn cache_from<'a>(
-    op: &'static str,
-    cache: *const unsloth_kv_cache,
-) -> Result<MutexGuard<'a, KvCache>> {
-    Ok(CACHES
-        .get(op, "cache", cache)?
-        .lock()
-        .unwrap_or_else(|p| p.into_inner()))
+/// A cache for this thread alone, which lives at least as long.
+pub(crate) struct LockedCache {
+    // Dropped first, as the first field: it borrows from what the second keeps alive.
+    guard: MutexGuard<'static, KvCache>,
+    _alive: Arc<Mutex<KvCache>>,
+}
+
+impl Deref for LockedCache {
+    type Target = KvCache;
+
+    fn deref(&self) -> &KvCache {
+        &self.guard
+    }
+}
+
+impl DerefMut for LockedCache {
+    fn deref_mut(&mut self) -> &mut KvCache {
+        &mut self.guard
+    }
+}
+
+/// The cache behind a handle. A panic inside an earlier call cannot have left it half-changed in a
+/// way that later calls would trust: indices are checked where they are used.
+pub(crate) fn cache_from(op: &'static str, cache: *const unsloth_kv_cache) -> Result<LockedCache> {
+    let alive = CACHES.get(op, "cache", cache)?;
+    // SAFETY: the mutex stays where it is while `_alive` counts, and the guard is dropped before
+    // that.
+    let mutex: &'static Mutex<KvCache> = unsafe { &*Arc::as_ptr(&alive) };
+    Ok(LockedCache {
+        guard: mutex.lock().unwrap_or_else(|p| p.into_inner()),
+        _alive: alive,
+    })
 }
 
 /// The cache's shape, zeros replaced by the defaults.
@@ -239,10 +262,13 @@ pub unsafe extern "C" fn unsloth_kv_cache_create(
     })
 }
 
-/// Ends a cache with its sequences and frees its memory. NULL is fine. No work that uses it may still be queued, and no other
-/// thread may be inside a call with it.
+/// Ends a cache with its sequences and frees its memory. NULL is fine. Where another thread is
+/// inside a call with it, the cache ends with that call.
+///
+/// # Safety
+/// No work that is queued uses memory of the cache, and none will.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_kv_cache_destroy(cache: *mut unsloth_kv_cache) -> unsloth_status {
+pub unsafe extern "C" fn unsloth_kv_cache_destroy(cache: *mut unsloth_kv_cache) -> unsloth_status {
     const OP: &str = "kv_cache_destroy";
     guard(OP, || {
         if !cache.is_null() {

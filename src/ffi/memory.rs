@@ -60,7 +60,7 @@ pub unsafe extern "C" fn unsloth_memory_alloc(
     guard(OP, || {
         check_out(OP, "ptr", ptr)?;
         let object = context_from(OP, ctx)?;
-        let address = give_out(object, Buffer::new(&object.context, size)?);
+        let address = give_out(&object, Buffer::new(&object.context, size)?);
         // SAFETY: checked; the caller promises that it is valid.
         unsafe { ptr.write(address) };
         Ok(())
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn unsloth_memory_alloc_async(
         let object = context_from(OP, ctx)?;
         // SAFETY: the caller's promise; that other streams come behind is part of the function's contract.
         let buffer = unsafe { Buffer::new_async(&object.context, size, stream_from(stream)) };
-        let address = give_out(object, buffer.map_err(|error| error.within(OP))?);
+        let address = give_out(&object, buffer.map_err(|error| error.within(OP))?);
         // SAFETY: checked; the caller promises that it is valid.
         unsafe { ptr.write(address) };
         Ok(())
@@ -118,8 +118,11 @@ fn take_back(op: &'static str, object: &ContextObject, ptr: *mut c_void) -> Resu
 
 /// Frees memory of `unsloth_memory_alloc` or `unsloth_memory_alloc_async` of the same context, after all work queued on the device.
 /// NULL is fine; any other address is `UNSLOTH_STATUS_INVALID_ARGUMENT`. May not be called while a graph is captured.
+///
+/// # Safety
+/// Nothing uses the memory afterwards.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_memory_free(
+pub unsafe extern "C" fn unsloth_memory_free(
     ctx: *mut unsloth_context,
     ptr: *mut c_void,
 ) -> unsloth_status {
@@ -129,7 +132,7 @@ pub extern "C" fn unsloth_memory_free(
         if ptr.is_null() {
             return Ok(());
         }
-        drop(take_back(OP, object, ptr)?);
+        drop(take_back(OP, &object, ptr)?);
         Ok(())
     })
 }
@@ -159,7 +162,7 @@ pub unsafe extern "C" fn unsloth_memory_free_async(
         object
             .context
             .check_not_capturing(OP, stream, memory::FREE_OUTSIDE)?;
-        let buffer = take_back(OP, object, ptr)?;
+        let buffer = take_back(OP, &object, ptr)?;
         // SAFETY: that work of other streams comes before is part of the function's contract.
         unsafe { buffer.free_async(stream) }.map_err(|error| error.within(OP))
     })

@@ -92,8 +92,8 @@ pub struct unsloth_tensor {
 /// version answers `UNSLOTH_STATUS_UNSUPPORTED` for a tensor that has one.
 ///
 /// The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for
-/// all, `[n]` one for each row, `[n, k / g]` one for each group of `g` along a row, `[n / a, k /
-/// b]` one for each tile of `a` by `b`.
+/// all, `[n]` one for each row, `[n, k/g]` one for each group of `g` along a row, `[n/a, k/b]` one
+/// for each tile of `a` by `b`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_quantization {

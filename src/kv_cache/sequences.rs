@@ -160,6 +160,7 @@ impl Sequences {
                 argument: "sequence",
                 kind: "sequence",
                 handle: id.0 as usize,
+                forked: false,
             }),
         }
     }
