@@ -95,6 +95,7 @@ inline unsloth_tensor tensor(const void *data, unsloth_dtype dtype, const Sizes 
                              const Sizes &strides) {
   unsloth_tensor view = tensor(data, dtype, shape);
   for (uint32_t i = 0; i < shape.rank; i++) view.strides[i] = strides.values[i];
+  view.flags = UNSLOTH_TENSOR_STRIDED;
   return view;
 }
 
