@@ -115,26 +115,14 @@ def _installed():
     )
 
 
-class _Managed(ctypes.Structure):
-    """What comes before the DLTensor in a DLManagedTensorVersioned of DLPack 1; that of DLPack 0
-    begins with the DLTensor."""
-
-    _fields_ = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-    ]
-    READ_ONLY = 1
-
-
 _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 _name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
     ("PyCapsule_GetName", ctypes.pythonapi)
 )
+# DLPack's flag of a tensor that may not be written to.
+_READ_ONLY = 1
 # DLPack's devices, by the backend that can read their memory: host and pinned; CUDA, pinned and
 # managed.
 _DEVICES = {"CPU": (1, 3), "CUDA": (2, 3, 13)}
@@ -154,8 +142,10 @@ class Library:
         self.lib = ctypes.CDLL(str(path))
         self.structs, self.constants, functions = _read_header(pathlib.Path(header).read_text())
         for name, (result, arguments) in functions.items():
-            function = getattr(self.lib, name)
-            function.restype, function.argtypes = result, arguments
+            # A header of a later patch version may declare more than the library has.
+            if hasattr(self.lib, name):
+                function = getattr(self.lib, name)
+                function.restype, function.argtypes = result, arguments
         version = tuple(self.constants[f"VERSION_{part}"] for part in ("MAJOR", "MINOR"))
         self.version = self.lib.unsloth_version().decode()
         if tuple(map(int, self.version.split(".")[:2])) != version:
@@ -213,9 +203,8 @@ class Library:
 
     def tensor(self, exporter, backend=None, stream=None, name="tensor", writable=False):
         """An `unsloth_tensor` of the memory of a tensor with DLPack, which it keeps alive."""
-        exporter = getattr(
-            exporter, "detach", lambda: exporter
-        )()  # a tensor of PyTorch may ask for gradients
+        if hasattr(exporter, "detach"):  # a tensor of PyTorch that asks for gradients
+            exporter = exporter.detach()
         device, _ = exporter.__dlpack_device__()
         # On a GPU an exporter is told the stream; 1 is the default one, and 0 is not allowed.
         options = {"stream": int(stream or 1)} if int(device) == 2 else {}
@@ -225,19 +214,18 @@ class Library:
             capsule = exporter.__dlpack__(**options)
         kind = _name_of(capsule)
         address = _pointer_of(capsule, kind)
-        if kind == b"dltensor_versioned":
-            managed = _Managed.from_address(address)
-            if managed.major != 1:
-                raise Error(f"{name}: DLPack {managed.major}.{managed.minor} is none that is known")
-            if writable and managed.flags & _Managed.READ_ONLY:
-                raise Error(f"{name}: is an output, and the tensor is read-only")
-            address += ctypes.sizeof(_Managed)
         made = self.structs["unsloth_tensor"]()
-        where = ctypes.c_int32()
+        where, flags = ctypes.c_int32(), ctypes.c_uint64()
+        outputs = [ctypes.byref(made), ctypes.byref(where), None]
         try:
-            self.call("tensor_from_dlpack", address, ctypes.byref(made), ctypes.byref(where), None)
+            if kind == b"dltensor_versioned":
+                self.call("tensor_from_dlpack_versioned", address, *outputs, ctypes.byref(flags))
+            else:
+                self.call("tensor_from_dlpack", address, *outputs)
         except Error as error:
             raise Error(f"{name}: {error}", error.status) from None
+        if writable and flags.value & _READ_ONLY:
+            raise Error(f"{name}: is an output, and the tensor is read-only")
         if backend is not None and where.value not in _DEVICES[backend]:
             raise Error(
                 f"{name}: is on DLPack's device {where.value}, "
