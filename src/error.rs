@@ -3,8 +3,6 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use crate::backend::Backend;
-
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -94,8 +92,8 @@ pub enum Error {
     BackendUnavailable {
         /// The operation that was called.
         op: &'static str,
-        /// The backend asked for.
-        backend: Backend,
+        /// The name of the backend asked for.
+        backend: &'static str,
         /// Why it cannot be used.
         reason: String,
     },

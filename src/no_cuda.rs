@@ -15,7 +15,7 @@ pub(crate) enum Cuda {}
 fn unavailable(op: &'static str) -> Error {
     Error::BackendUnavailable {
         op,
-        backend: Backend::Cuda,
+        backend: Backend::Cuda.name(),
         reason: "this build does not contain it".into(),
     }
 }

@@ -179,7 +179,7 @@ impl Driver {
         static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
         let unavailable = |reason: &String| Error::BackendUnavailable {
             op,
-            backend: Backend::Cuda,
+            backend: Backend::Cuda.name(),
             reason: reason.clone(),
         };
         DRIVER

@@ -115,7 +115,7 @@ fn check_ordinal(op: &'static str, driver: &Driver, ordinal: i32) -> Result<()> 
 fn unavailable(op: &'static str, reason: String) -> Error {
     Error::BackendUnavailable {
         op,
-        backend: Backend::Cuda,
+        backend: Backend::Cuda.name(),
         reason,
     }
 }
