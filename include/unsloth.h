@@ -428,7 +428,7 @@ typedef struct unsloth_attention_params {
   size_t workspace_size;
   /**
    * Queries `[B, Sq, num_heads, head_dim]`, or packed `[total_q, num_heads, head_dim]`; f32, f16 or bf16, any strides with a
-   * contiguous last dimension.
+   * contiguous last dimension. `head_dim` and `head_dim_v` are at most 512.
    */
   struct unsloth_tensor q;
   /**
@@ -1642,11 +1642,11 @@ typedef struct unsloth_rms_norm_params {
    */
   uint32_t struct_size;
   /**
-   * Added to the mean square, not negative.
+   * Added to the mean square; must be above 0.
    */
   float epsilon;
   /**
-   * Added to every gain: 0 for Llama, 1 for Gemma.
+   * Added to every gain: 0 for Llama, 1 for Gemma. 0 without a weight.
    */
   float weight_offset;
   /**

@@ -199,6 +199,18 @@ impl Error {
         self
     }
 
+    /// The same error of an argument that the caller knows by another name: pairs of inner and outer names.
+    pub(crate) fn renamed(mut self, names: &[(&str, &'static str)]) -> Self {
+        if let Error::NullPointer { argument, .. }
+        | Error::InvalidArgument { argument, .. }
+        | Error::Unsupported { argument, .. } = &mut self
+            && let Some((_, outer)) = names.iter().find(|(inner, _)| argument == inner)
+        {
+            *argument = Cow::Borrowed(*outer);
+        }
+        self
+    }
+
     /// An [`Error::Unsupported`]; `problem` continues a sentence that starts with the argument's name.
     pub(crate) fn unsupported(
         op: &'static str,

@@ -30,7 +30,7 @@
 //!     residual: None,
 //!     weight: None,
 //!     weight_offset: 0.0,
-//!     epsilon: 0.0,
+//!     epsilon: 1e-12,
 //! };
 //! rms_norm::forward(&ctx, &params, Stream::DEFAULT)?;
 //! assert!((out[0] - 3.0 / 12.5f32.sqrt()).abs() < 1e-6);

@@ -186,7 +186,7 @@ fn bad_calls_say_why() {
         let cases: [(Change, &str); 12] = [
             (
                 |_, p| p.num_heads = 0,
-                "attention_block: num_heads is 0, allowed: 1 to 1048576",
+                "attention_block: num_heads is 0 (not set), allowed: 1 to 1048576",
             ),
             (
                 |_, p| p.num_kv_heads = 3,
@@ -221,7 +221,7 @@ fn bad_calls_say_why() {
                     p.k_norm = Some(t.norms[1].view());
                     p.norm_epsilon = -1.0;
                 },
-                "attention_block: epsilon is -1, at least 0 is needed",
+                "attention_block: norm_epsilon is -1, it must be above 0",
             ),
             (
                 |_, p| p.softcap = -1.0,

@@ -44,7 +44,7 @@ const MISUSE: &[Misuse<unsloth_attention_block_params>] = &[
     (
         |p| p.head_dim = 0,
         INVALID,
-        "attention_block: head_dim is 0, allowed: 1 to 512",
+        "attention_block: head_dim is 0 (not set), allowed: 1 to 512",
     ),
     (
         |p| p.window = -1,

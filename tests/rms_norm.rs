@@ -236,7 +236,7 @@ proptest! {
                     residual: None,
                     weight: None,
                     weight_offset: 0.0,
-                    epsilon: 0.0,
+                    epsilon: f32::MIN_POSITIVE,
                 };
                 rms_norm::forward(&ctx, &params, Stream::DEFAULT).unwrap();
                 x.download_output().bits()

@@ -130,7 +130,7 @@ const MISUSE: &[Misuse<unsloth_rms_norm_params>] = &[
     (
         |p| p.epsilon = -1.0,
         UNSLOTH_STATUS_INVALID_ARGUMENT,
-        "rms_norm: epsilon is -1, at least 0 is needed",
+        "rms_norm: epsilon is -1, it must be above 0",
     ),
     (
         |p| p.weight_offset = f32::INFINITY,

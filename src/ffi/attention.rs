@@ -74,7 +74,7 @@ pub struct unsloth_attention_params {
     /// Bytes at `workspace`.
     pub workspace_size: usize,
     /// Queries `[B, Sq, num_heads, head_dim]`, or packed `[total_q, num_heads, head_dim]`; f32, f16 or bf16, any strides with a
-    /// contiguous last dimension.
+    /// contiguous last dimension. `head_dim` and `head_dim_v` are at most 512.
     pub q: unsloth_tensor,
     /// Keys `[B, Sk, num_kv_heads, head_dim]`, packed `[total_k, num_kv_heads, head_dim]`, or pages as `page_layout` says with a page
     /// size that is a power of two; any float dtype, strides as `q`.

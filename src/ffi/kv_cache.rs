@@ -438,14 +438,15 @@ pub unsafe extern "C" fn unsloth_kv_cache_attention_prepare(
     layer: i64,
     params: *mut unsloth_attention_params,
 ) -> unsloth_status {
-    const OP: &str = "kv_cache_attention";
+    const OP: &str = "kv_cache_attention_prepare";
     guard(OP, || {
         check_out(OP, "params", params)?;
         // SAFETY: the caller's promise.
         let mut p = unsafe { params::read(OP, params.cast_const()) }?;
         let cache = cache_from(OP, cache)?;
-        let (k, v) = cache.layer(count(OP, "layer", layer)?)?;
-        let batch = cache.batch()?;
+        let layer = cache.layer(count(OP, "layer", layer)?);
+        let (k, v) = layer.map_err(|error| error.within(OP))?;
+        let batch = cache.batch().map_err(|error| error.within(OP))?;
         (p.k, p.v) = (unsloth_tensor::of(&k), unsloth_tensor::of(&v));
         p.cu_seqlens_q = unsloth_tensor::of(&batch.cu_seqlens);
         p.seq_lens_k = unsloth_tensor::of(&batch.seq_lens);

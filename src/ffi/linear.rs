@@ -52,7 +52,7 @@ pub(crate) unsafe fn output_from<'a>(
 ) -> Result<Output<'a>> {
     // SAFETY: the caller's promise.
     unsafe {
-        if residual.is_absent() {
+        if residual.optional_input(op, "residual")?.is_none() {
             return Ok(Output::Write(out.output(op, "out")?));
         }
         // Without this the residual would silently become the output.

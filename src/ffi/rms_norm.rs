@@ -18,9 +18,9 @@ const OP: &str = "rms_norm";
 pub struct unsloth_rms_norm_params {
     /// `sizeof(unsloth_rms_norm_params)`.
     pub struct_size: u32,
-    /// Added to the mean square, not negative.
+    /// Added to the mean square; must be above 0.
     pub epsilon: f32,
-    /// Added to every gain: 0 for Llama, 1 for Gemma.
+    /// Added to every gain: 0 for Llama, 1 for Gemma. 0 without a weight.
     pub weight_offset: f32,
     /// Zero.
     pub reserved: u32,

@@ -27,6 +27,15 @@ impl<'a> Arg<'a> {
         Err(self.invalid(format!("has rank {rank}, allowed: {}", list(allowed))))
     }
 
+    /// The rank is `allowed`, for a reason that a message gives.
+    pub fn rank_as(self, allowed: usize, reason: &str) -> Result<Self> {
+        let rank = self.tensor.layout.rank();
+        if rank == allowed {
+            return Ok(self);
+        }
+        Err(self.invalid(format!("has rank {rank}, allowed: {allowed}, {reason}")))
+    }
+
     /// The rank is at least `least`.
     pub fn min_rank(self, least: usize) -> Result<Self> {
         let rank = self.tensor.layout.rank();

@@ -9,7 +9,7 @@
 
 use crate::context::Context;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
@@ -106,6 +106,13 @@ impl Weights<'_> {
             .dtype(DType::FLOATS)?
             .last_contiguous()?;
         let out_features = weight.layout.dim(0);
+        if weight.layout.dim(1) != in_features && out_features == in_features {
+            let (shape, expected) = (weight.layout.shape(), [weight.layout.dim(1), out_features]);
+            let problem = format!(
+                "has shape {shape:?}, expected {expected:?} = [out_features, in_features]; looks transposed"
+            );
+            return Err(Error::invalid(op, names.0, problem));
+        }
         arg.shape(&[out_features, in_features])?;
         let bias = self.bias.as_ref().map(TensorRef::raw);
         if let Some(bias) = &bias {

@@ -28,9 +28,10 @@ pub struct Params<'a> {
     pub residual: Option<InOut<'a>>,
     /// Gains `[dim]`, any float dtype; `None` for all ones.
     pub weight: Option<TensorRef<'a>>,
-    /// Added to every gain: 0 for Llama, 1 for Gemma, whose stored gains are centred on zero.
+    /// Added to every gain: 0 for Llama, 1 for Gemma, whose stored gains are centred on zero. 0
+    /// without a weight.
     pub weight_offset: f32,
-    /// Added to the mean square; not negative.
+    /// Added to the mean square; above 0.
     pub epsilon: f32,
 }
 
@@ -62,8 +63,13 @@ impl Operation for Params<'_> {
                 .last_contiguous()?;
         }
         check::finite(OP, "weight_offset", self.weight_offset)?;
-        if check::finite(OP, "epsilon", self.epsilon)? < 0.0 {
-            let problem = format!("is {}, at least 0 is needed", self.epsilon);
+        if weight.is_none() && self.weight_offset != 0.0 {
+            let problem = format!("is {}, without a weight it must be 0", self.weight_offset);
+            return Err(Error::invalid(OP, "weight_offset", problem));
+        }
+        // Zero is what a caller has who forgot it, and makes NaN of a row of zeros.
+        if check::finite(OP, "epsilon", self.epsilon)? <= 0.0 {
+            let problem = format!("is {}, it must be above 0", self.epsilon);
             return Err(Error::invalid(OP, "epsilon", problem));
         }
         Ok(Problem {

@@ -70,12 +70,12 @@ impl Operation for Params<'_> {
 
         let max_seqlen_q = match queries {
             Queries::Batched { len } => len,
-            Queries::Packed { total, .. } => hint("max_seqlen_q", self.max_seqlen_q, total, "q")?,
+            Queries::Packed { total, .. } => bound(self.max_seqlen_q, total),
         };
         let max_seqlen_k = match keys {
             Keys::Batched { len, seq_lens: _ } if self.seq_lens_k.is_none() => len,
-            Keys::Batched { len, .. } => hint("max_seqlen_k", self.max_seqlen_k, len, "k")?,
-            Keys::Packed { total, .. } => hint("max_seqlen_k", self.max_seqlen_k, total, "k")?,
+            Keys::Batched { len, .. } => bound(self.max_seqlen_k, len),
+            Keys::Packed { total, .. } => bound(self.max_seqlen_k, total),
             Keys::Paged {
                 max_pages,
                 page_size,
@@ -83,7 +83,7 @@ impl Operation for Params<'_> {
             } => {
                 // The table fits an address space, so this product would only overflow for pages that do not.
                 let room = max_pages.saturating_mul(page_size);
-                hint("max_seqlen_k", self.max_seqlen_k, room, "block_table")?
+                bound(self.max_seqlen_k, room)
             }
         };
         let scores = [batch, sizes.num_heads, max_seqlen_q, max_seqlen_k];
@@ -161,12 +161,14 @@ impl Params<'_> {
     fn queries(&self, q: &RawTensor) -> Result<Queries> {
         let arg = Arg::new(OP, "q", q).dtype(DType::FLOATS)?;
         let Some(cu) = &self.cu_seqlens_q else {
-            arg.rank(&[4])?.last_contiguous()?;
+            arg.rank_as(4, "because q is batched: cu_seqlens_q is absent")?
+                .last_contiguous()?;
             return Ok(Queries::Batched {
                 len: q.layout.dim(1),
             });
         };
-        arg.rank(&[3])?.last_contiguous()?;
+        arg.rank_as(3, "because q is packed: cu_seqlens_q is there")?
+            .last_contiguous()?;
         Ok(Queries::Packed {
             cu_seqlens: cu_seqlens("cu_seqlens_q", cu)?,
             total: q.layout.dim(0),
@@ -182,10 +184,16 @@ impl Params<'_> {
         v: &RawTensor,
     ) -> Result<Sizes> {
         let packed = self.cu_seqlens_k.is_some();
+        let paged = self.block_table.is_some();
+        let (rank, reason) = match (packed, paged) {
+            (true, _) => (3, "because keys are packed: cu_seqlens_k is there"),
+            (_, true) => (4, "because keys are paged: block_table is there"),
+            _ => (4, "because keys are batched: cu_seqlens_k is absent"),
+        };
         for (name, t) in [("k", k), ("v", v)] {
             Arg::new(OP, name, t)
                 .dtype(DType::FLOATS)?
-                .rank(&[if packed { 3 } else { 4 }])?
+                .rank_as(rank, reason)?
                 .last_contiguous()?;
         }
         let dim = t_dim(packed);
@@ -210,8 +218,17 @@ impl Params<'_> {
             return Err(Error::invalid(OP, "k", "has 0 heads, at least 1 is needed"));
         }
         if sizes.num_heads == 0 || !sizes.num_heads.is_multiple_of(sizes.num_kv_heads) {
+            let heads_first = q_token == 1
+                && !packed
+                && !paged
+                && q.layout.dim(1).is_multiple_of(k.layout.dim(1).max(1));
+            let hint = if heads_first {
+                ": the layout is [batch, seq, heads, dim], and these look like [batch, heads, seq, dim]"
+            } else {
+                ""
+            };
             let problem = format!(
-                "has {} heads, a multiple of the {} of k is needed",
+                "has {} heads, a multiple of the {} of k is needed{hint}",
                 sizes.num_heads, sizes.num_kv_heads
             );
             return Err(Error::invalid(OP, "q", problem));
@@ -390,13 +407,9 @@ fn equal(name: &'static str, what: &str, value: usize, other: &str, expected: us
     Err(Error::invalid(OP, name, problem))
 }
 
-/// A bound on sequence lengths: what the caller says, or all there is room for.
-fn hint(name: &'static str, value: usize, room: usize, of: &str) -> Result<usize> {
-    if value <= room {
-        return Ok(if value == 0 { room } else { value });
-    }
-    let problem = format!("is {value}, {of} has room for {room}");
-    Err(Error::invalid(OP, name, problem))
+/// A bound on sequence lengths: the caller's, or the room there is if that is tighter.
+fn bound(value: usize, room: usize) -> usize {
+    if value == 0 { room } else { value.min(room) }
 }
 
 fn score_tensor(

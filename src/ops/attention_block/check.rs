@@ -47,7 +47,8 @@ impl Operation for Params<'_> {
             norms: self.norms(&views)?,
             rope: self.rope(&views)?,
             append: self.append(&views)?,
-            attention: within(self.attention(&views)?.problem())?,
+            attention: within(self.attention(&views)?.problem())
+                .map_err(|error| error.renamed(&OF_ATTENTION))?,
             out_projection: self.out_projection(&views)?,
             intermediates: views.size(),
         })
@@ -91,6 +92,16 @@ impl Operation for Params<'_> {
         self.cache.as_ref().map(|layer| ("cache", layer.context))
     }
 }
+
+/// What the block calls arguments of attention.
+const OF_ATTENTION: [(&str, &str); 6] = [
+    ("cu_seqlens_q", "cu_seqlens"),
+    ("cu_seqlens_k", "cu_seqlens"),
+    ("max_seqlen_q", "max_seqlen"),
+    ("max_seqlen_k", "max_seqlen"),
+    ("window_left", "window"),
+    ("window_right", "window"),
+];
 
 /// A projection's weights, their names, and the rows that they must have.
 type Projection<'a> = (Weights<'a>, (&'static str, &'static str), usize);
@@ -169,6 +180,14 @@ impl<'p> Params<'p> {
             );
             return Err(Error::invalid(OP, "x", problem));
         }
+        let (name, problem) = match self.positions {
+            Positions::From(0) => ("", ""),
+            Positions::From(_) => ("position_offset", "is set: a cache has its own positions"),
+            Positions::PerToken(_) => ("positions", "are there: a cache has its own"),
+        };
+        if !name.is_empty() {
+            return Err(Error::invalid(OP, name, problem));
+        }
         if self.bidirectional {
             let problem = "is set: with a cache attention is causal";
             return Err(Error::invalid(OP, "bidirectional", problem));
@@ -222,7 +241,12 @@ impl<'p> Params<'p> {
                 weight_offset: self.norm_weight_offset,
                 epsilon: self.norm_epsilon,
             };
-            norms.push(within(norm.problem())?);
+            let names = [
+                ("weight", name),
+                ("weight_offset", "norm_weight_offset"),
+                ("epsilon", "norm_epsilon"),
+            ];
+            norms.push(within(norm.problem()).map_err(|error| error.renamed(&names))?);
         }
         Ok(norms)
     }

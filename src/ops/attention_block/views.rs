@@ -38,13 +38,14 @@ impl Heads {
         ] {
             // Far above any model, and low enough that products of two fit.
             if !(1..=1 << 20).contains(&value) {
-                let problem = format!("is {value}, allowed: 1 to {}", 1 << 20);
+                let problem = format!("is {}, allowed: 1 to {}", set(value), 1 << 20);
                 return Err(Error::invalid(OP, name, problem));
             }
         }
         for (name, value) in [("head_dim", self.head_dim), ("v_head_dim", self.v_head_dim)] {
             if !(1..=attention::MAX_HEAD_DIM).contains(&value) {
-                let problem = format!("is {value}, allowed: 1 to {}", attention::MAX_HEAD_DIM);
+                let most = attention::MAX_HEAD_DIM;
+                let problem = format!("is {}, allowed: 1 to {most}", set(value));
                 return Err(Error::invalid(OP, name, problem));
             }
         }
@@ -56,6 +57,14 @@ impl Heads {
             return Err(Error::invalid(OP, "num_heads", problem));
         }
         Ok(())
+    }
+}
+
+/// A size in words: zero is what a caller has who forgot it.
+fn set(value: usize) -> String {
+    match value {
+        0 => "0 (not set)".into(),
+        _ => value.to_string(),
     }
 }
 
