@@ -1,5 +1,9 @@
 //! Bytes in words.
 
+use std::fmt::Write;
+
+use arrayvec::ArrayString;
+
 /// A number of bytes for people: three significant digits and a binary unit (IEC 80000-13), such as
 /// `"1.50 GiB"`, or `"640 B"`.
 ///
@@ -11,9 +15,17 @@
 /// assert_eq!(format_bytes(16_060_522_496), "15.0 GiB");
 /// ```
 pub fn format_bytes(bytes: u64) -> String {
+    in_words(bytes).as_str().into()
+}
+
+/// The same without asking for memory.
+pub(crate) fn in_words(bytes: u64) -> ArrayString<16> {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let mut words = ArrayString::new();
+    // At most "1023 KiB" is written, which fits.
     if bytes < 1024 {
-        return format!("{bytes} B");
+        let _ = write!(words, "{bytes} B");
+        return words;
     }
     let mut value = bytes as f64 / 1024.0;
     let mut unit = 0;
@@ -27,7 +39,8 @@ pub fn format_bytes(bytes: u64) -> String {
         v if v < 99.95 => 1,
         _ => 0,
     };
-    format!("{value:.digits$} {}", UNITS[unit])
+    let _ = write!(words, "{value:.digits$} {}", UNITS[unit]);
+    words
 }
 
 #[cfg(test)]

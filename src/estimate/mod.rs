@@ -15,6 +15,7 @@ mod training;
 
 pub use attention::{AttentionMemory, AttentionShape, attention_memory};
 pub use format::format_bytes;
+pub(crate) use format::in_words;
 pub use inference::{Inference, InferenceMemory, inference_memory};
 pub use model::{Model, ParameterCount};
 pub use training::{Checkpointing, Optimizer, Training, TrainingMemory, training_memory};

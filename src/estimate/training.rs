@@ -158,17 +158,18 @@ fn layer(t: &Training, tokens: u64, size: u64) -> Result<LayerActivations> {
     let what = "activations";
     let m = &t.model;
     let (h, i) = (m.hidden_size, m.intermediate_size);
-    let mut elements = vec![
+    let mut elements = [
         product(what, &[4, h])?,
         m.q_size()?,
         m.kv_size()?,
         m.attended_size()?,
         product(what, &[3, i])?,
+        0,
     ];
     let mut words = 2;
     if m.qk_norm {
         let heads = sum(what, &[m.num_heads, m.num_kv_heads])?;
-        elements.push(product(what, &[heads, m.head_dim])?);
+        elements[5] = product(what, &[heads, m.head_dim])?;
         words = sum(what, &[words, heads])?;
     }
     let mut quadratic = 0;

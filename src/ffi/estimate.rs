@@ -568,7 +568,7 @@ pub unsafe extern "C" fn unsloth_format_bytes(
     buffer: *mut c_char,
     capacity: usize,
 ) -> usize {
-    let text = estimate::format_bytes(bytes);
+    let text = estimate::in_words(bytes);
     if !buffer.is_null() && capacity > 0 {
         let len = text.len().min(capacity - 1);
         // SAFETY: `len + 1 <= capacity`, and the caller promises that much room.
