@@ -56,8 +56,9 @@ static void attention(const test_device *device) {
               "seq, heads, dim], and these look like [batch, heads, seq, dim]");
   p.q = f32_tensor(there, 1, TOKENS, HEADS, DIM);
   p.k = f32_tensor(there, TOKENS, KV_HEADS, DIM, -1);
-  CHECK_FAILS(unsloth_attention_supported(device->ctx, &p, NULL), INVALID,
-              "attention: k has rank 3, allowed: 4, because keys are batched: cu_seqlens_k is absent");
+  CHECK_FAILS(
+      unsloth_attention_supported(device->ctx, &p, NULL), INVALID,
+      "attention: k has rank 3, allowed: 4, because keys are batched: cu_seqlens_k is absent");
 
   // Bounds of sequence lengths may be loose, as those of engines that round them up.
   p.q = f32_tensor(there, TOKENS, HEADS, DIM, -1);

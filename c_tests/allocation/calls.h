@@ -352,6 +352,19 @@ static void capsule_ready(void) {
   capsule.lanes = 1;
   capsule.shape = capsule_shape;
 }
+// A DLManagedTensorVersioned of it.
+static struct {
+  uint32_t major, minor;
+  void *manager;
+  void (*deleter)(void *self);
+  uint64_t flags;
+  unsigned char tensor[sizeof capsule];
+} versioned;
+static void versioned_ready(void) {
+  capsule_ready();
+  versioned.major = 1;
+  memcpy(versioned.tensor, &capsule, sizeof capsule);
+}
 static void bad_capsule_ready(void) {
   capsule_ready();
   capsule.lanes = 4;
@@ -486,6 +499,9 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(training_estimate, estimates_ready, unsloth_training_memory_estimate,                          \
     (&of_training, &training_memory), OK)                                                          \
   X(from_dlpack, capsule_ready, unsloth_tensor_from_dlpack, (&capsule, &keys, NULL, NULL), OK)     \
+  X(log_set, nothing, unsloth_log_set, (0, NULL, NULL), OK)                                        \
+  X(from_dlpack_versioned, versioned_ready, unsloth_tensor_from_dlpack_versioned,                  \
+    (&versioned, &keys, NULL, NULL, NULL), OK)                                                     \
   X(version, nothing, ask_unsloth_version, (), OK)                                                 \
   X(build_info, nothing, ask_unsloth_build_info, (), OK)                                           \
   X(status_name, nothing, ask_unsloth_status_name, (), OK)                                         \
