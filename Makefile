@@ -95,7 +95,7 @@ test-examples: stage
 	build/example_c/attention
 	for program in readme readme_cxx; do build/example_c/$$program | diff - <(printf '0\n0.5\n1\n1.5\n'); done
 	PYTHONPATH="$(STAGE)/share/unsloth/python:$$PYTHONPATH" python3 examples/python/attention.py
-	PYTHONPATH="$(STAGE)/share/unsloth/python:$$PYTHONPATH" python3 python/test_unsloth.py
+	PYTHONPATH="$(STAGE)/share/unsloth/python:$$PYTHONPATH" python3 python/tests/test_unsloth.py
 	cargo run --locked --quiet --features candle $(FEATURES) --example attention
 	cargo run --locked --quiet --features candle $(FEATURES) --example candle
 

@@ -1,5 +1,5 @@
 """Tests of the Python module on the CPU: PYTHONPATH=PREFIX/share/unsloth/python python3
-python/test_unsloth.py
+python/tests/test_unsloth.py
 
 NumPy is needed; PyTorch and JAX are tested where they are.
 """
