@@ -32,7 +32,7 @@ fn kernels() {
     }
     println!(
         "cargo:rerun-if-changed={}",
-        unsloth_kernels::hopper::SOURCES
+        unsloth_kernels::family::SOURCES
     );
     let out = var("OUT_DIR");
     let out = Path::new(&out);

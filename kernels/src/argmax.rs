@@ -3,6 +3,7 @@
 // CubeCL has no such method.
 #![allow(clippy::manual_is_multiple_of)]
 
+use contract::argmax::UNROLLS;
 use cubecl::prelude::*;
 
 use crate::Error;
@@ -13,8 +14,6 @@ use crate::rows::{self, Divisor, Sizes, Strides, divide, row_index, row_start};
 const THREADS: u32 = 256;
 const WARP: u32 = 32;
 const WARPS: u32 = THREADS / WARP;
-/// Vectors of a thread in flight: one where a row is spread as thin as it goes, four where there are many.
-const UNROLLS: [u32; 2] = [1, 4];
 /// Below every element's place.
 const NOWHERE: i32 = i32::MIN;
 
@@ -225,7 +224,7 @@ fn kernel(dtype: Dtype, vectors: bool, unroll: u32) -> Result<Kernel, Error> {
     let width = if vectors { dtype.per_vector() } else { 1 };
     let symbol = format!("argmax_{}x{width}x{unroll}", dtype.name());
     let choices = vec![
-        ("dtype", dtype as u32),
+        ("dtype", dtype.code()),
         ("width", width),
         ("unroll", unroll),
         ("per_block", THREADS * unroll),
@@ -236,7 +235,7 @@ fn kernel(dtype: Dtype, vectors: bool, unroll: u32) -> Result<Kernel, Error> {
 /// Every form: by dtype, in vectors and by element, by the loads of a thread.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for dtype in Dtype::ALL {
+    for dtype in Dtype::ALL.iter().copied() {
         for vectors in [true, false] {
             for unroll in UNROLLS {
                 kernels.push(kernel(dtype, vectors, unroll)?);

@@ -83,8 +83,8 @@ fn kernel(from: Dtype, to: Dtype, vectors: bool) -> Result<Kernel, Error> {
     let width = if vectors { width } else { 1 };
     let symbol = format!("cast_{}_{}x{width}", from.name(), to.name());
     let choices = vec![
-        ("from", from as u32),
-        ("to", to as u32),
+        ("from", from.code()),
+        ("to", to.code()),
         ("width", width),
         ("per_block", THREADS * UNROLL),
     ];
@@ -94,8 +94,8 @@ fn kernel(from: Dtype, to: Dtype, vectors: bool) -> Result<Kernel, Error> {
 /// Every form: dtype by dtype, in vectors and by element.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for from in Dtype::ALL {
-        for to in Dtype::ALL {
+    for from in Dtype::ALL.iter().copied() {
+        for to in Dtype::ALL.iter().copied() {
             for vectors in [true, false] {
                 kernels.push(kernel(from, to, vectors)?);
             }

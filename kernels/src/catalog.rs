@@ -2,8 +2,10 @@
 
 use crate::Error;
 use crate::emit::{self, Kernel};
-use crate::nvcc::{Architecture, Unit};
-use crate::{argmax, attention, cast, embedding, kv_cache, linear, rms_norm, rope, swiglu};
+use crate::nvcc::{Architecture, Source, Unit};
+use crate::{
+    argmax, attention, cast, embedding, kv_cache, linear, rms_norm, rope, swiglu,
+};
 
 /// The kernels of one operation, compiled together into one image.
 #[derive(Clone, Debug)]
@@ -22,7 +24,7 @@ impl Image {
         let flags = ["-std=c++17"].iter().chain(self.flags);
         Unit {
             name: self.name.into(),
-            text: emit::translation_unit(&self.kernels),
+            source: Source::Text(emit::translation_unit(&self.kernels)),
             flags: flags.map(|flag| flag.to_string()).collect(),
             machine_code: archs.to_vec(),
             ptx: archs.last().cloned(),
@@ -30,15 +32,41 @@ impl Image {
     }
 }
 
+/// An image's name, its kernels, and flags of the compiler beyond the usual.
+type Entry = (
+    &'static str,
+    fn() -> Result<Vec<Kernel>, Error>,
+    &'static [&'static str],
+);
+
 /// Exponentials lose the instructions that serve subnormal numbers, which softmax does not notice.
 const FLUSH_SUBNORMALS: &[&str] = &["-ftz=true"];
+
+/// What is compiled: a line for each image.
+const CATALOG: &[Entry] = &[
+    ("argmax", argmax::kernels, &[]),
+    ("attention", attention::kernels, FLUSH_SUBNORMALS),
+    ("attention_combine", attention::combine_kernels, &[]),
+    ("cast", cast::kernels, &[]),
+    ("embedding", embedding::kernels, &[]),
+    ("kv_append", kv_cache::kernels, &[]),
+    ("linear", linear::kernels, &[]),
+    ("rms_norm", rms_norm::kernels, &[]),
+    ("rope", rope::kernels, &[]),
+    ("swiglu", swiglu::kernels, &[]),
+];
+
+/// The images' names.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    CATALOG.iter().map(|(name, ..)| *name)
+}
 
 /// Every image.
 ///
 /// # Errors
 /// CubeCL refuses a kernel.
 pub fn images() -> Result<Vec<Image>, Error> {
-    selected(|_| true)
+    CATALOG.iter().map(expanded).collect()
 }
 
 /// The image of this name, if there is one.
@@ -46,35 +74,14 @@ pub fn images() -> Result<Vec<Image>, Error> {
 /// # Errors
 /// CubeCL refuses a kernel.
 pub fn image(name: &str) -> Result<Option<Image>, Error> {
-    Ok(selected(|other| other == name)?.pop())
+    let found = CATALOG.iter().find(|(other, ..)| *other == name);
+    found.map(expanded).transpose()
 }
 
-fn selected(wanted: impl Fn(&str) -> bool) -> Result<Vec<Image>, Error> {
-    type Instances = fn() -> Result<Vec<Kernel>, Error>;
-    let operations: [(&'static str, Instances); 10] = [
-        ("argmax", argmax::kernels),
-        ("attention", attention::kernels),
-        ("attention_combine", attention::combine_kernels),
-        ("cast", cast::kernels),
-        ("embedding", embedding::kernels),
-        ("kv_append", kv_cache::kernels),
-        ("linear", linear::kernels),
-        ("rms_norm", rms_norm::kernels),
-        ("rope", rope::kernels),
-        ("swiglu", swiglu::kernels),
-    ];
-    let image = |(name, kernels): (&'static str, Instances)| {
-        let kernels = kernels()?;
-        let flags: &[_] = match name {
-            "attention" => FLUSH_SUBNORMALS,
-            _ => &[],
-        };
-        Ok(Image {
-            name,
-            kernels,
-            flags,
-        })
-    };
-    let wanted = operations.into_iter().filter(|(name, _)| wanted(name));
-    wanted.map(image).collect()
+fn expanded(&(name, kernels, flags): &Entry) -> Result<Image, Error> {
+    Ok(Image {
+        name,
+        kernels: kernels()?,
+        flags,
+    })
 }

@@ -108,8 +108,8 @@ fn kernel(table: Dtype, out: Dtype, vectors: bool) -> Result<Kernel, Error> {
     let width = if vectors { width } else { 1 };
     let symbol = format!("embedding_{}_{}x{width}", table.name(), out.name());
     let choices = vec![
-        ("table", table as u32),
-        ("dtype", out as u32),
+        ("table", table.code()),
+        ("dtype", out.code()),
         ("width", width),
         ("per_block", THREADS * UNROLL),
     ];
@@ -119,8 +119,8 @@ fn kernel(table: Dtype, out: Dtype, vectors: bool) -> Result<Kernel, Error> {
 /// Every form: the table's dtype by the output's, in vectors and by element.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for table in Dtype::ALL {
-        for out in Dtype::ALL {
+    for table in Dtype::ALL.iter().copied() {
+        for out in Dtype::ALL.iter().copied() {
             for vectors in [true, false] {
                 kernels.push(kernel(table, out, vectors)?);
             }

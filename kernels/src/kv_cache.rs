@@ -1,13 +1,12 @@
 //! Appending to the paged KV cache: one head of one new token is a row, copied or converted to its page. Keys and values go in one
 //! launch; keys may be rotated on their way.
 
+use contract::rotation::{MAX_PAIRS, Style};
 use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::rotation::{
-    AngleSource, MAX_PAIRS, STYLES, angle, angle_source, load_pairs, store_turned,
-};
+use crate::rotation::{AngleSource, angle, angle_source, load_pairs, store_turned, style_name};
 use crate::rows::{self, Divisor, divide};
 
 const THREADS: u32 = 128;
@@ -24,9 +23,6 @@ struct Side {
     slot: usize,
     page_head: usize,
 }
-
-/// How keys are rotated on their way: not at all.
-const PLAIN: u32 = 2;
 
 /// Copies or converts a row from vector `first` on; the first vector of each thread has been loaded.
 #[cube]
@@ -137,7 +133,7 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     per_head: u32,
     per_half: u32,
     rotated: u32,
-    #[comptime] style: u32,
+    #[comptime] style: Style,
 ) {
     let width = comptime!(N::value() as u32);
     // Rows: every head of every token of the keys, then of the values.
@@ -162,7 +158,7 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
         if row < 2 * per_side && lane < v_side.length {
             loaded[0] = v[v_source + lane as usize];
         }
-    } else if comptime!(style == PLAIN) {
+    } else if comptime!(style == Style::Plain) {
         if lane < k_side.length {
             loaded[0] = k[k_source + lane as usize];
         }
@@ -176,10 +172,10 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     }
 
     let sines = comptime!(MAX_PAIRS * (THREADS / PER_ROW));
-    let room = comptime!(if style == PLAIN { 1 } else { 2 * sines });
+    let room = comptime!(if style == Style::Plain { 1 } else { 2 * sines });
     let mut turns = SharedMemory::<f32>::new(comptime!(room as usize));
     let first = row_of_block * MAX_PAIRS;
-    if comptime!(style != PLAIN) {
+    if comptime!(style != Style::Plain) {
         if row < per_side && k_side.length > 0 {
             let position = i64::cast_from(positions[token as usize]);
             let mut pair = lane;
@@ -217,7 +213,7 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
             store::<S, D, N, L, M>(v, v_pages, loaded[0], v_side.length, 0u32, v_source, target);
         } else {
             let target = target_of(k_side, place.page, place.slot, head);
-            if comptime!(style == PLAIN) {
+            if comptime!(style == Style::Plain) {
                 store::<S, D, N, L, M>(
                     k,
                     k_pages,
@@ -348,12 +344,7 @@ macro_rules! kernel {
     }};
 }
 
-fn kernel(
-    from: Dtype,
-    pages: Dtype,
-    (style, name): (u32, &str),
-    vectors: bool,
-) -> Result<Kernel, Error> {
+fn kernel(from: Dtype, pages: Dtype, style: Style, vectors: bool) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     let width = from.per_vector().min(pages.per_vector());
     let words = width * if from == Dtype::F32 { 4 } else { 2 } / 4;
@@ -364,17 +355,22 @@ fn kernel(
         (true, ..) => kernel!(b, S, D, Const<8>, u32, Const<4>, style),
     }));
     let width = if vectors { width } else { 1 };
-    let symbol = format!("kv_append_{name}_{}_{}x{width}", from.name(), pages.name());
+    let symbol = format!(
+        "kv_append_{}_{}_{}x{width}",
+        style_name(style),
+        from.name(),
+        pages.name()
+    );
     let choices = vec![
-        ("from", from as u32),
-        ("dtype", pages as u32),
-        ("style", style),
+        ("from", from.code()),
+        ("dtype", pages.code()),
+        ("style", style.code()),
         ("width", width),
         ("rows_per_block", THREADS / PER_ROW),
     ];
     let kernel = b.finish(symbol, choices, THREADS)?;
     Ok(match style {
-        PLAIN => kernel,
+        Style::Plain => kernel,
         // 64 registers for each thread.
         _ => kernel.for_blocks(1024 / THREADS),
     })
@@ -383,11 +379,11 @@ fn kernel(
 /// Every form: the dtype of new tokens by the cache's, by how keys are rotated, in vectors and by element.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for from in Dtype::ALL {
-        for pages in Dtype::ALL {
-            for style in [STYLES[0], STYLES[1], (PLAIN, "plain")] {
+    for from in Dtype::ALL.iter().copied() {
+        for pages in Dtype::ALL.iter().copied() {
+            for style in Style::ALL {
                 for vectors in [true, false] {
-                    kernels.push(kernel(from, pages, style, vectors)?);
+                    kernels.push(kernel(from, pages, *style, vectors)?);
                 }
             }
         }

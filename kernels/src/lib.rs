@@ -5,7 +5,7 @@
 //! | [`catalog`] | what is compiled: one image per operation, each with its kernels |
 //! | `rms_norm`, .. | the `#[cube]` kernels, one file per operation, and which of their forms are instantiated |
 //! | [`emit`] | expands kernels to CUDA C++, and tells how they are launched |
-//! | [`hopper`] | the kernels in CUDA C++ (`cuda/`), and what their images say of themselves |
+//! | [`family`] | the kernels in CUDA C++ (`cuda/`), and what their images say of themselves |
 //! | [`cubin`] | reads machine code |
 //! | [`nvcc`] | finds the compiler, compiles what changed, reads its resource report |
 //! | [`table`] | writes the Rust table of images that the library includes |
@@ -19,10 +19,11 @@ pub mod catalog;
 pub mod cubin;
 mod embedding;
 pub mod emit;
-pub mod hopper;
+pub mod family;
 mod kv_cache;
 mod linear;
 mod math;
+mod norm;
 pub mod nvcc;
 mod rms_norm;
 mod rope;
@@ -32,6 +33,8 @@ mod swiglu;
 pub mod table;
 
 use std::path::{Path, PathBuf};
+
+use family::FAMILIES;
 
 /// What goes wrong while images are made.
 #[derive(Debug, thiserror::Error)]
@@ -90,19 +93,20 @@ pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
     let compiler = nvcc::Compiler::find()?;
     let images = catalog::images()?;
     let mut units: Vec<_> = images.iter().map(|image| image.unit(&archs)).collect();
-    units.extend(hopper::units(&archs)?);
+    let mut of_families = Vec::with_capacity(FAMILIES.len());
+    for family in FAMILIES {
+        let of_family = family.units(&archs, &cache.join("include"))?;
+        of_families.push(of_family.len());
+        units.extend(of_family);
+    }
     let compiled = compiler.compile(&units, cache)?;
-    let (_, units) = units.split_at(images.len());
-    let (of_images, of_units) = compiled.split_at(images.len());
-    let exports = (units.iter().zip(of_units))
-        .map(|(unit, compiled)| hopper::exports(unit, compiled))
-        .collect::<Result<Vec<_>, _>>()?;
     let mut table = table::Table::new(out, &compiler, &archs);
-    for (image, compiled) in images.iter().zip(of_images) {
+    let mut results = units.iter().zip(&compiled);
+    for (image, (_, compiled)) in images.iter().zip(results.by_ref()) {
         table.image(image, compiled)?;
     }
-    for ((unit, compiled), exports) in units.iter().zip(of_units).zip(&exports) {
-        table.hopper_image(unit, compiled, exports)?;
+    for (family, count) in FAMILIES.iter().zip(of_families) {
+        table.family(family, results.by_ref().take(count))?;
     }
     table.finish()?;
     let usage: Vec<_> = compiled.into_iter().flat_map(|c| c.usage).collect();

@@ -7,43 +7,13 @@
 //! `rows` sums in one order whatever the threads: the elements of a vector, 32 vectors by halves, then the sums of these. So a row has
 //! the same bits alone as among many, although few rows get more threads.
 
+use contract::norm::Gains;
 use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+use crate::norm::*;
 use crate::rows::{self, Sizes, Strides, row_index, row_start};
-
-/// Threads per row, and 16-byte vectors per thread. Rows of a warp or less share a block; of two shapes for rows of one length, that of
-/// more threads is for few rows, which wait for nothing but memory, and the other for many, which fill it.
-const SHAPES: [(u32, u32); 15] = [
-    (8, 1),
-    (16, 1),
-    (32, 1),
-    (32, 2),
-    (128, 1),
-    (32, 4),
-    (256, 1),
-    (64, 4),
-    (512, 1),
-    (128, 4),
-    (512, 2),
-    (256, 4),
-    (1024, 2),
-    (512, 4),
-    (1024, 4),
-];
-
-/// Threads of a block whose rows need fewer.
-const MIN_BLOCK: u32 = 128;
-
-/// Threads of a block whose rows need so many.
-const fn block(threads: u32) -> u32 {
-    if threads < MIN_BLOCK {
-        MIN_BLOCK
-    } else {
-        threads
-    }
-}
 
 /// Where a row of each tensor begins.
 #[derive(CubeType, Clone, Copy)]
@@ -86,126 +56,7 @@ fn row_offsets(row: u32, s: Shape, #[comptime] has_residual: bool) -> RowOffsets
     }
 }
 
-/// The sum over the `threads` threads of a row, on each of them; the same on all. `sums` has a value per vector of the thread.
-#[cube]
-fn row_sum(sums: &mut Array<f32>, #[comptime] threads: u32, #[comptime] vectors: u32) -> f32 {
-    let lanes = comptime!(threads.min(32));
-    let lane = UNIT_POS_X % lanes;
-    // Of several values, each lane passes on the half that it does not keep: with bit 0 of its number set it keeps the odd ones, and so on.
-    let halvings = comptime!(vectors.ilog2());
-    #[unroll]
-    for step in 0..comptime!(lanes.ilog2()) {
-        let left = comptime!(if step < halvings {
-            vectors >> (step + 1)
-        } else {
-            0
-        });
-        if left > 0 {
-            let keeps_odd = (lane >> step) & 1u32 == 1u32;
-            #[unroll]
-            for k in 0..left {
-                let even = sums[comptime!(2 * k as usize)];
-                let odd = sums[comptime!(2 * k as usize + 1)];
-                let mut kept = even;
-                let mut passed = odd;
-                if keeps_odd {
-                    kept = odd;
-                    passed = even;
-                }
-                sums[k as usize] = kept + plane_shuffle_xor(passed, comptime!(1u32 << step));
-            }
-        } else {
-            let mine = sums[0];
-            sums[0] = mine + plane_shuffle_xor(mine, comptime!(1u32 << step));
-        }
-    }
-    if threads <= 32 && vectors == 1 {
-        sums[0]
-    } else {
-        // A part is what 32 lanes have in one vector each: lane k of a warp has the k-th of the warp's.
-        let warps = comptime!(threads.div_ceil(32));
-        let parts = comptime!(warps * vectors);
-        let rows = comptime!(block(threads) / threads);
-        let mut partial = SharedMemory::<f32>::new(comptime!((rows * parts) as usize));
-        let row = UNIT_POS_X / threads;
-        let warp = UNIT_POS_X % threads / 32;
-        if lane < vectors {
-            partial[(row * parts + lane * warps + warp) as usize] = sums[0];
-        }
-        sync_cube();
-        // Four sums at a time, which do not wait for each other.
-        let chains = comptime!(parts.min(4));
-        let mut totals = Array::<f32>::new(chains as usize);
-        #[unroll]
-        for part in 0..parts {
-            let value = partial[(row * parts + part) as usize];
-            if part < chains {
-                totals[part as usize] = value;
-            } else {
-                totals[comptime!((part % chains) as usize)] += value;
-            }
-        }
-        let mut sum = totals[0];
-        #[unroll]
-        for chain in 1..chains {
-            sum += totals[chain as usize];
-        }
-        sum
-    }
-}
-
-/// 16 bytes of a row.
-type Words = Vector<u32, Const<4>>;
-
-/// Their elements. What is loaded ahead stays words until then: elements of 16 bits would take a register each.
-#[cube]
-fn unpack<F: Float, N: Size>(words: Words) -> Vector<f32, N> {
-    Vector::cast_from(Vector::<F, N>::reinterpret(words))
-}
-
-/// The first words of a vector's gains. `kind`: 0 none, 1 like `x`, 2 f32, which fill as many vectors as `parts`.
-#[cube]
-fn load_gains(weight: &Array<Words>, kind: u32, i: u32, #[comptime] parts: u32) -> Words {
-    let mut at = i;
-    if kind == 2 {
-        at = i * parts;
-    }
-    weight[at as usize]
-}
-
-/// The gains of vector `i`, whose first words were loaded.
-#[cube]
-fn gains<F: Float, N: Size>(
-    first: Words,
-    weight: &Array<Words>,
-    kind: u32,
-    offset: f32,
-    i: u32,
-) -> Vector<f32, N> {
-    let parts = comptime!(N::value() / 4);
-    let mut gains = Vector::<f32, N>::new(1.0f32);
-    if kind == 1 {
-        gains = unpack::<F, N>(first) + Vector::new(offset);
-    }
-    if kind == 2 {
-        #[unroll]
-        for part in 0..parts {
-            let words = if part == 0 {
-                first
-            } else {
-                weight[i as usize * parts + part]
-            };
-            let g = Vector::<f32, Const<4>>::reinterpret(words);
-            #[unroll]
-            for j in 0..4usize {
-                gains[comptime!(part * 4 + j)] = g[j] + offset;
-            }
-        }
-    }
-    gains
-}
-
-/// `weight_kind`: 0 no gains (then `weight` is any memory of a row's size), 1 gains like `x`, 2 f32 gains.
+/// `weight_kind` is a [`Gains`]; without gains `weight` is any memory of a row's size.
 ///
 /// Grid: rows, in groups of as many as a block has threads for.
 #[cube]
@@ -229,14 +80,7 @@ fn rms_norm_rows<F: Float, N: Size>(
     let lane = UNIT_POS_X % threads;
     let mut row = CUBE_POS_X;
     let mut length = shape.length;
-    if comptime!(threads < MIN_BLOCK) {
-        row = CUBE_POS_X * comptime!(MIN_BLOCK / threads) + UNIT_POS_X / threads;
-        // A row past the last one reads that, and stores nothing.
-        if row >= shape.rows {
-            row = shape.rows - 1;
-            length = 0u32;
-        }
-    }
+    take_share(&mut row, &mut length, shape.rows, threads);
     let index = row_index(row, shape.sizes);
 
     // Everything is on its way before anything is waited for. Past a row's end its last vector is read again.
@@ -244,18 +88,18 @@ fn rms_norm_rows<F: Float, N: Size>(
     let mut residuals = Sequence::<Words>::new();
     let mut weights = Sequence::<Words>::new();
     let from = row_start(index, shape.x);
-    #[unroll]
-    for k in 0..vectors {
-        let i = min(lane + k * threads, shape.length - 1u32);
-        xs.push(x[from + i as usize]);
-    }
+    load_row(x, from, lane, shape.length, &mut xs, threads, vectors);
     if has_residual {
         let from = row_start(index, shape.residual);
-        #[unroll]
-        for k in 0..vectors {
-            let i = min(lane + k * threads, shape.length - 1u32);
-            residuals.push(residual[from + i as usize]);
-        }
+        load_row(
+            residual,
+            from,
+            lane,
+            shape.length,
+            &mut residuals,
+            threads,
+            vectors,
+        );
     }
     // Of many vectors the gains come later: registers for them would be missing for rows at a time.
     let early = comptime!(vectors <= 2);
@@ -319,7 +163,7 @@ fn rms_norm_rows<F: Float, N: Size>(
     }
 }
 
-/// `weight_kind`: 0 no gains, otherwise gains of type `W`.
+/// `weight_kind` is a [`Gains`]; where there are any, they are of type `W`.
 #[cube]
 fn rms_norm_any<F: Float, W: Float>(
     x: &Array<F>,
@@ -335,12 +179,7 @@ fn rms_norm_any<F: Float, W: Float>(
     #[comptime] has_residual: bool,
     #[comptime] threads: u32,
 ) {
-    let rows_per_block = comptime!(if threads < MIN_BLOCK {
-        MIN_BLOCK / threads
-    } else {
-        1
-    });
-    let row = CUBE_POS_X * rows_per_block + UNIT_POS_X / threads;
+    let row = CUBE_POS_X * comptime!(rows_per_block(threads)) + UNIT_POS_X / threads;
     let mut length = shape.length;
     if row >= shape.rows {
         length = 0u32;
@@ -369,7 +208,7 @@ fn rms_norm_any<F: Float, W: Float>(
             residual_out[at.residual_out + i as usize] = F::cast_from(v);
         }
         let mut gain = 1.0f32;
-        if weight_kind != 0 {
+        if weight_kind != comptime!(Gains::None.code()) {
             gain = f32::cast_from(weight[i as usize]) + weight_offset;
         }
         out[at.out + i as usize] = F::cast_from(v * (gain * scale));
@@ -444,19 +283,18 @@ fn in_vectors(
         if has_residual { "_residual" } else { "" }
     );
     let choices = vec![
-        ("dtype", dtype as u32),
+        ("dtype", dtype.code()),
         // Gains are like x or f32, and known at run time.
         ("weight", 0),
         ("residual", u32::from(has_residual)),
         ("threads", threads),
         ("vectors", vectors),
     ];
-    let kernel = b.finish(name, choices, block(threads))?;
-    Ok(match (threads < MIN_BLOCK, vectors) {
-        // 64 registers for each thread.
-        (true, 4) => kernel.for_blocks(1024 / block(threads)),
-        _ => kernel,
-    })
+    Ok(bounded(
+        b.finish(name, choices, block(threads))?,
+        threads,
+        vectors,
+    ))
 }
 
 fn any(dtype: Dtype, weight: Dtype, has_residual: bool, threads: u32) -> Result<Kernel, Error> {
@@ -493,8 +331,8 @@ fn any(dtype: Dtype, weight: Dtype, has_residual: bool, threads: u32) -> Result<
         if has_residual { "_residual" } else { "" }
     );
     let choices = vec![
-        ("dtype", dtype as u32),
-        ("weight", weight as u32),
+        ("dtype", dtype.code()),
+        ("weight", weight.code()),
         ("residual", u32::from(has_residual)),
         ("threads", threads),
         ("vectors", 0),
@@ -505,12 +343,12 @@ fn any(dtype: Dtype, weight: Dtype, has_residual: bool, threads: u32) -> Result<
 /// Every form: dtype by residual by shape, and the general one by the dtype of gains as well.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for dtype in Dtype::ALL {
+    for dtype in Dtype::ALL.iter().copied() {
         for has_residual in [false, true] {
             for shape in SHAPES {
                 kernels.push(in_vectors(dtype, has_residual, shape)?);
             }
-            for weight in Dtype::ALL {
+            for weight in Dtype::ALL.iter().copied() {
                 for threads in [32, 256] {
                     kernels.push(any(dtype, weight, has_residual, threads)?);
                 }

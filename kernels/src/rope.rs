@@ -1,16 +1,13 @@
 //! Rotary position embedding of queries and keys in one launch: each block of a token computes its sines and cosines once, for all heads
 //! that it turns.
 
+use contract::rotation::{MAX_PAIRS, Positions, Style, THREADS};
 use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::rotation::{
-    AngleSource, MAX_PAIRS, STYLES, angle, angle_source, load_pairs, store_turned,
-};
+use crate::rotation::{AngleSource, angle, angle_source, load_pairs, store_turned, style_name};
 use crate::rows::{self, Divisor, divide};
-
-const THREADS: u32 = 128;
 
 /// Where heads of an input and its output lie, in vectors.
 #[derive(CubeType, Clone, Copy)]
@@ -75,7 +72,7 @@ fn rope<F: Float, N: Size, L: Scalar, M: Size>(
     per_half: u32,
     rotated: u32,
     passed: u32,
-    #[comptime] style: u32,
+    #[comptime] style: Style,
 ) {
     let width = comptime!(N::value() as u32);
     // Of all loads the one that the most work waits for.
@@ -102,9 +99,9 @@ fn rope<F: Float, N: Size, L: Scalar, M: Size>(
     }
 
     let at = batch as usize * position.batch + token as usize * position.token;
-    let stands = if position.kind == 0 {
+    let stands = if position.kind == comptime!(Positions::From.code()) {
         position.first + i64::cast_from(token)
-    } else if position.kind == 1 {
+    } else if position.kind == comptime!(Positions::I32.code()) {
         i64::cast_from(positions[at])
     } else {
         positions_i64[at]
@@ -179,7 +176,7 @@ fn load<L: Scalar, M: Size>(
     vector: u32,
     per_half: u32,
     #[comptime] width: u32,
-    #[comptime] style: u32,
+    #[comptime] style: Style,
 ) {
     if head < q_heads.count {
         let from = q_starts.from + head as usize * q_heads.in_head;
@@ -301,19 +298,18 @@ macro_rules! kernel {
     }};
 }
 
-fn kernel(dtype: Dtype, style: u32, name: &str, vectors: bool) -> Result<Kernel, Error> {
+fn kernel(dtype: Dtype, style: Style, vectors: bool) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     with_vector!(dtype, F, N => match vectors {
         true => kernel!(b, F, N, u32, Const<4>, style),
         false => kernel!(b, F, Const<1>, F, Const<1>, style),
     });
     let width = if vectors { dtype.per_vector() } else { 1 };
-    let symbol = format!("rope_{name}_{}x{width}", dtype.name());
+    let symbol = format!("rope_{}_{}x{width}", style_name(style), dtype.name());
     let choices = vec![
-        ("dtype", dtype as u32),
-        ("style", style),
+        ("dtype", dtype.code()),
+        ("style", style.code()),
         ("width", width),
-        ("max_pairs", MAX_PAIRS),
     ];
     b.finish(symbol, choices, THREADS)
 }
@@ -321,10 +317,10 @@ fn kernel(dtype: Dtype, style: u32, name: &str, vectors: bool) -> Result<Kernel,
 /// Every form: dtype by style, in vectors and by element.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for dtype in Dtype::ALL {
-        for (style, name) in STYLES {
+    for dtype in Dtype::ALL.iter().copied() {
+        for style in [Style::HalfSplit, Style::Interleaved] {
             for vectors in [true, false] {
-                kernels.push(kernel(dtype, style, name, vectors)?);
+                kernels.push(kernel(dtype, style, vectors)?);
             }
         }
     }

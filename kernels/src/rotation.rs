@@ -1,22 +1,24 @@
 //! Which angle each pair of components turns by, and the turn: what RoPE and a KV cache that rotates keys have in common, to the bit.
 
+use contract::rotation::{Angles, Style};
 use cubecl::prelude::*;
 
 use crate::emit::{Builder, ScalarType};
 use crate::math;
 
-/// Pairs of components that a launch has frequencies for.
-pub(crate) const MAX_PAIRS: u32 = 256;
-
-/// The library's `Style` discriminants.
-pub(crate) const HALF_SPLIT: u32 = 0;
-/// Styles and their names in symbols.
-pub(crate) const STYLES: [(u32, &str); 2] = [(HALF_SPLIT, "half_split"), (1, "interleaved")];
+/// A style's name in symbols.
+pub(crate) fn style_name(style: Style) -> &'static str {
+    match style {
+        Style::HalfSplit => "half_split",
+        Style::Interleaved => "interleaved",
+        Style::Plain => "plain",
+    }
+}
 
 /// Where angles come from.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct AngleSource {
-    /// 0: position times frequency; 1: the same, frequencies divided by factors; 2: a table.
+    /// An [`Angles`].
     pub kind: u32,
     pub pairs: u32,
     pub scale: f32,
@@ -42,7 +44,7 @@ pub(crate) fn angle(
     let i = pair as usize;
     let mut cos = math::nan();
     let mut sin = math::nan();
-    if source.kind == 2 {
+    if source.kind == comptime!(Angles::Table.code()) {
         // A negative position is a great one without its sign.
         let row = usize::cast_from(position);
         if row < source.table_rows {
@@ -51,7 +53,7 @@ pub(crate) fn angle(
         }
     } else {
         let mut of_pair = frequency;
-        if source.kind == 1 {
+        if source.kind == comptime!(Angles::Factors.code()) {
             of_pair /= factors[i];
         }
         let turned = math::sin_cos(f32::cast_from(position) * of_pair);
@@ -86,9 +88,9 @@ pub(crate) fn load_pairs<L: Scalar, M: Size>(
     vector: u32,
     per_half: u32,
     #[comptime] width: u32,
-    #[comptime] style: u32,
+    #[comptime] style: Style,
 ) {
-    if style == HALF_SPLIT {
+    if comptime!(style == Style::HalfSplit) {
         let at = from + vector as usize;
         pairs[0] = x[at];
         pairs[1] = x[at + per_half as usize];
@@ -113,11 +115,11 @@ pub(crate) fn store_turned<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     first: u32,
     turns: &SharedMemory<f32>,
     #[comptime] sines: u32,
-    #[comptime] style: u32,
+    #[comptime] style: Style,
 ) {
     let width = comptime!(N::value() as u32);
     let a = Vector::<f32, N>::cast_from(Vector::<S, N>::reinterpret(pairs[0]));
-    if style == HALF_SPLIT {
+    if comptime!(style == Style::HalfSplit) {
         let b = Vector::<f32, N>::cast_from(Vector::<S, N>::reinterpret(pairs[1]));
         let mut turned_a = Vector::<f32, N>::zeroed();
         let mut turned_b = Vector::<f32, N>::zeroed();

@@ -1,6 +1,7 @@
 //! Gated activations: `act(gate) * up`, in f32. A thread has one vector of each: what the GPU has in flight comes from its many threads,
 //! and few rows spread over more of it.
 
+use contract::Activation;
 use cubecl::prelude::*;
 
 use crate::Error;
@@ -12,15 +13,12 @@ const THREADS: u32 = 128;
 /// Elements of each input that a thread loads before it computes, where it cannot load vectors.
 const UNROLL: u32 = 4;
 
-/// The library's `Activation` discriminants.
-const ACTIVATIONS: [(u32, &str); 3] = [(0, "silu"), (1, "gelu"), (2, "gelu_tanh")];
-
 /// The gate's function.
 #[cube]
-pub(crate) fn activate(x: f32, #[comptime] activation: u32) -> f32 {
-    if activation == 0 {
+pub(crate) fn activate(x: f32, #[comptime] activation: Activation) -> f32 {
+    if comptime!(activation == Activation::Silu) {
         x * math::logistic(x)
-    } else if activation == 1 {
+    } else if comptime!(activation == Activation::Gelu) {
         x * math::normal_cdf(x)
     } else {
         // (1 + tanh(u)) / 2 is the logistic function of 2u; the factor is 2 √(2/π).
@@ -31,10 +29,10 @@ pub(crate) fn activate(x: f32, #[comptime] activation: u32) -> f32 {
 
 /// [`activate`] with the cheaper exponential that 16 bits allow.
 #[cube]
-fn activate_for_16_bits(x: f32, #[comptime] activation: u32) -> f32 {
-    if activation == 0 {
+fn activate_for_16_bits(x: f32, #[comptime] activation: Activation) -> f32 {
+    if comptime!(activation == Activation::Silu) {
         x * math::logistic_for_16_bits(x)
-    } else if activation == 1 {
+    } else if comptime!(activation == Activation::Gelu) {
         x * math::normal_cdf(x)
     } else {
         let u = 1.595_769_f32 * fma(0.044_715f32 * x * x, x, x);
@@ -46,7 +44,7 @@ fn activate_for_16_bits(x: f32, #[comptime] activation: u32) -> f32 {
 fn gated<F: Float, N: Size>(
     gate: Vector<F, N>,
     up: Vector<F, N>,
-    #[comptime] activation: u32,
+    #[comptime] activation: Activation,
     #[comptime] narrow: bool,
 ) -> Vector<F, N> {
     let g = Vector::<f32, N>::cast_from(gate);
@@ -74,7 +72,7 @@ fn swiglu<F: Float, N: Size>(
     gate_strides: Strides,
     up_strides: Strides,
     out_strides: Strides,
-    #[comptime] activation: u32,
+    #[comptime] activation: Activation,
     #[comptime] narrow: bool,
     #[comptime] unroll: u32,
 ) {
@@ -148,7 +146,7 @@ macro_rules! kernel {
     }};
 }
 
-fn kernel(dtype: Dtype, activation: u32, name: &str, vectors: bool) -> Result<Kernel, Error> {
+fn kernel(dtype: Dtype, activation: Activation, vectors: bool) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     let narrow = dtype != Dtype::F32;
     let unroll = if vectors { 1 } else { UNROLL };
@@ -157,10 +155,15 @@ fn kernel(dtype: Dtype, activation: u32, name: &str, vectors: bool) -> Result<Ke
         false => kernel!(b, F, Const<1>, activation, narrow, unroll),
     });
     let width = if vectors { dtype.per_vector() } else { 1 };
+    let name = match activation {
+        Activation::Silu => "silu",
+        Activation::Gelu => "gelu",
+        Activation::GeluTanh => "gelu_tanh",
+    };
     let symbol = format!("swiglu_{name}_{}x{width}", dtype.name());
     let choices = vec![
-        ("dtype", dtype as u32),
-        ("activation", activation),
+        ("dtype", dtype.code()),
+        ("activation", activation.code()),
         ("width", width),
         ("per_block", THREADS * unroll),
     ];
@@ -170,10 +173,10 @@ fn kernel(dtype: Dtype, activation: u32, name: &str, vectors: bool) -> Result<Ke
 /// Every form: dtype by activation, in vectors and by element.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for dtype in Dtype::ALL {
-        for (activation, name) in ACTIVATIONS {
+    for dtype in Dtype::ALL.iter().copied() {
+        for activation in Activation::ALL {
             for vectors in [true, false] {
-                kernels.push(kernel(dtype, activation, name, vectors)?);
+                kernels.push(kernel(dtype, *activation, vectors)?);
             }
         }
     }

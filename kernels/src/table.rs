@@ -2,12 +2,13 @@
 
 use std::fmt::Write;
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
 
 use crate::Error;
 use crate::catalog::Image;
 use crate::emit::{Arguments, Choice, Kernel};
-use crate::hopper::Exports;
+use crate::family::Family;
 use crate::nvcc::{Architecture, Compiled, Compiler, Unit};
 
 /// The text of `kernels.rs` as it grows; the images are written beside it.
@@ -17,11 +18,6 @@ pub struct Table<'a> {
     images: String,
     num_images: usize,
     arguments: String,
-    /// Of the Hopper kernels' argument; the same for all.
-    layout: Vec<u32>,
-    first_hopper: Option<usize>,
-    /// Of the Hopper kernels, one after the other.
-    hopper_choices: Vec<Vec<Choice>>,
 }
 
 impl<'a> Table<'a> {
@@ -54,9 +50,6 @@ impl<'a> Table<'a> {
             images: String::new(),
             num_images: 0,
             arguments: String::new(),
-            layout: Vec::new(),
-            first_hopper: None,
-            hopper_choices: Vec::new(),
         }
     }
 
@@ -74,45 +67,58 @@ impl<'a> Table<'a> {
                 });
             }
             let all: Vec<_> = image.kernels.iter().map(|k| k.choices.clone()).collect();
-            let choices = choices(image.name, &all)?;
-            arguments(
-                &mut self.arguments,
-                self.num_images,
-                image.name,
-                &first.arguments,
-                &choices,
-            );
+            let names: Vec<_> = first.choices.iter().map(|(name, _)| *name).collect();
+            let choices = choices(image.name, &names, &all)?;
+            let index = self.num_images;
+            let module = self::module(&arguments(index, image.name, &first.arguments, choices));
+            self.arguments.push_str(&module);
         }
         let kernels = image.kernels.iter();
         let infos = kernels.map(|k| describe(&k.name, k.block, k.shared_bytes));
         self.add(image.name, compiled, "None", infos)
     }
 
-    /// Adds an image of Hopper kernels.
+    /// Adds a family with its images, if it has any here.
     ///
     /// # Errors
-    /// A file cannot be written, or their argument is laid out otherwise than before.
-    pub fn hopper_image(
+    /// A file cannot be written, or an image is not what the family promises.
+    pub fn family<'b>(
         &mut self,
-        unit: &Unit,
-        compiled: &Compiled,
-        exports: &Exports,
+        family: &Family,
+        images: impl Iterator<Item = (&'b Unit, &'b Compiled)>,
     ) -> Result<(), Error> {
-        if self.first_hopper.is_none() {
-            self.first_hopper = Some(self.num_images);
-            self.layout.clone_from(&exports.layout);
+        let first = self.num_images;
+        let (number, _) = family.architecture;
+        let capability = format!("Some(({}, {}))", number / 10, number % 10);
+        let mut all = Vec::new();
+        for (unit, compiled) in images {
+            let kernels = family.exports(&unit.name, compiled)?;
+            all.extend(kernels.iter().map(|kernel| kernel.choices.clone()));
+            let infos = kernels
+                .iter()
+                .map(|k| describe(&k.name, [k.threads, 1, 1], k.shared_bytes as usize));
+            self.add(&unit.name, compiled, &capability, infos)?;
         }
-        if self.layout != exports.layout {
-            return Err(Error::Exports {
-                image: unit.name.clone(),
-                reason: "its layout differs from that of the others".into(),
-            });
+        let names: Vec<_> = family.choices.iter().map(|(name, _)| *name).collect();
+        let mut fields = Fields::default();
+        let (offsets, size) = family.layout();
+        let mut asserts = format!("    const _: () = assert!(size_of::<Arguments>() == {size});\n");
+        for (field, offset) in family.arguments.iter().zip(offsets) {
+            let (ty, zero) = field.ty.rust();
+            fields.push(field.name, ty, zero);
+            let name = field.name;
+            let assert = format!("std::mem::offset_of!(Arguments, {name}) == {offset}");
+            let _ = writeln!(asserts, "    const _: () = assert!({assert});");
         }
-        let kernels = exports.kernels.iter();
-        self.hopper_choices
-            .extend(kernels.clone().map(|k| k.choices.clone()));
-        let infos = kernels.map(|k| describe(&k.name, [k.threads, 1, 1], k.shared_bytes as usize));
-        self.add(&unit.name, compiled, "Some((9, 0))", infos)
+        self.arguments.push_str(&module(&Module {
+            name: family.name,
+            images: first..self.num_images,
+            fields,
+            asserts,
+            parameters: vec![0],
+            choices: choices(family.name, &names, &all)?,
+        }));
+        Ok(())
     }
 
     fn add(
@@ -146,29 +152,9 @@ impl<'a> Table<'a> {
     /// # Errors
     /// It cannot be written.
     pub fn finish(self) -> Result<(), Error> {
-        let first = self.first_hopper.unwrap_or(self.num_images);
-        // Without images there is nothing to tell apart, but the names have to be there.
-        let names = crate::hopper::CHOICES.map(|name| (name, 0)).to_vec();
-        let choices = match self.hopper_choices.as_slice() {
-            [] => choices("attention_forward", &[names])?.without_values(),
-            all => choices("attention_forward", all)?,
-        };
         let text = format!(
-            "{}/// Every image.\npub static IMAGES: [Image; {count}] = [\n{}];\n{}\n\
-             /// The Hopper attention kernels, if there are any.\n\
-             pub mod attention_forward {{\n    \
-                 /// Where their images are in [`IMAGES`](super::IMAGES).\n    \
-                 pub const IMAGES: std::ops::Range<usize> = {first}..{count};\n    \
-                 /// The size of their argument, then the offset of each field.\n    \
-                 pub const LAYOUT: &[u32] = &{:?};\n\
-                 {}\
-             }}\n",
-            self.header,
-            self.images,
-            self.arguments,
-            self.layout,
-            choices.declared,
-            count = self.num_images,
+            "{}/// Every image.\npub static IMAGES: [Image; {}] = [\n{}];\n{}",
+            self.header, self.num_images, self.images, self.arguments,
         );
         crate::write(&self.out.join("kernels.rs"), text.as_bytes())
     }
@@ -178,39 +164,25 @@ fn describe(name: &str, block: [u32; 3], shared_bytes: usize) -> String {
     format!("KernelInfo {{ name: c{name:?}, block: {block:?}, shared_bytes: {shared_bytes} }}")
 }
 
-/// Rust that declares what tells an image's kernels apart.
-struct Choices {
-    declared: String,
-}
-
-impl Choices {
-    /// The names alone.
-    fn without_values(self) -> Choices {
-        let names = self.declared.split("    /// Of every kernel").next();
-        let declared =
-            names.unwrap_or_default().to_string() + "    pub const CHOICES: &[Choices] = &[];\n";
-        Choices { declared }
-    }
-}
-
-/// A struct of the choices' names, and its value for every kernel.
-fn choices(image: &str, kernels: &[Vec<Choice>]) -> Result<Choices, Error> {
-    let names = |choices: &[Choice]| choices.iter().map(|(name, _)| *name).collect::<Vec<_>>();
-    let first = kernels
-        .first()
-        .map(|choices| names(choices))
-        .unwrap_or_default();
-    if let Some(odd) = kernels.iter().find(|choices| names(choices) != first) {
+/// Rust that declares what tells kernels apart: a struct of the choices' names, and its value for every kernel.
+fn choices(image: &str, names: &[&str], kernels: &[Vec<Choice>]) -> Result<String, Error> {
+    let has_names = |choices: &[Choice]| {
+        choices
+            .iter()
+            .map(|(name, _)| *name)
+            .eq(names.iter().copied())
+    };
+    if let Some(odd) = kernels.iter().find(|choices| !has_names(choices)) {
         return Err(Error::Exports {
             image: image.into(),
-            reason: format!("choices {odd:?} have other names than {first:?}"),
+            reason: format!("choices {odd:?} have other names than {names:?}"),
         });
     }
     let mut declared = String::from(
         "    /// What tells kernels apart.\n    #[derive(Clone, Copy, Debug, PartialEq, Eq)]\n    \
          #[allow(dead_code)]\n    pub struct Choices {\n",
     );
-    for name in &first {
+    for name in names {
         let _ = writeln!(declared, "        pub {name}: u32,");
     }
     declared.push_str(
@@ -225,7 +197,7 @@ fn choices(image: &str, kernels: &[Vec<Choice>]) -> Result<Choices, Error> {
         let _ = writeln!(declared, "        Choices {{ {values} }},");
     }
     declared.push_str("    ];\n");
-    Ok(Choices { declared })
+    Ok(declared)
 }
 
 /// A struct's fields and the expression of its zero value.
@@ -242,13 +214,61 @@ impl Fields {
     }
 }
 
-fn arguments(
-    text: &mut String,
+/// What `kernels.rs` says of kernels with the same arguments.
+struct Module<'a> {
+    name: &'a str,
+    /// Where their images are.
+    images: Range<usize>,
+    fields: Fields,
+    /// Of the struct's layout.
+    asserts: String,
+    /// Where each parameter begins.
+    parameters: Vec<usize>,
+    /// Rust that declares what tells them apart.
+    choices: String,
+}
+
+fn module(module: &Module<'_>) -> String {
+    let Module {
+        name,
+        images,
+        fields: Fields { declared, zero },
+        asserts,
+        parameters,
+        choices,
+    } = module;
+    format!(
+        "\n/// The arguments of `{name}`.\n\
+         pub mod {name} {{\n    \
+             /// As the kernels take them.\n    \
+             #[derive(Clone, Copy, Debug)]\n    \
+             #[repr(C)]\n    \
+             pub struct Arguments {{\n{declared}    }}\n\
+             {asserts}    \
+             impl Arguments {{\n        \
+                 /// All zero: what a caller leaves out, and gaps if there are any.\n        \
+                 #[allow(dead_code)]\n        \
+                 pub const ZERO: Arguments = Arguments {{\n{zero}        }};\n    \
+             }}\n    \
+             // SAFETY: laid out by what laid out the kernels' parameters.\n    \
+             unsafe impl super::Arguments for Arguments {{\n        \
+                 type Choices = Choices;\n        \
+                 const IMAGES: std::ops::Range<usize> = {images:?};\n        \
+                 const CHOICES: &[Choices] = CHOICES;\n        \
+                 const PARAMETERS: &[usize] = &{parameters:?};\n    \
+             }}\n\
+             {choices}\
+         }}\n"
+    )
+}
+
+/// Of CubeCL's kernels: pointers, then scalars as the kernels unpack them, then an array if there is one.
+fn arguments<'a>(
     index: usize,
-    image: &str,
+    name: &'a str,
     arguments: &Arguments,
-    choices: &Choices,
-) {
+    choices: String,
+) -> Module<'a> {
     let mut fields = Fields::default();
     for buffer in &arguments.buffers {
         fields.push(buffer, "u64", "0");
@@ -279,30 +299,12 @@ fn arguments(
     if let Some((name, len)) = arguments.by_value {
         fields.push(name, &format!("[f32; {len}]"), &format!("[0.0; {len}]"));
     }
-    let Fields { declared, zero } = fields;
-    let (choices, end) = (&choices.declared, index + 1);
-    let _ = writeln!(
-        text,
-        "\n/// The arguments of `{image}`.\n\
-         pub mod {image} {{\n    \
-             /// Pointers, then scalars as the kernels unpack them, then an array if there is one.\n    \
-             #[derive(Clone, Copy, Debug)]\n    \
-             #[repr(C)]\n    \
-             pub struct Arguments {{\n{declared}    }}\n    \
-             const _: () = assert!(size_of::<Arguments>() == {size});\n    \
-             impl Arguments {{\n        \
-                 /// All zero: what a caller leaves out, and gaps if there are any.\n        \
-                 #[allow(dead_code)]\n        \
-                 pub const ZERO: Arguments = Arguments {{\n{zero}        }};\n    \
-             }}\n    \
-             // SAFETY: laid out by what laid out the kernels' parameters.\n    \
-             unsafe impl super::Arguments for Arguments {{\n        \
-                 type Choices = Choices;\n        \
-                 const IMAGES: std::ops::Range<usize> = {index}..{end};\n        \
-                 const CHOICES: &[Choices] = CHOICES;\n        \
-                 const PARAMETERS: &[usize] = &{parameters:?};\n    \
-             }}\n\
-             {choices}\
-         }}"
-    );
+    Module {
+        name,
+        images: index..index + 1,
+        fields,
+        asserts: format!("    const _: () = assert!(size_of::<Arguments>() == {size});\n"),
+        parameters,
+        choices,
+    }
 }

@@ -64,9 +64,10 @@ fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         let per_block = kernel.choices.per_block as usize;
         Ok((kernel, length.div_ceil(per_block)))
     };
-    let (mut kernel, mut blocks_per_row) = shared_out(1)?;
+    let [thin, many] = contract::argmax::UNROLLS;
+    let (mut kernel, mut blocks_per_row) = shared_out(thin)?;
     if num_rows.saturating_mul(blocks_per_row) > THIN {
-        (kernel, blocks_per_row) = shared_out(4)?;
+        (kernel, blocks_per_row) = shared_out(many)?;
         blocks_per_row = blocks_per_row.min(FULL / num_rows).max(1);
     }
     let divisor = Divisor::new(blocks_per_row);

@@ -18,6 +18,16 @@ pub(crate) struct Image {
 #[repr(C, align(64))]
 pub(crate) struct Aligned<T: ?Sized>(pub T);
 
+/// A `CUtensorMap`, which kernels take by value.
+#[repr(C, align(128))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TensorMap(pub [u64; 16]);
+
+impl TensorMap {
+    /// What no kernel uses.
+    pub const ZERO: TensorMap = TensorMap([0; 16]);
+}
+
 /// A kernel and how it is launched.
 #[derive(Debug)]
 pub(crate) struct KernelInfo {

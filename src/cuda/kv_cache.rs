@@ -1,11 +1,13 @@
 //! The KV cache's work on the GPU.
 
+use contract::rotation::Style;
+
 use super::device::Resources;
 use super::images::kv_append::Arguments;
 use super::rotation::{self, Rotation};
 use super::rows::Divisor;
 use super::table::Table;
-use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use super::{Cuda, Run, VECTOR, check_blocks, codes, is_aligned};
 use crate::backend::{CopyKind, Device, Stream};
 use crate::error::Result;
 use crate::problem::kv_cache::{Append, CopyPages};
@@ -15,9 +17,6 @@ const OP: &str = "kv_cache_append";
 
 /// By dtype of the new tokens, dtype of the cache, style of rotation, and elements per access.
 pub(super) type Kernels = Table<Arguments, 4>;
-
-/// The style of kernels that do not rotate; the others are RoPE's.
-const PLAIN: u32 = 2;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Kernels::new(OP, resources, |c| [c.from, c.dtype, c.style, c.width])
@@ -68,7 +67,9 @@ fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
             && (!values || in_vectors(&p.v, &p.v_pages, vector))
             && rotation.is_none_or(|r| rotation::fits(r, head_dim, vector));
         let width = if fits { vector } else { 1 };
-        let style = rotation.map_or(PLAIN, |r| r.style as u32);
+        let style = rotation
+            .map_or(Style::Plain, |r| codes::style(r.style))
+            .code();
         let choices = [dtype as u32, p.k_pages.dtype as u32, style, width as u32];
         let kernel = cuda.kv_append.get(choices)?;
         // Rows are counted in 31 bits.

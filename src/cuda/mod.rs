@@ -7,6 +7,7 @@
 pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod cast;
+mod codes;
 mod cublaslt;
 mod device;
 mod driver;

@@ -2,6 +2,8 @@
 
 use std::cmp::Reverse;
 
+use contract::norm::Gains;
+
 use super::device::{Kernel, Resources};
 use super::images::rms_norm::Arguments;
 use super::rows::{Launch, Rows};
@@ -196,9 +198,9 @@ fn arguments(p: &Problem, launch: &Launch<4>, width: usize) -> Arguments {
     };
     let (weight, weight_kind) = match &p.weight {
         // Read, in the place of gains, and not used.
-        None => (at(&p.x, 0), 0),
-        Some(w) if w.dtype == p.x.dtype => (w.ptr.addr() as u64, 1),
-        Some(w) => (w.ptr.addr() as u64, 2),
+        None => (at(&p.x, 0), Gains::None),
+        Some(w) if w.dtype == p.x.dtype => (w.ptr.addr() as u64, Gains::LikeX),
+        Some(w) => (w.ptr.addr() as u64, Gains::F32),
     };
     let [size_1, size_2] = launch.divisors();
     Arguments {
@@ -227,7 +229,7 @@ fn arguments(p: &Problem, launch: &Launch<4>, width: usize) -> Arguments {
         residual_out_0: stride(0, 3),
         residual_out_1: stride(1, 3),
         residual_out_2: stride(2, 3),
-        weight_kind,
+        weight_kind: weight_kind.code(),
         weight_offset: p.weight_offset,
         epsilon: p.epsilon,
         inverse_length: 1.0 / dim(p) as f32,

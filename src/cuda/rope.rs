@@ -1,11 +1,13 @@
 //! RoPE on the GPU.
 
+use contract::rotation::Positions;
+
 use super::device::Resources;
 use super::images::rope::Arguments;
 use super::rotation::{self, Rotation};
 use super::rows::Divisor;
 use super::table::Table;
-use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use super::{Cuda, Run, VECTOR, check_blocks, codes, is_aligned};
 use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -13,9 +15,6 @@ use crate::problem::rope::{PositionSource, Problem};
 use crate::tensor::RawTensor;
 
 const OP: &str = "rope";
-
-/// Threads of a block.
-const THREADS: usize = 128;
 
 /// By dtype, style and elements per access.
 pub(super) type Kernels = Table<Arguments, 3>;
@@ -90,10 +89,8 @@ fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         return Ok(());
     }
     let width = width(p, &shape);
-    let style = p.rotation.style;
-    let kernel = cuda
-        .rope
-        .get([shape.dtype as u32, style as u32, width as u32])?;
+    let style = codes::style(p.rotation.style).code();
+    let kernel = cuda.rope.get([shape.dtype as u32, style, width as u32])?;
     let rotation = Rotation::new(&p.rotation, p.inverse, width);
     let items = shape.num_heads * rotation.per_head as usize;
     let blocks_per_token = blocks_per_token(items);
@@ -106,7 +103,7 @@ fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
 
 /// Blocks that share the heads of a token: as many as have work, although each computes the token's angles. Nothing waits twice that way.
 fn blocks_per_token(items: usize) -> usize {
-    items.div_ceil(THREADS)
+    items.div_ceil(contract::rotation::THREADS as usize)
 }
 
 /// Elements per access: whole vectors where rows, and the parts of heads that are treated alike, consist of them.
@@ -155,9 +152,12 @@ fn arguments(
     let (q_heads, [q, q_out], [q_in, q_to]) = side(q);
     let (k_heads, [k, k_out], [k_in, k_to]) = side(k);
     let (position_kind, position_first, positions, position_strides) = match &p.positions {
-        PositionSource::From(first) => (0, *first, 0, [0; 2]),
+        PositionSource::From(first) => (Positions::From, *first, 0, [0; 2]),
         PositionSource::PerToken(t) => {
-            let kind = if t.dtype == DType::I64 { 2 } else { 1 };
+            let kind = match t.dtype {
+                DType::I64 => Positions::I64,
+                _ => Positions::I32,
+            };
             let stride = |dim: usize| t.layout.stride(dim) as u64;
             let strides = match t.layout.rank() {
                 2 => [stride(0), stride(1)],
@@ -202,7 +202,7 @@ fn arguments(
         k_out_batch: k_to[0],
         k_out_token: k_to[1],
         k_out_head: k_to[2],
-        position_kind,
+        position_kind: position_kind.code(),
         position_first,
         position_batch: position_strides[0],
         position_token: position_strides[1],

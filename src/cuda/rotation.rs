@@ -3,12 +3,14 @@
 
 use std::cell::RefCell;
 
+use contract::rotation::Angles as AngleCode;
+
 use crate::error::{Error, Result};
 use crate::problem::rope::{self as problem, Angles, Scaling, Style, scaled_frequencies};
 use crate::tensor::RawTensor;
 
 /// Pairs of components that fit a launch.
-const MAX_PAIRS: usize = 256;
+const MAX_PAIRS: usize = contract::rotation::MAX_PAIRS as usize;
 
 type Frequencies = [f32; MAX_PAIRS];
 
@@ -62,7 +64,7 @@ impl Rotation {
             (Style::Interleaved, _) => p.rotary_dim / width,
         };
         let mut rotation = Rotation {
-            kind: 0,
+            kind: AngleCode::Frequencies.code(),
             pairs: half as u32,
             scale: 1.0,
             direction: if inverse { -1.0 } else { 1.0 },
@@ -92,12 +94,12 @@ impl Rotation {
                     *attention_factor
                 };
                 if let Some(factors) = freq_factors {
-                    rotation.kind = 1;
+                    rotation.kind = AngleCode::Factors.code();
                     rotation.factors = address(factors);
                 }
             }
             Angles::Table { cos, sin } => {
-                rotation.kind = 2;
+                rotation.kind = AngleCode::Table.code();
                 rotation.cos_table = address(cos);
                 rotation.sin_table = address(sin);
                 rotation.table_rows = cos.layout.dim(0) as u64;

@@ -4,7 +4,7 @@ use super::device::Resources;
 use super::images::swiglu::Arguments;
 use super::rows::{Divisor, Rows};
 use super::table::Table;
-use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use super::{Cuda, Run, VECTOR, check_blocks, codes, is_aligned};
 use crate::backend::Stream;
 use crate::error::Result;
 use crate::problem::swiglu::Problem;
@@ -62,9 +62,10 @@ pub(super) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         true => vector,
         false => 1,
     };
+    let activation = codes::activation(p.activation).code();
     let kernel = cuda
         .swiglu
-        .get([p.gate.dtype as u32, p.activation as u32, width as u32])?;
+        .get([p.gate.dtype as u32, activation, width as u32])?;
     let length = length / width;
     let blocks_per_row = length.div_ceil(kernel.choices.per_block as usize);
     let divisor = Divisor::new(blocks_per_row);

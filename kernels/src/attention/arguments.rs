@@ -1,5 +1,7 @@
 //! What the attention kernels are told, and what they make of it: where sequences, rows and scores lie.
 
+use contract::Float as Dtype;
+pub use contract::attention::flag;
 use cubecl::prelude::*;
 
 use super::fragments::{Line, fast_exp};
@@ -43,13 +45,13 @@ scalars! { Args, ArgsExpand {
     rows: u32,
     head_dim: u32,
     head_dim_v: u32,
-    /// Keys seen up to and with a query's own, and from it on. At most 2³⁰.
+    /// Keys seen up to and with a query's own, and from it on. At most `contract::attention::NO_LIMIT`.
     window_left: u32,
     window_right: u32,
-    /// Of `flag`.
+    /// Of [`flag`].
     flags: u32,
     page_log2: u32,
-    /// A dtype of `emit::Dtype`, or 0 for no bias.
+    /// A `contract::Float`, or 0 for no bias.
     bias_dtype: u32,
     /// Strides of q, k, v and out in units of the kernel's buffers: lines of eight elements, or elements.
     q_outer: u64,
@@ -79,20 +81,6 @@ scalars! { Args, ArgsExpand {
     mask_key: u64,
     alibi_outer: u64,
 } }
-
-/// Which arguments are given, and what is asked for.
-pub mod flag {
-    pub const CU_SEQLENS_Q: u32 = 1;
-    pub const CU_SEQLENS_K: u32 = 2;
-    pub const SEQ_LENS_K: u32 = 4;
-    pub const PAGED: u32 = 8;
-    pub const LSE: u32 = 16;
-    pub const SINKS: u32 = 32;
-    pub const MASK: u32 = 64;
-    pub const ALIBI: u32 = 128;
-    /// The output is f32 whatever the queries are.
-    pub const OUT_F32: u32 = 256;
-}
 
 #[cube]
 pub fn has(args: &Args, #[comptime] flag: u32) -> bool {
@@ -338,9 +326,9 @@ pub fn adjusted(
     let key64 = u64::cast_from(key);
     if args.bias_dtype != 0u32 {
         let at = (row.bias + key64 * args.bias_key) as usize;
-        if args.bias_dtype == 1u32 {
+        if args.bias_dtype == comptime!(Dtype::F32.code()) {
             s += buffers.bias_f32[at];
-        } else if args.bias_dtype == 2u32 {
+        } else if args.bias_dtype == comptime!(Dtype::F16.code()) {
             s += f32::cast_from(buffers.bias_f16[at]);
         } else {
             s += f32::cast_from(buffers.bias_bf16[at]);

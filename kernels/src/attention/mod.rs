@@ -43,6 +43,7 @@
     clippy::manual_is_multiple_of
 )]
 
+use contract::attention::Kind;
 use cubecl::prelude::*;
 
 use crate::Error;
@@ -82,13 +83,6 @@ macro_rules! with_half {
     };
 }
 
-/// Which kernel it is, as the choice `kind`.
-pub mod kind {
-    pub const FORWARD: u32 = 0;
-    pub const DECODE: u32 = 1;
-    pub const SIMT: u32 = 2;
-}
-
 const HALVES: [Dtype; 2] = [Dtype::F16, Dtype::Bf16];
 
 pub fn forward_kernel(dtype: Dtype, config: forward::Config) -> Result<Kernel, Error> {
@@ -107,9 +101,9 @@ pub fn forward_kernel(dtype: Dtype, config: forward::Config) -> Result<Kernel, E
         if config.scores { "_scores" } else { "" }
     );
     let choices = vec![
-        ("kind", kind::FORWARD),
-        ("dtype", dtype as u32),
-        ("kv_dtype", dtype as u32),
+        ("kind", Kind::Forward.code()),
+        ("dtype", dtype.code()),
+        ("kv_dtype", dtype.code()),
         ("head_dim", config.head_dim),
         ("scores", u32::from(config.scores)),
         ("width", 8),
@@ -145,9 +139,9 @@ pub fn forward_f32_kernel(config: forward_f32::Config) -> Result<Kernel, Error> 
         if config.scores { "_scores" } else { "" }
     );
     let choices = vec![
-        ("kind", kind::FORWARD),
-        ("dtype", Dtype::F32 as u32),
-        ("kv_dtype", Dtype::F32 as u32),
+        ("kind", Kind::Forward.code()),
+        ("dtype", Dtype::F32.code()),
+        ("kv_dtype", Dtype::F32.code()),
         ("head_dim", config.head_dim),
         ("scores", u32::from(config.scores)),
         ("width", 4),
@@ -178,9 +172,9 @@ pub fn decode_kernel(dtype: Dtype, config: decode::Config) -> Result<Kernel, Err
         if config.scores { "_scores" } else { "" }
     );
     let choices = vec![
-        ("kind", kind::DECODE),
-        ("dtype", dtype as u32),
-        ("kv_dtype", dtype as u32),
+        ("kind", Kind::Decode.code()),
+        ("dtype", dtype.code()),
+        ("kv_dtype", dtype.code()),
         ("head_dim", config.head_dim),
         ("scores", u32::from(config.scores)),
         ("width", 8),
@@ -205,9 +199,9 @@ pub fn simt_kernel(dtype: Dtype, kv_dtype: Dtype, width: u32) -> Result<Kernel, 
         kv_dtype.name()
     );
     let choices = vec![
-        ("kind", kind::SIMT),
-        ("dtype", dtype as u32),
-        ("kv_dtype", kv_dtype as u32),
+        ("kind", Kind::Simt.code()),
+        ("dtype", dtype.code()),
+        ("kv_dtype", kv_dtype.code()),
         ("head_dim", simt::HEAD_DIM),
         ("scores", 1),
         ("width", width),
@@ -263,7 +257,7 @@ pub fn combine_kernel(dtype: Dtype) -> Result<Kernel, Error> {
     });
     b.finish(
         format!("attention_combine_{}", dtype.name()),
-        vec![("dtype", dtype as u32)],
+        vec![("dtype", dtype.code())],
         combine::PLANES * 32,
     )
 }
@@ -330,8 +324,8 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
         });
     }
     kernels.push(simt_kernel(Dtype::F32, Dtype::F32, 4)?);
-    for dtype in Dtype::ALL {
-        for kv_dtype in Dtype::ALL {
+    for dtype in Dtype::ALL.iter().copied() {
+        for kv_dtype in Dtype::ALL.iter().copied() {
             kernels.push(simt_kernel(dtype, kv_dtype, 1)?);
         }
     }
@@ -340,7 +334,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
 
 /// One per output dtype.
 pub fn combine_kernels() -> Result<Vec<Kernel>, Error> {
-    Dtype::ALL.into_iter().map(combine_kernel).collect()
+    Dtype::ALL.iter().copied().map(combine_kernel).collect()
 }
 
 #[cfg(test)]

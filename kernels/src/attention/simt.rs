@@ -15,7 +15,7 @@ type Quad = Const<4>;
 /// Threads of a cube.
 pub const THREADS: u32 = 128;
 /// Room for a head.
-pub const HEAD_DIM: u32 = 256;
+pub const HEAD_DIM: u32 = contract::attention::MAX_HEAD_DIM;
 /// Packed query rows of a cube, and keys of a tile.
 pub const ROWS: u32 = 32;
 

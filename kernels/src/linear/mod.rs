@@ -14,13 +14,15 @@ mod rows_simt;
 mod tiles;
 mod tiles_simt;
 
+use contract::Activation;
+use contract::linear::{Epilogue, Kind, TILE};
 use cubecl::prelude::*;
 
 use crate::Error;
 use crate::attention::arguments::scalars;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::swiglu::activate;
-use tiles::{TILE, TILE_THREADS};
+use tiles::TILE_THREADS;
 use tiles_simt::SIMT_THREADS;
 
 scalars! { Args, ArgsExpand {
@@ -28,9 +30,9 @@ scalars! { Args, ArgsExpand {
     rows: u32,
     in_features: u32,
     out_features: u32,
-    /// A dtype of `emit::Dtype`, or 0 for none.
+    /// A `contract::Float`, or 0 for none.
     bias_dtype: u32,
-    /// Of `epilogue`.
+    /// An [`Epilogue`], whose residual or gate is passed as the residual.
     epilogue: u32,
     /// Between rows, in the units of the kernel's x and w; of out and residual in elements.
     x_stride: u64,
@@ -38,16 +40,6 @@ scalars! { Args, ArgsExpand {
     out_stride: u64,
     residual_stride: u64,
 } }
-
-/// What becomes of a product and its bias.
-mod epilogue {
-    /// It is the output.
-    pub const STORE: u32 = 0;
-    /// The residual is added.
-    pub const ADD: u32 = 1;
-    /// It is multiplied by the activated gate, which is passed as the residual; plus the activation's number.
-    pub const GATE: u32 = 2;
-}
 
 /// Bias, and residual or gate.
 #[derive(CubeType)]
@@ -89,27 +81,27 @@ fn store<E: Float>(
     let mut y = sum;
     if args.bias_dtype != 0u32 {
         let at = column as usize;
-        if args.bias_dtype == 1u32 {
+        if args.bias_dtype == comptime!(Dtype::F32.code()) {
             y += addends.bias_f32[at];
-        } else if args.bias_dtype == 2u32 {
+        } else if args.bias_dtype == comptime!(Dtype::F16.code()) {
             y += f32::cast_from(addends.bias_f16[at]);
         } else {
             y += f32::cast_from(addends.bias_bf16[at]);
         }
     }
-    if args.epilogue != epilogue::STORE {
+    if args.epilogue != comptime!(Epilogue::Store.code()) {
         let other = f32::cast_from(
             addends.residual
                 [(u64::cast_from(row) * args.residual_stride + u64::cast_from(column)) as usize],
         );
-        if args.epilogue == epilogue::ADD {
+        if args.epilogue == comptime!(Epilogue::Add.code()) {
             y += other;
-        } else if args.epilogue == epilogue::GATE {
-            y *= activate(other, 0u32);
-        } else if args.epilogue == comptime!(epilogue::GATE + 1) {
-            y *= activate(other, 1u32);
+        } else if args.epilogue == comptime!(Epilogue::GateSilu.code()) {
+            y *= activate(other, Activation::Silu);
+        } else if args.epilogue == comptime!(Epilogue::GateGelu.code()) {
+            y *= activate(other, Activation::Gelu);
         } else {
-            y *= activate(other, 2u32);
+            y *= activate(other, Activation::GeluTanh);
         }
     }
     out[(u64::cast_from(row) * args.out_stride + u64::cast_from(column)) as usize] =
@@ -127,23 +119,14 @@ fn declared(
     b.finish(name, choices, threads)
 }
 
-/// Which kernel a name means, as the choice `kind`.
-pub mod kind {
-    pub const ROWS: u32 = 0;
-    pub const ROWS_SIMT: u32 = 1;
-    pub const TILES: u32 = 2;
-    pub const TILES_SIMT: u32 = 3;
-    pub const ROWS_DEEP: u32 = 4;
-}
-
 /// Every form.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    let choices = |kind, (dtype, weight), (rows, columns), width| {
+    let choices = |kind: Kind, (dtype, weight): (Dtype, Dtype), (rows, columns), width| {
         vec![
-            ("kind", kind),
-            ("dtype", dtype as u32),
-            ("weight", weight as u32),
+            ("kind", kind.code()),
+            ("dtype", dtype.code()),
+            ("weight", weight.code()),
             ("rows", rows),
             ("columns", columns),
             ("width", width),
@@ -155,7 +138,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             let tile = (shape.eights * 8, shape.sixteens * 16);
             let kernel = declared(
                 format!("linear_rows_{name}_{}_{}", tile.0, shape.planes),
-                choices(kind::ROWS, (dtype, dtype), tile, 8),
+                choices(Kind::Rows, (dtype, dtype), tile, 8),
                 shape.planes * 32,
                 |b| with_vector!(dtype, E, _N => rows::expand::<E>(b, shape)),
             )?;
@@ -163,13 +146,13 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
         }
         kernels.push(declared(
             format!("linear_tiles_{name}"),
-            choices(kind::TILES, (dtype, dtype), (TILE, TILE), 8),
+            choices(Kind::Tiles, (dtype, dtype), (TILE, TILE), 8),
             TILE_THREADS,
             |b| with_vector!(dtype, E, _N => tiles::expand::<E>(b)),
         )?);
     }
-    for dtype in Dtype::ALL {
-        for weight in Dtype::ALL {
+    for dtype in Dtype::ALL.iter().copied() {
+        for weight in Dtype::ALL.iter().copied() {
             let dtypes = (dtype, weight);
             let name = format!("{}_{}", dtype.name(), weight.name());
             // f32 is what the tensor cores do not serve; other pairs of dtypes are rare.
@@ -177,12 +160,12 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
                 (Dtype::F32, Dtype::F32) => (&rows_simt::WIDE, &rows_simt::DEEP),
                 _ => (&[], &[]),
             };
-            let wide = wide.iter().map(|shape| (*shape, kind::ROWS_SIMT, 4));
-            let deep = deep.iter().map(|shape| (*shape, kind::ROWS_DEEP, 4));
-            let any = [(rows_simt::ANY, kind::ROWS_SIMT, 1)];
+            let wide = wide.iter().map(|shape| (*shape, Kind::RowsSimt, 4));
+            let deep = deep.iter().map(|shape| (*shape, Kind::RowsDeep, 4));
+            let any = [(rows_simt::ANY, Kind::RowsSimt, 1)];
             for (shape, kind, width) in wide.chain(deep).chain(any) {
                 let tile = shape.tile();
-                let form = if kind == kind::ROWS_DEEP {
+                let form = if kind == Kind::RowsDeep {
                     "deep"
                 } else {
                     "simt"
@@ -202,7 +185,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             }
             kernels.push(declared(
                 format!("linear_tiles_simt_{name}"),
-                choices(kind::TILES_SIMT, dtypes, (TILE, TILE), 1),
+                choices(Kind::TilesSimt, dtypes, (TILE, TILE), 1),
                 SIMT_THREADS,
                 |b| {
                     with_vector!(dtype, E, _N => with_vector!(weight, W, _M => {

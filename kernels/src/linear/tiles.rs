@@ -1,13 +1,13 @@
 //! Many rows of 16-bit x on tensor cores, where there is no cuBLASLt.
 
+use contract::linear::TILE;
 use cubecl::prelude::*;
 
 use super::{Addends, Args, store};
 use crate::attention::fragments::{Line, Pair, load_matrices, mma, registers, zeros};
 use crate::emit::Builder;
 
-/// Rows and columns of a tile of `tiles`, and lines of 8 elements per step.
-pub const TILE: u32 = 64;
+/// Lines of 8 elements per step.
 const STEP_LINES: u32 = 4;
 const TILE_PITCH: u32 = STEP_LINES + 1;
 /// Threads of `tiles`: four planes, each with 32 × 32 of the tile.

@@ -1,8 +1,8 @@
 //! Many rows of x, of any dtypes, strides and alignment.
 
+use contract::linear::TILE;
 use cubecl::prelude::*;
 
-use super::tiles::TILE;
 use super::{Addends, Args, store};
 use crate::emit::Builder;
 

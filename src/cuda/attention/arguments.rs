@@ -1,25 +1,14 @@
 //! What the portable kernels are told.
 
+use contract::attention::flag;
+
 use super::portable::{LEAST_KEYS, Launch};
 use crate::cuda::images::{attention, attention_combine};
 use crate::dtype::DType;
 use crate::problem::attention::{Keys, Problem, Queries, Rows};
 
-/// Which arguments are given, and what is asked for: the kernels' bits.
-mod flag {
-    pub const CU_SEQLENS_Q: u32 = 1;
-    pub const CU_SEQLENS_K: u32 = 2;
-    pub const SEQ_LENS_K: u32 = 4;
-    pub const PAGED: u32 = 8;
-    pub const LSE: u32 = 16;
-    pub const SINKS: u32 = 32;
-    pub const MASK: u32 = 64;
-    pub const ALIBI: u32 = 128;
-    pub const OUT_F32: u32 = 256;
-}
-
 /// An unlimited window: lengths are below it.
-const NO_LIMIT: usize = 1 << 30;
+const NO_LIMIT: usize = contract::attention::NO_LIMIT as usize;
 
 fn window(keys: usize) -> u32 {
     keys.min(NO_LIMIT) as u32

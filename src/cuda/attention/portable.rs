@@ -4,6 +4,8 @@
 //! the heads that share a key head and may split the keys, both on tensor cores; `simt` is packed and split like `decode` and takes
 //! everything. What the parts of split keys give, `attention_combine` joins.
 
+use contract::attention::Kind;
+
 use super::arguments::{combining, first};
 use super::{Cuda, OP};
 use crate::backend::Stream;
@@ -13,14 +15,6 @@ use crate::cuda::images::{attention, attention_combine};
 use crate::cuda::table::Table;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Problem, Rows};
-
-/// What a kernel is, as its choice `kind` says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Forward,
-    Decode,
-    Simt,
-}
 
 /// A kernel, and what it is made for.
 pub(super) struct Form {
@@ -56,11 +50,7 @@ impl Kernels {
             let resident = resources.resident_blocks(&kernel)?.max(1);
             let choices = *kernel.choices;
             forms.push(Form {
-                kind: match choices.kind {
-                    0 => Kind::Forward,
-                    1 => Kind::Decode,
-                    _ => Kind::Simt,
-                },
+                kind: Kind::from_code(choices.kind).unwrap_or(Kind::Simt),
                 dtypes: [choices.dtype, choices.kv_dtype],
                 head_dim: choices.head_dim as usize,
                 scores: choices.scores != 0,
@@ -268,7 +258,7 @@ impl<'a> Plan<'a> {
 
 /// What the kernels count in 32 bits.
 fn check_limits(p: &Problem) -> Result<()> {
-    const MAX_HEAD_DIM: usize = 256;
+    const MAX_HEAD_DIM: usize = contract::attention::MAX_HEAD_DIM as usize;
     for (name, head_dim) in [("q", p.head_dim), ("v", p.head_dim_v)] {
         if head_dim > MAX_HEAD_DIM {
             let problem =
@@ -284,7 +274,7 @@ fn check_limits(p: &Problem) -> Result<()> {
         return Err(Error::unsupported(OP, "v", problem));
     }
     // Positions, and distances between them, fit 31 bits.
-    const MAX_LENGTH: usize = (1 << 30) - 1;
+    const MAX_LENGTH: usize = contract::attention::NO_LIMIT as usize - 1;
     for (name, what, length) in [
         ("q", "queries", p.max_seqlen_q),
         ("k", "keys", p.max_seqlen_k),

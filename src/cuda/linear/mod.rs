@@ -5,6 +5,8 @@
 
 mod part;
 
+use contract::linear::Epilogue as EpilogueCode;
+
 use super::Cuda;
 use super::cublaslt::{self, Library};
 use super::device::{Kernel, Resources};
@@ -128,18 +130,20 @@ pub(super) enum Epilogue {
 }
 
 impl Epilogue {
-    /// The other tensor, and the number by which kernels know what to do with it.
-    fn parts(&self) -> (Option<&RawTensor>, u32) {
+    /// The other tensor, and what kernels are told to do with it.
+    fn parts(&self) -> (Option<&RawTensor>, EpilogueCode) {
         match self {
-            Epilogue::Store => (None, 0),
-            Epilogue::Add(residual) => (Some(residual), 1),
-            Epilogue::Gate(gate, activation) => (Some(gate), 2 + *activation as u32),
+            Epilogue::Store => (None, EpilogueCode::Store),
+            Epilogue::Add(residual) => (Some(residual), EpilogueCode::Add),
+            Epilogue::Gate(gate, Activation::Silu) => (Some(gate), EpilogueCode::GateSilu),
+            Epilogue::Gate(gate, Activation::Gelu) => (Some(gate), EpilogueCode::GateGelu),
+            Epilogue::Gate(gate, Activation::GeluTanh) => (Some(gate), EpilogueCode::GateGeluTanh),
         }
     }
 }
 
 /// Rows and columns of a tile.
-const TILE: usize = 64;
+const TILE: usize = contract::linear::TILE as usize;
 /// Blocks of a grid in its second dimension.
 const MAX_GRID_Y: usize = 65535;
 

@@ -2,6 +2,8 @@
 
 use std::ops::RangeInclusive;
 
+use contract::linear::Kind;
+
 use super::{Choices, Epilogue, Product, TILE};
 use crate::backend::Stream;
 use crate::cuda::images::linear::Arguments;
@@ -52,16 +54,6 @@ impl Sizes {
                 && in_features.contains(&self.in_features)
         })
     }
-}
-
-/// A kernel of this library's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    Rows = 0,
-    RowsSimt = 1,
-    Tiles = 2,
-    TilesSimt = 3,
-    RowsDeep = 4,
 }
 
 /// Equally spaced rows of a product.
@@ -219,7 +211,7 @@ impl Part {
             }
         };
         Choices {
-            kind: kind as u32,
+            kind: kind.code(),
             x: x as u32,
             weight: weight as u32,
             rows: rows as u32,
@@ -233,7 +225,7 @@ impl Part {
         let row_tiles = self.rows.div_ceil(choices.rows as usize);
         let form = (cuda.linear).form(choices, self.out_features, row_tiles)?;
         let column_tiles = self.out_features.div_ceil(form.columns);
-        let tiles = [Kind::Tiles as u32, Kind::TilesSimt as u32];
+        let tiles = [Kind::Tiles, Kind::TilesSimt].map(Kind::code);
         let grid = if tiles.contains(&choices.kind) {
             [row_tiles as u32, column_tiles as u32, 1]
         } else {
@@ -258,7 +250,7 @@ impl Part {
             in_features: self.in_features as u32,
             out_features: self.out_features as u32,
             bias_dtype: bias.map_or(0, |b| b.dtype as u32),
-            epilogue,
+            epilogue: epilogue.code(),
             x_stride: (self.x_stride / width) as u64,
             w_stride: (self.weight_stride / width) as u64,
             out_stride: self.out_stride as u64,

@@ -1,6 +1,6 @@
 //! The heuristics, as data: measured on an H200.
 
-use super::params::Mask;
+use contract::attention::Mask;
 
 /// Up to this many queries per sequence a kernel's sibling for short ones is faster, by head dimension and mask.
 const SHORT: [(usize, Mask, usize); 2] = [(64, Mask::Causal, 1024), (128, Mask::None, 512)];

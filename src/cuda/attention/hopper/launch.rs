@@ -4,19 +4,21 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use contract::attention::Mask;
+
 use super::super::OP;
 use super::choose;
-use super::params::{Mask, Params};
 use super::tensor_map::{COLUMNS, TensorMap};
 use super::{Plan, sizes_of_keys, sizes_of_queries};
 use crate::backend::Stream;
 use crate::cuda::Cuda;
 use crate::cuda::driver::Driver;
+use crate::cuda::images::attention_forward::Arguments;
 use crate::error::Result;
 use crate::problem::attention::{Keys, Problem, Queries, Rows};
 
 /// An unlimited window: positions are below it.
-const NO_LIMIT: usize = 1 << 30;
+const NO_LIMIT: usize = contract::attention::NO_LIMIT as usize;
 
 /// Queues a problem that [`Plan::reaches`]. `workspace` has the planned size.
 pub(crate) fn forward(
@@ -29,19 +31,19 @@ pub(crate) fn forward(
     let driver = cuda.resources.primary.driver;
     // Tensor maps are made in a context, too.
     let _entered = cuda.resources.primary.enter(OP)?;
-    let mut params = params(plan, p);
-    params.q = rows_of_queries(driver, plan, p, &p.q, p.head_dim)?;
-    params.o = rows_of_queries(driver, plan, p, &p.out, p.head_dim_v)?;
-    let box_rows = params.kv_box_rows as u32;
-    params.k = rows_of_keys(driver, p, &p.k, p.head_dim, box_rows)?;
-    params.v = rows_of_keys(driver, p, &p.v, p.head_dim_v, box_rows)?;
+    let mut arguments = arguments(plan, p);
+    arguments.q = rows_of_queries(driver, plan, p, &p.q, p.head_dim)?;
+    arguments.o = rows_of_queries(driver, plan, p, &p.out, p.head_dim_v)?;
+    let box_rows = arguments.kv_box_rows as u32;
+    arguments.k = rows_of_keys(driver, p, &p.k, p.head_dim, box_rows)?;
+    arguments.v = rows_of_keys(driver, p, &p.v, p.head_dim_v, box_rows)?;
     if plan.counts {
-        params.tile_counter = workspace.addr() as u64;
-        params.launch_tag = tag();
+        arguments.tile_counter = workspace.addr() as u64;
+        arguments.launch_tag = tag();
     }
     // SAFETY: the problem was checked: its tensors have the rows that the argument describes, as far as lengths and pages in device
     // memory are what the caller promises.
-    unsafe { cuda.launch(OP, &plan.form.kernel, plan.blocks, &params, stream) }
+    unsafe { cuda.launch(OP, &plan.form.kernel, plan.blocks, &arguments, stream) }
 }
 
 /// A number that no other launch of the process has, and that memory hardly holds by chance: what tells a launch that its counter is
@@ -55,11 +57,11 @@ fn tag() -> u64 {
 }
 
 /// Everything but tensor maps and the counter.
-fn params(plan: &Plan<'_>, p: &Problem) -> Params {
+fn arguments(plan: &Plan<'_>, p: &Problem) -> Arguments {
     let pack = 1 << plan.pack_log2;
     let group = p.num_heads / p.num_kv_heads;
     let key_bytes = (p.head_dim + p.head_dim_v) * p.q.dtype.size();
-    let mut params = Params {
+    let mut arguments = Arguments {
         o_pointer: p.out.ptr.addr() as u64,
         o_batch_stride: p.out.outer as i64,
         o_sequence_stride: p.out.token as i64,
@@ -78,37 +80,37 @@ fn params(plan: &Plan<'_>, p: &Problem) -> Params {
         tiles: plan.tiles as i32,
         row_blocks: plan.row_blocks as i32,
         keys_in_l2: choose::keys_in_l2(key_bytes) as i32,
-        ..Params::ZERO
+        ..Arguments::ZERO
     };
     if plan.mask != Mask::None {
         let pairs = p.batch * p.num_heads / pack;
         let bytes = p.max_seqlen_k.saturating_mul(key_bytes);
         let together = choose::pairs_in_l2(plan.row_blocks, bytes, (group / pack).max(1));
-        params.pairs_in_l2 = pairs.min(together) as i32;
+        arguments.pairs_in_l2 = pairs.min(together) as i32;
     }
     let factor = match p.softcap > 0.0 {
         true => {
-            params.softcap_scale = p.scale / p.softcap;
+            arguments.softcap_scale = p.scale / p.softcap;
             p.softcap
         }
         false => p.scale,
     };
-    params.scale_log2 = factor * std::f32::consts::LOG2_E;
+    arguments.scale_log2 = factor * std::f32::consts::LOG2_E;
     if let Some(lse) = &p.lse {
-        params.lse = lse.ptr.addr() as u64;
-        params.lse_batch_stride = lse.outer as i64;
-        params.lse_head_stride = lse.head as i64;
-        params.lse_sequence_stride = lse.token as i64;
+        arguments.lse = lse.ptr.addr() as u64;
+        arguments.lse_batch_stride = lse.outer as i64;
+        arguments.lse_head_stride = lse.head as i64;
+        arguments.lse_sequence_stride = lse.token as i64;
     }
     if let Some(sinks) = p.sinks {
-        params.sinks = sinks.addr() as u64;
+        arguments.sinks = sinks.addr() as u64;
     }
     if let Queries::Packed { cu_seqlens, .. } = p.queries {
-        params.cu_seqlens_q = cu_seqlens.addr() as u64;
+        arguments.cu_seqlens_q = cu_seqlens.addr() as u64;
     }
     match p.keys {
-        Keys::Batched { seq_lens, .. } => params.seqlens_k = seq_lens.addr() as u64,
-        Keys::Packed { cu_seqlens, .. } => params.cu_seqlens_k = cu_seqlens.addr() as u64,
+        Keys::Batched { seq_lens, .. } => arguments.seqlens_k = seq_lens.addr() as u64,
+        Keys::Packed { cu_seqlens, .. } => arguments.cu_seqlens_k = cu_seqlens.addr() as u64,
         Keys::Paged {
             block_table,
             table_stride,
@@ -116,16 +118,16 @@ fn params(plan: &Plan<'_>, p: &Problem) -> Params {
             seq_lens,
             ..
         } => {
-            params.seqlens_k = seq_lens.addr() as u64;
-            params.block_table = block_table.addr() as u64;
-            params.block_table_stride = table_stride as i32;
-            params.page_log2 = page_size.ilog2() as i32;
+            arguments.seqlens_k = seq_lens.addr() as u64;
+            arguments.block_table = block_table.addr() as u64;
+            arguments.block_table_stride = table_stride as i32;
+            arguments.page_log2 = page_size.ilog2() as i32;
             // Whole boxes make up a page as well as a tile.
             let in_tile = 1 << plan.form.block[1].trailing_zeros();
-            params.kv_box_rows = page_size.min(in_tile) as i32;
+            arguments.kv_box_rows = page_size.min(in_tile) as i32;
         }
     }
-    params
+    arguments
 }
 
 /// How many keys a query sees beyond its own.

@@ -1,30 +1,30 @@
-//! The kernels for Hopper (`kernels/cuda/attention`): f16 and bf16, many queries.
+//! The kernels for Hopper (`kernels/cuda/attention/forward`): f16 and bf16, many queries.
 //!
 //! | file | what it is for |
 //! |-|-|
 //! | `mod.rs` | which problems they serve, with which kernel and which tiles |
 //! | [`choose`] | the heuristics, as data |
 //! | [`launch`] | tensor maps, the argument, the launch |
-//! | [`params`] | the argument, checked against the kernels' |
 //! | [`tensor_map`] | boxes of tensors as the copy engine wants them |
 
 mod choose;
 mod launch;
-mod params;
 mod tensor_map;
+
+use contract::attention::Mask;
 
 use super::OP;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
+use crate::cuda::images::attention_forward::Arguments;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Keys, Problem, Queries, Rows};
 pub(super) use launch::forward;
-use params::{Mask, Params};
 
 /// A kernel, and what it is made for.
 struct Form {
-    kernel: Kernel<Params>,
+    kernel: Kernel<Arguments>,
     dtype: u32,
     /// The greatest head dimensions.
     dims: [usize; 2],
@@ -46,9 +46,9 @@ impl Kernels {
     /// `None` on other devices, and in builds without them.
     pub fn new(resources: &Resources) -> Result<Option<Kernels>> {
         let mut forms = Vec::new();
-        for kernel in resources.kernels::<Params>()? {
+        for kernel in resources.kernels::<Arguments>()? {
             let choices = *kernel.choices;
-            let mask = Mask::from_choice(choices.mask).ok_or_else(|| Error::Internal {
+            let mask = Mask::from_code(choices.mask).ok_or_else(|| Error::Internal {
                 op: OP,
                 message: format!("{:?} is not known", kernel.info),
             })?;
@@ -66,7 +66,7 @@ impl Kernels {
             return Ok(None);
         }
         // Forms that waste the least come first: those with fewer columns, then those without masks.
-        forms.sort_by_key(|form| (form.dims, form.mask as u32));
+        forms.sort_by_key(|form| (form.dims, form.mask.code()));
         let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         Ok(Some(Kernels {
             forms,
@@ -84,7 +84,7 @@ impl Kernels {
             form.dtype == p.q.dtype as u32
                 && p.head_dim <= form.dims[0]
                 && p.head_dim_v <= form.dims[1]
-                && form.mask.hides(mask)
+                && hides(form.mask, mask)
                 && form.softcap == (p.softcap > 0.0)
         };
         let mut forms = self.forms.iter().filter(serves).peekable();
@@ -193,6 +193,11 @@ fn has_fitting_sizes(p: &Problem) -> bool {
 /// Smaller pages would be copied in boxes too small to be quick.
 const LEAST_PAGE: usize = 16;
 
+/// Whether a kernel with this mask can hide what another does, and nothing else.
+fn hides(mask: Mask, other: Mask) -> bool {
+    mask == Mask::Window || mask == other
+}
+
 fn mask(p: &Problem) -> Mask {
     let unlimited = |window: usize| window >= p.max_seqlen_k.saturating_add(p.max_seqlen_q);
     match (unlimited(p.window_left), p.window_right) {
@@ -288,7 +293,7 @@ mod tests {
     #[test]
     fn no_kernel_hides_more_than_is_asked() {
         let masks = [Mask::None, Mask::Causal, Mask::Window];
-        let hiding = |asked| masks.map(|kernel| kernel.hides(asked));
+        let hiding = |asked| masks.map(|kernel| hides(kernel, asked));
         assert_eq!(hiding(Mask::None), [true, false, true]);
         assert_eq!(hiding(Mask::Causal), [false, true, true]);
         assert_eq!(hiding(Mask::Window), [false, false, true]);

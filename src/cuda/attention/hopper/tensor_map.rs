@@ -3,13 +3,9 @@
 use std::ffi::{c_int, c_void};
 
 use crate::cuda::driver::Driver;
+pub(super) use crate::cuda::images::TensorMap;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-
-/// A `CUtensorMap`, which kernels take by value.
-#[repr(C, align(128))]
-#[derive(Clone, Copy, Debug)]
-pub(super) struct TensorMap([u64; 16]);
 
 /// Bytes that addresses and strides must be multiples of.
 pub(super) const ALIGNMENT: usize = 16;
@@ -22,11 +18,9 @@ const SWIZZLE_128_BYTES: c_int = 3;
 const FETCH_256_BYTES: c_int = 3;
 
 impl TensorMap {
-    pub const ZERO: TensorMap = TensorMap([0; 16]);
-
     /// Describes a tensor of `N` dimensions, the contiguous one first, from which boxes are copied; outside it reads as zeros. `strides`
     /// in elements are of the dimensions after the first; that of a dimension with one entry may be zero.
-    pub fn new<const N: usize>(
+    pub(super) fn new<const N: usize>(
         driver: &Driver,
         op: &'static str,
         ptr: *mut u8,

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "../common/math.cuh"
+#include "common/math.cuh"
 
 namespace unsloth {
 

@@ -10,9 +10,9 @@
 
 #include <cstdint>
 
-#include "../common/math.cuh"
-#include "../common/memory.cuh"
-#include "params.h"
+#include "common/math.cuh"
+#include "common/memory.cuh"
+#include "attention/forward/arguments.h"
 #include "shared.cuh"
 
 namespace unsloth {
@@ -26,7 +26,7 @@ namespace unsloth {
 // left: zero.
 constexpr int kCountBits = 32;
 
-__device__ __forceinline__ void begin_claims(const AttentionForwardParams &p) {
+__device__ __forceinline__ void begin_claims(const AttentionForwardArguments &p) {
   const uint64_t tag = p.launch_tag, zero = tag << kCountBits;
   uint64_t seen[2] = {0, 0};
   for (;;) {
@@ -42,14 +42,14 @@ __device__ __forceinline__ void begin_claims(const AttentionForwardParams &p) {
 // After a block's last claim, which gave `index` though there are only so many tiles. There are as
 // many claims as tiles: all but the blocks' first tiles are claimed, and each block that has had a
 // tile claims once in vain.
-__device__ __forceinline__ void end_claims(const AttentionForwardParams &p, int index, int tiles) {
+__device__ __forceinline__ void end_claims(const AttentionForwardArguments &p, int index, int tiles) {
   if (p.tile_counter != nullptr && index - static_cast<int>(gridDim.x) == tiles - 1) {
     p.tile_counter[1] = p.launch_tag << kCountBits;
   }
 }
 
 // The tile after `index`. Indices grow.
-__device__ __forceinline__ int next_tile_index(const AttentionForwardParams &p, int index) {
+__device__ __forceinline__ int next_tile_index(const AttentionForwardArguments &p, int index) {
   const int blocks = gridDim.x;
   if (p.tile_counter == nullptr) return index + blocks;
   if (index < blocks) begin_claims(p);
@@ -60,7 +60,7 @@ struct Lengths {
   int q_begin, q, k_begin, k;
 };
 
-__device__ __forceinline__ Lengths lengths(const AttentionForwardParams &p, int batch) {
+__device__ __forceinline__ Lengths lengths(const AttentionForwardArguments &p, int batch) {
   Lengths l = {0, p.seqlen_q, 0, p.seqlen_k};
   if (p.cu_seqlens_q != nullptr) {
     l.q_begin = p.cu_seqlens_q[batch];
@@ -91,7 +91,7 @@ __device__ __forceinline__ Place place_at(int index, int row_blocks, int pairs, 
 
 // Fills in a tile, whose sequence has rows there.
 template <TileConfig C, Mask kMask>
-__device__ __forceinline__ void fill_tile(const AttentionForwardParams &p, int batch, int head,
+__device__ __forceinline__ void fill_tile(const AttentionForwardArguments &p, int batch, int head,
                                           int row_block, const Lengths &l, Tile &t) {
   const int heads = p.heads_q >> p.pack_log2;
   t.row_block = row_block;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void fill_tile(const AttentionForwardParams &p, int b
 
 // Tile `index` of a batch whose sequences are all alike.
 template <TileConfig C, Mask kMask>
-__device__ __forceinline__ void tile_at(const AttentionForwardParams &p, int index, Tile &t) {
+__device__ __forceinline__ void tile_at(const AttentionForwardArguments &p, int index, Tile &t) {
   const int heads = p.heads_q >> p.pack_log2;
   Place at;
   if (p.pairs_in_l2 == 0) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void tile_at(const AttentionForwardParams &p, int ind
 
 constexpr int kWalkClasses = 6;  // the last one takes all that is shorter
 
-__device__ __forceinline__ void start_walk(const AttentionForwardParams &p, Walk &walk) {
+__device__ __forceinline__ void start_walk(const AttentionForwardArguments &p, Walk &walk) {
   int longest = 0;
   for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) {
     longest = max(longest, lengths(p, batch).k);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void start_walk(const AttentionForwardParams &p, Walk
 
 // Tile `index` of a ragged batch; false behind the last. A whole warp takes part.
 template <TileConfig C, Mask kMask>
-__device__ __forceinline__ bool ragged_tile_at(const AttentionForwardParams &p, int index,
+__device__ __forceinline__ bool ragged_tile_at(const AttentionForwardArguments &p, int index,
                                                Walk &walk, Tile &t) {
   const int lane = threadIdx.x % 32;
   const int heads = p.heads_q >> p.pack_log2;

@@ -1,9 +1,9 @@
 // Tile shapes: the data that the kernels are instantiated from, and what follows from it.
 #pragma once
 
-namespace unsloth {
+#include "contract.h"
 
-enum class Mask { kNone, kCausal, kWindow };
+namespace unsloth {
 
 struct TileConfig {
   int head_dim;    // of Q and K

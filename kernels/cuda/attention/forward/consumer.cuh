@@ -1,13 +1,13 @@
 // The consumers: warpgroups that compute O = softmax(Q K^T) V for 64 rows each.
 #pragma once
 
-#include "../common/memory.cuh"
-#include "../common/named_barrier.cuh"
-#include "../common/trace.cuh"
-#include "../common/wgmma.cuh"
+#include "common/memory.cuh"
+#include "common/named_barrier.cuh"
+#include "common/trace.cuh"
+#include "common/wgmma.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
-#include "params.h"
+#include "attention/forward/arguments.h"
 #include "shared.cuh"
 #include "softmax.cuh"
 
@@ -22,7 +22,7 @@ struct Consumer {
   static constexpr bool kHalves = kMask == Mask::kCausal && C.block_n == 128;
   static constexpr int kQ = C.q_registers ? 4 * kStepsQk : 1;
 
-  const AttentionForwardParams &p;
+  const AttentionForwardArguments &p;
   Shared<C, T> &shared;
   const int wg;
   const int row;  // the first of the thread's two rows in the tile; the other is 8 further down
@@ -32,7 +32,7 @@ struct Consumer {
   Ring<C.q_stages> q_ring;
   int q_stored = -1;  // the stage of Q that the last tile's O is in, until that is freed
 
-  __device__ __forceinline__ Consumer(const AttentionForwardParams &params, Shared<C, T> &memory,
+  __device__ __forceinline__ Consumer(const AttentionForwardArguments &params, Shared<C, T> &memory,
                                       int warpgroup)
       : p(params),
         shared(memory),

@@ -7,17 +7,17 @@
 
 #include <type_traits>
 
-#include "../common/registers.cuh"
+#include "common/registers.cuh"
 #include "config.h"
 #include "consumer.cuh"
-#include "params.h"
+#include "attention/forward/arguments.h"
 #include "producer.cuh"
 #include "shared.cuh"
 
 namespace unsloth {
 
 template <TileConfig C, class T, Mask kMask, bool kSoftcap>
-__device__ __forceinline__ void attention_forward(const AttentionForwardParams &p) {
+__device__ __forceinline__ void attention_forward(const AttentionForwardArguments &p) {
   extern __shared__ uint8_t dynamic[];
   Shared<C, T> &shared =
       *reinterpret_cast<Shared<C, T> *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
@@ -50,21 +50,18 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardParams &
 enum class Role { kUsual, kShort };
 
 template <class T>
-constexpr int kDtype = std::is_same_v<T, __half> ? 2 : 3;  // UNSLOTH_DTYPE_F16, UNSLOTH_DTYPE_BF16
+constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
 
 }  // namespace unsloth
-
-// What an image must be launched with; see params.h.
-extern "C" __device__ const uint32_t attention_forward_layout[] = UNSLOTH_ATTENTION_FORWARD_LAYOUT;
 
 // Instantiates a kernel, and beside it what the host must know of it. `role`: kUsual or kShort.
 #define UNSLOTH_ATTENTION_FORWARD(name, type, tile, mask, softcap, role)             \
   extern "C" __global__ void __launch_bounds__(unsloth::threads(unsloth::tile), 1)   \
-      name(const __grid_constant__ AttentionForwardParams params) {                  \
+      name(const __grid_constant__ AttentionForwardArguments params) {                  \
     unsloth::attention_forward<unsloth::tile, type, unsloth::mask, softcap>(params); \
   }                                                                                  \
   extern "C" __device__ const AttentionForwardLaunch name##_launch = {               \
-      unsloth::kDtype<type>,                                                         \
+      static_cast<int32_t>(unsloth::kDtype<type>),                                   \
       unsloth::tile.head_dim,                                                        \
       unsloth::tile.head_dim_v,                                                      \
       static_cast<int32_t>(unsloth::mask),                                           \

@@ -8,8 +8,8 @@
 // it makes of a copy in divergent code.
 #pragma once
 
-#include "../common/tma.cuh"
-#include "../common/trace.cuh"
+#include "common/tma.cuh"
+#include "common/trace.cuh"
 #include "schedule.cuh"
 
 namespace unsloth {
@@ -30,7 +30,7 @@ __device__ __forceinline__ Ring<kStages> ring_at(uint32_t n) {
 }
 
 template <TileConfig C, class T>
-__device__ __forceinline__ void load_q(const AttentionForwardParams &p, Shared<C, T> &shared,
+__device__ __forceinline__ void load_q(const AttentionForwardArguments &p, Shared<C, T> &shared,
                                        const Tile &tile, const Ring<C.q_stages> &ring) {
   const int head = tile.head, batch = p.cu_seqlens_q != nullptr ? 0 : tile.batch;
 #pragma unroll 1
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_q(const AttentionForwardParams &p, Shared<C
 // the page of box i, a block ahead. Boxes wholly past the end of the sequence are left out: their
 // pages may not exist.
 template <TileConfig C, class T, bool kV, bool kRagged>
-__device__ __forceinline__ void load_blocks(const AttentionForwardParams &p, Shared<C, T> &shared,
+__device__ __forceinline__ void load_blocks(const AttentionForwardArguments &p, Shared<C, T> &shared,
                                             const Tile &tile, Progress &at, Trace &trace) {
   constexpr int kChunks = chunks(kV ? C.head_dim_v : C.head_dim);
   constexpr int kRowBytes = kChunk * 2;  // of a chunk
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_blocks(const AttentionForwardParams &p, Sha
 
 // The first warp.
 template <TileConfig C, class T, Mask kMask, bool kRagged>
-__device__ __forceinline__ void produce_queries_and_keys(const AttentionForwardParams &p,
+__device__ __forceinline__ void produce_queries_and_keys(const AttentionForwardArguments &p,
                                                          Shared<C, T> &shared) {
   const bool leader = threadIdx.x == 0;
   Progress at;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void produce_queries_and_keys(const AttentionForwardP
 
 // The second warp.
 template <TileConfig C, class T, bool kRagged>
-__device__ __forceinline__ void produce_values(const AttentionForwardParams &p,
+__device__ __forceinline__ void produce_values(const AttentionForwardArguments &p,
                                                Shared<C, T> &shared) {
   Progress at;
   Trace trace;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void produce_values(const AttentionForwardParams &p,
 }
 
 template <TileConfig C, class T, Mask kMask, bool kRagged>
-__device__ __forceinline__ void produce(const AttentionForwardParams &p, Shared<C, T> &shared) {
+__device__ __forceinline__ void produce(const AttentionForwardArguments &p, Shared<C, T> &shared) {
   const int warp = uniform(threadIdx.x / 32);
   if (warp == 0) {
     produce_queries_and_keys<C, T, kMask, kRagged>(p, shared);

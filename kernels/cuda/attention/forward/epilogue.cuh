@@ -3,11 +3,11 @@
 
 #include <cfloat>
 
-#include "../common/math.cuh"
-#include "../common/memory.cuh"
-#include "../common/named_barrier.cuh"
-#include "../common/tma.cuh"
-#include "params.h"
+#include "common/math.cuh"
+#include "common/memory.cuh"
+#include "common/named_barrier.cuh"
+#include "common/tma.cuh"
+#include "attention/forward/arguments.h"
 #include "shared.cuh"
 #include "softmax.cuh"
 
@@ -18,14 +18,14 @@ struct PackedRow {
   int position, head;
 };
 
-__device__ __forceinline__ PackedRow packed_row(const AttentionForwardParams &p, const Tile &tile,
+__device__ __forceinline__ PackedRow packed_row(const AttentionForwardArguments &p, const Tile &tile,
                                                 int block_rows, int row) {
   const int pack = 1 << p.pack_log2;
   return {tile.row_block * (block_rows >> p.pack_log2) + (row >> p.pack_log2),
           tile.head * pack + (row & (pack - 1))};
 }
 
-__device__ __forceinline__ float *lse_address(const AttentionForwardParams &p, const Tile &tile,
+__device__ __forceinline__ float *lse_address(const AttentionForwardArguments &p, const Tile &tile,
                                               PackedRow at) {
   return p.lse + (p.cu_seqlens_q != nullptr ? 0 : tile.batch) * p.lse_batch_stride +
          at.head * p.lse_head_stride + (tile.q_begin + at.position) * p.lse_sequence_stride;
@@ -34,7 +34,7 @@ __device__ __forceinline__ float *lse_address(const AttentionForwardParams &p, c
 // Sums over the quad, joins the sink, writes the log-sum-exp, and gives what O is to be multiplied
 // by. A row that sees no key gets O = 0 and log-sum-exp -inf.
 template <TileConfig C>
-__device__ __forceinline__ void finish_rows(const AttentionForwardParams &p, const Tile &tile,
+__device__ __forceinline__ void finish_rows(const AttentionForwardArguments &p, const Tile &tile,
                                             int row, const SoftmaxRows &rows, float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void stage_output(const float (&o)[N], T *staging) {
 // Copies the staged rows that exist, 16 bytes at a time: for tiles that end inside a packed batch,
 // where a TMA store would run into the next sequence. Null staging stands for zeros.
 template <TileConfig C, class T>
-__device__ __forceinline__ void copy_output(const AttentionForwardParams &p, const Tile &tile,
+__device__ __forceinline__ void copy_output(const AttentionForwardArguments &p, const Tile &tile,
                                             int first_row, const T *staging) {
   constexpr int kUnits = C.head_dim_v / 8;
   for (int i = threadIdx.x % 128; i < kRowsPerWarpgroup * kUnits; i += 128) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void copy_output(const AttentionForwardParams &p, con
 // Sends the warpgroup's finished rows out. The staging memory may be written again once thread 0 of
 // the warpgroup has passed tma_store_wait_read.
 template <TileConfig C, class T, int N>
-__device__ __forceinline__ void store_output(const AttentionForwardParams &p, const Tile &tile,
+__device__ __forceinline__ void store_output(const AttentionForwardArguments &p, const Tile &tile,
                                              int wg, const float (&o)[N], T *staging) {
   stage_output(o, staging);
   fence_async_proxy();

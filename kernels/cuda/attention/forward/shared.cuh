@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../common/mbarrier.cuh"
+#include "common/mbarrier.cuh"
 #include "config.h"
 
 namespace unsloth {

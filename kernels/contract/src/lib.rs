@@ -1,0 +1,282 @@
+//! The numbers that the host and the kernels share: what a kernel is told in an argument, and what a choice between kernels means.
+//!
+//! Each is defined here and nowhere else. The library uses this crate at run time, the kernels' crate at build time; kernels in
+//! CUDA C++ include it as [`cpp::header`].
+
+/// An enum whose values cross to kernels as numbers.
+macro_rules! codes {
+    ($(#[$of_enum:meta])* pub enum $name:ident { $($(#[$of_code:meta])* $code:ident = $value:literal,)* }) => {
+        $(#[$of_enum])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum $name { $($(#[$of_code])* $code = $value,)* }
+
+        impl $name {
+            /// All of them.
+            pub const ALL: &'static [$name] = &[$($name::$code,)*];
+
+            /// What kernels know it by.
+            pub const fn code(self) -> u32 {
+                self as u32
+            }
+
+            /// The one with this code.
+            pub const fn from_code(code: u32) -> Option<$name> {
+                match code {
+                    $($value => Some($name::$code),)*
+                    _ => None,
+                }
+            }
+
+            /// Its name here.
+            pub const fn identifier(self) -> &'static str {
+                match self {
+                    $($name::$code => stringify!($code),)*
+                }
+            }
+        }
+    };
+}
+
+pub mod cpp;
+
+codes! {
+    /// A dtype that kernels compute with, by its value in the C ABI. As an argument, 0 says that there is no such tensor.
+    pub enum Float {
+        /// IEEE binary32.
+        F32 = 1,
+        /// IEEE binary16.
+        F16 = 2,
+        /// bfloat16.
+        Bf16 = 3,
+    }
+}
+
+impl Float {
+    /// Lower-case name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Float::F32 => "f32",
+            Float::F16 => "f16",
+            Float::Bf16 => "bf16",
+        }
+    }
+
+    /// Bytes of an element.
+    pub const fn size(self) -> u32 {
+        match self {
+            Float::F32 => 4,
+            Float::F16 | Float::Bf16 => 2,
+        }
+    }
+
+    /// Elements of a [`VECTOR`].
+    pub const fn per_vector(self) -> u32 {
+        VECTOR / self.size()
+    }
+}
+
+/// Bytes of a kernel's widest access.
+pub const VECTOR: u32 = 16;
+
+codes! {
+    /// The function of a gate.
+    pub enum Activation {
+        /// `x / (1 + exp(-x))`.
+        Silu = 0,
+        /// `x Φ(x)`.
+        Gelu = 1,
+        /// [`Gelu`](Activation::Gelu), with a hyperbolic tangent in place of `Φ`.
+        GeluTanh = 2,
+    }
+}
+
+/// Attention.
+pub mod attention {
+    /// A window without a limit, in keys. Lengths and positions are below it, and two of it fit 32 bits.
+    pub const NO_LIMIT: u32 = 1 << 30;
+
+    /// The greatest head dimension.
+    pub const MAX_HEAD_DIM: u32 = 256;
+
+    codes! {
+        /// What a kernel for every architecture is made for.
+        pub enum Kind {
+            /// A block of queries of one head, on tensor cores.
+            Forward = 0,
+            /// Few queries: the heads that share a key head are packed, and keys may be split.
+            Decode = 1,
+            /// Everything, packed and split like [`Decode`](Kind::Decode), without tensor cores.
+            Simt = 2,
+        }
+    }
+
+    codes! {
+        /// Which keys a Hopper kernel hides.
+        pub enum Mask {
+            /// None but those past the end.
+            None = 0,
+            /// Those after the query.
+            Causal = 1,
+            /// Those outside a window of any two sizes.
+            Window = 2,
+        }
+    }
+
+    /// Bits of the argument `flags`: which arguments are given, and what is asked for.
+    pub mod flag {
+        /// Queries are packed.
+        pub const CU_SEQLENS_Q: u32 = 1;
+        /// Keys are packed.
+        pub const CU_SEQLENS_K: u32 = 2;
+        /// Sequences have lengths of their own.
+        pub const SEQ_LENS_K: u32 = 4;
+        /// Keys and values lie in pages.
+        pub const PAGED: u32 = 8;
+        /// The logarithms of the sums are written.
+        pub const LSE: u32 = 16;
+        /// Heads have sinks.
+        pub const SINKS: u32 = 32;
+        /// There is a boolean mask.
+        pub const MASK: u32 = 64;
+        /// Heads have slopes.
+        pub const ALIBI: u32 = 128;
+        /// The output is f32 whatever the queries are.
+        pub const OUT_F32: u32 = 256;
+    }
+}
+
+/// Linear layers.
+pub mod linear {
+    /// Rows and columns of a tile of the kernels for many rows.
+    pub const TILE: u32 = 64;
+
+    codes! {
+        /// What a kernel is made for.
+        pub enum Kind {
+            /// Few rows of 16-bit x, on tensor cores.
+            Rows = 0,
+            /// Few rows of any dtypes.
+            RowsSimt = 1,
+            /// Many rows of 16-bit x.
+            Tiles = 2,
+            /// Many rows of any dtypes.
+            TilesSimt = 3,
+            /// Few long rows of f32.
+            RowsDeep = 4,
+        }
+    }
+
+    codes! {
+        /// What becomes of a product and its bias.
+        pub enum Epilogue {
+            /// It is the output.
+            Store = 0,
+            /// A residual is added.
+            Add = 1,
+            /// A gate activated by [`Silu`](crate::Activation::Silu) multiplies it.
+            GateSilu = 2,
+            /// A gate activated by [`Gelu`](crate::Activation::Gelu) multiplies it.
+            GateGelu = 3,
+            /// A gate activated by [`GeluTanh`](crate::Activation::GeluTanh) multiplies it.
+            GateGeluTanh = 4,
+        }
+    }
+}
+
+/// RMSNorm and LayerNorm.
+pub mod norm {
+    codes! {
+        /// The dtype of gains, and of what else is as long as a row, in kernels that move vectors.
+        pub enum Gains {
+            /// There are none.
+            None = 0,
+            /// That of x.
+            LikeX = 1,
+            /// f32.
+            F32 = 2,
+        }
+    }
+}
+
+/// RoPE, and a KV cache that rotates keys.
+pub mod rotation {
+    /// Pairs of components that a launch has frequencies for.
+    pub const MAX_PAIRS: u32 = 256;
+    /// Threads of a block of RoPE.
+    pub const THREADS: u32 = 128;
+
+    codes! {
+        /// Which components make a pair.
+        pub enum Style {
+            /// `i` and `i + rotary_dim / 2`.
+            HalfSplit = 0,
+            /// `2 i` and `2 i + 1`.
+            Interleaved = 1,
+            /// None: nothing is rotated.
+            Plain = 2,
+        }
+    }
+
+    codes! {
+        /// Where positions come from.
+        pub enum Positions {
+            /// The first is given, others count up from it.
+            From = 0,
+            /// Each is given as i32.
+            I32 = 1,
+            /// Each is given as i64.
+            I64 = 2,
+        }
+    }
+
+    codes! {
+        /// Where angles come from.
+        pub enum Angles {
+            /// Position times frequency.
+            Frequencies = 0,
+            /// The same, frequencies divided by factors.
+            Factors = 1,
+            /// A table.
+            Table = 2,
+        }
+    }
+}
+
+/// Argmax.
+pub mod argmax {
+    /// Vectors of a thread in flight: where a row is spread as thin as it goes, and where there are many.
+    pub const UNROLLS: [u32; 2] = [1, 4];
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_lead_back() {
+        for mask in attention::Mask::ALL {
+            assert_eq!(attention::Mask::from_code(mask.code()), Some(*mask));
+        }
+        assert_eq!(Float::from_code(0), None);
+        assert_eq!(Float::Bf16.identifier(), "Bf16");
+        assert_eq!(Float::ALL.iter().map(|f| f.per_vector()).sum::<u32>(), 20);
+    }
+
+    #[test]
+    fn flags_are_bits_of_their_own() {
+        use attention::flag::*;
+        let all = [
+            CU_SEQLENS_Q,
+            CU_SEQLENS_K,
+            SEQ_LENS_K,
+            PAGED,
+            LSE,
+            SINKS,
+            MASK,
+            ALIBI,
+            OUT_F32,
+        ];
+        assert!(all.iter().all(|flag| flag.is_power_of_two()));
+        assert_eq!(all.iter().fold(0, |a, b| a | b), all.iter().sum());
+    }
+}

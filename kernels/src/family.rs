@@ -1,0 +1,314 @@
+//! Families of kernels in CUDA C++ (`kernels/cuda`): what is compiled, what the kernels are told, and what the images say of
+//! themselves.
+//!
+//! A family is a folder with a `family.rs`, which lists the kernels' arguments and the choices between them, and files to compile
+//! (`*.cu`), an image each. Its argument struct is generated from that list for both sides. Every kernel exports how it is launched,
+//! so that the host's idea of it comes from the compiled code.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::Error;
+use crate::cubin::Cubin;
+use crate::nvcc::{Architecture, Compiled, Source, Unit};
+
+#[path = "../cuda/attention/forward/family.rs"]
+mod attention_forward;
+
+/// Every family.
+pub const FAMILIES: &[Family] = &[attention_forward::FAMILY];
+
+/// The sources in CUDA C++.
+pub const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda");
+
+/// Kernels that take the same arguments.
+#[derive(Clone, Copy, Debug)]
+pub struct Family {
+    /// As the table of images has it; its C++ types begin with it in camel case.
+    pub name: &'static str,
+    /// Of [`SOURCES`].
+    pub directory: &'static str,
+    /// The number and the suffix of the architecture whose instructions it uses, which no other runs.
+    pub architecture: (u32, &'static str),
+    /// The fields of the one argument, which kernels take by value.
+    pub arguments: &'static [Field],
+    /// What tells kernels apart, and what it means.
+    pub choices: &'static [(&'static str, &'static str)],
+}
+
+/// A field of an argument struct.
+#[derive(Clone, Copy, Debug)]
+pub struct Field {
+    /// Its type.
+    pub ty: Type,
+    /// Its name, the same on both sides.
+    pub name: &'static str,
+    /// What a reader has to know of it.
+    pub doc: &'static str,
+}
+
+/// A field, in one line.
+pub const fn field(ty: Type, name: &'static str, doc: &'static str) -> Field {
+    Field { ty, name, doc }
+}
+
+/// The type of a field.
+#[derive(Clone, Copy, Debug)]
+pub enum Type {
+    /// A `CUtensorMap`.
+    TensorMap,
+    /// A pointer to this.
+    Pointer(&'static str),
+    /// 64-bit unsigned integer.
+    U64,
+    /// 64-bit signed integer.
+    I64,
+    /// 32-bit unsigned integer.
+    U32,
+    /// 32-bit signed integer.
+    I32,
+    /// 32-bit float.
+    F32,
+}
+
+/// What structs are aligned to: tensor maps are.
+const ALIGNMENT: usize = 128;
+
+impl Type {
+    /// Bytes, which it is also aligned to.
+    pub fn size(self) -> usize {
+        match self {
+            Type::TensorMap => 128,
+            Type::Pointer(_) | Type::U64 | Type::I64 => 8,
+            Type::U32 | Type::I32 | Type::F32 => 4,
+        }
+    }
+
+    /// The Rust type, and its zero.
+    pub fn rust(self) -> (&'static str, &'static str) {
+        match self {
+            Type::TensorMap => ("super::TensorMap", "super::TensorMap::ZERO"),
+            Type::Pointer(_) | Type::U64 => ("u64", "0"),
+            Type::I64 => ("i64", "0"),
+            Type::U32 => ("u32", "0"),
+            Type::I32 => ("i32", "0"),
+            Type::F32 => ("f32", "0.0"),
+        }
+    }
+
+    fn cpp(self, name: &str) -> String {
+        match self {
+            Type::TensorMap => format!("CUtensorMap {name}"),
+            Type::Pointer(to) => format!("{to} *{name}"),
+            Type::U64 => format!("uint64_t {name}"),
+            Type::I64 => format!("int64_t {name}"),
+            Type::U32 => format!("uint32_t {name}"),
+            Type::I32 => format!("int32_t {name}"),
+            Type::F32 => format!("float {name}"),
+        }
+    }
+}
+
+impl Family {
+    /// Where each field lies, and the size of the whole.
+    pub fn layout(&self) -> (Vec<usize>, usize) {
+        let mut end = 0usize;
+        let place = |field: &Field| {
+            let offset = end.next_multiple_of(field.ty.size());
+            end = offset + field.ty.size();
+            offset
+        };
+        let offsets = self.arguments.iter().map(place).collect();
+        (offsets, end.next_multiple_of(ALIGNMENT))
+    }
+
+    /// `AttentionForward`.
+    fn camel(&self) -> String {
+        let capital = |part: &str| {
+            let (first, rest) = part.split_at(part.len().min(1));
+            first.to_uppercase() + rest
+        };
+        self.name.split('_').map(capital).collect()
+    }
+
+    /// The argument struct, and what a kernel exports of its launch, for C++.
+    pub fn header(&self) -> String {
+        let name = self.camel();
+        let (offsets, size) = self.layout();
+        let mut text = format!(
+            "// Generated from kernels/cuda/{}/family.rs.\n#pragma once\n\n#include <cuda.h>\n#include <stddef.h>\n\
+             #include <stdint.h>\n\nstruct alignas({ALIGNMENT}) {name}Arguments {{\n",
+            self.directory
+        );
+        let comment = |doc: &str| match doc {
+            "" => String::new(),
+            doc => format!("  // {doc}"),
+        };
+        for field in self.arguments {
+            let _ = writeln!(
+                text,
+                "  {};{}",
+                field.ty.cpp(field.name),
+                comment(field.doc)
+            );
+        }
+        let _ = writeln!(
+            text,
+            "}};\n\nstatic_assert(sizeof({name}Arguments) == {size});"
+        );
+        for (field, offset) in self.arguments.iter().zip(offsets) {
+            let _ = writeln!(
+                text,
+                "static_assert(offsetof({name}Arguments, {}) == {offset});",
+                field.name
+            );
+        }
+        let _ = writeln!(
+            text,
+            "\n// Each kernel exports one as NAME_launch.\nstruct {name}Launch {{"
+        );
+        for (choice, doc) in self.choices {
+            let _ = writeln!(text, "  int32_t {choice};{}", comment(doc));
+        }
+        text.push_str("  int32_t threads;\n  int32_t shared_bytes;  // dynamic\n};\n");
+        text
+    }
+
+    /// What is compiled for these architectures: a unit per `*.cu` of its folder, or nothing. Generated headers go to `include`.
+    ///
+    /// # Errors
+    /// A file cannot be read or written.
+    pub fn units(&self, archs: &[Architecture], include: &Path) -> Result<Vec<Unit>, Error> {
+        let (number, suffix) = self.architecture;
+        let is_its_own = |arch: &&Architecture| arch.number == number && arch.suffix == suffix;
+        let Some(architecture) = archs.iter().find(is_its_own) else {
+            return Ok(Vec::new());
+        };
+        let headers = [
+            (PathBuf::from("contract.h"), contract::cpp::header()),
+            (Path::new(self.directory).join("arguments.h"), self.header()),
+        ];
+        for (path, text) in headers {
+            let path = include.join(path);
+            crate::nvcc::create(path.parent().unwrap_or(include))?;
+            crate::write(&path, text.as_bytes())?;
+        }
+        let directory = Path::new(SOURCES).join(self.directory);
+        let listed = fs::read_dir(&directory).map_err(|source| Error::File {
+            path: directory.clone(),
+            source,
+        })?;
+        let mut paths: Vec<_> = listed.flatten().map(|entry| entry.path()).collect();
+        paths.retain(|path| path.extension().is_some_and(|e| e == "cu"));
+        paths.sort();
+        let unit = |path: PathBuf| {
+            let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+            Unit {
+                name: format!("{}_{stem}", self.name),
+                source: Source::File {
+                    include: vec![include.to_path_buf(), SOURCES.into()],
+                    path,
+                },
+                flags: vec!["-std=c++20".into()],
+                machine_code: vec![architecture.clone()],
+                ptx: None,
+            }
+        };
+        Ok(paths.into_iter().map(unit).collect())
+    }
+
+    /// Reads what a compiled image says of its kernels.
+    ///
+    /// # Errors
+    /// It lacks something, or its kernels are not as the family has it.
+    pub fn exports(&self, image: &str, compiled: &Compiled) -> Result<Vec<Kernel>, Error> {
+        let wrong = |reason: String| Error::Exports {
+            image: image.into(),
+            reason,
+        };
+        let [path] = compiled.cubins.as_slice() else {
+            return Err(wrong("it is not for one architecture".into()));
+        };
+        let bytes = fs::read(path).map_err(|source| Error::File {
+            path: path.clone(),
+            source,
+        })?;
+        let cubin = Cubin::parse(&bytes).map_err(|error| wrong(error.to_string()))?;
+        let kernel = |name: String| {
+            let launch = cubin.variable(&format!("{name}_launch"));
+            let launch = launch.ok_or_else(|| wrong(format!("{name}_launch is missing")))?;
+            let (choices, rest) = launch
+                .split_at_checked(self.choices.len())
+                .unwrap_or_default();
+            let [threads, shared_bytes] = *rest else {
+                let reason = format!("{name}_launch has {} words", launch.len());
+                return Err(wrong(reason));
+            };
+            let names = self.choices.iter().map(|(name, _)| *name);
+            Ok(Kernel {
+                name,
+                choices: names.zip(choices.iter().copied()).collect(),
+                threads,
+                shared_bytes,
+            })
+        };
+        cubin.kernels().into_iter().map(kernel).collect()
+    }
+}
+
+/// A kernel and how it is launched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// Its symbol.
+    pub name: String,
+    /// What tells it from its siblings.
+    pub choices: Vec<(&'static str, u32)>,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory in bytes.
+    pub shared_bytes: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_hopper_gets_units() {
+        let arch = |number, suffix: &str| Architecture {
+            number,
+            suffix: suffix.into(),
+        };
+        let include = std::env::temp_dir().join(format!("unsloth-headers-{}", std::process::id()));
+        let units = |archs: &[_]| FAMILIES[0].units(archs, &include).unwrap();
+        assert!(units(&[arch(80, ""), arch(90, ""), arch(100, "a")]).is_empty());
+        let found = units(&[arch(80, ""), arch(90, "a")]);
+        let names: Vec<_> = found.iter().map(|unit| unit.name.as_str()).collect();
+        assert!(names.contains(&"attention_forward_hd128"), "{names:?}");
+        assert!(
+            found
+                .iter()
+                .all(|unit| unit.machine_code == [arch(90, "a")] && unit.ptx.is_none())
+        );
+        let header = fs::read_to_string(include.join("attention/forward/arguments.h")).unwrap();
+        assert!(
+            header.contains("  const float *sinks;  // [heads]"),
+            "{header}"
+        );
+        fs::remove_dir_all(&include).unwrap();
+    }
+
+    #[test]
+    fn families_are_distinct_and_their_fields_too() {
+        for (i, family) in FAMILIES.iter().enumerate() {
+            assert!(FAMILIES[..i].iter().all(|other| other.name != family.name));
+            let mut names: Vec<_> = family.arguments.iter().map(|field| field.name).collect();
+            names.sort_unstable();
+            names.dedup();
+            assert_eq!(names.len(), family.arguments.len(), "{}", family.name);
+            let (offsets, size) = family.layout();
+            assert!(offsets.is_sorted() && size % ALIGNMENT == 0);
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! The CUDA compiler: where it is, what it compiles anew, and what it reports.
+//!
+//! Every unit is compiled once per architecture, each result kept beside the sources and the command that gave it; it is compiled
+//! again only when one of these differs. `fatbinary` then joins a unit's results into one image.
+//!
+//! | file | what it is for |
+//! |-|-|
+//! | `mod.rs` | finds the compiler, compiles units, joins images |
+//! | [`architecture`] | what is compiled for |
+//! | [`job`] | one run of the compiler, or none if nothing changed |
+//! | [`report`] | what ptxas says of kernels |
+
+mod architecture;
+mod job;
+mod report;
+
+pub use architecture::{Architecture, architectures};
+use job::Job;
+pub use report::Usage;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{env, fs};
+
+use crate::Error;
+
+/// What pip installs to give a complete compiler in `nvidia/cu13/bin`.
+pub const PIP_PACKAGES: &str = "nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 \
+     nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85";
+
+/// What is compiled into one image.
+#[derive(Clone, Debug)]
+pub struct Unit {
+    /// The image's name.
+    pub name: String,
+    /// What is compiled.
+    pub source: Source,
+    /// Flags of the compiler beyond the usual.
+    pub flags: Vec<String>,
+    /// What it is compiled to machine code for.
+    pub machine_code: Vec<Architecture>,
+    /// The oldest that it is compiled to PTX for, if it is.
+    pub ptx: Option<Architecture>,
+}
+
+/// Where a unit's CUDA C++ is.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// Here, whole.
+    Text(String),
+    /// In a file, which may include others.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Folders in which includes are looked for.
+        include: Vec<PathBuf>,
+    },
+}
+
+/// A unit, compiled.
+#[derive(Debug)]
+pub struct Compiled {
+    /// Machine code and PTX, joined.
+    pub fatbin: PathBuf,
+    /// Machine code for each architecture.
+    pub cubins: Vec<PathBuf>,
+    /// What its kernels use.
+    pub usage: Vec<Usage>,
+}
+
+/// An nvcc and the tools beside it.
+#[derive(Debug)]
+pub struct Compiler {
+    nvcc: PathBuf,
+    fatbinary: PathBuf,
+    /// What `nvcc --version` says.
+    banner: String,
+    /// Major and minor version.
+    pub version: (u32, u32),
+}
+
+impl Compiler {
+    /// The compiler of `CUDA_HOME`, `CUDA_PATH`, `PATH` or `/usr/local/cuda`, the first that there is.
+    ///
+    /// # Errors
+    /// There is none, or it does not run.
+    pub fn find() -> Result<Compiler, Error> {
+        let homes = ["CUDA_HOME", "CUDA_PATH"]
+            .into_iter()
+            .filter_map(env::var_os)
+            .map(|home| Path::new(&home).join("bin"));
+        let path = env::var_os("PATH").unwrap_or_default();
+        let tool = |name: &str| format!("{name}{}", env::consts::EXE_SUFFIX);
+        let found = homes
+            .chain(env::split_paths(&path))
+            .chain([PathBuf::from("/usr/local/cuda/bin")])
+            .map(|directory| directory.join(tool("nvcc")))
+            .find(|path| path.is_file())
+            .ok_or(Error::NoCompiler)?;
+        // Its companions, and the headers, are where it really is.
+        let nvcc = fs::canonicalize(&found).unwrap_or(found);
+        let (banner, _) = run(Command::new(&nvcc).arg("--version"))?;
+        let version = version(&banner).ok_or_else(|| Error::Tool {
+            command: format!("{} --version", nvcc.display()),
+            output: banner.clone(),
+        })?;
+        Ok(Compiler {
+            fatbinary: nvcc.with_file_name(tool("fatbinary")),
+            nvcc,
+            banner,
+            version,
+        })
+    }
+
+    /// Compiles units, as many at a time as Cargo allows jobs.
+    ///
+    /// # Errors
+    /// The compiler refuses a source, or files cannot be written to `cache`.
+    pub fn compile(&self, units: &[Unit], cache: &Path) -> Result<Vec<Compiled>, Error> {
+        create(cache)?;
+        let lock_path = cache.join("lock");
+        let at = |source| Error::File {
+            path: lock_path.clone(),
+            source,
+        };
+        // Builds of several profiles share the cache.
+        let lock = fs::File::create(&lock_path).map_err(at)?;
+        lock.lock().map_err(at)?;
+
+        let jobs_of = |unit| Job::all(unit, cache);
+        let jobs: Vec<_> = units.iter().flat_map(jobs_of).collect();
+        let logs = self.run_all(&jobs)?;
+        let mut rest = jobs.iter().zip(&logs).peekable();
+        units
+            .iter()
+            .map(|unit| {
+                let (mut own, mut usage, mut cubins) = (Vec::new(), Vec::new(), Vec::new());
+                while let Some((job, log)) = rest.next_if(|(j, _)| std::ptr::eq(j.unit, unit)) {
+                    if !job.ptx {
+                        usage.extend(job.usage(log)?);
+                        cubins.push(job.output());
+                    }
+                    own.push(job);
+                }
+                let fatbin = self.join(&cache.join(&unit.name), &own)?;
+                Ok(Compiled {
+                    fatbin,
+                    cubins,
+                    usage,
+                })
+            })
+            .collect()
+    }
+
+    fn run_all(&self, jobs: &[Job<'_>]) -> Result<Vec<String>, Error> {
+        let threads = env::var("NUM_JOBS")
+            .ok()
+            .and_then(|n| n.parse().ok())
+            .unwrap_or(1usize)
+            .clamp(1, jobs.len().max(1));
+        let next = AtomicUsize::new(0);
+        let results: Vec<_> = jobs.iter().map(|_| Mutex::new(None)).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        let result = self.run(job);
+                        let failed = result.is_err();
+                        let slot = jobs.iter().position(|other| std::ptr::eq(other, job));
+                        if let Some(Ok(mut slot)) = slot.map(|i| results[i].lock()) {
+                            *slot = Some(result);
+                        }
+                        if failed {
+                            next.store(jobs.len(), Ordering::Relaxed);
+                        }
+                    }
+                });
+            }
+        });
+        // After a failure the rest was not run: the failure is what there is to report.
+        let done: Vec<Option<Result<String, Error>>> = results
+            .into_iter()
+            .map(|slot| slot.into_inner().unwrap_or(None))
+            .collect();
+        let mut logs = Vec::with_capacity(done.len());
+        for result in done.into_iter().flatten() {
+            logs.push(result?);
+        }
+        Ok(logs)
+    }
+
+    /// Joins a unit's results into one file.
+    fn join(&self, directory: &Path, jobs: &[&Job<'_>]) -> Result<PathBuf, Error> {
+        let fatbin = directory.join("image.fatbin");
+        let mut command = Command::new(&self.fatbinary);
+        command.arg(format!("--create={}", fatbin.display()));
+        command.args(["-64", "--compress-mode=size"]);
+        for job in jobs {
+            let (kind, arch) = match job.ptx {
+                true => ("ptx", job.architecture.number.to_string()),
+                false => ("elf", job.architecture.name()),
+            };
+            let file = job.output();
+            command.arg(format!(
+                "--image3=kind={kind},sm={arch},file={}",
+                file.display()
+            ));
+        }
+        run(&mut command)?;
+        Ok(fatbin)
+    }
+}
+
+/// Makes a folder, and those that it is in.
+pub(crate) fn create(directory: &Path) -> Result<(), Error> {
+    fs::create_dir_all(directory).map_err(|source| Error::File {
+        path: directory.into(),
+        source,
+    })
+}
+
+/// Runs a tool and gives what it wrote to standard output and error.
+fn run(command: &mut Command) -> Result<(String, String), Error> {
+    let failed = |output: String| Error::Tool {
+        command: format!("{command:?}"),
+        output,
+    };
+    let output = Command::new(command.get_program())
+        .args(command.get_args())
+        .output()
+        .map_err(|error| failed(error.to_string()))?;
+    let [stdout, stderr] =
+        [output.stdout, output.stderr].map(|b| String::from_utf8_lossy(&b).into_owned());
+    if output.status.success() {
+        Ok((stdout, stderr))
+    } else {
+        Err(failed(stdout + &stderr))
+    }
+}
+
+fn version(banner: &str) -> Option<(u32, u32)> {
+    let (_, rest) = banner.split_once("release ")?;
+    let (major, rest) = rest.split_once('.')?;
+    let digits = rest
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(rest.len());
+    Some((major.parse().ok()?, rest[..digits].parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read() {
+        assert_eq!(
+            version("Cuda compilation tools, release 13.0, V13.0.88"),
+            Some((13, 0))
+        );
+        assert_eq!(version("clang version 19"), None);
+    }
+}
