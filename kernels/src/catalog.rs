@@ -4,7 +4,7 @@ use crate::Error;
 use crate::emit::{self, Kernel};
 use crate::nvcc::{Architecture, Source, Unit};
 use crate::{
-    argmax, attention, cast, embedding, kv_cache, linear, rms_norm, rope, swiglu,
+    argmax, attention, cast, embedding, kv_cache, layer_norm, linear, rms_norm, rope, swiglu,
 };
 
 /// The kernels of one operation, compiled together into one image.
@@ -50,6 +50,7 @@ const CATALOG: &[Entry] = &[
     ("cast", cast::kernels, &[]),
     ("embedding", embedding::kernels, &[]),
     ("kv_append", kv_cache::kernels, &[]),
+    ("layer_norm", layer_norm::kernels, &[]),
     ("linear", linear::kernels, &[]),
     ("rms_norm", rms_norm::kernels, &[]),
     ("rope", rope::kernels, &[]),

@@ -21,6 +21,7 @@ mod embedding;
 pub mod emit;
 pub mod family;
 mod kv_cache;
+mod layer_norm;
 mod linear;
 mod math;
 mod norm;

@@ -4,7 +4,6 @@
 //! vector, 32 vectors by halves, then the sums of these. So a row has the same bits alone as among many, although few rows get more
 //! threads.
 
-use contract::norm::Gains;
 use cubecl::prelude::*;
 
 use crate::emit::Kernel;
@@ -168,16 +167,24 @@ pub(crate) fn unpack<F: Float, N: Size>(words: Words) -> Vector<f32, N> {
     Vector::cast_from(Vector::<F, N>::reinterpret(words))
 }
 
-/// The first words of a vector's gains. `kind` is a [`Gains`]; those of f32 fill as many vectors as `parts`.
+/// What `kind` is where gains are like x, and where they are f32; anything else says that there are none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Codes {
+    pub like_x: u32,
+    pub f32: u32,
+}
+
+/// The first words of a vector's gains; those of f32 fill as many vectors as `parts`.
 #[cube]
 pub(crate) fn load_gains(
     weight: &Array<Words>,
     kind: u32,
     i: u32,
     #[comptime] parts: u32,
+    #[comptime] codes: Codes,
 ) -> Words {
     let mut at = i;
-    if kind == comptime!(Gains::F32.code()) {
+    if kind == comptime!(codes.f32) {
         at = i * parts;
     }
     weight[at as usize]
@@ -191,13 +198,14 @@ pub(crate) fn gains<F: Float, N: Size>(
     kind: u32,
     offset: f32,
     i: u32,
+    #[comptime] codes: Codes,
 ) -> Vector<f32, N> {
     let parts = comptime!(N::value() / 4);
     let mut gains = Vector::<f32, N>::new(1.0f32);
-    if kind == comptime!(Gains::LikeX.code()) {
+    if kind == comptime!(codes.like_x) {
         gains = unpack::<F, N>(first) + Vector::new(offset);
     }
-    if kind == comptime!(Gains::F32.code()) {
+    if kind == comptime!(codes.f32) {
         #[unroll]
         for part in 0..parts {
             let words = if part == 0 {

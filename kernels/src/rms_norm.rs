@@ -15,6 +15,12 @@ use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::norm::*;
 use crate::rows::{self, Sizes, Strides, row_index, row_start};
 
+/// A [`Gains`] in `weight_kind`.
+const CODES: Codes = Codes {
+    like_x: Gains::LikeX.code(),
+    f32: Gains::F32.code(),
+};
+
 /// Where a row of each tensor begins.
 #[derive(CubeType, Clone, Copy)]
 struct RowOffsets {
@@ -107,7 +113,7 @@ fn rms_norm_rows<F: Float, N: Size>(
         #[unroll]
         for k in 0..vectors {
             let i = min(lane + k * threads, shape.length - 1u32);
-            weights.push(load_gains(weight, weight_kind, i, parts));
+            weights.push(load_gains(weight, weight_kind, i, parts, CODES));
         }
     }
 
@@ -154,9 +160,9 @@ fn rms_norm_rows<F: Float, N: Size>(
             let first = if early {
                 *weights.index(k as usize)
             } else {
-                load_gains(weight, weight_kind, i, parts)
+                load_gains(weight, weight_kind, i, parts, CODES)
             };
-            let gains = gains::<F, N>(first, weight, weight_kind, weight_offset, i);
+            let gains = gains::<F, N>(first, weight, weight_kind, weight_offset, i, CODES);
             let v = *values.index(k as usize) * (gains * Vector::new(scale));
             out[to + comptime!((k * threads) as usize)] = Vector::cast_from(v);
         }
