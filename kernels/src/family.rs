@@ -22,6 +22,24 @@ pub const FAMILIES: &[Family] = &[attention_forward::FAMILY];
 /// The sources in CUDA C++.
 pub const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda");
 
+/// Writes what kernels in CUDA C++ include of what is generated: the contract, and every family's `arguments.h`.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn write_headers(include: &Path) -> Result<(), Error> {
+    let arguments = |family: &Family| {
+        let path = Path::new(family.directory).join("arguments.h");
+        (path, family.header())
+    };
+    let contract = (PathBuf::from("contract.h"), contract::cpp::header());
+    for (path, text) in FAMILIES.iter().map(arguments).chain([contract]) {
+        let path = include.join(path);
+        crate::nvcc::create(path.parent().unwrap_or(include))?;
+        crate::write(&path, text.as_bytes())?;
+    }
+    Ok(())
+}
+
 /// Kernels that take the same arguments.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
@@ -175,7 +193,7 @@ impl Family {
         text
     }
 
-    /// What is compiled for these architectures: a unit per `*.cu` of its folder, or nothing. Generated headers go to `include`.
+    /// What is compiled for these architectures: a unit per `*.cu` of its folder, or nothing. Generated headers are in `include`.
     ///
     /// # Errors
     /// A file cannot be read or written.
@@ -185,15 +203,6 @@ impl Family {
         let Some(architecture) = archs.iter().find(is_its_own) else {
             return Ok(Vec::new());
         };
-        let headers = [
-            (PathBuf::from("contract.h"), contract::cpp::header()),
-            (Path::new(self.directory).join("arguments.h"), self.header()),
-        ];
-        for (path, text) in headers {
-            let path = include.join(path);
-            crate::nvcc::create(path.parent().unwrap_or(include))?;
-            crate::write(&path, text.as_bytes())?;
-        }
         let directory = Path::new(SOURCES).join(self.directory);
         let listed = fs::read_dir(&directory).map_err(|source| Error::File {
             path: directory.clone(),
@@ -281,6 +290,7 @@ mod tests {
             suffix: suffix.into(),
         };
         let include = std::env::temp_dir().join(format!("unsloth-headers-{}", std::process::id()));
+        write_headers(&include).unwrap();
         let units = |archs: &[_]| FAMILIES[0].units(archs, &include).unwrap();
         assert!(units(&[arch(80, ""), arch(90, ""), arch(100, "a")]).is_empty());
         let found = units(&[arch(80, ""), arch(90, "a")]);

@@ -95,8 +95,10 @@ pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
     let images = catalog::images()?;
     let mut units: Vec<_> = images.iter().map(|image| image.unit(&archs)).collect();
     let mut of_families = Vec::with_capacity(FAMILIES.len());
+    let include = cache.join("include");
+    family::write_headers(&include)?;
     for family in FAMILIES {
-        let of_family = family.units(&archs, &cache.join("include"))?;
+        let of_family = family.units(&archs, &include)?;
         of_families.push(of_family.len());
         units.extend(of_family);
     }

@@ -1,5 +1,5 @@
-//! Elementary functions where CUDA's own lose accuracy or need local memory. Coefficients are minimax fits (Remez), those of the CPU
-//! backend.
+//! Elementary functions where CUDA's own lose accuracy or need local memory. Coefficients are minimax fits (Remez,
+//! `kernels/dev/minimax.py`), those of the CPU backend.
 
 use std::f64::consts::{FRAC_2_PI, FRAC_PI_2};
 

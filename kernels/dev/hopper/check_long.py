@@ -17,7 +17,7 @@ CASES = [(65536, 4, 2, 128, True), (131072, 2, 2, 128, False), (131072, 2, 1, 64
 def run(directory, s, hq, hk, d, causal):
     files = {i["name"]: i["file"] for i in json.load(open(f"{directory}/kernels.json"))}
     name = choose.kernel("bf16", d, d, s, causal=causal)
-    kernel = Kernel(open(f"{directory}/{files[name]}", "rb").read(), name)
+    kernel = Kernel(f"{directory}/{files[name]}", name)
     make = lambda h: torch.empty(1, s, h, d, device="cuda", dtype=torch.bfloat16).normal_()
     q, k, v = make(hq), make(hk), make(hk)
     o = torch.full_like(q, math.nan)

@@ -17,7 +17,7 @@ for info in json.load(open(f"{directory}/kernels.json")):
         continue
     d = info["head_dim"]
     b, h = 16384 // s, bench.HEADS[d]
-    kernel = driver.Kernel(open(f"{directory}/{info['file']}", "rb").read(), info["name"])
+    kernel = driver.Kernel(f"{directory}/{info['file']}", info["name"])
     qs, k, v = bench.tensors(b, s, h, d)
     run = bench.our_burst(kernel, qs, k, v, info["mask"] == "kCausal")
     run()

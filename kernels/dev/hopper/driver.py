@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import random
+import re
 import sys
 from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
@@ -11,7 +12,7 @@ import torch
 
 import choose
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), *2 * [".."], "dev"))
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from launcher import allow_shared, check, cuda, function, launch, load
 
 NO_LIMIT = 1 << 30
@@ -21,30 +22,21 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("opaque", c_uint64 * 16)]
 
 
-class Params(ctypes.Structure):
-    """AttentionForwardParams of attention/params.h."""
-
-    _fields_ = [
-        ("q", TensorMap), ("k", TensorMap), ("v", TensorMap), ("o", TensorMap),
-        ("o_pointer", c_void_p), ("lse", c_void_p), ("sinks", c_void_p),
-        ("cu_seqlens_q", c_void_p), ("cu_seqlens_k", c_void_p), ("seqlens_k", c_void_p),
-        ("block_table", c_void_p), ("tile_counter", c_void_p), ("launch_tag", c_uint64),
-        ("o_batch_stride", c_int64), ("o_sequence_stride", c_int64), ("o_head_stride", c_int64),
-        ("lse_batch_stride", c_int64), ("lse_head_stride", c_int64), ("lse_sequence_stride", c_int64),
-        ("batch", c_int32), ("heads_q", c_int32), ("heads_kv", c_int32), ("head_dim_v", c_int32),
-        ("seqlen_q", c_int32), ("seqlen_k", c_int32), ("pack_log2", c_int32),
-        ("kv_box_rows", c_int32), ("page_log2", c_int32), ("block_table_stride", c_int32),
-        ("window_left", c_int32), ("window_right", c_int32),
-        ("ragged", c_int32), ("tiles", c_int32), ("row_blocks", c_int32), ("pairs_in_l2", c_int32), ("keys_in_l2", c_int32),
-        ("scale_log2", c_float), ("softcap_scale", c_float), ("zero", c_uint32),
-    ]
-
-
-class Launch(ctypes.Structure):
-    """AttentionForwardLaunch of attention/params.h."""
-
-    _fields_ = [(n, c_int32) for n in ("dtype", "head_dim", "head_dim_v", "mask", "softcap", "for_short",
-                                       "block_m", "block_n", "threads", "shared_bytes")]
+def structs(directory):
+    """The argument struct and the launch struct of the header that build.py left in DIR/include, as ctypes."""
+    with open(os.path.join(directory, "include", "attention", "forward", "arguments.h")) as f:
+        header = f.read()
+    types = {"CUtensorMap": TensorMap, "uint64_t": c_uint64, "int64_t": c_int64, "uint32_t": c_uint32, "int32_t": c_int32,
+             "float": c_float}
+    found = []
+    for name in ("AttentionForwardArguments", "AttentionForwardLaunch"):
+        body = re.search(r"struct (?:alignas\(\d+\) )?%s {\n(.*?)};" % name, header, re.S)[1]
+        fields = re.findall(r"^  (?:const )?([\w ]+?) (\*?)(\w+);", body, re.M)
+        fields = [(field, c_void_p if pointer else types[kind]) for kind, pointer, field in fields]
+        found.append(type(name, (ctypes.Structure,), {"_fields_": fields}))
+    offsets = re.findall(r"offsetof\(AttentionForwardArguments, (\w+)\) == (\d+)", header)
+    assert [(field, getattr(found[0], field).offset) for field, _ in found[0]._fields_] == [(f, int(n)) for f, n in offsets]
+    return found
 
 
 def encode(map_, tensor_dtype, pointer, extents, strides, box):
@@ -62,17 +54,15 @@ def encode(map_, tensor_dtype, pointer, extents, strides, box):
 
 
 class Kernel:
-    """One kernel of a cubin, with the layout it exports."""
+    """One kernel of a cubin, with what it exports of its launch."""
 
-    def __init__(self, image, name):
+    def __init__(self, path, name):
         self.name = name
-        self.module = load(image)
+        with open(path, "rb") as f:
+            self.module = load(f.read())
         self.function = function(self.module, name)
-        self.launch = self.global_(f"{name}_launch", Launch)
-        fields = Params._fields_
-        layout = self.global_("attention_forward_layout", c_uint32 * (1 + len(fields)))
-        self.params_bytes = layout[0]
-        assert list(layout)[1:] == [getattr(Params, name).offset for name, _ in fields], "params.h has changed"
+        self.arguments, launch_struct = structs(os.path.dirname(path) or ".")
+        self.launch = self.global_(f"{name}_launch", launch_struct)
         allow_shared(self.function, self.launch.shared_bytes)
         self.counter = torch.randint(1 << 62, (2,), dtype=torch.int64, device="cuda")
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -105,8 +95,9 @@ class Kernel:
         seqlen_k = max_seqlen_k or k.shape[1]
         scale = scale if scale is not None else 1 / math.sqrt(dim)
         at = self.launch
-        memory = ctypes.create_string_buffer(2 * self.params_bytes)
-        p = Params.from_buffer(memory, -ctypes.addressof(memory) % 128)  # as tensor maps demand
+        # Aligned as tensor maps demand.
+        memory = ctypes.create_string_buffer(ctypes.sizeof(self.arguments) + 256)
+        p = self.arguments.from_buffer(memory, -ctypes.addressof(memory) % 128)
         for map_, x in ((p.q, q), (p.o, o)):
             sb, ss, sh, _ = (2 * s for s in x.stride())
             encode(map_, x.dtype, x.data_ptr(),

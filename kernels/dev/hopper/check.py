@@ -201,7 +201,7 @@ def main(directory, only="", repeats="50"):
         if not any(o in info["name"] for o in only.split(",")):
             continue
         bad = count = 0
-        kernel = Kernel(open(os.path.join(directory, info["file"]), "rb").read(), info["name"])
+        kernel = Kernel(os.path.join(directory, info["file"]), info["name"])
         how = {"causal": info["mask"] == "kCausal"}
         jobs = [(run_structured, (kernel, info), {}), *((run_repeats, (kernel, info, int(repeats), form), {}) for form in ("batched", "packed", "paged"))]
         jobs += [(run_dense, (kernel,), case) for case in dense_cases(kernel, info)]

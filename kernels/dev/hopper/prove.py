@@ -26,12 +26,12 @@ def build(directory):
     for name, flags in (("plain", []), ("jitter", ["-DUNSLOTH_JITTER"])):
         where = os.path.join(directory, name)
         if not os.path.exists(os.path.join(where, "kernels.json")):
-            subprocess.run([sys.executable, os.path.join(HERE, "build.py"), where, "-", *flags], check=True)
+            subprocess.run([sys.executable, os.path.join(HERE, "..", "build.py"), where, "-", *flags], check=True)
 
 
 def main(record, directory="build/kernels", repeats="2000"):
     build(directory)
-    result = {"date": time.strftime("%Y-%m-%d"), "command": "python3 kernels/cuda/dev/prove.py", "device": bench.gpu_state(),
+    result = {"date": time.strftime("%Y-%m-%d"), "command": "python3 kernels/dev/hopper/prove.py", "device": bench.gpu_state(),
               "torch": torch.__version__, "cuda": torch.version.cuda, "method": __doc__, "repeats": {}, "long": {}}
     failures = 0
 
@@ -45,7 +45,7 @@ def main(record, directory="build/kernels", repeats="2000"):
     jitter = os.path.join(directory, "jitter")
     for info in json.load(open(os.path.join(jitter, "kernels.json"))):
         if info["dtype"] == "bf16":
-            kernel = Kernel(open(os.path.join(jitter, info["file"]), "rb").read(), info["name"])
+            kernel = Kernel(os.path.join(jitter, info["file"]), info["name"])
             for form in ("batched", "packed", "paged"):
                 note("repeats", f"{info['name']}, {form}", *check.run_repeats(kernel, info, int(repeats), form))
     for case in check_long.CASES:

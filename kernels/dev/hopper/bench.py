@@ -94,7 +94,7 @@ def tensors(b, s, h, d):
 def load(directory):
     kernels = json.load(open(os.path.join(directory, "kernels.json")))
     for info in kernels:
-        info["kernel"] = Kernel(open(os.path.join(directory, info["file"]), "rb").read(), info["name"])
+        info["kernel"] = Kernel(os.path.join(directory, info["file"]), info["name"])
     return kernels
 
 
