@@ -16,12 +16,16 @@ import sys
 # Statuses of calls whose pointers are all NULL and whose numbers are all zero, where that is not UNSLOTH_STATUS_NULL_POINTER.
 ALL_NULL = {
     "unsloth_context_destroy": "SUCCESS",
+    "unsloth_event_destroy": "SUCCESS",
     "unsloth_kv_cache_destroy": "SUCCESS",
     "unsloth_log_set": "SUCCESS",
 }
 
 # The same with a live handle.
 HANDLE_ALONE = {
+    "unsloth_context_warm_up": "SUCCESS",
+    "unsloth_event_record": "SUCCESS",
+    "unsloth_event_synchronize": "SUCCESS",
     "unsloth_kv_cache_extend": "SUCCESS",
     "unsloth_kv_cache_sequence_evict": "INVALID_HANDLE",
     "unsloth_kv_cache_sequence_free": "INVALID_HANDLE",
@@ -37,6 +41,7 @@ HANDLE_ALONE = {
     "unsloth_memory_set": "SUCCESS",
     "unsloth_stream_destroy": "SUCCESS",
     "unsloth_stream_synchronize": "SUCCESS",
+    "unsloth_stream_wait_event": "SUCCESS",
 }
 
 # Statuses of calls whose params ask for nothing, where that is not UNSLOTH_STATUS_INVALID_ARGUMENT for a tensor that is absent.
@@ -65,6 +70,7 @@ PROLOGUE = """\
 
 MISUSE = """\
 static unsloth_context *context, *dead_context;
+static unsloth_event *event, *dead_event;
 static unsloth_kv_cache *cache, *dead_cache;
 // Where functions may write, and do not when they fail.
 static uint64_t out[32];
@@ -78,6 +84,12 @@ static unsloth_kv_cache *small_cache(void) {
   params.head_dim = 4;
   params.num_pages = 1;
   CHECK_OK(unsloth_kv_cache_create(context, &params, &made));
+  return made;
+}
+
+static unsloth_event *some_event(void) {
+  unsloth_event *made = NULL;
+  CHECK_OK(unsloth_event_create(context, 0, &made));
   return made;
 }
 
@@ -119,6 +131,9 @@ int main(void) {
   dead_context = cpu_context();
   cache = small_cache();
   dead_cache = small_cache();
+  event = some_event();
+  dead_event = some_event();
+  CHECK_OK(unsloth_event_destroy(dead_event));
   CHECK_OK(unsloth_kv_cache_destroy(dead_cache));
   CHECK_OK(unsloth_context_destroy(dead_context));
 """
@@ -223,7 +238,7 @@ def refused(header, name, kind, struct, call):
 
 def misuse(header):
     yield PROLOGUE + MISUSE
-    variables = {"unsloth_context": "context", "unsloth_kv_cache": "cache"}
+    variables = {"unsloth_context": "context", "unsloth_event": "event", "unsloth_kv_cache": "cache"}
     assert set(header.handles) == set(variables), "a handle type is new: say here how to make one"
     called = []
     for returns, name, arguments in header.functions:
@@ -306,7 +321,7 @@ def misuse(header):
     yield MISUSE_MAIN.rstrip()
     for name in called:
         yield f"  misuse_{name}();"
-    yield "  CHECK_OK(unsloth_kv_cache_destroy(cache));\n  CHECK_OK(unsloth_context_destroy(context));\n  return 0;\n}"
+    yield "  CHECK_OK(unsloth_event_destroy(event));\n  CHECK_OK(unsloth_kv_cache_destroy(cache));\n  CHECK_OK(unsloth_context_destroy(context));\n  return 0;\n}"
 
 
 def main():

@@ -33,6 +33,13 @@ FIELD(unsloth_context_params, device, 8, 4);
 FIELD(unsloth_context_params, num_threads, 12, 4);
 FIELD(unsloth_context_params, memory_limit, 16, 8);
 
+STRUCT(unsloth_product_shape, 32, 8);
+FIELD(unsloth_product_shape, dtype, 0, 4);
+FIELD(unsloth_product_shape, reserved, 4, 4);
+FIELD(unsloth_product_shape, num_rows, 8, 8);
+FIELD(unsloth_product_shape, in_features, 16, 8);
+FIELD(unsloth_product_shape, out_features, 24, 8);
+
 STRUCT(unsloth_memory_stats, 48, 8);
 FIELD(unsloth_memory_stats, struct_size, 0, 4);
 FIELD(unsloth_memory_stats, reserved, 4, 4);

@@ -92,6 +92,12 @@
 #define UNSLOTH_TENSOR_STRIDED 1
 
 /**
+ * A flag of `unsloth_event_create`: the event takes the time, for `unsloth_event_elapsed`. One
+ * without it is cheaper to record and to wait for.
+ */
+#define UNSLOTH_EVENT_TIMING 1
+
+/**
  * A backend on one device. Opaque; made by `unsloth_context_create`, ended by `unsloth_context_destroy`. Several threads may use
  * one context at a time.
  *
@@ -101,6 +107,16 @@
  * it.
  */
 typedef struct unsloth_context unsloth_context;
+
+/**
+ * A point in the work of a stream, for another stream or the host to wait for. Opaque; made by
+ * `unsloth_event_create`, ended by `unsloth_event_destroy`. Several threads may use one event at a
+ * time. It keeps what it needs of its device and may be destroyed after its context.
+ *
+ * The CPU backend's work is done when the call that queues it returns: its events have nothing to
+ * wait for, take the time, and are checked as others are.
+ */
+typedef struct unsloth_event unsloth_event;
 
 /**
  * A paged cache of the keys and values of many sequences. Opaque; made by `unsloth_kv_cache_create`, ended by
@@ -195,6 +211,37 @@ typedef struct unsloth_context_params {
 } unsloth_context_params;
 
 /**
+ * The type of a tensor's elements. Zero is none, so that a zeroed tensor is recognised as absent.
+ */
+typedef uint32_t unsloth_dtype;
+
+/**
+ * Sizes of a product of a linear layer, `[num_rows, in_features] x [in_features, out_features]`.
+ */
+typedef struct unsloth_product_shape {
+  /**
+   * Of input, weight and output: `UNSLOTH_DTYPE_F32`, `_F16` or `_BF16`.
+   */
+  unsloth_dtype dtype;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Rows (tokens) of input and output.
+   */
+  int64_t num_rows;
+  /**
+   * Columns of the input.
+   */
+  int64_t in_features;
+  /**
+   * Columns of the output.
+   */
+  int64_t out_features;
+} unsloth_product_shape;
+
+/**
  * A queue of work on a device. With the CUDA backend a `CUstream` or `cudaStream_t` of the caller's, or NULL for the
  * default stream. The CPU backend runs each call to its end and takes NULL.
  */
@@ -239,11 +286,6 @@ typedef struct unsloth_memory_stats {
    */
   uint64_t pool_size;
 } unsloth_memory_stats;
-
-/**
- * The type of a tensor's elements. Zero is none, so that a zeroed tensor is recognised as absent.
- */
-typedef uint32_t unsloth_dtype;
 
 /**
  * A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.
@@ -2173,8 +2215,29 @@ unsloth_status unsloth_context_create(const struct unsloth_context_params *param
 unsloth_status unsloth_context_destroy(struct unsloth_context *ctx);
 
 /**
+ * Loads ahead what linear layers of these shapes would load at their first launch on a GPU:
+ * cuBLASLt, its choices of algorithms, and their kernels. Without it the first launch of a shape
+ * takes milliseconds more on the host, and the first of a process hundreds: the first prompt of a
+ * process ran at a third of the later ones' speed. Shapes that are near each other (numbers of
+ * rows up to an eighth apart) share a choice. With `num_products` 0 (`products` may then be NULL)
+ * usual shapes of each dtype are taken: that loads the library, but not every kernel.
+ *
+ * Runs the products on a stream of its own, in device memory that it takes for the moment (the
+ * greatest tensor of a product, and its workspace of at most 32 MiB, not counted in
+ * `unsloth_memory_stats`), and waits for them. What cuBLASLt itself keeps stays, as it would after
+ * the first launch. May not be called while a graph is captured. On the CPU, and where there is no
+ * cuBLASLt, only the arguments are checked. The kernels of this library need no warming up:
+ * `unsloth_context_create` loads them.
+ *
+ * Requires: `products` is NULL or points to `num_products` readable structs.
+ */
+unsloth_status unsloth_context_warm_up(struct unsloth_context *ctx,
+                                       const struct unsloth_product_shape *products,
+                                       size_t num_products);
+
+/**
  * Makes a stream on the context's device and writes it to `stream`; the caller ends it with `unsloth_stream_destroy`. Streams from
- * anywhere else serve as well. The CPU backend has one stream, NULL.
+ * anywhere else serve as well. The CPU backend has one stream, NULL, and refuses others everywhere.
  *
  * Requires: `stream` is NULL or valid for a write.
  */
@@ -2556,6 +2619,72 @@ unsloth_status unsloth_training_memory_estimate(const struct unsloth_training_me
 size_t unsloth_format_bytes(uint64_t bytes,
                             char *buffer,
                             size_t capacity);
+
+/**
+ * Makes an event on the context's device and writes its handle to `event`; the caller ends it with
+ * `unsloth_event_destroy`. `flags` is 0 or `UNSLOTH_EVENT_TIMING`. May be called during a capture.
+ *
+ * Requires: `event` is NULL or valid for a write.
+ */
+unsloth_status unsloth_event_create(struct unsloth_context *ctx,
+                                    uint32_t flags,
+                                    struct unsloth_event **event);
+
+/**
+ * Ends an event; NULL is fine. Streams that wait for it go on waiting for the point that it was
+ * recorded at.
+ */
+unsloth_status unsloth_event_destroy(struct unsloth_event *event);
+
+/**
+ * Moves the event behind everything queued on `stream`. Waits that were queued before keep the
+ * point of before. While `stream` is captured into a graph the point is one in the graph, and the
+ * event serves to make other streams join the capture (`unsloth_stream_wait_event`) and this one
+ * wait for them.
+ *
+ * Requires: `stream` is NULL or a live stream of the event's device.
+ */
+unsloth_status unsloth_event_record(struct unsloth_event *event, unsloth_stream stream);
+
+/**
+ * Lets what is queued on `stream` from now on wait, on the device, for the point that `event` was
+ * last recorded at; for nothing if it never was. The host does not wait. The event may be of
+ * another device, and of another context, of the same backend.
+ *
+ * Requires: `stream` is NULL or a live stream of the context's device.
+ */
+unsloth_status unsloth_stream_wait_event(struct unsloth_context *ctx,
+                                         unsloth_stream stream,
+                                         struct unsloth_event *event);
+
+/**
+ * Writes to `done` whether the work before the event has finished (1) or not (0); 1 if it was never
+ * recorded. Does not wait.
+ *
+ * `UNSLOTH_STATUS_CUDA_ERROR` for an error of earlier asynchronous work, and for an event that was
+ * last recorded in a captured stream.
+ *
+ * Requires: `done` is NULL or valid for a write.
+ */
+unsloth_status unsloth_event_query(struct unsloth_event *event, uint32_t *done);
+
+/**
+ * Lets the calling thread wait until the work before the event has finished; returns at once if it
+ * was never recorded. May not be called while a graph is captured. Errors as of
+ * `unsloth_event_query`.
+ */
+unsloth_status unsloth_event_synchronize(struct unsloth_event *event);
+
+/**
+ * Writes to `milliseconds` the time from `start` to `end`, which are of one device, were made with
+ * `UNSLOTH_EVENT_TIMING` and recorded, and are done (`unsloth_event_synchronize`). On a GPU it is
+ * the device's time, with a resolution of about half a microsecond.
+ *
+ * Requires: `milliseconds` is NULL or valid for a write.
+ */
+unsloth_status unsloth_event_elapsed(struct unsloth_event *start,
+                                     struct unsloth_event *end,
+                                     float *milliseconds);
 
 /**
  * Allocates an empty cache on the context's device and writes its handle to `cache`; the caller ends it with

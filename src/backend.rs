@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// Where operations run. The discriminants are those of the C ABI (`UNSLOTH_BACKEND_*`).
@@ -110,6 +111,29 @@ impl Default for Stream {
     fn default() -> Self {
         Stream::DEFAULT
     }
+}
+
+/// Refuses a stream that is not the default one, for the CPU backend.
+pub(crate) fn check_host_stream(op: &'static str, stream: Stream) -> Result<()> {
+    if stream == Stream::DEFAULT {
+        return Ok(());
+    }
+    let problem = format!("is {:p}, the cpu backend has only NULL", stream.as_raw());
+    Err(Error::invalid(op, "stream", problem))
+}
+
+/// Sizes of a product `[num_rows, in_features] × [in_features, out_features]`, as a linear layer
+/// computes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProductShape {
+    /// Of input, weight and output: a float.
+    pub dtype: DType,
+    /// Rows (tokens) of input and output.
+    pub num_rows: usize,
+    /// Columns of the input.
+    pub in_features: usize,
+    /// Columns of the output.
+    pub out_features: usize,
 }
 
 /// Between which memories a copy goes. The discriminants are those of the C ABI
@@ -232,6 +256,13 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
         size: usize,
         stream: Stream,
     ) -> Result<()>;
+
+    /// Refuses a stream that cannot be one of the device's.
+    fn check_stream(&self, op: &'static str, stream: Stream) -> Result<()>;
+
+    /// Loads what is otherwise loaded at the first product of such a shape, or of usual ones where
+    /// none is given.
+    fn warm_up(&self, op: &'static str, products: &[ProductShape]) -> Result<()>;
 
     /// Waits until everything queued on a stream has finished.
     fn synchronize(&self, op: &'static str, stream: Stream) -> Result<()>;

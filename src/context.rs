@@ -4,19 +4,22 @@
 //! what every device has.
 
 mod accountant;
+mod event;
 
 use std::sync::Arc;
 
 use crate::backend::{self, check_ordinal};
 use crate::cpu::{self, Cpu};
 use crate::cuda::{self, Cuda};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::{Plan, Plans};
 use crate::tensor::Scratch;
 pub(crate) use accountant::Accountant;
 pub use accountant::MemoryStats;
+pub use event::Event;
 
-pub use crate::backend::{Backend, DeviceInfo, Implementation, Stream};
+pub use crate::backend::{Backend, DeviceInfo, Implementation, ProductShape, Stream};
 
 impl Backend {
     /// Number of devices: 1 for the CPU.
@@ -231,6 +234,26 @@ impl Context {
         // SAFETY: the caller's promise is this function's: the stream is the default one or this
         // device's, and ends here.
         unsafe { self.device().destroy_stream("stream", stream) }
+    }
+
+    /// Loads what linear layers of these shapes, or of usual ones if there are none, would otherwise
+    /// load when they are first called: cuBLASLt, its choices of algorithms, and their kernels. Runs
+    /// the products in device memory that is taken for the moment (the greatest tensor of one, and
+    /// its workspace of at most 32 MiB; not counted by the context) and waits for them.
+    ///
+    /// Not during a capture. Nothing happens on the CPU, and where there is no cuBLASLt.
+    ///
+    /// # Errors
+    /// A shape is refused as by a linear layer, there is too little memory, or the driver refuses.
+    pub fn warm_up(&self, products: &[ProductShape]) -> Result<()> {
+        const OP: &str = "context_warm_up";
+        for product in products {
+            if !DType::FLOATS.contains(&product.dtype) {
+                let problem = format!("has {}, allowed: f32, f16, bf16", product.dtype);
+                return Err(Error::invalid(OP, "products", problem));
+            }
+        }
+        self.device().warm_up(OP, products)
     }
 
     /// What has been allocated through the context.

@@ -62,7 +62,7 @@ pub mod ops;
 mod problem;
 pub mod tensor;
 
-pub use context::{Backend, Context, ContextOptions, DeviceInfo, Stream};
+pub use context::{Backend, Context, ContextOptions, DeviceInfo, Event, Stream};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
 pub use kv_cache::KvCache;

@@ -26,14 +26,12 @@ pub(crate) fn failed(error: &Error) {
 
 /// A range of the calling thread's time in an operation, for a profiler to show; ends when dropped.
 #[must_use]
-#[allow(dead_code)] // until operations have one launch
 pub(crate) struct Range {
     #[cfg(feature = "cuda")]
     pushed: bool,
 }
 
 /// Begins a range with the operation's name, where a profiler listens for NVTX.
-#[allow(dead_code)] // until operations have one launch
 #[cfg(feature = "cuda")]
 #[inline]
 pub(crate) fn range(op: &'static str) -> Range {
@@ -45,7 +43,6 @@ pub(crate) fn range(op: &'static str) -> Range {
 }
 
 /// No range: only GPUs have profilers that listen for NVTX.
-#[allow(dead_code)] // until operations have one launch
 #[cfg(not(feature = "cuda"))]
 #[inline]
 pub(crate) fn range(_op: &'static str) -> Range {

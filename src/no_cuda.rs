@@ -2,7 +2,7 @@
 //! version.
 
 use crate::backend::{
-    Allocation, Backend, CopyKind, Device, DeviceInfo, Implementation, Stream, Upload,
+    Allocation, Backend, CopyKind, Device, DeviceInfo, Implementation, ProductShape, Stream, Upload,
 };
 use crate::error::{Error, Result};
 use crate::problem::{Plan, Plans};
@@ -11,6 +11,32 @@ use crate::tensor::Scratch;
 /// There is none.
 #[derive(Debug)]
 pub(crate) enum Cuda {}
+
+/// An event of the backend that is not there.
+#[derive(Debug)]
+pub(crate) enum Event {}
+
+impl Event {
+    pub fn ordinal(&self) -> i32 {
+        match *self {}
+    }
+
+    pub fn record(&self, _: &'static str, _: Stream) -> Result<()> {
+        match *self {}
+    }
+
+    pub fn is_done(&self, _: &'static str) -> Result<bool> {
+        match *self {}
+    }
+
+    pub fn synchronize(&self, _: &'static str) -> Result<()> {
+        match *self {}
+    }
+
+    pub fn milliseconds_since(&self, _: &'static str, _: &Event) -> Result<f32> {
+        match *self {}
+    }
+}
 
 fn unavailable(op: &'static str) -> Error {
     Error::BackendUnavailable {
@@ -33,6 +59,14 @@ pub(crate) fn device_info(op: &'static str, _: i32) -> Result<DeviceInfo> {
 impl Cuda {
     pub fn new(op: &'static str, _: i32) -> Result<Cuda> {
         Err(unavailable(op))
+    }
+
+    pub fn create_event(&self, _: &'static str, _: bool) -> Result<Event> {
+        match *self {}
+    }
+
+    pub fn wait_event(&self, _: &'static str, _: Stream, _: &Event) -> Result<()> {
+        match *self {}
     }
 
     /// # Safety
@@ -132,6 +166,14 @@ impl Device for Cuda {
     }
 
     unsafe fn set(&self, _: &'static str, _: *mut u8, _: u8, _: usize, _: Stream) -> Result<()> {
+        match *self {}
+    }
+
+    fn check_stream(&self, _: &'static str, _: Stream) -> Result<()> {
+        match *self {}
+    }
+
+    fn warm_up(&self, _: &'static str, _: &[ProductShape]) -> Result<()> {
         match *self {}
     }
 

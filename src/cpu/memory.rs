@@ -3,7 +3,9 @@
 use std::alloc::Layout;
 
 use super::Cpu;
-use crate::backend::{Allocation, Backend, CopyKind, Device, Stream, Upload};
+use crate::backend::{
+    Allocation, Backend, CopyKind, Device, ProductShape, Stream, Upload, check_host_stream,
+};
 use crate::error::{Error, Result};
 use crate::tensor::Workspace;
 
@@ -39,7 +41,13 @@ impl Device for Cpu {
         })
     }
 
-    unsafe fn alloc_async(&self, op: &'static str, size: usize, _: Stream) -> Result<Allocation> {
+    unsafe fn alloc_async(
+        &self,
+        op: &'static str,
+        size: usize,
+        stream: Stream,
+    ) -> Result<Allocation> {
+        check_host_stream(op, stream)?;
         self.alloc(op, size)
     }
 
@@ -52,7 +60,13 @@ impl Device for Cpu {
         Ok(())
     }
 
-    unsafe fn free_async(&self, op: &'static str, memory: Allocation, _: Stream) -> Result<()> {
+    unsafe fn free_async(
+        &self,
+        op: &'static str,
+        memory: Allocation,
+        stream: Stream,
+    ) -> Result<()> {
+        check_host_stream(op, stream)?;
         // SAFETY: the caller's promise is the same; nothing is ever queued.
         unsafe { self.free(op, memory) }
     }
@@ -67,13 +81,14 @@ impl Device for Cpu {
 
     unsafe fn copy(
         &self,
-        _: &'static str,
+        op: &'static str,
         dst: *mut u8,
         src: *const u8,
         size: usize,
         _: CopyKind,
-        _: Stream,
+        stream: Stream,
     ) -> Result<()> {
+        check_host_stream(op, stream)?;
         if size > 0 {
             // SAFETY: the caller promises that both ranges are valid and apart; whatever the kind, they
             // are the host's.
@@ -100,12 +115,13 @@ impl Device for Cpu {
 
     unsafe fn set(
         &self,
-        _: &'static str,
+        op: &'static str,
         dst: *mut u8,
         value: u8,
         size: usize,
-        _: Stream,
+        stream: Stream,
     ) -> Result<()> {
+        check_host_stream(op, stream)?;
         if size > 0 {
             // SAFETY: the caller promises that the range is valid.
             unsafe { std::ptr::write_bytes(dst, value, size) };
@@ -113,8 +129,16 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn synchronize(&self, _: &'static str, _: Stream) -> Result<()> {
+    fn check_stream(&self, op: &'static str, stream: Stream) -> Result<()> {
+        check_host_stream(op, stream)
+    }
+
+    fn warm_up(&self, _: &'static str, _: &[ProductShape]) -> Result<()> {
         Ok(())
+    }
+
+    fn synchronize(&self, op: &'static str, stream: Stream) -> Result<()> {
+        check_host_stream(op, stream)
     }
 
     fn synchronize_device(&self, _: &'static str) -> Result<()> {
@@ -125,11 +149,12 @@ impl Device for Cpu {
         Ok(Stream::DEFAULT)
     }
 
-    unsafe fn destroy_stream(&self, _: &'static str, _: Stream) -> Result<()> {
-        Ok(())
+    unsafe fn destroy_stream(&self, op: &'static str, stream: Stream) -> Result<()> {
+        check_host_stream(op, stream)
     }
 
-    fn is_capturing(&self, _: &'static str, _: Stream) -> Result<bool> {
+    fn is_capturing(&self, op: &'static str, stream: Stream) -> Result<bool> {
+        check_host_stream(op, stream)?;
         Ok(false)
     }
 }
@@ -141,11 +166,12 @@ struct AtOnce;
 impl Upload for AtOnce {
     unsafe fn upload(
         &mut self,
-        _: &'static str,
+        op: &'static str,
         to: *mut u8,
         data: &[u8],
-        _: Stream,
+        stream: Stream,
     ) -> Result<()> {
+        check_host_stream(op, stream)?;
         // SAFETY: the caller promises that the destination is valid; `data` is borrowed, so it is no part
         // of what the library's own buffer holds.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) };

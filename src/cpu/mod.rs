@@ -7,6 +7,7 @@ pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod cast;
 pub(crate) mod embedding;
+mod event;
 pub(crate) mod float;
 pub(crate) mod kv_cache;
 pub(crate) mod linear;
@@ -18,6 +19,8 @@ pub(crate) mod rope;
 pub(crate) mod rows;
 pub(crate) mod swiglu;
 pub(crate) mod vector;
+
+pub(crate) use event::Event;
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};

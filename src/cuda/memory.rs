@@ -4,7 +4,7 @@ use super::Cuda;
 use super::device::NON_BLOCKING;
 use super::driver::{CUdeviceptr, CUpointer_attribute, CUstream, OUT_OF_MEMORY};
 use super::staging::Ring;
-use crate::backend::{Allocation, Backend, CopyKind, Device, Stream, Upload};
+use crate::backend::{Allocation, Backend, CopyKind, Device, ProductShape, Stream, Upload};
 use crate::error::{Error, Result};
 
 fn raw(stream: Stream) -> CUstream {
@@ -269,6 +269,15 @@ impl Device for Cuda {
         let driver = self.resources.primary.driver;
         // SAFETY: the caller's promise.
         unsafe { driver.memset(op, dst.addr() as u64, value, size, raw(stream)) }
+    }
+
+    fn check_stream(&self, _: &'static str, _: Stream) -> Result<()> {
+        // The driver knows its streams.
+        Ok(())
+    }
+
+    fn warm_up(&self, op: &'static str, products: &[ProductShape]) -> Result<()> {
+        self.warm_up_products(op, products)
     }
 
     fn synchronize(&self, op: &'static str, stream: Stream) -> Result<()> {

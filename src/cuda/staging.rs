@@ -5,11 +5,9 @@ use std::collections::VecDeque;
 use super::Cuda;
 use super::device::{Entered, Primary};
 use super::driver::{CUevent, CUstream, OUT_OF_MEMORY};
+use super::event::NO_TIMING;
 use crate::backend::{Stream, Upload};
 use crate::error::{Error, Result};
-
-/// `CU_EVENT_DISABLE_TIMING`.
-const NO_TIMING: u32 = 2;
 
 /// Copies that may be under way at a time; the next one waits for the oldest.
 const MAX_FLIGHTS: usize = 64;

@@ -4,12 +4,15 @@ use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
 use std::sync::{Arc, Mutex};
 
+use crate::backend::ProductShape;
 use crate::context::{Backend, Context, ContextOptions};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::ffi::handle::Table;
 use crate::ffi::params::{self, params};
 use crate::ffi::status::unsloth_status;
-use crate::ffi::{check_out, guard, stream_from, unsloth_stream};
+use crate::ffi::tensor::unsloth_dtype;
+use crate::ffi::{check_out, check_pointer, count, guard, stream_from, unsloth_stream};
 use crate::memory::Buffer;
 
 /// Where operations run.
@@ -219,8 +222,84 @@ pub unsafe extern "C" fn unsloth_context_destroy(ctx: *mut unsloth_context) -> u
     })
 }
 
+/// Sizes of a product of a linear layer, `[num_rows, in_features] x [in_features, out_features]`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_product_shape {
+    /// Of input, weight and output: `UNSLOTH_DTYPE_F32`, `_F16` or `_BF16`.
+    pub dtype: unsloth_dtype,
+    /// Zero.
+    pub reserved: u32,
+    /// Rows (tokens) of input and output.
+    pub num_rows: i64,
+    /// Columns of the input.
+    pub in_features: i64,
+    /// Columns of the output.
+    pub out_features: i64,
+}
+
+/// Loads ahead what linear layers of these shapes would load at their first launch on a GPU:
+/// cuBLASLt, its choices of algorithms, and their kernels. Without it the first launch of a shape
+/// takes milliseconds more on the host, and the first of a process hundreds: the first prompt of a
+/// process ran at a third of the later ones' speed. Shapes that are near each other (numbers of
+/// rows up to an eighth apart) share a choice. With `num_products` 0 (`products` may then be NULL)
+/// usual shapes of each dtype are taken: that loads the library, but not every kernel.
+///
+/// Runs the products on a stream of its own, in device memory that it takes for the moment (the
+/// greatest tensor of a product, and its workspace of at most 32 MiB, not counted in
+/// `unsloth_memory_stats`), and waits for them. What cuBLASLt itself keeps stays, as it would after
+/// the first launch. May not be called while a graph is captured. On the CPU, and where there is no
+/// cuBLASLt, only the arguments are checked. The kernels of this library need no warming up:
+/// `unsloth_context_create` loads them.
+///
+/// # Safety
+/// `products` is NULL or points to `num_products` readable structs.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_context_warm_up(
+    ctx: *mut unsloth_context,
+    products: *const unsloth_product_shape,
+    num_products: usize,
+) -> unsloth_status {
+    const OP: &str = "context_warm_up";
+    guard(OP, || {
+        let object = context_from(OP, ctx)?;
+        let mut shapes = Vec::new();
+        if num_products > 0 {
+            check_pointer(OP, "products", products)?;
+            shapes
+                .try_reserve_exact(num_products)
+                .map_err(|error| Error::OutOfMemory {
+                    op: OP,
+                    requested: num_products.saturating_mul(size_of::<ProductShape>()) as u64,
+                    reason: error.to_string(),
+                })?;
+        }
+        for i in 0..num_products {
+            // SAFETY: not NULL and aligned; the caller promises so many structs.
+            let product = unsafe { products.add(i).read() };
+            if product.reserved != 0 {
+                let problem = format!(
+                    "has {:#x} in reserved, which must be zero",
+                    product.reserved
+                );
+                return Err(Error::invalid(OP, "products", problem));
+            }
+            let dtype = DType::from_raw(product.dtype).ok_or_else(|| {
+                Error::invalid(OP, "products", format!("has dtype {}", product.dtype))
+            })?;
+            shapes.push(ProductShape {
+                dtype,
+                num_rows: count(OP, "num_rows", product.num_rows)?,
+                in_features: count(OP, "in_features", product.in_features)?,
+                out_features: count(OP, "out_features", product.out_features)?,
+            });
+        }
+        object.context.warm_up(&shapes)
+    })
+}
+
 /// Makes a stream on the context's device and writes it to `stream`; the caller ends it with `unsloth_stream_destroy`. Streams from
-/// anywhere else serve as well. The CPU backend has one stream, NULL.
+/// anywhere else serve as well. The CPU backend has one stream, NULL, and refuses others everywhere.
 ///
 /// # Safety
 /// `stream` is NULL or valid for a write.

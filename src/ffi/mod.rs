@@ -14,6 +14,7 @@ pub mod context;
 pub mod dlpack;
 pub mod embedding;
 pub mod estimate;
+pub mod event;
 mod handle;
 pub mod kv_cache;
 pub mod kv_cache_sequence;

@@ -93,7 +93,9 @@ pub(crate) fn workspace_size<O: Operation>(ctx: &Context, params: &O) -> Result<
 
 /// Checks everything, then launches.
 pub(crate) fn forward<O: Operation>(ctx: &Context, params: &O, stream: Stream) -> Result<()> {
+    let _range = crate::log::range(O::NAME);
     check_context(ctx, params)?;
+    ctx.device().check_stream(O::NAME, stream)?;
     let plan = params.problem()?.plan(ctx)?;
     let scratch = match params.workspace() {
         Some(workspace) => workspace.scratch(O::NAME, plan.needed(), || plan.useful())?,
@@ -102,6 +104,12 @@ pub(crate) fn forward<O: Operation>(ctx: &Context, params: &O, stream: Stream) -
     let mut tensors = Tensors::default();
     params.tensors(&mut tensors);
     tensors.check(O::NAME, scratch)?;
+    tracing::trace!(
+        "{}: {:?}, {} bytes of workspace used",
+        O::NAME,
+        plan.implementation(),
+        scratch.size,
+    );
     plan.launch(scratch, stream)
 }
 
