@@ -88,6 +88,133 @@ fn copy_rows<E: Float>(
     }
 }
 
+/// Scores of a plane's rows: products of queries and keys.
+#[cube]
+fn score<E: Float>(
+    q_tile: &SharedMemory<Vector<E, Line>>,
+    k_tile: &SharedMemory<Vector<E, Line>>,
+    s: &mut Parts,
+    q_line: u32,
+    k_line: u32,
+    #[comptime] config: Config,
+) {
+    let pitch = comptime!(config.pitch());
+    let fragments = comptime!(config.fragments as usize);
+    let dim_steps = comptime!(config.head_dim as usize / 16);
+    let key_steps = comptime!(config.tile_keys as usize / 16);
+    #[unroll]
+    for d in 0..dim_steps {
+        let mut a = Sequence::<Array<Vector<E, Pair>>>::new();
+        #[unroll]
+        for f in 0..fragments {
+            let line = q_line + comptime!(f as u32 * 16 * pitch + d as u32 * 2);
+            a.push(load_matrices::<E>(q_tile, line, false));
+        }
+        #[unroll]
+        for n in 0..key_steps {
+            let line = k_line + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
+            let b = load_matrices::<E>(k_tile, line, false);
+            let b0 = registers::<E>(&b, 0usize);
+            let b1 = registers::<E>(&b, 2usize);
+            #[unroll]
+            for f in 0..fragments {
+                mma::<E>(a.index(f), &b0, s.index_mut((f * key_steps + n) * 2));
+                mma::<E>(a.index(f), &b1, s.index_mut((f * key_steps + n) * 2 + 1));
+            }
+        }
+    }
+}
+
+/// Adds the products of a plane's exponentials and values.
+#[cube]
+fn accumulate<E: Float>(
+    s: &Parts,
+    v_tile: &SharedMemory<Vector<E, Line>>,
+    acc: &mut Parts,
+    v_line: u32,
+    #[comptime] config: Config,
+) {
+    let pitch = comptime!(config.pitch());
+    let fragments = comptime!(config.fragments as usize);
+    let dim_steps = comptime!(config.head_dim as usize / 16);
+    let key_steps = comptime!(config.tile_keys as usize / 16);
+    #[unroll]
+    for n in 0..key_steps {
+        let mut a = Sequence::<Array<Vector<E, Pair>>>::new();
+        #[unroll]
+        for f in 0..fragments {
+            let mut p = Array::<Vector<E, Pair>>::new(4usize);
+            let left = s.index((f * key_steps + n) * 2);
+            let right = s.index((f * key_steps + n) * 2 + 1);
+            p[0] = Vector::cast_from(left[0]);
+            p[1] = Vector::cast_from(left[1]);
+            p[2] = Vector::cast_from(right[0]);
+            p[3] = Vector::cast_from(right[1]);
+            a.push(p);
+        }
+        #[unroll]
+        for d in 0..dim_steps {
+            let line = v_line + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
+            let b = load_matrices::<E>(v_tile, line, true);
+            let b0 = registers::<E>(&b, 0usize);
+            let b1 = registers::<E>(&b, 2usize);
+            #[unroll]
+            for f in 0..fragments {
+                mma::<E>(a.index(f), &b0, acc.index_mut((f * dim_steps + d) * 2));
+                mma::<E>(a.index(f), &b1, acc.index_mut((f * dim_steps + d) * 2 + 1));
+            }
+        }
+    }
+}
+
+/// Stores a plane's rows through its own rows of the queries, to write whole lines.
+#[cube]
+fn store_lines<E: Float>(
+    q_tile: &mut SharedMemory<Vector<E, Line>>,
+    acc: &Parts,
+    out: &mut Lines<E>,
+    args: &Args,
+    batch: u32,
+    head: u32,
+    q_first: u32,
+    q_count: u32,
+    row0: u32,
+    lane: u32,
+    plane_row: u32,
+    group_row: u32,
+    pair: u32,
+    lines_v: u32,
+    #[comptime] config: Config,
+) {
+    let pitch = comptime!(config.pitch());
+    let fragments = comptime!(config.fragments as usize);
+    let dim_steps = comptime!(config.head_dim as usize / 16);
+    let mut staging = q_tile.to_slice_mut().with_vector_size::<Pair>();
+    sync_plane();
+    #[unroll]
+    for i in 0..fragments * 2 {
+        #[unroll]
+        for n in 0..dim_steps * 2 {
+            let row = plane_row + group_row + comptime!(i as u32 * 8);
+            let at = row * comptime!(pitch * 4) + pair + comptime!(n as u32 * 4);
+            let part = acc.index(comptime!(i / 2 * dim_steps * 2) + n);
+            staging[at as usize] = Vector::cast_from(part[comptime!(i % 2)]);
+        }
+    }
+    sync_plane();
+    let per_row = comptime!(config.head_dim / 8);
+    #[unroll]
+    for i in 0..comptime!(fragments as u32 * 16 * per_row / 32) {
+        let index = lane + comptime!(i * 32);
+        let row = plane_row + index / per_row;
+        let line = index % per_row;
+        if row0 + row < q_count && line < lines_v {
+            let to = out_at(args, batch, q_first + row0 + row, head) + u64::cast_from(line);
+            out[to as usize] = q_tile[(row * pitch + line) as usize];
+        }
+    }
+}
+
 /// Grid: row blocks × heads × sequences, the first fastest.
 #[cube]
 pub fn forward<E: Float>(
@@ -214,11 +341,8 @@ pub fn forward<E: Float>(
     let k_line = (lane % 8u32 + lane / 16u32 * 8u32) * pitch + (lane / 8u32) % 2u32;
     let v_line = lane % 16u32 * pitch + lane / 16u32;
 
-    let mut acc = Sequence::<Array<Vector<f32, Pair>>>::new();
-    #[unroll]
-    for _ in 0..fragments * dim_steps * 2 {
-        acc.push(zeros());
-    }
+    let mut acc = Parts::new();
+    begin_parts(&mut acc, comptime!(fragments * dim_steps * 2));
     let mut row_peak = Array::<f32>::new(fragments * 2);
     let mut row_total = Array::<f32>::new(fragments * 2);
     #[unroll]
@@ -254,32 +378,9 @@ pub fn forward<E: Float>(
         let more = tile + 1u32 < tile_end;
 
         k_ready.wait_parity(phase);
-        let mut s = Sequence::<Array<Vector<f32, Pair>>>::new();
-        #[unroll]
-        for _ in 0..fragments * key_steps * 2 {
-            s.push(zeros());
-        }
-        #[unroll]
-        for d in 0..dim_steps {
-            let mut a = Sequence::<Array<Vector<E, Pair>>>::new();
-            #[unroll]
-            for f in 0..fragments {
-                let line = q_line + comptime!(f as u32 * 16 * pitch + d as u32 * 2);
-                a.push(load_matrices::<E>(&q_tile, line, false));
-            }
-            #[unroll]
-            for n in 0..key_steps {
-                let line = k_line + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
-                let b = load_matrices::<E>(&k_tile, line, false);
-                let b0 = registers::<E>(&b, 0usize);
-                let b1 = registers::<E>(&b, 2usize);
-                #[unroll]
-                for f in 0..fragments {
-                    mma::<E>(a.index(f), &b0, s.index_mut((f * key_steps + n) * 2));
-                    mma::<E>(a.index(f), &b1, s.index_mut((f * key_steps + n) * 2 + 1));
-                }
-            }
-        }
+        let mut s = Parts::new();
+        begin_parts(&mut s, comptime!(fragments * key_steps * 2));
+        score::<E>(&q_tile, &k_tile, &mut s, q_line, k_line, config);
 
         sync_cube();
         if more {
@@ -298,40 +399,34 @@ pub fn forward<E: Float>(
         }
 
         if comptime!(scores) {
-            #[unroll]
-            for i in 0..fragments * 2 {
-                #[unroll]
-                for n in 0..key_steps * 2 {
-                    let part = s.index_mut(comptime!(i / 2 * key_steps * 2) + n);
-                    let mut x = part[comptime!(i % 2)];
-                    #[unroll]
-                    for c in 0..2usize {
-                        let key = key0 + pair * 2u32 + comptime!((n * 8 + c) as u32);
-                        x[c] = adjusted(
-                            args,
-                            buffers,
-                            rows.index(i),
-                            x[c],
-                            min(key, k_count - 1u32),
-                            false,
-                        );
-                    }
-                    part[comptime!(i % 2)] = x;
-                }
-            }
+            adjust(
+                &mut s,
+                args,
+                buffers,
+                &rows,
+                key0,
+                k_count,
+                pair,
+                comptime!(fragments * 2),
+                comptime!(key_steps * 2),
+                false,
+            );
         }
         let key0 = i32::cast_from(key0);
         if key0 < clear_begin || key0 + comptime!(tile_keys as i32) > clear_end {
-            #[unroll]
-            for i in 0..fragments * 2 {
-                let position =
-                    first + i32::cast_from(plane_row + group_row + comptime!((i * 8) as u32));
-                // Columns of this lane are 2 pair, 2 pair + 1 of each eight.
-                let low = position - wl + 1 - key0 - i32::cast_from(pair * 2u32);
-                let high =
-                    min(i32::cast_from(k_end), position + wr) - key0 - i32::cast_from(pair * 2u32);
-                hide_outside(&mut s, low, high, i, comptime!(key_steps * 2), scores);
-            }
+            mask(
+                &mut s,
+                first,
+                plane_row + group_row,
+                wl,
+                wr,
+                key0,
+                k_end,
+                pair,
+                comptime!(fragments * 2),
+                comptime!(key_steps * 2),
+                scores,
+            );
         }
 
         raise_peaks(
@@ -354,33 +449,7 @@ pub fn forward<E: Float>(
         );
 
         v_ready.wait_parity(phase);
-        #[unroll]
-        for n in 0..key_steps {
-            let mut a = Sequence::<Array<Vector<E, Pair>>>::new();
-            #[unroll]
-            for f in 0..fragments {
-                let mut p = Array::<Vector<E, Pair>>::new(4usize);
-                let left = s.index((f * key_steps + n) * 2);
-                let right = s.index((f * key_steps + n) * 2 + 1);
-                p[0] = Vector::cast_from(left[0]);
-                p[1] = Vector::cast_from(left[1]);
-                p[2] = Vector::cast_from(right[0]);
-                p[3] = Vector::cast_from(right[1]);
-                a.push(p);
-            }
-            #[unroll]
-            for d in 0..dim_steps {
-                let line = v_line + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
-                let b = load_matrices::<E>(&v_tile, line, true);
-                let b0 = registers::<E>(&b, 0usize);
-                let b1 = registers::<E>(&b, 2usize);
-                #[unroll]
-                for f in 0..fragments {
-                    mma::<E>(a.index(f), &b0, acc.index_mut((f * dim_steps + d) * 2));
-                    mma::<E>(a.index(f), &b1, acc.index_mut((f * dim_steps + d) * 2 + 1));
-                }
-            }
-        }
+        accumulate::<E>(&s, &v_tile, &mut acc, v_line, config);
         sync_cube();
         if more {
             copy_rows::<E>(
@@ -434,30 +503,22 @@ pub fn forward<E: Float>(
         }
     }
     if !f32_out {
-        // Through this plane's own rows of the queries, to write whole lines.
-        let mut staging = q_tile.to_slice_mut().with_vector_size::<Pair>();
-        sync_plane();
-        #[unroll]
-        for i in 0..fragments * 2 {
-            #[unroll]
-            for n in 0..dim_steps * 2 {
-                let row = plane_row + group_row + comptime!(i as u32 * 8);
-                let at = row * comptime!(pitch * 4) + pair + comptime!(n as u32 * 4);
-                let part = acc.index(comptime!(i / 2 * dim_steps * 2) + n);
-                staging[at as usize] = Vector::cast_from(part[comptime!(i % 2)]);
-            }
-        }
-        sync_plane();
-        let per_row = comptime!(config.head_dim / 8);
-        #[unroll]
-        for i in 0..comptime!(fragments as u32 * 16 * per_row / 32) {
-            let index = lane + comptime!(i * 32);
-            let row = plane_row + index / per_row;
-            let line = index % per_row;
-            if row0 + row < q_count && line < lines_v {
-                let to = out_at(args, batch, q_first + row0 + row, head) + u64::cast_from(line);
-                out[to as usize] = q_tile[(row * pitch + line) as usize];
-            }
-        }
+        store_lines::<E>(
+            &mut q_tile,
+            &acc,
+            out,
+            args,
+            batch,
+            head,
+            q_first,
+            q_count,
+            row0,
+            lane,
+            plane_row,
+            group_row,
+            pair,
+            lines_v,
+            config,
+        );
     }
 }

@@ -46,6 +46,154 @@ impl Config {
     }
 }
 
+/// Scores of a plane's rows: products of queries and keys.
+#[cube]
+fn score(
+    q_tile: &SharedMemory<Vector<f32, Quad>>,
+    k_tile: &SharedMemory<Vector<f32, Quad>>,
+    s: &mut Parts,
+    q_at: u32,
+    k_at: u32,
+    swap: u32,
+    head_dim: u32,
+    #[comptime] config: Config,
+) {
+    let per_row = comptime!(config.head_dim / 4);
+    let fragments = comptime!(config.fragments as usize);
+    let chains = comptime!(config.chains());
+    let key_tiles = comptime!(config.tile_keys as usize / 8);
+    let mut dim = 0u32;
+    while dim < head_dim {
+        let step = (dim / 4u32) ^ swap;
+        let mut a = Sequence::<Cut16>::new();
+        #[unroll]
+        for f in 0..fragments {
+            let at = q_at + step + comptime!(f as u32 * 16 * per_row);
+            let upper = q_tile[at as usize];
+            let lower = q_tile[(at + comptime!(8 * per_row)) as usize];
+            a.push(cut_left(upper, lower));
+        }
+        #[unroll]
+        for n in 0..key_tiles / chains {
+            let mut b = Sequence::<Cut16>::new();
+            #[unroll]
+            for c in 0..chains {
+                let at = k_at + step + comptime!((n * chains + c) as u32 * 8 * per_row);
+                b.push(cut_right(k_tile[at as usize]));
+            }
+            products(
+                &a,
+                &b,
+                s,
+                key_tiles,
+                comptime!(n * chains),
+                fragments,
+                chains,
+            );
+        }
+        dim += 16u32;
+    }
+}
+
+/// Adds the products of a plane's exponentials and values.
+#[cube]
+fn accumulate(
+    s: &Parts,
+    v_pairs: &Slice<Vector<f32, Pair>>,
+    acc: &mut Parts,
+    v_at: u32,
+    v_swap: u32,
+    head_dim_v: u32,
+    #[comptime] config: Config,
+) {
+    let fragments = comptime!(config.fragments as usize);
+    let chains = comptime!(config.chains());
+    let dim_tiles = comptime!(config.head_dim as usize / 8);
+    let key_tiles = comptime!(config.tile_keys as usize / 8);
+    #[unroll]
+    for n in 0..key_tiles / 2 {
+        let mut a = Sequence::<Cut16>::new();
+        #[unroll]
+        for f in 0..fragments {
+            let left = s.index(comptime!(f * key_tiles + n * 2));
+            let right = s.index(comptime!(f * key_tiles + n * 2 + 1));
+            a.push(cut_left(join(left[0], right[0]), join(left[1], right[1])));
+        }
+        // The next are on their way while the last are used.
+        let mut held = Array::<Vector<f32, Pair>>::new(8usize);
+        load_values(v_pairs, v_at, v_swap, &mut held, n, 0usize, config);
+        #[unroll]
+        for d in 0..comptime!(dim_tiles / 2) {
+            if comptime!(d + 1 < dim_tiles / 2) {
+                load_values(
+                    v_pairs,
+                    v_at,
+                    v_swap,
+                    &mut held,
+                    n,
+                    comptime!(d + 1),
+                    config,
+                );
+            }
+            // Columns past the values' dimension hold nothing. The branch also keeps the compiler from loading far ahead, which takes
+            // more registers than there are.
+            if comptime!(d as u32 * 16) < head_dim_v {
+                #[unroll]
+                for j in 0..comptime!(2 / chains) {
+                    let mut b = Sequence::<Cut16>::new();
+                    #[unroll]
+                    for c in 0..chains {
+                        b.push(cut_right(column(
+                            &held,
+                            comptime!(d % 2 * 4),
+                            comptime!(j * chains + c),
+                        )));
+                    }
+                    products(
+                        &a,
+                        &b,
+                        acc,
+                        dim_tiles,
+                        comptime!(d * 2 + j * chains),
+                        fragments,
+                        chains,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Stores a row of a plane, scaled.
+#[cube]
+fn store_row(
+    acc: &Parts,
+    out: &mut Array<Vector<f32, Quad>>,
+    at: u64,
+    factor: f32,
+    pair: u32,
+    quads_v: u32,
+    #[comptime] i: usize,
+    #[comptime] config: Config,
+) {
+    let dim_tiles = comptime!(config.head_dim as usize / 8);
+    #[unroll]
+    for d in 0..comptime!(dim_tiles / 2) {
+        let quad = comptime!(d as u32 * 4) + pair;
+        if quad < quads_v {
+            let left = acc.index(comptime!(i / 2 * dim_tiles + d * 2))[comptime!(i % 2)];
+            let right = acc.index(comptime!(i / 2 * dim_tiles + d * 2 + 1))[comptime!(i % 2)];
+            let mut four = Vector::<f32, Quad>::empty();
+            #[unroll]
+            for c in 0..2usize {
+                four[comptime!(c * 2)] = left[c] * factor;
+                four[comptime!(c * 2 + 1)] = right[c] * factor;
+            }
+            out[(at + u64::cast_from(quad)) as usize] = four;
+        }
+    }
+}
+
 /// Grid: row blocks × heads × sequences, the first fastest.
 #[cube]
 pub fn forward_f32(
@@ -186,11 +334,8 @@ pub fn forward_f32(
     let v_swap = pair / 2u32 * 8u32;
     let v_pairs = v_tile.to_slice().with_vector_size::<Pair>();
 
-    let mut acc = Sequence::<Array<Vector<f32, Pair>>>::new();
-    #[unroll]
-    for _ in 0..fragments * dim_tiles {
-        acc.push(zeros());
-    }
+    let mut acc = Parts::new();
+    begin_parts(&mut acc, comptime!(fragments * dim_tiles));
     let mut row_peak = Array::<f32>::new(fragments * 2);
     let mut row_total = Array::<f32>::new(fragments * 2);
     #[unroll]
@@ -226,42 +371,18 @@ pub fn forward_f32(
         let more = tile + 1u32 < tile_end;
 
         k_ready.wait_parity(phase);
-        let mut s = Sequence::<Array<Vector<f32, Pair>>>::new();
-        #[unroll]
-        for _ in 0..fragments * key_tiles {
-            s.push(zeros());
-        }
-        let mut dim = 0u32;
-        while dim < args.head_dim {
-            let step = (dim / 4u32) ^ swap;
-            let mut a = Sequence::<Cut16>::new();
-            #[unroll]
-            for f in 0..fragments {
-                let at = q_at + step + comptime!(f as u32 * 16 * per_row);
-                let upper = q_tile[at as usize];
-                let lower = q_tile[(at + comptime!(8 * per_row)) as usize];
-                a.push(cut_left(upper, lower));
-            }
-            #[unroll]
-            for n in 0..key_tiles / chains {
-                let mut b = Sequence::<Cut16>::new();
-                #[unroll]
-                for c in 0..chains {
-                    let at = k_at + step + comptime!((n * chains + c) as u32 * 8 * per_row);
-                    b.push(cut_right(k_tile[at as usize]));
-                }
-                products(
-                    &a,
-                    &b,
-                    &mut s,
-                    key_tiles,
-                    comptime!(n * chains),
-                    fragments,
-                    chains,
-                );
-            }
-            dim += 16u32;
-        }
+        let mut s = Parts::new();
+        begin_parts(&mut s, comptime!(fragments * key_tiles));
+        score(
+            &q_tile,
+            &k_tile,
+            &mut s,
+            q_at,
+            k_at,
+            swap,
+            args.head_dim,
+            config,
+        );
 
         sync_cube();
         if more {
@@ -281,41 +402,34 @@ pub fn forward_f32(
         }
 
         if comptime!(scores) {
-            #[unroll]
-            for i in 0..fragments * 2 {
-                #[unroll]
-                for n in 0..key_tiles {
-                    let part = s.index_mut(comptime!(i / 2 * key_tiles) + n);
-                    let mut x = part[comptime!(i % 2)];
-                    #[unroll]
-                    for c in 0..2usize {
-                        let key = key0 + pair * 2u32 + comptime!((n * 8 + c) as u32);
-                        x[c] = adjusted(
-                            args,
-                            buffers,
-                            rows.index(i),
-                            x[c],
-                            min(key, k_count - 1u32),
-                            true,
-                        );
-                    }
-                    part[comptime!(i % 2)] = x;
-                }
-            }
+            adjust(
+                &mut s,
+                args,
+                buffers,
+                &rows,
+                key0,
+                k_count,
+                pair,
+                comptime!(fragments * 2),
+                key_tiles,
+                true,
+            );
         }
         let key0 = i32::cast_from(key0);
         if key0 < kept[2] || key0 + comptime!(tile_keys as i32) > kept[3] {
-            #[unroll]
-            for i in 0..fragments * 2 {
-                let position =
-                    first + i32::cast_from(plane_row + group_row + comptime!((i * 8) as u32));
-                // Columns of this lane are 2 pair, 2 pair + 1 of each eight.
-                let low = position - wl + 1 - key0 - i32::cast_from(pair * 2u32);
-                let high = min(i32::cast_from(k_count), position + wr)
-                    - key0
-                    - i32::cast_from(pair * 2u32);
-                hide_outside(&mut s, low, high, i, key_tiles, scores);
-            }
+            mask(
+                &mut s,
+                first,
+                plane_row + group_row,
+                wl,
+                wr,
+                key0,
+                k_count,
+                pair,
+                comptime!(fragments * 2),
+                key_tiles,
+                scores,
+            );
         }
 
         #[unroll]
@@ -346,58 +460,15 @@ pub fn forward_f32(
         }
 
         v_ready.wait_parity(phase);
-        #[unroll]
-        for n in 0..key_tiles / 2 {
-            let mut a = Sequence::<Cut16>::new();
-            #[unroll]
-            for f in 0..fragments {
-                let left = s.index(comptime!(f * key_tiles + n * 2));
-                let right = s.index(comptime!(f * key_tiles + n * 2 + 1));
-                a.push(cut_left(join(left[0], right[0]), join(left[1], right[1])));
-            }
-            // The next are on their way while the last are used.
-            let mut held = Array::<Vector<f32, Pair>>::new(8usize);
-            load_values(&v_pairs, v_at, v_swap, &mut held, n, 0usize, config);
-            #[unroll]
-            for d in 0..comptime!(dim_tiles / 2) {
-                if comptime!(d + 1 < dim_tiles / 2) {
-                    load_values(
-                        &v_pairs,
-                        v_at,
-                        v_swap,
-                        &mut held,
-                        n,
-                        comptime!(d + 1),
-                        config,
-                    );
-                }
-                // Columns past the values' dimension hold nothing. The branch also keeps the compiler from loading far ahead, which takes
-                // more registers than there are.
-                if comptime!(d as u32 * 16) < args.head_dim_v {
-                    #[unroll]
-                    for j in 0..comptime!(2 / chains) {
-                        let mut b = Sequence::<Cut16>::new();
-                        #[unroll]
-                        for c in 0..chains {
-                            b.push(cut_right(column(
-                                &held,
-                                comptime!(d % 2 * 4),
-                                comptime!(j * chains + c),
-                            )));
-                        }
-                        products(
-                            &a,
-                            &b,
-                            &mut acc,
-                            dim_tiles,
-                            comptime!(d * 2 + j * chains),
-                            fragments,
-                            chains,
-                        );
-                    }
-                }
-            }
-        }
+        accumulate(
+            &s,
+            &v_pairs,
+            &mut acc,
+            v_at,
+            v_swap,
+            args.head_dim_v,
+            config,
+        );
         sync_cube();
         if more {
             copy_rows(
@@ -436,22 +507,7 @@ pub fn forward_f32(
                 buffers.lse[lse_at(args, batch, q_first + row, head) as usize] = end.lse;
             }
             let at = out_at(args, batch, q_first + row, head);
-            #[unroll]
-            for d in 0..comptime!(dim_tiles / 2) {
-                let quad = comptime!(d as u32 * 4) + pair;
-                if quad < quads_v {
-                    let left = acc.index(comptime!(i / 2 * dim_tiles + d * 2))[comptime!(i % 2)];
-                    let right =
-                        acc.index(comptime!(i / 2 * dim_tiles + d * 2 + 1))[comptime!(i % 2)];
-                    let mut four = Vector::<f32, Quad>::empty();
-                    #[unroll]
-                    for c in 0..2usize {
-                        four[comptime!(c * 2)] = left[c] * end.factor;
-                        four[comptime!(c * 2 + 1)] = right[c] * end.factor;
-                    }
-                    out[(at + u64::cast_from(quad)) as usize] = four;
-                }
-            }
+            store_row(&acc, out, at, end.factor, pair, quads_v, i, config);
         }
     }
 }

@@ -4,11 +4,83 @@
 
 use cubecl::prelude::*;
 
-use super::arguments::hidden;
+use super::arguments::{Args, Buffers, ScoreRow, adjusted, hidden};
 use super::fragments::*;
 
 /// Scores, or what is accumulated with them: parts of a lane.
 pub type Parts = Sequence<Array<Vector<f32, Pair>>>;
+
+/// Begins sums of so many parts.
+#[cube]
+pub fn begin_parts(parts: &mut Parts, #[comptime] count: usize) {
+    #[unroll]
+    for _ in 0..count {
+        parts.push(zeros());
+    }
+}
+
+/// Adjusts the scores of keys from `key0` on, of which the last is `end - 1`.
+#[cube]
+pub fn adjust(
+    scores: &mut Parts,
+    args: &Args,
+    buffers: &Buffers,
+    rows: &Sequence<ScoreRow>,
+    key0: u32,
+    end: u32,
+    pair: u32,
+    #[comptime] count: usize,
+    #[comptime] parts: usize,
+    #[comptime] precise: bool,
+) {
+    #[unroll]
+    for i in 0..count {
+        #[unroll]
+        for n in 0..parts {
+            let part = scores.index_mut(comptime!(i / 2 * parts) + n);
+            let mut x = part[comptime!(i % 2)];
+            #[unroll]
+            for c in 0..2usize {
+                let key = key0 + pair * 2u32 + comptime!((n * 8 + c) as u32);
+                x[c] = adjusted(
+                    args,
+                    buffers,
+                    rows.index(i),
+                    x[c],
+                    min(key, end - 1u32),
+                    precise,
+                );
+            }
+            part[comptime!(i % 2)] = x;
+        }
+    }
+}
+
+/// Hides what lies outside the keys that a plane's rows see. Its first row, and the first of a lane, are those of the block's `first`
+/// position plus `row`; `key0` is the tile's first key, `end` past the last one.
+#[cube]
+pub fn mask(
+    scores: &mut Parts,
+    first: i32,
+    row: u32,
+    wl: i32,
+    wr: i32,
+    key0: i32,
+    end: u32,
+    pair: u32,
+    #[comptime] count: usize,
+    #[comptime] parts: usize,
+    #[comptime] adjusted: bool,
+) {
+    #[unroll]
+    for i in 0..count {
+        let position = first + i32::cast_from(row + comptime!((i * 8) as u32));
+        // Columns of this lane are 2 pair, 2 pair + 1 of each eight.
+        let low = position - wl + 1 - key0 - i32::cast_from(pair * 2u32);
+        let high = min(i32::cast_from(end), position + wr) - key0 - i32::cast_from(pair * 2u32);
+        hide_outside(scores, low, high, i, parts, adjusted);
+    }
+}
 
 /// Hides a row's scores of the keys outside `low..high`, relative to the lane's first.
 #[cube]
