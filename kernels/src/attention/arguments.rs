@@ -5,25 +5,7 @@ pub use contract::attention::flag;
 use cubecl::prelude::*;
 
 use super::fragments::{Line, fast_exp};
-use crate::emit::{Builder, ScalarType};
-
-/// Declares a struct of scalar arguments, and how they are listed for the host.
-macro_rules! scalars {
-    ($name:ident, $expand:ident { $($(#[doc = $doc:literal])* $field:ident: $ty:ident,)* }) => {
-        #[derive(CubeType, Clone)]
-        pub struct $name { $($(#[doc = $doc])* pub $field: $ty,)* }
-
-        impl $name {
-            pub fn declare(b: &mut Builder) -> $expand {
-                $expand { $($field: b.scalar(stringify!($field), scalars!(@ $ty)).into(),)* }
-            }
-        }
-    };
-    (@ f32) => { ScalarType::F32 };
-    (@ u32) => { ScalarType::U32 };
-    (@ u64) => { ScalarType::U64 };
-}
-pub(crate) use scalars;
+use crate::emit::{Builder, scalars};
 
 scalars! { Args, ArgsExpand {
     scale: f32,

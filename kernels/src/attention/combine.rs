@@ -2,8 +2,8 @@
 
 use cubecl::prelude::*;
 
-use super::arguments::{cut, flag, scalars};
-use crate::emit::{Builder, ScalarType};
+use super::arguments::{cut, flag};
+use crate::emit::scalars;
 
 scalars! { Args, ArgsExpand {
     num_heads: u32,

@@ -12,39 +12,8 @@ use super::copies::*;
 use super::fragments::*;
 use super::softmax::*;
 use super::tf32::*;
+pub use super::tiles_f32::Config;
 use super::tiles_f32::*;
-
-/// A kernel's shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Config {
-    /// Room for a head: the dimension rounded up.
-    pub head_dim: u32,
-    /// Keys per tile.
-    pub tile_keys: u32,
-    /// Planes of a cube.
-    pub planes: u32,
-    /// 16-row fragments per plane.
-    pub fragments: u32,
-    /// Whether scores have more than a scale and the limits of causality and windows.
-    pub scores: bool,
-}
-
-impl Config {
-    /// Threads of a cube.
-    pub fn threads(&self) -> u32 {
-        self.planes * 32
-    }
-
-    /// Query rows of a cube.
-    pub fn rows(&self) -> u32 {
-        self.planes * self.fragments * 16
-    }
-
-    /// Sums of a fragment that a plane has in work at once: two of them hide each other's latency.
-    fn chains(&self) -> usize {
-        2 / self.fragments as usize
-    }
-}
 
 /// Scores of a plane's rows: products of queries and keys.
 #[cube]
@@ -209,7 +178,6 @@ pub fn forward_f32(
     let per_row = comptime!(config.head_dim / 4);
     let tile_keys = comptime!(config.tile_keys);
     let fragments = comptime!(config.fragments as usize);
-    let chains = comptime!(config.chains());
     let dim_tiles = comptime!(config.head_dim as usize / 8);
     let key_tiles = comptime!(tile_keys as usize / 8);
     let scores = comptime!(config.scores);

@@ -5,6 +5,53 @@ use cubecl::prelude::*;
 use super::arguments::*;
 use super::fragments::*;
 
+/// When keys and values are loaded: the earlier, the more registers hold them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Loads {
+    /// Right before they are used.
+    Late,
+    /// Together, when a step begins.
+    Together,
+    /// Those of the next step, while the current ones are used.
+    Ahead,
+}
+
+/// A kernel's shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Config {
+    /// Room for a head: the dimension rounded up.
+    pub head_dim: u32,
+    /// Planes of a cube.
+    pub planes: u32,
+    /// Times 16 keys that a plane takes at once.
+    pub groups: u32,
+    /// Whether scores have more than a scale and the limits of causality and windows.
+    pub scores: bool,
+    pub loads: Loads,
+}
+
+impl Config {
+    /// Threads of a cube.
+    pub fn threads(&self) -> u32 {
+        self.planes * 32
+    }
+
+    /// Whether the lines of 16 queries, or of their results, are dealt out to the threads evenly, without one for what lies past them.
+    pub fn deals_evenly(&self) -> bool {
+        (16 * self.head_dim / 8).is_multiple_of(self.threads())
+    }
+
+    /// Lines of a query in shared memory.
+    pub fn pitch(&self) -> u32 {
+        self.head_dim / 8 + 1
+    }
+
+    /// Quads of a row of accumulators in shared memory.
+    pub fn merge_pitch(&self) -> u32 {
+        self.head_dim / 4 + 1
+    }
+}
+
 /// What a lane holds of keys or values: an array for each 16 of them.
 pub type Held<E> = Sequence<Array<Vector<E, Line>>>;
 

@@ -3,8 +3,8 @@
 use cubecl::prelude::*;
 
 use super::arguments::*;
-use super::decode::Config;
 use super::fragments::*;
+use super::loads::Config;
 use super::packed::Block;
 use super::softmax::Parts;
 

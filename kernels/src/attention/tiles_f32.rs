@@ -6,9 +6,40 @@ use cubecl::prelude::*;
 
 use super::arguments::*;
 use super::copies::*;
-use super::forward_f32::Config;
 use super::fragments::*;
 use super::tf32::*;
+
+/// A kernel's shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Config {
+    /// Room for a head: the dimension rounded up.
+    pub head_dim: u32,
+    /// Keys per tile.
+    pub tile_keys: u32,
+    /// Planes of a cube.
+    pub planes: u32,
+    /// 16-row fragments per plane.
+    pub fragments: u32,
+    /// Whether scores have more than a scale and the limits of causality and windows.
+    pub scores: bool,
+}
+
+impl Config {
+    /// Threads of a cube.
+    pub fn threads(&self) -> u32 {
+        self.planes * 32
+    }
+
+    /// Query rows of a cube.
+    pub fn rows(&self) -> u32 {
+        self.planes * self.fragments * 16
+    }
+
+    /// Sums of a fragment that a plane has in work at once: two of them hide each other's latency.
+    pub fn chains(&self) -> usize {
+        2 / self.fragments as usize
+    }
+}
 
 /// What a quad of a row is exchanged by.
 #[cube]

@@ -129,6 +129,24 @@ impl Kernel {
     }
 }
 
+/// Declares a struct of scalar arguments, and how they are listed for the host.
+macro_rules! scalars {
+    ($name:ident, $expand:ident { $($(#[doc = $doc:literal])* $field:ident: $ty:ident,)* }) => {
+        #[derive(CubeType, Clone)]
+        pub struct $name { $($(#[doc = $doc])* pub $field: $ty,)* }
+
+        impl $name {
+            pub fn declare(b: &mut $crate::emit::Builder) -> $expand {
+                $expand { $($field: b.scalar(stringify!($field), $crate::emit::scalars!(@ $ty)).into(),)* }
+            }
+        }
+    };
+    (@ f32) => { $crate::emit::ScalarType::F32 };
+    (@ u32) => { $crate::emit::ScalarType::U32 };
+    (@ u64) => { $crate::emit::ScalarType::U64 };
+}
+pub(crate) use scalars;
+
 /// Runs `$body` with `$t` as the Rust type and `$n` as the number of elements in 16 bytes.
 macro_rules! with_vector {
     ($float:expr, $t:ident, $n:ident => $body:expr) => {

@@ -19,8 +19,7 @@ use contract::linear::{Epilogue, Kind, TILE};
 use cubecl::prelude::*;
 
 use crate::Error;
-use crate::attention::arguments::scalars;
-use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+use crate::emit::{Builder, Float as Dtype, Kernel, scalars, with_vector};
 use crate::swiglu::activate;
 use tiles::TILE_THREADS;
 use tiles_simt::SIMT_THREADS;
