@@ -122,7 +122,7 @@ static void blocks(const test_device *device) {
               "kv_cache_attention_prepare: cache has no current batch: it must be extended first, "
               "and again after its sequences changed");
   CHECK_FAILS(unsloth_kv_cache_attention_prepare(p.cache, 1, &prepared), INVALID,
-              "kv_cache_attention_prepare: layer is 1, the cache has 1");
+              "kv_cache_attention_prepare: layer is 1, the cache has 1 layers");
   CHECK_OK(unsloth_kv_cache_sequence_create(p.cache, &sequence));
   CHECK_OK(unsloth_kv_cache_extend(p.cache, &sequence, &tokens, 1, NULL));
   p.position_offset = 3;

@@ -1,6 +1,6 @@
 //! Tensors over memory of exactly the size that they describe, so that a byte read or written outside it is seen.
 
-use std::alloc::{Layout, alloc, dealloc};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::c_void;
 use std::ptr;
 
@@ -48,10 +48,8 @@ impl Arena {
     fn block(&mut self, size: usize, align: usize) -> *mut u8 {
         let layout = Layout::from_size_align(size.max(1), align).expect("a small block");
         // SAFETY: the size is not zero.
-        let ptr = unsafe { alloc(layout) };
+        let ptr = unsafe { alloc_zeroed(layout) };
         assert!(!ptr.is_null());
-        // SAFETY: just allocated with this size.
-        unsafe { ptr::write_bytes(ptr, 0, layout.size()) };
         let before = vec![0; layout.size()];
         self.blocks.push(Block {
             ptr,
@@ -72,9 +70,15 @@ impl Arena {
         t.dtype = dtype;
         t.rank = shape.len() as u32;
         t.shape[..shape.len()].copy_from_slice(shape);
-        match input.pick(&[0, 0, 1, 2]) {
+        match input.pick(&[0, 0, 1, 2, 3]) {
             0 => {}
             1 => strides(&mut t, 0, None),
+            3 => {
+                // One element for all of a dimension.
+                strides(&mut t, 0, None);
+                let dim = input.up_to(shape.len().max(1) as i64 - 1) as usize;
+                t.strides[dim] = 0;
+            }
             _ => {
                 let swapped =
                     (shape.len() > 2).then(|| input.up_to(shape.len() as i64 - 2) as usize);

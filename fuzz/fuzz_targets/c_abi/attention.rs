@@ -32,7 +32,7 @@ impl Call<'_, '_> {
         } else {
             dtype
         };
-        let (batch, queries, keys) = (self.dim(3), self.input.up_to(9), self.input.up_to(40));
+        let (batch, queries, keys) = (self.dim(3), self.extent(9), self.extent(40));
         let kv_heads = self.dim(3);
         let heads = kv_heads * self.dim(3);
         let dim = self.input.pick(&[8, 1, 3, 16, 33, 64, 128]);
@@ -117,7 +117,7 @@ impl Call<'_, '_> {
         // SAFETY: a params struct.
         let mut stated: Box<Stated<unsloth_rope_params>> = unsafe { zeroed() };
         let dtype = self.float_dtype();
-        let (batch, tokens) = (self.dim(3), self.input.up_to(6));
+        let (batch, tokens) = (self.dim(3), self.extent(6));
         let dim = 2 * self.dim(20);
         let p = &mut stated.params;
         let leading = if self.input.one_in(2) {
@@ -184,7 +184,7 @@ impl Call<'_, '_> {
         let dtype = self.float_dtype();
         let (hidden, outer) = (self.dim(20), self.dim(20));
         let (mut kv_heads, mut dim) = (self.dim(2), 2 * self.dim(8));
-        let mut leading = vec![self.dim(3), self.input.up_to(5)];
+        let mut leading = vec![self.dim(3), self.extent(5)];
         let p = &mut stated.params;
         if let Some(batch) = cache {
             (kv_heads, dim) = (batch.heads, batch.dim);
@@ -240,7 +240,7 @@ impl Call<'_, '_> {
             p.bidirectional = self.flag(1);
         }
         p.window = self.limit();
-        p.norm_epsilon = self.factor();
+        p.norm_epsilon = self.factor().max(1e-5);
         p.norm_weight_offset = self.factor();
         p.scale = self.factor();
         p.softcap = self.factor();

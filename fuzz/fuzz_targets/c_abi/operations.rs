@@ -48,97 +48,76 @@ pub struct Call<'i, 'b> {
     arena: Arena,
 }
 
-pub fn run(choice: u8, input: &mut Input) {
+/// One call of each operation; those that decide more come more often.
+pub const ALL: [fn(&mut Call<'_, '_>); 14] = [
+    Call::run_attention,
+    Call::run_attention,
+    Call::run_attention,
+    Call::run_attention,
+    |call| call.run_attention_block(None),
+    |call| {
+        let params = call.rope();
+        call.finish(params, unsloth_rope_supported, None, unsloth_rope_forward);
+    },
+    |call| {
+        let params = call.rms_norm();
+        call.finish(
+            params,
+            unsloth_rms_norm_supported,
+            None,
+            unsloth_rms_norm_forward,
+        );
+    },
+    |call| {
+        let params = call.swiglu();
+        call.finish(
+            params,
+            unsloth_swiglu_supported,
+            None,
+            unsloth_swiglu_forward,
+        );
+    },
+    |call| {
+        let params = call.linear();
+        call.finish(
+            params,
+            unsloth_linear_supported,
+            None,
+            unsloth_linear_forward,
+        );
+    },
+    Call::run_mlp,
+    Call::run_mlp,
+    |call| {
+        let params = call.cast();
+        call.finish(params, unsloth_cast_supported, None, unsloth_cast_forward);
+    },
+    |call| {
+        let params = call.argmax();
+        call.finish(
+            params,
+            unsloth_argmax_supported,
+            None,
+            unsloth_argmax_forward,
+        );
+    },
+    |call| {
+        let params = call.embedding();
+        call.finish(
+            params,
+            unsloth_embedding_supported,
+            None,
+            unsloth_embedding_forward,
+        );
+    },
+];
+
+pub fn run(operation: fn(&mut Call<'_, '_>), input: &mut Input) {
     let mut call = Call {
         input,
         arena: Arena::default(),
     };
-    match choice {
-        0..4 => {
-            let params = call.attention();
-            let scratch = Scratch {
-                size: unsloth_attention_workspace_size,
-                set: |p: &mut unsloth_attention_params, at, size| {
-                    (p.workspace, p.workspace_size) = (at.cast(), size);
-                },
-            };
-            call.finish(
-                params,
-                unsloth_attention_supported,
-                Some(scratch),
-                unsloth_attention_forward,
-            );
-        }
-        4 => call.finish_block(None),
-        5 => {
-            let params = call.rope();
-            call.finish(params, unsloth_rope_supported, None, unsloth_rope_forward);
-        }
-        6 => {
-            let params = call.rms_norm();
-            call.finish(
-                params,
-                unsloth_rms_norm_supported,
-                None,
-                unsloth_rms_norm_forward,
-            );
-        }
-        7 => {
-            let params = call.swiglu();
-            call.finish(
-                params,
-                unsloth_swiglu_supported,
-                None,
-                unsloth_swiglu_forward,
-            );
-        }
-        8 => {
-            let params = call.linear();
-            call.finish(
-                params,
-                unsloth_linear_supported,
-                None,
-                unsloth_linear_forward,
-            );
-        }
-        9..11 => {
-            let params = call.mlp();
-            let scratch = Scratch {
-                size: unsloth_mlp_workspace_size,
-                set: |p: &mut unsloth_mlp_params, at, size| {
-                    (p.workspace, p.workspace_size) = (at.cast(), size);
-                },
-            };
-            call.finish(
-                params,
-                unsloth_mlp_supported,
-                Some(scratch),
-                unsloth_mlp_forward,
-            );
-        }
-        11 => {
-            let params = call.cast();
-            call.finish(params, unsloth_cast_supported, None, unsloth_cast_forward);
-        }
-        12 => {
-            let params = call.argmax();
-            call.finish(
-                params,
-                unsloth_argmax_supported,
-                None,
-                unsloth_argmax_forward,
-            );
-        }
-        _ => {
-            let params = call.embedding();
-            call.finish(
-                params,
-                unsloth_embedding_supported,
-                None,
-                unsloth_embedding_forward,
-            );
-        }
-    }
+    operation(&mut call);
 }
 
 /// A struct whose every field is zero.
@@ -152,15 +131,47 @@ pub unsafe fn zeroed<P>() -> Box<Stated<P>> {
 
 /// The attention block, on the current batch of a cache if one is given.
 pub fn attention_block(input: &mut Input, batch: &Batch) {
-    let call = Call {
+    let mut call = Call {
         input,
         arena: Arena::default(),
     };
-    call.finish_block(Some(batch));
+    call.run_attention_block(Some(batch));
 }
 
 impl Call<'_, '_> {
-    fn finish_block(mut self, batch: Option<&Batch>) {
+    fn run_attention(&mut self) {
+        let params = self.attention();
+        let scratch = Scratch {
+            size: unsloth_attention_workspace_size,
+            set: |p: &mut unsloth_attention_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_attention_supported,
+            Some(scratch),
+            unsloth_attention_forward,
+        );
+    }
+
+    fn run_mlp(&mut self) {
+        let params = self.mlp();
+        let scratch = Scratch {
+            size: unsloth_mlp_workspace_size,
+            set: |p: &mut unsloth_mlp_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_mlp_supported,
+            Some(scratch),
+            unsloth_mlp_forward,
+        );
+    }
+
+    fn run_attention_block(&mut self, batch: Option<&Batch>) {
         let params = self.attention_block(batch);
         let scratch = Scratch {
             size: unsloth_attention_block_workspace_size,
@@ -178,7 +189,7 @@ impl Call<'_, '_> {
 
     /// Makes the call and what may be asked about it before.
     fn finish<P>(
-        mut self,
+        &mut self,
         mut stated: Box<Stated<P>>,
         supported: Supported<P>,
         scratch: Option<Scratch<P>>,
@@ -243,8 +254,20 @@ impl Call<'_, '_> {
             .pick(&[UNSLOTH_DTYPE_F32, UNSLOTH_DTYPE_F16, UNSLOTH_DTYPE_BF16])
     }
 
+    /// A size, seldom none at all.
     pub fn dim(&mut self, most: i64) -> i64 {
+        if self.input.one_in(64) {
+            return 0;
+        }
         1 + self.input.up_to(most - 1)
+    }
+
+    /// A size of which nothing is multiplied that may be as large: seldom so large that only an empty tensor can have it.
+    pub fn extent(&mut self, most: i64) -> i64 {
+        if self.input.one_in(32) {
+            return self.input.pick(&[1 << 40, 1 << 50, 0]);
+        }
+        self.input.up_to(most)
     }
 
     pub fn tensor(&mut self, dtype: unsloth_dtype, shape: &[i64]) -> unsloth_tensor {
@@ -284,10 +307,12 @@ impl Call<'_, '_> {
 
     /// Leading dimensions and a last one.
     fn rows(&mut self) -> (Vec<i64>, i64) {
-        let leading = (0..self.input.up_to(3))
-            .map(|_| self.input.up_to(5))
-            .collect();
-        (leading, self.dim(40))
+        let leading = (0..self.input.up_to(3)).map(|_| self.extent(5)).collect();
+        let last = match self.input.one_in(32) {
+            true => self.extent(0),
+            false => self.dim(40),
+        };
+        (leading, last)
     }
 
     fn cast(&mut self) -> Box<Stated<unsloth_cast_params>> {
@@ -332,7 +357,7 @@ impl Call<'_, '_> {
         p.residual_out = self.optional(dtype, &shape);
         let weight_dtype = self.float_dtype();
         p.weight = self.optional(weight_dtype, &[dim]);
-        p.epsilon = self.factor();
+        p.epsilon = self.factor().max(1e-5);
         p.weight_offset = self.factor();
         p.reserved = self.flag(0);
         stated
@@ -368,7 +393,7 @@ impl Call<'_, '_> {
             dtype
         };
         let (leading, inner) = self.rows();
-        let outer = self.dim(40);
+        let outer = self.extent(40);
         let shape = [&leading[..], &[outer]].concat();
         let p = &mut stated.params;
         p.x = self.tensor(dtype, &[&leading[..], &[inner]].concat());
@@ -384,7 +409,7 @@ impl Call<'_, '_> {
         let mut stated: Box<Stated<unsloth_mlp_params>> = unsafe { zeroed() };
         let dtype = self.float_dtype();
         let (leading, hidden) = self.rows();
-        let (inner, outer) = (self.dim(20), self.dim(20));
+        let (inner, outer) = (self.extent(20), self.extent(20));
         let shape = [&leading[..], &[outer]].concat();
         let p = &mut stated.params;
         p.x = self.tensor(dtype, &[&leading[..], &[hidden]].concat());
@@ -413,7 +438,7 @@ impl Call<'_, '_> {
         let (dtype, out_dtype) = (self.float_dtype(), self.float_dtype());
         let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
         let p = &mut stated.params;
-        let vocabulary = self.input.up_to(40);
+        let vocabulary = self.extent(40);
         p.table = self.tensor(dtype, &[vocabulary, dim]);
         p.ids = self.tensor(integer, &leading);
         p.out = self.tensor(out_dtype, &[&leading[..], &[dim]].concat());
