@@ -1,7 +1,6 @@
 //! Tensors over memory of exactly the size that they describe, so that a byte read or written outside it is seen.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::ffi::c_void;
 use std::ptr;
 
 use unsloth::ffi::tensor::*;

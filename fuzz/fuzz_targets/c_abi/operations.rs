@@ -50,10 +50,10 @@ pub struct Call<'i, 'b> {
 
 /// One call of each operation; those that decide more come more often.
 pub const ALL: [fn(&mut Call<'_, '_>); 14] = [
-    Call::run_attention,
-    Call::run_attention,
-    Call::run_attention,
-    Call::run_attention,
+    |call| call.run_attention(),
+    |call| call.run_attention(),
+    |call| call.run_attention(),
+    |call| call.run_attention(),
     |call| call.run_attention_block(None),
     |call| {
         let params = call.rope();
@@ -86,8 +86,8 @@ pub const ALL: [fn(&mut Call<'_, '_>); 14] = [
             unsloth_linear_forward,
         );
     },
-    Call::run_mlp,
-    Call::run_mlp,
+    |call| call.run_mlp(),
+    |call| call.run_mlp(),
     |call| {
         let params = call.cast();
         call.finish(params, unsloth_cast_supported, None, unsloth_cast_forward);
