@@ -133,7 +133,8 @@ typedef struct unsloth_event unsloth_event;
 typedef struct unsloth_kv_cache unsloth_kv_cache;
 
 /**
- * What a call came to. Zero is success; outputs are written only then. Values are never reused.
+ * The result of a call. Zero is success, and outputs are written only then. Values are never
+ * reused.
  */
 typedef int32_t unsloth_status;
 
@@ -618,8 +619,9 @@ typedef struct unsloth_rotation {
  * Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values, optional norms of queries and keys,
  * optional rotation, attention, output projection, optional addition of a residual.
  *
- * It gives the same bits as this library's operations called one by one on tensors of the dtype of `x` (on a GPU up to the order of
- * sums, which depends on how tensors lie), but that with a cache keys are rotated in f32 on their way to it.
+ * It gives the same bits as this library's operations called one by one on tensors of the dtype of
+ * `x`, with two exceptions: with a cache, keys are rotated in f32 on their way to it; and on a GPU
+ * the order of sums depends on how tensors lie.
  *
  * Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of the cache's current batch, in its
  * order: their keys and values are appended to `layer`, and they attend to everything their sequences hold in it.
@@ -2265,7 +2267,7 @@ unsloth_status unsloth_stream_synchronize(struct unsloth_context *ctx,
  *
  * Waits for the device, so it may not be called while a graph is captured. With the CUDA backend the memory comes from the device
  * itself, not from the pool, and may be shared with other processes and registered with communication libraries.
- * `UNSLOTH_STATUS_OUT_OF_MEMORY` names what stood in the way: the context's limit, or how much of the device's memory is free.
+ * The message of `UNSLOTH_STATUS_OUT_OF_MEMORY` names the context's limit, or how much of the device's memory is free.
  *
  * Requires: `ptr` is NULL or valid for a write.
  */
@@ -2496,10 +2498,11 @@ unsloth_status unsloth_attention_block_supported(struct unsloth_context *ctx,
                                                  unsloth_implementation *implementation);
 
 /**
- * Writes the workspace for the call to `workspace_size`, in bytes: queries, keys and values of all tokens, attention's output, each
- * rounded up to 256 bytes, and behind them the greater of what `unsloth_attention_forward` needs and of what `unsloth_linear_forward` has
- * use for, without which projections are computed as well. With a cache it is that of the current batch. Data pointers and the workspace
- * are not looked at.
+ * Writes to `workspace_size` the bytes of workspace with which the call is fastest: queries, keys
+ * and values of all tokens and attention's output, each rounded up to 256 bytes, then the greater
+ * of the workspaces of attention and of the projections. What only the projections ask for is
+ * optional, as `unsloth_linear_workspace_size` says. With a cache the answer is for its current
+ * batch. Data pointers and the workspace are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */
@@ -2878,10 +2881,11 @@ unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
                                         unsloth_implementation *implementation);
 
 /**
- * Writes the workspace that makes the call faster to `workspace_size`, in bytes, for data aligned to 16 bytes: what the algorithm needs
- * that serves these shapes best, 32 MiB at most; 0 if that needs none, as on the CPU. It is an offer: with less, or
- * with NULL, another algorithm computes the same, but for the rounding of its sums. More rows may need less, so a caller of several sizes
- * asks for each. Data pointers and the workspace are not looked at.
+ * Writes to `workspace_size` the bytes of workspace with which the call is fastest: at most 32 MiB,
+ * and 0 on the CPU. The workspace is optional. With less, or with NULL, another algorithm computes
+ * the same product, whose sums may round differently. More rows may ask for less, so a caller with
+ * several sizes asks for each. The answer is for data aligned to 16 bytes. Data pointers and the
+ * workspace are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */

@@ -20,8 +20,9 @@ const OP: &str = "attention_block";
 /// Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values, optional norms of queries and keys,
 /// optional rotation, attention, output projection, optional addition of a residual.
 ///
-/// It gives the same bits as this library's operations called one by one on tensors of the dtype of `x` (on a GPU up to the order of
-/// sums, which depends on how tensors lie), but that with a cache keys are rotated in f32 on their way to it.
+/// It gives the same bits as this library's operations called one by one on tensors of the dtype of
+/// `x`, with two exceptions: with a cache, keys are rotated in f32 on their way to it; and on a GPU
+/// the order of sums depends on how tensors lie.
 ///
 /// Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of the cache's current batch, in its
 /// order: their keys and values are appended to `layer`, and they attend to everything their sequences hold in it.
@@ -267,10 +268,11 @@ pub unsafe extern "C" fn unsloth_attention_block_supported(
     unsafe { operation::supported(ctx, params, implementation) }
 }
 
-/// Writes the workspace for the call to `workspace_size`, in bytes: queries, keys and values of all tokens, attention's output, each
-/// rounded up to 256 bytes, and behind them the greater of what `unsloth_attention_forward` needs and of what `unsloth_linear_forward` has
-/// use for, without which projections are computed as well. With a cache it is that of the current batch. Data pointers and the workspace
-/// are not looked at.
+/// Writes to `workspace_size` the bytes of workspace with which the call is fastest: queries, keys
+/// and values of all tokens and attention's output, each rounded up to 256 bytes, then the greater
+/// of the workspaces of attention and of the projections. What only the projections ask for is
+/// optional, as `unsloth_linear_workspace_size` says. With a cache the answer is for its current
+/// batch. Data pointers and the workspace are not looked at.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.

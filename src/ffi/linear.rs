@@ -113,10 +113,11 @@ pub unsafe extern "C" fn unsloth_linear_supported(
     unsafe { operation::supported(ctx, params, implementation) }
 }
 
-/// Writes the workspace that makes the call faster to `workspace_size`, in bytes, for data aligned to 16 bytes: what the algorithm needs
-/// that serves these shapes best, 32 MiB at most; 0 if that needs none, as on the CPU. It is an offer: with less, or
-/// with NULL, another algorithm computes the same, but for the rounding of its sums. More rows may need less, so a caller of several sizes
-/// asks for each. Data pointers and the workspace are not looked at.
+/// Writes to `workspace_size` the bytes of workspace with which the call is fastest: at most 32 MiB,
+/// and 0 on the CPU. The workspace is optional. With less, or with NULL, another algorithm computes
+/// the same product, whose sums may round differently. More rows may ask for less, so a caller with
+/// several sizes asks for each. The answer is for data aligned to 16 bytes. Data pointers and the
+/// workspace are not looked at.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.

@@ -46,7 +46,7 @@ params!(unsloth_memory_stats, [reserved]);
 ///
 /// Waits for the device, so it may not be called while a graph is captured. With the CUDA backend the memory comes from the device
 /// itself, not from the pool, and may be shared with other processes and registered with communication libraries.
-/// `UNSLOTH_STATUS_OUT_OF_MEMORY` names what stood in the way: the context's limit, or how much of the device's memory is free.
+/// The message of `UNSLOTH_STATUS_OUT_OF_MEMORY` names the context's limit, or how much of the device's memory is free.
 ///
 /// # Safety
 /// `ptr` is NULL or valid for a write.

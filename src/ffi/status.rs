@@ -6,7 +6,8 @@ use std::fmt::{self, Write};
 
 use crate::error::Error;
 
-/// What a call came to. Zero is success; outputs are written only then. Values are never reused.
+/// The result of a call. Zero is success, and outputs are written only then. Values are never
+/// reused.
 pub type unsloth_status = i32;
 /// The call did what it was asked.
 pub const UNSLOTH_STATUS_SUCCESS: unsloth_status = 0;
