@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 /// Where operations run. The discriminants are those of the C ABI (`UNSLOTH_BACKEND_*`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -118,7 +118,7 @@ pub(crate) fn check_host_stream(op: &'static str, stream: Stream) -> Result<()> 
     if stream == Stream::DEFAULT {
         return Ok(());
     }
-    let problem = format!("is {:p}, the cpu backend has only NULL", stream.as_raw());
+    let problem = text!("is {:p}, the cpu backend has only NULL", stream.as_raw());
     Err(Error::invalid(op, "stream", problem))
 }
 
@@ -303,6 +303,6 @@ pub(crate) fn check_ordinal(op: &'static str, device: i32, count: i32) -> Result
     if (0..count).contains(&device) {
         return Ok(());
     }
-    let problem = format!("{device} is outside 0 to {}", count - 1);
+    let problem = text!("{device} is outside 0 to {}", count - 1);
     Err(Error::invalid(op, "device", problem))
 }

@@ -12,7 +12,7 @@ use crate::backend::{self, check_ordinal};
 use crate::cpu::{self, Cpu};
 use crate::cuda::{self, Cuda};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::{Plan, Plans};
 use crate::tensor::Scratch;
 pub(crate) use accountant::Accountant;
@@ -249,7 +249,7 @@ impl Context {
         const OP: &str = "context_warm_up";
         for product in products {
             if !DType::FLOATS.contains(&product.dtype) {
-                let problem = format!("has {}, allowed: f32, f16, bf16", product.dtype);
+                let problem = text!("has {}, allowed: f32, f16, bf16", product.dtype);
                 return Err(Error::invalid(OP, "products", problem));
             }
         }
@@ -287,7 +287,7 @@ impl Context {
         if !self.device().is_capturing(op, stream)? {
             return Ok(());
         }
-        let problem = format!("is being captured into a graph: {advice}");
+        let problem = text!("is being captured into a graph: {advice}");
         Err(Error::invalid(op, "stream", problem))
     }
 
@@ -342,7 +342,7 @@ impl Context {
                 unsafe { to.copy_peer(op, dst, from, src, size, stream) }
             }
             _ => {
-                let problem = format!(
+                let problem = text!(
                     "is on the {} backend, ctx on the {} backend: \
                      copies between host and device have a kind",
                     from.backend(),

@@ -134,9 +134,17 @@ pub enum Error {
     },
 }
 
+/// `format!` for the texts of errors; see [`text_of`].
+macro_rules! text {
+    ($($text:tt)*) => {
+        $crate::error::text_of(format_args!($($text)*))
+    };
+}
+pub(crate) use text;
+
 /// A text that is made without ending the process where the host has no memory for it: it is cut
 /// instead.
-pub(crate) fn text(text: impl fmt::Display) -> String {
+pub(crate) fn text_of(text: impl fmt::Display) -> String {
     struct Careful(String);
 
     impl fmt::Write for Careful {
@@ -162,7 +170,7 @@ impl Error {
         Error::InvalidArgument {
             op,
             argument: argument.into(),
-            problem: text(problem),
+            problem: text_of(problem),
         }
     }
 
@@ -220,7 +228,7 @@ impl Error {
         Error::Unsupported {
             op,
             argument: argument.into(),
-            problem: text(problem),
+            problem: text_of(problem),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Shapes and strides.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 /// The greatest rank of a tensor.
 pub const MAX_RANK: usize = 6;
@@ -48,7 +48,7 @@ impl Layout {
             return Err(Error::invalid(
                 "tensor",
                 "strides",
-                format!("have {} entries, the shape has {rank}", strides.len()),
+                text!("have {} entries, the shape has {rank}", strides.len()),
             ));
         }
         let mut layout = Layout {
@@ -228,7 +228,7 @@ impl Layout {
             return Err(Error::invalid(
                 "tensor",
                 "range",
-                format!(
+                text!(
                     "of {len} from {start} is outside dimension {dim} of size {}",
                     self.shape[dim]
                 ),
@@ -258,7 +258,7 @@ impl Layout {
             return Err(Error::invalid(
                 "tensor",
                 "sizes",
-                format!(
+                text!(
                     "{sizes:?} do not multiply to {} of dimension {dim}",
                     self.shape[dim]
                 ),
@@ -285,7 +285,7 @@ impl Layout {
         Err(Error::invalid(
             "tensor",
             "dimension",
-            format!("{dim} is not below rank {}", self.rank),
+            text!("{dim} is not below rank {}", self.rank),
         ))
     }
 }
@@ -297,7 +297,7 @@ fn checked_rank(rank: usize) -> Result<usize> {
     Err(Error::invalid(
         "tensor",
         "rank",
-        format!("{rank} is above the maximum {MAX_RANK}"),
+        text!("{rank} is above the maximum {MAX_RANK}"),
     ))
 }
 
@@ -305,7 +305,7 @@ fn overflow(shape: &[usize]) -> Error {
     Error::invalid(
         "tensor",
         "shape",
-        format!("{shape:?} overflows the address space"),
+        text!("{shape:?} overflows the address space"),
     )
 }
 

@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 
 use crate::dtype::{DType, Element};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 
 /// Pointer, dtype and layout: what backends work with once arguments have been checked.
@@ -88,7 +88,7 @@ impl RawTensor {
         if !layout.is_in_blocks(self.dtype.block().0)
             || !offset.is_multiple_of(self.dtype.block().0)
         {
-            let problem = format!(
+            let problem = text!(
                 "of {len} from {start} cuts blocks of {} elements of {}",
                 self.dtype.block().0,
                 self.dtype
@@ -131,7 +131,7 @@ fn check_span(len: usize, layout: &Layout) -> Result<()> {
     Err(Error::invalid(
         "tensor",
         "data",
-        format!(
+        text!(
             "has {len} elements, shape {:?} with strides {:?} spans {}",
             layout.shape(),
             layout.strides(),
@@ -396,7 +396,7 @@ impl<'a> Workspace<'a> {
             return Err(Error::invalid(
                 op,
                 "workspace",
-                format!("{:p} is not aligned to {} bytes", self.ptr, Self::ALIGNMENT),
+                text!("{:p} is not aligned to {} bytes", self.ptr, Self::ALIGNMENT),
             ));
         }
         Ok(self.ptr)

@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 /// What a context has allocated, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl Accountant {
             return Err(Error::OutOfMemory {
                 op,
                 requested: bytes,
-                reason: format!("{} of the limit of {limit} bytes are in use", stats.in_use),
+                reason: text!("{} of the limit of {limit} bytes are in use", stats.in_use),
             });
         }
         stats.in_use = in_use;

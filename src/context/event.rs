@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::{Backend, Context, Device, Stream};
 use crate::cpu;
 use crate::cuda;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 /// A point in the work of a stream. Made by [`Context::create_event`]; keeps what it needs of its
 /// device, so that it may outlive the context. Several threads may use it at a time.
@@ -61,7 +61,7 @@ impl Context {
             (Device::Cuda(cuda), Point::Cuda(event)) => cuda.wait_event(OP, stream, event),
             _ => {
                 let (theirs, ours) = (event.backend(), self.backend());
-                let problem = format!("is of the {theirs} backend, ctx of the {ours} backend");
+                let problem = text!("is of the {theirs} backend, ctx of the {ours} backend");
                 Err(Error::invalid(OP, "event", problem))
             }
         }
@@ -144,7 +144,7 @@ impl Event {
                 end.milliseconds_since(OP, start)
             }
             _ => {
-                let problem = format!(
+                let problem = text!(
                     "is of {} {}, start of {} {}",
                     self.backend(),
                     self.ordinal,

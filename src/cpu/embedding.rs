@@ -3,7 +3,7 @@
 use crate::cpu::float::{convert, with_float};
 use crate::cpu::rows::{integers, row_of, row_of_mut};
 use crate::cpu::{Cpu, Run};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::embedding::Problem;
 use crate::tensor::Scratch;
 
@@ -23,7 +23,7 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
         .find(|(_, id)| !(0..vocab as i64).contains(*id))
     {
         let _: usize = i;
-        let problem = format!("has {id} at index {i}, the table has {vocab} rows");
+        let problem = text!("has {id} at index {i}, the table has {vocab} rows");
         return Err(Error::invalid("embedding", "ids", problem));
     }
     with_float!(p.table.dtype, T => with_float!(p.out.dtype, U => {

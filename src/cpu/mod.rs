@@ -26,7 +26,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use crate::backend::{DeviceInfo, Implementation, Stream};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::{Plan, Plans};
 use crate::tensor::Scratch;
 
@@ -99,17 +99,17 @@ impl Cpu {
             return Err(Error::invalid(
                 OP,
                 "num_threads",
-                format!("{num_threads} is above the maximum {MAX_THREADS}"),
+                text!("{num_threads} is above the maximum {MAX_THREADS}"),
             ));
         }
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(num_threads)
-            .thread_name(|i| format!("unsloth-{i}"))
+            .thread_name(|i| text!("unsloth-{i}"))
             .build()
             .map_err(|e| Error::OutOfMemory {
                 op: OP,
                 requested: 0,
-                reason: format!("threads could not be started: {e}"),
+                reason: text!("threads could not be started: {e}"),
             })?;
         Ok(Cpu {
             pool,

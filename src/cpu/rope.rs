@@ -4,7 +4,7 @@ use crate::cpu::float::{Float, with_float};
 use crate::cpu::math;
 use crate::cpu::rows::{integers, row_of, row_of_mut};
 use crate::cpu::{Cpu, Run};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::rope::{Angles, PositionSource, Problem, Rotation, Style, scaled_frequencies};
 use crate::tensor::{RawTensor, Scratch};
 
@@ -219,7 +219,7 @@ fn positions(p: &Problem) -> Result<Vec<i64>> {
             if let Some(max) = p.rotation.max_positions() {
                 let outside = |position: i64| !(0..max as i64).contains(&position);
                 if let Some(i) = positions.iter().position(|&position| outside(position)) {
-                    let problem = format!("has {} at index {i}, the table has {max}", positions[i]);
+                    let problem = text!("has {} at index {i}, the table has {max}", positions[i]);
                     return Err(Error::invalid("rope", "positions", problem));
                 }
             }

@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::kv_cache::Config;
 use crate::layout::Layout;
 use crate::ops::linear;
@@ -69,7 +69,7 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
         ("v_head_dim", i.cache.v_head_dim, i.model.v_head_dim),
     ] {
         if value as u64 != of_model {
-            let problem = format!("of the cache is {value}, the model has {of_model}");
+            let problem = text!("of the cache is {value}, the model has {of_model}");
             return Err(Error::invalid(OP, name, problem));
         }
     }

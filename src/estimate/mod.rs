@@ -21,7 +21,7 @@ pub use model::{Model, ParameterCount};
 pub use training::{Checkpointing, Optimizer, Training, TrainingMemory, training_memory};
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 const OP: &str = "estimate";
 
@@ -58,6 +58,6 @@ fn float_size(name: &'static str, dtype: DType) -> Result<u64> {
     if dtype.is_float() {
         return Ok(dtype.size() as u64);
     }
-    let problem = format!("is {dtype}, allowed: f32, f16, bf16");
+    let problem = text!("is {dtype}, allowed: f32, f16, bf16");
     Err(Error::invalid(OP, name, problem))
 }

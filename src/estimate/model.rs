@@ -1,6 +1,6 @@
 //! Decoder-only transformers, and their parameters.
 
-use crate::error::Result;
+use crate::error::{Result, text};
 
 use super::{OP, positive, product, sum};
 
@@ -137,9 +137,10 @@ impl Model {
         positive("head_dim", self.head_dim)?;
         positive("v_head_dim", self.v_head_dim)?;
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
-            let problem = format!(
+            let problem = text!(
                 "is {}, which does not divide num_heads {}",
-                self.num_kv_heads, self.num_heads
+                self.num_kv_heads,
+                self.num_heads
             );
             return Err(crate::Error::invalid(OP, "num_kv_heads", problem));
         }

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::context::unsloth_context;
 use crate::ffi::operation::{self, FromC};
 use crate::ffi::params::params;
@@ -131,7 +131,7 @@ impl FromC for unsloth_attention_params {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             let page_layout = PageLayout::from_raw(self.page_layout).ok_or_else(|| {
-                let problem = format!("is {}, allowed: 0, 1", self.page_layout);
+                let problem = text!("is {}, allowed: 0, 1", self.page_layout);
                 Error::invalid(OP, "page_layout", problem)
             })?;
             Ok(Params {

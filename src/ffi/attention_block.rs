@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::context::unsloth_context;
 use crate::ffi::kv_cache::{cache_from, unsloth_kv_cache};
 use crate::ffi::linear::{output_from, weights_from};
@@ -172,7 +172,7 @@ unsafe fn convert<'a>(p: &unsloth_attention_block_params) -> Result<Params<'a>> 
             None => Positions::From(p.position_offset),
             Some(positions) if p.position_offset == 0 => Positions::PerToken(positions),
             Some(_) => {
-                let problem = format!("is {} and positions are there: set one", p.position_offset);
+                let problem = text!("is {} and positions are there: set one", p.position_offset);
                 return Err(Error::invalid(OP, "position_offset", problem));
             }
         };

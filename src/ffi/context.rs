@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use crate::backend::ProductShape;
 use crate::context::{Backend, Context, ContextOptions};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::handle::Table;
 use crate::ffi::params::{self, params};
 use crate::ffi::status::unsloth_status;
@@ -97,7 +97,7 @@ pub(crate) fn backend_from(op: &'static str, backend: unsloth_backend) -> Result
         Error::invalid(
             op,
             "backend",
-            format!("is {backend}, allowed: 0 (cpu), 1 (cuda)"),
+            text!("is {backend}, allowed: 0 (cpu), 1 (cuda)"),
         )
     })
 }
@@ -278,14 +278,14 @@ pub unsafe extern "C" fn unsloth_context_warm_up(
             // SAFETY: not NULL and aligned; the caller promises so many structs.
             let product = unsafe { products.add(i).read() };
             if product.reserved != 0 {
-                let problem = format!(
+                let problem = text!(
                     "has {:#x} in reserved, which must be zero",
                     product.reserved
                 );
                 return Err(Error::invalid(OP, "products", problem));
             }
             let dtype = DType::from_raw(product.dtype).ok_or_else(|| {
-                Error::invalid(OP, "products", format!("has dtype {}", product.dtype))
+                Error::invalid(OP, "products", text!("has dtype {}", product.dtype))
             })?;
             shapes.push(ProductShape {
                 dtype,

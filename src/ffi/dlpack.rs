@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::*;
 use crate::ffi::{check_optional_out, check_out, check_pointer, guard};
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn unsloth_tensor_from_dlpack_versioned(
         // SAFETY: not NULL and aligned; every version begins with its number.
         let major = unsafe { (*managed).major };
         if major != MAJOR {
-            let problem = format!("is of DLPack {major}, supported: {MAJOR}");
+            let problem = text!("is of DLPack {major}, supported: {MAJOR}");
             return Err(Error::unsupported(OP, "managed", problem));
         }
         // SAFETY: the version says that the rest lies as declared here; the caller promises that it
@@ -164,7 +164,7 @@ unsafe fn from_dlpack(op: &'static str, dl: &DlTensor) -> Result<unsloth_tensor>
         .ok()
         .filter(|r| (1..=MAX_RANK).contains(r));
     let rank = rank.ok_or_else(|| {
-        let problem = format!("is {}, allowed: 1 to {MAX_RANK}", dl.ndim);
+        let problem = text!("is {}, allowed: 1 to {MAX_RANK}", dl.ndim);
         Error::invalid(op, "ndim", problem)
     })?;
     // DLPack's codes: 0 int, 2 float, 4 bfloat, 6 bool.
@@ -176,7 +176,7 @@ unsafe fn from_dlpack(op: &'static str, dl: &DlTensor) -> Result<unsloth_tensor>
         (0, 64, 1) => UNSLOTH_DTYPE_I64,
         (6, 8, 1) => UNSLOTH_DTYPE_BOOL,
         (code, bits, lanes) => {
-            let problem = format!("has code {code}, {bits} bits and {lanes} lanes: no counterpart");
+            let problem = text!("has code {code}, {bits} bits and {lanes} lanes: no counterpart");
             return Err(Error::unsupported(op, "dtype", problem));
         }
     };
@@ -202,9 +202,10 @@ unsafe fn from_dlpack(op: &'static str, dl: &DlTensor) -> Result<unsloth_tensor>
         .ok()
         .filter(|&offset| dl.data.addr().checked_add(offset).is_some());
     let offset = address.ok_or_else(|| {
-        let problem = format!(
+        let problem = text!(
             "{} from data at {:p} overflows the address space",
-            dl.byte_offset, dl.data
+            dl.byte_offset,
+            dl.data
         );
         Error::invalid(op, "byte_offset", problem)
     })?;

@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::estimate::{self, AttentionShape, Checkpointing, Inference, Model, Optimizer, Training};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::kv_cache::{config_from, unsloth_kv_cache_params};
@@ -282,7 +282,7 @@ params!(unsloth_training_memory, [reserved]);
 
 fn count(name: &'static str, value: i64) -> Result<u64> {
     u64::try_from(value)
-        .map_err(|_| Error::invalid(OP, name, format!("is {value}, at least 0 is needed")))
+        .map_err(|_| Error::invalid(OP, name, text!("is {value}, at least 0 is needed")))
 }
 
 /// A count whose zero stands for a default.
@@ -297,7 +297,7 @@ fn float(name: &'static str, dtype: unsloth_dtype) -> Result<DType> {
     DType::from_raw(dtype)
         .filter(|d| d.is_float())
         .ok_or_else(|| {
-            let problem = format!("is {dtype}, allowed: 1 (f32), 2 (f16), 3 (bf16)");
+            let problem = text!("is {dtype}, allowed: 1 (f32), 2 (f16), 3 (bf16)");
             Error::invalid(OP, name, problem)
         })
 }
@@ -321,7 +321,7 @@ unsafe fn model_from(model: *const unsloth_model_params) -> Result<Model> {
     ) {
         (0, Some(0)) => hidden_size / num_heads,
         (0, Some(_)) => {
-            let problem = format!(
+            let problem = text!(
                 "is 0, and hidden_size {hidden_size} does not divide by num_heads {num_heads}"
             );
             return Err(Error::invalid(OP, "head_dim", problem));
@@ -511,14 +511,14 @@ pub unsafe extern "C" fn unsloth_training_memory_estimate(
         answer(memory, |out| {
             let p = params::read(OP, params)?;
             let optimizer = Optimizer::from_raw(p.optimizer).ok_or_else(|| {
-                let problem = format!(
+                let problem = text!(
                     "is {}, allowed: 0 (adam), 1 (adam 8-bit), 2 (sgd), 3 (sgd with momentum)",
                     p.optimizer
                 );
                 Error::invalid(OP, "optimizer", problem)
             })?;
             let checkpointing = Checkpointing::from_raw(p.checkpointing).ok_or_else(|| {
-                let problem = format!(
+                let problem = text!(
                     "is {}, allowed: 0 (none), 1 (selective), 2 (full)",
                     p.checkpointing
                 );

@@ -1,7 +1,7 @@
 //! Events: points in the work of streams.
 
 use crate::context::Event;
-use crate::error::Error;
+use crate::error::{Error, text};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::handle::Table;
 use crate::ffi::status::unsloth_status;
@@ -39,7 +39,7 @@ pub unsafe extern "C" fn unsloth_event_create(
         check_out(OP, "event", event)?;
         let object = context_from(OP, ctx)?;
         if flags & !UNSLOTH_EVENT_TIMING != 0 {
-            let problem = format!("is {flags:#x}, allowed: 0, 1 (timing)");
+            let problem = text!("is {flags:#x}, allowed: 0, 1 (timing)");
             return Err(Error::invalid(OP, "flags", problem));
         }
         let made = object.context.create_event(flags != 0)?;

@@ -15,8 +15,8 @@
 //! thread of the parent may have held) is touched. The child makes its own.
 
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
-use std::sync::{Arc, Once, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use slotmap::{DefaultKey, Key, KeyData, SlotMap};
 
@@ -36,6 +36,31 @@ static FORKS: AtomicU32 = AtomicU32::new(0);
 
 extern "C" fn after_fork() {
     FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Has forks counted from here on; whether that was possible. The first object waits for it, so a
+/// child that has any handle of its parent's is counted.
+fn watch_forks() -> bool {
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if WATCHED.load(Ordering::Acquire) {
+        return true;
+    }
+    // SAFETY: the handler lives as long as this library, and does nothing that is not allowed in
+    // the child of a process with threads.
+    let watched = unsafe { libc::pthread_atfork(None, None, Some(after_fork)) } == 0;
+    if watched {
+        // Threads that come here at once register it more than once, which counts a fork twice.
+        WATCHED.store(true, Ordering::Release);
+    }
+    watched
+}
+
+fn out_of_memory<T>(op: &'static str, reason: &str) -> Error {
+    Error::OutOfMemory {
+        op,
+        requested: size_of::<T>() as u64,
+        reason: text!("{reason}"),
+    }
 }
 
 fn forks() -> u32 {
@@ -72,29 +97,23 @@ impl<T: Send + Sync> Table<T> {
 
     /// Takes in an object and gives its handle.
     pub fn insert<H>(&self, op: &'static str, value: T) -> Result<*mut H> {
-        static REGISTER: Once = Once::new();
-        REGISTER.call_once(|| {
-            // SAFETY: the handler lives as long as this library, and does nothing that is not
-            // allowed in the child of a process with threads.
-            let failed = unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
-            debug_assert_eq!(failed, 0);
-        });
+        if !watch_forks() {
+            return Err(out_of_memory::<T>(
+                op,
+                "the C library has none to watch forks",
+            ));
+        }
         let process = self.process();
         let mut objects = process
             .objects
             .write()
             .unwrap_or_else(PoisonError::into_inner);
-        let out_of_memory = |reason: &str| Error::OutOfMemory {
-            op,
-            requested: size_of::<T>() as u64,
-            reason: text(reason),
-        };
         if objects.len() >= CAPACITY {
-            return Err(out_of_memory("too many handles are live"));
+            return Err(out_of_memory::<T>(op, "too many handles are live"));
         }
         objects
             .try_reserve(1)
-            .map_err(|_| out_of_memory("the host has no memory for another handle"))?;
+            .map_err(|_| out_of_memory::<T>(op, "the host has none for another handle"))?;
         let key = objects.insert(Arc::new(value)).data().as_ffi();
         let (version, index) = (key & !u64::from(u32::MAX), key as u32);
         let low = self.kind << (FORK_BITS + INDEX_BITS) | process.fork << INDEX_BITS | index;
@@ -211,7 +230,7 @@ impl<T: Send + Sync> Table<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, AtomicUsize};
+    use std::sync::atomic::AtomicUsize;
 
     use super::*;
 

@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::attention::{unsloth_attention_params, unsloth_page_layout};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::handle::Table;
@@ -198,12 +198,12 @@ pub(crate) fn cache_from(op: &'static str, cache: *const unsloth_kv_cache) -> Re
 /// The cache's shape, zeros replaced by the defaults.
 pub(crate) fn config_from(op: &'static str, p: &unsloth_kv_cache_params) -> Result<Config> {
     let dtype = DType::from_raw(p.dtype).ok_or_else(|| {
-        let problem = format!("is {}, allowed: 1 (f32), 2 (f16), 3 (bf16)", p.dtype);
+        let problem = text!("is {}, allowed: 1 (f32), 2 (f16), 3 (bf16)", p.dtype);
         Error::invalid(op, "dtype", problem)
     })?;
     let dtype = implemented(op, "the cache", dtype)?;
     let page_layout = PageLayout::from_raw(p.page_layout).ok_or_else(|| {
-        let problem = format!(
+        let problem = text!(
             "is {}, allowed: 0 (token-major), 1 (head-major)",
             p.page_layout
         );
@@ -304,7 +304,7 @@ pub unsafe extern "C" fn unsloth_kv_cache_extend(
         let mut cache = cache_from(OP, cache)?;
         let most = cache.config().max_batch_size;
         if num_sequences > most {
-            let problem = format!("is {num_sequences}, above max_batch_size {most}");
+            let problem = text!("is {num_sequences}, above max_batch_size {most}");
             return Err(Error::invalid(OP, "num_sequences", problem));
         }
         let mut batch = Vec::new();

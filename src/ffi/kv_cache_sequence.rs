@@ -1,6 +1,6 @@
 //! The sequences of a KV cache.
 
-use crate::error::Error;
+use crate::error::{Error, text};
 use crate::ffi::kv_cache::{cache_from, unsloth_kv_cache};
 use crate::ffi::params::{self, params};
 use crate::ffi::status::unsloth_status;
@@ -208,7 +208,7 @@ pub unsafe extern "C" fn unsloth_kv_cache_sequence_pages_get(
         if capacity > 0 {
             check_out(OP, "pages", pages)?;
             if capacity < found.len() {
-                let problem = format!("is {capacity}, the sequence has {} pages", found.len());
+                let problem = text!("is {capacity}, the sequence has {} pages", found.len());
                 return Err(Error::invalid(OP, "capacity", problem));
             }
             // Page indices fit an i32 (Config::validate), so they look the same as u32.

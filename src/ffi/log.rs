@@ -12,7 +12,7 @@ use tracing::level_filters::LevelFilter;
 use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::guard;
 use crate::ffi::status::unsloth_status;
 
@@ -64,7 +64,7 @@ pub unsafe extern "C" fn unsloth_log_set(
     const OP: &str = "log_set";
     guard(OP, || {
         if level > UNSLOTH_LOG_LEVEL_TRACE {
-            let problem = format!("is {level}, allowed: 0 (off) to 5 (trace)");
+            let problem = text!("is {level}, allowed: 0 (off) to 5 (trace)");
             return Err(Error::invalid(OP, "level", problem));
         }
         if DELIVERING.get() {

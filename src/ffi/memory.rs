@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::context::Context;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::context::{CONTEXTS, ContextObject, context_from, unsloth_context};
 use crate::ffi::params::{self, params};
 use crate::ffi::status::unsloth_status;
@@ -111,7 +111,7 @@ fn give_out(object: &ContextObject, buffer: Buffer) -> *mut c_void {
 fn take_back(op: &'static str, object: &ContextObject, ptr: *mut c_void) -> Result<Buffer> {
     let mut allocations = object.allocations.lock().unwrap_or_else(|p| p.into_inner());
     allocations.remove(&(ptr as usize)).ok_or_else(|| {
-        let problem = format!("{ptr:p} is not a live allocation of this context");
+        let problem = text!("{ptr:p} is not a live allocation of this context");
         Error::invalid(op, "ptr", problem)
     })
 }
@@ -197,7 +197,7 @@ pub unsafe extern "C" fn unsloth_memory_copy(
     guard(OP, || {
         let context = &context_from(OP, ctx)?.context;
         let kind = CopyKind::from_raw(kind).ok_or_else(|| {
-            let problem = format!(
+            let problem = text!(
                 "is {kind}, allowed: 1 (host to device), 2 (device to host), 3 (device to device)"
             );
             Error::invalid(OP, "kind", problem)
@@ -323,7 +323,7 @@ fn check_ranges(op: &'static str, dst: *mut c_void, src: *const c_void, size: us
     if (dst as usize).abs_diff(src as usize) >= size {
         return Ok(());
     }
-    let problem = format!("overlaps src within {size} bytes");
+    let problem = text!("overlaps src within {size} bytes");
     Err(Error::invalid(op, "dst", problem))
 }
 
@@ -338,7 +338,7 @@ fn check_range(
         return Err(Error::invalid(
             op,
             "size",
-            format!("{size} overflows the address space"),
+            text!("{size} overflows the address space"),
         ));
     }
     if ptr.is_null() && size > 0 {

@@ -34,7 +34,7 @@ use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::context::Stream;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use status::{UNSLOTH_STATUS_SUCCESS, set_last_error, unsloth_status};
 
 /// A queue of work on a device. With the CUDA backend a `CUstream` or `cudaStream_t` of the caller's, or NULL for the
@@ -82,18 +82,14 @@ pub(crate) fn flag(op: &'static str, name: &'static str, value: u32) -> Result<b
     match value {
         0 => Ok(false),
         1 => Ok(true),
-        _ => Err(Error::invalid(
-            op,
-            name,
-            format!("is {value}, allowed: 0, 1"),
-        )),
+        _ => Err(Error::invalid(op, name, text!("is {value}, allowed: 0, 1"))),
     }
 }
 
 /// A size or number, not negative.
 pub(crate) fn count(op: &'static str, name: &'static str, value: i64) -> Result<usize> {
     usize::try_from(value)
-        .map_err(|_| Error::invalid(op, name, format!("is {value}, at least 0 is needed")))
+        .map_err(|_| Error::invalid(op, name, text!("is {value}, at least 0 is needed")))
 }
 
 /// Checks a pointer that the function writes a result through.
@@ -122,7 +118,7 @@ pub(crate) fn check_pointer<T>(op: &'static str, name: &'static str, ptr: *const
         });
     }
     if !ptr.is_aligned() {
-        let problem = format!("{ptr:p} is not aligned to {} bytes", align_of::<T>());
+        let problem = text!("{ptr:p} is not aligned to {} bytes", align_of::<T>());
         return Err(Error::invalid(op, name, problem));
     }
     Ok(())

@@ -29,8 +29,8 @@ impl Field for u32 {
         if *self == 0 {
             return Ok(());
         }
-        let problem = format!("is {self}, allowed: 0");
-        Err(Error::invalid(op, text(name), problem))
+        let problem = text!("is {self}, allowed: 0");
+        Err(Error::invalid(op, text!("{name}"), problem))
     }
 }
 
@@ -85,21 +85,21 @@ pub(crate) unsafe fn read<T: Params>(op: &'static str, ptr: *const T) -> Result<
     // SAFETY: not NULL, aligned, and `struct_size` is the first field of every such struct.
     let stated = unsafe { ptr.cast::<u32>().read() } as usize;
     if stated < T::MIN_SIZE {
-        let problem = format!("is {stated}, at least {} is needed", T::MIN_SIZE);
+        let problem = text!("is {stated}, at least {} is needed", T::MIN_SIZE);
         return Err(Error::invalid(op, "struct_size", problem));
     }
     let known = size_of::<T>();
     if stated > known {
         const MAX_SIZE: usize = 1 << 16;
         if stated > MAX_SIZE {
-            let problem = format!("is {stated}, above the maximum {MAX_SIZE}");
+            let problem = text!("is {stated}, above the maximum {MAX_SIZE}");
             return Err(Error::invalid(op, "struct_size", problem));
         }
         // SAFETY: the caller promises `stated` readable bytes.
         let rest =
             unsafe { std::slice::from_raw_parts(ptr.cast::<u8>().add(known), stated - known) };
         if rest.iter().any(|&b| b != 0) {
-            let problem = format!(
+            let problem = text!(
                 "is {stated}: fields past byte {known} are set, which this version does not know"
             );
             return Err(Error::unsupported(op, "struct_size", problem));

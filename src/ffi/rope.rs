@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::context::unsloth_context;
 use crate::ffi::operation::{self, FromC};
 use crate::ffi::params::{Field, params};
@@ -95,7 +95,7 @@ impl unsloth_rotation {
     /// The tensors are valid on the context's device while it is used.
     pub(crate) unsafe fn read<'a>(&self, op: &'static str) -> Result<Rotation<'a>> {
         let style = Style::from_raw(self.style).ok_or_else(|| {
-            let problem = format!(
+            let problem = text!(
                 "is {}, allowed: 0 (half split), 1 (interleaved)",
                 self.style
             );
@@ -152,7 +152,7 @@ impl unsloth_rotation {
                 original_max_positions,
             },
             other => {
-                let problem = format!(
+                let problem = text!(
                     "is {other}, allowed: 0 (none), 1 (linear), 2 (ntk), 3 (yarn), 4 (llama 3)"
                 );
                 return Err(Error::invalid(op, "scaling", problem));
@@ -202,7 +202,7 @@ impl FromC for unsloth_rope_params {
                 None => Positions::From(self.position_offset),
                 Some(positions) if self.position_offset == 0 => Positions::PerToken(positions),
                 Some(_) => {
-                    let problem = format!(
+                    let problem = text!(
                         "is {} and positions are there: set one",
                         self.position_offset
                     );

@@ -1,6 +1,6 @@
 //! Gated activations.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ffi::context::unsloth_context;
 use crate::ffi::operation::{self, FromC};
 use crate::ffi::params::params;
@@ -56,14 +56,14 @@ pub(crate) fn activation_from(
     activation: unsloth_activation,
 ) -> Result<Activation> {
     Activation::from_raw(activation).ok_or_else(|| {
-        let problem = format!("is {activation}, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh)");
+        let problem = text!("is {activation}, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh)");
         Error::invalid(op, "activation", problem)
     })
 }
 
 pub(crate) fn gate_order_from(op: &'static str, order: unsloth_gate_order) -> Result<GateOrder> {
     GateOrder::from_raw(order).ok_or_else(|| {
-        let problem = format!("is {order}, allowed: 0 (gate first), 1 (up first)");
+        let problem = text!("is {order}, allowed: 0 (gate first), 1 (up first)");
         Error::invalid(op, "gate_order", problem)
     })
 }

@@ -113,29 +113,25 @@ impl Field for unsloth_tensor {
     fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
         self.reserved.check(op, format_args!("{name}.reserved"))?;
         if self.flags & !UNSLOTH_TENSOR_STRIDED != 0 {
-            let problem = format!("is {:#x}, allowed: 0, 1 (strided)", self.flags);
-            return Err(Error::invalid(
-                op,
-                text(format_args!("{name}.flags")),
-                problem,
-            ));
+            let problem = text!("is {:#x}, allowed: 0, 1 (strided)", self.flags);
+            return Err(Error::invalid(op, text!("{name}.flags"), problem));
         }
         // A mistake, not an absence.
         if self.rank == 0 && !self.data.is_null() {
-            let problem = format!("has data but rank 0, allowed: 1 to {MAX_RANK}");
-            return Err(Error::invalid(op, text(name), problem));
+            let problem = text!("has data but rank 0, allowed: 1 to {MAX_RANK}");
+            return Err(Error::invalid(op, text!("{name}"), problem));
         }
         if !self.quantization.is_null() {
             let problem = "is set: no operation of this version takes scales that lie apart";
             return Err(Error::unsupported(
                 op,
-                text(format_args!("{name}.quantization")),
+                text!("{name}.quantization"),
                 problem,
             ));
         }
         match DType::from_raw(self.dtype).filter(|dtype| dtype.is_reserved()) {
             None => Ok(()),
-            Some(dtype) => Err(reserved_dtype(op, text(name), dtype)),
+            Some(dtype) => Err(reserved_dtype(op, text!("{name}"), dtype)),
         }
     }
 }
@@ -147,7 +143,7 @@ impl Default for unsloth_tensor {
 }
 
 fn reserved_dtype(op: &'static str, name: impl Into<Cow<'static, str>>, dtype: DType) -> Error {
-    let problem = format!("has dtype {dtype}, which no operation of this version takes");
+    let problem = text!("has dtype {dtype}, which no operation of this version takes");
     Error::unsupported(op, name, problem)
 }
 
@@ -166,11 +162,11 @@ pub(crate) fn layout_of(
 ) -> Result<(DType, Layout)> {
     let rank = t.rank as usize;
     if rank > MAX_RANK {
-        let problem = format!("has rank {rank}, above the maximum {MAX_RANK}");
+        let problem = text!("has rank {rank}, above the maximum {MAX_RANK}");
         return Err(Error::invalid(op, name, problem));
     }
     let dtype = DType::from_raw(t.dtype).ok_or_else(|| {
-        let problem = format!("has dtype {}, which does not exist", t.dtype);
+        let problem = text!("has dtype {}, which does not exist", t.dtype);
         Error::invalid(op, name, problem)
     })?;
     let dtype = implemented(op, name, dtype)?;
@@ -181,7 +177,7 @@ pub(crate) fn layout_of(
                 Error::invalid(
                     op,
                     name,
-                    format!("has {what} {from} in dimension {i}, negative"),
+                    text!("has {what} {from} in dimension {i}, negative"),
                 )
             })?;
         }
@@ -196,7 +192,7 @@ pub(crate) fn layout_of(
         Layout::strided(&shape[..rank], &strides[..rank])
     };
     let layout = layout.map_err(|_| {
-        let problem = format!(
+        let problem = text!(
             "has shape {:?} with strides {:?}: it overflows the address space",
             &t.shape[..rank],
             &t.strides[..rank]
@@ -208,7 +204,7 @@ pub(crate) fn layout_of(
         .checked_add(dtype.row_bytes(layout.span()))
         .is_none()
     {
-        let problem = format!("at {:p} reaches past the end of the address space", t.data);
+        let problem = text!("at {:p} reaches past the end of the address space", t.data);
         return Err(Error::invalid(op, name, problem));
     }
     Ok((dtype, layout))
@@ -365,7 +361,7 @@ pub(crate) unsafe fn workspace_from<'a>(
     size: usize,
 ) -> Result<Workspace<'a>> {
     if (workspace as usize).checked_add(size).is_none() {
-        let problem = format!("{size} from {workspace:p} overflows the address space");
+        let problem = text!("{size} from {workspace:p} overflows the address space");
         return Err(Error::invalid(op, "workspace_size", problem));
     }
     // SAFETY: the caller's promise.

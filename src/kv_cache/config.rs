@@ -1,7 +1,7 @@
 //! What a cache holds, and the memory that takes.
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::ops::attention::PageLayout;
 
@@ -147,16 +147,16 @@ impl Config {
             // Tables are i32, so indices and lengths must fit one; for the other fields the bound
             // is merely generous.
             if value == 0 || value > MAX_LENGTH {
-                let problem = format!("is {value}, allowed: 1 to {MAX_LENGTH}");
+                let problem = text!("is {value}, allowed: 1 to {MAX_LENGTH}");
                 return Err(Error::invalid(OP, name, problem));
             }
         }
         if !self.page_size.is_power_of_two() {
-            let problem = format!("is {}, a power of two is needed", self.page_size);
+            let problem = text!("is {}, a power of two is needed", self.page_size);
             return Err(Error::invalid(OP, "page_size", problem));
         }
         if !self.dtype.is_float() {
-            let problem = format!("is {}, allowed: f32, f16, bf16", self.dtype);
+            let problem = text!("is {}, allowed: f32, f16, bf16", self.dtype);
             return Err(Error::invalid(OP, "dtype", problem));
         }
         Ok(())
@@ -172,7 +172,7 @@ impl Config {
     }
 
     fn too_large(&self) -> Error {
-        let problem = format!(
+        let problem = text!(
             "is {}: the cache would not fit the address space",
             self.num_pages
         );

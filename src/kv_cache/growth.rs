@@ -2,7 +2,7 @@
 
 use crate::backend::Stream;
 use crate::context::Planned;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::{Plan, kv_cache::CopyPages};
 use crate::tensor::Scratch;
 
@@ -122,14 +122,14 @@ impl KvCache {
     fn check_length(&self, op: &'static str, sequence: &Sequence, num_tokens: usize) -> Result<()> {
         let limit = self.config.max_sequence_length;
         if num_tokens > limit - sequence.length.min(limit) {
-            let problem = format!(
+            let problem = text!(
                 "is {num_tokens}, {} of max_sequence_length {limit} are in use",
                 sequence.length
             );
             return Err(Error::invalid(op, "num_tokens", problem));
         }
         if num_tokens > config::MAX_LENGTH - sequence.position() {
-            let problem = format!(
+            let problem = text!(
                 "is {num_tokens}: positions would pass {}",
                 config::MAX_LENGTH
             );

@@ -47,7 +47,7 @@ use std::marker::PhantomData;
 
 use crate::backend::Stream;
 use crate::context::Context;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::memory::Buffer;
 use crate::ops::attention;
 use crate::ops::rope::Rotation;
@@ -180,7 +180,7 @@ impl KvCache {
         let sequence = self.sequences.get_mut(op, id)?;
         let resume = sequence.gap_start + sequence.evicted;
         if num_tokens > sequence.position() {
-            let problem = format!(
+            let problem = text!(
                 "is {num_tokens}, the sequence ends at {}",
                 sequence.position()
             );
@@ -192,7 +192,7 @@ impl KvCache {
         } else if num_tokens >= resume {
             sequence.length = num_tokens - sequence.evicted;
         } else {
-            let problem = format!(
+            let problem = text!(
                 "is {num_tokens}, positions {} to {} were evicted",
                 sequence.gap_start,
                 resume - 1
@@ -281,7 +281,7 @@ impl KvCache {
         let context = self.keys.context();
         context.check_not_capturing(op, stream, EXTEND_OUTSIDE)?;
         if batch.len() > self.config.max_batch_size {
-            let problem = format!(
+            let problem = text!(
                 "is {}, above max_batch_size {}",
                 batch.len(),
                 self.config.max_batch_size
@@ -293,14 +293,14 @@ impl KvCache {
             .try_fold(0usize, |sum, (_, n)| sum.checked_add(*n));
         if total.is_none_or(|total| total > self.config.max_batch_tokens) {
             let total = total.map_or("more than an integer holds".into(), |t| t.to_string());
-            let problem = format!(
+            let problem = text!(
                 "sum to {total}, above max_batch_tokens {}",
                 self.config.max_batch_tokens
             );
             return Err(Error::invalid(op, "num_tokens", problem));
         }
         if let Some(twice) = self.step.find_twice(batch) {
-            let problem = format!("contains {:#x} twice", twice.as_raw());
+            let problem = text!("contains {:#x} twice", twice.as_raw());
             return Err(Error::invalid(op, "sequences", problem));
         }
         let growth = self.grow(op, batch, stream)?;
@@ -410,7 +410,7 @@ impl KvCache {
 
     fn layer_tensors(&self, op: &'static str, layer: usize) -> Result<(RawTensor, RawTensor)> {
         if layer >= self.config.num_layers {
-            let problem = format!(
+            let problem = text!(
                 "is {layer}, the cache has {} layers",
                 self.config.num_layers
             );

@@ -1,6 +1,6 @@
 //! Sequences: the pages each one holds, and the identifiers callers know them by.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 use super::pages::Page;
 use super::reserve;
@@ -117,7 +117,7 @@ impl Sequences {
                 return Err(Error::OutOfMemory {
                     op,
                     requested: size_of::<Slot>() as u64,
-                    reason: format!("{} sequences are live", u32::MAX),
+                    reason: text!("{} sequences are live", u32::MAX),
                 });
             }
         };

@@ -3,7 +3,7 @@
 use crate::backend::{Allocation, CopyKind, Stream};
 use crate::context::Context;
 use crate::dtype::{DType, Element};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::tensor::{TensorMut, TensorRef, Workspace};
 
@@ -153,7 +153,7 @@ impl Buffer {
         stream: Stream,
     ) -> Result<Vec<T>> {
         let bytes = count.checked_mul(size_of::<T>()).ok_or_else(|| {
-            Error::invalid(OP, "count", format!("{count} overflows the address space"))
+            Error::invalid(OP, "count", text!("{count} overflows the address space"))
         })?;
         self.check_range(offset, bytes)?;
         if T::DTYPE == DType::Bool {
@@ -213,7 +213,7 @@ impl Buffer {
         self.check_range(offset, dtype.row_bytes(layout.span()))?;
         let (len, alignment) = (dtype.block().0, dtype.alignment());
         if !layout.is_in_blocks(len) {
-            let problem = format!(
+            let problem = text!(
                 "has shape {:?} with strides {:?}, which cut blocks of {len} elements of {dtype}",
                 layout.shape(),
                 layout.strides()
@@ -226,7 +226,7 @@ impl Buffer {
         Err(Error::invalid(
             OP,
             "offset",
-            format!("{offset} is not a multiple of {alignment} bytes"),
+            text!("{offset} is not a multiple of {alignment} bytes"),
         ))
     }
 
@@ -240,7 +240,7 @@ impl Buffer {
         Err(Error::invalid(
             OP,
             "range",
-            format!(
+            text!(
                 "of {bytes} bytes from {offset} is outside the buffer of {} bytes",
                 self.memory.size
             ),

@@ -4,7 +4,7 @@
 //! row with NaN gives the index of the first, as in NumPy and PyTorch.
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ops::check::Arg;
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::problem::argmax::Problem;
@@ -42,7 +42,7 @@ impl Operation for Params<'_> {
             .writable()?;
         // Indices fit the i32 that they may be written as.
         if columns == 0 || columns > i32::MAX as usize {
-            let problem = format!("has {columns} columns, allowed: 1 to {}", i32::MAX);
+            let problem = text!("has {columns} columns, allowed: 1 to {}", i32::MAX);
             return Err(Error::invalid(OP, "x", problem));
         }
         Ok(Problem { x, out })

@@ -1,7 +1,7 @@
 //! Checks of arguments, in the words of the error messages.
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
 use crate::tensor::{InOut, RawTensor};
 
@@ -24,7 +24,7 @@ impl<'a> Arg<'a> {
         if allowed.contains(&rank) {
             return Ok(self);
         }
-        Err(self.invalid(format!("has rank {rank}, allowed: {}", list(allowed))))
+        Err(self.invalid(text!("has rank {rank}, allowed: {}", list(allowed))))
     }
 
     /// The rank is `allowed`, for a reason that a message gives.
@@ -33,7 +33,7 @@ impl<'a> Arg<'a> {
         if rank == allowed {
             return Ok(self);
         }
-        Err(self.invalid(format!("has rank {rank}, allowed: {allowed}, {reason}")))
+        Err(self.invalid(text!("has rank {rank}, allowed: {allowed}, {reason}")))
     }
 
     /// The rank is at least `least`.
@@ -42,7 +42,7 @@ impl<'a> Arg<'a> {
         if rank >= least {
             return Ok(self);
         }
-        Err(self.invalid(format!("has rank {rank}, at least {least} is needed")))
+        Err(self.invalid(text!("has rank {rank}, at least {least} is needed")))
     }
 
     /// The dtype is one of `allowed`.
@@ -51,7 +51,7 @@ impl<'a> Arg<'a> {
         if allowed.contains(&dtype) {
             return Ok(self);
         }
-        let problem = format!("has dtype {dtype}, allowed: {}", list(allowed));
+        let problem = text!("has dtype {dtype}, allowed: {}", list(allowed));
         if dtype.is_reserved() {
             return Err(Error::unsupported(self.op, self.name, problem));
         }
@@ -63,9 +63,11 @@ impl<'a> Arg<'a> {
         if self.tensor.dtype == other.tensor.dtype {
             return Ok(self);
         }
-        Err(self.invalid(format!(
+        Err(self.invalid(text!(
             "has dtype {}, {} has {}",
-            self.tensor.dtype, other.name, other.tensor.dtype
+            self.tensor.dtype,
+            other.name,
+            other.tensor.dtype
         )))
     }
 
@@ -75,7 +77,7 @@ impl<'a> Arg<'a> {
         if shape == expected {
             return Ok(self);
         }
-        Err(self.invalid(format!("has shape {shape:?}, expected {expected:?}")))
+        Err(self.invalid(text!("has shape {shape:?}, expected {expected:?}")))
     }
 
     /// The shape equals that of another argument.
@@ -84,7 +86,7 @@ impl<'a> Arg<'a> {
         if shape == expected {
             return Ok(self);
         }
-        Err(self.invalid(format!(
+        Err(self.invalid(text!(
             "has shape {shape:?}, {} has {expected:?}",
             other.name
         )))
@@ -96,7 +98,7 @@ impl<'a> Arg<'a> {
             return Ok(self);
         }
         let rank = self.tensor.layout.rank();
-        Err(self.invalid(format!(
+        Err(self.invalid(text!(
             "has stride {} along its last dimension, allowed: 1",
             self.tensor.layout.stride(rank.saturating_sub(1))
         )))
@@ -107,7 +109,7 @@ impl<'a> Arg<'a> {
         if self.tensor.layout.is_contiguous() {
             return Ok(self);
         }
-        Err(self.invalid(format!(
+        Err(self.invalid(text!(
             "has shape {:?} with strides {:?}, it must be contiguous",
             self.tensor.layout.shape(),
             self.tensor.layout.strides()
@@ -119,7 +121,7 @@ impl<'a> Arg<'a> {
         if !self.tensor.layout.may_self_overlap() {
             return Ok(self);
         }
-        Err(self.invalid(format!(
+        Err(self.invalid(text!(
             "has shape {:?} with strides {:?}: elements of an output may not overlap",
             self.tensor.layout.shape(),
             self.tensor.layout.strides()
@@ -134,16 +136,17 @@ impl<'a> Arg<'a> {
         if self.tensor.ptr.is_null() {
             return Err(Error::NullPointer {
                 op: self.op,
-                argument: format!("data of {}", self.name).into(),
+                argument: text!("data of {}", self.name).into(),
             });
         }
         let size = self.tensor.dtype.alignment();
         if (self.tensor.ptr as usize).is_multiple_of(size) {
             return Ok(self);
         }
-        Err(self.invalid(format!(
+        Err(self.invalid(text!(
             "has data at {:p}, which is not aligned to the {size} bytes of {}",
-            self.tensor.ptr, self.tensor.dtype
+            self.tensor.ptr,
+            self.tensor.dtype
         )))
     }
 
@@ -152,7 +155,7 @@ impl<'a> Arg<'a> {
         if !self.tensor.overlaps(other.tensor) {
             return Ok(self);
         }
-        Err(self.invalid(format!("overlaps {}", other.name)))
+        Err(self.invalid(text!("overlaps {}", other.name)))
     }
 
     fn invalid(self, problem: String) -> Error {
@@ -185,7 +188,7 @@ pub(crate) fn finite(op: &'static str, name: &'static str, value: f32) -> Result
     Err(Error::invalid(
         op,
         name,
-        format!("is {value}, a finite number is needed"),
+        text!("is {value}, a finite number is needed"),
     ))
 }
 

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use crate::context::Context;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ops::attention::{self, PageLayout};
 use crate::ops::check::Arg;
 use crate::ops::operation::{Operation, Tensors};
@@ -147,7 +147,7 @@ impl Layer<'_> {
             let positions = self.batch.host_positions.iter().copied();
             let last = positions.max().unwrap_or(-1);
             if usize::try_from(last).is_ok_and(|last| last >= max) {
-                let text = format!("has {max} positions, the batch reaches position {last}");
+                let text = text!("has {max} positions, the batch reaches position {last}");
                 return Err(Error::invalid(op, "cos", text));
             }
         }

@@ -9,7 +9,7 @@
 
 use crate::context::Context;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
@@ -108,7 +108,7 @@ impl Weights<'_> {
         let out_features = weight.layout.dim(0);
         if weight.layout.dim(1) != in_features && out_features == in_features {
             let (shape, expected) = (weight.layout.shape(), [weight.layout.dim(1), out_features]);
-            let problem = format!(
+            let problem = text!(
                 "has shape {shape:?}, expected {expected:?} = [out_features, in_features]; looks transposed"
             );
             return Err(Error::invalid(op, names.0, problem));

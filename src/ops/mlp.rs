@@ -6,7 +6,7 @@
 //! products have use for a workspace as in [`super::linear`], which may lie behind the intermediate.
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::linear::{Output, Weights};
@@ -79,8 +79,7 @@ impl Operation for Params<'_> {
         // An implementation may have use for two intermediates.
         let rows = x.layout.num_rows();
         Layout::contiguous(&[rows.saturating_mul(2), intermediate]).map_err(|_| {
-            let problem =
-                format!("has {rows} rows, too many for an intermediate of {intermediate}");
+            let problem = text!("has {rows} rows, too many for an intermediate of {intermediate}");
             Error::invalid(OP, "x", problem)
         })?;
         Ok(Problem {
@@ -132,7 +131,7 @@ impl GateUp<'_> {
                 let names = ("gate_up_weight", "gate_up_bias");
                 let rows = weights.problem(OP, names, hidden)?.out_features();
                 if !rows.is_multiple_of(2) {
-                    let problem = format!("has {rows} rows, an even number is needed");
+                    let problem = text!("has {rows} rows, an even number is needed");
                     return Err(Error::invalid(OP, names.0, problem));
                 }
                 let dim = rows / 2;

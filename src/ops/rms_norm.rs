@@ -11,7 +11,7 @@
 //! `[batch, seq, heads, head_dim]`. All arithmetic is f32; the normalisation uses the f32 sum, not its rounded copy.
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::problem::rms_norm::Problem;
@@ -64,12 +64,12 @@ impl Operation for Params<'_> {
         }
         check::finite(OP, "weight_offset", self.weight_offset)?;
         if weight.is_none() && self.weight_offset != 0.0 {
-            let problem = format!("is {}, without a weight it must be 0", self.weight_offset);
+            let problem = text!("is {}, without a weight it must be 0", self.weight_offset);
             return Err(Error::invalid(OP, "weight_offset", problem));
         }
         // Zero is what a caller has who forgot it, and makes NaN of a row of zeros.
         if check::finite(OP, "epsilon", self.epsilon)? <= 0.0 {
-            let problem = format!("is {}, it must be above 0", self.epsilon);
+            let problem = text!("is {}, it must be above 0", self.epsilon);
             return Err(Error::invalid(OP, "epsilon", problem));
         }
         Ok(Problem {

@@ -4,7 +4,7 @@
 //! result.
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};
 use crate::ops::operation::{self, Operation};
 use crate::problem::swiglu::Problem;
@@ -74,7 +74,7 @@ impl Operation for Params<'_> {
                 let last = packed.layout.rank() - 1;
                 let width = packed.layout.dim(last);
                 if !width.is_multiple_of(2) {
-                    let problem = format!("has {width} columns, an even number is needed");
+                    let problem = text!("has {width} columns, an even number is needed");
                     return Err(Error::invalid(OP, "gate_up", problem));
                 }
                 let dim = width / 2;

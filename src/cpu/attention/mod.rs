@@ -16,7 +16,7 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use crate::cpu::{Cpu, Run, math};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::attention::{Problem, Queries};
 use crate::tensor::Scratch;
 use sequences::{Sequence, TILE_ROWS, sequences};
@@ -71,7 +71,7 @@ fn allocate(len: usize) -> Result<Vec<f32>> {
         .map_err(|e| Error::OutOfMemory {
             op: "attention",
             requested: (len as u64).saturating_mul(4),
-            reason: format!("partial results of split sequences: {e}"),
+            reason: text!("partial results of split sequences: {e}"),
         })?;
     buffer.resize(len, 0.0);
     Ok(buffer)

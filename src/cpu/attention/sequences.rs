@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::attention::{Keys, Problem, Queries};
 
 const OP: &str = "attention";
@@ -177,7 +177,7 @@ fn packed(
     for (i, &end) in cu.iter().enumerate() {
         let end = usize::try_from(end).ok().filter(|&end| end <= total);
         ends.push(end.ok_or_else(|| {
-            let problem = format!(
+            let problem = text!(
                 "has {} at index {i}, allowed: 0 to the {total} tokens of {of}",
                 cu[i]
             );
@@ -188,11 +188,11 @@ fn packed(
     for (i, pair) in ends.windows(2).enumerate() {
         let (start, end) = (pair[0], pair[1]);
         let Some(len) = end.checked_sub(start) else {
-            let problem = format!("falls from {start} to {end} at index {}", i + 1);
+            let problem = text!("falls from {start} to {end} at index {}", i + 1);
             return Err(Error::invalid(OP, name, problem));
         };
         if len > max {
-            let problem = format!("has a sequence of {len} at index {i}, above {bound} {max}");
+            let problem = text!("has a sequence of {len} at index {i}, above {bound} {max}");
             return Err(Error::invalid(OP, name, problem));
         }
         out.push((start, len));
@@ -209,7 +209,7 @@ fn padded(lens: &[i32], p: &Problem) -> Result<Vec<(usize, usize)>> {
                 .ok()
                 .filter(|&len| len <= p.max_seqlen_k);
             let len = valid.ok_or_else(|| {
-                let problem = format!("has {len} at index {i}, allowed: 0 to {}", p.max_seqlen_k);
+                let problem = text!("has {len} at index {i}, allowed: 0 to {}", p.max_seqlen_k);
                 Error::invalid(OP, "seq_lens_k", problem)
             })?;
             Ok((0, len))
@@ -238,7 +238,7 @@ fn check_block_table(p: &Problem, keys: &[(usize, usize)]) -> Result<()> {
         let row = unsafe { entries(block_table.add(b * table_stride), used) };
         for (i, &page) in row.iter().enumerate() {
             if !usize::try_from(page).is_ok_and(|page| page < num_pages) {
-                let problem = format!(
+                let problem = text!(
                     "has page {page} at [{b}, {i}], allowed: 0 to before the {num_pages} pages of k"
                 );
                 return Err(Error::invalid(OP, "block_table", problem));

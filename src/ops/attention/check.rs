@@ -2,7 +2,7 @@
 
 use super::{MAX_HEAD_DIM, OP, Params};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, finite, with_last};
 use crate::ops::operation::{Operation, Tensors};
@@ -129,8 +129,7 @@ impl Params<'_> {
     fn check_forms(&self) -> Result<()> {
         let exclude = |a: bool, b: bool, name: &'static str, other: &str| {
             if a && b {
-                let problem =
-                    format!("is given together with {other}: only one of them is allowed");
+                let problem = text!("is given together with {other}: only one of them is allowed");
                 return Err(Error::invalid(OP, name, problem));
             }
             Ok(())
@@ -210,7 +209,7 @@ impl Params<'_> {
         };
         for (name, head_dim) in [("q", sizes.head_dim), ("v", sizes.head_dim_v)] {
             if !(1..=MAX_HEAD_DIM).contains(&head_dim) {
-                let problem = format!("has head_dim {head_dim}, allowed: 1 to {MAX_HEAD_DIM}");
+                let problem = text!("has head_dim {head_dim}, allowed: 1 to {MAX_HEAD_DIM}");
                 return Err(Error::invalid(OP, name, problem));
             }
         }
@@ -227,9 +226,10 @@ impl Params<'_> {
             } else {
                 ""
             };
-            let problem = format!(
+            let problem = text!(
                 "has {} heads, a multiple of the {} of k is needed{hint}",
-                sizes.num_heads, sizes.num_kv_heads
+                sizes.num_heads,
+                sizes.num_kv_heads
             );
             return Err(Error::invalid(OP, "q", problem));
         }
@@ -294,7 +294,7 @@ impl Params<'_> {
         let (token, head) = page_dims(self.page_layout);
         let page_size = k.layout.dim(token);
         if !page_size.is_power_of_two() {
-            let problem = format!("has page size {page_size}, a power of two is needed");
+            let problem = text!("has page size {page_size}, a power of two is needed");
             return Err(Error::invalid(OP, "k", problem));
         }
         let keys = Keys::Paged {
@@ -337,7 +337,7 @@ impl Params<'_> {
         if softcap >= 0.0 {
             return Ok(softcap);
         }
-        let problem = format!("is {softcap}, at least 0 is needed");
+        let problem = text!("is {softcap}, at least 0 is needed");
         Err(Error::invalid(OP, "softcap", problem))
     }
 
@@ -403,7 +403,7 @@ fn equal(name: &'static str, what: &str, value: usize, other: &str, expected: us
     if value == expected {
         return Ok(());
     }
-    let problem = format!("has {what} {value}, {other} has {expected}");
+    let problem = text!("has {what} {value}, {other} has {expected}");
     Err(Error::invalid(OP, name, problem))
 }
 
@@ -429,7 +429,7 @@ fn score_tensor(
         .zip(sizes)
         .any(|(&n, &size)| n != 1 && n != size)
     {
-        let problem = format!("has shape {shape:?}, allowed: {sizes:?} or 1 in place of any size");
+        let problem = text!("has shape {shape:?}, allowed: {sizes:?} or 1 in place of any size");
         return Err(Error::invalid(OP, name, problem));
     }
     if raw.layout.stride(3) != 0 {

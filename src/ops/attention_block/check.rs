@@ -7,7 +7,7 @@ use super::views::{Heads, Views, view, view_mut};
 use super::{OP, Params, Projections};
 use crate::context::Context;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, with_last};
 use crate::ops::kv_cache::Layer;
@@ -169,12 +169,12 @@ impl<'p> Params<'p> {
             ("v_head_dim", self.v_head_dim, layer.v_head_dim),
         ] {
             if value != held {
-                let problem = format!("is {value}, the cache has {held}");
+                let problem = text!("is {value}, the cache has {held}");
                 return Err(Error::invalid(OP, name, problem));
             }
         }
         if layer.batch.num_tokens != num_tokens {
-            let problem = format!(
+            let problem = text!(
                 "has {num_tokens} tokens, the cache's batch has {}",
                 layer.batch.num_tokens
             );
@@ -230,7 +230,7 @@ impl<'p> Params<'p> {
                 [n] if *n == all => views.flat(which)?,
                 shape => {
                     let head_dim = self.head_dim;
-                    let problem = format!("has shape {shape:?}, allowed: [{head_dim}] or [{all}]");
+                    let problem = text!("has shape {shape:?}, allowed: [{head_dim}] or [{all}]");
                     return Err(Error::invalid(OP, name, problem));
                 }
             };
@@ -350,6 +350,6 @@ fn expect_rows(name: &'static str, rows: usize, expected: usize) -> Result<()> {
     if rows == expected {
         return Ok(());
     }
-    let problem = format!("has {rows} rows, {expected} are needed");
+    let problem = text!("has {rows} rows, {expected} are needed");
     Err(Error::invalid(OP, name, problem))
 }

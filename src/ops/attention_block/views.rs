@@ -2,7 +2,7 @@
 
 use super::OP;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::ops::attention;
 use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
@@ -38,21 +38,22 @@ impl Heads {
         ] {
             // Far above any model, and low enough that products of two fit.
             if !(1..=1 << 20).contains(&value) {
-                let problem = format!("is {}, allowed: 1 to {}", set(value), 1 << 20);
+                let problem = text!("is {}, allowed: 1 to {}", set(value), 1 << 20);
                 return Err(Error::invalid(OP, name, problem));
             }
         }
         for (name, value) in [("head_dim", self.head_dim), ("v_head_dim", self.v_head_dim)] {
             if !(1..=attention::MAX_HEAD_DIM).contains(&value) {
                 let most = attention::MAX_HEAD_DIM;
-                let problem = format!("is {}, allowed: 1 to {most}", set(value));
+                let problem = text!("is {}, allowed: 1 to {most}", set(value));
                 return Err(Error::invalid(OP, name, problem));
             }
         }
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
-            let problem = format!(
+            let problem = text!(
                 "is {}, a multiple of num_kv_heads {} is needed",
-                self.num_heads, self.num_kv_heads
+                self.num_heads,
+                self.num_kv_heads
             );
             return Err(Error::invalid(OP, "num_heads", problem));
         }
@@ -187,6 +188,6 @@ pub(crate) unsafe fn view<'a>(t: &TensorMut<'a>) -> TensorRef<'a> {
 }
 
 fn too_many(num_tokens: usize) -> Error {
-    let problem = format!("has {num_tokens} tokens: the workspace would not fit the address space");
+    let problem = text!("has {num_tokens} tokens: the workspace would not fit the address space");
     Error::invalid(OP, "x", problem)
 }

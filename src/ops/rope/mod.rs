@@ -16,7 +16,7 @@ pub use crate::problem::rope::{Scaling, Style};
 pub use rotation::{Angles, Rotation, inverse_frequencies};
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::problem::rope::{PositionSource, Problem};
@@ -112,10 +112,10 @@ impl Operation for Params<'_> {
                 };
                 if !fits {
                     let allowed = match rotation.max_positions() {
-                        Some(max) => format!("the table has {max} positions"),
+                        Some(max) => text!("the table has {max} positions"),
                         None => "the sum overflows".to_string(),
                     };
-                    let problem = format!("is {offset} and {name} has {len} tokens: {allowed}");
+                    let problem = text!("is {offset} and {name} has {len} tokens: {allowed}");
                     return Err(Error::invalid(OP, "position_offset", problem));
                 }
                 PositionSource::From(*offset)
@@ -155,7 +155,7 @@ fn same_tokens(
     if alike {
         return Ok(());
     }
-    let problem = format!("has shape {a:?}, {other} has {b:?}: only the heads may differ");
+    let problem = text!("has shape {a:?}, {other} has {b:?}: only the heads may differ");
     Err(Error::invalid(OP, name, problem))
 }
 

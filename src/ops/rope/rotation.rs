@@ -6,7 +6,7 @@
 //! product `position * inv_freq[i]` is rounded to f32, its sine and cosine are those of that rounded angle.
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};
 use crate::ops::operation::Tensors;
 use crate::problem::rope::{self as problem, Scaling, Style, scaled_frequencies};
@@ -83,11 +83,11 @@ impl Rotation<'_> {
             n => ("rotary_dim", n),
         };
         if rotary_dim > head_dim {
-            let problem = format!("is {rotary_dim}, above the head_dim {head_dim}");
+            let problem = text!("is {rotary_dim}, above the head_dim {head_dim}");
             return Err(Error::invalid(op, name, problem));
         }
         if !rotary_dim.is_multiple_of(2) {
-            let problem = format!("is {rotary_dim}: an even number of components is rotated");
+            let problem = text!("is {rotary_dim}: an even number of components is rotated");
             return Err(Error::invalid(op, name, problem));
         }
         let half = rotary_dim / 2;
@@ -179,7 +179,7 @@ impl Scaling {
                 positive(op, "low_freq_factor", low_freq_factor)?;
                 check::finite(op, "high_freq_factor", high_freq_factor)?;
                 if high_freq_factor <= low_freq_factor {
-                    let problem = format!(
+                    let problem = text!(
                         "is {high_freq_factor}, it must be above low_freq_factor {low_freq_factor}"
                     );
                     return Err(Error::invalid(op, "high_freq_factor", problem));
@@ -194,7 +194,7 @@ fn positive(op: &'static str, name: &'static str, value: f32) -> Result<f32> {
     if check::finite(op, name, value)? > 0.0 {
         return Ok(value);
     }
-    let problem = format!("is {value}, a positive number is needed");
+    let problem = text!("is {value}, a positive number is needed");
     Err(Error::invalid(op, name, problem))
 }
 
@@ -202,7 +202,7 @@ fn not_negative(op: &'static str, name: &'static str, value: f32) -> Result<()> 
     if check::finite(op, name, value)? >= 0.0 {
         return Ok(());
     }
-    let problem = format!("is {value}, at least 0 is needed");
+    let problem = text!("is {value}, at least 0 is needed");
     Err(Error::invalid(op, name, problem))
 }
 
