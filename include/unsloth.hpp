@@ -138,6 +138,9 @@ namespace detail {
 struct EndContext {
   void operator()(unsloth_context *handle) const noexcept { unsloth_context_destroy(handle); }
 };
+struct EndEvent {
+  void operator()(unsloth_event *handle) const noexcept { unsloth_event_destroy(handle); }
+};
 struct EndKvCache {
   void operator()(unsloth_kv_cache *handle) const noexcept { unsloth_kv_cache_destroy(handle); }
 };
@@ -217,6 +220,21 @@ class Memory : public Owner<void *, detail::EndMemory> {
 
  private:
   size_t size_ = 0;
+};
+
+/// A point of a stream, for `unsloth_event_record` and `unsloth_stream_wait_event`.
+class Event : public Owner<unsloth_event *, detail::EndEvent> {
+ public:
+  Event() = default;
+  /// Replaces what this owns by a new event; `flags` as `unsloth_event_create` has them.
+  unsloth_status create(unsloth_context *context, uint32_t flags = 0) noexcept {
+    reset();
+    return unsloth_event_create(context, flags, &handle_);
+  }
+
+#if defined(__cpp_exceptions)
+  explicit Event(unsloth_context *context, uint32_t flags = 0) { check(create(context, flags)); }
+#endif
 };
 
 /// A paged cache of keys and values.

@@ -72,6 +72,9 @@ void owners() {
   CHECK(stream.create(ctx) == UNSLOTH_STATUS_SUCCESS);
   CHECK(stream.synchronize() == UNSLOTH_STATUS_SUCCESS);
 
+  unsloth::Event event;
+  CHECK(event.create(ctx) == UNSLOTH_STATUS_SUCCESS && event);
+
   unsloth::Memory memory;
   CHECK(memory.create(ctx, 1000) == UNSLOTH_STATUS_SUCCESS && memory.size() == 1000);
   CHECK(reinterpret_cast<uintptr_t>(memory.get()) % 256 == 0 && stats(ctx).num_allocations == 1);
