@@ -142,6 +142,7 @@ lint: compilers ## Check formatting, clippy and documentation
 	cargo fmt --check --manifest-path fuzz/Cargo.toml
 	cargo fmt --check --manifest-path kernels/same_bits/Cargo.toml
 	clang-format --dry-run --Werror $(C_FILES)
+	python3 benches/tuning.py check
 	cargo clippy --locked --features candle $(FEATURES) $(if $(FEATURES),--workspace) --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps $(FEATURES) $(if $(FEATURES),--workspace)
 

@@ -16,11 +16,6 @@ const OP: &str = "argmax";
 /// By dtype, elements per access, and accesses of a thread.
 pub(super) type Kernels = Table<Arguments, 3>;
 
-/// Blocks up to which rows are spread as thin as it goes, a vector for each thread.
-const THIN: usize = 256;
-/// Blocks that fill the GPU with more to do for each. What goes beyond it is not worth settling between blocks.
-const FULL: usize = 1024;
-
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Kernels::new(OP, resources, |c| [c.dtype, c.width, c.unroll])
 }
@@ -64,11 +59,12 @@ fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         let per_block = kernel.choices.per_block as usize;
         Ok((kernel, length.div_ceil(per_block)))
     };
+    let tuning = &cuda.resources.tuning.argmax;
     let [thin, many] = contract::argmax::UNROLLS;
     let (mut kernel, mut blocks_per_row) = shared_out(thin)?;
-    if num_rows.saturating_mul(blocks_per_row) > THIN {
+    if num_rows.saturating_mul(blocks_per_row) > tuning.thin_blocks {
         (kernel, blocks_per_row) = shared_out(many)?;
-        blocks_per_row = blocks_per_row.min(FULL / num_rows).max(1);
+        blocks_per_row = blocks_per_row.min(tuning.full_blocks / num_rows).max(1);
     }
     let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {

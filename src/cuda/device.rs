@@ -7,6 +7,7 @@ use super::driver::{
     Driver,
 };
 use super::images::{self, Arguments, IMAGES, Image, KernelInfo};
+use super::tuning::{Properties, Tuning};
 use crate::error::{Error, Result};
 
 /// A device's primary context, retained.
@@ -58,6 +59,23 @@ impl Primary {
         Ok(value.unsigned_abs())
     }
 
+    /// What tells this device from others.
+    pub fn properties(&self, op: &'static str) -> Result<Properties> {
+        use CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH as BUS_BITS,
+            CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE as MEMORY_KHZ,
+            CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as MULTIPROCESSORS,
+        };
+        let of = |attribute| self.attribute(op, attribute).map(|value| value as usize);
+        // Two transfers a clock.
+        let bits_per_ms = (2 * of(MEMORY_KHZ)?).saturating_mul(of(BUS_BITS)?);
+        Ok(Properties {
+            capability: self.capability(op)?,
+            multiprocessors: of(MULTIPROCESSORS)?,
+            bandwidth: bits_per_ms / 8 / 1000,
+        })
+    }
+
     pub fn capability(&self, op: &'static str) -> Result<(u32, u32)> {
         use CUdevice_attribute::{
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
@@ -104,6 +122,8 @@ pub(crate) struct Resources {
     ordinal: i32,
     /// NULL for an image that is for other devices.
     modules: Vec<CUmodule>,
+    /// What launches choose on this device.
+    pub(super) tuning: Tuning,
     pub(super) primary: Primary,
 }
 
@@ -113,11 +133,13 @@ pub(super) const NON_BLOCKING: u32 = 1;
 impl Resources {
     /// Takes the device's primary context and loads every image.
     pub fn load(op: &'static str, driver: &'static Driver, ordinal: i32) -> Result<Resources> {
+        let primary = Primary::retain(op, driver, ordinal)?;
         let mut resources = Resources {
             op,
             ordinal,
             modules: Vec::with_capacity(IMAGES.len()),
-            primary: Primary::retain(op, driver, ordinal)?,
+            tuning: Tuning::of(&primary.properties(op)?),
+            primary,
         };
         let entered = resources.primary.enter(op)?;
         let capability = resources.primary.capability(op)?;

@@ -1,13 +1,17 @@
 //! The gated feed-forward block on the GPU.
 //!
-//! Few rows are products by kernels of this library, which multiply what they compute of up by the activated gate: that needs one
-//! intermediate. cuBLASLt cannot, so what it serves has gate and up side by side and is activated between the products: of as many rows
-//! at a time as the workspace has room for: half of them at least, if they are even.
+//! It is computed in one of two ways. With one intermediate: the kernels of this library multiply
+//! what they compute of up by the activated gate. With two, gate and up side by side, which are
+//! activated between the products: cuBLASLt can do no other, and weights that lie side by side are
+//! then one product for any kernel. That takes as many tokens at a time as the workspace has room
+//! for, and each part reads the weights once more, so few tokens without room for two intermediates
+//! are left to the kernels.
 
 use std::cell::Cell;
 
 use super::linear::{self, Epilogue, Product, Sizes};
 use super::rows::{Matrix, Rows};
+use super::tuning::rules::products::{JOINED_TOKENS, LEAST_INTERMEDIATE};
 use super::{Cuda, swiglu};
 use crate::backend::{Implementation, Stream};
 use crate::error::Result;
@@ -19,9 +23,6 @@ use crate::problem::{self, Plans};
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
 const OP: &str = "mlp";
-
-/// Rows of intermediates beyond which more are of no use: half as many tokens at a time keep the tensor cores busy.
-const ENOUGH: usize = 1024;
 
 /// A block that waits to be queued.
 pub(crate) struct Plan<'a> {
@@ -53,32 +54,37 @@ impl problem::Plan for Plan<'_> {
         self.problem.x.layout.num_rows() * self.row()
     }
 
-    /// As many rows of intermediates as are of use, and a workspace for products behind them.
+    /// Two intermediates where they are of use, and a workspace for products behind them.
     fn useful(&self) -> Result<usize> {
-        let products = products_size(self.cuda, &self.problem)?;
-        let rows = most_rows(self.cuda, &self.problem, products > 0) * self.row();
+        let most = self.cuda.resources.tuning.mlp.asked_tokens;
+        let products = products_size(self.cuda, &self.problem, most)?;
         Ok(match products {
-            0 => rows,
-            _ => aligned(rows) + products,
+            0 => self.bytes(most, false),
+            _ => aligned(self.bytes(most, true)) + products,
         })
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         let p = &self.problem;
+        let most = self.cuda.resources.tuning.mlp.tokens;
         let products = match scratch.size > aligned(self.needed()) {
-            true => products_size(self.cuda, p)?,
+            true => products_size(self.cuda, p, most)?,
             false => 0,
         };
-        let with = products > 0 && scratch.size >= aligned(self.needed()) + products;
-        let left = if with {
-            scratch.size - products
-        } else {
-            scratch.size
+        // All tokens at once gain more than a workspace for products does.
+        let crowds_out =
+            |both: usize| both <= scratch.size && scratch.size < aligned(both) + products;
+        let with = products > 0
+            && scratch.size >= aligned(self.needed()) + products
+            && !crowds_out(self.bytes(most, false));
+        let left = match with {
+            true => scratch.size - products,
+            false => scratch.size,
         };
         let left = left / Workspace::ALIGNMENT * Workspace::ALIGNMENT;
         let least = p.x.layout.num_rows();
         let rows = left.checked_div(self.row()).unwrap_or(0);
-        let rows = rows.clamp(least, most_rows(self.cuda, p, with).max(least));
+        let rows = rows.clamp(least, most_rows(self.cuda, p, with, most));
         let intermediates = RawTensor {
             ptr: scratch.ptr,
             dtype: p.x.dtype,
@@ -100,6 +106,12 @@ impl Plan<'_> {
     fn row(&self) -> usize {
         self.problem.intermediate * self.problem.x.dtype.size()
     }
+
+    /// Bytes of the intermediates of up to `most` tokens at a time, beside a workspace for products
+    /// or without one.
+    fn bytes(&self, most: usize, with_workspace: bool) -> usize {
+        most_rows(self.cuda, &self.problem, with_workspace, most) * self.row()
+    }
 }
 
 /// Rounds up to the alignment of a workspace.
@@ -107,35 +119,56 @@ fn aligned(bytes: usize) -> usize {
     bytes.next_multiple_of(Workspace::ALIGNMENT)
 }
 
-/// Whether cuBLASLt multiplies, and gate and up are stored side by side. With a workspace for products it multiplies more often.
-fn stores_both(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
-    /// Fewer columns gain nothing.
-    const LEAST: usize = 512;
+/// Whether cuBLASLt serves the block's products better than kernels of this library do.
+fn library_serves(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
     let dtypes = (p.x.dtype, p.gate.weight.dtype);
-    let rows = p.x.layout.num_rows();
     let sizes = Sizes {
-        rows,
+        rows: p.x.layout.num_rows(),
         columns: p.intermediate,
         in_features: p.gate.weight.layout.dim(1),
     };
-    // A single row cannot be halved.
-    rows > 1 && p.intermediate >= LEAST && cuda.linear.serves(dtypes, sizes, with_workspace)
+    cuda.linear.serves(dtypes, sizes, with_workspace)
 }
 
-/// Rows of intermediates that the problem has use for, with or without a workspace for products; as many as it has rows are enough.
-fn most_rows(cuda: &Cuda, p: &Problem, with_workspace: bool) -> usize {
-    let rows = p.x.layout.num_rows();
-    if stores_both(cuda, p, with_workspace) {
-        rows.max(rows.saturating_mul(2).min(ENOUGH))
-    } else {
-        rows
+/// Whether the block gains by storing gate and up side by side, given room for them. With a
+/// workspace for products cuBLASLt serves more of them.
+fn gains_by_both(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
+    let few_joined = || {
+        p.x.layout.num_rows() <= JOINED_TOKENS
+            && p.x.dtype == p.gate.weight.dtype
+            && (joined(&p.gate, &p.up).is_some() || joined(&p.up, &p.gate).is_some())
+    };
+    p.intermediate >= LEAST_INTERMEDIATE
+        && (few_joined() || library_serves(cuda, p, with_workspace))
+}
+
+/// Rows of intermediates that the problem has use for, with up to `most` tokens at a time; as many
+/// as it has tokens are enough.
+fn most_rows(cuda: &Cuda, p: &Problem, with_workspace: bool, most: usize) -> usize {
+    let tokens = p.x.layout.num_rows();
+    match gains_by_both(cuda, p, with_workspace) {
+        true => tokens.max(2 * tokens.min(most)),
+        false => tokens,
     }
 }
 
-/// The workspace with which products are the fastest, in bytes, beside as few rows of intermediates as there may be or as many as are of
-/// use.
-fn products_size(cuda: &Cuda, p: &Problem) -> Result<usize> {
-    let most = most_rows(cuda, p, true);
+/// How many tokens at a time have gate and up side by side, where there is room for so many rows of
+/// intermediates; `None` where kernels that need one intermediate are better.
+fn tokens_of_both(cuda: &Cuda, p: &Problem, rows: usize, with_workspace: bool) -> Option<usize> {
+    let tuning = &cuda.resources.tuning.mlp;
+    let tokens = p.x.layout.num_rows();
+    let at_once = (rows / 2).min(tuning.tokens);
+    let in_parts = || {
+        at_once > 0 && tokens > tuning.tokens_by_kernels && library_serves(cuda, p, with_workspace)
+    };
+    let gains = gains_by_both(cuda, p, with_workspace) && (at_once >= tokens || in_parts());
+    gains.then_some(at_once)
+}
+
+/// The workspace with which products are the fastest, in bytes, beside as few rows of intermediates
+/// as there may be or as many as up to `most` tokens at a time have use for.
+fn products_size(cuda: &Cuda, p: &Problem, most: usize) -> Result<usize> {
+    let most = most_rows(cuda, p, true, most);
     let queue = Queue {
         cuda,
         mode: Mode::Measure(Cell::new(0)),
@@ -176,8 +209,9 @@ fn walk(queue: &Queue<'_>, p: &Problem, scratch: RawTensor, with_workspace: bool
     if p.out.layout.is_empty() {
         return Ok(());
     }
-    let stores_both = stores_both(queue.cuda, p, with_workspace);
-    let room = scratch.layout.dim(0) / if stores_both { 2 } else { 1 };
+    let rows = scratch.layout.dim(0);
+    let both = tokens_of_both(queue.cuda, p, rows, with_workspace);
+    let at_once = both.unwrap_or(rows);
     let other = p.residual.unwrap_or(p.out);
     let rows = Rows::new([&p.x.layout, &p.out.layout, &other.layout]);
     // The matrices differ in their addresses only.
@@ -186,16 +220,15 @@ fn walk(queue: &Queue<'_>, p: &Problem, scratch: RawTensor, with_workspace: bool
         Mode::Measure(_) => 1,
     };
     for matrix in rows.matrices().take(count) {
-        let parts = matrix.rows.div_ceil(room.max(1));
+        let parts = matrix.rows.div_ceil(at_once.max(1));
         for part in 0..parts {
             // All parts have the same size, give or take a row.
             let first = matrix.rows * part / parts;
             let rows = matrix.rows * (part + 1) / parts - first;
             let part = Part::new(p, &matrix, first, rows)?;
-            if stores_both {
-                part.through_library(queue, p, scratch)?;
-            } else {
-                part.through_kernels(queue, p, scratch)?;
+            match both {
+                Some(_) => part.with_both(queue, p, scratch)?,
+                None => part.with_one(queue, p, scratch)?,
             }
         }
     }
@@ -231,7 +264,7 @@ impl Part {
         })
     }
 
-    fn through_kernels(&self, queue: &Queue<'_>, p: &Problem, scratch: RawTensor) -> Result<()> {
+    fn with_one(&self, queue: &Queue<'_>, p: &Problem, scratch: RawTensor) -> Result<()> {
         let intermediate = RawTensor {
             layout: Layout::contiguous(&[self.rows, p.intermediate])?,
             ..scratch
@@ -242,7 +275,7 @@ impl Part {
         queue.product(&intermediate, &p.down, self.epilogue, &self.out)
     }
 
-    fn through_library(&self, queue: &Queue<'_>, p: &Problem, scratch: RawTensor) -> Result<()> {
+    fn with_both(&self, queue: &Queue<'_>, p: &Problem, scratch: RawTensor) -> Result<()> {
         let both = RawTensor {
             layout: Layout::contiguous(&[self.rows, 2 * p.intermediate])?,
             ..scratch

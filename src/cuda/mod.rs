@@ -28,6 +28,7 @@ mod rows;
 mod staging;
 pub(crate) mod swiglu;
 mod table;
+mod tuning;
 mod warm_up;
 
 use std::ffi::c_void;

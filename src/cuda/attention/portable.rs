@@ -13,6 +13,8 @@ use crate::cuda::check_blocks;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::{attention, attention_combine};
 use crate::cuda::table::Table;
+pub(super) use crate::cuda::tuning::rules::attention::LEAST_KEYS;
+use crate::cuda::tuning::rules::attention::{FEW_QUERIES, MAX_SPLITS, ROUNDS};
 use crate::error::{Error, Result};
 use crate::problem::attention::{Problem, Rows};
 
@@ -155,9 +157,6 @@ impl Form {
     }
 }
 
-/// Rounds in which blocks of split keys run, at most.
-const ROUNDS: usize = 3;
-
 /// The least number of parts, up to `most`, that keeps the device within a twentieth as busy as any of them would; all of `most` take
 /// [`ROUNDS`] at most, unless `most` is 1.
 fn fewest_splits(blocks: usize, resident: usize, most: usize) -> usize {
@@ -179,16 +178,9 @@ fn fewest_splits(blocks: usize, resident: usize, most: usize) -> usize {
         .map_or(1, |(splits, _)| splits)
 }
 
-/// The least keys of a part.
-pub(super) const LEAST_KEYS: usize = 256;
-
-/// More parts would make joining them slow.
-const MAX_SPLITS: usize = 256;
-
 /// Whether queries are so few that packing the heads of a key head is worth more than large tiles.
 fn decodes(p: &Problem) -> bool {
-    const FEW: usize = 64;
-    p.max_seqlen_q.saturating_mul(p.num_heads / p.num_kv_heads) <= FEW
+    p.max_seqlen_q.saturating_mul(p.num_heads / p.num_kv_heads) <= FEW_QUERIES
 }
 
 /// Elements of an access of the kernel that joins.

@@ -8,6 +8,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
 
 use crate::backend::Stream;
+use crate::cuda::tuning::{Linear, Server};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::tensor::Scratch;
@@ -58,10 +59,6 @@ const MAX_WORKSPACE: usize = 32 << 20;
 /// Alignments of more bytes than this serve no algorithm better.
 const WIDEST: u32 = 16;
 
-/// `CUBLASLT_CLUSTER_SHAPE_*`, rows by columns.
-const CLUSTER_1X2: u16 = 5;
-const CLUSTER_4X2: u16 = 7;
-
 impl Product {
     /// The same at aligned addresses where nothing lies.
     pub fn aligned(&self) -> Product {
@@ -84,30 +81,6 @@ impl Product {
     fn alignments(&self) -> [u32; 4] {
         self.pointers()
             .map(|address| 1 << address.trailing_zeros().min(WIDEST.ilog2()))
-    }
-
-    /// Whether a workspace may make it faster: timed on an H200. In 16 bits few columns of many elements gain by it, as then the device is
-    /// not busy without; others are slower.
-    pub fn has_use_for_workspace(&self) -> bool {
-        match self.dtype {
-            DType::F32 => true,
-            _ => match self.out_features {
-                0..=1536 => true,
-                1537..=2048 if self.in_features >= 8192 => true,
-                1537..=3072 => self.rows <= 18,
-                _ => false,
-            },
-        }
-    }
-
-    /// The cluster of the algorithm that was the fastest on an H200, where it was not the one that cuBLASLt names first.
-    fn cluster(&self) -> Option<u16> {
-        match (self.dtype, self.rows, self.out_features, self.in_features) {
-            (DType::F32, ..) => None,
-            (_, 97..=128, 3073..=4096, 4096..) => Some(CLUSTER_4X2),
-            (_, 33..=128, 1025..=2048, ..=2048) => Some(CLUSTER_1X2),
-            _ => None,
-        }
     }
 
     /// The key of this product and of those with nearly as many rows, which share an algorithm.
@@ -171,11 +144,12 @@ pub(super) struct Library {
     handle: HandlePtr,
     /// By hash of the key. A shape that finds no slot is chosen for at each call.
     chosen: Box<[Slot]>,
+    tuning: Linear,
 }
 
 impl Library {
     /// The library on the device of the current context; `None` if there is none or it does not start there.
-    pub fn open() -> Option<Library> {
+    pub fn open(tuning: Linear) -> Option<Library> {
         let functions = functions()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the handle is valid for a write.
@@ -186,6 +160,7 @@ impl Library {
             functions,
             handle,
             chosen: (0..SLOTS).map(|_| Slot::new()).collect(),
+            tuning,
         })
     }
 
@@ -193,6 +168,18 @@ impl Library {
     pub fn close(&mut self) {
         // SAFETY: made by `open`; the owner's promise.
         unsafe { (self.functions.destroy)(self.handle) };
+    }
+
+    /// Who serves products with nearly as many rows as this, which share an algorithm.
+    fn server(&self, p: &Product, with_workspace: bool) -> Server {
+        let rows = rounded_rows(p.rows);
+        self.tuning
+            .server(p.dtype, rows, p.out_features, p.in_features, with_workspace)
+    }
+
+    /// Whether a product may be faster with a workspace.
+    pub fn has_use_for_workspace(&self, p: &Product) -> bool {
+        self.server(p, true) == Server::Workspace
     }
 
     /// The workspace of the algorithm that serves a product best; 0 if none is better with one. What lies at addresses does not count,
@@ -295,7 +282,7 @@ impl Library {
         let choose = |limit| self.choose(op, p, key.sizes[0], limit);
         let chosen = Chosen {
             alone: choose(0)?,
-            with: match p.has_use_for_workspace() {
+            with: match self.has_use_for_workspace(p) {
                 true => choose(MAX_WORKSPACE)?.filter(|(_, size)| *size > 0),
                 false => None,
             },
@@ -377,7 +364,10 @@ impl Library {
         let usable = |r: &&HeuristicResult| r.status == SUCCESS && r.workspace_size <= limit;
         let mut usable = results.iter().take(found).filter(usable);
         let first = usable.clone().next();
-        let wanted = p.cluster().filter(|_| limit == 0);
+        let wanted = match self.server(p, false) {
+            Server::Cluster(shape) if limit == 0 => Some(shape),
+            _ => None,
+        };
         let chosen = wanted.and_then(|wanted| usable.find(|r| self.cluster(r) == Some(wanted)));
         Ok(chosen.or(first).map(|r| (r.algorithm, r.workspace_size)))
     }

@@ -8,10 +8,11 @@ mod part;
 use contract::linear::Epilogue as EpilogueCode;
 
 use super::Cuda;
-use super::cublaslt::{self, Library};
+use super::cublaslt::Library;
 use super::device::{Kernel, Resources};
 use super::images::linear::Arguments;
 use super::rows::Rows;
+use super::tuning;
 use crate::backend::{Implementation, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -49,6 +50,7 @@ struct Choices {
 pub(crate) struct Kernels {
     forms: Vec<Form>,
     library: Option<Library>,
+    tuning: tuning::Linear,
 }
 
 impl Kernels {
@@ -73,7 +75,8 @@ impl Kernels {
         let _entered = resources.primary.enter(OP)?;
         Ok(Kernels {
             forms,
-            library: Library::open(),
+            library: Library::open(resources.tuning.linear),
+            tuning: resources.tuning.linear,
         })
     }
 
@@ -104,7 +107,9 @@ impl Kernels {
 
     /// Whether products of such sizes go to cuBLASLt.
     pub fn serves(&self, (x, weight): (DType, DType), sizes: Sizes, with_workspace: bool) -> bool {
-        self.library.is_some() && x == weight && !sizes.are_few_rows(x, with_workspace)
+        self.library.is_some()
+            && x == weight
+            && !sizes.are_few_rows(&self.tuning, x, with_workspace)
     }
 }
 
@@ -229,8 +234,10 @@ pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
         return Ok(0);
     };
     let part = Part::new(p, &matrix);
-    let product = part.for_library(p).filter(|_| !part.has_few_rows(p, true));
-    let Some(product) = product.filter(cublaslt::Product::has_use_for_workspace) else {
+    let product = part
+        .for_library(p)
+        .filter(|_| !part.has_few_rows(cuda, p, true));
+    let Some(product) = product.filter(|p| library.has_use_for_workspace(p)) else {
         return Ok(0);
     };
     let primary = &cuda.resources.primary;

@@ -1,35 +1,17 @@
 //! Equally spaced rows of a product: who computes them, and their launch.
 
-use std::ops::RangeInclusive;
-
 use contract::linear::Kind;
 
 use super::{Choices, Epilogue, Product, TILE};
 use crate::backend::Stream;
 use crate::cuda::images::linear::Arguments;
 use crate::cuda::rows::Matrix;
+use crate::cuda::tuning::rules::products::{DEEP, MODERATE, NARROW};
+use crate::cuda::tuning::{Linear, Server};
 use crate::cuda::{Cuda, VECTOR, cublaslt};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::{RawTensor, Scratch};
-
-/// Rows up to which kernels of this library are faster than cuBLASLt, for so many columns and input features: timed on an H200.
-type FewRows = (usize, RangeInclusive<usize>, RangeInclusive<usize>);
-const ANY: RangeInclusive<usize> = 0..=usize::MAX;
-const FEW_ROWS: [FewRows; 2] = [(8, ANY, ANY), (16, 0..=2048, ANY)];
-const FEW_ROWS_WITH_WORKSPACE: [FewRows; 3] = [
-    (8, ANY, ANY),
-    (16, 0..=2048, 0..=8191),
-    (16, 1025..=2048, ANY),
-];
-/// Products of f32 without a workspace cuBLASLt gives to few multiprocessors.
-const FEW_ROWS_F32: [FewRows; 3] = [(32, ANY, ANY), (64, 0..=8192, ANY), (128, 0..=2048, ANY)];
-/// With one, as many share a product as there are.
-const FEW_ROWS_F32_WITH_WORKSPACE: [FewRows; 3] = [
-    (16, ANY, ANY),
-    (32, 0..=2048, 0..=4096),
-    (32, 8192..=usize::MAX, 2049..=4096),
-];
 
 /// Sizes of a product.
 #[derive(Clone, Copy, Debug)]
@@ -40,19 +22,19 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// Whether kernels of this library are the fastest, as far as they depend on sizes.
-    pub fn are_few_rows(self, x: DType, with_workspace: bool) -> bool {
-        let few: &[FewRows] = match (x, with_workspace) {
-            (DType::F32, false) => &FEW_ROWS_F32,
-            (DType::F32, true) => &FEW_ROWS_F32_WITH_WORKSPACE,
-            (_, false) => &FEW_ROWS,
-            (_, true) => &FEW_ROWS_WITH_WORKSPACE,
-        };
-        few.iter().any(|(rows, columns, in_features)| {
-            self.rows <= *rows
-                && columns.contains(&self.columns)
-                && in_features.contains(&self.in_features)
-        })
+    /// Whether kernels of this library are the fastest, as far as that depends on sizes.
+    pub(in crate::cuda) fn are_few_rows(
+        self,
+        linear: &Linear,
+        x: DType,
+        with_workspace: bool,
+    ) -> bool {
+        let Sizes {
+            rows,
+            columns,
+            in_features,
+        } = self;
+        linear.server(x, rows, columns, in_features, with_workspace) == Server::Own
     }
 }
 
@@ -95,13 +77,13 @@ impl Part {
     }
 
     /// Whether kernels of this library serve this part better than cuBLASLt.
-    pub fn has_few_rows(&self, p: &Product<'_>, with_workspace: bool) -> bool {
+    pub fn has_few_rows(&self, cuda: &Cuda, p: &Product<'_>, with_workspace: bool) -> bool {
         let sizes = Sizes {
             rows: self.rows,
             columns: self.out_features,
             in_features: self.in_features,
         };
-        sizes.are_few_rows(p.x.dtype, with_workspace)
+        sizes.are_few_rows(&cuda.resources.tuning.linear, p.x.dtype, with_workspace)
     }
 
     /// Queues this part on cuBLASLt, if it serves it best.
@@ -115,8 +97,8 @@ impl Part {
         let Some(library) = &cuda.linear.library else {
             return Ok(false);
         };
-        let alone = !self.has_few_rows(p, false);
-        let with = scratch.size > 0 && !self.has_few_rows(p, true);
+        let alone = !self.has_few_rows(cuda, p, false);
+        let with = scratch.size > 0 && !self.has_few_rows(cuda, p, true);
         if !alone && !with {
             return Ok(false);
         }
@@ -178,13 +160,7 @@ impl Part {
 
     /// The kernel that serves this part without cuBLASLt.
     fn choices(&self, p: &Product<'_>) -> Choices {
-        /// Rows up to which reading the weights for every 32 costs less than tiles do.
-        const MODERATE: usize = 512;
         const LINE: usize = 8;
-        /// Elements of a row from which on x does not stay in the caches.
-        const DEEP: usize = 8192;
-        /// Columns up to which narrow tiles are worth more: those of another kernel.
-        const NARROW: usize = 1024;
         let deep = self.in_features >= DEEP;
         let (x, weight) = (p.x.dtype, p.weights.weight.dtype);
         let (kind, rows, width) = if x != DType::F32 && x == weight && self.in_accesses_of(p, LINE)
@@ -259,43 +235,5 @@ impl Part {
         };
         // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
         unsafe { cuda.launch_grid(p.op, &form.kernel, grid, &arguments, stream) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn few_rows_depend_on_sizes_and_workspace() {
-        // Rows up to which there are few: in 16 bits without and with a workspace, and so in f32.
-        for (columns, in_features, expected) in [
-            (1024, 4096, [16, 16, 128, 32]),
-            (2048, 2048, [16, 16, 128, 32]),
-            (1024, 14336, [16, 8, 128, 16]),
-            (2048, 14336, [16, 16, 128, 16]),
-            (4096, 4096, [8, 8, 64, 16]),
-            (14336, 4096, [8, 8, 32, 32]),
-            (14336, 8192, [8, 8, 32, 16]),
-        ] {
-            let most = |x, with_workspace| {
-                let few = |rows: &usize| {
-                    let sizes = Sizes {
-                        rows: *rows,
-                        columns,
-                        in_features,
-                    };
-                    sizes.are_few_rows(x, with_workspace)
-                };
-                (1..1024).take_while(few).count()
-            };
-            let found = [
-                most(DType::Bf16, false),
-                most(DType::Bf16, true),
-                most(DType::F32, false),
-                most(DType::F32, true),
-            ];
-            assert_eq!(found, expected, "{columns} {in_features}");
-        }
     }
 }

@@ -14,6 +14,7 @@ use crate::backend::Stream;
 use crate::cuda::Cuda;
 use crate::cuda::driver::Driver;
 use crate::cuda::images::attention_forward::Arguments;
+use crate::cuda::tuning::Hopper;
 use crate::error::Result;
 use crate::problem::attention::{Keys, Problem, Queries, Rows};
 
@@ -31,7 +32,7 @@ pub(crate) fn forward(
     let driver = cuda.resources.primary.driver;
     // Tensor maps are made in a context, too.
     let _entered = cuda.resources.primary.enter(OP)?;
-    let mut arguments = arguments(plan, p);
+    let mut arguments = arguments(&cuda.resources.tuning.hopper, plan, p);
     arguments.q = rows_of_queries(driver, plan, p, &p.q, p.head_dim)?;
     arguments.o = rows_of_queries(driver, plan, p, &p.out, p.head_dim_v)?;
     let box_rows = arguments.kv_box_rows as u32;
@@ -57,7 +58,7 @@ fn tag() -> u64 {
 }
 
 /// Everything but tensor maps and the counter.
-fn arguments(plan: &Plan<'_>, p: &Problem) -> Arguments {
+fn arguments(hopper: &Hopper, plan: &Plan<'_>, p: &Problem) -> Arguments {
     let pack = 1 << plan.pack_log2;
     let group = p.num_heads / p.num_kv_heads;
     let key_bytes = (p.head_dim + p.head_dim_v) * p.q.dtype.size();
@@ -85,7 +86,9 @@ fn arguments(plan: &Plan<'_>, p: &Problem) -> Arguments {
     if plan.mask != Mask::None {
         let pairs = p.batch * p.num_heads / pack;
         let bytes = p.max_seqlen_k.saturating_mul(key_bytes);
-        let together = choose::pairs_in_l2(plan.row_blocks, bytes, (group / pack).max(1));
+        let dim = plan.form.dims[0];
+        let group = (group / pack).max(1);
+        let together = choose::pairs_in_l2(hopper, dim, plan.row_blocks, bytes, group);
         arguments.pairs_in_l2 = pairs.min(together) as i32;
     }
     let factor = match p.softcap > 0.0 {

@@ -3,7 +3,7 @@
 //! | file | what it is for |
 //! |-|-|
 //! | `mod.rs` | which problems they serve, with which kernel and which tiles |
-//! | [`choose`] | the heuristics, as data |
+//! | [`choose`] | the heuristics |
 //! | [`launch`] | tensor maps, the argument, the launch |
 //! | [`tensor_map`] | boxes of tensors as the copy engine wants them |
 
@@ -17,6 +17,7 @@ use super::OP;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::attention_forward::Arguments;
+use crate::cuda::tuning::Hopper;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Keys, Problem, Queries, Rows};
@@ -40,6 +41,7 @@ struct Form {
 pub(super) struct Kernels {
     forms: Vec<Form>,
     multiprocessors: usize,
+    tuning: Hopper,
 }
 
 impl Kernels {
@@ -71,6 +73,7 @@ impl Kernels {
         Ok(Some(Kernels {
             forms,
             multiprocessors: resources.primary.attribute(OP, units)? as usize,
+            tuning: resources.tuning.hopper,
         }))
     }
 
@@ -92,24 +95,25 @@ impl Kernels {
         let mut alike = forms.take_while(|form| (form.dims, form.mask) == least);
         // Prefers the form that is made for these lengths, and otherwise takes any.
         let any = alike.next()?;
-        let suits =
-            |form: &Form| form.for_short == choose::is_short(form.dims[0], mask, p.max_seqlen_q);
+        let suits = |form: &Form| {
+            let dim = form.dims[0];
+            form.for_short == choose::is_short(&self.tuning, dim, mask, p.max_seqlen_q)
+        };
         let form = match suits(any) {
             true => any,
             false => alike.find(|form| suits(form)).unwrap_or(any),
         };
         let plan = Plan::new(self, form, p)?;
-        let rows = p.max_seqlen_q.saturating_mul(p.num_heads / p.num_kv_heads);
-        let pairs = p.batch.saturating_mul(p.num_kv_heads);
-        let decodes = choose::decodes(
-            rows,
-            pairs,
-            p.head_dim,
-            plan.tiles,
-            self.multiprocessors,
-            p.ragged,
-        );
-        (!decodes).then_some(plan)
+        let visible = p.window_left.saturating_add(p.max_seqlen_q);
+        let decode = choose::Decode {
+            rows: p.max_seqlen_q.saturating_mul(p.num_heads / p.num_kv_heads),
+            pairs: p.batch.saturating_mul(p.num_kv_heads),
+            head_dim: p.head_dim,
+            keys: visible.min(p.max_seqlen_k),
+            tiles: plan.tiles,
+            ragged: p.ragged,
+        };
+        (!choose::decodes(&self.tuning, self.multiprocessors, &decode)).then_some(plan)
     }
 }
 
@@ -319,15 +323,21 @@ mod tests {
                     let out = out.tensor_mut(0, dtype, layout).unwrap();
                     let problem = cache.attention(0, q, out).unwrap().problem().unwrap();
                     assert!(serves(&problem), "{dtype} {heads}x{head_dim} {tokens}");
-                    let rows = tokens * heads / kv_heads;
-                    assert!(!choose::decodes(
-                        rows,
-                        kv_heads,
+                    let prompt = choose::Decode {
+                        rows: tokens * heads / kv_heads,
+                        pairs: kv_heads,
                         head_dim,
-                        1,
-                        132,
-                        problem.ragged
-                    ));
+                        keys: tokens,
+                        tiles: 1,
+                        ragged: problem.ragged,
+                    };
+                    let none = Hopper {
+                        short_full: &[],
+                        short_causal: &[],
+                        together: &[],
+                        decoding: &[],
+                    };
+                    assert!(!choose::decodes(&none, 132, &prompt));
                 }
             }
         }

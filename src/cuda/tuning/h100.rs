@@ -1,0 +1,150 @@
+//! An H100. `python3 benches/tuning.py write` made this from
+//! `benches/results/tuning_h100_2026-11-22.json`.
+
+use super::linear::{Linear, Server::*, Shape};
+use super::rules::F32;
+use super::{Argmax, Decoding, Hopper, Mlp, Tuning};
+
+pub(super) const TUNING: Tuning = Tuning {
+    argmax: Argmax {
+        thin_blocks: 0,
+        full_blocks: 528,
+    },
+    linear: Linear {
+        halves: HALVES,
+        f32: F32,
+    },
+    mlp: Mlp {
+        tokens: 4096,
+        asked_tokens: 2048,
+        tokens_by_kernels: 128,
+    },
+    hopper: Hopper {
+        short_full: &[],
+        short_causal: &[(64, 1024)],
+        together: &[(64, 4, 16), (64, 8, 16)],
+        decoding: &[
+            Decoding {
+                head_dims: (65, 128),
+                ragged: false,
+                tiles: 256,
+                keys: 4096,
+            },
+            Decoding {
+                head_dims: (65, 128),
+                ragged: true,
+                tiles: 256,
+                keys: 512,
+            },
+        ],
+    },
+};
+
+const HALVES: &[Shape] = &[
+    Shape {
+        columns: 576,
+        in_features: 576,
+        alone: &[(16, Own), (usize::MAX, Library)],
+        with: &[(16, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 576,
+        in_features: 1536,
+        alone: &[(16, Own), (usize::MAX, Library)],
+        with: &[(16, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 1024,
+        in_features: 4096,
+        alone: &[(16, Own), (usize::MAX, Library)],
+        with: &[(16, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 1024,
+        in_features: 8192,
+        alone: &[(16, Own), (usize::MAX, Library)],
+        with: &[(16, Own), (usize::MAX, Workspace)],
+    },
+    Shape {
+        columns: 1536,
+        in_features: 576,
+        alone: &[(16, Own), (usize::MAX, Library)],
+        with: &[(16, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 2048,
+        in_features: 2048,
+        alone: &[
+            (16, Own),
+            (64, Library),
+            (96, Cluster(5)),
+            (usize::MAX, Library),
+        ],
+        with: &[
+            (16, Own),
+            (64, Library),
+            (96, Cluster(5)),
+            (usize::MAX, Library),
+        ],
+    },
+    Shape {
+        columns: 2048,
+        in_features: 8192,
+        alone: &[(16, Own), (usize::MAX, Library)],
+        with: &[(16, Own), (17, Workspace), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 3072,
+        in_features: 2048,
+        alone: &[(9, Own), (usize::MAX, Library)],
+        with: &[(9, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 4096,
+        in_features: 4096,
+        alone: &[(9, Own), (usize::MAX, Library)],
+        with: &[(9, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 4096,
+        in_features: 14336,
+        alone: &[(8, Own), (usize::MAX, Library)],
+        with: &[(8, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 6144,
+        in_features: 4096,
+        alone: &[(16, Own), (usize::MAX, Library)],
+        with: &[(16, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 8192,
+        in_features: 2048,
+        alone: &[(9, Own), (usize::MAX, Library)],
+        with: &[(9, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 8192,
+        in_features: 8192,
+        alone: &[(8, Own), (usize::MAX, Library)],
+        with: &[(8, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 14336,
+        in_features: 4096,
+        alone: &[(8, Own), (usize::MAX, Library)],
+        with: &[(8, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 28672,
+        in_features: 4096,
+        alone: &[(12, Own), (usize::MAX, Library)],
+        with: &[(12, Own), (usize::MAX, Library)],
+    },
+    Shape {
+        columns: 49152,
+        in_features: 576,
+        alone: &[(4, Own), (usize::MAX, Library)],
+        with: &[(4, Own), (usize::MAX, Library)],
+    },
+];

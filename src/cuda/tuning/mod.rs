@@ -1,0 +1,146 @@
+//! What launches choose: thresholds, tiles, splits and algorithms, as data.
+//!
+//! | file | where its figures come from |
+//! |-|-|
+//! | [`h100`], [`h200`] | `python3 benches/tuning.py write`, from the records that they name |
+//! | [`rules`] | a device's properties, where there is no record; and what is the same everywhere |
+//! | [`linear`] | how the tables of products are read |
+//!
+//! A choice depends on shapes, dtypes, strides and the device, so that a call does the same work
+//! each time.
+
+mod h100;
+mod h200;
+mod linear;
+pub(super) mod rules;
+
+pub(super) use linear::{Linear, Server};
+
+/// What tells devices apart.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Properties {
+    pub capability: (u32, u32),
+    pub multiprocessors: usize,
+    /// Bytes that memory moves in a microsecond.
+    pub bandwidth: usize,
+}
+
+/// Everything that depends on the device.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tuning {
+    pub argmax: Argmax,
+    pub linear: Linear,
+    pub mlp: Mlp,
+    pub hopper: Hopper,
+}
+
+/// How rows are spread over blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Argmax {
+    /// Up to so many blocks a thread has one vector.
+    pub thin_blocks: usize,
+    /// Beyond so many blocks rows are not cut further: the blocks of a row must agree on a maximum.
+    pub full_blocks: usize,
+}
+
+/// The feed-forward block, where gate and up are stored side by side.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mlp {
+    /// Tokens at a time, at most, where the workspace has room for them.
+    pub tokens: usize,
+    /// Tokens that a workspace is asked for: room for more gains little.
+    pub asked_tokens: usize,
+    /// Up to so many tokens the kernels that need one intermediate are faster than parts are, each
+    /// of which reads the weights.
+    pub tokens_by_kernels: usize,
+}
+
+/// Attention by Hopper's kernels.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Hopper {
+    /// `(head_dim, queries)`: up to so many queries, the sibling for short sequences is the faster
+    /// one, without a mask.
+    pub short_full: &'static [(usize, usize)],
+    /// The same, under a causal mask.
+    pub short_causal: &'static [(usize, usize)],
+    /// `(head_dim, row blocks, pairs)`: where a (sequence, head) pair has up to so many blocks of
+    /// rows, at most so many pairs are scheduled together.
+    pub together: &'static [(usize, usize, usize)],
+    /// Which decoding is faster here than by the portable kernels.
+    pub decoding: &'static [Decoding],
+}
+
+/// One query per sequence, or few, of many sequences.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Decoding {
+    /// Head dimensions, both included.
+    pub head_dims: (usize, usize),
+    /// Whether lengths are on the device. Then a long sequence among short ones keeps one
+    /// multiprocessor busy alone, so only bounds that are short themselves are served.
+    pub ragged: bool,
+    /// The least tiles: sequences times key heads.
+    pub tiles: usize,
+    /// The most keys.
+    pub keys: usize,
+}
+
+impl Tuning {
+    /// The figures for a device: those of the measured one that is the most like it, or rules.
+    pub fn of(properties: &Properties) -> Tuning {
+        /// Between an H100's memory (25 kB a microsecond for each multiprocessor) and an H200's
+        /// (36).
+        const BANDWIDTH: usize = 30_000;
+        match properties.capability {
+            (9, 0) if properties.bandwidth / properties.multiprocessors.max(1) >= BANDWIDTH => {
+                h200::TUNING
+            }
+            (9, 0) => h100::TUNING,
+            _ => rules::tuning(properties),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_get_their_figures() {
+        let hopper = |bandwidth| Properties {
+            capability: (9, 0),
+            multiprocessors: 132,
+            bandwidth,
+        };
+        // As the driver tells: 5120 bits at 2619 MHz, 6016 bits at 3201 MHz, two transfers a clock.
+        let h100 = Tuning::of(&hopper(3_352_320));
+        let h200 = Tuning::of(&hopper(4_814_304));
+        assert_eq!(
+            h100.mlp.tokens_by_kernels,
+            h100::TUNING.mlp.tokens_by_kernels
+        );
+        assert_eq!(
+            h200.mlp.tokens_by_kernels,
+            h200::TUNING.mlp.tokens_by_kernels
+        );
+        let other = Tuning::of(&Properties {
+            capability: (8, 0),
+            multiprocessors: 108,
+            bandwidth: 2_039_000,
+        });
+        assert_eq!(other.argmax.full_blocks, 4 * 108);
+        assert!(other.hopper.decoding.is_empty());
+    }
+
+    #[test]
+    fn tables_are_in_order() {
+        for tuning in [h100::TUNING, h200::TUNING] {
+            assert!(tuning.mlp.asked_tokens <= tuning.mlp.tokens);
+            for shape in tuning.linear.halves {
+                for all in [shape.alone, shape.with] {
+                    assert!(all.is_sorted_by(|a, b| a.0 < b.0), "{shape:?}");
+                    assert_eq!(all.last().map(|last| last.0), Some(usize::MAX), "{shape:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What follows from a device's properties where there is no record, and what no record tells
+//! devices apart by.
+
+use super::linear::{FewRows, Linear, Server, Shape};
+use super::{Argmax, Hopper, Mlp, Properties, Tuning};
+
+/// A device without a record.
+pub(super) fn tuning(properties: &Properties) -> Tuning {
+    Tuning {
+        argmax: Argmax {
+            thin_blocks: 0,
+            // As many as an H200's 528 are for its multiprocessors.
+            full_blocks: 4 * properties.multiprocessors,
+        },
+        linear: Linear {
+            halves: HALVES,
+            f32: F32,
+        },
+        mlp: Mlp {
+            tokens: 4096,
+            asked_tokens: 2048,
+            tokens_by_kernels: 64,
+        },
+        // Its kernels are not loaded.
+        hopper: Hopper {
+            short_full: &[],
+            short_causal: &[],
+            together: &[],
+            decoding: &[],
+        },
+    }
+}
+
+/// What holds on both Hoppers: weights of few rows are read at the memory's speed by kernels of
+/// this library; cuBLASLt takes over sooner where there are many columns to share out.
+const HALVES: &[Shape] = &[
+    Shape {
+        columns: 1024,
+        in_features: 2048,
+        alone: &[(16, Server::Own), (usize::MAX, Server::Library)],
+        with: &[(16, Server::Own), (usize::MAX, Server::Workspace)],
+    },
+    Shape {
+        columns: 8192,
+        in_features: 2048,
+        alone: &[(8, Server::Own), (usize::MAX, Server::Library)],
+        with: &[(8, Server::Own), (usize::MAX, Server::Library)],
+    },
+];
+
+/// Products of f32, on every device. Timed on an H200; the records of [`super::h100`] and
+/// [`super::h200`] cover some of these sizes and bear them out, and what they have of 576 columns
+/// is here. Without a workspace, cuBLASLt gives such products to few multiprocessors.
+pub(super) const F32: [&[FewRows]; 2] = [
+    &[(32, ANY, ANY), (64, (0, 8192), ANY), (128, (0, 2048), ANY)],
+    &[
+        (16, ANY, ANY),
+        (32, (0, 2048), (0, 4096)),
+        (32, (8192, usize::MAX), (2049, 4096)),
+        (64, (0, 768), (0, 2048)),
+    ],
+];
+const ANY: (usize, usize) = (0, usize::MAX);
+
+/// How the portable attention kernels split keys: by the multiprocessors that blocks keep busy, on
+/// every device.
+pub(in crate::cuda) mod attention {
+    /// The least keys of a part.
+    pub(in crate::cuda) const LEAST_KEYS: usize = 256;
+    /// More parts would make joining them slow.
+    pub(in crate::cuda) const MAX_SPLITS: usize = 256;
+    /// Rounds in which blocks of split keys run, at most: beyond them the last one matters little.
+    pub(in crate::cuda) const ROUNDS: usize = 3;
+    /// Packed query rows up to which the heads of a key head are packed rather than tiled.
+    pub(in crate::cuda) const FEW_QUERIES: usize = 64;
+    /// Bytes of L2 that keys and values which are read together may take.
+    pub(in crate::cuda) const L2: usize = 32 << 20;
+}
+
+/// Kernels of products, on every device.
+pub(in crate::cuda) mod products {
+    /// Rows up to which reading the weights for every 32 costs less than tiles do.
+    pub(in crate::cuda) const MODERATE: usize = 512;
+    /// Elements of a row from which on x does not stay in the caches.
+    pub(in crate::cuda) const DEEP: usize = 8192;
+    /// Columns up to which narrow tiles are worth more: those of another kernel.
+    pub(in crate::cuda) const NARROW: usize = 1024;
+    /// Tokens up to which one product by gate and up, and an activation, are faster than two, the
+    /// second of which activates, by kernels of this library: by 1 to 9 % in the records of
+    /// [`super::super::h100`] and [`super::super::h200`].
+    pub(in crate::cuda) const JOINED_TOKENS: usize = 16;
+    /// Columns of an intermediate below which nothing is gained by storing gate and up together.
+    pub(in crate::cuda) const LEAST_INTERMEDIATE: usize = 512;
+}
