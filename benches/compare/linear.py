@@ -13,8 +13,9 @@ MANY = (17, 32, 64, 128, 512, 2048, 8192)
 BLOCKS = [(4096, 14336)]
 METHOD = (
     "Microseconds of one call: a graph of calls on weights that together exceed the cache, replayed by turns, medians. `copy` moves as "
-    "many bytes as weights, x and output have, half read and half written. f32 without TF32. `host` rows: microseconds until a call "
-    "from Python returns."
+    "many bytes as weights, x and output have, half read and half written. f32 without TF32. mlp has the workspace that it asks for; "
+    "`no offer` is with one intermediate, which it needs, `twice the offer` with twice what it asks for. `host` rows: microseconds "
+    "until a call from Python returns."
 )
 
 
@@ -29,7 +30,7 @@ def compare(ctx):
             layer(ctx, record, n, k, torch.float32, (1, 4, 8, 16, 32, 64, 128, 512))
         torch.cuda.empty_cache()
     for hidden, dim in BLOCKS:
-        for rows in (1, 8, 16, 32, 64, 128, 512, 2048, 8192):
+        for rows in (1, 8, 16, 32, 64, 128, 512, 1024, 2048, 8192):
             block(ctx, record, rows, hidden, dim)
         torch.cuda.empty_cache()
     calls(ctx, record)
@@ -66,8 +67,11 @@ def block(ctx, record, rows, hidden, dim):
     packed = [randn(2 * dim, hidden) * hidden**-0.5 for _ in range(sets)]
     down = [randn(hidden, dim) * dim**-0.5 for _ in range(sets)]
     x, out = randn(rows, hidden), torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16)
-    # With the two intermediates that the other side has too.
-    ours = [ctx.op("mlp", room=2, x=x, gate_up_weight=w, down_weight=d, out=out) for w, d in zip(packed, down)]
+    # With what is asked for, with what is needed alone, and with more than there is use for.
+    make = lambda **room: [ctx.op("mlp", **room, x=x, gate_up_weight=w, down_weight=d, out=out) for w, d in zip(packed, down)]
+    needed = torch.empty(rows * dim, device="cuda", dtype=torch.bfloat16)
+    least = make(workspace=needed.data_ptr(), workspace_size=needed.nbytes)
+    ours, more = make(), make(room=2)
     theirs = torch.empty_like(out)
 
     def plain(i):
@@ -75,6 +79,8 @@ def block(ctx, record, rows, hidden, dim):
         torch.mm(F.silu(gate) * up, down[i % sets].t(), out=theirs)
 
     contenders = {OURS: lambda i: ours[i % sets](), "torch": plain}
+    contenders["unsloth, no offer"] = lambda i: least[i % sets]()
+    contenders["unsloth, twice the offer"] = lambda i: more[i % sets]()
     for contender in contenders.values():
         contender(0)
     agree(f"block of {rows}", {"torch": theirs, OURS: out})
