@@ -2935,12 +2935,13 @@ unsloth_status unsloth_mlp_supported(struct unsloth_context *ctx,
                                      unsloth_implementation *implementation);
 
 /**
- * Writes the workspace for the call to `workspace_size`, in bytes: one intermediate, `tokens * intermediate` elements of the dtype of `x`,
- * which is needed; and on CUDA, where products have use for one, a workspace as `unsloth_linear_workspace_size` asks for, behind the
- * intermediate rounded up to 256 bytes, without which the block is computed as well. A larger one is of use on CUDA too: with room for
- * two intermediates of up to 512 tokens, what cuBLAS multiplies reads every weight once, and once for each half of the tokens otherwise.
- * Results may differ in their rounding between workspaces. More tokens may ask for less. Data pointers and the workspace are not looked
- * at.
+ * Writes the workspace with which the call is fastest to `workspace_size`, in bytes. One
+ * intermediate, `tokens * intermediate` elements of the dtype of `x`, is needed and refused below;
+ * the rest is an offer. On CUDA it is a second intermediate, of up to 2048 tokens, and what
+ * products have use for, as `unsloth_linear_workspace_size` says, behind them. With less, each part
+ * of the tokens reads the weights once more, and the call may take twice the time.
+ * Results may differ in their rounding between workspaces. More tokens may ask for less. Data
+ * pointers and the workspace are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */

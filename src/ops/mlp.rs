@@ -1,9 +1,10 @@
 //! The gated feed-forward block of a transformer in one call:
 //! `y = (act(x Wgᵀ + bg) * (x Wuᵀ + bu)) Wdᵀ + bd`, with an optional fused addition of a residual.
 //!
-//! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` in the workspace, which is all the
-//! scratch memory the call needs. On the CPU gate and up are never stored; on CUDA they pass through the workspace too, rounded, and
-//! products have use for a workspace as in [`super::linear`], which may lie behind the intermediate.
+//! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` in the
+//! workspace, which is all the scratch memory that the call needs. On the CPU gate and up are never
+//! stored. On CUDA they pass through the workspace too, rounded, and the call is faster with room
+//! for two intermediates, and for what products have use for as in [`super::linear`].
 
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
