@@ -431,6 +431,36 @@ fn frequencies_are_those_of_the_models() {
     }
 }
 
+/// gpt-oss's: what a ramp with fractional ends gives differs from the truth by roundings of f32 alone.
+#[test]
+fn a_fractional_ramp_is_exact() {
+    let scaling = Scaling::Yarn {
+        factor: 32.0,
+        original_max_positions: 4096,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        extrapolation_factor: 0.0,
+        fractional_ramp: true,
+    };
+    let (actual, _) = inverse_frequencies(150_000.0, scaling, 64).unwrap();
+    let (expected, _) = common::reference::rope::inverse_frequencies(150_000.0, scaling, 64);
+    for (i, (a, e)) in actual.iter().zip(&expected).enumerate() {
+        let error = (f64::from(*a) - e).abs() / e;
+        assert!(error < 3e-7, "[{i}]: {a} and {e} differ by {error:e}");
+    }
+}
+
+/// The ramp is placed by the logarithm of the base: there is none for 1, and below 1 it runs backwards.
+#[test]
+fn yarn_needs_a_base_above_one() {
+    for theta in [1.0, 0.5] {
+        let error = inverse_frequencies(theta, SCALINGS[2], 64).unwrap_err();
+        let message = format!("rope: theta is {theta}, YaRN needs a base above 1");
+        assert_eq!(error.to_string(), message);
+        assert!(inverse_frequencies(theta, SCALINGS[0], 64).is_ok());
+    }
+}
+
 #[test]
 fn parts_of_a_packed_projection_rotate_in_place() {
     let (tokens, heads, kv_heads, dim) = (5, 4, 2, 8);

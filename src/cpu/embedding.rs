@@ -1,7 +1,7 @@
 //! Embedding on the CPU: rows copied or converted, in parallel.
 
 use crate::cpu::float::{convert, with_float};
-use crate::cpu::rows::{integers, row_of, row_of_mut};
+use crate::cpu::rows::{Integers, row_of, row_of_mut};
 use crate::cpu::{Cpu, Run};
 use crate::error::{Error, Result, text};
 use crate::problem::embedding::Problem;
@@ -14,15 +14,14 @@ impl Run for Problem {
 }
 
 fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
+    if p.out.layout.is_empty() {
+        return Ok(());
+    }
     let (vocab, dim) = (p.table.layout.dim(0), p.table.layout.dim(1));
-    // SAFETY: the tensor was checked; its elements are the caller's initialised memory.
-    let ids = unsafe { integers(&p.ids) };
-    // Sizes fit an i64 (see Layout).
-    if let Some((i, id)) = (0..)
-        .zip(&ids)
-        .find(|(_, id)| !(0..vocab as i64).contains(*id))
-    {
-        let _: usize = i;
+    // SAFETY: `ids` was checked, and whoever made the tensor has promised that it is initialised
+    // memory which nobody writes during the call.
+    let ids = unsafe { Integers::new(&p.ids) };
+    if let Some((i, id)) = ids.find_outside(vocab) {
         let problem = text!("has {id} at index {i}, the table has {vocab} rows");
         return Err(Error::invalid("embedding", "ids", problem));
     }
@@ -32,7 +31,7 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
                 for i in range.clone() {
                     // SAFETY: the id was checked to be a row of the table, `i` is a row of the output that no other thread has.
                     let (from, to) = unsafe {
-                        (row_of::<T>(&p.table, ids[i] as usize, dim), row_of_mut::<U>(&p.out, i, dim))
+                        (row_of::<T>(&p.table, ids.get(i) as usize, dim), row_of_mut::<U>(&p.out, i, dim))
                     };
                     convert(from, to);
                 }

@@ -1,7 +1,7 @@
 //! The KV cache on the CPU: new tokens in parallel, each head row converted to the cache's dtype on its way to its page.
 
-use crate::cpu::float::{BLOCK, Float, with_float};
-use crate::cpu::rope::Rotator;
+use crate::cpu::float::{convert, with_float};
+use crate::cpu::rope::{Rotator, Turning};
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
 use crate::problem::kv_cache::{Append, CopyPages};
@@ -9,8 +9,7 @@ use crate::tensor::{RawTensor, Scratch};
 
 impl Run for Append {
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
-        append(cpu, self);
-        Ok(())
+        append(cpu, self)
     }
 }
 
@@ -23,56 +22,46 @@ impl Run for CopyPages<'_> {
     }
 }
 
-fn append(cpu: &Cpu, p: &Append) {
+fn append(cpu: &Cpu, p: &Append) -> Result<()> {
     let (num_tokens, num_heads) = (p.k.layout.dim(0), p.k.layout.dim(1));
     if num_tokens == 0 {
-        return;
+        return Ok(());
     }
     let dims = p.k.layout.dim(2) + p.v.layout.dim(2);
-    let rotator = p.rotation.as_ref().map(|rotation| {
-        // SAFETY: the rotation's tensors were checked, and are initialised memory by the caller's promise.
-        unsafe { Rotator::new(rotation, false) }
-    });
+    let rotator = match &p.rotation {
+        // SAFETY: the rotation's tensors were checked, and are initialised as whoever made them has
+        // promised; `p` outlives the rotator.
+        Some(rotation) => Some(unsafe { Rotator::new("kv_cache_append", rotation, false)? }),
+        None => None,
+    };
     let half = rotator.as_ref().map_or(0, Rotator::half);
     let cost = num_heads.saturating_mul(dims).saturating_add(32 * half);
     cpu.for_each_range(num_tokens, cost, |tokens| {
-        // SAFETY: the tables were written by the cache with this many entries.
+        // SAFETY: the cache wrote its tables with this many entries, and is borrowed for the call.
         let slots = unsafe { Slots::new(p) };
-        let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
-        let mut head_row = vec![
-            0.0f32;
-            if rotator.is_some() {
-                p.k.layout.dim(2)
-            } else {
-                0
-            }
-        ];
+        let mut scratch = Turning::default();
         cpu.vectorize(
             #[inline(always)]
             || {
                 for token in tokens.clone() {
                     let place = slots.find(token);
-                    if let Some(rotator) = &rotator {
-                        rotator.angles(slots.positions[token].into(), &mut cos, &mut sin);
-                    }
-                    for head in 0..num_heads {
-                        // SAFETY: token and head are below the shape; the page and slot of each token are its own.
-                        unsafe {
-                            match &rotator {
-                                None => store_row(&p.k, &p.k_pages, (token, head), place),
-                                Some(rotator) => {
-                                    load(&p.k, (token, head), &mut head_row);
-                                    rotator.rotate(&mut head_row, &cos, &sin);
-                                    store(&head_row, &p.k_pages, head, place);
-                                }
+                    // SAFETY: token and heads are below the shape; page and slot are the token's
+                    // own, as the cache has given them out.
+                    unsafe {
+                        match &rotator {
+                            None => store_rows(&p.k, &p.k_pages, token, place),
+                            Some(rotator) => {
+                                let position = slots.positions[token].into();
+                                rotate_rows(rotator, p, token, place, position, &mut scratch);
                             }
-                            store_row(&p.v, &p.v_pages, (token, head), place);
                         }
+                        store_rows(&p.v, &p.v_pages, token, place);
                     }
                 }
             },
         );
     });
+    Ok(())
 }
 
 /// Where new tokens go.
@@ -90,7 +79,7 @@ impl Slots<'_> {
     /// The tables are contiguous, initialised and not written for the lifetime of the result.
     unsafe fn new(p: &Append) -> Self {
         let table = |t: &RawTensor| {
-            // SAFETY: the caller's promise.
+            // SAFETY: that the table has its elements, and that they stay, is what `new` asks for.
             unsafe { std::slice::from_raw_parts(t.ptr.cast_const().cast(), t.layout.span()) }
         };
         Slots {
@@ -127,75 +116,69 @@ fn token_offset(from: &RawTensor, (token, head): (usize, usize)) -> usize {
     token * from.layout.stride(0) + head * from.layout.stride(1)
 }
 
-/// Writes one head of one token.
+/// Writes the heads of one token.
 ///
 /// # Safety
-/// Token and head exist in `from`, page and slot in `pages`; nothing else accesses the destination.
+/// The token exists in `from`, page and slot in `pages`; nothing else accesses the destination.
 #[inline(always)]
-unsafe fn store_row(
-    from: &RawTensor,
-    pages: &RawTensor,
-    (token, head): (usize, usize),
-    place: (usize, usize),
-) {
-    let dim = from.layout.dim(2);
-    let source = token_offset(from, (token, head));
-    let target = page_offset(pages, head, place);
-    if from.dtype == pages.dtype {
-        let size = from.dtype.size();
-        // SAFETY: the caller's promise; rows are contiguous and the tensors do not overlap.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                from.ptr.add(source * size),
-                pages.ptr.add(target * size),
-                dim * size,
-            );
-        }
-        return;
-    }
+unsafe fn store_rows(from: &RawTensor, pages: &RawTensor, token: usize, place: (usize, usize)) {
+    let (num_heads, dim) = (from.layout.dim(1), from.layout.dim(2));
     with_float!(from.dtype, S => with_float!(pages.dtype, D => {
-        // SAFETY: as above.
-        let (source, target) = unsafe {
-            (
-                std::slice::from_raw_parts(from.ptr.cast::<S>().add(source), dim),
-                std::slice::from_raw_parts_mut(pages.ptr.cast::<D>().add(target), dim),
-            )
-        };
-        let mut block = [0.0f32; BLOCK];
-        for (source, target) in source.chunks(BLOCK).zip(target.chunks_mut(BLOCK)) {
-            let block = &mut block[..source.len()];
-            S::load(source, block);
-            D::store(block, target);
+        for head in 0..num_heads {
+            // SAFETY: rows are contiguous and exist, as promised; pages are the cache's own memory,
+            // which tensors of callers were checked to be apart from.
+            let (source, target) = unsafe {
+                let source = from.ptr.cast::<S>().add(token_offset(from, (token, head)));
+                let target = pages.ptr.cast::<D>().add(page_offset(pages, head, place));
+                (
+                    std::slice::from_raw_parts(source.cast_const(), dim),
+                    std::slice::from_raw_parts_mut(target, dim),
+                )
+            };
+            convert(source, target);
         }
     }));
 }
 
-/// Widens one head of one token into `row`.
+/// Writes the keys of one token, rotated.
 ///
 /// # Safety
-/// Token and head exist in `from`, whose last dimension is as long as `row`.
+/// As [`store_rows`].
 #[inline(always)]
-unsafe fn load(from: &RawTensor, (token, head): (usize, usize), row: &mut [f32]) {
-    let source = token_offset(from, (token, head));
-    with_float!(from.dtype, S => {
-        // SAFETY: the caller's promise.
-        let source = unsafe { std::slice::from_raw_parts(from.ptr.cast::<S>().add(source), row.len()) };
-        S::load(source, row);
-    });
-}
-
-/// Rounds `row` into one head of one slot.
-///
-/// # Safety
-/// Head, page and slot exist in `pages`, whose last dimension is as long as `row`; nothing else accesses the destination.
-#[inline(always)]
-unsafe fn store(row: &[f32], pages: &RawTensor, head: usize, place: (usize, usize)) {
-    let target = page_offset(pages, head, place);
-    with_float!(pages.dtype, D => {
-        // SAFETY: the caller's promise.
-        let target = unsafe { std::slice::from_raw_parts_mut(pages.ptr.cast::<D>().add(target), row.len()) };
-        D::store(row, target);
-    });
+unsafe fn rotate_rows(
+    rotator: &Rotator,
+    p: &Append,
+    token: usize,
+    place: (usize, usize),
+    position: i64,
+    scratch: &mut Turning,
+) {
+    let (from, pages) = (&p.k, &p.k_pages);
+    let (num_heads, dim) = (from.layout.dim(1), from.layout.dim(2));
+    with_float!(from.dtype, S => with_float!(pages.dtype, D => {
+        // Offsets of existing rows fit an isize (see Layout).
+        let row = |head: usize| {
+            let source = token_offset(from, (token, head));
+            let target = page_offset(pages, head, place);
+            (
+                from.ptr.cast::<S>().cast_const().wrapping_add(source),
+                pages.ptr.cast::<D>().wrapping_add(target),
+            )
+        };
+        for part in rotator.parts() {
+            rotator.angles(position, &part, scratch);
+            for head in 0..num_heads {
+                let (source, target) = row(head);
+                // SAFETY: as in `store_rows`; a head has at least the components that turn.
+                unsafe { rotator.turn(source, target, &part, scratch) };
+            }
+        }
+        for head in 0..num_heads {
+            let (source, target) = row(head);
+            // SAFETY: as above.
+            unsafe { rotator.pass(source, target, dim) };
+        }
+    }));
 }
 
 /// # Safety
@@ -204,7 +187,8 @@ unsafe fn copy_pages(p: &CopyPages<'_>) {
     for layer in 0..p.num_layers {
         for &(from, to) in p.copies {
             let at = |page: u32| (layer * p.num_pages + page as usize) * p.page_bytes;
-            // SAFETY: the caller's promise.
+            // SAFETY: both pages exist and are not the same one, and nothing else accesses them, as
+            // the caller promises; pages do not overlap.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     p.pages.add(at(from)),

@@ -1,14 +1,16 @@
 //! RoPE on the CPU: tokens in parallel; each token's sines and cosines are computed once and serve all of its heads.
 
-use crate::cpu::float::{Float, with_float};
+use std::ops::Range;
+
+use crate::cpu::float::{Float, convert, with_float};
 use crate::cpu::math;
-use crate::cpu::rows::{integers, row_of, row_of_mut};
+use crate::cpu::rows::{Integers, row_of};
 use crate::cpu::{Cpu, Run};
 use crate::error::{Error, Result, text};
 use crate::problem::rope::{Angles, PositionSource, Problem, Rotation, Style, scaled_frequencies};
 use crate::tensor::{RawTensor, Scratch};
 
-/// Rotates f32 heads: what RoPE and a KV cache that rotates keys as it stores them have in common.
+/// Rotates heads: what RoPE and a KV cache that rotates keys as it stores them have in common.
 pub(crate) struct Rotator {
     style: Style,
     half: usize,
@@ -34,12 +36,32 @@ enum RotatorAngles {
     },
 }
 
+/// Pairs of components that are turned at a time: their angles and components stay on the stack.
+const PAIRS: usize = 128;
+
+/// What a thread turns heads with: the cosines and sines of a part's pairs, and room for the pairs.
+pub(crate) struct Turning {
+    cos: [f32; PAIRS],
+    sin: [f32; PAIRS],
+    pairs: [f32; 2 * PAIRS],
+}
+
+impl Default for Turning {
+    fn default() -> Self {
+        Turning {
+            cos: [0.0; PAIRS],
+            sin: [0.0; PAIRS],
+            pairs: [0.0; 2 * PAIRS],
+        }
+    }
+}
+
 impl Rotator {
     /// Prepares a rotation: computes its frequencies once.
     ///
     /// # Safety
     /// The tensors of `p` are initialised memory for as long as the rotator is used.
-    pub unsafe fn new(p: &Rotation, inverse: bool) -> Rotator {
+    pub unsafe fn new(op: &'static str, p: &Rotation, inverse: bool) -> Result<Rotator> {
         let half = p.rotary_dim / 2;
         let angles = match &p.angles {
             Angles::Table { cos, sin } => RotatorAngles::Table {
@@ -52,9 +74,15 @@ impl Rotator {
                 freq_factors,
                 attention_factor,
             } => {
-                let (mut inv_freq, own) = scaled_frequencies(*theta, *scaling, p.rotary_dim);
+                let mut inv_freq = Vec::new();
+                inv_freq
+                    .try_reserve_exact(half)
+                    .map_err(|_| Error::out_of_host_memory(op, half.saturating_mul(4)))?;
+                inv_freq.resize(half, 0.0);
+                let own = scaled_frequencies(*theta, *scaling, &mut inv_freq);
                 if let Some(factors) = freq_factors {
-                    // SAFETY: checked to be `half` contiguous f32, initialised by the caller's promise.
+                    // SAFETY: checked to be `half` contiguous f32, which are initialised as the
+                    // caller has promised.
                     let factors = unsafe { row_of::<f32>(factors, 0, half) };
                     for (frequency, factor) in inv_freq.iter_mut().zip(factors) {
                         *frequency /= factor;
@@ -72,23 +100,34 @@ impl Rotator {
                 }
             }
         };
-        Rotator {
+        Ok(Rotator {
             style: p.style,
             half,
             angles,
             inverse,
-        }
+        })
     }
 
-    /// Sines or cosines of a position: half the rotary dimension.
+    /// Pairs of components that turn.
     pub fn half(&self) -> usize {
         self.half
     }
 
-    /// Writes the cosines and sines of a position, [`Rotator::half`] of each. Positions outside a table must have been refused.
-    /// Inside `Cpu::vectorize`.
+    /// The pairs that turn, a part at a time.
     #[inline(always)]
-    pub fn angles(&self, position: i64, cos: &mut [f32], sin: &mut [f32]) {
+    pub fn parts(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let half = self.half;
+        (0..half)
+            .step_by(PAIRS)
+            .map(move |start| start..half.min(start + PAIRS))
+    }
+
+    /// Computes the cosines and sines of a part's pairs at a position. Positions outside a table
+    /// must have been refused. Inside `Cpu::vectorize`.
+    #[inline(always)]
+    pub fn angles(&self, position: i64, part: &Range<usize>, scratch: &mut Turning) {
+        let Turning { cos, sin, .. } = scratch;
+        let (cos, sin) = (&mut cos[..part.len()], &mut sin[..part.len()]);
         match &self.angles {
             RotatorAngles::Frequencies {
                 inv_freq,
@@ -96,7 +135,7 @@ impl Rotator {
                 fastest,
             } => {
                 let position = position as f32;
-                let angles = inv_freq.iter().map(|f| position * f);
+                let angles = inv_freq[part.clone()].iter().map(|f| position * f);
                 let out = cos.iter_mut().zip(sin.iter_mut());
                 if (position * fastest).abs() <= math::MAX_ANGLE {
                     for (angle, (c, s)) in angles.zip(out) {
@@ -114,11 +153,12 @@ impl Rotator {
                 cos: cos_table,
                 sin: sin_table,
             } => {
-                // SAFETY: the position was checked to be a row of the tables, whose rows are `half` contiguous f32.
-                unsafe {
-                    cos.copy_from_slice(row_of::<f32>(cos_table, position as usize, self.half));
-                    sin.copy_from_slice(row_of::<f32>(sin_table, position as usize, self.half));
-                }
+                // SAFETY: the position was checked to be a row of the tables, whose rows are `half`
+                // contiguous f32.
+                let [from_cos, from_sin] = [cos_table, sin_table]
+                    .map(|table| unsafe { row_of::<f32>(table, position as usize, self.half) });
+                cos.copy_from_slice(&from_cos[part.clone()]);
+                sin.copy_from_slice(&from_sin[part.clone()]);
             }
         }
         if self.inverse {
@@ -128,24 +168,68 @@ impl Rotator {
         }
     }
 
-    /// Rotates one head in place; components past the rotary dimension stay. Inside `Cpu::vectorize`.
+    /// Turns a part's pairs of one head on their way from `from` to `to`, which may be the same
+    /// head, by the part's angles, which were computed last. Inside `Cpu::vectorize`.
+    ///
+    /// # Safety
+    /// Both are heads of at least the rotary dimension, readable and writable; unless they are the
+    /// same, they do not overlap, and nothing else accesses `to`.
     #[inline(always)]
-    pub fn rotate(&self, head: &mut [f32], cos: &[f32], sin: &[f32]) {
-        let head = &mut head[..2 * self.half];
+    pub unsafe fn turn<S: Float, D: Float>(
+        &self,
+        from: *const S,
+        to: *mut D,
+        part: &Range<usize>,
+        scratch: &mut Turning,
+    ) {
+        let n = part.len();
+        let Turning { cos, sin, pairs } = scratch;
         let turn = |a: f32, b: f32, c: f32, s: f32| (a.mul_add(c, -(b * s)), b.mul_add(c, a * s));
-        match self.style {
-            Style::HalfSplit => {
-                let (first, second) = head.split_at_mut(self.half);
-                let angles = cos.iter().zip(sin);
-                for ((a, b), (c, s)) in first.iter_mut().zip(second).zip(angles) {
-                    (*a, *b) = turn(*a, *b, *c, *s);
+        let angles = cos[..n].iter().zip(&sin[..n]);
+        // SAFETY: the part's pairs lie inside the head, so what is read and written does as well.
+        // The output, which may be the same memory, is borrowed after the last use of the input.
+        unsafe {
+            match self.style {
+                Style::HalfSplit => {
+                    let (first, second) = pairs.split_at_mut(PAIRS);
+                    let (first, second) = (&mut first[..n], &mut second[..n]);
+                    let starts = [part.start, self.half + part.start];
+                    S::load(std::slice::from_raw_parts(from.add(starts[0]), n), first);
+                    S::load(std::slice::from_raw_parts(from.add(starts[1]), n), second);
+                    for ((a, b), (c, s)) in first.iter_mut().zip(second.iter_mut()).zip(angles) {
+                        (*a, *b) = turn(*a, *b, *c, *s);
+                    }
+                    D::store(first, std::slice::from_raw_parts_mut(to.add(starts[0]), n));
+                    D::store(second, std::slice::from_raw_parts_mut(to.add(starts[1]), n));
+                }
+                Style::Interleaved => {
+                    let pairs = &mut pairs[..2 * n];
+                    let start = 2 * part.start;
+                    S::load(std::slice::from_raw_parts(from.add(start), 2 * n), pairs);
+                    for (pair, (c, s)) in pairs.chunks_exact_mut(2).zip(angles) {
+                        (pair[0], pair[1]) = turn(pair[0], pair[1], *c, *s);
+                    }
+                    D::store(pairs, std::slice::from_raw_parts_mut(to.add(start), 2 * n));
                 }
             }
-            Style::Interleaved => {
-                for (pair, (c, s)) in head.chunks_exact_mut(2).zip(cos.iter().zip(sin)) {
-                    (pair[0], pair[1]) = turn(pair[0], pair[1], *c, *s);
-                }
-            }
+        }
+    }
+
+    /// Copies the components of a head that do not turn. Inside `Cpu::vectorize`.
+    ///
+    /// # Safety
+    /// As [`Rotator::turn`], of heads of `head_dim`.
+    #[inline(always)]
+    pub unsafe fn pass<S: Float, D: Float>(&self, from: *const S, to: *mut D, head_dim: usize) {
+        let turned = 2 * self.half;
+        if head_dim == turned || from.cast::<u8>() == to.cast_const().cast::<u8>() {
+            return;
+        }
+        // SAFETY: the rest of two heads that are not the same, and so do not overlap.
+        unsafe {
+            let rest = head_dim - turned;
+            let from = std::slice::from_raw_parts(from.add(turned), rest);
+            convert(from, std::slice::from_raw_parts_mut(to.add(turned), rest));
         }
     }
 }
@@ -157,35 +241,51 @@ impl Run for Problem {
 }
 
 fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
-    let positions = positions(p)?;
-    // SAFETY: the tensors were checked, and are initialised memory by the caller's promise.
-    let rotator = unsafe { Rotator::new(&p.rotation, p.inverse) };
-    let pairs: Vec<(RawTensor, RawTensor)> = p.tensors.iter().flatten().copied().collect();
-    let Some(dtype) = pairs.first().map(|(input, _)| input.dtype) else {
+    let mut pairs = p.tensors.iter().flatten();
+    let Some((first, _)) = pairs.find(|(input, _)| !input.layout.is_empty()) else {
         return Ok(());
     };
+    let tokens = &first.layout.shape()[..first.layout.rank() - 2];
+    let len = tokens.last().copied().unwrap_or(0);
+    let num_tokens: usize = tokens.iter().product();
+    let listed = match &p.positions {
+        PositionSource::From(_) => None,
+        PositionSource::PerToken(t) => {
+            // SAFETY: the tensor was checked, and whoever made it has promised that it is
+            // initialised memory which nobody writes during the call.
+            let positions = unsafe { Integers::new(t) };
+            let max = p.rotation.max_positions();
+            let outside = max.and_then(|max| Some((max, positions.find_outside(max)?)));
+            if let Some((max, (i, position))) = outside {
+                let problem = text!("has {position} at index {i}, the table has {max}");
+                return Err(Error::invalid("rope", "positions", problem));
+            }
+            Some(positions)
+        }
+    };
+    let position = |token: usize| match (&p.positions, listed) {
+        // Validation has seen to it that the sum does not overflow.
+        (PositionSource::From(offset), _) => offset + (token % len) as i64,
+        (_, Some(positions)) => positions.get(token),
+        (_, None) => 0,
+    };
+    // SAFETY: the tables were checked, and are initialised as whoever made them has promised; `p`
+    // outlives the rotator.
+    let rotator = unsafe { Rotator::new("rope", &p.rotation, p.inverse)? };
     // Elementary operations per token: a sine and cosine cost a few dozen.
-    let cost = pairs
-        .iter()
+    let cost = (p.tensors.iter().flatten())
         .map(|(input, _)| heads(input).0 * heads(input).1)
         .sum::<usize>()
         .saturating_mul(2)
         .saturating_add(32 * rotator.half());
-    with_float!(dtype, T => {
-        cpu.for_each_range(positions.len(), cost, |tokens| {
-            let head_dim = heads(&pairs[0].0).1;
-            let mut cos = vec![0.0f32; rotator.half()];
-            let mut sin = vec![0.0f32; rotator.half()];
-            let mut head = vec![0.0f32; head_dim];
+    with_float!(first.dtype, T => {
+        cpu.for_each_range(num_tokens, cost, |tokens| {
+            let mut scratch = Turning::default();
             cpu.vectorize(#[inline(always)] || {
                 for token in tokens.clone() {
-                    rotator.angles(positions[token], &mut cos, &mut sin);
-                    for (input, output) in &pairs {
-                        // SAFETY: the token lies inside both tensors, and no other thread has it.
-                        unsafe {
-                            rotate_token::<T>(&rotator, input, output, token, &cos, &sin, &mut head);
-                        }
-                    }
+                    let position = position(token);
+                    // SAFETY: the token lies inside the tensors, and no other thread has it.
+                    unsafe { rotate_token::<T>(&rotator, p, token, position, &mut scratch) };
                 }
             });
         });
@@ -199,56 +299,40 @@ fn heads(t: &RawTensor) -> (usize, usize) {
     (t.layout.dim(rank - 2), t.layout.dim(rank - 1))
 }
 
-/// The position of every token, known to lie inside the table if there is one.
-fn positions(p: &Problem) -> Result<Vec<i64>> {
-    let Some((input, _)) = p.tensors.iter().flatten().next() else {
-        return Ok(Vec::new());
-    };
-    let rank = input.layout.rank();
-    let tokens = &input.layout.shape()[..rank - 2];
-    match &p.positions {
-        PositionSource::From(offset) => {
-            let len = tokens.last().copied().unwrap_or(0);
-            let count: usize = tokens.iter().product();
-            // Validation has seen to it that the sum does not overflow.
-            Ok((0..count).map(|i| offset + (i % len) as i64).collect())
-        }
-        PositionSource::PerToken(t) => {
-            // SAFETY: the tensor was checked, and is initialised memory by the caller's promise.
-            let positions = unsafe { integers(t) };
-            if let Some(max) = p.rotation.max_positions() {
-                let outside = |position: i64| !(0..max as i64).contains(&position);
-                if let Some(i) = positions.iter().position(|&position| outside(position)) {
-                    let problem = text!("has {} at index {i}, the table has {max}", positions[i]);
-                    return Err(Error::invalid("rope", "positions", problem));
-                }
-            }
-            Ok(positions)
-        }
-    }
-}
-
 /// # Safety
-/// `token` is one of both tensors, which are initialised and of type T; no other thread works on it.
+/// `token` is one of every tensor, all of type T and initialised; no other thread works on it.
 #[inline(always)]
 unsafe fn rotate_token<T: Float>(
     rotator: &Rotator,
-    input: &RawTensor,
-    output: &RawTensor,
+    p: &Problem,
     token: usize,
-    cos: &[f32],
-    sin: &[f32],
-    head: &mut [f32],
+    position: i64,
+    scratch: &mut Turning,
 ) {
-    let (num_heads, head_dim) = heads(input);
-    for h in 0..num_heads {
-        // SAFETY: heads are rows of `head_dim` contiguous elements. The input is read before the output, which may be the same
-        // memory, is borrowed.
-        unsafe {
-            let row = token * num_heads + h;
-            T::load(row_of::<T>(input, row, head_dim), head);
-            rotator.rotate(head, cos, sin);
-            T::store(head, row_of_mut::<T>(output, row, head_dim));
+    let rows = |t: &RawTensor| {
+        let start = t.layout.row_offset(token * heads(t).0);
+        let stride = t.layout.stride(t.layout.rank() - 2);
+        // Offsets of existing rows fit an isize (see Layout).
+        let first = t.ptr.cast::<T>();
+        move |head: usize| first.wrapping_add(start + head * stride)
+    };
+    let tensors = || p.tensors.iter().flatten();
+    for part in rotator.parts() {
+        rotator.angles(position, &part, scratch);
+        for (input, output) in tensors() {
+            let (from, to) = (rows(input), rows(output));
+            for head in 0..heads(input).0 {
+                // SAFETY: heads are rows of contiguous elements, at least as many as turn. The
+                // output was checked to be its input, or apart from it.
+                unsafe { rotator.turn(from(head).cast_const(), to(head), &part, scratch) };
+            }
+        }
+    }
+    for (input, output) in tensors() {
+        let ((num_heads, head_dim), from, to) = (heads(input), rows(input), rows(output));
+        for head in 0..num_heads {
+            // SAFETY: as above.
+            unsafe { rotator.pass(from(head).cast_const(), to(head), head_dim) };
         }
     }
 }

@@ -60,31 +60,54 @@ pub(crate) unsafe fn part_of_mut<'a, T>(
     unsafe { std::slice::from_raw_parts_mut(t.ptr.cast::<T>().add(offset), columns.len()) }
 }
 
-/// The integers of an i32 or i64 tensor, in row-major order.
-///
-/// # Safety
-/// Every element is initialised memory of the tensor's dtype.
-pub(crate) unsafe fn integers(t: &RawTensor) -> Vec<i64> {
-    let layout = &t.layout;
-    if layout.is_empty() {
-        return Vec::new();
+/// The integers of an i32 or i64 tensor, in row-major order, where they lie.
+#[derive(Clone, Copy)]
+pub(crate) struct Integers<'a>(&'a RawTensor);
+
+impl<'a> Integers<'a> {
+    /// # Safety
+    /// Every element is initialised memory of the tensor's dtype for as long as the result lives.
+    pub unsafe fn new(t: &'a RawTensor) -> Self {
+        Integers(t)
     }
-    let last = layout.rank().saturating_sub(1);
-    let (columns, stride) = (layout.dim(last), layout.stride(last));
-    let mut values = Vec::with_capacity(layout.num_elements());
-    for row in 0..layout.num_rows() {
-        let start = layout.row_offset(row);
-        for column in 0..columns {
-            let offset = start + column * stride;
-            // SAFETY: the caller's promise; offsets of existing elements fit an isize (see Layout).
-            values.push(unsafe {
-                match t.dtype {
-                    DType::I32 => i64::from(t.ptr.cast::<i32>().add(offset).read()),
-                    DType::I64 => t.ptr.cast::<i64>().add(offset).read(),
-                    other => unreachable!("indices were checked to be integers, not {other}"),
-                }
-            });
+
+    pub fn len(self) -> usize {
+        self.0.layout.num_elements()
+    }
+
+    /// Element `index`, which is below [`Integers::len`].
+    #[inline(always)]
+    pub fn get(self, index: usize) -> i64 {
+        let (t, layout) = (self.0, &self.0.layout);
+        debug_assert!(index < self.len());
+        let (mut offset, mut rest) = (0, index);
+        for dim in (0..layout.rank()).rev() {
+            let n = layout.dim(dim).max(1);
+            // The first dimension, often the only one, takes what is left without a division.
+            let (here, left) = if dim == 0 {
+                (rest, 0)
+            } else {
+                (rest % n, rest / n)
+            };
+            offset += here * layout.stride(dim);
+            rest = left;
+        }
+        // SAFETY: `new` was promised that the elements are there; offsets of existing elements fit
+        // an isize (see Layout).
+        unsafe {
+            match t.dtype {
+                DType::I32 => i64::from(t.ptr.cast::<i32>().add(offset).read()),
+                DType::I64 => t.ptr.cast::<i64>().add(offset).read(),
+                other => unreachable!("indices were checked to be integers, not {other}"),
+            }
         }
     }
-    values
+
+    /// The first element that is outside `0..end`, and where it is.
+    pub fn find_outside(self, end: usize) -> Option<(usize, i64)> {
+        // Sizes fit an i64 (see Layout).
+        (0..self.len())
+            .map(|i| (i, self.get(i)))
+            .find(|(_, value)| !(0..end as i64).contains(value))
+    }
 }

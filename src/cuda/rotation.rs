@@ -122,11 +122,8 @@ fn frequencies(theta: f32, scaling: Scaling, rotary_dim: usize) -> (Frequencies,
     LAST.with_borrow_mut(|last| match last {
         Some((known, frequencies, factor)) if *known == key => (*frequencies, *factor),
         _ => {
-            let (computed, factor) = scaled_frequencies(theta, scaling, rotary_dim);
             let mut frequencies = [0.0; MAX_PAIRS];
-            for (to, from) in frequencies.iter_mut().zip(computed) {
-                *to = from;
-            }
+            let factor = scaled_frequencies(theta, scaling, &mut frequencies[..rotary_dim / 2]);
             *last = Some((key, frequencies, factor));
             (frequencies, factor)
         }

@@ -3,6 +3,9 @@
 use crate::dtype::DType;
 use crate::tensor::RawTensor;
 
+/// The greatest head dimension of queries, keys and values.
+pub const MAX_HEAD_DIM: usize = 512;
+
 /// The order of the dimensions inside a page of keys or values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u32)]

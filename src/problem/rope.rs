@@ -129,26 +129,27 @@ pub enum Scaling {
     },
 }
 
-/// The `rotary_dim / 2` inverse frequencies of a base and a scaling, and the factor that multiplies cosines and
-/// sines (1 but for YaRN).
-pub(crate) fn scaled_frequencies(
-    theta: f32,
-    scaling: Scaling,
-    rotary_dim: usize,
-) -> (Vec<f32>, f32) {
+/// The inverse frequencies of a base and a scaling, as many as there are pairs that turn; gives the
+/// factor that multiplies cosines and sines (1 but for YaRN).
+pub(crate) fn scaled_frequencies(theta: f32, scaling: Scaling, out: &mut [f32]) -> f32 {
+    let rotary_dim = 2 * out.len();
     let dim = rotary_dim as f32;
-    let half = rotary_dim / 2;
-    // The power is computed before the reciprocal, as the models' code does: the two roundings decide the last bit.
-    let powers = |theta: f32| (0..half).map(move |i| theta.powf((2 * i) as f32 / dim));
-    let plain = || powers(theta).map(f32::recip).collect::<Vec<f32>>();
+    // The power is computed before the reciprocal, as the models' code does: the two roundings
+    // decide the last bit.
+    let power = |theta: f32, i: usize| theta.powf((2 * i) as f32 / dim);
+    let mut fill = |frequency: &dyn Fn(usize) -> f32| {
+        for (i, f) in out.iter_mut().enumerate() {
+            *f = frequency(i);
+        }
+    };
     match scaling {
-        Scaling::None => (plain(), 1.0),
-        Scaling::Linear { factor } => (plain().iter().map(|f| f / factor).collect(), 1.0),
+        Scaling::None => fill(&|i| power(theta, i).recip()),
+        Scaling::Linear { factor } => fill(&|i| power(theta, i).recip() / factor),
         Scaling::Ntk { factor } => {
             // With two components there is one frequency, 1, whatever the base.
             let exponent = f64::from(dim) / f64::from(dim - 2.0).max(1.0);
-            let theta = f64::from(theta) * f64::from(factor).powf(exponent);
-            (powers(theta as f32).map(f32::recip).collect(), 1.0)
+            let theta = (f64::from(theta) * f64::from(factor).powf(exponent)) as f32;
+            fill(&|i| power(theta, i).recip());
         }
         Scaling::Yarn {
             factor,
@@ -166,18 +167,20 @@ pub(crate) fn scaled_frequencies(
                 (or(beta_fast, 32.0), or(beta_slow, 1.0)),
                 fractional_ramp,
             );
-            let extrapolation = or(extrapolation_factor, 1.0);
-            let frequencies = powers(theta).enumerate().map(|(i, power)| {
-                let ramp = ((i as f32 - low) / (high - low)).clamp(0.0, 1.0);
+            let extrapolation = f64::from(or(extrapolation_factor, 1.0));
+            fill(&|i| {
+                let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
                 let kept = (1.0 - ramp) * extrapolation;
-                (1.0 / (factor * power)) * (1.0 - kept) + (1.0 / power) * kept
+                // Both ends are the models' f32 numbers, so that pairs outside the ramp get these
+                // to the bit; what lies between is rounded once.
+                let power = power(theta, i);
+                let (stretched, plain) = ((factor * power).recip(), power.recip());
+                (f64::from(stretched) * (1.0 - kept) + f64::from(plain) * kept) as f32
             });
-            let attention = if factor <= 1.0 {
-                1.0
-            } else {
-                (0.1 * f64::from(factor).ln() + 1.0) as f32
+            return match factor <= 1.0 {
+                true => 1.0,
+                false => (0.1 * f64::from(factor).ln() + 1.0) as f32,
             };
-            (frequencies.collect(), attention)
         }
         Scaling::Llama3 {
             factor,
@@ -188,7 +191,8 @@ pub(crate) fn scaled_frequencies(
             let context = original_max_positions as f32;
             let longest = context / low_freq_factor;
             let shortest = context / high_freq_factor;
-            let scaled = plain().into_iter().map(|frequency| {
+            fill(&|i| {
+                let frequency = power(theta, i).recip();
                 let wavelength = 2.0 * std::f32::consts::PI / frequency;
                 if wavelength > longest {
                     frequency / factor
@@ -200,19 +204,19 @@ pub(crate) fn scaled_frequencies(
                     (1.0 - smooth) * frequency / factor + smooth * frequency
                 }
             });
-            (scaled.collect(), 1.0)
         }
     }
+    1.0
 }
 
-/// The pair indices where YaRN's ramp begins and ends. Scalars in f64, as Python has them, then rounded to f32.
+/// The pair indices where YaRN's ramp begins and ends, in f64, as Python has them.
 fn yarn_ramp(
     theta: f32,
     rotary_dim: usize,
     original_max_positions: u32,
     (beta_fast, beta_slow): (f32, f32),
     fractional: bool,
-) -> (f32, f32) {
+) -> (f64, f64) {
     let dim = rotary_dim as f64;
     // The pair that turns `turns` times over the original context.
     let pair = |turns: f32| {
@@ -228,5 +232,5 @@ fn yarn_ramp(
     if low == high {
         high += 0.001;
     }
-    (low as f32, high as f32)
+    (low, high)
 }

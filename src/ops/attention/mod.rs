@@ -106,8 +106,7 @@ use crate::tensor::{TensorMut, TensorRef, Workspace};
 
 const OP: &str = "attention";
 
-/// The greatest head dimension of queries, keys and values.
-pub const MAX_HEAD_DIM: usize = 512;
+pub use crate::problem::attention::MAX_HEAD_DIM;
 
 /// Arguments of [`forward`]. Make one with [`Params::new`], then set what is needed.
 #[derive(Debug)]

@@ -103,6 +103,11 @@ impl Rotation<'_> {
                     theta => positive(op, "theta", theta)?,
                 };
                 scaling.check(op)?;
+                if matches!(scaling, Scaling::Yarn { .. }) && theta <= 1.0 {
+                    // Its ramp is placed by the logarithm of the base.
+                    let problem = format!("is {theta}, YaRN needs a base above 1");
+                    return Err(Error::invalid(op, "theta", problem));
+                }
                 not_negative(op, "attention_factor", *attention_factor)?;
                 let freq_factors = freq_factors.as_ref().map(TensorRef::raw);
                 if let Some(factors) = &freq_factors {
@@ -226,10 +231,17 @@ pub fn inverse_frequencies(
         },
         ..Rotation::default()
     };
+    let half = rotary_dim / 2;
+    let mut frequencies = Vec::new();
     match rotation.problem("rope", rotary_dim)?.angles {
         problem::Angles::Computed { theta, scaling, .. } => {
-            Ok(scaled_frequencies(theta, scaling, rotary_dim))
+            frequencies
+                .try_reserve_exact(half)
+                .map_err(|_| Error::out_of_host_memory("rope", half.saturating_mul(4)))?;
+            frequencies.resize(half, 0.0);
+            let scale = scaled_frequencies(theta, scaling, &mut frequencies);
+            Ok((frequencies, scale))
         }
-        problem::Angles::Table { .. } => Ok((Vec::new(), 1.0)),
+        problem::Angles::Table { .. } => Ok((frequencies, 1.0)),
     }
 }
