@@ -5,7 +5,7 @@ use crate::cpu::linear::{add_bias, finish, for_each_row_part};
 use crate::cpu::rows::part_of_mut;
 use crate::cpu::{Cpu, Run};
 use crate::cpu::{float::Float, swiglu};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::problem::mlp::Problem;
 use crate::tensor::{RawTensor, Scratch};
@@ -21,12 +21,15 @@ impl Run for Problem {
             dtype: self.x.dtype,
             layout: Layout::contiguous(&[self.x.layout.num_rows(), self.intermediate])?,
         };
-        forward(cpu, self, intermediate);
-        Ok(())
+        forward(cpu, self, intermediate)
     }
 }
 
-fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) {
+fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) -> Result<()> {
+    if p.out.layout.is_empty() {
+        return Ok(());
+    }
+    let within = |error: Error| error.within("mlp");
     with_float!(p.x.dtype, T => {
         let weights = [&p.gate.weight, &p.up.weight];
         for_each_row_part(
@@ -41,7 +44,8 @@ fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) {
                 // SAFETY: the workspace holds the intermediate's rows; parts are disjoint.
                 T::store(gate, unsafe { part_of_mut::<T>(&intermediate, row, columns) });
             },
-        );
+        )
+        .map_err(within)?;
     });
     for_each_row_part(
         cpu,
@@ -49,5 +53,6 @@ fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) {
         [&p.down.weight],
         #[inline(always)]
         |row, columns, [sums]| finish(sums, row, columns, &p.down, p.residual.as_ref(), &p.out),
-    );
+    )
+    .map_err(within)
 }

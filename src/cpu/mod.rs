@@ -14,25 +14,29 @@ pub(crate) mod linear;
 pub(crate) mod math;
 mod memory;
 pub(crate) mod mlp;
+mod pool;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod rows;
+pub(crate) mod scratch;
 pub(crate) mod swiglu;
 pub(crate) mod vector;
 
 pub(crate) use event::Event;
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::OnceLock;
 
 use crate::backend::{DeviceInfo, Implementation, Stream};
 use crate::error::{Error, Result, text};
 use crate::problem::{Plan, Plans};
 use crate::tensor::Scratch;
+use pool::{MAX_THREADS, Pool};
+use scratch::Floats;
 
 /// The CPU backend's state.
 pub(crate) struct Cpu {
-    pool: rayon::ThreadPool,
+    pool: Pool,
     arch: pulp::Arch,
 }
 
@@ -86,13 +90,12 @@ impl<P: Run> Plans<P> for Cpu {
     }
 }
 
-/// Work below this many elementary operations is done on the calling thread: waking another costs about as much.
+/// Work below this many elementary operations is done on the calling thread: what threads would save is less than what it takes to
+/// wake them.
 const SERIAL_COST: usize = 1 << 15;
 
-/// The most threads a context may ask for.
-const MAX_THREADS: usize = 4096;
-
 impl Cpu {
+    /// With threads for callers: `num_threads` with the caller's own, 0 for as many as the process may run at a time.
     pub fn new(num_threads: usize) -> Result<Cpu> {
         const OP: &str = "context";
         if num_threads > MAX_THREADS {
@@ -102,23 +105,18 @@ impl Cpu {
                 text!("{num_threads} is above the maximum {MAX_THREADS}"),
             ));
         }
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(num_threads)
-            .thread_name(|i| text!("unsloth-{i}"))
-            .build()
-            .map_err(|e| Error::OutOfMemory {
-                op: OP,
-                requested: 0,
-                reason: text!("threads could not be started: {e}"),
-            })?;
+        let num_threads = match num_threads {
+            0 => available_threads().min(MAX_THREADS),
+            n => n,
+        };
         Ok(Cpu {
-            pool,
+            pool: Pool::new(OP, num_threads)?,
             arch: pulp::Arch::new(),
         })
     }
 
     pub fn num_threads(&self) -> usize {
-        self.pool.current_num_threads()
+        self.pool.num_threads()
     }
 
     /// Calls `f` compiled for the processor's instruction set, if `f` and its helpers are `#[inline(always)]`.
@@ -144,50 +142,58 @@ impl Cpu {
         self.arch
     }
 
-    /// Runs `f` on a thread of the pool, so that nested rayon (and gemm) parallelism uses it.
-    pub fn install<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
-        self.pool.install(f)
+    /// How `items` of `cost` elementary operations each are cut: items of a piece, pieces, and threads that take part.
+    fn cut(&self, items: usize, cost: usize) -> (usize, usize, usize) {
+        let threads = self.num_threads();
+        if threads == 1 || items <= 1 || items.saturating_mul(cost) <= SERIAL_COST {
+            return (items, items.min(1), 1);
+        }
+        // A few pieces per thread even out items of unequal cost; none is cheaper than what pays for a wake-up.
+        let least = SERIAL_COST.div_ceil(cost.max(1).saturating_mul(4)).max(1);
+        let piece = items.div_ceil(threads * 8).max(least);
+        let pieces = items.div_ceil(piece);
+        (piece, pieces, threads.min(pieces))
     }
 
     /// Calls `f` on disjoint ranges that cover `0..items`, in parallel when `items * cost` (elementary operations) pays for it.
     /// `f` must compute each item independently of how the range was cut.
     pub fn for_each_range(&self, items: usize, cost: usize, f: impl Fn(Range<usize>) + Sync) {
-        if items == 0 {
-            return;
-        }
-        let threads = self.num_threads();
-        if threads == 1 || items == 1 || items.saturating_mul(cost) <= SERIAL_COST {
-            return f(0..items);
-        }
-        // A few pieces per thread even out items of unequal cost; none is cheaper than what pays for a wake-up.
-        let least = SERIAL_COST.div_ceil(cost.max(1).saturating_mul(2)).max(1);
-        let piece = items.div_ceil(threads * 8).max(least);
-        let pieces = items.div_ceil(piece);
-        self.install(|| {
-            use rayon::prelude::*;
-            (0..pieces).into_par_iter().with_max_len(1).for_each(|i| {
-                f(i * piece..items.min((i + 1) * piece));
-            });
+        let (piece, pieces, threads) = self.cut(items, cost);
+        self.pool.run(threads, pieces, &|_, i| {
+            f(i * piece..items.min((i + 1) * piece));
         });
     }
 
-    /// As [`Cpu::for_each_range`], for work that needs scratch: one `T` for each thread that takes part, used again from range to
-    /// range, because large allocations cost a page fault for every page.
-    pub fn for_each_range_with<T: Default + Send>(
+    /// As [`Cpu::for_each_range`], for work that needs scratch: each thread that takes part has `len` floats, zeros at first, for
+    /// all of its ranges.
+    ///
+    /// # Errors
+    /// There is no memory; nothing was called.
+    pub fn for_each_range_with(
         &self,
-        items: usize,
-        cost: usize,
-        f: impl Fn(&mut T, Range<usize>) + Sync,
-    ) {
-        let free = Mutex::new(Vec::new());
-        self.for_each_range(items, cost, |range| {
-            // What is in there is scratch, good after a panic elsewhere too.
-            let lock = || free.lock().unwrap_or_else(PoisonError::into_inner);
-            let mut scratch = lock().pop().unwrap_or_default();
-            f(&mut scratch, range);
-            lock().push(scratch);
+        op: &'static str,
+        (items, cost): (usize, usize),
+        len: usize,
+        f: impl Fn(&mut [f32], Range<usize>) + Sync,
+    ) -> Result<()> {
+        let (piece, pieces, threads) = self.cut(items, cost);
+        if pieces == 0 {
+            return Ok(());
+        }
+        let scratch = Floats::new(op, threads, len)?;
+        self.pool.run(threads, pieces, &|thread, i| {
+            // SAFETY: a participant does one piece after another, so its part is in use once.
+            let part = unsafe { scratch.part(thread) };
+            f(part, i * piece..items.min((i + 1) * piece));
         });
+        Ok(())
     }
+}
+
+/// Threads that the process may run at a time. Asked for once: the answer comes from files.
+fn available_threads() -> usize {
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
 }
 
 pub(crate) fn device_info() -> DeviceInfo {
@@ -213,7 +219,7 @@ pub(crate) fn device_info() -> DeviceInfo {
         total_memory: bytes("MemTotal"),
         free_memory: bytes("MemAvailable"),
         compute_capability: (0, 0),
-        num_units: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
+        num_units: available_threads() as u32,
     }
 }
 
@@ -239,6 +245,28 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn scratch_is_each_threads_own() {
+        let cpu = Cpu::new(3).unwrap();
+        let run = |items| {
+            let sum = AtomicUsize::new(0);
+            cpu.for_each_range_with("test", (items, 1 << 20), 5, |scratch, range| {
+                assert_eq!(scratch.len(), 5);
+                for i in range {
+                    // What the thread's last item left, or zeros.
+                    assert!(scratch.iter().all(|x| *x == scratch[0]));
+                    scratch.fill(i as f32);
+                    sum.fetch_add(i, Ordering::Relaxed);
+                }
+            })
+            .unwrap();
+            sum.into_inner()
+        };
+        assert_eq!([run(0), run(1), run(1000)], [0, 0, 499_500]);
+        let error = cpu.for_each_range_with("test", (1, 1), usize::MAX / 8, |_, _| ());
+        assert!(matches!(error, Err(Error::OutOfMemory { op: "test", .. })));
     }
 
     #[test]

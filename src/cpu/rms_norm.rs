@@ -1,7 +1,7 @@
-//! RMSNorm on the CPU: rows in parallel, each read once into an f32 row that stays in cache.
+//! RMSNorm on the CPU: rows in parallel. Each is read twice, the second time from cache, in blocks that stay on the stack.
 
-use crate::cpu::float::{Float, with_float};
-use crate::cpu::rows::{row_of, row_of_mut};
+use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::cpu::rows::{part_of, part_of_mut};
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
 use crate::problem::rms_norm::Problem;
@@ -19,73 +19,103 @@ fn forward(cpu: &Cpu, p: &Problem) {
         return;
     }
     let dim = p.x.layout.dim(p.x.layout.rank() - 1);
-    let gains = gains(p, dim);
     with_float!(p.x.dtype, T => {
         cpu.for_each_range(p.x.layout.num_rows(), 4 * dim, |rows| {
-            let mut sum = vec![0.0f32; dim];
-            let mut addend = vec![0.0f32; if p.residual.is_some() { dim } else { 0 }];
             cpu.vectorize(#[inline(always)] || {
+                let mut blocks = [[0.0f32; BLOCK]; 2];
                 for row in rows.clone() {
                     // SAFETY: `row` is below the number of rows, ranges are disjoint, and the tensors were checked.
-                    unsafe { normalise_row::<T>(p, row, &gains, &mut sum, &mut addend) };
+                    unsafe { normalise_row::<T>(p, row, dim, &mut blocks) };
                 }
             });
         });
     });
 }
 
-/// `weight + weight_offset` in f32.
-fn gains(p: &Problem, dim: usize) -> Vec<f32> {
-    let mut gains = vec![1.0f32; dim];
-    if let Some(w) = &p.weight {
-        // SAFETY: `weight` was checked to be `dim` contiguous elements.
-        with_float!(w.dtype, W => W::load(unsafe { row_of::<W>(w, 0, dim) }, &mut gains));
-        for g in &mut gains {
-            *g += p.weight_offset;
-        }
-    }
-    gains
-}
-
 /// # Safety
-/// `row` is below the number of rows of `x`, and no other thread works on it.
+/// `row` is below the number of rows of `x`, which are `dim` contiguous elements of type T, as those of the residual and of the
+/// outputs are; nothing else works on it.
 #[inline(always)]
 unsafe fn normalise_row<T: Float>(
     p: &Problem,
     row: usize,
-    gains: &[f32],
-    sum: &mut [f32],
-    addend: &mut [f32],
+    dim: usize,
+    [sum, other]: &mut [[f32; BLOCK]; 2],
 ) {
-    let dim = sum.len();
-    // SAFETY: the caller's promise; rows were checked to be `dim` contiguous elements of dtype T.
-    unsafe {
-        T::load(row_of::<T>(&p.x, row, dim), sum);
-        if let Some((residual, residual_out)) = &p.residual {
-            T::load(row_of::<T>(residual, row, dim), addend);
-            for (s, a) in sum.iter_mut().zip(addend.iter()) {
-                *s += a;
+    let parts = || {
+        (0..dim)
+            .step_by(BLOCK)
+            .map(|start| start..dim.min(start + BLOCK))
+    };
+    let mut partial = [0.0f32; LANES];
+    let mut tail = 0.0;
+    for part in parts() {
+        let (sum, other) = (&mut sum[..part.len()], &mut other[..part.len()]);
+        // SAFETY: a part of the row.
+        unsafe { load::<T>(p, row, &part, sum, other) };
+        tail += add_squares(sum, &mut partial);
+    }
+    let mean = (partial.iter().sum::<f32>() + tail) / dim as f32;
+    let scale = (mean + p.epsilon).sqrt().recip();
+    for part in parts() {
+        let (sum, other) = (&mut sum[..part.len()], &mut other[..part.len()]);
+        // SAFETY: a part of the row; the weight was checked to be `dim` contiguous elements. An output that takes its input's place
+        // is written after the last use of that part.
+        unsafe {
+            load::<T>(p, row, &part, sum, other);
+            if let Some((_, residual_out)) = &p.residual {
+                T::store(sum, part_of_mut::<T>(residual_out, row, part.clone()));
             }
-            T::store(sum, row_of_mut::<T>(residual_out, row, dim));
+            match &p.weight {
+                Some(w) => {
+                    with_float!(w.dtype, W => W::load(part_of::<W>(w, 0, part.clone()), other));
+                    for (s, g) in sum.iter_mut().zip(other.iter()) {
+                        *s *= scale * (g + p.weight_offset);
+                    }
+                }
+                None => sum.iter_mut().for_each(|s| *s *= scale),
+            }
+            T::store(sum, part_of_mut::<T>(&p.out, row, part));
         }
-        let scale = (mean_square(sum) + p.epsilon).sqrt().recip();
-        for (s, g) in sum.iter_mut().zip(gains) {
-            *s *= scale * g;
-        }
-        T::store(sum, row_of_mut::<T>(&p.out, row, dim));
     }
 }
 
-/// Mean of squares with 16 partial sums, so that the loop vectorises and long rows lose less to rounding.
+/// Loads a part of a row, with the residual added. `other` is as long, and scratch.
+///
+/// # Safety
+/// As [`normalise_row`], and the part lies inside the row.
 #[inline(always)]
-fn mean_square(row: &[f32]) -> f32 {
-    let mut partial = [0.0f32; 16];
-    let chunks = row.chunks_exact(16);
-    let tail: f32 = chunks.remainder().iter().map(|x| x * x).sum();
+unsafe fn load<T: Float>(
+    p: &Problem,
+    row: usize,
+    part: &std::ops::Range<usize>,
+    sum: &mut [f32],
+    other: &mut [f32],
+) {
+    // SAFETY: the part is of a row that is there and that nobody else writes, as promised.
+    unsafe {
+        T::load(part_of::<T>(&p.x, row, part.clone()), sum);
+        if let Some((residual, _)) = &p.residual {
+            T::load(part_of::<T>(residual, row, part.clone()), other);
+            for (s, a) in sum.iter_mut().zip(other.iter()) {
+                *s += a;
+            }
+        }
+    }
+}
+
+/// Partial sums, so that the loop vectorises and long rows lose less to rounding.
+const LANES: usize = 16;
+
+/// Adds squares to the partial sums; gives those of the elements left over, of which only a row's last part has some.
+#[inline(always)]
+fn add_squares(part: &[f32], partial: &mut [f32; LANES]) -> f32 {
+    let chunks = part.chunks_exact(LANES);
+    let tail = chunks.remainder().iter().map(|x| x * x).sum();
     for chunk in chunks {
         for (p, x) in partial.iter_mut().zip(chunk) {
             *p += x * x;
         }
     }
-    (partial.iter().sum::<f32>() + tail) / row.len() as f32
+    tail
 }

@@ -12,7 +12,10 @@ use pulp::{Simd, WithSimd};
 use crate::cpu::Cpu;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::row_of;
+use crate::cpu::scratch::Floats;
 use crate::cpu::vector;
+use crate::dtype::DType;
+use crate::error::Result;
 use crate::tensor::RawTensor;
 
 /// Rows up to which this beats tiles.
@@ -30,13 +33,19 @@ pub(super) fn run<const N: usize>(
     x: &RawTensor,
     weights: [&RawTensor; N],
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
-) {
+) -> Result<()> {
     let rows = x.layout.num_rows();
     let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
-    let mut scratch = Vec::new();
+    let widened = match x.dtype {
+        DType::F32 => 0,
+        _ => rows.saturating_mul(depth),
+    };
+    let scratch = Floats::new("linear", 1, widened)?;
+    // SAFETY: the only part, borrowed once.
+    let scratch = unsafe { scratch.part(0) };
     let mut wide: [&[f32]; MAX_ROWS] = [&[]; MAX_ROWS];
     let wide = &mut wide[..rows];
-    with_float!(x.dtype, X => rows_as_f32::<X>(x, depth, &mut scratch, wide));
+    with_float!(x.dtype, X => rows_as_f32::<X>(x, depth, scratch, wide));
     let wide = &*wide;
     let cost = depth.saturating_mul(rows * N * PART);
     cpu.for_each_range(columns.div_ceil(PART), cost, |parts| {
@@ -49,6 +58,7 @@ pub(super) fn run<const N: usize>(
             done: &done,
         });
     });
+    Ok(())
 }
 
 /// Some parts of the output's columns.
@@ -97,23 +107,13 @@ impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> Parts<'_, F, N
     }
 }
 
-/// The rows where they are if they are f32, else their copies in `scratch`.
+/// The rows where they are if they are f32, else their copies in `scratch`, which has room for all.
 fn rows_as_f32<'a, X: Float>(
     x: &RawTensor,
     depth: usize,
-    scratch: &'a mut Vec<f32>,
+    mut scratch: &'a mut [f32],
     out: &mut [&'a [f32]],
 ) {
-    scratch.clear();
-    scratch.resize(
-        if X::as_f32(&[]).is_some() {
-            0
-        } else {
-            out.len() * depth
-        },
-        0.0,
-    );
-    let mut scratch = scratch.as_mut_slice();
     for (row, out) in out.iter_mut().enumerate() {
         // SAFETY: a row of the checked tensor.
         let from = unsafe { row_of::<X>(x, row, depth) };

@@ -7,6 +7,7 @@ use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::part_of;
 use crate::dtype::DType;
+use crate::error::Result;
 use crate::tensor::RawTensor;
 
 /// Rows of a tile.
@@ -26,16 +27,40 @@ pub(super) fn run<const N: usize>(
     x: &RawTensor,
     weights: [&RawTensor; N],
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
-) {
+) -> Result<()> {
     let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
     let rows = x.layout.num_rows();
-    let width = tile_columns(columns);
+    let (height, width) = (ROWS.min(rows), tile_columns(columns).min(columns));
     let (row_tiles, column_tiles) = (rows.div_ceil(ROWS), columns.div_ceil(width));
-    let cost = ROWS.min(rows) * width * N;
+    let cost = (height * width * N).saturating_mul(depth);
+    // What is in place needs no panel.
+    let deep = DEPTH.min(depth);
+    let panel = |t: &RawTensor, rows| {
+        if in_place(t).is_some() {
+            0
+        } else {
+            rows * deep
+        }
+    };
+    let x_panel = panel(x, height);
+    let w_panel = (weights.iter().map(|w| panel(w, width)).max()).unwrap_or(0);
+    let sums = height * width;
     cpu.for_each_range_with(
-        row_tiles * column_tiles,
-        cost.saturating_mul(depth),
-        |scratch: &mut Scratch<N>, tiles| {
+        "linear",
+        (row_tiles * column_tiles, cost),
+        x_panel + w_panel + N * sums,
+        |scratch, tiles| {
+            let (x_panel, scratch) = scratch.split_at_mut(x_panel);
+            let (w_panel, mut scratch) = scratch.split_at_mut(w_panel);
+            let mut panels = Panels {
+                x: x_panel,
+                weight: w_panel,
+            };
+            let mut room = [(); N].map(|()| {
+                let (here, rest) = std::mem::take(&mut scratch).split_at_mut(sums);
+                scratch = rest;
+                here
+            });
             for tile in tiles {
                 // Neighbouring tiles share their columns, so that the weights are found in cache.
                 let (row, column) = (tile % row_tiles * ROWS, tile / row_tiles * width);
@@ -43,46 +68,30 @@ pub(super) fn run<const N: usize>(
                     row..rows.min(row + ROWS),
                     column..columns.min(column + width),
                 );
-                let Scratch { panels, sums } = scratch;
-                for (sums, weight) in sums.iter_mut().zip(weights) {
-                    sums.resize(part.0.len() * part.1.len(), 0.0);
-                    product(cpu, x, weight, part.clone(), depth, panels, sums);
+                let size = part.0.len() * part.1.len();
+                for (sums, weight) in room.iter_mut().zip(weights) {
+                    let sums = &mut sums[..size];
+                    product(cpu, x, weight, part.clone(), depth, &mut panels, sums);
                 }
                 cpu.vectorize(
                     #[inline(always)]
                     || {
                         let width = part.1.len();
                         for (i, row) in part.0.clone().enumerate() {
-                            let sums = sums.each_mut().map(|s| &mut s[i * width..(i + 1) * width]);
+                            let sums = room.each_mut().map(|s| &mut s[i * width..(i + 1) * width]);
                             done(row, part.1.clone(), sums);
                         }
                     },
                 );
             }
         },
-    );
+    )
 }
 
-/// What a thread works in.
-struct Scratch<const N: usize> {
-    panels: Panels,
-    sums: [Vec<f32>; N],
-}
-
-impl<const N: usize> Default for Scratch<N> {
-    fn default() -> Self {
-        Scratch {
-            panels: Panels::default(),
-            sums: std::array::from_fn(|_| Vec::new()),
-        }
-    }
-}
-
-/// Widened panels.
-#[derive(Default)]
-struct Panels {
-    x: Vec<f32>,
-    weight: Vec<f32>,
+/// Room for widened panels.
+struct Panels<'a> {
+    x: &'a mut [f32],
+    weight: &'a mut [f32],
 }
 
 /// `sums = x[rows] weight[columns]ᵀ`, row-major.
@@ -92,7 +101,7 @@ fn product(
     weight: &RawTensor,
     (rows, columns): (Range<usize>, Range<usize>),
     depth: usize,
-    panels: &mut Panels,
+    panels: &mut Panels<'_>,
     sums: &mut [f32],
 ) {
     let direct = (in_place(x), in_place(weight));
@@ -107,14 +116,14 @@ fn product(
     }
     for start in (0..depth).step_by(step) {
         let part = start..depth.min(start + step);
-        let (x, x_stride) = operand(cpu, x, direct.0, rows.clone(), part.clone(), &mut panels.x);
+        let (x, x_stride) = operand(cpu, x, direct.0, rows.clone(), part.clone(), panels.x);
         let (w, w_stride) = operand(
             cpu,
             weight,
             direct.1,
             columns.clone(),
             part.clone(),
-            &mut panels.weight,
+            panels.weight,
         );
         // SAFETY: `sums` has `rows * columns` elements; the operands are `rows` and `columns` rows of `part` columns each.
         unsafe {
@@ -171,7 +180,7 @@ fn operand(
     stride: Option<usize>,
     rows: Range<usize>,
     columns: Range<usize>,
-    scratch: &mut Vec<f32>,
+    scratch: &mut [f32],
 ) -> (*const f32, usize) {
     if let Some(stride) = stride {
         let start = t.ptr.cast::<f32>().cast_const();
@@ -182,7 +191,7 @@ fn operand(
         );
     }
     let width = columns.len();
-    scratch.resize(rows.len() * width, 0.0);
+    let scratch = &mut scratch[..rows.len() * width];
     widen(cpu, t, rows, columns, scratch);
     (scratch.as_ptr(), width)
 }

@@ -14,19 +14,18 @@ use crate::tensor::{RawTensor, Scratch};
 
 impl Run for Problem {
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
-        forward(cpu, self);
-        Ok(())
+        forward(cpu, self)
     }
 }
 
-fn forward(cpu: &Cpu, p: &Problem) {
+fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     for_each_row_part(
         cpu,
         &p.x,
         [&p.weights.weight],
         #[inline(always)]
         |row, columns, [sums]| finish(sums, row, columns, &p.weights, p.residual.as_ref(), &p.out),
-    );
+    )
 }
 
 /// Adds bias and residual to a part of a row of products, and stores it.
@@ -78,13 +77,22 @@ fn add<T: Float>(sums: &mut [f32], addend: &[T]) {
 /// Multiplies `x` by the transposes of `N` matrices of equal shape, and calls `done(row, columns, sums)` for parts of rows that
 /// cover every row and column once: `sums[i]` holds the f32 products of the row with those rows of matrix `i`. `done` is called
 /// inside the vectorised dispatch.
+///
+/// # Errors
+/// There is no memory for what is widened or summed; nothing has been computed. (More than [`few_rows::MAX_ROWS`] rows are
+/// multiplied by `gemm`, which ends the process where the panels that it packs cannot be allocated: about the size of the L2
+/// cache once for each thread, and up to 1 MiB for each tile.)
 pub(crate) fn for_each_row_part<const N: usize>(
     cpu: &Cpu,
     x: &RawTensor,
     weights: [&RawTensor; N],
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
-) {
-    match x.layout.num_rows() {
+) -> Result<()> {
+    let (rows, columns) = (x.layout.num_rows(), weights[0].layout.dim(0));
+    if rows == 0 || columns == 0 {
+        return Ok(());
+    }
+    match rows {
         0..=few_rows::MAX_ROWS => few_rows::run(cpu, x, weights, done),
         _ => many_rows::run(cpu, x, weights, done),
     }
