@@ -5,7 +5,7 @@ use pulp::Simd;
 
 use super::scores::{MAX_KEYS, Tile, has_modifiers};
 use super::simd::{exp_nonpositive, load, store};
-use super::unit::{Softmax, Unit};
+use super::unit::{KeyRows, Softmax, Unit, carve};
 use crate::problem::attention::Problem;
 
 /// More rows than this are better off in panels.
@@ -15,36 +15,53 @@ pub(super) const MAX_ROWS: usize = 8;
 const GROUP: usize = 4;
 
 /// Buffers of one thread. Rows are padded with zeros to whole vectors.
-pub(super) struct Scratch {
+pub(super) struct Scratch<'a> {
     dim: usize,
     dim_v: usize,
-    q: Vec<f32>,
-    out: Vec<f32>,
-    scores: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+    q: &'a mut [f32],
+    out: &'a mut [f32],
+    scores: &'a mut [f32],
+    k: &'a mut [f32],
+    v: &'a mut [f32],
 }
 
-impl Scratch {
-    /// For vectors of at most `lanes` lanes.
-    pub fn new(p: &Problem, lanes: usize) -> Self {
-        let dim = p.head_dim.next_multiple_of(lanes);
-        let dim_v = p.head_dim_v.next_multiple_of(lanes);
+/// Sizes of the buffers, for vectors of at most `lanes` lanes.
+fn sizes(p: &Problem, lanes: usize) -> [usize; 5] {
+    let dim = p.head_dim.next_multiple_of(lanes);
+    let dim_v = p.head_dim_v.next_multiple_of(lanes);
+    [
+        MAX_ROWS * dim,
+        MAX_ROWS * dim_v,
+        MAX_ROWS * MAX_KEYS,
+        MAX_KEYS * dim,
+        MAX_KEYS * dim_v,
+    ]
+}
+
+impl<'a> Scratch<'a> {
+    /// Floats that [`Scratch::new`] takes.
+    pub fn size(p: &Problem, lanes: usize) -> usize {
+        sizes(p, lanes).iter().sum()
+    }
+
+    /// In [`Scratch::size`] zeros.
+    pub fn new(p: &Problem, lanes: usize, floats: &'a mut [f32]) -> Self {
+        let [q, out, scores, k, v] = carve(sizes(p, lanes), floats);
         Scratch {
-            dim,
-            dim_v,
-            q: vec![0.0; MAX_ROWS * dim],
-            out: vec![0.0; MAX_ROWS * dim_v],
-            scores: vec![0.0; MAX_ROWS * MAX_KEYS],
-            k: vec![0.0; MAX_KEYS * dim],
-            v: vec![0.0; MAX_KEYS * dim_v],
+            dim: p.head_dim.next_multiple_of(lanes),
+            dim_v: p.head_dim_v.next_multiple_of(lanes),
+            q,
+            out,
+            scores,
+            k,
+            v,
         }
     }
 }
 
 /// Computes a unit of at most [`MAX_ROWS`] rows.
 #[inline(always)]
-pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
+pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch<'_>) {
     let p = unit.p;
     let (dim, dim_v) = (scratch.dim, scratch.dim_v);
     let rows = unit.rows.len();
@@ -64,8 +81,8 @@ pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
     while start < unit.keys.end {
         let keys = start..unit.keys.end.min(start + MAX_KEYS);
         start = keys.end;
-        let k = unit.tile(&p.k, p.head_dim, keys.clone(), dim, &mut scratch.k);
-        let v = unit.tile(&p.v, p.head_dim_v, keys.clone(), dim_v, &mut scratch.v);
+        let k = unit.tile(&p.k, p.head_dim, keys.clone(), dim, scratch.k);
+        let v = unit.tile(&p.v, p.head_dim_v, keys.clone(), dim_v, scratch.v);
         let n = keys.len();
         for first in (0..rows).step_by(GROUP) {
             let q = &scratch.q[first * dim..];
@@ -79,7 +96,7 @@ pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
         let windows = common.start > keys.start || common.end < keys.end;
         if modifiers || windows {
             let mut tile = Tile {
-                scores: &mut scratch.scores,
+                scores: scratch.scores,
                 row_stride: MAX_KEYS,
                 key_stride: 1,
                 rows: unit.rows.clone(),
@@ -123,18 +140,18 @@ pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
 #[inline(always)]
 fn products<S: Simd, const R: usize>(
     simd: S,
-    (k, stride): (&[f32], usize),
+    k: KeyRows<'_>,
     q: &[f32],
     dim: usize,
     keys: usize,
     scores: &mut [f32],
 ) {
     assert!(dim.is_multiple_of(S::F32_LANES) && (1..=MAX_KEYS).contains(&keys));
-    assert!(k.len() >= (keys - 1) * stride + dim && q.len() >= R * dim);
-    assert!(scores.len() >= R * MAX_KEYS);
-    // SAFETY: asserted.
+    assert!(q.len() >= R * dim && scores.len() >= R * MAX_KEYS);
+    let (k, stride) = k.get(keys, dim);
+    // SAFETY: asserted, and `k` has the rows that it gave.
     unsafe {
-        let (k, q, scores) = (k.as_ptr(), q.as_ptr(), scores.as_mut_ptr());
+        let (q, scores) = (q.as_ptr(), scores.as_mut_ptr());
         let mut key = 0;
         while key + 4 <= keys {
             product_block::<S, R, 4>(simd, k.add(key * stride), stride, q, dim, scores.add(key));
@@ -159,7 +176,7 @@ unsafe fn product_block<S: Simd, const R: usize, const M: usize>(
     scores: *mut f32,
 ) {
     let mut acc = [[simd.splat_f32s(0.0); R]; M];
-    // SAFETY: the caller's promise.
+    // SAFETY: what is loaded and stored lies in the rows that the caller promises.
     unsafe {
         for x in (0..dim).step_by(S::F32_LANES) {
             let mut qs = [simd.splat_f32s(0.0); R];
@@ -213,18 +230,18 @@ fn weigh<S: Simd>(simd: S, scores: &mut [f32], softmax: &mut Softmax) -> f32 {
 #[inline(always)]
 fn accumulate<S: Simd, const R: usize>(
     simd: S,
-    (v, stride): (&[f32], usize),
+    v: KeyRows<'_>,
     weights: &[f32],
     keys: usize,
     dim_v: usize,
     out: &mut [f32],
 ) {
     assert!(dim_v.is_multiple_of(S::F32_LANES) && (1..=MAX_KEYS).contains(&keys));
-    assert!(v.len() >= (keys - 1) * stride + dim_v);
     assert!(weights.len() >= R * MAX_KEYS && out.len() >= R * dim_v);
-    // SAFETY: asserted.
+    let (v, stride) = v.get(keys, dim_v);
+    // SAFETY: asserted, and `v` has the rows that it gave.
     unsafe {
-        let (v, weights, out) = (v.as_ptr(), weights.as_ptr(), out.as_mut_ptr());
+        let (weights, out) = (weights.as_ptr(), out.as_mut_ptr());
         let mut x = 0;
         while x + 2 * S::F32_LANES <= dim_v {
             accumulate_block::<S, R, 2>(simd, v.add(x), stride, weights, keys, out.add(x), dim_v);
@@ -250,13 +267,9 @@ unsafe fn accumulate_block<S: Simd, const R: usize, const N: usize>(
 ) {
     let lanes = S::F32_LANES;
     let mut acc = [[simd.splat_f32s(0.0); N]; R];
-    // SAFETY: the caller's promise.
+    // SAFETY: what is loaded and stored lies in the rows that the caller promises.
     unsafe {
-        for (r, acc) in acc.iter_mut().enumerate() {
-            for (n, acc) in acc.iter_mut().enumerate() {
-                *acc = load::<S>(out.add(r * dim_v + n * lanes));
-            }
-        }
+        // The tile's own sum first: many small terms lose less to rounding beside one another than beside the whole.
         for key in 0..keys {
             let mut vs = [simd.splat_f32s(0.0); N];
             for (n, v_n) in vs.iter_mut().enumerate() {
@@ -271,7 +284,8 @@ unsafe fn accumulate_block<S: Simd, const R: usize, const N: usize>(
         }
         for (r, acc) in acc.iter().enumerate() {
             for (n, acc) in acc.iter().enumerate() {
-                store::<S>(out.add(r * dim_v + n * lanes), *acc);
+                let at = out.add(r * dim_v + n * lanes);
+                store::<S>(at, simd.add_f32s(load::<S>(at), *acc));
             }
         }
     }

@@ -15,12 +15,14 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use crate::cpu::{Cpu, Run, math};
-use crate::error::{Error, Result, text};
-use crate::problem::attention::{Problem, Queries};
+use crate::cpu::{self, Cpu, Run, math};
+use crate::error::Result;
+use crate::problem::attention::{MAX_HEAD_DIM, Problem, Queries};
 use crate::tensor::Scratch;
 use sequences::{Sequence, TILE_ROWS, sequences};
 use unit::{Softmax, Unit, partial_size, store_output};
+
+const OP: &str = "attention";
 
 impl Run for Problem {
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
@@ -29,7 +31,7 @@ impl Run for Problem {
 }
 
 fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
-    if matches!(p.queries, Queries::Batched { len: 0 }) {
+    if p.batch == 0 || matches!(p.queries, Queries::Batched { len: 0 }) {
         return Ok(());
     }
     let sequences = sequences(p)?;
@@ -38,7 +40,9 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     };
     let units = last.first_unit + last.units(p);
     let partial_rows: usize = sequences.iter().map(|s| partial_rows(s, p)).sum();
-    let mut partials = allocate(partial_rows.saturating_mul(partial_size(p)))?;
+    let partials = cpu::scratch::Floats::new(OP, 1, partial_rows.saturating_mul(partial_size(p)))?;
+    // SAFETY: the only part, borrowed once.
+    let partials = unsafe { partials.part(0) };
     let shared = Partials(partials.as_mut_ptr());
     // An estimate, hence floating-point; a vector instruction does at least eight multiplications.
     let products: f64 = (sequences.iter())
@@ -46,35 +50,67 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
         .sum();
     let per_unit = products * p.num_kv_heads as f64 / units.max(1) as f64;
     let cost = per_unit * (p.head_dim + p.head_dim_v) as f64 / 8.0;
-    cpu.for_each_range(units, cost as usize, |range| {
+    let kinds = Kinds::of(p, &sequences);
+    let size = kinds.few_size(p) + kinds.panel_size(p);
+    cpu.for_each_range_with(OP, (units, cost as usize), size, |floats, range| {
         let partials = shared.get();
         cpu.arch().dispatch(Units {
             p,
             sequences: &sequences,
             range,
             partials,
+            kinds,
+            floats,
         });
-    });
+    })?;
     for (batch, sequence) in sequences.iter().enumerate() {
         if sequence.splits > 1 {
-            merge(cpu, p, sequence, batch, &partials);
+            merge(cpu, p, sequence, batch, partials);
         }
     }
     Ok(())
 }
 
-/// Zeros; an absurd number of keys (repeated by a zero stride) is an error, not an abort.
-fn allocate(len: usize) -> Result<Vec<f32>> {
-    let mut buffer = Vec::new();
-    buffer
-        .try_reserve_exact(len)
-        .map_err(|e| Error::OutOfMemory {
-            op: "attention",
-            requested: (len as u64).saturating_mul(4),
-            reason: text!("partial results of split sequences: {e}"),
-        })?;
-    buffer.resize(len, 0.0);
-    Ok(buffer)
+/// Lanes of the longest vectors that there are.
+const MAX_LANES: usize = 16;
+
+/// Which kernels the units of some sequences go to: what threads need scratch for.
+#[derive(Clone, Copy)]
+struct Kinds {
+    few: bool,
+    /// Rows of the largest unit that has more than few.
+    panel: Option<usize>,
+}
+
+impl Kinds {
+    fn of(p: &Problem, sequences: &[Sequence]) -> Kinds {
+        let mut kinds = Kinds {
+            few: false,
+            panel: None,
+        };
+        for rows in sequences.iter().map(|s| s.rows(p)) {
+            for rows in [rows.min(TILE_ROWS), rows % TILE_ROWS] {
+                match rows {
+                    0 => {}
+                    ..=few::MAX_ROWS => kinds.few = true,
+                    _ => kinds.panel = kinds.panel.max(Some(rows)),
+                }
+            }
+        }
+        kinds
+    }
+
+    fn few_size(self, p: &Problem) -> usize {
+        match self.few {
+            true => few::Scratch::size(p, MAX_LANES),
+            false => 0,
+        }
+    }
+
+    fn panel_size(self, p: &Problem) -> usize {
+        self.panel
+            .map_or(0, |rows| panel::Scratch::size(p, rows, MAX_LANES))
+    }
 }
 
 fn partial_rows(sequence: &Sequence, p: &Problem) -> usize {
@@ -102,6 +138,9 @@ struct Units<'a> {
     sequences: &'a [Sequence],
     range: Range<usize>,
     partials: *mut f32,
+    kinds: Kinds,
+    /// Scratch of the thread, the same for all of its ranges.
+    floats: &'a mut [f32],
 }
 
 impl WithSimd for Units<'_> {
@@ -110,18 +149,17 @@ impl WithSimd for Units<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let p = self.p;
-        let mut panels = None;
-        let mut few = None;
+        debug_assert!(S::F32_LANES <= MAX_LANES);
+        let (few, panels) = self.floats.split_at_mut(self.kinds.few_size(p));
+        let lanes = S::F32_LANES;
+        let mut few = (self.kinds.few).then(|| few::Scratch::new(p, lanes, few));
+        let mut panels = (self.kinds.panel).map(|rows| panel::Scratch::new(p, rows, lanes, panels));
         for index in self.range {
             let unit = Unit::new(p, self.sequences, index, self.partials);
-            if unit.rows.len() <= few::MAX_ROWS {
-                let scratch = few.get_or_insert_with(|| few::Scratch::new(p, S::F32_LANES));
-                few::run(simd, &unit, scratch);
-            } else {
-                let rows = TILE_ROWS.min(p.max_seqlen_q * p.group());
-                let scratch =
-                    panels.get_or_insert_with(|| panel::Scratch::new(p, rows, S::F32_LANES));
-                panel::run(simd, &unit, scratch);
+            match (unit.rows.len() <= few::MAX_ROWS, &mut few, &mut panels) {
+                (true, Some(scratch), _) => few::run(simd, &unit, scratch),
+                (false, _, Some(scratch)) => panel::run(simd, &unit, scratch),
+                _ => debug_assert!(false, "a unit that no sequence has"),
             }
         }
     }
@@ -133,7 +171,8 @@ fn merge(cpu: &Cpu, p: &Problem, sequence: &Sequence, batch: usize, partials: &[
     let dim_v = p.head_dim_v;
     let items = rows * p.num_kv_heads;
     cpu.for_each_range(items, splits * size, |range| {
-        let mut out = vec![0.0f32; dim_v];
+        let mut room = [0.0f32; MAX_HEAD_DIM];
+        let out = &mut room[..dim_v];
         cpu.vectorize(
             #[inline(always)]
             || {
@@ -161,7 +200,7 @@ fn merge(cpu: &Cpu, p: &Problem, sequence: &Sequence, batch: usize, partials: &[
                     let group = p.group();
                     let query_head = (row / group, kv_head * group + row % group);
                     let softmax = Softmax { max, sum };
-                    store_output(p, sequence, batch, query_head, &mut out, softmax);
+                    store_output(p, sequence, batch, query_head, out, softmax);
                 }
             },
         );

@@ -10,7 +10,7 @@ use pulp::Simd;
 
 use super::scores::{MAX_KEYS, Tile, has_modifiers};
 use super::simd::{exp_nonpositive, finite_max, load, store};
-use super::unit::{Softmax, Unit};
+use super::unit::{Softmax, Unit, carve};
 use crate::problem::attention::Problem;
 
 /// Keys, or elements of values, that a micro-kernel broadcasts. Times the vectors of a panel, they are its accumulators, which must
@@ -18,45 +18,68 @@ use crate::problem::attention::Problem;
 const BLOCK: usize = 8;
 const HALF: usize = BLOCK / 2;
 
+/// Products that are added one to the next. Longer rows are sums of such runs: rounding grows with the longest chain of additions.
+const RUN: usize = 64;
+
 /// Vectors in the widest panel.
 const MAX_VECTORS: usize = 2;
 
 /// Buffers of one thread.
-pub(super) struct Scratch {
+pub(super) struct Scratch<'a> {
     /// Per panel `[head_dim, lanes]`.
-    q: Vec<f32>,
+    q: &'a mut [f32],
     /// Per panel `[head_dim_v, lanes]`, its rows rounded up to a block.
-    out: Vec<f32>,
+    out: &'a mut [f32],
     /// Per panel `[lanes]`.
-    max: Vec<f32>,
-    sum: Vec<f32>,
+    max: &'a mut [f32],
+    sum: &'a mut [f32],
     /// `[keys, lanes]`.
-    scores: Vec<f32>,
+    scores: &'a mut [f32],
     /// `[keys, head_dim]`.
-    k: Vec<f32>,
+    k: &'a mut [f32],
     /// `[keys, head_dim_v]`, rows rounded up to a block.
-    v: Vec<f32>,
+    v: &'a mut [f32],
     /// One row of queries or of output.
-    row: Vec<f32>,
+    row: &'a mut [f32],
 }
 
-impl Scratch {
-    /// For units of at most `rows` rows and vectors of at most `lanes` lanes.
-    pub fn new(p: &Problem, rows: usize, lanes: usize) -> Self {
-        let width = lanes * MAX_VECTORS;
-        let rows = rows.next_multiple_of(width);
-        let tile = tile_keys(p);
-        let dim_v = p.head_dim_v.next_multiple_of(BLOCK);
+/// Sizes of the buffers, for units of at most `rows` rows and vectors of at most `lanes` lanes.
+fn sizes(p: &Problem, rows: usize, lanes: usize) -> [usize; 8] {
+    let width = lanes * MAX_VECTORS;
+    let rows = rows.next_multiple_of(width);
+    let tile = tile_keys(p);
+    let dim_v = p.head_dim_v.next_multiple_of(BLOCK);
+    [
+        rows * p.head_dim,
+        rows * dim_v,
+        rows,
+        rows,
+        // Products are made in whole blocks, so both have room for one that begins at the last key.
+        (tile + BLOCK) * width,
+        (tile + BLOCK) * p.head_dim,
+        tile * dim_v,
+        p.head_dim.max(p.head_dim_v),
+    ]
+}
+
+impl<'a> Scratch<'a> {
+    /// Floats that [`Scratch::new`] takes.
+    pub fn size(p: &Problem, rows: usize, lanes: usize) -> usize {
+        sizes(p, rows, lanes).iter().sum()
+    }
+
+    /// In [`Scratch::size`] zeros.
+    pub fn new(p: &Problem, rows: usize, lanes: usize, floats: &'a mut [f32]) -> Self {
+        let [q, out, max, sum, scores, k, v, row] = carve(sizes(p, rows, lanes), floats);
         Scratch {
-            q: vec![0.0; rows * p.head_dim],
-            out: vec![0.0; rows * dim_v],
-            max: vec![0.0; rows],
-            sum: vec![0.0; rows],
-            // Products are made in whole blocks, so both have room for one that begins at the last key.
-            scores: vec![0.0; (tile + BLOCK) * width],
-            k: vec![0.0; (tile + BLOCK) * p.head_dim],
-            v: vec![0.0; tile * dim_v],
-            row: vec![0.0; p.head_dim.max(p.head_dim_v)],
+            q,
+            out,
+            max,
+            sum,
+            scores,
+            k,
+            v,
+            row,
         }
     }
 }
@@ -72,7 +95,7 @@ fn tile_keys(p: &Problem) -> usize {
 
 /// Computes a unit.
 #[inline(always)]
-pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
+pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch<'_>) {
     if unit.rows.len() <= S::F32_LANES {
         run_panels::<S, 1>(simd, unit, scratch);
     } else {
@@ -81,7 +104,7 @@ pub(super) fn run<S: Simd>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
 }
 
 #[inline(always)]
-fn run_panels<S: Simd, const N: usize>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch) {
+fn run_panels<S: Simd, const N: usize>(simd: S, unit: &Unit<'_>, scratch: &mut Scratch<'_>) {
     let p = unit.p;
     let lanes = S::F32_LANES * N;
     let dim_v = p.head_dim_v.next_multiple_of(BLOCK);
@@ -96,8 +119,8 @@ fn run_panels<S: Simd, const N: usize>(simd: S, unit: &Unit<'_>, scratch: &mut S
     let mut start = unit.keys.start;
     while start < unit.keys.end {
         let tile = start..unit.keys.end.min(start + tile_keys);
-        unit.load_tile(&p.k, p.head_dim, tile.clone(), p.head_dim, &mut scratch.k);
-        unit.load_tile(&p.v, p.head_dim_v, tile.clone(), dim_v, &mut scratch.v);
+        unit.load_tile(&p.k, p.head_dim, tile.clone(), p.head_dim, scratch.k);
+        unit.load_tile(&p.v, p.head_dim_v, tile.clone(), dim_v, scratch.v);
         for i in 0..num_panels {
             let rows = panel_rows(unit, lanes, i);
             let visible = unit.sequence.visible(p, &rows);
@@ -112,7 +135,7 @@ fn run_panels<S: Simd, const N: usize>(simd: S, unit: &Unit<'_>, scratch: &mut S
             let out = &mut scratch.out[i * lanes * dim_v..][..lanes * dim_v];
             let max = &mut scratch.max[i * lanes..][..lanes];
             let sum = &mut scratch.sum[i * lanes..][..lanes];
-            let scores = &mut scratch.scores;
+            let scores = &mut *scratch.scores;
             products::<S, N>(simd, k, q, p.head_dim, keys.len(), scores);
             let common = unit.sequence.common(p, &rows);
             let windows = common.start > keys.start || common.end < keys.end;
@@ -161,7 +184,7 @@ fn load_panel(
     rows: Range<usize>,
     lanes: usize,
     first: usize,
-    scratch: &mut Scratch,
+    scratch: &mut Scratch<'_>,
 ) {
     let dim = unit.p.head_dim;
     let panel = &mut scratch.q[first * dim..][..lanes * dim];
@@ -192,7 +215,7 @@ fn store_panel(
     lanes: usize,
     first: usize,
     dim_v: usize,
-    scratch: &mut Scratch,
+    scratch: &mut Scratch<'_>,
 ) {
     let panel = &scratch.out[first * dim_v..][..lanes * dim_v];
     let row_buffer = &mut scratch.row[..unit.p.head_dim_v];
@@ -251,24 +274,31 @@ unsafe fn product_block<S: Simd, const N: usize, const M: usize>(
     scores: *mut f32,
 ) {
     let lanes = S::F32_LANES * N;
-    let mut acc = [[simd.splat_f32s(0.0); N]; M];
-    // SAFETY: the caller's promise.
+    // SAFETY: what is loaded and stored lies in the rows that the caller promises.
     unsafe {
-        for x in 0..dim {
-            let mut qs = [simd.splat_f32s(0.0); N];
-            for (n, q_n) in qs.iter_mut().enumerate() {
-                *q_n = load::<S>(q.add(x * lanes + n * S::F32_LANES));
-            }
-            for (m, acc) in acc.iter_mut().enumerate() {
-                let k_m = simd.splat_f32s(*k.add(m * dim + x));
-                for (acc, q_n) in acc.iter_mut().zip(qs) {
-                    *acc = simd.mul_add_f32s(k_m, q_n, *acc);
+        for start in (0..dim).step_by(RUN) {
+            let mut acc = [[simd.splat_f32s(0.0); N]; M];
+            for x in start..dim.min(start + RUN) {
+                let mut qs = [simd.splat_f32s(0.0); N];
+                for (n, q_n) in qs.iter_mut().enumerate() {
+                    *q_n = load::<S>(q.add(x * lanes + n * S::F32_LANES));
+                }
+                for (m, acc) in acc.iter_mut().enumerate() {
+                    let k_m = simd.splat_f32s(*k.add(m * dim + x));
+                    for (acc, q_n) in acc.iter_mut().zip(qs) {
+                        *acc = simd.mul_add_f32s(k_m, q_n, *acc);
+                    }
                 }
             }
-        }
-        for (m, acc) in acc.iter().enumerate() {
-            for (n, acc) in acc.iter().enumerate() {
-                store::<S>(scores.add(m * lanes + n * S::F32_LANES), *acc);
+            for (m, acc) in acc.iter().enumerate() {
+                for (n, acc) in acc.iter().enumerate() {
+                    let at = scores.add(m * lanes + n * S::F32_LANES);
+                    let sum = match start {
+                        0 => *acc,
+                        _ => simd.add_f32s(load::<S>(at), *acc),
+                    };
+                    store::<S>(at, sum);
+                }
             }
         }
     }
@@ -328,7 +358,7 @@ fn softmax<S: Simd, const N: usize>(
 /// A vector is readable and writable at `at`.
 #[inline(always)]
 unsafe fn weigh<S: Simd>(simd: S, at: *mut f32, shift: S::f32s) -> S::f32s {
-    // SAFETY: the caller's promise.
+    // SAFETY: one vector, readable and writable as the caller promises.
     unsafe {
         let e = exp_nonpositive(simd, simd.sub_f32s(load::<S>(at), shift));
         store::<S>(at, e);
@@ -379,14 +409,9 @@ unsafe fn accumulate_block<S: Simd, const N: usize, const M: usize>(
 ) {
     let lanes = S::F32_LANES * N;
     let mut acc = [[simd.splat_f32s(0.0); N]; M];
-    // SAFETY: the caller's promise.
+    // SAFETY: what is loaded and stored lies in the rows that the caller promises.
     unsafe {
-        for (m, acc) in acc.iter_mut().enumerate() {
-            for (n, acc) in acc.iter_mut().enumerate() {
-                let before = load::<S>(out.add(m * lanes + n * S::F32_LANES));
-                *acc = simd.mul_f32s(before, factor[n]);
-            }
-        }
+        // The tile's own sum first: many small terms lose less to rounding beside one another than beside the whole.
         for key in 0..keys {
             let mut ws = [simd.splat_f32s(0.0); N];
             for (n, w) in ws.iter_mut().enumerate() {
@@ -401,7 +426,8 @@ unsafe fn accumulate_block<S: Simd, const N: usize, const M: usize>(
         }
         for (m, acc) in acc.iter().enumerate() {
             for (n, acc) in acc.iter().enumerate() {
-                store::<S>(out.add(m * lanes + n * S::F32_LANES), *acc);
+                let at = out.add(m * lanes + n * S::F32_LANES);
+                store::<S>(at, simd.mul_add_f32s(load::<S>(at), factor[n], *acc));
             }
         }
     }

@@ -92,45 +92,66 @@ impl Problem {
     }
 }
 
+/// Where sequences start and how long they are, checked.
+enum Lengths<'a> {
+    /// All of one length, at the start of entries of their own.
+    Equal(usize),
+    /// At the start of entries of their own.
+    Padded(&'a [i32]),
+    /// One after another, by where they start and end.
+    Packed(&'a [i32]),
+}
+
+impl Lengths<'_> {
+    /// Start and length of a sequence. Entries were checked not to be negative.
+    fn get(&self, index: usize) -> (usize, usize) {
+        match self {
+            Lengths::Equal(len) => (0, *len),
+            Lengths::Padded(lens) => (0, lens[index] as usize),
+            Lengths::Packed(cu) => {
+                let [start, end] = [cu[index], cu[index + 1]];
+                (start as usize, (end - start) as usize)
+            }
+        }
+    }
+}
+
 /// Every sequence, in order. Nothing has been written when this fails.
 pub(super) fn sequences(p: &Problem) -> Result<Vec<Sequence>> {
     let queries = match p.queries {
-        Queries::Batched { len } => vec![(0, len); p.batch],
+        Queries::Batched { len } => Lengths::Equal(len),
         Queries::Packed { cu_seqlens, total } => {
-            // SAFETY: checked to be `batch + 1` aligned entries.
+            // SAFETY: checked to be `batch + 1` aligned entries, which are initialised as whoever made the tensor has promised.
             let cu = unsafe { entries(cu_seqlens, p.batch + 1) };
-            packed(
-                ["cu_seqlens_q", "q", "max_seqlen_q"],
-                cu,
-                total,
-                p.max_seqlen_q,
-            )?
+            let names = ["cu_seqlens_q", "q", "max_seqlen_q"];
+            packed(names, cu, total, p.max_seqlen_q)?
         }
     };
     let keys = match p.keys {
-        Keys::Batched { len, seq_lens } if seq_lens.is_null() => vec![(0, len); p.batch],
-        // SAFETY: checked to be `batch` aligned entries.
+        Keys::Batched { len, seq_lens } if seq_lens.is_null() => Lengths::Equal(len),
+        // SAFETY: checked to be `batch` aligned entries, otherwise as above.
         Keys::Batched { seq_lens, .. } => padded(unsafe { entries(seq_lens, p.batch) }, p)?,
         Keys::Packed { cu_seqlens, total } => {
-            // SAFETY: checked to be `batch + 1` aligned entries.
+            // SAFETY: as those of the queries.
             let cu = unsafe { entries(cu_seqlens, p.batch + 1) };
-            packed(
-                ["cu_seqlens_k", "k", "max_seqlen_k"],
-                cu,
-                total,
-                p.max_seqlen_k,
-            )?
+            let names = ["cu_seqlens_k", "k", "max_seqlen_k"];
+            packed(names, cu, total, p.max_seqlen_k)?
         }
         Keys::Paged { seq_lens, .. } => {
-            // SAFETY: checked to be `batch` aligned entries.
+            // SAFETY: checked to be `batch` aligned entries, otherwise as above.
             let keys = padded(unsafe { entries(seq_lens, p.batch) }, p)?;
             check_block_table(p, &keys)?;
             keys
         }
     };
-    let mut sequences = Vec::with_capacity(p.batch);
+    let mut sequences = Vec::new();
+    if sequences.try_reserve_exact(p.batch).is_err() {
+        let bytes = p.batch.saturating_mul(size_of::<Sequence>());
+        return Err(Error::out_of_host_memory(OP, bytes));
+    }
     let (mut first_unit, mut first_partial) = (0, 0);
-    for ((q_start, q_len), (k_start, k_len)) in queries.into_iter().zip(keys) {
+    for batch in 0..p.batch {
+        let ((q_start, q_len), (k_start, k_len)) = (queries.get(batch), keys.get(batch));
         let mut sequence = Sequence {
             q_start,
             q_len,
@@ -162,63 +183,52 @@ unsafe fn entries<'a>(ptr: *const i32, len: usize) -> &'a [i32] {
     if len == 0 {
         return &[];
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: that the entries are there is what this function asks for.
     unsafe { std::slice::from_raw_parts(ptr, len) }
 }
 
-/// Starts and lengths from cumulative lengths.
-fn packed(
+/// Checks cumulative lengths.
+fn packed<'a>(
     [name, of, bound]: [&'static str; 3],
-    cu: &[i32],
+    cu: &'a [i32],
     total: usize,
     max: usize,
-) -> Result<Vec<(usize, usize)>> {
-    let mut ends = Vec::with_capacity(cu.len());
-    for (i, &end) in cu.iter().enumerate() {
-        let end = usize::try_from(end).ok().filter(|&end| end <= total);
-        ends.push(end.ok_or_else(|| {
-            let problem = text!(
-                "has {} at index {i}, allowed: 0 to the {total} tokens of {of}",
-                cu[i]
-            );
-            Error::invalid(OP, name, problem)
-        })?);
+) -> Result<Lengths<'a>> {
+    for (i, end) in cu.iter().enumerate() {
+        if !usize::try_from(*end).is_ok_and(|end| end <= total) {
+            let problem =
+                text!("has {end} at index {i}, allowed: 0 to the {total} tokens of {of}");
+            return Err(Error::invalid(OP, name, problem));
+        }
     }
-    let mut out = Vec::with_capacity(cu.len());
-    for (i, pair) in ends.windows(2).enumerate() {
+    for (i, pair) in cu.windows(2).enumerate() {
         let (start, end) = (pair[0], pair[1]);
-        let Some(len) = end.checked_sub(start) else {
+        if end < start {
             let problem = text!("falls from {start} to {end} at index {}", i + 1);
             return Err(Error::invalid(OP, name, problem));
-        };
+        }
+        let len = (end - start) as usize;
         if len > max {
             let problem = text!("has a sequence of {len} at index {i}, above {bound} {max}");
             return Err(Error::invalid(OP, name, problem));
         }
-        out.push((start, len));
     }
-    Ok(out)
+    Ok(Lengths::Packed(cu))
 }
 
-/// Lengths of keys as given; their starts are zero.
-fn padded(lens: &[i32], p: &Problem) -> Result<Vec<(usize, usize)>> {
-    lens.iter()
-        .enumerate()
-        .map(|(i, &len)| {
-            let valid = usize::try_from(len)
-                .ok()
-                .filter(|&len| len <= p.max_seqlen_k);
-            let len = valid.ok_or_else(|| {
-                let problem = text!("has {len} at index {i}, allowed: 0 to {}", p.max_seqlen_k);
-                Error::invalid(OP, "seq_lens_k", problem)
-            })?;
-            Ok((0, len))
-        })
-        .collect()
+/// Checks lengths of keys.
+fn padded<'a>(lens: &'a [i32], p: &Problem) -> Result<Lengths<'a>> {
+    for (i, &len) in lens.iter().enumerate() {
+        if !usize::try_from(len).is_ok_and(|len| len <= p.max_seqlen_k) {
+            let problem = text!("has {len} at index {i}, allowed: 0 to {}", p.max_seqlen_k);
+            return Err(Error::invalid(OP, "seq_lens_k", problem));
+        }
+    }
+    Ok(Lengths::Padded(lens))
 }
 
 /// Every entry that will be read names a page that exists.
-fn check_block_table(p: &Problem, keys: &[(usize, usize)]) -> Result<()> {
+fn check_block_table(p: &Problem, keys: &Lengths<'_>) -> Result<()> {
     let Keys::Paged {
         block_table,
         table_stride,
@@ -229,8 +239,8 @@ fn check_block_table(p: &Problem, keys: &[(usize, usize)]) -> Result<()> {
     else {
         return Ok(());
     };
-    for (b, &(_, len)) in keys.iter().enumerate() {
-        let used = len.div_ceil(page_size);
+    for b in 0..p.batch {
+        let used = keys.get(b).1.div_ceil(page_size);
         if used == 0 {
             continue;
         }

@@ -26,6 +26,10 @@ pub(super) fn exp_nonpositive<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const ROUND: f32 = 12_582_912.0 + 127.0;
     const LN2_HIGH: f32 = 0.693_145_75;
     const LN2_LOW: f32 = 1.428_606_8e-6;
+    const LEAST: f32 = -87.3;
+    // Below that, −∞ of a hidden score included, what follows would be −∞ less −∞.
+    let too_small = simd.less_than_f32s(x, simd.splat_f32s(LEAST));
+    let x = simd.select_f32s(too_small, simd.splat_f32s(LEAST), x);
     let shifted = simd.mul_add_f32s(
         x,
         simd.splat_f32s(std::f32::consts::LOG2_E),
@@ -47,7 +51,6 @@ pub(super) fn exp_nonpositive<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let exponent =
         simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let y = simd.mul_f32s(p, simd.transmute_f32s_u32s(exponent));
-    let too_small = simd.less_than_f32s(x, simd.splat_f32s(-87.3));
     simd.select_f32s(too_small, simd.splat_f32s(0.0), y)
 }
 

@@ -1,5 +1,6 @@
 //! A unit of work, and where its rows come from and go to.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::sequences::{SPLIT_KEYS, Sequence, TILE_ROWS};
@@ -23,11 +24,41 @@ pub(super) struct Unit<'a> {
     pub partial: Option<*mut f32>,
 }
 
+/// Rows of keys or values as floats: where they lie, or widened. Between rows there may be anything, even what another thread writes,
+/// so only the rows themselves are ever borrowed or read.
+#[derive(Clone, Copy)]
+pub(super) struct KeyRows<'t> {
+    first: *const f32,
+    /// Floats from row to row.
+    stride: usize,
+    /// Rows, and floats of a row.
+    size: (usize, usize),
+    _floats: PhantomData<&'t [f32]>,
+}
+
+impl KeyRows<'_> {
+    /// The first row's start and the distance of rows, if there are at least `rows` rows of `width` floats.
+    #[inline(always)]
+    pub fn get(self, rows: usize, width: usize) -> (*const f32, usize) {
+        assert!(rows <= self.size.0 && width <= self.size.1);
+        (self.first, self.stride)
+    }
+}
+
 /// Running softmax of one row: the greatest score, and the sum of `exp(score - max)`.
 #[derive(Clone, Copy)]
 pub(super) struct Softmax {
     pub max: f32,
     pub sum: f32,
+}
+
+/// Cuts buffers of these sizes from the start of `floats`.
+pub(super) fn carve<const N: usize>(sizes: [usize; N], mut floats: &mut [f32]) -> [&mut [f32]; N] {
+    sizes.map(|size| {
+        let (buffer, rest) = std::mem::take(&mut floats).split_at_mut(size);
+        floats = rest;
+        buffer
+    })
 }
 
 /// Floats of a partial row: the unnormalised output, max and sum.
@@ -103,7 +134,8 @@ impl<'a> Unit<'a> {
     pub fn load_query(&self, row: usize, to: &mut [f32]) {
         let (query, head) = self.query_head(row);
         let token = self.sequence.q_start + query;
-        // SAFETY: the row exists: the problem was checked, and so were the sequences.
+        // SAFETY: the row exists: the problem was checked, and so were the sequences. Nobody writes the inputs of a call while it runs:
+        // the tensors they come from were borrowed or, in C, promised for that long.
         unsafe { load(&self.p.q, self.p.q.offset(self.batch, token, head), to) };
         for x in to {
             *x *= self.p.scale;
@@ -133,8 +165,8 @@ impl<'a> Unit<'a> {
         });
     }
 
-    /// `keys` of `k` or `v` as floats, and the distance of their rows: where they lie, if they are floats a constant distance apart in
-    /// whole vectors (`stride` is `dim` then); else widened into `to`, `stride` apart.
+    /// `keys` of `k` or `v` as floats: where they lie, if they are floats a constant distance apart in whole vectors (`stride` is
+    /// `dim` then); else widened into `to`, `stride` apart.
     #[inline(always)]
     pub fn tile<'t>(
         &self,
@@ -143,7 +175,7 @@ impl<'a> Unit<'a> {
         keys: Range<usize>,
         stride: usize,
         to: &'t mut [f32],
-    ) -> (&'t [f32], usize)
+    ) -> KeyRows<'t>
     where
         'a: 't,
     {
@@ -152,17 +184,27 @@ impl<'a> Unit<'a> {
             Keys::Paged { page_size, .. } => keys.start / page_size == last / page_size,
             _ => true,
         };
+        let size = (keys.len(), stride);
         if rows.dtype != DType::F32 || dim != stride || !regular {
+            assert!(to.len() >= size.0 * stride);
             self.load_tile(rows, dim, keys, stride, to);
-            return (to, stride);
+            return KeyRows {
+                first: to.as_ptr(),
+                stride,
+                size,
+                _floats: PhantomData,
+            };
         }
         let (outer, token) = self.locate(keys.start);
+        // Every row exists, from the first to the last: the problem was checked, and so were the sequences and the block table. Their
+        // offsets fit an isize (see Layout).
         let offset = rows.offset(outer, token, self.kv_head);
-        let len = (last - keys.start) * rows.token + dim;
-        // SAFETY: the rows exist, from the first to the last: the problem was checked, and so were the sequences and the block table.
-        // The caller's inputs are not written while the problem is worked on.
-        let floats = unsafe { std::slice::from_raw_parts(rows.ptr.cast::<f32>().add(offset), len) };
-        (floats, rows.token)
+        KeyRows {
+            first: rows.ptr.cast::<f32>().cast_const().wrapping_add(offset),
+            stride: rows.token,
+            size,
+            _floats: PhantomData,
+        }
     }
 
     /// Outer and token index of a key.
@@ -250,7 +292,7 @@ pub(super) fn store_output(
 #[inline(always)]
 unsafe fn load(rows: &Rows, offset: usize, to: &mut [f32]) {
     with_float!(rows.dtype, T => {
-        // SAFETY: the caller's promise.
+        // SAFETY: that the elements are there and readable is what this function asks for; T is their type.
         T::load(unsafe { std::slice::from_raw_parts(rows.ptr.cast::<T>().add(offset), to.len()) }, to);
     });
 }
