@@ -22,8 +22,6 @@
 static const struct {
   const char *symbol, *when;
 } tolerated[] = {
-    {"rayon_core", "threads of a context start"},
-    {"crossbeam", "a queue of these threads grows, once for every 63 calls"},
     {"gemm", "a thread multiplies its first matrix, or a larger one than before"},
     {"dyn_stack", "the same: the memory that gemm packs matrices into"},
 };
@@ -169,10 +167,9 @@ static int run(const call *c, long n, int lasting) {
 
 // ---- What ended a process.
 
-// Where the name of a crate starts in a line of addr2line, such as `<rayon_core::Registry>::new`.
+// Where the name of a crate starts in a line of addr2line, such as `<dyn_stack::MemBuffer>::new`.
 static const char *crate_of(const char *line) {
-  static const char *const crates[] = {"unsloth", "rayon",     "crossbeam",
-                                       "gemm",    "dyn_stack", "pulp"};
+  static const char *const crates[] = {"unsloth", "gemm", "dyn_stack", "pulp"};
   line += strspn(line, "<&");
   for (size_t i = 0; i < COUNT(crates); i++) {
     if (strncmp(line, crates[i], strlen(crates[i])) == 0) return line;

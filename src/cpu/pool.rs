@@ -371,7 +371,7 @@ impl Pool {
             };
         }
         slot.next.0.store(0, Ordering::Relaxed);
-        let open = TAKEN | OPEN | helpers as u32 * ROOM;
+        let open = TAKEN | OPEN | (helpers as u32 * ROOM);
         slot.state.store(open, Ordering::Release);
         let opened = Opened(slot);
         shared.publish(helpers);

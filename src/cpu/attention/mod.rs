@@ -92,7 +92,7 @@ impl Kinds {
             for rows in [rows.min(TILE_ROWS), rows % TILE_ROWS] {
                 match rows {
                     0 => {}
-                    ..=few::MAX_ROWS => kinds.few = true,
+                    1..=few::MAX_ROWS => kinds.few = true,
                     _ => kinds.panel = kinds.panel.max(Some(rows)),
                 }
             }
