@@ -196,8 +196,7 @@ fn packed<'a>(
 ) -> Result<Lengths<'a>> {
     for (i, end) in cu.iter().enumerate() {
         if !usize::try_from(*end).is_ok_and(|end| end <= total) {
-            let problem =
-                text!("has {end} at index {i}, allowed: 0 to the {total} tokens of {of}");
+            let problem = text!("has {end} at index {i}, allowed: 0 to the {total} tokens of {of}");
             return Err(Error::invalid(OP, name, problem));
         }
     }
