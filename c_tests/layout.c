@@ -345,6 +345,14 @@ FIELD(unsloth_kv_cache_sequence_info, num_pages, 40, 8);
 FIELD(unsloth_kv_cache_sequence_info, num_shared_pages, 48, 8);
 FIELD(unsloth_kv_cache_sequence_info, num_reserved, 56, 8);
 
+STRUCT(unsloth_layer_norm_params, 552, 8);
+FIELD(unsloth_layer_norm_params, struct_size, 0, 4);
+FIELD(unsloth_layer_norm_params, epsilon, 4, 4);
+FIELD(unsloth_layer_norm_params, x, 8, 136);
+FIELD(unsloth_layer_norm_params, out, 144, 136);
+FIELD(unsloth_layer_norm_params, weight, 280, 136);
+FIELD(unsloth_layer_norm_params, bias, 416, 136);
+
 STRUCT(unsloth_linear_params, 704, 8);
 FIELD(unsloth_linear_params, struct_size, 0, 4);
 FIELD(unsloth_linear_params, reserved, 4, 4);

@@ -66,6 +66,7 @@
 #define UNSLOTH_KV_CACHE_PARAMS_INIT UNSLOTH_INIT(unsloth_kv_cache_params)
 #define UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT UNSLOTH_INIT(unsloth_kv_cache_sequence_info)
 #define UNSLOTH_KV_CACHE_STATS_INIT UNSLOTH_INIT(unsloth_kv_cache_stats)
+#define UNSLOTH_LAYER_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_layer_norm_params)
 #define UNSLOTH_LINEAR_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_params)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
 #define UNSLOTH_MLP_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_params)
@@ -1531,6 +1532,37 @@ typedef struct unsloth_kv_cache_sequence_info {
 } unsloth_kv_cache_sequence_info;
 
 /**
+ * Arguments of `unsloth_layer_norm_forward`: `y = (x - m) / sqrt(mean((x - m)^2) + epsilon) * weight + bias` over the
+ * last dimension, with the mean `m` of each row.
+ */
+typedef struct unsloth_layer_norm_params {
+  /**
+   * `sizeof(unsloth_layer_norm_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Added to the variance, above zero.
+   */
+  float epsilon;
+  /**
+   * `[.., dim]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * Like `x`. Absent, or the same tensor as `x`: `x` is overwritten.
+   */
+  struct unsloth_tensor out;
+  /**
+   * Optional: gains `[dim]`, any float dtype. Absent: all ones.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: `[dim]`, any float dtype. Absent: zeros.
+   */
+  struct unsloth_tensor bias;
+} unsloth_layer_norm_params;
+
+/**
  * Arguments of `unsloth_linear_forward`: `out = x weight^T + bias + residual`.
  */
 typedef struct unsloth_linear_params {
@@ -2869,6 +2901,28 @@ unsloth_status unsloth_kv_cache_sequence_pages_get(struct unsloth_kv_cache *cach
                                                    int32_t *pages,
                                                    size_t capacity,
                                                    size_t *num_pages);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_layer_norm_supported(struct unsloth_context *ctx,
+                                            const struct unsloth_layer_norm_params *params,
+                                            unsloth_implementation *implementation);
+
+/**
+ * Normalises on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
+ *
+ * `out` may be `x`; other overlaps with it are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_layer_norm_forward(struct unsloth_context *ctx,
+                                          const struct unsloth_layer_norm_params *params,
+                                          unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the

@@ -90,6 +90,12 @@ static void rows(void) {
   norm.residual_out = norm.residual;
   CHECK_PATH(unsloth_rms_norm_forward(ctx, &norm, NULL), 1);
 
+  unsloth_layer_norm_params centred = UNSLOTH_LAYER_NORM_PARAMS_INIT;
+  centred.x = centred.out = bf16(3, HIDDEN, -1, -1);
+  centred.weight = bf16(HIDDEN, -1, -1, -1);
+  centred.epsilon = 1e-5f;
+  CHECK_PATH(unsloth_layer_norm_forward(ctx, &centred, NULL), 1);
+
   unsloth_swiglu_params gated = UNSLOTH_SWIGLU_PARAMS_INIT;
   gated.gate_up = bf16(3, 2 * FFN, -1, -1);
   gated.out = bf16(3, FFN, -1, -1);

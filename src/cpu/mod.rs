@@ -10,6 +10,7 @@ pub(crate) mod embedding;
 mod event;
 pub(crate) mod float;
 pub(crate) mod kv_cache;
+mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod math;
 mod memory;

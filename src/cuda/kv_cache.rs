@@ -71,7 +71,7 @@ fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
             .map_or(Style::Plain, |r| codes::style(r.style))
             .code();
         let choices = [dtype as u32, p.k_pages.dtype as u32, style, width as u32];
-        let kernel = cuda.kv_append.get(choices)?;
+        let kernel = cuda.kv_cache.get(choices)?;
         // Rows are counted in 31 bits.
         let rows = check_blocks(OP, "k", 2 * num_tokens * num_heads)? as usize;
         let rows_per_block = kernel.choices.rows_per_block as usize;

@@ -4,26 +4,35 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::device::Resources;
 use super::driver::Driver;
-use super::{argmax, attention, cast, embedding, kv_cache, linear, rms_norm, rope, swiglu};
 use super::{check_ordinal, images, unavailable};
 use crate::error::Result;
 
-/// Every operation's kernels on one device, ready to launch, and the libraries that serve some.
-///
-/// The last context of the device that goes unloads them: until then graphs that captured launches
-/// of them remain valid.
-pub(crate) struct Loaded {
-    pub(super) argmax: argmax::Kernels,
-    pub(super) attention: attention::Kernels,
-    pub(super) cast: cast::Kernels,
-    pub(super) embedding: embedding::Kernels,
-    pub(super) kv_append: kv_cache::Kernels,
-    pub(super) linear: linear::Kernels,
-    pub(super) rms_norm: rms_norm::Kernels,
-    pub(super) rope: rope::Kernels,
-    pub(super) swiglu: swiglu::Kernels,
-    pub(super) resources: Resources,
+/// `Loaded`, with a field for each of the modules named: what its `kernels` makes of the device's images.
+macro_rules! operations {
+    ($($operation:ident),* $(,)?) => {
+        /// Every operation's kernels on one device, ready to launch, and the libraries that serve some.
+        ///
+        /// The last context of the device that goes unloads them: until then graphs that captured launches
+        /// of them remain valid.
+        pub(crate) struct Loaded {
+            $(pub(super) $operation: super::$operation::Kernels,)*
+            pub(super) resources: Resources,
+        }
+
+        impl Loaded {
+            fn of(resources: Resources) -> Result<Loaded> {
+                Ok(Loaded {
+                    $($operation: super::$operation::kernels(&resources)?,)*
+                    resources,
+                })
+            }
+        }
+    };
 }
+
+operations!(
+    argmax, attention, cast, embedding, kv_cache, layer_norm, linear, rms_norm, rope, swiglu,
+);
 
 // SAFETY: the fields are handles of the driver, which any thread may use.
 unsafe impl Send for Loaded {}
@@ -63,19 +72,7 @@ impl Loaded {
             );
             return Err(unavailable(op, reason));
         }
-        let resources = Resources::load(op, driver, ordinal)?;
-        let loaded = Loaded {
-            argmax: argmax::kernels(&resources)?,
-            attention: attention::Kernels::new(&resources)?,
-            cast: cast::kernels(&resources)?,
-            embedding: embedding::kernels(&resources)?,
-            kv_append: kv_cache::kernels(&resources)?,
-            linear: linear::Kernels::new(&resources)?,
-            rms_norm: rms_norm::Kernels::new(&resources)?,
-            rope: rope::kernels(&resources)?,
-            swiglu: swiglu::kernels(&resources)?,
-            resources,
-        };
+        let loaded = Loaded::of(Resources::load(op, driver, ordinal)?)?;
         tracing::info!(
             "cuda: loaded {} images on device {ordinal} in {} ms; driver {major}.{minor}, cuBLASLt {}",
             loaded.resources.num_images(),

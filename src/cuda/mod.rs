@@ -15,6 +15,7 @@ pub(crate) mod embedding;
 mod event;
 mod images;
 pub(crate) mod kv_cache;
+mod layer_norm;
 pub(crate) mod linear;
 mod loaded;
 mod memory;

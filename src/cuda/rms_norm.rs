@@ -40,8 +40,12 @@ pub(crate) struct Kernels {
     forms: [[Forms; 2]; 3],
 }
 
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    Kernels::new(resources)
+}
+
 impl Kernels {
-    pub fn new(resources: &Resources) -> Result<Kernels> {
+    fn new(resources: &Resources) -> Result<Kernels> {
         let mut forms: [[Forms; 2]; 3] = Default::default();
         for kernel in resources.kernels::<Arguments>()? {
             let choices = *kernel.choices;

@@ -18,6 +18,7 @@ pub mod event;
 mod handle;
 pub mod kv_cache;
 pub mod kv_cache_sequence;
+pub mod layer_norm;
 pub mod linear;
 pub mod log;
 pub mod memory;

@@ -12,6 +12,7 @@ pub mod cast;
 pub(crate) mod check;
 pub mod embedding;
 pub mod kv_cache;
+pub mod layer_norm;
 pub mod linear;
 pub mod mlp;
 pub(crate) mod operation;

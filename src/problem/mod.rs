@@ -9,6 +9,7 @@ pub(crate) mod attention_block;
 pub(crate) mod cast;
 pub(crate) mod embedding;
 pub(crate) mod kv_cache;
+pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod mlp;
 pub(crate) mod rms_norm;

@@ -25,15 +25,29 @@ fn tiny(dtype: DType) -> f64 {
 /// arithmetic before the rounding. For operations whose every output is a short chain of f32
 /// operations.
 pub fn assert_close(what: &str, dtype: DType, actual: &[f64], reference: &[f64], f32_ulps: f64) {
+    let terms: Vec<f64> = reference.iter().map(|r| r.abs()).collect();
+    assert_close_of_sums(what, dtype, actual, reference, &terms, f32_ulps);
+}
+
+/// [`assert_close`] for sums, whose terms' magnitudes add up to `terms`: where they cancel, the
+/// units of f32 are those of the terms.
+pub fn assert_close_of_sums(
+    what: &str,
+    dtype: DType,
+    actual: &[f64],
+    reference: &[f64],
+    terms: &[f64],
+    f32_ulps: f64,
+) {
     assert_eq!(actual.len(), reference.len(), "{what}: length");
-    for (i, (&a, &r)) in actual.iter().zip(reference).enumerate() {
+    for (i, ((&a, &r), terms)) in actual.iter().zip(reference).zip(terms).enumerate() {
         let rounding = match dtype {
             DType::F32 => 0.0,
             _ => 0.5 * epsilon(dtype) * r.abs().max(tiny(dtype)),
         };
         // A value that f32 arithmetic moves across a rounding boundary lands one step away, hence
         // the second term.
-        let arithmetic = f32_ulps * epsilon(DType::F32) * r.abs();
+        let arithmetic = f32_ulps * epsilon(DType::F32) * terms;
         let bound = rounding + arithmetic + tiny(DType::F32);
         let same = a == r || (a - r).abs() <= bound * (1.0 + 1e-9);
         let rounds_alike = a == round_to(dtype, r);

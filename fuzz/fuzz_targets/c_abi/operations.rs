@@ -6,6 +6,7 @@ use unsloth::ffi::attention_block::*;
 use unsloth::ffi::cast::*;
 use unsloth::ffi::context::unsloth_context;
 use unsloth::ffi::embedding::*;
+use unsloth::ffi::layer_norm::*;
 use unsloth::ffi::linear::*;
 use unsloth::ffi::mlp::*;
 use unsloth::ffi::rms_norm::*;
@@ -49,7 +50,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 14] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 15] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -66,6 +67,15 @@ pub const ALL: [fn(&mut Call<'_, '_>); 14] = [
             unsloth_rms_norm_supported,
             None,
             unsloth_rms_norm_forward,
+        );
+    },
+    |call| {
+        let params = call.layer_norm();
+        call.finish(
+            params,
+            unsloth_layer_norm_supported,
+            None,
+            unsloth_layer_norm_forward,
         );
     },
     |call| {
@@ -360,6 +370,23 @@ impl Call<'_, '_> {
         p.epsilon = self.factor().max(1e-5);
         p.weight_offset = self.factor();
         p.reserved = self.flag(0);
+        stated
+    }
+
+    fn layer_norm(&mut self) -> Box<Stated<unsloth_layer_norm_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_layer_norm_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &shape);
+        p.out = self.optional(dtype, &shape);
+        for vector in [&mut p.weight, &mut p.bias] {
+            let dtype = self.float_dtype();
+            *vector = self.optional(dtype, &[dim]);
+        }
+        p.epsilon = self.factor().max(1e-5);
         stated
     }
 

@@ -24,8 +24,12 @@ pub(super) struct Kernels {
     hopper: Option<hopper::Kernels>,
 }
 
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    Kernels::new(resources)
+}
+
 impl Kernels {
-    pub fn new(resources: &Resources) -> Result<Kernels> {
+    fn new(resources: &Resources) -> Result<Kernels> {
         Ok(Kernels {
             portable: portable::Kernels::new(resources)?,
             hopper: hopper::Kernels::new(resources)?,

@@ -53,8 +53,12 @@ pub(crate) struct Kernels {
     tuning: tuning::Linear,
 }
 
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    Kernels::new(resources)
+}
+
 impl Kernels {
-    pub fn new(resources: &Resources) -> Result<Kernels> {
+    fn new(resources: &Resources) -> Result<Kernels> {
         let mut forms = Vec::new();
         for kernel in resources.kernels::<Arguments>()? {
             let of_kernel = *kernel.choices;
