@@ -1,5 +1,5 @@
-// A child of `fork` has its parent's handles and not its threads: calls with them are refused there,
-// the child makes its own, and the parent goes on. Python's multiprocessing comes to this.
+// A child of `fork` has its parent's handles and not its threads: calls with them are refused
+// there, the child makes its own, and the parent goes on. Python's multiprocessing comes to this.
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif

@@ -1,5 +1,5 @@
-// Tensors, by macro and from DLPack. The structs are as dlpack.h has them (ABI version 1), written out so that
-// the test needs no package.
+// Tensors, by macro and from DLPack. The structs are as dlpack.h has them (ABI version 1), written
+// out so that the test needs no package.
 #include "check.h"
 
 typedef struct {
@@ -143,7 +143,8 @@ int main(void) {
       if (wrong == 2) id = (int32_t *)(void *)((char *)room + 1);
       if (wrong == 3) flags_to = (uint64_t *)(void *)((char *)room + 1);
       if (wrong != 3)
-        CHECK_STATUS(unsloth_tensor_from_dlpack(&dl, to, type, id), UNSLOTH_STATUS_INVALID_ARGUMENT);
+        CHECK_STATUS(unsloth_tensor_from_dlpack(&dl, to, type, id),
+                     UNSLOTH_STATUS_INVALID_ARGUMENT);
       CHECK_STATUS(unsloth_tensor_from_dlpack_versioned(&managed, to, type, id, flags_to),
                    UNSLOTH_STATUS_INVALID_ARGUMENT);
       CHECK(device_type == 7 && device_id == 7 && flags == 7 && t.rank == 0x07070707);

@@ -1,13 +1,13 @@
 // The consumers: warpgroups that compute O = softmax(Q K^T) V for 64 rows each.
 #pragma once
 
+#include "attention/forward/arguments.h"
 #include "common/memory.cuh"
 #include "common/named_barrier.cuh"
 #include "common/trace.cuh"
 #include "common/wgmma.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
-#include "attention/forward/arguments.h"
 #include "shared.cuh"
 #include "softmax.cuh"
 

@@ -3,11 +3,11 @@
 
 #include <cfloat>
 
+#include "attention/forward/arguments.h"
 #include "common/math.cuh"
 #include "common/memory.cuh"
 #include "common/named_barrier.cuh"
 #include "common/tma.cuh"
-#include "attention/forward/arguments.h"
 #include "shared.cuh"
 #include "softmax.cuh"
 
@@ -18,8 +18,8 @@ struct PackedRow {
   int position, head;
 };
 
-__device__ __forceinline__ PackedRow packed_row(const AttentionForwardArguments &p, const Tile &tile,
-                                                int block_rows, int row) {
+__device__ __forceinline__ PackedRow packed_row(const AttentionForwardArguments &p,
+                                                const Tile &tile, int block_rows, int row) {
   const int pack = 1 << p.pack_log2;
   return {tile.row_block * (block_rows >> p.pack_log2) + (row >> p.pack_log2),
           tile.head * pack + (row & (pack - 1))};

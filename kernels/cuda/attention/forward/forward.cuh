@@ -7,10 +7,10 @@
 
 #include <type_traits>
 
+#include "attention/forward/arguments.h"
 #include "common/registers.cuh"
 #include "config.h"
 #include "consumer.cuh"
-#include "attention/forward/arguments.h"
 #include "producer.cuh"
 #include "shared.cuh"
 
@@ -57,7 +57,7 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
 // Instantiates a kernel, and beside it what the host must know of it. `role`: kUsual or kShort.
 #define UNSLOTH_ATTENTION_FORWARD(name, type, tile, mask, softcap, role)             \
   extern "C" __global__ void __launch_bounds__(unsloth::threads(unsloth::tile), 1)   \
-      name(const __grid_constant__ AttentionForwardArguments params) {                  \
+      name(const __grid_constant__ AttentionForwardArguments params) {               \
     unsloth::attention_forward<unsloth::tile, type, unsloth::mask, softcap>(params); \
   }                                                                                  \
   extern "C" __device__ const AttentionForwardLaunch name##_launch = {               \

@@ -54,8 +54,9 @@ __device__ __forceinline__ void load_q(const AttentionForwardArguments &p, Share
 // the page of box i, a block ahead. Boxes wholly past the end of the sequence are left out: their
 // pages may not exist.
 template <TileConfig C, class T, bool kV, bool kRagged>
-__device__ __forceinline__ void load_blocks(const AttentionForwardArguments &p, Shared<C, T> &shared,
-                                            const Tile &tile, Progress &at, Trace &trace) {
+__device__ __forceinline__ void load_blocks(const AttentionForwardArguments &p,
+                                            Shared<C, T> &shared, const Tile &tile, Progress &at,
+                                            Trace &trace) {
   constexpr int kChunks = chunks(kV ? C.head_dim_v : C.head_dim);
   constexpr int kRowBytes = kChunk * 2;  // of a chunk
   const int lane = threadIdx.x % 32;

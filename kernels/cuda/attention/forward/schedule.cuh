@@ -10,9 +10,9 @@
 
 #include <cstdint>
 
+#include "attention/forward/arguments.h"
 #include "common/math.cuh"
 #include "common/memory.cuh"
-#include "attention/forward/arguments.h"
 #include "shared.cuh"
 
 namespace unsloth {
@@ -42,7 +42,8 @@ __device__ __forceinline__ void begin_claims(const AttentionForwardArguments &p)
 // After a block's last claim, which gave `index` though there are only so many tiles. There are as
 // many claims as tiles: all but the blocks' first tiles are claimed, and each block that has had a
 // tile claims once in vain.
-__device__ __forceinline__ void end_claims(const AttentionForwardArguments &p, int index, int tiles) {
+__device__ __forceinline__ void end_claims(const AttentionForwardArguments &p, int index,
+                                           int tiles) {
   if (p.tile_counter != nullptr && index - static_cast<int>(gridDim.x) == tiles - 1) {
     p.tile_counter[1] = p.launch_tag << kCountBits;
   }
