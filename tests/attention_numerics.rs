@@ -137,7 +137,8 @@ fn finite_inputs_raise_no_invalid_operation() {
         let inputs = Inputs::new(&mut rng, queries, keys, dim);
         let hidden = vec![f32::NEG_INFINITY; queries * keys];
         let mask: Vec<u8> = (0..queries * keys).map(|i| u8::from(i % 3 == 0)).collect();
-        let changes: [(&str, &dyn Fn(&mut Params<'_>)); 4] = [
+        type Change<'c> = (&'static str, &'c dyn Fn(&mut Params<'_>));
+        let changes: [Change<'_>; 4] = [
             ("plain", &|_| ()),
             ("causal", &|p| p.causal = true),
             ("window", &|p| (p.causal, p.window_left) = (true, 2)),

@@ -93,6 +93,16 @@ static void rms_norm_ready(void) {
   rms_norm.epsilon = 1e-5f;
 }
 
+static unsloth_layer_norm_params layer_norm;
+static void layer_norm_ready(void) {
+  with_context();
+  layer_norm = (unsloth_layer_norm_params)UNSLOTH_LAYER_NORM_PARAMS_INIT;
+  layer_norm.x = in2(TOKENS, HIDDEN);
+  layer_norm.weight = layer_norm.bias = in2(HIDDEN, -1);
+  layer_norm.out = out2(TOKENS, HIDDEN);
+  layer_norm.epsilon = 1e-5f;
+}
+
 static unsloth_rope_params rope;
 static void rope_ready(void) {
   with_context();
@@ -410,6 +420,9 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(embedding, embedding_ready, unsloth_embedding_forward, (ctx, &embedding, NULL), OK)            \
   X(rms_norm_supported, rms_norm_ready, unsloth_rms_norm_supported, (ctx, &rms_norm, NULL), OK)    \
   X(rms_norm, rms_norm_ready, unsloth_rms_norm_forward, (ctx, &rms_norm, NULL), OK)                \
+  X(layer_norm_supported, layer_norm_ready, unsloth_layer_norm_supported,                          \
+    (ctx, &layer_norm, NULL), OK)                                                                  \
+  X(layer_norm, layer_norm_ready, unsloth_layer_norm_forward, (ctx, &layer_norm, NULL), OK)        \
   X(rope_supported, rope_ready, unsloth_rope_supported, (ctx, &rope, NULL), OK)                    \
   X(rope, rope_ready, unsloth_rope_forward, (ctx, &rope, NULL), OK)                                \
   X(swiglu_supported, swiglu_ready, unsloth_swiglu_supported, (ctx, &swiglu, NULL), OK)            \

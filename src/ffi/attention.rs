@@ -127,7 +127,7 @@ params!(
 impl FromC for unsloth_attention_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             let page_layout = PageLayout::from_raw(self.page_layout).ok_or_else(|| {

@@ -33,7 +33,7 @@ params!(unsloth_embedding_params, [reserved, table, ids, out]);
 impl FromC for unsloth_embedding_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             Ok(Params {

@@ -34,7 +34,7 @@ params!(unsloth_layer_norm_params, [x, out, weight, bias]);
 impl FromC for unsloth_layer_norm_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             let x = in_out(OP, ("x", "out"), &self.x, &self.out)?;

@@ -85,7 +85,7 @@ pub(crate) unsafe fn weights_from<'a>(
 impl FromC for unsloth_linear_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             Ok(Params {

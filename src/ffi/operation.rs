@@ -19,7 +19,7 @@ pub(crate) trait FromC: Params {
     /// # Safety
     /// The struct's tensors and workspace are what the exported functions ask for: valid on the context's device
     /// until the work has run, unless only a query is made.
-    unsafe fn from_c<'a>(&self) -> Result<Self::Operation<'a>>;
+    unsafe fn convert<'a>(&self) -> Result<Self::Operation<'a>>;
 }
 
 /// As [`FromC`], for structs that name a handle, which is held while the parameters are used.
@@ -29,7 +29,7 @@ pub(crate) trait WithC: Params {
     /// Converts, and calls `run` with the parameters.
     ///
     /// # Safety
-    /// As [`FromC::from_c`].
+    /// As [`FromC::convert`].
     unsafe fn with<R>(&self, run: impl FnOnce(&Self::Operation<'_>) -> Result<R>) -> Result<R>;
 }
 
@@ -37,8 +37,8 @@ impl<P: FromC> WithC for P {
     type Operation<'a> = <P as FromC>::Operation<'a>;
 
     unsafe fn with<R>(&self, run: impl FnOnce(&Self::Operation<'_>) -> Result<R>) -> Result<R> {
-        // SAFETY: the caller's promise is that of `from_c`.
-        run(&unsafe { self.from_c() }?)
+        // SAFETY: the caller's promise is that of `convert`.
+        run(&unsafe { self.convert() }?)
     }
 }
 

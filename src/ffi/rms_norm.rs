@@ -43,7 +43,7 @@ params!(
 impl FromC for unsloth_rms_norm_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             let x = in_out(OP, ("x", "out"), &self.x, &self.out)?;

@@ -195,7 +195,7 @@ params!(
 impl FromC for unsloth_rope_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             let positions = match self.positions.optional_input(OP, "positions")? {

@@ -71,7 +71,7 @@ pub(crate) fn gate_order_from(op: &'static str, order: unsloth_gate_order) -> Re
 impl FromC for unsloth_swiglu_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn from_c<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             let order = gate_order_from(OP, self.gate_order)?;
