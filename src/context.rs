@@ -268,7 +268,7 @@ impl Context {
     /// Returns what the pool of [`Buffer::new_async`] holds and nothing uses to the device, until it
     /// holds `keep` bytes. The CPU backend has no pool.
     ///
-    /// [`Buffer::new_async`]: ../struct.Buffer.html#method.new_async
+    /// [`Buffer::new_async`]: crate::Buffer::new_async
     ///
     /// # Errors
     /// The driver refuses.

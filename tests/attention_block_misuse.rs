@@ -221,6 +221,7 @@ fn good(ctx: &Context) -> Good {
     p.v_weight = c_tensor(&tensors[3]);
     p.out_weight = c_tensor(&tensors[4]);
     p.q_norm = c_tensor(&tensors[5]);
+    p.norm_epsilon = 1e-5;
     p.residual = c_tensor(&tensors[6]);
     p.out = c_tensor(&out);
     p.workspace = workspace.as_ptr().cast();

@@ -227,7 +227,7 @@ fn handles() {
             ("layer", false, {
                 Box::new(|c, _| unsloth_kv_cache_layer_get(c, 0, &mut k, &mut v))
             }),
-            ("attention", false, {
+            ("attention_prepare", false, {
                 Box::new(|c, _| unsloth_kv_cache_attention_prepare(c, 0, &mut attention))
             }),
             (

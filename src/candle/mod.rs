@@ -12,7 +12,7 @@
 //! use candle_core::{DType, Device, Tensor};
 //!
 //! let x = Tensor::new(&[[3f32, 4.0]], &Device::Cpu)?;
-//! let y = unsloth::candle::rms_norm(&x, None, 0.0)?;
+//! let y = unsloth::candle::rms_norm(&x, None, 1e-9)?;
 //! let norm = y.sqr()?.mean_all()?.to_scalar::<f32>()?;
 //! assert!((norm - 1.0).abs() < 1e-6);
 //! # Ok::<(), candle_core::Error>(())

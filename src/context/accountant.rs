@@ -15,7 +15,7 @@ pub struct MemoryStats {
     pub limit: Option<u64>,
     /// Live allocations.
     pub num_allocations: u64,
-    /// Held by the pool that [`Buffer::new_async`](super::Buffer::new_async) allocates from, used
+    /// Held by the pool that [`Buffer::new_async`](crate::Buffer::new_async) allocates from, used
     /// or not. This part is the driver's count: what an allocation is rounded up to is in it, and
     /// what was freed until [`Context::trim_memory_pool`].
     ///
