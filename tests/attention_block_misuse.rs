@@ -174,7 +174,7 @@ const MISUSE: &[Misuse<unsloth_attention_block_params>] = &[
     (
         |p| p.cu_seqlens = p.q_norm,
         INVALID,
-        "attention_block: cu_seqlens_q has dtype f32, allowed: i32",
+        "attention_block: cu_seqlens has dtype f32, allowed: i32",
     ),
     (
         |p| p.sinks = p.q_norm,
