@@ -14,7 +14,7 @@ use crate::tensor::RawTensor;
 
 const OP: &str = "layer_norm";
 
-struct Form {
+pub(super) struct Form {
     kernel: Kernel<Arguments>,
     /// Threads that share a row.
     threads: usize,
@@ -165,6 +165,5 @@ fn arguments(p: &Problem, launch: &Launch<2>, width: usize) -> Arguments {
         bias_dtype,
         epsilon: p.epsilon,
         inverse_length: 1.0 / dim(p) as f32,
-        ..Arguments::ZERO
     }
 }

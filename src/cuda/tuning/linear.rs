@@ -89,7 +89,7 @@ impl Linear {
 fn log2(size: usize) -> usize {
     let size = size.clamp(1, 1 << 48);
     let whole = size.ilog2() as usize;
-    16 * whole + (16 * (size - (1 << whole)) >> whole)
+    16 * whole + ((16 * (size - (1 << whole))) >> whole)
 }
 
 #[cfg(test)]

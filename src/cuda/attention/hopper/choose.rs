@@ -139,7 +139,7 @@ mod tests {
                 for row_blocks in [1, 4, 5, 16, 17, 1000] {
                     for bytes in [0, 1, 1000, 1 << 20, usize::MAX] {
                         let pairs = pairs_in_l2(&hopper, head_dim, row_blocks, bytes, 3);
-                        assert!((pairs / 3).is_power_of_two() && pairs % 3 == 0);
+                        assert!((pairs / 3).is_power_of_two() && pairs.is_multiple_of(3));
                     }
                 }
             }
