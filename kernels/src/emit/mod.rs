@@ -5,8 +5,8 @@
 //! | file | what it is for |
 //! |-|-|
 //! | `mod.rs` | a kernel: its text, its arguments, how it is launched |
-//! | [`builder`] | declares arguments and compiles what a `#[cube]` function expands to |
-//! | [`text`] | what is made of CubeCL's text |
+//! | `builder` | declares arguments and compiles what a `#[cube]` function expands to |
+//! | `text` | what is made of CubeCL's text |
 
 mod builder;
 mod text;

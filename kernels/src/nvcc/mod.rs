@@ -6,9 +6,9 @@
 //! | file | what it is for |
 //! |-|-|
 //! | `mod.rs` | finds the compiler, compiles units, joins images |
-//! | [`architecture`] | what is compiled for |
-//! | [`job`] | one run of the compiler, or none if nothing changed |
-//! | [`report`] | what ptxas says of kernels |
+//! | `architecture` | what is compiled for |
+//! | `job` | one run of the compiler, or none if nothing changed |
+//! | `report` | what ptxas says of kernels |
 
 mod architecture;
 mod job;
