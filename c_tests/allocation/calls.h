@@ -55,6 +55,17 @@ static void with_context(void) {
   CHECK_OK(unsloth_context_create(&params, &ctx));
 }
 
+static unsloth_event *event, *later, *made;
+static float milliseconds;
+static uint32_t is_done;
+static void events_ready(void) {
+  with_context();
+  CHECK_OK(unsloth_event_create(ctx, UNSLOTH_EVENT_TIMING, &event));
+  CHECK_OK(unsloth_event_create(ctx, UNSLOTH_EVENT_TIMING, &later));
+  CHECK_OK(unsloth_event_record(event, NULL));
+  CHECK_OK(unsloth_event_record(later, NULL));
+}
+
 static unsloth_argmax_params argmax;
 static void argmax_ready(void) {
   with_context();
@@ -411,6 +422,7 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
 #define OK UNSLOTH_STATUS_SUCCESS
 #define INVALID UNSLOTH_STATUS_INVALID_ARGUMENT
 #define CALLS(X)                                                                                   \
+  X(warm_up, with_context, unsloth_context_warm_up, (ctx, NULL, 0), OK)                            \
   X(argmax_supported, argmax_ready, unsloth_argmax_supported, (ctx, &argmax, NULL), OK)            \
   X(argmax, argmax_ready, unsloth_argmax_forward, (ctx, &argmax, NULL), OK)                        \
   X(cast_supported, cast_ready, unsloth_cast_supported, (ctx, &cast, NULL), OK)                    \
@@ -462,6 +474,13 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(stream_create, with_context, unsloth_stream_create, (ctx, &stream), OK)                        \
   X(stream_synchronize, with_context, unsloth_stream_synchronize, (ctx, NULL), OK)                 \
   X(stream_destroy, with_context, unsloth_stream_destroy, (ctx, NULL), OK)                         \
+  X(event_create, with_context, unsloth_event_create, (ctx, 0, &made), OK)                         \
+  X(event_record, events_ready, unsloth_event_record, (event, NULL), OK)                           \
+  X(event_query, events_ready, unsloth_event_query, (event, &is_done), OK)                         \
+  X(event_synchronize, events_ready, unsloth_event_synchronize, (event), OK)                       \
+  X(event_elapsed, events_ready, unsloth_event_elapsed, (event, later, &milliseconds), OK)         \
+  X(event_destroy, events_ready, unsloth_event_destroy, (event), OK)                               \
+  X(stream_wait_event, events_ready, unsloth_stream_wait_event, (ctx, NULL, event), OK)            \
   X(memory_alloc, memory_ready, unsloth_memory_alloc, (ctx, 4096, &block), OK)                     \
   X(memory_alloc_async, memory_ready, unsloth_memory_alloc_async, (ctx, 4096, &block, NULL), OK)   \
   X(memory_free, memory_ready, unsloth_memory_free, (ctx, given), OK)                              \

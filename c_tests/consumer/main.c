@@ -7,6 +7,7 @@ int main(void) {
   unsloth_rms_norm_params p = UNSLOTH_RMS_NORM_PARAMS_INIT;
   unsloth_context *ctx = NULL;
   if (unsloth_context_create(NULL, &ctx) != UNSLOTH_STATUS_SUCCESS) return 1;
+  p.epsilon = 1e-6f;
   p.x.data = x;
   p.x.dtype = UNSLOTH_DTYPE_F32;
   p.x.rank = 1;
