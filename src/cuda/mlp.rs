@@ -51,11 +51,17 @@ impl problem::Plan for Plan<'_> {
 
     /// One intermediate.
     fn needed(&self) -> usize {
+        if self.problem.out.layout.is_empty() {
+            return 0;
+        }
         self.problem.x.layout.num_rows() * self.row()
     }
 
     /// Two intermediates where they are of use, and a workspace for products behind them.
     fn useful(&self) -> Result<usize> {
+        if self.problem.out.layout.is_empty() {
+            return Ok(0);
+        }
         let most = self.cuda.resources.tuning.mlp.asked_tokens;
         let products = products_size(self.cuda, &self.problem, most)?;
         Ok(match products {
@@ -65,6 +71,9 @@ impl problem::Plan for Plan<'_> {
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
+        if self.problem.out.layout.is_empty() {
+            return Ok(());
+        }
         let p = &self.problem;
         let most = self.cuda.resources.tuning.mlp.tokens;
         let products = match scratch.size > aligned(self.needed()) {

@@ -50,7 +50,11 @@ impl Operation for Params<'_> {
             attention: within(self.attention(&views)?.problem())
                 .map_err(|error| error.renamed(&OF_ATTENTION))?,
             out_projection: self.out_projection(&views)?,
-            intermediates: views.size(),
+            // Without a cache there is nothing to do for an output without elements.
+            intermediates: match self.cache.is_none() && self.output.out().layout.is_empty() {
+                true => 0,
+                false => views.size(),
+            },
         })
     }
 

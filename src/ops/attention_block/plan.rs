@@ -58,11 +58,17 @@ impl Plan for BlockPlan<'_> {
     }
 
     fn needed(&self) -> usize {
-        self.intermediates + self.attention.needed()
+        match self.intermediates {
+            0 => 0,
+            bytes => bytes + self.attention.needed(),
+        }
     }
 
     /// Behind what passes between operations, attention and the projections take turns.
     fn useful(&self) -> Result<usize> {
+        if self.intermediates == 0 {
+            return Ok(0);
+        }
         let mut shared = self.attention.useful()?;
         for projection in self.projections.iter().chain([&self.out_projection]) {
             shared = shared.max(projection.useful()?);
@@ -71,6 +77,9 @@ impl Plan for BlockPlan<'_> {
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
+        if self.intermediates == 0 {
+            return Ok(());
+        }
         let shared = Scratch {
             ptr: scratch.ptr.wrapping_add(self.intermediates),
             size: scratch.size.saturating_sub(self.intermediates),
