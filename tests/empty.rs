@@ -1,6 +1,6 @@
 //! Tensors without elements, however large their other dimensions: nothing is to be done, and no memory is asked for.
 
-use unsloth::ops::{attention, embedding, linear, mlp, rope, swiglu};
+use unsloth::ops::{attention, attention_block, embedding, linear, mlp, rope, swiglu};
 use unsloth::{Context, DType, Element, InOut, Layout, Stream, TensorMut, TensorRef, Workspace};
 
 const HUGE: usize = 1 << 40;
@@ -103,7 +103,9 @@ fn linear_of_nothing() {
 #[test]
 fn mlp_of_nothing() {
     let ctx = Context::cpu().unwrap();
-    for (tokens, hidden, intermediate) in [(0, 0, 1 << 50), (HUGE, 0, 0), (0, HUGE, 0)] {
+    for (tokens, hidden, intermediate) in
+        [(0, 0, 1 << 50), (3, 0, 1 << 44), (HUGE, 0, 0), (0, HUGE, 0)]
+    {
         let params = mlp::Params {
             x: input(DType::F32, &[tokens, hidden]),
             gate_up: mlp::GateUp::Apart {
@@ -115,8 +117,49 @@ fn mlp_of_nothing() {
             output: linear::Output::Write(output(DType::F32, &[tokens, hidden])),
             workspace: Workspace::none(),
         };
+        assert_eq!(mlp::workspace_size(&ctx, &params).unwrap(), 0);
         mlp::forward(&ctx, &params, Stream::DEFAULT).unwrap();
     }
+}
+
+/// Tokens that become rows without columns: no workspace holds what passes between operations.
+#[test]
+fn attention_block_of_nothing() {
+    let ctx = Context::cpu().unwrap();
+    let (tokens, hidden) = (4, 8);
+    let data = vec![0.5f32; tokens * hidden];
+    let qkv = vec![0.5f32; 12 * hidden];
+    let params = attention_block::Params {
+        x: TensorRef::from_slice(&data, &[tokens, hidden]).unwrap(),
+        num_heads: 1,
+        num_kv_heads: 1,
+        head_dim: 4,
+        v_head_dim: 4,
+        projections: attention_block::Projections::Packed(linear::Weights {
+            weight: TensorRef::from_slice(&qkv, &[12, hidden]).unwrap(),
+            bias: None,
+        }),
+        q_norm: None,
+        k_norm: None,
+        norm_weight_offset: 0.0,
+        norm_epsilon: 0.0,
+        rotation: None,
+        positions: rope::Positions::From(0),
+        cache: None,
+        cu_seqlens: None,
+        max_seqlen: 0,
+        scale: 0.0,
+        softcap: 0.0,
+        bidirectional: false,
+        window: 0,
+        alibi_slopes: None,
+        sinks: None,
+        out_projection: weights(&[0, 4]),
+        output: linear::Output::Write(output(DType::F32, &[tokens, 0])),
+        workspace: Workspace::none(),
+    };
+    assert_eq!(attention_block::workspace_size(&ctx, &params).unwrap(), 0);
+    attention_block::forward(&ctx, &params, Stream::DEFAULT).unwrap();
 }
 
 #[test]
