@@ -20,6 +20,8 @@ struct Block {
 #[derive(Default)]
 pub struct Arena {
     blocks: Vec<Block>,
+    /// Whether a tensor is too large to have memory.
+    has_large: bool,
 }
 
 /// The memory that a tensor describes.
@@ -34,6 +36,11 @@ enum Extent {
 }
 
 impl Arena {
+    /// Whether every tensor that has elements has memory for them.
+    pub fn is_small(&self) -> bool {
+        !self.has_large
+    }
+
     /// Scratch memory of exactly this size.
     pub fn scratch(&mut self, size: usize) -> *mut u8 {
         let ptr = self.block(size, 256);
@@ -98,7 +105,10 @@ impl Arena {
                 t.data = input.pick(&[ptr::null_mut(), ptr::without_provenance_mut(64)]);
                 return;
             }
-            Extent::Large => return,
+            Extent::Large => {
+                self.has_large = true;
+                return;
+            }
             Extent::Impossible => 8,
             Extent::Bytes(size) => size,
         };
