@@ -81,8 +81,9 @@ fn exact(a: &[f32], b: &[f32]) -> f64 {
         .sum()
 }
 
-fn worst(a: impl Iterator<Item = f64>, b: &[f64]) -> f64 {
-    a.zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+/// The sum of squared errors.
+fn squares(a: impl Iterator<Item = f64>, b: &[f64]) -> f64 {
+    a.zip(b).map(|(a, b)| (a - b).powi(2)).sum()
 }
 
 #[test]
@@ -90,18 +91,20 @@ fn long_heads_are_as_accurate_as_plain_f32() {
     let ctx = Context::cpu().unwrap();
     let mut rng = rng();
     for queries in [1, 40] {
-        // The worst of several inputs: one alone says little of either.
+        // Of thousands of elements the root mean square says what the arithmetic loses; the worst of
+        // them says which input was drawn.
         let (mut ours, mut theirs) = (0.0f64, 0.0f64);
-        for _ in 0..3 {
+        for _ in 0..8 {
             let inputs = Inputs::new(&mut rng, queries, 300, 512);
             let truth = inputs.expected(exact);
             let out = inputs.run(&ctx, |_| ());
-            ours = ours.max(worst(out.iter().map(|x| f64::from(*x)), &truth));
-            theirs = theirs.max(worst(inputs.expected(plain).into_iter(), &truth));
+            ours += squares(out.iter().map(|x| f64::from(*x)), &truth);
+            theirs += squares(inputs.expected(plain).into_iter(), &truth);
         }
+        let (ours, theirs) = (ours.sqrt(), theirs.sqrt());
         println!("{queries} queries: {ours:.2e}, plain {theirs:.2e}");
         assert!(
-            ours < 2.0 * theirs,
+            ours < 1.5 * theirs,
             "{queries} queries: {ours:e}, plain {theirs:e}"
         );
     }
