@@ -110,6 +110,13 @@ impl<C: Plan, G: Plan> Plan for Chosen<C, G> {
         }
     }
 
+    fn used(&self, given: usize) -> Result<usize> {
+        match self {
+            Chosen::Cpu(plan) => plan.used(given),
+            Chosen::Cuda(plan) => plan.used(given),
+        }
+    }
+
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         match self {
             Chosen::Cpu(plan) => plan.launch(scratch, stream),

@@ -402,18 +402,18 @@ impl<'a> Workspace<'a> {
         Ok(self.ptr)
     }
 
-    /// The part of it that an operation uses: what it needs, and as much as there is of what `useful` says is
-    /// of use. That is asked only if more than what is needed was given.
+    /// The part of it that an operation uses: what it needs or, where more was given, what `used` says of
+    /// that. The rest is not looked at.
     pub(crate) fn scratch(
         &self,
         op: &'static str,
         needed: usize,
-        useful: impl FnOnce() -> Result<usize>,
+        used: impl FnOnce(usize) -> Result<usize>,
     ) -> Result<Scratch> {
         let mut size = needed;
         self.check(op, needed)?;
         if self.size > needed {
-            size = self.size.min(useful()?).max(needed);
+            size = used(self.size)?.clamp(needed, self.size);
         }
         if size == 0 {
             return Ok(Scratch::NONE);

@@ -70,6 +70,11 @@ impl problem::Plan for Plan<'_> {
         })
     }
 
+    /// More rows of intermediates are of use whether or not products have a workspace.
+    fn used(&self, given: usize) -> Result<usize> {
+        Ok(given.min(self.useful()?))
+    }
+
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         if self.problem.out.layout.is_empty() {
             return Ok(());

@@ -98,7 +98,7 @@ pub(crate) fn forward<O: Operation>(ctx: &Context, params: &O, stream: Stream) -
     ctx.device().check_stream(O::NAME, stream)?;
     let plan = params.problem()?.plan(ctx)?;
     let scratch = match params.workspace() {
-        Some(workspace) => workspace.scratch(O::NAME, plan.needed(), || plan.useful())?,
+        Some(workspace) => workspace.scratch(O::NAME, plan.needed(), |given| plan.used(given))?,
         None => Scratch::NONE,
     };
     let mut tensors = Tensors::default();

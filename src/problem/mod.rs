@@ -41,8 +41,21 @@ pub(crate) trait Plan {
         Ok(self.needed())
     }
 
+    /// Of `given` bytes of workspace, more than what is needed, those that a launch uses: here all that
+    /// are of use or, where these are not there, what is needed. The rest is not looked at.
+    ///
+    /// # Errors
+    /// As [`Plan::useful`].
+    fn used(&self, given: usize) -> Result<usize> {
+        let useful = self.useful()?;
+        Ok(match given >= useful {
+            true => useful,
+            false => self.needed(),
+        })
+    }
+
     /// Runs or queues the problem, whose data has been checked. `scratch` is the caller's memory:
-    /// at least what is needed, at most what is of use.
+    /// what is needed, or what [`Plan::used`] said.
     ///
     /// # Errors
     /// The launch failed; on the CPU also what only the data tells, before anything was written.
