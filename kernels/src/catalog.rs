@@ -1,11 +1,8 @@
-//! What is compiled: one image per operation.
+//! The images of the kernels that `lib.rs` lists.
 
-use crate::Error;
 use crate::emit::{self, Kernel};
 use crate::nvcc::{Architecture, Source, Unit};
-use crate::{
-    argmax, attention, cast, embedding, kv_cache, layer_norm, linear, rms_norm, rope, swiglu,
-};
+use crate::{CATALOG, Entry, Error};
 
 /// The kernels of one operation, compiled together into one image.
 #[derive(Clone, Debug)]
@@ -31,31 +28,6 @@ impl Image {
         }
     }
 }
-
-/// An image's name, its kernels, and flags of the compiler beyond the usual.
-type Entry = (
-    &'static str,
-    fn() -> Result<Vec<Kernel>, Error>,
-    &'static [&'static str],
-);
-
-/// Exponentials lose the instructions that serve subnormal numbers, which softmax does not notice.
-const FLUSH_SUBNORMALS: &[&str] = &["-ftz=true"];
-
-/// What is compiled: a line for each image.
-const CATALOG: &[Entry] = &[
-    ("argmax", argmax::kernels, &[]),
-    ("attention", attention::kernels, FLUSH_SUBNORMALS),
-    ("attention_combine", attention::combine_kernels, &[]),
-    ("cast", cast::kernels, &[]),
-    ("embedding", embedding::kernels, &[]),
-    ("kv_append", kv_cache::kernels, &[]),
-    ("layer_norm", layer_norm::kernels, &[]),
-    ("linear", linear::kernels, &[]),
-    ("rms_norm", rms_norm::kernels, &[]),
-    ("rope", rope::kernels, &[]),
-    ("swiglu", swiglu::kernels, &[]),
-];
 
 /// The images' names.
 pub fn names() -> impl Iterator<Item = &'static str> {

@@ -2,8 +2,8 @@
 //!
 //! | room | what it is for |
 //! |-|-|
-//! | [`catalog`] | what is compiled: one image per operation, each with its kernels |
 //! | `rms_norm`, .. | the `#[cube]` kernels, one file per operation, and which of their forms are instantiated |
+//! | [`catalog`] | makes images of them: one per operation, each with its kernels |
 //! | [`emit`] | expands kernels to CUDA C++, and tells how they are launched |
 //! | [`family`] | the kernels in CUDA C++ (`cuda/`), and what their images say of themselves |
 //! | [`cubin`] | reads machine code |
@@ -35,7 +35,33 @@ pub mod table;
 
 use std::path::{Path, PathBuf};
 
+use emit::Kernel;
 use family::FAMILIES;
+
+/// An image's name, its kernels, and flags of the compiler beyond the usual.
+type Entry = (
+    &'static str,
+    fn() -> Result<Vec<Kernel>, Error>,
+    &'static [&'static str],
+);
+
+/// Exponentials lose the instructions that serve subnormal numbers, which softmax does not notice.
+const FLUSH_SUBNORMALS: &[&str] = &["-ftz=true"];
+
+/// What is compiled: a line for each image.
+const CATALOG: &[Entry] = &[
+    ("argmax", argmax::kernels, &[]),
+    ("attention", attention::kernels, FLUSH_SUBNORMALS),
+    ("attention_combine", attention::combine_kernels, &[]),
+    ("cast", cast::kernels, &[]),
+    ("embedding", embedding::kernels, &[]),
+    ("kv_append", kv_cache::kernels, &[]),
+    ("layer_norm", layer_norm::kernels, &[]),
+    ("linear", linear::kernels, &[]),
+    ("rms_norm", rms_norm::kernels, &[]),
+    ("rope", rope::kernels, &[]),
+    ("swiglu", swiglu::kernels, &[]),
+];
 
 /// What goes wrong while images are made.
 #[derive(Debug, thiserror::Error)]

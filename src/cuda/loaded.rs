@@ -4,10 +4,11 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::device::Resources;
 use super::driver::Driver;
-use super::{check_ordinal, images, unavailable};
+use super::{Loaded, check_ordinal, images, unavailable};
 use crate::error::Result;
 
-/// `Loaded`, with a field for each of the modules named: what its `kernels` makes of the device's images.
+/// Defines `Loaded`, with a field for each of the modules named: what its `kernels` makes of the device's
+/// images. `mod.rs` names them, beside the modules.
 macro_rules! operations {
     ($($operation:ident),* $(,)?) => {
         /// Every operation's kernels on one device, ready to launch, and the libraries that serve some.
@@ -15,24 +16,21 @@ macro_rules! operations {
         /// The last context of the device that goes unloads them: until then graphs that captured launches
         /// of them remain valid.
         pub(crate) struct Loaded {
-            $(pub(super) $operation: super::$operation::Kernels,)*
-            pub(super) resources: Resources,
+            $($operation: $operation::Kernels,)*
+            resources: device::Resources,
         }
 
         impl Loaded {
-            fn of(resources: Resources) -> Result<Loaded> {
+            fn of(resources: device::Resources) -> Result<Loaded> {
                 Ok(Loaded {
-                    $($operation: super::$operation::kernels(&resources)?,)*
+                    $($operation: $operation::kernels(&resources)?,)*
                     resources,
                 })
             }
         }
     };
 }
-
-operations!(
-    argmax, attention, cast, embedding, kv_cache, layer_norm, linear, rms_norm, rope, swiglu,
-);
+pub(super) use operations;
 
 // SAFETY: the fields are handles of the driver, which any thread may use.
 unsafe impl Send for Loaded {}

@@ -45,8 +45,12 @@ use device::{Kernel, NON_BLOCKING, Primary};
 use driver::{CUdevice_attribute, CUstream, Driver};
 pub(crate) use event::Event;
 use images::Arguments;
-use loaded::Loaded;
 use pool::Pool;
+
+// Those that have kernels of their own.
+loaded::operations!(
+    argmax, attention, cast, embedding, kv_cache, layer_norm, linear, rms_norm, rope, swiglu,
+);
 
 /// The CUDA backend's state of one context.
 pub(crate) struct Cuda {

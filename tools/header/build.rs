@@ -31,7 +31,9 @@ fn main() {
 
 /// The text of the header.
 fn header(config: &Path, sources: &[PathBuf]) -> Result<String, String> {
-    let config = cbindgen::Config::from_file(config)?;
+    let mut config = cbindgen::Config::from_file(config)?;
+    let macros = config.after_includes.get_or_insert_default();
+    macros.push_str(&initialisers(sources));
     let mut builder = cbindgen::Builder::new().with_config(config);
     for source in sources {
         builder = if source.ends_with("mod.rs") {
@@ -48,6 +50,26 @@ fn header(config: &Path, sources: &[PathBuf]) -> Result<String, String> {
     bindings.write(&mut text);
     let text = String::from_utf8_lossy(&text).replace("# Safety\n * ", "Requires: ");
     Ok(behind(&text, "unsloth_quantization", "unsloth_tensor"))
+}
+
+/// A macro for each struct that `params!` declares, which initialises it.
+fn initialisers(sources: &[PathBuf]) -> String {
+    let mut names = Vec::new();
+    for source in sources {
+        let text = fs::read_to_string(source).unwrap_or_default();
+        for declared in text.split("\nparams!(").skip(1) {
+            let name = declared.trim_start().split(',').next().unwrap_or_default();
+            names.push(name.to_string());
+        }
+    }
+    names.sort();
+    names.iter().fold(String::from("\n"), |macros, name| {
+        macros
+            + &format!(
+                "#define {}_INIT UNSLOTH_INIT({name})\n",
+                name.to_uppercase()
+            )
+    })
 }
 
 /// The header with the struct `holder` behind `held`, of which it has some by value. `held` points
