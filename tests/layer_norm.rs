@@ -58,15 +58,19 @@ fn cases(dtype: DType) -> Vec<Case> {
     };
     for weight in [None, Some(DType::F32), Some(dtype), Some(third)] {
         for bias in [None, Some(DType::F32), Some(dtype), Some(third)] {
-            for (layout, in_place) in [
-                (contiguous(&[4, 96]), true),
-                (strided_rows(&[3, 2, 31], 1), false),
+            // A GPU moves the first of these in vectors, of which a thread has one or four.
+            for (layout, in_place, skew) in [
+                (contiguous(&[4, 96]), true, 0),
+                (contiguous(&[700, 768]), false, 0),
+                (contiguous(&[3, 4096]), false, 0),
+                (contiguous(&[4, 96]), true, 1),
+                (strided_rows(&[3, 2, 31], 1), false, 0),
             ] {
                 cases.push(Case {
                     weight,
                     bias,
                     in_place,
-                    skew: usize::from(in_place),
+                    skew,
                     ..plain(layout)
                 });
             }

@@ -60,7 +60,11 @@ fn cases(dtype: DType) -> Vec<Case> {
     for weight in [DType::F32, dtype] {
         for residual in [false, true] {
             for in_place in [false, true] {
-                for layout in [contiguous(&[4, 96]), strided_rows(&[3, 2, 31], 1)] {
+                for layout in [
+                    contiguous(&[4, 96]),
+                    contiguous(&[3, 4096]),
+                    strided_rows(&[3, 2, 31], 1),
+                ] {
                     cases.push(Case {
                         layout,
                         weight: Some(weight),

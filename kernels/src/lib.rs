@@ -2,7 +2,7 @@
 //!
 //! | room | what it is for |
 //! |-|-|
-//! | `rms_norm`, .. | the `#[cube]` kernels, one file per operation, and which of their forms are instantiated |
+//! | `norm`, .. | the `#[cube]` kernels, one file per operation, and which of their forms are instantiated |
 //! | [`catalog`] | makes images of them: one per operation, each with its kernels |
 //! | [`emit`] | expands kernels to CUDA C++, and tells how they are launched |
 //! | [`family`] | the kernels in CUDA C++ (`cuda/`), and what their images say of themselves |
@@ -21,12 +21,10 @@ mod embedding;
 pub mod emit;
 pub mod family;
 mod kv_cache;
-mod layer_norm;
 mod linear;
 mod math;
 mod norm;
 pub mod nvcc;
-mod rms_norm;
 mod rope;
 mod rotation;
 mod rows;
@@ -56,9 +54,8 @@ const CATALOG: &[Entry] = &[
     ("cast", cast::kernels, &[]),
     ("embedding", embedding::kernels, &[]),
     ("kv_append", kv_cache::kernels, &[]),
-    ("layer_norm", layer_norm::kernels, &[]),
     ("linear", linear::kernels, &[]),
-    ("rms_norm", rms_norm::kernels, &[]),
+    ("norm", norm::kernels, &[]),
     ("rope", rope::kernels, &[]),
     ("swiglu", swiglu::kernels, &[]),
 ];

@@ -15,14 +15,13 @@ pub(crate) mod embedding;
 mod event;
 mod images;
 pub(crate) mod kv_cache;
-mod layer_norm;
 pub(crate) mod linear;
 mod loaded;
 mod memory;
 pub(crate) mod mlp;
+mod norm;
 mod peer;
 mod pool;
-pub(crate) mod rms_norm;
 pub(crate) mod rope;
 mod rotation;
 mod rows;
@@ -49,7 +48,7 @@ use pool::Pool;
 
 // Those that have kernels of their own.
 loaded::operations!(
-    argmax, attention, cast, embedding, kv_cache, layer_norm, linear, rms_norm, rope, swiglu,
+    argmax, attention, cast, embedding, kv_cache, linear, norm, rope, swiglu,
 );
 
 /// The CUDA backend's state of one context.

@@ -6,7 +6,8 @@
 //! y = (x - m) / sqrt(mean((x - m)²) + epsilon) * weight + bias
 //! ```
 //!
-//! Arithmetic is f32; the mean is subtracted before the square is taken, so rows far from zero keep their digits.
+//! Arithmetic is f32; the mean is subtracted before the square is taken, so rows far from zero keep
+//! their digits.
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -20,8 +21,8 @@ const OP: &str = "layer_norm";
 /// Arguments of [`forward`].
 #[derive(Debug)]
 pub struct Params<'a> {
-    /// `x` `[.., dim]` and the output of the same shape and dtype (f32, f16 or bf16); strided, contiguous in the last
-    /// dimension.
+    /// `x` `[.., dim]` and the output of the same shape and dtype (f32, f16 or bf16); strided,
+    /// contiguous in the last dimension.
     pub x: InOut<'a>,
     /// Gains `[dim]`, any float dtype; `None` for all ones.
     pub weight: Option<TensorRef<'a>>,

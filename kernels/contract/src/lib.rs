@@ -183,21 +183,6 @@ pub mod linear {
     }
 }
 
-/// RMSNorm and LayerNorm.
-pub mod norm {
-    codes! {
-        /// The dtype of gains, and of what else is as long as a row, in kernels that move vectors.
-        pub enum Gains {
-            /// There are none.
-            None = 0,
-            /// That of x.
-            LikeX = 1,
-            /// f32.
-            F32 = 2,
-        }
-    }
-}
-
 /// RoPE, and a KV cache that rotates keys.
 pub mod rotation {
     /// Pairs of components that a launch has frequencies for.

@@ -203,9 +203,10 @@ fn rms_norm() {
 
         // One of the forms that the library chooses from: the smallest that hold a row in vectors give the same bits.
         let length = dim as u32 / 8;
-        let mut forms: Vec<_> = kernels("rms_norm")
+        let mut forms: Vec<_> = kernels("norm")
             .into_iter()
             .filter(|k| choice(k, "dtype") == BF16 && choice(k, "residual") == 1)
+            .filter(|k| choice(k, "wide") == 0)
             .filter(|k| choice(k, "threads") * choice(k, "vectors") >= length)
             .collect();
         forms.sort_by_key(|k| choice(k, "threads") * choice(k, "vectors"));
@@ -215,6 +216,7 @@ fn rms_norm() {
             ("x", bytes(&x)),
             ("residual", bytes(&residual)),
             ("weight", bytes(&weight)),
+            ("bias", bytes(&weight)),
             ("out", bytes(&blank)),
             ("residual_out", bytes(&blank)),
         ]
@@ -223,12 +225,12 @@ fn rms_norm() {
         .collect();
         let rows_per_block = kernel.block[0] / choice(kernel, "threads");
         let blocks = (rows as u32).div_ceil(rows_per_block);
-        run(&client, "rms_norm", kernel, blocks, |name| match name {
+        run(&client, "norm", kernel, blocks, |name| match name {
             "rows" => Argument::Number(rows as f64),
             "length" | "x_0" | "residual_0" | "out_0" | "residual_out_0" => {
                 Argument::Number(f64::from(length))
             }
-            "weight_kind" => Argument::Number(1.0),
+            "weight_dtype" => Argument::Number(f64::from(BF16)),
             "inverse_length" => Argument::Number(f64::from(1.0 / dim as f32)),
             name if name.starts_with("size_") => divisor(name, 1),
             "epsilon" => Argument::Number(f64::from(1e-5f32)),
