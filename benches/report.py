@@ -117,6 +117,16 @@ def newest(pattern):
     return json.loads(found[-1].read_text()) if found else None
 
 
+def of_devices(kind):
+    """{device as file names have it: its latest result of a kind}, the newer devices first."""
+    results = {}
+    for path in sorted(RESULTS.glob(f"{kind}_*.json"), key=lambda path: path.stem[-10:]):
+        found = re.fullmatch(rf"{kind}_([a-z0-9]+)_[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}", path.stem)
+        if found:
+            results[found.group(1)] = json.loads(path.read_text())
+    return dict(sorted(results.items(), reverse=True))
+
+
 def duration(nanoseconds):
     for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         if nanoseconds >= size:
@@ -217,6 +227,13 @@ def hopper_table(result):
     return "\n".join(lines + hopper_shapes(result.get("shapes", {})))
 
 
+def hopper_section(device, result):
+    """A device's plot and table."""
+    plot = f"results/attention_forward_{device}.svg"
+    name = short_name(result["device"]["name"])
+    return f"{hopper_table(result)}\n\n![Attention forward on one {name}]({plot})"
+
+
 def hopper_shapes(shapes):
     """Other shapes beside the peers, and what features leave of the plain kernel's speed."""
     if not shapes:
@@ -243,11 +260,11 @@ def hopper_shapes(shapes):
     return lines
 
 
-def fa2_cells():
+def fa2_cells(device):
     """{(head_dim, mask): {sequence: TFLOP/s}} of FlashAttention-2 where it was measured: on the
-    same shapes, by replays of graphs."""
+    same shapes and device, by replays of graphs."""
     panels = {}
-    for row in (newest("attention_hopper_h200_*.json") or {"rows": []})["rows"]:
+    for row in of_devices("attention_hopper").get(device, {"rows": []})["rows"]:
         found = re.fullmatch(r"head_dim (\d+) seq (\d+) (\w+)", row["case"])
         if found:
             dim, length, mask = found.groups()
@@ -258,7 +275,8 @@ def fa2_cells():
 def hopper_plot(result, path):
     import matplotlib.pyplot as plt
 
-    panels, fa2 = hopper_cells(result), fa2_cells()
+    device = path.stem.rsplit("_", 1)[1]
+    panels, fa2 = hopper_cells(result), fa2_cells(device)
     dims = sorted({dim for dim, _ in panels})
     figure, grid = plt.subplots(
         2, len(dims), figsize=(4 * len(dims), 6), sharex=True, layout="constrained"
@@ -384,7 +402,7 @@ def compared_rows(result, device):
     yield "</details>"
 
 
-def summary(cpu, devices, forward):
+def summary(cpu, devices, forwards):
     """A table of geometric means for each device: an operation in a row, whom it is compared with
     in the columns."""
     ratios_of = {}  # {(operation, device, other): [the other's time over ours]}
@@ -405,7 +423,7 @@ def summary(cpu, devices, forward):
                 if OURS in row["us"] and operation:
                     for other, us in row["us"].items():
                         add(operation, short_name(device), other, ratio=us / row["us"][OURS])
-    if forward is not None:
+    for forward in forwards:
         for cells in hopper_cells(forward).values():
             for cell in cells.values():
                 for other in ("FlashAttention-3", "cuDNN"):
@@ -532,30 +550,25 @@ def render():
         # Element ids that do not change from run to run.
         matplotlib.rcParams["svg.hashsalt"] = "unsloth"
     page = ROOT / "benches" / "README.md"
-    kinds = (
-        ("cpu-*.json", "cpu table", table, plot, "cpu.svg"),
-        (
-            "attention_forward_h200_*.json",
-            "hopper table",
-            hopper_table,
-            hopper_plot,
-            "attention_forward_h200.svg",
-        ),
-        ("engine_h200_*.json", "engine table", engine_table, None, None),
-    )
-    for pattern, name, make_table, make_plot, image in kinds:
-        result = newest(pattern)
-        if result is not None:
-            set_section(page, name, make_table(result))
-            if make_plot and matplotlib:
-                make_plot(result, RESULTS / image)
-    devices = compared()
-    if devices:
-        set_section(page, "cuda table", compared_table(devices))
-        if matplotlib:
+    cpu, devices = newest("cpu-*.json"), compared()
+    forwards, engines = of_devices("attention_forward"), of_devices("engine")
+    for name, body in (
+        ("cpu table", table(cpu) if cpu else None),
+        ("hopper table", "\n\n".join(map(hopper_section, forwards, forwards.values()))),
+        ("engine table", "\n\n".join(map(engine_table, engines.values()))),
+        ("cuda table", compared_table(devices)),
+    ):
+        if body:
+            set_section(page, name, body)
+    if matplotlib:
+        if cpu:
+            plot(cpu, RESULTS / "cpu.svg")
+        for device, forward in forwards.items():
+            hopper_plot(forward, RESULTS / f"attention_forward_{device}.svg")
+        if devices:
             compared_plot(next(iter(devices.values())), RESULTS / "cuda.svg")
-    forward = newest("attention_forward_h200_*.json")
-    set_section(ROOT / "README.md", "summary", summary(newest("cpu-*.json"), devices, forward))
+    summarised = summary(cpu, devices, forwards.values())
+    set_section(ROOT / "README.md", "summary", summarised)
 
 
 if __name__ == "__main__":
