@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 use rand::Rng;
 use serde_json::json;
 use unsloth::memory::{self, CopyKind};
-use unsloth::ops::{attention, embedding, linear, rms_norm, rope, swiglu};
+use unsloth::ops::{attention, embedding, linear, mlp, rms_norm, rope, swiglu};
 use unsloth::{
     Backend, Buffer, Context, ContextOptions, DType, InOut, Layout, Stream, TensorMut, TensorRef,
     Workspace,
@@ -69,6 +69,9 @@ fn main() {
     }
     for (tokens, dim) in [(16384, 4096), (64, 4096)] {
         bench.embedding(128_256, tokens, dim);
+    }
+    for rows in [1, 8, 64, 1024, 8192] {
+        bench.mlp(rows, 4096, 14336);
     }
 }
 
@@ -283,6 +286,34 @@ impl Bench {
         });
     }
 
+    /// With the workspace that it asks for, and with the intermediate alone that it needs. Few rows
+    /// are bound by reading the weights, as the copy beside them is; many are not.
+    fn mlp(&self, rows: usize, hidden: usize, intermediate: usize) {
+        let bytes = (3 * hidden * intermediate + 2 * rows * hidden) * 2;
+        let gate_up = self.sets(&[2 * intermediate, hidden], bytes);
+        let down = self.sets(&[hidden, intermediate], bytes);
+        let x = self.sets(&[rows, hidden], bytes);
+        let mut out = self.sets(&[rows, hidden], bytes);
+        let weights = |i| [gate_up.view(i), down.view(i)];
+        let asked = block(x.view(0), weights(0), out.view_mut(0), Workspace::none());
+        let asked = mlp::workspace_size(&self.ctx, &asked).unwrap();
+        for (name, size) in [
+            ("mlp", asked),
+            ("mlp_least_workspace", rows * intermediate * 2),
+        ] {
+            let mut workspace = self.buffer(size);
+            self.report(name, &[rows, hidden, intermediate], bytes, |i| {
+                let params = block(
+                    x.view(i),
+                    weights(i),
+                    out.view_mut(i),
+                    workspace.workspace(),
+                );
+                mlp::forward(&self.ctx, &params, self.stream).unwrap();
+            });
+        }
+    }
+
     /// Time until a call returns that launches on a queue which is not full, of each way to a
     /// kernel, beside the driver's own launch.
     fn host_costs(&self) {
@@ -398,6 +429,26 @@ impl Bench {
             "{}",
             json!({ "op": op, "about": about, "host_us": round(least * 1e6) })
         );
+    }
+}
+
+fn block<'a>(
+    x: TensorRef<'a>,
+    [gate_up, down]: [TensorRef<'a>; 2],
+    out: TensorMut<'a>,
+    workspace: Workspace<'a>,
+) -> mlp::Params<'a> {
+    let bare = |weight| linear::Weights { weight, bias: None };
+    mlp::Params {
+        x,
+        gate_up: mlp::GateUp::Packed {
+            weights: bare(gate_up),
+            order: swiglu::GateOrder::GateFirst,
+        },
+        activation: swiglu::Activation::Silu,
+        down: bare(down),
+        output: linear::Output::Write(out),
+        workspace,
     }
 }
 

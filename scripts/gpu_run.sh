@@ -150,7 +150,7 @@ run_compare() {
   local candle name
   candle=$([ ! -x benches/candle ] || echo candle)
   if have_torch; then
-    for op in ${COMPARE-rms_norm layer_norm rope swiglu embedding kv_append linear attention \
+    for op in ${COMPARE-rms_norm layer_norm rope swiglu embedding kv_append linear mlp attention \
       attention_forward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done

@@ -1,5 +1,5 @@
 """Linear layers beside torch (cuBLAS): few rows, bound by reading the weights, and many, bound by
-the tensor cores; the gated block."""
+the tensor cores."""
 
 import torch
 import torch.nn.functional as F
@@ -9,13 +9,10 @@ from common import OURS, Record, agree, copies, graphs, host, num_sets, randn
 LAYERS = [(4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096), (2048, 2048)]
 FEW = (1, 4, 8, 16)
 MANY = (17, 32, 64, 128, 512, 2048, 8192)
-# (hidden, intermediate)
-BLOCKS = [(4096, 14336)]
 METHOD = (
     "Microseconds of one call: a graph of calls on weights that together exceed the cache, replayed by turns, medians. `copy` moves as "
-    "many bytes as weights, x and output have, half read and half written. f32 without TF32. mlp has the workspace that it asks for; "
-    "`no offer` is with one intermediate, which it needs, `twice the offer` with twice what it asks for. `host` rows: microseconds "
-    "until a call from Python returns."
+    "many bytes as weights, x and output have, half read and half written. f32 without TF32. `host` rows: microseconds until a call "
+    "from Python returns."
 )
 
 
@@ -28,10 +25,6 @@ def compare(ctx):
         layer(ctx, record, n, k, torch.bfloat16, FEW + (MANY if n < 100000 else (17, 64, 512)))
         if n < 100000:
             layer(ctx, record, n, k, torch.float32, (1, 4, 8, 16, 32, 64, 128, 512))
-        torch.cuda.empty_cache()
-    for hidden, dim in BLOCKS:
-        for rows in (1, 8, 16, 32, 64, 128, 512, 1024, 2048, 8192):
-            block(ctx, record, rows, hidden, dim)
         torch.cuda.empty_cache()
     calls(ctx, record)
 
@@ -59,34 +52,6 @@ def layer(ctx, record, n, k, dtype, counts):
         agree(f"{rows}x{k} by {n}", {"torch": theirs, OURS: out})
         times = graphs(contenders, calls=max(4, min(16, int(2e12 // flops))))
         record.add(f"{short} m{rows} n{n} k{k}", times, dtype=short, bytes=moved, flops=flops)
-
-
-def block(ctx, record, rows, hidden, dim):
-    size = 3 * hidden * dim * 2
-    sets = num_sets(size)
-    packed = [randn(2 * dim, hidden) * hidden**-0.5 for _ in range(sets)]
-    down = [randn(hidden, dim) * dim**-0.5 for _ in range(sets)]
-    x, out = randn(rows, hidden), torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16)
-    # With what is asked for, with what is needed alone, and with more than there is use for.
-    make = lambda **room: [ctx.op("mlp", **room, x=x, gate_up_weight=w, down_weight=d, out=out) for w, d in zip(packed, down)]
-    needed = torch.empty(rows * dim, device="cuda", dtype=torch.bfloat16)
-    least = make(workspace=needed.data_ptr(), workspace_size=needed.nbytes)
-    ours, more = make(), make(room=2)
-    theirs = torch.empty_like(out)
-
-    def plain(i):
-        gate, up = torch.mm(x, packed[i % sets].t()).chunk(2, -1)
-        torch.mm(F.silu(gate) * up, down[i % sets].t(), out=theirs)
-
-    contenders = {OURS: lambda i: ours[i % sets](), "torch": plain}
-    contenders["unsloth, no offer"] = lambda i: least[i % sets]()
-    contenders["unsloth, twice the offer"] = lambda i: more[i % sets]()
-    for contender in contenders.values():
-        contender(0)
-    agree(f"block of {rows}", {"torch": theirs, OURS: out})
-    flops = 6 * rows * hidden * dim
-    times = graphs(contenders, calls=max(4, min(16, int(2e12 // flops))))
-    record.add(f"mlp m{rows} {hidden}x{dim}", times, dtype="bf16", bytes=size, flops=flops)
 
 
 def calls(ctx, record):
