@@ -1,9 +1,12 @@
-//! Linear layers, against candle's matrix product.
+//! Linear layers, against candle's matrix product; small ones also against three plain loops, since
+//! what a call costs beside its arithmetic shows there.
 
 mod common;
 
+use std::hint::black_box;
+
 use common::{Storage, compare, random, tensor};
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use half::{bf16, f16};
 use unsloth::ops::linear::{Output, Params, Weights, forward};
 use unsloth::{Context, Stream, TensorMut, TensorRef, Workspace};
@@ -35,6 +38,42 @@ fn case<X: Storage, W: Storage, C: Storage>(c: &mut Criterion, rows: usize, n: u
     );
 }
 
+/// What anyone writes first: a sum of products for each element, which the compiler may not reorder.
+fn loops(x: &[f32], weight: &[f32], out: &mut [f32], n: usize, k: usize) {
+    for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(n)) {
+        for (row, out) in weight.chunks_exact(k).zip(out) {
+            *out = x.iter().zip(row).map(|(x, w)| x * w).sum();
+        }
+    }
+}
+
+/// A product of few rows and a square matrix of `n` columns.
+fn small(c: &mut Criterion, rows: usize, n: usize) {
+    let ctx = Context::cpu().unwrap();
+    let (x, weight) = (random::<f32>(rows * n, 1), random::<f32>(n * n, 2));
+    let mut out = vec![0.0; rows * n];
+    let mut group = c.benchmark_group("linear, small");
+    let case = format!("f32 {rows}x{n}x{n}");
+    group.bench_function(BenchmarkId::new("unsloth", &case), |b| {
+        b.iter(|| {
+            let params = Params {
+                x: TensorRef::from_slice(&x, &[rows, n]).unwrap(),
+                weights: Weights {
+                    weight: TensorRef::from_slice(&weight, &[n, n]).unwrap(),
+                    bias: None,
+                },
+                output: Output::Write(TensorMut::from_slice(&mut out, &[rows, n]).unwrap()),
+                workspace: Workspace::none(),
+            };
+            forward(&ctx, &params, Stream::DEFAULT).unwrap();
+        });
+    });
+    group.bench_function(BenchmarkId::new("loops", &case), |b| {
+        b.iter(|| loops(black_box(&x), black_box(&weight), black_box(&mut out), n, n));
+    });
+    group.finish();
+}
+
 fn bench(c: &mut Criterion) {
     for rows in [1, 4, 32, 512] {
         for (n, k) in [(1536, 576), (2048, 2048)] {
@@ -45,5 +84,13 @@ fn bench(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, bench);
+fn bench_small(c: &mut Criterion) {
+    for rows in [1, 2, 4, 8] {
+        for n in [64, 128, 256, 512] {
+            small(c, rows, n);
+        }
+    }
+}
+
+criterion_group!(benches, bench, bench_small);
 criterion_main!(benches);
