@@ -45,7 +45,8 @@ pub(crate) struct Plan<'a> {
 }
 
 enum Chosen<'a> {
-    Portable(portable::Plan<'a>),
+    /// And why not Hopper's.
+    Portable(portable::Plan<'a>, &'static str),
     /// And what serves at addresses that Hopper's copy engine does not take.
     Hopper(hopper::Plan<'a>, portable::Plan<'a>),
 }
@@ -57,9 +58,10 @@ impl Plans<Problem> for Cuda {
         let kernels = &self.attention;
         let portable = portable::Plan::new(&kernels.portable, &problem)?;
         let hopper = kernels.hopper.as_ref();
+        let hopper = hopper.ok_or("the device has no others");
         let kernels = match hopper.and_then(|hopper| hopper.plan(&problem)) {
-            Some(plan) => Chosen::Hopper(plan, portable.without_splits()),
-            None => Chosen::Portable(portable),
+            Ok(plan) => Chosen::Hopper(plan, portable.without_splits()),
+            Err(why) => Chosen::Portable(portable, why),
         };
         Ok(Plan {
             cuda: self,
@@ -72,14 +74,14 @@ impl Plans<Problem> for Cuda {
 impl problem::Plan for Plan<'_> {
     fn implementation(&self) -> Implementation {
         match self.kernels {
-            Chosen::Portable(_) => Implementation::Cuda,
+            Chosen::Portable(..) => Implementation::Cuda,
             Chosen::Hopper(..) => Implementation::CudaHopper,
         }
     }
 
     fn needed(&self) -> usize {
         match &self.kernels {
-            Chosen::Portable(plan) => plan.workspace_size(),
+            Chosen::Portable(plan, _) => plan.workspace_size(),
             Chosen::Hopper(plan, _) => plan.workspace_size(),
         }
     }
@@ -93,8 +95,12 @@ impl problem::Plan for Plan<'_> {
             Chosen::Hopper(plan, _) if plan.reaches(p) => {
                 hopper::forward(cuda, plan, p, scratch.ptr, stream)
             }
-            Chosen::Portable(plan) | Chosen::Hopper(_, plan) => {
-                portable::forward(cuda, plan, p, scratch.ptr, stream)
+            Chosen::Portable(plan, why) => {
+                portable::forward(cuda, plan, p, why, scratch.ptr, stream)
+            }
+            Chosen::Hopper(_, plan) => {
+                let why = "the copy engine takes no such addresses";
+                portable::forward(cuda, plan, p, why, scratch.ptr, stream)
             }
         }
     }

@@ -307,6 +307,7 @@ pub(super) fn forward(
     cuda: &Cuda,
     plan: &Plan<'_>,
     p: &Problem,
+    why: &str,
     workspace: *mut u8,
     stream: Stream,
 ) -> Result<()> {
@@ -318,6 +319,15 @@ pub(super) fn forward(
         true => plan.splits,
         false => 1,
     };
+    tracing::trace!(
+        "{OP}: portable kernels, since {why}: {:?}, with accesses of {} elements; {} blocks where {} run \
+         at once, {} keys in {splits} parts",
+        form.kind,
+        form.width,
+        form.blocks(p),
+        form.resident,
+        p.max_seqlen_k,
+    );
     let partial = workspace.addr() as u64;
     let launch = Launch {
         form,

@@ -1,5 +1,7 @@
 //! Equally spaced rows of a product: who computes them, and their launch.
 
+use std::fmt;
+
 use contract::linear::Kind;
 
 use super::{Choices, Epilogue, Product, TILE};
@@ -7,7 +9,7 @@ use crate::backend::Stream;
 use crate::cuda::images::linear::Arguments;
 use crate::cuda::rows::Matrix;
 use crate::cuda::tuning::rules::products::{DEEP, MODERATE, NARROW};
-use crate::cuda::tuning::{Linear, Server};
+use crate::cuda::tuning::{Linear, Server, Why};
 use crate::cuda::{Cuda, VECTOR, cublaslt};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -78,12 +80,24 @@ impl Part {
 
     /// Whether kernels of this library serve this part better than cuBLASLt.
     pub fn has_few_rows(&self, cuda: &Cuda, p: &Product<'_>, with_workspace: bool) -> bool {
-        let sizes = Sizes {
-            rows: self.rows,
-            columns: self.out_features,
-            in_features: self.in_features,
-        };
-        sizes.are_few_rows(&cuda.resources.tuning.linear, p.x.dtype, with_workspace)
+        self.choose(cuda, p, with_workspace).0 == Server::Own
+    }
+
+    fn choose(&self, cuda: &Cuda, p: &Product<'_>, with_workspace: bool) -> (Server, Why) {
+        let sizes = (self.rows, self.out_features, self.in_features);
+        (cuda.resources.tuning.linear).choose(p.x.dtype, sizes, with_workspace)
+    }
+
+    /// Tells who computes this part, and why.
+    fn tell(&self, p: &Product<'_>, server: &str, why: &dyn fmt::Display) {
+        tracing::trace!(
+            "{}: {} rows of {} by {} in {} by {server}: {why}",
+            p.op,
+            self.rows,
+            self.in_features,
+            self.out_features,
+            p.x.dtype,
+        );
     }
 
     /// Queues this part on cuBLASLt, if it serves it best.
@@ -94,24 +108,42 @@ impl Part {
         scratch: Scratch,
         stream: Stream,
     ) -> Result<bool> {
+        const OWN: &str = "kernels of this library";
         let Some(library) = &cuda.linear.library else {
+            self.tell(p, OWN, &"there is no cuBLASLt");
             return Ok(false);
         };
-        let alone = !self.has_few_rows(cuda, p, false);
-        let with = scratch.size > 0 && !self.has_few_rows(cuda, p, true);
+        let (server, why_alone) = self.choose(cuda, p, false);
+        let (server_with, why_with) = self.choose(cuda, p, true);
+        let alone = server != Server::Own;
+        let with = scratch.size > 0 && server_with != Server::Own;
         if !alone && !with {
+            self.tell(p, OWN, &why_alone);
             return Ok(false);
         }
         let takes = |p: &cublaslt::Product| p.bias.is_none_or(|b| b.is_multiple_of(VECTOR));
         let Some(product) = self.for_library(p).filter(takes) else {
+            self.tell(
+                p,
+                OWN,
+                &"cuBLASLt takes no such dtypes, strides or epilogue",
+            );
             return Ok(false);
         };
-        let scratch = if with { scratch } else { Scratch::NONE };
+        let (scratch, why) = match with {
+            true => (scratch, why_with),
+            false => (Scratch::NONE, why_alone),
+        };
         let primary = &cuda.resources.primary;
         let _entered = primary.enter(p.op)?;
         let _relaxed = primary.driver.relax_capture(p.op)?;
         // SAFETY: the problem was checked: its tensors have the rows that the part describes; the workspace was checked too.
-        unsafe { library.multiply(p.op, &product, scratch, alone, stream) }
+        let multiplied = unsafe { library.multiply(p.op, &product, scratch, alone, stream) }?;
+        match multiplied {
+            true => self.tell(p, "cuBLASLt", &why),
+            false => self.tell(p, OWN, &"cuBLASLt has no algorithm within the workspace"),
+        }
+        Ok(multiplied)
     }
 
     /// What the library is asked for, if it takes such a part.
@@ -208,6 +240,13 @@ impl Part {
             // Blocks take tiles by turns.
             [(row_tiles * column_tiles).min(form.resident) as u32, 1, 1]
         };
+        tracing::trace!(
+            "{}: {row_tiles} by {column_tiles} tiles of {} rows and {} columns, of which {} run at once",
+            p.op,
+            choices.rows,
+            form.columns,
+            form.resident,
+        );
         let (_, epilogue) = p.epilogue.parts();
         let bias = p.weights.bias.as_ref();
         let bias_of = |dtype| match bias {

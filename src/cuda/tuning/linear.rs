@@ -1,5 +1,7 @@
 //! Who computes a product: what was the fastest for the measured weights that are the most like it.
 
+use std::fmt;
+
 use crate::dtype::DType;
 
 /// Who computes a product of `x` and weights of one dtype.
@@ -34,6 +36,44 @@ pub(in crate::cuda) struct Shape {
 /// these ranges, ends included.
 pub(super) type FewRows = (usize, (usize, usize), (usize, usize));
 
+/// What the choice of a [`Server`] follows from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) enum Why {
+    /// It was the fastest up to so many rows of these weights, of all that were measured the most
+    /// like the product's.
+    Measured {
+        columns: usize,
+        in_features: usize,
+        rows: usize,
+    },
+    /// The sizes are in the table of products of f32 for few rows, or not.
+    F32 { few: bool },
+    /// Nothing was measured.
+    Unmeasured,
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Why::Measured {
+                columns,
+                in_features,
+                rows,
+            } => {
+                write!(f, "the fastest for ")?;
+                match rows {
+                    &usize::MAX => write!(f, "more rows")?,
+                    rows => write!(f, "up to {rows} rows")?,
+                }
+                write!(f, " where weights [{columns}, {in_features}] were measured")
+            }
+            Why::F32 { few: true } => write!(f, "few rows of f32"),
+            Why::F32 { few: false } => write!(f, "many rows of f32"),
+            Why::Unmeasured => write!(f, "nothing was measured"),
+        }
+    }
+}
+
 /// Products.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct Linear {
@@ -53,6 +93,17 @@ impl Linear {
         in_features: usize,
         with_workspace: bool,
     ) -> Server {
+        let sizes = (rows, columns, in_features);
+        self.choose(dtype, sizes, with_workspace).0
+    }
+
+    /// [`Linear::server`], and why it.
+    pub fn choose(
+        &self,
+        dtype: DType,
+        (rows, columns, in_features): (usize, usize, usize),
+        with_workspace: bool,
+    ) -> (Server, Why) {
         if dtype == DType::F32 {
             let [alone, with] = self.f32;
             let few = if with_workspace { with } else { alone };
@@ -63,25 +114,34 @@ impl Linear {
                     && within(columns, *of_columns)
                     && within(in_features, *of_in_features)
             });
-            return match (own, with_workspace) {
+            let server = match (own, with_workspace) {
                 (true, _) => Server::Own,
                 (false, true) => Server::Workspace,
                 (false, false) => Server::Library,
             };
+            return (server, Why::F32 { few: own });
         }
         let (columns, in_features) = (log2(columns), log2(in_features));
         let distance = |s: &&Shape| {
             log2(s.columns).abs_diff(columns) + log2(s.in_features).abs_diff(in_features)
         };
         let Some(nearest) = self.halves.iter().min_by_key(distance) else {
-            return Server::Library;
+            return (Server::Library, Why::Unmeasured);
         };
         let all = match with_workspace {
             true => nearest.with,
             false => nearest.alone,
         };
         let serves = all.iter().find(|(most, _)| rows <= *most);
-        serves.map_or(Server::Library, |(_, server)| *server)
+        let Some((rows, server)) = serves else {
+            return (Server::Library, Why::Unmeasured);
+        };
+        let why = Why::Measured {
+            columns: nearest.columns,
+            in_features: nearest.in_features,
+            rows: *rows,
+        };
+        (*server, why)
     }
 }
 
@@ -132,5 +192,21 @@ mod tests {
         assert_eq!(server(DType::F32, 1, 1100, false), Server::Library);
         let short = linear.server(DType::F32, 16, 1100, 2048, true);
         assert_eq!(short, Server::Own);
+        for (dtype, rows, told) in [
+            (
+                DType::F16,
+                16,
+                "the fastest for up to 16 rows where weights [4096, 4096] were measured",
+            ),
+            (
+                DType::F16,
+                17,
+                "the fastest for more rows where weights [4096, 4096] were measured",
+            ),
+            (DType::F32, 17, "many rows of f32"),
+        ] {
+            let (_, why) = linear.choose(dtype, (rows, 5000, 4000), false);
+            assert_eq!(why.to_string(), told);
+        }
     }
 }

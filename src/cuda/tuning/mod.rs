@@ -14,7 +14,7 @@ mod h200;
 mod linear;
 pub(super) mod rules;
 
-pub(super) use linear::{Linear, Server};
+pub(super) use linear::{Linear, Server, Why};
 
 /// What tells devices apart.
 #[derive(Clone, Copy, Debug)]

@@ -42,6 +42,19 @@ pub(crate) fn forward(
         arguments.tile_counter = workspace.addr() as u64;
         arguments.launch_tag = tag();
     }
+    let [rows, keys] = plan.form.block;
+    tracing::trace!(
+        "{OP}: Hopper's kernels: {} tiles of {rows} rows and {keys} keys on {} blocks, {} heads in a tile, keys of \
+         {} pairs in L2{}",
+        plan.tiles,
+        plan.blocks,
+        1 << plan.pack_log2,
+        arguments.pairs_in_l2,
+        match plan.form.for_short {
+            true => ", the sibling for short sequences",
+            false => "",
+        },
+    );
     // SAFETY: the problem was checked: its tensors have the rows that the argument describes, as far as lengths and pages in device
     // memory are what the caller promises.
     unsafe { cuda.launch(OP, &plan.form.kernel, plan.blocks, &arguments, stream) }

@@ -77,11 +77,12 @@ impl Kernels {
         }))
     }
 
-    /// How the problem is run, if it is served here. Data pointers are not looked at.
-    pub fn plan(&self, p: &Problem) -> Option<Plan<'_>> {
-        if !serves(p) {
-            return None;
+    /// How the problem is run, or why not here. Data pointers are not looked at.
+    pub fn plan(&self, p: &Problem) -> Result<Plan<'_>, &'static str> {
+        if let Some(why) = refusal(p) {
+            return Err(why);
         }
+        const NO_FORM: &str = "Hopper's have no such head dimensions";
         let mask = mask(p);
         let serves = |form: &&Form| {
             form.dtype == p.q.dtype as u32
@@ -91,10 +92,11 @@ impl Kernels {
                 && form.softcap == (p.softcap > 0.0)
         };
         let mut forms = self.forms.iter().filter(serves).peekable();
-        let least = forms.peek().map(|form| (form.dims, form.mask))?;
+        let least = forms.peek().map(|form| (form.dims, form.mask));
+        let least = least.ok_or(NO_FORM)?;
         let mut alike = forms.take_while(|form| (form.dims, form.mask) == least);
         // Prefers the form that is made for these lengths, and otherwise takes any.
-        let any = alike.next()?;
+        let any = alike.next().ok_or(NO_FORM)?;
         let suits = |form: &Form| {
             let dim = form.dims[0];
             form.for_short == choose::is_short(&self.tuning, dim, mask, p.max_seqlen_q)
@@ -103,7 +105,7 @@ impl Kernels {
             true => any,
             false => alike.find(|form| suits(form)).unwrap_or(any),
         };
-        let plan = Plan::new(self, form, p)?;
+        let plan = Plan::new(self, form, p).ok_or("Hopper's count no so many tiles")?;
         let visible = p.window_left.saturating_add(p.max_seqlen_q);
         let decode = choose::Decode {
             rows: p.max_seqlen_q.saturating_mul(p.num_heads / p.num_kv_heads),
@@ -113,12 +115,15 @@ impl Kernels {
             tiles: plan.tiles,
             ragged: p.ragged,
         };
-        (!choose::decodes(&self.tuning, self.multiprocessors, &decode)).then_some(plan)
+        match choose::decodes(&self.tuning, self.multiprocessors, &decode) {
+            true => Err("queries are few, and split keys are faster"),
+            false => Ok(plan),
+        }
     }
 }
 
-/// Whether the kernels compute this.
-fn serves(p: &Problem) -> bool {
+/// Why the kernels do not compute this, if they do not.
+fn refusal(p: &Problem) -> Option<&'static str> {
     let (queries, keys) = (sizes_of_queries(p), sizes_of_keys(p));
     let rows = [
         (&p.q, queries),
@@ -129,16 +134,29 @@ fn serves(p: &Problem) -> bool {
     // The reference of a row's softmax is its greatest score, and must stay that once scaled.
     let plain_scale = (1e-20..=1e20).contains(&p.scale);
     let bare = p.bias.is_none() && p.mask.is_none() && p.alibi_slopes.is_none();
-    matches!(p.q.dtype, DType::F16 | DType::Bf16)
-        && rows
-            .iter()
-            .all(|(r, sizes)| r.dtype == p.q.dtype && has_fitting_strides(r, *sizes))
-        && [p.head_dim, p.head_dim_v]
-            .iter()
-            .all(|dim| dim.is_multiple_of(UNIT))
-        && plain_scale
-        && bare
-        && has_fitting_sizes(p)
+    let half = matches!(p.q.dtype, DType::F16 | DType::Bf16);
+    let even = |dim: &usize| dim.is_multiple_of(UNIT);
+    let needs = [
+        (
+            half && rows.iter().all(|(r, _)| r.dtype == p.q.dtype),
+            "Hopper's take f16 or bf16, the same for all",
+        ),
+        (
+            (rows.iter()).all(|(r, sizes)| has_fitting_strides(r, *sizes)),
+            "the copy engine takes no such strides",
+        ),
+        (
+            [p.head_dim, p.head_dim_v].iter().all(even),
+            "Hopper's take head dimensions of whole 16 bytes",
+        ),
+        (plain_scale, "Hopper's take no such scale"),
+        (bare, "Hopper's take no bias, mask or ALiBi slopes"),
+        (
+            has_fitting_sizes(p),
+            "the copy engine takes no such lengths or pages",
+        ),
+    ];
+    needs.iter().find(|(met, _)| !met).map(|(_, why)| *why)
 }
 
 /// Elements of 16 bytes, of which rows are made.
@@ -322,7 +340,11 @@ mod tests {
                     let q = q.tensor(0, dtype, layout).unwrap();
                     let out = out.tensor_mut(0, dtype, layout).unwrap();
                     let problem = cache.attention(0, q, out).unwrap().problem().unwrap();
-                    assert!(serves(&problem), "{dtype} {heads}x{head_dim} {tokens}");
+                    assert_eq!(
+                        refusal(&problem),
+                        None,
+                        "{dtype} {heads}x{head_dim} {tokens}"
+                    );
                     let prompt = choose::Decode {
                         rows: tokens * heads / kv_heads,
                         pairs: kv_heads,
