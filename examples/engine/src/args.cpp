@@ -128,8 +128,8 @@ Args parse_args(int argc, const char *const *argv) {
   if (!args.perplexity && !args.prompt && !args.chat) {
     throw UsageError("one of --prompt, --chat and --perplexity is needed");
   }
-  if (args.warm_up && !args.prompt) {
-    throw UsageError("--warm-up runs a prompt once before: give --prompt");
+  if (args.warm_up && args.perplexity) {
+    throw UsageError("--warm-up goes with --prompt or --chat");
   }
   if (args.json && !args.perplexity && !args.prompt) {
     throw UsageError("--json reports on one prompt or file: give --prompt or --perplexity");
@@ -156,7 +156,9 @@ std::string usage() {
          "                      (f32 on the CPU, bf16 on a GPU)\n"
          "  --weights TYPE      keep the matrices as f32, f16 or bf16 (the dtype, bf16 for f32)\n"
          "  --no-graph          on a GPU, queue every step anew in place of replaying a graph\n"
-         "  --warm-up           run the prompt once before what is timed: first uses load kernels\n"
+         "  --warm-up           run the prompt once before what is timed, or load before a chat "
+         "what\n"
+         "                      its turns would: on a GPU first uses load kernels\n"
          "  --help              this text\n";
 }
 

@@ -29,7 +29,7 @@ struct Args {
   DType dtype = DType::kF32;
   DType weights = DType::kBf16;  // of the matrices; `dtype` if that is a half
   bool graph = true;             // decode through a CUDA graph, where there is one
-  bool warm_up = false;          // run the prompt once before what is timed
+  bool warm_up = false;          // make first uses before what is timed
 };
 
 // A mistake in the command line; the message names the flag and what it takes.

@@ -115,6 +115,7 @@ void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
 void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Tokenizer &tokenizer) {
   const ChatTemplate chat = ChatTemplate::recognize(gguf.get_string("tokenizer.chat_template"));
   Session session(model, std::min(kChatCapacity, model.config().context_length), args.graph);
+  if (args.warm_up) session.warm_up();
   Sampler sampler(args.sampling);
   std::vector<TokenId> not_run;  // the end of a reply that was cut short
   for (std::string line; print("> "), std::getline(std::cin, line);) {

@@ -93,6 +93,37 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
   }
 }
 
+void Session::warm_up() const {
+  const LayerWeights &layer = model_->layers()[0];
+  // Products of other dtypes are the library's own, which are loaded with the context.
+  if (context().backend() == UNSLOTH_BACKEND_CPU || model_->weight_dtype() != dtype_) return;
+  std::vector<unsloth_product_shape> shapes;
+  const auto add = [&](uint64_t rows, const unsloth_tensor &weight, int64_t copies) {
+    unsloth_product_shape shape = {};
+    shape.dtype = dtype_;
+    shape.num_rows = static_cast<int64_t>(rows);
+    shape.in_features = weight.shape[1];
+    shape.out_features = copies * weight.shape[0];
+    shapes.push_back(shape);
+  };
+  // Numbers of rows within an eighth of their power of two share what is loaded.
+  for (uint64_t power = 16; power < max_chunk_; power *= 2) {
+    for (uint64_t rows = power; rows < 2 * power; rows += power / 8) {
+      add(rows, layer.qkv, 1);
+      add(rows, layer.attention_output, 1);
+      add(rows, layer.gate, 1);
+      add(rows, layer.gate, 2);  // with up, which lies behind it
+      add(rows, layer.down, 1);
+    }
+  }
+  // Many tokens are run in parts of this size.
+  for (const unsloth_tensor *weight : {&layer.qkv, &layer.attention_output, &layer.down}) {
+    add(max_chunk_, *weight, 1);
+  }
+  add(max_chunk_, layer.gate, 2);
+  check(unsloth_context_warm_up(context().get(), shapes.data(), shapes.size()));
+}
+
 void Session::reset() {
   check(unsloth_kv_cache_sequence_truncate(cache_.get(), sequence_, 0));
   length_ = 0;

@@ -45,6 +45,10 @@ class Session {
 
   void synchronize() const { context().synchronize(); }
 
+  // Loads what steps of any number of tokens would load at the first of their size on a GPU. The
+  // session may have a text.
+  void warm_up() const;
+
   // Forgets the text.
   void reset();
 

@@ -119,6 +119,7 @@ void good_flags() {
   CHECK(!parse({"--model", "m", "--chat", "--no-graph"}).graph);
   CHECK(!args.warm_up);
   CHECK(parse({"--model", "m", "--prompt", "p", "--warm-up"}).warm_up);
+  CHECK(parse({"--model", "m", "--chat", "--warm-up"}).warm_up);
   CHECK(parse({"--help", "--chat"}).help);
   CHECK(parse({"--model", "m", "--chat"}).chat);
   CHECK_EQUAL(parse({"--model", "m", "--prompt", ""}).prompt.value_or("x"), std::string());
@@ -178,7 +179,8 @@ void bad_flags() {
       {{"--model", "m", "--perplexity", "f", "--prompt", "p"}, "--perplexity scores a file"},
       {{"--model", "m", "--perplexity", "f", "--chat"}, "--perplexity scores a file"},
       {{"--model", "m", "--chat", "--json"}, "--json reports on one prompt or file"},
-      {{"--model", "m", "--chat", "--warm-up"}, "--warm-up runs a prompt once before"},
+      {{"--model", "m", "--perplexity", "f", "--warm-up"},
+       "--warm-up goes with --prompt or --chat"},
   };
   for (const Case &bad : cases) CHECK_THROWS(UsageError, parse(bad.flags), bad.message);
 }
