@@ -2346,6 +2346,8 @@ unsloth_status unsloth_memory_free_async(struct unsloth_context *ctx,
 /**
  * Returns memory that the context's pool holds and no allocation uses to the device, until the pool holds `keep` bytes. Memory that was
  * freed on a stream counts as used until the stream has come there.
+ *
+ * Requires: `ctx` was made by `unsloth_context_create`.
  */
 unsloth_status unsloth_memory_pool_trim(struct unsloth_context *ctx,
                                         size_t keep);
@@ -2400,11 +2402,15 @@ unsloth_status unsloth_memory_stats_get(struct unsloth_context *ctx,
 
 /**
  * Makes the peak equal to what is in use.
+ *
+ * Requires: `ctx` was made by `unsloth_context_create`.
  */
 unsloth_status unsloth_memory_peak_reset(struct unsloth_context *ctx);
 
 /**
  * Changes the most bytes that may be allocated at a time; 0 for no limit. What is allocated already stays.
+ *
+ * Requires: `ctx` was made by `unsloth_context_create`.
  */
 unsloth_status unsloth_memory_limit_set(struct unsloth_context *ctx,
                                         uint64_t limit);
@@ -2668,6 +2674,8 @@ unsloth_status unsloth_event_create(struct unsloth_context *ctx,
 /**
  * Ends an event; NULL is fine. Streams that wait for it go on waiting for the point that it was
  * recorded at.
+ *
+ * Requires: `event` is NULL or was made by `unsloth_event_create`.
  */
 unsloth_status unsloth_event_destroy(struct unsloth_event *event);
 
@@ -2707,6 +2715,8 @@ unsloth_status unsloth_event_query(struct unsloth_event *event, uint32_t *done);
  * Lets the calling thread wait until the work before the event has finished; returns at once if it
  * was never recorded. May not be called while a graph is captured. Errors as of
  * `unsloth_event_query`.
+ *
+ * Requires: `event` was made by `unsloth_event_create`.
  */
 unsloth_status unsloth_event_synchronize(struct unsloth_event *event);
 
@@ -2831,6 +2841,8 @@ unsloth_status unsloth_kv_cache_sequence_create(struct unsloth_kv_cache *cache,
 
 /**
  * Ends a sequence and gives back its pages.
+ *
+ * Requires: `cache` was made by `unsloth_kv_cache_create`.
  */
 unsloth_status unsloth_kv_cache_sequence_free(struct unsloth_kv_cache *cache, int64_t sequence);
 
@@ -2847,6 +2859,8 @@ unsloth_status unsloth_kv_cache_sequence_fork(struct unsloth_kv_cache *cache,
 /**
  * Cuts a sequence to the tokens before position `num_tokens`, and gives back pages beyond them, reserved ones too.
  * `UNSLOTH_STATUS_INVALID_ARGUMENT` if that is beyond its end or inside what was evicted.
+ *
+ * Requires: `cache` was made by `unsloth_kv_cache_create`.
  */
 unsloth_status unsloth_kv_cache_sequence_truncate(struct unsloth_kv_cache *cache,
                                                   int64_t sequence,

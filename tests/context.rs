@@ -277,7 +277,11 @@ fn memory_is_copied_set_and_counted() {
     );
     let s = stats(&ctx);
     assert_eq!((s.in_use, s.peak, s.num_allocations), (100, 400, 1));
-    assert_eq!(unsloth_memory_peak_reset(ctx.0), UNSLOTH_STATUS_SUCCESS);
+    // SAFETY: the context is live.
+    assert_eq!(
+        unsafe { unsloth_memory_peak_reset(ctx.0) },
+        UNSLOTH_STATUS_SUCCESS
+    );
     assert_eq!(stats(&ctx).peak, 100);
     // SAFETY: nothing uses what goes with it.
     assert_eq!(
@@ -297,13 +301,13 @@ fn memory_is_copied_set_and_counted() {
 #[test]
 fn memory_limits_and_impossible_sizes() {
     let ctx = Handle::cpu();
-    assert_eq!(
-        unsloth_memory_limit_set(ctx.0, 1000),
-        UNSLOTH_STATUS_SUCCESS
-    );
     let mut p = ptr::null_mut();
-    // SAFETY: `p` is a live local.
+    // SAFETY: the context is live, and `p` a live local.
     unsafe {
+        assert_eq!(
+            unsloth_memory_limit_set(ctx.0, 1000),
+            UNSLOTH_STATUS_SUCCESS
+        );
         assert_fails(
             unsloth_memory_alloc(ctx.0, 1001, &mut p),
             UNSLOTH_STATUS_OUT_OF_MEMORY,

@@ -99,6 +99,24 @@ fn the_c_layout_is_current() {
     );
 }
 
+/// What C passes as a pointer may be anything, so Rust callers have a promise to make.
+#[test]
+fn functions_that_take_pointers_are_unsafe() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi");
+    let mut seen = 0;
+    for entry in fs::read_dir(folder).unwrap() {
+        let text = fs::read_to_string(entry.unwrap().path()).unwrap();
+        for function in text.split("\npub extern \"C\" fn ").skip(1) {
+            let (name, rest) = function.split_once('(').unwrap();
+            let (parameters, _) = rest.split_once(')').unwrap();
+            let pointer = parameters.contains('*') || parameters.contains("unsloth_stream");
+            assert!(!pointer, "{name} takes a pointer and is not unsafe");
+            seen += 1;
+        }
+    }
+    assert!(seen > 0, "the functions are not recognised");
+}
+
 #[test]
 fn structs_have_no_hidden_gaps() {
     assert!(

@@ -47,6 +47,11 @@ impl Cache {
         id
     }
 
+    fn free(&self, id: i64) -> unsloth_status {
+        // SAFETY: the cache is live.
+        unsafe { unsloth_kv_cache_sequence_free(self.0, id) }
+    }
+
     fn extend(&self, ids: &[i64], counts: &[i64]) -> unsloth_status {
         assert_eq!(ids.len(), counts.len());
         let (ids_ptr, counts_ptr) = (ids.as_ptr(), counts.as_ptr());
@@ -171,10 +176,10 @@ fn handles() {
     let foreign: *mut unsloth_kv_cache = ctx.0.cast();
     let live = Cache::new(&ctx);
     let stale = live.sequence();
-    assert_eq!(unsloth_kv_cache_sequence_free(live.0, stale), OK);
     let stream = std::ptr::null_mut();
-    // SAFETY: structs of numbers and tensors, every pointer is to a live local.
+    // SAFETY: structs of numbers and tensors, every pointer is to a live local; every handle is checked.
     unsafe {
+        assert_eq!(unsloth_kv_cache_sequence_free(live.0, stale), OK);
         let (mut id, mut evicted, mut count, mut page) = (0i64, 0i64, 0usize, 0i32);
         let mut info = zeroed_params();
         let mut stats = zeroed_params();
@@ -460,9 +465,11 @@ fn append() {
             (&[1.0; 8][..], &[0.0; 4][..])
         );
     }
-    assert_eq!(unsloth_kv_cache_sequence_truncate(cache.0, id, 1), OK);
     // SAFETY: as above.
-    let got = unsafe { unsloth_kv_cache_append(cache.0, &good, std::ptr::null_mut()) };
+    let got = unsafe {
+        assert_eq!(unsloth_kv_cache_sequence_truncate(cache.0, id, 1), OK);
+        unsloth_kv_cache_append(cache.0, &good, std::ptr::null_mut())
+    };
     assert_fails(
         got,
         INVALID,
@@ -508,12 +515,12 @@ fn threads_take_turns() {
                             let got =
                                 unsafe { unsloth_kv_cache_sequence_fork(cache.0, id, &mut fork) };
                             assert_eq!((got, cache.info(fork).length), (OK, n));
-                            assert_eq!(unsloth_kv_cache_sequence_free(cache.0, fork), OK);
+                            assert_eq!(cache.free(fork), OK);
                         }
                         UNSLOTH_STATUS_OUT_OF_PAGES => assert_eq!(cache.info(id).length, 0),
                         _ => panic!("{}", last_message()),
                     }
-                    assert_eq!(unsloth_kv_cache_sequence_free(cache.0, id), OK);
+                    assert_eq!(cache.free(id), OK);
                 }
             });
         }

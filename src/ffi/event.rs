@@ -52,8 +52,11 @@ pub unsafe extern "C" fn unsloth_event_create(
 
 /// Ends an event; NULL is fine. Streams that wait for it go on waiting for the point that it was
 /// recorded at.
+///
+/// # Safety
+/// `event` is NULL or was made by `unsloth_event_create`.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_event_destroy(event: *mut unsloth_event) -> unsloth_status {
+pub unsafe extern "C" fn unsloth_event_destroy(event: *mut unsloth_event) -> unsloth_status {
     const OP: &str = "event_destroy";
     guard(OP, || {
         if !event.is_null() {
@@ -131,8 +134,11 @@ pub unsafe extern "C" fn unsloth_event_query(
 /// Lets the calling thread wait until the work before the event has finished; returns at once if it
 /// was never recorded. May not be called while a graph is captured. Errors as of
 /// `unsloth_event_query`.
+///
+/// # Safety
+/// `event` was made by `unsloth_event_create`.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_event_synchronize(event: *mut unsloth_event) -> unsloth_status {
+pub unsafe extern "C" fn unsloth_event_synchronize(event: *mut unsloth_event) -> unsloth_status {
     const OP: &str = "event_synchronize";
     guard(OP, || EVENTS.get(OP, "event", event)?.synchronize())
 }

@@ -53,8 +53,11 @@ pub unsafe extern "C" fn unsloth_kv_cache_sequence_create(
 }
 
 /// Ends a sequence and gives back its pages.
+///
+/// # Safety
+/// `cache` was made by `unsloth_kv_cache_create`.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_kv_cache_sequence_free(
+pub unsafe extern "C" fn unsloth_kv_cache_sequence_free(
     cache: *mut unsloth_kv_cache,
     sequence: i64,
 ) -> unsloth_status {
@@ -87,8 +90,11 @@ pub unsafe extern "C" fn unsloth_kv_cache_sequence_fork(
 
 /// Cuts a sequence to the tokens before position `num_tokens`, and gives back pages beyond them, reserved ones too.
 /// `UNSLOTH_STATUS_INVALID_ARGUMENT` if that is beyond its end or inside what was evicted.
+///
+/// # Safety
+/// `cache` was made by `unsloth_kv_cache_create`.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_kv_cache_sequence_truncate(
+pub unsafe extern "C" fn unsloth_kv_cache_sequence_truncate(
     cache: *mut unsloth_kv_cache,
     sequence: i64,
     num_tokens: i64,

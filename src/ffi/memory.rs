@@ -170,8 +170,11 @@ pub unsafe extern "C" fn unsloth_memory_free_async(
 
 /// Returns memory that the context's pool holds and no allocation uses to the device, until the pool holds `keep` bytes. Memory that was
 /// freed on a stream counts as used until the stream has come there.
+///
+/// # Safety
+/// `ctx` was made by `unsloth_context_create`.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_memory_pool_trim(
+pub unsafe extern "C" fn unsloth_memory_pool_trim(
     ctx: *mut unsloth_context,
     keep: usize,
 ) -> unsloth_status {
@@ -292,8 +295,11 @@ pub unsafe extern "C" fn unsloth_memory_stats_get(
 }
 
 /// Makes the peak equal to what is in use.
+///
+/// # Safety
+/// `ctx` was made by `unsloth_context_create`.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_memory_peak_reset(ctx: *mut unsloth_context) -> unsloth_status {
+pub unsafe extern "C" fn unsloth_memory_peak_reset(ctx: *mut unsloth_context) -> unsloth_status {
     const OP: &str = "memory_peak_reset";
     guard(OP, || {
         context_from(OP, ctx)?.context.reset_memory_peak();
@@ -302,8 +308,11 @@ pub extern "C" fn unsloth_memory_peak_reset(ctx: *mut unsloth_context) -> unslot
 }
 
 /// Changes the most bytes that may be allocated at a time; 0 for no limit. What is allocated already stays.
+///
+/// # Safety
+/// `ctx` was made by `unsloth_context_create`.
 #[unsafe(no_mangle)]
-pub extern "C" fn unsloth_memory_limit_set(
+pub unsafe extern "C" fn unsloth_memory_limit_set(
     ctx: *mut unsloth_context,
     limit: u64,
 ) -> unsloth_status {
