@@ -115,22 +115,22 @@ def argmax(section):
 
 
 def attention(section):
-    """(short siblings without a mask, under a causal one, pairs together)"""
-    short = {"full": [], "causal": []}
+    """(short siblings, pairs together)"""
+    short = {}
     together = []
     for case, times in section.items():
         dim, mask, length = case.split(".")
         dim, length = int(dim[1:]), int(length[1:])
-        if "short sibling" in times and times["short sibling"] < times["usual sibling"]:
-            short[mask].append((dim, length))
+        # Without a mask none was ever the faster one: there is none.
+        if mask == "causal" and "short sibling" in times and times["short sibling"] < times["usual sibling"]:
+            short[dim] = max(length, short.get(dim, 0))
         pairs = {int(c.split()[-1]): us for c, us in times.items() if c.startswith("together ")}
         # Powers of two, which divide what L2 has room for.
         pairs = {n: us for n, us in pairs.items() if n & (n - 1) == 0 and n > 0}
         best = min(pairs, key=pairs.get)
         if mask == "causal" and length <= 1024 and times["ours"] >= 1.012 * pairs[best]:
             together.append((dim, length // TILE_ROWS, best))
-    longest = lambda found: sorted({dim: max(n for d, n in found if d == dim) for dim, _ in found}.items())
-    return longest(short["full"]), longest(short["causal"]), sorted(together)
+    return sorted(short.items()), sorted(together)
 
 
 def decoding(section):
@@ -164,7 +164,7 @@ def text(device):
     s = record["sections"]
     thin, full = argmax(s["argmax"])
     tokens, asked, kernels = mlp(s["mlp"])
-    short_full, short_causal, together = attention(s["attention"])
+    short, together = attention(s["attention"])
     lines = [
         f"//! An {DEVICES[device]}. `python3 benches/tuning.py write` made this from",
         f"//! `benches/results/{path.name}`.",
@@ -178,8 +178,7 @@ def text(device):
         "linear: Linear { halves: HALVES, f32: F32 },",
         f"mlp: Mlp {{ tokens: {tokens}, asked_tokens: {asked}, tokens_by_kernels: {kernels} }},",
         "hopper: Hopper {",
-        f"short_full: {pairs(short_full)},",
-        f"short_causal: {pairs(short_causal)},",
+        f"short: {pairs(short)},",
         f"together: {pairs(together)},",
         "decoding: &[",
     ]

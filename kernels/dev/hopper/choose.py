@@ -6,7 +6,7 @@ WIDTHS = [("hd64", 64, 64), ("hd96", 96, 96), ("hd128", 128, 128), ("hd192v128",
           ("hd192", 192, 192), ("hd256", 256, 256)]
 
 # Up to this many queries a kernel's `short` sibling is faster (measured on H200).
-SHORT = {("hd64", "causal"): 1024, ("hd128", "full"): 512}
+SHORT = {("hd64", "causal"): 1024}
 
 
 def kernel(dtype, dim, dim_v, seqlen_q, *, causal=False, window=None, softcap=0.0):

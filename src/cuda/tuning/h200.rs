@@ -20,8 +20,7 @@ pub(super) const TUNING: Tuning = Tuning {
         tokens_by_kernels: 96,
     },
     hopper: Hopper {
-        short_full: &[],
-        short_causal: &[(64, 1024)],
+        short: &[(64, 1024)],
         together: &[(64, 4, 16)],
         decoding: &[Decoding {
             head_dims: (65, 128),

@@ -59,10 +59,8 @@ pub(super) struct Mlp {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
     /// `(head_dim, queries)`: up to so many queries, the sibling for short sequences is the faster
-    /// one, without a mask.
-    pub short_full: &'static [(usize, usize)],
-    /// The same, under a causal mask.
-    pub short_causal: &'static [(usize, usize)],
+    /// one, under a causal mask.
+    pub short: &'static [(usize, usize)],
     /// `(head_dim, row blocks, pairs)`: where a (sequence, head) pair has up to so many blocks of
     /// rows, at most so many pairs are scheduled together.
     pub together: &'static [(usize, usize, usize)],

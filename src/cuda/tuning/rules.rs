@@ -23,8 +23,7 @@ pub(super) fn tuning(properties: &Properties) -> Tuning {
         },
         // Its kernels are not loaded.
         hopper: Hopper {
-            short_full: &[],
-            short_causal: &[],
+            short: &[],
             together: &[],
             decoding: &[],
         },

@@ -30,15 +30,13 @@ consteval int producer_registers(const TileConfig &c) { return c.warpgroups == 3
 consteval int consumer_registers(const TileConfig &c) { return c.warpgroups == 3 ? 160 : 232; }
 
 // Which serves what, and from which length on, is the host's choice
-// (src/cuda/attention/hopper/choose.rs). `Short` tiles have fewer rows, or less to set up, per
-// tile.
+// (src/cuda/attention/hopper/choose.rs). `Short` tiles have fewer rows.
 //                                       d    dv  wg   bn  st  qs q_reg  turns  early
 // clang-format off
 constexpr TileConfig kTile64 =           {64,  64,  3, 128, 2, 2, false, true,  true};
 constexpr TileConfig kTile64Short =      {64,  64,  2, 128, 3, 2, true,  true,  true};
 constexpr TileConfig kTile96 =           {96,  96,  2, 128, 2, 2, false, true,  true};
 constexpr TileConfig kTile128 =          {128, 128, 2, 128, 2, 2, true,  true,  true};
-constexpr TileConfig kTile128Short =     {128, 128, 2, 128, 2, 2, false, true,  false};
 constexpr TileConfig kTile192 =          {192, 192, 2, 64,  2, 1, false, false, true};
 constexpr TileConfig kTile192V128 =      {192, 128, 2, 128, 2, 1, false, false, true};
 constexpr TileConfig kTile256 =          {256, 256, 2, 64,  2, 1, false, false, true};

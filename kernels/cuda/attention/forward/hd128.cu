@@ -2,7 +2,6 @@
 #include "forward.cuh"
 
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_full, kTile128, Mask::kNone, false, kUsual)
-UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_full_short, kTile128Short, Mask::kNone, false, kShort)
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_causal, kTile128, Mask::kCausal, false, kUsual)
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_window, kTile128, Mask::kWindow, false, kUsual)
 UNSLOTH_ATTENTION_FORWARD_16BIT(hd128_softcap, kTile128, Mask::kWindow, true, kUsual)

@@ -7,13 +7,8 @@ use crate::cuda::tuning::rules::attention::{FEW_QUERIES, L2};
 
 /// Whether sequences of so many queries are short for the kernels of this head dimension and mask.
 pub(super) fn is_short(hopper: &Hopper, head_dim: usize, mask: Mask, queries: usize) -> bool {
-    let short = match mask {
-        Mask::None => hopper.short_full,
-        Mask::Causal => hopper.short_causal,
-        Mask::Window => &[],
-    };
-    let mut all = short.iter();
-    all.any(|(dim, most)| *dim == head_dim && queries <= *most)
+    let mut short = hopper.short.iter();
+    mask == Mask::Causal && short.any(|(dim, most)| *dim == head_dim && queries <= *most)
 }
 
 /// What decides who decodes.

@@ -354,8 +354,7 @@ mod tests {
                         ragged: problem.ragged,
                     };
                     let none = Hopper {
-                        short_full: &[],
-                        short_causal: &[],
+                        short: &[],
                         together: &[],
                         decoding: &[],
                     };
