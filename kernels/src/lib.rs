@@ -116,7 +116,7 @@ pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
     let archs = nvcc::architectures()?;
     let compiler = nvcc::Compiler::find()?;
     let images = catalog::images()?;
-    let mut units: Vec<_> = images.iter().map(|image| image.unit(&archs)).collect();
+    let mut units: Vec<_> = images.iter().flat_map(|i| i.units(&archs)).collect();
     let mut of_families = Vec::with_capacity(FAMILIES.len());
     let include = cache.join("include");
     family::write_headers(&include)?;
@@ -128,8 +128,9 @@ pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
     let compiled = compiler.compile(&units, cache)?;
     let mut table = table::Table::new(out, &compiler, &archs);
     let mut results = units.iter().zip(&compiled);
-    for (image, (_, compiled)) in images.iter().zip(results.by_ref()) {
-        table.image(image, compiled)?;
+    for image in &images {
+        let count = image.parts().len();
+        table.image(image, results.by_ref().take(count))?;
     }
     for (family, count) in FAMILIES.iter().zip(of_families) {
         table.family(family, results.by_ref().take(count))?;

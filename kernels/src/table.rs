@@ -53,29 +53,38 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// Adds an image for every architecture.
+    /// Adds the parts of an image, each for every architecture.
     ///
     /// # Errors
     /// A file cannot be written, or its kernels differ in their arguments.
-    pub fn image(&mut self, image: &Image, compiled: &Compiled) -> Result<(), Error> {
-        if let Some(first) = image.kernels.first() {
-            let differs = |kernel: &&Kernel| kernel.arguments != first.arguments;
-            if let Some(odd) = image.kernels.iter().find(differs) {
-                return Err(Error::Expand {
-                    kernel: odd.name.clone(),
-                    reason: format!("its arguments differ from those of {}", first.name),
-                });
-            }
-            let all: Vec<_> = image.kernels.iter().map(|k| k.choices.clone()).collect();
-            let names: Vec<_> = first.choices.iter().map(|(name, _)| *name).collect();
-            let choices = choices(image.name, &names, &all)?;
-            let index = self.num_images;
-            let module = self::module(&arguments(index, image.name, &first.arguments, choices));
-            self.arguments.push_str(&module);
+    pub fn image<'b>(
+        &mut self,
+        image: &Image,
+        parts: impl Iterator<Item = (&'b Unit, &'b Compiled)>,
+    ) -> Result<(), Error> {
+        let first_part = self.num_images;
+        for (kernels, (unit, compiled)) in image.parts().into_iter().zip(parts) {
+            let kernels = kernels.iter();
+            let infos = kernels.map(|k| describe(&k.name, k.block, k.shared_bytes));
+            self.add(&unit.name, compiled, "None", infos)?;
         }
-        let kernels = image.kernels.iter();
-        let infos = kernels.map(|k| describe(&k.name, k.block, k.shared_bytes));
-        self.add(image.name, compiled, "None", infos)
+        let Some(first) = image.kernels.first() else {
+            return Ok(());
+        };
+        let differs = |kernel: &&Kernel| kernel.arguments != first.arguments;
+        if let Some(odd) = image.kernels.iter().find(differs) {
+            return Err(Error::Expand {
+                kernel: odd.name.clone(),
+                reason: format!("its arguments differ from those of {}", first.name),
+            });
+        }
+        let all: Vec<_> = image.kernels.iter().map(|k| k.choices.clone()).collect();
+        let names: Vec<_> = first.choices.iter().map(|(name, _)| *name).collect();
+        let choices = choices(image.name, &names, &all)?;
+        let parts = first_part..self.num_images;
+        let module = self::module(&arguments(parts, image.name, &first.arguments, choices));
+        self.arguments.push_str(&module);
+        Ok(())
     }
 
     /// Adds a family with its images, if it has any here.
@@ -264,7 +273,7 @@ fn module(module: &Module<'_>) -> String {
 
 /// Of CubeCL's kernels: pointers, then scalars as the kernels unpack them, then an array if there is one.
 fn arguments<'a>(
-    index: usize,
+    images: Range<usize>,
     name: &'a str,
     arguments: &Arguments,
     choices: String,
@@ -301,7 +310,7 @@ fn arguments<'a>(
     }
     Module {
         name,
-        images: index..index + 1,
+        images,
         fields,
         asserts: format!("    const _: () = assert!(size_of::<Arguments>() == {size});\n"),
         parameters,

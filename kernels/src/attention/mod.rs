@@ -265,40 +265,44 @@ pub fn combine_kernel(dtype: Dtype) -> Result<Kernel, Error> {
 /// Every form.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for dtype in HALVES {
-        for (head_dim, tile_keys, fragments) in [(64, 96, 2), (128, 48, 2), (256, 48, 1)] {
-            let config = forward::Config {
-                head_dim,
-                tile_keys,
-                planes: 4,
-                fragments,
-                scores: false,
-            };
-            kernels.push(forward_kernel(dtype, config)?);
-            let tile_keys = if head_dim == 256 { 32 } else { 64 };
-            let config = forward::Config {
-                tile_keys,
-                fragments: 1,
-                scores: true,
-                ..config
-            };
-            kernels.push(forward_kernel(dtype, config)?);
+    // Kernels that differ in the dtype alone lie beside each other, where they compress best.
+    for (head_dim, tile_keys, fragments) in [(64, 96, 2), (128, 48, 2), (256, 48, 1)] {
+        let plain = forward::Config {
+            head_dim,
+            tile_keys,
+            planes: 4,
+            fragments,
+            scores: false,
+        };
+        let tile_keys = if head_dim == 256 { 32 } else { 64 };
+        let scores = forward::Config {
+            tile_keys,
+            fragments: 1,
+            scores: true,
+            ..plain
+        };
+        for config in [plain, scores] {
+            for dtype in HALVES {
+                kernels.push(forward_kernel(dtype, config)?);
+            }
         }
-        // Biased scores do not fit the registers together with 256 dimensions: that is left to `simt`. Those of 64
-        // dimensions use the kernel for 128.
-        for (head_dim, planes, groups, scores, loads) in [
-            (64, 4, 4, false, Loads::Ahead),
-            (128, 8, 2, false, Loads::Together),
-            (128, 4, 1, true, Loads::Ahead),
-            (256, 4, 1, false, Loads::Late),
-        ] {
-            let config = decode::Config {
-                head_dim,
-                planes,
-                groups,
-                scores,
-                loads,
-            };
+    }
+    // Biased scores do not fit the registers together with 256 dimensions: that is left to `simt`. Those of 64
+    // dimensions use the kernel for 128.
+    for (head_dim, planes, groups, scores, loads) in [
+        (64, 4, 4, false, Loads::Ahead),
+        (128, 8, 2, false, Loads::Together),
+        (128, 4, 1, true, Loads::Ahead),
+        (256, 4, 1, false, Loads::Late),
+    ] {
+        let config = decode::Config {
+            head_dim,
+            planes,
+            groups,
+            scores,
+            loads,
+        };
+        for dtype in HALVES {
             kernels.push(decode_kernel(dtype, config)?);
         }
     }
@@ -339,14 +343,20 @@ pub fn combine_kernels() -> Result<Vec<Kernel>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::catalog::tests::expanded;
+    use crate::emit::Kernel;
+
+    fn kernels() -> &'static [Kernel] {
+        let image = expanded().iter().find(|image| image.name == "attention");
+        &image.unwrap().kernels
+    }
 
     /// What a block may have on every architecture from sm_80, consumer GPUs included.
     const SHARED_BYTES: usize = 99 << 10;
 
     #[test]
     fn kernels_fit_every_architecture() {
-        for kernel in kernels().unwrap().iter().chain(&combine_kernels().unwrap()) {
+        for kernel in expanded().iter().flat_map(|image| &image.kernels) {
             assert!(
                 kernel.shared_bytes <= SHARED_BYTES,
                 "{} has {}",
@@ -358,7 +368,7 @@ mod tests {
 
     #[test]
     fn products_are_on_tensor_cores() {
-        for kernel in kernels().unwrap() {
+        for kernel in kernels() {
             let has = |text: &str| kernel.text.contains(text);
             let simt = kernel.name.contains("simt");
             let decode = kernel.name.contains("decode");
@@ -379,7 +389,7 @@ mod tests {
 
     #[test]
     fn names_and_choices_are_unique() {
-        let kernels = kernels().unwrap();
+        let kernels = kernels();
         for (i, a) in kernels.iter().enumerate() {
             for b in &kernels[..i] {
                 assert!(

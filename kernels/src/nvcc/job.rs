@@ -1,4 +1,4 @@
-//! One run of nvcc: a unit for one architecture. What it gave is kept, and given again as long as nothing changed.
+//! A unit, compiled for one architecture. What nvcc gave is kept, and given again as long as nothing changed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,15 +10,15 @@ use super::{Architecture, Compiler, Source, Unit, create, run};
 use crate::Error;
 use crate::cubin::Cubin;
 
-/// One run of nvcc.
+/// A unit for one architecture.
 #[derive(Debug)]
 pub(super) struct Job<'a> {
     pub unit: &'a Unit,
     /// Where its results are.
     pub directory: PathBuf,
     pub architecture: &'a Architecture,
-    /// PTX rather than machine code.
-    pub ptx: bool,
+    /// Whether the image has its PTX too. Then machine code is made of that, which spares compiling the source twice.
+    pub with_ptx: bool,
 }
 
 /// The compiler's list of what a source includes; the same relative to the folders in which it was found, so that results may be
@@ -30,16 +30,21 @@ const SOURCES: &str = "source.cu";
 impl Compiler {
     /// Compiles, unless the directory holds the result already, and gives the compiler's log.
     pub(super) fn run(&self, job: &Job<'_>) -> Result<String, Error> {
-        let output = job.output();
+        let output = job.machine_code();
         let log = job.directory.join("log.txt");
         let stamp = job.directory.join("command.txt");
         let kept = job.directory.join(SOURCES);
         let flags = job.flags();
-        let command = format!("{}\n{}", self.banner, flags.join(" "));
+        let mut command = format!("{}\n{}", self.banner, flags.join(" "));
+        if job.with_ptx {
+            command += "\nof ";
+            command += &job.flags_of_ptx().join(" ");
+        }
         let same = |path: &Path, text: &str| fs::read(path).is_ok_and(|old| old == text.as_bytes());
         if same(&stamp, &command)
             && job.sources().is_some_and(|text| same(&kept, &text))
             && output.is_file()
+            && job.ptx().is_none_or(|ptx| ptx.is_file())
             && let Ok(log) = fs::read_to_string(&log)
         {
             return Ok(log);
@@ -47,8 +52,12 @@ impl Compiler {
         create(&job.directory)?;
         // The stamp goes first and comes last: an interrupted run leaves none.
         let _ = fs::remove_file(&stamp);
+        let ptx = job.ptx();
         let mut nvcc = Command::new(&self.nvcc);
-        nvcc.args(&flags).arg("-o").arg(&output);
+        match &ptx {
+            Some(ptx) => nvcc.args(job.flags_of_ptx()).arg("-o").arg(ptx),
+            None => nvcc.args(&flags).arg("-o").arg(&output),
+        };
         let rule = job.directory.join(RULE);
         let begun = SystemTime::now();
         match &job.unit.source {
@@ -61,7 +70,11 @@ impl Compiler {
                 nvcc.arg("-MMD").arg("-MF").arg(&rule).arg(path);
             }
         }
-        let (_, text) = run(&mut nvcc)?;
+        let (_, mut text) = run(&mut nvcc)?;
+        if let Some(ptx) = &ptx {
+            let mut nvcc = Command::new(&self.nvcc);
+            (_, text) = run(nvcc.args(&flags).arg("-o").arg(&output).arg(ptx))?;
+        }
         crate::write(&log, text.as_bytes())?;
         if let Source::File { include, .. } = &job.unit.source {
             let rule = fs::read_to_string(&rule).unwrap_or_default();
@@ -81,25 +94,33 @@ impl Compiler {
 impl<'a> Job<'a> {
     /// Everything that a unit is compiled for.
     pub fn all(unit: &'a Unit, cache: &Path) -> Vec<Job<'a>> {
-        let machine_code = unit.machine_code.iter().map(|arch| (arch, false));
-        let ptx = unit.ptx.iter().map(|arch| (arch, true));
-        let job = |(architecture, ptx): (&'a Architecture, bool)| {
-            let kind = if ptx { "compute" } else { "sm" };
-            let name = format!("{kind}_{}", architecture.name());
+        let job = |architecture: &'a Architecture| {
+            let name = format!("sm_{}", architecture.name());
             Job {
                 unit,
                 directory: cache.join(&unit.name).join(name),
                 architecture,
-                ptx,
+                with_ptx: unit.ptx.as_ref() == Some(architecture),
             }
         };
-        machine_code.chain(ptx).map(job).collect()
+        unit.machine_code.iter().map(job).collect()
     }
 
-    pub fn output(&self) -> PathBuf {
-        let extension = if self.ptx { "ptx" } else { "cubin" };
-        self.directory
-            .join(format!("{}.{extension}", self.unit.name))
+    pub fn machine_code(&self) -> PathBuf {
+        self.directory.join(format!("{}.cubin", self.unit.name))
+    }
+
+    pub fn ptx(&self) -> Option<PathBuf> {
+        let name = format!("{}.ptx", self.unit.name);
+        self.with_ptx.then(|| self.directory.join(name))
+    }
+
+    /// What takes longer has more of it: the text, which headers and templates multiply where it is a file.
+    pub fn cost(&self) -> usize {
+        match &self.unit.source {
+            Source::Text(text) => text.len(),
+            Source::File { .. } => usize::MAX,
+        }
     }
 
     /// What the log and the machine code say of the kernels.
@@ -107,7 +128,7 @@ impl<'a> Job<'a> {
         let mut all = usage(&self.unit.name, &self.architecture.name(), log);
         // Only Hopper has wgmma.
         if self.architecture.number == 90 {
-            let path = self.output();
+            let path = self.machine_code();
             let bytes = fs::read(&path).map_err(|source| Error::File {
                 path: path.clone(),
                 source,
@@ -124,13 +145,17 @@ impl<'a> Job<'a> {
     }
 
     fn flags(&self) -> Vec<String> {
-        let arch = self.architecture;
-        let mut flags: Vec<String> = if self.ptx {
-            // PTX for one architecture's own instructions would run nowhere else.
-            vec!["-ptx".into(), format!("-arch=compute_{}", arch.number)]
-        } else {
-            vec!["-cubin".into(), format!("-arch=sm_{}", arch.name())]
-        };
+        let arch = self.architecture.name();
+        self.usual_flags(["-cubin".into(), format!("-arch=sm_{arch}")])
+    }
+
+    /// PTX for one architecture's own instructions would run nowhere else: it has none.
+    fn flags_of_ptx(&self) -> Vec<String> {
+        let number = self.architecture.number;
+        self.usual_flags(["-ptx".into(), format!("-arch=compute_{number}")])
+    }
+
+    fn usual_flags(&self, first: [String; 2]) -> Vec<String> {
         // CubeCL's shuffles pass the mask -1 (68) and it declares what it may not use (177).
         let usual = [
             "-O3",
@@ -138,9 +163,9 @@ impl<'a> Job<'a> {
             "-Xptxas",
             "-v,--warn-on-spills",
         ];
-        flags.extend(usual.map(String::from));
-        flags.extend(self.unit.flags.iter().cloned());
-        flags
+        let usual = usual.map(String::from);
+        let all = first.into_iter().chain(usual);
+        all.chain(self.unit.flags.iter().cloned()).collect()
     }
 
     /// The files that a source was last compiled from, but for those of the toolkit, which its banner stands for.

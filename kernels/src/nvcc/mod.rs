@@ -1,13 +1,13 @@
 //! The CUDA compiler: where it is, what it compiles anew, and what it reports.
 //!
-//! Every unit is compiled once per architecture, each result kept beside the sources and the command that gave it; it is compiled
-//! again only when one of these differs. `fatbinary` then joins a unit's results into one image.
+//! Every unit is compiled once per architecture, the longest first, each result kept beside the sources and the command that gave it;
+//! it is compiled again only when one of these differs. `fatbinary` then joins a unit's results into one image.
 //!
 //! | file | what it is for |
 //! |-|-|
 //! | `mod.rs` | finds the compiler, compiles units, joins images |
 //! | `architecture` | what is compiled for |
-//! | `job` | one run of the compiler, or none if nothing changed |
+//! | `job` | a unit for one architecture: compiled, or kept if nothing changed |
 //! | `report` | what ptxas says of kernels |
 
 mod architecture;
@@ -18,6 +18,7 @@ pub use architecture::{Architecture, architectures};
 use job::Job;
 pub use report::Usage;
 
+use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
@@ -41,7 +42,7 @@ pub struct Unit {
     pub flags: Vec<String>,
     /// What it is compiled to machine code for.
     pub machine_code: Vec<Architecture>,
-    /// The oldest that it is compiled to PTX for, if it is.
+    /// That of these for which the image has PTX too, which later ones run.
     pub ptx: Option<Architecture>,
 }
 
@@ -138,10 +139,8 @@ impl Compiler {
             .map(|unit| {
                 let (mut own, mut usage, mut cubins) = (Vec::new(), Vec::new(), Vec::new());
                 while let Some((job, log)) = rest.next_if(|(j, _)| std::ptr::eq(j.unit, unit)) {
-                    if !job.ptx {
-                        usage.extend(job.usage(log)?);
-                        cubins.push(job.output());
-                    }
+                    usage.extend(job.usage(log)?);
+                    cubins.push(job.machine_code());
                     own.push(job);
                 }
                 let fatbin = self.join(&cache.join(&unit.name), &own)?;
@@ -162,14 +161,16 @@ impl Compiler {
             .clamp(1, jobs.len().max(1));
         let next = AtomicUsize::new(0);
         let results: Vec<_> = jobs.iter().map(|_| Mutex::new(None)).collect();
+        // The longest first: none of them is left for the end, when others have nothing to do.
+        let mut order: Vec<_> = jobs.iter().zip(&results).collect();
+        order.sort_by_key(|(job, _)| Reverse(job.cost()));
         std::thread::scope(|scope| {
             for _ in 0..threads {
                 scope.spawn(|| {
-                    while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    while let Some((job, slot)) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
                         let result = self.run(job);
                         let failed = result.is_err();
-                        let slot = jobs.iter().position(|other| std::ptr::eq(other, job));
-                        if let Some(Ok(mut slot)) = slot.map(|i| results[i].lock()) {
+                        if let Ok(mut slot) = slot.lock() {
                             *slot = Some(result);
                         }
                         if failed {
@@ -197,16 +198,16 @@ impl Compiler {
         let mut command = Command::new(&self.fatbinary);
         command.arg(format!("--create={}", fatbin.display()));
         command.args(["-64", "--compress-mode=size"]);
+        let mut add = |kind: &str, arch: String, file: PathBuf| {
+            let file = file.display();
+            command.arg(format!("--image3=kind={kind},sm={arch},file={file}"));
+        };
         for job in jobs {
-            let (kind, arch) = match job.ptx {
-                true => ("ptx", job.architecture.number.to_string()),
-                false => ("elf", job.architecture.name()),
-            };
-            let file = job.output();
-            command.arg(format!(
-                "--image3=kind={kind},sm={arch},file={}",
-                file.display()
-            ));
+            let arch = job.architecture;
+            add("elf", arch.name(), job.machine_code());
+            if let Some(ptx) = job.ptx() {
+                add("ptx", arch.number.to_string(), ptx);
+            }
         }
         run(&mut command)?;
         Ok(fatbin)
