@@ -6,8 +6,7 @@
 mod accountant;
 mod event;
 
-use std::sync::Arc;
-
+use crate::alloc::{Shared, boxed};
 use crate::backend::{self, check_ordinal};
 use crate::cpu::{self, Cpu};
 use crate::cuda::{self, Cuda};
@@ -42,7 +41,7 @@ impl Backend {
         match self {
             Backend::Cpu => {
                 check_ordinal(OP, device, 1)?;
-                Ok(cpu::device_info())
+                cpu::device_info(OP)
             }
             Backend::Cuda => cuda::device_info(OP, device),
         }
@@ -66,7 +65,7 @@ pub struct ContextOptions {
 /// several threads at a time.
 #[derive(Clone, Debug)]
 pub struct Context {
-    inner: Arc<Inner>,
+    inner: Shared<Inner>,
 }
 
 #[derive(Debug)]
@@ -165,11 +164,11 @@ impl Context {
                 check_ordinal(OP, options.device, 1)?;
                 Device::Cpu(Cpu::new(options.num_threads)?)
             }
-            Backend::Cuda => Device::Cuda(Box::new(Cuda::new(OP, options.device)?)),
+            Backend::Cuda => Device::Cuda(boxed(OP, Cuda::new(OP, options.device)?)?),
         };
         let accountant = Accountant::new(options.memory_limit);
         let context = Context {
-            inner: Arc::new(Inner { device, accountant }),
+            inner: Shared::new(OP, Inner { device, accountant })?,
         };
         context.tell();
         Ok(context)
@@ -310,7 +309,7 @@ impl Context {
 
     /// Whether both are clones of one context.
     pub(crate) fn is(&self, other: &Context) -> bool {
-        Arc::ptr_eq(&self.inner, &other.inner)
+        self.inner.is(&other.inner)
     }
 
     /// The device, as every backend has one.

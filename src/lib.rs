@@ -40,6 +40,7 @@
 #![deny(missing_docs, unsafe_op_in_unsafe_fn)]
 #![warn(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
 
+mod alloc;
 pub mod backend;
 #[cfg(feature = "candle")]
 pub mod candle;

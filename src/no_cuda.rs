@@ -4,7 +4,7 @@
 use crate::backend::{
     Allocation, Backend, CopyKind, Device, DeviceInfo, Implementation, ProductShape, Stream, Upload,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::{Plan, Plans};
 use crate::tensor::Scratch;
 
@@ -42,7 +42,7 @@ fn unavailable(op: &'static str) -> Error {
     Error::BackendUnavailable {
         op,
         backend: Backend::Cuda.name(),
-        reason: "this build does not contain it".into(),
+        reason: text!("this build does not contain it"),
     }
 }
 

@@ -6,9 +6,11 @@
 
 use std::marker::PhantomData;
 
+use arrayvec::ArrayVec;
+
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result, text};
-use crate::layout::Layout;
+use crate::layout::{Layout, MAX_RANK};
 
 /// Pointer, dtype and layout: what backends work with once arguments have been checked.
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +45,7 @@ impl RawTensor {
             let (len, size) = t.dtype.block();
             let (shape, strides) = (t.layout.shape(), t.layout.strides());
             let repeated = (0..shape.len()).filter(|&i| shape[i] > 1);
-            let pairs: Vec<(usize, usize)> = repeated
+            let pairs: ArrayVec<(usize, usize), MAX_RANK> = repeated
                 .map(|i| match strides[i].is_multiple_of(len) {
                     true => (strides[i] / len * size, shape[i]),
                     // Within blocks: these are neighbours.

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 /// The rooms of each floor, the ground first.
 const FLOORS: [&[&str]; 7] = [
-    &["backend", "dtype", "error", "layout", "log", "tensor"],
+    &[
+        "alloc", "backend", "dtype", "error", "layout", "log", "tensor",
+    ],
     &["problem"],
     &["cpu", "cuda", "no_cuda"],
     &["context"],

@@ -3,6 +3,7 @@
 use std::alloc::Layout;
 
 use super::Cpu;
+use crate::alloc::boxed;
 use crate::backend::{
     Allocation, Backend, CopyKind, Device, ProductShape, Stream, Upload, check_host_stream,
 };
@@ -28,11 +29,7 @@ impl Device for Cpu {
             unsafe { std::alloc::alloc_zeroed(layout) }
         });
         if ptr.is_null() {
-            return Err(Error::OutOfMemory {
-                op,
-                requested: size as u64,
-                reason: "the host has too little free memory".into(),
-            });
+            return Err(Error::out_of_host_memory(op, size));
         }
         Ok(Allocation {
             ptr,
@@ -109,8 +106,8 @@ impl Device for Cpu {
         unsafe { self.copy(op, dst, src, size, CopyKind::HostToDevice, stream) }
     }
 
-    fn staging(&self, _: &'static str, _: usize) -> Result<Box<dyn Upload>> {
-        Ok(Box::new(AtOnce))
+    fn staging(&self, op: &'static str, _: usize) -> Result<Box<dyn Upload>> {
+        Ok(boxed(op, AtOnce)?)
     }
 
     unsafe fn set(

@@ -9,6 +9,7 @@ pub(crate) mod cast;
 pub(crate) mod embedding;
 mod event;
 pub(crate) mod float;
+mod host;
 pub(crate) mod kv_cache;
 mod layer_norm;
 pub(crate) mod linear;
@@ -24,14 +25,15 @@ pub(crate) mod swiglu;
 pub(crate) mod vector;
 
 pub(crate) use event::Event;
+pub(crate) use host::device_info;
 
 use std::ops::Range;
-use std::sync::OnceLock;
 
-use crate::backend::{DeviceInfo, Implementation, Stream};
+use crate::backend::{Implementation, Stream};
 use crate::error::{Error, Result, text};
 use crate::problem::{Plan, Plans};
 use crate::tensor::Scratch;
+use host::available_threads;
 use pool::{MAX_THREADS, Pool};
 use scratch::Floats;
 
@@ -165,6 +167,11 @@ impl Cpu {
         });
     }
 
+    /// How many threads take part in [`Cpu::for_each_range`].
+    pub fn participants(&self, items: usize, cost: usize) -> usize {
+        self.cut(items, cost).2
+    }
+
     /// As [`Cpu::for_each_range`], for work that needs scratch: each thread that takes part has `len` floats, zeros at first, for
     /// all of its ranges.
     ///
@@ -188,39 +195,6 @@ impl Cpu {
             f(part, i * piece..items.min((i + 1) * piece));
         });
         Ok(())
-    }
-}
-
-/// Threads that the process may run at a time. Asked for once: the answer comes from files.
-fn available_threads() -> usize {
-    static THREADS: OnceLock<usize> = OnceLock::new();
-    *THREADS.get_or_init(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
-}
-
-pub(crate) fn device_info() -> DeviceInfo {
-    let field = |text: &str, key: &str| {
-        text.lines()
-            .find(|line| line.starts_with(key))
-            .and_then(|line| line.split_once(':'))
-            .map(|(_, value)| value.trim().to_string())
-    };
-    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let bytes = |key| {
-        field(&meminfo, key)
-            .and_then(|value| {
-                value
-                    .strip_suffix(" kB")
-                    .and_then(|kb| kb.trim().parse().ok())
-            })
-            .map_or(0, |kb: u64| kb.saturating_mul(1024))
-    };
-    DeviceInfo {
-        name: field(&cpuinfo, "model name").unwrap_or_else(|| std::env::consts::ARCH.to_string()),
-        total_memory: bytes("MemTotal"),
-        free_memory: bytes("MemAvailable"),
-        compute_capability: (0, 0),
-        num_units: available_threads() as u32,
     }
 }
 

@@ -5,6 +5,23 @@ use std::ptr::NonNull;
 
 use crate::error::{Error, Result};
 
+/// Sees whether `bytes` could be allocated, for what allocates them afterwards and would end the
+/// process. It is a probe and no promise: what it found free may be somebody else's a moment later.
+///
+/// # Errors
+/// They could not.
+pub(crate) fn probe(op: &'static str, bytes: usize) -> Result<()> {
+    let failed = || Error::out_of_host_memory(op, bytes);
+    let layout = Layout::array::<u8>(bytes.max(1)).map_err(|_| failed())?;
+    // SAFETY: the size is not zero.
+    let memory = unsafe { std::alloc::alloc(layout) };
+    // The compiler may otherwise leave out memory that nobody looks at.
+    let memory = NonNull::new(std::hint::black_box(memory)).ok_or_else(failed)?;
+    // SAFETY: allocated with this layout just now.
+    unsafe { std::alloc::dealloc(memory.as_ptr(), layout) };
+    Ok(())
+}
+
 /// Floats between the parts of two threads, so that none shares a cache line.
 const APART: usize = 32;
 

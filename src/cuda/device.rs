@@ -8,7 +8,8 @@ use super::driver::{
 };
 use super::images::{self, Arguments, IMAGES, Image, KernelInfo};
 use super::tuning::{Properties, Tuning};
-use crate::error::{Error, Result};
+use crate::alloc::push;
+use crate::error::{Error, Result, text};
 
 /// A device's primary context, retained.
 pub(super) struct Primary {
@@ -137,7 +138,7 @@ impl Resources {
         let mut resources = Resources {
             op,
             ordinal,
-            modules: Vec::with_capacity(IMAGES.len()),
+            modules: Vec::new(),
             tuning: Tuning::of(&primary.properties(op)?),
             primary,
         };
@@ -151,7 +152,7 @@ impl Resources {
                 Some(needed) if needed != capability => std::ptr::null_mut(),
                 _ => resources.module(image)?,
             };
-            resources.modules.push(module);
+            push(op, &mut resources.modules, module)?;
         }
         drop(entered);
         Ok(resources)
@@ -175,7 +176,7 @@ impl Resources {
         Error::UnsupportedDevice {
             op: self.op,
             device: self.ordinal,
-            problem: format!(
+            problem: text!(
                 "has compute capability {major}.{minor}, this build has kernels for {}",
                 images::CAPABILITIES
             ),
@@ -188,10 +189,13 @@ impl Resources {
         let images = IMAGES[A::IMAGES].iter().zip(&self.modules[A::IMAGES]);
         let all =
             images.flat_map(|(image, module)| image.kernels.iter().map(|info| (*module, info)));
-        all.zip(A::CHOICES)
-            .filter(|((module, _), _)| !module.is_null())
-            .map(|((module, info), choices)| self.kernel(module, info, choices))
-            .collect()
+        let mut kernels = Vec::new();
+        for ((module, info), choices) in all.zip(A::CHOICES) {
+            if !module.is_null() {
+                push(self.op, &mut kernels, self.kernel(module, info, choices)?)?;
+            }
+        }
+        Ok(kernels)
     }
 
     fn kernel<A: Arguments>(

@@ -14,7 +14,7 @@ pub(crate) use cudarc::driver::sys::{
 };
 
 use crate::backend::Backend;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 macro_rules! functions {
     ($($method:ident = $symbol:ident($($argument:ident: $type:ty),*);)*) => {
@@ -33,9 +33,9 @@ macro_rules! functions {
                 Ok(Driver {
                     version: (0, 0),
                     // SAFETY: the type is that of the function in CUDA's headers; so below.
-                    load_function: unsafe { library.symbol("cuFuncLoad") },
+                    load_function: unsafe { library.symbol("cuFuncLoad\0") },
                     // SAFETY: as above.
-                    $($method: unsafe { library.symbol(stringify!($symbol)) }
+                    $($method: unsafe { library.symbol(concat!(stringify!($symbol), "\0")) }
                         .ok_or(concat!("libcuda has no ", stringify!($symbol), ": the driver is too old"))?,)*
                 })
             }
@@ -127,21 +127,23 @@ functions! {
 struct Library(std::mem::ManuallyDrop<libloading::Library>);
 
 impl Library {
-    /// The name that drivers install, and that of development packages.
-    const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+    /// The name that drivers install, and that of development packages. With their NUL they are
+    /// opened as they are, without a copy.
+    const NAMES: [&str; 2] = ["libcuda.so.1\0", "libcuda.so\0"];
 
     fn open() -> std::result::Result<Library, String> {
         let opened = Library::NAMES.iter().find_map(|name| {
             // SAFETY: opening libcuda runs its initialisers, which may run at any time and on any thread.
             unsafe { libloading::Library::new(*name) }.ok()
         });
-        let library =
-            opened.ok_or("libcuda was not found: it comes with the NVIDIA driver".to_string())?;
+        let library = opened.ok_or(text!(
+            "libcuda was not found: it comes with the NVIDIA driver"
+        ))?;
         Ok(Library(std::mem::ManuallyDrop::new(library)))
     }
 
     /// # Safety
-    /// `F` is the type of the function `name`.
+    /// `F` is the type of the function `name`, which ends in NUL.
     unsafe fn symbol<F: Copy>(&self, name: &str) -> Option<F> {
         // SAFETY: the type is the caller's promise; the library stays open.
         unsafe { self.0.get::<F>(name.as_bytes()) }
@@ -180,7 +182,7 @@ impl Driver {
         let unavailable = |reason: &String| Error::BackendUnavailable {
             op,
             backend: Backend::Cuda.name(),
-            reason: reason.clone(),
+            reason: text!("{reason}"),
         };
         DRIVER
             .get_or_init(Driver::start)
@@ -194,11 +196,11 @@ impl Driver {
         let code = unsafe { (driver.init)(0) };
         if code != 0 && code != NO_DEVICE {
             let name = driver.name(code);
-            return Err(format!("cuInit failed with {name} ({code})"));
+            return Err(text!("cuInit failed with {name} ({code})"));
         }
         let mut version = 0;
         // SAFETY: `version` is valid for a write.
-        unsafe { driver.driver_version("driver", &mut version) }.map_err(|e| e.to_string())?;
+        unsafe { driver.driver_version("driver", &mut version) }.map_err(|e| text!("{e}"))?;
         let version = version.unsigned_abs();
         driver.version = (version / 1000, version % 1000 / 10);
         Ok(driver)
@@ -282,10 +284,10 @@ impl Driver {
         // SAFETY: `name` is valid for a write; what the driver writes is NULL or a static string.
         unsafe {
             if (self.error_name)(code, &mut name) == 0 && !name.is_null() {
-                return CStr::from_ptr(name).to_string_lossy().into_owned();
+                return text!("{}", CStr::from_ptr(name).to_string_lossy());
             }
         }
-        "an error that the driver does not name".into()
+        text!("an error that the driver does not name")
     }
 }
 

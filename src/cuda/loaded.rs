@@ -1,11 +1,14 @@
 //! What is loaded on a device once for all contexts of the process.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::device::Resources;
 use super::driver::Driver;
 use super::{Loaded, check_ordinal, images, unavailable};
-use crate::error::Result;
+use crate::alloc::{Shared, push};
+use crate::error::{Result, text};
 
 /// Defines `Loaded`, with a field for each of the modules named: what its `kernels` makes of the device's
 /// images. `mod.rs` names them, beside the modules.
@@ -38,26 +41,65 @@ unsafe impl Send for Loaded {}
 unsafe impl Sync for Loaded {}
 
 /// What live contexts use, by device ordinal.
-static DEVICES: Mutex<Vec<(i32, Weak<Loaded>)>> = Mutex::new(Vec::new());
+static DEVICES: Mutex<Vec<(i32, Shared<Loaded>)>> = Mutex::new(Vec::new());
 
-impl Loaded {
+fn devices() -> MutexGuard<'static, Vec<(i32, Shared<Loaded>)>> {
+    DEVICES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A context's part in what is loaded. The last one that is dropped unloads it.
+pub(crate) struct Held {
+    loaded: ManuallyDrop<Shared<Loaded>>,
+}
+
+impl Held {
     /// What a context of the process has loaded on the device, or else loaded now. Contexts that are
     /// made at the same time wait for one another.
     ///
     /// # Errors
     /// No driver, no such device, no image that fits it, or the driver refuses.
-    pub fn on_device(op: &'static str, ordinal: i32) -> Result<Arc<Loaded>> {
-        let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn on_device(op: &'static str, ordinal: i32) -> Result<Held> {
+        let mut devices = devices();
         let known = devices.iter().find(|(device, _)| *device == ordinal);
-        if let Some(loaded) = known.and_then(|(_, loaded)| loaded.upgrade()) {
-            return Ok(loaded);
+        if let Some((_, loaded)) = known {
+            return Ok(Held::of(loaded.clone()));
         }
-        let loaded = Arc::new(Loaded::load(op, ordinal)?);
-        devices.retain(|(device, _)| *device != ordinal);
-        devices.push((ordinal, Arc::downgrade(&loaded)));
-        Ok(loaded)
+        let loaded = Shared::new(op, Loaded::load(op, ordinal)?)?;
+        push(op, &mut devices, (ordinal, loaded.clone()))?;
+        Ok(Held::of(loaded))
     }
 
+    /// One that other contexts of the device do not share.
+    #[cfg(test)]
+    pub fn alone(op: &'static str, loaded: Loaded) -> Result<Held> {
+        Ok(Held::of(Shared::new(op, loaded)?))
+    }
+
+    fn of(loaded: Shared<Loaded>) -> Held {
+        let loaded = ManuallyDrop::new(loaded);
+        Held { loaded }
+    }
+}
+
+impl Deref for Held {
+    type Target = Loaded;
+
+    fn deref(&self) -> &Loaded {
+        &self.loaded
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // Contexts that are made meanwhile wait, and load anew if this was the last.
+        let mut devices = devices();
+        // SAFETY: dropped here alone, and not used again.
+        unsafe { ManuallyDrop::drop(&mut self.loaded) };
+        devices.retain(|(_, loaded)| !loaded.is_alone());
+    }
+}
+
+impl Loaded {
     /// Loads every image that fits the device.
     pub fn load(op: &'static str, ordinal: i32) -> Result<Loaded> {
         let start = std::time::Instant::now();
@@ -65,7 +107,7 @@ impl Loaded {
         check_ordinal(op, driver, ordinal)?;
         let ((major, minor), (needed, _)) = (driver.version, images::TOOLKIT);
         if major < needed {
-            let reason = format!(
+            let reason = text!(
                 "the driver supports CUDA {major}.{minor}, the kernels of this build need {needed}.0"
             );
             return Err(unavailable(op, reason));

@@ -4,8 +4,9 @@ use super::Cuda;
 use super::device::NON_BLOCKING;
 use super::driver::{CUdeviceptr, CUpointer_attribute, CUstream, OUT_OF_MEMORY};
 use super::staging::Ring;
+use crate::alloc::boxed;
 use crate::backend::{Allocation, Backend, CopyKind, Device, ProductShape, Stream, Upload};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 fn raw(stream: Stream) -> CUstream {
     stream.as_raw().cast()
@@ -46,7 +47,7 @@ impl Cuda {
         Err(Error::OutOfMemory {
             op,
             requested: size as u64,
-            reason: format!("{free} of the device's {total} bytes are free"),
+            reason: text!("{free} of the device's {total} bytes are free"),
         })
     }
 }
@@ -61,7 +62,7 @@ impl Device for Cuda {
     }
 
     fn staging(&self, op: &'static str, size: usize) -> Result<Box<dyn Upload>> {
-        Ok(Box::new(Ring::new(op, self, size)?))
+        Ok(boxed(op, Ring::new(op, self, size)?)?)
     }
 
     /// Allocates zeroed memory. Every stream may use it at once.

@@ -32,18 +32,18 @@ mod tuning;
 mod warm_up;
 
 use std::ffi::c_void;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use crate::backend::{Backend, DeviceInfo, Implementation, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::{Plan, Plans};
 use crate::tensor::{RawTensor, Scratch};
 use device::{Kernel, NON_BLOCKING, Primary};
 use driver::{CUdevice_attribute, CUstream, Driver};
 pub(crate) use event::Event;
 use images::Arguments;
+use loaded::Held;
 use pool::Pool;
 
 // Those that have kernels of their own.
@@ -53,7 +53,7 @@ loaded::operations!(
 
 /// The CUDA backend's state of one context.
 pub(crate) struct Cuda {
-    loaded: Arc<Loaded>,
+    loaded: Held,
     /// For work of the library's own, which waits for nobody's stream.
     internal: CUstream,
     /// `None` where the device has no pools.
@@ -102,10 +102,11 @@ pub(crate) fn device_info(op: &'static str, ordinal: i32) -> Result<DeviceInfo> 
         driver.device_name(op, name.as_mut_ptr(), name.len() as i32 - 1, primary.device)?;
         driver.mem_info(op, &mut free, &mut total)?;
     }
-    let name = name.iter().map(|c| *c as u8).take_while(|c| *c != 0);
+    let name = name.map(|c| c as u8);
+    let name = name.split(|c| *c == 0).next().unwrap_or_default();
     let multiprocessors = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
     Ok(DeviceInfo {
-        name: String::from_utf8_lossy(&name.collect::<Vec<_>>()).into_owned(),
+        name: text!("{}", String::from_utf8_lossy(name)),
         total_memory: total as u64,
         free_memory: free as u64,
         compute_capability: primary.capability(op)?,
@@ -116,7 +117,7 @@ pub(crate) fn device_info(op: &'static str, ordinal: i32) -> Result<DeviceInfo> 
 fn check_ordinal(op: &'static str, driver: &Driver, ordinal: i32) -> Result<()> {
     let count = driver.num_devices(op)?;
     if count == 0 {
-        return Err(unavailable(op, "the driver finds no device".into()));
+        return Err(unavailable(op, text!("the driver finds no device")));
     }
     crate::backend::check_ordinal(op, ordinal, count)
 }
@@ -152,7 +153,7 @@ impl Cuda {
     /// # Errors
     /// No driver, no such device, no image that fits it, or the driver refuses.
     pub fn new(op: &'static str, ordinal: i32) -> Result<Cuda> {
-        Cuda::with(op, Loaded::on_device(op, ordinal)?)
+        Cuda::with(op, Held::on_device(op, ordinal)?)
     }
 
     /// One to which cuBLASLt seems to be missing.
@@ -160,10 +161,10 @@ impl Cuda {
     pub fn without_library(op: &'static str, ordinal: i32) -> Result<Cuda> {
         let mut loaded = Loaded::load(op, ordinal)?;
         loaded.linear.close();
-        Cuda::with(op, Arc::new(loaded))
+        Cuda::with(op, Held::alone(op, loaded)?)
     }
 
-    fn with(op: &'static str, loaded: Arc<Loaded>) -> Result<Cuda> {
+    fn with(op: &'static str, loaded: Held) -> Result<Cuda> {
         let primary = &loaded.resources.primary;
         let entered = primary.enter(op)?;
         let pool = Pool::new(op, primary)?;
@@ -304,7 +305,7 @@ fn check_blocks(op: &'static str, tensor: &'static str, blocks: usize) -> Result
     if blocks <= i32::MAX as usize {
         return Ok(blocks as u32);
     }
-    let problem = format!(
+    let problem = text!(
         "needs {blocks} thread blocks, the CUDA backend launches {}",
         i32::MAX
     );

@@ -6,9 +6,10 @@ use super::device::{Kernel, Resources};
 use super::images::norm::Arguments;
 use super::rows::{Launch, Rows};
 use super::{Cuda, Run, VECTOR, float_index, is_aligned};
+use crate::alloc::push;
 use crate::backend::Stream;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::{layer_norm, rms_norm};
 use crate::tensor::RawTensor;
 
@@ -39,11 +40,11 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
         };
         let dtype = DType::from_raw(choices.dtype).and_then(float_index);
         let of_dtype = dtype.and_then(|i| forms.get_mut(i));
-        of_dtype
+        let forms = of_dtype
             .and_then(|of| of.get_mut(choices.centered as usize))
             .and_then(|of| of.get_mut(choices.residual as usize))
-            .ok_or_else(|| no_kernel("norm"))?
-            .push(form);
+            .ok_or_else(|| no_kernel("norm"))?;
+        push("norm", forms, form)?;
     }
     for forms in forms.iter_mut().flatten().flatten() {
         forms.sort_by_key(|form| (form.capacity, Reverse(form.threads)));
@@ -54,7 +55,7 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
 fn no_kernel(op: &'static str) -> Error {
     Error::Internal {
         op,
-        message: "a kernel or its dtype is not known".into(),
+        message: text!("a kernel or its dtype is not known"),
     }
 }
 
@@ -128,7 +129,7 @@ impl Norm {
             ("columns", self.dim()),
         ] {
             if size > i32::MAX as usize {
-                let problem = format!("has {size} {what}, the CUDA backend takes {}", i32::MAX);
+                let problem = text!("has {size} {what}, the CUDA backend takes {}", i32::MAX);
                 return Err(Error::unsupported(self.op, "x", problem));
             }
         }

@@ -10,7 +10,7 @@ use super::table::Table;
 use super::{Cuda, Run, VECTOR, check_blocks, codes, is_aligned};
 use crate::backend::Stream;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::rope::{PositionSource, Problem};
 use crate::tensor::RawTensor;
 
@@ -42,7 +42,7 @@ fn supported(p: &Problem) -> Result<()> {
     // Items of a token are counted in 32 bits.
     let items = shape.num_heads.saturating_mul(shape.head_dim);
     if items > i32::MAX as usize {
-        let problem = format!(
+        let problem = text!(
             "has {items} components per token, the CUDA backend takes {}",
             i32::MAX
         );

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 
 use contract::rotation::Angles as AngleCode;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::rope::{self as problem, Angles, Scaling, Style, scaled_frequencies};
 use crate::tensor::RawTensor;
 
@@ -41,7 +41,7 @@ pub(super) fn check(op: &'static str, p: &problem::Rotation) -> Result<()> {
         return Ok(());
     }
     let (dim, max) = (p.rotary_dim, 2 * MAX_PAIRS);
-    let problem = format!("is {dim}, the CUDA backend takes up to {max}");
+    let problem = text!("is {dim}, the CUDA backend takes up to {max}");
     Err(Error::unsupported(op, "rotary_dim", problem))
 }
 

@@ -7,7 +7,7 @@ use super::device::{Entered, Primary};
 use super::driver::{CUevent, CUstream, OUT_OF_MEMORY};
 use super::event::NO_TIMING;
 use crate::backend::{Stream, Upload};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 /// Copies that may be under way at a time; the next one waits for the oldest.
 const MAX_FLIGHTS: usize = 64;
@@ -48,10 +48,13 @@ impl Ring {
             size,
             written: 0,
             retired: 0,
-            flights: VecDeque::with_capacity(MAX_FLIGHTS),
-            spare: Vec::with_capacity(MAX_FLIGHTS),
+            flights: VecDeque::new(),
+            spare: Vec::new(),
             primary: Primary::retain(op, primary.driver, cuda.resources.ordinal())?,
         };
+        let reserved = (ring.flights.try_reserve_exact(MAX_FLIGHTS))
+            .and_then(|()| ring.spare.try_reserve_exact(MAX_FLIGHTS));
+        reserved.map_err(|_| Error::out_of_host_memory(op, MAX_FLIGHTS * size_of::<Flight>()))?;
         let _entered = ring.enter(op)?;
         let mut memory = std::ptr::null_mut();
         // SAFETY: `memory` is valid for a write; a context is current.
@@ -64,7 +67,7 @@ impl Ring {
                 return Err(Error::OutOfMemory {
                     op,
                     requested: size as u64,
-                    reason: "the host has too little memory that can be page-locked".into(),
+                    reason: text!("the host has too little memory that can be page-locked"),
                 });
             }
             Err(error) => return Err(error),
@@ -122,7 +125,7 @@ impl Upload for Ring {
         if data.len() > self.size / 2 {
             return Err(Error::Internal {
                 op,
-                message: format!("{} bytes through a ring of {}", data.len(), self.size),
+                message: text!("{} bytes through a ring of {}", data.len(), self.size),
             });
         }
         let stream: CUstream = stream.as_raw().cast();

@@ -2,7 +2,8 @@
 
 use super::device::{Kernel, Resources};
 use super::images::Arguments;
-use crate::error::{Error, Result};
+use crate::alloc::push;
+use crate::error::{Error, Result, text};
 
 /// The kernels of an image, by the values of `N` choices.
 pub(crate) struct Table<A: Arguments, const N: usize> {
@@ -16,13 +17,11 @@ impl<A: Arguments, const N: usize> Table<A, N> {
         resources: &Resources,
         choices: fn(&A::Choices) -> [u32; N],
     ) -> Result<Self> {
-        let kernels = resources.kernels::<A>()?.into_iter();
-        Ok(Table {
-            op,
-            kernels: kernels
-                .map(|kernel| (choices(kernel.choices), kernel))
-                .collect(),
-        })
+        let mut kernels = Vec::new();
+        for kernel in resources.kernels::<A>()? {
+            push(op, &mut kernels, (choices(kernel.choices), kernel))?;
+        }
+        Ok(Table { op, kernels })
     }
 
     /// The kernel with these choices.
@@ -33,7 +32,7 @@ impl<A: Arguments, const N: usize> Table<A, N> {
             .map(|(_, kernel)| kernel)
             .ok_or_else(|| Error::Internal {
                 op: self.op,
-                message: format!("no kernel with choices {choices:?}"),
+                message: text!("no kernel with choices {choices:?}"),
             })
     }
 }

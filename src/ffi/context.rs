@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
+use crate::alloc::Shared;
 use crate::backend::ProductShape;
 use crate::context::{Backend, Context, ContextOptions};
 use crate::dtype::DType;
@@ -88,7 +89,7 @@ pub(crate) static CONTEXTS: Table<ContextObject> = Table::new("unsloth_context",
 pub(crate) fn context_from(
     op: &'static str,
     ctx: *const unsloth_context,
-) -> Result<Arc<ContextObject>> {
+) -> Result<Shared<ContextObject>> {
     CONTEXTS.get(op, "ctx", ctx)
 }
 
@@ -266,13 +267,10 @@ pub unsafe extern "C" fn unsloth_context_warm_up(
         let mut shapes = Vec::new();
         if num_products > 0 {
             check_pointer(OP, "products", products)?;
-            shapes
-                .try_reserve_exact(num_products)
-                .map_err(|error| Error::OutOfMemory {
-                    op: OP,
-                    requested: num_products.saturating_mul(size_of::<ProductShape>()) as u64,
-                    reason: error.to_string(),
-                })?;
+            shapes.try_reserve_exact(num_products).map_err(|_| {
+                let bytes = num_products.saturating_mul(size_of::<ProductShape>());
+                Error::out_of_host_memory(OP, bytes)
+            })?;
         }
         for i in 0..num_products {
             // SAFETY: not NULL and aligned; the caller promises so many structs.

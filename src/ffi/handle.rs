@@ -1,11 +1,11 @@
 //! Opaque handles.
 //!
-//! What C holds is not an address but a ticket: the key of a slot map beside the kind of object and
-//! the fork that made it, cast to a pointer and never dereferenced. A NULL, foreign, mistyped or
+//! What C holds is not an address but a ticket: the key of a slot beside the kind of object and the
+//! fork that made it, cast to a pointer and never dereferenced. A NULL, foreign, mistyped or
 //! destroyed handle is told apart from a live one with certainty (a slot serves 2³¹ objects before
 //! it repeats a key).
 //!
-//! A lookup gives an [`Arc`]: a call in flight keeps its object alive, and destroying the handle
+//! A lookup gives a [`Shared`]: a call in flight keeps its object alive, and destroying the handle
 //! from another thread takes effect when the last such call returns. It costs an uncontended read
 //! lock and two counts, about 30 ns together; `cargo test --release -- --ignored lookup` measures
 //! it.
@@ -16,11 +16,11 @@
 
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{PoisonError, RwLock};
 
-use slotmap::{DefaultKey, Key, KeyData, SlotMap};
-
+use crate::alloc::{Shared, boxed};
 use crate::error::{Error, Result, text};
+use crate::ffi::slots::{Key, Slots};
 
 // A ticket: version of the key (32 bits), kind (4), fork (8), index of the key (20).
 const INDEX_BITS: u32 = 20;
@@ -28,8 +28,8 @@ const FORK_BITS: u32 = 8;
 const KIND_BITS: u32 = 4;
 const _: () = assert!(INDEX_BITS + FORK_BITS + KIND_BITS == 32 && usize::BITS == 64);
 
-/// Live objects of one type that a process may hold; index 0 is the slot map's own.
-const CAPACITY: usize = (1 << INDEX_BITS) - 1;
+/// Live objects of one type that a process may hold.
+const CAPACITY: usize = 1 << INDEX_BITS;
 
 /// Forks between the first process that made a handle and this one.
 static FORKS: AtomicU32 = AtomicU32::new(0);
@@ -67,7 +67,7 @@ fn forks() -> u32 {
     FORKS.load(Ordering::Relaxed) & ((1 << FORK_BITS) - 1)
 }
 
-type Objects<T> = RwLock<SlotMap<DefaultKey, Arc<T>>>;
+type Objects<T> = RwLock<Slots<Shared<T>>>;
 
 /// The objects that one process made.
 struct Process<T> {
@@ -103,22 +103,18 @@ impl<T: Send + Sync> Table<T> {
                 "the C library has none to watch forks",
             ));
         }
-        let process = self.process();
+        let process = self.process(op)?;
+        let object = Shared::new(op, value)?;
         let mut objects = process
             .objects
             .write()
             .unwrap_or_else(PoisonError::into_inner);
-        if objects.len() >= CAPACITY {
+        let Some(key) = objects.insert(op, CAPACITY, object)? else {
             return Err(out_of_memory::<T>(op, "too many handles are live"));
-        }
-        objects
-            .try_reserve(1)
-            .map_err(|_| out_of_memory::<T>(op, "the host has none for another handle"))?;
-        let key = objects.insert(Arc::new(value)).data().as_ffi();
-        let (version, index) = (key & !u64::from(u32::MAX), key as u32);
-        let low = self.kind << (FORK_BITS + INDEX_BITS) | process.fork << INDEX_BITS | index;
+        };
+        let low = self.kind << (FORK_BITS + INDEX_BITS) | process.fork << INDEX_BITS | key.index;
         Ok(ptr::without_provenance_mut(
-            (version | u64::from(low)) as usize,
+            (u64::from(key.version) << 32 | u64::from(low)) as usize,
         ))
     }
 
@@ -128,7 +124,7 @@ impl<T: Send + Sync> Table<T> {
         op: &'static str,
         argument: &'static str,
         handle: *const H,
-    ) -> Result<Arc<T>> {
+    ) -> Result<Shared<T>> {
         let (objects, key) = self.locate(op, argument, handle)?;
         let found = objects
             .read()
@@ -144,7 +140,7 @@ impl<T: Send + Sync> Table<T> {
         op: &'static str,
         argument: &'static str,
         handle: *const H,
-    ) -> Result<Arc<T>> {
+    ) -> Result<Shared<T>> {
         let (objects, key) = self.locate(op, argument, handle)?;
         let found = objects
             .write()
@@ -159,7 +155,7 @@ impl<T: Send + Sync> Table<T> {
         op: &'static str,
         argument: &'static str,
         handle: *const H,
-    ) -> Result<(&'static Objects<T>, DefaultKey)> {
+    ) -> Result<(&'static Objects<T>, Key)> {
         if handle.is_null() {
             return Err(Error::NullPointer {
                 op,
@@ -168,35 +164,35 @@ impl<T: Send + Sync> Table<T> {
         }
         let ticket = handle.addr() as u64;
         let low = ticket as u32;
-        let version = ticket & !u64::from(u32::MAX);
+        let version = (ticket >> 32) as u32;
         let index = low & ((1 << INDEX_BITS) - 1);
         let fork = low >> INDEX_BITS & ((1 << FORK_BITS) - 1);
         // Versions of objects are odd.
-        if low >> (FORK_BITS + INDEX_BITS) != self.kind || version >> 32 & 1 == 0 {
+        if low >> (FORK_BITS + INDEX_BITS) != self.kind || version & 1 == 0 {
             return Err(self.invalid(op, argument, handle, false));
         }
         if fork != forks() {
             return Err(self.invalid(op, argument, handle, true));
         }
-        let key = KeyData::from_ffi(version | u64::from(index)).into();
-        Ok((&self.process().objects, key))
+        Ok((&self.process(op)?.objects, Key { index, version }))
     }
 
     /// What this process made. That of a parent is left as it is, with whatever lock was held
     /// there.
-    fn process(&self) -> &'static Process<T> {
+    fn process(&self, op: &'static str) -> Result<&'static Process<T>> {
         let mut current = self.process.load(Ordering::Acquire);
         loop {
             // SAFETY: NULL or from `Box::into_raw` below, published with Release, and never freed.
             if let Some(process) = unsafe { current.as_ref() }
                 && process.fork == forks()
             {
-                return process;
+                return Ok(process);
             }
-            let fresh = Box::into_raw(Box::new(Process {
+            let process = Process {
                 fork: forks(),
-                objects: RwLock::new(SlotMap::new()),
-            }));
+                objects: RwLock::new(Slots::new()),
+            };
+            let fresh = Box::into_raw(boxed(op, process)?);
             let exchanged =
                 self.process
                     .compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire);

@@ -1,8 +1,9 @@
 //! The paged KV cache.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard};
 
+use crate::alloc::Shared;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::ffi::attention::{unsloth_attention_params, unsloth_page_layout};
@@ -165,7 +166,7 @@ static CACHES: Table<Mutex<KvCache>> = Table::new("unsloth_kv_cache", 2);
 pub(crate) struct LockedCache {
     // Dropped first, as the first field: it borrows from what the second keeps alive.
     guard: MutexGuard<'static, KvCache>,
-    _alive: Arc<Mutex<KvCache>>,
+    _alive: Shared<Mutex<KvCache>>,
 }
 
 impl Deref for LockedCache {
@@ -188,7 +189,7 @@ pub(crate) fn cache_from(op: &'static str, cache: *const unsloth_kv_cache) -> Re
     let alive = CACHES.get(op, "cache", cache)?;
     // SAFETY: the mutex stays where it is while `_alive` counts, and the guard is dropped before
     // that.
-    let mutex: &'static Mutex<KvCache> = unsafe { &*Arc::as_ptr(&alive) };
+    let mutex: &'static Mutex<KvCache> = unsafe { &*std::ptr::from_ref(&*alive) };
     Ok(LockedCache {
         guard: mutex.lock().unwrap_or_else(|p| p.into_inner()),
         _alive: alive,

@@ -60,7 +60,7 @@ pub unsafe extern "C" fn unsloth_memory_alloc(
     guard(OP, || {
         check_out(OP, "ptr", ptr)?;
         let object = context_from(OP, ctx)?;
-        let address = give_out(&object, Buffer::new(&object.context, size)?);
+        let address = give_out(OP, &object, Buffer::new(&object.context, size)?)?;
         // SAFETY: checked; the caller promises that it is valid.
         unsafe { ptr.write(address) };
         Ok(())
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn unsloth_memory_alloc_async(
         let object = context_from(OP, ctx)?;
         // SAFETY: the caller's promise; that other streams come behind is part of the function's contract.
         let buffer = unsafe { Buffer::new_async(&object.context, size, stream_from(stream)) };
-        let address = give_out(&object, buffer.map_err(|error| error.within(OP))?);
+        let address = give_out(OP, &object, buffer.map_err(|error| error.within(OP))?)?;
         // SAFETY: checked; the caller promises that it is valid.
         unsafe { ptr.write(address) };
         Ok(())
@@ -97,14 +97,14 @@ pub unsafe extern "C" fn unsloth_memory_alloc_async(
 }
 
 /// Keeps a buffer with its context, and gives its address.
-fn give_out(object: &ContextObject, buffer: Buffer) -> *mut c_void {
+fn give_out(op: &'static str, object: &ContextObject, buffer: Buffer) -> Result<*mut c_void> {
     let address = buffer.as_ptr();
-    object
-        .allocations
-        .lock()
-        .unwrap_or_else(|p| p.into_inner())
-        .insert(address as usize, buffer);
-    address.cast()
+    let mut allocations = object.allocations.lock().unwrap_or_else(|p| p.into_inner());
+    allocations
+        .try_reserve(1)
+        .map_err(|_| Error::out_of_host_memory(op, size_of::<(usize, Buffer)>()))?;
+    allocations.insert(address as usize, buffer);
+    Ok(address.cast())
 }
 
 /// Takes the buffer at an address back.

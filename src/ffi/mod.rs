@@ -27,6 +27,7 @@ mod operation;
 mod params;
 pub mod rms_norm;
 pub mod rope;
+mod slots;
 pub mod status;
 pub mod swiglu;
 pub mod tensor;
@@ -57,11 +58,9 @@ pub(crate) fn guard(op: &'static str, body: impl FnOnce() -> Result<()>) -> unsl
         Ok(Ok(())) => return UNSLOTH_STATUS_SUCCESS,
         Ok(Err(error)) => error,
         Err(panic) => {
-            let message = panic
-                .downcast_ref::<String>()
-                .cloned()
-                .or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string))
-                .unwrap_or_else(|| "panic".to_string());
+            let said = panic.downcast_ref::<String>().map(String::as_str);
+            let said = said.or_else(|| panic.downcast_ref::<&str>().copied());
+            let message = text!("{}", said.unwrap_or("panic"));
             Error::Internal { op, message }
         }
     };

@@ -292,7 +292,10 @@ impl KvCache {
             .iter()
             .try_fold(0usize, |sum, (_, n)| sum.checked_add(*n));
         if total.is_none_or(|total| total > self.config.max_batch_tokens) {
-            let total = total.map_or("more than an integer holds".into(), |t| t.to_string());
+            let total = match total {
+                Some(total) => text!("{total}"),
+                None => text!("more than an integer holds"),
+            };
             let problem = text!(
                 "sum to {total}, above max_batch_tokens {}",
                 self.config.max_batch_tokens

@@ -163,7 +163,9 @@ impl Buffer {
                 "bool cannot be read back; read i8",
             ));
         }
-        let mut out: Vec<T> = Vec::with_capacity(count);
+        let mut out: Vec<T> = Vec::new();
+        out.try_reserve_exact(count)
+            .map_err(|_| Error::out_of_host_memory(OP, bytes))?;
         let from = self.memory.ptr.wrapping_add(offset).cast_const();
         let to = out.as_mut_ptr().cast();
         let device = self.context.device();

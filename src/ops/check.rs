@@ -1,5 +1,7 @@
 //! Checks of arguments, in the words of the error messages.
 
+use std::fmt;
+
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
@@ -193,12 +195,20 @@ pub(crate) fn finite(op: &'static str, name: &'static str, value: f32) -> Result
 }
 
 /// "a, b, c" for messages.
-pub(crate) fn list<T: std::fmt::Display>(items: &[T]) -> String {
-    items
-        .iter()
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join(", ")
+pub(crate) fn list<T: fmt::Display>(items: &[T]) -> impl fmt::Display {
+    struct List<'a, T>(&'a [T]);
+
+    impl<T: fmt::Display> fmt::Display for List<'_, T> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            for (i, item) in self.0.iter().enumerate() {
+                let comma = if i == 0 { "" } else { ", " };
+                write!(f, "{comma}{item}")?;
+            }
+            Ok(())
+        }
+    }
+
+    List(items)
 }
 
 /// A tensor's shape with another last size, in the room given: a call allocates nothing.

@@ -10,7 +10,7 @@
 //! their digits.
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::problem::layer_norm::Problem;
@@ -53,7 +53,7 @@ impl Operation for Params<'_> {
             }
         };
         if check::finite(OP, "epsilon", self.epsilon)? <= 0.0 {
-            let problem = format!("is {}, a number above 0 is needed", self.epsilon);
+            let problem = text!("is {}, a number above 0 is needed", self.epsilon);
             return Err(Error::invalid(OP, "epsilon", problem));
         }
         Ok(Problem {

@@ -6,6 +6,7 @@ use std::ops::Range;
 use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::part_of;
+use crate::cpu::scratch::probe;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::RawTensor;
@@ -15,6 +16,9 @@ const ROWS: usize = 512;
 
 /// The depth by which operands are widened.
 const DEPTH: usize = 512;
+
+/// Rows and columns by which `gemm` may fill up the panels that it packs.
+const MARGIN: usize = 64;
 
 /// Columns of a tile: wide tiles pack less, but there should be enough of them for every thread.
 fn tile_columns(columns: usize) -> usize {
@@ -45,9 +49,15 @@ pub(super) fn run<const N: usize>(
     let x_panel = panel(x, height);
     let w_panel = (weights.iter().map(|w| panel(w, width)).max()).unwrap_or(0);
     let sums = height * width;
+    let items = (row_tiles * column_tiles, cost);
+    let packed = deep.saturating_mul((height + width + MARGIN) * size_of::<f32>());
+    probe(
+        "linear",
+        packed.saturating_mul(cpu.participants(items.0, cost)),
+    )?;
     cpu.for_each_range_with(
         "linear",
-        (row_tiles * column_tiles, cost),
+        items,
         x_panel + w_panel + N * sums,
         |scratch, tiles| {
             let (x_panel, scratch) = scratch.split_at_mut(x_panel);

@@ -79,9 +79,11 @@ fn add<T: Float>(sums: &mut [f32], addend: &[T]) {
 /// inside the vectorised dispatch.
 ///
 /// # Errors
-/// There is no memory for what is widened or summed; nothing has been computed. (More than [`few_rows::MAX_ROWS`] rows are
-/// multiplied by `gemm`, which ends the process where the panels that it packs cannot be allocated: about the size of the L2
-/// cache once for each thread, and up to 1 MiB for each tile.)
+/// There is no memory for what is widened or summed; nothing has been computed. More than
+/// [`few_rows::MAX_ROWS`] rows are multiplied by `gemm`, which ends the process where it cannot
+/// allocate the panels that it packs: up to 2 MiB for each tile, and about the size of the L2 cache
+/// at a thread's first product. Whether there is memory for the tiles is seen before the first of
+/// them, and said as an error; another thread that takes it meanwhile still lets the process end.
 pub(crate) fn for_each_row_part<const N: usize>(
     cpu: &Cpu,
     x: &RawTensor,

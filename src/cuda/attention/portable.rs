@@ -8,6 +8,7 @@ use contract::attention::Kind;
 
 use super::arguments::{combining, first};
 use super::{Cuda, OP};
+use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::check_blocks;
 use crate::cuda::device::{Kernel, Resources};
@@ -15,7 +16,7 @@ use crate::cuda::images::{attention, attention_combine};
 use crate::cuda::table::Table;
 pub(super) use crate::cuda::tuning::rules::attention::LEAST_KEYS;
 use crate::cuda::tuning::rules::attention::{FEW_QUERIES, MAX_SPLITS, ROUNDS};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::attention::{Problem, Rows};
 
 /// A kernel, and what it is made for.
@@ -47,20 +48,24 @@ pub(super) struct Kernels {
 impl Kernels {
     pub fn new(resources: &Resources) -> Result<Kernels> {
         let kernels = resources.kernels::<attention::Arguments>()?;
-        let mut forms = Vec::with_capacity(kernels.len());
+        let mut forms = Vec::new();
         for kernel in kernels {
             let resident = resources.resident_blocks(&kernel)?.max(1);
             let choices = *kernel.choices;
-            forms.push(Form {
-                kind: Kind::from_code(choices.kind).unwrap_or(Kind::Simt),
-                dtypes: [choices.dtype, choices.kv_dtype],
-                head_dim: choices.head_dim as usize,
-                scores: choices.scores != 0,
-                width: choices.width as usize,
-                rows: choices.rows as usize,
-                resident,
-                kernel,
-            });
+            push(
+                OP,
+                &mut forms,
+                Form {
+                    kind: Kind::from_code(choices.kind).unwrap_or(Kind::Simt),
+                    dtypes: [choices.dtype, choices.kv_dtype],
+                    head_dim: choices.head_dim as usize,
+                    scores: choices.scores != 0,
+                    width: choices.width as usize,
+                    rows: choices.rows as usize,
+                    resident,
+                    kernel,
+                },
+            )?;
         }
         forms.sort_by_key(|form| form.head_dim);
         Ok(Kernels {
@@ -217,7 +222,7 @@ impl<'a> Plan<'a> {
         check_limits(p)?;
         let any = kernels.any(p).ok_or_else(|| Error::Internal {
             op: OP,
-            message: format!("no kernel for {} and {}", p.q.dtype, p.k.dtype),
+            message: text!("no kernel for {} and {}", p.q.dtype, p.k.dtype),
         })?;
         let best = kernels.best(p).unwrap_or(any);
         let splits = best.splits(p);
@@ -254,14 +259,15 @@ fn check_limits(p: &Problem) -> Result<()> {
     for (name, head_dim) in [("q", p.head_dim), ("v", p.head_dim_v)] {
         if head_dim > MAX_HEAD_DIM {
             let problem =
-                format!("has head_dim {head_dim}, the CUDA backend takes 1 to {MAX_HEAD_DIM}");
+                text!("has head_dim {head_dim}, the CUDA backend takes 1 to {MAX_HEAD_DIM}");
             return Err(Error::unsupported(OP, name, problem));
         }
     }
     if p.k.dtype != p.v.dtype {
-        let problem = format!(
+        let problem = text!(
             "has dtype {}, k has {}: the CUDA backend takes one for both",
-            p.v.dtype, p.k.dtype
+            p.v.dtype,
+            p.k.dtype
         );
         return Err(Error::unsupported(OP, "v", problem));
     }
@@ -272,7 +278,7 @@ fn check_limits(p: &Problem) -> Result<()> {
         ("k", "keys", p.max_seqlen_k),
     ] {
         if length > MAX_LENGTH {
-            let problem = format!(
+            let problem = text!(
                 "has up to {length} {what} per sequence, the CUDA backend takes {MAX_LENGTH}"
             );
             return Err(Error::unsupported(OP, name, problem));
@@ -283,7 +289,7 @@ fn check_limits(p: &Problem) -> Result<()> {
         .try_fold(p.batch, usize::checked_mul)
         .filter(|rows| *rows <= u32::MAX as usize);
     if rows.is_none() {
-        let problem = format!(
+        let problem = text!(
             "has {} sequences of up to {} queries and {} heads, the CUDA backend takes {} rows in all",
             p.batch,
             p.max_seqlen_q,

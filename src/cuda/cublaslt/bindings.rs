@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 /// `cublasStatus_t`.
 pub(super) type Status = c_int;
@@ -78,7 +78,7 @@ macro_rules! functions {
             fn resolve(library: &libloading::Library) -> Option<Functions> {
                 Some(Functions {
                     // SAFETY: the type is that of the function in CUDA's headers.
-                    $($method: unsafe { *library.get(stringify!($symbol)).ok()? },)*
+                    $($method: unsafe { *library.get(concat!(stringify!($symbol), "\0")).ok()? },)*
                 })
             }
         }
@@ -108,13 +108,13 @@ pub(super) fn functions() -> Option<&'static Functions> {
     static FUNCTIONS: OnceLock<Option<Functions>> = OnceLock::new();
     let open = || {
         // The versions known to have these functions, newest first; then whatever the search path
-        // has by that name.
+        // has by that name. With their NUL they are opened as they are, without a copy.
         for name in [
-            "libcublasLt.so.13",
-            "libcublasLt.so.12",
-            "libcublasLt.so",
-            "cublasLt64_13.dll",
-            "cublasLt64_12.dll",
+            "libcublasLt.so.13\0",
+            "libcublasLt.so.12\0",
+            "libcublasLt.so\0",
+            "cublasLt64_13.dll\0",
+            "cublasLt64_12.dll\0",
         ] {
             // SAFETY: opening the library runs its initialisers, which may run at any time and on any thread.
             if let Ok(library) = unsafe { libloading::Library::new(name) }
@@ -145,7 +145,7 @@ pub(super) fn check(op: &'static str, call: &'static str, status: Status) -> Res
     Err(Error::Cuda {
         op,
         call,
-        name: name.into(),
+        name: text!("{name}"),
         code: status,
         sticky: false,
     })

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use crate::backend::Stream;
 use crate::cuda::tuning::{Linear, Server};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::tensor::Scratch;
 use bindings::*;
 
@@ -143,25 +143,35 @@ pub(super) struct Library {
     functions: &'static Functions,
     handle: HandlePtr,
     /// By hash of the key. A shape that finds no slot is chosen for at each call.
-    chosen: Box<[Slot]>,
+    chosen: Vec<Slot>,
     tuning: Linear,
 }
 
 impl Library {
     /// The library on the device of the current context; `None` if there is none or it does not start there.
-    pub fn open(tuning: Linear) -> Option<Library> {
-        let functions = functions()?;
+    ///
+    /// # Errors
+    /// The host has no memory for what is remembered of its choices.
+    pub fn open(op: &'static str, tuning: Linear) -> Result<Option<Library>> {
+        let Some(functions) = functions() else {
+            return Ok(None);
+        };
+        let mut chosen = Vec::new();
+        chosen
+            .try_reserve_exact(SLOTS)
+            .map_err(|_| Error::out_of_host_memory(op, SLOTS * size_of::<Slot>()))?;
+        chosen.extend((0..SLOTS).map(|_| Slot::new()));
         let mut handle = std::ptr::null_mut();
         // SAFETY: the handle is valid for a write.
         if unsafe { (functions.create)(&mut handle) } != SUCCESS {
-            return None;
+            return Ok(None);
         }
-        Some(Library {
+        Ok(Some(Library {
             functions,
             handle,
-            chosen: (0..SLOTS).map(|_| Slot::new()).collect(),
+            chosen,
             tuning,
-        })
+        }))
     }
 
     /// Gives the handle back. Its device's context is current, and it is not used again.
@@ -294,9 +304,9 @@ impl Library {
             p.out_features,
             p.dtype,
             match (chosen.alone, chosen.with) {
-                (_, Some((_, size))) => format!("best with {size} bytes of"),
-                (Some(_), None) => "without".into(),
-                (None, None) => "not: it has no algorithm with or without a".into(),
+                (_, Some((_, size))) => text!("best with {size} bytes of"),
+                (Some(_), None) => text!("without"),
+                (None, None) => text!("not: it has no algorithm with or without a"),
             },
             if free.is_some() {
                 ""
@@ -396,7 +406,7 @@ impl Library {
             DType::Bf16 => R_16BF,
             DType::F32 => R_32F,
             other => {
-                let message = format!("cuBLASLt was asked for a product of {other}");
+                let message = text!("cuBLASLt was asked for a product of {other}");
                 return Err(Error::Internal { op, message });
             }
         };

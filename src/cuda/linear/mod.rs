@@ -13,9 +13,10 @@ use super::device::{Kernel, Resources};
 use super::images::linear::Arguments;
 use super::rows::Rows;
 use super::tuning;
+use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::linear::{Problem, Weights};
 use crate::problem::swiglu::Activation;
 use crate::problem::{self, Plans};
@@ -69,17 +70,21 @@ impl Kernels {
                 rows: of_kernel.rows,
                 width: of_kernel.width,
             };
-            forms.push(Form {
-                choices,
-                columns: of_kernel.columns as usize,
-                resident: resources.resident_blocks(&kernel)?.max(1),
-                kernel,
-            });
+            push(
+                OP,
+                &mut forms,
+                Form {
+                    choices,
+                    columns: of_kernel.columns as usize,
+                    resident: resources.resident_blocks(&kernel)?.max(1),
+                    kernel,
+                },
+            )?;
         }
         let _entered = resources.primary.enter(OP)?;
         Ok(Kernels {
             forms,
-            library: Library::open(resources.tuning.linear),
+            library: Library::open(OP, resources.tuning.linear)?,
             tuning: resources.tuning.linear,
         })
     }
@@ -93,7 +98,7 @@ impl Kernels {
         let found = forms.clone().find(fits).or(forms.next_back());
         found.ok_or_else(|| Error::Internal {
             op: OP,
-            message: format!("no kernel with {choices:?}"),
+            message: text!("no kernel with {choices:?}"),
         })
     }
 
@@ -203,7 +208,7 @@ pub(super) fn fits(
     ];
     for (name, what, size, most) in sizes {
         if size > most {
-            let problem = format!("has {size} {what}, the CUDA backend takes {most}");
+            let problem = text!("has {size} {what}, the CUDA backend takes {most}");
             return Err(Error::unsupported(op, name, problem));
         }
     }

@@ -64,8 +64,8 @@ impl Heads {
 /// A size in words: zero is what a caller has who forgot it.
 fn set(value: usize) -> String {
     match value {
-        0 => "0 (not set)".into(),
-        _ => value.to_string(),
+        0 => text!("0 (not set)"),
+        _ => text!("{value}"),
     }
 }
 

@@ -113,7 +113,7 @@ impl Operation for Params<'_> {
                 if !fits {
                     let allowed = match rotation.max_positions() {
                         Some(max) => text!("the table has {max} positions"),
-                        None => "the sum overflows".to_string(),
+                        None => text!("the sum overflows"),
                     };
                     let problem = text!("is {offset} and {name} has {len} tokens: {allowed}");
                     return Err(Error::invalid(OP, "position_offset", problem));

@@ -105,7 +105,7 @@ impl Rotation<'_> {
                 scaling.check(op)?;
                 if matches!(scaling, Scaling::Yarn { .. }) && theta <= 1.0 {
                     // Its ramp is placed by the logarithm of the base.
-                    let problem = format!("is {theta}, YaRN needs a base above 1");
+                    let problem = text!("is {theta}, YaRN needs a base above 1");
                     return Err(Error::invalid(op, "theta", problem));
                 }
                 not_negative(op, "attention_factor", *attention_factor)?;

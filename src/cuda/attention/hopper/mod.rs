@@ -14,12 +14,13 @@ mod tensor_map;
 use contract::attention::Mask;
 
 use super::OP;
+use crate::alloc::push;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::attention_forward::Arguments;
 use crate::cuda::tuning::Hopper;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::problem::attention::{Keys, Problem, Queries, Rows};
 pub(super) use launch::forward;
 
@@ -52,17 +53,21 @@ impl Kernels {
             let choices = *kernel.choices;
             let mask = Mask::from_code(choices.mask).ok_or_else(|| Error::Internal {
                 op: OP,
-                message: format!("{:?} is not known", kernel.info),
+                message: text!("{:?} is not known", kernel.info),
             })?;
-            forms.push(Form {
-                dtype: choices.dtype,
-                dims: [choices.head_dim, choices.head_dim_v].map(|dim| dim as usize),
-                mask,
-                softcap: choices.softcap != 0,
-                for_short: choices.for_short != 0,
-                block: [choices.block_m, choices.block_n].map(|size| size as usize),
-                kernel,
-            });
+            push(
+                OP,
+                &mut forms,
+                Form {
+                    dtype: choices.dtype,
+                    dims: [choices.head_dim, choices.head_dim_v].map(|dim| dim as usize),
+                    mask,
+                    softcap: choices.softcap != 0,
+                    for_short: choices.for_short != 0,
+                    block: [choices.block_m, choices.block_n].map(|size| size as usize),
+                    kernel,
+                },
+            )?;
         }
         if forms.is_empty() {
             return Ok(None);

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use crate::cuda::driver::Driver;
 pub(super) use crate::cuda::images::TensorMap;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 
 /// Bytes that addresses and strides must be multiples of.
 pub(super) const ALIGNMENT: usize = 16;
@@ -33,7 +33,7 @@ impl TensorMap {
             DType::F16 => 6,
             DType::Bf16 => 9,
             other => {
-                let message = format!("a tensor map was asked for {other}");
+                let message = text!("a tensor map was asked for {other}");
                 return Err(Error::Internal { op, message });
             }
         };
