@@ -13,7 +13,7 @@ use crate::cuda::{self, Cuda};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::problem::{Plan, Plans};
-use crate::tensor::Scratch;
+use crate::tensor::{Place, Scratch};
 pub(crate) use accountant::Accountant;
 pub use accountant::MemoryStats;
 pub use event::Event;
@@ -201,6 +201,14 @@ impl Context {
     /// Device ordinal.
     pub fn device_ordinal(&self) -> i32 {
         self.device().ordinal()
+    }
+
+    /// Whose memory its operations use.
+    pub(crate) fn place(&self) -> Place {
+        Place {
+            backend: self.backend(),
+            ordinal: self.device_ordinal(),
+        }
     }
 
     /// Waits until everything queued on `stream` has finished. The CPU backend runs each call to its

@@ -1,16 +1,25 @@
 //! Tensors: borrowed views of memory that a caller owns.
 //!
-//! A [`TensorRef`] is read, a [`TensorMut`] is written. On the CPU backend they view host memory and are made safely from
-//! slices; views of device memory, or from C, are made by the `unsafe` constructors, whose contract is the usual one: the
-//! memory is valid for the lifetime of the view, on the device of the context that the view is used with.
+//! A [`TensorRef`] is read, a [`TensorMut`] is written. Safely they are made from slices, for the
+//! CPU backend, and from [`Buffer`](crate::Buffer)s. These know whose memory they view, and a call
+//! refuses memory that is not of its context's device: a slice given to a GPU would be read after
+//! its borrow has ended. Views of other memory, or from C, are made by the `unsafe` constructors,
+//! whose contract is the usual one: the memory is valid for the lifetime of the view, until queued
+//! work that uses it has run, on the device of the context that the view is used with.
 
+mod workspace;
+
+use std::fmt;
 use std::marker::PhantomData;
 
 use arrayvec::ArrayVec;
 
+use crate::backend::Backend;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
+pub(crate) use workspace::Scratch;
+pub use workspace::Workspace;
 
 /// Pointer, dtype and layout: what backends work with once arguments have been checked.
 #[derive(Clone, Copy, Debug)]
@@ -112,10 +121,35 @@ impl RawTensor {
     }
 }
 
+/// The device whose memory a view is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub backend: Backend,
+    pub ordinal: i32,
+}
+
+impl Place {
+    pub const HOST: Place = Place {
+        backend: Backend::Cpu,
+        ordinal: 0,
+    };
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.backend {
+            Backend::Cpu => f.write_str("host memory"),
+            backend => write!(f, "memory of {backend} device {}", self.ordinal),
+        }
+    }
+}
+
 /// A tensor that is read.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRef<'a> {
     raw: RawTensor,
+    /// `None` where who made the view promised that it is the context's.
+    place: Option<Place>,
     memory: PhantomData<&'a [u8]>,
 }
 
@@ -123,6 +157,8 @@ pub struct TensorRef<'a> {
 #[derive(Debug)]
 pub struct TensorMut<'a> {
     raw: RawTensor,
+    /// As a [`TensorRef`]'s.
+    place: Option<Place>,
     memory: PhantomData<&'a mut [u8]>,
 }
 
@@ -143,7 +179,7 @@ fn check_span(len: usize, layout: &Layout) -> Result<()> {
 }
 
 impl<'a> TensorRef<'a> {
-    /// A contiguous view of `data`.
+    /// A contiguous view of `data`, for contexts of the CPU backend.
     ///
     /// # Errors
     /// `data` is shorter than `shape`, or `shape` is refused by [`Layout::contiguous`].
@@ -151,7 +187,7 @@ impl<'a> TensorRef<'a> {
         Self::from_slice_with_layout(data, Layout::contiguous(shape)?)
     }
 
-    /// A view of `data` with any layout.
+    /// A view of `data` with any layout, for contexts of the CPU backend.
     ///
     /// # Errors
     /// `data` is shorter than the layout's span.
@@ -164,6 +200,7 @@ impl<'a> TensorRef<'a> {
                 dtype: T::DTYPE,
                 layout,
             },
+            place: Some(Place::HOST),
             memory: PhantomData,
         })
     }
@@ -171,8 +208,9 @@ impl<'a> TensorRef<'a> {
     /// A view of raw memory. `ptr` may be NULL where only a query is made.
     ///
     /// # Safety
-    /// Unless `ptr` is NULL, every element of `layout` is initialised memory, readable for `'a` by the device of the context that
-    /// the view is used with, and not written meanwhile.
+    /// Unless `ptr` is NULL, every element of `layout` is initialised memory, readable by the
+    /// device of the context that the view is used with, for `'a` and until work that was queued
+    /// with it has run, and not written meanwhile.
     pub unsafe fn from_raw(ptr: *const u8, dtype: DType, layout: Layout) -> Self {
         TensorRef {
             raw: RawTensor {
@@ -180,13 +218,14 @@ impl<'a> TensorRef<'a> {
                 dtype,
                 layout,
             },
+            place: None,
             memory: PhantomData,
         }
     }
 }
 
 impl<'a> TensorMut<'a> {
-    /// A contiguous view of `data`.
+    /// A contiguous view of `data`, for contexts of the CPU backend.
     ///
     /// # Errors
     /// `data` is shorter than `shape`, or `shape` is refused by [`Layout::contiguous`].
@@ -194,7 +233,7 @@ impl<'a> TensorMut<'a> {
         Self::from_slice_with_layout(data, Layout::contiguous(shape)?)
     }
 
-    /// A view of `data` with any layout.
+    /// A view of `data` with any layout, for contexts of the CPU backend.
     ///
     /// # Errors
     /// `data` is shorter than the layout's span.
@@ -207,6 +246,7 @@ impl<'a> TensorMut<'a> {
                 dtype: T::DTYPE,
                 layout,
             },
+            place: Some(Place::HOST),
             memory: PhantomData,
         })
     }
@@ -214,11 +254,13 @@ impl<'a> TensorMut<'a> {
     /// A view of raw memory. `ptr` may be NULL where only a query is made.
     ///
     /// # Safety
-    /// Unless `ptr` is NULL, every element of `layout` is memory that the device of the context that the view is used with may
-    /// write for `'a`, and nothing else accesses it meanwhile.
+    /// Unless `ptr` is NULL, every element of `layout` is memory that the device of the context
+    /// that the view is used with may write, for `'a` and until work that was queued with it has
+    /// run, and nothing else accesses it meanwhile.
     pub unsafe fn from_raw(ptr: *mut u8, dtype: DType, layout: Layout) -> Self {
         TensorMut {
             raw: RawTensor { ptr, dtype, layout },
+            place: None,
             memory: PhantomData,
         }
     }
@@ -227,6 +269,7 @@ impl<'a> TensorMut<'a> {
     pub fn reborrow(&mut self) -> TensorMut<'_> {
         TensorMut {
             raw: self.raw,
+            place: self.place,
             memory: PhantomData,
         }
     }
@@ -235,6 +278,7 @@ impl<'a> TensorMut<'a> {
     pub fn as_ref(&self) -> TensorRef<'_> {
         TensorRef {
             raw: self.raw,
+            place: self.place,
             memory: PhantomData,
         }
     }
@@ -245,6 +289,18 @@ macro_rules! views {
         impl<'a> $name<'a> {
             pub(crate) fn raw(&self) -> RawTensor {
                 self.raw
+            }
+
+            pub(crate) fn place(&self) -> Option<Place> {
+                self.place
+            }
+
+            /// The view, known to be of a device's memory.
+            pub(crate) fn on(self, place: Place) -> Self {
+                $name {
+                    place: Some(place),
+                    ..self
+                }
             }
 
             /// Address of the first element, on the device of the memory that is viewed.
@@ -275,7 +331,7 @@ macro_rules! views {
                 let layout = self.raw.layout.transposed(a, b)?;
                 Ok($name {
                     raw: self.raw.offset(layout, 0),
-                    memory: PhantomData,
+                    ..self
                 })
             }
 
@@ -286,7 +342,7 @@ macro_rules! views {
             pub fn narrowed(self, dim: usize, start: usize, len: usize) -> Result<Self> {
                 Ok($name {
                     raw: self.raw.narrowed(dim, start, len)?,
-                    memory: PhantomData,
+                    ..self
                 })
             }
 
@@ -298,7 +354,7 @@ macro_rules! views {
                 let layout = self.raw.layout.unflattened(dim, sizes)?;
                 Ok($name {
                     raw: self.raw.offset(layout, 0),
-                    memory: PhantomData,
+                    ..self
                 })
             }
         }
@@ -331,122 +387,14 @@ impl InOut<'_> {
     }
 
     pub(crate) fn output(&self) -> RawTensor {
+        self.written().raw()
+    }
+
+    pub(crate) fn written(&self) -> &TensorMut<'_> {
         match self {
-            InOut::InPlace(t) => t.raw(),
-            InOut::Apart { output, .. } => output.raw(),
+            InOut::InPlace(t) => t,
+            InOut::Apart { output, .. } => output,
         }
-    }
-}
-
-/// Scratch memory that the caller owns and an operation may overwrite, aligned to [`Workspace::ALIGNMENT`].
-#[derive(Debug)]
-pub struct Workspace<'a> {
-    ptr: *mut u8,
-    size: usize,
-    memory: PhantomData<&'a mut [u8]>,
-}
-
-impl<'a> Workspace<'a> {
-    /// Alignment that a workspace needs, in bytes. Allocations of this library and of CUDA have it.
-    pub const ALIGNMENT: usize = 256;
-
-    /// No workspace, for operations whose query answers zero.
-    pub fn none() -> Self {
-        Workspace {
-            ptr: std::ptr::null_mut(),
-            size: 0,
-            memory: PhantomData,
-        }
-    }
-
-    /// A workspace of raw memory.
-    ///
-    /// # Safety
-    /// `size` bytes from `ptr` may be written for `'a` by the device of the context it is used with, and nothing else accesses
-    /// them meanwhile.
-    pub unsafe fn from_raw(ptr: *mut u8, size: usize) -> Self {
-        Workspace {
-            ptr,
-            size,
-            memory: PhantomData,
-        }
-    }
-
-    pub(crate) fn as_ptr(&self) -> *mut u8 {
-        self.ptr
-    }
-
-    /// The pointer, once size and alignment have been found sufficient for `required` bytes.
-    pub(crate) fn check(&self, op: &'static str, required: usize) -> Result<*mut u8> {
-        if self.size < required {
-            return Err(Error::WorkspaceTooSmall {
-                op,
-                required,
-                provided: self.size,
-            });
-        }
-        if required == 0 {
-            return Ok(self.ptr);
-        }
-        if self.ptr.is_null() {
-            return Err(Error::NullPointer {
-                op,
-                argument: "workspace".into(),
-            });
-        }
-        if !(self.ptr as usize).is_multiple_of(Self::ALIGNMENT) {
-            return Err(Error::invalid(
-                op,
-                "workspace",
-                text!("{:p} is not aligned to {} bytes", self.ptr, Self::ALIGNMENT),
-            ));
-        }
-        Ok(self.ptr)
-    }
-
-    /// The part of it that an operation uses: what it needs or, where more was given, what `used` says of
-    /// that. The rest is not looked at.
-    pub(crate) fn scratch(
-        &self,
-        op: &'static str,
-        needed: usize,
-        used: impl FnOnce(usize) -> Result<usize>,
-    ) -> Result<Scratch> {
-        let mut size = needed;
-        self.check(op, needed)?;
-        if self.size > needed {
-            size = used(self.size)?.clamp(needed, self.size);
-        }
-        if size == 0 {
-            return Ok(Scratch::NONE);
-        }
-        Ok(Scratch {
-            ptr: self.check(op, size)?,
-            size,
-        })
-    }
-}
-
-/// Memory of a checked workspace, aligned to [`Workspace::ALIGNMENT`], that an operation may overwrite if it has use for it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Scratch {
-    pub ptr: *mut u8,
-    pub size: usize,
-}
-
-impl Scratch {
-    pub const NONE: Scratch = Scratch {
-        ptr: std::ptr::null_mut(),
-        size: 0,
-    };
-
-    /// As a tensor, for overlap checks.
-    pub fn raw(&self) -> Result<RawTensor> {
-        Ok(RawTensor {
-            ptr: self.ptr,
-            dtype: DType::Bool,
-            layout: Layout::contiguous(&[self.size])?,
-        })
     }
 }
 
@@ -521,18 +469,5 @@ mod tests {
                 .raw()
         };
         assert!(strided(5).overlaps(&strided(4)));
-    }
-
-    #[test]
-    fn workspace_checks() {
-        assert!(Workspace::none().check("t", 0).is_ok());
-        assert!(matches!(
-            Workspace::none().check("t", 8),
-            Err(Error::WorkspaceTooSmall {
-                required: 8,
-                provided: 0,
-                ..
-            })
-        ));
     }
 }

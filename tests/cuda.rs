@@ -12,7 +12,9 @@ use common::graph::{Graph, ok};
 use common::{TestTensor, gpu, gpu_options, rng};
 use cudarc::driver::sys;
 use unsloth::ops::{rms_norm, rope, swiglu};
-use unsloth::{Backend, Context, ContextOptions, DType, Error, InOut, Layout, Stream, TensorRef};
+use unsloth::{
+    Backend, Buffer, Context, ContextOptions, DType, Error, InOut, Layout, Stream, TensorRef,
+};
 
 #[test]
 fn a_missing_driver_is_named() {
@@ -43,6 +45,70 @@ fn devices_outside_the_count_are_refused() {
         let error = Context::new(&options).unwrap_err();
         let expected = format!("context: device {device} is outside 0 to {}", count - 1);
         assert_eq!(error.to_string(), expected);
+    }
+}
+
+/// Views know whose memory they are of: what is made safely cannot reach another device, and a
+/// slice, whose borrow ends before queued work does, no GPU at all.
+#[test]
+fn views_of_other_devices_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let cpu = Context::cpu().unwrap();
+    let layout = || Layout::contiguous(&[2, 3]).unwrap();
+    let on = |ctx| Buffer::new(ctx, 24).unwrap();
+    let (there, here) = (on(&gpu), on(&cpu));
+    let [there, here] = [&there, &here].map(|b| b.tensor(0, DType::F32, layout()).unwrap());
+    let data = [1f32; 6];
+    let slice = TensorRef::from_slice(&data, &[2, 3]).unwrap();
+    let theirs = "memory of cuda device 0";
+    for (ctx, input, of_output, expected) in [
+        (
+            &cpu,
+            there,
+            &cpu,
+            format!("x is {theirs}, ctx takes host memory"),
+        ),
+        (
+            &gpu,
+            here,
+            &gpu,
+            format!("x is host memory, ctx takes {theirs}"),
+        ),
+        (
+            &gpu,
+            slice,
+            &gpu,
+            format!("x is host memory, ctx takes {theirs}"),
+        ),
+        (
+            &cpu,
+            slice,
+            &gpu,
+            format!("out is {theirs}, ctx takes host memory"),
+        ),
+        (
+            &gpu,
+            there,
+            &cpu,
+            format!("out is host memory, ctx takes {theirs}"),
+        ),
+        (&gpu, there, &gpu, String::new()),
+        (&cpu, slice, &cpu, String::new()),
+    ] {
+        let mut out = on(of_output);
+        let params = rms_norm::Params {
+            x: InOut::Apart {
+                input,
+                output: out.tensor_mut(0, DType::F32, layout()).unwrap(),
+            },
+            residual: None,
+            weight: None,
+            weight_offset: 0.0,
+            epsilon: 1e-5,
+        };
+        let done = rms_norm::forward(ctx, &params, Stream::DEFAULT);
+        let found = done.map_or_else(|error| error.to_string(), |()| String::new());
+        assert_eq!(found.trim_start_matches("rms_norm: "), expected);
     }
 }
 

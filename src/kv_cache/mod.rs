@@ -406,7 +406,8 @@ impl KvCache {
         let view = |t: RawTensor| {
             // SAFETY: the pages are memory that `self` owns, initialised when it was allocated, and borrowed for as long as the view
             // lives; writing takes `&mut self`.
-            unsafe { TensorRef::from_raw(t.ptr, t.dtype, t.layout) }
+            let view = unsafe { TensorRef::from_raw(t.ptr, t.dtype, t.layout) };
+            view.on(self.context().place())
         };
         Ok((view(k), view(v)))
     }

@@ -187,7 +187,8 @@ impl Buffer {
     pub fn tensor(&self, offset: usize, dtype: DType, layout: Layout) -> Result<TensorRef<'_>> {
         self.check_view(offset, dtype, &layout)?;
         // SAFETY: the range lies in memory that `self` owns, on the host initialised when it was made.
-        Ok(unsafe { TensorRef::from_raw(self.memory.ptr.add(offset), dtype, layout) })
+        let view = unsafe { TensorRef::from_raw(self.memory.ptr.add(offset), dtype, layout) };
+        Ok(view.on(self.context.place()))
     }
 
     /// A writable view of part of the buffer, from `offset` bytes on.
@@ -202,13 +203,15 @@ impl Buffer {
     ) -> Result<TensorMut<'_>> {
         self.check_view(offset, dtype, &layout)?;
         // SAFETY: the range lies in memory that `self` owns, borrowed mutably for as long as the view lives.
-        Ok(unsafe { TensorMut::from_raw(self.memory.ptr.add(offset), dtype, layout) })
+        let view = unsafe { TensorMut::from_raw(self.memory.ptr.add(offset), dtype, layout) };
+        Ok(view.on(self.context.place()))
     }
 
     /// The whole buffer as a workspace.
     pub fn workspace(&mut self) -> Workspace<'_> {
         // SAFETY: `self` owns the memory and is borrowed mutably for as long as the workspace lives.
-        unsafe { Workspace::from_raw(self.memory.ptr, self.memory.size) }
+        let workspace = unsafe { Workspace::from_raw(self.memory.ptr, self.memory.size) };
+        workspace.on(self.context.place())
     }
 
     fn check_view(&self, offset: usize, dtype: DType, layout: &Layout) -> Result<()> {

@@ -8,10 +8,10 @@ use arrayvec::ArrayVec;
 
 use crate::backend::{Implementation, Stream};
 use crate::context::{Context, Planned};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text};
 use crate::ops::check::Arg;
 use crate::problem::Plan;
-use crate::tensor::{InOut, RawTensor, Scratch, TensorMut, TensorRef, Workspace};
+use crate::tensor::{InOut, Place, RawTensor, Scratch, TensorMut, TensorRef, Workspace};
 
 /// The parameters of an operation.
 pub(crate) trait Operation {
@@ -103,6 +103,7 @@ pub(crate) fn forward<O: Operation>(ctx: &Context, params: &O, stream: Stream) -
     };
     let mut tensors = Tensors::default();
     params.tensors(&mut tensors);
+    tensors.check_places(O::NAME, ctx.place(), params.workspace())?;
     tensors.check(O::NAME, scratch)?;
     tracing::trace!(
         "{}: {:?}, {} bytes of workspace used",
@@ -138,19 +139,31 @@ const MAX_TENSORS: usize = 32;
 /// The tensors of a call, by name.
 #[derive(Default)]
 pub(crate) struct Tensors {
-    list: ArrayVec<(&'static str, RawTensor, Access), MAX_TENSORS>,
+    list: ArrayVec<Tensor, MAX_TENSORS>,
+}
+
+struct Tensor {
+    name: &'static str,
+    raw: RawTensor,
+    place: Option<Place>,
+    access: Access,
 }
 
 impl Tensors {
-    fn push(&mut self, name: &'static str, tensor: RawTensor, access: Access) {
+    fn push(&mut self, name: &'static str, raw: RawTensor, place: Option<Place>, access: Access) {
         debug_assert!(!self.list.is_full(), "{name} is one tensor too many");
         // A full list means that MAX_TENSORS is too small for an operation, which its tests see.
-        let _ = self.list.try_push((name, tensor, access));
+        let _ = self.list.try_push(Tensor {
+            name,
+            raw,
+            place,
+            access,
+        });
     }
 
     /// An input.
     pub fn read(&mut self, name: &'static str, tensor: &TensorRef<'_>) {
-        self.push(name, tensor.raw(), Access::Read);
+        self.push(name, tensor.raw(), tensor.place(), Access::Read);
     }
 
     /// An input that may be absent.
@@ -162,7 +175,7 @@ impl Tensors {
 
     /// An output.
     pub fn write(&mut self, name: &'static str, tensor: &TensorMut<'_>) {
-        self.push(name, tensor.raw(), Access::Write);
+        self.push(name, tensor.raw(), tensor.place(), Access::Write);
     }
 
     /// An output that may be absent.
@@ -177,35 +190,56 @@ impl Tensors {
         if let InOut::Apart { input, .. } = pair {
             self.read(names.0, input);
         }
-        self.push(names.1, pair.output(), Access::Write);
+        self.write(names.1, pair.written());
     }
 
     /// Memory of the library's own.
     pub fn own(&mut self, name: &'static str, tensor: RawTensor) {
-        self.push(name, tensor, Access::Own);
+        self.push(name, tensor, None, Access::Own);
+    }
+
+    /// Checks that what is known of tensors and workspace is that they are `ours`, the context's device's
+    /// memory.
+    fn check_places(
+        &self,
+        op: &'static str,
+        ours: Place,
+        workspace: Option<&Workspace<'_>>,
+    ) -> Result<()> {
+        let workspace = workspace.map(|workspace| ("workspace", workspace.place()));
+        let places = self.list.iter().map(|tensor| (tensor.name, tensor.place));
+        for (name, place) in places.chain(workspace) {
+            if let Some(place) = place
+                && place != ours
+            {
+                let problem = text!("is {place}, ctx takes {ours}");
+                return Err(Error::invalid(op, name, problem));
+            }
+        }
+        Ok(())
     }
 
     /// Checks that every tensor's data is there and aligned, and that what is written, scratch memory
     /// among it, overlaps nothing else.
     fn check(&self, op: &'static str, scratch: Scratch) -> Result<()> {
-        fn arg<'a>(op: &'static str, of: &'a (&'static str, RawTensor, Access)) -> Arg<'a> {
-            Arg::new(op, of.0, &of.1)
+        fn arg<'a>(op: &'static str, of: &'a Tensor) -> Arg<'a> {
+            Arg::new(op, of.name, &of.raw)
         }
         for tensor in &self.list {
-            if tensor.2 != Access::Own {
+            if tensor.access != Access::Own {
                 arg(op, tensor).data()?;
             }
         }
         for (i, written) in self.list.iter().enumerate() {
-            if written.2 == Access::Read {
+            if written.access == Access::Read {
                 continue;
             }
             for (j, other) in self.list.iter().enumerate() {
-                let later_write = j > i && other.2 != Access::Read;
+                let later_write = j > i && other.access != Access::Read;
                 if i == j || later_write {
                     continue;
                 }
-                match written.2 {
+                match written.access {
                     Access::Own => arg(op, other).disjoint(arg(op, written))?,
                     _ => arg(op, written).disjoint(arg(op, other))?,
                 };
@@ -218,5 +252,74 @@ impl Tensors {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Backend;
+    use crate::dtype::DType;
+    use crate::layout::Layout;
+
+    fn gpu(ordinal: i32) -> Place {
+        Place {
+            backend: Backend::Cuda,
+            ordinal,
+        }
+    }
+
+    /// Where a tensor and a workspace are, the context, and what is wrong. What an `unsafe` constructor
+    /// was promised is believed.
+    #[test]
+    fn memory_is_the_devices() {
+        const HOST: Place = Place::HOST;
+        let cases = [
+            (Some(HOST), None, HOST, ""),
+            (None, Some(HOST), HOST, ""),
+            (None, None, gpu(1), ""),
+            (Some(gpu(1)), Some(gpu(1)), gpu(1), ""),
+            (
+                Some(gpu(0)),
+                None,
+                HOST,
+                "op: x is memory of cuda device 0, ctx takes host memory",
+            ),
+            (
+                Some(HOST),
+                None,
+                gpu(0),
+                "op: x is host memory, ctx takes memory of cuda device 0",
+            ),
+            (
+                Some(gpu(2)),
+                None,
+                gpu(0),
+                "op: x is memory of cuda device 2, ctx takes memory of cuda device 0",
+            ),
+            (
+                None,
+                Some(HOST),
+                gpu(3),
+                "op: workspace is host memory, ctx takes memory of cuda device 3",
+            ),
+        ];
+        for (of_x, of_workspace, ours, expected) in cases {
+            let layout = Layout::contiguous(&[2]).unwrap();
+            // SAFETY: nothing looks at data.
+            let mut x = unsafe { TensorRef::from_raw(std::ptr::null(), DType::F32, layout) };
+            let mut workspace = Workspace::none();
+            if let Some(place) = of_x {
+                x = x.on(place);
+            }
+            if let Some(place) = of_workspace {
+                workspace = workspace.on(place);
+            }
+            let mut tensors = Tensors::default();
+            tensors.read("x", &x.transposed(0, 0).unwrap().narrowed(0, 0, 1).unwrap());
+            let checked = tensors.check_places("op", ours, Some(&workspace));
+            let found = checked.map_or_else(|error| error.to_string(), |()| String::new());
+            assert_eq!(found, expected);
+        }
     }
 }
