@@ -237,13 +237,15 @@ FIELD(unsloth_kv_cache_params, max_batch_size, 64, 8);
 FIELD(unsloth_kv_cache_params, max_batch_tokens, 72, 8);
 FIELD(unsloth_kv_cache_params, max_sequence_length, 80, 8);
 
-STRUCT(unsloth_kv_cache_memory, 40, 8);
+STRUCT(unsloth_kv_cache_memory, 56, 8);
 FIELD(unsloth_kv_cache_memory, struct_size, 0, 4);
 FIELD(unsloth_kv_cache_memory, reserved, 4, 4);
 FIELD(unsloth_kv_cache_memory, keys, 8, 8);
 FIELD(unsloth_kv_cache_memory, values, 16, 8);
 FIELD(unsloth_kv_cache_memory, tables, 24, 8);
 FIELD(unsloth_kv_cache_memory, total, 32, 8);
+FIELD(unsloth_kv_cache_memory, host, 40, 8);
+FIELD(unsloth_kv_cache_memory, page_locked, 48, 8);
 
 STRUCT(unsloth_inference_memory_params, 56, 8);
 FIELD(unsloth_inference_memory_params, struct_size, 0, 4);

@@ -1124,9 +1124,19 @@ typedef struct unsloth_kv_cache_memory {
    */
   uint64_t tables;
   /**
-   * The sum: what `unsloth_kv_cache_create` allocates.
+   * `keys + values + tables`: what `unsloth_kv_cache_create` allocates on the device.
    */
   uint64_t total;
+  /**
+   * On the host, beside `total`: what the cache knows of its pages, of its sequences and of a
+   * batch, whose tables it has here too. Counted for `max_batch_size` sequences that hold every
+   * page once; a further one takes 64 bytes or so, and 4 for each page that it shares.
+   */
+  uint64_t host;
+  /**
+   * On the host, for a cache on a GPU alone: page-locked memory, from which tables are copied.
+   */
+  uint64_t page_locked;
 } unsloth_kv_cache_memory;
 
 /**
@@ -1188,7 +1198,8 @@ typedef struct unsloth_inference_memory {
    */
   uint64_t weights;
   /**
-   * The cache: what `unsloth_kv_cache_create` allocates.
+   * The cache: what `unsloth_kv_cache_create` allocates on the device.
+   * `unsloth_kv_cache_memory_estimate` has the rest, which is on the host.
    */
   uint64_t kv_cache;
   /**

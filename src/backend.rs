@@ -282,6 +282,12 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
     fn is_capturing(&self, op: &'static str, stream: Stream) -> Result<bool>;
 }
 
+/// Bytes of page-locked memory of a GPU's [`Device::staging`] for tables of up to `size` bytes.
+pub(crate) fn page_locked(size: usize) -> usize {
+    // Even where the last copy left the worst offset, all of the next fits behind or before it.
+    size.max(32 << 10).saturating_mul(2)
+}
+
 /// Takes small tables to a device: a table may change as soon as [`Upload::upload`] returns.
 pub(crate) trait Upload: Send + Sync + std::fmt::Debug {
     /// Queues a copy of `data`, without waiting for it.

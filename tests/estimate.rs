@@ -579,6 +579,7 @@ fn a_cache_through_the_c_abi_takes_what_it_says() {
         );
         assert_eq!(m.keys, 3 * 10 * 8 * 2 * 24 * 2);
         assert_eq!((m.values, m.total), (m.keys, m.keys + m.values + m.tables));
+        assert!(m.host > m.tables && m.page_locked >= 2 * m.tables);
         let in_use = || {
             let mut stats: unsloth_memory_stats = zeroed_params();
             unsloth_memory_stats_get(ctx.0, &mut stats);

@@ -6,7 +6,7 @@ use super::Cuda;
 use super::device::{Entered, Primary};
 use super::driver::{CUevent, CUstream, OUT_OF_MEMORY};
 use super::event::NO_TIMING;
-use crate::backend::{Stream, Upload};
+use crate::backend::{Stream, Upload, page_locked};
 use crate::error::{Error, Result, text};
 
 /// Copies that may be under way at a time; the next one waits for the oldest.
@@ -40,8 +40,7 @@ struct Flight {
 impl Ring {
     /// A ring through which up to `size` bytes can go at a time.
     pub fn new(op: &'static str, cuda: &Cuda, size: usize) -> Result<Ring> {
-        // Even where the last copy left the worst offset, all of the next fits behind or before it.
-        let size = size.max(32 << 10).saturating_mul(2);
+        let size = page_locked(size);
         let primary = &cuda.resources.primary;
         let mut ring = Ring {
             memory: std::ptr::null_mut(),

@@ -40,7 +40,8 @@ pub struct Inference {
 pub struct InferenceMemory {
     /// Weights.
     pub weights: u64,
-    /// The cache: what [`KvCache::new`](crate::kv_cache::KvCache::new) allocates.
+    /// The cache: what [`KvCache::new`](crate::kv_cache::KvCache::new) allocates on the device.
+    /// [`Config::size`] has the rest, which is on the host.
     pub kv_cache: u64,
     /// Hidden states and their normalised copy: `2 · num_tokens · hidden_size` elements.
     pub activations: u64,

@@ -144,8 +144,14 @@ pub struct unsloth_kv_cache_memory {
     /// Block tables, lengths and positions: `max_batch_size * (ceil(max_sequence_length / page_size) + 2) + 1 + max_batch_tokens`
     /// integers of 32 bits.
     pub tables: u64,
-    /// The sum: what `unsloth_kv_cache_create` allocates.
+    /// `keys + values + tables`: what `unsloth_kv_cache_create` allocates on the device.
     pub total: u64,
+    /// On the host, beside `total`: what the cache knows of its pages, of its sequences and of a
+    /// batch, whose tables it has here too. Counted for `max_batch_size` sequences that hold every
+    /// page once; a further one takes 64 bytes or so, and 4 for each page that it shares.
+    pub host: u64,
+    /// On the host, for a cache on a GPU alone: page-locked memory, from which tables are copied.
+    pub page_locked: u64,
 }
 params!(unsloth_kv_cache_memory, [reserved]);
 
@@ -184,7 +190,8 @@ pub struct unsloth_inference_memory {
     pub reserved: u32,
     /// Weights.
     pub weights: u64,
-    /// The cache: what `unsloth_kv_cache_create` allocates.
+    /// The cache: what `unsloth_kv_cache_create` allocates on the device.
+    /// `unsloth_kv_cache_memory_estimate` has the rest, which is on the host.
     pub kv_cache: u64,
     /// Hidden states and their normalised copy: `2 * num_tokens * hidden_size` elements.
     pub activations: u64,
@@ -447,6 +454,8 @@ pub unsafe extern "C" fn unsloth_kv_cache_memory_estimate(
             out.keys = size.keys;
             out.values = size.values;
             out.tables = size.tables;
+            out.host = size.host;
+            out.page_locked = size.page_locked;
             out.total = size.total();
             Ok(())
         })

@@ -34,6 +34,9 @@ pub(super) struct Step {
 }
 
 impl Step {
+    /// Of a sequence on the host, beside the tables.
+    pub const BYTES: usize = 2 * size_of::<SequenceId>();
+
     pub fn new(context: &Context, config: &Config) -> Result<Step> {
         let tables = Tables::new(config).ok_or_else(|| {
             Error::invalid(super::OP, "max_batch_size", "overflows the address space")
@@ -59,6 +62,13 @@ impl Step {
             max_sequence_length: 0,
             current: false,
         })
+    }
+
+    /// What it has allocated on the host.
+    #[cfg(test)]
+    pub fn bytes(&self) -> usize {
+        let sequences = self.sequences.capacity() + self.sorted.capacity();
+        self.host.capacity() * size_of::<i32>() + sequences * size_of::<SequenceId>()
     }
 
     /// The batch is no longer current if `id` is part of it.

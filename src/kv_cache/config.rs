@@ -1,11 +1,15 @@
 //! What a cache holds, and the memory that takes.
 
+use crate::backend::page_locked;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::ops::attention::PageLayout;
 
 use super::OP;
+use super::batch::Step;
+use super::pages::{Page, Pages};
+use super::sequences::Sequences;
 
 /// The shape of a cache. [`Config::new`] fills in what is usual; every field may then be changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,10 +47,17 @@ pub struct CacheSize {
     pub values: u64,
     /// Block tables, lengths and positions of a batch.
     pub tables: u64,
+    /// On the host, beside the device's memory: what the cache knows of its pages, of its sequences
+    /// and of a batch, whose tables it has here too. Counted for `max_batch_size` sequences that
+    /// hold every page once; a further one takes 64 bytes or so, and 4 for each page that it
+    /// shares.
+    pub host: u64,
+    /// On the host, for a cache on a GPU alone: page-locked memory, from which tables are copied.
+    pub page_locked: u64,
 }
 
 impl CacheSize {
-    /// The sum: what [`KvCache::new`](super::KvCache::new) allocates.
+    /// Keys, values and tables: what [`KvCache::new`](super::KvCache::new) allocates on the device.
     pub fn total(&self) -> u64 {
         // Each part fits an isize (Config::validate), so the sum fits a u64.
         self.keys + self.values + self.tables
@@ -87,9 +98,10 @@ impl Config {
         }
     }
 
-    /// Bytes that the cache allocates: `num_layers · num_pages · page_size · num_kv_heads ·
-    /// (head_dim + v_head_dim)` elements, and the tables: `max_batch_size · (max_pages_per_sequence
-    /// + 2) + 1 + max_batch_tokens` integers of 32 bits.
+    /// Bytes that the cache allocates on the device: `num_layers · num_pages · page_size ·
+    /// num_kv_heads · (head_dim + v_head_dim)` elements, and the tables, integers of 32 bits:
+    /// `max_batch_size · (max_pages_per_sequence + 2) + 1 + max_batch_tokens`. Beside them, what it
+    /// keeps on the host.
     ///
     /// # Errors
     /// As [`Config::validate`].
@@ -105,12 +117,18 @@ impl Config {
                 .ok_or_else(|| self.too_large())
         };
         let tables = Tables::new(self).and_then(|t| t.num_words().checked_mul(size_of::<i32>()));
+        let tables = tables
+            .filter(|&b| b <= isize::MAX as usize)
+            .ok_or_else(|| self.too_large())?;
+        // Counts are below 2^31 and the tables fit an isize, so the sum fits.
+        let of_pages = self.num_pages * (Pages::BYTES + size_of::<Page>());
+        let of_sequences = self.max_batch_size * (Sequences::BYTES + Step::BYTES);
         Ok(CacheSize {
             keys: pages(self.head_dim)?,
             values: pages(self.v_head_dim)?,
-            tables: tables
-                .filter(|&b| b <= isize::MAX as usize)
-                .ok_or_else(|| self.too_large())? as u64,
+            tables: tables as u64,
+            host: tables as u64 + (of_pages + of_sequences) as u64,
+            page_locked: page_locked(tables) as u64,
         })
     }
 
@@ -244,6 +262,24 @@ mod tests {
         assert_eq!(size.values, 3 * 5 * 16 * 2 * 8 * 2);
         assert_eq!(size.tables, (2 + 3 + 10 + 2 * 5) * 4);
         assert_eq!(size.total(), size.keys + size.values + size.tables);
+        assert_eq!(size.page_locked, 2 * (32 << 10));
+    }
+
+    /// A cache whose batch is full and whose pages are all taken has what the size says on the
+    /// host.
+    #[test]
+    fn the_host_keeps_what_the_size_says() {
+        let config = Config {
+            max_batch_size: 4,
+            max_batch_tokens: 96,
+            ..Config::new(1, 1, 4, 8, DType::F32)
+        };
+        let ctx = crate::Context::cpu().unwrap();
+        let mut cache = super::super::KvCache::new(&ctx, &config).unwrap();
+        let batch = [(); 4].map(|()| (cache.create_sequence().unwrap(), 24));
+        cache.extend(&batch, crate::Stream::DEFAULT).unwrap();
+        let held = cache.step.bytes() + cache.pages.bytes() + cache.sequences.bytes();
+        assert_eq!(held as u64, config.size().unwrap().host);
     }
 
     #[test]

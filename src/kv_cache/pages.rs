@@ -17,6 +17,9 @@ pub(super) struct Pages {
 }
 
 impl Pages {
+    /// Of a page.
+    pub const BYTES: usize = size_of::<u32>() + size_of::<Page>();
+
     /// `num` free pages; `num` fits a page index.
     pub fn new(op: &'static str, num: usize) -> Result<Pages> {
         let (mut counts, mut free) = (Vec::new(), Vec::new());
@@ -31,6 +34,12 @@ impl Pages {
             num_shared: 0,
             peak_used: 0,
         })
+    }
+
+    /// What it has allocated.
+    #[cfg(test)]
+    pub fn bytes(&self) -> usize {
+        self.counts.capacity() * size_of::<u32>() + self.free.capacity() * size_of::<Page>()
     }
 
     pub fn capacity(&self) -> usize {

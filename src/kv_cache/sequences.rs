@@ -99,6 +99,9 @@ pub(super) struct Sequences {
 }
 
 impl Sequences {
+    /// Of a sequence, without the pages that it holds.
+    pub const BYTES: usize = size_of::<Slot>() + size_of::<usize>();
+
     pub fn insert(&mut self, op: &'static str, sequence: Sequence) -> Result<SequenceId> {
         let index = match self.free.pop() {
             Some(index) => index,
@@ -125,6 +128,13 @@ impl Sequences {
         slot.generation = (slot.generation + 1) & 0x7fff_ffff;
         slot.sequence = sequence;
         Ok(SequenceId::new(slot.generation, index))
+    }
+
+    /// What it uses of what it has allocated, which grows by more at a time.
+    #[cfg(test)]
+    pub fn bytes(&self) -> usize {
+        let pages: usize = self.iter().map(|sequence| sequence.pages.len()).sum();
+        self.slots.len() * Self::BYTES + pages * size_of::<Page>()
     }
 
     pub fn remove(&mut self, op: &'static str, id: SequenceId) -> Result<Sequence> {
