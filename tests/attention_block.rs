@@ -318,3 +318,25 @@ fn bad_caches_say_why() {
         );
     }
 }
+
+/// What the CPU finds in data is named as the block names it.
+#[test]
+fn errors_of_a_launch_name_the_blocks_arguments() {
+    let ctx = Context::cpu().unwrap();
+    let case = Case {
+        tokens: &[4],
+        rotate: false,
+        ..PLAIN
+    };
+    let t = Tensors::new(&ctx, DType::F32, &case);
+    let (mut out, _) = t.outputs(&ctx, &case);
+    let starts = [0i32, 3, 2];
+    let mut params = t.params(&case, Output::Write(out.view_mut()));
+    params.cu_seqlens = Some(TensorRef::from_slice(&starts, &[3]).unwrap());
+    let size = attention_block::workspace_size(&ctx, &params).unwrap();
+    let mut workspace = poisoned_workspace(&ctx, size);
+    params.workspace = workspace.workspace();
+    let error = attention_block::forward(&ctx, &params, Stream::DEFAULT).unwrap_err();
+    let expected = "attention_block: cu_seqlens falls from 3 to 2 at index 2";
+    assert_eq!(error.to_string(), expected);
+}

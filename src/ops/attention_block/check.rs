@@ -2,7 +2,7 @@
 
 use arrayvec::ArrayVec;
 
-use super::plan::within;
+use super::plan::part;
 use super::views::{Heads, Views, view, view_mut};
 use super::{OP, Params, Projections};
 use crate::context::Context;
@@ -16,7 +16,7 @@ use crate::ops::operation::{Operation, Tensors};
 use crate::ops::rope::Positions;
 use crate::ops::{attention, linear, rms_norm, rope};
 use crate::problem;
-use crate::problem::attention_block::Problem;
+use crate::problem::attention_block::{Names, Part, Problem};
 use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
 
 impl Operation for Params<'_> {
@@ -47,8 +47,13 @@ impl Operation for Params<'_> {
             norms: self.norms(&views)?,
             rope: self.rope(&views)?,
             append: self.append(&views)?,
-            attention: within(self.attention(&views)?.problem())
-                .map_err(|error| error.renamed(&OF_ATTENTION))?,
+            attention: part(
+                self.attention(&views)?.problem(),
+                match &self.cache {
+                    Some(_) => OF_CACHED_ATTENTION,
+                    None => OF_ATTENTION,
+                },
+            )?,
             out_projection: self.out_projection(&views)?,
             // Without a cache there is nothing to do for an output without elements.
             intermediates: match self.cache.is_none() && self.output.out().layout.is_empty() {
@@ -97,12 +102,45 @@ impl Operation for Params<'_> {
     }
 }
 
-/// What the block calls arguments of attention.
-const OF_ATTENTION: [(&str, &str); 6] = [
+// What the block calls arguments of its operations. What passes between them has no name of its own and is as
+// large as `x`, or as what the cache holds, makes it.
+const OF_Q: Names = &[("weight", "q_weight"), ("bias", "q_bias")];
+const OF_K: Names = &[("weight", "k_weight"), ("bias", "k_bias")];
+const OF_V: Names = &[("weight", "v_weight"), ("bias", "v_bias")];
+const OF_QKV: Names = &[("weight", "qkv_weight"), ("bias", "qkv_bias")];
+const OF_OUT: Names = &[("weight", "out_weight"), ("bias", "out_bias")];
+const OF_Q_NORM: Names = &[
+    ("weight", "q_norm"),
+    ("weight_offset", "norm_weight_offset"),
+    ("epsilon", "norm_epsilon"),
+];
+const OF_K_NORM: Names = &[
+    ("weight", "k_norm"),
+    ("weight_offset", "norm_weight_offset"),
+    ("epsilon", "norm_epsilon"),
+];
+const OF_ROPE: Names = &[("q", "x"), ("k", "x")];
+const OF_APPEND: Names = &[("k", "x"), ("v", "x")];
+const OF_ATTENTION: Names = &[
+    ("q", "x"),
+    ("k", "x"),
+    ("v", "x"),
     ("cu_seqlens_q", "cu_seqlens"),
     ("cu_seqlens_k", "cu_seqlens"),
     ("max_seqlen_q", "max_seqlen"),
     ("max_seqlen_k", "max_seqlen"),
+    ("window_left", "window"),
+    ("window_right", "window"),
+];
+const OF_CACHED_ATTENTION: Names = &[
+    ("q", "x"),
+    ("k", "cache"),
+    ("v", "cache"),
+    ("cu_seqlens_q", "cache"),
+    ("seq_lens_k", "cache"),
+    ("block_table", "cache"),
+    ("max_seqlen_q", "cache"),
+    ("max_seqlen_k", "cache"),
     ("window_left", "window"),
     ("window_right", "window"),
 ];
@@ -200,33 +238,36 @@ impl<'p> Params<'p> {
     }
 
     /// Queries, keys and values.
-    fn projections(&self, views: &Views) -> Result<ArrayVec<problem::linear::Problem, 3>> {
-        let problem = |weights: &Weights<'_>, out: TensorMut<'static>| {
+    fn projections(&self, views: &Views) -> Result<ArrayVec<Part<problem::linear::Problem>, 3>> {
+        let problem = |weights: &Weights<'_>, names, out: TensorMut<'static>| {
             let linear = linear::Params {
                 x: self.x,
                 weights: *weights,
                 output: Output::Write(views.batch_if_any(out)?),
                 workspace: Workspace::none(),
             };
-            within(linear.problem())
+            part(linear.problem(), names)
         };
         Ok(match &self.projections {
             Projections::Packed(qkv) => {
                 // SAFETY: as in `Views::flat`.
                 let out = unsafe { view_mut(&views.qkv) };
-                ArrayVec::from_iter([problem(qkv, out)?])
+                ArrayVec::from_iter([problem(qkv, OF_QKV, out)?])
             }
             Projections::Apart { q, k, v } => ArrayVec::from([
-                problem(q, views.flat(0)?)?,
-                problem(k, views.flat(1)?)?,
-                problem(v, views.flat(2)?)?,
+                problem(q, OF_Q, views.flat(0)?)?,
+                problem(k, OF_K, views.flat(1)?)?,
+                problem(v, OF_V, views.flat(2)?)?,
             ]),
         })
     }
 
-    fn norms(&self, views: &Views) -> Result<ArrayVec<problem::rms_norm::Problem, 2>> {
+    fn norms(&self, views: &Views) -> Result<ArrayVec<Part<problem::rms_norm::Problem>, 2>> {
         let mut norms = ArrayVec::new();
-        for (which, name, weight) in [(0, "q_norm", self.q_norm), (1, "k_norm", self.k_norm)] {
+        for (which, name, weight, names) in [
+            (0, "q_norm", self.q_norm, OF_Q_NORM),
+            (1, "k_norm", self.k_norm, OF_K_NORM),
+        ] {
             let Some(weight) = weight else { continue };
             let all = self.heads().columns()[which];
             let x = match weight.layout().shape() {
@@ -245,18 +286,13 @@ impl<'p> Params<'p> {
                 weight_offset: self.norm_weight_offset,
                 epsilon: self.norm_epsilon,
             };
-            let names = [
-                ("weight", name),
-                ("weight_offset", "norm_weight_offset"),
-                ("epsilon", "norm_epsilon"),
-            ];
-            norms.push(within(norm.problem()).map_err(|error| error.renamed(&names))?);
+            norms.push(part(norm.problem(), names)?);
         }
         Ok(norms)
     }
 
     /// Of queries, and of keys unless the cache rotates them when they are appended.
-    fn rope(&self, views: &Views) -> Result<Option<problem::rope::Problem>> {
+    fn rope(&self, views: &Views) -> Result<Option<Part<problem::rope::Problem>>> {
         let Some(rotation) = self.rotation else {
             return Ok(None);
         };
@@ -273,15 +309,16 @@ impl<'p> Params<'p> {
             rotation,
             inverse: false,
         };
-        within(rope.problem()).map(Some)
+        part(rope.problem(), OF_ROPE).map(Some)
     }
 
-    fn append(&self, views: &Views) -> Result<Option<problem::kv_cache::Append>> {
+    fn append(&self, views: &Views) -> Result<Option<Part<problem::kv_cache::Append>>> {
         let Some(layer) = &self.cache else {
             return Ok(None);
         };
         let tokens = (views.heads(1)?.raw(), views.heads(2)?.raw());
-        layer.append(OP, tokens, self.rotation.as_ref()).map(Some)
+        let append = layer.append(OP, tokens, self.rotation.as_ref());
+        part(append, OF_APPEND).map(Some)
     }
 
     fn attention<'a>(&'a self, views: &Views) -> Result<attention::Params<'a>> {
@@ -320,7 +357,7 @@ impl<'p> Params<'p> {
         Ok(arguments)
     }
 
-    fn out_projection(&self, views: &Views) -> Result<problem::linear::Problem> {
+    fn out_projection(&self, views: &Views) -> Result<Part<problem::linear::Problem>> {
         // SAFETY: attention's output lies in the workspace; the caller's output is described once more for a
         // problem, while `self` keeps it lent.
         let (attended, output) = unsafe {
@@ -346,7 +383,7 @@ impl<'p> Params<'p> {
             output,
             workspace: Workspace::none(),
         };
-        within(linear.problem())
+        part(linear.problem(), OF_OUT)
     }
 }
 

@@ -5,21 +5,21 @@ use arrayvec::ArrayVec;
 use super::OP;
 use crate::backend::{Implementation, Stream};
 use crate::context::{Context, Planned};
-use crate::error::{Error, Result};
-use crate::problem::attention_block::Problem;
+use crate::error::Result;
+use crate::problem::attention_block::{Names, Part, Problem};
 use crate::problem::{Plan, attention, kv_cache, linear, rms_norm, rope};
 use crate::tensor::Scratch;
 
-type PlanOf<'a, P> = <P as Planned>::Plan<'a>;
+type PartOf<'a, P> = Part<<P as Planned>::Plan<'a>>;
 
 /// One plan for each operation; see [`Problem`].
 pub(crate) struct BlockPlan<'a> {
-    projections: ArrayVec<PlanOf<'a, linear::Problem>, 3>,
-    norms: ArrayVec<PlanOf<'a, rms_norm::Problem>, 2>,
-    rope: Option<PlanOf<'a, rope::Problem>>,
-    append: Option<PlanOf<'a, kv_cache::Append>>,
-    attention: PlanOf<'a, attention::Problem>,
-    out_projection: PlanOf<'a, linear::Problem>,
+    projections: ArrayVec<PartOf<'a, linear::Problem>, 3>,
+    norms: ArrayVec<PartOf<'a, rms_norm::Problem>, 2>,
+    rope: Option<PartOf<'a, rope::Problem>>,
+    append: Option<PartOf<'a, kv_cache::Append>>,
+    attention: PartOf<'a, attention::Problem>,
+    out_projection: PartOf<'a, linear::Problem>,
     intermediates: usize,
 }
 
@@ -27,25 +27,28 @@ impl Planned for Problem {
     type Plan<'a> = BlockPlan<'a>;
 
     fn plan(self, ctx: &Context) -> Result<BlockPlan<'_>> {
+        fn one<P: Planned>(ctx: &Context, part: Part<P>) -> Result<PartOf<'_, P>> {
+            self::part(part.is.plan(ctx), part.names)
+        }
         fn each<P: Planned, const N: usize>(
             ctx: &Context,
-            problems: ArrayVec<P, N>,
-        ) -> Result<ArrayVec<PlanOf<'_, P>, N>> {
-            problems.into_iter().map(|p| within(p.plan(ctx))).collect()
+            parts: ArrayVec<Part<P>, N>,
+        ) -> Result<ArrayVec<PartOf<'_, P>, N>> {
+            parts.into_iter().map(|part| one(ctx, part)).collect()
         }
         fn optional<P: Planned>(
             ctx: &Context,
-            problem: Option<P>,
-        ) -> Result<Option<PlanOf<'_, P>>> {
-            problem.map(|p| within(p.plan(ctx))).transpose()
+            part: Option<Part<P>>,
+        ) -> Result<Option<PartOf<'_, P>>> {
+            part.map(|part| one(ctx, part)).transpose()
         }
         Ok(BlockPlan {
             projections: each(ctx, self.projections)?,
             norms: each(ctx, self.norms)?,
             rope: optional(ctx, self.rope)?,
             append: optional(ctx, self.append)?,
-            attention: within(self.attention.plan(ctx))?,
-            out_projection: within(self.out_projection.plan(ctx))?,
+            attention: one(ctx, self.attention)?,
+            out_projection: one(ctx, self.out_projection)?,
             intermediates: self.intermediates,
         })
     }
@@ -54,13 +57,13 @@ impl Planned for Problem {
 impl Plan for BlockPlan<'_> {
     /// That of attention, which alone has several.
     fn implementation(&self) -> Implementation {
-        self.attention.implementation()
+        self.attention.is.implementation()
     }
 
     fn needed(&self) -> usize {
         match self.intermediates {
             0 => 0,
-            bytes => bytes + self.attention.needed(),
+            bytes => bytes + self.attention.is.needed(),
         }
     }
 
@@ -69,9 +72,9 @@ impl Plan for BlockPlan<'_> {
         if self.intermediates == 0 {
             return Ok(0);
         }
-        let mut shared = self.attention.useful()?;
+        let mut shared = self.attention.is.useful()?;
         for projection in self.projections.iter().chain([&self.out_projection]) {
-            shared = shared.max(projection.useful()?);
+            shared = shared.max(projection.is.useful()?);
         }
         Ok(self.intermediates + shared)
     }
@@ -84,29 +87,61 @@ impl Plan for BlockPlan<'_> {
             ptr: scratch.ptr.wrapping_add(self.intermediates),
             size: scratch.size.saturating_sub(self.intermediates),
         };
-        let run = |plan: &dyn Plan, scratch| within(plan.launch(scratch, stream));
+        let run = |part: Part<&dyn Plan>, scratch| {
+            self::part(part.is.launch(scratch, stream), part.names).map(drop)
+        };
         for projection in &self.projections {
-            run(projection, shared)?;
+            run(of(projection), shared)?;
         }
         for norm in &self.norms {
-            run(norm, Scratch::NONE)?;
+            run(of(norm), Scratch::NONE)?;
         }
         if let Some(rope) = &self.rope {
-            run(rope, Scratch::NONE)?;
+            run(of(rope), Scratch::NONE)?;
         }
         if let Some(append) = &self.append {
-            run(append, Scratch::NONE)?;
+            run(of(append), Scratch::NONE)?;
         }
         let attention = Scratch {
-            size: self.attention.needed().min(shared.size),
+            size: self.attention.is.needed().min(shared.size),
             ..shared
         };
-        run(&self.attention, attention)?;
-        run(&self.out_projection, shared)
+        run(of(&self.attention), attention)?;
+        run(of(&self.out_projection), shared)
     }
 }
 
-/// An error of one of the block's operations, as the block's own.
-pub(super) fn within<T>(result: Result<T>) -> Result<T> {
-    result.map_err(|error: Error| error.within(OP))
+fn of<P: Plan>(part: &Part<P>) -> Part<&dyn Plan> {
+    Part {
+        is: &part.is,
+        names: part.names,
+    }
+}
+
+/// A part, or its error as the block's own: the argument is called what the block calls it.
+pub(super) fn part<P>(result: Result<P>, names: Names) -> Result<Part<P>> {
+    match result {
+        Ok(is) => Ok(Part { is, names }),
+        Err(error) => Err(error.within(OP).renamed(names)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    /// What a backend refuses when it chooses, or when it launches, is named as the block names it.
+    #[test]
+    fn errors_of_parts_name_the_blocks_arguments() {
+        let names: Names = &[("weight", "q_norm"), ("epsilon", "norm_epsilon")];
+        for (argument, expected) in [
+            ("weight", "attention_block: q_norm is odd"),
+            ("epsilon", "attention_block: norm_epsilon is odd"),
+            ("x", "attention_block: x is odd"),
+        ] {
+            let refused: Result<()> = Err(Error::unsupported("rms_norm", argument, "is odd"));
+            assert_eq!(part(refused, names).unwrap_err().to_string(), expected);
+        }
+    }
 }
