@@ -2551,7 +2551,9 @@ unsloth_status unsloth_attention_block_supported(struct unsloth_context *ctx,
  * and values of all tokens and attention's output, each rounded up to 256 bytes, then the greater
  * of the workspaces of attention and of the projections. What only the projections ask for is
  * optional, as `unsloth_linear_workspace_size` says. With a cache the answer is for its current
- * batch. Data pointers and the workspace are not looked at.
+ * batch. Where it has none, as before the first `unsloth_kv_cache_extend`, the answer is enough
+ * for every batch of as many tokens as `x` has, whatever its sequences are. Data pointers and the
+ * workspace are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */

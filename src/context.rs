@@ -109,6 +109,13 @@ impl<C: Plan, G: Plan> Plan for Chosen<C, G> {
         }
     }
 
+    fn useful_for_any(&self) -> Result<usize> {
+        match self {
+            Chosen::Cpu(plan) => plan.useful_for_any(),
+            Chosen::Cuda(plan) => plan.useful_for_any(),
+        }
+    }
+
     fn used(&self, given: usize) -> Result<usize> {
         match self {
             Chosen::Cpu(plan) => plan.used(given),

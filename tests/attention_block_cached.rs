@@ -12,6 +12,61 @@ use unsloth::ops::linear::Output;
 use unsloth::ops::rope::{self, Positions};
 use unsloth::{Buffer, Context, DType, InOut, Layout, Stream, TensorRef};
 
+/// Before there is a batch the query answers what is enough for every batch of as many tokens, and
+/// what is run is refused.
+#[test]
+fn without_a_batch_the_query_is_for_every_batch() {
+    const SEQUENCES: usize = 5;
+    for ctx in contexts() {
+        for (dtype, tokens) in [
+            (DType::F32, &[1]),
+            (DType::Bf16, &[1]),
+            (DType::Bf16, &[9]),
+            (DType::F32, &[40]),
+        ] {
+            let case = Case { tokens, ..PLAIN };
+            let n = case.tokens[0];
+            let t = Tensors::new(&ctx, dtype, &case);
+            let (mut out, _) = t.outputs(&ctx, &case);
+            let config = Config {
+                max_batch_size: SEQUENCES,
+                ..Config::new(1, 2, 16, 300, dtype)
+            };
+            let mut cache = KvCache::new(&ctx, &config).unwrap();
+            let ids = [(); SEQUENCES].map(|()| cache.create_sequence().unwrap());
+            let mut params = t.params(&case, Output::Write(out.view_mut()));
+            params.cache = Some(cache.describe(0, n).unwrap());
+            attention_block::supported(&ctx, &params).unwrap();
+            let enough = attention_block::workspace_size(&ctx, &params).unwrap();
+            let refused = attention_block::forward(&ctx, &params, Stream::DEFAULT).unwrap_err();
+            let no_batch = "attention_block: cache has no current batch";
+            assert!(refused.to_string().starts_with(no_batch), "{refused}");
+            let mut workspace = poisoned_workspace(&ctx, enough);
+            // Every number of sequences with every length of the longest.
+            for used in 1..=SEQUENCES {
+                for longest in n.div_ceil(used)..=n {
+                    let mut left = n;
+                    let batch = ids.map(|id| {
+                        let count = longest.min(left);
+                        left -= count;
+                        (id, count)
+                    });
+                    cache.extend(&batch[..used], Stream::DEFAULT).unwrap();
+                    let mut params = t.params(&case, Output::Write(out.view_mut()));
+                    params.cache = Some(cache.lend(0).unwrap());
+                    let size = attention_block::workspace_size(&ctx, &params).unwrap();
+                    assert!(size <= enough, "{used} {longest}: {size} of {enough}");
+                    params.workspace = workspace.workspace();
+                    attention_block::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+                    for id in ids {
+                        cache.truncate_sequence(id, 0).unwrap();
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// With a cache: the same bits as projecting, rotating, appending and attending by single operations, over several steps of
 /// several sequences.
 #[test]

@@ -314,6 +314,23 @@ fn caches() {
                 "attention_block: layer is -1, at least 0 is needed",
             );
             p.layer = 0;
+            let mut size = 0;
+            let got = unsloth_attention_block_workspace_size(ctx.0, &p, &mut size);
+            assert_eq!(
+                got,
+                UNSLOTH_STATUS_SUCCESS,
+                "{}",
+                common::abi::last_message()
+            );
+            assert!(size >= 512);
+            let few = p.x.shape[0];
+            (p.x.shape[0], p.out.shape[0], p.residual.shape[0]) = (8193, 8193, 8193);
+            assert_fails(
+                unsloth_attention_block_workspace_size(ctx.0, &p, &mut size),
+                INVALID,
+                "attention_block: x has 8193 tokens, above max_batch_tokens 8192 of the cache",
+            );
+            (p.x.shape[0], p.out.shape[0], p.residual.shape[0]) = (few, few, few);
             assert_fails(
                 unsloth_attention_block_forward(ctx.0, &p, stream),
                 INVALID,

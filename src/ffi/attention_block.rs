@@ -151,7 +151,12 @@ impl WithC for unsloth_attention_block_params {
             return run(&params);
         }
         let mut cache = cache_from(OP, self.cache)?;
-        let layer = cache.lend(count(OP, "layer", self.layer)?);
+        let layer = count(OP, "layer", self.layer)?;
+        let layer = match cache.has_batch() {
+            true => cache.lend(layer),
+            // Queries are answered for every batch, and a launch is refused.
+            false => cache.describe(layer, params.x.layout().num_rows()),
+        };
         params.cache = Some(layer.map_err(|error| error.within(OP))?);
         run(&params)
     }
@@ -272,7 +277,9 @@ pub unsafe extern "C" fn unsloth_attention_block_supported(
 /// and values of all tokens and attention's output, each rounded up to 256 bytes, then the greater
 /// of the workspaces of attention and of the projections. What only the projections ask for is
 /// optional, as `unsloth_linear_workspace_size` says. With a cache the answer is for its current
-/// batch. Data pointers and the workspace are not looked at.
+/// batch. Where it has none, as before the first `unsloth_kv_cache_extend`, the answer is enough
+/// for every batch of as many tokens as `x` has, whatever its sequences are. Data pointers and the
+/// workspace are not looked at.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.

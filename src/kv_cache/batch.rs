@@ -7,7 +7,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::memory::{Buffer, Staging};
-use crate::ops::kv_cache::Batch;
+use crate::ops::kv_cache::{Batch, NO_BATCH};
+use crate::tensor::TensorRef;
 
 use super::config::{Config, Tables};
 use super::sequences::Sequence;
@@ -106,8 +107,7 @@ impl Step {
 
     pub fn batch(&self, op: &'static str) -> Result<Batch<'_>> {
         if !self.current {
-            let problem = "has no current batch: it must be extended first, and again after its sequences changed";
-            return Err(Error::invalid(op, "cache", problem));
+            return Err(Error::invalid(op, "cache", NO_BATCH));
         }
         let tensor = |start: usize, shape: &[usize]| {
             let layout = Layout::contiguous(shape)?;
@@ -129,6 +129,36 @@ impl Step {
             host_cu_seqlens: slice(t.cu_seqlens(), n + 1),
             host_positions: slice(t.positions(), self.num_tokens),
             host_block_table: slice(t.block_table(), n * t.row),
+        })
+    }
+
+    /// Whether there is a current batch.
+    pub fn is_current(&self) -> bool {
+        self.current
+    }
+
+    /// What stands for every batch of so many tokens, for queries: as many sequences as there may
+    /// be, with the tokens spread over them, and no tables.
+    pub fn any(&self, config: &Config, num_tokens: usize) -> Result<Batch<'static>> {
+        let described = |shape: &[usize]| -> Result<TensorRef<'static>> {
+            let layout = Layout::contiguous(shape)?;
+            // SAFETY: a view of nothing, of which queries take the shape.
+            Ok(unsafe { TensorRef::from_raw(std::ptr::null(), DType::I32, layout) })
+        };
+        let num_sequences = config.max_batch_size;
+        Ok(Batch {
+            num_sequences,
+            num_tokens,
+            max_query_length: num_tokens.div_ceil(num_sequences),
+            max_sequence_length: config.max_sequence_length,
+            seq_lens: described(&[num_sequences])?,
+            cu_seqlens: described(&[num_sequences + 1])?,
+            positions: described(&[num_tokens])?,
+            block_table: described(&[num_sequences, self.tables.row])?,
+            host_seq_lens: &[],
+            host_cu_seqlens: &[],
+            host_positions: &[],
+            host_block_table: &[],
         })
     }
 

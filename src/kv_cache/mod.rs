@@ -350,7 +350,33 @@ impl KvCache {
         self.lent("kv_cache_lend", layer)
     }
 
+    /// Whether there is a current batch.
+    pub fn has_batch(&self) -> bool {
+        self.step.is_current()
+    }
+
+    /// Describes a layer as every batch of `num_tokens` tokens finds it, for the queries of an
+    /// operation before there is a batch: `supported`, and `workspace_size`, which answers what is
+    /// enough for each of these batches. What is run with it is refused.
+    ///
+    /// # Errors
+    /// There is no such layer.
+    pub fn describe(&self, layer: usize, num_tokens: usize) -> Result<Layer<'_>> {
+        let any = self.step.any(&self.config, num_tokens)?;
+        self.layer_of("kv_cache_describe", layer, any, true)
+    }
+
     fn lent(&self, op: &'static str, layer: usize) -> Result<Layer<'_>> {
+        self.layer_of(op, layer, self.step.batch(op)?, false)
+    }
+
+    fn layer_of<'a>(
+        &'a self,
+        op: &'static str,
+        layer: usize,
+        batch: Batch<'a>,
+        any_batch: bool,
+    ) -> Result<Layer<'a>> {
         let (k_pages, v_pages) = self.layer_tensors(op, layer)?;
         Ok(Layer {
             context: self.context(),
@@ -361,7 +387,9 @@ impl KvCache {
             head_dim: self.config.head_dim,
             v_head_dim: self.config.v_head_dim,
             max_sequence_length: self.config.max_sequence_length,
-            batch: self.step.batch(op)?,
+            max_batch_tokens: self.config.max_batch_tokens,
+            batch,
+            any_batch,
             pages: PhantomData,
         })
     }

@@ -59,9 +59,18 @@ pub struct Layer<'a> {
     pub(crate) v_head_dim: usize,
     /// Of any sequence of the cache.
     pub(crate) max_sequence_length: usize,
+    /// Of a batch.
+    pub(crate) max_batch_tokens: usize,
     pub(crate) batch: Batch<'a>,
+    /// Whether `batch` stands for every batch of as many tokens: it has no tables, and only queries
+    /// are made.
+    pub(crate) any_batch: bool,
     pub(crate) pages: PhantomData<&'a mut [u8]>,
 }
+
+/// What is wrong with a cache that is to be used and has no current batch.
+pub(crate) const NO_BATCH: &str =
+    "has no current batch: it must be extended first, and again after its sequences changed";
 
 /// The name under which pages stand in messages.
 pub(crate) const PAGES: &str = "the pages of the layer";

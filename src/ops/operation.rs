@@ -27,6 +27,11 @@ pub(crate) trait Operation {
     /// Every tensor, by name, for the checks of data.
     fn tensors(&self, tensors: &mut Tensors);
 
+    /// What a launch lacks, though queries are answered.
+    fn ready(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The caller's scratch memory.
     fn workspace(&self) -> Option<&Workspace<'_>> {
         None
@@ -96,6 +101,7 @@ pub(crate) fn forward<O: Operation>(ctx: &Context, params: &O, stream: Stream) -
     let _range = crate::log::range(O::NAME);
     check_context(ctx, params)?;
     ctx.device().check_stream(O::NAME, stream)?;
+    params.ready()?;
     let plan = params.problem()?.plan(ctx)?;
     let scratch = match params.workspace() {
         Some(workspace) => workspace.scratch(O::NAME, plan.needed(), |given| plan.used(given))?,
@@ -198,8 +204,8 @@ impl Tensors {
         self.push(name, tensor, None, Access::Own);
     }
 
-    /// Checks that what is known of tensors and workspace is that they are `ours`, the context's device's
-    /// memory.
+    /// Checks that what is known of tensors and workspace is that they are `ours`, the context's
+    /// device's memory.
     fn check_places(
         &self,
         op: &'static str,
@@ -269,8 +275,8 @@ mod tests {
         }
     }
 
-    /// Where a tensor and a workspace are, the context, and what is wrong. What an `unsafe` constructor
-    /// was promised is believed.
+    /// Where a tensor and a workspace are, the context, and what is wrong. What an `unsafe`
+    /// constructor was promised is believed.
     #[test]
     fn memory_is_the_devices() {
         const HOST: Place = Place::HOST;

@@ -31,4 +31,7 @@ pub(crate) struct Problem {
     pub out_projection: Part<linear::Problem>,
     /// Bytes of the workspace that hold what passes between operations.
     pub intermediates: usize,
+    /// Whether it stands for every batch of the cache that has as many tokens: it is asked about
+    /// and not run.
+    pub any_batch: bool,
 }

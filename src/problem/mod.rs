@@ -41,6 +41,15 @@ pub(crate) trait Plan {
         Ok(self.needed())
     }
 
+    /// Bytes of workspace with which every problem runs fastest that has these tensors, as many
+    /// tokens in all and no more sequences than this one, however long these are.
+    ///
+    /// # Errors
+    /// As [`Plan::useful`].
+    fn useful_for_any(&self) -> Result<usize> {
+        self.useful()
+    }
+
     /// Of `given` bytes of workspace, more than what is needed, those that a launch uses: here all that
     /// are of use or, where these are not there, what is needed. The rest is not looked at.
     ///

@@ -86,6 +86,13 @@ impl problem::Plan for Plan<'_> {
         }
     }
 
+    fn useful_for_any(&self) -> Result<usize> {
+        let kernels = &self.cuda.attention;
+        let portable = kernels.portable.most_workspace(&self.problem);
+        let hopper = kernels.hopper.as_ref().map_or(0, |_| hopper::COUNTER);
+        Ok(portable.max(hopper))
+    }
+
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         let (cuda, p) = (self.cuda, &self.problem);
         if p.batch == 0 || p.max_seqlen_q == 0 {

@@ -17,7 +17,7 @@ use crate::cuda::table::Table;
 pub(super) use crate::cuda::tuning::rules::attention::LEAST_KEYS;
 use crate::cuda::tuning::rules::attention::{FEW_QUERIES, MAX_SPLITS, ROUNDS};
 use crate::error::{Error, Result, text};
-use crate::problem::attention::{Problem, Rows};
+use crate::problem::attention::{Problem, Queries, Rows};
 
 /// A kernel, and what it is made for.
 pub(super) struct Form {
@@ -93,6 +93,23 @@ impl Kernels {
         }
     }
 
+    /// The most workspace of any problem with these tensors, as many query tokens in all, and no
+    /// more sequences; in bytes.
+    pub fn most_workspace(&self, p: &Problem) -> usize {
+        let (&Queries::Packed { total: tokens, .. }, true) = (&p.queries, combines(p)) else {
+            return 0;
+        };
+        let splitting = self.forms.iter().filter(|form| form.kind != Kind::Forward);
+        let rows = splitting.filter(|form| form.serves(p)).map(|form| {
+            let most = most_splits(p.max_seqlen_k);
+            let heads = (p.num_heads, p.num_kv_heads);
+            most_rows(form.rows, form.resident, heads, (p.batch, tokens), most)
+        });
+        rows.max()
+            .unwrap_or(0)
+            .saturating_mul(bytes_of_row(p.head_dim_v))
+    }
+
     /// The kernel for any strides and addresses.
     fn any(&self, p: &Problem) -> Option<&Form> {
         let mut forms = self.forms.iter();
@@ -155,11 +172,52 @@ impl Form {
         }
         let visible = p.window_left.saturating_add(p.max_seqlen_q);
         let keys = visible.min(p.max_seqlen_k);
-        let most = keys.div_ceil(LEAST_KEYS).min(MAX_SPLITS);
-        // Beyond a few rounds of blocks the last one matters little.
-        let most = most.min(ROUNDS * self.resident / blocks).max(1);
-        fewest_splits(blocks, self.resident, most)
+        splits(blocks, self.resident, most_splits(keys))
     }
+}
+
+/// The most partial rows of up to `sequences` sequences that have `tokens` queries in all, with
+/// keys in up to `most` parts, by a kernel with blocks of `rows` of which a device runs `resident`
+/// at once.
+fn most_rows(
+    rows: usize,
+    resident: usize,
+    (num_heads, num_kv_heads): (usize, usize),
+    (sequences, tokens): (usize, usize),
+    most: usize,
+) -> usize {
+    let group = num_heads / num_kv_heads;
+    // Blocks of a key head: those of the longest sequence times the number of sequences. They have
+    // room for every query, and where there are more than this the keys are not split.
+    let least = tokens.saturating_mul(group).div_ceil(rows).max(1);
+    let greatest = ROUNDS * resident / (2 * num_kv_heads);
+    let partial = |blocks: usize| {
+        // A sequence has at least one block, and no more queries than there are.
+        let room = blocks * rows / group;
+        let queries = room.min(tokens.saturating_mul(blocks.min(sequences)));
+        match splits(blocks * num_kv_heads, resident, most) {
+            1 => 0,
+            splits => splits * queries * num_heads,
+        }
+    };
+    (least..=greatest).map(partial).max().unwrap_or(0)
+}
+
+/// The most parts of so many keys.
+fn most_splits(keys: usize) -> usize {
+    keys.div_ceil(LEAST_KEYS).min(MAX_SPLITS)
+}
+
+/// In how many parts, up to `most`, to cut the keys of so many blocks.
+fn splits(blocks: usize, resident: usize, most: usize) -> usize {
+    // Beyond a few rounds of blocks the last one matters little.
+    let most = most.min(ROUNDS * resident / blocks).max(1);
+    fewest_splits(blocks, resident, most)
+}
+
+/// Bytes of a part's row: its result, and the logarithm of its sum.
+fn bytes_of_row(head_dim_v: usize) -> usize {
+    (head_dim_v + 1) * size_of::<f32>()
 }
 
 /// The least number of parts, up to `most`, that keeps the device within a twentieth as busy as any of them would; all of `most` take
@@ -382,6 +440,43 @@ mod tests {
                     };
                     assert_eq!(Some(found), expected, "{blocks} {resident} {most}");
                 }
+            }
+        }
+    }
+
+    /// However queries are spread over sequences, their partial rows are no more than the bound.
+    #[test]
+    fn no_batch_has_more_partial_rows_than_the_bound() {
+        for (resident, rows, heads, kv_heads) in [
+            (264, 16, 32, 8),
+            (132, 64, 8, 8),
+            (528, 64, 9, 3),
+            (7, 16, 6, 1),
+        ] {
+            let group = heads / kv_heads;
+            for (sequences, tokens, most) in [
+                (1, 1, 256),
+                (64, 1, 32),
+                (4, 9, 7),
+                (16, 70, 256),
+                (3, 200, 2),
+            ] {
+                let batch = (sequences, tokens);
+                let bound = most_rows(rows, resident, (heads, kv_heads), batch, most);
+                let mut found = 0;
+                for used in 1..=sequences {
+                    for longest in tokens.div_ceil(used)..=tokens {
+                        let blocks = (longest * group).div_ceil(rows) * kv_heads * used;
+                        let parts = splits(blocks, resident, most);
+                        if parts > 1 {
+                            found = found.max(parts * used * longest * heads);
+                        }
+                    }
+                }
+                assert!(
+                    found <= bound,
+                    "{resident} {rows} {sequences} {tokens}: {found} {bound}"
+                );
             }
         }
     }

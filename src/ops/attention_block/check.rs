@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, with_last};
-use crate::ops::kv_cache::Layer;
+use crate::ops::kv_cache::{Layer, NO_BATCH};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{Operation, Tensors};
 use crate::ops::rope::Positions;
@@ -60,6 +60,7 @@ impl Operation for Params<'_> {
                 true => 0,
                 false => views.size(),
             },
+            any_batch: self.cache.as_ref().is_some_and(|layer| layer.any_batch),
         })
     }
 
@@ -97,13 +98,20 @@ impl Operation for Params<'_> {
         Some(&self.workspace)
     }
 
+    fn ready(&self) -> Result<()> {
+        match &self.cache {
+            Some(layer) if layer.any_batch => Err(Error::invalid(OP, "cache", NO_BATCH)),
+            _ => Ok(()),
+        }
+    }
+
     fn context(&self) -> Option<(&'static str, &Context)> {
         self.cache.as_ref().map(|layer| ("cache", layer.context))
     }
 }
 
-// What the block calls arguments of its operations. What passes between them has no name of its own and is as
-// large as `x`, or as what the cache holds, makes it.
+// What the block calls arguments of its operations. What passes between them has no name of its own
+// and is as large as `x`, or as what the cache holds, makes it.
 const OF_Q: Names = &[("weight", "q_weight"), ("bias", "q_bias")];
 const OF_K: Names = &[("weight", "k_weight"), ("bias", "k_bias")];
 const OF_V: Names = &[("weight", "v_weight"), ("bias", "v_bias")];
@@ -214,6 +222,13 @@ impl<'p> Params<'p> {
                 let problem = text!("is {value}, the cache has {held}");
                 return Err(Error::invalid(OP, name, problem));
             }
+        }
+        if layer.any_batch && num_tokens > layer.max_batch_tokens {
+            let problem = text!(
+                "has {num_tokens} tokens, above max_batch_tokens {} of the cache",
+                layer.max_batch_tokens
+            );
+            return Err(Error::invalid(OP, "x", problem));
         }
         if layer.batch.num_tokens != num_tokens {
             let problem = text!(

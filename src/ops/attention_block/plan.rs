@@ -21,6 +21,7 @@ pub(crate) struct BlockPlan<'a> {
     attention: PartOf<'a, attention::Problem>,
     out_projection: PartOf<'a, linear::Problem>,
     intermediates: usize,
+    any_batch: bool,
 }
 
 impl Planned for Problem {
@@ -50,6 +51,7 @@ impl Planned for Problem {
             attention: one(ctx, self.attention)?,
             out_projection: one(ctx, self.out_projection)?,
             intermediates: self.intermediates,
+            any_batch: self.any_batch,
         })
     }
 }
@@ -72,7 +74,10 @@ impl Plan for BlockPlan<'_> {
         if self.intermediates == 0 {
             return Ok(0);
         }
-        let mut shared = self.attention.is.useful()?;
+        let mut shared = match self.any_batch {
+            true => self.attention.is.useful_for_any()?,
+            false => self.attention.is.useful()?,
+        };
         for projection in self.projections.iter().chain([&self.out_projection]) {
             shared = shared.max(projection.is.useful()?);
         }

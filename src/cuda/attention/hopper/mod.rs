@@ -294,7 +294,7 @@ impl<'a> Plan<'a> {
 }
 
 /// Bytes of the counter that blocks take tiles from, with the tag of the launch that it counts for.
-const COUNTER: usize = 16;
+pub(super) const COUNTER: usize = 16;
 
 /// How many query heads of a key head share a tile, as a power of two: all of them. Tiles are fuller for it, and never slower.
 fn packing(p: &Problem) -> u32 {
