@@ -60,80 +60,26 @@ pub fn combine<E: Float>(
             terminate!();
         }
     }
-    let mut k_count = args.seqlen_k;
-    if args.flags & comptime!(flag::CU_SEQLENS_K) != 0u32 {
-        k_count = cu_seqlens_k[batch as usize + 1] - cu_seqlens_k[batch as usize];
-    }
-    if args.flags & comptime!(flag::SEQ_LENS_K) != 0u32 {
-        k_count = seq_lens_k[batch as usize];
-    }
-    let parts = cut(
-        q_count,
-        k_count,
-        args.window_left,
-        args.splits,
-        args.split_keys,
-    );
-    let splits = min(
-        max(
-            (k_count - parts.base + parts.keys - 1u32) / parts.keys,
-            1u32,
-        ),
-        args.splits,
-    );
-
-    let mut peak = f32::new(f32::MIN);
-    let mut split = lane;
-    while split < splits {
-        peak = max(
-            peak,
-            partial_lse[(u64::cast_from(split) * u64::cast_from(args.rows) + u64::cast_from(row))
-                as usize],
-        );
-        split += 32u32;
-    }
-    peak = plane_max(peak);
+    let splits = written_splits(args, cu_seqlens_k, seq_lens_k, batch, q_count);
+    let mut peak = greatest(args, partial_lse, row, lane, splits);
     if args.flags & comptime!(flag::SINKS) != 0u32 {
         peak = max(peak, sinks[head as usize]);
     }
 
     let quads = args.head_dim_v / 4u32;
     let mut sums = Array::<Vector<f32, Const<4>>>::new(width as usize);
-    #[unroll]
-    for i in 0..width as usize {
-        sums[i] = Vector::zeroed();
-    }
-    let mut total = 0.0f32;
-    let mut first = 0u32;
-    while first < splits {
-        let mut weight = 0.0f32;
-        if first + lane < splits {
-            weight = (partial_lse[(u64::cast_from(first + lane) * u64::cast_from(args.rows)
-                + u64::cast_from(row)) as usize]
-                - peak)
-                .exp();
-        }
-        total += weight;
-        for i in 0..min(splits - first, 32u32) {
-            let share = plane_shuffle(weight, i);
-            // A part that saw no key says so by its weight alone where its rows were not written.
-            if share > 0.0f32 {
-                let from = (u64::cast_from(first + i) * u64::cast_from(args.rows)
-                    + u64::cast_from(row))
-                    * u64::cast_from(quads);
-                #[unroll]
-                for j in 0..width {
-                    let quad = lane + comptime!(j * 32);
-                    if quad < quads {
-                        sums[j as usize] +=
-                            partial[(from + u64::cast_from(quad)) as usize] * Vector::new(share);
-                    }
-                }
-            }
-        }
-        first += 32u32;
-    }
-    total = plane_sum(total);
+    let mut total = add_up(
+        &mut sums,
+        args,
+        partial,
+        partial_lse,
+        row,
+        lane,
+        splits,
+        peak,
+        quads,
+        width,
+    );
     if args.flags & comptime!(flag::SINKS) != 0u32 {
         total += (sinks[head as usize] - peak).exp();
     }
@@ -158,4 +104,102 @@ pub fn combine<E: Float>(
             out[(to + u64::cast_from(quad)) as usize] = Vector::cast_from(value);
         }
     }
+}
+
+/// Parts of a sequence's keys that were written: those that begin past its keys were not, but for
+/// the first.
+#[cube]
+fn written_splits(
+    args: &Args,
+    cu_seqlens_k: &Array<u32>,
+    seq_lens_k: &Array<u32>,
+    batch: u32,
+    q_count: u32,
+) -> u32 {
+    let mut k_count = args.seqlen_k;
+    if args.flags & comptime!(flag::CU_SEQLENS_K) != 0u32 {
+        k_count = cu_seqlens_k[batch as usize + 1] - cu_seqlens_k[batch as usize];
+    }
+    if args.flags & comptime!(flag::SEQ_LENS_K) != 0u32 {
+        k_count = seq_lens_k[batch as usize];
+    }
+    let parts = cut(
+        q_count,
+        k_count,
+        args.window_left,
+        args.splits,
+        args.split_keys,
+    );
+    min(
+        max(
+            (k_count - parts.base + parts.keys - 1u32) / parts.keys,
+            1u32,
+        ),
+        args.splits,
+    )
+}
+
+/// Where a part's sum of a row is.
+#[cube]
+fn part_at(args: &Args, split: u32, row: u32) -> u64 {
+    u64::cast_from(split) * u64::cast_from(args.rows) + u64::cast_from(row)
+}
+
+/// The greatest logarithm of a part's sum.
+#[cube]
+fn greatest(args: &Args, partial_lse: &Array<f32>, row: u32, lane: u32, splits: u32) -> f32 {
+    let mut peak = f32::new(f32::MIN);
+    let mut split = lane;
+    while split < splits {
+        peak = max(peak, partial_lse[part_at(args, split, row) as usize]);
+        split += 32u32;
+    }
+    plane_max(peak)
+}
+
+/// Adds up the parts, weighted by what they sum to relative to the peak, and gives the sum of the
+/// weights.
+#[cube]
+fn add_up(
+    sums: &mut Array<Vector<f32, Const<4>>>,
+    args: &Args,
+    partial: &Array<Vector<f32, Const<4>>>,
+    partial_lse: &Array<f32>,
+    row: u32,
+    lane: u32,
+    splits: u32,
+    peak: f32,
+    quads: u32,
+    #[comptime] width: u32,
+) -> f32 {
+    #[unroll]
+    for i in 0..width as usize {
+        sums[i] = Vector::zeroed();
+    }
+    let mut total = 0.0f32;
+    let mut first = 0u32;
+    while first < splits {
+        let mut weight = 0.0f32;
+        if first + lane < splits {
+            weight = (partial_lse[part_at(args, first + lane, row) as usize] - peak).exp();
+        }
+        total += weight;
+        for i in 0..min(splits - first, 32u32) {
+            let share = plane_shuffle(weight, i);
+            // A part that saw no key says so by its weight alone where its rows were not written.
+            if share > 0.0f32 {
+                let from = part_at(args, first + i, row) * u64::cast_from(quads);
+                #[unroll]
+                for j in 0..width {
+                    let quad = lane + comptime!(j * 32);
+                    if quad < quads {
+                        sums[j as usize] +=
+                            partial[(from + u64::cast_from(quad)) as usize] * Vector::new(share);
+                    }
+                }
+            }
+        }
+        first += 32u32;
+    }
+    plane_sum(total)
 }

@@ -26,52 +26,168 @@ pub fn decode<E: Float>(
     args: &Args,
     #[comptime] config: Config,
 ) {
-    let head_dim = comptime!(config.head_dim as usize);
-    let pitch = comptime!(config.pitch());
-    let planes = comptime!(config.planes);
     let scores = comptime!(config.scores);
-    let k_blocks = comptime!(head_dim / 32);
-    let v_blocks = comptime!(head_dim / 64);
-    let groups = comptime!(config.groups as usize);
+    let parts = comptime!(config.groups as usize * 2);
+    let dim_parts = comptime!(config.head_dim as usize / 8);
     let run = comptime!(config.groups * 16);
+    let ahead = comptime!(config.loads == Loads::Ahead);
 
     let block = block(args, buffers, 16u32, false);
     if is_absent(&block) {
         terminate!();
     }
-    let row0 = block.row0;
-    let key_head = block.key_head;
-    let batch = block.batch;
-    let s = block.span.clone();
-    let rows_here = min(block.row_count - row0, 16u32);
-    let lines_qk = args.head_dim / 8u32;
-    let lines_v = args.head_dim_v / 8u32;
-    let k_rows = key_rows(args, &s, batch, key_head);
-    let v_rows = value_rows(args, &s, batch, key_head);
+    let rows_here = min(block.row_count - block.row0, 16u32);
+    let from = sources(args, &block);
+    let steps = steps(args, &block, rows_here, run);
+    let lane = this_lane();
 
-    let wl = i32::cast_from(args.window_left);
-    let wr = i32::cast_from(args.window_right);
-    let seen = seen(args, &block, rows_here);
-    let begin = seen.begin;
-    let end = seen.end;
-    let step_begin = u32::cast_from(begin) / run;
-    let mut step_end = (u32::cast_from(end) + comptime!(run - 1)) / run;
-    if begin >= end {
-        step_end = step_begin;
-    }
-    let clear_begin = max(seen.last - wl + 1, begin);
-    let clear_end = min(end, seen.first + wr);
-
-    let lane = UNIT_POS_X % 32u32;
-    let plane = UNIT_POS_X / 32u32;
-    let group_row = lane / 4u32;
-    let pair = lane % 4u32;
-
-    // Queries in the order of dimensions of the keys' fragments: of each 32, pair `i` of line `t` is pair `t` of eight `i`.
-    let mut q_tile =
-        SharedMemory::<Vector<E, Line>>::new_aligned(comptime!(16 * pitch as usize), 128usize);
+    let mut q_tile = SharedMemory::<Vector<E, Line>>::new_aligned(
+        comptime!(16 * config.pitch() as usize),
+        128usize,
+    );
     let mut merged = merged(config);
-    let mut q_pairs = q_tile.to_slice_mut().with_vector_size::<Pair>();
+    load_queries::<E>(
+        &mut q_tile,
+        q,
+        args,
+        &block,
+        rows_here,
+        from.lines_qk,
+        config,
+    );
+    sync_cube();
+    let q_line = lane.lane % 16u32 * comptime!(config.pitch()) + lane.lane / 16u32;
+
+    let mut scale = args.scale;
+    let mut rows = Sequence::<ScoreRow>::new();
+    push_packed_rows(
+        &mut rows,
+        args,
+        buffers,
+        &block,
+        rows_here,
+        lane.group_row,
+        8u32,
+        scores,
+    );
+    // Capped and adjusted scores are scaled already.
+    if comptime!(scores) || args.softcap > 0.0f32 {
+        scale = 1.0f32;
+    }
+    let mut sums = begin_sums(dim_parts, 2usize);
+    begin_rows(&mut sums, 2usize, scores);
+
+    // A plane has every `planes`-th run of keys.
+    let mut loaded = nothing_loaded::<E>(config);
+    let mut step = steps.begin + lane.plane;
+    if comptime!(ahead) {
+        if step < steps.end {
+            let key0 = step * run;
+            load_keys::<E>(&mut loaded, k, buffers, &block, &from, key0, config);
+            let key0 = step * run;
+            load_values::<E>(&mut loaded, v, buffers, &block, &from, key0, config);
+        }
+    }
+    while step < steps.end {
+        let key0 = step * run;
+        let next = (step + comptime!(config.planes)) * run;
+        let more = step + comptime!(config.planes) < steps.end;
+        if comptime!(!ahead) {
+            load_keys::<E>(&mut loaded, k, buffers, &block, &from, key0, config);
+        }
+        if comptime!(config.loads == Loads::Together) {
+            load_values::<E>(&mut loaded, v, buffers, &block, &from, key0, config);
+        }
+        let mut s = Parts::new();
+        begin_parts(&mut s, parts);
+        score::<E>(&q_tile, q_line, &loaded, &mut s, config);
+        if comptime!(ahead) {
+            if more {
+                load_keys::<E>(&mut loaded, k, buffers, &block, &from, next, config);
+            }
+        }
+
+        adjust_or_cap(&mut s, args, buffers, &block, &rows, key0, &lane, config);
+        let key0 = i32::cast_from(key0);
+        if key0 < steps.clear_begin || key0 + i32::cast_from(run) > steps.clear_end {
+            hide(&mut s, &steps, &rows, key0, &lane, config);
+        }
+        update(&mut sums, &mut s, scale, 2usize, parts, dim_parts);
+        accumulate::<E>(
+            &s,
+            &mut sums.acc,
+            &mut loaded,
+            v,
+            buffers,
+            &block,
+            &from,
+            key0,
+            config,
+        );
+        if comptime!(ahead) {
+            if more {
+                load_values::<E>(&mut loaded, v, buffers, &block, &from, next, config);
+            }
+        }
+        step += comptime!(config.planes);
+    }
+
+    leave(&mut merged, &sums, rows_here, &lane, config);
+    sync_cube();
+    let lines_v = from.lines_v;
+    write_rows::<E>(
+        &merged, out, buffers, args, &block, rows_here, lines_v, scale, config,
+    );
+}
+
+/// Runs `begin..end` of keys that any row sees, and the bounds within which they need no mask.
+#[derive(CubeType, Clone)]
+struct Steps {
+    window_left: i32,
+    window_right: i32,
+    seen: Seen,
+    begin: u32,
+    end: u32,
+    clear_begin: i32,
+    clear_end: i32,
+}
+
+#[cube]
+fn steps(args: &Args, block: &Block, rows_here: u32, #[comptime] run: u32) -> Steps {
+    let window_left = i32::cast_from(args.window_left);
+    let window_right = i32::cast_from(args.window_right);
+    let seen = seen(args, block, rows_here);
+    let begin = u32::cast_from(seen.begin) / run;
+    let mut end = (u32::cast_from(seen.end) + comptime!(run - 1)) / run;
+    if seen.begin >= seen.end {
+        end = begin;
+    }
+    let clear_begin = max(seen.last - window_left + 1, seen.begin);
+    let clear_end = min(seen.end, seen.first + window_right);
+    Steps {
+        window_left,
+        window_right,
+        seen,
+        begin,
+        end,
+        clear_begin,
+        clear_end,
+    }
+}
+
+/// Queries in the order of dimensions of the keys' fragments: of each 32, pair `i` of line `t` is
+/// pair `t` of eight `i`.
+#[cube]
+fn load_queries<E: Float>(
+    tile: &mut SharedMemory<Vector<E, Line>>,
+    q: &Lines<E>,
+    args: &Args,
+    block: &Block,
+    rows_here: u32,
+    lines: u32,
+    #[comptime] config: Config,
+) {
+    let mut pairs = tile.to_slice_mut().with_vector_size::<Pair>();
     let per_row = comptime!(config.head_dim / 8);
     #[unroll]
     for i in 0..comptime!((16 * per_row).div_ceil(config.threads())) {
@@ -79,293 +195,157 @@ pub fn decode<E: Float>(
         let row = index / per_row;
         let line = index % per_row;
         let mut value = Vector::<E, Line>::zeroed();
-        if row < rows_here && line < lines_qk {
-            let packed = row0 + row;
-            let head = key_head * args.group + packed % args.group;
-            value = q[(query_at(args, batch, s.q_first + packed / args.group, head)
-                + u64::cast_from(line)) as usize];
+        if row < rows_here && line < lines {
+            let packed = block.row0 + row;
+            let head = block.key_head * args.group + packed % args.group;
+            let token = block.span.q_first + packed / args.group;
+            let at = query_at(args, block.batch, token, head);
+            value = q[(at + u64::cast_from(line)) as usize];
         }
-        let at = row * comptime!(pitch * 4) + line / 4u32 * 16u32 + line % 4u32;
+        let at = row * comptime!(config.pitch() * 4) + line / 4u32 * 16u32 + line % 4u32;
         #[unroll]
         for j in 0..4usize {
             let mut two = Vector::<E, Pair>::empty();
             two[0] = value[comptime!(j * 2)];
             two[1] = value[comptime!(j * 2 + 1)];
-            q_pairs[(at + comptime!(j as u32 * 4)) as usize] = two;
+            pairs[(at + comptime!(j as u32 * 4)) as usize] = two;
         }
     }
-    sync_cube();
-    let q_line = lane % 16u32 * pitch + lane / 16u32;
+}
 
-    let mut scale = args.scale;
-    let mut rows = Sequence::<ScoreRow>::new();
+/// Products of queries and keys: two fragments of eight keys for each 16.
+#[cube]
+fn score<E: Float>(
+    q_tile: &SharedMemory<Vector<E, Line>>,
+    q_line: u32,
+    loaded: &Loaded<E>,
+    s: &mut Parts,
+    #[comptime] config: Config,
+) {
+    let blocks = comptime!(config.key_blocks());
     #[unroll]
-    for h in 0..2usize {
-        let packed = row0 + min(group_row + comptime!(h as u32 * 8), rows_here - 1u32);
-        let head = key_head * args.group + packed % args.group;
-        rows.push(score_row(
-            args,
-            buffers,
-            &s,
-            batch,
-            packed / args.group,
-            head,
-            scores,
-        ));
-    }
-    // Capped and adjusted scores are scaled already.
-    if comptime!(scores) || args.softcap > 0.0f32 {
-        scale = 1.0f32;
-    }
-
-    let mut acc = Sequence::<Array<Vector<f32, Pair>>>::new();
-    #[unroll]
-    for _ in 0..comptime!(head_dim / 8) {
-        acc.push(zeros());
-    }
-    let mut row_peak = Array::<f32>::new(2usize);
-    let mut row_total = Array::<f32>::new(2usize);
-    #[unroll]
-    for h in 0..2usize {
-        row_peak[h] = no_peak(scores);
-        row_total[h] = 0.0f32;
-    }
-
-    // A plane has every `planes`-th run of keys.
-    let mut keys = Held::<E>::new();
-    let mut values = Held::<E>::new();
-    #[unroll]
-    for _ in 0..groups {
-        keys.push(Array::new(comptime!(2 * k_blocks)));
-        values.push(Array::new(comptime!(4 * v_blocks)));
-    }
-    let mut step = step_begin + plane;
-    if comptime!(config.loads == Loads::Ahead) {
-        if step < step_end {
-            load_keys::<E>(
-                k,
-                &buffers.block_table,
-                &k_rows,
-                step * run,
-                s.k_count,
-                lines_qk,
-                &mut keys,
-                groups,
-                k_blocks,
-            );
-            load_values::<E>(
-                v,
-                &buffers.block_table,
-                &v_rows,
-                step * run,
-                s.k_count,
-                lines_v,
-                &mut values,
-                groups,
-                v_blocks,
-            );
-        }
-    }
-    while step < step_end {
-        let key0 = step * run;
-        let next = (step + planes) * run;
-        let more = step + planes < step_end;
-        if comptime!(config.loads != Loads::Ahead) {
-            load_keys::<E>(
-                k,
-                &buffers.block_table,
-                &k_rows,
-                key0,
-                s.k_count,
-                lines_qk,
-                &mut keys,
-                groups,
-                k_blocks,
-            );
-        }
-        if comptime!(config.loads == Loads::Together) {
-            load_values::<E>(
-                v,
-                &buffers.block_table,
-                &v_rows,
-                key0,
-                s.k_count,
-                lines_v,
-                &mut values,
-                groups,
-                v_blocks,
-            );
-        }
-        // Two fragments of eight keys for each 16.
-        let mut products = Sequence::<Array<Vector<f32, Pair>>>::new();
+    for i in 0..blocks {
         #[unroll]
-        for _ in 0..groups * 2 {
-            products.push(zeros());
-        }
-        #[unroll]
-        for i in 0..k_blocks {
+        for j in 0..2usize {
+            let a = load_matrices::<E>(q_tile, q_line + comptime!((i * 4 + j * 2) as u32), false);
             #[unroll]
-            for j in 0..2usize {
-                let a =
-                    load_matrices::<E>(&q_tile, q_line + comptime!((i * 4 + j * 2) as u32), false);
-                #[unroll]
-                for n in 0..groups * 2 {
-                    let line = keys.index(comptime!(n / 2))[comptime!(n % 2 * k_blocks + i)];
-                    mma::<E>(
-                        &a,
-                        &pairs::<E>(line, comptime!(j * 4)),
-                        products.index_mut(n),
-                    );
-                }
+            for n in 0..comptime!(config.groups as usize * 2) {
+                let line = loaded.keys.index(comptime!(n / 2))[comptime!(n % 2 * blocks + i)];
+                mma::<E>(&a, &pairs::<E>(line, comptime!(j * 4)), s.index_mut(n));
             }
         }
-        if comptime!(config.loads == Loads::Ahead) {
-            if more {
-                load_keys::<E>(
-                    k,
-                    &buffers.block_table,
-                    &k_rows,
-                    next,
-                    s.k_count,
-                    lines_qk,
-                    &mut keys,
-                    groups,
-                    k_blocks,
-                );
-            }
-        }
+    }
+}
 
-        if comptime!(scores) {
-            #[unroll]
-            for n in 0..groups * 2 {
-                let part = products.index_mut(n);
-                #[unroll]
-                for h in 0..2usize {
-                    let mut x = part[h];
-                    #[unroll]
-                    for c in 0..2usize {
-                        let key = key0 + pair * 2u32 + comptime!((n * 8 + c) as u32);
-                        x[c] = adjusted(
-                            args,
-                            buffers,
-                            rows.index(h),
-                            x[c],
-                            min(key, s.k_count - 1u32),
-                            false,
-                        );
-                    }
-                    part[h] = x;
-                }
-            }
-        } else if args.softcap > 0.0f32 {
-            #[unroll]
-            for n in 0..groups * 2 {
-                let part = products.index_mut(n);
-                #[unroll]
-                for h in 0..2usize {
-                    let mut x = part[h];
-                    x[0] = capped(args, x[0] * args.scale, false);
-                    x[1] = capped(args, x[1] * args.scale, false);
-                    part[h] = x;
-                }
-            }
-        }
-        let key0 = i32::cast_from(key0);
-        if key0 < clear_begin || key0 + i32::cast_from(run) > clear_end {
+/// Adjusts the scores of keys from `key0` on, if they are more than products, or caps them.
+#[cube]
+fn adjust_or_cap(
+    s: &mut Parts,
+    args: &Args,
+    buffers: &Buffers,
+    block: &Block,
+    rows: &Sequence<ScoreRow>,
+    key0: u32,
+    lane: &Lane,
+    #[comptime] config: Config,
+) {
+    if comptime!(config.scores) {
+        #[unroll]
+        for n in 0..comptime!(config.groups as usize * 2) {
+            let part = s.index_mut(n);
             #[unroll]
             for h in 0..2usize {
-                let position = rows.index(h).position;
-                let low = max(position - wl + 1, begin) - key0 - i32::cast_from(pair * 2u32);
-                let high = min(position + wr, end) - key0 - i32::cast_from(pair * 2u32);
-                hide_outside(&mut products, low, high, h, comptime!(groups * 2), scores);
-            }
-        }
-
-        raise_peaks(
-            &products,
-            &mut row_peak,
-            &mut row_total,
-            &mut acc,
-            scale,
-            2usize,
-            comptime!(groups * 2),
-            comptime!(head_dim / 8),
-        );
-        exponentiate(
-            &mut products,
-            &row_peak,
-            &mut row_total,
-            scale,
-            2usize,
-            comptime!(groups * 2),
-        );
-
-        #[unroll]
-        for g in 0..groups {
-            let mut p = Array::<Vector<E, Pair>>::new(4usize);
-            #[unroll]
-            for i in 0..4usize {
-                p[i] =
-                    Vector::cast_from(products.index(comptime!(g * 2 + i / 2))[comptime!(i % 2)]);
-            }
-            #[unroll]
-            for i in 0..v_blocks {
-                if comptime!(config.loads == Loads::Late && i % 2usize == 0usize) {
-                    let from = u32::cast_from(key0) + comptime!(g as u32 * 16);
-                    load_16_values::<E>(
-                        v,
-                        &buffers.block_table,
-                        &v_rows,
-                        from,
-                        s.k_count,
-                        lines_v,
-                        values.index_mut(g),
-                        v_blocks,
-                        i,
-                        comptime!(v_blocks.min(i + 2usize)),
+                let mut x = part[h];
+                #[unroll]
+                for c in 0..2usize {
+                    let key = key0 + lane.pair * 2u32 + comptime!((n * 8 + c) as u32);
+                    x[c] = adjusted(
+                        args,
+                        buffers,
+                        rows.index(h),
+                        x[c],
+                        min(key, block.span.k_count - 1u32),
+                        false,
                     );
                 }
-                #[unroll]
-                for j in 0..8usize {
-                    let lines = values.index(g);
-                    let mut b = Array::<Vector<E, Pair>>::new(2usize);
-                    b[0] = across::<E>(lines[i], lines[v_blocks + i], j);
-                    b[1] = across::<E>(lines[v_blocks * 2 + i], lines[v_blocks * 3 + i], j);
-                    mma::<E>(&p, &b, acc.index_mut(i * 8 + j));
-                }
+                part[h] = x;
             }
         }
-        if comptime!(config.loads == Loads::Ahead) {
-            if more {
-                load_values::<E>(
-                    v,
-                    &buffers.block_table,
-                    &v_rows,
-                    next,
-                    s.k_count,
-                    lines_v,
-                    &mut values,
-                    groups,
-                    v_blocks,
+    } else if args.softcap > 0.0f32 {
+        #[unroll]
+        for n in 0..comptime!(config.groups as usize * 2) {
+            let part = s.index_mut(n);
+            #[unroll]
+            for h in 0..2usize {
+                let mut x = part[h];
+                x[0] = capped(args, x[0] * args.scale, false);
+                x[1] = capped(args, x[1] * args.scale, false);
+                part[h] = x;
+            }
+        }
+    }
+}
+
+/// Hides what lies outside the keys that a lane's rows see.
+#[cube]
+fn hide(
+    s: &mut Parts,
+    steps: &Steps,
+    rows: &Sequence<ScoreRow>,
+    key0: i32,
+    lane: &Lane,
+    #[comptime] config: Config,
+) {
+    #[unroll]
+    for h in 0..2usize {
+        let position = rows.index(h).position;
+        let first = max(position - steps.window_left + 1, steps.seen.begin);
+        let low = first - key0 - i32::cast_from(lane.pair * 2u32);
+        let last = min(position + steps.window_right, steps.seen.end);
+        let high = last - key0 - i32::cast_from(lane.pair * 2u32);
+        let parts = comptime!(config.groups as usize * 2);
+        hide_outside(s, low, high, h, parts, comptime!(config.scores));
+    }
+}
+
+/// Adds the products of exponentials and values, which are loaded here if that is late.
+#[cube]
+fn accumulate<E: Float>(
+    s: &Parts,
+    acc: &mut Parts,
+    loaded: &mut Loaded<E>,
+    v: &Lines<E>,
+    buffers: &Buffers,
+    block: &Block,
+    sources: &Sources,
+    key0: i32,
+    #[comptime] config: Config,
+) {
+    let blocks = comptime!(config.value_blocks());
+    #[unroll]
+    for g in 0..comptime!(config.groups as usize) {
+        let mut p = Array::<Vector<E, Pair>>::new(4usize);
+        #[unroll]
+        for i in 0..4usize {
+            p[i] = Vector::cast_from(s.index(comptime!(g * 2 + i / 2))[comptime!(i % 2)]);
+        }
+        #[unroll]
+        for i in 0..blocks {
+            if comptime!(config.loads == Loads::Late && i % 2usize == 0usize) {
+                let first = u32::cast_from(key0) + comptime!(g as u32 * 16);
+                let last = comptime!(blocks.min(i + 2usize));
+                load_16_values::<E>(
+                    loaded, v, buffers, block, sources, first, g, i, last, config,
                 );
             }
+            #[unroll]
+            for j in 0..8usize {
+                let lines = loaded.values.index(g);
+                let mut b = Array::<Vector<E, Pair>>::new(2usize);
+                b[0] = across::<E>(lines[i], lines[blocks + i], j);
+                b[1] = across::<E>(lines[blocks * 2 + i], lines[blocks * 3 + i], j);
+                mma::<E>(&p, &b, acc.index_mut(i * 8 + j));
+            }
         }
-        step += planes;
     }
-
-    leave(
-        &mut merged,
-        &acc,
-        &row_peak,
-        &row_total,
-        rows_here,
-        plane,
-        group_row,
-        pair,
-        config,
-    );
-    sync_cube();
-    write_rows::<E>(
-        &merged, out, buffers, args, &block, rows_here, lines_v, scale, config,
-    );
 }

@@ -4,98 +4,131 @@
 //! softmax needs no exchange between planes. K and V have one buffer each: the next K arrives during the product with V, the next V
 //! during the next scores.
 
-use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 use super::arguments::*;
-use super::copies::*;
+use super::block::*;
 use super::fragments::*;
 use super::softmax::*;
+pub use super::tiles::Config;
+use super::tiles::*;
 
-/// A kernel's shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Config {
-    /// Room for a head: the dimension rounded up.
-    pub head_dim: u32,
-    /// Keys per tile.
-    pub tile_keys: u32,
-    /// Planes of a cube.
-    pub planes: u32,
-    /// 16-row fragments per plane.
-    pub fragments: u32,
-    /// Whether scores have more than a scale and the limits of causality and windows.
-    pub scores: bool,
-}
-
-impl Config {
-    /// Threads of a cube.
-    pub fn threads(&self) -> u32 {
-        self.planes * 32
-    }
-
-    /// Query rows of a cube.
-    pub fn rows(&self) -> u32 {
-        self.planes * self.fragments * 16
-    }
-
-    /// Lines of one row in shared memory: one more than it has, so that the rows of a matrix lie in different banks.
-    pub fn pitch(&self) -> u32 {
-        self.head_dim / 8 + 1
-    }
-}
-
-/// Starts copying rows `first..` to shared memory; rows from `end` on, and lines from `lines` on, become zero.
+/// Grid: row blocks × heads × sequences, the first fastest.
 #[cube]
-fn copy_rows<E: Float>(
-    source: &Array<Vector<E, Line>>,
-    table: &Array<u32>,
-    tile: &mut SharedMemory<Vector<E, Line>>,
-    rows: &Rows,
-    first: u32,
-    end: u32,
-    lines: u32,
-    #[comptime] count: u32,
+pub fn forward<E: Float>(
+    q: &Lines<E>,
+    k: &Lines<E>,
+    v: &Lines<E>,
+    out: &mut Lines<E>,
+    buffers: &mut Buffers,
+    args: &Args,
     #[comptime] config: Config,
 ) {
-    let per_row = comptime!(config.head_dim / 8);
-    let step = comptime!(config.threads() / per_row);
-    let line = UNIT_POS_X % per_row;
-    let mut row = UNIT_POS_X / per_row;
-    let mut to = row * comptime!(config.pitch()) + line;
-    if rows.paged {
-        while row < count {
-            let key = first + row;
-            let from = row_at(rows, table, min(key, end - 1u32)) + u64::cast_from(line);
-            copy_line::<E, Line>(source, tile, from, to, key < end && line < lines);
-            row += step;
-            to += comptime!(step * config.pitch());
+    let tile_keys = comptime!(config.tile_keys);
+    let scores = comptime!(config.scores);
+    // What a lane has: of all rows, of a fragment's scores, and of a fragment's sums.
+    let rows = comptime!(config.fragments as usize * 2);
+    let key_parts = comptime!(config.tile_keys as usize / 8);
+    let dim_parts = comptime!(config.head_dim as usize / 8);
+
+    let block = query_block(args, buffers, comptime!(config.rows()));
+    if block.row0 >= block.span.q_count {
+        terminate!();
+    }
+    let sources = sources(args, &block, 8u32);
+    let seen = seen_tiles(args, &block, comptime!(config.rows()), tile_keys);
+    let clear_begin = clear_begin(&seen);
+    let clear_end = clear_end(&seen, &block);
+    let lane = this_lane();
+    let plane_row = lane.plane * comptime!(config.fragments * 16);
+    let work = Work {
+        block,
+        sources,
+        seen,
+        lane,
+        plane_row,
+    };
+
+    let mut tiles = tiles::<E>(config);
+    let key_end = u32::cast_from(work.seen.key_end);
+    if work.seen.begin < work.seen.end {
+        copy_queries::<E>(&mut tiles, q, buffers, &work, config);
+        let first = work.seen.begin * tile_keys;
+        copy_keys::<E>(&mut tiles, k, buffers, &work, first, config);
+        let first = work.seen.begin * tile_keys;
+        copy_values::<E>(&mut tiles, v, buffers, &work, first, config);
+    }
+    let lines = matrix_lines(&work, config);
+    let mut sums = begin_sums(comptime!(rows / 2 * dim_parts), rows);
+    begin_rows(&mut sums, rows, scores);
+
+    // Adjusted scores are scaled already.
+    let mut scale = args.scale;
+    let mut score_rows = Sequence::<ScoreRow>::new();
+    if comptime!(scores) {
+        scale = 1.0f32;
+        push_score_rows(&mut score_rows, args, buffers, &work, rows);
+    }
+
+    let mut phase = 0u32;
+    let mut tile = work.seen.begin;
+    while tile < work.seen.end {
+        let key0 = tile * tile_keys;
+        let more = tile + 1u32 < work.seen.end;
+
+        tiles.k_ready.wait_parity(phase);
+        let mut s = Parts::new();
+        begin_parts(&mut s, comptime!(rows / 2 * key_parts));
+        score::<E>(&tiles, &mut s, &lines, config);
+        sync_cube();
+        if more {
+            let next = key0 + tile_keys;
+            copy_keys::<E>(&mut tiles, k, buffers, &work, next, config);
         }
-    } else {
-        let mut from = rows.base + u64::cast_from(first + row) * rows.token + u64::cast_from(line);
-        let advance = rows.token * comptime!(step as u64);
-        #[unroll]
-        for i in 0..comptime!(count / step) {
-            let key = first + row + comptime!(i * step);
-            copy_line::<E, Line>(
-                source,
-                tile,
-                from,
-                to + comptime!(i * step * config.pitch()),
-                key < end && line < lines,
+
+        if comptime!(scores) {
+            adjust(
+                &mut s,
+                args,
+                buffers,
+                &work,
+                &score_rows,
+                key0,
+                rows,
+                key_parts,
+                false,
             );
-            from += advance;
         }
+        let key0 = i32::cast_from(key0);
+        if key0 < clear_begin || key0 + comptime!(tile_keys as i32) > clear_end {
+            mask(&mut s, &work, key0, key_end, rows, key_parts, scores);
+        }
+        update(&mut sums, &mut s, scale, rows, key_parts, dim_parts);
+
+        tiles.v_ready.wait_parity(phase);
+        accumulate::<E>(&s, &tiles, &mut sums.acc, &lines, config);
+        sync_cube();
+        if more {
+            let next = u32::cast_from(key0) + tile_keys;
+            copy_values::<E>(&mut tiles, v, buffers, &work, next, config);
+        }
+        phase = phase ^ 1u32;
+        tile += 1u32;
+    }
+
+    let f32_out = has(args, flag::OUT_F32);
+    finish_rows(&mut sums, buffers, args, &work, scale, f32_out, config);
+    if !f32_out {
+        store_lines::<E>(&mut tiles.q, &sums.acc, out, args, &work, config);
     }
 }
 
 /// Scores of a plane's rows: products of queries and keys.
 #[cube]
 fn score<E: Float>(
-    q_tile: &SharedMemory<Vector<E, Line>>,
-    k_tile: &SharedMemory<Vector<E, Line>>,
+    tiles: &Tiles<E>,
     s: &mut Parts,
-    q_line: u32,
-    k_line: u32,
+    lines: &MatrixLines,
     #[comptime] config: Config,
 ) {
     let pitch = comptime!(config.pitch());
@@ -107,13 +140,13 @@ fn score<E: Float>(
         let mut a = Sequence::<Array<Vector<E, Pair>>>::new();
         #[unroll]
         for f in 0..fragments {
-            let line = q_line + comptime!(f as u32 * 16 * pitch + d as u32 * 2);
-            a.push(load_matrices::<E>(q_tile, line, false));
+            let line = lines.q + comptime!(f as u32 * 16 * pitch + d as u32 * 2);
+            a.push(load_matrices::<E>(&tiles.q, line, false));
         }
         #[unroll]
         for n in 0..key_steps {
-            let line = k_line + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
-            let b = load_matrices::<E>(k_tile, line, false);
+            let line = lines.k + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
+            let b = load_matrices::<E>(&tiles.k, line, false);
             let b0 = registers::<E>(&b, 0usize);
             let b1 = registers::<E>(&b, 2usize);
             #[unroll]
@@ -129,9 +162,9 @@ fn score<E: Float>(
 #[cube]
 fn accumulate<E: Float>(
     s: &Parts,
-    v_tile: &SharedMemory<Vector<E, Line>>,
+    tiles: &Tiles<E>,
     acc: &mut Parts,
-    v_line: u32,
+    lines: &MatrixLines,
     #[comptime] config: Config,
 ) {
     let pitch = comptime!(config.pitch());
@@ -154,14 +187,67 @@ fn accumulate<E: Float>(
         }
         #[unroll]
         for d in 0..dim_steps {
-            let line = v_line + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
-            let b = load_matrices::<E>(v_tile, line, true);
+            let line = lines.v + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
+            let b = load_matrices::<E>(&tiles.v, line, true);
             let b0 = registers::<E>(&b, 0usize);
             let b1 = registers::<E>(&b, 2usize);
             #[unroll]
             for f in 0..fragments {
                 mma::<E>(a.index(f), &b0, acc.index_mut((f * dim_steps + d) * 2));
                 mma::<E>(a.index(f), &b1, acc.index_mut((f * dim_steps + d) * 2 + 1));
+            }
+        }
+    }
+}
+
+/// Divides a lane's sums by the sums of their exponentials, and stores the logarithms of these; the
+/// results too, if they are to be f32.
+#[cube]
+fn finish_rows(
+    sums: &mut Sums,
+    buffers: &mut Buffers,
+    args: &Args,
+    work: &Work,
+    scale: f32,
+    f32_out: bool,
+    #[comptime] config: Config,
+) {
+    let parts = comptime!(config.head_dim as usize / 8);
+    let block = &work.block;
+    let lane = &work.lane;
+    let lines_v = work.sources.width_v;
+    #[unroll]
+    for i in 0..comptime!(config.fragments as usize * 2) {
+        let row = block.row0 + work.plane_row + lane.group_row + comptime!(i as u32 * 8);
+        let end = finish(
+            args,
+            buffers,
+            sums.row_peak[i] * scale,
+            row_sum(sums.row_total[i]),
+            block.head,
+            true.runtime(),
+        );
+        #[unroll]
+        for n in 0..parts {
+            let part = sums.acc.index_mut(comptime!(i / 2 * parts) + n);
+            part[comptime!(i % 2)] = part[comptime!(i % 2)] * Vector::new(end.factor);
+        }
+        if has(args, flag::LSE) && lane.pair == 0u32 && row < block.span.q_count {
+            let token = block.span.q_first + row;
+            buffers.lse[lse_at(args, block.batch, token, block.head) as usize] = end.lse;
+        }
+        if f32_out && row < block.span.q_count {
+            let token = block.span.q_first + row;
+            let at = out_at(args, block.batch, token, block.head) * 8u64;
+            #[unroll]
+            for n in 0..parts {
+                if comptime!(n as u32) < lines_v {
+                    let column = lane.pair * 2u32 + comptime!(n as u32 * 8);
+                    let to = (at + u64::cast_from(column)) as usize;
+                    let two = sums.acc.index(comptime!(i / 2 * parts) + n)[comptime!(i % 2)];
+                    buffers.out_f32[to] = two[0];
+                    buffers.out_f32[to + 1] = two[1];
+                }
             }
         }
     }
@@ -174,29 +260,24 @@ fn store_lines<E: Float>(
     acc: &Parts,
     out: &mut Lines<E>,
     args: &Args,
-    batch: u32,
-    head: u32,
-    q_first: u32,
-    q_count: u32,
-    row0: u32,
-    lane: u32,
-    plane_row: u32,
-    group_row: u32,
-    pair: u32,
-    lines_v: u32,
+    work: &Work,
     #[comptime] config: Config,
 ) {
     let pitch = comptime!(config.pitch());
     let fragments = comptime!(config.fragments as usize);
     let dim_steps = comptime!(config.head_dim as usize / 16);
+    let block = &work.block;
+    let lane = &work.lane;
+    let plane_row = work.plane_row;
+    let lines_v = work.sources.width_v;
     let mut staging = q_tile.to_slice_mut().with_vector_size::<Pair>();
     sync_plane();
     #[unroll]
     for i in 0..fragments * 2 {
         #[unroll]
         for n in 0..dim_steps * 2 {
-            let row = plane_row + group_row + comptime!(i as u32 * 8);
-            let at = row * comptime!(pitch * 4) + pair + comptime!(n as u32 * 4);
+            let row = plane_row + lane.group_row + comptime!(i as u32 * 8);
+            let at = row * comptime!(pitch * 4) + lane.pair + comptime!(n as u32 * 4);
             let part = acc.index(comptime!(i / 2 * dim_steps * 2) + n);
             staging[at as usize] = Vector::cast_from(part[comptime!(i % 2)]);
         }
@@ -205,320 +286,13 @@ fn store_lines<E: Float>(
     let per_row = comptime!(config.head_dim / 8);
     #[unroll]
     for i in 0..comptime!(fragments as u32 * 16 * per_row / 32) {
-        let index = lane + comptime!(i * 32);
+        let index = lane.lane + comptime!(i * 32);
         let row = plane_row + index / per_row;
         let line = index % per_row;
-        if row0 + row < q_count && line < lines_v {
-            let to = out_at(args, batch, q_first + row0 + row, head) + u64::cast_from(line);
+        if block.row0 + row < block.span.q_count && line < lines_v {
+            let token = block.span.q_first + block.row0 + row;
+            let to = out_at(args, block.batch, token, block.head) + u64::cast_from(line);
             out[to as usize] = q_tile[(row * pitch + line) as usize];
         }
-    }
-}
-
-/// Grid: row blocks × heads × sequences, the first fastest.
-#[cube]
-pub fn forward<E: Float>(
-    q: &Lines<E>,
-    k: &Lines<E>,
-    v: &Lines<E>,
-    out: &mut Lines<E>,
-    buffers: &mut Buffers,
-    args: &Args,
-    #[comptime] config: Config,
-) {
-    let block_rows = comptime!(config.rows());
-    let pitch = comptime!(config.pitch());
-    let tile_keys = comptime!(config.tile_keys);
-    let fragments = comptime!(config.fragments as usize);
-    let dim_steps = comptime!(config.head_dim as usize / 16);
-    let key_steps = comptime!(tile_keys as usize / 16);
-    let scores = comptime!(config.scores);
-
-    // The last rows first: under a causal mask they have the most keys.
-    let block = args.row_blocks - 1u32 - CUBE_POS_X % args.row_blocks;
-    let head = (CUBE_POS_X / args.row_blocks) % args.num_heads;
-    let batch = CUBE_POS_X / args.row_blocks / args.num_heads;
-    let s = sequence(args, buffers, batch);
-    let row0 = block * block_rows;
-    if row0 >= s.q_count {
-        terminate!();
-    }
-    let q_first = s.q_first;
-    let q_count = s.q_count;
-    let k_count = s.k_count;
-    let lines_qk = args.head_dim / 8u32;
-    let lines_v = args.head_dim_v / 8u32;
-    let q_rows = Rows {
-        base: query_at(args, batch, s.q_first, head),
-        token: args.q_token,
-        page: 0u64,
-        page_log2: 0u32,
-        paged: false.runtime(),
-        table: 0u64,
-    };
-    let k_rows = key_rows(args, &s, batch, head / args.group);
-    let v_rows = value_rows(args, &s, batch, head / args.group);
-
-    // Positions of the first and last query among the keys, and the keys that any row of the block sees.
-    let shift = i32::cast_from(k_count) - i32::cast_from(q_count);
-    let wl = i32::cast_from(args.window_left);
-    let wr = i32::cast_from(args.window_right);
-    let first = i32::cast_from(row0) + shift;
-    let last = i32::cast_from(min(row0 + block_rows, q_count)) - 1 + shift;
-    let end = max(min(i32::cast_from(k_count), last + wr), 0);
-    let begin = max(first - wl + 1, 0);
-    let tile_begin = u32::cast_from(begin) / tile_keys;
-    let mut tile_end = (u32::cast_from(end) + comptime!(tile_keys - 1)) / tile_keys;
-    if begin >= end {
-        tile_end = tile_begin;
-    }
-    // Tiles within these bounds need no mask.
-    let clear_begin = last - wl + 1;
-    let clear_end = min(i32::cast_from(k_count), first + wr);
-
-    let lane = UNIT_POS_X % 32u32;
-    let plane = UNIT_POS_X / 32u32;
-    let group_row = lane / 4u32;
-    let pair = lane % 4u32;
-    let plane_row = plane * comptime!(config.fragments * 16);
-
-    let mut q_tile = SharedMemory::<Vector<E, Line>>::new_aligned(
-        comptime!((block_rows * pitch) as usize),
-        128usize,
-    );
-    let mut k_tile = SharedMemory::<Vector<E, Line>>::new_aligned(
-        comptime!((tile_keys * pitch) as usize),
-        128usize,
-    );
-    let mut v_tile = SharedMemory::<Vector<E, Line>>::new_aligned(
-        comptime!((tile_keys * pitch) as usize),
-        128usize,
-    );
-    let k_ready = Barrier::shared(comptime!(config.threads()), UNIT_POS_X == 0u32);
-    let v_ready = Barrier::shared(comptime!(config.threads()), UNIT_POS_X == 0u32);
-
-    let k_end = u32::cast_from(end);
-    if tile_begin < tile_end {
-        copy_rows::<E>(
-            q,
-            &buffers.block_table,
-            &mut q_tile,
-            &q_rows,
-            row0,
-            q_count,
-            lines_qk,
-            block_rows,
-            config,
-        );
-        copy_rows::<E>(
-            k,
-            &buffers.block_table,
-            &mut k_tile,
-            &k_rows,
-            tile_begin * tile_keys,
-            k_count,
-            lines_qk,
-            tile_keys,
-            config,
-        );
-        arrive(&k_ready);
-        copy_rows::<E>(
-            v,
-            &buffers.block_table,
-            &mut v_tile,
-            &v_rows,
-            tile_begin * tile_keys,
-            k_count,
-            lines_v,
-            tile_keys,
-            config,
-        );
-        arrive(&v_ready);
-    }
-
-    // Where this lane's rows begin in the tiles, for the three shapes of matrix loads.
-    let q_line = (plane_row + lane % 16u32) * pitch + lane / 16u32;
-    let k_line = (lane % 8u32 + lane / 16u32 * 8u32) * pitch + (lane / 8u32) % 2u32;
-    let v_line = lane % 16u32 * pitch + lane / 16u32;
-
-    let mut acc = Parts::new();
-    begin_parts(&mut acc, comptime!(fragments * dim_steps * 2));
-    let mut row_peak = Array::<f32>::new(fragments * 2);
-    let mut row_total = Array::<f32>::new(fragments * 2);
-    #[unroll]
-    for i in 0..fragments * 2 {
-        row_peak[i] = no_peak(scores);
-        row_total[i] = 0.0f32;
-    }
-
-    // Adjusted scores are scaled already.
-    let mut scale = args.scale;
-    let mut rows = Sequence::<ScoreRow>::new();
-    if comptime!(scores) {
-        scale = 1.0f32;
-        #[unroll]
-        for i in 0..fragments * 2 {
-            let row = row0 + plane_row + group_row + comptime!(i as u32 * 8);
-            rows.push(score_row(
-                args,
-                buffers,
-                &s,
-                batch,
-                min(row, q_count - 1u32),
-                head,
-                true,
-            ));
-        }
-    }
-
-    let mut phase = 0u32;
-    let mut tile = tile_begin;
-    while tile < tile_end {
-        let key0 = tile * tile_keys;
-        let more = tile + 1u32 < tile_end;
-
-        k_ready.wait_parity(phase);
-        let mut s = Parts::new();
-        begin_parts(&mut s, comptime!(fragments * key_steps * 2));
-        score::<E>(&q_tile, &k_tile, &mut s, q_line, k_line, config);
-
-        sync_cube();
-        if more {
-            copy_rows::<E>(
-                k,
-                &buffers.block_table,
-                &mut k_tile,
-                &k_rows,
-                key0 + tile_keys,
-                k_count,
-                lines_qk,
-                tile_keys,
-                config,
-            );
-            arrive(&k_ready);
-        }
-
-        if comptime!(scores) {
-            adjust(
-                &mut s,
-                args,
-                buffers,
-                &rows,
-                key0,
-                k_count,
-                pair,
-                comptime!(fragments * 2),
-                comptime!(key_steps * 2),
-                false,
-            );
-        }
-        let key0 = i32::cast_from(key0);
-        if key0 < clear_begin || key0 + comptime!(tile_keys as i32) > clear_end {
-            mask(
-                &mut s,
-                first,
-                plane_row + group_row,
-                wl,
-                wr,
-                key0,
-                k_end,
-                pair,
-                comptime!(fragments * 2),
-                comptime!(key_steps * 2),
-                scores,
-            );
-        }
-
-        raise_peaks(
-            &s,
-            &mut row_peak,
-            &mut row_total,
-            &mut acc,
-            scale,
-            comptime!(fragments * 2),
-            comptime!(key_steps * 2),
-            comptime!(dim_steps * 2),
-        );
-        exponentiate(
-            &mut s,
-            &row_peak,
-            &mut row_total,
-            scale,
-            comptime!(fragments * 2),
-            comptime!(key_steps * 2),
-        );
-
-        v_ready.wait_parity(phase);
-        accumulate::<E>(&s, &v_tile, &mut acc, v_line, config);
-        sync_cube();
-        if more {
-            copy_rows::<E>(
-                v,
-                &buffers.block_table,
-                &mut v_tile,
-                &v_rows,
-                u32::cast_from(key0) + tile_keys,
-                k_count,
-                lines_v,
-                tile_keys,
-                config,
-            );
-            arrive(&v_ready);
-        }
-        phase = phase ^ 1u32;
-        tile += 1u32;
-    }
-
-    let f32_out = has(args, flag::OUT_F32);
-    #[unroll]
-    for i in 0..fragments * 2 {
-        let row = row0 + plane_row + group_row + comptime!(i as u32 * 8);
-        let end = finish(
-            args,
-            buffers,
-            row_peak[i] * scale,
-            row_sum(row_total[i]),
-            head,
-            true.runtime(),
-        );
-        #[unroll]
-        for n in 0..dim_steps * 2 {
-            let part = acc.index_mut(comptime!(i / 2 * dim_steps * 2) + n);
-            part[comptime!(i % 2)] = part[comptime!(i % 2)] * Vector::new(end.factor);
-        }
-        if has(args, flag::LSE) && pair == 0u32 && row < q_count {
-            buffers.lse[lse_at(args, batch, q_first + row, head) as usize] = end.lse;
-        }
-        if f32_out && row < q_count {
-            let at = out_at(args, batch, q_first + row, head) * 8u64;
-            #[unroll]
-            for n in 0..dim_steps * 2 {
-                if comptime!(n as u32) < lines_v {
-                    let to = (at + u64::cast_from(pair * 2u32 + comptime!(n as u32 * 8))) as usize;
-                    let two = acc.index(comptime!(i / 2 * dim_steps * 2) + n)[comptime!(i % 2)];
-                    buffers.out_f32[to] = two[0];
-                    buffers.out_f32[to + 1] = two[1];
-                }
-            }
-        }
-    }
-    if !f32_out {
-        store_lines::<E>(
-            &mut q_tile,
-            &acc,
-            out,
-            args,
-            batch,
-            head,
-            q_first,
-            q_count,
-            row0,
-            lane,
-            plane_row,
-            group_row,
-            pair,
-            lines_v,
-            config,
-        );
     }
 }

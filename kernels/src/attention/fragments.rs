@@ -10,6 +10,30 @@ pub type Pair = Const<2>;
 /// Eight 16-bit elements: the widest access, and a row of an 8×8 matrix.
 pub type Line = Const<8>;
 
+/// Which lane of which plane a thread is, and what it has of fragments: rows `group_row` and
+/// `group_row + 8`, columns `2 pair` and `2 pair + 1`.
+#[derive(CubeType, Clone)]
+pub struct Lane {
+    pub lane: u32,
+    pub plane: u32,
+    pub group_row: u32,
+    pub pair: u32,
+}
+
+#[cube]
+pub fn this_lane() -> Lane {
+    let lane = UNIT_POS_X % 32u32;
+    let plane = UNIT_POS_X / 32u32;
+    let group_row = lane / 4u32;
+    let pair = lane % 4u32;
+    Lane {
+        lane,
+        plane,
+        group_row,
+        pair,
+    }
+}
+
 #[cube]
 pub fn mma<E: Float>(
     a: &Array<Vector<E, Pair>>,

@@ -4,6 +4,7 @@ use cubecl::prelude::*;
 
 use super::arguments::*;
 use super::fragments::*;
+use super::packed::Block;
 
 /// When keys and values are loaded: the earlier, the more registers hold them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,6 +42,16 @@ impl Config {
         (16 * self.head_dim / 8).is_multiple_of(self.threads())
     }
 
+    /// Times 32 dimensions of a key, of which a lane holds a line.
+    pub fn key_blocks(&self) -> usize {
+        self.head_dim as usize / 32
+    }
+
+    /// Times 64 dimensions of a value.
+    pub fn value_blocks(&self) -> usize {
+        self.head_dim as usize / 64
+    }
+
     /// Lines of a query in shared memory.
     pub fn pitch(&self) -> u32 {
         self.head_dim / 8 + 1
@@ -52,35 +63,81 @@ impl Config {
     }
 }
 
-/// What a lane holds of keys or values: an array for each 16 of them.
+/// Lines that a lane holds of keys or values: an array for each 16 of them.
 pub type Held<E> = Sequence<Array<Vector<E, Line>>>;
+
+/// Where the keys and values of the block's key head lie, and how many lines a row of queries and
+/// keys, or of values, has.
+#[derive(CubeType, Clone)]
+pub struct Sources {
+    pub lines_qk: u32,
+    pub lines_v: u32,
+    pub k: Rows,
+    pub v: Rows,
+}
+
+#[cube]
+pub fn sources(args: &Args, block: &Block) -> Sources {
+    let lines_qk = args.head_dim / 8u32;
+    let lines_v = args.head_dim_v / 8u32;
+    let k = key_rows(args, &block.span, block.batch, block.key_head);
+    let v = value_rows(args, &block.span, block.batch, block.key_head);
+    Sources {
+        lines_qk,
+        lines_v,
+        k,
+        v,
+    }
+}
+
+/// What a lane holds of keys and values.
+#[derive(CubeType)]
+pub struct Loaded<E: Float> {
+    pub keys: Held<E>,
+    pub values: Held<E>,
+}
+
+#[cube]
+pub fn nothing_loaded<E: Float>(#[comptime] config: Config) -> Loaded<E> {
+    let mut keys = Held::<E>::new();
+    let mut values = Held::<E>::new();
+    #[unroll]
+    for _ in 0..comptime!(config.groups as usize) {
+        keys.push(Array::new(comptime!(config.key_blocks() * 2)));
+        values.push(Array::new(comptime!(config.value_blocks() * 4)));
+    }
+    Loaded::<E> { keys, values }
+}
 
 /// Lines of the keys from `key0` on: of each 16, for keys `g` and `g + 8`, the `t`-th of each four lines.
 #[cube]
 pub fn load_keys<E: Float>(
+    to: &mut Loaded<E>,
     k: &Lines<E>,
-    block_table: &Array<u32>,
-    rows: &Rows,
+    buffers: &Buffers,
+    block: &Block,
+    sources: &Sources,
     key0: u32,
-    end: u32,
-    lines: u32,
-    to: &mut Held<E>,
-    #[comptime] groups: usize,
-    #[comptime] blocks: usize,
+    #[comptime] config: Config,
 ) {
+    let blocks = comptime!(config.key_blocks());
     let lane = UNIT_POS_X % 32u32;
     #[unroll]
-    for g in 0..groups {
+    for g in 0..comptime!(config.groups as usize) {
         let first = key0 + comptime!(g as u32 * 16);
-        let to = to.index_mut(g);
+        let to = to.keys.index_mut(g);
         #[unroll]
         for n in 0..2usize {
             // What is past the end is hidden later; its products only have to be finite.
-            let key = min(first + lane / 4u32 + comptime!(n as u32 * 8), end - 1u32);
-            let at = row_at(rows, block_table, key);
+            let key = first + lane / 4u32 + comptime!(n as u32 * 8);
+            let key = min(key, block.span.k_count - 1u32);
+            let at = row_at(&sources.k, &buffers.block_table, key);
             #[unroll]
             for i in 0..blocks {
-                let line = min(lane % 4u32 + comptime!(i as u32 * 4), lines - 1u32);
+                let line = min(
+                    lane % 4u32 + comptime!(i as u32 * 4),
+                    sources.lines_qk - 1u32,
+                );
                 to[n * blocks + i] = k[(at + u64::cast_from(line)) as usize];
             }
         }
@@ -90,58 +147,54 @@ pub fn load_keys<E: Float>(
 /// The same of values.
 #[cube]
 pub fn load_values<E: Float>(
+    to: &mut Loaded<E>,
     v: &Lines<E>,
-    block_table: &Array<u32>,
-    rows: &Rows,
+    buffers: &Buffers,
+    block: &Block,
+    sources: &Sources,
     key0: u32,
-    end: u32,
-    lines: u32,
-    to: &mut Held<E>,
-    #[comptime] groups: usize,
-    #[comptime] blocks: usize,
+    #[comptime] config: Config,
 ) {
+    let blocks = comptime!(config.value_blocks());
     #[unroll]
-    for g in 0..groups {
+    for g in 0..comptime!(config.groups as usize) {
         let first = key0 + comptime!(g as u32 * 16);
-        let to = to.index_mut(g);
         load_16_values::<E>(
-            v,
-            block_table,
-            rows,
-            first,
-            end,
-            lines,
-            to,
-            blocks,
-            0usize,
-            blocks,
+            to, v, buffers, block, sources, first, g, 0usize, blocks, config,
         );
     }
 }
 
-/// Blocks `first..last` of the lines of 16 values: for values `2 t`, `2 t + 1`, `2 t + 8` and `2 t + 9` the `g`-th of each eight lines.
+/// Blocks `first..last` of the lines of 16 values, the `g`-th of those held: for values `2 t`, `2 t
+/// + 1`, `2 t + 8` and `2 t + 9` the `g`-th of each eight lines.
 #[cube]
 pub fn load_16_values<E: Float>(
+    to: &mut Loaded<E>,
     v: &Lines<E>,
-    block_table: &Array<u32>,
-    rows: &Rows,
+    buffers: &Buffers,
+    block: &Block,
+    sources: &Sources,
     key0: u32,
-    end: u32,
-    lines: u32,
-    to: &mut Array<Vector<E, Line>>,
-    #[comptime] blocks: usize,
+    #[comptime] g: usize,
     #[comptime] first: usize,
     #[comptime] last: usize,
+    #[comptime] config: Config,
 ) {
+    let blocks = comptime!(config.value_blocks());
     let lane = UNIT_POS_X % 32u32;
+    let to = to.values.index_mut(g);
     #[unroll]
     for n in 0..4usize {
         let offset = comptime!((n as u32 % 2) + (n as u32 / 2) * 8);
-        let key = min(key0 + lane % 4u32 * 2u32 + offset, end - 1u32);
-        let at = row_at(rows, block_table, key);
+        let key = key0 + lane % 4u32 * 2u32 + offset;
+        let key = min(key, block.span.k_count - 1u32);
+        let at = row_at(&sources.v, &buffers.block_table, key);
         #[unroll]
         for i in first..last {
-            let line = min(lane / 4u32 + comptime!(i as u32 * 8), lines - 1u32);
+            let line = min(
+                lane / 4u32 + comptime!(i as u32 * 8),
+                sources.lines_v - 1u32,
+            );
             to[n * blocks + i] = v[(at + u64::cast_from(line)) as usize];
         }
     }

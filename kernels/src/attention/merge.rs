@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 use super::arguments::*;
 use super::fragments::*;
 use super::loads::Config;
-use super::packed::Block;
-use super::softmax::Parts;
+use super::packed::*;
+use super::softmax::Sums;
 
 /// What the planes leave for each other: 16 rows of each.
 #[derive(CubeType, Clone)]
@@ -33,35 +33,32 @@ pub fn merged(#[comptime] config: Config) -> Merged {
 #[cube]
 pub fn leave(
     to: &mut Merged,
-    acc: &Parts,
-    row_peak: &Array<f32>,
-    row_total: &Array<f32>,
+    sums: &Sums,
     rows_here: u32,
-    plane: u32,
-    group_row: u32,
-    pair: u32,
+    lane: &Lane,
     #[comptime] config: Config,
 ) {
     let merge_pitch = comptime!(config.merge_pitch());
     let v_blocks = comptime!(config.head_dim as usize / 64);
     #[unroll]
     for h in 0..2usize {
-        let row = plane * 16u32 + group_row + comptime!(h as u32 * 8);
-        let total = row_sum(row_total[h]);
-        if pair == 0u32 {
-            to.peaks[row as usize] = row_peak[h];
+        let row = lane.plane * 16u32 + lane.group_row + comptime!(h as u32 * 8);
+        let total = row_sum(sums.row_total[h]);
+        if lane.pair == 0u32 {
+            to.peaks[row as usize] = sums.row_peak[h];
             to.totals[row as usize] = total;
         }
-        if group_row + comptime!(h as u32 * 8) < rows_here {
+        if lane.group_row + comptime!(h as u32 * 8) < rows_here {
             #[unroll]
             for i in 0..comptime!(v_blocks * 4) {
                 let mut four = Vector::<f32, Const<4>>::empty();
                 #[unroll]
                 for j in 0..4usize {
-                    four[j] =
-                        acc.index(comptime!(i / 4 * 8 + i % 2 * 4) + j)[h][comptime!(i / 2 % 2)];
+                    four[j] = sums.acc.index(comptime!(i / 4 * 8 + i % 2 * 4) + j)[h]
+                        [comptime!(i / 2 % 2)];
                 }
-                let at = row * merge_pitch + pair * 4u32 + comptime!((i / 4 * 16 + i % 4) as u32);
+                let at =
+                    row * merge_pitch + lane.pair * 4u32 + comptime!((i / 4 * 16 + i % 4) as u32);
                 to.values[at as usize] = four;
             }
         }
@@ -117,8 +114,7 @@ pub fn write_rows<E: Float>(
             left *= Vector::new(end.factor);
             right *= Vector::new(end.factor);
             if !whole {
-                let at = u64::cast_from(block.split) * u64::cast_from(args.rows)
-                    + u64::cast_from((batch * args.seqlen_q + token) * args.num_heads + head);
+                let at = partial_at(args, block, token, head);
                 if line == 0u32 {
                     buffers.partial_lse[at as usize] = end.lse;
                 }

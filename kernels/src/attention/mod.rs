@@ -8,9 +8,20 @@
 //! | [`combine`] | joins what splits give |
 //! | [`simt`] | everything else |
 //!
-//! What they share: [`arguments`], [`fragments`] and the online [`softmax`] over them, [`copies`] to shared memory, and of the kernels that
-//! pack heads and split keys what a cube has, [`packed`]. Of f32 alone: the products of [`tf32`](mod@tf32), and [`tiles_f32`]. Of decoding alone:
-//! [`loads`], and [`merge`], in which the planes of a cube come together.
+//! Each is a page of stages: where a cube's rows and keys are, loads, scores, masks, softmax, sums
+//! of values, what is stored. What they share is in files of its own:
+//!
+//! | file | what it has | of |
+//! |-|-|-|
+//! | [`arguments`] | what kernels are told; where sequences, rows and scores lie | all |
+//! | [`block`] | the rows and keys of a cube with one head | [`forward`], [`forward_f32`] |
+//! | [`packed`] | those of a cube with all heads of a key head, and a part of the keys | [`decode`], [`simt`] |
+//! | [`copies`] | copies to shared memory that go on meanwhile | [`forward`], [`forward_f32`] |
+//! | [`tiles`], [`tiles_f32`] | queries, keys and values there | [`forward`]; [`forward_f32`] |
+//! | [`loads`] | keys and values in registers | [`decode`] |
+//! | [`fragments`], [`tf32`](mod@tf32) | products on tensor cores | all but [`simt`]; [`forward_f32`] |
+//! | [`softmax`] | scores in fragments to exponentials, and sums with them | all but [`simt`] |
+//! | [`merge`] | how the planes of a cube come together | [`decode`] |
 //!
 //! # What the host does
 //!
@@ -53,6 +64,7 @@ use decode::Loads;
 use fragments::Line;
 
 pub mod arguments;
+pub mod block;
 pub mod combine;
 pub mod copies;
 pub mod decode;
@@ -65,6 +77,7 @@ pub mod packed;
 pub mod simt;
 pub mod softmax;
 pub mod tf32;
+pub mod tiles;
 pub mod tiles_f32;
 
 /// Runs `$body` with `$t` as a 16-bit type.
@@ -234,7 +247,6 @@ fn simt_declare<Q: Float, K: Float, N: Size>(b: &mut Builder) {
         out.into(),
         buffers,
         args,
-        simt::HEAD_DIM,
     );
 }
 

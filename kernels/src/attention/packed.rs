@@ -67,6 +67,42 @@ pub fn is_absent(block: &Block) -> bool {
     block.row0 >= block.row_count || (block.split > 0u32 && block.split_begin >= block.span.k_count)
 }
 
+/// Where in the partial results a row of the block's part is.
+#[cube]
+pub fn partial_at(args: &Args, block: &Block, token: u32, head: u32) -> u64 {
+    u64::cast_from(block.split) * u64::cast_from(args.rows)
+        + u64::cast_from((block.batch * args.seqlen_q + token) * args.num_heads + head)
+}
+
+/// Adds what the scores of a lane's two rows are adjusted by, the first being `first` and the other
+/// `apart` rows on.
+#[cube]
+pub fn push_packed_rows(
+    to: &mut Sequence<ScoreRow>,
+    args: &Args,
+    buffers: &Buffers,
+    block: &Block,
+    rows_here: u32,
+    first: u32,
+    #[comptime] apart: u32,
+    #[comptime] scores: bool,
+) {
+    #[unroll]
+    for i in 0..2usize {
+        let packed = block.row0 + min(first + comptime!(i as u32 * apart), rows_here - 1u32);
+        let head = block.key_head * args.group + packed % args.group;
+        to.push(score_row(
+            args,
+            buffers,
+            &block.span,
+            block.batch,
+            packed / args.group,
+            head,
+            scores,
+        ));
+    }
+}
+
 /// Positions of the first and last row's query among the keys, and the keys `begin..end` of the part that any row sees.
 #[derive(CubeType, Clone)]
 pub struct Seen {

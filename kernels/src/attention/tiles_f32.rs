@@ -2,9 +2,11 @@
 //!
 //! Quads of a row are exchanged so that lanes which read together read from all banks.
 
+use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 use super::arguments::*;
+use super::block::*;
 use super::copies::*;
 use super::fragments::*;
 use super::tf32::*;
@@ -53,9 +55,166 @@ fn exchange(row: u32, #[comptime] values: bool) -> u32 {
     }
 }
 
+/// Tiles of queries, keys and values, what tells that keys and values are there, and what is kept
+/// here because registers are scarce.
+#[derive(CubeType)]
+pub struct Tiles {
+    pub q: SharedMemory<Vector<f32, Quad>>,
+    pub k: SharedMemory<Vector<f32, Quad>>,
+    pub v: SharedMemory<Vector<f32, Quad>>,
+    /// Sums of a lane's rows, each kept by the lane itself.
+    pub totals: SharedMemory<f32>,
+    /// The block's first row, its sequence's first query, and the bounds within which tiles need no
+    /// mask.
+    pub kept: SharedMemory<i32>,
+    pub k_ready: Shared<Barrier>,
+    pub v_ready: Shared<Barrier>,
+}
+
+#[cube]
+pub fn tiles(work: &Work, #[comptime] config: Config) -> Tiles {
+    let per_row = comptime!(config.head_dim / 4);
+    let q_quads = comptime!((config.rows() * per_row) as usize);
+    let quads = comptime!((config.tile_keys * per_row) as usize);
+    let q = SharedMemory::<Vector<f32, Quad>>::new_aligned(q_quads, 128usize);
+    let k = SharedMemory::<Vector<f32, Quad>>::new_aligned(quads, 128usize);
+    let v = SharedMemory::<Vector<f32, Quad>>::new_aligned(quads, 128usize);
+    let totals = SharedMemory::<f32>::new(comptime!(
+        config.threads() as usize * config.fragments as usize * 2
+    ));
+    // The barriers begin with what makes the rest seen.
+    let mut kept = SharedMemory::<i32>::new(4usize);
+    if UNIT_POS_X == 0u32 {
+        kept[0] = i32::cast_from(work.block.row0);
+        kept[1] = i32::cast_from(work.block.span.q_first);
+        kept[2] = clear_begin(&work.seen);
+        kept[3] = clear_end(&work.seen, &work.block);
+    }
+    let k_ready = Barrier::shared(comptime!(config.threads()), UNIT_POS_X == 0u32);
+    let v_ready = Barrier::shared(comptime!(config.threads()), UNIT_POS_X == 0u32);
+    Tiles {
+        q,
+        k,
+        v,
+        totals,
+        kept,
+        k_ready,
+        v_ready,
+    }
+}
+
+/// Where a lane keeps what it has summed of a row.
+#[cube]
+pub fn total_of(#[comptime] row: usize, #[comptime] config: Config) -> usize {
+    (UNIT_POS_X + comptime!(row as u32 * config.threads())) as usize
+}
+
+/// Starts copying the block's queries; they are there when the first keys are.
+#[cube]
+pub fn copy_queries(
+    tiles: &mut Tiles,
+    q: &Array<Vector<f32, Quad>>,
+    buffers: &Buffers,
+    work: &Work,
+    #[comptime] config: Config,
+) {
+    copy_rows(
+        q,
+        &buffers.block_table,
+        &mut tiles.q,
+        &work.sources.q,
+        work.block.row0,
+        work.block.span.q_count,
+        work.sources.width_qk,
+        comptime!(config.rows()),
+        false,
+        config,
+    );
+}
+
+/// Starts copying a tile of keys.
+#[cube]
+pub fn copy_keys(
+    tiles: &mut Tiles,
+    k: &Array<Vector<f32, Quad>>,
+    buffers: &Buffers,
+    work: &Work,
+    first: u32,
+    #[comptime] config: Config,
+) {
+    copy_rows(
+        k,
+        &buffers.block_table,
+        &mut tiles.k,
+        &work.sources.k,
+        first,
+        work.block.span.k_count,
+        work.sources.width_qk,
+        comptime!(config.tile_keys),
+        false,
+        config,
+    );
+    arrive(&tiles.k_ready);
+}
+
+/// Starts copying a tile of values.
+#[cube]
+pub fn copy_values(
+    tiles: &mut Tiles,
+    v: &Array<Vector<f32, Quad>>,
+    buffers: &Buffers,
+    work: &Work,
+    first: u32,
+    #[comptime] config: Config,
+) {
+    copy_rows(
+        v,
+        &buffers.block_table,
+        &mut tiles.v,
+        &work.sources.v,
+        first,
+        work.block.span.k_count,
+        work.sources.width_v,
+        comptime!(config.tile_keys),
+        true,
+        config,
+    );
+    arrive(&tiles.v_ready);
+}
+
+/// Where a lane's quads lie. A row's even and odd groups of four are exchanged in every other row
+/// of queries and keys.
+#[derive(CubeType, Clone)]
+pub struct Quads {
+    pub swap: u32,
+    pub q: u32,
+    pub k: u32,
+    pub v: u32,
+    pub v_swap: u32,
+}
+
+#[cube]
+pub fn quads(work: &Work, #[comptime] config: Config) -> Quads {
+    let per_row = comptime!(config.head_dim / 4);
+    let group_row = work.lane.group_row;
+    let pair = work.lane.pair;
+    let swap = group_row % 2u32 * 4u32;
+    let q = (work.plane_row + group_row) * per_row + pair;
+    let k = group_row * per_row + pair;
+    let v = pair * comptime!(4 * per_row) + (group_row ^ (pair % 2u32 * 4u32));
+    let v_swap = pair / 2u32 * 8u32;
+    Quads {
+        swap,
+        q,
+        k,
+        v,
+        v_swap,
+    }
+}
+
 /// Starts copying rows `first..` to shared memory; rows from `end` on, and quads from `quads` on, become zero.
 #[cube]
-pub fn copy_rows(
+fn copy_rows(
     source: &Array<Vector<f32, Quad>>,
     table: &Array<u32>,
     tile: &mut SharedMemory<Vector<f32, Quad>>,
