@@ -111,8 +111,7 @@ test-scripts:
 # CPU, and the C tests.
 test-cuda: ## Test what a CUDA build does without a GPU
 	$(TOOLS) nvcc
-	cargo test --locked -p unsloth-kernels
-	cargo test --locked --features cuda --lib --test cuda --test context --test rms_norm
+	cargo test --locked --workspace --features candle,cuda --lib --test cuda --test context --test rms_norm
 	$(MAKE) CUDA=1 PROFILE=dev test-c
 
 gpu-pack: ## Build what a GPU machine needs for tests and benchmarks into .gpu/
@@ -144,7 +143,7 @@ lint: compilers ## Check formatting, clippy and documentation
 	clang-format --dry-run --Werror $(C_FILES)
 	python3 benches/tuning.py check
 	cargo clippy --locked --features candle $(FEATURES) $(if $(FEATURES),--workspace) --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps $(FEATURES) $(if $(FEATURES),--workspace)
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --features candle $(FEATURES) $(if $(FEATURES),--workspace)
 
 # Packed and listed, not built again: that would compile the kernels' compiler once more.
 package: ## See that the crates can be published (needs cargo 1.90)
