@@ -140,6 +140,9 @@ fn kernels_stay_in_registers() {
             (1..=255).contains(&kernel["registers"].as_u64().unwrap()),
             "{kernel}"
         );
+        if let Some(blocks) = kernel["occupancy"]["blocks"].as_u64() {
+            assert!(blocks >= 1, "{kernel}");
+        }
     }
 }
 

@@ -135,8 +135,24 @@ pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
     for (family, count) in FAMILIES.iter().zip(of_families) {
         table.family(family, results.by_ref().take(count))?;
     }
-    table.finish()?;
-    let usage: Vec<_> = compiled.into_iter().flat_map(|c| c.usage).collect();
+    let launches = table.finish()?;
+    let mut usage: Vec<_> = compiled.into_iter().flat_map(|c| c.usage).collect();
+    for kernel in &mut usage {
+        let arch = archs.iter().find(|arch| arch.name() == kernel.architecture);
+        kernel.occupancy = launches
+            .get(&kernel.kernel)
+            .zip(arch)
+            .and_then(|(launch, arch)| {
+                let threads = launch.block.iter().product();
+                nvcc::Occupancy::new(
+                    arch,
+                    threads,
+                    kernel.registers,
+                    kernel.static_shared_bytes,
+                    launch.shared_bytes,
+                )
+            });
+    }
     let path = out.join("kernels.json");
     let json = serde_json::to_vec_pretty(&usage).unwrap_or_default();
     write(&path, &json)?;

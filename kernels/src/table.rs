@@ -1,5 +1,6 @@
 //! Writes `kernels.rs`: the images, how their kernels are launched, and the structs of their arguments.
 
+use std::collections::HashMap;
 use std::fmt::Write;
 use std::fs;
 use std::ops::Range;
@@ -18,6 +19,16 @@ pub struct Table<'a> {
     images: String,
     num_images: usize,
     arguments: String,
+    launches: HashMap<String, Launch>,
+}
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// Threads of a block.
+    pub block: [u32; 3],
+    /// Dynamic shared memory in bytes.
+    pub shared_bytes: u32,
 }
 
 impl<'a> Table<'a> {
@@ -50,6 +61,7 @@ impl<'a> Table<'a> {
             images: String::new(),
             num_images: 0,
             arguments: String::new(),
+            launches: HashMap::new(),
         }
     }
 
@@ -65,8 +77,14 @@ impl<'a> Table<'a> {
         let first_part = self.num_images;
         for (kernels, (unit, compiled)) in image.parts().into_iter().zip(parts) {
             let kernels = kernels.iter();
-            let infos = kernels.map(|k| describe(&k.name, k.block, k.shared_bytes));
-            self.add(&unit.name, compiled, "None", infos)?;
+            let launches = kernels.map(|k| {
+                let launch = Launch {
+                    block: k.block,
+                    shared_bytes: k.shared_bytes as u32,
+                };
+                (k.name.clone(), launch)
+            });
+            self.add(&unit.name, compiled, "None", launches)?;
         }
         let Some(first) = image.kernels.first() else {
             return Ok(());
@@ -103,10 +121,14 @@ impl<'a> Table<'a> {
         for (unit, compiled) in images {
             let kernels = family.exports(&unit.name, compiled)?;
             all.extend(kernels.iter().map(|kernel| kernel.choices.clone()));
-            let infos = kernels
-                .iter()
-                .map(|k| describe(&k.name, [k.threads, 1, 1], k.shared_bytes as usize));
-            self.add(&unit.name, compiled, &capability, infos)?;
+            let launches = kernels.into_iter().map(|k| {
+                let launch = Launch {
+                    block: [k.threads, 1, 1],
+                    shared_bytes: k.shared_bytes,
+                };
+                (k.name, launch)
+            });
+            self.add(&unit.name, compiled, &capability, launches)?;
         }
         let names: Vec<_> = family.choices.iter().map(|(name, _)| *name).collect();
         let mut fields = Fields::default();
@@ -135,7 +157,7 @@ impl<'a> Table<'a> {
         name: &str,
         compiled: &Compiled,
         capability: &str,
-        kernels: impl Iterator<Item = String>,
+        kernels: impl Iterator<Item = (String, Launch)>,
     ) -> Result<(), Error> {
         let file = format!("{name}.fatbin");
         let bytes = fs::read(&compiled.fatbin).map_err(|source| Error::File {
@@ -148,29 +170,34 @@ impl<'a> Table<'a> {
             "    Image {{\n        capability: {capability},\n        \
              fatbin: &Aligned(*include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{file}\"))),\n        kernels: &["
         );
-        for kernel in kernels {
-            let _ = writeln!(self.images, "            {kernel},");
+        for (name, launch) in kernels {
+            let Launch {
+                block,
+                shared_bytes,
+            } = launch;
+            let _ = writeln!(
+                self.images,
+                "            KernelInfo {{ name: c{name:?}, block: {block:?}, shared_bytes: {shared_bytes} }},"
+            );
+            self.launches.insert(name, launch);
         }
         self.images.push_str("        ],\n    },\n");
         self.num_images += 1;
         Ok(())
     }
 
-    /// Writes `kernels.rs`.
+    /// Writes `kernels.rs`, and gives how each kernel is launched.
     ///
     /// # Errors
     /// It cannot be written.
-    pub fn finish(self) -> Result<(), Error> {
+    pub fn finish(self) -> Result<HashMap<String, Launch>, Error> {
         let text = format!(
             "{}/// Every image.\npub static IMAGES: [Image; {}] = [\n{}];\n{}",
             self.header, self.num_images, self.images, self.arguments,
         );
-        crate::write(&self.out.join("kernels.rs"), text.as_bytes())
+        crate::write(&self.out.join("kernels.rs"), text.as_bytes())?;
+        Ok(self.launches)
     }
-}
-
-fn describe(name: &str, block: [u32; 3], shared_bytes: usize) -> String {
-    format!("KernelInfo {{ name: c{name:?}, block: {block:?}, shared_bytes: {shared_bytes} }}")
 }
 
 /// Rust that declares what tells kernels apart: a struct of the choices' names, and its value for every kernel.

@@ -8,14 +8,17 @@
 //! | `mod.rs` | finds the compiler, compiles units, joins images |
 //! | `architecture` | what is compiled for |
 //! | `job` | a unit for one architecture: compiled, or kept if nothing changed |
+//! | `occupancy` | how many blocks of a kernel run at once |
 //! | `report` | what ptxas says of kernels |
 
 mod architecture;
 mod job;
+mod occupancy;
 mod report;
 
 pub use architecture::{Architecture, architectures};
 use job::Job;
+pub use occupancy::Occupancy;
 pub use report::Usage;
 
 use std::cmp::Reverse;

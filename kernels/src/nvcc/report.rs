@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Occupancy;
 use crate::cubin::Wgmma;
 
 /// What one kernel uses on one architecture, as ptxas reports it.
@@ -27,6 +28,8 @@ pub struct Usage {
     pub warnings: Vec<String>,
     /// How wgmma are arranged, in kernels that have any.
     pub wgmma: Option<Wgmma>,
+    /// How many blocks run at once, on architectures that are known.
+    pub occupancy: Option<Occupancy>,
 }
 
 /// Reads ptxas' report.
@@ -49,6 +52,7 @@ pub(super) fn usage(image: &str, architecture: &str, log: &str) -> Vec<Usage> {
                 static_shared_bytes: 0,
                 warnings: Vec::new(),
                 wgmma: None,
+                occupancy: None,
             });
             continue;
         }
