@@ -11,6 +11,7 @@ contenders by turns, each as often first as last. ATTENTION_FORWARD names the pa
 (cells,shapes), and words that cells must contain.
 """
 
+import datetime
 import json
 import math
 import os
@@ -43,13 +44,15 @@ def compare(ctx):
         "fa3": "dew-flash-attn-cu13 0.3.6",
         "method": __doc__,
         "unit": "TFLOP/s",
-        "date": os.environ.get("UNSLOTH_DATE", "2026-11-21"),
+        "commit": os.environ.get("UNSLOTH_COMMIT", ""),
+        "date": os.environ.get("UNSLOTH_DATE") or datetime.date.today().isoformat(),
         "cells": {},
         "shapes": {},
         "clocks": {},
     }
     path = pathlib.Path(os.environ.get("UNSLOTH_RESULTS", ROOT / "benches" / "results"))
-    path = path / f"attention_forward_h200_{result['date']}.json"
+    device = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0].lower()
+    path = path / f"attention_forward_{device}_{result['date']}.json"
     # Warm the chip up to the clock that it keeps under load.
     a = randn(8192, 8192)
     for _ in range(50):
