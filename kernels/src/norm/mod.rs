@@ -415,7 +415,10 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
         for (centered, has_residual) in [(true, false), (false, false), (false, true)] {
             for wide in [false, true] {
                 let any = [(32, 0), (256, 0)].into_iter().filter(|_| !wide);
-                let rows = SHAPES.into_iter().filter(|_| !wide || dtype != Dtype::F32);
+                let rows = SHAPES.into_iter().filter(|shape| {
+                    let exists = !wide || dtype != Dtype::F32;
+                    exists && (centered || *shape != CENTERED_ONLY)
+                });
                 for (threads, vectors) in rows.chain(any) {
                     kernels.push(kernel(Form {
                         dtype,

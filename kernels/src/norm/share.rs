@@ -29,6 +29,9 @@ pub(super) const SHAPES: [(u32, u32); 15] = [
     (1024, 4),
 ];
 
+/// The shape of which LayerNorm alone is the faster one, by 2 %; RMSNorm is slower by 4 %.
+pub(super) const CENTERED_ONLY: (u32, u32) = (64, 4);
+
 /// Threads of a block whose rows need fewer.
 pub(super) const MIN_BLOCK: u32 = 128;
 
