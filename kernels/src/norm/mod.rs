@@ -404,7 +404,7 @@ fn kernel(form: Form) -> Result<Kernel, Error> {
         ("vectors", form.vectors),
     ];
     let kernel = b.finish(name, choices, block(form.threads))?;
-    Ok(bounded(kernel, form.threads, form.vectors))
+    Ok(bounded(kernel, form.threads, form.vectors, form.wide))
 }
 
 /// Every form: LayerNorm, RMSNorm without and with residual; by dtype, that of gains and biases,

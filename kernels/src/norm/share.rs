@@ -50,10 +50,11 @@ pub(super) const fn rows_per_block(threads: u32) -> u32 {
 }
 
 /// A kernel, with its registers bounded to 64 where it would take so many that few blocks run at a
-/// time.
-pub(super) fn bounded(kernel: Kernel, threads: u32, vectors: u32) -> Kernel {
-    match vectors {
-        4 => kernel.for_blocks(1024 / block(threads)),
+/// time; to 72 in small blocks with `wide` gains, which would not fit on sm_80.
+pub(super) fn bounded(kernel: Kernel, threads: u32, vectors: u32, wide: bool) -> Kernel {
+    match (vectors, block(threads)) {
+        (4, MIN_BLOCK) if wide => kernel.for_blocks(7),
+        (4, block) => kernel.for_blocks(1024 / block),
         _ => kernel,
     }
 }
