@@ -89,8 +89,8 @@ fn unpack<F: Float, N: Size>(words: Words, #[comptime] form: Form) -> Vector<f32
     values
 }
 
-/// Word `i` of gains or biases, or what stands for all ones or zeros where there are none: later
-/// each element would have to be chosen.
+/// The 16 bytes of vector `i` of gains or biases. Where there are none, each word is `otherwise`: ones
+/// or zeros as elements. Choosing here costs four words a vector; choosing elements would cost eight.
 #[cube]
 fn load_parameter(of: &Array<Words>, i: u32, absent: bool, #[comptime] otherwise: u32) -> Words {
     let mut words = Words::new(otherwise);
@@ -185,7 +185,8 @@ struct Parameters {
     biases: Sequence<Words>,
 }
 
-/// Scales values and stores them, from vector `to` on. `all`: that nothing is absent is known.
+/// Scales values and stores them, from vector `to` on. `all` says that gains and biases are both
+/// there, so that no load has to ask.
 #[cube]
 fn store_row<F: Float, N: Size>(
     values: &Sequence<Vector<f32, N>>,

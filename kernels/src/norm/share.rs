@@ -29,7 +29,8 @@ pub(super) const SHAPES: [(u32, u32); 15] = [
     (1024, 4),
 ];
 
-/// The shape of which LayerNorm alone is the faster one, by 2 %; RMSNorm is slower by 4 %.
+/// A shape that only LayerNorm is compiled for: with it many rows of 2048 16-bit elements are faster
+/// than with two vectors for each of 128 threads, and RMSNorm is slower.
 pub(super) const CENTERED_ONLY: (u32, u32) = (64, 4);
 
 /// Threads of a block whose rows need fewer.
