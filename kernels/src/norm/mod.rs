@@ -89,8 +89,8 @@ fn unpack<F: Float, N: Size>(words: Words, #[comptime] form: Form) -> Vector<f32
     values
 }
 
-/// The 16 bytes of vector `i` of gains or biases. Where there are none, each word is `otherwise`: ones
-/// or zeros as elements. Choosing here costs four words a vector; choosing elements would cost eight.
+/// The 16 bytes of vector `i` of gains or biases. Where there are none, each word is `otherwise`,
+/// which is ones or zeros as elements: words are chosen here, since there are fewer of them.
 #[cube]
 fn load_parameter(of: &Array<Words>, i: u32, absent: bool, #[comptime] otherwise: u32) -> Words {
     let mut words = Words::new(otherwise);
@@ -365,13 +365,13 @@ fn kernel(form: Form) -> Result<Kernel, Error> {
         let args = args(&mut b);
         if any {
             norm_any::expand::<F>(
-                b.scope(), x.into(), residual.into(), weight.into(), bias.into(), out.into(), residual_out.into(),
-                args, form,
+                b.scope(), x.into(), residual.into(), weight.into(), bias.into(), out.into(),
+                residual_out.into(), args, form,
             );
         } else {
             norm_rows::expand::<F, N>(
-                b.scope(), x.into(), residual.into(), weight.into(), bias.into(), out.into(), residual_out.into(),
-                args, form,
+                b.scope(), x.into(), residual.into(), weight.into(), bias.into(), out.into(),
+                residual_out.into(), args, form,
             );
         }
     });
