@@ -29,8 +29,8 @@ pub(super) const SHAPES: [(u32, u32); 15] = [
     (1024, 4),
 ];
 
-/// A shape that only LayerNorm is compiled for: with it many rows of 2048 16-bit elements are faster
-/// than with two vectors for each of 128 threads, and RMSNorm is slower.
+/// A shape that only LayerNorm is compiled for: it is faster for many rows of 2048 16-bit elements
+/// than two vectors for each of 128 threads, and RMSNorm is slower with it.
 pub(super) const CENTERED_ONLY: (u32, u32) = (64, 4);
 
 /// Threads of a block whose rows need fewer.
