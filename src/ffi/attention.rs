@@ -220,5 +220,5 @@ pub unsafe extern "C" fn unsloth_attention_forward(
     stream: unsloth_stream,
 ) -> unsloth_status {
     // SAFETY: this function's contract is that of the generic one.
-    unsafe { operation::forward(ctx, params, stream) }
+    unsafe { operation::launch(ctx, params, stream) }
 }

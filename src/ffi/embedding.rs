@@ -72,5 +72,5 @@ pub unsafe extern "C" fn unsloth_embedding_forward(
     stream: unsloth_stream,
 ) -> unsloth_status {
     // SAFETY: this function's contract is that of the generic one.
-    unsafe { operation::forward(ctx, params, stream) }
+    unsafe { operation::launch(ctx, params, stream) }
 }

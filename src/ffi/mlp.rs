@@ -189,5 +189,5 @@ pub unsafe extern "C" fn unsloth_mlp_forward(
     stream: unsloth_stream,
 ) -> unsloth_status {
     // SAFETY: this function's contract is that of the generic one.
-    unsafe { operation::forward(ctx, params, stream) }
+    unsafe { operation::launch(ctx, params, stream) }
 }

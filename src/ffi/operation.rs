@@ -106,12 +106,12 @@ pub(crate) unsafe fn workspace_size<P: WithC>(
     }
 }
 
-/// `unsloth_<op>_forward`.
+/// `unsloth_<op>_forward` and `unsloth_<op>_backward`.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the
 /// context's device until the work has run; `stream` is NULL or a live stream of that device.
-pub(crate) unsafe fn forward<P: WithC>(
+pub(crate) unsafe fn launch<P: WithC>(
     ctx: *mut unsloth_context,
     params: *const P,
     stream: unsloth_stream,
@@ -120,7 +120,7 @@ pub(crate) unsafe fn forward<P: WithC>(
     unsafe {
         let stream = stream_from(stream);
         with_params(ctx, params, |context, params| {
-            operation::forward(context, params, stream)
+            operation::launch(context, params, stream)
         })
     }
 }

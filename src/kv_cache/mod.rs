@@ -338,7 +338,7 @@ impl KvCache {
             v: params.v,
             rotation: params.rotation,
         };
-        operation::forward(self.context(), &append, stream)
+        operation::launch(self.context(), &append, stream)
     }
 
     /// Lends a layer to an operation that appends the current batch's new tokens to it: an

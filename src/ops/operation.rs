@@ -1,7 +1,7 @@
 //! What every operation is: parameters that become a problem, and the path from there to a launch,
 //! written once.
 //!
-//! [`supported`], [`workspace_size`] and [`forward`] are three questions to one
+//! [`supported`], [`workspace_size`] and [`launch`] are three questions to one
 //! [`Plan`]: what the queries say of a call is what the call does.
 
 use arrayvec::ArrayVec;
@@ -43,11 +43,15 @@ pub(crate) trait Operation {
     }
 }
 
-/// The functions of an operation's module for its `Params`.
+/// The functions of an operation's module for its `Params`. The one that computes is named `forward`,
+/// or as the macro is told.
 macro_rules! functions {
     () => {
-        /// Which implementation [`forward`] would run with these arguments. Data pointers and the
-        /// workspace are not looked at.
+        $crate::ops::operation::functions!(forward);
+    };
+    ($launch:ident) => {
+        #[doc = concat!("Which implementation [`", stringify!($launch), "`] would run with these")]
+        /// arguments. Data pointers and the workspace are not looked at.
         ///
         /// # Errors
         /// Why there is none.
@@ -58,9 +62,9 @@ macro_rules! functions {
             $crate::ops::operation::supported(ctx, params)
         }
 
-        /// The workspace with which [`forward`] is fastest with these arguments, in bytes. What it
-        /// needs is in it and refused below; the rest is an offer, without which it is slower. Data
-        /// pointers and the workspace are not looked at.
+        #[doc = concat!("The workspace with which [`", stringify!($launch), "`] is fastest with these")]
+        /// arguments, in bytes. What it needs is in it and refused below; the rest is an offer,
+        /// without which it is slower. Data pointers and the workspace are not looked at.
         ///
         /// # Errors
         /// As [`supported`].
@@ -73,31 +77,31 @@ macro_rules! functions {
         ///
         /// # Errors
         /// An argument is wrong (nothing was written but the workspace), or the launch failed.
-        pub fn forward(
+        pub fn $launch(
             ctx: &$crate::Context,
             params: &Params<'_>,
             stream: $crate::Stream,
         ) -> $crate::Result<()> {
-            $crate::ops::operation::forward(ctx, params, stream)
+            $crate::ops::operation::launch(ctx, params, stream)
         }
     };
 }
 pub(crate) use functions;
 
-/// Which implementation [`forward`] would run.
+/// Which implementation [`launch`] would run.
 pub(crate) fn supported<O: Operation>(ctx: &Context, params: &O) -> Result<Implementation> {
     check_context(ctx, params)?;
     Ok(params.problem()?.plan(ctx)?.implementation())
 }
 
-/// The workspace with which [`forward`] is fastest, in bytes.
+/// The workspace with which [`launch`] is fastest, in bytes.
 pub(crate) fn workspace_size<O: Operation>(ctx: &Context, params: &O) -> Result<usize> {
     check_context(ctx, params)?;
     params.problem()?.plan(ctx)?.useful()
 }
 
 /// Checks everything, then launches.
-pub(crate) fn forward<O: Operation>(ctx: &Context, params: &O, stream: Stream) -> Result<()> {
+pub(crate) fn launch<O: Operation>(ctx: &Context, params: &O, stream: Stream) -> Result<()> {
     let _range = crate::log::range(O::NAME);
     check_context(ctx, params)?;
     ctx.device().check_stream(O::NAME, stream)?;
