@@ -103,9 +103,21 @@ fn the_c_layout_is_current() {
 #[test]
 fn functions_that_take_pointers_are_unsafe() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi");
+    let (mut folders, mut files) = (vec![folder], Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let list = if path.is_dir() {
+                &mut folders
+            } else {
+                &mut files
+            };
+            list.push(path);
+        }
+    }
     let mut seen = 0;
-    for entry in fs::read_dir(folder).unwrap() {
-        let text = fs::read_to_string(entry.unwrap().path()).unwrap();
+    for file in files {
+        let text = fs::read_to_string(file).unwrap();
         for function in text.split("\npub extern \"C\" fn ").skip(1) {
             let (name, rest) = function.split_once('(').unwrap();
             let (parameters, _) = rest.split_once(')').unwrap();

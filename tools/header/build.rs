@@ -12,11 +12,9 @@ fn main() {
     println!("cargo:rerun-if-changed={}", config.display());
 
     // In the order of the library's sections; every file of src/ffi is one.
-    let mut sources: Vec<_> = match fs::read_dir(&ffi) {
-        Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
-        Err(error) => panic!("{}: {error}", ffi.display()),
-    };
-    sources.sort_by_key(|path| (section(path), path.clone()));
+    let mut sources = Vec::new();
+    collect(&ffi, "", &mut sources);
+    sources.sort_by_key(|source| (rank(&source.module), source.module.clone()));
 
     // A syntax error in src/ffi is better told by the compiler, which gets there only if this build
     // succeeds.
@@ -29,20 +27,59 @@ fn main() {
     write(&out.join("structs.rs"), &structs(&header, &sources));
 }
 
+/// A file, and the module of `unsloth::ffi` that it is; nothing for that module itself.
+struct Source {
+    path: PathBuf,
+    module: String,
+}
+
+impl Source {
+    fn text(&self) -> String {
+        fs::read_to_string(&self.path).unwrap_or_default()
+    }
+}
+
+/// The files of a folder and of those in it: a folder is a module too, whose text is in `mod.rs`.
+fn collect(folder: &Path, module: &str, sources: &mut Vec<Source>) {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries.flatten(),
+        Err(error) => panic!("{}: {error}", folder.display()),
+    };
+    for path in entries.map(|entry| entry.path()) {
+        let stem = path.file_stem().and_then(|stem| stem.to_str());
+        let inner = match (stem.unwrap_or_default(), module) {
+            ("mod", _) => module.to_string(),
+            (stem, "") => stem.to_string(),
+            (stem, _) => format!("{module}::{stem}"),
+        };
+        if path.is_dir() {
+            collect(&path, &inner, sources);
+        } else {
+            let module = inner;
+            sources.push(Source { path, module });
+        }
+    }
+}
+
 /// The text of the header.
-fn header(config: &Path, sources: &[PathBuf]) -> Result<String, String> {
+fn header(config: &Path, sources: &[Source]) -> Result<String, String> {
     let mut config = cbindgen::Config::from_file(config)?;
     let macros = config.after_includes.get_or_insert_default();
     macros.push_str(&initialisers(sources));
     let mut builder = cbindgen::Builder::new().with_config(config);
     for source in sources {
-        builder = if source.ends_with("mod.rs") {
+        builder = if source.path.ends_with("mod.rs") {
             // A copy elsewhere: cbindgen follows `mod` items, and every section would come twice.
-            let alone = PathBuf::from(var("OUT_DIR")).join("mod.rs");
-            write(&alone, &fs::read_to_string(source).unwrap_or_default());
+            let name = format!("alone_{}", source.module.replace("::", "_"));
+            let alone = PathBuf::from(var("OUT_DIR")).join(name);
+            if let Err(error) = fs::create_dir_all(&alone) {
+                panic!("{}: {error}", alone.display());
+            }
+            let alone = alone.join("mod.rs");
+            write(&alone, &source.text());
             builder.with_src(alone)
         } else {
-            builder.with_src(source)
+            builder.with_src(&source.path)
         };
     }
     let bindings = builder.generate().map_err(|error| error.to_string())?;
@@ -53,10 +90,10 @@ fn header(config: &Path, sources: &[PathBuf]) -> Result<String, String> {
 }
 
 /// A macro for each struct that `params!` declares, which initialises it.
-fn initialisers(sources: &[PathBuf]) -> String {
+fn initialisers(sources: &[Source]) -> String {
     let mut names = Vec::new();
     for source in sources {
-        let text = fs::read_to_string(source).unwrap_or_default();
+        let text = source.text();
         for declared in text.split("\nparams!(").skip(1) {
             let name = declared.trim_start().split(',').next().unwrap_or_default();
             names.push(name.to_string());
@@ -99,18 +136,15 @@ fn behind(header: &str, holder: &str, held: &str) -> String {
 
 /// A macro that lists every struct of the header with its fields: the header names them, the
 /// compiler of the test measures them.
-fn structs(header: &str, sources: &[PathBuf]) -> String {
+fn structs(header: &str, sources: &[Source]) -> String {
     let mut rust = String::from(
         "/// Applies a macro to every struct of the header: its name, then its fields.\n\
          #[macro_export]\n\
          macro_rules! structs {\n    ($each:ident) => {{\n",
     );
     for source in sources {
-        let text = fs::read_to_string(source).unwrap_or_default();
-        if text.contains("\npub struct unsloth_")
-            && let Some(section) = source.file_stem().and_then(|stem| stem.to_str())
-        {
-            let _ = writeln!(rust, "        use unsloth::ffi::{section}::*;");
+        if source.text().contains("\npub struct unsloth_") {
+            let _ = writeln!(rust, "        use unsloth::ffi::{}::*;", source.module);
         }
     }
     let _ = writeln!(rust, "        &[");
@@ -140,15 +174,11 @@ fn structs(header: &str, sources: &[PathBuf]) -> String {
 }
 
 /// The rank of a header section: what others build upon comes first.
-fn section(path: &Path) -> usize {
-    const FIRST: [&str; 6] = ["mod", "status", "context", "memory", "tensor", "dlpack"];
-    let stem = path
-        .file_stem()
-        .and_then(|stem| stem.to_str())
-        .unwrap_or_default();
+fn rank(module: &str) -> usize {
+    const FIRST: [&str; 6] = ["", "status", "context", "memory", "tensor", "dlpack"];
     FIRST
         .iter()
-        .position(|first| *first == stem)
+        .position(|first| *first == module)
         .unwrap_or(FIRST.len())
 }
 
