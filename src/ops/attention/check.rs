@@ -1,13 +1,13 @@
 //! Validation of attention's arguments.
 
-use super::{MAX_HEAD_DIM, OP, Params};
+use super::{MAX_HEAD_DIM, OP, PageLayout, Params};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, finite, with_last};
 use crate::ops::operation::{Operation, Tensors};
 use crate::problem::attention::{Keys, Problem, Queries, Rows, Scores, page_dims};
-use crate::tensor::{RawTensor, TensorRef, Workspace};
+use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 
 /// The sizes that the forms of queries and keys agree on.
 struct Sizes {
@@ -16,6 +16,32 @@ struct Sizes {
     num_kv_heads: usize,
     head_dim: usize,
     head_dim_v: usize,
+}
+
+/// What the forward and the backward pass are both given, and what it is called in errors.
+pub(super) struct Inputs {
+    pub op: &'static str,
+    pub q: RawTensor,
+    pub k: RawTensor,
+    pub v: RawTensor,
+    pub out: RawTensor,
+    pub lse: Option<RawTensor>,
+    pub bias: Option<RawTensor>,
+    pub mask: Option<RawTensor>,
+    pub alibi_slopes: Option<RawTensor>,
+    pub sinks: Option<RawTensor>,
+    pub cu_seqlens_q: Option<RawTensor>,
+    pub cu_seqlens_k: Option<RawTensor>,
+    pub seq_lens_k: Option<RawTensor>,
+    pub block_table: Option<RawTensor>,
+    pub page_layout: PageLayout,
+    pub max_seqlen_q: usize,
+    pub max_seqlen_k: usize,
+    pub scale: f32,
+    pub softcap: f32,
+    pub causal: bool,
+    pub window_left: usize,
+    pub window_right: usize,
 }
 
 impl Operation for Params<'_> {
@@ -47,11 +73,48 @@ impl Operation for Params<'_> {
     }
 
     fn problem(&self) -> Result<Problem> {
-        let (q, k, v, out) = (self.q.raw(), self.k.raw(), self.v.raw(), self.out.raw());
+        let raw = |tensor: &Option<TensorRef<'_>>| tensor.as_ref().map(TensorRef::raw);
+        let inputs = Inputs {
+            op: OP,
+            q: self.q.raw(),
+            k: self.k.raw(),
+            v: self.v.raw(),
+            out: self.out.raw(),
+            lse: self.lse.as_ref().map(TensorMut::raw),
+            bias: raw(&self.bias),
+            mask: raw(&self.mask),
+            alibi_slopes: raw(&self.alibi_slopes),
+            sinks: raw(&self.sinks),
+            cu_seqlens_q: raw(&self.cu_seqlens_q),
+            cu_seqlens_k: raw(&self.cu_seqlens_k),
+            seq_lens_k: raw(&self.seq_lens_k),
+            block_table: raw(&self.block_table),
+            page_layout: self.page_layout,
+            max_seqlen_q: self.max_seqlen_q,
+            max_seqlen_k: self.max_seqlen_k,
+            scale: self.scale,
+            softcap: self.softcap,
+            causal: self.causal,
+            window_left: self.window_left,
+            window_right: self.window_right,
+        };
+        let problem = inputs.problem()?;
+        Arg::new(OP, "out", &inputs.out).writable()?;
+        if let Some(lse) = &inputs.lse {
+            Arg::new(OP, "lse", lse).writable()?;
+        }
+        Ok(problem)
+    }
+}
+
+impl Inputs {
+    /// Checks everything but whether what is written may be.
+    pub fn problem(&self) -> Result<Problem> {
+        let (q, k, v, out) = (self.q, self.k, self.v, self.out);
         self.check_forms()?;
         let queries = self.queries(&q)?;
         let batch = match (&self.cu_seqlens_q, queries) {
-            (Some(cu), Queries::Packed { .. }) => cu.layout().dim(0) - 1,
+            (Some(cu), Queries::Packed { .. }) => cu.layout.dim(0) - 1,
             _ => q.layout.dim(0),
         };
         let q_token = if self.cu_seqlens_q.is_some() { 0 } else { 1 };
@@ -62,11 +125,10 @@ impl Operation for Params<'_> {
             DType::F32 => &[DType::F32][..],
             _ => &[q.dtype, DType::F32],
         };
-        Arg::new(OP, "out", &out)
+        Arg::new(self.op, "out", &out)
             .dtype(allowed)?
             .shape(with_last(&q, sizes.head_dim_v, &mut [0; MAX_RANK]))?
-            .last_contiguous()?
-            .writable()?;
+            .last_contiguous()?;
 
         let max_seqlen_q = match queries {
             Queries::Batched { len } => len,
@@ -116,21 +178,18 @@ impl Operation for Params<'_> {
             } else {
                 unlimited(self.window_right)
             },
-            bias: score_tensor("bias", self.bias.as_ref(), DType::FLOATS, &scores)?,
-            mask: score_tensor("mask", self.mask.as_ref(), &[DType::Bool], &scores)?,
+            bias: self.score_tensor("bias", self.bias, DType::FLOATS, &scores)?,
+            mask: self.score_tensor("mask", self.mask, &[DType::Bool], &scores)?,
             alibi_slopes: self.alibi_slopes(batch, sizes.num_heads)?,
             sinks: self.sinks(sizes.num_heads)?,
         })
     }
-}
-
-impl Params<'_> {
     /// Arguments that exclude or need one another.
     fn check_forms(&self) -> Result<()> {
         let exclude = |a: bool, b: bool, name: &'static str, other: &str| {
             if a && b {
                 let problem = text!("is given together with {other}: only one of them is allowed");
-                return Err(Error::invalid(OP, name, problem));
+                return Err(Error::invalid(self.op, name, problem));
             }
             Ok(())
         };
@@ -149,7 +208,7 @@ impl Params<'_> {
         )?;
         if self.block_table.is_some() && self.seq_lens_k.is_none() {
             return Err(Error::invalid(
-                OP,
+                self.op,
                 "seq_lens_k",
                 "is absent, block_table needs it",
             ));
@@ -158,7 +217,7 @@ impl Params<'_> {
     }
 
     fn queries(&self, q: &RawTensor) -> Result<Queries> {
-        let arg = Arg::new(OP, "q", q).dtype(DType::FLOATS)?;
+        let arg = Arg::new(self.op, "q", q).dtype(DType::FLOATS)?;
         let Some(cu) = &self.cu_seqlens_q else {
             arg.rank_as(4, "because q is batched: cu_seqlens_q is absent")?
                 .last_contiguous()?;
@@ -169,7 +228,7 @@ impl Params<'_> {
         arg.rank_as(3, "because q is packed: cu_seqlens_q is there")?
             .last_contiguous()?;
         Ok(Queries::Packed {
-            cu_seqlens: cu_seqlens("cu_seqlens_q", cu)?,
+            cu_seqlens: self.cu_seqlens("cu_seqlens_q", cu)?,
             total: q.layout.dim(0),
         })
     }
@@ -190,7 +249,7 @@ impl Params<'_> {
             _ => (4, "because keys are batched: cu_seqlens_k is absent"),
         };
         for (name, t) in [("k", k), ("v", v)] {
-            Arg::new(OP, name, t)
+            Arg::new(self.op, name, t)
                 .dtype(DType::FLOATS)?
                 .rank_as(rank, reason)?
                 .last_contiguous()?;
@@ -210,11 +269,15 @@ impl Params<'_> {
         for (name, head_dim) in [("q", sizes.head_dim), ("v", sizes.head_dim_v)] {
             if !(1..=MAX_HEAD_DIM).contains(&head_dim) {
                 let problem = text!("has head_dim {head_dim}, allowed: 1 to {MAX_HEAD_DIM}");
-                return Err(Error::invalid(OP, name, problem));
+                return Err(Error::invalid(self.op, name, problem));
             }
         }
         if sizes.num_kv_heads == 0 {
-            return Err(Error::invalid(OP, "k", "has 0 heads, at least 1 is needed"));
+            return Err(Error::invalid(
+                self.op,
+                "k",
+                "has 0 heads, at least 1 is needed",
+            ));
         }
         if sizes.num_heads == 0 || !sizes.num_heads.is_multiple_of(sizes.num_kv_heads) {
             let heads_first = q_token == 1
@@ -231,17 +294,17 @@ impl Params<'_> {
                 sizes.num_heads,
                 sizes.num_kv_heads
             );
-            return Err(Error::invalid(OP, "q", problem));
+            return Err(Error::invalid(self.op, "q", problem));
         }
-        equal("k", "head_dim", k.layout.dim(dim), "q", sizes.head_dim)?;
-        Arg::new(OP, "v", v).shape(with_last(k, sizes.head_dim_v, &mut [0; MAX_RANK]))?;
+        self.equal("k", "head_dim", k.layout.dim(dim), "q", sizes.head_dim)?;
+        Arg::new(self.op, "v", v).shape(with_last(k, sizes.head_dim_v, &mut [0; MAX_RANK]))?;
         if !packed && self.block_table.is_none() {
             let of = if self.cu_seqlens_q.is_some() {
                 "cu_seqlens_q"
             } else {
                 "q"
             };
-            equal("k", "batch size", k.layout.dim(0), of, sizes.batch)?;
+            self.equal("k", "batch size", k.layout.dim(0), of, sizes.batch)?;
         }
         Ok(sizes)
     }
@@ -261,11 +324,11 @@ impl Params<'_> {
             "q"
         };
         if let Some(cu) = &self.cu_seqlens_k {
-            let cu_seqlens = cu_seqlens("cu_seqlens_k", cu)?;
-            equal(
+            let cu_seqlens = self.cu_seqlens("cu_seqlens_k", cu)?;
+            self.equal(
                 "cu_seqlens_k",
                 "batch size",
-                cu.layout().dim(0) - 1,
+                cu.layout.dim(0) - 1,
                 of,
                 batch,
             )?;
@@ -274,8 +337,7 @@ impl Params<'_> {
         }
         let mut seq_lens = std::ptr::null();
         if let Some(lens) = &self.seq_lens_k {
-            let lens = lens.raw();
-            Arg::new(OP, "seq_lens_k", &lens)
+            Arg::new(self.op, "seq_lens_k", lens)
                 .dtype(&[DType::I32])?
                 .shape(&[batch])?
                 .contiguous()?;
@@ -285,17 +347,16 @@ impl Params<'_> {
             let len = k.layout.dim(1);
             return Ok((Keys::Batched { len, seq_lens }, (Some(0), 1, 2)));
         };
-        let table = table.raw();
-        Arg::new(OP, "block_table", &table)
+        Arg::new(self.op, "block_table", table)
             .dtype(&[DType::I32])?
             .rank(&[2])?
             .last_contiguous()?;
-        equal("block_table", "batch size", table.layout.dim(0), of, batch)?;
+        self.equal("block_table", "batch size", table.layout.dim(0), of, batch)?;
         let (token, head) = page_dims(self.page_layout);
         let page_size = k.layout.dim(token);
         if !page_size.is_power_of_two() {
             let problem = text!("has page size {page_size}, a power of two is needed");
-            return Err(Error::invalid(OP, "k", problem));
+            return Err(Error::invalid(self.op, "k", problem));
         }
         let keys = Keys::Paged {
             block_table: table.ptr.cast_const().cast(),
@@ -312,41 +373,37 @@ impl Params<'_> {
         let Some(lse) = &self.lse else {
             return Ok(None);
         };
-        let lse = lse.raw();
-        let arg = Arg::new(OP, "lse", &lse).dtype(&[DType::F32])?;
-        let rows = if self.cu_seqlens_q.is_some() {
+        let arg = Arg::new(self.op, "lse", lse).dtype(&[DType::F32])?;
+        Ok(Some(if self.cu_seqlens_q.is_some() {
             arg.shape(&[sizes.num_heads, q.layout.dim(0)])?;
-            Rows::new(&lse, None, 1, 0)
+            Rows::new(lse, None, 1, 0)
         } else {
             arg.shape(&[batch, sizes.num_heads, q.layout.dim(1)])?;
-            Rows::new(&lse, Some(0), 2, 1)
-        };
-        arg.writable()?;
-        Ok(Some(rows))
+            Rows::new(lse, Some(0), 2, 1)
+        }))
     }
 
     fn scale(&self, head_dim: usize) -> Result<f32> {
-        Ok(match finite(OP, "scale", self.scale)? {
+        Ok(match finite(self.op, "scale", self.scale)? {
             0.0 => 1.0 / (head_dim as f32).sqrt(),
             scale => scale,
         })
     }
 
     fn softcap(&self) -> Result<f32> {
-        let softcap = finite(OP, "softcap", self.softcap)?;
+        let softcap = finite(self.op, "softcap", self.softcap)?;
         if softcap >= 0.0 {
             return Ok(softcap);
         }
         let problem = text!("is {softcap}, at least 0 is needed");
-        Err(Error::invalid(OP, "softcap", problem))
+        Err(Error::invalid(self.op, "softcap", problem))
     }
 
     fn alibi_slopes(&self, batch: usize, num_heads: usize) -> Result<Option<(*const f32, usize)>> {
         let Some(slopes) = &self.alibi_slopes else {
             return Ok(None);
         };
-        let slopes = slopes.raw();
-        let arg = Arg::new(OP, "alibi_slopes", &slopes)
+        let arg = Arg::new(self.op, "alibi_slopes", slopes)
             .dtype(&[DType::F32])?
             .rank(&[1, 2])?
             .last_contiguous()?;
@@ -364,12 +421,67 @@ impl Params<'_> {
         let Some(sinks) = &self.sinks else {
             return Ok(None);
         };
-        let sinks = sinks.raw();
-        Arg::new(OP, "sinks", &sinks)
+        Arg::new(self.op, "sinks", sinks)
             .dtype(&[DType::F32])?
             .shape(&[num_heads])?
             .last_contiguous()?;
         Ok(Some(sinks.ptr.cast_const().cast()))
+    }
+    fn cu_seqlens(&self, name: &'static str, cu: &RawTensor) -> Result<*const i32> {
+        Arg::new(self.op, name, cu)
+            .dtype(&[DType::I32])?
+            .rank(&[1])?
+            .contiguous()?;
+        if cu.layout.dim(0) == 0 {
+            return Err(Error::invalid(
+                self.op,
+                name,
+                "has 0 entries, at least 1 is needed",
+            ));
+        }
+        Ok(cu.ptr.cast_const().cast())
+    }
+
+    fn equal(
+        &self,
+        name: &'static str,
+        what: &str,
+        value: usize,
+        other: &str,
+        expected: usize,
+    ) -> Result<()> {
+        if value == expected {
+            return Ok(());
+        }
+        let problem = text!("has {what} {value}, {other} has {expected}");
+        Err(Error::invalid(self.op, name, problem))
+    }
+
+    fn score_tensor(
+        &self,
+        name: &'static str,
+        tensor: Option<RawTensor>,
+        dtypes: &[DType],
+        sizes: &[usize; 4],
+    ) -> Result<Option<Scores>> {
+        let Some(raw) = tensor else {
+            return Ok(None);
+        };
+        let arg = Arg::new(self.op, name, &raw).dtype(dtypes)?.rank(&[4])?;
+        let shape = raw.layout.shape();
+        if shape
+            .iter()
+            .zip(sizes)
+            .any(|(&n, &size)| n != 1 && n != size)
+        {
+            let problem =
+                text!("has shape {shape:?}, allowed: {sizes:?} or 1 in place of any size");
+            return Err(Error::invalid(self.op, name, problem));
+        }
+        if raw.layout.stride(3) != 0 {
+            arg.last_contiguous()?;
+        }
+        Ok(Some(Scores::new(&raw)))
     }
 }
 
@@ -383,57 +495,7 @@ fn unlimited(window: usize) -> usize {
     if window == 0 { usize::MAX } else { window }
 }
 
-fn cu_seqlens(name: &'static str, cu: &TensorRef<'_>) -> Result<*const i32> {
-    let cu = cu.raw();
-    Arg::new(OP, name, &cu)
-        .dtype(&[DType::I32])?
-        .rank(&[1])?
-        .contiguous()?;
-    if cu.layout.dim(0) == 0 {
-        return Err(Error::invalid(
-            OP,
-            name,
-            "has 0 entries, at least 1 is needed",
-        ));
-    }
-    Ok(cu.ptr.cast_const().cast())
-}
-
-fn equal(name: &'static str, what: &str, value: usize, other: &str, expected: usize) -> Result<()> {
-    if value == expected {
-        return Ok(());
-    }
-    let problem = text!("has {what} {value}, {other} has {expected}");
-    Err(Error::invalid(OP, name, problem))
-}
-
 /// A bound on sequence lengths: the caller's, or the room there is if that is tighter.
 fn bound(value: usize, room: usize) -> usize {
     if value == 0 { room } else { value.min(room) }
-}
-
-fn score_tensor(
-    name: &'static str,
-    tensor: Option<&TensorRef<'_>>,
-    dtypes: &[DType],
-    sizes: &[usize; 4],
-) -> Result<Option<Scores>> {
-    let Some(tensor) = tensor else {
-        return Ok(None);
-    };
-    let raw = tensor.raw();
-    let arg = Arg::new(OP, name, &raw).dtype(dtypes)?.rank(&[4])?;
-    let shape = raw.layout.shape();
-    if shape
-        .iter()
-        .zip(sizes)
-        .any(|(&n, &size)| n != 1 && n != size)
-    {
-        let problem = text!("has shape {shape:?}, allowed: {sizes:?} or 1 in place of any size");
-        return Err(Error::invalid(OP, name, problem));
-    }
-    if raw.layout.stride(3) != 0 {
-        arg.last_contiguous()?;
-    }
-    Ok(Some(Scores::new(&raw)))
 }
