@@ -70,6 +70,44 @@ unsafe impl Send for Problem {}
 // SAFETY: as above.
 unsafe impl Sync for Problem {}
 
+/// Validated arguments of the backward pass. Gradients that are absent are not computed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Backward {
+    /// What was computed. `out` and `lse`, which is there, are read. Keys are not paged.
+    pub forward: Problem,
+    /// Like `out`, of the same dtype or f32.
+    pub dout: Rows,
+    /// Like `lse`.
+    pub dlse: Option<Rows>,
+    /// Like `q`, `k` and `v`, of their dtypes.
+    pub dq: Option<Rows>,
+    pub dk: Option<Rows>,
+    pub dv: Option<Rows>,
+    /// f32, of the bias's shape.
+    pub dbias: Option<ScoresGradient>,
+    /// f32, contiguous over heads.
+    pub dsinks: Option<*mut f32>,
+    /// Whether `dbias` and `dsinks` are added to what is there.
+    pub accumulate: bool,
+}
+
+// SAFETY: as for `Problem`.
+unsafe impl Send for Backward {}
+// SAFETY: as above.
+unsafe impl Sync for Backward {}
+
+/// A tensor `[B, Hq, Sq, Sk]` of f32, any of whose sizes may be 1: then it is the sum over that
+/// dimension. Contiguous over keys.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ScoresGradient {
+    pub ptr: *mut f32,
+    pub sizes: [usize; 4],
+    pub strides: [usize; 4],
+}
+
+// SAFETY: as for `Problem`.
+unsafe impl Sync for ScoresGradient {}
+
 /// Vectors of contiguous elements at `batch * outer + token * token + head * head`. In packed form `outer` is zero, in paged form
 /// it is the distance of pages.
 #[derive(Clone, Copy, Debug)]

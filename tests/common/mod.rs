@@ -23,7 +23,10 @@ use rand::rngs::StdRng;
 use unsloth::{DType, InOut};
 
 pub use devices::{contexts, gpu, gpu_options, hopper};
-pub use rules::{assert_close, assert_close_of_sums, assert_flash_rule, assert_flash_rule_of_sums};
+pub use rules::{
+    assert_close, assert_close_of_sums, assert_flash_rule, assert_flash_rule_of_sums,
+    assert_gradient_rule,
+};
 pub use tensor::{DeviceTensor, TestTensor};
 
 /// The floating-point dtypes, for tables.

@@ -82,6 +82,29 @@ pub fn assert_flash_rule_of_sums(
     plain: &[f64],
     terms: f64,
 ) {
+    assert_rule(what, dtype, 2.0, [actual, reference, plain], terms);
+}
+
+/// [`assert_flash_rule_of_sums`] for gradients, whose error may be three times that of a plain
+/// implementation.
+pub fn assert_gradient_rule(
+    what: &str,
+    dtype: DType,
+    actual: &[f64],
+    reference: &[f64],
+    plain: &[f64],
+    terms: f64,
+) {
+    assert_rule(what, dtype, 3.0, [actual, reference, plain], terms);
+}
+
+fn assert_rule(
+    what: &str,
+    dtype: DType,
+    times: f64,
+    [actual, reference, plain]: [&[f64]; 3],
+    terms: f64,
+) {
     assert_eq!(actual.len(), reference.len(), "{what}: length");
     assert_eq!(
         plain.len(),
@@ -100,7 +123,7 @@ pub fn assert_flash_rule_of_sums(
         .filter(|r| r.is_finite())
         .fold(0.0, |m: f64, r| m.max(r.abs()));
     let error = worst(plain).max(terms * epsilon(DType::F32));
-    let bound = 2.0 * error + 0.5 * epsilon(dtype) * magnitude + tiny(DType::F32);
+    let bound = times * error + 0.5 * epsilon(dtype) * magnitude + tiny(DType::F32);
     for (i, (&a, &r)) in actual.iter().zip(reference).enumerate() {
         let right = a == r || (a - r).abs() <= bound;
         assert!(

@@ -60,6 +60,12 @@ impl TestTensor {
         }
     }
 
+    /// All poison, of the same dtype and layout and at the same place as another.
+    pub fn poisoned_like(other: &TestTensor) -> Self {
+        let skew = (other.start - GUARD) / other.dtype.size();
+        Self::poisoned_at(other.dtype, other.layout, skew)
+    }
+
     /// Elements from `values`, in row-major order, rounded to the dtype.
     pub fn from_values(dtype: DType, layout: Layout, values: &[f64]) -> Self {
         let mut tensor = Self::poisoned(dtype, layout);

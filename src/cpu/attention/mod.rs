@@ -4,6 +4,7 @@
 //! to end; so the same inputs give the same bits with any number of threads. Sequences with few queries and many keys are cut
 //! along the keys too, and their parts merged by their softmax sums in order.
 
+mod backward;
 mod few;
 mod panel;
 mod scores;
@@ -34,7 +35,7 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     if p.batch == 0 || matches!(p.queries, Queries::Batched { len: 0 }) {
         return Ok(());
     }
-    let sequences = sequences(p)?;
+    let sequences = sequences(OP, p)?;
     let Some(last) = sequences.last() else {
         return Ok(());
     };

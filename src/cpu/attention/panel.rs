@@ -15,14 +15,14 @@ use crate::problem::attention::Problem;
 
 /// Keys, or elements of values, that a micro-kernel broadcasts. Times the vectors of a panel, they are its accumulators, which must
 /// fit the registers: where there are 16, it takes half a block at a time.
-const BLOCK: usize = 8;
+pub(super) const BLOCK: usize = 8;
 const HALF: usize = BLOCK / 2;
 
 /// Products that are added one to the next. Longer rows are sums of such runs: rounding grows with the longest chain of additions.
 const RUN: usize = 64;
 
 /// Vectors in the widest panel.
-const MAX_VECTORS: usize = 2;
+pub(super) const MAX_VECTORS: usize = 2;
 
 /// Buffers of one thread.
 pub(super) struct Scratch<'a> {
@@ -85,7 +85,7 @@ impl<'a> Scratch<'a> {
 }
 
 /// Keys per tile: a multiple of [`BLOCK`]; fewer where rows are long, so that tiles stay in the L2 cache beside the panels.
-fn tile_keys(p: &Problem) -> usize {
+pub(super) fn tile_keys(p: &Problem) -> usize {
     if p.head_dim + p.head_dim_v > 512 {
         MAX_KEYS / 2
     } else {
@@ -236,7 +236,7 @@ fn store_panel(
 
 /// `scores[key, lane] = Σ k[key, x] q[x, lane]`, in whole blocks: what lies behind the last key is computed too and means nothing.
 #[inline(always)]
-fn products<S: Simd, const N: usize>(
+pub(super) fn products<S: Simd, const N: usize>(
     simd: S,
     k: &[f32],
     q: &[f32],
@@ -368,7 +368,7 @@ unsafe fn weigh<S: Simd>(simd: S, at: *mut f32, shift: S::f32s) -> S::f32s {
 
 /// `out[x, lane] = out[x, lane] * factor[lane] + Σ v[key, x] weights[key, lane]`.
 #[inline(always)]
-fn accumulate<S: Simd, const N: usize>(
+pub(super) fn accumulate<S: Simd, const N: usize>(
     simd: S,
     v: &[f32],
     dim_v: usize,

@@ -32,10 +32,16 @@ impl Tile<'_> {
     /// Softcap, bias, ALiBi and mask.
     #[inline(always)]
     pub fn modify(&mut self, unit: &Unit<'_>) {
-        let p = unit.p;
-        if p.softcap > 0.0 {
-            self.softcap(p.softcap);
+        if unit.p.softcap > 0.0 {
+            self.softcap(unit.p.softcap);
         }
+        self.modify_capped(unit);
+    }
+
+    /// Bias, ALiBi and mask, which come after the softcap.
+    #[inline(always)]
+    pub fn modify_capped(&mut self, unit: &Unit<'_>) {
+        let p = unit.p;
         if let Some(bias) = &p.bias {
             self.add_bias(unit, bias);
         }
@@ -74,7 +80,7 @@ impl Tile<'_> {
     }
 
     #[inline(always)]
-    fn softcap(&mut self, softcap: f32) {
+    pub fn softcap(&mut self, softcap: f32) {
         let n = self.keys.len();
         if self.row_stride == 1 {
             cap(&mut self.scores[..n * self.key_stride], softcap);

@@ -5,8 +5,6 @@ use std::ops::Range;
 use crate::error::{Error, Result, text};
 use crate::problem::attention::{Keys, Problem, Queries};
 
-const OP: &str = "attention";
-
 /// Query rows of a unit: those of every query head that shares a key head, so that a tile of keys is widened once for all.
 pub(super) const TILE_ROWS: usize = 128;
 
@@ -64,6 +62,26 @@ impl Sequence {
         self.window(p, last).start..self.window(p, first).end
     }
 
+    /// Rows that may see any of these keys, as far as windows go.
+    pub fn seeing(&self, p: &Problem, keys: &Range<usize>) -> Range<usize> {
+        if keys.is_empty() {
+            return 0..0;
+        }
+        let bounded = |window: usize| i64::try_from(window).unwrap_or(i64::MAX);
+        let (first, last) = (keys.start as i64, keys.end as i64 - 1);
+        // A query at position p sees key j if j > p - window_left and j < p + window_right.
+        let start = first
+            .saturating_sub(bounded(p.window_right))
+            .saturating_add(1);
+        let end = last.saturating_add(bounded(p.window_left));
+        let query = |position: i64| {
+            let query = position.saturating_sub(self.position(0));
+            query.clamp(0, self.q_len as i64) as usize
+        };
+        let (start, end) = (query(start), query(end));
+        start * p.group()..end.max(start) * p.group()
+    }
+
     /// Position of a query among the keys; negative where there are fewer keys than queries.
     #[inline(always)]
     pub fn position(&self, query: usize) -> i64 {
@@ -117,37 +135,37 @@ impl Lengths<'_> {
 }
 
 /// Every sequence, in order. Nothing has been written when this fails.
-pub(super) fn sequences(p: &Problem) -> Result<Vec<Sequence>> {
+pub(super) fn sequences(op: &'static str, p: &Problem) -> Result<Vec<Sequence>> {
     let queries = match p.queries {
         Queries::Batched { len } => Lengths::Equal(len),
         Queries::Packed { cu_seqlens, total } => {
             // SAFETY: checked to be `batch + 1` aligned entries, which are initialised as whoever made the tensor has promised.
             let cu = unsafe { entries(cu_seqlens, p.batch + 1) };
             let names = ["cu_seqlens_q", "q", "max_seqlen_q"];
-            packed(names, cu, total, p.max_seqlen_q)?
+            packed(op, names, cu, total, p.max_seqlen_q)?
         }
     };
     let keys = match p.keys {
         Keys::Batched { len, seq_lens } if seq_lens.is_null() => Lengths::Equal(len),
         // SAFETY: checked to be `batch` aligned entries, otherwise as above.
-        Keys::Batched { seq_lens, .. } => padded(unsafe { entries(seq_lens, p.batch) }, p)?,
+        Keys::Batched { seq_lens, .. } => padded(op, unsafe { entries(seq_lens, p.batch) }, p)?,
         Keys::Packed { cu_seqlens, total } => {
             // SAFETY: as those of the queries.
             let cu = unsafe { entries(cu_seqlens, p.batch + 1) };
             let names = ["cu_seqlens_k", "k", "max_seqlen_k"];
-            packed(names, cu, total, p.max_seqlen_k)?
+            packed(op, names, cu, total, p.max_seqlen_k)?
         }
         Keys::Paged { seq_lens, .. } => {
             // SAFETY: checked to be `batch` aligned entries, otherwise as above.
-            let keys = padded(unsafe { entries(seq_lens, p.batch) }, p)?;
-            check_block_table(p, &keys)?;
+            let keys = padded(op, unsafe { entries(seq_lens, p.batch) }, p)?;
+            check_block_table(op, p, &keys)?;
             keys
         }
     };
     let mut sequences = Vec::new();
     if sequences.try_reserve_exact(p.batch).is_err() {
         let bytes = p.batch.saturating_mul(size_of::<Sequence>());
-        return Err(Error::out_of_host_memory(OP, bytes));
+        return Err(Error::out_of_host_memory(op, bytes));
     }
     let (mut first_unit, mut first_partial) = (0, 0);
     for batch in 0..p.batch {
@@ -189,6 +207,7 @@ unsafe fn entries<'a>(ptr: *const i32, len: usize) -> &'a [i32] {
 
 /// Checks cumulative lengths.
 fn packed<'a>(
+    op: &'static str,
     [name, of, bound]: [&'static str; 3],
     cu: &'a [i32],
     total: usize,
@@ -197,37 +216,37 @@ fn packed<'a>(
     for (i, end) in cu.iter().enumerate() {
         if !usize::try_from(*end).is_ok_and(|end| end <= total) {
             let problem = text!("has {end} at index {i}, allowed: 0 to the {total} tokens of {of}");
-            return Err(Error::invalid(OP, name, problem));
+            return Err(Error::invalid(op, name, problem));
         }
     }
     for (i, pair) in cu.windows(2).enumerate() {
         let (start, end) = (pair[0], pair[1]);
         if end < start {
             let problem = text!("falls from {start} to {end} at index {}", i + 1);
-            return Err(Error::invalid(OP, name, problem));
+            return Err(Error::invalid(op, name, problem));
         }
         let len = (end - start) as usize;
         if len > max {
             let problem = text!("has a sequence of {len} at index {i}, above {bound} {max}");
-            return Err(Error::invalid(OP, name, problem));
+            return Err(Error::invalid(op, name, problem));
         }
     }
     Ok(Lengths::Packed(cu))
 }
 
 /// Checks lengths of keys.
-fn padded<'a>(lens: &'a [i32], p: &Problem) -> Result<Lengths<'a>> {
+fn padded<'a>(op: &'static str, lens: &'a [i32], p: &Problem) -> Result<Lengths<'a>> {
     for (i, &len) in lens.iter().enumerate() {
         if !usize::try_from(len).is_ok_and(|len| len <= p.max_seqlen_k) {
             let problem = text!("has {len} at index {i}, allowed: 0 to {}", p.max_seqlen_k);
-            return Err(Error::invalid(OP, "seq_lens_k", problem));
+            return Err(Error::invalid(op, "seq_lens_k", problem));
         }
     }
     Ok(Lengths::Padded(lens))
 }
 
 /// Every entry that will be read names a page that exists.
-fn check_block_table(p: &Problem, keys: &Lengths<'_>) -> Result<()> {
+fn check_block_table(op: &'static str, p: &Problem, keys: &Lengths<'_>) -> Result<()> {
     let Keys::Paged {
         block_table,
         table_stride,
@@ -250,7 +269,7 @@ fn check_block_table(p: &Problem, keys: &Lengths<'_>) -> Result<()> {
                 let problem = text!(
                     "has page {page} at [{b}, {i}], allowed: 0 to before the {num_pages} pages of k"
                 );
-                return Err(Error::invalid(OP, "block_table", problem));
+                return Err(Error::invalid(op, "block_table", problem));
             }
         }
     }

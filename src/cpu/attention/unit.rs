@@ -142,6 +142,15 @@ impl<'a> Unit<'a> {
         }
     }
 
+    /// Reads a row of a tensor like `q`.
+    #[inline(always)]
+    pub fn load_row(&self, rows: &Rows, row: usize, to: &mut [f32]) {
+        let (query, head) = self.query_head(row);
+        let token = self.sequence.q_start + query;
+        // SAFETY: as for the query of the row.
+        unsafe { load(rows, rows.offset(self.batch, token, head), to) };
+    }
+
     /// Widens `keys` of `k` or `v` to rows of `stride` floats.
     #[inline(always)]
     pub fn load_tile(
@@ -290,9 +299,21 @@ pub(super) fn store_output(
 /// # Safety
 /// `to.len()` elements of `rows` at `offset` are readable.
 #[inline(always)]
-unsafe fn load(rows: &Rows, offset: usize, to: &mut [f32]) {
+pub(super) unsafe fn load(rows: &Rows, offset: usize, to: &mut [f32]) {
     with_float!(rows.dtype, T => {
         // SAFETY: that the elements are there and readable is what this function asks for; T is their type.
         T::load(unsafe { std::slice::from_raw_parts(rows.ptr.cast::<T>().add(offset), to.len()) }, to);
+    });
+}
+
+/// # Safety
+/// `row.len()` elements of `rows` at `offset` are writable, and nobody else uses them.
+#[inline(always)]
+pub(super) unsafe fn store_row(rows: &Rows, offset: usize, row: &[f32]) {
+    with_float!(rows.dtype, T => {
+        // SAFETY: as this function asks for; T is the elements' type.
+        T::store(row, unsafe {
+            std::slice::from_raw_parts_mut(rows.ptr.cast::<T>().add(offset), row.len())
+        });
     });
 }

@@ -4,6 +4,7 @@
 //! all follow from its answer.
 
 mod arguments;
+mod backward;
 mod hopper;
 mod portable;
 

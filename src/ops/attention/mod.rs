@@ -98,11 +98,13 @@
 //! # Ok::<(), unsloth::Error>(())
 //! ```
 
+pub mod backward;
 mod check;
 
 use crate::ops::operation;
 pub use crate::problem::attention::PageLayout;
 use crate::tensor::{TensorMut, TensorRef, Workspace};
+pub use backward::backward;
 
 const OP: &str = "attention";
 

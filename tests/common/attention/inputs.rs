@@ -258,7 +258,7 @@ impl Case {
 
     /// Shape and elements of keys or values in this case's form, with NaN where nothing may be
     /// read.
-    fn arranged(
+    pub(super) fn arranged(
         &self,
         sequences: &[Sequence],
         dim: usize,

@@ -1,8 +1,10 @@
 //! Attention's test cases: sequences and options, and the tensors of every form that say the same.
 
+pub mod backward;
 mod inputs;
 
 use rand::rngs::StdRng;
+use unsloth::ops::attention::backward::Params as Backward;
 use unsloth::ops::attention::{self, PageLayout, Params};
 use unsloth::{Backend, Buffer, Context, DType, Error, Stream, TensorRef, Workspace};
 
@@ -160,6 +162,29 @@ impl Uploaded {
         let (max_q, max_k) = case.score_bounds();
         params.max_seqlen_q = max_q;
         params.max_seqlen_k = max_k;
+        params.scale = case.scale.unwrap_or(0.0);
+        params.softcap = case.softcap.unwrap_or(0.0);
+        params.causal = case.causal;
+        params.window_left = case.window_left.unwrap_or(0);
+        params.window_right = case.window_right.unwrap_or(0);
+        params
+    }
+
+    /// Everything of the backward pass but gradients and a workspace.
+    pub fn backward_params<'a>(&'a self, case: &Case, dout: TensorRef<'a>) -> Backward<'a> {
+        fn view(t: &Option<DeviceTensor>) -> Option<TensorRef<'_>> {
+            t.as_ref().map(DeviceTensor::view)
+        }
+        let (q, k, v) = (self.q.view(), self.k.view(), self.v.view());
+        let mut params = Backward::new(q, k, v, self.out.view(), self.lse.view(), dout);
+        params.bias = view(&self.bias);
+        params.mask = view(&self.mask);
+        params.alibi_slopes = view(&self.alibi_slopes);
+        params.sinks = view(&self.sinks);
+        params.cu_seqlens_q = view(&self.cu_seqlens_q);
+        params.cu_seqlens_k = view(&self.cu_seqlens_k);
+        params.seq_lens_k = view(&self.seq_lens_k);
+        (params.max_seqlen_q, params.max_seqlen_k) = case.score_bounds();
         params.scale = case.scale.unwrap_or(0.0);
         params.softcap = case.softcap.unwrap_or(0.0);
         params.causal = case.causal;
@@ -347,15 +372,21 @@ pub fn check_results(
         (_, plain_lse) = at(Precision::Plain(dtype));
     }
     let (rounding_out, rounding_lse) = expected(case, inputs, score_rounding);
-    compare("out", out, &exact_out, &plain_out, &rounding_out);
-    compare("lse", lse, &exact_lse, &plain_lse, &rounding_lse);
+    let rule = assert_flash_rule;
+    compare("out", rule, out, [&exact_out, &plain_out, &rounding_out]);
+    compare("lse", rule, lse, [&exact_lse, &plain_lse, &rounding_lse]);
 }
 
-/// The flash rule where something was to be written, and untouched poison elsewhere.
+/// A rule where something was to be written, and untouched poison elsewhere.
 ///
 /// The error of plain code is one sample of what rounding may do, and on a handful of outputs it is
 /// small by luck now and then; what rounding scores to f32 costs is added to it.
-fn compare(what: &str, actual: &TestTensor, exact: &[f64], plain: &[f64], rounding: &[f64]) {
+fn compare(
+    what: &str,
+    rule: impl Fn(&str, DType, &[f64], &[f64], &[f64]),
+    actual: &TestTensor,
+    [exact, plain, rounding]: [&[f64]; 3],
+) {
     let plain: Vec<f64> = (exact.iter().zip(plain).zip(rounding))
         .map(|((&exact, &plain), &rounding)| match plain == exact {
             true => exact + rounding,
@@ -372,7 +403,7 @@ fn compare(what: &str, actual: &TestTensor, exact: &[f64], plain: &[f64], roundi
             .collect()
     };
     let values = actual.values();
-    assert_flash_rule(
+    rule(
         what,
         actual.dtype,
         &keep(&values),

@@ -173,3 +173,173 @@ pub fn score_rounding(s: &Sequence, o: &Options) -> (Vec<f64>, Vec<f64>) {
     }
     (out, lse)
 }
+
+/// Gradients as [`attention_backward`] gives them: of `q`, `k` and `v` in their order, of the bias as
+/// `[head][query][key]`, and of the sinks.
+#[derive(Clone, Debug)]
+pub struct Gradients {
+    pub dq: Vec<f64>,
+    pub dk: Vec<f64>,
+    pub dv: Vec<f64>,
+    pub dbias: Vec<Vec<Vec<f64>>>,
+    pub dsinks: Vec<f64>,
+}
+
+impl Gradients {
+    fn zeros(s: &Sequence) -> Gradients {
+        Gradients {
+            dq: vec![0.0; s.q.len()],
+            dk: vec![0.0; s.k.len()],
+            dv: vec![0.0; s.v.len()],
+            dbias: vec![vec![vec![0.0; s.k_len]; s.q_len]; s.heads],
+            dsinks: vec![0.0; s.heads],
+        }
+    }
+}
+
+/// Gradients of a loss whose gradients with respect to `out` and `lse` are given, in their order.
+pub fn attention_backward(
+    s: &Sequence,
+    o: &Options,
+    dout: &[f64],
+    dlse: &[f64],
+    precision: Precision,
+) -> Gradients {
+    let (stored, computed) = (|x| precision.stored(x), |x| precision.computed(x));
+    let scale = computed(o.scale.unwrap_or(1.0 / (s.dim as f64).sqrt()));
+    let mut g = Gradients::zeros(s);
+    for h in 0..s.heads {
+        let kv_head = h / (s.heads / s.kv_heads);
+        for i in 0..s.q_len {
+            let weights = weights(s, o, precision, h, i);
+            let Some((weights, of_sink)) = weights else {
+                continue;
+            };
+            let dout = &dout[(i * s.heads + h) * s.dim_v..][..s.dim_v];
+            let v = |j: usize| &s.v[(j * s.kv_heads + kv_head) * s.dim_v..][..s.dim_v];
+            let dot = |v: &[f64]| {
+                let terms = dout.iter().zip(v).map(|(a, b)| computed(a * b));
+                terms.fold(0.0, |sum, x| computed(sum + x))
+            };
+            let dweights: Vec<f64> = (0..s.k_len).map(|j| stored(dot(v(j)))).collect();
+            let terms = weights.iter().zip(&dweights).map(|(w, d)| computed(w * d));
+            let delta = terms.fold(0.0, |sum, x| computed(sum + x)) - dlse[h * s.q_len + i];
+            g.dsinks[h] = computed(g.dsinks[h] - computed(of_sink * delta));
+            let q = (i * s.heads + h) * s.dim;
+            for j in 0..s.k_len {
+                let ds = stored(computed(weights[j] * computed(dweights[j] - delta)));
+                g.dbias[h][i][j] = ds;
+                let slope = softcap_slope(s, o, precision, h, i, j);
+                let dx = stored(computed(stored(computed(ds * slope)) * scale));
+                let k = (j * s.kv_heads + kv_head) * s.dim;
+                for x in 0..s.dim {
+                    g.dq[q + x] = computed(g.dq[q + x] + computed(dx * s.k[k + x]));
+                    g.dk[k + x] = computed(g.dk[k + x] + computed(dx * s.q[q + x]));
+                }
+                let v = (j * s.kv_heads + kv_head) * s.dim_v;
+                for (x, dout) in g.dv[v..].iter_mut().zip(dout) {
+                    *x = computed(*x + computed(weights[j] * dout));
+                }
+            }
+        }
+    }
+    for gradient in [&mut g.dq, &mut g.dk, &mut g.dv] {
+        gradient.iter_mut().for_each(|x| *x = stored(*x));
+    }
+    g
+}
+
+/// The softmax of a query's scores, and what the sink has of it; `None` if it sees no key and no sink.
+fn weights(
+    s: &Sequence,
+    o: &Options,
+    precision: Precision,
+    h: usize,
+    i: usize,
+) -> Option<(Vec<f64>, f64)> {
+    let scores: Vec<f64> = (0..s.k_len)
+        .map(|j| score(s, o, precision, h, i, j))
+        .collect();
+    let sink = o.sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
+    let max = scores.iter().copied().fold(sink, f64::max);
+    if max == f64::NEG_INFINITY {
+        return None;
+    }
+    let exp = |x: f64| precision.computed(precision.computed(x - max).exp());
+    let exps: Vec<f64> = scores.iter().map(|x| exp(*x)).collect();
+    let sum = exps
+        .iter()
+        .fold(exp(sink), |sum, x| precision.computed(sum + x));
+    let weights = exps
+        .iter()
+        .map(|x| precision.stored(precision.computed(x / sum)));
+    Some((weights.collect(), precision.computed(exp(sink) / sum)))
+}
+
+/// The derivative of the softcap at a score: `1 - tanh²`.
+fn softcap_slope(
+    s: &Sequence,
+    o: &Options,
+    precision: Precision,
+    h: usize,
+    i: usize,
+    j: usize,
+) -> f64 {
+    let Some(cap) = o.softcap else { return 1.0 };
+    let plain = Options {
+        scale: o.scale,
+        ..Options::default()
+    };
+    let x = score(s, &plain, precision, h, i, j);
+    let t = precision.computed(precision.computed(x / cap).tanh());
+    precision.computed(1.0 - precision.computed(t * t))
+}
+
+/// What rounding scores, LSE and `delta` to f32 may cost each gradient, as [`score_rounding`] is for
+/// outputs, and what it costs that `out` is given rounded to a spacing of `epsilon`.
+pub fn gradient_rounding(
+    s: &Sequence,
+    o: &Options,
+    dout: &[f64],
+    dlse: &[f64],
+    epsilon: f64,
+) -> Gradients {
+    let scale = o.scale.unwrap_or(1.0 / (s.dim as f64).sqrt()).abs();
+    let (_, shifts) = score_rounding(s, o);
+    let mut g = Gradients::zeros(s);
+    for h in 0..s.heads {
+        let kv_head = h / (s.heads / s.kv_heads);
+        for i in 0..s.q_len {
+            let Some((weights, of_sink)) = weights(s, o, Precision::Exact, h, i) else {
+                continue;
+            };
+            let shift = shifts[h * s.q_len + i] + f64::from(f32::EPSILON);
+            let dout = &dout[(i * s.heads + h) * s.dim_v..][..s.dim_v];
+            let products: Vec<f64> = (0..s.k_len)
+                .map(|j| {
+                    let v = &s.v[(j * s.kv_heads + kv_head) * s.dim_v..][..s.dim_v];
+                    dout.iter().zip(v).map(|(a, b)| (a * b).abs()).sum()
+                })
+                .collect();
+            let sum: f64 = weights.iter().zip(&products).map(|(w, p)| w * p).sum();
+            let delta = sum + dlse[h * s.q_len + i].abs();
+            let of_delta = shift * delta + 0.5 * epsilon * sum;
+            g.dsinks[h] += of_sink * of_delta;
+            let q = (i * s.heads + h) * s.dim;
+            for j in 0..s.k_len {
+                let ds = weights[j] * (shift * products[j] + of_delta);
+                g.dbias[h][i][j] = ds;
+                let k = (j * s.kv_heads + kv_head) * s.dim;
+                for x in 0..s.dim {
+                    g.dq[q + x] += ds * scale * s.k[k + x].abs();
+                    g.dk[k + x] += ds * scale * s.q[q + x].abs();
+                }
+                let v = (j * s.kv_heads + kv_head) * s.dim_v;
+                for (x, dout) in g.dv[v..].iter_mut().zip(dout) {
+                    *x += shift * weights[j] * dout.abs();
+                }
+            }
+        }
+    }
+    g
+}
