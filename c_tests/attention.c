@@ -21,6 +21,71 @@ static double expected(const float *q, const float *k, const float *v, int query
   return out;
 }
 
+// The loss whose gradients are asked for: outputs times `dout`, summed.
+static double loss(const float *q, const float *k, const float *v, const float *dout) {
+  double sum = 0, lse;
+  for (int i = 0; i < QUERIES * HEADS * DIM; i++) {
+    sum += dout[i] * expected(q, k, v, i / DIM / HEADS, i / DIM % HEADS, i % DIM, &lse);
+  }
+  return sum;
+}
+
+// Gradients against differences of the loss.
+static void backward(const test_device *device) {
+  unsloth_context *ctx = device->ctx;
+  unsloth_attention_backward_params p = UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT;
+  float q[QUERIES * HEADS * DIM], k[KEYS * DIM], v[KEYS * DIM], dout[QUERIES * HEADS * DIM];
+  float out[QUERIES * HEADS * DIM], lse[HEADS * QUERIES];
+  float dq[QUERIES * HEADS * DIM], dk[KEYS * DIM], dv[KEYS * DIM];
+  float *const inputs[3] = {q, k, v}, *const gradients[3] = {dq, dk, dv};
+  const size_t sizes[3] = {COUNT(q), COUNT(k), COUNT(v)};
+
+  fill_random(q, COUNT(q), 1);
+  fill_random(k, COUNT(k), 2);
+  fill_random(v, COUNT(v), 3);
+  fill_random(dout, COUNT(dout), 4);
+  for (int i = 0; i < QUERIES * HEADS * DIM; i++) {
+    double log_sum;
+    const int query = i / DIM / HEADS, head = i / DIM % HEADS;
+    out[i] = (float)expected(q, k, v, query, head, i % DIM, &log_sum);
+    lse[head * QUERIES + query] = (float)log_sum;
+  }
+  memset(dq, 0, sizeof dq);
+  memset(dk, 0, sizeof dk);
+  memset(dv, 0, sizeof dv);
+  p.q = f32_tensor(PUT(device, q), 1, QUERIES, HEADS, DIM);
+  p.k = f32_tensor(PUT(device, k), 1, KEYS, 1, DIM);
+  p.v = f32_tensor(PUT(device, v), 1, KEYS, 1, DIM);
+  p.out = f32_tensor(PUT(device, out), 1, QUERIES, HEADS, DIM);
+  p.lse = f32_tensor(PUT(device, lse), 1, HEADS, QUERIES, -1);
+  p.dout = f32_tensor(PUT(device, dout), 1, QUERIES, HEADS, DIM);
+  p.causal = 1;
+  CHECK_FAILS(unsloth_attention_backward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "attention_backward: dq is absent, as are dk, dv, dbias and dsinks: nothing is asked "
+              "for");
+  p.dq = f32_tensor(PUT(device, dq), 1, QUERIES, HEADS, DIM);
+  p.dk = f32_tensor(PUT(device, dk), 1, KEYS, 1, DIM);
+  p.dv = f32_tensor(PUT(device, dv), 1, KEYS, 1, DIM);
+  if (!served(device, unsloth_attention_backward_supported(ctx, &p, NULL))) return;
+  CHECK_OK(unsloth_attention_backward_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  CHECK_OK(unsloth_attention_backward(ctx, &p, NULL));
+  GET(device, dq, p.dq.data);
+  GET(device, dk, p.dk.data);
+  GET(device, dv, p.dv.data);
+  for (int input = 0; input < 3; input++) {
+    for (size_t i = 0; i < sizes[input]; i++) {
+      const float x = inputs[input][i], step = 0x1p-6f;
+      inputs[input][i] = x + step;
+      const double above = loss(q, k, v, dout), above_x = inputs[input][i];
+      inputs[input][i] = x - step;
+      const double slope = (above - loss(q, k, v, dout)) / (above_x - inputs[input][i]);
+      inputs[input][i] = x;
+      CHECK_NEAR(gradients[input][i], slope, 1e-3);
+    }
+  }
+}
+
 static void run(const test_device *device) {
   unsloth_context *ctx = device->ctx;
   unsloth_attention_params p = UNSLOTH_ATTENTION_PARAMS_INIT;
@@ -79,6 +144,7 @@ static void run(const test_device *device) {
       }
     }
   }
+  backward(device);
 }
 
 int main(void) { return on_every_device(run); }

@@ -50,6 +50,7 @@
 #define UNSLOTH_TENSOR_SHAPE6(a, ...) (int64_t)(a), UNSLOTH_TENSOR_SHAPE5(__VA_ARGS__)
 
 #define UNSLOTH_ARGMAX_PARAMS_INIT UNSLOTH_INIT(unsloth_argmax_params)
+#define UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_backward_params)
 #define UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_block_params)
 #define UNSLOTH_ATTENTION_MEMORY_INIT UNSLOTH_INIT(unsloth_attention_memory)
 #define UNSLOTH_ATTENTION_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_memory_params)
@@ -527,6 +528,158 @@ typedef struct unsloth_attention_params {
    */
   struct unsloth_tensor block_table;
 } unsloth_attention_params;
+
+/**
+ * Arguments of `unsloth_attention_backward`: gradients of `q`, `k`, `v`, the bias and the sinks.
+ *
+ * With `s` the scores of `unsloth_attention_forward`, and `x` those behind the softcap:
+ *
+ * ```text
+ * delta[i]  = dout[i] . out[i] - dlse[i]                   dlse if it is given
+ * p[i, j]   = exp(s[i, j] - lse[i])
+ * ds[i, j]  = p[i, j] * (dout[i] . v[j] - delta[i])
+ * dbias     = sum ds                                       over the dimensions that bias repeats
+ * dsinks[h] = -sum exp(sinks[h] - lse[i]) * delta[i]
+ * dx[i, j]  = ds[i, j] * (1 - (x[i, j] / softcap)^2)       ds without a softcap
+ * dq[i]     = scale * sum dx[i, j] k[j]
+ * dk[j]     = scale * sum dx[i, j] q[i]
+ * dv[j]     = sum p[i, j] dout[i]
+ * ```
+ *
+ * Sums for `dk` and `dv` are also over the query heads that share a key head. Every gradient is optional, there has to be one, and
+ * what is absent is not computed. `out` and `lse` are what the forward pass gave; all other inputs and options are as it had them.
+ * A query that sees no key adds nothing to any gradient.
+ *
+ * Keys are batched, padded (`seq_lens_k`) or packed, not paged. Keys beyond the length of a padded sequence get zeros. Tokens that
+ * belong to no packed sequence are left as they are. Sums are f32, cut by shapes alone and added in a fixed order: the same inputs
+ * give the same bits.
+ */
+typedef struct unsloth_attention_backward_params {
+  /**
+   * `sizeof(unsloth_attention_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * As the forward pass had it.
+   */
+  uint32_t causal;
+  /**
+   * As the forward pass had it.
+   */
+  float scale;
+  /**
+   * As the forward pass had it.
+   */
+  float softcap;
+  /**
+   * As the forward pass had it.
+   */
+  int64_t window_left;
+  /**
+   * As the forward pass had it.
+   */
+  int64_t window_right;
+  /**
+   * No sequence of packed queries is longer; 0 for no better bound than all tokens.
+   */
+  int64_t max_seqlen_q;
+  /**
+   * No sequence of padded or packed keys is longer; 0 for no better bound than the room there is.
+   */
+  int64_t max_seqlen_k;
+  /**
+   * 1 to add `dbias` and `dsinks` to what is there, 0 to overwrite it.
+   */
+  uint32_t accumulate;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `unsloth_attention_backward_workspace_size` bytes aligned to 256; NULL where that is 0.
+   */
+  void *workspace;
+  /**
+   * Bytes at `workspace`.
+   */
+  size_t workspace_size;
+  /**
+   * Queries, as `unsloth_attention_params` has them.
+   */
+  struct unsloth_tensor q;
+  /**
+   * Keys `[B, Sk, num_kv_heads, head_dim]`, or packed `[total_k, num_kv_heads, head_dim]`.
+   */
+  struct unsloth_tensor k;
+  /**
+   * Values like `k`, with `head_dim_v`.
+   */
+  struct unsloth_tensor v;
+  /**
+   * What the forward pass gave: the dtype of `q`, or f32.
+   */
+  struct unsloth_tensor out;
+  /**
+   * What it gave too: f32 `[B, num_heads, Sq]`, or `[num_heads, total_q]` for packed queries.
+   */
+  struct unsloth_tensor lse;
+  /**
+   * Gradient of `out`: its shape; the dtype of `q`, or f32.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * Optional: gradient of `lse`, f32, its shape.
+   */
+  struct unsloth_tensor dlse;
+  /**
+   * Optional: as `unsloth_attention_params` has it.
+   */
+  struct unsloth_tensor bias;
+  /**
+   * Optional: as `unsloth_attention_params` has it.
+   */
+  struct unsloth_tensor mask;
+  /**
+   * Optional: as `unsloth_attention_params` has it. It gets no gradient.
+   */
+  struct unsloth_tensor alibi_slopes;
+  /**
+   * Optional: f32 `[num_heads]`.
+   */
+  struct unsloth_tensor sinks;
+  /**
+   * Optional: i32 `[B + 1]`; sequence `b` of packed queries is tokens `cu_seqlens_q[b]` to before `cu_seqlens_q[b + 1]`.
+   */
+  struct unsloth_tensor cu_seqlens_q;
+  /**
+   * Optional: i32 `[B + 1]`, the same for packed keys.
+   */
+  struct unsloth_tensor cu_seqlens_k;
+  /**
+   * Optional: i32 `[B]`, the number of keys of each sequence of a padded batch.
+   */
+  struct unsloth_tensor seq_lens_k;
+  /**
+   * Optional output: the gradient of `q`, of its shape and dtype, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dq;
+  /**
+   * Optional output: the gradient of `k`, like it.
+   */
+  struct unsloth_tensor dk;
+  /**
+   * Optional output: the gradient of `v`, like it.
+   */
+  struct unsloth_tensor dv;
+  /**
+   * Optional output: the gradient of `bias`, f32, of its shape.
+   */
+  struct unsloth_tensor dbias;
+  /**
+   * Optional output: the gradient of `sinks`, f32 `[num_heads]`.
+   */
+  struct unsloth_tensor dsinks;
+} unsloth_attention_backward_params;
 
 /**
  * Which components form the pairs that are rotated.
@@ -2535,6 +2688,39 @@ unsloth_status unsloth_attention_workspace_size(struct unsloth_context *ctx,
 unsloth_status unsloth_attention_forward(struct unsloth_context *ctx,
                                          const struct unsloth_attention_params *params,
                                          unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_backward_supported(struct unsloth_context *ctx,
+                                                    const struct unsloth_attention_backward_params *params,
+                                                    unsloth_implementation *implementation);
+
+/**
+ * The bytes of workspace that this call needs, exactly: an f32 for every query and head. Data pointers are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_backward_workspace_size(struct unsloth_context *ctx,
+                                                         const struct unsloth_attention_backward_params *params,
+                                                         size_t *workspace_size);
+
+/**
+ * Computes gradients of attention on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA
+ * graph.
+ *
+ * The CPU backend checks `cu_seqlens_*` and `seq_lens_k` before it writes anything; on a GPU they lie in device memory, which a
+ * launch does not read, and their contents are the caller's responsibility.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
+ * until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_attention_backward(struct unsloth_context *ctx,
+                                          const struct unsloth_attention_backward_params *params,
+                                          unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the

@@ -190,6 +190,27 @@ static void attention_packed_ready(void) {
   CHECK_OK(unsloth_attention_workspace_size(ctx, &attention, &attention.workspace_size));
 }
 
+static unsloth_attention_backward_params attention_backward;
+static void attention_backward_ready(void) {
+  with_context();
+  attention_backward = (unsloth_attention_backward_params)UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT;
+  attention_backward.causal = 1;
+  attention_backward.q = heads(in2(TOKENS, HEADS * DIM), 1, TOKENS, HEADS);
+  attention_backward.k = heads(in2(TOKENS, KV_HEADS * DIM), 1, TOKENS, KV_HEADS);
+  attention_backward.v = heads(in2(TOKENS, KV_HEADS * DIM), 1, TOKENS, KV_HEADS);
+  attention_backward.out = heads(in2(TOKENS, HEADS * DIM), 1, TOKENS, HEADS);
+  attention_backward.lse = f32_tensor(in2(HEADS, TOKENS).data, 1, HEADS, TOKENS, -1);
+  attention_backward.dout = heads(in2(TOKENS, HEADS * DIM), 1, TOKENS, HEADS);
+  attention_backward.bias = f32_tensor(in2(HEADS, 1).data, 1, HEADS, 1, 1);
+  attention_backward.dq = heads(out2(TOKENS, HEADS * DIM), 1, TOKENS, HEADS);
+  attention_backward.dk = heads(out2(TOKENS, KV_HEADS * DIM), 1, TOKENS, KV_HEADS);
+  attention_backward.dv = heads(out2(TOKENS, KV_HEADS * DIM), 1, TOKENS, KV_HEADS);
+  attention_backward.dbias = f32_tensor(out2(HEADS, 1).data, 1, HEADS, 1, 1);
+  CHECK_OK(unsloth_attention_backward_workspace_size(ctx, &attention_backward,
+                                                     &attention_backward.workspace_size));
+  attention_backward.workspace = workspace;
+}
+
 static unsloth_kv_cache_params cache_params;
 static void cache_params_ready(void) {
   with_context();
@@ -458,6 +479,12 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     OK)                                                                                            \
   X(attention_paged, attention_paged_ready, unsloth_attention_forward, (ctx, &attention, NULL),    \
     OK)                                                                                            \
+  X(attention_backward_supported, attention_backward_ready, unsloth_attention_backward_supported,  \
+    (ctx, &attention_backward, NULL), OK)                                                          \
+  X(attention_backward_workspace, attention_backward_ready,                                        \
+    unsloth_attention_backward_workspace_size, (ctx, &attention_backward, &size), OK)              \
+  X(attention_backward, attention_backward_ready, unsloth_attention_backward,                      \
+    (ctx, &attention_backward, NULL), OK)                                                          \
   X(block_supported, attention_block_ready, unsloth_attention_block_supported,                     \
     (ctx, &attention_block, NULL), OK)                                                             \
   X(block_workspace, attention_block_ready, unsloth_attention_block_workspace_size,                \

@@ -164,6 +164,16 @@ static void attention(int64_t queries, int64_t keys, unsloth_implementation expe
   CHECK_PATH(unsloth_attention_forward(ctx, &p, NULL), launches);
 }
 
+// There are no kernels yet.
+static void attention_backward(void) {
+  unsloth_attention_backward_params p = UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT;
+  p.q = p.out = p.dout = bf16(1, 100, HEADS, DIM);
+  p.k = p.v = bf16(1, 100, KV_HEADS, DIM);
+  p.lse = make(UNSLOTH_DTYPE_F32, 1, HEADS, 100, -1);
+  p.dq = bf16(1, 100, HEADS, DIM);
+  CHECK(unsloth_attention_backward_supported(ctx, &p, NULL) == UNSLOTH_STATUS_UNSUPPORTED);
+}
+
 // A decoding step of two sequences through a cache.
 static void cached(void) {
   enum { SEQUENCES = 2 };
@@ -236,6 +246,7 @@ int main(void) {
   // Split keys are joined by a second kernel.
   attention(1, 4096, UNSLOTH_IMPLEMENTATION_CUDA, 2);
   attention(1000, 1000, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
+  attention_backward();
   cached();
   CHECK_OK(unsloth_context_destroy(ctx));
   return 0;

@@ -1,5 +1,6 @@
 //! Attention, what rotates its heads, and the block around it.
 
+use unsloth::ffi::attention::backward::*;
 use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::kv_cache::unsloth_kv_cache;
@@ -110,6 +111,39 @@ impl Call<'_, '_> {
             if batch == 1 { &slopes[1..] } else { &slopes },
         );
         p.sinks = self.optional(UNSLOTH_DTYPE_F32, &[heads]);
+        stated
+    }
+
+    /// Gradients of what [`Call::attention`] makes.
+    pub fn attention_backward(&mut self) -> Box<Stated<unsloth_attention_backward_params>> {
+        let forward = self.attention().params;
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_attention_backward_params>> = unsafe { zeroed() };
+        let p = &mut stated.params;
+        (p.q, p.k, p.v) = (forward.q, forward.k, forward.v);
+        (p.out, p.lse) = (forward.out, forward.lse);
+        (p.bias, p.mask) = (forward.bias, forward.mask);
+        (p.alibi_slopes, p.sinks) = (forward.alibi_slopes, forward.sinks);
+        (p.cu_seqlens_q, p.cu_seqlens_k) = (forward.cu_seqlens_q, forward.cu_seqlens_k);
+        p.seq_lens_k = forward.seq_lens_k;
+        (p.causal, p.scale, p.softcap) = (forward.causal, forward.scale, forward.softcap);
+        (p.window_left, p.window_right) = (forward.window_left, forward.window_right);
+        (p.max_seqlen_q, p.max_seqlen_k) = (forward.max_seqlen_q, forward.max_seqlen_k);
+        let shape = |t: &unsloth_tensor| t.shape[..t.rank.min(6) as usize].to_vec();
+        p.dout = self.tensor(p.out.dtype, &shape(&p.out));
+        p.dq = self.optional(p.q.dtype, &shape(&p.q));
+        p.dk = self.optional(p.k.dtype, &shape(&p.k));
+        p.dv = self.optional(p.v.dtype, &shape(&p.v));
+        if p.lse.rank > 0 {
+            p.dlse = self.optional(UNSLOTH_DTYPE_F32, &shape(&p.lse));
+        }
+        if p.bias.rank > 0 {
+            p.dbias = self.optional(UNSLOTH_DTYPE_F32, &shape(&p.bias));
+        }
+        if p.sinks.rank > 0 {
+            p.dsinks = self.optional(UNSLOTH_DTYPE_F32, &shape(&p.sinks));
+        }
+        p.accumulate = self.flag(1);
         stated
     }
 

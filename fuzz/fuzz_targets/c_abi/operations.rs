@@ -1,6 +1,7 @@
 //! One call of one operation.
 
 use unsloth::ffi::argmax::*;
+use unsloth::ffi::attention::backward::*;
 use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::cast::*;
@@ -50,11 +51,13 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 15] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 17] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
+    |call| call.run_attention_backward(),
+    |call| call.run_attention_backward(),
     |call| call.run_attention_block(None),
     |call| {
         let params = call.rope();
@@ -162,6 +165,22 @@ impl Call<'_, '_> {
             unsloth_attention_supported,
             Some(scratch),
             unsloth_attention_forward,
+        );
+    }
+
+    fn run_attention_backward(&mut self) {
+        let params = self.attention_backward();
+        let scratch = Scratch {
+            size: unsloth_attention_backward_workspace_size,
+            set: |p: &mut unsloth_attention_backward_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_attention_backward_supported,
+            Some(scratch),
+            unsloth_attention_backward,
         );
     }
 

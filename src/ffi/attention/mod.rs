@@ -1,5 +1,7 @@
 //! Attention.
 
+pub mod backward;
+
 use std::ffi::c_void;
 
 use crate::error::{Error, Result, text};
