@@ -399,6 +399,18 @@ FIELD(unsloth_linear_params, out, 552, 136);
 FIELD(unsloth_linear_params, workspace, 688, 8);
 FIELD(unsloth_linear_params, workspace_size, 696, 8);
 
+STRUCT(unsloth_linear_backward_params, 840, 8);
+FIELD(unsloth_linear_backward_params, struct_size, 0, 4);
+FIELD(unsloth_linear_backward_params, accumulate, 4, 4);
+FIELD(unsloth_linear_backward_params, dout, 8, 136);
+FIELD(unsloth_linear_backward_params, x, 144, 136);
+FIELD(unsloth_linear_backward_params, weight, 280, 136);
+FIELD(unsloth_linear_backward_params, dx, 416, 136);
+FIELD(unsloth_linear_backward_params, dweight, 552, 136);
+FIELD(unsloth_linear_backward_params, dbias, 688, 136);
+FIELD(unsloth_linear_backward_params, workspace, 824, 8);
+FIELD(unsloth_linear_backward_params, workspace_size, 832, 8);
+
 STRUCT(unsloth_mlp_params, 1528, 8);
 FIELD(unsloth_mlp_params, struct_size, 0, 4);
 FIELD(unsloth_mlp_params, activation, 4, 4);

@@ -1,4 +1,4 @@
-// Linear layers: product, bias, accumulation; arguments that are refused.
+// Linear layers: product, bias, accumulation; their gradients; arguments that are refused.
 #include "check.h"
 
 enum { ROWS = 20, IN = 33, OUT = 17 };
@@ -40,4 +40,59 @@ static void run(const test_device *device) {
   CHECK_OK(unsloth_memory_free(ctx, p.workspace));
 }
 
-int main(void) { return on_every_device(run); }
+// Gradients, those of the parameters twice: written, then added to.
+static void run_backward(const test_device *device) {
+  static float dout[ROWS][OUT], x[ROWS][IN], weight[OUT][IN];
+  static float dx[ROWS][IN], dweight[OUT][IN], dbias[OUT];
+  unsloth_context *ctx = device->ctx;
+  fill_random(&dout[0][0], ROWS * OUT, 1);
+  fill_random(&x[0][0], ROWS * IN, 2);
+  fill_random(&weight[0][0], OUT * IN, 3);
+  void *there[3] = {PUT(device, dx), PUT(device, dweight), PUT(device, dbias)};
+  unsloth_linear_backward_params p = UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT;
+  p.dout = f32_tensor(PUT(device, dout), ROWS, OUT, -1, -1);
+  p.x = f32_tensor(PUT(device, x), ROWS, IN, -1, -1);
+  p.weight = f32_tensor(PUT(device, weight), OUT, IN, -1, -1);
+  p.dx = f32_tensor(there[0], ROWS, IN, -1, -1);
+  p.dweight = f32_tensor(there[1], OUT, IN, -1, -1);
+  p.dbias = f32_tensor(there[2], OUT, -1, -1, -1);
+  if (!served(device, unsloth_linear_backward_supported(ctx, &p, NULL))) return;
+  CHECK_OK(unsloth_linear_backward_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK(!device->is_cpu || p.workspace_size == 0);
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  CHECK_OK(unsloth_linear_backward(ctx, &p, NULL));
+  p.accumulate = 1;
+  CHECK_OK(unsloth_linear_backward(ctx, &p, NULL));
+  GET(device, dx, there[0]);
+  GET(device, dweight, there[1]);
+  GET(device, dbias, there[2]);
+  for (int row = 0; row < ROWS; row++) {
+    for (int i = 0; i < IN; i++) {
+      double sum = 0;
+      for (int o = 0; o < OUT; o++) sum += (double)dout[row][o] * weight[o][i];
+      CHECK_NEAR(dx[row][i], sum, 1e-5);
+    }
+  }
+  for (int o = 0; o < OUT; o++) {
+    double sum = 0;
+    for (int row = 0; row < ROWS; row++) sum += dout[row][o];
+    CHECK_NEAR(dbias[o], 2 * sum, 1e-5);
+    for (int i = 0; i < IN; i++) {
+      sum = 0;
+      for (int row = 0; row < ROWS; row++) sum += (double)dout[row][o] * x[row][i];
+      CHECK_NEAR(dweight[o][i], 2 * sum, 1e-4);
+    }
+  }
+
+  p.dweight.dtype = UNSLOTH_DTYPE_BF16;
+  CHECK_FAILS(unsloth_linear_backward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "linear_backward: dweight has dtype bf16, allowed: f32");
+  CHECK_OK(unsloth_memory_free(ctx, p.workspace));
+}
+
+static void both(const test_device *device) {
+  run(device);
+  run_backward(device);
+}
+
+int main(void) { return on_every_device(both); }

@@ -68,6 +68,7 @@
 #define UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT UNSLOTH_INIT(unsloth_kv_cache_sequence_info)
 #define UNSLOTH_KV_CACHE_STATS_INIT UNSLOTH_INIT(unsloth_kv_cache_stats)
 #define UNSLOTH_LAYER_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_layer_norm_params)
+#define UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_backward_params)
 #define UNSLOTH_LINEAR_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_params)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
 #define UNSLOTH_MLP_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_params)
@@ -1769,6 +1770,63 @@ typedef struct unsloth_linear_params {
 } unsloth_linear_params;
 
 /**
+ * Arguments of `unsloth_linear_backward`: `dx = dout weight`, `dweight = dout^T x`, `dbias` = the
+ * sum of the rows of `dout`. Each is optional, at least one is there, and what is absent is not
+ * computed. (The gradient of a residual is `dout` itself.)
+ */
+typedef struct unsloth_linear_backward_params {
+  /**
+   * `sizeof(unsloth_linear_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 adds to what `dweight` and `dbias` hold, which must be f32 then; 0 overwrites. `dx` is
+   * overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * `[.., out_features]`, f32, f16 or bf16: the gradient of `out`; any strides with a contiguous
+   * last dimension.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * `[.., in_features]`: the layer's input, with the leading dimensions and the dtype of `dout`,
+   * any strides with a contiguous last dimension. `dweight` needs it; without `dweight` it is
+   * optional, and its data is not looked at.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[out_features, in_features]`, any float dtype whatever that of `dout`; any strides with a
+   * contiguous last dimension. `dx` needs it; without `dx` it is optional, and its data is not
+   * looked at.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: `[.., in_features]`, written: leading dimensions and dtype of `dout`; any strides
+   * with a contiguous last dimension.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: `[out_features, in_features]`, written or added to: the weight's dtype or f32 (any
+   * float dtype is taken); any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dweight;
+  /**
+   * Optional: `[out_features]`, written or added to: the bias's dtype or f32 (any float dtype is
+   * taken), contiguous.
+   */
+  struct unsloth_tensor dbias;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_linear_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_linear_backward_params;
+
+/**
  * How much is told: messages of this level and of all before it.
  */
 typedef uint32_t unsloth_log_level;
@@ -3172,6 +3230,44 @@ unsloth_status unsloth_linear_workspace_size(struct unsloth_context *ctx,
 unsloth_status unsloth_linear_forward(struct unsloth_context *ctx,
                                       const struct unsloth_linear_params *params,
                                       unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_linear_backward_supported(struct unsloth_context *ctx,
+                                                 const struct unsloth_linear_backward_params *params,
+                                                 unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace with which the call is fastest; 0 on the CPU.
+ * With less the call is slower, or is refused with a status that says what it needs. Data pointers
+ * and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_linear_backward_workspace_size(struct unsloth_context *ctx,
+                                                      const struct unsloth_linear_backward_params *params,
+                                                      size_t *workspace_size);
+
+/**
+ * Computes the gradients on `stream`, accumulating in f32 and rounding once; the same inputs give
+ * the same bits. Neither allocates device memory nor synchronises, and may be captured into a CUDA
+ * graph. Calls that may run at the same time must not share a workspace.
+ *
+ * What is written may overlap nothing else that is looked at, nor a workspace that is used.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the
+ * context's device until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_linear_backward(struct unsloth_context *ctx,
+                                       const struct unsloth_linear_backward_params *params,
+                                       unsloth_stream stream);
 
 /**
  * Sets for the whole process how much is told, and to whom: `callback`, or the standard error

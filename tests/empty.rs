@@ -101,6 +101,25 @@ fn linear_of_nothing() {
 }
 
 #[test]
+fn linear_backward_of_nothing() {
+    let ctx = Context::cpu().unwrap();
+    for (rows, depth, columns) in [(0, 0, 1 << 50), (HUGE, 0, 0), (64, 0, 0), (0, 0, 0)] {
+        let params = linear::backward::Params {
+            dout: input(DType::F32, &[rows, columns]),
+            x: Some(input(DType::F32, &[rows, depth])),
+            weight: Some(input(DType::F32, &[columns, depth])),
+            dx: Some(output(DType::F32, &[rows, depth])),
+            dweight: Some(output(DType::F32, &[columns, depth])),
+            dbias: (columns == 0).then(|| output(DType::F32, &[0])),
+            accumulate: false,
+            workspace: Workspace::none(),
+        };
+        assert_eq!(linear::backward::workspace_size(&ctx, &params).unwrap(), 0);
+        linear::backward(&ctx, &params, Stream::DEFAULT).unwrap();
+    }
+}
+
+#[test]
 fn mlp_of_nothing() {
     let ctx = Context::cpu().unwrap();
     for (tokens, hidden, intermediate) in

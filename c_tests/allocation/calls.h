@@ -153,6 +153,25 @@ static void linear_ready(void) { linear_of(TOKENS, UNSLOTH_DTYPE_F32); }
 static void linear_of_halves_ready(void) { linear_of(TOKENS, UNSLOTH_DTYPE_BF16); }
 static void linear_of_a_row_ready(void) { linear_of(1, UNSLOTH_DTYPE_F32); }
 
+static unsloth_linear_backward_params linear_backward;
+static void linear_backward_of(unsloth_dtype dtype) {
+  with_context();
+  linear_backward = (unsloth_linear_backward_params)UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT;
+  linear_backward.dout = in2(TOKENS, FFN);
+  linear_backward.x = in2(TOKENS, HIDDEN);
+  linear_backward.weight = in2(FFN, HIDDEN);
+  linear_backward.dx = out2(TOKENS, HIDDEN);
+  linear_backward.dweight = out2(FFN, HIDDEN);
+  linear_backward.dbias = out2(FFN, -1);
+  linear_backward.dout.dtype = linear_backward.x.dtype = linear_backward.dx.dtype = dtype;
+  linear_backward.weight.dtype = dtype;
+  CHECK_OK(unsloth_linear_backward_workspace_size(ctx, &linear_backward,
+                                                  &linear_backward.workspace_size));
+  linear_backward.workspace = workspace;
+}
+static void linear_backward_ready(void) { linear_backward_of(UNSLOTH_DTYPE_F32); }
+static void linear_backward_of_halves_ready(void) { linear_backward_of(UNSLOTH_DTYPE_BF16); }
+
 static unsloth_mlp_params mlp;
 static void mlp_ready(void) {
   with_context();
@@ -465,6 +484,14 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(linear, linear_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)                        \
   X(linear_halves, linear_of_halves_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)       \
   X(linear_row, linear_of_a_row_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)           \
+  X(linear_backward_supported, linear_backward_ready, unsloth_linear_backward_supported,           \
+    (ctx, &linear_backward, NULL), OK)                                                             \
+  X(linear_backward_workspace, linear_backward_ready, unsloth_linear_backward_workspace_size,      \
+    (ctx, &linear_backward, &size), OK)                                                            \
+  X(linear_backward, linear_backward_ready, unsloth_linear_backward,                               \
+    (ctx, &linear_backward, NULL), OK)                                                             \
+  X(linear_backward_halves, linear_backward_of_halves_ready, unsloth_linear_backward,              \
+    (ctx, &linear_backward, NULL), OK)                                                             \
   X(mlp_supported, mlp_ready, unsloth_mlp_supported, (ctx, &mlp, NULL), OK)                        \
   X(mlp_workspace, mlp_ready, unsloth_mlp_workspace_size, (ctx, &mlp, &size), OK)                  \
   X(mlp, mlp_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                                    \

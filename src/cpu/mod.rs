@@ -184,17 +184,41 @@ impl Cpu {
         len: usize,
         f: impl Fn(&mut [f32], Range<usize>) + Sync,
     ) -> Result<()> {
-        let (piece, pieces, threads) = self.cut(items, cost);
-        if pieces == 0 {
+        if self.cut(items, cost).1 == 0 {
             return Ok(());
         }
-        let scratch = Floats::new(op, threads, len)?;
+        let scratch = self.scratch(op, (items, cost), len)?;
+        self.for_each_range_in(&scratch, (items, cost), f);
+        Ok(())
+    }
+
+    /// The scratch of [`Cpu::for_each_range_with`], for work that several calls make up, none of
+    /// which may begin before there is memory for all.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub fn scratch(
+        &self,
+        op: &'static str,
+        (items, cost): (usize, usize),
+        len: usize,
+    ) -> Result<Floats> {
+        Floats::new(op, self.participants(items, cost), len)
+    }
+
+    /// [`Cpu::for_each_range_with`] in the [`Cpu::scratch`] of as many items of this cost.
+    pub fn for_each_range_in(
+        &self,
+        scratch: &Floats,
+        (items, cost): (usize, usize),
+        f: impl Fn(&mut [f32], Range<usize>) + Sync,
+    ) {
+        let (piece, pieces, threads) = self.cut(items, cost);
         self.pool.run(threads, pieces, &|thread, i| {
             // SAFETY: a participant does one piece after another, so its part is in use once.
             let part = unsafe { scratch.part(thread) };
             f(part, i * piece..items.min((i + 1) * piece));
         });
-        Ok(())
     }
 }
 

@@ -29,3 +29,25 @@ impl Weights {
         self.weight.layout.dim(0)
     }
 }
+
+/// Validated arguments of the backward pass.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Backward {
+    /// `[.., out_features]`.
+    pub dout: RawTensor,
+    /// By the weight `[out_features, in_features]`: `[.., in_features]`.
+    pub dx: Option<Gradient>,
+    /// By the input `[.., in_features]`: `[out_features, in_features]`.
+    pub dweight: Option<Gradient>,
+    /// `[out_features]`.
+    pub dbias: Option<RawTensor>,
+    /// Whether `dweight` and `dbias`, which are f32 then, are added to.
+    pub accumulate: bool,
+}
+
+/// A gradient, and what multiplies that of the output for it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gradient {
+    pub by: RawTensor,
+    pub out: RawTensor,
+}

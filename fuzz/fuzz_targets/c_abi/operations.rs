@@ -8,6 +8,7 @@ use unsloth::ffi::cast::*;
 use unsloth::ffi::context::unsloth_context;
 use unsloth::ffi::embedding::*;
 use unsloth::ffi::layer_norm::*;
+use unsloth::ffi::linear::backward::*;
 use unsloth::ffi::linear::*;
 use unsloth::ffi::mlp::*;
 use unsloth::ffi::rms_norm::*;
@@ -51,7 +52,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 17] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 18] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -99,6 +100,7 @@ pub const ALL: [fn(&mut Call<'_, '_>); 17] = [
             unsloth_linear_forward,
         );
     },
+    |call| call.run_linear_backward(),
     |call| call.run_mlp(),
     |call| call.run_mlp(),
     |call| {
@@ -181,6 +183,22 @@ impl Call<'_, '_> {
             unsloth_attention_backward_supported,
             Some(scratch),
             unsloth_attention_backward,
+        );
+    }
+
+    fn run_linear_backward(&mut self) {
+        let params = self.linear_backward();
+        let scratch = Scratch {
+            size: unsloth_linear_backward_workspace_size,
+            set: |p: &mut unsloth_linear_backward_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_linear_backward_supported,
+            Some(scratch),
+            unsloth_linear_backward,
         );
     }
 
@@ -452,6 +470,32 @@ impl Call<'_, '_> {
         p.bias = self.optional(weight_dtype, &[outer]);
         p.residual = self.optional(dtype, &shape);
         p.out = self.tensor(dtype, &shape);
+        stated
+    }
+
+    fn linear_backward(&mut self) -> Box<Stated<unsloth_linear_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_linear_backward_params>> = unsafe { zeroed() };
+        let (dtype, weight_dtype) = (self.float_dtype(), self.float_dtype());
+        let (leading, inner) = self.rows();
+        let outer = self.extent(40);
+        let rows = |last| [&leading[..], &[last]].concat();
+        let p = &mut stated.params;
+        p.accumulate = self.flag(1);
+        let grad_dtype = match p.accumulate {
+            1 => UNSLOTH_DTYPE_F32,
+            _ => weight_dtype,
+        };
+        p.dout = self.tensor(dtype, &rows(outer));
+        p.x = self.optional(dtype, &rows(inner));
+        p.weight = self.optional(weight_dtype, &[outer, inner]);
+        if p.weight.rank > 0 {
+            p.dx = self.optional(dtype, &rows(inner));
+        }
+        if p.x.rank > 0 {
+            p.dweight = self.optional(grad_dtype, &[outer, inner]);
+        }
+        p.dbias = self.optional(grad_dtype, &[outer]);
         stated
     }
 

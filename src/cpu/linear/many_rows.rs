@@ -1,12 +1,14 @@
-//! `x Wᵀ` for many rows: tiles of the output through `gemm`. Operands that are not f32 are widened a panel at a time into scratch that
-//! stays in cache. How work is cut depends on the shapes alone, so the same inputs give the same bits with any number of threads.
+//! Products of many rows, and of gradients: tiles of the output through `gemm`. Operands that are
+//! not f32 are widened a panel at a time into scratch that stays in cache; what is summed over may
+//! lie along the rows or the columns of either, and nothing is transposed. How work is cut depends
+//! on the shapes alone, so the same inputs give the same bits with any number of threads.
 
 use std::ops::Range;
 
 use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::part_of;
-use crate::cpu::scratch::probe;
+use crate::cpu::scratch::{Floats, probe};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::RawTensor;
@@ -25,62 +27,133 @@ fn tile_columns(columns: usize) -> usize {
     columns.div_ceil(16).next_multiple_of(32).clamp(64, 256)
 }
 
-/// As [`for_each_row_part`](super::for_each_row_part).
-pub(super) fn run<const N: usize>(
-    cpu: &Cpu,
-    x: &RawTensor,
-    weights: [&RawTensor; N],
-    done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
-) -> Result<()> {
-    let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
-    let rows = x.layout.num_rows();
-    let (height, width) = (ROWS.min(rows), tile_columns(columns).min(columns));
-    let (row_tiles, column_tiles) = (rows.div_ceil(ROWS), columns.div_ceil(width));
-    let cost = (height * width * N).saturating_mul(depth);
-    // What is in place needs no panel.
-    let deep = DEPTH.min(depth);
-    let panel = |t: &RawTensor, rows| {
-        if in_place(t).is_some() {
-            0
-        } else {
-            rows * deep
+/// A matrix of a product.
+#[derive(Clone, Copy)]
+pub(super) struct Operand<'a> {
+    tensor: &'a RawTensor,
+    /// Whether what is summed over are its rows, and not its columns.
+    depth_is_rows: bool,
+}
+
+impl<'a> Operand<'a> {
+    /// Whose rows are multiplied, and columns summed over.
+    pub fn by_rows(tensor: &'a RawTensor) -> Self {
+        let depth_is_rows = false;
+        Operand {
+            tensor,
+            depth_is_rows,
         }
-    };
-    let x_panel = panel(x, height);
-    let w_panel = (weights.iter().map(|w| panel(w, width)).max()).unwrap_or(0);
-    let sums = height * width;
-    let items = (row_tiles * column_tiles, cost);
-    let packed = deep.saturating_mul((height + width + MARGIN) * size_of::<f32>());
-    probe(
-        "linear",
-        packed.saturating_mul(cpu.participants(items.0, cost)),
-    )?;
-    cpu.for_each_range_with(
-        "linear",
-        items,
-        x_panel + w_panel + N * sums,
-        |scratch, tiles| {
-            let (x_panel, scratch) = scratch.split_at_mut(x_panel);
-            let (w_panel, mut scratch) = scratch.split_at_mut(w_panel);
+    }
+
+    /// Whose columns are multiplied, and rows summed over.
+    pub fn by_columns(tensor: &'a RawTensor) -> Self {
+        let depth_is_rows = true;
+        Operand {
+            tensor,
+            depth_is_rows,
+        }
+    }
+
+    /// How much is multiplied, and how much summed over.
+    fn sizes(&self) -> (usize, usize) {
+        let layout = &self.tensor.layout;
+        let columns = layout.dim(layout.rank().saturating_sub(1));
+        match self.depth_is_rows {
+            false => (layout.num_rows(), columns),
+            true => (columns, layout.num_rows()),
+        }
+    }
+}
+
+/// The tiles of the products of `x` and the transposes of `N` matrices of equal sizes, and the
+/// memory that they take. The products have rows and columns.
+pub(super) struct Tiles<'a, const N: usize> {
+    x: Operand<'a>,
+    weights: [Operand<'a>; N],
+    /// Of the products.
+    rows: usize,
+    columns: usize,
+    depth: usize,
+    /// Columns of a tile; its rows are [`ROWS`].
+    width: usize,
+    /// Of the scratch: widened panels, and the sums of a product.
+    x_panel: usize,
+    w_panel: usize,
+    sums: usize,
+    /// Tiles, and what each costs.
+    items: (usize, usize),
+    scratch: Floats,
+}
+
+impl<'a, const N: usize> Tiles<'a, N> {
+    /// # Errors
+    /// There is no memory for what is widened, summed and packed.
+    pub fn new(
+        cpu: &Cpu,
+        op: &'static str,
+        x: Operand<'a>,
+        weights: [Operand<'a>; N],
+    ) -> Result<Self> {
+        let ((rows, depth), (columns, _)) = (x.sizes(), weights[0].sizes());
+        let (height, width) = (ROWS.min(rows), tile_columns(columns).min(columns));
+        let cost = (height * width * N).saturating_mul(depth);
+        // What is in place needs no panel.
+        let deep = DEPTH.min(depth);
+        let panel = |t: &Operand<'_>, rows| {
+            if in_place(t.tensor).is_some() {
+                0
+            } else {
+                rows * deep
+            }
+        };
+        let x_panel = panel(&x, height);
+        let w_panel = (weights.iter().map(|w| panel(w, width)).max()).unwrap_or(0);
+        let sums = height * width;
+        let items = (rows.div_ceil(ROWS) * columns.div_ceil(width), cost);
+        let packed = deep.saturating_mul((height + width + MARGIN) * size_of::<f32>());
+        probe(op, packed.saturating_mul(cpu.participants(items.0, cost)))?;
+        Ok(Tiles {
+            x,
+            weights,
+            rows,
+            columns,
+            depth,
+            width,
+            x_panel,
+            w_panel,
+            sums,
+            items,
+            scratch: cpu.scratch(op, items, x_panel + w_panel + N * sums)?,
+        })
+    }
+
+    /// Multiplies; `done(row, columns, sums)` is called as by
+    /// [`for_each_row_part`](super::for_each_row_part), for rows of the products and some columns.
+    pub fn run(&self, cpu: &Cpu, done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync) {
+        let row_tiles = self.rows.div_ceil(ROWS);
+        cpu.for_each_range_in(&self.scratch, self.items, |scratch, tiles| {
+            let (x_panel, scratch) = scratch.split_at_mut(self.x_panel);
+            let (w_panel, mut scratch) = scratch.split_at_mut(self.w_panel);
             let mut panels = Panels {
                 x: x_panel,
                 weight: w_panel,
             };
             let mut room = [(); N].map(|()| {
-                let (here, rest) = std::mem::take(&mut scratch).split_at_mut(sums);
+                let (here, rest) = std::mem::take(&mut scratch).split_at_mut(self.sums);
                 scratch = rest;
                 here
             });
             for tile in tiles {
                 // Neighbouring tiles share their columns, so that the weights are found in cache.
-                let (row, column) = (tile % row_tiles * ROWS, tile / row_tiles * width);
+                let (row, column) = (tile % row_tiles * ROWS, tile / row_tiles * self.width);
                 let part = (
-                    row..rows.min(row + ROWS),
-                    column..columns.min(column + width),
+                    row..self.rows.min(row + ROWS),
+                    column..self.columns.min(column + self.width),
                 );
                 let size = part.0.len() * part.1.len();
-                for (sums, weight) in room.iter_mut().zip(weights) {
+                for (sums, weight) in room.iter_mut().zip(self.weights) {
                     let sums = &mut sums[..size];
+                    let (x, depth) = (self.x, self.depth);
                     product(cpu, x, weight, part.clone(), depth, &mut panels, sums);
                 }
                 cpu.vectorize(
@@ -94,8 +167,8 @@ pub(super) fn run<const N: usize>(
                     },
                 );
             }
-        },
-    )
+        });
+    }
 }
 
 /// Room for widened panels.
@@ -107,14 +180,14 @@ struct Panels<'a> {
 /// `sums = x[rows] weight[columns]ᵀ`, row-major.
 fn product(
     cpu: &Cpu,
-    x: &RawTensor,
-    weight: &RawTensor,
+    x: Operand<'_>,
+    weight: Operand<'_>,
     (rows, columns): (Range<usize>, Range<usize>),
     depth: usize,
     panels: &mut Panels<'_>,
     sums: &mut [f32],
 ) {
-    let direct = (in_place(x), in_place(weight));
+    let direct = (in_place(x.tensor), in_place(weight.tensor));
     // Only widening needs short panels.
     let step = if direct.0.is_some() && direct.1.is_some() {
         depth.max(1)
@@ -126,8 +199,8 @@ fn product(
     }
     for start in (0..depth).step_by(step) {
         let part = start..depth.min(start + step);
-        let (x, x_stride) = operand(cpu, x, direct.0, rows.clone(), part.clone(), panels.x);
-        let (w, w_stride) = operand(
+        let x = panel(cpu, x, direct.0, rows.clone(), part.clone(), panels.x);
+        let w = panel(
             cpu,
             weight,
             direct.1,
@@ -135,7 +208,8 @@ fn product(
             part.clone(),
             panels.weight,
         );
-        // SAFETY: `sums` has `rows * columns` elements; the operands are `rows` and `columns` rows of `part` columns each.
+        // SAFETY: `sums` has `rows * columns` elements; the panels have `rows` and `columns` by
+        // `part` elements, where their strides say.
         unsafe {
             gemm::gemm(
                 rows.len(),
@@ -145,12 +219,12 @@ fn product(
                 1,
                 columns.len() as isize,
                 start > 0,
-                x,
-                1,
-                x_stride as isize,
-                w,
-                w_stride as isize,
-                1,
+                x.ptr,
+                x.depth_stride as isize,
+                x.stride as isize,
+                w.ptr,
+                w.stride as isize,
+                w.depth_stride as isize,
                 1.0,
                 1.0,
                 false,
@@ -183,27 +257,56 @@ fn in_place(t: &RawTensor) -> Option<usize> {
     Some(merged.map_or(layout.dim(leading), |(stride, _)| stride))
 }
 
-/// Pointer and row stride of a panel: in place, or widened into `scratch`.
-fn operand(
+/// A part of an operand, as f32.
+struct Panel {
+    ptr: *const f32,
+    /// Between what is multiplied, in elements.
+    stride: usize,
+    /// Between what is summed over.
+    depth_stride: usize,
+}
+
+/// The part of an operand that has `range` of what is multiplied and `depth` of what is summed
+/// over: in place, where its rows are `stride` apart, or widened into `scratch`.
+fn panel(
     cpu: &Cpu,
-    t: &RawTensor,
+    operand: Operand<'_>,
     stride: Option<usize>,
-    rows: Range<usize>,
-    columns: Range<usize>,
+    range: Range<usize>,
+    depth: Range<usize>,
     scratch: &mut [f32],
-) -> (*const f32, usize) {
-    if let Some(stride) = stride {
-        let start = t.ptr.cast::<f32>().cast_const();
-        // Offsets of existing elements fit an isize (see Layout).
-        return (
-            start.wrapping_add(rows.start * stride + columns.start),
-            stride,
-        );
+) -> Panel {
+    let Operand {
+        tensor,
+        depth_is_rows,
+    } = operand;
+    let (rows, columns) = match depth_is_rows {
+        false => (range, depth),
+        true => (depth, range),
+    };
+    let (ptr, pitch) = match stride {
+        Some(stride) => {
+            let start = tensor.ptr.cast::<f32>().cast_const();
+            // Offsets of existing elements fit an isize (see Layout).
+            let offset = rows.start * stride + columns.start;
+            (start.wrapping_add(offset), stride)
+        }
+        None => {
+            let width = columns.len();
+            let scratch = &mut scratch[..rows.len() * width];
+            widen(cpu, tensor, rows, columns, scratch);
+            (scratch.as_ptr(), width)
+        }
+    };
+    let (stride, depth_stride) = match depth_is_rows {
+        false => (pitch, 1),
+        true => (1, pitch),
+    };
+    Panel {
+        ptr,
+        stride,
+        depth_stride,
     }
-    let width = columns.len();
-    let scratch = &mut scratch[..rows.len() * width];
-    widen(cpu, t, rows, columns, scratch);
-    (scratch.as_ptr(), width)
 }
 
 /// Copies a panel as f32, row-major.

@@ -1,5 +1,6 @@
 //! Linear layers on the CPU: the product, then bias, residual and rounding while its part of a row is in cache.
 
+mod backward;
 mod few_rows;
 mod many_rows;
 
@@ -11,6 +12,7 @@ use crate::cpu::{Cpu, Run};
 use crate::error::Result;
 use crate::problem::linear::{Problem, Weights};
 use crate::tensor::{RawTensor, Scratch};
+use many_rows::{Operand, Tiles};
 
 impl Run for Problem {
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
@@ -96,6 +98,10 @@ pub(crate) fn for_each_row_part<const N: usize>(
     }
     match rows {
         0..=few_rows::MAX_ROWS => few_rows::run(cpu, x, weights, done),
-        _ => many_rows::run(cpu, x, weights, done),
+        _ => {
+            let (x, weights) = (Operand::by_rows(x), weights.map(Operand::by_rows));
+            Tiles::new(cpu, "linear", x, weights)?.run(cpu, done);
+            Ok(())
+        }
     }
 }

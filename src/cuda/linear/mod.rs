@@ -3,6 +3,7 @@
 //! Products of few rows are bound by reading the weights, which the kernels of this library do once; those of more rows go to cuBLASLt
 //! where there is one that serves their dtypes, and to kernels of this library otherwise.
 
+mod backward;
 mod part;
 
 use contract::linear::Epilogue as EpilogueCode;

@@ -1,5 +1,7 @@
 //! Linear layers.
 
+pub mod backward;
+
 use std::ffi::c_void;
 
 use crate::error::{Error, Result};

@@ -7,6 +7,8 @@
 //! it too; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32, and those of few columns
 //! and many elements, are faster with a workspace, in which cuBLAS lets more of the device share their sums; [`workspace_size`] says how large a one is of use.
 
+pub mod backward;
+
 use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
@@ -15,6 +17,8 @@ use crate::ops::check::{Arg, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::problem::linear::{self as problem, Problem};
 use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef, Workspace};
+
+pub use backward::backward;
 
 const OP: &str = "linear";
 

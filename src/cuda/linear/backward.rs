@@ -1,0 +1,19 @@
+//! Gradients of linear layers on the GPU.
+
+use crate::backend::Stream;
+use crate::cuda::{Cuda, Run};
+use crate::error::{Error, Result};
+use crate::problem::linear::Backward;
+
+const OP: &str = "linear_backward";
+
+impl Run for Backward {
+    fn check(&self) -> Result<()> {
+        let problem = "is on the cuda backend, which has no kernel for this operation";
+        Err(Error::unsupported(OP, "ctx", problem))
+    }
+
+    fn run(&self, _: &Cuda, _: Stream) -> Result<()> {
+        self.check()
+    }
+}
