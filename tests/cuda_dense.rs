@@ -7,7 +7,10 @@
 mod common;
 
 use common::graph::Graph;
-use common::reference::linear::{linear as exact_linear, linear_f32};
+use common::reference::linear::{
+    Gradients as OfLinear, linear as exact_linear, linear_backward as exact_gradients,
+    linear_backward_f32 as gradients_f32, linear_f32,
+};
 use common::reference::mlp::{Layer, Layers, Plain, mlp as exact_mlp};
 use common::{DeviceTensor, TestTensor, assert_flash_rule_of_sums, gpu, rng, rounded};
 use unsloth::ops::linear::{self, Output, Weights};
@@ -187,6 +190,80 @@ impl Call for Block {
     }
 }
 
+/// Gradients of a layer, with the workspace that is asked for.
+struct Gradients {
+    dout: DeviceTensor,
+    x: DeviceTensor,
+    weight: DeviceTensor,
+    dx: DeviceTensor,
+    dweight: DeviceTensor,
+    dbias: DeviceTensor,
+    workspace: DeviceTensor,
+}
+
+impl Gradients {
+    /// Those of the parameters of dtype `gradient`.
+    fn new(
+        ctx: &Context,
+        (dtype, gradient): (DType, DType),
+        (rows, n, k): (usize, usize, usize),
+    ) -> Gradients {
+        let mut call = Gradients {
+            dout: normal(ctx, dtype, &[rows, n]),
+            x: normal(ctx, dtype, &[rows, k]),
+            weight: weights(ctx, dtype, n, k),
+            dx: poisoned(ctx, dtype, &[rows, k]),
+            dweight: poisoned(ctx, gradient, &[n, k]),
+            dbias: poisoned(ctx, gradient, &[n]),
+            workspace: poisoned(ctx, DType::Bool, &[0]),
+        };
+        let size = linear::backward::workspace_size(ctx, &call.params()).unwrap();
+        call.workspace = poisoned(ctx, DType::Bool, &[size]);
+        call
+    }
+
+    fn params(&mut self) -> linear::backward::Params<'_> {
+        linear::backward::Params {
+            dout: self.dout.view(),
+            x: Some(self.x.view()),
+            weight: Some(self.weight.view()),
+            dx: Some(self.dx.view_mut()),
+            dweight: Some(self.dweight.view_mut()),
+            dbias: Some(self.dbias.view_mut()),
+            accumulate: false,
+            workspace: lent(&self.workspace),
+        }
+    }
+
+    fn results(&self) -> [TestTensor; 3] {
+        [&self.dx, &self.dweight, &self.dbias].map(|t| t.download_output())
+    }
+}
+
+impl Call for Gradients {
+    fn queue(&mut self, ctx: &Context, stream: Stream) {
+        linear::backward(ctx, &self.params(), stream).unwrap();
+    }
+
+    fn input(&mut self) -> &mut DeviceTensor {
+        &mut self.dout
+    }
+
+    /// All three behind each other; f32 holds each of their values.
+    fn result(&self) -> TestTensor {
+        self.workspace.download_output();
+        let values = self.results().map(|t| t.values()).concat();
+        TestTensor::of(DType::F32, &[values.len()], &values)
+    }
+
+    fn poison(&mut self) {
+        for tensor in [&mut self.dx, &mut self.dweight, &mut self.dbias] {
+            poison(tensor);
+        }
+        poison(&mut self.workspace);
+    }
+}
+
 /// Rows cast, and the greatest of each.
 struct Sample {
     x: DeviceTensor,
@@ -265,6 +342,16 @@ fn calls(ctx: &Context) -> Vec<Box<dyn Call>> {
         (F32, (130, 256, 1024), 2),
     ] {
         calls.push(Box::new(Block::new(ctx, dtype, sizes, times)));
+    }
+    for (dtypes, sizes) in [
+        ((Bf16, Bf16), (300, 512, 256)),
+        ((Bf16, F32), (1000, 264, 128)),
+        ((F16, F32), (70, 33, 31)),
+        ((F32, F32), (200, 256, 320)),
+        // A pair that cuBLASLt does not serve.
+        ((Bf16, F16), (130, 72, 96)),
+    ] {
+        calls.push(Box::new(Gradients::new(ctx, dtypes, sizes)));
     }
     calls.push(Box::new(Sample::new(ctx, F32, 3, 4096)));
     calls
@@ -387,6 +474,41 @@ fn great_products_agree_with_their_definition() {
             &rounded(dtype, &plain),
             terms.into_iter().fold(0.0, f64::max),
         );
+    }
+}
+
+#[test]
+fn great_gradients_agree_with_their_definition() {
+    let Some(ctx) = gpu() else { return };
+    for (dtype, gradient, sizes) in [
+        (DType::Bf16, DType::F32, (2100, 512, 320)),
+        (DType::F16, DType::F16, (1000, 264, 1024)),
+        (DType::F32, DType::F32, (1500, 256, 200)),
+        (DType::Bf16, DType::F16, (1100, 200, 136)),
+        (DType::F32, DType::Bf16, (700, 130, 260)),
+    ] {
+        let mut call = Gradients::new(&ctx, (dtype, gradient), sizes);
+        call.queue(&ctx, Stream::DEFAULT);
+        ctx.synchronize(Stream::DEFAULT).unwrap();
+        let (rows, n, k) = sizes;
+        let sizes = (rows, k, n);
+        let [dout, x, weight] = [&call.dout, &call.x, &call.weight].map(|t| t.download().values());
+        let all = |g: OfLinear| [g.dx, g.dweight, g.dbias];
+        let expected = all(exact_gradients(&dout, &x, &weight, sizes));
+        let plain = all(gradients_f32(&dout, &x, &weight, sizes));
+        let great = [&dout, &x, &weight].map(|values| magnitudes(values));
+        let terms = all(exact_gradients(&great[0], &great[1], &great[2], sizes));
+        let dtypes = [dtype, gradient, gradient];
+        for (i, got) in call.results().iter().enumerate() {
+            assert_flash_rule_of_sums(
+                &format!("{dtype} {gradient} {sizes:?} {i}"),
+                dtypes[i],
+                &got.values(),
+                &expected[i],
+                &rounded(dtypes[i], &plain[i]),
+                terms[i].iter().copied().fold(0.0, f64::max),
+            );
+        }
     }
 }
 

@@ -245,33 +245,13 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
 
 #[test]
 fn agrees_with_its_definition() {
-    for ctx in served() {
+    for ctx in contexts() {
         for dtype in FLOATS {
             for weight_dtype in FLOATS {
                 common::for_each_case(&cases(), |case| check(&ctx, dtype, weight_dtype, case));
             }
         }
     }
-}
-
-/// Contexts of the backends that have the operation.
-fn served() -> Vec<Context> {
-    let mut contexts = contexts();
-    contexts.retain(|ctx| {
-        let t = TestTensor::of(DType::F32, &[1, 1], &[1.0]);
-        let out = TestTensor::of(DType::F32, &[1], &[1.0]);
-        let mut call = Call {
-            dout: t.upload(ctx),
-            x: t.upload(ctx),
-            weight: t.upload(ctx),
-            dx: None,
-            dweight: None,
-            dbias: Some(out.upload(ctx)),
-            accumulate: false,
-        };
-        linear::backward::supported(ctx, &call.params()).is_ok()
-    });
-    contexts
 }
 
 /// The reference is the derivative of the forward's: along any direction, by differences. (The
@@ -338,7 +318,7 @@ fn gradients(
 
 #[test]
 fn bits_do_not_depend_on_the_number_of_threads_nor_on_what_else_is_computed() {
-    let contexts = [1, 2, 5].map(|num_threads| {
+    let of_threads = [1, 2, 5].map(|num_threads| {
         Context::new(&ContextOptions {
             num_threads,
             ..ContextOptions::default()
@@ -355,9 +335,9 @@ fn bits_do_not_depend_on_the_number_of_threads_nor_on_what_else_is_computed() {
             let bits = |ctx: &Context, wanted| {
                 gradients(ctx, inputs, wanted, None).map(|t| t.map(|t| t.bits()))
             };
-            let [one, two, five] = contexts.each_ref().map(|ctx| bits(ctx, [true; 3]));
+            let [one, two, five] = of_threads.each_ref().map(|ctx| bits(ctx, [true; 3]));
             assert!(one == two && one == five, "{dtype} {rows}");
-            for ctx in served() {
+            for ctx in contexts() {
                 let all = bits(&ctx, [true; 3]);
                 for i in 0..3 {
                     let alone = bits(&ctx, [0, 1, 2].map(|j| i == j));
@@ -372,7 +352,7 @@ fn bits_do_not_depend_on_the_number_of_threads_nor_on_what_else_is_computed() {
 /// Nothing is read of what no gradient needs, which may be overwritten then.
 #[test]
 fn what_is_not_needed_is_not_looked_at() {
-    for ctx in served() {
+    for ctx in contexts() {
         let rng = &mut rng();
         let (dout, x, weight) = (
             TestTensor::normal(rng, DType::Bf16, contiguous(&[6, 5])),
@@ -412,7 +392,7 @@ proptest! {
         bf16 in any::<bool>(),
     ) {
         let dtype = if bf16 { DType::Bf16 } else { DType::F32 };
-        for ctx in served() {
+        for ctx in contexts() {
             let rng = &mut rng();
             let mut integers = |shape: &[usize]| {
                 TestTensor::integers(rng, dtype, contiguous(shape), 9)

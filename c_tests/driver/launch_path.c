@@ -135,6 +135,24 @@ static void products(void) {
     CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 1);
   }
 
+  // Both products, of dtypes that cuBLAS does not take, and the bias.
+  unsloth_linear_backward_params gradients = UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT;
+  gradients.dout = bf16(3, HIDDEN, -1, -1);
+  gradients.x = bf16(3, HIDDEN, -1, -1);
+  gradients.dx = bf16(3, HIDDEN, -1, -1);
+  gradients.weight = make(UNSLOTH_DTYPE_F32, HIDDEN, HIDDEN, -1, -1);
+  gradients.dweight = make(UNSLOTH_DTYPE_F16, HIDDEN, HIDDEN, -1, -1);
+  gradients.dbias = make(UNSLOTH_DTYPE_F16, HIDDEN, -1, -1, -1);
+  CHECK_PATH(unsloth_linear_backward(ctx, &gradients, NULL), 3);
+  // Of many rows parts are summed first.
+  unsloth_linear_backward_params bias = UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT;
+  bias.dout = bf16(1000, HIDDEN, -1, -1);
+  bias.dbias = make(UNSLOTH_DTYPE_F32, HIDDEN, -1, -1, -1);
+  bias.accumulate = 1;
+  CHECK_OK(unsloth_linear_backward_workspace_size(ctx, &bias, &bias.workspace_size));
+  bias.workspace = memory(bias.workspace_size);
+  CHECK_PATH(unsloth_linear_backward(ctx, &bias, NULL), 2);
+
   unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;
   mlp.x = bf16(1, HIDDEN, -1, -1);
   mlp.gate_weight = bf16(FFN, HIDDEN, -1, -1);

@@ -55,6 +55,7 @@ const CATALOG: &[Entry] = &[
     ("embedding", embedding::kernels, &[]),
     ("kv_append", kv_cache::kernels, &[]),
     ("linear", linear::kernels, &[]),
+    ("linear_backward", linear::backward::kernels, &[]),
     ("norm", norm::kernels, &[]),
     ("rope", rope::kernels, &[]),
     ("swiglu", swiglu::kernels, &[]),

@@ -195,6 +195,18 @@ impl<const N: usize> Rows<N> {
         })
     }
 
+    /// Sizes and strides of all dimensions, the outermost first, then ones: for kernels that take
+    /// as many as there are.
+    pub fn dims(&self) -> ([usize; MAX_RANK - 1], [[usize; N]; MAX_RANK - 1]) {
+        let mut sizes = [1; MAX_RANK - 1];
+        let mut strides = [[0; N]; MAX_RANK - 1];
+        // Rows have a dimension less than their tensor.
+        let rank = self.rank.min(MAX_RANK - 1);
+        sizes[..rank].copy_from_slice(&self.sizes[..rank]);
+        strides[..rank].copy_from_slice(&self.strides[..rank]);
+        (sizes, strides)
+    }
+
     /// Dimensions that a launch does not cover.
     fn outer(&self) -> usize {
         self.rank.saturating_sub(DIMS)

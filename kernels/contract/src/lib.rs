@@ -183,6 +183,26 @@ pub mod linear {
     }
 }
 
+/// Gradients of linear layers.
+pub mod linear_backward {
+    /// Rows and columns of a tile of a product.
+    pub const TILE: u32 = 64;
+    /// Vectors of a row that a block sums for the bias.
+    pub const LANES: u32 = 32;
+
+    codes! {
+        /// What a kernel is made for.
+        pub enum Kind {
+            /// The gradient of the input.
+            Input = 0,
+            /// The gradient of the weight.
+            Weight = 1,
+            /// The gradient of the bias, or of a part of the rows.
+            Bias = 2,
+        }
+    }
+}
+
 /// RoPE, and a KV cache that rotates keys.
 pub mod rotation {
     /// Pairs of components that a launch has frequencies for.

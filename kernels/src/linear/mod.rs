@@ -9,6 +9,7 @@
 //!
 //! Each can multiply by an activated gate instead of adding a residual, for gated feed-forward blocks.
 
+pub mod backward;
 mod rows;
 mod rows_simt;
 mod tiles;

@@ -27,6 +27,7 @@ pub(super) const EPILOGUE_BIAS: c_int = 4;
 
 /// `cublasLtMatmulDescAttributes_t`.
 pub(super) const DESC_TRANSA: c_int = 3;
+pub(super) const DESC_TRANSB: c_int = 4;
 pub(super) const DESC_EPILOGUE: c_int = 7;
 pub(super) const DESC_BIAS_POINTER: c_int = 8;
 /// `cublasLtMatmulPreferenceAttributes_t`; the alignments of A, B, C and D follow each other.

@@ -14,17 +14,26 @@ use crate::error::{Error, Result, text};
 use crate::tensor::Scratch;
 use bindings::*;
 
-/// `out = x Wᵀ + bias + residual`, all row-major, of one dtype; strides between rows in elements.
+/// `out = x Wᵀ + bias + residual`, all row-major, `x` and `W` of one dtype; strides between rows in
+/// elements. For a gradient the columns of `W`, or of both, are multiplied, and their rows summed
+/// over.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Product {
     pub dtype: DType,
+    /// Of bias, residual and output.
+    pub out_dtype: DType,
     pub rows: usize,
     pub in_features: usize,
     pub out_features: usize,
     pub x: usize,
     pub x_stride: usize,
+    /// Whether `x` is `[in_features, rows]`, and not `[rows, in_features]`.
+    pub x_by_columns: bool,
     pub weight: usize,
     pub weight_stride: usize,
+    /// Whether `W` is `[in_features, out_features]`, and not `[out_features, in_features]`: the
+    /// product is a gradient's.
+    pub weight_by_columns: bool,
     pub bias: Option<usize>,
     /// Address and stride.
     pub residual: Option<(usize, usize)>,
@@ -37,7 +46,8 @@ pub(super) struct Product {
 struct Key {
     sizes: [usize; 3],
     strides: [usize; 4],
-    /// Dtype, whether there are bias and residual, and the alignments of the pointers.
+    /// Dtypes, whether there are bias and residual, what is multiplied of `x` and `W`, and the
+    /// alignments of the pointers.
     traits: u32,
 }
 
@@ -87,7 +97,13 @@ impl Product {
     fn key(&self) -> Key {
         let alignments = self.alignments();
         let aligned = alignments.iter().fold(0, |bits, a| bits << 5 | a);
-        let flags = u32::from(self.bias.is_some()) | u32::from(self.residual.is_some()) << 1;
+        let flags = [
+            self.bias.is_some(),
+            self.residual.is_some(),
+            self.x_by_columns,
+            self.weight_by_columns,
+        ];
+        let flags = (flags.iter().rev()).fold(0, |bits, flag| bits << 1 | u32::from(*flag));
         Key {
             sizes: [rounded_rows(self.rows), self.in_features, self.out_features],
             strides: [
@@ -96,7 +112,7 @@ impl Product {
                 self.residual.map_or(0, |(_, stride)| stride),
                 self.out_stride,
             ],
-            traits: self.dtype as u32 | flags << 4 | aligned << 8,
+            traits: self.dtype as u32 | flags << 4 | aligned << 8 | (self.out_dtype as u32) << 28,
         }
     }
 }
@@ -182,6 +198,13 @@ impl Library {
 
     /// Who serves products with nearly as many rows as this, which share an algorithm.
     fn server(&self, p: &Product, with_workspace: bool) -> Server {
+        // The tables are of layers' products; of gradients none was measured.
+        if p.weight_by_columns {
+            return match with_workspace {
+                true => Server::Workspace,
+                false => Server::Library,
+            };
+        }
         let rows = rounded_rows(p.rows);
         self.tuning
             .server(p.dtype, rows, p.out_features, p.in_features, with_workspace)
@@ -401,15 +424,18 @@ impl Library {
 
     /// Describes `outᵀ = W xᵀ` with column-major matrices: what is row-major is the transpose of what is column-major.
     fn describe(&self, op: &'static str, p: &Product, rows: usize) -> Result<Descriptors> {
-        let dtype = match p.dtype {
-            DType::F16 => R_16F,
-            DType::Bf16 => R_16BF,
-            DType::F32 => R_32F,
-            other => {
-                let message = text!("cuBLASLt was asked for a product of {other}");
-                return Err(Error::Internal { op, message });
-            }
+        let code = |dtype| {
+            Ok(match dtype {
+                DType::F16 => R_16F,
+                DType::Bf16 => R_16BF,
+                DType::F32 => R_32F,
+                other => {
+                    let message = text!("cuBLASLt was asked for a product of {other}");
+                    return Err(Error::Internal { op, message });
+                }
+            })
         };
+        let (dtype, out_dtype) = (code(p.dtype)?, code(p.out_dtype)?);
         let mut d = Descriptors {
             desc: Opaque::new(),
             weight: Opaque::new(),
@@ -419,11 +445,17 @@ impl Library {
         };
         let (k, n, m) = (p.in_features as u64, p.out_features as u64, rows as u64);
         let (_, residual_stride) = p.residual.unwrap_or((0, p.out_stride));
+        let turned = |turned: bool, (rows, columns)| match turned {
+            false => (rows, columns),
+            true => (columns, rows),
+        };
+        let weight = turned(p.weight_by_columns, (k, n));
+        let x = turned(p.x_by_columns, (k, m));
         let layouts = [
-            (&mut d.weight, k, n, p.weight_stride),
-            (&mut d.x, k, m, p.x_stride),
-            (&mut d.residual, n, m, residual_stride),
-            (&mut d.out, n, m, p.out_stride),
+            (&mut d.weight, dtype, weight, p.weight_stride),
+            (&mut d.x, dtype, x, p.x_stride),
+            (&mut d.residual, out_dtype, (n, m), residual_stride),
+            (&mut d.out, out_dtype, (n, m), p.out_stride),
         ];
         // SAFETY: the descriptors have room for the library's structs; values have the sizes that the attributes ask for.
         unsafe {
@@ -435,13 +467,18 @@ impl Library {
                 check(op, "cublasLtMatmulDescSetAttribute", status)
             };
             let transposed = OP_T;
-            set(DESC_TRANSA, (&raw const transposed).cast(), 4)?;
+            if !p.weight_by_columns {
+                set(DESC_TRANSA, (&raw const transposed).cast(), 4)?;
+            }
+            if p.x_by_columns {
+                set(DESC_TRANSB, (&raw const transposed).cast(), 4)?;
+            }
             if let Some(bias) = p.bias {
                 let epilogue = EPILOGUE_BIAS;
                 set(DESC_EPILOGUE, (&raw const epilogue).cast(), 4)?;
                 set(DESC_BIAS_POINTER, (&raw const bias).cast(), 8)?;
             }
-            for (layout, rows, columns, stride) in layouts {
+            for (layout, dtype, (rows, columns), stride) in layouts {
                 let stride = stride as i64;
                 let status =
                     (f.layout_init)(layout.ptr(), Opaque::SIZE, dtype, rows, columns, stride);
@@ -502,13 +539,16 @@ mod tests {
     fn keys_tell_apart_what_algorithms_depend_on() {
         let product = Product {
             dtype: DType::Bf16,
+            out_dtype: DType::Bf16,
             rows: 512,
             in_features: 64,
             out_features: 128,
             x: 256,
             x_stride: 64,
+            x_by_columns: false,
             weight: 4096,
             weight_stride: 64,
+            weight_by_columns: false,
             bias: None,
             residual: None,
             out: 8192,
@@ -520,7 +560,19 @@ mod tests {
                 ..product
             },
             Product {
+                out_dtype: DType::F32,
+                ..product
+            },
+            Product {
                 rows: 600,
+                ..product
+            },
+            Product {
+                x_by_columns: true,
+                ..product
+            },
+            Product {
+                weight_by_columns: true,
                 ..product
             },
             Product {

@@ -51,6 +51,7 @@ struct Choices {
 /// The operation's kernels.
 pub(crate) struct Kernels {
     forms: Vec<Form>,
+    backward: backward::Kernels,
     library: Option<Library>,
     tuning: tuning::Linear,
 }
@@ -85,6 +86,7 @@ impl Kernels {
         let _entered = resources.primary.enter(OP)?;
         Ok(Kernels {
             forms,
+            backward: backward::kernels(resources)?,
             library: Library::open(OP, resources.tuning.linear)?,
             tuning: resources.tuning.linear,
         })

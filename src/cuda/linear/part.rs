@@ -163,13 +163,16 @@ impl Part {
         let fits = self.in_features > 0 && weight.dtype == p.x.dtype && bias_fits && apart;
         residual.filter(|_| fits).map(|residual| cublaslt::Product {
             dtype: p.x.dtype,
+            out_dtype: p.out.dtype,
             rows: self.rows,
             in_features: self.in_features,
             out_features: self.out_features,
             x: self.x,
             x_stride: self.x_stride,
+            x_by_columns: false,
             weight: weight.ptr.addr(),
             weight_stride: self.weight_stride,
+            weight_by_columns: false,
             bias: bias.map(|b| b.ptr.addr()),
             residual,
             out: self.out,
