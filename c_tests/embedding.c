@@ -36,4 +36,40 @@ static void run(const test_device *device) {
               "embedding: ids has dtype f32, allowed: i32, i64");
 }
 
-int main(void) { return on_every_device(run); }
+// The gradient of the table: written, then added to.
+static void run_backward(const test_device *device) {
+  unsloth_context *ctx = device->ctx;
+  float dout[4][2] = {{1, 2}, {10, 20}, {100, 200}, {7, 7}}, dweight[4][2];
+  const float expected[4][2] = {{10, 20}, {0, 0}, {101, 202}, {0, 0}};
+  int64_t ids[4] = {2, 0, 2, 3};
+  memset(dweight, 0xff, sizeof dweight);
+  void *there = PUT(device, dweight);
+  unsloth_embedding_backward_params p = UNSLOTH_EMBEDDING_BACKWARD_PARAMS_INIT;
+  p.dout = f32_tensor(PUT(device, dout), 4, 2, -1, -1);
+  p.ids = tensor(PUT(device, ids), UNSLOTH_DTYPE_I64, 4, -1, -1, -1);
+  p.dweight = f32_tensor(there, 4, 2, -1, -1);
+  p.has_padding_idx = 1;
+  p.padding_idx = 3;
+  if (!served(device, unsloth_embedding_backward_supported(ctx, &p, NULL))) return;
+  CHECK_OK(unsloth_embedding_backward_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  for (int times = 1; times <= 2; times++) {
+    CHECK_OK(unsloth_embedding_backward(ctx, &p, NULL));
+    GET(device, dweight, there);
+    for (int row = 0; row < 4; row++) {
+      for (int i = 0; i < 2; i++) CHECK(dweight[row][i] == (float)times * expected[row][i]);
+    }
+    p.accumulate = 1;
+  }
+  p.padding_idx = 4;
+  CHECK_FAILS(unsloth_embedding_backward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "embedding_backward: padding_idx is 4, dweight has 4 rows");
+  CHECK_OK(unsloth_memory_free(ctx, p.workspace));
+}
+
+static void both(const test_device *device) {
+  run(device);
+  run_backward(device);
+}
+
+int main(void) { return on_every_device(both); }

@@ -204,6 +204,18 @@ FIELD(unsloth_embedding_params, table, 8, 136);
 FIELD(unsloth_embedding_params, ids, 144, 136);
 FIELD(unsloth_embedding_params, out, 280, 136);
 
+STRUCT(unsloth_embedding_backward_params, 448, 8);
+FIELD(unsloth_embedding_backward_params, struct_size, 0, 4);
+FIELD(unsloth_embedding_backward_params, accumulate, 4, 4);
+FIELD(unsloth_embedding_backward_params, has_padding_idx, 8, 4);
+FIELD(unsloth_embedding_backward_params, reserved, 12, 4);
+FIELD(unsloth_embedding_backward_params, padding_idx, 16, 8);
+FIELD(unsloth_embedding_backward_params, dout, 24, 136);
+FIELD(unsloth_embedding_backward_params, ids, 160, 136);
+FIELD(unsloth_embedding_backward_params, dweight, 296, 136);
+FIELD(unsloth_embedding_backward_params, workspace, 432, 8);
+FIELD(unsloth_embedding_backward_params, workspace_size, 440, 8);
+
 STRUCT(unsloth_model_params, 88, 8);
 FIELD(unsloth_model_params, struct_size, 0, 4);
 FIELD(unsloth_model_params, tied_embeddings, 4, 4);

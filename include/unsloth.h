@@ -58,6 +58,7 @@
 #define UNSLOTH_CAST_PARAMS_INIT UNSLOTH_INIT(unsloth_cast_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
+#define UNSLOTH_EMBEDDING_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_backward_params)
 #define UNSLOTH_EMBEDDING_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_params)
 #define UNSLOTH_INFERENCE_MEMORY_INIT UNSLOTH_INIT(unsloth_inference_memory)
 #define UNSLOTH_INFERENCE_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_inference_memory_params)
@@ -996,6 +997,59 @@ typedef struct unsloth_embedding_params {
    */
   struct unsloth_tensor out;
 } unsloth_embedding_params;
+
+/**
+ * Arguments of `unsloth_embedding_backward`: `dweight[v]` = the sum of `dout[..]` where `ids[..]`
+ * is `v`.
+ */
+typedef struct unsloth_embedding_backward_params {
+  /**
+   * `sizeof(unsloth_embedding_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 adds to what `dweight` holds, which must be f32 then, and leaves rows that no id names as
+   * they are; 0 writes all of it.
+   */
+  uint32_t accumulate;
+  /**
+   * 1 says that `padding_idx` is set; 0 that every row has a gradient.
+   */
+  uint32_t has_padding_idx;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * A row whose gradient is zero, whatever was looked up there. Not looked at unless
+   * `has_padding_idx` is 1.
+   */
+  int64_t padding_idx;
+  /**
+   * `[.., dim]`: the gradient of `out`, the shape of `ids`, then the table's rows; f32, f16 or
+   * bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * i32 or i64 of any shape `[..]` and strides. Each must be a row of the table: with the CPU
+   * backend another is `UNSLOTH_STATUS_INVALID_ARGUMENT`. With CUDA, where the host cannot look,
+   * it adds to no row.
+   */
+  struct unsloth_tensor ids;
+  /**
+   * `[vocab, dim]`, written or added to: the table's dtype or f32 (any float dtype is taken),
+   * any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dweight;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_embedding_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_embedding_backward_params;
 
 /**
  * A decoder-only transformer of the Llama family: RMSNorm before attention and before a gated MLP, rotary positions, grouped-query
@@ -2859,6 +2913,42 @@ unsloth_status unsloth_embedding_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_embedding_forward(struct unsloth_context *ctx,
                                          const struct unsloth_embedding_params *params,
                                          unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give, ids apart.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_embedding_backward_supported(struct unsloth_context *ctx,
+                                                    const struct unsloth_embedding_backward_params *params,
+                                                    unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace that the call needs; 0 on the CPU. Data
+ * pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_embedding_backward_workspace_size(struct unsloth_context *ctx,
+                                                         const struct unsloth_embedding_backward_params *params,
+                                                         size_t *workspace_size);
+
+/**
+ * Computes the gradient on `stream`, accumulating in f32 in the order of the ids and rounding
+ * once; the same inputs give the same bits. Neither allocates device memory nor synchronises, and
+ * may be captured into a CUDA graph. Calls that may run at the same time must not share a
+ * workspace.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the
+ * context's device until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_embedding_backward(struct unsloth_context *ctx,
+                                          const struct unsloth_embedding_backward_params *params,
+                                          unsloth_stream stream);
 
 /**
  * Counts a model's parameters; the caller has set the result's `struct_size` (`UNSLOTH_PARAMETER_COUNT_INIT`).

@@ -79,6 +79,30 @@ fn embedding_of_nothing() {
     }
 }
 
+#[test]
+fn embedding_backward_of_nothing() {
+    let ctx = Context::cpu().unwrap();
+    for (ids, strides, vocab, dim) in [
+        ([HUGE, 1], [0, 1], 1 << 40, 0),
+        ([HUGE, 0], [0, 1], 4, 0),
+        ([0, HUGE], [1, 0], 0, 1 << 15),
+    ] {
+        let id = 1i32;
+        let layout = Layout::strided(&ids, &strides).unwrap();
+        // SAFETY: every index is that of the only id.
+        let indices = unsafe { TensorRef::from_raw((&raw const id).cast(), DType::I32, layout) };
+        let params = embedding::backward::Params {
+            dout: input(DType::F32, &[ids[0], ids[1], dim]),
+            ids: indices,
+            dweight: output(DType::F32, &[vocab, dim]),
+            padding_idx: None,
+            accumulate: false,
+            workspace: Workspace::none(),
+        };
+        embedding::backward(&ctx, &params, Stream::DEFAULT).unwrap();
+    }
+}
+
 fn weights(shape: &[usize]) -> linear::Weights<'static> {
     linear::Weights {
         weight: input(DType::F32, shape),

@@ -92,6 +92,16 @@ static void embedding_ready(void) {
   embedding.out = out2(TOKENS, HIDDEN);
 }
 
+static unsloth_embedding_backward_params embedding_backward;
+static void embedding_backward_ready(void) {
+  with_context();
+  embedding_backward = (unsloth_embedding_backward_params)UNSLOTH_EMBEDDING_BACKWARD_PARAMS_INIT;
+  embedding_backward.dout = in2(TOKENS, HIDDEN);
+  embedding_backward.ids = tensor(positions, UNSLOTH_DTYPE_I32, TOKENS, -1, -1, -1);
+  for (int i = 0; i < TOKENS; i++) positions[i] = i % VOCAB;
+  embedding_backward.dweight = out2(VOCAB, HIDDEN);
+}
+
 static unsloth_rms_norm_params rms_norm;
 static void rms_norm_ready(void) {
   with_context();
@@ -470,6 +480,12 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(embedding_supported, embedding_ready, unsloth_embedding_supported, (ctx, &embedding, NULL),    \
     OK)                                                                                            \
   X(embedding, embedding_ready, unsloth_embedding_forward, (ctx, &embedding, NULL), OK)            \
+  X(embedding_backward_supported, embedding_backward_ready, unsloth_embedding_backward_supported,  \
+    (ctx, &embedding_backward, NULL), OK)                                                          \
+  X(embedding_backward_workspace, embedding_backward_ready,                                        \
+    unsloth_embedding_backward_workspace_size, (ctx, &embedding_backward, &size), OK)              \
+  X(embedding_backward, embedding_backward_ready, unsloth_embedding_backward,                      \
+    (ctx, &embedding_backward, NULL), OK)                                                          \
   X(rms_norm_supported, rms_norm_ready, unsloth_rms_norm_supported, (ctx, &rms_norm, NULL), OK)    \
   X(rms_norm, rms_norm_ready, unsloth_rms_norm_forward, (ctx, &rms_norm, NULL), OK)                \
   X(layer_norm_supported, layer_norm_ready, unsloth_layer_norm_supported,                          \

@@ -6,6 +6,7 @@ use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::cast::*;
 use unsloth::ffi::context::unsloth_context;
+use unsloth::ffi::embedding::backward::*;
 use unsloth::ffi::embedding::*;
 use unsloth::ffi::layer_norm::*;
 use unsloth::ffi::linear::backward::*;
@@ -52,7 +53,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 18] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 19] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -116,6 +117,7 @@ pub const ALL: [fn(&mut Call<'_, '_>); 18] = [
             unsloth_argmax_forward,
         );
     },
+    |call| call.run_embedding_backward(),
     |call| {
         let params = call.embedding();
         call.finish(
@@ -199,6 +201,22 @@ impl Call<'_, '_> {
             unsloth_linear_backward_supported,
             Some(scratch),
             unsloth_linear_backward,
+        );
+    }
+
+    fn run_embedding_backward(&mut self) {
+        let params = self.embedding_backward();
+        let scratch = Scratch {
+            size: unsloth_embedding_backward_workspace_size,
+            set: |p: &mut unsloth_embedding_backward_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_embedding_backward_supported,
+            Some(scratch),
+            unsloth_embedding_backward,
         );
     }
 
@@ -537,6 +555,27 @@ impl Call<'_, '_> {
         p.table = self.tensor(dtype, &[vocabulary, dim]);
         p.ids = self.tensor(integer, &leading);
         p.out = self.tensor(out_dtype, &[&leading[..], &[dim]].concat());
+        stated
+    }
+
+    fn embedding_backward(&mut self) -> Box<Stated<unsloth_embedding_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_embedding_backward_params>> = unsafe { zeroed() };
+        let (leading, dim) = self.rows();
+        let (dtype, table_dtype) = (self.float_dtype(), self.float_dtype());
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let p = &mut stated.params;
+        let vocabulary = self.extent(40);
+        p.accumulate = self.flag(1);
+        p.has_padding_idx = self.flag(1);
+        p.padding_idx = self.input.up_to(40);
+        let grad_dtype = match p.accumulate {
+            1 => UNSLOTH_DTYPE_F32,
+            _ => table_dtype,
+        };
+        p.dout = self.tensor(dtype, &[&leading[..], &[dim]].concat());
+        p.ids = self.tensor(integer, &leading);
+        p.dweight = self.tensor(grad_dtype, &[vocabulary, dim]);
         stated
     }
 }

@@ -1,5 +1,7 @@
 //! Embedding on the CPU: rows copied or converted, in parallel.
 
+mod backward;
+
 use crate::cpu::float::{convert, with_float};
 use crate::cpu::rows::{Integers, row_of, row_of_mut};
 use crate::cpu::{Cpu, Run};

@@ -1,5 +1,7 @@
 //! Embedding on the GPU.
 
+mod backward;
+
 use super::device::Resources;
 use super::images::embedding::Arguments;
 use super::rows::{Divisor, Rows};

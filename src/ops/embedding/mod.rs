@@ -1,5 +1,7 @@
 //! Embedding: rows of a table, gathered by token id.
 
+pub mod backward;
+
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::layout::MAX_RANK;
@@ -7,6 +9,8 @@ use crate::ops::check::Arg;
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::problem::embedding::Problem;
 use crate::tensor::{TensorMut, TensorRef};
+
+pub use backward::backward;
 
 const OP: &str = "embedding";
 
