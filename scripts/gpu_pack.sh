@@ -36,7 +36,7 @@ strip -o "$pack/engine" build/engine/engine
 [ -z "${MODEL:-}" ] || cp "$MODEL" "$pack/model/"
 
 export PATH="$root/.tools/bin:$PATH"
-tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(candle|header|oracle_candle|dlpack|estimate)$')}
+tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(candle|header|oracle_candle|dlpack|estimate|floors)$')}
 # Unit tests too: some of them need a device.
 select=(--features cuda --lib)
 for test in $tests; do
