@@ -9,6 +9,7 @@ use cubecl::prelude::*;
 use super::arguments::*;
 use super::block::*;
 use super::fragments::*;
+use super::products::*;
 use super::softmax::*;
 pub use super::tiles::Config;
 use super::tiles::*;
@@ -79,7 +80,7 @@ pub fn forward<E: Float>(
         tiles.k_ready.wait_parity(phase);
         let mut s = Parts::new();
         begin_parts(&mut s, comptime!(rows / 2 * key_parts));
-        score::<E>(&tiles, &mut s, &lines, config);
+        score::<E>(&tiles.q, &tiles.k, &mut s, lines.q, lines.k, config);
         sync_cube();
         if more {
             let next = key0 + tile_keys;
@@ -106,7 +107,7 @@ pub fn forward<E: Float>(
         update(&mut sums, &mut s, scale, rows, key_parts, dim_parts);
 
         tiles.v_ready.wait_parity(phase);
-        accumulate::<E>(&s, &tiles, &mut sums.acc, &lines, config);
+        accumulate::<E>(&s, &tiles.v, &mut sums.acc, lines.v, config);
         sync_cube();
         if more {
             let next = u32::cast_from(key0) + tile_keys;
@@ -120,83 +121,6 @@ pub fn forward<E: Float>(
     finish_rows(&mut sums, buffers, args, &work, scale, f32_out, config);
     if !f32_out {
         store_lines::<E>(&mut tiles.q, &sums.acc, out, args, &work, config);
-    }
-}
-
-/// Scores of a plane's rows: products of queries and keys.
-#[cube]
-fn score<E: Float>(
-    tiles: &Tiles<E>,
-    s: &mut Parts,
-    lines: &MatrixLines,
-    #[comptime] config: Config,
-) {
-    let pitch = comptime!(config.pitch());
-    let fragments = comptime!(config.fragments as usize);
-    let dim_steps = comptime!(config.head_dim as usize / 16);
-    let key_steps = comptime!(config.tile_keys as usize / 16);
-    #[unroll]
-    for d in 0..dim_steps {
-        let mut a = Sequence::<Array<Vector<E, Pair>>>::new();
-        #[unroll]
-        for f in 0..fragments {
-            let line = lines.q + comptime!(f as u32 * 16 * pitch + d as u32 * 2);
-            a.push(load_matrices::<E>(&tiles.q, line, false));
-        }
-        #[unroll]
-        for n in 0..key_steps {
-            let line = lines.k + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
-            let b = load_matrices::<E>(&tiles.k, line, false);
-            let b0 = registers::<E>(&b, 0usize);
-            let b1 = registers::<E>(&b, 2usize);
-            #[unroll]
-            for f in 0..fragments {
-                mma::<E>(a.index(f), &b0, s.index_mut((f * key_steps + n) * 2));
-                mma::<E>(a.index(f), &b1, s.index_mut((f * key_steps + n) * 2 + 1));
-            }
-        }
-    }
-}
-
-/// Adds the products of a plane's exponentials and values.
-#[cube]
-fn accumulate<E: Float>(
-    s: &Parts,
-    tiles: &Tiles<E>,
-    acc: &mut Parts,
-    lines: &MatrixLines,
-    #[comptime] config: Config,
-) {
-    let pitch = comptime!(config.pitch());
-    let fragments = comptime!(config.fragments as usize);
-    let dim_steps = comptime!(config.head_dim as usize / 16);
-    let key_steps = comptime!(config.tile_keys as usize / 16);
-    #[unroll]
-    for n in 0..key_steps {
-        let mut a = Sequence::<Array<Vector<E, Pair>>>::new();
-        #[unroll]
-        for f in 0..fragments {
-            let mut p = Array::<Vector<E, Pair>>::new(4usize);
-            let left = s.index((f * key_steps + n) * 2);
-            let right = s.index((f * key_steps + n) * 2 + 1);
-            p[0] = Vector::cast_from(left[0]);
-            p[1] = Vector::cast_from(left[1]);
-            p[2] = Vector::cast_from(right[0]);
-            p[3] = Vector::cast_from(right[1]);
-            a.push(p);
-        }
-        #[unroll]
-        for d in 0..dim_steps {
-            let line = lines.v + comptime!(n as u32 * 16 * pitch + d as u32 * 2);
-            let b = load_matrices::<E>(&tiles.v, line, true);
-            let b0 = registers::<E>(&b, 0usize);
-            let b1 = registers::<E>(&b, 2usize);
-            #[unroll]
-            for f in 0..fragments {
-                mma::<E>(a.index(f), &b0, acc.index_mut((f * dim_steps + d) * 2));
-                mma::<E>(a.index(f), &b1, acc.index_mut((f * dim_steps + d) * 2 + 1));
-            }
-        }
     }
 }
 

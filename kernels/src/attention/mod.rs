@@ -19,6 +19,7 @@
 //! | [`copies`] | copies to shared memory that go on meanwhile | [`forward`], [`forward_f32`] |
 //! | [`tiles`], [`tiles_f32`] | queries, keys and values there | [`forward`]; [`forward_f32`] |
 //! | [`loads`] | keys and values in registers | [`decode`] |
+//! | [`products`] | scores, and sums of values | [`forward`] |
 //! | [`fragments`], [`tf32`](mod@tf32) | products on tensor cores | all but [`simt`]; [`forward_f32`] |
 //! | [`softmax`] | scores in fragments to exponentials, and sums with them | all but [`simt`] |
 //! | [`merge`] | how the planes of a cube come together | [`decode`] |
@@ -74,6 +75,7 @@ pub mod fragments;
 pub mod loads;
 pub mod merge;
 pub mod packed;
+pub mod products;
 pub mod simt;
 pub mod softmax;
 pub mod tf32;

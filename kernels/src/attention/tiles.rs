@@ -44,7 +44,7 @@ impl Config {
 /// Starts copying rows `first..` to shared memory; rows from `end` on, and lines from `lines` on,
 /// become zero.
 #[cube]
-fn copy_rows<E: Float>(
+pub fn copy_rows<E: Float>(
     source: &Array<Vector<E, Line>>,
     table: &Array<u32>,
     tile: &mut SharedMemory<Vector<E, Line>>,
@@ -194,9 +194,14 @@ pub struct MatrixLines {
 
 #[cube]
 pub fn matrix_lines(work: &Work, #[comptime] config: Config) -> MatrixLines {
+    lines_of(work.lane.lane, work.plane_row, config)
+}
+
+/// Of a lane of a plane whose rows begin at `plane_row`.
+#[cube]
+pub fn lines_of(lane: u32, plane_row: u32, #[comptime] config: Config) -> MatrixLines {
     let pitch = comptime!(config.pitch());
-    let lane = work.lane.lane;
-    let q = (work.plane_row + lane % 16u32) * pitch + lane / 16u32;
+    let q = (plane_row + lane % 16u32) * pitch + lane / 16u32;
     let k = (lane % 8u32 + lane / 16u32 * 8u32) * pitch + (lane / 8u32) % 2u32;
     let v = lane % 16u32 * pitch + lane / 16u32;
     MatrixLines { q, k, v }
