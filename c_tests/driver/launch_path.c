@@ -182,14 +182,22 @@ static void attention(int64_t queries, int64_t keys, unsloth_implementation expe
   CHECK_PATH(unsloth_attention_forward(ctx, &p, NULL), launches);
 }
 
-// There are no kernels yet.
 static void attention_backward(void) {
   unsloth_attention_backward_params p = UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT;
   p.q = p.out = p.dout = bf16(1, 100, HEADS, DIM);
   p.k = p.v = bf16(1, 100, KV_HEADS, DIM);
   p.lse = make(UNSLOTH_DTYPE_F32, 1, HEADS, 100, -1);
+  p.dv = bf16(1, 100, KV_HEADS, DIM);
+  CHECK_OK(unsloth_attention_backward_workspace_size(ctx, &p, &p.workspace_size));
+  p.workspace = memory(p.workspace_size);
+  // Statistics of rows, then the gradients: those of keys and values are one kernel.
+  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 2);
+  p.dk = bf16(1, 100, KV_HEADS, DIM);
   p.dq = bf16(1, 100, HEADS, DIM);
-  CHECK(unsloth_attention_backward_supported(ctx, &p, NULL) == UNSLOTH_STATUS_UNSUPPORTED);
+  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 3);
+  p.sinks = make(UNSLOTH_DTYPE_F32, HEADS, -1, -1, -1);
+  p.dsinks = make(UNSLOTH_DTYPE_F32, HEADS, -1, -1, -1);
+  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 4);
 }
 
 // A decoding step of two sequences through a cache.

@@ -50,6 +50,16 @@ const FLUSH_SUBNORMALS: &[&str] = &["-ftz=true"];
 const CATALOG: &[Entry] = &[
     ("argmax", argmax::kernels, &[]),
     ("attention", attention::kernels, FLUSH_SUBNORMALS),
+    (
+        "attention_backward",
+        attention::backward::kernels,
+        FLUSH_SUBNORMALS,
+    ),
+    (
+        "attention_backward_rows",
+        attention::backward::row_kernels,
+        &[],
+    ),
     ("attention_combine", attention::combine_kernels, &[]),
     ("cast", cast::kernels, &[]),
     ("embedding", embedding::kernels, &[]),

@@ -111,6 +111,26 @@ pub mod attention {
     }
 
     codes! {
+        /// What a kernel of the backward pass computes.
+        pub enum Gradient {
+            /// `dq`, a block of queries of one head.
+            Queries = 0,
+            /// `dk` and `dv`, a block of keys of one key head.
+            Keys = 1,
+        }
+    }
+
+    codes! {
+        /// What a kernel computes that the backward pass needs of rows.
+        pub enum RowSum {
+            /// What the softmax's denominator contributes, for each row.
+            Delta = 0,
+            /// The gradients of the sinks.
+            Sinks = 1,
+        }
+    }
+
+    codes! {
         /// Which keys a Hopper kernel hides.
         pub enum Mask {
             /// None but those past the end.
@@ -142,6 +162,14 @@ pub mod attention {
         pub const ALIBI: u32 = 128;
         /// The output is f32 whatever the queries are.
         pub const OUT_F32: u32 = 256;
+        /// The gradient of the keys is wanted.
+        pub const DK: u32 = 512;
+        /// The gradient of the values is wanted.
+        pub const DV: u32 = 1024;
+        /// The LSE has a gradient.
+        pub const DLSE: u32 = 2048;
+        /// Sums are added to what is there.
+        pub const ACCUMULATE: u32 = 4096;
     }
 }
 

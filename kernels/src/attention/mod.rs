@@ -7,6 +7,7 @@
 //! | [`decode`] | f16 and bf16, few queries: heads packed, keys split |
 //! | [`combine`] | joins what splits give |
 //! | [`simt`] | everything else |
+//! | [`backward`] | the gradients |
 //!
 //! Each is a page of stages: where a cube's rows and keys are, loads, scores, masks, softmax, sums
 //! of values, what is stored. What they share is in files of its own:
@@ -19,7 +20,7 @@
 //! | [`copies`] | copies to shared memory that go on meanwhile | [`forward`], [`forward_f32`] |
 //! | [`tiles`], [`tiles_f32`] | queries, keys and values there | [`forward`]; [`forward_f32`] |
 //! | [`loads`] | keys and values in registers | [`decode`] |
-//! | [`products`] | scores, and sums of values | [`forward`] |
+//! | [`products`] | scores, and sums of values | [`forward`], [`backward`] |
 //! | [`fragments`], [`tf32`](mod@tf32) | products on tensor cores | all but [`simt`]; [`forward_f32`] |
 //! | [`softmax`] | scores in fragments to exponentials, and sums with them | all but [`simt`] |
 //! | [`merge`] | how the planes of a cube come together | [`decode`] |
@@ -65,6 +66,7 @@ use decode::Loads;
 use fragments::Line;
 
 pub mod arguments;
+pub mod backward;
 pub mod block;
 pub mod combine;
 pub mod copies;
@@ -97,6 +99,8 @@ macro_rules! with_half {
         }
     };
 }
+
+use with_half;
 
 const HALVES: [Dtype; 2] = [Dtype::F16, Dtype::Bf16];
 

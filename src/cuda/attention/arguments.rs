@@ -14,12 +14,12 @@ fn window(keys: usize) -> u32 {
     keys.min(NO_LIMIT) as u32
 }
 
-fn address<T>(ptr: *const T) -> u64 {
+pub(super) fn address<T>(ptr: *const T) -> u64 {
     ptr.addr() as u64
 }
 
 /// Strides in units of `width` elements, which divide them.
-fn strides(rows: &Rows, width: usize) -> [u64; 3] {
+pub(super) fn strides(rows: &Rows, width: usize) -> [u64; 3] {
     [rows.outer, rows.token, rows.head].map(|stride| (stride / width) as u64)
 }
 
@@ -58,7 +58,17 @@ impl Lengths {
 
 /// Of the kernels that compute attention, or parts of it.
 pub(super) fn first(p: &Problem, launch: &Launch<'_>) -> attention::Arguments {
-    let width = launch.form.width;
+    attention::Arguments {
+        partial: launch.partial,
+        partial_lse: launch.partial_lse,
+        row_blocks: launch.form.row_blocks(p) as u32,
+        splits: launch.splits as u32,
+        ..problem(p, launch.form.width)
+    }
+}
+
+/// What a problem says, for accesses of `width` elements.
+pub(super) fn problem(p: &Problem, width: usize) -> attention::Arguments {
     let lengths = Lengths::new(p);
     let mut a = attention::Arguments {
         q: address(p.q.ptr),
@@ -69,8 +79,6 @@ pub(super) fn first(p: &Problem, launch: &Launch<'_>) -> attention::Arguments {
         cu_seqlens_q: lengths.cu_seqlens_q,
         cu_seqlens_k: lengths.cu_seqlens_k,
         seq_lens_k: lengths.seq_lens_k,
-        partial: launch.partial,
-        partial_lse: launch.partial_lse,
         scale: p.scale,
         softcap: p.softcap,
         softcap_inverse: if p.softcap > 0.0 {
@@ -83,8 +91,6 @@ pub(super) fn first(p: &Problem, launch: &Launch<'_>) -> attention::Arguments {
         group: (p.num_heads / p.num_kv_heads) as u32,
         seqlen_q: p.max_seqlen_q as u32,
         seqlen_k: p.max_seqlen_k as u32,
-        row_blocks: launch.form.row_blocks(p) as u32,
-        splits: launch.splits as u32,
         split_keys: LEAST_KEYS as u32,
         rows: (p.batch * p.max_seqlen_q * p.num_heads) as u32,
         head_dim: p.head_dim as u32,

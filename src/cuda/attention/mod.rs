@@ -21,6 +21,7 @@ const OP: &str = "attention";
 /// The operation's kernels, loaded.
 pub(super) struct Kernels {
     portable: portable::Kernels,
+    backward: backward::Kernels,
     /// Where the device has what they need.
     hopper: Option<hopper::Kernels>,
 }
@@ -33,6 +34,7 @@ impl Kernels {
     fn new(resources: &Resources) -> Result<Kernels> {
         Ok(Kernels {
             portable: portable::Kernels::new(resources)?,
+            backward: backward::Kernels::new(resources)?,
             hopper: hopper::Kernels::new(resources)?,
         })
     }

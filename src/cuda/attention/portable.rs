@@ -254,12 +254,12 @@ fn combines(p: &Problem) -> bool {
     p.head_dim_v.is_multiple_of(QUAD) && has_strides_of(&p.out, QUAD)
 }
 
-fn has_strides_of(rows: &Rows, width: usize) -> bool {
+pub(super) fn has_strides_of(rows: &Rows, width: usize) -> bool {
     let strides = [rows.outer, rows.token, rows.head];
     strides.iter().all(|stride| stride.is_multiple_of(width))
 }
 
-fn is_at(rows: &Rows, width: usize) -> bool {
+pub(super) fn is_at(rows: &Rows, width: usize) -> bool {
     rows.ptr.addr().is_multiple_of(width * rows.dtype.size())
 }
 
@@ -277,7 +277,7 @@ pub(crate) struct Plan<'a> {
 impl<'a> Plan<'a> {
     /// Data pointers are not looked at.
     pub(super) fn new(kernels: &'a Kernels, p: &Problem) -> Result<Plan<'a>> {
-        check_limits(p)?;
+        check_limits(OP, p)?;
         let any = kernels.any(p).ok_or_else(|| Error::Internal {
             op: OP,
             message: text!("no kernel for {} and {}", p.q.dtype, p.k.dtype),
@@ -312,13 +312,13 @@ impl<'a> Plan<'a> {
 }
 
 /// What the kernels count in 32 bits.
-fn check_limits(p: &Problem) -> Result<()> {
+pub(super) fn check_limits(op: &'static str, p: &Problem) -> Result<()> {
     const MAX_HEAD_DIM: usize = contract::attention::MAX_HEAD_DIM as usize;
     for (name, head_dim) in [("q", p.head_dim), ("v", p.head_dim_v)] {
         if head_dim > MAX_HEAD_DIM {
             let problem =
                 text!("has head_dim {head_dim}, the CUDA backend takes 1 to {MAX_HEAD_DIM}");
-            return Err(Error::unsupported(OP, name, problem));
+            return Err(Error::unsupported(op, name, problem));
         }
     }
     if p.k.dtype != p.v.dtype {
@@ -327,7 +327,7 @@ fn check_limits(p: &Problem) -> Result<()> {
             p.v.dtype,
             p.k.dtype
         );
-        return Err(Error::unsupported(OP, "v", problem));
+        return Err(Error::unsupported(op, "v", problem));
     }
     // Positions, and distances between them, fit 31 bits.
     const MAX_LENGTH: usize = contract::attention::NO_LIMIT as usize - 1;
@@ -339,7 +339,7 @@ fn check_limits(p: &Problem) -> Result<()> {
             let problem = text!(
                 "has up to {length} {what} per sequence, the CUDA backend takes {MAX_LENGTH}"
             );
-            return Err(Error::unsupported(OP, name, problem));
+            return Err(Error::unsupported(op, name, problem));
         }
     }
     let rows = [p.max_seqlen_q, p.num_heads]
@@ -354,7 +354,7 @@ fn check_limits(p: &Problem) -> Result<()> {
             p.num_heads,
             u32::MAX
         );
-        return Err(Error::unsupported(OP, "q", problem));
+        return Err(Error::unsupported(op, "q", problem));
     }
     Ok(())
 }

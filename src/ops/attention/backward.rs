@@ -27,11 +27,20 @@
 //! Keys beyond the length of a padded sequence get zeros. Tokens that belong to no packed sequence
 //! are left as they are, in every gradient. `dbias` is zero where a sequence is shorter.
 //!
+//! # On a GPU
+//!
+//! The CUDA backend takes head dimensions up to 256, `q`, `k`, `v` and `dout` of one dtype, and lengths
+//! as the forward pass; it has no kernel for `dbias`, and says
+//! [`Unsupported`](crate::Error::Unsupported) to that and the rest. Of f16 and bf16, head dimensions,
+//! strides and addresses that are multiples of 8 elements run on tensor cores (`dk` and `dv` with head
+//! dimensions up to 128); anything else takes slower kernels.
+//!
 //! # Numerics
 //!
-//! Scores, probabilities and sums are f32 whatever the storage, and every result is rounded once. Sums
-//! are cut by shapes alone and added in a fixed order, so the same inputs give the same bits: no
-//! atomic additions. Memory is linear in the number of tokens: one f32 per query and head.
+//! Scores, probabilities and sums are f32 whatever the storage, and every result is rounded once. Tensor
+//! cores take probabilities and their gradients rounded to the dtype, as in FlashAttention. Sums are cut
+//! by shapes alone and added in a fixed order, so the same inputs give the same bits: no atomic
+//! additions. Memory is linear in the number of tokens: two f32 per query and head at most.
 //!
 //! # Example
 //!

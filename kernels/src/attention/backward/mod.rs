@@ -1,0 +1,226 @@
+//! Kernels of the backward pass that run on every architecture from sm_80.
+//!
+//! | kernel | what it computes |
+//! |-|-|
+//! | [`rows::delta`] | statistics of every row, of `out`, `dout` and the LSE |
+//! | [`queries`](queries::queries) | `dq` of f16 and bf16 on tensor cores, a block of queries of one head per cube |
+//! | [`keys`](keys::keys) | `dk` and `dv` likewise, a block of keys of one key head per cube |
+//! | [`simt`] | both of everything else |
+//! | [`rows::sinks`] | `dsinks` |
+//!
+//! Scores are computed twice, once for `dq` and once for `dk` and `dv`: seven products instead of five,
+//! and in return every element is the sum of one cube, in one order, without atomic additions or a
+//! buffer of f32. A cube of keys walks over all query heads that share its key head.
+//!
+//! The statistics are f32 `[2, heads, tokens]`, the workspace. Arguments are those of the forward pass
+//! (`out`, `lse` and partial results are not looked at), and [`arguments::Strides`]; `row_blocks` are
+//! blocks of queries, or of keys. All strides count elements of the kernel's buffers.
+
+use contract::attention::{Gradient, RowSum};
+use cubecl::prelude::*;
+
+use super::arguments::{Args, Buffers};
+use super::fragments::Line;
+use super::tiles::Config;
+use super::{HALVES, with_half};
+use crate::Error;
+use crate::emit::{Builder, Float as Dtype, Kernel, with_vector};
+use arguments::Strides;
+
+pub mod arguments;
+pub mod keys;
+pub mod queries;
+pub mod rows;
+pub mod simt;
+pub mod tiles;
+
+/// On tensor cores.
+fn kernel(dtype: Dtype, gradient: Gradient, config: Config) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    with_half!(dtype, E => {
+        let ty = b.type_of::<Vector<E, Line>>();
+        let (q, k, v, dout) = (b.read("q", ty), b.read("k", ty), b.read("v", ty), b.read("dout", ty));
+        let (dq, dk, dv) = (b.write("dq", ty), b.write("dk", ty), b.write("dv", ty));
+        let f32_ = b.type_of::<f32>();
+        let statistics = b.read("statistics", f32_);
+        let buffers = Buffers::declare(&mut b);
+        let args = Args::declare(&mut b);
+        let strides = Strides::declare(&mut b);
+        match gradient {
+            Gradient::Queries => queries::queries::expand::<E>(
+                b.scope(), q.into(), k.into(), v.into(), dout.into(), dq.into(), statistics.into(),
+                buffers, args, strides, config,
+            ),
+            Gradient::Keys => keys::keys::expand::<E>(
+                b.scope(), q.into(), k.into(), v.into(), dout.into(), dk.into(), dv.into(),
+                statistics.into(), buffers, args, strides, config,
+            ),
+        }
+    });
+    let name = format!(
+        "attention_backward_{}_{}_d{}{}",
+        name_of(gradient),
+        dtype.name(),
+        config.head_dim,
+        if config.scores { "_scores" } else { "" }
+    );
+    let choices = vec![
+        ("gradient", gradient.code()),
+        ("dtype", dtype.code()),
+        ("head_dim", config.head_dim),
+        ("scores", u32::from(config.scores)),
+        ("width", 8),
+        ("rows", config.rows()),
+    ];
+    b.finish(name, choices, config.threads())
+}
+
+/// `tile_keys` of [`Config`] are the rows of a tile that goes by, of keys or of queries.
+fn configs(gradient: Gradient) -> Vec<Config> {
+    let tiles: &[(u32, u32)] = match gradient {
+        Gradient::Queries => &[(64, 64), (128, 64), (256, 16)],
+        // Sums of both gradients have no room for 256 dimensions: those are left to `simt`.
+        Gradient::Keys => &[(64, 64), (128, 32)],
+    };
+    let config = |&(head_dim, tile_keys): &(u32, u32), scores| Config {
+        head_dim,
+        tile_keys,
+        planes: 4,
+        fragments: 1,
+        scores,
+    };
+    let both = |tile| [false, true].map(|scores| config(tile, scores));
+    tiles.iter().flat_map(both).collect()
+}
+
+fn simt_kernel(dtype: Dtype, gradient: Gradient) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    with_vector!(dtype, E, _N => {
+        let ty = b.type_of::<E>();
+        let (q, k, v, dout) = (b.read("q", ty), b.read("k", ty), b.read("v", ty), b.read("dout", ty));
+        let (dq, dk, dv) = (b.write("dq", ty), b.write("dk", ty), b.write("dv", ty));
+        let f32_ = b.type_of::<f32>();
+        let statistics = b.read("statistics", f32_);
+        let buffers = Buffers::declare(&mut b);
+        let args = Args::declare(&mut b);
+        let strides = Strides::declare(&mut b);
+        match gradient {
+            Gradient::Queries => simt::queries::expand::<E>(
+                b.scope(), q.into(), k.into(), v.into(), dout.into(), dq.into(), statistics.into(),
+                buffers, args, strides,
+            ),
+            Gradient::Keys => simt::keys::expand::<E>(
+                b.scope(), q.into(), k.into(), v.into(), dout.into(), dk.into(), dv.into(),
+                statistics.into(), buffers, args, strides,
+            ),
+        }
+    });
+    let name = format!(
+        "attention_backward_{}_simt_{}",
+        name_of(gradient),
+        dtype.name()
+    );
+    let choices = vec![
+        ("gradient", gradient.code()),
+        ("dtype", dtype.code()),
+        ("head_dim", simt::HEAD_DIM),
+        ("scores", 1),
+        ("width", 1),
+        ("rows", simt::ROWS),
+    ];
+    Ok(b.finish(name, choices, simt::THREADS)?.for_blocks(1))
+}
+
+fn name_of(gradient: Gradient) -> &'static str {
+    match gradient {
+        Gradient::Queries => "queries",
+        Gradient::Keys => "keys",
+    }
+}
+
+/// Every form.
+pub fn kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = Vec::new();
+    for gradient in [Gradient::Queries, Gradient::Keys] {
+        for config in configs(gradient) {
+            for dtype in HALVES {
+                kernels.push(kernel(dtype, gradient, config)?);
+            }
+        }
+        for dtype in Dtype::ALL.iter().copied() {
+            kernels.push(simt_kernel(dtype, gradient)?);
+        }
+    }
+    Ok(kernels)
+}
+
+/// Of rows: `out` may be f32 where its gradient is not.
+pub fn row_kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = vec![sinks_kernel()?];
+    for dtype in Dtype::ALL.iter().copied() {
+        kernels.push(delta_kernel(dtype, dtype)?);
+        if dtype != Dtype::F32 {
+            kernels.push(delta_kernel(Dtype::F32, dtype)?);
+        }
+    }
+    Ok(kernels)
+}
+
+/// The buffers of all kernels of rows, in their order: `cu_seqlens_q`, `sinks`, `out`, `dout`, `lse`,
+/// `dlse`, `statistics`, `dsinks`.
+fn delta_kernel(out_dtype: Dtype, dtype: Dtype) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    with_vector!(out_dtype, O, _N => with_vector!(dtype, D, _M => {
+        let (u32_, f32_) = (b.type_of::<u32>(), b.type_of::<f32>());
+        let (of_out, of_dout) = (b.type_of::<O>(), b.type_of::<D>());
+        b.read("cu_seqlens_q", u32_);
+        b.read("sinks", f32_);
+        let (out, dout) = (b.read("out", of_out), b.read("dout", of_dout));
+        let (lse, dlse) = (b.read("lse", f32_), b.read("dlse", f32_));
+        let statistics = b.write("statistics", f32_);
+        b.write("dsinks", f32_);
+        let args = rows::Args::declare(&mut b);
+        rows::delta::expand::<O, D>(
+            b.scope(), out.into(), dout.into(), lse.into(), dlse.into(), statistics.into(), args,
+        );
+    }));
+    let name = format!(
+        "attention_backward_delta_{}_{}",
+        out_dtype.name(),
+        dtype.name()
+    );
+    let choices = vec![
+        ("kind", RowSum::Delta.code()),
+        ("out_dtype", out_dtype.code()),
+        ("dtype", dtype.code()),
+    ];
+    b.finish(name, choices, rows::PLANES * 32)
+}
+
+fn sinks_kernel() -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let (u32_, f32_) = (b.type_of::<u32>(), b.type_of::<f32>());
+    let cu_seqlens_q = b.read("cu_seqlens_q", u32_);
+    let sinks = b.read("sinks", f32_);
+    b.read("out", f32_);
+    b.read("dout", f32_);
+    b.read("lse", f32_);
+    b.read("dlse", f32_);
+    let statistics = b.read("statistics", f32_);
+    let dsinks = b.write("dsinks", f32_);
+    let args = rows::Args::declare(&mut b);
+    rows::sinks::expand(
+        b.scope(),
+        cu_seqlens_q.into(),
+        sinks.into(),
+        statistics.into(),
+        dsinks.into(),
+        args,
+    );
+    let choices = vec![
+        ("kind", RowSum::Sinks.code()),
+        ("out_dtype", 0),
+        ("dtype", 0),
+    ];
+    b.finish("attention_backward_sinks".into(), choices, rows::THREADS)
+}
