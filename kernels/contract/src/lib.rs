@@ -116,7 +116,11 @@ pub mod attention {
             /// `dq`, a block of queries of one head.
             Queries = 0,
             /// `dk` and `dv`, a block of keys of one key head.
-            Keys = 1,
+            KeysAndValues = 1,
+            /// `dk` alone.
+            Keys = 2,
+            /// `dv` alone.
+            Values = 3,
         }
     }
 

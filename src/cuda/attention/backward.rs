@@ -140,12 +140,22 @@ fn tokens(p: &Problem) -> usize {
     }
 }
 
+/// A kernel's part of a backward pass.
+struct Pass<'a> {
+    /// For data at good addresses.
+    best: &'a Form,
+    /// For data at any.
+    any: &'a Form,
+    /// The flags of what is written.
+    flags: u32,
+}
+
 /// How a backward pass is run.
 pub(crate) struct Plan<'a> {
     cuda: &'a Cuda,
     problem: Backward,
-    /// Of `dq`, and of `dk` and `dv`: for data at good addresses, and for data at any.
-    forms: [Option<[&'a Form; 2]>; 2],
+    /// Of `dq`, and of `dk` and `dv`.
+    passes: [Option<Pass<'a>>; 3],
     /// Blocks of the kernel of statistics.
     blocks: u32,
 }
@@ -156,30 +166,43 @@ impl Plans<Backward> for Cuda {
     fn plan(&self, problem: Backward) -> Result<Plan<'_>> {
         check(&problem)?;
         let kernels = &self.attention.backward;
-        let forms = |wanted: bool, gradient| -> Result<_> {
+        let pass = |wanted: bool, best: Option<_>, any, flags| -> Result<_> {
             if !wanted {
                 return Ok(None);
             }
-            let any = kernels.find(&problem, gradient, true);
+            let any = kernels.find(&problem, any, true);
             let any = any.ok_or_else(|| Error::Internal {
                 op: OP,
                 message: text!("no kernel for {}", problem.forward.q.dtype),
             })?;
-            let best = kernels.find(&problem, gradient, false).unwrap_or(any);
+            let best = best.unwrap_or(any);
             for form in [best, any] {
                 check_blocks(OP, "q", form.blocks(&problem))?;
             }
-            Ok(Some([best, any]))
+            Ok(Some(Pass { best, any, flags }))
         };
-        let keys = problem.dk.is_some() || problem.dv.is_some();
+        use Gradient::{KeysAndValues, Queries};
+        let best = |gradient| kernels.find(&problem, gradient, false);
+        let (dk, dv) = (problem.dk.is_some(), problem.dv.is_some());
+        let flag_of = |wanted: bool, flag: u32| if wanted { flag } else { 0 };
+        let flags = flag_of(dk, flag::DK) | flag_of(dv, flag::DV);
+        // Two kernels on tensor cores are faster than one without.
+        let apart = [Gradient::Keys, Gradient::Values].map(best);
+        let together = best(KeysAndValues).filter(|form| form.width > 1 || apart[0].is_none());
+        let of_keys = match (together, apart) {
+            (None, [Some(keys), Some(values)]) => [
+                pass(dk, Some(keys), KeysAndValues, flag::DK)?,
+                pass(dv, Some(values), KeysAndValues, flag::DV)?,
+            ],
+            (together, _) => [pass(dk || dv, together, KeysAndValues, flags)?, None],
+        };
+        let [keys, values] = of_keys;
+        let queries = pass(problem.dq.is_some(), best(Queries), Queries, 0)?;
         // A plane for each row; the kernel's blocks have four at least.
         let rows = tokens(&problem.forward).saturating_mul(problem.forward.num_heads);
         Ok(Plan {
             cuda: self,
-            forms: [
-                forms(problem.dq.is_some(), Gradient::Queries)?,
-                forms(keys, Gradient::Keys)?,
-            ],
+            passes: [queries, keys, values],
             blocks: check_blocks(OP, "q", rows.div_ceil(ROWS_OF_A_BLOCK))?,
             problem,
         })
@@ -244,10 +267,10 @@ impl problem::Plan for Plan<'_> {
             // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, and the workspace two f32 for each.
             unsafe { cuda.launch(OP, kernel, self.blocks, &arguments, stream) }?;
         }
-        for [best, any] in self.forms.iter().flatten() {
-            let form = match best.reaches(b) {
-                true => best,
-                false => any,
+        for pass in self.passes.iter().flatten() {
+            let form = match pass.best.reaches(b) {
+                true => pass.best,
+                false => pass.any,
             };
             let blocks = check_blocks(OP, "q", form.blocks(b))?;
             tracing::trace!(
@@ -259,7 +282,7 @@ impl problem::Plan for Plan<'_> {
                 form.width,
             );
             if blocks > 0 {
-                let arguments = gradient_arguments(b, form, statistics);
+                let arguments = gradient_arguments(b, form, pass.flags, statistics);
                 // SAFETY: as above, as far as lengths in device memory are what the caller promises; the statistics are written by what
                 // was queued before.
                 unsafe { cuda.launch(OP, &form.kernel, blocks, &arguments, stream) }?;
@@ -329,7 +352,12 @@ macro_rules! taken_over {
     };
 }
 
-fn gradient_arguments(b: &Backward, form: &Form, statistics: u64) -> attention_backward::Arguments {
+fn gradient_arguments(
+    b: &Backward,
+    form: &Form,
+    flags: u32,
+    statistics: u64,
+) -> attention_backward::Arguments {
     let p = &b.forward;
     let from = arguments::problem(p, form.width);
     let mut a = taken_over!(
@@ -339,6 +367,7 @@ fn gradient_arguments(b: &Backward, form: &Form, statistics: u64) -> attention_b
         q_token, q_head, k_outer, k_token, k_head, v_outer, v_token, v_head, bias_outer, bias_head,
         bias_token, bias_key, mask_outer, mask_head, mask_token, mask_key, alibi_outer,
     );
+    a.flags |= flags;
     a.dout = address(b.dout.ptr);
     a.statistics = statistics;
     a.row_blocks = form.row_blocks(b) as u32;
@@ -351,12 +380,10 @@ fn gradient_arguments(b: &Backward, form: &Form, statistics: u64) -> attention_b
         [a.dq_outer, a.dq_token, a.dq_head] = of(dq);
     }
     if let Some(dk) = &b.dk {
-        a.flags |= flag::DK;
         a.dk = address(dk.ptr);
         [a.dk_outer, a.dk_token, a.dk_head] = of(dk);
     }
     if let Some(dv) = &b.dv {
-        a.flags |= flag::DV;
         a.dv = address(dv.ptr);
         [a.dv_outer, a.dv_token, a.dv_head] = of(dv);
     }

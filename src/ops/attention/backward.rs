@@ -32,8 +32,8 @@
 //! The CUDA backend takes head dimensions up to 256, `q`, `k`, `v` and `dout` of one dtype, and lengths
 //! as the forward pass; it has no kernel for `dbias`, and says
 //! [`Unsupported`](crate::Error::Unsupported) to that and the rest. Of f16 and bf16, head dimensions,
-//! strides and addresses that are multiples of 8 elements run on tensor cores (`dk` and `dv` with head
-//! dimensions up to 128); anything else takes slower kernels.
+//! strides and addresses that are multiples of 8 elements run on tensor cores; anything else takes slower
+//! kernels.
 //!
 //! # Numerics
 //!

@@ -2,7 +2,8 @@
 //! queries go by that see any of them, of every head that shares the key head.
 //!
 //! Scores are transposed: each plane owns 16 of the keys, whose weights and gradients are the left sides of
-//! the products with `dout` and queries as they come.
+//! the products with `dout` and queries as they come. Large heads have no room in registers for the sums
+//! of both gradients, and get a kernel for each.
 
 use cubecl::prelude::*;
 
@@ -13,7 +14,14 @@ use crate::attention::copies::arrive;
 use crate::attention::fragments::*;
 use crate::attention::products::*;
 use crate::attention::softmax::{Parts, begin_parts};
-use crate::attention::tiles::{Config, copy_rows, lines_of};
+use crate::attention::tiles::{Config, MatrixLines, copy_rows, lines_of};
+
+/// Which gradients a kernel computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Sums {
+    pub keys: bool,
+    pub values: bool,
+}
 
 /// All that a lane has to do.
 #[derive(CubeType)]
@@ -50,10 +58,12 @@ pub fn keys<E: Float>(
     args: &Args,
     strides: &Strides,
     #[comptime] config: Config,
+    #[comptime] sums: Sums,
 ) {
     let tile_rows = comptime!(config.tile_keys);
     let parts = comptime!(config.tile_keys as usize / 8);
-    let dim_parts = comptime!(config.head_dim as usize / 8);
+    let dk_parts = comptime!(config.head_dim as usize / 8 * sums.keys as usize);
+    let dv_parts = comptime!(config.head_dim as usize / 8 * sums.values as usize);
     let block = key_block(args, strides, buffers, comptime!(config.rows()));
     if block.key0 >= block.end {
         terminate!();
@@ -67,9 +77,9 @@ pub fn keys<E: Float>(
     }
     let lines = lines_of(work.lane.lane, work.lane.plane * 16u32, config);
     let mut dk_acc = Parts::new();
-    begin_parts(&mut dk_acc, dim_parts);
+    begin_parts(&mut dk_acc, dk_parts);
     let mut dv_acc = Parts::new();
-    begin_parts(&mut dv_acc, dim_parts);
+    begin_parts(&mut dv_acc, dv_parts);
 
     let mut phase = 0u32;
     let mut of_group = 0u32;
@@ -78,11 +88,11 @@ pub fn keys<E: Float>(
         let mut row0 = block.begin;
         while row0 < block.seen {
             copy_passing::<E>(&mut tiles, q, dout, buffers, &work, &head, row0, config);
+            let half = half(args, strides);
             copy_statistics(
                 &mut of_rows,
                 statistics,
-                args,
-                strides,
+                half,
                 &work,
                 &head,
                 row0,
@@ -93,52 +103,91 @@ pub fn keys<E: Float>(
             sync_cube();
             let mut s = Parts::new();
             begin_parts(&mut s, parts);
-            score::<E>(
-                &tiles.kept,
-                &tiles.passing,
-                &mut s,
-                lines.q,
-                lines.k,
-                config,
-            );
             let mut d = Parts::new();
             begin_parts(&mut d, parts);
-            score::<E>(
-                &tiles.kept_v,
-                &tiles.passing_v,
-                &mut d,
-                lines.q,
-                lines.k,
-                config,
-            );
+            multiply::<E>(&mut s, &mut d, &tiles, &lines, config, sums);
             differentiate(
                 &mut s, &mut d, &of_rows, args, buffers, &work, &head, row0, config,
             );
-            accumulate::<E>(&s, &tiles.passing_v, &mut dv_acc, lines.v, config);
-            accumulate::<E>(&d, &tiles.passing, &mut dk_acc, lines.v, config);
+            if comptime!(sums.values) {
+                accumulate::<E>(&s, &tiles.passing_v, &mut dv_acc, lines.v, config);
+            }
+            if comptime!(sums.keys) {
+                accumulate::<E>(&d, &tiles.passing, &mut dk_acc, lines.v, config);
+            }
             sync_cube();
             phase = phase ^ 1u32;
             row0 += tile_rows;
         }
         of_group += 1u32;
     }
-    if has(args, flag::DK) {
-        let at = dk_at(strides, &block.span, block.batch, block.key_head);
-        let tile = &mut tiles.kept;
-        let (first, end, width) = (block.key0, block.end, work.width_qk);
-        let scale = args.scale;
-        store::<E>(
-            tile, &dk_acc, dk, &at, first, end, width, scale, &work.lane, config,
-        );
+    if comptime!(sums.keys) {
+        if has(args, flag::DK) {
+            let at = dk_at(strides, &block.span, block.batch, block.key_head);
+            let width = work.width_qk;
+            store_keys::<E>(
+                &mut tiles.kept,
+                &dk_acc,
+                dk,
+                &at,
+                &work,
+                width,
+                args.scale,
+                config,
+            );
+        }
     }
-    if has(args, flag::DV) {
-        let at = dv_at(strides, &block.span, block.batch, block.key_head);
-        let tile = &mut tiles.kept_v;
-        let (first, end, width) = (block.key0, block.end, work.width_v);
-        store::<E>(
-            tile, &dv_acc, dv, &at, first, end, width, 1.0f32, &work.lane, config,
-        );
+    if comptime!(sums.values) {
+        if has(args, flag::DV) {
+            let at = dv_at(strides, &block.span, block.batch, block.key_head);
+            let width = work.width_v;
+            store_keys::<E>(
+                &mut tiles.kept_v,
+                &dv_acc,
+                dv,
+                &at,
+                &work,
+                width,
+                1.0f32,
+                config,
+            );
+        }
     }
+}
+
+/// Products of a plane's keys with queries, and of its values with `dout`, which `dv` does not need.
+#[cube]
+fn multiply<E: Float>(
+    s: &mut Parts,
+    d: &mut Parts,
+    tiles: &Tiles<E>,
+    lines: &MatrixLines,
+    #[comptime] config: Config,
+    #[comptime] sums: Sums,
+) {
+    let (q, k) = (lines.q, lines.k);
+    score::<E>(&tiles.kept, &tiles.passing, s, q, k, config);
+    if comptime!(sums.keys) {
+        score::<E>(&tiles.kept_v, &tiles.passing_v, d, q, k, config);
+    }
+}
+
+/// Stores a plane's keys of a gradient, and zeros for those of the padding.
+#[cube]
+fn store_keys<E: Float>(
+    tile: &mut SharedMemory<Vector<E, Line>>,
+    acc: &Parts,
+    to: &mut Lines<E>,
+    at: &Place,
+    work: &Work,
+    width: u32,
+    factor: f32,
+    #[comptime] config: Config,
+) {
+    let (first, end) = (work.block.key0, work.block.end);
+    store::<E>(
+        tile, acc, to, at, first, end, width, factor, &work.lane, config,
+    );
 }
 
 /// What a lane has to do for a block.
@@ -262,8 +311,7 @@ fn copy_passing<E: Float>(
 fn copy_statistics(
     to: &mut SharedMemory<f32>,
     statistics: &Array<f32>,
-    args: &Args,
-    strides: &Strides,
+    half: u64,
     work: &Work,
     head: &Head,
     first: u32,
@@ -273,7 +321,7 @@ fn copy_statistics(
         let row = min(first + UNIT_POS_X, work.block.span.q_count - 1u32);
         let at = head.statistics + u64::cast_from(row);
         to[UNIT_POS_X as usize] = statistics[at as usize];
-        to[(UNIT_POS_X + count) as usize] = statistics[(at + half(args, strides)) as usize];
+        to[(UNIT_POS_X + count) as usize] = statistics[(at + half) as usize];
     }
 }
 

@@ -4,7 +4,7 @@
 //! |-|-|
 //! | [`rows::delta`] | statistics of every row, of `out`, `dout` and the LSE |
 //! | [`queries`](queries::queries) | `dq` of f16 and bf16 on tensor cores, a block of queries of one head per cube |
-//! | [`keys`](keys::keys) | `dk` and `dv` likewise, a block of keys of one key head per cube |
+//! | [`keys`](keys::keys) | `dk` and `dv` likewise, a block of keys of one key head per cube; of large heads each alone |
 //! | [`simt`] | both of everything else |
 //! | [`rows::sinks`] | `dsinks` |
 //!
@@ -26,6 +26,7 @@ use super::{HALVES, with_half};
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, with_vector};
 use arguments::Strides;
+use keys::Sums;
 
 pub mod arguments;
 pub mod keys;
@@ -51,9 +52,9 @@ fn kernel(dtype: Dtype, gradient: Gradient, config: Config) -> Result<Kernel, Er
                 b.scope(), q.into(), k.into(), v.into(), dout.into(), dq.into(), statistics.into(),
                 buffers, args, strides, config,
             ),
-            Gradient::Keys => keys::keys::expand::<E>(
+            _ => keys::keys::expand::<E>(
                 b.scope(), q.into(), k.into(), v.into(), dout.into(), dk.into(), dv.into(),
-                statistics.into(), buffers, args, strides, config,
+                statistics.into(), buffers, args, strides, config, sums(gradient),
             ),
         }
     });
@@ -75,12 +76,20 @@ fn kernel(dtype: Dtype, gradient: Gradient, config: Config) -> Result<Kernel, Er
     b.finish(name, choices, config.threads())
 }
 
+fn sums(gradient: Gradient) -> Sums {
+    Sums {
+        keys: gradient != Gradient::Values,
+        values: gradient != Gradient::Keys,
+    }
+}
+
 /// `tile_keys` of [`Config`] are the rows of a tile that goes by, of keys or of queries.
 fn configs(gradient: Gradient) -> Vec<Config> {
     let tiles: &[(u32, u32)] = match gradient {
         Gradient::Queries => &[(64, 64), (128, 64), (256, 16)],
-        // Sums of both gradients have no room for 256 dimensions: those are left to `simt`.
-        Gradient::Keys => &[(64, 64), (128, 32)],
+        Gradient::KeysAndValues => &[(64, 64), (128, 32)],
+        // The sums of both have no room for 256 dimensions.
+        Gradient::Keys | Gradient::Values => &[(256, 16)],
     };
     let config = |&(head_dim, tile_keys): &(u32, u32), scores| Config {
         head_dim,
@@ -109,7 +118,7 @@ fn simt_kernel(dtype: Dtype, gradient: Gradient) -> Result<Kernel, Error> {
                 b.scope(), q.into(), k.into(), v.into(), dout.into(), dq.into(), statistics.into(),
                 buffers, args, strides,
             ),
-            Gradient::Keys => simt::keys::expand::<E>(
+            _ => simt::keys::expand::<E>(
                 b.scope(), q.into(), k.into(), v.into(), dout.into(), dk.into(), dv.into(),
                 statistics.into(), buffers, args, strides,
             ),
@@ -134,19 +143,23 @@ fn simt_kernel(dtype: Dtype, gradient: Gradient) -> Result<Kernel, Error> {
 fn name_of(gradient: Gradient) -> &'static str {
     match gradient {
         Gradient::Queries => "queries",
+        Gradient::KeysAndValues => "keys_values",
         Gradient::Keys => "keys",
+        Gradient::Values => "values",
     }
 }
 
 /// Every form.
 pub fn kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = Vec::new();
-    for gradient in [Gradient::Queries, Gradient::Keys] {
+    for gradient in Gradient::ALL.iter().copied() {
         for config in configs(gradient) {
             for dtype in HALVES {
                 kernels.push(kernel(dtype, gradient, config)?);
             }
         }
+    }
+    for gradient in [Gradient::Queries, Gradient::KeysAndValues] {
         for dtype in Dtype::ALL.iter().copied() {
             kernels.push(simt_kernel(dtype, gradient)?);
         }
