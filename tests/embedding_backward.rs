@@ -197,7 +197,7 @@ fn check(ctx: &Context, dtype: DType, to: DType, ids: DType, case: &Case) {
 
 #[test]
 fn agrees_with_its_definition() {
-    for ctx in served() {
+    for ctx in contexts() {
         for dtype in FLOATS {
             for to in FLOATS {
                 for ids in [DType::I32, DType::I64] {
@@ -206,26 +206,6 @@ fn agrees_with_its_definition() {
             }
         }
     }
-}
-
-/// Contexts of the backends that have the operation.
-fn served() -> Vec<Context> {
-    let mut contexts = contexts();
-    contexts.retain(|ctx| {
-        let t = TestTensor::of(DType::F32, &[1, 1], &[1.0]);
-        let ids = TestTensor::of(DType::I32, &[1], &[0.0]).upload(ctx);
-        let (dout, mut out) = (t.upload(ctx), t.upload(ctx));
-        let params = Params {
-            dout: dout.view(),
-            ids: ids.view(),
-            dweight: out.view_mut(),
-            padding_idx: None,
-            accumulate: false,
-            workspace: Workspace::none(),
-        };
-        embedding::backward::supported(ctx, &params).is_ok()
-    });
-    contexts
 }
 
 fn gradient(ctx: &Context, dout: &TestTensor, ids: &TestTensor, before: &TestTensor) -> TestTensor {
@@ -267,7 +247,7 @@ proptest! {
     /// In the order of the ids, so two parts accumulated are the whole, to the bit.
     #[test]
     fn parts_add_up((tokens, vocab, dim) in (2usize..400, 1usize..300, 1usize..40)) {
-        for ctx in served() {
+        for ctx in contexts() {
             let rng = &mut rng();
             // Integers, of which sums are exact.
             let dout = TestTensor::integers(rng, DType::F32, contiguous(&[tokens, dim]), 9);
@@ -290,7 +270,7 @@ proptest! {
 /// A host refuses them before anything is written; a device adds them to no row.
 #[test]
 fn ids_outside_add_to_no_row() {
-    for ctx in served() {
+    for ctx in contexts() {
         for (dtype, id) in [
             (DType::I32, 3.0),
             (DType::I32, -1.0),

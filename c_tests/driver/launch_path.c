@@ -113,6 +113,15 @@ static void rows(void) {
   embedding.out = bf16(3, HIDDEN, -1, -1);
   CHECK_PATH(unsloth_embedding_forward(ctx, &embedding, NULL), 1);
 
+  unsloth_embedding_backward_params table = UNSLOTH_EMBEDDING_BACKWARD_PARAMS_INIT;
+  table.dout = bf16(300, HIDDEN, -1, -1);
+  table.ids = make(UNSLOTH_DTYPE_I32, 300, -1, -1, -1);
+  table.dweight = bf16(VOCAB, HIDDEN, -1, -1);
+  CHECK_OK(unsloth_embedding_backward_workspace_size(ctx, &table, &table.workspace_size));
+  table.workspace = memory(table.workspace_size);
+  // Ids of two digits, each counted and moved; where rows begin; rows, long ones in pieces, joined.
+  CHECK_PATH(unsloth_embedding_backward(ctx, &table, NULL), 8);
+
   unsloth_cast_params cast = UNSLOTH_CAST_PARAMS_INIT;
   cast.x = bf16(3, HIDDEN, -1, -1);
   cast.out = make(UNSLOTH_DTYPE_F32, 3, HIDDEN, -1, -1);

@@ -63,6 +63,7 @@ const CATALOG: &[Entry] = &[
     ("attention_combine", attention::combine_kernels, &[]),
     ("cast", cast::kernels, &[]),
     ("embedding", embedding::kernels, &[]),
+    ("embedding_backward", embedding::backward::kernels, &[]),
     ("kv_append", kv_cache::kernels, &[]),
     ("linear", linear::kernels, &[]),
     ("linear_backward", linear::backward::kernels, &[]),

@@ -235,6 +235,36 @@ pub mod linear_backward {
     }
 }
 
+/// The gradient of an embedding's table.
+pub mod embedding_backward {
+    /// Bits of a digit of the sort.
+    pub const DIGIT: u32 = 8;
+    /// Values of a digit, and threads of a block.
+    pub const BINS: u32 = 1 << DIGIT;
+    /// Positions that a block sorts.
+    pub const TILE: u32 = 512;
+    /// Positions of a row beyond which they are summed in pieces, and positions of a piece.
+    pub const LONG: u32 = 256;
+
+    codes! {
+        /// What a kernel is made for.
+        pub enum Kind {
+            /// The digits of a tile.
+            Count = 0,
+            /// A pass of the sort.
+            Scatter = 1,
+            /// Where the positions of each id begin.
+            Starts = 2,
+            /// Rows of few positions.
+            Rows = 3,
+            /// Pieces of rows of many positions.
+            Parts = 4,
+            /// The sums of pieces.
+            Joins = 5,
+        }
+    }
+}
+
 /// RoPE, and a KV cache that rotates keys.
 pub mod rotation {
     /// Pairs of components that a launch has frequencies for.

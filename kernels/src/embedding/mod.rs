@@ -1,5 +1,7 @@
 //! Embedding: rows of a table, copied or converted. An id outside the table gives a row of NaN.
 
+pub mod backward;
+
 use cubecl::prelude::*;
 
 use crate::Error;

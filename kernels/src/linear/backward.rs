@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, scalars, with_vector};
-use crate::rows::{Divisor, divide};
+use crate::rows::{Dims, first_row as dout_row, second_row as other_row};
 
 scalars! { Args, ArgsExpand {
     /// Of the result of a product; `columns` of dout in vectors where these are summed.
@@ -22,123 +22,11 @@ scalars! { Args, ArgsExpand {
     chunk: u32,
     /// Whether what is there is added.
     accumulate: u32,
-    /// The sizes of all row dimensions of dout but the first, as divisors.
-    size_1: u32,
-    size_1_multiplier: u32,
-    size_1_shift: u32,
-    size_2: u32,
-    size_2_multiplier: u32,
-    size_2_shift: u32,
-    size_3: u32,
-    size_3_multiplier: u32,
-    size_3_shift: u32,
-    size_4: u32,
-    size_4_multiplier: u32,
-    size_4_shift: u32,
-    /// Their strides in dout, in vectors where these are summed.
-    dout_0: u64,
-    dout_1: u64,
-    dout_2: u64,
-    dout_3: u64,
-    dout_4: u64,
-    /// Their strides in the tensor that has dout's rows too: dx, or x for the weight.
-    other_0: u64,
-    other_1: u64,
-    other_2: u64,
-    other_3: u64,
-    other_4: u64,
     /// Between rows of the weight.
     weight_stride: u64,
     /// Between rows of the weight's gradient, or of partial sums.
     out_stride: u64,
 } }
-
-/// The index of a row in every row dimension.
-#[derive(CubeType, Clone, Copy)]
-struct Index {
-    i0: u64,
-    i1: u64,
-    i2: u64,
-    i3: u64,
-    i4: u64,
-}
-
-#[cube]
-fn index_of(row: u32, args: &Args) -> Index {
-    let mut i0 = row;
-    let mut i1 = 0u32;
-    let mut i2 = 0u32;
-    let mut i3 = 0u32;
-    let mut i4 = 0u32;
-    // Equally spaced rows, the usual case, have one dimension.
-    if args.size_1 > 1u32 {
-        let rest = divide(
-            row,
-            Divisor {
-                size: args.size_4,
-                multiplier: args.size_4_multiplier,
-                shift: args.size_4_shift,
-            },
-        );
-        i4 = row - rest * args.size_4;
-        let outer = divide(
-            rest,
-            Divisor {
-                size: args.size_3,
-                multiplier: args.size_3_multiplier,
-                shift: args.size_3_shift,
-            },
-        );
-        i3 = rest - outer * args.size_3;
-        let rest = divide(
-            outer,
-            Divisor {
-                size: args.size_2,
-                multiplier: args.size_2_multiplier,
-                shift: args.size_2_shift,
-            },
-        );
-        i2 = outer - rest * args.size_2;
-        i0 = divide(
-            rest,
-            Divisor {
-                size: args.size_1,
-                multiplier: args.size_1_multiplier,
-                shift: args.size_1_shift,
-            },
-        );
-        i1 = rest - i0 * args.size_1;
-    }
-    Index {
-        i0: u64::cast_from(i0),
-        i1: u64::cast_from(i1),
-        i2: u64::cast_from(i2),
-        i3: u64::cast_from(i3),
-        i4: u64::cast_from(i4),
-    }
-}
-
-/// Where a row of dout begins.
-#[cube]
-fn dout_row(row: u32, args: &Args) -> u64 {
-    let at = index_of(row, args);
-    at.i0 * args.dout_0
-        + at.i1 * args.dout_1
-        + at.i2 * args.dout_2
-        + at.i3 * args.dout_3
-        + at.i4 * args.dout_4
-}
-
-/// Where the same row of dx or x begins.
-#[cube]
-fn other_row(row: u32, args: &Args) -> u64 {
-    let at = index_of(row, args);
-    at.i0 * args.other_0
-        + at.i1 * args.other_1
-        + at.i2 * args.other_2
-        + at.i3 * args.other_3
-        + at.i4 * args.other_4
-}
 
 /// What is summed over in a step of a product.
 const STEP: u32 = 16;
@@ -156,6 +44,7 @@ fn load_dout<E: Float>(
     dout: &Array<E>,
     tile: &mut SharedMemory<f32>,
     args: &Args,
+    dims: &Dims,
     row0: u32,
     first: u32,
     #[comptime] kind: Kind,
@@ -172,9 +61,9 @@ fn load_dout<E: Float>(
         let mut value = 0.0f32;
         if row0 + row < args.rows && first + step < args.depth {
             let at = if comptime!(kind == Kind::Weight) {
-                dout_row(first + step, args) + u64::cast_from(row0 + row)
+                dout_row(first + step, dims) + u64::cast_from(row0 + row)
             } else {
-                dout_row(row0 + row, args) + u64::cast_from(first + step)
+                dout_row(row0 + row, dims) + u64::cast_from(first + step)
             };
             value = f32::cast_from(dout[at as usize]);
         }
@@ -189,6 +78,7 @@ fn load_by<B: Float>(
     by: &Array<B>,
     tile: &mut SharedMemory<f32>,
     args: &Args,
+    dims: &Dims,
     column0: u32,
     first: u32,
     #[comptime] kind: Kind,
@@ -202,7 +92,7 @@ fn load_by<B: Float>(
         if column0 + column < args.columns && first + step < args.depth {
             let mut at = u64::cast_from(column0 + column);
             if comptime!(kind == Kind::Weight) {
-                at += other_row(first + step, args);
+                at += other_row(first + step, dims);
             } else {
                 at += u64::cast_from(first + step) * args.weight_stride;
             }
@@ -256,6 +146,7 @@ fn product<E: Float, B: Float, O: Float>(
     by: &Array<B>,
     out: &mut Array<O>,
     args: &Args,
+    dims: &Dims,
     #[comptime] kind: Kind,
 ) {
     let row0 = CUBE_POS_X * TILE;
@@ -271,8 +162,8 @@ fn product<E: Float, B: Float, O: Float>(
     let my_column = UNIT_POS_X % 16u32;
     let mut first = 0u32;
     while first < args.depth {
-        load_dout::<E>(dout, &mut dout_tile, args, row0, first, kind);
-        load_by::<B>(by, &mut by_tile, args, column0, first, kind);
+        load_dout::<E>(dout, &mut dout_tile, args, dims, row0, first, kind);
+        load_by::<B>(by, &mut by_tile, args, dims, column0, first, kind);
         sync_cube();
         multiply(&dout_tile, &by_tile, &mut sums, my_row, my_column);
         sync_cube();
@@ -287,7 +178,7 @@ fn product<E: Float, B: Float, O: Float>(
             if comptime!(kind == Kind::Weight) {
                 at += u64::cast_from(row) * args.out_stride;
             } else {
-                at += other_row(row, args);
+                at += other_row(row, dims);
             }
             store::<O>(out, at, sums[i as usize], args);
         }
@@ -307,6 +198,7 @@ fn column_sums<E: Float, O: Float, N: Size>(
     dout: &Array<Vector<E, N>>,
     out: &mut Array<O>,
     args: &Args,
+    dims: &Dims,
 ) {
     let width = comptime!(N::value() as u32);
     let lane = UNIT_POS_X % LANES;
@@ -324,7 +216,7 @@ fn column_sums<E: Float, O: Float, N: Size>(
                 let at = row + comptime!(k * PLANES);
                 let mut vector = Vector::<E, N>::zeroed();
                 if at < last {
-                    vector = dout[(dout_row(at, args) + u64::cast_from(column)) as usize];
+                    vector = dout[(dout_row(at, dims) + u64::cast_from(column)) as usize];
                 }
                 vectors.push(vector);
             }
@@ -361,7 +253,9 @@ macro_rules! expand_product {
         let by = $b.read("by", by_ty);
         let out = $b.write("out", out_ty);
         let args = Args::declare(&mut $b);
-        product::expand::<$e, $by, $o>($b.scope(), dout.into(), by.into(), out.into(), args, $kind);
+        let dims = Dims::declare(&mut $b);
+        let (scope, kind) = ($b.scope(), $kind);
+        product::expand::<$e, $by, $o>(scope, dout.into(), by.into(), out.into(), args, dims, kind);
     }};
 }
 
@@ -373,7 +267,8 @@ macro_rules! expand_sums {
         let _by = $b.read("by", ty);
         let out = $b.write("out", out_ty);
         let args = Args::declare(&mut $b);
-        column_sums::expand::<$e, $o, $n>($b.scope(), dout.into(), out.into(), args);
+        let dims = Dims::declare(&mut $b);
+        column_sums::expand::<$e, $o, $n>($b.scope(), dout.into(), out.into(), args, dims);
     }};
 }
 

@@ -14,11 +14,18 @@ use crate::problem::embedding::Problem;
 
 const OP: &str = "embedding";
 
-/// By dtype of the table, dtype of the output, and elements per access.
-pub(super) type Kernels = Table<Arguments, 3>;
+/// The operation's kernels, and those of its gradient.
+pub(crate) struct Kernels {
+    /// By dtype of the table, dtype of the output, and elements per access.
+    forward: Table<Arguments, 3>,
+    backward: backward::Kernels,
+}
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Kernels::new(OP, resources, |c| [c.table, c.dtype, c.width])
+    Ok(Kernels {
+        forward: Table::<Arguments, 3>::new(OP, resources, |c| [c.table, c.dtype, c.width])?,
+        backward: backward::kernels(resources)?,
+    })
 }
 
 /// Elements that the smallest block covers: two per thread.
@@ -61,9 +68,10 @@ fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         && is_aligned(&p.out, vector);
     let width = if fits { vector } else { 1 };
     let length = dim / width;
-    let kernel = cuda
-        .embedding
-        .get([p.table.dtype as u32, p.out.dtype as u32, width as u32])?;
+    let kernel =
+        cuda.embedding
+            .forward
+            .get([p.table.dtype as u32, p.out.dtype as u32, width as u32])?;
     let blocks_per_row = length.div_ceil(kernel.choices.per_block as usize);
     let divisor = Divisor::new(blocks_per_row);
     for launch in rows.launches() {

@@ -1,0 +1,486 @@
+//! The gradient of an embedding's table: positions are sorted by id, keeping their order, and each
+//! row of the table sums its own.
+//!
+//! | kernel | what it is for |
+//! |-|-|
+//! | [`count`], [`scatter`] | a pass of a radix sort, of one digit: stable, and without atomics |
+//! | [`starts`] | where the positions of each id begin |
+//! | [`rows`] | every row that has few positions, or none |
+//! | [`parts`], [`joins`] | rows of many positions: what pieces of the sorted order sum to, and then the pieces |
+
+use contract::embedding_backward::{BINS, Kind, LONG, TILE};
+use cubecl::prelude::*;
+
+use crate::Error;
+use crate::emit::{Builder, Float as Dtype, Kernel, scalars, with_vector};
+use crate::rows::{Dims, first_row, second_row};
+
+/// Threads of every block: those that sort have a digit each.
+const THREADS: u32 = BINS;
+/// Rows that a thread loads before it adds them.
+const UNROLL: u32 = 4;
+
+scalars! { Args, ArgsExpand {
+    tokens: u32,
+    vocab: u32,
+    /// Bits below the digit.
+    shift: u32,
+    /// Whether this is the sort's first pass, whose keys are made of the ids.
+    first: u32,
+    /// Tiles of the sort.
+    tiles: u32,
+    /// 0 for i32, 1 for i64.
+    wide_ids: u32,
+    /// The row whose gradient is zero, or one that there is not.
+    padding: u32,
+    /// Whether what is there is added.
+    accumulate: u32,
+    /// Of a row, in vectors.
+    length: u32,
+    /// Between rows of the gradient, in vectors.
+    out_stride: u64,
+} }
+
+/// The key that an id is sorted by: ids that add to no row come last.
+#[cube]
+fn key_of(ids: &Array<i32>, ids_i64: &Array<i64>, token: u32, args: &Args, dims: &Dims) -> u32 {
+    let at = first_row(token, dims) as usize;
+    let id = if args.wide_ids == 1u32 {
+        ids_i64[at]
+    } else {
+        i64::cast_from(ids[at])
+    };
+    // A negative id is a great one without its sign.
+    let row = u64::cast_from(id);
+    let mut key = args.vocab;
+    if row < u64::cast_from(args.vocab) && row != u64::cast_from(args.padding) {
+        key = u32::cast_from(row);
+    }
+    key
+}
+
+/// Loads the keys of a tile; beyond the end nothing is looked at.
+#[cube]
+fn load_keys(
+    ids: &Array<i32>,
+    ids_i64: &Array<i64>,
+    keys_in: &Array<u32>,
+    keys: &mut SharedMemory<u32>,
+    args: &Args,
+    dims: &Dims,
+) {
+    #[unroll]
+    for k in 0..comptime!(TILE / THREADS) {
+        let at = UNIT_POS_X + comptime!(k * THREADS);
+        let token = CUBE_POS_X * TILE + at;
+        if token < args.tokens {
+            if args.first != 0u32 {
+                keys[at as usize] = key_of(ids, ids_i64, token, args, dims);
+            } else {
+                keys[at as usize] = keys_in[token as usize];
+            }
+        }
+    }
+}
+
+#[cube]
+fn digit_of(key: u32, args: &Args) -> u32 {
+    (key >> args.shift) & comptime!(BINS - 1)
+}
+
+/// Counts each digit of a tile. Grid: tiles.
+#[cube]
+fn count(
+    ids: &Array<i32>,
+    ids_i64: &Array<i64>,
+    keys_in: &Array<u32>,
+    counts: &mut Array<u32>,
+    args: &Args,
+    dims: &Dims,
+) {
+    let mut keys = SharedMemory::<u32>::new(comptime!(TILE as usize));
+    load_keys(ids, ids_i64, keys_in, &mut keys, args, dims);
+    sync_cube();
+    let in_tile = min(args.tokens - CUBE_POS_X * TILE, TILE);
+    let mut found = 0u32;
+    let mut i = 0u32;
+    while i < in_tile {
+        if digit_of(keys[i as usize], args) == UNIT_POS_X {
+            found += 1u32;
+        }
+        i += 1u32;
+    }
+    counts[(CUBE_POS_X * THREADS + UNIT_POS_X) as usize] = found;
+}
+
+/// Where a tile's first key of this thread's digit goes: behind all smaller digits, and behind the
+/// same digit of tiles before.
+#[cube]
+fn first_place(counts: &Array<u32>, totals: &mut SharedMemory<u32>, args: &Args) -> u32 {
+    let mut before = 0u32;
+    let mut total = 0u32;
+    let mut tile = 0u32;
+    while tile < args.tiles {
+        let found = counts[(tile * THREADS + UNIT_POS_X) as usize];
+        if tile < CUBE_POS_X {
+            before += found;
+        }
+        total += found;
+        tile += 1u32;
+    }
+    totals[UNIT_POS_X as usize] = total;
+    sync_cube();
+    let mut digit = 0u32;
+    while digit < UNIT_POS_X {
+        before += totals[digit as usize];
+        digit += 1u32;
+    }
+    before
+}
+
+/// Moves a tile's keys and positions to their places by a digit, in their order. Grid: tiles.
+#[cube]
+fn scatter(
+    ids: &Array<i32>,
+    ids_i64: &Array<i64>,
+    keys_in: &Array<u32>,
+    positions_in: &Array<u32>,
+    keys_out: &mut Array<u32>,
+    positions_out: &mut Array<u32>,
+    counts: &Array<u32>,
+    args: &Args,
+    dims: &Dims,
+) {
+    let mut keys = SharedMemory::<u32>::new(comptime!(TILE as usize));
+    let mut positions = SharedMemory::<u32>::new(comptime!(TILE as usize));
+    let mut totals = SharedMemory::<u32>::new(comptime!(THREADS as usize));
+    load_keys(ids, ids_i64, keys_in, &mut keys, args, dims);
+    #[unroll]
+    for k in 0..comptime!(TILE / THREADS) {
+        let at = UNIT_POS_X + comptime!(k * THREADS);
+        let token = CUBE_POS_X * TILE + at;
+        if token < args.tokens {
+            if args.first != 0u32 {
+                positions[at as usize] = token;
+            } else {
+                positions[at as usize] = positions_in[token as usize];
+            }
+        }
+    }
+    // Waits for the tile too.
+    let mut place = first_place(counts, &mut totals, args);
+    let in_tile = min(args.tokens - CUBE_POS_X * TILE, TILE);
+    let mut i = 0u32;
+    while i < in_tile {
+        let key = keys[i as usize];
+        if digit_of(key, args) == UNIT_POS_X {
+            keys_out[place as usize] = key;
+            positions_out[place as usize] = positions[i as usize];
+            place += 1u32;
+        }
+        i += 1u32;
+    }
+}
+
+/// Finds where the positions of each id begin, and where the last end. Grid: `vocab` + 1 threads.
+#[cube]
+fn starts(keys_in: &Array<u32>, starts: &mut Array<u32>, args: &Args) {
+    let id = CUBE_POS_X * THREADS + UNIT_POS_X;
+    if id <= args.vocab {
+        let mut low = 0u32;
+        let mut high = args.tokens;
+        while low < high {
+            let middle = low + (high - low) / 2u32;
+            if keys_in[middle as usize] < id {
+                low = middle + 1u32;
+            } else {
+                high = middle;
+            }
+        }
+        starts[id as usize] = low;
+    }
+}
+
+/// Sums a column of vectors over sorted positions, in their order.
+#[cube]
+fn sum<E: Float, N: Size>(
+    dout: &Array<Vector<E, N>>,
+    positions_in: &Array<u32>,
+    start: u32,
+    end: u32,
+    column: u32,
+    dims: &Dims,
+) -> Vector<f32, N> {
+    let mut sums = Vector::<f32, N>::zeroed();
+    let mut i = start;
+    while i < end {
+        let mut vectors = Sequence::<Vector<E, N>>::new();
+        #[unroll]
+        for k in 0..UNROLL {
+            let mut vector = Vector::<E, N>::zeroed();
+            if i + k < end {
+                let row = second_row(positions_in[(i + k) as usize], dims);
+                vector = dout[(row + u64::cast_from(column)) as usize];
+            }
+            vectors.push(vector);
+        }
+        #[unroll]
+        for k in 0..UNROLL {
+            sums += Vector::<f32, N>::cast_from(*vectors.index(k as usize));
+        }
+        i += UNROLL;
+    }
+    sums
+}
+
+/// Stores a vector of a row, added to what is there if that is asked for.
+#[cube]
+fn store<O: Float, N: Size>(
+    out: &mut Array<Vector<O, N>>,
+    row: u32,
+    column: u32,
+    sums: Vector<f32, N>,
+    args: &Args,
+) {
+    let at = (u64::cast_from(row) * args.out_stride + u64::cast_from(column)) as usize;
+    let mut y = sums;
+    if args.accumulate != 0u32 {
+        y += Vector::<f32, N>::cast_from(out[at]);
+    }
+    out[at] = Vector::cast_from(y);
+}
+
+/// Sums the rows whose positions are few. Grid: `vocab`.
+#[cube]
+fn rows<E: Float, O: Float, N: Size>(
+    dout: &Array<Vector<E, N>>,
+    positions_in: &Array<u32>,
+    starts: &Array<u32>,
+    out: &mut Array<Vector<O, N>>,
+    args: &Args,
+    dims: &Dims,
+) {
+    let row = CUBE_POS_X;
+    let start = starts[row as usize];
+    let end = starts[row as usize + 1];
+    let is_long = end - start > LONG;
+    let is_kept = end == start && args.accumulate != 0u32;
+    if !is_long && !is_kept {
+        let mut column = UNIT_POS_X;
+        while column < args.length {
+            let sums = sum::<E, N>(dout, positions_in, start, end, column, dims);
+            store::<O, N>(out, row, column, sums, args);
+            column += THREADS;
+        }
+    }
+}
+
+/// Sums the part of a long row's positions that lies in a piece of the sorted order: of the row
+/// that the piece begins with, or of the one that it ends with. Grid: pieces, 2.
+#[cube]
+fn parts<E: Float, N: Size>(
+    dout: &Array<Vector<E, N>>,
+    keys_in: &Array<u32>,
+    positions_in: &Array<u32>,
+    starts: &Array<u32>,
+    partials: &mut Array<Vector<f32, N>>,
+    args: &Args,
+    dims: &Dims,
+) {
+    let begin = CUBE_POS_X * LONG;
+    let behind = min(begin + LONG, args.tokens);
+    let first = keys_in[begin as usize];
+    let last = keys_in[(behind - 1u32) as usize];
+    let mut row = first;
+    if CUBE_POS_Y == 1u32 {
+        row = last;
+    }
+    let is_other = CUBE_POS_Y == 0u32 || last != first;
+    if is_other && row < args.vocab {
+        let start = starts[row as usize];
+        let end = starts[row as usize + 1];
+        if end - start > LONG {
+            let at = u64::cast_from(CUBE_POS_X * 2u32 + CUBE_POS_Y) * u64::cast_from(args.length);
+            let mut column = UNIT_POS_X;
+            while column < args.length {
+                partials[(at + u64::cast_from(column)) as usize] = sum::<E, N>(
+                    dout,
+                    positions_in,
+                    max(start, begin),
+                    min(end, behind),
+                    column,
+                    dims,
+                );
+                column += THREADS;
+            }
+        }
+    }
+}
+
+/// Adds the parts of the long row that begins in a piece of the sorted order, if one does: it is
+/// the one that the piece ends with, and all pieces behind begin with it. Grid: pieces.
+#[cube]
+fn joins<O: Float, N: Size>(
+    keys_in: &Array<u32>,
+    starts: &Array<u32>,
+    partials: &Array<Vector<f32, N>>,
+    out: &mut Array<Vector<O, N>>,
+    args: &Args,
+) {
+    let begin = CUBE_POS_X * LONG;
+    let behind = min(begin + LONG, args.tokens);
+    let row = keys_in[(behind - 1u32) as usize];
+    if row < args.vocab {
+        let start = starts[row as usize];
+        let end = starts[row as usize + 1];
+        if end - start > LONG && start >= begin {
+            let mut slot = CUBE_POS_X * 2u32;
+            if keys_in[begin as usize] != row {
+                slot += 1u32;
+            }
+            let last = (end - 1u32) / LONG;
+            let mut column = UNIT_POS_X;
+            while column < args.length {
+                let at = u64::cast_from(slot) * u64::cast_from(args.length);
+                let mut sums = partials[(at + u64::cast_from(column)) as usize];
+                let mut piece = CUBE_POS_X + 1u32;
+                while piece <= last {
+                    let at = u64::cast_from(piece * 2u32) * u64::cast_from(args.length);
+                    sums += partials[(at + u64::cast_from(column)) as usize];
+                    piece += 1u32;
+                }
+                store::<O, N>(out, row, column, sums, args);
+                column += THREADS;
+            }
+        }
+    }
+}
+
+macro_rules! kernel {
+    ($kind:ident, $e:ty, $o:ty, $n:ty, $symbol:expr, $choices:expr) => {{
+        let mut b = Builder::default();
+        let (ty, out_ty) = (b.type_of::<Vector<$e, $n>>(), b.type_of::<Vector<$o, $n>>());
+        let (narrow, wide) = (b.type_of::<i32>(), b.type_of::<i64>());
+        let (word, sums) = (b.type_of::<u32>(), b.type_of::<Vector<f32, $n>>());
+        let dout = b.read("dout", ty);
+        let ids = b.read("ids", narrow);
+        let ids_i64 = b.read("ids_i64", wide);
+        let keys_in = b.read("keys_in", word);
+        let positions_in = b.read("positions_in", word);
+        let keys_out = b.write("keys_out", word);
+        let positions_out = b.write("positions_out", word);
+        let counts = b.write("counts", word);
+        let begins = b.write("starts", word);
+        let partials = b.write("partials", sums);
+        let out = b.write("out", out_ty);
+        let args = Args::declare(&mut b);
+        let dims = Dims::declare(&mut b);
+        let s = b.scope();
+        match $kind {
+            Kind::Count => count::expand(
+                s,
+                ids.into(),
+                ids_i64.into(),
+                keys_in.into(),
+                counts.into(),
+                args,
+                dims,
+            ),
+            Kind::Scatter => scatter::expand(
+                s,
+                ids.into(),
+                ids_i64.into(),
+                keys_in.into(),
+                positions_in.into(),
+                keys_out.into(),
+                positions_out.into(),
+                counts.into(),
+                args,
+                dims,
+            ),
+            Kind::Starts => starts::expand(s, keys_in.into(), begins.into(), args),
+            Kind::Rows => rows::expand::<$e, $o, $n>(
+                s,
+                dout.into(),
+                positions_in.into(),
+                begins.into(),
+                out.into(),
+                args,
+                dims,
+            ),
+            Kind::Parts => parts::expand::<$e, $n>(
+                s,
+                dout.into(),
+                keys_in.into(),
+                positions_in.into(),
+                begins.into(),
+                partials.into(),
+                args,
+                dims,
+            ),
+            Kind::Joins => joins::expand::<$o, $n>(
+                s,
+                keys_in.into(),
+                begins.into(),
+                partials.into(),
+                out.into(),
+                args,
+            ),
+        }
+        b.finish($symbol, $choices, THREADS)
+    }};
+}
+
+/// What tells the kernels apart; those that sort have no dtypes.
+fn choices(kind: Kind, dtype: u32, out: u32, width: u32) -> Vec<(&'static str, u32)> {
+    vec![
+        ("kind", kind.code()),
+        ("dtype", dtype),
+        ("out", out),
+        ("width", width),
+    ]
+}
+
+fn sorting(kind: Kind, name: &str) -> Result<Kernel, Error> {
+    let symbol = format!("embedding_backward_{name}");
+    kernel!(kind, f32, f32, Const<4>, symbol, choices(kind, 0, 0, 1))
+}
+
+fn summing(kind: Kind, name: &str, dtypes: (Dtype, Dtype), vectors: bool) -> Result<Kernel, Error> {
+    let (dtype, out) = dtypes;
+    // Vectors of 16 bytes on the wider side.
+    let vector = dtype.per_vector().min(out.per_vector());
+    let width = if vectors { vector } else { 1 };
+    let symbol = format!(
+        "embedding_backward_{name}_{}_{}x{width}",
+        dtype.name(),
+        out.name()
+    );
+    let choices = choices(kind, dtype.code(), out.code(), width);
+    with_vector!(dtype, E, _N => with_vector!(out, O, _M => match width {
+        1 => kernel!(kind, E, O, Const<1>, symbol, choices),
+        4 => kernel!(kind, E, O, Const<4>, symbol, choices),
+        _ => kernel!(kind, E, O, Const<8>, symbol, choices),
+    }))
+}
+
+/// Every form: those that sort; those that sum by the dtypes of dout and of the gradient, in
+/// vectors and by element.
+pub fn kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = vec![
+        sorting(Kind::Count, "count")?,
+        sorting(Kind::Scatter, "scatter")?,
+        sorting(Kind::Starts, "starts")?,
+    ];
+    for dtype in Dtype::ALL.iter().copied() {
+        for out in Dtype::ALL.iter().copied() {
+            for vectors in [true, false] {
+                let dtypes = (dtype, out);
+                kernels.push(summing(Kind::Rows, "rows", dtypes, vectors)?);
+                kernels.push(summing(Kind::Parts, "parts", dtypes, vectors)?);
+                kernels.push(summing(Kind::Joins, "joins", dtypes, vectors)?);
+            }
+        }
+    }
+    Ok(kernels)
+}
