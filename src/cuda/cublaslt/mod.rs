@@ -93,6 +93,15 @@ impl Product {
             .map(|address| 1 << address.trailing_zeros().min(WIDEST.ilog2()))
     }
 
+    /// The rows that the library is asked about. Along the columns of `x` they are as many as it
+    /// has: more would not fit between two of them.
+    fn asked_rows(&self) -> usize {
+        match self.x_by_columns {
+            true => self.rows,
+            false => rounded_rows(self.rows),
+        }
+    }
+
     /// The key of this product and of those with nearly as many rows, which share an algorithm.
     fn key(&self) -> Key {
         let alignments = self.alignments();
@@ -105,7 +114,7 @@ impl Product {
         ];
         let flags = (flags.iter().rev()).fold(0, |bits, flag| bits << 1 | u32::from(*flag));
         Key {
-            sizes: [rounded_rows(self.rows), self.in_features, self.out_features],
+            sizes: [self.asked_rows(), self.in_features, self.out_features],
             strides: [
                 self.weight_stride,
                 self.x_stride,
@@ -600,6 +609,13 @@ mod tests {
         for other in others {
             assert_ne!(other.key(), product.key(), "{other:?}");
         }
+        // Rows lie in the columns of x, whose stride more of them would not fit.
+        let along = Product {
+            rows: 500,
+            x_by_columns: true,
+            ..product
+        };
+        assert_eq!(along.key().sizes[0], 500);
         let same = Product {
             rows: 500,
             x: 512,
