@@ -400,6 +400,21 @@ FIELD(unsloth_layer_norm_params, out, 144, 136);
 FIELD(unsloth_layer_norm_params, weight, 280, 136);
 FIELD(unsloth_layer_norm_params, bias, 416, 136);
 
+STRUCT(unsloth_layer_norm_backward_params, 984, 8);
+FIELD(unsloth_layer_norm_backward_params, struct_size, 0, 4);
+FIELD(unsloth_layer_norm_backward_params, epsilon, 4, 4);
+FIELD(unsloth_layer_norm_backward_params, accumulate, 8, 4);
+FIELD(unsloth_layer_norm_backward_params, reserved, 12, 4);
+FIELD(unsloth_layer_norm_backward_params, x, 16, 136);
+FIELD(unsloth_layer_norm_backward_params, dout, 152, 136);
+FIELD(unsloth_layer_norm_backward_params, dx, 288, 136);
+FIELD(unsloth_layer_norm_backward_params, dresidual, 424, 136);
+FIELD(unsloth_layer_norm_backward_params, weight, 560, 136);
+FIELD(unsloth_layer_norm_backward_params, dweight, 696, 136);
+FIELD(unsloth_layer_norm_backward_params, dbias, 832, 136);
+FIELD(unsloth_layer_norm_backward_params, workspace, 968, 8);
+FIELD(unsloth_layer_norm_backward_params, workspace_size, 976, 8);
+
 STRUCT(unsloth_linear_params, 704, 8);
 FIELD(unsloth_linear_params, struct_size, 0, 4);
 FIELD(unsloth_linear_params, reserved, 4, 4);
@@ -453,6 +468,21 @@ FIELD(unsloth_rms_norm_params, weight, 288, 136);
 FIELD(unsloth_rms_norm_params, residual, 424, 136);
 FIELD(unsloth_rms_norm_params, residual_out, 560, 136);
 
+STRUCT(unsloth_rms_norm_backward_params, 856, 8);
+FIELD(unsloth_rms_norm_backward_params, struct_size, 0, 4);
+FIELD(unsloth_rms_norm_backward_params, epsilon, 4, 4);
+FIELD(unsloth_rms_norm_backward_params, weight_offset, 8, 4);
+FIELD(unsloth_rms_norm_backward_params, accumulate, 12, 4);
+FIELD(unsloth_rms_norm_backward_params, reserved, 16, 8);
+FIELD(unsloth_rms_norm_backward_params, x, 24, 136);
+FIELD(unsloth_rms_norm_backward_params, dout, 160, 136);
+FIELD(unsloth_rms_norm_backward_params, dx, 296, 136);
+FIELD(unsloth_rms_norm_backward_params, dresidual, 432, 136);
+FIELD(unsloth_rms_norm_backward_params, weight, 568, 136);
+FIELD(unsloth_rms_norm_backward_params, dweight, 704, 136);
+FIELD(unsloth_rms_norm_backward_params, workspace, 840, 8);
+FIELD(unsloth_rms_norm_backward_params, workspace_size, 848, 8);
+
 STRUCT(unsloth_rope_params, 1184, 8);
 FIELD(unsloth_rope_params, struct_size, 0, 4);
 FIELD(unsloth_rope_params, inverse, 4, 4);
@@ -473,5 +503,19 @@ FIELD(unsloth_swiglu_params, gate, 16, 136);
 FIELD(unsloth_swiglu_params, up, 152, 136);
 FIELD(unsloth_swiglu_params, gate_up, 288, 136);
 FIELD(unsloth_swiglu_params, out, 424, 136);
+
+STRUCT(unsloth_swiglu_backward_params, 1104, 8);
+FIELD(unsloth_swiglu_backward_params, struct_size, 0, 4);
+FIELD(unsloth_swiglu_backward_params, activation, 4, 4);
+FIELD(unsloth_swiglu_backward_params, gate_order, 8, 4);
+FIELD(unsloth_swiglu_backward_params, reserved, 12, 4);
+FIELD(unsloth_swiglu_backward_params, gate, 16, 136);
+FIELD(unsloth_swiglu_backward_params, up, 152, 136);
+FIELD(unsloth_swiglu_backward_params, gate_up, 288, 136);
+FIELD(unsloth_swiglu_backward_params, dout, 424, 136);
+FIELD(unsloth_swiglu_backward_params, dgate, 560, 136);
+FIELD(unsloth_swiglu_backward_params, dup, 696, 136);
+FIELD(unsloth_swiglu_backward_params, dgate_up, 832, 136);
+FIELD(unsloth_swiglu_backward_params, out, 968, 136);
 
 int main(void) { return 0; }

@@ -31,6 +31,41 @@ static void run(const test_device *device) {
     }
   }
 
+  // The gradient of the weight alone reaches the parameters, that of x takes its cause's place.
+  float dout[ROWS * DIM], dweight[DIM], scratch[1024];
+  fill_random(dout, COUNT(dout), 3);
+  memset(dweight, 0xff, sizeof dweight);
+  unsloth_rms_norm_backward_params back = UNSLOTH_RMS_NORM_BACKWARD_PARAMS_INIT;
+  void *there_dx = PUT(device, dout), *there_dweight = PUT(device, dweight);
+  back.epsilon = 1e-5f;
+  back.x = p.x;
+  back.dout = f32_tensor(there_dx, ROWS, DIM, -1, -1);
+  back.weight = p.weight;
+  back.dweight = f32_tensor(there_dweight, DIM, -1, -1, -1);
+  CHECK_OK(unsloth_rms_norm_backward_supported(ctx, &back, NULL));
+  CHECK_OK(unsloth_rms_norm_backward_workspace_size(ctx, &back, &back.workspace_size));
+  CHECK(back.workspace_size <= sizeof scratch);
+  back.workspace = PUT(device, scratch);
+  CHECK_OK(unsloth_rms_norm_backward(ctx, &back, NULL));
+  float dx[ROWS * DIM];
+  GET(device, dx, there_dx);
+  GET(device, dweight, there_dweight);
+  double sums[DIM] = {0};
+  for (int row = 0; row < ROWS; row++) {
+    const float *r = x + row * DIM, *d = dout + row * DIM;
+    double square = 0, product = 0;
+    for (int i = 0; i < DIM; i++) square += (double)r[i] * r[i] / DIM;
+    const double scale = 1 / sqrt(square + 1e-5);
+    for (int i = 0; i < DIM; i++) {
+      product += d[i] * weight[i] * r[i] * scale / DIM;
+      sums[i] += d[i] * r[i] * scale;
+    }
+    for (int i = 0; i < DIM; i++) {
+      CHECK_NEAR(dx[row * DIM + i], scale * (d[i] * weight[i] - r[i] * scale * product), 1e-5);
+    }
+  }
+  for (int i = 0; i < DIM; i++) CHECK_NEAR(dweight[i], sums[i], 1e-5);
+
   p.epsilon = -1;
   CHECK_STATUS(unsloth_rms_norm_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT);
   p.epsilon = 1e-5f;

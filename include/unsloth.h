@@ -68,6 +68,7 @@
 #define UNSLOTH_KV_CACHE_PARAMS_INIT UNSLOTH_INIT(unsloth_kv_cache_params)
 #define UNSLOTH_KV_CACHE_SEQUENCE_INFO_INIT UNSLOTH_INIT(unsloth_kv_cache_sequence_info)
 #define UNSLOTH_KV_CACHE_STATS_INIT UNSLOTH_INIT(unsloth_kv_cache_stats)
+#define UNSLOTH_LAYER_NORM_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_layer_norm_backward_params)
 #define UNSLOTH_LAYER_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_layer_norm_params)
 #define UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_backward_params)
 #define UNSLOTH_LINEAR_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_params)
@@ -76,8 +77,10 @@
 #define UNSLOTH_MODEL_PARAMS_INIT UNSLOTH_INIT(unsloth_model_params)
 #define UNSLOTH_PARAMETER_COUNT_INIT UNSLOTH_INIT(unsloth_parameter_count)
 #define UNSLOTH_QUANTIZATION_INIT UNSLOTH_INIT(unsloth_quantization)
+#define UNSLOTH_RMS_NORM_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_backward_params)
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
 #define UNSLOTH_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_rope_params)
+#define UNSLOTH_SWIGLU_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_backward_params)
 #define UNSLOTH_SWIGLU_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_params)
 #define UNSLOTH_TRAINING_MEMORY_INIT UNSLOTH_INIT(unsloth_training_memory)
 #define UNSLOTH_TRAINING_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_training_memory_params)
@@ -1782,6 +1785,69 @@ typedef struct unsloth_layer_norm_params {
 } unsloth_layer_norm_params;
 
 /**
+ * Arguments of `unsloth_layer_norm_backward`: with the mean `m` of a row,
+ * `r = 1 / sqrt(mean((x - m)^2) + epsilon)`, `n = (x - m) r` and `g = dout weight`,
+ * `dx = r (g - mean(g) - n mean(g n)) + dresidual`, `dweight` = the sum over rows of `dout n` and
+ * `dbias` = that of `dout`.
+ */
+typedef struct unsloth_layer_norm_backward_params {
+  /**
+   * `sizeof(unsloth_layer_norm_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * The forward's; above 0.
+   */
+  float epsilon;
+  /**
+   * 1 adds to what `dweight` and `dbias` hold, which must be f32 then; 0 overwrites. `dx` is
+   * overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * What was normalised: `[.., dim]`, f32, f16 or bf16, any strides with a contiguous last
+   * dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * The gradient of the output; like `x`.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * Like `x`. Absent, or the same tensor as `dout`: `dout` is overwritten.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: added to `dx`, the gradient that reaches `x` past the norm; like `x`.
+   */
+  struct unsloth_tensor dresidual;
+  /**
+   * Optional: the forward's gains, `[dim]`, any float dtype. Absent: all ones.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: the gradient of `weight`, `[dim]`, any float dtype. Absent: not computed.
+   */
+  struct unsloth_tensor dweight;
+  /**
+   * Optional: the gradient of the forward's `bias`, as `dweight`.
+   */
+  struct unsloth_tensor dbias;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_layer_norm_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_layer_norm_backward_params;
+
+/**
  * Arguments of `unsloth_linear_forward`: `out = x weight^T + bias + residual`.
  */
 typedef struct unsloth_linear_params {
@@ -2028,6 +2094,68 @@ typedef struct unsloth_rms_norm_params {
 } unsloth_rms_norm_params;
 
 /**
+ * Arguments of `unsloth_rms_norm_backward`: with `r = 1 / sqrt(mean(x^2) + epsilon)`, `n = x r` and
+ * `g = dout (weight + weight_offset)`, `dx = r (g - n mean(g n)) + dresidual` and `dweight` = the sum
+ * over rows of `dout n`.
+ */
+typedef struct unsloth_rms_norm_backward_params {
+  /**
+   * `sizeof(unsloth_rms_norm_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * The forward's; above 0.
+   */
+  float epsilon;
+  /**
+   * The forward's; 0 without a weight.
+   */
+  float weight_offset;
+  /**
+   * 1 adds to what `dweight` holds, which must be f32 then; 0 overwrites. `dx` is
+   * overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * Zero.
+   */
+  uint32_t reserved[2];
+  /**
+   * What was normalised: `[.., dim]`, f32, f16 or bf16, any strides with a contiguous last
+   * dimension. The forward's `x`, or its `residual_out` where it added a residual.
+   */
+  struct unsloth_tensor x;
+  /**
+   * The gradient of the output; like `x`.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * Like `x`. Absent, or the same tensor as `dout`: `dout` is overwritten.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: added to `dx`, the gradient that reaches `x` past the norm; like `x`.
+   */
+  struct unsloth_tensor dresidual;
+  /**
+   * Optional: the forward's gains, `[dim]`, any float dtype. Absent: all ones.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: the gradient of `weight`, `[dim]`, any float dtype. Absent: not computed.
+   */
+  struct unsloth_tensor dweight;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_rms_norm_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_rms_norm_backward_params;
+
+/**
  * Arguments of `unsloth_rope_forward`. At least one of `q` and `k` is there.
  */
 typedef struct unsloth_rope_params {
@@ -2110,6 +2238,62 @@ typedef struct unsloth_swiglu_params {
    */
   struct unsloth_tensor out;
 } unsloth_swiglu_params;
+
+/**
+ * Arguments of `unsloth_swiglu_backward`: `dgate = dout up activation'(gate)` and
+ * `dup = dout activation(gate)`, elementwise. Either `gate` and `up` are there, or `gate_up`. Tensors
+ * are f32, f16 or bf16, all of one dtype, of any rank and strides with a contiguous last dimension.
+ */
+typedef struct unsloth_swiglu_backward_params {
+  /**
+   * `sizeof(unsloth_swiglu_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * The forward's; one of `UNSLOTH_ACTIVATION_*`.
+   */
+  unsloth_activation activation;
+  /**
+   * The order of the halves of `gate_up` and `dgate_up`; one of `UNSLOTH_GATE_ORDER_*`.
+   */
+  unsloth_gate_order gate_order;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., dim]`.
+   */
+  struct unsloth_tensor gate;
+  /**
+   * `[.., dim]`.
+   */
+  struct unsloth_tensor up;
+  /**
+   * `[.., 2 * dim]`: gate and up side by side.
+   */
+  struct unsloth_tensor gate_up;
+  /**
+   * `[.., dim]`: the gradient of the output.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * `[.., dim]`. Absent, or the same tensor as `gate`: `gate` is overwritten.
+   */
+  struct unsloth_tensor dgate;
+  /**
+   * `[.., dim]`. Absent, or the same tensor as `up`: `up` is overwritten.
+   */
+  struct unsloth_tensor dup;
+  /**
+   * `[.., 2 * dim]`. Absent, or the same tensor as `gate_up`: `gate_up` is overwritten.
+   */
+  struct unsloth_tensor dgate_up;
+  /**
+   * Optional: `[.., dim]`, the forward's output, computed again. May be the same tensor as `dout`.
+   */
+  struct unsloth_tensor out;
+} unsloth_swiglu_backward_params;
 
 /**
  * The CPU backend.
@@ -3288,6 +3472,46 @@ unsloth_status unsloth_layer_norm_forward(struct unsloth_context *ctx,
                                           unsloth_stream stream);
 
 /**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_layer_norm_backward_supported(struct unsloth_context *ctx,
+                                                     const struct unsloth_layer_norm_backward_params *params,
+                                                     unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace that the call needs: sums of the parameters'
+ * gradients over parts of the rows, so 0 where none is asked for. Data pointers and the workspace
+ * are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_layer_norm_backward_workspace_size(struct unsloth_context *ctx,
+                                                          const struct unsloth_layer_norm_backward_params *params,
+                                                          size_t *workspace_size);
+
+/**
+ * Computes the gradients on `stream`, in f32, rounding once; the same inputs give the same bits on
+ * one kind of device. What the forward knew of a row is computed again. Neither allocates nor
+ * synchronises, and may be captured into a CUDA graph. Calls that may run at the same time must not
+ * share a workspace.
+ *
+ * `dx` may be `dout`; other overlaps with what is written are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are
+ * valid on the context's device until the work has run; `stream` is NULL or a live stream of that
+ * device.
+ */
+unsloth_status unsloth_layer_norm_backward(struct unsloth_context *ctx,
+                                           const struct unsloth_layer_norm_backward_params *params,
+                                           unsloth_stream stream);
+
+/**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
  * workspace are not looked at. The status and message are those the call itself would give.
  *
@@ -3440,6 +3664,46 @@ unsloth_status unsloth_rms_norm_forward(struct unsloth_context *ctx,
                                         unsloth_stream stream);
 
 /**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_rms_norm_backward_supported(struct unsloth_context *ctx,
+                                                   const struct unsloth_rms_norm_backward_params *params,
+                                                   unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace that the call needs: sums of the parameters'
+ * gradients over parts of the rows, so 0 where none is asked for. Data pointers and the workspace
+ * are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_rms_norm_backward_workspace_size(struct unsloth_context *ctx,
+                                                        const struct unsloth_rms_norm_backward_params *params,
+                                                        size_t *workspace_size);
+
+/**
+ * Computes the gradients on `stream`, in f32, rounding once; the same inputs give the same bits on
+ * one kind of device. What the forward knew of a row is computed again. Neither allocates nor
+ * synchronises, and may be captured into a CUDA graph. Calls that may run at the same time must not
+ * share a workspace.
+ *
+ * `dx` may be `dout`; other overlaps with what is written are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are
+ * valid on the context's device until the work has run; `stream` is NULL or a live stream of that
+ * device.
+ */
+unsloth_status unsloth_rms_norm_backward(struct unsloth_context *ctx,
+                                         const struct unsloth_rms_norm_backward_params *params,
+                                         unsloth_stream stream);
+
+/**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at. The status and message are those the call itself would give.
  *
@@ -3484,6 +3748,32 @@ unsloth_status unsloth_swiglu_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_swiglu_forward(struct unsloth_context *ctx,
                                       const struct unsloth_swiglu_params *params,
                                       unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers are not looked at. The status and message are those the call itself would
+ * give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_swiglu_backward_supported(struct unsloth_context *ctx,
+                                                 const struct unsloth_swiglu_backward_params *params,
+                                                 unsloth_implementation *implementation);
+
+/**
+ * Computes the gradients on `stream`, in f32. Needs no workspace; neither allocates nor
+ * synchronises, and may be captured into a CUDA graph.
+ *
+ * `dgate` may be `gate`, `dup` may be `up`, `dgate_up` may be `gate_up` and `out` may be `dout`; other
+ * overlaps with what is written are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the
+ * context's device until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_swiglu_backward(struct unsloth_context *ctx,
+                                       const struct unsloth_swiglu_backward_params *params,
+                                       unsloth_stream stream);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -124,6 +124,43 @@ static void layer_norm_ready(void) {
   layer_norm.epsilon = 1e-5f;
 }
 
+static unsloth_rms_norm_backward_params rms_norm_backward;
+static void rms_norm_backward_ready(void) {
+  with_context();
+  rms_norm_backward = (unsloth_rms_norm_backward_params)UNSLOTH_RMS_NORM_BACKWARD_PARAMS_INIT;
+  rms_norm_backward.x = rms_norm_backward.dout = in2(TOKENS, HIDDEN);
+  rms_norm_backward.weight = in2(HIDDEN, -1);
+  rms_norm_backward.dx = out2(TOKENS, HIDDEN);
+  rms_norm_backward.dweight = out2(HIDDEN, -1);
+  rms_norm_backward.epsilon = 1e-5f;
+  CHECK_OK(unsloth_rms_norm_backward_workspace_size(ctx, &rms_norm_backward,
+                                                    &rms_norm_backward.workspace_size));
+  rms_norm_backward.workspace = workspace;
+}
+
+static unsloth_layer_norm_backward_params layer_norm_backward;
+static void layer_norm_backward_ready(void) {
+  with_context();
+  layer_norm_backward = (unsloth_layer_norm_backward_params)UNSLOTH_LAYER_NORM_BACKWARD_PARAMS_INIT;
+  layer_norm_backward.x = layer_norm_backward.dout = in2(TOKENS, HIDDEN);
+  layer_norm_backward.dx = out2(TOKENS, HIDDEN);
+  layer_norm_backward.dbias = out2(HIDDEN, -1);
+  layer_norm_backward.epsilon = 1e-5f;
+  CHECK_OK(unsloth_layer_norm_backward_workspace_size(ctx, &layer_norm_backward,
+                                                      &layer_norm_backward.workspace_size));
+  layer_norm_backward.workspace = workspace;
+}
+
+static unsloth_swiglu_backward_params swiglu_backward;
+static void swiglu_backward_ready(void) {
+  with_context();
+  swiglu_backward = (unsloth_swiglu_backward_params)UNSLOTH_SWIGLU_BACKWARD_PARAMS_INIT;
+  swiglu_backward.gate_up = in2(TOKENS, 2 * HIDDEN);
+  swiglu_backward.dout = in2(TOKENS, HIDDEN);
+  swiglu_backward.dgate_up = out2(TOKENS, 2 * HIDDEN);
+  swiglu_backward.out = out2(TOKENS, HIDDEN);
+}
+
 static unsloth_rope_params rope;
 static void rope_ready(void) {
   with_context();
@@ -488,6 +525,22 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (ctx, &embedding_backward, NULL), OK)                                                          \
   X(rms_norm_supported, rms_norm_ready, unsloth_rms_norm_supported, (ctx, &rms_norm, NULL), OK)    \
   X(rms_norm, rms_norm_ready, unsloth_rms_norm_forward, (ctx, &rms_norm, NULL), OK)                \
+  X(rms_norm_backward_supported, rms_norm_backward_ready, unsloth_rms_norm_backward_supported,     \
+    (ctx, &rms_norm_backward, NULL), OK)                                                           \
+  X(rms_norm_backward_workspace, rms_norm_backward_ready,                                          \
+    unsloth_rms_norm_backward_workspace_size, (ctx, &rms_norm_backward, &size), OK)                \
+  X(rms_norm_backward, rms_norm_backward_ready, unsloth_rms_norm_backward,                         \
+    (ctx, &rms_norm_backward, NULL), OK)                                                           \
+  X(layer_norm_backward_supported, layer_norm_backward_ready,                                      \
+    unsloth_layer_norm_backward_supported, (ctx, &layer_norm_backward, NULL), OK)                  \
+  X(layer_norm_backward_workspace, layer_norm_backward_ready,                                      \
+    unsloth_layer_norm_backward_workspace_size, (ctx, &layer_norm_backward, &size), OK)            \
+  X(layer_norm_backward, layer_norm_backward_ready, unsloth_layer_norm_backward,                   \
+    (ctx, &layer_norm_backward, NULL), OK)                                                         \
+  X(swiglu_backward_supported, swiglu_backward_ready, unsloth_swiglu_backward_supported,           \
+    (ctx, &swiglu_backward, NULL), OK)                                                             \
+  X(swiglu_backward, swiglu_backward_ready, unsloth_swiglu_backward,                               \
+    (ctx, &swiglu_backward, NULL), OK)                                                             \
   X(layer_norm_supported, layer_norm_ready, unsloth_layer_norm_supported,                          \
     (ctx, &layer_norm, NULL), OK)                                                                  \
   X(layer_norm, layer_norm_ready, unsloth_layer_norm_forward, (ctx, &layer_norm, NULL), OK)        \

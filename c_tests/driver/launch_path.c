@@ -96,6 +96,35 @@ static void rows(void) {
   centred.epsilon = 1e-5f;
   CHECK_PATH(unsloth_layer_norm_forward(ctx, &centred, NULL), 1);
 
+  unsloth_layer_norm_backward_params uncentred = UNSLOTH_LAYER_NORM_BACKWARD_PARAMS_INIT;
+  uncentred.x = uncentred.dout = bf16(3, HIDDEN, -1, -1);
+  uncentred.dx = uncentred.dresidual = bf16(3, HIDDEN, -1, -1);
+  uncentred.dx = bf16(3, HIDDEN, -1, -1);
+  uncentred.weight = bf16(HIDDEN, -1, -1, -1);
+  uncentred.epsilon = 1e-5f;
+  CHECK_PATH(unsloth_layer_norm_backward(ctx, &uncentred, NULL), 1);
+  uncentred.dweight = bf16(HIDDEN, -1, -1, -1);
+  uncentred.dbias = bf16(HIDDEN, -1, -1, -1);
+  CHECK_OK(unsloth_layer_norm_backward_workspace_size(ctx, &uncentred, &uncentred.workspace_size));
+  uncentred.workspace = memory(uncentred.workspace_size);
+  CHECK_PATH(unsloth_layer_norm_backward(ctx, &uncentred, NULL), 3);
+
+  unsloth_rms_norm_backward_params scaled = UNSLOTH_RMS_NORM_BACKWARD_PARAMS_INIT;
+  scaled.x = scaled.dresidual = bf16(3, HIDDEN, -1, -1);
+  scaled.dout = bf16(3, HIDDEN, -1, -1);
+  scaled.weight = bf16(HIDDEN, -1, -1, -1);
+  scaled.dweight = make(UNSLOTH_DTYPE_F32, HIDDEN, -1, -1, -1);
+  scaled.accumulate = 1;
+  scaled.epsilon = 1e-5f;
+  CHECK_OK(unsloth_rms_norm_backward_workspace_size(ctx, &scaled, &scaled.workspace_size));
+  scaled.workspace = memory(scaled.workspace_size);
+  CHECK_PATH(unsloth_rms_norm_backward(ctx, &scaled, NULL), 2);
+
+  unsloth_swiglu_backward_params ungated = UNSLOTH_SWIGLU_BACKWARD_PARAMS_INIT;
+  ungated.gate_up = bf16(3, 2 * FFN, -1, -1);
+  ungated.dout = ungated.out = bf16(3, FFN, -1, -1);
+  CHECK_PATH(unsloth_swiglu_backward(ctx, &ungated, NULL), 1);
+
   unsloth_swiglu_params gated = UNSLOTH_SWIGLU_PARAMS_INIT;
   gated.gate_up = bf16(3, 2 * FFN, -1, -1);
   gated.out = bf16(3, FFN, -1, -1);

@@ -16,6 +16,7 @@ mod argmax;
 mod attention;
 mod cast;
 pub mod catalog;
+mod column_sums;
 pub mod cubin;
 mod embedding;
 pub mod emit;
@@ -62,14 +63,17 @@ const CATALOG: &[Entry] = &[
     ),
     ("attention_combine", attention::combine_kernels, &[]),
     ("cast", cast::kernels, &[]),
+    ("column_sums", column_sums::kernels, &[]),
     ("embedding", embedding::kernels, &[]),
     ("embedding_backward", embedding::backward::kernels, &[]),
     ("kv_append", kv_cache::kernels, &[]),
     ("linear", linear::kernels, &[]),
     ("linear_backward", linear::backward::kernels, &[]),
     ("norm", norm::kernels, &[]),
+    ("norm_backward", norm::backward::kernels, &[]),
     ("rope", rope::kernels, &[]),
     ("swiglu", swiglu::kernels, &[]),
+    ("swiglu_backward", swiglu::backward::kernels, &[]),
 ];
 
 /// What goes wrong while images are made.

@@ -11,7 +11,8 @@ DLPack, without copies.
 
 A call names the fields of the operation's struct in unsloth.h. Structs, constants and functions
 are read from that header, so everything in it is here under its own name: `ctx.attention(...)` is
-`unsloth_attention_forward`, and functions that are no operations are
+`unsloth_attention_forward`, `ctx.rms_norm_backward(...)` is
+`unsloth_rms_norm_backward`, and functions that are no operations are
 `library.call("kv_cache_create", ...)`.
 
 The library and its header are those that this file was installed with, or the machine's.
@@ -286,7 +287,7 @@ class Context:
 
     def __getattr__(self, op):
         """The operation of that name, computed at once."""
-        if op.startswith("_") or not hasattr(self.library.lib, f"unsloth_{op}_forward"):
+        if op.startswith("_") or not hasattr(self.library.lib, f"unsloth_{op}_supported"):
             raise AttributeError(f"there is no operation {op}")
         return lambda stream=None, **fields: self.op(op, stream, **fields)()
 
@@ -332,7 +333,7 @@ class Context:
                 kept.append(self.workspace)
                 params.workspace, params.workspace_size = self.workspace.address, room * size.value
         function, handle, check = (
-            getattr(self.library.lib, f"unsloth_{op}_forward"),
+            getattr(self.library.lib, f"unsloth_{op}" + ("" if op.endswith("_backward") else "_forward")),
             self.handle,
             self.library.check,
         )

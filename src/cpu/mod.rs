@@ -16,6 +16,7 @@ pub(crate) mod linear;
 pub(crate) mod math;
 mod memory;
 pub(crate) mod mlp;
+mod norm;
 mod pool;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

@@ -8,6 +8,7 @@ pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod cast;
 mod codes;
+mod column_sums;
 mod cublaslt;
 mod device;
 mod driver;
@@ -44,11 +45,24 @@ use driver::{CUdevice_attribute, CUstream, Driver};
 pub(crate) use event::Event;
 use images::Arguments;
 use loaded::Held;
+use norm::backward as norm_backward;
 use pool::Pool;
+use swiglu::backward as swiglu_backward;
 
 // Those that have kernels of their own.
 loaded::operations!(
-    argmax, attention, cast, embedding, kv_cache, linear, norm, rope, swiglu,
+    argmax,
+    attention,
+    cast,
+    column_sums,
+    embedding,
+    kv_cache,
+    linear,
+    norm,
+    norm_backward,
+    rope,
+    swiglu,
+    swiglu_backward,
 );
 
 /// The CUDA backend's state of one context.

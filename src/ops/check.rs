@@ -182,6 +182,18 @@ pub(crate) fn in_out(
     Ok(())
 }
 
+/// The gradient of a parameter is of any float dtype; f32 where it accumulates, as a sum over many
+/// calls would lose in 16 bits what each adds.
+pub(crate) fn parameter_gradient(gradient: Arg<'_>, accumulate: bool) -> Result<Arg<'_>> {
+    let gradient = gradient.dtype(DType::FLOATS)?;
+    if accumulate && gradient.tensor.dtype != DType::F32 {
+        let dtype = gradient.tensor.dtype;
+        let problem = text!("has dtype {dtype}, allowed with accumulate: f32");
+        return Err(Error::invalid(gradient.op, gradient.name, problem));
+    }
+    Ok(gradient)
+}
+
 /// A finite float within bounds.
 pub(crate) fn finite(op: &'static str, name: &'static str, value: f32) -> Result<f32> {
     if value.is_finite() {

@@ -15,6 +15,7 @@ pub mod kv_cache;
 pub mod layer_norm;
 pub mod linear;
 pub mod mlp;
+mod norm;
 pub(crate) mod operation;
 pub mod rms_norm;
 pub mod rope;

@@ -12,6 +12,7 @@ pub(crate) mod kv_cache;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod mlp;
+pub(crate) mod norm;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;

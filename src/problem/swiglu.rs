@@ -62,3 +62,33 @@ pub(crate) struct Problem {
     pub out: RawTensor,
     pub activation: Activation,
 }
+
+/// Validated arguments of the backward pass; packed tensors have become their halves.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Backward {
+    pub gate: RawTensor,
+    pub up: RawTensor,
+    pub dout: RawTensor,
+    /// May be `gate`.
+    pub dgate: RawTensor,
+    /// May be `up`.
+    pub dup: RawTensor,
+    /// The forward's output again; may be `dout`.
+    pub out: Option<RawTensor>,
+    pub activation: Activation,
+}
+
+impl Backward {
+    /// Every tensor; `dout` stands for an output that is not asked for.
+    pub fn tensors(&self) -> [&RawTensor; 6] {
+        let out = self.out.as_ref().unwrap_or(&self.dout);
+        [
+            &self.gate,
+            &self.up,
+            &self.dout,
+            &self.dgate,
+            &self.dup,
+            out,
+        ]
+    }
+}

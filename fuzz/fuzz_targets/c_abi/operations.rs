@@ -8,13 +8,16 @@ use unsloth::ffi::cast::*;
 use unsloth::ffi::context::unsloth_context;
 use unsloth::ffi::embedding::backward::*;
 use unsloth::ffi::embedding::*;
+use unsloth::ffi::layer_norm::backward::*;
 use unsloth::ffi::layer_norm::*;
 use unsloth::ffi::linear::backward::*;
 use unsloth::ffi::linear::*;
 use unsloth::ffi::mlp::*;
+use unsloth::ffi::rms_norm::backward::*;
 use unsloth::ffi::rms_norm::*;
 use unsloth::ffi::rope::*;
 use unsloth::ffi::status::*;
+use unsloth::ffi::swiglu::backward::*;
 use unsloth::ffi::swiglu::*;
 use unsloth::ffi::tensor::*;
 use unsloth::ffi::{unsloth_implementation, unsloth_stream};
@@ -53,7 +56,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 19] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 22] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -102,6 +105,17 @@ pub const ALL: [fn(&mut Call<'_, '_>); 19] = [
         );
     },
     |call| call.run_linear_backward(),
+    |call| call.run_rms_norm_backward(),
+    |call| call.run_layer_norm_backward(),
+    |call| {
+        let params = call.swiglu_backward();
+        call.finish(
+            params,
+            unsloth_swiglu_backward_supported,
+            None,
+            unsloth_swiglu_backward,
+        );
+    },
     |call| call.run_mlp(),
     |call| call.run_mlp(),
     |call| {
@@ -217,6 +231,38 @@ impl Call<'_, '_> {
             unsloth_embedding_backward_supported,
             Some(scratch),
             unsloth_embedding_backward,
+        );
+    }
+
+    fn run_rms_norm_backward(&mut self) {
+        let params = self.rms_norm_backward();
+        let scratch = Scratch {
+            size: unsloth_rms_norm_backward_workspace_size,
+            set: |p: &mut unsloth_rms_norm_backward_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_rms_norm_backward_supported,
+            Some(scratch),
+            unsloth_rms_norm_backward,
+        );
+    }
+
+    fn run_layer_norm_backward(&mut self) {
+        let params = self.layer_norm_backward();
+        let scratch = Scratch {
+            size: unsloth_layer_norm_backward_workspace_size,
+            set: |p: &mut unsloth_layer_norm_backward_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_layer_norm_backward_supported,
+            Some(scratch),
+            unsloth_layer_norm_backward,
         );
     }
 
@@ -447,6 +493,76 @@ impl Call<'_, '_> {
             *vector = self.optional(dtype, &[dim]);
         }
         p.epsilon = self.factor().max(1e-5);
+        stated
+    }
+
+    fn rms_norm_backward(&mut self) -> Box<Stated<unsloth_rms_norm_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_rms_norm_backward_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &shape);
+        p.dout = self.tensor(dtype, &shape);
+        p.dx = self.optional(dtype, &shape);
+        p.dresidual = self.optional(dtype, &shape);
+        let of_weight = self.float_dtype();
+        p.weight = self.optional(of_weight, &[dim]);
+        if p.weight.rank > 0 {
+            p.weight_offset = self.factor();
+            let of_gradient = self.float_dtype();
+            p.dweight = self.optional(of_gradient, &[dim]);
+        }
+        p.accumulate = self.flag(1);
+        p.epsilon = self.factor().max(1e-5);
+        stated
+    }
+
+    fn layer_norm_backward(&mut self) -> Box<Stated<unsloth_layer_norm_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_layer_norm_backward_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &shape);
+        p.dout = self.tensor(dtype, &shape);
+        p.dx = self.optional(dtype, &shape);
+        p.dresidual = self.optional(dtype, &shape);
+        for vector in [&mut p.weight, &mut p.dbias] {
+            let dtype = self.float_dtype();
+            *vector = self.optional(dtype, &[dim]);
+        }
+        if p.weight.rank > 0 {
+            let of_gradient = self.float_dtype();
+            p.dweight = self.optional(of_gradient, &[dim]);
+        }
+        p.accumulate = self.flag(1);
+        p.epsilon = self.factor().max(1e-5);
+        stated
+    }
+
+    fn swiglu_backward(&mut self) -> Box<Stated<unsloth_swiglu_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_swiglu_backward_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (leading, dim) = self.rows();
+        let shape = |last: i64| [&leading[..], &[last]].concat();
+        let p = &mut stated.params;
+        if self.input.one_in(2) {
+            p.gate_up = self.tensor(dtype, &shape(2 * dim));
+            p.dgate_up = self.optional(dtype, &shape(2 * dim));
+        } else {
+            p.gate = self.tensor(dtype, &shape(dim));
+            p.up = self.tensor(dtype, &shape(dim));
+            p.dgate = self.optional(dtype, &shape(dim));
+            p.dup = self.optional(dtype, &shape(dim));
+        }
+        p.dout = self.tensor(dtype, &shape(dim));
+        p.out = self.optional(dtype, &shape(dim));
+        p.activation = self.flag(2);
+        p.gate_order = self.flag(1);
         stated
     }
 

@@ -10,6 +10,7 @@
 //! digits.
 
 mod any;
+pub mod backward;
 mod share;
 
 use cubecl::prelude::*;

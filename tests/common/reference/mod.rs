@@ -4,6 +4,7 @@ pub mod attention;
 pub mod layer_norm;
 pub mod linear;
 pub mod mlp;
+pub mod norm;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;

@@ -21,6 +21,27 @@ pub fn activate(x: f64, activation: Activation) -> f64 {
     }
 }
 
+/// The activation's derivative.
+pub fn derivative(x: f64, activation: Activation) -> f64 {
+    match activation {
+        Activation::Gelu => normal_cdf(x) + x * (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt(),
+        Activation::GeluTanh => {
+            let scale = (2.0 / std::f64::consts::PI).sqrt();
+            let u = scale * (x + 0.044715 * x.powi(3));
+            let slope = scale * (1.0 + 3.0 * 0.044715 * x * x);
+            let (s, rest) = (
+                1.0 / (1.0 + (-2.0 * u).exp()),
+                1.0 / (1.0 + (2.0 * u).exp()),
+            );
+            s + 2.0 * x * s * rest * slope
+        }
+        _ => {
+            let (s, rest) = (1.0 / (1.0 + (-x).exp()), 1.0 / (1.0 + x.exp()));
+            s + x * s * rest
+        }
+    }
+}
+
 /// The normal distribution function, by its series around zero (Abramowitz and Stegun 26.2.10) and in the tails by its continued
 /// fraction (26.2.14).
 fn normal_cdf(x: f64) -> f64 {

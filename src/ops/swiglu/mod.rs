@@ -3,6 +3,10 @@
 //! With SiLU it is SwiGLU, with GELU it is GEGLU. Arithmetic is f32; the only rounding to the tensors' dtype is that of the
 //! result.
 
+pub mod backward;
+
+pub use backward::backward;
+
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};

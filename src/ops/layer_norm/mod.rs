@@ -9,6 +9,10 @@
 //! Arithmetic is f32; the mean is subtracted before the square is taken, so rows far from zero keep
 //! their digits.
 
+pub mod backward;
+
+pub use backward::backward;
+
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};

@@ -1,5 +1,7 @@
 //! Gated activations.
 
+pub mod backward;
+
 use crate::error::{Error, Result, text};
 use crate::ffi::context::unsloth_context;
 use crate::ffi::operation::{self, FromC};

@@ -1,5 +1,7 @@
 //! LayerNorm.
 
+pub mod backward;
+
 use crate::error::Result;
 use crate::ffi::context::unsloth_context;
 use crate::ffi::operation::{self, FromC};

@@ -1,6 +1,8 @@
 //! Gated activations: `act(gate) * up`, in f32. A thread has one vector of each: what the GPU has in flight comes from its many threads,
 //! and few rows spread over more of it.
 
+pub mod backward;
+
 use contract::Activation;
 use cubecl::prelude::*;
 
@@ -146,6 +148,14 @@ macro_rules! kernel {
     }};
 }
 
+fn name(activation: Activation) -> &'static str {
+    match activation {
+        Activation::Silu => "silu",
+        Activation::Gelu => "gelu",
+        Activation::GeluTanh => "gelu_tanh",
+    }
+}
+
 fn kernel(dtype: Dtype, activation: Activation, vectors: bool) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     let narrow = dtype != Dtype::F32;
@@ -155,12 +165,7 @@ fn kernel(dtype: Dtype, activation: Activation, vectors: bool) -> Result<Kernel,
         false => kernel!(b, F, Const<1>, activation, narrow, unroll),
     });
     let width = if vectors { dtype.per_vector() } else { 1 };
-    let name = match activation {
-        Activation::Silu => "silu",
-        Activation::Gelu => "gelu",
-        Activation::GeluTanh => "gelu_tanh",
-    };
-    let symbol = format!("swiglu_{name}_{}x{width}", dtype.name());
+    let symbol = format!("swiglu_{}_{}x{width}", name(activation), dtype.name());
     let choices = vec![
         ("dtype", dtype.code()),
         ("activation", activation.code()),

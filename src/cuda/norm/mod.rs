@@ -1,13 +1,15 @@
 //! RMSNorm and LayerNorm on the GPU: which kernel a problem gets, and its launch.
 
+pub(super) mod backward;
+
 use std::cmp::Reverse;
 
-use super::device::{Kernel, Resources};
-use super::images::norm::Arguments;
-use super::rows::{Launch, Rows};
-use super::{Cuda, Run, VECTOR, float_index, is_aligned};
 use crate::alloc::push;
 use crate::backend::Stream;
+use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::images::norm::Arguments;
+use crate::cuda::rows::{Launch, Rows};
+use crate::cuda::{Cuda, Run, VECTOR, float_index, is_aligned};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::problem::{layer_norm, rms_norm};

@@ -10,6 +10,10 @@
 //! Rows are independent, so the same call normalises hidden states `[tokens, hidden]` and, for QK-norm, heads
 //! `[batch, seq, heads, head_dim]`. All arithmetic is f32; the normalisation uses the f32 sum, not its rounded copy.
 
+pub mod backward;
+
+pub use backward::backward;
+
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};

@@ -1,5 +1,7 @@
 //! Gated activations on the CPU: one pass, in blocks that stay in the L1 cache.
 
+mod backward;
+
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::math;
 use crate::cpu::rows::{part_of, part_of_mut};

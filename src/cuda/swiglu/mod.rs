@@ -1,11 +1,13 @@
 //! Gated activations on the GPU.
 
-use super::device::Resources;
-use super::images::swiglu::Arguments;
-use super::rows::{Divisor, Rows};
-use super::table::Table;
-use super::{Cuda, Run, VECTOR, check_blocks, codes, is_aligned};
+pub(super) mod backward;
+
 use crate::backend::Stream;
+use crate::cuda::device::Resources;
+use crate::cuda::images::swiglu::Arguments;
+use crate::cuda::rows::{Divisor, Rows};
+use crate::cuda::table::Table;
+use crate::cuda::{Cuda, Run, VECTOR, check_blocks, codes, is_aligned};
 use crate::error::Result;
 use crate::problem::swiglu::Problem;
 use crate::tensor::RawTensor;

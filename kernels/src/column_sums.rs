@@ -1,0 +1,74 @@
+//! Sums of the columns of an f32 matrix: the second step of sums over many rows, whose blocks have
+//! stored a share each. Columns are added in one order, whatever runs beside them.
+
+use cubecl::prelude::*;
+
+use crate::Error;
+use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+
+/// Columns of a block, and threads that share a column.
+const COLUMNS: u32 = 32;
+const SHARERS: u32 = 32;
+
+/// `out = sum over rows of shares`, `shares` being `[rows, columns]`; to f32, what `out` holds is
+/// added if asked for. Grid: columns in groups of 32.
+#[cube]
+fn column_sums<F: Float>(
+    shares: &Array<f32>,
+    out: &mut Array<F>,
+    rows: u32,
+    columns: u32,
+    accumulate: u32,
+) {
+    let lane = UNIT_POS_X % COLUMNS;
+    let sharer = UNIT_POS_X / COLUMNS;
+    let column = CUBE_POS_X * COLUMNS + lane;
+    let mut sum = 0.0f32;
+    if column < columns {
+        let mut row = sharer;
+        while row < rows {
+            sum += shares[row as usize * columns as usize + column as usize];
+            row += SHARERS;
+        }
+    }
+    // A row of 33, so that the threads of a column do not meet in a bank.
+    let mut parts = SharedMemory::<f32>::new(comptime!((SHARERS * (COLUMNS + 1)) as usize));
+    parts[(sharer * comptime!(COLUMNS + 1) + lane) as usize] = sum;
+    sync_cube();
+    // Warp `sharer` adds what the sharers of column `sharer` have.
+    let mut sum = parts[(lane * comptime!(COLUMNS + 1) + sharer) as usize];
+    #[unroll]
+    for step in 0..5u32 {
+        sum += plane_shuffle_xor(sum, comptime!(1u32 << step));
+    }
+    let column = CUBE_POS_X * COLUMNS + sharer;
+    if lane == 0u32 && column < columns {
+        if accumulate != 0u32 {
+            sum += f32::cast_from(out[column as usize]);
+        }
+        out[column as usize] = F::cast_from(sum);
+    }
+}
+
+fn kernel(dtype: Dtype) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    with_vector!(dtype, F, _N => {
+        let (of_shares, of_out) = (b.type_of::<f32>(), b.type_of::<F>());
+        let shares = b.read("shares", of_shares);
+        let out = b.write("out", of_out);
+        let rows = b.scalar("rows", ScalarType::U32);
+        let columns = b.scalar("columns", ScalarType::U32);
+        let accumulate = b.scalar("accumulate", ScalarType::U32);
+        column_sums::expand::<F>(
+            b.scope(), shares.into(), out.into(), rows.into(), columns.into(), accumulate.into(),
+        );
+    });
+    let name = format!("column_sums_{}", dtype.name());
+    let choices = vec![("dtype", dtype.code()), ("columns", COLUMNS)];
+    b.finish(name, choices, COLUMNS * SHARERS)
+}
+
+/// One for each dtype of the sums.
+pub fn kernels() -> Result<Vec<Kernel>, Error> {
+    Dtype::ALL.iter().map(|dtype| kernel(*dtype)).collect()
+}
