@@ -197,6 +197,25 @@ FIELD(unsloth_cast_params, reserved, 4, 4);
 FIELD(unsloth_cast_params, x, 8, 136);
 FIELD(unsloth_cast_params, out, 144, 136);
 
+STRUCT(unsloth_cross_entropy_params, 1136, 8);
+FIELD(unsloth_cross_entropy_params, struct_size, 0, 4);
+FIELD(unsloth_cross_entropy_params, reduction, 4, 4);
+FIELD(unsloth_cross_entropy_params, has_ignore_index, 8, 4);
+FIELD(unsloth_cross_entropy_params, label_smoothing, 12, 4);
+FIELD(unsloth_cross_entropy_params, ignore_index, 16, 8);
+FIELD(unsloth_cross_entropy_params, z_loss, 24, 4);
+FIELD(unsloth_cross_entropy_params, softcap, 28, 4);
+FIELD(unsloth_cross_entropy_params, logits, 32, 136);
+FIELD(unsloth_cross_entropy_params, targets, 168, 136);
+FIELD(unsloth_cross_entropy_params, loss, 304, 136);
+FIELD(unsloth_cross_entropy_params, losses, 440, 136);
+FIELD(unsloth_cross_entropy_params, lse, 576, 136);
+FIELD(unsloth_cross_entropy_params, dlogits, 712, 136);
+FIELD(unsloth_cross_entropy_params, dloss, 848, 136);
+FIELD(unsloth_cross_entropy_params, denominator, 984, 136);
+FIELD(unsloth_cross_entropy_params, workspace, 1120, 8);
+FIELD(unsloth_cross_entropy_params, workspace_size, 1128, 8);
+
 STRUCT(unsloth_embedding_params, 416, 8);
 FIELD(unsloth_embedding_params, struct_size, 0, 4);
 FIELD(unsloth_embedding_params, reserved, 4, 4);

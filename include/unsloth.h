@@ -57,6 +57,7 @@
 #define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
 #define UNSLOTH_CAST_PARAMS_INIT UNSLOTH_INIT(unsloth_cast_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
+#define UNSLOTH_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_cross_entropy_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
 #define UNSLOTH_EMBEDDING_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_backward_params)
 #define UNSLOTH_EMBEDDING_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_params)
@@ -972,6 +973,92 @@ typedef struct unsloth_cast_params {
    */
   struct unsloth_tensor out;
 } unsloth_cast_params;
+
+/**
+ * How the losses of tokens become one.
+ */
+typedef uint32_t unsloth_reduction;
+
+/**
+ * Arguments of `unsloth_cross_entropy_forward`. For a token with logits `z` and target `t`, with
+ * `s = z`, or `s = softcap tanh(z / softcap)`, and `e = label_smoothing`:
+ * `loss = lse - (1 - e) s[t] - e mean(s) + z_loss lse^2` with `lse = ln(sum(exp(s)))`.
+ */
+typedef struct unsloth_cross_entropy_params {
+  /**
+   * `sizeof(unsloth_cross_entropy_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_REDUCTION_*`.
+   */
+  unsloth_reduction reduction;
+  /**
+   * 1 says that `ignore_index` is set; 0 ignores targets of -100.
+   */
+  uint32_t has_ignore_index;
+  /**
+   * The share of the target's probability that is spread over the vocabulary: 0 to 1.
+   */
+  float label_smoothing;
+  /**
+   * With `has_ignore_index`: tokens with this target count for nothing; their loss, lse and
+   * gradient are zero.
+   */
+  int64_t ignore_index;
+  /**
+   * The weight of `lse^2`; not negative.
+   */
+  float z_loss;
+  /**
+   * Bounds logits; 0 for none.
+   */
+  float softcap;
+  /**
+   * `[.., vocab]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor logits;
+  /**
+   * `[..]`, i32 or i64, any strides. One that is neither below `vocab` nor ignored is refused on
+   * the CPU with `UNSLOTH_STATUS_INVALID_ARGUMENT`; with CUDA, where the host cannot look, its loss
+   * and gradient are NaN.
+   */
+  struct unsloth_tensor targets;
+  /**
+   * Optional: f32 `[1]`, the losses as one number; 0 where all tokens are ignored.
+   */
+  struct unsloth_tensor loss;
+  /**
+   * Optional: f32 of the shape of `targets`, contiguous: the loss of each token, not reduced.
+   */
+  struct unsloth_tensor losses;
+  /**
+   * Optional: as `losses`, the `lse` of each token.
+   */
+  struct unsloth_tensor lse;
+  /**
+   * Optional: the gradient of the logits, like these, and may be the same tensor.
+   */
+  struct unsloth_tensor dlogits;
+  /**
+   * Optional: f32 `[1]` on the context's device, the gradient of `loss`, such as a loss scale.
+   * Absent: 1.
+   */
+  struct unsloth_tensor dloss;
+  /**
+   * Optional, with a mean: f32 `[1]` on the context's device, divides in place of the number of
+   * tokens that are not ignored.
+   */
+  struct unsloth_tensor denominator;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_cross_entropy_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_cross_entropy_params;
 
 /**
  * Arguments of `unsloth_embedding_forward`: `out[..] = table[ids[..]]`.
@@ -2498,6 +2585,16 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR 1
 
 /**
+ * Their sum over the number of tokens that are not ignored, or over `denominator`.
+ */
+#define UNSLOTH_REDUCTION_MEAN 0
+
+/**
+ * Their sum.
+ */
+#define UNSLOTH_REDUCTION_SUM 1
+
+/**
  * Adam or AdamW: two f32 moments, 8 bytes.
  */
 #define UNSLOTH_OPTIMIZER_ADAM 0
@@ -3079,6 +3176,45 @@ unsloth_status unsloth_cast_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_cast_forward(struct unsloth_context *ctx,
                                     const struct unsloth_cast_params *params,
                                     unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give, targets apart.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_cross_entropy_supported(struct unsloth_context *ctx,
+                                               const struct unsloth_cross_entropy_params *params,
+                                               unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace that the call needs: at most 4 for each token,
+ * and 256. Data pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_cross_entropy_workspace_size(struct unsloth_context *ctx,
+                                                    const struct unsloth_cross_entropy_params *params,
+                                                    size_t *workspace_size);
+
+/**
+ * Computes losses on `stream`, and their gradient where `dlogits` is there: what a training step
+ * calls in place of a forward and a backward pass. Arithmetic is f32; the same inputs give the same
+ * bits. Neither allocates nor synchronises, and may be captured into a CUDA graph. Calls that may
+ * run at the same time must not share a workspace.
+ *
+ * `dlogits` may be `logits`; other overlaps with what is written are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are
+ * valid on the context's device until the work has run; `stream` is NULL or a live stream of that
+ * device.
+ */
+unsloth_status unsloth_cross_entropy_forward(struct unsloth_context *ctx,
+                                             const struct unsloth_cross_entropy_params *params,
+                                             unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

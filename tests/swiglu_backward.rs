@@ -196,7 +196,7 @@ const MISUSE: &[Misuse<unsloth_swiglu_backward_params>] = &[
     (
         |p| p.gate = absent(),
         INVALID,
-        "swiglu_backward: gate is absent (rank 0), dgate is there",
+        "swiglu_backward: gate is absent (rank 0), it is required",
     ),
     (
         |p| p.up.shape[0] = 3,

@@ -82,6 +82,20 @@ static void cast_ready(void) {
   cast.out = tensor(outputs, UNSLOTH_DTYPE_BF16, TOKENS, HIDDEN, -1, -1);
 }
 
+static unsloth_cross_entropy_params cross_entropy;
+static void cross_entropy_ready(void) {
+  with_context();
+  cross_entropy = (unsloth_cross_entropy_params)UNSLOTH_CROSS_ENTROPY_PARAMS_INIT;
+  cross_entropy.logits = in2(TOKENS, VOCAB);
+  cross_entropy.dlogits = out2(TOKENS, VOCAB);
+  cross_entropy.targets = tensor(positions, UNSLOTH_DTYPE_I32, TOKENS, -1, -1, -1);
+  for (int i = 0; i < TOKENS; i++) positions[i] = i % VOCAB;
+  cross_entropy.loss = out2(1, -1);
+  CHECK_OK(
+      unsloth_cross_entropy_workspace_size(ctx, &cross_entropy, &cross_entropy.workspace_size));
+  cross_entropy.workspace = workspace;
+}
+
 static unsloth_embedding_params embedding;
 static void embedding_ready(void) {
   with_context();
@@ -525,6 +539,12 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (ctx, &embedding_backward, NULL), OK)                                                          \
   X(rms_norm_supported, rms_norm_ready, unsloth_rms_norm_supported, (ctx, &rms_norm, NULL), OK)    \
   X(rms_norm, rms_norm_ready, unsloth_rms_norm_forward, (ctx, &rms_norm, NULL), OK)                \
+  X(cross_entropy_supported, cross_entropy_ready, unsloth_cross_entropy_supported,                 \
+    (ctx, &cross_entropy, NULL), OK)                                                               \
+  X(cross_entropy_workspace, cross_entropy_ready, unsloth_cross_entropy_workspace_size,            \
+    (ctx, &cross_entropy, &size), OK)                                                              \
+  X(cross_entropy, cross_entropy_ready, unsloth_cross_entropy_forward,                             \
+    (ctx, &cross_entropy, NULL), OK)                                                               \
   X(rms_norm_backward_supported, rms_norm_backward_ready, unsloth_rms_norm_backward_supported,     \
     (ctx, &rms_norm_backward, NULL), OK)                                                           \
   X(rms_norm_backward_workspace, rms_norm_backward_ready,                                          \

@@ -120,6 +120,16 @@ static void rows(void) {
   scaled.workspace = memory(scaled.workspace_size);
   CHECK_PATH(unsloth_rms_norm_backward(ctx, &scaled, NULL), 2);
 
+  unsloth_cross_entropy_params loss = UNSLOTH_CROSS_ENTROPY_PARAMS_INIT;
+  loss.logits = loss.dlogits = bf16(3, HIDDEN, -1, -1);
+  loss.targets = make(UNSLOTH_DTYPE_I32, 3, -1, -1, -1);
+  loss.loss = make(UNSLOTH_DTYPE_F32, 1, -1, -1, -1);
+  CHECK_OK(unsloth_cross_entropy_workspace_size(ctx, &loss, &loss.workspace_size));
+  loss.workspace = memory(loss.workspace_size);
+  CHECK_PATH(unsloth_cross_entropy_forward(ctx, &loss, NULL), 3);
+  loss.reduction = UNSLOTH_REDUCTION_SUM;
+  CHECK_PATH(unsloth_cross_entropy_forward(ctx, &loss, NULL), 2);
+
   unsloth_swiglu_backward_params ungated = UNSLOTH_SWIGLU_BACKWARD_PARAMS_INIT;
   ungated.gate_up = bf16(3, 2 * FFN, -1, -1);
   ungated.dout = ungated.out = bf16(3, FFN, -1, -1);

@@ -17,6 +17,7 @@ mod attention;
 mod cast;
 pub mod catalog;
 mod column_sums;
+mod cross_entropy;
 pub mod cubin;
 mod embedding;
 pub mod emit;
@@ -64,6 +65,8 @@ const CATALOG: &[Entry] = &[
     ("attention_combine", attention::combine_kernels, &[]),
     ("cast", cast::kernels, &[]),
     ("column_sums", column_sums::kernels, &[]),
+    ("cross_entropy", cross_entropy::kernels, &[]),
+    ("cross_entropy_sums", cross_entropy::sum_kernels, &[]),
     ("embedding", embedding::kernels, &[]),
     ("embedding_backward", embedding::backward::kernels, &[]),
     ("kv_append", kv_cache::kernels, &[]),

@@ -6,6 +6,7 @@
 pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod cast;
+mod cross_entropy;
 pub(crate) mod embedding;
 mod event;
 pub(crate) mod float;

@@ -9,6 +9,7 @@ pub(crate) mod attention;
 pub(crate) mod cast;
 mod codes;
 mod column_sums;
+mod cross_entropy;
 mod cublaslt;
 mod device;
 mod driver;
@@ -55,6 +56,7 @@ loaded::operations!(
     attention,
     cast,
     column_sums,
+    cross_entropy,
     embedding,
     kv_cache,
     linear,

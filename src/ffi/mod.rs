@@ -11,6 +11,7 @@ pub mod attention;
 pub mod attention_block;
 pub mod cast;
 pub mod context;
+pub mod cross_entropy;
 pub mod dlpack;
 pub mod embedding;
 pub mod estimate;

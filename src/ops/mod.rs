@@ -10,6 +10,7 @@ pub mod attention;
 pub mod attention_block;
 pub mod cast;
 pub(crate) mod check;
+pub mod cross_entropy;
 pub mod embedding;
 pub mod kv_cache;
 pub mod layer_norm;

@@ -7,6 +7,7 @@ pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod attention_block;
 pub(crate) mod cast;
+pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod kv_cache;
 pub(crate) mod layer_norm;

@@ -6,6 +6,7 @@ use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::cast::*;
 use unsloth::ffi::context::unsloth_context;
+use unsloth::ffi::cross_entropy::*;
 use unsloth::ffi::embedding::backward::*;
 use unsloth::ffi::embedding::*;
 use unsloth::ffi::layer_norm::backward::*;
@@ -56,7 +57,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 22] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 23] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -106,6 +107,7 @@ pub const ALL: [fn(&mut Call<'_, '_>); 22] = [
     },
     |call| call.run_linear_backward(),
     |call| call.run_rms_norm_backward(),
+    |call| call.run_cross_entropy(),
     |call| call.run_layer_norm_backward(),
     |call| {
         let params = call.swiglu_backward();
@@ -263,6 +265,22 @@ impl Call<'_, '_> {
             unsloth_layer_norm_backward_supported,
             Some(scratch),
             unsloth_layer_norm_backward,
+        );
+    }
+
+    fn run_cross_entropy(&mut self) {
+        let params = self.cross_entropy();
+        let scratch = Scratch {
+            size: unsloth_cross_entropy_workspace_size,
+            set: |p: &mut unsloth_cross_entropy_params, at, size| {
+                (p.workspace, p.workspace_size) = (at.cast(), size);
+            },
+        };
+        self.finish(
+            params,
+            unsloth_cross_entropy_supported,
+            Some(scratch),
+            unsloth_cross_entropy_forward,
         );
     }
 
@@ -563,6 +581,39 @@ impl Call<'_, '_> {
         p.out = self.optional(dtype, &shape(dim));
         p.activation = self.flag(2);
         p.gate_order = self.flag(1);
+        stated
+    }
+
+    fn cross_entropy(&mut self) -> Box<Stated<unsloth_cross_entropy_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_cross_entropy_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, vocab) = self.rows();
+        if shape.is_empty() {
+            shape.push(1);
+        }
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let p = &mut stated.params;
+        p.targets = self.tensor(integer, &shape);
+        for of_tokens in [&mut p.losses, &mut p.lse] {
+            *of_tokens = self.optional(UNSLOTH_DTYPE_F32, &shape);
+        }
+        shape.push(vocab);
+        p.logits = self.tensor(dtype, &shape);
+        p.dlogits = self.optional(dtype, &shape);
+        p.loss = self.optional(UNSLOTH_DTYPE_F32, &[1]);
+        p.dloss = self.optional(UNSLOTH_DTYPE_F32, &[1]);
+        p.reduction = self.flag(1);
+        if p.reduction == UNSLOTH_REDUCTION_MEAN {
+            p.denominator = self.optional(UNSLOTH_DTYPE_F32, &[1]);
+        }
+        p.has_ignore_index = self.flag(1);
+        if p.has_ignore_index == 1 {
+            p.ignore_index = i64::from(self.flag(3));
+        }
+        p.label_smoothing = self.factor();
+        p.z_loss = self.factor();
+        p.softcap = self.factor();
         stated
     }
 

@@ -5,6 +5,11 @@
 //! way. `rows` has rows in registers, 16 bytes per access; `any` takes what is misaligned, of odd
 //! length or longer, reads rows two or three times, and keeps its share in memory.
 
+// CubeCL has no such method.
+#![allow(clippy::manual_is_multiple_of)]
+// A condition of compile time is none beside one of run time.
+#![allow(clippy::collapsible_if)]
+
 use cubecl::prelude::*;
 
 use super::any::parameter;

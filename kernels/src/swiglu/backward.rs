@@ -52,11 +52,9 @@ fn slope(x: f32, #[comptime] activation: Activation, #[comptime] narrow: bool) -
         }
     } else if comptime!(activation == Activation::Gelu) {
         let cdf = math::normal_cdf(x);
-        // 1 / √(2π)
-        let density = 0.398_942_3f32 * (-0.5f32 * x * x).exp();
         Slope {
             value: x * cdf,
-            derivative: fma(x, density, cdf),
+            derivative: fma(x, math::normal_density(x), cdf),
         }
     } else {
         // (1 + tanh(u)) / 2 is the logistic function of 2u; the factor is 2 √(2/π).

@@ -77,10 +77,8 @@ fn differentiate(activation: Activation, gate: &mut [f32], up: &mut [f32], dout:
             (x * s, s + x * s * (1.0 - s))
         }),
         Activation::Gelu => combine(gate, up, dout, |x| {
-            const FRAC_1_SQRT_TAU: f32 = 0.398_942_3;
             let cdf = math::normal_cdf(x);
-            let density = FRAC_1_SQRT_TAU * math::exp(-0.5 * x * x);
-            (x * cdf, cdf + x * density)
+            (x * cdf, x.mul_add(math::normal_density(x), cdf))
         }),
         Activation::GeluTanh => combine(gate, up, dout, |x| {
             // (1 + tanh(u)) / 2 is the logistic function of 2u.

@@ -1,0 +1,65 @@
+//! Cross-entropy of logits.
+
+use crate::tensor::RawTensor;
+
+/// How the losses of tokens become one. The discriminants are those of the C ABI
+/// (`UNSLOTH_REDUCTION_*`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u32)]
+#[non_exhaustive]
+pub enum Reduction {
+    /// Their sum over the number of tokens that are not ignored, or over a denominator of the
+    /// caller's.
+    #[default]
+    Mean = 0,
+    /// Their sum.
+    Sum = 1,
+}
+
+impl Reduction {
+    /// The reduction with this C ABI value.
+    pub fn from_raw(value: u32) -> Option<Reduction> {
+        [Reduction::Mean, Reduction::Sum]
+            .into_iter()
+            .find(|r| *r as u32 == value)
+    }
+}
+
+/// Validated arguments.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Problem {
+    /// `[.., vocab]`.
+    pub logits: RawTensor,
+    /// `[..]`, i32 or i64.
+    pub targets: RawTensor,
+    /// f32 `[1]`.
+    pub loss: Option<RawTensor>,
+    /// f32 `[..]`, contiguous.
+    pub losses: Option<RawTensor>,
+    /// As `losses`.
+    pub lse: Option<RawTensor>,
+    /// Like `logits`; may be `logits`.
+    pub dlogits: Option<RawTensor>,
+    /// f32 `[1]`.
+    pub dloss: Option<RawTensor>,
+    /// f32 `[1]`; only with a mean.
+    pub denominator: Option<RawTensor>,
+    pub reduction: Reduction,
+    pub ignore_index: i64,
+    pub label_smoothing: f32,
+    pub z_loss: f32,
+    /// 0 for none.
+    pub softcap: f32,
+}
+
+impl Problem {
+    pub fn vocab(&self) -> usize {
+        self.logits
+            .layout
+            .dim(self.logits.layout.rank().saturating_sub(1))
+    }
+
+    pub fn num_tokens(&self) -> usize {
+        self.targets.layout.num_elements()
+    }
+}
