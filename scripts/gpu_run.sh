@@ -119,7 +119,8 @@ run_sanitizers() {
     esac
     # The longest first.
     for test in ${SANITIZED-linear cuda_attention cuda_dense cast argmax swiglu$hopper mlp cuda \
-      memory rope rms_norm layer_norm embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
+      memory rope rms_norm layer_norm norm_backward swiglu_backward linear_backward attention_backward \
+      embedding_backward cross_entropy embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
       at_most "${SANITIZERS:-8}"
       local slow=()
       # Its threads, which call cuBLAS side by side, did not end under racecheck within minutes; why
@@ -150,8 +151,8 @@ run_compare() {
   local candle name
   candle=$([ ! -x benches/candle ] || echo candle)
   if have_torch; then
-    for op in ${COMPARE-rms_norm layer_norm rope swiglu embedding kv_append linear mlp attention \
-      attention_forward host calls $candle}; do
+    for op in ${COMPARE-rms_norm layer_norm norm_backward rope swiglu swiglu_backward cross_entropy embedding \
+      kv_append linear mlp attention attention_forward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
   fi
