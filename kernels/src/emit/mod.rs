@@ -221,7 +221,14 @@ mod tests {
 
     #[test]
     fn vectors_move_16_bytes() {
-        for image in catalog::tests::expanded() {
+        // These read elements one by one: an f32 of a row or a column, or a row of a head.
+        const SCALAR: [&str; 3] = [
+            "attention_backward_rows",
+            "column_sums",
+            "cross_entropy_sums",
+        ];
+        let images = catalog::tests::expanded();
+        for image in images.iter().filter(|image| !SCALAR.contains(&image.name)) {
             let unit = translation_unit(&image.kernels);
             // Of bf16, or, where partial results are f32, of these.
             let vectors =
