@@ -73,9 +73,9 @@ fn differentiate(cpu: &Cpu, p: &Backward, parts: usize, shares: [Shares; 2]) {
         cpu.for_each_range(parts, cost, |range| {
             cpu.vectorize(#[inline(always)] || {
                 for part in range.clone() {
-                    // SAFETY: the workspace has `parts` shares of `dim` floats, and this part is
-                    // this thread's alone.
                     let mut shares = shares.each_ref().map(|shares| {
+                        // SAFETY: the workspace has `parts` shares of `dim` floats, and this part
+                        // is this thread's alone.
                         shares.as_ref().map(|s| unsafe { row_of_mut::<f32>(s, part, dim) })
                     });
                     shares.iter_mut().flatten().for_each(|share| share.fill(0.0));

@@ -9,7 +9,7 @@
 //! dbias   = sum over rows of dout
 //! ```
 //!
-//! Mean and `r` are computed again from `x`. For the rest see [`rms_norm`](crate::ops::rms_norm::backward).
+//! Mean and `r` are computed again from `x`. For the rest see [`rms_norm`](mod@crate::ops::rms_norm::backward).
 
 use crate::error::Result;
 use crate::ops::norm::Arguments;

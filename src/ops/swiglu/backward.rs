@@ -34,6 +34,7 @@ pub struct Params<'a> {
 
 /// What a gated activation worked on, with the gradients, which may take its place.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // views, made once per call
 pub enum Tensors<'a> {
     /// Gate and up in two tensors.
     Apart {
