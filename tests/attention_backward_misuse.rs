@@ -102,7 +102,7 @@ impl Arguments {
         a.params.dq = a.output(&q, memory);
         a.params.dk = a.output(&k, memory);
         a.params.workspace = a.workspace.as_ptr().cast();
-        a.params.workspace_size = 64;
+        a.params.workspace_size = 128;
         a
     }
 

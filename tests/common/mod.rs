@@ -25,7 +25,7 @@ use unsloth::{DType, InOut};
 pub use devices::{contexts, gpu, gpu_options, hopper};
 pub use rules::{
     assert_close, assert_close_of_sums, assert_flash_rule, assert_flash_rule_of_sums,
-    assert_gradient_rule,
+    assert_gradient_rule, cut_off,
 };
 pub use tensor::{DeviceTensor, TestTensor};
 
