@@ -55,6 +55,8 @@ SUMMARISED = {
     },
     "norm_backward": "norms, gradients",
     "swiglu_backward": "swiglu, gradients",
+    "linear_backward": "linear, gradients",
+    "attention_backward": "attention, gradients",
     "cross_entropy": "cross_entropy",
     "attention_candle": "attention",
     "attention_hopper": "attention",
