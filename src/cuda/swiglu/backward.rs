@@ -87,7 +87,6 @@ impl Run for Backward {
                 out_0: stride(0, 5),
                 out_1: stride(1, 5),
                 out_2: stride(2, 5),
-                ..Arguments::ZERO
             };
             // SAFETY: the problem was checked: its tensors have the rows that the arguments
             // describe.
