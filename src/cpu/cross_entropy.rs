@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::cpu::float::{BLOCK, Float, blocks, with_float};
 use crate::cpu::math;
 use crate::cpu::rows::{Integers, part_of, part_of_mut, row_of_mut};
 use crate::cpu::{Cpu, Run};
@@ -264,10 +264,4 @@ unsafe fn load<T: Float>(p: &Problem, token: usize, columns: &Range<usize>, z: &
         z.iter_mut()
             .for_each(|z| *z = p.softcap * math::tanh(*z / p.softcap));
     }
-}
-
-fn blocks(len: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..len)
-        .step_by(BLOCK)
-        .map(move |start| start..len.min(start + BLOCK))
 }

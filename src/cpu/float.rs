@@ -3,12 +3,21 @@
 //! Every operation loads a block of elements into f32, computes, and stores a block; blocks stay in the L1 cache, so memory is
 //! passed over once whatever the storage type.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use crate::dtype::Element;
 
 /// Elements per block: long enough to amortise a call, short enough for a few f32 blocks in L1.
 pub(crate) const BLOCK: usize = 512;
+
+/// The blocks of a row of `len` elements, in order.
+pub(crate) fn blocks(len: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len)
+        .step_by(BLOCK)
+        .map(move |start| start..len.min(start + BLOCK))
+}
 
 /// A storage type with conversions of whole slices. Rounding is to nearest even; NaN stays NaN.
 pub(crate) trait Float: Element {

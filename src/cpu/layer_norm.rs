@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::cpu::float::{BLOCK, Float, blocks, with_float};
 use crate::cpu::rows::{part_of, part_of_mut};
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
@@ -67,12 +67,6 @@ unsafe fn normalise_row<T: Float>(p: &Problem, row: usize, dim: usize) {
             T::store(&values[..len], part_of_mut::<T>(&p.out, row, columns));
         }
     }
-}
-
-fn blocks(dim: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..dim)
-        .step_by(BLOCK)
-        .map(move |start| start..dim.min(start + BLOCK))
 }
 
 /// The mean over a row of what `f` makes of each element, by 16 partial sums.

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::cpu::float::{BLOCK, Float, blocks, with_float};
 use crate::cpu::rows::{part_of, part_of_mut, row_of_mut};
 use crate::cpu::{Cpu, Run};
 use crate::dtype::DType;
@@ -219,12 +219,6 @@ unsafe fn load<T: Float>(
             gains.iter_mut().for_each(|gain| *gain += p.weight_offset);
         }
     }
-}
-
-fn blocks(dim: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..dim)
-        .step_by(BLOCK)
-        .map(move |start| start..dim.min(start + BLOCK))
 }
 
 /// Adds the shares in order, to what is there if the gradient accumulates, and stores the sums.
