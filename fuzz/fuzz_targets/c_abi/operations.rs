@@ -171,135 +171,104 @@ pub fn attention_block(input: &mut Input, batch: &Batch) {
     call.run_attention_block(Some(batch));
 }
 
+/// Calls of an operation with scratch memory: the method, the one that makes its parameters, their
+/// struct, and the functions.
+macro_rules! with_workspace {
+    ($run:ident, $make:ident, $params:ty, [$size:ident, $supported:ident, $launch:ident]) => {
+        fn $run(&mut self) {
+            let params = self.$make();
+            let scratch = Scratch {
+                size: $size,
+                set: |p: &mut $params, at, size| {
+                    (p.workspace, p.workspace_size) = (at.cast(), size);
+                },
+            };
+            self.finish(params, $supported, Some(scratch), $launch);
+        }
+    };
+}
+
 impl Call<'_, '_> {
-    fn run_attention(&mut self) {
-        let params = self.attention();
-        let scratch = Scratch {
-            size: unsloth_attention_workspace_size,
-            set: |p: &mut unsloth_attention_params, at, size| {
-                (p.workspace, p.workspace_size) = (at.cast(), size);
-            },
-        };
-        self.finish(
-            params,
+    with_workspace!(
+        run_attention,
+        attention,
+        unsloth_attention_params,
+        [
+            unsloth_attention_workspace_size,
             unsloth_attention_supported,
-            Some(scratch),
-            unsloth_attention_forward,
-        );
-    }
-
-    fn run_attention_backward(&mut self) {
-        let params = self.attention_backward();
-        let scratch = Scratch {
-            size: unsloth_attention_backward_workspace_size,
-            set: |p: &mut unsloth_attention_backward_params, at, size| {
-                (p.workspace, p.workspace_size) = (at.cast(), size);
-            },
-        };
-        self.finish(
-            params,
+            unsloth_attention_forward
+        ]
+    );
+    with_workspace!(
+        run_attention_backward,
+        attention_backward,
+        unsloth_attention_backward_params,
+        [
+            unsloth_attention_backward_workspace_size,
             unsloth_attention_backward_supported,
-            Some(scratch),
-            unsloth_attention_backward,
-        );
-    }
-
-    fn run_linear_backward(&mut self) {
-        let params = self.linear_backward();
-        let scratch = Scratch {
-            size: unsloth_linear_backward_workspace_size,
-            set: |p: &mut unsloth_linear_backward_params, at, size| {
-                (p.workspace, p.workspace_size) = (at.cast(), size);
-            },
-        };
-        self.finish(
-            params,
+            unsloth_attention_backward
+        ]
+    );
+    with_workspace!(
+        run_linear_backward,
+        linear_backward,
+        unsloth_linear_backward_params,
+        [
+            unsloth_linear_backward_workspace_size,
             unsloth_linear_backward_supported,
-            Some(scratch),
-            unsloth_linear_backward,
-        );
-    }
-
-    fn run_embedding_backward(&mut self) {
-        let params = self.embedding_backward();
-        let scratch = Scratch {
-            size: unsloth_embedding_backward_workspace_size,
-            set: |p: &mut unsloth_embedding_backward_params, at, size| {
-                (p.workspace, p.workspace_size) = (at.cast(), size);
-            },
-        };
-        self.finish(
-            params,
+            unsloth_linear_backward
+        ]
+    );
+    with_workspace!(
+        run_embedding_backward,
+        embedding_backward,
+        unsloth_embedding_backward_params,
+        [
+            unsloth_embedding_backward_workspace_size,
             unsloth_embedding_backward_supported,
-            Some(scratch),
-            unsloth_embedding_backward,
-        );
-    }
-
-    fn run_rms_norm_backward(&mut self) {
-        let params = self.rms_norm_backward();
-        let scratch = Scratch {
-            size: unsloth_rms_norm_backward_workspace_size,
-            set: |p: &mut unsloth_rms_norm_backward_params, at, size| {
-                (p.workspace, p.workspace_size) = (at.cast(), size);
-            },
-        };
-        self.finish(
-            params,
+            unsloth_embedding_backward
+        ]
+    );
+    with_workspace!(
+        run_rms_norm_backward,
+        rms_norm_backward,
+        unsloth_rms_norm_backward_params,
+        [
+            unsloth_rms_norm_backward_workspace_size,
             unsloth_rms_norm_backward_supported,
-            Some(scratch),
-            unsloth_rms_norm_backward,
-        );
-    }
-
-    fn run_layer_norm_backward(&mut self) {
-        let params = self.layer_norm_backward();
-        let scratch = Scratch {
-            size: unsloth_layer_norm_backward_workspace_size,
-            set: |p: &mut unsloth_layer_norm_backward_params, at, size| {
-                (p.workspace, p.workspace_size) = (at.cast(), size);
-            },
-        };
-        self.finish(
-            params,
+            unsloth_rms_norm_backward
+        ]
+    );
+    with_workspace!(
+        run_layer_norm_backward,
+        layer_norm_backward,
+        unsloth_layer_norm_backward_params,
+        [
+            unsloth_layer_norm_backward_workspace_size,
             unsloth_layer_norm_backward_supported,
-            Some(scratch),
-            unsloth_layer_norm_backward,
-        );
-    }
-
-    fn run_cross_entropy(&mut self) {
-        let params = self.cross_entropy();
-        let scratch = Scratch {
-            size: unsloth_cross_entropy_workspace_size,
-            set: |p: &mut unsloth_cross_entropy_params, at, size| {
-                (p.workspace, p.workspace_size) = (at.cast(), size);
-            },
-        };
-        self.finish(
-            params,
+            unsloth_layer_norm_backward
+        ]
+    );
+    with_workspace!(
+        run_cross_entropy,
+        cross_entropy,
+        unsloth_cross_entropy_params,
+        [
+            unsloth_cross_entropy_workspace_size,
             unsloth_cross_entropy_supported,
-            Some(scratch),
-            unsloth_cross_entropy_forward,
-        );
-    }
-
-    fn run_mlp(&mut self) {
-        let params = self.mlp();
-        let scratch = Scratch {
-            size: unsloth_mlp_workspace_size,
-            set: |p: &mut unsloth_mlp_params, at, size| {
-                (p.workspace, p.workspace_size) = (at.cast(), size);
-            },
-        };
-        self.finish(
-            params,
+            unsloth_cross_entropy_forward
+        ]
+    );
+    with_workspace!(
+        run_mlp,
+        mlp,
+        unsloth_mlp_params,
+        [
+            unsloth_mlp_workspace_size,
             unsloth_mlp_supported,
-            Some(scratch),
-            unsloth_mlp_forward,
-        );
-    }
-
+            unsloth_mlp_forward
+        ]
+    );
     fn run_attention_block(&mut self, batch: Option<&Batch>) {
         let params = self.attention_block(batch);
         let scratch = Scratch {
