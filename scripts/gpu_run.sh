@@ -153,7 +153,7 @@ run_compare() {
   candle=$([ ! -x benches/candle ] || echo candle)
   if have_torch; then
     for op in ${COMPARE-rms_norm layer_norm norm_backward rope swiglu swiglu_backward cross_entropy embedding \
-      kv_append linear mlp attention attention_forward host calls $candle}; do
+      kv_append linear linear_backward mlp attention attention_forward attention_backward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
   fi

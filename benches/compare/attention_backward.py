@@ -1,5 +1,6 @@
 """The backward pass of attention: bf16, heads of real models, beside FlashAttention-2 and cuDNN
-through PyTorch.
+through PyTorch. FlashAttention-3, the best peer for
+most cells, is not among them yet.
 
 Kernel time by CUPTI of everything between the call and the gradients. FLOP are those of five products.
 """
