@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Records what llama.cpp makes of the models of tests/tiny_models.py, with their weights decoded to f32.
+"""Records what llama.cpp makes of the models of common/tests/tiny_models.py, with their weights decoded to f32.
 
     python record_tiny.py tiny_models.json        # with the packages that record.py names
 """
@@ -15,7 +15,7 @@ import llama_cpp
 
 from record import compact, continue_greedily, decode_weights, load, mean_nll
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "common" / "tests"))
 import tiny_models
 
 

@@ -1,53 +1,12 @@
 #include "args.h"
 
-#include <charconv>
 #include <cmath>
-#include <cstdlib>
-#include <functional>
-#include <limits>
 #include <map>
-#include <string_view>
 
-namespace engine {
-namespace {
-
-template <typename Integer>
-Integer parse_integer(const std::string &flag, const std::string &text, Integer minimum) {
-  Integer value = 0;
-  const char *end = text.data() + text.size();
-  const auto result = std::from_chars(text.data(), end, value);
-  if (result.ec != std::errc() || result.ptr != end || value < minimum) {
-    throw UsageError(flag + " takes an integer from " + std::to_string(minimum) + " to " +
-                     std::to_string(std::numeric_limits<Integer>::max()) + ", not '" + text + "'");
-  }
-  return value;
-}
-
-double parse_number(const std::string &flag, const std::string &text, bool (*allowed)(double),
-                    const char *range) {
-  char *end = nullptr;
-  const double value = std::strtod(text.c_str(), &end);
-  if (text.empty() || end != text.c_str() + text.size() || !allowed(value)) {
-    throw UsageError(flag + " takes a number " + range + ", not '" + text + "'");
-  }
-  return value;
-}
-
-template <typename Choice>
-Choice parse_choice(const std::string &flag, const std::string &text,
-                    const std::map<std::string, Choice> &choices) {
-  const auto found = choices.find(text);
-  if (found != choices.end()) return found->second;
-  std::string names;
-  for (const auto &[name, choice] : choices) names += (names.empty() ? "" : " or ") + name;
-  throw UsageError(flag + " takes " + names + ", not '" + text + "'");
-}
-
-}  // namespace
+namespace llm {
 
 Args parse_args(int argc, const char *const *argv) {
   Args args;
-  using SetValue = std::function<void(const std::string &flag, const std::string &value)>;
   std::optional<Args::DType> dtype;
   std::optional<Args::DType> weights;
   bool no_graph = false;
@@ -94,27 +53,7 @@ Args parse_args(int argc, const char *const *argv) {
       {"--help", &args.help}, {"-h", &args.help},        {"--chat", &args.chat},
       {"--json", &args.json}, {"--no-graph", &no_graph}, {"--warm-up", &args.warm_up}};
 
-  for (int i = 1; i < argc; ++i) {
-    std::string flag = argv[i];
-    std::optional<std::string> value;
-    if (const size_t equals = flag.find('='); equals != std::string::npos) {
-      value = flag.substr(equals + 1);
-      flag.resize(equals);
-    }
-    if (const auto found = switches.find(flag); found != switches.end()) {
-      if (value) throw UsageError(flag + " takes no value");
-      *found->second = true;
-      continue;
-    }
-    const auto found = valued.find(flag);
-    if (found == valued.end()) throw UsageError("unknown flag '" + flag + "'");
-    if (!value) {
-      if (i + 1 >= argc) throw UsageError(flag + " needs a value");
-      value = argv[++i];
-    }
-    found->second(flag, *value);
-  }
-
+  parse_flags(argc, argv, valued, switches);
   if (args.help) return args;
   const bool cpu = args.device == Args::Device::kCpu;
   args.dtype = dtype.value_or(cpu ? Args::DType::kF32 : Args::DType::kBf16);
@@ -162,4 +101,4 @@ std::string usage() {
          "  --help              this text\n";
 }
 
-}  // namespace engine
+}  // namespace llm

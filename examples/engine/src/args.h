@@ -3,12 +3,12 @@
 
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
+#include "flags.h"
 #include "sampler.h"
 
-namespace engine {
+namespace llm {
 
 struct Args {
   enum class Device { kCpu, kCuda };
@@ -32,15 +32,9 @@ struct Args {
   bool warm_up = false;          // make first uses before what is timed
 };
 
-// A mistake in the command line; the message names the flag and what it takes.
-class UsageError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-// Flags are written `--name value` or `--name=value`. Throws UsageError.
+// Throws UsageError.
 Args parse_args(int argc, const char *const *argv);
 
 std::string usage();
 
-}  // namespace engine
+}  // namespace llm

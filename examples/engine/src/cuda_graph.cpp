@@ -6,7 +6,7 @@
 
 #include "error.h"
 
-namespace engine {
+namespace llm {
 namespace {
 
 constexpr int kThreadLocalCapture = 1;  // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -81,4 +81,4 @@ void CudaGraph::launch(unsloth_stream stream) const {
   driver_->check(driver_->launch_(executable_, stream), "cuGraphLaunch");
 }
 
-}  // namespace engine
+}  // namespace llm

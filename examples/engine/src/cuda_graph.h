@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <functional>
 
-namespace engine {
+namespace llm {
 
 // The functions of libcuda that graphs need. While it lives, the first device's primary context,
 // which is also the library's, is current on the thread that made it.
@@ -59,4 +59,4 @@ class CudaGraph {
   void *executable_ = nullptr;
 };
 
-}  // namespace engine
+}  // namespace llm

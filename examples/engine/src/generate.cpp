@@ -6,7 +6,7 @@
 
 #include "error.h"
 
-namespace engine {
+namespace llm {
 namespace {
 
 class Stopwatch {
@@ -136,4 +136,4 @@ Result score(Session *session, const std::vector<TokenId> &tokens,
   return result;
 }
 
-}  // namespace engine
+}  // namespace llm

@@ -10,7 +10,7 @@
 #include "session.h"
 #include "tokenizer.h"
 
-namespace engine {
+namespace llm {
 
 struct Result {
   std::vector<TokenId> prompt_tokens;
@@ -41,4 +41,4 @@ Result generate(Session *session, const Tokenizer &tokenizer, Sampler *sampler,
 Result score(Session *session, const std::vector<TokenId> &tokens,
              const std::function<void(uint64_t)> &on_progress);
 
-}  // namespace engine
+}  // namespace llm

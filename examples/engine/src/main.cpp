@@ -18,7 +18,7 @@
 #include "session.h"
 #include "tokenizer.h"
 
-namespace engine {
+namespace llm {
 namespace {
 
 constexpr uint64_t kChatCapacity = 4096;  // tokens of a conversation, where the model takes as many
@@ -174,21 +174,21 @@ void run(const Args &args) {
 }
 
 }  // namespace
-}  // namespace engine
+}  // namespace llm
 
 int main(int argc, char **argv) {
   constexpr int kFailure = 1;
   constexpr int kUsage = 2;
   try {
-    const engine::Args args = engine::parse_args(argc, argv);
+    const llm::Args args = llm::parse_args(argc, argv);
     if (args.help) {
-      std::fputs(engine::usage().c_str(), stdout);
+      std::fputs(llm::usage().c_str(), stdout);
       return 0;
     }
-    engine::run(args);
+    llm::run(args);
     return 0;
-  } catch (const engine::UsageError &error) {
-    std::fprintf(stderr, "engine: %s\n\n%s", error.what(), engine::usage().c_str());
+  } catch (const llm::UsageError &error) {
+    std::fprintf(stderr, "engine: %s\n\n%s", error.what(), llm::usage().c_str());
     return kUsage;
   } catch (const std::exception &error) {
     std::fprintf(stderr, "engine: %s\n", error.what());

@@ -1,11 +1,9 @@
 #include "model.h"
 
-#include <algorithm>
-
 #include "progress.h"
-#include "quants.h"
+#include "upload.h"
 
-namespace engine {
+namespace llm {
 namespace {
 
 unsloth_dtype dtype_of(Args::DType weights) {
@@ -18,12 +16,6 @@ unsloth_dtype dtype_of(Args::DType weights) {
       break;
   }
   return UNSLOTH_DTYPE_F32;
-}
-
-// Where the next tensor may begin.
-uint64_t aligned(uint64_t offset) {
-  constexpr uint64_t kAlignment = 256;
-  return (offset + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 }  // namespace
@@ -98,34 +90,10 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
 
 unsloth_tensor Model::upload(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                              ProgressBar *bar) {
-  constexpr uint64_t kChunk = 1 << 18;  // elements decoded at a time: whole blocks of every type
-  const size_t element = element_size(dtype);
-  unsloth_tensor view = {};
-  view.data = static_cast<char *>(memory_.data()) + used_;
-  view.dtype = dtype;
-  for (const uint64_t size : sources[0]->shape)
-    view.shape[view.rank++] = static_cast<int64_t>(size);
-  view.shape[0] = 0;
-  std::vector<float> values;
-  std::vector<std::byte> encoded;
-  for (const GgufTensor *source : sources) {
-    const BlockLayout layout = block_layout(static_cast<uint32_t>(source->type));
-    values.resize(std::min(kChunk, source->elements));
-    encoded.resize(values.size() * element);
-    for (uint64_t start = 0; start < source->elements; start += kChunk) {
-      const uint64_t count = std::min(kChunk, source->elements - start);
-      const uint64_t source_bytes = count / layout.elements * layout.bytes;
-      const std::byte *blocks = source->data + start / layout.elements * layout.bytes;
-      dequantize(source->type, blocks, count, values.data());
-      encode(values.data(), count, tensor_type(dtype), encoded.data());
-      memory_.upload(encoded.data(), count * element, used_);
-      used_ += count * element;
-      bar->advance(source_bytes);
-    }
-    view.shape[0] += static_cast<int64_t>(source->shape[0]);
-  }
+  const unsloth_tensor view = upload_tensors(sources, dtype, &memory_, used_, bar);
+  for (const GgufTensor *source : sources) used_ += source->elements * element_size(dtype);
   used_ = aligned(used_);
   return view;
 }
 
-}  // namespace engine
+}  // namespace llm

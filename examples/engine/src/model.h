@@ -10,7 +10,7 @@
 #include "device.h"
 #include "gguf.h"
 
-namespace engine {
+namespace llm {
 
 class ProgressBar;
 
@@ -64,4 +64,4 @@ class Model {
   unsloth_tensor rope_factors_ = {};
 };
 
-}  // namespace engine
+}  // namespace llm

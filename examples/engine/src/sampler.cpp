@@ -5,7 +5,7 @@
 
 #include "error.h"
 
-namespace engine {
+namespace llm {
 
 int32_t Sampler::sample(const float *logits, size_t count) {
   const int32_t best = argmax(logits, count);
@@ -58,4 +58,4 @@ double log_probability(const float *logits, size_t count, int32_t token) {
   return logits[token] - maximum - std::log(sum);
 }
 
-}  // namespace engine
+}  // namespace llm

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-namespace engine {
+namespace llm {
 
 struct SamplerOptions {
   double temperature = 0.0;  // 0: the most likely token, always
@@ -47,4 +47,4 @@ int32_t argmax(const float *logits, size_t count);
 // log of the softmax of `logits` at `token`, in f64.
 double log_probability(const float *logits, size_t count, int32_t token);
 
-}  // namespace engine
+}  // namespace llm

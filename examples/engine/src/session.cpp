@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "error.h"
+#include "upload.h"
 
 // One step of a Llama-family model:
 //
@@ -13,7 +14,7 @@
 //   logits = rms_norm(hidden) * output^T
 //   likeliest token = argmax(logits)
 
-namespace engine {
+namespace llm {
 namespace {
 
 // Tokens of a step: bounds the activations. A GPU is kept busy by more of them.
@@ -34,23 +35,6 @@ unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dt
   params.max_batch_size = 1;
   params.max_batch_tokens = static_cast<int64_t>(max_chunk);
   return params;
-}
-
-unsloth_rotation rotation(const ModelConfig &config, unsloth_tensor factors) {
-  unsloth_rotation rotation = {};
-  // GGUF's converter reorders the rows of the projections so that rotated pairs are neighbours.
-  rotation.style = UNSLOTH_ROPE_STYLE_INTERLEAVED;
-  rotation.rotary_dim = static_cast<uint32_t>(config.rotary_dim);
-  rotation.theta = static_cast<float>(config.rope_theta);
-  rotation.freq_factors = factors;
-  if (config.rope_scaling == ModelConfig::RopeScaling::kLinear) {
-    rotation.scaling = UNSLOTH_ROPE_SCALING_LINEAR;
-  } else if (config.rope_scaling == ModelConfig::RopeScaling::kYarn) {
-    rotation.scaling = UNSLOTH_ROPE_SCALING_YARN;
-    rotation.original_max_positions = static_cast<uint32_t>(config.rope_original_context_length);
-  }
-  rotation.factor = static_cast<float>(config.rope_scaling_factor);
-  return rotation;
 }
 
 }  // namespace
@@ -344,4 +328,4 @@ unsloth_tensor Session::hidden_rows(const Buffer &buffer, size_t first, size_t c
   return unsloth::tensor(start, dtype_, {count, hidden});
 }
 
-}  // namespace engine
+}  // namespace llm

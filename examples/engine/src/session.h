@@ -11,7 +11,7 @@
 #include "model.h"
 #include "tokenizer.h"
 
-namespace engine {
+namespace llm {
 
 class Session {
  public:
@@ -96,4 +96,4 @@ class Session {
   std::unique_ptr<CudaGraph> graph_;  // a step of one token, its logits and the likeliest token
 };
 
-}  // namespace engine
+}  // namespace llm

@@ -8,7 +8,7 @@
 #include "check.h"
 #include "error.h"
 
-namespace engine {
+namespace llm {
 namespace {
 
 std::vector<int32_t> draw(const SamplerOptions &options, const std::vector<float> &logits, int n) {
@@ -84,12 +84,12 @@ void scores() {
 }
 
 }  // namespace
-}  // namespace engine
+}  // namespace llm
 
 int main() {
-  engine::greedy();
-  engine::follows_the_distribution();
-  engine::seeds();
-  engine::scores();
+  llm::greedy();
+  llm::follows_the_distribution();
+  llm::seeds();
+  llm::scores();
   return check::result();
 }

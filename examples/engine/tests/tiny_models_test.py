@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "common" / "tests"))
 import tiny_models
 
 NLL_TOLERANCE = 1e-4

@@ -1,0 +1,58 @@
+#include "upload.h"
+
+#include <algorithm>
+
+#include "progress.h"
+#include "quants.h"
+
+namespace llm {
+
+unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
+                              Buffer *memory, uint64_t offset, ProgressBar *bar) {
+  constexpr uint64_t kChunk = 1 << 18;  // elements decoded at a time: whole blocks of every type
+  const size_t element = element_size(dtype);
+  unsloth_tensor view = {};
+  view.data = static_cast<char *>(memory->data()) + offset;
+  view.dtype = dtype;
+  for (const uint64_t size : sources[0]->shape)
+    view.shape[view.rank++] = static_cast<int64_t>(size);
+  view.shape[0] = 0;
+  std::vector<float> values;
+  std::vector<std::byte> encoded;
+  for (const GgufTensor *source : sources) {
+    const BlockLayout layout = block_layout(static_cast<uint32_t>(source->type));
+    values.resize(std::min(kChunk, source->elements));
+    encoded.resize(values.size() * element);
+    for (uint64_t start = 0; start < source->elements; start += kChunk) {
+      const uint64_t count = std::min(kChunk, source->elements - start);
+      const uint64_t source_bytes = count / layout.elements * layout.bytes;
+      const std::byte *blocks = source->data + start / layout.elements * layout.bytes;
+      dequantize(source->type, blocks, count, values.data());
+      encode(values.data(), count, tensor_type(dtype), encoded.data());
+      memory->upload(encoded.data(), count * element, offset);
+      offset += count * element;
+      bar->advance(source_bytes);
+    }
+    view.shape[0] += static_cast<int64_t>(source->shape[0]);
+  }
+  return view;
+}
+
+unsloth_rotation rotation(const ModelConfig &config, unsloth_tensor factors) {
+  unsloth_rotation rotation = {};
+  // GGUF's converter reorders the rows of the projections so that rotated pairs are neighbours.
+  rotation.style = UNSLOTH_ROPE_STYLE_INTERLEAVED;
+  rotation.rotary_dim = static_cast<uint32_t>(config.rotary_dim);
+  rotation.theta = static_cast<float>(config.rope_theta);
+  rotation.freq_factors = factors;
+  if (config.rope_scaling == ModelConfig::RopeScaling::kLinear) {
+    rotation.scaling = UNSLOTH_ROPE_SCALING_LINEAR;
+  } else if (config.rope_scaling == ModelConfig::RopeScaling::kYarn) {
+    rotation.scaling = UNSLOTH_ROPE_SCALING_YARN;
+    rotation.original_max_positions = static_cast<uint32_t>(config.rope_original_context_length);
+  }
+  rotation.factor = static_cast<float>(config.rope_scaling_factor);
+  return rotation;
+}
+
+}  // namespace llm

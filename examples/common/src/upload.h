@@ -1,0 +1,29 @@
+// Tensors of a file brought to a device, and what the library is told of the model's rotation.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "config.h"
+#include "device.h"
+#include "gguf.h"
+
+namespace llm {
+
+class ProgressBar;
+
+// Where the next tensor of one piece of memory may begin.
+inline uint64_t aligned(uint64_t offset) {
+  constexpr uint64_t kAlignment = 256;
+  return (offset + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// One tensor after the other, decoded and written as `dtype` at `offset` of `memory`: a view of
+// them as one tensor, whose first size is the sum of theirs. Their other sizes are the same.
+unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
+                              Buffer *memory, uint64_t offset, ProgressBar *bar);
+
+// `factors` are those of the file, absent (rank 0) where it has none.
+unsloth_rotation rotation(const ModelConfig &config, unsloth_tensor factors);
+
+}  // namespace llm

@@ -1,0 +1,129 @@
+#include "args.h"
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "check.h"
+
+namespace llm {
+namespace {
+
+Args parse(std::vector<const char *> flags) {
+  flags.insert(flags.begin(), "engine");
+  return parse_args(static_cast<int>(flags.size()), flags.data());
+}
+
+void good_flags() {
+  const Args args = parse({"--model",
+                           "m",
+                           "--device=cuda",
+                           "--prompt",
+                           "--a=b",
+                           "--tokens",
+                           "5",
+                           "--temperature",
+                           "0.5",
+                           "--top-k",
+                           "0",
+                           "--top-p=1",
+                           "--seed",
+                           "18446744073709551615",
+                           "--chat",
+                           "--json",
+                           "--threads",
+                           "2",
+                           "--weights",
+                           "bf16"});
+  CHECK_EQUAL(args.model, std::string("m"));
+  CHECK(args.device == Args::Device::kCuda);
+  CHECK_EQUAL(args.prompt.value_or(""), std::string("--a=b"));
+  CHECK_EQUAL(args.tokens, 5U);
+  CHECK_EQUAL(args.sampling.temperature, 0.5);
+  CHECK_EQUAL(args.sampling.top_k, 0U);
+  CHECK_EQUAL(args.sampling.top_p, 1.0);
+  CHECK_EQUAL(args.sampling.seed, std::numeric_limits<uint64_t>::max());
+  CHECK(args.chat);
+  CHECK(args.json);
+  CHECK_EQUAL(args.threads, 2U);
+  CHECK(args.weights == Args::DType::kBf16);
+  CHECK(args.dtype == Args::DType::kBf16);
+  CHECK(args.graph);
+  CHECK(!parse({"--model", "m", "--chat", "--no-graph"}).graph);
+  CHECK(!args.warm_up);
+  CHECK(parse({"--model", "m", "--prompt", "p", "--warm-up"}).warm_up);
+  CHECK(parse({"--model", "m", "--chat", "--warm-up"}).warm_up);
+  CHECK(parse({"--help", "--chat"}).help);
+  CHECK(parse({"--model", "m", "--chat"}).chat);
+  CHECK_EQUAL(parse({"--model", "m", "--prompt", ""}).prompt.value_or("x"), std::string());
+}
+
+// What is not said about dtypes follows from the device and from what is said.
+void dtypes() {
+  using DType = Args::DType;
+  struct Case {
+    std::vector<const char *> flags;
+    DType dtype;
+    DType weights;
+  };
+  const Case cases[] = {
+      {{}, DType::kF32, DType::kBf16},
+      {{"--device", "cuda"}, DType::kBf16, DType::kBf16},
+      {{"--dtype", "f16"}, DType::kF16, DType::kF16},
+      {{"--device", "cuda", "--dtype", "f32"}, DType::kF32, DType::kBf16},
+      {{"--dtype", "bf16", "--weights", "f32"}, DType::kBf16, DType::kF32},
+  };
+  for (const Case &each : cases) {
+    std::vector<const char *> flags = {"--model", "m", "--chat"};
+    flags.insert(flags.end(), each.flags.begin(), each.flags.end());
+    const Args args = parse(flags);
+    CHECK(args.dtype == each.dtype);
+    CHECK(args.weights == each.weights);
+  }
+}
+
+void bad_flags() {
+  struct Case {
+    std::vector<const char *> flags;
+    const char *message;
+  };
+  const Case cases[] = {
+      {{}, "--model is needed"},
+      {{"--model"}, "--model needs a value"},
+      {{"--model", "m"}, "one of --prompt, --chat and --perplexity"},
+      {{"--colour", "red"}, "unknown flag '--colour'"},
+      {{"prompt"}, "unknown flag 'prompt'"},
+      {{"--chat=yes"}, "--chat takes no value"},
+      {{"--device", "tpu"}, "--device takes cpu or cuda, not 'tpu'"},
+      {{"--dtype", "int8"}, "--dtype takes bf16 or f16 or f32, not 'int8'"},
+      {{"--no-graph=1"}, "--no-graph takes no value"},
+      {{"--weights", "q4"}, "--weights takes bf16 or f16 or f32, not 'q4'"},
+      {{"--tokens", "-1"}, "--tokens takes an integer from 0 to 4294967295, not '-1'"},
+      {{"--tokens", "4294967296"}, "not '4294967296'"},
+      {{"--tokens", "5x"}, "not '5x'"},
+      {{"--tokens", ""}, "not ''"},
+      {{"--threads", "0"}, "--threads takes an integer from 1"},
+      {{"--temperature", "-0.1"}, "--temperature takes a number of 0 or more"},
+      {{"--temperature", "nan"}, "not 'nan'"},
+      {{"--temperature", "inf"}, "not 'inf'"},
+      {{"--top-p", "0"}, "--top-p takes a number above 0 and up to 1"},
+      {{"--top-p", "1.1"}, "not '1.1'"},
+      {{"--seed", "1e3"}, "not '1e3'"},
+      {{"--model", "m", "--perplexity", "f", "--prompt", "p"}, "--perplexity scores a file"},
+      {{"--model", "m", "--perplexity", "f", "--chat"}, "--perplexity scores a file"},
+      {{"--model", "m", "--chat", "--json"}, "--json reports on one prompt or file"},
+      {{"--model", "m", "--perplexity", "f", "--warm-up"},
+       "--warm-up goes with --prompt or --chat"},
+  };
+  for (const Case &bad : cases) CHECK_THROWS(UsageError, parse(bad.flags), bad.message);
+}
+
+}  // namespace
+}  // namespace llm
+
+int main() {
+  llm::good_flags();
+  llm::dtypes();
+  llm::bad_flags();
+  return check::result();
+}
