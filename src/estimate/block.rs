@@ -5,9 +5,10 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::kv_cache::Config;
 use crate::layout::Layout;
-use crate::ops::attention_block::{Heads, Views, view};
+use crate::ops::attention_block::{Heads, OP, Views, view};
+use crate::ops::parts::Parts;
 use crate::ops::{attention, linear};
-use crate::tensor::TensorRef;
+use crate::tensor::{TensorRef, Workspace};
 
 /// Sizes of the block of an engine, for [`workspace_size`].
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +39,8 @@ pub(super) fn workspace_size(ctx: &Context, config: &Config, sizes: Sizes) -> Re
         v_head_dim: config.v_head_dim,
     };
     heads.check()?;
-    let views = Views::new(heads, num_tokens, None, dtype, std::ptr::null_mut())?;
+    let mut parts = Parts::<0>::new(OP, &Workspace::none());
+    let views = Views::new(heads, num_tokens, None, dtype, &mut parts)?;
     let described =
         |shape: &[usize]| -> Result<TensorRef<'static>> {
             // SAFETY: queries do not look at data.
@@ -85,5 +87,5 @@ pub(super) fn workspace_size(ctx: &Context, config: &Config, sizes: Sizes) -> Re
         )?;
         shared = shared.max(size);
     }
-    Ok(views.size() + shared)
+    Ok(parts.taken() + shared)
 }

@@ -18,6 +18,7 @@ pub mod linear;
 pub mod mlp;
 mod norm;
 pub(crate) mod operation;
+pub(crate) mod parts;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;

@@ -5,7 +5,6 @@
 
 pub(crate) mod argmax;
 pub(crate) mod attention;
-pub(crate) mod attention_block;
 pub(crate) mod cast;
 pub(crate) mod cross_entropy;
 pub(crate) mod embedding;

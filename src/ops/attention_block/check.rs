@@ -2,7 +2,6 @@
 
 use arrayvec::ArrayVec;
 
-use super::plan::part;
 use super::views::{Heads, Views, view, view_mut};
 use super::{OP, Params, Projections};
 use crate::context::Context;
@@ -13,18 +12,22 @@ use crate::ops::check::{Arg, with_last};
 use crate::ops::kv_cache::{Layer, NO_BATCH};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{Operation, Tensors};
+use crate::ops::parts::{Names, Parts};
 use crate::ops::rope::Positions;
 use crate::ops::{attention, linear, rms_norm, rope};
-use crate::problem;
-use crate::problem::attention_block::{Names, Part, Problem};
 use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
+
+/// Projections to queries, keys and values, two norms, rope, the cache's append, attention, and the
+/// projection of its output. What passes between them lies at the beginning of the workspace.
+type Problem = Parts<9>;
 
 impl Operation for Params<'_> {
     const NAME: &'static str = OP;
     type Problem = Problem;
 
     fn problem(&self) -> Result<Problem> {
-        let views = self.views()?;
+        let mut parts = Parts::new(OP, &self.workspace);
+        let views = self.views(&mut parts)?;
         let x = self.x.raw();
         let arg = Arg::new(OP, "x", &x);
         let hidden = x.layout.dim(x.layout.rank() - 1);
@@ -41,27 +44,28 @@ impl Operation for Params<'_> {
         self.check_sequences()?;
         if let Some(layer) = &self.cache {
             self.check_cache(layer, views.num_tokens())?;
+            if layer.any_batch {
+                parts.for_any_batch();
+            }
         }
-        Ok(Problem {
-            projections: self.projections(&views)?,
-            norms: self.norms(&views)?,
-            rope: self.rope(&views)?,
-            append: self.append(&views)?,
-            attention: part(
-                self.attention(&views)?.problem(),
-                match &self.cache {
-                    Some(_) => OF_CACHED_ATTENTION,
-                    None => OF_ATTENTION,
-                },
-            )?,
-            out_projection: self.out_projection(&views)?,
-            // Without a cache there is nothing to do for an output without elements.
-            intermediates: match self.cache.is_none() && self.output.out().layout.is_empty() {
-                true => 0,
-                false => views.size(),
+        self.push_projections(&views, &mut parts)?;
+        self.push_norms(&views, &mut parts)?;
+        self.push_rope(&views, &mut parts)?;
+        self.push_append(&views, &mut parts)?;
+        let attention = self.attention(&views)?.problem();
+        parts.push(
+            attention,
+            match &self.cache {
+                Some(_) => OF_CACHED_ATTENTION,
+                None => OF_ATTENTION,
             },
-            any_batch: self.cache.as_ref().is_some_and(|layer| layer.any_batch),
-        })
+        )?;
+        parts.push(self.out_projection(&views)?.problem(), OF_OUT)?;
+        // Without a cache there is nothing to do for an output without elements.
+        if self.cache.is_none() && self.output.out().layout.is_empty() {
+            parts.be_idle();
+        }
+        Ok(parts)
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
@@ -167,7 +171,7 @@ impl<'p> Params<'p> {
     }
 
     /// Checks `x` and the heads; gives what passes between operations.
-    fn views(&self) -> Result<Views> {
+    fn views<const N: usize>(&self, parts: &mut Parts<N>) -> Result<Views> {
         let x = self.x.raw();
         let packed = self.cache.is_some() || self.cu_seqlens.is_some();
         Arg::new(OP, "x", &x)
@@ -177,8 +181,7 @@ impl<'p> Params<'p> {
         let heads = self.heads();
         heads.check()?;
         let batched = (x.layout.rank() == 3).then(|| (x.layout.dim(0), x.layout.dim(1)));
-        let num_tokens = x.layout.num_rows();
-        Views::new(heads, num_tokens, batched, x.dtype, self.workspace.as_ptr())
+        Views::new(heads, x.layout.num_rows(), batched, x.dtype, parts)
     }
 
     /// The projections to queries, keys and values.
@@ -253,32 +256,28 @@ impl<'p> Params<'p> {
     }
 
     /// Queries, keys and values.
-    fn projections(&self, views: &Views) -> Result<ArrayVec<Part<problem::linear::Problem>, 3>> {
-        let problem = |weights: &Weights<'_>, names, out: TensorMut<'static>| {
+    fn push_projections<const N: usize>(&self, views: &Views, parts: &mut Parts<N>) -> Result<()> {
+        let mut push = |weights: &Weights<'_>, names, out: TensorMut<'static>| {
             let linear = linear::Params {
                 x: self.x,
                 weights: *weights,
                 output: Output::Write(views.batch_if_any(out)?),
                 workspace: Workspace::none(),
             };
-            part(linear.problem(), names)
+            parts.push(linear.problem(), names)
         };
-        Ok(match &self.projections {
-            Projections::Packed(qkv) => {
-                // SAFETY: as in `Views::flat`.
-                let out = unsafe { view_mut(&views.qkv) };
-                ArrayVec::from_iter([problem(qkv, OF_QKV, out)?])
+        match &self.projections {
+            // SAFETY: as in `Views::flat`.
+            Projections::Packed(qkv) => push(qkv, OF_QKV, unsafe { view_mut(&views.qkv) }),
+            Projections::Apart { q, k, v } => {
+                push(q, OF_Q, views.flat(0)?)?;
+                push(k, OF_K, views.flat(1)?)?;
+                push(v, OF_V, views.flat(2)?)
             }
-            Projections::Apart { q, k, v } => ArrayVec::from([
-                problem(q, OF_Q, views.flat(0)?)?,
-                problem(k, OF_K, views.flat(1)?)?,
-                problem(v, OF_V, views.flat(2)?)?,
-            ]),
-        })
+        }
     }
 
-    fn norms(&self, views: &Views) -> Result<ArrayVec<Part<problem::rms_norm::Problem>, 2>> {
-        let mut norms = ArrayVec::new();
+    fn push_norms<const N: usize>(&self, views: &Views, parts: &mut Parts<N>) -> Result<()> {
         for (which, name, weight, names) in [
             (0, "q_norm", self.q_norm, OF_Q_NORM),
             (1, "k_norm", self.k_norm, OF_K_NORM),
@@ -301,15 +300,15 @@ impl<'p> Params<'p> {
                 weight_offset: self.norm_weight_offset,
                 epsilon: self.norm_epsilon,
             };
-            norms.push(part(norm.problem(), names)?);
+            parts.push(norm.problem(), names)?;
         }
-        Ok(norms)
+        Ok(())
     }
 
     /// Of queries, and of keys unless the cache rotates them when they are appended.
-    fn rope(&self, views: &Views) -> Result<Option<Part<problem::rope::Problem>>> {
+    fn push_rope<const N: usize>(&self, views: &Views, parts: &mut Parts<N>) -> Result<()> {
         let Some(rotation) = self.rotation else {
-            return Ok(None);
+            return Ok(());
         };
         let (q, mut k) = (views.heads(0)?, None);
         let mut positions = self.positions;
@@ -324,16 +323,16 @@ impl<'p> Params<'p> {
             rotation,
             inverse: false,
         };
-        part(rope.problem(), OF_ROPE).map(Some)
+        parts.push(rope.problem(), OF_ROPE)
     }
 
-    fn append(&self, views: &Views) -> Result<Option<Part<problem::kv_cache::Append>>> {
+    fn push_append<const N: usize>(&self, views: &Views, parts: &mut Parts<N>) -> Result<()> {
         let Some(layer) = &self.cache else {
-            return Ok(None);
+            return Ok(());
         };
         let tokens = (views.heads(1)?.raw(), views.heads(2)?.raw());
         let append = layer.append(OP, tokens, self.rotation.as_ref());
-        part(append, OF_APPEND).map(Some)
+        parts.push(append, OF_APPEND)
     }
 
     fn attention<'a>(&'a self, views: &Views) -> Result<attention::Params<'a>> {
@@ -372,7 +371,7 @@ impl<'p> Params<'p> {
         Ok(arguments)
     }
 
-    fn out_projection(&self, views: &Views) -> Result<Part<problem::linear::Problem>> {
+    fn out_projection(&self, views: &Views) -> Result<linear::Params<'_>> {
         // SAFETY: attention's output lies in the workspace; the caller's output is described once more for a
         // problem, while `self` keeps it lent.
         let (attended, output) = unsafe {
@@ -392,13 +391,12 @@ impl<'p> Params<'p> {
         let x: TensorMut<'static> = views.batch_if_any(attended)?;
         // SAFETY: as above.
         let x: TensorRef<'static> = unsafe { view(&x) };
-        let linear = linear::Params {
+        Ok(linear::Params {
             x,
             weights: self.out_projection,
             output,
             workspace: Workspace::none(),
-        };
-        part(linear.problem(), OF_OUT)
+        })
     }
 }
 

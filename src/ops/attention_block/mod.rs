@@ -12,7 +12,6 @@
 //! sequences hold in it; calling it twice for one layer and batch writes the same places again.
 
 mod check;
-mod plan;
 mod views;
 
 use crate::ops::kv_cache::Layer;
@@ -22,7 +21,7 @@ use crate::ops::rope::{Positions, Rotation};
 use crate::tensor::{TensorRef, Workspace};
 pub(crate) use views::{Heads, Views, view};
 
-const OP: &str = "attention_block";
+pub(crate) const OP: &str = "attention_block";
 
 /// Arguments of [`forward`].
 #[derive(Debug)]

@@ -3,9 +3,9 @@
 use super::OP;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::layout::Layout;
 use crate::ops::attention;
-use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
+use crate::ops::parts::Parts;
+use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
 /// Heads and their dimensions, known to have a product with the number of tokens that fits.
 #[derive(Clone, Copy, Debug)]
@@ -69,16 +69,6 @@ fn set(value: usize) -> String {
     }
 }
 
-/// Bytes of a contiguous tensor.
-fn size(t: &RawTensor) -> usize {
-    t.layout.span() * t.dtype.size()
-}
-
-/// Rounds up to the alignment of a workspace.
-fn aligned(bytes: usize) -> usize {
-    bytes.next_multiple_of(Workspace::ALIGNMENT)
-}
-
 /// The views that steps work on. They may lie at NULL while steps are only checked.
 pub(crate) struct Views {
     pub qkv: RawTensor,
@@ -88,43 +78,20 @@ pub(crate) struct Views {
 }
 
 impl Views {
-    /// At `workspace`, which may be NULL where the views are only described.
-    pub fn new(
+    /// In the workspace of these parts.
+    pub fn new<const N: usize>(
         heads: Heads,
         num_tokens: usize,
         batched: Option<(usize, usize)>,
         dtype: DType,
-        workspace: *mut u8,
+        parts: &mut Parts<N>,
     ) -> Result<Views> {
-        let columns: usize = heads.columns().iter().sum();
-        let contiguous = |columns| -> Result<Layout> {
-            Layout::contiguous(&[num_tokens, columns]).map_err(|_| too_many(num_tokens))
-        };
-        let qkv = RawTensor {
-            ptr: workspace,
-            dtype,
-            layout: contiguous(columns)?,
-        };
-        let attended = RawTensor {
-            ptr: workspace.wrapping_add(aligned(size(&qkv))),
-            dtype,
-            layout: contiguous(heads.attended())?,
-        };
-        // Layouts are below half of the address space each; leave as much for what lies behind them.
-        if aligned(size(&qkv)) + aligned(size(&attended)) > isize::MAX as usize / 2 {
-            return Err(too_many(num_tokens));
-        }
         Ok(Views {
-            qkv,
-            attended,
+            qkv: parts.take(dtype, [num_tokens, heads.columns().iter().sum()])?,
+            attended: parts.take(dtype, [num_tokens, heads.attended()])?,
             heads,
             batched,
         })
-    }
-
-    /// Bytes of the workspace that they take.
-    pub fn size(&self) -> usize {
-        aligned(size(&self.qkv)) + aligned(size(&self.attended))
     }
 
     pub fn num_tokens(&self) -> usize {
@@ -185,9 +152,4 @@ pub(crate) unsafe fn view<'a>(t: &TensorMut<'a>) -> TensorRef<'a> {
     let raw = t.raw();
     // SAFETY: the caller's promise.
     unsafe { TensorRef::from_raw(raw.ptr, raw.dtype, raw.layout) }
-}
-
-fn too_many(num_tokens: usize) -> Error {
-    let problem = text!("has {num_tokens} tokens: the workspace would not fit the address space");
-    Error::invalid(OP, "x", problem)
 }
