@@ -197,6 +197,33 @@ FIELD(unsloth_cast_params, reserved, 4, 4);
 FIELD(unsloth_cast_params, x, 8, 136);
 FIELD(unsloth_cast_params, out, 144, 136);
 
+STRUCT(unsloth_checkpoint_plan_params, 40, 8);
+FIELD(unsloth_checkpoint_plan_params, struct_size, 0, 4);
+FIELD(unsloth_checkpoint_plan_params, reserved, 4, 4);
+FIELD(unsloth_checkpoint_plan_params, num_layers, 8, 8);
+FIELD(unsloth_checkpoint_plan_params, every, 16, 8);
+FIELD(unsloth_checkpoint_plan_params, hidden_bytes, 24, 8);
+FIELD(unsloth_checkpoint_plan_params, saved_bytes, 32, 8);
+
+STRUCT(unsloth_checkpoint_summary, 64, 8);
+FIELD(unsloth_checkpoint_summary, struct_size, 0, 4);
+FIELD(unsloth_checkpoint_summary, reserved, 4, 4);
+FIELD(unsloth_checkpoint_summary, every, 8, 8);
+FIELD(unsloth_checkpoint_summary, num_recomputed, 16, 8);
+FIELD(unsloth_checkpoint_summary, num_actions, 24, 8);
+FIELD(unsloth_checkpoint_summary, num_hidden_slots, 32, 8);
+FIELD(unsloth_checkpoint_summary, num_saved_slots, 40, 8);
+FIELD(unsloth_checkpoint_summary, output_slot, 48, 8);
+FIELD(unsloth_checkpoint_summary, peak_bytes, 56, 8);
+
+STRUCT(unsloth_checkpoint_action, 24, 4);
+FIELD(unsloth_checkpoint_action, step, 0, 4);
+FIELD(unsloth_checkpoint_action, layer, 4, 4);
+FIELD(unsloth_checkpoint_action, input, 8, 4);
+FIELD(unsloth_checkpoint_action, output, 12, 4);
+FIELD(unsloth_checkpoint_action, saved, 16, 4);
+FIELD(unsloth_checkpoint_action, reserved, 20, 4);
+
 STRUCT(unsloth_cross_entropy_params, 1136, 8);
 FIELD(unsloth_cross_entropy_params, struct_size, 0, 4);
 FIELD(unsloth_cross_entropy_params, reduction, 4, 4);

@@ -56,6 +56,8 @@
 #define UNSLOTH_ATTENTION_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_memory_params)
 #define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
 #define UNSLOTH_CAST_PARAMS_INIT UNSLOTH_INIT(unsloth_cast_params)
+#define UNSLOTH_CHECKPOINT_PLAN_PARAMS_INIT UNSLOTH_INIT(unsloth_checkpoint_plan_params)
+#define UNSLOTH_CHECKPOINT_SUMMARY_INIT UNSLOTH_INIT(unsloth_checkpoint_summary)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_cross_entropy_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
@@ -973,6 +975,117 @@ typedef struct unsloth_cast_params {
    */
   struct unsloth_tensor out;
 } unsloth_cast_params;
+
+/**
+ * Arguments of `unsloth_checkpoint_plan`: a stack of layers, each taking the output of the one
+ * before.
+ */
+typedef struct unsloth_checkpoint_plan_params {
+  /**
+   * `sizeof(unsloth_checkpoint_plan_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Layers, 1 to 65536.
+   */
+  int64_t num_layers;
+  /**
+   * Layers in a segment, of which the input is kept: 1 keeps every layer's input, `num_layers`
+   * keeps everything and runs nothing twice. 0 for what has the least peak, which is near the
+   * square root of `num_layers` where layers save little.
+   */
+  int64_t every;
+  /**
+   * Bytes of a hidden state: a layer's input, and its output.
+   */
+  uint64_t hidden_bytes;
+  /**
+   * Bytes of what a layer's forward saves for its backward, beside its input.
+   */
+  uint64_t saved_bytes;
+} unsloth_checkpoint_plan_params;
+
+/**
+ * What a plan takes and costs.
+ */
+typedef struct unsloth_checkpoint_summary {
+  /**
+   * `sizeof(unsloth_checkpoint_summary)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Layers in a segment; the last may be shorter.
+   */
+  int64_t every;
+  /**
+   * Layers that run twice.
+   */
+  int64_t num_recomputed;
+  /**
+   * Actions of the plan.
+   */
+  int64_t num_actions;
+  /**
+   * Hidden states that actions name; the stack's input lies in slot 0.
+   */
+  int64_t num_hidden_slots;
+  /**
+   * Layers whose saved tensors are held at once.
+   */
+  int64_t num_saved_slots;
+  /**
+   * The slot of the stack's output after the last `UNSLOTH_CHECKPOINT_STEP_FORWARD`.
+   */
+  int64_t output_slot;
+  /**
+   * The most bytes of hidden states and saved tensors that are held at once. What the arenas of
+   * all slots take may be a little more.
+   */
+  uint64_t peak_bytes;
+} unsloth_checkpoint_summary;
+
+/**
+ * What a plan says to do with a layer.
+ */
+typedef uint32_t unsloth_checkpoint_step;
+
+/**
+ * One line of a plan.
+ */
+typedef struct unsloth_checkpoint_action {
+  /**
+   * What to do: one of `UNSLOTH_CHECKPOINT_STEP_*`.
+   */
+  unsloth_checkpoint_step step;
+  /**
+   * With which layer.
+   */
+  int32_t layer;
+  /**
+   * The slot of the hidden state that is the layer's input.
+   */
+  int32_t input;
+  /**
+   * The slot of the hidden state that takes the layer's output; -1 where it does not run.
+   */
+  int32_t output;
+  /**
+   * The slot of what the layer saves or has saved; -1 where it runs without saving.
+   */
+  int32_t saved;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+} unsloth_checkpoint_action;
 
 /**
  * How the losses of tokens become one.
@@ -2585,6 +2698,26 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR 1
 
 /**
+ * Run it for the first time.
+ */
+#define UNSLOTH_CHECKPOINT_STEP_FORWARD 1
+
+/**
+ * Its input is no longer needed: it will be computed again.
+ */
+#define UNSLOTH_CHECKPOINT_STEP_DROP 2
+
+/**
+ * Run it again, in the backward pass.
+ */
+#define UNSLOTH_CHECKPOINT_STEP_RECOMPUTE 3
+
+/**
+ * Go back through it. Then neither its input nor what it saved is needed any more.
+ */
+#define UNSLOTH_CHECKPOINT_STEP_BACKWARD 4
+
+/**
  * Their sum over the number of tokens that are not ignored, or over `denominator`.
  */
 #define UNSLOTH_REDUCTION_MEAN 0
@@ -3176,6 +3309,28 @@ unsloth_status unsloth_cast_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_cast_forward(struct unsloth_context *ctx,
                                     const struct unsloth_cast_params *params,
                                     unsloth_stream stream);
+
+/**
+ * Says which layers of a stack run when, if not every layer's activations are kept from the forward
+ * to the backward pass: at the cost of running most layers twice, memory falls to that of the
+ * inputs of segments of `every` layers and the activations of one segment (arXiv:1604.06174).
+ *
+ * Nothing runs and no memory is taken: the caller executes the actions one after the other, with
+ * `unsloth_decoder_layer_forward` and `unsloth_decoder_layer_backward` or with layers of its own, over
+ * arenas of `num_hidden_slots` hidden states and `num_saved_slots` layers' saved tensors. Between
+ * the last forward and the first backward action the loss is computed from `output_slot`.
+ *
+ * With NULL for `actions` only `summary` is written: first ask for the number, then for the actions.
+ * The caller has set the summary's `struct_size` (`UNSLOTH_CHECKPOINT_SUMMARY_INIT`).
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `summary` is NULL or points to
+ * `summary->struct_size` bytes valid for reads and writes; `actions` is NULL or valid for writes of
+ * `capacity` actions.
+ */
+unsloth_status unsloth_checkpoint_plan(const struct unsloth_checkpoint_plan_params *params,
+                                       struct unsloth_checkpoint_summary *summary,
+                                       struct unsloth_checkpoint_action *actions,
+                                       size_t capacity);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless

@@ -6,6 +6,7 @@
 //! | [`ops`] | one module per operation: parameters and their validation |
 //! | [`kv_cache`] | pages, sequences, eviction |
 //! | [`estimate`] | how much memory a model takes |
+//! | [`training`] | which activations a training step keeps and which it computes again |
 //! | [`memory`] | buffers, pools, copies |
 //! | [`context`] | a device behind one handle: the only file that knows both backends |
 //! | `cpu` | the CPU backend, one file per operation |
@@ -62,6 +63,7 @@ pub mod memory;
 pub mod ops;
 mod problem;
 pub mod tensor;
+pub mod training;
 
 pub use context::{Backend, Context, ContextOptions, DeviceInfo, Event, Stream};
 pub use dtype::{DType, Element};

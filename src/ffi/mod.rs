@@ -10,6 +10,7 @@ pub mod argmax;
 pub mod attention;
 pub mod attention_block;
 pub mod cast;
+pub mod checkpoint;
 pub mod context;
 pub mod cross_entropy;
 pub mod dlpack;

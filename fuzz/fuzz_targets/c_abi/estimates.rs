@@ -2,6 +2,7 @@
 
 use std::ptr;
 
+use unsloth::ffi::checkpoint::*;
 use unsloth::ffi::estimate::*;
 use unsloth::ffi::kv_cache::unsloth_kv_cache_params;
 use unsloth::ffi::status::*;
@@ -91,7 +92,7 @@ pub fn run(input: &mut Input) {
     };
     // SAFETY: every struct is a live local of the size stated, and sized structs of the C ABI may be zero.
     unsafe {
-        match input.byte() % 4 {
+        match input.byte() % 5 {
             0 => {
                 let mut p: unsloth_attention_memory_params = sized();
                 let mut m: unsloth_attention_memory = sized();
@@ -128,13 +129,14 @@ pub fn run(input: &mut Input) {
                 let sum = || m.weights + m.kv_cache + m.activations + m.workspace + m.logits;
                 check(status, sum, || m.total);
             }
+            3 => checkpoint_plan(input),
             _ => {
                 let mut p: unsloth_training_memory_params = sized();
                 let mut m: unsloth_training_memory = sized();
                 (p.dtype, p.gradient_dtype) = (dtype(input), dtype(input));
                 p.master_weights = flag(input);
                 p.optimizer = u32::from(input.byte()) % 6;
-                p.checkpointing = u32::from(input.byte()) % 4;
+                p.checkpointing = u32::from(input.byte()) % 7;
                 p.naive_attention = flag(input);
                 p.model = shape;
                 p.batch_size = size(input);
@@ -152,6 +154,33 @@ pub fn run(input: &mut Input) {
                 };
                 check(status, sum, || m.total);
             }
+        }
+    }
+}
+
+/// Plans, and actions that name only slots that the summary has.
+unsafe fn checkpoint_plan(input: &mut Input) {
+    const CAPACITY: usize = 64;
+    // SAFETY: every struct is a live local of the size stated, and sized structs of the C ABI may be zero.
+    unsafe {
+        let mut p: unsloth_checkpoint_plan_params = sized();
+        let mut summary: unsloth_checkpoint_summary = sized();
+        let mut actions: [unsloth_checkpoint_action; CAPACITY] = std::mem::zeroed();
+        p.num_layers = size(input);
+        p.every = if input.one_in(4) { 0 } else { size(input) };
+        p.hidden_bytes = input.number() as u64;
+        p.saved_bytes = input.number() as u64;
+        let capacity = usize::from(input.byte()) % (CAPACITY + 1);
+        let status = unsloth_checkpoint_plan(&p, &mut summary, actions.as_mut_ptr(), capacity);
+        if status != UNSLOTH_STATUS_SUCCESS {
+            assert!(actions.iter().all(|action| action.step == 0), "written");
+            return;
+        }
+        for action in &actions[..summary.num_actions as usize] {
+            assert!((0..p.num_layers).contains(&action.layer.into()));
+            assert!((0..summary.num_hidden_slots).contains(&action.input.into()));
+            assert!((-1..summary.num_hidden_slots).contains(&action.output.into()));
+            assert!((-1..summary.num_saved_slots).contains(&action.saved.into()));
         }
     }
 }

@@ -1,0 +1,3 @@
+//! What training needs beside single operations: which activations are kept and which computed again.
+
+pub mod checkpoint;
