@@ -78,6 +78,11 @@ std::string ChatTemplate::open_reply() const {
   return "";
 }
 
+std::string ChatTemplate::reply(std::string_view content) const {
+  const std::string turn = family_ == Family::kLlama3 ? trim(content) : std::string(content);
+  return turn + close_reply();
+}
+
 std::string ChatTemplate::close_reply() const {
   switch (family_) {
     case Family::kChatMl:

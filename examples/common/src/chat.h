@@ -21,6 +21,8 @@ class ChatTemplate {
   // so a conversation that goes on appends the closing before the next message.
   std::string open_reply() const;
   std::string close_reply() const;
+  // A whole turn of the model after its opening, as a model is taught it.
+  std::string reply(std::string_view content) const;
 
  private:
   enum class Family { kChatMl, kLlama3 };

@@ -259,11 +259,13 @@ Gguf Gguf::parse(const std::byte *data, size_t size, const std::string &name) {
   const auto metadata_count = cursor.read_count(kMinMetadataBytes, "the metadata count");
 
   for (uint64_t i = 0; i < metadata_count; ++i) {
+    const size_t start = cursor.position();
     std::string key = cursor.read_string("a metadata key");
     Value value = read_value(cursor);
     if (!gguf.metadata_.emplace(key, std::move(value)).second) {
       cursor.fail("metadata '" + key + "' appears twice");
     }
+    gguf.entries_.push_back({std::move(key), data + start, cursor.position() - start});
   }
   const uint64_t alignment = gguf.get_uint("general.alignment", kDefaultAlignment);
   if (alignment == 0 || (alignment & (alignment - 1)) != 0 || alignment > (1U << 30)) {

@@ -25,6 +25,13 @@ struct GgufTensor {
   const std::byte *data = nullptr;
 };
 
+// A key of the metadata and its value as the file has them, so that they can be copied.
+struct GgufEntry {
+  std::string key;
+  const std::byte *data = nullptr;  // the key's length, the key, the type, the value
+  uint64_t bytes = 0;
+};
+
 class Gguf {
  public:
   // Integers are widened to 64 bits and floats to double, in arrays as well as alone.
@@ -42,6 +49,7 @@ class Gguf {
   // Throws unless the tensor is there and has exactly this shape.
   const GgufTensor &tensor(const std::string &name, const std::vector<uint64_t> &shape) const;
 
+  const std::vector<GgufEntry> &entries() const { return entries_; }  // in the file's order
   const Value *find(const std::string &key) const;
   // Each throws if the key is missing or of another kind.
   uint64_t get_uint(const std::string &key) const;
@@ -66,6 +74,7 @@ class Gguf {
   std::string name_;
   uint64_t file_bytes_ = 0;
   std::map<std::string, Value> metadata_;
+  std::vector<GgufEntry> entries_;
   std::vector<GgufTensor> tensors_;
   std::map<std::string, size_t> tensor_index_;
 };

@@ -15,6 +15,9 @@ namespace llm {
 
 class JsonWriter {
  public:
+  enum class Style { kIndented, kOneLine };
+  explicit JsonWriter(Style style = Style::kIndented) : one_line_(style == Style::kOneLine) {}
+
   JsonWriter &begin_object() { return open('{'); }
   JsonWriter &end_object() { return close('}'); }
 
@@ -90,12 +93,13 @@ class JsonWriter {
       return;
     }
     if (depth_ == 0) return;
-    if (!first_) text_ += ',';
+    if (!first_) text_ += one_line_ ? ", " : ",";
     first_ = false;
     new_line();
   }
 
   void new_line() {
+    if (one_line_) return;
     text_ += '\n';
     text_.append(2 * depth_, ' ');
   }
@@ -142,6 +146,7 @@ class JsonWriter {
     text_ += '"';
   }
 
+  bool one_line_;
   std::string text_;
   size_t depth_ = 0;
   bool first_ = true;

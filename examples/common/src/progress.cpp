@@ -18,15 +18,26 @@ ProgressBar::~ProgressBar() {
 }
 
 void ProgressBar::advance(uint64_t amount) {
-  constexpr int kWidth = 40;
   done_ = std::min(done_ + amount, total_);
   const int percent =
       static_cast<int>(100.0 * static_cast<double>(done_) / static_cast<double>(total_));
-  if (!terminal_ || percent == drawn_percent_) return;
+  if (percent == drawn_percent_) return;
   drawn_percent_ = percent;
-  const int filled = kWidth * percent / 100;
-  std::fprintf(stderr, "\r%s [%s%s] %3d %%", label_.c_str(), std::string(filled, '#').c_str(),
-               std::string(kWidth - filled, '.').c_str(), percent);
+  draw();
+}
+
+void ProgressBar::set_note(const std::string &note) {
+  note_ = note;
+  draw();
+}
+
+void ProgressBar::draw() {
+  constexpr int kWidth = 40;
+  if (!terminal_) return;
+  const int filled = kWidth * drawn_percent_ / 100;
+  std::fprintf(stderr, "\r%s [%s%s] %3d %% %s\x1b[K", label_.c_str(),
+               std::string(filled, '#').c_str(), std::string(kWidth - filled, '.').c_str(),
+               drawn_percent_, note_.c_str());
   std::fflush(stderr);
 }
 

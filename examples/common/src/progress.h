@@ -14,9 +14,14 @@ class ProgressBar {
   ProgressBar &operator=(const ProgressBar &) = delete;
 
   void advance(uint64_t amount);
+  // What is written behind the bar from now on.
+  void set_note(const std::string &note);
 
  private:
+  void draw();
+
   std::string label_;
+  std::string note_;
   uint64_t total_;
   uint64_t done_ = 0;
   int drawn_percent_ = -1;

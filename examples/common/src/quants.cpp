@@ -1,5 +1,6 @@
 #include "quants.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -32,6 +33,21 @@ void unpack_nibbles(const std::byte *quants, float scale, float offset, float *d
     const auto pair = std::to_integer<unsigned>(quants[i]);
     dst[i] = static_cast<float>(pair & 0x0F) * scale + offset;
     dst[i + kBlock / 2] = static_cast<float>(pair >> 4) * scale + offset;
+  }
+}
+
+// The greatest magnitude becomes 127; the scale is f16, the quotients are of the unrounded one, as
+// in llama.cpp.
+void encode_q8_0(const float *src, std::byte *dst) {
+  float greatest = 0;
+  for (uint64_t i = 0; i < kBlock; ++i) greatest = std::max(greatest, std::fabs(src[i]));
+  const float scale = greatest / 127.0F;
+  const float inverse = scale > 0 ? 1.0F / scale : 0.0F;
+  const uint16_t half = f32_to_f16(scale);
+  std::memcpy(dst, &half, sizeof(half));
+  for (uint64_t i = 0; i < kBlock; ++i) {
+    const auto quant = static_cast<int8_t>(std::round(src[i] * inverse));
+    std::memcpy(dst + 2 + i, &quant, 1);
   }
 }
 
@@ -127,10 +143,14 @@ void encode(const float *src, uint64_t elements, TensorType type, std::byte *dst
     case TensorType::kBF16:
       for (uint64_t i = 0; i < elements; ++i) store(i, f32_to_bf16(src[i]));
       return;
+    case TensorType::kQ8_0:
+      for (uint64_t i = 0; i < elements; i += kBlock, dst += 2 + kBlock) {
+        encode_q8_0(src + i, dst);
+      }
+      return;
     case TensorType::kQ4_0:
     case TensorType::kQ4_1:
-    case TensorType::kQ8_0:
-      throw Error("quantising is not supported");
+      throw Error("quantising to 4 bits is not supported");
   }
 }
 

@@ -31,7 +31,7 @@ BlockLayout block_layout(uint32_t type);
 // Decodes `elements` values (whole blocks) at `src`, which needs no alignment.
 void dequantize(TensorType type, const std::byte *src, uint64_t elements, float *dst);
 
-// The inverse, for the types that are not quantised: F32, F16 and BF16.
+// The inverse, for F32, F16, BF16 and Q8_0.
 void encode(const float *src, uint64_t elements, TensorType type, std::byte *dst);
 
 float f16_to_f32(uint16_t bits);

@@ -33,6 +33,8 @@ class Tokenizer {
 
   size_t vocab_size() const { return texts_.size(); }
   std::optional<TokenId> find(const std::string &text) const;
+  // What ends a text, if the file names it.
+  std::optional<TokenId> end_of_text() const { return eos_; }
   // Whether generation stops at this token (end of text, of a turn or of a message).
   bool ends_generation(TokenId token) const;
 

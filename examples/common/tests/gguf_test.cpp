@@ -11,6 +11,8 @@
 #include "check.h"
 #include "error.h"
 #include "gguf_builder.h"
+#include "gguf_writer.h"
+#include "output_file.h"
 #include "quants.h"
 
 namespace llm {
@@ -278,7 +280,76 @@ void encodes_what_it_decodes() {
     CHECK_EQUAL(decoded, values);
   }
   std::byte unused;
-  CHECK_THROWS(Error, encode(values.data(), 0, TensorType::kQ8_0, &unused), "quantising");
+  CHECK_THROWS(Error, encode(values.data(), 0, TensorType::kQ4_0, &unused), "quantising");
+}
+
+// Quotients are within half of the scale, which is the greatest magnitude by 127; zeros stay.
+void quantises_to_eight_bits() {
+  std::vector<float> values(64);
+  for (size_t i = 0; i < 32; ++i) values[i] = static_cast<float>(i) - 20.0F;
+  std::vector<std::byte> bytes(2 * 34);
+  encode(values.data(), values.size(), TensorType::kQ8_0, bytes.data());
+  std::vector<float> decoded(values.size());
+  dequantize(TensorType::kQ8_0, bytes.data(), values.size(), decoded.data());
+  for (size_t i = 0; i < 32; ++i) {
+    CHECK(std::fabs(decoded[i] - values[i]) <= 20.0F / 127.0F * 0.51F);
+    CHECK_EQUAL(decoded[32 + i], 0.0F);
+  }
+  CHECK(std::fabs(decoded[0] + 20.0F) < 0.01F);
+}
+
+void writes_what_it_reads() {
+  GgufBuilder builder = small_file();
+  const std::string file = builder.build();
+  const Gguf source = parse(file);
+  char path[] = "/tmp/gguf_test_XXXXXX";
+  const int fd = mkstemp(path);
+  CHECK(fd >= 0);
+  close(fd);
+
+  GgufWriter writer;
+  for (const GgufEntry &entry : source.entries()) writer.copy(entry);
+  writer.set("general.type", std::string("adapter"));
+  writer.set("adapter.lora.alpha", 16.0F);
+  writer.set("general.file_type", 1U);
+  const std::vector<uint64_t> shape = {3, 2};
+  const auto count_up = [](uint64_t first, uint64_t count, float *values) {
+    for (uint64_t i = 0; i < count; ++i) values[i] = static_cast<float>(first + i);
+  };
+  writer.add_tensor("a", shape, TensorType::kF32, count_up);
+  writer.add_tensor("long", {300000}, TensorType::kBF16, count_up);
+  writer.add_tensor("blocks", {2, 64}, TensorType::kQ8_0, count_up);
+  CHECK_THROWS(Error, writer.add_tensor("c", shape, TensorType::kQ8_0, count_up), "rows of 2");
+  uint64_t written = 0;
+  writer.write(path, [&](uint64_t bytes) { written += bytes; });
+  CHECK_EQUAL(written, writer.data_bytes());
+
+  const Gguf copy = Gguf::open(path);
+  CHECK_EQUAL(copy.get_string("general.architecture"), std::string("llama"));
+  CHECK_EQUAL(copy.get_ints("numbers"), (std::vector<int64_t>{1, -2, 3}));
+  CHECK_EQUAL(copy.get_strings("names"), (std::vector<std::string>{"a", "", "c d"}));
+  CHECK_EQUAL(copy.get_float("adapter.lora.alpha"), 16.0);
+  CHECK_EQUAL(copy.get_uint("general.file_type"), 1U);
+  CHECK_EQUAL(copy.entries().size(), source.entries().size() + 3);
+  const GgufTensor &a = copy.tensor("a", shape);
+  std::vector<float> values(a.elements);
+  dequantize(a.type, a.data, a.elements, values.data());
+  CHECK_EQUAL(values, (std::vector<float>{0, 1, 2, 3, 4, 5}));
+  const GgufTensor &wide = copy.tensor("long", {300000});
+  values.resize(wide.elements);
+  dequantize(wide.type, wide.data, wide.elements, values.data());
+  CHECK_EQUAL(values[299999], bf16_to_f32(f32_to_bf16(299999.0F)));
+
+  // What fails on the way leaves the file that was there, and nothing beside it.
+  GgufWriter failing;
+  failing.add_tensor("a", {1}, TensorType::kF32,
+                     [](uint64_t, uint64_t, float *) { throw Error("no more"); });
+  CHECK_THROWS(Error, failing.write(path, [](uint64_t) {}), "no more");
+  CHECK_EQUAL(Gguf::open(path).tensors().size(), size_t{3});
+  CHECK(access((std::string(path) + ".partial").c_str(), F_OK) != 0);
+  CHECK_THROWS(Error, writer.write("/nowhere/a.gguf", [](uint64_t) {}), "cannot create");
+  CHECK_THROWS(Error, OutputFile("/dev/full/x"), "cannot create");
+  std::remove(path);
 }
 
 }  // namespace
@@ -296,5 +367,7 @@ int main() {
   llm::decodes_blocks();
   llm::converts_half_precision();
   llm::encodes_what_it_decodes();
+  llm::quantises_to_eight_bits();
+  llm::writes_what_it_reads();
   return check::result();
 }

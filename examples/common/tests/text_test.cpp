@@ -38,6 +38,11 @@ void json() {
                                        "  },\n"
                                        "  \"empty\": {}\n"
                                        "}"));
+
+  JsonWriter line(JsonWriter::Style::kOneLine);
+  line.begin_object().key("a").value(1);
+  line.key("b").begin_object().key("c").value("d").end_object().end_object();
+  CHECK_EQUAL(line.text(), std::string("{\"a\": 1, \"b\": {\"c\": \"d\"}}"));
 }
 
 void chat_ml() {
@@ -51,6 +56,8 @@ void chat_ml() {
               std::string("<|im_start|>user\n a\n<|im_end|>\n"));
   CHECK_EQUAL(with_system.open_reply(), std::string("<|im_start|>assistant\n"));
   CHECK_EQUAL(with_system.close_reply(), std::string("<|im_end|>\n"));
+  CHECK_EQUAL(with_system.open_reply() + with_system.reply(" a\n"),
+              with_system.message("assistant", " a\n"));
 
   // A template may write \n, and mention system turns that insert the caller's own message.
   const ChatTemplate escaped = ChatTemplate::recognize(
@@ -71,6 +78,7 @@ void llama3() {
   CHECK_EQUAL(chat.message("user", " hi \n"),
               std::string("<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"));
   CHECK_EQUAL(chat.open_reply(), std::string("<|start_header_id|>assistant<|end_header_id|>\n\n"));
+  CHECK_EQUAL(chat.open_reply() + chat.reply(" hi \n"), chat.message("assistant", " hi \n"));
   CHECK_THROWS(Error, ChatTemplate::recognize("[INST] {{ message }} [/INST]"), "of no family");
   CHECK_THROWS(Error, ChatTemplate::recognize(""), "of no family");
 }
