@@ -123,6 +123,20 @@ impl<C: Plan, G: Plan> Plan for Chosen<C, G> {
         }
     }
 
+    fn without_allocating(&self) -> usize {
+        match self {
+            Chosen::Cpu(plan) => plan.without_allocating(),
+            Chosen::Cuda(plan) => plan.without_allocating(),
+        }
+    }
+
+    fn probe(&self) -> Result<()> {
+        match self {
+            Chosen::Cpu(plan) => plan.probe(),
+            Chosen::Cuda(plan) => plan.probe(),
+        }
+    }
+
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         match self {
             Chosen::Cpu(plan) => plan.launch(scratch, stream),

@@ -42,6 +42,7 @@ fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) -> Result<()> {
             cpu,
             &p.x,
             weights,
+            Scratch::NONE,
             #[inline(always)]
             |row, columns, [gate, up]| {
                 add_bias(gate, p.gate.bias.as_ref(), &columns);
@@ -57,6 +58,7 @@ fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) -> Result<()> {
         cpu,
         &intermediate,
         [&p.down.weight],
+        Scratch::NONE,
         #[inline(always)]
         |row, columns, [sums]| finish(sums, row, columns, &p.down, p.residual.as_ref(), &p.out),
     )

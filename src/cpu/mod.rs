@@ -60,6 +60,16 @@ pub(crate) trait Run {
         0
     }
 
+    /// See [`Plan::without_allocating`].
+    fn without_allocating(&self, _: &Cpu) -> usize {
+        self.needed()
+    }
+
+    /// See [`Plan::probe`].
+    fn probe(&self, _: &Cpu) -> Result<()> {
+        Ok(())
+    }
+
     /// Computes it, to its end. Data and `scratch` have been checked.
     ///
     /// # Errors
@@ -80,6 +90,14 @@ impl<P: Run> Plan for Ready<'_, P> {
 
     fn needed(&self) -> usize {
         self.problem.needed()
+    }
+
+    fn without_allocating(&self) -> usize {
+        self.problem.without_allocating(self.cpu)
+    }
+
+    fn probe(&self) -> Result<()> {
+        self.problem.probe(self.cpu)
     }
 
     fn launch(&self, scratch: Scratch, _: Stream) -> Result<()> {

@@ -4,6 +4,7 @@ use std::alloc::Layout;
 use std::ptr::NonNull;
 
 use crate::error::{Error, Result};
+use crate::tensor::Scratch;
 
 /// Sees whether `bytes` could be allocated, for what allocates them afterwards and would end the
 /// process. It is a probe and no promise: what it found free may be somebody else's a moment later.
@@ -25,10 +26,11 @@ pub(crate) fn probe(op: &'static str, bytes: usize) -> Result<()> {
 /// Floats between the parts of two threads, so that none shares a cache line.
 const APART: usize = 32;
 
-/// Floats that are zeros at first, in equal parts. Memory that the system hands out is zeros already and is not touched, so each
+/// Floats in equal parts, zeros at first where they are new. Memory that the system hands out is zeros already and is not touched, so each
 /// page is first written by the thread that needs it.
 pub(crate) struct Floats {
     floats: NonNull<f32>,
+    /// Of what was allocated; of size zero in a workspace.
     layout: Layout,
     /// Floats of a part.
     len: usize,
@@ -41,17 +43,53 @@ pub(crate) struct Floats {
 unsafe impl Sync for Floats {}
 
 impl Floats {
+    /// Floats from part to part, and the memory of all.
+    fn sizes(parts: usize, len: usize) -> Option<(usize, Layout)> {
+        if len == 0 {
+            return Some((0, Layout::new::<()>()));
+        }
+        let stride = len.checked_next_multiple_of(APART)?.checked_add(APART)?;
+        let layout = Layout::array::<f32>(stride.checked_mul(parts)?).ok()?;
+        Some((stride, layout))
+    }
+
+    /// Bytes of a workspace in which there is room for them.
+    pub fn bytes(parts: usize, len: usize) -> usize {
+        Floats::sizes(parts, len).map_or(usize::MAX, |(_, layout)| layout.size())
+    }
+
+    /// In a workspace where it has room for them, and of any values then; else as [`Floats::new`],
+    /// after `probed` bytes were found free.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub fn in_or_new(
+        op: &'static str,
+        scratch: Scratch,
+        (parts, len): (usize, usize),
+        probed: usize,
+    ) -> Result<Floats> {
+        match (Floats::sizes(parts, len), NonNull::new(scratch.ptr)) {
+            (Some((stride, layout)), Some(start)) if layout.size() <= scratch.size => Ok(Floats {
+                floats: start.cast(),
+                layout: Layout::new::<()>(),
+                len,
+                stride,
+                parts,
+            }),
+            _ => {
+                probe(op, probed)?;
+                Floats::new(op, parts, len)
+            }
+        }
+    }
+
     /// # Errors
     /// There is no memory.
     pub fn new(op: &'static str, parts: usize, len: usize) -> Result<Floats> {
-        let stride = len.checked_next_multiple_of(APART);
-        let stride = stride.and_then(|n| n.checked_add(APART));
-        let size = stride.and_then(|n| n.checked_mul(parts));
         let bytes = len.saturating_mul(4).saturating_mul(parts);
         let failed = || Error::out_of_host_memory(op, bytes);
-        let size = if len == 0 { Some(0) } else { size };
-        let layout = size.and_then(|n| Layout::array::<f32>(n).ok());
-        let layout = layout.ok_or_else(failed)?;
+        let (stride, layout) = Floats::sizes(parts, len).ok_or_else(failed)?;
         let floats = match layout.size() {
             0 => NonNull::dangling(),
             // SAFETY: the size is not zero.
@@ -62,7 +100,7 @@ impl Floats {
             floats,
             layout,
             len,
-            stride: if len == 0 { 0 } else { stride.unwrap_or(0) },
+            stride,
             parts,
         })
     }

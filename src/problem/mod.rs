@@ -64,6 +64,21 @@ pub(crate) trait Plan {
         })
     }
 
+    /// Bytes of workspace with which a launch takes no memory of the host's own: at least what is
+    /// needed. For operations made of several, which would have written when a part finds none.
+    fn without_allocating(&self) -> usize {
+        self.needed()
+    }
+
+    /// Sees whether there is memory of the host's for what a launch takes in spite of that, inside
+    /// libraries that end the process where there is none.
+    ///
+    /// # Errors
+    /// There is not.
+    fn probe(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Runs or queues the problem, whose data has been checked. `scratch` is the caller's memory:
     /// what is needed, or what [`Plan::used`] said.
     ///

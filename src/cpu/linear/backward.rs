@@ -6,6 +6,7 @@ use std::ops::Range;
 use super::many_rows::{Operand, Tiles};
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::{part_of, part_of_mut};
+use crate::cpu::scratch::Floats;
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
 use crate::problem::linear::{Backward, Gradient};
@@ -14,26 +15,62 @@ use crate::tensor::{RawTensor, Scratch};
 const OP: &str = "linear_backward";
 
 impl Run for Backward {
-    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
-        let adds_nothing = self.accumulate && self.dout.layout.num_rows() == 0;
-        let dweight = self.dweight.as_ref().filter(|_| !adds_nothing);
-        let dbias = self.dbias.as_ref().filter(|_| !adds_nothing);
-        // Nothing is written before there is memory for everything.
-        let by_rows = Operand::by_rows(&self.dout);
-        let dx = Product::new(cpu, by_rows, self.dx.as_ref(), false)?;
-        let by_columns = Operand::by_columns(&self.dout);
-        let dweight = Product::new(cpu, by_columns, dweight, self.accumulate)?;
-        for product in [dx, dweight].iter().flatten() {
-            product.run(cpu);
+    fn without_allocating(&self, cpu: &Cpu) -> usize {
+        let products = self.products(cpu).into_iter().flatten();
+        products
+            .map(|product| product.tiles.bytes())
+            .max()
+            .unwrap_or(0)
+    }
+
+    fn probe(&self, cpu: &Cpu) -> Result<()> {
+        let mut products = self.products(cpu).into_iter().flatten();
+        products.try_for_each(|product| product.tiles.probe(OP))
+    }
+
+    fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
+        let products = self.products(cpu);
+        // Nothing is written before there is memory for everything. In a workspace the two take
+        // turns.
+        let mut memory = [None, None];
+        for (memory, product) in memory.iter_mut().zip(&products) {
+            if let Some(product) = product {
+                *memory = Some(product.tiles.memory(OP, scratch)?);
+            }
         }
-        if let Some(dbias) = dbias {
+        for (memory, product) in memory.iter().zip(&products) {
+            if let (Some(memory), Some(product)) = (memory, product) {
+                product.run(cpu, memory);
+            }
+        }
+        if let Some(dbias) = self.dbias.as_ref().filter(|_| !self.adds_nothing()) {
             column_sums(cpu, &self.dout, dbias, self.accumulate);
         }
         Ok(())
     }
 }
 
-/// A gradient that is a product, and memory for it.
+impl Backward {
+    /// Whether parameters' gradients stay as they are: there are no rows.
+    fn adds_nothing(&self) -> bool {
+        self.accumulate && self.dout.layout.num_rows() == 0
+    }
+
+    /// The gradients by `x` and by the weight.
+    fn products(&self, cpu: &Cpu) -> [Option<Product<'_>>; 2] {
+        let dweight = self.dweight.as_ref().filter(|_| !self.adds_nothing());
+        let (rows, columns) = (
+            Operand::by_rows(&self.dout),
+            Operand::by_columns(&self.dout),
+        );
+        [
+            Product::new(cpu, rows, self.dx.as_ref(), false),
+            Product::new(cpu, columns, dweight, self.accumulate),
+        ]
+    }
+}
+
+/// A gradient that is a product.
 struct Product<'a> {
     tiles: Tiles<'a, 1>,
     out: &'a RawTensor,
@@ -48,22 +85,20 @@ impl<'a> Product<'a> {
         dout: Operand<'a>,
         gradient: Option<&'a Gradient>,
         accumulate: bool,
-    ) -> Result<Option<Self>> {
+    ) -> Option<Self> {
         let wanted = gradient.filter(|gradient| !gradient.out.layout.is_empty());
-        let Some(Gradient { by, out }) = wanted else {
-            return Ok(None);
-        };
-        let tiles = Tiles::new(cpu, OP, dout, [Operand::by_columns(by)])?;
-        Ok(Some(Product {
-            tiles,
+        let Gradient { by, out } = wanted?;
+        Some(Product {
+            tiles: Tiles::new(cpu, dout, [Operand::by_columns(by)]),
             out,
             accumulate,
-        }))
+        })
     }
 
-    fn run(&self, cpu: &Cpu) {
+    fn run(&self, cpu: &Cpu, memory: &Floats) {
         self.tiles.run(
             cpu,
+            memory,
             #[inline(always)]
             |row, columns, [sums]| store(sums, self.out, row, columns, self.accumulate),
         );

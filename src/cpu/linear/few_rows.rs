@@ -16,7 +16,7 @@ use crate::cpu::scratch::Floats;
 use crate::cpu::vector;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::tensor::RawTensor;
+use crate::tensor::{RawTensor, Scratch};
 
 /// Rows up to which this beats tiles.
 pub(super) const MAX_ROWS: usize = 32;
@@ -27,20 +27,30 @@ const PART: usize = 16;
 /// Rows of weights that are multiplied at a time.
 const GROUP: usize = 4;
 
+/// Floats of the rows of `x`, where they are widened.
+fn widened(x: &RawTensor) -> usize {
+    match x.dtype {
+        DType::F32 => 0,
+        _ => x.layout.num_elements(),
+    }
+}
+
+/// Bytes of a workspace with which [`run`] allocates nothing.
+pub(super) fn bytes(x: &RawTensor) -> usize {
+    Floats::bytes(1, widened(x))
+}
+
 /// As [`for_each_row_part`](super::for_each_row_part).
 pub(super) fn run<const N: usize>(
     cpu: &Cpu,
     x: &RawTensor,
     weights: [&RawTensor; N],
+    scratch: Scratch,
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
 ) -> Result<()> {
     let rows = x.layout.num_rows();
     let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
-    let widened = match x.dtype {
-        DType::F32 => 0,
-        _ => rows.saturating_mul(depth),
-    };
-    let scratch = Floats::new("linear", 1, widened)?;
+    let scratch = Floats::in_or_new("linear", scratch, (1, widened(x)), 0)?;
     // SAFETY: the only part, borrowed once.
     let scratch = unsafe { scratch.part(0) };
     let mut wide: [&[f32]; MAX_ROWS] = [&[]; MAX_ROWS];

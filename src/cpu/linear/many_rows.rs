@@ -11,7 +11,7 @@ use crate::cpu::rows::part_of;
 use crate::cpu::scratch::{Floats, probe};
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::tensor::RawTensor;
+use crate::tensor::{RawTensor, Scratch};
 
 /// Rows of a tile.
 const ROWS: usize = 512;
@@ -65,8 +65,8 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// The tiles of the products of `x` and the transposes of `N` matrices of equal sizes, and the
-/// memory that they take. The products have rows and columns.
+/// The tiles of the products of `x` and the transposes of `N` matrices of equal sizes. The products
+/// have rows and columns.
 pub(super) struct Tiles<'a, const N: usize> {
     x: Operand<'a>,
     weights: [Operand<'a>; N],
@@ -82,18 +82,14 @@ pub(super) struct Tiles<'a, const N: usize> {
     sums: usize,
     /// Tiles, and what each costs.
     items: (usize, usize),
-    scratch: Floats,
+    /// Threads that multiply.
+    threads: usize,
+    /// Bytes that `gemm` packs.
+    packed: usize,
 }
 
 impl<'a, const N: usize> Tiles<'a, N> {
-    /// # Errors
-    /// There is no memory for what is widened, summed and packed.
-    pub fn new(
-        cpu: &Cpu,
-        op: &'static str,
-        x: Operand<'a>,
-        weights: [Operand<'a>; N],
-    ) -> Result<Self> {
+    pub fn new(cpu: &Cpu, x: Operand<'a>, weights: [Operand<'a>; N]) -> Self {
         let ((rows, depth), (columns, _)) = (x.sizes(), weights[0].sizes());
         let (height, width) = (ROWS.min(rows), tile_columns(columns).min(columns));
         let cost = (height * width * N).saturating_mul(depth);
@@ -111,8 +107,8 @@ impl<'a, const N: usize> Tiles<'a, N> {
         let sums = height * width;
         let items = (rows.div_ceil(ROWS) * columns.div_ceil(width), cost);
         let packed = deep.saturating_mul((height + width + MARGIN) * size_of::<f32>());
-        probe(op, packed.saturating_mul(cpu.participants(items.0, cost)))?;
-        Ok(Tiles {
+        let threads = cpu.participants(items.0, cost);
+        Tiles {
             x,
             weights,
             rows,
@@ -123,15 +119,49 @@ impl<'a, const N: usize> Tiles<'a, N> {
             w_panel,
             sums,
             items,
-            scratch: cpu.scratch(op, items, x_panel + w_panel + N * sums)?,
-        })
+            threads,
+            packed: packed.saturating_mul(threads),
+        }
+    }
+
+    /// Floats that a thread widens to and sums in.
+    fn floats(&self) -> usize {
+        self.x_panel + self.w_panel + N * self.sums
+    }
+
+    /// Bytes of a workspace with which [`Tiles::memory`] allocates nothing.
+    pub fn bytes(&self) -> usize {
+        Floats::bytes(self.threads, self.floats())
+    }
+
+    /// Sees whether there is memory for what `gemm` packs.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn probe(&self, op: &'static str) -> Result<()> {
+        probe(op, self.packed)
+    }
+
+    /// Memory for what is widened and summed: in a workspace that has room for it, or allocated once
+    /// it is seen that there is memory for what is packed too.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub fn memory(&self, op: &'static str, scratch: Scratch) -> Result<Floats> {
+        Floats::in_or_new(op, scratch, (self.threads, self.floats()), self.packed)
     }
 
     /// Multiplies; `done(row, columns, sums)` is called as by
     /// [`for_each_row_part`](super::for_each_row_part), for rows of the products and some columns.
-    pub fn run(&self, cpu: &Cpu, done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync) {
+    /// `memory` is that of [`Tiles::memory`].
+    pub fn run(
+        &self,
+        cpu: &Cpu,
+        memory: &Floats,
+        done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
+    ) {
         let row_tiles = self.rows.div_ceil(ROWS);
-        cpu.for_each_range_in(&self.scratch, self.items, |scratch, tiles| {
+        cpu.for_each_range_in(memory, self.items, |scratch, tiles| {
             let (x_panel, scratch) = scratch.split_at_mut(self.x_panel);
             let (w_panel, mut scratch) = scratch.split_at_mut(self.w_panel);
             let mut panels = Panels {

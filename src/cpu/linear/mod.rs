@@ -15,16 +15,44 @@ use crate::tensor::{RawTensor, Scratch};
 use many_rows::{Operand, Tiles};
 
 impl Run for Problem {
-    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
-        forward(cpu, self)
+    fn without_allocating(&self, cpu: &Cpu) -> usize {
+        let (x, weight) = (&self.x, &self.weights.weight);
+        match self.of_few_rows() {
+            Some(true) => few_rows::bytes(x),
+            Some(false) => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
+            None => 0,
+        }
+    }
+
+    fn probe(&self, cpu: &Cpu) -> Result<()> {
+        let (x, weight) = (&self.x, &self.weights.weight);
+        match self.of_few_rows() {
+            Some(false) => {
+                Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).probe("linear")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
+        forward(cpu, self, scratch)
     }
 }
 
-fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
+impl Problem {
+    /// Whether the product is one of few rows; `None` where it has no elements.
+    fn of_few_rows(&self) -> Option<bool> {
+        let rows = self.x.layout.num_rows();
+        (rows > 0 && self.weights.out_features() > 0).then_some(rows <= few_rows::MAX_ROWS)
+    }
+}
+
+fn forward(cpu: &Cpu, p: &Problem, scratch: Scratch) -> Result<()> {
     for_each_row_part(
         cpu,
         &p.x,
         [&p.weights.weight],
+        scratch,
         #[inline(always)]
         |row, columns, [sums]| finish(sums, row, columns, &p.weights, p.residual.as_ref(), &p.out),
     )
@@ -78,7 +106,8 @@ fn add<T: Float>(sums: &mut [f32], addend: &[T]) {
 
 /// Multiplies `x` by the transposes of `N` matrices of equal shape, and calls `done(row, columns, sums)` for parts of rows that
 /// cover every row and column once: `sums[i]` holds the f32 products of the row with those rows of matrix `i`. `done` is called
-/// inside the vectorised dispatch.
+/// inside the vectorised dispatch. A `scratch` with room for what is widened or summed takes it, and
+/// nothing is allocated.
 ///
 /// # Errors
 /// There is no memory for what is widened or summed; nothing has been computed. More than
@@ -90,6 +119,7 @@ pub(crate) fn for_each_row_part<const N: usize>(
     cpu: &Cpu,
     x: &RawTensor,
     weights: [&RawTensor; N],
+    scratch: Scratch,
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
 ) -> Result<()> {
     let (rows, columns) = (x.layout.num_rows(), weights[0].layout.dim(0));
@@ -97,10 +127,11 @@ pub(crate) fn for_each_row_part<const N: usize>(
         return Ok(());
     }
     match rows {
-        0..=few_rows::MAX_ROWS => few_rows::run(cpu, x, weights, done),
+        0..=few_rows::MAX_ROWS => few_rows::run(cpu, x, weights, scratch, done),
         _ => {
             let (x, weights) = (Operand::by_rows(x), weights.map(Operand::by_rows));
-            Tiles::new(cpu, "linear", x, weights)?.run(cpu, done);
+            let tiles = Tiles::new(cpu, x, weights);
+            tiles.run(cpu, &tiles.memory("linear", scratch)?, done);
             Ok(())
         }
     }
