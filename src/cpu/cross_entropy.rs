@@ -10,7 +10,7 @@ use crate::cpu::{Cpu, Run};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
-use crate::problem::cross_entropy::{Problem, Reduction};
+use crate::problem::cross_entropy::{Problem, Reduction, Targets, Total};
 use crate::tensor::{RawTensor, Scratch};
 
 /// Partial sums of a token, so that loops vectorise and large vocabularies lose less to rounding.
@@ -32,7 +32,7 @@ impl Run for Problem {
         // SAFETY: checked to be integers, and whoever made the tensor has promised that it is
         // initialised memory which nobody writes during the call.
         let targets = unsafe { Integers::new(&self.targets) };
-        let num_valid = self.check(targets)?;
+        let num_valid = num_valid(targets, self.vocab(), self.ignore_index)?;
         let denominator = match (self.reduction, &self.denominator) {
             (Reduction::Sum, _) => 1.0,
             (Reduction::Mean, None) => num_valid.max(1) as f32,
@@ -64,40 +64,64 @@ impl Run for Problem {
             });
         });
         if let (Some(loss), Some(losses)) = (&self.loss, &losses) {
-            // SAFETY: written above; a single element.
-            unsafe {
-                let all = row_of_mut::<f32>(&flat(losses)?, 0, self.num_tokens());
-                let sum: f64 = all.iter().map(|loss| f64::from(*loss)).sum();
-                loss.ptr
-                    .cast::<f32>()
-                    .write((sum / f64::from(denominator)) as f32);
-            }
+            add(losses, denominator, loss)?;
         }
         Ok(())
     }
 }
 
-impl Problem {
-    /// Refuses targets that are no column; how many are not ignored.
-    fn check(&self, targets: Integers<'_>) -> Result<usize> {
-        let mut num_valid = 0;
-        for i in 0..targets.len() {
-            let target = targets.get(i);
-            if target == self.ignore_index {
-                continue;
-            }
-            if !(0..self.vocab() as i64).contains(&target) {
-                let (vocab, ignored) = (self.vocab(), self.ignore_index);
-                let problem = text!(
-                    "has {target} at index {i}, allowed: 0 to {}, and {ignored} to ignore the token",
-                    vocab - 1
-                );
-                return Err(Error::invalid("cross_entropy", "targets", problem));
-            }
-            num_valid += 1;
+impl Run for Targets {
+    fn run(&self, _: &Cpu, _: Scratch) -> Result<()> {
+        // SAFETY: as above.
+        let targets = unsafe { Integers::new(&self.targets) };
+        let count = num_valid(targets, self.vocab, self.ignore_index)?.max(1) as f32;
+        if let Some(to) = &self.count {
+            // SAFETY: a checked f32.
+            unsafe { to.ptr.cast::<f32>().write(count) };
         }
-        Ok(num_valid)
+        Ok(())
     }
+}
+
+impl Run for Total {
+    fn run(&self, _: &Cpu, _: Scratch) -> Result<()> {
+        // SAFETY: a checked f32.
+        let denominator = self.denominator.as_ref().map(|d| unsafe { number(d) });
+        add(&self.losses, denominator.unwrap_or(1.0), &self.loss)
+    }
+}
+
+/// Refuses targets that are no column; how many are not ignored.
+fn num_valid(targets: Integers<'_>, vocab: usize, ignored: i64) -> Result<usize> {
+    let mut num_valid = 0;
+    for i in 0..targets.len() {
+        let target = targets.get(i);
+        if target == ignored {
+            continue;
+        }
+        if !(0..vocab as i64).contains(&target) {
+            let problem = text!(
+                "has {target} at index {i}, allowed: 0 to {}, and {ignored} to ignore the token",
+                vocab - 1
+            );
+            return Err(Error::invalid("cross_entropy", "targets", problem));
+        }
+        num_valid += 1;
+    }
+    Ok(num_valid)
+}
+
+/// Stores the sum of losses, which have been written, over a denominator.
+fn add(losses: &RawTensor, denominator: f32, loss: &RawTensor) -> Result<()> {
+    // SAFETY: contiguous, an element for each token.
+    let all = unsafe { row_of_mut::<f32>(&flat(losses)?, 0, losses.layout.num_elements()) };
+    let sum: f64 = all.iter().map(|loss| f64::from(*loss)).sum();
+    // SAFETY: a single element.
+    unsafe {
+        let loss = loss.ptr.cast::<f32>();
+        loss.write((sum / f64::from(denominator)) as f32);
+    }
+    Ok(())
 }
 
 /// # Safety

@@ -5,11 +5,12 @@ use super::device::Resources;
 use super::images::{cross_entropy, cross_entropy_sums};
 use super::rows::{Launch, Rows};
 use super::table::Table;
-use super::{Cuda, VECTOR, check_blocks, is_aligned};
+use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
 use crate::backend::{Implementation, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::problem::cross_entropy::{Problem, Reduction};
+use crate::layout::Layout;
+use crate::problem::cross_entropy::{Problem, Reduction, Targets, Total};
 use crate::problem::{Plan, Plans};
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
@@ -93,38 +94,23 @@ impl Ready<'_> {
         usize::from(self.counts()) * Workspace::ALIGNMENT
     }
 
-    /// The number of tokens that count, or the sum of the losses.
-    fn sum(&self, launch: &Launch<3>, of: Sum, stream: Stream) -> Result<()> {
-        let p = &self.problem;
-        let kernel = self.cuda.cross_entropy.sums.get([])?;
-        let targets = p.targets.ptr.addr() + launch.offsets[2] * p.targets.dtype.size();
-        let [size_1, size_2] = launch.divisors();
-        let arguments = cross_entropy_sums::Arguments {
-            targets: targets as u64,
-            targets_i64: targets as u64,
-            losses: of.losses,
-            denominator: of.denominator,
-            out: of.out,
-            tokens: p.num_tokens() as u32,
-            counts: u32::from(of.counts),
-            wide_targets: u32::from(p.targets.dtype == DType::I64),
-            has_denominator: u32::from(of.denominator != 0),
-            ignore_index: p.ignore_index,
-            size_1: size_1.size,
-            size_1_multiplier: size_1.multiplier,
-            size_1_shift: size_1.shift,
-            size_2: size_2.size,
-            size_2_multiplier: size_2.multiplier,
-            size_2_shift: size_2.shift,
-            targets_0: launch.strides[0][2] as u64,
-            targets_1: launch.strides[1][2] as u64,
-            targets_2: launch.strides[2][2] as u64,
-        };
-        // SAFETY: the problem was checked: its tensors are what the arguments describe.
-        unsafe { self.cuda.launch(OP, kernel, 1, &arguments, stream) }
+    /// What is looked for in the targets of all tokens.
+    fn targets(&self, count: Option<RawTensor>) -> Targets {
+        Targets {
+            targets: self.problem.targets,
+            vocab: self.problem.vocab(),
+            ignore_index: self.problem.ignore_index,
+            count,
+        }
     }
 
-    fn tokens(&self, launch: &Launch<3>, at: Addresses, stream: Stream) -> Result<()> {
+    fn tokens(
+        &self,
+        launch: &Launch<3>,
+        losses: Option<&RawTensor>,
+        denominator: Option<&RawTensor>,
+        stream: Stream,
+    ) -> Result<()> {
         let p = &self.problem;
         let vector = VECTOR / p.logits.dtype.size();
         let fits = p.vocab().is_multiple_of(vector)
@@ -143,7 +129,7 @@ impl Ready<'_> {
             let per_access = if i == 2 { 1 } else { width };
             (launch.strides[dim][i] / per_access) as u64
         };
-        let optional = |t: &Option<RawTensor>| t.map_or(0, |t| t.ptr.addr() as u64);
+        let optional = |t: Option<&RawTensor>| t.map_or(0, |t| t.ptr.addr() as u64);
         let logits = address(&p.logits, 0);
         let targets = address(&p.targets, 2);
         let [size_1, size_2] = launch.divisors();
@@ -153,10 +139,10 @@ impl Ready<'_> {
             targets,
             targets_i64: targets,
             dlogits: p.dlogits.map_or(0, |t| address(&t, 1)),
-            losses: at.losses,
-            lses: optional(&p.lse),
-            dloss: optional(&p.dloss),
-            denominator: at.denominator,
+            losses: optional(losses),
+            lses: optional(p.lse.as_ref()),
+            dloss: optional(p.dloss.as_ref()),
+            denominator: optional(denominator),
             length: (p.vocab() / width) as u32,
             wide_targets: u32::from(p.targets.dtype == DType::I64),
             ignore_index: p.ignore_index,
@@ -165,10 +151,10 @@ impl Ready<'_> {
             z_loss: p.z_loss,
             softcap: p.softcap,
             has_dlogits: u32::from(p.dlogits.is_some()),
-            has_losses: u32::from(at.losses != 0),
+            has_losses: u32::from(losses.is_some()),
             has_lse: u32::from(p.lse.is_some()),
             has_dloss: u32::from(p.dloss.is_some()),
-            has_denominator: u32::from(at.denominator != 0),
+            has_denominator: u32::from(denominator.is_some()),
             size_1: size_1.size,
             size_1_multiplier: size_1.multiplier,
             size_1_shift: size_1.shift,
@@ -192,18 +178,91 @@ impl Ready<'_> {
     }
 }
 
-/// Where the launches find each other's results; 0 for what is not there.
-#[derive(Clone, Copy)]
-struct Addresses {
-    losses: u64,
-    denominator: u64,
+impl Run for Targets {
+    fn check(&self) -> Result<()> {
+        let targets = &self.targets.layout;
+        check_tokens("targets", targets.num_elements())?;
+        if self.rows().launches().count() > 1 {
+            let strides = targets.strides();
+            let problem = text!("has strides {strides:?}, of which no three describe the tokens");
+            return Err(Error::unsupported(OP, "targets", problem));
+        }
+        Ok(())
+    }
+
+    /// The values of targets are not looked at: one that is no column makes its token's loss NaN.
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        let Some(count) = &self.count else {
+            return Ok(());
+        };
+        let kernel = cuda.cross_entropy.sums.get([])?;
+        for launch in self.rows().launches().take(1) {
+            let [size_1, size_2] = launch.divisors();
+            let targets = self.targets.ptr.addr() as u64;
+            let arguments = cross_entropy_sums::Arguments {
+                targets,
+                targets_i64: targets,
+                out: count.ptr.addr() as u64,
+                tokens: self.targets.layout.num_elements() as u32,
+                counts: 1,
+                wide_targets: u32::from(self.targets.dtype == DType::I64),
+                ignore_index: self.ignore_index,
+                size_1: size_1.size,
+                size_1_multiplier: size_1.multiplier,
+                size_1_shift: size_1.shift,
+                size_2: size_2.size,
+                size_2_multiplier: size_2.multiplier,
+                size_2_shift: size_2.shift,
+                targets_0: launch.strides[0][0] as u64,
+                targets_1: launch.strides[1][0] as u64,
+                targets_2: launch.strides[2][0] as u64,
+                ..cross_entropy_sums::Arguments::ZERO
+            };
+            // SAFETY: the problem was checked: its tensors are what the arguments describe.
+            unsafe { cuda.launch(OP, kernel, 1, &arguments, stream) }?;
+        }
+        Ok(())
+    }
 }
 
-struct Sum {
-    counts: bool,
-    losses: u64,
-    denominator: u64,
-    out: u64,
+impl Targets {
+    fn rows(&self) -> Rows<1> {
+        // Without tokens there are no rows; the count is stored as if there was one.
+        let leading = match self.targets.layout.is_empty() {
+            true => 0,
+            false => self.targets.layout.rank(),
+        };
+        Rows::of_dims(leading, [&self.targets.layout])
+    }
+}
+
+impl Run for Total {
+    fn check(&self) -> Result<()> {
+        check_tokens("losses", self.losses.layout.num_elements())
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        let kernel = cuda.cross_entropy.sums.get([])?;
+        let arguments = cross_entropy_sums::Arguments {
+            losses: self.losses.ptr.addr() as u64,
+            denominator: self.denominator.map_or(0, |t| t.ptr.addr() as u64),
+            out: self.loss.ptr.addr() as u64,
+            tokens: self.losses.layout.num_elements() as u32,
+            has_denominator: u32::from(self.denominator.is_some()),
+            ..cross_entropy_sums::Arguments::ZERO
+        };
+        // SAFETY: the problem was checked: its tensors are what the arguments describe.
+        unsafe { cuda.launch(OP, kernel, 1, &arguments, stream) }
+    }
+}
+
+/// Losses are numbered in 32 bits.
+fn check_tokens(tensor: &'static str, tokens: usize) -> Result<()> {
+    if tokens <= i32::MAX as usize {
+        return Ok(());
+    }
+    let problem = text!("has {tokens} tokens, the CUDA backend takes {}", i32::MAX);
+    Err(Error::unsupported(OP, tensor, problem))
 }
 
 impl Plan for Ready<'_> {
@@ -218,37 +277,38 @@ impl Plan for Ready<'_> {
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         let p = &self.problem;
-        let workspace = scratch.ptr.addr() as u64;
-        let given = p.denominator.map_or(0, |t| t.ptr.addr() as u64);
-        let at = Addresses {
-            losses: match self.keeps_losses() {
-                true => workspace + self.count_bytes() as u64,
-                false => p.losses.map_or(0, |t| t.ptr.addr() as u64),
-            },
-            denominator: if self.counts() { workspace } else { given },
+        let number = |ptr: *mut u8, len: usize| -> Result<RawTensor> {
+            Ok(RawTensor {
+                ptr,
+                dtype: DType::F32,
+                layout: Layout::contiguous(&[len])?,
+            })
         };
-        for launch in self.rows.launches().take(1) {
-            if self.counts() {
-                let count = Sum {
-                    counts: true,
-                    losses: 0,
-                    denominator: 0,
-                    out: workspace,
-                };
-                self.sum(&launch, count, stream)?;
+        let mut denominator = p.denominator;
+        if self.counts() {
+            let count = number(scratch.ptr, 1)?;
+            denominator = Some(count);
+            self.targets(Some(count)).run(self.cuda, stream)?;
+        }
+        let losses = match self.keeps_losses() {
+            true => {
+                let at = scratch.ptr.wrapping_add(self.count_bytes());
+                Some(number(at, p.num_tokens())?)
             }
-            if p.num_tokens() > 0 {
-                self.tokens(&launch, at, stream)?;
+            false => p.losses,
+        };
+        if p.num_tokens() > 0 {
+            for launch in self.rows.launches().take(1) {
+                self.tokens(&launch, losses.as_ref(), denominator.as_ref(), stream)?;
             }
-            if let Some(loss) = &p.loss {
-                let sum = Sum {
-                    counts: false,
-                    losses: at.losses,
-                    denominator: at.denominator,
-                    out: loss.ptr.addr() as u64,
-                };
-                self.sum(&launch, sum, stream)?;
-            }
+        }
+        if let (Some(loss), Some(losses)) = (p.loss, losses) {
+            let total = Total {
+                losses,
+                denominator,
+                loss,
+            };
+            total.run(self.cuda, stream)?;
         }
         Ok(())
     }

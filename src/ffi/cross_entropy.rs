@@ -94,14 +94,6 @@ impl FromC for unsloth_cross_entropy_params {
                     Logits::Differentiate(pair.ok_or_else(absent)?)
                 }
             };
-            let ignore_index = match flag(OP, "has_ignore_index", self.has_ignore_index)? {
-                true => self.ignore_index,
-                false if self.ignore_index == 0 => IGNORE_INDEX,
-                false => {
-                    let problem = text!("is {}, without has_ignore_index", self.ignore_index);
-                    return Err(Error::invalid(OP, "ignore_index", problem));
-                }
-            };
             Ok(Params {
                 logits,
                 targets: self.targets.input(OP, "targets")?,
@@ -110,16 +102,33 @@ impl FromC for unsloth_cross_entropy_params {
                 lse: self.lse.optional_output(OP, "lse")?,
                 dloss: self.dloss.optional_input(OP, "dloss")?,
                 denominator: self.denominator.optional_input(OP, "denominator")?,
-                reduction: Reduction::from_raw(self.reduction).ok_or_else(|| {
-                    let problem = text!("is {}, allowed: 0 (mean), 1 (sum)", self.reduction);
-                    Error::invalid(OP, "reduction", problem)
-                })?,
-                ignore_index,
+                reduction: reduction_from(OP, self.reduction)?,
+                ignore_index: ignored(OP, self.has_ignore_index, self.ignore_index)?,
                 label_smoothing: self.label_smoothing,
                 z_loss: self.z_loss,
                 softcap: self.softcap,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
             })
+        }
+    }
+}
+
+/// The reduction with this value.
+pub(super) fn reduction_from(op: &'static str, value: unsloth_reduction) -> Result<Reduction> {
+    Reduction::from_raw(value).ok_or_else(|| {
+        let problem = text!("is {value}, allowed: 0 (mean), 1 (sum)");
+        Error::invalid(op, "reduction", problem)
+    })
+}
+
+/// The target of tokens that count for nothing.
+pub(super) fn ignored(op: &'static str, is_set: u32, ignore_index: i64) -> Result<i64> {
+    match flag(op, "has_ignore_index", is_set)? {
+        true => Ok(ignore_index),
+        false if ignore_index == 0 => Ok(IGNORE_INDEX),
+        false => {
+            let problem = text!("is {ignore_index}, without has_ignore_index");
+            Err(Error::invalid(op, "ignore_index", problem))
         }
     }
 }

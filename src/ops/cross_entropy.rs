@@ -81,6 +81,112 @@ impl Logits<'_> {
     }
 }
 
+/// What the parameters of a loss have beside logits.
+pub(crate) struct Fields<'p, 'a> {
+    pub targets: &'p TensorRef<'a>,
+    pub loss: &'p Option<TensorMut<'a>>,
+    pub losses: &'p Option<TensorMut<'a>>,
+    pub lse: &'p Option<TensorMut<'a>>,
+    pub dloss: &'p Option<TensorRef<'a>>,
+    pub denominator: &'p Option<TensorRef<'a>>,
+    pub reduction: Reduction,
+    pub ignore_index: i64,
+    pub label_smoothing: f32,
+    pub z_loss: f32,
+    pub softcap: f32,
+}
+
+impl Fields<'_, '_> {
+    /// Checks them, for logits with these leading dimensions, which have been checked.
+    pub fn problem(
+        &self,
+        op: &'static str,
+        (logits, dlogits): (RawTensor, Option<RawTensor>),
+        leading: &[usize],
+    ) -> Result<Problem> {
+        let targets = self.targets.raw();
+        Arg::new(op, "targets", &targets)
+            .dtype(&[DType::I32, DType::I64])?
+            .shape(leading)?;
+        if self.reduction != Reduction::Mean && self.denominator.is_some() {
+            let problem = "is there, without a mean it has no use";
+            return Err(Error::invalid(op, "denominator", problem));
+        }
+        for (name, value, most) in [
+            ("label_smoothing", self.label_smoothing, 1.0),
+            ("z_loss", self.z_loss, f32::MAX),
+            ("softcap", self.softcap, f32::MAX),
+        ] {
+            if !(0.0..=most).contains(&check::finite(op, name, value)?) {
+                let problem = match most {
+                    1.0 => text!("is {value}, allowed: 0 to 1"),
+                    _ => text!("is {value}, it must not be negative"),
+                };
+                return Err(Error::invalid(op, name, problem));
+            }
+        }
+        let written = |name, tensor: &Option<TensorMut<'_>>, shape: &[usize]| {
+            let raw = tensor.as_ref().map(TensorMut::raw);
+            raw.as_ref().map_or(Ok(()), |raw| {
+                let arg = Arg::new(op, name, raw).dtype(&[DType::F32])?.shape(shape)?;
+                arg.contiguous().map(drop)
+            })?;
+            Ok::<_, Error>(raw)
+        };
+        let number = |name, tensor: &Option<TensorRef<'_>>| {
+            let raw = tensor.as_ref().map(TensorRef::raw);
+            raw.as_ref().map_or(Ok(()), |raw| {
+                let arg = Arg::new(op, name, raw).dtype(&[DType::F32])?;
+                arg.shape(&[1]).map(drop)
+            })?;
+            Ok::<_, Error>(raw)
+        };
+        Ok(Problem {
+            logits,
+            targets,
+            loss: written("loss", self.loss, &[1])?,
+            losses: written("losses", self.losses, leading)?,
+            lse: written("lse", self.lse, leading)?,
+            dlogits,
+            dloss: number("dloss", self.dloss)?,
+            denominator: number("denominator", self.denominator)?,
+            reduction: self.reduction,
+            ignore_index: self.ignore_index,
+            label_smoothing: self.label_smoothing,
+            z_loss: self.z_loss,
+            softcap: self.softcap,
+        })
+    }
+
+    /// What it reads and writes.
+    pub fn tensors(&self, tensors: &mut Tensors) {
+        tensors.read("targets", self.targets);
+        tensors.read_optional("dloss", self.dloss.as_ref());
+        tensors.read_optional("denominator", self.denominator.as_ref());
+        tensors.write_optional("loss", self.loss.as_ref());
+        tensors.write_optional("losses", self.losses.as_ref());
+        tensors.write_optional("lse", self.lse.as_ref());
+    }
+}
+
+impl<'a> Params<'a> {
+    fn fields(&self) -> Fields<'_, 'a> {
+        Fields {
+            targets: &self.targets,
+            loss: &self.loss,
+            losses: &self.losses,
+            lse: &self.lse,
+            dloss: &self.dloss,
+            denominator: &self.denominator,
+            reduction: self.reduction,
+            ignore_index: self.ignore_index,
+            label_smoothing: self.label_smoothing,
+            z_loss: self.z_loss,
+            softcap: self.softcap,
+        }
+    }
+}
+
 impl Operation for Params<'_> {
     const NAME: &'static str = OP;
     type Problem = Problem;
@@ -106,58 +212,7 @@ impl Operation for Params<'_> {
             let problem = "has no columns, there is no target among them";
             return Err(Error::invalid(OP, "logits", problem));
         }
-        let targets = self.targets.raw();
-        Arg::new(OP, "targets", &targets)
-            .dtype(&[DType::I32, DType::I64])?
-            .shape(leading)?;
-        if self.reduction != Reduction::Mean && self.denominator.is_some() {
-            let problem = "is there, without a mean it has no use";
-            return Err(Error::invalid(OP, "denominator", problem));
-        }
-        for (name, value, most) in [
-            ("label_smoothing", self.label_smoothing, 1.0),
-            ("z_loss", self.z_loss, f32::MAX),
-            ("softcap", self.softcap, f32::MAX),
-        ] {
-            if !(0.0..=most).contains(&check::finite(OP, name, value)?) {
-                let problem = match most {
-                    1.0 => text!("is {value}, allowed: 0 to 1"),
-                    _ => text!("is {value}, it must not be negative"),
-                };
-                return Err(Error::invalid(OP, name, problem));
-            }
-        }
-        let written = |name, tensor: &Option<TensorMut<'_>>, shape: &[usize]| {
-            let raw = tensor.as_ref().map(TensorMut::raw);
-            raw.as_ref().map_or(Ok(()), |raw| {
-                let arg = Arg::new(OP, name, raw).dtype(&[DType::F32])?.shape(shape)?;
-                arg.contiguous().map(drop)
-            })?;
-            Ok::<_, Error>(raw)
-        };
-        let number = |name, tensor: &Option<TensorRef<'_>>| {
-            let raw = tensor.as_ref().map(TensorRef::raw);
-            raw.as_ref().map_or(Ok(()), |raw| {
-                let arg = Arg::new(OP, name, raw).dtype(&[DType::F32])?;
-                arg.shape(&[1]).map(drop)
-            })?;
-            Ok::<_, Error>(raw)
-        };
-        Ok(Problem {
-            logits,
-            targets,
-            loss: written("loss", &self.loss, &[1])?,
-            losses: written("losses", &self.losses, leading)?,
-            lse: written("lse", &self.lse, leading)?,
-            dlogits,
-            dloss: number("dloss", &self.dloss)?,
-            denominator: number("denominator", &self.denominator)?,
-            reduction: self.reduction,
-            ignore_index: self.ignore_index,
-            label_smoothing: self.label_smoothing,
-            z_loss: self.z_loss,
-            softcap: self.softcap,
-        })
+        self.fields().problem(OP, (logits, dlogits), leading)
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
@@ -165,12 +220,7 @@ impl Operation for Params<'_> {
             Logits::Read(logits) => tensors.read("logits", logits),
             Logits::Differentiate(pair) => tensors.in_out(("logits", "dlogits"), pair),
         }
-        tensors.read("targets", &self.targets);
-        tensors.read_optional("dloss", self.dloss.as_ref());
-        tensors.read_optional("denominator", self.denominator.as_ref());
-        tensors.write_optional("loss", self.loss.as_ref());
-        tensors.write_optional("losses", self.losses.as_ref());
-        tensors.write_optional("lse", self.lse.as_ref());
+        self.fields().tensors(tensors);
     }
 
     fn workspace(&self) -> Option<&Workspace<'_>> {

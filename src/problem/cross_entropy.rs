@@ -63,3 +63,25 @@ impl Problem {
         self.targets.layout.num_elements()
     }
 }
+
+/// What is looked for in the targets of a batch before its tokens are taken in parts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Targets {
+    /// As a [`Problem`]'s.
+    pub targets: RawTensor,
+    pub vocab: usize,
+    pub ignore_index: i64,
+    /// f32 `[1]`: the number of those that are not ignored, or 1 if all are.
+    pub count: Option<RawTensor>,
+}
+
+/// The losses of a batch as one number.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Total {
+    /// f32, contiguous.
+    pub losses: RawTensor,
+    /// f32 `[1]`: what their sum is divided by.
+    pub denominator: Option<RawTensor>,
+    /// f32 `[1]`.
+    pub loss: RawTensor,
+}
