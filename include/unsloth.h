@@ -74,6 +74,7 @@
 #define UNSLOTH_LAYER_NORM_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_layer_norm_backward_params)
 #define UNSLOTH_LAYER_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_layer_norm_params)
 #define UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_backward_params)
+#define UNSLOTH_LINEAR_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_cross_entropy_params)
 #define UNSLOTH_LINEAR_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_params)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
 #define UNSLOTH_MLP_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_params)
@@ -2147,6 +2148,122 @@ typedef struct unsloth_linear_backward_params {
 } unsloth_linear_backward_params;
 
 /**
+ * Arguments of `unsloth_linear_cross_entropy_forward`: the loss of `unsloth_cross_entropy_forward`
+ * for the logits `x weight^T + bias`, which are never stored whole, and its gradients.
+ */
+typedef struct unsloth_linear_cross_entropy_params {
+  /**
+   * `sizeof(unsloth_linear_cross_entropy_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_REDUCTION_*`.
+   */
+  unsloth_reduction reduction;
+  /**
+   * 1 says that `ignore_index` is set; 0 ignores targets of -100.
+   */
+  uint32_t has_ignore_index;
+  /**
+   * 1 adds to what `dweight` and `dbias` hold, which must be f32 then; 0 overwrites. `dx` is
+   * overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * With `has_ignore_index`: tokens with this target count for nothing; their loss, lse and
+   * gradient are zero.
+   */
+  int64_t ignore_index;
+  /**
+   * The most tokens whose logits are stored at a time. 0 for as many as 512 MiB have room for on
+   * a GPU and 128 MiB on the CPU, up to 8192, in chunks of about a size and of multiples of 128
+   * tokens. (Where leading dimensions of `x`, `dx` and `targets` do not merge, a chunk has whole
+   * entries of the inner ones, or is a part of one.)
+   */
+  int64_t chunk_tokens;
+  /**
+   * The share of the target's probability that is spread over the vocabulary: 0 to 1.
+   */
+  float label_smoothing;
+  /**
+   * The weight of `lse^2`; not negative.
+   */
+  float z_loss;
+  /**
+   * Bounds logits; 0 for none.
+   */
+  float softcap;
+  /**
+   * Must be zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[vocab, hidden]`, any float dtype whatever that of `x`; any strides with a contiguous last
+   * dimension.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: `[vocab]`, any float dtype, contiguous.
+   */
+  struct unsloth_tensor bias;
+  /**
+   * `[..]`, i32 or i64, any strides. One that is neither below `vocab` nor ignored is refused on
+   * the CPU with `UNSLOTH_STATUS_INVALID_ARGUMENT`; with CUDA, where the host cannot look, its loss
+   * and gradient are NaN, and so is what these are added to.
+   */
+  struct unsloth_tensor targets;
+  /**
+   * Optional: f32 `[1]`, the losses as one number; 0 where all tokens are ignored.
+   */
+  struct unsloth_tensor loss;
+  /**
+   * Optional: f32 of the shape of `targets`, contiguous: the loss of each token, not reduced.
+   */
+  struct unsloth_tensor losses;
+  /**
+   * Optional: as `losses`, the `lse` of each token.
+   */
+  struct unsloth_tensor lse;
+  /**
+   * Optional: the gradient of `x`, of its shape and dtype; any strides with a contiguous last
+   * dimension.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: `[vocab, hidden]`, written or added to: the weight's dtype or f32 (any float dtype is
+   * taken); any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dweight;
+  /**
+   * Optional: `[vocab]`, written or added to: the bias's dtype or f32 (any float dtype is taken),
+   * contiguous.
+   */
+  struct unsloth_tensor dbias;
+  /**
+   * Optional: f32 `[1]` on the context's device, the gradient of `loss`, such as a loss scale.
+   * Absent: 1.
+   */
+  struct unsloth_tensor dloss;
+  /**
+   * Optional, with a mean: f32 `[1]` on the context's device, divides in place of the number of
+   * tokens that are not ignored.
+   */
+  struct unsloth_tensor denominator;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_linear_cross_entropy_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_linear_cross_entropy_params;
+
+/**
  * How much is told: messages of this level and of all before it.
  */
 typedef uint32_t unsloth_log_level;
@@ -3875,6 +3992,48 @@ unsloth_status unsloth_linear_backward_workspace_size(struct unsloth_context *ct
 unsloth_status unsloth_linear_backward(struct unsloth_context *ctx,
                                        const struct unsloth_linear_backward_params *params,
                                        unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give, targets apart.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_linear_cross_entropy_supported(struct unsloth_context *ctx,
+                                                      const struct unsloth_linear_cross_entropy_params *params,
+                                                      unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace with which the call is fastest: the logits of a
+ * chunk, `dweight` and `dbias` in f32 where these have another dtype and there are several chunks, 4
+ * for each token if `loss` is there and `losses` is not, and what products take. With less the call is slower, or is refused
+ * with a status that says what it needs. Data pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_linear_cross_entropy_workspace_size(struct unsloth_context *ctx,
+                                                           const struct unsloth_linear_cross_entropy_params *params,
+                                                           size_t *workspace_size);
+
+/**
+ * Computes losses on `stream`, and the gradients that are there: what a training step calls in
+ * place of a forward and a backward pass of a model's head. Logits and their gradient are rounded
+ * to the dtype of `x`; other arithmetic is f32, parameters' gradients are rounded once, and the
+ * same inputs give the same bits. Neither allocates device memory nor synchronises, and may be
+ * captured into a CUDA graph. Calls that may run at the same time must not share a workspace.
+ *
+ * What is written may overlap nothing else that is looked at, nor the workspace.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are
+ * valid on the context's device until the work has run; `stream` is NULL or a live stream of that
+ * device.
+ */
+unsloth_status unsloth_linear_cross_entropy_forward(struct unsloth_context *ctx,
+                                                    const struct unsloth_linear_cross_entropy_params *params,
+                                                    unsloth_stream stream);
 
 /**
  * Sets for the whole process how much is told, and to whom: `callback`, or the standard error

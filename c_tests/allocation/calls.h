@@ -233,6 +233,28 @@ static void linear_backward_of(unsloth_dtype dtype) {
 static void linear_backward_ready(void) { linear_backward_of(UNSLOTH_DTYPE_F32); }
 static void linear_backward_of_halves_ready(void) { linear_backward_of(UNSLOTH_DTYPE_BF16); }
 
+static unsloth_linear_cross_entropy_params head;
+static void head_of(unsloth_dtype dtype) {
+  with_context();
+  head = (unsloth_linear_cross_entropy_params)UNSLOTH_LINEAR_CROSS_ENTROPY_PARAMS_INIT;
+  head.x = in2(TOKENS, HIDDEN);
+  head.weight = in2(VOCAB, HIDDEN);
+  head.targets = tensor(positions, UNSLOTH_DTYPE_I32, TOKENS, -1, -1, -1);
+  for (int i = 0; i < TOKENS; i++) positions[i] = i % VOCAB;
+  head.loss = out2(1, -1);
+  head.losses = out2(TOKENS, -1);
+  head.dx = out2(TOKENS, HIDDEN);
+  head.dweight = out2(VOCAB, HIDDEN);
+  head.x.dtype = head.weight.dtype = head.dx.dtype = head.dweight.dtype = dtype;
+  // Chunks of many rows, and one of few.
+  head.chunk_tokens = 40;
+  CHECK_OK(unsloth_linear_cross_entropy_workspace_size(ctx, &head, &head.workspace_size));
+  CHECK(head.workspace_size <= sizeof workspace);
+  head.workspace = workspace;
+}
+static void head_ready(void) { head_of(UNSLOTH_DTYPE_F32); }
+static void head_of_halves_ready(void) { head_of(UNSLOTH_DTYPE_BF16); }
+
 static unsloth_mlp_params mlp;
 static void mlp_ready(void) {
   with_context();
@@ -581,6 +603,14 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (ctx, &linear_backward, NULL), OK)                                                             \
   X(linear_backward_halves, linear_backward_of_halves_ready, unsloth_linear_backward,              \
     (ctx, &linear_backward, NULL), OK)                                                             \
+  X(linear_cross_entropy_supported, head_ready, unsloth_linear_cross_entropy_supported,            \
+    (ctx, &head, NULL), OK)                                                                        \
+  X(linear_cross_entropy_workspace, head_ready, unsloth_linear_cross_entropy_workspace_size,       \
+    (ctx, &head, &size), OK)                                                                       \
+  X(linear_cross_entropy, head_ready, unsloth_linear_cross_entropy_forward, (ctx, &head, NULL),    \
+    OK)                                                                                            \
+  X(linear_cross_entropy_halves, head_of_halves_ready, unsloth_linear_cross_entropy_forward,       \
+    (ctx, &head, NULL), OK)                                                                        \
   X(mlp_supported, mlp_ready, unsloth_mlp_supported, (ctx, &mlp, NULL), OK)                        \
   X(mlp_workspace, mlp_ready, unsloth_mlp_workspace_size, (ctx, &mlp, &size), OK)                  \
   X(mlp, mlp_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                                    \

@@ -201,6 +201,22 @@ static void products(void) {
   bias.workspace = memory(bias.workspace_size);
   CHECK_PATH(unsloth_linear_backward(ctx, &bias, NULL), 2);
 
+  // Two chunks, of dtypes that cuBLAS does not take: tokens that count, a product, losses and two
+  // gradients for each, the rounding of what they add up to, the sum of the losses.
+  unsloth_linear_cross_entropy_params head = UNSLOTH_LINEAR_CROSS_ENTROPY_PARAMS_INIT;
+  head.x = bf16(8, HIDDEN, -1, -1);
+  head.dx = bf16(8, HIDDEN, -1, -1);
+  head.weight = make(UNSLOTH_DTYPE_F32, VOCAB, HIDDEN, -1, -1);
+  head.dweight = make(UNSLOTH_DTYPE_F16, VOCAB, HIDDEN, -1, -1);
+  head.targets = make(UNSLOTH_DTYPE_I32, 8, -1, -1, -1);
+  head.loss = make(UNSLOTH_DTYPE_F32, 1, -1, -1, -1);
+  head.chunk_tokens = 4;
+  CHECK_OK(unsloth_linear_cross_entropy_workspace_size(ctx, &head, &head.workspace_size));
+  head.workspace = memory(head.workspace_size);
+  CHECK_PATH(unsloth_linear_cross_entropy_forward(ctx, &head, NULL), 1 + 2 * 4 + 1 + 1);
+  head.dx = head.dweight = (unsloth_tensor){0};
+  CHECK_PATH(unsloth_linear_cross_entropy_forward(ctx, &head, NULL), 1 + 2 * 2 + 1);
+
   unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;
   mlp.x = bf16(1, HIDDEN, -1, -1);
   mlp.gate_weight = bf16(FFN, HIDDEN, -1, -1);

@@ -6,11 +6,13 @@
 pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod cast;
+pub(crate) mod chunked;
 pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod kv_cache;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
+pub(crate) mod linear_cross_entropy;
 pub(crate) mod mlp;
 pub(crate) mod norm;
 pub(crate) mod rms_norm;

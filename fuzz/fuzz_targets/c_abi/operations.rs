@@ -13,6 +13,7 @@ use unsloth::ffi::layer_norm::backward::*;
 use unsloth::ffi::layer_norm::*;
 use unsloth::ffi::linear::backward::*;
 use unsloth::ffi::linear::*;
+use unsloth::ffi::linear_cross_entropy::*;
 use unsloth::ffi::mlp::*;
 use unsloth::ffi::rms_norm::backward::*;
 use unsloth::ffi::rms_norm::*;
@@ -57,7 +58,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 23] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 24] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -108,6 +109,7 @@ pub const ALL: [fn(&mut Call<'_, '_>); 23] = [
     |call| call.run_linear_backward(),
     |call| call.run_rms_norm_backward(),
     |call| call.run_cross_entropy(),
+    |call| call.run_linear_cross_entropy(),
     |call| call.run_layer_norm_backward(),
     |call| {
         let params = call.swiglu_backward();
@@ -257,6 +259,16 @@ impl Call<'_, '_> {
             unsloth_cross_entropy_workspace_size,
             unsloth_cross_entropy_supported,
             unsloth_cross_entropy_forward
+        ]
+    );
+    with_workspace!(
+        run_linear_cross_entropy,
+        linear_cross_entropy,
+        unsloth_linear_cross_entropy_params,
+        [
+            unsloth_linear_cross_entropy_workspace_size,
+            unsloth_linear_cross_entropy_supported,
+            unsloth_linear_cross_entropy_forward
         ]
     );
     with_workspace!(
@@ -550,6 +562,46 @@ impl Call<'_, '_> {
         p.out = self.optional(dtype, &shape(dim));
         p.activation = self.flag(2);
         p.gate_order = self.flag(1);
+        stated
+    }
+
+    fn linear_cross_entropy(&mut self) -> Box<Stated<unsloth_linear_cross_entropy_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_linear_cross_entropy_params>> = unsafe { zeroed() };
+        let (dtype, weight) = (self.float_dtype(), self.float_dtype());
+        let (mut shape, hidden) = self.rows();
+        if shape.is_empty() {
+            shape.push(1);
+        }
+        let vocab = self.dim(40);
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let p = &mut stated.params;
+        p.targets = self.tensor(integer, &shape);
+        for of_tokens in [&mut p.losses, &mut p.lse] {
+            *of_tokens = self.optional(UNSLOTH_DTYPE_F32, &shape);
+        }
+        shape.push(hidden);
+        p.x = self.tensor(dtype, &shape);
+        p.dx = self.optional(dtype, &shape);
+        p.weight = self.tensor(weight, &[vocab, hidden]);
+        p.bias = self.optional(weight, &[vocab]);
+        p.accumulate = self.flag(1);
+        let gradient = match p.accumulate {
+            1 => UNSLOTH_DTYPE_F32,
+            _ => weight,
+        };
+        p.dweight = self.optional(gradient, &[vocab, hidden]);
+        p.dbias = self.optional(gradient, &[vocab]);
+        for number in [&mut p.loss, &mut p.dloss] {
+            *number = self.optional(UNSLOTH_DTYPE_F32, &[1]);
+        }
+        p.reduction = self.flag(1);
+        p.has_ignore_index = 1;
+        p.ignore_index = i64::from(self.flag(3));
+        p.chunk_tokens = i64::from(self.flag(7));
+        p.label_smoothing = self.factor();
+        p.z_loss = self.factor();
+        p.softcap = self.factor();
         stated
     }
 
