@@ -98,6 +98,7 @@ test-examples: stage
 	PYTHONPATH="$(STAGE)/share/unsloth/python:$$PYTHONPATH" python3 python/tests/test_unsloth.py
 	cargo run --locked --quiet --features candle $(FEATURES) --example attention
 	cargo run --locked --quiet --features candle $(FEATURES) --example candle
+	cargo run --locked --quiet --features candle $(FEATURES) --example inference
 
 test-dist: dist
 	$(TOOLS) pkg-config
