@@ -95,6 +95,11 @@ def _read_header(text):
     return structs, constants, functions
 
 
+def _is_pointer(struct, name):
+    """Whether a field of a struct is an address."""
+    return dict((field, kind) for field, kind, *_ in struct._fields_)[name] is ctypes.c_void_p
+
+
 def _installed():
     """The library and the header to use."""
     library, header = os.environ.get("UNSLOTH_LIBRARY"), os.environ.get("UNSLOTH_HEADER")
@@ -171,7 +176,7 @@ class Library:
 
     def struct(self, name, **fields):
         """`unsloth_<name>` with its size and these fields set: numbers, tensors, dicts for structs
-        inside. It keeps the tensors alive."""
+        inside, structs for pointers to them. It keeps tensors and structs alive."""
         return self._struct(name, fields, None, None)
 
     def _struct(self, name, fields, backend, stream):
@@ -199,6 +204,9 @@ class Library:
                 )
                 setattr(struct, name, tensor)
                 kept.append(tensor)
+            elif isinstance(value, ctypes.Structure) and _is_pointer(struct, name):
+                setattr(struct, name, ctypes.addressof(value))
+                kept.append(value)
             else:
                 setattr(struct, name, value)
 
