@@ -19,6 +19,7 @@ ALL_NULL = {
     "unsloth_event_destroy": "SUCCESS",
     "unsloth_kv_cache_destroy": "SUCCESS",
     "unsloth_log_set": "SUCCESS",
+    "unsloth_optimizer_destroy": "SUCCESS",
 }
 
 # The same with a live handle.
@@ -26,6 +27,7 @@ HANDLE_ALONE = {
     "unsloth_context_warm_up": "SUCCESS",
     "unsloth_event_record": "SUCCESS",
     "unsloth_event_synchronize": "SUCCESS",
+    "unsloth_gradients_scale": "SUCCESS",
     "unsloth_kv_cache_extend": "SUCCESS",
     "unsloth_kv_cache_sequence_evict": "INVALID_HANDLE",
     "unsloth_kv_cache_sequence_free": "INVALID_HANDLE",
@@ -39,6 +41,7 @@ HANDLE_ALONE = {
     "unsloth_memory_peak_reset": "SUCCESS",
     "unsloth_memory_pool_trim": "SUCCESS",
     "unsloth_memory_set": "SUCCESS",
+    "unsloth_optimizer_step": "SUCCESS",
     "unsloth_stream_destroy": "SUCCESS",
     "unsloth_stream_synchronize": "SUCCESS",
     "unsloth_stream_wait_event": "SUCCESS",
@@ -72,6 +75,7 @@ MISUSE = """\
 static unsloth_context *context, *dead_context;
 static unsloth_event *event, *dead_event;
 static unsloth_kv_cache *cache, *dead_cache;
+static unsloth_optimizer *optimizer, *dead_optimizer;
 // Where functions may write, and do not when they fail.
 static uint64_t out[32];
 
@@ -90,6 +94,26 @@ static unsloth_kv_cache *small_cache(void) {
 static unsloth_event *some_event(void) {
   unsloth_event *made = NULL;
   CHECK_OK(unsloth_event_create(context, 0, &made));
+  return made;
+}
+
+static unsloth_optimizer *some_optimizer(void) {
+  static float weights[2], gradients[2];
+  static int at = 0;
+  unsloth_optimizer_params params = UNSLOTH_OPTIMIZER_PARAMS_INIT;
+  unsloth_parameter parameter;
+  unsloth_parameter_group group = {0, 0};
+  unsloth_optimizer *made = NULL;
+  memset(&parameter, 0, sizeof parameter);
+  parameter.weight = f32_tensor(&weights[at], 1, -1, -1, -1);
+  parameter.gradient = f32_tensor(&gradients[at], 1, -1, -1, -1);
+  params.parameters = &parameter;
+  params.groups = &group;
+  params.num_parameters = params.num_groups = 1;
+  at++;
+  CHECK_OK(unsloth_optimizer_state_size(context, &params, &params.state_size));
+  CHECK_OK(unsloth_memory_alloc(context, params.state_size, &params.state));
+  CHECK_OK(unsloth_optimizer_create(context, &params, NULL, &made));
   return made;
 }
 
@@ -133,6 +157,9 @@ int main(void) {
   dead_cache = small_cache();
   event = some_event();
   dead_event = some_event();
+  optimizer = some_optimizer();
+  dead_optimizer = some_optimizer();
+  CHECK_OK(unsloth_optimizer_destroy(dead_optimizer));
   CHECK_OK(unsloth_event_destroy(dead_event));
   CHECK_OK(unsloth_kv_cache_destroy(dead_cache));
   CHECK_OK(unsloth_context_destroy(dead_context));
@@ -238,7 +265,7 @@ def refused(header, name, kind, struct, call):
 
 def misuse(header):
     yield PROLOGUE + MISUSE
-    variables = {"unsloth_context": "context", "unsloth_event": "event", "unsloth_kv_cache": "cache"}
+    variables = {"unsloth_context": "context", "unsloth_event": "event", "unsloth_kv_cache": "cache", "unsloth_optimizer": "optimizer"}
     assert set(header.handles) == set(variables), "a handle type is new: say here how to make one"
     called = []
     for returns, name, arguments in header.functions:
@@ -321,7 +348,7 @@ def misuse(header):
     yield MISUSE_MAIN.rstrip()
     for name in called:
         yield f"  misuse_{name}();"
-    yield "  CHECK_OK(unsloth_event_destroy(event));\n  CHECK_OK(unsloth_kv_cache_destroy(cache));\n  CHECK_OK(unsloth_context_destroy(context));\n  return 0;\n}"
+    yield "  CHECK_OK(unsloth_event_destroy(event));\n  CHECK_OK(unsloth_kv_cache_destroy(cache));\n  CHECK_OK(unsloth_optimizer_destroy(optimizer));\n  CHECK_OK(unsloth_context_destroy(context));\n  return 0;\n}"
 
 
 def main():

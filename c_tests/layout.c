@@ -529,6 +529,59 @@ FIELD(unsloth_mlp_params, out, 1376, 136);
 FIELD(unsloth_mlp_params, workspace, 1512, 8);
 FIELD(unsloth_mlp_params, workspace_size, 1520, 8);
 
+STRUCT(unsloth_loss_scale, 32, 4);
+FIELD(unsloth_loss_scale, dynamic, 0, 4);
+FIELD(unsloth_loss_scale, init, 4, 4);
+FIELD(unsloth_loss_scale, growth, 8, 4);
+FIELD(unsloth_loss_scale, backoff, 12, 4);
+FIELD(unsloth_loss_scale, interval, 16, 4);
+FIELD(unsloth_loss_scale, hysteresis, 20, 4);
+FIELD(unsloth_loss_scale, reserved, 24, 8);
+
+STRUCT(unsloth_mixed_precision, 48, 4);
+FIELD(unsloth_mixed_precision, compute_dtype, 0, 4);
+FIELD(unsloth_mixed_precision, master, 4, 4);
+FIELD(unsloth_mixed_precision, loss_scale, 8, 32);
+FIELD(unsloth_mixed_precision, reserved, 40, 8);
+
+STRUCT(unsloth_parameter, 280, 8);
+FIELD(unsloth_parameter, weight, 0, 136);
+FIELD(unsloth_parameter, gradient, 136, 136);
+FIELD(unsloth_parameter, group, 272, 4);
+FIELD(unsloth_parameter, reserved, 276, 4);
+
+STRUCT(unsloth_parameter_group, 8, 4);
+FIELD(unsloth_parameter_group, learning_rate, 0, 4);
+FIELD(unsloth_parameter_group, weight_decay, 4, 4);
+
+STRUCT(unsloth_optimizer_params, 144, 8);
+FIELD(unsloth_optimizer_params, struct_size, 0, 4);
+FIELD(unsloth_optimizer_params, kind, 4, 4);
+FIELD(unsloth_optimizer_params, decoupled, 8, 4);
+FIELD(unsloth_optimizer_params, nesterov, 12, 4);
+FIELD(unsloth_optimizer_params, zero_gradients, 16, 4);
+FIELD(unsloth_optimizer_params, beta1, 20, 4);
+FIELD(unsloth_optimizer_params, beta2, 24, 4);
+FIELD(unsloth_optimizer_params, epsilon, 28, 4);
+FIELD(unsloth_optimizer_params, momentum, 32, 4);
+FIELD(unsloth_optimizer_params, max_norm, 36, 4);
+FIELD(unsloth_optimizer_params, precision, 40, 48);
+FIELD(unsloth_optimizer_params, seed, 88, 8);
+FIELD(unsloth_optimizer_params, parameters, 96, 8);
+FIELD(unsloth_optimizer_params, num_parameters, 104, 8);
+FIELD(unsloth_optimizer_params, groups, 112, 8);
+FIELD(unsloth_optimizer_params, num_groups, 120, 8);
+FIELD(unsloth_optimizer_params, state, 128, 8);
+FIELD(unsloth_optimizer_params, state_size, 136, 8);
+
+STRUCT(unsloth_optimizer_status, 32, 8);
+FIELD(unsloth_optimizer_status, struct_size, 0, 4);
+FIELD(unsloth_optimizer_status, found_inf, 4, 4);
+FIELD(unsloth_optimizer_status, loss_scale, 8, 4);
+FIELD(unsloth_optimizer_status, gradient_norm, 12, 4);
+FIELD(unsloth_optimizer_status, step, 16, 8);
+FIELD(unsloth_optimizer_status, skipped, 24, 8);
+
 STRUCT(unsloth_rms_norm_params, 696, 8);
 FIELD(unsloth_rms_norm_params, struct_size, 0, 4);
 FIELD(unsloth_rms_norm_params, epsilon, 4, 4);

@@ -79,6 +79,8 @@
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
 #define UNSLOTH_MLP_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_params)
 #define UNSLOTH_MODEL_PARAMS_INIT UNSLOTH_INIT(unsloth_model_params)
+#define UNSLOTH_OPTIMIZER_PARAMS_INIT UNSLOTH_INIT(unsloth_optimizer_params)
+#define UNSLOTH_OPTIMIZER_STATUS_INIT UNSLOTH_INIT(unsloth_optimizer_status)
 #define UNSLOTH_PARAMETER_COUNT_INIT UNSLOTH_INIT(unsloth_parameter_count)
 #define UNSLOTH_QUANTIZATION_INIT UNSLOTH_INIT(unsloth_quantization)
 #define UNSLOTH_RMS_NORM_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_backward_params)
@@ -142,6 +144,21 @@ typedef struct unsloth_event unsloth_event;
  * between sequences without waiting for the device.
  */
 typedef struct unsloth_kv_cache unsloth_kv_cache;
+
+/**
+ * Parameters, their gradients, and the state between steps, all on the device. Opaque; made by
+ * `unsloth_optimizer_create`, ended by `unsloth_optimizer_destroy`. Several threads may use one at
+ * a time; calls take turns.
+ *
+ * A step is three launches, whatever the number of parameters, and may be captured into a graph:
+ * no value is read by the host. The loss scale is a tensor for the gradient of the loss; the step
+ * divides by it, limits the norm, and where a gradient is infinite or NaN leaves weights, moments
+ * and the step's number as they are. Learning rate and weight decay lie on the device too.
+ *
+ * The same inputs give the same bits, with any number of threads and on any grid. Calls on one
+ * optimizer belong on one stream, or on streams that the caller orders.
+ */
+typedef struct unsloth_optimizer unsloth_optimizer;
 
 /**
  * The result of a call. Zero is success, and outputs are written only then. Values are never
@@ -1634,9 +1651,9 @@ typedef struct unsloth_inference_memory {
 } unsloth_inference_memory;
 
 /**
- * What an optimizer keeps for each trained parameter.
+ * How an optimizer updates, and what it keeps for each trained parameter.
  */
-typedef uint32_t unsloth_optimizer;
+typedef uint32_t unsloth_optimizer_kind;
 
 /**
  * Which activations are kept for the backward pass and which computed again.
@@ -1667,7 +1684,7 @@ typedef struct unsloth_training_memory_params {
   /**
    * One of `UNSLOTH_OPTIMIZER_*`.
    */
-  unsloth_optimizer optimizer;
+  unsloth_optimizer_kind optimizer;
   /**
    * One of `UNSLOTH_CHECKPOINTING_*`.
    */
@@ -2368,6 +2385,224 @@ typedef struct unsloth_mlp_params {
 } unsloth_mlp_params;
 
 /**
+ * Where the f32 value of a 16-bit weight is kept between steps. A weight of f32 is its own,
+ * whatever this says.
+ */
+typedef uint32_t unsloth_master;
+
+/**
+ * How the loss is scaled, so that small gradients of f16 do not vanish. The rule is that of
+ * PyTorch's `GradScaler`, with Megatron-LM's hysteresis: after a step without an update, because
+ * gradients were not finite, the scale is multiplied by `backoff`; after `interval` updates in a
+ * row by `growth`. It stays what it is where it would be infinite or below the least normal
+ * number. All zero is no scaling.
+ */
+typedef struct unsloth_loss_scale {
+  /**
+   * 1 if the scale changes, 0 if it stays.
+   */
+  uint32_t dynamic;
+  /**
+   * The first scale; 0 for 65536 if it changes, else for 1.
+   */
+  float init;
+  /**
+   * At least 1; 0 for 2.
+   */
+  float growth;
+  /**
+   * At most 1; 0 for 0.5.
+   */
+  float backoff;
+  /**
+   * 0 for 2000.
+   */
+  uint32_t interval;
+  /**
+   * Steps in a row that must fail before the scale shrinks; 0 for 1, as in PyTorch.
+   */
+  uint32_t hysteresis;
+  /**
+   * Zero.
+   */
+  uint32_t reserved[2];
+} unsloth_loss_scale;
+
+/**
+ * The precision that a model is trained in. All zero is that of its weights.
+ */
+typedef struct unsloth_mixed_precision {
+  /**
+   * The dtype of every weight but those of f32: f32, f16 or bf16; 0 asks nothing of them.
+   */
+  unsloth_dtype compute_dtype;
+  /**
+   * Where weights of 16 bits are kept in f32, one of `UNSLOTH_MASTER_*`.
+   */
+  unsloth_master master;
+  /**
+   * How the loss is scaled.
+   */
+  struct unsloth_loss_scale loss_scale;
+  /**
+   * Zero.
+   */
+  uint32_t reserved[2];
+} unsloth_mixed_precision;
+
+/**
+ * A weight that is trained, and its gradient: on the context's device, of one shape, contiguous,
+ * each f32, f16 or bf16.
+ */
+typedef struct unsloth_parameter {
+  /**
+   * The weight.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Its gradient.
+   */
+  struct unsloth_tensor gradient;
+  /**
+   * Index of its group.
+   */
+  uint32_t group;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+} unsloth_parameter;
+
+/**
+ * What may differ between parameters, and change between steps. Both are at least 0.
+ */
+typedef struct unsloth_parameter_group {
+  /**
+   * The learning rate.
+   */
+  float learning_rate;
+  /**
+   * The weight decay; 0 for none.
+   */
+  float weight_decay;
+} unsloth_parameter_group;
+
+/**
+ * What an optimizer is made of.
+ */
+typedef struct unsloth_optimizer_params {
+  /**
+   * `sizeof(unsloth_optimizer_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_OPTIMIZER_*`.
+   */
+  unsloth_optimizer_kind kind;
+  /**
+   * 1 if weight decay shrinks weights apart from the gradient, `weight *= 1 - learning_rate *
+   * weight_decay` (AdamW, arXiv:1711.05101); 0 if it is part of it, `gradient += weight_decay *
+   * weight`.
+   */
+  uint32_t decoupled;
+  /**
+   * With momentum: 1 for Nesterov's.
+   */
+  uint32_t nesterov;
+  /**
+   * 1 if a step leaves zeros in the gradients, for the next backward pass to accumulate in.
+   */
+  uint32_t zero_gradients;
+  /**
+   * Adam's decay of the first moment, below 1; 0 for 0.9.
+   */
+  float beta1;
+  /**
+   * Adam's decay of the second moment, below 1; 0 for 0.999.
+   */
+  float beta2;
+  /**
+   * Added to the root of Adam's second moment; 0 for 1e-8.
+   */
+  float epsilon;
+  /**
+   * Of `UNSLOTH_OPTIMIZER_SGD_MOMENTUM`, below 1; 0 for 0.9.
+   */
+  float momentum;
+  /**
+   * The greatest norm of all gradients together: greater ones are multiplied by `max_norm /
+   * (norm + 1e-6)`, as PyTorch's `clip_grad_norm_` does. 0 for no limit.
+   */
+  float max_norm;
+  /**
+   * Where 16-bit weights are kept in f32, and the loss scale.
+   */
+  struct unsloth_mixed_precision precision;
+  /**
+   * Of `UNSLOTH_MASTER_STOCHASTIC`.
+   */
+  uint64_t seed;
+  /**
+   * `num_parameters` of them, read by the call alone. Their order is part of what is saved. No
+   * two tensors of all overlap.
+   */
+  const struct unsloth_parameter *parameters;
+  /**
+   * At least 1.
+   */
+  size_t num_parameters;
+  /**
+   * `num_groups` of them, read by the call alone.
+   */
+  const struct unsloth_parameter_group *groups;
+  /**
+   * 1 to 65536.
+   */
+  size_t num_groups;
+  /**
+   * Memory of the context's device for moments and masters, aligned to 256 bytes: the
+   * optimizer's alone, from `unsloth_optimizer_create` on for its life. Not looked at by
+   * queries.
+   */
+  void *state;
+  /**
+   * Its bytes, at least what `unsloth_optimizer_state_size` answers.
+   */
+  size_t state_size;
+} unsloth_optimizer_params;
+
+/**
+ * What the last step found.
+ */
+typedef struct unsloth_optimizer_status {
+  /**
+   * `sizeof(unsloth_optimizer_status)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 if one of the last step's gradients was infinite or NaN.
+   */
+  uint32_t found_inf;
+  /**
+   * What the next loss is multiplied by.
+   */
+  float loss_scale;
+  /**
+   * The norm of the last step's gradients, unscaled and before it was limited; NaN if one was
+   * not finite.
+   */
+  float gradient_norm;
+  /**
+   * Steps with an update.
+   */
+  uint64_t step;
+  /**
+   * Steps without one.
+   */
+  uint64_t skipped;
+} unsloth_optimizer_status;
+
+/**
  * Arguments of `unsloth_rms_norm_forward`: `y = s / sqrt(mean(s^2) + epsilon) * (weight + weight_offset)` over the last dimension,
  * with `s = x + residual`.
  */
@@ -2845,26 +3080,6 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_REDUCTION_SUM 1
 
 /**
- * Adam or AdamW: two f32 moments, 8 bytes.
- */
-#define UNSLOTH_OPTIMIZER_ADAM 0
-
-/**
- * AdamW with 8-bit moments in blocks of 256 with an f32 scale each (arXiv:2110.02861): 2 bytes and 1/32.
- */
-#define UNSLOTH_OPTIMIZER_ADAM_8BIT 1
-
-/**
- * Stochastic gradient descent: nothing.
- */
-#define UNSLOTH_OPTIMIZER_SGD 2
-
-/**
- * Stochastic gradient descent with momentum: one f32, 4 bytes.
- */
-#define UNSLOTH_OPTIMIZER_SGD_MOMENTUM 3
-
-/**
  * All are kept.
  */
 #define UNSLOTH_CHECKPOINTING_NONE 0
@@ -2909,6 +3124,50 @@ typedef struct unsloth_swiglu_backward_params {
  * Each launch: what was chosen for it (kernel, splits, workspace) and why.
  */
 #define UNSLOTH_LOG_LEVEL_TRACE 5
+
+/**
+ * Adam or AdamW: two f32 moments, 8 bytes.
+ */
+#define UNSLOTH_OPTIMIZER_ADAM 0
+
+/**
+ * AdamW with 8-bit moments in blocks of 256 with an f32 scale each (arXiv:2110.02861): 2 bytes and
+ * 1/32. Estimated; `unsloth_optimizer_create` of this version does not make one.
+ */
+#define UNSLOTH_OPTIMIZER_ADAM_8BIT 1
+
+/**
+ * Stochastic gradient descent: nothing.
+ */
+#define UNSLOTH_OPTIMIZER_SGD 2
+
+/**
+ * Stochastic gradient descent with momentum: one f32, 4 bytes.
+ */
+#define UNSLOTH_OPTIMIZER_SGD_MOMENTUM 3
+
+/**
+ * Nowhere: each update is rounded to the weight's dtype, and small ones are lost.
+ */
+#define UNSLOTH_MASTER_NONE 0
+
+/**
+ * In f32, 4 bytes (arXiv:1710.03740).
+ */
+#define UNSLOTH_MASTER_F32 1
+
+/**
+ * In the bf16 weight and 2 bytes that hold what rounding took from it. The value is that of
+ * `UNSLOTH_MASTER_F32`, bit for bit; the weight too, unless the value lies halfway between two of
+ * bf16: then it is the one further from zero. Not for f16.
+ */
+#define UNSLOTH_MASTER_REMAINDER 2
+
+/**
+ * Nowhere; updates are rounded to bf16 at random, so that on average none is lost. The random
+ * numbers (Philox) depend on the seed, the step and the element's place among all. Not for f16.
+ */
+#define UNSLOTH_MASTER_STOCHASTIC 3
 
 /**
  * Components `i` and `i + rotary_dim / 2` (GPT-NeoX, and Llama in Hugging Face's layout).
@@ -4090,6 +4349,146 @@ unsloth_status unsloth_mlp_workspace_size(struct unsloth_context *ctx,
 unsloth_status unsloth_mlp_forward(struct unsloth_context *ctx,
                                    const struct unsloth_mlp_params *params,
                                    unsloth_stream stream);
+
+/**
+ * Writes to `implementation` which implementation would run the steps of such an optimizer; NULL
+ * if only the status is wanted. Data pointers and the state are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its lists have as many
+ * entries as are stated; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_optimizer_supported(struct unsloth_context *ctx,
+                                           const struct unsloth_optimizer_params *params,
+                                           unsloth_implementation *implementation);
+
+/**
+ * Writes the bytes of the state of such an optimizer to `state_size`, exactly: moments, masters
+ * and less than a thousandth beside them. Data pointers and the state are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its lists have as many
+ * entries as are stated; `state_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_optimizer_state_size(struct unsloth_context *ctx,
+                                            const struct unsloth_optimizer_params *params,
+                                            size_t *state_size);
+
+/**
+ * Makes an optimizer at step 0 and writes its handle to `optimizer`; the caller ends it with
+ * `unsloth_optimizer_destroy`. Moments are zero and masters are copied from the weights, by work
+ * that is queued on `stream`; the lists of `params` are copied. The optimizer keeps the context's
+ * device alive on its own. Not during a capture.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its lists have as many
+ * entries as are stated; weights, gradients and state are memory of the context's device for the
+ * life of the optimizer and until work that was queued with it has run; `stream` is NULL or a live
+ * stream of that device; `optimizer` is NULL or valid for a write.
+ */
+unsloth_status unsloth_optimizer_create(struct unsloth_context *ctx,
+                                        const struct unsloth_optimizer_params *params,
+                                        unsloth_stream stream,
+                                        struct unsloth_optimizer **optimizer);
+
+/**
+ * Ends an optimizer. NULL is fine. The state is the caller's again when the work that was queued
+ * with it has run; graphs that captured a step go on using it.
+ *
+ * Requires: `optimizer` is NULL or was made by `unsloth_optimizer_create`.
+ */
+unsloth_status unsloth_optimizer_destroy(struct unsloth_optimizer *optimizer);
+
+/**
+ * Queues a step. Gradients are read once for their norm and once for the update, and zeroed with
+ * it if the optimizer was told so, also where there is no update.
+ *
+ * Three launches, which neither allocate nor synchronise and may be captured into a graph; each
+ * launch of the graph is a step of its own, with the groups' values of then.
+ *
+ * Requires: `stream` is NULL or a live stream of the optimizer's device; until the work has run nothing else
+ * writes weights or gradients, or reads what the step writes.
+ */
+unsloth_status unsloth_optimizer_step(struct unsloth_optimizer *optimizer, unsloth_stream stream);
+
+/**
+ * Queues the multiplication of every gradient by `factor`, rounded once: `1 / n` makes a mean of
+ * what `n` backward passes have accumulated. One launch, which may be captured.
+ *
+ * Requires: `stream` is NULL or a live stream of the optimizer's device; until the work has run nothing else
+ * accesses the gradients.
+ */
+unsloth_status unsloth_gradients_scale(struct unsloth_optimizer *optimizer,
+                                       float factor,
+                                       unsloth_stream stream);
+
+/**
+ * Queues a change of a group's learning rate and weight decay for the steps behind it, those of
+ * captured graphs among them. Does not wait for the device, has read `values` when it returns, and
+ * is not for a stream that is being captured.
+ *
+ * Requires: `values` is NULL or valid for reads; `stream` is NULL or a live stream of the optimizer's
+ * device.
+ */
+unsloth_status unsloth_optimizer_set_group(struct unsloth_optimizer *optimizer,
+                                           uint32_t group,
+                                           const struct unsloth_parameter_group *values,
+                                           unsloth_stream stream);
+
+/**
+ * Describes the loss scale in `scale`: f32 `[1]` on the device, valid for the optimizer's life,
+ * and changed by its steps alone. It is what `dloss` of `unsloth_cross_entropy_forward` takes.
+ *
+ * Requires: `scale` is NULL or valid for a write.
+ */
+unsloth_status unsloth_optimizer_loss_scale(struct unsloth_optimizer *optimizer,
+                                            struct unsloth_tensor *scale);
+
+/**
+ * Writes what the last step queued on `stream` found to `status`, whose `struct_size` the caller
+ * has set (`UNSLOTH_OPTIMIZER_STATUS_INIT`). Waits for the stream, and is not for one that is
+ * being captured.
+ *
+ * Requires: `status` is NULL or points to `status->struct_size` bytes valid for reads and writes; `stream`
+ * is NULL or a live stream of the optimizer's device.
+ */
+unsloth_status unsloth_optimizer_read(struct unsloth_optimizer *optimizer,
+                                      unsloth_stream stream,
+                                      struct unsloth_optimizer_status *status);
+
+/**
+ * Writes the bytes that `unsloth_optimizer_save` writes to `size`.
+ *
+ * Requires: `size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_optimizer_saved_size(struct unsloth_optimizer *optimizer, size_t *size);
+
+/**
+ * Copies moments, masters or remainders, counters, the loss scale and the groups' values to `data`
+ * on the host, after everything queued on `stream`, and waits; with a header by which
+ * `unsloth_optimizer_load` knows them. What the params say otherwise, and weights and gradients,
+ * are not in it.
+ *
+ * Requires: `data` is NULL or valid for writes of `size` bytes; `stream` is NULL or a live stream of the
+ * optimizer's device.
+ */
+unsloth_status unsloth_optimizer_save(struct unsloth_optimizer *optimizer,
+                                      void *data,
+                                      size_t size,
+                                      unsloth_stream stream);
+
+/**
+ * Takes over what an optimizer of the same kind, parameters and groups saved; has read it when it
+ * returns. With the weights and params of then, steps go on with the same bits as if they had not
+ * been interrupted.
+ *
+ * Weights stay as they are, those that have f32 masters too: the caller saves and restores them.
+ * An error leaves the state as it was, unless the device failed. Not during a capture.
+ *
+ * Requires: `data` is NULL or valid for reads of `size` bytes; `stream` is NULL or a live stream of the
+ * optimizer's device.
+ */
+unsloth_status unsloth_optimizer_load(struct unsloth_optimizer *optimizer,
+                                      const void *data,
+                                      size_t size,
+                                      unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

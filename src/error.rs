@@ -219,6 +219,21 @@ impl Error {
         self
     }
 
+    /// The same error of an argument that is part of `outer`, such as an entry of a list.
+    pub(crate) fn inside(mut self, outer: impl fmt::Display) -> Self {
+        if let Error::NullPointer { argument, .. }
+        | Error::InvalidArgument { argument, .. }
+        | Error::Unsupported { argument, .. } = &mut self
+        {
+            let joined = match argument.strip_prefix("data of ") {
+                Some(inner) => text!("data of {outer}.{inner}"),
+                None => text!("{outer}.{argument}"),
+            };
+            *argument = joined.into();
+        }
+        self
+    }
+
     /// An [`Error::Unsupported`]; `problem` continues a sentence that starts with the argument's name.
     pub(crate) fn unsupported(
         op: &'static str,

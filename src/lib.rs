@@ -5,6 +5,7 @@
 //! | [`ffi`] | the C ABI: pointers checked and converted, errors mapped, nothing else |
 //! | [`ops`] | one module per operation: parameters and their validation |
 //! | [`kv_cache`] | pages, sequences, eviction |
+//! | [`optimizer`] | updates of parameters, loss scaling, clipping |
 //! | [`estimate`] | how much memory a model takes |
 //! | [`training`] | which activations a training step keeps and which it computes again |
 //! | [`memory`] | buffers, pools, copies |
@@ -61,6 +62,7 @@ pub mod layout;
 mod log;
 pub mod memory;
 pub mod ops;
+pub mod optimizer;
 mod problem;
 pub mod tensor;
 pub mod training;

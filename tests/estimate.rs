@@ -6,7 +6,7 @@ use common::abi::{Handle, zeroed_params};
 use common::contexts;
 use proptest::prelude::*;
 use unsloth::estimate::{
-    AttentionShape, Checkpointing, Inference, Model, Optimizer, Training, attention_memory,
+    AttentionShape, Checkpointing, Inference, Model, OptimizerKind, Training, attention_memory,
     format_bytes, inference_memory, training_memory,
 };
 use unsloth::ffi::estimate::*;
@@ -309,7 +309,7 @@ fn training() -> Training {
         dtype: DType::Bf16,
         gradient_dtype: DType::Bf16,
         master_weights: true,
-        optimizer: Optimizer::Adam,
+        optimizer: OptimizerKind::Adam,
         checkpointing: Checkpointing::None,
         flash_attention: false,
         adapter_parameters: None,
@@ -331,9 +331,9 @@ fn model_states_by_optimizer() {
             ..training()
         })
     };
-    assert_eq!(with(Optimizer::Sgd).3, 0);
-    assert_eq!(with(Optimizer::SgdMomentum).3, 4 * n);
-    assert_eq!(with(Optimizer::Adam8bit).3, 2 * n + 8 * n.div_ceil(256));
+    assert_eq!(with(OptimizerKind::Sgd).3, 0);
+    assert_eq!(with(OptimizerKind::SgdMomentum).3, 4 * n);
+    assert_eq!(with(OptimizerKind::Adam8bit).3, 2 * n + 8 * n.div_ceil(256));
     let f32s = Training {
         dtype: DType::F32,
         gradient_dtype: DType::F32,
@@ -478,7 +478,7 @@ fn any_training() -> impl Strategy<Value = Training> {
         dtype: DType::Bf16,
         gradient_dtype: DType::F32,
         master_weights: flags[3],
-        optimizer: Optimizer::from_raw(o).unwrap(),
+        optimizer: OptimizerKind::from_raw(o).unwrap(),
         checkpointing: Checkpointing::from_raw(c).unwrap(),
         flash_attention: flags[3],
         adapter_parameters: flags[0].then_some(v),

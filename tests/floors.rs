@@ -15,7 +15,14 @@ const FLOORS: [&[&str]; 7] = [
     &["cpu", "cuda", "no_cuda"],
     &["context"],
     &["memory"],
-    &["comm", "estimate", "kv_cache", "ops", "training"],
+    &[
+        "comm",
+        "estimate",
+        "kv_cache",
+        "ops",
+        "optimizer",
+        "training",
+    ],
     &["candle", "ffi"],
 ];
 

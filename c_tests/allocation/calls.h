@@ -514,6 +514,45 @@ static void bad_capsule_ready(void) {
   capsule.lanes = 4;
 }
 
+// An optimizer of two parameters.
+static unsloth_optimizer *optimizer, *created_optimizer;
+static unsloth_optimizer_params of_optimizer;
+static unsloth_parameter parameters_of[2];
+static unsloth_parameter_group group;
+static unsloth_optimizer_status optimizer_status;
+static char saved_optimizer[1 << 17];
+static size_t saved_size;
+static void optimizer_params_ready(void) {
+  with_context();
+  of_optimizer = (unsloth_optimizer_params)UNSLOTH_OPTIMIZER_PARAMS_INIT;
+  group.learning_rate = 0.01f;
+  for (int i = 0; i < 2; i++) {
+    unsloth_parameter *const p = &parameters_of[i];
+    p->weight = out2(HIDDEN, FFN);
+    p->gradient = out2(HIDDEN, FFN);
+    fill_random((float *)p->weight.data, HIDDEN * FFN, (uint32_t)i);
+    fill_random((float *)p->gradient.data, HIDDEN * FFN, (uint32_t)i + 2);
+  }
+  of_optimizer.max_norm = 1;
+  of_optimizer.parameters = parameters_of;
+  of_optimizer.num_parameters = 2;
+  of_optimizer.groups = &group;
+  of_optimizer.num_groups = 1;
+  of_optimizer.state = workspace;
+  of_optimizer.state_size = sizeof workspace;
+}
+static void optimizer_ready(void) {
+  optimizer_params_ready();
+  CHECK_OK(unsloth_optimizer_create(ctx, &of_optimizer, NULL, &optimizer));
+  optimizer_status = (unsloth_optimizer_status)UNSLOTH_OPTIMIZER_STATUS_INIT;
+}
+static void saved_ready(void) {
+  optimizer_ready();
+  CHECK_OK(unsloth_optimizer_saved_size(optimizer, &saved_size));
+  CHECK(saved_size <= sizeof saved_optimizer);
+  CHECK_OK(unsloth_optimizer_save(optimizer, saved_optimizer, saved_size, NULL));
+}
+
 // Arguments that are refused, in words that have a value in them.
 static void refused_norm_ready(void) {
   rms_norm_ready();
@@ -639,6 +678,25 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     OK)                                                                                            \
   X(block_cached, attention_block_cached_ready, unsloth_attention_block_forward,                   \
     (ctx, &attention_block, NULL), OK)                                                             \
+  X(optimizer_supported, optimizer_params_ready, unsloth_optimizer_supported,                      \
+    (ctx, &of_optimizer, &implementation), OK)                                                     \
+  X(optimizer_state_size, optimizer_params_ready, unsloth_optimizer_state_size,                    \
+    (ctx, &of_optimizer, &size), OK)                                                               \
+  X(optimizer_create, optimizer_params_ready, unsloth_optimizer_create,                            \
+    (ctx, &of_optimizer, NULL, &created_optimizer), OK)                                            \
+  X(optimizer_destroy, optimizer_ready, unsloth_optimizer_destroy, (optimizer), OK)                \
+  X(optimizer_step, optimizer_ready, unsloth_optimizer_step, (optimizer, NULL), OK)                \
+  X(gradients_scale, optimizer_ready, unsloth_gradients_scale, (optimizer, 0.5f, NULL), OK)        \
+  X(optimizer_set_group, optimizer_ready, unsloth_optimizer_set_group,                             \
+    (optimizer, 0, &group, NULL), OK)                                                              \
+  X(optimizer_loss_scale, optimizer_ready, unsloth_optimizer_loss_scale, (optimizer, &keys), OK)   \
+  X(optimizer_read, optimizer_ready, unsloth_optimizer_read, (optimizer, NULL, &optimizer_status), \
+    OK)                                                                                            \
+  X(optimizer_saved_size, optimizer_ready, unsloth_optimizer_saved_size, (optimizer, &size), OK)   \
+  X(optimizer_save, saved_ready, unsloth_optimizer_save,                                           \
+    (optimizer, saved_optimizer, saved_size, NULL), OK)                                            \
+  X(optimizer_load, saved_ready, unsloth_optimizer_load,                                           \
+    (optimizer, saved_optimizer, saved_size, NULL), OK)                                            \
   X(device_count, nothing, unsloth_device_count, (UNSLOTH_BACKEND_CPU, &device_count), OK)         \
   X(device_info, structs_ready, unsloth_device_info_get, (UNSLOTH_BACKEND_CPU, 0, &device_info),   \
     OK)                                                                                            \

@@ -40,7 +40,7 @@ typedef struct {
 typedef struct {
   uint64_t outputs, caches;
   uint64_t in_use, num_allocations;
-  void *pointers[5];
+  void *pointers[6];
   int64_t numbers[4];
 } state;
 
@@ -87,6 +87,7 @@ static state look(void) {
   s.pointers[2] = block;
   s.pointers[3] = stream;
   s.pointers[4] = keys.data;
+  s.pointers[5] = created_optimizer;
   s.numbers[0] = sequence;
   s.numbers[1] = number;
   s.numbers[2] = device_count;

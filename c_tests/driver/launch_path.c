@@ -323,6 +323,39 @@ static void cached(void) {
   CHECK_OK(unsloth_kv_cache_destroy(cache));
 }
 
+// A step of two parameters; a change between steps goes over in one copy.
+static void steps(void) {
+  unsloth_parameter parameters[2];
+  unsloth_parameter_group group = {1e-3f, 0.1f};
+  unsloth_optimizer_params p = UNSLOTH_OPTIMIZER_PARAMS_INIT;
+  unsloth_optimizer *optimizer = NULL;
+  unsloth_tensor scale;
+  memset(parameters, 0, sizeof parameters);
+  for (int i = 0; i < 2; i++) {
+    parameters[i].weight = bf16(HIDDEN, HIDDEN, -1, -1);
+    parameters[i].gradient = make(UNSLOTH_DTYPE_F32, HIDDEN, HIDDEN, -1, -1);
+  }
+  p.decoupled = p.zero_gradients = 1;
+  p.max_norm = 1;
+  p.precision.master = UNSLOTH_MASTER_F32;
+  p.precision.loss_scale.dynamic = 1;
+  p.parameters = parameters;
+  p.groups = &group;
+  p.num_parameters = 2;
+  p.num_groups = 1;
+  CHECK_OK(unsloth_optimizer_state_size(ctx, &p, &p.state_size));
+  p.state = memory(p.state_size);
+  CHECK_OK(unsloth_optimizer_create(ctx, &p, NULL, &optimizer));
+  CHECK_PATH(unsloth_optimizer_step(optimizer, NULL), 3);
+  CHECK_PATH(unsloth_gradients_scale(optimizer, 0.5f, NULL), 1);
+  CHECK_PATH(unsloth_optimizer_loss_scale(optimizer, &scale), 0);
+  CHECK_OK(unsloth_optimizer_set_group(optimizer, 0, &group, NULL));
+  memset(&driver, 0, sizeof driver);
+  CHECK_OK(unsloth_optimizer_set_group(optimizer, 0, &group, NULL));
+  CHECK(driver.copies == 1 && driver.launches == 0);
+  CHECK_OK(unsloth_optimizer_destroy(optimizer));
+}
+
 int main(void) {
   unsloth_context_params params = UNSLOTH_CONTEXT_PARAMS_INIT;
   params.backend = UNSLOTH_BACKEND_CUDA;
@@ -338,6 +371,7 @@ int main(void) {
   attention(1000, 1000, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
   attention_backward();
   cached();
+  steps();
   CHECK_OK(unsloth_context_destroy(ctx));
   return 0;
 }

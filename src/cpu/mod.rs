@@ -18,6 +18,7 @@ pub(crate) mod math;
 mod memory;
 pub(crate) mod mlp;
 mod norm;
+mod optimizer;
 mod pool;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

@@ -22,6 +22,7 @@ mod loaded;
 mod memory;
 pub(crate) mod mlp;
 mod norm;
+mod optimizer;
 mod peer;
 mod pool;
 pub(crate) mod rope;

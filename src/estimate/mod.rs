@@ -18,7 +18,7 @@ pub use format::format_bytes;
 pub(crate) use format::in_words;
 pub use inference::{Inference, InferenceMemory, inference_memory};
 pub use model::{Model, ParameterCount};
-pub use training::{Checkpointing, Optimizer, Training, TrainingMemory, training_memory};
+pub use training::{Checkpointing, OptimizerKind, Training, TrainingMemory, training_memory};
 
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};

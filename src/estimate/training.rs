@@ -11,7 +11,7 @@ use super::{float_size, positive, product, sum};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[non_exhaustive]
-pub enum Optimizer {
+pub enum OptimizerKind {
     /// Adam or AdamW (arXiv:1412.6980, arXiv:1711.05101): two f32 moments, 8 bytes.
     #[default]
     Adam = 0,
@@ -25,10 +25,10 @@ pub enum Optimizer {
     SgdMomentum = 3,
 }
 
-impl Optimizer {
+impl OptimizerKind {
     /// The optimizer with this C ABI value.
-    pub fn from_raw(value: u32) -> Option<Optimizer> {
-        use Optimizer::{Adam, Adam8bit, Sgd, SgdMomentum};
+    pub fn from_raw(value: u32) -> Option<OptimizerKind> {
+        use OptimizerKind::{Adam, Adam8bit, Sgd, SgdMomentum};
         [Adam, Adam8bit, Sgd, SgdMomentum]
             .into_iter()
             .find(|o| *o as u32 == value)
@@ -37,13 +37,13 @@ impl Optimizer {
     fn state_bytes(self, parameters: u64) -> Result<u64> {
         let what = "optimizer state";
         match self {
-            Optimizer::Adam => product(what, &[8, parameters]),
-            Optimizer::Adam8bit => {
+            OptimizerKind::Adam => product(what, &[8, parameters]),
+            OptimizerKind::Adam8bit => {
                 let scales = product(what, &[2 * 4, parameters.div_ceil(256)])?;
                 sum(what, &[product(what, &[2, parameters])?, scales])
             }
-            Optimizer::Sgd => Ok(0),
-            Optimizer::SgdMomentum => product(what, &[4, parameters]),
+            OptimizerKind::Sgd => Ok(0),
+            OptimizerKind::SgdMomentum => product(what, &[4, parameters]),
         }
     }
 }
@@ -93,7 +93,7 @@ pub struct Training {
     /// arXiv:1710.03740). With f32 weights there is none.
     pub master_weights: bool,
     /// The optimizer.
-    pub optimizer: Optimizer,
+    pub optimizer: OptimizerKind,
     /// Which activations are kept.
     pub checkpointing: Checkpointing,
     /// Attention stores a log-sum-exp per query in place of its probabilities.

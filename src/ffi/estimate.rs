@@ -4,9 +4,12 @@ use std::ffi::c_char;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::estimate::{self, AttentionShape, Checkpointing, Inference, Model, Optimizer, Training};
+use crate::estimate::{
+    self, AttentionShape, Checkpointing, Inference, Model, OptimizerKind, Training,
+};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::kv_cache::{config_from, unsloth_kv_cache_params};
+use crate::ffi::optimizer::unsloth_optimizer_kind;
 use crate::ffi::params::{self, Params, params};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::unsloth_dtype;
@@ -205,17 +208,6 @@ pub struct unsloth_inference_memory {
 }
 params!(unsloth_inference_memory, [reserved]);
 
-/// What an optimizer keeps for each trained parameter.
-pub type unsloth_optimizer = u32;
-/// Adam or AdamW: two f32 moments, 8 bytes.
-pub const UNSLOTH_OPTIMIZER_ADAM: unsloth_optimizer = 0;
-/// AdamW with 8-bit moments in blocks of 256 with an f32 scale each (arXiv:2110.02861): 2 bytes and 1/32.
-pub const UNSLOTH_OPTIMIZER_ADAM_8BIT: unsloth_optimizer = 1;
-/// Stochastic gradient descent: nothing.
-pub const UNSLOTH_OPTIMIZER_SGD: unsloth_optimizer = 2;
-/// Stochastic gradient descent with momentum: one f32, 4 bytes.
-pub const UNSLOTH_OPTIMIZER_SGD_MOMENTUM: unsloth_optimizer = 3;
-
 /// Which activations are kept for the backward pass and which computed again.
 pub type unsloth_checkpointing = u32;
 /// All are kept.
@@ -240,7 +232,7 @@ pub struct unsloth_training_memory_params {
     /// none.
     pub master_weights: u32,
     /// One of `UNSLOTH_OPTIMIZER_*`.
-    pub optimizer: unsloth_optimizer,
+    pub optimizer: unsloth_optimizer_kind,
     /// One of `UNSLOTH_CHECKPOINTING_*`.
     pub checkpointing: unsloth_checkpointing,
     /// 1 if attention stores its probabilities, as plain implementations do; 0 for a log-sum-exp per query.
@@ -519,7 +511,7 @@ pub unsafe extern "C" fn unsloth_training_memory_estimate(
     guard(OP, || unsafe {
         answer(memory, |out| {
             let p = params::read(OP, params)?;
-            let optimizer = Optimizer::from_raw(p.optimizer).ok_or_else(|| {
+            let optimizer = OptimizerKind::from_raw(p.optimizer).ok_or_else(|| {
                 let problem = text!(
                     "is {}, allowed: 0 (adam), 1 (adam 8-bit), 2 (sgd), 3 (sgd with momentum)",
                     p.optimizer

@@ -27,6 +27,8 @@ pub mod log;
 pub mod memory;
 pub mod mlp;
 mod operation;
+pub mod optimizer;
+pub mod optimizer_handle;
 mod params;
 pub mod rms_norm;
 pub mod rope;

@@ -15,6 +15,7 @@ pub(crate) mod linear;
 pub(crate) mod linear_cross_entropy;
 pub(crate) mod mlp;
 pub(crate) mod norm;
+pub(crate) mod optimizer;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;

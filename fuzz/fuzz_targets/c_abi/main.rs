@@ -11,6 +11,7 @@ mod cache;
 mod estimates;
 mod input;
 mod operations;
+mod optimizer;
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -55,7 +56,7 @@ fn last_message() -> String {
 }
 
 /// What an execution may do; its first byte chooses. Any number of entries is reached by seeds that begin with every byte.
-const CHOICES: usize = 4 + operations::ALL.len();
+const CHOICES: usize = 5 + operations::ALL.len();
 
 fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
@@ -64,6 +65,7 @@ fuzz_target!(|bytes: &[u8]| {
     match choice {
         0..3 => cache::run(&mut input),
         3 => estimates::run(&mut input),
-        _ => operations::run(operations::ALL[choice - 4], &mut input),
+        4 => optimizer::run(&mut input),
+        _ => operations::run(operations::ALL[choice - 5], &mut input),
     }
 });

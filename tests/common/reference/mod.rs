@@ -6,6 +6,7 @@ pub mod layer_norm;
 pub mod linear;
 pub mod mlp;
 pub mod norm;
+pub mod optimizer;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;
