@@ -17,7 +17,7 @@ JOBS ?= $(shell nproc)
 CUDA ?= 0
 FEATURES := $(if $(filter 1,$(CUDA)),--features cuda)
 
-# One cargo build for CMake, the C tests, the engine and the benches.
+# One cargo build for CMake, the C tests, the engine, the trainer and the benches.
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 STAGE := $(CURDIR)/build/prefix
 MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -31,7 +31,7 @@ CONFIGURE := cmake -G Ninja --log-level=NOTICE
 # All but what is generated.
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c)$$')
 
-.PHONY: help demo engine model stage install dist test test-rust test-c test-engine test-examples test-dist test-scripts test-cuda gpu-pack bench header fmt lint package fuzz clean
+.PHONY: help demo engine trainer model stage install dist test test-rust test-c test-engine test-trainer test-examples test-dist test-scripts test-cuda gpu-pack bench header fmt lint package fuzz clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -62,13 +62,18 @@ engine: stage ## Build the C++ engine of examples/engine against the installed l
 	$(CONFIGURE) -S examples/engine -B build/engine -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$(STAGE)"
 	cmake --build build/engine --target engine
 
+trainer: stage ## Build the C++ trainer of examples/trainer against the installed library
+	$(CONFIGURE) -S examples/trainer -B build/trainer -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$(STAGE)" \
+	  -DTRAINER_ENGINE="$(CURDIR)/build/engine/engine"
+	cmake --build build/trainer --target trainer
+
 model: $(MODEL)
 $(MODEL): scripts/fetch_model.py
 	$(TOOLS) pip
 	python3 scripts/fetch_model.py models
 	@touch $@
 
-test: test-rust test-c test-engine test-examples test-dist test-scripts ## Run every test that this machine can run
+test: test-rust test-c test-engine test-trainer test-examples test-dist test-scripts ## Run every test that this machine can run
 
 test-rust: compilers
 	cargo test --locked --features candle $(FEATURES)
@@ -87,6 +92,10 @@ test-c: build-test-c
 test-engine: engine model
 	cmake --build build/engine
 	ctest --test-dir build/engine --output-on-failure
+
+test-trainer: engine trainer
+	cmake --build build/trainer
+	ctest --test-dir build/trainer --output-on-failure
 
 test-examples: stage
 	$(TOOLS) numpy

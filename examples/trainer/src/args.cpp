@@ -1,0 +1,202 @@
+#include "args.h"
+
+#include <cmath>
+#include <map>
+#include <optional>
+#include <sstream>
+
+namespace llm {
+namespace {
+
+bool is_positive(double value) { return value > 0.0 && std::isfinite(value); }
+bool is_not_negative(double value) { return value >= 0.0 && std::isfinite(value); }
+
+std::vector<Target> parse_targets(const std::string &flag, const std::string &text) {
+  std::map<std::string, Target> known;
+  for (int i = 0; i < 7; ++i) known[kTargetNames[i]] = static_cast<Target>(i);
+  bool chosen[7] = {};
+  std::stringstream names(text);
+  for (std::string name; std::getline(names, name, ',');) {
+    chosen[static_cast<int>(parse_choice(flag, name, known))] = true;
+  }
+  std::vector<Target> targets;
+  for (int i = 0; i < 7; ++i) {
+    if (chosen[i]) targets.push_back(static_cast<Target>(i));
+  }
+  if (targets.empty()) throw UsageError(flag + " names no matrix");
+  return targets;
+}
+
+}  // namespace
+
+Args parse_args(int argc, const char *const *argv) {
+  Args args;
+  std::optional<std::string> loss_scale;
+  std::optional<TensorType> output_type;
+  std::optional<uint64_t> epochs;
+  bool lora_is_detailed = false;
+  const auto text = [](std::string *target) {
+    return [target](auto &, auto &value) { *target = value; };
+  };
+  const auto count = [](uint64_t *target, uint64_t minimum) {
+    return [=](auto &flag, auto &value) { *target = parse_integer(flag, value, minimum); };
+  };
+  const auto number = [](double *target) {
+    return [=](auto &flag, auto &value) {
+      *target = parse_number(flag, value, is_not_negative, "of 0 or more");
+    };
+  };
+  const std::map<std::string, SetValue> valued = {
+      {"--model", text(&args.model)},
+      {"--data", text(&args.data)},
+      {"--output", text(&args.output)},
+      {"--output-lora", text(&args.output_lora)},
+      {"--output-type",
+       [&](auto &flag, auto &value) {
+         output_type = parse_choice<TensorType>(flag, value,
+                                                {{"f32", TensorType::kF32},
+                                                 {"f16", TensorType::kF16},
+                                                 {"bf16", TensorType::kBF16},
+                                                 {"q8_0", TensorType::kQ8_0}});
+       }},
+      {"--checkpoint-dir", text(&args.checkpoint_dir)},
+      {"--save-every", count(&args.save_every, 1)},
+      {"--device",
+       [&](auto &flag, auto &value) {
+         args.backend = parse_choice<unsloth_backend>(
+             flag, value, {{"cpu", UNSLOTH_BACKEND_CPU}, {"cuda", UNSLOTH_BACKEND_CUDA}});
+       }},
+      {"--threads",
+       [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
+      {"--dtype",
+       [&](auto &flag, auto &value) {
+         args.dtype = parse_choice<unsloth_dtype>(flag, value,
+                                                  {{"f32", UNSLOTH_DTYPE_F32},
+                                                   {"f16", UNSLOTH_DTYPE_F16},
+                                                   {"bf16", UNSLOTH_DTYPE_BF16}});
+       }},
+      {"--lora",
+       [&](auto &flag, auto &value) { args.lora.rank = parse_integer<uint32_t>(flag, value, 1); }},
+      {"--lora-alpha",
+       [&](auto &flag, auto &value) {
+         args.lora.alpha = parse_number(flag, value, is_positive, "above 0");
+         lora_is_detailed = true;
+       }},
+      {"--lora-targets",
+       [&](auto &flag, auto &value) {
+         args.lora.targets = parse_targets(flag, value);
+         lora_is_detailed = true;
+       }},
+      {"--steps", count(&args.steps, 1)},
+      {"--epochs",
+       [&](auto &flag, auto &value) { epochs = parse_integer<uint64_t>(flag, value, 1); }},
+      {"--batch-tokens", count(&args.batch_tokens, 8)},
+      {"--accumulate", count(&args.accumulate, 1)},
+      {"--learning-rate",
+       [&](auto &flag, auto &value) {
+         args.learning_rate = parse_number(flag, value, is_positive, "above 0");
+       }},
+      {"--warmup", count(&args.warmup, 0)},
+      {"--schedule",
+       [&](auto &flag, auto &value) {
+         args.schedule = parse_choice<Schedule>(flag, value,
+                                                {{"constant", Schedule::kConstant},
+                                                 {"linear", Schedule::kLinear},
+                                                 {"cosine", Schedule::kCosine}});
+       }},
+      {"--weight-decay", number(&args.weight_decay)},
+      {"--clip", number(&args.clip)},
+      {"--loss-scale", [&](auto &, auto &value) { loss_scale = value; }},
+      {"--checkpoint",
+       [&](auto &flag, auto &value) {
+         args.policy = parse_choice<Policy>(flag, value,
+                                            {{"none", Policy::kNone},
+                                             {"elementwise", Policy::kElementwise},
+                                             {"mlp", Policy::kMlp},
+                                             {"projections", Policy::kProjections},
+                                             {"full", Policy::kFull}});
+       }},
+      {"--seed", count(&args.seed, 0)},
+      {"--log", text(&args.log)},
+  };
+  const std::map<std::string, bool *> switches = {{"--help", &args.help},
+                                                  {"-h", &args.help},
+                                                  {"--resume", &args.resume},
+                                                  {"--json", &args.json}};
+  parse_flags(argc, argv, valued, switches);
+
+  if (args.help) return args;
+  if (args.model.empty()) throw UsageError("--model is needed");
+  if (args.data.empty()) throw UsageError("--data is needed");
+  if (args.output.empty() && args.output_lora.empty() && args.checkpoint_dir.empty()) {
+    throw UsageError(
+        "nothing would be kept: one of --output, --output-lora and --checkpoint-dir "
+        "is needed");
+  }
+  if (args.checkpoint_dir.empty() && (args.resume || args.save_every > 0)) {
+    throw UsageError("--resume and --save-every go with --checkpoint-dir");
+  }
+  if (args.steps > 0 && epochs) throw UsageError("--steps and --epochs say the same: give one");
+  args.epochs = epochs.value_or(1);
+
+  const bool lora = args.lora.rank > 0;
+  if (!lora && (lora_is_detailed || !args.output_lora.empty())) {
+    throw UsageError("--lora-alpha, --lora-targets and --output-lora go with --lora");
+  }
+  if (args.lora.alpha == 0) args.lora.alpha = 2.0 * args.lora.rank;
+  if (args.learning_rate == 0) args.learning_rate = lora ? 2e-4 : 1e-5;
+
+  const bool f16 = args.dtype == UNSLOTH_DTYPE_F16;
+  const bool bf16 = args.dtype == UNSLOTH_DTYPE_BF16;
+  args.output_type = output_type.value_or(bf16 ? TensorType::kBF16 : TensorType::kF16);
+  const std::string scale = loss_scale.value_or(f16 ? "auto" : "none");
+  if (scale == "auto") {
+    args.loss_scaling = Args::LossScale::kDynamic;
+  } else if (scale != "none") {
+    args.loss_scaling = Args::LossScale::kFixed;
+    args.loss_scale = parse_number("--loss-scale", scale, is_positive, "above 0, auto or none");
+  }
+  return args;
+}
+
+std::string usage() {
+  return "usage: trainer --model FILE.gguf --data FILE --output FILE.gguf [flags]\n"
+         "\n"
+         "  --model FILE          a GGUF file of the Llama family\n"
+         "  --data FILE           a .txt text, or .jsonl: a line is {\"text\"}, {\"prompt\",\n"
+         "                        \"completion\"} or {\"messages\": [{\"role\", \"content\"}, "
+         "..]};\n"
+         "                        answers alone are learned\n"
+         "  --output FILE         the trained model, as GGUF\n"
+         "  --output-type TYPE    its matrices: f32, f16, bf16 or q8_0 (f16, bf16 for --dtype "
+         "bf16)\n"
+         "  --output-lora FILE    the LoRA by itself, as GGUF\n"
+         "  --checkpoint-dir DIR  where training can be taken up again\n"
+         "  --save-every N        write the checkpoint every N steps too, not only at the end\n"
+         "  --resume              go on from the checkpoint\n"
+         "  --device cpu|cuda     where the model is trained (cpu)\n"
+         "  --threads N           CPU threads (one per core)\n"
+         "  --dtype TYPE          weights and activations as f32, bf16 or f16 (f32)\n"
+         "  --lora RANK           train a LoRA of this rank in place of all weights\n"
+         "  --lora-alpha A        its product counts A / RANK times (twice the rank)\n"
+         "  --lora-targets LIST   of q,k,v,o,gate,up,down (all)\n"
+         "  --steps N             stop after N steps\n"
+         "  --epochs N            or after N times the data (1)\n"
+         "  --batch-tokens N      tokens of a batch, into which sequences are packed (512)\n"
+         "  --accumulate N        batches whose gradients make a step (1)\n"
+         "  --learning-rate R     (1e-5, 2e-4 for a LoRA)\n"
+         "  --warmup N            steps in which the rate rises to that (0)\n"
+         "  --schedule NAME       how it falls after: constant, linear or cosine (cosine)\n"
+         "  --weight-decay D      of matrices, decoupled (0)\n"
+         "  --clip NORM           scale gradients down to this norm, 0 for not at all (1)\n"
+         "  --loss-scale S        auto, none or a number (auto for f16, else none)\n"
+         "  --checkpoint POLICY   what is computed again in place of being kept: none, "
+         "elementwise,\n"
+         "                        mlp, projections or full (none); results are the same\n"
+         "  --seed S              of the order of the data and of what begins at random (0)\n"
+         "  --json                print one JSON object a step\n"
+         "  --log FILE            and write them to a file\n"
+         "  --help                this text\n";
+}
+
+}  // namespace llm

@@ -1,0 +1,80 @@
+// The command line.
+#pragma once
+
+#include <unsloth.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "flags.h"
+#include "quants.h"
+
+namespace llm {
+
+// The matrices of a layer, in the order of `kTargetNames`.
+enum class Target { kQ, kK, kV, kO, kGate, kUp, kDown };
+constexpr const char *kTargetNames[] = {"q", "k", "v", "o", "gate", "up", "down"};
+
+struct LoraOptions {
+  uint32_t rank = 0;  // 0: all weights are trained
+  double alpha = 0;   // of alpha / rank, the factor of the product; 0 for twice the rank
+  std::vector<Target> targets = {Target::kQ,    Target::kK,  Target::kV,   Target::kO,
+                                 Target::kGate, Target::kUp, Target::kDown};
+
+  double scale() const { return alpha / rank; }
+};
+
+// What is computed again in the backward pass in place of being kept, each more than the one
+// before.
+enum class Policy {
+  kNone,
+  kElementwise,  // norms, and the product of gate and up
+  kMlp,          // gate and up
+  kProjections,  // queries, keys and values
+  kFull,         // the rest: only the layer's input is kept
+};
+
+enum class Schedule { kConstant, kLinear, kCosine };
+
+struct Args {
+  enum class LossScale { kNone, kDynamic, kFixed };
+
+  bool help = false;
+  std::string model;
+  std::string data;
+  std::string output;       // a model
+  std::string output_lora;  // an adapter
+  TensorType output_type = TensorType::kF16;
+  std::string checkpoint_dir;
+  uint64_t save_every = 0;  // steps; 0: at the end, and when interrupted
+  bool resume = false;
+
+  unsloth_backend backend = UNSLOTH_BACKEND_CPU;
+  uint32_t threads = 0;
+  unsloth_dtype dtype = UNSLOTH_DTYPE_F32;
+  LoraOptions lora;
+
+  uint64_t steps = 0;  // 0: as `epochs` says
+  uint64_t epochs = 1;
+  uint64_t batch_tokens = 512;
+  uint64_t accumulate = 1;
+  double learning_rate = 0;  // 0: 1e-5, or 2e-4 for a LoRA
+  uint64_t warmup = 0;
+  Schedule schedule = Schedule::kCosine;
+  double weight_decay = 0;
+  double clip = 1;  // 0: not at all
+  LossScale loss_scaling = LossScale::kNone;
+  double loss_scale = 0;  // of kFixed
+  Policy policy = Policy::kNone;
+  uint64_t seed = 0;
+  bool json = false;
+  std::string log;
+};
+
+// Throws UsageError.
+Args parse_args(int argc, const char *const *argv);
+
+std::string usage();
+
+}  // namespace llm

@@ -1,0 +1,50 @@
+// AdamW over all trained weights, in the library: its handle and its state.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "args.h"
+#include "device.h"
+#include "weights.h"
+
+namespace llm {
+
+class Optimizer {
+ public:
+  struct Options {
+    double clip;
+    double weight_decay;
+    Args::LossScale loss_scaling;
+    double loss_scale;
+    unsloth_dtype dtype;  // of weights and activations
+    uint64_t seed;
+  };
+
+  // Takes the memory that the state needs. Weights and gradients outlive it.
+  Optimizer(const Context &context, const std::vector<Parameter> &parameters,
+            const Options &options);
+
+  // f32 [1] on the device: what the loss's gradient is to be.
+  unsloth_tensor loss_scale() const;
+  // Queues an update by the gradients, which are zero after it.
+  void step(double learning_rate);
+  // Of the last step. Waits for it.
+  unsloth_optimizer_status status() const;
+
+  std::vector<std::byte> save() const;
+  // Throws for what another kind of training has saved.
+  void load(const std::vector<std::byte> &saved);
+
+ private:
+  struct End {
+    void operator()(unsloth_optimizer *handle) const noexcept { unsloth_optimizer_destroy(handle); }
+  };
+
+  const Context *context_;
+  double weight_decay_;
+  Buffer state_;
+  unsloth::Owner<unsloth_optimizer *, End> optimizer_;
+};
+
+}  // namespace llm

@@ -1,0 +1,412 @@
+#include "train.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "checkpoint.h"
+#include "config.h"
+#include "data.h"
+#include "device.h"
+#include "error.h"
+#include "export.h"
+#include "gguf.h"
+#include "json.h"
+#include "lora.h"
+#include "mapped_file.h"
+#include "optimizer.h"
+#include "output_file.h"
+#include "progress.h"
+#include "schedule.h"
+#include "step.h"
+#include "tokenizer.h"
+#include "weights.h"
+
+namespace llm {
+namespace {
+
+constexpr double kMiB = 1 << 20;
+
+volatile std::sig_atomic_t interrupted = 0;
+
+// While it lives, a first signal asks to stop; a second one stops the program.
+class SignalGuard {
+ public:
+  SignalGuard() {
+    interrupted = 0;
+    struct sigaction action = {};
+    action.sa_handler = [](int) { interrupted = 1; };
+    action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+    sigaction(SIGINT, &action, &old_interrupt_);
+    sigaction(SIGTERM, &action, &old_terminate_);
+  }
+  ~SignalGuard() {
+    sigaction(SIGINT, &old_interrupt_, nullptr);
+    sigaction(SIGTERM, &old_terminate_, nullptr);
+  }
+  SignalGuard(const SignalGuard &) = delete;
+  SignalGuard &operator=(const SignalGuard &) = delete;
+
+ private:
+  struct sigaction old_interrupt_ = {};
+  struct sigaction old_terminate_ = {};
+};
+
+// The numbers of a step.
+struct Report {
+  uint64_t step;  // from 1
+  double loss;
+  double learning_rate;
+  uint64_t tokens;  // of examples
+  double seconds;
+  unsloth_optimizer_status status;
+};
+
+// Lines of JSON, to standard output and to a file, as they come.
+class Log {
+ public:
+  Log(const Args &args, bool append) : to_output_(args.json), path_(args.log) {
+    if (path_.empty()) return;
+    file_ = std::fopen(path_.c_str(), append ? "a" : "w");
+    if (file_ == nullptr) throw Error(path_ + ": cannot open: " + std::strerror(errno));
+  }
+  ~Log() {
+    if (file_ != nullptr) std::fclose(file_);
+  }
+  Log(const Log &) = delete;
+  Log &operator=(const Log &) = delete;
+
+  void write(const std::string &line) {
+    if (to_output_) {
+      std::printf("%s\n", line.c_str());
+      std::fflush(stdout);
+    }
+    if (file_ == nullptr) return;
+    if (std::fprintf(file_, "%s\n", line.c_str()) < 0 || std::fflush(file_) != 0) {
+      throw Error(path_ + ": cannot write: " + std::strerror(errno));
+    }
+  }
+
+ private:
+  bool to_output_;
+  std::string path_;
+  std::FILE *file_ = nullptr;
+};
+
+// Finds out before training whether a file could be written after it.
+void probe(const std::string &path) {
+  if (!path.empty()) OutputFile file(path);
+}
+
+std::string checksum_of(const std::string &path) {
+  const MappedFile file(path);
+  return std::to_string(file.size()) + " bytes " +
+         std::to_string(checksum(file.data(), file.size()));
+}
+
+class Trainer {
+ public:
+  explicit Trainer(const Args &args);
+
+  Outcome run();
+
+ private:
+  std::string describe() const;
+  uint64_t memory_estimate() const;
+  std::string checkpoint_path() const { return args_.checkpoint_dir + "/trainer.checkpoint"; }
+  Buffer *trained_memory() { return lora_ ? lora_->memory() : weights_.memory(); }
+  void save();
+  void resume();
+  Report run_step();
+  void check_finite(const Report &report) const;
+  std::string to_json(const Report &report) const;
+  std::string note(const Report &report) const;
+  void write_outputs();
+
+  const Args &args_;
+  Gguf gguf_;
+  ModelConfig config_;
+  Tokenizer tokenizer_;
+  Batches batches_;
+  uint64_t num_steps_;
+  Context context_;
+  Weights weights_;
+  std::unique_ptr<Lora> lora_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<Step> step_;
+  uint64_t estimate_ = 0;
+  std::string description_;
+  uint64_t steps_done_ = 0;
+  uint64_t batches_done_ = 0;
+  std::optional<uint64_t> saved_step_;
+};
+
+Batches read_batches(const Args &args, const Gguf &gguf, const ModelConfig &config,
+                     const Tokenizer &tokenizer) {
+  const uint64_t longest = std::min(args.batch_tokens, config.context_length);
+  Dataset dataset = read_dataset(args.data, gguf, tokenizer, longest);
+  if (dataset.cut > 0) {
+    std::fprintf(stderr,
+                 "%llu examples are longer than %llu tokens and were cut; %llu of them had "
+                 "nothing left to learn\n",
+                 static_cast<unsigned long long>(dataset.cut),
+                 static_cast<unsigned long long>(longest),
+                 static_cast<unsigned long long>(dataset.dropped));
+  }
+  return Batches(std::move(dataset.examples), args.batch_tokens, args.seed);
+}
+
+uint64_t count_steps(const Args &args, Batches *batches) {
+  if (args.steps > 0) return args.steps;
+  return (batches->count(args.epochs) + args.accumulate - 1) / args.accumulate;
+}
+
+Trainer::Trainer(const Args &args)
+    : args_(args),
+      gguf_(Gguf::open(args.model)),
+      config_(read_config(gguf_)),
+      tokenizer_(gguf_),
+      batches_(read_batches(args, gguf_, config_, tokenizer_)),
+      num_steps_(count_steps(args, &batches_)),
+      context_(args.backend, args.threads),
+      weights_(Weights::load(context_, gguf_, config_, args.dtype)) {
+  if (args.lora.rank > 0) {
+    lora_ = std::make_unique<Lora>(context_, config_, weights_, args.lora, args.seed);
+  } else {
+    weights_.add_gradients(context_);
+  }
+  const Optimizer::Options optimizer = {args.clip,       args.weight_decay, args.loss_scaling,
+                                        args.loss_scale, args.dtype,        args.seed};
+  optimizer_ = std::make_unique<Optimizer>(
+      context_, lora_ ? lora_->parameters() : weights_.parameters(), optimizer);
+  const Step::Options step = {batches_.tokens(), batches_.max_sequences(), args.policy, args.dtype};
+  step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step,
+                                 optimizer_->loss_scale());
+  estimate_ = memory_estimate();
+  if (!args.checkpoint_dir.empty()) description_ = describe();
+}
+
+// What the bits of a run follow from. Where it runs, and what it keeps of activations, is not
+// among it.
+std::string Trainer::describe() const {
+  std::string text;
+  const auto line = [&text](const std::string &name, const std::string &value) {
+    text += name + " " + value + "\n";
+  };
+  line("--model", checksum_of(args_.model));
+  line("--data", checksum_of(args_.data));
+  line("--dtype", std::to_string(args_.dtype));
+  line("--lora", std::to_string(args_.lora.rank));
+  line("--lora-alpha", std::to_string(args_.lora.alpha));
+  std::string targets;
+  if (lora_) {
+    for (const Target target : args_.lora.targets) {
+      targets += (targets.empty() ? "" : ",") + std::string(kTargetNames[static_cast<int>(target)]);
+    }
+  }
+  line("--lora-targets", targets);
+  line("--steps", std::to_string(num_steps_));
+  line("--batch-tokens", std::to_string(args_.batch_tokens));
+  line("--accumulate", std::to_string(args_.accumulate));
+  line("--learning-rate", std::to_string(args_.learning_rate));
+  line("--warmup", std::to_string(args_.warmup));
+  line("--schedule", std::to_string(static_cast<int>(args_.schedule)));
+  line("--weight-decay", std::to_string(args_.weight_decay));
+  line("--clip", std::to_string(args_.clip));
+  line("--loss-scale", std::to_string(static_cast<int>(args_.loss_scaling)) + " " +
+                           std::to_string(args_.loss_scale));
+  line("--seed", std::to_string(args_.seed));
+  return text;
+}
+
+uint64_t Trainer::memory_estimate() const {
+  auto model = unsloth::make<unsloth_model_params>();
+  const LayerTensors &layer = weights_.tensors().layers[0];
+  model.tied_embeddings = config_.tied_embeddings ? 1 : 0;
+  model.qkv_bias = layer.qkv_bias.rank > 0 ? 1 : 0;
+  model.output_bias = layer.output_bias.rank > 0 ? 1 : 0;
+  model.vocab_size = static_cast<int64_t>(config_.vocab_size);
+  model.hidden_size = static_cast<int64_t>(config_.hidden_size);
+  model.intermediate_size = static_cast<int64_t>(config_.intermediate_size);
+  model.num_layers = static_cast<int64_t>(config_.num_layers);
+  model.num_heads = static_cast<int64_t>(config_.num_heads);
+  model.num_kv_heads = static_cast<int64_t>(config_.num_kv_heads);
+  model.head_dim = static_cast<int64_t>(config_.head_dim);
+  auto params = unsloth::make<unsloth_training_memory_params>();
+  params.dtype = args_.dtype;
+  params.gradient_dtype = UNSLOTH_DTYPE_F32;
+  params.master_weights = args_.dtype != UNSLOTH_DTYPE_F32 ? 1 : 0;
+  params.optimizer = UNSLOTH_OPTIMIZER_ADAM;
+  // The estimate knows no policies in between.
+  params.checkpointing =
+      args_.policy == Policy::kFull ? UNSLOTH_CHECKPOINTING_FULL : UNSLOTH_CHECKPOINTING_SELECTIVE;
+  params.model = &model;
+  params.batch_size = 1;
+  params.sequence_length = static_cast<int64_t>(batches_.tokens());
+  if (lora_) {
+    uint64_t parameters = 0;
+    for (const Parameter &parameter : lora_->parameters()) {
+      parameters += element_count(parameter.weight);
+    }
+    params.adapter_parameters = static_cast<int64_t>(parameters);
+  }
+  auto memory = unsloth::make<unsloth_training_memory>();
+  check(unsloth_training_memory_estimate(&params, &memory));
+  return memory.total;
+}
+
+void Trainer::save() {
+  Checkpoint checkpoint;
+  checkpoint.arguments = description_;
+  checkpoint.steps = steps_done_;
+  checkpoint.batches = batches_done_;
+  checkpoint.weights.resize(trained_memory()->bytes());
+  trained_memory()->download(checkpoint.weights.data(), checkpoint.weights.size());
+  checkpoint.optimizer = optimizer_->save();
+  write_checkpoint(checkpoint_path(), checkpoint);
+  saved_step_ = steps_done_;
+}
+
+void Trainer::resume() {
+  const Checkpoint checkpoint = read_checkpoint(checkpoint_path(), description_);
+  if (checkpoint.weights.size() != trained_memory()->bytes()) {
+    throw Error(checkpoint_path() + ": the checkpoint is of another model");
+  }
+  trained_memory()->upload(checkpoint.weights.data(), checkpoint.weights.size());
+  optimizer_->load(checkpoint.optimizer);
+  steps_done_ = checkpoint.steps;
+  batches_done_ = checkpoint.batches;
+  saved_step_ = steps_done_;
+}
+
+Report Trainer::run_step() {
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<Batch> batches;
+  uint64_t learned = 0;
+  Report report = {};
+  for (uint64_t i = 0; i < args_.accumulate; ++i) {
+    batches.push_back(batches_.get(batches_done_ + i));
+    learned += batches.back().learned;
+    report.tokens += batches.back().used;
+  }
+  step_->set_denominator(learned);
+  for (const Batch &batch : batches) report.loss += static_cast<double>(step_->run(batch));
+  batches_done_ += batches.size();
+
+  report.learning_rate =
+      learning_rate(args_.schedule, args_.learning_rate, args_.warmup, steps_done_, num_steps_);
+  optimizer_->step(report.learning_rate);
+  report.status = optimizer_->status();
+  report.step = ++steps_done_;
+  report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return report;
+}
+
+// Infinite gradients are what a changing loss scale looks for, and the optimizer leaves out such a
+// step. An infinite loss is not: nothing would come of going on.
+void Trainer::check_finite(const Report &report) const {
+  const bool searching = args_.loss_scaling == Args::LossScale::kDynamic;
+  const bool gradients = report.status.found_inf != 0 && !searching;
+  if (std::isfinite(report.loss) && !gradients) return;
+  std::string message = "the " + std::string(gradients ? "gradient" : "loss") + " of step " +
+                        std::to_string(report.step) +
+                        " is not finite: a lower --learning-rate or "
+                        "longer --warmup may help";
+  if (saved_step_) {
+    message += "; the checkpoint of step " + std::to_string(*saved_step_) + " is as it was";
+  }
+  throw Error(message);
+}
+
+std::string Trainer::to_json(const Report &report) const {
+  JsonWriter json(JsonWriter::Style::kOneLine);
+  json.begin_object();
+  json.key("step").value(report.step);
+  json.key("loss").value(report.loss);
+  json.key("learning_rate").value(report.learning_rate);
+  json.key("gradient_norm").value(static_cast<double>(report.status.gradient_norm));
+  json.key("loss_scale").value(static_cast<double>(report.status.loss_scale));
+  json.key("skipped").value(report.status.found_inf != 0);
+  json.key("tokens").value(report.tokens);
+  json.key("tokens_per_second").value(static_cast<double>(report.tokens) / report.seconds);
+  json.key("memory").begin_object();
+  json.key("estimated").value(estimate_);
+  json.key("real").value(context_.memory_stats().peak);
+  json.end_object();
+  json.end_object();
+  return json.text();
+}
+
+std::string Trainer::note(const Report &report) const {
+  char text[160];
+  std::snprintf(text, sizeof(text),
+                "step %llu/%llu, loss %.4f, %.0f tokens/s, %.0f MiB (%.0f "
+                "estimated)",
+                static_cast<unsigned long long>(report.step),
+                static_cast<unsigned long long>(num_steps_), report.loss,
+                static_cast<double>(report.tokens) / report.seconds,
+                static_cast<double>(context_.memory_stats().peak) / kMiB,
+                static_cast<double>(estimate_) / kMiB);
+  return text;
+}
+
+void Trainer::write_outputs() {
+  if (!args_.output.empty()) {
+    write_model(args_.output, context_, gguf_, weights_, lora_.get(), args_.output_type);
+  }
+  if (!args_.output_lora.empty()) write_adapter(args_.output_lora, context_, gguf_, *lora_);
+}
+
+Outcome Trainer::run() {
+  if (args_.resume) resume();
+  Log log(args_, args_.resume);
+  const SignalGuard signals;
+  std::string last;
+  {
+    ProgressBar bar("training", num_steps_);
+    bar.advance(steps_done_);
+    while (steps_done_ < num_steps_ && interrupted == 0) {
+      const Report report = run_step();
+      log.write(to_json(report));
+      check_finite(report);
+      last = note(report);
+      bar.advance(1);
+      bar.set_note(last);
+      if (args_.save_every > 0 && steps_done_ % args_.save_every == 0) save();
+    }
+  }
+  if (!last.empty() && !args_.json) std::fprintf(stderr, "%s\n", last.c_str());
+  if (!args_.checkpoint_dir.empty() && saved_step_ != steps_done_) save();
+  if (steps_done_ < num_steps_) {
+    std::fprintf(stderr, "interrupted after step %llu%s\n",
+                 static_cast<unsigned long long>(steps_done_),
+                 args_.checkpoint_dir.empty() ? "" : ": --resume goes on from here");
+    return Outcome::kInterrupted;
+  }
+  write_outputs();
+  return Outcome::kDone;
+}
+
+}  // namespace
+
+Outcome train(const Args &args) {
+  if (!args.checkpoint_dir.empty() && mkdir(args.checkpoint_dir.c_str(), 0777) != 0 &&
+      errno != EEXIST) {
+    throw Error(args.checkpoint_dir + ": cannot create: " + std::strerror(errno));
+  }
+  probe(args.output);
+  probe(args.output_lora);
+  return Trainer(args).run();
+}
+
+}  // namespace llm

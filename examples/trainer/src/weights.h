@@ -1,0 +1,80 @@
+// The weights of a model, laid out for training.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "config.h"
+#include "device.h"
+#include "gguf.h"
+
+namespace llm {
+
+// The tensors of a layer, or their gradients. An absent one (rank 0) is not in the model, or not
+// trained. Matrices are [out, in].
+struct LayerTensors {
+  unsloth_tensor attention_norm;
+  unsloth_tensor qkv, qkv_bias;  // the rows of queries, keys and values, one after the other
+  unsloth_tensor output, output_bias;
+  unsloth_tensor mlp_norm;
+  unsloth_tensor gate_up;  // the rows of gate, then those of up
+  unsloth_tensor down;
+};
+
+struct ModelTensors {
+  unsloth_tensor embedding = {};
+  unsloth_tensor output_norm = {};
+  unsloth_tensor output = {};  // absent if it is the embedding
+  std::vector<LayerTensors> layers;
+};
+
+// A weight and its gradient, as an optimizer takes them.
+struct Parameter {
+  unsloth_tensor weight;
+  unsloth_tensor gradient;
+  bool decays;  // matrices do, gains and biases do not
+};
+
+// Rows of a tensor on the device that are a tensor of the file.
+struct FileTensor {
+  std::string name;
+  std::vector<uint64_t> shape;
+  unsloth_tensor tensor;
+};
+
+class Weights {
+ public:
+  // Decodes every tensor and uploads it: matrices as `dtype` says, the rest as f32.
+  static Weights load(const Context &context, const Gguf &gguf, const ModelConfig &config,
+                      unsloth_dtype dtype);
+
+  const ModelTensors &tensors() const { return tensors_; }
+  unsloth_tensor rope_factors() const { return rope_factors_; }
+  const std::vector<FileTensor> &file_tensors() const { return file_tensors_; }
+
+  // Takes memory for f32 gradients of all weights, which is zero.
+  void add_gradients(const Context &context);
+  // Absent tensors without `add_gradients`.
+  const ModelTensors &gradients() const { return gradients_; }
+  std::vector<Parameter> parameters() const;
+
+  // All weights in one piece.
+  Buffer *memory() { return &memory_; }
+  const Buffer *memory() const { return &memory_; }
+
+ private:
+  Buffer memory_;
+  Buffer gradient_memory_;
+  ModelTensors tensors_;
+  ModelTensors gradients_;
+  unsloth_tensor rope_factors_ = {};
+  std::vector<FileTensor> file_tensors_;
+};
+
+uint64_t element_count(const unsloth_tensor &tensor);
+uint64_t byte_count(const unsloth_tensor &tensor);
+// Rows `first` to before `first + count` of a matrix, or elements of a vector, without gaps.
+unsloth_tensor rows(const unsloth_tensor &tensor, uint64_t first, uint64_t count);
+
+}  // namespace llm

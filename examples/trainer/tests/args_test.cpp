@@ -1,0 +1,87 @@
+#include "args.h"
+
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "schedule.h"
+
+namespace llm {
+namespace {
+
+Args parse(std::vector<const char *> flags) {
+  flags.insert(flags.begin(), {"trainer", "--model", "m", "--data", "d"});
+  return parse_args(static_cast<int>(flags.size()), flags.data());
+}
+
+void defaults() {
+  const Args full = parse({"--output", "o"});
+  CHECK_EQUAL(full.learning_rate, 1e-5);
+  CHECK_EQUAL(full.epochs, 1U);
+  CHECK(full.loss_scaling == Args::LossScale::kNone);
+  CHECK(full.output_type == TensorType::kF16);
+  const Args lora = parse({"--output", "o", "--lora", "4", "--dtype", "bf16"});
+  CHECK_EQUAL(lora.learning_rate, 2e-4);
+  CHECK_EQUAL(lora.lora.scale(), 2.0);
+  CHECK_EQUAL(lora.lora.targets.size(), 7U);
+  CHECK(lora.output_type == TensorType::kBF16);
+  const Args f16 = parse({"--output", "o", "--dtype", "f16"});
+  CHECK(f16.loss_scaling == Args::LossScale::kDynamic);
+  const Args chosen = parse({"--output=o", "--lora=2", "--lora-targets", "v,q", "--loss-scale=8"});
+  CHECK(chosen.lora.targets == (std::vector<Target>{Target::kQ, Target::kV}));
+  CHECK(chosen.loss_scaling == Args::LossScale::kFixed);
+  CHECK_EQUAL(chosen.loss_scale, 8.0);
+}
+
+void mistakes() {
+  struct Case {
+    std::vector<const char *> flags;
+    const char *message;
+  };
+  const Case cases[] = {
+      {{}, "nothing would be kept"},
+      {{"--model", ""}, "--model is needed"},
+      {{"--output", "o", "--resume"}, "go with --checkpoint-dir"},
+      {{"--output", "o", "--save-every", "5"}, "go with --checkpoint-dir"},
+      {{"--output", "o", "--steps", "1", "--epochs", "1"}, "give one"},
+      {{"--output", "o", "--lora-alpha", "4"}, "go with --lora"},
+      {{"--output-lora", "o"}, "go with --lora"},
+      {{"--lora", "0"}, "--lora takes an integer from 1"},
+      {{"--lora-targets", "q,x"}, "not 'x'"},
+      {{"--lora-targets", ""}, "--lora-targets names no matrix"},
+      {{"--batch-tokens", "7"}, "--batch-tokens takes an integer from 8"},
+      {{"--learning-rate", "0"}, "--learning-rate takes a number above 0"},
+      {{"--clip", "-1"}, "--clip takes a number of 0 or more"},
+      {{"--checkpoint", "some"}, "--checkpoint takes elementwise or full or mlp or none"},
+      {{"--output", "o", "--loss-scale", "big"},
+       "--loss-scale takes a number above 0, auto or none"},
+      {{"--output-type", "q4_0"}, "--output-type takes bf16 or f16 or f32 or q8_0"},
+  };
+  for (const Case &each : cases) CHECK_THROWS(UsageError, parse(each.flags), each.message);
+}
+
+void rates() {
+  const auto rate = [](Schedule schedule, uint64_t step) {
+    return learning_rate(schedule, 2.0, 4, step, 12);
+  };
+  for (const Schedule schedule : {Schedule::kConstant, Schedule::kLinear, Schedule::kCosine}) {
+    CHECK_EQUAL(rate(schedule, 0), 0.5);
+    CHECK_EQUAL(rate(schedule, 3), 2.0);
+    CHECK_EQUAL(rate(schedule, 4), 2.0);
+  }
+  CHECK_EQUAL(rate(Schedule::kConstant, 11), 2.0);
+  CHECK_EQUAL(rate(Schedule::kLinear, 8), 1.0);
+  CHECK(std::fabs(rate(Schedule::kCosine, 8) - 1.0) < 1e-12);
+  CHECK(rate(Schedule::kCosine, 11) > 0.0);
+  CHECK_EQUAL(learning_rate(Schedule::kCosine, 2.0, 5, 5, 5), 2.0);
+}
+
+}  // namespace
+}  // namespace llm
+
+int main() {
+  llm::defaults();
+  llm::mistakes();
+  llm::rates();
+  return check::result();
+}

@@ -1,0 +1,250 @@
+// The loss of whole models and its gradients. The arguments are a folder with the models of
+// examples/common/tests/tiny_models.py, and where to compute: cpu (the default) or cuda.
+#include "step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "optimizer.h"
+#include "random.h"
+
+namespace llm {
+namespace {
+
+constexpr uint64_t kTokens = 48;
+
+std::string folder;
+unsloth_backend backend = UNSLOTH_BACKEND_CPU;
+
+// Three examples, of which the second half of each is learned.
+std::vector<Example> examples(uint64_t num_tokens) {
+  Random random(5);
+  std::vector<Example> examples;
+  for (const size_t length : {14, 9, 19}) {
+    Example example;
+    for (size_t i = 0; i < length; ++i) {
+      example.tokens.push_back(static_cast<TokenId>(random.next() % num_tokens));
+      example.learned.push_back(i >= length / 2 ? 1 : 0);
+    }
+    examples.push_back(example);
+  }
+  return examples;
+}
+
+// A model that is trained, as a whole or through a LoRA.
+struct Setup {
+  Setup(const std::string &name, uint32_t rank, Policy policy, unsloth_dtype dtype)
+      : gguf(Gguf::open(folder + "/" + name + ".gguf")),
+        config(read_config(gguf)),
+        context(backend, 0),
+        weights(Weights::load(context, gguf, config, dtype)),
+        batches(examples(config.num_tokens), kTokens, 1) {
+    if (rank > 0) {
+      LoraOptions options;
+      options.rank = rank;
+      options.alpha = 3;
+      options.targets = {Target::kQ, Target::kV, Target::kO, Target::kUp, Target::kDown};
+      lora = std::make_unique<Lora>(context, config, weights, options, 3);
+    } else {
+      weights.add_gradients(context);
+    }
+    parameters = lora ? lora->parameters() : weights.parameters();
+    const Step::Options options = {kTokens, batches.max_sequences(), policy, dtype};
+    step = std::make_unique<Step>(context, config, weights, lora.get(), options, unsloth_tensor{});
+    step->set_denominator(batches.get(0).learned);
+  }
+
+  Buffer *memory() { return lora ? lora->memory() : weights.memory(); }
+
+  std::vector<float> read(const unsloth_tensor &tensor) const {
+    std::vector<float> values(element_count(tensor));
+    check(unsloth_memory_copy(context.get(), values.data(), tensor.data,
+                              values.size() * sizeof(float), UNSLOTH_COPY_KIND_DEVICE_TO_HOST,
+                              context.stream()));
+    context.synchronize();
+    return values;
+  }
+
+  void write(const std::vector<float> &values, const unsloth_tensor &tensor) {
+    const auto offset =
+        static_cast<const char *>(tensor.data) - static_cast<const char *>(memory()->data());
+    memory()->upload(values.data(), values.size() * sizeof(float), static_cast<size_t>(offset));
+  }
+
+  std::vector<std::vector<float>> gradients() const {
+    std::vector<std::vector<float>> all;
+    for (const Parameter &parameter : parameters) all.push_back(read(parameter.gradient));
+    return all;
+  }
+
+  void clear_gradients() const {
+    for (const Parameter &parameter : parameters) {
+      check(unsloth_memory_set(context.get(), parameter.gradient.data, 0,
+                               byte_count(parameter.gradient), context.stream()));
+    }
+  }
+
+  Gguf gguf;
+  ModelConfig config;
+  Context context;
+  Weights weights;
+  std::unique_ptr<Lora> lora;
+  std::vector<Parameter> parameters;
+  Batches batches;
+  std::unique_ptr<Step> step;
+};
+
+double norm(const std::vector<float> &values) {
+  double sum = 0;
+  for (const float value : values) sum += static_cast<double>(value) * value;
+  return std::sqrt(sum);
+}
+
+// Along its own gradient the loss changes by the gradient's norm, for each weight by itself. A
+// fourth-order difference, so that steps can be long beside the rounding of f32.
+void agrees_with_finite_differences(const std::string &name, uint32_t rank) {
+  Setup setup(name, rank, Policy::kNone, UNSLOTH_DTYPE_F32);
+  if (setup.lora) {
+    // B begins at zero, where A has no gradient.
+    Random random(9);
+    for (const Parameter &parameter : setup.parameters) {
+      std::vector<float> values = setup.read(parameter.weight);
+      for (float &value : values) value += static_cast<float>(0.2 * random.uniform() - 0.1);
+      setup.write(values, parameter.weight);
+    }
+  }
+  const Batch batch = setup.batches.get(0);
+  const float loss = setup.step->run(batch);
+  CHECK(std::isfinite(loss) && loss > 0.5F);
+  CHECK_EQUAL(setup.step->evaluate(batch), loss);
+  const std::vector<std::vector<float>> gradients = setup.gradients();
+  for (size_t i = 0; i < setup.parameters.size(); ++i) {
+    const unsloth_tensor &weight = setup.parameters[i].weight;
+    const double slope = norm(gradients[i]);
+    if (!(slope > 1e-3)) {
+      check::fail(__FILE__, __LINE__, name + ": weight " + std::to_string(i) + " has no gradient");
+      continue;
+    }
+    const std::vector<float> values = setup.read(weight);
+    const double length = std::min(0.02, 0.02 / slope);
+    const auto loss_at = [&](double distance) {
+      std::vector<float> moved = values;
+      for (size_t j = 0; j < moved.size(); ++j) {
+        moved[j] += static_cast<float>(distance * gradients[i][j] / slope);
+      }
+      setup.write(moved, weight);
+      return static_cast<double>(setup.step->evaluate(batch));
+    };
+    const double near = loss_at(length) - loss_at(-length);
+    const double far = loss_at(2 * length) - loss_at(-2 * length);
+    const double difference = (8 * near - far) / (12 * length);
+    setup.write(values, weight);
+    const double error = std::fabs(difference - slope) / slope;
+    if (!(error < 5e-3)) {
+      check::fail(__FILE__, __LINE__,
+                  name + ": the gradient of weight " + std::to_string(i) + " of " +
+                      std::to_string(setup.parameters.size()) + " has the norm " +
+                      std::to_string(slope) + ", the loss changes by " +
+                      std::to_string(difference));
+    }
+  }
+}
+
+// What is kept and what is computed again makes no difference to a single bit.
+void policies_agree(uint32_t rank, unsloth_dtype dtype) {
+  std::vector<std::vector<float>> expected;
+  float expected_loss = 0;
+  for (const Policy policy :
+       {Policy::kNone, Policy::kElementwise, Policy::kMlp, Policy::kProjections, Policy::kFull}) {
+    Setup setup("plain_f32", rank, policy, dtype);
+    const auto before = setup.context.memory_stats();
+    const float loss = setup.step->run(setup.batches.get(0));
+    const auto after = setup.context.memory_stats();
+    CHECK_EQUAL(after.peak, before.in_use);  // nothing is allocated in a step
+    const std::vector<std::vector<float>> gradients = setup.gradients();
+    if (expected.empty()) {
+      expected = gradients;
+      expected_loss = loss;
+    }
+    CHECK_EQUAL(loss, expected_loss);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      CHECK(std::memcmp(gradients[i].data(), expected[i].data(),
+                        gradients[i].size() * sizeof(float)) == 0);
+    }
+  }
+}
+
+// Sequences in one batch are sequences in batches of their own, whose gradients add up.
+void batches_add_up(const std::string &name, uint32_t rank) {
+  Setup setup(name, rank, Policy::kFull, UNSLOTH_DTYPE_F32);
+  const Batch packed = setup.batches.get(0);
+  const float loss = setup.step->run(packed);
+  const std::vector<std::vector<float>> expected = setup.gradients();
+  setup.clear_gradients();
+
+  float sum = 0;
+  for (const Example &example : examples(setup.config.num_tokens)) {
+    Batches alone({example}, kTokens, 0);
+    sum += setup.step->run(alone.get(0));
+  }
+  CHECK(std::fabs(sum - loss) < 1e-5F * loss);
+  const std::vector<std::vector<float>> gradients = setup.gradients();
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    std::vector<float> difference = gradients[i];
+    for (size_t j = 0; j < difference.size(); ++j) difference[j] -= expected[i][j];
+    CHECK(norm(difference) <= 1e-4 * norm(expected[i]));
+  }
+}
+
+// Gradients of 16-bit activations are near those of f32, and the loss falls when they are followed.
+void learns_in(unsloth_dtype dtype, uint32_t rank) {
+  Setup setup("plain_f32", rank, Policy::kNone, dtype);
+  const Optimizer::Options options = {
+      1.0, 0.0,   dtype == UNSLOTH_DTYPE_F16 ? Args::LossScale::kDynamic : Args::LossScale::kNone,
+      0.0, dtype, 0};
+  Optimizer optimizer(setup.context, setup.parameters, options);
+  const Step::Options step_options = {kTokens, setup.batches.max_sequences(), Policy::kMlp, dtype};
+  Step step(setup.context, setup.config, setup.weights, setup.lora.get(), step_options,
+            optimizer.loss_scale());
+  const Batch batch = setup.batches.get(0);
+  step.set_denominator(batch.learned);
+  const float first = step.run(batch);
+  optimizer.step(0.01);
+  for (int i = 0; i < 15; ++i) {
+    step.run(batch);
+    optimizer.step(0.01);
+  }
+  const float last = step.evaluate(batch);
+  if (!(last < 0.7F * first)) {
+    check::fail(__FILE__, __LINE__,
+                "the loss went from " + std::to_string(first) + " to " + std::to_string(last) +
+                    " in dtype " + std::to_string(dtype));
+  }
+}
+
+}  // namespace
+}  // namespace llm
+
+int main(int argc, char **argv) {
+  if (argc < 2) return 2;
+  llm::folder = argv[1];
+  if (argc > 2 && std::string(argv[2]) == "cuda") llm::backend = UNSLOTH_BACKEND_CUDA;
+  for (const char *name : {"plain_f32", "llama3_f16", "biases_q4_1", "yarn_q4_0"}) {
+    llm::agrees_with_finite_differences(name, 0);
+  }
+  llm::agrees_with_finite_differences("plain_f32", 3);
+  for (const unsloth_dtype dtype : {UNSLOTH_DTYPE_F32, UNSLOTH_DTYPE_BF16, UNSLOTH_DTYPE_F16}) {
+    llm::policies_agree(0, dtype);
+    llm::policies_agree(4, dtype);
+    llm::learns_in(dtype, 0);
+    llm::learns_in(dtype, 4);
+  }
+  llm::batches_add_up("mqa_bf16", 0);
+  llm::batches_add_up("plain_f32", 2);
+  return check::result();
+}

@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""Runs the trainer as a person does, on small models with random weights."""
+
+import argparse
+import fcntl
+import json
+import pathlib
+import resource
+import signal
+import subprocess
+import tempfile
+import unittest
+
+import gguf_reader
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--trainer", required=True)
+parser.add_argument("--models", required=True, type=pathlib.Path)
+parser.add_argument("--engine", default="", help="an engine that reads what was trained")
+arguments = parser.parse_args()
+
+TEXT = "The quick brown fox jumps over the lazy dog, again and again; 12 times, then 345 more! "
+INTERRUPTED = 130
+
+
+class TrainerTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.text = self.folder / "text.txt"
+        self.text.write_text(TEXT)
+        self.lines = self.folder / "lines.jsonl"
+        rows = [{"prompt": f"again {i}", "completion": f" over the {i * i}"} for i in range(20)]
+        self.lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def command(self, *flags, model="plain_f32", data=None):
+        path = arguments.models / f"{model}.gguf"
+        return [arguments.trainer, "--model", path, "--data", data or self.lines, "--json", *flags]
+
+    def run_trainer(self, *flags, status=0, **options):
+        limit = options.pop("limit", None)
+
+        def limit_files():
+            # Python ignores SIGXFSZ, and so does the trainer then: a write past the limit fails.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        done = subprocess.run(
+            self.command(*flags, **options),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            preexec_fn=limit_files if limit else None,
+            restore_signals=limit is None,
+        )
+        self.assertEqual(done.returncode, status, done.stderr)
+        return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+    def run_engine(self, model, *flags):
+        command = [arguments.engine, "--model", model, "--weights", "f32", "--json", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return json.loads(done.stdout)
+
+    def interrupt(self, after, *flags):
+        """Starts a run and interrupts it when it has reported so many steps."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        run = subprocess.Popen(self.command(*flags), text=True, **pipes)
+        # A pipe that holds few lines: the run waits for them to be read, and cannot be over early.
+        fcntl.fcntl(run.stdout, getattr(fcntl, "F_SETPIPE_SZ", 1031), 4096)
+        reports = [json.loads(run.stdout.readline()) for _ in range(after)]
+        run.send_signal(signal.SIGINT)
+        rest, errors = run.communicate(timeout=120)
+        self.assertEqual(run.returncode, INTERRUPTED, errors)
+        self.assertIn("interrupted after step", errors)
+        return reports + [json.loads(line) for line in rest.splitlines()]
+
+    def test_learns_a_text(self):
+        flags = ["--steps", "20", "--learning-rate", "3e-3", "--output-type", "f32"]
+        output = self.folder / "out.gguf"
+        reports, _ = self.run_trainer(*flags, "--output", output, data=self.text)
+        self.assertEqual([report["step"] for report in reports], list(range(1, 21)))
+        self.assertLess(reports[-1]["loss"], 0.5 * reports[0]["loss"])
+        self.assertGreater(reports[0]["memory"]["real"], 0)
+        self.assertGreater(reports[0]["memory"]["estimated"], 0)
+        if arguments.engine:
+            # What the trainer calls the loss is what the engine calls the mean NLL, but for the
+            # token that ends the text.
+            before = self.run_engine(arguments.models / "plain_f32.gguf", "--perplexity", self.text)
+            after = self.run_engine(output, "--perplexity", self.text)
+            self.assertAlmostEqual(before["mean_nll"], reports[0]["loss"], delta=0.05)
+            self.assertLess(after["mean_nll"], reports[-1]["loss"])
+
+    def test_keeps_what_it_was_not_asked_to_change(self):
+        output = self.folder / "out.gguf"
+        for kind, number in {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}.items():
+            flags = ["--steps", "1", "--output", output, "--output-type", kind]
+            self.run_trainer(*flags, model="llama3_f16")
+            before = gguf_reader.Gguf(arguments.models / "llama3_f16.gguf")
+            after = gguf_reader.Gguf(output)
+            file_type = after.metadata.pop("general.file_type")
+            self.assertEqual(file_type, {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}[kind])
+            self.assertEqual(after.metadata, before.metadata)
+            self.assertEqual(list(after.tensors), list(before.tensors))
+            for name, (shape, tensor_type, _) in after.tensors.items():
+                self.assertEqual(shape, before.tensors[name][0])
+                self.assertEqual(tensor_type, number if len(shape) > 1 else 0)
+            self.assertEqual(after.floats("rope_freqs.weight"), before.floats("rope_freqs.weight"))
+            if arguments.engine:
+                self.run_engine(output, "--prompt", "a", "--tokens", "4", "--temperature", "0")
+
+    def test_lora(self):
+        output, adapter = self.folder / "out.gguf", self.folder / "lora.gguf"
+        flags = ["--lora", "4", "--lora-alpha", "6", "--lora-targets", "q,v,down", "--epochs", "10"]
+        flags += ["--learning-rate", "2e-2", "--batch-tokens", "64", "--accumulate", "2"]
+        flags += ["--output", output, "--output-type", "f32", "--output-lora", adapter]
+        reports, _ = self.run_trainer(*flags)
+        mean = [sum(r["loss"] for r in part) / len(part) for part in (reports[:3], reports[-3:])]
+        self.assertLess(mean[1], 0.9 * mean[0])
+
+        base = gguf_reader.Gguf(arguments.models / "plain_f32.gguf")
+        merged, lora = gguf_reader.Gguf(output), gguf_reader.Gguf(adapter)
+        expected = {
+            "general.architecture": "llama",
+            "general.type": "adapter",
+            "general.name": "plain_f32 LoRA",
+            "general.file_type": 0,
+            "adapter.type": "lora",
+            "adapter.lora.alpha": 6.0,
+        }
+        self.assertEqual(lora.metadata, expected)
+        self.assertEqual(len(lora.tensors), 2 * 2 * 3)
+        for name, (shape, _, _) in base.tensors.items():
+            if name + ".lora_a" not in lora.tensors:
+                self.assertEqual(merged.floats(name), base.floats(name))
+                continue
+            rank, columns = lora.tensors[name + ".lora_a"][0]
+            rows, _ = lora.tensors[name + ".lora_b"][0]
+            self.assertEqual((rows, columns, rank), (*shape, 4))
+            a, b = lora.floats(name + ".lora_a"), lora.floats(name + ".lora_b")
+            self.assertGreater(max(map(abs, b)), 0)
+            before, after = base.floats(name), merged.floats(name)
+            for i in range(0, rows, 7):
+                for j in range(0, columns, 5):
+                    product = sum(b[i * rank + k] * a[k * columns + j] for k in range(rank))
+                    at = i * columns + j
+                    self.assertAlmostEqual(after[at], before[at] + 1.5 * product, places=5)
+
+    def check_resume(self, *flags):
+        flags = [*flags, "--epochs", "40", "--batch-tokens", "64", "--accumulate", "2"]
+        flags += ["--warmup", "5", "--learning-rate", "1e-3", "--output-type", "f32", "--seed", "3"]
+        whole, parts = self.folder / "whole.gguf", self.folder / "parts.gguf"
+        expected, _ = self.run_trainer(*flags, "--output", whole)
+        flags += ["--checkpoint-dir", self.folder / "checkpoints", "--output", parts]
+        first = self.interrupt(2, *flags)
+        self.assertFalse(parts.exists())
+        self.assertLess(len(first), len(expected))
+        rest, _ = self.run_trainer(*flags, "--resume", "--checkpoint", "full")
+        numbers = ["step", "loss", "learning_rate", "gradient_norm", "tokens"]
+        self.assertEqual(
+            [[report[key] for key in numbers] for report in first + rest],
+            [[report[key] for key in numbers] for report in expected],
+        )
+        self.assertEqual(parts.read_bytes(), whole.read_bytes())
+
+    def test_resumes_with_the_same_bits(self):
+        self.check_resume()
+
+    def test_resumes_a_lora_with_the_same_bits(self):
+        self.check_resume("--lora", "4")
+
+    def test_resumes_in_half_precision_with_the_same_bits(self):
+        self.check_resume("--dtype", "f16")
+
+    def test_writes_a_log(self):
+        log = self.folder / "log.jsonl"
+        output = self.folder / "out.gguf"
+        reports, _ = self.run_trainer("--steps", "3", "--output", output, "--log", log)
+        self.assertEqual([json.loads(line) for line in log.read_text().splitlines()], reports)
+
+    def test_says_what_is_wrong_with_files(self):
+        output = self.folder / "out.gguf"
+        bad = self.folder / "bad.jsonl"
+        bad.write_text('{"text": "a"}\n{"text": }\n')
+        _, errors = self.run_trainer("--output", output, data=bad, status=1)
+        self.assertIn("bad.jsonl:2: a value is missing, at character 10", errors)
+        _, errors = self.run_trainer("--output", output, model="nothing", status=1)
+        self.assertIn("nothing.gguf: cannot open: No such file", errors)
+        _, errors = self.run_trainer("--output", self.folder / "no" / "out.gguf", status=1)
+        self.assertIn("cannot create: No such file", errors)
+        self.assertFalse(output.exists())
+        _, errors = self.run_trainer("--output", output, "--steps", "none", status=2)
+        self.assertIn("--steps takes an integer", errors)
+
+    def test_stops_where_the_loss_is_not_finite(self):
+        checkpoints, output = self.folder / "checkpoints", self.folder / "out.gguf"
+        flags = ["--steps", "9", "--batch-tokens", "64", "--learning-rate", "1e30"]
+        flags += ["--schedule", "constant", "--checkpoint-dir", checkpoints, "--save-every", "1"]
+        flags += ["--output", output]
+        reports, errors = self.run_trainer(*flags, status=1)
+        self.assertIn(f"of step {len(reports)} is not finite", errors)
+        self.assertIn(f"the checkpoint of step {len(reports) - 1} is as it was", errors)
+        self.assertEqual([path.name for path in checkpoints.iterdir()], ["trainer.checkpoint"])
+        self.assertFalse(output.exists())
+
+    def test_keeps_the_checkpoint_where_the_disk_is_full(self):
+        checkpoints, output = self.folder / "checkpoints", self.folder / "out.gguf"
+        flags = ["--epochs", "200", "--batch-tokens", "64", "--output", output]
+        flags += ["--checkpoint-dir", checkpoints]
+        self.interrupt(1, *flags)
+        checkpoint = checkpoints / "trainer.checkpoint"
+        before = checkpoint.read_bytes()
+        flags += ["--resume", "--save-every", "1"]
+        _, errors = self.run_trainer(*flags, status=1, limit=1 << 16)
+        self.assertIn("trainer.checkpoint: cannot write: File too large", errors)
+        self.assertEqual(checkpoint.read_bytes(), before)
+        self.assertEqual([path.name for path in checkpoints.iterdir()], ["trainer.checkpoint"])
+
+    def test_refuses_checkpoints_that_do_not_fit(self):
+        checkpoints = self.folder / "checkpoints"
+        flags = ["--steps", "2", "--checkpoint-dir", checkpoints]
+        _, errors = self.run_trainer(*flags, "--resume", status=1)
+        self.assertIn("trainer.checkpoint: cannot open", errors)
+        self.run_trainer(*flags)
+        for other in (["--batch-tokens", "64"], ["--lora", "2"], ["--learning-rate", "0.5"]):
+            _, errors = self.run_trainer(*flags, *other, "--resume", status=1)
+            self.assertIn(f"the checkpoint was made with '{other[0]} ", errors)
+        _, errors = self.run_trainer(*flags, "--resume", data=self.text, status=1)
+        self.assertIn("the checkpoint was made with '--data ", errors)
+
+        checkpoint = checkpoints / "trainer.checkpoint"
+        whole = checkpoint.read_bytes()
+        for damaged in (whole[:-9], whole[:-1], whole[: len(whole) // 2], whole + b"x"):
+            checkpoint.write_bytes(damaged)
+            _, errors = self.run_trainer(*flags, "--resume", status=1)
+            self.assertIn("the checkpoint is damaged", errors)
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 16
+        checkpoint.write_bytes(flipped)
+        _, errors = self.run_trainer(*flags, "--resume", status=1)
+        self.assertIn("its checksum is another", errors)
+        checkpoint.write_bytes(b"something else")
+        _, errors = self.run_trainer(*flags, "--resume", status=1)
+        self.assertIn("not a checkpoint", errors)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=["trainer_test.py"])
