@@ -37,6 +37,8 @@ pub(crate) struct Backward {
     pub dout: RawTensor,
     /// By the weight `[out_features, in_features]`: `[.., in_features]`.
     pub dx: Option<Gradient>,
+    /// Whether `dx` is added to what is there, as where several layers share their input.
+    pub add_dx: bool,
     /// By the input `[.., in_features]`: `[out_features, in_features]`.
     pub dweight: Option<Gradient>,
     /// `[out_features]`.

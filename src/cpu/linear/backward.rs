@@ -64,7 +64,7 @@ impl Backward {
             Operand::by_columns(&self.dout),
         );
         [
-            Product::new(cpu, rows, self.dx.as_ref(), false),
+            Product::new(cpu, rows, self.dx.as_ref(), self.add_dx),
             Product::new(cpu, columns, dweight, self.accumulate),
         ]
     }

@@ -229,6 +229,7 @@ impl<'a> Chunked<'a> {
         let backward = Backward {
             dout: output,
             dx: dx.map(|dx| gradient(self.layer.weights.weight, dx)),
+            add_dx: false,
             dweight: rooms
                 .dweight
                 .or(*dweight)

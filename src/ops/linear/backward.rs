@@ -150,6 +150,7 @@ impl Operation for Params<'_> {
         Ok(Backward {
             dout,
             dx,
+            add_dx: false,
             dweight,
             dbias,
             accumulate: self.accumulate,

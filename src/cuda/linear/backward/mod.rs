@@ -85,7 +85,7 @@ impl Plan<'_> {
     /// The products that have elements to write.
     fn products(&self) -> impl Iterator<Item = Product<'_>> {
         let p = &self.problem;
-        let dx = p.dx.as_ref().map(|g| (Kind::Input, g, false));
+        let dx = p.dx.as_ref().map(|g| (Kind::Input, g, p.add_dx));
         let dweight = p.dweight.as_ref().filter(|_| !self.adds_nothing());
         let dweight = dweight.map(|g| (Kind::Weight, g, p.accumulate));
         let wanted = dx.into_iter().chain(dweight);
@@ -237,6 +237,7 @@ mod tests {
                                 }),
                                 dweight: Some(Gradient { by: x, out: of_w }),
                                 dbias: None,
+                                add_dx: accumulate,
                                 accumulate,
                             };
                             let plan = cuda.plan(problem).unwrap();

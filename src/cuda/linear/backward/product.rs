@@ -112,9 +112,11 @@ impl<'a> Product<'a> {
             out_stride: parameter_stride(self.out),
         };
         if !self.is_of_weight() {
+            let out = (at(self.out, 1), strides[1]);
             return cublaslt::Product {
-                out: at(self.out, 1),
-                out_stride: strides[1],
+                residual: self.accumulate.then_some(out),
+                out: out.0,
+                out_stride: out.1,
                 ..common
             };
         }
