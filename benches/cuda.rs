@@ -449,6 +449,7 @@ fn block<'a>(
         down: bare(down),
         output: linear::Output::Write(out),
         workspace,
+        gate_up_out: None,
     }
 }
 

@@ -51,11 +51,17 @@ HANDLE_ALONE = {
 DEFAULT_PARAMS = {
     "unsloth_context_create": "SUCCESS",
     "unsloth_inference_memory_estimate": "NULL_POINTER",
+    # Those of the forward are not there.
+    "unsloth_mlp_backward": "NULL_POINTER",
+    "unsloth_mlp_backward_supported": "NULL_POINTER",
+    "unsloth_mlp_backward_workspace_size": "NULL_POINTER",
 }
 
 # The same with a pointer misaligned that is meant to be written through, where that is not UNSLOTH_STATUS_INVALID_ARGUMENT.
 MISALIGNED = {
     ("unsloth_kv_cache_sequence_pages_get", "pages"): "INVALID_HANDLE",  # no room is offered there
+    ("unsloth_mlp_backward_supported", "implementation"): "NULL_POINTER",
+    ("unsloth_mlp_backward_workspace_size", "workspace_size"): "NULL_POINTER",
 }
 
 # What a tensor may not ask for: the field, its value, the status, and what the message mentions.

@@ -510,7 +510,7 @@ FIELD(unsloth_linear_cross_entropy_params, denominator, 1544, 136);
 FIELD(unsloth_linear_cross_entropy_params, workspace, 1680, 8);
 FIELD(unsloth_linear_cross_entropy_params, workspace_size, 1688, 8);
 
-STRUCT(unsloth_mlp_params, 1528, 8);
+STRUCT(unsloth_mlp_params, 1664, 8);
 FIELD(unsloth_mlp_params, struct_size, 0, 4);
 FIELD(unsloth_mlp_params, activation, 4, 4);
 FIELD(unsloth_mlp_params, gate_order, 8, 4);
@@ -528,6 +528,25 @@ FIELD(unsloth_mlp_params, residual, 1240, 136);
 FIELD(unsloth_mlp_params, out, 1376, 136);
 FIELD(unsloth_mlp_params, workspace, 1512, 8);
 FIELD(unsloth_mlp_params, workspace_size, 1520, 8);
+FIELD(unsloth_mlp_params, gate_up_out, 1528, 136);
+
+STRUCT(unsloth_mlp_backward_params, 1528, 8);
+FIELD(unsloth_mlp_backward_params, struct_size, 0, 4);
+FIELD(unsloth_mlp_backward_params, accumulate, 4, 4);
+FIELD(unsloth_mlp_backward_params, forward, 8, 8);
+FIELD(unsloth_mlp_backward_params, workspace, 16, 8);
+FIELD(unsloth_mlp_backward_params, workspace_size, 24, 8);
+FIELD(unsloth_mlp_backward_params, gate_up, 32, 136);
+FIELD(unsloth_mlp_backward_params, dout, 168, 136);
+FIELD(unsloth_mlp_backward_params, dx, 304, 136);
+FIELD(unsloth_mlp_backward_params, dgate_weight, 440, 136);
+FIELD(unsloth_mlp_backward_params, dgate_bias, 576, 136);
+FIELD(unsloth_mlp_backward_params, dup_weight, 712, 136);
+FIELD(unsloth_mlp_backward_params, dup_bias, 848, 136);
+FIELD(unsloth_mlp_backward_params, dgate_up_weight, 984, 136);
+FIELD(unsloth_mlp_backward_params, dgate_up_bias, 1120, 136);
+FIELD(unsloth_mlp_backward_params, ddown_weight, 1256, 136);
+FIELD(unsloth_mlp_backward_params, ddown_bias, 1392, 136);
 
 STRUCT(unsloth_loss_scale, 32, 4);
 FIELD(unsloth_loss_scale, dynamic, 0, 4);

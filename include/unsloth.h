@@ -77,6 +77,7 @@
 #define UNSLOTH_LINEAR_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_cross_entropy_params)
 #define UNSLOTH_LINEAR_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_params)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
+#define UNSLOTH_MLP_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_backward_params)
 #define UNSLOTH_MLP_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_params)
 #define UNSLOTH_MODEL_PARAMS_INIT UNSLOTH_INIT(unsloth_model_params)
 #define UNSLOTH_OPTIMIZER_PARAMS_INIT UNSLOTH_INIT(unsloth_optimizer_params)
@@ -2382,7 +2383,93 @@ typedef struct unsloth_mlp_params {
    * Size of `workspace` in bytes.
    */
   size_t workspace_size;
+  /**
+   * Optional, for `unsloth_mlp_backward`: receives gate and up, biases included, `[.., 2 * intermediate]`, contiguous, of the
+   * dtype of `x`. They lie as in `gate_up_weight`; from two weights, gate is first. The call then needs all the workspace that
+   * it asks for.
+   */
+  struct unsloth_tensor gate_up_out;
 } unsloth_mlp_params;
+
+/**
+ * Arguments of `unsloth_mlp_backward`: gradients of the input, the weights and the biases of
+ * `unsloth_mlp_forward`. Each is optional, at least one is there, and what none of them needs is
+ * not computed. (The gradient of a residual is `dout` itself.)
+ *
+ * Gradients of weights and biases are shaped like them, of any float dtype; matrices have any
+ * strides with a contiguous last dimension, biases are contiguous.
+ */
+typedef struct unsloth_mlp_backward_params {
+  /**
+   * `sizeof(unsloth_mlp_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 adds to what the gradients of weights and biases hold, which must be f32 then; 0
+   * overwrites. `dx` is overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * The arguments of the forward: its `x`, weights, biases, activation and order. Its `out`,
+   * `residual`, `gate_up_out` and workspace are not looked at.
+   */
+  const struct unsloth_mlp_params *forward;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_mlp_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+  /**
+   * Optional: what the forward kept in `gate_up_out`, `[.., 2 * intermediate]`, contiguous.
+   * Absent: it is computed again, which gives gradients of the same bits if the kept tensor is
+   * aligned to 16 bytes.
+   */
+  struct unsloth_tensor gate_up;
+  /**
+   * `[.., hidden_out]`: the gradient of `out`, leading dimensions and dtype of `x`, any strides
+   * with a contiguous last dimension.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * Optional: written, like `x`, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: `[intermediate, hidden]`.
+   */
+  struct unsloth_tensor dgate_weight;
+  /**
+   * Optional: `[intermediate]`.
+   */
+  struct unsloth_tensor dgate_bias;
+  /**
+   * Optional: `[intermediate, hidden]`.
+   */
+  struct unsloth_tensor dup_weight;
+  /**
+   * Optional: `[intermediate]`.
+   */
+  struct unsloth_tensor dup_bias;
+  /**
+   * Optional: `[2 * intermediate, hidden]`, where the forward has `gate_up_weight`.
+   */
+  struct unsloth_tensor dgate_up_weight;
+  /**
+   * Optional: `[2 * intermediate]`.
+   */
+  struct unsloth_tensor dgate_up_bias;
+  /**
+   * Optional: `[hidden_out, intermediate]`.
+   */
+  struct unsloth_tensor ddown_weight;
+  /**
+   * Optional: `[hidden_out]`.
+   */
+  struct unsloth_tensor ddown_bias;
+} unsloth_mlp_backward_params;
 
 /**
  * Where the f32 value of a 16-bit weight is kept between steps. A weight of f32 is its own,
@@ -4323,7 +4410,8 @@ unsloth_status unsloth_mlp_supported(struct unsloth_context *ctx,
                                      unsloth_implementation *implementation);
 
 /**
- * Writes the workspace with which the call is fastest to `workspace_size`, in bytes. One
+ * Writes the workspace with which the call is fastest to `workspace_size`, in bytes. With
+ * `gate_up_out` all of it is needed. Otherwise one
  * intermediate, `tokens * intermediate` elements of the dtype of `x`, is needed and refused below;
  * the rest is an offer. On CUDA it is a second intermediate, of up to 2048 tokens, and what
  * products have use for, as `unsloth_linear_workspace_size` says, behind them. With less, each part
@@ -4349,6 +4437,44 @@ unsloth_status unsloth_mlp_workspace_size(struct unsloth_context *ctx,
 unsloth_status unsloth_mlp_forward(struct unsloth_context *ctx,
                                    const struct unsloth_mlp_params *params,
                                    unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->forward` is or
+ * does; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_mlp_backward_supported(struct unsloth_context *ctx,
+                                              const struct unsloth_mlp_backward_params *params,
+                                              unsloth_implementation *implementation);
+
+/**
+ * Writes the workspace that the call needs to `workspace_size`, in bytes: an intermediate, as large
+ * as that of `unsloth_mlp_forward`, then two for gate and up or their gradients, each rounded up to
+ * 256 bytes, and what products have use for, as `unsloth_linear_backward_workspace_size` says. Less where fewer gradients are asked for. Data
+ * pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->forward` is or
+ * does; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_mlp_backward_workspace_size(struct unsloth_context *ctx,
+                                                   const struct unsloth_mlp_backward_params *params,
+                                                   size_t *workspace_size);
+
+/**
+ * Computes the gradients on `stream`. Sums are f32; what passes between products is rounded to the
+ * dtype of `x`. The same inputs give the same bits. Neither allocates device memory nor
+ * synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->forward` is or
+ * does; its tensors and workspace are valid on the context's device until the work has run;
+ * `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_mlp_backward(struct unsloth_context *ctx,
+                                    const struct unsloth_mlp_backward_params *params,
+                                    unsloth_stream stream);
 
 /**
  * Writes to `implementation` which implementation would run the steps of such an optimizer; NULL

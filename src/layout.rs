@@ -20,6 +20,13 @@ pub struct Layout {
 const MAX_ELEMENT_SIZE: usize = 8;
 
 impl Layout {
+    /// Of one dimension without elements.
+    pub(crate) const NONE: Layout = Layout {
+        rank: 1,
+        shape: [0; MAX_RANK],
+        strides: [1; MAX_RANK],
+    };
+
     /// Row-major layout of `shape`.
     ///
     /// # Errors

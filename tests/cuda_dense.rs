@@ -169,6 +169,7 @@ impl Block {
             down: layer(self.down.view()),
             output: Output::Write(self.out.view_mut()),
             workspace: lent(&self.workspace),
+            gate_up_out: None,
         }
     }
 }

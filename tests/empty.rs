@@ -159,6 +159,7 @@ fn mlp_of_nothing() {
             down: weights(&[hidden, intermediate]),
             output: linear::Output::Write(output(DType::F32, &[tokens, hidden])),
             workspace: Workspace::none(),
+            gate_up_out: None,
         };
         assert_eq!(mlp::workspace_size(&ctx, &params).unwrap(), 0);
         mlp::forward(&ctx, &params, Stream::DEFAULT).unwrap();

@@ -266,6 +266,7 @@ fn inference_takes_what_it_says() {
                 down: weights(hidden, intermediate),
                 output: output(DType::F32, &[tokens, hidden]),
                 workspace: Workspace::none(),
+                gate_up_out: None,
             };
             let mlp = mlp::workspace_size(&ctx, &block).unwrap();
             assert_eq!(estimate.workspace, attention.max(mlp) as u64);

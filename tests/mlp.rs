@@ -145,6 +145,7 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
             Some(r) => Output::Add(in_out(in_place, r, &mut out)),
         },
         workspace: Workspace::none(),
+        gate_up_out: None,
     };
     mlp::supported(ctx, &params).unwrap();
     let size = mlp::workspace_size(ctx, &params).unwrap();
@@ -286,6 +287,7 @@ fn misaligned_and_overlapping_workspaces_are_refused() {
             output: Output::Write(out.view_mut()),
             // SAFETY: refused before it is touched, or inside `scratch`.
             workspace: unsafe { Workspace::from_raw(start, 512) },
+            gate_up_out: None,
         };
         mlp::forward(&ctx, &params, Stream::DEFAULT).map_err(|e| e.to_string())
     };

@@ -17,7 +17,7 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "mlp: struct_size is 100, at least 1528 is needed",
+        "mlp: struct_size is 100, at least 1664 is needed",
     ),
     (
         |p| p.x = absent(),
@@ -119,6 +119,47 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
         |p| p.residual = p.down_weight,
         INVALID,
         "mlp: residual has shape [4, 3], out has [2, 4]",
+    ),
+    (
+        |p| p.gate_up_out = p.x,
+        INVALID,
+        "mlp: gate_up_out has shape [2, 4], expected [2, 6]",
+    ),
+    (
+        |p| {
+            p.gate_up_out = p.x;
+            p.gate_up_out.dtype = DType::F16 as u32;
+        },
+        INVALID,
+        "mlp: gate_up_out has dtype f16, x has f32",
+    ),
+    (
+        |p| {
+            p.gate_up_out = p.x;
+            p.gate_up_out.shape[1] = 6;
+            p.gate_up_out.strides = [7, 1, 0, 0, 0, 0];
+        },
+        INVALID,
+        "mlp: gate_up_out has shape [2, 6] with strides [7, 1], it must be contiguous",
+    ),
+    (
+        |p| {
+            p.gate_up_out = p.x;
+            p.gate_up_out.shape[1] = 6;
+            p.gate_up_out.strides = [6, 1, 0, 0, 0, 0];
+            p.workspace_size = 512;
+        },
+        INVALID,
+        "mlp: gate_up_out overlaps x",
+    ),
+    (
+        |p| {
+            p.gate_up_out = p.x;
+            p.gate_up_out.shape[1] = 6;
+            p.gate_up_out.strides = [6, 1, 0, 0, 0, 0];
+        },
+        UNSLOTH_STATUS_WORKSPACE_TOO_SMALL,
+        "mlp: workspace_size is 24 bytes, 256 are required",
     ),
     (|p| p.out.data = p.x.data, INVALID, "mlp: out overlaps x"),
     (

@@ -268,6 +268,20 @@ static void mlp_ready(void) {
   mlp.workspace = workspace;
 }
 
+static unsloth_mlp_backward_params mlp_backward;
+static void mlp_backward_ready(void) {
+  mlp_ready();
+  mlp_backward = (unsloth_mlp_backward_params)UNSLOTH_MLP_BACKWARD_PARAMS_INIT;
+  mlp_backward.forward = &mlp;
+  mlp_backward.dout = in2(TOKENS, HIDDEN);
+  mlp_backward.dx = out2(TOKENS, HIDDEN);
+  mlp_backward.dgate_weight = out2(FFN, HIDDEN);
+  mlp_backward.dup_weight = out2(FFN, HIDDEN);
+  mlp_backward.ddown_weight = out2(HIDDEN, FFN);
+  CHECK_OK(unsloth_mlp_backward_workspace_size(ctx, &mlp_backward, &mlp_backward.workspace_size));
+  mlp_backward.workspace = workspace;
+}
+
 static unsloth_attention_params attention;
 static void attention_of(int64_t queries) {
   with_context();
@@ -653,6 +667,11 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(mlp_supported, mlp_ready, unsloth_mlp_supported, (ctx, &mlp, NULL), OK)                        \
   X(mlp_workspace, mlp_ready, unsloth_mlp_workspace_size, (ctx, &mlp, &size), OK)                  \
   X(mlp, mlp_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                                    \
+  X(mlp_backward_supported, mlp_backward_ready, unsloth_mlp_backward_supported,                    \
+    (ctx, &mlp_backward, NULL), OK)                                                                \
+  X(mlp_backward_workspace, mlp_backward_ready, unsloth_mlp_backward_workspace_size,               \
+    (ctx, &mlp_backward, &size), OK)                                                               \
+  X(mlp_backward, mlp_backward_ready, unsloth_mlp_backward, (ctx, &mlp_backward, NULL), OK)        \
   X(attention_supported, attention_ready, unsloth_attention_supported, (ctx, &attention, NULL),    \
     OK)                                                                                            \
   X(attention_workspace, attention_ready, unsloth_attention_workspace_size,                        \

@@ -228,6 +228,28 @@ static void products(void) {
   mlp.workspace = memory(mlp.workspace_size);
   // Gate, up with the activation, down with the residual.
   CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 3);
+
+  // Gate and up kept: two products, the activation, down with the residual.
+  mlp.gate_up_out = bf16(1, 2 * FFN, -1, -1);
+  CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
+  mlp.workspace = memory(mlp.workspace_size);
+  CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 4);
+
+  // Weights of another dtype than the rest are not for cuBLAS. Gate and up again, the gradient of
+  // their product, theirs, then two products of each weight and one of the last.
+  unsloth_mlp_backward_params block = UNSLOTH_MLP_BACKWARD_PARAMS_INIT;
+  block.forward = &mlp;
+  mlp.gate_weight.dtype = mlp.up_weight.dtype = mlp.down_weight.dtype = UNSLOTH_DTYPE_F32;
+  block.dout = bf16(1, HIDDEN, -1, -1);
+  block.dx = bf16(1, HIDDEN, -1, -1);
+  block.dgate_weight = make(UNSLOTH_DTYPE_F16, FFN, HIDDEN, -1, -1);
+  block.dup_weight = make(UNSLOTH_DTYPE_F16, FFN, HIDDEN, -1, -1);
+  block.ddown_weight = make(UNSLOTH_DTYPE_F16, HIDDEN, FFN, -1, -1);
+  CHECK_OK(unsloth_mlp_backward_workspace_size(ctx, &block, &block.workspace_size));
+  block.workspace = memory(block.workspace_size);
+  CHECK_PATH(unsloth_mlp_backward(ctx, &block, NULL), 9);
+  block.gate_up = mlp.gate_up_out;
+  CHECK_PATH(unsloth_mlp_backward(ctx, &block, NULL), 7);
 }
 
 static void attention(int64_t queries, int64_t keys, unsloth_implementation expected,

@@ -155,6 +155,7 @@ fn mlp_workspace_size(context: &Context, i: &Inference) -> Result<usize> {
         down: weights(hidden, intermediate)?,
         output: Output::Write(out),
         workspace: Workspace::none(),
+        gate_up_out: None,
     };
     mlp::workspace_size(context, &params)
 }

@@ -119,6 +119,20 @@ pub(crate) unsafe fn read<T: Params>(op: &'static str, ptr: *const T) -> Result<
     Ok(value)
 }
 
+/// [`read`], of a struct that another one's field `name` points to.
+///
+/// # Safety
+/// As [`read`].
+pub(crate) unsafe fn read_field<T: Params>(
+    op: &'static str,
+    name: &'static str,
+    ptr: *const T,
+) -> Result<T> {
+    check_pointer(op, name, ptr)?;
+    // SAFETY: the caller's promise.
+    unsafe { read(op, ptr) }.map_err(|error| error.inside(name))
+}
+
 /// Writes a result struct back, no further than the size the caller stated.
 ///
 /// # Safety

@@ -5,7 +5,7 @@ use std::fmt;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
-use crate::tensor::{InOut, RawTensor};
+use crate::tensor::{InOut, RawTensor, TensorMut};
 
 /// A tensor argument of an operation, by name.
 #[derive(Clone, Copy)]
@@ -192,6 +192,29 @@ pub(crate) fn parameter_gradient(gradient: Arg<'_>, accumulate: bool) -> Result<
         return Err(Error::invalid(gradient.op, gradient.name, problem));
     }
     Ok(gradient)
+}
+
+/// The gradient of a parameter that may be absent, of the parameter's shape; it has no use without
+/// the parameter.
+pub(crate) fn gradient_like(
+    op: &'static str,
+    (name, gradient): (&'static str, Option<&TensorMut<'_>>),
+    parameter: Option<&RawTensor>,
+    accumulate: bool,
+) -> Result<Option<RawTensor>> {
+    let Some(gradient) = gradient.map(TensorMut::raw) else {
+        return Ok(None);
+    };
+    let Some(parameter) = parameter else {
+        let of = name.strip_prefix('d').unwrap_or(name);
+        let problem = text!("is there, without {of} it has no use");
+        return Err(Error::invalid(op, name, problem));
+    };
+    parameter_gradient(Arg::new(op, name, &gradient), accumulate)?
+        .shape(parameter.layout.shape())?
+        .last_contiguous()?
+        .writable()?;
+    Ok(Some(gradient))
 }
 
 /// A finite float within bounds.

@@ -11,7 +11,7 @@ use crate::context::{Context, Planned};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
-use crate::problem::{Plan, attention, kv_cache, linear, norm, rms_norm, rope, swiglu};
+use crate::problem::{Plan, attention, kv_cache, linear, mlp, norm, rms_norm, rope, swiglu};
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
 /// What a part and the whole call the same argument, in this order.
@@ -65,6 +65,7 @@ macro_rules! problems {
 }
 
 problems!(
+    Mlp(mlp::Problem),
     Linear(linear::Problem),
     LinearBackward(linear::Backward),
     Swiglu(swiglu::Problem),
@@ -97,7 +98,8 @@ pub(crate) struct Parts<const N: usize> {
     /// Bytes of it that are taken, and that ever were.
     taken: usize,
     most_taken: usize,
-    /// Whether every part has to have all the workspace that it has use for.
+    /// Whether every part has to have all the workspace that it has use for, and takes no memory of
+    /// the host's.
     exact: bool,
     any_batch: bool,
     idle: bool,
@@ -119,8 +121,8 @@ impl<const N: usize> Parts<N> {
     }
 
     /// Needs all the workspace that parts have use for. A part then always runs in the same way, so
-    /// that what is computed again has the same bits.
-    #[allow(dead_code)] // for the training passes of blocks
+    /// that what is computed again has the same bits. On the host products need theirs too: none of
+    /// them finds no memory when others have written.
     pub fn exactly(mut self) -> Self {
         self.exact = true;
         self
@@ -163,7 +165,7 @@ impl<const N: usize> Parts<N> {
 
     /// Gives back what was taken since there were so many bytes: no part that is yet to come reads
     /// it.
-    #[allow(dead_code)] // as above
+    #[allow(dead_code)] // for compositions of blocks
     pub fn give_back(&mut self, taken: usize) {
         self.taken = taken;
     }
@@ -194,6 +196,7 @@ pub(crate) struct PartsPlan<'a, const N: usize> {
     between: usize,
     shared: usize,
     useful: usize,
+    exact: bool,
     idle: bool,
 }
 
@@ -211,6 +214,9 @@ impl<const N: usize> Planned for Parts<N> {
                 false => plan.as_plan().useful(),
             };
             useful = named(op, of_part, names)?.max(useful);
+            if self.exact {
+                useful = plan.as_plan().without_allocating().max(useful);
+            }
             shared = plan.as_plan().needed().max(shared);
             list.push(Part { is: plan, names });
         }
@@ -220,6 +226,7 @@ impl<const N: usize> Planned for Parts<N> {
             between: self.most_taken,
             shared: if self.exact { useful } else { shared },
             useful,
+            exact: self.exact,
             idle: self.idle,
         })
     }
@@ -238,15 +245,29 @@ impl<const N: usize> Plan for PartsPlan<'_, N> {
     fn needed(&self) -> usize {
         match self.idle {
             true => 0,
-            false => self.between + self.shared,
+            false => self.between.saturating_add(self.shared),
         }
     }
 
     fn useful(&self) -> Result<usize> {
         Ok(match self.idle {
             true => 0,
-            false => self.between + self.useful,
+            false => self.between.saturating_add(self.useful),
         })
+    }
+
+    /// The most that a part uses of what is left for all.
+    fn used(&self, given: usize) -> Result<usize> {
+        if self.idle {
+            return Ok(0);
+        }
+        let left = given.saturating_sub(self.between);
+        let mut shared = self.shared;
+        for Part { is, names } in &self.list {
+            let used = named(self.op, self.size_of(is.as_plan(), left), names)?;
+            shared = shared.max(used);
+        }
+        Ok(self.between.saturating_add(shared))
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
@@ -257,25 +278,40 @@ impl<const N: usize> Plan for PartsPlan<'_, N> {
             ptr: scratch.ptr.wrapping_add(self.between),
             size: scratch.size.saturating_sub(self.between),
         };
+        let probed = self.list.iter().filter(|_| self.exact);
+        for Part { is, names } in probed {
+            named(self.op, is.as_plan().probe(), names)?;
+        }
         for Part { is, names } in &self.list {
-            named(self.op, launch(is.as_plan(), shared, stream), names)?;
+            let launched = self.launch_one(is.as_plan(), shared, stream);
+            named(self.op, launched, names)?;
         }
         Ok(())
     }
 }
 
-/// Launches a part with as much of the shared room as a call of its own would use.
-fn launch(plan: &dyn Plan, shared: Scratch, stream: Stream) -> Result<()> {
-    let needed = plan.needed();
-    let size = match shared.size > needed {
-        true => plan.used(shared.size)?.clamp(needed, shared.size),
-        false => needed,
-    };
-    let scratch = match size {
-        0 => Scratch::NONE,
-        _ => Scratch { size, ..shared },
-    };
-    plan.launch(scratch, stream)
+impl<const N: usize> PartsPlan<'_, N> {
+    /// As much of `given` bytes as a call of its own would use for a part, or as keeps it from
+    /// allocating.
+    fn size_of(&self, plan: &dyn Plan, given: usize) -> Result<usize> {
+        let needed = plan.needed();
+        let mut used = needed;
+        if given > needed {
+            used = plan.used(given)?.clamp(needed, given);
+        }
+        Ok(match self.exact {
+            true => plan.without_allocating().min(given).max(used),
+            false => used,
+        })
+    }
+
+    fn launch_one(&self, plan: &dyn Plan, shared: Scratch, stream: Stream) -> Result<()> {
+        let scratch = match self.size_of(plan, shared.size)? {
+            0 => Scratch::NONE,
+            size => Scratch { size, ..shared },
+        };
+        plan.launch(scratch, stream)
+    }
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use unsloth::ffi::layer_norm::*;
 use unsloth::ffi::linear::backward::*;
 use unsloth::ffi::linear::*;
 use unsloth::ffi::linear_cross_entropy::*;
+use unsloth::ffi::mlp::backward::*;
 use unsloth::ffi::mlp::*;
 use unsloth::ffi::rms_norm::backward::*;
 use unsloth::ffi::rms_norm::*;
@@ -55,10 +56,12 @@ struct Scratch<P> {
 pub struct Call<'i, 'b> {
     pub input: &'i mut Input<'b>,
     arena: Arena,
+    /// Structs that the call's own points to.
+    kept: Vec<Box<dyn std::any::Any>>,
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 24] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 25] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -122,6 +125,7 @@ pub const ALL: [fn(&mut Call<'_, '_>); 24] = [
     },
     |call| call.run_mlp(),
     |call| call.run_mlp(),
+    |call| call.run_mlp_backward(),
     |call| {
         let params = call.cast();
         call.finish(params, unsloth_cast_supported, None, unsloth_cast_forward);
@@ -151,6 +155,7 @@ pub fn run(operation: fn(&mut Call<'_, '_>), input: &mut Input) {
     let mut call = Call {
         input,
         arena: Arena::default(),
+        kept: Vec::new(),
     };
     operation(&mut call);
 }
@@ -164,11 +169,17 @@ pub unsafe fn zeroed<P>() -> Box<Stated<P>> {
     unsafe { Box::new(std::mem::zeroed()) }
 }
 
+/// A tensor's shape.
+fn like(t: &unsloth_tensor) -> Vec<i64> {
+    t.shape[..(t.rank as usize).min(t.shape.len())].to_vec()
+}
+
 /// The attention block, on the current batch of a cache if one is given.
 pub fn attention_block(input: &mut Input, batch: &Batch) {
     let mut call = Call {
         input,
         arena: Arena::default(),
+        kept: Vec::new(),
     };
     call.run_attention_block(Some(batch));
 }
@@ -279,6 +290,16 @@ impl Call<'_, '_> {
             unsloth_mlp_workspace_size,
             unsloth_mlp_supported,
             unsloth_mlp_forward
+        ]
+    );
+    with_workspace!(
+        run_mlp_backward,
+        mlp_backward,
+        unsloth_mlp_backward_params,
+        [
+            unsloth_mlp_backward_workspace_size,
+            unsloth_mlp_backward_supported,
+            unsloth_mlp_backward
         ]
     );
     fn run_attention_block(&mut self, batch: Option<&Batch>) {
@@ -706,9 +727,13 @@ impl Call<'_, '_> {
     }
 
     fn mlp(&mut self) -> Box<Stated<unsloth_mlp_params>> {
+        let dtype = self.float_dtype();
+        self.mlp_of(dtype)
+    }
+
+    fn mlp_of(&mut self, dtype: unsloth_dtype) -> Box<Stated<unsloth_mlp_params>> {
         // SAFETY: a params struct.
         let mut stated: Box<Stated<unsloth_mlp_params>> = unsafe { zeroed() };
-        let dtype = self.float_dtype();
         let (leading, hidden) = self.rows();
         let (inner, outer) = (self.extent(20), self.extent(20));
         let shape = [&leading[..], &[outer]].concat();
@@ -727,8 +752,49 @@ impl Call<'_, '_> {
         p.down_bias = self.optional(dtype, &[outer]);
         p.residual = self.optional(dtype, &shape);
         p.out = self.tensor(dtype, &shape);
+        p.gate_up_out = self.optional(dtype, &[&leading[..], &[2 * inner]].concat());
         p.activation = self.flag(2);
         p.gate_order = self.flag(1);
+        stated
+    }
+
+    fn mlp_backward(&mut self) -> Box<Stated<unsloth_mlp_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_mlp_backward_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let mut forward = self.mlp_of(dtype);
+        forward.params.struct_size = size_of::<unsloth_mlp_params>() as u32;
+        let f = forward.params;
+        let p = &mut stated.params;
+        p.forward = &raw const forward.params;
+        self.kept.push(forward);
+        p.accumulate = self.flag(1);
+        let grad_dtype = match p.accumulate {
+            1 => UNSLOTH_DTYPE_F32,
+            _ => dtype,
+        };
+        // A bias has elements where the large tensors of a call may have none.
+        let of_nothing = like(&f.x).last() == Some(&0) || f.down_weight.shape[0] == 0;
+        let bias = |t: &unsloth_tensor| if of_nothing { absent() } else { *t };
+        for (to, of) in [
+            (&mut p.dgate_weight, f.gate_weight),
+            (&mut p.dgate_bias, bias(&f.gate_bias)),
+            (&mut p.dup_weight, f.up_weight),
+            (&mut p.dup_bias, bias(&f.up_bias)),
+            (&mut p.dgate_up_weight, f.gate_up_weight),
+            (&mut p.dgate_up_bias, bias(&f.gate_up_bias)),
+            (&mut p.ddown_weight, f.down_weight),
+            (&mut p.ddown_bias, bias(&f.down_bias)),
+        ] {
+            if of.rank > 0 {
+                *to = self.optional(grad_dtype, &like(&of));
+            }
+        }
+        p.dx = self.optional(dtype, &like(&f.x));
+        p.dout = self.tensor(dtype, &like(&f.out));
+        if f.gate_up_out.rank > 0 {
+            p.gate_up = self.tensor(dtype, &like(&f.gate_up_out));
+        }
         stated
     }
 

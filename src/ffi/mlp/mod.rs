@@ -1,5 +1,7 @@
 //! The gated feed-forward block.
 
+pub mod backward;
+
 use std::ffi::c_void;
 
 use crate::error::{Error, Result};
@@ -13,7 +15,9 @@ use crate::ffi::swiglu::{
 };
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
 use crate::ffi::{unsloth_implementation, unsloth_stream};
+use crate::ops::linear::Output;
 use crate::ops::mlp::{GateUp, Params};
+use crate::tensor::{TensorRef, Workspace};
 
 const OP: &str = "mlp";
 
@@ -59,6 +63,10 @@ pub struct unsloth_mlp_params {
     pub workspace: *mut c_void,
     /// Size of `workspace` in bytes.
     pub workspace_size: usize,
+    /// Optional, for `unsloth_mlp_backward`: receives gate and up, biases included, `[.., 2 * intermediate]`, contiguous, of the
+    /// dtype of `x`. They lie as in `gate_up_weight`; from two weights, gate is first. The call then needs all the workspace that
+    /// it asks for.
+    pub gate_up_out: unsloth_tensor,
 }
 params!(
     unsloth_mlp_params,
@@ -75,6 +83,7 @@ params!(
         down_bias,
         residual,
         out,
+        gate_up_out,
     ]
 );
 
@@ -85,7 +94,25 @@ impl FromC for unsloth_mlp_params {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
             Ok(Params {
-                x: self.x.input(OP, "x")?,
+                output: output_from(OP, &self.residual, &self.out)?,
+                workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+                gate_up_out: self.gate_up_out.optional_output(OP, "gate_up_out")?,
+                ..self.of_input(self.x.input(OP, "x")?)?
+            })
+        }
+    }
+}
+
+impl unsloth_mlp_params {
+    /// The block of an input `x`, without what it writes.
+    ///
+    /// # Safety
+    /// The weights and biases are valid on the context's device while it is used.
+    pub(crate) unsafe fn of_input<'a>(&self, x: TensorRef<'a>) -> Result<Params<'a>> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Ok(Params {
+                x,
                 gate_up: gate_up(self)?,
                 activation: activation_from(OP, self.activation)?,
                 down: weights_from(
@@ -94,8 +121,9 @@ impl FromC for unsloth_mlp_params {
                     &self.down_weight,
                     &self.down_bias,
                 )?,
-                output: output_from(OP, &self.residual, &self.out)?,
-                workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+                output: Output::none(),
+                workspace: Workspace::none(),
+                gate_up_out: None,
             })
         }
     }
@@ -154,7 +182,8 @@ pub unsafe extern "C" fn unsloth_mlp_supported(
     unsafe { operation::supported(ctx, params, implementation) }
 }
 
-/// Writes the workspace with which the call is fastest to `workspace_size`, in bytes. One
+/// Writes the workspace with which the call is fastest to `workspace_size`, in bytes. With
+/// `gate_up_out` all of it is needed. Otherwise one
 /// intermediate, `tokens * intermediate` elements of the dtype of `x`, is needed and refused below;
 /// the rest is an offer. On CUDA it is a second intermediate, of up to 2048 tokens, and what
 /// products have use for, as `unsloth_linear_workspace_size` says, behind them. With less, each part

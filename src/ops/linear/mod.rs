@@ -55,6 +55,14 @@ pub enum Output<'a> {
 }
 
 impl Output<'_> {
+    /// None: for parameters whose output is not looked at, as those of a forward pass that a
+    /// backward pass refers to.
+    pub fn none() -> Output<'static> {
+        // SAFETY: the tensor has no elements.
+        let none = unsafe { TensorMut::from_raw(std::ptr::null_mut(), DType::F32, Layout::NONE) };
+        Output::Write(none)
+    }
+
     pub(crate) fn out(&self) -> RawTensor {
         match self {
             Output::Write(out) => out.raw(),

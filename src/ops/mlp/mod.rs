@@ -1,20 +1,34 @@
 //! The gated feed-forward block of a transformer in one call:
 //! `y = (act(x Wgᵀ + bg) * (x Wuᵀ + bu)) Wdᵀ + bd`, with an optional fused addition of a residual.
 //!
-//! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` in the
-//! workspace, which is all the scratch memory that the call needs. On the CPU gate and up are never
-//! stored. On CUDA they pass through the workspace too, rounded, and the call is faster with room
-//! for two intermediates, and for what products have use for as in [`super::linear`].
+//! Products are accumulated in f32; the activated intermediate is rounded to the dtype of `x` in
+//! the workspace, which is all the scratch memory that the call needs. On the CPU gate and up are
+//! never stored. On CUDA they pass through the workspace too, rounded, and the call is faster with
+//! room for two intermediates, and for what products have use for as in [`super::linear`].
+//!
+//! For a [`backward`](fn@backward) pass gate and up can be kept ([`Params::gate_up_out`]). The call
+//! is then the operations [`linear`](super::linear), [`swiglu`](super::swiglu) and `linear` one
+//! after the other, and needs the whole workspace that it asks for, so that gate and up have the
+//! same bits as those that a backward pass computes again.
+
+pub mod backward;
+mod layer;
+
+pub use backward::backward;
+
+use arrayvec::ArrayVec;
 
 use crate::dtype::DType;
-use crate::error::{Error, Result, text};
-use crate::layout::{Layout, MAX_RANK};
+use crate::error::Result;
+use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, with_last};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parts::Parts;
 use crate::ops::swiglu::{Activation, GateOrder};
-use crate::problem::{linear, mlp::Problem};
-use crate::tensor::{TensorRef, Workspace};
+use crate::problem::mlp::Problem;
+use crate::tensor::{TensorMut, TensorRef, Workspace};
+use layer::Layer;
 
 const OP: &str = "mlp";
 
@@ -31,8 +45,12 @@ pub struct Params<'a> {
     pub down: Weights<'a>,
     /// `[.., hidden_out]`: leading dimensions and dtype of `x`.
     pub output: Output<'a>,
-    /// At least one intermediate; better [`workspace_size`] bytes.
+    /// At least one intermediate; better [`workspace_size`] bytes, which `gate_up_out` needs.
     pub workspace: Workspace<'a>,
+    /// Receives gate and up, biases included, for a backward pass: `[.., 2 * intermediate]`,
+    /// contiguous, of the dtype of `x`. They lie as in a packed weight; from two weights, gate is
+    /// first.
+    pub gate_up_out: Option<TensorMut<'a>>,
 }
 
 /// Gate and up projections.
@@ -58,55 +76,59 @@ pub enum GateUp<'a> {
     },
 }
 
-impl Operation for Params<'_> {
-    const NAME: &'static str = OP;
-    type Problem = Problem;
-
-    fn problem(&self) -> Result<Problem> {
+impl Params<'_> {
+    /// Checks `x` and the weights.
+    fn layer(&self, op: &'static str) -> Result<Layer> {
         let x = self.x.raw();
-        let arg = Arg::new(OP, "x", &x)
+        Arg::new(op, "x", &x)
             .min_rank(1)?
             .dtype(DType::FLOATS)?
             .last_contiguous()?;
-        let hidden = x.layout.dim(x.layout.rank() - 1);
-        let (gate, up) = self.gate_up.problem(hidden)?;
-        let intermediate = gate.out_features();
-        let down = self
-            .down
-            .problem(OP, ("down_weight", "down_bias"), intermediate)?;
+        Layer::new(op, &x, &self.gate_up, self.activation, &self.down)
+    }
+}
+
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    /// One problem of a backend's; where gate and up are kept, three or four.
+    type Problem = Parts<4>;
+
+    fn problem(&self) -> Result<Parts<4>> {
+        let layer = self.layer(OP)?;
+        let x = self.x.raw();
         let mut room = [0; MAX_RANK];
-        self.output
-            .check(OP, arg, with_last(&x, down.out_features(), &mut room))?;
-        // An implementation may have use for two intermediates.
-        let rows = x.layout.num_rows();
-        Layout::contiguous(&[rows.saturating_mul(2), intermediate]).map_err(|_| {
-            let problem = text!("has {rows} rows, too many for an intermediate of {intermediate}");
-            Error::invalid(OP, "x", problem)
-        })?;
-        Ok(Problem {
+        let shape = with_last(&x, layer.down.out_features(), &mut room);
+        self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
+        let (residual, out) = (self.output.residual(), self.output.out());
+        let mut parts = Parts::new(OP, &self.workspace);
+        if let Some(kept) = self.gate_up_out.as_ref().map(TensorMut::raw) {
+            layer.check_kept(OP, "gate_up_out", &x, &kept)?;
+            let mut parts = parts.exactly();
+            layer.push_forward(&mut parts, x, kept, residual, out)?;
+            return Ok(parts);
+        }
+        let [gate, up] = layer.halves()?;
+        let fused = Problem {
             x,
             gate,
             up,
             activation: self.activation,
-            down,
-            residual: self.output.residual(),
-            out: self.output.out(),
-            intermediate,
-        })
+            down: layer.down,
+            residual,
+            out,
+            intermediate: layer.intermediate,
+        };
+        parts.push(Ok(fused), &[])?;
+        Ok(parts)
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
         tensors.read("x", &self.x);
-        match &self.gate_up {
-            GateUp::Apart { gate, up } => {
-                gate.tensors(("gate_weight", "gate_bias"), tensors);
-                up.tensors(("up_weight", "up_bias"), tensors);
-            }
-            GateUp::Packed { weights, .. } => {
-                weights.tensors(("gate_up_weight", "gate_up_bias"), tensors);
-            }
+        for (weights, names) in self.gate_up.weights() {
+            weights.tensors(names, tensors);
         }
         self.down.tensors(("down_weight", "down_bias"), tensors);
+        tensors.write_optional("gate_up_out", self.gate_up_out.as_ref());
         self.output.tensors(tensors);
     }
 
@@ -115,36 +137,16 @@ impl Operation for Params<'_> {
     }
 }
 
-impl GateUp<'_> {
-    fn problem(&self, hidden: usize) -> Result<(linear::Weights, linear::Weights)> {
+impl<'a> GateUp<'a> {
+    /// The matrices, by name.
+    fn weights(&self) -> ArrayVec<(&Weights<'a>, (&'static str, &'static str)), 2> {
         match self {
-            GateUp::Apart { gate, up } => {
-                let gate = gate.problem(OP, ("gate_weight", "gate_bias"), hidden)?;
-                let up = up.problem(OP, ("up_weight", "up_bias"), hidden)?;
-                Arg::new(OP, "up_weight", &up.weight).shape_of(Arg::new(
-                    OP,
-                    "gate_weight",
-                    &gate.weight,
-                ))?;
-                Ok((gate, up))
-            }
-            GateUp::Packed { weights, order } => {
-                let names = ("gate_up_weight", "gate_up_bias");
-                let rows = weights.problem(OP, names, hidden)?.out_features();
-                if !rows.is_multiple_of(2) {
-                    let problem = text!("has {rows} rows, an even number is needed");
-                    return Err(Error::invalid(OP, names.0, problem));
-                }
-                let dim = rows / 2;
-                let half = |start: usize| -> Result<linear::Weights> {
-                    let part = |t: TensorRef<'_>| t.narrowed(0, start * dim, dim).map(|t| t.raw());
-                    Ok(linear::Weights {
-                        weight: part(weights.weight)?,
-                        bias: weights.bias.map(part).transpose()?,
-                    })
-                };
-                let (gate, up) = order.offsets();
-                Ok((half(gate)?, half(up)?))
+            GateUp::Apart { gate, up } => ArrayVec::from([
+                (gate, ("gate_weight", "gate_bias")),
+                (up, ("up_weight", "up_bias")),
+            ]),
+            GateUp::Packed { weights, .. } => {
+                ArrayVec::from_iter([(weights, ("gate_up_weight", "gate_up_bias"))])
             }
         }
     }

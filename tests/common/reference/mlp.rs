@@ -75,3 +75,89 @@ pub fn mlp(
     let middle = rounded(swiglu::swiglu(&gate, &up, activation), activated);
     product(&middle, &layers.down, (intermediate, hidden), residual)
 }
+
+/// Gradients of a matrix and its bias.
+pub type LayerGradients = linear::Gradients;
+
+/// Gradients of a block: of its input, and of gate, up and down (whose `dx` are those of what they
+/// multiply).
+#[derive(Clone, Debug)]
+pub struct Gradients {
+    pub dx: Vec<f64>,
+    pub gate: LayerGradients,
+    pub up: LayerGradients,
+    pub down: LayerGradients,
+}
+
+/// How gradients are computed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Arithmetic {
+    /// In f64.
+    Exact,
+    /// In f32, what passes between products rounded to a dtype. The input's gradient is the sum of two
+    /// products, the first of which is rounded, if weights are apart.
+    Plain { dtype: DType, apart: bool },
+    /// In f64 of magnitudes: bounds of the sums of the last products' terms.
+    Magnitudes,
+}
+
+/// The gradients of the block for that of its output, `hidden_out` columns wide.
+pub fn mlp_backward(
+    dout: &[f64],
+    x: &[f64],
+    layers: &Layers,
+    (rows, hidden, intermediate, hidden_out): (usize, usize, usize, usize),
+    activation: Activation,
+    arithmetic: Arithmetic,
+) -> Gradients {
+    let round = |mut values: Vec<f64>| {
+        match arithmetic {
+            Arithmetic::Plain { dtype, .. } => {
+                values.iter_mut().for_each(|v| *v = round_to(dtype, *v));
+            }
+            Arithmetic::Magnitudes => values.iter_mut().for_each(|v| *v = v.abs()),
+            Arithmetic::Exact => {}
+        }
+        values
+    };
+    let plain = matches!(arithmetic, Arithmetic::Plain { .. });
+    let forward = |layer: &Layer| {
+        let f = if plain {
+            linear::linear_f32
+        } else {
+            linear::linear
+        };
+        let sizes = (rows, hidden, intermediate);
+        f(x, &layer.weight, sizes, layer.bias.as_deref(), None)
+    };
+    let backward = |dout: &[f64], x: &[f64], layer: &Layer, sizes| match arithmetic {
+        Arithmetic::Exact => linear::linear_backward(dout, x, &layer.weight, sizes),
+        Arithmetic::Plain { .. } => linear::linear_backward_f32(dout, x, &layer.weight, sizes),
+        Arithmetic::Magnitudes => {
+            let magnitudes = |t: &[f64]| t.iter().map(|v| v.abs()).collect::<Vec<_>>();
+            let [dout, x, weight] = [dout, x, &layer.weight].map(magnitudes);
+            linear::linear_backward(&dout, &x, &weight, sizes)
+        }
+    };
+    let rounded = |values: Vec<f64>| if plain { round(values) } else { values };
+    let (gate, up) = (rounded(forward(&layers.gate)), rounded(forward(&layers.up)));
+    let activated = rounded(swiglu::swiglu(&gate, &up, activation));
+    let down = backward(
+        dout,
+        &activated,
+        &layers.down,
+        (rows, intermediate, hidden_out),
+    );
+    let dactivated = rounded(down.dx.clone());
+    let with = |f: &dyn Fn(usize) -> f64| round((0..gate.len()).map(f).collect());
+    let dgate = with(&|i| dactivated[i] * up[i] * swiglu::derivative(gate[i], activation));
+    let dup = with(&|i| dactivated[i] * swiglu::activate(gate[i], activation));
+    let gate = backward(&dgate, x, &layers.gate, (rows, hidden, intermediate));
+    let up = backward(&dup, x, &layers.up, (rows, hidden, intermediate));
+    let of_gate = match arithmetic {
+        Arithmetic::Plain { apart: true, .. } => round(gate.dx.clone()),
+        _ => gate.dx.clone(),
+    };
+    let dx = of_gate.iter().zip(&up.dx).map(|(a, b)| a + b).collect();
+    Gradients { dx, gate, up, down }
+}
