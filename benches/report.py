@@ -56,6 +56,7 @@ SUMMARISED = {
     "norm_backward": "norms, gradients",
     "swiglu_backward": "swiglu, gradients",
     "linear_backward": "linear, gradients",
+    "embedding_backward": "embedding, gradients",
     "attention_backward": "attention, gradients",
     "cross_entropy": "cross_entropy",
     "attention_candle": "attention",

@@ -152,8 +152,8 @@ run_compare() {
   local candle name
   candle=$([ ! -x benches/candle ] || echo candle)
   if have_torch; then
-    for op in ${COMPARE-rms_norm layer_norm norm_backward rope swiglu swiglu_backward cross_entropy embedding \
-      kv_append linear linear_backward mlp attention attention_forward attention_backward host calls $candle}; do
+    for op in ${COMPARE-rms_norm layer_norm norm_backward rope swiglu swiglu_backward cross_entropy \
+      embedding embedding_backward kv_append linear linear_backward mlp attention attention_forward attention_backward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
   fi
