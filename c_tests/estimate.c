@@ -53,9 +53,10 @@ int main(void) {
   CHECK_OK(unsloth_training_memory_estimate(&t, &full));
   CHECK(full.saved_activations < all.saved_activations / 10 && full.total < all.total);
 
-  t.checkpointing = 3;
+  t.checkpointing = 6;
   CHECK_FAILS(unsloth_training_memory_estimate(&t, &full), UNSLOTH_STATUS_INVALID_ARGUMENT,
-              "estimate: checkpointing is 3, allowed: 0 (none), 1 (selective), 2 (full)");
+              "estimate: checkpointing is 6, allowed: 0 (none), 1 (selective), 2 (full), "
+              "3 (elementwise), 4 (mlp), 5 (projections)");
   i.kv_cache = NULL;
   CHECK_FAILS(unsloth_inference_memory_estimate(ctx, &i, &memory), UNSLOTH_STATUS_NULL_POINTER,
               "estimate: kv_cache is NULL");

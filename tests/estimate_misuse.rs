@@ -82,9 +82,9 @@ fn bad_training_says_why() {
                 "estimate: optimizer is 4, allowed: 0 (adam), 1 (adam 8-bit), 2 (sgd), 3 (sgd with momentum)",
             ),
             (
-                |t| t.checkpointing = 3,
+                |t| t.checkpointing = 6,
                 INVALID,
-                "estimate: checkpointing is 3, allowed: 0 (none), 1 (selective), 2 (full)",
+                "estimate: checkpointing is 6, allowed: 0 (none), 1 (selective), 2 (full), 3 (elementwise), 4 (mlp), 5 (projections)",
             ),
             (
                 |t| t.dtype = DType::I32 as u32,

@@ -5,6 +5,7 @@ use crate::error::Result;
 
 use super::model::Model;
 use super::{float_size, positive, product, sum};
+pub use crate::problem::decoder_layer::Checkpointing;
 
 /// What an optimizer keeps for each trained parameter. The discriminants are those of the C ABI
 /// (`UNSLOTH_OPTIMIZER_*`).
@@ -45,34 +46,6 @@ impl OptimizerKind {
             OptimizerKind::Sgd => Ok(0),
             OptimizerKind::SgdMomentum => product(what, &[4, parameters]),
         }
-    }
-}
-
-/// Which activations are kept for the backward pass and which computed again. The discriminants are
-/// those of the C ABI (`UNSLOTH_CHECKPOINTING_*`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(u32)]
-#[non_exhaustive]
-pub enum Checkpointing {
-    /// All are kept.
-    #[default]
-    None = 0,
-    /// All but attention's scores are kept (arXiv:2205.05198, section 5, "selective activation
-    /// recomputation"). Flash attention never stores scores, so with it this is the same as keeping
-    /// all.
-    Selective = 1,
-    /// Only each layer's input is kept, and the layer computed again (arXiv:1604.06174;
-    /// arXiv:2205.05198, "full").
-    Full = 2,
-}
-
-impl Checkpointing {
-    /// The policy with this C ABI value.
-    pub fn from_raw(value: u32) -> Option<Checkpointing> {
-        use Checkpointing::{Full, None, Selective};
-        [None, Selective, Full]
-            .into_iter()
-            .find(|c| *c as u32 == value)
     }
 }
 
@@ -136,6 +109,8 @@ struct LayerActivations {
     linear: u64,
     /// Attention's probabilities.
     quadratic: u64,
+    /// Of `linear` what the policy does not keep.
+    dropped: u64,
 }
 
 /// What one layer stores, counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for
@@ -166,6 +141,7 @@ fn layer(t: &Training, tokens: u64, size: u64) -> Result<LayerActivations> {
         product(what, &[3, i])?,
         0,
     ];
+    let kept = t.checkpointing.kept();
     let mut words = 2;
     if m.qk_norm {
         let heads = sum(what, &[m.num_heads, m.num_kv_heads])?;
@@ -185,10 +161,22 @@ fn layer(t: &Training, tokens: u64, size: u64) -> Result<LayerActivations> {
             product(what, &[4, words])?,
         ],
     )?;
+    // The norms' outputs and the product of gate and up are made element by element.
+    let mut dropped = 0;
+    for (is_kept, of) in [
+        (kept.norms, [product(what, &[2, h])?, i, 0]),
+        (kept.gate_up, [i, i, 0]),
+        (kept.qkv, [elements[1], elements[2], elements[5]]),
+    ] {
+        if !is_kept {
+            dropped = sum(what, &[dropped, sum(what, &of)?])?;
+        }
+    }
     Ok(LayerActivations {
         input: product(what, &[tokens, h, size])?,
         linear: product(what, &[tokens, per_token])?,
         quadratic,
+        dropped: product(what, &[tokens, dropped, size])?,
     })
 }
 
@@ -220,6 +208,10 @@ pub fn training_memory(t: &Training) -> Result<TrainingMemory> {
         Checkpointing::None => (whole, 0),
         Checkpointing::Selective => (layer.linear, layer.quadratic),
         Checkpointing::Full => (layer.input, whole),
+        _ => (
+            layer.linear - layer.dropped,
+            sum("activations", &[layer.dropped, layer.quadratic])?,
+        ),
     };
     // After the layers: the last norm's input, and its output, which the output projection reads;
     // one scale per token.

@@ -8,6 +8,7 @@ pub(crate) mod attention;
 pub(crate) mod cast;
 pub(crate) mod chunked;
 pub(crate) mod cross_entropy;
+pub(crate) mod decoder_layer;
 pub(crate) mod embedding;
 pub(crate) mod kv_cache;
 pub(crate) mod layer_norm;
