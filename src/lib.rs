@@ -57,6 +57,7 @@ pub mod dtype;
 pub mod error;
 pub mod estimate;
 pub mod ffi;
+pub mod guide;
 pub mod kv_cache;
 pub mod layout;
 mod log;

@@ -23,7 +23,7 @@ const FLOORS: [&[&str]; 7] = [
         "optimizer",
         "training",
     ],
-    &["candle", "ffi"],
+    &["candle", "ffi", "guide"],
 ];
 
 fn floor(room: &str) -> Option<usize> {
