@@ -75,6 +75,8 @@
 #define UNSLOTH_LAYER_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_layer_norm_params)
 #define UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_backward_params)
 #define UNSLOTH_LINEAR_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_cross_entropy_params)
+#define UNSLOTH_LINEAR_LOGPROB_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_logprob_backward_params)
+#define UNSLOTH_LINEAR_LOGPROB_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_logprob_params)
 #define UNSLOTH_LINEAR_PARAMS_INIT UNSLOTH_INIT(unsloth_linear_params)
 #define UNSLOTH_MEMORY_STATS_INIT UNSLOTH_INIT(unsloth_memory_stats)
 #define UNSLOTH_MLP_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_mlp_backward_params)
@@ -2286,6 +2288,173 @@ typedef struct unsloth_linear_cross_entropy_params {
 } unsloth_linear_cross_entropy_params;
 
 /**
+ * Arguments of `unsloth_linear_logprob_forward`. For a token with logits `z = x weight^T + bias` and
+ * id `t`, with `s = z / temperature`, or `s = softcap tanh(z / softcap) / temperature`:
+ * `lse = ln(sum(exp(s)))`, `logprob = s[t] - lse`, `entropy = -sum(p ln(p))` with `p = exp(s - lse)`.
+ */
+typedef struct unsloth_linear_logprob_params {
+  /**
+   * `sizeof(unsloth_linear_logprob_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 says that `ignore_index` is set; 0 ignores ids of -100.
+   */
+  uint32_t has_ignore_index;
+  /**
+   * With `has_ignore_index`: tokens with this id count for nothing; all that is
+   * computed of them is zero.
+   */
+  int64_t ignore_index;
+  /**
+   * The most tokens whose logits are stored at a time. 0 for as many as
+   * `unsloth_linear_cross_entropy_forward` takes.
+   */
+  int64_t chunk_tokens;
+  /**
+   * Divides logits, after the softcap; 0 for 1.
+   */
+  float temperature;
+  /**
+   * Bounds logits; 0 for none.
+   */
+  float softcap;
+  /**
+   * `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[vocab, hidden]`, any float dtype whatever that of `x`; any strides with a contiguous last
+   * dimension.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: `[vocab]`, any float dtype, contiguous.
+   */
+  struct unsloth_tensor bias;
+  /**
+   * `[..]`, i32 or i64, any strides. One that is neither below `vocab` nor ignored is refused on
+   * the CPU with `UNSLOTH_STATUS_INVALID_ARGUMENT`; with CUDA, where the host cannot look, its
+   * log-probability is NaN.
+   */
+  struct unsloth_tensor ids;
+  /**
+   * Optional, as are `entropy` and `lse`, of which one is there: f32 of the shape of `ids`,
+   * contiguous, the log-probability of each token's id.
+   */
+  struct unsloth_tensor logprobs;
+  /**
+   * Optional: as `logprobs`, the entropy of each token's distribution, in nats.
+   */
+  struct unsloth_tensor entropy;
+  /**
+   * Optional: as `logprobs`, the `lse` of each token.
+   */
+  struct unsloth_tensor lse;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_linear_logprob_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_linear_logprob_params;
+
+/**
+ * Arguments of `unsloth_linear_logprob_backward`: the gradients of what
+ * `unsloth_linear_logprob_forward` computes. One of `dlogprobs` and `dentropy` is there, and one of
+ * `dx`, `dweight` and `dbias`.
+ */
+typedef struct unsloth_linear_logprob_backward_params {
+  /**
+   * `sizeof(unsloth_linear_logprob_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 says that `ignore_index` is set; 0 ignores ids of -100.
+   */
+  uint32_t has_ignore_index;
+  /**
+   * With `has_ignore_index`: tokens with this id count for nothing; they have no
+   * gradient.
+   */
+  int64_t ignore_index;
+  /**
+   * The most tokens whose logits are stored at a time. 0 for as many as
+   * `unsloth_linear_cross_entropy_forward` takes.
+   */
+  int64_t chunk_tokens;
+  /**
+   * Divides logits, after the softcap; 0 for 1.
+   */
+  float temperature;
+  /**
+   * Bounds logits; 0 for none.
+   */
+  float softcap;
+  /**
+   * 1 adds to what `dweight` and `dbias` hold, which must be f32 then; 0 overwrites. `dx` is
+   * overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * Must be zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[vocab, hidden]`, any float dtype whatever that of `x`; any strides with a contiguous last
+   * dimension.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: `[vocab]`, any float dtype, contiguous.
+   */
+  struct unsloth_tensor bias;
+  /**
+   * `[..]`, i32 or i64, any strides. One that is neither below `vocab` nor ignored is refused on
+   * the CPU with `UNSLOTH_STATUS_INVALID_ARGUMENT`; with CUDA, where the host cannot look, its
+   * gradient is NaN, and so is what this is added to.
+   */
+  struct unsloth_tensor ids;
+  /**
+   * Optional: f32 of the shape of `ids`, contiguous, the gradient of `logprobs`. Absent: zeros.
+   */
+  struct unsloth_tensor dlogprobs;
+  /**
+   * Optional: as `dlogprobs`, the gradient of `entropy`. Absent: zeros.
+   */
+  struct unsloth_tensor dentropy;
+  /**
+   * Optional: the gradient of `x`, of its shape and dtype; any strides with a contiguous last
+   * dimension.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: `[vocab, hidden]`, written or added to: the weight's dtype or f32 (any float dtype is
+   * taken); any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dweight;
+  /**
+   * Optional: `[vocab]`, written or added to: the bias's dtype or f32 (any float dtype is taken),
+   * contiguous.
+   */
+  struct unsloth_tensor dbias;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_linear_logprob_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_linear_logprob_backward_params;
+
+/**
  * How much is told: messages of this level and of all before it.
  */
 typedef uint32_t unsloth_log_level;
@@ -4400,6 +4569,88 @@ unsloth_status unsloth_linear_cross_entropy_workspace_size(struct unsloth_contex
 unsloth_status unsloth_linear_cross_entropy_forward(struct unsloth_context *ctx,
                                                     const struct unsloth_linear_cross_entropy_params *params,
                                                     unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give, ids apart.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_linear_logprob_supported(struct unsloth_context *ctx,
+                                                const struct unsloth_linear_logprob_params *params,
+                                                unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace with which the call is fastest: the logits of a
+ * chunk, and what products take. With less the call is slower, or is refused with a status that says
+ * what it needs. Data pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_linear_logprob_workspace_size(struct unsloth_context *ctx,
+                                                     const struct unsloth_linear_logprob_params *params,
+                                                     size_t *workspace_size);
+
+/**
+ * Computes log-probabilities of given ids on `stream`, as DPO and GRPO ask of a policy. Logits are
+ * never stored whole, and rounded to the dtype of `x`; other arithmetic is f32, and the same inputs
+ * give the same bits. Neither allocates device memory nor synchronises, and may be captured into a
+ * CUDA graph. Calls that may run at the same time must not share a workspace.
+ *
+ * What is written may overlap nothing else that is looked at, nor the workspace.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are
+ * valid on the context's device until the work has run; `stream` is NULL or a live stream of that
+ * device.
+ */
+unsloth_status unsloth_linear_logprob_forward(struct unsloth_context *ctx,
+                                              const struct unsloth_linear_logprob_params *params,
+                                              unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give, ids apart.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_linear_logprob_backward_supported(struct unsloth_context *ctx,
+                                                         const struct unsloth_linear_logprob_backward_params *params,
+                                                         unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace with which the call is fastest: the logits of a
+ * chunk, `dweight` and `dbias` in f32 where these have another dtype and there are several chunks, and
+ * what products take. With less the call is slower, or is refused with a status that says what it
+ * needs. Data pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_linear_logprob_backward_workspace_size(struct unsloth_context *ctx,
+                                                              const struct unsloth_linear_logprob_backward_params *params,
+                                                              size_t *workspace_size);
+
+/**
+ * Computes the gradients on `stream`. Logits are multiplied once more, a chunk at a time, and like
+ * their gradient rounded to the dtype of `x`; other arithmetic is f32, parameters' gradients are
+ * rounded once, and the same inputs give the same bits. Neither allocates device memory nor
+ * synchronises, and may be captured into a CUDA graph. Calls that may run at the same time must not
+ * share a workspace.
+ *
+ * What is written may overlap nothing else that is looked at, nor the workspace.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are
+ * valid on the context's device until the work has run; `stream` is NULL or a live stream of that
+ * device.
+ */
+unsloth_status unsloth_linear_logprob_backward(struct unsloth_context *ctx,
+                                               const struct unsloth_linear_logprob_backward_params *params,
+                                               unsloth_stream stream);
 
 /**
  * Sets for the whole process how much is told, and to whom: `callback`, or the standard error

@@ -121,7 +121,7 @@ run_sanitizers() {
     # The longest first.
     for test in ${SANITIZED-linear cuda_attention cuda_dense cast argmax swiglu$hopper mlp mlp_backward cuda \
       memory rope rms_norm layer_norm norm_backward swiglu_backward linear_backward attention_backward \
-      embedding_backward cross_entropy linear_cross_entropy embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
+      embedding_backward cross_entropy linear_cross_entropy linear_logprob embedding kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
       at_most "${SANITIZERS:-8}"
       local slow=()
       # Its threads, which call cuBLAS side by side, did not end under racecheck within minutes; why

@@ -252,6 +252,38 @@ static void head_of(unsloth_dtype dtype) {
   CHECK(head.workspace_size <= sizeof workspace);
   head.workspace = workspace;
 }
+static unsloth_linear_logprob_params logprob;
+static void logprob_ready(void) {
+  with_context();
+  logprob = (unsloth_linear_logprob_params)UNSLOTH_LINEAR_LOGPROB_PARAMS_INIT;
+  logprob.x = in2(TOKENS, HIDDEN);
+  logprob.weight = in2(VOCAB, HIDDEN);
+  logprob.ids = tensor(positions, UNSLOTH_DTYPE_I32, TOKENS, -1, -1, -1);
+  for (int i = 0; i < TOKENS; i++) positions[i] = i % VOCAB;
+  logprob.logprobs = out2(TOKENS, -1);
+  logprob.chunk_tokens = 40;
+  CHECK_OK(unsloth_linear_logprob_workspace_size(ctx, &logprob, &logprob.workspace_size));
+  CHECK(logprob.workspace_size <= sizeof workspace);
+  logprob.workspace = workspace;
+}
+static unsloth_linear_logprob_backward_params logprob_backward;
+static void logprob_backward_ready(void) {
+  with_context();
+  logprob_backward =
+      (unsloth_linear_logprob_backward_params)UNSLOTH_LINEAR_LOGPROB_BACKWARD_PARAMS_INIT;
+  logprob_backward.x = in2(TOKENS, HIDDEN);
+  logprob_backward.weight = in2(VOCAB, HIDDEN);
+  logprob_backward.ids = tensor(positions, UNSLOTH_DTYPE_I32, TOKENS, -1, -1, -1);
+  for (int i = 0; i < TOKENS; i++) positions[i] = i % VOCAB;
+  logprob_backward.dlogprobs = in2(TOKENS, -1);
+  logprob_backward.dx = out2(TOKENS, HIDDEN);
+  logprob_backward.dweight = out2(VOCAB, HIDDEN);
+  logprob_backward.chunk_tokens = 40;
+  CHECK_OK(unsloth_linear_logprob_backward_workspace_size(ctx, &logprob_backward,
+                                                          &logprob_backward.workspace_size));
+  CHECK(logprob_backward.workspace_size <= sizeof workspace);
+  logprob_backward.workspace = workspace;
+}
 static void head_ready(void) { head_of(UNSLOTH_DTYPE_F32); }
 static void head_of_halves_ready(void) { head_of(UNSLOTH_DTYPE_BF16); }
 
@@ -664,6 +696,17 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     OK)                                                                                            \
   X(linear_cross_entropy_halves, head_of_halves_ready, unsloth_linear_cross_entropy_forward,       \
     (ctx, &head, NULL), OK)                                                                        \
+  X(linear_logprob_supported, logprob_ready, unsloth_linear_logprob_supported,                     \
+    (ctx, &logprob, NULL), OK)                                                                     \
+  X(linear_logprob_workspace, logprob_ready, unsloth_linear_logprob_workspace_size,                \
+    (ctx, &logprob, &size), OK)                                                                    \
+  X(linear_logprob, logprob_ready, unsloth_linear_logprob_forward, (ctx, &logprob, NULL), OK)      \
+  X(linear_logprob_backward_supported, logprob_backward_ready,                                     \
+    unsloth_linear_logprob_backward_supported, (ctx, &logprob_backward, NULL), OK)                 \
+  X(linear_logprob_backward_workspace, logprob_backward_ready,                                     \
+    unsloth_linear_logprob_backward_workspace_size, (ctx, &logprob_backward, &size), OK)           \
+  X(linear_logprob_backward, logprob_backward_ready, unsloth_linear_logprob_backward,              \
+    (ctx, &logprob_backward, NULL), OK)                                                            \
   X(mlp_supported, mlp_ready, unsloth_mlp_supported, (ctx, &mlp, NULL), OK)                        \
   X(mlp_workspace, mlp_ready, unsloth_mlp_workspace_size, (ctx, &mlp, &size), OK)                  \
   X(mlp, mlp_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                                    \

@@ -217,6 +217,27 @@ static void products(void) {
   head.dx = head.dweight = (unsloth_tensor){0};
   CHECK_PATH(unsloth_linear_cross_entropy_forward(ctx, &head, NULL), 1 + 2 * 2 + 1);
 
+  unsloth_linear_logprob_params policy = UNSLOTH_LINEAR_LOGPROB_PARAMS_INIT;
+  policy.x = head.x;
+  policy.weight = head.weight;
+  policy.ids = head.targets;
+  policy.logprobs = make(UNSLOTH_DTYPE_F32, 8, -1, -1, -1);
+  policy.chunk_tokens = 4;
+  CHECK_OK(unsloth_linear_logprob_workspace_size(ctx, &policy, &policy.workspace_size));
+  policy.workspace = memory(policy.workspace_size);
+  CHECK_PATH(unsloth_linear_logprob_forward(ctx, &policy, NULL), 2 * 2);
+  unsloth_linear_logprob_backward_params learns = UNSLOTH_LINEAR_LOGPROB_BACKWARD_PARAMS_INIT;
+  learns.x = head.x;
+  learns.weight = head.weight;
+  learns.ids = head.targets;
+  learns.dlogprobs = policy.logprobs;
+  learns.dx = bf16(8, HIDDEN, -1, -1);
+  learns.dweight = make(UNSLOTH_DTYPE_F16, VOCAB, HIDDEN, -1, -1);
+  learns.chunk_tokens = 4;
+  CHECK_OK(unsloth_linear_logprob_backward_workspace_size(ctx, &learns, &learns.workspace_size));
+  learns.workspace = memory(learns.workspace_size);
+  CHECK_PATH(unsloth_linear_logprob_backward(ctx, &learns, NULL), 2 * 4 + 1);
+
   unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;
   mlp.x = bf16(1, HIDDEN, -1, -1);
   mlp.gate_weight = bf16(FFN, HIDDEN, -1, -1);

@@ -24,6 +24,7 @@ pub mod emit;
 pub mod family;
 mod kv_cache;
 mod linear;
+mod logprob;
 mod math;
 mod norm;
 pub mod nvcc;
@@ -72,6 +73,7 @@ const CATALOG: &[Entry] = &[
     ("kv_append", kv_cache::kernels, &[]),
     ("linear", linear::kernels, &[]),
     ("linear_backward", linear::backward::kernels, &[]),
+    ("logprob", logprob::kernels, &[]),
     ("norm", norm::kernels, &[]),
     ("norm_backward", norm::backward::kernels, &[]),
     ("rope", rope::kernels, &[]),

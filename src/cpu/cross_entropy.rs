@@ -14,7 +14,7 @@ use crate::problem::cross_entropy::{Problem, Reduction, Targets, Total};
 use crate::tensor::{RawTensor, Scratch};
 
 /// Partial sums of a token, so that loops vectorise and large vocabularies lose less to rounding.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 /// Elementary operations per logit: an exponential in two passes.
 const COST: usize = 24;
@@ -280,12 +280,25 @@ unsafe fn differentiate<T: Float>(
 #[inline(always)]
 unsafe fn load<T: Float>(p: &Problem, token: usize, columns: &Range<usize>, z: &mut [f32]) {
     // SAFETY: the caller's promise.
-    T::load(
-        unsafe { part_of::<T>(&p.logits, token, columns.clone()) },
-        z,
-    );
-    if p.softcap > 0.0 {
+    unsafe { load_capped::<T>(&p.logits, p.softcap, token, columns, z) };
+}
+
+/// Columns of a row of logits, after a softcap; 0 for none.
+///
+/// # Safety
+/// They are of the checked tensor, whose elements are T, and nobody writes them.
+#[inline(always)]
+pub(super) unsafe fn load_capped<T: Float>(
+    logits: &RawTensor,
+    softcap: f32,
+    row: usize,
+    columns: &Range<usize>,
+    z: &mut [f32],
+) {
+    // SAFETY: the caller's promise.
+    T::load(unsafe { part_of::<T>(logits, row, columns.clone()) }, z);
+    if softcap > 0.0 {
         z.iter_mut()
-            .for_each(|z| *z = p.softcap * math::tanh(*z / p.softcap));
+            .for_each(|z| *z = softcap * math::tanh(*z / softcap));
     }
 }

@@ -14,6 +14,7 @@ mod host;
 pub(crate) mod kv_cache;
 mod layer_norm;
 pub(crate) mod linear;
+mod logprob;
 pub(crate) mod math;
 mod memory;
 pub(crate) mod mlp;

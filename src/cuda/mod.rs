@@ -19,6 +19,7 @@ mod images;
 pub(crate) mod kv_cache;
 pub(crate) mod linear;
 mod loaded;
+mod logprob;
 mod memory;
 pub(crate) mod mlp;
 mod norm;
@@ -61,6 +62,7 @@ loaded::operations!(
     embedding,
     kv_cache,
     linear,
+    logprob,
     norm,
     norm_backward,
     rope,

@@ -23,6 +23,7 @@ pub mod kv_cache_sequence;
 pub mod layer_norm;
 pub mod linear;
 pub mod linear_cross_entropy;
+pub mod linear_logprob;
 pub mod log;
 pub mod memory;
 pub mod mlp;

@@ -17,6 +17,7 @@ pub mod kv_cache;
 pub mod layer_norm;
 pub mod linear;
 pub mod linear_cross_entropy;
+pub mod linear_logprob;
 pub mod mlp;
 mod norm;
 pub(crate) mod operation;

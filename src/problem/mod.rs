@@ -14,6 +14,8 @@ pub(crate) mod kv_cache;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod linear_cross_entropy;
+pub(crate) mod linear_logprob;
+pub(crate) mod logprob;
 pub(crate) mod mlp;
 pub(crate) mod norm;
 pub(crate) mod optimizer;

@@ -14,6 +14,8 @@ use unsloth::ffi::layer_norm::*;
 use unsloth::ffi::linear::backward::*;
 use unsloth::ffi::linear::*;
 use unsloth::ffi::linear_cross_entropy::*;
+use unsloth::ffi::linear_logprob::backward::*;
+use unsloth::ffi::linear_logprob::*;
 use unsloth::ffi::mlp::backward::*;
 use unsloth::ffi::mlp::*;
 use unsloth::ffi::rms_norm::backward::*;
@@ -53,6 +55,19 @@ struct Scratch<P> {
     set: fn(&mut P, *mut u8, usize),
 }
 
+/// A layer over a vocabulary, and the tokens that it is for.
+struct Head {
+    x: unsloth_tensor,
+    dx: unsloth_tensor,
+    weight: unsloth_tensor,
+    bias: unsloth_tensor,
+    ids: unsloth_tensor,
+    /// The shape of `ids`.
+    tokens: Vec<i64>,
+    ignore_index: i64,
+    chunk_tokens: i64,
+}
+
 pub struct Call<'i, 'b> {
     pub input: &'i mut Input<'b>,
     arena: Arena,
@@ -61,7 +76,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 25] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 27] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -113,6 +128,8 @@ pub const ALL: [fn(&mut Call<'_, '_>); 25] = [
     |call| call.run_rms_norm_backward(),
     |call| call.run_cross_entropy(),
     |call| call.run_linear_cross_entropy(),
+    |call| call.run_linear_logprob(),
+    |call| call.run_linear_logprob_backward(),
     |call| call.run_layer_norm_backward(),
     |call| {
         let params = call.swiglu_backward();
@@ -280,6 +297,26 @@ impl Call<'_, '_> {
             unsloth_linear_cross_entropy_workspace_size,
             unsloth_linear_cross_entropy_supported,
             unsloth_linear_cross_entropy_forward
+        ]
+    );
+    with_workspace!(
+        run_linear_logprob,
+        linear_logprob,
+        unsloth_linear_logprob_params,
+        [
+            unsloth_linear_logprob_workspace_size,
+            unsloth_linear_logprob_supported,
+            unsloth_linear_logprob_forward
+        ]
+    );
+    with_workspace!(
+        run_linear_logprob_backward,
+        linear_logprob_backward,
+        unsloth_linear_logprob_backward_params,
+        [
+            unsloth_linear_logprob_backward_workspace_size,
+            unsloth_linear_logprob_backward_supported,
+            unsloth_linear_logprob_backward
         ]
     );
     with_workspace!(
@@ -589,39 +626,94 @@ impl Call<'_, '_> {
     fn linear_cross_entropy(&mut self) -> Box<Stated<unsloth_linear_cross_entropy_params>> {
         // SAFETY: a params struct.
         let mut stated: Box<Stated<unsloth_linear_cross_entropy_params>> = unsafe { zeroed() };
-        let (dtype, weight) = (self.float_dtype(), self.float_dtype());
-        let (mut shape, hidden) = self.rows();
-        if shape.is_empty() {
-            shape.push(1);
-        }
-        let vocab = self.dim(40);
-        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let head = self.head();
         let p = &mut stated.params;
-        p.targets = self.tensor(integer, &shape);
+        (p.x, p.weight, p.bias) = (head.x, head.weight, head.bias);
+        (p.targets, p.dx) = (head.ids, head.dx);
         for of_tokens in [&mut p.losses, &mut p.lse] {
-            *of_tokens = self.optional(UNSLOTH_DTYPE_F32, &shape);
+            *of_tokens = self.optional(UNSLOTH_DTYPE_F32, &head.tokens);
         }
-        shape.push(hidden);
-        p.x = self.tensor(dtype, &shape);
-        p.dx = self.optional(dtype, &shape);
-        p.weight = self.tensor(weight, &[vocab, hidden]);
-        p.bias = self.optional(weight, &[vocab]);
         p.accumulate = self.flag(1);
         let gradient = match p.accumulate {
             1 => UNSLOTH_DTYPE_F32,
-            _ => weight,
+            _ => p.weight.dtype,
         };
+        let [vocab, hidden, ..] = p.weight.shape;
         p.dweight = self.optional(gradient, &[vocab, hidden]);
         p.dbias = self.optional(gradient, &[vocab]);
         for number in [&mut p.loss, &mut p.dloss] {
             *number = self.optional(UNSLOTH_DTYPE_F32, &[1]);
         }
         p.reduction = self.flag(1);
-        p.has_ignore_index = 1;
-        p.ignore_index = i64::from(self.flag(3));
-        p.chunk_tokens = i64::from(self.flag(7));
+        (p.has_ignore_index, p.ignore_index) = (1, head.ignore_index);
+        p.chunk_tokens = head.chunk_tokens;
         p.label_smoothing = self.factor();
         p.z_loss = self.factor();
+        p.softcap = self.factor();
+        stated
+    }
+
+    /// Tokens that have ids, and a weight for them.
+    fn head(&mut self) -> Head {
+        let (dtype, of_weight) = (self.float_dtype(), self.float_dtype());
+        let (mut tokens, hidden) = self.rows();
+        if tokens.is_empty() {
+            tokens.push(1);
+        }
+        let vocab = self.dim(40);
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let ids = self.tensor(integer, &tokens);
+        let of_x = [&tokens[..], &[hidden]].concat();
+        Head {
+            x: self.tensor(dtype, &of_x),
+            dx: self.optional(dtype, &of_x),
+            weight: self.tensor(of_weight, &[vocab, hidden]),
+            bias: self.optional(of_weight, &[vocab]),
+            ids,
+            tokens,
+            // Some ids are ignored.
+            ignore_index: i64::from(self.flag(3)),
+            chunk_tokens: i64::from(self.flag(7)),
+        }
+    }
+
+    fn linear_logprob(&mut self) -> Box<Stated<unsloth_linear_logprob_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_linear_logprob_params>> = unsafe { zeroed() };
+        let head = self.head();
+        let p = &mut stated.params;
+        (p.x, p.weight, p.bias, p.ids) = (head.x, head.weight, head.bias, head.ids);
+        for of_tokens in [&mut p.logprobs, &mut p.entropy, &mut p.lse] {
+            *of_tokens = self.optional(UNSLOTH_DTYPE_F32, &head.tokens);
+        }
+        (p.has_ignore_index, p.ignore_index) = (1, head.ignore_index);
+        p.chunk_tokens = head.chunk_tokens;
+        p.temperature = self.factor();
+        p.softcap = self.factor();
+        stated
+    }
+
+    fn linear_logprob_backward(&mut self) -> Box<Stated<unsloth_linear_logprob_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_linear_logprob_backward_params>> = unsafe { zeroed() };
+        let head = self.head();
+        let p = &mut stated.params;
+        (p.x, p.weight, p.bias, p.ids) = (head.x, head.weight, head.bias, head.ids);
+        for of_tokens in [&mut p.dlogprobs, &mut p.dentropy] {
+            *of_tokens = self.optional(UNSLOTH_DTYPE_F32, &head.tokens);
+        }
+        p.dx = head.dx;
+        p.accumulate = self.flag(1);
+        let gradient = match p.accumulate {
+            1 => UNSLOTH_DTYPE_F32,
+            _ => p.weight.dtype,
+        };
+        let [vocab, hidden, ..] = p.weight.shape;
+        p.dweight = self.optional(gradient, &[vocab, hidden]);
+        p.dbias = self.optional(gradient, &[vocab]);
+        (p.has_ignore_index, p.ignore_index) = (1, head.ignore_index);
+        p.chunk_tokens = head.chunk_tokens;
+        p.temperature = self.factor();
         p.softcap = self.factor();
         stated
     }

@@ -15,10 +15,10 @@ use crate::rows::{self, Sizes, Strides, row_index, row_start};
 pub use sums::kernels as sum_kernels;
 
 /// Threads of a block.
-const THREADS: u32 = 1024;
-const WARPS: u32 = THREADS / 32;
+pub(crate) const THREADS: u32 = 1024;
+pub(crate) const WARPS: u32 = THREADS / 32;
 /// Vectors that a thread loads before it looks at them.
-const UNROLL: u32 = 2;
+pub(crate) const UNROLL: u32 = 2;
 
 /// What the kernel takes besides pointers.
 #[derive(CubeType, Clone, Copy)]
@@ -118,7 +118,7 @@ fn of_block(mine: Sums) -> Sums {
 
 /// Logits after the softcap.
 #[cube]
-fn capped<F: Float, N: Size>(z: Vector<F, N>, softcap: f32) -> Vector<f32, N> {
+pub(crate) fn capped<F: Float, N: Size>(z: Vector<F, N>, softcap: f32) -> Vector<f32, N> {
     let mut s = Vector::<f32, N>::cast_from(z);
     if softcap > 0.0f32 {
         #[unroll]
@@ -209,7 +209,7 @@ fn differentiate<F: Float, N: Size>(
 
 /// Zeros, for a token that is ignored.
 #[cube]
-fn clear<F: Float, N: Size>(dlogits: &mut Array<Vector<F, N>>, to: usize, length: u32) {
+pub(crate) fn clear<F: Float, N: Size>(dlogits: &mut Array<Vector<F, N>>, to: usize, length: u32) {
     let mut i = UNIT_POS_X;
     while i < length {
         dlogits[to + i as usize] = Vector::zeroed();

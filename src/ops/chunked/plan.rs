@@ -20,10 +20,14 @@ const CPU_BYTES: usize = 128 << 20;
 const MOST_TOKENS: usize = 8192;
 const MULTIPLE: usize = 128;
 
+/// What a part and its operation call the same argument.
+pub(crate) type Names = &'static [(&'static str, &'static str)];
+
 /// A layer whose output is made in chunks.
 pub(crate) struct Chunked<'a> {
     ctx: &'a Context,
     op: &'static str,
+    names: Names,
     layer: Layer,
     chunks: Chunks,
 }
@@ -81,7 +85,8 @@ pub(crate) struct Rooms {
 
 impl<'a> Chunked<'a> {
     /// Of a layer whose dimensions of tokens are merged.
-    pub fn new(ctx: &'a Context, op: &'static str, layer: Layer) -> Chunked<'a> {
+    /// `names` has what problems between the products and the operation call the same argument.
+    pub fn new(ctx: &'a Context, (op, names): (&'static str, Names), layer: Layer) -> Chunked<'a> {
         let (mut most, mut multiples) = (layer.chunk_tokens, None);
         if most == 0 {
             let bytes = match ctx.backend() {
@@ -99,6 +104,7 @@ impl<'a> Chunked<'a> {
         Chunked {
             ctx,
             op,
+            names,
             layer,
             chunks,
         }
@@ -258,7 +264,7 @@ impl<'a> Chunked<'a> {
     /// An error of a part as the operation's own: outputs of chunks have the sizes of tokens and of
     /// the vocabulary.
     fn named<T>(&self, result: Result<T>) -> Result<T> {
-        const NAMES: &[(&str, &str)] = &[("out", "weight"), ("dout", "x"), ("logits", "x")];
-        result.map_err(|error| error.within(self.op).renamed(NAMES))
+        const NAMES: Names = &[("out", "weight"), ("dout", "x"), ("logits", "x")];
+        result.map_err(|error| error.within(self.op).renamed(NAMES).renamed(self.names))
     }
 }

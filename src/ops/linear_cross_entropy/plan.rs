@@ -34,7 +34,7 @@ impl Planned for Problem {
 
     fn plan(self, ctx: &Context) -> Result<LossPlan<'_>> {
         let mut plan = LossPlan {
-            chunked: Chunked::new(ctx, OP, self.layer),
+            chunked: Chunked::new(ctx, (OP, &[]), self.layer),
             loss: self.loss,
             implementation: Implementation::Cpu,
             needed: 0,

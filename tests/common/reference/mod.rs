@@ -4,6 +4,7 @@ pub mod attention;
 pub mod cross_entropy;
 pub mod layer_norm;
 pub mod linear;
+pub mod logprob;
 pub mod mlp;
 pub mod norm;
 pub mod optimizer;

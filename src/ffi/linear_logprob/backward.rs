@@ -1,0 +1,163 @@
+//! The backward pass of log-probabilities.
+
+use std::ffi::c_void;
+
+use crate::error::Result;
+use crate::ffi::context::unsloth_context;
+use crate::ffi::cross_entropy::ignored;
+use crate::ffi::operation::{self, FromC};
+use crate::ffi::params::params;
+use crate::ffi::status::unsloth_status;
+use crate::ffi::tensor::{unsloth_tensor, workspace_from};
+use crate::ffi::{count, flag, unsloth_implementation, unsloth_stream};
+use crate::ops::linear::Weights;
+use crate::ops::linear_logprob::backward::Params;
+
+const OP: &str = "linear_logprob_backward";
+
+/// Arguments of `unsloth_linear_logprob_backward`: the gradients of what
+/// `unsloth_linear_logprob_forward` computes. One of `dlogprobs` and `dentropy` is there, and one of
+/// `dx`, `dweight` and `dbias`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_linear_logprob_backward_params {
+    /// `sizeof(unsloth_linear_logprob_backward_params)`.
+    pub struct_size: u32,
+    /// 1 says that `ignore_index` is set; 0 ignores ids of -100.
+    pub has_ignore_index: u32,
+    /// With `has_ignore_index`: tokens with this id count for nothing; they have no
+    /// gradient.
+    pub ignore_index: i64,
+    /// The most tokens whose logits are stored at a time. 0 for as many as
+    /// `unsloth_linear_cross_entropy_forward` takes.
+    pub chunk_tokens: i64,
+    /// Divides logits, after the softcap; 0 for 1.
+    pub temperature: f32,
+    /// Bounds logits; 0 for none.
+    pub softcap: f32,
+    /// 1 adds to what `dweight` and `dbias` hold, which must be f32 then; 0 overwrites. `dx` is
+    /// overwritten always.
+    pub accumulate: u32,
+    /// Must be zero.
+    pub reserved: u32,
+    /// `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+    pub x: unsloth_tensor,
+    /// `[vocab, hidden]`, any float dtype whatever that of `x`; any strides with a contiguous last
+    /// dimension.
+    pub weight: unsloth_tensor,
+    /// Optional: `[vocab]`, any float dtype, contiguous.
+    pub bias: unsloth_tensor,
+    /// `[..]`, i32 or i64, any strides. One that is neither below `vocab` nor ignored is refused on
+    /// the CPU with `UNSLOTH_STATUS_INVALID_ARGUMENT`; with CUDA, where the host cannot look, its
+    /// gradient is NaN, and so is what this is added to.
+    pub ids: unsloth_tensor,
+    /// Optional: f32 of the shape of `ids`, contiguous, the gradient of `logprobs`. Absent: zeros.
+    pub dlogprobs: unsloth_tensor,
+    /// Optional: as `dlogprobs`, the gradient of `entropy`. Absent: zeros.
+    pub dentropy: unsloth_tensor,
+    /// Optional: the gradient of `x`, of its shape and dtype; any strides with a contiguous last
+    /// dimension.
+    pub dx: unsloth_tensor,
+    /// Optional: `[vocab, hidden]`, written or added to: the weight's dtype or f32 (any float dtype is
+    /// taken); any strides with a contiguous last dimension.
+    pub dweight: unsloth_tensor,
+    /// Optional: `[vocab]`, written or added to: the bias's dtype or f32 (any float dtype is taken),
+    /// contiguous.
+    pub dbias: unsloth_tensor,
+    /// Scratch memory, aligned to 256 bytes; see `unsloth_linear_logprob_backward_workspace_size`.
+    pub workspace: *mut c_void,
+    /// Size of `workspace` in bytes.
+    pub workspace_size: usize,
+}
+params!(
+    unsloth_linear_logprob_backward_params,
+    [
+        reserved, x, weight, bias, ids, dlogprobs, dentropy, dx, dweight, dbias
+    ]
+);
+
+impl FromC for unsloth_linear_logprob_backward_params {
+    type Operation<'a> = Params<'a>;
+
+    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run.
+        unsafe {
+            Ok(Params {
+                x: self.x.input(OP, "x")?,
+                weights: Weights {
+                    weight: self.weight.input(OP, "weight")?,
+                    bias: self.bias.optional_input(OP, "bias")?,
+                },
+                ids: self.ids.input(OP, "ids")?,
+                dlogprobs: self.dlogprobs.optional_input(OP, "dlogprobs")?,
+                dentropy: self.dentropy.optional_input(OP, "dentropy")?,
+                dx: self.dx.optional_output(OP, "dx")?,
+                dweight: self.dweight.optional_output(OP, "dweight")?,
+                dbias: self.dbias.optional_output(OP, "dbias")?,
+                accumulate: flag(OP, "accumulate", self.accumulate)?,
+                ignore_index: ignored(OP, self.has_ignore_index, self.ignore_index)?,
+                temperature: self.temperature,
+                softcap: self.softcap,
+                chunk_tokens: count(OP, "chunk_tokens", self.chunk_tokens)?,
+                workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+            })
+        }
+    }
+}
+
+/// Whether this call would run, and by which implementation (written to `implementation` unless
+/// NULL). Data pointers and the workspace are not looked at. The status and message are those the
+/// call itself would give, ids apart.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+/// valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_linear_logprob_backward_supported(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_linear_logprob_backward_params,
+    implementation: *mut unsloth_implementation,
+) -> unsloth_status {
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::supported(ctx, params, implementation) }
+}
+
+/// Writes to `workspace_size` the bytes of workspace with which the call is fastest: the logits of a
+/// chunk, `dweight` and `dbias` in f32 where these have another dtype and there are several chunks, and
+/// what products take. With less the call is slower, or is refused with a status that says what it
+/// needs. Data pointers and the workspace are not looked at.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+/// valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_linear_logprob_backward_workspace_size(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_linear_logprob_backward_params,
+    workspace_size: *mut usize,
+) -> unsloth_status {
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::workspace_size(ctx, params, workspace_size) }
+}
+
+/// Computes the gradients on `stream`. Logits are multiplied once more, a chunk at a time, and like
+/// their gradient rounded to the dtype of `x`; other arithmetic is f32, parameters' gradients are
+/// rounded once, and the same inputs give the same bits. Neither allocates device memory nor
+/// synchronises, and may be captured into a CUDA graph. Calls that may run at the same time must not
+/// share a workspace.
+///
+/// What is written may overlap nothing else that is looked at, nor the workspace.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are
+/// valid on the context's device until the work has run; `stream` is NULL or a live stream of that
+/// device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_linear_logprob_backward(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_linear_logprob_backward_params,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    // SAFETY: this function's contract is that of the generic one.
+    unsafe { operation::launch(ctx, params, stream) }
+}
