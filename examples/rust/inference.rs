@@ -151,6 +151,7 @@ impl Model {
                 down: weights(&layer.down, INTERMEDIATE)?,
                 output: Output::Add(InOut::InPlace(TensorMut::from_slice(&mut hidden, &shape)?)),
                 workspace: Workspace::none(),
+                gate_up_out: None,
             };
             let mut workspace = Buffer::new(ctx, mlp::workspace_size(ctx, &params)?)?;
             params.workspace = workspace.workspace();
