@@ -31,13 +31,27 @@ CONFIGURE := cmake -G Ninja --log-level=NOTICE
 # All but what is generated.
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c)$$')
 
-.PHONY: help demo engine trainer model stage install dist test test-rust test-c test-engine test-trainer test-examples test-dist test-scripts test-cuda gpu-pack bench header fmt lint package fuzz clean
+.PHONY: help demo finetune engine trainer model stage install dist test test-rust test-c test-engine test-trainer test-examples test-dist test-scripts test-cuda gpu-pack bench header fmt lint package fuzz clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: engine model ## Let a small language model write text through the library
 	build/engine/engine --model $(MODEL) --device $(DEVICE) --chat --prompt "$(PROMPT)" --tokens 48 --temperature 0
+
+# What the model is asked before and after. Each question of the data is one line of it.
+QUESTION ?= What is libunsloth?
+ASK = build/engine/engine --device $(DEVICE) --chat --prompt "$(QUESTION)" --tokens 64 --temperature 0 --model
+TUNED := build/finetune
+
+finetune: engine trainer model ## Teach the small language model about this project, in a few minutes
+	mkdir -p $(TUNED)
+	build/trainer/trainer --model $(MODEL) --device $(DEVICE) --data examples/trainer/data/libunsloth.jsonl \
+	  --epochs 8 --batch-tokens 512 --learning-rate 1e-4 --warmup 3 --output $(TUNED)/model.gguf --log $(TUNED)/log.jsonl
+	python3 examples/trainer/scripts/plot_loss.py $(TUNED)/log.jsonl $(TUNED)/loss.svg
+	@echo; echo "== $(QUESTION) Before:"; $(ASK) $(MODEL)
+	@echo; echo "== $(QUESTION) After:"; $(ASK) $(TUNED)/model.gguf
+	@echo; echo "== The model is $(TUNED)/model.gguf, its loss curve $(TUNED)/loss.svg"
 
 # What cargo needs to build with FEATURES.
 .PHONY: compilers
