@@ -1,25 +1,26 @@
 #!/bin/bash
 # Builds what a GPU machine needs into .gpu/, which Git ignores: the library, Rust tests and
-# benchmarks, C tests, the engine, the scripts that compare with PyTorch, the record to compare with,
-# and the script that runs it all. Such a machine needs a driver; compute-sanitizer and PyTorch are
+# benchmarks, C tests, the engine and the trainer, the scripts that compare with PyTorch, the record to
+# compare with, and the script that runs it all. Such a machine needs a driver; compute-sanitizer and PyTorch are
 # used where they are.
 #
 #     scripts/gpu_pack.sh && scp -r .gpu host: && ssh host .gpu/gpu_run.sh
 #
 # PROFILE is Cargo's profile (release) of the library and of what is measured; Rust tests have their
-# own, with its assertions. PACK is the folder. MODEL is a GGUF file for the engine (none: the engine
-# is not run). TESTS names Rust tests; by default all of them, of which each takes the devices that it
+# own, with its assertions. PACK is the folder. MODEL is a GGUF file for the engine and the
+# trainer (none: the engine is not run, and the trainer on small models alone). TESTS names Rust tests; by default all of them, of which each takes the devices that it
 # finds. PROVE=0 leaves out Hopper's kernels with random delays, which nvcc takes minutes for.
 # SAME_BITS=1 adds the comparison with CubeCL's own runtime, CANDLE=1 what runs on candle's CUDA
 # tensors (candle links the CUDA toolkit).
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
+export PATH="$root/.tools/bin:$PATH"
 profile=${PROFILE:-release}
 pack=${PACK:-$root/.gpu}
 mkdir -p "$pack"/{tests,benches,c,lib,include,model}
-rm -f "$pack"/{tests,benches,c,lib,include,model}/* "$pack/engine"
-rm -rf "$pack"/{compare,kernels,prove,record}
+rm -f "$pack"/{tests,benches,c,lib,include,model}/* "$pack"/{engine,trainer}
+rm -rf "$pack"/{compare,kernels,prove,record,trained}
 
 make --no-print-directory CUDA=1 PROFILE="$profile" build-test-c
 soname=$(readelf -d build/prefix/lib/libunsloth.so | sed -n 's/.*SONAME.*\[\(.*\)\]/\1/p')
@@ -33,9 +34,15 @@ for test in build/c_tests/*.c.shared; do
 done
 make --no-print-directory CUDA=1 PROFILE="$profile" engine
 strip -o "$pack/engine" build/engine/engine
+make --no-print-directory CUDA=1 PROFILE="$profile" trainer
+cmake --build build/trainer --target trainer_step_test
+strip -o "$pack/trainer" build/trainer/trainer
+mkdir -p "$pack/trained"
+strip -o "$pack/trained/step_test" build/trainer/tests/trainer_step_test
+python3 examples/trainer/tests/write_models.py "$pack/trained/models"
+cp examples/trainer/data/libunsloth.jsonl "$pack/trained/"
 [ -z "${MODEL:-}" ] || cp "$MODEL" "$pack/model/"
 
-export PATH="$root/.tools/bin:$PATH"
 tests=${TESTS:-$(find tests -maxdepth 1 -name '*.rs' -printf '%f\n' | sed 's/\.rs$//' | grep -vE '^(candle|header|oracle_candle|dlpack|estimate|floors)$')}
 # Unit tests too: some of them need a device.
 select=(--features cuda --lib)

@@ -4,6 +4,7 @@
 #   tests       Rust tests, integration and unit
 #   c           C tests, linked to the shared library
 #   engine      the engine, on a model if the pack has one
+#   trainer     gradients of small models; the trainer, on a model if the pack has one
 #   sanitizers  the tests under compute-sanitizer, where there is one
 #   prove       Hopper's attention with random delays, and on long contexts (needs PyTorch)
 #   benches     Rust benchmarks
@@ -97,6 +98,18 @@ run_engine() {
     --tokens 48 --temperature 0
 }
 
+run_trainer() {
+  [ -x trainer ] || return
+  check trainer.step trained/step_test trained/models cuda
+  [ -n "$model" ] || return
+  check trainer.finetune ./trainer --model "$model" --device cuda --dtype bf16 --epochs 8 \
+    --data trained/libunsloth.jsonl --learning-rate 1e-4 --warmup 3 --json \
+    --output "$out/tuned.gguf" --log "$out/trainer.jsonl"
+  check trainer.asked ./engine --model "$out/tuned.gguf" --device cuda --chat \
+    --prompt "What is libunsloth?" --tokens 64 --temperature 0
+  rm -f "$out/tuned.gguf"
+}
+
 # Tables of cases without the properties, which repeat them at random, and without the fault that is
 # meant. Sanitizers leave the GPU idle, so several run at a time.
 run_sanitizers() {
@@ -180,7 +193,7 @@ main() {
   echo "commit ${UNSLOTH_COMMIT:-unknown}, $(date +%F)"
   nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.draw \
     --format=csv | tee "$out/device.csv"
-  for part in "${@:-tests c engine sanitizers prove benches compare regression}"; do
+  for part in "${@:-tests c engine trainer sanitizers prove benches compare regression}"; do
     # shellcheck disable=SC2086 # the default is a list
     for part in $part; do
       declare -F "run_$part" >/dev/null || { echo "there is no part $part"; return 2; }
