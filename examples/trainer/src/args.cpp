@@ -35,6 +35,7 @@ Args parse_args(int argc, const char *const *argv) {
   std::optional<TensorType> output_type;
   std::optional<uint64_t> epochs;
   bool lora_is_detailed = false;
+  bool no_graph = false;
   const auto text = [](std::string *target) {
     return [target](auto &, auto &value) { *target = value; };
   };
@@ -122,8 +123,10 @@ Args parse_args(int argc, const char *const *argv) {
   const std::map<std::string, bool *> switches = {{"--help", &args.help},
                                                   {"-h", &args.help},
                                                   {"--resume", &args.resume},
-                                                  {"--json", &args.json}};
+                                                  {"--json", &args.json},
+                                                  {"--no-graph", &no_graph}};
   parse_flags(argc, argv, valued, switches);
+  args.graph = !no_graph;
 
   if (args.help) return args;
   if (args.model.empty()) throw UsageError("--model is needed");
@@ -193,6 +196,7 @@ std::string usage() {
          "  --checkpoint POLICY   what is computed again in place of being kept: none, "
          "elementwise,\n"
          "                        mlp, projections or full (none); results are the same\n"
+         "  --no-graph            on a GPU, queue every launch anew in place of replaying a graph\n"
          "  --seed S              of the order of the data and of what begins at random (0)\n"
          "  --json                print one JSON object a step\n"
          "  --log FILE            and write them to a file\n"

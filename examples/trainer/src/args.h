@@ -67,6 +67,7 @@ struct Args {
   LossScale loss_scaling = LossScale::kNone;
   double loss_scale = 0;  // of kFixed
   Policy policy = Policy::kNone;
+  bool graph = true;  // on a GPU, a batch's launches as one
   uint64_t seed = 0;
   bool json = false;
   std::string log;

@@ -24,6 +24,9 @@ Step::Step(const Context &context, const ModelConfig &config, const Weights &wei
       options_(options),
       loss_scale_(loss_scale) {
   reserve();
+  if (options.use_graph && context.backend() == UNSLOTH_BACKEND_CUDA) {
+    driver_ = std::make_unique<CudaDriver>();
+  }
 }
 
 void Step::reserve() {
@@ -77,10 +80,25 @@ void Step::set_denominator(uint64_t learned) {
 
 float Step::run(const Batch &batch) {
   upload(batch);
+  if (driver_ == nullptr || !has_run_) {
+    // Before the first graph, too: libraries of the driver load kernels at their first use.
+    queue_passes();
+    has_run_ = true;
+  } else {
+    // All batches have the same shapes and addresses.
+    if (!graph_) {
+      graph_ =
+          std::make_unique<CudaGraph>(*driver_, context_->stream(), [this] { queue_passes(); });
+    }
+    graph_->launch(context_->stream());
+  }
+  return read_loss();
+}
+
+void Step::queue_passes() {
   queue_forward();
   queue_loss(true);
   queue_backward();
-  return read_loss();
 }
 
 float Step::evaluate(const Batch &batch) {

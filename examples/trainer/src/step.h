@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 #include "config.h"
+#include "cuda_graph.h"
 #include "data.h"
 #include "device.h"
 #include "layer.h"
@@ -20,6 +22,7 @@ class Step {
     uint64_t max_sequences;  // of every batch
     Policy policy;
     unsloth_dtype dtype;  // of activations
+    bool use_graph;       // on a GPU, queue the launches of a batch as one CUDA graph
   };
 
   // Takes all memory that batches need. `lora` is null where the weights themselves are trained;
@@ -39,6 +42,7 @@ class Step {
  private:
   void reserve();
   void upload(const Batch &batch);
+  void queue_passes();
   void queue_forward();
   void queue_loss(bool with_gradients);
   void queue_backward();
@@ -71,6 +75,10 @@ class Step {
   std::optional<Layer> layer_;
   Buffer workspace_;
   Buffer loss_, denominator_;
+
+  std::unique_ptr<CudaDriver> driver_;
+  std::unique_ptr<CudaGraph> graph_;  // the passes of a batch
+  bool has_run_ = false;
 };
 
 }  // namespace llm

@@ -189,7 +189,8 @@ Trainer::Trainer(const Args &args)
                                         args.loss_scale, args.dtype,        args.seed};
   optimizer_ = std::make_unique<Optimizer>(
       context_, lora_ ? lora_->parameters() : weights_.parameters(), optimizer);
-  const Step::Options step = {batches_.tokens(), batches_.max_sequences(), args.policy, args.dtype};
+  const Step::Options step = {batches_.tokens(), batches_.max_sequences(), args.policy, args.dtype,
+                              args.graph};
   step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step,
                                  optimizer_->loss_scale());
   estimate_ = memory_estimate();

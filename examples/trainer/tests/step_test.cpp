@@ -54,7 +54,7 @@ struct Setup {
       weights.add_gradients(context);
     }
     parameters = lora ? lora->parameters() : weights.parameters();
-    const Step::Options options = {kTokens, batches.max_sequences(), policy, dtype};
+    const Step::Options options = {kTokens, batches.max_sequences(), policy, dtype, true};
     step = std::make_unique<Step>(context, config, weights, lora.get(), options, unsloth_tensor{});
     step->set_denominator(batches.get(0).learned);
   }
@@ -208,7 +208,8 @@ void learns_in(unsloth_dtype dtype, uint32_t rank) {
       1.0, 0.0,   dtype == UNSLOTH_DTYPE_F16 ? Args::LossScale::kDynamic : Args::LossScale::kNone,
       0.0, dtype, 0};
   Optimizer optimizer(setup.context, setup.parameters, options);
-  const Step::Options step_options = {kTokens, setup.batches.max_sequences(), Policy::kMlp, dtype};
+  const Step::Options step_options = {kTokens, setup.batches.max_sequences(), Policy::kMlp, dtype,
+                                      true};
   Step step(setup.context, setup.config, setup.weights, setup.lora.get(), step_options,
             optimizer.loss_scale());
   const Batch batch = setup.batches.get(0);

@@ -1,6 +1,6 @@
 // CUDA graphs, by way of the driver. The library's work is queued on an ordinary CUDA stream, so
-// that capturing it needs nothing of the library; and the driver is opened at run time, so that the
-// engine is built without CUDA and runs without a GPU.
+// that capturing it needs nothing of the library; and the driver is opened at run time, so that a
+// program is built without CUDA and runs without a GPU.
 #pragma once
 
 #include <unsloth.h>
