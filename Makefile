@@ -47,7 +47,7 @@ TUNED := build/finetune
 finetune: engine trainer model ## Teach the small language model about this project, in a few minutes
 	mkdir -p $(TUNED)
 	build/trainer/trainer --model $(MODEL) --device $(DEVICE) --data examples/trainer/data/libunsloth.jsonl \
-	  --epochs 8 --batch-tokens 512 --learning-rate 1e-4 --warmup 3 --output $(TUNED)/model.gguf --log $(TUNED)/log.jsonl
+	  --epochs 6 --batch-tokens 512 --learning-rate 1e-4 --warmup 3 --output $(TUNED)/model.gguf --log $(TUNED)/log.jsonl
 	python3 examples/trainer/scripts/plot_loss.py $(TUNED)/log.jsonl $(TUNED)/loss.svg
 	@echo; echo "== $(QUESTION) Before:"; $(ASK) $(MODEL)
 	@echo; echo "== $(QUESTION) After:"; $(ASK) $(TUNED)/model.gguf

@@ -102,7 +102,7 @@ run_trainer() {
   [ -x trainer ] || return
   check trainer.step trained/step_test trained/models cuda
   [ -n "$model" ] || return
-  check trainer.finetune ./trainer --model "$model" --device cuda --dtype bf16 --epochs 8 \
+  check trainer.finetune ./trainer --model "$model" --device cuda --dtype bf16 --epochs 6 \
     --data trained/libunsloth.jsonl --learning-rate 1e-4 --warmup 3 --json \
     --output "$out/tuned.gguf" --log "$out/trainer.jsonl"
   check trainer.asked ./engine --model "$out/tuned.gguf" --device cuda --chat \

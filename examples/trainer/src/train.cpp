@@ -114,6 +114,22 @@ std::string checksum_of(const std::string &path) {
          std::to_string(checksum(file.data(), file.size()));
 }
 
+unsloth_checkpointing checkpointing(Policy policy) {
+  switch (policy) {
+    case Policy::kElementwise:
+      return UNSLOTH_CHECKPOINTING_ELEMENTWISE;
+    case Policy::kMlp:
+      return UNSLOTH_CHECKPOINTING_MLP;
+    case Policy::kProjections:
+      return UNSLOTH_CHECKPOINTING_PROJECTIONS;
+    case Policy::kFull:
+      return UNSLOTH_CHECKPOINTING_FULL;
+    case Policy::kNone:
+      break;
+  }
+  return UNSLOTH_CHECKPOINTING_NONE;
+}
+
 class Trainer {
  public:
   explicit Trainer(const Args &args);
@@ -248,9 +264,7 @@ uint64_t Trainer::memory_estimate() const {
   params.gradient_dtype = UNSLOTH_DTYPE_F32;
   params.master_weights = args_.dtype != UNSLOTH_DTYPE_F32 ? 1 : 0;
   params.optimizer = UNSLOTH_OPTIMIZER_ADAM;
-  // The estimate knows no policies in between.
-  params.checkpointing =
-      args_.policy == Policy::kFull ? UNSLOTH_CHECKPOINTING_FULL : UNSLOTH_CHECKPOINTING_SELECTIVE;
+  params.checkpointing = checkpointing(args_.policy);
   params.model = &model;
   params.batch_size = 1;
   params.sequence_length = static_cast<int64_t>(batches_.tokens());
