@@ -59,6 +59,7 @@ SUMMARISED = {
     "embedding_backward": "embedding, gradients",
     "attention_backward": "attention, gradients",
     "cross_entropy": "cross_entropy",
+    "linear_cross_entropy": "linear_cross_entropy",
     "attention_candle": "attention",
     "attention_hopper": "attention",
     "attention_decode": "attention, decoding",
