@@ -1,4 +1,4 @@
-// JSON, examples and their masks, packing.
+// JSON, examples and their masks, packing. The argument is data/libunsloth.jsonl.
 #include "data.h"
 
 #include <algorithm>
@@ -180,6 +180,19 @@ void bad_files() {
                "cannot open");
 }
 
+// What `make finetune` teaches: a question and an answer a line, and none of them cut.
+void shipped_file(const std::string &path) {
+  const TestModel model;
+  const Dataset dataset = read_dataset(path, model.gguf, model.tokenizer, 512);
+  CHECK(dataset.examples.size() >= 40);
+  CHECK_EQUAL(dataset.cut, 0U);
+  for (const Example &example : dataset.examples) {
+    const std::string answer = learned(example);
+    CHECK(answer.size() > 10);
+    CHECK_EQUAL(answer.find('$'), answer.size() - 1);
+  }
+}
+
 std::vector<Example> counted(size_t count) {
   std::vector<Example> examples;
   for (size_t i = 0; i < count; ++i) {
@@ -244,7 +257,9 @@ void packing() {
 }  // namespace
 }  // namespace llm
 
-int main() {
+int main(int argc, char **argv) {
+  if (argc != 2) return 2;
+  llm::shipped_file(argv[1]);
   llm::json();
   llm::examples();
   llm::bad_files();

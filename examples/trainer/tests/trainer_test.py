@@ -8,8 +8,10 @@ import pathlib
 import resource
 import signal
 import subprocess
+import sys
 import tempfile
 import unittest
+import xml.etree.ElementTree
 
 import gguf_reader
 
@@ -21,6 +23,7 @@ arguments = parser.parse_args()
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again; 12 times, then 345 more! "
 INTERRUPTED = 130
+PLOT = pathlib.Path(__file__).resolve().parent.parent / "scripts" / "plot_loss.py"
 
 
 class TrainerTest(unittest.TestCase):
@@ -177,6 +180,10 @@ class TrainerTest(unittest.TestCase):
         output = self.folder / "out.gguf"
         reports, _ = self.run_trainer("--steps", "3", "--output", output, "--log", log)
         self.assertEqual([json.loads(line) for line in log.read_text().splitlines()], reports)
+        curve = self.folder / "loss.svg"
+        subprocess.run([sys.executable, PLOT, log, curve], timeout=60, check=True)
+        circles = xml.etree.ElementTree.parse(curve).findall("{http://www.w3.org/2000/svg}circle")
+        self.assertEqual(len(circles), len(reports))
 
     def test_says_what_is_wrong_with_files(self):
         output = self.folder / "out.gguf"
