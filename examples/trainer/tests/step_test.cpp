@@ -121,7 +121,7 @@ void agrees_with_finite_differences(const std::string &name, uint32_t rank) {
   const Batch batch = setup.batches.get(0);
   const float loss = setup.step->run(batch);
   CHECK(std::isfinite(loss) && loss > 0.5F);
-  CHECK_EQUAL(setup.step->evaluate(batch), loss);
+  CHECK(std::fabs(setup.step->evaluate(batch) - loss) < 1e-5F * loss);
   const std::vector<std::vector<float>> gradients = setup.gradients();
   for (size_t i = 0; i < setup.parameters.size(); ++i) {
     const unsloth_tensor &weight = setup.parameters[i].weight;
