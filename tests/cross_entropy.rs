@@ -213,6 +213,62 @@ fn the_definition_is_its_own_derivative() {
     }
 }
 
+/// Logits of minus infinity, as a mask of the vocabulary leaves them, are as none.
+#[test]
+fn logits_may_be_minus_infinity() {
+    for ctx in contexts() {
+        for dtype in FLOATS {
+            let rng = &mut rng();
+            let (tokens, vocab, masked) = (3, 600, 24);
+            let few = TestTensor::normal(rng, dtype, contiguous(&[tokens, masked])).values();
+            let all: Vec<f64> = few
+                .chunks(masked)
+                .flat_map(|row| [row, &vec![f64::NEG_INFINITY; vocab - masked]].concat())
+                .collect();
+            let targets = [3, IGNORE_INDEX, 0];
+            let loss = Loss {
+                ignore_index: IGNORE_INDEX,
+                label_smoothing: 0.0,
+                z_loss: 0.0,
+                softcap: 0.0,
+            };
+            let expected = loss.tokens(&few, &targets, masked);
+            let mut logits = TestTensor::of(dtype, &[tokens, vocab], &all).upload(&ctx);
+            let as_floats = targets.map(|t| t as f64);
+            let targets = TestTensor::of(DType::I64, &[tokens], &as_floats).upload(&ctx);
+            let of_tokens = TestTensor::poisoned(DType::F32, contiguous(&[tokens]));
+            let mut losses = of_tokens.upload(&ctx);
+            let params = Params {
+                logits: Logits::Differentiate(unsloth::InOut::InPlace(logits.view_mut())),
+                targets: targets.view(),
+                loss: None,
+                losses: Some(losses.view_mut()),
+                lse: None,
+                dloss: None,
+                denominator: None,
+                reduction: Reduction::Sum,
+                ignore_index: IGNORE_INDEX,
+                label_smoothing: 0.0,
+                z_loss: 0.0,
+                softcap: 0.0,
+                workspace: Workspace::none(),
+            };
+            cross_entropy::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+            let (losses, dlogits) = (losses.download_output(), logits.download_output());
+            let terms = &expected.loss_terms;
+            let (of, f32) = (&expected.losses, DType::F32);
+            assert_close_of_sums("losses", f32, &losses.values(), of, terms, 32.0);
+            for (i, row) in dlogits.values().chunks(vocab).enumerate() {
+                let of_row = i * masked..(i + 1) * masked;
+                let gradients = &expected.gradients[of_row.clone()];
+                let terms = &expected.gradient_terms[of_row];
+                assert_close_of_sums("dlogits", dtype, &row[..masked], gradients, terms, 32.0);
+                assert!(row[masked..].iter().all(|g| *g == 0.0));
+            }
+        }
+    }
+}
+
 /// Greater than the vocabulary and less than zero: refused where the host can look, NaN elsewhere.
 #[test]
 fn targets_outside_are_seen() {

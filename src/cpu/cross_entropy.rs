@@ -176,8 +176,13 @@ unsafe fn one_token<T: Float>(
         let sums = unsafe { sums_of::<T>(p, token, target as usize) };
         lse = sums.lse;
         let spread = p.label_smoothing / vocab as f32;
-        loss = lse - (1.0 - p.label_smoothing) * sums.target - spread * sums.total
-            + p.z_loss * lse * lse;
+        // Logits may be minus infinity where no probability is spread over them.
+        let smooth = if spread > 0.0 {
+            spread * sums.total
+        } else {
+            0.0
+        };
+        loss = lse - (1.0 - p.label_smoothing) * sums.target - smooth + p.z_loss * lse * lse;
         if let Some(dlogits) = &p.dlogits {
             // SAFETY: the caller's promise.
             unsafe { differentiate::<T>(p, dlogits, token, target as usize, lse, scale) };

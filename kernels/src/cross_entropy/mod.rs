@@ -273,8 +273,12 @@ fn cross_entropy<F: Float, N: Size>(
         if UNIT_POS_X == 0u32 {
             if args.has_losses != 0u32 {
                 let share = 1.0f32 - args.label_smoothing;
-                losses[token] =
-                    lse - share * of_target - args.spread * sums.total + args.z_loss * lse * lse;
+                // Logits may be minus infinity where no probability is spread over them.
+                let mut smooth = 0.0f32;
+                if args.spread > 0.0f32 {
+                    smooth = args.spread * sums.total;
+                }
+                losses[token] = lse - share * of_target - smooth + args.z_loss * lse * lse;
             }
             if args.has_lse != 0u32 {
                 lses[token] = lse;
