@@ -5,358 +5,179 @@ mod common;
 #[path = "linear_logprob/misuse.rs"]
 mod misuse;
 
-use common::reference::linear::{
-    Gradients, linear, linear_backward, linear_backward_f32, linear_f32,
-};
-use common::reference::logprob::{Logprob, Tokens};
+use common::head::{EXACT, Functions, Inputs, Layer, PLAIN, greatest, half_of, layers};
+use common::head::{magnitudes, run_in_workspace};
+use common::reference::linear::{Gradients, linear};
+use common::reference::logprob::Logprob;
 use common::rules::epsilon;
-use common::tensor::{strided_rows, transposed};
 use common::{
-    DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, assert_gradient_rule, contexts,
-    cut_off, rng, rounded,
+    DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, contiguous, rng, rounded,
 };
 use rand::Rng;
 use unsloth::ops::cross_entropy::IGNORE_INDEX;
-use unsloth::ops::linear::Weights;
-use unsloth::ops::linear_logprob::{self as head, Params, backward};
-use unsloth::{Context, DType, Error, Layout, Result, Stream, Workspace};
+use unsloth::ops::linear_logprob::{self as head, Params};
+use unsloth::{Context, DType, Stream, Workspace};
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Case {
-    x: Layout,
-    dx: Layout,
-    ids: Layout,
-    weight: Layout,
-    bias: bool,
-    ids_dtype: DType,
+    layer: Layer,
     logprob: Logprob,
     /// Of log-probabilities, and of entropies.
     given: [bool; 2],
-    /// Of `x`, of the weight, of the bias.
-    gradients: [bool; 3],
-    accumulate: bool,
-    chunk_tokens: usize,
-    skew: usize,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 fn cases() -> Vec<Case> {
-    let mut cases = Vec::new();
-    let of = |leading: &[usize], hidden: usize| {
-        let x = contiguous(&[leading, &[hidden]].concat());
-        (x, x, contiguous(leading))
+    let case = |(i, (layer, features)): (usize, (Layer, usize))| {
+        let bit = |n: usize| features >> n & 1 == 1;
+        Case {
+            layer,
+            logprob: Logprob {
+                ignore_index: layer.ignore_index,
+                temperature: if bit(2) { 0.75 } else { 1.0 },
+                softcap: if bit(0) { 2.5 } else { 0.0 },
+            },
+            given: [i % 3 != 0, i % 3 != 1],
+        }
     };
-    for (i, ((x, dx, ids), vocab, gap)) in [
-        (of(&[1], 1), 1, 0),
-        (of(&[7], 20), 33, 0),
-        (of(&[0], 8), 16, 0),
-        (of(&[2, 4, 5], 32), 96, 8),
-        (of(&[3], 8), 600, 0),
-        (
-            (
-                transposed(&[5, 4, 32], 0, 1),
-                strided_rows(&[5, 4, 32], 3),
-                transposed(&[5, 4], 0, 1),
-            ),
-            64,
-            1,
-        ),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let hidden = x.dim(x.rank() - 1);
-        for features in 0..8 {
-            let bit = |n: usize| (features + i) >> n & 1 == 1;
-            cases.push(Case {
-                x,
-                dx,
-                ids,
-                weight: strided_rows(&[vocab, hidden], gap),
-                bias: bit(1),
-                ids_dtype: if bit(1) { DType::I64 } else { DType::I32 },
-                logprob: Logprob {
-                    ignore_index: if bit(0) { 0 } else { IGNORE_INDEX },
-                    temperature: if bit(2) { 0.75 } else { 1.0 },
-                    softcap: if bit(0) { 2.5 } else { 0.0 },
-                },
-                given: [features % 3 != 0, features % 3 != 1],
-                gradients: match features {
-                    4 => [true, false, false],
-                    5 => [false, true, false],
-                    6 => [false, false, true],
-                    _ => [true; 3],
-                },
-                accumulate: bit(0) && bit(1),
-                chunk_tokens: [0, 1, 4, 1000][(features + i) % 4],
-                skew: usize::from(features == 5),
-            });
-        }
-    }
-    cases
+    layers().into_iter().enumerate().map(case).collect()
 }
 
-/// Inputs of both passes.
-struct Inputs {
-    x: TestTensor,
-    weight: TestTensor,
-    bias: Option<TestTensor>,
-    ids: TestTensor,
-    dlogprobs: TestTensor,
-    dentropy: TestTensor,
-}
-
-/// Inputs on a device.
-struct There {
-    x: DeviceTensor,
-    weight: DeviceTensor,
-    bias: Option<DeviceTensor>,
-    ids: DeviceTensor,
-}
-
-/// Runs a call with what is needed of a workspace, of which a byte less is refused, or with all that
-/// is useful.
-fn run_in_workspace(
-    ctx: &Context,
-    size: usize,
-    useful: bool,
-    mut call: impl FnMut(Workspace<'static>) -> Result<()>,
-) {
-    let mut size = size;
-    if !useful {
-        size = match call(Workspace::none()) {
-            Err(Error::WorkspaceTooSmall { required, .. }) => required,
-            done => return done.unwrap(),
-        };
-    }
-    let memory = TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx);
-    // SAFETY: `size` bytes from the start of the tensor are its elements, which nothing else uses
-    // while the call runs.
-    let lent = |size| unsafe { Workspace::from_raw(memory.data().cast(), size) };
-    if !useful {
-        let refused = call(lent(size - 1)).unwrap_err();
-        assert!(
-            matches!(refused, Error::WorkspaceTooSmall { .. }),
-            "{refused}"
-        );
-    }
-    call(lent(size)).unwrap();
-    memory.download_output();
-}
-
-impl Inputs {
-    /// Random ones: a quarter of the tokens are ignored, logits are of about 2.
-    fn random(rng: &mut impl Rng, case: &Case, (dtype, weight_dtype): (DType, DType)) -> Inputs {
-        let vocab = case.weight.dim(0);
-        let mut normal = |dtype, layout: Layout, scale: f64| {
-            let mut tensor = TestTensor::poisoned_at(dtype, layout, case.skew);
-            let values = TestTensor::normal(rng, dtype, layout).values();
-            tensor.set_values(&values.iter().map(|x| x * scale).collect::<Vec<_>>());
-            tensor
-        };
-        let x = normal(dtype, case.x, 1.0);
-        let scale = 2.0 / (case.weight.dim(1) as f64).sqrt();
-        let weight = normal(weight_dtype, case.weight, scale);
-        let bias = case
-            .bias
-            .then(|| normal(weight_dtype, contiguous(&[vocab]), 0.5));
-        let tokens = contiguous(case.ids.shape());
-        let of_tokens = [0, 1].map(|i| match case.given[i] {
-            true => normal(DType::F32, tokens, 1.0),
-            false => TestTensor::from_values(DType::F32, tokens, &vec![0.0; tokens.num_elements()]),
-        });
-        let ids: Vec<f64> = (0..case.ids.num_elements())
-            .map(|_| match rng.random_range(0..4) {
-                0 => case.logprob.ignore_index as f64,
-                _ => rng.random_range(0..vocab as i64) as f64,
-            })
-            .collect();
-        let [dlogprobs, dentropy] = of_tokens;
-        Inputs {
-            x,
-            weight,
-            bias,
-            ids: TestTensor::from_values(case.ids_dtype, case.ids, &ids),
-            dlogprobs,
-            dentropy,
-        }
-    }
-
-    fn upload(&self, ctx: &Context) -> There {
-        There {
-            x: self.x.upload(ctx),
-            weight: self.weight.upload(ctx),
-            bias: self.bias.as_ref().map(|t| t.upload(ctx)),
-            ids: self.ids.upload(ctx),
-        }
-    }
-
-    fn sizes(&self) -> (usize, usize, usize) {
-        let (n, k) = (self.weight.layout.dim(0), self.weight.layout.dim(1));
-        (self.x.layout.num_rows(), k, n)
-    }
-
-    /// Log-probabilities, entropies and lse; the last two where the case's features say so.
-    fn forward(&self, ctx: &Context, case: &Case, useful: bool) -> [Option<Vec<f64>>; 3] {
-        let there = self.upload(ctx);
-        let layout = contiguous(case.ids.shape());
-        let wanted = [true, case.given[1], case.bias];
-        let mut out =
-            wanted.map(|w| w.then(|| TestTensor::poisoned(DType::F32, layout).upload(ctx)));
-        let [logprobs, entropy, lse] = out.each_mut().map(|t| t.as_mut().map(|t| t.view_mut()));
-        let mut params = Params {
-            x: there.x.view(),
-            weights: there.weights(),
-            ids: there.ids.view(),
-            logprobs,
-            entropy,
-            lse,
-            ignore_index: case.logprob.ignore_index,
-            temperature: case.temperature(),
-            softcap: case.logprob.softcap as f32,
-            chunk_tokens: case.chunk_tokens,
-            workspace: Workspace::none(),
-        };
-        head::supported(ctx, &params).unwrap();
-        let size = head::workspace_size(ctx, &params).unwrap();
-        run_in_workspace(ctx, size, useful, |workspace| {
-            params.workspace = workspace;
-            head::forward(ctx, &params, Stream::DEFAULT)
-        });
-        out.map(|t| t.map(|t| t.download_output().values()))
-    }
-
-    /// The gradients that are wanted; `before` is what those of parameters hold.
-    fn backward(
-        &self,
-        ctx: &Context,
-        case: &Case,
-        before: &[TestTensor; 2],
-        useful: bool,
-    ) -> [Option<Vec<f64>>; 3] {
-        let there = self.upload(ctx);
-        let given = [&self.dlogprobs, &self.dentropy].map(|t| t.upload(ctx));
-        let mut out = [
-            TestTensor::poisoned_at(self.x.dtype, case.dx, case.skew).upload(ctx),
-            before[0].upload(ctx),
-            before[1].upload(ctx),
-        ];
-        let [dx, dweight, dbias] = out.each_mut().map(|t| t.view_mut());
-        let [a, b, c] = case.gradients;
-        let mut params = backward::Params {
-            x: there.x.view(),
-            weights: there.weights(),
-            ids: there.ids.view(),
-            dlogprobs: case.given[0].then(|| given[0].view()),
-            dentropy: case.given[1].then(|| given[1].view()),
-            dx: a.then_some(dx),
-            dweight: b.then_some(dweight),
-            dbias: c.then_some(dbias),
-            accumulate: case.accumulate,
-            ignore_index: case.logprob.ignore_index,
-            temperature: case.temperature(),
-            softcap: case.logprob.softcap as f32,
-            chunk_tokens: case.chunk_tokens,
-            workspace: Workspace::none(),
-        };
-        backward::supported(ctx, &params).unwrap();
-        let size = backward::workspace_size(ctx, &params).unwrap();
-        run_in_workspace(ctx, size, useful, |workspace| {
-            params.workspace = workspace;
-            head::backward(ctx, &params, Stream::DEFAULT)
-        });
-        let mut wanted = case.gradients.iter();
-        out.map(|t| wanted.next().unwrap().then(|| t.download_output().values()))
-    }
-
-    /// Both passes for these functions of a linear layer, and for storing logits and their gradients
-    /// in a dtype; with the magnitudes of what adds up to the latter.
-    fn computed(
-        &self,
-        case: &Case,
-        (linear, backward): (LinearFn, BackwardFn),
-        stored: Option<DType>,
-    ) -> (Tokens, Gradients, Vec<f64>) {
-        let (x, weight) = (self.x.values(), self.weight.values());
-        let bias = self.bias.as_ref().map(TestTensor::values);
-        let store = |values: Vec<f64>| match stored {
-            Some(dtype) => rounded(dtype, &values),
-            None => values,
-        };
-        let logits = store(linear(&x, &weight, self.sizes(), bias.as_deref(), None));
-        let ids: Vec<i64> = self.ids.values().iter().map(|t| *t as i64).collect();
-        let vocab = self.sizes().2;
-        let given = [&self.dlogprobs, &self.dentropy].map(TestTensor::values);
-        let tokens = case.logprob.tokens(&logits, &ids, vocab);
-        let (dlogits, terms) = case
-            .logprob
-            .gradient(&logits, &ids, vocab, (&given[0], &given[1]));
-        let gradients = backward(&store(dlogits), &x, &weight, self.sizes());
-        (tokens, gradients, terms)
-    }
-}
-
-impl There {
-    fn weights(&self) -> Weights<'_> {
-        Weights {
-            weight: self.weight.view(),
-            bias: self.bias.as_ref().map(|t| t.view()),
-        }
+/// A case of contiguous tensors.
+fn plain_case(tokens: usize, sizes: (usize, usize)) -> Case {
+    Case {
+        layer: Layer::plain(tokens, sizes),
+        logprob: Logprob {
+            ignore_index: IGNORE_INDEX,
+            temperature: 0.75,
+            softcap: 3.0,
+        },
+        given: [true; 2],
     }
 }
 
 impl Case {
     /// As calls say it: 0 is 1.
     fn temperature(&self) -> f32 {
-        match self.logprob.temperature == 1.0 && self.bias {
+        match self.logprob.temperature == 1.0 && self.layer.bias {
             true => 0.0,
             false => self.logprob.temperature as f32,
         }
     }
+
+    /// Gradients of log-probabilities and entropies; zeros are not given to calls.
+    fn given(&self, rng: &mut impl Rng) -> [TestTensor; 2] {
+        let layout = contiguous(self.layer.ids.shape());
+        let zeros = vec![0.0; layout.num_elements()];
+        self.given.map(|given| match given {
+            true => TestTensor::normal(rng, DType::F32, layout),
+            false => TestTensor::from_values(DType::F32, layout, &zeros),
+        })
+    }
 }
 
-type LinearFn =
-    fn(&[f64], &[f64], (usize, usize, usize), Option<&[f64]>, Option<&[f64]>) -> Vec<f64>;
-type BackwardFn = fn(&[f64], &[f64], &[f64], (usize, usize, usize)) -> Gradients;
-const EXACT: (LinearFn, BackwardFn) = (linear, linear_backward);
-const PLAIN: (LinearFn, BackwardFn) = (linear_f32, linear_backward_f32);
-
-fn magnitudes(values: &[f64]) -> Vec<f64> {
-    values.iter().map(|v| v.abs()).collect()
+/// Log-probabilities, entropies and lse; the last two where the case's features say so.
+fn forward(ctx: &Context, case: &Case, inputs: &Inputs, useful: bool) -> [Option<Vec<f64>>; 3] {
+    let (there, layer) = (inputs.upload(ctx), &case.layer);
+    let layout = contiguous(layer.ids.shape());
+    let wanted = [true, case.given[1], layer.bias];
+    let mut out = [(); 3].map(|()| TestTensor::poisoned(DType::F32, layout).upload(ctx));
+    let [logprobs, entropy, lse] = out.each_mut().map(DeviceTensor::view_mut);
+    let mut params = Params {
+        x: there.x.view(),
+        weights: there.weights(),
+        ids: there.ids.view(),
+        logprobs: Some(logprobs),
+        entropy: wanted[1].then_some(entropy),
+        lse: wanted[2].then_some(lse),
+        ignore_index: case.logprob.ignore_index,
+        temperature: case.temperature(),
+        softcap: case.logprob.softcap as f32,
+        chunk_tokens: layer.chunk_tokens,
+        workspace: Workspace::none(),
+    };
+    head::supported(ctx, &params).unwrap();
+    let size = head::workspace_size(ctx, &params).unwrap();
+    run_in_workspace(ctx, size, useful, |workspace| {
+        params.workspace = workspace;
+        head::forward(ctx, &params, Stream::DEFAULT)
+    });
+    [0, 1, 2].map(|i| wanted[i].then(|| out[i].download_output().values()))
 }
 
-fn greatest(values: &[f64]) -> f64 {
-    values.iter().copied().fold(0.0, f64::max)
+/// The gradients that are wanted; `before` is what those of parameters hold.
+fn backward(
+    ctx: &Context,
+    case: &Case,
+    (inputs, given): (&Inputs, &[TestTensor; 2]),
+    before: &[TestTensor; 2],
+    useful: bool,
+) -> [Option<Vec<f64>>; 3] {
+    let (there, layer) = (inputs.upload(ctx), &case.layer);
+    let given = given.each_ref().map(|t| t.upload(ctx));
+    let mut out = [
+        TestTensor::poisoned_at(inputs.x.dtype, layer.dx, layer.skew).upload(ctx),
+        before[0].upload(ctx),
+        before[1].upload(ctx),
+    ];
+    let [dx, dweight, dbias] = out.each_mut().map(DeviceTensor::view_mut);
+    let wanted = layer.gradients;
+    let mut params = head::backward::Params {
+        x: there.x.view(),
+        weights: there.weights(),
+        ids: there.ids.view(),
+        dlogprobs: case.given[0].then(|| given[0].view()),
+        dentropy: case.given[1].then(|| given[1].view()),
+        dx: wanted[0].then_some(dx),
+        dweight: wanted[1].then_some(dweight),
+        dbias: wanted[2].then_some(dbias),
+        accumulate: layer.accumulate,
+        ignore_index: case.logprob.ignore_index,
+        temperature: case.temperature(),
+        softcap: case.logprob.softcap as f32,
+        chunk_tokens: layer.chunk_tokens,
+        workspace: Workspace::none(),
+    };
+    head::backward::supported(ctx, &params).unwrap();
+    let size = head::backward::workspace_size(ctx, &params).unwrap();
+    run_in_workspace(ctx, size, useful, |workspace| {
+        params.workspace = workspace;
+        head::backward(ctx, &params, Stream::DEFAULT)
+    });
+    [0, 1, 2].map(|i| wanted[i].then(|| out[i].download_output().values()))
+}
+
+/// The gradients by these functions, and the magnitudes of what adds up to that of the logits.
+fn gradients(
+    case: &Case,
+    inputs: &Inputs,
+    given: &[TestTensor; 2],
+    functions: Functions,
+) -> (Gradients, Vec<f64>) {
+    let [dlogprobs, dentropy] = given.each_ref().map(TestTensor::values);
+    let (logits, ids, of) = (inputs.logits(functions), inputs.ids(), &case.logprob);
+    let (dlogits, terms) = of.gradient(&logits, &ids, inputs.sizes().2, (&dlogprobs, &dentropy));
+    (inputs.gradients(functions, dlogits), terms)
 }
 
 fn check(ctx: &Context, (dtype, weight_dtype): (DType, DType), case: &Case) {
-    let rng = &mut rng();
-    let inputs = Inputs::random(rng, case, (dtype, weight_dtype));
-    let sizes = inputs.sizes();
+    let (rng, layer) = (&mut rng(), &case.layer);
+    let inputs = Inputs::random(rng, layer, (dtype, weight_dtype));
+    let given = case.given(rng);
     // Of parameters, gradients have their dtype or f32.
-    let wide = case.accumulate || rng.random::<bool>();
+    let wide = layer.accumulate || rng.random::<bool>();
     let grad_dtype = if wide { DType::F32 } else { weight_dtype };
-    let before = [contiguous(&[sizes.2, sizes.1]), contiguous(&[sizes.2])].map(|layout| {
-        let mut tensor = TestTensor::poisoned_at(grad_dtype, layout, case.skew);
-        if case.accumulate {
-            tensor.set_values(&TestTensor::normal(rng, grad_dtype, layout).values());
-        }
-        tensor
-    });
+    let before = layer.before(rng, grad_dtype);
 
-    let (exact, gradients, of_dlogits) = inputs.computed(case, EXACT, None);
-    let (plain, plain_gradients, _) = inputs.computed(case, PLAIN, Some(dtype));
-    // What logits add up from, and what an error of theirs moves.
-    let great = [&inputs.x, &inputs.weight].map(|t| magnitudes(&t.values()));
-    let of_logits = greatest(&linear(&great[0], &great[1], sizes, None, None));
-    let of_logits = 1.0 + 2.0 * of_logits / case.logprob.temperature;
-    let dlogits: Vec<f64> = of_dlogits.iter().map(|t| t * of_logits).collect();
-    let terms = linear_backward(&dlogits, &great[0], &great[1], sizes);
-    let entropy = greatest(&exact.entropy);
+    let [exact, plain] = [EXACT, PLAIN]
+        .map(|f| (case.logprob).tokens(&inputs.logits(f), &inputs.ids(), layer.vocab()));
+    let (of_exact, of_dlogits) = gradients(case, &inputs, &given, EXACT);
+    let (of_plain, _) = gradients(case, &inputs, &given, PLAIN);
+    // What an error of logits moves.
+    let of_logits = 1.0 + 2.0 * inputs.terms_of_logits() / case.logprob.temperature;
+    let of_dlogits: Vec<f64> = of_dlogits.iter().map(|t| t * of_logits).collect();
+    let terms = inputs.terms_of_gradients(&of_dlogits);
     let of_tokens = greatest(&exact.terms) + of_logits;
+    let of_entropy = of_tokens * (1.0 + greatest(&exact.entropy));
 
     let compare_forward = |got: &[Option<Vec<f64>>; 3]| {
         for (name, got, exact, plain, terms) in [
@@ -372,7 +193,7 @@ fn check(ctx: &Context, (dtype, weight_dtype): (DType, DType), case: &Case) {
                 &got[1],
                 &exact.entropy,
                 &plain.entropy,
-                of_tokens * (1.0 + entropy),
+                of_entropy,
             ),
             ("lse", &got[2], &exact.lse, &plain.lse, of_tokens),
         ] {
@@ -383,49 +204,19 @@ fn check(ctx: &Context, (dtype, weight_dtype): (DType, DType), case: &Case) {
         }
     };
     let compare_backward = |got: &[Option<Vec<f64>>; 3]| {
-        for (i, (name, exact, plain, terms)) in [
-            ("dx", &gradients.dx, &plain_gradients.dx, &terms.dx),
-            (
-                "dweight",
-                &gradients.dweight,
-                &plain_gradients.dweight,
-                &terms.dweight,
-            ),
-            (
-                "dbias",
-                &gradients.dbias,
-                &plain_gradients.dbias,
-                &terms.dbias,
-            ),
-        ]
-        .into_iter()
-        .enumerate()
-        {
-            let Some(got) = &got[i] else { continue };
-            let dtype_of = if i == 0 { dtype } else { grad_dtype };
-            let held = match (case.accumulate, i) {
-                (true, 1 | 2) => before[i - 1].values(),
-                _ => vec![0.0; exact.len()],
-            };
-            let add = |g: &[f64]| g.iter().zip(&held).map(|(g, h)| g + h).collect::<Vec<_>>();
-            let (exact, plain) = (add(exact), rounded(dtype_of, &add(plain)));
-            let most = greatest(terms) + greatest(&magnitudes(&held));
-            let most = most.max(cut_off(ctx, dtype, [sizes.2, sizes.0, 0][i], &exact));
-            assert_gradient_rule(name, dtype_of, got, &exact, &plain, most);
-        }
+        let (dtypes, all) = ((dtype, grad_dtype), [&of_exact, &of_plain, &terms]);
+        layer.assert_gradients(ctx, dtypes, &before, got, all);
     };
-    let got = inputs.forward(ctx, case, true);
+    let got = forward(ctx, case, &inputs, true);
     compare_forward(&got);
-    assert!(
-        got == inputs.forward(ctx, case, true),
-        "other bits from the same inputs"
-    );
-    compare_forward(&inputs.forward(ctx, case, false));
-    let got = inputs.backward(ctx, case, &before, true);
-    compare_backward(&got);
-    let again = inputs.backward(ctx, case, &before, true);
+    let again = forward(ctx, case, &inputs, true);
     assert!(got == again, "other bits from the same inputs");
-    compare_backward(&inputs.backward(ctx, case, &before, false));
+    compare_forward(&forward(ctx, case, &inputs, false));
+    let run = |useful| backward(ctx, case, (&inputs, &given), &before, useful);
+    let got = run(true);
+    compare_backward(&got);
+    assert!(got == run(true), "other bits from the same inputs");
+    compare_backward(&run(false));
 }
 
 #[test]
@@ -439,104 +230,66 @@ fn agrees_with_its_definition() {
     }
 }
 
-/// A case of contiguous tensors.
-fn plain_case(tokens: usize, (vocab, hidden): (usize, usize)) -> Case {
-    let x = contiguous(&[tokens, hidden]);
-    Case {
-        x,
-        dx: x,
-        ids: contiguous(&[tokens]),
-        weight: contiguous(&[vocab, hidden]),
-        bias: true,
-        ids_dtype: DType::I32,
-        logprob: Logprob {
-            ignore_index: IGNORE_INDEX,
-            temperature: 0.75,
-            softcap: 3.0,
-        },
-        given: [true; 2],
-        gradients: [true; 3],
-        accumulate: false,
-        chunk_tokens: 0,
-        skew: 0,
-    }
-}
-
 /// The reference's gradients are differences of the forward's along random directions.
 #[test]
 fn the_definition_is_its_own_derivative() {
     const STEP: f64 = 1e-5;
     let rng = &mut rng();
     let case = plain_case(5, (11, 7));
-    let inputs = Inputs::random(rng, &case, (DType::F32, DType::F32));
-    let sizes = inputs.sizes();
+    let inputs = Inputs::random(rng, &case.layer, (DType::F32, DType::F32));
+    let given = case.given(rng);
+    let (sizes, ids) = (inputs.sizes(), inputs.ids());
     let bias = inputs.bias.as_ref().unwrap();
     let tensors = [&inputs.x, &inputs.weight, bias].map(TestTensor::values);
-    let ids: Vec<i64> = inputs.ids.values().iter().map(|t| *t as i64).collect();
     let along = tensors
         .each_ref()
         .map(|t| -> Vec<f64> { t.iter().map(|_| common::tensor::normal(rng)).collect() });
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    let value = |step: f64| -> f64 {
-        let [x, w, b] = [0, 1, 2].map(|i| -> Vec<f64> {
-            tensors[i]
-                .iter()
-                .zip(&along[i])
-                .map(|(t, v)| t + step * v)
-                .collect()
-        });
-        let logits = linear(&x, &w, sizes, Some(&b), None);
+    let value = |step: f64| {
+        let moved = |i: usize| -> Vec<f64> {
+            let pairs = tensors[i].iter().zip(&along[i]);
+            pairs.map(|(t, v)| t + step * v).collect()
+        };
+        let logits = linear(&moved(0), &moved(1), sizes, Some(&moved(2)), None);
         let tokens = case.logprob.tokens(&logits, &ids, sizes.2);
-        dot(&tokens.logprobs, &inputs.dlogprobs.values())
-            + dot(&tokens.entropy, &inputs.dentropy.values())
+        dot(&tokens.logprobs, &given[0].values()) + dot(&tokens.entropy, &given[1].values())
     };
     let difference = (value(STEP) - value(-STEP)) / (2.0 * STEP);
-    let (_, g, _) = inputs.computed(&case, EXACT, None);
+    let (g, _) = gradients(&case, &inputs, &given, EXACT);
     let derivative = dot(&g.dx, &along[0]) + dot(&g.dweight, &along[1]) + dot(&g.dbias, &along[2]);
-    assert!(
-        (difference - derivative).abs() < 1e-7,
-        "{difference} {derivative}"
-    );
+    let error = (difference - derivative).abs();
+    assert!(error < 1e-7, "{difference} {derivative}");
 }
 
 /// A vocabulary with entries that a bias of minus infinity rules out is as one without them.
 #[test]
 fn logits_may_be_minus_infinity() {
+    const FEW: usize = 24;
     for ctx in contexts() {
         for dtype in FLOATS {
-            let case = Case {
-                logprob: Logprob {
-                    softcap: 0.0,
-                    ..plain_case(1, (1, 1)).logprob
-                },
-                ..plain_case(6, (40, 16))
+            let of = |vocab| {
+                let mut case = plain_case(6, (vocab, 16));
+                case.logprob.softcap = 0.0;
+                case
             };
-            let inputs = Inputs::random(&mut rng(), &case, (dtype, dtype));
-            let few = Case {
-                weight: contiguous(&[24, 16]),
-                ..case.clone()
-            };
-            let mut ids = inputs.ids.clone();
-            let first = |id: f64| if id < 0.0 { id } else { id % 24.0 };
-            ids.set_values(&ids.values().into_iter().map(first).collect::<Vec<_>>());
+            let (many, few) = (of(40), of(FEW));
             let part = |t: &TestTensor, shape: &[usize]| {
-                let len = shape.iter().product();
-                TestTensor::of(t.dtype, shape, &t.values()[..len])
+                TestTensor::of(t.dtype, shape, &t.values()[..shape.iter().product()])
             };
-            let mut all = Inputs { ids, ..inputs };
+            let mut all = Inputs::random(&mut rng(), &many.layer, (dtype, dtype));
+            let first = |id: f64| if id < 0.0 { id } else { id % FEW as f64 };
+            let ids: Vec<f64> = all.ids.values().into_iter().map(first).collect();
+            all.ids.set_values(&ids);
             let bias = all.bias.as_mut().unwrap();
             let mut values = bias.values();
-            values[24..].fill(f64::NEG_INFINITY);
+            values[FEW..].fill(f64::NEG_INFINITY);
             bias.set_values(&values);
             let alone = Inputs {
-                weight: part(&all.weight, &[24, 16]),
-                bias: Some(part(all.bias.as_ref().unwrap(), &[24])),
-                x: all.x.clone(),
-                ids: all.ids.clone(),
-                dlogprobs: all.dlogprobs.clone(),
-                dentropy: all.dentropy.clone(),
+                weight: part(&all.weight, &[FEW, 16]),
+                bias: all.bias.as_ref().map(|t| part(t, &[FEW])),
+                ..all.clone()
             };
-            let close = |a: &[Option<Vec<f64>>; 3], b: &[Option<Vec<f64>>; 3]| {
+            let close = |a: [Option<Vec<f64>>; 3], b: [Option<Vec<f64>>; 3]| {
                 for (a, b) in a.iter().flatten().zip(b.iter().flatten()) {
                     // Of parameters the entries that are ruled out have none.
                     let (a, beyond) = a.split_at(b.len());
@@ -548,15 +301,15 @@ fn logits_may_be_minus_infinity() {
                 }
             };
             close(
-                &all.forward(&ctx, &case, true),
-                &alone.forward(&ctx, &few, true),
+                forward(&ctx, &many, &all, true),
+                forward(&ctx, &few, &alone, true),
             );
-            let before = |vocab: usize| {
-                [contiguous(&[vocab, 16]), contiguous(&[vocab])]
-                    .map(|layout| TestTensor::poisoned(DType::F32, layout))
+            let given = many.given(&mut rng());
+            let run = |case: &Case, inputs| {
+                let before = case.layer.before(&mut rng(), DType::F32);
+                backward(&ctx, case, (inputs, &given), &before, true)
             };
-            let backward = all.backward(&ctx, &case, &before(40), true);
-            close(&backward, &alone.backward(&ctx, &few, &before(24), true));
+            close(run(&many, &all), run(&few, &alone));
         }
     }
 }
@@ -566,48 +319,31 @@ fn logits_may_be_minus_infinity() {
 fn halves_add_up() {
     for ctx in contexts() {
         for dtype in FLOATS {
-            let whole = Case {
-                chunk_tokens: 20,
-                ..plain_case(40, (300, 50))
-            };
-            let inputs = Inputs::random(&mut rng(), &whole, (dtype, dtype));
-            let mut held = [contiguous(&[300, 50]), contiguous(&[300])]
-                .map(|layout| TestTensor::poisoned(DType::F32, layout));
-            let expected = inputs.backward(&ctx, &whole, &held, true);
-            let logprobs = inputs.forward(&ctx, &whole, true);
+            let mut whole = plain_case(40, (300, 64));
+            whole.layer.chunk_tokens = 20;
+            let inputs = Inputs::random(&mut rng(), &whole.layer, (dtype, dtype));
+            let given = whole.given(&mut rng());
+            let mut held = whole.layer.before(&mut rng(), DType::F32);
+            let of_tokens = forward(&ctx, &whole, &inputs, true);
+            let expected = backward(&ctx, &whole, (&inputs, &given), &held, true);
+            let (mut got, mut dx) = ([(); 3].map(|()| Vec::new()), Vec::new());
             for half in 0..2 {
-                let case = Case {
-                    accumulate: half == 1,
-                    ..plain_case(20, (300, 50))
-                };
-                let part = |t: &TestTensor| {
-                    let layout = t.layout.narrowed(0, half * 20, 20).unwrap().0;
-                    let (values, n) = (t.values(), layout.num_elements());
-                    TestTensor::from_values(t.dtype, layout, &values[half * n..(half + 1) * n])
-                };
-                let of_half = Inputs {
-                    x: part(&inputs.x),
-                    weight: inputs.weight.clone(),
-                    bias: inputs.bias.clone(),
-                    ids: part(&inputs.ids),
-                    dlogprobs: part(&inputs.dlogprobs),
-                    dentropy: part(&inputs.dentropy),
-                };
-                for (all, got) in logprobs.iter().zip(of_half.forward(&ctx, &case, true)) {
-                    let all = &all.as_ref().unwrap()[half * 20..(half + 1) * 20];
-                    assert!(got.unwrap() == all, "{dtype}");
+                let mut case = plain_case(20, (300, 64));
+                case.layer.accumulate = half == 1;
+                let inputs = inputs.half(half);
+                for (all, part) in got.iter_mut().zip(forward(&ctx, &case, &inputs, true)) {
+                    all.extend(part.unwrap());
                 }
-                let [dx, dweight, dbias] = of_half.backward(&ctx, &case, &held, true);
-                let all = &expected[0].as_ref().unwrap()[half * 1000..(half + 1) * 1000];
-                assert!(dx.unwrap() == all, "{dtype}");
-                held[0].set_values(&dweight.unwrap());
-                held[1].set_values(&dbias.unwrap());
+                let given = given.each_ref().map(|t| half_of(t, half));
+                let gradients = backward(&ctx, &case, (&inputs, &given), &held, true);
+                let [of_x, dweight, dbias] = gradients.map(Option::unwrap);
+                dx.extend(of_x);
+                held[0].set_values(&dweight);
+                held[1].set_values(&dbias);
             }
-            let [_, dweight, dbias] = expected.map(Option::unwrap);
-            assert!(
-                (held[0].values(), held[1].values()) == (dweight, dbias),
-                "{dtype}"
-            );
+            assert!(got.map(Some) == of_tokens, "{dtype}");
+            let [dweight, dbias] = held.map(|t| t.values());
+            assert!([dx, dweight, dbias].map(Some) == expected, "{dtype}");
         }
     }
 }

@@ -13,6 +13,7 @@ pub mod attention_block;
 pub mod devices;
 #[cfg(feature = "cuda")]
 pub mod graph;
+pub mod head;
 pub mod kv_cache;
 pub mod reference;
 pub mod rules;
@@ -20,7 +21,7 @@ pub mod tensor;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use unsloth::{DType, InOut};
+use unsloth::{DType, InOut, Layout};
 
 pub use devices::{contexts, gpu, gpu_options, hopper};
 pub use rules::{
@@ -52,6 +53,11 @@ pub fn in_out<'a>(in_place: bool, x: &'a mut DeviceTensor, out: &'a mut DeviceTe
             output: out.view_mut(),
         },
     }
+}
+
+/// The row-major layout of a shape.
+pub fn contiguous(shape: &[usize]) -> Layout {
+    Layout::contiguous(shape).unwrap()
 }
 
 /// Values rounded to a dtype: what a plain implementation stores.

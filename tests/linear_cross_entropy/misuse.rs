@@ -1,8 +1,7 @@
 //! What is refused.
 
 use crate::common::abi::{self, Misuse, Operation, absent, c_tensor, shifted};
-use crate::common::{TestTensor, rng};
-use crate::contiguous;
+use crate::common::{TestTensor, contiguous, rng};
 use unsloth::ffi::linear_cross_entropy::*;
 use unsloth::ffi::status::*;
 use unsloth::{Buffer, DType};

@@ -1,8 +1,7 @@
 //! What is refused.
 
 use crate::common::abi::{self, Misuse, Operation, absent, c_tensor};
-use crate::common::{TestTensor, rng};
-use crate::contiguous;
+use crate::common::{TestTensor, contiguous, rng};
 use unsloth::ffi::linear_logprob::backward::*;
 use unsloth::ffi::linear_logprob::*;
 use unsloth::ffi::status::*;
