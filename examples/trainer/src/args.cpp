@@ -34,6 +34,7 @@ Args parse_args(int argc, const char *const *argv) {
   std::optional<std::string> loss_scale;
   std::optional<TensorType> output_type;
   std::optional<uint64_t> epochs;
+  std::optional<unsloth_dtype> weights;
   bool lora_is_detailed = false;
   bool no_graph = false;
   const auto text = [](std::string *target) {
@@ -41,6 +42,11 @@ Args parse_args(int argc, const char *const *argv) {
   };
   const auto count = [](uint64_t *target, uint64_t minimum) {
     return [=](auto &flag, auto &value) { *target = parse_integer(flag, value, minimum); };
+  };
+  const auto parse_dtype = [](const std::string &flag, const std::string &value) {
+    return parse_choice<unsloth_dtype>(
+        flag, value,
+        {{"f32", UNSLOTH_DTYPE_F32}, {"f16", UNSLOTH_DTYPE_F16}, {"bf16", UNSLOTH_DTYPE_BF16}});
   };
   const auto number = [](double *target) {
     return [=](auto &flag, auto &value) {
@@ -69,13 +75,8 @@ Args parse_args(int argc, const char *const *argv) {
        }},
       {"--threads",
        [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
-      {"--dtype",
-       [&](auto &flag, auto &value) {
-         args.dtype = parse_choice<unsloth_dtype>(flag, value,
-                                                  {{"f32", UNSLOTH_DTYPE_F32},
-                                                   {"f16", UNSLOTH_DTYPE_F16},
-                                                   {"bf16", UNSLOTH_DTYPE_BF16}});
-       }},
+      {"--dtype", [&](auto &flag, auto &value) { args.dtype = parse_dtype(flag, value); }},
+      {"--weights", [&](auto &flag, auto &value) { weights = parse_dtype(flag, value); }},
       {"--lora",
        [&](auto &flag, auto &value) { args.lora.rank = parse_integer<uint32_t>(flag, value, 1); }},
       {"--lora-alpha",
@@ -143,9 +144,10 @@ Args parse_args(int argc, const char *const *argv) {
   args.epochs = epochs.value_or(1);
 
   const bool lora = args.lora.rank > 0;
-  if (!lora && (lora_is_detailed || !args.output_lora.empty())) {
-    throw UsageError("--lora-alpha, --lora-targets and --output-lora go with --lora");
+  if (!lora && (lora_is_detailed || weights || !args.output_lora.empty())) {
+    throw UsageError("--lora-alpha, --lora-targets, --weights and --output-lora go with --lora");
   }
+  args.weights = weights.value_or(args.dtype);
   if (args.lora.alpha == 0) args.lora.alpha = 2.0 * args.lora.rank;
   if (args.learning_rate == 0) args.learning_rate = lora ? 2e-4 : 1e-5;
 
@@ -180,6 +182,7 @@ std::string usage() {
          "  --device cpu|cuda     where the model is trained (cpu)\n"
          "  --threads N           CPU threads (one per core)\n"
          "  --dtype TYPE          weights and activations as f32, bf16 or f16 (f32)\n"
+         "  --weights TYPE        of a LoRA's frozen matrices: f32, bf16 or f16 (the dtype)\n"
          "  --lora RANK           train a LoRA of this rank in place of all weights\n"
          "  --lora-alpha A        its product counts A / RANK times (twice the rank)\n"
          "  --lora-targets LIST   of q,k,v,o,gate,up,down (all)\n"

@@ -16,10 +16,10 @@ unsloth_tensor f32(const void *data, uint64_t rows, uint64_t columns) {
 }  // namespace
 
 Lora::Lora(const Context &context, const ModelConfig &config, const Weights &weights,
-           const LoraOptions &options, uint64_t seed)
+           const LoraOptions &options, unsloth_dtype dtype, uint64_t seed)
     : context_(&context), weights_(&weights), options_(options) {
   plan(config);
-  allocate(context, seed);
+  allocate(context, dtype, seed);
   measure();
 }
 
@@ -41,7 +41,7 @@ void Lora::plan(const ModelConfig &config) {
   for (const Target target : options_.targets) parts_[static_cast<size_t>(target)].trained = true;
 }
 
-void Lora::allocate(const Context &context, uint64_t seed) {
+void Lora::allocate(const Context &context, unsloth_dtype dtype, uint64_t seed) {
   const uint64_t rank = options_.rank;
   const size_t num_layers = weights_->tensors().layers.size();
   const LayerTensors &first = weights_->tensors().layers[0];
@@ -91,7 +91,7 @@ void Lora::allocate(const Context &context, uint64_t seed) {
   }
 
   // One layer's matrices, their gradients, and what the products need in between.
-  const bool widens = first.qkv.dtype != UNSLOTH_DTYPE_F32;
+  const bool widens = dtype != UNSLOTH_DTYPE_F32;
   uint64_t scratch = 0;
   const auto reserve = [&scratch](uint64_t bytes) {
     const uint64_t offset = scratch;
@@ -109,7 +109,8 @@ void Lora::allocate(const Context &context, uint64_t seed) {
       return place.matrix == part.matrix;
     });
     if (!part.trained || placed) continue;
-    const unsloth_tensor &matrix = first.*part.matrix;
+    unsloth_tensor matrix = first.*part.matrix;
+    matrix.dtype = dtype;
     const uint64_t merged = reserve(byte_count(matrix));
     places.push_back({part.matrix, merged, reserve(element_count(matrix) * sizeof(float))});
   }
@@ -121,6 +122,7 @@ void Lora::allocate(const Context &context, uint64_t seed) {
   for (const Place &place : places) {
     unsloth_tensor &merged = merged_.*place.matrix;
     merged = first.*place.matrix;
+    merged.dtype = dtype;
     merged.data = start + place.merged;
     unsloth_tensor &gradient = merged_gradients_.*place.matrix;
     gradient = first.*place.matrix;
@@ -178,14 +180,12 @@ LayerTensors Lora::merge(size_t layer) {
     // s A^T, since a product takes its second matrix by rows.
     const unsloth_tensor transposed = f32(scaled_, part.columns, options_.rank);
     multiply_transposed(lora.a, scaled_identity_, transposed, false);
-    if (to.dtype == UNSLOTH_DTYPE_F32) {
-      multiply(lora.b, transposed, from, to);
-    } else {
-      const unsloth_tensor sum = f32(widened_, part.rows, part.columns);
-      copy(from, sum);
-      multiply(lora.b, transposed, sum, sum);
-      copy(sum, to);
-    }
+    // The sum is f32, and rounded once where that is not what is asked for.
+    const bool in_place = to.dtype == UNSLOTH_DTYPE_F32;
+    const unsloth_tensor sum = in_place ? to : f32(widened_, part.rows, part.columns);
+    copy(from, sum);
+    multiply(lora.b, transposed, sum, sum);
+    if (!in_place) copy(sum, to);
   }
   return tensors;
 }

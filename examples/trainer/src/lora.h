@@ -19,9 +19,9 @@ namespace llm {
 
 class Lora {
  public:
-  // `weights` outlive it. A follows from the seed.
+  // `weights` outlive it. A follows from the seed. Merged matrices are of `dtype`.
   Lora(const Context &context, const ModelConfig &config, const Weights &weights,
-       const LoraOptions &options, uint64_t seed);
+       const LoraOptions &options, unsloth_dtype dtype, uint64_t seed);
 
   const LoraOptions &options() const { return options_; }
   std::vector<Parameter> parameters() const;
@@ -65,7 +65,7 @@ class Lora {
   };
 
   void plan(const ModelConfig &config);
-  void allocate(const Context &context, uint64_t seed);
+  void allocate(const Context &context, unsloth_dtype dtype, uint64_t seed);
   void multiply(const unsloth_tensor &x, const unsloth_tensor &weight,
                 const unsloth_tensor &residual, const unsloth_tensor &out) const;
   // out = dout^T x, added to what is there if `accumulate`.

@@ -195,9 +195,9 @@ Trainer::Trainer(const Args &args)
       batches_(read_batches(args, gguf_, config_, tokenizer_)),
       num_steps_(count_steps(args, &batches_)),
       context_(args.backend, args.threads),
-      weights_(Weights::load(context_, gguf_, config_, args.dtype)) {
+      weights_(Weights::load(context_, gguf_, config_, args.weights)) {
   if (args.lora.rank > 0) {
-    lora_ = std::make_unique<Lora>(context_, config_, weights_, args.lora, args.seed);
+    lora_ = std::make_unique<Lora>(context_, config_, weights_, args.lora, args.dtype, args.seed);
   } else {
     weights_.add_gradients(context_);
   }
@@ -223,6 +223,7 @@ std::string Trainer::describe() const {
   line("--model", checksum_of(args_.model));
   line("--data", checksum_of(args_.data));
   line("--dtype", std::to_string(args_.dtype));
+  line("--weights", std::to_string(args_.weights));
   line("--lora", std::to_string(args_.lora.rank));
   line("--lora-alpha", std::to_string(args_.lora.alpha));
   std::string targets;
@@ -277,7 +278,9 @@ uint64_t Trainer::memory_estimate() const {
   }
   auto memory = unsloth::make<unsloth_training_memory>();
   check(unsloth_training_memory_estimate(&params, &memory));
-  return memory.total;
+  // The estimate has one dtype for all.
+  return memory.total - memory.weights +
+         memory.weights * element_size(args_.weights) / element_size(args_.dtype);
 }
 
 void Trainer::save() {

@@ -46,6 +46,7 @@ void mistakes() {
       {{"--output", "o", "--steps", "1", "--epochs", "1"}, "give one"},
       {{"--output", "o", "--lora-alpha", "4"}, "go with --lora"},
       {{"--output-lora", "o"}, "go with --lora"},
+      {{"--output", "o", "--weights", "bf16"}, "go with --lora"},
       {{"--lora", "0"}, "--lora takes an integer from 1"},
       {{"--lora-targets", "q,x"}, "not 'x'"},
       {{"--lora-targets", ""}, "--lora-targets names no matrix"},

@@ -38,18 +38,19 @@ std::vector<Example> examples(uint64_t num_tokens) {
 
 // A model that is trained, as a whole or through a LoRA.
 struct Setup {
+  // A LoRA of rank 4 is on weights of bf16, whatever is computed in.
   Setup(const std::string &name, uint32_t rank, Policy policy, unsloth_dtype dtype)
       : gguf(Gguf::open(folder + "/" + name + ".gguf")),
         config(read_config(gguf)),
         context(backend, 0),
-        weights(Weights::load(context, gguf, config, dtype)),
+        weights(Weights::load(context, gguf, config, rank == 4 ? UNSLOTH_DTYPE_BF16 : dtype)),
         batches(examples(config.num_tokens), kTokens, 1) {
     if (rank > 0) {
       LoraOptions options;
       options.rank = rank;
       options.alpha = 3;
       options.targets = {Target::kQ, Target::kV, Target::kO, Target::kUp, Target::kDown};
-      lora = std::make_unique<Lora>(context, config, weights, options, 3);
+      lora = std::make_unique<Lora>(context, config, weights, options, dtype, 3);
     } else {
       weights.add_gradients(context);
     }
