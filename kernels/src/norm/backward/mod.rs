@@ -57,12 +57,6 @@ impl Form {
         self.vectors == 1
     }
 
-    /// Whether the warps of a centered row tell each other all of their sums at once. Where a thread
-    /// has two vectors there are no registers for that.
-    fn meets_once(self) -> bool {
-        self.centered && self.vectors == 1
-    }
-
     /// Whether a thread has registers for it: of 16 bits there are eight elements in a vector, and
     /// LayerNorm has two shares. What is left out is served by the kernel that takes any row.
     fn fits(self) -> bool {
@@ -105,50 +99,8 @@ struct Means {
     product: f32,
 }
 
-/// `count` sums over groups of `width` neighbours in a warp, on each of them.
-#[cube]
-fn plane_sums(sums: &mut Array<f32>, #[comptime] width: u32, #[comptime] count: u32) {
-    #[unroll]
-    for step in 0..comptime!(width.ilog2()) {
-        #[unroll]
-        for c in 0..count {
-            let mine = sums[c as usize];
-            sums[c as usize] = mine + plane_shuffle_xor(mine, comptime!(1u32 << step));
-        }
-    }
-}
-
-/// Gives a thread what one of its row's warps has in `values`: one after the other, the warps' to as
-/// many neighbours. Between two calls with one `half` of `shared` all threads have to meet, as they do
-/// in a call with the other half.
-#[cube]
-fn exchange(
-    values: &mut Array<f32>,
-    shared: &mut SharedMemory<f32>,
-    half: u32,
-    #[comptime] threads: u32,
-    #[comptime] count: u32,
-) {
-    let warps = comptime!(threads / 32);
-    let all = comptime!(block(threads) / 32);
-    let warp = UNIT_POS_X / 32;
-    let from = half * comptime!(all * count);
-    if UNIT_POS_X % 32 == 0u32 {
-        #[unroll]
-        for c in 0..count {
-            shared[(from + c * all + warp) as usize] = values[c as usize];
-        }
-    }
-    sync_cube();
-    let first = UNIT_POS_X / threads * warps;
-    #[unroll]
-    for c in 0..count {
-        values[c as usize] = shared[(from + c * all + first + UNIT_POS_X % warps) as usize];
-    }
-}
-
-/// `count` sums over the threads of a row, on each of them. `shared` and `half` are those of
-/// [`exchange`].
+/// `count` sums over the threads of a row, on each of them. Between two calls with one `half` of
+/// `shared` all threads have to meet, as they do in a call with the other half.
 #[cube]
 fn row_sums(
     sums: &mut Array<f32>,
@@ -157,10 +109,36 @@ fn row_sums(
     #[comptime] threads: u32,
     #[comptime] count: u32,
 ) {
-    plane_sums(sums, comptime!(threads.min(32)), count);
+    #[unroll]
+    for step in 0..comptime!(threads.min(32).ilog2()) {
+        #[unroll]
+        for c in 0..count {
+            let mine = sums[c as usize];
+            sums[c as usize] = mine + plane_shuffle_xor(mine, comptime!(1u32 << step));
+        }
+    }
     if threads > 32 {
-        exchange(sums, shared, half, threads, count);
-        plane_sums(sums, comptime!(threads / 32), count);
+        let warps = comptime!(threads / 32);
+        let all = comptime!(block(threads) / 32);
+        let warp = UNIT_POS_X / 32;
+        let from = half * comptime!(all * count);
+        if UNIT_POS_X % 32 == 0u32 {
+            #[unroll]
+            for c in 0..count {
+                shared[(from + c * all + warp) as usize] = sums[c as usize];
+            }
+        }
+        sync_cube();
+        let first = UNIT_POS_X / threads * warps;
+        #[unroll]
+        for c in 0..count {
+            let mut sum = shared[(from + c * all + first + UNIT_POS_X % warps) as usize];
+            #[unroll]
+            for step in 0..comptime!(warps.ilog2()) {
+                sum += plane_shuffle_xor(sum, comptime!(1u32 << step));
+            }
+            sums[c as usize] = sum;
+        }
     }
 }
 

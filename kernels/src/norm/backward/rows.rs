@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::{Args, Form, Means, exchange, means_of, plane_sums, row_sums};
+use super::{Args, Form, Means, means_of, row_sums};
 use crate::norm::any::parameter;
 use crate::norm::share::{MIN_BLOCK, Words, block, load_row, rows_per_block};
 use crate::rows::{RowIndex, row_index, row_start};
@@ -48,34 +48,36 @@ fn load_gains<N: Size>(
     gains
 }
 
-/// Vectors of a row that the threads of its warp `warp` hold.
+/// Sums a row that a thread has a share of.
 #[cube]
-fn vectors_of_warp(warp: u32, length: u32, #[comptime] form: Form) -> u32 {
-    let width = comptime!(form.threads.min(32));
-    let mut count = 0u32;
-    #[unroll]
-    for k in 0..form.vectors {
-        let first = min(warp * width + k * form.threads, length);
-        count += min(length - first, width);
-    }
-    count
-}
-
-/// Squares of a thread's distances from `mean`, their products with the gradients before the
-/// normalisation, and if centered the sum of these.
-#[cube]
-fn sum_share<F: Float, N: Size>(
-    sums: &mut Array<f32>,
+fn sum_row<F: Float, N: Size>(
     xs: &Array<Words>,
     douts: &Array<Words>,
     gains: &Array<Vector<f32, N>>,
-    mean: f32,
+    shared: &mut SharedMemory<f32>,
+    shared_mean: &mut SharedMemory<f32>,
+    half: u32,
     lane: u32,
     args: Args,
     #[comptime] form: Form,
-) {
+) -> Means {
+    let mut mean = 0.0f32;
+    if comptime!(form.centered) {
+        let mut sums = Array::<f32>::new(1usize);
+        sums[0] = 0.0f32;
+        #[unroll]
+        for k in 0..form.vectors {
+            if lane + k * form.threads < args.length {
+                sums[0] += total::<N>(unpack::<F, N>(xs[k as usize]));
+            }
+        }
+        row_sums(&mut sums, shared_mean, half, form.threads, 1u32);
+        mean = sums[0] * args.inverse_length;
+    }
+    let count = comptime!(2 + form.centered as u32);
+    let mut sums = Array::<f32>::new(comptime!(count as usize));
     #[unroll]
-    for c in 0..comptime!(2 + form.centered as u32) {
+    for c in 0..count {
         sums[c as usize] = 0.0f32;
     }
     #[unroll]
@@ -90,70 +92,7 @@ fn sum_share<F: Float, N: Size>(
             }
         }
     }
-}
-
-/// Sums a row that a thread has a share of. Of a centered one each warp first takes its own mean, and
-/// corrects its sums when it learns the row's: the threads of a row then meet once in place of twice,
-/// and no digits are lost to a mean that is large.
-#[cube]
-fn sum_row<F: Float, N: Size>(
-    xs: &Array<Words>,
-    douts: &Array<Words>,
-    gains: &Array<Vector<f32, N>>,
-    shared: &mut SharedMemory<f32>,
-    shared_mean: &mut SharedMemory<f32>,
-    half: u32,
-    lane: u32,
-    args: Args,
-    #[comptime] form: Form,
-) -> Means {
-    let (threads, width) = comptime!((form.threads, form.threads.min(32)));
-    let mut mean = 0.0f32;
-    let mut sums = Array::<f32>::new(comptime!(2 + 2 * form.centered as usize));
-    if comptime!(form.centered) {
-        sums[0] = 0.0f32;
-        #[unroll]
-        for k in 0..form.vectors {
-            if lane + k * threads < args.length {
-                sums[0] += total::<N>(unpack::<F, N>(xs[k as usize]));
-            }
-        }
-        if comptime!(form.meets_once()) {
-            plane_sums(&mut sums, width, 1u32);
-            let held = vectors_of_warp(lane / width, args.length, form);
-            mean = sums[0] / f32::cast_from(max(held, 1u32) * comptime!(N::value() as u32));
-        } else {
-            row_sums(&mut sums, shared_mean, half, threads, 1u32);
-            mean = sums[0] * args.inverse_length;
-        }
-    }
-    sum_share::<F, N>(&mut sums, xs, douts, gains, mean, lane, args, form);
-    if comptime!(!form.meets_once()) {
-        row_sums(
-            &mut sums,
-            shared,
-            half,
-            threads,
-            comptime!(2 + form.centered as u32),
-        );
-    } else {
-        plane_sums(&mut sums, width, 3u32);
-        if comptime!(threads > 32) {
-            sums[3] = mean;
-            exchange(&mut sums, shared, half, threads, 4u32);
-            let warps = comptime!(threads / 32);
-            let held = vectors_of_warp(UNIT_POS_X % warps, args.length, form);
-            let elements = f32::cast_from(held * comptime!(N::value() as u32));
-            let mut means = Array::<f32>::new(1usize);
-            means[0] = sums[3] * elements;
-            plane_sums(&mut means, warps, 1u32);
-            mean = means[0] * args.inverse_length;
-            let apart = sums[3] - mean;
-            sums[0] += elements * apart * apart;
-            sums[1] += sums[2] * apart;
-            plane_sums(&mut sums, warps, 3u32);
-        }
-    }
+    row_sums(&mut sums, shared, half, form.threads, count);
     means_of(&sums, mean, args, form.centered)
 }
 
@@ -274,7 +213,7 @@ pub(super) fn backward_rows<F: Float, N: Size>(
     let (threads, vectors) = comptime!((form.threads, form.vectors as usize));
     let slots = comptime!(rows_per_block(threads));
     let warps = comptime!((block(threads) / 32) as usize);
-    let count = comptime!(2 + 2 * form.centered as usize);
+    let count = comptime!(2 + form.centered as usize);
     let mut shared = SharedMemory::<f32>::new(comptime!(2 * count * warps));
     let mut shared_mean = SharedMemory::<f32>::new(comptime!(2 * warps));
     let lane = UNIT_POS_X % threads;
