@@ -35,6 +35,10 @@ def one(ctx, record, tokens, vocab, dim, kind):
     ours = [ctx.op("embedding_backward", dout=d, ids=i, dweight=t) for d, i, t in zip(douts, ids, tables)]
     theirs = ring(2, lambda i: torch.ops.aten.embedding_dense_backward(douts[i], ids[i], vocab, -1, False))
     ours[0](), theirs(0)
-    agree(f"embedding_backward {tokens} {vocab} {kind}", {"torch": theirs.results[0], OURS: tables[0]})
+    # PyTorch rounds parts of a sum to bf16, so neither is the other's measure.
+    exact = torch.zeros(vocab, dim, device="cuda").index_add_(0, ids[0], douts[0].float())
+    agree(f"embedding_backward {tokens} {vocab} {kind}", {"sum": exact.bfloat16(), OURS: tables[0]}, tolerance=4e-3)
+    agree(f"embedding_backward {tokens} {vocab} {kind}", {"sum": exact, "torch": theirs.results[0]}, tolerance=5e-2)
+    del exact
     contenders = {OURS: lambda i: ours[i % 2](), "torch": theirs, "copy": copies(bytes_moved)}
     record.add(f"{tokens} of {vocab}x{dim} {kind}", graphs(contenders, calls=4), dtype="bf16", bytes=bytes_moved)
