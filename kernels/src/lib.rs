@@ -28,6 +28,7 @@ mod logprob;
 mod math;
 mod norm;
 pub mod nvcc;
+mod optimizer;
 mod rope;
 mod rotation;
 mod rows;
@@ -76,6 +77,7 @@ const CATALOG: &[Entry] = &[
     ("logprob", logprob::kernels, &[]),
     ("norm", norm::kernels, &[]),
     ("norm_backward", norm::backward::kernels, &[]),
+    ("optimizer", optimizer::kernels, &[]),
     ("rope", rope::kernels, &[]),
     ("swiglu", swiglu::kernels, &[]),
     ("swiglu_backward", swiglu::backward::kernels, &[]),

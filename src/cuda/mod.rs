@@ -65,6 +65,7 @@ loaded::operations!(
     logprob,
     norm,
     norm_backward,
+    optimizer,
     rope,
     swiglu,
     swiglu_backward,

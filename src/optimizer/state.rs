@@ -4,12 +4,11 @@ use std::ops::Range;
 
 use super::{OP, Params};
 use crate::error::{Error, Result, text};
-use crate::problem::optimizer::{CHUNK, Control, Group, PACK, Storage, Tensor};
+use crate::problem::optimizer::{CHUNK, Control, Group, PACK, Storage, Tensor, traits};
 use crate::tensor::Workspace;
 
-/// A parameter in the table of kernels: addresses of weight, gradient, moments and master, its
-/// elements, packs before it, and chunks before it beside its traits in the upper half.
-pub(super) type Entry = [u64; 8];
+/// A parameter in the table of kernels, as [`traits`] has it.
+pub(super) type Entry = [u64; traits::WORDS];
 
 /// Offsets into the state in bytes, each a multiple of the alignment. What is saved comes first.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,10 +151,10 @@ pub(super) fn entry(tensor: &Tensor) -> Entry {
         .iter()
         .all(|ptr| address(*ptr).is_multiple_of(16));
     let traits = tensor.weight_dtype as u64
-        | (tensor.gradient_dtype as u64) << 4
-        | (tensor.storage as u64) << 8
-        | u64::from(vectors) << 12
-        | (tensor.group as u64) << 16;
+        | (tensor.gradient_dtype as u64) << traits::GRADIENT
+        | (tensor.storage as u64) << traits::STORAGE
+        | u64::from(vectors) << traits::VECTORS
+        | (tensor.group as u64) << traits::GROUP;
     [
         address(tensor.weight),
         address(tensor.gradient),

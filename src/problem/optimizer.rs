@@ -24,6 +24,22 @@ pub(crate) enum Storage {
     Stochastic = 3,
 }
 
+/// A parameter as kernels find it, in words of 64 bits: addresses of weight, gradient, moments and
+/// master, its elements, [`PACK`]s before it, and chunks before it beside its traits, which are the
+/// upper half: the weight's dtype, and from these bits on
+pub(crate) mod traits {
+    /// Words.
+    pub const WORDS: usize = 8;
+    /// The gradient's dtype.
+    pub const GRADIENT: u32 = 4;
+    /// A [`Storage`](super::Storage).
+    pub const STORAGE: u32 = 8;
+    /// Whether weight and gradient begin at whole vectors.
+    pub const VECTORS: u32 = 12;
+    /// The group.
+    pub const GROUP: u32 = 16;
+}
+
 /// A parameter that has elements. Pointers are the device's.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tensor {
@@ -51,7 +67,7 @@ pub(crate) struct Tensor {
 pub(crate) struct Table<'a> {
     pub tensors: &'a [Tensor],
     /// The same for kernels, where there are any.
-    #[allow(dead_code)] // read by the kernels
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub entries: *mut u8,
     pub num_chunks: usize,
     /// A [`Control`].
@@ -138,15 +154,20 @@ pub enum Rule {
 
 impl Rule {
     /// Moments of a parameter.
-    pub fn num_moments(&self) -> usize {
+    pub(crate) fn num_moments(&self) -> usize {
         match self {
             Rule::Adam { .. } => 2,
             Rule::Sgd { momentum, .. } => usize::from(*momentum != 0.0),
         }
     }
 
+    /// What a gradient adds to both moments: `1 - beta`, of which f32 would lose too much.
+    pub(crate) fn new_shares(&self) -> [f32; 2] {
+        self.betas().map(|beta| (1.0 - f64::from(beta)) as f32)
+    }
+
     /// The decay of both moments, for the correction of their bias; zeros where there is none.
-    pub fn betas(&self) -> [f32; 2] {
+    pub(crate) fn betas(&self) -> [f32; 2] {
         match *self {
             Rule::Adam { beta1, beta2, .. } => [beta1, beta2],
             Rule::Sgd { .. } => [0.0; 2],

@@ -265,6 +265,58 @@ pub mod embedding_backward {
     }
 }
 
+/// Optimizers.
+pub mod optimizer {
+    /// Elements of a parameter that a block has.
+    pub const CHUNK: u32 = 16 << 10;
+    /// Words of a parameter in the table.
+    pub const ENTRY: u32 = 8;
+
+    codes! {
+        /// What a kernel is made for.
+        pub enum Kind {
+            /// The sums of squares of chunks.
+            Norm = 0,
+            /// What follows from them.
+            Decide = 1,
+            /// The update by Adam.
+            Adam = 2,
+            /// The update by gradients with momentum.
+            Momentum = 3,
+            /// The update by gradients alone.
+            Plain = 4,
+            /// Gradients multiplied by a factor.
+            Scale = 5,
+        }
+    }
+
+    codes! {
+        /// Where a weight's f32 value is between steps.
+        pub enum Storage {
+            /// In the weight.
+            Weight = 0,
+            /// In an f32 of its own.
+            F32 = 1,
+            /// In the bf16 weight and a remainder.
+            Remainder = 2,
+            /// In the bf16 weight, which is rounded at random.
+            Stochastic = 3,
+        }
+    }
+
+    /// Where a parameter's traits begin in 32 bits; first is the weight's dtype.
+    pub mod shift {
+        /// The gradient's dtype.
+        pub const GRADIENT: u32 = 4;
+        /// The storage.
+        pub const STORAGE: u32 = 8;
+        /// Whether weight and gradient begin at whole vectors.
+        pub const VECTORS: u32 = 12;
+        /// The group.
+        pub const GROUP: u32 = 16;
+    }
+}
+
 /// RoPE, and a KV cache that rotates keys.
 pub mod rotation {
     /// Pairs of components that a launch has frequencies for.

@@ -117,7 +117,13 @@ impl Update<'_> {
                         ..
                     } => {
                         let [m, v] = tensor.moments.map(|start| part_mut::<f32>(start, &range));
-                        adam((beta1, beta2, epsilon), numbers, (p, g), (m, v));
+                        adam(
+                            (beta1, beta2, epsilon),
+                            self.rule.new_shares(),
+                            numbers,
+                            (p, g),
+                            (m, v),
+                        );
                     }
                     Rule::Sgd {
                         momentum, nesterov, ..
@@ -246,13 +252,11 @@ fn round(p: &[f32], weight: &mut [bf16], seed: u64, step: u64, first_draw: u64) 
 #[inline(always)]
 fn adam(
     (beta1, beta2, epsilon): (f32, f32, f32),
+    [new1, new2]: [f32; 2],
     numbers: &Numbers,
     (p, g): (&mut [f32], &[f32]),
     (m, v): (&mut [f32], &mut [f32]),
 ) {
-    // What f32 loses here would be a share of the whole.
-    let (new1, new2) = (1.0 - f64::from(beta1), 1.0 - f64::from(beta2));
-    let (new1, new2) = (new1 as f32, new2 as f32);
     for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
         *m = beta1.mul_add(*m, new1 * g);
         *v = beta2.mul_add(*v, new2 * (g * g));
