@@ -60,6 +60,7 @@ SUMMARISED = {
     "attention_backward": "attention, gradients",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "linear_cross_entropy",
+    "optimizer": "optimizer",
     "attention_candle": "attention",
     "attention_hopper": "attention",
     "attention_decode": "attention, decoding",

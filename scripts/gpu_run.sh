@@ -134,7 +134,7 @@ run_sanitizers() {
     # The longest first.
     for test in ${SANITIZED-linear cuda_attention cuda_dense cast argmax swiglu$hopper mlp mlp_backward cuda \
       memory rope rms_norm layer_norm norm_backward swiglu_backward linear_backward attention_backward \
-      embedding_backward cross_entropy linear_cross_entropy linear_logprob embedding \
+      embedding_backward cross_entropy linear_cross_entropy linear_logprob embedding optimizer \
       kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
       at_most "${SANITIZERS:-8}"
       local slow=()
@@ -167,7 +167,7 @@ run_compare() {
   candle=$([ ! -x benches/candle ] || echo candle)
   if have_torch; then
     for op in ${COMPARE-rms_norm layer_norm norm_backward rope swiglu swiglu_backward cross_entropy \
-      linear_cross_entropy embedding embedding_backward kv_append linear linear_backward mlp attention \
+      linear_cross_entropy embedding embedding_backward kv_append optimizer linear linear_backward mlp attention \
       attention_forward attention_backward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
