@@ -235,9 +235,34 @@ impl Rotator {
 }
 
 impl Run for Problem {
+    fn probe(&self, _: &Cpu) -> Result<()> {
+        let mut inputs = self.tensors.iter().flatten().map(|(input, _)| input);
+        match inputs.any(|input| !input.layout.is_empty()) {
+            true => listed(self).map(drop),
+            false => Ok(()),
+        }
+    }
+
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
         forward(cpu, self)
     }
+}
+
+/// The positions of tokens, where they are listed, each of them in the table where there is one.
+fn listed(p: &Problem) -> Result<Option<Integers<'_>>> {
+    let PositionSource::PerToken(t) = &p.positions else {
+        return Ok(None);
+    };
+    // SAFETY: the tensor was checked, and whoever made it has promised that it is initialised memory
+    // which nobody writes during the call.
+    let positions = unsafe { Integers::new(t) };
+    let max = p.rotation.max_positions();
+    let outside = max.and_then(|max| Some((max, positions.find_outside(max)?)));
+    if let Some((max, (i, position))) = outside {
+        let problem = text!("has {position} at index {i}, the table has {max}");
+        return Err(Error::invalid("rope", "positions", problem));
+    }
+    Ok(Some(positions))
 }
 
 fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
@@ -248,21 +273,7 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     let tokens = &first.layout.shape()[..first.layout.rank() - 2];
     let len = tokens.last().copied().unwrap_or(0);
     let num_tokens: usize = tokens.iter().product();
-    let listed = match &p.positions {
-        PositionSource::From(_) => None,
-        PositionSource::PerToken(t) => {
-            // SAFETY: the tensor was checked, and whoever made it has promised that it is
-            // initialised memory which nobody writes during the call.
-            let positions = unsafe { Integers::new(t) };
-            let max = p.rotation.max_positions();
-            let outside = max.and_then(|max| Some((max, positions.find_outside(max)?)));
-            if let Some((max, (i, position))) = outside {
-                let problem = text!("has {position} at index {i}, the table has {max}");
-                return Err(Error::invalid("rope", "positions", problem));
-            }
-            Some(positions)
-        }
-    };
+    let listed = listed(p)?;
     let position = |token: usize| match (&p.positions, listed) {
         // Validation has seen to it that the sum does not overflow.
         (PositionSource::From(offset), _) => offset + (token % len) as i64,

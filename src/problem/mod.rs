@@ -77,10 +77,11 @@ pub(crate) trait Plan {
     }
 
     /// Sees whether there is memory of the host's for what a launch takes in spite of that, inside
-    /// libraries that end the process where there is none.
+    /// libraries that end the process where there is none, and whether lengths and positions in the
+    /// host's memory are sound.
     ///
     /// # Errors
-    /// There is not.
+    /// There is not, or they are not.
     fn probe(&self) -> Result<()> {
         Ok(())
     }

@@ -26,6 +26,13 @@ use unit::{Softmax, Unit, partial_size, store_output};
 const OP: &str = "attention";
 
 impl Run for Problem {
+    fn probe(&self, _: &Cpu) -> Result<()> {
+        match self.batch {
+            0 => Ok(()),
+            _ => sequences(OP, self).map(drop),
+        }
+    }
+
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
         forward(cpu, self)
     }

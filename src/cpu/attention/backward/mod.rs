@@ -48,6 +48,10 @@ impl Run for Backward {
         }
     }
 
+    fn probe(&self, _: &Cpu) -> Result<()> {
+        sequences(OP, &self.forward).map(drop)
+    }
+
     fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
         let sequences = sequences(OP, &self.forward)?;
         let statistics = Statistics {

@@ -1,5 +1,7 @@
 //! The attention block.
 
+pub mod backward;
+
 use std::ffi::c_void;
 
 use crate::error::{Error, Result, text};
@@ -13,7 +15,9 @@ use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
 use crate::ffi::{count, flag, unsloth_implementation, unsloth_stream};
 use crate::ops::attention_block::{Params, Projections};
+use crate::ops::linear::Output;
 use crate::ops::rope::Positions;
+use crate::tensor::{TensorRef, Workspace};
 
 const OP: &str = "attention_block";
 
@@ -113,6 +117,17 @@ pub struct unsloth_attention_block_params {
     pub residual: unsloth_tensor,
     /// `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
     pub out: unsloth_tensor,
+    /// Optional, without a cache, for `unsloth_attention_block_backward`: receives queries, keys and
+    /// values side by side, `[.., columns]`, contiguous, of the dtype of `x`. Rotated where the block
+    /// has no norms; as the projections give them where it has. With any of the three that are kept,
+    /// the call needs all the workspace that it asks for.
+    pub qkv_out: unsloth_tensor,
+    /// Optional, without a cache, together with `lse_out`: receives attention's output,
+    /// `[.., num_heads * v_head_dim]`, contiguous, of the dtype of `x`.
+    pub attended_out: unsloth_tensor,
+    /// Optional: receives the log-sum-exp of attention's scores, f32, contiguous,
+    /// `[batch, num_heads, seq]`, or `[num_heads, tokens]` where `x` has no batch.
+    pub lse_out: unsloth_tensor,
 }
 params!(
     unsloth_attention_block_params,
@@ -138,6 +153,9 @@ params!(
         out_bias,
         residual,
         out,
+        qkv_out,
+        attended_out,
+        lse_out,
     ]
 );
 
@@ -146,7 +164,16 @@ impl WithC for unsloth_attention_block_params {
 
     unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
-        let mut params = unsafe { convert(self) }?;
+        let mut params = unsafe {
+            Params {
+                output: output_from(OP, &self.residual, &self.out)?,
+                workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+                qkv_out: self.qkv_out.optional_output(OP, "qkv_out")?,
+                attended_out: self.attended_out.optional_output(OP, "attended_out")?,
+                lse_out: self.lse_out.optional_output(OP, "lse_out")?,
+                ..self.of_input(self.x.input(OP, "x")?)?
+            }
+        };
         if self.cache.is_null() {
             return run(&params);
         }
@@ -162,9 +189,20 @@ impl WithC for unsloth_attention_block_params {
     }
 }
 
+impl unsloth_attention_block_params {
+    /// The block of an input `x`, without a cache and without what it writes.
+    ///
+    /// # Safety
+    /// The tensors are valid on the context's device while the result is used.
+    pub(crate) unsafe fn of_input<'a>(&self, x: TensorRef<'a>) -> Result<Params<'a>> {
+        // SAFETY: the caller's promise.
+        unsafe { convert(self, x) }
+    }
+}
+
 /// # Safety
-/// The tensors and the workspace are valid on the context's device while the result is used.
-unsafe fn convert<'a>(p: &unsloth_attention_block_params) -> Result<Params<'a>> {
+/// The tensors are valid on the context's device while the result is used.
+unsafe fn convert<'a>(p: &unsloth_attention_block_params, x: TensorRef<'a>) -> Result<Params<'a>> {
     let num_heads = count(OP, "num_heads", p.num_heads)?;
     let head_dim = count(OP, "head_dim", p.head_dim)?;
     let or = |name, value, default| match count(OP, name, value)? {
@@ -182,7 +220,7 @@ unsafe fn convert<'a>(p: &unsloth_attention_block_params) -> Result<Params<'a>> 
             }
         };
         Ok(Params {
-            x: p.x.input(OP, "x")?,
+            x,
             num_heads,
             num_kv_heads: or("num_kv_heads", p.num_kv_heads, num_heads)?,
             head_dim,
@@ -212,8 +250,11 @@ unsafe fn convert<'a>(p: &unsloth_attention_block_params) -> Result<Params<'a>> 
                 &p.out_weight,
                 &p.out_bias,
             )?,
-            output: output_from(OP, &p.residual, &p.out)?,
-            workspace: workspace_from(OP, p.workspace, p.workspace_size)?,
+            output: Output::none(),
+            workspace: Workspace::none(),
+            qkv_out: None,
+            attended_out: None,
+            lse_out: None,
         })
     }
 }
@@ -275,7 +316,9 @@ pub unsafe extern "C" fn unsloth_attention_block_supported(
 
 /// Writes to `workspace_size` the bytes of workspace with which the call is fastest: queries, keys
 /// and values of all tokens and attention's output, each rounded up to 256 bytes, then the greater
-/// of the workspaces of attention and of the projections. What only the projections ask for is
+/// of the workspaces of attention and of the projections. What is kept (`qkv_out`, `attended_out`) takes
+/// no room in it, and makes all of it needed; queries and keys that are normalised then lie there.
+/// Otherwise what only the projections ask for is
 /// optional, as `unsloth_linear_workspace_size` says. With a cache the answer is for its current
 /// batch. Where it has none, as before the first `unsloth_kv_cache_extend`, the answer is enough
 /// for every batch of as many tokens as `x` has, whatever its sequences are. Data pointers and the
