@@ -52,6 +52,9 @@ DEFAULT_PARAMS = {
     "unsloth_context_create": "SUCCESS",
     "unsloth_inference_memory_estimate": "NULL_POINTER",
     # Those of the forward are not there.
+    "unsloth_attention_block_backward": "NULL_POINTER",
+    "unsloth_attention_block_backward_supported": "NULL_POINTER",
+    "unsloth_attention_block_backward_workspace_size": "NULL_POINTER",
     "unsloth_mlp_backward": "NULL_POINTER",
     "unsloth_mlp_backward_supported": "NULL_POINTER",
     "unsloth_mlp_backward_workspace_size": "NULL_POINTER",
@@ -60,6 +63,8 @@ DEFAULT_PARAMS = {
 # The same with a pointer misaligned that is meant to be written through, where that is not UNSLOTH_STATUS_INVALID_ARGUMENT.
 MISALIGNED = {
     ("unsloth_kv_cache_sequence_pages_get", "pages"): "INVALID_HANDLE",  # no room is offered there
+    ("unsloth_attention_block_backward_supported", "implementation"): "NULL_POINTER",
+    ("unsloth_attention_block_backward_workspace_size", "workspace_size"): "NULL_POINTER",
     ("unsloth_mlp_backward_supported", "implementation"): "NULL_POINTER",
     ("unsloth_mlp_backward_workspace_size", "workspace_size"): "NULL_POINTER",
 }

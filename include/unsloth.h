@@ -51,6 +51,7 @@
 
 #define UNSLOTH_ARGMAX_PARAMS_INIT UNSLOTH_INIT(unsloth_argmax_params)
 #define UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_backward_params)
+#define UNSLOTH_ATTENTION_BLOCK_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_block_backward_params)
 #define UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_block_params)
 #define UNSLOTH_ATTENTION_MEMORY_INIT UNSLOTH_INIT(unsloth_attention_memory)
 #define UNSLOTH_ATTENTION_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_memory_params)
@@ -799,18 +800,21 @@ typedef struct unsloth_rotation {
 } unsloth_rotation;
 
 /**
- * Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values, optional norms of queries and keys,
- * optional rotation, attention, output projection, optional addition of a residual.
+ * Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values,
+ * optional norms of queries and keys, optional rotation, attention, output projection, optional
+ * addition of a residual.
  *
  * It gives the same bits as this library's operations called one by one on tensors of the dtype of
  * `x`, with two exceptions: with a cache, keys are rotated in f32 on their way to it; and on a GPU
  * the order of sums depends on how tensors lie.
  *
- * Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of the cache's current batch, in its
- * order: their keys and values are appended to `layer`, and they attend to everything their sequences hold in it.
+ * Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of
+ * the cache's current batch, in its order: their keys and values are appended to `layer`, and they
+ * attend to everything their sequences hold in it.
  *
- * Either `q_weight`, `k_weight` and `v_weight` are there, or `qkv_weight`. Weights and biases are of any float dtype whatever that
- * of `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+ * Either `q_weight`, `k_weight` and `v_weight` are there, or `qkv_weight`. Weights and biases are
+ * of any float dtype whatever that of `x`; weights have any strides with a contiguous last
+ * dimension, biases are contiguous and optional.
  */
 typedef struct unsloth_attention_block_params {
   /**
@@ -862,7 +866,8 @@ typedef struct unsloth_attention_block_params {
    */
   int64_t v_head_dim;
   /**
-   * How many tokens one sees up to and with itself (and as many from itself on, if `bidirectional`); 0 for all.
+   * How many tokens one sees up to and with itself (and as many from itself on, if
+   * `bidirectional`); 0 for all.
    */
   int64_t window;
   /**
@@ -890,8 +895,8 @@ typedef struct unsloth_attention_block_params {
    */
   size_t workspace_size;
   /**
-   * `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension. With
-   * `cu_seqlens` or `cache` it is `[tokens, hidden]`.
+   * `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16, any strides with a
+   * contiguous last dimension. With `cu_seqlens` or `cache` it is `[tokens, hidden]`.
    */
   struct unsloth_tensor x;
   /**
@@ -927,8 +932,8 @@ typedef struct unsloth_attention_block_params {
    */
   struct unsloth_tensor qkv_bias;
   /**
-   * Optional: gains of an RMSNorm of the queries, any float dtype: `[head_dim]` normalises each head (Qwen 3),
-   * `[num_heads * head_dim]` all heads of a token together (OLMo 2).
+   * Optional: gains of an RMSNorm of the queries, any float dtype: `[head_dim]` normalises each
+   * head (Qwen 3), `[num_heads * head_dim]` all heads of a token together (OLMo 2).
    */
   struct unsloth_tensor q_norm;
   /**
@@ -940,12 +945,13 @@ typedef struct unsloth_attention_block_params {
    */
   struct unsloth_rotation rotation;
   /**
-   * Optional, without a cache: positions for the rotation, i32 or i64, `[batch, seq]` or `[tokens]`. Needed with `rotate` and
-   * `cu_seqlens`.
+   * Optional, without a cache: positions for the rotation, i32 or i64, `[batch, seq]` or
+   * `[tokens]`. Needed with `rotate` and `cu_seqlens`.
    */
   struct unsloth_tensor positions;
   /**
-   * Optional, without a cache: i32 `[num_sequences + 1]`; sequence `b` is tokens `cu_seqlens[b]` to before `cu_seqlens[b + 1]`.
+   * Optional, without a cache: i32 `[num_sequences + 1]`; sequence `b` is tokens `cu_seqlens[b]`
+   * to before `cu_seqlens[b + 1]`.
    */
   struct unsloth_tensor cu_seqlens;
   /**
@@ -965,14 +971,145 @@ typedef struct unsloth_attention_block_params {
    */
   struct unsloth_tensor out_bias;
   /**
-   * Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+   * Optional: added to the product; like `out`, and may be the same tensor, which then
+   * accumulates.
    */
   struct unsloth_tensor residual;
   /**
-   * `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+   * `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last
+   * dimension.
    */
   struct unsloth_tensor out;
+  /**
+   * Optional, without a cache, for `unsloth_attention_block_backward`: receives queries, keys
+   * and values side by side, `[.., columns]`, contiguous, of the dtype of `x`. Rotated where the
+   * block has no norms; as the projections give them where it has. With any of the three that
+   * are kept, the call needs all the workspace that it asks for.
+   */
+  struct unsloth_tensor qkv_out;
+  /**
+   * Optional, without a cache, together with `lse_out`: receives attention's output,
+   * `[.., num_heads * v_head_dim]`, contiguous, of the dtype of `x`.
+   */
+  struct unsloth_tensor attended_out;
+  /**
+   * Optional: receives the log-sum-exp of attention's scores, f32, contiguous,
+   * `[batch, num_heads, seq]`, or `[num_heads, tokens]` where `x` has no batch.
+   */
+  struct unsloth_tensor lse_out;
 } unsloth_attention_block_params;
+
+/**
+ * Arguments of `unsloth_attention_block_backward`: gradients of the input and of the parameters of
+ * `unsloth_attention_block_forward` without a cache. Each is optional, at least one is there, and
+ * what none of them needs is not computed. (The gradient of a residual is `dout` itself; ALiBi
+ * slopes get none.)
+ *
+ * Gradients of parameters are shaped like them, of any float dtype (that of the sinks is f32);
+ * matrices have any strides with a contiguous last dimension, all others are contiguous.
+ *
+ * With `cu_seqlens` every token belongs to a sequence: of one that does not, gradients are
+ * undefined, and with them those of the weights.
+ */
+typedef struct unsloth_attention_block_backward_params {
+  /**
+   * `sizeof(unsloth_attention_block_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 adds to what the gradients of parameters hold, which must be f32 then; 0 overwrites. `dx`
+   * is overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * The arguments of the forward: its `x`, parameters and all that says what is computed.
+   * `cache` is NULL; its `out`, `residual`, workspace and what it keeps are not looked at.
+   */
+  const struct unsloth_attention_block_params *forward;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_attention_block_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+  /**
+   * Optional: what the forward kept in `qkv_out`, contiguous. Absent: it is computed again,
+   * which gives gradients of the same bits if kept tensors are aligned to 16 bytes.
+   */
+  struct unsloth_tensor qkv;
+  /**
+   * Optional, together with `lse`: what the forward kept in `attended_out`, contiguous. Absent:
+   * attention is computed again.
+   */
+  struct unsloth_tensor attended;
+  /**
+   * Optional: what the forward kept in `lse_out`, contiguous.
+   */
+  struct unsloth_tensor lse;
+  /**
+   * `[.., hidden_out]`: the gradient of `out`, leading dimensions and dtype of `x`, any strides
+   * with a contiguous last dimension.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * Optional: written, like `x`, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: `[num_heads * head_dim, hidden]`.
+   */
+  struct unsloth_tensor dq_weight;
+  /**
+   * Optional: `[num_heads * head_dim]`.
+   */
+  struct unsloth_tensor dq_bias;
+  /**
+   * Optional: `[num_kv_heads * head_dim, hidden]`.
+   */
+  struct unsloth_tensor dk_weight;
+  /**
+   * Optional: `[num_kv_heads * head_dim]`.
+   */
+  struct unsloth_tensor dk_bias;
+  /**
+   * Optional: `[num_kv_heads * v_head_dim, hidden]`.
+   */
+  struct unsloth_tensor dv_weight;
+  /**
+   * Optional: `[num_kv_heads * v_head_dim]`.
+   */
+  struct unsloth_tensor dv_bias;
+  /**
+   * Optional: where the forward has `qkv_weight`, like it.
+   */
+  struct unsloth_tensor dqkv_weight;
+  /**
+   * Optional: where the forward has `qkv_bias`, like it.
+   */
+  struct unsloth_tensor dqkv_bias;
+  /**
+   * Optional: like `q_norm`.
+   */
+  struct unsloth_tensor dq_norm;
+  /**
+   * Optional: like `k_norm`.
+   */
+  struct unsloth_tensor dk_norm;
+  /**
+   * Optional: f32 `[num_heads]`.
+   */
+  struct unsloth_tensor dsinks;
+  /**
+   * Optional: `[hidden_out, num_heads * v_head_dim]`, the gradient of `out_weight`.
+   */
+  struct unsloth_tensor dout_weight;
+  /**
+   * Optional: `[hidden_out]`, the gradient of `out_bias`.
+   */
+  struct unsloth_tensor dout_bias;
+} unsloth_attention_block_backward_params;
 
 /**
  * Arguments of `unsloth_cast_forward`: `out = x` in another dtype.
@@ -3903,10 +4040,12 @@ unsloth_status unsloth_attention_backward(struct unsloth_context *ctx,
                                           unsloth_stream stream);
 
 /**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
- * workspace are not looked at. The status and message are those the call itself would give.
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give.
  *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
  */
 unsloth_status unsloth_attention_block_supported(struct unsloth_context *ctx,
                                                  const struct unsloth_attention_block_params *params,
@@ -3915,30 +4054,74 @@ unsloth_status unsloth_attention_block_supported(struct unsloth_context *ctx,
 /**
  * Writes to `workspace_size` the bytes of workspace with which the call is fastest: queries, keys
  * and values of all tokens and attention's output, each rounded up to 256 bytes, then the greater
- * of the workspaces of attention and of the projections. What only the projections ask for is
- * optional, as `unsloth_linear_workspace_size` says. With a cache the answer is for its current
- * batch. Where it has none, as before the first `unsloth_kv_cache_extend`, the answer is enough
- * for every batch of as many tokens as `x` has, whatever its sequences are. Data pointers and the
- * workspace are not looked at.
+ * of the workspaces of attention and of the projections. What is kept (`qkv_out`, `attended_out`)
+ * takes no room in it, and makes all of it needed; queries and keys that are normalised then lie
+ * there. Otherwise what only the projections ask for is optional, as
+ * `unsloth_linear_workspace_size` says. With a cache the answer is for its current batch. Where it
+ * has none, as before the first `unsloth_kv_cache_extend`, the answer is enough for every batch of
+ * as many tokens as `x` has, whatever its sequences are. Data pointers and the workspace are not
+ * looked at.
  *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
  */
 unsloth_status unsloth_attention_block_workspace_size(struct unsloth_context *ctx,
                                                       const struct unsloth_attention_block_params *params,
                                                       size_t *workspace_size);
 
 /**
- * Computes the block on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+ * Computes the block on `stream`. Neither allocates device memory nor synchronises, and may be
+ * captured into a CUDA graph.
  *
- * `out` may be `residual`; other overlaps with it are errors. With a cache, calling it twice for one layer and batch writes the
- * same places again.
+ * `out` may be `residual`; other overlaps with it are errors. With a cache, calling it twice for
+ * one layer and batch writes the same places again.
  *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
- * until the work has run; `stream` is NULL or a live stream of that device.
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace
+ * are valid on the context's device until the work has run; `stream` is NULL or a live stream of
+ * that device.
  */
 unsloth_status unsloth_attention_block_forward(struct unsloth_context *ctx,
                                                const struct unsloth_attention_block_params *params,
                                                unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->forward` is or
+ * does; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_block_backward_supported(struct unsloth_context *ctx,
+                                                          const struct unsloth_attention_block_backward_params *params,
+                                                          unsloth_implementation *implementation);
+
+/**
+ * Writes the workspace that the call needs to `workspace_size`, in bytes: what was not kept of
+ * queries, keys, values, attention's output and LSE; normalised queries and keys; the gradients of
+ * attention's output and of queries, keys and values; each rounded up to 256 bytes. Then what the
+ * operations need or have use for. Less where fewer gradients are asked for. Data pointers and the
+ * workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->forward` is or
+ * does; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_block_backward_workspace_size(struct unsloth_context *ctx,
+                                                               const struct unsloth_attention_block_backward_params *params,
+                                                               size_t *workspace_size);
+
+/**
+ * Computes the gradients on `stream`. Sums are f32; what passes between products is rounded to the
+ * dtype of `x`. The same inputs give the same bits. Neither allocates device memory nor
+ * synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->forward` is or
+ * does; its tensors and workspace are valid on the context's device until the work has run;
+ * `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_attention_block_backward(struct unsloth_context *ctx,
+                                                const struct unsloth_attention_block_backward_params *params,
+                                                unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
@@ -4722,9 +4905,10 @@ unsloth_status unsloth_mlp_backward_supported(struct unsloth_context *ctx,
                                               unsloth_implementation *implementation);
 
 /**
- * Writes the workspace that the call needs to `workspace_size`, in bytes: an intermediate, as large
- * as that of `unsloth_mlp_forward`, then two for gate and up or their gradients, each rounded up to
- * 256 bytes, and what products have use for, as `unsloth_linear_backward_workspace_size` says. Less where fewer gradients are asked for. Data
+ * Writes the workspace that the call needs to `workspace_size`, in bytes: an intermediate, as
+ * large as that of `unsloth_mlp_forward`, then two for gate and up or their gradients, each
+ * rounded up to 256 bytes, and what products have use for, as
+ * `unsloth_linear_backward_workspace_size` says. Less where fewer gradients are asked for. Data
  * pointers and the workspace are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->forward` is or

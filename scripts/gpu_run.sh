@@ -124,7 +124,7 @@ run_sanitizers() {
   done
   for tool in ${TOOLS-memcheck initcheck racecheck}; do
     # In these nearly every kernel is one that racecheck is wrong about.
-    hopper=" attention attention_hopper attention_block attention_block_cached"
+    hopper=" attention attention_hopper attention_block attention_block_cached attention_block_backward"
     case $tool in
       # A refused allocation is no error here.
       memcheck) options=(--report-api-errors no --error-exitcode 1) ;;

@@ -17,6 +17,35 @@ const NULL: unsloth_status = UNSLOTH_STATUS_NULL_POINTER;
 
 const MISUSE: &[Misuse<unsloth_attention_block_params>] = &[
     (
+        |p| p.qkv_out = p.residual,
+        INVALID,
+        "attention_block: qkv_out has shape [3, 6], expected [3, 16]",
+    ),
+    (
+        |p| {
+            p.qkv_out = p.x;
+            p.qkv_out.shape[1] = 16;
+            p.qkv_out.strides[0] = 17;
+        },
+        INVALID,
+        "attention_block: qkv_out has shape [3, 16] with strides [17, 1], it must be contiguous",
+    ),
+    (
+        |p| p.lse_out = p.x,
+        INVALID,
+        "attention_block: lse_out is there without attended_out",
+    ),
+    (
+        |p| p.attended_out = p.x,
+        INVALID,
+        "attention_block: attended_out is there without lse_out",
+    ),
+    (
+        |p| (p.attended_out, p.lse_out) = (p.x, p.x),
+        INVALID,
+        "attention_block: lse_out has shape [3, 6], expected [2, 3]",
+    ),
+    (
         |p| p.rotate = 2,
         INVALID,
         "attention_block: rotate is 2, allowed: 0, 1",

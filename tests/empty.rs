@@ -201,6 +201,9 @@ fn attention_block_of_nothing() {
         out_projection: weights(&[0, 4]),
         output: linear::Output::Write(output(DType::F32, &[tokens, 0])),
         workspace: Workspace::none(),
+        qkv_out: None,
+        attended_out: None,
+        lse_out: None,
     };
     assert_eq!(attention_block::workspace_size(&ctx, &params).unwrap(), 0);
     attention_block::forward(&ctx, &params, Stream::DEFAULT).unwrap();

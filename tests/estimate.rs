@@ -253,6 +253,9 @@ fn inference_takes_what_it_says() {
                 out_projection: weights(hidden, 4 * 8),
                 output: output(DType::F32, &[tokens, hidden]),
                 workspace: Workspace::none(),
+                qkv_out: None,
+                attended_out: None,
+                lse_out: None,
             };
             let attention = attention_block::workspace_size(&ctx, &block).unwrap();
             let intermediate = intermediate_size as usize;

@@ -442,6 +442,23 @@ static void attention_block_ready(void) {
                                                   &attention_block.workspace_size));
   attention_block.workspace = workspace;
 }
+
+static unsloth_attention_block_backward_params block_backward;
+static void block_backward_ready(void) {
+  attention_block_ready();
+  block_backward =
+      (unsloth_attention_block_backward_params)UNSLOTH_ATTENTION_BLOCK_BACKWARD_PARAMS_INIT;
+  block_backward.forward = &attention_block;
+  block_backward.dout = f32_tensor(in2(TOKENS, HIDDEN).data, 1, TOKENS, HIDDEN, -1);
+  block_backward.dx = f32_tensor(out2(TOKENS, HIDDEN).data, 1, TOKENS, HIDDEN, -1);
+  block_backward.dqkv_weight = out2((HEADS + 2 * KV_HEADS) * DIM, HIDDEN);
+  block_backward.dq_norm = out2(DIM, -1);
+  block_backward.dout_weight = out2(HIDDEN, HEADS * DIM);
+  CHECK_OK(unsloth_attention_block_backward_workspace_size(ctx, &block_backward,
+                                                           &block_backward.workspace_size));
+  block_backward.workspace = workspace;
+}
+
 static void attention_block_cached_ready(void) {
   batch_ready();
   attention_block_of(steps[0] + steps[1]);
@@ -738,6 +755,12 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (ctx, &attention_block, &size), OK)                                                            \
   X(block, attention_block_ready, unsloth_attention_block_forward, (ctx, &attention_block, NULL),  \
     OK)                                                                                            \
+  X(block_backward_supported, block_backward_ready, unsloth_attention_block_backward_supported,    \
+    (ctx, &block_backward, NULL), OK)                                                              \
+  X(block_backward_workspace, block_backward_ready,                                                \
+    unsloth_attention_block_backward_workspace_size, (ctx, &block_backward, &size), OK)            \
+  X(block_backward, block_backward_ready, unsloth_attention_block_backward,                        \
+    (ctx, &block_backward, NULL), OK)                                                              \
   X(block_cached, attention_block_cached_ready, unsloth_attention_block_forward,                   \
     (ctx, &attention_block, NULL), OK)                                                             \
   X(optimizer_supported, optimizer_params_ready, unsloth_optimizer_supported,                      \

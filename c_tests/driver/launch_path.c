@@ -307,6 +307,52 @@ static void attention_backward(void) {
   CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 4);
 }
 
+// Forward, keeping what the backward pass takes, and backward; packed weights and norms of heads.
+static void attention_block_backward(void) {
+  enum { TOKENS = 100, COLUMNS = (HEADS + 2 * KV_HEADS) * DIM };
+  unsloth_attention_block_params block = UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT;
+  block.num_heads = HEADS;
+  block.num_kv_heads = KV_HEADS;
+  block.head_dim = DIM;
+  block.rotate = 1;
+  block.norm_epsilon = 1e-5f;
+  block.x = bf16(1, TOKENS, HIDDEN, -1);
+  // Not for cuBLAS.
+  block.qkv_weight = make(UNSLOTH_DTYPE_F32, COLUMNS, HIDDEN, -1, -1);
+  block.out_weight = make(UNSLOTH_DTYPE_F32, HIDDEN, HEADS * DIM, -1, -1);
+  block.q_norm = block.k_norm = bf16(DIM, -1, -1, -1);
+  block.out = bf16(1, TOKENS, HIDDEN, -1);
+  block.qkv_out = bf16(1, TOKENS, COLUMNS, -1);
+  block.attended_out = bf16(1, TOKENS, HEADS * DIM, -1);
+  block.lse_out = make(UNSLOTH_DTYPE_F32, 1, HEADS, TOKENS, -1);
+  CHECK_OK(unsloth_attention_block_workspace_size(ctx, &block, &block.workspace_size));
+  block.workspace = memory(block.workspace_size);
+  // The projection, two norms, the rotation, attention, the output.
+  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 6);
+
+  unsloth_attention_block_backward_params p = UNSLOTH_ATTENTION_BLOCK_BACKWARD_PARAMS_INIT;
+  p.forward = &block;
+  p.qkv = block.qkv_out;
+  p.attended = block.attended_out;
+  p.lse = block.lse_out;
+  p.dout = bf16(1, TOKENS, HIDDEN, -1);
+  p.dx = bf16(1, TOKENS, HIDDEN, -1);
+  p.dqkv_weight = make(UNSLOTH_DTYPE_F16, COLUMNS, HIDDEN, -1, -1);
+  p.dout_weight = make(UNSLOTH_DTYPE_F16, HIDDEN, HEADS * DIM, -1, -1);
+  CHECK_OK(unsloth_attention_block_backward_workspace_size(ctx, &p, &p.workspace_size));
+  p.workspace = memory(p.workspace_size);
+  // Norms and rotation again, the gradient of attention's output, three kernels of attention's, the
+  // rotation back, both norms, three products.
+  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 13);
+  // Then the projection again, and attention.
+  memset(&p.qkv, 0, sizeof p.qkv);
+  memset(&p.attended, 0, sizeof p.attended);
+  memset(&p.lse, 0, sizeof p.lse);
+  CHECK_OK(unsloth_attention_block_backward_workspace_size(ctx, &p, &p.workspace_size));
+  p.workspace = memory(p.workspace_size);
+  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 15);
+}
+
 // A decoding step of two sequences through a cache.
 static void cached(void) {
   enum { SEQUENCES = 2 };
@@ -413,6 +459,7 @@ int main(void) {
   attention(1, 4096, UNSLOTH_IMPLEMENTATION_CUDA, 2);
   attention(1000, 1000, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
   attention_backward();
+  attention_block_backward();
   cached();
   steps();
   CHECK_OK(unsloth_context_destroy(ctx));

@@ -134,6 +134,9 @@ impl Model {
                 out_projection: weights(&layer.out, HEADS * HEAD_DIM)?,
                 output: Output::Add(InOut::InPlace(TensorMut::from_slice(&mut hidden, &shape)?)),
                 workspace: Workspace::none(),
+                qkv_out: None,
+                attended_out: None,
+                lse_out: None,
             };
             let mut workspace = Buffer::new(ctx, attention_block::workspace_size(ctx, &params)?)?;
             params.workspace = workspace.workspace();

@@ -48,7 +48,7 @@ pub(super) fn workspace_size(ctx: &Context, config: &Config, sizes: Sizes) -> Re
                 TensorRef::from_raw(std::ptr::null(), DType::I32, Layout::contiguous(shape)?)
             })
         };
-    let (q, out) = (views.heads(0)?, views.attended()?);
+    let (q, out) = (views.heads(0)?, views.attended(&views.attended)?);
     let pages = |dim| -> Result<TensorRef<'static>> {
         let layout = config.pages_of(dim)?;
         // SAFETY: as above.

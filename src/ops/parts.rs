@@ -158,6 +158,18 @@ impl<const N: usize> Parts<N> {
         Ok(RawTensor { ptr, dtype, layout })
     }
 
+    /// As [`Parts::take`] if a part needs it; otherwise the tensor is described and lies nowhere.
+    pub fn take_if(&mut self, needed: bool, dtype: DType, shape: [usize; 2]) -> Result<RawTensor> {
+        if needed {
+            return self.take(dtype, shape);
+        }
+        Ok(RawTensor {
+            ptr: std::ptr::null_mut(),
+            dtype,
+            layout: Layout::contiguous(&shape)?,
+        })
+    }
+
     /// Bytes that are taken.
     pub fn taken(&self) -> usize {
         self.taken

@@ -177,6 +177,9 @@ impl Tensors {
             },
             output,
             workspace: unsloth::Workspace::none(),
+            qkv_out: None,
+            attended_out: None,
+            lse_out: None,
         }
     }
 

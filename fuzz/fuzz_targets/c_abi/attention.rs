@@ -2,12 +2,14 @@
 
 use unsloth::ffi::attention::backward::*;
 use unsloth::ffi::attention::*;
+use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::kv_cache::unsloth_kv_cache;
 use unsloth::ffi::rope::*;
 use unsloth::ffi::tensor::*;
 
-use crate::operations::{Call, Stated, zeroed};
+use crate::arena::absent;
+use crate::operations::{Call, Stated, like, zeroed};
 
 /// The current batch of a cache.
 pub struct Batch {
@@ -284,6 +286,63 @@ impl Call<'_, '_> {
         p.out_bias = self.optional(dtype, &[outer]);
         p.residual = self.optional(dtype, &with(outer));
         p.out = self.tensor(dtype, &with(outer));
+        if self.input.one_in(4) {
+            p.qkv_out = self.tensor(dtype, &with(q + k + v));
+        }
+        if self.input.one_in(4) {
+            p.attended_out = self.tensor(dtype, &with(heads * v_dim));
+            let (last, outer) = (leading[leading.len() - 1], &leading[..leading.len() - 1]);
+            p.lse_out = self.tensor(UNSLOTH_DTYPE_F32, &[outer, &[heads, last]].concat());
+        }
+        stated
+    }
+
+    pub fn attention_block_backward(
+        &mut self,
+    ) -> Box<Stated<unsloth_attention_block_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_attention_block_backward_params>> = unsafe { zeroed() };
+        let mut forward = self.attention_block(None);
+        forward.params.struct_size = size_of::<unsloth_attention_block_params>() as u32;
+        let f = forward.params;
+        let p = &mut stated.params;
+        p.forward = &raw const forward.params;
+        self.kept.push(forward);
+        p.accumulate = self.flag(1);
+        let dtype = f.x.dtype;
+        let grad_dtype = match p.accumulate {
+            1 => UNSLOTH_DTYPE_F32,
+            _ => dtype,
+        };
+        let of_nothing = like(&f.x).last() == Some(&0) || f.out_weight.shape[0] == 0;
+        for (to, of, dtype) in [
+            (&mut p.dq_weight, f.q_weight, grad_dtype),
+            (&mut p.dq_bias, f.q_bias, grad_dtype),
+            (&mut p.dk_weight, f.k_weight, grad_dtype),
+            (&mut p.dk_bias, f.k_bias, grad_dtype),
+            (&mut p.dv_weight, f.v_weight, grad_dtype),
+            (&mut p.dv_bias, f.v_bias, grad_dtype),
+            (&mut p.dqkv_weight, f.qkv_weight, grad_dtype),
+            (&mut p.dqkv_bias, f.qkv_bias, grad_dtype),
+            (&mut p.dq_norm, f.q_norm, grad_dtype),
+            (&mut p.dk_norm, f.k_norm, grad_dtype),
+            (&mut p.dsinks, f.sinks, UNSLOTH_DTYPE_F32),
+            (&mut p.dout_weight, f.out_weight, grad_dtype),
+            (&mut p.dout_bias, f.out_bias, grad_dtype),
+            (&mut p.dx, f.x, dtype),
+            (&mut p.qkv, f.qkv_out, dtype),
+            (&mut p.attended, f.attended_out, dtype),
+            (&mut p.lse, f.lse_out, UNSLOTH_DTYPE_F32),
+        ] {
+            // Vectors have elements where the large tensors of a call may have none.
+            if of.rank > 1 || (of.rank == 1 && !of_nothing) {
+                *to = self.optional(dtype, &like(&of));
+            }
+        }
+        if p.attended.rank == 0 || p.lse.rank == 0 {
+            (p.attended, p.lse) = (absent(), absent());
+        }
+        p.dout = self.tensor(dtype, &like(&f.out));
         stated
     }
 }

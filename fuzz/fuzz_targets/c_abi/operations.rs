@@ -3,6 +3,7 @@
 use unsloth::ffi::argmax::*;
 use unsloth::ffi::attention::backward::*;
 use unsloth::ffi::attention::*;
+use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::cast::*;
 use unsloth::ffi::context::unsloth_context;
@@ -72,11 +73,11 @@ pub struct Call<'i, 'b> {
     pub input: &'i mut Input<'b>,
     arena: Arena,
     /// Structs that the call's own points to.
-    kept: Vec<Box<dyn std::any::Any>>,
+    pub kept: Vec<Box<dyn std::any::Any>>,
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 27] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 28] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -84,6 +85,7 @@ pub const ALL: [fn(&mut Call<'_, '_>); 27] = [
     |call| call.run_attention_backward(),
     |call| call.run_attention_backward(),
     |call| call.run_attention_block(None),
+    |call| call.run_attention_block_backward(),
     |call| {
         let params = call.rope();
         call.finish(params, unsloth_rope_supported, None, unsloth_rope_forward);
@@ -187,7 +189,7 @@ pub unsafe fn zeroed<P>() -> Box<Stated<P>> {
 }
 
 /// A tensor's shape.
-fn like(t: &unsloth_tensor) -> Vec<i64> {
+pub fn like(t: &unsloth_tensor) -> Vec<i64> {
     t.shape[..(t.rank as usize).min(t.shape.len())].to_vec()
 }
 
@@ -237,6 +239,16 @@ impl Call<'_, '_> {
             unsloth_attention_backward_workspace_size,
             unsloth_attention_backward_supported,
             unsloth_attention_backward
+        ]
+    );
+    with_workspace!(
+        run_attention_block_backward,
+        attention_block_backward,
+        unsloth_attention_block_backward_params,
+        [
+            unsloth_attention_block_backward_workspace_size,
+            unsloth_attention_block_backward_supported,
+            unsloth_attention_block_backward
         ]
     );
     with_workspace!(

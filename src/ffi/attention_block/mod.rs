@@ -21,18 +21,21 @@ use crate::tensor::{TensorRef, Workspace};
 
 const OP: &str = "attention_block";
 
-/// Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values, optional norms of queries and keys,
-/// optional rotation, attention, output projection, optional addition of a residual.
+/// Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values,
+/// optional norms of queries and keys, optional rotation, attention, output projection, optional
+/// addition of a residual.
 ///
 /// It gives the same bits as this library's operations called one by one on tensors of the dtype of
 /// `x`, with two exceptions: with a cache, keys are rotated in f32 on their way to it; and on a GPU
 /// the order of sums depends on how tensors lie.
 ///
-/// Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of the cache's current batch, in its
-/// order: their keys and values are appended to `layer`, and they attend to everything their sequences hold in it.
+/// Without `cache` tokens attend to those of the same call. With it, `x` holds the new tokens of
+/// the cache's current batch, in its order: their keys and values are appended to `layer`, and they
+/// attend to everything their sequences hold in it.
 ///
-/// Either `q_weight`, `k_weight` and `v_weight` are there, or `qkv_weight`. Weights and biases are of any float dtype whatever that
-/// of `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+/// Either `q_weight`, `k_weight` and `v_weight` are there, or `qkv_weight`. Weights and biases are
+/// of any float dtype whatever that of `x`; weights have any strides with a contiguous last
+/// dimension, biases are contiguous and optional.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_attention_block_params {
@@ -60,7 +63,8 @@ pub struct unsloth_attention_block_params {
     pub head_dim: i64,
     /// Components of a value head; 0 for `head_dim`.
     pub v_head_dim: i64,
-    /// How many tokens one sees up to and with itself (and as many from itself on, if `bidirectional`); 0 for all.
+    /// How many tokens one sees up to and with itself (and as many from itself on, if
+    /// `bidirectional`); 0 for all.
     pub window: i64,
     /// With `cu_seqlens`: no sequence is longer; 0 for no better bound than all tokens.
     pub max_seqlen: i64,
@@ -74,8 +78,8 @@ pub struct unsloth_attention_block_params {
     pub workspace: *mut c_void,
     /// Size of `workspace` in bytes.
     pub workspace_size: usize,
-    /// `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension. With
-    /// `cu_seqlens` or `cache` it is `[tokens, hidden]`.
+    /// `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16, any strides with a
+    /// contiguous last dimension. With `cu_seqlens` or `cache` it is `[tokens, hidden]`.
     pub x: unsloth_tensor,
     /// `[num_heads * head_dim, hidden]`.
     pub q_weight: unsloth_tensor,
@@ -93,17 +97,18 @@ pub struct unsloth_attention_block_params {
     pub qkv_weight: unsloth_tensor,
     /// Optional: the same for the biases.
     pub qkv_bias: unsloth_tensor,
-    /// Optional: gains of an RMSNorm of the queries, any float dtype: `[head_dim]` normalises each head (Qwen 3),
-    /// `[num_heads * head_dim]` all heads of a token together (OLMo 2).
+    /// Optional: gains of an RMSNorm of the queries, any float dtype: `[head_dim]` normalises each
+    /// head (Qwen 3), `[num_heads * head_dim]` all heads of a token together (OLMo 2).
     pub q_norm: unsloth_tensor,
     /// Optional: gains of an RMSNorm of the keys: `[head_dim]` or `[num_kv_heads * head_dim]`.
     pub k_norm: unsloth_tensor,
     /// With `rotate`: how queries and keys are rotated.
     pub rotation: unsloth_rotation,
-    /// Optional, without a cache: positions for the rotation, i32 or i64, `[batch, seq]` or `[tokens]`. Needed with `rotate` and
-    /// `cu_seqlens`.
+    /// Optional, without a cache: positions for the rotation, i32 or i64, `[batch, seq]` or
+    /// `[tokens]`. Needed with `rotate` and `cu_seqlens`.
     pub positions: unsloth_tensor,
-    /// Optional, without a cache: i32 `[num_sequences + 1]`; sequence `b` is tokens `cu_seqlens[b]` to before `cu_seqlens[b + 1]`.
+    /// Optional, without a cache: i32 `[num_sequences + 1]`; sequence `b` is tokens `cu_seqlens[b]`
+    /// to before `cu_seqlens[b + 1]`.
     pub cu_seqlens: unsloth_tensor,
     /// Optional: ALiBi slopes, f32 `[num_heads]`.
     pub alibi_slopes: unsloth_tensor,
@@ -113,14 +118,16 @@ pub struct unsloth_attention_block_params {
     pub out_weight: unsloth_tensor,
     /// Optional: `[hidden_out]`.
     pub out_bias: unsloth_tensor,
-    /// Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+    /// Optional: added to the product; like `out`, and may be the same tensor, which then
+    /// accumulates.
     pub residual: unsloth_tensor,
-    /// `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+    /// `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last
+    /// dimension.
     pub out: unsloth_tensor,
-    /// Optional, without a cache, for `unsloth_attention_block_backward`: receives queries, keys and
-    /// values side by side, `[.., columns]`, contiguous, of the dtype of `x`. Rotated where the block
-    /// has no norms; as the projections give them where it has. With any of the three that are kept,
-    /// the call needs all the workspace that it asks for.
+    /// Optional, without a cache, for `unsloth_attention_block_backward`: receives queries, keys
+    /// and values side by side, `[.., columns]`, contiguous, of the dtype of `x`. Rotated where the
+    /// block has no norms; as the projections give them where it has. With any of the three that
+    /// are kept, the call needs all the workspace that it asks for.
     pub qkv_out: unsloth_tensor,
     /// Optional, without a cache, together with `lse_out`: receives attention's output,
     /// `[.., num_heads * v_head_dim]`, contiguous, of the dtype of `x`.
@@ -299,11 +306,13 @@ unsafe fn projections<'a>(p: &unsloth_attention_block_params) -> Result<Projecti
     }
 }
 
-/// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
-/// workspace are not looked at. The status and message are those the call itself would give.
+/// Whether this call would run, and by which implementation (written to `implementation` unless
+/// NULL). Data pointers and the workspace are not looked at. The status and message are those the
+/// call itself would give.
 ///
 /// # Safety
-/// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+/// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+/// valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn unsloth_attention_block_supported(
     ctx: *mut unsloth_context,
@@ -316,16 +325,17 @@ pub unsafe extern "C" fn unsloth_attention_block_supported(
 
 /// Writes to `workspace_size` the bytes of workspace with which the call is fastest: queries, keys
 /// and values of all tokens and attention's output, each rounded up to 256 bytes, then the greater
-/// of the workspaces of attention and of the projections. What is kept (`qkv_out`, `attended_out`) takes
-/// no room in it, and makes all of it needed; queries and keys that are normalised then lie there.
-/// Otherwise what only the projections ask for is
-/// optional, as `unsloth_linear_workspace_size` says. With a cache the answer is for its current
-/// batch. Where it has none, as before the first `unsloth_kv_cache_extend`, the answer is enough
-/// for every batch of as many tokens as `x` has, whatever its sequences are. Data pointers and the
-/// workspace are not looked at.
+/// of the workspaces of attention and of the projections. What is kept (`qkv_out`, `attended_out`)
+/// takes no room in it, and makes all of it needed; queries and keys that are normalised then lie
+/// there. Otherwise what only the projections ask for is optional, as
+/// `unsloth_linear_workspace_size` says. With a cache the answer is for its current batch. Where it
+/// has none, as before the first `unsloth_kv_cache_extend`, the answer is enough for every batch of
+/// as many tokens as `x` has, whatever its sequences are. Data pointers and the workspace are not
+/// looked at.
 ///
 /// # Safety
-/// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+/// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+/// valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn unsloth_attention_block_workspace_size(
     ctx: *mut unsloth_context,
@@ -336,14 +346,16 @@ pub unsafe extern "C" fn unsloth_attention_block_workspace_size(
     unsafe { operation::workspace_size(ctx, params, workspace_size) }
 }
 
-/// Computes the block on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+/// Computes the block on `stream`. Neither allocates device memory nor synchronises, and may be
+/// captured into a CUDA graph.
 ///
-/// `out` may be `residual`; other overlaps with it are errors. With a cache, calling it twice for one layer and batch writes the
-/// same places again.
+/// `out` may be `residual`; other overlaps with it are errors. With a cache, calling it twice for
+/// one layer and batch writes the same places again.
 ///
 /// # Safety
-/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the context's device
-/// until the work has run; `stream` is NULL or a live stream of that device.
+/// `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace
+/// are valid on the context's device until the work has run; `stream` is NULL or a live stream of
+/// that device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn unsloth_attention_block_forward(
     ctx: *mut unsloth_context,

@@ -141,9 +141,10 @@ pub unsafe extern "C" fn unsloth_mlp_backward_supported(
     unsafe { operation::supported(ctx, params, implementation) }
 }
 
-/// Writes the workspace that the call needs to `workspace_size`, in bytes: an intermediate, as large
-/// as that of `unsloth_mlp_forward`, then two for gate and up or their gradients, each rounded up to
-/// 256 bytes, and what products have use for, as `unsloth_linear_backward_workspace_size` says. Less where fewer gradients are asked for. Data
+/// Writes the workspace that the call needs to `workspace_size`, in bytes: an intermediate, as
+/// large as that of `unsloth_mlp_forward`, then two for gate and up or their gradients, each
+/// rounded up to 256 bytes, and what products have use for, as
+/// `unsloth_linear_backward_workspace_size` says. Less where fewer gradients are asked for. Data
 /// pointers and the workspace are not looked at.
 ///
 /// # Safety

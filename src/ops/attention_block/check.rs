@@ -2,48 +2,56 @@
 
 use arrayvec::ArrayVec;
 
-use super::views::{Heads, Views, view, view_mut};
+use super::steps::{OF_ATTENTION, OF_CACHED_ATTENTION, OF_OUT};
+use super::views::{Heads, Views};
 use super::{OP, Params, Projections};
 use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::layout::MAX_RANK;
+use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::kv_cache::{Layer, NO_BATCH};
-use crate::ops::linear::{Output, Weights};
+use crate::ops::linear::Weights;
 use crate::ops::operation::{Operation, Tensors};
-use crate::ops::parts::{Names, Parts};
+use crate::ops::parts::Parts;
 use crate::ops::rope::Positions;
-use crate::ops::{attention, linear, rms_norm, rope};
-use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
+use crate::problem::linear;
+use crate::tensor::{RawTensor, TensorMut, Workspace};
 
 /// Projections to queries, keys and values, two norms, rope, the cache's append, attention, and the
 /// projection of its output. What passes between them lies at the beginning of the workspace.
 type Problem = Parts<9>;
+
+/// What is checked of a block that its forward and its backward pass have in common.
+pub(super) struct Checked {
+    pub heads: Heads,
+    /// Of a batch.
+    pub batched: Option<(usize, usize)>,
+    pub num_tokens: usize,
+    /// Of queries, keys and values: one or three.
+    pub projections: ArrayVec<linear::Weights, 3>,
+    pub out_projection: linear::Weights,
+}
 
 impl Operation for Params<'_> {
     const NAME: &'static str = OP;
     type Problem = Problem;
 
     fn problem(&self) -> Result<Problem> {
-        let mut parts = Parts::new(OP, &self.workspace);
-        let views = self.views(&mut parts)?;
+        let checked = self.checked()?;
         let x = self.x.raw();
-        let arg = Arg::new(OP, "x", &x);
-        let hidden = x.layout.dim(x.layout.rank() - 1);
-        let heads = self.heads();
-        for (weights, names, rows) in self.weights() {
-            let problem = weights.problem(OP, names, hidden)?;
-            expect_rows(names.0, problem.out_features(), rows)?;
-        }
-        let names = ("out_weight", "out_bias");
-        let out = self.out_projection.problem(OP, names, heads.attended())?;
         let mut room = [0; MAX_RANK];
-        self.output
-            .check(OP, arg, with_last(&x, out.out_features(), &mut room))?;
+        let shape = with_last(&x, checked.out_projection.out_features(), &mut room);
+        self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
         self.check_sequences()?;
+        let mut parts = Parts::new(OP, &self.workspace);
+        let kept = self.kept(&checked)?;
+        if kept.any() {
+            parts = parts.exactly();
+        }
+        let views = self.views(&checked, &kept, &mut parts)?;
         if let Some(layer) = &self.cache {
-            self.check_cache(layer, views.num_tokens())?;
+            self.check_cache(layer, checked.num_tokens)?;
             if layer.any_batch {
                 parts.for_any_batch();
             }
@@ -52,7 +60,12 @@ impl Operation for Params<'_> {
         self.push_norms(&views, &mut parts)?;
         self.push_rope(&views, &mut parts)?;
         self.push_append(&views, &mut parts)?;
-        let attention = self.attention(&views)?.problem();
+        let lse = self.lse_out.as_ref().map(|lse| {
+            let raw = lse.raw();
+            // SAFETY: the caller's output, described once more for a problem while `self` keeps it lent.
+            unsafe { TensorMut::from_raw(raw.ptr, raw.dtype, raw.layout) }
+        });
+        let attention = self.attention(&views, lse)?.problem();
         parts.push(
             attention,
             match &self.cache {
@@ -62,7 +75,8 @@ impl Operation for Params<'_> {
         )?;
         parts.push(self.out_projection(&views)?.problem(), OF_OUT)?;
         // Without a cache there is nothing to do for an output without elements.
-        if self.cache.is_none() && self.output.out().layout.is_empty() {
+        let writes = self.cache.is_some() || !self.output.out().layout.is_empty();
+        if !writes && !kept.any() {
             parts.be_idle();
         }
         Ok(parts)
@@ -95,6 +109,13 @@ impl Operation for Params<'_> {
         if let Some(layer) = &self.cache {
             layer.own(tensors);
         }
+        for (name, tensor) in [
+            ("qkv_out", &self.qkv_out),
+            ("attended_out", &self.attended_out),
+            ("lse_out", &self.lse_out),
+        ] {
+            tensors.write_optional(name, tensor.as_ref());
+        }
         self.output.tensors(tensors);
     }
 
@@ -114,48 +135,19 @@ impl Operation for Params<'_> {
     }
 }
 
-// What the block calls arguments of its operations. What passes between them has no name of its own
-// and is as large as `x`, or as what the cache holds, makes it.
-const OF_Q: Names = &[("weight", "q_weight"), ("bias", "q_bias")];
-const OF_K: Names = &[("weight", "k_weight"), ("bias", "k_bias")];
-const OF_V: Names = &[("weight", "v_weight"), ("bias", "v_bias")];
-const OF_QKV: Names = &[("weight", "qkv_weight"), ("bias", "qkv_bias")];
-const OF_OUT: Names = &[("weight", "out_weight"), ("bias", "out_bias")];
-const OF_Q_NORM: Names = &[
-    ("weight", "q_norm"),
-    ("weight_offset", "norm_weight_offset"),
-    ("epsilon", "norm_epsilon"),
-];
-const OF_K_NORM: Names = &[
-    ("weight", "k_norm"),
-    ("weight_offset", "norm_weight_offset"),
-    ("epsilon", "norm_epsilon"),
-];
-const OF_ROPE: Names = &[("q", "x"), ("k", "x")];
-const OF_APPEND: Names = &[("k", "x"), ("v", "x")];
-const OF_ATTENTION: Names = &[
-    ("q", "x"),
-    ("k", "x"),
-    ("v", "x"),
-    ("cu_seqlens_q", "cu_seqlens"),
-    ("cu_seqlens_k", "cu_seqlens"),
-    ("max_seqlen_q", "max_seqlen"),
-    ("max_seqlen_k", "max_seqlen"),
-    ("window_left", "window"),
-    ("window_right", "window"),
-];
-const OF_CACHED_ATTENTION: Names = &[
-    ("q", "x"),
-    ("k", "cache"),
-    ("v", "cache"),
-    ("cu_seqlens_q", "cache"),
-    ("seq_lens_k", "cache"),
-    ("block_table", "cache"),
-    ("max_seqlen_q", "cache"),
-    ("max_seqlen_k", "cache"),
-    ("window_left", "window"),
-    ("window_right", "window"),
-];
+/// What a block keeps for its backward pass, as rows of tokens; the LSE as it is.
+#[derive(Default)]
+pub(super) struct Kept {
+    pub qkv: Option<RawTensor>,
+    pub attended: Option<RawTensor>,
+    pub lse: Option<RawTensor>,
+}
+
+impl Kept {
+    fn any(&self) -> bool {
+        self.qkv.is_some() || self.attended.is_some()
+    }
+}
 
 /// A projection's weights, their names, and the rows that they must have.
 type Projection<'a> = (Weights<'a>, (&'static str, &'static str), usize);
@@ -170,8 +162,8 @@ impl<'p> Params<'p> {
         }
     }
 
-    /// Checks `x` and the heads; gives what passes between operations.
-    fn views<const N: usize>(&self, parts: &mut Parts<N>) -> Result<Views> {
+    /// Checks `x`, the heads and the weights.
+    pub(super) fn checked(&self) -> Result<Checked> {
         let x = self.x.raw();
         let packed = self.cache.is_some() || self.cu_seqlens.is_some();
         Arg::new(OP, "x", &x)
@@ -180,12 +172,106 @@ impl<'p> Params<'p> {
             .last_contiguous()?;
         let heads = self.heads();
         heads.check()?;
-        let batched = (x.layout.rank() == 3).then(|| (x.layout.dim(0), x.layout.dim(1)));
-        Views::new(heads, x.layout.num_rows(), batched, x.dtype, parts)
+        let hidden = x.layout.dim(x.layout.rank() - 1);
+        let mut projections = ArrayVec::new();
+        for (weights, names, rows) in self.weights() {
+            let problem = weights.problem(OP, names, hidden)?;
+            expect_rows(names.0, problem.out_features(), rows)?;
+            projections.push(problem);
+        }
+        for which in 0..2 {
+            self.normalises_heads(&heads, which)?;
+        }
+        let names = ("out_weight", "out_bias");
+        Ok(Checked {
+            heads,
+            batched: (x.layout.rank() == 3).then(|| (x.layout.dim(0), x.layout.dim(1))),
+            num_tokens: x.layout.num_rows(),
+            projections,
+            out_projection: self.out_projection.problem(OP, names, heads.attended())?,
+        })
+    }
+
+    /// Checks what is kept.
+    fn kept(&self, checked: &Checked) -> Result<Kept> {
+        let raw = |t: &Option<TensorMut<'_>>| t.as_ref().map(TensorMut::raw);
+        let (qkv, attended, lse) = (&self.qkv_out, &self.attended_out, &self.lse_out);
+        let names = ["qkv_out", "attended_out", "lse_out"];
+        for (name, tensor) in names.into_iter().zip([qkv, attended, lse]) {
+            if tensor.is_some() && self.cache.is_some() {
+                let problem = "is there: with a cache nothing is kept for a backward pass";
+                return Err(Error::invalid(OP, name, problem));
+            }
+        }
+        self.check_kept(checked, names, [raw(qkv), raw(attended), raw(lse)])
+    }
+
+    /// Checks tensors that a forward pass keeps or a backward pass is given.
+    pub(super) fn check_kept(
+        &self,
+        checked: &Checked,
+        names: [&'static str; 3],
+        [qkv, attended, lse]: [Option<RawTensor>; 3],
+    ) -> Result<Kept> {
+        let (x, heads) = (self.x.raw(), &checked.heads);
+        for (there, other, missing) in [(&attended, &lse, 2), (&lse, &attended, 1)] {
+            if there.is_some() && other.is_none() {
+                let problem = text!("is there without {}", names[missing]);
+                return Err(Error::invalid(OP, names[3 - missing], problem));
+            }
+        }
+        let rows = |name, t: Option<RawTensor>, columns| -> Result<Option<RawTensor>> {
+            let Some(t) = t else {
+                return Ok(None);
+            };
+            let mut room = [0; MAX_RANK];
+            Arg::new(OP, name, &t)
+                .dtype_of(Arg::new(OP, "x", &x))?
+                .shape(with_last(&x, columns, &mut room))?
+                .contiguous()?;
+            let layout = Layout::contiguous(&[checked.num_tokens, columns])?;
+            Ok(Some(RawTensor { layout, ..t }))
+        };
+        if let Some(lse) = &lse {
+            let lse = Arg::new(OP, names[2], lse).dtype(&[DType::F32])?;
+            match checked.batched {
+                Some((batch, len)) => lse.shape(&[batch, self.num_heads, len])?,
+                None => lse.shape(&[self.num_heads, checked.num_tokens])?,
+            }
+            .contiguous()?;
+        }
+        Ok(Kept {
+            qkv: rows(names[0], qkv, heads.columns().iter().sum())?,
+            attended: rows(names[1], attended, heads.attended())?,
+            lse,
+        })
+    }
+
+    /// What passes between operations: what is kept, and the rest in the workspace.
+    fn views<const N: usize>(
+        &self,
+        checked: &Checked,
+        kept: &Kept,
+        parts: &mut Parts<N>,
+    ) -> Result<Views> {
+        let (heads, dtype) = (checked.heads, self.x.dtype());
+        let mut views = Views::new_if(
+            [kept.qkv.is_none(), kept.attended.is_none()],
+            (heads, checked.num_tokens, checked.batched),
+            dtype,
+            parts,
+        )?;
+        views.qkv = kept.qkv.unwrap_or(views.qkv);
+        views.attended = kept.attended.unwrap_or(views.attended);
+        if kept.qkv.is_some() && self.normalises() {
+            // Norms lose what the backward pass needs.
+            views.turned = Some(parts.take(dtype, [checked.num_tokens, heads.turned()])?);
+        }
+        Ok(views)
     }
 
     /// The projections to queries, keys and values.
-    fn weights(&self) -> ArrayVec<Projection<'p>, 3> {
+    pub(super) fn weights(&self) -> ArrayVec<Projection<'p>, 3> {
         let columns = self.heads().columns();
         match &self.projections {
             Projections::Packed(qkv) => {
@@ -200,7 +286,7 @@ impl<'p> Params<'p> {
         }
     }
 
-    fn check_sequences(&self) -> Result<()> {
+    pub(super) fn check_sequences(&self) -> Result<()> {
         if self.cu_seqlens.is_none() {
             return Ok(());
         }
@@ -253,150 +339,6 @@ impl<'p> Params<'p> {
             return Err(Error::invalid(OP, "bidirectional", problem));
         }
         Ok(())
-    }
-
-    /// Queries, keys and values.
-    fn push_projections<const N: usize>(&self, views: &Views, parts: &mut Parts<N>) -> Result<()> {
-        let mut push = |weights: &Weights<'_>, names, out: TensorMut<'static>| {
-            let linear = linear::Params {
-                x: self.x,
-                weights: *weights,
-                output: Output::Write(views.batch_if_any(out)?),
-                workspace: Workspace::none(),
-            };
-            parts.push(linear.problem(), names)
-        };
-        match &self.projections {
-            // SAFETY: as in `Views::flat`.
-            Projections::Packed(qkv) => push(qkv, OF_QKV, unsafe { view_mut(&views.qkv) }),
-            Projections::Apart { q, k, v } => {
-                push(q, OF_Q, views.flat(0)?)?;
-                push(k, OF_K, views.flat(1)?)?;
-                push(v, OF_V, views.flat(2)?)
-            }
-        }
-    }
-
-    fn push_norms<const N: usize>(&self, views: &Views, parts: &mut Parts<N>) -> Result<()> {
-        for (which, name, weight, names) in [
-            (0, "q_norm", self.q_norm, OF_Q_NORM),
-            (1, "k_norm", self.k_norm, OF_K_NORM),
-        ] {
-            let Some(weight) = weight else { continue };
-            let all = self.heads().columns()[which];
-            let x = match weight.layout().shape() {
-                [n] if *n == self.head_dim => views.heads(which)?,
-                [n] if *n == all => views.flat(which)?,
-                shape => {
-                    let head_dim = self.head_dim;
-                    let problem = text!("has shape {shape:?}, allowed: [{head_dim}] or [{all}]");
-                    return Err(Error::invalid(OP, name, problem));
-                }
-            };
-            let norm = rms_norm::Params {
-                x: InOut::InPlace(x),
-                residual: None,
-                weight: Some(weight),
-                weight_offset: self.norm_weight_offset,
-                epsilon: self.norm_epsilon,
-            };
-            parts.push(norm.problem(), names)?;
-        }
-        Ok(())
-    }
-
-    /// Of queries, and of keys unless the cache rotates them when they are appended.
-    fn push_rope<const N: usize>(&self, views: &Views, parts: &mut Parts<N>) -> Result<()> {
-        let Some(rotation) = self.rotation else {
-            return Ok(());
-        };
-        let (q, mut k) = (views.heads(0)?, None);
-        let mut positions = self.positions;
-        match &self.cache {
-            Some(layer) => positions = Positions::PerToken(layer.batch.positions),
-            None => k = Some(views.batch_if_any(views.heads(1)?)?),
-        }
-        let rope = rope::Params {
-            q: Some(InOut::InPlace(views.batch_if_any(q)?)),
-            k: k.map(InOut::InPlace),
-            positions,
-            rotation,
-            inverse: false,
-        };
-        parts.push(rope.problem(), OF_ROPE)
-    }
-
-    fn push_append<const N: usize>(&self, views: &Views, parts: &mut Parts<N>) -> Result<()> {
-        let Some(layer) = &self.cache else {
-            return Ok(());
-        };
-        let tokens = (views.heads(1)?.raw(), views.heads(2)?.raw());
-        let append = layer.append(OP, tokens, self.rotation.as_ref());
-        parts.push(append, OF_APPEND)
-    }
-
-    fn attention<'a>(&'a self, views: &Views) -> Result<attention::Params<'a>> {
-        let (q, out) = (views.heads(0)?, views.attended()?);
-        let mut arguments = match &self.cache {
-            // SAFETY: views lie in the workspace, whose writes are queued before, as are those of the pages.
-            Some(layer) => unsafe { layer.attention(view(&q), out) },
-            None => {
-                let (mut q, mut k, mut v, mut out) = (q, views.heads(1)?, views.heads(2)?, out);
-                if self.cu_seqlens.is_none() {
-                    q = views.batch(q)?;
-                    k = views.batch(k)?;
-                    v = views.batch(v)?;
-                    out = views.batch(out)?;
-                }
-                // SAFETY: as above.
-                let (q, k, v) = unsafe { (view(&q), view(&k), view(&v)) };
-                attention::Params {
-                    cu_seqlens_q: self.cu_seqlens,
-                    cu_seqlens_k: self.cu_seqlens,
-                    max_seqlen_q: self.max_seqlen,
-                    max_seqlen_k: self.max_seqlen,
-                    causal: !self.bidirectional,
-                    ..attention::Params::new(q, k, v, out)
-                }
-            }
-        };
-        arguments.scale = self.scale;
-        arguments.softcap = self.softcap;
-        arguments.window_left = self.window;
-        if self.bidirectional {
-            arguments.window_right = self.window;
-        }
-        arguments.alibi_slopes = self.alibi_slopes;
-        arguments.sinks = self.sinks;
-        Ok(arguments)
-    }
-
-    fn out_projection(&self, views: &Views) -> Result<linear::Params<'_>> {
-        // SAFETY: attention's output lies in the workspace; the caller's output is described once more for a
-        // problem, while `self` keeps it lent.
-        let (attended, output) = unsafe {
-            let attended = view_mut(&views.attended);
-            let out = self.output.out();
-            let out = TensorMut::from_raw(out.ptr, out.dtype, out.layout);
-            let output = match &self.output {
-                Output::Write(_) => Output::Write(out),
-                Output::Add(InOut::InPlace(_)) => Output::Add(InOut::InPlace(out)),
-                Output::Add(InOut::Apart { input, .. }) => Output::Add(InOut::Apart {
-                    input: *input,
-                    output: out,
-                }),
-            };
-            (attended, output)
-        };
-        let x: TensorMut<'static> = views.batch_if_any(attended)?;
-        // SAFETY: as above.
-        let x: TensorRef<'static> = unsafe { view(&x) };
-        Ok(linear::Params {
-            x,
-            weights: self.out_projection,
-            output,
-            workspace: Workspace::none(),
-        })
     }
 }
 

@@ -10,15 +10,23 @@
 //! Without a cache tokens attend to those of the same call: plain self-attention, as in training or an encoder.
 //! With one the new tokens of the cache's current batch are appended to a layer and attend to everything their
 //! sequences hold in it; calling it twice for one layer and batch writes the same places again.
+//!
+//! For a [`backward`](fn@backward) pass, without a cache, queries, keys, values, attention's output and LSE can
+//! be kept. The call then needs the whole workspace that it asks for, so that they have the same bits as those that a
+//! backward pass computes again.
 
+pub mod backward;
 mod check;
+mod steps;
 mod views;
+
+pub use backward::backward;
 
 use crate::ops::kv_cache::Layer;
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation;
 use crate::ops::rope::{Positions, Rotation};
-use crate::tensor::{TensorRef, Workspace};
+use crate::tensor::{TensorMut, TensorRef, Workspace};
 pub(crate) use views::{Heads, Views, view};
 
 pub(crate) const OP: &str = "attention_block";
@@ -74,8 +82,20 @@ pub struct Params<'a> {
     pub out_projection: Weights<'a>,
     /// `[.., hidden_out]`: leading dimensions and dtype of `x`.
     pub output: Output<'a>,
-    /// As much as [`workspace_size`] says; what projections alone have use for may be missing.
+    /// As much as [`workspace_size`] says; what projections alone have use for may be missing, unless
+    /// something is kept.
     pub workspace: Workspace<'a>,
+    /// Receives queries, keys and values for a backward pass: `[.., columns]`, queries first, then keys,
+    /// then values; contiguous, of the dtype of `x`. They are rotated where no norm is before the
+    /// rotation, which the backward pass undoes; with a norm of either they are as the projections give
+    /// them. Not with a cache.
+    pub qkv_out: Option<TensorMut<'a>>,
+    /// Receives attention's output for a backward pass: `[.., num_heads * v_head_dim]`, contiguous, of
+    /// the dtype of `x`. Together with `lse_out`.
+    pub attended_out: Option<TensorMut<'a>>,
+    /// Receives the logarithms of the softmax's denominators for a backward pass: f32, contiguous,
+    /// `[batch, num_heads, seq]`, or `[num_heads, tokens]` where `x` has no batch.
+    pub lse_out: Option<TensorMut<'a>>,
 }
 
 /// Projections to queries, keys and values, of any float dtypes.

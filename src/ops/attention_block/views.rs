@@ -26,6 +26,11 @@ impl Heads {
         ]
     }
 
+    /// Columns of queries and keys.
+    pub fn turned(&self) -> usize {
+        (self.num_heads + self.num_kv_heads) * self.head_dim
+    }
+
     /// Columns of attention's output.
     pub fn attended(&self) -> usize {
         self.num_heads * self.v_head_dim
@@ -69,12 +74,16 @@ fn set(value: usize) -> String {
     }
 }
 
-/// The views that steps work on. They may lie at NULL while steps are only checked.
+/// The tensors that steps work on. They may lie at NULL while steps are only checked.
 pub(crate) struct Views {
+    /// Queries, keys and values side by side, as the projections give them: `[tokens, columns]`.
     pub qkv: RawTensor,
+    /// Queries and keys once they are normalised and rotated, where that is not done in place.
+    pub turned: Option<RawTensor>,
+    /// Attention's output: `[tokens, columns]`.
     pub attended: RawTensor,
-    heads: Heads,
-    batched: Option<(usize, usize)>,
+    pub heads: Heads,
+    pub batched: Option<(usize, usize)>,
 }
 
 impl Views {
@@ -86,9 +95,21 @@ impl Views {
         dtype: DType,
         parts: &mut Parts<N>,
     ) -> Result<Views> {
+        Views::new_if([true; 2], (heads, num_tokens, batched), dtype, parts)
+    }
+
+    /// As [`Views::new`], where queries, keys and values, and attention's output, are needed there.
+    pub fn new_if<const N: usize>(
+        [qkv, attended]: [bool; 2],
+        (heads, num_tokens, batched): (Heads, usize, Option<(usize, usize)>),
+        dtype: DType,
+        parts: &mut Parts<N>,
+    ) -> Result<Views> {
+        let columns = heads.columns().iter().sum();
         Ok(Views {
-            qkv: parts.take(dtype, [num_tokens, heads.columns().iter().sum()])?,
-            attended: parts.take(dtype, [num_tokens, heads.attended()])?,
+            qkv: parts.take_if(qkv, dtype, [num_tokens, columns])?,
+            turned: None,
+            attended: parts.take_if(attended, dtype, [num_tokens, heads.attended()])?,
             heads,
             batched,
         })
@@ -100,21 +121,36 @@ impl Views {
 
     /// Queries (0), keys (1) or values (2) of every token: `[tokens, columns]`.
     pub fn flat(&self, which: usize) -> Result<TensorMut<'static>> {
-        let columns = self.heads.columns();
-        let start = columns[..which].iter().sum();
-        // SAFETY: a checked workspace covers the view, or the view is only described.
-        unsafe { view_mut(&self.qkv) }.narrowed(1, start, columns[which])
+        self.flat_of(&self.qkv, which)
     }
 
     /// As [`Views::flat`], with heads: `[tokens, heads, dim]`.
     pub fn heads(&self, which: usize) -> Result<TensorMut<'static>> {
+        self.with_heads(self.flat(which)?, which)
+    }
+
+    /// Queries, keys or values of a tensor that has them side by side, or the first of them.
+    pub fn flat_of(&self, all: &RawTensor, which: usize) -> Result<TensorMut<'static>> {
+        let columns = self.heads.columns();
+        let start = columns[..which].iter().sum();
+        // SAFETY: a checked workspace or a tensor of the caller's covers the view, or the view is
+        // only described.
+        unsafe { view_mut(all) }.narrowed(1, start, columns[which])
+    }
+
+    /// As [`Views::flat_of`], with heads.
+    pub fn heads_of(&self, all: &RawTensor, which: usize) -> Result<TensorMut<'static>> {
+        self.with_heads(self.flat_of(all, which)?, which)
+    }
+
+    fn with_heads(&self, t: TensorMut<'static>, which: usize) -> Result<TensorMut<'static>> {
         let h = &self.heads;
         let (num, dim) = [
             (h.num_heads, h.head_dim),
             (h.num_kv_heads, h.head_dim),
             (h.num_kv_heads, h.v_head_dim),
         ][which];
-        self.flat(which)?.unflattened(1, &[num, dim])
+        t.unflattened(1, &[num, dim])
     }
 
     /// A tensor of tokens in the form that attention without `cu_seqlens` takes: with a batch dimension.
@@ -131,11 +167,10 @@ impl Views {
         }
     }
 
-    /// Attention's output with heads.
-    pub fn attended(&self) -> Result<TensorMut<'static>> {
-        // SAFETY: as in `flat`.
-        unsafe { view_mut(&self.attended) }
-            .unflattened(1, &[self.heads.num_heads, self.heads.v_head_dim])
+    /// Attention's output, or what is like it, with heads.
+    pub fn attended(&self, like_it: &RawTensor) -> Result<TensorMut<'static>> {
+        // SAFETY: as in `flat_of`.
+        unsafe { view_mut(like_it) }.unflattened(1, &[self.heads.num_heads, self.heads.v_head_dim])
     }
 }
 

@@ -1,6 +1,7 @@
 //! Every operation in f64, written from its definition and nothing else.
 
 pub mod attention;
+pub mod attention_block;
 pub mod cross_entropy;
 pub mod layer_norm;
 pub mod linear;

@@ -1,0 +1,588 @@
+//! The backward pass of the attention block, without a cache. With `q`, `k`, `v` the projections of
+//! `x` and `attended` attention's output:
+//!
+//! ```text
+//! dattended   = dout Wo                      dWo = doutᵀ attended
+//! dq', dk', dv                               attention's gradients, and those of the sinks
+//! dq, dk      = of the norms, of the rotation undone (dq', dk')
+//! dx          = dq Wq + dk Wk + dv Wv        dWq = dqᵀ x     dWk = dkᵀ x     dWv = dvᵀ x
+//! ```
+//!
+//! and the sums of the rows of `dq`, `dk`, `dv` and `dout` for the biases. Each gradient is
+//! optional, and what none of those that are asked for needs is not computed. (A residual's
+//! gradient is `dout` itself.) It is a sequence of this library's operations and their backward
+//! passes; what passes between them is rounded to the dtype of `x`. ALiBi slopes get no gradient.
+//!
+//! Queries, keys and values, attention's output and LSE are what the forward kept or, where they
+//! are absent, computed again: by the same operations in the same way, so that every gradient has
+//! the same bits. Every token belongs to a sequence of `cu_seqlens`, where that is there: of one
+//! that does not, gradients are undefined, and with them those of the weights.
+
+use arrayvec::ArrayVec;
+
+use super::check::{Checked, Kept};
+use super::steps::{OF_ATTENTION, OF_ROPE};
+use super::views::{Views, view_mut};
+use super::{Params as Forward, Projections};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::layout::{Layout, MAX_RANK};
+use crate::ops::check::{self, Arg, with_last};
+use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parts::{Names, Parts, named};
+use crate::ops::rope::Positions;
+use crate::problem::linear::{Backward, Gradient, Weights};
+use crate::problem::{attention, norm};
+use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef, Workspace};
+
+const OP: &str = "attention_block_backward";
+
+/// Arguments of [`backward`].
+#[derive(Debug)]
+pub struct Params<'a> {
+    /// The forward's, without a cache: its input, weights and all that says what is computed. Its
+    /// output, residual, workspace and what it keeps are not looked at;
+    /// [`Output::none`](crate::ops::linear::Output::none) is an output.
+    pub forward: Forward<'a>,
+    /// What the forward kept in `qkv_out`: contiguous. `None`: it is computed again.
+    pub qkv: Option<TensorRef<'a>>,
+    /// What the forward kept in `attended_out`: contiguous, together with `lse`. `None`: attention
+    /// is computed again.
+    pub attended: Option<TensorRef<'a>>,
+    /// What the forward kept in `lse_out`.
+    pub lse: Option<TensorRef<'a>>,
+    /// The gradient of the output: `[.., hidden_out]`, leading dimensions and dtype of `x`; rows
+    /// strided.
+    pub dout: TensorRef<'a>,
+    /// Receives the gradient of `x`: like it; rows strided.
+    pub dx: Option<TensorMut<'a>>,
+    /// Receive the gradients of weights, biases, norms and sinks.
+    pub gradients: Gradients<'a>,
+    /// Adds to what those hold, which must be f32 then. `dx` is overwritten always.
+    pub accumulate: bool,
+    /// [`workspace_size`] bytes, all of which are needed.
+    pub workspace: Workspace<'a>,
+}
+
+/// Gradients of parameters: shaped like them, of any float dtype (those of sinks f32); rows of
+/// matrices strided, all others contiguous. Those of parameters that are not there have no use.
+#[derive(Debug, Default)]
+pub struct Gradients<'a> {
+    /// `[num_heads * head_dim, hidden]`.
+    pub dq_weight: Option<TensorMut<'a>>,
+    /// `[num_heads * head_dim]`.
+    pub dq_bias: Option<TensorMut<'a>>,
+    /// `[num_kv_heads * head_dim, hidden]`.
+    pub dk_weight: Option<TensorMut<'a>>,
+    /// `[num_kv_heads * head_dim]`.
+    pub dk_bias: Option<TensorMut<'a>>,
+    /// `[num_kv_heads * v_head_dim, hidden]`.
+    pub dv_weight: Option<TensorMut<'a>>,
+    /// `[num_kv_heads * v_head_dim]`.
+    pub dv_bias: Option<TensorMut<'a>>,
+    /// Of the packed weight, like it.
+    pub dqkv_weight: Option<TensorMut<'a>>,
+    /// Of the packed bias, like it.
+    pub dqkv_bias: Option<TensorMut<'a>>,
+    /// Like `q_norm`.
+    pub dq_norm: Option<TensorMut<'a>>,
+    /// Like `k_norm`.
+    pub dk_norm: Option<TensorMut<'a>>,
+    /// f32 `[num_heads]`.
+    pub dsinks: Option<TensorMut<'a>>,
+    /// `[hidden_out, num_heads * v_head_dim]`.
+    pub dout_weight: Option<TensorMut<'a>>,
+    /// `[hidden_out]`.
+    pub dout_bias: Option<TensorMut<'a>>,
+}
+
+const OF_DATTENDED: Names = &[("dx", "out_weight"), ("weight", "out_weight")];
+const OF_OUT: Names = &[("dweight", "dout_weight"), ("dbias", "dout_bias")];
+const OF_NORMS: [Names; 2] = [
+    &[("dout", "x"), ("dx", "x"), ("dweight", "dq_norm")],
+    &[("dout", "x"), ("dx", "x"), ("dweight", "dk_norm")],
+];
+const OF_PROJECTIONS: [Names; 3] = [
+    &[
+        ("dout", "x"),
+        ("dweight", "dq_weight"),
+        ("dbias", "dq_bias"),
+    ],
+    &[
+        ("dout", "x"),
+        ("dweight", "dk_weight"),
+        ("dbias", "dk_bias"),
+    ],
+    &[
+        ("dout", "x"),
+        ("dweight", "dv_weight"),
+        ("dbias", "dv_bias"),
+    ],
+];
+const OF_PACKED: Names = &[
+    ("dout", "x"),
+    ("dweight", "dqkv_weight"),
+    ("dbias", "dqkv_bias"),
+];
+
+/// The gradients of a matrix and its bias that are wanted.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pair {
+    dweight: Option<RawTensor>,
+    dbias: Option<RawTensor>,
+}
+
+impl Pair {
+    fn is_some(&self) -> bool {
+        self.dweight.is_some() || self.dbias.is_some()
+    }
+}
+
+/// The gradients that are wanted.
+struct Wanted {
+    dx: Option<RawTensor>,
+    /// Of the packed weight, or of those of queries, keys and values.
+    projections: ArrayVec<Pair, 3>,
+    /// Of queries and keys.
+    norms: [Option<RawTensor>; 2],
+    sinks: Option<RawTensor>,
+    out: Pair,
+}
+
+impl Wanted {
+    /// Whether the gradients of queries (0), keys (1) or values (2) are needed.
+    fn needs(&self, which: usize) -> bool {
+        let packed = self.projections.len() == 1;
+        let projection = &self.projections[if packed { 0 } else { which }];
+        let of_norm = self.norms.get(which).is_some_and(Option::is_some);
+        self.dx.is_some() || projection.is_some() || of_norm
+    }
+
+    /// Whether what lies behind attention is needed.
+    fn inner(&self) -> bool {
+        (0..3).any(|which| self.needs(which))
+    }
+
+    /// Whether attention's output is needed.
+    fn attended(&self) -> bool {
+        self.inner() || self.sinks.is_some() || self.out.dweight.is_some()
+    }
+}
+
+/// Whether there is anything to compute.
+fn has_elements(gradient: &RawTensor) -> bool {
+    !gradient.layout.is_empty()
+}
+
+/// A gradient that is wanted, and what multiplies that of the output for it.
+fn gradient(by: RawTensor, out: Option<RawTensor>) -> Option<Gradient> {
+    out.map(|out| Gradient { by, out })
+}
+
+impl Gradients<'_> {
+    /// All, by name.
+    fn list(&self) -> [(&'static str, Option<&TensorMut<'_>>); 13] {
+        [
+            ("dq_weight", self.dq_weight.as_ref()),
+            ("dq_bias", self.dq_bias.as_ref()),
+            ("dk_weight", self.dk_weight.as_ref()),
+            ("dk_bias", self.dk_bias.as_ref()),
+            ("dv_weight", self.dv_weight.as_ref()),
+            ("dv_bias", self.dv_bias.as_ref()),
+            ("dqkv_weight", self.dqkv_weight.as_ref()),
+            ("dqkv_bias", self.dqkv_bias.as_ref()),
+            ("dout_weight", self.dout_weight.as_ref()),
+            ("dout_bias", self.dout_bias.as_ref()),
+            ("dq_norm", self.dq_norm.as_ref()),
+            ("dk_norm", self.dk_norm.as_ref()),
+            ("dsinks", self.dsinks.as_ref()),
+        ]
+    }
+
+    /// Checks them against the block.
+    fn wanted(
+        &self,
+        forward: &Forward<'_>,
+        checked: &Checked,
+        dx: Option<RawTensor>,
+        accumulate: bool,
+    ) -> Result<Wanted> {
+        let all = self.list();
+        let like = |i: usize, of: Option<&RawTensor>| -> Result<Option<RawTensor>> {
+            Ok(check::gradient_like(OP, all[i], of, accumulate)?.filter(has_elements))
+        };
+        let pair = |i: usize, of: Option<&Weights>| -> Result<Pair> {
+            Ok(Pair {
+                dweight: like(2 * i, of.map(|of| &of.weight))?,
+                dbias: like(2 * i + 1, of.and_then(|of| of.bias.as_ref()))?,
+            })
+        };
+        let packed = matches!(forward.projections, Projections::Packed(_));
+        let mut projections = ArrayVec::new();
+        for i in 0..3 {
+            let of = checked.projections.get(i).filter(|_| !packed);
+            projections.push(pair(i, of)?);
+        }
+        let of_packed = pair(3, checked.projections.first().filter(|_| packed))?;
+        if packed {
+            projections = ArrayVec::from_iter([of_packed]);
+        }
+        let [q_norm, k_norm] = [0, 1].map(|which| forward.norm(which).map(|norm| norm.raw()));
+        let sinks = forward.sinks.map(|sinks| sinks.raw());
+        let dsinks = like(12, sinks.as_ref())?;
+        if let Some(dsinks) = &dsinks {
+            Arg::new(OP, "dsinks", dsinks).dtype(&[DType::F32])?;
+        }
+        Ok(Wanted {
+            dx: dx.filter(has_elements),
+            projections,
+            norms: [like(10, q_norm.as_ref())?, like(11, k_norm.as_ref())?],
+            sinks: dsinks,
+            out: pair(4, Some(&checked.out_projection))?,
+        })
+    }
+}
+
+impl Params<'_> {
+    /// Checks everything but the gradients of parameters.
+    fn checked(&self) -> Result<(Checked, Kept)> {
+        let forward = &self.forward;
+        if forward.cache.is_some() {
+            let problem = "is there: the backward pass is of attention without a cache";
+            return Err(Error::invalid(OP, "cache", problem));
+        }
+        let checked = named(OP, forward.checked(), &[])?;
+        named(OP, forward.check_sequences(), &[])?;
+        let raw = |t: &Option<TensorRef<'_>>| t.as_ref().map(TensorRef::raw);
+        let kept = [raw(&self.qkv), raw(&self.attended), raw(&self.lse)];
+        let kept = forward.check_kept(&checked, ["qkv", "attended", "lse"], kept);
+        let kept = named(OP, kept, &[])?;
+        let (x, dout) = (forward.x.raw(), self.dout.raw());
+        let arg = Arg::new(OP, "x", &x);
+        let mut room = [0; MAX_RANK];
+        let shape = with_last(&x, checked.out_projection.out_features(), &mut room);
+        Arg::new(OP, "dout", &dout)
+            .dtype_of(arg)?
+            .shape(shape)?
+            .last_contiguous()?;
+        if let Some(dx) = &self.dx {
+            Arg::new(OP, "dx", &dx.raw())
+                .dtype_of(arg)?
+                .shape_of(arg)?
+                .last_contiguous()?
+                .writable()?;
+        }
+        let gradients = self.gradients.list();
+        if self.dx.is_none() && gradients.iter().all(|(_, gradient)| gradient.is_none()) {
+            let problem = "is absent, as are all other gradients: nothing is asked for";
+            return Err(Error::invalid(OP, "dx", problem));
+        }
+        Ok((checked, kept))
+    }
+}
+
+/// A call, and what it has of tensors.
+struct Call<'c, 'a> {
+    forward: &'c Forward<'a>,
+    wanted: Wanted,
+    views: Views,
+    dout: RawTensor,
+    accumulate: bool,
+}
+
+impl<'c, 'a> Call<'c, 'a> {
+    /// Computes again what is needed and was not kept.
+    fn new<const N: usize>(
+        params: &'c Params<'a>,
+        wanted: Wanted,
+        (checked, kept): (&Checked, &Kept),
+        parts: &mut Parts<N>,
+    ) -> Result<(Self, attention::Problem)> {
+        let forward = &params.forward;
+        let (heads, dtype, tokens) = (checked.heads, forward.x.dtype(), checked.num_tokens);
+        let attends = wanted.attended() && kept.attended.is_none();
+        let needs_qkv = wanted.inner() || attends;
+        let projects = needs_qkv && kept.qkv.is_none();
+        let sizes = (heads, tokens, checked.batched);
+        let mut views = Views::new_if([projects, attends], sizes, dtype, parts)?;
+        views.qkv = kept.qkv.unwrap_or(views.qkv);
+        views.attended = kept.attended.unwrap_or(views.attended);
+        if forward.normalises() {
+            let turned = parts.take_if(needs_qkv, dtype, [tokens, heads.turned()])?;
+            views.turned = Some(turned);
+        }
+        let lse = match kept.lse {
+            Some(lse) => lse,
+            None => {
+                let taken = parts.take_if(attends, DType::F32, [tokens, heads.num_heads])?;
+                let layout = match checked.batched {
+                    Some((batch, len)) => Layout::contiguous(&[batch, heads.num_heads, len])?,
+                    None => Layout::contiguous(&[heads.num_heads, tokens])?,
+                };
+                RawTensor { layout, ..taken }
+            }
+        };
+        // SAFETY: the workspace covers it, or it is kept; the problem is of one call.
+        let lse = unsafe { view_mut(&lse) };
+        let attention = forward.attention(&views, Some(lse))?;
+        let attention = named(OP, attention.problem(), OF_ATTENTION)?;
+        if projects {
+            forward.push_projections(&views, parts)?;
+        }
+        // Where there is no norm, what is kept is rotated.
+        if needs_qkv && (projects || forward.normalises()) {
+            forward.push_norms(&views, parts)?;
+            forward.push_rope(&views, parts)?;
+        }
+        if attends {
+            parts.push(Ok(attention), OF_ATTENTION)?;
+        }
+        let call = Call {
+            forward,
+            wanted,
+            views,
+            dout: params.dout.raw(),
+            accumulate: params.accumulate,
+        };
+        Ok((call, attention))
+    }
+
+    /// A tensor of the views' tokens, with the leading dimensions of `x`.
+    fn rows(&self, t: &RawTensor) -> Result<RawTensor> {
+        // SAFETY: it is described again and not accessed.
+        Ok(self.views.batch_if_any(unsafe { view_mut(t) })?.raw())
+    }
+
+    /// Adds what gives the gradients of queries, keys and values, side by side, and of norms and
+    /// sinks.
+    fn push_inner<const N: usize>(
+        &self,
+        attention: attention::Problem,
+        parts: &mut Parts<N>,
+    ) -> Result<RawTensor> {
+        let (forward, views, wanted) = (self.forward, &self.views, &self.wanted);
+        let (dtype, tokens) = (forward.x.dtype(), views.num_tokens());
+        let dattended = parts.take(dtype, [tokens, views.heads.attended()])?;
+        let columns = views.heads.columns().iter().sum();
+        let all = parts.take_if(wanted.inner(), dtype, [tokens, columns])?;
+        let weight = forward.out_projection.weight.raw();
+        let product = Backward {
+            dout: self.dout,
+            dx: gradient(weight, Some(self.rows(&dattended)?)),
+            add_dx: false,
+            dweight: None,
+            dbias: None,
+            accumulate: false,
+        };
+        parts.push(Ok(product), OF_DATTENDED)?;
+        let of_heads = |which: usize| -> Result<Option<attention::Rows>> {
+            if !wanted.needs(which) {
+                return Ok(None);
+            }
+            self.attention_rows(views.heads_of(&all, which)?).map(Some)
+        };
+        let gradients = attention::Backward {
+            forward: attention,
+            dout: self.attention_rows(views.attended(&dattended)?)?,
+            dlse: None,
+            dq: of_heads(0)?,
+            dk: of_heads(1)?,
+            dv: of_heads(2)?,
+            dbias: None,
+            dsinks: None,
+            accumulate: self.accumulate,
+        };
+        if wanted.inner() {
+            parts.push(Ok(gradients), OF_ATTENTION)?;
+            self.push_rope(&all, parts)?;
+        }
+        if let Some(dsinks) = &wanted.sinks {
+            // Apart from the others, behind all that may still find no memory.
+            let sinks = attention::Backward {
+                dq: None,
+                dk: None,
+                dv: None,
+                dsinks: Some(dsinks.ptr.cast()),
+                ..gradients
+            };
+            parts.push(Ok(sinks), OF_ATTENTION)?;
+        }
+        for which in 0..2 {
+            self.push_norm(&all, which, parts)?;
+        }
+        Ok(all)
+    }
+
+    /// Where attention finds rows of heads.
+    fn attention_rows(&self, heads: TensorMut<'static>) -> Result<attention::Rows> {
+        if self.forward.cu_seqlens.is_some() {
+            return Ok(attention::Rows::new(&heads.raw(), None, 0, 1));
+        }
+        let batch = self.views.batch(heads)?.raw();
+        Ok(attention::Rows::new(&batch, Some(0), 1, 2))
+    }
+
+    /// Adds the rotation back.
+    fn push_rope<const N: usize>(&self, all: &RawTensor, parts: &mut Parts<N>) -> Result<()> {
+        let views = &self.views;
+        let heads = |which: usize| -> Result<Option<InOut<'static>>> {
+            if !self.wanted.needs(which) {
+                return Ok(None);
+            }
+            let heads = views.heads_of(all, which)?;
+            Ok(Some(InOut::InPlace(views.batch_if_any(heads)?)))
+        };
+        let pairs = [heads(0)?, heads(1)?];
+        if pairs.iter().all(Option::is_none) {
+            return Ok(());
+        }
+        match self.forward.rope_problem(pairs, true)? {
+            Some(rope) => parts.push(Ok(rope), OF_ROPE),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds the norm of queries or keys, in place.
+    fn push_norm<const N: usize>(
+        &self,
+        all: &RawTensor,
+        which: usize,
+        parts: &mut Parts<N>,
+    ) -> Result<()> {
+        let (forward, views) = (self.forward, &self.views);
+        let Some(weight) = forward.norm(which).filter(|_| self.wanted.needs(which)) else {
+            return Ok(());
+        };
+        let dout = forward.rows_of_norm(views, all, which)?.raw();
+        let norm = norm::Backward {
+            centered: false,
+            x: forward.rows_of_norm(views, &views.qkv, which)?.raw(),
+            dout,
+            dx: dout,
+            dresidual: None,
+            weight: Some(weight.raw()),
+            weight_offset: forward.norm_weight_offset,
+            epsilon: forward.norm_epsilon,
+            parameters: norm::Parameters {
+                dweight: self.wanted.norms[which],
+                dbias: None,
+                accumulate: self.accumulate,
+            },
+        };
+        parts.push(Ok(norm), OF_NORMS[which])
+    }
+
+    /// Adds the gradients of the output's projection.
+    fn push_out<const N: usize>(&self, parts: &mut Parts<N>) -> Result<()> {
+        let pair = self.wanted.out;
+        if !pair.is_some() {
+            return Ok(());
+        }
+        let product = Backward {
+            dout: self.dout,
+            dx: None,
+            add_dx: false,
+            dweight: gradient(self.rows(&self.views.attended)?, pair.dweight),
+            dbias: pair.dbias,
+            accumulate: self.accumulate,
+        };
+        parts.push(Ok(product), OF_OUT)
+    }
+
+    /// Adds the gradients of the projections and of `x`.
+    fn push_projections<const N: usize>(
+        &self,
+        all: &RawTensor,
+        weights: &[Weights],
+        parts: &mut Parts<N>,
+    ) -> Result<()> {
+        let wanted = &self.wanted;
+        let mut add_dx = false;
+        for (i, (weights, pair)) in weights.iter().zip(&wanted.projections).enumerate() {
+            if wanted.dx.is_none() && !pair.is_some() {
+                continue;
+            }
+            let (dout, names) = match wanted.projections.len() {
+                1 => (*all, OF_PACKED),
+                _ => (self.views.flat_of(all, i)?.raw(), OF_PROJECTIONS[i]),
+            };
+            let product = Backward {
+                dout: self.rows(&dout)?,
+                dx: gradient(weights.weight, wanted.dx),
+                add_dx,
+                dweight: gradient(self.forward.x.raw(), pair.dweight),
+                dbias: pair.dbias,
+                accumulate: self.accumulate,
+            };
+            parts.push(Ok(product), names)?;
+            add_dx = true;
+        }
+        Ok(())
+    }
+}
+
+impl Operation for Params<'_> {
+    const NAME: &'static str = OP;
+    /// All that is computed again, seven parts at the most, and as many gradients as there are.
+    type Problem = Parts<17>;
+
+    fn problem(&self) -> Result<Parts<17>> {
+        let (checked, kept) = self.checked()?;
+        let dx = self.dx.as_ref().map(TensorMut::raw);
+        let wanted = (self.gradients).wanted(&self.forward, &checked, dx, self.accumulate)?;
+        let mut parts = Parts::new(OP, &self.workspace).exactly();
+        let made = Call::new(self, wanted, (&checked, &kept), &mut parts);
+        let (call, attention) = named(OP, made, &[])?;
+        let mut all = None;
+        if call.wanted.inner() || call.wanted.sinks.is_some() {
+            let inner = call.push_inner(attention, &mut parts);
+            all = Some(named(OP, inner, &[])?);
+        }
+        call.push_out(&mut parts)?;
+        if let Some(all) = all {
+            call.push_projections(&all, &checked.projections, &mut parts)?;
+        }
+        Ok(parts)
+    }
+
+    fn tensors(&self, tensors: &mut Tensors) {
+        let forward = &self.forward;
+        tensors.read("x", &forward.x);
+        for (weights, names, _) in forward.weights() {
+            match self.qkv {
+                None => weights.tensors(names, tensors),
+                Some(_) => tensors.read(names.0, &weights.weight),
+            }
+        }
+        tensors.read("out_weight", &forward.out_projection.weight);
+        for (name, tensor) in [
+            ("q_norm", &forward.q_norm),
+            ("k_norm", &forward.k_norm),
+            ("cu_seqlens", &forward.cu_seqlens),
+            ("alibi_slopes", &forward.alibi_slopes),
+            ("sinks", &forward.sinks),
+            ("qkv", &self.qkv),
+            ("attended", &self.attended),
+            ("lse", &self.lse),
+        ] {
+            tensors.read_optional(name, tensor.as_ref());
+        }
+        if let Positions::PerToken(positions) = &forward.positions {
+            tensors.read("positions", positions);
+        }
+        if let Some(rotation) = &forward.rotation {
+            rotation.tensors(tensors);
+        }
+        tensors.read("dout", &self.dout);
+        tensors.write_optional("dx", self.dx.as_ref());
+        for (name, gradient) in self.gradients.list() {
+            tensors.write_optional(name, gradient);
+        }
+    }
+
+    fn workspace(&self) -> Option<&Workspace<'_>> {
+        Some(&self.workspace)
+    }
+}
+
+operation::functions!(backward);
