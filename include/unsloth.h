@@ -2310,7 +2310,8 @@ typedef struct unsloth_linear_backward_params {
 
 /**
  * Arguments of `unsloth_linear_cross_entropy_forward`: the loss of `unsloth_cross_entropy_forward`
- * for the logits `x weight^T + bias`, which are never stored whole, and its gradients.
+ * for the logits `x weight^T + bias`, which are never stored whole, and its gradients. One of `loss`,
+ * `losses`, `lse` and the gradients is there.
  */
 typedef struct unsloth_linear_cross_entropy_params {
   /**
@@ -2405,8 +2406,8 @@ typedef struct unsloth_linear_cross_entropy_params {
    */
   struct unsloth_tensor dbias;
   /**
-   * Optional: f32 `[1]` on the context's device, the gradient of `loss`, such as a loss scale.
-   * Absent: 1.
+   * Optional: f32 `[1]` on the context's device, the gradient of `loss`, such as a loss scale,
+   * without which f16 loses small gradients of logits. Absent: 1.
    */
   struct unsloth_tensor dloss;
   /**

@@ -16,7 +16,8 @@ use crate::ops::linear_cross_entropy::Params;
 const OP: &str = "linear_cross_entropy";
 
 /// Arguments of `unsloth_linear_cross_entropy_forward`: the loss of `unsloth_cross_entropy_forward`
-/// for the logits `x weight^T + bias`, which are never stored whole, and its gradients.
+/// for the logits `x weight^T + bias`, which are never stored whole, and its gradients. One of `loss`,
+/// `losses`, `lse` and the gradients is there.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_linear_cross_entropy_params {
@@ -71,8 +72,8 @@ pub struct unsloth_linear_cross_entropy_params {
     /// Optional: `[vocab]`, written or added to: the bias's dtype or f32 (any float dtype is taken),
     /// contiguous.
     pub dbias: unsloth_tensor,
-    /// Optional: f32 `[1]` on the context's device, the gradient of `loss`, such as a loss scale.
-    /// Absent: 1.
+    /// Optional: f32 `[1]` on the context's device, the gradient of `loss`, such as a loss scale,
+    /// without which f16 loses small gradients of logits. Absent: 1.
     pub dloss: unsloth_tensor,
     /// Optional, with a mean: f32 `[1]` on the context's device, divides in place of the number of
     /// tokens that are not ignored.

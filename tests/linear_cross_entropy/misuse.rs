@@ -102,6 +102,15 @@ const MISUSE: &[Misuse<unsloth_linear_cross_entropy_params>] = &[
         "linear_cross_entropy: targets has shape [3], expected [2]",
     ),
     (
+        |p| {
+            (p.loss, p.losses, p.lse) = (absent(), absent(), absent());
+            (p.dx, p.dweight, p.dbias) = (absent(), absent(), absent());
+        },
+        INVALID,
+        "linear_cross_entropy: loss is absent (rank 0), and so are losses, lse and gradients: one is \
+         needed",
+    ),
+    (
         |p| p.loss.shape[0] = 2,
         INVALID,
         "linear_cross_entropy: loss has shape [2], expected [1]",

@@ -10,12 +10,15 @@
 //! and where one chunk has all tokens those of the three operations. The gradient is that of `loss`
 //! times `dloss`, which is known before: with it a training step needs no backward pass of the head.
 //!
+//! In f16 a logit's gradient below 3e-8 is lost, as is that of most entries of a vocabulary where
+//! losses are averaged over many tokens: a loss scale, `dloss`, keeps it.
+//!
 //! How many tokens a chunk has follows from shapes and the backend alone; see
 //! [`Params::chunk_tokens`]. Without gradients nothing of their work is done.
 
 mod plan;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::ops::chunked::{self, merged};
 use crate::ops::cross_entropy;
@@ -28,7 +31,7 @@ use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 
 const OP: &str = "linear_cross_entropy";
 
-/// Arguments of [`forward`].
+/// Arguments of [`forward`]. At least one of `loss`, `losses`, `lse` and the gradients is there.
 #[derive(Debug)]
 pub struct Params<'a> {
     /// `[.., hidden]`, f32, f16 or bf16; rows strided, contiguous in the last dimension.
@@ -113,6 +116,11 @@ impl Operation for Params<'_> {
 
     fn problem(&self) -> Result<Problem> {
         let layer = self.of_layer().layer(OP)?;
+        let of_loss = [&self.loss, &self.losses, &self.lse];
+        if !layer.is_differentiated() && of_loss.iter().all(|t| t.is_none()) {
+            let problem = "is absent (rank 0), and so are losses, lse and gradients: one is needed";
+            return Err(Error::invalid(OP, "loss", problem));
+        }
         let leading = layer.tokens();
         // One row for all tokens: logits are nowhere.
         let logits = RawTensor {
