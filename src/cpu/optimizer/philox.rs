@@ -5,18 +5,22 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// Four words for a counter and a key.
+/// Counters that are worked on side by side, so that loops vectorise.
+pub const LANES: usize = 16;
+
+/// Four words for each of [`LANES`] counters, which are given word by word, and a key.
 #[inline(always)]
-pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+pub fn philox(mut counter: [[u32; LANES]; 4], mut key: [u32; 2]) -> [[u32; LANES]; 4] {
     for _ in 0..ROUNDS {
-        let product = |i: usize, word: u32| u64::from(MULTIPLIERS[i]) * u64::from(word);
-        let (a, b) = (product(0, counter[0]), product(1, counter[2]));
-        counter = [
-            (b >> 32) as u32 ^ counter[1] ^ key[0],
-            b as u32,
-            (a >> 32) as u32 ^ counter[3] ^ key[1],
-            a as u32,
-        ];
+        let [c0, c1, c2, c3] = &mut counter;
+        for i in 0..LANES {
+            let a = u64::from(MULTIPLIERS[0]) * u64::from(c0[i]);
+            let b = u64::from(MULTIPLIERS[1]) * u64::from(c2[i]);
+            c0[i] = (b >> 32) as u32 ^ c1[i] ^ key[0];
+            c1[i] = b as u32;
+            c2[i] = (a >> 32) as u32 ^ c3[i] ^ key[1];
+            c3[i] = a as u32;
+        }
         key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
     }
     counter
@@ -48,7 +52,8 @@ mod tests {
             ),
         ];
         for (counter, key, expected) in cases {
-            assert_eq!(philox(counter, key), expected);
+            let words = philox(counter.map(|word: u32| [word; LANES]), key);
+            assert_eq!(words, expected.map(|word: u32| [word; LANES]));
         }
     }
 }

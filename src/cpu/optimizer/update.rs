@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::philox::philox;
+use super::philox::{LANES, philox};
 use super::{part, part_mut, within};
 use crate::cpu::float::{BLOCK, Float, blocks, with_float};
 use crate::cpu::{Cpu, Run};
@@ -230,19 +230,23 @@ fn split(p: &[f32], upper: &mut [u16], lower: &mut [u16]) {
 /// before in fours.
 #[inline(always)]
 fn round(p: &[f32], weight: &mut [bf16], seed: u64, step: u64, first_draw: u64) {
+    const SPAN: usize = DRAW * LANES;
     let key = [seed as u32, (seed >> 32) as u32];
-    let fours = p.chunks(DRAW).zip(weight.chunks_mut(DRAW));
-    for (draw, (p, weight)) in (first_draw..).zip(fours) {
-        let counter = [
-            draw as u32,
-            (draw >> 32) as u32,
-            step as u32,
-            (step >> 32) as u32,
-        ];
+    let spans = p.chunks(SPAN).zip(weight.chunks_mut(SPAN));
+    for (first, (p, weight)) in (first_draw..).step_by(LANES).zip(spans) {
+        let mut counter = [0, 0, step as u32, (step >> 32) as u32].map(|word| [word; LANES]);
+        for (i, draw) in (0..LANES).zip(first..) {
+            counter[0][i] = draw as u32;
+            counter[1][i] = (draw >> 32) as u32;
+        }
         let words = philox(counter, key);
-        for ((p, weight), word) in p.iter().zip(weight).zip(words) {
+        let mut random = [0u32; SPAN];
+        for (i, random) in random.iter_mut().enumerate() {
+            *random = words[i % DRAW][i / DRAW] >> 16;
+        }
+        for ((p, weight), random) in p.iter().zip(weight).zip(random) {
             let bits = p.to_bits();
-            let rounded = (bits.wrapping_add(word >> 16) >> 16) as u16;
+            let rounded = (bits.wrapping_add(random) >> 16) as u16;
             let quiet = (bits >> 16) as u16 | 0x40;
             *weight = bf16::from_bits(if p.is_nan() { quiet } else { rounded });
         }
