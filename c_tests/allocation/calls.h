@@ -478,6 +478,17 @@ static unsloth_inference_memory_params of_inference;
 static unsloth_inference_memory inference_memory;
 static unsloth_training_memory_params of_training;
 static unsloth_training_memory training_memory;
+static unsloth_checkpoint_plan_params stack;
+static unsloth_checkpoint_summary planned;
+static unsloth_checkpoint_action actions[64];
+static void plan_ready(void) {
+  stack = (unsloth_checkpoint_plan_params)UNSLOTH_CHECKPOINT_PLAN_PARAMS_INIT;
+  planned = (unsloth_checkpoint_summary)UNSLOTH_CHECKPOINT_SUMMARY_INIT;
+  stack.num_layers = 9;
+  stack.hidden_bytes = 10;
+  stack.saved_bytes = 40;
+}
+
 static void estimates_ready(void) {
   cache_params_ready();
   model = (unsloth_model_params)UNSLOTH_MODEL_PARAMS_INIT;
@@ -844,6 +855,8 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (&cache_params, &cache_memory), OK)                                                            \
   X(inference_estimate, estimates_ready, unsloth_inference_memory_estimate,                        \
     (ctx, &of_inference, &inference_memory), OK)                                                   \
+  X(checkpoint_plan, plan_ready, unsloth_checkpoint_plan,                                          \
+    (&stack, &planned, actions, COUNT(actions)), OK)                                               \
   X(training_estimate, estimates_ready, unsloth_training_memory_estimate,                          \
     (&of_training, &training_memory), OK)                                                          \
   X(from_dlpack, capsule_ready, unsloth_tensor_from_dlpack, (&capsule, &keys, NULL, NULL), OK)     \
