@@ -144,6 +144,9 @@ struct EndEvent {
 struct EndKvCache {
   void operator()(unsloth_kv_cache *handle) const noexcept { unsloth_kv_cache_destroy(handle); }
 };
+struct EndOptimizer {
+  void operator()(unsloth_optimizer *handle) const noexcept { unsloth_optimizer_destroy(handle); }
+};
 // These are ended through the context that they were made from.
 struct EndStream {
   unsloth_context *context = nullptr;
@@ -250,6 +253,25 @@ class KvCache : public Owner<unsloth_kv_cache *, detail::EndKvCache> {
 #if defined(__cpp_exceptions)
   KvCache(unsloth_context *context, const unsloth_kv_cache_params &params) {
     check(create(context, params));
+  }
+#endif
+};
+
+/// Parameters that are trained, with the state between steps, which lies in memory of the caller's.
+class Optimizer : public Owner<unsloth_optimizer *, detail::EndOptimizer> {
+ public:
+  Optimizer() = default;
+  /// Replaces what this owns by a new optimizer, whose state is initialised on `stream`.
+  unsloth_status create(unsloth_context *context, const unsloth_optimizer_params &params,
+                        unsloth_stream stream = nullptr) noexcept {
+    reset();
+    return unsloth_optimizer_create(context, &params, stream, &handle_);
+  }
+
+#if defined(__cpp_exceptions)
+  Optimizer(unsloth_context *context, const unsloth_optimizer_params &params,
+            unsloth_stream stream = nullptr) {
+    check(create(context, params, stream));
   }
 #endif
 };

@@ -91,6 +91,28 @@ void owners() {
   CHECK(cache.create(ctx, wrong) == UNSLOTH_STATUS_INVALID_ARGUMENT && !cache);
   CHECK(unsloth::last_error_message().find("num_pages") != std::string::npos);
 
+  float weight = 1, gradient = 1;
+  unsloth_parameter parameter = {};
+  parameter.weight = unsloth::tensor(&weight, UNSLOTH_DTYPE_F32, {1});
+  parameter.gradient = unsloth::tensor(&gradient, UNSLOTH_DTYPE_F32, {1});
+  const unsloth_parameter_group group = {0.5f, 0};
+  auto training = unsloth::make<unsloth_optimizer_params>();
+  training.kind = UNSLOTH_OPTIMIZER_SGD;
+  training.parameters = &parameter;
+  training.groups = &group;
+  training.num_parameters = training.num_groups = 1;
+  CHECK(unsloth_optimizer_state_size(ctx, &training, &training.state_size) ==
+        UNSLOTH_STATUS_SUCCESS);
+  unsloth::Memory state;
+  CHECK(state.create(ctx, training.state_size) == UNSLOTH_STATUS_SUCCESS);
+  training.state = state.get();
+  unsloth::Optimizer optimizer;
+  CHECK(optimizer.create(ctx, training) == UNSLOTH_STATUS_SUCCESS && optimizer);
+  CHECK(unsloth_optimizer_step(optimizer, nullptr) == UNSLOTH_STATUS_SUCCESS && weight == 0.5f);
+  training.num_groups = 0;
+  CHECK(optimizer.create(ctx, training) == UNSLOTH_STATUS_INVALID_ARGUMENT && !optimizer);
+  state.reset();
+
   unsloth_context *raw = ctx.release();
   CHECK(!ctx && unsloth_context_destroy(raw) == UNSLOTH_STATUS_SUCCESS);
 }
