@@ -45,9 +45,7 @@ Optimizer::Optimizer(const Context &context, const std::vector<Parameter> &param
   state_ = Buffer(context, size);
   params.state = state_.data();
   params.state_size = state_.bytes();
-  unsloth_optimizer *optimizer = nullptr;
-  check(unsloth_optimizer_create(context.get(), &params, context.stream(), &optimizer));
-  optimizer_ = unsloth::Owner<unsloth_optimizer *, End>(optimizer, End());
+  check(optimizer_.create(context.get(), params, context.stream()));
 }
 
 unsloth_tensor Optimizer::loss_scale() const {

@@ -37,14 +37,10 @@ class Optimizer {
   void load(const std::vector<std::byte> &saved);
 
  private:
-  struct End {
-    void operator()(unsloth_optimizer *handle) const noexcept { unsloth_optimizer_destroy(handle); }
-  };
-
   const Context *context_;
   double weight_decay_;
   Buffer state_;
-  unsloth::Owner<unsloth_optimizer *, End> optimizer_;
+  unsloth::Optimizer optimizer_;
 };
 
 }  // namespace llm
