@@ -25,8 +25,8 @@ pub(crate) enum Storage {
 }
 
 /// A parameter as kernels find it, in words of 64 bits: addresses of weight, gradient, moments and
-/// master, its elements, [`PACK`]s before it, and chunks before it beside its traits, which are the
-/// upper half: the weight's dtype, and from these bits on
+/// master, its elements, [`PACK`]s before it, and in the last word chunks before it and, as the upper
+/// half, traits: the weight's dtype in the lowest bits, the others from the bits that are named here.
 pub(crate) mod traits {
     /// Words.
     pub const WORDS: usize = 8;
