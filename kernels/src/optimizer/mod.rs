@@ -433,7 +433,12 @@ fn kernel(kind: Kind, name: &str) -> Result<Kernel, Error> {
         THREADS
     };
     let choices = vec![("kind", kind.code())];
-    b.finish(format!("optimizer_{name}"), choices, threads)
+    let kernel = b.finish(format!("optimizer_{name}"), choices, threads)?;
+    Ok(match kind {
+        // Left to choose, the compiler takes 64 for Blackwell, and spills one in vain.
+        Kind::Momentum => kernel.with_registers(96),
+        _ => kernel,
+    })
 }
 
 /// One of each kind.
