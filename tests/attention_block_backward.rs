@@ -323,7 +323,7 @@ fn backward(
     let vector = |n| Some(Layout::contiguous(&[n]).unwrap());
     let matrix = |n| Some(Layout::contiguous(&[n, HIDDEN]).unwrap());
     let [q, k, v] = call.packed.columns();
-    let of_norm = |i: usize| (case.norm != Norm::None).then(|| t.norms[i].layout);
+    let of_norm = |i: usize| (case.norm != Norm::None).then_some(t.norms[i].layout);
     let mut layouts = [
         Some(t.x.layout),
         matrix(q),
@@ -334,7 +334,7 @@ fn backward(
         vector(v).filter(|_| case.biases),
         of_norm(0),
         of_norm(1),
-        case.logits.then(|| t.sinks.layout),
+        case.logits.then_some(t.sinks.layout),
         Some(t.out_weight.layout),
         Some(t.out_bias.layout).filter(|_| case.biases),
     ];
