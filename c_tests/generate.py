@@ -51,10 +51,13 @@ HANDLE_ALONE = {
 DEFAULT_PARAMS = {
     "unsloth_context_create": "SUCCESS",
     "unsloth_inference_memory_estimate": "NULL_POINTER",
-    # Those of the forward are not there.
+    # Structs that they point to are not there.
     "unsloth_attention_block_backward": "NULL_POINTER",
     "unsloth_attention_block_backward_supported": "NULL_POINTER",
     "unsloth_attention_block_backward_workspace_size": "NULL_POINTER",
+    "unsloth_decoder_layer_backward": "NULL_POINTER",
+    "unsloth_decoder_layer_backward_supported": "NULL_POINTER",
+    "unsloth_decoder_layer_backward_workspace_size": "NULL_POINTER",
     "unsloth_mlp_backward": "NULL_POINTER",
     "unsloth_mlp_backward_supported": "NULL_POINTER",
     "unsloth_mlp_backward_workspace_size": "NULL_POINTER",
@@ -65,6 +68,8 @@ MISALIGNED = {
     ("unsloth_kv_cache_sequence_pages_get", "pages"): "INVALID_HANDLE",  # no room is offered there
     ("unsloth_attention_block_backward_supported", "implementation"): "NULL_POINTER",
     ("unsloth_attention_block_backward_workspace_size", "workspace_size"): "NULL_POINTER",
+    ("unsloth_decoder_layer_backward_supported", "implementation"): "NULL_POINTER",
+    ("unsloth_decoder_layer_backward_workspace_size", "workspace_size"): "NULL_POINTER",
     ("unsloth_mlp_backward_supported", "implementation"): "NULL_POINTER",
     ("unsloth_mlp_backward_workspace_size", "workspace_size"): "NULL_POINTER",
 }

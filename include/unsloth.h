@@ -61,6 +61,8 @@
 #define UNSLOTH_CHECKPOINT_SUMMARY_INIT UNSLOTH_INIT(unsloth_checkpoint_summary)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_cross_entropy_params)
+#define UNSLOTH_DECODER_LAYER_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_decoder_layer_backward_params)
+#define UNSLOTH_DECODER_LAYER_PARAMS_INIT UNSLOTH_INIT(unsloth_decoder_layer_params)
 #define UNSLOTH_DEVICE_INFO_INIT UNSLOTH_INIT(unsloth_device_info)
 #define UNSLOTH_EMBEDDING_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_backward_params)
 #define UNSLOTH_EMBEDDING_PARAMS_INIT UNSLOTH_INIT(unsloth_embedding_params)
@@ -1332,6 +1334,312 @@ typedef struct unsloth_cross_entropy_params {
 } unsloth_cross_entropy_params;
 
 /**
+ * Which activations are kept for the backward pass and which computed again. Gradients have the same
+ * bits whatever is kept.
+ *
+ * Bytes are those that `unsloth_decoder_layer_saved_size` answers for a layer of Llama 3 8B in 16 bits,
+ * per token. A layer's input, 8192 bytes, is always kept, by the caller.
+ */
+typedef uint32_t unsloth_checkpointing;
+
+/**
+ * The function applied to a gate.
+ */
+typedef uint32_t unsloth_activation;
+
+/**
+ * The order of the halves of a packed tensor.
+ */
+typedef uint32_t unsloth_gate_order;
+
+/**
+ * Arguments of `unsloth_mlp_forward`:
+ * `out = (activation(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T + down_bias + residual`.
+ *
+ * Either `gate_weight` and `up_weight` are there, or `gate_up_weight`. Weights and biases are of any float dtype whatever that of
+ * `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+ */
+typedef struct unsloth_mlp_params {
+  /**
+   * `sizeof(unsloth_mlp_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_ACTIVATION_*`.
+   */
+  unsloth_activation activation;
+  /**
+   * The order of the halves of `gate_up_weight` and `gate_up_bias`; one of `UNSLOTH_GATE_ORDER_*`.
+   */
+  unsloth_gate_order gate_order;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[intermediate, hidden]`.
+   */
+  struct unsloth_tensor gate_weight;
+  /**
+   * Optional: `[intermediate]`.
+   */
+  struct unsloth_tensor gate_bias;
+  /**
+   * `[intermediate, hidden]`.
+   */
+  struct unsloth_tensor up_weight;
+  /**
+   * Optional: `[intermediate]`.
+   */
+  struct unsloth_tensor up_bias;
+  /**
+   * `[2 * intermediate, hidden]`: the rows of gate and up in one matrix.
+   */
+  struct unsloth_tensor gate_up_weight;
+  /**
+   * Optional: `[2 * intermediate]`.
+   */
+  struct unsloth_tensor gate_up_bias;
+  /**
+   * `[hidden_out, intermediate]`.
+   */
+  struct unsloth_tensor down_weight;
+  /**
+   * Optional: `[hidden_out]`.
+   */
+  struct unsloth_tensor down_bias;
+  /**
+   * Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
+   */
+  struct unsloth_tensor residual;
+  /**
+   * `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor out;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_mlp_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+  /**
+   * Optional, for `unsloth_mlp_backward`: receives gate and up, biases included, `[.., 2 * intermediate]`, contiguous, of the
+   * dtype of `x`. They lie as in `gate_up_weight`; from two weights, gate is first. The call then needs all the workspace that
+   * it asks for.
+   */
+  struct unsloth_tensor gate_up_out;
+} unsloth_mlp_params;
+
+/**
+ * Arguments of `unsloth_decoder_layer_forward`: `h = x + attention_block(rms_norm(x))`, then
+ * `out = h + mlp(rms_norm(h))`.
+ *
+ * What the backward pass needs is left in `saved`, as much of it as `checkpointing` says; the rest
+ * it computes again, by the same kernels, so that gradients have the same bits in every case.
+ */
+typedef struct unsloth_decoder_layer_params {
+  /**
+   * `sizeof(unsloth_decoder_layer_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_CHECKPOINTING_*`.
+   */
+  unsloth_checkpointing checkpointing;
+  /**
+   * Added to the mean squares of both norms; above 0.
+   */
+  float norm_epsilon;
+  /**
+   * Added to the gains of both norms: 1 for Gemma, else 0.
+   */
+  float norm_weight_offset;
+  /**
+   * The attention block, without a cache. Its `x`, `residual`, `out`, workspace and what it keeps
+   * are not looked at.
+   */
+  const struct unsloth_attention_block_params *attention;
+  /**
+   * The MLP, of which likewise.
+   */
+  const struct unsloth_mlp_params *mlp;
+  /**
+   * Memory from forward to backward, aligned to 256 bytes; see `unsloth_decoder_layer_saved_size`.
+   */
+  void *saved;
+  /**
+   * Size of `saved` in bytes.
+   */
+  size_t saved_size;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_decoder_layer_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+  /**
+   * `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16, any strides with a contiguous
+   * last dimension. With `cu_seqlens` of the attention it is `[tokens, hidden]`. The backward pass
+   * reads it again.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[hidden]`, any float dtype: gains of the norm before the attention block.
+   */
+  struct unsloth_tensor attention_norm;
+  /**
+   * `[hidden]`, any float dtype: gains of the norm before the MLP.
+   */
+  struct unsloth_tensor mlp_norm;
+  /**
+   * Like `x`, and not the same tensor.
+   */
+  struct unsloth_tensor out;
+} unsloth_decoder_layer_params;
+
+/**
+ * Arguments of `unsloth_mlp_backward`: gradients of the input, the weights and the biases of
+ * `unsloth_mlp_forward`. Each is optional, at least one is there, and what none of them needs is
+ * not computed. (The gradient of a residual is `dout` itself.)
+ *
+ * Gradients of weights and biases are shaped like them, of any float dtype; matrices have any
+ * strides with a contiguous last dimension, biases are contiguous.
+ */
+typedef struct unsloth_mlp_backward_params {
+  /**
+   * `sizeof(unsloth_mlp_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 adds to what the gradients of weights and biases hold, which must be f32 then; 0
+   * overwrites. `dx` is overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * The arguments of the forward: its `x`, weights, biases, activation and order. Its `out`,
+   * `residual`, `gate_up_out` and workspace are not looked at.
+   */
+  const struct unsloth_mlp_params *forward;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_mlp_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+  /**
+   * Optional: what the forward kept in `gate_up_out`, `[.., 2 * intermediate]`, contiguous.
+   * Absent: it is computed again, which gives gradients of the same bits if the kept tensor is
+   * aligned to 16 bytes.
+   */
+  struct unsloth_tensor gate_up;
+  /**
+   * `[.., hidden_out]`: the gradient of `out`, leading dimensions and dtype of `x`, any strides
+   * with a contiguous last dimension.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * Optional: written, like `x`, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: `[intermediate, hidden]`.
+   */
+  struct unsloth_tensor dgate_weight;
+  /**
+   * Optional: `[intermediate]`.
+   */
+  struct unsloth_tensor dgate_bias;
+  /**
+   * Optional: `[intermediate, hidden]`.
+   */
+  struct unsloth_tensor dup_weight;
+  /**
+   * Optional: `[intermediate]`.
+   */
+  struct unsloth_tensor dup_bias;
+  /**
+   * Optional: `[2 * intermediate, hidden]`, where the forward has `gate_up_weight`.
+   */
+  struct unsloth_tensor dgate_up_weight;
+  /**
+   * Optional: `[2 * intermediate]`.
+   */
+  struct unsloth_tensor dgate_up_bias;
+  /**
+   * Optional: `[hidden_out, intermediate]`.
+   */
+  struct unsloth_tensor ddown_weight;
+  /**
+   * Optional: `[hidden_out]`.
+   */
+  struct unsloth_tensor ddown_bias;
+} unsloth_mlp_backward_params;
+
+/**
+ * Arguments of `unsloth_decoder_layer_backward`: gradients of the input and of all weights of
+ * `unsloth_decoder_layer_forward`.
+ */
+typedef struct unsloth_decoder_layer_backward_params {
+  /**
+   * `sizeof(unsloth_decoder_layer_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 adds to what the gradients of weights, biases and gains hold, which must be f32 then; 0
+   * overwrites. `dx` is overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * The arguments of the forward, with what it left in `saved`. Its `out` and workspace are not
+   * looked at.
+   */
+  const struct unsloth_decoder_layer_params *forward;
+  /**
+   * The gradients of the attention block's weights that are asked for, or NULL for none. Nothing
+   * else of it is looked at.
+   */
+  const struct unsloth_attention_block_backward_params *attention;
+  /**
+   * The gradients of the MLP's weights, likewise.
+   */
+  const struct unsloth_mlp_backward_params *mlp;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_decoder_layer_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+  /**
+   * Like `x`: the gradient of `out`.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * Like `x`: the gradient of `x`. Absent: it takes the place of `dout`.
+   */
+  struct unsloth_tensor dx;
+  /**
+   * Optional: `[hidden]`, the gradient of `attention_norm`, any float dtype.
+   */
+  struct unsloth_tensor dattention_norm;
+  /**
+   * Optional: `[hidden]`, the gradient of `mlp_norm`, any float dtype.
+   */
+  struct unsloth_tensor dmlp_norm;
+} unsloth_decoder_layer_backward_params;
+
+/**
  * Arguments of `unsloth_embedding_forward`: `out[..] = table[ids[..]]`.
  */
 typedef struct unsloth_embedding_params {
@@ -1794,15 +2102,6 @@ typedef struct unsloth_inference_memory {
  * How an optimizer updates, and what it keeps for each trained parameter.
  */
 typedef uint32_t unsloth_optimizer_kind;
-
-/**
- * Which activations are kept for the backward pass and which computed again. Gradients have the same
- * bits whatever is kept.
- *
- * Bytes are those that `unsloth_decoder_layer_saved_size` answers for a layer of Llama 3 8B in 16 bits,
- * per token. A layer's input, 8192 bytes, is always kept, by the caller.
- */
-typedef uint32_t unsloth_checkpointing;
 
 /**
  * A training step.
@@ -2607,180 +2906,6 @@ typedef uint32_t unsloth_log_level;
  * drops the messages of such calls, but not `unsloth_log_set`.
  */
 typedef void (*unsloth_log_callback)(unsloth_log_level level, const char *message, void *user);
-
-/**
- * The function applied to a gate.
- */
-typedef uint32_t unsloth_activation;
-
-/**
- * The order of the halves of a packed tensor.
- */
-typedef uint32_t unsloth_gate_order;
-
-/**
- * Arguments of `unsloth_mlp_forward`:
- * `out = (activation(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T + down_bias + residual`.
- *
- * Either `gate_weight` and `up_weight` are there, or `gate_up_weight`. Weights and biases are of any float dtype whatever that of
- * `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
- */
-typedef struct unsloth_mlp_params {
-  /**
-   * `sizeof(unsloth_mlp_params)`.
-   */
-  uint32_t struct_size;
-  /**
-   * One of `UNSLOTH_ACTIVATION_*`.
-   */
-  unsloth_activation activation;
-  /**
-   * The order of the halves of `gate_up_weight` and `gate_up_bias`; one of `UNSLOTH_GATE_ORDER_*`.
-   */
-  unsloth_gate_order gate_order;
-  /**
-   * Zero.
-   */
-  uint32_t reserved;
-  /**
-   * `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
-   */
-  struct unsloth_tensor x;
-  /**
-   * `[intermediate, hidden]`.
-   */
-  struct unsloth_tensor gate_weight;
-  /**
-   * Optional: `[intermediate]`.
-   */
-  struct unsloth_tensor gate_bias;
-  /**
-   * `[intermediate, hidden]`.
-   */
-  struct unsloth_tensor up_weight;
-  /**
-   * Optional: `[intermediate]`.
-   */
-  struct unsloth_tensor up_bias;
-  /**
-   * `[2 * intermediate, hidden]`: the rows of gate and up in one matrix.
-   */
-  struct unsloth_tensor gate_up_weight;
-  /**
-   * Optional: `[2 * intermediate]`.
-   */
-  struct unsloth_tensor gate_up_bias;
-  /**
-   * `[hidden_out, intermediate]`.
-   */
-  struct unsloth_tensor down_weight;
-  /**
-   * Optional: `[hidden_out]`.
-   */
-  struct unsloth_tensor down_bias;
-  /**
-   * Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
-   */
-  struct unsloth_tensor residual;
-  /**
-   * `[.., hidden_out]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
-   */
-  struct unsloth_tensor out;
-  /**
-   * Scratch memory, aligned to 256 bytes; see `unsloth_mlp_workspace_size`.
-   */
-  void *workspace;
-  /**
-   * Size of `workspace` in bytes.
-   */
-  size_t workspace_size;
-  /**
-   * Optional, for `unsloth_mlp_backward`: receives gate and up, biases included, `[.., 2 * intermediate]`, contiguous, of the
-   * dtype of `x`. They lie as in `gate_up_weight`; from two weights, gate is first. The call then needs all the workspace that
-   * it asks for.
-   */
-  struct unsloth_tensor gate_up_out;
-} unsloth_mlp_params;
-
-/**
- * Arguments of `unsloth_mlp_backward`: gradients of the input, the weights and the biases of
- * `unsloth_mlp_forward`. Each is optional, at least one is there, and what none of them needs is
- * not computed. (The gradient of a residual is `dout` itself.)
- *
- * Gradients of weights and biases are shaped like them, of any float dtype; matrices have any
- * strides with a contiguous last dimension, biases are contiguous.
- */
-typedef struct unsloth_mlp_backward_params {
-  /**
-   * `sizeof(unsloth_mlp_backward_params)`.
-   */
-  uint32_t struct_size;
-  /**
-   * 1 adds to what the gradients of weights and biases hold, which must be f32 then; 0
-   * overwrites. `dx` is overwritten always.
-   */
-  uint32_t accumulate;
-  /**
-   * The arguments of the forward: its `x`, weights, biases, activation and order. Its `out`,
-   * `residual`, `gate_up_out` and workspace are not looked at.
-   */
-  const struct unsloth_mlp_params *forward;
-  /**
-   * Scratch memory, aligned to 256 bytes; see `unsloth_mlp_backward_workspace_size`.
-   */
-  void *workspace;
-  /**
-   * Size of `workspace` in bytes.
-   */
-  size_t workspace_size;
-  /**
-   * Optional: what the forward kept in `gate_up_out`, `[.., 2 * intermediate]`, contiguous.
-   * Absent: it is computed again, which gives gradients of the same bits if the kept tensor is
-   * aligned to 16 bytes.
-   */
-  struct unsloth_tensor gate_up;
-  /**
-   * `[.., hidden_out]`: the gradient of `out`, leading dimensions and dtype of `x`, any strides
-   * with a contiguous last dimension.
-   */
-  struct unsloth_tensor dout;
-  /**
-   * Optional: written, like `x`, any strides with a contiguous last dimension.
-   */
-  struct unsloth_tensor dx;
-  /**
-   * Optional: `[intermediate, hidden]`.
-   */
-  struct unsloth_tensor dgate_weight;
-  /**
-   * Optional: `[intermediate]`.
-   */
-  struct unsloth_tensor dgate_bias;
-  /**
-   * Optional: `[intermediate, hidden]`.
-   */
-  struct unsloth_tensor dup_weight;
-  /**
-   * Optional: `[intermediate]`.
-   */
-  struct unsloth_tensor dup_bias;
-  /**
-   * Optional: `[2 * intermediate, hidden]`, where the forward has `gate_up_weight`.
-   */
-  struct unsloth_tensor dgate_up_weight;
-  /**
-   * Optional: `[2 * intermediate]`.
-   */
-  struct unsloth_tensor dgate_up_bias;
-  /**
-   * Optional: `[hidden_out, intermediate]`.
-   */
-  struct unsloth_tensor ddown_weight;
-  /**
-   * Optional: `[hidden_out]`.
-   */
-  struct unsloth_tensor ddown_bias;
-} unsloth_mlp_backward_params;
 
 /**
  * Where the f32 value of a 16-bit weight is kept between steps. A weight of f32 is its own,
@@ -4206,6 +4331,99 @@ unsloth_status unsloth_cross_entropy_workspace_size(struct unsloth_context *ctx,
 unsloth_status unsloth_cross_entropy_forward(struct unsloth_context *ctx,
                                              const struct unsloth_cross_entropy_params *params,
                                              unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers, `saved` and the workspace are not looked at. The status and message are
+ * those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->attention` and
+ * `params->mlp` are or do; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_decoder_layer_supported(struct unsloth_context *ctx,
+                                               const struct unsloth_decoder_layer_params *params,
+                                               unsloth_implementation *implementation);
+
+/**
+ * Writes the bytes that the layer keeps from forward to backward to `saved_size`: per token and in
+ * elements of the dtype of `x`, with `checkpointing`
+ *
+ * | kept | none | elementwise | mlp | projections | full |
+ * |-|-|-|-|-|-|
+ * | outputs of both norms, `2 * hidden` | x | | | | |
+ * | gate and up, `2 * intermediate` | x | x | | | |
+ * | queries, keys and values | x | x | x | | |
+ * | attention's output, its `lse` (f32) and the MLP's residual, `hidden` | x | x | x | x | |
+ *
+ * each rounded up to 256 bytes. The layer's input, which the caller keeps, is not among them. Data
+ * pointers, `saved` and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->attention` and
+ * `params->mlp` are or do; `saved_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_decoder_layer_saved_size(struct unsloth_context *ctx,
+                                                const struct unsloth_decoder_layer_params *params,
+                                                size_t *saved_size);
+
+/**
+ * Writes the workspace that the call needs to `workspace_size`, in bytes: what is not kept, each
+ * tensor rounded up to 256 bytes, an activated intermediate, and what the operations have use for.
+ * Data pointers, `saved` and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->attention` and
+ * `params->mlp` are or do; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_decoder_layer_workspace_size(struct unsloth_context *ctx,
+                                                    const struct unsloth_decoder_layer_params *params,
+                                                    size_t *workspace_size);
+
+/**
+ * Computes the layer on `stream`. Neither allocates device memory nor synchronises, and may be
+ * captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->attention` and
+ * `params->mlp` are or do; tensors, `saved` and workspace are valid on the context's device until
+ * the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_decoder_layer_forward(struct unsloth_context *ctx,
+                                             const struct unsloth_decoder_layer_params *params,
+                                             unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers, `saved` and the workspace are not looked at. The status and message are
+ * those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as the structs that it points
+ * to are or do; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_decoder_layer_backward_supported(struct unsloth_context *ctx,
+                                                        const struct unsloth_decoder_layer_backward_params *params,
+                                                        unsloth_implementation *implementation);
+
+/**
+ * Writes the workspace that the call needs to `workspace_size`, in bytes: what was not kept and is
+ * computed again, the gradient between attention and MLP, and what the operations have use for. Data
+ * pointers, `saved` and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as the structs that it points
+ * to are or do; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_decoder_layer_backward_workspace_size(struct unsloth_context *ctx,
+                                                             const struct unsloth_decoder_layer_backward_params *params,
+                                                             size_t *workspace_size);
+
+/**
+ * Computes the gradients on `stream`. The same inputs give the same bits, whatever was kept.
+ * Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as the structs that it points
+ * to are or do; tensors, `saved` and workspace are valid on the context's device until the work has
+ * run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_decoder_layer_backward(struct unsloth_context *ctx,
+                                              const struct unsloth_decoder_layer_backward_params *params,
+                                              unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

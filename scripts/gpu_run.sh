@@ -132,7 +132,7 @@ run_sanitizers() {
       racecheck) options=(--print-limit 0) hopper= ;;
     esac
     # The longest first.
-    for test in ${SANITIZED-linear cuda_attention cuda_dense cast argmax swiglu$hopper mlp mlp_backward cuda \
+    for test in ${SANITIZED-linear cuda_attention cuda_dense cast argmax swiglu$hopper mlp mlp_backward decoder_layer cuda \
       memory rope rms_norm layer_norm norm_backward swiglu_backward linear_backward attention_backward \
       embedding_backward cross_entropy linear_cross_entropy linear_logprob embedding optimizer \
       kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do

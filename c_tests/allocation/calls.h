@@ -443,6 +443,43 @@ static void attention_block_ready(void) {
   attention_block.workspace = workspace;
 }
 
+static unsloth_attention_block_params of_layer;
+static unsloth_mlp_params mlp_of_layer;
+static unsloth_decoder_layer_params decoder_layer;
+static void decoder_layer_ready(void) {
+  attention_block_ready();
+  of_layer = attention_block;
+  memset(&of_layer.q_norm, 0, sizeof of_layer.q_norm);
+  memset(&of_layer.k_norm, 0, sizeof of_layer.k_norm);
+  mlp_of_layer = (unsloth_mlp_params)UNSLOTH_MLP_PARAMS_INIT;
+  mlp_of_layer.gate_up_weight = in2(2 * HIDDEN, HIDDEN);
+  mlp_of_layer.down_weight = in2(HIDDEN, HIDDEN);
+  decoder_layer = (unsloth_decoder_layer_params)UNSLOTH_DECODER_LAYER_PARAMS_INIT;
+  decoder_layer.checkpointing = UNSLOTH_CHECKPOINTING_FULL;
+  decoder_layer.norm_epsilon = 1e-5f;
+  decoder_layer.attention = &of_layer;
+  decoder_layer.mlp = &mlp_of_layer;
+  decoder_layer.x = of_layer.x;
+  decoder_layer.attention_norm = decoder_layer.mlp_norm = in2(HIDDEN, -1);
+  decoder_layer.out = of_layer.out;
+  CHECK_OK(
+      unsloth_decoder_layer_workspace_size(ctx, &decoder_layer, &decoder_layer.workspace_size));
+  decoder_layer.workspace = workspace;
+}
+
+static unsloth_decoder_layer_backward_params layer_backward;
+static void layer_backward_ready(void) {
+  decoder_layer_ready();
+  layer_backward =
+      (unsloth_decoder_layer_backward_params)UNSLOTH_DECODER_LAYER_BACKWARD_PARAMS_INIT;
+  layer_backward.forward = &decoder_layer;
+  layer_backward.dout = f32_tensor(out2(TOKENS, HIDDEN).data, 1, TOKENS, HIDDEN, -1);
+  layer_backward.dmlp_norm = out2(HIDDEN, -1);
+  CHECK_OK(unsloth_decoder_layer_backward_workspace_size(ctx, &layer_backward,
+                                                         &layer_backward.workspace_size));
+  layer_backward.workspace = workspace;
+}
+
 static unsloth_attention_block_backward_params block_backward;
 static void block_backward_ready(void) {
   attention_block_ready();
@@ -772,6 +809,19 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     unsloth_attention_block_backward_workspace_size, (ctx, &block_backward, &size), OK)            \
   X(block_backward, block_backward_ready, unsloth_attention_block_backward,                        \
     (ctx, &block_backward, NULL), OK)                                                              \
+  X(layer_supported, decoder_layer_ready, unsloth_decoder_layer_supported,                         \
+    (ctx, &decoder_layer, NULL), OK)                                                               \
+  X(layer_saved, decoder_layer_ready, unsloth_decoder_layer_saved_size,                            \
+    (ctx, &decoder_layer, &size), OK)                                                              \
+  X(layer_workspace, decoder_layer_ready, unsloth_decoder_layer_workspace_size,                    \
+    (ctx, &decoder_layer, &size), OK)                                                              \
+  X(layer, decoder_layer_ready, unsloth_decoder_layer_forward, (ctx, &decoder_layer, NULL), OK)    \
+  X(layer_backward_supported, layer_backward_ready, unsloth_decoder_layer_backward_supported,      \
+    (ctx, &layer_backward, NULL), OK)                                                              \
+  X(layer_backward_workspace, layer_backward_ready, unsloth_decoder_layer_backward_workspace_size, \
+    (ctx, &layer_backward, &size), OK)                                                             \
+  X(layer_backward, layer_backward_ready, unsloth_decoder_layer_backward,                          \
+    (ctx, &layer_backward, NULL), OK)                                                              \
   X(block_cached, attention_block_cached_ready, unsloth_attention_block_forward,                   \
     (ctx, &attention_block, NULL), OK)                                                             \
   X(optimizer_supported, optimizer_params_ready, unsloth_optimizer_supported,                      \

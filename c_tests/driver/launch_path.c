@@ -353,6 +353,58 @@ static void attention_block_backward(void) {
   CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 15);
 }
 
+// A layer that keeps all, and one that keeps its input alone.
+static void decoder_layer(void) {
+  enum { TOKENS = 100, COLUMNS = (HEADS + 2 * KV_HEADS) * DIM };
+  unsloth_attention_block_params attention = UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT;
+  attention.num_heads = HEADS;
+  attention.num_kv_heads = KV_HEADS;
+  attention.head_dim = DIM;
+  attention.rotate = 1;
+  // Not for cuBLAS.
+  attention.qkv_weight = make(UNSLOTH_DTYPE_F32, COLUMNS, HIDDEN, -1, -1);
+  attention.out_weight = make(UNSLOTH_DTYPE_F32, HIDDEN, HEADS * DIM, -1, -1);
+  unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;
+  mlp.gate_up_weight = make(UNSLOTH_DTYPE_F32, 2 * FFN, HIDDEN, -1, -1);
+  mlp.down_weight = make(UNSLOTH_DTYPE_F32, HIDDEN, FFN, -1, -1);
+  unsloth_decoder_layer_params p = UNSLOTH_DECODER_LAYER_PARAMS_INIT;
+  p.norm_epsilon = 1e-5f;
+  p.attention = &attention;
+  p.mlp = &mlp;
+  p.x = bf16(1, TOKENS, HIDDEN, -1);
+  p.out = bf16(1, TOKENS, HIDDEN, -1);
+  p.attention_norm = p.mlp_norm = bf16(HIDDEN, -1, -1, -1);
+  unsloth_attention_block_backward_params of_attention =
+      UNSLOTH_ATTENTION_BLOCK_BACKWARD_PARAMS_INIT;
+  of_attention.dqkv_weight = make(UNSLOTH_DTYPE_F16, COLUMNS, HIDDEN, -1, -1);
+  unsloth_mlp_backward_params of_mlp = UNSLOTH_MLP_BACKWARD_PARAMS_INIT;
+  of_mlp.ddown_weight = make(UNSLOTH_DTYPE_F16, HIDDEN, FFN, -1, -1);
+  unsloth_decoder_layer_backward_params b = UNSLOTH_DECODER_LAYER_BACKWARD_PARAMS_INIT;
+  b.forward = &p;
+  b.attention = &of_attention;
+  b.mlp = &of_mlp;
+  b.dout = bf16(1, TOKENS, HIDDEN, -1);
+  static const struct {
+    unsloth_checkpointing checkpointing;
+    // The two norms, the projection, the rotation, attention, its output's product, gate and up,
+    // the activation, down. Backward: the gradients of down (two products), the activation's, those
+    // of gate and up; the norm's; attention's output's, three kernels of attention's, the rotation,
+    // the projection's two; the norm's.
+    int forward, backward;
+  } cases[] = {{UNSLOTH_CHECKPOINTING_NONE, 9, 13}, {UNSLOTH_CHECKPOINTING_FULL, 9, 21}};
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    p.checkpointing = cases[i].checkpointing;
+    CHECK_OK(unsloth_decoder_layer_saved_size(ctx, &p, &p.saved_size));
+    CHECK_OK(unsloth_decoder_layer_workspace_size(ctx, &p, &p.workspace_size));
+    p.saved = p.saved_size == 0 ? NULL : memory(p.saved_size);
+    p.workspace = memory(p.workspace_size);
+    CHECK_PATH(unsloth_decoder_layer_forward(ctx, &p, NULL), cases[i].forward);
+    CHECK_OK(unsloth_decoder_layer_backward_workspace_size(ctx, &b, &b.workspace_size));
+    b.workspace = memory(b.workspace_size);
+    CHECK_PATH(unsloth_decoder_layer_backward(ctx, &b, NULL), cases[i].backward);
+  }
+}
+
 // A decoding step of two sequences through a cache.
 static void cached(void) {
   enum { SEQUENCES = 2 };
@@ -460,6 +512,7 @@ int main(void) {
   attention(1000, 1000, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
   attention_backward();
   attention_block_backward();
+  decoder_layer();
   cached();
   steps();
   CHECK_OK(unsloth_context_destroy(ctx));

@@ -13,6 +13,7 @@ pub mod cast;
 pub mod checkpoint;
 pub mod context;
 pub mod cross_entropy;
+pub mod decoder_layer;
 pub mod dlpack;
 pub mod embedding;
 pub mod estimate;

@@ -194,6 +194,16 @@ pub(crate) fn parameter_gradient(gradient: Arg<'_>, accumulate: bool) -> Result<
     Ok(gradient)
 }
 
+/// An output that may be absent, described once more: for a part of an operation, which it is the only
+/// one to write.
+pub(crate) fn described<'t>(tensor: &'t Option<TensorMut<'_>>) -> Option<TensorMut<'t>> {
+    tensor.as_ref().map(|tensor| {
+        let raw = tensor.raw();
+        // SAFETY: the memory is lent to the whole, which lends it on.
+        unsafe { TensorMut::from_raw(raw.ptr, raw.dtype, raw.layout) }
+    })
+}
+
 /// The gradient of a parameter that may be absent, of the parameter's shape; it has no use without
 /// the parameter.
 pub(crate) fn gradient_like(

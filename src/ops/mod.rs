@@ -12,6 +12,7 @@ pub mod cast;
 pub(crate) mod check;
 mod chunked;
 pub mod cross_entropy;
+pub mod decoder_layer;
 pub mod embedding;
 pub mod kv_cache;
 pub mod layer_norm;

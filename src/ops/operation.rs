@@ -143,8 +143,8 @@ enum Access {
     Own,
 }
 
-/// The most tensors of an operation: those of an attention block.
-const MAX_TENSORS: usize = 32;
+/// The most tensors of an operation: those of a decoder layer's backward pass.
+const MAX_TENSORS: usize = 64;
 
 /// The tensors of a call, by name.
 #[derive(Default)]

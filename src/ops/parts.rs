@@ -182,6 +182,28 @@ impl<const N: usize> Parts<N> {
         self.taken = taken;
     }
 
+    /// What is not taken of the workspace, for a whole that is to be absorbed.
+    pub fn rest(&self) -> Workspace<'static> {
+        // SAFETY: none of it is lent: parts only learn where they lie.
+        unsafe { Workspace::from_raw(self.workspace.wrapping_add(self.taken), 0) }
+    }
+
+    /// Adds the parts of a whole that was made over [`Parts::rest`], since when nothing was taken.
+    pub fn absorb<const M: usize>(&mut self, whole: Result<Parts<M>>) -> Result<()> {
+        let whole = named(self.op, whole, &[])?;
+        if whole.idle {
+            return Ok(());
+        }
+        self.most_taken = self.most_taken.max(self.taken + whole.most_taken);
+        for part in whole.list {
+            self.list.try_push(part).map_err(|_| Error::Internal {
+                op: self.op,
+                message: text!("has more than {N} parts"),
+            })?;
+        }
+        Ok(())
+    }
+
     /// Adds a part, or tells why there is none. Errors call arguments what the whole does.
     pub fn push<P: IsPart>(&mut self, problem: Result<P>, names: Names) -> Result<()> {
         let Any(is) = named(self.op, problem, names)?.into_any();

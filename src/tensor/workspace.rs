@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::{Place, RawTensor};
+use super::{Place, RawTensor, TensorMut};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
@@ -59,6 +59,38 @@ impl<'a> Workspace<'a> {
         Workspace {
             place: Some(place),
             ..self
+        }
+    }
+
+    /// Its first `size` bytes as a tensor, for checks of overlap; `None` for no bytes.
+    pub(crate) fn as_tensor(&self, size: usize) -> Result<Option<TensorMut<'_>>> {
+        if size == 0 {
+            return Ok(None);
+        }
+        let layout = Layout::contiguous(&[size])?;
+        // SAFETY: the memory is lent for as long as the workspace is, and has the size where it is
+        // used, which `check_argument` finds.
+        let tensor = unsafe { TensorMut::from_raw(self.ptr, DType::Bool, layout) };
+        Ok(Some(match self.place {
+            Some(place) => tensor.on(place),
+            None => tensor,
+        }))
+    }
+
+    /// Checks memory that is no scratch: `name` is what the operation calls it.
+    pub(crate) fn check_argument(
+        &self,
+        op: &'static str,
+        name: &'static str,
+        required: usize,
+    ) -> Result<()> {
+        match self.check(op, required) {
+            Ok(_) => Ok(()),
+            Err(Error::WorkspaceTooSmall { provided, .. }) => {
+                let problem = text!("has {provided} bytes, {required} are needed");
+                Err(Error::invalid(op, name, problem))
+            }
+            Err(error) => Err(error.renamed(&[("workspace", name)])),
         }
     }
 

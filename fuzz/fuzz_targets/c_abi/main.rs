@@ -8,6 +8,7 @@
 mod arena;
 mod attention;
 mod cache;
+mod decoder_layer;
 mod estimates;
 mod input;
 mod operations;

@@ -8,6 +8,8 @@ use unsloth::ffi::attention_block::*;
 use unsloth::ffi::cast::*;
 use unsloth::ffi::context::unsloth_context;
 use unsloth::ffi::cross_entropy::*;
+use unsloth::ffi::decoder_layer::backward::*;
+use unsloth::ffi::decoder_layer::*;
 use unsloth::ffi::embedding::backward::*;
 use unsloth::ffi::embedding::*;
 use unsloth::ffi::layer_norm::backward::*;
@@ -77,7 +79,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 28] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 30] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -86,6 +88,8 @@ pub const ALL: [fn(&mut Call<'_, '_>); 28] = [
     |call| call.run_attention_backward(),
     |call| call.run_attention_block(None),
     |call| call.run_attention_block_backward(),
+    |call| call.run_decoder_layer(),
+    |call| call.run_decoder_layer_backward(),
     |call| {
         let params = call.rope();
         call.finish(params, unsloth_rope_supported, None, unsloth_rope_forward);
@@ -249,6 +253,26 @@ impl Call<'_, '_> {
             unsloth_attention_block_backward_workspace_size,
             unsloth_attention_block_backward_supported,
             unsloth_attention_block_backward
+        ]
+    );
+    with_workspace!(
+        run_decoder_layer,
+        decoder_layer,
+        unsloth_decoder_layer_params,
+        [
+            unsloth_decoder_layer_workspace_size,
+            unsloth_decoder_layer_supported,
+            unsloth_decoder_layer_forward
+        ]
+    );
+    with_workspace!(
+        run_decoder_layer_backward,
+        decoder_layer_backward,
+        unsloth_decoder_layer_backward_params,
+        [
+            unsloth_decoder_layer_backward_workspace_size,
+            unsloth_decoder_layer_backward_supported,
+            unsloth_decoder_layer_backward
         ]
     );
     with_workspace!(

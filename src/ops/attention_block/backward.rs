@@ -27,7 +27,7 @@ use super::{Params as Forward, Projections};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, MAX_RANK};
-use crate::ops::check::{self, Arg, with_last};
+use crate::ops::check::{self, Arg, described, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::ops::parts::{Names, Parts, named};
 use crate::ops::rope::Positions;
@@ -180,8 +180,27 @@ fn gradient(by: RawTensor, out: Option<RawTensor>) -> Option<Gradient> {
 }
 
 impl Gradients<'_> {
+    /// The same once more, for the parameters of a part.
+    pub(crate) fn again(&self) -> Gradients<'_> {
+        Gradients {
+            dq_weight: described(&self.dq_weight),
+            dq_bias: described(&self.dq_bias),
+            dk_weight: described(&self.dk_weight),
+            dk_bias: described(&self.dk_bias),
+            dv_weight: described(&self.dv_weight),
+            dv_bias: described(&self.dv_bias),
+            dqkv_weight: described(&self.dqkv_weight),
+            dqkv_bias: described(&self.dqkv_bias),
+            dq_norm: described(&self.dq_norm),
+            dk_norm: described(&self.dk_norm),
+            dsinks: described(&self.dsinks),
+            dout_weight: described(&self.dout_weight),
+            dout_bias: described(&self.dout_bias),
+        }
+    }
+
     /// All, by name.
-    fn list(&self) -> [(&'static str, Option<&TensorMut<'_>>); 13] {
+    pub(crate) fn list(&self) -> [(&'static str, Option<&TensorMut<'_>>); 13] {
         [
             ("dq_weight", self.dq_weight.as_ref()),
             ("dq_bias", self.dq_bias.as_ref()),

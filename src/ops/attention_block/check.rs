@@ -23,7 +23,7 @@ use crate::tensor::{RawTensor, TensorMut, Workspace};
 type Problem = Parts<9>;
 
 /// What is checked of a block that its forward and its backward pass have in common.
-pub(super) struct Checked {
+pub(crate) struct Checked {
     pub heads: Heads,
     /// Of a batch.
     pub batched: Option<(usize, usize)>,
@@ -84,28 +84,7 @@ impl Operation for Params<'_> {
 
     fn tensors(&self, tensors: &mut Tensors) {
         tensors.read("x", &self.x);
-        for (weights, names, _) in self.weights() {
-            weights.tensors(names, tensors);
-        }
-        let names = ("out_weight", "out_bias");
-        self.out_projection.tensors(names, tensors);
-        for (name, tensor) in [
-            ("q_norm", &self.q_norm),
-            ("k_norm", &self.k_norm),
-            ("cu_seqlens", &self.cu_seqlens),
-            ("alibi_slopes", &self.alibi_slopes),
-            ("sinks", &self.sinks),
-        ] {
-            tensors.read_optional(name, tensor.as_ref());
-        }
-        if let Positions::PerToken(positions) = &self.positions
-            && self.cache.is_none()
-        {
-            tensors.read("positions", positions);
-        }
-        if let Some(rotation) = &self.rotation {
-            rotation.tensors(tensors);
-        }
+        self.inputs(tensors);
         if let Some(layer) = &self.cache {
             layer.own(tensors);
         }
@@ -162,8 +141,34 @@ impl<'p> Params<'p> {
         }
     }
 
+    /// What is read but `x`.
+    pub(crate) fn inputs(&self, tensors: &mut Tensors) {
+        for (weights, names, _) in self.weights() {
+            weights.tensors(names, tensors);
+        }
+        let names = ("out_weight", "out_bias");
+        self.out_projection.tensors(names, tensors);
+        for (name, tensor) in [
+            ("q_norm", &self.q_norm),
+            ("k_norm", &self.k_norm),
+            ("cu_seqlens", &self.cu_seqlens),
+            ("alibi_slopes", &self.alibi_slopes),
+            ("sinks", &self.sinks),
+        ] {
+            tensors.read_optional(name, tensor.as_ref());
+        }
+        if let Positions::PerToken(positions) = &self.positions
+            && self.cache.is_none()
+        {
+            tensors.read("positions", positions);
+        }
+        if let Some(rotation) = &self.rotation {
+            rotation.tensors(tensors);
+        }
+    }
+
     /// Checks `x`, the heads and the weights.
-    pub(super) fn checked(&self) -> Result<Checked> {
+    pub(crate) fn checked(&self) -> Result<Checked> {
         let x = self.x.raw();
         let packed = self.cache.is_some() || self.cu_seqlens.is_some();
         Arg::new(OP, "x", &x)

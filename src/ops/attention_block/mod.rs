@@ -115,4 +115,39 @@ pub enum Projections<'a> {
     Packed(Weights<'a>),
 }
 
+impl<'a> Params<'a> {
+    /// The block of another input, without a cache and without what it writes.
+    pub(crate) fn of_input(&self, x: TensorRef<'a>) -> Params<'a> {
+        Params {
+            x,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            v_head_dim: self.v_head_dim,
+            projections: self.projections,
+            q_norm: self.q_norm,
+            k_norm: self.k_norm,
+            norm_weight_offset: self.norm_weight_offset,
+            norm_epsilon: self.norm_epsilon,
+            rotation: self.rotation,
+            positions: self.positions,
+            cache: None,
+            cu_seqlens: self.cu_seqlens,
+            max_seqlen: self.max_seqlen,
+            scale: self.scale,
+            softcap: self.softcap,
+            bidirectional: self.bidirectional,
+            window: self.window,
+            alibi_slopes: self.alibi_slopes,
+            sinks: self.sinks,
+            out_projection: self.out_projection,
+            output: Output::none(),
+            workspace: Workspace::none(),
+            qkv_out: None,
+            attended_out: None,
+            lse_out: None,
+        }
+    }
+}
+
 operation::functions!();

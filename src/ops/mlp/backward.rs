@@ -22,7 +22,7 @@ use super::Params as Forward;
 use super::layer::Layer;
 use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
-use crate::ops::check::{self, Arg, with_last};
+use crate::ops::check::{self, Arg, described, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::ops::parts::{Names, Parts};
 use crate::problem::linear::{Backward, Gradient};
@@ -121,8 +121,22 @@ pub(super) struct Io {
 }
 
 impl Gradients<'_> {
+    /// The same once more, for the parameters of a part.
+    pub(crate) fn again(&self) -> Gradients<'_> {
+        Gradients {
+            dgate_weight: described(&self.dgate_weight),
+            dgate_bias: described(&self.dgate_bias),
+            dup_weight: described(&self.dup_weight),
+            dup_bias: described(&self.dup_bias),
+            dgate_up_weight: described(&self.dgate_up_weight),
+            dgate_up_bias: described(&self.dgate_up_bias),
+            ddown_weight: described(&self.ddown_weight),
+            ddown_bias: described(&self.ddown_bias),
+        }
+    }
+
     /// All, by name.
-    fn list(&self) -> [(&'static str, Option<&TensorMut<'_>>); 8] {
+    pub(crate) fn list(&self) -> [(&'static str, Option<&TensorMut<'_>>); 8] {
         [
             ("dgate_weight", self.dgate_weight.as_ref()),
             ("dgate_bias", self.dgate_bias.as_ref()),

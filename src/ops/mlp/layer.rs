@@ -14,7 +14,7 @@ use crate::tensor::RawTensor;
 
 /// A product that gives gate, up or both.
 #[derive(Clone, Debug)]
-pub(super) struct Projection {
+pub(crate) struct Projection {
     pub weights: problem::Weights,
     /// Columns that it gives of gate and up side by side, in intermediate dimensions.
     pub columns: std::ops::Range<usize>,
@@ -23,7 +23,7 @@ pub(super) struct Projection {
 
 /// The weights of a block.
 #[derive(Clone, Debug)]
-pub(super) struct Layer {
+pub(crate) struct Layer {
     /// One, or gate and up.
     pub projections: ArrayVec<Projection, 2>,
     /// Of gate and up side by side.

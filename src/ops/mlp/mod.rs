@@ -28,7 +28,7 @@ use crate::ops::parts::Parts;
 use crate::ops::swiglu::{Activation, GateOrder};
 use crate::problem::mlp::Problem;
 use crate::tensor::{TensorMut, TensorRef, Workspace};
-use layer::Layer;
+pub(crate) use layer::Layer;
 
 const OP: &str = "mlp";
 
@@ -76,9 +76,30 @@ pub enum GateUp<'a> {
     },
 }
 
-impl Params<'_> {
+impl<'a> Params<'a> {
+    /// The block of another input, without what it writes.
+    pub(crate) fn of_input(&self, x: TensorRef<'a>) -> Params<'a> {
+        Params {
+            x,
+            gate_up: self.gate_up,
+            activation: self.activation,
+            down: self.down,
+            output: Output::none(),
+            workspace: Workspace::none(),
+            gate_up_out: None,
+        }
+    }
+
+    /// Weights and biases, which are read.
+    pub(crate) fn weights(&self, tensors: &mut Tensors) {
+        for (weights, names) in self.gate_up.weights() {
+            weights.tensors(names, tensors);
+        }
+        self.down.tensors(("down_weight", "down_bias"), tensors);
+    }
+
     /// Checks `x` and the weights.
-    fn layer(&self, op: &'static str) -> Result<Layer> {
+    pub(crate) fn layer(&self, op: &'static str) -> Result<Layer> {
         let x = self.x.raw();
         Arg::new(op, "x", &x)
             .min_rank(1)?
@@ -124,10 +145,7 @@ impl Operation for Params<'_> {
 
     fn tensors(&self, tensors: &mut Tensors) {
         tensors.read("x", &self.x);
-        for (weights, names) in self.gate_up.weights() {
-            weights.tensors(names, tensors);
-        }
-        self.down.tensors(("down_weight", "down_bias"), tensors);
+        self.weights(tensors);
         tensors.write_optional("gate_up_out", self.gate_up_out.as_ref());
         self.output.tensors(tensors);
     }
