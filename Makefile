@@ -122,6 +122,7 @@ test-examples: stage
 	cargo run --locked --quiet --features candle $(FEATURES) --example attention
 	cargo run --locked --quiet --features candle $(FEATURES) --example candle
 	cargo run --locked --quiet --features candle $(FEATURES) --example inference
+	cargo run --locked --quiet --features candle $(FEATURES) --example mixed_precision
 
 test-dist: dist
 	$(TOOLS) pkg-config
