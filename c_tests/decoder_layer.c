@@ -124,7 +124,7 @@ int main(void) {
   p.checkpointing = UNSLOTH_CHECKPOINTING_NONE;
   p.saved_size = 64;
   CHECK_FAILS(unsloth_decoder_layer_backward(ctx, &b, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
-              "decoder_layer_backward: saved has 64 bytes, 8704 are needed");
+              "decoder_layer_backward: saved has 64 bytes, 4352 are needed");
   p.saved_size = MEMORY;
   p.mlp = NULL;
   CHECK_FAILS(unsloth_decoder_layer_forward(ctx, &p, NULL), UNSLOTH_STATUS_NULL_POINTER,

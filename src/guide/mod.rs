@@ -8,3 +8,6 @@ pub mod memory {}
 
 #[doc = include_str!("performance.md")]
 pub mod performance {}
+
+#[doc = include_str!("training.md")]
+pub mod training {}

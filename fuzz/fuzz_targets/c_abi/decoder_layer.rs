@@ -57,7 +57,11 @@ impl Call<'_, '_> {
             let mut memory = vec![0u8; size + 256];
             p.saved = memory.as_mut_ptr().cast();
             p.saved = p.saved.wrapping_byte_add(p.saved.align_offset(256));
-            p.saved_size = if self.input.one_in(16) { size / 2 } else { size };
+            p.saved_size = if self.input.one_in(16) {
+                size / 2
+            } else {
+                size
+            };
             self.kept.push(Box::new(memory));
         }
         stated
