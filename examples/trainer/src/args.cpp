@@ -111,12 +111,13 @@ Args parse_args(int argc, const char *const *argv) {
       {"--loss-scale", [&](auto &, auto &value) { loss_scale = value; }},
       {"--checkpoint",
        [&](auto &flag, auto &value) {
-         args.policy = parse_choice<Policy>(flag, value,
-                                            {{"none", Policy::kNone},
-                                             {"elementwise", Policy::kElementwise},
-                                             {"mlp", Policy::kMlp},
-                                             {"projections", Policy::kProjections},
-                                             {"full", Policy::kFull}});
+         args.checkpointing = parse_choice<unsloth_checkpointing>(
+             flag, value,
+             {{"none", UNSLOTH_CHECKPOINTING_NONE},
+              {"elementwise", UNSLOTH_CHECKPOINTING_ELEMENTWISE},
+              {"mlp", UNSLOTH_CHECKPOINTING_MLP},
+              {"projections", UNSLOTH_CHECKPOINTING_PROJECTIONS},
+              {"full", UNSLOTH_CHECKPOINTING_FULL}});
        }},
       {"--seed", count(&args.seed, 0)},
       {"--log", text(&args.log)},

@@ -25,16 +25,6 @@ struct LoraOptions {
   double scale() const { return alpha / rank; }
 };
 
-// What is computed again in the backward pass in place of being kept, each more than the one
-// before.
-enum class Policy {
-  kNone,
-  kElementwise,  // norms, and the product of gate and up
-  kMlp,          // gate and up
-  kProjections,  // queries, keys and values
-  kFull,         // the rest: only the layer's input is kept
-};
-
 enum class Schedule { kConstant, kLinear, kCosine };
 
 struct Args {
@@ -67,7 +57,7 @@ struct Args {
   double clip = 1;  // 0: not at all
   LossScale loss_scaling = LossScale::kNone;
   double loss_scale = 0;  // of kFixed
-  Policy policy = Policy::kNone;
+  unsloth_checkpointing checkpointing = UNSLOTH_CHECKPOINTING_NONE;
   bool graph = true;  // on a GPU, a batch's launches as one
   uint64_t seed = 0;
   bool json = false;

@@ -51,9 +51,10 @@ void Step::reserve() {
   common.cu_seqlens =
       unsloth::tensor(cu_seqlens_.data(), UNSLOTH_DTYPE_I32, {options_.max_sequences + 1});
   common.rope_factors = weights_->rope_factors();
-  common.policy = options_.policy;
+  common.checkpointing = options_.checkpointing;
   common.dtype = options_.dtype;
-  layer_.emplace(*context_, config_, weights_->tensors().layers[0], common);
+  layer_.emplace(*context_, config_, weights_->tensors().layers[0],
+                 full ? weights_->gradients().layers[0] : lora_->gradients(), full, common);
   saved_ = Buffer(*context_, config_.num_layers * layer_->saved_size());
   need(layer_->workspace_size());
   const auto loss = loss_params(true);

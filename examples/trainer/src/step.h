@@ -20,7 +20,7 @@ class Step {
   struct Options {
     uint64_t tokens;         // of every batch
     uint64_t max_sequences;  // of every batch
-    Policy policy;
+    unsloth_checkpointing checkpointing;
     unsloth_dtype dtype;  // of activations
     bool use_graph;       // on a GPU, queue the launches of a batch as one CUDA graph
   };

@@ -114,22 +114,6 @@ std::string checksum_of(const std::string &path) {
          std::to_string(checksum(file.data(), file.size()));
 }
 
-unsloth_checkpointing checkpointing(Policy policy) {
-  switch (policy) {
-    case Policy::kElementwise:
-      return UNSLOTH_CHECKPOINTING_ELEMENTWISE;
-    case Policy::kMlp:
-      return UNSLOTH_CHECKPOINTING_MLP;
-    case Policy::kProjections:
-      return UNSLOTH_CHECKPOINTING_PROJECTIONS;
-    case Policy::kFull:
-      return UNSLOTH_CHECKPOINTING_FULL;
-    case Policy::kNone:
-      break;
-  }
-  return UNSLOTH_CHECKPOINTING_NONE;
-}
-
 class Trainer {
  public:
   explicit Trainer(const Args &args);
@@ -205,8 +189,8 @@ Trainer::Trainer(const Args &args)
                                         args.loss_scale, args.dtype,        args.seed};
   optimizer_ = std::make_unique<Optimizer>(
       context_, lora_ ? lora_->parameters() : weights_.parameters(), optimizer);
-  const Step::Options step = {batches_.tokens(), batches_.max_sequences(), args.policy, args.dtype,
-                              args.graph};
+  const Step::Options step = {batches_.tokens(), batches_.max_sequences(), args.checkpointing,
+                              args.dtype, args.graph};
   step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step,
                                  optimizer_->loss_scale());
   estimate_ = memory_estimate();
@@ -265,7 +249,7 @@ uint64_t Trainer::memory_estimate() const {
   params.gradient_dtype = UNSLOTH_DTYPE_F32;
   params.master_weights = args_.dtype != UNSLOTH_DTYPE_F32 ? 1 : 0;
   params.optimizer = UNSLOTH_OPTIMIZER_ADAM;
-  params.checkpointing = checkpointing(args_.policy);
+  params.checkpointing = args_.checkpointing;
   params.model = &model;
   params.batch_size = 1;
   params.sequence_length = static_cast<int64_t>(batches_.tokens());

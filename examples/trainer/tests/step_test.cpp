@@ -39,7 +39,7 @@ std::vector<Example> examples(uint64_t num_tokens) {
 // A model that is trained, as a whole or through a LoRA.
 struct Setup {
   // A LoRA of rank 4 is on weights of bf16, whatever is computed in.
-  Setup(const std::string &name, uint32_t rank, Policy policy, unsloth_dtype dtype)
+  Setup(const std::string &name, uint32_t rank, unsloth_checkpointing policy, unsloth_dtype dtype)
       : gguf(Gguf::open(folder + "/" + name + ".gguf")),
         config(read_config(gguf)),
         context(backend, 0),
@@ -109,7 +109,7 @@ double norm(const std::vector<float> &values) {
 // Along its own gradient the loss changes by the gradient's norm, for each weight by itself. A
 // fourth-order difference, so that steps can be long beside the rounding of f32.
 void agrees_with_finite_differences(const std::string &name, uint32_t rank) {
-  Setup setup(name, rank, Policy::kNone, UNSLOTH_DTYPE_F32);
+  Setup setup(name, rank, UNSLOTH_CHECKPOINTING_NONE, UNSLOTH_DTYPE_F32);
   if (setup.lora) {
     // B begins at zero, where A has no gradient.
     Random random(9);
@@ -160,8 +160,9 @@ void agrees_with_finite_differences(const std::string &name, uint32_t rank) {
 void policies_agree(uint32_t rank, unsloth_dtype dtype) {
   std::vector<std::vector<float>> expected;
   float expected_loss = 0;
-  for (const Policy policy :
-       {Policy::kNone, Policy::kElementwise, Policy::kMlp, Policy::kProjections, Policy::kFull}) {
+  for (const unsloth_checkpointing policy :
+       {UNSLOTH_CHECKPOINTING_NONE, UNSLOTH_CHECKPOINTING_ELEMENTWISE, UNSLOTH_CHECKPOINTING_MLP,
+        UNSLOTH_CHECKPOINTING_PROJECTIONS, UNSLOTH_CHECKPOINTING_FULL}) {
     Setup setup("plain_f32", rank, policy, dtype);
     const auto before = setup.context.memory_stats();
     const float loss = setup.step->run(setup.batches.get(0));
@@ -182,7 +183,7 @@ void policies_agree(uint32_t rank, unsloth_dtype dtype) {
 
 // Sequences in one batch are sequences in batches of their own, whose gradients add up.
 void batches_add_up(const std::string &name, uint32_t rank) {
-  Setup setup(name, rank, Policy::kFull, UNSLOTH_DTYPE_F32);
+  Setup setup(name, rank, UNSLOTH_CHECKPOINTING_FULL, UNSLOTH_DTYPE_F32);
   const Batch packed = setup.batches.get(0);
   const float loss = setup.step->run(packed);
   const std::vector<std::vector<float>> expected = setup.gradients();
@@ -204,13 +205,13 @@ void batches_add_up(const std::string &name, uint32_t rank) {
 
 // Gradients of 16-bit activations are near those of f32, and the loss falls when they are followed.
 void learns_in(unsloth_dtype dtype, uint32_t rank) {
-  Setup setup("plain_f32", rank, Policy::kNone, dtype);
+  Setup setup("plain_f32", rank, UNSLOTH_CHECKPOINTING_NONE, dtype);
   const Optimizer::Options options = {
       1.0, 0.0,   dtype == UNSLOTH_DTYPE_F16 ? Args::LossScale::kDynamic : Args::LossScale::kNone,
       0.0, dtype, 0};
   Optimizer optimizer(setup.context, setup.parameters, options);
-  const Step::Options step_options = {kTokens, setup.batches.max_sequences(), Policy::kMlp, dtype,
-                                      true};
+  const Step::Options step_options = {kTokens, setup.batches.max_sequences(),
+                                      UNSLOTH_CHECKPOINTING_MLP, dtype, true};
   Step step(setup.context, setup.config, setup.weights, setup.lora.get(), step_options,
             optimizer.loss_scale());
   const Batch batch = setup.batches.get(0);
