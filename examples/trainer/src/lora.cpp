@@ -162,6 +162,15 @@ std::vector<Lora::Merged> Lora::merged_tensors() const {
   return tensors;
 }
 
+LayerTensors Lora::like_merged() const {
+  LayerTensors tensors = weights_->tensors().layers[0];
+  for (const Part &part : parts_) {
+    const unsloth_tensor &merged = merged_.*part.matrix;
+    if (merged.rank != 0) tensors.*part.matrix = merged;
+  }
+  return tensors;
+}
+
 LayerTensors Lora::merge(size_t layer) {
   const LayerTensors &base = weights_->tensors().layers[layer];
   LayerTensors tensors = base;

@@ -36,6 +36,9 @@ class Lora {
   };
   std::vector<Merged> merged_tensors() const;
 
+  // The tensors of any layer as `merge` gives them, where addresses do not matter.
+  LayerTensors like_merged() const;
+
   // Queues W' of a layer, and gives the layer's tensors with it. The memory is the same for all.
   LayerTensors merge(size_t layer);
   // Where the backward pass of the layer writes dW'; what is not there has no gradient.

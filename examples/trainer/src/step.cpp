@@ -53,7 +53,8 @@ void Step::reserve() {
   common.rope_factors = weights_->rope_factors();
   common.checkpointing = options_.checkpointing;
   common.dtype = options_.dtype;
-  layer_.emplace(*context_, config_, weights_->tensors().layers[0],
+  // A LoRA's matrices may be of another dtype when they are merged, which products differ by.
+  layer_.emplace(*context_, config_, full ? weights_->tensors().layers[0] : lora_->like_merged(),
                  full ? weights_->gradients().layers[0] : lora_->gradients(), full, common);
   saved_ = Buffer(*context_, config_.num_layers * layer_->saved_size());
   need(layer_->workspace_size());
