@@ -139,13 +139,13 @@ static void run_backward(const test_device *device) {
   CHECK(memcmp(dqkv[0], dqkv[1], sizeof dqkv[0]) == 0);
   CHECK(memcmp(d_o[0], d_o[1], sizeof d_o[0]) == 0);
 
-  static _Alignas(256) char workspace[1 << 16];
+  cpu = cpu_context();
+  on_cpu.workspace_size = 1 << 16;
+  CHECK_OK(unsloth_memory_alloc(cpu, on_cpu.workspace_size, &on_cpu.workspace));
   on_cpu.x = f32_tensor(x, TOKENS, HIDDEN, -1, -1);
   on_cpu.qkv_weight = f32_tensor(qkv, ROWS, HIDDEN, -1, -1);
   on_cpu.out_weight = f32_tensor(o, HIDDEN, HEADS * DIM, -1, -1);
   on_cpu.out = f32_tensor(out, TOKENS, HIDDEN, -1, -1);
-  on_cpu.workspace = workspace;
-  on_cpu.workspace_size = sizeof workspace;
   const struct {
     float *of;
     const float *gradient;
@@ -153,7 +153,6 @@ static void run_backward(const test_device *device) {
   } all[] = {{&x[0][0], &dx[0][0][0], TOKENS * HIDDEN},
              {&qkv[0][0], &dqkv[0][0][0], ROWS * HIDDEN},
              {&o[0][0], &d_o[0][0][0], HIDDEN * HEADS * DIM}};
-  cpu = cpu_context();
   for (size_t i = 0; i < COUNT(all); i++) {
     for (int j = 0; j < all[i].n; j += 7) {
       float *const at = &all[i].of[j];
