@@ -166,6 +166,7 @@ static void run_backward(const test_device *device) {
       CHECK_NEAR(all[i].gradient[j], difference / width, 5e-3);
     }
   }
+  CHECK_OK(unsloth_memory_free(cpu, on_cpu.workspace));
   CHECK_OK(unsloth_context_destroy(cpu));
 
   b.dsinks = f32_tensor(there[0], HEADS, -1, -1, -1);
