@@ -26,6 +26,7 @@ import sys
 import textwrap
 
 import regression
+import training
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CRITERION = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "criterion"
@@ -343,7 +344,7 @@ def compared():
     devices = {}
     for path in sorted(RESULTS.glob("*_*.json"), key=lambda path: path.stem[-10:]):
         result = json.loads(path.read_text())
-        if "rows" in result and "op" in result:
+        if result.get("rows") and "op" in result:
             devices.setdefault(result["device"]["name"], {})[result["op"]] = result
     return {
         device: list(results.values()) for device, results in sorted(devices.items(), reverse=True)
@@ -353,7 +354,12 @@ def compared():
 def contenders(result):
     """Whom the operation is compared with, in the order of the first row that has most of them."""
     names = max((row["us"] for row in result["rows"] if OURS in row["us"]), key=len)
-    return tuple(name for name in names if name not in (OURS, "copy", "nothing through ctypes"))
+    # What is ours in another form is no other's.
+    return tuple(
+        name
+        for name in names
+        if name.split()[0] != OURS and name not in ("copy", "nothing through ctypes")
+    )
 
 
 def ratios(results, name):
@@ -567,10 +573,12 @@ def render():
     page = ROOT / "benches" / "README.md"
     cpu, devices = newest("cpu-*.json"), compared()
     forwards, engines = of_devices("attention_forward"), of_devices("engine")
+    trained = of_devices("train")
     for name, body in (
         ("cpu table", table(cpu) if cpu else None),
         ("hopper table", "\n\n".join(map(hopper_section, forwards, forwards.values()))),
         ("engine table", "\n\n".join(map(engine_table, engines.values()))),
+        ("training table", "\n\n".join(map(training.section, trained.values()))),
         ("cuda table", compared_table(devices)),
     ):
         if body:
@@ -580,6 +588,8 @@ def render():
             plot(cpu, RESULTS / "cpu.svg")
         for device, forward in forwards.items():
             hopper_plot(forward, RESULTS / f"attention_forward_{device}.svg")
+        for device, result in trained.items():
+            training.plot(result, RESULTS / f"train_{device}.svg")
         if devices:
             compared_plot(next(iter(devices.values())), RESULTS / "cuda.svg")
     summarised = summary(cpu, devices, forwards.values())

@@ -298,11 +298,9 @@ def curves(ctx, record, steps=200, batch=4, seq=512):
             gc.collect()
             torch.cuda.empty_cache()
         apart = [abs(a - b) for a, b in zip(losses["torch"], losses[OURS])]
-        row = {
-            "case": f"loss {name}", "dtype": name, "steps": steps, "tokens_per_step": batch * seq, "losses": losses,
-            "apart_first_50": max(apart[:50]), "apart": max(apart),
+        record.result.setdefault("curves", {})[name] = {
+            "tokens_per_step": batch * seq, "losses": losses, "apart_first_50": max(apart[:50]), "apart": max(apart),
         }
-        record.result["rows"].append(row)
         record.path.write_text(json.dumps(record.result, indent=1) + "\n")
         print(f"train loss {name}: {losses['torch'][0]:.4f} to {losses['torch'][-1]:.4f} and {losses[OURS][-1]:.4f}, "
               f"apart at most {max(apart[:50]):.2e} in 50 steps, {max(apart):.2e} in {steps}", flush=True)
@@ -342,17 +340,17 @@ def steps(ctx, record, c=SMOL, name="135M", batch=8, seq=2048):
     }
     if peer("liger_kernel.ops.rms_norm"):
         contenders |= {"liger": lambda: Peer(c, state, bf16, liger=Liger())}
-    times, memory = {}, {}
+    made = record.result.setdefault("steps", {})[f"{name} {batch}x{seq}"] = {}
     for who, make in contenders.items():
         try:
             seconds, gib, loss = measured(make, batch, seq, c["vocab"])
         except Exception as error:  # one that fails does not take the others along
             print(f"train {name} {who}: {error!r:.300}", flush=True)
             continue
-        times[who], memory[who] = seconds * 1e6, round(gib, 3)
+        made[who] = {"ms": round(seconds * 1e3, 3), "tokens_per_s": round(batch * seq / seconds), "peak_gib": round(gib, 3)}
+        record.path.write_text(json.dumps(record.result, indent=1) + "\n")
         print(f"train {name} {who}: {batch * seq / seconds:.0f} tokens/s, {gib:.2f} GiB, loss {loss:.3f}", flush=True)
         torch._dynamo.reset()
-    record.add(f"step {name} {batch}x{seq}", times, dtype="bf16", tokens=batch * seq, peak_gib=memory)
 
 
 def compare(ctx):
