@@ -332,7 +332,7 @@ fn run(ctx: &Context, t: &Tensors, checkpointing: Checkpointing) -> Given {
     let mut dout = t.dout.upload(ctx);
     let mut dx = TestTensor::poisoned(dtype, contiguous(&t.case.shape())).upload(ctx);
     let mut nothing = TestTensor::poisoned(dtype, contiguous(&t.case.shape())).upload(ctx);
-    let backward_with = |workspace: Workspace<'_>, saved: Workspace<'_>, launch: bool| {
+    let mut backward_with = |workspace: Workspace<'_>, saved: Workspace<'_>, launch: bool| {
         let mut views = gradients.iter_mut().map(DeviceTensor::view_mut);
         let mut next = PARAMETERS.iter().map(|name| {
             let view = views.next().unwrap();
@@ -381,7 +381,6 @@ fn run(ctx: &Context, t: &Tensors, checkpointing: Checkpointing) -> Given {
             }
         }
     };
-    let mut backward_with = backward_with;
     let size = backward_with(none(), none(), false);
     let mut workspace = poisoned_workspace(ctx, size);
     backward_with(workspace.workspace(), saved.workspace(), true);

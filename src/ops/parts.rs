@@ -195,23 +195,20 @@ impl<const N: usize> Parts<N> {
             return Ok(());
         }
         self.most_taken = self.most_taken.max(self.taken + whole.most_taken);
-        for part in whole.list {
-            self.list.try_push(part).map_err(|_| Error::Internal {
-                op: self.op,
-                message: text!("has more than {N} parts"),
-            })?;
-        }
-        Ok(())
+        whole.list.into_iter().try_for_each(|part| self.add(part))
+    }
+
+    fn add(&mut self, part: Part<AnyProblem>) -> Result<()> {
+        self.list.try_push(part).map_err(|_| Error::Internal {
+            op: self.op,
+            message: text!("has more than {N} parts"),
+        })
     }
 
     /// Adds a part, or tells why there is none. Errors call arguments what the whole does.
     pub fn push<P: IsPart>(&mut self, problem: Result<P>, names: Names) -> Result<()> {
         let Any(is) = named(self.op, problem, names)?.into_any();
-        let part = Part { is, names };
-        self.list.try_push(part).map_err(|_| Error::Internal {
-            op: self.op,
-            message: text!("has more than {N} parts"),
-        })
+        self.add(Part { is, names })
     }
 }
 
