@@ -67,16 +67,22 @@ class TrainerTest(unittest.TestCase):
 
     def interrupt(self, after, *flags):
         """Starts a run and interrupts it when it has reported so many steps."""
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        run = subprocess.Popen(self.command(*flags), text=True, **pipes)
-        # A pipe that holds few lines: the run waits for them to be read, and cannot be over early.
-        fcntl.fcntl(run.stdout, getattr(fcntl, "F_SETPIPE_SZ", 1031), 4096)
-        reports = [json.loads(run.stdout.readline()) for _ in range(after)]
-        run.send_signal(signal.SIGINT)
-        rest, errors = run.communicate(timeout=120)
-        self.assertEqual(run.returncode, INTERRUPTED, errors)
-        self.assertIn("interrupted after step", errors)
-        return reports + [json.loads(line) for line in rest.splitlines()]
+        with tempfile.TemporaryFile("w+") as errors:
+            pipes = {"stdout": subprocess.PIPE, "stderr": errors}
+            run = subprocess.Popen(self.command(*flags), text=True, **pipes)
+            # A pipe that holds few lines: the run waits for them to be read, and cannot be over early.
+            fcntl.fcntl(run.stdout, getattr(fcntl, "F_SETPIPE_SZ", 1031), 4096)
+            reports = [json.loads(run.stdout.readline()) for _ in range(after)]
+            run.send_signal(signal.SIGINT)
+            # Not communicate(), which does not see the lines that readline() has read ahead.
+            with run.stdout:
+                reports += [json.loads(line) for line in run.stdout]
+            status = run.wait(timeout=120)
+            errors.seek(0)
+            said = errors.read()
+        self.assertEqual(status, INTERRUPTED, said)
+        self.assertIn("interrupted after step", said)
+        return reports
 
     def test_learns_a_text(self):
         flags = ["--steps", "20", "--learning-rate", "3e-3", "--output-type", "f32"]
