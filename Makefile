@@ -136,7 +136,7 @@ test-scripts:
 # CPU, and the C tests.
 test-cuda: ## Test what a CUDA build does without a GPU
 	$(TOOLS) nvcc
-	cargo test --locked --workspace --features candle,cuda --lib --test cuda --test context --test rms_norm
+	cargo test --locked --workspace --features candle,cuda --lib --test cuda --test context --test norm
 	$(MAKE) CUDA=1 PROFILE=dev test-c
 
 gpu-pack: ## Build what a GPU machine needs for tests and benchmarks into .gpu/

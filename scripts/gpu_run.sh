@@ -18,8 +18,8 @@
 # number of what failed.
 #
 # TESTS, C_TESTS, SANITIZED, TOOLS, BENCHES and COMPARE name what of a part runs, and an empty one
-# leaves it out. SECONDS_EACH bounds every program; TESTERS and SANITIZERS say how many run side by
-# side; REPEATS is how often `prove` repeats a launch.
+# leaves it out. Rust tests are named PROGRAM or PROGRAM/MODULE. SECONDS_EACH bounds every process;
+# TESTERS and SANITIZERS say how many run side by side; REPEATS is how often `prove` repeats a launch.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/results}
@@ -73,15 +73,35 @@ check() {
   fi
 }
 
+# names_of PROGRAM[/MODULE]: its tests.
+names_of() {
+  local module=
+  [ "${1%%/*}" = "$1" ] || module=${1#*/}::
+  "tests/${1%%/*}" --list --format terse | sed -n 's/: test$//p' | grep "^$module"
+}
+
+# Every Rust test, those of a family by their modules. (The unit tests' modules are the library's.)
+all_modules() {
+  for program in $(all tests); do
+    case $program in
+      unit) echo unit ;;
+      *) names_of "$program" | sed -E "s|^([^:]+)::.*|$program/\1|; t; s|.*|$program|" | sort -u ;;
+    esac
+  done
+}
+
 # Waits until fewer than so many jobs run.
 at_most() { while [ "$(jobs -rp | wc -l)" -ge "$1" ]; do wait -n; done; }
 
 run_tests() {
   # Processes of their own, several at a time: a failing kernel fails its own test only, and most of
   # a test is the host's work.
-  for test in ${TESTS-$(all tests)}; do
+  local names
+  for test in ${TESTS-$(all_modules)}; do
     at_most "${TESTERS:-6}"
-    check "$test" "tests/$test" --test-threads=2 &
+    mapfile -t names < <(names_of "$test")
+    # Without a name every test would run.
+    check "${test//\//.}" "tests/${test%%/*}" --test-threads=2 --exact "${names[@]:-none}" &
   done
   wait
 }
@@ -113,18 +133,19 @@ run_trainer() {
 # Tables of cases without the properties, which repeat them at random, and without the fault that is
 # meant. Sanitizers leave the GPU idle, so several run at a time.
 run_sanitizers() {
-  local sanitizer skips hopper options tool test
+  local sanitizer skips hopper options tool test names
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
   [ -n "$sanitizer" ] || return
   skips=()
   for test in a_fault_is_told_as_such scale_invariant scores_are_relative packed_equals_apart \
     inverse_undoes norm_is_kept histories_agree_with_a_list halves_add_up parts_add_up the_reference_ \
     gradients_are_orthogonal_to_what_changes_nothing; do
-    skips+=(--skip "$test")
+    skips+=(-e "$test")
   done
   for tool in ${TOOLS-memcheck initcheck racecheck}; do
     # In these nearly every kernel is one that racecheck is wrong about.
-    hopper=" attention attention_hopper attention_block attention_block_cached attention_block_backward"
+    hopper=" attention/forward attention/hopper"
+    hopper+=" block/attention_block block/attention_block_cached block/attention_block_backward"
     case $tool in
       # A refused allocation is no error here.
       memcheck) options=(--report-api-errors no --error-exitcode 1) ;;
@@ -132,17 +153,20 @@ run_sanitizers() {
       racecheck) options=(--print-limit 0) hopper= ;;
     esac
     # The longest first.
-    for test in ${SANITIZED-linear cuda_attention cuda_dense cast argmax swiglu$hopper mlp mlp_backward decoder_layer cuda \
-      memory rope rms_norm layer_norm norm_backward swiglu_backward linear_backward attention_backward \
-      embedding_backward cross_entropy linear_cross_entropy linear_logprob embedding optimizer \
-      kv_cache kv_cache_append kv_cache_history kv_cache_steps}; do
+    for test in ${SANITIZED-dense/linear attention/cuda dense/cuda elementwise/cast lookup/argmax \
+      dense/swiglu$hopper dense/mlp dense/mlp_backward block/decoder_layer cuda host/memory \
+      elementwise/rope norm/rms_norm norm/layer_norm norm/backward dense/swiglu_backward \
+      dense/linear_backward attention/backward lookup/embedding_backward loss/cross_entropy \
+      loss/linear_cross_entropy loss/linear_logprob lookup/embedding elementwise/optimizer \
+      kv_cache/cache kv_cache/append kv_cache/history kv_cache/steps}; do
       at_most "${SANITIZERS:-8}"
       local slow=()
       # Its threads, which call cuBLAS side by side, did not end under racecheck within minutes; why
       # is not known.
-      [ "$tool.$test" != racecheck.cuda_dense ] || slow=(--skip threads_share_a_context)
-      check "$tool.$test" "$sanitizer" --tool "$tool" "${options[@]}" "tests/$test" \
-        --test-threads=1 "${skips[@]}" ${slow[@]+"${slow[@]}"} &
+      [ "$tool.$test" != racecheck.dense/cuda ] || slow=(-e threads_share_a_context)
+      mapfile -t names < <(names_of "$test" | grep -vF "${skips[@]}" ${slow[@]+"${slow[@]}"})
+      check "$tool.${test//\//.}" "$sanitizer" --tool "$tool" "${options[@]}" "tests/${test%%/*}" \
+        --test-threads=1 --exact "${names[@]:-none}" &
     done
   done
   wait

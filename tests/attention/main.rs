@@ -1,0 +1,15 @@
+//! Attention, forward and backward, and the kernels that each device has of it.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod backward;
+mod backward_misuse;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod forward;
+#[cfg(feature = "cuda")]
+mod hopper;
+mod misuse;
+mod numerics;
+mod properties;

@@ -1,0 +1,17 @@
+//! Linear layers, SwiGLU and the MLP that is made of them.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+#[cfg(feature = "cuda")]
+mod cuda;
+mod linear;
+mod linear_backward;
+mod linear_backward_misuse;
+mod linear_misuse;
+mod mlp;
+mod mlp_backward;
+mod mlp_misuse;
+mod swiglu;
+mod swiglu_backward;
+mod swiglu_misuse;

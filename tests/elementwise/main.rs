@@ -1,0 +1,10 @@
+//! What each element is computed by alone, or with its pair: casts, rotary embeddings, optimizers.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod cast;
+mod cast_misuse;
+mod optimizer;
+mod rope;
+mod rope_misuse;

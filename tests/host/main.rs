@@ -1,0 +1,10 @@
+//! What is not of one operation: memory, estimates, tensors of other libraries, empty shapes.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod dlpack;
+mod empty;
+mod estimate;
+mod estimate_misuse;
+mod memory;

@@ -1,0 +1,10 @@
+//! The paged KV cache.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod append;
+mod cache;
+mod history;
+mod misuse;
+mod steps;

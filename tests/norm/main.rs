@@ -1,0 +1,9 @@
+//! Norms.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod backward;
+mod layer_norm;
+mod rms_norm;
+mod rms_norm_misuse;
