@@ -31,7 +31,7 @@ CONFIGURE := cmake -G Ninja --log-level=NOTICE
 # All but what is generated.
 C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' '*.hpp' '*.cu' '*.cuh' | grep -vE '^(include/unsloth\.h|c_tests/layout\.c)$$')
 
-.PHONY: help demo finetune engine trainer model stage install dist test test-rust test-c test-engine test-trainer test-examples test-dist test-scripts test-cuda gpu-pack bench header fmt lint package fuzz clean
+.PHONY: help demo finetune engine trainer model stage install dist test test-rust test-c test-engine test-trainer test-examples test-dist test-scripts test-cuda emulate gpu-pack bench header fmt lint package fuzz clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -138,6 +138,13 @@ test-cuda: ## Test what a CUDA build does without a GPU
 	$(TOOLS) nvcc
 	cargo test --locked --workspace --features candle,cuda --lib --test cuda --test context --test norm
 	$(MAKE) CUDA=1 PROFILE=dev test-c
+
+# Files of tests that run kernels.
+TESTS ?= rope swiglu cross_entropy
+emulate: ## Run TESTS on an emulated GPU: kernels of sm_80, thread by thread
+	$(TOOLS) nvcc
+	LD_LIBRARY_PATH=$$(python3 kernels/dev/emulator/compile.py driver) UNSLOTH_REQUIRE_GPU=1 \
+	  cargo test --locked --features cuda $(addprefix --test ,$(TESTS))
 
 gpu-pack: ## Build what a GPU machine needs for tests and benchmarks into .gpu/
 	scripts/gpu_pack.sh

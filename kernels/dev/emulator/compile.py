@@ -1,0 +1,103 @@
+"""Compiles for the host what the emulator runs, and prints the path of it.
+
+    python3 kernels/dev/emulator/compile.py driver      its libcuda.so.1
+    python3 kernels/dev/emulator/compile.py NAME        a kernel, which the driver asks for at its first launch
+
+A kernel's text is that which the last build with `--features cuda` compiled for sm_80 (in target/cuda-kernels, or
+in the folder that EMULATOR_KERNELS names). What is compiled lies in target/emulator, by what it was made of.
+"""
+
+import hashlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+TARGET = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[2] / "target"))
+KERNELS = pathlib.Path(os.environ.get("EMULATOR_KERNELS", TARGET / "cuda-kernels"))
+OUT = TARGET / "emulator"
+# Products and sums are contracted as nvcc does it.
+FLAGS = "-std=c++17 -O1 -g1 -fPIC -shared -mavx2 -mfma -mf16c -ffp-contract=fast -fno-strict-aliasing -pthread -w"
+
+
+class NotThere(Exception):
+    pass
+
+
+def text_of(name):
+    """The namespace of the kernel, from the image that was written last."""
+    opening = f"namespace ns_{name} {{\n"
+    sources = sorted(KERNELS.glob("*/sm_80/source.cu"), key=lambda path: -path.stat().st_mtime)
+    for source in sources:
+        text = source.read_text()
+        begin = text.find(opening)
+        if begin >= 0:
+            end = text.find("\nnamespace ns_", begin + 1)
+            return text[begin : end if end >= 0 else len(text)]
+    raise NotThere(f"no kernel {name} in {KERNELS}/*/sm_80/source.cu")
+
+
+def for_host(name):
+    """The kernel as C++ of the host: without PTX, and with what the driver calls."""
+    text = text_of(name)
+    head, kernel = text.split('extern "C" __global__', 1)
+    # Wrappers of PTX, for which device.h stands in.
+    head = re.sub(
+        r"^(?:template <[^\n]*>\n)?inline __device__ void\n__\w+(?:<\d+>)?\(.*?\n {0,4}\}\n",
+        "",
+        head,
+        flags=re.DOTALL | re.MULTILINE,
+    )
+    kernel = re.sub(r'^asm\("" : [^\n]*\n', "", kernel, flags=re.MULTILINE)
+    kernel = re.sub(
+        r"extern __shared__ __align__\(\d+\) uint8 dynamic_shared_mem\[\];",
+        "uint8 *dynamic_shared_mem = reinterpret_cast<uint8 *>(machine::block->shared());",
+        kernel,
+    )
+    # Numbers as bits: device.h makes CUDA's NaN of any.
+    kernel = re.sub(
+        r"reinterpret_cast<(u?int32) const&>\((\w+)\)", r"machine::bits<\1>(\2)", kernel
+    )
+    if "asm" in head + kernel or "__shared__" in kernel:
+        raise NotThere(f"{name} has PTX or shared memory that the emulator does not know")
+    # Its symbol is the driver's kernel's: of no use here, where many are loaded.
+    return (
+        f'#include "device.h"\n\n{head}__global__{kernel}\n'
+        f'extern "C" const machine::Entry emulator_entry = machine::Kernel<&ns_{name}::{name}>::entry;\n'
+    )
+
+
+def compiled(name, text, suffix, *flags):
+    """The shared library of a text, compiled if it was not before."""
+    parts = [text, FLAGS, *flags, *(path.read_text() for path in sorted(HERE.glob("*.h")))]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    folder = OUT / key
+    library = folder / suffix
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        source = folder / f"{name}.cpp"
+        source.write_text(text)
+        partial = folder / f"{suffix}.{os.getpid()}"
+        subprocess.run(["g++", *FLAGS.split(), *flags, f"-I{HERE}", source, "-o", partial], check=True)
+        partial.rename(library)
+    return library
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    name = sys.argv[1]
+    if name == "driver":
+        text = (HERE / "driver.cpp").read_text()
+        flags = ["-Wl,-soname,libcuda.so.1", f'-DCOMPILE="{sys.executable} {HERE / "compile.py"}"']
+        print(compiled(name, text, "libcuda.so.1", *flags, "-ldl").parent)
+        return
+    try:
+        print(compiled(name, for_host(name), "kernel.so"))
+    except (NotThere, subprocess.CalledProcessError) as error:
+        sys.exit(f"emulator: {error}")
+
+
+main()

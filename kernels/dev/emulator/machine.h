@@ -1,0 +1,341 @@
+// A block of a kernel's threads on the host. Each is a fiber, and runs until it must wait for
+// others; then another of the block runs, on the same thread of the process. Blocks run side by
+// side.
+//
+// What is undefined on a GPU ends the program here, with a word about where: threads that wait for
+// what never comes, threads of a warp that do not call the same operation, an address of nothing.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+namespace machine {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kStack = 256 << 10;
+
+struct Dim {
+  unsigned x, y, z;
+  unsigned count() const { return x * y * z; }
+};
+
+// A launch, as the driver hands it to each of the process's threads that run blocks of it.
+struct Launch {
+  const char *kernel;
+  Dim grid, block;
+  size_t shared_bytes;
+  void **params;
+  // The order in which warps run is drawn from it.
+  uint64_t seed;
+  // Copies into shared memory happen as soon as they may, not as late as they may.
+  bool early_copies;
+  std::atomic<uint64_t> next_block;
+};
+
+struct Copy {
+  void *to;
+  const void *from;
+  unsigned bytes, filled;
+};
+
+struct Thread {
+  void *stack_pointer;
+  Dim index;
+  unsigned rank;
+  bool done;
+  // It waits while the word, under the mask, is this value. No word: it can run.
+  const volatile uint32_t *word;
+  uint32_t mask, value;
+  // Copies that are begun and that no barrier was told of.
+  std::vector<Copy> copies;
+};
+
+// Operations that a warp's threads do together: the last to come computes what all get.
+struct Warp {
+  struct Round {
+    alignas(16) char given[kWarp * 64];
+    alignas(16) char taken[kWarp * 32];
+    void (*compute)(Round &);
+  };
+  uint32_t completed;
+  unsigned arrived, alive;
+  // A thread may begin the next operation before others have read the results of this one.
+  Round rounds[2];
+
+  void complete() {
+    Round &round = rounds[completed & 1];
+    round.compute(round);
+    arrived = 0;
+    completed++;
+  }
+};
+
+// What a `cuda::barrier` of a block is: eight bytes of shared memory.
+struct Barrier {
+  uint16_t expected, pending;
+  uint32_t phase;
+};
+
+class Block {
+ public:
+  explicit Block(Launch &launch) : launch_(launch), threads_(launch.block.count()) {
+    warps_.reset(new Warp[(threads_.size() + kWarp - 1) / kWarp]);
+    stacks_bytes_ = threads_.size() * kStack;
+    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    stacks_ = mmap(nullptr, stacks_bytes_, PROT_READ | PROT_WRITE, kind, -1, 0);
+    if (stacks_ == MAP_FAILED) fail("no memory for stacks");
+    // A page that is not there follows what the launch asked for.
+    const size_t page = 4096;
+    shared_bytes_ = (launch.shared_bytes + page - 1) / page * page;
+    void *shared = mmap(nullptr, shared_bytes_ + page, PROT_READ | PROT_WRITE, kind, -1, 0);
+    if (shared == MAP_FAILED) fail("no shared memory");
+    mprotect(static_cast<char *>(shared) + shared_bytes_, page, PROT_NONE);
+    shared_ = static_cast<char *>(shared);
+  }
+  Block(const Block &) = delete;
+  ~Block() {
+    munmap(stacks_, stacks_bytes_);
+    munmap(shared_, shared_bytes_ + 4096);
+  }
+
+  void run(uint64_t number, void (*body)());
+
+  // For the thread that runs.
+  Thread &self() { return *self_; }
+  Warp &warp() { return warps_[self_->rank / kWarp]; }
+  // Aligned from its end, so that the first byte behind it is one that is not there.
+  char *shared() { return shared_ + (shared_bytes_ - launch_.shared_bytes) / 128 * 128; }
+  Dim index() const { return index_; }
+  const Launch &launch() const { return launch_; }
+
+  void wait_while(const volatile uint32_t *word, uint32_t mask, uint32_t value);
+
+  void sync() {
+    if (++arrived_ == alive_) {
+      arrived_ = 0;
+      synced_++;
+    } else {
+      wait_while(&synced_, ~0u, synced_);
+    }
+  }
+
+  void copy(const Copy &copy) {
+    if (launch_.early_copies) {
+      land(copy);
+    } else {
+      self_->copies.push_back(copy);
+    }
+  }
+  void copies_arrive(Barrier &barrier) {
+    auto &landing = landing_[&barrier];
+    landing.insert(landing.end(), self_->copies.begin(), self_->copies.end());
+    self_->copies.clear();
+  }
+  void arrive(Barrier &barrier) {
+    if (barrier.pending == 0) fail("a barrier that was not initialised");
+    if (--barrier.pending > 0) return;
+    auto landing = landing_.find(&barrier);
+    if (landing != landing_.end()) {
+      for (const Copy &copy : landing->second) land(copy);
+      landing->second.clear();
+    }
+    barrier.pending = barrier.expected;
+    barrier.phase++;
+  }
+
+  [[noreturn]] void fail(const char *what) const;
+
+ private:
+  static void land(const Copy &copy) {
+    memcpy(copy.to, copy.from, copy.filled);
+    memset(static_cast<char *>(copy.to) + copy.filled, 0, copy.bytes - copy.filled);
+  }
+  static void begin();
+  void end();
+
+  Launch &launch_;
+  std::vector<Thread> threads_;
+  std::unique_ptr<Warp[]> warps_;
+  void *stacks_;
+  char *shared_;
+  size_t stacks_bytes_, shared_bytes_;
+  Dim index_;
+  Thread *self_ = nullptr;
+  void *scheduler_ = nullptr;
+  void (*body_)() = nullptr;
+  unsigned alive_, arrived_;
+  uint32_t synced_;
+  std::unordered_map<const void *, std::vector<Copy>> landing_;
+};
+
+inline thread_local Block *block = nullptr;
+
+// Keeps the registers that a call must keep on the stack that it leaves, and takes them from the
+// other.
+extern "C" void machine_switch(void **left, void *entered);
+asm(R"(
+.text
+.local machine_switch
+machine_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+inline void Block::fail(const char *what) const {
+  std::fprintf(stderr, "emulator: %s, block %u %u %u of %u %u %u", launch_.kernel, index_.x,
+               index_.y, index_.z, launch_.grid.x, launch_.grid.y, launch_.grid.z);
+  if (self_ != nullptr) std::fprintf(stderr, ", thread %u", self_->rank);
+  std::fprintf(stderr, ": %s\n", what);
+  std::abort();
+}
+
+inline void Block::wait_while(const volatile uint32_t *word, uint32_t mask, uint32_t value) {
+  while ((*word & mask) == value) {
+    self_->word = word;
+    self_->mask = mask;
+    self_->value = value;
+    machine_switch(&self_->stack_pointer, scheduler_);
+  }
+}
+
+inline void Block::begin() {
+  block->body_();
+  block->end();
+}
+
+// Whoever waits for a thread that is over waits for the others alone.
+inline void Block::end() {
+  if (!self_->copies.empty()) fail("a copy into shared memory that nobody waits for");
+  self_->done = true;
+  if (--alive_ > 0 && arrived_ == alive_) {
+    arrived_ = 0;
+    synced_++;
+  }
+  Warp &warp = this->warp();
+  if (--warp.alive > 0 && warp.arrived == warp.alive) warp.complete();
+  machine_switch(&self_->stack_pointer, scheduler_);
+}
+
+inline void Block::run(uint64_t number, void (*body)()) {
+  body_ = body;
+  block = this;
+  index_ = {unsigned(number % launch_.grid.x), unsigned(number / launch_.grid.x % launch_.grid.y),
+            unsigned(number / launch_.grid.x / launch_.grid.y)};
+  alive_ = threads_.size();
+  arrived_ = synced_ = 0;
+  landing_.clear();
+  // Not a number in any type.
+  memset(shared_, 0xff, shared_bytes_);
+  const unsigned warps = (threads_.size() + kWarp - 1) / kWarp;
+  for (unsigned i = 0; i < threads_.size(); i++) {
+    const Dim &size = launch_.block;
+    Thread &thread = threads_[i];
+    thread = Thread{};
+    thread.rank = i;
+    thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+    // As after a call of `begin`, whose frame is aligned.
+    void **top = reinterpret_cast<void **>(static_cast<char *>(stacks_) + (i + 1) * kStack) - 1;
+    *--top = reinterpret_cast<void *>(&Block::begin);
+    thread.stack_pointer = top - 6;
+  }
+  for (unsigned i = 0; i < warps; i++) {
+    warps_[i].completed = warps_[i].arrived = 0;
+    warps_[i].alive = std::min<size_t>(kWarp, threads_.size() - i * kWarp);
+  }
+  uint64_t random = launch_.seed + number;
+  while (alive_ > 0) {
+    random = random * 6364136223846793005 + 1442695040888963407;
+    const unsigned first = (random >> 33) % warps;
+    bool ran = false;
+    for (unsigned i = 0; i < warps * kWarp; i++) {
+      const unsigned rank = (first * kWarp + i) % (warps * kWarp);
+      if (rank >= threads_.size()) continue;
+      self_ = &threads_[rank];
+      if (self_->done || (self_->word != nullptr && (*self_->word & self_->mask) == self_->value)) {
+        continue;
+      }
+      self_->word = nullptr;
+      ran = true;
+      machine_switch(&scheduler_, self_->stack_pointer);
+    }
+    self_ = nullptr;
+    if (!ran) fail("all threads that are left wait for what does not come");
+  }
+}
+
+// Calls `compute(given, taken)` with what each thread of the warp gave, once all have.
+template <class Given, class Taken, void (*compute)(const Given *, Taken *)>
+Taken together(const Given &given) {
+  static_assert(sizeof(Given) <= 64 && sizeof(Taken) <= 32, "a round has room for it");
+  Warp &warp = block->warp();
+  const uint32_t number = warp.completed;
+  Warp::Round &round = warp.rounds[number & 1];
+  const auto all = +[](Warp::Round &round) {
+    compute(reinterpret_cast<const Given *>(round.given), reinterpret_cast<Taken *>(round.taken));
+  };
+  if (warp.arrived == 0) {
+    memset(round.given, 0, sizeof(round.given));
+    round.compute = all;
+  } else if (round.compute != all) {
+    block->fail("threads of a warp that do not do the same together");
+  }
+  const unsigned lane = block->self().rank % kWarp;
+  memcpy(round.given + lane * sizeof(Given), &given, sizeof(Given));
+  if (++warp.arrived == warp.alive) {
+    warp.complete();
+  } else {
+    block->wait_while(&warp.completed, ~0u, number);
+  }
+  Taken taken;
+  memcpy(&taken, round.taken + lane * sizeof(Taken), sizeof(Taken));
+  return taken;
+}
+
+// A kernel as the driver calls it.
+struct Entry {
+  size_t count;
+  const size_t *sizes;
+  void (*run)(Launch &);
+};
+
+template <auto kernel>
+struct Kernel;
+template <class... A, void (*kernel)(A...)>
+struct Kernel<kernel> {
+  template <size_t... I>
+  static void call(void **params, std::index_sequence<I...>) {
+    kernel(*static_cast<A *>(params[I])...);
+  }
+  static void body() { call(block->launch().params, std::index_sequence_for<A...>()); }
+  static void run(Launch &launch) {
+    Block here(launch);
+    const uint64_t blocks = uint64_t(launch.grid.x) * launch.grid.y * launch.grid.z;
+    for (uint64_t i; (i = launch.next_block++) < blocks;) here.run(i, body);
+    block = nullptr;
+  }
+  static constexpr size_t sizes[] = {sizeof(A)...};
+  static constexpr Entry entry = {sizeof...(A), sizes, run};
+};
+
+}  // namespace machine
