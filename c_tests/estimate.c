@@ -53,6 +53,25 @@ int main(void) {
   CHECK_OK(unsloth_training_memory_estimate(&t, &full));
   CHECK(full.saved_activations < all.saved_activations / 10 && full.total < all.total);
 
+  // The same step, made of this library's operations.
+  unsloth_training_memory own = UNSLOTH_TRAINING_MEMORY_INIT;
+  t.ctx = ctx;
+  t.gradient_dtype = UNSLOTH_DTYPE_F32;
+  t.packed_sequences = 4;
+  CHECK_OK(unsloth_training_memory_estimate(&t, &own));
+  CHECK(own.weights == full.weights && own.gradients == 4 * count.total);
+  CHECK(own.saved_activations == 32ull * 4 * 2048 * 576 * 2);
+  CHECK(own.inputs == 3 * 4 * 2048 * 4 + 5 * 4 + 8);
+  CHECK(own.workspace > 0 && own.logits == 0 && own.recomputed_activations == 0);
+  CHECK(own.total == own.weights + own.master_weights + own.gradients + own.optimizer_state +
+                         own.saved_activations + own.inputs + own.activation_gradients +
+                         own.workspace);
+  t.ctx = NULL;
+  CHECK_FAILS(unsloth_training_memory_estimate(&t, &full), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "estimate: packed_sequences is 4, which asks for the estimate of a context's own "
+              "step");
+  t.packed_sequences = 0;
+
   t.checkpointing = 6;
   CHECK_FAILS(unsloth_training_memory_estimate(&t, &full), UNSLOTH_STATUS_INVALID_ARGUMENT,
               "estimate: checkpointing is 6, allowed: 0 (none), 1 (selective), 2 (full), "

@@ -454,7 +454,7 @@ FIELD(unsloth_inference_memory, workspace, 32, 8);
 FIELD(unsloth_inference_memory, logits, 40, 8);
 FIELD(unsloth_inference_memory, total, 48, 8);
 
-STRUCT(unsloth_training_memory_params, 64, 8);
+STRUCT(unsloth_training_memory_params, 120, 8);
 FIELD(unsloth_training_memory_params, struct_size, 0, 4);
 FIELD(unsloth_training_memory_params, dtype, 4, 4);
 FIELD(unsloth_training_memory_params, gradient_dtype, 8, 4);
@@ -467,8 +467,17 @@ FIELD(unsloth_training_memory_params, model, 32, 8);
 FIELD(unsloth_training_memory_params, batch_size, 40, 8);
 FIELD(unsloth_training_memory_params, sequence_length, 48, 8);
 FIELD(unsloth_training_memory_params, adapter_parameters, 56, 8);
+FIELD(unsloth_training_memory_params, weight_dtype, 64, 4);
+FIELD(unsloth_training_memory_params, vector_dtype, 68, 4);
+FIELD(unsloth_training_memory_params, adapter_dtype, 72, 4);
+FIELD(unsloth_training_memory_params, reserved2, 76, 4);
+FIELD(unsloth_training_memory_params, chunk_tokens, 80, 8);
+FIELD(unsloth_training_memory_params, ctx, 88, 8);
+FIELD(unsloth_training_memory_params, adapted_parameters, 96, 8);
+FIELD(unsloth_training_memory_params, packed_sequences, 104, 8);
+FIELD(unsloth_training_memory_params, segment_layers, 112, 8);
 
-STRUCT(unsloth_training_memory, 72, 8);
+STRUCT(unsloth_training_memory, 96, 8);
 FIELD(unsloth_training_memory, struct_size, 0, 4);
 FIELD(unsloth_training_memory, reserved, 4, 4);
 FIELD(unsloth_training_memory, weights, 8, 8);
@@ -479,6 +488,9 @@ FIELD(unsloth_training_memory, saved_activations, 40, 8);
 FIELD(unsloth_training_memory, recomputed_activations, 48, 8);
 FIELD(unsloth_training_memory, logits, 56, 8);
 FIELD(unsloth_training_memory, total, 64, 8);
+FIELD(unsloth_training_memory, inputs, 72, 8);
+FIELD(unsloth_training_memory, activation_gradients, 80, 8);
+FIELD(unsloth_training_memory, workspace, 88, 8);
 
 STRUCT(unsloth_kv_cache_batch, 616, 8);
 FIELD(unsloth_kv_cache_batch, struct_size, 0, 4);

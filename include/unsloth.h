@@ -1334,11 +1334,11 @@ typedef struct unsloth_cross_entropy_params {
 } unsloth_cross_entropy_params;
 
 /**
- * Which activations are kept for the backward pass and which computed again. Gradients have the same
- * bits whatever is kept.
+ * Which activations are kept for the backward pass and which computed again. Gradients have the
+ * same bits whatever is kept.
  *
- * Bytes are those that `unsloth_decoder_layer_saved_size` answers for a layer of Llama 3 8B in 16 bits,
- * per token. A layer's input, 8192 bytes, is always kept, by the caller.
+ * Bytes are those that `unsloth_decoder_layer_saved_size` answers for a layer of Llama 3 8B in 16
+ * bits, per token. A layer's input, 8192 bytes, is always kept, by the caller.
  */
 typedef uint32_t unsloth_checkpointing;
 
@@ -2099,6 +2099,12 @@ typedef struct unsloth_inference_memory {
 } unsloth_inference_memory;
 
 /**
+ * Where the f32 value of a 16-bit weight is kept between steps. A weight of f32 is its own,
+ * whatever this says.
+ */
+typedef uint32_t unsloth_master;
+
+/**
  * How an optimizer updates, and what it keeps for each trained parameter.
  */
 typedef uint32_t unsloth_optimizer_kind;
@@ -2112,18 +2118,18 @@ typedef struct unsloth_training_memory_params {
    */
   uint32_t struct_size;
   /**
-   * Of weights and activations.
+   * Of activations.
    */
   unsloth_dtype dtype;
   /**
-   * Of gradients; 0 for `dtype`.
+   * Of gradients of parameters; 0 for `dtype`.
    */
   unsloth_dtype gradient_dtype;
   /**
-   * 1 if the optimizer updates an f32 copy of the trained weights (mixed precision, arXiv:1710.03740). With f32 weights there is
-   * none.
+   * One of `UNSLOTH_MASTER_*`: where trained 16-bit weights are kept in f32 (mixed precision,
+   * arXiv:1710.03740). With f32 weights there is nothing beside them.
    */
-  uint32_t master_weights;
+  unsloth_master master_weights;
   /**
    * One of `UNSLOTH_OPTIMIZER_*`.
    */
@@ -2133,7 +2139,8 @@ typedef struct unsloth_training_memory_params {
    */
   unsloth_checkpointing checkpointing;
   /**
-   * 1 if attention stores its probabilities, as plain implementations do; 0 for a log-sum-exp per query.
+   * 1 if attention stores its probabilities, as plain implementations do; 0 for a log-sum-exp
+   * per query.
    */
   uint32_t naive_attention;
   /**
@@ -2153,15 +2160,60 @@ typedef struct unsloth_training_memory_params {
    */
   int64_t sequence_length;
   /**
-   * Parameters of adapters beside the model's frozen weights (LoRA, arXiv:2106.09685), which alone are trained: of them alone
-   * there are gradients, master copies and optimizer state. 0 trains the model itself.
+   * Parameters of adapters beside the model's frozen weights (LoRA, arXiv:2106.09685), which
+   * alone are trained: of them alone there are gradients, masters and optimizer state. 0 trains
+   * the model itself.
    */
   int64_t adapter_parameters;
+  /**
+   * Of matrices; 0 for `dtype`.
+   */
+  unsloth_dtype weight_dtype;
+  /**
+   * Of gains and biases; 0 for `weight_dtype`.
+   */
+  unsloth_dtype vector_dtype;
+  /**
+   * Of adapters; 0 for `dtype`.
+   */
+  unsloth_dtype adapter_dtype;
+  /**
+   * Zero.
+   */
+  uint32_t reserved2;
+  /**
+   * The most tokens whose logits are there at a time. 0 for all; with `ctx` for as many as
+   * `unsloth_linear_cross_entropy_forward` takes.
+   */
+  int64_t chunk_tokens;
+  /**
+   * For a step of this library's operations on the device of this context, which answers for
+   * them to the byte; live until the call ends. NULL for an engine of operations of any kind,
+   * which is counted from shapes.
+   */
+  struct unsloth_context *ctx;
+  /**
+   * With `ctx` alone: elements of the matrices of one layer that adapters are added to, where
+   * their sum, in `dtype`, and its gradient, in `gradient_dtype`, are made for one layer at a
+   * time. 0 where they are not made.
+   */
+  int64_t adapted_parameters;
+  /**
+   * With `ctx` alone: tokens are packed without a batch, and are those of so many sequences at
+   * the most (`cu_seqlens`). 0 for `batch_size` sequences side by side.
+   */
+  int64_t packed_sequences;
+  /**
+   * With `ctx` alone: layers in a segment of a plan by which layers run twice
+   * (`unsloth_checkpoint_plan`). 0 if none does.
+   */
+  int64_t segment_layers;
 } unsloth_training_memory_params;
 
 /**
- * Bytes of a training step at its peak, by use. Left out are what the backward pass holds for one operation at a time, and what
- * allocators and libraries keep for themselves.
+ * Bytes of a training step at its peak, by use. Left out are what a driver, its libraries (cuBLAS)
+ * and allocators keep for themselves; and without a `ctx` what the backward pass holds for one
+ * operation at a time.
  */
 typedef struct unsloth_training_memory {
   /**
@@ -2173,11 +2225,11 @@ typedef struct unsloth_training_memory {
    */
   uint32_t reserved;
   /**
-   * Weights, adapters included.
+   * Weights, adapters and what is made of both included.
    */
   uint64_t weights;
   /**
-   * f32 copies of the trained weights.
+   * What is kept beside trained 16-bit weights to have them in f32.
    */
   uint64_t master_weights;
   /**
@@ -2185,25 +2237,42 @@ typedef struct unsloth_training_memory {
    */
   uint64_t gradients;
   /**
-   * What the optimizer keeps.
+   * What else the optimizer keeps.
    */
   uint64_t optimizer_state;
   /**
-   * Activations kept from the forward to the backward pass, counted as in arXiv:2205.05198.
+   * Activations kept from the forward to the backward pass: without a `ctx` counted as in
+   * arXiv:2205.05198, with it hidden states, what `unsloth_decoder_layer_saved_size` answers,
+   * and the last norm's output.
    */
   uint64_t saved_activations;
   /**
-   * Activations of one layer that the backward pass computes again.
+   * Activations of one layer that the backward pass computes again. With a `ctx` they are in
+   * `workspace`.
    */
   uint64_t recomputed_activations;
   /**
-   * Logits, f32: `batch_size * sequence_length * vocab_size`.
+   * Logits, f32: `batch_size * sequence_length * vocab_size`, or of `chunk_tokens`. With a `ctx`
+   * they are in `workspace`.
    */
   uint64_t logits;
   /**
    * The sum.
    */
   uint64_t total;
+  /**
+   * With a `ctx`: ids, targets, positions, and where packed sequences begin; the loss and its
+   * divisor.
+   */
+  uint64_t inputs;
+  /**
+   * With a `ctx`: the gradient of hidden states.
+   */
+  uint64_t activation_gradients;
+  /**
+   * With a `ctx`: the most that one of the step's calls asks for.
+   */
+  uint64_t workspace;
 } unsloth_training_memory;
 
 /**
@@ -2908,12 +2977,6 @@ typedef uint32_t unsloth_log_level;
 typedef void (*unsloth_log_callback)(unsloth_log_level level, const char *message, void *user);
 
 /**
- * Where the f32 value of a 16-bit weight is kept between steps. A weight of f32 is its own,
- * whatever this says.
- */
-typedef uint32_t unsloth_master;
-
-/**
  * How the loss is scaled, so that small gradients of f16 do not vanish. The rule is that of
  * PyTorch's `GradScaler`, with Megatron-LM's hysteresis: after a step without an update, because
  * gradients were not finite, the scale is multiplied by `backoff`; after `interval` updates in a
@@ -3608,14 +3671,14 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_CHECKPOINTING_NONE 0
 
 /**
- * All but attention's scores are kept (arXiv:2205.05198, section 5). Flash attention never stores scores, so with it this is the
- * same as keeping all.
+ * All but attention's scores are kept (arXiv:2205.05198, section 5). Flash attention never stores
+ * scores, so with it this is the same as keeping all.
  */
 #define UNSLOTH_CHECKPOINTING_SELECTIVE 1
 
 /**
- * Only each layer's input is kept, and the layer computed again (arXiv:1604.06174), for a third more
- * arithmetic.
+ * Only each layer's input is kept, and the layer computed again (arXiv:1604.06174), for a third
+ * more arithmetic.
  */
 #define UNSLOTH_CHECKPOINTING_FULL 2
 
@@ -3630,7 +3693,8 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_CHECKPOINTING_MLP 4
 
 /**
- * And queries, keys and values: 16,512 bytes. Attention's output stays, which is the dearest to compute.
+ * And queries, keys and values: 16,512 bytes. Attention's output stays, which is the dearest to
+ * compute.
  */
 #define UNSLOTH_CHECKPOINTING_PROJECTIONS 5
 
@@ -4521,15 +4585,6 @@ unsloth_status unsloth_inference_memory_estimate(struct unsloth_context *ctx,
                                                  struct unsloth_inference_memory *memory);
 
 /**
- * Estimates a training step; the caller has set the result's `struct_size` (`UNSLOTH_TRAINING_MEMORY_INIT`).
- *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and so does its `model`; `memory` is NULL or points to
- * `memory->struct_size` bytes valid for reads and writes.
- */
-unsloth_status unsloth_training_memory_estimate(const struct unsloth_training_memory_params *params,
-                                                struct unsloth_training_memory *memory);
-
-/**
  * Writes a number of bytes for people, such as `1.50 GiB`, NUL-terminated and cut to `capacity` bytes: three significant digits and
  * a binary unit. Returns the length of the whole text without its NUL; 32 bytes are always enough.
  *
@@ -4538,6 +4593,19 @@ unsloth_status unsloth_training_memory_estimate(const struct unsloth_training_me
 size_t unsloth_format_bytes(uint64_t bytes,
                             char *buffer,
                             size_t capacity);
+
+/**
+ * Estimates a training step, before it or a part of it is there: of this library's operations on
+ * the device of `params->ctx`, or of any engine's where that is NULL. Nothing is allocated on a
+ * device or queued. The caller has set the result's `struct_size`
+ * (`UNSLOTH_TRAINING_MEMORY_INIT`).
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and so does its `model`; its
+ * `ctx` is NULL or a context's handle; `memory` is NULL or points to `memory->struct_size` bytes
+ * valid for reads and writes.
+ */
+unsloth_status unsloth_training_memory_estimate(const struct unsloth_training_memory_params *params,
+                                                struct unsloth_training_memory *memory);
 
 /**
  * Makes an event on the context's device and writes its handle to `event`; the caller ends it with

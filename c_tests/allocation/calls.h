@@ -513,7 +513,7 @@ static unsloth_attention_memory attention_memory;
 static unsloth_kv_cache_memory cache_memory;
 static unsloth_inference_memory_params of_inference;
 static unsloth_inference_memory inference_memory;
-static unsloth_training_memory_params of_training;
+static unsloth_training_memory_params of_training, of_step;
 static unsloth_training_memory training_memory;
 static unsloth_checkpoint_plan_params stack;
 static unsloth_checkpoint_summary planned;
@@ -560,6 +560,10 @@ static void estimates_ready(void) {
   of_training.batch_size = 1;
   of_training.sequence_length = TOKENS;
   training_memory = (unsloth_training_memory)UNSLOTH_TRAINING_MEMORY_INIT;
+  of_step = of_training;
+  of_step.gradient_dtype = UNSLOTH_DTYPE_F32;
+  of_step.segment_layers = 1;
+  of_step.ctx = ctx;
 }
 
 static unsloth_memory_stats stats;
@@ -909,6 +913,8 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (&stack, &planned, actions, COUNT(actions)), OK)                                               \
   X(training_estimate, estimates_ready, unsloth_training_memory_estimate,                          \
     (&of_training, &training_memory), OK)                                                          \
+  X(training_step_estimate, estimates_ready, unsloth_training_memory_estimate,                     \
+    (&of_step, &training_memory), OK)                                                              \
   X(from_dlpack, capsule_ready, unsloth_tensor_from_dlpack, (&capsule, &keys, NULL, NULL), OK)     \
   X(log_set, nothing, unsloth_log_set, (0, NULL, NULL), OK)                                        \
   X(from_dlpack_versioned, versioned_ready, unsloth_tensor_from_dlpack_versioned,                  \

@@ -13,7 +13,7 @@ use crate::tensor::{TensorMut, TensorRef, Workspace};
 
 use super::block;
 use super::model::Model;
-use super::{OP, float_size, overflow, positive, product, sum};
+use super::{OP, float_size, index, positive, product, sum};
 
 /// An engine that runs a model by this library's blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,10 +119,6 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
         ],
     )?;
     Ok(memory)
-}
-
-fn index(what: &'static str, value: u64) -> Result<usize> {
-    usize::try_from(value).map_err(|_| overflow(what))
 }
 
 /// What the MLP's query answers for the largest pass.

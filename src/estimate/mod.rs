@@ -1,23 +1,26 @@
 //! Memory before it is allocated: what attention, a KV cache, inference and training take, by use,
 //! in bytes.
 //!
-//! What this library allocates itself (a KV cache) or asks its caller for (workspace) is answered
-//! by the code that does so, and is exact. The rest are formulas, each with its source beside it;
-//! they count tensors, not what an allocator rounds them up to or a framework keeps beside them.
-//! Sums are checked: sizes that overflow 64 bits are an error.
+//! What this library allocates itself (a KV cache) or asks its caller for (workspace, what a layer
+//! saves, an optimizer's state) is answered by the code that does so, and is exact. The rest are
+//! formulas, each with its source beside it; they count tensors, not what an allocator rounds them up
+//! to or a framework keeps beside them. Sums are checked: sizes that overflow 64 bits are an error.
 
 mod attention;
 mod block;
 mod format;
 mod inference;
 mod model;
+mod step;
 mod training;
 
+pub use crate::optimizer::Master;
 pub use attention::{AttentionMemory, AttentionShape, attention_memory};
 pub use format::format_bytes;
 pub(crate) use format::in_words;
 pub use inference::{Inference, InferenceMemory, inference_memory};
 pub use model::{Model, ParameterCount};
+pub use step::training_step_memory;
 pub use training::{Checkpointing, OptimizerKind, Training, TrainingMemory, training_memory};
 
 use crate::dtype::DType;
@@ -39,6 +42,11 @@ fn sum(what: &'static str, terms: &[u64]) -> Result<u64> {
         .iter()
         .try_fold(0u64, |sum, &term| sum.checked_add(term))
         .ok_or_else(|| overflow(what))
+}
+
+/// A size as the operations take it.
+fn index(what: &'static str, value: u64) -> Result<usize> {
+    usize::try_from(value).map_err(|_| overflow(what))
 }
 
 fn overflow(what: &'static str) -> Error {

@@ -1,5 +1,7 @@
 //! Decoder-only transformers, and their parameters.
 
+use arrayvec::ArrayVec;
+
 use crate::error::{Result, text};
 
 use super::{OP, positive, product, sum};
@@ -53,6 +55,16 @@ pub struct ParameterCount {
     pub head: u64,
     /// The sum.
     pub total: u64,
+}
+
+/// Parameters of one shape.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tensor {
+    pub elements: u64,
+    /// How many there are.
+    pub count: u64,
+    /// Gains or a bias, not a matrix.
+    pub is_vector: bool,
 }
 
 impl Model {
@@ -121,6 +133,42 @@ impl Model {
             ],
         )?;
         Ok(count)
+    }
+
+    /// The parameters tensor by tensor, of a model whose [`Model::parameters`] are counted: how many
+    /// elements each has, and of which there are how many.
+    pub(super) fn tensors(&self) -> Result<ArrayVec<Tensor, 14>> {
+        let (h, i, layers) = (self.hidden_size, self.intermediate_size, self.num_layers);
+        let qkv = sum("attention", &[self.q_size()?, self.kv_size()?])?;
+        let table = product("embedding", &[self.vocab_size, h])?;
+        let matrix = |present, elements, count| (present, elements, count, false);
+        let vector = |present, elements, count| (present, elements, count, true);
+        let all = [
+            matrix(true, table, 1),
+            matrix(true, product("attention", &[qkv, h])?, layers),
+            vector(self.qkv_bias, qkv, layers),
+            vector(self.qk_norm, self.head_dim, 2 * layers),
+            matrix(
+                true,
+                product("attention", &[self.attended_size()?, h])?,
+                layers,
+            ),
+            vector(self.output_bias, h, layers),
+            matrix(true, product("mlp", &[2, h, i])?, layers),
+            vector(self.mlp_bias, product("mlp", &[2, i])?, layers),
+            matrix(true, product("mlp", &[h, i])?, layers),
+            vector(self.mlp_bias, h, layers),
+            vector(true, h, 2 * layers + 1),
+            matrix(!self.tied_embeddings, table, 1),
+        ];
+        let present = all.into_iter().filter(|(present, ..)| *present);
+        Ok(present
+            .map(|(_, elements, count, is_vector)| Tensor {
+                elements,
+                count,
+                is_vector,
+            })
+            .collect())
     }
 
     /// Checks that sizes are not zero and heads fit their groups.

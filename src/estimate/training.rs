@@ -1,10 +1,13 @@
 //! Training.
 
-use crate::dtype::DType;
-use crate::error::Result;
+use arrayvec::ArrayVec;
 
-use super::model::Model;
-use super::{float_size, positive, product, sum};
+use crate::dtype::DType;
+use crate::error::{Error, Result, text};
+use crate::optimizer::Master;
+
+use super::model::{Model, Tensor};
+use super::{OP, float_size, positive, product, sum};
 pub use crate::problem::decoder_layer::Checkpointing;
 
 /// What an optimizer keeps for each trained parameter. The discriminants are those of the C ABI
@@ -58,47 +61,181 @@ pub struct Training {
     pub batch_size: u64,
     /// Tokens per sequence.
     pub sequence_length: u64,
-    /// Of weights and activations.
+    /// Of activations.
     pub dtype: DType,
-    /// Of gradients.
+    /// Of matrices.
+    pub weight_dtype: DType,
+    /// Of gains and biases.
+    pub vector_dtype: DType,
+    /// Of gradients of parameters.
     pub gradient_dtype: DType,
-    /// The optimizer updates an f32 copy of the trained weights (mixed precision,
-    /// arXiv:1710.03740). With f32 weights there is none.
-    pub master_weights: bool,
+    /// Where trained 16-bit weights are kept in f32 (mixed precision, arXiv:1710.03740). With f32
+    /// weights there is nothing beside them.
+    pub master: Master,
     /// The optimizer.
     pub optimizer: OptimizerKind,
     /// Which activations are kept.
     pub checkpointing: Checkpointing,
     /// Attention stores a log-sum-exp per query in place of its probabilities.
     pub flash_attention: bool,
+    /// The most tokens whose logits are there at a time. 0 for all of them; in a step of this
+    /// library's for as many as [`linear_cross_entropy`](crate::ops::linear_cross_entropy) takes.
+    pub chunk_tokens: u64,
     /// Parameters of adapters beside the model's frozen weights (LoRA, arXiv:2106.09685), which
-    /// alone are trained: of them alone there are gradients, master copies and optimizer state.
-    /// `None` trains the model itself.
+    /// alone are trained: of them alone there are gradients, masters and optimizer state. `None`
+    /// trains the model itself.
     pub adapter_parameters: Option<u64>,
+    /// Of adapters.
+    pub adapter_dtype: DType,
+    /// In a step of this library's alone: elements of the matrices of one layer that adapters are
+    /// added to, where their sum, in `dtype`, and its gradient, in `gradient_dtype`, are made for one
+    /// layer at a time. 0 where they are not made.
+    pub adapted_parameters: u64,
+    /// In a step of this library's alone: tokens are packed without a batch, and are those of so
+    /// many sequences at the most (`cu_seqlens`).
+    pub packed_sequences: Option<u64>,
+    /// In a step of this library's alone: layers in a segment of a
+    /// [plan](crate::training::checkpoint) by which layers run twice. `None` if none does.
+    pub segment_layers: Option<u64>,
 }
+
+impl Training {
+    /// A step with AdamW, f32 gradients and f32 masters of weights of this dtype, that keeps all
+    /// activations and stores no probabilities.
+    pub fn new(model: Model, batch_size: u64, sequence_length: u64, dtype: DType) -> Training {
+        Training {
+            model,
+            batch_size,
+            sequence_length,
+            dtype,
+            weight_dtype: dtype,
+            vector_dtype: dtype,
+            gradient_dtype: DType::F32,
+            master: Master::F32,
+            optimizer: OptimizerKind::Adam,
+            checkpointing: Checkpointing::None,
+            flash_attention: true,
+            chunk_tokens: 0,
+            adapter_parameters: None,
+            adapter_dtype: dtype,
+            adapted_parameters: 0,
+            packed_sequences: None,
+            segment_layers: None,
+        }
+    }
+
+    /// Checks what both counts look at; gives the number of tokens.
+    pub(super) fn check(&self) -> Result<u64> {
+        for (name, dtype) in [
+            ("dtype", self.dtype),
+            ("weight_dtype", self.weight_dtype),
+            ("vector_dtype", self.vector_dtype),
+            ("gradient_dtype", self.gradient_dtype),
+            ("adapter_dtype", self.adapter_dtype),
+        ] {
+            float_size(name, dtype)?;
+        }
+        product(
+            "tokens",
+            &[
+                positive("batch_size", self.batch_size)?,
+                positive("sequence_length", self.sequence_length)?,
+            ],
+        )
+    }
+
+    /// Dtype, elements and count of the model's tensors.
+    fn of_model(&self) -> Result<Shapes> {
+        let tensors = self.model.tensors()?.into_iter();
+        let of = |t: Tensor| match t.is_vector {
+            true => (self.vector_dtype, t.elements, t.count),
+            false => (self.weight_dtype, t.elements, t.count),
+        };
+        Ok(tensors.map(of).collect())
+    }
+
+    /// Those of what is trained; of adapters as of one tensor.
+    pub(super) fn trained(&self) -> Result<Shapes> {
+        match self.adapter_parameters {
+            Some(parameters) => Ok([(self.adapter_dtype, parameters, 1)].into_iter().collect()),
+            None => self.of_model(),
+        }
+    }
+
+    /// Bytes of weights and of gradients.
+    pub(super) fn states(&self) -> Result<(u64, u64)> {
+        let bytes = |shapes: &Shapes, dtype: Option<DType>| {
+            shapes.iter().try_fold(0, |total, (own, elements, count)| {
+                let size = dtype.unwrap_or(*own).size() as u64;
+                let bytes = product("weights", &[*elements, *count, size])?;
+                sum("weights", &[total, bytes])
+            })
+        };
+        let mut weights = bytes(&self.of_model()?, None)?;
+        let trained = self.trained()?;
+        if self.adapter_parameters.is_some() {
+            weights = sum("weights", &[weights, bytes(&trained, None)?])?;
+        }
+        Ok((weights, bytes(&trained, Some(self.gradient_dtype))?))
+    }
+}
+
+/// Dtype, elements and count of tensors.
+pub(super) type Shapes = ArrayVec<(DType, u64, u64), 14>;
 
 /// Bytes of a training step at its peak, by use.
 ///
-/// Left out are what the backward pass holds for one operation at a time, and what allocators and
-/// libraries keep for themselves.
+/// Left out are what a driver, its libraries and allocators keep for themselves; and by
+/// [`training_memory`] what the backward pass holds for one operation at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TrainingMemory {
-    /// Weights in the dtype of the model, adapters included.
+    /// Weights, adapters and what is made of both included.
     pub weights: u64,
-    /// f32 copies of the trained weights.
+    /// What is kept beside trained 16-bit weights to have them in f32.
     pub master_weights: u64,
     /// Gradients of the trained weights.
     pub gradients: u64,
-    /// What the optimizer keeps.
+    /// What else the optimizer keeps.
     pub optimizer_state: u64,
     /// Activations kept from the forward to the backward pass.
     pub saved_activations: u64,
-    /// Activations of one layer that the backward pass computes again.
+    /// Activations of one layer that the backward pass computes again. In a step of this library's
+    /// they are in its workspace.
     pub recomputed_activations: u64,
-    /// Logits, f32: `batch_size · sequence_length · vocab_size`.
+    /// Logits, f32: `batch_size · sequence_length · vocab_size`, or of `chunk_tokens`. In a step of
+    /// this library's they are in its workspace.
     pub logits: u64,
+    /// Of a step of this library's: ids, targets, positions, and where packed sequences begin; the
+    /// loss and its divisor.
+    pub inputs: u64,
+    /// Of a step of this library's: the gradient of hidden states.
+    pub activation_gradients: u64,
+    /// Of a step of this library's: the most that one of its calls asks for.
+    pub workspace: u64,
     /// The sum.
     pub total: u64,
+}
+
+impl TrainingMemory {
+    /// With the sum of the rest as `total`.
+    pub(super) fn summed(self) -> Result<TrainingMemory> {
+        let total = sum(
+            "total",
+            &[
+                self.weights,
+                self.master_weights,
+                self.gradients,
+                self.optimizer_state,
+                self.saved_activations,
+                self.recomputed_activations,
+                self.logits,
+                self.inputs,
+                self.activation_gradients,
+                self.workspace,
+            ],
+        )?;
+        Ok(TrainingMemory { total, ..self })
+    }
 }
 
 /// Activations of one layer for the backward pass, in bytes.
@@ -180,27 +317,44 @@ fn layer(t: &Training, tokens: u64, size: u64) -> Result<LayerActivations> {
     })
 }
 
-/// What a training step takes.
+/// What a training step takes in an engine of operations of any kind, with logits whole:
+/// [`training_step_memory`](super::training_step_memory) knows what one of this library's takes.
 ///
 /// Model states are those of mixed-precision training as in ZeRO (Rajbhandari et al. 2020,
 /// arXiv:1910.02054, section 3.1): with 16-bit weights and gradients, master copies and Adam, 16
 /// bytes per trained parameter.
 ///
 /// # Errors
-/// A size is zero, a dtype is no float, or the sum overflows.
+/// A size is zero, a dtype is no float, something is set that only a step of this library's has, or
+/// the sum overflows.
 pub fn training_memory(t: &Training) -> Result<TrainingMemory> {
-    let model = t.model.parameters()?.total;
+    t.model.parameters()?;
+    let tokens = t.check()?;
+    for (name, value) in [
+        ("adapted_parameters", t.adapted_parameters),
+        ("packed_sequences", t.packed_sequences.unwrap_or(0)),
+        ("segment_layers", t.segment_layers.unwrap_or(0)),
+    ] {
+        if value > 0 {
+            let problem = text!("is {value}, which asks for the estimate of a context's own step");
+            return Err(Error::invalid(OP, name, problem));
+        }
+    }
     let size = float_size("dtype", t.dtype)?;
-    let gradient_size = float_size("gradient_dtype", t.gradient_dtype)?;
-    let tokens = product(
-        "tokens",
-        &[
-            positive("batch_size", t.batch_size)?,
-            positive("sequence_length", t.sequence_length)?,
-        ],
-    )?;
-    let trained = t.adapter_parameters.unwrap_or(model);
-    let parameters = sum("parameters", &[model, t.adapter_parameters.unwrap_or(0)])?;
+    let (weights, gradients) = t.states()?;
+    let (mut trained, mut master_weights) = (0, 0);
+    for (dtype, elements, count) in t.trained()? {
+        let elements = product("parameters", &[elements, count])?;
+        trained = sum("parameters", &[trained, elements])?;
+        let bytes = match t.master {
+            _ if dtype == DType::F32 => 0,
+            Master::None | Master::Stochastic => 0,
+            Master::F32 => 4,
+            Master::Remainder => 2,
+        };
+        let bytes = product("master weights", &[elements, bytes])?;
+        master_weights = sum("master weights", &[master_weights, bytes])?;
+    }
 
     let layer = layer(t, tokens, size)?;
     let whole = sum("activations", &[layer.linear, layer.quadratic])?;
@@ -221,32 +375,19 @@ pub fn training_memory(t: &Training) -> Result<TrainingMemory> {
         &[tokens, sum("activations", &[per_token, 4])?],
     )?;
     let layers = product("activations", &[t.model.num_layers, kept])?;
-
-    let mut memory = TrainingMemory {
-        weights: product("weights", &[parameters, size])?,
-        master_weights: if t.master_weights && t.dtype != DType::F32 {
-            product("master weights", &[trained, 4])?
-        } else {
-            0
-        },
-        gradients: product("gradients", &[trained, gradient_size])?,
+    let of_logits = match t.chunk_tokens {
+        0 => tokens,
+        most => tokens.min(most),
+    };
+    TrainingMemory {
+        weights,
+        master_weights,
+        gradients,
         optimizer_state: t.optimizer.state_bytes(trained)?,
         saved_activations: sum("activations", &[layers, last])?,
         recomputed_activations: recomputed,
-        logits: product("logits", &[tokens, t.model.vocab_size, 4])?,
-        total: 0,
-    };
-    memory.total = sum(
-        "total",
-        &[
-            memory.weights,
-            memory.master_weights,
-            memory.gradients,
-            memory.optimizer_state,
-            memory.saved_activations,
-            memory.recomputed_activations,
-            memory.logits,
-        ],
-    )?;
-    Ok(memory)
+        logits: product("logits", &[of_logits, t.model.vocab_size, 4])?,
+        ..TrainingMemory::default()
+    }
+    .summed()
 }

@@ -156,6 +156,19 @@ pub struct unsloth_optimizer_params {
 }
 params!(unsloth_optimizer_params, [precision]);
 
+/// Where the f32 values of 16-bit weights are.
+pub(super) fn master_from(
+    op: &'static str,
+    name: &'static str,
+    value: unsloth_master,
+) -> Result<Master> {
+    Master::from_raw(value).ok_or_else(|| {
+        let problem =
+            text!("is {value}, allowed: 0 (none), 1 (f32), 2 (remainder), 3 (stochastic)");
+        Error::invalid(op, name, problem)
+    })
+}
+
 impl Field for unsloth_mixed_precision {
     fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
         let loss_scale = format_args!("{name}.loss_scale.reserved");
@@ -210,13 +223,7 @@ impl unsloth_mixed_precision {
                 Some(dtype)
             }
         };
-        let master = Master::from_raw(self.master).ok_or_else(|| {
-            let problem = text!(
-                "is {}, allowed: 0 (none), 1 (f32), 2 (remainder), 3 (stochastic)",
-                self.master
-            );
-            Error::invalid(OP, "precision.master", problem)
-        })?;
+        let master = master_from(OP, "precision.master", self.master)?;
         Ok(MixedPrecision {
             compute,
             master,

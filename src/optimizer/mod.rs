@@ -57,7 +57,7 @@ use crate::problem::optimizer::{
 use crate::problem::{Plan, cast};
 use crate::tensor::{RawTensor, Scratch, TensorRef};
 use saved::Record;
-use state::{Entry, State};
+use state::{Entry, Shape, State};
 
 const OP: &str = "optimizer";
 
@@ -100,6 +100,25 @@ pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
 pub fn state_size(ctx: &Context, params: &Params<'_>) -> Result<usize> {
     supported(ctx, params)?;
     Ok(State::new(params)?.size)
+}
+
+/// Bytes of the state of an optimizer that does not exist yet, and which of them are masters: of
+/// parameters of these dtypes, numbers of elements, and counts. There are a few groups, up to 32.
+pub(crate) fn estimated_state_size(
+    num_moments: usize,
+    master: Master,
+    parameters: &[(DType, usize, usize)],
+) -> Result<(usize, usize)> {
+    for (dtype, ..) in parameters {
+        params::check_master(*dtype, master)?;
+    }
+    let shapes = parameters.iter().map(|(dtype, elements, count)| Shape {
+        elements: *elements,
+        count: *count,
+        storage: params::storage(*dtype, master),
+    });
+    let state = State::of(1, num_moments, shapes)?;
+    Ok((state.size, state.saved - state.masters))
 }
 
 impl State {

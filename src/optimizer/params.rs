@@ -123,12 +123,7 @@ impl<'a> Params<'a> {
             let problem = text!("has dtype {dtype}, the compute dtype is {compute}");
             return Err(Error::invalid(OP, "weight", problem));
         }
-        let of_bf16 = matches!(master, Master::Remainder | Master::Stochastic);
-        if of_bf16 && dtype == DType::F16 {
-            let problem = text!("has dtype f16, allowed with this master: f32, bf16");
-            return Err(Error::unsupported(OP, "weight", problem));
-        }
-        Ok(())
+        check_master(dtype, master)
     }
 
     /// Checks data: what is known of where it is, that it is there, and that nothing overlaps.
@@ -175,16 +170,31 @@ impl<'a> Params<'a> {
 
     /// Where a parameter's f32 value is.
     pub(super) fn storage(&self, p: &Parameter<'_>) -> Storage {
-        if p.weight.dtype() == DType::F32 {
-            return Storage::Weight;
-        }
-        match self.precision.master {
-            Master::None => Storage::Weight,
-            Master::F32 => Storage::F32,
-            Master::Remainder => Storage::Remainder,
-            Master::Stochastic => Storage::Stochastic,
-        }
+        storage(p.weight.dtype(), self.precision.master)
     }
+}
+
+/// Where the f32 value of a weight of this dtype is.
+pub(super) fn storage(dtype: DType, master: Master) -> Storage {
+    if dtype == DType::F32 {
+        return Storage::Weight;
+    }
+    match master {
+        Master::None => Storage::Weight,
+        Master::F32 => Storage::F32,
+        Master::Remainder => Storage::Remainder,
+        Master::Stochastic => Storage::Stochastic,
+    }
+}
+
+/// Checks that a weight of this dtype may have its f32 value there.
+pub(super) fn check_master(dtype: DType, master: Master) -> Result<()> {
+    let of_bf16 = matches!(master, Master::Remainder | Master::Stochastic);
+    if of_bf16 && dtype == DType::F16 {
+        let problem = text!("has dtype f16, allowed with this master: f32, bf16");
+        return Err(Error::unsupported(OP, "weight", problem));
+    }
+    Ok(())
 }
 
 /// Of tensors the order in which they are listed; the state is last.

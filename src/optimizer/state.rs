@@ -24,6 +24,15 @@ pub(super) struct State {
     pub num_chunks: usize,
 }
 
+/// Parameters of one shape.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub elements: usize,
+    /// How many there are.
+    pub count: usize,
+    pub storage: Storage,
+}
+
 /// Hands out memory.
 struct Cursor(Option<usize>);
 
@@ -54,22 +63,37 @@ fn master_bytes(storage: Storage) -> usize {
 impl State {
     /// Of checked parameters.
     pub fn new(params: &Params<'_>) -> Result<State> {
+        let shapes = params.parameters.iter().map(|p| Shape {
+            elements: p.weight.layout().num_elements(),
+            count: 1,
+            storage: params.storage(p),
+        });
+        State::of(params.groups.len(), params.rule.num_moments(), shapes)
+    }
+
+    /// Of parameters that need not be there yet.
+    pub fn of(
+        num_groups: usize,
+        num_moments: usize,
+        shapes: impl Iterator<Item = Shape>,
+    ) -> Result<State> {
         let (mut elements, mut masters) = (Some(0usize), Some(0usize));
         let (mut num_chunks, mut num_entries) = (0usize, 0usize);
-        for p in params.parameters {
-            let own = p.weight.layout().num_elements();
-            let in_state = padded(own);
-            let master = in_state.and_then(|n| n.checked_mul(master_bytes(params.storage(p))));
+        for shape in shapes {
+            let own = shape.elements;
+            let in_state = padded(own).and_then(|n| n.checked_mul(shape.count));
+            let master = in_state.and_then(|n| n.checked_mul(master_bytes(shape.storage)));
             elements = elements.zip(in_state).and_then(|(a, b)| a.checked_add(b));
             masters = masters.zip(master).and_then(|(a, b)| a.checked_add(b));
-            num_chunks = num_chunks.saturating_add(own.div_ceil(CHUNK));
-            num_entries += usize::from(own > 0);
+            let chunks = own.div_ceil(CHUNK).saturating_mul(shape.count);
+            num_chunks = num_chunks.saturating_add(chunks);
+            num_entries = num_entries.saturating_add(if own > 0 { shape.count } else { 0 });
         }
         let of = |count: usize, bytes: usize| count.checked_mul(bytes);
         let mut cursor = Cursor(Some(0));
         cursor.take(Some(size_of::<Control>()));
-        let groups = cursor.take(of(params.groups.len(), size_of::<Group>()));
-        let moments = [0, 1].map(|i| match i < params.rule.num_moments() {
+        let groups = cursor.take(of(num_groups, size_of::<Group>()));
+        let moments = [0, 1].map(|i| match i < num_moments {
             true => cursor.take(elements.and_then(|n| n.checked_mul(4))),
             false => 0,
         });

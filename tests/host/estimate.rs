@@ -4,8 +4,8 @@ use crate::common::abi::{Handle, zeroed_params};
 use crate::common::contexts;
 use proptest::prelude::*;
 use unsloth::estimate::{
-    AttentionShape, Checkpointing, Inference, Model, OptimizerKind, Training, attention_memory,
-    format_bytes, inference_memory, training_memory,
+    AttentionShape, Checkpointing, Inference, Master, Model, OptimizerKind, Training,
+    attention_memory, format_bytes, inference_memory, training_memory,
 };
 use unsloth::ffi::estimate::*;
 use unsloth::ffi::kv_cache::*;
@@ -305,16 +305,9 @@ fn a_cache_must_suit_its_model() {
 
 fn training() -> Training {
     Training {
-        model: small_model(),
-        batch_size: 3,
-        sequence_length: 10,
-        dtype: DType::Bf16,
         gradient_dtype: DType::Bf16,
-        master_weights: true,
-        optimizer: OptimizerKind::Adam,
-        checkpointing: Checkpointing::None,
         flash_attention: false,
-        adapter_parameters: None,
+        ..Training::new(small_model(), 3, 10, DType::Bf16)
     }
 }
 
@@ -336,17 +329,26 @@ fn model_states_by_optimizer() {
     assert_eq!(with(OptimizerKind::Sgd).3, 0);
     assert_eq!(with(OptimizerKind::SgdMomentum).3, 4 * n);
     assert_eq!(with(OptimizerKind::Adam8bit).3, 2 * n + 8 * n.div_ceil(256));
-    let f32s = Training {
-        dtype: DType::F32,
-        gradient_dtype: DType::F32,
-        ..training()
-    };
+    let f32s = Training::new(small_model(), 3, 10, DType::F32);
     assert_eq!(states(&f32s), (4 * n, 0, 4 * n, 8 * n));
     let adapters = Training {
         adapter_parameters: Some(1000),
         ..training()
     };
     assert_eq!(states(&adapters), (2 * (n + 1000), 4000, 2000, 8000));
+    let in_f32 = Training {
+        adapter_dtype: DType::F32,
+        ..adapters
+    };
+    assert_eq!(states(&in_f32), (2 * n + 4000, 0, 2000, 8000));
+    let gains = 2 * (48 + 48) + 48;
+    let remainders = Training {
+        master: Master::Remainder,
+        vector_dtype: DType::F32,
+        ..training()
+    };
+    let expected = (2 * (n + gains), 2 * (n - gains), 2 * n, 8 * n);
+    assert_eq!(states(&remainders), expected);
 }
 
 /// One layer counted by hand, tensor by tensor.
@@ -473,8 +475,8 @@ fn sizes_that_overflow_are_refused() {
 fn any_training() -> impl Strategy<Value = Training> {
     let sizes = (1..500u64, 1..200u64, 1..300u64, 1..6u64, 1..5u64, 1..4u64);
     let rest = (1..5u64, 1..100u64, 0..4u32, 0..6u32, any::<[bool; 4]>());
-    (sizes, rest).prop_map(|((v, h, i, l, g, kv), (b, s, o, c, flags))| Training {
-        model: Model {
+    (sizes, rest).prop_map(|((v, h, i, l, g, kv), (b, s, o, c, flags))| {
+        let model = Model {
             vocab_size: v,
             hidden_size: h,
             intermediate_size: i,
@@ -488,16 +490,15 @@ fn any_training() -> impl Strategy<Value = Training> {
             output_bias: flags[1],
             mlp_bias: flags[1],
             qk_norm: flags[2],
-        },
-        batch_size: b,
-        sequence_length: s,
-        dtype: DType::Bf16,
-        gradient_dtype: DType::F32,
-        master_weights: flags[3],
-        optimizer: OptimizerKind::from_raw(o).unwrap(),
-        checkpointing: Checkpointing::from_raw(c).unwrap(),
-        flash_attention: flags[3],
-        adapter_parameters: flags[0].then_some(v),
+        };
+        Training {
+            master: if flags[3] { Master::F32 } else { Master::None },
+            optimizer: OptimizerKind::from_raw(o).unwrap(),
+            checkpointing: Checkpointing::from_raw(c).unwrap(),
+            flash_attention: flags[3],
+            adapter_parameters: flags[0].then_some(v),
+            ..Training::new(model, b, s, DType::Bf16)
+        }
     })
 }
 

@@ -119,8 +119,124 @@ fn bad_training_says_why() {
                 message,
             );
         }
+        let of_a_context = "which asks for the estimate of a context's own step";
+        for (spoil, name) in [
+            (
+                (|t| t.adapted_parameters = 3) as SpoilTraining,
+                "adapted_parameters",
+            ),
+            (|t| t.packed_sequences = 3, "packed_sequences"),
+            (|t| t.segment_layers = 3, "segment_layers"),
+        ] {
+            let mut bad = t;
+            spoil(&mut bad);
+            let got = unsloth_training_memory_estimate(&bad, &mut m);
+            let message = format!("estimate: {name} is 3, {of_a_context}");
+            assert_fails(got, INVALID, &message);
+        }
         let got = unsloth_training_memory_estimate(&t, &mut m);
         assert_eq!((got, m.master_weights), (UNSLOTH_STATUS_SUCCESS, 0));
+        assert_eq!((m.inputs, m.activation_gradients, m.workspace), (0, 0, 0));
+        t.chunk_tokens = 5;
+        let got = unsloth_training_memory_estimate(&t, &mut m);
+        assert_eq!((got, m.logits), (UNSLOTH_STATUS_SUCCESS, 5 * 100 * 4));
+    }
+}
+
+/// What this library's own steps have not.
+#[test]
+fn bad_training_steps_say_why() {
+    let (ctx, mut model) = (Handle::cpu(), model());
+    model.tied_embeddings = 1;
+    // SAFETY: structs of integers and pointers; every pointer is NULL or to a live local.
+    unsafe {
+        let mut t: unsloth_training_memory_params = zeroed_params();
+        (t.dtype, t.model, t.batch_size, t.sequence_length) = (DType::Bf16 as u32, &model, 1, 8);
+        (t.gradient_dtype, t.master_weights, t.ctx) = (DType::F32 as u32, 2, ctx.0);
+        let mut m: unsloth_training_memory = zeroed_params();
+        let odd = unsloth_model_params {
+            head_dim: 7,
+            ..model
+        };
+        let deep = unsloth_model_params {
+            num_layers: 1 << 20,
+            ..model
+        };
+        type SpoilTraining<'a> = &'a dyn Fn(&mut unsloth_training_memory_params);
+        let cases: [(SpoilTraining<'_>, unsloth_status, &str); 12] = [
+            (
+                &|t| t.naive_attention = 1,
+                INVALID,
+                "estimate: naive_attention is 1: this library's attention stores no probabilities",
+            ),
+            (
+                &|t| t.optimizer = 1,
+                INVALID,
+                "estimate: optimizer is 1 (adam 8-bit), which this library's steps do not have",
+            ),
+            (
+                &|t| t.gradient_dtype = 0,
+                INVALID,
+                "estimate: gradient_dtype is bf16: both gradients of a tied embedding are added \
+                 up in f32",
+            ),
+            (
+                &|t| t.master_weights = 4,
+                INVALID,
+                "estimate: master_weights is 4, allowed: 0 (none), 1 (f32), 2 (remainder), \
+                 3 (stochastic)",
+            ),
+            (
+                &|t| t.weight_dtype = DType::F16 as u32,
+                UNSLOTH_STATUS_UNSUPPORTED,
+                "estimate: weight has dtype f16, allowed with this master: f32, bf16",
+            ),
+            (
+                &|t| t.vector_dtype = 5,
+                INVALID,
+                "estimate: vector_dtype is 5, allowed: 1 (f32), 2 (f16), 3 (bf16)",
+            ),
+            (
+                &|t| t.adapter_dtype = 5,
+                INVALID,
+                "estimate: adapter_dtype is 5, allowed: 1 (f32), 2 (f16), 3 (bf16)",
+            ),
+            (
+                &|t| t.chunk_tokens = -1,
+                INVALID,
+                "estimate: chunk_tokens is -1, at least 0 is needed",
+            ),
+            (
+                &|t| t.segment_layers = -1,
+                INVALID,
+                "estimate: segment_layers is -1, at least 0 is needed",
+            ),
+            (
+                &|t| (t.segment_layers, t.model) = (2, &raw const deep),
+                INVALID,
+                "estimate: num_layers is 1048576, allowed: 1 to 65536",
+            ),
+            (
+                &|t| t.model = &raw const odd,
+                INVALID,
+                "estimate: head_dim is 7: an even number of components is rotated",
+            ),
+            (
+                &|t| t.reserved2 = 1,
+                INVALID,
+                "estimate: reserved2 is 1, allowed: 0",
+            ),
+        ];
+        for (spoil, status, message) in cases {
+            let mut bad = t;
+            spoil(&mut bad);
+            let got = unsloth_training_memory_estimate(&bad, &mut m);
+            assert_fails(got, status, message);
+            assert_eq!(m.total, 0, "nothing is written");
+        }
+        let got = unsloth_training_memory_estimate(&t, &mut m);
+        assert_eq!(got, UNSLOTH_STATUS_SUCCESS);
+        assert!(m.workspace > 0 && m.logits == 0);
     }
 }
 

@@ -7,4 +7,7 @@ mod dlpack;
 mod empty;
 mod estimate;
 mod estimate_misuse;
+mod estimate_step;
+#[path = "../../examples/rust/llama/mod.rs"]
+mod llama;
 mod memory;

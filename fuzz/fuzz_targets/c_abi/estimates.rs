@@ -134,7 +134,7 @@ pub fn run(input: &mut Input) {
                 let mut p: unsloth_training_memory_params = sized();
                 let mut m: unsloth_training_memory = sized();
                 (p.dtype, p.gradient_dtype) = (dtype(input), dtype(input));
-                p.master_weights = flag(input);
+                p.master_weights = u32::from(input.byte()) % 5;
                 p.optimizer = u32::from(input.byte()) % 6;
                 p.checkpointing = u32::from(input.byte()) % 7;
                 p.naive_attention = flag(input);
@@ -142,6 +142,15 @@ pub fn run(input: &mut Input) {
                 p.batch_size = size(input);
                 p.sequence_length = size(input);
                 p.adapter_parameters = if input.one_in(4) { input.number() } else { 0 };
+                (p.weight_dtype, p.vector_dtype) = (dtype(input), dtype(input));
+                p.adapter_dtype = dtype(input);
+                p.chunk_tokens = if input.one_in(4) { size(input) } else { 0 };
+                if input.one_in(2) {
+                    p.ctx = context();
+                    p.packed_sequences = if input.one_in(2) { size(input) } else { 0 };
+                    p.segment_layers = if input.one_in(2) { size(input) } else { 0 };
+                    p.adapted_parameters = if input.one_in(4) { size(input) } else { 0 };
+                }
                 let status = unsloth_training_memory_estimate(&p, &mut m);
                 let sum = || {
                     m.weights
@@ -151,6 +160,9 @@ pub fn run(input: &mut Input) {
                         + m.saved_activations
                         + m.recomputed_activations
                         + m.logits
+                        + m.inputs
+                        + m.activation_gradients
+                        + m.workspace
                 };
                 check(status, sum, || m.total);
             }

@@ -1,15 +1,17 @@
 //! Memory estimation.
 
+pub mod training;
+
+pub(super) use training::checkpointing_from;
+pub use training::*;
+
 use std::ffi::c_char;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::estimate::{
-    self, AttentionShape, Checkpointing, Inference, Model, OptimizerKind, Training,
-};
+use crate::estimate::{self, AttentionShape, Inference, Model};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::kv_cache::{config_from, unsloth_kv_cache_params};
-use crate::ffi::optimizer::unsloth_optimizer_kind;
 use crate::ffi::params::{self, Params, params};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::unsloth_dtype;
@@ -208,105 +210,9 @@ pub struct unsloth_inference_memory {
 }
 params!(unsloth_inference_memory, [reserved]);
 
-/// Which activations are kept for the backward pass and which computed again. Gradients have the same
-/// bits whatever is kept.
-///
-/// Bytes are those that `unsloth_decoder_layer_saved_size` answers for a layer of Llama 3 8B in 16 bits,
-/// per token. A layer's input, 8192 bytes, is always kept, by the caller.
-pub type unsloth_checkpointing = u32;
-/// All are kept: 102,528 bytes.
-pub const UNSLOTH_CHECKPOINTING_NONE: unsloth_checkpointing = 0;
-/// All but attention's scores are kept (arXiv:2205.05198, section 5). Flash attention never stores scores, so with it this is the
-/// same as keeping all.
-pub const UNSLOTH_CHECKPOINTING_SELECTIVE: unsloth_checkpointing = 1;
-/// Only each layer's input is kept, and the layer computed again (arXiv:1604.06174), for a third more
-/// arithmetic.
-pub const UNSLOTH_CHECKPOINTING_FULL: unsloth_checkpointing = 2;
-/// What is made element by element is computed again, for little time: 86,144 bytes.
-pub const UNSLOTH_CHECKPOINTING_ELEMENTWISE: unsloth_checkpointing = 3;
-/// And gate and up, by their product: 28,800 bytes.
-pub const UNSLOTH_CHECKPOINTING_MLP: unsloth_checkpointing = 4;
-/// And queries, keys and values: 16,512 bytes. Attention's output stays, which is the dearest to compute.
-pub const UNSLOTH_CHECKPOINTING_PROJECTIONS: unsloth_checkpointing = 5;
-
-/// A training step.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct unsloth_training_memory_params {
-    /// `sizeof(unsloth_training_memory_params)`.
-    pub struct_size: u32,
-    /// Of weights and activations.
-    pub dtype: unsloth_dtype,
-    /// Of gradients; 0 for `dtype`.
-    pub gradient_dtype: unsloth_dtype,
-    /// 1 if the optimizer updates an f32 copy of the trained weights (mixed precision, arXiv:1710.03740). With f32 weights there is
-    /// none.
-    pub master_weights: u32,
-    /// One of `UNSLOTH_OPTIMIZER_*`.
-    pub optimizer: unsloth_optimizer_kind,
-    /// One of `UNSLOTH_CHECKPOINTING_*`.
-    pub checkpointing: unsloth_checkpointing,
-    /// 1 if attention stores its probabilities, as plain implementations do; 0 for a log-sum-exp per query.
-    pub naive_attention: u32,
-    /// Zero.
-    pub reserved: u32,
-    /// The model.
-    pub model: *const unsloth_model_params,
-    /// Sequences per step.
-    pub batch_size: i64,
-    /// Tokens per sequence.
-    pub sequence_length: i64,
-    /// Parameters of adapters beside the model's frozen weights (LoRA, arXiv:2106.09685), which alone are trained: of them alone
-    /// there are gradients, master copies and optimizer state. 0 trains the model itself.
-    pub adapter_parameters: i64,
-}
-params!(unsloth_training_memory_params, [reserved]);
-
-/// Bytes of a training step at its peak, by use. Left out are what the backward pass holds for one operation at a time, and what
-/// allocators and libraries keep for themselves.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct unsloth_training_memory {
-    /// `sizeof(unsloth_training_memory)`, set by the caller.
-    pub struct_size: u32,
-    /// Zero.
-    pub reserved: u32,
-    /// Weights, adapters included.
-    pub weights: u64,
-    /// f32 copies of the trained weights.
-    pub master_weights: u64,
-    /// Gradients of the trained weights.
-    pub gradients: u64,
-    /// What the optimizer keeps.
-    pub optimizer_state: u64,
-    /// Activations kept from the forward to the backward pass, counted as in arXiv:2205.05198.
-    pub saved_activations: u64,
-    /// Activations of one layer that the backward pass computes again.
-    pub recomputed_activations: u64,
-    /// Logits, f32: `batch_size * sequence_length * vocab_size`.
-    pub logits: u64,
-    /// The sum.
-    pub total: u64,
-}
-params!(unsloth_training_memory, [reserved]);
-
 fn count(name: &'static str, value: i64) -> Result<u64> {
     u64::try_from(value)
         .map_err(|_| Error::invalid(OP, name, text!("is {value}, at least 0 is needed")))
-}
-
-/// A checkpointing policy.
-pub(super) fn checkpointing_from(
-    op: &'static str,
-    value: unsloth_checkpointing,
-) -> Result<Checkpointing> {
-    Checkpointing::from_raw(value).ok_or_else(|| {
-        let problem = text!(
-            "is {value}, allowed: 0 (none), 1 (selective), 2 (full), 3 (elementwise), 4 (mlp), \
-             5 (projections)"
-        );
-        Error::invalid(op, "checkpointing", problem)
-    })
 }
 
 /// A count whose zero stands for a default.
@@ -515,61 +421,6 @@ pub unsafe extern "C" fn unsloth_inference_memory_estimate(
             out.kv_cache = m.kv_cache;
             out.activations = m.activations;
             out.workspace = m.workspace;
-            out.logits = m.logits;
-            out.total = m.total;
-            Ok(())
-        })
-    })
-}
-
-/// Estimates a training step; the caller has set the result's `struct_size` (`UNSLOTH_TRAINING_MEMORY_INIT`).
-///
-/// # Safety
-/// `params` is NULL or points to `params->struct_size` readable bytes, and so does its `model`; `memory` is NULL or points to
-/// `memory->struct_size` bytes valid for reads and writes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn unsloth_training_memory_estimate(
-    params: *const unsloth_training_memory_params,
-    memory: *mut unsloth_training_memory,
-) -> unsloth_status {
-    // SAFETY: the caller's promises.
-    guard(OP, || unsafe {
-        answer(memory, |out| {
-            let p = params::read(OP, params)?;
-            let optimizer = OptimizerKind::from_raw(p.optimizer).ok_or_else(|| {
-                let problem = text!(
-                    "is {}, allowed: 0 (adam), 1 (adam 8-bit), 2 (sgd), 3 (sgd with momentum)",
-                    p.optimizer
-                );
-                Error::invalid(OP, "optimizer", problem)
-            })?;
-            let checkpointing = checkpointing_from(OP, p.checkpointing)?;
-            let dtype = float("dtype", p.dtype)?;
-            let training = Training {
-                model: model_from(p.model)?,
-                batch_size: count("batch_size", p.batch_size)?,
-                sequence_length: count("sequence_length", p.sequence_length)?,
-                dtype,
-                gradient_dtype: match p.gradient_dtype {
-                    0 => dtype,
-                    other => float("gradient_dtype", other)?,
-                },
-                master_weights: flag(OP, "master_weights", p.master_weights)?,
-                optimizer,
-                checkpointing,
-                flash_attention: !flag(OP, "naive_attention", p.naive_attention)?,
-                adapter_parameters: match count("adapter_parameters", p.adapter_parameters)? {
-                    0 => None,
-                    n => Some(n),
-                },
-            };
-            let m = estimate::training_memory(&training)?;
-            out.weights = m.weights;
-            out.master_weights = m.master_weights;
-            out.gradients = m.gradients;
-            out.optimizer_state = m.optimizer_state;
-            out.saved_activations = m.saved_activations;
-            out.recomputed_activations = m.recomputed_activations;
             out.logits = m.logits;
             out.total = m.total;
             Ok(())

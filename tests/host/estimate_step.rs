@@ -1,0 +1,134 @@
+//! Whole training steps against their estimate, by what a context counts.
+
+use unsloth::estimate::{Checkpointing, Master, Model, Training, training_step_memory};
+use unsloth::{Buffer, Context, DType};
+
+use crate::common::contexts;
+use crate::llama::Llama;
+
+/// Hidden states are of multiples of 256 bytes, as an estimate has them.
+const MODEL: Model = Model {
+    vocab_size: 64,
+    hidden_size: 32,
+    intermediate_size: 48,
+    num_layers: 3,
+    num_heads: 4,
+    num_kv_heads: 2,
+    head_dim: 8,
+    v_head_dim: 8,
+    tied_embeddings: true,
+    qkv_bias: false,
+    output_bias: false,
+    mlp_bias: false,
+    qk_norm: false,
+};
+
+const POLICIES: [Checkpointing; 6] = [
+    Checkpointing::None,
+    Checkpointing::Selective,
+    Checkpointing::Elementwise,
+    Checkpointing::Mlp,
+    Checkpointing::Projections,
+    Checkpointing::Full,
+];
+
+/// Makes a step; gives the bytes that were held at the most, and the loss.
+fn run(ctx: &Context, t: &Training) -> (u64, f32) {
+    let before = ctx.memory_stats();
+    ctx.reset_memory_peak();
+    let mut llama = Llama::new(ctx, t, 1e-3, Buffer::new).unwrap();
+    if t.packed_sequences.is_some() {
+        llama.pack(&[0, 5, 6, 32]).unwrap();
+    }
+    let ids: Vec<i32> = (0..32).map(|i| i * 37 % 64).collect();
+    let targets: Vec<i32> = (0..32)
+        .map(|i| if i % 5 == 0 { -100 } else { i * 11 % 64 })
+        .collect();
+    let loss = llama.step(&ids, &targets).unwrap();
+    if t.checkpointing == Checkpointing::Full {
+        // And it learned from it.
+        let next = llama.step(&ids, &targets).unwrap();
+        assert!(next < loss, "{loss} {next}");
+    }
+    (ctx.memory_stats().peak - before.in_use, loss)
+}
+
+#[test]
+fn a_step_takes_what_it_says() {
+    let base = Training::new(MODEL, 2, 16, DType::F32);
+    let bf16 = Training {
+        master: Master::Remainder,
+        ..Training::new(MODEL, 2, 16, DType::Bf16)
+    };
+    let cases = [
+        base,
+        Training {
+            vector_dtype: DType::F32,
+            ..Training::new(MODEL, 2, 16, DType::F16)
+        },
+        Training {
+            packed_sequences: Some(3),
+            ..bf16
+        },
+        Training {
+            segment_layers: Some(2),
+            chunk_tokens: 12,
+            ..bf16
+        },
+        Training {
+            model: Model {
+                tied_embeddings: false,
+                qkv_bias: true,
+                output_bias: true,
+                mlp_bias: true,
+                qk_norm: true,
+                ..MODEL
+            },
+            gradient_dtype: DType::Bf16,
+            chunk_tokens: 20,
+            weight_dtype: DType::F32,
+            vector_dtype: DType::F32,
+            segment_layers: Some(1),
+            ..bf16
+        },
+    ];
+    for ctx in contexts() {
+        for case in cases {
+            let mut losses = Vec::new();
+            for checkpointing in POLICIES {
+                let t = Training {
+                    checkpointing,
+                    ..case
+                };
+                let estimate = training_step_memory(&ctx, &t).unwrap();
+                let (peak, loss) = run(&ctx, &t);
+                losses.push(loss.to_bits());
+                assert_eq!(estimate.total, peak, "{t:?} {estimate:?}");
+            }
+            losses.dedup();
+            assert_eq!(losses.len(), 1, "policies agree to the bit");
+        }
+    }
+}
+
+/// A layer's matrices with their adapters lie in memory of one layer, and so do their gradients.
+#[test]
+fn adapters_are_of_one_layer_at_a_time() {
+    let n = MODEL.parameters().unwrap().total;
+    for ctx in contexts() {
+        let full = Training::new(MODEL, 2, 16, DType::Bf16);
+        let lora = Training {
+            adapter_parameters: Some(1024),
+            adapter_dtype: DType::F32,
+            adapted_parameters: 3000,
+            ..full
+        };
+        let [full, m] = [full, lora].map(|t| training_step_memory(&ctx, &t).unwrap());
+        assert_eq!(m.weights, 2 * n + 4 * 1024 + 2 * 3000);
+        assert_eq!(m.gradients, 4 * 1024 + 4 * 3000);
+        assert_eq!(m.master_weights, 0);
+        assert!((8 * 1024..8 * 1024 + 2048).contains(&m.optimizer_state));
+        assert_eq!(m.saved_activations, full.saved_activations);
+        assert!(m.workspace <= full.workspace);
+    }
+}
