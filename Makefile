@@ -139,12 +139,13 @@ test-cuda: ## Test what a CUDA build does without a GPU
 	cargo test --locked --workspace --features candle,cuda --lib --test cuda --test context --test norm
 	$(MAKE) CUDA=1 PROFILE=dev test-c
 
-# Files of tests that run kernels.
-TESTS ?= rope swiglu cross_entropy
+# Families of tests, and names of tests of them (empty: all).
+TESTS ?= elementwise
+ONLY ?=
 emulate: ## Run TESTS on an emulated GPU: kernels of sm_80, thread by thread
 	$(TOOLS) nvcc
-	LD_LIBRARY_PATH=$$(python3 kernels/dev/emulator/compile.py driver) UNSLOTH_REQUIRE_GPU=1 \
-	  cargo test --locked --features cuda $(addprefix --test ,$(TESTS))
+	LD_LIBRARY_PATH=$$(python3 kernels/dev/emulator/compile.py driver) UNSLOTH_TEST_BACKEND=cuda \
+	  cargo test --locked --features cuda $(addprefix --test ,$(TESTS)) -- $(ONLY)
 
 gpu-pack: ## Build what a GPU machine needs for tests and benchmarks into .gpu/
 	scripts/gpu_pack.sh

@@ -2,12 +2,17 @@
 //!
 //! A test of a GPU ends early on a machine without one. Where `UNSLOTH_REQUIRE_GPU` is 1, as
 //! `scripts/gpu_run.sh` sets it, it fails instead: a broken driver must not look like a green run.
+//! `UNSLOTH_TEST_BACKEND` names the only backend that tests are to see, which must be there.
 
 use unsloth::{Backend, Context, ContextOptions};
 
 /// A context of every backend that is compiled in and has a device.
 pub fn contexts() -> Vec<Context> {
-    let there = |backend: &Backend| *backend == Backend::Cpu || gpu_is_there();
+    let only = std::env::var("UNSLOTH_TEST_BACKEND").ok();
+    let there = |backend: &Backend| match &only {
+        Some(only) => only == backend.name(),
+        None => *backend == Backend::Cpu || gpu_is_there(),
+    };
     let make = |backend| {
         let options = ContextOptions {
             backend,

@@ -40,6 +40,7 @@ uint64_t setting(const char *name, uint64_t otherwise) {
 const uint64_t memory_size = setting("EMULATOR_MEMORY", uint64_t(4) << 30);
 const uint64_t multiprocessors = setting("EMULATOR_MULTIPROCESSORS", 4);
 const uint64_t seed = setting("EMULATOR_SEED", 1);
+const bool trace = setting("EMULATOR_TRACE", 0) != 0;
 const bool early_copies = setting("EMULATOR_EARLY_COPIES", 0) != 0;
 
 std::recursive_mutex mutex;
@@ -199,8 +200,15 @@ struct Call {
     for (unsigned i = 1; i < std::min<uint64_t>(blocks, std::thread::hardware_concurrency()); i++) {
       workers.emplace_back(run);
     }
+    const auto began = std::chrono::steady_clock::now();
     run();
     for (std::thread &worker : workers) worker.join();
+    if (trace) {
+      const std::chrono::duration<double, std::milli> took =
+          std::chrono::steady_clock::now() - began;
+      fprintf(stderr, "%s: %u x %u x %u blocks of %u threads, %.1f ms\n", launch.kernel, grid.x,
+              grid.y, grid.z, block.count(), took.count());
+    }
     return kSuccess;
   }
 };
