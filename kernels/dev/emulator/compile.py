@@ -3,8 +3,10 @@
     python3 kernels/dev/emulator/compile.py driver      its libcuda.so.1
     python3 kernels/dev/emulator/compile.py NAME        a kernel, which the driver asks for at its first launch
 
-A kernel's text is that which the last build with `--features cuda` compiled for sm_80 (in target/cuda-kernels, or
-in the folder that EMULATOR_KERNELS names). What is compiled lies in target/emulator, by what it was made of.
+A kernel's text is that which the last build with `--features cuda` compiled (in target/cuda-kernels, or in the
+folder that EMULATOR_KERNELS names) for sm_80, or with EMULATOR_ARCH=90 for sm_90a; of Hopper's own kernels that in
+kernels/cuda, with the headers of hopper/ in place of kernels/cuda/common. What is compiled lies in target/emulator,
+by what it was made of.
 """
 
 import hashlib
@@ -18,8 +20,10 @@ HERE = pathlib.Path(__file__).resolve().parent
 TARGET = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[2] / "target"))
 KERNELS = pathlib.Path(os.environ.get("EMULATOR_KERNELS", TARGET / "cuda-kernels"))
 OUT = TARGET / "emulator"
+HOPPER = os.environ.get("EMULATOR_ARCH") == "90"
+CUDA = HERE.parents[1] / "cuda"
 # Products and sums are contracted as nvcc does it.
-FLAGS = "-std=c++17 -O1 -g1 -fPIC -shared -mavx2 -mfma -mf16c -ffp-contract=fast -fno-strict-aliasing -pthread -w"
+FLAGS = "-std=c++20 -O1 -g1 -fPIC -shared -mavx2 -mfma -mf16c -ffp-contract=fast -fno-strict-aliasing -pthread -w"
 
 
 class NotThere(Exception):
@@ -29,14 +33,27 @@ class NotThere(Exception):
 def text_of(name):
     """The namespace of the kernel, from the image that was written last."""
     opening = f"namespace ns_{name} {{\n"
-    sources = sorted(KERNELS.glob("*/sm_80/source.cu"), key=lambda path: -path.stat().st_mtime)
+    images = f"*/{'sm_90a' if HOPPER else 'sm_80'}/source.cu"
+    sources = sorted(KERNELS.glob(images), key=lambda path: -path.stat().st_mtime)
     for source in sources:
         text = source.read_text()
         begin = text.find(opening)
         if begin >= 0:
             end = text.find("\nnamespace ns_", begin + 1)
             return text[begin : end if end >= 0 else len(text)]
-    raise NotThere(f"no kernel {name} in {KERNELS}/*/sm_80/source.cu")
+    raise NotThere(f"no kernel {name} in {KERNELS}/{images}")
+
+
+def of_hopper(name):
+    """A kernel of kernels/cuda as C++ of the host: the file whose macros name the end of its name."""
+    for source in sorted(CUDA.glob("**/*.cu")):
+        if any(name.endswith("_" + word) for word in re.findall(r"\w+", source.read_text())):
+            return (
+                "#include <cuda.h>\n\n#undef __global__\n#define __global__ inline\n"
+                f'#include "{source}"\n\n'
+                f'extern "C" const machine::Entry emulator_entry = machine::Kernel<&{name}>::entry;\n'
+            )
+    return None
 
 
 def for_host(name):
@@ -71,7 +88,10 @@ def for_host(name):
 
 def compiled(name, text, suffix, *flags):
     """The shared library of a text, compiled if it was not before."""
-    parts = [text, FLAGS, *flags, *(path.read_text() for path in sorted(HERE.glob("*.h")))]
+    headers = sorted(HERE.glob("*.h"))
+    if "-I" in " ".join(flags):
+        headers += sorted(path for folder in (HERE, CUDA) for path in folder.glob("**/*.cu*"))
+    parts = [text, FLAGS, *flags, *(path.read_text() for path in headers)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = OUT / key
     library = folder / suffix
@@ -95,7 +115,12 @@ def main():
         print(compiled(name, text, "libcuda.so.1", *flags, "-ldl").parent)
         return
     try:
-        print(compiled(name, for_host(name), "kernel.so"))
+        text = of_hopper(name) if HOPPER else None
+        if text is not None:
+            folders = [f"-I{HERE / 'hopper'}", f"-I{CUDA}", f"-I{KERNELS / 'include'}"]
+            print(compiled(name, text, "kernel.so", *folders))
+        else:
+            print(compiled(name, for_host(name), "kernel.so"))
     except (NotThere, subprocess.CalledProcessError) as error:
         sys.exit(f"emulator: {error}")
 

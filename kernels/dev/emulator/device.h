@@ -18,6 +18,7 @@
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
+#define __forceinline__ inline
 
 #define threadIdx (machine::block->self().index)
 #define blockIdx (machine::block->index())
@@ -80,13 +81,27 @@ inline float __fdividef(float a, float b) {
 }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 
-inline uint32_t atomicExch(uint32_t *to, uint32_t value) {
+inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t word;
+  memcpy(&word, &x, sizeof(word));
+  return word;
+}
+
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+template <class T>
+T atomicExch(T *to, T value) {
   return __atomic_exchange_n(to, value, __ATOMIC_SEQ_CST);
 }
-inline uint32_t atomicAdd(uint32_t *to, uint32_t value) {
+template <class T>
+T atomicAdd(T *to, T value) {
   return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST);
 }
-inline uint32_t atomicCAS(uint32_t *to, uint32_t expected, uint32_t value) {
+template <class T>
+T atomicCAS(T *to, T expected, T value) {
   __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return expected;
 }
@@ -124,6 +139,16 @@ void shuffle(const Shuffled<T> *given, T *taken) {
 
 inline void any(const int *given, int *taken) {
   std::fill(taken, taken + kWarp, std::any_of(given, given + kWarp, [](int is) { return is; }));
+}
+
+inline void ballot(const int *given, uint32_t *taken) {
+  uint32_t votes = 0;
+  for (unsigned i = 0; i < kWarp; i++) votes |= uint32_t(given[i] != 0) << i;
+  std::fill(taken, taken + kWarp, votes);
+}
+
+inline void greatest(const int *given, int *taken) {
+  std::fill(taken, taken + kWarp, *std::max_element(given, given + kWarp));
 }
 
 // PTX ISA, "Matrix load instruction: ldmatrix": eight threads give the rows of each of four
@@ -228,6 +253,17 @@ template <class T>
 T __shfl_xor_sync(uint32_t mask, T value, uint32_t bits) {
   return __shfl_sync(mask, value, machine::block->self().rank % machine::kWarp ^ bits);
 }
+template <class T>
+T __shfl_up_sync(uint32_t mask, T value, uint32_t by) {
+  const uint32_t lane = machine::block->self().rank % machine::kWarp;
+  return __shfl_sync(mask, value, lane < by ? lane : lane - by);
+}
+inline uint32_t __ballot_sync(uint32_t, int is) {
+  return machine::together<int, uint32_t, machine::ballot>(is);
+}
+inline int __reduce_max_sync(uint32_t, int x) {
+  return machine::together<int, int, machine::greatest>(x);
+}
 inline int __any_sync(uint32_t, int is) { return machine::together<int, int, machine::any>(is); }
 inline void __syncwarp(uint32_t = ~0u) {
   machine::together<machine::Nothing, machine::Nothing, machine::meet>({});
@@ -256,7 +292,7 @@ class barrier {
 };
 template <thread_scope scope>
 void init(barrier<scope> *barrier, uint32_t expected) {
-  barrier->state = {uint16_t(expected), uint16_t(expected), 0};
+  barrier->state = {0, expected, expected, 0};
 }
 }  // namespace cuda
 

@@ -40,6 +40,7 @@ uint64_t setting(const char *name, uint64_t otherwise) {
 const uint64_t memory_size = setting("EMULATOR_MEMORY", uint64_t(4) << 30);
 const uint64_t multiprocessors = setting("EMULATOR_MULTIPROCESSORS", 4);
 const uint64_t seed = setting("EMULATOR_SEED", 1);
+const bool hopper = setting("EMULATOR_ARCH", 80) == 90;
 const bool trace = setting("EMULATOR_TRACE", 0) != 0;
 const bool early_copies = setting("EMULATOR_EARLY_COPIES", 0) != 0;
 
@@ -178,11 +179,16 @@ const machine::Entry *load(Function &function) {
   return function.entry;
 }
 
+// Of a parameter, aligned as any may ask for.
+struct alignas(128) Part {
+  char bytes[128];
+};
+
 struct Call {
   Function *function;
   machine::Dim grid, block;
   size_t shared_bytes;
-  std::vector<std::vector<char>> params;
+  std::vector<std::vector<Part>> params;
 
   int operator()() {
     const machine::Entry *entry = load(*function);
@@ -252,7 +258,7 @@ EXPORT int cuDeviceGet(int *device, int ordinal) {
 }
 EXPORT int cuDeviceCanAccessPeer(int *can) { return *can = 0, kSuccess; }
 EXPORT int cuDeviceGetName(char *name, int size) {
-  snprintf(name, size, "emulated sm_80");
+  snprintf(name, size, hopper ? "emulated sm_90a" : "emulated sm_80");
   return kSuccess;
 }
 EXPORT int cuGetErrorName(int error, const char **name) {
@@ -273,7 +279,7 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute) {
     kMinor = 76,
     kPools = 115
   };
-  *value = attribute == kMajor             ? 8
+  *value = attribute == kMajor             ? (hopper ? 9 : 8)
            : attribute == kMinor           ? 0
            : attribute == kMultiprocessors ? int(multiprocessors)
            : attribute == kMemoryClock     ? 1215000
@@ -329,17 +335,18 @@ EXPORT int cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, 
                           unsigned shared_bytes, Stream *stream, void **params, void **extra) {
   const machine::Dim grid{grid_x, grid_y, grid_z}, block{block_x, block_y, block_z};
   const uint64_t threads = uint64_t(block_x) * block_y * block_z;
-  // What compute capability 8.0 takes.
+  // What the compute capability takes.
   const bool fits = grid_x > 0 && grid_x <= INT32_MAX && grid_y > 0 && grid_y <= 65535 &&
                     grid_z > 0 && grid_z <= 65535 && threads > 0 && threads <= 1024 &&
-                    shared_bytes <= 163 << 10;
+                    shared_bytes <= (hopper ? 227 : 163) << 10;
   if (!fits || extra != nullptr) return kInvalidValue;
   Lock lock(mutex);
   Call call{function, grid, block, shared_bytes, {}};
   const machine::Entry *entry = load(*function);
   for (size_t i = 0; i < entry->count; i++) {
-    const char *param = static_cast<const char *>(params[i]);
-    call.params.emplace_back(param, param + entry->sizes[i]);
+    std::vector<Part> param((entry->sizes[i] + sizeof(Part) - 1) / sizeof(Part));
+    memcpy(param.data(), params[i], entry->sizes[i]);
+    call.params.push_back(std::move(param));
   }
   return queue(stream, std::move(call));
 }
@@ -501,4 +508,30 @@ EXPORT int cuStreamWaitEvent(Stream *stream, const Event *event) {
   if (uintptr_t(stream) > 2 && event->capture != nullptr) stream->capture = event->capture;
   return kSuccess;
 }
-EXPORT int cuTensorMapEncodeTiled() { return 801; }
+// The engine of the emulator reads what is written here: see hopper/common/tma.cuh.
+EXPORT int cuTensorMapEncodeTiled(machine::TensorMap *map, int, unsigned rank, void *pointer,
+                                  const uint64_t *sizes, const uint64_t *strides,
+                                  const unsigned *counts, const unsigned *steps, int interleave,
+                                  int swizzle) {
+  enum { kSwizzle128 = 3 };
+  if (rank < 3 || rank > 5 || uintptr_t(pointer) % 16 != 0 || interleave != 0 ||
+      swizzle != kSwizzle128 || counts[0] != 64) {
+    return kInvalidValue;
+  }
+  *map = {};
+  map->pointer = pointer;
+  map->rank = rank;
+  map->strides[0] = 2;
+  for (unsigned i = 0; i < rank; i++) {
+    if (sizes[i] == 0 || sizes[i] > uint64_t(1) << 32 || counts[i] == 0 || counts[i] > 256 ||
+        steps[i] != 1) {
+      return kInvalidValue;
+    }
+    map->sizes[i] = uint32_t(sizes[i] - 1);
+    map->counts[i] = uint16_t(counts[i]);
+    if (i == 0) continue;
+    if (strides[i - 1] % 16 != 0 || strides[i - 1] >= uint64_t(1) << 40) return kInvalidValue;
+    map->strides[i] = strides[i - 1];
+  }
+  return kSuccess;
+}

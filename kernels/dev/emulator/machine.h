@@ -8,11 +8,14 @@
 
 #include <sys/mman.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -46,6 +49,17 @@ struct Copy {
   unsigned bytes, filled;
 };
 
+// A product of Hopper's warpgroups that is begun: `run` computes a warp's part of it.
+struct Thread;
+struct Product {
+  void (*run)(Thread *const *lanes, size_t index);
+  float *d;
+  const uint32_t *a;
+  uint64_t a_tile, b_tile;
+  int accumulate;
+  uint32_t group;
+};
+
 struct Thread {
   void *stack_pointer;
   Dim index;
@@ -56,6 +70,10 @@ struct Thread {
   uint32_t mask, value;
   // Copies that are begun and that no barrier was told of.
   std::vector<Copy> copies;
+  std::vector<Product> products;
+  uint32_t groups;  // of products, that are closed
+  // Copies out of shared memory that the engine has not made yet.
+  std::vector<std::function<void()>> stores;
 };
 
 // Operations that a warp's threads do together: the last to come computes what all get.
@@ -78,10 +96,26 @@ struct Warp {
   }
 };
 
-// What a `cuda::barrier` of a block is: eight bytes of shared memory.
+// A barrier in shared memory, of eight bytes: a phase ends when what is expected has arrived,
+// threads and bytes.
 struct Barrier {
-  uint16_t expected, pending;
-  uint32_t phase;
+  uint32_t phase : 1, expected : 12, pending : 12;
+  int32_t bytes;
+};
+
+// A tensor of 16-bit elements as the copy engine knows it: boxes are of 64 columns, swizzled.
+struct alignas(64) TensorMap {
+  void *pointer;
+  uint64_t strides[5];  // bytes
+  uint32_t sizes[5];    // less one
+  uint16_t counts[5];
+  uint16_t rank;
+};
+static_assert(sizeof(TensorMap) == 128, "what a launch has room for");
+
+struct NamedBarrier {
+  uint32_t completed;
+  unsigned arrived;
 };
 
 class Block {
@@ -140,15 +174,59 @@ class Block {
     self_->copies.clear();
   }
   void arrive(Barrier &barrier) {
-    if (barrier.pending == 0) fail("a barrier that was not initialised");
-    if (--barrier.pending > 0) return;
-    auto landing = landing_.find(&barrier);
-    if (landing != landing_.end()) {
-      for (const Copy &copy : landing->second) land(copy);
-      landing->second.clear();
+    if (barrier.pending == 0) fail("a barrier that was not initialised, or too many that arrive");
+    barrier.pending--;
+    end_phase(barrier);
+  }
+  void deliver(Barrier &barrier, uint32_t bytes) {
+    barrier.bytes -= bytes;
+    end_phase(barrier);
+  }
+  void wait(const Barrier &barrier, uint32_t parity) {
+    wait_while(reinterpret_cast<const uint32_t *>(&barrier), 1, parity & 1);
+  }
+
+  // Barriers of a number, which count threads.
+  void arrive(int id, unsigned threads) {
+    NamedBarrier &barrier = named_.at(id);
+    if (++barrier.arrived == threads) {
+      barrier.arrived = 0;
+      barrier.completed++;
     }
-    barrier.pending = barrier.expected;
-    barrier.phase++;
+  }
+  void sync(int id, unsigned threads) {
+    const uint32_t before = named_.at(id).completed;
+    arrive(id, threads);
+    wait_while(&named_[id].completed, ~0u, before);
+  }
+
+  // What the copy engine does: now, or some time before it is waited for.
+  void engine(std::function<void()> work) {
+    if (launch_.early_copies) {
+      work();
+    } else {
+      engine_.push_back(std::move(work));
+    }
+  }
+  void store(std::function<void()> work) {
+    if (launch_.early_copies) {
+      work();
+    } else {
+      self_->stores.push_back(std::move(work));
+    }
+  }
+  void wait_stores() {
+    for (auto &work : self_->stores) work();
+    self_->stores.clear();
+  }
+
+  // Shared memory as PTX names it, by an offset.
+  uint32_t shared_address(const void *pointer) const {
+    return static_cast<const char *>(pointer) - shared_;
+  }
+  char *shared_pointer(uint32_t address) {
+    if (address >= shared_bytes_) fail("an address behind shared memory");
+    return shared_ + address;
   }
 
   [[noreturn]] void fail(const char *what) const;
@@ -157,6 +235,16 @@ class Block {
   static void land(const Copy &copy) {
     memcpy(copy.to, copy.from, copy.filled);
     memset(static_cast<char *>(copy.to) + copy.filled, 0, copy.bytes - copy.filled);
+  }
+  void end_phase(Barrier &barrier) {
+    if (barrier.pending > 0 || barrier.bytes > 0) return;
+    auto landing = landing_.find(&barrier);
+    if (landing != landing_.end()) {
+      for (const Copy &copy : landing->second) land(copy);
+      landing->second.clear();
+    }
+    barrier.pending = barrier.expected;
+    barrier.phase ^= 1;
   }
   static void begin();
   void end();
@@ -174,6 +262,8 @@ class Block {
   unsigned alive_, arrived_;
   uint32_t synced_;
   std::unordered_map<const void *, std::vector<Copy>> landing_;
+  std::array<NamedBarrier, 16> named_;
+  std::deque<std::function<void()>> engine_;
 };
 
 inline thread_local Block *block = nullptr;
@@ -227,6 +317,8 @@ inline void Block::begin() {
 // Whoever waits for a thread that is over waits for the others alone.
 inline void Block::end() {
   if (!self_->copies.empty()) fail("a copy into shared memory that nobody waits for");
+  if (!self_->stores.empty()) fail("a copy out of shared memory that nobody waits for");
+  if (!self_->products.empty()) fail("a product that nobody waits for");
   self_->done = true;
   if (--alive_ > 0 && arrived_ == alive_) {
     arrived_ = 0;
@@ -245,6 +337,7 @@ inline void Block::run(uint64_t number, void (*body)()) {
   alive_ = threads_.size();
   arrived_ = synced_ = 0;
   landing_.clear();
+  named_ = {};
   // Not a number in any type.
   memset(shared_, 0xff, shared_bytes_);
   const unsigned warps = (threads_.size() + kWarp - 1) / kWarp;
@@ -280,6 +373,11 @@ inline void Block::run(uint64_t number, void (*body)()) {
       machine_switch(&scheduler_, self_->stack_pointer);
     }
     self_ = nullptr;
+    if (!engine_.empty() && (!ran || random >> 62 == 0)) {
+      engine_.front()();
+      engine_.pop_front();
+      ran = true;
+    }
     if (!ran) fail("all threads that are left wait for what does not come");
   }
 }

@@ -1,0 +1,25 @@
+// Single-instruction arithmetic, on the host.
+#pragma once
+
+#include "device.h"
+
+namespace unsloth {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+inline float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; }
+
+inline float exp2_approx(float x) { return flush(exp2f(x)); }
+inline float log2_approx(float x) { return log2f(flush(x)); }
+inline float reciprocal_approx(float x) { return flush(1 / flush(x)); }
+inline float tanh_approx(float x) { return tanhf(x); }
+
+template <class T>
+uint32_t pack(float low, float high) {
+  return T(low).bits | uint32_t(T(high).bits) << 16;
+}
+
+}  // namespace unsloth

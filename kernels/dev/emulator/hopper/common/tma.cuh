@@ -1,0 +1,80 @@
+// TMA, on the host: boxes of up to five dimensions, the rows of which are 128 bytes and swizzled.
+#pragma once
+
+#include <cuda.h>
+
+#include "mbarrier.cuh"
+
+namespace unsloth {
+
+constexpr uint64_t kEvictFirst = 0;
+constexpr uint64_t kEvictLast = 0;
+
+inline void tma_prefetch_map(const CUtensorMap *) {}
+
+// Calls `each(in shared memory, in global memory or null, bytes)` for the box's 16-byte units.
+template <class Each>
+void tma_box(const CUtensorMap &map, uint32_t shared, const int (&at)[5], Each each) {
+  uint32_t rows = 1;
+  for (int i = 1; i < map.rank; i++) rows *= map.counts[i];
+  for (uint32_t row = 0; row < rows; row++) {
+    bool there = true;
+    char *from = static_cast<char *>(map.pointer);
+    uint32_t rest = row;
+    for (int i = 1; i < map.rank; i++) {
+      const int64_t place = at[i] + int64_t(rest % map.counts[i]);
+      rest /= map.counts[i];
+      there = there && place >= 0 && place <= int64_t(map.sizes[i]);
+      from += place * int64_t(map.strides[i]);
+    }
+    for (uint32_t column = 0; column < 64; column += 8) {
+      const int64_t place = at[0] + int64_t(column);
+      const int64_t left = there && place >= 0 ? int64_t(map.sizes[0]) + 1 - place : 0;
+      const uint32_t to = swizzle_128b(shared + row * 128 + column * 2);
+      each(machine::block->shared_pointer(to), from + place * 2,
+           left < 0   ? 0
+           : left > 8 ? 16
+                      : left * 2);
+    }
+  }
+}
+
+inline uint32_t tma_box_bytes(const CUtensorMap &map) {
+  uint32_t bytes = 2;
+  for (int i = 0; i < map.rank; i++) bytes *= map.counts[i];
+  return bytes;
+}
+
+inline void tma_load_5d(uint32_t destination, const CUtensorMap *map, Mbarrier *full, uint64_t,
+                        int c0, int c1, int c2, int c3, int c4) {
+  if (machine::block->self().rank % machine::kWarp != 0) return;
+  if (destination % 128 != 0) machine::block->fail("a misaligned box");
+  machine::block->engine([=] {
+    const int at[5] = {c0, c1, c2, c3, c4};
+    tma_box(*map, destination, at, [](char *shared, const char *global, int64_t bytes) {
+      memcpy(shared, global, bytes);
+      memset(shared + bytes, 0, 16 - bytes);
+    });
+    machine::block->deliver(full->state, tma_box_bytes(*map));
+  });
+}
+
+inline void tma_load_4d(uint32_t destination, const CUtensorMap *map, Mbarrier *full,
+                        uint64_t policy, int c0, int c1, int c2, int c3) {
+  tma_load_5d(destination, map, full, policy, c0, c1, c2, c3, 0);
+}
+
+inline void tma_store_5d(const CUtensorMap *map, uint32_t source, int c0, int c1, int c2, int c3,
+                         int c4) {
+  machine::block->store([=] {
+    const int at[5] = {c0, c1, c2, c3, c4};
+    tma_box(*map, source, at,
+            [](const char *shared, char *global, int64_t bytes) { memcpy(global, shared, bytes); });
+  });
+}
+
+inline void tma_store_commit() {}
+
+inline void tma_store_wait_read() { machine::block->wait_stores(); }
+
+}  // namespace unsloth

@@ -1,0 +1,6 @@
+// What kernels take of the driver's header.
+#pragma once
+
+#include "device.h"
+
+using CUtensorMap = machine::TensorMap;

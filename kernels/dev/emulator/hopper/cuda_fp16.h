@@ -1,0 +1,2 @@
+// The words of CUDA C++, on the host.
+#include "device.h"
