@@ -59,6 +59,7 @@ SUMMARISED = {
     "linear_backward": "linear, gradients",
     "embedding_backward": "embedding, gradients",
     "attention_backward": "attention, gradients",
+    "block_backward": "mlp and attention block, gradients",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "linear_cross_entropy",
     "optimizer": "optimizer",

@@ -192,7 +192,7 @@ run_compare() {
   if have_torch; then
     for op in ${COMPARE-rms_norm layer_norm norm_backward rope swiglu swiglu_backward cross_entropy \
       linear_cross_entropy embedding embedding_backward kv_append optimizer linear linear_backward mlp attention \
-      attention_forward attention_backward host calls $candle}; do
+      attention_forward attention_backward block_backward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
   fi

@@ -23,7 +23,7 @@ OUT = TARGET / "emulator"
 HOPPER = os.environ.get("EMULATOR_ARCH") == "90"
 CUDA = HERE.parents[1] / "cuda"
 # Products and sums are contracted as nvcc does it.
-FLAGS = "-std=c++20 -O1 -g1 -fPIC -shared -mavx2 -mfma -mf16c -ffp-contract=fast -fno-strict-aliasing -pthread -w"
+FLAGS = "-std=c++20 -O1 -g1 -fPIC -shared -mavx2 -mfma -mf16c -ffp-contract=fast -fno-strict-aliasing -pthread -w -Wno-psabi"
 
 
 class NotThere(Exception):
