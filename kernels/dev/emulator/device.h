@@ -287,7 +287,7 @@ class barrier {
     machine::block->arrive(state);
     return {};
   }
-  void wait_parity(uint32_t parity) { machine::block->wait_while(&state.phase, 1, parity & 1); }
+  void wait_parity(uint32_t parity) { machine::block->wait(state, parity); }
   machine::Barrier state;
 };
 template <thread_scope scope>
