@@ -454,7 +454,7 @@ FIELD(unsloth_inference_memory, workspace, 32, 8);
 FIELD(unsloth_inference_memory, logits, 40, 8);
 FIELD(unsloth_inference_memory, total, 48, 8);
 
-STRUCT(unsloth_training_memory_params, 120, 8);
+STRUCT(unsloth_training_memory_params, 128, 8);
 FIELD(unsloth_training_memory_params, struct_size, 0, 4);
 FIELD(unsloth_training_memory_params, dtype, 4, 4);
 FIELD(unsloth_training_memory_params, gradient_dtype, 8, 4);
@@ -476,6 +476,7 @@ FIELD(unsloth_training_memory_params, ctx, 88, 8);
 FIELD(unsloth_training_memory_params, adapted_parameters, 96, 8);
 FIELD(unsloth_training_memory_params, packed_sequences, 104, 8);
 FIELD(unsloth_training_memory_params, segment_layers, 112, 8);
+FIELD(unsloth_training_memory_params, micro_batches, 120, 8);
 
 STRUCT(unsloth_training_memory, 96, 8);
 FIELD(unsloth_training_memory, struct_size, 0, 4);

@@ -2152,7 +2152,7 @@ typedef struct unsloth_training_memory_params {
    */
   const struct unsloth_model_params *model;
   /**
-   * Sequences per step.
+   * Sequences of a batch.
    */
   int64_t batch_size;
   /**
@@ -2208,6 +2208,11 @@ typedef struct unsloth_training_memory_params {
    * (`unsloth_checkpoint_plan`). 0 if none does.
    */
   int64_t segment_layers;
+  /**
+   * With `ctx` alone: batches whose gradients are added up and whose inputs are all there at
+   * once, as one captured step has them; 0 for 1.
+   */
+  int64_t micro_batches;
 } unsloth_training_memory_params;
 
 /**

@@ -49,10 +49,10 @@ pub fn training_step_memory(context: &Context, t: &Training) -> Result<TrainingM
     let one = step.bytes(t.dtype, &step.shape)?;
     let tokens = step.bytes(DType::I32, step.leading())?;
     let inputs = match t.packed_sequences {
-        None => sum("inputs", &[tokens, tokens])?,
+        None => sum("inputs", &[tokens, tokens, 4])?,
         Some(most) => {
             let ends = product("inputs", &[sum("inputs", &[most, 1])?, 4])?;
-            sum("inputs", &[tokens, tokens, tokens, ends])?
+            sum("inputs", &[tokens, tokens, tokens, ends, 4])?
         }
     };
     TrainingMemory {
@@ -68,7 +68,10 @@ pub fn training_step_memory(context: &Context, t: &Training) -> Result<TrainingM
                 one,
             ],
         )?,
-        inputs: sum("inputs", &[inputs, 8])?,
+        inputs: sum(
+            "inputs",
+            &[product("inputs", &[t.micro_batches, inputs])?, 4],
+        )?,
         activation_gradients: one,
         workspace: workspace as u64,
         ..TrainingMemory::default()

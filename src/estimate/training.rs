@@ -57,7 +57,7 @@ impl OptimizerKind {
 pub struct Training {
     /// The model.
     pub model: Model,
-    /// Sequences per step.
+    /// Sequences of a batch.
     pub batch_size: u64,
     /// Tokens per sequence.
     pub sequence_length: u64,
@@ -97,6 +97,9 @@ pub struct Training {
     /// In a step of this library's alone: layers in a segment of a
     /// [plan](crate::training::checkpoint) by which layers run twice. `None` if none does.
     pub segment_layers: Option<u64>,
+    /// In a step of this library's alone: batches whose gradients are added up and whose inputs are
+    /// all there at once, as one captured step has them.
+    pub micro_batches: u64,
 }
 
 impl Training {
@@ -121,6 +124,7 @@ impl Training {
             adapted_parameters: 0,
             packed_sequences: None,
             segment_layers: None,
+            micro_batches: 1,
         }
     }
 
@@ -334,6 +338,10 @@ pub fn training_memory(t: &Training) -> Result<TrainingMemory> {
         ("adapted_parameters", t.adapted_parameters),
         ("packed_sequences", t.packed_sequences.unwrap_or(0)),
         ("segment_layers", t.segment_layers.unwrap_or(0)),
+        (
+            "micro_batches",
+            Some(t.micro_batches).filter(|n| *n > 1).unwrap_or(0),
+        ),
     ] {
         if value > 0 {
             let problem = text!("is {value}, which asks for the estimate of a context's own step");

@@ -127,6 +127,7 @@ fn bad_training_says_why() {
             ),
             (|t| t.packed_sequences = 3, "packed_sequences"),
             (|t| t.segment_layers = 3, "segment_layers"),
+            (|t| t.micro_batches = 3, "micro_batches"),
         ] {
             let mut bad = t;
             spoil(&mut bad);

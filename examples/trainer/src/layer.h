@@ -31,6 +31,11 @@ class Layer {
   size_t saved_size() const { return saved_size_; }
   // Bytes that either pass needs while it runs.
   size_t workspace_size() const { return workspace_size_; }
+  // Where tokens stand, and where their sequences begin; shaped as those before.
+  void set_sequences(unsloth_tensor positions, unsloth_tensor cu_seqlens) {
+    common_.positions = positions;
+    common_.cu_seqlens = cu_seqlens;
+  }
   // Of that size, aligned to 256; set before anything is queued.
   void set_workspace(void *workspace) { workspace_ = workspace; }
 

@@ -48,13 +48,11 @@ void Lora::allocate(const Context &context, unsloth_dtype dtype, uint64_t seed) 
 
   // A and B, and as much for their gradients.
   uint64_t room = 0;
-  uint64_t largest_part = 0;
   uint64_t largest_side = 0;
   for (const Part &part : parts_) {
     if (!part.trained) continue;
     room +=
         aligned(rank * part.columns * sizeof(float)) + aligned(part.rows * rank * sizeof(float));
-    largest_part = std::max(largest_part, part.rows * part.columns);
     largest_side = std::max({largest_side, part.rows, part.columns});
   }
   memory_ = Buffer(context, num_layers * room);
@@ -91,7 +89,6 @@ void Lora::allocate(const Context &context, unsloth_dtype dtype, uint64_t seed) 
   }
 
   // One layer's matrices, their gradients, and what the products need in between.
-  const bool widens = dtype != UNSLOTH_DTYPE_F32;
   uint64_t scratch = 0;
   const auto reserve = [&scratch](uint64_t bytes) {
     const uint64_t offset = scratch;
@@ -116,7 +113,6 @@ void Lora::allocate(const Context &context, unsloth_dtype dtype, uint64_t seed) 
   }
   const uint64_t identity = reserve(rank * rank * sizeof(float));
   const uint64_t scaled = reserve(largest_side * rank * sizeof(float));
-  const uint64_t widened = reserve(widens ? largest_part * sizeof(float) : 0);
   scratch_memory_ = Buffer(context, scratch);
   char *start = static_cast<char *>(scratch_memory_.data());
   for (const Place &place : places) {
@@ -130,7 +126,6 @@ void Lora::allocate(const Context &context, unsloth_dtype dtype, uint64_t seed) 
     gradient.data = start + place.gradient;
   }
   scaled_ = start + scaled;
-  widened_ = start + widened;
   scaled_identity_ = f32(start + identity, rank, rank);
   values.assign(rank * rank, 0.0F);
   for (uint64_t i = 0; i < rank; ++i) {
@@ -171,6 +166,12 @@ LayerTensors Lora::like_merged() const {
   return tensors;
 }
 
+uint64_t Lora::merged_parameters() const {
+  const LayerTensors &m = merged_;
+  return element_count(m.qkv) + element_count(m.output) + element_count(m.gate_up) +
+         element_count(m.down);
+}
+
 LayerTensors Lora::merge(size_t layer) {
   const LayerTensors &base = weights_->tensors().layers[layer];
   LayerTensors tensors = base;
@@ -189,9 +190,11 @@ LayerTensors Lora::merge(size_t layer) {
     // s A^T, since a product takes its second matrix by rows.
     const unsloth_tensor transposed = f32(scaled_, part.columns, options_.rank);
     multiply_transposed(lora.a, scaled_identity_, transposed, false);
-    // The sum is f32, and rounded once where that is not what is asked for.
+    // The sum is f32, and rounded once where that is not what is asked for. The gradient's place
+    // is free: it is written when the layer has used W'.
     const bool in_place = to.dtype == UNSLOTH_DTYPE_F32;
-    const unsloth_tensor sum = in_place ? to : f32(widened_, part.rows, part.columns);
+    const unsloth_tensor gradient = merged_gradients_.*part.matrix;
+    const unsloth_tensor sum = in_place ? to : rows(gradient, part.first, part.rows);
     copy(from, sum);
     multiply(lora.b, transposed, sum, sum);
     if (!in_place) copy(sum, to);

@@ -39,10 +39,13 @@ class Lora {
   // The tensors of any layer as `merge` gives them, where addresses do not matter.
   LayerTensors like_merged() const;
 
-  // Queues W' of a layer, and gives the layer's tensors with it. The memory is the same for all.
+  // Queues W' of a layer, and gives the layer's tensors with it. The memory is the same for all;
+  // what is in that of `gradients` is lost.
   LayerTensors merge(size_t layer);
   // Where the backward pass of the layer writes dW'; what is not there has no gradient.
   LayerTensors gradients() const { return merged_gradients_; }
+  // Elements of the matrices that `merge` makes of a layer.
+  uint64_t merged_parameters() const;
   // Queues the addition to the gradients of A and B of what dW' gives.
   void add_gradients(size_t layer);
 
@@ -89,7 +92,6 @@ class Lora {
   Buffer gradient_memory_;
   Buffer scratch_memory_;
   unsloth_tensor scaled_identity_ = {};  // [rank, rank]: s on its diagonal
-  void *widened_ = nullptr;              // f32 of the largest part, where matrices have 16 bits
   void *scaled_ = nullptr;               // s A, s A^T or s B of the largest part
   const Buffer *workspace_ = nullptr;
   size_t workspace_size_ = 0;

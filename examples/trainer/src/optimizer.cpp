@@ -32,9 +32,7 @@ Optimizer::Optimizer(const Context &context, const std::vector<Parameter> &param
   params.groups = groups;
   params.num_groups = kNumGroups;
   params.precision.compute_dtype = options.dtype;
-  // 16-bit weights have the rest of an f32 beside them; f16 has no such form, so all of it.
-  if (options.dtype == UNSLOTH_DTYPE_BF16) params.precision.master = UNSLOTH_MASTER_REMAINDER;
-  if (options.dtype == UNSLOTH_DTYPE_F16) params.precision.master = UNSLOTH_MASTER_F32;
+  params.precision.master = master(options.dtype);
   params.precision.loss_scale.dynamic = options.loss_scaling == Args::LossScale::kDynamic ? 1 : 0;
   if (options.loss_scaling == Args::LossScale::kFixed) {
     params.precision.loss_scale.init = static_cast<float>(options.loss_scale);
@@ -48,21 +46,27 @@ Optimizer::Optimizer(const Context &context, const std::vector<Parameter> &param
   check(optimizer_.create(context.get(), params, context.stream()));
 }
 
+unsloth_master Optimizer::master(unsloth_dtype dtype) {
+  if (dtype == UNSLOTH_DTYPE_BF16) return UNSLOTH_MASTER_REMAINDER;
+  return dtype == UNSLOTH_DTYPE_F16 ? UNSLOTH_MASTER_F32 : UNSLOTH_MASTER_NONE;
+}
+
 unsloth_tensor Optimizer::loss_scale() const {
   unsloth_tensor scale = {};
   check(unsloth_optimizer_loss_scale(optimizer_, &scale));
   return scale;
 }
 
-void Optimizer::step(double learning_rate) {
+void Optimizer::set_learning_rate(double learning_rate) {
   for (uint32_t group = 0; group < kNumGroups; ++group) {
     unsloth_parameter_group values = {};
     values.learning_rate = static_cast<float>(learning_rate);
     values.weight_decay = group == kDecaying ? static_cast<float>(weight_decay_) : 0.0F;
     check(unsloth_optimizer_set_group(optimizer_, group, &values, context_->stream()));
   }
-  check(unsloth_optimizer_step(optimizer_, context_->stream()));
 }
+
+void Optimizer::queue_step() { check(unsloth_optimizer_step(optimizer_, context_->stream())); }
 
 unsloth_optimizer_status Optimizer::status() const {
   auto status = unsloth::make<unsloth_optimizer_status>();

@@ -25,10 +25,15 @@ class Optimizer {
   Optimizer(const Context &context, const std::vector<Parameter> &parameters,
             const Options &options);
 
+  // Where weights of this dtype are kept more precisely: beside 16-bit ones the rest of an f32. f16
+  // has no such form, so all of it.
+  static unsloth_master master(unsloth_dtype dtype);
   // f32 [1] on the device: what the loss's gradient is to be.
   unsloth_tensor loss_scale() const;
-  // Queues an update by the gradients, which are zero after it.
-  void step(double learning_rate);
+  // For the updates that follow, those of captured graphs too.
+  void set_learning_rate(double learning_rate);
+  // Queues an update by the gradients, which are zero after it. May be captured into a graph.
+  void queue_step();
   // Of the last step. Waits for it.
   unsloth_optimizer_status status() const;
 

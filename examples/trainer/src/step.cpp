@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "error.h"
 #include "upload.h"
 
 // With h the hidden states of all tokens of a batch:
@@ -11,18 +12,19 @@
 //   loss = cross_entropy(rms_norm(h) output^T, targets)
 //
 // and back in the opposite order. The gradient of the logits is found together with the loss, and
-// neither of them is ever stored whole.
+// neither of them is ever stored whole. When all batches of a step have added their gradients, the
+// optimizer makes its update.
 
 namespace llm {
 
 Step::Step(const Context &context, const ModelConfig &config, const Weights &weights, Lora *lora,
-           const Options &options, unsloth_tensor loss_scale)
+           const Options &options, Optimizer *optimizer)
     : context_(&context),
       config_(config),
       weights_(&weights),
       lora_(lora),
       options_(options),
-      loss_scale_(loss_scale) {
+      optimizer_(optimizer) {
   reserve();
   if (options.use_graph && context.backend() == UNSLOTH_BACKEND_CUDA) {
     driver_ = std::make_unique<CudaDriver>();
@@ -31,14 +33,17 @@ Step::Step(const Context &context, const ModelConfig &config, const Weights &wei
 
 void Step::reserve() {
   const uint64_t states = options_.tokens * config_.hidden_size * element_size(options_.dtype);
-  ids_ = Buffer(*context_, options_.tokens * sizeof(TokenId));
-  targets_ = Buffer(*context_, options_.tokens * sizeof(int32_t));
-  positions_ = Buffer(*context_, options_.tokens * sizeof(int32_t));
-  cu_seqlens_ = Buffer(*context_, (options_.max_sequences + 1) * sizeof(int32_t));
+  const auto inputs = [this](uint64_t count) {
+    return Buffer(*context_, options_.batches * aligned(count * sizeof(int32_t)));
+  };
+  ids_ = inputs(options_.tokens);
+  targets_ = inputs(options_.tokens);
+  positions_ = inputs(options_.tokens);
+  cu_seqlens_ = inputs(options_.max_sequences + 1);
   hidden_ = Buffer(*context_, (config_.num_layers + 1) * aligned(states));
   normalized_ = Buffer(*context_, states);
   gradient_ = Buffer(*context_, states);
-  loss_ = Buffer(*context_, sizeof(float));
+  losses_ = Buffer(*context_, options_.batches * sizeof(float));
   denominator_ = Buffer(*context_, sizeof(float));
 
   size_t workspace = lora_ != nullptr ? lora_->workspace_size() : 0;
@@ -47,9 +52,8 @@ void Step::reserve() {
   const bool full = lora_ == nullptr;
   // Layers have the same shapes, so that one's answers hold for all.
   Layer::Common common = {};
-  common.positions = unsloth::tensor(positions_.data(), UNSLOTH_DTYPE_I32, {options_.tokens});
-  common.cu_seqlens =
-      unsloth::tensor(cu_seqlens_.data(), UNSLOTH_DTYPE_I32, {options_.max_sequences + 1});
+  common.positions = per_token(positions_, 0);
+  common.cu_seqlens = cu_seqlens(0);
   common.rope_factors = weights_->rope_factors();
   common.checkpointing = options_.checkpointing;
   common.dtype = options_.dtype;
@@ -58,14 +62,14 @@ void Step::reserve() {
                  full ? weights_->gradients().layers[0] : lora_->gradients(), full, common);
   saved_ = Buffer(*context_, config_.num_layers * layer_->saved_size());
   need(layer_->workspace_size());
-  const auto loss = loss_params(true);
+  const auto loss = loss_params(0, true);
   check(unsloth_linear_cross_entropy_workspace_size(context_->get(), &loss, &size));
   need(size);
   const auto norm = norm_backward_params();
   check(unsloth_rms_norm_backward_workspace_size(context_->get(), &norm, &size));
   need(size);
   if (full) {
-    const auto embedding = embedding_backward_params();
+    const auto embedding = embedding_backward_params(0);
     check(unsloth_embedding_backward_workspace_size(context_->get(), &embedding, &size));
     need(size);
   }
@@ -80,39 +84,45 @@ void Step::set_denominator(uint64_t learned) {
   denominator_.upload(&value, sizeof(value));
 }
 
-float Step::run(const Batch &batch) {
-  upload(batch);
+double Step::run(const std::vector<Batch> &batches) {
+  if (batches.size() != options_.batches) throw Error("a step has another number of batches");
+  for (size_t i = 0; i < batches.size(); ++i) upload(batches[i], i);
   if (driver_ == nullptr || !has_run_) {
     // Before the first graph, too: libraries of the driver load kernels at their first use.
-    queue_passes();
+    queue();
     has_run_ = true;
   } else {
-    // All batches have the same shapes and addresses.
+    // All batches have the same shapes, and those of every step the same addresses.
     if (!graph_) {
-      graph_ =
-          std::make_unique<CudaGraph>(*driver_, context_->stream(), [this] { queue_passes(); });
+      graph_ = std::make_unique<CudaGraph>(*driver_, context_->stream(), [this] { queue(); });
     }
     graph_->launch(context_->stream());
   }
-  return read_loss();
+  double sum = 0;
+  for (const float loss : read_losses()) sum += static_cast<double>(loss);
+  return sum;
 }
 
-void Step::queue_passes() {
-  queue_forward();
-  queue_loss(true);
-  queue_backward();
+void Step::queue() {
+  for (size_t batch = 0; batch < options_.batches; ++batch) {
+    queue_forward(batch);
+    queue_loss(batch, true);
+    queue_backward(batch);
+  }
+  if (optimizer_ != nullptr) optimizer_->queue_step();
 }
 
 float Step::evaluate(const Batch &batch) {
-  upload(batch);
-  queue_forward();
-  queue_loss(false);
-  return read_loss();
+  upload(batch, 0);
+  queue_forward(0);
+  queue_loss(0, false);
+  return read_losses()[0];
 }
 
-void Step::upload(const Batch &batch) {
-  const auto write = [](const auto &values, Buffer *buffer) {
-    buffer->upload(values.data(), values.size() * sizeof(values[0]));
+void Step::upload(const Batch &batch, size_t index) {
+  const auto write = [index](const auto &values, Buffer *buffer) {
+    const size_t bytes = values.size() * sizeof(values[0]);
+    buffer->upload(values.data(), bytes, index * aligned(bytes));
   };
   write(batch.ids, &ids_);
   write(batch.targets, &targets_);
@@ -120,8 +130,9 @@ void Step::upload(const Batch &batch) {
   write(batch.cu_seqlens, &cu_seqlens_);
 }
 
-void Step::queue_forward() {
-  const auto embedding = embedding_params();
+void Step::queue_forward(size_t batch) {
+  layer_->set_sequences(per_token(positions_, batch), cu_seqlens(batch));
+  const auto embedding = embedding_params(batch);
   check(unsloth_embedding_forward(context_->get(), &embedding, context_->stream()));
   for (size_t i = 0; i < config_.num_layers; ++i) {
     const LayerTensors weights = lora_ != nullptr ? lora_->merge(i) : weights_->tensors().layers[i];
@@ -131,12 +142,12 @@ void Step::queue_forward() {
   check(unsloth_rms_norm_forward(context_->get(), &norm, context_->stream()));
 }
 
-void Step::queue_loss(bool with_gradients) {
-  const auto loss = loss_params(with_gradients);
+void Step::queue_loss(size_t batch, bool with_gradients) {
+  const auto loss = loss_params(batch, with_gradients);
   check(unsloth_linear_cross_entropy_forward(context_->get(), &loss, context_->stream()));
 }
 
-void Step::queue_backward() {
+void Step::queue_backward(size_t batch) {
   const auto norm = norm_backward_params();
   check(unsloth_rms_norm_backward(context_->get(), &norm, context_->stream()));
   for (size_t i = config_.num_layers; i-- > 0;) {
@@ -152,30 +163,30 @@ void Step::queue_backward() {
     lora_->add_gradients(i);
   }
   if (lora_ != nullptr) return;
-  const auto embedding = embedding_backward_params();
+  const auto embedding = embedding_backward_params(batch);
   check(unsloth_embedding_backward(context_->get(), &embedding, context_->stream()));
 }
 
-float Step::read_loss() const {
-  float loss = 0;
-  loss_.download(&loss, sizeof(loss));
-  return loss;
+std::vector<float> Step::read_losses() const {
+  std::vector<float> losses(options_.batches);
+  losses_.download(losses.data(), losses.size() * sizeof(float));
+  return losses;
 }
 
-unsloth_embedding_params Step::embedding_params() const {
+unsloth_embedding_params Step::embedding_params(size_t batch) const {
   auto params = unsloth::make<unsloth_embedding_params>();
   params.table = weights_->tensors().embedding;
-  params.ids = ids();
+  params.ids = per_token(ids_, batch);
   params.out = hidden(0);
   return params;
 }
 
 // A tied embedding has the gradient of the output projection already.
-unsloth_embedding_backward_params Step::embedding_backward_params() const {
+unsloth_embedding_backward_params Step::embedding_backward_params(size_t batch) const {
   auto params = unsloth::make<unsloth_embedding_backward_params>();
   params.accumulate = 1;
   params.dout = states(gradient_, 0);
-  params.ids = ids();
+  params.ids = per_token(ids_, batch);
   params.dweight = weights_->gradients().embedding;
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
@@ -204,7 +215,7 @@ unsloth_rms_norm_backward_params Step::norm_backward_params() const {
   return params;
 }
 
-unsloth_linear_cross_entropy_params Step::loss_params(bool with_gradients) const {
+unsloth_linear_cross_entropy_params Step::loss_params(size_t batch, bool with_gradients) const {
   const ModelTensors &weights = weights_->tensors();
   const ModelTensors &gradients = weights_->gradients();
   const bool tied = weights.output.rank == 0;
@@ -212,11 +223,12 @@ unsloth_linear_cross_entropy_params Step::loss_params(bool with_gradients) const
   params.reduction = UNSLOTH_REDUCTION_MEAN;
   params.x = states(normalized_, 0);
   params.weight = tied ? weights.embedding : weights.output;
-  params.targets = unsloth::tensor(targets_.data(), UNSLOTH_DTYPE_I32, {options_.tokens});
-  params.loss = unsloth::tensor(loss_.data(), UNSLOTH_DTYPE_F32, {1});
+  params.targets = per_token(targets_, batch);
+  params.loss =
+      unsloth::tensor(static_cast<float *>(losses_.data()) + batch, UNSLOTH_DTYPE_F32, {1});
   params.denominator = unsloth::tensor(denominator_.data(), UNSLOTH_DTYPE_F32, {1});
   if (with_gradients) {
-    params.dloss = loss_scale_;
+    if (optimizer_ != nullptr) params.dloss = optimizer_->loss_scale();
     params.dx = states(gradient_, 0);
     if (lora_ == nullptr) {
       params.accumulate = 1;
@@ -228,8 +240,17 @@ unsloth_linear_cross_entropy_params Step::loss_params(bool with_gradients) const
   return params;
 }
 
-unsloth_tensor Step::ids() const {
-  return unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {options_.tokens});
+unsloth_tensor Step::input(const Buffer &buffer, size_t batch, uint64_t count) const {
+  char *const data = static_cast<char *>(buffer.data()) + batch * aligned(count * sizeof(int32_t));
+  return unsloth::tensor(data, UNSLOTH_DTYPE_I32, {count});
+}
+
+unsloth_tensor Step::per_token(const Buffer &buffer, size_t batch) const {
+  return input(buffer, batch, options_.tokens);
+}
+
+unsloth_tensor Step::cu_seqlens(size_t batch) const {
+  return input(cu_seqlens_, batch, options_.max_sequences + 1);
 }
 
 unsloth_tensor Step::hidden(size_t layer) const { return states(hidden_, layer); }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "config.h"
 #include "cuda_graph.h"
@@ -11,6 +12,7 @@
 #include "device.h"
 #include "layer.h"
 #include "lora.h"
+#include "optimizer.h"
 #include "weights.h"
 
 namespace llm {
@@ -18,43 +20,48 @@ namespace llm {
 class Step {
  public:
   struct Options {
+    uint64_t batches;        // whose gradients a step adds up
     uint64_t tokens;         // of every batch
     uint64_t max_sequences;  // of every batch
     unsloth_checkpointing checkpointing;
     unsloth_dtype dtype;  // of activations
-    bool use_graph;       // on a GPU, queue the launches of a batch as one CUDA graph
+    bool use_graph;       // on a GPU, queue the launches of a step as one CUDA graph
   };
 
-  // Takes all memory that batches need. `lora` is null where the weights themselves are trained;
-  // these and it outlive the step. `loss_scale`, f32 [1] on the device, multiplies gradients.
+  // Takes all memory that batches need. `lora` is null where the weights themselves are trained,
+  // `optimizer` where there is no update, and gradients stay; all of them outlive the step.
   Step(const Context &context, const ModelConfig &config, const Weights &weights, Lora *lora,
-       const Options &options, unsloth_tensor loss_scale);
+       const Options &options, Optimizer *optimizer);
 
   // How many targets the losses of the batches to come are divided by: those of all batches whose
   // gradients are added up.
   void set_denominator(uint64_t learned);
-  // Adds the gradients of the batch to those that are there, and gives its loss: the sum over
-  // learned targets, divided by the denominator. Waits for it.
-  float run(const Batch &batch);
+  // Adds the gradients of so many batches as the options say to those that are there, makes an
+  // update, and gives the batches' loss: the sum over learned targets, divided by the denominator.
+  // Waits for it.
+  double run(const std::vector<Batch> &batches);
   // The loss alone.
   float evaluate(const Batch &batch);
 
  private:
   void reserve();
-  void upload(const Batch &batch);
-  void queue_passes();
-  void queue_forward();
-  void queue_loss(bool with_gradients);
-  void queue_backward();
-  float read_loss() const;
+  void upload(const Batch &batch, size_t index);
+  void queue();
+  void queue_forward(size_t batch);
+  void queue_loss(size_t batch, bool with_gradients);
+  void queue_backward(size_t batch);
+  std::vector<float> read_losses() const;
 
-  unsloth_embedding_params embedding_params() const;
-  unsloth_embedding_backward_params embedding_backward_params() const;
+  unsloth_embedding_params embedding_params(size_t batch) const;
+  unsloth_embedding_backward_params embedding_backward_params(size_t batch) const;
   unsloth_rms_norm_params norm_params() const;
   unsloth_rms_norm_backward_params norm_backward_params() const;
-  unsloth_linear_cross_entropy_params loss_params(bool with_gradients) const;
+  unsloth_linear_cross_entropy_params loss_params(size_t batch, bool with_gradients) const;
 
-  unsloth_tensor ids() const;
+  // Integers of a batch.
+  unsloth_tensor input(const Buffer &buffer, size_t batch, uint64_t count) const;
+  unsloth_tensor per_token(const Buffer &buffer, size_t batch) const;
+  unsloth_tensor cu_seqlens(size_t batch) const;
   unsloth_tensor hidden(
       size_t layer) const;  // what the layer takes in; behind the last, its output
   unsloth_tensor states(const Buffer &buffer, size_t index) const;
@@ -65,19 +72,20 @@ class Step {
   const Weights *weights_;
   Lora *lora_;
   Options options_;
-  unsloth_tensor loss_scale_;
+  Optimizer *optimizer_;
 
-  Buffer ids_, targets_, positions_, cu_seqlens_;
-  Buffer hidden_;      // of every layer
+  Buffer ids_, targets_, positions_, cu_seqlens_;  // of every batch
+  Buffer hidden_;                                  // of every layer
   Buffer normalized_;  // the last layer's output, normalised; then its gradient
   Buffer gradient_;    // of hidden states
   Buffer saved_;       // what layers keep between the passes
   std::optional<Layer> layer_;
   Buffer workspace_;
-  Buffer loss_, denominator_;
+  Buffer losses_;  // of every batch
+  Buffer denominator_;
 
   std::unique_ptr<CudaDriver> driver_;
-  std::unique_ptr<CudaGraph> graph_;  // the passes of a batch
+  std::unique_ptr<CudaGraph> graph_;  // of a step
   bool has_run_ = false;
 };
 

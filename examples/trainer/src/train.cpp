@@ -189,10 +189,9 @@ Trainer::Trainer(const Args &args)
                                         args.loss_scale, args.dtype,        args.seed};
   optimizer_ = std::make_unique<Optimizer>(
       context_, lora_ ? lora_->parameters() : weights_.parameters(), optimizer);
-  const Step::Options step = {batches_.tokens(), batches_.max_sequences(), args.checkpointing,
-                              args.dtype, args.graph};
-  step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step,
-                                 optimizer_->loss_scale());
+  const Step::Options step = {args.accumulate,    batches_.tokens(), batches_.max_sequences(),
+                              args.checkpointing, args.dtype,        args.graph};
+  step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step, optimizer_.get());
   estimate_ = memory_estimate();
   if (!args.checkpoint_dir.empty()) description_ = describe();
 }
@@ -245,26 +244,31 @@ uint64_t Trainer::memory_estimate() const {
   model.num_kv_heads = static_cast<int64_t>(config_.num_kv_heads);
   model.head_dim = static_cast<int64_t>(config_.head_dim);
   auto params = unsloth::make<unsloth_training_memory_params>();
+  params.ctx = context_.get();
   params.dtype = args_.dtype;
+  params.weight_dtype = args_.weights;
+  params.vector_dtype = UNSLOTH_DTYPE_F32;
   params.gradient_dtype = UNSLOTH_DTYPE_F32;
-  params.master_weights = args_.dtype != UNSLOTH_DTYPE_F32 ? 1 : 0;
+  params.master_weights = Optimizer::master(args_.dtype);
   params.optimizer = UNSLOTH_OPTIMIZER_ADAM;
   params.checkpointing = args_.checkpointing;
   params.model = &model;
   params.batch_size = 1;
   params.sequence_length = static_cast<int64_t>(batches_.tokens());
+  params.packed_sequences = static_cast<int64_t>(batches_.max_sequences());
+  params.micro_batches = static_cast<int64_t>(args_.accumulate);
   if (lora_) {
     uint64_t parameters = 0;
     for (const Parameter &parameter : lora_->parameters()) {
       parameters += element_count(parameter.weight);
     }
+    params.adapter_dtype = UNSLOTH_DTYPE_F32;
     params.adapter_parameters = static_cast<int64_t>(parameters);
+    params.adapted_parameters = static_cast<int64_t>(lora_->merged_parameters());
   }
   auto memory = unsloth::make<unsloth_training_memory>();
   check(unsloth_training_memory_estimate(&params, &memory));
-  // The estimate has one dtype for all.
-  return memory.total - memory.weights +
-         memory.weights * element_size(args_.weights) / element_size(args_.dtype);
+  return memory.total;
 }
 
 void Trainer::save() {
@@ -302,12 +306,11 @@ Report Trainer::run_step() {
     report.tokens += batches.back().used;
   }
   step_->set_denominator(learned);
-  for (const Batch &batch : batches) report.loss += static_cast<double>(step_->run(batch));
-  batches_done_ += batches.size();
-
   report.learning_rate =
       learning_rate(args_.schedule, args_.learning_rate, args_.warmup, steps_done_, num_steps_);
-  optimizer_->step(report.learning_rate);
+  optimizer_->set_learning_rate(report.learning_rate);
+  report.loss = step_->run(batches);
+  batches_done_ += batches.size();
   report.status = optimizer_->status();
   report.step = ++steps_done_;
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

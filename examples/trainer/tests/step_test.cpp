@@ -55,8 +55,8 @@ struct Setup {
       weights.add_gradients(context);
     }
     parameters = lora ? lora->parameters() : weights.parameters();
-    const Step::Options options = {kTokens, batches.max_sequences(), policy, dtype, true};
-    step = std::make_unique<Step>(context, config, weights, lora.get(), options, unsloth_tensor{});
+    const Step::Options options = {1, kTokens, batches.max_sequences(), policy, dtype, true};
+    step = std::make_unique<Step>(context, config, weights, lora.get(), options, nullptr);
     step->set_denominator(batches.get(0).learned);
   }
 
@@ -120,7 +120,7 @@ void agrees_with_finite_differences(const std::string &name, uint32_t rank) {
     }
   }
   const Batch batch = setup.batches.get(0);
-  const float loss = setup.step->run(batch);
+  const auto loss = static_cast<float>(setup.step->run({batch}));
   CHECK(std::isfinite(loss) && loss > 0.5F);
   CHECK(std::fabs(setup.step->evaluate(batch) - loss) < 1e-5F * loss);
   const std::vector<std::vector<float>> gradients = setup.gradients();
@@ -159,13 +159,13 @@ void agrees_with_finite_differences(const std::string &name, uint32_t rank) {
 // What is kept and what is computed again makes no difference to a single bit.
 void policies_agree(uint32_t rank, unsloth_dtype dtype) {
   std::vector<std::vector<float>> expected;
-  float expected_loss = 0;
+  double expected_loss = 0;
   for (const unsloth_checkpointing policy :
        {UNSLOTH_CHECKPOINTING_NONE, UNSLOTH_CHECKPOINTING_ELEMENTWISE, UNSLOTH_CHECKPOINTING_MLP,
         UNSLOTH_CHECKPOINTING_PROJECTIONS, UNSLOTH_CHECKPOINTING_FULL}) {
     Setup setup("plain_f32", rank, policy, dtype);
     const auto before = setup.context.memory_stats();
-    const float loss = setup.step->run(setup.batches.get(0));
+    const double loss = setup.step->run({setup.batches.get(0)});
     const auto after = setup.context.memory_stats();
     CHECK_EQUAL(after.peak, before.in_use);  // nothing is allocated in a step
     const std::vector<std::vector<float>> gradients = setup.gradients();
@@ -185,16 +185,16 @@ void policies_agree(uint32_t rank, unsloth_dtype dtype) {
 void batches_add_up(const std::string &name, uint32_t rank) {
   Setup setup(name, rank, UNSLOTH_CHECKPOINTING_FULL, UNSLOTH_DTYPE_F32);
   const Batch packed = setup.batches.get(0);
-  const float loss = setup.step->run(packed);
+  const double loss = setup.step->run({packed});
   const std::vector<std::vector<float>> expected = setup.gradients();
   setup.clear_gradients();
 
-  float sum = 0;
+  double sum = 0;
   for (const Example &example : examples(setup.config.num_tokens)) {
     Batches alone({example}, kTokens, 0);
-    sum += setup.step->run(alone.get(0));
+    sum += setup.step->run({alone.get(0)});
   }
-  CHECK(std::fabs(sum - loss) < 1e-5F * loss);
+  CHECK(std::fabs(sum - loss) < 1e-5 * loss);
   const std::vector<std::vector<float>> gradients = setup.gradients();
   for (size_t i = 0; i < gradients.size(); ++i) {
     std::vector<float> difference = gradients[i];
@@ -210,20 +210,23 @@ void learns_in(unsloth_dtype dtype, uint32_t rank) {
       1.0, 0.0,   dtype == UNSLOTH_DTYPE_F16 ? Args::LossScale::kDynamic : Args::LossScale::kNone,
       0.0, dtype, 0};
   Optimizer optimizer(setup.context, setup.parameters, options);
-  const Step::Options step_options = {kTokens, setup.batches.max_sequences(),
-                                      UNSLOTH_CHECKPOINTING_MLP, dtype, true};
-  Step step(setup.context, setup.config, setup.weights, setup.lora.get(), step_options,
-            optimizer.loss_scale());
+  // Each step has the batch twice, whose gradients are half of what they are else.
+  const Step::Options step_options = {
+      2, kTokens, setup.batches.max_sequences(), UNSLOTH_CHECKPOINTING_MLP, dtype, true};
+  Step step(setup.context, setup.config, setup.weights, setup.lora.get(), step_options, &optimizer);
   const Batch batch = setup.batches.get(0);
+  step.set_denominator(2 * batch.learned);
+  const uint64_t before = optimizer.status().step;
+  // What a graph has captured follows the rate too.
+  optimizer.set_learning_rate(0);
+  const double first = step.run({batch, batch});
+  for (int i = 0; i < 3; ++i) CHECK_EQUAL(step.run({batch, batch}), first);
+  optimizer.set_learning_rate(0.01);
+  for (int i = 0; i < 16; ++i) step.run({batch, batch});
+  CHECK(optimizer.status().step + optimizer.status().skipped == before + 20);
   step.set_denominator(batch.learned);
-  const float first = step.run(batch);
-  optimizer.step(0.01);
-  for (int i = 0; i < 15; ++i) {
-    step.run(batch);
-    optimizer.step(0.01);
-  }
-  const float last = step.evaluate(batch);
-  if (!(last < 0.7F * first)) {
+  const auto last = static_cast<double>(step.evaluate(batch));
+  if (!(last < 0.7 * first)) {
     check::fail(__FILE__, __LINE__,
                 "the loss went from " + std::to_string(first) + " to " + std::to_string(last) +
                     " in dtype " + std::to_string(dtype));

@@ -58,7 +58,11 @@ class TrainerTest(unittest.TestCase):
             restore_signals=limit is None,
         )
         self.assertEqual(done.returncode, status, done.stderr)
-        return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+        reports = [json.loads(line) for line in done.stdout.splitlines()]
+        for memory in (report["memory"] for report in reports):
+            # What lies between tensors, and what putting a LoRA together takes, is not estimated.
+            self.assertLessEqual(abs(memory["real"] - memory["estimated"]), 0.01 * memory["real"])
+        return reports, done.stderr
 
     def run_engine(self, model, *flags):
         command = [arguments.engine, "--model", model, "--weights", "f32", "--json", *flags]
@@ -91,7 +95,6 @@ class TrainerTest(unittest.TestCase):
         self.assertEqual([report["step"] for report in reports], list(range(1, 21)))
         self.assertLess(reports[-1]["loss"], 0.5 * reports[0]["loss"])
         self.assertGreater(reports[0]["memory"]["real"], 0)
-        self.assertGreater(reports[0]["memory"]["estimated"], 0)
         if arguments.engine:
             # What the trainer calls the loss is what the engine calls the mean NLL, but for the
             # token that ends the text.

@@ -1,6 +1,6 @@
 //! Estimates of a training step.
 
-use super::{OP, answer, count, float, model_from, unsloth_model_params};
+use super::{OP, answer, count, count_or, float, model_from, unsloth_model_params};
 use crate::error::{Error, Result, text};
 use crate::estimate::{self, Checkpointing, OptimizerKind, Training};
 use crate::ffi::context::{context_from, unsloth_context};
@@ -56,7 +56,7 @@ pub struct unsloth_training_memory_params {
     pub reserved: u32,
     /// The model.
     pub model: *const unsloth_model_params,
-    /// Sequences per step.
+    /// Sequences of a batch.
     pub batch_size: i64,
     /// Tokens per sequence.
     pub sequence_length: i64,
@@ -89,6 +89,9 @@ pub struct unsloth_training_memory_params {
     /// With `ctx` alone: layers in a segment of a plan by which layers run twice
     /// (`unsloth_checkpoint_plan`). 0 if none does.
     pub segment_layers: i64,
+    /// With `ctx` alone: batches whose gradients are added up and whose inputs are all there at
+    /// once, as one captured step has them; 0 for 1.
+    pub micro_batches: i64,
 }
 params!(unsloth_training_memory_params, [reserved, reserved2]);
 
@@ -194,6 +197,7 @@ pub unsafe extern "C" fn unsloth_training_memory_estimate(
                 adapted_parameters: count("adapted_parameters", p.adapted_parameters)?,
                 packed_sequences: optional("packed_sequences", p.packed_sequences)?,
                 segment_layers: optional("segment_layers", p.segment_layers)?,
+                micro_batches: count_or("micro_batches", p.micro_batches, 1)?,
                 ..Training::new(
                     model_from(p.model)?,
                     count("batch_size", p.batch_size)?,
