@@ -123,6 +123,8 @@ test-examples: stage
 	cargo run --locked --quiet --features candle $(FEATURES) --example candle
 	cargo run --locked --quiet --features candle $(FEATURES) --example inference
 	cargo run --locked --quiet --features candle $(FEATURES) --example mixed_precision
+	cargo run --locked --quiet --features candle $(FEATURES) --example finetuning
+	cargo run --locked --quiet --features candle $(FEATURES) --example memory_optimization
 
 test-dist: dist
 	$(TOOLS) pkg-config

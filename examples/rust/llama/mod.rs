@@ -2,137 +2,26 @@
 //! `finetuning` and `memory_optimization` share. It is made from the description that estimates take,
 //! and all of its memory is there before the first step.
 
+mod layer;
+mod tensors;
+
 use rand::{Rng, SeedableRng, rngs::StdRng};
-use unsloth::estimate::{Checkpointing, Model, Training};
-use unsloth::ops::linear::{Output, Weights};
-use unsloth::ops::mlp::{self, GateUp};
-use unsloth::ops::rope::{Positions, Rotation};
-use unsloth::ops::swiglu::{Activation, GateOrder};
-use unsloth::ops::{attention_block, cast, cross_entropy, decoder_layer, embedding};
-use unsloth::ops::{linear_cross_entropy, rms_norm};
-use unsloth::optimizer::{self, Group, LossScale, MixedPrecision, Optimizer, Parameter};
+use unsloth::estimate::{Checkpointing, Training};
+use unsloth::ops::linear::Weights;
+use unsloth::ops::{cross_entropy, decoder_layer, embedding, linear_cross_entropy, rms_norm};
+use unsloth::optimizer::Optimizer;
 use unsloth::training::checkpoint::{self, Action, Plan, Step};
-use unsloth::{
-    Buffer, Context, DType, InOut, Layout, Result, Stream, TensorMut, TensorRef, Workspace,
-};
+use unsloth::{Buffer, Context, DType, InOut, Result, Stream, Workspace};
+
+use layer::{backward_params, layer_params};
+use tensors::{Tensor, Tensors, optimizer};
 
 const EPSILON: f32 = 1e-5;
 
 /// Gives memory of a context's device.
 pub type Allocate = fn(&Context, usize) -> Result<Buffer>;
 
-struct Tensor {
-    buffer: Buffer,
-    dtype: DType,
-    layout: Layout,
-}
-
-impl Tensor {
-    fn new(ctx: &Context, allocate: Allocate, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let layout = Layout::contiguous(shape)?;
-        let mut buffer = allocate(ctx, layout.num_elements() * dtype.size())?;
-        buffer.copy_from_slice(0, &vec![false; buffer.size()], Stream::DEFAULT)?;
-        Ok(Tensor {
-            buffer,
-            dtype,
-            layout,
-        })
-    }
-
-    fn set(&mut self, ctx: &Context, values: &[f32]) -> Result<()> {
-        let wide = Buffer::from_slice(ctx, values)?;
-        let params = cast::Params {
-            x: wide.tensor(0, DType::F32, self.layout)?,
-            out: self.view_mut()?,
-        };
-        cast::forward(ctx, &params, Stream::DEFAULT)?;
-        ctx.synchronize(Stream::DEFAULT)
-    }
-
-    fn view(&self) -> Result<TensorRef<'_>> {
-        self.buffer.tensor(0, self.dtype, self.layout)
-    }
-
-    fn view_mut(&mut self) -> Result<TensorMut<'_>> {
-        self.buffer.tensor_mut(0, self.dtype, self.layout)
-    }
-}
-
-/// Tensors of a layer, each of which a model may lack.
-type Layer = [Option<Tensor>; 12];
-
-const ATTENTION_NORM: usize = 0;
-const QKV: usize = 1;
-const QKV_BIAS: usize = 2;
-const Q_NORM: usize = 3;
-const K_NORM: usize = 4;
-const OUT: usize = 5;
-const OUT_BIAS: usize = 6;
-const MLP_NORM: usize = 7;
-const GATE_UP: usize = 8;
-const GATE_UP_BIAS: usize = 9;
-const DOWN: usize = 10;
-const DOWN_BIAS: usize = 11;
-
-/// The weights of a model, or their gradients.
-struct Tensors {
-    embedding: Tensor,
-    layers: Vec<Layer>,
-    norm: Tensor,
-    head: Option<Tensor>,
-}
-
-impl Tensors {
-    /// Makes each tensor by its shape.
-    fn new(m: &Model, make: &mut dyn FnMut(&[usize]) -> Result<Tensor>) -> Result<Tensors> {
-        let [hidden, inner, dim] = [m.hidden_size, m.intermediate_size, m.head_dim];
-        let attended = m.num_heads * m.v_head_dim;
-        let qkv = m.num_heads * dim + m.num_kv_heads * (dim + m.v_head_dim);
-        let matrix = |rows: u64, columns: u64| Some(vec![rows as usize, columns as usize]);
-        let vector = |there: bool, size: u64| there.then(|| vec![size as usize]);
-        let shapes = || {
-            [
-                vector(true, hidden),
-                matrix(qkv, hidden),
-                vector(m.qkv_bias, qkv),
-                vector(m.qk_norm, dim),
-                vector(m.qk_norm, dim),
-                matrix(hidden, attended),
-                vector(m.output_bias, hidden),
-                vector(true, hidden),
-                matrix(2 * inner, hidden),
-                vector(m.mlp_bias, 2 * inner),
-                matrix(hidden, inner),
-                vector(m.mlp_bias, hidden),
-            ]
-        };
-        let table = [m.vocab_size as usize, hidden as usize];
-        let embedding = make(&table)?;
-        let mut layers = Vec::new();
-        for _ in 0..m.num_layers {
-            let mut layer = Layer::default();
-            for (tensor, shape) in layer.iter_mut().zip(shapes()) {
-                *tensor = shape.map(|shape| make(&shape)).transpose()?;
-            }
-            layers.push(layer);
-        }
-        let head = (!m.tied_embeddings).then(|| make(&table)).transpose()?;
-        Ok(Tensors {
-            embedding,
-            layers,
-            norm: make(&[hidden as usize])?,
-            head,
-        })
-    }
-
-    fn all(&mut self) -> impl Iterator<Item = &mut Tensor> {
-        let ends = [&mut self.embedding, &mut self.norm].into_iter();
-        let layers = self.layers.iter_mut().flatten().flatten();
-        ends.chain(&mut self.head).chain(layers)
-    }
-}
-
-/// What is written once and read by every layer.
+/// What a step begins with and ends with; layers read where tokens stand.
 struct Inputs {
     ids: Tensor,
     targets: Tensor,
@@ -156,136 +45,6 @@ pub struct Llama {
     gradient: Tensor,
     workspace: Buffer,
     _state: Buffer,
-}
-
-fn view(tensor: &Option<Tensor>) -> Result<Option<TensorRef<'_>>> {
-    tensor.as_ref().map(Tensor::view).transpose()
-}
-
-fn view_mut(tensor: &mut Option<Tensor>) -> Result<Option<TensorMut<'_>>> {
-    tensor.as_mut().map(Tensor::view_mut).transpose()
-}
-
-fn weights(layer: &Layer, matrix: usize, bias: usize) -> Result<Weights<'_>> {
-    Ok(Weights {
-        weight: view(&layer[matrix])?.expect("every layer has its matrices"),
-        bias: view(&layer[bias])?,
-    })
-}
-
-/// The arguments of a layer's forward pass, which are part of its backward pass's.
-fn layer_params<'a>(
-    (m, checkpointing): (&Model, Checkpointing),
-    layer: &'a Layer,
-    inputs: &'a Inputs,
-    (x, out): (TensorRef<'a>, TensorMut<'a>),
-    (saved, workspace): (Workspace<'a>, Workspace<'a>),
-) -> Result<decoder_layer::Params<'a>> {
-    let packed = inputs.packed.as_ref();
-    let packed = packed.map(|(at, ends)| Ok::<_, unsloth::Error>((at.view()?, ends.view()?)));
-    let packed = packed.transpose()?;
-    let attention = attention_block::Params {
-        x,
-        num_heads: m.num_heads as usize,
-        num_kv_heads: m.num_kv_heads as usize,
-        head_dim: m.head_dim as usize,
-        v_head_dim: m.v_head_dim as usize,
-        projections: attention_block::Projections::Packed(weights(layer, QKV, QKV_BIAS)?),
-        q_norm: view(&layer[Q_NORM])?,
-        k_norm: view(&layer[K_NORM])?,
-        norm_weight_offset: 0.0,
-        norm_epsilon: EPSILON,
-        rotation: Some(Rotation::default()),
-        positions: packed.map_or(Positions::From(0), |(at, _)| Positions::PerToken(at)),
-        cache: None,
-        cu_seqlens: packed.map(|(_, ends)| ends),
-        max_seqlen: 0,
-        scale: 0.0,
-        softcap: 0.0,
-        bidirectional: false,
-        window: 0,
-        alibi_slopes: None,
-        sinks: None,
-        out_projection: weights(layer, OUT, OUT_BIAS)?,
-        output: Output::none(),
-        workspace: Workspace::none(),
-        qkv_out: None,
-        attended_out: None,
-        lse_out: None,
-    };
-    let mlp = mlp::Params {
-        x,
-        gate_up: GateUp::Packed {
-            weights: weights(layer, GATE_UP, GATE_UP_BIAS)?,
-            order: GateOrder::GateFirst,
-        },
-        activation: Activation::Silu,
-        down: weights(layer, DOWN, DOWN_BIAS)?,
-        output: Output::none(),
-        workspace: Workspace::none(),
-        gate_up_out: None,
-    };
-    Ok(decoder_layer::Params {
-        x,
-        attention_norm: view(&layer[ATTENTION_NORM])?.expect("every layer has its norms"),
-        mlp_norm: view(&layer[MLP_NORM])?.expect("every layer has its norms"),
-        norm_weight_offset: 0.0,
-        norm_epsilon: EPSILON,
-        attention,
-        mlp,
-        checkpointing,
-        out,
-        saved,
-        workspace,
-    })
-}
-
-/// Of a layer's backward pass; `dout` becomes `dx`.
-fn backward_params<'a>(
-    forward: decoder_layer::Params<'a>,
-    dout: TensorMut<'a>,
-    gradients: &'a mut Layer,
-    accumulate: bool,
-    workspace: Workspace<'a>,
-) -> Result<decoder_layer::backward::Params<'a>> {
-    let [
-        a,
-        qkv,
-        qkv_bias,
-        q,
-        k,
-        out,
-        out_bias,
-        m,
-        gate_up,
-        gate_up_bias,
-        down,
-        down_bias,
-    ] = gradients;
-    Ok(decoder_layer::backward::Params {
-        forward,
-        dout: InOut::InPlace(dout),
-        dattention_norm: view_mut(a)?,
-        dmlp_norm: view_mut(m)?,
-        attention: attention_block::backward::Gradients {
-            dqkv_weight: view_mut(qkv)?,
-            dqkv_bias: view_mut(qkv_bias)?,
-            dq_norm: view_mut(q)?,
-            dk_norm: view_mut(k)?,
-            dout_weight: view_mut(out)?,
-            dout_bias: view_mut(out_bias)?,
-            ..Default::default()
-        },
-        mlp: mlp::backward::Gradients {
-            dgate_up_weight: view_mut(gate_up)?,
-            dgate_up_bias: view_mut(gate_up_bias)?,
-            ddown_weight: view_mut(down)?,
-            ddown_bias: view_mut(down_bias)?,
-            ..Default::default()
-        },
-        accumulate,
-        workspace,
-    })
 }
 
 impl Llama {
@@ -323,16 +82,24 @@ impl Llama {
         };
         let shape = [leading.as_slice(), &[t.model.hidden_size as usize]].concat();
         let of = |dtype, shape: &[usize]| Tensor::new(ctx, allocate, dtype, shape);
-        let ends = |n: u64| {
-            Ok::<_, unsloth::Error>((
-                of(DType::I32, &leading)?,
-                of(DType::I32, &[n as usize + 1])?,
-            ))
+        // Packed sequences are as long as those of a batch; behind the last one they are empty.
+        let packed = |most: u64| {
+            let mut positions = of(DType::I32, &leading)?;
+            let values: Vec<i32> = (0..batch * seq).map(|i| (i % seq) as i32).collect();
+            positions
+                .buffer
+                .copy_from_slice(0, &values, Stream::DEFAULT)?;
+            let mut ends = of(DType::I32, &[most as usize + 1])?;
+            let values: Vec<i32> = (0..=most as usize)
+                .map(|i| (i.min(batch) * seq) as i32)
+                .collect();
+            ends.buffer.copy_from_slice(0, &values, Stream::DEFAULT)?;
+            Ok::<_, unsloth::Error>((positions, ends))
         };
         let inputs = Inputs {
             ids: of(DType::I32, &leading)?,
             targets: of(DType::I32, &leading)?,
-            packed: t.packed_sequences.map(ends).transpose()?,
+            packed: t.packed_sequences.map(packed).transpose()?,
             loss: of(DType::F32, &[1])?,
             denominator: of(DType::F32, &[1])?,
         };
@@ -611,59 +378,4 @@ impl Llama {
             workspace,
         })
     }
-
-    /// Where packed sequences begin, and the last one's end.
-    pub fn pack(&mut self, ends: &[i32]) -> Result<()> {
-        let positions = ends.windows(2).flat_map(|pair| 0..pair[1] - pair[0]);
-        let positions: Vec<i32> = positions.collect();
-        if let Some((at, cu_seqlens)) = &mut self.inputs.packed {
-            at.buffer.copy_from_slice(0, &positions, Stream::DEFAULT)?;
-            cu_seqlens
-                .buffer
-                .copy_from_slice(0, ends, Stream::DEFAULT)?;
-        }
-        Ok(())
-    }
-}
-
-/// The optimizer of all weights, and the memory of its state. Each step leaves zeros in gradients.
-fn optimizer(
-    ctx: &Context,
-    t: &Training,
-    rate: f32,
-    weights: &mut Tensors,
-    gradients: &mut Tensors,
-    allocate: Allocate,
-) -> Result<(Optimizer, Buffer)> {
-    let mut parameters = Vec::new();
-    for (weight, gradient) in weights.all().zip(gradients.all()) {
-        parameters.push(Parameter {
-            weight: weight.view_mut()?,
-            gradient: gradient.view_mut()?,
-            group: 0,
-        });
-    }
-    let groups = [Group {
-        learning_rate: rate,
-        weight_decay: 0.0,
-    }];
-    let params = optimizer::Params {
-        precision: MixedPrecision {
-            compute: None,
-            master: t.master,
-            loss_scale: LossScale::NONE,
-        },
-        max_norm: 1.0,
-        zero_gradients: true,
-        ..optimizer::Params::adamw(&parameters, &groups, Workspace::none())
-    };
-    let mut state = allocate(ctx, optimizer::state_size(ctx, &params)?)?;
-    let params = optimizer::Params {
-        state: state.workspace(),
-        ..params
-    };
-    // SAFETY: the tensors and the state are the model's, as the optimizer is, and its steps run in
-    // the order of the stream that everything else runs on.
-    let optimizer = unsafe { Optimizer::new(ctx, &params, Stream::DEFAULT) }?;
-    Ok((optimizer, state))
 }
