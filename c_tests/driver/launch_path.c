@@ -305,6 +305,15 @@ static void attention_backward(void) {
   p.sinks = make(UNSLOTH_DTYPE_F32, HEADS, -1, -1, -1);
   p.dsinks = make(UNSLOTH_DTYPE_F32, HEADS, -1, -1, -1);
   CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 4);
+  // A bias that all heads share has few tiles: parts of their sums, then the sums.
+  p.bias = p.dbias = make(UNSLOTH_DTYPE_F32, 1, 1, 100, 100);
+  p.dbias.data = memory(100 * 100 * sizeof(float));
+  CHECK_OK(unsloth_attention_backward_workspace_size(ctx, &p, &p.workspace_size));
+  p.workspace = memory(p.workspace_size);
+  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 6);
+  // Dtypes that differ have a kernel for each gradient.
+  p.dout = make(UNSLOTH_DTYPE_F32, 1, 100, HEADS, DIM);
+  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 7);
 }
 
 // Forward, keeping what the backward pass takes, and backward; packed weights and norms of heads.

@@ -60,6 +60,16 @@ const CATALOG: &[Entry] = &[
         FLUSH_SUBNORMALS,
     ),
     (
+        "attention_backward_any",
+        attention::backward::any_kernels,
+        FLUSH_SUBNORMALS,
+    ),
+    (
+        "attention_backward_bias",
+        attention::backward::bias_kernels,
+        FLUSH_SUBNORMALS,
+    ),
+    (
         "attention_backward_rows",
         attention::backward::row_kernels,
         &[],

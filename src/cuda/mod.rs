@@ -307,7 +307,7 @@ impl<P: Run> Plans<P> for Cuda {
 }
 
 /// Most parameters of a kernel.
-const MAX_PARAMETERS: usize = 24;
+const MAX_PARAMETERS: usize = 32;
 
 /// Bytes of a vector access.
 const VECTOR: usize = 16;

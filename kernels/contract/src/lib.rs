@@ -121,6 +121,18 @@ pub mod attention {
             Keys = 2,
             /// `dv` alone.
             Values = 3,
+            /// `dbias`, a tile of it.
+            Bias = 4,
+        }
+    }
+
+    codes! {
+        /// What a kernel of the bias's own image computes.
+        pub enum BiasSum {
+            /// A tile of the gradient, or a part of its sums.
+            Tile = 0,
+            /// The sum of the parts.
+            Join = 1,
         }
     }
 

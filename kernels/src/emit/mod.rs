@@ -222,7 +222,8 @@ mod tests {
     #[test]
     fn vectors_move_16_bytes() {
         // These read elements one by one: an f32 of a row or a column, or a row of a head.
-        const SCALAR: [&str; 3] = [
+        const SCALAR: [&str; 4] = [
+            "attention_backward_any",
             "attention_backward_rows",
             "column_sums",
             "cross_entropy_sums",

@@ -312,7 +312,7 @@ impl<'a> Plan<'a> {
 }
 
 /// What the kernels count in 32 bits.
-pub(super) fn check_limits(op: &'static str, p: &Problem) -> Result<()> {
+fn check_limits(op: &'static str, p: &Problem) -> Result<()> {
     const MAX_HEAD_DIM: usize = contract::attention::MAX_HEAD_DIM as usize;
     for (name, head_dim) in [("q", p.head_dim), ("v", p.head_dim_v)] {
         if head_dim > MAX_HEAD_DIM {
@@ -329,6 +329,11 @@ pub(super) fn check_limits(op: &'static str, p: &Problem) -> Result<()> {
         );
         return Err(Error::unsupported(op, "v", problem));
     }
+    check_lengths(op, p)
+}
+
+/// Lengths, and rows in all.
+pub(super) fn check_lengths(op: &'static str, p: &Problem) -> Result<()> {
     // Positions, and distances between them, fit 31 bits.
     const MAX_LENGTH: usize = contract::attention::NO_LIMIT as usize - 1;
     for (name, what, length) in [

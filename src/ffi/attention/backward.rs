@@ -171,7 +171,7 @@ impl FromC for unsloth_attention_backward_params {
 /// Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
 /// at. The status and message are those the call itself would give.
 ///
-/// The CUDA backend takes head dimensions up to 256, and `q`, `k`, `v` and `dout` of one dtype; it has no kernel for `dbias`.
+/// The CUDA backend takes all that the CPU backend does, but for lengths and numbers of rows that do not fit 30 and 32 bits.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn unsloth_attention_backward_supported(
     unsafe { operation::supported(ctx, params, implementation) }
 }
 
-/// The bytes of workspace that this call needs, exactly: no more than two f32 for every query and head. Data pointers are not looked at.
+/// The bytes of workspace that this call needs, exactly: no more than two f32 for every query and head, and, on a GPU, 8 MiB for `dbias`. Data pointers are not looked at.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.

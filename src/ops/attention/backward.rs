@@ -29,18 +29,19 @@
 //!
 //! # On a GPU
 //!
-//! The CUDA backend takes head dimensions up to 256, `q`, `k`, `v` and `dout` of one dtype, and lengths
-//! as the forward pass; it has no kernel for `dbias`, and says
-//! [`Unsupported`](crate::Error::Unsupported) to that and the rest. Of f16 and bf16, head dimensions,
+//! The CUDA backend takes lengths as the forward pass does, and says
+//! [`Unsupported`](crate::Error::Unsupported) to greater ones. Of f16 and bf16, head dimensions up to 256,
 //! strides and addresses that are multiples of 8 elements run on tensor cores; anything else takes slower
-//! kernels.
+//! kernels, the slowest where head dimensions are above 256 or `q`, `k`, `v` and `dout` are not of one
+//! dtype. `dbias` computes the scores once more, on tensor cores with any head dimension.
 //!
 //! # Numerics
 //!
 //! Scores, probabilities and sums are f32 whatever the storage, and every result is rounded once. Tensor
 //! cores take probabilities and their gradients rounded to the dtype, as in FlashAttention. Sums are cut
 //! by shapes alone and added in a fixed order, so the same inputs give the same bits: no atomic
-//! additions. Memory is linear in the number of tokens: two f32 per query and head at most.
+//! additions. Memory is linear in the number of tokens: two f32 per query and head at most, and, on a
+//! GPU, 8 MiB for `dbias` where it sums over much.
 //!
 //! # Example
 //!

@@ -175,7 +175,8 @@ pub struct Weighed {
 }
 
 /// What a pair of a query and a key has, of their product, that of `dout` and the value, and the
-/// query's statistics. `key` exists.
+/// query's statistics. `key` exists. The gradient is that of the product, `before_cap`, or that of what
+/// the softmax is of, bias included.
 #[cube]
 pub fn weigh(
     args: &Args,
@@ -188,6 +189,7 @@ pub fn weigh(
     delta: f32,
     #[comptime] scores: bool,
     #[comptime] precise: bool,
+    #[comptime] before_cap: bool,
 ) -> Weighed {
     let mut s = product * args.scale;
     if comptime!(scores) {
@@ -195,7 +197,7 @@ pub fn weigh(
     }
     let weight = exponential(s - lse, precise);
     let mut score = weight * (dweight - delta);
-    if comptime!(scores) {
+    if comptime!(scores && before_cap) {
         if args.softcap > 0.0f32 {
             let t = capped(args, product * args.scale, precise) * args.softcap_inverse;
             score *= (1.0f32 - t) * (1.0f32 + t);

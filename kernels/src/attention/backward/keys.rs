@@ -376,6 +376,7 @@ fn differentiate(
                     delta,
                     scores,
                     false,
+                    true,
                 );
                 let at = i32::cast_from(query);
                 let visible = at >= work.low[i] && at < work.high[i];

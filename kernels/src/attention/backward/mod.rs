@@ -7,6 +7,9 @@
 //! | [`keys`](keys::keys) | `dk` and `dv` likewise, a block of keys of one key head per cube; of large heads each alone |
 //! | [`simt`] | both of everything else |
 //! | [`rows::sinks`] | `dsinks` |
+//! | [`bias`](bias::bias) | the gradient of the bias of f16 and bf16 on tensor cores, a tile of it per cube |
+//! | [`any`] | all of these of dtypes that differ, and of large heads; the gradient of the bias of all else |
+//! | [`bias::join`] | adds what parts of its sums give |
 //!
 //! Scores are computed twice, once for `dq` and once for `dk` and `dv`: seven products instead of five,
 //! and in return every element is the sum of one cube, in one order, without atomic additions or a
@@ -16,7 +19,7 @@
 //! (`out`, `lse` and partial results are not looked at), and [`arguments::Strides`]; `row_blocks` are
 //! blocks of queries, or of keys. All strides count elements of the kernel's buffers.
 
-use contract::attention::{Gradient, RowSum};
+use contract::attention::{BiasSum, Gradient, RowSum};
 use cubecl::prelude::*;
 
 use super::arguments::{Args, Buffers};
@@ -25,10 +28,14 @@ use super::tiles::Config;
 use super::{HALVES, with_half};
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, with_vector};
+use any::{Dtypes, Elements, Inputs};
 use arguments::Strides;
+use bias::Bias;
 use keys::Sums;
 
+pub mod any;
 pub mod arguments;
+pub mod bias;
 pub mod keys;
 pub mod queries;
 pub mod rows;
@@ -90,6 +97,8 @@ fn configs(gradient: Gradient) -> Vec<Config> {
         Gradient::KeysAndValues => &[(64, 64), (128, 32)],
         // The sums of both have no room for 256 dimensions.
         Gradient::Keys | Gradient::Values => &[(256, 16)],
+        // In an image of its own.
+        Gradient::Bias => &[],
     };
     let config = |&(head_dim, tile_keys): &(u32, u32), scores| Config {
         head_dim,
@@ -146,6 +155,7 @@ fn name_of(gradient: Gradient) -> &'static str {
         Gradient::KeysAndValues => "keys_values",
         Gradient::Keys => "keys",
         Gradient::Values => "values",
+        Gradient::Bias => "bias",
     }
 }
 
@@ -167,13 +177,14 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
     Ok(kernels)
 }
 
-/// Of rows: `out` may be f32 where its gradient is not.
+/// Of rows: `out` may be f32 where its gradient is not, and the other way round.
 pub fn row_kernels() -> Result<Vec<Kernel>, Error> {
     let mut kernels = vec![sinks_kernel()?];
     for dtype in Dtype::ALL.iter().copied() {
         kernels.push(delta_kernel(dtype, dtype)?);
         if dtype != Dtype::F32 {
             kernels.push(delta_kernel(Dtype::F32, dtype)?);
+            kernels.push(delta_kernel(dtype, Dtype::F32)?);
         }
     }
     Ok(kernels)
@@ -236,4 +247,134 @@ fn sinks_kernel() -> Result<Kernel, Error> {
         ("dtype", 0),
     ];
     b.finish("attention_backward_sinks".into(), choices, rows::THREADS)
+}
+
+/// Of the bias: on tensor cores, and what adds parts of its sums.
+pub fn bias_kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = Vec::new();
+    for dtype in HALVES {
+        kernels.push(bias_kernel(dtype)?);
+    }
+    kernels.push(join_kernel()?);
+    Ok(kernels)
+}
+
+fn bias_kernel(dtype: Dtype) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let config = bias::CONFIG;
+    with_half!(dtype, E => {
+        let ty = b.type_of::<Vector<E, Line>>();
+        let f32_ = b.type_of::<f32>();
+        let (q, k, v, dout) = (b.read("q", ty), b.read("k", ty), b.read("v", ty), b.read("dout", ty));
+        b.read("of_parts", f32_);
+        let dbias = b.write("dbias", f32_);
+        let statistics = b.read("statistics", f32_);
+        let buffers = Buffers::declare(&mut b);
+        let args = Args::declare(&mut b);
+        let strides = Strides::declare(&mut b);
+        let of = Bias::declare(&mut b);
+        bias::bias::expand::<E>(
+            b.scope(), q.into(), k.into(), v.into(), dout.into(), dbias.into(), statistics.into(),
+            buffers, args, strides, of, config,
+        );
+    });
+    let choices = vec![
+        ("kind", BiasSum::Tile.code()),
+        ("dtype", dtype.code()),
+        ("width", 8),
+        ("rows", config.rows()),
+        ("columns", config.tile_keys),
+    ];
+    let name = format!("attention_backward_bias_{}", dtype.name());
+    // The compiler would take registers for two.
+    Ok(b.finish(name, choices, config.threads())?.for_blocks(3))
+}
+
+fn join_kernel() -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let f32_ = b.type_of::<f32>();
+    for name in ["q", "k", "v", "dout"] {
+        b.read(name, f32_);
+    }
+    let of_parts = b.read("of_parts", f32_);
+    let dbias = b.write("dbias", f32_);
+    b.read("statistics", f32_);
+    Buffers::declare(&mut b);
+    let args = Args::declare(&mut b);
+    Strides::declare(&mut b);
+    let of = Bias::declare(&mut b);
+    bias::join::expand(b.scope(), of_parts.into(), dbias.into(), args, of);
+    let choices = vec![
+        ("kind", BiasSum::Join.code()),
+        ("dtype", 0),
+        ("width", 1),
+        ("rows", 1),
+        ("columns", bias::THREADS),
+    ];
+    b.finish(
+        "attention_backward_bias_join".into(),
+        choices,
+        bias::THREADS,
+    )
+}
+
+/// Of tensors of any dtypes.
+pub fn any_kernels() -> Result<Vec<Kernel>, Error> {
+    use Gradient::{Bias, Keys, Queries, Values};
+    [Queries, Keys, Values, Bias]
+        .map(any_kernel)
+        .into_iter()
+        .collect()
+}
+
+fn any_kernel(gradient: Gradient) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let f32_ = b.type_of::<f32>();
+    let inputs = Inputs::declare(&mut b);
+    let to = Elements::written(&mut b);
+    let dbias = b.write("dbias", f32_);
+    let statistics = b.read("statistics", f32_);
+    let buffers = Buffers::declare(&mut b);
+    let args = Args::declare(&mut b);
+    let strides = Strides::declare(&mut b);
+    let dtypes = Dtypes::declare(&mut b);
+    let of = Bias::declare(&mut b);
+    let statistics = statistics.into();
+    match gradient {
+        Gradient::Queries => any::queries::expand(
+            b.scope(),
+            inputs,
+            to,
+            statistics,
+            buffers,
+            args,
+            strides,
+            dtypes,
+        ),
+        Gradient::Bias => any::bias::expand(
+            b.scope(),
+            inputs,
+            dbias.into(),
+            statistics,
+            buffers,
+            args,
+            strides,
+            dtypes,
+            of,
+        ),
+        _ => any::keys::expand(
+            b.scope(),
+            inputs,
+            to,
+            statistics,
+            buffers,
+            args,
+            strides,
+            dtypes,
+            gradient == Gradient::Values,
+        ),
+    }
+    let name = format!("attention_backward_any_{}", name_of(gradient));
+    let choices = vec![("gradient", gradient.code()), ("rows", any::ROWS)];
+    Ok(b.finish(name, choices, any::THREADS)?.for_blocks(1))
 }

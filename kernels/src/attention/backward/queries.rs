@@ -17,12 +17,12 @@ use crate::attention::tiles::{Config, copy_rows, lines_of};
 
 /// What a lane knows of its two rows: their statistics, and the keys `low..high` that they see.
 #[derive(CubeType)]
-struct LaneRows {
-    rows: Sequence<ScoreRow>,
-    lse: Array<f32>,
-    delta: Array<f32>,
-    low: Array<i32>,
-    high: Array<i32>,
+pub struct LaneRows {
+    pub rows: Sequence<ScoreRow>,
+    pub lse: Array<f32>,
+    pub delta: Array<f32>,
+    pub low: Array<i32>,
+    pub high: Array<i32>,
 }
 
 /// Grid: row blocks × heads × sequences, the first fastest.
@@ -92,7 +92,9 @@ pub fn queries<E: Float>(
             lines.k,
             config,
         );
-        differentiate(&s, &mut d, args, buffers, &work, &of_lane, key0, config);
+        differentiate(
+            &s, &mut d, args, buffers, &work, &of_lane, key0, config, true,
+        );
         accumulate::<E>(&d, &tiles.passing, &mut acc, lines.v, config);
         sync_cube();
         phase = phase ^ 1u32;
@@ -189,7 +191,7 @@ fn copy_passing<E: Float>(
 }
 
 #[cube]
-fn lane_rows(
+pub fn lane_rows(
     statistics: &Array<f32>,
     buffers: &Buffers,
     args: &Args,
@@ -228,9 +230,10 @@ fn lane_rows(
     }
 }
 
-/// Turns the products of `dout` and values of keys from `key0` on into gradients of the scores.
+/// Turns the products of `dout` and values of keys from `key0` on into gradients of the scores, those
+/// before a softcap or those behind it.
 #[cube]
-fn differentiate(
+pub fn differentiate(
     s: &Parts,
     d: &mut Parts,
     args: &Args,
@@ -239,6 +242,7 @@ fn differentiate(
     of_lane: &LaneRows,
     key0: u32,
     #[comptime] config: Config,
+    #[comptime] before_cap: bool,
 ) {
     let last = work.block.span.k_count - 1u32;
     #[unroll]
@@ -262,6 +266,7 @@ fn differentiate(
                     of_lane.delta[i],
                     comptime!(config.scores),
                     false,
+                    before_cap,
                 );
                 let at = i32::cast_from(key);
                 let visible = at >= of_lane.low[i] && at < of_lane.high[i];

@@ -184,7 +184,7 @@ pub fn queries<E: Float>(
             let product = dot(&q_tile, row, &k_tile, column, args.head_dim);
             let dweight = dot(&dout_tile, row, &v_tile, column, args.head_dim_v);
             score = weigh(
-                args, buffers, &score_row, key, product, dweight, lse, delta, true, true,
+                args, buffers, &score_row, key, product, dweight, lse, delta, true, true, true,
             )
             .score;
         }
@@ -274,7 +274,7 @@ pub fn keys<E: Float>(
                 let product = dot(&q_tile, row, &k_tile, column, args.head_dim);
                 let dweight = dot(&dout_tile, row, &v_tile, column, args.head_dim_v);
                 let both = weigh(
-                    args, buffers, &of_row, key, product, dweight, lse, delta, true, true,
+                    args, buffers, &of_row, key, product, dweight, lse, delta, true, true, true,
                 );
                 weight = both.weight;
                 score = both.score;

@@ -1,12 +1,16 @@
 //! The backward pass of attention on the GPU: statistics of every row first, then what is asked for.
 //!
 //! `dq` is one kernel, `dk` and `dv` another, each in several forms: on tensor cores, and one that takes
-//! rows at any address.
+//! rows at any address. Tensors whose dtypes differ, and large heads, have kernels of their own, and so has
+//! the gradient of the bias.
+
+mod any;
+mod bias;
 
 use contract::attention::{Gradient, RowSum, flag};
 
 use super::arguments::{self, address, strides};
-use super::portable::{check_limits, has_strides_of, is_at};
+use super::portable::{check_lengths, has_strides_of, is_at};
 use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
 use crate::cuda::device::{Kernel, Resources};
@@ -41,6 +45,8 @@ pub(super) struct Kernels {
     /// Those with wide accesses and for small heads first.
     forms: Vec<Form>,
     rows: Table<attention_backward_rows::Arguments, 3>,
+    bias: bias::Kernels,
+    any: any::Kernels,
 }
 
 impl Kernels {
@@ -64,6 +70,8 @@ impl Kernels {
         Ok(Kernels {
             forms,
             rows: Table::new(OP, resources, choices)?,
+            bias: bias::Kernels::new(resources)?,
+            any: any::Kernels::new(resources)?,
         })
     }
 
@@ -88,7 +96,8 @@ impl Form {
     fn serves(&self, b: &Backward) -> bool {
         let p = &b.forward;
         let dims = [p.head_dim, p.head_dim_v];
-        self.dtype == p.q.dtype as u32
+        one_dtype(b)
+            && self.dtype == p.q.dtype as u32
             && dims.iter().all(|dim| *dim <= self.head_dim)
             && dims.iter().all(|dim| dim.is_multiple_of(self.width))
             && (self.scores || !needs_scores(p))
@@ -118,6 +127,14 @@ impl Form {
         let blocks = self.row_blocks(b).saturating_mul(heads);
         blocks.saturating_mul(p.batch)
     }
+}
+
+/// Whether everything that is read and written for each token is of one dtype.
+fn one_dtype(b: &Backward) -> bool {
+    let p = &b.forward;
+    [p.k.dtype, p.v.dtype, b.dout.dtype]
+        .iter()
+        .all(|dtype| *dtype == p.q.dtype)
 }
 
 fn needs_scores(p: &Problem) -> bool {
@@ -150,12 +167,33 @@ struct Pass<'a> {
     flags: u32,
 }
 
+impl<'a> Pass<'a> {
+    /// If it is wanted.
+    fn new(
+        b: &Backward,
+        wanted: bool,
+        best: Option<&'a Form>,
+        any: &'a Form,
+        flags: u32,
+    ) -> Result<Option<Pass<'a>>> {
+        if !wanted {
+            return Ok(None);
+        }
+        let best = best.unwrap_or(any);
+        for form in [best, any] {
+            check_blocks(OP, "q", form.blocks(b))?;
+        }
+        Ok(Some(Pass { best, any, flags }))
+    }
+}
+
 /// How a backward pass is run.
 pub(crate) struct Plan<'a> {
     cuda: &'a Cuda,
     problem: Backward,
-    /// Of `dq`, and of `dk` and `dv`.
-    passes: [Option<Pass<'a>>; 3],
+    /// Of `dq`, and of `dk` and `dv`; `None` where no form serves.
+    passes: Option<[Option<Pass<'a>>; 3]>,
+    bias: Option<bias::Plan<'a>>,
     /// Blocks of the kernel of statistics.
     blocks: u32,
 }
@@ -166,46 +204,48 @@ impl Plans<Backward> for Cuda {
     fn plan(&self, problem: Backward) -> Result<Plan<'_>> {
         check(&problem)?;
         let kernels = &self.attention.backward;
-        let pass = |wanted: bool, best: Option<_>, any, flags| -> Result<_> {
-            if !wanted {
-                return Ok(None);
-            }
-            let any = kernels.find(&problem, any, true);
-            let any = any.ok_or_else(|| Error::Internal {
-                op: OP,
-                message: text!("no kernel for {}", problem.forward.q.dtype),
-            })?;
-            let best = best.unwrap_or(any);
-            for form in [best, any] {
-                check_blocks(OP, "q", form.blocks(&problem))?;
-            }
-            Ok(Some(Pass { best, any, flags }))
-        };
-        use Gradient::{KeysAndValues, Queries};
-        let best = |gradient| kernels.find(&problem, gradient, false);
-        let (dk, dv) = (problem.dk.is_some(), problem.dv.is_some());
-        let flag_of = |wanted: bool, flag: u32| if wanted { flag } else { 0 };
-        let flags = flag_of(dk, flag::DK) | flag_of(dv, flag::DV);
-        // Two kernels on tensor cores are faster than one without.
-        let apart = [Gradient::Keys, Gradient::Values].map(best);
-        let together = best(KeysAndValues).filter(|form| form.width > 1 || apart[0].is_none());
-        let of_keys = match (together, apart) {
-            (None, [Some(keys), Some(values)]) => [
-                pass(dk, Some(keys), KeysAndValues, flag::DK)?,
-                pass(dv, Some(values), KeysAndValues, flag::DV)?,
-            ],
-            (together, _) => [pass(dk || dv, together, KeysAndValues, flags)?, None],
-        };
-        let [keys, values] = of_keys;
-        let queries = pass(problem.dq.is_some(), best(Queries), Queries, 0)?;
+        let passes = kernels.passes(&problem)?;
+        if passes.is_none() {
+            any::check(&kernels.any, &problem)?;
+        }
+        let bias = problem.dbias.as_ref();
+        let bias = bias.map(|dbias| bias::Plan::new(kernels, &problem, dbias));
         // A plane for each row; the kernel's blocks have four at least.
         let rows = tokens(&problem.forward).saturating_mul(problem.forward.num_heads);
         Ok(Plan {
             cuda: self,
-            passes: [queries, keys, values],
+            passes,
+            bias: bias.transpose()?,
             blocks: check_blocks(OP, "q", rows.div_ceil(ROWS_OF_A_BLOCK))?,
             problem,
         })
+    }
+}
+
+impl Kernels {
+    /// The forms for a problem, if there are any.
+    fn passes<'a>(&'a self, b: &Backward) -> Result<Option<[Option<Pass<'a>>; 3]>> {
+        use Gradient::{Keys, KeysAndValues, Queries, Values};
+        let best = |gradient| self.find(b, gradient, false);
+        let any = [Queries, KeysAndValues].map(|gradient| self.find(b, gradient, true));
+        let [Some(any_queries), Some(any_keys)] = any else {
+            return Ok(None);
+        };
+        let (dk, dv) = (b.dk.is_some(), b.dv.is_some());
+        let flag_of = |wanted: bool, flag: u32| if wanted { flag } else { 0 };
+        let flags = flag_of(dk, flag::DK) | flag_of(dv, flag::DV);
+        // Two kernels on tensor cores are faster than one without.
+        let apart = [Keys, Values].map(best);
+        let together = best(KeysAndValues).filter(|form| form.width > 1 || apart[0].is_none());
+        let [keys, values] = match (together, apart) {
+            (None, [Some(keys), Some(values)]) => [
+                Pass::new(b, dk, Some(keys), any_keys, flag::DK)?,
+                Pass::new(b, dv, Some(values), any_keys, flag::DV)?,
+            ],
+            (together, _) => [Pass::new(b, dk || dv, together, any_keys, flags)?, None],
+        };
+        let queries = Pass::new(b, b.dq.is_some(), best(Queries), any_queries, 0)?;
+        Ok(Some([queries, keys, values]))
     }
 }
 
@@ -215,12 +255,7 @@ const ROWS_OF_A_BLOCK: usize = 4;
 /// What there are no kernels for.
 fn check(b: &Backward) -> Result<()> {
     let p = &b.forward;
-    if b.dbias.is_some() {
-        let problem =
-            "is not computed by the CUDA backend, which takes q, k, v and sinks for gradients";
-        return Err(Error::unsupported(OP, "dbias", problem));
-    }
-    check_limits(OP, p)?;
+    check_lengths(OP, p)?;
     const MAX_KEYS: usize = contract::attention::NO_LIMIT as usize;
     if room(p) > MAX_KEYS {
         let problem = text!(
@@ -229,17 +264,13 @@ fn check(b: &Backward) -> Result<()> {
         );
         return Err(Error::unsupported(OP, "k", problem));
     }
-    let rows = [("k", p.k.dtype), ("dout", b.dout.dtype)];
-    for (name, dtype) in rows {
-        if dtype != p.q.dtype {
-            let problem = text!(
-                "has dtype {dtype}, q has {}: the CUDA backend takes one for both",
-                p.q.dtype
-            );
-            return Err(Error::unsupported(OP, name, problem));
-        }
-    }
     Ok(())
+}
+
+/// Bytes of the statistics: an LSE and a delta for every row.
+fn statistics_size(p: &Problem) -> usize {
+    let rows = tokens(p).saturating_mul(p.num_heads);
+    rows.saturating_mul(2 * size_of::<f32>())
 }
 
 impl problem::Plan for Plan<'_> {
@@ -247,11 +278,9 @@ impl problem::Plan for Plan<'_> {
         Implementation::Cuda
     }
 
-    /// An LSE and a delta for every row.
     fn needed(&self) -> usize {
-        let p = &self.problem.forward;
-        let rows = tokens(p).saturating_mul(p.num_heads);
-        rows.saturating_mul(2 * size_of::<f32>())
+        let parts = self.bias.as_ref().map_or(0, bias::Plan::needed);
+        statistics_size(&self.problem.forward).saturating_add(parts)
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
@@ -267,26 +296,16 @@ impl problem::Plan for Plan<'_> {
             // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, and the workspace two f32 for each.
             unsafe { cuda.launch(OP, kernel, self.blocks, &arguments, stream) }?;
         }
-        for pass in self.passes.iter().flatten() {
-            let form = match pass.best.reaches(b) {
-                true => pass.best,
-                false => pass.any,
-            };
-            let blocks = check_blocks(OP, "q", form.blocks(b))?;
-            tracing::trace!(
-                "{OP}: gradients of {}, with accesses of {} elements; {blocks} blocks",
-                match form.gradient == Gradient::Queries.code() {
-                    true => "queries",
-                    false => "keys and values",
-                },
-                form.width,
-            );
-            if blocks > 0 {
-                let arguments = gradient_arguments(b, form, pass.flags, statistics);
-                // SAFETY: as above, as far as lengths in device memory are what the caller promises; the statistics are written by what
-                // was queued before.
-                unsafe { cuda.launch(OP, &form.kernel, blocks, &arguments, stream) }?;
+        match &self.passes {
+            Some(passes) => {
+                for pass in passes.iter().flatten() {
+                    self.launch_pass(pass, statistics, stream)?;
+                }
             }
+            None => any::launch(cuda, b, statistics, stream)?,
+        }
+        if let Some(bias) = &self.bias {
+            bias.launch(cuda, b, statistics, stream)?;
         }
         if b.dsinks.is_some() {
             let kernel = self.of_rows([RowSum::Sinks.code(), 0, 0])?;
@@ -299,6 +318,33 @@ impl problem::Plan for Plan<'_> {
 }
 
 impl Plan<'_> {
+    fn launch_pass(&self, pass: &Pass<'_>, statistics: u64, stream: Stream) -> Result<()> {
+        let b = &self.problem;
+        let form = match pass.best.reaches(b) {
+            true => pass.best,
+            false => pass.any,
+        };
+        let blocks = check_blocks(OP, "q", form.blocks(b))?;
+        tracing::trace!(
+            "{OP}: gradients of {}, with accesses of {} elements; {blocks} blocks",
+            match form.gradient == Gradient::Queries.code() {
+                true => "queries",
+                false => "keys and values",
+            },
+            form.width,
+        );
+        if blocks == 0 {
+            return Ok(());
+        }
+        let arguments = gradient_arguments(b, form, pass.flags, statistics);
+        // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, as far as lengths in device memory
+        // are what the caller promises; the statistics are written by what was queued before.
+        unsafe {
+            self.cuda
+                .launch(OP, &form.kernel, blocks, &arguments, stream)
+        }
+    }
+
     fn of_rows(&self, choices: [u32; 3]) -> Result<&Kernel<attention_backward_rows::Arguments>> {
         self.cuda.attention.backward.rows.get(choices)
     }
@@ -342,15 +388,39 @@ fn rows_arguments(b: &Backward, statistics: u64) -> attention_backward_rows::Arg
     a
 }
 
-/// The arguments that the forward pass has too.
-macro_rules! taken_over {
-    ($from:ident: $($field:ident),* $(,)?) => {
-        attention_backward::Arguments {
-            $($field: $from.$field,)*
-            ..attention_backward::Arguments::ZERO
-        }
+/// What the kernels of gradients are told alike: all but the tensors of tokens and their blocks. Strides of
+/// these are in units of `$width` elements.
+macro_rules! described {
+    ($arguments:ty, $b:expr, $width:expr, $statistics:expr) => {
+        described!(@ $arguments, $b, $width, $statistics;
+            cu_seqlens_q, cu_seqlens_k, seq_lens_k, bias_f32, bias_f16, bias_bf16, mask, alibi_slopes, scale, softcap,
+            softcap_inverse, num_heads, num_kv_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left,
+            window_right, flags, bias_dtype, q_outer, q_token, q_head, k_outer, k_token, k_head, v_outer, v_token,
+            v_head, bias_outer, bias_head, bias_token, bias_key, mask_outer, mask_head, mask_token, mask_key,
+            alibi_outer)
     };
+    (@ $arguments:ty, $b:expr, $width:expr, $statistics:expr; $($field:ident),*) => {{
+        let (b, width): (&Backward, usize) = ($b, $width);
+        let from = arguments::problem(&b.forward, width);
+        let mut a = <$arguments>::ZERO;
+        $(a.$field = from.$field;)*
+        a.statistics = $statistics;
+        a.tokens = tokens(&b.forward) as u64;
+        a.room = room(&b.forward) as u32;
+        [a.dout_outer, a.dout_token, a.dout_head] = strides(&b.dout, width);
+        if let Some(dq) = &b.dq {
+            [a.dq_outer, a.dq_token, a.dq_head] = strides(dq, width);
+        }
+        if let Some(dk) = &b.dk {
+            [a.dk_outer, a.dk_token, a.dk_head] = strides(dk, width);
+        }
+        if let Some(dv) = &b.dv {
+            [a.dv_outer, a.dv_token, a.dv_head] = strides(dv, width);
+        }
+        a
+    }};
 }
+use described;
 
 fn gradient_arguments(
     b: &Backward,
@@ -359,34 +429,17 @@ fn gradient_arguments(
     statistics: u64,
 ) -> attention_backward::Arguments {
     let p = &b.forward;
-    let from = arguments::problem(p, form.width);
-    let mut a = taken_over!(
-        from: q, k, v, cu_seqlens_q, cu_seqlens_k, seq_lens_k, bias_f32, bias_f16, bias_bf16, mask,
-        alibi_slopes, scale, softcap, softcap_inverse, num_heads, num_kv_heads, group, seqlen_q,
-        seqlen_k, head_dim, head_dim_v, window_left, window_right, flags, bias_dtype, q_outer,
-        q_token, q_head, k_outer, k_token, k_head, v_outer, v_token, v_head, bias_outer, bias_head,
-        bias_token, bias_key, mask_outer, mask_head, mask_token, mask_key, alibi_outer,
-    );
+    let mut a = described!(attention_backward::Arguments, b, form.width, statistics);
     a.flags |= flags;
-    a.dout = address(b.dout.ptr);
-    a.statistics = statistics;
     a.row_blocks = form.row_blocks(b) as u32;
-    a.tokens = tokens(p) as u64;
-    a.room = room(p) as u32;
-    let of = |rows: &Rows| strides(rows, form.width);
-    [a.dout_outer, a.dout_token, a.dout_head] = of(&b.dout);
-    if let Some(dq) = &b.dq {
-        a.dq = address(dq.ptr);
-        [a.dq_outer, a.dq_token, a.dq_head] = of(dq);
-    }
-    if let Some(dk) = &b.dk {
-        a.dk = address(dk.ptr);
-        [a.dk_outer, a.dk_token, a.dk_head] = of(dk);
-    }
-    if let Some(dv) = &b.dv {
-        a.dv = address(dv.ptr);
-        [a.dv_outer, a.dv_token, a.dv_head] = of(dv);
-    }
+    a.q = address(p.q.ptr);
+    a.k = address(p.k.ptr);
+    a.v = address(p.v.ptr);
+    a.dout = address(b.dout.ptr);
+    let of = |rows: &Option<Rows>| rows.as_ref().map_or(0, |rows| address(rows.ptr));
+    a.dq = of(&b.dq);
+    a.dk = of(&b.dk);
+    a.dv = of(&b.dv);
     a
 }
 
