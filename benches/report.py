@@ -51,6 +51,7 @@ SUMMARISED = {
             "rms_norm",
             "layer_norm",
             "rope",
+            "qk_norm_rope",
             "swiglu",
         )
     },

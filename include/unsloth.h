@@ -88,6 +88,8 @@
 #define UNSLOTH_OPTIMIZER_PARAMS_INIT UNSLOTH_INIT(unsloth_optimizer_params)
 #define UNSLOTH_OPTIMIZER_STATUS_INIT UNSLOTH_INIT(unsloth_optimizer_status)
 #define UNSLOTH_PARAMETER_COUNT_INIT UNSLOTH_INIT(unsloth_parameter_count)
+#define UNSLOTH_QK_NORM_ROPE_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_qk_norm_rope_backward_params)
+#define UNSLOTH_QK_NORM_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_qk_norm_rope_params)
 #define UNSLOTH_QUANTIZATION_INIT UNSLOTH_INIT(unsloth_quantization)
 #define UNSLOTH_RMS_NORM_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_backward_params)
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
@@ -3194,6 +3196,158 @@ typedef struct unsloth_optimizer_status {
 } unsloth_optimizer_status;
 
 /**
+ * Arguments of `unsloth_qk_norm_rope_forward`: every head `x` of queries and keys becomes
+ * `x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset)` and is then rotated as
+ * `unsloth_rope_forward` does. At least one of `q` and `k` is there.
+ */
+typedef struct unsloth_qk_norm_rope_params {
+  /**
+   * `sizeof(unsloth_qk_norm_rope_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Added to the mean squares; must be above 0.
+   */
+  float epsilon;
+  /**
+   * Position of the first token of every sequence, where `positions` is absent.
+   */
+  int64_t position_offset;
+  /**
+   * Added to every gain: 0 for Qwen 3, 1 for Gemma 3. 0 where there are no weights.
+   */
+  float weight_offset;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * How heads are rotated.
+   */
+  struct unsloth_rotation rotation;
+  /**
+   * Optional: `[batch, seq, heads, head_dim]` or `[tokens, heads, head_dim]`, f32, f16 or bf16, any
+   * strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor q;
+  /**
+   * Like `q`. Absent, or the same tensor as `q`: `q` is overwritten.
+   */
+  struct unsloth_tensor q_out;
+  /**
+   * Optional: like `q`, with any number of heads.
+   */
+  struct unsloth_tensor k;
+  /**
+   * Like `k`. Absent, or the same tensor as `k`: `k` is overwritten.
+   */
+  struct unsloth_tensor k_out;
+  /**
+   * Optional: i32 or i64 `[batch, seq]` or `[tokens]`, any strides (a batch stride of zero shares
+   * positions). With a table every position must lie inside; with CUDA, where the host cannot look,
+   * the rotated components of a token outside become NaN.
+   */
+  struct unsloth_tensor positions;
+  /**
+   * Optional: gains of the queries, `[head_dim]`, any float dtype. Absent: all ones.
+   */
+  struct unsloth_tensor q_weight;
+  /**
+   * Optional: gains of the keys; like `q_weight`.
+   */
+  struct unsloth_tensor k_weight;
+} unsloth_qk_norm_rope_params;
+
+/**
+ * Arguments of `unsloth_qk_norm_rope_backward`: with `r = 1 / sqrt(mean(x^2) + epsilon)`, `n = x r`,
+ * `g` the gradient of the output rotated back and `h = g (weight + weight_offset)`, for every head
+ * `dx = r (h - n mean(h n))`, and `dweight` = the sum over tokens and heads of `g n`. At least one of
+ * `q` and `k` is there, each with the gradient of its output.
+ */
+typedef struct unsloth_qk_norm_rope_backward_params {
+  /**
+   * `sizeof(unsloth_qk_norm_rope_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * The forward's; above 0.
+   */
+  float epsilon;
+  /**
+   * The forward's.
+   */
+  int64_t position_offset;
+  /**
+   * The forward's.
+   */
+  float weight_offset;
+  /**
+   * 1 adds to what `dq_weight` and `dk_weight` hold, which must be f32 then; 0 overwrites. `dq` and
+   * `dk` are overwritten always.
+   */
+  uint32_t accumulate;
+  /**
+   * The forward's.
+   */
+  struct unsloth_rotation rotation;
+  /**
+   * Optional: the forward's queries, before they were normalised:
+   * `[batch, seq, heads, head_dim]` or `[tokens, heads, head_dim]`, f32, f16 or bf16, any strides
+   * with a contiguous last dimension.
+   */
+  struct unsloth_tensor q;
+  /**
+   * The gradient of the forward's `q_out`; like `q`, and there if that is.
+   */
+  struct unsloth_tensor dq_out;
+  /**
+   * Like `q`. Absent, or the same tensor as `dq_out`: `dq_out` is overwritten.
+   */
+  struct unsloth_tensor dq;
+  /**
+   * Optional: the forward's keys; like `q`, with any number of heads.
+   */
+  struct unsloth_tensor k;
+  /**
+   * The gradient of the forward's `k_out`; like `k`, and there if that is.
+   */
+  struct unsloth_tensor dk_out;
+  /**
+   * Like `k`. Absent, or the same tensor as `dk_out`: `dk_out` is overwritten.
+   */
+  struct unsloth_tensor dk;
+  /**
+   * The forward's. With CUDA, where the host cannot look, the gradients of a token outside a table
+   * become NaN, and with them those of the weights.
+   */
+  struct unsloth_tensor positions;
+  /**
+   * The forward's.
+   */
+  struct unsloth_tensor q_weight;
+  /**
+   * The forward's.
+   */
+  struct unsloth_tensor k_weight;
+  /**
+   * Optional: the gradient of `q_weight`, `[head_dim]`, any float dtype. Absent: not computed.
+   */
+  struct unsloth_tensor dq_weight;
+  /**
+   * Optional: the gradient of `k_weight`; like `dq_weight`.
+   */
+  struct unsloth_tensor dk_weight;
+  /**
+   * Scratch memory, aligned to 256 bytes; see `unsloth_qk_norm_rope_backward_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_qk_norm_rope_backward_params;
+
+/**
  * Arguments of `unsloth_rms_norm_forward`: `y = s / sqrt(mean(s^2) + epsilon) * (weight + weight_offset)` over the last dimension,
  * with `s = x + residual`.
  */
@@ -5362,6 +5516,73 @@ unsloth_status unsloth_optimizer_load(struct unsloth_optimizer *optimizer,
                                       const void *data,
                                       size_t size,
                                       unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers are not looked at. The status and message are those the call itself would
+ * give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_qk_norm_rope_supported(struct unsloth_context *ctx,
+                                              const struct unsloth_qk_norm_rope_params *params,
+                                              unsloth_implementation *implementation);
+
+/**
+ * Normalises and rotates on `stream`, in f32, rounding once. Needs no workspace; neither allocates
+ * device memory nor synchronises, and may be captured into a CUDA graph.
+ *
+ * `q_out` may be `q` and `k_out` may be `k`; other overlaps with an output are errors. Heads of q
+ * and k may lie in one packed tensor.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the
+ * context's device until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_qk_norm_rope_forward(struct unsloth_context *ctx,
+                                            const struct unsloth_qk_norm_rope_params *params,
+                                            unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless
+ * NULL). Data pointers and the workspace are not looked at. The status and message are those the
+ * call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_qk_norm_rope_backward_supported(struct unsloth_context *ctx,
+                                                       const struct unsloth_qk_norm_rope_backward_params *params,
+                                                       unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace that the call needs: sums of the weights'
+ * gradients over parts of the tokens, so 0 where none is asked for. Data pointers and the workspace
+ * are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
+ * valid for a write.
+ */
+unsloth_status unsloth_qk_norm_rope_backward_workspace_size(struct unsloth_context *ctx,
+                                                            const struct unsloth_qk_norm_rope_backward_params *params,
+                                                            size_t *workspace_size);
+
+/**
+ * Computes the gradients on `stream`, in f32, rounding once; the same inputs give the same bits on
+ * one kind of device. What the forward knew of a head is computed again. Neither allocates nor
+ * synchronises, and may be captured into a CUDA graph. Calls that may run at the same time must not
+ * share a workspace.
+ *
+ * `dq` may be `dq_out` and `dk` may be `dk_out`; other overlaps with what is written are errors.
+ * Heads of q and k may lie in one packed tensor.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are
+ * valid on the context's device until the work has run; `stream` is NULL or a live stream of that
+ * device.
+ */
+unsloth_status unsloth_qk_norm_rope_backward(struct unsloth_context *ctx,
+                                             const struct unsloth_qk_norm_rope_backward_params *params,
+                                             unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

@@ -155,8 +155,8 @@ run_sanitizers() {
     # The longest first.
     for test in ${SANITIZED-dense/linear attention/cuda dense/cuda elementwise/cast lookup/argmax \
       dense/swiglu$hopper dense/mlp dense/mlp_backward block/decoder_layer cuda host/memory \
-      elementwise/rope norm/rms_norm norm/layer_norm norm/backward dense/swiglu_backward \
-      dense/linear_backward attention/backward lookup/embedding_backward loss/cross_entropy \
+      elementwise/rope norm/qk_norm_rope norm/rms_norm norm/layer_norm norm/backward \
+      dense/swiglu_backward dense/linear_backward attention/backward lookup/embedding_backward loss/cross_entropy \
       loss/linear_cross_entropy loss/linear_logprob lookup/embedding elementwise/optimizer \
       kv_cache/cache kv_cache/append kv_cache/history kv_cache/steps}; do
       at_most "${SANITIZERS:-8}"
@@ -190,7 +190,7 @@ run_compare() {
   local candle name
   candle=$([ ! -x benches/candle ] || echo candle)
   if have_torch; then
-    for op in ${COMPARE-rms_norm layer_norm norm_backward rope swiglu swiglu_backward cross_entropy \
+    for op in ${COMPARE-rms_norm layer_norm norm_backward rope qk_norm_rope swiglu swiglu_backward cross_entropy \
       linear_cross_entropy embedding embedding_backward kv_append optimizer linear linear_backward mlp attention \
       attention_forward attention_backward block_backward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"

@@ -190,6 +190,38 @@ static void rope_ready(void) {
   rope.rotation.original_max_positions = 128;
 }
 
+static unsloth_qk_norm_rope_params qk_norm_rope;
+static void qk_norm_rope_ready(void) {
+  rope_ready();
+  qk_norm_rope = (unsloth_qk_norm_rope_params)UNSLOTH_QK_NORM_ROPE_PARAMS_INIT;
+  qk_norm_rope.q = rope.q;
+  qk_norm_rope.q_out = rope.q_out;
+  qk_norm_rope.k = rope.k;
+  qk_norm_rope.k_out = rope.k_out;
+  qk_norm_rope.positions = rope.positions;
+  qk_norm_rope.rotation = rope.rotation;
+  qk_norm_rope.q_weight = qk_norm_rope.k_weight = in2(DIM, -1);
+  qk_norm_rope.epsilon = 1e-5f;
+}
+
+static unsloth_qk_norm_rope_backward_params qk_norm_rope_backward;
+static void qk_norm_rope_backward_ready(void) {
+  unsloth_qk_norm_rope_backward_params *p = &qk_norm_rope_backward;
+  qk_norm_rope_ready();
+  *p = (unsloth_qk_norm_rope_backward_params)UNSLOTH_QK_NORM_ROPE_BACKWARD_PARAMS_INIT;
+  p->q = p->dq_out = qk_norm_rope.q;
+  p->dq = qk_norm_rope.q_out;
+  p->k = p->dk_out = qk_norm_rope.k;
+  p->dk = qk_norm_rope.k_out;
+  p->positions = qk_norm_rope.positions;
+  p->rotation = qk_norm_rope.rotation;
+  p->q_weight = p->k_weight = qk_norm_rope.q_weight;
+  p->dq_weight = out2(DIM, -1);
+  p->epsilon = 1e-5f;
+  CHECK_OK(unsloth_qk_norm_rope_backward_workspace_size(ctx, p, &p->workspace_size));
+  p->workspace = workspace;
+}
+
 static unsloth_swiglu_params swiglu;
 static void swiglu_ready(void) {
   with_context();
@@ -742,6 +774,16 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(layer_norm, layer_norm_ready, unsloth_layer_norm_forward, (ctx, &layer_norm, NULL), OK)        \
   X(rope_supported, rope_ready, unsloth_rope_supported, (ctx, &rope, NULL), OK)                    \
   X(rope, rope_ready, unsloth_rope_forward, (ctx, &rope, NULL), OK)                                \
+  X(qk_norm_rope_supported, qk_norm_rope_ready, unsloth_qk_norm_rope_supported,                    \
+    (ctx, &qk_norm_rope, NULL), OK)                                                                \
+  X(qk_norm_rope, qk_norm_rope_ready, unsloth_qk_norm_rope_forward, (ctx, &qk_norm_rope, NULL),    \
+    OK)                                                                                            \
+  X(qk_norm_rope_backward_supported, qk_norm_rope_backward_ready,                                  \
+    unsloth_qk_norm_rope_backward_supported, (ctx, &qk_norm_rope_backward, NULL), OK)              \
+  X(qk_norm_rope_backward_workspace, qk_norm_rope_backward_ready,                                  \
+    unsloth_qk_norm_rope_backward_workspace_size, (ctx, &qk_norm_rope_backward, &size), OK)        \
+  X(qk_norm_rope_backward, qk_norm_rope_backward_ready, unsloth_qk_norm_rope_backward,             \
+    (ctx, &qk_norm_rope_backward, NULL), OK)                                                       \
   X(swiglu_supported, swiglu_ready, unsloth_swiglu_supported, (ctx, &swiglu, NULL), OK)            \
   X(swiglu, swiglu_ready, unsloth_swiglu_forward, (ctx, &swiglu, NULL), OK)                        \
   X(linear_supported, linear_ready, unsloth_linear_supported, (ctx, &linear, &implementation), OK) \

@@ -146,6 +146,29 @@ static void rows(void) {
   rope.positions = make(UNSLOTH_DTYPE_I32, 1, 3, -1, -1);
   CHECK_PATH(unsloth_rope_forward(ctx, &rope, NULL), 1);
 
+  unsloth_qk_norm_rope_params qk = UNSLOTH_QK_NORM_ROPE_PARAMS_INIT;
+  qk.q = rope.q;
+  qk.k = rope.k;
+  qk.positions = rope.positions;
+  qk.q_weight = qk.k_weight = bf16(DIM, -1, -1, -1);
+  qk.epsilon = 1e-5f;
+  CHECK_PATH(unsloth_qk_norm_rope_forward(ctx, &qk, NULL), 1);
+
+  unsloth_qk_norm_rope_backward_params dqk = UNSLOTH_QK_NORM_ROPE_BACKWARD_PARAMS_INIT;
+  dqk.q = qk.q;
+  dqk.k = qk.k;
+  dqk.dq_out = bf16(1, 3, HEADS, DIM);
+  dqk.dk_out = bf16(1, 3, KV_HEADS, DIM);
+  dqk.positions = qk.positions;
+  dqk.q_weight = dqk.k_weight = qk.q_weight;
+  dqk.epsilon = 1e-5f;
+  CHECK_PATH(unsloth_qk_norm_rope_backward(ctx, &dqk, NULL), 1);
+  dqk.dq_weight = bf16(DIM, -1, -1, -1);
+  dqk.dk_weight = bf16(DIM, -1, -1, -1);
+  CHECK_OK(unsloth_qk_norm_rope_backward_workspace_size(ctx, &dqk, &dqk.workspace_size));
+  dqk.workspace = memory(dqk.workspace_size);
+  CHECK_PATH(unsloth_qk_norm_rope_backward(ctx, &dqk, NULL), 3);
+
   unsloth_embedding_params embedding = UNSLOTH_EMBEDDING_PARAMS_INIT;
   embedding.table = bf16(VOCAB, HIDDEN, -1, -1);
   embedding.ids = make(UNSLOTH_DTYPE_I32, 3, -1, -1, -1);

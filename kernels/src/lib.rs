@@ -29,6 +29,7 @@ mod math;
 mod norm;
 pub mod nvcc;
 mod optimizer;
+mod qk_norm_rope;
 mod rope;
 mod rotation;
 mod rows;
@@ -88,6 +89,12 @@ const CATALOG: &[Entry] = &[
     ("norm", norm::kernels, &[]),
     ("norm_backward", norm::backward::kernels, &[]),
     ("optimizer", optimizer::kernels, &[]),
+    ("qk_norm_rope", qk_norm_rope::kernels, &[]),
+    (
+        "qk_norm_rope_backward",
+        qk_norm_rope::backward::kernels,
+        &[],
+    ),
     ("rope", rope::kernels, &[]),
     ("swiglu", swiglu::kernels, &[]),
     ("swiglu_backward", swiglu::backward::kernels, &[]),

@@ -1,12 +1,15 @@
 //! Rotary position embedding of queries and keys in one launch: each block of a token computes its sines and cosines once, for all heads
 //! that it turns.
 
-use contract::rotation::{MAX_PAIRS, Positions, Style, THREADS};
+use contract::rotation::{MAX_PAIRS, Style, THREADS};
 use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::rotation::{AngleSource, angle, angle_source, load_pairs, store_turned, style_name};
+use crate::rotation::{
+    AngleSource, PositionSource, angle_source, fill_turns, load_pairs, position_of,
+    position_source, store_turned, style_name,
+};
 use crate::rows::{self, Divisor, divide};
 
 /// Where heads of an input and its output lie, in vectors.
@@ -19,16 +22,6 @@ struct Heads {
     out_batch: usize,
     out_token: usize,
     out_head: usize,
-}
-
-/// Where positions come from.
-#[derive(CubeType, Clone, Copy)]
-struct PositionSource {
-    /// 0: counted from `first`; 1: i32 tensor; 2: i64 tensor.
-    kind: u32,
-    first: i64,
-    batch: usize,
-    token: usize,
 }
 
 /// Where a token's heads begin, in vectors.
@@ -76,7 +69,7 @@ fn rope<F: Float, N: Size, L: Scalar, M: Size>(
 ) {
     let width = comptime!(N::value() as u32);
     // Of all loads the one that the most work waits for.
-    let mut frequency = frequencies[UNIT_POS_X as usize];
+    let frequency = frequencies[UNIT_POS_X as usize];
     let row = divide(CUBE_POS_X, blocks_per_token);
     let first = (CUBE_POS_X - row * blocks_per_token.size) * THREADS + UNIT_POS_X;
     let step = blocks_per_token.size * THREADS;
@@ -98,27 +91,20 @@ fn rope<F: Float, N: Size, L: Scalar, M: Size>(
         );
     }
 
-    let at = batch as usize * position.batch + token as usize * position.token;
-    let stands = if position.kind == comptime!(Positions::From.code()) {
-        position.first + i64::cast_from(token)
-    } else if position.kind == comptime!(Positions::I32.code()) {
-        i64::cast_from(positions[at])
-    } else {
-        positions_i64[at]
-    };
+    let stands = position_of(positions, positions_i64, position, batch, token);
     let mut turns = SharedMemory::<f32>::new(comptime!(2 * MAX_PAIRS as usize));
-    let mut pair = UNIT_POS_X;
-    while pair < angles.pairs {
-        let turned = angle(
-            stands, pair, angles, factors, cos_table, sin_table, frequency,
-        );
-        turns[pair as usize] = turned.cos;
-        turns[(MAX_PAIRS + pair) as usize] = turned.sin;
-        pair += THREADS;
-        if pair < angles.pairs {
-            frequency = frequencies[pair as usize];
-        }
-    }
+    fill_turns(
+        &mut turns,
+        0u32,
+        stands,
+        angles,
+        factors,
+        cos_table,
+        sin_table,
+        frequencies,
+        frequency,
+        THREADS,
+    );
     sync_cube();
 
     while item < items {
@@ -200,15 +186,6 @@ fn heads(b: &mut Builder, names: [&'static str; 7]) -> HeadsExpand {
         out_batch,
         out_token,
         out_head,
-    }
-}
-
-fn position_source(b: &mut Builder) -> PositionSourceExpand {
-    PositionSourceExpand {
-        kind: b.scalar("position_kind", ScalarType::U32).into(),
-        first: b.scalar("position_first", ScalarType::I64).into(),
-        batch: b.scalar("position_batch", ScalarType::U64).into(),
-        token: b.scalar("position_token", ScalarType::U64).into(),
     }
 }
 

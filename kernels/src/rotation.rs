@@ -1,6 +1,6 @@
 //! Which angle each pair of components turns by, and the turn: what RoPE and a KV cache that rotates keys have in common, to the bit.
 
-use contract::rotation::{Angles, Style};
+use contract::rotation::{Angles, MAX_PAIRS, Positions, Style};
 use cubecl::prelude::*;
 
 use crate::emit::{Builder, ScalarType};
@@ -12,6 +12,35 @@ pub(crate) fn style_name(style: Style) -> &'static str {
         Style::HalfSplit => "half_split",
         Style::Interleaved => "interleaved",
         Style::Plain => "plain",
+    }
+}
+
+/// Where positions come from.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct PositionSource {
+    /// A [`Positions`]: counted from `first`, i32 tensor, i64 tensor.
+    pub kind: u32,
+    pub first: i64,
+    pub batch: usize,
+    pub token: usize,
+}
+
+/// Where a token stands.
+#[cube]
+pub(crate) fn position_of(
+    positions: &Array<i32>,
+    positions_i64: &Array<i64>,
+    position: PositionSource,
+    batch: u32,
+    token: u32,
+) -> i64 {
+    let at = batch as usize * position.batch + token as usize * position.token;
+    if position.kind == comptime!(Positions::From.code()) {
+        position.first + i64::cast_from(token)
+    } else if position.kind == comptime!(Positions::I32.code()) {
+        i64::cast_from(positions[at])
+    } else {
+        positions_i64[at]
     }
 }
 
@@ -66,15 +95,46 @@ pub(crate) fn angle(
     }
 }
 
+/// Computes all cosines and sines of a position, a pair for each of `threads` threads at a time:
+/// cosines from `first` of `turns` on, sines [`MAX_PAIRS`] further. `frequency` is that of the
+/// thread's first pair.
+#[cube]
+pub(crate) fn fill_turns(
+    turns: &mut SharedMemory<f32>,
+    first: u32,
+    position: i64,
+    source: AngleSource,
+    factors: &Array<f32>,
+    cos_table: &Array<f32>,
+    sin_table: &Array<f32>,
+    frequencies: &Array<f32>,
+    frequency: f32,
+    #[comptime] threads: u32,
+) {
+    let mut frequency = frequency;
+    let mut pair = UNIT_POS_X;
+    while pair < source.pairs {
+        let turned = angle(
+            position, pair, source, factors, cos_table, sin_table, frequency,
+        );
+        turns[(first + pair) as usize] = turned.cos;
+        turns[(first + MAX_PAIRS + pair) as usize] = turned.sin;
+        pair += threads;
+        if pair < source.pairs {
+            frequency = frequencies[pair as usize];
+        }
+    }
+}
+
 /// The first component of a turned pair. Fused by hand, so that every kernel rounds alike.
 #[cube]
-fn turn_first(a: f32, b: f32, cos: f32, sin: f32) -> f32 {
+pub(crate) fn turn_first(a: f32, b: f32, cos: f32, sin: f32) -> f32 {
     fma(a, cos, -(b * sin))
 }
 
 /// The second component of a turned pair.
 #[cube]
-fn turn_second(a: f32, b: f32, cos: f32, sin: f32) -> f32 {
+pub(crate) fn turn_second(a: f32, b: f32, cos: f32, sin: f32) -> f32 {
     fma(b, cos, a * sin)
 }
 
@@ -151,6 +211,16 @@ pub(crate) fn store_turned<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
             turned[2 * j + 1] = turn_second(x, y, turns[pair], turns[sines as usize + pair]);
         }
         out[to + vector as usize] = Vector::cast_from(turned);
+    }
+}
+
+/// Declares the scalars of a [`PositionSource`].
+pub(crate) fn position_source(b: &mut Builder) -> PositionSourceExpand {
+    PositionSourceExpand {
+        kind: b.scalar("position_kind", ScalarType::U32).into(),
+        first: b.scalar("position_first", ScalarType::I64).into(),
+        batch: b.scalar("position_batch", ScalarType::U64).into(),
+        token: b.scalar("position_token", ScalarType::U64).into(),
     }
 }
 

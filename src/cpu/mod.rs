@@ -21,6 +21,7 @@ pub(crate) mod mlp;
 mod norm;
 mod optimizer;
 mod pool;
+mod qk_norm_rope;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod rows;

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use crate::cpu::float::{BLOCK, Float, blocks, with_float};
+use crate::cpu::rms_norm::LANES;
 use crate::cpu::rows::{part_of, part_of_mut, row_of_mut};
 use crate::cpu::{Cpu, Run};
 use crate::dtype::DType;
@@ -18,9 +19,6 @@ use crate::tensor::{RawTensor, Scratch};
 /// The most parts of the rows, and the fewest rows that make one.
 const MAX_PARTS: usize = 64;
 const MIN_ROWS: usize = 16;
-
-/// Partial sums of a row, so that loops vectorise and long rows lose less to rounding.
-const LANES: usize = 16;
 
 /// The shares of one parameter's gradient, `[parts, dim]`, if it is asked for.
 type Shares = Option<RawTensor>;
@@ -222,7 +220,13 @@ unsafe fn load<T: Float>(
 }
 
 /// Adds the shares in order, to what is there if the gradient accumulates, and stores the sums.
-fn add_up(cpu: &Cpu, shares: &RawTensor, parts: usize, gradient: &RawTensor, accumulate: bool) {
+pub(super) fn add_up(
+    cpu: &Cpu,
+    shares: &RawTensor,
+    parts: usize,
+    gradient: &RawTensor,
+    accumulate: bool,
+) {
     let dim = gradient.layout.num_elements();
     cpu.for_each_range(dim.div_ceil(BLOCK), parts * BLOCK, |range| {
         cpu.vectorize(

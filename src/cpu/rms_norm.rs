@@ -1,11 +1,13 @@
 //! RMSNorm on the CPU: rows in parallel. Each is read twice, the second time from cache, in blocks that stay on the stack.
 
+use std::ops::Range;
+
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::{part_of, part_of_mut};
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
 use crate::problem::rms_norm::Problem;
-use crate::tensor::Scratch;
+use crate::tensor::{RawTensor, Scratch};
 
 impl Run for Problem {
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
@@ -66,17 +68,39 @@ unsafe fn normalise_row<T: Float>(
             if let Some((_, residual_out)) = &p.residual {
                 T::store(sum, part_of_mut::<T>(residual_out, row, part.clone()));
             }
-            match &p.weight {
-                Some(w) => {
-                    with_float!(w.dtype, W => W::load(part_of::<W>(w, 0, part.clone()), other));
-                    for (s, g) in sum.iter_mut().zip(other.iter()) {
-                        *s *= scale * (g + p.weight_offset);
-                    }
-                }
-                None => sum.iter_mut().for_each(|s| *s *= scale),
-            }
+            scale_columns(
+                sum,
+                part.clone(),
+                (p.weight.as_ref(), p.weight_offset),
+                scale,
+                other,
+            );
             T::store(sum, part_of_mut::<T>(&p.out, row, part));
         }
+    }
+}
+
+/// Multiplies columns of a row by its scale and by their gains, if it has some, each with the offset
+/// added. `other` is as long, and scratch.
+///
+/// # Safety
+/// The columns are elements of the weight, which is contiguous and initialised.
+#[inline(always)]
+pub(super) unsafe fn scale_columns(
+    values: &mut [f32],
+    columns: Range<usize>,
+    (weight, offset): (Option<&RawTensor>, f32),
+    scale: f32,
+    other: &mut [f32],
+) {
+    let Some(w) = weight else {
+        values.iter_mut().for_each(|x| *x *= scale);
+        return;
+    };
+    // SAFETY: the caller's promise.
+    with_float!(w.dtype, W => W::load(unsafe { part_of::<W>(w, 0, columns) }, other));
+    for (x, g) in values.iter_mut().zip(other.iter()) {
+        *x *= scale * (g + offset);
     }
 }
 
@@ -88,7 +112,7 @@ unsafe fn normalise_row<T: Float>(
 unsafe fn load<T: Float>(
     p: &Problem,
     row: usize,
-    part: &std::ops::Range<usize>,
+    part: &Range<usize>,
     sum: &mut [f32],
     other: &mut [f32],
 ) {
@@ -105,11 +129,11 @@ unsafe fn load<T: Float>(
 }
 
 /// Partial sums, so that the loop vectorises and long rows lose less to rounding.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 /// Adds squares to the partial sums; gives those of the elements left over, of which only a row's last part has some.
 #[inline(always)]
-fn add_squares(part: &[f32], partial: &mut [f32; LANES]) -> f32 {
+pub(super) fn add_squares(part: &[f32], partial: &mut [f32; LANES]) -> f32 {
     let chunks = part.chunks_exact(LANES);
     let tail = chunks.remainder().iter().map(|x| x * x).sum();
     for chunk in chunks {

@@ -56,6 +56,28 @@ impl Default for Turning {
     }
 }
 
+/// Components of a head that follow each other, and where they lie in scratch memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Piece {
+    start: usize,
+    at: usize,
+    len: usize,
+}
+
+impl Piece {
+    /// Where they lie in the head.
+    #[inline(always)]
+    pub fn columns(&self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+
+    /// What was loaded of them.
+    #[inline(always)]
+    pub fn of_mut<'s>(&self, scratch: &'s mut Turning) -> &'s mut [f32] {
+        &mut scratch.pairs[self.at..self.at + self.len]
+    }
+}
+
 impl Rotator {
     /// Prepares a rotation: computes its frequencies once.
     ///
@@ -182,36 +204,81 @@ impl Rotator {
         part: &Range<usize>,
         scratch: &mut Turning,
     ) {
+        // SAFETY: the caller's promise; all of the part is read before any of it is written.
+        unsafe {
+            self.load(from, part, scratch);
+            self.turn_loaded(part, scratch);
+            self.store(to, part, scratch);
+        }
+    }
+
+    /// Where the components of a part's pairs lie in a head, and where in the scratch memory: in two
+    /// pieces, of which the second may be empty.
+    #[inline(always)]
+    pub fn pieces(&self, part: &Range<usize>) -> [Piece; 2] {
+        let n = part.len();
+        match self.style {
+            Style::HalfSplit => [(part.start, 0), (self.half + part.start, PAIRS)]
+                .map(|(start, at)| Piece { start, at, len: n }),
+            Style::Interleaved => [(2 * n, 0), (0, 2 * PAIRS)].map(|(len, at)| Piece {
+                start: 2 * part.start,
+                at,
+                len,
+            }),
+        }
+    }
+
+    /// Loads a part's pairs of a head. Inside `Cpu::vectorize`.
+    ///
+    /// # Safety
+    /// It is a head of at least the rotary dimension, readable.
+    #[inline(always)]
+    pub unsafe fn load<S: Float>(
+        &self,
+        from: *const S,
+        part: &Range<usize>,
+        scratch: &mut Turning,
+    ) {
+        for piece in self.pieces(part) {
+            // SAFETY: the part's pairs lie inside the head.
+            let from = unsafe { std::slice::from_raw_parts(from.add(piece.start), piece.len) };
+            S::load(from, piece.of_mut(scratch));
+        }
+    }
+
+    /// Turns a part's pairs, which were loaded, by its angles. Inside `Cpu::vectorize`.
+    #[inline(always)]
+    pub fn turn_loaded(&self, part: &Range<usize>, scratch: &mut Turning) {
         let n = part.len();
         let Turning { cos, sin, pairs } = scratch;
         let turn = |a: f32, b: f32, c: f32, s: f32| (a.mul_add(c, -(b * s)), b.mul_add(c, a * s));
         let angles = cos[..n].iter().zip(&sin[..n]);
-        // SAFETY: the part's pairs lie inside the head, so what is read and written does as well.
-        // The output, which may be the same memory, is borrowed after the last use of the input.
-        unsafe {
-            match self.style {
-                Style::HalfSplit => {
-                    let (first, second) = pairs.split_at_mut(PAIRS);
-                    let (first, second) = (&mut first[..n], &mut second[..n]);
-                    let starts = [part.start, self.half + part.start];
-                    S::load(std::slice::from_raw_parts(from.add(starts[0]), n), first);
-                    S::load(std::slice::from_raw_parts(from.add(starts[1]), n), second);
-                    for ((a, b), (c, s)) in first.iter_mut().zip(second.iter_mut()).zip(angles) {
-                        (*a, *b) = turn(*a, *b, *c, *s);
-                    }
-                    D::store(first, std::slice::from_raw_parts_mut(to.add(starts[0]), n));
-                    D::store(second, std::slice::from_raw_parts_mut(to.add(starts[1]), n));
-                }
-                Style::Interleaved => {
-                    let pairs = &mut pairs[..2 * n];
-                    let start = 2 * part.start;
-                    S::load(std::slice::from_raw_parts(from.add(start), 2 * n), pairs);
-                    for (pair, (c, s)) in pairs.chunks_exact_mut(2).zip(angles) {
-                        (pair[0], pair[1]) = turn(pair[0], pair[1], *c, *s);
-                    }
-                    D::store(pairs, std::slice::from_raw_parts_mut(to.add(start), 2 * n));
+        match self.style {
+            Style::HalfSplit => {
+                let (first, second) = pairs.split_at_mut(PAIRS);
+                let both = first[..n].iter_mut().zip(&mut second[..n]);
+                for ((a, b), (c, s)) in both.zip(angles) {
+                    (*a, *b) = turn(*a, *b, *c, *s);
                 }
             }
+            Style::Interleaved => {
+                for (pair, (c, s)) in pairs[..2 * n].chunks_exact_mut(2).zip(angles) {
+                    (pair[0], pair[1]) = turn(pair[0], pair[1], *c, *s);
+                }
+            }
+        }
+    }
+
+    /// Stores a part's pairs to a head. Inside `Cpu::vectorize`.
+    ///
+    /// # Safety
+    /// It is a head of at least the rotary dimension, writable, and nothing else accesses it.
+    #[inline(always)]
+    pub unsafe fn store<D: Float>(&self, to: *mut D, part: &Range<usize>, scratch: &mut Turning) {
+        for piece in self.pieces(part) {
+            // SAFETY: the part's pairs lie inside the head.
+            let to = unsafe { std::slice::from_raw_parts_mut(to.add(piece.start), piece.len) };
+            D::store(piece.of_mut(scratch), to);
         }
     }
 
@@ -238,7 +305,7 @@ impl Run for Problem {
     fn probe(&self, _: &Cpu) -> Result<()> {
         let mut inputs = self.tensors.iter().flatten().map(|(input, _)| input);
         match inputs.any(|input| !input.layout.is_empty()) {
-            true => listed(self).map(drop),
+            true => Places::new("rope", &self.positions, &self.rotation, 1).map(drop),
             false => Ok(()),
         }
     }
@@ -248,21 +315,55 @@ impl Run for Problem {
     }
 }
 
-/// The positions of tokens, where they are listed, each of them in the table where there is one.
-fn listed(p: &Problem) -> Result<Option<Integers<'_>>> {
-    let PositionSource::PerToken(t) = &p.positions else {
-        return Ok(None);
-    };
-    // SAFETY: the tensor was checked, and whoever made it has promised that it is initialised memory
-    // which nobody writes during the call.
-    let positions = unsafe { Integers::new(t) };
-    let max = p.rotation.max_positions();
-    let outside = max.and_then(|max| Some((max, positions.find_outside(max)?)));
-    if let Some((max, (i, position))) = outside {
-        let problem = text!("has {position} at index {i}, the table has {max}");
-        return Err(Error::invalid("rope", "positions", problem));
+/// Where tokens stand.
+pub(crate) struct Places<'a> {
+    source: &'a PositionSource,
+    listed: Option<Integers<'a>>,
+    /// Tokens of a sequence.
+    len: usize,
+}
+
+impl<'a> Places<'a> {
+    /// Of tokens of which a sequence has `len`. Those that are listed have to be in the table, where
+    /// there is one.
+    pub fn new(
+        op: &'static str,
+        source: &'a PositionSource,
+        rotation: &Rotation,
+        len: usize,
+    ) -> Result<Self> {
+        let listed = match source {
+            PositionSource::From(_) => None,
+            PositionSource::PerToken(t) => {
+                // SAFETY: the tensor was checked, and whoever made it has promised that it is
+                // initialised memory which nobody writes during the call.
+                let positions = unsafe { Integers::new(t) };
+                let max = rotation.max_positions();
+                let outside = max.and_then(|max| Some((max, positions.find_outside(max)?)));
+                if let Some((max, (i, position))) = outside {
+                    let problem = text!("has {position} at index {i}, the table has {max}");
+                    return Err(Error::invalid(op, "positions", problem));
+                }
+                Some(positions)
+            }
+        };
+        Ok(Places {
+            source,
+            listed,
+            len,
+        })
     }
-    Ok(Some(positions))
+
+    /// Of token `token` of all sequences.
+    #[inline(always)]
+    pub fn of(&self, token: usize) -> i64 {
+        match (self.source, self.listed) {
+            // Validation has seen to it that the sum does not overflow.
+            (PositionSource::From(offset), _) => offset + (token % self.len) as i64,
+            (_, Some(positions)) => positions.get(token),
+            (_, None) => 0,
+        }
+    }
 }
 
 fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
@@ -273,13 +374,7 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     let tokens = &first.layout.shape()[..first.layout.rank() - 2];
     let len = tokens.last().copied().unwrap_or(0);
     let num_tokens: usize = tokens.iter().product();
-    let listed = listed(p)?;
-    let position = |token: usize| match (&p.positions, listed) {
-        // Validation has seen to it that the sum does not overflow.
-        (PositionSource::From(offset), _) => offset + (token % len) as i64,
-        (_, Some(positions)) => positions.get(token),
-        (_, None) => 0,
-    };
+    let places = Places::new("rope", &p.positions, &p.rotation, len)?;
     // SAFETY: the tables were checked, and are initialised as whoever made them has promised; `p`
     // outlives the rotator.
     let rotator = unsafe { Rotator::new("rope", &p.rotation, p.inverse)? };
@@ -294,7 +389,7 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
             let mut scratch = Turning::default();
             cpu.vectorize(#[inline(always)] || {
                 for token in tokens.clone() {
-                    let position = position(token);
+                    let position = places.of(token);
                     // SAFETY: the token lies inside the tensors, and no other thread has it.
                     unsafe { rotate_token::<T>(&rotator, p, token, position, &mut scratch) };
                 }
@@ -305,9 +400,19 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
 }
 
 /// Heads and their dimension.
-fn heads(t: &RawTensor) -> (usize, usize) {
+pub(crate) fn heads(t: &RawTensor) -> (usize, usize) {
     let rank = t.layout.rank();
     (t.layout.dim(rank - 2), t.layout.dim(rank - 1))
+}
+
+/// Where the heads of a token begin in a tensor of elements T.
+#[inline(always)]
+pub(crate) fn heads_of<T>(t: &RawTensor, token: usize) -> impl Fn(usize) -> *mut T + use<T> {
+    let start = t.layout.row_offset(token * heads(t).0);
+    let stride = t.layout.stride(t.layout.rank() - 2);
+    // Offsets of existing rows fit an isize (see Layout).
+    let first = t.ptr.cast::<T>();
+    move |head: usize| first.wrapping_add(start + head * stride)
 }
 
 /// # Safety
@@ -320,13 +425,7 @@ unsafe fn rotate_token<T: Float>(
     position: i64,
     scratch: &mut Turning,
 ) {
-    let rows = |t: &RawTensor| {
-        let start = t.layout.row_offset(token * heads(t).0);
-        let stride = t.layout.stride(t.layout.rank() - 2);
-        // Offsets of existing rows fit an isize (see Layout).
-        let first = t.ptr.cast::<T>();
-        move |head: usize| first.wrapping_add(start + head * stride)
-    };
+    let rows = |t: &RawTensor| heads_of::<T>(t, token);
     let tensors = || p.tensors.iter().flatten();
     for part in rotator.parts() {
         rotator.angles(position, &part, scratch);

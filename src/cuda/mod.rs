@@ -26,6 +26,7 @@ mod norm;
 mod optimizer;
 mod peer;
 mod pool;
+mod qk_norm_rope;
 pub(crate) mod rope;
 mod rotation;
 mod rows;
@@ -50,6 +51,7 @@ use images::Arguments;
 use loaded::Held;
 use norm::backward as norm_backward;
 use pool::Pool;
+use qk_norm_rope::backward as qk_norm_rope_backward;
 use swiglu::backward as swiglu_backward;
 
 // Those that have kernels of their own.
@@ -66,6 +68,8 @@ loaded::operations!(
     norm,
     norm_backward,
     optimizer,
+    qk_norm_rope,
+    qk_norm_rope_backward,
     rope,
     swiglu,
     swiglu_backward,

@@ -1,17 +1,15 @@
 //! RoPE on the GPU.
 
-use contract::rotation::Positions;
-
 use super::device::Resources;
 use super::images::rope::Arguments;
-use super::rotation::{self, Rotation};
+use super::rotation::{self, Position, Rotation, strides};
 use super::rows::Divisor;
 use super::table::Table;
-use super::{Cuda, Run, VECTOR, check_blocks, codes, is_aligned};
+use super::{Cuda, Run, VECTOR, check_blocks, codes};
 use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::problem::rope::{PositionSource, Problem};
+use crate::problem::rope::Problem;
 use crate::tensor::RawTensor;
 
 const OP: &str = "rope";
@@ -111,21 +109,11 @@ fn width(p: &Problem, shape: &Shape) -> usize {
     let vector = VECTOR / shape.dtype.size();
     let parts = rotation::fits(&p.rotation, shape.head_dim, vector);
     let tensors = p.tensors.iter().flatten().all(|(input, output)| {
-        [input, output].into_iter().all(|t| {
-            let rank = t.layout.rank();
-            let mut rows = t.layout.strides()[..rank - 1].iter();
-            is_aligned(t, vector) && rows.all(|stride| stride.is_multiple_of(vector))
-        })
+        [input, output]
+            .into_iter()
+            .all(|t| rotation::is_aligned(t, vector))
     });
     if parts && tensors { vector } else { 1 }
-}
-
-/// The strides of a tensor's batch entries, tokens and heads, in accesses.
-fn strides(t: &RawTensor, width: usize) -> [u64; 3] {
-    let rank = t.layout.rank();
-    let stride = |dim: usize| (t.layout.stride(dim) / width) as u64;
-    let batch = if rank == 4 { stride(0) } else { 0 };
-    [batch, stride(rank - 3), stride(rank - 2)]
 }
 
 fn arguments(
@@ -151,21 +139,7 @@ fn arguments(
     let [q, k] = &p.tensors;
     let (q_heads, [q, q_out], [q_in, q_to]) = side(q);
     let (k_heads, [k, k_out], [k_in, k_to]) = side(k);
-    let (position_kind, position_first, positions, position_strides) = match &p.positions {
-        PositionSource::From(first) => (Positions::From, *first, 0, [0; 2]),
-        PositionSource::PerToken(t) => {
-            let kind = match t.dtype {
-                DType::I64 => Positions::I64,
-                _ => Positions::I32,
-            };
-            let stride = |dim: usize| t.layout.stride(dim) as u64;
-            let strides = match t.layout.rank() {
-                2 => [stride(0), stride(1)],
-                _ => [0, stride(0)],
-            };
-            (kind, 0, address(t), strides)
-        }
-    };
+    let position = Position::new(&p.positions);
     let passed = match in_place {
         true => 0,
         false => (shape.head_dim - p.rotation.rotary_dim) / width,
@@ -177,8 +151,8 @@ fn arguments(
         k,
         q_out,
         k_out,
-        positions,
-        positions_i64: positions,
+        positions: position.address,
+        positions_i64: position.address,
         factors: rotation.factors,
         cos_table: rotation.cos_table,
         sin_table: rotation.sin_table,
@@ -202,10 +176,10 @@ fn arguments(
         k_out_batch: k_to[0],
         k_out_token: k_to[1],
         k_out_head: k_to[2],
-        position_kind: position_kind.code(),
-        position_first,
-        position_batch: position_strides[0],
-        position_token: position_strides[1],
+        position_kind: position.kind,
+        position_first: position.first,
+        position_batch: position.batch,
+        position_token: position.token,
         angle_kind: rotation.kind,
         pairs: rotation.pairs,
         scale: rotation.scale,

@@ -3,10 +3,13 @@
 
 use std::cell::RefCell;
 
-use contract::rotation::Angles as AngleCode;
+use contract::rotation::{Angles as AngleCode, Positions};
 
+use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::problem::rope::{self as problem, Angles, Scaling, Style, scaled_frequencies};
+use crate::problem::rope::{
+    self as problem, Angles, PositionSource, Scaling, Style, scaled_frequencies,
+};
 use crate::tensor::RawTensor;
 
 /// Pairs of components that fit a launch.
@@ -52,6 +55,58 @@ pub(super) fn fits(p: &problem::Rotation, head_dim: usize, width: usize) -> bool
         Style::Interleaved => p.rotary_dim,
     };
     part.is_multiple_of(width) && head_dim.is_multiple_of(width)
+}
+
+/// Whether a tensor's heads can be accessed in vectors of `width` elements.
+pub(super) fn is_aligned(t: &RawTensor, width: usize) -> bool {
+    let mut heads = t.layout.strides()[..t.layout.rank() - 1].iter();
+    super::is_aligned(t, width) && heads.all(|stride| stride.is_multiple_of(width))
+}
+
+/// The strides of a tensor's batch entries, tokens and heads, in accesses.
+pub(super) fn strides(t: &RawTensor, width: usize) -> [u64; 3] {
+    let rank = t.layout.rank();
+    let stride = |dim: usize| (t.layout.stride(dim) / width) as u64;
+    let batch = if rank == 4 { stride(0) } else { 0 };
+    [batch, stride(rank - 3), stride(rank - 2)]
+}
+
+/// Where tokens stand, in the kernels' terms.
+pub(super) struct Position {
+    pub kind: u32,
+    pub first: i64,
+    pub address: u64,
+    pub batch: u64,
+    pub token: u64,
+}
+
+impl Position {
+    pub fn new(source: &PositionSource) -> Position {
+        match source {
+            PositionSource::From(first) => Position {
+                kind: Positions::From.code(),
+                first: *first,
+                address: 0,
+                batch: 0,
+                token: 0,
+            },
+            PositionSource::PerToken(t) => {
+                let kind = match t.dtype {
+                    DType::I64 => Positions::I64,
+                    _ => Positions::I32,
+                };
+                let rank = t.layout.rank();
+                let stride = |dim: usize| t.layout.stride(dim) as u64;
+                Position {
+                    kind: kind.code(),
+                    first: 0,
+                    address: t.ptr.addr() as u64,
+                    batch: if rank == 2 { stride(0) } else { 0 },
+                    token: stride(rank - 1),
+                }
+            }
+        }
+    }
 }
 
 impl Rotation {

@@ -32,6 +32,7 @@ mod operation;
 pub mod optimizer;
 pub mod optimizer_handle;
 mod params;
+pub mod qk_norm_rope;
 pub mod rms_norm;
 pub mod rope;
 mod slots;

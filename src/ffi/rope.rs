@@ -161,6 +161,26 @@ impl unsloth_rotation {
     }
 }
 
+/// Where tokens stand: as listed or, without a list, counted from an offset.
+///
+/// # Safety
+/// The tensor is valid on the context's device while the result is used.
+pub(crate) unsafe fn positions<'a>(
+    op: &'static str,
+    list: &unsloth_tensor,
+    offset: i64,
+) -> Result<Positions<'a>> {
+    // SAFETY: the caller's promise.
+    match unsafe { list.optional_input(op, "positions")? } {
+        None => Ok(Positions::From(offset)),
+        Some(positions) if offset == 0 => Ok(Positions::PerToken(positions)),
+        Some(_) => {
+            let problem = text!("is {offset} and positions are there: set one");
+            Err(Error::invalid(op, "position_offset", problem))
+        }
+    }
+}
+
 /// Arguments of `unsloth_rope_forward`. At least one of `q` and `k` is there.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -198,17 +218,7 @@ impl FromC for unsloth_rope_params {
     unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
-            let positions = match self.positions.optional_input(OP, "positions")? {
-                None => Positions::From(self.position_offset),
-                Some(positions) if self.position_offset == 0 => Positions::PerToken(positions),
-                Some(_) => {
-                    let problem = text!(
-                        "is {} and positions are there: set one",
-                        self.position_offset
-                    );
-                    return Err(Error::invalid(OP, "position_offset", problem));
-                }
-            };
+            let positions = positions(OP, &self.positions, self.position_offset)?;
             Ok(Params {
                 q: in_out(OP, ("q", "q_out"), &self.q, &self.q_out)?,
                 k: in_out(OP, ("k", "k_out"), &self.k, &self.k_out)?,

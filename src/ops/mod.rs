@@ -23,6 +23,7 @@ pub mod mlp;
 mod norm;
 pub(crate) mod operation;
 pub(crate) mod parts;
+pub mod qk_norm_rope;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;

@@ -11,7 +11,9 @@ use crate::context::{Context, Planned};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
-use crate::problem::{Plan, attention, kv_cache, linear, mlp, norm, rms_norm, rope, swiglu};
+use crate::problem::{
+    Plan, attention, kv_cache, linear, mlp, norm, qk_norm_rope, rms_norm, rope, swiglu,
+};
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
 /// What a part and the whole call the same argument, in this order.
@@ -73,6 +75,8 @@ problems!(
     RmsNorm(rms_norm::Problem),
     NormBackward(norm::Backward),
     Rope(rope::Problem),
+    QkNormRope(qk_norm_rope::Problem),
+    QkNormRopeBackward(qk_norm_rope::Backward),
     Append(kv_cache::Append),
     Attention(attention::Problem),
     AttentionBackward(attention::Backward),

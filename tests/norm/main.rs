@@ -5,5 +5,6 @@ mod common;
 
 mod backward;
 mod layer_norm;
+mod qk_norm_rope;
 mod rms_norm;
 mod rms_norm_misuse;

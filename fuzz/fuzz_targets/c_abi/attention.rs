@@ -5,6 +5,8 @@ use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::kv_cache::unsloth_kv_cache;
+use unsloth::ffi::qk_norm_rope::backward::*;
+use unsloth::ffi::qk_norm_rope::*;
 use unsloth::ffi::rope::*;
 use unsloth::ffi::tensor::*;
 
@@ -171,6 +173,52 @@ impl Call<'_, '_> {
         p.inverse = self.flag(1);
         p.position_offset = self.limit();
         p.rotation = self.rotation(dim);
+        stated
+    }
+
+    /// Heads and positions are RoPE's, and gains are added.
+    pub fn qk_norm_rope(&mut self) -> Box<Stated<unsloth_qk_norm_rope_params>> {
+        let rope = self.rope();
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_qk_norm_rope_params>> = unsafe { zeroed() };
+        let (p, rope) = (&mut stated.params, &rope.params);
+        (p.q, p.q_out, p.k, p.k_out) = (rope.q, rope.q_out, rope.k, rope.k_out);
+        (p.positions, p.rotation) = (rope.positions, rope.rotation);
+        p.position_offset = rope.position_offset;
+        let dim = rope.q.shape[(rope.q.rank as usize).clamp(1, 6) - 1];
+        for weight in [&mut p.q_weight, &mut p.k_weight] {
+            let dtype = self.float_dtype();
+            *weight = self.optional(dtype, &[dim]);
+        }
+        p.weight_offset = self.factor();
+        p.epsilon = self.factor().max(1e-5);
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    /// The same with gradients, which are like heads and gains.
+    pub fn qk_norm_rope_backward(&mut self) -> Box<Stated<unsloth_qk_norm_rope_backward_params>> {
+        let forward = self.qk_norm_rope();
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_qk_norm_rope_backward_params>> = unsafe { zeroed() };
+        let (p, f) = (&mut stated.params, &forward.params);
+        (p.q, p.dq, p.k, p.dk) = (f.q, f.q_out, f.k, f.k_out);
+        (p.q_weight, p.k_weight) = (f.q_weight, f.k_weight);
+        (p.positions, p.rotation) = (f.positions, f.rotation);
+        (p.position_offset, p.weight_offset) = (f.position_offset, f.weight_offset);
+        p.epsilon = f.epsilon;
+        for (x, dout) in [(&f.q, &mut p.dq_out), (&f.k, &mut p.dk_out)] {
+            let rank = (x.rank as usize).min(6);
+            *dout = self.tensor(x.dtype, &x.shape[..rank]);
+        }
+        for (weight, gradient) in [
+            (&f.q_weight, &mut p.dq_weight),
+            (&f.k_weight, &mut p.dk_weight),
+        ] {
+            let dtype = self.float_dtype();
+            *gradient = self.optional(dtype, &weight.shape[..1]);
+        }
+        p.accumulate = self.flag(1);
         stated
     }
 

@@ -23,6 +23,8 @@ use unsloth::ffi::mlp::backward::*;
 use unsloth::ffi::mlp::*;
 use unsloth::ffi::rms_norm::backward::*;
 use unsloth::ffi::rms_norm::*;
+use unsloth::ffi::qk_norm_rope::backward::*;
+use unsloth::ffi::qk_norm_rope::*;
 use unsloth::ffi::rope::*;
 use unsloth::ffi::status::*;
 use unsloth::ffi::swiglu::backward::*;
@@ -79,7 +81,7 @@ pub struct Call<'i, 'b> {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 30] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 32] = [
     |call| call.run_attention(),
     |call| call.run_attention(),
     |call| call.run_attention(),
@@ -93,6 +95,24 @@ pub const ALL: [fn(&mut Call<'_, '_>); 30] = [
     |call| {
         let params = call.rope();
         call.finish(params, unsloth_rope_supported, None, unsloth_rope_forward);
+    },
+    |call| {
+        let params = call.qk_norm_rope();
+        call.finish(
+            params,
+            unsloth_qk_norm_rope_supported,
+            None,
+            unsloth_qk_norm_rope_forward,
+        );
+    },
+    |call| {
+        let params = call.qk_norm_rope_backward();
+        call.finish(
+            params,
+            unsloth_qk_norm_rope_backward_supported,
+            Some(unsloth_qk_norm_rope_backward_workspace_size),
+            unsloth_qk_norm_rope_backward,
+        );
     },
     |call| {
         let params = call.rms_norm();

@@ -373,6 +373,18 @@ pub mod rotation {
     }
 }
 
+/// QK-norm and RoPE in one pass.
+pub mod qk_norm_rope {
+    /// Threads of a block.
+    pub const THREADS: u32 = 128;
+    /// Components of a head that a thread has: two times as many pairs as it turns.
+    pub const SHARE: u32 = 16;
+    /// Threads that share a head at the most.
+    pub const MAX_LANES: u32 = 32;
+    /// Components of a head at the most.
+    pub const MAX_HEAD_DIM: u32 = SHARE * MAX_LANES;
+}
+
 /// Argmax.
 pub mod argmax {
     /// Vectors of a thread in flight: where a row is spread as thin as it goes, and where there are many.

@@ -9,7 +9,7 @@ use crate::rows::{row_index, row_start};
 
 /// Element `i` of gains or biases of any dtype, in halves of words: f32 has two.
 #[cube]
-pub(super) fn parameter(of: &Array<u16>, dtype: u32, i: u32) -> f32 {
+pub(crate) fn parameter(of: &Array<u16>, dtype: u32, i: u32) -> f32 {
     let i = i as usize;
     if dtype == comptime!(Dtype::F32.code()) {
         let low = u32::cast_from(of[2 * i]);

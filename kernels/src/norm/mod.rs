@@ -19,6 +19,7 @@ use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::rows::{self, Sizes, Strides, row_index, row_start};
 use any::norm_any;
+pub(crate) use any::parameter;
 use share::*;
 
 /// What a kernel is compiled for.

@@ -11,34 +11,18 @@
 //! (`φ` negated) is also the gradient. Arithmetic is f32; the only rounding to the tensors' dtype is that of the result.
 
 mod rotation;
+pub(crate) mod tokens;
 
 pub use crate::problem::rope::{Scaling, Style};
 pub use rotation::{Angles, Rotation, inverse_frequencies};
+pub use tokens::Positions;
 
-use crate::dtype::DType;
-use crate::error::{Error, Result, text};
-use crate::ops::check::{self, Arg};
+use crate::error::Result;
 use crate::ops::operation::{self, Operation, Tensors};
-use crate::problem::rope::{PositionSource, Problem};
-use crate::tensor::{InOut, RawTensor, TensorRef};
+use crate::problem::rope::Problem;
+use crate::tensor::InOut;
 
 const OP: &str = "rope";
-
-/// Where tokens stand.
-#[derive(Clone, Copy, Debug)]
-pub enum Positions<'a> {
-    /// Token `i` of a sequence (of the batch entry, or of the tokens without a batch) stands at the offset plus `i`.
-    From(i64),
-    /// i32 or i64, `[batch, seq]` or `[tokens]`, any strides (a batch stride of zero shares positions). With a table every
-    /// position must lie inside; on a device, where the host cannot look, the rotated components of a token outside become NaN.
-    PerToken(TensorRef<'a>),
-}
-
-impl Default for Positions<'_> {
-    fn default() -> Self {
-        Positions::From(0)
-    }
-}
 
 /// Arguments of [`forward`]. At least one of `q` and `k` is there.
 #[derive(Debug, Default)]
@@ -56,7 +40,7 @@ pub struct Params<'a> {
     pub inverse: bool,
 }
 
-const NAMES: [(&str, &str); 2] = [("q", "q_out"), ("k", "k_out")];
+const NAMES: [tokens::Names; 2] = [("q", "q_out"), ("k", "k_out")];
 
 impl Params<'_> {
     fn pairs(&self) -> [Option<&InOut<'_>>; 2] {
@@ -69,58 +53,9 @@ impl Operation for Params<'_> {
     type Problem = Problem;
 
     fn problem(&self) -> Result<Problem> {
-        let mut tensors = [None; 2];
-        let mut first: Option<(&str, RawTensor)> = None;
-        for ((slot, pair), names) in tensors.iter_mut().zip(self.pairs()).zip(NAMES) {
-            let Some(pair) = pair else { continue };
-            let (input, output) = (pair.input(), pair.output());
-            let arg = Arg::new(OP, names.0, &input)
-                .rank(&[3, 4])?
-                .dtype(DType::FLOATS)?;
-            check::in_out(OP, names, pair)?;
-            match &first {
-                None => first = Some((names.0, input)),
-                Some((name, q)) => {
-                    arg.dtype_of(Arg::new(OP, name, q))?;
-                    same_tokens(names.0, &input, name, q)?;
-                }
-            }
-            *slot = Some((input, output));
-        }
-        let Some((name, reference)) = first else {
-            return Err(Error::invalid(OP, "q", "and k are absent, one is required"));
-        };
-        let rank = reference.layout.rank();
-        let tokens = &reference.layout.shape()[..rank - 2];
-        let rotation = self.rotation.problem(OP, reference.layout.dim(rank - 1))?;
-        let positions = match &self.positions {
-            Positions::PerToken(t) => {
-                let raw = t.raw();
-                Arg::new(OP, "positions", &raw)
-                    .dtype(&[DType::I32, DType::I64])?
-                    .shape(tokens)?;
-                PositionSource::PerToken(raw)
-            }
-            Positions::From(offset) => {
-                let len = tokens.last().copied().unwrap_or(0);
-                // Lengths of tensors fit an i64 (see Layout).
-                let end = offset.checked_add(len as i64);
-                let fits = match (end, rotation.max_positions()) {
-                    (None, _) => false,
-                    (Some(_), None) => true,
-                    (Some(end), Some(max)) => *offset >= 0 && end <= max as i64,
-                };
-                if !fits {
-                    let allowed = match rotation.max_positions() {
-                        Some(max) => text!("the table has {max} positions"),
-                        None => text!("the sum overflows"),
-                    };
-                    let problem = text!("is {offset} and {name} has {len} tokens: {allowed}");
-                    return Err(Error::invalid(OP, "position_offset", problem));
-                }
-                PositionSource::From(*offset)
-            }
-        };
+        let (tensors, first) = tokens::pairs(OP, NAMES, self.pairs())?;
+        let rotation = self.rotation.problem(OP, first.head_dim())?;
+        let positions = self.positions.problem(OP, &first, &rotation)?;
         Ok(Problem {
             tensors,
             positions,
@@ -131,32 +66,13 @@ impl Operation for Params<'_> {
 
     fn tensors(&self, tensors: &mut Tensors) {
         self.rotation.tensors(tensors);
-        if let Positions::PerToken(positions) = &self.positions {
-            tensors.read("positions", positions);
-        }
+        self.positions.tensors(tensors);
         for (pair, names) in self.pairs().into_iter().zip(NAMES) {
             if let Some(pair) = pair {
                 tensors.in_out(names, pair);
             }
         }
     }
-}
-
-/// Both have the same tokens and head dimension.
-fn same_tokens(
-    name: &'static str,
-    t: &RawTensor,
-    other: &str,
-    reference: &RawTensor,
-) -> Result<()> {
-    let (a, b) = (t.layout.shape(), reference.layout.shape());
-    let heads = a.len() - 2;
-    let alike = a.len() == b.len() && a[..heads] == b[..heads] && a[heads + 1] == b[heads + 1];
-    if alike {
-        return Ok(());
-    }
-    let problem = text!("has shape {a:?}, {other} has {b:?}: only the heads may differ");
-    Err(Error::invalid(OP, name, problem))
 }
 
 operation::functions!();

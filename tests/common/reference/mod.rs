@@ -9,6 +9,7 @@ pub mod logprob;
 pub mod mlp;
 pub mod norm;
 pub mod optimizer;
+pub mod qk_norm_rope;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;

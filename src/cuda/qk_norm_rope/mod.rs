@@ -1,0 +1,248 @@
+//! QK-norm and RoPE on the GPU.
+
+pub(super) mod backward;
+
+use contract::qk_norm_rope::{MAX_LANES, SHARE, THREADS};
+
+use super::device::Resources;
+use super::images::qk_norm_rope::Arguments;
+use super::rotation::{self, Position, Rotation, strides};
+use super::rows::Divisor;
+use super::table::Table;
+use super::{Cuda, Run, VECTOR, check_blocks, codes};
+use crate::backend::Stream;
+use crate::error::{Error, Result, text};
+use crate::problem::qk_norm_rope::Problem;
+use crate::problem::rope::{self, Style};
+use crate::tensor::RawTensor;
+
+const OP: &str = "qk_norm_rope";
+
+/// By dtype, style and elements per access.
+pub(super) type Kernels = Table<Arguments, 3>;
+
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    Kernels::new(OP, resources, |c| [c.dtype, c.style, c.width])
+}
+
+/// What queries and keys are to the kernels of both passes.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    batch: usize,
+    seq: usize,
+    /// Of queries and of keys.
+    num_heads: [usize; 2],
+    head_dim: usize,
+    /// Threads that share a head, a power of two.
+    lanes: usize,
+}
+
+impl Shape {
+    /// Of queries and keys, at least one of which is there; tells why there is no kernel.
+    fn new(
+        op: &'static str,
+        tensors: [Option<&RawTensor>; 2],
+        p: &rope::Rotation,
+    ) -> Result<Shape> {
+        rotation::check(op, p)?;
+        let dims = |t: &RawTensor| -> [usize; 4] {
+            let rank = t.layout.rank();
+            let batch = if rank == 4 { t.layout.dim(0) } else { 1 };
+            let [seq, heads, dim] = [3, 2, 1].map(|i| t.layout.dim(rank - i));
+            [batch, seq, heads, dim]
+        };
+        let all = tensors.map(|t| t.map(dims));
+        let [batch, seq, _, head_dim] = all.into_iter().flatten().next().unwrap_or([0; 4]);
+        let num_heads = all.map(|dims| dims.map_or(0, |[_, _, heads, _]| heads));
+        let name = if tensors[0].is_some() { "q" } else { "k" };
+        // A thread has parts of a half that turns, or what lies behind both.
+        let share = SHARE as usize;
+        let shares = match p.style {
+            Style::HalfSplit => {
+                let halves = (p.rotary_dim / 2).div_ceil(share / 2);
+                halves + (head_dim - p.rotary_dim).div_ceil(share)
+            }
+            Style::Interleaved => head_dim.div_ceil(share),
+        };
+        if shares > MAX_LANES as usize {
+            let problem = text!(
+                "has heads of {head_dim} components, which take {shares} threads: the CUDA backend \
+                 has {MAX_LANES} for {share} each"
+            );
+            return Err(Error::unsupported(op, name, problem));
+        }
+        let shape = Shape {
+            batch,
+            seq,
+            num_heads,
+            head_dim,
+            lanes: shares.max(1).next_power_of_two(),
+        };
+        // Both are counted in 32 bits.
+        let heads = shape.all_heads();
+        if heads > 1 << 24 {
+            let problem = text!(
+                "has {heads} heads per token, the CUDA backend takes {}",
+                1 << 24
+            );
+            return Err(Error::unsupported(op, name, problem));
+        }
+        check_blocks(
+            op,
+            name,
+            shape.tokens().saturating_mul(shape.blocks_per_token()),
+        )?;
+        Ok(shape)
+    }
+
+    fn all_heads(&self) -> usize {
+        self.num_heads[0].saturating_add(self.num_heads[1])
+    }
+
+    fn tokens(&self) -> usize {
+        self.batch * self.seq
+    }
+
+    fn is_empty(&self) -> bool {
+        self.tokens() == 0 || self.all_heads() == 0 || self.head_dim == 0
+    }
+
+    /// As many as have work, although each computes the token's angles: no head waits for another.
+    fn blocks_per_token(&self) -> usize {
+        (self.all_heads() * self.lanes).div_ceil(THREADS as usize)
+    }
+}
+
+/// Elements per access: whole vectors where heads, and the parts of them that are treated alike,
+/// consist of them.
+fn width<'t>(
+    shape: &Shape,
+    p: &rope::Rotation,
+    mut tensors: impl Iterator<Item = &'t RawTensor> + Clone,
+) -> usize {
+    let vector = tensors
+        .clone()
+        .next()
+        .map_or(1, |t| VECTOR / t.dtype.size());
+    let fits = rotation::fits(p, shape.head_dim, vector);
+    let aligned = tensors.all(|t| rotation::is_aligned(t, vector));
+    if fits && aligned { vector } else { 1 }
+}
+
+/// The address of a tensor that may be absent.
+fn address(t: Option<&RawTensor>) -> u64 {
+    t.map_or(0, |t| t.ptr.addr() as u64)
+}
+
+/// The strides of heads of a tensor that may be absent.
+fn strides_of(t: Option<&RawTensor>, width: usize) -> [u64; 3] {
+    t.map_or([0; 3], |t| strides(t, width))
+}
+
+/// The dtype of a weight that may be absent.
+fn code(t: Option<&RawTensor>) -> u32 {
+    t.map_or(0, |t| t.dtype as u32)
+}
+
+impl Problem {
+    fn inputs(&self) -> [Option<&RawTensor>; 2] {
+        let [q, k] = &self.tensors;
+        [q, k].map(|pair| pair.as_ref().map(|(input, _)| input))
+    }
+
+    fn outputs(&self) -> [Option<&RawTensor>; 2] {
+        let [q, k] = &self.tensors;
+        [q, k].map(|pair| pair.as_ref().map(|(_, output)| output))
+    }
+}
+
+impl Run for Problem {
+    fn check(&self) -> Result<()> {
+        Shape::new(OP, self.inputs(), &self.rotation).map(drop)
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        let shape = Shape::new(OP, self.inputs(), &self.rotation)?;
+        let Some(first) = self.inputs().into_iter().flatten().next() else {
+            return Ok(());
+        };
+        if shape.is_empty() {
+            return Ok(());
+        }
+        let tensors = self.inputs().into_iter().chain(self.outputs()).flatten();
+        let width = width(&shape, &self.rotation, tensors);
+        let style = codes::style(self.rotation.style).code();
+        let kernel = (cuda.qk_norm_rope).get([first.dtype as u32, style, width as u32])?;
+        let arguments = self.arguments(&shape, width);
+        let blocks = check_blocks(OP, "q", shape.tokens() * shape.blocks_per_token())?;
+        // SAFETY: the problem was checked: its tensors have the heads that the arguments describe;
+        // positions outside a table are seen to by the kernel.
+        unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }
+    }
+}
+
+impl Problem {
+    fn arguments(&self, shape: &Shape, width: usize) -> Arguments {
+        let rotation = Rotation::new(&self.rotation, false, width);
+        let position = Position::new(&self.positions);
+        let ([q, k], [q_out, k_out]) = (self.inputs(), self.outputs());
+        let [q_weight, k_weight] = self.norms.weights.each_ref().map(Option::as_ref);
+        let of = |t| strides_of(t, width);
+        let [q_in, q_to, k_in, k_to] = [of(q), of(q_out), of(k), of(k_out)];
+        let [tokens_per_batch, blocks_per_token] =
+            [shape.seq, shape.blocks_per_token()].map(Divisor::new);
+        Arguments {
+            q: address(q),
+            k: address(k),
+            q_out: address(q_out),
+            k_out: address(k_out),
+            positions: position.address,
+            positions_i64: position.address,
+            q_weight: address(q_weight),
+            k_weight: address(k_weight),
+            factors: rotation.factors,
+            cos_table: rotation.cos_table,
+            sin_table: rotation.sin_table,
+            tokens_per_batch: tokens_per_batch.size,
+            tokens_per_batch_multiplier: tokens_per_batch.multiplier,
+            tokens_per_batch_shift: tokens_per_batch.shift,
+            blocks_per_token: blocks_per_token.size,
+            blocks_per_token_multiplier: blocks_per_token.multiplier,
+            blocks_per_token_shift: blocks_per_token.shift,
+            position_kind: position.kind,
+            position_first: position.first,
+            position_batch: position.batch,
+            position_token: position.token,
+            angle_kind: rotation.kind,
+            pairs: rotation.pairs,
+            scale: rotation.scale,
+            direction: rotation.direction,
+            table_rows: rotation.table_rows,
+            cos_stride: rotation.cos_stride,
+            sin_stride: rotation.sin_stride,
+            q_heads: shape.num_heads[0] as u32,
+            k_heads: shape.num_heads[1] as u32,
+            head_dim: shape.head_dim as u32,
+            lanes_log2: shape.lanes.ilog2(),
+            q_weight_dtype: code(q_weight),
+            k_weight_dtype: code(k_weight),
+            weight_offset: self.norms.weight_offset,
+            epsilon: self.norms.epsilon,
+            inverse_length: 1.0 / shape.head_dim as f32,
+            q_batch: q_in[0],
+            q_token: q_in[1],
+            q_head: q_in[2],
+            q_out_batch: q_to[0],
+            q_out_token: q_to[1],
+            q_out_head: q_to[2],
+            k_batch: k_in[0],
+            k_token: k_in[1],
+            k_head: k_in[2],
+            k_out_batch: k_to[0],
+            k_out_token: k_to[1],
+            k_out_head: k_to[2],
+            frequencies: rotation.frequencies,
+            ..Arguments::ZERO
+        }
+    }
+}
