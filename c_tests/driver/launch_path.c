@@ -359,8 +359,8 @@ static void attention_block_backward(void) {
   block.lse_out = make(UNSLOTH_DTYPE_F32, 1, HEADS, TOKENS, -1);
   CHECK_OK(unsloth_attention_block_workspace_size(ctx, &block, &block.workspace_size));
   block.workspace = memory(block.workspace_size);
-  // The projection, two norms, the rotation, attention, the output.
-  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 6);
+  // The projection, norms with the rotation, attention, the output.
+  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 4);
 
   unsloth_attention_block_backward_params p = UNSLOTH_ATTENTION_BLOCK_BACKWARD_PARAMS_INIT;
   p.forward = &block;
@@ -373,16 +373,16 @@ static void attention_block_backward(void) {
   p.dout_weight = make(UNSLOTH_DTYPE_F16, HIDDEN, HEADS * DIM, -1, -1);
   CHECK_OK(unsloth_attention_block_backward_workspace_size(ctx, &p, &p.workspace_size));
   p.workspace = memory(p.workspace_size);
-  // Norms and rotation again, the gradient of attention's output, three kernels of attention's, the
-  // rotation back, both norms, three products.
-  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 13);
+  // Norms and rotation again, the gradient of attention's output, three kernels of attention's,
+  // rotation and norms back, three products.
+  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 9);
   // Then the projection again, and attention.
   memset(&p.qkv, 0, sizeof p.qkv);
   memset(&p.attended, 0, sizeof p.attended);
   memset(&p.lse, 0, sizeof p.lse);
   CHECK_OK(unsloth_attention_block_backward_workspace_size(ctx, &p, &p.workspace_size));
   p.workspace = memory(p.workspace_size);
-  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 15);
+  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 11);
 }
 
 // A layer that keeps all, and one that keeps its input alone.

@@ -6,8 +6,8 @@ use unsloth::kv_cache::{Config, KvCache};
 use unsloth::ops::attention;
 use unsloth::ops::attention_block::{self, Params, Projections};
 use unsloth::ops::linear::Output;
-use unsloth::ops::rope::{self, Positions};
-use unsloth::{Buffer, Context, DType, InOut, Layout, Stream, TensorRef};
+use unsloth::ops::rope::Positions;
+use unsloth::{Buffer, Context, DType, Layout, Stream, TensorRef};
 
 fn cases() -> Vec<Case> {
     vec![
@@ -66,16 +66,7 @@ fn cases() -> Vec<Case> {
 
 fn check(ctx: &Context, dtype: DType, case: &Case) {
     let t = Tensors::new(ctx, dtype, case);
-    let [mut q, mut k, v] = heads(ctx, &t, case);
-    if let Some(rotation) = Tensors::rotation(case) {
-        let params = rope::Params {
-            q: Some(InOut::InPlace(q.view_mut())),
-            k: Some(InOut::InPlace(k.view_mut())),
-            rotation,
-            ..rope::Params::default()
-        };
-        rope::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    }
+    let [q, k, v] = heads(ctx, &t, case, Positions::From(0), [true; 2]);
     let shape = [case.tokens, &[case.heads.0, case.dims.1]].concat();
     let mut attended = TestTensor::poisoned(dtype, Layout::contiguous(&shape).unwrap()).upload(ctx);
     {

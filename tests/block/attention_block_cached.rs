@@ -7,8 +7,8 @@ use unsloth::kv_cache::{Append, Config, KvCache, PageLayout};
 use unsloth::ops::attention;
 use unsloth::ops::attention_block::{self, Params};
 use unsloth::ops::linear::Output;
-use unsloth::ops::rope::{self, Positions};
-use unsloth::{Buffer, Context, DType, InOut, Layout, Stream, TensorRef};
+use unsloth::ops::rope::Positions;
+use unsloth::{Buffer, Context, DType, Layout, Stream, TensorRef};
 
 /// Before there is a batch the query answers what is enough for every batch of as many tokens, and
 /// what is run is refused.
@@ -134,15 +134,10 @@ fn cached_by_hand(
     cache: &mut KvCache,
     layer: usize,
 ) -> TestTensor {
-    let [mut q, k, v] = heads(ctx, t, case);
+    // The cache rotates keys itself.
+    let positions = Positions::PerToken(cache.batch().unwrap().positions);
+    let [q, k, v] = heads(ctx, t, case, positions, [true, false]);
     let rotation = Tensors::rotation(case).unwrap();
-    let params = rope::Params {
-        q: Some(InOut::InPlace(q.view_mut())),
-        positions: Positions::PerToken(cache.batch().unwrap().positions),
-        rotation,
-        ..rope::Params::default()
-    };
-    rope::forward(ctx, &params, Stream::DEFAULT).unwrap();
     let append = Append {
         layer,
         k: k.view(),

@@ -2,8 +2,8 @@
 
 use unsloth::ops::attention_block::{Params, Projections};
 use unsloth::ops::linear::{self, Output, Weights};
-use unsloth::ops::rms_norm;
 use unsloth::ops::rope::{self, Positions, Rotation, Style};
+use unsloth::ops::{qk_norm_rope, rms_norm};
 use unsloth::{Backend, Buffer, Context, DType, InOut, Layout, Stream, TensorRef};
 
 use super::{DeviceTensor, TestTensor, rng, rules};
@@ -208,8 +208,15 @@ pub fn output<'a>(
     }
 }
 
-/// Queries, keys and values with heads, projected and normalised by single operations.
-pub fn heads(ctx: &Context, t: &Tensors, case: &Case) -> [DeviceTensor; 3] {
+/// Queries, keys and values with heads, projected, normalised and, those of the first two that are
+/// `rotated`, rotated by single operations.
+pub fn heads(
+    ctx: &Context,
+    t: &Tensors,
+    case: &Case,
+    positions: Positions<'_>,
+    rotated: [bool; 2],
+) -> [DeviceTensor; 3] {
     let ((nq, nk), (d, dv)) = (case.heads, case.dims);
     let project = |weights: Weights<'_>| {
         let columns = weights.weight.shape()[0];
@@ -244,8 +251,13 @@ pub fn heads(ctx: &Context, t: &Tensors, case: &Case) -> [DeviceTensor; 3] {
             })
         }
     };
+    let rotation = Tensors::rotation(case);
+    // A norm of all heads is that of one where there is but one.
+    let of_heads = |num| case.norm == Norm::Heads || (case.norm == Norm::All && num == 1);
+    let in_one_pass =
+        |i: usize| rotation.is_some() && rotated[i] && of_heads(if i == 0 { nq } else { nk });
     for (i, (num, weight)) in [nq, nk].into_iter().zip(&t.norms).enumerate() {
-        if case.norm == Norm::None {
+        if case.norm == Norm::None || in_one_pass(i) {
             continue;
         }
         let mut x = out[i].view_mut();
@@ -266,6 +278,33 @@ pub fn heads(ctx: &Context, t: &Tensors, case: &Case) -> [DeviceTensor; 3] {
             .layout
             .unflattened(case.tokens.len(), &[num, dim])
             .unwrap();
+    }
+    let Some(rotation) = rotation else {
+        return out;
+    };
+    let [q, k, _] = &mut out;
+    for (i, x) in [q, k].into_iter().enumerate().filter(|(i, _)| rotated[*i]) {
+        let x = Some(InOut::InPlace(x.view_mut()));
+        if in_one_pass(i) {
+            let params = qk_norm_rope::Params {
+                q: x,
+                q_weight: Some(t.norms[i].view()),
+                weight_offset: 0.5,
+                epsilon: EPSILON,
+                positions,
+                rotation,
+                ..Default::default()
+            };
+            qk_norm_rope::forward(ctx, &params, Stream::DEFAULT).unwrap();
+        } else {
+            let params = rope::Params {
+                q: x,
+                positions,
+                rotation,
+                ..Default::default()
+            };
+            rope::forward(ctx, &params, Stream::DEFAULT).unwrap();
+        }
     }
     out
 }

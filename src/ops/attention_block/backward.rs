@@ -21,7 +21,7 @@
 use arrayvec::ArrayVec;
 
 use super::check::{Checked, Kept};
-use super::steps::{OF_ATTENTION, OF_ROPE};
+use super::steps::OF_ATTENTION;
 use super::views::{Views, view_mut};
 use super::{Params as Forward, Projections};
 use crate::dtype::DType;
@@ -31,9 +31,9 @@ use crate::ops::check::{self, Arg, described, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::ops::parts::{Names, Parts, named};
 use crate::ops::rope::Positions;
+use crate::problem::attention;
 use crate::problem::linear::{Backward, Gradient, Weights};
-use crate::problem::{attention, norm};
-use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef, Workspace};
+use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 
 const OP: &str = "attention_block_backward";
 
@@ -98,10 +98,6 @@ pub struct Gradients<'a> {
 
 const OF_DATTENDED: Names = &[("dx", "out_weight"), ("weight", "out_weight")];
 const OF_OUT: Names = &[("dweight", "dout_weight"), ("dbias", "dout_bias")];
-const OF_NORMS: [Names; 2] = [
-    &[("dout", "x"), ("dx", "x"), ("dweight", "dq_norm")],
-    &[("dout", "x"), ("dx", "x"), ("dweight", "dk_norm")],
-];
 const OF_PROJECTIONS: [Names; 3] = [
     &[
         ("dout", "x"),
@@ -139,19 +135,19 @@ impl Pair {
 }
 
 /// The gradients that are wanted.
-struct Wanted {
+pub(super) struct Wanted {
     dx: Option<RawTensor>,
     /// Of the packed weight, or of those of queries, keys and values.
     projections: ArrayVec<Pair, 3>,
     /// Of queries and keys.
-    norms: [Option<RawTensor>; 2],
+    pub norms: [Option<RawTensor>; 2],
     sinks: Option<RawTensor>,
     out: Pair,
 }
 
 impl Wanted {
     /// Whether the gradients of queries (0), keys (1) or values (2) are needed.
-    fn needs(&self, which: usize) -> bool {
+    pub fn needs(&self, which: usize) -> bool {
         let packed = self.projections.len() == 1;
         let projection = &self.projections[if packed { 0 } else { which }];
         let of_norm = self.norms.get(which).is_some_and(Option::is_some);
@@ -301,12 +297,12 @@ impl Params<'_> {
 }
 
 /// A call, and what it has of tensors.
-struct Call<'c, 'a> {
-    forward: &'c Forward<'a>,
-    wanted: Wanted,
-    views: Views,
+pub(super) struct Call<'c, 'a> {
+    pub forward: &'c Forward<'a>,
+    pub wanted: Wanted,
+    pub views: Views,
     dout: RawTensor,
-    accumulate: bool,
+    pub accumulate: bool,
 }
 
 impl<'c, 'a> Call<'c, 'a> {
@@ -350,8 +346,7 @@ impl<'c, 'a> Call<'c, 'a> {
         }
         // Where there is no norm, what is kept is rotated.
         if needs_qkv && (projects || forward.normalises()) {
-            forward.push_norms(&views, parts)?;
-            forward.push_rope(&views, parts)?;
+            forward.push_turning(&views, parts)?;
         }
         if attends {
             parts.push(Ok(attention), OF_ATTENTION)?;
@@ -413,7 +408,7 @@ impl<'c, 'a> Call<'c, 'a> {
         };
         if wanted.inner() {
             parts.push(Ok(gradients), OF_ATTENTION)?;
-            self.push_rope(&all, parts)?;
+            self.push_rotation_back(&all, parts)?;
         }
         if let Some(dsinks) = &wanted.sinks {
             // Apart from the others, behind all that may still find no memory.
@@ -426,9 +421,7 @@ impl<'c, 'a> Call<'c, 'a> {
             };
             parts.push(Ok(sinks), OF_ATTENTION)?;
         }
-        for which in 0..2 {
-            self.push_norm(&all, which, parts)?;
-        }
+        self.push_norms_back(&all, parts)?;
         Ok(all)
     }
 
@@ -439,56 +432,6 @@ impl<'c, 'a> Call<'c, 'a> {
         }
         let batch = self.views.batch(heads)?.raw();
         Ok(attention::Rows::new(&batch, Some(0), 1, 2))
-    }
-
-    /// Adds the rotation back.
-    fn push_rope<const N: usize>(&self, all: &RawTensor, parts: &mut Parts<N>) -> Result<()> {
-        let views = &self.views;
-        let heads = |which: usize| -> Result<Option<InOut<'static>>> {
-            if !self.wanted.needs(which) {
-                return Ok(None);
-            }
-            let heads = views.heads_of(all, which)?;
-            Ok(Some(InOut::InPlace(views.batch_if_any(heads)?)))
-        };
-        let pairs = [heads(0)?, heads(1)?];
-        if pairs.iter().all(Option::is_none) {
-            return Ok(());
-        }
-        match self.forward.rope_problem(pairs, true)? {
-            Some(rope) => parts.push(Ok(rope), OF_ROPE),
-            None => Ok(()),
-        }
-    }
-
-    /// Adds the norm of queries or keys, in place.
-    fn push_norm<const N: usize>(
-        &self,
-        all: &RawTensor,
-        which: usize,
-        parts: &mut Parts<N>,
-    ) -> Result<()> {
-        let (forward, views) = (self.forward, &self.views);
-        let Some(weight) = forward.norm(which).filter(|_| self.wanted.needs(which)) else {
-            return Ok(());
-        };
-        let dout = forward.rows_of_norm(views, all, which)?.raw();
-        let norm = norm::Backward {
-            centered: false,
-            x: forward.rows_of_norm(views, &views.qkv, which)?.raw(),
-            dout,
-            dx: dout,
-            dresidual: None,
-            weight: Some(weight.raw()),
-            weight_offset: forward.norm_weight_offset,
-            epsilon: forward.norm_epsilon,
-            parameters: norm::Parameters {
-                dweight: self.wanted.norms[which],
-                dbias: None,
-                accumulate: self.accumulate,
-            },
-        };
-        parts.push(Ok(norm), OF_NORMS[which])
     }
 
     /// Adds the gradients of the output's projection.

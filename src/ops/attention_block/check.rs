@@ -57,8 +57,7 @@ impl Operation for Params<'_> {
             }
         }
         self.push_projections(&views, &mut parts)?;
-        self.push_norms(&views, &mut parts)?;
-        self.push_rope(&views, &mut parts)?;
+        self.push_turning(&views, &mut parts)?;
         self.push_append(&views, &mut parts)?;
         let lse = self.lse_out.as_ref().map(|lse| {
             let raw = lse.raw();

@@ -2,9 +2,10 @@
 //! `y = attention(rope(norm(x Wqᵀ + bq)), rope(norm(x Wkᵀ + bk)), x Wvᵀ + bv) Woᵀ + bo`, with optional norms and rotation, an
 //! optional KV cache, and an optional fused addition of a residual.
 //!
-//! It is a sequence of this library's operations, [`linear`](super::linear), [`rms_norm`](super::rms_norm), [`rope`](super::rope),
-//! [`kv_cache`](crate::kv_cache) and [`attention`](super::attention), over a workspace that holds queries, keys and values of the new tokens side by side, and attention's output. Each
-//! operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one (on a GPU up
+//! It is a sequence of this library's operations, [`linear`](super::linear), [`qk_norm_rope`](super::qk_norm_rope) where heads are
+//! normalised and rotated, else [`rms_norm`](super::rms_norm) or [`rope`](super::rope), [`kv_cache`](crate::kv_cache) and
+//! [`attention`](super::attention), over a workspace that holds queries, keys and values of the new tokens side by side, and
+//! attention's output. Each operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one (on a GPU up
 //! to the order of sums, which depends on how tensors lie); with a cache keys are rotated in f32 on their way to the cache.
 //!
 //! Without a cache tokens attend to those of the same call: plain self-attention, as in training or an encoder.
@@ -18,6 +19,7 @@
 pub mod backward;
 mod check;
 mod steps;
+mod turning;
 mod views;
 
 pub use backward::backward;
