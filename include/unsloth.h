@@ -1117,6 +1117,8 @@ typedef struct unsloth_attention_block_backward_params {
 
 /**
  * Arguments of `unsloth_cast_forward`: `out = x` in another dtype.
+ *
+ * There is no backward function: the gradient of `x` is that of `out`, cast to the dtype of `x` by the same call.
  */
 typedef struct unsloth_cast_params {
   /**

@@ -12,6 +12,8 @@ use crate::ops::cast::Params;
 const OP: &str = "cast";
 
 /// Arguments of `unsloth_cast_forward`: `out = x` in another dtype.
+///
+/// There is no backward function: the gradient of `x` is that of `out`, cast to the dtype of `x` by the same call.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_cast_params {

@@ -2,6 +2,9 @@
 //!
 //! A number is rounded once, to the nearest of the output's dtype, ties to even; what is too great becomes an infinity, and NaN stays
 //! NaN. In the dtype of the input it is a copy, bit for bit.
+//!
+//! It has no backward pass of its own: the gradient of the input is the gradient of the output, cast to the input's dtype, where
+//! rounding counts as no change (the straight-through estimator).
 
 use crate::dtype::DType;
 use crate::error::Result;

@@ -1,5 +1,6 @@
 //! Conversions against rounding by definition: shapes, layouts, dtypes, every special value.
 
+use crate::common::rules::epsilon;
 use crate::common::tensor::{round_to, strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, contexts, rng};
 use proptest::prelude::*;
@@ -164,6 +165,49 @@ proptest! {
                 let wide = run(&ctx, &x, DType::F32, strided_rows(&[rows, dim], 2 * gap), 0);
                 let back = run(&ctx, &wide, narrow, layout, 0);
                 prop_assert_eq!(back.bits(), x.bits());
+            }
+        }
+    }
+}
+
+/// The gradient of a cast is the cast of the output's: a loss that is linear in the output differs
+/// between two inputs by the product of the gradient and their difference, exactly but for what the
+/// two casts round.
+#[test]
+fn the_gradient_of_a_cast_is_a_cast() {
+    let layout = Layout::contiguous(&[5, 33]).unwrap();
+    for ctx in contexts() {
+        for from in FLOATS {
+            for to in FLOATS {
+                let rng = &mut rng();
+                let [x, along] = [0; 2].map(|_| TestTensor::normal(rng, from, layout).values());
+                let dout = TestTensor::normal(rng, to, layout);
+                let dx = run(&ctx, &dout, from, layout, 0).values();
+                // Far from each other, so that casts round little of the difference.
+                let [above, below] = [64.0, -64.0].map(|step| {
+                    let moved: Vec<f64> = x.iter().zip(&along).map(|(x, a)| x + step * a).collect();
+                    let x = TestTensor::from_values(from, layout, &moved);
+                    let y = run(&ctx, &x, to, layout, 0).values();
+                    x.values().into_iter().zip(y).collect::<Vec<_>>()
+                });
+                let (mut difference, mut product, mut bound) = (0.0, 0.0, 1e-9);
+                for (i, dout) in dout.values().into_iter().enumerate() {
+                    let ((x, y), (other, other_y)) = (above[i], below[i]);
+                    difference += dout * (y - other_y);
+                    product += dx[i] * (x - other);
+                    // What widens is exact.
+                    if to != DType::F32 && to != from {
+                        bound += 0.5 * epsilon(to) * dout.abs() * (y.abs() + other_y.abs());
+                    }
+                    if from != DType::F32 && from != to {
+                        bound += 0.5 * epsilon(from) * dout.abs() * (x - other).abs();
+                    }
+                }
+                let error = (difference - product).abs();
+                assert!(
+                    error <= bound,
+                    "{from} to {to}: {difference} and {product}, {bound}"
+                );
             }
         }
     }
