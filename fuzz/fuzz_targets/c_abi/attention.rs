@@ -11,7 +11,7 @@ use unsloth::ffi::rope::*;
 use unsloth::ffi::tensor::*;
 
 use crate::arena::absent;
-use crate::operations::{Call, Stated, like, zeroed};
+use crate::call::{Call, Stated, like, zeroed};
 
 /// The current batch of a cache.
 pub struct Batch {

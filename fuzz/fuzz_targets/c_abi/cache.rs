@@ -10,6 +10,7 @@ use unsloth::ffi::tensor::*;
 
 use crate::arena::{Arena, absent};
 use crate::attention::Batch;
+use crate::call::Call;
 use crate::input::Input;
 use crate::{context, last_message, operations};
 
@@ -263,7 +264,7 @@ impl Cache {
                     dim: self.dim,
                     num_tokens: batch.num_tokens,
                 };
-                operations::attention_block(input, &batch);
+                operations::attention_block(&mut Call::new(input), Some(&batch));
             }
 
             let mut p: unsloth_attention_params = std::mem::zeroed();

@@ -11,8 +11,8 @@ use unsloth::ffi::mlp::unsloth_mlp_params;
 use unsloth::ffi::status::UNSLOTH_STATUS_SUCCESS;
 use unsloth::ffi::tensor::UNSLOTH_DTYPE_F32;
 
+use crate::call::{Call, Stated, like, zeroed};
 use crate::context;
-use crate::operations::{Call, Stated, like, zeroed};
 
 impl Call<'_, '_> {
     /// A layer whose parts are nearly sound; what the attention block has for outputs is not looked

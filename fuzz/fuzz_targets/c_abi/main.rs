@@ -8,11 +8,15 @@
 mod arena;
 mod attention;
 mod cache;
+mod call;
 mod decoder_layer;
+mod dense;
 mod estimates;
 mod input;
+mod loss;
 mod operations;
 mod optimizer;
+mod rows;
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,0 +1,162 @@
+//! Operations on rows: norms, casts, and what turns tokens into rows and back.
+
+use unsloth::ffi::argmax::*;
+use unsloth::ffi::cast::*;
+use unsloth::ffi::embedding::backward::*;
+use unsloth::ffi::embedding::*;
+use unsloth::ffi::layer_norm::backward::*;
+use unsloth::ffi::layer_norm::*;
+use unsloth::ffi::rms_norm::backward::*;
+use unsloth::ffi::rms_norm::*;
+use unsloth::ffi::tensor::*;
+
+use crate::call::{Call, Stated, zeroed};
+
+impl Call<'_, '_> {
+    pub fn cast(&mut self) -> Box<Stated<unsloth_cast_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_cast_params>> = unsafe { zeroed() };
+        let (from, to) = (self.float_dtype(), self.float_dtype());
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(from, &shape);
+        p.out = self.tensor(to, &shape);
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    pub fn argmax(&mut self) -> Box<Stated<unsloth_argmax_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_argmax_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let to = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let (leading, n) = self.rows();
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &[&leading[..], &[n]].concat());
+        p.out = match leading.is_empty() {
+            true => self.tensor(to, &[1]),
+            false => self.tensor(to, &leading),
+        };
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    pub fn rms_norm(&mut self) -> Box<Stated<unsloth_rms_norm_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_rms_norm_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &shape);
+        p.out = self.optional(dtype, &shape);
+        p.residual = self.optional(dtype, &shape);
+        p.residual_out = self.optional(dtype, &shape);
+        let weight_dtype = self.float_dtype();
+        p.weight = self.optional(weight_dtype, &[dim]);
+        p.epsilon = self.factor().max(1e-5);
+        p.weight_offset = self.factor();
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    pub fn rms_norm_backward(&mut self) -> Box<Stated<unsloth_rms_norm_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_rms_norm_backward_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &shape);
+        p.dout = self.tensor(dtype, &shape);
+        p.dx = self.optional(dtype, &shape);
+        p.dresidual = self.optional(dtype, &shape);
+        let of_weight = self.float_dtype();
+        p.weight = self.optional(of_weight, &[dim]);
+        if p.weight.rank > 0 {
+            p.weight_offset = self.factor();
+            let of_gradient = self.float_dtype();
+            p.dweight = self.optional(of_gradient, &[dim]);
+        }
+        p.accumulate = self.flag(1);
+        p.epsilon = self.factor().max(1e-5);
+        stated
+    }
+
+    pub fn layer_norm(&mut self) -> Box<Stated<unsloth_layer_norm_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_layer_norm_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &shape);
+        p.out = self.optional(dtype, &shape);
+        for vector in [&mut p.weight, &mut p.bias] {
+            let dtype = self.float_dtype();
+            *vector = self.optional(dtype, &[dim]);
+        }
+        p.epsilon = self.factor().max(1e-5);
+        stated
+    }
+
+    pub fn layer_norm_backward(&mut self) -> Box<Stated<unsloth_layer_norm_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_layer_norm_backward_params>> = unsafe { zeroed() };
+        let dtype = self.float_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let p = &mut stated.params;
+        p.x = self.tensor(dtype, &shape);
+        p.dout = self.tensor(dtype, &shape);
+        p.dx = self.optional(dtype, &shape);
+        p.dresidual = self.optional(dtype, &shape);
+        for vector in [&mut p.weight, &mut p.dbias] {
+            let dtype = self.float_dtype();
+            *vector = self.optional(dtype, &[dim]);
+        }
+        if p.weight.rank > 0 {
+            let of_gradient = self.float_dtype();
+            p.dweight = self.optional(of_gradient, &[dim]);
+        }
+        p.accumulate = self.flag(1);
+        p.epsilon = self.factor().max(1e-5);
+        stated
+    }
+
+    pub fn embedding(&mut self) -> Box<Stated<unsloth_embedding_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_embedding_params>> = unsafe { zeroed() };
+        let (leading, dim) = self.rows();
+        let (dtype, out_dtype) = (self.float_dtype(), self.float_dtype());
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let p = &mut stated.params;
+        let vocabulary = self.extent(40);
+        p.table = self.tensor(dtype, &[vocabulary, dim]);
+        p.ids = self.tensor(integer, &leading);
+        p.out = self.tensor(out_dtype, &[&leading[..], &[dim]].concat());
+        stated
+    }
+
+    pub fn embedding_backward(&mut self) -> Box<Stated<unsloth_embedding_backward_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_embedding_backward_params>> = unsafe { zeroed() };
+        let (leading, dim) = self.rows();
+        let (dtype, table_dtype) = (self.float_dtype(), self.float_dtype());
+        let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
+        let p = &mut stated.params;
+        let vocabulary = self.extent(40);
+        p.accumulate = self.flag(1);
+        p.has_padding_idx = self.flag(1);
+        p.padding_idx = self.input.up_to(40);
+        let grad_dtype = match p.accumulate {
+            1 => UNSLOTH_DTYPE_F32,
+            _ => table_dtype,
+        };
+        p.dout = self.tensor(dtype, &[&leading[..], &[dim]].concat());
+        p.ids = self.tensor(integer, &leading);
+        p.dweight = self.tensor(grad_dtype, &[vocabulary, dim]);
+        stated
+    }
+}
