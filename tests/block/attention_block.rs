@@ -1,6 +1,7 @@
 //! The attention block against the operations that it is made of, and its errors.
 
 use crate::common::attention_block::*;
+use crate::common::workspace::poisoned_workspace;
 use crate::common::{DeviceTensor, FLOATS, TestTensor, contexts};
 use unsloth::kv_cache::{Config, KvCache};
 use unsloth::ops::attention;

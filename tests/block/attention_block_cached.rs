@@ -1,6 +1,7 @@
 //! The attention block with a KV cache, against the operations that it is made of, and against itself without a cache.
 
 use crate::common::attention_block::*;
+use crate::common::workspace::poisoned_workspace;
 use crate::common::{TestTensor, contexts, rng};
 use rand::Rng;
 use unsloth::kv_cache::{Append, Config, KvCache, PageLayout};

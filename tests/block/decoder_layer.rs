@@ -1,8 +1,9 @@
 //! A decoder layer against the operations that it is made of; its gradients under every policy of
 //! checkpointing, and against differences of the forward's outputs.
 
-use crate::common::attention_block::poisoned_workspace;
+use crate::common::contiguous;
 use crate::common::tensor::strided_rows;
+use crate::common::workspace::poisoned_workspace;
 use crate::common::{DeviceTensor, FLOATS, TestTensor, contexts, rng};
 use unsloth::ops::decoder_layer::{self, Checkpointing, backward};
 use unsloth::ops::linear::{Output, Weights};
@@ -10,7 +11,7 @@ use unsloth::ops::mlp::{self, GateUp};
 use unsloth::ops::rope::{Positions, Rotation};
 use unsloth::ops::swiglu::{Activation, GateOrder};
 use unsloth::ops::{attention_block, rms_norm};
-use unsloth::{Buffer, Context, DType, InOut, Layout, Stream, TensorMut, TensorRef, Workspace};
+use unsloth::{Buffer, Context, DType, InOut, Stream, TensorMut, TensorRef, Workspace};
 
 const HIDDEN: usize = 24;
 const INTERMEDIATE: usize = 40;
@@ -153,10 +154,6 @@ struct Tensors {
     parameters: Vec<DeviceTensor>,
     cu_seqlens: Option<DeviceTensor>,
     positions: Option<DeviceTensor>,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 impl Tensors {

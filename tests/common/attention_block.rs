@@ -344,13 +344,6 @@ pub fn assert_same(ctx: &Context, a: &TestTensor, b: &TestTensor) {
     }
 }
 
-/// A workspace of exactly this size, all NaN.
-pub fn poisoned_workspace(ctx: &Context, size: usize) -> Buffer {
-    let mut workspace = Buffer::new(ctx, size).unwrap();
-    let nan = vec![f32::from_bits(0x7fc0_7fc0); size / 4];
-    workspace.copy_from_slice(0, &nan, Stream::DEFAULT).unwrap();
-    workspace
-}
 /// Equal but for the order of f32 sums, which may depend on how many rows a product has.
 pub fn assert_near(a: &[f64], b: &[f64]) {
     assert_eq!(a.len(), b.len());

@@ -18,6 +18,7 @@ pub mod kv_cache;
 pub mod reference;
 pub mod rules;
 pub mod tensor;
+pub mod workspace;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;

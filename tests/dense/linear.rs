@@ -1,6 +1,7 @@
 //! Linear layers against their definition: shapes, layouts, dtypes, bias and residual; their
 //! properties.
 
+use crate::common::contiguous;
 use crate::common::reference::linear::{linear as exact, linear_f32 as plain};
 use crate::common::tensor::{strided_rows, transposed};
 use crate::common::{
@@ -33,10 +34,6 @@ struct Case {
     bias: bool,
     residual: Residual,
     skew: usize,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 fn cases() -> Vec<Case> {

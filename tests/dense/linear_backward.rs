@@ -1,6 +1,7 @@
 //! Gradients of linear layers against their definition, which is proved by differences of the
 //! forward: shapes, layouts, dtypes, accumulation, gradients left out; their properties.
 
+use crate::common::contiguous;
 use crate::common::reference::linear::{
     Gradients, linear, linear_backward as exact, linear_backward_f32 as plain,
 };
@@ -21,10 +22,6 @@ struct Case {
     dweight: Layout,
     accumulate: bool,
     skew: usize,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 fn case(leading: &[usize], (n, k): (usize, usize)) -> Case {

@@ -2,6 +2,7 @@
 //! forward: layouts, dtypes, packed and apart, in place; misuse.
 
 use crate::common::abi::{self, Misuse, absent, assert_fails, c_tensor};
+use crate::common::contiguous;
 use crate::common::reference::swiglu::{activate, derivative};
 use crate::common::tensor::{strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, assert_close_of_sums, contexts, in_out, rng};
@@ -22,10 +23,6 @@ struct Case {
     with_out: bool,
     activation: Activation,
     skew: usize,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 fn cases() -> Vec<Case> {

@@ -1,5 +1,6 @@
 //! Argmax against its definition: shapes, layouts, dtypes, equal elements, NaN.
 
+use crate::common::contiguous;
 use crate::common::tensor::{strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, contexts, rng};
 use proptest::prelude::*;
@@ -12,10 +13,6 @@ struct Case {
     x: Layout,
     out: Layout,
     skew: usize,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 fn cases() -> Vec<Case> {

@@ -2,6 +2,7 @@
 //! forward's; layouts, dtypes, padding, accumulation; arguments that are refused.
 
 use crate::common::abi::{self, Misuse, Operation, absent, c_tensor};
+use crate::common::contiguous;
 use crate::common::tensor::{normal, strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, assert_close_of_sums, contexts, rng};
 use proptest::prelude::*;
@@ -9,10 +10,6 @@ use unsloth::ffi::embedding::backward::*;
 use unsloth::ffi::status::*;
 use unsloth::ops::embedding::{self, backward::Params};
 use unsloth::{Context, ContextOptions, DType, Error, Layout, Stream, Workspace};
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
-}
 
 /// The sums of the rows of `dout` where each id stands, from `before` on.
 fn reference(dout: &[f64], ids: &[f64], padding: Option<usize>, before: &[f64]) -> Vec<f64> {

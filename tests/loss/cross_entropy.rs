@@ -2,6 +2,7 @@
 //! layouts, ignored tokens, smoothing, z-loss, softcap, reductions; misuse.
 
 use crate::common::abi::{self, Misuse, absent, assert_fails, c_tensor};
+use crate::common::contiguous;
 use crate::common::reference::cross_entropy::Loss;
 use crate::common::tensor::{strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, assert_close_of_sums, contexts, in_out, rng};
@@ -25,10 +26,6 @@ struct Case {
     /// Whether each token's loss is asked for.
     losses: bool,
     skew: usize,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 fn cases() -> Vec<Case> {

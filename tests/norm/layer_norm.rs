@@ -1,6 +1,7 @@
 //! LayerNorm against its definition: shapes, layouts, dtypes, features, misuse.
 
 use crate::common::abi::{self, Misuse, absent, assert_fails, c_tensor};
+use crate::common::contiguous;
 use crate::common::tensor::{strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, assert_close_of_sums, contexts, reference, rng};
 use unsloth::ffi::layer_norm::*;
@@ -16,10 +17,6 @@ struct Case {
     skew: usize,
     /// Added to every element.
     offset: f64,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 fn cases(dtype: DType) -> Vec<Case> {

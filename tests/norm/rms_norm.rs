@@ -1,5 +1,6 @@
 //! RMSNorm against its definition: shapes, layouts, dtypes, features, misuse.
 
+use crate::common::contiguous;
 use crate::common::tensor::{strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, assert_close, contexts, reference, rng};
 use proptest::prelude::*;
@@ -14,10 +15,6 @@ struct Case {
     residual: bool,
     in_place: bool,
     skew: usize,
-}
-
-fn contiguous(shape: &[usize]) -> Layout {
-    Layout::contiguous(shape).unwrap()
 }
 
 fn plain(layout: Layout) -> Case {
