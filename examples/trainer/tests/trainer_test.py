@@ -61,7 +61,7 @@ class TrainerTest(unittest.TestCase):
         reports = [json.loads(line) for line in done.stdout.splitlines()]
         for memory in (report["memory"] for report in reports):
             # What lies between tensors, and what putting a LoRA together takes, is not estimated.
-            self.assertLessEqual(abs(memory["real"] - memory["estimated"]), 0.01 * memory["real"])
+            self.assertLessEqual(abs(memory["real"] - memory["estimated"]), 0.02 * memory["real"])
         return reports, done.stderr
 
     def run_engine(self, model, *flags):
