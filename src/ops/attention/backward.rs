@@ -31,9 +31,10 @@
 //!
 //! The CUDA backend takes lengths as the forward pass does, and says
 //! [`Unsupported`](crate::Error::Unsupported) to greater ones. Of f16 and bf16, head dimensions up to 256,
-//! strides and addresses that are multiples of 8 elements run on tensor cores; anything else takes slower
-//! kernels, the slowest where head dimensions are above 256 or `q`, `k`, `v` and `dout` are not of one
-//! dtype. `dbias` computes the scores once more, on tensor cores with any head dimension.
+//! strides and addresses that are multiples of 8 elements run on tensor cores; of f32, head dimensions up
+//! to 128 and multiples of 4, as products of parts that are as accurate as f32 is. Anything else takes
+//! slower kernels, the slowest where head dimensions are above 256 or `q`, `k`, `v` and `dout` are not of
+//! one dtype. `dbias` computes the scores once more, on tensor cores with any head dimension.
 //!
 //! # Numerics
 //!

@@ -1,8 +1,9 @@
-//! The gradient of a bias: a cube has a tile of it, and computes every score again that it was added to.
+//! The gradient of a bias: a cube has a tile of it, and computes every score again that it was
+//! added to.
 //!
-//! Where the bias repeats queries or keys, a tile stands for all of them: scores are summed at their place in
-//! the tile, and the tile's rows or columns at the end. A bias that repeats much has few tiles; then what one
-//! stands for is cut into parts, and [`join`] adds what these give.
+//! Where the bias repeats queries or keys, a tile stands for all of them: scores are summed at
+//! their place in the tile, and the tile's rows or columns at the end. A bias that repeats much has
+//! few tiles; then what one stands for is cut into parts, and [`join`] adds what these give.
 
 use cubecl::prelude::*;
 
@@ -74,7 +75,8 @@ fn summed(size: u32, all: u32) -> u32 {
     select(size == 1u32, all, 1u32)
 }
 
-/// The cube's, in a grid of parts × tiles of keys × tiles of queries × heads × sequences, the first fastest.
+/// The cube's, in a grid of parts × tiles of keys × tiles of queries × heads × sequences, the first
+/// fastest.
 #[cube]
 pub fn tile(args: &Args, of: &Bias, #[comptime] rows: u32, #[comptime] columns: u32) -> Tile {
     let part = CUBE_POS_X % of.parts;
@@ -134,8 +136,8 @@ pub fn end_keys(of: &Bias, tile: &Tile, seen: &SeenTiles) -> u32 {
     )
 }
 
-/// Writes a tile of sums, which have been stored to shared memory with a pitch of one more than its columns, or
-/// what its rows and columns sum to where the bias repeats them.
+/// Writes a tile of sums, which have been stored to shared memory with a pitch of one more than its
+/// columns, or what its rows and columns sum to where the bias repeats them.
 #[cube]
 pub fn store_sums(
     sums: &mut SharedMemory<f32>,
@@ -266,7 +268,7 @@ pub fn bias<E: Float>(
                     chunk += 1u32;
                 }
                 differentiate(
-                    &s, &mut d, args, buffers, &work, &of_lane, key0, config, false,
+                    &s, &mut d, args, buffers, &work, &of_lane, key0, config, false, false,
                 );
                 add(&d, &mut sums, parts);
                 keys += 1u32;
@@ -277,23 +279,31 @@ pub fn bias<E: Float>(
 
     let pitch = comptime!(config.tile_keys + 1);
     let mut staged = SharedMemory::<f32>::new(comptime!((config.rows() * pitch) as usize));
-    #[unroll]
-    for i in 0..2usize {
-        let row = plane_row + lane.group_row + comptime!(i as u32 * 8);
-        #[unroll]
-        for n in 0..parts {
-            #[unroll]
-            for c in 0..2usize {
-                let column = lane.pair * 2u32 + comptime!((n * 8 + c) as u32);
-                staged[(row * pitch + column) as usize] = sums.index(n)[i][c];
-            }
-        }
-    }
+    stage(&mut staged, &sums, &lane, config);
     let threads = comptime!(config.threads());
     store_sums(&mut staged, dbias, args, of, &tile, rows, columns, threads);
 }
 
-/// Copies a chunk of the block's queries and their gradients, and of the keys from `key0` on and their values.
+/// Stores a plane's sums as [`store_sums`] takes them.
+#[cube]
+pub fn stage(to: &mut SharedMemory<f32>, sums: &Parts, lane: &Lane, #[comptime] config: Config) {
+    let pitch = comptime!(config.tile_keys + 1);
+    #[unroll]
+    for i in 0..2usize {
+        let row = lane.plane * 16u32 + lane.group_row + comptime!(i as u32 * 8);
+        #[unroll]
+        for n in 0..comptime!(config.tile_keys as usize / 8) {
+            #[unroll]
+            for c in 0..2usize {
+                let column = lane.pair * 2u32 + comptime!((n * 8 + c) as u32);
+                to[(row * pitch + column) as usize] = sums.index(n)[i][c];
+            }
+        }
+    }
+}
+
+/// Copies a chunk of the block's queries and their gradients, and of the keys from `key0` on and
+/// their values.
 #[cube]
 fn copy_chunk<E: Float>(
     tiles: &mut Tiles<E>,
@@ -371,7 +381,7 @@ fn copy_chunk<E: Float>(
 
 /// The same rows without their first lines.
 #[cube]
-fn later(at: &Rows, lines: u32) -> Rows {
+pub fn later(at: &Rows, lines: u32) -> Rows {
     Rows {
         base: at.base + u64::cast_from(lines),
         token: at.token,
@@ -382,8 +392,9 @@ fn later(at: &Rows, lines: u32) -> Rows {
     }
 }
 
+/// Adds gradients to sums.
 #[cube]
-fn add(parts: &Parts, sums: &mut Parts, #[comptime] count: usize) {
+pub fn add(parts: &Parts, sums: &mut Parts, #[comptime] count: usize) {
     #[unroll]
     for n in 0..count {
         #[unroll]
@@ -395,7 +406,8 @@ fn add(parts: &Parts, sums: &mut Parts, #[comptime] count: usize) {
     }
 }
 
-/// Adds the parts of every element, `[parts, batch, heads, q, k]` f32, in their order. Grid: elements.
+/// Adds the parts of every element, `[parts, batch, heads, q, k]` f32, in their order. Grid:
+/// elements.
 #[cube]
 pub fn join(of_parts: &Array<f32>, dbias: &mut Array<f32>, args: &Args, of: &Bias) {
     let index = u64::cast_from(CUBE_POS_X) * comptime!(THREADS as u64) + u64::cast_from(UNIT_POS_X);

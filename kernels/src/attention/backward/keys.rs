@@ -25,11 +25,11 @@ pub struct Sums {
 
 /// All that a lane has to do.
 #[derive(CubeType)]
-struct Work {
-    block: KeyBlock,
-    lane: Lane,
-    width_qk: u32,
-    width_v: u32,
+pub struct Work {
+    pub block: KeyBlock,
+    pub lane: Lane,
+    pub width_qk: u32,
+    pub width_v: u32,
     /// The queries `low..high` that see each of the lane's two keys.
     low: Array<i32>,
     high: Array<i32>,
@@ -37,10 +37,10 @@ struct Work {
 
 /// A head of those that share the block's key head.
 #[derive(CubeType, Clone)]
-struct Head {
+pub struct Head {
     head: u32,
-    q: Rows,
-    dout: Rows,
+    pub q: Rows,
+    pub dout: Rows,
     statistics: u64,
 }
 
@@ -68,7 +68,7 @@ pub fn keys<E: Float>(
     if block.key0 >= block.end {
         terminate!();
     }
-    let work = work(args, block);
+    let work = work(args, block, 8u32);
     let block = &work.block;
     let mut tiles = tiles::<E>(config);
     let mut of_rows = SharedMemory::<f32>::new(comptime!(2 * config.tile_keys as usize));
@@ -107,7 +107,7 @@ pub fn keys<E: Float>(
             begin_parts(&mut d, parts);
             multiply::<E>(&mut s, &mut d, &tiles, &lines, config, sums);
             differentiate(
-                &mut s, &mut d, &of_rows, args, buffers, &work, &head, row0, config,
+                &mut s, &mut d, &of_rows, args, buffers, &work, &head, row0, config, false,
             );
             if comptime!(sums.values) {
                 accumulate::<E>(&s, &tiles.passing_v, &mut dv_acc, lines.v, config);
@@ -190,9 +190,9 @@ fn store_keys<E: Float>(
     );
 }
 
-/// What a lane has to do for a block.
+/// What a lane has to do for a block; widths are in units of so many elements.
 #[cube]
-fn work(args: &Args, block: KeyBlock) -> Work {
+pub fn work(args: &Args, block: KeyBlock, #[comptime] unit: u32) -> Work {
     let lane = this_lane();
     let mut low = Array::<i32>::new(2usize);
     let mut high = Array::<i32>::new(2usize);
@@ -211,15 +211,15 @@ fn work(args: &Args, block: KeyBlock) -> Work {
     Work {
         block,
         lane,
-        width_qk: args.head_dim / 8u32,
-        width_v: args.head_dim_v / 8u32,
+        width_qk: args.head_dim / unit,
+        width_v: args.head_dim_v / unit,
         low,
         high,
     }
 }
 
 #[cube]
-fn head(args: &Args, strides: &Strides, work: &Work, of_group: u32) -> Head {
+pub fn head(args: &Args, strides: &Strides, work: &Work, of_group: u32) -> Head {
     let block = &work.block;
     let head = block.key_head * args.group + of_group;
     Head {
@@ -308,7 +308,7 @@ fn copy_passing<E: Float>(
 /// Copies the statistics of a tile of rows, the last row's in place of those past the end: their LSEs,
 /// then their deltas.
 #[cube]
-fn copy_statistics(
+pub fn copy_statistics(
     to: &mut SharedMemory<f32>,
     statistics: &Array<f32>,
     half: u64,
@@ -328,7 +328,7 @@ fn copy_statistics(
 /// Turns the products of keys and queries from `row0` on into weights, and those of values and `dout`
 /// into gradients of the scores.
 #[cube]
-fn differentiate(
+pub fn differentiate(
     s: &mut Parts,
     d: &mut Parts,
     of_rows: &SharedMemory<f32>,
@@ -338,6 +338,7 @@ fn differentiate(
     head: &Head,
     row0: u32,
     #[comptime] config: Config,
+    #[comptime] precise: bool,
 ) {
     let block = &work.block;
     let scores = comptime!(config.scores);
@@ -375,7 +376,7 @@ fn differentiate(
                     lse,
                     delta,
                     scores,
-                    false,
+                    precise,
                     true,
                 );
                 let at = i32::cast_from(query);

@@ -5,11 +5,12 @@
 //! | [`rows::delta`] | statistics of every row, of `out`, `dout` and the LSE |
 //! | [`queries`](queries::queries) | `dq` of f16 and bf16 on tensor cores, a block of queries of one head per cube |
 //! | [`keys`](keys::keys) | `dk` and `dv` likewise, a block of keys of one key head per cube; of large heads each alone |
+//! | [`queries_f32`](queries_f32::queries_f32), [`keys_f32`](keys_f32::keys_f32) | the same of f32, in products of its parts; of heads up to 128 |
 //! | [`simt`] | both of everything else |
 //! | [`rows::sinks`] | `dsinks` |
-//! | [`bias`](bias::bias) | the gradient of the bias of f16 and bf16 on tensor cores, a tile of it per cube |
-//! | [`any`] | all of these of dtypes that differ, and of large heads; the gradient of the bias of all else |
+//! | [`bias`](bias::bias), [`bias_f32`](bias_f32::bias_f32) | the gradient of the bias on tensor cores, a tile of it per cube |
 //! | [`bias::join`] | adds what parts of its sums give |
+//! | [`any`] | all gradients of dtypes that differ, and of large heads; the gradient of the bias of all else |
 //!
 //! Scores are computed twice, once for `dq` and once for `dk` and `dv`: seven products instead of five,
 //! and in return every element is the sum of one cube, in one order, without atomic additions or a
@@ -24,6 +25,7 @@ use cubecl::prelude::*;
 
 use super::arguments::{Args, Buffers};
 use super::fragments::Line;
+use super::tf32::Quad;
 use super::tiles::Config;
 use super::{HALVES, with_half};
 use crate::Error;
@@ -36,11 +38,15 @@ use keys::Sums;
 pub mod any;
 pub mod arguments;
 pub mod bias;
+pub mod bias_f32;
 pub mod keys;
+pub mod keys_f32;
 pub mod queries;
+pub mod queries_f32;
 pub mod rows;
 pub mod simt;
 pub mod tiles;
+pub mod tiles_f32;
 
 /// On tensor cores.
 fn kernel(dtype: Dtype, gradient: Gradient, config: Config) -> Result<Kernel, Error> {
@@ -111,6 +117,71 @@ fn configs(gradient: Gradient) -> Vec<Config> {
     tiles.iter().flat_map(both).collect()
 }
 
+/// Of f32 on tensor cores. Scores are few beside the products: one kernel is for all that they may have.
+fn f32_kernel(gradient: Gradient, config: Config) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let ty = b.type_of::<Vector<f32, Quad>>();
+    let (q, k, v, dout) = (
+        b.read("q", ty),
+        b.read("k", ty),
+        b.read("v", ty),
+        b.read("dout", ty),
+    );
+    let (dq, dk, dv) = (b.write("dq", ty), b.write("dk", ty), b.write("dv", ty));
+    let f32_ = b.type_of::<f32>();
+    let statistics = b.read("statistics", f32_).into();
+    let buffers = Buffers::declare(&mut b);
+    let args = Args::declare(&mut b);
+    let strides = Strides::declare(&mut b);
+    let (q, k, v, dout) = (q.into(), k.into(), v.into(), dout.into());
+    match gradient {
+        Gradient::Queries => queries_f32::queries_f32::expand(
+            b.scope(),
+            q,
+            k,
+            v,
+            dout,
+            dq.into(),
+            statistics,
+            buffers,
+            args,
+            strides,
+            config,
+        ),
+        _ => keys_f32::keys_f32::expand(
+            b.scope(),
+            q,
+            k,
+            v,
+            dout,
+            dk.into(),
+            dv.into(),
+            statistics,
+            buffers,
+            args,
+            strides,
+            config,
+        ),
+    }
+    let name = format!(
+        "attention_backward_{}_f32_d{}",
+        name_of(gradient),
+        config.head_dim
+    );
+    let choices = vec![
+        ("gradient", gradient.code()),
+        ("dtype", Dtype::F32.code()),
+        ("head_dim", config.head_dim),
+        ("scores", 1),
+        ("width", 4),
+        ("rows", config.rows()),
+    ];
+    b.finish(name, choices, config.threads())
+}
+
+/// Heads above 128 have no room in shared memory.
+const F32_TILES: [(u32, u32); 2] = [(64, 32), (128, 16)];
+
 fn simt_kernel(dtype: Dtype, gradient: Gradient) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     with_vector!(dtype, E, _N => {
@@ -170,6 +241,16 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
         }
     }
     for gradient in [Gradient::Queries, Gradient::KeysAndValues] {
+        for (head_dim, tile_keys) in F32_TILES {
+            let config = Config {
+                head_dim,
+                tile_keys,
+                planes: 4,
+                fragments: 1,
+                scores: true,
+            };
+            kernels.push(f32_kernel(gradient, config)?);
+        }
         for dtype in Dtype::ALL.iter().copied() {
             kernels.push(simt_kernel(dtype, gradient)?);
         }
@@ -255,6 +336,7 @@ pub fn bias_kernels() -> Result<Vec<Kernel>, Error> {
     for dtype in HALVES {
         kernels.push(bias_kernel(dtype)?);
     }
+    kernels.push(bias_f32_kernel()?);
     kernels.push(join_kernel()?);
     Ok(kernels)
 }
@@ -288,6 +370,52 @@ fn bias_kernel(dtype: Dtype) -> Result<Kernel, Error> {
     let name = format!("attention_backward_bias_{}", dtype.name());
     // The compiler would take registers for two.
     Ok(b.finish(name, choices, config.threads())?.for_blocks(3))
+}
+
+fn bias_f32_kernel() -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let config = bias_f32::CONFIG;
+    let ty = b.type_of::<Vector<f32, Quad>>();
+    let f32_ = b.type_of::<f32>();
+    let (q, k, v, dout) = (
+        b.read("q", ty),
+        b.read("k", ty),
+        b.read("v", ty),
+        b.read("dout", ty),
+    );
+    b.read("of_parts", f32_);
+    let dbias = b.write("dbias", f32_);
+    let statistics = b.read("statistics", f32_);
+    let buffers = Buffers::declare(&mut b);
+    let args = Args::declare(&mut b);
+    let strides = Strides::declare(&mut b);
+    let of = Bias::declare(&mut b);
+    bias_f32::bias_f32::expand(
+        b.scope(),
+        q.into(),
+        k.into(),
+        v.into(),
+        dout.into(),
+        dbias.into(),
+        statistics.into(),
+        buffers,
+        args,
+        strides,
+        of,
+        config,
+    );
+    let choices = vec![
+        ("kind", BiasSum::Tile.code()),
+        ("dtype", Dtype::F32.code()),
+        ("width", 4),
+        ("rows", config.rows()),
+        ("columns", config.tile_keys),
+    ];
+    b.finish(
+        "attention_backward_bias_f32".into(),
+        choices,
+        config.threads(),
+    )
 }
 
 fn join_kernel() -> Result<Kernel, Error> {

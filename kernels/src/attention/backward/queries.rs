@@ -93,7 +93,7 @@ pub fn queries<E: Float>(
             config,
         );
         differentiate(
-            &s, &mut d, args, buffers, &work, &of_lane, key0, config, true,
+            &s, &mut d, args, buffers, &work, &of_lane, key0, config, false, true,
         );
         accumulate::<E>(&d, &tiles.passing, &mut acc, lines.v, config);
         sync_cube();
@@ -242,6 +242,7 @@ pub fn differentiate(
     of_lane: &LaneRows,
     key0: u32,
     #[comptime] config: Config,
+    #[comptime] precise: bool,
     #[comptime] before_cap: bool,
 ) {
     let last = work.block.span.k_count - 1u32;
@@ -265,7 +266,7 @@ pub fn differentiate(
                     of_lane.lse[i],
                     of_lane.delta[i],
                     comptime!(config.scores),
-                    false,
+                    precise,
                     before_cap,
                 );
                 let at = i32::cast_from(key);

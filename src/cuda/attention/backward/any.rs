@@ -1,5 +1,5 @@
-//! Gradients of tensors whose dtypes differ, and of large heads: a kernel for each, which is told dtypes
-//! as arguments.
+//! Gradients of tensors whose dtypes differ, and of large heads: a kernel for each, which is told
+//! dtypes as arguments.
 
 use contract::attention::Gradient;
 
@@ -78,8 +78,9 @@ pub(super) fn launch(cuda: &Cuda, b: &Backward, statistics: u64, stream: Stream)
         let mut a = inputs(b, statistics);
         a.row_blocks = extent(b, gradient).0.div_ceil(rows) as u32;
         [a.to_f32, a.to_f16, a.to_bf16] = [address(to.ptr); 3];
-        // SAFETY: the problem was checked: its tensors have the rows and dtypes that the arguments describe, as far as lengths in
-        // device memory are what the caller promises; the statistics are written by what was queued before.
+        // SAFETY: the problem was checked: its tensors have the rows and dtypes that the arguments
+        // describe, as far as lengths in device memory are what the caller promises; the statistics
+        // are written by what was queued before.
         unsafe { cuda.launch(OP, kernel, blocks, &a, stream) }?;
     }
     Ok(())

@@ -1,4 +1,5 @@
-//! The gradient of the bias: tiles of it, each summed by one block or, where there are few, in parts.
+//! The gradient of the bias: tiles of it, each summed by one block or, where there are few, in
+//! parts.
 
 use contract::attention::{BiasSum, Gradient, flag};
 
@@ -12,8 +13,8 @@ use crate::cuda::{Cuda, check_blocks};
 use crate::error::Result;
 use crate::problem::attention::{Backward, Rows, ScoresGradient};
 
-/// Blocks that keep a device busy: so many there are, if there is enough to sum. Parts take at most so
-/// many tiles of workspace.
+/// Blocks that keep a device busy: so many there are, if there is enough to sum. Parts take at most
+/// so many tiles of workspace.
 const ENOUGH: usize = 512;
 
 pub(super) struct Kernels {
@@ -176,9 +177,10 @@ impl<'a> Plan<'a> {
             1 => self.whole(b),
             parts => self.in_parts(of_parts, parts),
         };
-        // The safety of both: the problem was checked: its tensors have the rows and dtypes that the arguments describe, as far as lengths
-        // in device memory are what the caller promises; the statistics are written by what was queued before, and behind them is
-        // room for the parts.
+        // The safety of both: the problem was checked: its tensors have the rows and dtypes that
+        // the arguments describe, as far as lengths in device memory are what the caller promises;
+        // the statistics are written by what was queued before, and behind them is room for the
+        // parts.
         match best {
             Some((kernel, _)) => {
                 let mut a = self.inputs(b, kernel.choices.width as usize, statistics);

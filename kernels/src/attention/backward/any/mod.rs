@@ -1,8 +1,8 @@
-//! The backward pass of what no other kernel takes: dtypes that differ, rows at any address, any head
-//! dimension. Exact products of f32.
+//! The backward pass of what no other kernel takes: dtypes that differ, rows at any address, any
+//! head dimension. Exact products of f32.
 //!
-//! Dtypes are told when a kernel is launched. A cube computes tiles of 32×32 scores, of which each thread has
-//! four: rows and columns 16 apart. Head dimensions go by in chunks.
+//! Dtypes are told when a kernel is launched. A cube computes tiles of 32×32 scores, of which each
+//! thread has four: rows and columns 16 apart. Head dimensions go by in chunks.
 
 use contract::Float as Dtype;
 use cubecl::ir::{ManagedVariable, Type};
@@ -126,7 +126,8 @@ fn square() -> SharedMemory<f32> {
     SharedMemory::<f32>::new(comptime!((ROWS * PITCH) as usize))
 }
 
-/// Loads a chunk of 32 rows from `first` on; zeros in place of rows from `end` on and of columns from `dims` on.
+/// Loads a chunk of 32 rows from `first` on; zeros in place of rows from `end` on and of columns
+/// from `dims` on.
 #[cube]
 fn load(
     to: &mut SharedMemory<f32>,

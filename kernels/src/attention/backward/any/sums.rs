@@ -1,4 +1,5 @@
-//! What the kernels make of pairs of queries and keys: sums over either, or of pairs at one place of a bias.
+//! What the kernels make of pairs of queries and keys: sums over either, or of pairs at one place
+//! of a bias.
 
 use cubecl::prelude::*;
 
@@ -36,7 +37,8 @@ fn begin() -> Array<f32> {
     acc
 }
 
-/// Adds the products of staged lines with as many rows from `first` on, of which a thread has a column.
+/// Adds the products of staged lines with as many rows from `first` on, of which a thread has a
+/// column.
 #[cube]
 fn accumulate(
     acc: &mut Array<f32>,
@@ -87,8 +89,8 @@ fn store(
     }
 }
 
-/// `dq`. Grid: row blocks × heads × sequences, the first fastest. What a cube has no threads for is computed
-/// after the rest.
+/// `dq`. Grid: row blocks × heads × sequences, the first fastest. What a cube has no threads for is
+/// computed after the rest.
 #[cube]
 pub fn queries(
     inputs: &Inputs,
