@@ -1,6 +1,9 @@
 //! Whole training steps against their estimate, by what a context counts.
 
-use unsloth::estimate::{Checkpointing, Master, Model, Training, training_step_memory};
+use proptest::prelude::*;
+use unsloth::estimate::{
+    Checkpointing, Master, Model, OptimizerKind, Training, training_step_memory,
+};
 use unsloth::{Buffer, Context, DType};
 
 use crate::common::contexts;
@@ -134,5 +137,69 @@ fn adapters_are_of_one_layer_at_a_time() {
         let thrice = training_step_memory(&ctx, &thrice).unwrap();
         assert_eq!(m.inputs, 2 * 32 * 4 + 4 + 4);
         assert_eq!(thrice.inputs, 3 * (2 * 32 * 4 + 4) + 4);
+    }
+}
+
+fn any_size() -> impl Strategy<Value = u64> {
+    let power = (0..64u32, -1..=1i64).prop_map(|(n, more)| (1u64 << n).wrapping_add_signed(more));
+    prop_oneof![6 => 1..65u64, 1 => any::<u64>(), 1 => power]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// Whatever the sizes, the answer is a sum or says what is wrong.
+    #[test]
+    fn sizes_of_any_kind_are_answered(
+        sizes in prop::array::uniform15(any_size()),
+        choices in any::<[bool; 10]>(),
+        (policy, optimizer, group) in (0..6u32, 0..4u32, 1..4u64),
+    ) {
+        let [v, h, i, layers, kv, dim, v_dim, b, s, chunk, packed, segment, n, adapted, micro] =
+            sizes;
+        let float = |wide: bool| if wide { DType::F32 } else { DType::Bf16 };
+        let when = |there: bool, value: u64| there.then_some(value);
+        let model = Model {
+            vocab_size: v,
+            hidden_size: h,
+            intermediate_size: i,
+            num_layers: layers,
+            num_heads: kv.saturating_mul(group),
+            num_kv_heads: kv,
+            head_dim: dim,
+            v_head_dim: v_dim,
+            tied_embeddings: choices[0],
+            qkv_bias: choices[1],
+            output_bias: choices[1],
+            mlp_bias: choices[1],
+            qk_norm: choices[2],
+        };
+        let t = Training {
+            weight_dtype: float(choices[3]),
+            gradient_dtype: float(choices[4]),
+            checkpointing: Checkpointing::from_raw(policy).unwrap(),
+            optimizer: OptimizerKind::from_raw(optimizer).unwrap(),
+            chunk_tokens: if choices[5] { chunk } else { 0 },
+            adapter_parameters: when(choices[6], n),
+            adapted_parameters: if choices[6] { adapted } else { 0 },
+            packed_sequences: when(choices[7], packed),
+            segment_layers: when(choices[8], segment),
+            micro_batches: if choices[9] { micro } else { 1 },
+            ..Training::new(model, b, s, DType::Bf16)
+        };
+        let ctx = Context::cpu().unwrap();
+        if let Ok(m) = training_step_memory(&ctx, &t) {
+            let parts = [
+                m.weights,
+                m.master_weights,
+                m.gradients,
+                m.optimizer_state,
+                m.saved_activations,
+                m.inputs,
+                m.activation_gradients,
+                m.workspace,
+            ];
+            prop_assert_eq!(parts.iter().sum::<u64>(), m.total);
+        }
     }
 }
