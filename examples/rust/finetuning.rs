@@ -2,10 +2,9 @@
 //!
 //! A small model of decoder layers learns to repeat: of a sequence whose second half is its first
 //! half again, it is to say the second half. What a layer keeps for its backward pass is what the
-//! policy says that is named (`none`, `elementwise`, `mlp`, `projections` or `full`; or `segments`, by
-//! which one layer keeps anything at a time); the rest is computed again, with the same
-//! bits. So the losses are equal under every policy, which is shown for the first steps, and memory
-//! is not.
+//! policy says that is named (`none`, `elementwise`, `mlp`, `projections` or `full`; or `segments`,
+//! by which one layer keeps anything at a time); the rest is computed again, with the same bits. So
+//! the losses are equal under every policy, which is shown for the first steps, and memory is not.
 
 mod llama;
 

@@ -1,6 +1,6 @@
 //! A small model of the Llama family in training, with random weights: what the examples
-//! `finetuning` and `memory_optimization` share. It is made from the description that estimates take,
-//! and all of its memory is there before the first step.
+//! `finetuning` and `memory_optimization` share, and a test of the estimate. It is made from the
+//! description that estimates take, and all of its memory is there before the first step.
 
 mod layer;
 mod tensors;
