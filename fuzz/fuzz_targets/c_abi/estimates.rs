@@ -150,6 +150,7 @@ pub fn run(input: &mut Input) {
                     p.packed_sequences = if input.one_in(2) { size(input) } else { 0 };
                     p.segment_layers = if input.one_in(2) { size(input) } else { 0 };
                     p.adapted_parameters = if input.one_in(4) { size(input) } else { 0 };
+                    p.micro_batches = if input.one_in(4) { size(input) } else { 0 };
                 }
                 let status = unsloth_training_memory_estimate(&p, &mut m);
                 let sum = || {
