@@ -255,8 +255,11 @@ pub mod embedding_backward {
     pub const BINS: u32 = 1 << DIGIT;
     /// Positions that a block sorts.
     pub const TILE: u32 = 512;
-    /// Positions of a row beyond which they are summed in pieces, and positions of a piece.
-    pub const LONG: u32 = 256;
+    /// Positions of a row beyond which they are summed in pieces, and positions of a piece. A thread
+    /// reads them a few at a time, and waits for each of these times.
+    pub const LONG: u32 = 64;
+    /// Rows that a block takes one after the other.
+    pub const ROUNDS: u32 = 4;
 
     codes! {
         /// What a kernel is made for.

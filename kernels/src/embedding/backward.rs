@@ -8,7 +8,7 @@
 //! | [`rows`] | every row that has few positions, or none |
 //! | [`parts`], [`joins`] | rows of many positions: what pieces of the sorted order sum to, and then the pieces |
 
-use contract::embedding_backward::{BINS, Kind, LONG, TILE};
+use contract::embedding_backward::{BINS, Kind, LONG, ROUNDS, TILE};
 use cubecl::prelude::*;
 
 use crate::Error;
@@ -17,8 +17,10 @@ use crate::rows::{Dims, first_row, second_row};
 
 /// Threads of every block: those that sort have a digit each.
 const THREADS: u32 = BINS;
-/// Rows that a thread loads before it adds them.
-const UNROLL: u32 = 4;
+/// What a thread loads before it adds it, each as far away as memory is: of rows of few positions, for
+/// which many blocks run at once, and of pieces.
+const UNROLL_OF_ROWS: u32 = 4;
+const UNROLL: u32 = 8;
 
 scalars! { Args, ArgsExpand {
     tokens: u32,
@@ -130,12 +132,19 @@ fn first_place(counts: &Array<u32>, totals: &mut SharedMemory<u32>, args: &Args)
     }
     totals[UNIT_POS_X as usize] = total;
     sync_cube();
-    let mut digit = 0u32;
-    while digit < UNIT_POS_X {
-        before += totals[digit as usize];
-        digit += 1u32;
+    // Sums of all digits up to each, which take as many steps as the digit has bits.
+    let mut step = 1u32;
+    while step < THREADS {
+        let mut smaller = 0u32;
+        if UNIT_POS_X >= step {
+            smaller = totals[(UNIT_POS_X - step) as usize];
+        }
+        sync_cube();
+        totals[UNIT_POS_X as usize] += smaller;
+        sync_cube();
+        step *= 2u32;
     }
-    before
+    before + totals[UNIT_POS_X as usize] - total
 }
 
 /// Moves a tile's keys and positions to their places by a digit, in their order. Grid: tiles.
@@ -210,13 +219,14 @@ fn sum<E: Float, N: Size>(
     end: u32,
     column: u32,
     dims: &Dims,
+    #[comptime] unroll: u32,
 ) -> Vector<f32, N> {
     let mut sums = Vector::<f32, N>::zeroed();
     let mut i = start;
     while i < end {
         let mut vectors = Sequence::<Vector<E, N>>::new();
         #[unroll]
-        for k in 0..UNROLL {
+        for k in 0..unroll {
             let mut vector = Vector::<E, N>::zeroed();
             if i + k < end {
                 let row = second_row(positions_in[(i + k) as usize], dims);
@@ -225,10 +235,10 @@ fn sum<E: Float, N: Size>(
             vectors.push(vector);
         }
         #[unroll]
-        for k in 0..UNROLL {
+        for k in 0..unroll {
             sums += Vector::<f32, N>::cast_from(*vectors.index(k as usize));
         }
-        i += UNROLL;
+        i += unroll;
     }
     sums
 }
@@ -250,7 +260,9 @@ fn store<O: Float, N: Size>(
     out[at] = Vector::cast_from(y);
 }
 
-/// Sums the rows whose positions are few. Grid: `vocab`.
+/// Sums the rows whose positions are few. Short rows share a block, which takes [`ROUNDS`] times as
+/// many as it has threads for: most have no positions, and then nothing is waited for but where they
+/// begin. Grid: `vocab` rows.
 #[cube]
 fn rows<E: Float, O: Float, N: Size>(
     dout: &Array<Vector<E, N>>,
@@ -260,18 +272,36 @@ fn rows<E: Float, O: Float, N: Size>(
     args: &Args,
     dims: &Dims,
 ) {
-    let row = CUBE_POS_X;
-    let start = starts[row as usize];
-    let end = starts[row as usize + 1];
-    let is_long = end - start > LONG;
-    let is_kept = end == start && args.accumulate != 0u32;
-    if !is_long && !is_kept {
-        let mut column = UNIT_POS_X;
-        while column < args.length {
-            let sums = sum::<E, N>(dout, positions_in, start, end, column, dims);
-            store::<O, N>(out, row, column, sums, args);
-            column += THREADS;
+    let at_a_time = max(THREADS / args.length, 1u32);
+    let in_block = at_a_time * ROUNDS;
+    let first = CUBE_POS_X * in_block;
+    let mut begins = SharedMemory::<u32>::new(comptime!((THREADS * ROUNDS + 1) as usize));
+    let mut i = UNIT_POS_X;
+    while i <= in_block && first + i <= args.vocab {
+        begins[i as usize] = starts[(first + i) as usize];
+        i += THREADS;
+    }
+    sync_cube();
+    let slot = UNIT_POS_X / args.length;
+    let mut i = slot;
+    if slot >= at_a_time {
+        i = in_block;
+    }
+    while i < in_block && first + i < args.vocab {
+        let start = begins[i as usize];
+        let end = begins[i as usize + 1];
+        let is_long = end - start > LONG;
+        let is_kept = end == start && args.accumulate != 0u32;
+        if !is_long && !is_kept {
+            let mut column = UNIT_POS_X - slot * args.length;
+            while column < args.length {
+                let sums =
+                    sum::<E, N>(dout, positions_in, start, end, column, dims, UNROLL_OF_ROWS);
+                store::<O, N>(out, first + i, column, sums, args);
+                column += THREADS;
+            }
         }
+        i += at_a_time;
     }
 }
 
@@ -310,6 +340,7 @@ fn parts<E: Float, N: Size>(
                     min(end, behind),
                     column,
                     dims,
+                    UNROLL,
                 );
                 column += THREADS;
             }
@@ -345,9 +376,22 @@ fn joins<O: Float, N: Size>(
                 let mut sums = partials[(at + u64::cast_from(column)) as usize];
                 let mut piece = CUBE_POS_X + 1u32;
                 while piece <= last {
-                    let at = u64::cast_from(piece * 2u32) * u64::cast_from(args.length);
-                    sums += partials[(at + u64::cast_from(column)) as usize];
-                    piece += 1u32;
+                    let mut vectors = Sequence::<Vector<f32, N>>::new();
+                    #[unroll]
+                    for k in 0..UNROLL {
+                        let mut vector = Vector::<f32, N>::zeroed();
+                        if piece + k <= last {
+                            let slot = u64::cast_from((piece + k) * 2u32);
+                            let at = slot * u64::cast_from(args.length);
+                            vector = partials[(at + u64::cast_from(column)) as usize];
+                        }
+                        vectors.push(vector);
+                    }
+                    #[unroll]
+                    for k in 0..UNROLL {
+                        sums += *vectors.index(k as usize);
+                    }
+                    piece += UNROLL;
                 }
                 store::<O, N>(out, row, column, sums, args);
                 column += THREADS;

@@ -2,7 +2,7 @@
 //! sums its own, in their order. Rows of many positions are summed in pieces, which are cut by
 //! where they lie in the sorted order and added in that order.
 
-use contract::embedding_backward::{BINS, DIGIT, Kind, LONG, TILE};
+use contract::embedding_backward::{BINS, DIGIT, Kind, LONG, ROUNDS, TILE};
 
 use crate::backend::{Implementation, Stream};
 use crate::cuda::device::Resources;
@@ -286,7 +286,9 @@ impl<'a> Launch<'a> {
             positions_in: self.lists[sorted + 1],
             ..self.common
         };
-        self.queue(Kind::Rows, [sizes.vocab, 1], &arguments, stream)?;
+        let at_a_time = (BINS as usize / (sizes.dim / self.width)).max(1);
+        let blocks = sizes.vocab.div_ceil(at_a_time * ROUNDS as usize);
+        self.queue(Kind::Rows, [blocks, 1], &arguments, stream)?;
         let pieces = sizes.pieces();
         if pieces > 0 {
             self.queue(Kind::Parts, [pieces, 2], &arguments, stream)?;
