@@ -11,12 +11,6 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The block's shared memory, as much as it was launched with.
-__device__ __forceinline__ uint8_t *dynamic_shared_memory() {
-  extern __shared__ uint8_t dynamic[];
-  return dynamic;
-}
-
 // Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8;
 // register i holds matrix i, distributed as wgmma operands are (row lane/4, columns 2*(lane%4) and
 // the next).

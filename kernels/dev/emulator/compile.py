@@ -44,13 +44,35 @@ def text_of(name):
     raise NotThere(f"no kernel {name} in {KERNELS}/{images}")
 
 
+def shared_of_host(text):
+    """The text with the block's shared memory as a pointer, where it declares an array without a size."""
+    return re.sub(
+        r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];",
+        r"\1 *\2 = reinterpret_cast<\1 *>(machine::block->shared());",
+        text,
+    )
+
+
+def with_neighbours(path, seen):
+    """A file's text with those of its folder in the place of their includes."""
+    if path in seen:
+        return ""
+    seen.add(path)
+    return re.sub(
+        r'^#include "(\w+\.\w+)"$',
+        lambda line: with_neighbours(path.parent / line[1], seen) if (path.parent / line[1]).exists() else line[0],
+        path.read_text().replace("#pragma once", ""),
+        flags=re.MULTILINE,
+    )
+
+
 def of_hopper(name):
     """A kernel of kernels/cuda as C++ of the host: the file whose macros name the end of its name."""
     for source in sorted(CUDA.glob("**/*.cu")):
         if any(name.endswith("_" + word) for word in re.findall(r"\w+", source.read_text())):
             return (
                 "#include <cuda.h>\n\n#undef __global__\n#define __global__ inline\n"
-                f'#include "{source}"\n\n'
+                f"{shared_of_host(with_neighbours(source, set()))}\n"
                 f'extern "C" const machine::Entry emulator_entry = machine::Kernel<&{name}>::entry;\n'
             )
     return None
@@ -68,11 +90,7 @@ def for_host(name):
         flags=re.DOTALL | re.MULTILINE,
     )
     kernel = re.sub(r'^asm\("" : [^\n]*\n', "", kernel, flags=re.MULTILINE)
-    kernel = re.sub(
-        r"extern __shared__ __align__\(\d+\) uint8 dynamic_shared_mem\[\];",
-        "uint8 *dynamic_shared_mem = reinterpret_cast<uint8 *>(machine::block->shared());",
-        kernel,
-    )
+    kernel = shared_of_host(kernel)
     # Numbers as bits: device.h makes CUDA's NaN of any.
     kernel = re.sub(
         r"reinterpret_cast<(u?int32) const&>\((\w+)\)", r"machine::bits<\1>(\2)", kernel

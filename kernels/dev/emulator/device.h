@@ -154,7 +154,6 @@ inline void greatest(const int *given, int *taken) {
 // PTX ISA, "Matrix load instruction: ldmatrix": eight threads give the rows of each of four
 // matrices of 8 x 8 numbers of 16 bits. Thread i gets those at row i / 4, columns 2 (i % 4) and the
 // next; or, if they are transposed, at these rows of column i / 4.
-using Loaded = uint32_t[4];
 struct Four {
   uint32_t of[4];
 };

@@ -219,11 +219,12 @@ struct Call {
   }
 };
 
-// Names the kernel that read or wrote what is not there. A fiber's stack may be what is full.
+// Says which kernel read or wrote an address at which nothing is.
 void on_fault(int signal, siginfo_t *info, void *) {
   char line[512];
-  const int length = snprintf(line, sizeof(line), "emulator: %s: %s an address of nothing, %p\n",
-                              running[0] != 0 ? running : "no kernel", "touched", info->si_addr);
+  const int length =
+      snprintf(line, sizeof(line), "emulator: %s touched %p, where nothing is\n",
+               running[0] != 0 ? running : "a thread outside kernels", info->si_addr);
   if (write(2, line, length) != length) _exit(1);
   ::signal(signal, SIG_DFL);
   raise(signal);

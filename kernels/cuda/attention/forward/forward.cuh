@@ -18,7 +18,7 @@ namespace unsloth {
 
 template <TileConfig C, class T, Mask kMask, bool kSoftcap>
 __device__ __forceinline__ void attention_forward(const AttentionForwardArguments &p) {
-  uint8_t *dynamic = dynamic_shared_memory();
+  extern __shared__ uint8_t dynamic[];
   Shared<C, T> &shared =
       *reinterpret_cast<Shared<C, T> *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
 

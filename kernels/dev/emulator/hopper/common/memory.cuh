@@ -11,10 +11,6 @@ inline uint32_t shared_address(const void *pointer) {
   return machine::block->shared_address(pointer);
 }
 
-inline uint8_t *dynamic_shared_memory() {
-  return reinterpret_cast<uint8_t *>(machine::block->shared());
-}
-
 inline void load_matrix_x4(uint32_t address, uint32_t *registers) {
   machine::ldmatrix<false>(registers[0], registers[1], registers[2], registers[3],
                            machine::block->shared_pointer(address));
