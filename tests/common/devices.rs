@@ -20,7 +20,12 @@ pub fn contexts() -> Vec<Context> {
         };
         Context::new(&options).expect("a backend with a device gives a context")
     };
-    Backend::ALL.into_iter().filter(there).map(make).collect()
+    let contexts: Vec<Context> = Backend::ALL.into_iter().filter(there).map(make).collect();
+    assert!(
+        !contexts.is_empty(),
+        "UNSLOTH_TEST_BACKEND is {only:?}, which is no backend"
+    );
+    contexts
 }
 
 /// A context of its own of the first GPU, if this build has the backend and the machine a device.
