@@ -4,7 +4,7 @@
     python3 kernels/dev/emulator/compile.py NAME        a kernel, which the driver asks for at its first launch
 
 A kernel's text is that which the last build with `--features cuda` compiled (in target/cuda-kernels, or in the
-folder that EMULATOR_KERNELS names) for sm_80, or with EMULATOR_ARCH=90 for sm_90a; of Hopper's own kernels that in
+folder that EMULATOR_KERNELS names) for sm_80, or with EMULATOR_ARCH=90 for sm_90a; of kernels in CUDA C++ that in
 kernels/cuda, with the headers of hopper/ in place of kernels/cuda/common. What is compiled lies in target/emulator,
 by what it was made of.
 """
@@ -66,15 +66,17 @@ def with_neighbours(path, seen):
     )
 
 
-def of_hopper(name):
-    """A kernel of kernels/cuda as C++ of the host: the file whose macros name the end of its name."""
-    for source in sorted(CUDA.glob("**/*.cu")):
-        if any(name.endswith("_" + word) for word in re.findall(r"\w+", source.read_text())):
-            return (
-                "#include <cuda.h>\n\n#undef __global__\n#define __global__ inline\n"
-                f"{shared_of_host(with_neighbours(source, set()))}\n"
-                f'extern "C" const machine::Entry emulator_entry = machine::Kernel<&{name}>::entry;\n'
-            )
+def of_family(name):
+    """A kernel of kernels/cuda as C++ of the host: of the family and the file that its name names."""
+    for family in CUDA.glob("**/family.rs"):
+        if not name.startswith(re.search(r'name: "(\w+)"', family.read_text())[1]):
+            continue
+        source = next(path for path in sorted(family.parent.glob("*.cu")) if f"_{path.stem}" in name)
+        return (
+            "#include <cuda.h>\n\n#undef __global__\n#define __global__ inline\n"
+            f"{shared_of_host(with_neighbours(source, set()))}\n"
+            f'extern "C" const machine::Entry emulator_entry = machine::Kernel<&{name}>::entry;\n'
+        )
     return None
 
 
@@ -133,7 +135,7 @@ def main():
         print(compiled(name, text, "libcuda.so.1", *flags, "-ldl").parent)
         return
     try:
-        text = of_hopper(name) if HOPPER else None
+        text = of_family(name)
         if text is not None:
             folders = [f"-I{HERE / 'hopper'}", f"-I{CUDA}", f"-I{KERNELS / 'include'}"]
             print(compiled(name, text, "kernel.so", *folders))

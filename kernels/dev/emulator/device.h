@@ -74,12 +74,26 @@ std::common_type_t<A, B> max(A a, B b) {
 }
 
 inline float rsqrt(float x) { return 1 / sqrtf(x); }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 // As CUDA says of it: nothing is left of a quotient by more than 2^126.
 inline float __fdividef(float a, float b) {
   return fabsf(b) > 0x1p126f ? (isfinite(b) ? (isinf(a) ? NAN : 0.0f * a) : a / b) : a / b;
 }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
+
+inline float normcdff(float x) { return 0.5f * erfcf(-x * 0.70710678f); }
+// The low word of two that are shifted to the right.
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
+  return (uint64_t(high) << 32 | low) >> (by & 31);
+}
+// Four of the bytes of two words, which the digits of `which` name.
+inline uint32_t __byte_perm(uint32_t first, uint32_t second, uint32_t which) {
+  const uint64_t both = uint64_t(second) << 32 | first;
+  uint32_t bytes = 0;
+  for (unsigned i = 0; i < 4; i++) bytes |= (both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return bytes;
+}
 
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline uint32_t __float_as_uint(float x) {
@@ -88,9 +102,38 @@ inline uint32_t __float_as_uint(float x) {
   return word;
 }
 
+inline float __uint_as_float(uint32_t word) {
+  float x;
+  memcpy(&x, &word, sizeof(x));
+  return x;
+}
+inline __half __ushort_as_half(uint16_t bits) {
+  __half x;
+  x.bits = bits;
+  return x;
+}
+inline float __half2float(__half x) { return x; }
+inline float __bfloat162float(__nv_bfloat16 x) { return x; }
+
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+// Loads that the cache is told of.
+template <class T>
+T __ldcs(const T *from) {
+  if (uintptr_t(from) % sizeof(T) != 0) machine::block->fail("a misaligned load");
+  return *from;
+}
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 template <class T>
 T atomicExch(T *to, T value) {

@@ -73,7 +73,8 @@ struct Thread {
   // Copies that are begun and that no barrier was told of.
   std::vector<Copy> copies;
   std::vector<Product> products;
-  uint32_t groups;  // of products, that are closed
+  uint32_t groups;     // of products, that are closed
+  unsigned registers;  // that it has
   // Copies out of shared memory that the engine has not made yet.
   std::vector<std::function<void()>> stores;
 };
@@ -202,6 +203,19 @@ class Block {
     wait_while(&named_[id].completed, ~0u, before);
   }
 
+  // A warp takes registers only once others have given as many back.
+  void set_registers(unsigned count) {
+    unsigned &mine = self_->registers;
+    if (count <= mine) {
+      spare_ += mine - count;
+      handed_++;
+    } else {
+      while (spare_ < count - mine) wait_while(&handed_, ~0u, handed_);
+      spare_ -= count - mine;
+    }
+    mine = count;
+  }
+
   // What the copy engine does: now, or some time before it is waited for.
   void engine(std::function<void()> work) {
     if (launch_.early_copies) {
@@ -263,6 +277,8 @@ class Block {
   void (*body_)() = nullptr;
   unsigned alive_, arrived_;
   uint32_t synced_;
+  unsigned spare_;   // registers that were given back
+  uint32_t handed_;  // how often
   std::unordered_map<const void *, std::vector<Copy>> landing_;
   std::array<NamedBarrier, 16> named_;
   std::deque<std::function<void()>> engine_;
@@ -338,6 +354,9 @@ inline void Block::run(uint64_t number, void (*body)()) {
             unsigned(number / launch_.grid.x / launch_.grid.y)};
   alive_ = threads_.size();
   arrived_ = synced_ = 0;
+  spare_ = handed_ = 0;
+  // What a launch has at most: an even share, in eights.
+  const unsigned registers = std::min<size_t>(65536 / threads_.size() / 8 * 8, 255);
   landing_.clear();
   named_ = {};
   // Not a number in any type.
@@ -348,6 +367,7 @@ inline void Block::run(uint64_t number, void (*body)()) {
     Thread &thread = threads_[i];
     thread = Thread{};
     thread.rank = i;
+    thread.registers = registers;
     thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
     // As after a call of `begin`, whose frame is aligned.
     void **top = reinterpret_cast<void **>(static_cast<char *>(stacks_) + (i + 1) * kStack) - 1;

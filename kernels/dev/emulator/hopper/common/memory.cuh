@@ -35,6 +35,30 @@ inline void store_matrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t
   machine::together<Stored, machine::Nothing, store_matrices>(given);
 }
 
+inline void store_matrices_transposed(const Stored *given, machine::Nothing *) {
+  for (unsigned i = 0; i < machine::kWarp; i++) {
+    for (unsigned m = 0; m < 4; m++) {
+      for (unsigned k = 0; k < 2; k++) {
+        const uint16_t element = given[i].of[m] >> 16 * k;
+        memcpy(given[8 * m + 2 * (i % 4) + k].row + 2 * (i / 4), &element, 2);
+      }
+    }
+  }
+}
+
+inline void store_matrix_x4_transposed(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                       uint32_t r3) {
+  const Stored given = {machine::block->shared_pointer(address), {r0, r1, r2, r3}};
+  machine::together<Stored, machine::Nothing, store_matrices_transposed>(given);
+}
+
+inline void add_to_global(float *address, float a, float b, float c, float d) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (uintptr_t(address) % 16 != 0) machine::block->fail("a misaligned sum");
+  address[0] += a, address[1] += b, address[2] += c, address[3] += d;
+}
+
 inline void fence_async_proxy() {}
 
 inline uint32_t swizzle_128b(uint32_t offset) { return offset ^ ((offset >> 3) & 0x70); }

@@ -64,6 +64,28 @@ inline void tma_load_4d(uint32_t destination, const CUtensorMap *map, Mbarrier *
   tma_load_5d(destination, map, full, policy, c0, c1, c2, c3, 0);
 }
 
+inline void bulk_load(uint32_t destination, const void *source, uint32_t bytes, Mbarrier *full) {
+  if (machine::block->self().rank % machine::kWarp != 0) return;
+  if (destination % 16 != 0 || uintptr_t(source) % 16 != 0 || bytes % 16 != 0) {
+    machine::block->fail("a misaligned copy");
+  }
+  machine::block->engine([=] {
+    memcpy(machine::block->shared_pointer(destination), source, bytes);
+    machine::block->deliver(full->state, bytes);
+  });
+}
+
+inline void bulk_load_by_thread(uint32_t destination, const void *source, uint32_t bytes,
+                                Mbarrier *full) {
+  if (destination % 16 != 0 || uintptr_t(source) % 16 != 0 || bytes % 16 != 0) {
+    machine::block->fail("a misaligned copy");
+  }
+  machine::block->engine([=] {
+    memcpy(machine::block->shared_pointer(destination), source, bytes);
+    machine::block->deliver(full->state, bytes);
+  });
+}
+
 inline void tma_store_5d(const CUtensorMap *map, uint32_t source, int c0, int c1, int c2, int c3,
                          int c4) {
   machine::block->store([=] {

@@ -13,6 +13,11 @@ void hold(float (&)[N]) {
   asm volatile("" ::: "memory");
 }
 
+template <int N>
+void hold(uint32_t (&)[N]) {
+  asm volatile("" ::: "memory");
+}
+
 constexpr uint64_t kDescriptorSwizzle128 = uint64_t{1} << 62;
 
 inline uint64_t descriptor_k_major(uint32_t address) {
