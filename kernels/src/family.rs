@@ -47,8 +47,9 @@ pub struct Family {
     pub name: &'static str,
     /// Of [`SOURCES`].
     pub directory: &'static str,
-    /// The number and the suffix of the architecture whose instructions it uses, which no other runs.
-    pub architecture: (u32, &'static str),
+    /// The number and the suffix of the architecture whose instructions it uses, which no other runs; `None` for kernels that every
+    /// architecture runs.
+    pub architecture: Option<(u32, &'static str)>,
     /// The fields of the one argument, which kernels take by value.
     pub arguments: &'static [Field],
     /// What tells kernels apart, and what it means.
@@ -90,9 +91,6 @@ pub enum Type {
     F32,
 }
 
-/// What structs are aligned to: tensor maps are.
-const ALIGNMENT: usize = 128;
-
 impl Type {
     /// Bytes, which it is also aligned to.
     pub fn size(self) -> usize {
@@ -129,6 +127,12 @@ impl Type {
 }
 
 impl Family {
+    /// What the struct is aligned to: its strictest field, which are tensor maps where it has some.
+    fn alignment(&self) -> usize {
+        let sizes = self.arguments.iter().map(|field| field.ty.size());
+        sizes.max().unwrap_or(1)
+    }
+
     /// Where each field lies, and the size of the whole.
     pub fn layout(&self) -> (Vec<usize>, usize) {
         let mut end = 0usize;
@@ -138,7 +142,7 @@ impl Family {
             offset
         };
         let offsets = self.arguments.iter().map(place).collect();
-        (offsets, end.next_multiple_of(ALIGNMENT))
+        (offsets, end.next_multiple_of(self.alignment()))
     }
 
     /// `AttentionForward`.
@@ -156,8 +160,9 @@ impl Family {
         let (offsets, size) = self.layout();
         let mut text = format!(
             "// Generated from kernels/cuda/{}/family.rs.\n#pragma once\n\n#include <cuda.h>\n#include <stddef.h>\n\
-             #include <stdint.h>\n\nstruct alignas({ALIGNMENT}) {name}Arguments {{\n",
-            self.directory
+             #include <stdint.h>\n\nstruct alignas({}) {name}Arguments {{\n",
+            self.directory,
+            self.alignment()
         );
         let comment = |doc: &str| match doc {
             "" => String::new(),
@@ -198,11 +203,15 @@ impl Family {
     /// # Errors
     /// A file cannot be read or written.
     pub fn units(&self, archs: &[Architecture], include: &Path) -> Result<Vec<Unit>, Error> {
-        let (number, suffix) = self.architecture;
-        let is_its_own = |arch: &&Architecture| arch.number == number && arch.suffix == suffix;
-        let Some(architecture) = archs.iter().find(is_its_own) else {
-            return Ok(Vec::new());
+        let is_its_own = |arch: &&Architecture| match self.architecture {
+            Some((number, suffix)) => arch.number == number && arch.suffix == suffix,
+            None => true,
         };
+        let machine_code: Vec<_> = archs.iter().filter(is_its_own).cloned().collect();
+        if machine_code.is_empty() {
+            return Ok(Vec::new());
+        }
+        let ptx = archs.last().filter(|_| self.architecture.is_none());
         let directory = Path::new(SOURCES).join(self.directory);
         let listed = fs::read_dir(&directory).map_err(|source| Error::File {
             path: directory.clone(),
@@ -220,8 +229,8 @@ impl Family {
                     path,
                 },
                 flags: vec!["-std=c++20".into()],
-                machine_code: vec![architecture.clone()],
-                ptx: None,
+                machine_code: machine_code.clone(),
+                ptx: ptx.cloned(),
             }
         };
         Ok(paths.into_iter().map(unit).collect())
@@ -236,8 +245,9 @@ impl Family {
             image: image.into(),
             reason,
         };
-        let [path] = compiled.cubins.as_slice() else {
-            return Err(wrong("it is not for one architecture".into()));
+        // What kernels export is the same for every architecture.
+        let Some(path) = compiled.cubins.first() else {
+            return Err(wrong("it has no machine code".into()));
         };
         let bytes = fs::read(path).map_err(|source| Error::File {
             path: path.clone(),
@@ -284,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_hopper_gets_units() {
+    fn kernels_for_hopper_are_for_no_other() {
         let arch = |number, suffix: &str| Architecture {
             number,
             suffix: suffix.into(),
@@ -301,6 +311,11 @@ mod tests {
                 .iter()
                 .all(|unit| unit.machine_code == [arch(90, "a")] && unit.ptx.is_none())
         );
+        let all = FAMILIES.iter().filter(|f| f.architecture.is_none());
+        for unit in all.flat_map(|f| f.units(&[arch(80, ""), arch(90, "a")], &include).unwrap()) {
+            assert_eq!(unit.machine_code, [arch(80, ""), arch(90, "a")]);
+            assert_eq!(unit.ptx, Some(arch(90, "a")));
+        }
         let header = fs::read_to_string(include.join("attention/forward/arguments.h")).unwrap();
         assert!(
             header.contains("  const float *sinks;  // [heads]"),
@@ -318,7 +333,7 @@ mod tests {
             names.dedup();
             assert_eq!(names.len(), family.arguments.len(), "{}", family.name);
             let (offsets, size) = family.layout();
-            assert!(offsets.is_sorted() && size % ALIGNMENT == 0);
+            assert!(offsets.is_sorted() && size % family.alignment() == 0);
         }
     }
 }

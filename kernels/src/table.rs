@@ -115,8 +115,10 @@ impl<'a> Table<'a> {
         images: impl Iterator<Item = (&'b Unit, &'b Compiled)>,
     ) -> Result<(), Error> {
         let first = self.num_images;
-        let (number, _) = family.architecture;
-        let capability = format!("Some(({}, {}))", number / 10, number % 10);
+        let capability = match family.architecture {
+            Some((number, _)) => format!("Some(({}, {}))", number / 10, number % 10),
+            None => "None".into(),
+        };
         let mut all = Vec::new();
         for (unit, compiled) in images {
             let kernels = family.exports(&unit.name, compiled)?;

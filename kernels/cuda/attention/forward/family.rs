@@ -6,7 +6,7 @@ use crate::family::{Family, Field, Type, field};
 pub const FAMILY: Family = Family {
     name: "attention_forward",
     directory: "attention/forward",
-    architecture: (90, "a"),
+    architecture: Some((90, "a")),
     arguments: ARGUMENTS,
     choices: &[
         ("dtype", "a contract's Float"),
