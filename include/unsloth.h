@@ -585,8 +585,9 @@ typedef struct unsloth_attention_params {
  * A query that sees no key adds nothing to any gradient.
  *
  * Keys are batched, padded (`seq_lens_k`) or packed, not paged. Keys beyond the length of a padded sequence get zeros. Tokens that
- * belong to no packed sequence are left as they are. Sums are f32, cut by shapes alone and added in a fixed order: the same inputs
- * give the same bits.
+ * belong to no packed sequence are left as they are. Sums are f32, cut by shapes alone and added in a fixed order, so the same
+ * inputs give the same bits; but for `dq` by Hopper's kernels for head dims up to 128 without softcap and ALiBi, whose parts come
+ * as blocks of keys are done: see `deterministic`.
  */
 typedef struct unsloth_attention_backward_params {
   /**
@@ -626,9 +627,10 @@ typedef struct unsloth_attention_backward_params {
    */
   uint32_t accumulate;
   /**
-   * Zero.
+   * 1 if the same inputs must give the same bits of `dq` on a GPU, which may take longer. Every
+   * other gradient, and all on the CPU, have the same bits in any case.
    */
-  uint32_t reserved;
+  uint32_t deterministic;
   /**
    * `unsloth_attention_backward_workspace_size` bytes aligned to 256; NULL where that is 0.
    */
@@ -1026,6 +1028,15 @@ typedef struct unsloth_attention_block_backward_params {
    */
   uint32_t accumulate;
   /**
+   * 1 if the same inputs must give the same bits on a GPU, which may take longer: see
+   * `unsloth_attention_backward_params`. On the CPU they do in any case.
+   */
+  uint32_t deterministic;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
    * The arguments of the forward: its `x`, parameters and all that says what is computed.
    * `cache` is NULL; its `out`, `residual`, workspace and what it keeps are not looked at.
    */
@@ -1040,7 +1051,8 @@ typedef struct unsloth_attention_block_backward_params {
   size_t workspace_size;
   /**
    * Optional: what the forward kept in `qkv_out`, contiguous. Absent: it is computed again,
-   * which gives gradients of the same bits if kept tensors are aligned to 16 bytes.
+   * which gives gradients of the same bits if kept tensors are aligned to 16 bytes and they are
+   * `deterministic`.
    */
   struct unsloth_tensor qkv;
   /**
@@ -1339,7 +1351,7 @@ typedef struct unsloth_cross_entropy_params {
 
 /**
  * Which activations are kept for the backward pass and which computed again. Gradients have the
- * same bits whatever is kept.
+ * same bits whatever is kept (on a GPU if they are `deterministic`).
  *
  * Bytes are those that `unsloth_decoder_layer_saved_size` answers for a layer of Llama 3 8B in 16
  * bits, per token. A layer's input, 8192 bytes, is always kept, by the caller.
@@ -1445,7 +1457,8 @@ typedef struct unsloth_mlp_params {
  * `out = h + mlp(rms_norm(h))`.
  *
  * What the backward pass needs is left in `saved`, as much of it as `checkpointing` says; the rest
- * it computes again, by the same kernels, so that gradients have the same bits in every case.
+ * it computes again, by the same kernels, so that gradients have the same bits in every case
+ * (on a GPU if they are `deterministic`).
  */
 typedef struct unsloth_decoder_layer_params {
   /**
@@ -1603,6 +1616,15 @@ typedef struct unsloth_decoder_layer_backward_params {
    * overwrites. `dx` is overwritten always.
    */
   uint32_t accumulate;
+  /**
+   * 1 if the same inputs must give the same bits on a GPU, which may take longer: see
+   * `unsloth_attention_backward_params`. On the CPU they do in any case.
+   */
+  uint32_t deterministic;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
   /**
    * The arguments of the forward, with what it left in `saved`. Its `out` and workspace are not
    * looked at.
@@ -4463,7 +4485,7 @@ unsloth_status unsloth_attention_block_backward_workspace_size(struct unsloth_co
 
 /**
  * Computes the gradients on `stream`. Sums are f32; what passes between products is rounded to the
- * dtype of `x`. The same inputs give the same bits. Neither allocates device memory nor
+ * dtype of `x`. The same inputs give the same bits if `deterministic` or on the CPU. Neither allocates device memory nor
  * synchronises, and may be captured into a CUDA graph.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as `params->forward` is or
@@ -4639,7 +4661,8 @@ unsloth_status unsloth_decoder_layer_backward_workspace_size(struct unsloth_cont
                                                              size_t *workspace_size);
 
 /**
- * Computes the gradients on `stream`. The same inputs give the same bits, whatever was kept.
+ * Computes the gradients on `stream`. The same inputs give the same bits, whatever was kept,
+ * if `deterministic` or on the CPU.
  * Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes, as the structs that it points

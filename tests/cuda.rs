@@ -146,9 +146,9 @@ fn kernels_stay_in_registers() {
     }
 }
 
-/// Kernels that multiply with wgmma do so in unbroken groups (of Q K^T and P V, outside and inside
-/// the loop, and of half a block), whose operand descriptors stay where the instruction takes them
-/// from.
+/// Kernels that multiply with wgmma do so in unbroken groups (forward: of Q K^T and P V, outside and
+/// inside the loop, and of half a block; backward: of five products, of which some come before the
+/// loop and some behind it), whose operand descriptors stay where the instruction takes them from.
 #[test]
 fn wgmma_are_unbroken() {
     let report = include_bytes!(env!("UNSLOTH_KERNEL_REPORT"));
@@ -156,15 +156,27 @@ fn wgmma_are_unbroken() {
     for kernel in report.as_array().unwrap() {
         let wgmma = &kernel["wgmma"];
         let image = kernel["image"].as_str().unwrap();
-        let is_hopper = image.starts_with("attention_forward");
-        assert_eq!(wgmma.is_object(), is_hopper, "{kernel}");
-        if is_hopper {
-            assert!(wgmma["count"].as_u64().unwrap() >= 8, "{kernel}");
-            let waits = wgmma["waits"].as_u64().unwrap();
-            assert!((1..=5).contains(&waits), "{kernel}");
-            assert_eq!(wgmma["descriptors_moved"], 0, "{kernel}");
-            assert_eq!(wgmma["hands_registers_over"], true, "{kernel}");
-        }
+        let name = kernel["kernel"].as_str().unwrap();
+        let of_rows = ["_prepare", "_finish", "_sinks"];
+        let multiplies = !of_rows.iter().any(|end| name.ends_with(end));
+        let (least, most_waits, most_moved) = match image {
+            _ if image.starts_with("attention_forward") => (8, 5, 0),
+            _ if image.starts_with("attention_gradients") && name.ends_with("_queries") => {
+                (24, 5, 0)
+            }
+            // Two roles in one kernel.
+            _ if image.starts_with("attention_gradients") && name.ends_with("_keys") => (32, 10, 0),
+            _ if image.starts_with("attention_gradients") && multiplies => (32, 12, 0),
+            _ => {
+                assert!(wgmma.is_null(), "{kernel}");
+                continue;
+            }
+        };
+        let count = |field: &str| wgmma[field].as_u64().unwrap();
+        assert!(count("count") >= least, "{kernel}");
+        assert!((1..=most_waits).contains(&count("waits")), "{kernel}");
+        assert!(count("descriptors_moved") <= most_moved, "{kernel}");
+        assert_eq!(wgmma["hands_registers_over"], true, "{kernel}");
     }
 }
 

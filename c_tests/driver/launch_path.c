@@ -324,6 +324,9 @@ static void attention_backward(void) {
   CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 2);
   p.dk = bf16(1, 100, KV_HEADS, DIM);
   p.dq = bf16(1, 100, HEADS, DIM);
+  // Those of queries may be summed in memory.
+  CHECK_OK(unsloth_attention_backward_workspace_size(ctx, &p, &p.workspace_size));
+  p.workspace = memory(p.workspace_size);
   CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 3);
   p.sinks = make(UNSLOTH_DTYPE_F32, HEADS, -1, -1, -1);
   p.dsinks = make(UNSLOTH_DTYPE_F32, HEADS, -1, -1, -1);

@@ -15,9 +15,11 @@ use crate::nvcc::{Architecture, Compiled, Source, Unit};
 
 #[path = "../cuda/attention/forward/family.rs"]
 mod attention_forward;
+#[path = "../cuda/attention/backward/family.rs"]
+mod attention_gradients;
 
 /// Every family.
-pub const FAMILIES: &[Family] = &[attention_forward::FAMILY];
+pub const FAMILIES: &[Family] = &[attention_forward::FAMILY, attention_gradients::FAMILY];
 
 /// The sources in CUDA C++.
 pub const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda");

@@ -358,6 +358,8 @@ impl<'a> Step<'a> {
                 ..Default::default()
             },
             accumulate: self.accumulates(),
+            // Which takes no more.
+            deterministic: false,
             workspace: Workspace::none(),
         })
     }

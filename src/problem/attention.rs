@@ -89,6 +89,9 @@ pub(crate) struct Backward {
     pub dsinks: Option<*mut f32>,
     /// Whether `dbias` and `dsinks` are added to what is there.
     pub accumulate: bool,
+    /// Whether the same inputs must give the same bits. (On the CPU they do.)
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub deterministic: bool,
 }
 
 // SAFETY: as for `Problem`.

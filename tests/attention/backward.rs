@@ -505,3 +505,50 @@ fn tensor_core_shapes() {
     }
     run_table(&cases);
 }
+
+/// Lengths on both sides of a tile's edge, and blocks of keys in several heads' walks over queries;
+/// with everything that scores may have on tensor cores.
+#[test]
+fn tile_edges() {
+    let mut cases = Vec::new();
+    for dim in [64, 128, 192, 256] {
+        let base = Case {
+            lens: vec![(128, 65), (63, 64)],
+            heads: 2,
+            kv_heads: 1,
+            dim,
+            dim_v: dim,
+            queries: QueryForm::Packed,
+            keys: KeyForm::Packed,
+            sinks: true,
+            ..Case::default()
+        };
+        cases.push(base.clone());
+        cases.push(Case {
+            lens: vec![(130, 129), (1, 65), (0, 5), (3, 0)],
+            causal: true,
+            softcap: Some(4.0),
+            ..base.clone()
+        });
+        cases.push(Case {
+            lens: vec![(140, 130)],
+            queries: QueryForm::Batched,
+            keys: KeyForm::Batched,
+            dim: dim - 8,
+            dim_v: dim - 8,
+            softcap: Some(3.0),
+            alibi: Some(true),
+            window_left: Some(40),
+            window_right: Some(30),
+            ..base.clone()
+        });
+        cases.push(Case {
+            lens: vec![(60, 70); 2],
+            queries: QueryForm::Batched,
+            keys: KeyForm::Batched,
+            alibi: Some(false),
+            ..base
+        });
+    }
+    run_table(&cases);
+}

@@ -132,7 +132,7 @@ fn backward(ctx: &Handle) -> impl Fn(&Params) -> unsloth_status {
 #[rustfmt::skip]
 const BATCHED: &[Misuse] = &[
     (|p| p.struct_size = 8, INVALID, "attention_backward: struct_size is 8, at least 2656 is needed"),
-    (|p| p.reserved = 1, INVALID, "attention_backward: reserved is 1, allowed: 0"),
+    (|p| p.deterministic = 2, INVALID, "attention_backward: deterministic is 2, allowed: 0, 1"),
     (|p| p.causal = 2, INVALID, "attention_backward: causal is 2, allowed: 0, 1"),
     (|p| p.accumulate = 3, INVALID, "attention_backward: accumulate is 3, allowed: 0, 1"),
     (|p| p.scale = f32::NAN, INVALID, "attention_backward: scale is NaN, a finite number is needed"),

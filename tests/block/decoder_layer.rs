@@ -366,6 +366,7 @@ fn run(ctx: &Context, t: &Tensors, checkpointing: Checkpointing) -> Given {
             attention,
             mlp,
             accumulate: t.case.accumulate,
+            deterministic: true,
             workspace,
         };
         match launch {

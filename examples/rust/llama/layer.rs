@@ -132,6 +132,7 @@ pub fn backward_params<'a>(
             dout_bias: view_mut(out_bias)?,
             ..Default::default()
         },
+        deterministic: false,
         mlp: mlp::backward::Gradients {
             dgate_up_weight: view_mut(gate_up)?,
             dgate_up_bias: view_mut(gate_up_bias)?,

@@ -122,11 +122,9 @@ Args parse_args(int argc, const char *const *argv) {
       {"--seed", count(&args.seed, 0)},
       {"--log", text(&args.log)},
   };
-  const std::map<std::string, bool *> switches = {{"--help", &args.help},
-                                                  {"-h", &args.help},
-                                                  {"--resume", &args.resume},
-                                                  {"--json", &args.json},
-                                                  {"--no-graph", &no_graph}};
+  const std::map<std::string, bool *> switches = {
+      {"--help", &args.help}, {"-h", &args.help},        {"--resume", &args.resume},
+      {"--json", &args.json}, {"--no-graph", &no_graph}, {"--deterministic", &args.deterministic}};
   parse_flags(argc, argv, valued, switches);
   args.graph = !no_graph;
 
@@ -200,6 +198,9 @@ std::string usage() {
          "  --checkpoint POLICY   what is computed again in place of being kept: none, "
          "elementwise,\n"
          "                        mlp, projections or full (none); results are the same\n"
+         "  --deterministic       on a GPU, the same bits in every run, by slower kernels (a CPU "
+         "gives them "
+         "always)\n"
          "  --no-graph            on a GPU, queue every launch anew in place of replaying a graph\n"
          "  --seed S              of the order of the data and of what begins at random (0)\n"
          "  --json                print one JSON object a step\n"

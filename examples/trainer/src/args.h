@@ -58,7 +58,8 @@ struct Args {
   LossScale loss_scaling = LossScale::kNone;
   double loss_scale = 0;  // of kFixed
   unsloth_checkpointing checkpointing = UNSLOTH_CHECKPOINTING_NONE;
-  bool graph = true;  // on a GPU, a batch's launches as one
+  bool deterministic = false;  // on a GPU, the same bits in every run
+  bool graph = true;           // on a GPU, a batch's launches as one
   uint64_t seed = 0;
   bool json = false;
   std::string log;

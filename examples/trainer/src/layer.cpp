@@ -102,6 +102,7 @@ void Layer::set_backward(const LayerTensors &gradients, bool accumulate, unsloth
 
   auto &backward = call->backward = unsloth::make<unsloth_decoder_layer_backward_params>();
   backward.accumulate = accumulate ? 1 : 0;
+  backward.deterministic = common_.deterministic ? 1 : 0;
   backward.forward = &call->forward;
   backward.attention = &attention;
   backward.mlp = &mlp;

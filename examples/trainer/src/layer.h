@@ -20,6 +20,7 @@ class Layer {
     unsloth_tensor rope_factors;
     unsloth_checkpointing checkpointing;
     unsloth_dtype dtype;  // of activations
+    bool deterministic;   // the same bits in every run on a GPU
   };
 
   // The weights' shapes are those of every layer that is run. `gradients` are those that will be

@@ -57,6 +57,7 @@ void Step::reserve() {
   common.rope_factors = weights_->rope_factors();
   common.checkpointing = options_.checkpointing;
   common.dtype = options_.dtype;
+  common.deterministic = options_.deterministic;
   // A LoRA's matrices may be of another dtype when they are merged, which products differ by.
   layer_.emplace(*context_, config_, full ? weights_->tensors().layers[0] : lora_->like_merged(),
                  full ? weights_->gradients().layers[0] : lora_->gradients(), full, common);

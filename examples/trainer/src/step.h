@@ -25,6 +25,7 @@ class Step {
     uint64_t max_sequences;  // of every batch
     unsloth_checkpointing checkpointing;
     unsloth_dtype dtype;  // of activations
+    bool deterministic;   // on a GPU, the same bits in every run
     bool use_graph;       // on a GPU, queue the launches of a step as one CUDA graph
   };
 

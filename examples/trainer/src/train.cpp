@@ -190,7 +190,8 @@ Trainer::Trainer(const Args &args)
   optimizer_ = std::make_unique<Optimizer>(
       context_, lora_ ? lora_->parameters() : weights_.parameters(), optimizer);
   const Step::Options step = {args.accumulate,    batches_.tokens(), batches_.max_sequences(),
-                              args.checkpointing, args.dtype,        args.graph};
+                              args.checkpointing, args.dtype,        args.deterministic,
+                              args.graph};
   step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step, optimizer_.get());
   estimate_ = memory_estimate();
   if (!args.checkpoint_dir.empty()) description_ = describe();

@@ -55,7 +55,7 @@ struct Setup {
       weights.add_gradients(context);
     }
     parameters = lora ? lora->parameters() : weights.parameters();
-    const Step::Options options = {1, kTokens, batches.max_sequences(), policy, dtype, true};
+    const Step::Options options = {1, kTokens, batches.max_sequences(), policy, dtype, true, true};
     step = std::make_unique<Step>(context, config, weights, lora.get(), options, nullptr);
     step->set_denominator(batches.get(0).learned);
   }
@@ -212,7 +212,7 @@ void learns_in(unsloth_dtype dtype, uint32_t rank) {
   Optimizer optimizer(setup.context, setup.parameters, options);
   // Each step has the batch twice, whose gradients are half of what they are else.
   const Step::Options step_options = {
-      2, kTokens, setup.batches.max_sequences(), UNSLOTH_CHECKPOINTING_MLP, dtype, true};
+      2, kTokens, setup.batches.max_sequences(), UNSLOTH_CHECKPOINTING_MLP, dtype, true, true};
   Step step(setup.context, setup.config, setup.weights, setup.lora.get(), step_options, &optimizer);
   const Batch batch = setup.batches.get(0);
   step.set_denominator(2 * batch.learned);

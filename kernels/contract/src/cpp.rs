@@ -23,6 +23,7 @@ pub fn header() -> String {
         Float: Float,
         Activation: Activation,
         Mask: attention::Mask,
+        Part: attention::Part,
         Epilogue: linear::Epilogue,
     }
     let _ = writeln!(

@@ -158,6 +158,24 @@ pub mod attention {
         }
     }
 
+    codes! {
+        /// What a Hopper kernel of the backward pass does.
+        pub enum Part {
+            /// Statistics of queries, and zeros for sums.
+            Prepare = 0,
+            /// The gradients.
+            Gradients = 1,
+            /// `dq` from its sums.
+            Finish = 2,
+            /// `dk` and `dv` alone.
+            Keys = 3,
+            /// `dq` alone.
+            Queries = 4,
+            /// `dsinks`.
+            Sinks = 5,
+        }
+    }
+
     /// Bits of the argument `flags`: which arguments are given, and what is asked for.
     pub mod flag {
         /// Queries are packed.

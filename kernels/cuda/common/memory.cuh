@@ -29,6 +29,22 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, u
                : "memory");
 }
 
+// The same, each matrix transposed: the address is that of a column's numbers.
+__device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uint32_t r0,
+                                                           uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
+}
+
+// Adds to four numbers of global memory, aligned to 16 bytes; in no order that can be told.
+__device__ __forceinline__ void add_to_global(float *address, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b),
+               "f"(c), "f"(d)
+               : "memory");
+}
+
 // TMA and wgmma reach shared memory through the asynchronous proxy, which does not see ordinary
 // writes until the writing thread has executed this fence (and a barrier has followed).
 __device__ __forceinline__ void fence_async_proxy() {

@@ -50,6 +50,31 @@ __device__ __forceinline__ void tma_load_5d(uint32_t destination, const CUtensor
       : "memory");
 }
 
+// Copies bytes as they lie; all of it in multiples of 16. Issued as a load is.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void *source, uint32_t bytes,
+                                          Mbarrier *full) {
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "@elected cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];\n"
+      "}" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(shared_address(full))
+      : "memory");
+}
+
+// The same by one thread alone. Marked as read once, rows that are streamed arrive later: there is
+// no policy.
+__device__ __forceinline__ void bulk_load_by_thread(uint32_t destination, const void *source,
+                                                    uint32_t bytes, Mbarrier *full) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(source), "r"(bytes), "r"(shared_address(full))
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_5d(const CUtensorMap *map, uint32_t source, int c0,
                                              int c1, int c2, int c3, int c4) {
   asm volatile(

@@ -35,6 +35,12 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Pins values to their registers at this point of the program: no use moves across it.
 template <int N>
+__device__ __forceinline__ void hold(uint32_t (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+template <int N>
 __device__ __forceinline__ void hold(float (&registers)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
@@ -62,6 +68,7 @@ __device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t address, int ro
 }
 
 // One instruction shape: `Wgmma<T, N>::ss` and `::rs`. `accumulate` false starts D from zero.
+// Operands that are transposed are those whose reduced dimension runs down the rows.
 template <class T, int N>
 struct Wgmma;
 
@@ -69,7 +76,8 @@ struct Wgmma;
 #define UNSLOTH_D8(i)                                                                         \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define UNSLOTH_D24 UNSLOTH_D8(0), UNSLOTH_D8(8), UNSLOTH_D8(16)
+#define UNSLOTH_D16 UNSLOTH_D8(0), UNSLOTH_D8(8)
+#define UNSLOTH_D24 UNSLOTH_D16, UNSLOTH_D8(16)
 #define UNSLOTH_D32 UNSLOTH_D24, UNSLOTH_D8(24)
 #define UNSLOTH_D40 UNSLOTH_D32, UNSLOTH_D8(32)
 #define UNSLOTH_D48 UNSLOTH_D40, UNSLOTH_D8(40)
@@ -84,6 +92,7 @@ struct Wgmma;
 #define UNSLOTH_D120 UNSLOTH_D112, UNSLOTH_D8(112)
 #define UNSLOTH_D128 UNSLOTH_D120, UNSLOTH_D8(120)
 
+#define UNSLOTH_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define UNSLOTH_R24                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20," \
   " %21, %22, %23"
@@ -102,35 +111,36 @@ struct Wgmma;
 #define UNSLOTH_R128 UNSLOTH_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // `n` columns, `regs` = n / 2 accumulators per thread; x0 to x6 number the operands after them.
-#define UNSLOTH_WGMMA_TYPE(type, ptx, n, regs, x0, x1, x2, x3, x4, x5, x6)                     \
-  template <>                                                                                  \
-  struct Wgmma<type, n> {                                                                      \
-    template <int kTransposeB>                                                                 \
-    static __device__ __forceinline__ void ss(float (&d)[regs], uint64_t a, uint64_t b,        \
-                                              int accumulate) {                                \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2                                    \
-                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx         \
-                   " {" UNSLOTH_R##regs "}, %" #x0 ", %" #x1 ", p, 1, 1, 0, %" #x3 ";\n}"      \
-                   : UNSLOTH_D##regs                                                           \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB));                       \
-    }                                                                                          \
-    template <int kTransposeB>                                                                 \
-    static __device__ __forceinline__ void rs(float (&d)[regs], const uint32_t *a, uint64_t b, \
-                                              int accumulate) {                                \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5                                    \
-                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx         \
-                   " {" UNSLOTH_R##regs "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #x4   \
-                                        ", p, 1, 1, %" #x6 ";\n}"                              \
-                   : UNSLOTH_D##regs                                                           \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),      \
-                     "n"(kTransposeB));                                                        \
-    }                                                                                          \
+#define UNSLOTH_WGMMA_TYPE(type, ptx, n, regs, x0, x1, x2, x3, x4, x5, x6)                       \
+  template <>                                                                                    \
+  struct Wgmma<type, n> {                                                                        \
+    template <int kTransposeB, int kTransposeA = 0>                                              \
+    static __device__ __forceinline__ void ss(float (&d)[regs], uint64_t a, uint64_t b,          \
+                                              int accumulate) {                                  \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x2                                      \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx           \
+                   " {" UNSLOTH_R##regs "}, %" #x0 ", %" #x1 ", p, 1, 1, %" #x3 ", %" #x4 ";\n}" \
+                   : UNSLOTH_D##regs                                                             \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA), "n"(kTransposeB));       \
+    }                                                                                            \
+    template <int kTransposeB>                                                                   \
+    static __device__ __forceinline__ void rs(float (&d)[regs], const uint32_t *a, uint64_t b,   \
+                                              int accumulate) {                                  \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5                                      \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx           \
+                   " {" UNSLOTH_R##regs "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #x4     \
+                                        ", p, 1, 1, %" #x6 ";\n}"                                \
+                   : UNSLOTH_D##regs                                                             \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),        \
+                     "n"(kTransposeB));                                                          \
+    }                                                                                            \
   };
 
 #define UNSLOTH_WGMMA(...)                               \
   UNSLOTH_WGMMA_TYPE(__nv_bfloat16, "bf16", __VA_ARGS__) \
   UNSLOTH_WGMMA_TYPE(__half, "f16", __VA_ARGS__)
 
+UNSLOTH_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 UNSLOTH_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
 UNSLOTH_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 UNSLOTH_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)

@@ -34,8 +34,9 @@ const OP: &str = "attention_backward";
 /// A query that sees no key adds nothing to any gradient.
 ///
 /// Keys are batched, padded (`seq_lens_k`) or packed, not paged. Keys beyond the length of a padded sequence get zeros. Tokens that
-/// belong to no packed sequence are left as they are. Sums are f32, cut by shapes alone and added in a fixed order: the same inputs
-/// give the same bits.
+/// belong to no packed sequence are left as they are. Sums are f32, cut by shapes alone and added in a fixed order, so the same
+/// inputs give the same bits; but for `dq` by Hopper's kernels for head dims up to 128 without softcap and ALiBi, whose parts come
+/// as blocks of keys are done: see `deterministic`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_attention_backward_params {
@@ -57,8 +58,9 @@ pub struct unsloth_attention_backward_params {
     pub max_seqlen_k: i64,
     /// 1 to add `dbias` and `dsinks` to what is there, 0 to overwrite it.
     pub accumulate: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// 1 if the same inputs must give the same bits of `dq` on a GPU, which may take longer. Every
+    /// other gradient, and all on the CPU, have the same bits in any case.
+    pub deterministic: u32,
     /// `unsloth_attention_backward_workspace_size` bytes aligned to 256; NULL where that is 0.
     pub workspace: *mut c_void,
     /// Bytes at `workspace`.
@@ -105,7 +107,6 @@ pub struct unsloth_attention_backward_params {
 params!(
     unsloth_attention_backward_params,
     [
-        reserved,
         q,
         k,
         v,
@@ -155,6 +156,7 @@ impl FromC for unsloth_attention_backward_params {
                 dbias: self.dbias.optional_output(OP, "dbias")?,
                 dsinks: self.dsinks.optional_output(OP, "dsinks")?,
                 accumulate: flag(OP, "accumulate", self.accumulate)?,
+                deterministic: flag(OP, "deterministic", self.deterministic)?,
                 max_seqlen_q: count(OP, "max_seqlen_q", self.max_seqlen_q)?,
                 max_seqlen_k: count(OP, "max_seqlen_k", self.max_seqlen_k)?,
                 scale: self.scale,

@@ -32,6 +32,11 @@ pub struct unsloth_attention_block_backward_params {
     /// 1 adds to what the gradients of parameters hold, which must be f32 then; 0 overwrites. `dx`
     /// is overwritten always.
     pub accumulate: u32,
+    /// 1 if the same inputs must give the same bits on a GPU, which may take longer: see
+    /// `unsloth_attention_backward_params`. On the CPU they do in any case.
+    pub deterministic: u32,
+    /// Zero.
+    pub reserved: u32,
     /// The arguments of the forward: its `x`, parameters and all that says what is computed.
     /// `cache` is NULL; its `out`, `residual`, workspace and what it keeps are not looked at.
     pub forward: *const unsloth_attention_block_params,
@@ -40,7 +45,8 @@ pub struct unsloth_attention_block_backward_params {
     /// Size of `workspace` in bytes.
     pub workspace_size: usize,
     /// Optional: what the forward kept in `qkv_out`, contiguous. Absent: it is computed again,
-    /// which gives gradients of the same bits if kept tensors are aligned to 16 bytes.
+    /// which gives gradients of the same bits if kept tensors are aligned to 16 bytes and they are
+    /// `deterministic`.
     pub qkv: unsloth_tensor,
     /// Optional, together with `lse`: what the forward kept in `attended_out`, contiguous. Absent:
     /// attention is computed again.
@@ -82,6 +88,7 @@ pub struct unsloth_attention_block_backward_params {
 params!(
     unsloth_attention_block_backward_params,
     [
+        reserved,
         qkv,
         attended,
         lse,
@@ -152,6 +159,7 @@ impl FromC for unsloth_attention_block_backward_params {
                 dx: self.dx.optional_output(OP, "dx")?,
                 gradients: self.gradients(OP)?,
                 accumulate: flag(OP, "accumulate", self.accumulate)?,
+                deterministic: flag(OP, "deterministic", self.deterministic)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
             })
         }
@@ -195,7 +203,7 @@ pub unsafe extern "C" fn unsloth_attention_block_backward_workspace_size(
 }
 
 /// Computes the gradients on `stream`. Sums are f32; what passes between products is rounded to the
-/// dtype of `x`. The same inputs give the same bits. Neither allocates device memory nor
+/// dtype of `x`. The same inputs give the same bits if `deterministic` or on the CPU. Neither allocates device memory nor
 /// synchronises, and may be captured into a CUDA graph.
 ///
 /// # Safety

@@ -26,6 +26,11 @@ pub struct unsloth_decoder_layer_backward_params {
     /// 1 adds to what the gradients of weights, biases and gains hold, which must be f32 then; 0
     /// overwrites. `dx` is overwritten always.
     pub accumulate: u32,
+    /// 1 if the same inputs must give the same bits on a GPU, which may take longer: see
+    /// `unsloth_attention_backward_params`. On the CPU they do in any case.
+    pub deterministic: u32,
+    /// Zero.
+    pub reserved: u32,
     /// The arguments of the forward, with what it left in `saved`. Its `out` and workspace are not
     /// looked at.
     pub forward: *const unsloth_decoder_layer_params,
@@ -49,7 +54,7 @@ pub struct unsloth_decoder_layer_backward_params {
 }
 params!(
     unsloth_decoder_layer_backward_params,
-    [dout, dx, dattention_norm, dmlp_norm]
+    [reserved, dout, dx, dattention_norm, dmlp_norm]
 );
 
 impl FromC for unsloth_decoder_layer_backward_params {
@@ -78,6 +83,7 @@ impl FromC for unsloth_decoder_layer_backward_params {
                     false => read_field(OP, "mlp", self.mlp)?.gradients(OP)?,
                 },
                 accumulate: flag(OP, "accumulate", self.accumulate)?,
+                deterministic: flag(OP, "deterministic", self.deterministic)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
             })
         }
@@ -118,7 +124,8 @@ pub unsafe extern "C" fn unsloth_decoder_layer_backward_workspace_size(
     unsafe { operation::workspace_size(ctx, params, workspace_size) }
 }
 
-/// Computes the gradients on `stream`. The same inputs give the same bits, whatever was kept.
+/// Computes the gradients on `stream`. The same inputs give the same bits, whatever was kept,
+/// if `deterministic` or on the CPU.
 /// Neither allocates device memory nor synchronises, and may be captured into a CUDA graph.
 ///
 /// # Safety

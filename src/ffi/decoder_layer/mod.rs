@@ -22,7 +22,8 @@ const OP: &str = "decoder_layer";
 /// `out = h + mlp(rms_norm(h))`.
 ///
 /// What the backward pass needs is left in `saved`, as much of it as `checkpointing` says; the rest
-/// it computes again, by the same kernels, so that gradients have the same bits in every case.
+/// it computes again, by the same kernels, so that gradients have the same bits in every case
+/// (on a GPU if they are `deterministic`).
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_decoder_layer_params {

@@ -11,7 +11,7 @@ use crate::ffi::tensor::unsloth_dtype;
 use crate::ffi::{flag, guard};
 
 /// Which activations are kept for the backward pass and which computed again. Gradients have the
-/// same bits whatever is kept.
+/// same bits whatever is kept (on a GPU if they are `deterministic`).
 ///
 /// Bytes are those that `unsloth_decoder_layer_saved_size` answers for a layer of Llama 3 8B in 16
 /// bits, per token. A layer's input, 8192 bytes, is always kept, by the caller.

@@ -40,9 +40,12 @@
 //!
 //! Scores, probabilities and sums are f32 whatever the storage, and every result is rounded once. Tensor
 //! cores take probabilities and their gradients rounded to the dtype, as in FlashAttention. Sums are cut
-//! by shapes alone and added in a fixed order, so the same inputs give the same bits: no atomic
-//! additions. Memory is linear in the number of tokens: two f32 per query and head at most, and, on a
-//! GPU, 8 MiB for `dbias` where it sums over much.
+//! by shapes alone and added in a fixed order, so the same inputs give the same bits. Kernels for Hopper
+//! (f16 and bf16, head dimensions in eights, the same for values; no bias or mask) are the exception up
+//! to 128 dimensions without softcap and ALiBi: there blocks of keys add to f32 sums of `dq` as they are
+//! done, unless [`deterministic`](Params::deterministic) asks for kernels that do not. Memory is linear in the number of
+//! tokens: two f32 per query and head, where there are such sums as many as `q` has elements besides, and 8 MiB
+//! for `dbias` where it sums over much on a GPU.
 //!
 //! # Example
 //!
@@ -139,6 +142,9 @@ pub struct Params<'a> {
     pub dsinks: Option<TensorMut<'a>>,
     /// Whether `dbias` and `dsinks` are added to what is there.
     pub accumulate: bool,
+    /// Whether the same inputs must give the same bits of `dq` on a GPU, which may take longer. Every
+    /// other gradient, and all on the CPU, have the same bits in any case.
+    pub deterministic: bool,
     /// As [`super::Params::max_seqlen_q`].
     pub max_seqlen_q: usize,
     /// As [`super::Params::max_seqlen_k`].
@@ -188,6 +194,7 @@ impl<'a> Params<'a> {
             dbias: None,
             dsinks: None,
             accumulate: false,
+            deterministic: false,
             max_seqlen_q: 0,
             max_seqlen_k: 0,
             scale: 0.0,
@@ -273,6 +280,7 @@ impl Operation for Params<'_> {
             dbias: self.dbias(inputs.bias.as_ref())?,
             dsinks: self.dsinks(inputs.sinks.as_ref())?,
             accumulate: self.accumulate,
+            deterministic: self.deterministic,
             forward,
         })
     }

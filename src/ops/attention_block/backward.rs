@@ -15,7 +15,7 @@
 //!
 //! Queries, keys and values, attention's output and LSE are what the forward kept or, where they
 //! are absent, computed again: by the same operations in the same way, so that every gradient has
-//! the same bits. Every token belongs to a sequence of `cu_seqlens`, where that is there: of one
+//! the same bits (on a GPU where [`deterministic`](Params::deterministic) is asked for). Every token belongs to a sequence of `cu_seqlens`, where that is there: of one
 //! that does not, gradients are undefined, and with them those of the weights.
 
 use arrayvec::ArrayVec;
@@ -60,6 +60,10 @@ pub struct Params<'a> {
     pub gradients: Gradients<'a>,
     /// Adds to what those hold, which must be f32 then. `dx` is overwritten always.
     pub accumulate: bool,
+    /// Whether the same inputs must give the same bits on a GPU, which may take longer: see
+    /// [`attention`'s](crate::ops::attention::backward::Params::deterministic). On the CPU they do in
+    /// any case.
+    pub deterministic: bool,
     /// [`workspace_size`] bytes, all of which are needed.
     pub workspace: Workspace<'a>,
 }
@@ -303,6 +307,7 @@ pub(super) struct Call<'c, 'a> {
     pub views: Views,
     dout: RawTensor,
     pub accumulate: bool,
+    deterministic: bool,
 }
 
 impl<'c, 'a> Call<'c, 'a> {
@@ -357,6 +362,7 @@ impl<'c, 'a> Call<'c, 'a> {
             views,
             dout: params.dout.raw(),
             accumulate: params.accumulate,
+            deterministic: params.deterministic,
         };
         Ok((call, attention))
     }
@@ -405,6 +411,7 @@ impl<'c, 'a> Call<'c, 'a> {
             dbias: None,
             dsinks: None,
             accumulate: self.accumulate,
+            deterministic: self.deterministic,
         };
         if wanted.inner() {
             parts.push(Ok(gradients), OF_ATTENTION)?;

@@ -8,7 +8,8 @@
 //! with the gradients of both norms' gains and of the weights of the attention block and the MLP,
 //! each of which is optional. It is a sequence of this library's operations. What the forward pass
 //! did not keep is computed again as it was there, so gradients have the same bits under every
-//! [`Checkpointing`](super::Checkpointing).
+//! [`Checkpointing`](super::Checkpointing), on a GPU where
+//! [`deterministic`](Params::deterministic) is asked for.
 
 use super::Params as Forward;
 use super::layer::{Layer, Norm};
@@ -40,6 +41,10 @@ pub struct Params<'a> {
     /// Adds to what the gradients of weights, biases and gains hold, which must be f32 then. `dx`
     /// is overwritten always.
     pub accumulate: bool,
+    /// Whether the same inputs must give the same bits on a GPU, which may take longer: see
+    /// [`attention`'s](crate::ops::attention::backward::Params::deterministic). On the CPU they do in
+    /// any case.
+    pub deterministic: bool,
     /// [`workspace_size`] bytes, all of which are needed.
     pub workspace: Workspace<'a>,
 }
@@ -104,7 +109,7 @@ impl Operation for Params<'_> {
         let both = [dhidden, dout];
         layer.push_norm_backward(Norm::Mlp, hidden, both, of_mlp_norm, &mut parts)?;
 
-        let of_attention = (&self.attention, self.accumulate);
+        let of_attention = (&self.attention, self.accumulate, self.deterministic);
         let kept = (saved.attention_norm, norm);
         let attention_norm = layer.norm_again(Norm::Attention, layer.x, kept, &mut parts)?;
         // By now `dout` has been read, whose place `dx` may take.

@@ -367,7 +367,11 @@ impl<'p, 'a> Layer<'p, 'a> {
         norm: RawTensor,
         (qkv, attended): (Option<RawTensor>, (RawTensor, RawTensor)),
         [dout, dx]: [RawTensor; 2],
-        (gradients, accumulate): (&attention_block::backward::Gradients<'_>, bool),
+        (gradients, accumulate, deterministic): (
+            &attention_block::backward::Gradients<'_>,
+            bool,
+            bool,
+        ),
         parts: &mut Parts<N>,
     ) -> Result<()> {
         // SAFETY: as in `push_attention`.
@@ -381,6 +385,7 @@ impl<'p, 'a> Layer<'p, 'a> {
                 dx: Some(view_mut(dx)),
                 gradients: gradients.again(),
                 accumulate,
+                deterministic,
                 workspace: parts.rest(),
             }
         };

@@ -204,6 +204,7 @@ pub fn backward(
             dx,
             gradients,
             accumulate: call.packed.accumulate,
+            deterministic: true,
             workspace: Workspace::none(),
         };
         attention_block::backward::supported(ctx, &params).unwrap();

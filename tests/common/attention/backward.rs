@@ -2,6 +2,7 @@
 
 use rand::Rng;
 use rand::rngs::StdRng;
+use unsloth::ops::Implementation;
 use unsloth::ops::attention::backward::{self, Params};
 use unsloth::{Context, DType, Error, Stream};
 
@@ -25,6 +26,7 @@ pub struct Wanted {
     /// The loss depends on the LSE too.
     pub dlse: bool,
     pub accumulate: bool,
+    pub deterministic: bool,
 }
 
 impl Wanted {
@@ -36,6 +38,7 @@ impl Wanted {
         dsinks: true,
         dlse: true,
         accumulate: false,
+        deterministic: false,
     };
 
     pub const NONE: Wanted = Wanted {
@@ -46,6 +49,7 @@ impl Wanted {
         dsinks: false,
         dlse: false,
         accumulate: false,
+        deterministic: false,
     };
 }
 
@@ -122,7 +126,7 @@ impl Host {
 /// A backward pass on a device, with its workspace.
 pub struct BackwardCall {
     case: Case,
-    accumulate: bool,
+    wanted: Wanted,
     inputs: Uploaded,
     dout: DeviceTensor,
     dlse: Option<DeviceTensor>,
@@ -145,7 +149,7 @@ impl BackwardCall {
         let upload = |t: &Option<TestTensor>| t.as_ref().map(|t| t.upload(ctx));
         let mut call = BackwardCall {
             case: case.clone(),
-            accumulate: wanted.accumulate,
+            wanted,
             inputs: Uploaded::new(ctx, &host.inputs),
             dout: host.dout.upload(ctx),
             dlse: upload(&host.dlse),
@@ -178,9 +182,14 @@ impl BackwardCall {
         params.dv = dv.as_mut().map(DeviceTensor::view_mut);
         params.dbias = dbias.as_mut().map(DeviceTensor::view_mut);
         params.dsinks = dsinks.as_mut().map(DeviceTensor::view_mut);
-        params.accumulate = self.accumulate;
+        params.accumulate = self.wanted.accumulate;
+        params.deterministic = self.wanted.deterministic;
         params.workspace = scratch.workspace();
         params
+    }
+
+    pub fn implementation(&mut self, ctx: &Context) -> Implementation {
+        backward::supported(ctx, &self.params()).unwrap()
     }
 
     pub fn queue(&mut self, ctx: &Context, stream: Stream) {
@@ -196,13 +205,23 @@ impl BackwardCall {
     }
 }
 
-/// Runs a case with fresh inputs and holds its gradients against the definition.
+/// Runs a case with fresh inputs and holds its gradients against the definition; where another
+/// implementation gives the same bits every time, its gradients too.
 pub fn check_backward(ctx: &Context, rng: &mut StdRng, dtype: DType, case: &Case, wanted: Wanted) {
     let host = Host::new(rng, dtype, case, wanted);
-    let mut call = BackwardCall::new(ctx, case, wanted, &host).unwrap();
-    call.queue(ctx, Stream::DEFAULT);
-    ctx.synchronize(Stream::DEFAULT).unwrap();
-    check_gradients(dtype, case, wanted, &host, &call.results());
+    let run = |wanted: Wanted| {
+        let mut call = BackwardCall::new(ctx, case, wanted, &host).unwrap();
+        call.queue(ctx, Stream::DEFAULT);
+        ctx.synchronize(Stream::DEFAULT).unwrap();
+        check_gradients(dtype, case, wanted, &host, &call.results());
+        call.implementation(ctx)
+    };
+    if run(wanted) == Implementation::CudaHopper {
+        run(Wanted {
+            deterministic: true,
+            ..wanted
+        });
+    }
 }
 
 /// Holds gradients against the definition.

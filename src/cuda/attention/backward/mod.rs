@@ -10,6 +10,7 @@ mod bias;
 use contract::attention::{Gradient, RowSum, flag};
 
 use super::arguments::{self, address, strides};
+use super::hopper::gradients as hopper;
 use super::portable::{check_lengths, has_strides_of, is_at};
 use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
@@ -47,6 +48,7 @@ pub(super) struct Kernels {
     rows: Table<attention_backward_rows::Arguments, 3>,
     bias: bias::Kernels,
     any: any::Kernels,
+    hopper: hopper::Kernels,
 }
 
 impl Kernels {
@@ -72,6 +74,7 @@ impl Kernels {
             rows: Table::new(OP, resources, choices)?,
             bias: bias::Kernels::new(resources)?,
             any: any::Kernels::new(resources)?,
+            hopper: hopper::Kernels::new(resources)?,
         })
     }
 
@@ -194,6 +197,8 @@ pub(crate) struct Plan<'a> {
     /// Of `dq`, and of `dk` and `dv`; `None` where no form serves.
     passes: Option<[Option<Pass<'a>>; 3]>,
     bias: Option<bias::Plan<'a>>,
+    /// What does it all at addresses that it takes.
+    hopper: Option<hopper::Plan<'a>>,
     /// Blocks of the kernel of statistics.
     blocks: u32,
 }
@@ -216,6 +221,7 @@ impl Plans<Backward> for Cuda {
             cuda: self,
             passes,
             bias: bias.transpose()?,
+            hopper: kernels.hopper.plan(&problem),
             blocks: check_blocks(OP, "q", rows.div_ceil(ROWS_OF_A_BLOCK))?,
             problem,
         })
@@ -275,16 +281,26 @@ fn statistics_size(p: &Problem) -> usize {
 
 impl problem::Plan for Plan<'_> {
     fn implementation(&self) -> Implementation {
-        Implementation::Cuda
+        match self.hopper {
+            Some(_) => Implementation::CudaHopper,
+            None => Implementation::Cuda,
+        }
     }
 
     fn needed(&self) -> usize {
         let parts = self.bias.as_ref().map_or(0, bias::Plan::needed);
-        statistics_size(&self.problem.forward).saturating_add(parts)
+        let needed = statistics_size(&self.problem.forward).saturating_add(parts);
+        let hopper = self.hopper.as_ref();
+        hopper.map_or(needed, |plan| {
+            plan.workspace_size(&self.problem).max(needed)
+        })
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         let (cuda, b) = (self.cuda, &self.problem);
+        if let Some(hopper) = self.hopper.as_ref().filter(|plan| plan.reaches(b)) {
+            return hopper.launch(cuda, b, &scratch, stream);
+        }
         let statistics = address(scratch.ptr.cast_const());
         if self.blocks > 0 {
             let kernel = self.of_rows([

@@ -147,7 +147,7 @@ fn arguments(hopper: &Hopper, plan: &Plan<'_>, p: &Problem) -> Arguments {
 }
 
 /// How many keys a query sees beyond its own.
-fn window(keys: usize) -> i32 {
+pub(super) fn window(keys: usize) -> i32 {
     keys.saturating_sub(1).min(NO_LIMIT) as i32
 }
 
@@ -168,7 +168,7 @@ fn rows_of_queries(
 }
 
 /// Of keys or values: (dim, tokens, heads, sequences or pages).
-fn rows_of_keys(
+pub(super) fn rows_of_keys(
     driver: &Driver,
     p: &Problem,
     rows: &Rows,

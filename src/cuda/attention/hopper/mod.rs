@@ -4,10 +4,12 @@
 //! |-|-|
 //! | `mod.rs` | which problems they serve, with which kernel and which tiles |
 //! | [`choose`] | the heuristics |
+//! | [`gradients`] | the same of the backward pass (`kernels/cuda/attention/backward`) |
 //! | [`launch`] | tensor maps, the argument, the launch |
 //! | [`tensor_map`] | boxes of tensors as the copy engine wants them |
 
 mod choose;
+pub(super) mod gradients;
 mod launch;
 mod tensor_map;
 

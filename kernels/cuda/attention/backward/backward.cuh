@@ -1,0 +1,127 @@
+// Attention's gradients on Hopper: warp-specialised, Q and dO by TMA.
+//
+// Statistics of rows come first (rows.cuh). Then there are two ways. Either one kernel computes all
+// gradients and adds parts of dQ to sums in memory (producer.cuh, consumer.cuh), from which a last
+// one makes dQ (rows.cuh); or one computes dK and dV (keys.cuh; roles.cuh above 128 dimensions) and
+// another dQ (queries.cuh), with the same bits every time. sinks.cuh has the sinks' gradient. See
+// Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
+// (2024), section 3 and Dao, "FlashAttention-2" (2023), algorithm 2.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/backward/arguments.h"
+#include "common/registers.cuh"
+#include "config.h"
+#include "consumer.cuh"
+#include "keys.cuh"
+#include "producer.cuh"
+#include "queries.cuh"
+#include "roles.cuh"
+#include "roles_shared.cuh"
+#include "rows.cuh"
+#include "shared.cuh"
+#include "sinks.cuh"
+#include "work.cuh"
+
+namespace unsloth {
+
+template <int D, class T>
+using MemoryOf = std::conditional_t<(D <= 128), Shared<D, T>, RolesShared<D, T>>;
+
+// Dynamic shared memory, with room to align its start.
+template <int D, class T>
+consteval int shared_bytes() {
+  return sizeof(MemoryOf<D, T>) + 1024 - 16;
+}
+
+template <int D, class T, Mask kMask, bool kApart = false>
+__device__ __forceinline__ void attention_gradients(const AttentionGradientsArguments &p) {
+  using Memory = MemoryOf<D, T>;
+  extern __shared__ uint8_t dynamic[];
+  Memory &shared =
+      *reinterpret_cast<Memory *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
+  const Work work = work_at<D, kMask>(p);
+  if (work.first_key >= work.sequence.seqlen_k) return;
+
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&p.q);
+    tma_prefetch_map(&p.k);
+    tma_prefetch_map(&p.v);
+    tma_prefetch_map(&p.dout);
+    shared.work = work;
+    shared.init_barriers();
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // Uniform over the warp, which lets descriptors live in uniform registers.
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  if (warp < 4) {
+    release_registers_to<kProducerRegisters>();
+    if (warp == 0) produce<D>(p, shared);
+  } else {
+    acquire_registers_to<kConsumerRegisters>();
+    if constexpr (!kApart) {
+      Consumer<D, T, kMask>(p, shared, warp - 4).run();
+    } else if constexpr (D <= 128) {
+      KeyConsumer<D, T>(p, shared, warp / 4 - 1).run();
+    } else {
+      Roles<D, T>(p, shared).run(warp / 4 - 1);
+    }
+  }
+}
+
+template <class T>
+constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
+
+}  // namespace unsloth
+
+// Instantiates a kernel, and beside it what the host must know of it.
+#define UNSLOTH_ATTENTION_GRADIENTS(name, part, type, dim, mask, threads, shared, call) \
+  extern "C" __global__ void __launch_bounds__(threads, 1)                              \
+      name(const __grid_constant__ AttentionGradientsArguments params) {                \
+    call(params);                                                                       \
+  }                                                                                     \
+  extern "C" __device__ const AttentionGradientsLaunch name##_launch = {                \
+      static_cast<int32_t>(unsloth::Part::part),                                        \
+      static_cast<int32_t>(unsloth::kDtype<type>),                                      \
+      dim,                                                                              \
+      unsloth::kKeys<dim>,                                                              \
+      static_cast<int32_t>(unsloth::mask),                                              \
+      threads,                                                                          \
+      shared,                                                                           \
+  };
+
+#define UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix, type, dim, mask)                        \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix, kGradients, type, dim, mask, \
+                              unsloth::kThreads, (unsloth::shared_bytes<dim, type>()),   \
+                              (unsloth::attention_gradients<dim, type, unsloth::mask>))
+
+// What all ways begin with, dK and dV alone, dQ alone, and the gradients of sinks.
+#define UNSLOTH_ATTENTION_GRADIENTS_APART(suffix, type, dim)                                   \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_prepare, kPrepare, type, dim,     \
+                              Mask::kNone, 128, 0, (unsloth::prepare_rows<dim, type>))         \
+  UNSLOTH_ATTENTION_GRADIENTS(                                                                 \
+      attention_gradients_##suffix##_keys, kKeys, type, dim, Mask::kWindow, unsloth::kThreads, \
+      (unsloth::shared_bytes<dim, type>()),                                                    \
+      (unsloth::attention_gradients<dim, type, unsloth::Mask::kWindow, true>))                 \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_queries, kQueries, type, dim,     \
+                              Mask::kWindow, unsloth::kThreads,                                \
+                              (unsloth::query_shared_bytes<dim, type>()),                      \
+                              (unsloth::attention_query_gradients<dim, type>))                 \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_sinks, kSinks, type, dim,         \
+                              Mask::kNone, unsloth::kSinkThreads, unsloth::kSinkBytes,         \
+                              unsloth::sum_sinks)
+
+// All gradients in one kernel, with sums of dQ in memory.
+#define UNSLOTH_ATTENTION_GRADIENTS_TOGETHER(suffix, type, dim)                          \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_finish, kFinish, type, dim, \
+                              Mask::kNone, 128, 0, (unsloth::finish_rows<dim, type>))    \
+  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_full, type, dim, Mask::kNone)                \
+  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_causal, type, dim, Mask::kCausal)            \
+  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_window, type, dim, Mask::kWindow)
+
+#define UNSLOTH_ATTENTION_GRADIENTS_16BIT(kind, dim)                   \
+  UNSLOTH_ATTENTION_GRADIENTS_##kind(bf16_hd##dim, __nv_bfloat16, dim) \
+      UNSLOTH_ATTENTION_GRADIENTS_##kind(f16_hd##dim, __half, dim)

@@ -1,0 +1,28 @@
+// Tile shapes, and what follows from them.
+#pragma once
+
+#include "contract.h"
+
+namespace unsloth {
+
+constexpr int kBlockM = 64;   // queries of a step
+constexpr int kBlockN = 128;  // keys of a block, 64 for each of two warpgroups
+template <int D>
+constexpr int kKeys = D > 128 ? 64 : kBlockN;  // roles.cuh: the same 64 for both
+constexpr int kQStages = 3;                    // buffers for Q, which two steps read
+constexpr int kStages = 2;                     // buffers for dO, and for dS
+constexpr int kChunk = 64;                     // columns of one 128-byte swizzled chunk
+constexpr int kThreads = 384;
+
+// Registers per thread after the hand-over from producer to consumers.
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+// A block is launched with as many registers as divide evenly, in eights; who waits for more than
+// are given back waits for ever.
+static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <=
+              65536 / kThreads / 8 * 8 * kThreads);
+
+// Named barriers (0 is the block's).
+enum : int { kBarrierConsumers = 1 };
+
+}  // namespace unsloth

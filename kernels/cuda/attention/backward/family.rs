@@ -1,0 +1,132 @@
+//! Attention's gradients on Hopper, f16 and bf16: what the kernels are told, and what tells them apart.
+
+use crate::family::{Family, Field, Type, field};
+
+/// The family.
+pub const FAMILY: Family = Family {
+    name: "attention_gradients",
+    directory: "attention/backward",
+    architecture: Some((90, "a")),
+    arguments: ARGUMENTS,
+    choices: &[
+        ("part", "a contract's Part"),
+        ("dtype", "a contract's Float"),
+        ("head_dim", "the largest served"),
+        ("block_keys", "keys of a block"),
+        ("mask", "a contract's Mask"),
+    ],
+};
+
+/// Tensor maps have a 128-byte swizzle and are 64 elements wide: (dim, sequence, heads, batch), box (64, 64, 1, 1) of q and dout, (64,
+/// block_keys, 1, 1) of k and v. Variable length: one batch of all tokens.
+const ARGUMENTS: &[Field] = &[
+    field(Type::TensorMap, "q", ""),
+    field(Type::TensorMap, "dout", ""),
+    field(Type::TensorMap, "k", ""),
+    field(Type::TensorMap, "v", ""),
+    field(
+        Type::Pointer("const void"),
+        "out",
+        "16-byte aligned rows, as of all below; strides are in elements",
+    ),
+    field(Type::Pointer("const void"), "dout_pointer", ""),
+    field(Type::Pointer("const float"), "lse", ""),
+    field(Type::Pointer("const float"), "dlse", "may be null"),
+    field(Type::Pointer("void"), "dq", "may be null"),
+    field(Type::Pointer("void"), "dk", "may be null"),
+    field(Type::Pointer("void"), "dv", "may be null"),
+    field(
+        Type::Pointer("const float"),
+        "alibi_slopes",
+        "contiguous over heads_q, or null",
+    ),
+    field(Type::I64, "alibi_batch_stride", ""),
+    field(
+        Type::Pointer("const float"),
+        "sinks",
+        "[heads_q], null without dsinks",
+    ),
+    field(Type::Pointer("float"), "dsinks", "[heads_q], may be null"),
+    field(
+        Type::Pointer("float"),
+        "statistics",
+        "[heads_q, blocks_per_head, 2, 64]",
+    ),
+    field(
+        Type::Pointer("float"),
+        "sums",
+        "[heads_q, blocks_per_head, 64 · the kernel's head_dim]; null without dq",
+    ),
+    field(
+        Type::Pointer("const int32_t"),
+        "cu_seqlens_q",
+        "[batch + 1], or null: every sequence has seqlen_q",
+    ),
+    field(
+        Type::Pointer("const int32_t"),
+        "cu_seqlens_k",
+        "[batch + 1], or null",
+    ),
+    field(Type::I64, "out_batch_stride", ""),
+    field(Type::I64, "out_sequence_stride", ""),
+    field(Type::I64, "out_head_stride", ""),
+    field(Type::I64, "dout_batch_stride", ""),
+    field(Type::I64, "dout_sequence_stride", ""),
+    field(Type::I64, "dout_head_stride", ""),
+    field(Type::I64, "lse_batch_stride", ""),
+    field(Type::I64, "lse_sequence_stride", ""),
+    field(Type::I64, "lse_head_stride", ""),
+    field(Type::I64, "dlse_batch_stride", ""),
+    field(Type::I64, "dlse_sequence_stride", ""),
+    field(Type::I64, "dlse_head_stride", ""),
+    field(Type::I64, "dq_batch_stride", ""),
+    field(Type::I64, "dq_sequence_stride", ""),
+    field(Type::I64, "dq_head_stride", ""),
+    field(Type::I64, "dk_batch_stride", ""),
+    field(Type::I64, "dk_sequence_stride", ""),
+    field(Type::I64, "dk_head_stride", ""),
+    field(Type::I64, "dv_batch_stride", ""),
+    field(Type::I64, "dv_sequence_stride", ""),
+    field(Type::I64, "dv_head_stride", ""),
+    field(
+        Type::I64,
+        "blocks_per_head",
+        "blocks of 64 queries, of all sequences",
+    ),
+    field(Type::I32, "batch", ""),
+    field(Type::I32, "accumulate", "whether dsinks is added to"),
+    field(Type::I32, "heads_q", ""),
+    field(Type::I32, "heads_kv", ""),
+    field(Type::I32, "group", "query heads of a key head"),
+    field(Type::I32, "head_dim", ""),
+    field(Type::I32, "seqlen_q", "variable length: the longest"),
+    field(Type::I32, "seqlen_k", "variable length: the longest"),
+    field(
+        Type::I32,
+        "row_blocks",
+        "blocks of 64 queries of the longest sequence",
+    ),
+    field(
+        Type::I32,
+        "key_blocks",
+        "blocks of keys of the longest sequence",
+    ),
+    field(
+        Type::I32,
+        "window_left",
+        "keys seen before the diagonal, kNoLimit at most",
+    ),
+    field(
+        Type::I32,
+        "window_right",
+        "keys seen after the diagonal, kNoLimit at most",
+    ),
+    field(Type::F32, "scale", ""),
+    field(
+        Type::F32,
+        "scale_log2",
+        "log2(e) times it, or times the cap of scores",
+    ),
+    field(Type::F32, "softcap_scale", "scale / softcap, or 0"),
+    field(Type::F32, "alibi_factor", "log2(e) / scale_log2"),
+];

@@ -1,0 +1,66 @@
+// The producer: a warp that loads K and V once, then Q with its statistics and dO, block by block,
+// of every query head that reads the key head.
+#pragma once
+
+#include "common/tma.cuh"
+#include "shared.cuh"
+#include "work.cuh"
+
+namespace unsloth {
+
+template <int D, class Memory>
+__device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Memory &shared) {
+  const Work w = shared.work;
+  const bool leader = threadIdx.x == 0;
+  const Sequence &s = w.sequence;
+  const int batch_k = p.cu_seqlens_k != nullptr ? 0 : s.batch;
+  const int batch_q = p.cu_seqlens_q != nullptr ? 0 : s.batch;
+  if (w.m_min >= w.m_max) return;
+  if (leader) shared.kv_full.arrive_expect(2 * sizeof shared.k);
+  __syncwarp();
+#pragma unroll
+  for (int c = 0; c < D / kChunk; ++c) {
+    const int offset = c * kKeys<D> * kChunk * 2;
+    tma_load_4d(shared_address(shared.k) + offset, &p.k, &shared.kv_full, kEvictFirst, c * kChunk,
+                s.k_begin + w.first_key, w.head_kv, batch_k);
+    tma_load_4d(shared_address(shared.v) + offset, &p.v, &shared.kv_full, kEvictFirst, c * kChunk,
+                s.k_begin + w.first_key, w.head_kv, batch_k);
+  }
+  Ring<Memory::kQBuffers> of_q;
+  Ring<kStages> of_dout;
+#pragma unroll 1
+  for (int g = 0; g < p.group; ++g) {
+    const int head = w.head_kv * p.group + g;
+#pragma unroll 1
+    for (int m = w.m_min; m < w.m_max; ++m) {
+      int stage = __shfl_sync(0xffffffff, of_q.stage, 0);
+      const int row = s.q_begin + m * kBlockM;
+      Mbarrier *full = &shared.q_full[stage];
+      shared.q_empty[stage].wait(of_q.parity ^ 1);
+      if (leader) full->arrive_expect(sizeof shared.q[0] + sizeof shared.statistics[0]);
+      __syncwarp();
+#pragma unroll
+      for (int c = 0; c < D / kChunk; ++c) {
+        tma_load_4d(shared_address(shared.q[stage]) + c * kBlockM * kChunk * 2, &p.q, full,
+                    kEvictLast, c * kChunk, row, head, batch_q);
+      }
+      bulk_load(shared_address(shared.statistics[stage]),
+                p.statistics + block_at(p, s, head, m) * (2 * kBlockM), sizeof shared.statistics[0],
+                full);
+      stage = __shfl_sync(0xffffffff, of_dout.stage, 0);
+      full = &shared.dout_full[stage];
+      shared.dout_empty[stage].wait(of_dout.parity ^ 1);
+      if (leader) full->arrive_expect(sizeof shared.dout[0]);
+      __syncwarp();
+#pragma unroll
+      for (int c = 0; c < D / kChunk; ++c) {
+        tma_load_4d(shared_address(shared.dout[stage]) + c * kBlockM * kChunk * 2, &p.dout, full,
+                    kEvictLast, c * kChunk, row, head, batch_q);
+      }
+      of_q.advance();
+      of_dout.advance();
+    }
+  }
+}
+
+}  // namespace unsloth

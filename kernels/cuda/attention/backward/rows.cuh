@@ -1,0 +1,145 @@
+// What comes before and after: statistics of every query, sums of dQ from zero; and the sums as
+// they are wanted.
+//
+// A block of either is a block of 64 queries of a head. The sums lie in the order in which threads
+// of the main kernel hold them: see `sums_at`.
+#pragma once
+
+#include "common/math.cuh"
+#include "work.cuh"
+
+namespace unsloth {
+
+// A warpgroup of the main kernel adds to half of a block's columns, a warp to 16 rows of them, one
+// behind the other; each thread four numbers at once: two columns of a row and of the row eight
+// further down.
+template <int D>
+__device__ __forceinline__ float *sums_at(const AttentionGradientsArguments &p, int64_t block) {
+  return p.sums + block * (kBlockM * D);
+}
+
+// Eight elements.
+template <class T>
+struct Eight {
+  float of[8];
+
+  __device__ __forceinline__ explicit Eight(const T *from) {
+    const uint4 bits = *reinterpret_cast<const uint4 *>(from);
+    const T *elements = reinterpret_cast<const T *>(&bits);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) of[i] = static_cast<float>(elements[i]);
+  }
+};
+
+// delta = sum(dO O) - dLSE (Dao 2023, "FlashAttention-2", algorithm 2; a gradient of the
+// log-sum-exp itself enters dS as P dLSE). Rows that the sequence does not have, and those that see
+// no key, get an infinite log-sum-exp: their P is zero.
+template <int D, class T>
+__device__ __forceinline__ void prepare_rows(const AttentionGradientsArguments &p) {
+  constexpr int kLanes = D > 128 ? 32 : D > 64 ? 16 : 8;  // of a row, a power of two
+  const auto [s, head, m] = query_block_at(p);
+  if (m * kBlockM >= s.seqlen_q) return;
+  const int64_t block = block_at(p, s, head, m);
+  const int64_t batch = p.cu_seqlens_q != nullptr ? 0 : s.batch;
+  for (int i = threadIdx.x; i < kBlockM * kLanes; i += blockDim.x) {
+    const int row = i / kLanes, column = i % kLanes * 8;
+    const int64_t position = m * kBlockM + row;
+    const bool there = position < s.seqlen_q;
+    const int64_t token = s.q_begin + position;
+    float delta = 0.0f;
+    if (there && column < p.head_dim) {
+      const Eight<T> o(static_cast<const T *>(p.out) + batch * p.out_batch_stride +
+                       token * p.out_sequence_stride + head * p.out_head_stride + column);
+      const Eight<T> g(static_cast<const T *>(p.dout_pointer) + batch * p.dout_batch_stride +
+                       token * p.dout_sequence_stride + head * p.dout_head_stride + column);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) delta = fmaf(o.of[j], g.of[j], delta);
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      delta += __shfl_xor_sync(0xffffffff, delta, step);
+    }
+    if (column == 0) {
+      float lse = there ? p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride +
+                                token * p.lse_sequence_stride]
+                        : -INFINITY;
+      if (lse == -INFINITY) {
+        lse = INFINITY;
+        delta = 0.0f;
+      } else {
+        lse *= kLog2E;
+        if (p.dlse != nullptr) {
+          delta -= p.dlse[batch * p.dlse_batch_stride + head * p.dlse_head_stride +
+                          token * p.dlse_sequence_stride];
+        }
+      }
+      float *statistics = p.statistics + block * (2 * kBlockM);
+      // In the order of the main kernel's threads: see statistics_of.
+      const int at = row % 8 / 2 * (kBlockM / 4) + row / 8 * 2 + row % 2;
+      statistics[at] = lse;
+      statistics[kBlockM + at] = delta;
+    }
+  }
+  if (p.sums == nullptr) return;
+  float4 *sums = reinterpret_cast<float4 *>(sums_at<D>(p, block));
+  for (int i = threadIdx.x; i < kBlockM * D / 4; i += blockDim.x) {
+    sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+// Four numbers of each of four neighbouring lanes, transposed.
+__device__ __forceinline__ void transpose_quads(uint32_t (&x)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    // The lane that has the bit gives away the lower of two, the other one the upper.
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t given = upper ? x[i] : x[i + step];
+      const uint32_t got = __shfl_xor_sync(0xffffffff, given, step);
+      (upper ? x[i] : x[i + step]) = got;
+    }
+  }
+}
+
+// dQ = scale times the sums. A warp takes 16 rows by 32 columns at once: a thread has two numbers
+// of a row, and two of the row eight further down, of each 8 columns, and exchanges them for 8 side
+// by side.
+template <int D, class T>
+__device__ __forceinline__ void finish_rows(const AttentionGradientsArguments &p) {
+  const auto [s, head, m] = query_block_at(p);
+  if (m * kBlockM >= s.seqlen_q) return;
+  const float4 *sums = reinterpret_cast<const float4 *>(sums_at<D>(p, block_at(p, s, head, m)));
+  const int64_t batch = p.cu_seqlens_q != nullptr ? 0 : s.batch;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  constexpr int kGroups = D / 64;  // of 32 columns, in each half
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const float4 *from = sums + (half * 4 + warp) * (kBlockM * D / 32) + g * 128 + lane;
+      uint32_t rows[2][4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const float4 four = from[t * 32];
+        rows[0][t] = pack<T>(four.x * p.scale, four.y * p.scale);
+        rows[1][t] = pack<T>(four.z * p.scale, four.w * p.scale);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        transpose_quads(rows[r]);
+        const int position = m * kBlockM + 16 * warp + lane / 4 + 8 * r;
+        const int column = half * (D / 2) + g * 32 + lane % 4 * 8;
+        if (position >= s.seqlen_q || column >= p.head_dim) continue;
+        T *to = static_cast<T *>(p.dq) + batch * p.dq_batch_stride +
+                static_cast<int64_t>(s.q_begin + position) * p.dq_sequence_stride +
+                head * p.dq_head_stride + column;
+        *reinterpret_cast<uint4 *>(to) = {rows[r][0], rows[r][1], rows[r][2], rows[r][3]};
+      }
+    }
+  }
+}
+
+}  // namespace unsloth

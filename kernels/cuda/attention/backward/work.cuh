@@ -1,0 +1,103 @@
+// What a block computes: the gradients of a block of keys of one key head, from every query that
+// sees them.
+#pragma once
+
+#include "attention/backward/arguments.h"
+#include "common/math.cuh"
+#include "config.h"
+
+namespace unsloth {
+
+// A sequence: where its rows begin, and how many there are.
+struct Sequence {
+  int batch;
+  int q_begin, seqlen_q;
+  int k_begin, seqlen_k;
+  int first_block;  // of its blocks of queries, in a head's statistics and sums
+};
+
+__device__ __forceinline__ Sequence sequence_at(const AttentionGradientsArguments &p, int batch) {
+  Sequence s = {batch, 0, p.seqlen_q, 0, p.seqlen_k, batch * p.row_blocks};
+  if (p.cu_seqlens_q != nullptr) {
+    s.q_begin = p.cu_seqlens_q[batch];
+    s.seqlen_q = p.cu_seqlens_q[batch + 1] - s.q_begin;
+    // Whole blocks for each sequence, in the order of the batch.
+    s.first_block = (s.q_begin + batch * kBlockM) / kBlockM;
+  }
+  if (p.cu_seqlens_k != nullptr) {
+    s.k_begin = p.cu_seqlens_k[batch];
+    s.seqlen_k = p.cu_seqlens_k[batch + 1] - s.k_begin;
+  }
+  return s;
+}
+
+// A block of queries, of the kernels that run before and after.
+struct QueryBlock {
+  Sequence sequence;
+  int head, m;
+};
+
+__device__ __forceinline__ QueryBlock query_block_at(const AttentionGradientsArguments &p) {
+  const int pair = blockIdx.x / p.row_blocks;
+  const int m = blockIdx.x - pair * p.row_blocks;
+  return {sequence_at(p, pair / p.heads_q), pair % p.heads_q, m};
+}
+
+// Of a head's statistics the block of queries m, and of its sums of dQ.
+__device__ __forceinline__ int64_t block_at(const AttentionGradientsArguments &p, const Sequence &s,
+                                            int head, int m) {
+  return static_cast<int64_t>(head) * p.blocks_per_head + s.first_block + m;
+}
+
+struct Work {
+  Sequence sequence;
+  int head_kv;
+  int first_key;
+  int m_min, m_max;           // blocks of queries that see one of the keys
+  int mask_below, mask_from;  // blocks m < mask_below and m >= mask_from need masking
+  int partial;                // the block that ends in another sequence's rows, or -1
+  int64_t to_next_head;       // in the sums, from the last block of a head to the first of the next
+};
+
+// `D` is the kernel's head dimension.
+template <int D, Mask kMask>
+__device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p) {
+  Work w;
+  // Blocks of a head side by side: they read the same queries. Of a causal one the first has the
+  // most work.
+  const int pair = blockIdx.x / p.key_blocks;
+  w.first_key = (blockIdx.x - pair * p.key_blocks) * kKeys<D>;
+  w.head_kv = pair % p.heads_kv;
+  w.sequence = sequence_at(p, pair / p.heads_kv);
+  const Sequence &s = w.sequence;
+  const int end = min(w.first_key + kKeys<D>, s.seqlen_k), diagonal = s.seqlen_k - s.seqlen_q;
+  w.m_min = 0;
+  w.m_max = w.first_key < end ? ceil_div(s.seqlen_q, kBlockM) : 0;
+  // Query i sees keys from i + diagonal - window_left to i + diagonal + window_right.
+  if (kMask != Mask::kNone) {
+    const int first = w.first_key - diagonal - (kMask == Mask::kCausal ? 0 : p.window_right);
+    w.m_min = max(first, 0) / kBlockM;
+  }
+  if (kMask == Mask::kWindow) {
+    const int last = end - 1 - diagonal + p.window_left;
+    w.m_max = last < 0 ? 0 : min(w.m_max, last / kBlockM + 1);
+  }
+  w.mask_below = 0;
+  w.mask_from = w.m_max;
+  if (kMask != Mask::kNone) {
+    // From where on every query sees the last key; and up to where every one sees the first.
+    const int right = kMask == Mask::kCausal ? 0 : p.window_right;
+    w.mask_below = ceil_div(max(w.first_key + kKeys<D> - 1 - diagonal - right, 0), kBlockM);
+    if (kMask == Mask::kWindow) {
+      const int seen = w.first_key - diagonal + p.window_left + 1;
+      w.mask_from = max(seen, 0) / kBlockM;
+    }
+  }
+  if (w.first_key + kKeys<D> > s.seqlen_k) w.mask_below = w.m_max;
+  const bool packed = p.cu_seqlens_q != nullptr && s.seqlen_q % kBlockM != 0;
+  w.partial = packed ? s.seqlen_q / kBlockM : -1;
+  w.to_next_head = (p.blocks_per_head - (w.m_max - w.m_min) + 1) * (kBlockM * D);
+  return w;
+}
+
+}  // namespace unsloth

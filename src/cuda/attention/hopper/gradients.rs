@@ -1,0 +1,330 @@
+//! Gradients by the kernels for Hopper (`kernels/cuda/attention/backward`): f16 and bf16, head dimensions up to 256.
+//!
+//! Three launches: statistics of every query, and zeros for sums of `dq`; the gradients, where blocks of keys add to these sums in no
+//! order that can be told; `dq` from its sums. So `dq` is not of the same bits in each call. Where it must be, for head dimensions
+//! above 128, and with a soft cap or ALiBi, `dk` and `dv` are one kernel and `dq` is another, which computes the scores again.
+
+use contract::attention::{Mask, Part};
+
+use super::launch::{rows_of_keys, window};
+use super::tensor_map::{ALIGNMENT, COLUMNS, TensorMap};
+use super::{
+    UNIT, has_fitting_sizes, has_fitting_strides, hides, mask, sizes_of_keys, sizes_of_queries,
+};
+use crate::alloc::push;
+use crate::backend::Stream;
+use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::driver::Driver;
+use crate::cuda::images::attention_gradients::Arguments;
+use crate::cuda::{Cuda, check_blocks};
+use crate::dtype::DType;
+use crate::error::{Error, Result, text};
+use crate::problem::attention::{Backward, Keys, Queries, Rows};
+use crate::tensor::Scratch;
+
+const OP: &str = "attention_backward";
+/// Queries of a step: `kBlockM` of the kernels.
+const BLOCK_M: usize = 64;
+/// Bytes of the statistics of a block of queries: an LSE and a delta of each.
+const STATISTICS: usize = 2 * BLOCK_M * size_of::<f32>();
+
+/// A kernel, and what it is made for.
+struct Form {
+    kernel: Kernel<Arguments>,
+    part: Part,
+    dtype: u32,
+    /// The greatest head dimension.
+    head_dim: usize,
+    /// Keys of a block.
+    block_keys: usize,
+    mask: Mask,
+}
+
+/// The kernels, loaded; none on other devices.
+pub(in crate::cuda::attention) struct Kernels {
+    forms: Vec<Form>,
+}
+
+/// How a problem is run.
+pub(in crate::cuda::attention) struct Plan<'a> {
+    /// What comes before; all gradients, or `dk` and `dv`; `dq` from sums, or by itself.
+    forms: [&'a Form; 3],
+    /// Whether `dq` is summed in memory.
+    sums: bool,
+    /// What computes `dsinks`.
+    sinks: Option<&'a Form>,
+    /// Blocks of queries of the longest sequence, and of all.
+    row_blocks: usize,
+    blocks_per_head: usize,
+    /// Blocks of each launch.
+    blocks: [u32; 3],
+}
+
+impl Kernels {
+    pub fn new(resources: &Resources) -> Result<Kernels> {
+        let mut forms = Vec::new();
+        for kernel in resources.kernels::<Arguments>()? {
+            let choices = *kernel.choices;
+            let (part, mask) = (Part::from_code(choices.part), Mask::from_code(choices.mask));
+            let (Some(part), Some(mask)) = (part, mask) else {
+                let message = text!("{:?} is not known", kernel.info);
+                return Err(Error::Internal { op: OP, message });
+            };
+            let form = Form {
+                part,
+                dtype: choices.dtype,
+                head_dim: choices.head_dim as usize,
+                block_keys: choices.block_keys as usize,
+                mask,
+                kernel,
+            };
+            push(OP, &mut forms, form)?;
+        }
+        // Those that waste the least come first.
+        forms.sort_by_key(|form| (form.head_dim, form.mask.code()));
+        Ok(Kernels { forms })
+    }
+
+    /// How the problem is run, if it is here. Data pointers are not looked at.
+    pub fn plan(&self, b: &Backward) -> Option<Plan<'_>> {
+        let p = &b.forward;
+        if !is_served(b) {
+            return None;
+        }
+        let find = |part, wanted| {
+            self.forms.iter().find(|form| {
+                form.part == part
+                    && form.dtype == p.q.dtype as u32
+                    && p.head_dim <= form.head_dim
+                    && hides(form.mask, wanted)
+            })
+        };
+        let mask = mask(p);
+        let scores = p.softcap > 0.0 || p.alibi_slopes.is_some();
+        let keys = b.dk.is_some() || b.dv.is_some();
+        let sums = b.dq.is_some() && keys && !b.deterministic && !scores;
+        let prepare = find(Part::Prepare, Mask::None)?;
+        let of_one = |part| find(part, mask).filter(|form| form.head_dim == prepare.head_dim);
+        let together = of_one(Part::Gradients).filter(|_| sums);
+        let sums = together.is_some();
+        let forms = match together {
+            Some(together) => [prepare, together, find(Part::Finish, Mask::None)?],
+            None => [prepare, of_one(Part::Keys)?, of_one(Part::Queries)?],
+        };
+        let row_blocks = p.max_seqlen_q.div_ceil(BLOCK_M);
+        let blocks_per_head = match p.queries {
+            Queries::Batched { .. } => row_blocks.checked_mul(p.batch)?,
+            // Whole blocks for every sequence.
+            Queries::Packed { total, .. } => {
+                p.batch.checked_mul(BLOCK_M)?.checked_add(total)? / BLOCK_M
+            }
+        };
+        let of_rows = row_blocks.checked_mul(p.batch)?.checked_mul(p.num_heads)?;
+        // Those of `dq` alone take two blocks of queries each.
+        let of_dq = match sums {
+            true => of_rows,
+            false => row_blocks.div_ceil(2) * (p.batch * p.num_heads),
+        };
+        let of_keys = p
+            .max_seqlen_k
+            .div_ceil(forms[1].block_keys)
+            .checked_mul(p.batch)?
+            .checked_mul(p.num_kv_heads)?;
+        let count = |blocks| check_blocks(OP, "q", blocks).ok();
+        Some(Plan {
+            forms,
+            row_blocks,
+            blocks_per_head,
+            blocks: [
+                count(of_rows)?,
+                if keys { count(of_keys)? } else { 0 },
+                if b.dq.is_some() { count(of_dq)? } else { 0 },
+            ],
+            sums,
+            sinks: match b.dsinks {
+                Some(_) => Some(find(Part::Sinks, Mask::None)?),
+                None => None,
+            },
+        })
+    }
+}
+
+/// The tensors that the copy engine reads; all others are read and written in units of 16 bytes.
+fn copied(b: &Backward) -> [(&Rows, [usize; 3]); 4] {
+    let p = &b.forward;
+    let (queries, keys) = (sizes_of_queries(p), sizes_of_keys(p));
+    [
+        (&p.q, queries),
+        (&b.dout, queries),
+        (&p.k, keys),
+        (&p.v, keys),
+    ]
+}
+
+/// All tensors of heads.
+fn accessed(b: &Backward) -> impl Iterator<Item = &Rows> {
+    let p = &b.forward;
+    let gradients = [&b.dq, &b.dk, &b.dv].into_iter().flatten();
+    [&p.q, &p.k, &p.v, &p.out, &b.dout]
+        .into_iter()
+        .chain(gradients)
+}
+
+fn is_served(b: &Backward) -> bool {
+    let p = &b.forward;
+    let plain_keys = match p.keys {
+        Keys::Batched { seq_lens, .. } => seq_lens.is_null(),
+        Keys::Packed { .. } => true,
+        Keys::Paged { .. } => false,
+    };
+    let in_units = |rows: &Rows| {
+        [rows.outer, rows.token, rows.head]
+            .iter()
+            .all(|stride| stride.is_multiple_of(UNIT))
+    };
+    plain_keys
+        && matches!(p.q.dtype, DType::F16 | DType::Bf16)
+        && accessed(b).all(|rows| rows.dtype == p.q.dtype && in_units(rows))
+        && copied(b)
+            .iter()
+            .all(|(rows, sizes)| has_fitting_strides(rows, *sizes))
+        && p.head_dim == p.head_dim_v
+        && p.head_dim.is_multiple_of(UNIT)
+        && (1e-20..=1e20).contains(&p.scale)
+        && p.bias.is_none()
+        && p.mask.is_none()
+        && has_fitting_sizes(p)
+}
+
+impl Plan<'_> {
+    /// Bytes of the statistics, and of the sums of `dq` behind them.
+    fn sizes(&self, b: &Backward) -> [usize; 2] {
+        let blocks = self.blocks_per_head.saturating_mul(b.forward.num_heads);
+        let sums = match self.sums {
+            true => BLOCK_M * self.forms[1].head_dim * size_of::<f32>(),
+            false => 0,
+        };
+        [STATISTICS, sums].map(|size| blocks.saturating_mul(size))
+    }
+
+    /// In bytes.
+    pub fn workspace_size(&self, b: &Backward) -> usize {
+        self.sizes(b)
+            .iter()
+            .fold(0, |sum, size| sum.saturating_add(*size))
+    }
+
+    /// Whether the data lies at addresses that it takes.
+    pub fn reaches(&self, b: &Backward) -> bool {
+        accessed(b).all(|rows| rows.ptr.addr().is_multiple_of(ALIGNMENT))
+    }
+
+    /// Queues a problem that it reaches.
+    pub fn launch(
+        &self,
+        cuda: &Cuda,
+        b: &Backward,
+        scratch: &Scratch,
+        stream: Stream,
+    ) -> Result<()> {
+        let arguments = self.arguments(cuda, b, scratch)?;
+        tracing::trace!("{OP}: Hopper's kernels: {:?} blocks", self.blocks);
+        let sinks = self.sinks.map(|form| (form, b.forward.num_heads as u32));
+        let forms = self.forms.into_iter().zip(self.blocks);
+        for (form, blocks) in forms.chain(sinks) {
+            if blocks > 0 {
+                // SAFETY: the problem was checked: its tensors have the rows that the argument describes, as far as lengths in device
+                // memory are what the caller promises; the workspace has the planned size.
+                unsafe { cuda.launch(OP, &form.kernel, blocks, &arguments, stream) }?;
+            }
+        }
+        Ok(())
+    }
+
+    fn arguments(&self, cuda: &Cuda, b: &Backward, scratch: &Scratch) -> Result<Arguments> {
+        let p = &b.forward;
+        let driver = cuda.resources.primary.driver;
+        // Tensor maps are made in a context, too.
+        let _entered = cuda.resources.primary.enter(OP)?;
+        let block_keys = self.forms[1].block_keys;
+        let keys = |rows| rows_of_keys(driver, p, rows, p.head_dim, block_keys as u32);
+        let statistics = scratch.ptr.addr() as u64;
+        let capped = p.softcap > 0.0;
+        let scale_log2 = if capped { p.softcap } else { p.scale } * std::f32::consts::LOG2_E;
+        let mut a = Arguments {
+            q: rows_of_queries(driver, b, &p.q)?,
+            dout: rows_of_queries(driver, b, &b.dout)?,
+            k: keys(&p.k)?,
+            v: keys(&p.v)?,
+            statistics,
+            blocks_per_head: self.blocks_per_head as i64,
+            batch: p.batch as i32,
+            accumulate: b.accumulate.into(),
+            heads_q: p.num_heads as i32,
+            heads_kv: p.num_kv_heads as i32,
+            group: (p.num_heads / p.num_kv_heads) as i32,
+            head_dim: p.head_dim as i32,
+            seqlen_q: p.max_seqlen_q as i32,
+            seqlen_k: p.max_seqlen_k as i32,
+            row_blocks: self.row_blocks as i32,
+            key_blocks: p.max_seqlen_k.div_ceil(block_keys) as i32,
+            window_left: window(p.window_left),
+            window_right: window(p.window_right),
+            scale: p.scale,
+            scale_log2,
+            alibi_factor: std::f32::consts::LOG2_E / scale_log2,
+            ..Arguments::ZERO
+        };
+        let place = |rows: &Rows| {
+            (
+                rows.ptr.addr() as u64,
+                rows.outer as i64,
+                rows.token as i64,
+                rows.head as i64,
+            )
+        };
+        macro_rules! rows {
+            ($rows:expr => $pointer:ident, $batch:ident, $sequence:ident, $head:ident) => {
+                if let Some(rows) = $rows {
+                    (a.$pointer, a.$batch, a.$sequence, a.$head) = place(rows);
+                }
+            };
+        }
+        rows!(Some(&p.out) => out, out_batch_stride, out_sequence_stride, out_head_stride);
+        rows!(Some(&b.dout) => dout_pointer, dout_batch_stride, dout_sequence_stride, dout_head_stride);
+        rows!(&p.lse => lse, lse_batch_stride, lse_sequence_stride, lse_head_stride);
+        rows!(&b.dlse => dlse, dlse_batch_stride, dlse_sequence_stride, dlse_head_stride);
+        rows!(&b.dk => dk, dk_batch_stride, dk_sequence_stride, dk_head_stride);
+        rows!(&b.dv => dv, dv_batch_stride, dv_sequence_stride, dv_head_stride);
+        rows!(&b.dq => dq, dq_batch_stride, dq_sequence_stride, dq_head_stride);
+        if let (Some(sinks), Some(dsinks)) = (p.sinks, b.dsinks) {
+            (a.sinks, a.dsinks) = (sinks.addr() as u64, dsinks.addr() as u64);
+        }
+        if capped {
+            a.softcap_scale = p.scale / p.softcap;
+        }
+        if let Some((slopes, stride)) = p.alibi_slopes {
+            a.alibi_slopes = slopes.addr() as u64;
+            a.alibi_batch_stride = stride as i64;
+        }
+        if self.sums {
+            a.sums = statistics + self.sizes(b)[0] as u64;
+        }
+        if let Queries::Packed { cu_seqlens, .. } = p.queries {
+            a.cu_seqlens_q = cu_seqlens.addr() as u64;
+        }
+        if let Keys::Packed { cu_seqlens, .. } = p.keys {
+            a.cu_seqlens_k = cu_seqlens.addr() as u64;
+        }
+        Ok(a)
+    }
+}
+
+/// Of queries or `dout`: (dim, tokens, heads, sequences).
+fn rows_of_queries(driver: &Driver, b: &Backward, rows: &Rows) -> Result<TensorMap> {
+    let [outer, tokens, heads] = sizes_of_queries(&b.forward);
+    let sizes = [b.forward.head_dim, tokens, heads, outer];
+    let strides = [rows.token, rows.head, rows.outer];
+    let counts = [COLUMNS, BLOCK_M as u32, 1, 1];
+    TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
+}
