@@ -17,9 +17,18 @@ use crate::nvcc::{Architecture, Compiled, Source, Unit};
 mod attention_forward;
 #[path = "../cuda/attention/backward/family.rs"]
 mod attention_gradients;
+#[path = "../cuda/cross_entropy/family.rs"]
+mod cross_entropy_ring;
+#[path = "../cuda/norm/backward/family.rs"]
+mod norm_backward_ring;
 
 /// Every family.
-pub const FAMILIES: &[Family] = &[attention_forward::FAMILY, attention_gradients::FAMILY];
+pub const FAMILIES: &[Family] = &[
+    attention_forward::FAMILY,
+    attention_gradients::FAMILY,
+    cross_entropy_ring::FAMILY,
+    norm_backward_ring::FAMILY,
+];
 
 /// The sources in CUDA C++.
 pub const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda");

@@ -15,10 +15,10 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Kernels::new("column_sums", resources, |c| [c.dtype])
 }
 
-/// f32 terms of sums: `[rows, columns]`, contiguous.
+/// f32 terms of up to two rows of sums: `[rows, columns]` of each, contiguous.
 pub(super) struct Shares {
     /// On the device.
-    pub address: u64,
+    pub addresses: [u64; 2],
     /// Below 2³¹; may be none.
     pub rows: usize,
     /// Below 2³¹.
@@ -26,16 +26,44 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Queues `out = sum over rows`, or `out += ..`, which takes f32.
+    /// Queues `out = sum over rows`, or `out += ..`, which takes f32, for the outputs that are
+    /// there: one launch, where they have one dtype.
     ///
     /// # Safety
-    /// The shares are there when the stream comes to them; `out` has `columns` contiguous elements
-    /// of a float dtype.
+    /// The shares are there when the stream comes to them; outputs have `columns` contiguous
+    /// elements of a float dtype.
     pub unsafe fn add(
         &self,
         cuda: &Cuda,
         op: &'static str,
-        out: &RawTensor,
+        outs: [Option<RawTensor>; 2],
+        accumulate: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        let [first, second] = self.addresses;
+        let add = |shares, out: &RawTensor, more: Option<&RawTensor>| {
+            // SAFETY: the caller's promise.
+            unsafe { self.launch(cuda, op, (shares, out), more, accumulate, stream) }
+        };
+        match &outs {
+            [Some(a), Some(b)] if a.dtype == b.dtype => add(first, a, Some(b)),
+            [a, b] => {
+                a.as_ref().map_or(Ok(()), |a| add(first, a, None))?;
+                b.as_ref().map_or(Ok(()), |b| add(second, b, None))
+            }
+        }
+    }
+
+    /// Queues the sums of one address, and with `more` those of the second.
+    ///
+    /// # Safety
+    /// As [`Shares::add`]; the outputs have one dtype.
+    unsafe fn launch(
+        &self,
+        cuda: &Cuda,
+        op: &'static str,
+        (shares, out): (u64, &RawTensor),
+        more: Option<&RawTensor>,
         accumulate: bool,
         stream: Stream,
     ) -> Result<()> {
@@ -43,11 +71,13 @@ impl Shares {
             return Ok(());
         }
         let kernel = cuda.column_sums.get([out.dtype as u32])?;
-        let per_block = kernel.choices.columns as usize;
-        let blocks = check_blocks(op, "x", self.columns.div_ceil(per_block))?;
+        let groups = self.columns.div_ceil(kernel.choices.columns as usize);
+        let blocks = check_blocks(op, "x", groups << u32::from(more.is_some()))?;
         let arguments = Arguments {
-            shares: self.address,
+            shares,
+            more_shares: self.addresses[1],
             out: out.ptr.addr() as u64,
+            more_out: more.map_or(0, |more| more.ptr.addr() as u64),
             rows: self.rows as u32,
             columns: self.columns as u32,
             accumulate: u32::from(accumulate),

@@ -40,6 +40,9 @@ fn cases() -> Vec<Case> {
         strided_rows(&[4, 257], 7),
         strided_rows(&[4, 256], 8),
         transposed(&[3, 4, 33], 0, 1),
+        // More than a block of a GPU keeps.
+        contiguous(&[3, 130_008]),
+        strided_rows(&[2, 4, 9000], 8),
     ]
     .into_iter()
     .enumerate()

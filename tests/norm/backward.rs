@@ -77,7 +77,10 @@ fn cases(dtype: DType) -> Vec<Case> {
                 push(centered, contiguous(&[5, dim]), 1 + power % 2 * 4);
             }
         }
-        push(centered, contiguous(&[700, 4096]), 5);
+        // Rows that are many for a GPU, with a residual and without, the last in place.
+        push(centered, contiguous(&[1100, 2056]), 1);
+        push(centered, strided_rows(&[2, 600, 776], 8), 5);
+        push(centered, contiguous(&[1057, 520]), 13);
     }
     cases
 }

@@ -1,5 +1,8 @@
 //! The backward pass of RMSNorm and LayerNorm on the GPU: which kernel a problem gets, its
-//! workspace, and its launches: one for the rows, then one for each parameter's gradient.
+//! workspace, and its launches: one for the rows, then one that adds the shares of the parameters'
+//! gradients.
+
+mod ring;
 
 use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
@@ -23,8 +26,11 @@ struct Form {
     resident: usize,
 }
 
-/// Those that take any row first, then by the length of the rows.
-pub(in crate::cuda) struct Kernels(Vec<Form>);
+pub(in crate::cuda) struct Kernels {
+    /// Those that take any row first, then by the length of the rows.
+    portable: Vec<Form>,
+    ring: ring::Kernels,
+}
 
 pub(in crate::cuda) fn kernels(resources: &Resources) -> Result<Kernels> {
     let mut forms = Vec::new();
@@ -39,19 +45,39 @@ pub(in crate::cuda) fn kernels(resources: &Resources) -> Result<Kernels> {
         push("norm_backward", &mut forms, form)?;
     }
     forms.sort_by_key(|form| (form.capacity, form.threads));
-    Ok(Kernels(forms))
+    Ok(Kernels {
+        portable: forms,
+        ring: ring::Kernels::new(resources)?,
+    })
+}
+
+/// A kernel, and how it is launched.
+enum Chosen<'a> {
+    Ring(ring::Form<'a>),
+    Portable {
+        form: &'a Form,
+        /// Elements that the kernel moves at a time.
+        width: usize,
+        /// Blocks of a launch.
+        groups: usize,
+    },
+}
+
+impl Chosen<'_> {
+    fn groups(&self) -> usize {
+        match self {
+            Chosen::Ring(form) => form.groups,
+            Chosen::Portable { groups, .. } => *groups,
+        }
+    }
 }
 
 /// A problem with its kernel.
 pub(crate) struct Ready<'a> {
     cuda: &'a Cuda,
     problem: Backward,
-    form: &'a Form,
-    /// Elements that the kernel moves at a time.
-    width: usize,
+    chosen: Chosen<'a>,
     rows: Rows<4>,
-    /// Blocks of a launch.
-    groups: usize,
 }
 
 impl Plans<Backward> for Cuda {
@@ -66,19 +92,11 @@ impl Plans<Backward> for Cuda {
                 return Err(Error::unsupported(op(&problem), "x", problem_text));
             }
         }
-        let (form, width) = choose(&self.norm_backward.0, &problem, &rows)?;
-        let rows_per_block = match form.capacity {
-            0 => 1,
-            _ => form.kernel.info.block[0] as usize / form.threads,
-        };
-        let blocks = rows.rows_per_launch().div_ceil(rows_per_block);
         Ok(Ready {
             cuda: self,
             problem,
-            form,
-            width,
+            chosen: choose(&self.norm_backward, &problem, &rows)?,
             rows,
-            groups: blocks.min(form.resident),
         })
     }
 }
@@ -96,15 +114,14 @@ fn rows(p: &Backward) -> Rows<4> {
     Rows::new([&p.x, &p.dout, &dresidual, &p.dx].map(|t| &t.layout))
 }
 
-/// The kernel, and the elements that it moves at a time: vectors, if rows are aligned and short
-/// enough.
-fn choose<'a>(forms: &'a [Form], p: &Backward, rows: &Rows<4>) -> Result<(&'a Form, usize)> {
+/// The kernel: one that moves vectors, if rows are aligned and short enough.
+fn choose<'a>(kernels: &'a Kernels, p: &Backward, rows: &Rows<4>) -> Result<Chosen<'a>> {
     let width = VECTOR / p.x.dtype.size();
     let tensors = [&p.x, &p.dout, &p.dx].into_iter().chain(&p.dresidual);
     let in_vectors = p.dim().is_multiple_of(width)
         && rows.aligned_to(width)
         && tensors.into_iter().all(|t| is_aligned(t, width));
-    let mut forms = forms.iter().filter(|form| {
+    let mut forms = kernels.portable.iter().filter(|form| {
         let choices = form.kernel.choices;
         choices.dtype == p.x.dtype as u32
             && choices.centered == u32::from(p.centered)
@@ -115,7 +132,27 @@ fn choose<'a>(forms: &'a [Form], p: &Backward, rows: &Rows<4>) -> Result<(&'a Fo
         message: text!("no kernel for dtype {}", p.x.dtype),
     })?;
     let fitting = forms.find(|form| in_vectors && form.capacity * width >= p.dim());
-    Ok(fitting.map_or((any, 1), |form| (form, width)))
+    let ring = &kernels.ring;
+    let rows = rows.rows_per_launch();
+    if let Some(form) = ring
+        .choose(p, rows, fitting.is_some())
+        .filter(|_| in_vectors)
+    {
+        return Ok(Chosen::Ring(form));
+    }
+    let (form, width, rows_per_block) = match fitting {
+        None => (any, 1, 1),
+        Some(form) => {
+            let threads = form.kernel.info.block[0] as usize;
+            (form, width, threads / form.threads)
+        }
+    };
+    let blocks = rows.div_ceil(rows_per_block);
+    Ok(Chosen::Portable {
+        form,
+        width,
+        groups: blocks.min(form.resident),
+    })
 }
 
 impl Ready<'_> {
@@ -123,7 +160,10 @@ impl Ready<'_> {
     fn shares(&self) -> usize {
         match self.problem.x.layout.is_empty() {
             true => 0,
-            false => self.groups.saturating_mul(self.rows.launches().count()),
+            false => self
+                .chosen
+                .groups()
+                .saturating_mul(self.rows.launches().count()),
         }
     }
 
@@ -133,11 +173,18 @@ impl Ready<'_> {
         self.shares().saturating_mul(row)
     }
 
-    fn arguments(&self, launch: &Launch<4>, shares: [u64; 2]) -> Arguments {
+    /// Of a kernel that moves `width` elements at a time.
+    fn arguments(
+        &self,
+        width: usize,
+        groups: usize,
+        launch: &Launch<4>,
+        shares: [u64; 2],
+    ) -> Arguments {
         let p = &self.problem;
         let at =
             |t: &RawTensor, i: usize| (t.ptr.addr() + launch.offsets[i] * t.dtype.size()) as u64;
-        let stride = |dim: usize, i: usize| (launch.strides[dim][i] / self.width) as u64;
+        let stride = |dim: usize, i: usize| (launch.strides[dim][i] / width) as u64;
         let [size_1, size_2] = launch.divisors();
         Arguments {
             x: at(&p.x, 0),
@@ -148,8 +195,8 @@ impl Ready<'_> {
             dweights: shares[0],
             dbiases: shares[1],
             rows: launch.num_rows() as u32,
-            length: (p.dim() / self.width) as u32,
-            groups: self.groups as u32,
+            length: (p.dim() / width) as u32,
+            groups: groups as u32,
             has_dweight: u32::from(p.parameters.dweight.is_some()),
             has_dbias: u32::from(p.parameters.dbias.is_some()),
             size_1: size_1.size,
@@ -179,6 +226,29 @@ impl Ready<'_> {
     }
 }
 
+impl Ready<'_> {
+    /// Queues the gradients of a launch's rows.
+    ///
+    /// # Safety
+    /// The tensors have these rows, and each block has a share of what is asked for.
+    unsafe fn rows_of(&self, launch: &Launch<4>, shares: [u64; 2], stream: Stream) -> Result<()> {
+        let (cuda, p) = (self.cuda, &self.problem);
+        match &self.chosen {
+            // SAFETY: the caller's promise.
+            Chosen::Ring(form) => unsafe { form.launch(cuda, op(p), p, launch, shares, stream) },
+            Chosen::Portable {
+                form,
+                width,
+                groups,
+            } => {
+                let arguments = self.arguments(*width, *groups, launch, shares);
+                // SAFETY: the caller's promise.
+                unsafe { cuda.launch(op(p), &form.kernel, *groups as u32, &arguments, stream) }
+            }
+        }
+    }
+}
+
 impl Plan for Ready<'_> {
     fn implementation(&self) -> Implementation {
         Implementation::Cuda
@@ -191,7 +261,7 @@ impl Plan for Ready<'_> {
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         let p = &self.problem;
-        let asked = [&p.parameters.dweight, &p.parameters.dbias];
+        let asked = [p.parameters.dweight, p.parameters.dbias];
         // Shares of the gradients that are asked for, one after the other.
         let mut next = scratch.ptr.addr() as u64;
         let begins = asked.map(|gradient| {
@@ -200,30 +270,20 @@ impl Plan for Ready<'_> {
             begin
         });
         if !p.x.layout.is_empty() {
-            let per_launch = (self.groups * p.dim() * size_of::<f32>()) as u64;
+            let per_launch = (self.chosen.groups() * p.dim() * size_of::<f32>()) as u64;
             for (i, launch) in self.rows.launches().enumerate() {
                 let shares = begins.map(|begin| begin + i as u64 * per_launch);
-                let arguments = self.arguments(&launch, shares);
-                let blocks = self.groups as u32;
                 // SAFETY: the problem was checked: its tensors have the rows that the arguments
                 // describe, and the workspace a share for each block.
-                unsafe {
-                    self.cuda
-                        .launch(op(p), &self.form.kernel, blocks, &arguments, stream)
-                }?;
+                unsafe { self.rows_of(&launch, shares, stream) }?;
             }
         }
-        for (gradient, shares) in asked.into_iter().zip(begins) {
-            if let Some(gradient) = gradient {
-                let shares = Shares {
-                    address: shares,
-                    rows: self.shares(),
-                    columns: p.dim(),
-                };
-                // SAFETY: the launches above leave so many shares of `dim` sums there.
-                unsafe { shares.add(self.cuda, op(p), gradient, p.parameters.accumulate, stream) }?;
-            }
-        }
-        Ok(())
+        let shares = Shares {
+            addresses: begins,
+            rows: self.shares(),
+            columns: p.dim(),
+        };
+        // SAFETY: the launches above leave so many shares of `dim` sums there.
+        unsafe { shares.add(self.cuda, op(p), asked, p.parameters.accumulate, stream) }
     }
 }

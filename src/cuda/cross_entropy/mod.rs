@@ -1,6 +1,8 @@
 //! Cross-entropy on the GPU: a launch that counts tokens where the mean needs it, one for the tokens,
 //! one that adds their losses.
 
+mod ring;
+
 use super::device::Resources;
 use super::images::{cross_entropy, cross_entropy_sums};
 use super::rows::{Launch, Rows};
@@ -20,12 +22,14 @@ const OP: &str = "cross_entropy";
 pub(super) struct Kernels {
     tokens: Table<cross_entropy::Arguments, 2>,
     sums: Table<cross_entropy_sums::Arguments, 0>,
+    ring: ring::Kernels,
 }
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Ok(Kernels {
         tokens: Table::<cross_entropy::Arguments, 2>::new(OP, resources, |c| [c.dtype, c.width])?,
         sums: Table::<cross_entropy_sums::Arguments, 0>::new(OP, resources, |_| [])?,
+        ring: ring::Kernels::new(resources)?,
     })
 }
 
@@ -117,6 +121,12 @@ impl Ready<'_> {
             && [0, 1].iter().all(|t| self.rows.aligned_to_of(*t, vector))
             && is_aligned(&p.logits, vector)
             && p.dlogits.is_none_or(|t| is_aligned(&t, vector));
+        let ring = &self.cuda.cross_entropy.ring;
+        if let Some(kernel) = ring.choose(p).filter(|_| fits) {
+            let numbers = [losses, denominator];
+            // SAFETY: the problem was checked: its tensors have the rows that the launch describes.
+            return unsafe { ring.launch(self.cuda, kernel, p, launch, numbers, stream) };
+        }
         let width = if fits { vector } else { 1 };
         let kernel = self
             .cuda

@@ -1,0 +1,349 @@
+// The gradients of RMSNorm and LayerNorm on Hopper: one pass over memory, whose rows pass through
+// shared memory.
+//
+// A block fills a multiprocessor. Its threads stand in slots, each of which takes a row at a time
+// and has a ring of stages, filled by bulk copies that its first thread starts: so many bytes are
+// on their way that memory is busy however long a row is summed. Registers are left to the shares
+// of the parameters' gradients, which a thread keeps for the columns that it has of every row; the
+// slots' are added at the end, and `column_sums` adds the blocks'.
+#pragma once
+
+#include "common/named_barrier.cuh"
+#include "common/rows.cuh"
+#include "common/tma.cuh"
+#include "common/vector.cuh"
+#include "norm/backward/arguments.h"
+
+namespace unsloth {
+
+using Arguments = NormBackwardRingArguments;
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+// Vectors of 16 bytes that a thread has of a row.
+constexpr int kVectors = 4;
+constexpr int kMaxStages = 8;
+// What a block may have.
+constexpr int kSharedBytes = 227 * 1024;
+
+// What lies before gains and stages.
+struct Shared {
+  // By slot and stage.
+  Mbarrier full[kWarps * kMaxStages];
+  // Sums of warps: those of one row are read while those of the next are written.
+  float means[2][kWarps];
+  float sums[2][3][kWarps];
+};
+
+constexpr int kHeadBytes = (sizeof(Shared) + 127) / 128 * 128;
+
+// A gain of any dtype, as it is stored.
+__device__ __forceinline__ float stored_gain(const Arguments &p, uint32_t i) {
+  if (p.weight_dtype == static_cast<uint32_t>(Float::kF32)) {
+    return static_cast<const float *>(p.weight)[i];
+  }
+  if (p.weight_dtype == static_cast<uint32_t>(Float::kF16)) {
+    return __half2float(static_cast<const __half *>(p.weight)[i]);
+  }
+  return __bfloat162float(static_cast<const __nv_bfloat16 *>(p.weight)[i]);
+}
+
+// The gains of vector i as f32: ones without a weight.
+template <class T>
+__device__ __forceinline__ void load_gains(const Arguments &p, uint32_t i,
+                                           float (&to)[Vector<T>::kWidth]) {
+  constexpr int kWidth = Vector<T>::kWidth;
+  const bool aligned = reinterpret_cast<uintptr_t>(p.weight) % 16 == 0;
+  if (p.weight_dtype == 0) {
+#pragma unroll
+    for (int j = 0; j < kWidth; j++) to[j] = 1.0f;
+    return;
+  }
+  if (aligned && p.weight_dtype == static_cast<uint32_t>(kDtype<T>)) {
+    Vector<T>::unpack(static_cast<const uint4 *>(p.weight)[i], to);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kWidth; j++) to[j] = stored_gain(p, i * kWidth + j);
+  }
+#pragma unroll
+  for (int j = 0; j < kWidth; j++) to[j] += p.weight_offset;
+}
+
+template <class T, bool kCentered, bool kResidual>
+struct Backward {
+  using V = Vector<T>;
+  static constexpr int kWidth = V::kWidth;
+  static constexpr int kTensors = 2 + kResidual;
+  static constexpr int kSums = 2 + kCentered;
+
+  const Arguments &p;
+  Shared &shared;
+  float *gains;  // in shared memory, of LayerNorm
+  uint8_t *stages;
+  int slot, lane;
+
+  // LayerNorm's second share leaves no registers for gains.
+  static constexpr bool kKeepsGains = !kCentered;
+  float kept[kKeepsGains ? kVectors : 1][kWidth];
+  float dweight[kVectors][kWidth] = {};
+  float dbias[kCentered ? kVectors : 1][kWidth] = {};
+
+  __device__ __forceinline__ Backward(const Arguments &p, uint8_t *dynamic)
+      : p(p),
+        shared(*reinterpret_cast<Shared *>(dynamic)),
+        gains(reinterpret_cast<float *>(dynamic + kHeadBytes)),
+        stages(dynamic + kHeadBytes + (kKeepsGains ? 0 : p.length * kWidth * sizeof(float))) {
+    // The same in a warp, which the compiler does not know.
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    slot = warp / (p.threads / 32);
+    lane = threadIdx.x - slot * p.threads;
+  }
+
+  __device__ __forceinline__ uint32_t row_bytes() const { return p.length * 16; }
+  __device__ __forceinline__ uint32_t num_slots() const { return kThreads / p.threads; }
+
+  // Row i of this slot.
+  __device__ __forceinline__ uint32_t row_of(uint32_t i) const {
+    return blockIdx.x + gridDim.x * (slot + num_slots() * i);
+  }
+
+  __device__ __forceinline__ uint8_t *stage_at(uint32_t stage) const {
+    return stages + (slot * p.stages + stage) * (kTensors * row_bytes());
+  }
+
+  // Starts copying row i, if there is one. By one thread of the slot.
+  __device__ __forceinline__ void start(uint32_t i, uint32_t stage) {
+    const uint32_t row = row_of(i);
+    if (row >= p.rows) return;
+    const auto from = [&](const void *tensor, const Strides &by) {
+      return static_cast<const uint8_t *>(tensor) + row_start(row, by, p);
+    };
+    Mbarrier &full = shared.full[slot * kMaxStages + stage];
+    const uint32_t bytes = row_bytes(), to = shared_address(stage_at(stage));
+    full.arrive_expect(kTensors * bytes);
+    bulk_load_by_thread(to, from(p.x, {p.x_0, p.x_1, p.x_2}), bytes, &full);
+    bulk_load_by_thread(to + bytes, from(p.dout, {p.dout_0, p.dout_1, p.dout_2}), bytes, &full);
+    if constexpr (kResidual) {
+      const Strides by = {p.dresidual_0, p.dresidual_1, p.dresidual_2};
+      bulk_load_by_thread(to + 2 * bytes, from(p.dresidual, by), bytes, &full);
+    }
+  }
+
+  // Calls `each(k, i)` for the vectors i that a thread has of a row.
+  template <class Each>
+  __device__ __forceinline__ void for_vectors(Each each) const {
+#pragma unroll
+    for (int k = 0; k < kVectors; k++) {
+      const uint32_t i = lane + k * p.threads;
+      if (i < p.length) each(k, i);
+    }
+  }
+
+  __device__ __forceinline__ void gains_of(int k, uint32_t i, float (&to)[kWidth]) const {
+    if constexpr (kKeepsGains) {
+#pragma unroll
+      for (int j = 0; j < kWidth; j++) to[j] = kept[k][j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 4) {
+        const float4 four = reinterpret_cast<const float4 *>(gains + i * kWidth)[j / 4];
+        to[j] = four.x, to[j + 1] = four.y, to[j + 2] = four.z, to[j + 3] = four.w;
+      }
+    }
+  }
+
+  // Sums over the slot's threads, on each of them; in one order whatever the warps.
+  template <int N>
+  __device__ __forceinline__ void reduce(float (&v)[N], float (*parts)[kWarps]) {
+    constexpr uint32_t kAll = 0xffffffff;
+    const uint32_t id = threadIdx.x % 32;
+    // Each lane goes on with one of the sums: lane c of four has the c-th.
+    float mine = v[0];
+    if constexpr (N > 1) {
+      const bool odd = id & 1;
+      mine = (odd ? v[1] : v[0]) + __shfl_xor_sync(kAll, odd ? v[0] : v[1], 1);
+    } else {
+      mine += __shfl_xor_sync(kAll, mine, 1);
+    }
+    if constexpr (N > 2) {
+      const bool upper = id & 2;
+      const float third = v[2] + __shfl_xor_sync(kAll, v[2], 1);
+      mine = (upper ? third : mine) + __shfl_xor_sync(kAll, upper ? mine : third, 2);
+    } else {
+      mine += __shfl_xor_sync(kAll, mine, 2);
+    }
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) mine += __shfl_xor_sync(kAll, mine, step);
+    const uint32_t warps = p.threads / 32;
+    if (warps == 1) {
+      __syncwarp();
+#pragma unroll
+      for (int c = 0; c < N; c++) v[c] = __shfl_sync(kAll, mine, c);
+      return;
+    }
+    const uint32_t warp = threadIdx.x / 32;
+    if (id < N) parts[id][warp] = mine;
+    named_barrier_sync(1 + slot, p.threads);
+#pragma unroll
+    for (int c = 0; c < N; c++) v[c] = parts[c][slot * warps + id % warps];
+    for (uint32_t step = 1; step < warps; step *= 2) {
+#pragma unroll
+      for (int c = 0; c < N; c++) v[c] += __shfl_xor_sync(kAll, v[c], step);
+    }
+  }
+
+  // Sums a row, stores its dx, and adds to the shares. `next` begins once all threads of the slot
+  // have left the row before.
+  template <class Next>
+  __device__ __forceinline__ void take(uint32_t row, uint32_t stage, uint32_t half, Next next) {
+    const uint4 *xs = reinterpret_cast<const uint4 *>(stage_at(stage));
+    const uint4 *douts = xs + p.length;
+    const uint4 *residuals = douts + p.length;
+    float mean = 0.0f;
+    if constexpr (kCentered) {
+      float sum[1] = {};
+      for_vectors([&](int, uint32_t i) {
+        float x[kWidth];
+        V::unpack(xs[i], x);
+#pragma unroll
+        for (int j = 0; j < kWidth; j++) sum[0] += x[j];
+      });
+      reduce(sum, &shared.means[half]);
+      next();
+      mean = sum[0] * p.inverse_length;
+    }
+    float sums[kSums] = {};
+    for_vectors([&](int k, uint32_t i) {
+      float x[kWidth], g[kWidth], w[kWidth];
+      V::unpack(xs[i], x);
+      V::unpack(douts[i], g);
+      gains_of(k, i, w);
+#pragma unroll
+      for (int j = 0; j < kWidth; j++) {
+        const float d = x[j] - mean, t = g[j] * w[j];
+        sums[0] = fmaf(d, d, sums[0]);
+        sums[1] = fmaf(t, d, sums[1]);
+        if constexpr (kCentered) sums[2] += t;
+      }
+    });
+    reduce(sums, shared.sums[half]);
+    if constexpr (!kCentered) next();
+    const float scale = rsqrtf(sums[0] * p.inverse_length + p.epsilon);
+    const float product = sums[1] * p.inverse_length * scale * scale;
+    const float gradient = kCentered ? sums[kSums - 1] * p.inverse_length * scale : 0.0f;
+    const Strides by = {p.dx_0, p.dx_1, p.dx_2};
+    uint4 *dx = reinterpret_cast<uint4 *>(static_cast<uint8_t *>(p.dx) + row_start(row, by, p));
+    for_vectors([&](int k, uint32_t i) {
+      float x[kWidth], g[kWidth], w[kWidth], y[kWidth];
+      V::unpack(xs[i], x);
+      V::unpack(douts[i], g);
+      gains_of(k, i, w);
+#pragma unroll
+      for (int j = 0; j < kWidth; j++) {
+        const float normal = (x[j] - mean) * scale;
+        dweight[k][j] = fmaf(g[j], normal, dweight[k][j]);
+        if constexpr (kCentered) dbias[k][j] += g[j];
+        y[j] = fmaf(g[j] * w[j], scale, fmaf(-normal, product, -gradient));
+      }
+      if constexpr (kResidual) {
+        float more[kWidth];
+        V::unpack(residuals[i], more);
+#pragma unroll
+        for (int j = 0; j < kWidth; j++) y[j] += more[j];
+      }
+      dx[i] = V::packed(y);
+    });
+  }
+
+  static __device__ __forceinline__ void store_vector(const float (&from)[kWidth], float *to) {
+#pragma unroll
+    for (int j = 0; j < kWidth; j += 4) {
+      *reinterpret_cast<float4 *>(to + j) = {from[j], from[j + 1], from[j + 2], from[j + 3]};
+    }
+  }
+
+  // Adds the slots' shares, which pass through the stages, and stores the sum.
+  __device__ __forceinline__ void store_shares(const float (&share)[kVectors][kWidth], float *to) {
+    const uint32_t columns = p.length * kWidth;
+    to += static_cast<size_t>(blockIdx.x) * columns;
+    if (num_slots() == 1) {
+      for_vectors([&](int k, uint32_t i) { store_vector(share[k], to + i * kWidth); });
+      return;
+    }
+    float *all = reinterpret_cast<float *>(stages);
+    __syncthreads();
+    for_vectors(
+        [&](int k, uint32_t i) { store_vector(share[k], all + slot * columns + i * kWidth); });
+    __syncthreads();
+    for (uint32_t i = threadIdx.x * 4; i < columns; i += kThreads * 4) {
+      float4 sum = *reinterpret_cast<const float4 *>(all + i);
+      for (uint32_t other = 1; other < num_slots(); other++) {
+        const float4 more = *reinterpret_cast<const float4 *>(all + other * columns + i);
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+      }
+      *reinterpret_cast<float4 *>(to + i) = sum;
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x < kWarps * kMaxStages) {
+      shared.full[threadIdx.x].init(1);
+      fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (lane == 0) {
+      for (uint32_t i = 0; i < p.stages; i++) start(i, i);
+    }
+    if constexpr (kKeepsGains) {
+      for_vectors([&](int k, uint32_t i) { load_gains<T>(p, i, kept[k]); });
+    } else {
+      for (uint32_t i = threadIdx.x; i < p.length; i += kThreads) {
+        float w[kWidth];
+        load_gains<T>(p, i, w);
+        store_vector(w, gains + i * kWidth);
+      }
+      __syncthreads();
+    }
+    uint32_t stage = 0, parity = 0, i = 0;
+    for (uint32_t row = row_of(0); row < p.rows; row = row_of(++i)) {
+      shared.full[slot * kMaxStages + stage].wait(parity);
+      take(row, stage, i & 1, [&] {
+        // The row before has left its stage.
+        if (lane == 0 && i > 0) start(i - 1 + p.stages, (stage == 0 ? p.stages : stage) - 1);
+      });
+      if (++stage == p.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+    if (p.dweights != nullptr) store_shares(dweight, p.dweights);
+    if constexpr (kCentered) {
+      if (p.dbiases != nullptr) store_shares(dbias, p.dbiases);
+    }
+  }
+};
+
+template <class T, bool kCentered, bool kResidual>
+__device__ __forceinline__ void backward(const Arguments &p) {
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  Backward<T, kCentered, kResidual>(p, dynamic).run();
+}
+
+}  // namespace unsloth
+
+// Instantiates a kernel, and beside it what the host must know of it.
+#define UNSLOTH_NORM_BACKWARD(name, type, centered, residual)          \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)   \
+      name(const __grid_constant__ NormBackwardRingArguments params) { \
+    unsloth::backward<type, centered, residual>(params);               \
+  }                                                                    \
+  extern "C" __device__ const NormBackwardRingLaunch name##_launch = { \
+      static_cast<int32_t>(unsloth::kDtype<type>),                     \
+      centered,                                                        \
+      residual,                                                        \
+      unsloth::kVectors,                                               \
+      unsloth::kMaxStages,                                             \
+      unsloth::kHeadBytes,                                             \
+      unsloth::kThreads,                                               \
+      unsloth::kSharedBytes,                                           \
+  };

@@ -1,0 +1,213 @@
+//! The kernels for Hopper (`kernels/cuda/norm/backward`): rows pass through shared memory, a block
+//! fills a multiprocessor.
+
+use crate::alloc::push;
+use crate::backend::Stream;
+use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::driver::CUdevice_attribute;
+use crate::cuda::images::norm_backward_ring::Arguments;
+use crate::cuda::rows::Launch;
+use crate::cuda::{Cuda, VECTOR};
+use crate::error::Result;
+use crate::problem::norm::Backward;
+use crate::tensor::RawTensor;
+
+/// Shorter rows leave most threads of a warp without a vector.
+const MIN_VECTORS: usize = 32;
+/// Rows of a multiprocessor below which the portable kernels are faster, if they take rows whole:
+/// there is too little to do for blocks of this size.
+const MIN_ROWS: usize = 8;
+
+/// None on other devices, and in builds without them.
+pub(super) struct Kernels {
+    kernels: Vec<Kernel<Arguments>>,
+    multiprocessors: usize,
+}
+
+/// A kernel, and how its threads and its shared memory are parted.
+pub(super) struct Form<'a> {
+    kernel: &'a Kernel<Arguments>,
+    /// Threads that share a row.
+    threads: usize,
+    /// Rows on their way to these threads, and the one that they have.
+    stages: usize,
+    /// Blocks of a launch.
+    pub groups: usize,
+}
+
+impl Kernels {
+    pub fn new(resources: &Resources) -> Result<Kernels> {
+        let op = "norm_backward";
+        let mut kernels = Vec::new();
+        for kernel in resources.kernels::<Arguments>()? {
+            push(op, &mut kernels, kernel)?;
+        }
+        let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(Kernels {
+            kernels,
+            multiprocessors: resources.primary.attribute(op, units)? as usize,
+        })
+    }
+
+    /// The kernel for `rows` rows in each launch, whose vectors are aligned; none where rows are
+    /// short, or so long that no two of them fit shared memory, or few, if another is `good`.
+    pub fn choose(&self, p: &Backward, rows: usize, good: bool) -> Option<Form<'_>> {
+        let bytes = p.dim() * p.x.dtype.size();
+        let few = rows < MIN_ROWS.saturating_mul(self.multiprocessors);
+        if bytes / VECTOR < MIN_VECTORS || (few && good) {
+            return None;
+        }
+        let kernel = self.kernels.iter().find(|kernel| {
+            let choices = kernel.choices;
+            choices.dtype == p.x.dtype as u32
+                && choices.centered == u32::from(p.centered)
+                && choices.residual == u32::from(p.dresidual.is_some())
+        })?;
+        let gains = match p.centered {
+            true => p.dim() * size_of::<f32>(),
+            false => 0,
+        };
+        let head = kernel.choices.head_bytes as usize + gains;
+        let tensors = 2 + usize::from(p.dresidual.is_some());
+        let block = Block {
+            threads: kernel.info.block[0] as usize,
+            room: (kernel.info.shared_bytes as usize).saturating_sub(head),
+            vectors: kernel.choices.vectors as usize,
+            stages: kernel.choices.stages as usize,
+        };
+        let (threads, stages) = block.part(bytes / VECTOR, tensors * bytes, p.centered)?;
+        Some(Form {
+            kernel,
+            threads,
+            stages,
+            groups: rows.min(self.multiprocessors),
+        })
+    }
+}
+
+/// What a block has: threads, bytes for stages; at most, vectors of a thread and stages of a ring.
+struct Block {
+    threads: usize,
+    room: usize,
+    vectors: usize,
+    stages: usize,
+}
+
+impl Block {
+    /// Threads that share a row of so many vectors, and stages of their ring, which take so many
+    /// bytes each. Measured on an H200: too many bytes on their way are as slow as too few.
+    fn part(&self, vectors: usize, bytes: usize, centered: bool) -> Option<(usize, usize)> {
+        /// Bytes of all stages that a single ring may fill.
+        const SINGLE: usize = 160 << 10;
+        // LayerNorm sums a row twice, which costs less with few threads; others wait less for their
+        // row with two vectors each. Within a warp nobody waits.
+        let wide = centered || vectors <= 32 * self.vectors;
+        let sharers = vectors.div_ceil(if wide { self.vectors } else { 2 });
+        let most = vectors.div_ceil(self.vectors).next_power_of_two();
+        let threads = sharers.next_power_of_two().clamp(32, self.threads.max(32));
+        let slots = self.threads / threads;
+        let wanted = match (threads, slots) {
+            (32, _) => 2 + usize::from(centered),
+            _ if centered => 2,
+            (_, 1) => (SINGLE / bytes).max(3),
+            _ => 3,
+        };
+        let stages = wanted.min(self.room / (slots * bytes)).min(self.stages);
+        (most <= self.threads && stages >= 2).then_some((threads, stages))
+    }
+}
+
+impl Form<'_> {
+    /// Queues the gradients of a launch's rows; the shares of the parameters' go to `shares`.
+    ///
+    /// # Safety
+    /// The problem's tensors have the rows that the launch describes; what `shares` are asked for
+    /// have room for those of each block. The stream is live.
+    pub unsafe fn launch(
+        &self,
+        cuda: &Cuda,
+        op: &'static str,
+        p: &Backward,
+        launch: &Launch<4>,
+        shares: [u64; 2],
+        stream: Stream,
+    ) -> Result<()> {
+        let at =
+            |t: &RawTensor, i: usize| (t.ptr.addr() + launch.offsets[i] * t.dtype.size()) as u64;
+        let stride = |dim: usize, i: usize| (launch.strides[dim][i] * p.x.dtype.size()) as i64;
+        let [size_1, size_2] = launch.divisors();
+        let [dweights, dbiases] = shares;
+        let arguments = Arguments {
+            x: at(&p.x, 0),
+            dout: at(&p.dout, 1),
+            dresidual: p.dresidual.as_ref().map_or(0, |t| at(t, 2)),
+            weight: p.weight.map_or(0, |w| w.ptr.addr() as u64),
+            dx: at(&p.dx, 3),
+            dweights: p.parameters.dweight.map_or(0, |_| dweights),
+            dbiases: p.parameters.dbias.map_or(0, |_| dbiases),
+            x_0: stride(0, 0),
+            x_1: stride(1, 0),
+            x_2: stride(2, 0),
+            dout_0: stride(0, 1),
+            dout_1: stride(1, 1),
+            dout_2: stride(2, 1),
+            dresidual_0: stride(0, 2),
+            dresidual_1: stride(1, 2),
+            dresidual_2: stride(2, 2),
+            dx_0: stride(0, 3),
+            dx_1: stride(1, 3),
+            dx_2: stride(2, 3),
+            rows: launch.num_rows() as u32,
+            length: (p.dim() * p.x.dtype.size() / VECTOR) as u32,
+            threads: self.threads as u32,
+            stages: self.stages as u32,
+            size_1: size_1.size,
+            size_1_multiplier: size_1.multiplier,
+            size_1_shift: size_1.shift,
+            size_2: size_2.size,
+            size_2_multiplier: size_2.multiplier,
+            size_2_shift: size_2.shift,
+            weight_dtype: p.weight.map_or(0, |w| w.dtype as u32),
+            weight_offset: p.weight_offset,
+            epsilon: p.epsilon,
+            inverse_length: 1.0 / p.dim() as f32,
+        };
+        // SAFETY: the caller's promise; rows are aligned, and fit the stages, by `choose`.
+        unsafe { cuda.launch(op, self.kernel, self.groups as u32, &arguments, stream) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_parted_by_the_length_of_rows() {
+        // Of 16 bits: elements, tensors in the ring, whether centred; threads and stages.
+        let cases = [
+            (256, 2, false, Some((32, 2))),
+            (768, 2, false, Some((32, 2))),
+            (768, 2, true, Some((32, 3))),
+            (2048, 2, false, Some((128, 3))),
+            (4096, 2, true, Some((128, 2))),
+            (4096, 3, false, Some((256, 3))),
+            (8192, 2, false, Some((512, 5))),
+            (8192, 3, true, Some((256, 2))),
+            (16384, 2, false, Some((512, 3))),
+            (16384, 2, true, Some((512, 2))),
+            (16384, 3, true, None),
+            (16392, 2, false, None),
+        ];
+        for (dim, tensors, centered, expected) in cases {
+            let gains = if centered { 4 * dim } else { 0 };
+            let block = Block {
+                threads: 512,
+                room: (227 << 10) - 1536 - gains,
+                vectors: 4,
+                stages: 8,
+            };
+            let found = block.part(dim / 8, tensors * dim * 2, centered);
+            assert_eq!(found, expected, "{dim} {tensors} {centered}");
+        }
+    }
+}
