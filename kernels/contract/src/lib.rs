@@ -402,8 +402,10 @@ pub mod qk_norm_rope {
     pub const SHARE: u32 = 16;
     /// Threads that share a head at the most.
     pub const MAX_LANES: u32 = 32;
-    /// Components of a head at the most.
-    pub const MAX_HEAD_DIM: u32 = SHARE * MAX_LANES;
+    /// Quads of pairs whose cosines and sines a block has room for.
+    pub const TURN_QUADS: u32 = 256;
+    /// Tokens whose angles a block has at a time, at the most.
+    pub const MAX_TOKENS: u32 = 16;
 }
 
 /// Argmax.

@@ -91,7 +91,8 @@ pub struct Chunk {
     whole: u32,
 }
 
-/// Finds a block's chunk: that of the last parameter that begins at it or before.
+/// Finds a block's chunk: that of the last parameter that begins at it or before. All that follows
+/// from it is the same in all threads, as the compiler knows, which keeps it in few registers.
 #[cube]
 fn find(entries: &Array<u64>, num_tensors: u32) -> Chunk {
     let mut low = 0u32;
@@ -105,7 +106,35 @@ fn find(entries: &Array<u64>, num_tensors: u32) -> Chunk {
             high = middle;
         }
     }
-    let entry = (low * ENTRY) as usize;
+    chunk_of(entries, low)
+}
+
+/// The same for short blocks that have registers: lanes look at 32 parameters at a time, for each
+/// look waits for memory.
+#[cube]
+fn find_by_lanes(entries: &Array<u64>, num_tensors: u32) -> Chunk {
+    let lane = UNIT_POS_X % 32;
+    let mut low = 0u32;
+    let mut count = num_tensors;
+    while count > 1u32 {
+        let stride = (count + 31u32) >> 5u32;
+        let candidate = low + min(lane * stride, count - 1u32);
+        let first = u32::cast_from(entries[(candidate * ENTRY + 7u32) as usize]);
+        let mut mine = low;
+        if first <= CUBE_POS_X {
+            mine = candidate;
+        }
+        let found = plane_max(mine);
+        count = min(stride, low + count - found);
+        low = found;
+    }
+    chunk_of(entries, low)
+}
+
+/// A block's chunk, which is the parameter's of this number.
+#[cube]
+fn chunk_of(entries: &Array<u64>, parameter: u32) -> Chunk {
+    let entry = (parameter * ENTRY) as usize;
     let last = entries[entry + 7];
     let traits = u32::cast_from(last >> 32u64);
     let before = CUBE_POS_X - u32::cast_from(last & 0xffff_ffffu64);
@@ -202,7 +231,7 @@ fn norm(
     partials: &mut Array<f32>,
     args: &Args,
 ) {
-    let chunk = find(entries, args.num_tensors);
+    let chunk = find_by_lanes(entries, args.num_tensors);
     let gradient = entries[chunk.entry + 1];
     let dtype = gradient_dtype(chunk);
     let inverse = 1.0f32 / control.f32s[0];
@@ -437,6 +466,8 @@ fn kernel(kind: Kind, name: &str) -> Result<Kernel, Error> {
     Ok(match kind {
         // Left to choose, the compiler takes 64 for Blackwell, and spills one in vain.
         Kind::Momentum => kernel.with_registers(96),
+        // Blocks compute by turns while others' loads are on their way.
+        Kind::Adam => kernel.for_blocks(4),
         _ => kernel,
     })
 }

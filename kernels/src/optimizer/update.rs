@@ -134,6 +134,24 @@ fn stepped(of: State, gradient: Four, n: Numbers, #[comptime] kind: Kind) -> Sta
     State { p, first, second }
 }
 
+/// The weights, as [`load`] has them; zeros where they are kept in f32 besides.
+#[cube]
+fn load_weight(
+    memory: &Memory,
+    of: Tensors,
+    start: u64,
+    vector: u32,
+    #[comptime] wide: bool,
+) -> Four {
+    let mut raw = Four::zeroed();
+    if comptime!(wide) {
+        raw = load(memory, of.weight, start, vector, true);
+    } else if of.storage != IN_F32 {
+        raw = load(memory, of.weight, start, vector, false);
+    }
+    raw
+}
+
 /// What is loaded besides weights and gradients; what the parameter does not have is zero.
 #[derive(CubeType, Clone, Copy)]
 struct Kept {
@@ -304,7 +322,7 @@ fn whole(
             // Past the end the last one is read again.
             let at = min(i + k * THREADS, chunk.whole - 1u32);
             gradients.push(load(memory, of.gradient, chunk.start, at, wide_gradient));
-            raws.push(load(memory, of.weight, chunk.start, at, wide_weight));
+            raws.push(load_weight(memory, of, chunk.start, at, wide_weight));
             kepts.push(load_kept(memory, of, chunk.start, at, kind, wide_weight));
         }
         #[unroll]

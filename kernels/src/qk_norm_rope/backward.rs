@@ -1,72 +1,52 @@
 //! The gradients of QK-norm and RoPE, one pass over memory.
 //!
-//! A block takes every `groups`-th token and keeps its share of the gradients of both gains in
-//! registers, which it stores at the end; `column_sums` adds the shares. The gradient of a head is
-//! rotated back first, and then is that of an RMSNorm.
+//! A block has a range of tokens, and goes first over the heads of queries and then over those of
+//! keys. Angles are computed for several tokens at a time, whose heads then follow one another: the
+//! next ones are loaded while these are computed. A thread keeps its share of the gain's gradient in
+//! registers; the block adds its threads' up at the end, and `column_sums` those of blocks.
+//!
+//! With `y = R(w · s x)` and `s = 1 / rms(x)`: `t = s Rᵀ dy`, `dw += t x`, `h = t w` and
+//! `dx = h - x (h · x) s² / n`.
 
-use contract::qk_norm_rope::{MAX_HEAD_DIM, SHARE, THREADS};
+use contract::qk_norm_rope::{SHARE, THREADS};
 use contract::rotation::{MAX_PAIRS, Style};
 use cubecl::prelude::*;
 
 use super::heads::{
-    Place, Sizes, Strides, component, dot, fill_gains, load, multiply, place_of, sizes, start_of,
-    store, strides, sum_of_lanes, turn, unpack,
+    Place, Sizes, Strides, component_at, dot, gains_of, load_head, place_of, sizes, start_of,
+    store_head, strides, sum_of_lanes, unpack,
 };
-use super::{choices, forms, tokens_per_batch};
+use super::tokens::{
+    Coming, Launch, Quad, TURNS, Turning, fill_turns, launch, row_of, turn, turning, work_of,
+};
+use super::{choices, forms};
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::rotation::{
-    AngleSource, PositionSource, angle_source, fill_turns, position_of, position_source,
-};
-use crate::rows::{Divisor, divide};
+use crate::rows::{self, Divisor};
 
-/// What the kernel takes of launches.
+/// Queries or keys.
 #[derive(CubeType, Clone, Copy)]
-struct Launch {
-    tokens: u32,
-    /// Blocks.
-    groups: u32,
-    /// Whether the gradients of gains are asked for.
-    has_dq_weight: u32,
-    has_dk_weight: u32,
+struct Heads {
+    /// Of a token.
+    count: Divisor,
+    x: Strides,
+    dout: Strides,
+    dx: Strides,
+    /// A `contract::Float`, or 0 for none.
+    weight_dtype: u32,
+    has_dweight: u32,
 }
 
-/// Adds a head's share to that of its gains, and makes its gradient of what was multiplied by them.
-#[cube]
-fn differentiate(
-    xs: &Array<f32>,
-    gradients: &mut Array<f32>,
-    shares: &mut Array<f32>,
-    gains: &SharedMemory<f32>,
-    first: u32,
-    place: Place,
-    sizes: Sizes,
-) {
-    let lanes = 1u32 << sizes.lanes_log2;
-    let squares = sum_of_lanes(dot(xs, xs), lanes);
-    let scale = (squares * sizes.inverse_length + sizes.epsilon).inverse_sqrt();
-    #[unroll]
-    for i in 0..SHARE {
-        shares[i as usize] += gradients[i as usize] * (xs[i as usize] * scale);
-    }
-    multiply(gradients, gains, first, 1.0f32, place);
-    let products = sum_of_lanes(dot(gradients, xs), lanes);
-    let product = products * sizes.inverse_length * scale;
-    #[unroll]
-    for i in 0..SHARE {
-        let normal = xs[i as usize] * scale;
-        gradients[i as usize] = scale * (gradients[i as usize] - normal * product);
-    }
-}
-
-/// Adds the shares of the heads that a block had at a time, in order, and stores the sum.
+/// Adds the shares of a block's threads, in order, and stores the sums.
 #[cube]
 fn store_share(
     shares: &Array<f32>,
     all: &mut SharedMemory<f32>,
     to: &mut Array<f32>,
-    place: Place,
+    group: u32,
+    pairs: u32,
     sizes: Sizes,
+    #[comptime] style: Style,
 ) {
     // A thread's components lie a column apart, so that threads do not meet in a bank.
     #[unroll]
@@ -75,26 +55,169 @@ fn store_share(
     }
     sync_cube();
     let lanes = 1u32 << sizes.lanes_log2;
-    if UNIT_POS_X < lanes {
-        #[unroll]
-        for i in 0..SHARE {
-            let (at, is_there) = component(place, i);
-            if is_there {
-                let mut sum = shares[i as usize];
-                let mut other = UNIT_POS_X + lanes;
-                while other < THREADS {
-                    sum += all[(i * THREADS + other) as usize];
-                    other += lanes;
-                }
-                to[CUBE_POS_X as usize * sizes.head_dim as usize + at as usize] = sum;
+    let mut c = UNIT_POS_X;
+    while c < lanes * SHARE {
+        let lane = c & (lanes - 1u32);
+        let i = c >> sizes.lanes_log2;
+        let place = place_of(lane, pairs, sizes.head_dim, style);
+        let (at, is_there) = component_at(place, i);
+        if is_there {
+            let mut sum = 0.0f32;
+            let mut other = lane;
+            while other < THREADS {
+                sum += all[(i * THREADS + other) as usize];
+                other += lanes;
             }
+            to[group as usize * sizes.head_dim as usize + at as usize] = sum;
         }
+        c += THREADS;
     }
     sync_cube();
 }
 
-/// Grid: `groups`. A thread reads all that it overwrites before it does, so that gradients may take the
-/// place of those of the output.
+/// Loads what a thread has of head `row`, counted from that of token `first` on.
+#[cube]
+fn load_row<L: Numeric, M: Size, N: Size>(
+    x: &Array<Vector<L, M>>,
+    dout: &Array<Vector<L, M>>,
+    xs: &mut Array<Vector<L, M>>,
+    douts: &mut Array<Vector<L, M>>,
+    first: u32,
+    row: u32,
+    rows: u32,
+    heads: Heads,
+    turning: Turning,
+    place: Place,
+) -> Coming {
+    let there = row < rows;
+    let at = row_of(first, row, heads.count, turning);
+    let from = start_of(heads.x, at.batch, at.token, at.head);
+    load_head::<L, M, N>(x, xs, from, place, there);
+    let from = start_of(heads.dout, at.batch, at.token, at.head);
+    load_head::<L, M, N>(dout, douts, from, place, there);
+    Coming {
+        there,
+        turns: at.turns,
+        to: start_of(heads.dx, at.batch, at.token, at.head),
+    }
+}
+
+/// The gradients of a block's queries or keys. A thread reads all that it overwrites before it does, so
+/// that gradients may take the place of those of the output.
+#[cube]
+fn differentiate<F: Float, N: Size, L: Numeric, M: Size>(
+    x: &Array<Vector<L, M>>,
+    dout: &Array<Vector<L, M>>,
+    dx: &mut Array<Vector<F, N>>,
+    dweights: &mut Array<f32>,
+    weight: &Array<u16>,
+    turns: &mut SharedMemory<Vector<f32, Quad>>,
+    all: &mut SharedMemory<f32>,
+    positions: &Array<i32>,
+    positions_i64: &Array<i64>,
+    factors: &Array<f32>,
+    cos_table: &Array<f32>,
+    sin_table: &Array<f32>,
+    frequencies: &Array<f32>,
+    group: u32,
+    launch: Launch,
+    turning: Turning,
+    heads: Heads,
+    sizes: Sizes,
+    #[comptime] style: Style,
+) {
+    let lanes = 1u32 << sizes.lanes_log2;
+    let lane = UNIT_POS_X & (lanes - 1u32);
+    let slot = UNIT_POS_X >> sizes.lanes_log2;
+    let slots = THREADS >> sizes.lanes_log2;
+    let pairs = turning.angles.pairs;
+    let place = place_of(lane, pairs, sizes.head_dim, style);
+    let gains = gains_of(weight, heads.weight_dtype, place, sizes);
+    let mut shares = Array::<f32>::new(comptime!(SHARE as usize));
+    #[unroll]
+    for i in 0..SHARE {
+        shares[i as usize] = 0.0f32;
+    }
+    let mut xs = Array::<Vector<L, M>>::new(comptime!(SHARE as usize / N::value()));
+    let mut douts = Array::<Vector<L, M>>::new(comptime!(SHARE as usize / N::value()));
+    let mut first = group * launch.tokens_per_block;
+    let end = u32::min(first + launch.tokens_per_block, launch.tokens);
+    while first < end {
+        let count = u32::min(launch.tokens_at_once, end - first);
+        let rows = count * heads.count.size;
+        let early = load_row::<L, M, N>(
+            x, dout, &mut xs, &mut douts, first, slot, rows, heads, turning, place,
+        );
+        let mut there = early.there;
+        let mut angles = early.turns;
+        let mut to = early.to;
+        // The angles of the tokens before are still read.
+        sync_cube();
+        fill_turns(
+            turns,
+            first,
+            count,
+            turning,
+            positions,
+            positions_i64,
+            factors,
+            cos_table,
+            sin_table,
+            frequencies,
+        );
+        sync_cube();
+        let mut begin = 0u32;
+        while begin < rows {
+            let is_row = there;
+            let its_angles = angles;
+            let its_place = to;
+            let values = unpack::<F, N, L, M>(&xs);
+            let mut gradients = unpack::<F, N, L, M>(&douts);
+            begin += slots;
+            let next = load_row::<L, M, N>(
+                x,
+                dout,
+                &mut xs,
+                &mut douts,
+                first,
+                begin + slot,
+                rows,
+                heads,
+                turning,
+                place,
+            );
+            there = next.there;
+            angles = next.turns;
+            to = next.to;
+            // Behind the last row there is no token, and maybe no angle.
+            if is_row {
+                let quads = turning.quads.size;
+                turn(&mut gradients, turns, its_angles, quads, place, style);
+            }
+            let squares = sum_of_lanes(dot(&values, &values), lanes);
+            let scale = (squares * sizes.inverse_length + sizes.epsilon).inverse_sqrt();
+            #[unroll]
+            for i in 0..SHARE {
+                let scaled = gradients[i as usize] * scale;
+                shares[i as usize] = fma(scaled, values[i as usize], shares[i as usize]);
+                gradients[i as usize] = scaled * gains[i as usize];
+            }
+            let product = sum_of_lanes(dot(&gradients, &values), lanes);
+            let back = -product * sizes.inverse_length * scale * scale;
+            #[unroll]
+            for i in 0..SHARE {
+                gradients[i as usize] = fma(values[i as usize], back, gradients[i as usize]);
+            }
+            store_head::<F, N>(&gradients, dx, its_place, place, is_row);
+        }
+        first += count;
+    }
+    if heads.has_dweight != 0u32 {
+        store_share(&shares, all, dweights, group, pairs, sizes, style);
+    }
+}
+
+/// Grid: `groups`, or that of queries and that of keys.
 #[cube]
 fn backward<F: Float, N: Size, L: Numeric, M: Size>(
     q: &Array<Vector<L, M>>,
@@ -113,112 +236,79 @@ fn backward<F: Float, N: Size, L: Numeric, M: Size>(
     cos_table: &Array<f32>,
     sin_table: &Array<f32>,
     frequencies: &Array<f32>,
-    tokens_per_batch: Divisor,
     launch: Launch,
-    position: PositionSource,
-    angles: AngleSource,
+    turning: Turning,
     sizes: Sizes,
-    q_strides: Strides,
-    dq_out_strides: Strides,
-    dq_strides: Strides,
-    k_strides: Strides,
-    dk_out_strides: Strides,
-    dk_strides: Strides,
+    of_q: Heads,
+    of_k: Heads,
     #[comptime] style: Style,
 ) {
-    let lane = UNIT_POS_X & ((1u32 << sizes.lanes_log2) - 1u32);
-    let slot = UNIT_POS_X >> sizes.lanes_log2;
-    let slots_log2 = comptime!(THREADS.ilog2()) - sizes.lanes_log2;
-    let slots = 1u32 << slots_log2;
-    let q_steps = (sizes.q_heads + slots - 1u32) >> slots_log2;
-    let steps = q_steps + ((sizes.k_heads + slots - 1u32) >> slots_log2);
-    let place = place_of(lane, angles.pairs, sizes.head_dim, style);
-    let frequency = frequencies[UNIT_POS_X as usize];
-    // Angles of two tokens, so that those of one are computed while the other's are still read.
-    let mut turns = SharedMemory::<f32>::new(comptime!(4 * MAX_PAIRS as usize));
-    let mut gains = SharedMemory::<f32>::new(comptime!(2 * MAX_HEAD_DIM as usize));
-    fill_gains(&mut gains, q_weight, k_weight, sizes);
-    let mut of_q = Array::<f32>::new(comptime!(SHARE as usize));
-    let mut of_k = Array::<f32>::new(comptime!(SHARE as usize));
-    #[unroll]
-    for i in 0..SHARE {
-        of_q[i as usize] = 0.0f32;
-        of_k[i as usize] = 0.0f32;
-    }
-    let mut first = 0u32;
-    let mut row = CUBE_POS_X;
-    while row < launch.tokens {
-        let batch = divide(row, tokens_per_batch);
-        let token = row - batch * tokens_per_batch.size;
-        let stands = position_of(positions, positions_i64, position, batch, token);
-        fill_turns(
+    let mut turns = SharedMemory::<Vector<f32, Quad>>::new(comptime!(TURNS));
+    let mut all = SharedMemory::<f32>::new(comptime!((SHARE * THREADS) as usize));
+    let work = work_of(launch, of_q.count, false);
+    if work.any {
+        differentiate::<F, N, L, M>(
+            q,
+            dq_out,
+            dq,
+            dq_weights,
+            q_weight,
             &mut turns,
-            first,
-            stands,
-            angles,
+            &mut all,
+            positions,
+            positions_i64,
             factors,
             cos_table,
             sin_table,
             frequencies,
-            frequency,
-            THREADS,
+            work.group,
+            launch,
+            turning,
+            of_q,
+            sizes,
+            style,
         );
-        sync_cube();
-        let mut step = 0u32;
-        while step < steps {
-            let is_q = step < q_steps;
-            let mut head = step * slots + slot;
-            let mut heads = sizes.q_heads;
-            if !is_q {
-                head = (step - q_steps) * slots + slot;
-                heads = sizes.k_heads;
-            }
-            let there = head < heads;
-            let from = start_of(q_strides, k_strides, is_q, batch, token, head);
-            let x = load::<L, M, N>(q, k, is_q, from, place, there);
-            let from = start_of(dq_out_strides, dk_out_strides, is_q, batch, token, head);
-            let dout = load::<L, M, N>(dq_out, dk_out, is_q, from, place, there);
-            let xs = unpack::<F, N, L, M>(&x);
-            let mut gradients = unpack::<F, N, L, M>(&dout);
-            turn(&mut gradients, &turns, first, place, style);
-            if is_q {
-                differentiate(&xs, &mut gradients, &mut of_q, &gains, 0u32, place, sizes);
-            } else {
-                differentiate(
-                    &xs,
-                    &mut gradients,
-                    &mut of_k,
-                    &gains,
-                    MAX_HEAD_DIM,
-                    place,
-                    sizes,
-                );
-            }
-            let to = start_of(dq_strides, dk_strides, is_q, batch, token, head);
-            store::<F, N>(&gradients, dq, dk, is_q, to, place, there);
-            step += 1u32;
-        }
-        first = comptime!(2 * MAX_PAIRS) - first;
-        row += launch.groups;
     }
-    let mut all = SharedMemory::<f32>::new(comptime!((SHARE * THREADS) as usize));
-    if launch.has_dq_weight != 0u32 {
-        store_share(&of_q, &mut all, dq_weights, place, sizes);
-    }
-    if launch.has_dk_weight != 0u32 {
-        store_share(&of_k, &mut all, dk_weights, place, sizes);
+    let work = work_of(launch, of_k.count, true);
+    if work.any {
+        differentiate::<F, N, L, M>(
+            k,
+            dk_out,
+            dk,
+            dk_weights,
+            k_weight,
+            &mut turns,
+            &mut all,
+            positions,
+            positions_i64,
+            factors,
+            cos_table,
+            sin_table,
+            frequencies,
+            work.group,
+            launch,
+            turning,
+            of_k,
+            sizes,
+            style,
+        );
     }
 }
 
-fn launch(b: &mut Builder) -> LaunchExpand {
-    let [tokens, groups, has_dq_weight, has_dk_weight] =
-        ["tokens", "groups", "has_dq_weight", "has_dk_weight"]
-            .map(|name| b.scalar(name, ScalarType::U32).into());
-    LaunchExpand {
-        tokens,
-        groups,
-        has_dq_weight,
-        has_dk_weight,
+fn heads(
+    b: &mut Builder,
+    count: [&'static str; 3],
+    [x, dout, dx]: [[&'static str; 3]; 3],
+    flags: [&'static str; 2],
+) -> HeadsExpand {
+    let [weight_dtype, has_dweight] = flags.map(|name| b.scalar(name, ScalarType::U32).into());
+    HeadsExpand {
+        count: rows::divisor(b, count),
+        x: strides(b, x),
+        dout: strides(b, dout),
+        dx: strides(b, dx),
+        weight_dtype,
+        has_dweight,
     }
 }
 
@@ -240,27 +330,29 @@ macro_rules! kernel {
         let [factors, cos_table, sin_table] =
             ["factors", "cos_table", "sin_table"].map(|name| $b.read(name, real));
         let frequencies = $b.by_value("frequencies", MAX_PAIRS as usize);
-        let tokens_per_batch = tokens_per_batch(&mut $b);
         let launch = launch(&mut $b);
-        let position = position_source(&mut $b);
-        let angles = angle_source(&mut $b);
+        let turning = turning(&mut $b);
         let sizes = sizes(&mut $b);
-        let [
-            q_strides,
-            dq_out_strides,
-            dq_strides,
-            k_strides,
-            dk_out_strides,
-            dk_strides,
-        ] = [
-            ["q_batch", "q_token", "q_head"],
-            ["dq_out_batch", "dq_out_token", "dq_out_head"],
-            ["dq_batch", "dq_token", "dq_head"],
-            ["k_batch", "k_token", "k_head"],
-            ["dk_out_batch", "dk_out_token", "dk_out_head"],
-            ["dk_batch", "dk_token", "dk_head"],
-        ]
-        .map(|names| strides(&mut $b, names));
+        let of_q = heads(
+            &mut $b,
+            ["q_heads", "q_heads_multiplier", "q_heads_shift"],
+            [
+                ["q_batch", "q_token", "q_head"],
+                ["dq_out_batch", "dq_out_token", "dq_out_head"],
+                ["dq_batch", "dq_token", "dq_head"],
+            ],
+            ["q_weight_dtype", "has_dq_weight"],
+        );
+        let of_k = heads(
+            &mut $b,
+            ["k_heads", "k_heads_multiplier", "k_heads_shift"],
+            [
+                ["k_batch", "k_token", "k_head"],
+                ["dk_out_batch", "dk_out_token", "dk_out_head"],
+                ["dk_batch", "dk_token", "dk_head"],
+            ],
+            ["k_weight_dtype", "has_dk_weight"],
+        );
         backward::expand::<$f, $n, $l, $m>(
             $b.scope(),
             q.into(),
@@ -279,17 +371,11 @@ macro_rules! kernel {
             cos_table.into(),
             sin_table.into(),
             frequencies.into(),
-            tokens_per_batch,
             launch,
-            position,
-            angles,
+            turning,
             sizes,
-            q_strides,
-            dq_out_strides,
-            dq_strides,
-            k_strides,
-            dk_out_strides,
-            dk_strides,
+            of_q,
+            of_k,
             $style,
         );
     }};

@@ -4,28 +4,22 @@
 //! in one order: of a thread's components, then over the threads by halves. Heads that are moved by
 //! element have their components where those in vectors do, and so the same bits.
 
-use contract::qk_norm_rope::{MAX_HEAD_DIM, SHARE, THREADS};
-use contract::rotation::{MAX_PAIRS, Style};
+use contract::qk_norm_rope::SHARE;
+use contract::rotation::Style;
 use cubecl::prelude::*;
 
 use crate::emit::{Builder, ScalarType};
 use crate::norm::parameter;
-use crate::rotation::{turn_first, turn_second};
 
 /// Components of a thread that follow each other.
-const PART: u32 = SHARE / 2;
+pub(super) const PART: u32 = SHARE / 2;
 
 /// What heads and norms are, whatever the tensors.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Sizes {
-    pub q_heads: u32,
-    pub k_heads: u32,
     pub head_dim: u32,
     /// Threads that share a head: two to this power.
     pub lanes_log2: u32,
-    /// A `contract::Float` each, or 0 for none.
-    pub q_weight_dtype: u32,
-    pub k_weight_dtype: u32,
     /// 0 without weights.
     pub weight_offset: f32,
     pub epsilon: f32,
@@ -41,25 +35,10 @@ pub(super) struct Strides {
     pub head: usize,
 }
 
-/// Where a head begins: of queries or, counted from the first of them, of keys.
+/// Where a head begins.
 #[cube]
-pub(super) fn start_of(
-    q: Strides,
-    k: Strides,
-    is_q: bool,
-    batch: u32,
-    token: u32,
-    head: u32,
-) -> usize {
-    let mut of_batch = k.batch;
-    let mut of_token = k.token;
-    let mut of_head = k.head;
-    if is_q {
-        of_batch = q.batch;
-        of_token = q.token;
-        of_head = q.head;
-    }
-    batch as usize * of_batch + token as usize * of_token + head as usize * of_head
+pub(super) fn start_of(strides: Strides, batch: u32, token: u32, head: u32) -> usize {
+    batch as usize * strides.batch + token as usize * strides.token + head as usize * strides.head
 }
 
 /// Where a thread's components lie in a head: two parts, each up to its end, which may come before
@@ -114,45 +93,50 @@ pub(super) fn component(place: Place, #[comptime] i: u32) -> (u32, bool) {
     }
 }
 
-/// Loads a thread's vectors of the head that begins at `from`, of queries or of keys; zeros where it
-/// has none. As words, as elements of 16 bits would take a register each.
+/// As [`component`], for any of them.
 #[cube]
-pub(super) fn load<L: Numeric, M: Size, N: Size>(
-    q: &Array<Vector<L, M>>,
-    k: &Array<Vector<L, M>>,
-    is_q: bool,
+pub(super) fn component_at(place: Place, i: u32) -> (u32, bool) {
+    let mut at = place.first + i;
+    let mut end = place.first_end;
+    if i >= PART {
+        at = place.second + i - PART;
+        end = place.second_end;
+    }
+    (at, at < end)
+}
+
+/// Loads a thread's vectors of the head that begins at `from`; zeros where it has none. As words, as
+/// elements of 16 bits would take a register each.
+#[cube]
+pub(super) fn load_head<L: Numeric, M: Size, N: Size>(
+    x: &Array<Vector<L, M>>,
+    vectors: &mut Array<Vector<L, M>>,
     from: usize,
     place: Place,
     there: bool,
-) -> Sequence<Vector<L, M>> {
+) {
     let width = comptime!(N::value() as u32);
-    let mut vectors = Sequence::<Vector<L, M>>::new();
     #[unroll]
     for v in 0..comptime!(SHARE / width) {
         let mut vector = Vector::<L, M>::zeroed();
         let (at, is_there) = component(place, comptime!(v * width));
         if there && is_there {
-            if is_q {
-                vector = q[from + (at / width) as usize];
-            } else {
-                vector = k[from + (at / width) as usize];
-            }
+            vector = x[from + (at / width) as usize];
         }
-        vectors.push(vector);
+        vectors[v as usize] = vector;
     }
-    vectors
 }
 
 /// A thread's components as f32.
 #[cube]
 pub(super) fn unpack<F: Float, N: Size, L: Numeric, M: Size>(
-    vectors: &Sequence<Vector<L, M>>,
+    vectors: &Array<Vector<L, M>>,
 ) -> Array<f32> {
     let width = comptime!(N::value() as u32);
     let mut values = Array::<f32>::new(comptime!(SHARE as usize));
     #[unroll]
     for v in 0..comptime!(SHARE / width) {
-        let words = *vectors.index(v as usize);
+        let words = vectors[v as usize];
         let vector = Vector::<f32, N>::cast_from(Vector::<F, N>::reinterpret(words));
         #[unroll]
         for j in 0..width {
@@ -162,14 +146,11 @@ pub(super) fn unpack<F: Float, N: Size, L: Numeric, M: Size>(
     values
 }
 
-/// Rounds a thread's components and stores them to the head that begins at `to`, of queries or of
-/// keys.
+/// Rounds a thread's components and stores them to the head that begins at `to`.
 #[cube]
-pub(super) fn store<F: Float, N: Size>(
+pub(super) fn store_head<F: Float, N: Size>(
     values: &Array<f32>,
-    q_out: &mut Array<Vector<F, N>>,
-    k_out: &mut Array<Vector<F, N>>,
-    is_q: bool,
+    out: &mut Array<Vector<F, N>>,
     to: usize,
     place: Place,
     there: bool,
@@ -184,57 +165,7 @@ pub(super) fn store<F: Float, N: Size>(
         }
         let (at, is_there) = component(place, comptime!(v * width));
         if there && is_there {
-            if is_q {
-                q_out[to + (at / width) as usize] = Vector::cast_from(vector);
-            } else {
-                k_out[to + (at / width) as usize] = Vector::cast_from(vector);
-            }
-        }
-    }
-}
-
-/// Turns a thread's pairs. Cosines begin at `first` of `turns`, sines [`MAX_PAIRS`] further.
-#[cube]
-pub(super) fn turn(
-    values: &mut Array<f32>,
-    turns: &SharedMemory<f32>,
-    first: u32,
-    place: Place,
-    #[comptime] style: Style,
-) {
-    #[unroll]
-    for i in 0..PART {
-        let pair = place.pair + i;
-        if pair < place.pairs {
-            let (a, b) = comptime!(match style {
-                Style::HalfSplit => (i, i + PART),
-                _ => (2 * i, 2 * i + 1),
-            });
-            let cos = turns[(first + pair) as usize];
-            let sin = turns[(first + MAX_PAIRS + pair) as usize];
-            let x = values[a as usize];
-            let y = values[b as usize];
-            values[a as usize] = turn_first(x, y, cos, sin);
-            values[b as usize] = turn_second(x, y, cos, sin);
-        }
-    }
-}
-
-/// Multiplies a thread's components by gains, which lie from `first` on in shared memory, and by a
-/// factor.
-#[cube]
-pub(super) fn multiply(
-    values: &mut Array<f32>,
-    gains: &SharedMemory<f32>,
-    first: u32,
-    factor: f32,
-    place: Place,
-) {
-    #[unroll]
-    for i in 0..SHARE {
-        let (at, is_there) = component(place, i);
-        if is_there {
-            values[i as usize] *= gains[(first + at) as usize] * factor;
+            out[to + (at / width) as usize] = Vector::cast_from(vector);
         }
     }
 }
@@ -262,40 +193,32 @@ pub(super) fn sum_of_lanes(sum: f32, lanes: u32) -> f32 {
     sum
 }
 
-/// Places the gains of queries and, [`MAX_HEAD_DIM`] behind them, of keys in shared memory, as f32:
-/// ones where there are none.
+/// The gains of a thread's components: ones where there are none.
 #[cube]
-pub(super) fn fill_gains(
-    gains: &mut SharedMemory<f32>,
-    q_weight: &Array<u16>,
-    k_weight: &Array<u16>,
+pub(super) fn gains_of(
+    weight: &Array<u16>,
+    weight_dtype: u32,
+    place: Place,
     sizes: Sizes,
-) {
-    let mut i = UNIT_POS_X;
-    while i < sizes.head_dim {
-        let mut of_q = 1.0f32;
-        if sizes.q_weight_dtype != 0u32 {
-            of_q = parameter(q_weight, sizes.q_weight_dtype, i) + sizes.weight_offset;
+) -> Array<f32> {
+    let mut gains = Array::<f32>::new(comptime!(SHARE as usize));
+    #[unroll]
+    for i in 0..SHARE {
+        let (at, is_there) = component(place, i);
+        let mut gain = 1.0f32;
+        if is_there && weight_dtype != 0u32 {
+            gain = parameter(weight, weight_dtype, at) + sizes.weight_offset;
         }
-        let mut of_k = 1.0f32;
-        if sizes.k_weight_dtype != 0u32 {
-            of_k = parameter(k_weight, sizes.k_weight_dtype, i) + sizes.weight_offset;
-        }
-        gains[i as usize] = of_q;
-        gains[(MAX_HEAD_DIM + i) as usize] = of_k;
-        i += THREADS;
+        gains[i as usize] = gain;
     }
+    gains
 }
 
 pub(super) fn sizes(b: &mut Builder) -> SizesExpand {
     use ScalarType::{F32, U32};
     SizesExpand {
-        q_heads: b.scalar("q_heads", U32).into(),
-        k_heads: b.scalar("k_heads", U32).into(),
         head_dim: b.scalar("head_dim", U32).into(),
         lanes_log2: b.scalar("lanes_log2", U32).into(),
-        q_weight_dtype: b.scalar("q_weight_dtype", U32).into(),
-        k_weight_dtype: b.scalar("k_weight_dtype", U32).into(),
         weight_offset: b.scalar("weight_offset", F32).into(),
         epsilon: b.scalar("epsilon", F32).into(),
         inverse_length: b.scalar("inverse_length", F32).into(),

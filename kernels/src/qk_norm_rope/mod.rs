@@ -1,32 +1,161 @@
 //! QK-norm and RoPE in one pass: every head of queries and keys is scaled by its root mean square and
 //! gains, then rotated. It is read once and written once.
 //!
+//! A block has a range of tokens, and goes first over the heads of queries and then over those of
+//! keys; of few tokens several blocks share the heads. Angles are computed for several tokens at a
+//! time, whose heads then follow one another: the next ones are loaded while these are computed.
+//!
 //! | file | what it is for |
 //! |-|-|
 //! | `mod.rs` | the forward pass |
 //! | `heads` | what a thread has of a head |
+//! | `tokens` | what a block has of tokens, and their angles |
 //! | `backward` | the gradients |
 
 pub mod backward;
 mod heads;
+mod tokens;
 
-use contract::qk_norm_rope::{MAX_HEAD_DIM, THREADS};
+use contract::qk_norm_rope::{SHARE, THREADS};
 use contract::rotation::{MAX_PAIRS, Style};
 use cubecl::prelude::*;
 
 use crate::Error;
-use crate::emit::{Builder, Float as Dtype, Kernel, with_vector};
-use crate::rotation::{
-    AngleSource, PositionSource, angle_source, fill_turns, position_of, position_source, style_name,
-};
-use crate::rows::{self, Divisor, divide};
+use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
+use crate::rotation::style_name;
+use crate::rows::{self, Divisor};
 use heads::{
-    Sizes, Strides, dot, fill_gains, load, multiply, place_of, sizes, start_of, store, strides,
-    sum_of_lanes, turn, unpack,
+    Place, Sizes, Strides, dot, gains_of, load_head, place_of, sizes, start_of, store_head,
+    strides, sum_of_lanes, unpack,
+};
+use tokens::{
+    Coming, Launch, Quad, TURNS, Turning, Work, fill_turns, launch, row_of, turn, turning, work_of,
 };
 
-/// Grid: tokens times the blocks of each, which have as many heads as threads for them. A thread reads
-/// all that it overwrites before it does, so that outputs may be inputs.
+/// Queries or keys.
+#[derive(CubeType, Clone, Copy)]
+struct Heads {
+    /// Of a token.
+    count: Divisor,
+    x: Strides,
+    out: Strides,
+    /// A `contract::Float`, or 0 for none.
+    weight_dtype: u32,
+}
+
+/// Loads what a thread has of head `row`, counted from that of token `first` on.
+#[cube]
+fn load_row<L: Numeric, M: Size, N: Size>(
+    x: &Array<Vector<L, M>>,
+    xs: &mut Array<Vector<L, M>>,
+    first: u32,
+    row: u32,
+    rows: u32,
+    heads: Heads,
+    turning: Turning,
+    place: Place,
+) -> Coming {
+    let there = row < rows;
+    let at = row_of(first, row, heads.count, turning);
+    let from = start_of(heads.x, at.batch, at.token, at.head);
+    load_head::<L, M, N>(x, xs, from, place, there);
+    Coming {
+        there,
+        turns: at.turns,
+        to: start_of(heads.out, at.batch, at.token, at.head),
+    }
+}
+
+/// A block's queries or keys. A thread reads all that it overwrites before it does, so that outputs may
+/// be inputs.
+#[cube]
+fn normalise<F: Float, N: Size, L: Numeric, M: Size>(
+    x: &Array<Vector<L, M>>,
+    out: &mut Array<Vector<F, N>>,
+    weight: &Array<u16>,
+    turns: &mut SharedMemory<Vector<f32, Quad>>,
+    positions: &Array<i32>,
+    positions_i64: &Array<i64>,
+    factors: &Array<f32>,
+    cos_table: &Array<f32>,
+    sin_table: &Array<f32>,
+    frequencies: &Array<f32>,
+    work: Work,
+    launch: Launch,
+    turning: Turning,
+    heads: Heads,
+    sizes: Sizes,
+    #[comptime] style: Style,
+) {
+    let lanes = 1u32 << sizes.lanes_log2;
+    let lane = UNIT_POS_X & (lanes - 1u32);
+    let slots = THREADS >> sizes.lanes_log2;
+    // Of the first row that the part has.
+    let slot = work.part * slots + (UNIT_POS_X >> sizes.lanes_log2);
+    let place = place_of(lane, turning.angles.pairs, sizes.head_dim, style);
+    let gains = gains_of(weight, heads.weight_dtype, place, sizes);
+    let mut xs = Array::<Vector<L, M>>::new(comptime!(SHARE as usize / N::value()));
+    let mut first = work.group * launch.tokens_per_block;
+    let end = u32::min(first + launch.tokens_per_block, launch.tokens);
+    while first < end {
+        let count = u32::min(launch.tokens_at_once, end - first);
+        let rows = count * heads.count.size;
+        let early = load_row::<L, M, N>(x, &mut xs, first, slot, rows, heads, turning, place);
+        let mut there = early.there;
+        let mut angles = early.turns;
+        let mut to = early.to;
+        // The angles of the tokens before are still read.
+        sync_cube();
+        fill_turns(
+            turns,
+            first,
+            count,
+            turning,
+            positions,
+            positions_i64,
+            factors,
+            cos_table,
+            sin_table,
+            frequencies,
+        );
+        sync_cube();
+        let mut begin = work.part * slots;
+        let mut row = slot;
+        while begin < rows {
+            let is_row = there;
+            let its_angles = angles;
+            let its_place = to;
+            let mut values = unpack::<F, N, L, M>(&xs);
+            begin += work.parts * slots;
+            row += work.parts * slots;
+            let next = load_row::<L, M, N>(x, &mut xs, first, row, rows, heads, turning, place);
+            there = next.there;
+            angles = next.turns;
+            to = next.to;
+            let squares = sum_of_lanes(dot(&values, &values), lanes);
+            let scale = (squares * sizes.inverse_length + sizes.epsilon).inverse_sqrt();
+            #[unroll]
+            for i in 0..SHARE {
+                values[i as usize] *= gains[i as usize] * scale;
+            }
+            // Behind the last row there is no token, and maybe no angle.
+            if is_row {
+                turn(
+                    &mut values,
+                    turns,
+                    its_angles,
+                    turning.quads.size,
+                    place,
+                    style,
+                );
+            }
+            store_head::<F, N>(&values, out, its_place, place, is_row);
+        }
+        first += count;
+    }
+}
+
+/// Grid: groups of tokens, or their queries' parts and their keys' parts.
 #[cube]
 fn qk_norm_rope<F: Float, N: Size, L: Numeric, M: Size>(
     q: &Array<Vector<L, M>>,
@@ -41,67 +170,70 @@ fn qk_norm_rope<F: Float, N: Size, L: Numeric, M: Size>(
     cos_table: &Array<f32>,
     sin_table: &Array<f32>,
     frequencies: &Array<f32>,
-    tokens_per_batch: Divisor,
-    blocks_per_token: Divisor,
-    position: PositionSource,
-    angles: AngleSource,
+    launch: Launch,
+    turning: Turning,
     sizes: Sizes,
-    q_strides: Strides,
-    q_out_strides: Strides,
-    k_strides: Strides,
-    k_out_strides: Strides,
+    of_q: Heads,
+    of_k: Heads,
     #[comptime] style: Style,
 ) {
-    // Of all loads the one that the most work waits for.
-    let frequency = frequencies[UNIT_POS_X as usize];
-    let row = divide(CUBE_POS_X, blocks_per_token);
-    let batch = divide(row, tokens_per_batch);
-    let token = row - batch * tokens_per_batch.size;
-    let lanes = 1u32 << sizes.lanes_log2;
-    let lane = UNIT_POS_X & (lanes - 1u32);
-    let block = CUBE_POS_X - row * blocks_per_token.size;
-    let head = (block * THREADS + UNIT_POS_X) >> sizes.lanes_log2;
-    let there = head < sizes.q_heads + sizes.k_heads;
-    let is_q = head < sizes.q_heads;
-    let mut of_its = head;
-    if !is_q {
-        of_its = head - sizes.q_heads;
+    let mut turns = SharedMemory::<Vector<f32, Quad>>::new(comptime!(TURNS));
+    let work = work_of(launch, of_q.count, false);
+    if work.any {
+        normalise::<F, N, L, M>(
+            q,
+            q_out,
+            q_weight,
+            &mut turns,
+            positions,
+            positions_i64,
+            factors,
+            cos_table,
+            sin_table,
+            frequencies,
+            work,
+            launch,
+            turning,
+            of_q,
+            sizes,
+            style,
+        );
     }
-    let place = place_of(lane, angles.pairs, sizes.head_dim, style);
-
-    // Heads are on their way while angles are computed.
-    let from = start_of(q_strides, k_strides, is_q, batch, token, of_its);
-    let vectors = load::<L, M, N>(q, k, is_q, from, place, there);
-
-    let stands = position_of(positions, positions_i64, position, batch, token);
-    let mut turns = SharedMemory::<f32>::new(comptime!(2 * MAX_PAIRS as usize));
-    let mut gains = SharedMemory::<f32>::new(comptime!(2 * MAX_HEAD_DIM as usize));
-    fill_turns(
-        &mut turns,
-        0u32,
-        stands,
-        angles,
-        factors,
-        cos_table,
-        sin_table,
-        frequencies,
-        frequency,
-        THREADS,
-    );
-    fill_gains(&mut gains, q_weight, k_weight, sizes);
-    sync_cube();
-
-    let mut values = unpack::<F, N, L, M>(&vectors);
-    let squares = sum_of_lanes(dot(&values, &values), lanes);
-    let scale = (squares * sizes.inverse_length + sizes.epsilon).inverse_sqrt();
-    let mut first = 0u32;
-    if !is_q {
-        first += MAX_HEAD_DIM;
+    let work = work_of(launch, of_k.count, true);
+    if work.any {
+        normalise::<F, N, L, M>(
+            k,
+            k_out,
+            k_weight,
+            &mut turns,
+            positions,
+            positions_i64,
+            factors,
+            cos_table,
+            sin_table,
+            frequencies,
+            work,
+            launch,
+            turning,
+            of_k,
+            sizes,
+            style,
+        );
     }
-    multiply(&mut values, &gains, first, scale, place);
-    turn(&mut values, &turns, 0u32, place, style);
-    let to = start_of(q_out_strides, k_out_strides, is_q, batch, token, of_its);
-    store::<F, N>(&values, q_out, k_out, is_q, to, place, there);
+}
+
+fn heads(
+    b: &mut Builder,
+    count: [&'static str; 3],
+    [x, out]: [[&'static str; 3]; 2],
+    weight_dtype: &'static str,
+) -> HeadsExpand {
+    HeadsExpand {
+        count: rows::divisor(b, count),
+        x: strides(b, x),
+        out: strides(b, out),
+        weight_dtype: b.scalar(weight_dtype, ScalarType::U32).into(),
+    }
 }
 
 macro_rules! kernel {
@@ -111,37 +243,35 @@ macro_rules! kernel {
         let (narrow, wide) = ($b.type_of::<i32>(), $b.type_of::<i64>());
         let (halves, real) = ($b.type_of::<u16>(), $b.type_of::<f32>());
         // Queries and keys may be overwritten in place, hence not `read`.
-        let q = $b.write("q", loaded);
-        let k = $b.write("k", loaded);
-        let q_out = $b.write("q_out", ty);
-        let k_out = $b.write("k_out", ty);
+        let [q, k] = ["q", "k"].map(|name| $b.write(name, loaded));
+        let [q_out, k_out] = ["q_out", "k_out"].map(|name| $b.write(name, ty));
         let positions = $b.read("positions", narrow);
         let positions_i64 = $b.read("positions_i64", wide);
-        let q_weight = $b.read("q_weight", halves);
-        let k_weight = $b.read("k_weight", halves);
-        let factors = $b.read("factors", real);
-        let cos_table = $b.read("cos_table", real);
-        let sin_table = $b.read("sin_table", real);
+        let [q_weight, k_weight] = ["q_weight", "k_weight"].map(|name| $b.read(name, halves));
+        let [factors, cos_table, sin_table] =
+            ["factors", "cos_table", "sin_table"].map(|name| $b.read(name, real));
         let frequencies = $b.by_value("frequencies", MAX_PAIRS as usize);
-        let tokens_per_batch = tokens_per_batch(&mut $b);
-        let blocks_per_token = rows::divisor(
-            &mut $b,
-            [
-                "blocks_per_token",
-                "blocks_per_token_multiplier",
-                "blocks_per_token_shift",
-            ],
-        );
-        let position = position_source(&mut $b);
-        let angles = angle_source(&mut $b);
+        let launch = launch(&mut $b);
+        let turning = turning(&mut $b);
         let sizes = sizes(&mut $b);
-        let [q_strides, q_out_strides, k_strides, k_out_strides] = [
-            ["q_batch", "q_token", "q_head"],
-            ["q_out_batch", "q_out_token", "q_out_head"],
-            ["k_batch", "k_token", "k_head"],
-            ["k_out_batch", "k_out_token", "k_out_head"],
-        ]
-        .map(|names| strides(&mut $b, names));
+        let of_q = heads(
+            &mut $b,
+            ["q_heads", "q_heads_multiplier", "q_heads_shift"],
+            [
+                ["q_batch", "q_token", "q_head"],
+                ["q_out_batch", "q_out_token", "q_out_head"],
+            ],
+            "q_weight_dtype",
+        );
+        let of_k = heads(
+            &mut $b,
+            ["k_heads", "k_heads_multiplier", "k_heads_shift"],
+            [
+                ["k_batch", "k_token", "k_head"],
+                ["k_out_batch", "k_out_token", "k_out_head"],
+            ],
+            "k_weight_dtype",
+        );
         qk_norm_rope::expand::<$f, $n, $l, $m>(
             $b.scope(),
             q.into(),
@@ -156,27 +286,14 @@ macro_rules! kernel {
             cos_table.into(),
             sin_table.into(),
             frequencies.into(),
-            tokens_per_batch,
-            blocks_per_token,
-            position,
-            angles,
+            launch,
+            turning,
             sizes,
-            q_strides,
-            q_out_strides,
-            k_strides,
-            k_out_strides,
+            of_q,
+            of_k,
             $style,
         );
     }};
-}
-
-fn tokens_per_batch(b: &mut Builder) -> rows::DivisorExpand {
-    let names = [
-        "tokens_per_batch",
-        "tokens_per_batch_multiplier",
-        "tokens_per_batch_shift",
-    ];
-    rows::divisor(b, names)
 }
 
 /// What tells the kernels of a pass apart, and the end of their names.
@@ -212,10 +329,10 @@ fn kernel(dtype: Dtype, style: Style, vectors: bool) -> Result<Kernel, Error> {
     });
     let (choices, name) = choices(dtype, style, vectors);
     let kernel = b.finish(format!("qk_norm_rope_{name}"), choices, THREADS)?;
-    Ok(match (dtype, vectors) {
-        // The compiler aims at more, and spills for it on sm_80.
-        (Dtype::F32, true) => kernel.for_blocks(10),
-        _ => kernel,
+    Ok(match vectors {
+        true => kernel,
+        // Left to choose, the compiler takes fewer for Blackwell, and spills one in vain.
+        false => kernel.with_registers(128),
     })
 }
 

@@ -1,40 +1,26 @@
 //! The backward pass of QK-norm and RoPE on the GPU: its workspace, and its launches: one for the
 //! heads, then one for each weight's gradient.
 
+use super::forms::{Form, Forms, Split, head_counts, quads};
 use super::{Shape, address, code, strides_of, width};
-use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
 use crate::cuda::column_sums::Shares;
-use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::device::Resources;
 use crate::cuda::images::qk_norm_rope_backward::Arguments;
 use crate::cuda::rotation::{Position, Rotation};
 use crate::cuda::rows::Divisor;
 use crate::cuda::{Cuda, codes};
-use crate::error::{Error, Result, text};
+use crate::error::Result;
 use crate::problem::qk_norm_rope::{Backward, Heads};
 use crate::problem::{Plan, Plans};
 use crate::tensor::{RawTensor, Scratch};
 
 const OP: &str = "qk_norm_rope_backward";
 
-struct Form {
-    kernel: Kernel<Arguments>,
-    /// Blocks that the device runs at once.
-    resident: usize,
-}
-
-pub(in crate::cuda) struct Kernels(Vec<Form>);
+pub(in crate::cuda) type Kernels = Forms<Arguments>;
 
 pub(in crate::cuda) fn kernels(resources: &Resources) -> Result<Kernels> {
-    let mut forms = Vec::new();
-    for kernel in resources.kernels::<Arguments>()? {
-        let form = Form {
-            resident: resources.resident_blocks(&kernel)?.max(1),
-            kernel,
-        };
-        push(OP, &mut forms, form)?;
-    }
-    Ok(Kernels(forms))
+    Forms::<Arguments>::new(OP, resources, |c| [c.dtype, c.style, c.width])
 }
 
 /// A problem with its kernel.
@@ -42,11 +28,10 @@ pub(crate) struct Ready<'a> {
     cuda: &'a Cuda,
     problem: Backward,
     shape: Shape,
-    form: &'a Form,
+    form: &'a Form<Arguments>,
     /// Elements that the kernel moves at a time.
     width: usize,
-    /// Blocks of the launch, each of which leaves a share.
-    groups: usize,
+    split: Split,
 }
 
 impl Backward {
@@ -64,20 +49,20 @@ impl Plans<Backward> for Cuda {
         let tensors = problem.heads.iter().flatten();
         let tensors = tensors.flat_map(|heads| [&heads.x, &heads.dout, &heads.dx]);
         let width = width(&shape, &problem.rotation, tensors.clone());
-        let dtype = tensors.map(|t| t.dtype as u32).next();
+        let dtype = tensors.map(|t| t.dtype as u32).next().unwrap_or_default();
         let style = codes::style(problem.rotation.style).code();
-        let mut forms = self.qk_norm_rope_backward.0.iter();
-        let form = forms.find(|form| {
-            let c = form.kernel.choices;
-            (Some(c.dtype), c.style, c.width as usize) == (dtype, style, width)
-        });
-        let form = form.ok_or_else(|| Error::Internal {
-            op: OP,
-            message: text!("no kernel of {width} elements per access"),
-        })?;
-        let groups = match shape.is_empty() {
-            true => 0,
-            false => shape.tokens().min(form.resident),
+        let form = self
+            .qk_norm_rope_backward
+            .get([dtype, style, width as u32])?;
+        let split = match shape.is_empty() {
+            true => Split::default(),
+            // Each part would leave shares of its own.
+            false => Split::new(
+                shape.tokens(),
+                quads(&problem.rotation),
+                form.resident,
+                [1, 1],
+            ),
         };
         Ok(Ready {
             cuda: self,
@@ -85,7 +70,7 @@ impl Plans<Backward> for Cuda {
             shape,
             form,
             width,
-            groups,
+            split,
         })
     }
 }
@@ -94,7 +79,7 @@ impl Ready<'_> {
     /// Bytes of one weight's shares.
     fn bytes(&self) -> usize {
         let share = self.shape.head_dim.saturating_mul(size_of::<f32>());
-        self.groups.saturating_mul(share)
+        self.split.groups.saturating_mul(share)
     }
 
     fn arguments(&self, shares: [u64; 2]) -> Arguments {
@@ -107,6 +92,8 @@ impl Ready<'_> {
         let [q_weight, k_weight] = p.norms.weights.each_ref().map(Option::as_ref);
         let of = |t| strides_of(t, self.width);
         let tokens_per_batch = Divisor::new(shape.seq.max(1));
+        let quads = Divisor::new(quads(&p.rotation).max(1));
+        let [q_heads, k_heads] = head_counts(shape);
         let [of_q, of_dq_out, of_dq] = [of(q), of(dq_out), of(dq)];
         let [of_k, of_dk_out, of_dk] = [of(k), of(dk_out), of(dk)];
         let [has_dq_weight, has_dk_weight] = p.dweights.map(|d| u32::from(d.is_some()));
@@ -130,7 +117,11 @@ impl Ready<'_> {
             tokens_per_batch_multiplier: tokens_per_batch.multiplier,
             tokens_per_batch_shift: tokens_per_batch.shift,
             tokens: shape.tokens() as u32,
-            groups: self.groups as u32,
+            groups: self.split.groups as u32,
+            tokens_per_block: self.split.tokens_per_block as u32,
+            tokens_at_once: self.split.tokens_at_once as u32,
+            q_parts: self.split.parts[0] as u32,
+            k_parts: self.split.parts[1] as u32,
             has_dq_weight,
             has_dk_weight,
             position_kind: position.kind,
@@ -144,8 +135,15 @@ impl Ready<'_> {
             table_rows: rotation.table_rows,
             cos_stride: rotation.cos_stride,
             sin_stride: rotation.sin_stride,
-            q_heads: shape.num_heads[0] as u32,
-            k_heads: shape.num_heads[1] as u32,
+            quads: quads.size,
+            quads_multiplier: quads.multiplier,
+            quads_shift: quads.shift,
+            q_heads: q_heads.size,
+            q_heads_multiplier: q_heads.multiplier,
+            q_heads_shift: q_heads.shift,
+            k_heads: k_heads.size,
+            k_heads_multiplier: k_heads.multiplier,
+            k_heads_shift: k_heads.shift,
             head_dim: shape.head_dim as u32,
             lanes_log2: shape.lanes.ilog2(),
             q_weight_dtype: code(q_weight),
@@ -196,25 +194,20 @@ impl Plan for Ready<'_> {
             next += gradient.map_or(0, |_| self.bytes() as u64);
             begin
         });
-        if self.groups > 0 {
+        if self.split.groups > 0 {
             let arguments = self.arguments(begins);
-            let (kernel, blocks) = (&self.form.kernel, self.groups as u32);
+            let (kernel, blocks) = (&self.form.kernel, self.split.blocks() as u32);
             // SAFETY: the problem was checked: its tensors have the heads that the arguments
             // describe, and the workspace a share for each block; positions outside a table are seen
             // to by the kernel.
             unsafe { self.cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
         }
-        for (gradient, address) in p.dweights.iter().zip(begins) {
-            if let Some(gradient) = gradient {
-                let shares = Shares {
-                    address,
-                    rows: self.groups,
-                    columns: self.shape.head_dim,
-                };
-                // SAFETY: the launch above leaves so many shares of `head_dim` sums there.
-                unsafe { shares.add(self.cuda, OP, gradient, p.accumulate, stream) }?;
-            }
-        }
-        Ok(())
+        let shares = Shares {
+            addresses: begins,
+            rows: self.split.groups,
+            columns: self.shape.head_dim,
+        };
+        // SAFETY: the launch above leaves so many shares of `head_dim` sums there.
+        unsafe { shares.add(self.cuda, OP, p.dweights, p.accumulate, stream) }
     }
 }

@@ -1,6 +1,7 @@
 //! QK-norm and RoPE on the GPU.
 
 pub(super) mod backward;
+mod forms;
 
 use contract::qk_norm_rope::{MAX_LANES, SHARE, THREADS};
 
@@ -8,21 +9,20 @@ use super::device::Resources;
 use super::images::qk_norm_rope::Arguments;
 use super::rotation::{self, Position, Rotation, strides};
 use super::rows::Divisor;
-use super::table::Table;
 use super::{Cuda, Run, VECTOR, check_blocks, codes};
 use crate::backend::Stream;
 use crate::error::{Error, Result, text};
 use crate::problem::qk_norm_rope::Problem;
 use crate::problem::rope::{self, Style};
 use crate::tensor::RawTensor;
+use forms::{Forms, Split, head_counts, quads};
 
 const OP: &str = "qk_norm_rope";
 
-/// By dtype, style and elements per access.
-pub(super) type Kernels = Table<Arguments, 3>;
+pub(super) type Kernels = Forms<Arguments>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Kernels::new(OP, resources, |c| [c.dtype, c.style, c.width])
+    Forms::<Arguments>::new(OP, resources, |c| [c.dtype, c.style, c.width])
 }
 
 /// What queries and keys are to the kernels of both passes.
@@ -87,11 +87,7 @@ impl Shape {
             );
             return Err(Error::unsupported(op, name, problem));
         }
-        check_blocks(
-            op,
-            name,
-            shape.tokens().saturating_mul(shape.blocks_per_token()),
-        )?;
+        check_blocks(op, name, shape.tokens())?;
         Ok(shape)
     }
 
@@ -107,9 +103,10 @@ impl Shape {
         self.tokens() == 0 || self.all_heads() == 0 || self.head_dim == 0
     }
 
-    /// As many as have work, although each computes the token's angles: no head waits for another.
-    fn blocks_per_token(&self) -> usize {
-        (self.all_heads() * self.lanes).div_ceil(THREADS as usize)
+    /// Blocks that have a step of a token's heads of queries each, and of keys.
+    fn blocks_per_token(&self) -> [usize; 2] {
+        let slots = THREADS as usize / self.lanes;
+        self.num_heads.map(|heads| heads.div_ceil(slots))
     }
 }
 
@@ -172,25 +169,32 @@ impl Run for Problem {
         let tensors = self.inputs().into_iter().chain(self.outputs()).flatten();
         let width = width(&shape, &self.rotation, tensors);
         let style = codes::style(self.rotation.style).code();
-        let kernel = (cuda.qk_norm_rope).get([first.dtype as u32, style, width as u32])?;
-        let arguments = self.arguments(&shape, width);
-        let blocks = check_blocks(OP, "q", shape.tokens() * shape.blocks_per_token())?;
+        let form = (cuda.qk_norm_rope).get([first.dtype as u32, style, width as u32])?;
+        let split = Split::new(
+            shape.tokens(),
+            quads(&self.rotation),
+            form.resident,
+            shape.blocks_per_token(),
+        );
+        let arguments = self.arguments(&shape, width, &split);
+        let blocks = check_blocks(OP, "q", split.blocks())?;
         // SAFETY: the problem was checked: its tensors have the heads that the arguments describe;
         // positions outside a table are seen to by the kernel.
-        unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }
+        unsafe { cuda.launch(OP, &form.kernel, blocks, &arguments, stream) }
     }
 }
 
 impl Problem {
-    fn arguments(&self, shape: &Shape, width: usize) -> Arguments {
+    fn arguments(&self, shape: &Shape, width: usize, split: &Split) -> Arguments {
         let rotation = Rotation::new(&self.rotation, false, width);
         let position = Position::new(&self.positions);
         let ([q, k], [q_out, k_out]) = (self.inputs(), self.outputs());
         let [q_weight, k_weight] = self.norms.weights.each_ref().map(Option::as_ref);
         let of = |t| strides_of(t, width);
         let [q_in, q_to, k_in, k_to] = [of(q), of(q_out), of(k), of(k_out)];
-        let [tokens_per_batch, blocks_per_token] =
-            [shape.seq, shape.blocks_per_token()].map(Divisor::new);
+        let tokens_per_batch = Divisor::new(shape.seq);
+        let quads = Divisor::new(quads(&self.rotation).max(1));
+        let [q_heads, k_heads] = head_counts(shape);
         Arguments {
             q: address(q),
             k: address(k),
@@ -206,9 +210,15 @@ impl Problem {
             tokens_per_batch: tokens_per_batch.size,
             tokens_per_batch_multiplier: tokens_per_batch.multiplier,
             tokens_per_batch_shift: tokens_per_batch.shift,
-            blocks_per_token: blocks_per_token.size,
-            blocks_per_token_multiplier: blocks_per_token.multiplier,
-            blocks_per_token_shift: blocks_per_token.shift,
+            tokens: shape.tokens() as u32,
+            groups: split.groups as u32,
+            tokens_per_block: split.tokens_per_block as u32,
+            tokens_at_once: split.tokens_at_once as u32,
+            q_parts: split.parts[0] as u32,
+            k_parts: split.parts[1] as u32,
+            quads: quads.size,
+            quads_multiplier: quads.multiplier,
+            quads_shift: quads.shift,
             position_kind: position.kind,
             position_first: position.first,
             position_batch: position.batch,
@@ -220,8 +230,12 @@ impl Problem {
             table_rows: rotation.table_rows,
             cos_stride: rotation.cos_stride,
             sin_stride: rotation.sin_stride,
-            q_heads: shape.num_heads[0] as u32,
-            k_heads: shape.num_heads[1] as u32,
+            q_heads: q_heads.size,
+            q_heads_multiplier: q_heads.multiplier,
+            q_heads_shift: q_heads.shift,
+            k_heads: k_heads.size,
+            k_heads_multiplier: k_heads.multiplier,
+            k_heads_shift: k_heads.shift,
             head_dim: shape.head_dim as u32,
             lanes_log2: shape.lanes.ilog2(),
             q_weight_dtype: code(q_weight),

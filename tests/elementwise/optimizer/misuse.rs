@@ -176,9 +176,9 @@ const MISUSE: &[Spoil] = &[
         "optimizer: parameters[1].gradient has dtype i32, allowed: f32, f16, bf16",
     ),
     (
-        |g| g.parameters[1].gradient.flags = 2,
+        |g| g.parameters[1].gradient.flags = 4,
         INVALID,
-        "optimizer: parameters[1].gradient.flags is 0x2, allowed: 0, 1 (strided)",
+        "optimizer: parameters[1].gradient.flags is 0x4, allowed: 0, 1 (strided), 2 (float_activations), 3",
     ),
     (
         |g| g.parameters[0].gradient.shape[1] = 3,
