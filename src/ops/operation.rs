@@ -105,8 +105,9 @@ pub(crate) fn launch<O: Operation>(ctx: &Context, params: &O, stream: Stream) ->
     let _range = crate::log::range(O::NAME);
     check_context(ctx, params)?;
     ctx.device().check_stream(O::NAME, stream)?;
-    params.ready()?;
     let plan = params.problem()?.plan(ctx)?;
+    // After the plan: a call that queries refuse is refused for the same reason.
+    params.ready()?;
     let scratch = match params.workspace() {
         Some(workspace) => workspace.scratch(O::NAME, plan.needed(), |given| plan.used(given))?,
         None => Scratch::NONE,

@@ -634,5 +634,16 @@ fn misuse_says_why() {
             "{text}"
         );
     }
+    // What queries refuse is refused for the same reason where memory lacks too.
+    let mut narrow = TestTensor::poisoned(DType::F32, contiguous(&[3, 20])).upload(&ctx);
+    let params = t.layer(
+        Checkpointing::None,
+        narrow.view_mut(),
+        Workspace::none(),
+        Workspace::none(),
+    );
+    let refused = decoder_layer::supported(&ctx, &params).unwrap_err();
+    let error = decoder_layer::forward(&ctx, &params, Stream::DEFAULT).unwrap_err();
+    assert_eq!(error.to_string(), refused.to_string());
     assert_eq!(out.download().bits(), before.bits(), "nothing was written");
 }
