@@ -194,7 +194,7 @@ FIELD(unsloth_attention_block_params, qkv_out, 3192, 136);
 FIELD(unsloth_attention_block_params, attended_out, 3328, 136);
 FIELD(unsloth_attention_block_params, lse_out, 3464, 136);
 
-STRUCT(unsloth_attention_block_backward_params, 2480, 8);
+STRUCT(unsloth_attention_block_backward_params, 2488, 8);
 FIELD(unsloth_attention_block_backward_params, struct_size, 0, 4);
 FIELD(unsloth_attention_block_backward_params, accumulate, 4, 4);
 FIELD(unsloth_attention_block_backward_params, deterministic, 8, 4);
@@ -327,7 +327,7 @@ FIELD(unsloth_mlp_backward_params, dgate_up_bias, 1120, 136);
 FIELD(unsloth_mlp_backward_params, ddown_weight, 1256, 136);
 FIELD(unsloth_mlp_backward_params, ddown_bias, 1392, 136);
 
-STRUCT(unsloth_decoder_layer_backward_params, 592, 8);
+STRUCT(unsloth_decoder_layer_backward_params, 600, 8);
 FIELD(unsloth_decoder_layer_backward_params, struct_size, 0, 4);
 FIELD(unsloth_decoder_layer_backward_params, accumulate, 4, 4);
 FIELD(unsloth_decoder_layer_backward_params, deterministic, 8, 4);
@@ -748,6 +748,16 @@ FIELD(unsloth_qk_norm_rope_backward_params, dq_weight, 1736, 136);
 FIELD(unsloth_qk_norm_rope_backward_params, dk_weight, 1872, 136);
 FIELD(unsloth_qk_norm_rope_backward_params, workspace, 2008, 8);
 FIELD(unsloth_qk_norm_rope_backward_params, workspace_size, 2016, 8);
+
+STRUCT(unsloth_quantize_params, 568, 8);
+FIELD(unsloth_quantize_params, struct_size, 0, 4);
+FIELD(unsloth_quantize_params, rule, 4, 4);
+FIELD(unsloth_quantize_params, x, 8, 136);
+FIELD(unsloth_quantize_params, out, 144, 136);
+FIELD(unsloth_quantize_params, scale, 280, 136);
+FIELD(unsloth_quantize_params, sum, 416, 136);
+FIELD(unsloth_quantize_params, workspace, 552, 8);
+FIELD(unsloth_quantize_params, workspace_size, 560, 8);
 
 STRUCT(unsloth_rms_norm_params, 696, 8);
 FIELD(unsloth_rms_norm_params, struct_size, 0, 4);

@@ -40,6 +40,90 @@ static void run(const test_device *device) {
   CHECK_OK(unsloth_memory_free(ctx, p.workspace));
 }
 
+// Q4_0: f16 scale, codes 0 to 15 in halves of bytes, less 8.
+static void run_blocks(const test_device *device) {
+  enum { K = 64, N = 3, BYTES = 18 };
+  static float x[2][K], out[2][N];
+  // At an odd address.
+  static uint8_t memory[1 + N * K / 32 * BYTES];
+  unsloth_context *ctx = device->ctx;
+  fill_random(&x[0][0], 2 * K, 4);
+  for (size_t i = 0; i < sizeof memory; i++) memory[i] = (uint8_t)(37 * i);
+  uint8_t *blocks = memory + 1;
+  for (int block = 0; block < N * K / 32; block++) {
+    blocks[block * BYTES] = 0;
+    blocks[block * BYTES + 1] = 0x34;  // 0.25
+  }
+  void *there = PUT(device, out);
+  unsloth_linear_params p = UNSLOTH_LINEAR_PARAMS_INIT;
+  p.x = f32_tensor(PUT(device, x), 2, K, -1, -1);
+  p.weight = tensor((uint8_t *)PUT(device, memory) + 1, UNSLOTH_DTYPE_Q4_0, N, K, -1, -1);
+  p.out = f32_tensor(there, 2, N, -1, -1);
+  for (int exact = 0; exact < 2; exact++) {
+    p.weight.flags = exact ? UNSLOTH_TENSOR_FLOAT_ACTIVATIONS : 0;
+    CHECK_OK(unsloth_linear_workspace_size(ctx, &p, &p.workspace_size));
+    // On a GPU the weight is decoded for f32 that is not rounded.
+    CHECK(device->is_cpu || p.workspace_size == (exact ? N * K * sizeof(float) : 0));
+    CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+    CHECK_OK(unsloth_linear_forward(ctx, &p, NULL));
+    CHECK_OK(unsloth_memory_free(ctx, p.workspace));
+    GET(device, out, there);
+    for (int row = 0; row < 2; row++) {
+      for (int column = 0; column < N; column++) {
+        double sum = 0;
+        for (int i = 0; i < K; i++) {
+          const uint8_t *block = blocks + (column * K + i) / 32 * BYTES;
+          uint8_t pair = block[2 + i % 16];
+          int code = i % 32 < 16 ? pair & 15 : pair >> 4;
+          sum += 0.25 * (code - 8) * (double)x[row][i];
+        }
+        CHECK_NEAR(out[row][column], sum, exact ? 1e-4 : 0.2);
+      }
+    }
+  }
+  p.weight.shape[1] = p.x.shape[1] = 48;
+  CHECK_FAILS(unsloth_linear_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "linear: weight has rows of 48 elements, allowed for q4_0: multiples of 32");
+}
+
+// Ternary codes, one more than the weight, and a scale for each row.
+static void run_ternary(const test_device *device) {
+  enum { K = 128, N = 3, BYTES = K / 4 };
+  static float x[2][K], out[2][N];
+  static uint8_t codes[N][BYTES];
+  float scales[N] = {0.5f, 2.0f, -1.0f};
+  unsloth_context *ctx = device->ctx;
+  // The greatest is 127, so that codes are the numbers themselves.
+  for (int i = 0; i < 2 * K; i++) (&x[0][0])[i] = (float)((i % K * 37 + 127) % 255 - 127);
+  for (int i = 0; i < N * BYTES; i++) (&codes[0][0])[i] = (uint8_t)(73 * i);
+  void *there = PUT(device, out);
+  unsloth_quantization quantization = UNSLOTH_QUANTIZATION_INIT;
+  quantization.scale = f32_tensor(PUT(device, scales), N, -1, -1, -1);
+  unsloth_linear_params p = UNSLOTH_LINEAR_PARAMS_INIT;
+  p.x = f32_tensor(PUT(device, x), 2, K, -1, -1);
+  p.weight = tensor(PUT(device, codes), UNSLOTH_DTYPE_TERNARY, N, K, -1, -1);
+  p.weight.quantization = &quantization;
+  p.out = f32_tensor(there, 2, N, -1, -1);
+  if (!device->is_cpu) {
+    CHECK_STATUS(unsloth_linear_forward(ctx, &p, NULL), UNSLOTH_STATUS_UNSUPPORTED);
+    return;
+  }
+  CHECK_OK(unsloth_linear_forward(ctx, &p, NULL));
+  GET(device, out, there);
+  for (int row = 0; row < 2; row++) {
+    for (int column = 0; column < N; column++) {
+      int sum = 0;
+      for (int i = 0; i < K; i++) {
+        sum += ((codes[column][i % BYTES] >> 2 * (i / BYTES) & 3) - 1) * (int)x[row][i];
+      }
+      CHECK(out[row][column] == scales[column] * (float)sum);
+    }
+  }
+  quantization.scale.shape[0] = 2;
+  CHECK_FAILS(unsloth_linear_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "linear: weight has 2 scales, their number must divide its 3 rows");
+}
+
 // Gradients, those of the parameters twice: written, then added to.
 static void run_backward(const test_device *device) {
   static float dout[ROWS][OUT], x[ROWS][IN], weight[OUT][IN];
@@ -92,6 +176,8 @@ static void run_backward(const test_device *device) {
 
 static void both(const test_device *device) {
   run(device);
+  run_blocks(device);
+  run_ternary(device);
   run_backward(device);
 }
 

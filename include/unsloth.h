@@ -91,6 +91,7 @@
 #define UNSLOTH_QK_NORM_ROPE_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_qk_norm_rope_backward_params)
 #define UNSLOTH_QK_NORM_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_qk_norm_rope_params)
 #define UNSLOTH_QUANTIZATION_INIT UNSLOTH_INIT(unsloth_quantization)
+#define UNSLOTH_QUANTIZE_PARAMS_INIT UNSLOTH_INIT(unsloth_quantize_params)
 #define UNSLOTH_RMS_NORM_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_backward_params)
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
 #define UNSLOTH_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_rope_params)
@@ -111,6 +112,14 @@
  * does.
  */
 #define UNSLOTH_TENSOR_STRIDED 1
+
+/**
+ * Of the `flags` of a weight in blocks: what it multiplies stays as it is. Without it an operation
+ * may round that to 16 bits, which makes products of few rows faster: on the CPU each 32 neighbours
+ * of a row to multiples of one scale, on CUDA each f32 to the sum of two bf16. Other tensors have no
+ * use for it.
+ */
+#define UNSLOTH_TENSOR_FLOAT_ACTIVATIONS 2
 
 /**
  * A flag of `unsloth_event_create`: the event takes the time, for `unsloth_event_elapsed`. One
@@ -333,7 +342,7 @@ typedef struct unsloth_memory_stats {
  */
 typedef struct unsloth_tensor {
   /**
-   * Address of the first element, aligned to the dtype: host memory for the CPU backend, device memory for CUDA.
+   * Address of the first element, aligned to the dtype (blocks to nothing): host memory for the CPU backend, device memory for CUDA.
    */
   void *data;
   /**
@@ -354,8 +363,8 @@ typedef struct unsloth_tensor {
    */
   int64_t strides[UNSLOTH_MAX_RANK];
   /**
-   * Scales and zero points that lie apart from the data; NULL for plain dtypes and for blocks
-   * that hold their own.
+   * Scales and zero points that lie apart from the data, read by the call; NULL for plain dtypes and
+   * for blocks that hold their own, and of codes where all scales are 1.
    */
   const struct unsloth_quantization *quantization;
   /**
@@ -369,8 +378,10 @@ typedef struct unsloth_tensor {
 } unsloth_tensor;
 
 /**
- * How the elements of a tensor become numbers: `(element - zero) * scale`. Every operation of this
- * version answers `UNSLOTH_STATUS_UNSUPPORTED` for a tensor that has one.
+ * How the elements of a tensor become numbers: `(element - zero) * scale`. On the CPU the weights of
+ * `linear`, `mlp` and `attention_block` may have one where they are i8 or ternary, with f32 scales
+ * `[s]`, contiguous, of which each is that of as many rows, and without `zero`. Everything else is
+ * answered by `UNSLOTH_STATUS_UNSUPPORTED`.
  *
  * The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for
  * all, `[n]` one for each row, `[n, k/g]` one for each group of `g` along a row, `[n/a, k/b]` one
@@ -820,7 +831,8 @@ typedef struct unsloth_rotation {
  *
  * Either `q_weight`, `k_weight` and `v_weight` are there, or `qkv_weight`. Weights and biases are
  * of any float dtype whatever that of `x`; weights have any strides with a contiguous last
- * dimension, biases are contiguous and optional.
+ * dimension, biases are contiguous and optional. Weights may also be in blocks or of codes, as
+ * `unsloth_linear_params` says, in a forward pass.
  */
 typedef struct unsloth_attention_block_params {
   /**
@@ -1373,7 +1385,8 @@ typedef uint32_t unsloth_gate_order;
  * `out = (activation(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T + down_bias + residual`.
  *
  * Either `gate_weight` and `up_weight` are there, or `gate_up_weight`. Weights and biases are of any float dtype whatever that of
- * `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+ * `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional. Weights may also be in blocks or
+ * of codes, as `unsloth_linear_params` says, in a forward pass: of codes both of gate and up, or none.
  */
 typedef struct unsloth_mlp_params {
   /**
@@ -2625,7 +2638,12 @@ typedef struct unsloth_linear_params {
    */
   struct unsloth_tensor x;
   /**
-   * `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension.
+   * `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension. Also
+   * in blocks (`UNSLOTH_DTYPE_Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q4_K`, `Q5_K`, `Q6_K`, on the CPU `TQ1_0`, `TQ2_0`, `Q2_0`): rows of
+   * whole blocks, which begin at multiples of a block. Products may then be of `x` rounded to 16 bits, unless the weight has
+   * `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`.
+   * On the CPU also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
+   * greatest magnitude of each row, as `unsloth_quantize_forward` does, and integers are summed exactly.
    */
   struct unsloth_tensor weight;
   /**
@@ -3372,6 +3390,53 @@ typedef struct unsloth_qk_norm_rope_backward_params {
 } unsloth_qk_norm_rope_backward_params;
 
 /**
+ * How a scale follows from the elements that share it. What is divided by it is rounded to the
+ * nearest integer, ties to even.
+ */
+typedef uint32_t unsloth_quantize_rule;
+
+/**
+ * Arguments of `unsloth_quantize_forward`: `x = scale * out`, rounded. CPU only.
+ */
+typedef struct unsloth_quantize_params {
+  /**
+   * `sizeof(unsloth_quantize_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * `UNSLOTH_QUANTIZE_*`; for 8 bits 0.
+   */
+  unsloth_quantize_rule rule;
+  /**
+   * `[.., k]`, f32, f16 or bf16, `k` up to 16,909,320; any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor x;
+  /**
+   * The shape of `x`: i8, or ternary where `k` is a multiple of 128; any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor out;
+  /**
+   * f32, contiguous, written; its shape says what shares a scale. `[1]`: everything. The leading dimensions of `x`, or `[1]` if it
+   * has none: each row. These and `k / g`: each `g` neighbours of a row, for ternary codes a multiple of 128. Zeros alone have the
+   * scale 0. Where an element is not finite, or magnitudes add up to more than f32 holds, the scale is not finite and codes are 0.
+   */
+  struct unsloth_tensor scale;
+  /**
+   * Optional: i32, contiguous, the sums of the codes (of ternary ones, -1 to 1) of what shares a scale, or of each row where one
+   * scale is for all.
+   */
+  struct unsloth_tensor sum;
+  /**
+   * Optional scratch memory, aligned to 256 bytes; see `unsloth_quantize_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
+} unsloth_quantize_params;
+
+/**
  * Arguments of `unsloth_rms_norm_forward`: `y = s / sqrt(mean(s^2) + epsilon) * (weight + weight_offset)` over the last dimension,
  * with `s = x + residual`.
  */
@@ -3747,8 +3812,8 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_DTYPE_BOOL 6
 
 /**
- * 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and those below
- * have a value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
+ * 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and
+ * `F8E5M2` have a value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
  */
 #define UNSLOTH_DTYPE_F8E4M3 7
 
@@ -3758,18 +3823,22 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_DTYPE_F8E5M2 8
 
 /**
- * 8-bit signed integer.
+ * 8-bit signed integer, whose scale lies apart: `unsloth_quantize_forward` writes it.
  */
 #define UNSLOTH_DTYPE_I8 9
 
 /**
  * Ternary codes of 2 bits, weight + 1: 128 in 32 bytes, byte `p` holding those of `p`, `p + 32`,
- * `p + 64` and `p + 96` from its low bits up. Scales lie apart, in the tensor's quantization.
+ * `p + 64` and `p + 96` from its low bits up. Rows are a multiple of 128
+ * elements. Scales lie apart: `unsloth_quantize_forward` writes both.
  */
 #define UNSLOTH_DTYPE_TERNARY 10
 
 /**
- * GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes.
+ * GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes. Weights and
+ * tables of embeddings may be in blocks, on CUDA not in those of `TQ1_0`, `TQ2_0` and `Q2_0`.
+ * Shapes and strides are in elements; a row is whole blocks, one behind the other, and may begin at
+ * any address: no alignment is asked for, and nothing past the last block is read.
  */
 #define UNSLOTH_DTYPE_Q8_0 11
 
@@ -3794,12 +3863,12 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_DTYPE_Q6_K 15
 
 /**
- * GGUF's TQ1_0, ternary: 256 elements in 54 bytes.
+ * GGUF's TQ1_0, -1 to 1 times a scale: 256 elements in 54 bytes.
  */
 #define UNSLOTH_DTYPE_TQ1_0 16
 
 /**
- * GGUF's TQ2_0, ternary: 256 elements in 66 bytes.
+ * GGUF's TQ2_0, -1 to 1 times a scale: 256 elements in 66 bytes. A code of 3 is twice the scale.
  */
 #define UNSLOTH_DTYPE_TQ2_0 17
 
@@ -3807,6 +3876,21 @@ typedef struct unsloth_swiglu_backward_params {
  * GGUF's Q2_0, -1 to 2 times a scale: 64 elements in 18 bytes.
  */
 #define UNSLOTH_DTYPE_Q2_0 18
+
+/**
+ * GGUF's Q5_0: 32 elements in 22 bytes.
+ */
+#define UNSLOTH_DTYPE_Q5_0 19
+
+/**
+ * GGUF's Q5_1: 32 elements in 24 bytes.
+ */
+#define UNSLOTH_DTYPE_Q5_1 20
+
+/**
+ * GGUF's Q5_K: 256 elements in 176 bytes.
+ */
+#define UNSLOTH_DTYPE_Q5_K 21
 
 /**
  * `[num_pages, page_size, num_kv_heads, head_dim]`: tokens before heads.
@@ -3954,6 +4038,22 @@ typedef struct unsloth_swiglu_backward_params {
  * numbers (Philox) depend on the seed, the step and the element's place among all. Not for f16.
  */
 #define UNSLOTH_MASTER_STOCHASTIC 3
+
+/**
+ * The greatest magnitude, divided by 127 for 8 bits.
+ */
+#define UNSLOTH_QUANTIZE_ABSMAX 0
+
+/**
+ * The mean magnitude, for ternary codes: BitNet b1.58's.
+ */
+#define UNSLOTH_QUANTIZE_ABSMEAN 1
+
+/**
+ * For ternary codes: what is not above 0.7 of the mean magnitude is 0, the scale is the mean
+ * magnitude of the rest (ternary weight networks).
+ */
+#define UNSLOTH_QUANTIZE_THRESHOLD 2
 
 /**
  * Components `i` and `i + rotary_dim / 2` (GPT-NeoX, and Llama in Hugging Face's layout).
@@ -5121,7 +5221,9 @@ unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
 /**
  * Writes to `workspace_size` the bytes of workspace with which the call is fastest: at most 32 MiB,
  * and 0 on the CPU. The workspace is optional. With less, or with NULL, another algorithm computes
- * the same product, whose sums may round differently. More rows may ask for less, so a caller with
+ * the same product, whose sums may round differently. On CUDA a weight in blocks is decoded there if
+ * `x` has more than 64 rows, or is f32 and the weight has `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`: such a
+ * call needs room for it, or for 128 MiB of it (256 of its rows, if these are more). More rows may ask for less, so a caller with
  * several sizes asks for each. The answer is for data aligned to 16 bytes. Data pointers and the
  * workspace are not looked at.
  *
@@ -5608,6 +5710,40 @@ unsloth_status unsloth_qk_norm_rope_backward_workspace_size(struct unsloth_conte
 unsloth_status unsloth_qk_norm_rope_backward(struct unsloth_context *ctx,
                                              const struct unsloth_qk_norm_rope_backward_params *params,
                                              unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
+ * workspace are not looked at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_quantize_supported(struct unsloth_context *ctx,
+                                          const struct unsloth_quantize_params *params,
+                                          unsloth_implementation *implementation);
+
+/**
+ * Writes to `workspace_size` the bytes of workspace that the call needs: 0 on the CPU, which takes
+ * memory of its own where one scale is for all. Data pointers and the workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_quantize_workspace_size(struct unsloth_context *ctx,
+                                               const struct unsloth_quantize_params *params,
+                                               size_t *workspace_size);
+
+/**
+ * Quantises on `stream`. The same inputs give the same bits, with any number of threads. A sum of
+ * magnitudes is one of pieces of 4096 neighbours, each of 32 sums of every 32nd element; pieces are
+ * added in f64.
+ *
+ * Outputs may overlap neither `x` nor each other.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_quantize_forward(struct unsloth_context *ctx,
+                                        const struct unsloth_quantize_params *params,
+                                        unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

@@ -5,7 +5,9 @@ use half::{bf16, f16};
 /// The element type of a tensor. The discriminants are those of the C ABI (`UNSLOTH_DTYPE_*`).
 ///
 /// A *plain* dtype is one value per element. The others are formats of quantised weights, whose
-/// elements come in blocks along the last dimension; no operation of this version takes them.
+/// elements come in blocks along the last dimension: GGUF's, with data as in the file and no
+/// alignment asked for, are taken by what takes weights ([`DType::BLOCKS`]); codes whose scales lie
+/// apart are written by [`ops::quantize`](crate::ops::quantize).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[non_exhaustive]
@@ -26,30 +28,36 @@ pub enum DType {
     F8E4M3 = 7,
     /// Reserved: 8-bit float, 5 exponent bits and 2 of mantissa.
     F8E5M2 = 8,
-    /// Reserved: 8-bit signed integer.
+    /// 8-bit signed integer, whose scale lies apart.
     I8 = 9,
-    /// Reserved: packed ternary codes, 128 in 32 bytes, whose scales lie apart.
+    /// Packed ternary codes, 128 in 32 bytes, whose scales lie apart.
     Ternary = 10,
-    /// Reserved: GGUF's Q8_0.
+    /// GGUF's Q8_0: 32 signed bytes and their f16 scale.
     Q8_0 = 11,
-    /// Reserved: GGUF's Q4_0.
+    /// GGUF's Q4_0: 32 times 4 bits, less 8, and their f16 scale.
     Q4_0 = 12,
-    /// Reserved: GGUF's Q4_1.
+    /// GGUF's Q4_1: 32 times 4 bits, their f16 scale and what is added to all.
     Q4_1 = 13,
-    /// Reserved: GGUF's Q4_K.
+    /// GGUF's Q4_K: 8 times 32 of 4 bits, each with a scale and an offset of 6 bits.
     Q4K = 14,
-    /// Reserved: GGUF's Q6_K.
+    /// GGUF's Q6_K: 16 times 16 of 6 bits, less 32, each with a scale of 8 bits.
     Q6K = 15,
-    /// Reserved: GGUF's TQ1_0.
+    /// GGUF's TQ1_0: 256 times -1, 0 or 1, five in a byte, and their f16 scale.
     Tq1_0 = 16,
-    /// Reserved: GGUF's TQ2_0.
+    /// GGUF's TQ2_0: 256 times 2 bits, less 1, and their f16 scale.
     Tq2_0 = 17,
-    /// Reserved: GGUF's Q2_0.
+    /// GGUF's Q2_0: 64 times 2 bits, less 1, and their f16 scale.
     Q2_0 = 18,
+    /// GGUF's Q5_0: as Q4_0 with a fifth bit, less 16.
+    Q5_0 = 19,
+    /// GGUF's Q5_1: as Q4_1 with a fifth bit.
+    Q5_1 = 20,
+    /// GGUF's Q5_K: as Q4_K with a fifth bit.
+    Q5K = 21,
 }
 
 impl DType {
-    /// Every dtype that operations take: the plain ones that are not reserved.
+    /// The plain dtypes that operations take.
     pub const ALL: [DType; 6] = [
         DType::F32,
         DType::F16,
@@ -59,20 +67,64 @@ impl DType {
         DType::Bool,
     ];
 
-    /// The dtypes that have a name and a layout, and no operation yet.
-    pub const RESERVED: [DType; 12] = [
-        DType::F8E4M3,
-        DType::F8E5M2,
-        DType::I8,
-        DType::Ternary,
+    /// GGUF's formats in blocks, which operations take for weights.
+    pub const BLOCKS: [DType; 11] = [
         DType::Q8_0,
         DType::Q4_0,
         DType::Q4_1,
+        DType::Q5_0,
+        DType::Q5_1,
         DType::Q4K,
+        DType::Q5K,
         DType::Q6K,
         DType::Tq1_0,
         DType::Tq2_0,
         DType::Q2_0,
+    ];
+
+    /// The dtypes that have a name and a layout, and no operation yet.
+    pub const RESERVED: [DType; 2] = [DType::F8E4M3, DType::F8E5M2];
+
+    /// The dtypes of codes whose scales lie apart: what
+    /// [`ops::quantize`](crate::ops::quantize) writes, and linear layers multiply.
+    pub const QUANTIZED: [DType; 2] = [DType::I8, DType::Ternary];
+
+    /// What a weight may be: the floats, and [`DType::BLOCKS`].
+    pub const WEIGHTS: &'static [DType] = &[
+        DType::F32,
+        DType::F16,
+        DType::Bf16,
+        DType::Q8_0,
+        DType::Q4_0,
+        DType::Q4_1,
+        DType::Q5_0,
+        DType::Q5_1,
+        DType::Q4K,
+        DType::Q5K,
+        DType::Q6K,
+        DType::Tq1_0,
+        DType::Tq2_0,
+        DType::Q2_0,
+    ];
+
+    /// What the weight of a linear layer may be: [`DType::WEIGHTS`] and [`DType::QUANTIZED`].
+    pub const MATRICES: &'static [DType] = &[
+        DType::F32,
+        DType::F16,
+        DType::Bf16,
+        DType::Q8_0,
+        DType::Q4_0,
+        DType::Q4_1,
+        DType::Q5_0,
+        DType::Q5_1,
+        DType::Q4K,
+        DType::Q5K,
+        DType::Q6K,
+        DType::Tq1_0,
+        DType::Tq2_0,
+        DType::Q2_0,
+        DType::I8,
+        DType::Ternary,
     ];
 
     /// The floating-point dtypes that every operation computes in.
@@ -90,7 +142,10 @@ impl DType {
             DType::Q8_0 => (32, 34),
             DType::Q4_0 => (32, 18),
             DType::Q4_1 => (32, 20),
+            DType::Q5_0 => (32, 22),
+            DType::Q5_1 => (32, 24),
             DType::Q4K => (256, 144),
+            DType::Q5K => (256, 176),
             DType::Q6K => (256, 210),
             DType::Tq1_0 => (256, 54),
             DType::Tq2_0 => (256, 66),
@@ -111,13 +166,11 @@ impl DType {
         self.block().1
     }
 
-    /// What addresses of data must be multiples of, in bytes: an element, or the f16 scales that
-    /// blocks hold.
+    /// What addresses of data must be multiples of, in bytes: an element. Blocks may lie anywhere.
     pub const fn alignment(self) -> usize {
         match self.block() {
             (1, bytes) => bytes,
-            _ if matches!(self, DType::Ternary) => 1,
-            _ => 2,
+            _ => 1,
         }
     }
 
@@ -137,7 +190,10 @@ impl DType {
             DType::Q8_0 => "q8_0",
             DType::Q4_0 => "q4_0",
             DType::Q4_1 => "q4_1",
+            DType::Q5_0 => "q5_0",
+            DType::Q5_1 => "q5_1",
             DType::Q4K => "q4_k",
+            DType::Q5K => "q5_k",
             DType::Q6K => "q6_k",
             DType::Tq1_0 => "tq1_0",
             DType::Tq2_0 => "tq2_0",
@@ -150,6 +206,16 @@ impl DType {
         matches!(self, DType::F32 | DType::F16 | DType::Bf16)
     }
 
+    /// Whether it is one of [`DType::BLOCKS`].
+    pub fn is_in_blocks(self) -> bool {
+        DType::BLOCKS.contains(&self)
+    }
+
+    /// Whether it is one of [`DType::QUANTIZED`].
+    pub fn is_quantized(self) -> bool {
+        DType::QUANTIZED.contains(&self)
+    }
+
     /// Whether no operation of this version takes it.
     pub fn is_reserved(self) -> bool {
         DType::RESERVED.contains(&self)
@@ -159,6 +225,8 @@ impl DType {
     pub fn from_raw(value: u32) -> Option<DType> {
         DType::ALL
             .into_iter()
+            .chain(DType::BLOCKS)
+            .chain(DType::QUANTIZED)
             .chain(DType::RESERVED)
             .find(|d| *d as u32 == value)
     }
@@ -199,10 +267,14 @@ mod tests {
     fn values_are_told_apart() {
         for value in 0..=64 {
             let found = DType::from_raw(value);
-            assert_eq!(found.is_some(), (1..=18).contains(&value), "{value}");
+            assert_eq!(found.is_some(), (1..=21).contains(&value), "{value}");
             assert!(found.is_none_or(|d| d as u32 == value));
         }
         assert!(DType::ALL.iter().all(|d| !d.is_reserved()));
+        let weights: Vec<DType> = [DType::FLOATS, &DType::BLOCKS].concat();
+        assert_eq!(weights, DType::WEIGHTS);
+        let matrices: Vec<DType> = [DType::WEIGHTS, &DType::QUANTIZED].concat();
+        assert_eq!(matrices, DType::MATRICES);
     }
 
     #[test]
@@ -212,7 +284,10 @@ mod tests {
             (DType::Q8_0, 272),
             (DType::Q4_0, 144),
             (DType::Q4_1, 160),
+            (DType::Q5_0, 176),
+            (DType::Q5_1, 192),
             (DType::Q4K, 144),
+            (DType::Q5K, 176),
             (DType::Q6K, 210),
             (DType::Tq1_0, 54),
             (DType::Tq2_0, 66),
@@ -229,7 +304,9 @@ mod tests {
         }
         // The most that a layout spans.
         let most = isize::MAX as usize / 8;
-        for dtype in DType::ALL.into_iter().chain(DType::RESERVED) {
+        let all = DType::ALL.into_iter().chain(DType::BLOCKS);
+        let others = DType::QUANTIZED.into_iter().chain(DType::RESERVED);
+        for dtype in all.chain(others) {
             let (len, bytes) = dtype.block();
             assert!(bytes <= 8 * len, "{dtype}");
             assert!(dtype.row_bytes(most - 1) <= isize::MAX as usize, "{dtype}");

@@ -150,7 +150,59 @@ pub struct TensorRef<'a> {
     raw: RawTensor,
     /// `None` where who made the view promised that it is the context's.
     place: Option<Place>,
+    /// See [`TensorRef::with_float_activations`].
+    float_activations: bool,
+    /// See [`TensorRef::with_scales`].
+    scales: Option<Scales>,
     memory: PhantomData<&'a [u8]>,
+}
+
+/// The scales of a weight whose elements are codes: f32, each for as many of its rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scales {
+    pub ptr: *mut f32,
+    pub len: usize,
+    pub place: Option<Place>,
+}
+
+// SAFETY: as a RawTensor's.
+unsafe impl Send for Scales {}
+// SAFETY: as above.
+unsafe impl Sync for Scales {}
+
+impl Scales {
+    /// As a tensor.
+    pub fn raw(&self) -> RawTensor {
+        RawTensor {
+            ptr: self.ptr.cast(),
+            dtype: DType::F32,
+            layout: Layout::contiguous(&[self.len]).unwrap_or(Layout::NONE),
+        }
+    }
+
+    /// Those of `len` rows from `start` on.
+    ///
+    /// # Errors
+    /// The rows have no scales of their own.
+    pub fn of_rows(self, rows: usize, start: usize, len: usize) -> Result<Scales> {
+        let each = rows.checked_div(self.len).unwrap_or(0);
+        if self.len == 1 || each == 0 {
+            return Ok(self);
+        }
+        if !start.is_multiple_of(each) || !len.is_multiple_of(each) {
+            let problem = text!(
+                "has {} scales, rows {start} to {} have none of their own",
+                self.len,
+                start + len
+            );
+            return Err(Error::invalid("tensor", "quantization", problem));
+        }
+        Ok(Scales {
+            ptr: self.ptr.wrapping_add(start / each),
+            len: len / each,
+            ..self
+        })
+    }
 }
 
 /// A tensor that is written.
@@ -201,8 +253,60 @@ impl<'a> TensorRef<'a> {
                 layout,
             },
             place: Some(Place::HOST),
+            float_activations: false,
+            scales: None,
             memory: PhantomData,
         })
+    }
+
+    /// The weight, whose elements are codes of [`DType::QUANTIZED`], as these times `scales`: f32,
+    /// contiguous `[n]`, of which each is that of as many rows: one for all, one for each row, or one
+    /// for each of equal parts. It has no meaning for other tensors.
+    ///
+    /// # Errors
+    /// The scales are not such.
+    pub fn with_scales(self, scales: TensorRef<'a>) -> Result<Self> {
+        let (op, name) = ("tensor", "scales");
+        let layout = &scales.raw.layout;
+        if scales.raw.dtype != DType::F32 {
+            let problem = text!("has dtype {}, allowed: f32", scales.raw.dtype);
+            return Err(Error::invalid(op, name, problem));
+        }
+        if layout.rank() != 1 || !layout.is_contiguous() {
+            let problem = text!(
+                "has shape {:?} with strides {:?}, allowed: one contiguous dimension",
+                layout.shape(),
+                layout.strides()
+            );
+            return Err(Error::unsupported(op, name, problem));
+        }
+        let scales = Scales {
+            ptr: scales.raw.ptr.cast(),
+            len: layout.dim(0),
+            place: scales.place,
+        };
+        Ok(TensorRef {
+            scales: Some(scales),
+            ..self
+        })
+    }
+
+    pub(crate) fn scales(&self) -> Option<Scales> {
+        self.scales
+    }
+
+    /// The weight, as one whose products are of activations as they are. Products with a weight in
+    /// blocks may otherwise round them to 16 bits: see [`ops::linear`](crate::ops::linear). It has
+    /// no meaning for other tensors.
+    pub fn with_float_activations(self) -> Self {
+        TensorRef {
+            float_activations: true,
+            ..self
+        }
+    }
+
+    pub(crate) fn float_activations(&self) -> bool {
+        self.float_activations
     }
 
     /// A view of raw memory. `ptr` may be NULL where only a query is made.
@@ -219,6 +323,8 @@ impl<'a> TensorRef<'a> {
                 layout,
             },
             place: None,
+            float_activations: false,
+            scales: None,
             memory: PhantomData,
         }
     }
@@ -279,6 +385,8 @@ impl<'a> TensorMut<'a> {
         TensorRef {
             raw: self.raw,
             place: self.place,
+            float_activations: false,
+            scales: None,
             memory: PhantomData,
         }
     }
@@ -338,12 +446,16 @@ macro_rules! views {
             /// The view of `len` entries from `start` along dimension `dim`.
             ///
             /// # Errors
-            /// See [`Layout::narrowed`]; the range begins or ends inside a block of the dtype.
+            /// See [`Layout::narrowed`]; the range begins or ends inside a block of the dtype, or
+            /// inside the rows of a scale.
             pub fn narrowed(self, dim: usize, start: usize, len: usize) -> Result<Self> {
-                Ok($name {
-                    raw: self.raw.narrowed(dim, start, len)?,
-                    ..self
-                })
+                let raw = self.raw.narrowed(dim, start, len)?;
+                let rows = self.raw.layout.dim(0);
+                let whole = $name { raw, ..self };
+                if dim == 0 {
+                    return whole.of_rows(rows, start, len);
+                }
+                Ok(whole)
             }
 
             /// The view with dimension `dim` split into `sizes`.
@@ -359,6 +471,24 @@ macro_rules! views {
             }
         }
     };
+}
+
+impl TensorRef<'_> {
+    /// With the scales of some of the `rows` that there were.
+    fn of_rows(self, rows: usize, start: usize, len: usize) -> Result<Self> {
+        let scales = self.scales.map(|scales| scales.of_rows(rows, start, len));
+        Ok(TensorRef {
+            scales: scales.transpose()?,
+            ..self
+        })
+    }
+}
+
+impl TensorMut<'_> {
+    /// As a [`TensorRef`]'s: what is written has no scales.
+    fn of_rows(self, _: usize, _: usize, _: usize) -> Result<Self> {
+        Ok(self)
+    }
 }
 
 views!(TensorRef);

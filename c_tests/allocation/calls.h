@@ -82,6 +82,22 @@ static void cast_ready(void) {
   cast.out = tensor(outputs, UNSLOTH_DTYPE_BF16, TOKENS, HIDDEN, -1, -1);
 }
 
+static unsloth_quantize_params quantize;
+static void quantize_ready(void) {
+  with_context();
+  quantize = (unsloth_quantize_params)UNSLOTH_QUANTIZE_PARAMS_INIT;
+  quantize.x = in2(TOKENS, HIDDEN);
+  quantize.out = out2(TOKENS, HIDDEN);
+  quantize.out.dtype = UNSLOTH_DTYPE_I8;
+  quantize.scale = out2(TOKENS, -1);
+  quantize.sum = out2(TOKENS, -1);
+  quantize.sum.dtype = UNSLOTH_DTYPE_I32;
+}
+static void quantize_all_ready(void) {
+  quantize_ready();
+  quantize.scale.shape[0] = 1;
+}
+
 static unsloth_cross_entropy_params cross_entropy;
 static void cross_entropy_ready(void) {
   with_context();
@@ -245,6 +261,14 @@ static void linear_of(int64_t rows, unsloth_dtype dtype) {
 static void linear_ready(void) { linear_of(TOKENS, UNSLOTH_DTYPE_F32); }
 static void linear_of_halves_ready(void) { linear_of(TOKENS, UNSLOTH_DTYPE_BF16); }
 static void linear_of_a_row_ready(void) { linear_of(1, UNSLOTH_DTYPE_F32); }
+static void linear_of_blocks_ready(void) {
+  linear_of(4, UNSLOTH_DTYPE_F32);
+  linear.weight.dtype = UNSLOTH_DTYPE_Q4_1;
+}
+static void linear_of_codes_ready(void) {
+  linear_of(4, UNSLOTH_DTYPE_F32);
+  linear.weight.dtype = UNSLOTH_DTYPE_I8;
+}
 
 static unsloth_linear_backward_params linear_backward;
 static void linear_backward_of(unsloth_dtype dtype) {
@@ -736,6 +760,11 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(argmax, argmax_ready, unsloth_argmax_forward, (ctx, &argmax, NULL), OK)                        \
   X(cast_supported, cast_ready, unsloth_cast_supported, (ctx, &cast, NULL), OK)                    \
   X(cast, cast_ready, unsloth_cast_forward, (ctx, &cast, NULL), OK)                                \
+  X(quantize_supported, quantize_ready, unsloth_quantize_supported, (ctx, &quantize, NULL), OK)    \
+  X(quantize_workspace, quantize_ready, unsloth_quantize_workspace_size, (ctx, &quantize, &size),  \
+    OK)                                                                                            \
+  X(quantize, quantize_ready, unsloth_quantize_forward, (ctx, &quantize, NULL), OK)                \
+  X(quantize_all, quantize_all_ready, unsloth_quantize_forward, (ctx, &quantize, NULL), OK)        \
   X(embedding_supported, embedding_ready, unsloth_embedding_supported, (ctx, &embedding, NULL),    \
     OK)                                                                                            \
   X(embedding, embedding_ready, unsloth_embedding_forward, (ctx, &embedding, NULL), OK)            \
@@ -791,6 +820,8 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(linear, linear_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)                        \
   X(linear_halves, linear_of_halves_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)       \
   X(linear_row, linear_of_a_row_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)           \
+  X(linear_blocks, linear_of_blocks_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)       \
+  X(linear_codes, linear_of_codes_ready, unsloth_linear_forward, (ctx, &linear, NULL), OK)         \
   X(linear_backward_supported, linear_backward_ready, unsloth_linear_backward_supported,           \
     (ctx, &linear_backward, NULL), OK)                                                             \
   X(linear_backward_workspace, linear_backward_ready, unsloth_linear_backward_workspace_size,      \

@@ -189,6 +189,13 @@ static void rows(void) {
   cast.out = make(UNSLOTH_DTYPE_F32, 3, HIDDEN, -1, -1);
   CHECK_PATH(unsloth_cast_forward(ctx, &cast, NULL), 1);
 
+  unsloth_quantize_params codes = UNSLOTH_QUANTIZE_PARAMS_INIT;
+  codes.x = cast.x;
+  codes.out = make(UNSLOTH_DTYPE_I8, 3, HIDDEN, -1, -1);
+  codes.scale = make(UNSLOTH_DTYPE_F32, 3, -1, -1, -1);
+  CHECK_FAILS(unsloth_quantize_forward(ctx, &codes, NULL), UNSLOTH_STATUS_UNSUPPORTED,
+              "quantize: ctx is on the cuda backend, which has no kernel for this operation");
+
   unsloth_argmax_params argmax = UNSLOTH_ARGMAX_PARAMS_INIT;
   argmax.x = make(UNSLOTH_DTYPE_F32, 3, VOCAB, -1, -1);
   argmax.out = make(UNSLOTH_DTYPE_I32, 3, -1, -1, -1);
@@ -294,6 +301,42 @@ static void products(void) {
   CHECK_PATH(unsloth_mlp_backward(ctx, &block, NULL), 9);
   block.gate_up = mlp.gate_up_out;
   CHECK_PATH(unsloth_mlp_backward(ctx, &block, NULL), 7);
+}
+
+static void blocks(void) {
+  unsloth_embedding_params embedding = UNSLOTH_EMBEDDING_PARAMS_INIT;
+  embedding.table = make(UNSLOTH_DTYPE_Q6_K, VOCAB, HIDDEN, -1, -1);
+  embedding.ids = make(UNSLOTH_DTYPE_I32, 3, -1, -1, -1);
+  embedding.out = bf16(3, HIDDEN, -1, -1);
+  CHECK_PATH(unsloth_embedding_forward(ctx, &embedding, NULL), 1);
+
+  unsloth_linear_params linear = UNSLOTH_LINEAR_PARAMS_INIT;
+  linear.weight = make(UNSLOTH_DTYPE_Q4_0, HIDDEN, HIDDEN, -1, -1);
+  // Of another dtype than the rest: not for cuBLAS.
+  linear.bias = make(UNSLOTH_DTYPE_F32, HIDDEN, -1, -1, -1);
+  const int64_t tokens[] = {1, 64, 65};
+  for (int i = 0; i < 3; i++) {
+    linear.x = bf16(tokens[i], HIDDEN, -1, -1);
+    linear.out = bf16(tokens[i], HIDDEN, -1, -1);
+    CHECK_OK(unsloth_linear_workspace_size(ctx, &linear, &linear.workspace_size));
+    // Blocks of few rows' weights are read as they are, others are decoded first.
+    const int decoded = tokens[i] > 64;
+    CHECK(linear.workspace_size == (decoded ? (size_t)HIDDEN * HIDDEN * 2 : 0));
+    linear.workspace = memory(linear.workspace_size);
+    CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 1 + decoded);
+  }
+  linear.workspace_size -= 1;
+  CHECK(unsloth_linear_forward(ctx, &linear, NULL) == UNSLOTH_STATUS_WORKSPACE_TOO_SMALL);
+
+  unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;
+  mlp.x = bf16(2, HIDDEN, -1, -1);
+  mlp.gate_weight = make(UNSLOTH_DTYPE_Q4_K, FFN, HIDDEN, -1, -1);
+  mlp.up_weight = make(UNSLOTH_DTYPE_Q4_K, FFN, HIDDEN, -1, -1);
+  mlp.down_weight = make(UNSLOTH_DTYPE_Q6_K, HIDDEN, FFN, -1, -1);
+  mlp.out = bf16(2, HIDDEN, -1, -1);
+  CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
+  mlp.workspace = memory(mlp.workspace_size);
+  CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 3);
 }
 
 static void attention(int64_t queries, int64_t keys, unsloth_implementation expected,
@@ -541,6 +584,7 @@ int main(void) {
   CHECK_OK(status);
   rows();
   products();
+  blocks();
   attention(1, 100, UNSLOTH_IMPLEMENTATION_CUDA, 1);
   // Split keys are joined by a second kernel.
   attention(1, 4096, UNSLOTH_IMPLEMENTATION_CUDA, 2);

@@ -17,8 +17,12 @@ use crate::nvcc::{Architecture, Compiled, Source, Unit};
 mod attention_forward;
 #[path = "../cuda/attention/backward/family.rs"]
 mod attention_gradients;
+#[path = "../cuda/blocks/family.rs"]
+mod blocks_rows;
 #[path = "../cuda/cross_entropy/family.rs"]
 mod cross_entropy_ring;
+#[path = "../cuda/linear/blocks/family.rs"]
+mod linear_blocks;
 #[path = "../cuda/norm/backward/family.rs"]
 mod norm_backward_ring;
 
@@ -26,7 +30,9 @@ mod norm_backward_ring;
 pub const FAMILIES: &[Family] = &[
     attention_forward::FAMILY,
     attention_gradients::FAMILY,
+    blocks_rows::FAMILY,
     cross_entropy_ring::FAMILY,
+    linear_blocks::FAMILY,
     norm_backward_ring::FAMILY,
 ];
 

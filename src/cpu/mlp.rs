@@ -37,7 +37,7 @@ fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) -> Result<()> {
     }
     let within = |error: Error| error.within("mlp");
     with_float!(p.x.dtype, T => {
-        let weights = [&p.gate.weight, &p.up.weight];
+        let weights = [&p.gate, &p.up];
         for_each_row_part(
             cpu,
             &p.x,
@@ -57,7 +57,7 @@ fn forward(cpu: &Cpu, p: &Problem, intermediate: RawTensor) -> Result<()> {
     for_each_row_part(
         cpu,
         &intermediate,
-        [&p.down.weight],
+        [&p.down],
         Scratch::NONE,
         #[inline(always)]
         |row, columns, [sums]| finish(sums, row, columns, &p.down, p.residual.as_ref(), &p.out),

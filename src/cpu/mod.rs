@@ -5,6 +5,7 @@
 
 pub(crate) mod argmax;
 pub(crate) mod attention;
+pub(crate) mod blocks;
 pub(crate) mod cast;
 mod cross_entropy;
 pub(crate) mod embedding;
@@ -22,6 +23,7 @@ mod norm;
 mod optimizer;
 mod pool;
 mod qk_norm_rope;
+pub(crate) mod quantize;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod rows;

@@ -36,6 +36,7 @@ impl Plans<Problem> for Cuda {
     fn plan(&self, problem: Problem) -> Result<Plan<'_>> {
         let p = &problem;
         linear::fits(OP, ("x", &p.x), ("gate_weight", &p.gate.weight))?;
+        linear::takes(OP, "up_weight", &p.up.weight)?;
         linear::fits(OP, ("x", &p.x), ("down_weight", &p.down.weight))?;
         Ok(Plan {
             cuda: self,
@@ -49,12 +50,16 @@ impl problem::Plan for Plan<'_> {
         Implementation::Cuda
     }
 
-    /// One intermediate.
+    /// One intermediate, and what products need behind it.
     fn needed(&self) -> usize {
         if self.problem.out.layout.is_empty() {
             return 0;
         }
-        self.problem.x.layout.num_rows() * self.row()
+        let intermediate = self.intermediate();
+        match needed_by_products(&self.problem) {
+            0 => intermediate,
+            products => aligned(intermediate) + products,
+        }
     }
 
     /// Two intermediates where they are of use, and a workspace for products behind them.
@@ -81,37 +86,22 @@ impl problem::Plan for Plan<'_> {
         }
         let p = &self.problem;
         let most = self.cuda.resources.tuning.mlp.tokens;
+        let needed = needed_by_products(p);
         let products = match scratch.size > aligned(self.needed()) {
             true => products_size(self.cuda, p, most)?,
             false => 0,
         };
+        if needed > 0 {
+            let fits = products > 0 && scratch.size >= aligned(self.intermediate()) + products;
+            return self.run(scratch, if fits { products } else { needed }, stream);
+        }
         // All tokens at once gain more than a workspace for products does.
         let crowds_out =
             |both: usize| both <= scratch.size && scratch.size < aligned(both) + products;
         let with = products > 0
             && scratch.size >= aligned(self.needed()) + products
             && !crowds_out(self.bytes(most, false));
-        let left = match with {
-            true => scratch.size - products,
-            false => scratch.size,
-        };
-        let left = left / Workspace::ALIGNMENT * Workspace::ALIGNMENT;
-        let least = p.x.layout.num_rows();
-        let rows = left.checked_div(self.row()).unwrap_or(0);
-        let rows = rows.clamp(least, most_rows(self.cuda, p, with, most));
-        let intermediates = RawTensor {
-            ptr: scratch.ptr,
-            dtype: p.x.dtype,
-            layout: Layout::contiguous(&[rows, p.intermediate])?,
-        };
-        let products = match with {
-            true => Scratch {
-                ptr: scratch.ptr.wrapping_add(aligned(rows * self.row())),
-                size: products,
-            },
-            false => Scratch::NONE,
-        };
-        forward(self.cuda, p, intermediates, products, stream)
+        self.run(scratch, if with { products } else { 0 }, stream)
     }
 }
 
@@ -119,6 +109,34 @@ impl Plan<'_> {
     /// Bytes of a row of an intermediate.
     fn row(&self) -> usize {
         self.problem.intermediate * self.problem.x.dtype.size()
+    }
+
+    /// Bytes of one for all tokens.
+    fn intermediate(&self) -> usize {
+        self.problem.x.layout.num_rows() * self.row()
+    }
+
+    /// Queues the block with so much of the workspace, its end, for products.
+    fn run(&self, scratch: Scratch, products: usize, stream: Stream) -> Result<()> {
+        let p = &self.problem;
+        let most = self.cuda.resources.tuning.mlp.tokens;
+        let left = (scratch.size - products) / Workspace::ALIGNMENT * Workspace::ALIGNMENT;
+        let least = p.x.layout.num_rows();
+        let rows = left.checked_div(self.row()).unwrap_or(0);
+        let rows = rows.clamp(least, most_rows(self.cuda, p, products > 0, most));
+        let intermediates = RawTensor {
+            ptr: scratch.ptr,
+            dtype: p.x.dtype,
+            layout: Layout::contiguous(&[rows, p.intermediate])?,
+        };
+        let products = match products {
+            0 => Scratch::NONE,
+            size => Scratch {
+                ptr: scratch.ptr.wrapping_add(aligned(rows * self.row())),
+                size,
+            },
+        };
+        forward(self.cuda, p, intermediates, products, stream)
     }
 
     /// Bytes of the intermediates of up to `most` tokens at a time, beside a workspace for products
@@ -133,15 +151,20 @@ fn aligned(bytes: usize) -> usize {
     bytes.next_multiple_of(Workspace::ALIGNMENT)
 }
 
+/// What the products cannot do without, in bytes, with as many rows as there are tokens.
+fn needed_by_products(p: &Problem) -> usize {
+    let all = [&p.gate, &p.up, &p.down].map(|weights| linear::needed_scratch(&p.x, weights));
+    all.into_iter().max().unwrap_or(0)
+}
+
 /// Whether cuBLASLt serves the block's products better than kernels of this library do.
 fn library_serves(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
-    let dtypes = (p.x.dtype, p.gate.weight.dtype);
     let sizes = Sizes {
         rows: p.x.layout.num_rows(),
         columns: p.intermediate,
         in_features: p.gate.weight.layout.dim(1),
     };
-    cuda.linear.serves(dtypes, sizes, with_workspace)
+    (cuda.linear).serves(&p.x, &p.gate, sizes, with_workspace)
 }
 
 /// Whether the block gains by storing gate and up side by side, given room for them. With a
@@ -387,7 +410,8 @@ fn joined(first: &Weights, second: &Weights) -> Option<Weights> {
         let layout = Layout::strided(&shape[..rank], &strides[..rank]).ok()?;
         Some(RawTensor { layout, ..*a })
     };
-    if !follows(&first.weight, &second.weight) {
+    // Of blocks twice as many would be decoded at a time.
+    if first.weight.dtype.is_in_blocks() || !follows(&first.weight, &second.weight) {
         return None;
     }
     let bias = match (&first.bias, &second.bias) {
@@ -397,5 +421,9 @@ fn joined(first: &Weights, second: &Weights) -> Option<Weights> {
     };
     let weight = both(&first.weight)?;
     let fits = linear::fits(OP, ("gate_weight", &weight), ("gate_weight", &weight)).is_ok();
-    fits.then_some(Weights { weight, bias })
+    fits.then_some(Weights {
+        weight,
+        bias,
+        ..*first
+    })
 }

@@ -6,6 +6,7 @@
 
 pub(crate) mod argmax;
 pub(crate) mod attention;
+mod blocks;
 pub(crate) mod cast;
 mod codes;
 mod column_sums;
@@ -27,6 +28,7 @@ mod optimizer;
 mod peer;
 mod pool;
 mod qk_norm_rope;
+mod quantize;
 pub(crate) mod rope;
 mod rotation;
 mod rows;
@@ -58,6 +60,7 @@ use swiglu::backward as swiglu_backward;
 loaded::operations!(
     argmax,
     attention,
+    blocks,
     cast,
     column_sums,
     cross_entropy,

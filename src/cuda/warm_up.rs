@@ -67,6 +67,8 @@ impl Cuda {
         let (x, out) = (there(x), there(out));
         let weights = Weights {
             weight: there(weight),
+            scales: None,
+            float_activations: false,
             bias: None,
         };
         for epilogue in [Epilogue::Store, Epilogue::Add(out)] {

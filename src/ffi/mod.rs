@@ -33,6 +33,7 @@ pub mod optimizer;
 pub mod optimizer_handle;
 mod params;
 pub mod qk_norm_rope;
+pub mod quantize;
 pub mod rms_norm;
 pub mod rope;
 mod slots;

@@ -6,7 +6,7 @@ use std::fmt;
 
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::ffi::params::{Field, params};
+use crate::ffi::params::{Field, params, read_field};
 use crate::layout::{Layout, MAX_RANK};
 use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
 
@@ -28,17 +28,21 @@ pub const UNSLOTH_DTYPE_I32: unsloth_dtype = 4;
 pub const UNSLOTH_DTYPE_I64: unsloth_dtype = 5;
 /// One byte; zero is false, anything else is true.
 pub const UNSLOTH_DTYPE_BOOL: unsloth_dtype = 6;
-/// 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and those below
-/// have a value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
+/// 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and
+/// `F8E5M2` have a value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
 pub const UNSLOTH_DTYPE_F8E4M3: unsloth_dtype = 7;
 /// 8-bit float, 5 exponent bits and 2 of mantissa.
 pub const UNSLOTH_DTYPE_F8E5M2: unsloth_dtype = 8;
-/// 8-bit signed integer.
+/// 8-bit signed integer, whose scale lies apart: `unsloth_quantize_forward` writes it.
 pub const UNSLOTH_DTYPE_I8: unsloth_dtype = 9;
 /// Ternary codes of 2 bits, weight + 1: 128 in 32 bytes, byte `p` holding those of `p`, `p + 32`,
-/// `p + 64` and `p + 96` from its low bits up. Scales lie apart, in the tensor's quantization.
+/// `p + 64` and `p + 96` from its low bits up. Rows are a multiple of 128
+/// elements. Scales lie apart: `unsloth_quantize_forward` writes both.
 pub const UNSLOTH_DTYPE_TERNARY: unsloth_dtype = 10;
-/// GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes.
+/// GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes. Weights and
+/// tables of embeddings may be in blocks, on CUDA not in those of `TQ1_0`, `TQ2_0` and `Q2_0`.
+/// Shapes and strides are in elements; a row is whole blocks, one behind the other, and may begin at
+/// any address: no alignment is asked for, and nothing past the last block is read.
 pub const UNSLOTH_DTYPE_Q8_0: unsloth_dtype = 11;
 /// GGUF's Q4_0: 32 elements in 18 bytes.
 pub const UNSLOTH_DTYPE_Q4_0: unsloth_dtype = 12;
@@ -48,17 +52,29 @@ pub const UNSLOTH_DTYPE_Q4_1: unsloth_dtype = 13;
 pub const UNSLOTH_DTYPE_Q4_K: unsloth_dtype = 14;
 /// GGUF's Q6_K: 256 elements in 210 bytes.
 pub const UNSLOTH_DTYPE_Q6_K: unsloth_dtype = 15;
-/// GGUF's TQ1_0, ternary: 256 elements in 54 bytes.
+/// GGUF's TQ1_0, -1 to 1 times a scale: 256 elements in 54 bytes.
 pub const UNSLOTH_DTYPE_TQ1_0: unsloth_dtype = 16;
-/// GGUF's TQ2_0, ternary: 256 elements in 66 bytes.
+/// GGUF's TQ2_0, -1 to 1 times a scale: 256 elements in 66 bytes. A code of 3 is twice the scale.
 pub const UNSLOTH_DTYPE_TQ2_0: unsloth_dtype = 17;
 /// GGUF's Q2_0, -1 to 2 times a scale: 64 elements in 18 bytes.
 pub const UNSLOTH_DTYPE_Q2_0: unsloth_dtype = 18;
+/// GGUF's Q5_0: 32 elements in 22 bytes.
+pub const UNSLOTH_DTYPE_Q5_0: unsloth_dtype = 19;
+/// GGUF's Q5_1: 32 elements in 24 bytes.
+pub const UNSLOTH_DTYPE_Q5_1: unsloth_dtype = 20;
+/// GGUF's Q5_K: 256 elements in 176 bytes.
+pub const UNSLOTH_DTYPE_Q5_K: unsloth_dtype = 21;
 
 /// Of `unsloth_tensor.flags`: `strides` are meant as they are. Without it strides that are all zero
 /// stand for row-major without gaps; with it they repeat one element, as NumPy's `broadcast_to`
 /// does.
 pub const UNSLOTH_TENSOR_STRIDED: u32 = 1;
+
+/// Of the `flags` of a weight in blocks: what it multiplies stays as it is. Without it an operation
+/// may round that to 16 bits, which makes products of few rows faster: on the CPU each 32 neighbours
+/// of a row to multiples of one scale, on CUDA each f32 to the sum of two bf16. Other tensors have no
+/// use for it.
+pub const UNSLOTH_TENSOR_FLOAT_ACTIVATIONS: u32 = 2;
 
 /// A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.
 ///
@@ -68,7 +84,7 @@ pub const UNSLOTH_TENSOR_STRIDED: u32 = 1;
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_tensor {
-    /// Address of the first element, aligned to the dtype: host memory for the CPU backend, device memory for CUDA.
+    /// Address of the first element, aligned to the dtype (blocks to nothing): host memory for the CPU backend, device memory for CUDA.
     pub data: *mut c_void,
     /// One of `UNSLOTH_DTYPE_*`.
     pub dtype: unsloth_dtype,
@@ -79,8 +95,8 @@ pub struct unsloth_tensor {
     /// Distances between neighbours along each dimension, in elements, not negative. All zero means
     /// row-major without gaps, unless `flags` has `UNSLOTH_TENSOR_STRIDED`.
     pub strides: [i64; UNSLOTH_MAX_RANK],
-    /// Scales and zero points that lie apart from the data; NULL for plain dtypes and for blocks
-    /// that hold their own.
+    /// Scales and zero points that lie apart from the data, read by the call; NULL for plain dtypes and
+    /// for blocks that hold their own, and of codes where all scales are 1.
     pub quantization: *const unsloth_quantization,
     /// `UNSLOTH_TENSOR_*`, or zero.
     pub flags: u32,
@@ -88,8 +104,10 @@ pub struct unsloth_tensor {
     pub reserved: [u32; 3],
 }
 
-/// How the elements of a tensor become numbers: `(element - zero) * scale`. Every operation of this
-/// version answers `UNSLOTH_STATUS_UNSUPPORTED` for a tensor that has one.
+/// How the elements of a tensor become numbers: `(element - zero) * scale`. On the CPU the weights of
+/// `linear`, `mlp` and `attention_block` may have one where they are i8 or ternary, with f32 scales
+/// `[s]`, contiguous, of which each is that of as many rows, and without `zero`. Everything else is
+/// answered by `UNSLOTH_STATUS_UNSUPPORTED`.
 ///
 /// The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for
 /// all, `[n]` one for each row, `[n, k/g]` one for each group of `g` along a row, `[n/a, k/b]` one
@@ -112,8 +130,12 @@ params!(unsloth_quantization, [reserved, scale, zero]);
 impl Field for unsloth_tensor {
     fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
         self.reserved.check(op, format_args!("{name}.reserved"))?;
-        if self.flags & !UNSLOTH_TENSOR_STRIDED != 0 {
-            let problem = text!("is {:#x}, allowed: 0, 1 (strided)", self.flags);
+        const KNOWN: u32 = UNSLOTH_TENSOR_STRIDED | UNSLOTH_TENSOR_FLOAT_ACTIVATIONS;
+        if self.flags & !KNOWN != 0 {
+            let problem = text!(
+                "is {:#x}, allowed: 0, 1 (strided), 2 (float_activations), 3",
+                self.flags
+            );
             return Err(Error::invalid(op, text!("{name}.flags"), problem));
         }
         // A mistake, not an absence.
@@ -121,13 +143,9 @@ impl Field for unsloth_tensor {
             let problem = text!("has data but rank 0, allowed: 1 to {MAX_RANK}");
             return Err(Error::invalid(op, text!("{name}"), problem));
         }
-        if !self.quantization.is_null() {
-            let problem = "is set: no operation of this version takes scales that lie apart";
-            return Err(Error::unsupported(
-                op,
-                text!("{name}.quantization"),
-                problem,
-            ));
+        let of_codes = DType::from_raw(self.dtype).is_some_and(DType::is_quantized);
+        if !self.quantization.is_null() && !of_codes {
+            return Err(no_quantization(op, name));
         }
         match DType::from_raw(self.dtype).filter(|dtype| dtype.is_reserved()) {
             None => Ok(()),
@@ -140,6 +158,11 @@ impl Default for unsloth_tensor {
     fn default() -> Self {
         Self::ABSENT
     }
+}
+
+fn no_quantization(op: &'static str, name: impl fmt::Display) -> Error {
+    let problem = "is set: only weights that are i8 or ternary take scales that lie apart";
+    Error::unsupported(op, text!("{name}.quantization"), problem)
 }
 
 fn reserved_dtype(op: &'static str, name: impl Into<Cow<'static, str>>, dtype: DType) -> Error {
@@ -233,7 +256,10 @@ impl unsloth_tensor {
             ..unsloth_tensor::ABSENT
         };
         if raw.layout.strides().iter().all(|&s| s == 0) {
-            out.flags = UNSLOTH_TENSOR_STRIDED;
+            out.flags |= UNSLOTH_TENSOR_STRIDED;
+        }
+        if tensor.float_activations() {
+            out.flags |= UNSLOTH_TENSOR_FLOAT_ACTIVATIONS;
         }
         // Sizes and strides fit (see Layout).
         for (to, &from) in out.shape.iter_mut().zip(raw.layout.shape()) {
@@ -264,8 +290,19 @@ impl unsloth_tensor {
         }
         let (dtype, layout) = layout_of(op, name, self)?;
         // SAFETY: the caller's promise.
-        Ok(Some(unsafe {
-            TensorRef::from_raw(self.data.cast_const().cast(), dtype, layout)
+        let mut tensor =
+            unsafe { TensorRef::from_raw(self.data.cast_const().cast(), dtype, layout) };
+        if !self.quantization.is_null() {
+            // SAFETY: the caller's promise holds for what the tensor points to.
+            let scales = unsafe { scales_from(op, self.quantization) };
+            if let Some(scales) = scales.map_err(|error| error.inside(name))? {
+                let attached = tensor.with_scales(scales);
+                tensor = attached.map_err(|error| error.within(op).inside(name))?;
+            }
+        }
+        Ok(Some(match self.flags & UNSLOTH_TENSOR_FLOAT_ACTIVATIONS {
+            0 => tensor,
+            _ => tensor.with_float_activations(),
         }))
     }
 
@@ -295,6 +332,9 @@ impl unsloth_tensor {
             return Ok(None);
         }
         let (dtype, layout) = layout_of(op, name, self)?;
+        if !self.quantization.is_null() {
+            return Err(no_quantization(op, name));
+        }
         // SAFETY: the caller's promise.
         Ok(Some(unsafe {
             TensorMut::from_raw(self.data.cast(), dtype, layout)
@@ -313,6 +353,25 @@ impl unsloth_tensor {
         // SAFETY: the caller's promise.
         unsafe { self.optional_output(op, name) }?.ok_or_else(|| absent(op, name))
     }
+}
+
+/// The scales of a weight's quantization, if it has any.
+///
+/// # Safety
+/// `quantization` is NULL or points to `struct_size` readable bytes; its tensors are as
+/// [`TensorRef::from_raw`] asks.
+unsafe fn scales_from<'a>(
+    op: &'static str,
+    quantization: *const unsloth_quantization,
+) -> Result<Option<TensorRef<'a>>> {
+    // SAFETY: the caller's promise.
+    let quantization = unsafe { read_field(op, "quantization", quantization) }?;
+    if !quantization.zero.is_absent() {
+        let problem = "is there: codes of this version are 0 for zero";
+        return Err(Error::unsupported(op, "quantization.zero", problem));
+    }
+    // SAFETY: the caller's promise.
+    unsafe { quantization.scale.optional_input(op, "quantization.scale") }
 }
 
 fn absent(op: &'static str, name: &'static str) -> Error {

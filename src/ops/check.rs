@@ -54,7 +54,7 @@ impl<'a> Arg<'a> {
             return Ok(self);
         }
         let problem = text!("has dtype {dtype}, allowed: {}", list(allowed));
-        if dtype.is_reserved() {
+        if !DType::ALL.contains(&dtype) {
             return Err(Error::unsupported(self.op, self.name, problem));
         }
         Err(self.invalid(problem))
@@ -103,6 +103,28 @@ impl<'a> Arg<'a> {
         Err(self.invalid(text!(
             "has stride {} along its last dimension, allowed: 1",
             self.tensor.layout.stride(rank.saturating_sub(1))
+        )))
+    }
+
+    /// Rows are contiguous and, where the dtype is one of blocks, whole blocks that begin where one
+    /// does.
+    pub fn rows_in_blocks(self) -> Result<Self> {
+        let arg = self.last_contiguous()?;
+        let (dtype, layout) = (self.tensor.dtype, &self.tensor.layout);
+        let (len, _) = dtype.block();
+        let row = layout.dim(layout.rank().saturating_sub(1));
+        if !row.is_multiple_of(len) {
+            return Err(self.invalid(text!(
+                "has rows of {row} elements, allowed for {dtype}: multiples of {len}"
+            )));
+        }
+        if layout.is_in_blocks(len) {
+            return Ok(arg);
+        }
+        Err(self.invalid(text!(
+            "has shape {:?} with strides {:?}, allowed for {dtype}: rows that begin at multiples of {len}",
+            layout.shape(),
+            layout.strides()
         )))
     }
 

@@ -24,6 +24,7 @@ mod norm;
 pub(crate) mod operation;
 pub(crate) mod parts;
 pub mod qk_norm_rope;
+pub mod quantize;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;

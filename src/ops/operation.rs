@@ -11,7 +11,7 @@ use crate::context::{Context, Planned};
 use crate::error::{Error, Result, text};
 use crate::ops::check::Arg;
 use crate::problem::Plan;
-use crate::tensor::{InOut, Place, RawTensor, Scratch, TensorMut, TensorRef, Workspace};
+use crate::tensor::{InOut, Place, RawTensor, Scales, Scratch, TensorMut, TensorRef, Workspace};
 
 /// The parameters of an operation.
 pub(crate) trait Operation {
@@ -175,6 +175,12 @@ impl Tensors {
     /// An input.
     pub fn read(&mut self, name: &'static str, tensor: &TensorRef<'_>) {
         self.push(name, tensor.raw(), tensor.place(), Access::Read);
+    }
+
+    /// The scales of an input.
+    pub fn scales(&mut self, scales: Scales) {
+        let raw = scales.raw();
+        self.push("scales", raw, scales.place, Access::Read);
     }
 
     /// An input that may be absent.

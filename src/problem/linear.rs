@@ -1,6 +1,6 @@
 //! Linear layers.
 
-use crate::tensor::RawTensor;
+use crate::tensor::{RawTensor, Scales};
 
 /// Validated arguments.
 #[derive(Clone, Copy, Debug)]
@@ -17,8 +17,12 @@ pub(crate) struct Problem {
 /// A layer's matrix and bias.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weights {
-    /// `[out_features, in_features]`.
+    /// `[out_features, in_features]`; floats, in blocks, or codes.
     pub weight: RawTensor,
+    /// Of codes; none are ones. Their number divides that of the rows.
+    pub scales: Option<Scales>,
+    /// Whether blocks are multiplied by activations as they are, and not rounded to 16 bits.
+    pub float_activations: bool,
     /// `[out_features]`.
     pub bias: Option<RawTensor>,
 }

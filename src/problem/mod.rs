@@ -20,6 +20,7 @@ pub(crate) mod mlp;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod qk_norm_rope;
+pub(crate) mod quantize;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;

@@ -580,7 +580,7 @@ fn misuse_says_why() {
     let mut out = TestTensor::poisoned(DType::F32, contiguous(&BASE.shape())).upload(&ctx);
     let before = out.download();
     type Spoil = for<'a> fn(&mut decoder_layer::Params<'a>, &'a Tensors);
-    let cases: [(Spoil, &str); 8] = [
+    let cases: [(Spoil, &str); 9] = [
         (
             |p, _| p.norm_epsilon = 0.0,
             "norm_epsilon is 0, it must be above 0",
@@ -607,6 +607,10 @@ fn misuse_says_why() {
         (
             |p, _| p.attention.num_heads = 3,
             "num_heads is 3, a multiple of num_kv_heads 2 is needed",
+        ),
+        (
+            |p, _| p.attention.num_heads = usize::MAX,
+            "num_heads is 18446744073709551615, allowed: 1 to 1048576",
         ),
         (|p, _| p.saved = Workspace::none(), "saved has 0 bytes, "),
         (

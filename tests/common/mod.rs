@@ -13,6 +13,7 @@ pub mod attention_block;
 pub mod devices;
 #[cfg(feature = "cuda")]
 pub mod graph;
+pub mod guarded;
 pub mod head;
 pub mod kv_cache;
 pub mod reference;

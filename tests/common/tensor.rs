@@ -296,6 +296,7 @@ fn write_element(dtype: DType, value: f64, to: &mut [u8]) {
         DType::Bf16 => to[..2].copy_from_slice(&bf16::from_f32(sticky(value)).to_ne_bytes()),
         DType::I32 => to[..4].copy_from_slice(&(value as i32).to_ne_bytes()),
         DType::I64 => to[..8].copy_from_slice(&(value as i64).to_ne_bytes()),
+        DType::I8 => to[0] = (value as i8).cast_unsigned(),
         _ => to[0] = u8::from(value != 0.0),
     }
 }
@@ -310,6 +311,7 @@ fn read_element(dtype: DType, from: &[u8]) -> f64 {
         DType::Bf16 => bf16::from_ne_bytes(take(from)).into(),
         DType::I32 => i32::from_ne_bytes(take(from)).into(),
         DType::I64 => i64::from_ne_bytes(take(from)) as f64,
+        DType::I8 => from[0].cast_signed().into(),
         _ => f64::from(u8::from(from[0] != 0)),
     }
 }

@@ -53,6 +53,11 @@ const MISUSE: &[Misuse<unsloth_linear_backward_params>] = &[
         "linear_backward: x has dtype f16, dout has f32",
     ),
     (
+        |p| p.weight.dtype = DType::Q4_0 as u32,
+        UNSLOTH_STATUS_UNSUPPORTED,
+        "linear_backward: weight has dtype q4_0, allowed: f32, f16, bf16",
+    ),
+    (
         |p| p.weight.dtype = DType::I64 as u32,
         INVALID,
         "linear_backward: weight has dtype i64, allowed: f32, f16, bf16",

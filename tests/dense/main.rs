@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod blocks;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod linear;
@@ -12,6 +13,7 @@ mod linear_misuse;
 mod mlp;
 mod mlp_backward;
 mod mlp_misuse;
+mod quantized;
 mod swiglu;
 mod swiglu_backward;
 mod swiglu_misuse;

@@ -1,4 +1,4 @@
-//! What each element is computed by alone, or with its pair: casts, rotary embeddings, optimizers.
+//! What each element is computed by alone, or with its pair: casts, quantisation, rotary embeddings, optimizers.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -6,5 +6,6 @@ mod common;
 mod cast;
 mod cast_misuse;
 mod optimizer;
+mod quantize;
 mod rope;
 mod rope_misuse;

@@ -1,5 +1,7 @@
 //! Embedding against its definition: shapes, layouts, dtypes.
 
+use crate::common::guarded::AtEnd;
+use crate::common::reference::blocks;
 use crate::common::tensor::{round_to, strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, contexts, rng};
 use unsloth::ops::embedding::{self, Params};
@@ -149,5 +151,46 @@ fn ids_outside_are_refused_before_anything_is_written() {
         assert_eq!(error.to_string(), message);
         out = device.download_output();
         assert_eq!(out.bits(), before);
+    }
+}
+
+/// The exact value of each element, rounded once; to 16 bits from f32. The last row ends where memory
+/// does.
+#[test]
+fn rows_in_blocks_are_decoded() {
+    let rng = &mut rng();
+    let all = contexts();
+    let formats = |ctx| {
+        blocks::formats(Context::backend(ctx))
+            .iter()
+            .map(move |f| (ctx, *f))
+    };
+    for (ctx, format) in all.iter().flat_map(formats) {
+        let (len, bytes) = format.block();
+        for (rows, columns) in [(3, len), (5, 9 * 256)] {
+            let table = blocks::random(rng, format, rows * columns);
+            let values = blocks::decode(format, &table);
+            // An odd distance from where memory ends, and the end itself.
+            for skew in [1, 0] {
+                let memory = AtEnd::new(ctx, &[&table[..], &[0; 1][..skew]].concat());
+                let ids: Vec<f64> = (0..2 * rows).map(|i| (i % rows) as f64).collect();
+                let device = TestTensor::of(DType::I32, &[2 * rows], &ids).upload(ctx);
+                for to in FLOATS {
+                    let layout = Layout::contiguous(&[2 * rows, columns]).unwrap();
+                    let mut out = TestTensor::poisoned(to, layout).upload(ctx);
+                    let params = Params {
+                        table: memory.view(format, Layout::contiguous(&[rows, columns]).unwrap()),
+                        ids: device.view(),
+                        out: out.view_mut(),
+                    };
+                    embedding::supported(ctx, &params).unwrap();
+                    embedding::forward(ctx, &params, Stream::DEFAULT).unwrap();
+                    let once = |x: &f64| round_to(to, f64::from(*x as f32));
+                    let expected: Vec<f64> = values.iter().chain(&values).map(once).collect();
+                    let same = out.download_output().values() == expected;
+                    assert!(same, "{format} to {to}, {columns} of {bytes} bytes");
+                }
+            }
+        }
     }
 }

@@ -44,7 +44,8 @@ const MISUSE: &[Misuse<unsloth_embedding_params>] = &[
     (
         |p| p.table.dtype = DType::I32 as u32,
         INVALID,
-        "embedding: table has dtype i32, allowed: f32, f16, bf16",
+        "embedding: table has dtype i32, allowed: f32, f16, bf16, \
+         q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, tq1_0, tq2_0, q2_0",
     ),
     (
         |p| p.ids.dtype = DType::F32 as u32,

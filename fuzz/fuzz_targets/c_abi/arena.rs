@@ -214,9 +214,9 @@ fn spoil(input: &mut Input, t: &mut unsloth_tensor) {
     let rank = i64::from(t.rank).clamp(1, UNSLOTH_MAX_RANK as i64);
     let dim = input.up_to(rank - 1) as usize;
     match input.byte() % 10 {
-        8 => t.flags = u32::from(input.byte()) % 4,
+        8 => t.flags = u32::from(input.byte()) % 8,
         9 => t.reserved[input.byte() as usize % 3] = u32::from(input.byte()),
-        0 => t.dtype = u32::from(input.byte()) % 20,
+        0 => t.dtype = u32::from(input.byte()) % 23,
         1 => t.rank = u32::from(input.byte()) % 9,
         2 => *t = absent(),
         3..6 => t.shape[dim] = near(input, t.shape[dim]),
@@ -237,11 +237,23 @@ fn near(input: &mut Input, n: i64) -> i64 {
 
 fn extent(t: &unsloth_tensor) -> Extent {
     let rank = t.rank as usize;
-    let size: i128 = match t.dtype {
-        UNSLOTH_DTYPE_F32 | UNSLOTH_DTYPE_I32 => 4,
-        UNSLOTH_DTYPE_F16 | UNSLOTH_DTYPE_BF16 => 2,
-        UNSLOTH_DTYPE_I64 => 8,
-        UNSLOTH_DTYPE_BOOL => 1,
+    let (len, size): (i128, i128) = match t.dtype {
+        UNSLOTH_DTYPE_F32 | UNSLOTH_DTYPE_I32 => (1, 4),
+        UNSLOTH_DTYPE_F16 | UNSLOTH_DTYPE_BF16 => (1, 2),
+        UNSLOTH_DTYPE_I64 => (1, 8),
+        UNSLOTH_DTYPE_BOOL | UNSLOTH_DTYPE_I8 => (1, 1),
+        UNSLOTH_DTYPE_TERNARY => (128, 32),
+        UNSLOTH_DTYPE_Q8_0 => (32, 34),
+        UNSLOTH_DTYPE_Q4_0 => (32, 18),
+        UNSLOTH_DTYPE_Q4_1 => (32, 20),
+        UNSLOTH_DTYPE_Q5_0 => (32, 22),
+        UNSLOTH_DTYPE_Q5_1 => (32, 24),
+        UNSLOTH_DTYPE_Q4_K => (256, 144),
+        UNSLOTH_DTYPE_Q5_K => (256, 176),
+        UNSLOTH_DTYPE_Q6_K => (256, 210),
+        UNSLOTH_DTYPE_TQ1_0 => (256, 54),
+        UNSLOTH_DTYPE_TQ2_0 => (256, 66),
+        UNSLOTH_DTYPE_Q2_0 => (64, 18),
         _ => return Extent::Impossible,
     };
     if rank == 0 {
@@ -267,7 +279,8 @@ fn extent(t: &unsloth_tensor) -> Extent {
             n.saturating_add((i128::from(d) - 1) * i128::from(s))
         })
     };
-    match reach.saturating_mul(size) {
+    let blocks = reach.saturating_add(len - 1) / len;
+    match blocks.saturating_mul(size) {
         bytes if bytes > i64::MAX.into() => Extent::Impossible,
         bytes if bytes > LARGEST || elements > LARGEST => Extent::Large,
         bytes => Extent::Bytes(bytes as usize),

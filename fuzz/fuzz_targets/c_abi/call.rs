@@ -141,6 +141,43 @@ impl<'i, 'b> Call<'i, 'b> {
             .pick(&[UNSLOTH_DTYPE_F32, UNSLOTH_DTYPE_F16, UNSLOTH_DTYPE_BF16])
     }
 
+    /// A dtype of blocks, and a number of elements in whole ones.
+    pub fn blocks(&mut self) -> (unsloth_dtype, i64) {
+        let (dtype, len) = self.input.pick(&[
+            (UNSLOTH_DTYPE_Q8_0, 32),
+            (UNSLOTH_DTYPE_Q4_0, 32),
+            (UNSLOTH_DTYPE_Q4_1, 32),
+            (UNSLOTH_DTYPE_Q5_0, 32),
+            (UNSLOTH_DTYPE_Q5_1, 32),
+            (UNSLOTH_DTYPE_Q4_K, 256),
+            (UNSLOTH_DTYPE_Q5_K, 256),
+            (UNSLOTH_DTYPE_Q6_K, 256),
+            (UNSLOTH_DTYPE_TQ1_0, 256),
+            (UNSLOTH_DTYPE_TQ2_0, 256),
+            (UNSLOTH_DTYPE_Q2_0, 64),
+        ]);
+        (dtype, len * self.dim(3))
+    }
+
+    /// The quantization of a weight of so many rows: most of those of codes have one, and few others.
+    pub fn quantization(&mut self, dtype: unsloth_dtype, rows: i64) -> *const unsloth_quantization {
+        let of_codes = matches!(dtype, UNSLOTH_DTYPE_I8 | UNSLOTH_DTYPE_TERNARY);
+        if of_codes == self.input.one_in(8) {
+            return std::ptr::null();
+        }
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_quantization>> = unsafe { zeroed() };
+        let len = self.input.pick(&[1, rows, 2]);
+        stated.params.struct_size = size_of::<unsloth_quantization>() as u32;
+        stated.params.scale = self.optional(UNSLOTH_DTYPE_F32, &[len]);
+        if self.input.one_in(16) {
+            stated.params.zero = self.tensor(UNSLOTH_DTYPE_F32, &[len]);
+        }
+        let at = &raw const stated.params;
+        self.kept.push(stated);
+        at
+    }
+
     /// A size, seldom none at all.
     pub fn dim(&mut self, most: i64) -> i64 {
         if self.input.one_in(64) {

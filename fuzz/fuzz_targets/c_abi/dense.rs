@@ -24,9 +24,16 @@ impl Call<'_, '_> {
         let (leading, inner) = self.rows();
         let outer = self.extent(40);
         let shape = [&leading[..], &[outer]].concat();
+        let (matrix_dtype, inner) = match self.input.byte() % 6 {
+            0 | 1 => self.blocks(),
+            2 => (UNSLOTH_DTYPE_I8, inner),
+            3 => (UNSLOTH_DTYPE_TERNARY, 128 * self.dim(3)),
+            _ => (weight_dtype, inner),
+        };
         let p = &mut stated.params;
         p.x = self.tensor(dtype, &[&leading[..], &[inner]].concat());
-        p.weight = self.tensor(weight_dtype, &[outer, inner]);
+        p.weight = self.tensor(matrix_dtype, &[outer, inner]);
+        p.weight.quantization = self.quantization(matrix_dtype, outer);
         p.bias = self.optional(weight_dtype, &[outer]);
         p.residual = self.optional(dtype, &shape);
         p.out = self.tensor(dtype, &shape);

@@ -22,6 +22,7 @@ use unsloth::ffi::mlp::backward::*;
 use unsloth::ffi::mlp::*;
 use unsloth::ffi::qk_norm_rope::backward::*;
 use unsloth::ffi::qk_norm_rope::*;
+use unsloth::ffi::quantize::*;
 use unsloth::ffi::rms_norm::backward::*;
 use unsloth::ffi::rms_norm::*;
 use unsloth::ffi::rope::*;
@@ -59,7 +60,7 @@ macro_rules! finish {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 32] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 33] = [
     of!(
         attention,
         unsloth_attention_supported,
@@ -206,6 +207,12 @@ pub const ALL: [fn(&mut Call<'_, '_>); 32] = [
     ),
     of!(cast, unsloth_cast_supported, unsloth_cast_forward),
     of!(argmax, unsloth_argmax_supported, unsloth_argmax_forward),
+    of!(
+        quantize,
+        unsloth_quantize_supported,
+        unsloth_quantize_forward,
+        unsloth_quantize_workspace_size
+    ),
     of!(
         embedding_backward,
         unsloth_embedding_backward_supported,

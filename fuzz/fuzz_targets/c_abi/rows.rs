@@ -1,4 +1,4 @@
-//! Operations on rows: norms, casts, and what turns tokens into rows and back.
+//! Operations on rows: norms, casts, quantisation, and what turns tokens into rows and back.
 
 use unsloth::ffi::argmax::*;
 use unsloth::ffi::cast::*;
@@ -6,6 +6,7 @@ use unsloth::ffi::embedding::backward::*;
 use unsloth::ffi::embedding::*;
 use unsloth::ffi::layer_norm::backward::*;
 use unsloth::ffi::layer_norm::*;
+use unsloth::ffi::quantize::*;
 use unsloth::ffi::rms_norm::backward::*;
 use unsloth::ffi::rms_norm::*;
 use unsloth::ffi::tensor::*;
@@ -39,6 +40,35 @@ impl Call<'_, '_> {
             false => self.tensor(to, &leading),
         };
         p.reserved = self.flag(0);
+        stated
+    }
+
+    pub fn quantize(&mut self) -> Box<Stated<unsloth_quantize_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_quantize_params>> = unsafe { zeroed() };
+        let from = self.float_dtype();
+        let to = self.input.pick(&[UNSLOTH_DTYPE_I8, UNSLOTH_DTYPE_TERNARY]);
+        let (leading, mut dim) = self.rows();
+        if to == UNSLOTH_DTYPE_TERNARY {
+            dim = 128 * (1 + dim % 3);
+        }
+        let of_rows = match leading.is_empty() {
+            true => vec![1],
+            false => leading.clone(),
+        };
+        let of_groups = [&leading[..], &[self.input.pick(&[1, 2, dim])]].concat();
+        let scales = self.input.pick(&[0, 1, 2]);
+        let p = &mut stated.params;
+        p.rule = self.flag(2);
+        p.x = self.tensor(from, &[&leading[..], &[dim]].concat());
+        p.out = self.tensor(to, &[&leading[..], &[dim]].concat());
+        let (scale, sum) = match scales {
+            0 => (vec![1], of_rows),
+            1 => (of_rows.clone(), of_rows),
+            _ => (of_groups.clone(), of_groups),
+        };
+        p.scale = self.tensor(UNSLOTH_DTYPE_F32, &scale);
+        p.sum = self.optional(UNSLOTH_DTYPE_I32, &sum);
         stated
     }
 
@@ -130,6 +160,10 @@ impl Call<'_, '_> {
         let mut stated: Box<Stated<unsloth_embedding_params>> = unsafe { zeroed() };
         let (leading, dim) = self.rows();
         let (dtype, out_dtype) = (self.float_dtype(), self.float_dtype());
+        let (dtype, dim) = match self.input.one_in(3) {
+            true => self.blocks(),
+            false => (dtype, dim),
+        };
         let integer = self.input.pick(&[UNSLOTH_DTYPE_I32, UNSLOTH_DTYPE_I64]);
         let p = &mut stated.params;
         let vocabulary = self.extent(40);

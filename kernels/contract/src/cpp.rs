@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::{Activation, Float, attention, linear};
+use crate::{Activation, Blocks, Float, attention, linear};
 
 /// A header that declares what kernels in CUDA C++ need of this crate.
 pub fn header() -> String {
@@ -21,6 +21,7 @@ pub fn header() -> String {
     }
     declare! {
         Float: Float,
+        Blocks: Blocks,
         Activation: Activation,
         Mask: attention::Mask,
         Part: attention::Part,

@@ -75,6 +75,28 @@ impl Float {
     }
 }
 
+codes! {
+    /// A format of weights in blocks, by its value in the C ABI.
+    pub enum Blocks {
+        /// 32 signed bytes and their f16 scale.
+        Q8_0 = 11,
+        /// 32 times 4 bits, less 8, and their f16 scale.
+        Q4_0 = 12,
+        /// 32 times 4 bits, their f16 scale and what is added to all.
+        Q4_1 = 13,
+        /// 8 times 32 of 4 bits, each with a scale and an offset of 6 bits.
+        Q4K = 14,
+        /// 16 times 16 of 6 bits, less 32, each with a scale of 8 bits.
+        Q6K = 15,
+        /// As Q4_0 with a fifth bit, less 16.
+        Q5_0 = 19,
+        /// As Q4_1 with a fifth bit.
+        Q5_1 = 20,
+        /// As Q4_K with a fifth bit.
+        Q5K = 21,
+    }
+}
+
 /// Bytes of a kernel's widest access.
 pub const VECTOR: u32 = 16;
 

@@ -2,8 +2,9 @@
 
 mod backward;
 
-use crate::cpu::float::{convert, with_float};
-use crate::cpu::rows::{Integers, row_of, row_of_mut};
+use crate::cpu::blocks::{CHUNK, Chunk, blocks_of, decode};
+use crate::cpu::float::{Float, convert, with_float};
+use crate::cpu::rows::{Integers, part_of_mut, row_of, row_of_mut};
 use crate::cpu::{Cpu, Run};
 use crate::error::{Error, Result, text};
 use crate::problem::embedding::Problem;
@@ -27,6 +28,10 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
         let problem = text!("has {id} at index {i}, the table has {vocab} rows");
         return Err(Error::invalid("embedding", "ids", problem));
     }
+    if p.table.dtype.is_in_blocks() {
+        gather_blocks(cpu, p, ids);
+        return Ok(());
+    }
     with_float!(p.table.dtype, T => with_float!(p.out.dtype, U => {
         cpu.for_each_range(ids.len(), dim, |range| {
             cpu.vectorize(#[inline(always)] || {
@@ -41,4 +46,25 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
         });
     }));
     Ok(())
+}
+
+/// Rows of a table in blocks, decoded.
+fn gather_blocks(cpu: &Cpu, p: &Problem, ids: Integers<'_>) {
+    let dim = p.table.layout.dim(1);
+    cpu.for_each_range(ids.len(), dim, |range| {
+        let (mut chunk, mut wide) = (Chunk::new(), [0.0; CHUNK]);
+        for i in range {
+            for start in (0..dim).step_by(CHUNK) {
+                let part = start..dim.min(start + CHUNK);
+                let wide = &mut wide[..part.len()];
+                // SAFETY: whole blocks of a row of the table, which the id was checked to be.
+                let from = unsafe { blocks_of(&p.table, ids.get(i) as usize, part.clone()) };
+                decode(cpu, p.table.dtype, from, wide, &mut chunk);
+                with_float!(p.out.dtype, U => cpu.vectorize(#[inline(always)] || {
+                    // SAFETY: `i` is a row of the output that no other thread has.
+                    U::store(wide, unsafe { part_of_mut::<U>(&p.out, i, part.clone()) });
+                }));
+            }
+        }
+    });
 }

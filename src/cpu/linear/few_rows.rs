@@ -10,7 +10,8 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use crate::cpu::Cpu;
-use crate::cpu::float::{BLOCK, Float, with_float};
+use crate::cpu::blocks::{Chunk, blocks_of, decode};
+use crate::cpu::float::{BLOCK, Float, blocks, with_float};
 use crate::cpu::rows::row_of;
 use crate::cpu::scratch::Floats;
 use crate::cpu::vector;
@@ -22,7 +23,7 @@ use crate::tensor::{RawTensor, Scratch};
 pub(super) const MAX_ROWS: usize = 32;
 
 /// Output columns that are finished at a time.
-const PART: usize = 16;
+pub(super) const PART: usize = 16;
 
 /// Rows of weights that are multiplied at a time.
 const GROUP: usize = 4;
@@ -61,6 +62,7 @@ pub(super) fn run<const N: usize>(
     cpu.for_each_range(columns.div_ceil(PART), cost, |parts| {
         let mut scratch = [[0.0f32; BLOCK]; GROUP];
         cpu.arch().dispatch(Parts {
+            cpu,
             x: wide,
             weights,
             parts,
@@ -73,6 +75,7 @@ pub(super) fn run<const N: usize>(
 
 /// Some parts of the output's columns.
 struct Parts<'a, F, const N: usize> {
+    cpu: &'a Cpu,
     x: &'a [&'a [f32]],
     weights: [&'a RawTensor; N],
     parts: Range<usize>,
@@ -102,8 +105,14 @@ impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> Parts<'_, F, N
         for part in self.parts {
             let part = part * PART..columns.min((part + 1) * PART);
             for (sums, weight) in sums.iter_mut().zip(self.weights) {
+                let (x, part) = (self.x, part.clone());
+                if weight.dtype.is_in_blocks() {
+                    let cpu = self.cpu;
+                    products_of_blocks::<S, ROOM>(simd, cpu, x, weight, part, self.scratch, sums);
+                    continue;
+                }
                 with_float!(weight.dtype, W => {
-                    products::<S, W, ROOM>(simd, self.x, weight, part.clone(), self.scratch, sums);
+                    products::<S, W, ROOM>(simd, x, weight, part, self.scratch, sums);
                 });
             }
             for row in 0..self.x.len() {
@@ -165,6 +174,37 @@ fn products<S: Simd, W: Float, const ROOM: usize>(
         let w = [unsafe { row_of::<W>(weight, column, depth) }];
         group(simd, x, w, scratch, sums, at);
         (column, at) = (column + 1, at + 1);
+    }
+}
+
+/// Every row of `x` by the rows `columns` of weights in blocks, which are decoded.
+#[inline(always)]
+fn products_of_blocks<S: Simd, const ROOM: usize>(
+    simd: S,
+    cpu: &Cpu,
+    x: &[&[f32]],
+    weight: &RawTensor,
+    columns: Range<usize>,
+    scratch: &mut [[f32; BLOCK]; GROUP],
+    sums: &mut [[f32; PART]; ROOM],
+) {
+    let mut chunk = Chunk::new();
+    let [scratch, ..] = scratch;
+    let at_once = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
+    for (at, column) in columns.enumerate() {
+        let mut partial = [[simd.splat_f32s(0.0)]; ROOM];
+        let mut tails = [[0.0f32]; ROOM];
+        for block in blocks(weight.layout.dim(1)) {
+            // SAFETY: blocks begin at multiples of a length that formats' divide, in a row of the
+            // checked matrix.
+            let bytes = unsafe { blocks_of(weight, column, block.clone()) };
+            let wide = &mut scratch[..block.len()];
+            decode(cpu, weight.dtype, bytes, wide, &mut chunk);
+            add_block(simd, x, block, [&*wide], at_once, &mut partial, &mut tails);
+        }
+        for ((sums, partial), tails) in sums.iter_mut().zip(partial).zip(tails).take(x.len()) {
+            sums[at] = simd.reduce_sum_f32s(partial[0]) + tails[0];
+        }
     }
 }
 

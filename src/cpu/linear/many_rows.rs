@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use crate::cpu::Cpu;
+use crate::cpu::blocks::{Chunk, blocks_of, decode};
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::part_of;
 use crate::cpu::scratch::{Floats, probe};
@@ -344,6 +345,9 @@ fn widen(cpu: &Cpu, t: &RawTensor, rows: Range<usize>, columns: Range<usize>, ou
     if columns.is_empty() {
         return;
     }
+    if t.dtype.is_in_blocks() {
+        return widen_blocks(cpu, t, rows, columns, out);
+    }
     with_float!(t.dtype, T => {
         cpu.vectorize(#[inline(always)] || {
             for (row, out) in rows.clone().zip(out.chunks_exact_mut(columns.len())) {
@@ -352,4 +356,22 @@ fn widen(cpu: &Cpu, t: &RawTensor, rows: Range<usize>, columns: Range<usize>, ou
             }
         });
     });
+}
+
+/// [`widen`] of a tensor in blocks. `columns` begin at a multiple of [`DEPTH`], and end at one or with
+/// the row.
+fn widen_blocks(
+    cpu: &Cpu,
+    t: &RawTensor,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    out: &mut [f32],
+) {
+    let mut chunk = Chunk::new();
+    for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
+        // SAFETY: whole blocks of a row of the checked tensor: a panel is of a multiple of every
+        // format's.
+        let bytes = unsafe { blocks_of(t, row, columns.clone()) };
+        decode(cpu, t.dtype, bytes, out, &mut chunk);
+    }
 }

@@ -1,11 +1,14 @@
 //! Linear layers on the CPU: the product, then bias, residual and rounding while its part of a row is in cache.
 
 mod backward;
+mod blocks;
 mod few_rows;
+mod integers;
 mod many_rows;
 
 use std::ops::Range;
 
+use crate::cpu::blocks::Activations;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::{part_of, part_of_mut};
 use crate::cpu::{Cpu, Run};
@@ -18,7 +21,11 @@ impl Run for Problem {
     fn without_allocating(&self, cpu: &Cpu) -> usize {
         let (x, weight) = (&self.x, &self.weights.weight);
         match self.of_few_rows() {
-            Some(true) => few_rows::bytes(x),
+            Some(_) if integers::serve([&self.weights]) => integers::bytes(x),
+            Some(true) => match blocks::group_of([&self.weights]) {
+                Some(group) => Activations::bytes(x, group),
+                None => few_rows::bytes(x),
+            },
             Some(false) => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
             None => 0,
         }
@@ -27,7 +34,7 @@ impl Run for Problem {
     fn probe(&self, cpu: &Cpu) -> Result<()> {
         let (x, weight) = (&self.x, &self.weights.weight);
         match self.of_few_rows() {
-            Some(false) => {
+            Some(false) if !integers::serve([&self.weights]) => {
                 Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).probe("linear")
             }
             _ => Ok(()),
@@ -51,7 +58,7 @@ fn forward(cpu: &Cpu, p: &Problem, scratch: Scratch) -> Result<()> {
     for_each_row_part(
         cpu,
         &p.x,
-        [&p.weights.weight],
+        [&p.weights],
         scratch,
         #[inline(always)]
         |row, columns, [sums]| finish(sums, row, columns, &p.weights, p.residual.as_ref(), &p.out),
@@ -118,18 +125,25 @@ fn add<T: Float>(sums: &mut [f32], addend: &[T]) {
 pub(crate) fn for_each_row_part<const N: usize>(
     cpu: &Cpu,
     x: &RawTensor,
-    weights: [&RawTensor; N],
+    weights: [&Weights; N],
     scratch: Scratch,
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
 ) -> Result<()> {
-    let (rows, columns) = (x.layout.num_rows(), weights[0].layout.dim(0));
+    let (rows, columns) = (x.layout.num_rows(), weights[0].out_features());
     if rows == 0 || columns == 0 {
         return Ok(());
     }
+    if integers::serve(weights) {
+        return integers::run(cpu, x, weights, scratch, done);
+    }
+    let matrices = weights.map(|w| &w.weight);
     match rows {
-        0..=few_rows::MAX_ROWS => few_rows::run(cpu, x, weights, scratch, done),
+        0..=few_rows::MAX_ROWS => match blocks::group_of(weights) {
+            Some(group) => blocks::run(cpu, x, weights, group, scratch, done),
+            None => few_rows::run(cpu, x, matrices, scratch, done),
+        },
         _ => {
-            let (x, weights) = (Operand::by_rows(x), weights.map(Operand::by_rows));
+            let (x, weights) = (Operand::by_rows(x), matrices.map(Operand::by_rows));
             let tiles = Tiles::new(cpu, x, weights);
             tiles.run(cpu, &tiles.memory("linear", scratch)?, done);
             Ok(())

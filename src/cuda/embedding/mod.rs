@@ -6,7 +6,7 @@ use super::device::Resources;
 use super::images::embedding::Arguments;
 use super::rows::{Divisor, Rows};
 use super::table::Table;
-use super::{Cuda, Run, VECTOR, check_blocks, is_aligned};
+use super::{Cuda, Run, VECTOR, blocks, check_blocks, is_aligned};
 use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -43,6 +43,10 @@ impl Run for Problem {
 
 /// Whether there is a kernel for the problem.
 fn supported(p: &Problem) -> Result<()> {
+    super::linear::takes(OP, "table", &p.table)?;
+    if p.table.dtype.is_in_blocks() {
+        return blocks::fit(OP, "ids", rows(p).rows_per_launch(), p.table.layout.dim(1));
+    }
     let per_row = p.table.layout.dim(1).div_ceil(LEAST_PER_BLOCK);
     let blocks = rows(p).rows_per_launch().saturating_mul(per_row);
     check_blocks(OP, "ids", blocks).map(drop)
@@ -56,6 +60,9 @@ fn rows(p: &Problem) -> Rows<2> {
 fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
     if p.out.layout.is_empty() {
         return Ok(());
+    }
+    if p.table.dtype.is_in_blocks() {
+        return blocks::gather(cuda, OP, &p.table, &p.ids, &p.out, stream);
     }
     let rows = rows(p);
     let dim = p.table.layout.dim(1);

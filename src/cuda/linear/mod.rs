@@ -1,9 +1,10 @@
 //! Linear layers on the GPU: which kernel a product gets, and its launch.
 //!
 //! Products of few rows are bound by reading the weights, which the kernels of this library do once; those of more rows go to cuBLASLt
-//! where there is one that serves their dtypes, and to kernels of this library otherwise.
+//! where there is one that serves their dtypes, and to kernels of this library otherwise. Weights in blocks are in `blocks`.
 
 mod backward;
+mod blocks;
 mod part;
 
 use contract::linear::Epilogue as EpilogueCode;
@@ -16,7 +17,6 @@ use super::rows::Rows;
 use super::tuning;
 use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
-use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::problem::linear::{Problem, Weights};
 use crate::problem::swiglu::Activation;
@@ -52,6 +52,7 @@ struct Choices {
 pub(crate) struct Kernels {
     forms: Vec<Form>,
     backward: backward::Kernels,
+    blocks: blocks::Kernels,
     library: Option<Library>,
     tuning: tuning::Linear,
 }
@@ -87,6 +88,7 @@ impl Kernels {
         Ok(Kernels {
             forms,
             backward: backward::kernels(resources)?,
+            blocks: blocks::kernels(resources)?,
             library: Library::open(OP, resources.tuning.linear)?,
             tuning: resources.tuning.linear,
         })
@@ -117,8 +119,19 @@ impl Kernels {
         self.library.is_some()
     }
 
-    /// Whether products of such sizes go to cuBLASLt.
-    pub fn serves(&self, (x, weight): (DType, DType), sizes: Sizes, with_workspace: bool) -> bool {
+    /// Whether products of such sizes go to cuBLASLt, those with blocks once these are decoded.
+    pub fn serves(
+        &self,
+        x: &RawTensor,
+        weights: &Weights,
+        sizes: Sizes,
+        with_workspace: bool,
+    ) -> bool {
+        let weight = match weights.weight.dtype {
+            dtype if dtype.is_in_blocks() && !blocks::are_few_rows(x, weights) => x.dtype,
+            dtype => dtype,
+        };
+        let x = x.dtype;
         self.library.is_some()
             && x == weight
             && !sizes.are_few_rows(&self.tuning, x, with_workspace)
@@ -188,6 +201,11 @@ impl problem::Plan for Plan<'_> {
         Implementation::Cuda
     }
 
+    /// The decoded weight, where it is in blocks and rows are many.
+    fn needed(&self) -> usize {
+        needed_scratch(&self.problem.x, &self.problem.weights)
+    }
+
     fn useful(&self) -> Result<usize> {
         scratch_size(self.cuda, &Product::of(&self.problem))
     }
@@ -197,12 +215,33 @@ impl problem::Plan for Plan<'_> {
     }
 }
 
-/// Whether sizes are within what kernels count in 32 bits, and tiles of columns within a grid.
+/// Whether there are kernels for a weight's dtype.
+pub(crate) fn takes(op: &'static str, name: &'static str, weight: &RawTensor) -> Result<()> {
+    let dtype = weight.dtype;
+    if dtype.is_float() || contract::Blocks::from_code(dtype as u32).is_some() {
+        return Ok(());
+    }
+    let problem = text!(
+        "has dtype {dtype}, the CUDA backend takes f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k"
+    );
+    Err(Error::unsupported(op, name, problem))
+}
+
+/// Bytes of workspace without which a product is not computed.
+pub(super) fn needed_scratch(x: &RawTensor, weights: &Weights) -> usize {
+    match weights.weight.dtype.is_in_blocks() {
+        true => blocks::decoded_bytes(x, weights),
+        false => 0,
+    }
+}
+
+/// Whether there are kernels for the weight, sizes are within what they count in 32 bits, and tiles of columns within a grid.
 pub(super) fn fits(
     op: &'static str,
     (x_name, x): (&'static str, &RawTensor),
     (weight_name, weight): (&'static str, &RawTensor),
 ) -> Result<()> {
+    takes(op, weight_name, weight)?;
     let most = i32::MAX as usize;
     let sizes = [
         (x_name, "rows", x.layout.num_rows(), most),
@@ -238,6 +277,9 @@ impl<'a> Product<'a> {
 
 /// The workspace with which a product is computed the fastest, in bytes. Data pointers are not looked at.
 pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
+    if p.weights.weight.dtype.is_in_blocks() {
+        return blocks::scratch_size(cuda, p);
+    }
     let (Some(library), false) = (&cuda.linear.library, p.out.layout.is_empty()) else {
         return Ok(0);
     };
@@ -258,7 +300,7 @@ pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
     library.workspace_size(p.op, &product.aligned())
 }
 
-/// Queues a product whose tensors have been checked. `scratch` may be too small to be of use.
+/// Queues a product whose tensors have been checked. `scratch` has what is needed, and beside it may be too small to be of use.
 pub(super) fn multiply(
     cuda: &Cuda,
     p: &Product<'_>,
@@ -268,6 +310,13 @@ pub(super) fn multiply(
     if p.out.layout.is_empty() {
         return Ok(());
     }
+    match p.weights.weight.dtype.is_in_blocks() {
+        true => blocks::multiply(cuda, p, scratch, stream),
+        false => multiply_floats(cuda, p, scratch, stream),
+    }
+}
+
+fn multiply_floats(cuda: &Cuda, p: &Product<'_>, scratch: Scratch, stream: Stream) -> Result<()> {
     for matrix in p.rows().matrices() {
         let part = Part::new(p, &matrix);
         if !part.through_library(cuda, p, scratch, stream)? {
@@ -281,6 +330,7 @@ pub(super) fn multiply(
 mod tests {
     use super::*;
     use crate::context::Context;
+    use crate::dtype::DType;
     use crate::layout::Layout;
     use crate::memory::Buffer;
     use half::{bf16, f16};
@@ -343,6 +393,8 @@ mod tests {
                         x,
                         weights: Weights {
                             weight,
+                            scales: None,
+                            float_activations: false,
                             bias: Some(bias),
                         },
                         residual: Some(residual),

@@ -35,7 +35,8 @@ const OP: &str = "attention_block";
 ///
 /// Either `q_weight`, `k_weight` and `v_weight` are there, or `qkv_weight`. Weights and biases are
 /// of any float dtype whatever that of `x`; weights have any strides with a contiguous last
-/// dimension, biases are contiguous and optional.
+/// dimension, biases are contiguous and optional. Weights may also be in blocks or of codes, as
+/// `unsloth_linear_params` says, in a forward pass.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_attention_block_params {

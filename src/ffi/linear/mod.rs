@@ -25,7 +25,12 @@ pub struct unsloth_linear_params {
     pub reserved: u32,
     /// `[.., in_features]`, f32, f16 or bf16, any strides with a contiguous last dimension.
     pub x: unsloth_tensor,
-    /// `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension.
+    /// `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension. Also
+    /// in blocks (`UNSLOTH_DTYPE_Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q4_K`, `Q5_K`, `Q6_K`, on the CPU `TQ1_0`, `TQ2_0`, `Q2_0`): rows of
+    /// whole blocks, which begin at multiples of a block. Products may then be of `x` rounded to 16 bits, unless the weight has
+    /// `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`.
+    /// On the CPU also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
+    /// greatest magnitude of each row, as `unsloth_quantize_forward` does, and integers are summed exactly.
     pub weight: unsloth_tensor,
     /// Optional: `[out_features]`, any float dtype, contiguous.
     pub bias: unsloth_tensor,
@@ -117,7 +122,9 @@ pub unsafe extern "C" fn unsloth_linear_supported(
 
 /// Writes to `workspace_size` the bytes of workspace with which the call is fastest: at most 32 MiB,
 /// and 0 on the CPU. The workspace is optional. With less, or with NULL, another algorithm computes
-/// the same product, whose sums may round differently. More rows may ask for less, so a caller with
+/// the same product, whose sums may round differently. On CUDA a weight in blocks is decoded there if
+/// `x` has more than 64 rows, or is f32 and the weight has `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`: such a
+/// call needs room for it, or for 128 MiB of it (256 of its rows, if these are more). More rows may ask for less, so a caller with
 /// several sizes asks for each. The answer is for data aligned to 16 bytes. Data pointers and the
 /// workspace are not looked at.
 ///

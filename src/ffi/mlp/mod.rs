@@ -25,7 +25,8 @@ const OP: &str = "mlp";
 /// `out = (activation(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)) down_weight^T + down_bias + residual`.
 ///
 /// Either `gate_weight` and `up_weight` are there, or `gate_up_weight`. Weights and biases are of any float dtype whatever that of
-/// `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional.
+/// `x`; weights have any strides with a contiguous last dimension, biases are contiguous and optional. Weights may also be in blocks or
+/// of codes, as `unsloth_linear_params` says, in a forward pass: of codes both of gate and up, or none.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_mlp_params {

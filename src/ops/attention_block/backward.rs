@@ -270,6 +270,7 @@ impl Params<'_> {
             let problem = "is there: the backward pass is of attention without a cache";
             return Err(Error::invalid(OP, "cache", problem));
         }
+        forward.check_floats(OP)?;
         let checked = named(OP, forward.checked(), &[])?;
         named(OP, forward.check_sequences(), &[])?;
         let raw = |t: &Option<TensorRef<'_>>| t.as_ref().map(TensorRef::raw);
@@ -517,7 +518,7 @@ impl Operation for Params<'_> {
     fn tensors(&self, tensors: &mut Tensors) {
         let forward = &self.forward;
         tensors.read("x", &forward.x);
-        for (weights, names, _) in forward.weights() {
+        for (weights, names) in forward.weights() {
             match self.qkv {
                 None => weights.tensors(names, tensors),
                 Some(_) => tensors.read(names.0, &weights.weight),

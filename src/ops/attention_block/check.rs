@@ -127,8 +127,8 @@ impl Kept {
     }
 }
 
-/// A projection's weights, their names, and the rows that they must have.
-type Projection<'a> = (Weights<'a>, (&'static str, &'static str), usize);
+/// A projection's weights and their names.
+type Projection<'a> = (Weights<'a>, (&'static str, &'static str));
 
 impl<'p> Params<'p> {
     fn heads(&self) -> Heads {
@@ -142,7 +142,7 @@ impl<'p> Params<'p> {
 
     /// What is read but `x`.
     pub(crate) fn inputs(&self, tensors: &mut Tensors) {
-        for (weights, names, _) in self.weights() {
+        for (weights, names) in self.weights() {
             weights.tensors(names, tensors);
         }
         let names = ("out_weight", "out_bias");
@@ -166,6 +166,14 @@ impl<'p> Params<'p> {
         }
     }
 
+    /// Refuses weights in blocks, for what gradients follow.
+    pub(crate) fn check_floats(&self, op: &'static str) -> Result<()> {
+        for (weights, names) in self.weights() {
+            weights.check_floats(op, names.0)?;
+        }
+        self.out_projection.check_floats(op, "out_weight")
+    }
+
     /// Checks `x`, the heads and the weights.
     pub(crate) fn checked(&self) -> Result<Checked> {
         let x = self.x.raw();
@@ -178,7 +186,12 @@ impl<'p> Params<'p> {
         heads.check()?;
         let hidden = x.layout.dim(x.layout.rank() - 1);
         let mut projections = ArrayVec::new();
-        for (weights, names, rows) in self.weights() {
+        let columns = heads.columns();
+        let rows = match &self.projections {
+            Projections::Packed(_) => [columns.iter().sum(), 0, 0],
+            Projections::Apart { .. } => columns,
+        };
+        for ((weights, names), rows) in self.weights().into_iter().zip(rows) {
             let problem = weights.problem(OP, names, hidden)?;
             expect_rows(names.0, problem.out_features(), rows)?;
             projections.push(problem);
@@ -276,16 +289,12 @@ impl<'p> Params<'p> {
 
     /// The projections to queries, keys and values.
     pub(super) fn weights(&self) -> ArrayVec<Projection<'p>, 3> {
-        let columns = self.heads().columns();
         match &self.projections {
-            Projections::Packed(qkv) => {
-                let all = (*qkv, ("qkv_weight", "qkv_bias"), columns.iter().sum());
-                ArrayVec::from_iter([all])
-            }
+            Projections::Packed(qkv) => ArrayVec::from_iter([(*qkv, ("qkv_weight", "qkv_bias"))]),
             Projections::Apart { q, k, v } => ArrayVec::from([
-                (*q, ("q_weight", "q_bias"), columns[0]),
-                (*k, ("k_weight", "k_bias"), columns[1]),
-                (*v, ("v_weight", "v_bias"), columns[2]),
+                (*q, ("q_weight", "q_bias")),
+                (*k, ("k_weight", "k_bias")),
+                (*v, ("v_weight", "v_bias")),
             ]),
         }
     }

@@ -85,7 +85,7 @@ pub struct Params<'a> {
     /// `[.., hidden_out]`: leading dimensions and dtype of `x`.
     pub output: Output<'a>,
     /// As much as [`workspace_size`] says; what projections alone have use for may be missing, unless
-    /// something is kept.
+    /// something is kept or weights in blocks are decoded.
     pub workspace: Workspace<'a>,
     /// Receives queries, keys and values for a backward pass: `[.., columns]`, queries first, then keys,
     /// then values; contiguous, of the dtype of `x`. They are rotated where no norm is before the

@@ -34,6 +34,7 @@ impl Fields<'_, '_> {
             .dtype(DType::FLOATS)?
             .last_contiguous()?;
         let hidden = x.layout.dim(x.layout.rank() - 1);
+        self.weights.check_floats(op, "weight")?;
         let weights = self.weights.problem(op, ("weight", "bias"), hidden)?;
         let vocab = weights.out_features();
         if vocab == 0 {

@@ -17,7 +17,8 @@ const OP: &str = "embedding";
 /// Arguments of [`forward`].
 #[derive(Debug)]
 pub struct Params<'a> {
-    /// `[vocab, dim]`, f32, f16 or bf16; rows strided, contiguous in the last dimension.
+    /// `[vocab, dim]`, f32, f16 or bf16, or one of [`DType::BLOCKS`], which are decoded to f32; rows strided, contiguous in the last dimension. Rows of blocks are whole blocks and
+    /// begin at multiples of them, at any address.
     pub table: TensorRef<'a>,
     /// i32 or i64 of any shape `[..]`, any strides. Each must be a row of the table; on a device, where the host cannot look, the
     /// output of an id outside becomes a row of NaN.
@@ -35,8 +36,8 @@ impl Operation for Params<'_> {
         let (table, ids, out) = (self.table.raw(), self.ids.raw(), self.out.raw());
         Arg::new(OP, "table", &table)
             .rank(&[2])?
-            .dtype(DType::FLOATS)?
-            .last_contiguous()?;
+            .dtype(DType::WEIGHTS)?
+            .rows_in_blocks()?;
         Arg::new(OP, "ids", &ids)
             .rank(&[1, 2, 3, 4, MAX_RANK - 1])?
             .dtype(&[DType::I32, DType::I64])?;

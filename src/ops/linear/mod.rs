@@ -3,6 +3,22 @@
 //! Products are accumulated in f32 whatever the dtypes; bias and residual are added to the f32 sum, and the only rounding to the
 //! output's dtype is that of the result. The same inputs give the same bits with any number of threads.
 //!
+//! A weight may be in blocks, as GGUF has them. A block's weights are `scale * code + offset`; scales of a format with
+//! scales of blocks of scales are multiplied in f32, exactly. Products of it are of one of two kinds. Where the weight asks for it
+//! ([`TensorRef::with_float_activations`]), weights are decoded to f32 and all is as for weights in f32. Else each 32 neighbours of a
+//! row of `x` may be rounded to 16 bits first, `x ≈ s * code` with `s = max |x| / 32767` in f32, and the codes' products are summed
+//! exactly; an element of `x` is off by `s / 2` at most. Which rows that is done for depends on the processor and on the number of
+//! rows, as it is for speed alone. Elements of `x` that are not finite give results that are not.
+//!
+//! A weight may also be of codes of 8 or 2 bits with scales that lie apart ([`TensorRef::with_scales`]), on the CPU. Then each row of `x`
+//! is rounded to 8 bits as [`quantize`](crate::ops::quantize) does by its greatest magnitude, codes are multiplied and summed as integers,
+//! exactly, and the sum is rounded to f32 and multiplied by the f32 product of both scales. This is how BitNet b1.58's layers are defined.
+//!
+//! On CUDA products of up to 64 rows read blocks as they are. Codes are exact in 16 bits and tensor cores multiply them by `x`, which
+//! stays as it is if it has 16 bits; f32 is rounded to 16, as the sum of two bf16, unless the weight asks for float activations. All
+//! others have the weight decoded to the dtype of `x`, to which it is rounded, in a workspace that they cannot do without: the whole of it, or
+//! parts of 128 MiB.
+//!
 //! On CUDA, products of more than a few rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has
 //! it too; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32, and those of few columns
 //! and many elements, are faster with a workspace, in which cuBLAS lets more of the device share their sums; [`workspace_size`] says how large a one is of use.
@@ -16,7 +32,7 @@ use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::problem::linear::{self as problem, Problem};
-use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef, Workspace};
+use crate::tensor::{InOut, RawTensor, Scales, TensorMut, TensorRef, Workspace};
 
 pub use backward::backward;
 
@@ -32,14 +48,16 @@ pub struct Params<'a> {
     /// `[.., out_features]`: leading dimensions and dtype of `x`; rows strided, contiguous in the last dimension.
     pub output: Output<'a>,
     /// With at least [`workspace_size`] bytes the product may be faster. A smaller one is not
-    /// touched, and the product is computed without it.
+    /// touched, and the product is computed without it, unless a weight in blocks is decoded.
     pub workspace: Workspace<'a>,
 }
 
 /// A layer's matrix and bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Weights<'a> {
-    /// `[out_features, in_features]`, any float dtype whatever that of `x`; rows strided, contiguous in the last dimension.
+    /// `[out_features, in_features]`, any float dtype whatever that of `x`, one of [`DType::BLOCKS`], or on the CPU of
+    /// [`DType::QUANTIZED`]; rows strided, contiguous in the last dimension. Rows of blocks are whole blocks and begin at multiples of
+    /// them, at any address; rows of ternary codes are multiples of 128.
     pub weight: TensorRef<'a>,
     /// `[out_features]`, any float dtype, contiguous.
     pub bias: Option<TensorRef<'a>>,
@@ -115,8 +133,8 @@ impl Weights<'_> {
         let weight = self.weight.raw();
         let arg = Arg::new(op, names.0, &weight)
             .rank(&[2])?
-            .dtype(DType::FLOATS)?
-            .last_contiguous()?;
+            .dtype(DType::MATRICES)?
+            .rows_in_blocks()?;
         let out_features = weight.layout.dim(0);
         if weight.layout.dim(1) != in_features && out_features == in_features {
             let (shape, expected) = (weight.layout.shape(), [weight.layout.dim(1), out_features]);
@@ -133,13 +151,75 @@ impl Weights<'_> {
                 .shape(&[out_features])?
                 .last_contiguous()?;
         }
-        Ok(problem::Weights { weight, bias })
+        let float_activations = self.weight.float_activations();
+        let scales = self.check_scales(op, names.0)?;
+        Ok(problem::Weights {
+            weight,
+            scales,
+            float_activations,
+            bias,
+        })
+    }
+
+    /// Refuses what products of codes do not have; `name` is that of the weight.
+    fn check_scales(&self, op: &'static str, name: &'static str) -> Result<Option<Scales>> {
+        let (weight, scales) = (self.weight.raw(), self.weight.scales());
+        let (dtype, shape) = (weight.dtype, weight.layout.shape());
+        let Some(most) = longest_row(dtype) else {
+            if scales.is_some() {
+                let problem = text!("has scales, which {dtype} has not");
+                return Err(Error::invalid(op, name, problem));
+            }
+            return Ok(None);
+        };
+        if shape[1] > most {
+            let problem = text!(
+                "has rows of {} elements, above the maximum {most} of {dtype}",
+                shape[1]
+            );
+            return Err(Error::invalid(op, name, problem));
+        }
+        if self.weight.float_activations() {
+            let problem =
+                text!("has dtype {dtype} and float_activations, which it has no products of");
+            return Err(Error::unsupported(op, name, problem));
+        }
+        if let Some(scales) = scales
+            && (scales.len == 0 || !shape[0].is_multiple_of(scales.len))
+        {
+            let problem = text!(
+                "has {} scales, their number must divide its {} rows",
+                scales.len,
+                shape[0]
+            );
+            return Err(Error::invalid(op, name, problem));
+        }
+        Ok(scales)
+    }
+
+    /// Refuses blocks and codes, for what gradients follow; `name` is that of the weight.
+    pub(crate) fn check_floats(&self, op: &'static str, name: &'static str) -> Result<()> {
+        Arg::new(op, name, &self.weight.raw()).dtype(DType::FLOATS)?;
+        Ok(())
     }
 
     /// What it reads; `names` are those of weight and bias.
     pub(crate) fn tensors(&self, names: (&'static str, &'static str), tensors: &mut Tensors) {
         tensors.read(names.0, &self.weight);
+        if let Some(scales) = self.weight.scales() {
+            tensors.scales(scales);
+        }
         tensors.read_optional(names.1, self.bias.as_ref());
+    }
+}
+
+/// Elements of a row of codes whose products with codes of 8 bits fit 32; none of other dtypes.
+fn longest_row(dtype: DType) -> Option<usize> {
+    match dtype {
+        DType::I8 => Some(i32::MAX as usize / (127 * 128)),
+        // Of 2 at most.
+        DType::Ternary => Some(i32::MAX as usize / (127 * 2)),
+        _ => None,
     }
 }
 

@@ -56,6 +56,13 @@ impl Layer {
                 let up = up.problem(op, ("up_weight", "up_bias"), hidden)?;
                 let like = Arg::new(op, "gate_weight", &gate.weight);
                 Arg::new(op, "up_weight", &up.weight).shape_of(like)?;
+                let [of_gate, of_up] = [&gate, &up].map(|w| w.weight.dtype);
+                if of_gate.is_quantized() != of_up.is_quantized() {
+                    let problem = text!(
+                        "has dtype {of_up}, gate_weight has {of_gate}: both are i8 or ternary, or none"
+                    );
+                    return Err(Error::unsupported(op, "up_weight", problem));
+                }
                 let one = |weights, start, names| Projection {
                     weights,
                     columns: start..start + 1,
@@ -107,9 +114,15 @@ impl Layer {
         let both = self.projections[0].weights;
         let half = |start: usize| -> Result<problem::Weights> {
             let part = |t: RawTensor| t.narrowed(0, start * self.intermediate, self.intermediate);
+            let scales = both.scales.map(|scales| {
+                let rows = both.out_features();
+                scales.of_rows(rows, start * self.intermediate, self.intermediate)
+            });
             Ok(problem::Weights {
                 weight: part(both.weight)?,
+                scales: scales.transpose()?,
                 bias: both.bias.map(part).transpose()?,
+                ..both
             })
         };
         let (gate, up) = self.order.offsets();

@@ -98,6 +98,14 @@ impl<'a> Params<'a> {
         self.down.tensors(("down_weight", "down_bias"), tensors);
     }
 
+    /// Refuses weights in blocks, for what gradients follow.
+    pub(crate) fn check_floats(&self, op: &'static str) -> Result<()> {
+        for (weights, names) in self.gate_up.weights() {
+            weights.check_floats(op, names.0)?;
+        }
+        self.down.check_floats(op, "down_weight")
+    }
+
     /// Checks `x` and the weights.
     pub(crate) fn layer(&self, op: &'static str) -> Result<Layer> {
         let x = self.x.raw();

@@ -74,6 +74,11 @@ const MISUSE: &[Misuse<unsloth_attention_block_backward_params>] = &[
         "attention_block_backward: x has rank 1, allowed: 2, 3",
     ),
     (
+        |p| spoil(p, |f| f.out_weight.dtype = DType::Q8_0 as u32),
+        UNSLOTH_STATUS_UNSUPPORTED,
+        "attention_block_backward: out_weight has dtype q8_0, allowed: f32, f16, bf16",
+    ),
+    (
         |p| p.accumulate = 2,
         INVALID,
         "attention_block_backward: accumulate is 2, allowed: 0, 1",

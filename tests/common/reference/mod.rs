@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub mod attention_block;
+pub mod blocks;
 pub mod cross_entropy;
 pub mod layer_norm;
 pub mod linear;
@@ -10,6 +11,7 @@ pub mod mlp;
 pub mod norm;
 pub mod optimizer;
 pub mod qk_norm_rope;
+pub mod quantize;
 pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;

@@ -65,6 +65,11 @@ const MISUSE: &[Misuse<unsloth_mlp_backward_params>] = &[
         "mlp_backward: down_weight has shape [5, 2], expected [5, 3]",
     ),
     (
+        |p| spoil(p, |f| f.down_weight.dtype = DType::Q6K as u32),
+        UNSLOTH_STATUS_UNSUPPORTED,
+        "mlp_backward: down_weight has dtype q6_k, allowed: f32, f16, bf16",
+    ),
+    (
         |p| p.accumulate = 2,
         INVALID,
         "mlp_backward: accumulate is 2, allowed: 0, 1",

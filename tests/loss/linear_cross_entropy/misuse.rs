@@ -25,6 +25,11 @@ const MISUSE: &[Misuse<unsloth_linear_cross_entropy_params>] = &[
         "linear_cross_entropy: x has dtype i32, allowed: f32, f16, bf16",
     ),
     (
+        |p| p.weight.dtype = DType::Q5_1 as u32,
+        UNSLOTH_STATUS_UNSUPPORTED,
+        "linear_cross_entropy: weight has dtype q5_1, allowed: f32, f16, bf16",
+    ),
+    (
         |p| p.x.strides[1] = 2,
         INVALID,
         "linear_cross_entropy: x has stride 2 along its last dimension, allowed: 1",

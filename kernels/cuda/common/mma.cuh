@@ -1,0 +1,34 @@
+// Tensor cores of every architecture since sm_80.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace unsloth {
+
+// D = A B + D, of 16x16 by 16x8 numbers of 16 bits. Lane 4 g + t has of A rows g (a[0], a[2]) and g
+// + 8 (a[1], a[3]), of B column g, of D rows g and g + 8 and columns 2 t and 2 t + 1.
+template <class T>
+__device__ __forceinline__ void mma(const uint32_t (&a)[4], const uint32_t (&b)[2], float (&d)[4]);
+
+template <>
+__device__ __forceinline__ void mma<__half>(const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                            float (&d)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+template <>
+__device__ __forceinline__ void mma<__nv_bfloat16>(const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                                   float (&d)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace unsloth

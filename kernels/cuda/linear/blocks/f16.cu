@@ -1,0 +1,10 @@
+#include "few_rows.cuh"
+
+UNSLOTH_LINEAR_BLOCKS(f16_q8_0, __half, kQ8_0)
+UNSLOTH_LINEAR_BLOCKS(f16_q4_0, __half, kQ4_0)
+UNSLOTH_LINEAR_BLOCKS(f16_q4_1, __half, kQ4_1)
+UNSLOTH_LINEAR_BLOCKS(f16_q5_0, __half, kQ5_0)
+UNSLOTH_LINEAR_BLOCKS(f16_q5_1, __half, kQ5_1)
+UNSLOTH_LINEAR_BLOCKS(f16_q4_k, __half, kQ4K)
+UNSLOTH_LINEAR_BLOCKS(f16_q5_k, __half, kQ5K)
+UNSLOTH_LINEAR_BLOCKS(f16_q6_k, __half, kQ6K)

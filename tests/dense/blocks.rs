@@ -1,0 +1,513 @@
+//! Weights in blocks: products with each format, in the operations that take them, and arguments
+//! that must be refused. A weight's last row ends where memory does, or a byte before it.
+
+use crate::common::abi::{self, Misuse, Operation, c_tensor};
+use crate::common::guarded::{AtEnd, Guarded};
+use crate::common::reference::blocks;
+use crate::common::reference::linear::{linear as exact, linear_f32 as plain};
+use crate::common::{
+    FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, contiguous, for_each_case, rng,
+    rounded, rules,
+};
+use unsloth::ffi::linear::{
+    unsloth_linear_forward, unsloth_linear_params, unsloth_linear_supported,
+};
+use unsloth::ffi::status::*;
+use unsloth::ops::attention_block::{self, Projections};
+use unsloth::ops::linear::{self, Output, Params, Weights};
+use unsloth::ops::mlp::{self, GateUp};
+use unsloth::ops::rope::Positions;
+use unsloth::ops::swiglu::Activation;
+use unsloth::{
+    Backend, Context, ContextOptions, DType, InOut, Layout, Stream, TensorMut, TensorRef, Workspace,
+};
+
+/// A matrix in blocks, and its elements.
+struct Matrix {
+    memory: AtEnd,
+    dtype: DType,
+    layout: Layout,
+    values: Vec<f64>,
+}
+
+impl Matrix {
+    /// Rows `gap` blocks apart.
+    fn random(ctx: &Context, dtype: DType, shape: [usize; 2], gap: usize) -> Matrix {
+        Matrix::random_at(ctx, dtype, shape, gap, 0)
+    }
+
+    /// As many bytes before the end of memory.
+    fn random_at(
+        ctx: &Context,
+        dtype: DType,
+        [rows, columns]: [usize; 2],
+        gap: usize,
+        behind: usize,
+    ) -> Matrix {
+        let (len, bytes) = dtype.block();
+        let stride = columns + gap * len;
+        let elements = (rows - 1) * stride + columns;
+        // What lies between rows is no number.
+        let mut all = vec![0xff; elements / len * bytes];
+        let rng = &mut rng();
+        let mut values = Vec::new();
+        for row in all.chunks_mut(stride / len * bytes) {
+            let row = &mut row[..columns / len * bytes];
+            row.copy_from_slice(&blocks::random(rng, dtype, columns));
+            values.extend(blocks::decode(dtype, row));
+        }
+        all.extend(vec![0xff; behind]);
+        Matrix {
+            memory: AtEnd::new(ctx, &all),
+            dtype,
+            layout: Layout::strided(&[rows, columns], &[stride, 1]).unwrap(),
+            values,
+        }
+    }
+
+    fn view(&self) -> TensorRef<'_> {
+        self.memory.view(self.dtype, self.layout)
+    }
+
+    fn weights(&self, float_activations: bool) -> Weights<'_> {
+        let weight = match float_activations {
+            true => self.view().with_float_activations(),
+            false => self.view(),
+        };
+        Weights { weight, bias: None }
+    }
+
+    /// The same matrix of f32.
+    fn decoded(&self, ctx: &Context) -> crate::common::DeviceTensor {
+        TestTensor::of(DType::F32, self.layout.shape(), &self.values).upload(ctx)
+    }
+}
+
+/// `x Wᵀ`.
+fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
+    let rows = x.layout.dim(0);
+    let layout = contiguous(&[rows, weights.weight.layout().dim(0)]);
+    let x = x.upload(ctx);
+    let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
+    let mut params = Params {
+        x: x.view(),
+        weights,
+        output: Output::Write(out.view_mut()),
+        workspace: Workspace::none(),
+    };
+    linear::supported(ctx, &params).unwrap();
+    // The CPU takes what it lacks from its own.
+    let size = match ctx.backend() {
+        Backend::Cpu => 0,
+        _ => linear::workspace_size(ctx, &params).unwrap(),
+    };
+    let memory = TestTensor::poisoned(DType::F32, contiguous(&[size / 4])).upload(ctx);
+    if size > 0 {
+        // SAFETY: the tensor's elements, which nothing else uses.
+        params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
+    }
+    linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
+    out.download_output()
+}
+
+/// Asserts that products are off by no more than half a step of each 32 neighbours of `x`, and what
+/// f32 and the output's dtype round.
+fn assert_rounded_once(dtype: DType, y: &[f64], x: &[f64], w: &[f64], [rows, n, k]: [usize; 3]) {
+    let expected = exact(x, w, (rows, k, n), None, None);
+    for (i, (y, expected)) in y.iter().zip(expected).enumerate() {
+        let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
+        let (mut bound, mut terms) = (0.0, 0.0);
+        for (x, w) in x.chunks(32).zip(w.chunks(32)) {
+            let step = x.iter().fold(0.0f64, |most, x| most.max(x.abs())) / 32767.0;
+            let weights: f64 = w.iter().map(|w| w.abs()).sum();
+            bound += weights * step / 2.0;
+            terms += weights * step * 32767.0;
+        }
+        // Codes are summed without their offset, which may be 16 times as much.
+        bound += 16.0 * terms * rules::epsilon(DType::F32);
+        bound += expected.abs() * rules::epsilon(dtype);
+        let error = (y - expected).abs();
+        assert!(
+            error <= bound,
+            "{i}: {y}, not {expected}: off by {error}, allowed {bound}"
+        );
+    }
+}
+
+/// `|y - expected|² / |expected|²`.
+fn nmse(y: &[f64], expected: &[f64]) -> f64 {
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+    squares(&mut y.iter().zip(expected).map(|(y, e)| y - e))
+        / squares(&mut expected.iter().copied())
+}
+
+/// Numbers of rows on both sides of each switch; lengths of one block, of odd numbers of them, and of
+/// more than are unpacked at a time.
+fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
+    let (len, _) = dtype.block();
+    let mut cases = Vec::new();
+    for rows in [1, 2, 3, 4, 5, 8, 17, 32, 33] {
+        cases.push((rows, [33, 3 * len], 0));
+    }
+    for rows in [1, 5, 33] {
+        cases.push((rows, [16, 9 * 256], 1));
+    }
+    for blocks in [1, 2, 7, 9] {
+        cases.push((1, [5, blocks * len], 2));
+        cases.push((65, [67, blocks * len], 0));
+    }
+    cases
+}
+
+#[test]
+fn products_are_those_of_the_decoded_weight() {
+    for ctx in contexts() {
+        for &format in blocks::formats(ctx.backend()) {
+            for_each_case(&cases(format), |&(rows, shape, gap)| {
+                // Some at odd addresses.
+                let matrix = Matrix::random_at(&ctx, format, shape, gap, rows % 2);
+                for dtype in FLOATS {
+                    // The CPU widens all to f32.
+                    let few: &[usize] = match ctx.backend() {
+                        Backend::Cpu => &[1, 33],
+                        _ => &[1, 5, 8, 33, 65],
+                    };
+                    if dtype == DType::F32 || few.contains(&rows) {
+                        let x =
+                            TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, shape[1]]));
+                        assert_products_are_right(&ctx, &x, &matrix);
+                    }
+                }
+            });
+        }
+    }
+}
+
+fn assert_products_are_right(ctx: &Context, x: &TestTensor, matrix: &Matrix) {
+    let (dtype, rows, k) = (x.dtype, x.layout.dim(0), x.layout.dim(1));
+    let n = matrix.layout.dim(0);
+    let (x_values, w) = (x.values(), &matrix.values);
+    // A GPU's products of many rows are those of weights of the dtype of x.
+    let rounds_weights = ctx.backend() != Backend::Cpu && rows > 64;
+    if !rounds_weights {
+        let y = product(ctx, x, matrix.weights(false)).values();
+        assert_rounded_once(dtype, &y, &x_values, w, [rows, n, k]);
+    }
+    let sizes = (rows, k, n);
+    let expected = exact(&x_values, w, sizes, None, None);
+    let of_dtype = match rounds_weights {
+        true => rounded(dtype, w),
+        false => w.clone(),
+    };
+    let plain = rounded(dtype, &plain(&x_values, &of_dtype, sizes, None, None));
+    let magnitudes = |values: &[f64]| values.iter().map(|v| v.abs()).collect::<Vec<_>>();
+    let terms = exact(&magnitudes(&x_values), &magnitudes(w), sizes, None, None);
+    let most = terms.into_iter().fold(0.0, f64::max);
+    let y = product(ctx, x, matrix.weights(true)).values();
+    assert_flash_rule_of_sums("out", dtype, &y, &expected, &plain, most);
+}
+
+/// Far less than the 5e-4 that ggml allows its own products.
+#[test]
+fn errors_of_rounded_activations_are_small() {
+    let ctx = Context::cpu().unwrap();
+    for format in DType::BLOCKS {
+        for rows in [1, 16, 64] {
+            let matrix = Matrix::random(&ctx, format, [512, 1024], 0);
+            let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[rows, 1024]));
+            let y = product(&ctx, &x, matrix.weights(false)).values();
+            let expected = exact(&x.values(), &matrix.values, (rows, 1024, 512), None, None);
+            let error = nmse(&y, &expected);
+            assert!(error < 1e-8, "{format} {rows}: {error}");
+        }
+    }
+}
+
+#[test]
+fn bits_depend_on_neither_threads_nor_neighbours() {
+    let contexts = [1, 2, 5].map(|num_threads| {
+        let options = ContextOptions {
+            num_threads,
+            ..ContextOptions::default()
+        };
+        Context::new(&options).unwrap()
+    });
+    for format in [DType::Q4_1, DType::Q6K] {
+        let matrix = Matrix::random(&contexts[0], format, [300, 768], 0);
+        for rows in [1, 7, 32, 100] {
+            let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[rows, 768]));
+            let run = |ctx| product(ctx, &x, matrix.weights(false)).bits();
+            let [one, two, five] = contexts.each_ref().map(run);
+            assert!(one == two && one == five, "{format} {rows}");
+            if rows <= 32 {
+                let last = &x.values()[(rows - 1) * 768..];
+                let last = TestTensor::of(DType::F32, &[1, 768], last);
+                let alone = product(&contexts[0], &last, matrix.weights(false)).bits();
+                assert!(one.ends_with(&alone), "{format} {rows}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_no_number_shows() {
+    for ctx in contexts() {
+        for (format, odd) in [
+            (DType::Q4_0, f64::NAN),
+            (DType::Q8_0, f64::INFINITY),
+            (DType::Q4_1, f64::INFINITY),
+        ] {
+            let matrix = Matrix::random(&ctx, format, [20, 128], 0);
+            let mut values = vec![1.0; 3 * 128];
+            values[128 + 77] = odd;
+            for dtype in FLOATS {
+                let x = TestTensor::of(dtype, &[3, 128], &values);
+                let y = product(&ctx, &x, matrix.weights(false)).values();
+                for (i, y) in y.iter().enumerate() {
+                    assert_eq!(y.is_finite(), i / 20 != 1, "{format} {dtype} {i}");
+                }
+            }
+        }
+    }
+}
+
+/// A block added to a constant; weights are gate's, up's and down's.
+fn mlp_of(ctx: &Context, x: &TestTensor, [gate, up, down]: [Weights<'_>; 3]) -> Vec<f64> {
+    let dtype = x.dtype;
+    let x = x.upload(ctx);
+    let constant = vec![0.5; x.layout.num_elements()];
+    let mut out = TestTensor::of(dtype, x.layout.shape(), &constant).upload(ctx);
+    let mut params = mlp::Params {
+        x: x.view(),
+        gate_up: GateUp::Apart { gate, up },
+        activation: Activation::Silu,
+        down,
+        output: Output::Add(InOut::InPlace(out.view_mut())),
+        workspace: Workspace::none(),
+        gate_up_out: None,
+    };
+    let size = mlp::workspace_size(ctx, &params).unwrap();
+    let memory = TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx);
+    // SAFETY: the tensor's elements, which nothing else uses.
+    params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
+    mlp::forward(ctx, &params, Stream::DEFAULT).unwrap();
+    out.download_output().values()
+}
+
+/// Residual and activation are those of float weights, whose formats may differ.
+#[test]
+fn mlps_are_those_of_the_decoded_weights() {
+    let formats = [
+        [DType::Q4_0, DType::Q4_0, DType::Q8_0],
+        [DType::Q4K, DType::Q6K, DType::Q5_1],
+    ];
+    for ctx in contexts() {
+        for [gate, up, down] in formats {
+            let [gate, up] = [gate, up].map(|format| Matrix::random(&ctx, format, [512, 256], 0));
+            let down = Matrix::random(&ctx, down, [256, 512], 0);
+            // Some steps of rounding to 16 bits; what products are off by is told elsewhere.
+            for (dtype, rows) in [
+                (DType::F32, 1),
+                (DType::F32, 40),
+                (DType::F16, 3),
+                (DType::F16, 70),
+            ] {
+                let x = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, 256]));
+                let wide = TestTensor::of(DType::F32, x.layout.shape(), &x.values());
+                let decoded = [&gate, &up, &down].map(|matrix| matrix.decoded(&ctx));
+                let plain = decoded.each_ref().map(|weight| Weights {
+                    weight: weight.view(),
+                    bias: None,
+                });
+                let expected = mlp_of(&ctx, &wide, plain);
+                for (float, most) in [(true, 1e-10), (false, 1e-8)] {
+                    let most = if dtype == DType::F32 { most } else { 1e-6 };
+                    let weights = [&gate, &up, &down].map(|matrix| matrix.weights(float));
+                    let y = mlp_of(&ctx, &x, weights);
+                    let error = nmse(&y, &expected);
+                    assert!(error < most, "{float} {rows} {dtype}: {error}");
+                }
+            }
+        }
+    }
+}
+
+/// Four heads of 64 on two, 256 columns.
+fn attention_of(ctx: &Context, x: &TestTensor, [qkv, out_weight]: [Weights<'_>; 2]) -> Vec<f64> {
+    let x = x.upload(ctx);
+    let mut out = TestTensor::poisoned(x.dtype, x.layout).upload(ctx);
+    let mut params = attention_block::Params {
+        x: x.view(),
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 64,
+        v_head_dim: 64,
+        projections: Projections::Packed(qkv),
+        q_norm: None,
+        k_norm: None,
+        norm_weight_offset: 0.0,
+        norm_epsilon: 0.0,
+        rotation: None,
+        positions: Positions::From(0),
+        cache: None,
+        cu_seqlens: None,
+        max_seqlen: 0,
+        scale: 0.0,
+        softcap: 0.0,
+        bidirectional: false,
+        window: 0,
+        alibi_slopes: None,
+        sinks: None,
+        out_projection: out_weight,
+        output: Output::Write(out.view_mut()),
+        workspace: Workspace::none(),
+        qkv_out: None,
+        attended_out: None,
+        lse_out: None,
+    };
+    let size = attention_block::workspace_size(ctx, &params).unwrap();
+    let memory = TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx);
+    // SAFETY: the tensor's elements, which nothing else uses.
+    params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
+    attention_block::forward(ctx, &params, Stream::DEFAULT).unwrap();
+    out.download_output().values()
+}
+
+#[test]
+fn attention_blocks_are_those_of_the_decoded_weights() {
+    for ctx in contexts() {
+        let qkv = Matrix::random(&ctx, DType::Q4K, [512, 256], 0);
+        let out = Matrix::random(&ctx, DType::Q6K, [256, 256], 0);
+        for (dtype, rows, most) in [
+            (DType::F32, 3, 1e-8),
+            (DType::F16, 3, 1e-5),
+            (DType::F16, 70, 1e-5),
+        ] {
+            let scaled = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, 256]));
+            let scaled: Vec<f64> = scaled.values().iter().map(|x| x / 32.0).collect();
+            let x = TestTensor::of(dtype, &[rows, 256], &scaled);
+            let wide = TestTensor::of(DType::F32, x.layout.shape(), &x.values());
+            let decoded = [&qkv, &out].map(|matrix| matrix.decoded(&ctx));
+            let plain = decoded.each_ref().map(|weight| Weights {
+                weight: weight.view(),
+                bias: None,
+            });
+            let expected = attention_of(&ctx, &wide, plain);
+            let y = attention_of(&ctx, &x, [&qkv, &out].map(|matrix| matrix.weights(false)));
+            let error = nmse(&y, &expected);
+            assert!(error < most, "{rows} {dtype}: {error}");
+        }
+    }
+}
+
+const INVALID: unsloth_status = UNSLOTH_STATUS_INVALID_ARGUMENT;
+const UNSUPPORTED: unsloth_status = UNSLOTH_STATUS_UNSUPPORTED;
+
+const MISUSE: &[Misuse<unsloth_linear_params>] = &[
+    (
+        |p| (p.x.shape[1], p.weight.shape[1]) = (40, 40),
+        INVALID,
+        "linear: weight has rows of 40 elements, allowed for q4_0: multiples of 32",
+    ),
+    (
+        |p| (p.x.shape[1], p.weight.shape[1], p.weight.dtype) = (96, 96, DType::Q5K as u32),
+        INVALID,
+        "linear: weight has rows of 96 elements, allowed for q5_k: multiples of 256",
+    ),
+    (
+        |p| p.weight.strides = [80, 1, 0, 0, 0, 0],
+        INVALID,
+        "linear: weight has shape [3, 64] with strides [80, 1], allowed for q4_0: rows that begin at multiples of 32",
+    ),
+    (
+        |p| p.weight.strides = [1, 3, 0, 0, 0, 0],
+        INVALID,
+        "linear: weight has stride 3 along its last dimension, allowed: 1",
+    ),
+    (
+        |p| p.weight.shape[1] = 128,
+        INVALID,
+        "linear: weight has shape [3, 128], expected [3, 64]",
+    ),
+    (
+        |p| p.weight.dtype = DType::F8E4M3 as u32,
+        UNSUPPORTED,
+        "linear: weight has dtype f8e4m3, which no operation of this version takes",
+    ),
+    (
+        |p| p.x.dtype = DType::Q4_0 as u32,
+        UNSUPPORTED,
+        "linear: x has dtype q4_0, allowed: f32, f16, bf16",
+    ),
+    (
+        |p| p.out.dtype = DType::Q4_0 as u32,
+        INVALID,
+        "linear: out has dtype q4_0, x has f32",
+    ),
+    (
+        |p| p.weight.flags = 4,
+        INVALID,
+        "linear: weight.flags is 0x4, allowed: 0, 1 (strided), 2 (float_activations), 3",
+    ),
+    (
+        |p| p.weight.data = std::ptr::null_mut(),
+        UNSLOTH_STATUS_NULL_POINTER,
+        "linear: data of weight is NULL",
+    ),
+    (
+        |p| p.weight.data = p.out.data,
+        INVALID,
+        "linear: out overlaps weight",
+    ),
+];
+
+#[test]
+fn misuse_is_refused_and_writes_nothing() {
+    let memory = Context::cpu().unwrap();
+    let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[2, 256])).upload(&memory);
+    let out = TestTensor::poisoned(DType::F32, contiguous(&[2, 3])).upload(&memory);
+    // An odd address, and finite factors there.
+    let bytes = Guarded::new(&[0x11; 3 * 36 + 1]);
+    let weight = bytes.view(DType::Q4_0, contiguous(&[3, 64]));
+    let data = weight.as_ptr().wrapping_add(1).cast_mut().cast();
+    // SAFETY: integers and pointers, size first.
+    let mut good: unsloth_linear_params = unsafe { abi::zeroed_params() };
+    (good.x, good.out) = (c_tensor(&x), c_tensor(&out));
+    good.x.shape[1] = 64;
+    good.weight = abi::described(data, DType::Q4_0, weight.layout());
+    let operation = Operation {
+        name: "linear",
+        supported: unsloth_linear_supported,
+        forward: unsloth_linear_forward,
+    };
+    operation.check_on(&abi::Handle::cpu(), good, MISUSE, &[&out]);
+}
+
+/// What has no kernel says so.
+#[test]
+fn gpus_refuse_ternary_blocks() {
+    for ctx in contexts() {
+        if ctx.backend() == Backend::Cpu {
+            continue;
+        }
+        // SAFETY: queries do not look at data.
+        let (x, weight, out) = unsafe {
+            let null = std::ptr::null_mut;
+            (
+                TensorRef::from_raw(null(), DType::F32, contiguous(&[2, 256])),
+                TensorRef::from_raw(null(), DType::Tq2_0, contiguous(&[3, 256])),
+                TensorMut::from_raw(null(), DType::F32, contiguous(&[2, 3])),
+            )
+        };
+        let params = Params {
+            x,
+            weights: Weights { weight, bias: None },
+            output: Output::Write(out),
+            workspace: Workspace::none(),
+        };
+        let error = linear::supported(&ctx, &params).unwrap_err().to_string();
+        let expected = "linear: weight has dtype tq2_0, the CUDA backend takes f32, f16, bf16, \
+                        q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k";
+        assert_eq!(error, expected);
+    }
+}

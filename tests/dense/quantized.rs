@@ -1,0 +1,392 @@
+//! Weights of 8 or 2 bits whose scales lie apart: integers are summed exactly, so results are known
+//! to the bit; arguments that must be refused. All of a weight's last row ends where memory does.
+
+use crate::common::abi::{self, Misuse, Operation, c_tensor, described};
+use crate::common::guarded::Guarded;
+use crate::common::{FLOATS, TestTensor, contiguous, for_each_case, rng};
+use rand::Rng;
+use unsloth::ffi::linear::{
+    unsloth_linear_forward, unsloth_linear_params, unsloth_linear_supported,
+};
+use unsloth::ffi::status::*;
+use unsloth::ffi::tensor::{unsloth_quantization, unsloth_tensor};
+use unsloth::ops::linear::{self, Output, Params, Weights};
+use unsloth::ops::mlp::{self, GateUp};
+use unsloth::ops::quantize::{self, Rule};
+use unsloth::ops::swiglu::{self, Activation, GateOrder};
+use unsloth::{Context, ContextOptions, DType, InOut, Layout, Stream, TensorRef, Workspace};
+
+/// Codes of a matrix, and scales.
+struct Matrix {
+    memory: Guarded,
+    scales: Vec<f32>,
+    dtype: DType,
+    layout: Layout,
+    codes: Vec<i64>,
+}
+
+impl Matrix {
+    /// Rows `gap` blocks apart.
+    fn random(dtype: DType, [rows, columns]: [usize; 2], num_scales: usize, gap: usize) -> Matrix {
+        let (len, bytes) = dtype.block();
+        let stride = columns + gap * len;
+        let elements = (rows - 1) * stride + columns;
+        let rng = &mut rng();
+        let all: Vec<u8> = (0..elements / len * bytes).map(|_| rng.random()).collect();
+        let code = |i: usize| match dtype {
+            DType::Ternary => {
+                let byte = all[i / 128 * 32 + i % 32];
+                i64::from(byte >> (2 * (i % 128 / 32)) & 3) - 1
+            }
+            _ => i64::from(all[i].cast_signed()),
+        };
+        let codes = (0..rows)
+            .flat_map(|row| (0..columns).map(move |column| row * stride + column))
+            .map(code)
+            .collect();
+        Matrix {
+            memory: Guarded::new(&all),
+            scales: (0..num_scales)
+                .map(|_| rng.random_range(-0.02..0.02f32))
+                .collect(),
+            dtype,
+            layout: Layout::strided(&[rows, columns], &[stride, 1]).unwrap(),
+            codes,
+        }
+    }
+
+    fn weights(&self) -> Weights<'_> {
+        let mut weight = self.memory.view(self.dtype, self.layout);
+        if !self.scales.is_empty() {
+            let scales = TensorRef::from_slice(&self.scales, &[self.scales.len()]).unwrap();
+            weight = weight.with_scales(scales).unwrap();
+        }
+        Weights { weight, bias: None }
+    }
+
+    fn scale(&self, row: usize) -> f32 {
+        match self.scales.len() {
+            0 => 1.0,
+            len => self.scales[row / (self.layout.dim(0) / len)],
+        }
+    }
+}
+
+/// `x Wᵀ`.
+fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
+    let layout = contiguous(&[x.layout.dim(0), weights.weight.layout().dim(0)]);
+    let x = x.upload(ctx);
+    let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
+    let params = Params {
+        x: x.view(),
+        weights,
+        output: Output::Write(out.view_mut()),
+        workspace: Workspace::none(),
+    };
+    linear::supported(ctx, &params).unwrap();
+    linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
+    out.download_output()
+}
+
+/// Codes and scales of rows, by the operation that makes them.
+fn rounded(ctx: &Context, x: &TestTensor) -> (Vec<i64>, Vec<f32>) {
+    let device = x.upload(ctx);
+    let mut out = TestTensor::poisoned(DType::I8, x.layout).upload(ctx);
+    let rows = x.layout.dim(0);
+    let mut scale = TestTensor::poisoned(DType::F32, contiguous(&[rows])).upload(ctx);
+    let params = quantize::Params {
+        x: device.view(),
+        out: out.view_mut(),
+        scale: scale.view_mut(),
+        sum: None,
+        rule: Rule::AbsMax,
+        workspace: Workspace::none(),
+    };
+    quantize::forward(ctx, &params, Stream::DEFAULT).unwrap();
+    let codes = out.download().values().into_iter().map(|c| c as i64);
+    let scales = scale.download().values().into_iter().map(|s| s as f32);
+    (codes.collect(), scales.collect())
+}
+
+/// The same by definition: integers, then one product of scales and one with them.
+fn expected(ctx: &Context, x: &TestTensor, matrix: &Matrix) -> Vec<f64> {
+    let (codes, scales) = rounded(ctx, x);
+    let k = x.layout.dim(1);
+    let mut out = Vec::new();
+    for (x, scale) in codes.chunks(k).zip(scales) {
+        for (row, w) in matrix.codes.chunks(k).enumerate() {
+            let sum: i64 = x.iter().zip(w).map(|(x, w)| x * w).sum();
+            out.push(f64::from((matrix.scale(row) * scale) * sum as f32));
+        }
+    }
+    out
+}
+
+fn threads(num_threads: usize) -> Context {
+    let options = ContextOptions {
+        num_threads,
+        ..ContextOptions::default()
+    };
+    Context::new(&options).unwrap()
+}
+
+#[test]
+fn products_are_exact() {
+    let contexts = [1, 5].map(threads);
+    // Rows of x, sizes of the weight, its scales, blocks between its rows.
+    let cases = [
+        (1, [1, 128], 1, 0),
+        (2, [33, 384], 33, 1),
+        (3, [18, 256], 3, 0),
+        (5, [17, 2560], 0, 2),
+        (33, [40, 384], 4, 0),
+        (70, [16, 128], 16, 1),
+    ];
+    for dtype in DType::QUANTIZED {
+        for_each_case(&cases, |&(rows, shape, num_scales, gap)| {
+            // Codes of 8 bits are in rows of any length.
+            let odd = usize::from(dtype == DType::I8) * 5;
+            let [n, k] = [shape[0], shape[1] - odd];
+            let matrix = Matrix::random(dtype, [n, k], num_scales, gap);
+            for of_x in FLOATS {
+                let x = TestTensor::normal(&mut rng(), of_x, contiguous(&[rows, k]));
+                let expected = expected(&contexts[0], &x, &matrix);
+                let expected = TestTensor::of(of_x, &[rows, n], &expected);
+                for ctx in &contexts {
+                    let y = product(ctx, &x, matrix.weights());
+                    assert!(y.bits() == expected.bits(), "{dtype} by {of_x}");
+                }
+            }
+        });
+    }
+}
+
+/// Elements that are no numbers give none, in their rows alone.
+#[test]
+fn what_is_no_number_shows() {
+    let ctx = Context::cpu().unwrap();
+    let matrix = Matrix::random(DType::Ternary, [20, 128], 20, 0);
+    for odd in [f64::NAN, f64::INFINITY] {
+        let mut values = vec![1.0; 3 * 128];
+        values[128 + 77] = odd;
+        let x = TestTensor::of(DType::F32, &[3, 128], &values);
+        for (i, y) in product(&ctx, &x, matrix.weights())
+            .values()
+            .iter()
+            .enumerate()
+        {
+            assert_eq!(y.is_finite(), i / 20 != 1, "{i}");
+        }
+    }
+}
+
+/// A block is its products and activation, to the bit, whether gate and up are one matrix or two.
+#[test]
+fn mlps_are_made_of_exact_products() {
+    let ctx = Context::cpu().unwrap();
+    let both = Matrix::random(DType::Ternary, [512, 128], 2, 0);
+    let down = Matrix::random(DType::I8, [128, 256], 128, 0);
+    let whole = both.weights();
+    let half = |start| Weights {
+        weight: whole.weight.narrowed(0, start, 256).unwrap(),
+        bias: None,
+    };
+    for rows in [1, 40] {
+        let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[rows, 128]));
+        let [gate, up] = [0, 256].map(|start| product(&ctx, &x, half(start)).upload(&ctx));
+        let mut activated = TestTensor::poisoned(DType::F32, gate.layout).upload(&ctx);
+        let params = swiglu::Params {
+            tensors: swiglu::Tensors::Apart {
+                gate: InOut::Apart {
+                    input: gate.view(),
+                    output: activated.view_mut(),
+                },
+                up: up.view(),
+            },
+            activation: Activation::Silu,
+        };
+        swiglu::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+        let expected = product(&ctx, &activated.download(), down.weights());
+        let apart = GateUp::Apart {
+            gate: half(0),
+            up: half(256),
+        };
+        let packed = GateUp::Packed {
+            weights: whole,
+            order: GateOrder::GateFirst,
+        };
+        for gate_up in [apart, packed] {
+            let device = x.upload(&ctx);
+            let mut out = TestTensor::poisoned(DType::F32, x.layout).upload(&ctx);
+            let mut params = mlp::Params {
+                x: device.view(),
+                gate_up,
+                activation: Activation::Silu,
+                down: down.weights(),
+                output: Output::Write(out.view_mut()),
+                workspace: Workspace::none(),
+                gate_up_out: None,
+            };
+            let size = mlp::workspace_size(&ctx, &params).unwrap();
+            let memory = TestTensor::poisoned(DType::F32, contiguous(&[size / 4])).upload(&ctx);
+            // SAFETY: the tensor's elements, which nothing else uses.
+            params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
+            mlp::forward(&ctx, &params, Stream::DEFAULT).unwrap();
+            assert!(out.download_output().bits() == expected.bits(), "{rows}");
+        }
+    }
+}
+
+/// Rows are not taken from their scales; what is summed as integers is not mixed with what is not.
+#[test]
+fn scales_go_with_their_rows() {
+    let ctx = Context::cpu().unwrap();
+    let matrix = Matrix::random(DType::Ternary, [12, 128], 3, 0);
+    let error = matrix.weights().weight.narrowed(0, 2, 4).unwrap_err();
+    let expected = "tensor: quantization has 3 scales, rows 2 to 6 have none of their own";
+    assert_eq!(error.to_string(), expected);
+    let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[1, 128])).upload(&ctx);
+    let floats = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[12, 128])).upload(&ctx);
+    let down = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[128, 12])).upload(&ctx);
+    let mut out = TestTensor::poisoned(DType::F32, contiguous(&[1, 128])).upload(&ctx);
+    let plain = |weight| Weights { weight, bias: None };
+    let params = mlp::Params {
+        x: x.view(),
+        gate_up: GateUp::Apart {
+            gate: matrix.weights(),
+            up: plain(floats.view()),
+        },
+        activation: Activation::Silu,
+        down: plain(down.view()),
+        output: Output::Add(InOut::InPlace(out.view_mut())),
+        workspace: Workspace::none(),
+        gate_up_out: None,
+    };
+    let error = mlp::supported(&ctx, &params).unwrap_err();
+    let expected =
+        "mlp: up_weight has dtype f32, gate_weight has ternary: both are i8 or ternary, or none";
+    assert_eq!(error.to_string(), expected);
+}
+
+const INVALID: unsloth_status = UNSLOTH_STATUS_INVALID_ARGUMENT;
+const UNSUPPORTED: unsloth_status = UNSLOTH_STATUS_UNSUPPORTED;
+
+/// Another quantization, of changed scales, that lives as long as the test.
+fn spoil(p: &mut unsloth_linear_params, change: impl Fn(&mut unsloth_quantization)) {
+    // SAFETY: the good arguments point to one.
+    let mut changed = unsafe { p.weight.quantization.read() };
+    change(&mut changed);
+    p.weight.quantization = Box::leak(Box::new(changed));
+}
+
+const MISUSE: &[Misuse<unsloth_linear_params>] = &[
+    (
+        |p| (p.x.shape[1], p.weight.shape[1]) = (64, 64),
+        INVALID,
+        "linear: weight has rows of 64 elements, allowed for ternary: multiples of 128",
+    ),
+    (
+        |p| {
+            (p.x.shape[1], p.weight.shape[1], p.weight.dtype) =
+                (132_105, 132_105, DType::I8 as u32);
+            (p.x.strides, p.weight.strides) = ([0; 6], [0; 6]);
+        },
+        INVALID,
+        "linear: weight has rows of 132105 elements, above the maximum 132104 of i8",
+    ),
+    (
+        |p| p.weight.flags = 2,
+        UNSUPPORTED,
+        "linear: weight has dtype ternary and float_activations, which it has no products of",
+    ),
+    (
+        |p| p.weight.dtype = DType::Q4_0 as u32,
+        UNSUPPORTED,
+        "linear: weight.quantization is set: only weights that are i8 or ternary take scales that lie apart",
+    ),
+    (
+        |p| p.x.quantization = p.weight.quantization,
+        UNSUPPORTED,
+        "linear: x.quantization is set: only weights that are i8 or ternary take scales that lie apart",
+    ),
+    (
+        |p| spoil(p, |q| q.scale.shape[0] = 2),
+        INVALID,
+        "linear: weight has 2 scales, their number must divide its 3 rows",
+    ),
+    (
+        |p| spoil(p, |q| q.scale.dtype = DType::Bf16 as u32),
+        INVALID,
+        "linear: weight.scales has dtype bf16, allowed: f32",
+    ),
+    (
+        |p| {
+            spoil(p, |q| {
+                (q.scale.rank, q.scale.shape[1], q.scale.strides) = (2, 1, [0; 6])
+            })
+        },
+        UNSUPPORTED,
+        "linear: weight.scales has shape [3, 1] with strides [1, 1], allowed: one contiguous dimension",
+    ),
+    (
+        |p| spoil(p, |q| q.zero = q.scale),
+        UNSUPPORTED,
+        "linear: weight.quantization.zero is there: codes of this version are 0 for zero",
+    ),
+    (
+        |p| spoil(p, |q| q.struct_size = 8),
+        INVALID,
+        "linear: weight.quantization.struct_size is 8, at least 280 is needed",
+    ),
+    (
+        |p| spoil(p, |q| q.reserved = 1),
+        INVALID,
+        "linear: weight.quantization.reserved is 1, allowed: 0",
+    ),
+    (
+        |p| spoil(p, |q| q.scale.data = std::ptr::null_mut()),
+        UNSLOTH_STATUS_NULL_POINTER,
+        "linear: data of scales is NULL",
+    ),
+    (
+        |p| {
+            let data = p.out.data;
+            spoil(p, |q| q.scale.data = data);
+        },
+        INVALID,
+        "linear: out overlaps scales",
+    ),
+    (
+        |p| p.weight.data = p.out.data,
+        INVALID,
+        "linear: out overlaps weight",
+    ),
+];
+
+#[test]
+fn misuse_is_refused_and_writes_nothing() {
+    let memory = Context::cpu().unwrap();
+    let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[2, 256])).upload(&memory);
+    let out = TestTensor::poisoned(DType::F32, contiguous(&[2, 3])).upload(&memory);
+    let scales = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[3])).upload(&memory);
+    let bytes = Guarded::new(&[0x1b; 3 * 64]);
+    let weight = bytes.view(DType::Ternary, contiguous(&[3, 256]));
+    let quantization = unsloth_quantization {
+        struct_size: size_of::<unsloth_quantization>() as u32,
+        reserved: 0,
+        scale: c_tensor(&scales),
+        zero: unsloth_tensor::default(),
+    };
+    // SAFETY: integers and pointers, size first.
+    let mut good: unsloth_linear_params = unsafe { abi::zeroed_params() };
+    (good.x, good.out) = (c_tensor(&x), c_tensor(&out));
+    let data = weight.as_ptr().cast_mut().cast();
+    good.weight = described(data, DType::Ternary, weight.layout());
+    good.weight.quantization = &quantization;
+    let operation = Operation {
+        name: "linear",
+        supported: unsloth_linear_supported,
+        forward: unsloth_linear_forward,
+    };
+    operation.check_on(&abi::Handle::cpu(), good, MISUSE, &[&out]);
+}

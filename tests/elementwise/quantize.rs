@@ -1,0 +1,410 @@
+//! Quantisation: codes, scales and sums by definition, what has no scale, threads, arguments that
+//! must be refused.
+
+use crate::common::abi::{self, Misuse, Operation, absent, c_tensor};
+use crate::common::reference::quantize as reference;
+use crate::common::tensor::strided_rows;
+use crate::common::{DeviceTensor, FLOATS, TestTensor, contiguous, for_each_case, rng};
+use unsloth::ffi::quantize::{
+    unsloth_quantize_forward, unsloth_quantize_params, unsloth_quantize_supported,
+};
+use unsloth::ffi::status::*;
+use unsloth::ops::quantize::{self, Params, Rule};
+use unsloth::{
+    Backend, Context, ContextOptions, DType, Layout, Stream, TensorMut, TensorRef, Workspace,
+};
+
+/// Codes of the ternary dtype that lie in a block, and its bytes.
+const BLOCK: usize = 128;
+const BYTES: usize = 32;
+
+/// An output of codes: ternary ones lie in the bytes of a tensor of bytes.
+struct Codes {
+    memory: DeviceTensor,
+    dtype: DType,
+    layout: Layout,
+}
+
+impl Codes {
+    fn new(ctx: &Context, dtype: DType, shape: &[usize], gap: usize) -> Codes {
+        let layout = strided_rows(shape, gap);
+        let bytes = match dtype {
+            DType::Ternary => {
+                let mut of_bytes = shape.to_vec();
+                *of_bytes.last_mut().unwrap() /= 4;
+                strided_rows(&of_bytes, gap / 4)
+            }
+            _ => layout,
+        };
+        let memory = TestTensor::poisoned(DType::I8, bytes).upload(ctx);
+        Codes {
+            memory,
+            dtype,
+            layout,
+        }
+    }
+
+    fn view(&mut self) -> TensorMut<'_> {
+        // SAFETY: the elements' memory, which is borrowed.
+        unsafe { TensorMut::from_raw(self.memory.data().cast(), self.dtype, self.layout) }
+    }
+
+    fn values(&self) -> Vec<f64> {
+        let bytes = self.memory.download_output();
+        if self.dtype != DType::Ternary {
+            return bytes.values();
+        }
+        (bytes.bits().chunks(BYTES))
+            .flat_map(|block| {
+                (0..BLOCK).map(|i| f64::from(block[i % BYTES] >> (2 * (i / BYTES)) & 3) - 1.0)
+            })
+            .collect()
+    }
+}
+
+/// Outputs of a call: codes, scales, sums.
+fn run(
+    ctx: &Context,
+    x: &TestTensor,
+    (dtype, rule): (DType, Rule),
+    scales: &[usize],
+    sums: &[usize],
+    gap: usize,
+) -> [Vec<f64>; 3] {
+    let device = x.upload(ctx);
+    let mut out = Codes::new(ctx, dtype, x.layout.shape(), gap);
+    let mut scale = TestTensor::poisoned(DType::F32, contiguous(scales)).upload(ctx);
+    let mut sum = TestTensor::poisoned(DType::I32, contiguous(sums)).upload(ctx);
+    let params = Params {
+        x: device.view(),
+        out: out.view(),
+        scale: scale.view_mut(),
+        sum: Some(sum.view_mut()),
+        rule,
+        workspace: Workspace::none(),
+    };
+    quantize::supported(ctx, &params).unwrap();
+    assert_eq!(quantize::workspace_size(ctx, &params).unwrap(), 0);
+    quantize::forward(ctx, &params, Stream::DEFAULT).unwrap();
+    let (scale, sum) = (scale.download_output(), sum.download_output());
+    [out.values(), scale.values(), sum.values()]
+}
+
+const METHODS: [(DType, Rule); 4] = [
+    (DType::I8, Rule::AbsMax),
+    (DType::Ternary, Rule::AbsMax),
+    (DType::Ternary, Rule::AbsMean),
+    (DType::Ternary, Rule::Threshold),
+];
+
+#[derive(Debug)]
+struct Case {
+    shape: &'static [usize],
+    /// Of scales and of sums.
+    scales: &'static [usize],
+    sums: &'static [usize],
+    gap: usize,
+}
+
+const fn case(
+    shape: &'static [usize],
+    scales: &'static [usize],
+    sums: &'static [usize],
+    gap: usize,
+) -> Case {
+    Case {
+        shape,
+        scales,
+        sums,
+        gap,
+    }
+}
+
+/// Rows, groups, one scale for all; no rows, long ones, more than a part of the scratch has.
+const CASES: &[Case] = &[
+    case(&[256], &[1], &[1], 0),
+    case(&[3, 128], &[3], &[3], 0),
+    case(&[3, 128], &[1], &[3], 128),
+    case(&[2, 3, 384], &[2, 3], &[2, 3], 128),
+    case(&[2, 3, 384], &[2, 3, 3], &[2, 3, 3], 0),
+    case(&[5, 768], &[5, 2], &[5, 2], 256),
+    case(&[200, 128], &[1], &[200], 0),
+    case(&[2, 4096 + 640], &[2], &[2], 0),
+    case(&[0, 128], &[0], &[0], 0),
+    case(&[0, 128], &[1], &[0], 0),
+];
+
+/// What only 8 bits have: rows of any length.
+const UNEVEN: &[Case] = &[
+    case(&[1], &[1], &[1], 0),
+    case(&[7, 33], &[7], &[7], 5),
+    case(&[7, 33], &[7, 11], &[7, 11], 3),
+    case(&[3, 5, 600], &[1], &[3, 5], 1),
+    case(&[2, 0], &[2], &[2], 0),
+    case(&[2, 4097], &[2, 1], &[2, 1], 0),
+];
+
+#[test]
+fn codes_are_the_nearest() {
+    let ctx = Context::cpu().unwrap();
+    for (dtype, rule) in METHODS {
+        let most = if dtype == DType::I8 { 127.0 } else { 1.0 };
+        let uneven = if dtype == DType::I8 { UNEVEN } else { &[] };
+        for cases in [CASES, uneven] {
+            for_each_case(cases, |case| {
+                for from in FLOATS {
+                    let layout = strided_rows(case.shape, case.gap);
+                    let x = TestTensor::normal(&mut rng(), from, layout);
+                    let method = (dtype, rule);
+                    let [codes, scales, sums] =
+                        run(&ctx, &x, method, case.scales, case.sums, case.gap);
+                    let x = x.values();
+                    let shared = x.len() / scales.len().max(1);
+                    for (i, scale) in scales.iter().enumerate() {
+                        let all = &x[i * shared..][..shared];
+                        let (expected, off) = reference::scale(all, rule, most);
+                        assert!((scale - expected).abs() <= off, "{scale}, not {expected}");
+                        let mean = reference::mean(all);
+                        for (x, code) in all.iter().zip(&codes[i * shared..]) {
+                            let right = reference::is_code(*code, *x, mean, *scale, rule, most);
+                            assert!(right, "{dtype} {rule:?}: {x} by {scale} is {code}");
+                        }
+                    }
+                    let summed = x.len() / sums.len().max(1);
+                    for (i, sum) in sums.iter().enumerate() {
+                        let expected: f64 = codes[i * summed..][..summed].iter().sum();
+                        assert_eq!(*sum, expected);
+                    }
+                }
+            });
+        }
+    }
+}
+
+/// Rows of zeros, of what is not finite, and of the least numbers.
+#[test]
+fn what_has_no_scale_has_no_codes() {
+    let ctx = Context::cpu().unwrap();
+    let least = f64::from(f32::from_bits(1));
+    for (dtype, rule) in METHODS {
+        let mut values = vec![0.0; 7 * 256];
+        values[256..512].fill(1.0);
+        for (row, odd) in [(2, f64::NAN), (3, f64::INFINITY), (4, f64::NEG_INFINITY)] {
+            values[row * 256] = 2.0;
+            values[row * 256 + 133] = odd;
+        }
+        values[5 * 256..6 * 256].fill(127.0 * least);
+        values[6 * 256..].fill(-0.0);
+        let x = TestTensor::of(DType::F32, &[7, 256], &values);
+        let [codes, scales, sums] = run(&ctx, &x, (dtype, rule), &[7], &[7], 0);
+        let is_finite = scales.iter().map(|s| s.is_finite()).collect::<Vec<_>>();
+        assert_eq!(is_finite, [true, true, false, false, false, true, true]);
+        let most = if dtype == DType::I8 { 127.0 } else { 1.0 };
+        let expected = [0.0, most, 0.0, 0.0, 0.0, most, 0.0];
+        for (row, code) in expected.iter().enumerate() {
+            let codes = &codes[row * 256..][..256];
+            assert!(codes.iter().all(|c| c == code), "{dtype} {rule:?} {row}");
+            assert_eq!(sums[row], 256.0 * code, "{dtype} {rule:?} {row}");
+        }
+        assert_eq!([scales[0], scales[6]], [0.0; 2]);
+        assert_eq!(scales[5], 127.0 * least / most);
+        // One for all is of all.
+        let [codes, scales, _] = run(&ctx, &x, (dtype, rule), &[1], &[7], 0);
+        assert!(!scales[0].is_finite() && codes.iter().all(|c| *c == 0.0));
+    }
+}
+
+#[test]
+fn ties_go_to_even_codes() {
+    let ctx = Context::cpu().unwrap();
+    let x = TestTensor::of(DType::F32, &[6], &[254.0, 1.0, 3.0, -1.0, -3.0, -254.0]);
+    let [codes, scales, sums] = run(&ctx, &x, (DType::I8, Rule::AbsMax), &[1], &[1], 0);
+    assert_eq!(codes, [127.0, 0.0, 2.0, 0.0, -2.0, -127.0]);
+    assert_eq!((scales[0], sums[0]), (2.0, 0.0));
+}
+
+#[test]
+fn bits_do_not_depend_on_threads() {
+    let contexts = [1, 2, 5].map(|num_threads| {
+        let options = ContextOptions {
+            num_threads,
+            ..ContextOptions::default()
+        };
+        Context::new(&options).unwrap()
+    });
+    let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[300, 640]));
+    for method in METHODS {
+        for (scales, sums) in [
+            (&[1][..], &[300][..]),
+            (&[300], &[300]),
+            (&[300, 5], &[300, 5]),
+        ] {
+            let run = |ctx| run(ctx, &x, method, scales, sums, 0);
+            let [one, two, five] = contexts.each_ref().map(run);
+            assert!(one == two && one == five, "{method:?} {scales:?}");
+        }
+    }
+}
+
+const INVALID: unsloth_status = UNSLOTH_STATUS_INVALID_ARGUMENT;
+const UNSUPPORTED: unsloth_status = UNSLOTH_STATUS_UNSUPPORTED;
+
+const MISUSE: &[Misuse<unsloth_quantize_params>] = &[
+    (
+        |p| p.rule = 3,
+        INVALID,
+        "quantize: rule is 3, allowed: 0 (absmax), 1 (absmean), 2 (threshold)",
+    ),
+    (
+        |p| p.rule = 1,
+        INVALID,
+        "quantize: rule is 1, allowed for i8: 0",
+    ),
+    (
+        |p| p.x = absent(),
+        INVALID,
+        "quantize: x is absent (rank 0), it is required",
+    ),
+    (
+        |p| p.scale = absent(),
+        INVALID,
+        "quantize: scale is absent (rank 0), it is required",
+    ),
+    (
+        |p| p.x.dtype = DType::I8 as u32,
+        UNSUPPORTED,
+        "quantize: x has dtype i8, allowed: f32, f16, bf16",
+    ),
+    (
+        |p| p.out.dtype = DType::F32 as u32,
+        INVALID,
+        "quantize: out has dtype f32, allowed: i8, ternary",
+    ),
+    (
+        |p| p.out.dtype = DType::Q4_0 as u32,
+        UNSUPPORTED,
+        "quantize: out has dtype q4_0, allowed: i8, ternary",
+    ),
+    (
+        |p| (p.x.shape[1], p.out.shape[1], p.out.dtype) = (64, 64, DType::Ternary as u32),
+        INVALID,
+        "quantize: out has rows of 64 elements, allowed for ternary: multiples of 128",
+    ),
+    (
+        |p| p.out.shape[1] = 255,
+        INVALID,
+        "quantize: out has shape [2, 255], x has [2, 256]",
+    ),
+    (
+        |p| p.out.strides = [0, 1, 0, 0, 0, 0],
+        INVALID,
+        "quantize: out has shape [2, 256] with strides [0, 1]: elements of an output may not overlap",
+    ),
+    (
+        |p| (p.x.strides, p.x.flags) = ([1, 2, 0, 0, 0, 0], 1),
+        INVALID,
+        "quantize: x has stride 2 along its last dimension, allowed: 1",
+    ),
+    (
+        |p| {
+            (p.x.shape[1], p.out.shape[1]) = (16_909_321, 16_909_321);
+            (p.x.strides, p.out.strides) = ([0; 6], [0; 6]);
+        },
+        INVALID,
+        "quantize: x has rows of 16909321 elements, above the maximum 16909320",
+    ),
+    (
+        |p| p.scale.dtype = DType::F16 as u32,
+        INVALID,
+        "quantize: scale has dtype f16, allowed: f32",
+    ),
+    (
+        |p| p.scale.shape[0] = 3,
+        INVALID,
+        "quantize: scale has shape [3], expected [1], [2], or [2] and a divisor of 256",
+    ),
+    (
+        |p| (p.scale.rank, p.scale.shape[1], p.scale.strides) = (2, 3, [0; 6]),
+        INVALID,
+        "quantize: scale has shape [2, 3], expected [1], [2], or [2] and a divisor of 256",
+    ),
+    (
+        |p| {
+            (p.scale.rank, p.scale.shape[1], p.scale.strides) = (2, 4, [0; 6]);
+            p.out.dtype = DType::Ternary as u32;
+        },
+        INVALID,
+        "quantize: scale is of groups of 64, allowed for ternary: multiples of 128",
+    ),
+    (
+        |p| p.sum.shape[0] = 1,
+        INVALID,
+        "quantize: sum has shape [1], expected [2]",
+    ),
+    (
+        |p| p.sum.dtype = DType::I64 as u32,
+        INVALID,
+        "quantize: sum has dtype i64, allowed: i32",
+    ),
+    (
+        |p| p.out.data = p.x.data,
+        INVALID,
+        "quantize: out overlaps x",
+    ),
+    (
+        |p| p.sum.data = p.scale.data,
+        INVALID,
+        "quantize: sum overlaps scale",
+    ),
+    (
+        |p| p.out.data = std::ptr::null_mut(),
+        UNSLOTH_STATUS_NULL_POINTER,
+        "quantize: data of out is NULL",
+    ),
+];
+
+#[test]
+fn misuse_is_refused_and_writes_nothing() {
+    let ctx = Context::cpu().unwrap();
+    let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[2, 256])).upload(&ctx);
+    let poisoned =
+        |dtype, shape: &[usize]| TestTensor::poisoned(dtype, contiguous(shape)).upload(&ctx);
+    let (out, scale) = (poisoned(DType::I8, &[2, 256]), poisoned(DType::F32, &[2]));
+    let sum = poisoned(DType::I32, &[2]);
+    // SAFETY: integers and pointers, size first.
+    let mut good: unsloth_quantize_params = unsafe { abi::zeroed_params() };
+    (good.x, good.out) = (c_tensor(&x), c_tensor(&out));
+    (good.scale, good.sum) = (c_tensor(&scale), c_tensor(&sum));
+    let operation = Operation {
+        name: "quantize",
+        supported: unsloth_quantize_supported,
+        forward: unsloth_quantize_forward,
+    };
+    operation.check(good, MISUSE, &[&out, &scale, &sum]);
+}
+
+/// What has no kernel says so.
+#[test]
+fn other_backends_refuse() {
+    for ctx in crate::common::contexts()
+        .into_iter()
+        .filter(|ctx| ctx.backend() != Backend::Cpu)
+    {
+        let null = std::ptr::null_mut;
+        // SAFETY: queries do not look at data.
+        let params = unsafe {
+            Params {
+                x: TensorRef::from_raw(null(), DType::F32, contiguous(&[2, 64])),
+                out: TensorMut::from_raw(null(), DType::I8, contiguous(&[2, 64])),
+                scale: TensorMut::from_raw(null(), DType::F32, contiguous(&[2])),
+                sum: None,
+                rule: Rule::AbsMax,
+                workspace: Workspace::none(),
+            }
+        };
+        let error = quantize::supported(&ctx, &params).unwrap_err().to_string();
+        let expected =
+            "quantize: ctx is on the cuda backend, which has no kernel for this operation";
+        assert_eq!(error, expected);
+    }
+}
