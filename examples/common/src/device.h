@@ -94,8 +94,43 @@ class Buffer {
   unsloth::Memory memory_;
 };
 
-// Of the float types, which are all that is computed with.
+// Of the float types, which are all that hidden states may be.
 inline size_t element_size(unsloth_dtype dtype) { return dtype == UNSLOTH_DTYPE_F32 ? 4 : 2; }
+
+// What the library calls a type of a file.
+inline unsloth_dtype dtype_of_tensor(TensorType type) {
+  switch (type) {
+    case TensorType::kF32:
+      return UNSLOTH_DTYPE_F32;
+    case TensorType::kF16:
+      return UNSLOTH_DTYPE_F16;
+    case TensorType::kBF16:
+      return UNSLOTH_DTYPE_BF16;
+    case TensorType::kQ4_0:
+      return UNSLOTH_DTYPE_Q4_0;
+    case TensorType::kQ4_1:
+      return UNSLOTH_DTYPE_Q4_1;
+    case TensorType::kQ5_0:
+      return UNSLOTH_DTYPE_Q5_0;
+    case TensorType::kQ5_1:
+      return UNSLOTH_DTYPE_Q5_1;
+    case TensorType::kQ8_0:
+      return UNSLOTH_DTYPE_Q8_0;
+    case TensorType::kQ4_K:
+      return UNSLOTH_DTYPE_Q4_K;
+    case TensorType::kQ5_K:
+      return UNSLOTH_DTYPE_Q5_K;
+    case TensorType::kQ6_K:
+      return UNSLOTH_DTYPE_Q6_K;
+    case TensorType::kTQ1_0:
+      return UNSLOTH_DTYPE_TQ1_0;
+    case TensorType::kTQ2_0:
+      return UNSLOTH_DTYPE_TQ2_0;
+    case TensorType::kQ2_0:
+      return UNSLOTH_DTYPE_Q2_0;
+  }
+  return 0;
+}
 
 inline TensorType tensor_type(unsloth_dtype dtype) {
   if (dtype == UNSLOTH_DTYPE_F16) return TensorType::kF16;

@@ -165,7 +165,10 @@ Gguf::Value read_value(Cursor &cursor) {
   });
 }
 
-std::string readable_types() { return "F32, F16, BF16, Q8_0, Q4_0 and Q4_1"; }
+std::string readable_types() {
+  return "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, TQ1_0, "
+         "TQ2_0 and Q2_0";
+}
 
 // Name, shape, type and size; the offset into the data section is returned apart.
 GgufTensor read_tensor_info(Cursor &cursor, uint64_t *offset) {

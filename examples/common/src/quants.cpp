@@ -9,7 +9,9 @@
 namespace llm {
 namespace {
 
-constexpr uint64_t kBlock = 32;  // elements per quantised block of every type read here
+constexpr uint64_t kBlock = 32;        // elements that share a scale, but for Q6_K
+constexpr uint64_t kSuperblock = 256;  // elements of a block of the K and TQ types
+constexpr uint64_t kLongBlock = 64;    // elements of a block of Q2_0
 
 template <typename T>
 T load(const std::byte *src) {
@@ -33,6 +35,87 @@ void unpack_nibbles(const std::byte *quants, float scale, float offset, float *d
     const auto pair = std::to_integer<unsigned>(quants[i]);
     dst[i] = static_cast<float>(pair & 0x0F) * scale + offset;
     dst[i + kBlock / 2] = static_cast<float>(pair >> 4) * scale + offset;
+  }
+}
+
+unsigned byte_at(const std::byte *src, uint64_t i) { return std::to_integer<unsigned>(src[i]); }
+
+// The same with a fifth bit each: element i's is bit i of four bytes.
+void unpack_five_bits(const std::byte *bits, const std::byte *quants, float scale, float offset,
+                      float *dst) {
+  for (uint64_t i = 0; i < kBlock; ++i) {
+    const unsigned pair = byte_at(quants, i % (kBlock / 2));
+    const unsigned low = i < kBlock / 2 ? pair & 0x0F : pair >> 4;
+    const unsigned fifth = byte_at(bits, i / 8) >> (i % 8) & 1U;
+    dst[i] = static_cast<float>(low | fifth << 4) * scale + offset;
+  }
+}
+
+// A block of Q4_K or Q5_K: factors of scales and of offsets, eight of both in 6 bits, fifth bits
+// (none for Q4_K), low bits.
+void unpack_superblock(const std::byte *src, const std::byte *fifth, const std::byte *quants,
+                       float *dst) {
+  const float scale = f16_to_f32(load<uint16_t>(src));
+  const float offset = f16_to_f32(load<uint16_t>(src + 2));
+  const std::byte *packed = src + 4;
+  for (uint64_t group = 0; group < 8; ++group) {
+    unsigned s = 0;
+    unsigned o = 0;
+    if (group < 4) {
+      s = byte_at(packed, group) & 63U;
+      o = byte_at(packed, group + 4) & 63U;
+    } else {
+      const unsigned both = byte_at(packed, group + 4);
+      s = (both & 15U) | byte_at(packed, group - 4) >> 6 << 4;
+      o = both >> 4 | byte_at(packed, group) >> 6 << 4;
+    }
+    const float group_scale = scale * static_cast<float>(s);
+    const float group_offset = offset * static_cast<float>(o);
+    for (uint64_t i = 0; i < kBlock; ++i) {
+      const unsigned pair = byte_at(quants, group / 2 * kBlock + i);
+      unsigned quant = group % 2 == 0 ? pair & 15U : pair >> 4;
+      if (fifth != nullptr) quant |= (byte_at(fifth, i) >> group & 1U) << 4;
+      dst[group * kBlock + i] = static_cast<float>(quant) * group_scale - group_offset;
+    }
+  }
+}
+
+// A block of Q6_K: low halves, two high bits, a scale for each 16, their factor.
+void unpack_q6_k(const std::byte *src, float *dst) {
+  const std::byte *low = src;
+  const std::byte *high = src + 128;
+  const std::byte *scales = src + 192;
+  const float factor = f16_to_f32(load<uint16_t>(src + 208));
+  for (uint64_t i = 0; i < kSuperblock; ++i) {
+    const uint64_t half = i / 128;
+    const uint64_t j = i % 128;
+    const unsigned pair = byte_at(low, 64 * half + j % 64);
+    const unsigned top = byte_at(high, 32 * half + j % 32) >> (2 * (j / 32)) & 3U;
+    const unsigned quant = (j < 64 ? pair & 15U : pair >> 4) | top << 4;
+    const float scale = factor * static_cast<float>(load<int8_t>(scales + i / 16));
+    dst[i] = scale * (static_cast<float>(quant) - 32.0F);
+  }
+}
+
+// A block of TQ1_0: five codes in each of 48 bytes, which are a fraction of 256 whose digits of
+// base 3 they are; four in each of 4 bytes; their factor.
+void unpack_tq1_0(const std::byte *src, float *dst) {
+  static constexpr unsigned kPowers[] = {1, 3, 9, 27, 81};
+  const float scale = f16_to_f32(load<uint16_t>(src + 52));
+  const auto digit = [src](uint64_t byte, uint64_t n) {
+    return static_cast<float>((byte_at(src, byte) * kPowers[n] & 255U) * 3 >> 8);
+  };
+  for (uint64_t i = 0; i < 160; ++i) dst[i] = scale * (digit(i % 32, i / 32) - 1.0F);
+  for (uint64_t i = 0; i < 80; ++i) dst[160 + i] = scale * (digit(32 + i % 16, i / 16) - 1.0F);
+  for (uint64_t i = 0; i < 16; ++i) dst[240 + i] = scale * (digit(48 + i % 4, i / 4) - 1.0F);
+}
+
+// A block of TQ2_0: in each half four codes in each of 32 bytes, 32 apart; their factor.
+void unpack_tq2_0(const std::byte *src, float *dst) {
+  const float scale = f16_to_f32(load<uint16_t>(src + 64));
+  for (uint64_t i = 0; i < kSuperblock; ++i) {
+    const unsigned packed = byte_at(src, 32 * (i / 128) + i % 32);
+    dst[i] = scale * (static_cast<float>(packed >> (2 * (i % 128 / 32)) & 3U) - 1.0F);
   }
 }
 
@@ -65,7 +148,7 @@ const char *tensor_type_name(uint32_t type) {
       {17, "IQ2_XS"}, {18, "IQ3_XXS"}, {19, "IQ1_S"}, {20, "IQ4_NL"}, {21, "IQ3_S"},
       {22, "IQ2_S"},  {23, "IQ4_XS"},  {24, "I8"},    {25, "I16"},    {26, "I32"},
       {27, "I64"},    {28, "F64"},     {29, "IQ1_M"}, {30, "BF16"},   {34, "TQ1_0"},
-      {35, "TQ2_0"},  {39, "MXFP4"},
+      {35, "TQ2_0"},  {39, "MXFP4"},   {42, "Q2_0"},
   };
   for (const Name &known : kNames) {
     if (known.type == type) return known.name;
@@ -85,8 +168,24 @@ BlockLayout block_layout(uint32_t type) {
       return {kBlock, 2 + kBlock / 2};
     case TensorType::kQ4_1:
       return {kBlock, 4 + kBlock / 2};
+    case TensorType::kQ5_0:
+      return {kBlock, 6 + kBlock / 2};
+    case TensorType::kQ5_1:
+      return {kBlock, 8 + kBlock / 2};
     case TensorType::kQ8_0:
       return {kBlock, 2 + kBlock};
+    case TensorType::kQ4_K:
+      return {kSuperblock, 144};
+    case TensorType::kQ5_K:
+      return {kSuperblock, 176};
+    case TensorType::kQ6_K:
+      return {kSuperblock, 210};
+    case TensorType::kTQ1_0:
+      return {kSuperblock, 54};
+    case TensorType::kTQ2_0:
+      return {kSuperblock, 66};
+    case TensorType::kQ2_0:
+      return {kLongBlock, 18};
   }
   return {0, 0};
 }
@@ -116,6 +215,53 @@ void dequantize(TensorType type, const std::byte *src, uint64_t elements, float 
         const float scale = f16_to_f32(load<uint16_t>(src));
         const float minimum = f16_to_f32(load<uint16_t>(src + 2));
         unpack_nibbles(src + 4, scale, minimum, dst + i);
+      }
+      return;
+    case TensorType::kQ5_0:
+      for (uint64_t i = 0; i < elements; i += kBlock, src += layout.bytes) {
+        const float scale = f16_to_f32(load<uint16_t>(src));
+        unpack_five_bits(src + 2, src + 6, scale, -16.0F * scale, dst + i);
+      }
+      return;
+    case TensorType::kQ5_1:
+      for (uint64_t i = 0; i < elements; i += kBlock, src += layout.bytes) {
+        const float scale = f16_to_f32(load<uint16_t>(src));
+        const float minimum = f16_to_f32(load<uint16_t>(src + 2));
+        unpack_five_bits(src + 4, src + 8, scale, minimum, dst + i);
+      }
+      return;
+    case TensorType::kQ4_K:
+      for (uint64_t i = 0; i < elements; i += kSuperblock, src += layout.bytes) {
+        unpack_superblock(src, nullptr, src + 16, dst + i);
+      }
+      return;
+    case TensorType::kQ5_K:
+      for (uint64_t i = 0; i < elements; i += kSuperblock, src += layout.bytes) {
+        unpack_superblock(src, src + 16, src + 48, dst + i);
+      }
+      return;
+    case TensorType::kQ6_K:
+      for (uint64_t i = 0; i < elements; i += kSuperblock, src += layout.bytes) {
+        unpack_q6_k(src, dst + i);
+      }
+      return;
+    case TensorType::kTQ1_0:
+      for (uint64_t i = 0; i < elements; i += kSuperblock, src += layout.bytes) {
+        unpack_tq1_0(src, dst + i);
+      }
+      return;
+    case TensorType::kTQ2_0:
+      for (uint64_t i = 0; i < elements; i += kSuperblock, src += layout.bytes) {
+        unpack_tq2_0(src, dst + i);
+      }
+      return;
+    case TensorType::kQ2_0:
+      for (uint64_t i = 0; i < elements; i += kLongBlock, src += layout.bytes) {
+        const float scale = f16_to_f32(load<uint16_t>(src));
+        for (uint64_t j = 0; j < kLongBlock; ++j) {
+          const unsigned code = byte_at(src, 2 + j / 4) >> (2 * (j % 4)) & 3U;
+          dst[i + j] = scale * (static_cast<float>(code) - 1.0F);
+        }
       }
       return;
     case TensorType::kQ8_0:
@@ -150,7 +296,15 @@ void encode(const float *src, uint64_t elements, TensorType type, std::byte *dst
       return;
     case TensorType::kQ4_0:
     case TensorType::kQ4_1:
-      throw Error("quantising to 4 bits is not supported");
+    case TensorType::kQ5_0:
+    case TensorType::kQ5_1:
+    case TensorType::kQ4_K:
+    case TensorType::kQ5_K:
+    case TensorType::kQ6_K:
+    case TensorType::kTQ1_0:
+    case TensorType::kTQ2_0:
+    case TensorType::kQ2_0:
+      throw Error("quantising to less than 8 bits is not supported");
   }
 }
 

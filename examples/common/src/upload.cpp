@@ -7,16 +7,40 @@
 
 namespace llm {
 
+namespace {
+
+// A view without rows, of the shape of the first tensor otherwise.
+unsloth_tensor empty_view(const GgufTensor &first, unsloth_dtype dtype, void *data) {
+  unsloth_tensor view = {};
+  view.data = data;
+  view.dtype = dtype;
+  for (const uint64_t size : first.shape) view.shape[view.rank++] = static_cast<int64_t>(size);
+  view.shape[0] = 0;
+  return view;
+}
+
+}  // namespace
+
+unsloth_tensor upload_as_they_are(const std::vector<const GgufTensor *> &sources, Buffer *memory,
+                                  uint64_t offset, ProgressBar *bar) {
+  const unsloth_dtype dtype = dtype_of_tensor(sources[0]->type);
+  unsloth_tensor view =
+      empty_view(*sources[0], dtype, static_cast<char *>(memory->data()) + offset);
+  for (const GgufTensor *source : sources) {
+    memory->upload(source->data, source->bytes, offset);
+    offset += source->bytes;
+    bar->advance(source->bytes);
+    view.shape[0] += static_cast<int64_t>(source->shape[0]);
+  }
+  return view;
+}
+
 unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                               Buffer *memory, uint64_t offset, ProgressBar *bar) {
   constexpr uint64_t kChunk = 1 << 18;  // elements decoded at a time: whole blocks of every type
   const size_t element = element_size(dtype);
-  unsloth_tensor view = {};
-  view.data = static_cast<char *>(memory->data()) + offset;
-  view.dtype = dtype;
-  for (const uint64_t size : sources[0]->shape)
-    view.shape[view.rank++] = static_cast<int64_t>(size);
-  view.shape[0] = 0;
+  unsloth_tensor view =
+      empty_view(*sources[0], dtype, static_cast<char *>(memory->data()) + offset);
   std::vector<float> values;
   std::vector<std::byte> encoded;
   for (const GgufTensor *source : sources) {

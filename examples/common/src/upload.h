@@ -23,6 +23,10 @@ inline uint64_t aligned(uint64_t offset) {
 unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                               Buffer *memory, uint64_t offset, ProgressBar *bar);
 
+// The same of tensors of one type, not decoded.
+unsloth_tensor upload_as_they_are(const std::vector<const GgufTensor *> &sources, Buffer *memory,
+                                  uint64_t offset, ProgressBar *bar);
+
 // `factors` are those of the file, absent (rank 0) where it has none.
 unsloth_rotation rotation(const ModelConfig &config, unsloth_tensor factors);
 

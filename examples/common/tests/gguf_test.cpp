@@ -179,7 +179,7 @@ void refuses_bad_tensors() {
       {{"t", {4, 0}, kF32, 0}, "has a dimension of size 0"},
       {{"t", {large, large}, kF32, 0}, "more elements than 64 bits"},
       {{"t", {large, large / 16}, kF32, 0}, "more bytes than 64 bits"},
-      {{"t", {256}, 14, 0}, "tensor 't' has the type Q6_K, which is not read here"},
+      {{"t", {256}, 10, 0}, "tensor 't' has the type Q2_K, which is not read here"},
       {{"t", {256}, 1000, 0}, "tensor 't' has the type 1000, which is not read here"},
       {{"t", {48}, kQ4_1, 0}, "rows of 48 elements, not a multiple of the 32"},
       {{"t", {8}, kF32, 4}, "not a multiple of the alignment 32"},
@@ -203,6 +203,69 @@ std::vector<float> decode(TensorType type, const std::string &block, uint64_t el
   std::vector<float> values(elements);
   dequantize(type, reinterpret_cast<const std::byte *>(block.data()), elements, values.data());
   return values;
+}
+
+// Five bits: element i below 16 is i, above 31 - i, of which the fifth bit is one.
+void decodes_five_bits() {
+  const std::string half = GgufBuilder::number(uint16_t{0x3800});   // 0.5
+  const std::string three = GgufBuilder::number(uint16_t{0x4200});  // 3
+  const std::string fifth("\x00\x00\xFF\xFF", 4);
+  std::string nibbles;
+  for (int i = 0; i < 16; ++i) nibbles += static_cast<char>(i | (15 - i) << 4);
+  const std::vector<float> q5_0 = decode(TensorType::kQ5_0, half + fifth + nibbles, 32);
+  const std::vector<float> q5_1 = decode(TensorType::kQ5_1, half + three + fifth + nibbles, 32);
+  for (int i = 0; i < 32; ++i) {
+    const int code = i < 16 ? i : 47 - i;
+    CHECK_EQUAL(q5_0[i], 0.5F * static_cast<float>(code - 16));
+    CHECK_EQUAL(q5_1[i], 0.5F * static_cast<float>(code) + 3);
+  }
+}
+
+// Scales are 1, then 3 + 16; offsets 2, then 5 + 2 * 16; codes 12 and 9 in turns.
+void decodes_superblocks() {
+  const std::string half = GgufBuilder::number(uint16_t{0x3800});   // 0.5
+  const std::string three = GgufBuilder::number(uint16_t{0x4200});  // 3
+  const std::string packed =
+      std::string(4, '\x41') + std::string(4, '\x82') + std::string(4, '\x53');
+  const std::string pairs(128, '\x9C');
+  const std::string head = half + three + packed;
+  const std::vector<float> q4_k = decode(TensorType::kQ4_K, head + pairs, 256);
+  // The first four groups have the fifth bit.
+  const std::string fifth(32, '\x0F');
+  const std::vector<float> q5_k = decode(TensorType::kQ5_K, head + fifth + pairs, 256);
+  // High bits 0, 1, 2, 3 in turns; scales -8 to 7.
+  std::string scales;
+  for (int i = -8; i < 8; ++i) scales += static_cast<char>(i);
+  const std::string q6 = pairs + std::string(64, '\xE4') + scales + half;
+  const std::vector<float> q6_k = decode(TensorType::kQ6_K, q6, 256);
+  for (int i = 0; i < 256; ++i) {
+    const int group = i / 32;
+    const int code = group % 2 == 0 ? 12 : 9;
+    const auto scale = static_cast<float>(group < 4 ? 1 : 19) * 0.5F;
+    const auto offset = static_cast<float>(group < 4 ? 2 : 37) * 3.0F;
+    CHECK_EQUAL(q4_k[i], scale * static_cast<float>(code) - offset);
+    CHECK_EQUAL(q5_k[i], scale * static_cast<float>(code + (group < 4 ? 16 : 0)) - offset);
+    const int six = (i % 128 < 64 ? 12 : 9) + 16 * (i % 128 / 32);
+    CHECK_EQUAL(q6_k[i], 0.5F * static_cast<float>((i / 16 - 8) * (six - 32)));
+  }
+}
+
+// What is in a byte: 1, 0, -1, 1, 0 in base 3; -1, 0, 1, 2 in two bits each.
+void decodes_ternary_blocks() {
+  const std::string half = GgufBuilder::number(uint16_t{0x3800});  // 0.5
+  // ceil(256 (2 / 3 + 1 / 9 + 0 / 27 + 2 / 81 + 1 / 243)), and 256 (0.212 in base 3).
+  const std::string fives(48, static_cast<char>(207));
+  const std::string fours(4, static_cast<char>(207));
+  const std::vector<float> tq1_0 = decode(TensorType::kTQ1_0, fives + fours + half, 256);
+  const std::vector<float> tq2_0 = decode(TensorType::kTQ2_0, std::string(64, '\xE4') + half, 256);
+  const std::vector<float> q2_0 = decode(TensorType::kQ2_0, half + std::string(16, '\xE4'), 64);
+  constexpr float kDigits[] = {0.5F, 0, -0.5F, 0.5F, 0};
+  for (int i = 0; i < 256; ++i) {
+    const int digit = i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4;
+    CHECK_EQUAL(tq1_0[i], kDigits[digit]);
+    CHECK_EQUAL(tq2_0[i], 0.5F * static_cast<float>(i % 128 / 32 - 1));
+    if (i < 64) CHECK_EQUAL(q2_0[i], 0.5F * static_cast<float>(i % 4 - 1));
+  }
 }
 
 void decodes_blocks() {
@@ -364,6 +427,9 @@ int main() {
   llm::refuses_bad_headers();
   llm::refuses_bad_metadata();
   llm::refuses_bad_tensors();
+  llm::decodes_five_bits();
+  llm::decodes_superblocks();
+  llm::decodes_ternary_blocks();
   llm::decodes_blocks();
   llm::converts_half_precision();
   llm::encodes_what_it_decodes();

@@ -8,7 +8,7 @@ namespace llm {
 Args parse_args(int argc, const char *const *argv) {
   Args args;
   std::optional<Args::DType> dtype;
-  std::optional<Args::DType> weights;
+  std::optional<Args::Weights> weights;
   bool no_graph = false;
   const auto parse_dtype = [](const std::string &flag, const std::string &value) {
     return parse_choice<Args::DType>(
@@ -47,7 +47,14 @@ Args parse_args(int argc, const char *const *argv) {
       {"--threads",
        [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
       {"--dtype", [&](auto &flag, auto &value) { dtype = parse_dtype(flag, value); }},
-      {"--weights", [&](auto &flag, auto &value) { weights = parse_dtype(flag, value); }},
+      {"--weights",
+       [&](auto &flag, auto &value) {
+         weights = parse_choice<Args::Weights>(flag, value,
+                                               {{"file", Args::Weights::kFile},
+                                                {"f32", Args::Weights::kF32},
+                                                {"f16", Args::Weights::kF16},
+                                                {"bf16", Args::Weights::kBf16}});
+       }},
   };
   const std::map<std::string, bool *> switches = {
       {"--help", &args.help}, {"-h", &args.help},        {"--chat", &args.chat},
@@ -57,8 +64,9 @@ Args parse_args(int argc, const char *const *argv) {
   if (args.help) return args;
   const bool cpu = args.device == Args::Device::kCpu;
   args.dtype = dtype.value_or(cpu ? Args::DType::kF32 : Args::DType::kBf16);
-  const bool half = args.dtype != Args::DType::kF32;
-  args.weights = weights.value_or(half ? args.dtype : Args::DType::kBf16);
+  const bool f16 = args.dtype == Args::DType::kF16;
+  const Args::Weights of_gpu = f16 ? Args::Weights::kF16 : Args::Weights::kBf16;
+  args.weights = weights.value_or(cpu ? Args::Weights::kFile : of_gpu);
   args.graph = !no_graph;
   if (args.model.empty()) throw UsageError("--model is needed");
   if (args.perplexity && (args.prompt || args.chat)) {
@@ -93,7 +101,8 @@ std::string usage() {
          "  --threads N         CPU threads (one per core)\n"
          "  --dtype TYPE        keep hidden states, keys and values as f32, f16 or bf16\n"
          "                      (f32 on the CPU, bf16 on a GPU)\n"
-         "  --weights TYPE      keep the matrices as f32, f16 or bf16 (the dtype, bf16 for f32)\n"
+         "  --weights TYPE      keep the matrices as in the file, or as f32, f16 or bf16\n"
+         "                      (file on the CPU; on a GPU the dtype, bf16 for f32)\n"
          "  --no-graph          on a GPU, queue every step anew in place of replaying a graph\n"
          "  --warm-up           run the prompt once before what is timed, or load before a chat "
          "what\n"

@@ -13,6 +13,7 @@ namespace llm {
 struct Args {
   enum class Device { kCpu, kCuda };
   enum class DType { kF32, kF16, kBf16 };
+  enum class Weights { kF32, kF16, kBf16, kFile };
 
   bool help = false;
   std::string model;
@@ -27,9 +28,10 @@ struct Args {
   // Of hidden states, keys and values: bf16 on a GPU, which multiplies operands of one type, and
   // f32 on the CPU, which widens weights as it reads them.
   DType dtype = DType::kF32;
-  DType weights = DType::kBf16;  // of the matrices; `dtype` if that is a half
-  bool graph = true;             // decode through a CUDA graph, where there is one
-  bool warm_up = false;          // make first uses before what is timed
+  // Of the matrices: as in the file on the CPU; on a GPU `dtype` if that is a half, or bf16.
+  Weights weights = Weights::kFile;
+  bool graph = true;     // decode through a CUDA graph, where there is one
+  bool warm_up = false;  // make first uses before what is timed
 };
 
 // Throws UsageError.

@@ -6,16 +6,30 @@
 namespace llm {
 namespace {
 
-unsloth_dtype dtype_of(Args::DType weights) {
+constexpr unsloth_dtype kAsInFile = 0;
+
+unsloth_dtype dtype_of(Args::DType hidden) {
+  if (hidden == Args::DType::kF32) return UNSLOTH_DTYPE_F32;
+  return hidden == Args::DType::kF16 ? UNSLOTH_DTYPE_F16 : UNSLOTH_DTYPE_BF16;
+}
+
+unsloth_dtype dtype_of(Args::Weights weights) {
   switch (weights) {
-    case Args::DType::kF16:
+    case Args::Weights::kF32:
+      return UNSLOTH_DTYPE_F32;
+    case Args::Weights::kF16:
       return UNSLOTH_DTYPE_F16;
-    case Args::DType::kBf16:
+    case Args::Weights::kBf16:
       return UNSLOTH_DTYPE_BF16;
-    case Args::DType::kF32:
+    case Args::Weights::kFile:
       break;
   }
-  return UNSLOTH_DTYPE_F32;
+  return kAsInFile;
+}
+
+// What a tensor takes as `dtype`.
+uint64_t bytes_as(const GgufTensor &tensor, unsloth_dtype dtype) {
+  return dtype == kAsInFile ? tensor.bytes : tensor.elements * element_size(dtype);
 }
 
 }  // namespace
@@ -28,15 +42,16 @@ Model::Model(const Context &context, const ModelConfig &config, unsloth_dtype we
       hidden_dtype_(hidden_dtype) {}
 
 Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                  Args::DType weights, Args::DType hidden_dtype) {
+                  Args::Weights weights, Args::DType hidden_dtype) {
   Model model(context, config, dtype_of(weights), dtype_of(hidden_dtype));
   uint64_t bytes = 0;
   uint64_t room = 0;
   for (const GgufTensor &tensor : gguf.tensors()) {
     bytes += tensor.bytes;
     const bool matrix = tensor.shape.size() > 1;
-    room +=
-        aligned(tensor.elements * element_size(matrix ? model.weight_dtype_ : UNSLOTH_DTYPE_F32));
+    const uint64_t size = bytes_as(tensor, matrix ? model.weight_dtype_ : UNSLOTH_DTYPE_F32);
+    model.weight_bytes_ += size;
+    room += aligned(size);
   }
   model.memory_ = Buffer(context, room);
   ProgressBar bar("loading " + config.name, bytes);
@@ -61,16 +76,29 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
     const uint64_t kv_size = config.kv_size();
     LayerWeights layer = {};
     layer.attention_norm = vector(block + "attn_norm.weight", hidden);
-    // One product in place of three.
-    layer.qkv = model.upload({&gguf.tensor(block + "attn_q.weight", {q_size, hidden}),
-                              &gguf.tensor(block + "attn_k.weight", {kv_size, hidden}),
-                              &gguf.tensor(block + "attn_v.weight", {kv_size, hidden})},
-                             model.weight_dtype_, &bar);
-    if (gguf.find_tensor(block + "attn_q.bias") != nullptr) {
-      layer.qkv_bias = model.upload({&gguf.tensor(block + "attn_q.bias", {q_size}),
-                                     &gguf.tensor(block + "attn_k.bias", {kv_size}),
-                                     &gguf.tensor(block + "attn_v.bias", {kv_size})},
-                                    UNSLOTH_DTYPE_F32, &bar);
+    const GgufTensor &q = gguf.tensor(block + "attn_q.weight", {q_size, hidden});
+    const GgufTensor &k = gguf.tensor(block + "attn_k.weight", {kv_size, hidden});
+    const GgufTensor &v = gguf.tensor(block + "attn_v.weight", {kv_size, hidden});
+    const bool biased = gguf.find_tensor(block + "attn_q.bias") != nullptr;
+    const bool alike = q.type == k.type && k.type == v.type;
+    if (model.weight_dtype_ != kAsInFile || alike) {
+      // One product in place of three.
+      layer.qkv = model.upload({&q, &k, &v}, model.weight_dtype_, &bar);
+      if (biased) {
+        layer.qkv_bias = model.upload({&gguf.tensor(block + "attn_q.bias", {q_size}),
+                                       &gguf.tensor(block + "attn_k.bias", {kv_size}),
+                                       &gguf.tensor(block + "attn_v.bias", {kv_size})},
+                                      UNSLOTH_DTYPE_F32, &bar);
+      }
+    } else {
+      layer.q = model.upload({&q}, kAsInFile, &bar);
+      layer.k = model.upload({&k}, kAsInFile, &bar);
+      layer.v = model.upload({&v}, kAsInFile, &bar);
+      if (biased) {
+        layer.q_bias = vector(block + "attn_q.bias", q_size);
+        layer.k_bias = vector(block + "attn_k.bias", kv_size);
+        layer.v_bias = vector(block + "attn_v.bias", kv_size);
+      }
     }
     layer.attention_output = matrix(block + "attn_output", hidden, q_size);
     layer.attention_output_bias = optional_vector(block + "attn_output.bias", hidden);
@@ -90,8 +118,10 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
 
 unsloth_tensor Model::upload(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                              ProgressBar *bar) {
-  const unsloth_tensor view = upload_tensors(sources, dtype, &memory_, used_, bar);
-  for (const GgufTensor *source : sources) used_ += source->elements * element_size(dtype);
+  const unsloth_tensor view = dtype == kAsInFile
+                                  ? upload_as_they_are(sources, &memory_, used_, bar)
+                                  : upload_tensors(sources, dtype, &memory_, used_, bar);
+  for (const GgufTensor *source : sources) used_ += bytes_as(*source, dtype);
   used_ = aligned(used_);
   return view;
 }

@@ -18,7 +18,11 @@ class ProgressBar;
 // Matrices are [out, in], as GGUF and the library have them.
 struct LayerWeights {
   unsloth_tensor attention_norm;
-  unsloth_tensor qkv, qkv_bias;  // the rows of queries, keys and values, one after the other
+  // The rows of queries, keys and values, one after the other; where their types differ they are
+  // apart, and this one is absent.
+  unsloth_tensor qkv, qkv_bias;
+  unsloth_tensor q, k, v;
+  unsloth_tensor q_bias, k_bias, v_bias;
   unsloth_tensor attention_output, attention_output_bias;
   unsloth_tensor mlp_norm;
   unsloth_tensor gate, up, down;
@@ -26,13 +30,15 @@ struct LayerWeights {
 
 class Model {
  public:
-  // Decodes every tensor and uploads it: matrices as `weights` says, the rest as f32.
+  // Uploads every tensor: matrices as they are or decoded, as `weights` says, the rest as f32.
   static Model load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                    Args::DType weights, Args::DType hidden);
+                    Args::Weights weights, Args::DType hidden);
 
   const Context &context() const { return *context_; }
   const ModelConfig &config() const { return config_; }
-  unsloth_dtype weight_dtype() const { return weight_dtype_; }  // of the matrices
+  // Of the matrices; none where they are as in the file.
+  unsloth_dtype weight_dtype() const { return weight_dtype_; }
+  uint64_t weight_bytes() const { return weight_bytes_; }  // of all tensors
   // What hidden states, keys and values should be kept as.
   unsloth_dtype hidden_dtype() const { return hidden_dtype_; }
 
@@ -46,7 +52,8 @@ class Model {
   Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
         unsloth_dtype hidden_dtype);
 
-  // One tensor after the other, as one whose first size is the sum of theirs.
+  // One tensor after the other, as one whose first size is the sum of theirs; as they are without a
+  // dtype.
   unsloth_tensor upload(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                         ProgressBar *bar);
 
@@ -57,6 +64,7 @@ class Model {
   // All tensors in one piece: allocations of a GPU are rounded up to megabytes.
   Buffer memory_;
   uint64_t used_ = 0;
+  uint64_t weight_bytes_ = 0;
   std::vector<LayerWeights> layers_;
   unsloth_tensor embedding_ = {};
   unsloth_tensor output_norm_ = {};

@@ -129,7 +129,8 @@ unsloth_inference_memory Session::estimate_memory() const {
   const ModelConfig &config = model_->config();
   unsloth_model_params model = UNSLOTH_MODEL_PARAMS_INIT;
   model.tied_embeddings = config.tied_embeddings ? 1 : 0;
-  model.qkv_bias = model_->layers()[0].qkv_bias.rank != 0 ? 1 : 0;
+  const LayerWeights &layer = model_->layers()[0];
+  model.qkv_bias = layer.qkv_bias.rank + layer.q_bias.rank != 0 ? 1 : 0;
   model.output_bias = model_->layers()[0].attention_output_bias.rank != 0 ? 1 : 0;
   model.vocab_size = static_cast<int64_t>(config.vocab_size);
   model.hidden_size = static_cast<int64_t>(config.hidden_size);
@@ -140,7 +141,9 @@ unsloth_inference_memory Session::estimate_memory() const {
   model.head_dim = static_cast<int64_t>(config.head_dim);
 
   unsloth_inference_memory_params params = UNSLOTH_INFERENCE_MEMORY_PARAMS_INIT;
-  params.weight_dtype = model_->weight_dtype();
+  // What the file has is of more than one type, and its size is known.
+  const bool as_in_file = model_->weight_dtype() == 0;
+  params.weight_dtype = as_in_file ? UNSLOTH_DTYPE_F32 : model_->weight_dtype();
   params.dtype = dtype_;
   params.model = &model;
   params.kv_cache = &cache_params_;
@@ -149,6 +152,10 @@ unsloth_inference_memory Session::estimate_memory() const {
   params.num_logits = static_cast<int64_t>(max_logit_rows_);
   unsloth_inference_memory memory = UNSLOTH_INFERENCE_MEMORY_INIT;
   check(unsloth_inference_memory_estimate(context().get(), &params, &memory));
+  if (as_in_file) {
+    memory.total = memory.total - memory.weights + model_->weight_bytes();
+    memory.weights = model_->weight_bytes();
+  }
   return memory;
 }
 
@@ -232,19 +239,21 @@ void Session::extend(size_t count) {
   logits_are_queued_ = false;
 }
 
-// Blocks of all layers have the same shapes, so that the first one's answers hold for all.
 void Session::reserve_workspace(size_t count) {
-  size_t attention_size = 0;
-  const unsloth_attention_block_params attention = attention_params(0, count);
-  check(unsloth_attention_block_workspace_size(context().get(), &attention, &attention_size));
-  size_t mlp_size = 0;
-  const unsloth_mlp_params mlp = mlp_params(0, count);
-  check(unsloth_mlp_workspace_size(context().get(), &mlp, &mlp_size));
-  size_t logits_size = 0;
+  size_t size = 0;
   const unsloth_linear_params logits = logits_params(0, max_logit_rows_);
-  check(unsloth_linear_workspace_size(context().get(), &logits, &logits_size));
-
-  const size_t size = std::max({attention_size, mlp_size, logits_size});
+  check(unsloth_linear_workspace_size(context().get(), &logits, &size));
+  // Layers have the same shapes, and the same types unless these are the file's.
+  const bool as_in_file = model_->weight_dtype() == 0;
+  for (size_t i = 0; i < (as_in_file ? model_->layers().size() : 1); ++i) {
+    size_t attention_size = 0;
+    const unsloth_attention_block_params attention = attention_params(i, count);
+    check(unsloth_attention_block_workspace_size(context().get(), &attention, &attention_size));
+    size_t mlp_size = 0;
+    const unsloth_mlp_params mlp = mlp_params(i, count);
+    check(unsloth_mlp_workspace_size(context().get(), &mlp, &mlp_size));
+    size = std::max({size, attention_size, mlp_size});
+  }
   if (size <= workspace_.bytes()) return;
   graph_.reset();  // it holds the old one's address
   synchronize();   // queued work may use it
@@ -282,6 +291,12 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.x = hidden_rows(normalized_, 0, count);
   params.qkv_weight = weights.qkv;
   params.qkv_bias = weights.qkv_bias;
+  params.q_weight = weights.q;
+  params.k_weight = weights.k;
+  params.v_weight = weights.v;
+  params.q_bias = weights.q_bias;
+  params.k_bias = weights.k_bias;
+  params.v_bias = weights.v_bias;
   params.out_weight = weights.attention_output;
   params.out_bias = weights.attention_output_bias;
   params.residual = hidden_rows(hidden_, 0, count);

@@ -46,7 +46,7 @@ void good_flags() {
   CHECK(args.chat);
   CHECK(args.json);
   CHECK_EQUAL(args.threads, 2U);
-  CHECK(args.weights == Args::DType::kBf16);
+  CHECK(args.weights == Args::Weights::kBf16);
   CHECK(args.dtype == Args::DType::kBf16);
   CHECK(args.graph);
   CHECK(!parse({"--model", "m", "--chat", "--no-graph"}).graph);
@@ -61,17 +61,20 @@ void good_flags() {
 // What is not said about dtypes follows from the device and from what is said.
 void dtypes() {
   using DType = Args::DType;
+  using Weights = Args::Weights;
   struct Case {
     std::vector<const char *> flags;
     DType dtype;
-    DType weights;
+    Weights weights;
   };
   const Case cases[] = {
-      {{}, DType::kF32, DType::kBf16},
-      {{"--device", "cuda"}, DType::kBf16, DType::kBf16},
-      {{"--dtype", "f16"}, DType::kF16, DType::kF16},
-      {{"--device", "cuda", "--dtype", "f32"}, DType::kF32, DType::kBf16},
-      {{"--dtype", "bf16", "--weights", "f32"}, DType::kBf16, DType::kF32},
+      {{}, DType::kF32, Weights::kFile},
+      {{"--device", "cuda"}, DType::kBf16, Weights::kBf16},
+      {{"--dtype", "f16"}, DType::kF16, Weights::kFile},
+      {{"--device", "cuda", "--dtype", "f16"}, DType::kF16, Weights::kF16},
+      {{"--device", "cuda", "--dtype", "f32"}, DType::kF32, Weights::kBf16},
+      {{"--device", "cuda", "--weights", "file"}, DType::kBf16, Weights::kFile},
+      {{"--dtype", "bf16", "--weights", "f32"}, DType::kBf16, Weights::kF32},
   };
   for (const Case &each : cases) {
     std::vector<const char *> flags = {"--model", "m", "--chat"};
@@ -97,7 +100,7 @@ void bad_flags() {
       {{"--device", "tpu"}, "--device takes cpu or cuda, not 'tpu'"},
       {{"--dtype", "int8"}, "--dtype takes bf16 or f16 or f32, not 'int8'"},
       {{"--no-graph=1"}, "--no-graph takes no value"},
-      {{"--weights", "q4"}, "--weights takes bf16 or f16 or f32, not 'q4'"},
+      {{"--weights", "q4"}, "--weights takes bf16 or f16 or f32 or file, not 'q4'"},
       {{"--tokens", "-1"}, "--tokens takes an integer from 0 to 4294967295, not '-1'"},
       {{"--tokens", "4294967296"}, "not '4294967296'"},
       {{"--tokens", "5x"}, "not '5x'"},
