@@ -25,6 +25,7 @@ import subprocess
 import sys
 import textwrap
 
+import llama_cpp
 import regression
 import training
 
@@ -62,6 +63,7 @@ SUMMARISED = {
     "attention_backward": "attention, gradients",
     "block_backward": "mlp and attention block, gradients",
     "cross_entropy": "cross_entropy",
+    "linear_blocks": "linear, weights in blocks",
     "linear_cross_entropy": "linear_cross_entropy",
     "optimizer": "optimizer",
     "attention_candle": "attention",
@@ -575,11 +577,12 @@ def render():
     page = ROOT / "benches" / "README.md"
     cpu, devices = newest("cpu-*.json"), compared()
     forwards, engines = of_devices("attention_forward"), of_devices("engine")
-    trained = of_devices("train")
+    trained, beside = of_devices("train"), of_devices("llama_cpp")
     for name, body in (
         ("cpu table", table(cpu) if cpu else None),
         ("hopper table", "\n\n".join(map(hopper_section, forwards, forwards.values()))),
         ("engine table", "\n\n".join(map(engine_table, engines.values()))),
+        ("llama.cpp table", "\n\n".join(map(llama_cpp.section, beside.values()))),
         ("training table", "\n\n".join(map(training.section, trained.values()))),
         ("cuda table", compared_table(devices)),
     ):

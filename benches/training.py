@@ -4,7 +4,7 @@ OURS = "unsloth"
 
 
 def parts(steps):
-    """({policy: step} of ours, {name: step} of others)."""
+    """({policy: step} of ours, with the dtype behind a comma where it is another, {name: step} of others)."""
     ours = {who.removeprefix(OURS + " "): step for who, step in steps.items() if who.startswith(OURS)}
     return ours, {who: step for who, step in steps.items() if not who.startswith(OURS)}
 
@@ -52,12 +52,13 @@ def plot(result, path):
         axis.set_xlabel("step")
         axis.legend(frameon=False)
     ours, others = parts(steps)
+    policies = {who: step for who, step in ours.items() if "," not in who}
     axis = axes[-1]
-    xs, ys = zip(*((step["peak_gib"], step["tokens_per_s"] / 1e3) for step in ours.values()))
+    xs, ys = zip(*((step["peak_gib"], step["tokens_per_s"] / 1e3) for step in policies.values()))
     axis.plot(xs, ys, "o-", color="C0", label="libunsloth by policy")
     for index, (who, step) in enumerate(others.items(), 1):
         axis.plot(step["peak_gib"], step["tokens_per_s"] / 1e3, "s", color=f"C{index}", label=who)
-    for policy, step in ours.items():
+    for policy, step in policies.items():
         axis.annotate(policy, (step["peak_gib"], step["tokens_per_s"] / 1e3), fontsize=7, xytext=(3, -9), textcoords="offset points")
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)

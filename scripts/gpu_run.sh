@@ -44,7 +44,10 @@ have_torch() { python3 -c 'import torch; assert torch.cuda.is_available()' 2>/de
 # take the copy engine's writes for ordered by that barrier.
 exempt=(
   nvjet_             # cuBLAS' products for Hopper
-  attention_forward_ # our attention for Hopper; `prove` tests its barriers with random delays
+  attention_forward_   # our attention for Hopper; `prove` tests its barriers with random delays
+  attention_gradients_ # its gradients
+  norm_backward_ring   # rows and logits that pass through shared memory
+  cross_entropy_ring
 )
 
 # Whether a log tells of a race in another kernel.
@@ -153,7 +156,7 @@ run_sanitizers() {
       racecheck) options=(--print-limit 0) hopper= ;;
     esac
     # The longest first.
-    for test in ${SANITIZED-dense/linear attention/cuda dense/cuda elementwise/cast lookup/argmax \
+    for test in ${SANITIZED-dense/linear dense/blocks attention/cuda dense/cuda elementwise/cast lookup/argmax \
       dense/swiglu$hopper dense/mlp dense/mlp_backward block/decoder_layer cuda host/memory \
       elementwise/rope norm/qk_norm_rope norm/rms_norm norm/layer_norm norm/backward \
       dense/swiglu_backward dense/linear_backward attention/backward lookup/embedding_backward loss/cross_entropy \
@@ -191,7 +194,7 @@ run_compare() {
   candle=$([ ! -x benches/candle ] || echo candle)
   if have_torch; then
     for op in ${COMPARE-rms_norm layer_norm norm_backward rope qk_norm_rope swiglu swiglu_backward cross_entropy \
-      linear_cross_entropy embedding embedding_backward kv_append optimizer linear linear_backward mlp attention \
+      linear_cross_entropy embedding embedding_backward kv_append optimizer linear linear_blocks linear_backward mlp attention \
       attention_forward attention_backward block_backward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done

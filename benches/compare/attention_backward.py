@@ -17,7 +17,10 @@ CASES = [
     for seq in (512, 1024, 2048, 4096, 8192, 16384)
     for causal in (False, True)
 ]
-METHOD = "Microseconds of one call: the kernels' time by CUPTI, contenders by turns, medians."
+METHOD = (
+    "Microseconds of one call: the kernels' time by CUPTI, contenders by turns, medians. `deterministic_us` is ours with the same bits "
+    "every time."
+)
 
 
 def compare(ctx):
@@ -34,11 +37,11 @@ def one(ctx, record, fa3, seq, heads, kv_heads, dim, causal):
     k, v, dk, dv = (randn(batch, seq, kv_heads, dim) for _ in range(4))
     lse = torch.empty(batch, heads, seq, device="cuda", dtype=torch.float32)
     ctx.op("attention", q=q, k=k, v=v, out=out, lse=lse, causal=int(causal))()
-    ours = ctx.op(
-        "attention_backward", q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, causal=int(causal)
-    )
+    fields = dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, causal=int(causal))
+    ordered = ctx.op("attention_backward", **fields, deterministic=1)
+    ours = ctx.op("attention_backward", **fields)
     ours()
-    contenders = {OURS: lambda i: ours()}
+    contenders = {OURS: lambda i: ours(), f"{OURS}, deterministic": lambda i: ordered()}
     peers = {}
     if fa3:
         peers["FlashAttention-3"] = lambda: of_fa3(fa3, q, k, v, dout, causal)
@@ -56,7 +59,9 @@ def one(ctx, record, fa3, seq, heads, kv_heads, dim, causal):
     about = {name: round(flops / us / 1e6) for name, us in times.items()}
     mask = "causal" if causal else "full"
     print(f"attention_backward {seq} {heads}/{kv_heads} hd{dim} {mask}: TFLOP/s {about}", flush=True)
-    record.add(f"hd{dim} {heads}/{kv_heads} {mask} s{seq}", times, dtype="bf16", flops=flops)
+    deterministic = round(times.pop(f"{OURS}, deterministic"), 3)
+    case = f"hd{dim} {heads}/{kv_heads} {mask} s{seq}"
+    record.add(case, times, dtype="bf16", flops=flops, deterministic_us=deterministic)
 
 
 def of_torch(backend, q, k, v, dout, causal):

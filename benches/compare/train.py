@@ -2,8 +2,9 @@
 data, then tokens per second and peak memory of a step.
 
 The curves show that the gradients are right: 200 steps of AdamW with clipping, in f32 and in bf16,
-from the same weights on the same batches of this folder's text. The steps are those of
-SmolLM2-135M's shape in bf16, 8 sequences of 2048 tokens. Ours is one captured CUDA graph.
+from the same weights on the same batches of this folder's text. The steps are those of the shapes of
+SmolLM2-135M, 8 sequences of 2048 tokens, and of Llama-3.2-1B, 4 of them, in bf16; the smaller one in
+f32 too, which mixed precision is held against. Ours is one captured CUDA graph.
 PyTorch runs eagerly, compiled and, where it is installed, with Liger's kernels.
 """
 
@@ -21,11 +22,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SMOL = dict(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, layers=30, vocab=49152)
+BILLION = dict(hidden=2048, intermediate=8192, heads=32, kv_heads=8, head_dim=64, layers=16, vocab=128256)
 EPSILON, THETA = 1e-5, 10000.0
 ADAMW = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 MAX_NORM = 1.0
 METHOD = (
-    "Curves: loss of each step, the same initial weights and batches. Steps: median of the wall time of a step of 8 x 2048 tokens "
+    "Curves: loss of each step, the same initial weights and batches. Steps: median of the wall time of a step "
     "between synchronisations, contenders one after the other in one process; peak GiB is what PyTorch's allocator, from which "
     "ours takes its memory too, held at most."
 )
@@ -330,10 +332,13 @@ def measured(make, batch, seq, vocab):
     return statistics.median(times), (torch.cuda.max_memory_allocated() - before) / 2**30, loss
 
 
-def steps(ctx, record, c=SMOL, name="135M", batch=8, seq=2048):
-    state = {key: w.to(torch.bfloat16) for key, w in initial(c).items()}
+def steps(ctx, record, c, name, batch, seq, wide=False):
     bf16 = torch.bfloat16
+    exact = initial(c)
+    state = {key: w.to(bf16) for key, w in exact.items()}
     contenders = {f"{OURS} {policy.lower()}": lambda p=policy: Ours(ctx, c, state, bf16, batch, seq, p) for policy in POLICIES}
+    if wide:
+        contenders[f"{OURS} none, f32"] = lambda: Ours(ctx, c, exact, torch.float32, batch, seq)
     contenders |= {
         "torch eager": lambda: Peer(c, state, bf16),
         "torch.compile": lambda: Peer(c, state, bf16, compiled=True),
@@ -356,4 +361,5 @@ def steps(ctx, record, c=SMOL, name="135M", batch=8, seq=2048):
 def compare(ctx):
     record = Record("train", ctx.library, METHOD, ("liger-kernel",))
     curves(ctx, record)
-    steps(ctx, record)
+    steps(ctx, record, SMOL, "135M", 8, 2048, wide=True)
+    steps(ctx, record, BILLION, "1B", 4, 2048)

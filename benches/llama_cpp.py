@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Measures the engine of examples/engine on the CPU beside llama.cpp, on the same files.
+
+    make engine model
+    python3 benches/llama_cpp.py --engine build/engine/engine --llama-bench PATH/llama-bench FILE.gguf...
+
+Decoding of 128 tokens from a short prompt and prefill of about 512, in turns of both programs with as
+many threads, for each file; a file's weights are used as they are. The machine has to be quiet:
+what else ran shows in the spread of `all`. Writes benches/results/llama_cpp_cpu_DATE.json. Standard
+library only.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TEXT = (
+    "The lighthouse had been dark for eleven winters when the new keeper came over the causeway with a cart, "
+    "a dog and a box of brass fittings. People in the harbour watched him from behind their curtains. "
+)
+REPEATS = 12
+
+def run(*command):
+    done = subprocess.run(list(map(str, command)), capture_output=True, timeout=600, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))}: {done.stderr.decode()}")
+    return json.loads(done.stdout)
+
+
+def ours(arguments, path, *flags):
+    always = ["--json", "--temperature", 0, "--threads", arguments.threads, "--weights", "file"]
+    return run(arguments.engine, "--model", path, *always, *flags)
+
+
+def theirs(arguments, path, prompt, tokens):
+    flags = ["-p", prompt, "-n", tokens, "-t", arguments.threads, "-r", 1, "-fa", 1, "-o", "json"]
+    return run(arguments.llama_bench, "-m", path, *flags)[0]["avg_ts"]
+
+
+def spread(values):
+    return {"median": round(statistics.median(values), 1), "all": [round(value, 1) for value in values]}
+
+
+def measure(arguments, path):
+    """Tokens per second of both programs."""
+    rates = {who: {"decode": [], "prefill": []} for who in ("unsloth", "llama.cpp")}
+    for _ in range(arguments.rounds):
+        found = ours(arguments, path, "--prompt", "The lighthouse", "--tokens", "128")
+        rates["unsloth"]["decode"].append(found["decode_tokens_per_second"])
+        rates["llama.cpp"]["decode"].append(theirs(arguments, path, 0, 128))
+        found = ours(arguments, path, "--prompt", TEXT * REPEATS, "--tokens", "1", "--warm-up")
+        rates["unsloth"]["prefill"].append(found["prefill_tokens_per_second"])
+        prompt = len(found["prompt_tokens"])
+        rates["llama.cpp"]["prefill"].append(theirs(arguments, path, prompt, 0))
+    figures = {who: {what: spread(values) for what, values in of.items()} for who, of in rates.items()}
+    ratios = {
+        what: round(figures["unsloth"][what]["median"] / figures["llama.cpp"][what]["median"], 3) for what in ("decode", "prefill")
+    }
+    return {"bytes": path.stat().st_size, "prompt_tokens": prompt, **figures, "ratio": ratios}
+
+
+def processor():
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def section(result):
+    """The record as a table."""
+    lines = [
+        f"{result['processor']}, {result['threads']} threads, {result['date']}; llama.cpp of {result['llama.cpp']};",
+        "tokens per second, medians of turns.",
+        "",
+        "| file | decoding | llama.cpp | | prefill | llama.cpp | |",
+        "|-|-|-|-|-|-|-|",
+    ]
+    for name, found in result["files"].items():
+        cells = [name]
+        for what in ("decode", "prefill"):
+            cells += [f"{found[who][what]['median']:,.1f}" for who in ("unsloth", "llama.cpp")]
+            cells.append(f"{found['ratio'][what]:.2f}×")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=pathlib.Path)
+    parser.add_argument("--engine", required=True)
+    parser.add_argument("--llama-bench", required=True)
+    parser.add_argument("--llama-version", required=True, help="what was built, and how")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=pathlib.Path)
+    arguments = parser.parse_args()
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "threads": arguments.threads,
+        "llama.cpp": arguments.llama_version,
+        "unit": "tokens/s",
+        "files": {},
+    }
+    out = arguments.out or ROOT / "benches" / "results" / f"llama_cpp_cpu_{result['date']}.json"
+    for path in arguments.files:
+        result["files"][path.name] = measure(arguments, path)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(section(result))
+
+
+if __name__ == "__main__":
+    main()
