@@ -446,6 +446,7 @@ fn block<'a>(
             order: swiglu::GateOrder::GateFirst,
         },
         activation: swiglu::Activation::Silu,
+        intermediate_norm: None,
         down: bare(down),
         output: linear::Output::Write(out),
         workspace,

@@ -150,7 +150,7 @@ FIELD(unsloth_rotation, freq_factors, 80, 136);
 FIELD(unsloth_rotation, cos, 216, 136);
 FIELD(unsloth_rotation, sin, 352, 136);
 
-STRUCT(unsloth_attention_block_params, 3600, 8);
+STRUCT(unsloth_attention_block_params, 3736, 8);
 FIELD(unsloth_attention_block_params, struct_size, 0, 4);
 FIELD(unsloth_attention_block_params, rotate, 4, 4);
 FIELD(unsloth_attention_block_params, bidirectional, 8, 4);
@@ -193,6 +193,7 @@ FIELD(unsloth_attention_block_params, out, 3056, 136);
 FIELD(unsloth_attention_block_params, qkv_out, 3192, 136);
 FIELD(unsloth_attention_block_params, attended_out, 3328, 136);
 FIELD(unsloth_attention_block_params, lse_out, 3464, 136);
+FIELD(unsloth_attention_block_params, attended_norm, 3600, 136);
 
 STRUCT(unsloth_attention_block_backward_params, 2488, 8);
 FIELD(unsloth_attention_block_backward_params, struct_size, 0, 4);
@@ -273,11 +274,11 @@ FIELD(unsloth_cross_entropy_params, denominator, 984, 136);
 FIELD(unsloth_cross_entropy_params, workspace, 1120, 8);
 FIELD(unsloth_cross_entropy_params, workspace_size, 1128, 8);
 
-STRUCT(unsloth_mlp_params, 1664, 8);
+STRUCT(unsloth_mlp_params, 1800, 8);
 FIELD(unsloth_mlp_params, struct_size, 0, 4);
 FIELD(unsloth_mlp_params, activation, 4, 4);
 FIELD(unsloth_mlp_params, gate_order, 8, 4);
-FIELD(unsloth_mlp_params, reserved, 12, 4);
+FIELD(unsloth_mlp_params, norm_epsilon, 12, 4);
 FIELD(unsloth_mlp_params, x, 16, 136);
 FIELD(unsloth_mlp_params, gate_weight, 152, 136);
 FIELD(unsloth_mlp_params, gate_bias, 288, 136);
@@ -292,6 +293,7 @@ FIELD(unsloth_mlp_params, out, 1376, 136);
 FIELD(unsloth_mlp_params, workspace, 1512, 8);
 FIELD(unsloth_mlp_params, workspace_size, 1520, 8);
 FIELD(unsloth_mlp_params, gate_up_out, 1528, 136);
+FIELD(unsloth_mlp_params, intermediate_norm, 1664, 136);
 
 STRUCT(unsloth_decoder_layer_params, 608, 8);
 FIELD(unsloth_decoder_layer_params, struct_size, 0, 4);

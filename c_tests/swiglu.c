@@ -57,7 +57,7 @@ static void run(const test_device *device) {
 
   p.activation = 17;
   CHECK_FAILS(unsloth_swiglu_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
-              "swiglu: activation is 17, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh)");
+              "swiglu: activation is 17, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh), 3 (squared relu)");
   p.activation = 0;
   p.gate_up.data = NULL;
   CHECK_FAILS(unsloth_swiglu_forward(ctx, &p, NULL), UNSLOTH_STATUS_NULL_POINTER,

@@ -848,11 +848,11 @@ typedef struct unsloth_attention_block_params {
    */
   uint32_t bidirectional;
   /**
-   * Added to the mean squares of both norms.
+   * Added to the mean squares of all norms.
    */
   float norm_epsilon;
   /**
-   * Added to the gains of both norms: 1 for Gemma, else 0.
+   * Added to the gains of all norms: 1 for Gemma, else 0.
    */
   float norm_weight_offset;
   /**
@@ -1015,6 +1015,11 @@ typedef struct unsloth_attention_block_params {
    * `[batch, num_heads, seq]`, or `[num_heads, tokens]` where `x` has no batch.
    */
   struct unsloth_tensor lse_out;
+  /**
+   * Optional, for a forward pass alone: gains of an RMSNorm of attention's output before `out_weight`,
+   * all heads of a token together (BitNet), any float dtype, `[num_heads * v_head_dim]`.
+   */
+  struct unsloth_tensor attended_norm;
 } unsloth_attention_block_params;
 
 /**
@@ -1402,9 +1407,9 @@ typedef struct unsloth_mlp_params {
    */
   unsloth_gate_order gate_order;
   /**
-   * Zero.
+   * With `intermediate_norm`: added to its mean squares; above 0.
    */
-  uint32_t reserved;
+  float norm_epsilon;
   /**
    * `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
    */
@@ -1463,6 +1468,11 @@ typedef struct unsloth_mlp_params {
    * it asks for.
    */
   struct unsloth_tensor gate_up_out;
+  /**
+   * Optional, for a forward pass alone: gains `[intermediate]` of an RMSNorm of the activated product before `down_weight`
+   * (BitNet), any float dtype. It is computed in the workspace, which then holds gate and up.
+   */
+  struct unsloth_tensor intermediate_norm;
 } unsloth_mlp_params;
 
 /**
@@ -4107,6 +4117,11 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_ACTIVATION_GELU_TANH 2
 
 /**
+ * `max(x, 0)^2` (BitNet).
+ */
+#define UNSLOTH_ACTIVATION_RELU_SQUARED 3
+
+/**
  * Gate, then up.
  */
 #define UNSLOTH_GATE_ORDER_GATE_FIRST 0
@@ -5438,7 +5453,7 @@ unsloth_status unsloth_mlp_supported(struct unsloth_context *ctx,
 
 /**
  * Writes the workspace with which the call is fastest to `workspace_size`, in bytes. With
- * `gate_up_out` all of it is needed. Otherwise one
+ * `gate_up_out` all of it is needed. With `intermediate_norm` two intermediates are. Otherwise one
  * intermediate, `tokens * intermediate` elements of the dtype of `x`, is needed and refused below;
  * the rest is an offer. On CUDA it is a second intermediate, of up to 2048 tokens, and what
  * products have use for, as `unsloth_linear_workspace_size` says, behind them. With less, each part

@@ -137,7 +137,12 @@ fn swiglu() {
         for dtype in FLOATS {
             let packed = normal(dtype, &[5, 2 * 130]);
             let device = packed.upload(&ctx);
-            for activation in [Activation::Silu, Activation::Gelu, Activation::GeluTanh] {
+            for activation in [
+                Activation::Silu,
+                Activation::Gelu,
+                Activation::GeluTanh,
+                Activation::ReluSquared,
+            ] {
                 let mut out = output(&ctx, dtype, &[5, 130]);
                 let params = swiglu::Params {
                     tensors: Tensors::Packed {
@@ -152,6 +157,7 @@ fn swiglu() {
                 let gate = match activation {
                     Activation::Gelu => halves[0].gelu_erf(),
                     Activation::GeluTanh => halves[0].gelu(),
+                    Activation::ReluSquared => halves[0].relu().and_then(|x| x.sqr()),
                     _ => halves[0].silu(),
                 };
                 let theirs = (gate.unwrap() * &halves[1]).unwrap();

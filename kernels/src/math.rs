@@ -39,6 +39,12 @@ pub(crate) fn logistic_for_16_bits(x: f32) -> f32 {
     numerator / (1.0f32 + e)
 }
 
+/// `max(x, 0)`; of NaN it is NaN.
+#[cube]
+pub(crate) fn relu(x: f32) -> f32 {
+    select(x < 0.0f32, 0.0f32, x)
+}
+
 /// The standard normal density `exp(-x²/2) / √(2π)`, with small relative error in the tails too.
 #[cube]
 pub(crate) fn normal_density(x: f32) -> f32 {

@@ -40,6 +40,12 @@ pub(crate) fn logistic(x: f32) -> f32 {
     numerator / (1.0 + e)
 }
 
+/// `max(x, 0)`; of NaN it is NaN.
+#[inline(always)]
+pub(crate) fn relu(x: f32) -> f32 {
+    if x < 0.0 { 0.0 } else { x }
+}
+
 /// `tanh(x)` to 3 ulp.
 #[inline(always)]
 #[allow(dead_code)] // attention's softcap

@@ -19,6 +19,7 @@ pub(super) fn activation(activation: Activation) -> ActivationCode {
         Activation::Silu => ActivationCode::Silu,
         Activation::Gelu => ActivationCode::Gelu,
         Activation::GeluTanh => ActivationCode::GeluTanh,
+        Activation::ReluSquared => ActivationCode::ReluSquared,
     }
 }
 

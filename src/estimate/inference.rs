@@ -148,6 +148,7 @@ fn mlp_workspace_size(context: &Context, i: &Inference) -> Result<usize> {
             up: weights(intermediate, hidden)?,
         },
         activation: Activation::default(),
+        intermediate_norm: None,
         down: weights(hidden, intermediate)?,
         output: Output::Write(out),
         workspace: Workspace::none(),

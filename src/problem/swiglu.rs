@@ -14,14 +14,21 @@ pub enum Activation {
     Gelu = 1,
     /// `x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2` (Gemma).
     GeluTanh = 2,
+    /// `max(x, 0)²` (BitNet; arXiv 2109.08668).
+    ReluSquared = 3,
 }
 
 impl Activation {
     /// The activation with this C ABI value.
     pub fn from_raw(value: u32) -> Option<Activation> {
-        [Activation::Silu, Activation::Gelu, Activation::GeluTanh]
-            .into_iter()
-            .find(|a| *a as u32 == value)
+        [
+            Activation::Silu,
+            Activation::Gelu,
+            Activation::GeluTanh,
+            Activation::ReluSquared,
+        ]
+        .into_iter()
+        .find(|a| *a as u32 == value)
     }
 }
 

@@ -35,6 +35,11 @@ fn cases() -> Vec<Case> {
             ..PLAIN
         },
         Case {
+            attended_norm: true,
+            residual: Residual::InPlace,
+            ..PLAIN
+        },
+        Case {
             rotate: false,
             bidirectional: true,
             window: 3,

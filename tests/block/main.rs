@@ -7,4 +7,5 @@ mod attention_block;
 mod attention_block_backward;
 mod attention_block_cached;
 mod attention_block_misuse;
+mod bitnet;
 mod decoder_layer;

@@ -19,6 +19,8 @@ pub struct Case {
     pub biases: bool,
     /// Gains per head, for all heads together, or none.
     pub norm: Norm,
+    /// Gains of attention's output.
+    pub attended_norm: bool,
     pub rotate: bool,
     pub residual: Residual,
     pub bidirectional: bool,
@@ -50,6 +52,7 @@ pub const PLAIN: Case = Case {
     packed: false,
     biases: false,
     norm: Norm::None,
+    attended_norm: false,
     rotate: true,
     residual: Residual::None,
     bidirectional: false,
@@ -71,6 +74,7 @@ pub struct Tensors {
     pub out_weight: DeviceTensor,
     pub out_bias: DeviceTensor,
     pub norms: [DeviceTensor; 2],
+    pub attended_norm: DeviceTensor,
     pub sinks: DeviceTensor,
     pub slopes: DeviceTensor,
     pub residual: TestTensor,
@@ -108,6 +112,7 @@ impl Tensors {
                 normal(weights, contiguous(&[gains(nq, d)]), 1.0).upload(ctx),
                 normal(weights, contiguous(&[gains(nk, d)]), 1.0).upload(ctx),
             ],
+            attended_norm: normal(weights, contiguous(&[nq * dv]), 1.0).upload(ctx),
             sinks: normal(DType::F32, contiguous(&[nq]), 1.0).upload(ctx),
             slopes: normal(DType::F32, contiguous(&[nq]), 0.1).upload(ctx),
             residual: normal(dtype, contiguous(&leading(HIDDEN_OUT)), 1.0),
@@ -158,6 +163,7 @@ impl Tensors {
             },
             q_norm: (case.norm != Norm::None).then(|| self.norms[0].view()),
             k_norm: (case.norm != Norm::None).then(|| self.norms[1].view()),
+            attended_norm: case.attended_norm.then(|| self.attended_norm.view()),
             norm_weight_offset: 0.5,
             norm_epsilon: EPSILON,
             rotation: Self::rotation(case),
@@ -316,7 +322,17 @@ pub fn project_out(ctx: &Context, t: &Tensors, case: &Case, attended: &DeviceTen
     // The heads lie one after the other, so the same memory is a row per token.
     let data = TestTensor::of(attended.dtype, &shape, &attended.download_output().values());
     assert_eq!(data.layout, flat);
-    let data = data.upload(ctx);
+    let mut data = data.upload(ctx);
+    if case.attended_norm {
+        let norm = rms_norm::Params {
+            x: InOut::InPlace(data.view_mut()),
+            residual: None,
+            weight: Some(t.attended_norm.view()),
+            weight_offset: 0.5,
+            epsilon: EPSILON,
+        };
+        rms_norm::forward(ctx, &norm, Stream::DEFAULT).unwrap();
+    }
     let params = linear::Params {
         x: data.view(),
         weights: Weights {

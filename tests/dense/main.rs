@@ -13,6 +13,7 @@ mod linear_misuse;
 mod mlp;
 mod mlp_backward;
 mod mlp_misuse;
+mod mlp_norm;
 mod quantized;
 mod swiglu;
 mod swiglu_backward;

@@ -38,8 +38,12 @@ fn cases() -> Vec<Case> {
                     packed,
                     bias: odd,
                     residual: [None, Some(true), Some(false)][(rows + intermediate) % 3],
-                    activation: [Activation::Silu, Activation::Gelu, Activation::GeluTanh]
-                        [rows % 3],
+                    activation: [
+                        Activation::Silu,
+                        Activation::Gelu,
+                        Activation::GeluTanh,
+                        Activation::ReluSquared,
+                    ][rows % 4],
                     gap: if odd { 3 } else { 0 },
                 });
             }
@@ -137,6 +141,7 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
             },
         },
         activation: case.activation,
+        intermediate_norm: None,
         down: weights(&ddown),
         output: match &mut dresidual {
             None => Output::Write(out.view_mut()),
@@ -283,6 +288,7 @@ fn misaligned_and_overlapping_workspaces_are_refused() {
                 up: layer(weight.view()),
             },
             activation: Activation::Silu,
+            intermediate_norm: None,
             down: layer(down.view()),
             output: Output::Write(out.view_mut()),
             // SAFETY: refused before it is touched, or inside `scratch`.

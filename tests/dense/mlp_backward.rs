@@ -253,6 +253,7 @@ impl Uploaded {
                 },
             },
             activation: case.activation,
+            intermediate_norm: None,
             down: weights(&self.down),
             output,
             workspace: Workspace::none(),
@@ -495,7 +496,12 @@ fn the_reference_is_the_derivative_of_the_forwards() {
             .zip(v.bias.as_ref())
             .map(|(a, v)| moved(a, v, h)),
     };
-    for activation in [Activation::Silu, Activation::Gelu, Activation::GeluTanh] {
+    for activation in [
+        Activation::Silu,
+        Activation::Gelu,
+        Activation::GeluTanh,
+        Activation::ReluSquared,
+    ] {
         let loss = |h: f64| {
             let layers = Layers {
                 gate: moved_layer(&at.gate, &along.gate, h),

@@ -15,7 +15,7 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "mlp: struct_size is 100, at least 1664 is needed",
+        "mlp: struct_size is 100, at least 1800 is needed",
     ),
     (
         |p| p.x = absent(),
@@ -71,7 +71,7 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
     (
         |p| p.activation = 8,
         INVALID,
-        "mlp: activation is 8, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh)",
+        "mlp: activation is 8, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh), 3 (squared relu)",
     ),
     (
         |p| p.gate_order = 8,
@@ -118,6 +118,28 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
         |p| p.residual = p.down_weight,
         INVALID,
         "mlp: residual has shape [4, 3], out has [2, 4]",
+    ),
+    (
+        |p| p.intermediate_norm = p.down_bias,
+        INVALID,
+        "mlp: intermediate_norm has shape [4], expected [3]",
+    ),
+    (
+        |p| {
+            p.intermediate_norm = p.down_bias;
+            p.intermediate_norm.shape[0] = 3;
+        },
+        INVALID,
+        "mlp: norm_epsilon is 0, it must be above 0",
+    ),
+    (
+        |p| {
+            p.intermediate_norm = p.down_bias;
+            p.intermediate_norm.shape[0] = 3;
+            p.norm_epsilon = f32::NAN;
+        },
+        INVALID,
+        "mlp: norm_epsilon is NaN, a finite number is needed",
     ),
     (
         |p| p.gate_up_out = p.x,

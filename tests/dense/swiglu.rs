@@ -8,7 +8,12 @@ use proptest::prelude::*;
 use unsloth::ops::swiglu::{self, Activation, GateOrder, Params, Tensors};
 use unsloth::{Context, DType, Layout, Stream};
 
-const ACTIVATIONS: [Activation; 3] = [Activation::Silu, Activation::Gelu, Activation::GeluTanh];
+const ACTIVATIONS: [Activation; 4] = [
+    Activation::Silu,
+    Activation::Gelu,
+    Activation::GeluTanh,
+    Activation::ReluSquared,
+];
 
 #[derive(Clone, Debug)]
 enum Form {
@@ -179,6 +184,10 @@ fn extremes() {
                 (f64::INFINITY, f64::INFINITY),
             ] {
                 let y = activated(&ctx, gate, activation);
+                let expected = match activation {
+                    Activation::ReluSquared => f64::from((expected * expected) as f32),
+                    _ => expected,
+                };
                 assert!(
                     y == expected,
                     "{activation:?}({gate}) is {y}, not {expected}"
@@ -196,7 +205,7 @@ proptest! {
     #[test]
     fn packed_equals_apart(
         (rows, dim) in (1usize..6, 1usize..700),
-        activation in prop_oneof![Just(ACTIVATIONS[0]), Just(ACTIVATIONS[1]), Just(ACTIVATIONS[2])],
+        activation in prop_oneof![Just(ACTIVATIONS[0]), Just(ACTIVATIONS[1]), Just(ACTIVATIONS[2]), Just(ACTIVATIONS[3])],
         up_first in any::<bool>(),
         dtype in prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::Bf16)],
     ) {
@@ -222,14 +231,19 @@ proptest! {
         }
     }
 
-    /// Every activation is the identity minus its mirror image: `act(x) - act(-x) = x`.
+    /// Every activation is the identity minus its mirror image, `act(x) - act(-x) = x`; the squared one
+    /// that of `x |x|`.
     #[test]
     fn activations_are_gates(x in -20.0f32..20.0) {
         for ctx in contexts() {
             for activation in ACTIVATIONS {
                 let x = f64::from(x);
                 let difference = activated(&ctx, x, activation) - activated(&ctx, -x, activation);
-                prop_assert!((difference - x).abs() <= 1e-6 * x.abs().max(1e-3));
+                let expected = match activation {
+                    Activation::ReluSquared => x * x.abs(),
+                    _ => x,
+                };
+                prop_assert!((difference - expected).abs() <= 1e-6 * expected.abs().max(1e-3));
             }
         }
     }

@@ -57,9 +57,9 @@ const MISUSE: &[Misuse<unsloth_swiglu_params>] = &[
         "swiglu: out overlaps gate_up",
     ),
     (
-        |p| p.activation = 3,
+        |p| p.activation = 4,
         INVALID,
-        "swiglu: activation is 3, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh)",
+        "swiglu: activation is 4, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh), 3 (squared relu)",
     ),
     (
         |p| p.gate_order = 2,

@@ -81,7 +81,7 @@ impl Call<'_, '_> {
             p.up = self.tensor(dtype, &shape);
             p.out = self.optional(dtype, &shape);
         }
-        p.activation = self.flag(2);
+        p.activation = self.flag(3);
         p.gate_order = self.flag(1);
         stated
     }
@@ -104,7 +104,7 @@ impl Call<'_, '_> {
         }
         p.dout = self.tensor(dtype, &shape(dim));
         p.out = self.optional(dtype, &shape(dim));
-        p.activation = self.flag(2);
+        p.activation = self.flag(3);
         p.gate_order = self.flag(1);
         stated
     }
@@ -136,7 +136,7 @@ impl Call<'_, '_> {
         p.residual = self.optional(dtype, &shape);
         p.out = self.tensor(dtype, &shape);
         p.gate_up_out = self.optional(dtype, &[&leading[..], &[2 * inner]].concat());
-        p.activation = self.flag(2);
+        p.activation = self.flag(3);
         p.gate_order = self.flag(1);
         stated
     }

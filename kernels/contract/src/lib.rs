@@ -109,6 +109,8 @@ codes! {
         Gelu = 1,
         /// [`Gelu`](Activation::Gelu), with a hyperbolic tangent in place of `Φ`.
         GeluTanh = 2,
+        /// `max(x, 0)²`.
+        ReluSquared = 3,
     }
 }
 
@@ -263,6 +265,8 @@ pub mod linear {
             GateGelu = 3,
             /// A gate activated by [`GeluTanh`](crate::Activation::GeluTanh) multiplies it.
             GateGeluTanh = 4,
+            /// A gate activated by [`ReluSquared`](crate::Activation::ReluSquared) multiplies it.
+            GateReluSquared = 5,
         }
     }
 }

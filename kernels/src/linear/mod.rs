@@ -100,8 +100,10 @@ fn store<E: Float>(
             y *= activate(other, Activation::Silu);
         } else if args.epilogue == comptime!(Epilogue::GateGelu.code()) {
             y *= activate(other, Activation::Gelu);
-        } else {
+        } else if args.epilogue == comptime!(Epilogue::GateGeluTanh.code()) {
             y *= activate(other, Activation::GeluTanh);
+        } else {
+            y *= activate(other, Activation::ReluSquared);
         }
     }
     out[(u64::cast_from(row) * args.out_stride + u64::cast_from(column)) as usize] =

@@ -56,6 +56,12 @@ fn slope(x: f32, #[comptime] activation: Activation, #[comptime] narrow: bool) -
             value: x * cdf,
             derivative: fma(x, math::normal_density(x), cdf),
         }
+    } else if comptime!(activation == Activation::ReluSquared) {
+        let positive = math::relu(x);
+        Slope {
+            value: positive * positive,
+            derivative: 2.0f32 * positive,
+        }
     } else {
         // (1 + tanh(u)) / 2 is the logistic function of 2u; the factor is 2 √(2/π).
         let square = x * x;

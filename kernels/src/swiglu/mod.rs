@@ -22,6 +22,9 @@ pub(crate) fn activate(x: f32, #[comptime] activation: Activation) -> f32 {
         x * math::logistic(x)
     } else if comptime!(activation == Activation::Gelu) {
         x * math::normal_cdf(x)
+    } else if comptime!(activation == Activation::ReluSquared) {
+        let positive = math::relu(x);
+        positive * positive
     } else {
         // (1 + tanh(u)) / 2 is the logistic function of 2u; the factor is 2 √(2/π).
         let u = 1.595_769_f32 * fma(0.044_715f32 * x * x, x, x);
@@ -36,6 +39,9 @@ fn activate_for_16_bits(x: f32, #[comptime] activation: Activation) -> f32 {
         x * math::logistic_for_16_bits(x)
     } else if comptime!(activation == Activation::Gelu) {
         x * math::normal_cdf(x)
+    } else if comptime!(activation == Activation::ReluSquared) {
+        let positive = math::relu(x);
+        positive * positive
     } else {
         let u = 1.595_769_f32 * fma(0.044_715f32 * x * x, x, x);
         x * math::logistic_for_16_bits(u)
@@ -153,6 +159,7 @@ fn name(activation: Activation) -> &'static str {
         Activation::Silu => "silu",
         Activation::Gelu => "gelu",
         Activation::GeluTanh => "gelu_tanh",
+        Activation::ReluSquared => "relu_squared",
     }
 }
 

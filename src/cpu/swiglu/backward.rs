@@ -88,6 +88,10 @@ fn differentiate(activation: Activation, gate: &mut [f32], up: &mut [f32], dout:
             let slope = SCALE * (3.0 * 0.044_715_f32).mul_add(square, 1.0);
             (x * s, s + x * s * (1.0 - s) * slope)
         }),
+        Activation::ReluSquared => combine(gate, up, dout, |x| {
+            let positive = math::relu(x);
+            (positive * positive, 2.0 * positive)
+        }),
     }
 }
 

@@ -69,6 +69,7 @@ pub(crate) fn activate(activation: Activation, gate: &mut [f32], up: &[f32]) {
             let u = SCALE * (0.044_715 * x * x).mul_add(x, x);
             x * math::logistic(u)
         }),
+        Activation::ReluSquared => combine(gate, up, |x| math::relu(x) * math::relu(x)),
     }
 }
 

@@ -168,6 +168,9 @@ impl Epilogue {
             Epilogue::Gate(gate, Activation::Silu) => (Some(gate), EpilogueCode::GateSilu),
             Epilogue::Gate(gate, Activation::Gelu) => (Some(gate), EpilogueCode::GateGelu),
             Epilogue::Gate(gate, Activation::GeluTanh) => (Some(gate), EpilogueCode::GateGeluTanh),
+            Epilogue::Gate(gate, Activation::ReluSquared) => {
+                (Some(gate), EpilogueCode::GateReluSquared)
+            }
         }
     }
 }

@@ -46,9 +46,9 @@ pub struct unsloth_attention_block_params {
     pub rotate: u32,
     /// 1 lets tokens see later ones too, only without a cache; 0 is causal.
     pub bidirectional: u32,
-    /// Added to the mean squares of both norms.
+    /// Added to the mean squares of all norms.
     pub norm_epsilon: f32,
-    /// Added to the gains of both norms: 1 for Gemma, else 0.
+    /// Added to the gains of all norms: 1 for Gemma, else 0.
     pub norm_weight_offset: f32,
     /// Factor of the scores; 0 for `1 / sqrt(head_dim)`.
     pub scale: f32,
@@ -136,6 +136,9 @@ pub struct unsloth_attention_block_params {
     /// Optional: receives the log-sum-exp of attention's scores, f32, contiguous,
     /// `[batch, num_heads, seq]`, or `[num_heads, tokens]` where `x` has no batch.
     pub lse_out: unsloth_tensor,
+    /// Optional, for a forward pass alone: gains of an RMSNorm of attention's output before `out_weight`,
+    /// all heads of a token together (BitNet), any float dtype, `[num_heads * v_head_dim]`.
+    pub attended_norm: unsloth_tensor,
 }
 params!(
     unsloth_attention_block_params,
@@ -164,6 +167,7 @@ params!(
         qkv_out,
         attended_out,
         lse_out,
+        attended_norm,
     ]
 );
 
@@ -236,6 +240,7 @@ unsafe fn convert<'a>(p: &unsloth_attention_block_params, x: TensorRef<'a>) -> R
             projections: projections(p)?,
             q_norm: p.q_norm.optional_input(OP, "q_norm")?,
             k_norm: p.k_norm.optional_input(OP, "k_norm")?,
+            attended_norm: p.attended_norm.optional_input(OP, "attended_norm")?,
             norm_weight_offset: p.norm_weight_offset,
             norm_epsilon: p.norm_epsilon,
             rotation: match flag(OP, "rotate", p.rotate)? {

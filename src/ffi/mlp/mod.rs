@@ -16,7 +16,7 @@ use crate::ffi::swiglu::{
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
 use crate::ffi::{unsloth_implementation, unsloth_stream};
 use crate::ops::linear::Output;
-use crate::ops::mlp::{GateUp, Params};
+use crate::ops::mlp::{GateUp, Norm, Params};
 use crate::tensor::{TensorRef, Workspace};
 
 const OP: &str = "mlp";
@@ -36,8 +36,8 @@ pub struct unsloth_mlp_params {
     pub activation: unsloth_activation,
     /// The order of the halves of `gate_up_weight` and `gate_up_bias`; one of `UNSLOTH_GATE_ORDER_*`.
     pub gate_order: unsloth_gate_order,
-    /// Zero.
-    pub reserved: u32,
+    /// With `intermediate_norm`: added to its mean squares; above 0.
+    pub norm_epsilon: f32,
     /// `[.., hidden]`, f32, f16 or bf16, any strides with a contiguous last dimension.
     pub x: unsloth_tensor,
     /// `[intermediate, hidden]`.
@@ -68,11 +68,13 @@ pub struct unsloth_mlp_params {
     /// dtype of `x`. They lie as in `gate_up_weight`; from two weights, gate is first. The call then needs all the workspace that
     /// it asks for.
     pub gate_up_out: unsloth_tensor,
+    /// Optional, for a forward pass alone: gains `[intermediate]` of an RMSNorm of the activated product before `down_weight`
+    /// (BitNet), any float dtype. It is computed in the workspace, which then holds gate and up.
+    pub intermediate_norm: unsloth_tensor,
 }
 params!(
     unsloth_mlp_params,
     [
-        reserved,
         x,
         gate_weight,
         gate_bias,
@@ -85,6 +87,7 @@ params!(
         residual,
         out,
         gate_up_out,
+        intermediate_norm,
     ]
 );
 
@@ -116,6 +119,7 @@ impl unsloth_mlp_params {
                 x,
                 gate_up: gate_up(self)?,
                 activation: activation_from(OP, self.activation)?,
+                intermediate_norm: self.norm()?,
                 down: weights_from(
                     OP,
                     ("down_weight", "down_bias"),
@@ -127,6 +131,22 @@ impl unsloth_mlp_params {
                 gate_up_out: None,
             })
         }
+    }
+}
+
+impl unsloth_mlp_params {
+    /// # Safety
+    /// As [`Self::of_input`].
+    unsafe fn norm<'a>(&self) -> Result<Option<Norm<'a>>> {
+        // SAFETY: the caller's promise.
+        let weight = unsafe {
+            self.intermediate_norm
+                .optional_input(OP, "intermediate_norm")?
+        };
+        Ok(weight.map(|weight| Norm {
+            weight,
+            epsilon: self.norm_epsilon,
+        }))
     }
 }
 
@@ -184,7 +204,7 @@ pub unsafe extern "C" fn unsloth_mlp_supported(
 }
 
 /// Writes the workspace with which the call is fastest to `workspace_size`, in bytes. With
-/// `gate_up_out` all of it is needed. Otherwise one
+/// `gate_up_out` all of it is needed. With `intermediate_norm` two intermediates are. Otherwise one
 /// intermediate, `tokens * intermediate` elements of the dtype of `x`, is needed and refused below;
 /// the rest is an offer. On CUDA it is a second intermediate, of up to 2048 tokens, and what
 /// products have use for, as `unsloth_linear_workspace_size` says, behind them. With less, each part

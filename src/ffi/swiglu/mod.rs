@@ -21,6 +21,8 @@ pub const UNSLOTH_ACTIVATION_SILU: unsloth_activation = 0;
 pub const UNSLOTH_ACTIVATION_GELU: unsloth_activation = 1;
 /// `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2` (Gemma).
 pub const UNSLOTH_ACTIVATION_GELU_TANH: unsloth_activation = 2;
+/// `max(x, 0)^2` (BitNet).
+pub const UNSLOTH_ACTIVATION_RELU_SQUARED: unsloth_activation = 3;
 
 /// The order of the halves of a packed tensor.
 pub type unsloth_gate_order = u32;
@@ -58,7 +60,8 @@ pub(crate) fn activation_from(
     activation: unsloth_activation,
 ) -> Result<Activation> {
     Activation::from_raw(activation).ok_or_else(|| {
-        let problem = text!("is {activation}, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh)");
+        let problem =
+            text!("is {activation}, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh), 3 (squared relu)");
         Error::invalid(op, "activation", problem)
     })
 }

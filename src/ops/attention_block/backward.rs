@@ -270,7 +270,7 @@ impl Params<'_> {
             let problem = "is there: the backward pass is of attention without a cache";
             return Err(Error::invalid(OP, "cache", problem));
         }
-        forward.check_floats(OP)?;
+        forward.check_differentiable(OP)?;
         let checked = named(OP, forward.checked(), &[])?;
         named(OP, forward.check_sequences(), &[])?;
         let raw = |t: &Option<TensorRef<'_>>| t.as_ref().map(TensorRef::raw);

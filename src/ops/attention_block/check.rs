@@ -18,9 +18,9 @@ use crate::ops::rope::Positions;
 use crate::problem::linear;
 use crate::tensor::{RawTensor, TensorMut, Workspace};
 
-/// Projections to queries, keys and values, two norms, rope, the cache's append, attention, and the
-/// projection of its output. What passes between them lies at the beginning of the workspace.
-type Problem = Parts<9>;
+/// Projections to queries, keys and values, two norms, rope, the cache's append, attention, a norm and
+/// the projection of its output. What passes between them lies at the beginning of the workspace.
+type Problem = Parts<10>;
 
 /// What is checked of a block that its forward and its backward pass have in common.
 pub(crate) struct Checked {
@@ -72,6 +72,7 @@ impl Operation for Params<'_> {
                 None => OF_ATTENTION,
             },
         )?;
+        self.push_attended_norm(&views, &mut parts)?;
         parts.push(self.out_projection(&views)?.problem(), OF_OUT)?;
         // Without a cache there is nothing to do for an output without elements.
         let writes = self.cache.is_some() || !self.output.out().layout.is_empty();
@@ -150,6 +151,7 @@ impl<'p> Params<'p> {
         for (name, tensor) in [
             ("q_norm", &self.q_norm),
             ("k_norm", &self.k_norm),
+            ("attended_norm", &self.attended_norm),
             ("cu_seqlens", &self.cu_seqlens),
             ("alibi_slopes", &self.alibi_slopes),
             ("sinks", &self.sinks),
@@ -166,12 +168,19 @@ impl<'p> Params<'p> {
         }
     }
 
-    /// Refuses weights in blocks, for what gradients follow.
-    pub(crate) fn check_floats(&self, op: &'static str) -> Result<()> {
+    /// Refuses what has no gradients: weights in blocks, and a norm of attention's output.
+    pub(crate) fn check_differentiable(&self, op: &'static str) -> Result<()> {
         for (weights, names) in self.weights() {
             weights.check_floats(op, names.0)?;
         }
-        self.out_projection.check_floats(op, "out_weight")
+        self.out_projection.check_floats(op, "out_weight")?;
+        match &self.attended_norm {
+            None => Ok(()),
+            Some(_) => {
+                let problem = "is there: gradients are those of a block without it";
+                Err(Error::unsupported(op, "attended_norm", problem))
+            }
+        }
     }
 
     /// Checks `x`, the heads and the weights.
@@ -219,6 +228,10 @@ impl<'p> Params<'p> {
                 let problem = "is there: with a cache nothing is kept for a backward pass";
                 return Err(Error::invalid(OP, name, problem));
             }
+        }
+        if attended.is_some() && self.attended_norm.is_some() {
+            let problem = "is there together with attended_norm, which has no gradients";
+            return Err(Error::unsupported(OP, "attended_out", problem));
         }
         self.check_kept(checked, names, [raw(qkv), raw(attended), raw(lse)])
     }

@@ -54,9 +54,9 @@ pub struct Params<'a> {
     pub q_norm: Option<TensorRef<'a>>,
     /// Gains of an RMSNorm of the keys: `[head_dim]` or `[num_kv_heads * head_dim]`.
     pub k_norm: Option<TensorRef<'a>>,
-    /// Added to the gains of both norms: 1 for Gemma, else 0.
+    /// Added to the gains of all norms: 1 for Gemma, else 0.
     pub norm_weight_offset: f32,
-    /// Added to the mean squares of both norms.
+    /// Added to the mean squares of all norms.
     pub norm_epsilon: f32,
     /// Rotates queries and keys, after the norms; `None` for no rotation.
     pub rotation: Option<Rotation<'a>>,
@@ -80,6 +80,9 @@ pub struct Params<'a> {
     pub alibi_slopes: Option<TensorRef<'a>>,
     /// A logit per query head that takes part in the softmax and has no value, f32 `[num_heads]`.
     pub sinks: Option<TensorRef<'a>>,
+    /// Gains of an RMSNorm of attention's output, all heads of a token together (BitNet), any float dtype
+    /// `[num_heads * v_head_dim]`; for a forward pass alone. `None` for no norm.
+    pub attended_norm: Option<TensorRef<'a>>,
     /// The projection of attention's output, `[hidden_out, num_heads * v_head_dim]`; usually `hidden_out` is `hidden`.
     pub out_projection: Weights<'a>,
     /// `[.., hidden_out]`: leading dimensions and dtype of `x`.
@@ -142,6 +145,7 @@ impl<'a> Params<'a> {
             window: self.window,
             alibi_slopes: self.alibi_slopes,
             sinks: self.sinks,
+            attended_norm: self.attended_norm,
             out_projection: self.out_projection,
             output: Output::none(),
             workspace: Workspace::none(),

@@ -5,7 +5,7 @@ use super::{OP, Params, Projections};
 use crate::error::Result;
 use crate::ops::linear::{Output, Weights};
 use crate::ops::parts::{Names, Parts};
-use crate::ops::{attention, linear, operation::Operation};
+use crate::ops::{attention, linear, operation::Operation, rms_norm};
 use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
 
 // What the block calls arguments of its operations. What passes between them has no name of its own
@@ -15,6 +15,11 @@ const OF_K: Names = &[("weight", "k_weight"), ("bias", "k_bias")];
 const OF_V: Names = &[("weight", "v_weight"), ("bias", "v_bias")];
 const OF_QKV: Names = &[("weight", "qkv_weight"), ("bias", "qkv_bias")];
 pub(super) const OF_OUT: Names = &[("weight", "out_weight"), ("bias", "out_bias")];
+const OF_ATTENDED_NORM: Names = &[
+    ("weight", "attended_norm"),
+    ("weight_offset", "norm_weight_offset"),
+    ("epsilon", "norm_epsilon"),
+];
 const OF_APPEND: Names = &[("k", "x"), ("v", "x")];
 pub(super) const OF_ATTENTION: Names = &[
     ("q", "x"),
@@ -139,6 +144,26 @@ impl<'p> Params<'p> {
         arguments.alibi_slopes = self.alibi_slopes;
         arguments.sinks = self.sinks;
         Ok(arguments)
+    }
+
+    /// Adds the norm of attention's output, in place.
+    pub(super) fn push_attended_norm<const N: usize>(
+        &self,
+        views: &Views,
+        parts: &mut Parts<N>,
+    ) -> Result<()> {
+        let Some(weight) = self.attended_norm else {
+            return Ok(());
+        };
+        let norm = rms_norm::Params {
+            // SAFETY: it lies in the workspace, as nothing is kept that is normalised.
+            x: InOut::InPlace(unsafe { view_mut(&views.attended) }),
+            residual: None,
+            weight: Some(weight),
+            weight_offset: self.norm_weight_offset,
+            epsilon: self.norm_epsilon,
+        };
+        parts.push(norm.problem(), OF_ATTENDED_NORM)
     }
 
     pub(super) fn out_projection(&self, views: &Views) -> Result<linear::Params<'_>> {

@@ -108,8 +108,8 @@ impl<'p, 'a> Layer<'p, 'a> {
         }
         // SAFETY: the input is described once more, and only shapes are looked at.
         let again = unsafe { view(x) };
-        params.attention.check_floats(op)?;
-        params.mlp.check_floats(op)?;
+        params.attention.check_differentiable(op)?;
+        params.mlp.check_differentiable(op)?;
         let attention = named(op, params.attention.of_input(again).checked(), &[])?;
         let mlp = params.mlp.of_input(again).layer(op)?;
         for (name, rows) in [

@@ -317,7 +317,7 @@ impl Operation for Params<'_> {
     type Problem = Parts<7>;
 
     fn problem(&self) -> Result<Parts<7>> {
-        self.forward.check_floats(OP)?;
+        self.forward.check_differentiable(OP)?;
         let layer = self.forward.layer(OP)?;
         let io = Io {
             x: self.forward.x.raw(),

@@ -214,18 +214,14 @@ impl Layer {
         parts.push(Ok(activation), OF_ACTIVATION)
     }
 
-    /// Adds the forward pass over gate and up that are kept.
-    pub fn push_forward<const N: usize>(
+    /// Adds the projection back.
+    pub fn push_down<const N: usize>(
         &self,
         parts: &mut Parts<N>,
-        x: RawTensor,
-        gate_up: RawTensor,
+        activated: RawTensor,
         residual: Option<RawTensor>,
         out: RawTensor,
     ) -> Result<()> {
-        self.push_gate_up(parts, x, &gate_up)?;
-        let activated = self.take(parts, &x, self.intermediate)?;
-        self.push_activation(parts, &gate_up, activated)?;
         let down = problem::Problem {
             x: activated,
             weights: self.down,

@@ -6,6 +6,10 @@
 //! never stored. On CUDA they pass through the workspace too, rounded, and the call is faster with
 //! room for two intermediates, and for what products have use for as in [`super::linear`].
 //!
+//! With gains for it ([`Params::intermediate_norm`]) the activated intermediate passes an RMSNorm before
+//! the projection back (BitNet's sub-norm). The call is then the operations [`linear`](super::linear),
+//! [`swiglu`](super::swiglu), [`rms_norm`](super::rms_norm) and `linear` one after the other.
+//!
 //! For a [`backward`](fn@backward) pass gate and up can be kept ([`Params::gate_up_out`]). The call
 //! is then the operations [`linear`](super::linear), [`swiglu`](super::swiglu) and `linear` one
 //! after the other, and needs the whole workspace that it asks for, so that gate and up have the
@@ -19,18 +23,21 @@ pub use backward::backward;
 use arrayvec::ArrayVec;
 
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, with_last};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{self, Operation, Tensors};
-use crate::ops::parts::Parts;
+use crate::ops::parts::{Names, Parts};
+use crate::ops::rms_norm;
 use crate::ops::swiglu::{Activation, GateOrder};
 use crate::problem::mlp::Problem;
-use crate::tensor::{TensorMut, TensorRef, Workspace};
+use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef, Workspace};
 pub(crate) use layer::Layer;
 
 const OP: &str = "mlp";
+/// What the intermediate's norm calls its arguments, and what the block does.
+const OF_NORM: Names = &[("weight", "intermediate_norm"), ("epsilon", "norm_epsilon")];
 
 /// Arguments of [`forward`].
 #[derive(Debug)]
@@ -41,6 +48,8 @@ pub struct Params<'a> {
     pub gate_up: GateUp<'a>,
     /// Applied to the gate.
     pub activation: Activation,
+    /// An RMSNorm of the activated intermediate (BitNet), for a forward pass alone; `None` for no norm.
+    pub intermediate_norm: Option<Norm<'a>>,
     /// The projection back, `[hidden_out, intermediate]`; usually `hidden_out` is `hidden`.
     pub down: Weights<'a>,
     /// `[.., hidden_out]`: leading dimensions and dtype of `x`.
@@ -51,6 +60,15 @@ pub struct Params<'a> {
     /// contiguous, of the dtype of `x`. They lie as in a packed weight; from two weights, gate is
     /// first.
     pub gate_up_out: Option<TensorMut<'a>>,
+}
+
+/// An RMSNorm's parameters.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm<'a> {
+    /// Gains `[intermediate]`, any float dtype.
+    pub weight: TensorRef<'a>,
+    /// Added to the mean square; above 0.
+    pub epsilon: f32,
 }
 
 /// Gate and up projections.
@@ -83,6 +101,7 @@ impl<'a> Params<'a> {
             x,
             gate_up: self.gate_up,
             activation: self.activation,
+            intermediate_norm: self.intermediate_norm,
             down: self.down,
             output: Output::none(),
             workspace: Workspace::none(),
@@ -96,14 +115,51 @@ impl<'a> Params<'a> {
             weights.tensors(names, tensors);
         }
         self.down.tensors(("down_weight", "down_bias"), tensors);
+        let norm = self.intermediate_norm.as_ref();
+        tensors.read_optional("intermediate_norm", norm.map(|norm| &norm.weight));
     }
 
-    /// Refuses weights in blocks, for what gradients follow.
-    pub(crate) fn check_floats(&self, op: &'static str) -> Result<()> {
+    /// Refuses what has no gradients: weights in blocks, and a norm of the intermediate.
+    pub(crate) fn check_differentiable(&self, op: &'static str) -> Result<()> {
         for (weights, names) in self.gate_up.weights() {
             weights.check_floats(op, names.0)?;
         }
-        self.down.check_floats(op, "down_weight")
+        self.down.check_floats(op, "down_weight")?;
+        match &self.intermediate_norm {
+            None => Ok(()),
+            Some(_) => {
+                let problem = "is there: gradients are those of a block without it";
+                Err(Error::unsupported(op, "intermediate_norm", problem))
+            }
+        }
+    }
+
+    /// Adds the block as single operations: `gate_up` receives gate and up, `activated`, which may be
+    /// the gate, what comes of them.
+    fn push_parts<const N: usize>(
+        &self,
+        parts: &mut Parts<N>,
+        layer: &Layer,
+        gate_up: RawTensor,
+        activated: RawTensor,
+    ) -> Result<()> {
+        layer.push_gate_up(parts, self.x.raw(), &gate_up)?;
+        layer.push_activation(parts, &gate_up, activated)?;
+        if let Some(norm) = &self.intermediate_norm {
+            // SAFETY: it lies in the workspace, and is for parts of this call, which run one after the other.
+            let activated =
+                unsafe { TensorMut::from_raw(activated.ptr, activated.dtype, activated.layout) };
+            let norm = rms_norm::Params {
+                x: InOut::InPlace(activated),
+                residual: None,
+                weight: Some(norm.weight),
+                weight_offset: 0.0,
+                epsilon: norm.epsilon,
+            };
+            parts.push(norm.problem(), OF_NORM)?;
+        }
+        let (residual, out) = (self.output.residual(), self.output.out());
+        layer.push_down(parts, activated, residual, out)
     }
 
     /// Checks `x` and the weights.
@@ -119,10 +175,11 @@ impl<'a> Params<'a> {
 
 impl Operation for Params<'_> {
     const NAME: &'static str = OP;
-    /// One problem of a backend's; where gate and up are kept, three or four.
-    type Problem = Parts<4>;
+    /// One problem of a backend's; where gate and up are kept or the intermediate is normalised, up to
+    /// five.
+    type Problem = Parts<5>;
 
-    fn problem(&self) -> Result<Parts<4>> {
+    fn problem(&self) -> Result<Parts<5>> {
         let layer = self.layer(OP)?;
         let x = self.x.raw();
         let mut room = [0; MAX_RANK];
@@ -133,7 +190,14 @@ impl Operation for Params<'_> {
         if let Some(kept) = self.gate_up_out.as_ref().map(TensorMut::raw) {
             layer.check_kept(OP, "gate_up_out", &x, &kept)?;
             let mut parts = parts.exactly();
-            layer.push_forward(&mut parts, x, kept, residual, out)?;
+            let activated = layer.take(&mut parts, &x, layer.intermediate)?;
+            self.push_parts(&mut parts, &layer, kept, activated)?;
+            return Ok(parts);
+        }
+        if self.intermediate_norm.is_some() {
+            let gate_up = layer.take(&mut parts, &x, 2 * layer.intermediate)?;
+            let [gate, _] = layer.gate_and_up(&gate_up)?;
+            self.push_parts(&mut parts, &layer, gate_up, gate)?;
             return Ok(parts);
         }
         let [gate, up] = layer.halves()?;

@@ -31,12 +31,17 @@ const MISUSE: &[Misuse<unsloth_attention_block_backward_params>] = &[
     (
         |p| spoil(p, |f| f.struct_size = 8),
         INVALID,
-        "attention_block_backward: forward.struct_size is 8, at least 3600 is needed",
+        "attention_block_backward: forward.struct_size is 8, at least 3736 is needed",
     ),
     (
         |p| spoil(p, |f| f.cache = std::ptr::without_provenance_mut(0x7777)),
         INVALID,
         "attention_block_backward: forward.cache is there: the backward pass is of attention without a cache",
+    ),
+    (
+        |p| spoil(p, |f| f.attended_norm = f.q_norm),
+        UNSLOTH_STATUS_UNSUPPORTED,
+        "attention_block_backward: attended_norm is there: gradients are those of a block without it",
     ),
     (
         |p| spoil(p, |f| f.num_heads = 0),

@@ -17,6 +17,7 @@ pub fn activate(x: f64, activation: Activation) -> f64 {
             // 1 + tanh(u), without cancellation for negative u.
             x / (1.0 + (-2.0 * u).exp())
         }
+        Activation::ReluSquared => x.max(0.0).powi(2),
         _ => x / (1.0 + (-x).exp()),
     }
 }
@@ -35,6 +36,7 @@ pub fn derivative(x: f64, activation: Activation) -> f64 {
             );
             s + 2.0 * x * s * rest * slope
         }
+        Activation::ReluSquared => 2.0 * x.max(0.0),
         _ => {
             let (s, rest) = (1.0 / (1.0 + (-x).exp()), 1.0 / (1.0 + x.exp()));
             s + x * s * rest

@@ -147,6 +147,7 @@ impl Block {
                 order: GateOrder::UpFirst,
             },
             activation: Activation::Silu,
+            intermediate_norm: None,
             down: layer(self.down.view()),
             output: Output::Write(self.out.view_mut()),
             workspace: lent(&self.workspace),

@@ -37,12 +37,12 @@ const MISUSE: &[Misuse<unsloth_mlp_backward_params>] = &[
     (
         |p| spoil(p, |f| f.struct_size = 8),
         INVALID,
-        "mlp_backward: forward.struct_size is 8, at least 1664 is needed",
+        "mlp_backward: forward.struct_size is 8, at least 1800 is needed",
     ),
     (
-        |p| spoil(p, |f| f.reserved = 1),
-        INVALID,
-        "mlp_backward: forward.reserved is 1, allowed: 0",
+        |p| spoil(p, |f| f.intermediate_norm = f.down_bias),
+        UNSLOTH_STATUS_UNSUPPORTED,
+        "mlp_backward: intermediate_norm is there: gradients are those of a block without it",
     ),
     (
         |p| spoil(p, |f| f.x = absent()),
@@ -57,7 +57,7 @@ const MISUSE: &[Misuse<unsloth_mlp_backward_params>] = &[
     (
         |p| spoil(p, |f| f.activation = 8),
         INVALID,
-        "mlp_backward: activation is 8, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh)",
+        "mlp_backward: activation is 8, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh), 3 (squared relu)",
     ),
     (
         |p| spoil(p, |f| f.down_weight.shape[1] = 2),

@@ -320,6 +320,10 @@ class FewRows {
   static __device__ __forceinline__ float activate(float x, uint32_t epilogue) {
     if (epilogue == static_cast<uint32_t>(Epilogue::kGateSilu)) return x * logistic(x);
     if (epilogue == static_cast<uint32_t>(Epilogue::kGateGelu)) return x * normcdff(x);
+    if (epilogue == static_cast<uint32_t>(Epilogue::kGateReluSquared)) {
+      const float positive = x < 0 ? 0 : x;  // NaN stays
+      return positive * positive;
+    }
     // (1 + tanh(u)) / 2 is the logistic function of 2 u; the factor is 2 sqrt(2 / pi).
     return x * logistic(1.595769f * fmaf(0.044715f * x * x, x, x));
   }
