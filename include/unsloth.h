@@ -2074,7 +2074,7 @@ typedef struct unsloth_inference_memory_params {
    */
   uint32_t struct_size;
   /**
-   * Of the weights.
+   * Of the weights: a float, or one in blocks, with gains and biases of f32.
    */
   unsloth_dtype weight_dtype;
   /**

@@ -20,7 +20,7 @@ use super::{OP, float_size, index, positive, product, sum};
 pub struct Inference {
     /// The model.
     pub model: Model,
-    /// Of the weights.
+    /// Of the weights: a float, or one in blocks, with gains and biases of f32.
     pub weight_dtype: DType,
     /// Of hidden states.
     pub dtype: DType,
@@ -58,10 +58,9 @@ pub struct InferenceMemory {
 /// What inference takes on the device of `context`.
 ///
 /// # Errors
-/// A size is zero, a dtype is no float, the cache does not suit the model, or the sum overflows.
+/// A size is zero, a dtype is no float (nor in blocks, of weights), rows are not whole blocks, the cache does not suit the model, or the sum overflows.
 pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMemory> {
-    let parameters = i.model.parameters()?.total;
-    let weight_size = float_size("weight_dtype", i.weight_dtype)?;
+    let weights = weight_bytes(i)?;
     let size = float_size("dtype", i.dtype)?;
     for (name, value, of_model) in [
         ("num_layers", i.cache.num_layers, i.model.num_layers),
@@ -101,7 +100,7 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
     )
     .map_err(|error| error.within(OP))?;
     let mut memory = InferenceMemory {
-        weights: product("weights", &[parameters, weight_size])?,
+        weights,
         kv_cache: i.cache.size()?.total(),
         activations: product("activations", &[2, i.num_tokens, i.model.hidden_size, size])?,
         workspace: attention.max(mlp).max(head) as u64,
@@ -119,6 +118,32 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
         ],
     )?;
     Ok(memory)
+}
+
+/// Bytes of the weights.
+fn weight_bytes(i: &Inference) -> Result<u64> {
+    let parameters = i.model.parameters()?.total;
+    if !i.weight_dtype.is_in_blocks() {
+        let size = float_size("weight_dtype", i.weight_dtype)?;
+        return product("weights", &[parameters, size]);
+    }
+    let (len, bytes) = i.weight_dtype.block();
+    let mut total = 0;
+    for tensor in i.model.tensors()? {
+        // Those that queries are made of have rows of whole blocks, or are refused.
+        let size = match tensor.is_vector {
+            true => product("weights", &[tensor.elements, size_of::<f32>() as u64])?,
+            false => product(
+                "weights",
+                &[tensor.elements.div_ceil(len as u64), bytes as u64],
+            )?,
+        };
+        total = sum(
+            "weights",
+            &[total, product("weights", &[size, tensor.count])?],
+        )?;
+    }
+    Ok(total)
 }
 
 /// What the MLP's query answers for the largest pass.

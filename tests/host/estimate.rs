@@ -283,6 +283,55 @@ fn inference_takes_what_it_says() {
     }
 }
 
+/// Weights in blocks take what their files do; what decodes them is in the workspace.
+#[test]
+fn weights_may_be_in_blocks() {
+    for ctx in contexts() {
+        let model = Model {
+            hidden_size: 64,
+            intermediate_size: 96,
+            v_head_dim: 16,
+            ..small_model()
+        };
+        let estimate = |model, weight_dtype| {
+            let inference = Inference {
+                model,
+                weight_dtype,
+                dtype: DType::F32,
+                cache: Config::new(2, 2, 16, 12, DType::F16),
+                batch_size: 1,
+                num_tokens: 70,
+                num_logits: 1,
+            };
+            inference_memory(&ctx, &inference)
+        };
+        let counted = model.parameters().unwrap();
+        // No biases here.
+        let matrices = counted.total - counted.norms;
+        let blocks = estimate(model, DType::Q4_1).unwrap();
+        assert_eq!(blocks.weights, matrices / 32 * 20 + 4 * counted.norms);
+        let floats = estimate(model, DType::F32).unwrap();
+        assert_eq!(floats.weights, 4 * counted.total);
+        assert_eq!(
+            blocks.total - blocks.weights - blocks.workspace,
+            floats.total - floats.weights - floats.workspace
+        );
+        assert!(blocks.workspace >= 4 * 70 * 96);
+        let odd = Model {
+            intermediate_size: 100,
+            ..model
+        };
+        assert_eq!(
+            estimate(odd, DType::Q4_1).unwrap_err().to_string(),
+            "estimate: down_weight has rows of 100 elements, allowed for q4_1: multiples of 32"
+        );
+        assert_eq!(
+            estimate(model, DType::I8).unwrap_err().to_string(),
+            "estimate: weight_dtype is i8, allowed: f32, f16, bf16"
+        );
+    }
+}
+
 #[test]
 fn a_cache_must_suit_its_model() {
     let ctx = Context::cpu().unwrap();

@@ -166,7 +166,7 @@ params!(unsloth_kv_cache_memory, [reserved]);
 pub struct unsloth_inference_memory_params {
     /// `sizeof(unsloth_inference_memory_params)`.
     pub struct_size: u32,
-    /// Of the weights.
+    /// Of the weights: a float, or one in blocks, with gains and biases of f32.
     pub weight_dtype: unsloth_dtype,
     /// Of hidden states.
     pub dtype: unsloth_dtype,
@@ -230,6 +230,15 @@ fn float(name: &'static str, dtype: unsloth_dtype) -> Result<DType> {
             let problem = text!("is {dtype}, allowed: 1 (f32), 2 (f16), 3 (bf16)");
             Error::invalid(OP, name, problem)
         })
+}
+
+fn weight(name: &'static str, dtype: unsloth_dtype) -> Result<DType> {
+    let known = DType::from_raw(dtype).filter(|d| d.is_float() || d.is_in_blocks());
+    known.ok_or_else(|| {
+        let problem =
+            text!("is {dtype}, allowed: 1 (f32), 2 (f16), 3 (bf16), and formats in blocks");
+        Error::invalid(OP, name, problem)
+    })
 }
 
 /// # Safety
@@ -409,7 +418,7 @@ pub unsafe extern "C" fn unsloth_inference_memory_estimate(
             }
             let inference = Inference {
                 model: model_from(p.model)?,
-                weight_dtype: float("weight_dtype", p.weight_dtype)?,
+                weight_dtype: weight("weight_dtype", p.weight_dtype)?,
                 dtype: float("dtype", p.dtype)?,
                 cache: config_from(OP, &params::read(OP, p.kv_cache)?)?,
                 batch_size: count("batch_size", p.batch_size)?,
