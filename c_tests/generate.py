@@ -15,6 +15,7 @@ import sys
 
 # Statuses of calls whose pointers are all NULL and whose numbers are all zero, where that is not UNSLOTH_STATUS_NULL_POINTER.
 ALL_NULL = {
+    "unsloth_comm_destroy": "SUCCESS",
     "unsloth_context_destroy": "SUCCESS",
     "unsloth_event_destroy": "SUCCESS",
     "unsloth_kv_cache_destroy": "SUCCESS",
@@ -24,6 +25,9 @@ ALL_NULL = {
 
 # The same with a live handle.
 HANDLE_ALONE = {
+    "unsloth_comm_abort": "SUCCESS",
+    "unsloth_comm_error_get": "SUCCESS",
+    "unsloth_comm_warm_up": "SUCCESS",
     "unsloth_context_warm_up": "SUCCESS",
     "unsloth_event_record": "SUCCESS",
     "unsloth_event_synchronize": "SUCCESS",
@@ -49,8 +53,12 @@ HANDLE_ALONE = {
 
 # Statuses of calls whose params ask for nothing, where that is not UNSLOTH_STATUS_INVALID_ARGUMENT for a tensor that is absent.
 DEFAULT_PARAMS = {
+    "unsloth_comm_id_create": "SUCCESS",
     "unsloth_context_create": "SUCCESS",
     "unsloth_inference_memory_estimate": "NULL_POINTER",
+    # Tensors may be absent, and the group may not.
+    "unsloth_send_receive_forward": "NULL_POINTER",
+    "unsloth_send_receive_supported": "NULL_POINTER",
     # Structs that they point to are not there.
     "unsloth_attention_block_backward": "NULL_POINTER",
     "unsloth_attention_block_backward_supported": "NULL_POINTER",
@@ -65,11 +73,13 @@ DEFAULT_PARAMS = {
 
 # The same with a pointer misaligned that is meant to be written through, where that is not UNSLOTH_STATUS_INVALID_ARGUMENT.
 MISALIGNED = {
+    ("unsloth_comm_id_create", "id"): "NULL_POINTER",  # of bytes, which lie anywhere
     ("unsloth_kv_cache_sequence_pages_get", "pages"): "INVALID_HANDLE",  # no room is offered there
     ("unsloth_attention_block_backward_supported", "implementation"): "NULL_POINTER",
     ("unsloth_attention_block_backward_workspace_size", "workspace_size"): "NULL_POINTER",
     ("unsloth_decoder_layer_backward_supported", "implementation"): "NULL_POINTER",
     ("unsloth_decoder_layer_backward_workspace_size", "workspace_size"): "NULL_POINTER",
+    ("unsloth_send_receive_supported", "implementation"): "NULL_POINTER",
     ("unsloth_mlp_backward_supported", "implementation"): "NULL_POINTER",
     ("unsloth_mlp_backward_workspace_size", "workspace_size"): "NULL_POINTER",
 }
@@ -88,6 +98,7 @@ PROLOGUE = """\
 """
 
 MISUSE = """\
+static unsloth_comm *comm, *dead_comm;
 static unsloth_context *context, *dead_context;
 static unsloth_event *event, *dead_event;
 static unsloth_kv_cache *cache, *dead_cache;
@@ -104,6 +115,16 @@ static unsloth_kv_cache *small_cache(void) {
   params.head_dim = 4;
   params.num_pages = 1;
   CHECK_OK(unsloth_kv_cache_create(context, &params, &made));
+  return made;
+}
+
+static unsloth_comm *group_of_one(void) {
+  unsloth_comm_id_params of_id = UNSLOTH_COMM_ID_PARAMS_INIT;
+  unsloth_comm_params params = UNSLOTH_COMM_PARAMS_INIT;
+  unsloth_comm *made = NULL;
+  params.size = 1;
+  CHECK_OK(unsloth_comm_id_create(&of_id, &params.id));
+  CHECK_OK(unsloth_comm_create(context, &params, &made));
   return made;
 }
 
@@ -169,6 +190,8 @@ MISUSE_MAIN = """\
 int main(void) {
   context = cpu_context();
   dead_context = cpu_context();
+  comm = group_of_one();
+  dead_comm = group_of_one();
   cache = small_cache();
   dead_cache = small_cache();
   event = some_event();
@@ -176,6 +199,7 @@ int main(void) {
   optimizer = some_optimizer();
   dead_optimizer = some_optimizer();
   CHECK_OK(unsloth_optimizer_destroy(dead_optimizer));
+  CHECK_OK(unsloth_comm_destroy(dead_comm));
   CHECK_OK(unsloth_event_destroy(dead_event));
   CHECK_OK(unsloth_kv_cache_destroy(dead_cache));
   CHECK_OK(unsloth_context_destroy(dead_context));
@@ -281,7 +305,7 @@ def refused(header, name, kind, struct, call):
 
 def misuse(header):
     yield PROLOGUE + MISUSE
-    variables = {"unsloth_context": "context", "unsloth_event": "event", "unsloth_kv_cache": "cache", "unsloth_optimizer": "optimizer"}
+    variables = {"unsloth_comm": "comm", "unsloth_context": "context", "unsloth_event": "event", "unsloth_kv_cache": "cache", "unsloth_optimizer": "optimizer"}
     assert set(header.handles) == set(variables), "a handle type is new: say here how to make one"
     called = []
     for returns, name, arguments in header.functions:
@@ -364,7 +388,7 @@ def misuse(header):
     yield MISUSE_MAIN.rstrip()
     for name in called:
         yield f"  misuse_{name}();"
-    yield "  CHECK_OK(unsloth_event_destroy(event));\n  CHECK_OK(unsloth_kv_cache_destroy(cache));\n  CHECK_OK(unsloth_optimizer_destroy(optimizer));\n  CHECK_OK(unsloth_context_destroy(context));\n  return 0;\n}"
+    yield "  CHECK_OK(unsloth_event_destroy(event));\n  CHECK_OK(unsloth_kv_cache_destroy(cache));\n  CHECK_OK(unsloth_comm_destroy(comm));\n  CHECK_OK(unsloth_optimizer_destroy(optimizer));\n  CHECK_OK(unsloth_context_destroy(context));\n  return 0;\n}"
 
 
 def main():

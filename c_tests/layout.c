@@ -65,6 +65,30 @@ FIELD(unsloth_quantization, reserved, 4, 4);
 FIELD(unsloth_quantization, scale, 8, 136);
 FIELD(unsloth_quantization, zero, 144, 136);
 
+STRUCT(unsloth_all_gather_params, 296, 8);
+FIELD(unsloth_all_gather_params, struct_size, 0, 4);
+FIELD(unsloth_all_gather_params, reserved, 4, 4);
+FIELD(unsloth_all_gather_params, comm, 8, 8);
+FIELD(unsloth_all_gather_params, counts, 16, 8);
+FIELD(unsloth_all_gather_params, x, 24, 136);
+FIELD(unsloth_all_gather_params, out, 160, 136);
+
+STRUCT(unsloth_all_reduce_params, 288, 8);
+FIELD(unsloth_all_reduce_params, struct_size, 0, 4);
+FIELD(unsloth_all_reduce_params, op, 4, 4);
+FIELD(unsloth_all_reduce_params, comm, 8, 8);
+FIELD(unsloth_all_reduce_params, x, 16, 136);
+FIELD(unsloth_all_reduce_params, out, 152, 136);
+
+STRUCT(unsloth_all_to_all_params, 304, 8);
+FIELD(unsloth_all_to_all_params, struct_size, 0, 4);
+FIELD(unsloth_all_to_all_params, reserved, 4, 4);
+FIELD(unsloth_all_to_all_params, comm, 8, 8);
+FIELD(unsloth_all_to_all_params, send_counts, 16, 8);
+FIELD(unsloth_all_to_all_params, receive_counts, 24, 8);
+FIELD(unsloth_all_to_all_params, x, 32, 136);
+FIELD(unsloth_all_to_all_params, out, 168, 136);
+
 STRUCT(unsloth_argmax_params, 280, 8);
 FIELD(unsloth_argmax_params, struct_size, 0, 4);
 FIELD(unsloth_argmax_params, reserved, 4, 4);
@@ -222,6 +246,13 @@ FIELD(unsloth_attention_block_backward_params, dsinks, 2080, 136);
 FIELD(unsloth_attention_block_backward_params, dout_weight, 2216, 136);
 FIELD(unsloth_attention_block_backward_params, dout_bias, 2352, 136);
 
+STRUCT(unsloth_broadcast_params, 288, 8);
+FIELD(unsloth_broadcast_params, struct_size, 0, 4);
+FIELD(unsloth_broadcast_params, root, 4, 4);
+FIELD(unsloth_broadcast_params, comm, 8, 8);
+FIELD(unsloth_broadcast_params, x, 16, 136);
+FIELD(unsloth_broadcast_params, out, 152, 136);
+
 STRUCT(unsloth_cast_params, 280, 8);
 FIELD(unsloth_cast_params, struct_size, 0, 4);
 FIELD(unsloth_cast_params, reserved, 4, 4);
@@ -254,6 +285,27 @@ FIELD(unsloth_checkpoint_action, input, 8, 4);
 FIELD(unsloth_checkpoint_action, output, 12, 4);
 FIELD(unsloth_checkpoint_action, saved, 16, 4);
 FIELD(unsloth_checkpoint_action, reserved, 20, 4);
+
+STRUCT(unsloth_comm_id_params, 8, 4);
+FIELD(unsloth_comm_id_params, struct_size, 0, 4);
+FIELD(unsloth_comm_id_params, kind, 4, 4);
+
+STRUCT(unsloth_comm_id, 128, 1);
+FIELD(unsloth_comm_id, bytes, 0, 128);
+
+STRUCT(unsloth_comm_params, 152, 8);
+FIELD(unsloth_comm_params, struct_size, 0, 4);
+FIELD(unsloth_comm_params, kind, 4, 4);
+FIELD(unsloth_comm_params, rank, 8, 4);
+FIELD(unsloth_comm_params, size, 12, 4);
+FIELD(unsloth_comm_params, timeout_ms, 16, 8);
+FIELD(unsloth_comm_params, id, 24, 128);
+
+STRUCT(unsloth_comm_info, 16, 4);
+FIELD(unsloth_comm_info, struct_size, 0, 4);
+FIELD(unsloth_comm_info, kind, 4, 4);
+FIELD(unsloth_comm_info, rank, 8, 4);
+FIELD(unsloth_comm_info, size, 12, 4);
 
 STRUCT(unsloth_cross_entropy_params, 1136, 8);
 FIELD(unsloth_cross_entropy_params, struct_size, 0, 4);
@@ -761,6 +813,14 @@ FIELD(unsloth_quantize_params, sum, 416, 136);
 FIELD(unsloth_quantize_params, workspace, 552, 8);
 FIELD(unsloth_quantize_params, workspace_size, 560, 8);
 
+STRUCT(unsloth_reduce_scatter_params, 296, 8);
+FIELD(unsloth_reduce_scatter_params, struct_size, 0, 4);
+FIELD(unsloth_reduce_scatter_params, op, 4, 4);
+FIELD(unsloth_reduce_scatter_params, comm, 8, 8);
+FIELD(unsloth_reduce_scatter_params, counts, 16, 8);
+FIELD(unsloth_reduce_scatter_params, x, 24, 136);
+FIELD(unsloth_reduce_scatter_params, out, 160, 136);
+
 STRUCT(unsloth_rms_norm_params, 696, 8);
 FIELD(unsloth_rms_norm_params, struct_size, 0, 4);
 FIELD(unsloth_rms_norm_params, epsilon, 4, 4);
@@ -797,6 +857,15 @@ FIELD(unsloth_rope_params, q_out, 640, 136);
 FIELD(unsloth_rope_params, k, 776, 136);
 FIELD(unsloth_rope_params, k_out, 912, 136);
 FIELD(unsloth_rope_params, positions, 1048, 136);
+
+STRUCT(unsloth_send_receive_params, 296, 8);
+FIELD(unsloth_send_receive_params, struct_size, 0, 4);
+FIELD(unsloth_send_receive_params, reserved, 4, 4);
+FIELD(unsloth_send_receive_params, to, 8, 4);
+FIELD(unsloth_send_receive_params, from, 12, 4);
+FIELD(unsloth_send_receive_params, comm, 16, 8);
+FIELD(unsloth_send_receive_params, x, 24, 136);
+FIELD(unsloth_send_receive_params, out, 160, 136);
 
 STRUCT(unsloth_swiglu_params, 560, 8);
 FIELD(unsloth_swiglu_params, struct_size, 0, 4);

@@ -49,6 +49,9 @@
 #define UNSLOTH_TENSOR_SHAPE5(a, ...) (int64_t)(a), UNSLOTH_TENSOR_SHAPE4(__VA_ARGS__)
 #define UNSLOTH_TENSOR_SHAPE6(a, ...) (int64_t)(a), UNSLOTH_TENSOR_SHAPE5(__VA_ARGS__)
 
+#define UNSLOTH_ALL_GATHER_PARAMS_INIT UNSLOTH_INIT(unsloth_all_gather_params)
+#define UNSLOTH_ALL_REDUCE_PARAMS_INIT UNSLOTH_INIT(unsloth_all_reduce_params)
+#define UNSLOTH_ALL_TO_ALL_PARAMS_INIT UNSLOTH_INIT(unsloth_all_to_all_params)
 #define UNSLOTH_ARGMAX_PARAMS_INIT UNSLOTH_INIT(unsloth_argmax_params)
 #define UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_backward_params)
 #define UNSLOTH_ATTENTION_BLOCK_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_block_backward_params)
@@ -56,9 +59,13 @@
 #define UNSLOTH_ATTENTION_MEMORY_INIT UNSLOTH_INIT(unsloth_attention_memory)
 #define UNSLOTH_ATTENTION_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_memory_params)
 #define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
+#define UNSLOTH_BROADCAST_PARAMS_INIT UNSLOTH_INIT(unsloth_broadcast_params)
 #define UNSLOTH_CAST_PARAMS_INIT UNSLOTH_INIT(unsloth_cast_params)
 #define UNSLOTH_CHECKPOINT_PLAN_PARAMS_INIT UNSLOTH_INIT(unsloth_checkpoint_plan_params)
 #define UNSLOTH_CHECKPOINT_SUMMARY_INIT UNSLOTH_INIT(unsloth_checkpoint_summary)
+#define UNSLOTH_COMM_ID_PARAMS_INIT UNSLOTH_INIT(unsloth_comm_id_params)
+#define UNSLOTH_COMM_INFO_INIT UNSLOTH_INIT(unsloth_comm_info)
+#define UNSLOTH_COMM_PARAMS_INIT UNSLOTH_INIT(unsloth_comm_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_cross_entropy_params)
 #define UNSLOTH_DECODER_LAYER_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_decoder_layer_backward_params)
@@ -92,9 +99,11 @@
 #define UNSLOTH_QK_NORM_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_qk_norm_rope_params)
 #define UNSLOTH_QUANTIZATION_INIT UNSLOTH_INIT(unsloth_quantization)
 #define UNSLOTH_QUANTIZE_PARAMS_INIT UNSLOTH_INIT(unsloth_quantize_params)
+#define UNSLOTH_REDUCE_SCATTER_PARAMS_INIT UNSLOTH_INIT(unsloth_reduce_scatter_params)
 #define UNSLOTH_RMS_NORM_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_backward_params)
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
 #define UNSLOTH_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_rope_params)
+#define UNSLOTH_SEND_RECEIVE_PARAMS_INIT UNSLOTH_INIT(unsloth_send_receive_params)
 #define UNSLOTH_SWIGLU_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_backward_params)
 #define UNSLOTH_SWIGLU_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_params)
 #define UNSLOTH_TRAINING_MEMORY_INIT UNSLOTH_INIT(unsloth_training_memory)
@@ -126,6 +135,18 @@
  * without it is cheaper to record and to wait for.
  */
 #define UNSLOTH_EVENT_TIMING 1
+
+/**
+ * A rank's part in a group of ranks, over which collectives run. Opaque; made by
+ * `unsloth_comm_create`, ended by `unsloth_comm_destroy`. Several threads may use one at a time; their
+ * collectives take turns. It keeps what it needs of its context, and may be destroyed before or after
+ * it.
+ *
+ * All ranks of a group call the same collectives in the same order, with arguments that fit together.
+ * A rank of a local group waits inside each for the others, and finds out where they do not fit: then
+ * every rank gets the same error and nothing is written.
+ */
+typedef struct unsloth_comm unsloth_comm;
 
 /**
  * A backend on one device. Opaque; made by `unsloth_context_create`, ended by `unsloth_context_destroy`. Several threads may use
@@ -407,6 +428,107 @@ typedef struct unsloth_quantization {
 } unsloth_quantization;
 
 /**
+ * Arguments of `unsloth_all_gather_forward`: `out` is `x` of rank 0, then `x` of rank 1, and so on.
+ */
+typedef struct unsloth_all_gather_params {
+  /**
+   * `sizeof(unsloth_all_gather_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * Optional: the rows of each rank, one entry for each, on the host, the same on all ranks; NULL for as many of each.
+   */
+  const int64_t *counts;
+  /**
+   * This rank's rows, `[rows, ..]`, f32, f16, bf16, i32, i64, i8 or bool, contiguous; of one dtype on all ranks. In place if it is absent or this rank's rows of
+   * `out`, which are then where they are to be.
+   */
+  struct unsloth_tensor x;
+  /**
+   * The rows of all ranks, of the dtype of `x`; contiguous.
+   */
+  struct unsloth_tensor out;
+} unsloth_all_gather_params;
+
+/**
+ * Which implementation runs a call; see the `unsloth_*_supported` functions.
+ */
+typedef uint32_t unsloth_implementation;
+
+/**
+ * What numbers of all ranks become one by.
+ */
+typedef uint32_t unsloth_reduce_op;
+
+/**
+ * Arguments of `unsloth_all_reduce_forward`: `out = op(x of rank 0, x of rank 1, ..)` on all ranks.
+ */
+typedef struct unsloth_all_reduce_params {
+  /**
+   * `sizeof(unsloth_all_reduce_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * `UNSLOTH_REDUCE_OP_*`, the same on all ranks.
+   */
+  unsloth_reduce_op op;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * `[..]`, f32, f16, bf16, i32, i64 or i8, contiguous; as many elements of one dtype on all ranks.
+   */
+  struct unsloth_tensor x;
+  /**
+   * The shape and dtype of `x`, contiguous. In place if it is the same tensor or absent.
+   */
+  struct unsloth_tensor out;
+} unsloth_all_reduce_params;
+
+/**
+ * Arguments of `unsloth_all_to_all_forward`: `out` is what rank 0 sends to this one, then what rank 1 does, and so on.
+ */
+typedef struct unsloth_all_to_all_params {
+  /**
+   * `sizeof(unsloth_all_to_all_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * Optional: the rows of `x` for each rank, one entry for each, on the host; NULL for as many for each.
+   */
+  const int64_t *send_counts;
+  /**
+   * Optional: the rows of `out` from each rank, which are those that it sends; NULL for as many from each.
+   */
+  const int64_t *receive_counts;
+  /**
+   * `[rows, ..]`: the rows for rank 0, then those for rank 1, and so on. f32, f16, bf16, i32, i64, i8 or bool, of one dtype on all ranks; contiguous.
+   */
+  struct unsloth_tensor x;
+  /**
+   * Rows like those of `x`, contiguous; it may not overlap `x`.
+   */
+  struct unsloth_tensor out;
+} unsloth_all_to_all_params;
+
+/**
  * Arguments of `unsloth_argmax_forward`: `out[..] = argmax(x[.., :])`.
  */
 typedef struct unsloth_argmax_params {
@@ -428,11 +550,6 @@ typedef struct unsloth_argmax_params {
    */
   struct unsloth_tensor out;
 } unsloth_argmax_params;
-
-/**
- * Which implementation runs a call; see the `unsloth_*_supported` functions.
- */
-typedef uint32_t unsloth_implementation;
 
 /**
  * The order of the dimensions inside a page of keys or values.
@@ -1145,6 +1262,33 @@ typedef struct unsloth_attention_block_backward_params {
 } unsloth_attention_block_backward_params;
 
 /**
+ * Arguments of `unsloth_broadcast_forward`: `out = x of rank root` on all ranks.
+ */
+typedef struct unsloth_broadcast_params {
+  /**
+   * `sizeof(unsloth_broadcast_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * The rank that has it, the same on all ranks.
+   */
+  int32_t root;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * What the root has: the shape and dtype of `out`, contiguous. Others may leave it out, and its data is not looked at there. In
+   * place if it is absent or the same tensor as `out`.
+   */
+  struct unsloth_tensor x;
+  /**
+   * `[..]`, f32, f16, bf16, i32, i64, i8 or bool, contiguous; as many elements of one dtype on all ranks.
+   */
+  struct unsloth_tensor out;
+} unsloth_broadcast_params;
+
+/**
  * Arguments of `unsloth_cast_forward`: `out = x` in another dtype.
  *
  * There is no backward function: the gradient of `x` is that of `out`, cast to the dtype of `x` by the same call.
@@ -1279,6 +1423,89 @@ typedef struct unsloth_checkpoint_action {
    */
   uint32_t reserved;
 } unsloth_checkpoint_action;
+
+/**
+ * How the ranks of a group reach each other.
+ */
+typedef uint32_t unsloth_comm_kind;
+
+/**
+ * Arguments of `unsloth_comm_id_create`.
+ */
+typedef struct unsloth_comm_id_params {
+  /**
+   * `sizeof(unsloth_comm_id_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Of the group, `UNSLOTH_COMM_KIND_*`.
+   */
+  unsloth_comm_kind kind;
+} unsloth_comm_id_params;
+
+/**
+ * What the ranks of a group find each other by. One rank makes it with `unsloth_comm_id_create` and
+ * gives its bytes to the others. It serves one group.
+ */
+typedef struct unsloth_comm_id {
+  /**
+   * Not for reading.
+   */
+  uint8_t bytes[128];
+} unsloth_comm_id;
+
+/**
+ * Arguments of `unsloth_comm_create`.
+ */
+typedef struct unsloth_comm_params {
+  /**
+   * `sizeof(unsloth_comm_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * How ranks reach each other, `UNSLOTH_COMM_KIND_*`; the same on all.
+   */
+  unsloth_comm_kind kind;
+  /**
+   * Which rank this is, from 0.
+   */
+  int32_t rank;
+  /**
+   * Ranks of the group, the same on all: 1 to 1024 of a local one.
+   */
+  int32_t size;
+  /**
+   * How long a rank of a local group waits for another, in milliseconds, when they meet and in each
+   * collective; 0 for 600,000, which is ten minutes. Who waited in vain breaks the group.
+   */
+  uint64_t timeout_ms;
+  /**
+   * The same on all ranks.
+   */
+  struct unsloth_comm_id id;
+} unsloth_comm_params;
+
+/**
+ * What a group is.
+ */
+typedef struct unsloth_comm_info {
+  /**
+   * `sizeof(unsloth_comm_info)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * `UNSLOTH_COMM_KIND_*`.
+   */
+  unsloth_comm_kind kind;
+  /**
+   * Which rank this is.
+   */
+  int32_t rank;
+  /**
+   * Ranks of the group.
+   */
+  int32_t size;
+} unsloth_comm_info;
 
 /**
  * How the losses of tokens become one.
@@ -3447,6 +3674,37 @@ typedef struct unsloth_quantize_params {
 } unsloth_quantize_params;
 
 /**
+ * Arguments of `unsloth_reduce_scatter_forward`: `out` is this rank's rows of `op(x of rank 0, x of rank 1, ..)`.
+ */
+typedef struct unsloth_reduce_scatter_params {
+  /**
+   * `sizeof(unsloth_reduce_scatter_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * `UNSLOTH_REDUCE_OP_*`, the same on all ranks.
+   */
+  unsloth_reduce_op op;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * Optional: the rows of each rank, one entry for each, on the host, the same on all ranks; NULL for as many of each.
+   */
+  const int64_t *counts;
+  /**
+   * The rows of all ranks, `[rows, ..]`, f32, f16, bf16, i32, i64 or i8, contiguous; as many elements of one dtype on all ranks.
+   */
+  struct unsloth_tensor x;
+  /**
+   * This rank's rows, of the dtype of `x`; contiguous. In place if it is absent or this rank's rows of `x`, which then become the
+   * result; the other rows stay as they are.
+   */
+  struct unsloth_tensor out;
+} unsloth_reduce_scatter_params;
+
+/**
  * Arguments of `unsloth_rms_norm_forward`: `y = s / sqrt(mean(s^2) + epsilon) * (weight + weight_offset)` over the last dimension,
  * with `s = x + residual`.
  */
@@ -3595,6 +3853,40 @@ typedef struct unsloth_rope_params {
    */
   struct unsloth_tensor positions;
 } unsloth_rope_params;
+
+/**
+ * Arguments of `unsloth_send_receive_forward`: `x` goes to rank `to`, and `out` comes from rank `from`.
+ */
+typedef struct unsloth_send_receive_params {
+  /**
+   * `sizeof(unsloth_send_receive_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * With `x`: which rank it goes to.
+   */
+  int32_t to;
+  /**
+   * With `out`: which rank it comes from. A rank that sends to itself also receives from itself.
+   */
+  int32_t from;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * Optional: what is sent, `[..]`, f32, f16, bf16, i32, i64, i8 or bool; contiguous. One of the two at least is there.
+   */
+  struct unsloth_tensor x;
+  /**
+   * Optional: what is received, of as many elements as are sent and of their dtype; contiguous. It may not overlap `x`.
+   */
+  struct unsloth_tensor out;
+} unsloth_send_receive_params;
 
 /**
  * Arguments of `unsloth_swiglu_forward`: `out = activation(gate) * up`, elementwise. Either `gate` and `up` are there, or
@@ -3767,6 +4059,12 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_STATUS_INTERNAL_ERROR 11
 
 /**
+ * The ranks of a group did not come together, one aborted, or NCCL reported an error; the message
+ * says which.
+ */
+#define UNSLOTH_STATUS_COMM_ERROR 12
+
+/**
  * The host processor; tensors are host memory. Always there, and the default.
  */
 #define UNSLOTH_BACKEND_CPU 0
@@ -3931,6 +4229,36 @@ typedef struct unsloth_swiglu_backward_params {
  * Go back through it. Then neither its input nor what it saved is needed any more.
  */
 #define UNSLOTH_CHECKPOINT_STEP_BACKWARD 4
+
+/**
+ * They are threads of one process, each with a context of the CPU backend, of its own or a shared one.
+ */
+#define UNSLOTH_COMM_KIND_LOCAL 0
+
+/**
+ * Their sum. Integers wrap around.
+ */
+#define UNSLOTH_REDUCE_OP_SUM 0
+
+/**
+ * Their sum over the number of ranks, of floats.
+ */
+#define UNSLOTH_REDUCE_OP_AVG 1
+
+/**
+ * The greatest. NaN counts only where all are.
+ */
+#define UNSLOTH_REDUCE_OP_MAX 2
+
+/**
+ * The least. NaN counts only where all are.
+ */
+#define UNSLOTH_REDUCE_OP_MIN 3
+
+/**
+ * Their product. Integers wrap around.
+ */
+#define UNSLOTH_REDUCE_OP_PROD 4
 
 /**
  * Their sum over the number of tokens that are not ignored, or over `denominator`.
@@ -4425,6 +4753,69 @@ unsloth_status unsloth_tensor_from_dlpack_versioned(const void *managed,
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its counts to an entry for each rank; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_all_gather_supported(struct unsloth_context *ctx,
+                                            const struct unsloth_all_gather_params *params,
+                                            unsloth_implementation *implementation);
+
+/**
+ * Queues it on `stream`; every rank of the group calls it. Needs no workspace. A rank of a local group waits for the others.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its counts to an entry for each rank; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_all_gather_forward(struct unsloth_context *ctx,
+                                          const struct unsloth_all_gather_params *params,
+                                          unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_all_reduce_supported(struct unsloth_context *ctx,
+                                            const struct unsloth_all_reduce_params *params,
+                                            unsloth_implementation *implementation);
+
+/**
+ * Queues it on `stream`; every rank of the group calls it. Needs no workspace. A rank of a local group waits for the others.
+ *
+ * In a local group numbers are reduced in the order of ranks, in f32 (integers in 64 bits), and rounded once: every rank has the same
+ * bits, and has them again.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_all_reduce_forward(struct unsloth_context *ctx,
+                                          const struct unsloth_all_reduce_params *params,
+                                          unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its counts to an entry for each rank; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_all_to_all_supported(struct unsloth_context *ctx,
+                                            const struct unsloth_all_to_all_params *params,
+                                            unsloth_implementation *implementation);
+
+/**
+ * Queues it on `stream`; every rank of the group calls it. Needs no workspace. A rank of a local group waits for the others.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its counts to an entry for each rank; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_all_to_all_forward(struct unsloth_context *ctx,
+                                          const struct unsloth_all_to_all_params *params,
+                                          unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at. The status and message are those the call itself would give.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
@@ -4613,6 +5004,26 @@ unsloth_status unsloth_attention_block_backward(struct unsloth_context *ctx,
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_broadcast_supported(struct unsloth_context *ctx,
+                                           const struct unsloth_broadcast_params *params,
+                                           unsloth_implementation *implementation);
+
+/**
+ * Queues it on `stream`; every rank of the group calls it. Needs no workspace. A rank of a local group waits for the others.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_broadcast_forward(struct unsloth_context *ctx,
+                                         const struct unsloth_broadcast_params *params,
+                                         unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at. The status and message are those the call itself would give.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
@@ -4654,6 +5065,74 @@ unsloth_status unsloth_checkpoint_plan(const struct unsloth_checkpoint_plan_para
                                        struct unsloth_checkpoint_summary *summary,
                                        struct unsloth_checkpoint_action *actions,
                                        size_t capacity);
+
+/**
+ * Writes an id for a new group to `id`. One rank calls it, and gives the id to the others.
+ *
+ * The id of a local group is a number of this process, and nothing is kept for it.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `id` is NULL or valid for a
+ * write.
+ */
+unsloth_status unsloth_comm_id_create(const struct unsloth_comm_id_params *params,
+                                      struct unsloth_comm_id *id);
+
+/**
+ * Joins a group and writes the handle of this rank's part in it to `comm`; the caller ends it with
+ * `unsloth_comm_destroy`. Every rank calls it with one id, and it waits for all.
+ *
+ * A rank that is taken, or another size than the first rank's, is `UNSLOTH_STATUS_INVALID_ARGUMENT`
+ * for the rank that comes with it and `UNSLOTH_STATUS_COMM_ERROR` for those that are there, as is a
+ * rank that does not come in time. The id has served then.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `comm` is NULL or valid for a
+ * write.
+ */
+unsloth_status unsloth_comm_create(struct unsloth_context *ctx,
+                                   const struct unsloth_comm_params *params,
+                                   struct unsloth_comm **comm);
+
+/**
+ * Ends a rank's part in a group; NULL is fine. Calls in other threads get to their end first. The
+ * other ranks of a local group come back from what they wait for it in with
+ * `UNSLOTH_STATUS_COMM_ERROR`, and can only send to each other then.
+ *
+ * Requires: `comm` is NULL or was made by `unsloth_comm_create`.
+ */
+unsloth_status unsloth_comm_destroy(struct unsloth_comm *comm);
+
+/**
+ * Describes a group in `info`, whose `struct_size` the caller has set (`UNSLOTH_COMM_INFO_INIT`).
+ *
+ * Requires: `info` is NULL or points to `info->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_comm_info_get(struct unsloth_comm *comm, struct unsloth_comm_info *info);
+
+/**
+ * Meets the other ranks of a group once, so that what the first collective takes longer for is done.
+ * Every rank calls it; not during a capture.
+ *
+ * Requires: `stream` is NULL or a live stream of the group's device.
+ */
+unsloth_status unsloth_comm_warm_up(struct unsloth_comm *comm,
+                                    unsloth_stream stream);
+
+/**
+ * Whether a group works, as far as this rank knows: `UNSLOTH_STATUS_SUCCESS`, or
+ * `UNSLOTH_STATUS_COMM_ERROR` and the message says why not. Does not wait.
+ *
+ * Requires: `comm` was made by `unsloth_comm_create`.
+ */
+unsloth_status unsloth_comm_error_get(struct unsloth_comm *comm);
+
+/**
+ * Breaks a group: ranks that wait for others come back with `UNSLOTH_STATUS_COMM_ERROR`, and later
+ * calls of any rank are refused so. Any thread may call it, while others are in collectives. The
+ * handle still has to be destroyed.
+ *
+ * Requires: `comm` was made by `unsloth_comm_create`.
+ */
+unsloth_status unsloth_comm_abort(struct unsloth_comm *comm);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless
@@ -5762,6 +6241,28 @@ unsloth_status unsloth_quantize_forward(struct unsloth_context *ctx,
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its counts to an entry for each rank; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_reduce_scatter_supported(struct unsloth_context *ctx,
+                                                const struct unsloth_reduce_scatter_params *params,
+                                                unsloth_implementation *implementation);
+
+/**
+ * Queues it on `stream`; every rank of the group calls it. Needs no workspace. A rank of a local group waits for the others.
+ *
+ * Numbers are those of `unsloth_all_reduce_forward`, in a local group bit for bit.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its counts to an entry for each rank; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_reduce_scatter_forward(struct unsloth_context *ctx,
+                                              const struct unsloth_reduce_scatter_params *params,
+                                              unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at. The status and message are those the call itself would give.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
@@ -5844,6 +6345,27 @@ unsloth_status unsloth_rope_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_rope_forward(struct unsloth_context *ctx,
                                     const struct unsloth_rope_params *params,
                                     unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_send_receive_supported(struct unsloth_context *ctx,
+                                              const struct unsloth_send_receive_params *params,
+                                              unsloth_implementation *implementation);
+
+/**
+ * Queues it on `stream`. Only the two ranks of a transfer call it, each with its side; one that sends and receives, as in a ring, does
+ * both in one call. Needs no workspace. A rank of a local group waits for the other one.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_send_receive_forward(struct unsloth_context *ctx,
+                                            const struct unsloth_send_receive_params *params,
+                                            unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

@@ -135,6 +135,9 @@ class Owner {
 };
 
 namespace detail {
+struct EndComm {
+  void operator()(unsloth_comm *handle) const noexcept { unsloth_comm_destroy(handle); }
+};
 struct EndContext {
   void operator()(unsloth_context *handle) const noexcept { unsloth_context_destroy(handle); }
 };
@@ -272,6 +275,23 @@ class Optimizer : public Owner<unsloth_optimizer *, detail::EndOptimizer> {
   Optimizer(unsloth_context *context, const unsloth_optimizer_params &params,
             unsloth_stream stream = nullptr) {
     check(create(context, params, stream));
+  }
+#endif
+};
+
+/// A rank's part in a group of ranks. `params.id` is of `unsloth_comm_id_create`, the same on all.
+class Comm : public Owner<unsloth_comm *, detail::EndComm> {
+ public:
+  Comm() = default;
+  /// Replaces what this owns by a part in another group, and waits for its other ranks.
+  unsloth_status create(unsloth_context *context, const unsloth_comm_params &params) noexcept {
+    reset();
+    return unsloth_comm_create(context, &params, &handle_);
+  }
+
+#if defined(__cpp_exceptions)
+  Comm(unsloth_context *context, const unsloth_comm_params &params) {
+    check(create(context, params));
   }
 #endif
 };

@@ -5,6 +5,7 @@
 
 mod accountant;
 mod event;
+mod transport;
 
 use crate::alloc::{Shared, boxed};
 use crate::backend::{self, check_ordinal};
@@ -17,6 +18,7 @@ use crate::tensor::{Place, Scratch};
 pub(crate) use accountant::Accountant;
 pub use accountant::MemoryStats;
 pub use event::Event;
+pub(crate) use transport::{Collective, ID_BYTES, MAX_RANKS, Transport};
 
 pub use crate::backend::{Backend, DeviceInfo, Implementation, ProductShape, Stream};
 

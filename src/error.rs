@@ -124,6 +124,14 @@ pub enum Error {
         /// Whether the device's context is lost with it, as after a fault in a kernel.
         sticky: bool,
     },
+    /// The ranks of a group did not come together, or NCCL reported an error.
+    #[error("{op}: comm {problem}")]
+    Comm {
+        /// The operation that was called.
+        op: &'static str,
+        /// What is wrong with the group, as the end of a sentence.
+        problem: String,
+    },
     /// A bug in this library.
     #[error("{op}: internal error: {message}")]
     Internal {
@@ -202,6 +210,7 @@ impl Error {
             | Error::BackendUnavailable { op, .. }
             | Error::UnsupportedDevice { op, .. }
             | Error::Cuda { op, .. }
+            | Error::Comm { op, .. }
             | Error::Internal { op, .. } => *op = name,
         }
         self
@@ -232,6 +241,14 @@ impl Error {
             *argument = joined.into();
         }
         self
+    }
+
+    /// An [`Error::Comm`]; `problem` continues a sentence that starts with the group.
+    pub(crate) fn comm(op: &'static str, problem: impl fmt::Display) -> Self {
+        Error::Comm {
+            op,
+            problem: text_of(problem),
+        }
     }
 
     /// An [`Error::Unsupported`]; `problem` continues a sentence that starts with the argument's name.

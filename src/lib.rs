@@ -4,6 +4,7 @@
 //! |-|-|
 //! | [`ffi`] | the C ABI: pointers checked and converted, errors mapped, nothing else |
 //! | [`ops`] | one module per operation: parameters and their validation |
+//! | [`comm`] | groups of ranks, over which collectives run |
 //! | [`kv_cache`] | pages, sequences, eviction |
 //! | [`optimizer`] | updates of parameters, loss scaling, clipping |
 //! | [`estimate`] | how much memory a model takes |
@@ -46,6 +47,7 @@ mod alloc;
 pub mod backend;
 #[cfg(feature = "candle")]
 pub mod candle;
+pub mod comm;
 pub mod context;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -68,6 +70,7 @@ mod problem;
 pub mod tensor;
 pub mod training;
 
+pub use comm::Comm;
 pub use context::{Backend, Context, ContextOptions, DeviceInfo, Event, Stream};
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};

@@ -66,6 +66,83 @@ static void events_ready(void) {
   CHECK_OK(unsloth_event_record(later, NULL));
 }
 
+static unsloth_comm *comm, *created_comm;
+static unsloth_comm_id_params of_id;
+static unsloth_comm_params of_comm;
+static unsloth_comm_info comm_info;
+static unsloth_comm_id comm_id;
+static void comm_params_ready(void) {
+  with_context();
+  of_id = (unsloth_comm_id_params)UNSLOTH_COMM_ID_PARAMS_INIT;
+  of_comm = (unsloth_comm_params)UNSLOTH_COMM_PARAMS_INIT;
+  comm_info = (unsloth_comm_info)UNSLOTH_COMM_INFO_INIT;
+  CHECK_OK(unsloth_comm_id_create(&of_id, &of_comm.id));
+  of_comm.size = 1;
+}
+// An id serves once.
+static unsloth_status ask_unsloth_comm_create(void) {
+  CHECK_OK(unsloth_comm_id_create(&of_id, &of_comm.id));
+  return unsloth_comm_create(ctx, &of_comm, &created_comm);
+}
+static void comm_ready(void) {
+  comm_params_ready();
+  CHECK_OK(unsloth_comm_create(ctx, &of_comm, &comm));
+}
+
+static unsloth_all_reduce_params all_reduce;
+static void all_reduce_ready(void) {
+  comm_ready();
+  all_reduce = (unsloth_all_reduce_params)UNSLOTH_ALL_REDUCE_PARAMS_INIT;
+  all_reduce.comm = comm;
+  all_reduce.x = in2(TOKENS, HIDDEN);
+  all_reduce.out = out2(TOKENS, HIDDEN);
+}
+
+static unsloth_all_gather_params all_gather;
+static void all_gather_ready(void) {
+  comm_ready();
+  all_gather = (unsloth_all_gather_params)UNSLOTH_ALL_GATHER_PARAMS_INIT;
+  all_gather.comm = comm;
+  all_gather.x = in2(TOKENS, HIDDEN);
+  all_gather.out = out2(TOKENS, HIDDEN);
+}
+
+static unsloth_reduce_scatter_params reduce_scatter;
+static void reduce_scatter_ready(void) {
+  comm_ready();
+  reduce_scatter = (unsloth_reduce_scatter_params)UNSLOTH_REDUCE_SCATTER_PARAMS_INIT;
+  reduce_scatter.comm = comm;
+  reduce_scatter.x = in2(TOKENS, HIDDEN);
+  reduce_scatter.out = out2(TOKENS, HIDDEN);
+}
+
+static unsloth_broadcast_params broadcast;
+static void broadcast_ready(void) {
+  comm_ready();
+  broadcast = (unsloth_broadcast_params)UNSLOTH_BROADCAST_PARAMS_INIT;
+  broadcast.comm = comm;
+  broadcast.x = in2(TOKENS, HIDDEN);
+  broadcast.out = out2(TOKENS, HIDDEN);
+}
+
+static unsloth_all_to_all_params all_to_all;
+static void all_to_all_ready(void) {
+  comm_ready();
+  all_to_all = (unsloth_all_to_all_params)UNSLOTH_ALL_TO_ALL_PARAMS_INIT;
+  all_to_all.comm = comm;
+  all_to_all.x = in2(TOKENS, HIDDEN);
+  all_to_all.out = out2(TOKENS, HIDDEN);
+}
+
+static unsloth_send_receive_params send_receive;
+static void send_receive_ready(void) {
+  comm_ready();
+  send_receive = (unsloth_send_receive_params)UNSLOTH_SEND_RECEIVE_PARAMS_INIT;
+  send_receive.comm = comm;
+  send_receive.x = in2(TOKENS, HIDDEN);
+  send_receive.out = out2(TOKENS, HIDDEN);
+}
+
 static unsloth_argmax_params argmax;
 static void argmax_ready(void) {
   with_context();
@@ -920,6 +997,33 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (optimizer, saved_optimizer, saved_size, NULL), OK)                                            \
   X(optimizer_load, saved_ready, unsloth_optimizer_load,                                           \
     (optimizer, saved_optimizer, saved_size, NULL), OK)                                            \
+  X(all_reduce_supported, all_reduce_ready, unsloth_all_reduce_supported,                          \
+    (ctx, &all_reduce, &implementation), OK)                                                       \
+  X(all_reduce, all_reduce_ready, unsloth_all_reduce_forward, (ctx, &all_reduce, NULL), OK)        \
+  X(all_gather_supported, all_gather_ready, unsloth_all_gather_supported,                          \
+    (ctx, &all_gather, &implementation), OK)                                                       \
+  X(all_gather, all_gather_ready, unsloth_all_gather_forward, (ctx, &all_gather, NULL), OK)        \
+  X(reduce_scatter_supported, reduce_scatter_ready, unsloth_reduce_scatter_supported,              \
+    (ctx, &reduce_scatter, &implementation), OK)                                                   \
+  X(reduce_scatter, reduce_scatter_ready, unsloth_reduce_scatter_forward,                          \
+    (ctx, &reduce_scatter, NULL), OK)                                                              \
+  X(broadcast_supported, broadcast_ready, unsloth_broadcast_supported,                             \
+    (ctx, &broadcast, &implementation), OK)                                                        \
+  X(broadcast, broadcast_ready, unsloth_broadcast_forward, (ctx, &broadcast, NULL), OK)            \
+  X(all_to_all_supported, all_to_all_ready, unsloth_all_to_all_supported,                          \
+    (ctx, &all_to_all, &implementation), OK)                                                       \
+  X(all_to_all, all_to_all_ready, unsloth_all_to_all_forward, (ctx, &all_to_all, NULL), OK)        \
+  X(send_receive_supported, send_receive_ready, unsloth_send_receive_supported,                    \
+    (ctx, &send_receive, &implementation), OK)                                                     \
+  X(send_receive, send_receive_ready, unsloth_send_receive_forward, (ctx, &send_receive, NULL),    \
+    OK)                                                                                            \
+  X(comm_id, comm_params_ready, unsloth_comm_id_create, (&of_id, &comm_id), OK)                    \
+  X(comm_create, comm_params_ready, ask_unsloth_comm_create, (), OK)                               \
+  X(comm_info, comm_ready, unsloth_comm_info_get, (comm, &comm_info), OK)                          \
+  X(comm_warm_up, comm_ready, unsloth_comm_warm_up, (comm, NULL), OK)                              \
+  X(comm_error, comm_ready, unsloth_comm_error_get, (comm), OK)                                    \
+  X(comm_abort, comm_ready, unsloth_comm_abort, (comm), OK)                                        \
+  X(comm_destroy, comm_ready, unsloth_comm_destroy, (comm), OK)                                    \
   X(device_count, nothing, unsloth_device_count, (UNSLOTH_BACKEND_CPU, &device_count), OK)         \
   X(device_info, structs_ready, unsloth_device_info_get, (UNSLOTH_BACKEND_CPU, 0, &device_info),   \
     OK)                                                                                            \

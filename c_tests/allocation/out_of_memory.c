@@ -40,7 +40,7 @@ typedef struct {
 typedef struct {
   uint64_t outputs, caches;
   uint64_t in_use, num_allocations;
-  void *pointers[6];
+  void *pointers[7];
   int64_t numbers[4];
 } state;
 
@@ -88,6 +88,7 @@ static state look(void) {
   s.pointers[3] = stream;
   s.pointers[4] = keys.data;
   s.pointers[5] = created_optimizer;
+  s.pointers[6] = created_comm;
   s.numbers[0] = sequence;
   s.numbers[1] = number;
   s.numbers[2] = device_count;

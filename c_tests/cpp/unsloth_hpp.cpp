@@ -91,6 +91,15 @@ void owners() {
   CHECK(cache.create(ctx, wrong) == UNSLOTH_STATUS_INVALID_ARGUMENT && !cache);
   CHECK(unsloth::last_error_message().find("num_pages") != std::string::npos);
 
+  auto of_id = unsloth::make<unsloth_comm_id_params>();
+  auto of_group = unsloth::make<unsloth_comm_params>();
+  CHECK(unsloth_comm_id_create(&of_id, &of_group.id) == UNSLOTH_STATUS_SUCCESS);
+  unsloth::Comm comm;
+  CHECK(comm.create(ctx, of_group) == UNSLOTH_STATUS_INVALID_ARGUMENT && !comm);
+  of_group.size = 1;
+  CHECK(comm.create(ctx, of_group) == UNSLOTH_STATUS_SUCCESS && comm);
+  CHECK(unsloth_comm_warm_up(comm, nullptr) == UNSLOTH_STATUS_SUCCESS);
+
   float weight = 1, gradient = 1;
   unsloth_parameter parameter = {};
   parameter.weight = unsloth::tensor(&weight, UNSLOTH_DTYPE_F32, {1});
@@ -112,6 +121,7 @@ void owners() {
   training.num_groups = 0;
   CHECK(optimizer.create(ctx, training) == UNSLOTH_STATUS_INVALID_ARGUMENT && !optimizer);
   state.reset();
+  comm.reset();
 
   unsloth_context *raw = ctx.release();
   CHECK(!ctx && unsloth_context_destroy(raw) == UNSLOTH_STATUS_SUCCESS);

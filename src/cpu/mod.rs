@@ -7,6 +7,7 @@ pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod blocks;
 pub(crate) mod cast;
+pub(crate) mod collective;
 mod cross_entropy;
 pub(crate) mod embedding;
 mod event;

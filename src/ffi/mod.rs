@@ -6,11 +6,16 @@
 //! Names follow C's conventions, as the header shows them.
 #![allow(non_camel_case_types)]
 
+pub mod all_gather;
+pub mod all_reduce;
+pub mod all_to_all;
 pub mod argmax;
 pub mod attention;
 pub mod attention_block;
+pub mod broadcast;
 pub mod cast;
 pub mod checkpoint;
+pub mod comm;
 pub mod context;
 pub mod cross_entropy;
 pub mod decoder_layer;
@@ -34,8 +39,10 @@ pub mod optimizer_handle;
 mod params;
 pub mod qk_norm_rope;
 pub mod quantize;
+pub mod reduce_scatter;
 pub mod rms_norm;
 pub mod rope;
+pub mod send_receive;
 mod slots;
 pub mod status;
 pub mod swiglu;

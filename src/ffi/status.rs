@@ -33,6 +33,9 @@ pub const UNSLOTH_STATUS_UNSUPPORTED_DEVICE: unsloth_status = 9;
 pub const UNSLOTH_STATUS_CUDA_ERROR: unsloth_status = 10;
 /// A bug in this library.
 pub const UNSLOTH_STATUS_INTERNAL_ERROR: unsloth_status = 11;
+/// The ranks of a group did not come together, one aborted, or NCCL reported an error; the message
+/// says which.
+pub const UNSLOTH_STATUS_COMM_ERROR: unsloth_status = 12;
 
 impl Error {
     /// The C ABI's status of this error.
@@ -48,6 +51,7 @@ impl Error {
             Error::BackendUnavailable { .. } => UNSLOTH_STATUS_BACKEND_UNAVAILABLE,
             Error::UnsupportedDevice { .. } => UNSLOTH_STATUS_UNSUPPORTED_DEVICE,
             Error::Cuda { .. } => UNSLOTH_STATUS_CUDA_ERROR,
+            Error::Comm { .. } => UNSLOTH_STATUS_COMM_ERROR,
             Error::Internal { .. } => UNSLOTH_STATUS_INTERNAL_ERROR,
         }
     }
@@ -154,6 +158,7 @@ pub extern "C" fn unsloth_status_name(status: unsloth_status) -> *const c_char {
         UNSLOTH_STATUS_UNSUPPORTED_DEVICE => c"UNSLOTH_STATUS_UNSUPPORTED_DEVICE",
         UNSLOTH_STATUS_CUDA_ERROR => c"UNSLOTH_STATUS_CUDA_ERROR",
         UNSLOTH_STATUS_INTERNAL_ERROR => c"UNSLOTH_STATUS_INTERNAL_ERROR",
+        UNSLOTH_STATUS_COMM_ERROR => c"UNSLOTH_STATUS_COMM_ERROR",
         _ => c"UNSLOTH_STATUS_UNKNOWN",
     };
     name.as_ptr()

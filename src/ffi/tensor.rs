@@ -374,7 +374,7 @@ unsafe fn scales_from<'a>(
     unsafe { quantization.scale.optional_input(op, "quantization.scale") }
 }
 
-fn absent(op: &'static str, name: &'static str) -> Error {
+pub(crate) fn absent(op: &'static str, name: &'static str) -> Error {
     Error::invalid(op, name, "is absent (rank 0), it is required")
 }
 

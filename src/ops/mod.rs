@@ -5,12 +5,17 @@
 //! plan. `supported` and `workspace_size` tell of the plan that `forward` launches; they look at shapes, strides
 //! and dtypes but never at data pointers, which may be NULL there.
 
+pub mod all_gather;
+pub mod all_reduce;
+pub mod all_to_all;
 pub mod argmax;
 pub mod attention;
 pub mod attention_block;
+pub mod broadcast;
 pub mod cast;
 pub(crate) mod check;
 mod chunked;
+pub(crate) mod collective;
 pub mod cross_entropy;
 pub mod decoder_layer;
 pub mod embedding;
@@ -25,8 +30,10 @@ pub(crate) mod operation;
 pub(crate) mod parts;
 pub mod qk_norm_rope;
 pub mod quantize;
+pub mod reduce_scatter;
 pub mod rms_norm;
 pub mod rope;
+pub mod send_receive;
 pub mod swiglu;
 
 pub use crate::backend::Implementation;

@@ -7,6 +7,7 @@ pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod cast;
 pub(crate) mod chunked;
+pub(crate) mod collective;
 pub(crate) mod cross_entropy;
 pub(crate) mod decoder_layer;
 pub(crate) mod embedding;

@@ -9,6 +9,7 @@ mod arena;
 mod attention;
 mod cache;
 mod call;
+mod collectives;
 mod decoder_layer;
 mod dense;
 mod estimates;
@@ -30,11 +31,16 @@ use input::Input;
 /// Which context this execution's calls are made on.
 static CHOSEN: AtomicUsize = AtomicUsize::new(0);
 
+/// The number of that context.
+fn chosen() -> usize {
+    CHOSEN.load(Ordering::Relaxed)
+}
+
 /// A context that all executions share: most of them one whose calls stay on the calling thread, which saves waking another; one
 /// in 16 a context with two threads.
 fn context() -> *mut unsloth_context {
     static CONTEXTS: [OnceLock<usize>; 2] = [const { OnceLock::new() }; 2];
-    let chosen = CHOSEN.load(Ordering::Relaxed);
+    let chosen = chosen();
     let ticket = CONTEXTS[chosen].get_or_init(|| {
         let params = unsloth_context_params {
             struct_size: size_of::<unsloth_context_params>() as u32,
@@ -61,7 +67,7 @@ fn last_message() -> String {
 }
 
 /// What an execution may do; its first byte chooses. Any number of entries is reached by seeds that begin with every byte.
-const CHOICES: usize = 5 + operations::ALL.len();
+const CHOICES: usize = 6 + operations::ALL.len();
 
 fuzz_target!(|bytes: &[u8]| {
     let mut input = Input::new(bytes);
@@ -71,6 +77,7 @@ fuzz_target!(|bytes: &[u8]| {
         0..3 => cache::run(&mut input),
         3 => estimates::run(&mut input),
         4 => optimizer::run(&mut input),
-        _ => operations::run(operations::ALL[choice - 5], &mut input),
+        5 => collectives::run(&mut input),
+        _ => operations::run(operations::ALL[choice - 6], &mut input),
     }
 });

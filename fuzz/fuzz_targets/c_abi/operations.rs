@@ -1,10 +1,14 @@
 //! The calls that there are.
 
+use unsloth::ffi::all_gather::*;
+use unsloth::ffi::all_reduce::*;
+use unsloth::ffi::all_to_all::*;
 use unsloth::ffi::argmax::*;
 use unsloth::ffi::attention::backward::*;
 use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
+use unsloth::ffi::broadcast::*;
 use unsloth::ffi::cast::*;
 use unsloth::ffi::cross_entropy::*;
 use unsloth::ffi::decoder_layer::backward::*;
@@ -23,9 +27,11 @@ use unsloth::ffi::mlp::*;
 use unsloth::ffi::qk_norm_rope::backward::*;
 use unsloth::ffi::qk_norm_rope::*;
 use unsloth::ffi::quantize::*;
+use unsloth::ffi::reduce_scatter::*;
 use unsloth::ffi::rms_norm::backward::*;
 use unsloth::ffi::rms_norm::*;
 use unsloth::ffi::rope::*;
+use unsloth::ffi::send_receive::*;
 use unsloth::ffi::swiglu::backward::*;
 use unsloth::ffi::swiglu::*;
 
@@ -60,7 +66,7 @@ macro_rules! finish {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 33] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 39] = [
     of!(
         attention,
         unsloth_attention_supported,
@@ -223,6 +229,36 @@ pub const ALL: [fn(&mut Call<'_, '_>); 33] = [
         embedding,
         unsloth_embedding_supported,
         unsloth_embedding_forward
+    ),
+    of!(
+        all_reduce,
+        unsloth_all_reduce_supported,
+        unsloth_all_reduce_forward
+    ),
+    of!(
+        all_gather,
+        unsloth_all_gather_supported,
+        unsloth_all_gather_forward
+    ),
+    of!(
+        reduce_scatter,
+        unsloth_reduce_scatter_supported,
+        unsloth_reduce_scatter_forward
+    ),
+    of!(
+        broadcast,
+        unsloth_broadcast_supported,
+        unsloth_broadcast_forward
+    ),
+    of!(
+        all_to_all,
+        unsloth_all_to_all_supported,
+        unsloth_all_to_all_forward
+    ),
+    of!(
+        send_receive,
+        unsloth_send_receive_supported,
+        unsloth_send_receive_forward
     ),
 ];
 

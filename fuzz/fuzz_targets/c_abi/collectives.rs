@@ -1,0 +1,195 @@
+//! Collectives, of a group of one rank: a fuzzer has one thread. And groups that are not made.
+
+use std::sync::OnceLock;
+
+use unsloth::ffi::all_gather::*;
+use unsloth::ffi::all_reduce::*;
+use unsloth::ffi::all_to_all::*;
+use unsloth::ffi::broadcast::*;
+use unsloth::ffi::comm::*;
+use unsloth::ffi::reduce_scatter::*;
+use unsloth::ffi::send_receive::*;
+use unsloth::ffi::status::*;
+use unsloth::ffi::tensor::*;
+
+use crate::call::{Call, Stated, like, zeroed};
+use crate::input::Input;
+use crate::{chosen, context, last_message};
+
+/// The group of the context that is chosen, which all executions share.
+fn group() -> *mut unsloth_comm {
+    static GROUPS: [OnceLock<usize>; 2] = [const { OnceLock::new() }; 2];
+    let ticket = GROUPS[chosen()].get_or_init(|| {
+        // SAFETY: params structs, and pointers to live locals.
+        unsafe {
+            let mut params = sound();
+            params.size = 1;
+            let mut comm = std::ptr::null_mut();
+            let status = unsloth_comm_create(context(), &params, &mut comm);
+            assert_eq!(status, UNSLOTH_STATUS_SUCCESS, "{}", last_message());
+            comm.expose_provenance()
+        }
+    });
+    std::ptr::with_exposed_provenance_mut(*ticket)
+}
+
+/// Arguments of a group with a new id, and of no rank yet.
+unsafe fn sound() -> unsloth_comm_params {
+    // SAFETY: params structs; pointers to live locals.
+    unsafe {
+        let mut params = zeroed::<unsloth_comm_params>().params;
+        params.struct_size = size_of::<unsloth_comm_params>() as u32;
+        let mut of_id = zeroed::<unsloth_comm_id_params>().params;
+        of_id.struct_size = size_of::<unsloth_comm_id_params>() as u32;
+        let status = unsloth_comm_id_create(&of_id, &mut params.id);
+        assert_eq!(status, UNSLOTH_STATUS_SUCCESS, "{}", last_message());
+        params
+    }
+}
+
+/// Groups are made or refused, in time.
+pub fn run(input: &mut Input) {
+    // SAFETY: params structs of the size that they state; pointers to live locals, and the handle that
+    // was made.
+    unsafe {
+        let mut params = sound();
+        params.size = input.pick(&[1, 1, 2, 0, -1, i32::MAX, 1025]);
+        params.rank = input.pick(&[0, 0, 1, -1, i32::MIN, 1024]);
+        params.timeout_ms = 1;
+        if input.one_in(8) {
+            params.kind = input.word() as u32;
+        }
+        if input.one_in(4) {
+            let at = usize::from(input.byte()) % params.id.bytes.len();
+            params.id.bytes[at] ^= input.byte();
+        }
+        let mut comm = std::ptr::null_mut();
+        let status = unsloth_comm_create(context(), &params, &mut comm);
+        assert_ne!(status, UNSLOTH_STATUS_INTERNAL_ERROR, "{}", last_message());
+        assert_eq!(status == UNSLOTH_STATUS_SUCCESS, !comm.is_null());
+        if !comm.is_null() {
+            assert_eq!(params.size, 1);
+            if input.one_in(2) {
+                assert_eq!(unsloth_comm_abort(comm), UNSLOTH_STATUS_SUCCESS);
+            }
+            assert_eq!(unsloth_comm_destroy(comm), UNSLOTH_STATUS_SUCCESS);
+        }
+    }
+}
+
+impl Call<'_, '_> {
+    /// The group, seldom none.
+    fn comm(&mut self) -> *mut unsloth_comm {
+        match self.input.one_in(32) {
+            true => std::ptr::without_provenance_mut(self.input.word() as usize),
+            false => group(),
+        }
+    }
+
+    fn moved_dtype(&mut self) -> unsloth_dtype {
+        self.input.pick(&[
+            UNSLOTH_DTYPE_F32,
+            UNSLOTH_DTYPE_F16,
+            UNSLOTH_DTYPE_BF16,
+            UNSLOTH_DTYPE_I32,
+            UNSLOTH_DTYPE_I64,
+            UNSLOTH_DTYPE_I8,
+            UNSLOTH_DTYPE_BOOL,
+            UNSLOTH_DTYPE_Q4_0,
+        ])
+    }
+
+    /// A tensor, and one of the same shape.
+    fn moved(&mut self) -> (unsloth_tensor, unsloth_tensor) {
+        let dtype = self.moved_dtype();
+        let (mut shape, dim) = self.rows();
+        shape.push(dim);
+        let x = self.tensor(dtype, &shape);
+        let out = match self.input.one_in(4) {
+            true => x,
+            false => self.tensor(dtype, &like(&x)),
+        };
+        (x, out)
+    }
+
+    /// The one count that there is, seldom a wrong one; or none.
+    fn counts(&mut self, of: &unsloth_tensor) -> *const i64 {
+        if self.input.one_in(2) {
+            return std::ptr::null();
+        }
+        let count = match self.input.one_in(4) {
+            true => self.input.number(),
+            false => of.shape[0],
+        };
+        let counts = Box::new([count]);
+        let at = counts.as_ptr();
+        self.kept.push(counts);
+        at
+    }
+
+    pub fn all_reduce(&mut self) -> Box<Stated<unsloth_all_reduce_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_all_reduce_params>> = unsafe { zeroed() };
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        p.op = self.input.up_to(5) as u32;
+        (p.x, p.out) = self.moved();
+        stated
+    }
+
+    pub fn all_gather(&mut self) -> Box<Stated<unsloth_all_gather_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_all_gather_params>> = unsafe { zeroed() };
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        (p.x, p.out) = self.moved();
+        p.counts = self.counts(&p.out);
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    pub fn reduce_scatter(&mut self) -> Box<Stated<unsloth_reduce_scatter_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_reduce_scatter_params>> = unsafe { zeroed() };
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        p.op = self.input.up_to(5) as u32;
+        (p.x, p.out) = self.moved();
+        p.counts = self.counts(&p.x);
+        stated
+    }
+
+    pub fn broadcast(&mut self) -> Box<Stated<unsloth_broadcast_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_broadcast_params>> = unsafe { zeroed() };
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        p.root = self.input.pick(&[0, 0, 0, 1, -1, i32::MAX]);
+        (p.x, p.out) = self.moved();
+        stated
+    }
+
+    pub fn all_to_all(&mut self) -> Box<Stated<unsloth_all_to_all_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_all_to_all_params>> = unsafe { zeroed() };
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        (p.x, p.out) = self.moved();
+        p.send_counts = self.counts(&p.x);
+        p.receive_counts = self.counts(&p.out);
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    pub fn send_receive(&mut self) -> Box<Stated<unsloth_send_receive_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_send_receive_params>> = unsafe { zeroed() };
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        p.to = self.input.pick(&[0, 0, 0, 1, -1, i32::MAX]);
+        p.from = self.input.pick(&[0, 0, 0, 1, -1, i32::MIN]);
+        (p.x, p.out) = self.moved();
+        p.reserved = self.flag(0);
+        stated
+    }
+}

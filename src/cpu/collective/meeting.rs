@@ -1,0 +1,178 @@
+//! How the ranks of a group find each other: by an id, which is a number of this process.
+
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::group::Group;
+use crate::alloc::{Shared, boxed};
+use crate::error::{Error, Result, text};
+
+/// Bytes of an id: those of NCCL's.
+pub(crate) const ID_BYTES: usize = 128;
+
+/// What an id begins with.
+const MAGIC: [u8; 8] = *b"unsloth\x01";
+
+/// The groups of a process that have not met yet. A child of `fork` leaves its parent's as they are,
+/// with whatever lock was held there.
+struct Process {
+    pid: u32,
+    ids: AtomicU64,
+    open: Mutex<Open>,
+}
+
+struct Open {
+    groups: Vec<(u64, Shared<Group>)>,
+    /// Ids that served last: who comes with one is told so, and need not wait in vain.
+    served: [u64; REMEMBERED],
+    num_served: usize,
+}
+
+const REMEMBERED: usize = 64;
+
+impl Process {
+    /// That of this process, made now if there is none.
+    fn get(op: &'static str) -> Result<&'static Process> {
+        /// Never freed.
+        static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
+        let pid = std::process::id();
+        let mut current = PROCESS.load(Ordering::Acquire);
+        loop {
+            // SAFETY: NULL or from `Box::into_raw` below, published with Release, and never freed.
+            if let Some(process) = unsafe { current.as_ref() }
+                && process.pid == pid
+            {
+                return Ok(process);
+            }
+            let process = Process {
+                pid,
+                ids: AtomicU64::new(0),
+                open: Mutex::new(Open {
+                    groups: Vec::new(),
+                    served: [0; REMEMBERED],
+                    num_served: 0,
+                }),
+            };
+            let fresh = Box::into_raw(boxed(op, process)?);
+            let exchanged =
+                PROCESS.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire);
+            current = match exchanged {
+                Ok(_) => fresh,
+                Err(theirs) => {
+                    // SAFETY: from `Box::into_raw` just now, and published nowhere.
+                    drop(unsafe { Box::from_raw(fresh) });
+                    theirs
+                }
+            };
+        }
+    }
+
+    /// The group of an id, new if its first rank comes.
+    fn group(&self, op: &'static str, number: u64, size: usize) -> Result<Shared<Group>> {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if open.served.contains(&number) {
+            let problem = "has served: a group takes a new one";
+            return Err(Error::invalid(op, "id", problem));
+        }
+        if let Some((_, group)) = open.groups.iter().find(|(other, _)| *other == number) {
+            return Ok(group.clone());
+        }
+        open.groups
+            .try_reserve(1)
+            .map_err(|_| Error::out_of_host_memory(op, size_of::<(u64, Shared<Group>)>()))?;
+        let group = Shared::new(op, Group::new(op, size)?)?;
+        open.groups.push((number, group.clone()));
+        Ok(group)
+    }
+
+    /// Its ranks have met, or will not: nobody is to find it any more.
+    fn close(&self, number: u64) {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(at) = open.groups.iter().position(|(other, _)| *other == number) else {
+            return;
+        };
+        open.groups.swap_remove(at);
+        let next = open.num_served % REMEMBERED;
+        open.served[next] = number;
+        open.num_served += 1;
+    }
+}
+
+/// An id that no other group of this process has.
+pub(crate) fn new_id(op: &'static str) -> Result<[u8; ID_BYTES]> {
+    let process = Process::get(op)?;
+    let number = process.ids.fetch_add(1, Ordering::Relaxed) + 1;
+    let mut id = [0; ID_BYTES];
+    id[..8].copy_from_slice(&MAGIC);
+    id[8..16].copy_from_slice(&u64::from(process.pid).to_ne_bytes());
+    id[16..24].copy_from_slice(&number.to_ne_bytes());
+    Ok(id)
+}
+
+/// The number of an id that this process made.
+fn number_of(op: &'static str, process: &Process, id: &[u8; ID_BYTES]) -> Result<u64> {
+    let word = |at: usize| {
+        let mut word = [0; 8];
+        word.copy_from_slice(&id[at..at + 8]);
+        u64::from_ne_bytes(word)
+    };
+    let (pid, number) = (word(8), word(16));
+    let known = 1..=process.ids.load(Ordering::Relaxed);
+    if id[..8] != MAGIC || id[24..].iter().any(|byte| *byte != 0) {
+        let problem = "is none of a local group: unsloth_comm_id_create makes one";
+        return Err(Error::invalid(op, "id", problem));
+    }
+    if pid != u64::from(process.pid) || !known.contains(&number) {
+        let problem = text!("is of process {pid}, this is {}", process.pid);
+        return Err(Error::invalid(op, "id", problem));
+    }
+    Ok(number)
+}
+
+/// Waits until all ranks of a group have come.
+pub(super) fn meet(
+    op: &'static str,
+    id: &[u8; ID_BYTES],
+    rank: usize,
+    size: usize,
+    timeout: Duration,
+) -> Result<Shared<Group>> {
+    let process = Process::get(op)?;
+    let number = number_of(op, process, id)?;
+    let group = process.group(op, number, size)?;
+    let deadline = (Instant::now().checked_add(timeout), timeout);
+    let joined = group.join(op, rank, size, deadline);
+    process.close(number);
+    joined.map(|()| group)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_stays_of_groups_that_met_or_did_not() {
+        let process = Process::get("test").unwrap();
+        let is_open = |number| {
+            let open = process.open.lock().unwrap();
+            open.groups.iter().any(|(other, _)| *other == number)
+        };
+        let ids = [0; 2].map(|_| new_id("test").unwrap());
+        let numbers = ids.map(|id| number_of("test", process, &id).unwrap());
+        assert_ne!(numbers[0], numbers[1]);
+        meet("test", &ids[0], 0, 1, Duration::ZERO).unwrap();
+        let late = meet("test", &ids[1], 1, 3, Duration::from_millis(1)).unwrap_err();
+        assert_eq!(
+            late.to_string(),
+            "test: comm is broken: rank 1 waited 1ms in test for rank 0"
+        );
+        assert!(numbers.iter().all(|number| !is_open(*number)));
+        let again = meet("test", &ids[1], 0, 3, Duration::ZERO).unwrap_err();
+        assert_eq!(
+            again.to_string(),
+            "test: id has served: a group takes a new one"
+        );
+    }
+}

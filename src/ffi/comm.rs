@@ -1,0 +1,289 @@
+//! Groups of ranks.
+
+use std::time::Duration;
+
+use crate::alloc::Shared;
+use crate::comm::{Comm, Id, Kind, Params};
+use crate::error::{Error, Result, text};
+use crate::ffi::context::{context_from, unsloth_context};
+use crate::ffi::handle::Table;
+use crate::ffi::params::{self, params};
+use crate::ffi::status::unsloth_status;
+use crate::ffi::{check_out, check_pointer, count, guard, stream_from, unsloth_stream};
+use crate::problem::collective::ReduceOp;
+
+/// A rank's part in a group of ranks, over which collectives run. Opaque; made by
+/// `unsloth_comm_create`, ended by `unsloth_comm_destroy`. Several threads may use one at a time; their
+/// collectives take turns. It keeps what it needs of its context, and may be destroyed before or after
+/// it.
+///
+/// All ranks of a group call the same collectives in the same order, with arguments that fit together.
+/// A rank of a local group waits inside each for the others, and finds out where they do not fit: then
+/// every rank gets the same error and nothing is written.
+pub struct unsloth_comm {
+    _opaque: [u8; 0],
+}
+
+/// How the ranks of a group reach each other.
+pub type unsloth_comm_kind = u32;
+/// They are threads of one process, each with a context of the CPU backend, of its own or a shared one.
+pub const UNSLOTH_COMM_KIND_LOCAL: unsloth_comm_kind = 0;
+
+/// What numbers of all ranks become one by.
+pub type unsloth_reduce_op = u32;
+/// Their sum. Integers wrap around.
+pub const UNSLOTH_REDUCE_OP_SUM: unsloth_reduce_op = 0;
+/// Their sum over the number of ranks, of floats.
+pub const UNSLOTH_REDUCE_OP_AVG: unsloth_reduce_op = 1;
+/// The greatest. NaN counts only where all are.
+pub const UNSLOTH_REDUCE_OP_MAX: unsloth_reduce_op = 2;
+/// The least. NaN counts only where all are.
+pub const UNSLOTH_REDUCE_OP_MIN: unsloth_reduce_op = 3;
+/// Their product. Integers wrap around.
+pub const UNSLOTH_REDUCE_OP_PROD: unsloth_reduce_op = 4;
+
+/// What the ranks of a group find each other by. One rank makes it with `unsloth_comm_id_create` and
+/// gives its bytes to the others. It serves one group.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_comm_id {
+    /// Not for reading.
+    pub bytes: [u8; 128],
+}
+
+/// Arguments of `unsloth_comm_id_create`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_comm_id_params {
+    /// `sizeof(unsloth_comm_id_params)`.
+    pub struct_size: u32,
+    /// Of the group, `UNSLOTH_COMM_KIND_*`.
+    pub kind: unsloth_comm_kind,
+}
+params!(unsloth_comm_id_params, []);
+
+/// Arguments of `unsloth_comm_create`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_comm_params {
+    /// `sizeof(unsloth_comm_params)`.
+    pub struct_size: u32,
+    /// How ranks reach each other, `UNSLOTH_COMM_KIND_*`; the same on all.
+    pub kind: unsloth_comm_kind,
+    /// Which rank this is, from 0.
+    pub rank: i32,
+    /// Ranks of the group, the same on all: 1 to 1024 of a local one.
+    pub size: i32,
+    /// How long a rank of a local group waits for another, in milliseconds, when they meet and in each
+    /// collective; 0 for 600,000, which is ten minutes. Who waited in vain breaks the group.
+    pub timeout_ms: u64,
+    /// The same on all ranks.
+    pub id: unsloth_comm_id,
+}
+params!(unsloth_comm_params, []);
+
+/// What a group is.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct unsloth_comm_info {
+    /// `sizeof(unsloth_comm_info)`, set by the caller.
+    pub struct_size: u32,
+    /// `UNSLOTH_COMM_KIND_*`.
+    pub kind: unsloth_comm_kind,
+    /// Which rank this is.
+    pub rank: i32,
+    /// Ranks of the group.
+    pub size: i32,
+}
+params!(unsloth_comm_info, []);
+
+static COMMS: Table<Comm> = Table::new("unsloth_comm", 5);
+
+/// The group behind a handle, which stays alive with what is returned.
+pub(crate) fn comm_from(op: &'static str, comm: *const unsloth_comm) -> Result<Shared<Comm>> {
+    COMMS.get(op, "comm", comm)
+}
+
+/// The reduction of a parameter struct.
+pub(crate) fn reduce_op_from(op: &'static str, value: unsloth_reduce_op) -> Result<ReduceOp> {
+    ReduceOp::from_raw(value).ok_or_else(|| {
+        let problem = text!("is {value}, allowed: 0 (sum), 1 (avg), 2 (max), 3 (min), 4 (prod)");
+        Error::invalid(op, "op", problem)
+    })
+}
+
+/// The counts of a parameter struct, one for each rank; `None` where there are none.
+///
+/// # Safety
+/// `counts` is NULL or has `size` entries, which stay for `'a`.
+pub(crate) unsafe fn counts_from<'a>(
+    op: &'static str,
+    name: &'static str,
+    counts: *const i64,
+    size: usize,
+) -> Result<Option<&'a [i64]>> {
+    if counts.is_null() {
+        return Ok(None);
+    }
+    check_pointer(op, name, counts)?;
+    // SAFETY: not NULL and aligned; the caller promises the entries.
+    Ok(Some(unsafe { std::slice::from_raw_parts(counts, size) }))
+}
+
+fn kind_from(op: &'static str, kind: unsloth_comm_kind) -> Result<Kind> {
+    Kind::from_raw(kind)
+        .ok_or_else(|| Error::invalid(op, "kind", text!("is {kind}, allowed: 0 (local)")))
+}
+
+/// Writes an id for a new group to `id`. One rank calls it, and gives the id to the others.
+///
+/// The id of a local group is a number of this process, and nothing is kept for it.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `id` is NULL or valid for a
+/// write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_comm_id_create(
+    params: *const unsloth_comm_id_params,
+    id: *mut unsloth_comm_id,
+) -> unsloth_status {
+    const OP: &str = "comm_id_create";
+    guard(OP, || {
+        check_out(OP, "id", id)?;
+        // SAFETY: the caller's promise.
+        let p = unsafe { params::read(OP, params) }?;
+        let made = Id::new(kind_from(OP, p.kind)?)?;
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe {
+            id.write(unsloth_comm_id {
+                bytes: *made.as_bytes(),
+            });
+        }
+        Ok(())
+    })
+}
+
+/// Joins a group and writes the handle of this rank's part in it to `comm`; the caller ends it with
+/// `unsloth_comm_destroy`. Every rank calls it with one id, and it waits for all.
+///
+/// A rank that is taken, or another size than the first rank's, is `UNSLOTH_STATUS_INVALID_ARGUMENT`
+/// for the rank that comes with it and `UNSLOTH_STATUS_COMM_ERROR` for those that are there, as is a
+/// rank that does not come in time. The id has served then.
+///
+/// # Safety
+/// `params` is NULL or points to `params->struct_size` readable bytes; `comm` is NULL or valid for a
+/// write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_comm_create(
+    ctx: *mut unsloth_context,
+    params: *const unsloth_comm_params,
+    comm: *mut *mut unsloth_comm,
+) -> unsloth_status {
+    const OP: &str = "comm_create";
+    guard(OP, || {
+        check_out(OP, "comm", comm)?;
+        let object = context_from(OP, ctx)?;
+        // SAFETY: the caller's promise.
+        let p = unsafe { params::read(OP, params) }?;
+        let params = Params {
+            kind: kind_from(OP, p.kind)?,
+            id: Id::from_bytes(p.id.bytes),
+            rank: count(OP, "rank", p.rank.into())?,
+            size: count(OP, "size", p.size.into())?,
+            timeout: match p.timeout_ms {
+                0 => None,
+                ms => Some(Duration::from_millis(ms)),
+            },
+        };
+        let handle = COMMS.insert(OP, Comm::new(&object.context, &params)?)?;
+        // SAFETY: checked; the caller promises that it is valid.
+        unsafe { comm.write(handle) };
+        Ok(())
+    })
+}
+
+/// Ends a rank's part in a group; NULL is fine. Calls in other threads get to their end first. The
+/// other ranks of a local group come back from what they wait for it in with
+/// `UNSLOTH_STATUS_COMM_ERROR`, and can only send to each other then.
+///
+/// # Safety
+/// `comm` is NULL or was made by `unsloth_comm_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_comm_destroy(comm: *mut unsloth_comm) -> unsloth_status {
+    const OP: &str = "comm_destroy";
+    guard(OP, || {
+        if !comm.is_null() {
+            drop(COMMS.remove(OP, "comm", comm)?);
+        }
+        Ok(())
+    })
+}
+
+/// Describes a group in `info`, whose `struct_size` the caller has set (`UNSLOTH_COMM_INFO_INIT`).
+///
+/// # Safety
+/// `info` is NULL or points to `info->struct_size` bytes valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_comm_info_get(
+    comm: *mut unsloth_comm,
+    info: *mut unsloth_comm_info,
+) -> unsloth_status {
+    const OP: &str = "comm_info_get";
+    guard(OP, || {
+        check_out(OP, "info", info)?;
+        let object = comm_from(OP, comm)?;
+        // SAFETY: the caller's promise.
+        let asked = unsafe { params::read(OP, info.cast_const()) }?;
+        let told = unsloth_comm_info {
+            struct_size: asked.struct_size,
+            kind: object.kind() as u32,
+            // At most as many as an i32 counts.
+            rank: object.rank() as i32,
+            size: object.size() as i32,
+        };
+        // SAFETY: `read` accepted it; the caller promises that it is writable.
+        unsafe { params::write(&told, info) };
+        Ok(())
+    })
+}
+
+/// Meets the other ranks of a group once, so that what the first collective takes longer for is done.
+/// Every rank calls it; not during a capture.
+///
+/// # Safety
+/// `stream` is NULL or a live stream of the group's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_comm_warm_up(
+    comm: *mut unsloth_comm,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "comm_warm_up";
+    guard(OP, || {
+        // SAFETY: the caller's promise.
+        let stream = unsafe { stream_from(stream) };
+        comm_from(OP, comm)?.warm_up(stream)
+    })
+}
+
+/// Whether a group works, as far as this rank knows: `UNSLOTH_STATUS_SUCCESS`, or
+/// `UNSLOTH_STATUS_COMM_ERROR` and the message says why not. Does not wait.
+///
+/// # Safety
+/// `comm` was made by `unsloth_comm_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_comm_error_get(comm: *mut unsloth_comm) -> unsloth_status {
+    const OP: &str = "comm_error_get";
+    guard(OP, || comm_from(OP, comm)?.health())
+}
+
+/// Breaks a group: ranks that wait for others come back with `UNSLOTH_STATUS_COMM_ERROR`, and later
+/// calls of any rank are refused so. Any thread may call it, while others are in collectives. The
+/// handle still has to be destroyed.
+///
+/// # Safety
+/// `comm` was made by `unsloth_comm_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_comm_abort(comm: *mut unsloth_comm) -> unsloth_status {
+    const OP: &str = "comm_abort";
+    guard(OP, || comm_from(OP, comm)?.abort())
+}

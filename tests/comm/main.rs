@@ -1,0 +1,12 @@
+//! Groups of ranks, and the collectives that run over them: here those of local groups, whose ranks are
+//! threads.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod collectives;
+mod failures;
+mod group;
+mod misuse;
+mod stress;
+mod transfers;
