@@ -32,7 +32,35 @@ static unsloth_kv_cache *small_cache(unsloth_context *ctx) {
   return cache;
 }
 
-static void in_the_child(unsloth_context *parents, unsloth_kv_cache *parents_cache) {
+// A group of one rank.
+static unsloth_status group(unsloth_context *ctx, const unsloth_comm_id *id, unsloth_comm **comm) {
+  unsloth_comm_params params = UNSLOTH_COMM_PARAMS_INIT;
+  params.size = 1;
+  params.id = *id;
+  return unsloth_comm_create(ctx, &params, comm);
+}
+
+static unsloth_comm_id new_id(void) {
+  unsloth_comm_id_params params = UNSLOTH_COMM_ID_PARAMS_INIT;
+  unsloth_comm_id id;
+  CHECK_OK(unsloth_comm_id_create(&params, &id));
+  return id;
+}
+
+static void groups_in_the_child(unsloth_context *own, unsloth_comm *parents,
+                                const unsloth_comm_id *parents_id) {
+  const unsloth_comm_id id = new_id();
+  unsloth_comm *comm = NULL;
+  CHECK_STATUS(unsloth_comm_warm_up(parents, NULL), UNSLOTH_STATUS_INVALID_HANDLE);
+  CHECK_STATUS(unsloth_comm_destroy(parents), UNSLOTH_STATUS_INVALID_HANDLE);
+  CHECK_STATUS(group(own, parents_id, &comm), UNSLOTH_STATUS_INVALID_ARGUMENT);
+  CHECK_OK(group(own, &id, &comm));
+  CHECK_OK(unsloth_comm_warm_up(comm, NULL));
+  CHECK_OK(unsloth_comm_destroy(comm));
+}
+
+static void in_the_child(unsloth_context *parents, unsloth_kv_cache *parents_cache,
+                         unsloth_comm *parents_comm, const unsloth_comm_id *parents_id) {
   char message[1024];
   int64_t sequence = 0;
   unsloth_context *own;
@@ -49,6 +77,7 @@ static void in_the_child(unsloth_context *parents, unsloth_kv_cache *parents_cac
   own = cpu_context();
   CHECK(own != parents);
   CHECK_OK(normalise(own));
+  groups_in_the_child(own, parents_comm, parents_id);
   own_cache = small_cache(own);
   CHECK_OK(unsloth_kv_cache_sequence_create(own_cache, &sequence));
   CHECK_STATUS(normalise(parents), UNSLOTH_STATUS_INVALID_HANDLE);
@@ -59,19 +88,24 @@ static void in_the_child(unsloth_context *parents, unsloth_kv_cache *parents_cac
 int main(void) {
   unsloth_context *ctx = cpu_context();
   unsloth_kv_cache *cache = small_cache(ctx);
+  const unsloth_comm_id id = new_id(), unused = new_id();
+  unsloth_comm *comm = NULL;
   int status = -1;
   CHECK_OK(normalise(ctx));
+  CHECK_OK(group(ctx, &id, &comm));
   for (int round = 0; round < 3; round++) {
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-      in_the_child(ctx, cache);
+      in_the_child(ctx, cache, comm, &unused);
       _exit(0);
     }
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     CHECK_OK(normalise(ctx));
+    CHECK_OK(unsloth_comm_warm_up(comm, NULL));
   }
+  CHECK_OK(unsloth_comm_destroy(comm));
   CHECK_OK(unsloth_kv_cache_destroy(cache));
   CHECK_OK(unsloth_context_destroy(ctx));
   return 0;

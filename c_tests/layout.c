@@ -286,26 +286,35 @@ FIELD(unsloth_checkpoint_action, output, 12, 4);
 FIELD(unsloth_checkpoint_action, saved, 16, 4);
 FIELD(unsloth_checkpoint_action, reserved, 20, 4);
 
-STRUCT(unsloth_comm_id_params, 8, 4);
+STRUCT(unsloth_comm_id_params, 32, 8);
 FIELD(unsloth_comm_id_params, struct_size, 0, 4);
 FIELD(unsloth_comm_id_params, kind, 4, 4);
+FIELD(unsloth_comm_id_params, library, 8, 8);
+FIELD(unsloth_comm_id_params, get_symbol, 16, 8);
+FIELD(unsloth_comm_id_params, user, 24, 8);
 
 STRUCT(unsloth_comm_id, 128, 1);
 FIELD(unsloth_comm_id, bytes, 0, 128);
 
-STRUCT(unsloth_comm_params, 152, 8);
+STRUCT(unsloth_comm_params, 184, 8);
 FIELD(unsloth_comm_params, struct_size, 0, 4);
 FIELD(unsloth_comm_params, kind, 4, 4);
 FIELD(unsloth_comm_params, rank, 8, 4);
 FIELD(unsloth_comm_params, size, 12, 4);
 FIELD(unsloth_comm_params, timeout_ms, 16, 8);
 FIELD(unsloth_comm_params, id, 24, 128);
+FIELD(unsloth_comm_params, nccl_comm, 152, 8);
+FIELD(unsloth_comm_params, library, 160, 8);
+FIELD(unsloth_comm_params, get_symbol, 168, 8);
+FIELD(unsloth_comm_params, user, 176, 8);
 
-STRUCT(unsloth_comm_info, 16, 4);
+STRUCT(unsloth_comm_info, 24, 4);
 FIELD(unsloth_comm_info, struct_size, 0, 4);
 FIELD(unsloth_comm_info, kind, 4, 4);
 FIELD(unsloth_comm_info, rank, 8, 4);
 FIELD(unsloth_comm_info, size, 12, 4);
+FIELD(unsloth_comm_info, library_version, 16, 4);
+FIELD(unsloth_comm_info, reserved, 20, 4);
 
 STRUCT(unsloth_cross_entropy_params, 1136, 8);
 FIELD(unsloth_cross_entropy_params, struct_size, 0, 4);

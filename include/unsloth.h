@@ -143,8 +143,12 @@
  * it.
  *
  * All ranks of a group call the same collectives in the same order, with arguments that fit together.
+ * Tensors of different ranks do not overlap.
  * A rank of a local group waits inside each for the others, and finds out where they do not fit: then
- * every rank gets the same error and nothing is written.
+ * every rank gets the same error and nothing is written. On GPUs collectives are NCCL's, queued on the
+ * caller's stream, and fit or not unseen; `unsloth_comm_error_get` tells what went wrong later. NCCL
+ * sums f16 and bf16 in their dtype where its kernels are not symmetric ones: each of the ranks' numbers
+ * but the first adds a rounding. A capture of a stream with a collective is one of every rank.
  */
 typedef struct unsloth_comm unsloth_comm;
 
@@ -1430,6 +1434,12 @@ typedef struct unsloth_checkpoint_action {
 typedef uint32_t unsloth_comm_kind;
 
 /**
+ * Gives a function of NCCL's by its name, NULL where there is none such. `user` is what was given
+ * beside it.
+ */
+typedef void *(*unsloth_symbol_callback)(void *user, const char *name);
+
+/**
  * Arguments of `unsloth_comm_id_create`.
  */
 typedef struct unsloth_comm_id_params {
@@ -1441,6 +1451,18 @@ typedef struct unsloth_comm_id_params {
    * Of the group, `UNSLOTH_COMM_KIND_*`.
    */
   unsloth_comm_kind kind;
+  /**
+   * As in `unsloth_comm_params`.
+   */
+  const char *library;
+  /**
+   * As in `unsloth_comm_params`.
+   */
+  unsloth_symbol_callback get_symbol;
+  /**
+   * As in `unsloth_comm_params`.
+   */
+  void *user;
 } unsloth_comm_id_params;
 
 /**
@@ -1483,6 +1505,27 @@ typedef struct unsloth_comm_params {
    * The same on all ranks.
    */
   struct unsloth_comm_id id;
+  /**
+   * Optional, of NCCL's kind: an `ncclComm_t` that the caller has, of the context's device. It is
+   * borrowed: the caller ends it, after this, and calls NCCL with it from one thread at a time together
+   * with this. `rank`, `size` and `id` are not looked at then.
+   */
+  void *nccl_comm;
+  /**
+   * Optional, of NCCL's kind: the path of its library, UTF-8. A communicator works only with the library
+   * that made it. Without a path it is the one that the process has loaded, or else, where `nccl_comm`
+   * is NULL, the `libnccl.so.2` that is found.
+   */
+  const char *library;
+  /**
+   * Optional, of NCCL's kind: gives its functions, for a program that has NCCL linked into it. It is
+   * called before this function returns, and not later; `library` is not looked at then.
+   */
+  unsloth_symbol_callback get_symbol;
+  /**
+   * For `get_symbol`.
+   */
+  void *user;
 } unsloth_comm_params;
 
 /**
@@ -1505,6 +1548,14 @@ typedef struct unsloth_comm_info {
    * Ranks of the group.
    */
   int32_t size;
+  /**
+   * NCCL's version as `ncclGetVersion` gives it, such as 22803 for 2.28.3; 0 of a local group.
+   */
+  int32_t library_version;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
 } unsloth_comm_info;
 
 /**
@@ -4236,6 +4287,11 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_COMM_KIND_LOCAL 0
 
 /**
+ * They are GPUs, which NCCL connects, each with a context of the CUDA backend.
+ */
+#define UNSLOTH_COMM_KIND_NCCL 1
+
+/**
  * Their sum. Integers wrap around.
  */
 #define UNSLOTH_REDUCE_OP_SUM 0
@@ -5069,10 +5125,11 @@ unsloth_status unsloth_checkpoint_plan(const struct unsloth_checkpoint_plan_para
 /**
  * Writes an id for a new group to `id`. One rank calls it, and gives the id to the others.
  *
- * The id of a local group is a number of this process, and nothing is kept for it.
+ * The id of a local group is a number of this process, and nothing is kept for it. That of NCCL's is its
+ * own, which any process may be given; `UNSLOTH_STATUS_BACKEND_UNAVAILABLE` if there is no NCCL.
  *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `id` is NULL or valid for a
- * write.
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its library is NCCL's; `id` is
+ * NULL or valid for a write.
  */
 unsloth_status unsloth_comm_id_create(const struct unsloth_comm_id_params *params,
                                       struct unsloth_comm_id *id);
@@ -5081,19 +5138,22 @@ unsloth_status unsloth_comm_id_create(const struct unsloth_comm_id_params *param
  * Joins a group and writes the handle of this rank's part in it to `comm`; the caller ends it with
  * `unsloth_comm_destroy`. Every rank calls it with one id, and it waits for all.
  *
- * A rank that is taken, or another size than the first rank's, is `UNSLOTH_STATUS_INVALID_ARGUMENT`
+ * NCCL waits without end; see its documentation for what it asks of processes. In a local group, a rank
+ * that is taken, or another size than the first rank's, is `UNSLOTH_STATUS_INVALID_ARGUMENT`
  * for the rank that comes with it and `UNSLOTH_STATUS_COMM_ERROR` for those that are there, as is a
  * rank that does not come in time. The id has served then.
  *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `comm` is NULL or valid for a
- * write.
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its library is NCCL's; its
+ * `nccl_comm` is NULL or lives until the handle is destroyed; `comm` is NULL or valid for a write.
  */
 unsloth_status unsloth_comm_create(struct unsloth_context *ctx,
                                    const struct unsloth_comm_params *params,
                                    struct unsloth_comm **comm);
 
 /**
- * Ends a rank's part in a group; NULL is fine. Calls in other threads get to their end first. The
+ * Ends a rank's part in a group; NULL is fine. Calls in other threads get to their end first. On a GPU
+ * it waits for the device, and every rank calls it; a group whose ranks are not all there any more is
+ * aborted before. A borrowed communicator stays as it is. The
  * other ranks of a local group come back from what they wait for it in with
  * `UNSLOTH_STATUS_COMM_ERROR`, and can only send to each other then.
  *
@@ -5109,8 +5169,9 @@ unsloth_status unsloth_comm_destroy(struct unsloth_comm *comm);
 unsloth_status unsloth_comm_info_get(struct unsloth_comm *comm, struct unsloth_comm_info *info);
 
 /**
- * Meets the other ranks of a group once, so that what the first collective takes longer for is done.
- * Every rank calls it; not during a capture.
+ * Meets the other ranks of a group once, so that what the first collective takes longer for is done:
+ * NCCL connects ranks and allocates device memory then, which a launch is not to do. Every rank calls
+ * it; waits for the stream, and is not for one that is being captured.
  *
  * Requires: `stream` is NULL or a live stream of the group's device.
  */
@@ -5127,8 +5188,11 @@ unsloth_status unsloth_comm_error_get(struct unsloth_comm *comm);
 
 /**
  * Breaks a group: ranks that wait for others come back with `UNSLOTH_STATUS_COMM_ERROR`, and later
- * calls of any rank are refused so. Any thread may call it, while others are in collectives. The
- * handle still has to be destroyed.
+ * calls of any rank are refused so. Any thread may call it, while others are in collectives. Of GPUs
+ * every rank calls it for itself, and NCCL ends what is running. The handle still has to be destroyed.
+ *
+ * `UNSLOTH_STATUS_UNSUPPORTED` for a communicator that was borrowed, which its owner aborts, and where
+ * NCCL is older than 2.4.
  *
  * Requires: `comm` was made by `unsloth_comm_create`.
  */

@@ -1,7 +1,7 @@
 //! Backends, as everything above the ground speaks of them: where operations run, on which device,
 //! in the order of which stream.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_void};
 
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
@@ -134,6 +134,45 @@ pub struct ProductShape {
     pub in_features: usize,
     /// Columns of the output.
     pub out_features: usize,
+}
+
+/// Where NCCL's functions are. By default they are those of the library that the process has loaded, or
+/// else, for a group that is made here, of the `libnccl.so.2` that it finds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NcclLibrary<'a> {
+    /// The library's file, to be loaded.
+    pub path: Option<&'a CStr>,
+    /// A function that gives them, for a program that has NCCL linked into it; the path is not looked
+    /// at then.
+    pub symbols: Option<Symbols>,
+}
+
+/// A function that gives other functions by their names.
+#[derive(Clone, Copy, Debug)]
+pub struct Symbols {
+    get: SymbolCallback,
+    user: *mut c_void,
+}
+
+/// Gives a function by its name, NULL where there is none such.
+pub type SymbolCallback =
+    unsafe extern "C" fn(user: *mut c_void, name: *const c_char) -> *mut c_void;
+
+impl Symbols {
+    /// # Safety
+    /// `get` may be called with `user` while a group is made, and gives NULL or the functions of one
+    /// NCCL, which stay.
+    pub unsafe fn new(get: SymbolCallback, user: *mut c_void) -> Symbols {
+        Symbols { get, user }
+    }
+
+    /// The function of a name that ends in NUL.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // NCCL is of GPUs
+    pub(crate) fn find(&self, name: &'static str) -> *mut c_void {
+        debug_assert!(name.ends_with('\0'));
+        // SAFETY: `new` was promised that it may be called; the name ends in NUL.
+        unsafe { (self.get)(self.user, name.as_ptr().cast()) }
+    }
 }
 
 /// Between which memories a copy goes. The discriminants are those of the C ABI

@@ -1,8 +1,11 @@
 //! The CUDA backend of a build without it: it has no values, so that what is above it needs no second
 //! version.
 
+use std::ffi::c_void;
+
 use crate::backend::{
-    Allocation, Backend, CopyKind, Device, DeviceInfo, Implementation, ProductShape, Stream, Upload,
+    Allocation, Backend, CopyKind, Device, DeviceInfo, Implementation, NcclLibrary, ProductShape,
+    Stream, Upload,
 };
 use crate::error::{Error, Result, text};
 use crate::problem::{Plan, Plans};
@@ -38,6 +41,46 @@ impl Event {
     }
 }
 
+pub(crate) mod collective {
+    use super::{Cuda, unavailable};
+    use crate::backend::{NcclLibrary, Stream};
+    use crate::error::Result;
+
+    /// A rank of a group of GPUs, of which there are none.
+    #[derive(Debug)]
+    pub(crate) enum Comm {}
+
+    pub(crate) fn new_id(op: &'static str, _: &NcclLibrary<'_>) -> Result<[u8; 128]> {
+        Err(unavailable(op))
+    }
+
+    impl Comm {
+        pub fn rank(&self) -> usize {
+            match *self {}
+        }
+
+        pub fn size(&self) -> usize {
+            match *self {}
+        }
+
+        pub fn version_code(&self) -> i32 {
+            match *self {}
+        }
+
+        pub fn warm_up(&self, _: &'static str, _: &Cuda, _: Stream) -> Result<()> {
+            match *self {}
+        }
+
+        pub fn abort(&self, _: &'static str) -> Result<()> {
+            match *self {}
+        }
+
+        pub fn health(&self, _: &'static str) -> Result<()> {
+            match *self {}
+        }
+    }
+}
+
 fn unavailable(op: &'static str) -> Error {
     Error::BackendUnavailable {
         op,
@@ -59,6 +102,27 @@ pub(crate) fn device_info(op: &'static str, _: i32) -> Result<DeviceInfo> {
 impl Cuda {
     pub fn new(op: &'static str, _: i32) -> Result<Cuda> {
         Err(unavailable(op))
+    }
+
+    pub fn join(
+        &self,
+        _: &'static str,
+        _: &NcclLibrary<'_>,
+        _: [u8; 128],
+        _: (usize, usize),
+    ) -> Result<collective::Comm> {
+        match *self {}
+    }
+
+    /// # Safety
+    /// None: it cannot be called.
+    pub unsafe fn borrow(
+        &self,
+        _: &'static str,
+        _: &NcclLibrary<'_>,
+        _: *mut c_void,
+    ) -> Result<collective::Comm> {
+        match *self {}
     }
 
     pub fn create_event(&self, _: &'static str, _: bool) -> Result<Event> {

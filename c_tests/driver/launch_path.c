@@ -1,35 +1,9 @@
 // What a call does on the host, beside a driver that counts: it launches its kernels, and neither
 // allocates nor copies, waits or asks the driver for anything. A graph could not be captured, and a
 // decoding step not be short, if it did.
+#include "allocations.h"
 #include "check.h"
 #include "driver.h"
-
-// The C library's own, which the functions below stand before.
-extern void *__libc_malloc(size_t size);
-extern void *__libc_calloc(size_t count, size_t size);
-extern void *__libc_realloc(void *old, size_t size);
-extern void *__libc_memalign(size_t alignment, size_t size);
-
-static int allocations;
-
-void *malloc(size_t size) {
-  allocations++;
-  return __libc_malloc(size);
-}
-void *calloc(size_t count, size_t size) {
-  allocations++;
-  return __libc_calloc(count, size);
-}
-void *realloc(void *old, size_t size) {
-  allocations++;
-  return __libc_realloc(old, size);
-}
-int posix_memalign(void **result, size_t alignment, size_t size);
-int posix_memalign(void **result, size_t alignment, size_t size) {
-  allocations++;
-  *result = __libc_memalign(alignment, size);
-  return *result == NULL ? 12 : 0;
-}
 
 enum { HIDDEN = 512, HEADS = 8, KV_HEADS = 2, DIM = 64, FFN = 1024, VOCAB = 1000 };
 

@@ -3,7 +3,7 @@
 //! A group is local, of threads of one process and on the CPU backend, or NCCL's, of GPUs. Local groups
 //! are for tests of what will run on many GPUs, and for a few ranks on a large host; they need no
 //! library. Every rank makes its [`Comm`] with one [`Id`], from a context of its own or, in a local
-//! group, one that ranks share.
+//! group, one that ranks share; or it borrows the `ncclComm_t` that an engine has.
 //!
 //! What runs over a group is in [`ops`](crate::ops): [`all_reduce`](crate::ops::all_reduce),
 //! [`all_gather`](crate::ops::all_gather), [`reduce_scatter`](crate::ops::reduce_scatter),
@@ -19,29 +19,33 @@
 //!
 //! let ctx = Context::cpu()?;
 //! let id = Id::new(Kind::Local)?;
+//! let run = &|rank: usize| {
+//!     let comm = Comm::new(&ctx, &Params::local(id, rank, 2))?;
+//!     let mut x = [rank as f32 + 1.0; 3];
+//!     let params = all_reduce::Params {
+//!         comm: &comm,
+//!         x: InOut::InPlace(TensorMut::from_slice(&mut x, &[3])?),
+//!         op: ReduceOp::Sum,
+//!     };
+//!     all_reduce::forward(&ctx, &params, Stream::DEFAULT)?;
+//!     Ok::<_, unsloth::Error>(x)
+//! };
 //! thread::scope(|scope| {
-//!     for rank in 0..2 {
-//!         let ctx = &ctx;
-//!         scope.spawn(move || {
-//!             let comm = Comm::new(ctx, &Params::local(id, rank, 2))?;
-//!             let mut x = [rank as f32 + 1.0; 3];
-//!             let params = all_reduce::Params {
-//!                 comm: &comm,
-//!                 x: InOut::InPlace(TensorMut::from_slice(&mut x, &[3])?),
-//!                 op: ReduceOp::Sum,
-//!             };
-//!             all_reduce::forward(ctx, &params, Stream::DEFAULT)?;
-//!             assert_eq!(x, [3.0; 3]);
-//!             unsloth::Result::Ok(())
-//!         });
+//!     let ranks = [0, 1].map(|rank| scope.spawn(move || run(rank)));
+//!     for rank in ranks {
+//!         assert_eq!(rank.join().unwrap()?, [3.0; 3]);
 //!     }
-//! });
+//!     Ok::<(), unsloth::Error>(())
+//! })?;
 //! # Ok::<(), unsloth::Error>(())
 //! ```
 
+use std::ffi::c_void;
+use std::ptr::NonNull;
 use std::time::Duration;
 
 use crate::backend::Stream;
+pub use crate::backend::{NcclLibrary, SymbolCallback, Symbols};
 use crate::context::{Context, ID_BYTES, MAX_RANKS, Transport};
 use crate::error::{Error, Result, text};
 
@@ -54,12 +58,16 @@ pub enum Kind {
     /// They are threads of one process, on the CPU backend.
     #[default]
     Local = 0,
+    /// By NCCL, on the CUDA backend.
+    Nccl = 1,
 }
 
 impl Kind {
     /// The kind with this C ABI value.
     pub fn from_raw(value: u32) -> Option<Kind> {
-        [Kind::Local].into_iter().find(|k| *k as u32 == value)
+        [Kind::Local, Kind::Nccl]
+            .into_iter()
+            .find(|k| *k as u32 == value)
     }
 }
 
@@ -69,15 +77,24 @@ impl Kind {
 pub struct Id(pub(crate) [u8; ID_BYTES]);
 
 impl Id {
-    /// Makes one.
+    /// Makes one, of NCCL's with the library that there is.
     ///
     /// # Errors
-    /// The host has too little memory.
+    /// As [`Id::of`].
     pub fn new(kind: Kind) -> Result<Id> {
+        Id::of(kind, &NcclLibrary::default())
+    }
+
+    /// Makes one, of NCCL's with this library.
+    ///
+    /// # Errors
+    /// The host has too little memory; there is no NCCL, or it fails.
+    pub fn of(kind: Kind, library: &NcclLibrary<'_>) -> Result<Id> {
         const OP: &str = "comm_id_create";
-        match kind {
-            Kind::Local => Ok(Id(Transport::local_id(OP)?)),
-        }
+        Ok(Id(match kind {
+            Kind::Local => Transport::local_id(OP)?,
+            Kind::Nccl => Transport::nccl_id(OP, library)?,
+        }))
     }
 
     /// An id as its bytes, which another rank was given.
@@ -99,8 +116,8 @@ impl std::fmt::Debug for Id {
 
 /// How to make a [`Comm`].
 #[derive(Clone, Debug)]
-pub struct Params {
-    /// How ranks reach each other: local ones on the CPU backend.
+pub struct Params<'a> {
+    /// How ranks reach each other: local ones on the CPU backend, by NCCL on CUDA.
     pub kind: Kind,
     /// Of the group.
     pub id: Id,
@@ -111,27 +128,39 @@ pub struct Params {
     /// How long a rank of a local group waits for another, when they meet and in each collective;
     /// `None` for [`Params::TIMEOUT`].
     pub timeout: Option<Duration>,
+    /// Where NCCL is, for groups of its.
+    pub library: NcclLibrary<'a>,
 }
 
-impl Params {
+impl Params<'_> {
     /// How long ranks wait for each other unless told: 10 minutes.
     pub const TIMEOUT: Duration = Duration::from_secs(600);
 
     /// A rank of a local group.
-    pub fn local(id: Id, rank: usize, size: usize) -> Params {
+    pub fn local(id: Id, rank: usize, size: usize) -> Self {
         Params {
             kind: Kind::Local,
             id,
             rank,
             size,
             timeout: None,
+            library: NcclLibrary::default(),
+        }
+    }
+
+    /// A rank of a group of NCCL's.
+    pub fn nccl(id: Id, rank: usize, size: usize) -> Self {
+        Params {
+            kind: Kind::Nccl,
+            ..Params::local(id, rank, size)
         }
     }
 }
 
 /// A rank's part in a group. Several threads may use it at a time; their collectives take turns.
 ///
-/// It keeps its context alive. Once a rank of a local group is dropped the others come back from what
+/// It keeps its context alive. On a GPU, dropping it waits for the device; one whose peers are dead is
+/// aborted first. Once a rank of a local group is dropped the others come back from what
 /// they wait for it in, and begin nothing of all ranks any more.
 #[derive(Debug)]
 pub struct Comm {
@@ -148,11 +177,15 @@ impl Comm {
     /// # Errors
     /// A rank is taken, sizes differ, an id has served or is of another process; the context is not of
     /// the kind's backend; [`Error::Comm`] where the others failed or did not come in time.
-    pub fn new(context: &Context, params: &Params) -> Result<Comm> {
+    pub fn new(context: &Context, params: &Params<'_>) -> Result<Comm> {
         const OP: &str = "comm_create";
         let Params { rank, size, .. } = *params;
-        if size == 0 || size > MAX_RANKS {
-            let problem = text!("is {size}, allowed: 1 to {MAX_RANKS}");
+        let most = match params.kind {
+            Kind::Local => MAX_RANKS,
+            Kind::Nccl => i32::MAX as usize,
+        };
+        if size == 0 || size > most {
+            let problem = text!("is {size}, allowed: 1 to {most}");
             return Err(Error::invalid(OP, "size", problem));
         }
         if rank >= size {
@@ -164,15 +197,59 @@ impl Comm {
                 let timeout = params.timeout.unwrap_or(Params::TIMEOUT);
                 Transport::local(OP, context, &params.id.0, (rank, size), timeout)?
             }
+            Kind::Nccl => {
+                let library = &params.library;
+                Transport::nccl(OP, context, library, &params.id.0, (rank, size))?
+            }
         };
-        tracing::debug!("{OP}: rank {rank} of {size}, {:?}", params.kind);
-        Ok(Comm {
+        Ok(Comm::over(context, transport, params.kind, (rank, size)))
+    }
+
+    /// A rank's part in a group that an engine has: its rank and size are asked of NCCL. It is borrowed,
+    /// and ended by who made it, after the result.
+    ///
+    /// # Errors
+    /// The context is of another backend or of another device than `comm`; there is no such library, or
+    /// it fails.
+    ///
+    /// # Safety
+    /// `comm` is a live `ncclComm_t` of the library's for as long as the result lives, and nobody else
+    /// calls NCCL with it while a call with the result runs.
+    pub unsafe fn from_nccl(
+        context: &Context,
+        comm: NonNull<c_void>,
+        library: &NcclLibrary<'_>,
+    ) -> Result<Comm> {
+        const OP: &str = "comm_create";
+        // SAFETY: the caller's promise.
+        let transport = unsafe { Transport::lent(OP, context, library, comm.as_ptr()) }?;
+        let ranks = transport
+            .of_nccl()
+            .map_or((0, 1), |(rank, size, _)| (rank, size));
+        Ok(Comm::over(context, transport, Kind::Nccl, ranks))
+    }
+
+    fn over(
+        context: &Context,
+        transport: Transport,
+        kind: Kind,
+        (rank, size): (usize, usize),
+    ) -> Comm {
+        tracing::debug!("comm_create: rank {rank} of {size}, {kind:?}");
+        Comm {
             context: context.clone(),
             transport,
-            kind: params.kind,
+            kind,
             rank,
             size,
-        })
+        }
+    }
+
+    /// The version of NCCL as its `ncclGetVersion` gives it, such as 22803; 0 of a local group.
+    pub fn library_version(&self) -> i32 {
+        self.transport
+            .of_nccl()
+            .map_or(0, |(_, _, version)| version)
     }
 
     /// How ranks reach each other.
@@ -195,15 +272,17 @@ impl Comm {
         &self.context
     }
 
-    /// Meets the other ranks once, so that what a first collective takes longer for is done. Every rank
-    /// calls it.
+    /// Meets the other ranks once, so that what a first collective takes longer for is done: NCCL connects
+    /// ranks and allocates then. Every rank calls it; it waits for the stream, which is not captured.
     ///
     /// # Errors
-    /// As a collective.
+    /// As a collective; too little memory.
     pub fn warm_up(&self, stream: Stream) -> Result<()> {
         const OP: &str = "comm_warm_up";
         self.context.device().check_stream(OP, stream)?;
-        self.transport.warm_up(OP, stream)
+        let advice = "warm up before";
+        self.context.check_not_capturing(OP, stream, advice)?;
+        self.transport.warm_up(OP, &self.context, stream)
     }
 
     /// Whether the group works, as far as this rank knows. Does not wait.
@@ -215,10 +294,10 @@ impl Comm {
     }
 
     /// Breaks the group: ranks that wait for others come back with an error, and later calls are
-    /// refused. Any thread may call it, while others are in collectives.
+    /// refused. Any thread may call it, while others are in collectives. On a GPU every rank calls it.
     ///
     /// # Errors
-    /// The library refuses.
+    /// NCCL is older than 2.4, or the group was borrowed: who made it aborts it.
     pub fn abort(&self) -> Result<()> {
         self.transport.abort("comm_abort")
     }

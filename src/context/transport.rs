@@ -1,12 +1,15 @@
 //! The way from a rank to the others of its group, which is the backend's.
 
+use std::ffi::c_void;
 use std::time::Duration;
 
-use super::{Context, Device, Planned};
-use crate::backend::Stream;
+use super::{Chosen, Context, Device, Planned};
+use crate::backend::{NcclLibrary, Stream};
 use crate::cpu::Cpu;
 use crate::cpu::collective::{self, Member};
 pub(crate) use crate::cpu::collective::{ID_BYTES, MAX_RANKS};
+use crate::cuda::Cuda;
+use crate::cuda::collective::{self as nccl, Comm};
 use crate::error::{Error, Result, text};
 use crate::problem::Plans;
 use crate::problem::collective::{Call, Problem};
@@ -16,6 +19,8 @@ use crate::problem::collective::{Call, Problem};
 pub(crate) enum Transport {
     /// To threads of this process.
     Local(Member),
+    /// NCCL's.
+    Nccl(Comm),
 }
 
 impl Transport {
@@ -43,20 +48,63 @@ impl Transport {
         Ok(Transport::Local(member))
     }
 
+    /// The id of a group of NCCL's that is to meet.
+    pub fn nccl_id(op: &'static str, library: &NcclLibrary<'_>) -> Result<[u8; ID_BYTES]> {
+        nccl::new_id(op, library)
+    }
+
+    /// That of a rank of a group of NCCL's, when all have come.
+    pub fn nccl(
+        op: &'static str,
+        ctx: &Context,
+        library: &NcclLibrary<'_>,
+        id: &[u8; ID_BYTES],
+        ranks: (usize, usize),
+    ) -> Result<Transport> {
+        let comm = of_gpu(op, ctx)?.join(op, library, *id, ranks)?;
+        Ok(Transport::Nccl(comm))
+    }
+
+    /// That of a communicator of the caller's.
+    ///
+    /// # Safety
+    /// It is a live `ncclComm_t` of the library's, for as long as the result lives.
+    pub unsafe fn lent(
+        op: &'static str,
+        ctx: &Context,
+        library: &NcclLibrary<'_>,
+        comm: *mut c_void,
+    ) -> Result<Transport> {
+        // SAFETY: the caller's promise.
+        let comm = unsafe { of_gpu(op, ctx)?.borrow(op, library, comm) }?;
+        Ok(Transport::Nccl(comm))
+    }
+
+    /// Which rank it is of, of how many, and the version of NCCL, 0 without it; `None` where the
+    /// transport does not know the ranks.
+    pub fn of_nccl(&self) -> Option<(usize, usize, i32)> {
+        match self {
+            Transport::Local(_) => None,
+            Transport::Nccl(comm) => Some((comm.rank(), comm.size(), comm.version_code())),
+        }
+    }
+
     /// Meets the other ranks.
-    pub fn warm_up(&self, op: &'static str, _: Stream) -> Result<()> {
+    pub fn warm_up(&self, op: &'static str, ctx: &Context, stream: Stream) -> Result<()> {
         match self {
             Transport::Local(member) => member.barrier(op),
+            Transport::Nccl(comm) => comm.warm_up(op, of_gpu(op, ctx)?, stream),
         }
     }
 
     /// Breaks the group.
-    pub fn abort(&self, _: &'static str) -> Result<()> {
+    pub fn abort(&self, op: &'static str) -> Result<()> {
         match self {
             Transport::Local(member) => {
                 member.abort();
                 Ok(())
             }
+            Transport::Nccl(comm) => comm.abort(op),
         }
     }
 
@@ -64,6 +112,18 @@ impl Transport {
     pub fn health(&self, op: &'static str) -> Result<()> {
         match self {
             Transport::Local(member) => member.health(op),
+            Transport::Nccl(comm) => comm.health(op),
+        }
+    }
+}
+
+/// The GPU of a context, for a group of NCCL's.
+fn of_gpu<'a>(op: &'static str, ctx: &'a Context) -> Result<&'a Cuda> {
+    match &ctx.inner.device {
+        Device::Cuda(cuda) => Ok(cuda),
+        Device::Cpu(_) => {
+            let problem = "is nccl, which ctx of the cpu backend is not";
+            Err(Error::unsupported(op, "kind", problem))
         }
     }
 }
@@ -76,19 +136,25 @@ pub(crate) struct Collective<'t> {
 }
 
 impl<'t> Planned for Collective<'t> {
-    type Plan<'a> = <Cpu as Plans<Call<'t, Member>>>::Plan<'a>;
+    type Plan<'a> = Chosen<
+        <Cpu as Plans<Call<'t, Member>>>::Plan<'a>,
+        <Cuda as Plans<Call<'t, Comm>>>::Plan<'a>,
+    >;
 
     fn plan(self, ctx: &Context) -> Result<Self::Plan<'_>> {
         let problem = self.problem;
-        match (&ctx.inner.device, self.transport) {
+        Ok(match (&ctx.inner.device, self.transport) {
             (Device::Cpu(cpu), Transport::Local(transport)) => {
-                cpu.plan(Call { transport, problem })
+                Chosen::Cpu(cpu.plan(Call { transport, problem })?)
+            }
+            (Device::Cuda(cuda), Transport::Nccl(transport)) => {
+                Chosen::Cuda((**cuda).plan(Call { transport, problem })?)
             }
             // A group is of its context's backend, which was compared.
-            (Device::Cuda(_), Transport::Local(_)) => {
+            _ => {
                 let what = "belongs to another context";
-                Err(Error::invalid(problem.op, "comm", what))
+                return Err(Error::invalid(problem.op, "comm", what));
             }
-        }
+        })
     }
 }

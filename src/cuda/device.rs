@@ -12,6 +12,7 @@ use crate::alloc::push;
 use crate::error::{Error, Result, text};
 
 /// A device's primary context, retained.
+#[derive(Debug)]
 pub(super) struct Primary {
     pub driver: &'static Driver,
     pub device: CUdevice,

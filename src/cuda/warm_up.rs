@@ -107,18 +107,27 @@ impl Cuda {
 }
 
 /// Device memory until it is dropped.
-struct Taken<'a> {
+pub(super) struct Taken<'a> {
     cuda: &'a Cuda,
     op: &'static str,
     allocation: Allocation,
 }
 
 impl<'a> Taken<'a> {
-    fn new(cuda: &'a Cuda, op: &'static str, size: usize) -> Result<Taken<'a>> {
+    pub fn new(cuda: &'a Cuda, op: &'static str, size: usize) -> Result<Taken<'a>> {
         Ok(Taken {
             cuda,
             op,
             allocation: cuda.alloc(op, size)?,
+        })
+    }
+
+    /// The elements that lie in it.
+    pub fn tensor(&self, dtype: DType, len: usize) -> Result<RawTensor> {
+        Ok(RawTensor {
+            ptr: self.allocation.ptr,
+            dtype,
+            layout: Layout::contiguous(&[len])?,
         })
     }
 }

@@ -1,9 +1,11 @@
 //! Groups of ranks.
 
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr::NonNull;
 use std::time::Duration;
 
 use crate::alloc::Shared;
-use crate::comm::{Comm, Id, Kind, Params};
+use crate::comm::{Comm, Id, Kind, NcclLibrary, Params, Symbols};
 use crate::error::{Error, Result, text};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::handle::Table;
@@ -18,8 +20,12 @@ use crate::problem::collective::ReduceOp;
 /// it.
 ///
 /// All ranks of a group call the same collectives in the same order, with arguments that fit together.
+/// Tensors of different ranks do not overlap.
 /// A rank of a local group waits inside each for the others, and finds out where they do not fit: then
-/// every rank gets the same error and nothing is written.
+/// every rank gets the same error and nothing is written. On GPUs collectives are NCCL's, queued on the
+/// caller's stream, and fit or not unseen; `unsloth_comm_error_get` tells what went wrong later. NCCL
+/// sums f16 and bf16 in their dtype where its kernels are not symmetric ones: each of the ranks' numbers
+/// but the first adds a rounding. A capture of a stream with a collective is one of every rank.
 pub struct unsloth_comm {
     _opaque: [u8; 0],
 }
@@ -28,6 +34,13 @@ pub struct unsloth_comm {
 pub type unsloth_comm_kind = u32;
 /// They are threads of one process, each with a context of the CPU backend, of its own or a shared one.
 pub const UNSLOTH_COMM_KIND_LOCAL: unsloth_comm_kind = 0;
+/// They are GPUs, which NCCL connects, each with a context of the CUDA backend.
+pub const UNSLOTH_COMM_KIND_NCCL: unsloth_comm_kind = 1;
+
+/// Gives a function of NCCL's by its name, NULL where there is none such. `user` is what was given
+/// beside it.
+pub type unsloth_symbol_callback =
+    Option<unsafe extern "C" fn(user: *mut c_void, name: *const c_char) -> *mut c_void>;
 
 /// What numbers of all ranks become one by.
 pub type unsloth_reduce_op = u32;
@@ -59,6 +72,12 @@ pub struct unsloth_comm_id_params {
     pub struct_size: u32,
     /// Of the group, `UNSLOTH_COMM_KIND_*`.
     pub kind: unsloth_comm_kind,
+    /// As in `unsloth_comm_params`.
+    pub library: *const c_char,
+    /// As in `unsloth_comm_params`.
+    pub get_symbol: unsloth_symbol_callback,
+    /// As in `unsloth_comm_params`.
+    pub user: *mut c_void,
 }
 params!(unsloth_comm_id_params, []);
 
@@ -79,6 +98,19 @@ pub struct unsloth_comm_params {
     pub timeout_ms: u64,
     /// The same on all ranks.
     pub id: unsloth_comm_id,
+    /// Optional, of NCCL's kind: an `ncclComm_t` that the caller has, of the context's device. It is
+    /// borrowed: the caller ends it, after this, and calls NCCL with it from one thread at a time together
+    /// with this. `rank`, `size` and `id` are not looked at then.
+    pub nccl_comm: *mut c_void,
+    /// Optional, of NCCL's kind: the path of its library, UTF-8. A communicator works only with the library
+    /// that made it. Without a path it is the one that the process has loaded, or else, where `nccl_comm`
+    /// is NULL, the `libnccl.so.2` that is found.
+    pub library: *const c_char,
+    /// Optional, of NCCL's kind: gives its functions, for a program that has NCCL linked into it. It is
+    /// called before this function returns, and not later; `library` is not looked at then.
+    pub get_symbol: unsloth_symbol_callback,
+    /// For `get_symbol`.
+    pub user: *mut c_void,
 }
 params!(unsloth_comm_params, []);
 
@@ -94,8 +126,12 @@ pub struct unsloth_comm_info {
     pub rank: i32,
     /// Ranks of the group.
     pub size: i32,
+    /// NCCL's version as `ncclGetVersion` gives it, such as 22803 for 2.28.3; 0 of a local group.
+    pub library_version: i32,
+    /// Zero.
+    pub reserved: u32,
 }
-params!(unsloth_comm_info, []);
+params!(unsloth_comm_info, [reserved]);
 
 static COMMS: Table<Comm> = Table::new("unsloth_comm", 5);
 
@@ -130,18 +166,52 @@ pub(crate) unsafe fn counts_from<'a>(
     Ok(Some(unsafe { std::slice::from_raw_parts(counts, size) }))
 }
 
+/// Where a parameter struct says that NCCL is.
+///
+/// # Safety
+/// `path` is NULL or NUL-terminated for `'a`; `get` gives NULL or NCCL's functions, which stay, while
+/// `'a` lasts.
+unsafe fn library_from<'a>(
+    op: &'static str,
+    kind: Kind,
+    path: *const c_char,
+    get: unsloth_symbol_callback,
+    user: *mut c_void,
+) -> Result<NcclLibrary<'a>> {
+    if kind == Kind::Local && (!path.is_null() || get.is_some()) {
+        let name = if path.is_null() {
+            "get_symbol"
+        } else {
+            "library"
+        };
+        return Err(Error::invalid(
+            op,
+            name,
+            "is set, a local group has no library",
+        ));
+    }
+    // SAFETY: the caller's promise.
+    Ok(unsafe {
+        NcclLibrary {
+            path: (!path.is_null()).then(|| CStr::from_ptr(path)),
+            symbols: get.map(|get| Symbols::new(get, user)),
+        }
+    })
+}
+
 fn kind_from(op: &'static str, kind: unsloth_comm_kind) -> Result<Kind> {
     Kind::from_raw(kind)
-        .ok_or_else(|| Error::invalid(op, "kind", text!("is {kind}, allowed: 0 (local)")))
+        .ok_or_else(|| Error::invalid(op, "kind", text!("is {kind}, allowed: 0 (local), 1 (nccl)")))
 }
 
 /// Writes an id for a new group to `id`. One rank calls it, and gives the id to the others.
 ///
-/// The id of a local group is a number of this process, and nothing is kept for it.
+/// The id of a local group is a number of this process, and nothing is kept for it. That of NCCL's is its
+/// own, which any process may be given; `UNSLOTH_STATUS_BACKEND_UNAVAILABLE` if there is no NCCL.
 ///
 /// # Safety
-/// `params` is NULL or points to `params->struct_size` readable bytes; `id` is NULL or valid for a
-/// write.
+/// `params` is NULL or points to `params->struct_size` readable bytes, and its library is NCCL's; `id` is
+/// NULL or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn unsloth_comm_id_create(
     params: *const unsloth_comm_id_params,
@@ -152,7 +222,10 @@ pub unsafe extern "C" fn unsloth_comm_id_create(
         check_out(OP, "id", id)?;
         // SAFETY: the caller's promise.
         let p = unsafe { params::read(OP, params) }?;
-        let made = Id::new(kind_from(OP, p.kind)?)?;
+        let kind = kind_from(OP, p.kind)?;
+        // SAFETY: the caller's promise.
+        let library = unsafe { library_from(OP, kind, p.library, p.get_symbol, p.user) }?;
+        let made = Id::of(kind, &library)?;
         // SAFETY: checked; the caller promises that it is valid.
         unsafe {
             id.write(unsloth_comm_id {
@@ -166,13 +239,14 @@ pub unsafe extern "C" fn unsloth_comm_id_create(
 /// Joins a group and writes the handle of this rank's part in it to `comm`; the caller ends it with
 /// `unsloth_comm_destroy`. Every rank calls it with one id, and it waits for all.
 ///
-/// A rank that is taken, or another size than the first rank's, is `UNSLOTH_STATUS_INVALID_ARGUMENT`
+/// NCCL waits without end; see its documentation for what it asks of processes. In a local group, a rank
+/// that is taken, or another size than the first rank's, is `UNSLOTH_STATUS_INVALID_ARGUMENT`
 /// for the rank that comes with it and `UNSLOTH_STATUS_COMM_ERROR` for those that are there, as is a
 /// rank that does not come in time. The id has served then.
 ///
 /// # Safety
-/// `params` is NULL or points to `params->struct_size` readable bytes; `comm` is NULL or valid for a
-/// write.
+/// `params` is NULL or points to `params->struct_size` readable bytes, and its library is NCCL's; its
+/// `nccl_comm` is NULL or lives until the handle is destroyed; `comm` is NULL or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn unsloth_comm_create(
     ctx: *mut unsloth_context,
@@ -185,24 +259,42 @@ pub unsafe extern "C" fn unsloth_comm_create(
         let object = context_from(OP, ctx)?;
         // SAFETY: the caller's promise.
         let p = unsafe { params::read(OP, params) }?;
-        let params = Params {
-            kind: kind_from(OP, p.kind)?,
-            id: Id::from_bytes(p.id.bytes),
-            rank: count(OP, "rank", p.rank.into())?,
-            size: count(OP, "size", p.size.into())?,
-            timeout: match p.timeout_ms {
-                0 => None,
-                ms => Some(Duration::from_millis(ms)),
-            },
+        let kind = kind_from(OP, p.kind)?;
+        // SAFETY: the caller's promise.
+        let library = unsafe { library_from(OP, kind, p.library, p.get_symbol, p.user) }?;
+        let context = &object.context;
+        let made = match NonNull::new(p.nccl_comm) {
+            Some(_) if kind == Kind::Local => {
+                let problem = "is set, a local group has none";
+                return Err(Error::invalid(OP, "nccl_comm", problem));
+            }
+            // SAFETY: the caller's promise.
+            Some(lent) => unsafe { Comm::from_nccl(context, lent, &library) }?,
+            None => {
+                let params = Params {
+                    kind,
+                    id: Id::from_bytes(p.id.bytes),
+                    rank: count(OP, "rank", p.rank.into())?,
+                    size: count(OP, "size", p.size.into())?,
+                    timeout: match p.timeout_ms {
+                        0 => None,
+                        ms => Some(Duration::from_millis(ms)),
+                    },
+                    library,
+                };
+                Comm::new(context, &params)?
+            }
         };
-        let handle = COMMS.insert(OP, Comm::new(&object.context, &params)?)?;
+        let handle = COMMS.insert(OP, made)?;
         // SAFETY: checked; the caller promises that it is valid.
         unsafe { comm.write(handle) };
         Ok(())
     })
 }
 
-/// Ends a rank's part in a group; NULL is fine. Calls in other threads get to their end first. The
+/// Ends a rank's part in a group; NULL is fine. Calls in other threads get to their end first. On a GPU
+/// it waits for the device, and every rank calls it; a group whose ranks are not all there any more is
+/// aborted before. A borrowed communicator stays as it is. The
 /// other ranks of a local group come back from what they wait for it in with
 /// `UNSLOTH_STATUS_COMM_ERROR`, and can only send to each other then.
 ///
@@ -240,6 +332,8 @@ pub unsafe extern "C" fn unsloth_comm_info_get(
             // At most as many as an i32 counts.
             rank: object.rank() as i32,
             size: object.size() as i32,
+            library_version: object.library_version(),
+            reserved: 0,
         };
         // SAFETY: `read` accepted it; the caller promises that it is writable.
         unsafe { params::write(&told, info) };
@@ -247,8 +341,9 @@ pub unsafe extern "C" fn unsloth_comm_info_get(
     })
 }
 
-/// Meets the other ranks of a group once, so that what the first collective takes longer for is done.
-/// Every rank calls it; not during a capture.
+/// Meets the other ranks of a group once, so that what the first collective takes longer for is done:
+/// NCCL connects ranks and allocates device memory then, which a launch is not to do. Every rank calls
+/// it; waits for the stream, and is not for one that is being captured.
 ///
 /// # Safety
 /// `stream` is NULL or a live stream of the group's device.
@@ -277,8 +372,11 @@ pub unsafe extern "C" fn unsloth_comm_error_get(comm: *mut unsloth_comm) -> unsl
 }
 
 /// Breaks a group: ranks that wait for others come back with `UNSLOTH_STATUS_COMM_ERROR`, and later
-/// calls of any rank are refused so. Any thread may call it, while others are in collectives. The
-/// handle still has to be destroyed.
+/// calls of any rank are refused so. Any thread may call it, while others are in collectives. Of GPUs
+/// every rank calls it for itself, and NCCL ends what is running. The handle still has to be destroyed.
+///
+/// `UNSLOTH_STATUS_UNSUPPORTED` for a communicator that was borrowed, which its owner aborts, and where
+/// NCCL is older than 2.4.
 ///
 /// # Safety
 /// `comm` was made by `unsloth_comm_create`.

@@ -1,5 +1,8 @@
 //! Guides: what spans several operations, with examples that run.
 
+#[doc = include_str!("collectives.md")]
+pub mod collectives {}
+
 #[doc = include_str!("kv_cache.md")]
 pub mod kv_cache {}
 

@@ -100,7 +100,8 @@ impl Parts<'_> {
     }
 }
 
-/// Validated arguments. Tensors are contiguous, and of one dtype.
+/// Validated arguments. Tensors are contiguous, and of one dtype but where one is sent and another
+/// received.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Problem<'a> {
     /// The operation's name in errors.

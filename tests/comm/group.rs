@@ -36,7 +36,7 @@ pub fn context(num_threads: usize) -> Context {
     .unwrap()
 }
 
-pub fn params(id: Id, rank: usize, size: usize, timeout: Duration) -> Params {
+pub fn params(id: Id, rank: usize, size: usize, timeout: Duration) -> Params<'static> {
     Params {
         timeout: Some(timeout),
         ..Params::local(id, rank, size)

@@ -474,13 +474,32 @@ fn misuse_of_moves_is_refused_and_writes_nothing() {
 fn misuse_of_groups_is_refused() {
     let ctx = Handle::cpu();
     type Spoil = fn(&mut unsloth_comm_params);
-    let cases: [(Spoil, unsloth_status, &str); 8] = [
+    let cases: [(Spoil, unsloth_status, &str); 11] = [
         (
             |p| p.struct_size = 8,
             INVALID,
-            "struct_size is 8, at least 152 is needed",
+            "struct_size is 8, at least 184 is needed",
         ),
-        (|p| p.kind = 7, INVALID, "kind is 7, allowed: 0 (local)"),
+        (
+            |p| p.kind = 7,
+            INVALID,
+            "kind is 7, allowed: 0 (local), 1 (nccl)",
+        ),
+        (
+            |p| p.kind = UNSLOTH_COMM_KIND_NCCL,
+            UNSLOTH_STATUS_UNSUPPORTED,
+            "kind is nccl, which ctx of the cpu backend is not",
+        ),
+        (
+            |p| p.library = c"libnccl.so.2".as_ptr(),
+            INVALID,
+            "library is set, a local group has no library",
+        ),
+        (
+            |p| p.nccl_comm = std::ptr::without_provenance_mut(64),
+            INVALID,
+            "nccl_comm is set, a local group has none",
+        ),
         (|p| p.rank = -1, INVALID, "rank is -1, at least 0 is needed"),
         (|p| p.rank = 1, INVALID, "rank is 1, allowed: 0 to 0"),
         (|p| p.size = -2, INVALID, "size is -2, at least 0 is needed"),
@@ -519,7 +538,7 @@ fn misuse_of_groups_is_refused() {
         assert_fails(
             got,
             INVALID,
-            "comm_id_create: kind is 3, allowed: 0 (local)",
+            "comm_id_create: kind is 3, allowed: 0 (local), 1 (nccl)",
         );
         assert!(id.bytes == [7; 128]);
     }

@@ -57,7 +57,7 @@ pub fn run(input: &mut Input) {
         params.rank = input.pick(&[0, 0, 1, -1, i32::MIN, 1024]);
         params.timeout_ms = 1;
         if input.one_in(8) {
-            params.kind = input.word() as u32;
+            params.kind = input.pick(&[1, 2, u32::MAX]);
         }
         if input.one_in(4) {
             let at = usize::from(input.byte()) % params.id.bytes.len();

@@ -1,0 +1,391 @@
+// Collectives on CUDA, beside a driver and an NCCL that are none: what each asks of NCCL, and that
+// it asks the driver for nothing and the host for no memory; whose library is taken; versions,
+// failures, ends.
+#include "allocations.h"
+#include "check.h"
+#include "driver.h"
+#include "nccl.h"
+
+enum { SKIPPED = 77 };
+enum { INT8 = 0, INT32 = 2, INT64 = 4, FLOAT16 = 6, FLOAT32 = 7, BFLOAT16 = 9 };
+enum { SUM = 0, PROD = 1, MAX = 2, MIN = 3, AVG = 4 };
+enum { SIZE = 4, RANK = 1 };
+
+static unsloth_context *ctx;
+static unsloth_comm *comm;
+static unsloth_stream stream;
+
+// At an address that nothing is at.
+static unsloth_tensor make(unsloth_dtype dtype, int64_t d0, int64_t d1) {
+  void *data = NULL;
+  CHECK_OK(unsloth_memory_alloc(ctx, 1 << 20, &data));
+  return tensor(data, dtype, d0, d1, -1, -1);
+}
+
+static void begin(void) {
+  allocations = nccl.num_calls = nccl.groups = 0;
+  memset(&driver, 0, sizeof driver);
+}
+
+// As many calls of NCCL, in a group or not, and none of the driver.
+static void end(int calls, int groups) {
+  CHECK(allocations == 0);
+  CHECK(nccl.num_calls == calls && nccl.groups == groups && nccl.depth == 0);
+  CHECK(driver.launches == 0 && driver.copies == 0 && driver.others == 0);
+  for (int i = 0; i < calls; i++) {
+    CHECK(nccl.calls[i].stream == stream && nccl.calls[i].depth == groups);
+  }
+}
+
+static void check_call(int at, const char *name, const void *x, const void *out, size_t count,
+                       int dtype, int op, int peer) {
+  const nccl_call *c = &nccl.calls[at];
+  if (strcmp(c->name, name) == 0 && c->x == x && c->out == out && c->count == count &&
+      c->dtype == dtype && c->op == op && c->peer == peer)
+    return;
+  fprintf(stderr, "%s of %zu, dtype %d, op %d, peer %d, not %s of %zu, dtype %d, op %d, peer %d\n",
+          c->name, c->count, c->dtype, c->op, c->peer, name, count, dtype, op, peer);
+  exit(1);
+}
+
+static char *byte(unsloth_tensor t, size_t offset) { return (char *)t.data + offset; }
+
+static void reductions(void) {
+  static const struct {
+    unsloth_dtype dtype;
+    int expected;
+  } dtypes[] = {{UNSLOTH_DTYPE_F32, FLOAT32},   {UNSLOTH_DTYPE_F16, FLOAT16},
+                {UNSLOTH_DTYPE_BF16, BFLOAT16}, {UNSLOTH_DTYPE_I32, INT32},
+                {UNSLOTH_DTYPE_I64, INT64},     {UNSLOTH_DTYPE_I8, INT8}};
+  static const int ops[] = {SUM, AVG, MAX, MIN, PROD};
+  const int64_t counts[SIZE] = {1, 2, 0, 5};
+  unsloth_all_reduce_params p = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
+  unsloth_reduce_scatter_params s = UNSLOTH_REDUCE_SCATTER_PARAMS_INIT;
+  unsloth_implementation implementation = 0;
+  p.comm = s.comm = comm;
+  for (size_t i = 0; i < COUNT(dtypes); i++) {
+    for (size_t op = 0; op < COUNT(ops); op++) {
+      if (ops[op] == AVG && i > 2) continue;
+      p.op = (unsloth_reduce_op)op;
+      p.x = make(dtypes[i].dtype, 8, 3);
+      p.out = make(dtypes[i].dtype, 8, 3);
+      CHECK_OK(unsloth_all_reduce_supported(ctx, &p, &implementation));
+      CHECK(implementation == UNSLOTH_IMPLEMENTATION_CUDA);
+      begin();
+      CHECK_OK(unsloth_all_reduce_forward(ctx, &p, stream));
+      end(1, 0);
+      check_call(0, "ncclAllReduce", p.x.data, p.out.data, 24, dtypes[i].expected, ops[op], -1);
+    }
+  }
+  p.out = p.x;
+  begin();
+  CHECK_OK(unsloth_all_reduce_forward(ctx, &p, stream));
+  check_call(0, "ncclAllReduce", p.x.data, p.x.data, 24, INT8, PROD, -1);
+  p.x.shape[0] = p.out.shape[0] = 0;
+  begin();
+  CHECK_OK(unsloth_all_reduce_forward(ctx, &p, stream));
+  end(0, 0);
+
+  s.op = UNSLOTH_REDUCE_OP_AVG;
+  s.x = make(UNSLOTH_DTYPE_BF16, 8, 3);
+  s.out = make(UNSLOTH_DTYPE_BF16, 2, 3);
+  begin();
+  CHECK_OK(unsloth_reduce_scatter_forward(ctx, &s, stream));
+  end(1, 0);
+  check_call(0, "ncclReduceScatter", s.x.data, s.out.data, 6, BFLOAT16, AVG, -1);
+  // In place: the rank's rows.
+  s.out.data = byte(s.x, 2 * 3 * 2);
+  begin();
+  CHECK_OK(unsloth_reduce_scatter_forward(ctx, &s, stream));
+  check_call(0, "ncclReduceScatter", s.x.data, byte(s.x, 12), 6, BFLOAT16, AVG, -1);
+  // By counts: a reduction to each rank that has rows, in one group.
+  s.counts = counts;
+  s.out = make(UNSLOTH_DTYPE_BF16, 2, 3);
+  begin();
+  CHECK_OK(unsloth_reduce_scatter_forward(ctx, &s, stream));
+  end(3, 1);
+  check_call(0, "ncclReduce", s.x.data, s.x.data, 3, BFLOAT16, AVG, 0);
+  check_call(1, "ncclReduce", byte(s.x, 6), s.out.data, 6, BFLOAT16, AVG, 1);
+  check_call(2, "ncclReduce", byte(s.x, 18), byte(s.x, 18), 15, BFLOAT16, AVG, 3);
+}
+
+static void gathers(void) {
+  const int64_t counts[SIZE] = {1, 2, 0, 5};
+  unsloth_all_gather_params p = UNSLOTH_ALL_GATHER_PARAMS_INIT;
+  p.comm = comm;
+  p.x = make(UNSLOTH_DTYPE_BF16, 2, 3);
+  p.out = make(UNSLOTH_DTYPE_BF16, 8, 3);
+  CHECK_OK(unsloth_all_gather_supported(ctx, &p, NULL));
+  begin();
+  CHECK_OK(unsloth_all_gather_forward(ctx, &p, stream));
+  end(1, 0);
+  // What is moved is of any dtype of its size.
+  check_call(0, "ncclAllGather", p.x.data, p.out.data, 6, FLOAT16, -1, -1);
+  p.x.data = byte(p.out, 12);
+  begin();
+  CHECK_OK(unsloth_all_gather_forward(ctx, &p, stream));
+  check_call(0, "ncclAllGather", byte(p.out, 12), p.out.data, 6, FLOAT16, -1, -1);
+  p.counts = counts;
+  p.x = make(UNSLOTH_DTYPE_BF16, 2, 3);
+  begin();
+  CHECK_OK(unsloth_all_gather_forward(ctx, &p, stream));
+  end(3, 1);
+  check_call(0, "ncclBroadcast", p.out.data, p.out.data, 3, FLOAT16, -1, 0);
+  check_call(1, "ncclBroadcast", p.x.data, byte(p.out, 6), 6, FLOAT16, -1, 1);
+  check_call(2, "ncclBroadcast", byte(p.out, 18), byte(p.out, 18), 15, FLOAT16, -1, 3);
+}
+
+static void moves(void) {
+  const int64_t send[SIZE] = {1, 0, 3, 0}, receive[SIZE] = {0, 0, 2, 1};
+  unsloth_broadcast_params b = UNSLOTH_BROADCAST_PARAMS_INIT;
+  unsloth_all_to_all_params a = UNSLOTH_ALL_TO_ALL_PARAMS_INIT;
+  unsloth_send_receive_params s = UNSLOTH_SEND_RECEIVE_PARAMS_INIT;
+  b.comm = a.comm = s.comm = comm;
+  b.root = 3;
+  b.out = make(UNSLOTH_DTYPE_I64, 5, 2);
+  CHECK_OK(unsloth_broadcast_supported(ctx, &b, NULL));
+  begin();
+  CHECK_OK(unsloth_broadcast_forward(ctx, &b, stream));
+  end(1, 0);
+  check_call(0, "ncclBroadcast", b.out.data, b.out.data, 10, INT64, -1, 3);
+  b.root = RANK;
+  b.x = make(UNSLOTH_DTYPE_I64, 5, 2);
+  begin();
+  CHECK_OK(unsloth_broadcast_forward(ctx, &b, stream));
+  check_call(0, "ncclBroadcast", b.x.data, b.out.data, 10, INT64, -1, 1);
+
+  a.x = make(UNSLOTH_DTYPE_F32, 4, 3);
+  a.out = make(UNSLOTH_DTYPE_F32, 4, 3);
+  CHECK_OK(unsloth_all_to_all_supported(ctx, &a, NULL));
+  begin();
+  CHECK_OK(unsloth_all_to_all_forward(ctx, &a, stream));
+  end(2 * SIZE, 1);
+  for (int i = 0; i < SIZE; i++) {
+    const size_t at = (size_t)i * 12;
+    check_call(2 * i, "ncclSend", byte(a.x, at), NULL, 3, INT32, -1, i);
+    check_call(2 * i + 1, "ncclRecv", NULL, byte(a.out, at), 3, INT32, -1, i);
+  }
+  a.out = make(UNSLOTH_DTYPE_F32, 3, 3);
+  a.send_counts = send;
+  a.receive_counts = receive;
+  begin();
+  CHECK_OK(unsloth_all_to_all_forward(ctx, &a, stream));
+  end(4, 1);
+  check_call(0, "ncclSend", a.x.data, NULL, 3, INT32, -1, 0);
+  check_call(1, "ncclSend", byte(a.x, 12), NULL, 9, INT32, -1, 2);
+  check_call(2, "ncclRecv", NULL, a.out.data, 6, INT32, -1, 2);
+  check_call(3, "ncclRecv", NULL, byte(a.out, 24), 3, INT32, -1, 3);
+
+  s.x = make(UNSLOTH_DTYPE_BOOL, 7, -1);
+  s.out = make(UNSLOTH_DTYPE_F16, 5, -1);
+  s.to = 2;
+  s.from = 0;
+  CHECK_OK(unsloth_send_receive_supported(ctx, &s, NULL));
+  begin();
+  CHECK_OK(unsloth_send_receive_forward(ctx, &s, stream));
+  end(2, 1);
+  check_call(0, "ncclSend", s.x.data, NULL, 7, INT8, -1, 2);
+  check_call(1, "ncclRecv", NULL, s.out.data, 5, FLOAT16, -1, 0);
+  memset(&s.x, 0, sizeof s.x);
+  begin();
+  CHECK_OK(unsloth_send_receive_forward(ctx, &s, stream));
+  end(1, 1);
+}
+
+// A call that fails ends its group; what fails later is asked for.
+static void failures(void) {
+  unsloth_all_reduce_params p = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
+  unsloth_send_receive_params s = UNSLOTH_SEND_RECEIVE_PARAMS_INIT;
+  p.comm = s.comm = comm;
+  p.x = make(UNSLOTH_DTYPE_F32, 8, -1);
+  nccl.fails = "ncclAllReduce";
+  nccl.status = 1;
+  CHECK_FAILS(unsloth_all_reduce_forward(ctx, &p, stream), UNSLOTH_STATUS_COMM_ERROR,
+              "all_reduce: comm failed: ncclAllReduce gave unhandled cuda error (1): "
+              "the words of the library");
+  s.x = make(UNSLOTH_DTYPE_F32, 8, -1);
+  s.to = 2;
+  nccl.fails = "ncclSend";
+  nccl.status = 2;
+  CHECK_FAILS(unsloth_send_receive_forward(ctx, &s, stream), UNSLOTH_STATUS_COMM_ERROR,
+              "send_receive: comm failed: ncclSend gave unhandled system error (2): "
+              "the words of the library");
+  CHECK(nccl.depth == 0);
+  nccl.fails = "ncclGroupEnd";
+  CHECK_STATUS(unsloth_send_receive_forward(ctx, &s, stream), UNSLOTH_STATUS_COMM_ERROR);
+  CHECK_OK(unsloth_send_receive_forward(ctx, &s, stream));
+  CHECK_OK(unsloth_comm_error_get(comm));
+  nccl.async_status = 7;
+  CHECK_OK(unsloth_comm_error_get(comm));
+  nccl.async_status = 6;
+  CHECK_FAILS(unsloth_comm_error_get(comm), UNSLOTH_STATUS_COMM_ERROR,
+              "comm_error_get: comm failed: an earlier collective gave remote process exited or "
+              "there was a network error (6): the words of the library");
+  nccl.async_status = 0;
+}
+
+static unsloth_comm_params of_group(void) {
+  unsloth_comm_params p = UNSLOTH_COMM_PARAMS_INIT;
+  p.kind = UNSLOTH_COMM_KIND_NCCL;
+  p.rank = RANK;
+  p.size = SIZE;
+  p.get_symbol = nccl_symbol;
+  p.user = &nccl;
+  return p;
+}
+
+// A group that is made here is ended here, or aborted.
+static void made(void) {
+  unsloth_comm_id_params of_id = UNSLOTH_COMM_ID_PARAMS_INIT;
+  unsloth_comm_params p = of_group();
+  unsloth_comm_info info = UNSLOTH_COMM_INFO_INIT;
+  unsloth_all_reduce_params sum = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
+  of_id.kind = UNSLOTH_COMM_KIND_NCCL;
+  // The library that the process has, which is this one.
+  CHECK_OK(unsloth_comm_id_create(&of_id, &p.id));
+  CHECK(p.id.bytes[0] == 0x5a && p.id.bytes[127] == 0x5a);
+  of_id.library = "libnccl-of-nobody.so";
+  CHECK_FAILS(unsloth_comm_id_create(&of_id, &p.id), UNSLOTH_STATUS_BACKEND_UNAVAILABLE,
+              "comm_id_create: the nccl backend is unavailable: libnccl-of-nobody.so could not be "
+              "loaded");
+  nccl.fails = "ncclCommInitRank";
+  nccl.status = 2;
+  CHECK_STATUS(unsloth_comm_create(ctx, &p, &comm), UNSLOTH_STATUS_COMM_ERROR);
+  CHECK(comm == NULL);
+  p.rank = SIZE;
+  CHECK_FAILS(unsloth_comm_create(ctx, &p, &comm), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "comm_create: rank is 4, allowed: 0 to 3");
+  p.rank = RANK;
+  CHECK_OK(unsloth_comm_create(ctx, &p, &comm));
+  CHECK(nccl.made == 1 && nccl.made_size == SIZE && nccl.made_rank == RANK);
+  CHECK(memcmp(nccl.made_id, &p.id, sizeof nccl.made_id) == 0);
+  CHECK_OK(unsloth_comm_info_get(comm, &info));
+  CHECK(info.kind == UNSLOTH_COMM_KIND_NCCL && info.rank == RANK && info.size == SIZE);
+  CHECK(info.library_version == 22803);
+  begin();
+  CHECK_OK(unsloth_comm_warm_up(comm, stream));
+  CHECK(nccl.num_calls == 1 && nccl.calls[0].count == 1 && nccl.calls[0].stream == stream);
+  reductions();
+  gathers();
+  moves();
+  failures();
+  CHECK_OK(unsloth_comm_destroy(comm));
+  CHECK(nccl.destroyed == 1 && nccl.aborted == 0);
+
+  CHECK_OK(unsloth_comm_create(ctx, &p, &comm));
+  CHECK_OK(unsloth_comm_abort(comm));
+  CHECK_OK(unsloth_comm_abort(comm));
+  CHECK(nccl.aborted == 1);
+  sum.comm = comm;
+  sum.x = make(UNSLOTH_DTYPE_F32, 8, -1);
+  CHECK_FAILS(unsloth_all_reduce_forward(ctx, &sum, stream), UNSLOTH_STATUS_COMM_ERROR,
+              "all_reduce: comm is broken: rank 1 aborted it");
+  CHECK_STATUS(unsloth_comm_error_get(comm), UNSLOTH_STATUS_COMM_ERROR);
+  CHECK_OK(unsloth_comm_destroy(comm));
+  CHECK(nccl.destroyed == 1 && nccl.aborted == 1);
+}
+
+// One that a program has is borrowed.
+static void lent(void) {
+  unsloth_comm_params p = UNSLOTH_COMM_PARAMS_INIT;
+  unsloth_comm_info info = UNSLOTH_COMM_INFO_INIT;
+  unsloth_all_reduce_params sum = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
+  p.kind = UNSLOTH_COMM_KIND_NCCL;
+  p.nccl_comm = nccl_foreign;
+  nccl.made = nccl.destroyed = nccl.aborted = 0;
+  nccl.device = 3;
+  CHECK_FAILS(unsloth_comm_create(ctx, &p, &comm), UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "comm_create: nccl_comm is of device 3, ctx is of device 0");
+  nccl.device = 0;
+  nccl.fails = "ncclCommCount";
+  nccl.status = 4;
+  CHECK_STATUS(unsloth_comm_create(ctx, &p, &comm), UNSLOTH_STATUS_COMM_ERROR);
+  nccl.size = 7;
+  nccl.rank = 5;
+  CHECK_OK(unsloth_comm_create(ctx, &p, &comm));
+  CHECK_OK(unsloth_comm_info_get(comm, &info));
+  CHECK(info.rank == 5 && info.size == 7);
+  sum.comm = comm;
+  sum.x = make(UNSLOTH_DTYPE_F32, 8, -1);
+  begin();
+  CHECK_OK(unsloth_all_reduce_forward(ctx, &sum, stream));
+  end(1, 0);
+  CHECK_FAILS(unsloth_comm_abort(comm), UNSLOTH_STATUS_UNSUPPORTED,
+              "comm_abort: comm was lent: who made it aborts it");
+  CHECK_OK(unsloth_comm_destroy(comm));
+  CHECK(nccl.made == 0 && nccl.destroyed == 0 && nccl.aborted == 0);
+}
+
+// What old versions lack is refused by its name.
+static void versions(void) {
+  unsloth_comm_params p = of_group();
+  unsloth_all_reduce_params r = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
+  unsloth_send_receive_params s = UNSLOTH_SEND_RECEIVE_PARAMS_INIT;
+  unsloth_all_to_all_params a = UNSLOTH_ALL_TO_ALL_PARAMS_INIT;
+  nccl.version = 2308;
+  CHECK_OK(unsloth_comm_create(ctx, &p, &comm));
+  r.comm = s.comm = a.comm = comm;
+  CHECK_OK(unsloth_comm_error_get(comm));
+  CHECK_FAILS(unsloth_comm_abort(comm), UNSLOTH_STATUS_UNSUPPORTED,
+              "comm_abort: comm is of NCCL 2.3.8, which has no ncclCommAbort: 2.4 is needed");
+  s.x = make(UNSLOTH_DTYPE_F32, 8, -1);
+  CHECK_FAILS(unsloth_send_receive_forward(ctx, &s, stream), UNSLOTH_STATUS_UNSUPPORTED,
+              "send_receive: comm is of NCCL 2.3.8, which has no ncclSend: 2.7 is needed");
+  a.x = make(UNSLOTH_DTYPE_F32, 8, -1);
+  a.out = make(UNSLOTH_DTYPE_F32, 8, -1);
+  CHECK_STATUS(unsloth_all_to_all_supported(ctx, &a, NULL), UNSLOTH_STATUS_UNSUPPORTED);
+  r.x = make(UNSLOTH_DTYPE_BF16, 8, -1);
+  CHECK_FAILS(unsloth_all_reduce_supported(ctx, &r, NULL), UNSLOTH_STATUS_UNSUPPORTED,
+              "all_reduce: x is bf16, comm is of NCCL 2.3.8: 2.10 is needed");
+  r.x.dtype = UNSLOTH_DTYPE_F16;
+  CHECK_OK(unsloth_all_reduce_forward(ctx, &r, stream));
+  r.op = UNSLOTH_REDUCE_OP_AVG;
+  CHECK_FAILS(unsloth_all_reduce_forward(ctx, &r, stream), UNSLOTH_STATUS_UNSUPPORTED,
+              "all_reduce: op is avg, comm is of NCCL 2.3.8: 2.10 is needed");
+  // It has no words of its own for what failed.
+  r.op = UNSLOTH_REDUCE_OP_SUM;
+  nccl.fails = "ncclAllReduce";
+  nccl.status = 1;
+  CHECK_FAILS(unsloth_all_reduce_forward(ctx, &r, stream), UNSLOTH_STATUS_COMM_ERROR,
+              "all_reduce: comm failed: ncclAllReduce gave unhandled cuda error (1)");
+  CHECK_OK(unsloth_comm_destroy(comm));
+  nccl.version = 22803;
+  p.user = NULL;
+  CHECK_FAILS(unsloth_comm_create(ctx, &p, &comm), UNSLOTH_STATUS_BACKEND_UNAVAILABLE,
+              "comm_create: the nccl backend is unavailable: the library has no ncclGetVersion");
+}
+
+// A group is of its backend, and outlives its context.
+static void contexts(void) {
+  unsloth_context_params of_context = UNSLOTH_CONTEXT_PARAMS_INIT;
+  unsloth_comm_params p = of_group();
+  unsloth_context *other = NULL;
+  p.kind = UNSLOTH_COMM_KIND_LOCAL;
+  p.get_symbol = NULL;
+  CHECK_FAILS(unsloth_comm_create(ctx, &p, &comm), UNSLOTH_STATUS_UNSUPPORTED,
+              "comm_create: kind is local, which ctx of the cuda backend is not");
+  p = of_group();
+  of_context.backend = UNSLOTH_BACKEND_CUDA;
+  CHECK_OK(unsloth_context_create(&of_context, &other));
+  CHECK_OK(unsloth_comm_create(other, &p, &comm));
+  CHECK_OK(unsloth_context_destroy(other));
+  CHECK_OK(unsloth_comm_warm_up(comm, NULL));
+  CHECK_OK(unsloth_comm_destroy(comm));
+}
+
+int main(void) {
+  unsloth_context_params params = UNSLOTH_CONTEXT_PARAMS_INIT;
+  params.backend = UNSLOTH_BACKEND_CUDA;
+  const unsloth_status status = unsloth_context_create(&params, &ctx);
+  // A build for other architectures.
+  if (status == UNSLOTH_STATUS_UNSUPPORTED_DEVICE) return SKIPPED;
+  CHECK_OK(status);
+  CHECK_OK(unsloth_stream_create(ctx, &stream));
+  made();
+  lent();
+  versions();
+  contexts();
+  CHECK_OK(unsloth_stream_destroy(ctx, stream));
+  CHECK_OK(unsloth_context_destroy(ctx));
+  return 0;
+}

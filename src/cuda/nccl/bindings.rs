@@ -1,0 +1,119 @@
+//! NCCL's functions and constants, as its header declares them, found at run time.
+
+use std::ffi::{c_char, c_int, c_void};
+
+/// `ncclResult_t`.
+pub(crate) type Status = c_int;
+pub(crate) const SUCCESS: Status = 0;
+/// What a communicator that does not block gives, and no error.
+pub(crate) const IN_PROGRESS: Status = 7;
+
+/// `ncclUniqueId`, which is passed by value.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct UniqueId(pub [u8; 128]);
+
+/// `ncclDataType_t`.
+pub(crate) const INT8: c_int = 0;
+pub(crate) const INT32: c_int = 2;
+pub(crate) const INT64: c_int = 4;
+pub(crate) const FLOAT16: c_int = 6;
+pub(crate) const FLOAT32: c_int = 7;
+/// Since 2.10.
+pub(crate) const BFLOAT16: c_int = 9;
+
+/// `ncclRedOp_t`.
+pub(crate) const SUM: c_int = 0;
+pub(crate) const PROD: c_int = 1;
+pub(crate) const MAX: c_int = 2;
+pub(crate) const MIN: c_int = 3;
+/// Since 2.10.
+pub(crate) const AVG: c_int = 4;
+
+macro_rules! functions {
+    (
+        always { $($method:ident = $symbol:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)* }
+        later { $($newer:ident = $new_symbol:ident($($new_argument:ident: $new_type:ty),* $(,)?) -> $new_result:ty;)* }
+    ) => {
+        /// The functions of a library; of those that old versions lack, the ones that it has.
+        #[derive(Clone, Copy)]
+        pub(crate) struct Functions {
+            $(pub $method: unsafe extern "C" fn($($type),*) -> $result,)*
+            $(pub $newer: Option<unsafe extern "C" fn($($new_type),*) -> $new_result>,)*
+        }
+
+        impl Functions {
+            /// Asks for each by its name, which ends in NUL.
+            ///
+            /// # Errors
+            /// The name of one that is missing.
+            ///
+            /// # Safety
+            /// What `find` gives is NULL or NCCL's function of the name, which stays.
+            pub unsafe fn resolve(
+                find: impl Fn(&'static str) -> *mut c_void,
+            ) -> Result<Functions, &'static str> {
+                Ok(Functions {
+                    $($method: {
+                        let found = find(concat!(stringify!($symbol), "\0"));
+                        if found.is_null() {
+                            return Err(stringify!($symbol));
+                        }
+                        // SAFETY: not NULL, and the function's type in NCCL's header.
+                        unsafe {
+                            std::mem::transmute::<
+                                *mut c_void,
+                                unsafe extern "C" fn($($type),*) -> $result,
+                            >(found)
+                        }
+                    },)*
+                    $($newer: {
+                        let found = find(concat!(stringify!($new_symbol), "\0"));
+                        // SAFETY: NULL is no function, which `None` is; else as above.
+                        unsafe {
+                            std::mem::transmute::<
+                                *mut c_void,
+                                Option<unsafe extern "C" fn($($new_type),*) -> $new_result>,
+                            >(found)
+                        }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+type Comm = *mut c_void;
+type Stream = *mut c_void;
+
+functions! {
+    always {
+    get_version = ncclGetVersion(version: *mut c_int) -> Status;
+    error_string = ncclGetErrorString(status: Status) -> *const c_char;
+    get_unique_id = ncclGetUniqueId(id: *mut UniqueId) -> Status;
+    comm_init_rank = ncclCommInitRank(comm: *mut Comm, size: c_int, id: UniqueId, rank: c_int) -> Status;
+    comm_destroy = ncclCommDestroy(comm: Comm) -> Status;
+    comm_count = ncclCommCount(comm: Comm, count: *mut c_int) -> Status;
+    comm_user_rank = ncclCommUserRank(comm: Comm, rank: *mut c_int) -> Status;
+    comm_device = ncclCommCuDevice(comm: Comm, device: *mut c_int) -> Status;
+    all_reduce = ncclAllReduce(x: *const c_void, out: *mut c_void, count: usize, dtype: c_int, op: c_int, comm: Comm,
+        stream: Stream) -> Status;
+    reduce = ncclReduce(x: *const c_void, out: *mut c_void, count: usize, dtype: c_int, op: c_int, root: c_int, comm: Comm,
+        stream: Stream) -> Status;
+    broadcast = ncclBroadcast(x: *const c_void, out: *mut c_void, count: usize, dtype: c_int, root: c_int, comm: Comm,
+        stream: Stream) -> Status;
+    all_gather = ncclAllGather(x: *const c_void, out: *mut c_void, count: usize, dtype: c_int, comm: Comm,
+        stream: Stream) -> Status;
+    reduce_scatter = ncclReduceScatter(x: *const c_void, out: *mut c_void, count: usize, dtype: c_int, op: c_int, comm: Comm,
+        stream: Stream) -> Status;
+    group_start = ncclGroupStart() -> Status;
+    group_end = ncclGroupEnd() -> Status;
+    }
+    later {
+    comm_abort = ncclCommAbort(comm: Comm) -> Status;
+    async_error = ncclCommGetAsyncError(comm: Comm, status: *mut Status) -> Status;
+    send = ncclSend(x: *const c_void, count: usize, dtype: c_int, to: c_int, comm: Comm, stream: Stream) -> Status;
+    recv = ncclRecv(out: *mut c_void, count: usize, dtype: c_int, from: c_int, comm: Comm, stream: Stream) -> Status;
+    last_error = ncclGetLastError(comm: Comm) -> *const c_char;
+    }
+}
