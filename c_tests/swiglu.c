@@ -56,8 +56,9 @@ static void run(const test_device *device) {
               "swiglu_backward: reserved is 1, allowed: 0");
 
   p.activation = 17;
-  CHECK_FAILS(unsloth_swiglu_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
-              "swiglu: activation is 17, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh), 3 (squared relu)");
+  CHECK_FAILS(
+      unsloth_swiglu_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+      "swiglu: activation is 17, allowed: 0 (silu), 1 (gelu), 2 (gelu tanh), 3 (squared relu)");
   p.activation = 0;
   p.gate_up.data = NULL;
   CHECK_FAILS(unsloth_swiglu_forward(ctx, &p, NULL), UNSLOTH_STATUS_NULL_POINTER,
