@@ -118,10 +118,10 @@ fn assert_rounded_once(dtype: DType, y: &[f64], x: &[f64], w: &[f64], [rows, n, 
         let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
         let (mut bound, mut terms) = (0.0, 0.0);
         for (x, w) in x.chunks(32).zip(w.chunks(32)) {
-            let step = x.iter().fold(0.0f64, |most, x| most.max(x.abs())) / 32767.0;
+            let step = x.iter().fold(0.0f64, |most, x| most.max(x.abs())) / 32639.0;
             let weights: f64 = w.iter().map(|w| w.abs()).sum();
             bound += weights * step / 2.0;
-            terms += weights * step * 32767.0;
+            terms += weights * step * 32639.0;
         }
         // Codes are summed without their offset, which may be 16 times as much.
         bound += 16.0 * terms * rules::epsilon(DType::F32);

@@ -13,6 +13,13 @@ use crate::tensor::{RawTensor, Scratch};
 /// Neighbours that share a scale.
 const SHARED: usize = 32;
 
+/// Codes in a unit of [`Form::Split`], with whose factors there are as many of each.
+const UNIT: usize = 128;
+const FACTORS: usize = 16;
+
+/// Where a row's codes begin, in bytes: at cache lines.
+const ALIGNMENT: usize = 64;
+
 /// Codes, and for each group of the weights that multiply them a scale and the sum that an offset
 /// counts for.
 #[derive(Clone, Copy)]
@@ -42,6 +49,49 @@ impl<'a> Row<'a> {
     }
 }
 
+/// As [`Row`], with codes of `256 * high + low`.
+#[derive(Clone, Copy)]
+pub(crate) struct Planes<'a> {
+    pub high: &'a [i8],
+    pub low: &'a [i8],
+    pub scales: &'a [f32],
+    pub sums: &'a [f32],
+}
+
+impl Planes<'_> {
+    pub const EMPTY: Planes<'static> = Planes {
+        high: &[],
+        low: &[],
+        scales: &[],
+        sums: &[],
+    };
+}
+
+/// How a row lies. Behind its codes and factors there are zeros, so that kernels that read whole
+/// vectors need not look where it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// For [`Row`].
+    Words,
+    /// For [`Planes`].
+    Planes,
+    /// For [`Planes`] and groups of 32. Of each four groups there are first the 16 codes that each
+    /// begins with, then the others. Of each group there are four scales, all the same, and four
+    /// sums: of codes 0 to 3 and 16 to 19, and so on.
+    Split,
+}
+
+impl Form {
+    /// Codes of a row, and scales, of which there are as many as sums.
+    pub fn lengths(self, depth: usize, group: usize) -> (usize, usize) {
+        let codes = depth.next_multiple_of(UNIT);
+        match self {
+            Form::Split => (codes, codes / UNIT * FACTORS),
+            _ => (codes, (depth / group).next_multiple_of(FACTORS)),
+        }
+    }
+}
+
 /// All rows of a tensor.
 pub(crate) struct Activations {
     memory: Floats,
@@ -53,51 +103,62 @@ pub(crate) struct Activations {
 struct Sizes {
     depth: usize,
     group: usize,
+    form: Form,
     rows: usize,
 }
 
 impl Sizes {
-    fn new(x: &RawTensor, group: usize) -> Sizes {
+    fn new(x: &RawTensor, (group, form): (usize, Form)) -> Sizes {
         Sizes {
             depth: x.layout.dim(x.layout.rank() - 1),
             group,
+            form,
             rows: x.layout.num_rows(),
         }
     }
 
     fn codes(&self) -> usize {
-        self.depth / 2
+        self.form.lengths(self.depth, self.group).0 / 2
     }
 
     fn factors(&self) -> usize {
-        self.depth / self.group
+        self.form.lengths(self.depth, self.group).1
     }
 
     fn row(&self) -> usize {
-        self.codes() + 2 * self.factors()
+        self.codes() + 2 * self.factors() + ALIGNMENT / size_of::<f32>()
     }
 
-    fn of_floats<'a>(&self, row: &'a [f32]) -> Row<'a> {
-        let (codes, factors) = row.split_at(self.codes());
+    /// Where the codes of a row begin.
+    fn start(&self, row: &[f32]) -> usize {
+        let start = row.as_ptr().align_offset(ALIGNMENT);
+        start.min(ALIGNMENT / size_of::<f32>())
+    }
+
+    /// Codes, scales and sums.
+    fn parts<'a>(&self, row: &'a [f32]) -> [&'a [f32]; 3] {
+        let (codes, factors) = row[self.start(row)..].split_at(self.codes());
         let (scales, sums) = factors.split_at(self.factors());
-        // SAFETY: the bytes of the floats, which are initialised and may be of any bits.
-        let codes = unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), 2 * codes.len()) };
-        Row {
-            codes,
-            scales,
-            sums,
-        }
+        [codes, scales, &sums[..self.factors()]]
+    }
+
+    /// As [`Sizes::parts`].
+    fn parts_mut<'a>(&self, row: &'a mut [f32]) -> [&'a mut [f32]; 3] {
+        let start = self.start(row);
+        let (codes, factors) = row[start..].split_at_mut(self.codes());
+        let (scales, sums) = factors.split_at_mut(self.factors());
+        [codes, scales, &mut sums[..self.factors()]]
     }
 }
 
 impl Activations {
     /// Bytes of a workspace with which [`Activations::new`] allocates nothing.
-    pub fn bytes(x: &RawTensor, group: usize) -> usize {
-        let sizes = Sizes::new(x, group);
+    pub fn bytes(x: &RawTensor, shape: (usize, Form)) -> usize {
+        let sizes = Sizes::new(x, shape);
         Floats::bytes(sizes.rows, sizes.row())
     }
 
-    /// Rounds every row of `x`, for weights in groups of `group`.
+    /// Rounds every row of `x`, for weights in groups of so many, in a form.
     ///
     /// # Errors
     /// There is no memory.
@@ -105,10 +166,10 @@ impl Activations {
         cpu: &Cpu,
         op: &'static str,
         x: &RawTensor,
-        group: usize,
+        shape: (usize, Form),
         scratch: Scratch,
     ) -> Result<Activations> {
-        let sizes = Sizes::new(x, group);
+        let sizes = Sizes::new(x, shape);
         let memory = Floats::in_or_new(op, scratch, (sizes.rows, sizes.row()), 0)?;
         cpu.for_each_range(sizes.rows, sizes.depth, |rows| {
             with_float!(x.dtype, X => cpu.vectorize(#[inline(always)] || {
@@ -121,56 +182,126 @@ impl Activations {
         Ok(Activations { memory, sizes })
     }
 
+    /// Of [`Form::Words`].
     pub fn row(&self, row: usize) -> Row<'_> {
+        debug_assert_eq!(self.sizes.form, Form::Words);
         // SAFETY: nobody writes once they are made.
-        self.sizes.of_floats(unsafe { self.memory.part(row) })
+        let [codes, scales, sums] = self.sizes.parts(unsafe { self.memory.part(row) });
+        // SAFETY: the bytes of the floats, which are initialised and may be of any bits.
+        let codes = unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), 2 * codes.len()) };
+        Row {
+            codes,
+            scales,
+            sums,
+        }
+    }
+
+    /// Of another form.
+    pub fn planes(&self, row: usize) -> Planes<'_> {
+        debug_assert_ne!(self.sizes.form, Form::Words);
+        // SAFETY: nobody writes once they are made.
+        let [codes, scales, sums] = self.sizes.parts(unsafe { self.memory.part(row) });
+        // SAFETY: the bytes of the floats, which are initialised and may be of any bits.
+        let codes: &[i8] =
+            unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), 4 * codes.len()) };
+        let (high, low) = codes.split_at(codes.len() / 2);
+        Planes {
+            high,
+            low,
+            scales,
+            sums,
+        }
     }
 }
 
 /// Rounds a row of `x` into its floats.
 #[inline(always)]
 fn quantize<X: Float>(x: &RawTensor, row: usize, sizes: Sizes, out: &mut [f32]) {
-    let (codes, factors) = out.split_at_mut(sizes.codes());
-    let (scales, sums) = factors.split_at_mut(sizes.factors());
-    // SAFETY: the bytes of the floats, which any integers may be.
-    let codes: &mut [i16] =
-        unsafe { std::slice::from_raw_parts_mut(codes.as_mut_ptr().cast(), 2 * codes.len()) };
-    let per_scale = SHARED / sizes.group;
+    let [out, scales, sums] = sizes.parts_mut(out);
+    // What is behind the last.
+    scales.fill(0.0);
+    sums.fill(0.0);
+    if !sizes.depth.is_multiple_of(UNIT) {
+        out.fill(0.0);
+    }
     let mut wide = [0.0f32; CHUNK];
     for start in (0..sizes.depth).step_by(CHUNK) {
         let columns = start..sizes.depth.min(start + CHUNK);
         let wide = &mut wide[..columns.len()];
         // SAFETY: a row of the checked tensor.
         X::load(unsafe { part_of::<X>(x, row, columns.clone()) }, wide);
-        let shared = wide.as_chunks::<SHARED>().0;
-        let codes = codes[columns.clone()].as_chunks_mut::<SHARED>().0;
-        let first = start / sizes.group;
-        for (i, (wide, codes)) in shared.iter().zip(codes).enumerate() {
-            let scale = round_together(wide, codes);
-            for part in 0..per_scale {
-                let group = first + i * per_scale + part;
-                let sum: i32 = (codes[part * sizes.group..][..sizes.group].iter())
-                    .map(|code| i32::from(*code))
-                    .sum();
-                scales[group] = scale;
-                sums[group] = scale * sum as f32;
+        for (wide, at) in wide.as_chunks().0.iter().zip(columns.step_by(SHARED)) {
+            let mut codes = [0; SHARED];
+            let scale = round_together(wide, &mut codes);
+            match sizes.form {
+                Form::Split => {
+                    let at = at / SHARED * 4;
+                    scales[at..at + 4].fill(scale);
+                    for (sum, i) in sums[at..at + 4].iter_mut().zip((0..).step_by(4)) {
+                        *sum = scale * (sum_of(&codes[i..i + 4]) + sum_of(&codes[i + 16..i + 20]));
+                    }
+                }
+                _ => {
+                    let of_groups = codes.chunks_exact(sizes.group).zip(at / sizes.group..);
+                    for (codes, group) in of_groups {
+                        (scales[group], sums[group]) = (scale, scale * sum_of(codes));
+                    }
+                }
             }
+            store(&codes, sizes.form, at, out);
         }
     }
 }
 
-/// The nearest codes of -32767 to 32767 times a scale, which is given. It is not finite if a value
-/// is not.
+/// The sum of codes, which is exact.
+#[inline(always)]
+fn sum_of(codes: &[i16]) -> f32 {
+    codes.iter().map(|code| i32::from(*code)).sum::<i32>() as f32
+}
+
+/// Writes the codes from the `at`th of a row.
+#[inline(always)]
+fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
+    // SAFETY: the bytes of the floats, which any integers may be.
+    let out: &mut [u8] =
+        unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), 4 * out.len()) };
+    if form == Form::Words {
+        let out = out[2 * at..][..2 * SHARED].as_chunks_mut().0;
+        for (out, code) in out.iter_mut().zip(codes) {
+            *out = code.to_ne_bytes();
+        }
+        return;
+    }
+    let (high, low) = out.split_at_mut(out.len() / 2);
+    for (i, codes) in codes.as_chunks::<16>().0.iter().enumerate() {
+        let at = match form {
+            Form::Split => at / UNIT * UNIT + i * UNIT / 2 + at % UNIT / 2,
+            _ => at + i * 16,
+        };
+        let (high, low) = (&mut high[at..at + 16], &mut low[at..at + 16]);
+        for ((high, low), code) in high.iter_mut().zip(low).zip(codes) {
+            // The low byte has a sign too; what it takes away is in the high one.
+            *high = ((code + 128) >> 8) as u8;
+            *low = *code as u8;
+        }
+    }
+}
+
+/// The greatest code: with it, both bytes of every code have a sign and are in range.
+const MOST: i16 = 127 * 256 + 127;
+
+/// The nearest codes of -[`MOST`] to [`MOST`] times a scale, which is given. It is not finite if a
+/// value is not.
 #[inline(always)]
 fn round_together(values: &[f32; SHARED], codes: &mut [i16; SHARED]) -> f32 {
-    const MOST: f32 = i16::MAX as f32;
+    const LIMIT: f32 = MOST as f32;
     // As integers, magnitudes are in the order of the numbers, and NaN is above them.
     let magnitude = values.iter().map(|v| v.to_bits() & 0x7fff_ffff);
     let most = f32::from_bits(magnitude.fold(0, u32::max));
-    let scale = most / MOST;
+    let scale = most / LIMIT;
     for (code, value) in codes.iter_mut().zip(values) {
         // Without a scale that is a number there is no code, and any will do.
-        *code = (value / scale).round_ties_even().clamp(-MOST, MOST) as i16;
+        *code = (value / scale).round_ties_even().clamp(-LIMIT, LIMIT) as i16;
     }
     scale
 }
@@ -186,7 +317,10 @@ mod tests {
             let values: [f32; SHARED] =
                 std::array::from_fn(|i| factor * ((i * 37 % 64) as f32 - 31.5));
             let scale = round_together(&values, &mut codes);
-            assert_eq!(codes.iter().map(|c| c.unsigned_abs()).max(), Some(32767));
+            assert_eq!(
+                codes.iter().map(|c| c.unsigned_abs()).max(),
+                Some(MOST.unsigned_abs())
+            );
             for (value, code) in values.iter().zip(&codes) {
                 let error = f64::from(*value) - f64::from(scale) * f64::from(*code);
                 let most = 0.51 * f64::from(scale);

@@ -1,49 +1,82 @@
-//! Few rows by weights in blocks: activations are rounded to 16 bits, and codes are multiplied. Each
-//! block is read and unpacked once, and multiplies every row. A row's result depends neither on the
-//! number of threads nor on the rows beside it.
+//! Few rows by weights in blocks: activations are rounded to 16 bits, and codes are multiplied.
+//! They are unpacked in registers by the kernels of [`fused`], else into memory, from where they
+//! multiply every row. A row's result depends neither on the number of threads nor on the rows
+//! beside it.
 
 use std::ops::Range;
 
 use super::few_rows::{MAX_ROWS, PART};
 use crate::cpu::Cpu;
+use crate::cpu::blocks::fused::{COLUMNS, Kernel};
 use crate::cpu::blocks::{
-    Activations, CHUNK, Chunk, Dot, Format, Row, blocks_of, group, with_format,
+    self, Activations, CHUNK, Chunk, Dot, Form, Format, Planes, Row, blocks_of, with_format,
 };
 use crate::error::Result;
 use crate::problem::linear::Weights;
 use crate::tensor::{RawTensor, Scratch};
 
-/// Rows of weights that are unpacked before they are multiplied: what was just stored in pieces is slow
-/// to load as a whole.
+/// Rows of weights that are unpacked before they are multiplied: what was just stored in pieces is
+/// slow to load as a whole.
 const AT_ONCE: usize = 4;
 
-/// The group of all weights, if they are in blocks of equal groups and what they multiply may be
-/// rounded.
-pub(super) fn group_of<const N: usize>(weights: [&Weights; N]) -> Option<usize> {
-    let first = group(weights[0].weight.dtype);
-    let all = weights.iter().all(|w| {
-        let dtype = w.weight.dtype;
-        dtype.is_in_blocks() && !w.float_activations && group(dtype) == first
-    });
-    all.then_some(first)
+/// What activations are rounded for, if all weights are in blocks of equal groups and what they
+/// multiply may be rounded.
+#[derive(Clone, Copy)]
+pub(super) struct Blocks<const N: usize> {
+    /// The weights' group, and the form of activations.
+    pub shape: (usize, Form),
+    dot: Dot,
+    /// All of one form, or none.
+    kernels: Option<[Kernel; N]>,
 }
 
-/// As [`for_each_row_part`](super::for_each_row_part), for weights in such groups.
+impl<const N: usize> Blocks<N> {
+    pub fn new(weights: [&Weights; N]) -> Option<Blocks<N>> {
+        let dtypes = weights.map(|w| w.weight.dtype);
+        if !dtypes.iter().all(|dtype| dtype.is_in_blocks()) {
+            return None;
+        }
+        let group = blocks::group(dtypes[0]);
+        let alike = dtypes.iter().all(|dtype| blocks::group(*dtype) == group);
+        if !alike || weights.iter().any(|w| w.float_activations) {
+            return None;
+        }
+        let dot = Dot::new();
+        let first = Kernel::new(dot, dtypes[0]);
+        let form = first.map_or(Form::Words, Kernel::form);
+        let mut kernels = first.map(|first| [first; N]);
+        for (i, dtype) in dtypes.into_iter().enumerate() {
+            let kernel = Kernel::new(dot, dtype).filter(|kernel| kernel.form() == form);
+            kernels = kernels.zip(kernel).map(|(mut kernels, kernel)| {
+                kernels[i] = kernel;
+                kernels
+            });
+        }
+        let form = kernels.map_or(Form::Words, |_| form);
+        Some(Blocks {
+            shape: (group, form),
+            dot,
+            kernels,
+        })
+    }
+}
+
+/// As [`for_each_row_part`](super::for_each_row_part), for such weights.
 pub(super) fn run<const N: usize>(
     cpu: &Cpu,
     x: &RawTensor,
     weights: [&Weights; N],
-    group: usize,
+    blocks: Blocks<N>,
     scratch: Scratch,
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
 ) -> Result<()> {
     let rows = x.layout.num_rows();
     let weights = weights.map(|w| &w.weight);
     let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
-    let activations = Activations::new(cpu, "linear", x, group, scratch)?;
+    let activations = Activations::new(cpu, "linear", x, blocks.shape, scratch)?;
     let products = Products {
         cpu,
-        dot: Dot::new(),
+        dot: blocks.dot,
         x: &activations,
         rows,
     };
@@ -53,8 +86,13 @@ pub(super) fn run<const N: usize>(
         let mut sums = [[[0.0f32; PART]; MAX_ROWS]; N];
         for part in parts {
             let part = part * PART..columns.min((part + 1) * PART);
-            for (sums, weight) in sums.iter_mut().zip(weights) {
-                products.compute(weight, part.clone(), &mut chunks, sums);
+            for (i, (sums, weight)) in sums.iter_mut().zip(weights).enumerate() {
+                match blocks.kernels {
+                    Some(kernels) => {
+                        products.compute_in_registers(kernels[i], weight, part.clone(), sums);
+                    }
+                    None => products.compute(weight, part.clone(), &mut chunks, sums),
+                }
             }
             cpu.vectorize(
                 #[inline(always)]
@@ -82,8 +120,64 @@ struct Products<'a> {
 }
 
 impl Products<'_> {
-    /// Every row of `x` by the weights' rows `columns`. It is compiled once, whatever becomes of the
-    /// sums.
+    /// Every row of `x` by the weights' rows `columns`.
+    fn compute_in_registers(
+        &self,
+        kernel: Kernel,
+        weight: &RawTensor,
+        columns: Range<usize>,
+        sums: &mut [[f32; PART]; MAX_ROWS],
+    ) {
+        let depth = weight.layout.dim(1);
+        // Rows are whole blocks apart; one alone may have any stride.
+        let apart = match weight.layout.dim(0) {
+            1 => 0,
+            _ => weight.dtype.row_bytes(weight.layout.stride(0)),
+        };
+        // SAFETY: a row of the checked matrix; there is one, or no part of it would be asked for.
+        let first = unsafe { blocks_of(weight, columns.start, 0..depth) };
+        let mut w: [&[u8]; PART] = [&[]; PART];
+        for (i, w) in w.iter_mut().enumerate().take(columns.len()) {
+            // SAFETY: the row `i` behind the first, as long as it.
+            *w = unsafe {
+                std::slice::from_raw_parts(first.as_ptr().wrapping_add(i * apart), first.len())
+            };
+        }
+        let w = &w[..columns.len()];
+        let mut row = 0;
+        while row < self.rows {
+            row += match self.rows - row {
+                1 => self.multiply::<1>(kernel, w, row, sums),
+                2 => self.multiply::<2>(kernel, w, row, sums),
+                3 => self.multiply::<3>(kernel, w, row, sums),
+                _ => self.multiply::<4>(kernel, w, row, sums),
+            };
+        }
+    }
+
+    /// `R` rows from `row` on by rows of weights. Gives `R`.
+    fn multiply<const R: usize>(
+        &self,
+        kernel: Kernel,
+        w: &[&[u8]],
+        row: usize,
+        sums: &mut [[f32; PART]; MAX_ROWS],
+    ) -> usize {
+        let mut x = [Planes::EMPTY; R];
+        for (r, x) in x.iter_mut().enumerate() {
+            *x = self.x.planes(row + r);
+        }
+        for (w, at) in w.chunks(COLUMNS).zip((0..).step_by(COLUMNS)) {
+            let products = kernel.products(w, x);
+            for (sums, products) in sums[row..].iter_mut().zip(products) {
+                sums[at..at + w.len()].copy_from_slice(&products[..w.len()]);
+            }
+        }
+        R
+    }
+
+    /// Every row of `x` by the weights' rows `columns`. It is compiled once, whatever becomes of
+    /// the sums.
     fn compute(
         &self,
         weight: &RawTensor,

@@ -15,6 +15,7 @@ use crate::cpu::{Cpu, Run};
 use crate::error::Result;
 use crate::problem::linear::{Problem, Weights};
 use crate::tensor::{RawTensor, Scratch};
+use blocks::Blocks;
 use many_rows::{Operand, Tiles};
 
 impl Run for Problem {
@@ -22,8 +23,8 @@ impl Run for Problem {
         let (x, weight) = (&self.x, &self.weights.weight);
         match self.of_few_rows() {
             Some(_) if integers::serve([&self.weights]) => integers::bytes(x),
-            Some(true) => match blocks::group_of([&self.weights]) {
-                Some(group) => Activations::bytes(x, group),
+            Some(true) => match Blocks::new([&self.weights]) {
+                Some(blocks) => Activations::bytes(x, blocks.shape),
                 None => few_rows::bytes(x),
             },
             Some(false) => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
@@ -138,8 +139,8 @@ pub(crate) fn for_each_row_part<const N: usize>(
     }
     let matrices = weights.map(|w| &w.weight);
     match rows {
-        0..=few_rows::MAX_ROWS => match blocks::group_of(weights) {
-            Some(group) => blocks::run(cpu, x, weights, group, scratch, done),
+        0..=few_rows::MAX_ROWS => match Blocks::new(weights) {
+            Some(of) => blocks::run(cpu, x, weights, of, scratch, done),
             None => few_rows::run(cpu, x, matrices, scratch, done),
         },
         _ => {

@@ -6,7 +6,7 @@
 //! A weight may be in blocks, as GGUF has them. A block's weights are `scale * code + offset`; scales of a format with
 //! scales of blocks of scales are multiplied in f32, exactly. Products of it are of one of two kinds. Where the weight asks for it
 //! ([`TensorRef::with_float_activations`]), weights are decoded to f32 and all is as for weights in f32. Else each 32 neighbours of a
-//! row of `x` may be rounded to 16 bits first, `x ≈ s * code` with `s = max |x| / 32767` in f32, and the codes' products are summed
+//! row of `x` may be rounded to 16 bits first, `x ≈ s * code` with `s = max |x| / 32639` in f32, and the codes' products are summed
 //! exactly; an element of `x` is off by `s / 2` at most. Which rows that is done for depends on the processor and on the number of
 //! rows, as it is for speed alone. Elements of `x` that are not finite give results that are not.
 //!

@@ -1,0 +1,184 @@
+//! Kernels against the chunks of any processor.
+
+use half::f16;
+
+use super::*;
+use crate::cpu::blocks::{CHUNK, Chunk, Row, group, with_format};
+
+/// Numbers that only look random.
+fn noise(seed: usize, i: usize) -> u32 {
+    let x = (i as u32).wrapping_mul(0x9e37_79b9) ^ (seed as u32).wrapping_mul(0x85eb_ca6b);
+    (x ^ x >> 15).wrapping_mul(0xc2b2_ae35) >> 8
+}
+
+/// Blocks of any codes, or of those with all bits set, with factors near one. There is nothing
+/// behind them.
+fn blocks(dtype: DType, weights: usize, seed: usize, all_bits: bool) -> Box<[u8]> {
+    let (len, bytes) = dtype.block();
+    let mut all: Vec<u8> = (0..weights / len * bytes)
+        .map(|i| if all_bits { 255 } else { noise(seed, i) as u8 })
+        .collect();
+    let factors: &[usize] = match dtype {
+        DType::Q4_1 | DType::Q5_1 | DType::Q4K | DType::Q5K => &[0, 2],
+        DType::Q6K => &[208],
+        _ => &[0],
+    };
+    for (i, block) in all.chunks_exact_mut(bytes).enumerate() {
+        for at in factors {
+            let factor = noise(seed + at, i) as f32 / (1 << 23) as f32 - 1.0;
+            block[*at..at + 2].copy_from_slice(&f16::from_f32(factor).to_le_bytes());
+        }
+    }
+    all.into()
+}
+
+/// A row of activations, in words and in a kernel's form.
+struct Rounded {
+    words: Vec<i16>,
+    scales: Vec<f32>,
+    sums: Vec<f32>,
+    high: Vec<i8>,
+    low: Vec<i8>,
+    /// Scales and sums in that form.
+    factors: [Vec<f32>; 2],
+}
+
+impl Rounded {
+    fn new(form: Form, len: usize, group: usize, seed: usize, extreme: bool) -> Rounded {
+        let code = |i| match (extreme, noise(seed, i) as i16) {
+            (true, code) if code % 8 == 0 => 32639,
+            (true, _) => -32639,
+            (false, code) => code.clamp(-32639, 32639),
+        };
+        let words: Vec<i16> = (0..len).map(code).collect();
+        let factors = |seed| (0..len / group).map(move |i| noise(seed, i) as f32 / 1e5 - 80.0);
+        let (scales, sums): (Vec<f32>, Vec<f32>) = factors(seed + 1).zip(factors(seed + 2)).unzip();
+
+        let (codes, of_each) = form.lengths(len, group);
+        let (mut high, mut low) = (vec![0; codes], vec![0; codes]);
+        let mut in_form = [vec![0.0; of_each], vec![0.0; of_each]];
+        for (i, word) in words.iter().enumerate() {
+            let at = match form {
+                Form::Split => i / 128 * 128 + i % 32 / 16 * 64 + i % 128 / 32 * 16 + i % 16,
+                _ => i,
+            };
+            low[at] = *word as i8;
+            high[at] = ((i32::from(*word) - i32::from(low[at])) / 256) as i8;
+        }
+        for (i, (scale, sum)) in scales.iter().zip(&sums).enumerate() {
+            let parts: &[f32] = match form {
+                Form::Split => &[0.5, 0.0, 0.25, 0.25],
+                _ => &[1.0],
+            };
+            for (j, part) in parts.iter().enumerate() {
+                in_form[0][i * parts.len() + j] = *scale;
+                in_form[1][i * parts.len() + j] = part * sum;
+            }
+        }
+        Rounded {
+            words,
+            scales,
+            sums,
+            high,
+            low,
+            factors: in_form,
+        }
+    }
+
+    fn planes(&self) -> Planes<'_> {
+        Planes {
+            high: &self.high,
+            low: &self.low,
+            scales: &self.factors[0],
+            sums: &self.factors[1],
+        }
+    }
+
+    /// The product with blocks, and the sum of the magnitudes of what is added.
+    fn product(&self, dtype: DType, blocks: &[u8]) -> (f64, f64) {
+        let group = group(dtype);
+        let row = Row {
+            codes: &self.words,
+            scales: &self.scales,
+            sums: &self.sums,
+        };
+        let (mut chunk, mut sum, mut most) = (Chunk::new(), 0.0, 0.0);
+        let (len, bytes) = dtype.block();
+        for (i, blocks) in blocks.chunks(dtype.row_bytes(CHUNK)).enumerate() {
+            let here = i * CHUNK..i * CHUNK + blocks.len() / bytes * len;
+            with_format!(dtype, F => chunk.unpack::<F>(blocks));
+            let mut products = [0.0];
+            let part = row.part(here.clone(), group);
+            Dot::Portable.add(&chunk, (here.len(), group), [part], &mut products);
+            sum += f64::from(products[0]);
+            for (i, (code, x)) in chunk.codes[..here.len()].iter().zip(part.codes).enumerate() {
+                let scale = chunk.scales[i / group] * part.scales[i / group];
+                most += (f64::from(scale) * f64::from(*code) * f64::from(*x)).abs();
+            }
+            for (offset, sum) in chunk.offsets.iter().zip(part.sums).take(here.len() / group) {
+                most += f64::from(offset * sum).abs();
+            }
+        }
+        (sum, most)
+    }
+}
+
+fn check<const R: usize>(kernel: Kernel, dtype: DType, depth: usize, extreme: bool) {
+    let group = group(dtype);
+    let x: [Rounded; R] =
+        std::array::from_fn(|r| Rounded::new(kernel.form(), depth, group, 50 * r, extreme));
+    let rows: [_; COLUMNS] = std::array::from_fn(|c| blocks(dtype, depth, 7 + c, extreme));
+    let rows = rows.each_ref().map(|row| &**row);
+    for columns in 1..=COLUMNS {
+        let products = kernel.products(&rows[..columns], x.each_ref().map(Rounded::planes));
+        for (x, products) in x.iter().zip(products) {
+            for (row, product) in rows[..columns].iter().zip(products) {
+                let (expected, most) = x.product(dtype, row);
+                let error = (f64::from(product) - expected).abs();
+                assert!(
+                    error <= 2e-6 * most,
+                    "{dtype} {depth}: {product}, not {expected}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn kernels_agree_with_chunks() {
+    for dtype in DType::BLOCKS {
+        let Some(kernel) = Kernel::new(Dot::new(), dtype) else {
+            continue;
+        };
+        // One block; on both sides of a vector, and of a step; more than a chunk.
+        for blocks in [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 18, 31, 32, 33, 48, 65] {
+            for extreme in [false, true] {
+                let depth = blocks * dtype.block().0;
+                check::<1>(kernel, dtype, depth, extreme);
+                check::<4>(kernel, dtype, depth, extreme);
+            }
+        }
+    }
+}
+
+/// A row's product has the same bits whatever stands beside it.
+#[test]
+fn neighbours_change_nothing() {
+    for dtype in DType::BLOCKS {
+        let Some(kernel) = Kernel::new(Dot::new(), dtype) else {
+            continue;
+        };
+        let depth = 3 * dtype.block().0;
+        let x =
+            [0, 1, 2, 3].map(|r| Rounded::new(kernel.form(), depth, group(dtype), 50 * r, false));
+        let rows = [0, 1, 2, 3].map(|c| blocks(dtype, depth, 7 + c, false));
+        let rows = rows.each_ref().map(|row| &**row);
+        let all = kernel.products(&rows, x.each_ref().map(Rounded::planes));
+        for (x, of_row) in x.iter().zip(all) {
+            for (row, product) in rows.iter().zip(of_row) {
+                let alone = kernel.products(&[*row], [x.planes()])[0][0];
+                assert_eq!(alone.to_bits(), product.to_bits(), "{dtype}");
+            }
+        }
+    }
+}
