@@ -25,8 +25,12 @@ pub(super) const MAX_ROWS: usize = 32;
 /// Output columns that are finished at a time.
 pub(super) const PART: usize = 16;
 
-/// Rows of weights that are multiplied at a time.
+/// Rows of weights that are multiplied at a time, where `x` has more than [`MEMORY_BOUND`] rows.
 const GROUP: usize = 4;
+
+/// Rows up to which nothing but reading the weights counts. They are read from one end to the other then: what
+/// fetches ahead of a processor's reads follows one stream of them far better than several short ones.
+const MEMORY_BOUND: usize = 4;
 
 /// Floats of the rows of `x`, where they are widened.
 fn widened(x: &RawTensor) -> usize {
@@ -91,7 +95,7 @@ impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> WithSimd for P
     fn with_simd<S: Simd>(self, simd: S) {
         // What is set up for each group of columns grows with the rows that there is room for.
         match self.x.len() {
-            0..=4 => self.run::<S, 4>(simd),
+            0..=MEMORY_BOUND => self.run::<S, MEMORY_BOUND>(simd),
             _ => self.run::<S, MAX_ROWS>(simd),
         }
     }
@@ -160,7 +164,7 @@ fn products<S: Simd, W: Float, const ROOM: usize>(
 ) {
     let depth = weight.layout.dim(1);
     let (mut column, mut at) = (columns.start, 0);
-    while column + GROUP <= columns.end {
+    while ROOM > MEMORY_BOUND && column + GROUP <= columns.end {
         let mut w: [&[W]; GROUP] = [&[]; GROUP];
         for (i, w) in w.iter_mut().enumerate() {
             // SAFETY: a row of the checked matrix.
@@ -225,7 +229,7 @@ fn group<S: Simd, W: Float, const C: usize, const ROOM: usize>(
     let at_once = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
     // Weights that widen in registers, times too little of `x` to fall out of cache or to widen them for again, are gone through
     // without a pause.
-    if ROOM <= 4 && vector::in_registers::<S, W>() {
+    if ROOM <= MEMORY_BOUND && vector::in_registers::<S, W>() {
         add_block(simd, x, 0..depth, w, at_once, &mut partial, &mut tails);
     } else {
         for start in (0..depth).step_by(BLOCK) {
