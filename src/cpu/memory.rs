@@ -2,7 +2,7 @@
 
 use std::alloc::Layout;
 
-use super::Cpu;
+use super::{Cpu, pages};
 use crate::alloc::boxed;
 use crate::backend::{
     Allocation, Backend, CopyKind, Device, ProductShape, Stream, Upload, check_host_stream,
@@ -24,10 +24,12 @@ impl Device for Cpu {
     }
 
     fn alloc(&self, op: &'static str, size: usize) -> Result<Allocation> {
-        let ptr = layout(size).map_or(std::ptr::null_mut(), |layout| {
+        let ptr = match layout(size) {
+            Some(_) if pages::serve(size) => pages::map(size),
             // SAFETY: the layout's size is not zero.
-            unsafe { std::alloc::alloc_zeroed(layout) }
-        });
+            Some(layout) => unsafe { std::alloc::alloc_zeroed(layout) },
+            None => std::ptr::null_mut(),
+        };
         if ptr.is_null() {
             return Err(Error::out_of_host_memory(op, size));
         }
@@ -49,10 +51,14 @@ impl Device for Cpu {
     }
 
     unsafe fn free(&self, _: &'static str, memory: Allocation) -> Result<()> {
-        if let Some(layout) = layout(memory.size) {
-            // SAFETY: `alloc` allocated it with this layout, and the caller promises that it is not used
-            // again.
-            unsafe { std::alloc::dealloc(memory.ptr, layout) }
+        // SAFETY: `alloc` has such memory from there, with this layout, and the caller promises that it is
+        // not used again.
+        unsafe {
+            match layout(memory.size) {
+                _ if pages::serve(memory.size) => pages::unmap(memory.ptr, memory.size),
+                Some(layout) => std::alloc::dealloc(memory.ptr, layout),
+                None => {}
+            }
         }
         Ok(())
     }

@@ -22,6 +22,7 @@ mod memory;
 pub(crate) mod mlp;
 mod norm;
 mod optimizer;
+mod pages;
 mod pool;
 mod qk_norm_rope;
 pub(crate) mod quantize;

@@ -44,6 +44,9 @@ params!(unsloth_memory_stats, [reserved]);
 /// Allocates `size` bytes on the context's device, aligned to 256 bytes, and writes the address to `ptr`. The contents are zero.
 /// Freed with `unsloth_memory_free`, or with the context. A size of zero gives an address that may only be freed.
 ///
+/// With the CPU backend on Linux 4 MiB and more are mapped, in huge pages where the system gives them: what is read from end to end, as
+/// weights are for each token, is read up to 1.7 times as fast from there as from a mapped file.
+///
 /// Waits for the device, so it may not be called while a graph is captured. With the CUDA backend the memory comes from the device
 /// itself, not from the pool, and may be shared with other processes and registered with communication libraries.
 /// The message of `UNSLOTH_STATUS_OUT_OF_MEMORY` names the context's limit, or how much of the device's memory is free.

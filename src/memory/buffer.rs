@@ -28,6 +28,8 @@ unsafe impl Sync for Buffer {}
 
 impl Buffer {
     /// Allocates `size` zeroed bytes on the device of `context`. Waits for the device to write them.
+    /// With the CPU backend on Linux 4 MiB and more are mapped, in huge pages where the system gives
+    /// them.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the limit would be passed or the device has no more.
