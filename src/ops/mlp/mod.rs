@@ -8,7 +8,7 @@
 //!
 //! With gains for it ([`Params::intermediate_norm`]) the activated intermediate passes an RMSNorm before
 //! the projection back (BitNet's sub-norm). The call is then the operations [`linear`](super::linear),
-//! [`swiglu`](super::swiglu), [`rms_norm`](super::rms_norm) and `linear` one after the other.
+//! [`swiglu`](super::swiglu), [`rms_norm`] and `linear` one after the other.
 //!
 //! For a [`backward`](fn@backward) pass gate and up can be kept ([`Params::gate_up_out`]). The call
 //! is then the operations [`linear`](super::linear), [`swiglu`](super::swiglu) and `linear` one
