@@ -132,6 +132,16 @@ inline unsloth_dtype dtype_of_tensor(TensorType type) {
   return 0;
 }
 
+// How many elements a block of a type of a file's has, which the library calls `dtype`.
+inline uint64_t block_elements(unsloth_dtype dtype) {
+  for (uint32_t type = 0; type < 64; ++type) {
+    const BlockLayout layout = block_layout(type);
+    const bool same = layout.elements != 0 && dtype_of_tensor(TensorType{type}) == dtype;
+    if (same) return layout.elements;
+  }
+  return 1;
+}
+
 inline TensorType tensor_type(unsloth_dtype dtype) {
   if (dtype == UNSLOTH_DTYPE_F16) return TensorType::kF16;
   return dtype == UNSLOTH_DTYPE_BF16 ? TensorType::kBF16 : TensorType::kF32;

@@ -169,7 +169,9 @@ def make(
             model.add(f"{block}{name}.weight", [size, hidden], kind, 0.4)
             if biases:
                 model.add(f"{block}{name}.bias", [size], F32, 0.2)
-        model.add(block + "attn_output.weight", [hidden, q_size], kind, 0.4)
+        # Rows that are not whole blocks stay floats, as llama-quantize has it.
+        of_output = kind if q_size % 32 == 0 else F32
+        model.add(block + "attn_output.weight", [hidden, q_size], of_output, 0.4)
         model.add(block + "ffn_norm.weight", [hidden], F32, 0.2, around=1.0)
         model.add(block + "ffn_gate.weight", [intermediate, hidden], kind, 0.3)
         model.add(block + "ffn_up.weight", [intermediate, hidden], kind, 0.3)

@@ -141,9 +141,20 @@ unsloth_inference_memory Session::estimate_memory() const {
   model.head_dim = static_cast<int64_t>(config.head_dim);
 
   unsloth_inference_memory_params params = UNSLOTH_INFERENCE_MEMORY_PARAMS_INIT;
-  // What the file has may be of more than one type, and its size is known.
+  // What the file has may be of more than one type. One that all rows are whole blocks of stands
+  // for them, and their size is known.
   const bool as_in_file = model_->weight_dtype() == 0;
-  params.weight_dtype = as_in_file ? layer.down.dtype : model_->weight_dtype();
+  params.weight_dtype = as_in_file ? UNSLOTH_DTYPE_F32 : model_->weight_dtype();
+  for (const unsloth_tensor *weight : {&layer.gate, &layer.down}) {
+    const uint64_t block = block_elements(weight->dtype);
+    const uint64_t attended = config.num_heads * config.head_dim;
+    const bool fits = config.hidden_size % block == 0 && config.intermediate_size % block == 0 &&
+                      attended % block == 0;
+    if (as_in_file && fits) {
+      params.weight_dtype = weight->dtype;
+      break;
+    }
+  }
   params.dtype = dtype_;
   params.model = &model;
   params.kv_cache = &cache_params_;

@@ -25,8 +25,8 @@ parser.add_argument("--device", default="cpu")
 arguments = parser.parse_args()
 
 
-def run(path, *flags):
-    where = ["--model", str(path), "--device", arguments.device, "--dtype", "f32", "--weights", "f32", "--json"]
+def run(path, *flags, weights="f32"):
+    where = ["--model", str(path), "--device", arguments.device, "--dtype", "f32", "--weights", weights, "--json"]
     done = subprocess.run(
         [arguments.engine, *where, *flags], capture_output=True, timeout=120, check=False
     )
@@ -53,6 +53,18 @@ def problems(expected, directory):
     print(f"{expected['name']}: {len(found['tokens'])} tokens, mean NLL off by {error:.1e}")
 
 
+def problems_of_mixed_types(directory):
+    """A file whose matrices are not all of one type, as they are and decoded."""
+    path = directory / "mixed.gguf"
+    kind = tiny_models.Q8_0
+    tiny_models.make(path, seed=21, add_tokenizer=tiny_models.bpe, kind=kind, head_dim=10)
+    flags = ["--prompt", tiny_models.TEXT * 3, "--tokens", "8", "--temperature", "0"]
+    as_in_file, decoded = (run(path, *flags, weights=weights) for weights in ("file", "f32"))
+    error = as_in_file["mean_nll"] / decoded["mean_nll"] - 1
+    if not abs(error) < NLL_TOLERANCE:
+        yield f"the mean NLL is off by {error:.2e}"
+
+
 def main():
     reference = json.loads(arguments.reference.read_text())
     failures = 0
@@ -61,6 +73,9 @@ def main():
             for problem in problems(expected, pathlib.Path(directory)):
                 print(f"FAILED: {expected['name']}: {problem}")
                 failures += 1
+        for problem in problems_of_mixed_types(pathlib.Path(directory)):
+            print(f"FAILED: mixed types: {problem}")
+            failures += 1
     sys.exit(1 if failures else 0)
 
 
