@@ -89,23 +89,11 @@ impl DType {
     /// [`ops::quantize`](crate::ops::quantize) writes, and linear layers multiply.
     pub const QUANTIZED: [DType; 2] = [DType::I8, DType::Ternary];
 
-    /// What a weight may be: the floats, and [`DType::BLOCKS`].
-    pub const WEIGHTS: &'static [DType] = &[
-        DType::F32,
-        DType::F16,
-        DType::Bf16,
-        DType::Q8_0,
-        DType::Q4_0,
-        DType::Q4_1,
-        DType::Q5_0,
-        DType::Q5_1,
-        DType::Q4K,
-        DType::Q5K,
-        DType::Q6K,
-        DType::Tq1_0,
-        DType::Tq2_0,
-        DType::Q2_0,
-    ];
+    /// What a weight may be: the floats, and [`DType::BLOCKS`]. It is all of [`DType::MATRICES`] but what
+    /// comes last there.
+    pub const WEIGHTS: &'static [DType] = DType::MATRICES
+        .split_at(DType::MATRICES.len() - DType::QUANTIZED.len())
+        .0;
 
     /// What the weight of a linear layer may be: [`DType::WEIGHTS`] and [`DType::QUANTIZED`].
     pub const MATRICES: &'static [DType] = &[

@@ -58,7 +58,8 @@ pub struct InferenceMemory {
 /// What inference takes on the device of `context`.
 ///
 /// # Errors
-/// A size is zero, a dtype is no float (nor in blocks, of weights), rows are not whole blocks, the cache does not suit the model, or the sum overflows.
+/// A size is zero; `dtype` is no float, `weight_dtype` neither a float nor in blocks; rows of weights are
+/// not whole blocks; the cache does not suit the model, or the sum overflows.
 pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMemory> {
     let weights = weight_bytes(i)?;
     let size = float_size("dtype", i.dtype)?;
@@ -130,7 +131,7 @@ fn weight_bytes(i: &Inference) -> Result<u64> {
     let (len, bytes) = i.weight_dtype.block();
     let mut total = 0;
     for tensor in i.model.tensors()? {
-        // Those that queries are made of have rows of whole blocks, or are refused.
+        // Rows that are not whole blocks are refused where a workspace is asked for.
         let size = match tensor.is_vector {
             true => product("weights", &[tensor.elements, size_of::<f32>() as u64])?,
             false => product(

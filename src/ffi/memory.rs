@@ -45,7 +45,7 @@ params!(unsloth_memory_stats, [reserved]);
 /// Freed with `unsloth_memory_free`, or with the context. A size of zero gives an address that may only be freed.
 ///
 /// With the CPU backend on Linux 4 MiB and more are mapped, in huge pages where the system gives them: what is read from end to end, as
-/// weights are for each token, is read up to 1.7 times as fast from there as from a mapped file.
+/// weights are for each token, is read faster from there than from a mapped file.
 ///
 /// Waits for the device, so it may not be called while a graph is captured. With the CUDA backend the memory comes from the device
 /// itself, not from the pool, and may be shared with other processes and registered with communication libraries.
