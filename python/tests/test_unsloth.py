@@ -4,6 +4,7 @@ python/tests/test_unsloth.py
 NumPy is needed; PyTorch and JAX are tested where they are.
 """
 
+import ctypes
 import gc
 import importlib.util
 import unittest
@@ -77,6 +78,19 @@ class Module(unittest.TestCase):
         out[:] = np.nan
         run()
         self.assert_normal(out, self.x)
+
+    def test_fields_may_be_named_like_arguments(self):
+        library = self.ctx.library
+        kind, identity = library.constants["COMM_KIND_LOCAL"], library.structs["unsloth_comm_id"]()
+        wanted = library.struct("comm_id_params", kind=kind)
+        library.call("comm_id_create", ctypes.byref(wanted), ctypes.byref(identity))
+        params = library.struct("comm_params", kind=kind, size=1, id=identity)
+        comm = ctypes.c_void_p()
+        library.call("comm_create", self.ctx.handle, ctypes.byref(params), ctypes.byref(comm))
+        x, out = np.arange(6, dtype=np.float32), np.empty(6, np.float32)
+        self.ctx.all_reduce(comm=comm.value, op=library.constants["REDUCE_OP_MAX"], x=x, out=out)
+        library.call("comm_destroy", comm)
+        np.testing.assert_array_equal(out, x)
 
     def test_a_workspace_is_made_where_one_is_needed(self):
         tokens, hidden, inner = 3, 16, 24

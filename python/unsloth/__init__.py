@@ -174,7 +174,7 @@ class Library:
         """Calls `unsloth_<name>`, which returns a status."""
         self.check(getattr(self.lib, f"unsloth_{name}")(*arguments))
 
-    def struct(self, name, **fields):
+    def struct(self, name, /, **fields):
         """`unsloth_<name>` with its size and these fields set: numbers, tensors, dicts for structs
         inside, structs for pointers to them. It keeps tensors and structs alive."""
         return self._struct(name, fields, None, None)
@@ -299,7 +299,7 @@ class Context:
             raise AttributeError(f"there is no operation {op}")
         return lambda stream=None, **fields: self.op(op, stream, **fields)()
 
-    def params(self, op, stream=None, **fields):
+    def params(self, op, /, stream=None, **fields):
         """`unsloth_<op>_params` with these fields."""
         return self.library._struct(f"{op}_params", fields, self.backend, self.stream(stream))
 
@@ -318,7 +318,7 @@ class Context:
         )
         return served.value
 
-    def op(self, op, stream=None, room=1, **fields):
+    def op(self, op, /, stream=None, room=1, **fields):
         """A function that computes the operation on these tensors each time it is called, on
         `stream` or on the one that is current then.
 
