@@ -38,7 +38,7 @@ OURS, BASELINE = "unsloth", "candle"
 LOOPS = "loops"
 # The README's summary: its columns, and its rows by the operation of a record. What a call costs
 # the host is another quantity, and kernels that no longer serve a shape are history.
-PEERS = ("copy", "torch", "torch.compile", "liger", "candle", "fa2", "FlashAttention-3", "cuDNN")
+PEERS = ("copy", "torch", "torch.compile", "liger", "quack", "candle", "fa2", "FlashAttention-3", "cuDNN")
 SUMMARISED = {
     **{
         op: op

@@ -1,8 +1,9 @@
 """The backward passes of RMSNorm and LayerNorm, with the gradients of gains and biases, and of RMSNorm
 with a residual's gradient added: bf16, hidden sizes of real models.
 
-PyTorch and torch.compile run what autograd recorded once; Liger runs its kernels in place, as a
-trainer would, so the gradient of the output is lost and each burst works on what is left of it.
+PyTorch and torch.compile run what autograd recorded once; QuACK has its statistics kept by the
+forward pass; Liger runs its kernels in place, as a trainer would, so the gradient of the output is
+lost and each burst works on what is left of it.
 """
 
 import torch
@@ -17,7 +18,7 @@ METHOD = (
 
 
 def compare(ctx):
-    record = Record("norm_backward", ctx.library, METHOD, ("liger-kernel",))
+    record = Record("norm_backward", ctx.library, METHOD, ("liger-kernel", "quack-kernels"))
     for rows, dim in SHAPES:
         for name in ("rms_norm", "rms_norm + residual", "layer_norm"):
             one(ctx, record, name, rows, dim)
@@ -59,6 +60,7 @@ def one(ctx, record, name, rows, dim):
             dout[i], x[i], [dim], *statistics[i], w, b, [True, True, True])
         statistics = [torch.ops.aten.native_layer_norm(t, [dim], w, b, EPSILON)[1:] for t in x]
         compile_of = lambda i: fast(x[i], dout[i], w)
+        kept_by_quack = [[t.flatten() for t in reversed(both)] for both in statistics]
     else:
         def formula(x, dout, w, more):
             x, dout = x.float(), dout.float()
@@ -75,12 +77,16 @@ def one(ctx, record, name, rows, dim):
             back, of_w = torch.ops.aten._fused_rms_norm_backward(dout[i], x[i], [dim], scales[i], w, [True, True])
             return (back + more[i] if residual else back), of_w
         compile_of = lambda i: fast(x[i], dout[i], w, more[i] if residual else None)
+        kept_by_quack = [[t.flatten()] for t in scales]
     contenders = {
         OURS: lambda i: ours[i % count](),
         "torch": ring(count, plain),
         "torch.compile": ring(count, compile_of),
         "copy": copies(bytes_moved),
     }
+    contenders |= quack(name, count, lambda module, i: (
+        module.layernorm_bwd(x[i], w, dout[i], *kept_by_quack[i]) if centred
+        else module.rmsnorm_bwd(x[i], w, dout[i], *kept_by_quack[i], more[i] if residual else None)))
     for contender in contenders.values():
         contender(0)
     kept = {key: c.results[0][0] for key, c in contenders.items() if hasattr(c, "results")}
@@ -90,6 +96,20 @@ def one(ctx, record, name, rows, dim):
         agree(f"{name} {rows}x{dim} dbias", {"torch": contenders["torch"].results[0][2], OURS: db})
     contenders |= liger(name, rows, dim, x, dout, w, b, count, residual, centred)
     record.add(f"{name} {rows}x{dim}", graphs(contenders), dtype="bf16", bytes=bytes_moved)
+
+
+def quack(name, count, call):
+    module = peer("quack.rmsnorm")
+    if not module:
+        return {}
+    run = ring(count, lambda i: call(module, i))
+    try:
+        run(0)
+        torch.cuda.synchronize()
+    except Exception as error:  # a peer's signature changes with its version
+        print(f"without quack for {name}: {error!r:.300}")
+        return {}
+    return {"quack": run}
 
 
 def liger(name, rows, dim, x, dout, w, b, count, residual, centred):
