@@ -59,4 +59,16 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return packed;
 }
 
+// The two numbers of a pair.
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+template <>
+__device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2 &>(pair));
+}
+
 }  // namespace unsloth

@@ -26,22 +26,24 @@
 
 namespace unsloth {
 
-template <int D, class T>
-using MemoryOf = std::conditional_t<(D <= 128), Shared<D, T>, RolesShared<D, T>>;
+template <int D, class T, bool kApart>
+using MemoryOf =
+    std::conditional_t<(D <= 128), std::conditional_t<kApart, KeysShared<D, T>, StepShared<D, T>>,
+                       RolesShared<D, T>>;
 
 // Dynamic shared memory, with room to align its start.
-template <int D, class T>
+template <int D, class T, bool kApart>
 consteval int shared_bytes() {
-  return sizeof(MemoryOf<D, T>) + 1024 - 16;
+  return sizeof(MemoryOf<D, T, kApart>) + 1024 - 16;
 }
 
 template <int D, class T, Mask kMask, bool kApart = false>
 __device__ __forceinline__ void attention_gradients(const AttentionGradientsArguments &p) {
-  using Memory = MemoryOf<D, T>;
+  using Memory = MemoryOf<D, T, kApart>;
   extern __shared__ uint8_t dynamic[];
   Memory &shared =
       *reinterpret_cast<Memory *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
-  const Work work = work_at<D, kMask>(p);
+  const Work work = work_at<D, kMask, Memory::kM>(p);
   if (work.first_key >= work.sequence.seqlen_k) return;
 
   if (threadIdx.x == 0) {
@@ -93,9 +95,9 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
       shared,                                                                           \
   };
 
-#define UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix, type, dim, mask)                        \
-  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix, kGradients, type, dim, mask, \
-                              unsloth::kThreads, (unsloth::shared_bytes<dim, type>()),   \
+#define UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix, type, dim, mask)                             \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix, kGradients, type, dim, mask,      \
+                              unsloth::kThreads, (unsloth::shared_bytes<dim, type, false>()), \
                               (unsloth::attention_gradients<dim, type, unsloth::mask>))
 
 // What all ways begin with, dK and dV alone, dQ alone, and the gradients of sinks.
@@ -104,7 +106,7 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
                               Mask::kNone, 128, 0, (unsloth::prepare_rows<dim, type>))         \
   UNSLOTH_ATTENTION_GRADIENTS(                                                                 \
       attention_gradients_##suffix##_keys, kKeys, type, dim, Mask::kWindow, unsloth::kThreads, \
-      (unsloth::shared_bytes<dim, type>()),                                                    \
+      (unsloth::shared_bytes<dim, type, true>()),                                              \
       (unsloth::attention_gradients<dim, type, unsloth::Mask::kWindow, true>))                 \
   UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_queries, kQueries, type, dim,     \
                               Mask::kWindow, unsloth::kThreads,                                \

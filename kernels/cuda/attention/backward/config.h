@@ -5,12 +5,15 @@
 
 namespace unsloth {
 
-constexpr int kBlockM = 64;   // queries of a step
+constexpr int kBlockM = 64;  // queries of a block
+template <int D>
+constexpr int kStep = D <= 64 ? 2 * kBlockM : kBlockM;  // queries of a step of consumer.cuh
 constexpr int kBlockN = 128;  // keys of a block, 64 for each of two warpgroups
 template <int D>
 constexpr int kKeys = D > 128 ? 64 : kBlockN;  // roles.cuh: the same 64 for both
 constexpr int kQStages = 3;                    // buffers for Q, which two steps read
-constexpr int kStages = 2;                     // buffers for dO, and for dS
+constexpr int kDsStages = 3;                   // buffers for dS: dQ reads the one before
+constexpr int kStages = 2;                     // buffers for what else two steps have apart
 constexpr int kChunk = 64;                     // columns of one 128-byte swizzled chunk
 constexpr int kThreads = 384;
 

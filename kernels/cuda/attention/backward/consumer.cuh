@@ -5,8 +5,10 @@
 // is an operand as it stands in registers. dS goes through shared memory, whence both products that
 // read it take it: of dQ each warpgroup computes half of the columns, from all 128 keys.
 //
-// The loop is pipelined across blocks of queries: the scores of the next one are computed while
-// gradients of this one are, and dV may still run when the next turn begins.
+// The loop is pipelined across steps: the scores of the next one are computed while gradients of
+// this one are, dV may still run when the next turn begins, and dQ is a turn late. At head dim 64 a
+// step has 128 queries, a warpgroup computes dQ of half of them instead, and what a step costs
+// besides its products is paid half as often.
 #pragma once
 
 #include "common/memory.cuh"
@@ -19,18 +21,21 @@ namespace unsloth {
 
 template <int D, class T, Mask kMask>
 struct Consumer {
-  static constexpr int kS = kBlockM / 2;  // accumulators of a score tile, per thread
-  static constexpr int kG = D / 2;        // of dK and dV
-  static constexpr int kQ = D / 4;        // of dQ, at most in the place of dP
+  using Memory = StepShared<D, T>;
+  static constexpr int kM = kStep<D>;      // queries of a step
+  static constexpr int kS = kM / 2;        // accumulators of a score tile, per thread
+  static constexpr int kG = D / 2;         // of dK and dV
+  static constexpr int kQ = kM * D / 256;  // of dQ
+  static constexpr bool kWide = kM > kBlockM;
   static_assert(kQ <= kS);
 
   const AttentionGradientsArguments &p;
-  Shared<D, T> &shared;
+  Memory &shared;
   const Work &w;  // in shared memory: registers are full
   const int wg, warp, lane;
 
-  __device__ __forceinline__ Consumer(const AttentionGradientsArguments &params,
-                                      Shared<D, T> &memory, int consumer_warp)
+  __device__ __forceinline__ Consumer(const AttentionGradientsArguments &params, Memory &memory,
+                                      int consumer_warp)
       : p(params),
         shared(memory),
         w(memory.work),
@@ -44,13 +49,14 @@ struct Consumer {
     return __shfl_sync(0xffffffff, wg, 0);
   }
 
-  // Zero, as no block of queries `m` is negative; but what has it in its address comes behind all
+  // Zero, as no step `m` is negative; but what has it in its address comes behind all
   // exponentials. ptxas moves waits for products up, past the exponentials that are there to hide
   // them, but not past a barrier.
-  static __device__ __forceinline__ uint32_t zero_of(const float (&exponentials)[kS], int m) {
+  template <int N>
+  static __device__ __forceinline__ uint32_t zero_of(const uint32_t (&exponentials)[N], int m) {
     uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < kS; ++i) bits |= __float_as_uint(exponentials[i]);
+    for (int i = 0; i < N; ++i) bits |= exponentials[i];
     return (bits & static_cast<uint32_t>(m)) >> 31;
   }
 
@@ -69,8 +75,8 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
-      Wgmma<T, kBlockM>::template ss<0>(x, a + (i / 4 * (kBlockN * 128) + i % 4 * 32) / 16,
-                                        b + (i / 4 * (kBlockM * 128) + i % 4 * 32) / 16, i != 0);
+      Wgmma<T, kM>::template ss<0>(x, a + (i / 4 * (kBlockN * 128) + i % 4 * 32) / 16,
+                                   b + (i / 4 * (kM * 128) + i % 4 * 32) / 16, i != 0);
     }
     wgmma_commit();
   }
@@ -79,11 +85,11 @@ struct Consumer {
   __device__ __forceinline__ void multiply_dv(float (&dv)[kG],
                                               const uint32_t (&probabilities)[kS / 2],
                                               const T *dout) {
-    const uint64_t b = descriptor_mn_major(shared_address(dout), kBlockM);
+    const uint64_t b = descriptor_mn_major(shared_address(dout), kM);
     hold(dv);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kBlockM / 16; ++i) {
+    for (int i = 0; i < kM / 16; ++i) {
       Wgmma<T, D>::template rs<1>(dv, probabilities + 4 * i, b + i * (16 * 128) / 16, 1);
     }
     wgmma_commit();
@@ -91,55 +97,61 @@ struct Consumer {
 
   // dK += dS^T Q, dS^T read down the rows of dS.
   __device__ __forceinline__ void multiply_dk(float (&dk)[kG], const T *ds, const T *q, int of) {
-    const uint64_t a = descriptor_mn_major(shared_address(ds) + of * (kBlockM * 128), kBlockM);
-    const uint64_t b = descriptor_mn_major(shared_address(q), kBlockM);
+    const uint64_t a = descriptor_mn_major(shared_address(ds) + of * (kM * 128), kM);
+    const uint64_t b = descriptor_mn_major(shared_address(q), kM);
     hold(dk);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kBlockM / 16; ++i) {
+    for (int i = 0; i < kM / 16; ++i) {
       Wgmma<T, D>::template ss<1, 1>(dk, a + i * (16 * 128) / 16, b + i * (16 * 128) / 16, 1);
     }
     wgmma_commit();
   }
 
-  // The warpgroup's columns of dS K.
+  // The warpgroup's columns of dS K; of a wide step its queries.
   __device__ __forceinline__ void multiply_dq(float (&dq)[kQ], const T *ds, int of) {
-    // At head dim 64 the two halves share a chunk: 32 columns are 64 bytes of its rows.
-    const uint32_t half = D == 64 ? of * 64 : of * (D / 2 / kChunk) * (kBlockN * 128);
-    const uint64_t a = descriptor_k_major(shared_address(ds));
-    const uint64_t b = descriptor_mn_major(shared_address(shared.k) + half, kBlockN);
+    const uint32_t rows = kWide ? of * (kBlockM * 128) : 0;
+    const uint32_t columns = kWide ? 0 : of * (D / 2 / kChunk) * (kBlockN * 128);
+    const uint64_t a = descriptor_k_major(shared_address(ds) + rows);
+    const uint64_t b = descriptor_mn_major(shared_address(shared.k) + columns, kBlockN);
     hold(dq);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBlockN / 16; ++i) {
-      Wgmma<T, D / 2>::template ss<1>(dq, a + (i / 4 * (kBlockM * 128) + i % 4 * 32) / 16,
-                                      b + i * (16 * 128) / 16, i != 0);
+      Wgmma<T, 2 * kQ>::template ss<1>(dq, a + (i / 4 * (kM * 128) + i % 4 * 32) / 16,
+                                       b + i * (16 * 128) / 16, i != 0);
     }
     wgmma_commit();
   }
 
-  // The thread's 16 of the log-sum-exps of a block of queries, in the order of its accumulators;
-  // its deltas lie kBlockM numbers behind them.
-  __device__ __forceinline__ const float4 *statistics_of(int stage) const {
-    return reinterpret_cast<const float4 *>(shared.statistics[stage] + lane % 4 * (kBlockM / 4));
+  // The thread's log-sum-exps of 16 queries, in the order of its accumulators j of four each, and
+  // the deltas, which lie kBlockM numbers behind them.
+  __device__ __forceinline__ float4 statistics_at(int stage, int j, int delta) const {
+    const float *block = shared.statistics[stage] + j / 4 * (2 * kBlockM) + delta * kBlockM;
+    return reinterpret_cast<const float4 *>(block)[j % 4 * 4 + lane % 4];
+  }
+
+  __device__ __forceinline__ void load_statistics(float4 (&to)[kS / 8], int stage,
+                                                  int delta) const {
+#pragma unroll
+    for (int j = 0; j < kS / 8; ++j) to[j] = statistics_at(stage, j, delta);
   }
 
   // Scores become probabilities. The thread's element 4j + 2i + c is of its key 8i and of the query
   // 8j + 2 (lane % 4) + c of block m.
-  __device__ __forceinline__ void exponentiate(float (&x)[kS], int stage, int m) {
+  __device__ __forceinline__ void mask(float (&x)[kS], int m) {
     if (m < w.mask_below || m >= w.mask_from) {
       const Sequence &s = w.sequence;
       const int key = w.first_key + 64 * wg + 16 * warp + lane / 4;
-      const int first = m * kBlockM;
+      const int first = m * kM;
       const int diagonal = s.seqlen_k - s.seqlen_q;
       const int right = kMask == Mask::kCausal ? 0 : p.window_right;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int of_key = key + 8 * i, column = first + 2 * (lane % 4);
         int from = kMask == Mask::kNone ? 0 : of_key - diagonal - right - column;
-        if (of_key >= s.seqlen_k) from = kBlockM;
-        const int to =
-            kMask == Mask::kWindow ? of_key - diagonal + p.window_left - column : kBlockM;
+        if (of_key >= s.seqlen_k) from = kM;
+        const int to = kMask == Mask::kWindow ? of_key - diagonal + p.window_left - column : kM;
 #pragma unroll
         for (int j = 0; j < kS / 4; ++j) {
 #pragma unroll
@@ -150,7 +162,10 @@ struct Consumer {
         }
       }
     }
-    const float4 *lse = statistics_of(stage);
+  }
+
+  __device__ __forceinline__ void exponentiate(float (&x)[kS], const float4 (&lse)[kS / 8], int m) {
+    mask(x, m);
 #pragma unroll
     for (int j = 0; j < kS / 8; ++j) {
       const float4 l = lse[j];
@@ -165,41 +180,39 @@ struct Consumer {
     }
   }
 
-  // dP becomes dS, which goes to shared memory as rows of queries.
-  __device__ __forceinline__ void store_ds(float (&y)[kS], const float (&probabilities)[kS],
-                                           int stage, T *ds) {
-    const float4 *delta = statistics_of(stage) + kBlockM / 4;
-    uint32_t packed[kS / 2];
+  // dP becomes dS.
+  __device__ __forceinline__ void gradients_of_scores(const float (&y)[kS],
+                                                      const uint32_t (&probabilities)[kS / 2],
+                                                      const float4 (&delta)[kS / 8],
+                                                      uint32_t (&packed)[kS / 2]) {
 #pragma unroll
     for (int j = 0; j < kS / 8; ++j) {
       const float4 d = delta[j];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 4; ++i) {
         const int at = 8 * j + 2 * i;
-        packed[4 * j + i] =
-            pack<T>(probabilities[at] * (y[at] - d.x), probabilities[at + 1] * (y[at + 1] - d.y));
-        packed[4 * j + 2 + i] = pack<T>(probabilities[at + 4] * (y[at + 4] - d.z),
-                                        probabilities[at + 5] * (y[at + 5] - d.w));
+        const float2 pair = unpack<T>(probabilities[4 * j + i]);
+        packed[4 * j + i] = pack<T>(pair.x * (y[at] - (i < 2 ? d.x : d.z)),
+                                    pair.y * (y[at + 1] - (i < 2 ? d.y : d.w)));
       }
     }
-    const uint32_t base = shared_address(ds) + wg * (kBlockM * 128);
+  }
+
+  // To shared memory as rows of queries.
+  __device__ __forceinline__ void store_ds(const uint32_t (&packed)[kS / 2], T *ds) {
+    const uint32_t base = shared_address(ds) + wg * (kM * 128);
 #pragma unroll
     for (int j = 0; j < kS / 8; ++j) {  // 16 queries: two blocks of 8, each of 16 keys
       const uint32_t to = (16 * j + lane % 16) * 128 + warp * 32 + lane / 16 * 16;
       store_matrix_x4_transposed(base + swizzle_128b(to), packed[4 * j], packed[4 * j + 2],
                                  packed[4 * j + 1], packed[4 * j + 3]);
     }
-    fence_async_proxy();
   }
 
-  // Adds to the sums of dQ, in the order of rows.cuh.
-  __device__ __forceinline__ void add_dq(const float (&dq)[kQ], float *sums) {
-    if (p.sums == nullptr) return;
-#pragma unroll
-    for (int i = 0; i < kQ / 4; ++i) {
-      add_to_global(sums + i * 128 + lane * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
-                    dq[4 * i + 3]);
-    }
+  // The warp's part of dS is there for both warpgroups' products.
+  __device__ __forceinline__ void publish_ds(int stage) {
+    fence_async_proxy();
+    release(shared.ds_full[wg][stage]);
   }
 
   // Rows behind the end of a packed sequence are its neighbour's, and 0 * NaN is NaN. (Behind the
@@ -219,13 +232,13 @@ struct Consumer {
   __device__ __forceinline__ void wait_q(const Ring<kQStages> &at, int m) {
     shared.q_full[at.stage].wait(at.parity);
     if (m != w.partial) return;
-    clear_rows<kBlockM>(shared.q[at.stage], w.sequence.seqlen_q - m * kBlockM);
+    clear_rows<kM>(shared.q[at.stage], w.sequence.seqlen_q - m * kM);
     named_barrier_sync(kBarrierConsumers, 256);
   }
-  __device__ __forceinline__ void wait_dout(const Ring<kStages> &at, int m) {
+  __device__ __forceinline__ void wait_dout(const Ring<Memory::kDoutBuffers> &at, int m) {
     shared.dout_full[at.stage].wait(at.parity);
     if (m != w.partial) return;
-    clear_rows<kBlockM>(shared.dout[at.stage], w.sequence.seqlen_q - m * kBlockM);
+    clear_rows<kM>(shared.dout[at.stage], w.sequence.seqlen_q - m * kM);
     named_barrier_sync(kBarrierConsumers, 256);
   }
 
@@ -267,13 +280,123 @@ struct Consumer {
     write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride);
   }
 
+  // Where the loop stands: a step's queries `m`, and the buffers of what belongs to them.
+  struct Place {
+    int m;
+    Ring<kQStages> of_q;
+    Ring<Memory::kDoutBuffers> of_dout;
+    Ring<kDsStages> of_ds;
+    float *sums;  // of the first step whose dQ is not added yet
+    int sums_m;   // its m
+  };
+
+  // Adds to the sums of dQ, in the order of rows.cuh, and moves on to the next step's.
+  __device__ __forceinline__ void add_dq(const float (&dq)[kQ], Place &t) {
+    float *sums = t.sums;
+    const bool same_head = t.sums_m + 1 < w.m_max;
+    t.sums += same_head ? kM * D : w.to_next_head;
+    t.sums_m = same_head ? t.sums_m + 1 : w.m_min;
+    if (p.sums == nullptr) return;
+    // Of a wide step the halves of the columns lie apart.
+    constexpr int kHalf = kWide ? kQ / 8 : kQ / 4;
+#pragma unroll
+    for (int i = 0; i < kQ / 4; ++i) {
+      add_to_global(sums + i / kHalf * (kBlockM * D / 2) + i % kHalf * 128 + lane * 4, dq[4 * i],
+                    dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+  }
+
+  // With dP of the turn's step in y, its P in `probabilities`, and dV that may still run: dK of
+  // this step, dQ of the one before, in x, and scores, dP and dV of the next one, in z. Warpgroups
+  // need not meet: what one reads of the other's dS is a turn old, so they drift apart until one's
+  // exponentials run under the other's products.
+  //
+  // x may be y, and z may be. They are apart where reductions of dQ, which are slow to take their
+  // operands, would else have the next product wait.
+  template <bool kFirst, bool kLast>
+  __device__ __forceinline__ void turn(float (&x)[kQ], float (&y)[kS], float (&z)[kS],
+                                       uint32_t (&probabilities)[kS / 2], float4 (&delta)[kS / 8],
+                                       float (&dk)[kG], float (&dv)[kG], Place &t) {
+    // The compiler keeps descriptors in uniform registers as long as it can tell that the whole
+    // warp has the same.
+    const int of = uniform_warpgroup();
+    const int q_stage = __shfl_sync(0xffffffff, t.of_q.stage, 0);
+    const int dout_stage = __shfl_sync(0xffffffff, t.of_dout.stage, 0);
+    const int ds_stage = __shfl_sync(0xffffffff, t.of_ds.stage, 0);
+    const int before = ds_stage == 0 ? kDsStages - 1 : ds_stage - 1;
+    uint32_t packed[kS / 2];
+    if constexpr (kWide) load_statistics(delta, q_stage, 1);
+    gradients_of_scores(y, probabilities, delta, packed);
+    // Also says that the other warpgroup has read what the buffer had.
+    if (!kFirst) {
+      shared.ds_full[wg ^ 1][before].wait(ds_stage == 0 ? t.of_ds.parity ^ 1 : t.of_ds.parity);
+    }
+    store_ds(packed, shared.ds[ds_stage]);
+    // The fence waits for all that the thread has written; of a wide step that is much.
+    if constexpr (!kWide) publish_ds(ds_stage);
+    const bool same_head = t.m + 1 < w.m_max;
+    const int next_m = same_head ? t.m + 1 : w.m_min;
+    t.of_q.advance();
+    const int next_q = __shfl_sync(0xffffffff, t.of_q.stage, 0);
+    float4 lse[kS / 8];
+    if (!kLast) {
+      wait_q(t.of_q, next_m);
+      if constexpr (!kWide) load_statistics(lse, next_q, 0);
+      multiply_scores(z, shared.k, shared.q[next_q], of);
+    }
+    if constexpr (kWide) publish_ds(ds_stage);
+    if (!kFirst) multiply_dq(x, shared.ds[before], of);
+    shared.ds_full[wg][ds_stage].wait(t.of_ds.parity);
+    multiply_dk(dk, shared.ds[ds_stage], shared.q[q_stage], of);
+    if (!kLast) {
+      wgmma_wait<kFirst ? 2 : 3>();
+      hold(dv);
+      hold(probabilities);
+      if constexpr (kWide) load_statistics(lse, next_q, 0);
+      wgmma_wait<kFirst ? 1 : 2>();
+      hold(z);
+      exponentiate(z, lse, next_m);
+      convert(z, probabilities);
+      release((&shared.dout_empty[dout_stage])[zero_of(probabilities, next_m)]);
+      if (!kFirst) {
+        wgmma_wait<1>();
+        hold(x);
+        add_dq(x, t);
+      }
+      t.of_dout.advance();
+      wait_dout(t.of_dout, next_m);
+      const int next_dout = __shfl_sync(0xffffffff, t.of_dout.stage, 0);
+      multiply_scores(z, shared.v, shared.dout[next_dout], of);
+      multiply_dv(dv, probabilities, shared.dout[next_dout]);
+      if constexpr (!kWide) load_statistics(delta, next_q, 1);
+      wgmma_wait<2>();
+      hold(dk);
+      release(shared.q_empty[q_stage]);
+      wgmma_wait<1>();
+      hold(z);
+      t.of_ds.advance();
+      t.m = next_m;
+    } else {
+      wgmma_wait<0>();
+      hold(dk);
+      hold(dv);
+      if (!kFirst) {
+        hold(x);
+        add_dq(x, t);
+      }
+      shared.ds_full[wg ^ 1][ds_stage].wait(t.of_ds.parity);
+      multiply_dq(x, shared.ds[ds_stage], of);
+      wgmma_wait<0>();
+      hold(x);
+      add_dq(x, t);
+    }
+  }
+
   __device__ __forceinline__ void compute(float (&dk)[kG], float (&dv)[kG]) {
     const int steps = (w.m_max - w.m_min) * p.group;
-    float x[kS], y[kS];
+    float x[kQ], y[kS];
     uint32_t probabilities[kS / 2];
-    // Where there is room dQ has registers of its own, for ptxas will not share half an operand's.
-    float apart[kQ];
-    float (&dq)[kQ] = *reinterpret_cast<float (*)[kQ]>(kQ < kS ? apart : y);
+    float4 delta[kS / 8];
     shared.kv_full.wait(0);
     const int keys = w.sequence.seqlen_k - w.first_key;
     if (p.cu_seqlens_k != nullptr && keys < kBlockN) {
@@ -281,75 +404,55 @@ struct Consumer {
       clear_rows<kBlockN>(shared.v, keys);
       named_barrier_sync(kBarrierConsumers, 256);
     }
-    int m = w.m_min;
-    float *sums = p.sums + block_at(p, w.sequence, w.head_kv * p.group, m) * (kBlockM * D) +
-                  (4 * wg + warp) * (kBlockM * D / 8);
-    Ring<kQStages> of_q;
-    int of = uniform_warpgroup();
-    wait_q(of_q, m);
-    multiply_scores(x, shared.k, shared.q[0], of);
+    Place t;
+    t.m = w.m_min;
+    t.sums_m = t.m;
+    t.sums = p.sums +
+             block_at(p, w.sequence, w.head_kv * p.group, t.m * (kM / kBlockM)) * (kBlockM * D) +
+             (kWide ? wg * (kBlockM * D) : wg * (kBlockM * D / 2)) + warp * (kBlockM * D / 8);
+    const int of = uniform_warpgroup();
+    wait_q(t.of_q, t.m);
+    multiply_scores(y, shared.k, shared.q[0], of);
+    load_statistics(delta, 0, 0);
     wgmma_wait<0>();
-    hold(x);
-    exponentiate(x, 0, m);
-    convert(x, probabilities);
-    wait_dout({0, 0}, m);
+    hold(y);
+    exponentiate(y, delta, t.m);
+    convert(y, probabilities);
+    wait_dout(t.of_dout, t.m);
     multiply_scores(y, shared.v, shared.dout[0], of);
     multiply_dv(dv, probabilities, shared.dout[0]);
+    load_statistics(delta, 0, 1);
     wgmma_wait<1>();
     hold(y);
+    if constexpr (kQ == kS) {
+      if (steps == 1) {
+        turn<true, true>(y, y, x, probabilities, delta, dk, dv, t);
+        return;
+      }
+      turn<true, false>(y, y, x, probabilities, delta, dk, dv, t);
 #pragma unroll 1
-    for (int step = 0; step + 1 < steps; ++step) {
-      // The compiler keeps descriptors in uniform registers as long as it can tell that the whole
-      // warp has the same.
-      of = uniform_warpgroup();
-      const int q_stage = __shfl_sync(0xffffffff, of_q.stage, 0);
-      const int stage = __shfl_sync(0xffffffff, step & 1, 0);
-      of_q.advance();
-      const int next_q = __shfl_sync(0xffffffff, of_q.stage, 0), next = stage ^ 1;
-      store_ds(y, x, q_stage, shared.ds[stage]);
-      const bool same_head = m + 1 < w.m_max;
-      const int next_m = same_head ? m + 1 : w.m_min;
-      wait_q(of_q, next_m);
-      multiply_scores(x, shared.k, shared.q[next_q], of);
-      wgmma_wait<1>();
-      hold(dv);
-      hold(probabilities);
-      named_barrier_sync(kBarrierConsumers, 256);
-      multiply_dq(dq, shared.ds[stage], of);
-      multiply_dk(dk, shared.ds[stage], shared.q[q_stage], of);
-      wgmma_wait<2>();
-      hold(x);
-      exponentiate(x, next_q, next_m);
-      release((&shared.dout_empty[stage])[zero_of(x, next_m)]);
-      wgmma_wait<1>();
-      hold(dq);
-      add_dq(dq, sums);
-      hold(x);
-      convert(x, probabilities);
-      wait_dout({next, step + 1 >> 1 & 1u}, next_m);
-      multiply_scores(y, shared.v, shared.dout[next], of);
-      multiply_dv(dv, probabilities, shared.dout[next]);
-      wgmma_wait<2>();
-      hold(dk);
-      release(shared.q_empty[q_stage]);
-      wgmma_wait<1>();
-      hold(y);
-      sums += same_head ? kBlockM * D : w.to_next_head;
-      m = next_m;
+      for (int step = 3; step < steps; step += 2) {
+        turn<false, false>(x, x, y, probabilities, delta, dk, dv, t);
+        turn<false, false>(y, y, x, probabilities, delta, dk, dv, t);
+      }
+      if (steps % 2 != 0) {
+        turn<false, false>(x, x, y, probabilities, delta, dk, dv, t);
+        turn<false, true>(y, y, x, probabilities, delta, dk, dv, t);
+      } else {
+        turn<false, true>(x, x, y, probabilities, delta, dk, dv, t);
+      }
+    } else {
+      if (steps == 1) {
+        turn<true, true>(x, y, y, probabilities, delta, dk, dv, t);
+        return;
+      }
+      turn<true, false>(x, y, y, probabilities, delta, dk, dv, t);
+#pragma unroll 1
+      for (int step = 2; step < steps; ++step) {
+        turn<false, false>(x, y, y, probabilities, delta, dk, dv, t);
+      }
+      turn<false, true>(x, y, y, probabilities, delta, dk, dv, t);
     }
-    const int stage = steps - 1 & 1;
-    store_ds(y, x, of_q.stage, shared.ds[stage]);
-    wgmma_wait<0>();
-    hold(dv);
-    hold(probabilities);
-    named_barrier_sync(kBarrierConsumers, 256);
-    multiply_dq(dq, shared.ds[stage], of);
-    multiply_dk(dk, shared.ds[stage], shared.q[of_q.stage], of);
-    wgmma_wait<1>();
-    hold(dq);
-    add_dq(dq, sums);
-    wgmma_wait<0>();
-    hold(dk);
   }
 
   static __device__ __forceinline__ void convert(const float (&x)[kS],

@@ -22,12 +22,12 @@ struct KeyConsumer {
   static constexpr bool kStored = D > 64;  // whether dS^T goes through shared memory
 
   const AttentionGradientsArguments &p;
-  Shared<D, T> &shared;
+  KeysShared<D, T> &shared;
   const Work &w;  // in shared memory: registers are full
   const int wg, warp, lane;
 
   __device__ __forceinline__ KeyConsumer(const AttentionGradientsArguments &params,
-                                         Shared<D, T> &memory, int warpgroup)
+                                         KeysShared<D, T> &memory, int warpgroup)
       : p(params),
         shared(memory),
         w(memory.work),
@@ -101,12 +101,12 @@ struct KeyConsumer {
   __device__ __forceinline__ void combine(float (&x)[kS], float (&y)[kS], int step, int m) {
     const Sequence &s = w.sequence;
     // In the order of rows.cuh.
-    const float *statistics = shared.statistics[step % kQStages] + lane % 4 * (kBlockM / 4);
+    const float *statistics = shared.statistics[step % kQStages] + lane % 4 * 4;
     const int key = w.first_key + 64 * wg + 16 * warp + lane / 4;
     const int query =
         m * kBlockM + 2 * (lane % 4) + s.seqlen_k - s.seqlen_q;  // key of its diagonal
 #pragma unroll
-    for (int i = 0; i < kS; ++i) y[i] -= statistics[kBlockM + i / 4 * 2 + i % 2];
+    for (int i = 0; i < kS; ++i) y[i] -= statistics[kBlockM + statistic_of(i)];
     if (p.softcap_scale != 0.0f) {
 #pragma unroll
       for (int i = 0; i < kS; ++i) {
@@ -140,7 +140,7 @@ struct KeyConsumer {
     }
 #pragma unroll
     for (int i = 0; i < kS; ++i) {
-      x[i] = exp2_approx(fmaf(x[i], p.scale_log2, -statistics[i / 4 * 2 + i % 2]));
+      x[i] = exp2_approx(fmaf(x[i], p.scale_log2, -statistics[statistic_of(i)]));
       y[i] *= x[i];
     }
   }

@@ -10,6 +10,10 @@ namespace unsloth {
 
 template <int D, class Memory>
 __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Memory &shared) {
+  constexpr int kM = Memory::kM;
+  // Of a step: blocks of queries, and tiles of 64 of their columns.
+  constexpr int kBlocks = kM / kBlockM, kTiles = kBlocks * (D / kChunk);
+  constexpr int kTile = kBlockM * kChunk * 2;
   const Work w = shared.work;
   const bool leader = threadIdx.x == 0;
   const Sequence &s = w.sequence;
@@ -27,35 +31,35 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
                 s.k_begin + w.first_key, w.head_kv, batch_k);
   }
   Ring<Memory::kQBuffers> of_q;
-  Ring<kStages> of_dout;
+  Ring<Memory::kDoutBuffers> of_dout;
 #pragma unroll 1
   for (int g = 0; g < p.group; ++g) {
     const int head = w.head_kv * p.group + g;
 #pragma unroll 1
     for (int m = w.m_min; m < w.m_max; ++m) {
       int stage = __shfl_sync(0xffffffff, of_q.stage, 0);
-      const int row = s.q_begin + m * kBlockM;
+      const int row = s.q_begin + m * kM;
       Mbarrier *full = &shared.q_full[stage];
       shared.q_empty[stage].wait(of_q.parity ^ 1);
       if (leader) full->arrive_expect(sizeof shared.q[0] + sizeof shared.statistics[0]);
       __syncwarp();
 #pragma unroll
-      for (int c = 0; c < D / kChunk; ++c) {
-        tma_load_4d(shared_address(shared.q[stage]) + c * kBlockM * kChunk * 2, &p.q, full,
-                    kEvictLast, c * kChunk, row, head, batch_q);
+      for (int i = 0; i < kTiles; ++i) {
+        tma_load_4d(shared_address(shared.q[stage]) + i * kTile, &p.q, full, kEvictLast,
+                    i / kBlocks * kChunk, row + i % kBlocks * kBlockM, head, batch_q);
       }
       bulk_load(shared_address(shared.statistics[stage]),
-                p.statistics + block_at(p, s, head, m) * (2 * kBlockM), sizeof shared.statistics[0],
-                full);
+                p.statistics + block_at(p, s, head, m * kBlocks) * (2 * kBlockM),
+                sizeof shared.statistics[0], full);
       stage = __shfl_sync(0xffffffff, of_dout.stage, 0);
       full = &shared.dout_full[stage];
       shared.dout_empty[stage].wait(of_dout.parity ^ 1);
       if (leader) full->arrive_expect(sizeof shared.dout[0]);
       __syncwarp();
 #pragma unroll
-      for (int c = 0; c < D / kChunk; ++c) {
-        tma_load_4d(shared_address(shared.dout[stage]) + c * kBlockM * kChunk * 2, &p.dout, full,
-                    kEvictLast, c * kChunk, row, head, batch_q);
+      for (int i = 0; i < kTiles; ++i) {
+        tma_load_4d(shared_address(shared.dout[stage]) + i * kTile, &p.dout, full, kEvictLast,
+                    i / kBlocks * kChunk, row + i % kBlocks * kBlockM, head, batch_q);
       }
       of_q.advance();
       of_dout.advance();

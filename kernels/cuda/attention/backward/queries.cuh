@@ -300,7 +300,7 @@ struct QueryConsumer {
       if (block * kBlockM < s.seqlen_q) {
         // In the order of rows.cuh.
         const float *statistics = p.statistics + block_at(p, s, w.head, block) * (2 * kBlockM) +
-                                  lane / 8 * (kBlockM / 4) + (2 * warp + i) * 2 + lane / 4 % 2;
+                                  statistic_at(16 * warp + lane / 4 + 8 * i);
         lse[i] = statistics[0];
         delta[i] = statistics[kBlockM];
       }

@@ -108,10 +108,10 @@ struct Roles {
         }
       }
     }
-    const float *lse = shared.statistics[stage] + lane % 4 * (kBlockM / 4);
+    const float *lse = shared.statistics[stage] + lane % 4 * 4;
 #pragma unroll
     for (int j = 0; j < kS / 4; ++j) {
-      const float2 l = *reinterpret_cast<const float2 *>(lse + 2 * j);
+      const float2 l = *reinterpret_cast<const float2 *>(lse + statistic_of(4 * j));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         x[4 * j + 2 * i] = exp2_approx(fmaf(x[4 * j + 2 * i], p.scale_log2, -l.x));
@@ -137,11 +137,11 @@ struct Roles {
   // is that.
   __device__ __forceinline__ void multiply_caps(float (&x)[kS], int stage, int m, int step) {
     const float inverse = 1.0f / p.scale_log2, slope = slope_of(step);
-    const float *lse = shared.statistics[stage] + lane % 4 * (kBlockM / 4);
+    const float *lse = shared.statistics[stage] + lane % 4 * 4;
     const int at = distance_at(m);
 #pragma unroll
     for (int i = 0; i < kS; ++i) {
-      const float exponent = log2_approx(x[i]) + lse[i / 4 * 2 + i % 2];
+      const float exponent = log2_approx(x[i]) + lse[statistic_of(i)];
       const float t = fmaf(slope, distance(at, i), exponent * inverse);
       x[i] = x[i] > 0.0f ? x[i] * fmaf(-t, t, 1.0f) : 0.0f;
     }
@@ -176,7 +176,7 @@ struct Roles {
 
   // dP becomes dS.
   __device__ __forceinline__ void multiply_probabilities(float (&y)[kS], int stage) {
-    const float *delta = shared.statistics[stage] + kBlockM + lane % 4 * (kBlockM / 4);
+    const float *delta = shared.statistics[stage] + kBlockM + lane % 4 * 4;
     const uint4 *from = shared.probabilities[stage] + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kS / 8; ++i) {
@@ -185,7 +185,8 @@ struct Roles {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const T *two = reinterpret_cast<const T *>(&pairs[j]);
-        const float2 d = *reinterpret_cast<const float2 *>(delta + 2 * (2 * i + j / 2));
+        const float2 d =
+            *reinterpret_cast<const float2 *>(delta + statistic_of(8 * i + 4 * (j / 2)));
         float *to = y + 8 * i + 2 * j;
         to[0] = static_cast<float>(two[0]) * (to[0] - d.x);
         to[1] = static_cast<float>(two[1]) * (to[1] - d.y);

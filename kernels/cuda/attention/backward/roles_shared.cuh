@@ -13,6 +13,8 @@ namespace unsloth {
 template <int D, class T>
 struct alignas(1024) RolesShared {
   static constexpr int kQBuffers = kStages;
+  static constexpr int kDoutBuffers = kStages;
+  static constexpr int kM = kBlockM;
 
   T k[kKeys<D> * D];
   T v[kKeys<D> * D];

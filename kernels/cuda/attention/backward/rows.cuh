@@ -38,7 +38,8 @@ template <int D, class T>
 __device__ __forceinline__ void prepare_rows(const AttentionGradientsArguments &p) {
   constexpr int kLanes = D > 128 ? 32 : D > 64 ? 16 : 8;  // of a row, a power of two
   const auto [s, head, m] = query_block_at(p);
-  if (m * kBlockM >= s.seqlen_q) return;
+  // Statistics come in pairs of blocks, for steps of two.
+  if (m / 2 * (2 * kBlockM) >= s.seqlen_q) return;
   const int64_t block = block_at(p, s, head, m);
   const int64_t batch = p.cu_seqlens_q != nullptr ? 0 : s.batch;
   for (int i = threadIdx.x; i < kBlockM * kLanes; i += blockDim.x) {
@@ -74,8 +75,7 @@ __device__ __forceinline__ void prepare_rows(const AttentionGradientsArguments &
         }
       }
       float *statistics = p.statistics + block * (2 * kBlockM);
-      // In the order of the main kernel's threads: see statistics_of.
-      const int at = row % 8 / 2 * (kBlockM / 4) + row / 8 * 2 + row % 2;
+      const int at = statistic_at(row);
       statistics[at] = lse;
       statistics[kBlockM + at] = delta;
     }

@@ -21,8 +21,8 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionGradientsArgument
   if (p.cu_seqlens_q != nullptr) {
     s.q_begin = p.cu_seqlens_q[batch];
     s.seqlen_q = p.cu_seqlens_q[batch + 1] - s.q_begin;
-    // Whole blocks for each sequence, in the order of the batch.
-    s.first_block = (s.q_begin + batch * kBlockM) / kBlockM;
+    // Whole pairs of blocks for each sequence, in the order of the batch: some steps take two.
+    s.first_block = (s.q_begin + batch * (2 * kBlockM)) / (2 * kBlockM) * 2;
   }
   if (p.cu_seqlens_k != nullptr) {
     s.k_begin = p.cu_seqlens_k[batch];
@@ -49,18 +49,30 @@ __device__ __forceinline__ int64_t block_at(const AttentionGradientsArguments &p
   return static_cast<int64_t>(head) * p.blocks_per_head + s.first_block + m;
 }
 
+// Where a query's statistics lie among those of its block. The accumulators of a thread of the main
+// kernel have queries 8j + 2 (lane % 4) + {0, 1}; it reads those of two j at once, and its quad
+// those of 16 queries, side by side.
+__device__ __forceinline__ int statistic_at(int row) {
+  return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
+
+// Of a thread's accumulator i, from where its quad's place in the order begins.
+__device__ __forceinline__ constexpr int statistic_of(int i) {
+  return i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
+}
+
 struct Work {
   Sequence sequence;
   int head_kv;
   int first_key;
-  int m_min, m_max;           // blocks of queries that see one of the keys
-  int mask_below, mask_from;  // blocks m < mask_below and m >= mask_from need masking
-  int partial;                // the block that ends in another sequence's rows, or -1
+  int m_min, m_max;           // steps whose queries see one of the keys
+  int mask_below, mask_from;  // steps m < mask_below and m >= mask_from need masking
+  int partial;                // the step that ends in another sequence's rows, or -1
   int64_t to_next_head;       // in the sums, from the last block of a head to the first of the next
 };
 
-// `D` is the kernel's head dimension.
-template <int D, Mask kMask>
+// `D` is the kernel's head dimension; a step takes kM queries.
+template <int D, Mask kMask, int kM>
 __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p) {
   Work w;
   // Blocks of a head side by side: they read the same queries. Of a causal one the first has the
@@ -72,31 +84,31 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p) {
   const Sequence &s = w.sequence;
   const int end = min(w.first_key + kKeys<D>, s.seqlen_k), diagonal = s.seqlen_k - s.seqlen_q;
   w.m_min = 0;
-  w.m_max = w.first_key < end ? ceil_div(s.seqlen_q, kBlockM) : 0;
+  w.m_max = w.first_key < end ? ceil_div(s.seqlen_q, kM) : 0;
   // Query i sees keys from i + diagonal - window_left to i + diagonal + window_right.
   if (kMask != Mask::kNone) {
     const int first = w.first_key - diagonal - (kMask == Mask::kCausal ? 0 : p.window_right);
-    w.m_min = max(first, 0) / kBlockM;
+    w.m_min = max(first, 0) / kM;
   }
   if (kMask == Mask::kWindow) {
     const int last = end - 1 - diagonal + p.window_left;
-    w.m_max = last < 0 ? 0 : min(w.m_max, last / kBlockM + 1);
+    w.m_max = last < 0 ? 0 : min(w.m_max, last / kM + 1);
   }
   w.mask_below = 0;
   w.mask_from = w.m_max;
   if (kMask != Mask::kNone) {
     // From where on every query sees the last key; and up to where every one sees the first.
     const int right = kMask == Mask::kCausal ? 0 : p.window_right;
-    w.mask_below = ceil_div(max(w.first_key + kKeys<D> - 1 - diagonal - right, 0), kBlockM);
+    w.mask_below = ceil_div(max(w.first_key + kKeys<D> - 1 - diagonal - right, 0), kM);
     if (kMask == Mask::kWindow) {
       const int seen = w.first_key - diagonal + p.window_left + 1;
-      w.mask_from = max(seen, 0) / kBlockM;
+      w.mask_from = max(seen, 0) / kM;
     }
   }
   if (w.first_key + kKeys<D> > s.seqlen_k) w.mask_below = w.m_max;
-  const bool packed = p.cu_seqlens_q != nullptr && s.seqlen_q % kBlockM != 0;
-  w.partial = packed ? s.seqlen_q / kBlockM : -1;
-  w.to_next_head = (p.blocks_per_head - (w.m_max - w.m_min) + 1) * (kBlockM * D);
+  const bool packed = p.cu_seqlens_q != nullptr && s.seqlen_q % kM != 0;
+  w.partial = packed ? s.seqlen_q / kM : -1;
+  w.to_next_head = p.blocks_per_head * (kBlockM * D) - int64_t{w.m_max - w.m_min - 1} * (kM * D);
   return w;
 }
 

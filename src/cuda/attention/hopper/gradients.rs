@@ -23,8 +23,10 @@ use crate::problem::attention::{Backward, Keys, Queries, Rows};
 use crate::tensor::Scratch;
 
 const OP: &str = "attention_backward";
-/// Queries of a step: `kBlockM` of the kernels.
+/// Queries of a block: `kBlockM` of the kernels.
 const BLOCK_M: usize = 64;
+/// Queries of the longest step, two blocks: every sequence has whole ones.
+const STEP: usize = 2 * BLOCK_M;
 /// Bytes of the statistics of a block of queries: an LSE and a delta of each.
 const STATISTICS: usize = 2 * BLOCK_M * size_of::<f32>();
 
@@ -111,19 +113,18 @@ impl Kernels {
             Some(together) => [prepare, together, find(Part::Finish, Mask::None)?],
             None => [prepare, of_one(Part::Keys)?, of_one(Part::Queries)?],
         };
-        let row_blocks = p.max_seqlen_q.div_ceil(BLOCK_M);
+        let row_blocks = p.max_seqlen_q.div_ceil(STEP) * (STEP / BLOCK_M);
         let blocks_per_head = match p.queries {
             Queries::Batched { .. } => row_blocks.checked_mul(p.batch)?,
-            // Whole blocks for every sequence.
             Queries::Packed { total, .. } => {
-                p.batch.checked_mul(BLOCK_M)?.checked_add(total)? / BLOCK_M
+                p.batch.checked_mul(STEP)?.checked_add(total)? / STEP * (STEP / BLOCK_M)
             }
         };
         let of_rows = row_blocks.checked_mul(p.batch)?.checked_mul(p.num_heads)?;
         // Those of `dq` alone take two blocks of queries each.
         let of_dq = match sums {
             true => of_rows,
-            false => row_blocks.div_ceil(2) * (p.batch * p.num_heads),
+            false => of_rows / 2,
         };
         let of_keys = p
             .max_seqlen_k
