@@ -83,6 +83,13 @@ pub(crate) struct Rooms {
     dbias: Option<RawTensor>,
 }
 
+/// What several chunks add the weight's gradient up in, where its dtype is another; else 0.
+fn bytes_of_sum(layer: &Layer) -> usize {
+    let in_f32 = |t: &RawTensor| t.layout.span().saturating_mul(DType::F32.size());
+    let gradient = layer.dweight.as_ref().filter(|t| t.dtype != DType::F32);
+    gradient.map_or(0, in_f32)
+}
+
 impl<'a> Chunked<'a> {
     /// Of a layer whose dimensions of tokens are merged.
     /// `names` has what problems between the products and the operation call the same argument.
@@ -98,6 +105,16 @@ impl<'a> Chunked<'a> {
             if most >= MULTIPLE {
                 most = most / MULTIPLE * MULTIPLE;
                 multiples = Some(MULTIPLE);
+            }
+            // One chunk needs no sum in f32. Where that is larger than the outputs that several
+            // save, all at once take less memory, and less time.
+            let tokens = layer
+                .tokens()
+                .iter()
+                .fold(1, |n: usize, d| n.saturating_mul(*d));
+            let all = tokens.checked_mul(row);
+            if all.is_some_and(|all| all <= bytes.saturating_add(bytes_of_sum(&layer))) {
+                most = most.max(tokens);
             }
         }
         let chunks = Chunks::new(layer.tokens(), most, multiples);
