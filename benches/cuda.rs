@@ -371,6 +371,7 @@ impl Bench {
         let mut out = self.sets(&[rows, 64], WORKING_SET);
         self.host_cost("linear", json!({ "shape": [rows, 64, 64] }), || {
             let params = linear::Params {
+                parallel: None,
                 x: x.view(0),
                 weights: linear::Weights {
                     weight: weight.view(0),
@@ -440,6 +441,7 @@ fn block<'a>(
 ) -> mlp::Params<'a> {
     let bare = |weight| linear::Weights { weight, bias: None };
     mlp::Params {
+        parallel: None,
         x,
         gate_up: mlp::GateUp::Packed {
             weights: bare(gate_up),

@@ -24,6 +24,7 @@ fn case<X: Storage, W: Storage, C: Storage>(c: &mut Criterion, rows: usize, n: u
         &format!("{} by {} {rows}x{k}x{n}", X::dtype(), W::dtype()),
         || {
             let params = Params {
+                parallel: None,
                 x: TensorRef::from_slice(&x, &[rows, k]).unwrap(),
                 weights: Weights {
                     weight: TensorRef::from_slice(&weight, &[n, k]).unwrap(),
@@ -57,6 +58,7 @@ fn small(c: &mut Criterion, rows: usize, n: usize) {
     group.bench_function(BenchmarkId::new("unsloth", &case), |b| {
         b.iter(|| {
             let params = Params {
+                parallel: None,
                 x: TensorRef::from_slice(&x, &[rows, n]).unwrap(),
                 weights: Weights {
                     weight: TensorRef::from_slice(&weight, &[n, n]).unwrap(),

@@ -174,7 +174,14 @@ FIELD(unsloth_rotation, freq_factors, 80, 136);
 FIELD(unsloth_rotation, cos, 216, 136);
 FIELD(unsloth_rotation, sin, 352, 136);
 
-STRUCT(unsloth_attention_block_params, 3736, 8);
+STRUCT(unsloth_parallel, 40, 8);
+FIELD(unsloth_parallel, comm, 0, 8);
+FIELD(unsloth_parallel, row_counts, 8, 8);
+FIELD(unsloth_parallel, partition, 16, 4);
+FIELD(unsloth_parallel, sequence, 20, 4);
+FIELD(unsloth_parallel, reserved, 24, 16);
+
+STRUCT(unsloth_attention_block_params, 3776, 8);
 FIELD(unsloth_attention_block_params, struct_size, 0, 4);
 FIELD(unsloth_attention_block_params, rotate, 4, 4);
 FIELD(unsloth_attention_block_params, bidirectional, 8, 4);
@@ -218,6 +225,7 @@ FIELD(unsloth_attention_block_params, qkv_out, 3192, 136);
 FIELD(unsloth_attention_block_params, attended_out, 3328, 136);
 FIELD(unsloth_attention_block_params, lse_out, 3464, 136);
 FIELD(unsloth_attention_block_params, attended_norm, 3600, 136);
+FIELD(unsloth_attention_block_params, parallel, 3736, 40);
 
 STRUCT(unsloth_attention_block_backward_params, 2488, 8);
 FIELD(unsloth_attention_block_backward_params, struct_size, 0, 4);
@@ -335,7 +343,7 @@ FIELD(unsloth_cross_entropy_params, denominator, 984, 136);
 FIELD(unsloth_cross_entropy_params, workspace, 1120, 8);
 FIELD(unsloth_cross_entropy_params, workspace_size, 1128, 8);
 
-STRUCT(unsloth_mlp_params, 1800, 8);
+STRUCT(unsloth_mlp_params, 1840, 8);
 FIELD(unsloth_mlp_params, struct_size, 0, 4);
 FIELD(unsloth_mlp_params, activation, 4, 4);
 FIELD(unsloth_mlp_params, gate_order, 8, 4);
@@ -355,6 +363,7 @@ FIELD(unsloth_mlp_params, workspace, 1512, 8);
 FIELD(unsloth_mlp_params, workspace_size, 1520, 8);
 FIELD(unsloth_mlp_params, gate_up_out, 1528, 136);
 FIELD(unsloth_mlp_params, intermediate_norm, 1664, 136);
+FIELD(unsloth_mlp_params, parallel, 1800, 40);
 
 STRUCT(unsloth_decoder_layer_params, 608, 8);
 FIELD(unsloth_decoder_layer_params, struct_size, 0, 4);
@@ -636,7 +645,7 @@ FIELD(unsloth_layer_norm_backward_params, dbias, 832, 136);
 FIELD(unsloth_layer_norm_backward_params, workspace, 968, 8);
 FIELD(unsloth_layer_norm_backward_params, workspace_size, 976, 8);
 
-STRUCT(unsloth_linear_params, 704, 8);
+STRUCT(unsloth_linear_params, 744, 8);
 FIELD(unsloth_linear_params, struct_size, 0, 4);
 FIELD(unsloth_linear_params, reserved, 4, 4);
 FIELD(unsloth_linear_params, x, 8, 136);
@@ -646,8 +655,9 @@ FIELD(unsloth_linear_params, residual, 416, 136);
 FIELD(unsloth_linear_params, out, 552, 136);
 FIELD(unsloth_linear_params, workspace, 688, 8);
 FIELD(unsloth_linear_params, workspace_size, 696, 8);
+FIELD(unsloth_linear_params, parallel, 704, 40);
 
-STRUCT(unsloth_linear_backward_params, 840, 8);
+STRUCT(unsloth_linear_backward_params, 880, 8);
 FIELD(unsloth_linear_backward_params, struct_size, 0, 4);
 FIELD(unsloth_linear_backward_params, accumulate, 4, 4);
 FIELD(unsloth_linear_backward_params, dout, 8, 136);
@@ -658,6 +668,7 @@ FIELD(unsloth_linear_backward_params, dweight, 552, 136);
 FIELD(unsloth_linear_backward_params, dbias, 688, 136);
 FIELD(unsloth_linear_backward_params, workspace, 824, 8);
 FIELD(unsloth_linear_backward_params, workspace_size, 832, 8);
+FIELD(unsloth_linear_backward_params, parallel, 840, 40);
 
 STRUCT(unsloth_linear_cross_entropy_params, 1696, 8);
 FIELD(unsloth_linear_cross_entropy_params, struct_size, 0, 4);

@@ -938,6 +938,51 @@ typedef struct unsloth_rotation {
 } unsloth_rotation;
 
 /**
+ * How the weight of a linear layer is divided among ranks.
+ */
+typedef uint32_t unsloth_partition;
+
+/**
+ * The group that a layer's weights are divided among. All zero: a rank has all of them.
+ *
+ * A block (`unsloth_mlp_params`, `unsloth_attention_block_params`) has its first projections divided by
+ * their rows, the last by its columns: each rank gives its part of the weights, and the call adds up the
+ * output. Biases that all ranks have, and the residual, are the same on all and are added once.
+ * `unsloth_shard_get` says what a rank's parts are. Partial sums are rounded to the dtype of the output,
+ * added as `unsloth_all_reduce_forward` does, and rounded again.
+ *
+ * All ranks make the same calls, with as many rows and with the same tensors absent. What is wrong with
+ * shapes that ranks share is refused on every rank before any has sent anything. All the workspace that
+ * a call asks for is needed. A call of a local group waits for the other ranks.
+ */
+typedef struct unsloth_parallel {
+  /**
+   * This rank's part in the group, of the same context; NULL for no group.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * Optional, with `sequence`: the rows of each rank, one entry for each, on the host, the same on all
+   * ranks; NULL for as many of each.
+   */
+  const int64_t *row_counts;
+  /**
+   * Of a linear layer, one of `UNSLOTH_PARTITION_*`; zero of a block.
+   */
+  unsloth_partition partition;
+  /**
+   * 1, sequence parallel: what would be the same on all ranks, the input of a weight divided by rows
+   * and the output of one divided by columns, with its residual and their gradients, is this rank's
+   * rows, those of the first dimension; contiguous. The call gathers and scatters them. 0: it is whole
+   * on all ranks, and what is added up is contiguous.
+   */
+  uint32_t sequence;
+  /**
+   * Zero.
+   */
+  uint32_t reserved[4];
+} unsloth_parallel;
+
+/**
  * Arguments of `unsloth_attention_block_forward`: projections to queries, keys and values,
  * optional norms of queries and keys, optional rotation, attention, output projection, optional
  * addition of a residual.
@@ -1141,6 +1186,12 @@ typedef struct unsloth_attention_block_params {
    * all heads of a token together (BitNet), any float dtype, `[num_heads * v_head_dim]`.
    */
   struct unsloth_tensor attended_norm;
+  /**
+   * Optional: the group that heads are divided among. `num_heads`, `num_kv_heads`, the projections to queries, keys and values, the
+   * columns of `out_weight`, sinks, slopes, the cache and what is kept are of this rank's heads; sequence parallel, `x`, `residual`
+   * and `out` are its rows, and positions, `cu_seqlens`, the cache and what is kept are of all rows. Norms are of single heads.
+   */
+  struct unsloth_parallel parallel;
 } unsloth_attention_block_params;
 
 /**
@@ -1244,7 +1295,7 @@ typedef struct unsloth_attention_block_backward_params {
    */
   struct unsloth_tensor dqkv_bias;
   /**
-   * Optional: like `q_norm`.
+   * Optional: like `q_norm`. Where ranks divide the heads it is of this rank's: its sum over ranks is the gradient.
    */
   struct unsloth_tensor dq_norm;
   /**
@@ -1751,6 +1802,12 @@ typedef struct unsloth_mlp_params {
    * (BitNet), any float dtype. It is computed in the workspace, which then holds gate and up.
    */
   struct unsloth_tensor intermediate_norm;
+  /**
+   * Optional: the group that the intermediate dimension is divided among. Gate and up with their biases, the columns of
+   * `down_weight` and `gate_up_out` are this rank's part; sequence parallel, `x`, `residual` and `out` are its rows, and
+   * `gate_up_out` is of all rows. Not with `intermediate_norm`.
+   */
+  struct unsloth_parallel parallel;
 } unsloth_mlp_params;
 
 /**
@@ -1780,7 +1837,8 @@ typedef struct unsloth_decoder_layer_params {
   float norm_weight_offset;
   /**
    * The attention block, without a cache. Its `x`, `residual`, `out`, workspace and what it keeps
-   * are not looked at.
+   * are not looked at. With `parallel`, which the MLP then has too, ranks divide the layer: sequence
+   * parallel, `x` and `out` are this rank's rows.
    */
   const struct unsloth_attention_block_params *attention;
   /**
@@ -1957,11 +2015,12 @@ typedef struct unsloth_decoder_layer_backward_params {
    */
   struct unsloth_tensor dx;
   /**
-   * Optional: `[hidden]`, the gradient of `attention_norm`, any float dtype.
+   * Optional: `[hidden]`, the gradient of `attention_norm`, any float dtype. Sequence parallel it is of
+   * this rank's rows: its sum over ranks is the gradient.
    */
   struct unsloth_tensor dattention_norm;
   /**
-   * Optional: `[hidden]`, the gradient of `mlp_norm`, any float dtype.
+   * Optional: `[hidden]`, the gradient of `mlp_norm`, likewise.
    */
   struct unsloth_tensor dmlp_norm;
 } unsloth_decoder_layer_backward_params;
@@ -2954,6 +3013,11 @@ typedef struct unsloth_linear_params {
    * Size of `workspace` in bytes. If less than `unsloth_linear_workspace_size` answers, the workspace is not looked at.
    */
   size_t workspace_size;
+  /**
+   * Optional: the group that `weight` is divided among, of which this is the rank's part. Divided by rows, `bias` and `out` are its
+   * columns too. Divided by columns, `x` is, and `out` is the sum of all ranks' products, `bias` and `residual` added once.
+   */
+  struct unsloth_parallel parallel;
 } unsloth_linear_params;
 
 /**
@@ -3011,6 +3075,11 @@ typedef struct unsloth_linear_backward_params {
    * Size of `workspace` in bytes.
    */
   size_t workspace_size;
+  /**
+   * Optional: the group that `weight` is divided among, as in `unsloth_linear_params`. Divided by rows, `dx` is the sum of all ranks'
+   * parts of it. Divided by columns nothing is added up, and `dbias` is the same on all ranks.
+   */
+  struct unsloth_parallel parallel;
 } unsloth_linear_backward_params;
 
 /**
@@ -4432,6 +4501,17 @@ typedef struct unsloth_swiglu_backward_params {
  * numbers (Philox) depend on the seed, the step and the element's place among all. Not for f16.
  */
 #define UNSLOTH_MASTER_STOCHASTIC 3
+
+/**
+ * By its rows (a column parallel layer): a rank has columns of the output.
+ */
+#define UNSLOTH_PARTITION_COLUMN 0
+
+/**
+ * By its columns (a row parallel layer): a rank has columns of the input, and the products of all
+ * ranks are added up.
+ */
+#define UNSLOTH_PARTITION_ROW 1
 
 /**
  * The greatest magnitude, divided by 127 for 8 bits.

@@ -71,13 +71,16 @@ static unsloth_comm_id_params of_id;
 static unsloth_comm_params of_comm;
 static unsloth_comm_info comm_info;
 static unsloth_comm_id comm_id;
-static void comm_params_ready(void) {
-  with_context();
+static void group_params(void) {
   of_id = (unsloth_comm_id_params)UNSLOTH_COMM_ID_PARAMS_INIT;
   of_comm = (unsloth_comm_params)UNSLOTH_COMM_PARAMS_INIT;
   comm_info = (unsloth_comm_info)UNSLOTH_COMM_INFO_INIT;
   CHECK_OK(unsloth_comm_id_create(&of_id, &of_comm.id));
   of_comm.size = 1;
+}
+static void comm_params_ready(void) {
+  with_context();
+  group_params();
 }
 // An id serves once.
 static unsloth_status ask_unsloth_comm_create(void) {
@@ -431,6 +434,16 @@ static void mlp_ready(void) {
   mlp.out = out2(TOKENS, HIDDEN);
   CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
   mlp.workspace = workspace;
+}
+
+// Divided among a group.
+static void mlp_parallel_ready(void) {
+  mlp_ready();
+  group_params();
+  CHECK_OK(unsloth_comm_create(ctx, &of_comm, &comm));
+  mlp.parallel.comm = comm;
+  mlp.parallel.sequence = 1;
+  CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
 }
 
 static unsloth_mlp_backward_params mlp_backward;
@@ -929,6 +942,7 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(mlp_supported, mlp_ready, unsloth_mlp_supported, (ctx, &mlp, NULL), OK)                        \
   X(mlp_workspace, mlp_ready, unsloth_mlp_workspace_size, (ctx, &mlp, &size), OK)                  \
   X(mlp, mlp_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                                    \
+  X(mlp_parallel, mlp_parallel_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                  \
   X(mlp_backward_supported, mlp_backward_ready, unsloth_mlp_backward_supported,                    \
     (ctx, &mlp_backward, NULL), OK)                                                                \
   X(mlp_backward_workspace, mlp_backward_ready, unsloth_mlp_backward_workspace_size,               \

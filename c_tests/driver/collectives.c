@@ -192,6 +192,60 @@ static void moves(void) {
   end(1, 1);
 }
 
+// Layers that ranks divide launch their kernels and one collective, and ask for nothing else.
+static void end_divided(const char *name, const void *out, size_t count) {
+  CHECK(allocations == 0);
+  CHECK(nccl.num_calls == 1 && nccl.groups == 0 && nccl.calls[0].stream == stream);
+  CHECK(driver.launches > 0 && driver.copies == 0 && driver.others == 0);
+  CHECK(strcmp(nccl.calls[0].name, name) == 0 && nccl.calls[0].count == count);
+  CHECK(out == NULL || nccl.calls[0].out == out);
+}
+
+static void divided(void) {
+  unsloth_linear_params p = UNSLOTH_LINEAR_PARAMS_INIT;
+  unsloth_linear_backward_params b = UNSLOTH_LINEAR_BACKWARD_PARAMS_INIT;
+  p.parallel.comm = comm;
+  p.parallel.partition = UNSLOTH_PARTITION_ROW;
+  p.x = make(UNSLOTH_DTYPE_BF16, 8, 16);
+  p.weight = make(UNSLOTH_DTYPE_BF16, 3, 16);
+  p.residual = make(UNSLOTH_DTYPE_BF16, 8, 3);
+  p.out = make(UNSLOTH_DTYPE_BF16, 8, 3);
+  CHECK_OK(unsloth_linear_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  begin();
+  CHECK_OK(unsloth_linear_forward(ctx, &p, stream));
+  end_divided("ncclAllReduce", p.out.data, 24);
+  CHECK(nccl.calls[0].dtype == BFLOAT16 && nccl.calls[0].op == SUM);
+  // Of two rows each the residual is added to this rank's.
+  p.parallel.sequence = 1;
+  p.residual = make(UNSLOTH_DTYPE_BF16, 2, 3);
+  p.out = make(UNSLOTH_DTYPE_BF16, 2, 3);
+  CHECK_OK(unsloth_linear_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  begin();
+  CHECK_OK(unsloth_linear_forward(ctx, &p, stream));
+  end_divided("ncclReduceScatter", p.out.data, 6);
+  p.parallel.partition = UNSLOTH_PARTITION_COLUMN;
+  memset(&p.residual, 0, sizeof p.residual);
+  p.x = make(UNSLOTH_DTYPE_BF16, 2, 16);
+  p.out = make(UNSLOTH_DTYPE_BF16, 8, 3);
+  CHECK_OK(unsloth_linear_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  begin();
+  CHECK_OK(unsloth_linear_forward(ctx, &p, stream));
+  end_divided("ncclAllGather", p.workspace, 32);
+
+  b.parallel.comm = comm;
+  b.dout = make(UNSLOTH_DTYPE_BF16, 8, 3);
+  b.weight = p.weight;
+  b.dx = make(UNSLOTH_DTYPE_BF16, 8, 16);
+  CHECK_OK(unsloth_linear_backward_workspace_size(ctx, &b, &b.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
+  begin();
+  CHECK_OK(unsloth_linear_backward(ctx, &b, stream));
+  end_divided("ncclAllReduce", b.dx.data, 128);
+}
+
 // A call that fails ends its group; what fails later is asked for.
 static void failures(void) {
   unsloth_all_reduce_params p = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
@@ -268,6 +322,7 @@ static void made(void) {
   reductions();
   gathers();
   moves();
+  divided();
   failures();
   CHECK_OK(unsloth_comm_destroy(comm));
   CHECK(nccl.destroyed == 1 && nccl.aborted == 0);

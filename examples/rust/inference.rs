@@ -110,6 +110,7 @@ impl Model {
             // hidden += attention(norm(hidden))
             let x = normalized(ctx, &hidden, &layer.attention_norm)?;
             let mut params = attention_block::Params {
+                parallel: None,
                 x: TensorRef::from_slice(&x, &shape)?,
                 num_heads: HEADS,
                 num_kv_heads: KV_HEADS,
@@ -146,6 +147,7 @@ impl Model {
             // hidden += mlp(norm(hidden))
             let x = normalized(ctx, &hidden, &layer.mlp_norm)?;
             let mut params = mlp::Params {
+                parallel: None,
                 x: TensorRef::from_slice(&x, &shape)?,
                 gate_up: GateUp::Packed {
                     weights: weights(&layer.gate_up, HIDDEN)?,
@@ -166,6 +168,7 @@ impl Model {
         let x = normalized(ctx, &hidden, &self.norm)?;
         let mut logits = vec![0.0f32; n * VOCAB];
         let params = linear::Params {
+            parallel: None,
             x: TensorRef::from_slice(&x, &shape)?,
             weights: weights(&self.head, HIDDEN)?,
             output: Output::Write(TensorMut::from_slice(&mut logits, &[n, VOCAB])?),

@@ -86,6 +86,7 @@ fn train(ctx: &Context, loss_scale: LossScale) -> Result<(f32, f32)> {
     let mut losses = Vec::new();
     for _ in 0..STEPS {
         let params = linear::Params {
+            parallel: None,
             x: x.tensor(0, DType::F16, of_tokens)?,
             weights: Weights {
                 weight: weight.tensor(0, DType::F16, of_weight)?,
@@ -123,6 +124,7 @@ fn train(ctx: &Context, loss_scale: LossScale) -> Result<(f32, f32)> {
         losses.push(sum / TOKENS as f32);
 
         let mut params = linear::backward::Params {
+            parallel: None,
             dout: logits.tensor(0, DType::F16, of_tokens)?,
             x: Some(x.tensor(0, DType::F16, of_tokens)?),
             weight: None,

@@ -66,6 +66,19 @@ class Module(unittest.TestCase):
         self.assertTrue((q[:, 0] == 1).all())
         self.assertAlmostEqual(float(q[0, 1, 0, 0]), np.cos(1) - np.sin(1), places=6)
 
+    def test_a_layer_is_divided_among_a_group(self):
+        library = self.ctx.library
+        byref = unsloth.ctypes.byref
+        params, comm = library.struct("comm_params", size=1), unsloth.ctypes.c_void_p()
+        library.call("comm_id_create", byref(library.struct("comm_id_params")), byref(params.id))
+        library.call("comm_create", self.ctx.handle, byref(params), byref(comm))
+        weight = np.ones((3, self.x.shape[1]), np.float32)
+        out = np.empty((len(self.x), 3), np.float32)
+        parallel = {"comm": comm.value, "partition": 1}
+        self.ctx.linear(x=self.x, weight=weight, out=out, parallel=parallel)
+        self.assertLess(np.abs(out - self.x @ weight.T).max(), 1e-3)
+        library.call("comm_destroy", comm)
+
     def test_a_function_runs_again_and_keeps_its_tensors(self):
         x, out = self.x.copy(), self.out
         run = self.ctx.op("rms_norm", x=x, out=out, epsilon=EPSILON)

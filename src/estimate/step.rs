@@ -274,6 +274,7 @@ impl<'a> Step<'a> {
             }
         };
         let attention = attention_block::Params {
+            parallel: None,
             x,
             num_heads,
             num_kv_heads,
@@ -304,6 +305,7 @@ impl<'a> Step<'a> {
             lse_out: None,
         };
         let mlp = mlp::Params {
+            parallel: None,
             x,
             gate_up: GateUp::Packed {
                 weights: self.weight(&[2 * self.intermediate, hidden], model.mlp_bias)?,

@@ -36,6 +36,7 @@ pub mod mlp;
 mod operation;
 pub mod optimizer;
 pub mod optimizer_handle;
+pub mod parallel;
 mod params;
 pub mod qk_norm_rope;
 pub mod quantize;

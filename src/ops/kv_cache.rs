@@ -76,6 +76,11 @@ pub(crate) const NO_BATCH: &str =
 pub(crate) const PAGES: &str = "the pages of the layer";
 
 impl Layer<'_> {
+    /// The same once more, for a part of the operation that it is lent to.
+    pub(crate) fn again(&self) -> Layer<'_> {
+        Layer { ..*self }
+    }
+
     /// Attention of the batch's new tokens over everything their sequences hold; see
     /// [`KvCache::attention`](crate::KvCache::attention).
     ///

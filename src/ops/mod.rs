@@ -27,6 +27,7 @@ pub mod linear_logprob;
 pub mod mlp;
 mod norm;
 pub(crate) mod operation;
+pub mod parallel;
 pub(crate) mod parts;
 pub mod qk_norm_rope;
 pub mod quantize;

@@ -7,6 +7,7 @@
 use arrayvec::ArrayVec;
 
 use crate::backend::{Implementation, Stream};
+use crate::comm::Comm;
 use crate::context::{Context, Planned};
 use crate::error::{Error, Result, text};
 use crate::ops::check::Arg;
@@ -39,6 +40,11 @@ pub(crate) trait Operation {
 
     /// The context that what the parameters refer to belongs to, with that argument's name.
     fn context(&self) -> Option<(&'static str, &Context)> {
+        None
+    }
+
+    /// The group that the work is divided among.
+    fn comm(&self) -> Option<&Comm> {
         None
     }
 }
@@ -126,12 +132,13 @@ pub(crate) fn launch<O: Operation>(ctx: &Context, params: &O, stream: Stream) ->
 }
 
 fn check_context<O: Operation>(ctx: &Context, params: &O) -> Result<()> {
-    match params.context() {
-        Some((name, other)) if !other.is(ctx) => {
-            Err(Error::invalid(O::NAME, name, "belongs to another context"))
+    let comm = params.comm().map(|comm| ("comm", comm.context()));
+    for (name, other) in params.context().into_iter().chain(comm) {
+        if !other.is(ctx) {
+            return Err(Error::invalid(O::NAME, name, "belongs to another context"));
         }
-        _ => Ok(()),
     }
+    Ok(())
 }
 
 /// What an operation does with a tensor.

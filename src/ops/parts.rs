@@ -7,7 +7,7 @@
 use arrayvec::ArrayVec;
 
 use crate::backend::{Implementation, Stream};
-use crate::context::{Context, Planned};
+use crate::context::{Collective, Context, Planned};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
@@ -25,41 +25,45 @@ macro_rules! problems {
         // Problems lie where they are made; boxes would be allocated for every call.
         #[allow(clippy::large_enum_variant)]
         #[derive(Clone, Debug)]
-        enum AnyProblem {
-            $($kind($problem)),*
+        enum AnyProblem<'t> {
+            $($kind($problem),)*
+            Collective(Collective<'t>),
         }
 
         #[allow(clippy::large_enum_variant)] // as above
-        enum AnyPlan<'a> {
-            $($kind(<$problem as Planned>::Plan<'a>)),*
+        enum AnyPlan<'t, 'a> {
+            $($kind(<$problem as Planned>::Plan<'a>),)*
+            Collective(<Collective<'t> as Planned>::Plan<'a>),
         }
 
         /// A problem that may be a part.
         pub(crate) trait IsPart {
             #[doc(hidden)]
-            fn into_any(self) -> Any;
+            fn into_any<'t>(self) -> Any<'t>;
         }
 
         $(
             impl IsPart for $problem {
-                fn into_any(self) -> Any {
+                fn into_any<'t>(self) -> Any<'t> {
                     Any(AnyProblem::$kind(self))
                 }
             }
         )*
 
-        impl AnyProblem {
-            fn plan(self, ctx: &Context) -> Result<AnyPlan<'_>> {
+        impl<'t> AnyProblem<'t> {
+            fn plan(self, ctx: &Context) -> Result<AnyPlan<'t, '_>> {
                 Ok(match self {
-                    $(AnyProblem::$kind(problem) => AnyPlan::$kind(problem.plan(ctx)?)),*
+                    $(AnyProblem::$kind(problem) => AnyPlan::$kind(problem.plan(ctx)?),)*
+                    AnyProblem::Collective(problem) => AnyPlan::Collective(problem.plan(ctx)?),
                 })
             }
         }
 
-        impl AnyPlan<'_> {
+        impl AnyPlan<'_, '_> {
             fn as_plan(&self) -> &dyn Plan {
                 match self {
-                    $(AnyPlan::$kind(plan) => plan),*
+                    $(AnyPlan::$kind(plan) => plan,)*
+                    AnyPlan::Collective(plan) => plan,
                 }
             }
         }
@@ -83,7 +87,7 @@ problems!(
 );
 
 /// One of the problems that may be parts.
-pub(crate) struct Any(AnyProblem);
+pub(crate) struct Any<'t>(AnyProblem<'t>);
 
 /// A part: its problem or its plan, and names for the errors of both.
 #[derive(Clone, Debug)]
@@ -94,9 +98,13 @@ struct Part<P> {
 
 /// Validated arguments of an operation of up to `N` parts, in the order in which they run.
 #[derive(Clone, Debug)]
-pub(crate) struct Parts<const N: usize> {
+pub(crate) struct Parts<'t, const N: usize> {
     op: &'static str,
-    list: ArrayVec<Part<AnyProblem>, N>,
+    /// What is gathered first and added up last, beside the list: calls that no ranks divide have less
+    /// to carry about.
+    first: Option<Part<Collective<'t>>>,
+    list: ArrayVec<Part<AnyProblem<'t>>, N>,
+    last: Option<Part<Collective<'t>>>,
     /// The caller's workspace, or NULL where only a query is made.
     workspace: *mut u8,
     /// Bytes of it that are taken, and that ever were.
@@ -109,12 +117,14 @@ pub(crate) struct Parts<const N: usize> {
     idle: bool,
 }
 
-impl<const N: usize> Parts<N> {
+impl<'t, const N: usize> Parts<'t, N> {
     /// None yet; `op` is the name of the whole in errors.
     pub fn new(op: &'static str, workspace: &Workspace<'_>) -> Self {
         Parts {
             op,
+            first: None,
             list: ArrayVec::new(),
+            last: None,
             workspace: workspace.as_ptr(),
             taken: 0,
             most_taken: 0,
@@ -128,8 +138,13 @@ impl<const N: usize> Parts<N> {
     /// that what is computed again has the same bits. On the host products need theirs too: none of
     /// them finds no memory when others have written.
     pub fn exactly(mut self) -> Self {
-        self.exact = true;
+        self.be_exact();
         self
+    }
+
+    /// As [`Parts::exactly`].
+    pub fn be_exact(&mut self) {
+        self.exact = true;
     }
 
     /// Stands for every batch of a cache that has as many tokens: it is asked about and not run.
@@ -193,20 +208,59 @@ impl<const N: usize> Parts<N> {
     }
 
     /// Adds the parts of a whole that was made over [`Parts::rest`], since when nothing was taken.
-    pub fn absorb<const M: usize>(&mut self, whole: Result<Parts<M>>) -> Result<()> {
+    pub fn absorb<const M: usize>(&mut self, whole: Result<Parts<'t, M>>) -> Result<()> {
         let whole = named(self.op, whole, &[])?;
         if whole.idle {
             return Ok(());
         }
+        let mut whole = whole;
         self.most_taken = self.most_taken.max(self.taken + whole.most_taken);
-        whole.list.into_iter().try_for_each(|part| self.add(part))
+        if let Some(first) = whole.first {
+            self.add_collective(first)?;
+        }
+        whole.list.drain(..).try_for_each(|part| self.add(part))?;
+        match whole.last {
+            Some(last) => self.add_collective(last),
+            None => Ok(()),
+        }
     }
 
-    fn add(&mut self, part: Part<AnyProblem>) -> Result<()> {
-        self.list.try_push(part).map_err(|_| Error::Internal {
+    fn add(&mut self, part: Part<AnyProblem<'t>>) -> Result<()> {
+        self.close()?;
+        self.list.try_push(part).map_err(|_| self.too_many())
+    }
+
+    /// Adds a collective, to the list if it is neither the first part nor the last.
+    fn add_collective(&mut self, part: Part<Collective<'t>>) -> Result<()> {
+        self.close()?;
+        let place = match self.first.is_none() && self.list.is_empty() {
+            true => &mut self.first,
+            false => &mut self.last,
+        };
+        *place = Some(part);
+        Ok(())
+    }
+
+    /// What was last is so no more.
+    fn close(&mut self) -> Result<()> {
+        let Some(Part { is, names }) = self.last.take() else {
+            return Ok(());
+        };
+        let is = AnyProblem::Collective(is);
+        let added = self.list.try_push(Part { is, names });
+        added.map_err(|_| self.too_many())
+    }
+
+    fn too_many(&self) -> Error {
+        Error::Internal {
             op: self.op,
             message: text!("has more than {N} parts"),
-        })
+        }
+    }
+
+    /// Adds what ranks do together, which was validated.
+    pub fn push_collective(&mut self, is: Collective<'t>, names: Names) -> Result<()> {
+        self.add_collective(Part { is, names })
     }
 
     /// Adds a part, or tells why there is none. Errors call arguments what the whole does.
@@ -222,10 +276,15 @@ pub(crate) fn named<T>(op: &'static str, result: Result<T>, names: Names) -> Res
     result.map_err(|error| error.within(op).renamed(names))
 }
 
+/// The plan of what ranks do together.
+type CollectivePart<'t, 'a> = Part<<Collective<'t> as Planned>::Plan<'a>>;
+
 /// One plan for each part.
-pub(crate) struct PartsPlan<'a, const N: usize> {
+pub(crate) struct PartsPlan<'t, 'a, const N: usize> {
     op: &'static str,
-    list: ArrayVec<Part<AnyPlan<'a>>, N>,
+    first: Option<CollectivePart<'t, 'a>>,
+    list: ArrayVec<Part<AnyPlan<'t, 'a>>, N>,
+    last: Option<CollectivePart<'t, 'a>>,
     /// Bytes of what passes between parts, of what they share at least, and of what they have use
     /// for.
     between: usize,
@@ -235,14 +294,23 @@ pub(crate) struct PartsPlan<'a, const N: usize> {
     idle: bool,
 }
 
-impl<const N: usize> Planned for Parts<N> {
-    type Plan<'a> = PartsPlan<'a, N>;
+impl<'t, const N: usize> Planned for Parts<'t, N> {
+    type Plan<'a> = PartsPlan<'t, 'a, N>;
 
-    fn plan(self, ctx: &Context) -> Result<PartsPlan<'_, N>> {
+    fn plan(mut self, ctx: &Context) -> Result<PartsPlan<'t, '_, N>> {
         let op = self.op;
+        // These use no workspace.
+        let collective = |part: Option<Part<Collective<'t>>>| {
+            let planned = part.map(|Part { is, names }| {
+                let is = named(op, is.plan(ctx), names)?;
+                Ok::<_, Error>(Part { is, names })
+            });
+            planned.transpose()
+        };
+        let (first, last) = (collective(self.first)?, collective(self.last)?);
         let mut list = ArrayVec::new();
         let (mut shared, mut useful) = (0, 0);
-        for Part { is, names } in self.list {
+        for Part { is, names } in self.list.drain(..) {
             let plan = named(op, is.plan(ctx), names)?;
             let of_part = match self.any_batch {
                 true => plan.as_plan().useful_for_any(),
@@ -257,7 +325,9 @@ impl<const N: usize> Planned for Parts<N> {
         }
         Ok(PartsPlan {
             op,
+            first,
             list,
+            last,
             between: self.most_taken,
             shared: if self.exact { useful } else { shared },
             useful,
@@ -267,13 +337,10 @@ impl<const N: usize> Planned for Parts<N> {
     }
 }
 
-impl<const N: usize> Plan for PartsPlan<'_, N> {
+impl<const N: usize> Plan for PartsPlan<'_, '_, N> {
     /// The most particular one of the parts'.
     fn implementation(&self) -> Implementation {
-        let all = self
-            .list
-            .iter()
-            .map(|part| part.is.as_plan().implementation());
+        let all = self.each().map(|(plan, _)| plan.implementation());
         all.max_by_key(|i| *i as u32).unwrap_or(Implementation::Cpu)
     }
 
@@ -298,8 +365,8 @@ impl<const N: usize> Plan for PartsPlan<'_, N> {
         }
         let left = given.saturating_sub(self.between);
         let mut shared = self.shared;
-        for Part { is, names } in &self.list {
-            let used = named(self.op, self.size_of(is.as_plan(), left), names)?;
+        for (plan, names) in self.each() {
+            let used = named(self.op, self.size_of(plan, left), names)?;
             shared = shared.max(used);
         }
         Ok(self.between.saturating_add(shared))
@@ -313,19 +380,26 @@ impl<const N: usize> Plan for PartsPlan<'_, N> {
             ptr: scratch.ptr.wrapping_add(self.between),
             size: scratch.size.saturating_sub(self.between),
         };
-        let probed = self.list.iter().filter(|_| self.exact);
-        for Part { is, names } in probed {
-            named(self.op, is.as_plan().probe(), names)?;
+        for (plan, names) in self.each().filter(|_| self.exact) {
+            named(self.op, plan.probe(), names)?;
         }
-        for Part { is, names } in &self.list {
-            let launched = self.launch_one(is.as_plan(), shared, stream);
+        for (plan, names) in self.each() {
+            let launched = self.launch_one(plan, shared, stream);
             named(self.op, launched, names)?;
         }
         Ok(())
     }
 }
 
-impl<const N: usize> PartsPlan<'_, N> {
+impl<const N: usize> PartsPlan<'_, '_, N> {
+    /// All parts, in the order in which they run.
+    fn each(&self) -> impl Iterator<Item = (&dyn Plan, Names)> {
+        let list = self.list.iter();
+        let list = list.map(|part| (part.is.as_plan(), part.names));
+        let [first, last] = [&self.first, &self.last].map(|part| part.iter().map(of_collective));
+        first.chain(list).chain(last)
+    }
+
     /// As much of `given` bytes as a call of its own would use for a part, or as keeps it from
     /// allocating.
     fn size_of(&self, plan: &dyn Plan, given: usize) -> Result<usize> {
@@ -346,6 +420,82 @@ impl<const N: usize> PartsPlan<'_, N> {
             size => Scratch { size, ..shared },
         };
         plan.launch(scratch, stream)
+    }
+}
+
+/// A collective as any part.
+fn of_collective<'p>(part: &'p CollectivePart<'_, '_>) -> (&'p dyn Plan, Names) {
+    (&part.is, part.names)
+}
+
+/// An operation of one problem where it is not made of parts.
+#[allow(clippy::large_enum_variant)] // as of parts
+pub(crate) enum OneOr<'t, P, const N: usize> {
+    One(P),
+    Parts(Parts<'t, N>),
+}
+
+/// The plan of either.
+#[allow(clippy::large_enum_variant)] // as of parts
+pub(crate) enum OneOrPlan<'t, 'a, P, const N: usize> {
+    One(P),
+    Parts(PartsPlan<'t, 'a, N>),
+}
+
+impl<'t, P: Planned, const N: usize> Planned for OneOr<'t, P, N>
+where
+    for<'a> P::Plan<'a>: 'a,
+{
+    type Plan<'a> = OneOrPlan<'t, 'a, P::Plan<'a>, N>;
+
+    fn plan(self, ctx: &Context) -> Result<Self::Plan<'_>> {
+        Ok(match self {
+            OneOr::One(problem) => OneOrPlan::One(problem.plan(ctx)?),
+            OneOr::Parts(parts) => OneOrPlan::Parts(parts.plan(ctx)?),
+        })
+    }
+}
+
+impl<P: Plan, const N: usize> OneOrPlan<'_, '_, P, N> {
+    fn as_plan(&self) -> &dyn Plan {
+        match self {
+            OneOrPlan::One(plan) => plan,
+            OneOrPlan::Parts(plan) => plan,
+        }
+    }
+}
+
+impl<P: Plan, const N: usize> Plan for OneOrPlan<'_, '_, P, N> {
+    fn implementation(&self) -> Implementation {
+        self.as_plan().implementation()
+    }
+
+    fn needed(&self) -> usize {
+        self.as_plan().needed()
+    }
+
+    fn useful(&self) -> Result<usize> {
+        self.as_plan().useful()
+    }
+
+    fn useful_for_any(&self) -> Result<usize> {
+        self.as_plan().useful_for_any()
+    }
+
+    fn used(&self, given: usize) -> Result<usize> {
+        self.as_plan().used(given)
+    }
+
+    fn without_allocating(&self) -> usize {
+        self.as_plan().without_allocating()
+    }
+
+    fn probe(&self) -> Result<()> {
+        self.as_plan().probe()
+    }
+
+    fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
+        self.as_plan().launch(scratch, stream)
     }
 }
 

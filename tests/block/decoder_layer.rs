@@ -198,6 +198,7 @@ impl Tensors {
 
     fn attention(&self) -> attention_block::Params<'_> {
         attention_block::Params {
+            parallel: None,
             x: self.x.view(),
             num_heads: HEADS.0,
             num_kv_heads: HEADS.1,
@@ -241,6 +242,7 @@ impl Tensors {
 
     fn mlp(&self) -> mlp::Params<'_> {
         mlp::Params {
+            parallel: None,
             x: self.x.view(),
             gate_up: match self.case.packed {
                 true => GateUp::Packed {

@@ -8,5 +8,6 @@ mod collectives;
 mod failures;
 mod group;
 mod misuse;
+mod parallel;
 mod stress;
 mod transfers;

@@ -152,6 +152,7 @@ impl Tensors {
     pub fn params<'a>(&'a self, case: &Case, output: Output<'a>) -> Params<'a> {
         let [q, k, v] = self.apart(case);
         Params {
+            parallel: None,
             x: self.x.view(),
             num_heads: case.heads.0,
             num_kv_heads: case.heads.1,
@@ -230,6 +231,7 @@ pub fn heads(
         let layout = Layout::contiguous(&shape).unwrap();
         let mut out = TestTensor::poisoned(t.x.dtype, layout).upload(ctx);
         let params = linear::Params {
+            parallel: None,
             x: t.x.view(),
             weights,
             output: Output::Write(out.view_mut()),
@@ -334,6 +336,7 @@ pub fn project_out(ctx: &Context, t: &Tensors, case: &Case, attended: &DeviceTen
         rms_norm::forward(ctx, &norm, Stream::DEFAULT).unwrap();
     }
     let params = linear::Params {
+        parallel: None,
         x: data.view(),
         weights: Weights {
             weight: t.out_weight.view(),

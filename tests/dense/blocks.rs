@@ -90,6 +90,7 @@ fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
     let x = x.upload(ctx);
     let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
     let mut params = Params {
+        parallel: None,
         x: x.view(),
         weights,
         output: Output::Write(out.view_mut()),
@@ -278,6 +279,7 @@ fn mlp_of(ctx: &Context, x: &TestTensor, [gate, up, down]: [Weights<'_>; 3]) -> 
     let constant = vec![0.5; x.layout.num_elements()];
     let mut out = TestTensor::of(dtype, x.layout.shape(), &constant).upload(ctx);
     let mut params = mlp::Params {
+        parallel: None,
         x: x.view(),
         gate_up: GateUp::Apart { gate, up },
         activation: Activation::Silu,
@@ -338,6 +340,7 @@ fn attention_of(ctx: &Context, x: &TestTensor, [qkv, out_weight]: [Weights<'_>; 
     let x = x.upload(ctx);
     let mut out = TestTensor::poisoned(x.dtype, x.layout).upload(ctx);
     let mut params = attention_block::Params {
+        parallel: None,
         x: x.view(),
         num_heads: 4,
         num_kv_heads: 2,
@@ -502,6 +505,7 @@ fn gpus_refuse_ternary_blocks() {
             )
         };
         let params = Params {
+            parallel: None,
             x,
             weights: Weights { weight, bias: None },
             output: Output::Write(out),

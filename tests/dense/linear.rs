@@ -123,6 +123,7 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
         let mut dr = residual.as_ref().map(|r| r.upload(ctx));
         let mut out = TestTensor::poisoned_at(dtype, case.out, case.skew).upload(ctx);
         let mut params = Params {
+            parallel: None,
             x: dx.view(),
             weights: Weights {
                 weight: dw.view(),
@@ -203,6 +204,7 @@ fn product(ctx: &Context, x: &TestTensor, weight: &TestTensor) -> TestTensor {
     let (dx, dw) = (x.upload(ctx), weight.upload(ctx));
     let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
     let params = Params {
+        parallel: None,
         x: dx.view(),
         weights: Weights {
             weight: dw.view(),

@@ -142,6 +142,7 @@ impl Call {
         let mut outputs = [&mut self.dx, &mut self.dweight, &mut self.dbias]
             .map(|t| t.as_mut().map(DeviceTensor::view_mut));
         Params {
+            parallel: None,
             dout: self.dout.view(),
             x: Some(self.x.view()),
             weight: Some(self.weight.view()),
@@ -371,6 +372,7 @@ fn what_is_not_needed_is_not_looked_at() {
             unsloth::TensorRef::from_raw(over.data().cast_const().cast(), x.dtype, x.layout)
         };
         let params = Params {
+            parallel: None,
             dout: d.view(),
             x: Some(described),
             weight: Some(w.view()),

@@ -15,7 +15,7 @@ const MISUSE: &[Misuse<unsloth_linear_backward_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "linear_backward: struct_size is 100, at least 840 is needed",
+        "linear_backward: struct_size is 100, at least 880 is needed",
     ),
     (
         |p| p.accumulate = 2,

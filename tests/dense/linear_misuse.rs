@@ -15,7 +15,7 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "linear: struct_size is 100, at least 704 is needed",
+        "linear: struct_size is 100, at least 744 is needed",
     ),
     (
         |p| p.x = absent(),

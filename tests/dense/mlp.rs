@@ -129,6 +129,7 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     let in_place = case.residual == Some(true);
 
     let mut params = Params {
+        parallel: None,
         x: dx.view(),
         gate_up: match case.packed {
             None => GateUp::Apart {
@@ -282,6 +283,7 @@ fn misaligned_and_overlapping_workspaces_are_refused() {
             bias: None,
         };
         let params = Params {
+            parallel: None,
             x: x.view(),
             gate_up: GateUp::Apart {
                 gate: layer(weight.view()),

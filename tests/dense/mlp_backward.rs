@@ -241,6 +241,7 @@ fn weights(layer: &(DeviceTensor, Option<DeviceTensor>)) -> Weights<'_> {
 impl Uploaded {
     fn forward<'a>(&'a self, case: &Case, output: Output<'a>) -> mlp::Params<'a> {
         mlp::Params {
+            parallel: None,
             x: self.x.view(),
             gate_up: match case.packed {
                 None => GateUp::Apart {

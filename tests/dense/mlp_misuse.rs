@@ -15,7 +15,7 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "mlp: struct_size is 100, at least 1800 is needed",
+        "mlp: struct_size is 100, at least 1840 is needed",
     ),
     (
         |p| p.x = absent(),

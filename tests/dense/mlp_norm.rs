@@ -21,6 +21,7 @@ fn plain(weight: TensorRef<'_>) -> Weights<'_> {
 
 fn product(ctx: &Context, x: TensorRef<'_>, weight: TensorRef<'_>, out: TensorMut<'_>) {
     let params = linear::Params {
+        parallel: None,
         x,
         weights: plain(weight),
         output: Output::Write(out),
@@ -63,6 +64,7 @@ fn check(ctx: &Context, dtype: DType, &(rows, order, keeps): &Case) {
 
     let (mut out, mut kept) = (poisoned(hidden), poisoned(2 * intermediate));
     let mut params = Params {
+        parallel: None,
         x: x.view(),
         gate_up: GateUp::Packed {
             weights: plain(gate_up.view()),

@@ -78,6 +78,7 @@ fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
     let x = x.upload(ctx);
     let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
     let params = Params {
+        parallel: None,
         x: x.view(),
         weights,
         output: Output::Write(out.view_mut()),
@@ -219,6 +220,7 @@ fn mlps_are_made_of_exact_products() {
             let device = x.upload(&ctx);
             let mut out = TestTensor::poisoned(DType::F32, x.layout).upload(&ctx);
             let mut params = mlp::Params {
+                parallel: None,
                 x: device.view(),
                 gate_up,
                 activation: Activation::Silu,
@@ -252,6 +254,7 @@ fn scales_go_with_their_rows() {
     let mut out = TestTensor::poisoned(DType::F32, contiguous(&[1, 128])).upload(&ctx);
     let plain = |weight| Weights { weight, bias: None };
     let params = mlp::Params {
+        parallel: None,
         x: x.view(),
         gate_up: GateUp::Apart {
             gate: matrix.weights(),

@@ -115,6 +115,7 @@ fn linear_of_nothing() {
     let ctx = Context::cpu().unwrap();
     for (rows, depth, columns) in [(0, 0, 1 << 50), (HUGE, 0, 0), (64, 0, 0)] {
         let params = linear::Params {
+            parallel: None,
             x: input(DType::F32, &[rows, depth]),
             weights: weights(&[columns, depth]),
             output: linear::Output::Write(output(DType::F32, &[rows, columns])),
@@ -129,6 +130,7 @@ fn linear_backward_of_nothing() {
     let ctx = Context::cpu().unwrap();
     for (rows, depth, columns) in [(0, 0, 1 << 50), (HUGE, 0, 0), (64, 0, 0), (0, 0, 0)] {
         let params = linear::backward::Params {
+            parallel: None,
             dout: input(DType::F32, &[rows, columns]),
             x: Some(input(DType::F32, &[rows, depth])),
             weight: Some(input(DType::F32, &[columns, depth])),
@@ -150,6 +152,7 @@ fn mlp_of_nothing() {
         [(0, 0, 1 << 50), (3, 0, 1 << 44), (HUGE, 0, 0), (0, HUGE, 0)]
     {
         let params = mlp::Params {
+            parallel: None,
             x: input(DType::F32, &[tokens, hidden]),
             gate_up: mlp::GateUp::Apart {
                 gate: weights(&[intermediate, hidden]),
@@ -175,6 +178,7 @@ fn attention_block_of_nothing() {
     let data = vec![0.5f32; tokens * hidden];
     let qkv = vec![0.5f32; 12 * hidden];
     let params = attention_block::Params {
+        parallel: None,
         x: TensorRef::from_slice(&data, &[tokens, hidden]).unwrap(),
         num_heads: 1,
         num_kv_heads: 1,

@@ -227,6 +227,7 @@ fn inference_takes_what_it_says() {
                 bias: None,
             };
             let block = attention_block::Params {
+                parallel: None,
                 x: described(DType::F32, &[tokens, hidden]),
                 num_heads: 4,
                 num_kv_heads: 2,
@@ -259,6 +260,7 @@ fn inference_takes_what_it_says() {
             let attention = attention_block::workspace_size(&ctx, &block).unwrap();
             let intermediate = intermediate_size as usize;
             let block = mlp::Params {
+                parallel: None,
                 x: described(DType::F32, &[tokens, hidden]),
                 gate_up: GateUp::Apart {
                     gate: weights(intermediate, hidden),

@@ -275,6 +275,7 @@ fn one_chunk_is_the_operations_one_by_one() {
         let poisoned = |dtype, layout| TestTensor::poisoned(dtype, layout).upload(&ctx);
         let mut logits = poisoned(dtype, contiguous(&[40, 300]));
         let product = linear::Params {
+            parallel: None,
             x: there.x.view(),
             weights: there.weights(),
             output: Output::Write(logits.view_mut()),
@@ -303,6 +304,7 @@ fn one_chunk_is_the_operations_one_by_one() {
         let mut dx = poisoned(dtype, case.layer.dx);
         let [mut dweight, mut dbias] = before.map(|t| t.upload(&ctx));
         let params = linear::backward::Params {
+            parallel: None,
             dout: logits.view(),
             x: Some(there.x.view()),
             weight: Some(there.weight.view()),

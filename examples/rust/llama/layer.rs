@@ -41,6 +41,7 @@ pub fn layer_params<'a>(
     let packed = packed.map(|(at, ends)| Ok::<_, unsloth::Error>((at.view()?, ends.view()?)));
     let packed = packed.transpose()?;
     let attention = attention_block::Params {
+        parallel: None,
         x,
         num_heads: m.num_heads as usize,
         num_kv_heads: m.num_kv_heads as usize,
@@ -71,6 +72,7 @@ pub fn layer_params<'a>(
         lse_out: None,
     };
     let mlp = mlp::Params {
+        parallel: None,
         x,
         gate_up: GateUp::Packed {
             weights: weights(layer, GATE_UP, GATE_UP_BIAS)?,

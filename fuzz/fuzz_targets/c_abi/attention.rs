@@ -334,6 +334,7 @@ impl Call<'_, '_> {
         p.out_bias = self.optional(dtype, &[outer]);
         p.residual = self.optional(dtype, &with(outer));
         p.out = self.tensor(dtype, &with(outer));
+        p.parallel = self.parallel(&p.x);
         if self.input.one_in(4) {
             p.qkv_out = self.tensor(dtype, &with(q + k + v));
         }

@@ -7,6 +7,7 @@ use unsloth::ffi::all_reduce::*;
 use unsloth::ffi::all_to_all::*;
 use unsloth::ffi::broadcast::*;
 use unsloth::ffi::comm::*;
+use unsloth::ffi::parallel::*;
 use unsloth::ffi::reduce_scatter::*;
 use unsloth::ffi::send_receive::*;
 use unsloth::ffi::status::*;
@@ -84,6 +85,21 @@ impl Call<'_, '_> {
             true => std::ptr::without_provenance_mut(self.input.word() as usize),
             false => group(),
         }
+    }
+
+    /// Seldom the group, for a layer that it divides the rows `of` among: with one rank parts are the whole.
+    pub fn parallel(&mut self, of: &unsloth_tensor) -> unsloth_parallel {
+        // SAFETY: a struct of integers and pointers.
+        let mut parallel: unsloth_parallel = unsafe { std::mem::zeroed() };
+        if self.input.one_in(4) {
+            parallel.comm = self.comm();
+            parallel.sequence = self.flag(1);
+            parallel.partition = self.flag(1);
+            if parallel.sequence == 1 {
+                parallel.row_counts = self.counts(of);
+            }
+        }
+        parallel
     }
 
     fn moved_dtype(&mut self) -> unsloth_dtype {

@@ -37,6 +37,10 @@ impl Call<'_, '_> {
         mlp.params.struct_size = size_of::<unsloth_mlp_params>() as u32;
         mlp.params.gate_up_weight = self.tensor(dtype, &[2 * inner, hidden]);
         mlp.params.down_weight = self.tensor(dtype, &[hidden, inner]);
+        mlp.params.parallel = match self.input.one_in(8) {
+            true => self.parallel(&f.x),
+            false => f.parallel,
+        };
         let p = &mut stated.params;
         p.checkpointing = u32::from(self.input.byte()) % 7;
         p.norm_epsilon = self.factor().max(1e-5);

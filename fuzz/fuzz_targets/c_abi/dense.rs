@@ -37,6 +37,7 @@ impl Call<'_, '_> {
         p.bias = self.optional(weight_dtype, &[outer]);
         p.residual = self.optional(dtype, &shape);
         p.out = self.tensor(dtype, &shape);
+        p.parallel = self.parallel(&p.x);
         stated
     }
 
@@ -63,6 +64,7 @@ impl Call<'_, '_> {
             p.dweight = self.optional(grad_dtype, &[outer, inner]);
         }
         p.dbias = self.optional(grad_dtype, &[outer]);
+        p.parallel = self.parallel(&p.dout);
         stated
     }
 
@@ -138,6 +140,7 @@ impl Call<'_, '_> {
         p.gate_up_out = self.optional(dtype, &[&leading[..], &[2 * inner]].concat());
         p.activation = self.flag(3);
         p.gate_order = self.flag(1);
+        p.parallel = self.parallel(&p.x);
         stated
     }
 

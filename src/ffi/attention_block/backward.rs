@@ -5,7 +5,8 @@ use std::ffi::c_void;
 use super::unsloth_attention_block_params;
 use crate::error::{Error, Result};
 use crate::ffi::context::unsloth_context;
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::Group;
 use crate::ffi::params::{params, read_field};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
@@ -74,7 +75,7 @@ pub struct unsloth_attention_block_backward_params {
     pub dqkv_weight: unsloth_tensor,
     /// Optional: where the forward has `qkv_bias`, like it.
     pub dqkv_bias: unsloth_tensor,
-    /// Optional: like `q_norm`.
+    /// Optional: like `q_norm`. Where ranks divide the heads it is of this rank's: its sum over ranks is the gradient.
     pub dq_norm: unsloth_tensor,
     /// Optional: like `k_norm`.
     pub dk_norm: unsloth_tensor,
@@ -137,10 +138,10 @@ impl unsloth_attention_block_backward_params {
     }
 }
 
-impl FromC for unsloth_attention_block_backward_params {
+impl WithC for unsloth_attention_block_backward_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
         // SAFETY: the caller promises that the forward's arguments are readable, and that all
         // tensors are valid until the work has run.
         unsafe {
@@ -150,8 +151,11 @@ impl FromC for unsloth_attention_block_backward_params {
                 return Err(Error::invalid(OP, "forward.cache", problem));
             }
             let x = forward.x.input(OP, "x")?;
-            Ok(Params {
-                forward: forward.of_input(x).map_err(|error| error.within(OP))?,
+            let group = forward.parallel.of_block(OP)?;
+            let mut of_forward = forward.of_input(x).map_err(|error| error.within(OP))?;
+            of_forward.parallel = group.as_ref().map(Group::parallel);
+            run(&Params {
+                forward: of_forward,
                 qkv: self.qkv.optional_input(OP, "qkv")?,
                 attended: self.attended.optional_input(OP, "attended")?,
                 lse: self.lse.optional_input(OP, "lse")?,

@@ -9,6 +9,7 @@ use crate::ffi::context::unsloth_context;
 use crate::ffi::kv_cache::{cache_from, unsloth_kv_cache};
 use crate::ffi::linear::{output_from, weights_from};
 use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::{Group, unsloth_parallel};
 use crate::ffi::params::params;
 use crate::ffi::rope::unsloth_rotation;
 use crate::ffi::status::unsloth_status;
@@ -139,6 +140,10 @@ pub struct unsloth_attention_block_params {
     /// Optional, for a forward pass alone: gains of an RMSNorm of attention's output before `out_weight`,
     /// all heads of a token together (BitNet), any float dtype, `[num_heads * v_head_dim]`.
     pub attended_norm: unsloth_tensor,
+    /// Optional: the group that heads are divided among. `num_heads`, `num_kv_heads`, the projections to queries, keys and values, the
+    /// columns of `out_weight`, sinks, slopes, the cache and what is kept are of this rank's heads; sequence parallel, `x`, `residual`
+    /// and `out` are its rows, and positions, `cu_seqlens`, the cache and what is kept are of all rows. Norms are of single heads.
+    pub parallel: unsloth_parallel,
 }
 params!(
     unsloth_attention_block_params,
@@ -168,6 +173,7 @@ params!(
         attended_out,
         lse_out,
         attended_norm,
+        parallel,
     ]
 );
 
@@ -175,9 +181,12 @@ impl WithC for unsloth_attention_block_params {
     type Operation<'a> = Params<'a>;
 
     unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
+        // SAFETY: the caller promises an entry of the counts for each rank.
+        let group = unsafe { self.parallel.of_block(OP) }?;
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         let mut params = unsafe {
             Params {
+                parallel: group.as_ref().map(Group::parallel),
                 output: output_from(OP, &self.residual, &self.out)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
                 qkv_out: self.qkv_out.optional_output(OP, "qkv_out")?,
@@ -194,7 +203,7 @@ impl WithC for unsloth_attention_block_params {
         let layer = match cache.has_batch() {
             true => cache.lend(layer),
             // Queries are answered for every batch, and a launch is refused.
-            false => cache.describe(layer, params.x.layout().num_rows()),
+            false => cache.describe(layer, params.num_rows()?),
         };
         params.cache = Some(layer.map_err(|error| error.within(OP))?);
         run(&params)
@@ -232,6 +241,7 @@ unsafe fn convert<'a>(p: &unsloth_attention_block_params, x: TensorRef<'a>) -> R
             }
         };
         Ok(Params {
+            parallel: None,
             x,
             num_heads,
             num_kv_heads: or("num_kv_heads", p.num_kv_heads, num_heads)?,

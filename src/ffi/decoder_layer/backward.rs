@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::ffi::attention_block::backward::unsloth_attention_block_backward_params;
 use crate::ffi::context::unsloth_context;
 use crate::ffi::mlp::backward::unsloth_mlp_backward_params;
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
 use crate::ffi::params::{params, read_field};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{in_out, unsloth_tensor, workspace_from};
@@ -47,9 +47,10 @@ pub struct unsloth_decoder_layer_backward_params {
     pub dout: unsloth_tensor,
     /// Like `x`: the gradient of `x`. Absent: it takes the place of `dout`.
     pub dx: unsloth_tensor,
-    /// Optional: `[hidden]`, the gradient of `attention_norm`, any float dtype.
+    /// Optional: `[hidden]`, the gradient of `attention_norm`, any float dtype. Sequence parallel it is of
+    /// this rank's rows: its sum over ranks is the gradient.
     pub dattention_norm: unsloth_tensor,
-    /// Optional: `[hidden]`, the gradient of `mlp_norm`, any float dtype.
+    /// Optional: `[hidden]`, the gradient of `mlp_norm`, likewise.
     pub dmlp_norm: unsloth_tensor,
 }
 params!(
@@ -57,34 +58,36 @@ params!(
     [reserved, dout, dx, dattention_norm, dmlp_norm]
 );
 
-impl FromC for unsloth_decoder_layer_backward_params {
+impl WithC for unsloth_decoder_layer_backward_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
         // SAFETY: the caller promises that the structs that are pointed to are readable, and that
         // all tensors are valid until the work has run.
         unsafe {
             let forward = read_field(OP, "forward", self.forward)?;
             let dout = in_out(OP, ("dout", "dx"), &self.dout, &self.dx)?;
-            Ok(Params {
-                forward: forward.layer(OP, &forward.x)?,
-                dout: dout
-                    .ok_or_else(|| Error::invalid(OP, "dout", "is absent, it is required"))?,
-                dattention_norm: self
-                    .dattention_norm
-                    .optional_output(OP, "dattention_norm")?,
-                dmlp_norm: self.dmlp_norm.optional_output(OP, "dmlp_norm")?,
-                attention: match self.attention.is_null() {
-                    true => Default::default(),
-                    false => read_field(OP, "attention", self.attention)?.gradients(OP)?,
-                },
-                mlp: match self.mlp.is_null() {
-                    true => Default::default(),
-                    false => read_field(OP, "mlp", self.mlp)?.gradients(OP)?,
-                },
-                accumulate: flag(OP, "accumulate", self.accumulate)?,
-                deterministic: flag(OP, "deterministic", self.deterministic)?,
-                workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+            forward.with_layer(OP, &forward.x, |forward| {
+                run(&Params {
+                    forward,
+                    dout: dout
+                        .ok_or_else(|| Error::invalid(OP, "dout", "is absent, it is required"))?,
+                    dattention_norm: self
+                        .dattention_norm
+                        .optional_output(OP, "dattention_norm")?,
+                    dmlp_norm: self.dmlp_norm.optional_output(OP, "dmlp_norm")?,
+                    attention: match self.attention.is_null() {
+                        true => Default::default(),
+                        false => read_field(OP, "attention", self.attention)?.gradients(OP)?,
+                    },
+                    mlp: match self.mlp.is_null() {
+                        true => Default::default(),
+                        false => read_field(OP, "mlp", self.mlp)?.gradients(OP)?,
+                    },
+                    accumulate: flag(OP, "accumulate", self.accumulate)?,
+                    deterministic: flag(OP, "deterministic", self.deterministic)?,
+                    workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+                })
             })
         }
     }

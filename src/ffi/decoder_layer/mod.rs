@@ -9,12 +9,14 @@ use crate::ffi::attention_block::unsloth_attention_block_params;
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::estimate::{checkpointing_from, unsloth_checkpointing};
 use crate::ffi::mlp::unsloth_mlp_params;
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::Group;
 use crate::ffi::params::{self, params, read_field};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
 use crate::ffi::{check_out, guard, unsloth_implementation, unsloth_stream};
 use crate::ops::decoder_layer::{self, Params};
+use crate::ops::{attention_block, mlp};
 
 const OP: &str = "decoder_layer";
 
@@ -36,7 +38,8 @@ pub struct unsloth_decoder_layer_params {
     /// Added to the gains of both norms: 1 for Gemma, else 0.
     pub norm_weight_offset: f32,
     /// The attention block, without a cache. Its `x`, `residual`, `out`, workspace and what it keeps
-    /// are not looked at.
+    /// are not looked at. With `parallel`, which the MLP then has too, ranks divide the layer: sequence
+    /// parallel, `x` and `out` are this rank's rows.
     pub attention: *const unsloth_attention_block_params,
     /// The MLP, of which likewise.
     pub mlp: *const unsloth_mlp_params,
@@ -65,33 +68,43 @@ params!(
 );
 
 impl unsloth_decoder_layer_params {
-    /// The layer; `out` is the tensor of that field, or for the backward pass, which has none, `x`.
+    /// Calls `run` with the layer, whose groups are held meanwhile; `out` is the tensor of that field, or
+    /// for the backward pass, which has none, `x`.
     ///
     /// # Safety
     /// The structs that are pointed to are readable, and all tensors are valid until the work has
     /// run.
-    pub(super) unsafe fn layer<'a>(
+    pub(super) unsafe fn with_layer<R>(
         &self,
         op: &'static str,
         out: &unsloth_tensor,
-    ) -> Result<Params<'a>> {
+        run: impl FnOnce(Params<'_>) -> Result<R>,
+    ) -> Result<R> {
         let checkpointing = checkpointing_from(op, self.checkpointing)?;
         // SAFETY: the caller's promises.
         unsafe {
             let x = self.x.input(op, "x")?;
             let within = |error: Error| error.within(op);
-            Ok(Params {
+            let attention_norm = self.attention_norm.input(op, "attention_norm")?;
+            let mlp_norm = self.mlp_norm.input(op, "mlp_norm")?;
+            let attention = read_field(op, "attention", self.attention)?;
+            let of_attention = attention.parallel.of_block(op)?;
+            let mlp = read_field(op, "mlp", self.mlp)?;
+            let of_mlp = mlp.parallel.of_block(op)?;
+            run(Params {
                 x,
-                attention_norm: self.attention_norm.input(op, "attention_norm")?,
-                mlp_norm: self.mlp_norm.input(op, "mlp_norm")?,
+                attention_norm,
+                mlp_norm,
                 norm_weight_offset: self.norm_weight_offset,
                 norm_epsilon: self.norm_epsilon,
-                attention: read_field(op, "attention", self.attention)?
-                    .of_input(x)
-                    .map_err(within)?,
-                mlp: read_field(op, "mlp", self.mlp)?
-                    .of_input(x)
-                    .map_err(within)?,
+                attention: attention_block::Params {
+                    parallel: of_attention.as_ref().map(Group::parallel),
+                    ..attention.of_input(x).map_err(within)?
+                },
+                mlp: mlp::Params {
+                    parallel: of_mlp.as_ref().map(Group::parallel),
+                    ..mlp.of_input(x).map_err(within)?
+                },
                 checkpointing,
                 out: out.output(op, "out")?,
                 saved: workspace_from(op, self.saved, self.saved_size)?,
@@ -101,12 +114,12 @@ impl unsloth_decoder_layer_params {
     }
 }
 
-impl FromC for unsloth_decoder_layer_params {
+impl WithC for unsloth_decoder_layer_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
         // SAFETY: the caller's promises.
-        unsafe { self.layer(OP, &self.out) }
+        unsafe { self.with_layer(OP, &self.out, |params| run(&params)) }
     }
 }
 
@@ -153,8 +166,9 @@ pub unsafe extern "C" fn unsloth_decoder_layer_saved_size(
     guard(OP, || unsafe {
         check_out(OP, "saved_size", saved_size)?;
         let context = &context_from(OP, ctx)?.context;
-        let params = params::read(OP, params)?.convert()?;
-        saved_size.write(decoder_layer::saved_size(context, &params)?);
+        let params = params::read(OP, params)?;
+        let size = params.with(|params| decoder_layer::saved_size(context, params))?;
+        saved_size.write(size);
         Ok(())
     })
 }

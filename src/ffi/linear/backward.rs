@@ -4,7 +4,8 @@ use std::ffi::c_void;
 
 use crate::error::Result;
 use crate::ffi::context::unsloth_context;
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::{Group, unsloth_parallel};
 use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
@@ -48,19 +49,24 @@ pub struct unsloth_linear_backward_params {
     pub workspace: *mut c_void,
     /// Size of `workspace` in bytes.
     pub workspace_size: usize,
+    /// Optional: the group that `weight` is divided among, as in `unsloth_linear_params`. Divided by rows, `dx` is the sum of all ranks'
+    /// parts of it. Divided by columns nothing is added up, and `dbias` is the same on all ranks.
+    pub parallel: unsloth_parallel,
 }
 params!(
     unsloth_linear_backward_params,
-    [dout, x, weight, dx, dweight, dbias]
+    [dout, x, weight, dx, dweight, dbias, parallel]
 );
 
-impl FromC for unsloth_linear_backward_params {
+impl WithC for unsloth_linear_backward_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
-        // SAFETY: the caller promises that the tensors are valid until the work has run.
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run, and an entry of
+        // the counts for each rank.
         unsafe {
-            Ok(Params {
+            let group = self.parallel.of_layer(OP)?;
+            run(&Params {
                 dout: self.dout.input(OP, "dout")?,
                 x: self.x.optional_input(OP, "x")?,
                 weight: self.weight.optional_input(OP, "weight")?,
@@ -69,6 +75,7 @@ impl FromC for unsloth_linear_backward_params {
                 dbias: self.dbias.optional_output(OP, "dbias")?,
                 accumulate: flag(OP, "accumulate", self.accumulate)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+                parallel: group.as_ref().map(Group::parallel),
             })
         }
     }

@@ -6,7 +6,8 @@ use std::ffi::c_void;
 
 use crate::error::{Error, Result};
 use crate::ffi::context::unsloth_context;
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::{Group, unsloth_parallel};
 use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{in_out, unsloth_tensor, workspace_from};
@@ -42,10 +43,13 @@ pub struct unsloth_linear_params {
     pub workspace: *mut c_void,
     /// Size of `workspace` in bytes. If less than `unsloth_linear_workspace_size` answers, the workspace is not looked at.
     pub workspace_size: usize,
+    /// Optional: the group that `weight` is divided among, of which this is the rank's part. Divided by rows, `bias` and `out` are its
+    /// columns too. Divided by columns, `x` is, and `out` is the sum of all ranks' products, `bias` and `residual` added once.
+    pub parallel: unsloth_parallel,
 }
 params!(
     unsloth_linear_params,
-    [reserved, x, weight, bias, residual, out]
+    [reserved, x, weight, bias, residual, out, parallel]
 );
 
 /// The output of a product, and its residual if there is one.
@@ -89,17 +93,20 @@ pub(crate) unsafe fn weights_from<'a>(
     }
 }
 
-impl FromC for unsloth_linear_params {
+impl WithC for unsloth_linear_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
-        // SAFETY: the caller promises that the tensors are valid until the work has run.
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run, and an entry of
+        // the counts for each rank.
         unsafe {
-            Ok(Params {
+            let group = self.parallel.of_layer(OP)?;
+            run(&Params {
                 x: self.x.input(OP, "x")?,
                 weights: weights_from(OP, ("weight", "bias"), &self.weight, &self.bias)?,
                 output: output_from(OP, &self.residual, &self.out)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+                parallel: group.as_ref().map(Group::parallel),
             })
         }
     }

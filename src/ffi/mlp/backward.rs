@@ -5,7 +5,8 @@ use std::ffi::c_void;
 use super::unsloth_mlp_params;
 use crate::error::Result;
 use crate::ffi::context::unsloth_context;
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::Group;
 use crate::ffi::params::{params, read_field};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
@@ -102,17 +103,20 @@ impl unsloth_mlp_backward_params {
     }
 }
 
-impl FromC for unsloth_mlp_backward_params {
+impl WithC for unsloth_mlp_backward_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
         // SAFETY: the caller promises that the forward's arguments are readable, and that all
         // tensors are valid until the work has run.
         unsafe {
             let forward = read_field(OP, "forward", self.forward)?;
             let x = forward.x.input(OP, "x")?;
-            Ok(Params {
-                forward: forward.of_input(x).map_err(|error| error.within(OP))?,
+            let group = forward.parallel.of_block(OP)?;
+            let mut of_forward = forward.of_input(x).map_err(|error| error.within(OP))?;
+            of_forward.parallel = group.as_ref().map(Group::parallel);
+            run(&Params {
+                forward: of_forward,
                 gate_up: self.gate_up.optional_input(OP, "gate_up")?,
                 dout: self.dout.input(OP, "dout")?,
                 dx: self.dx.optional_output(OP, "dx")?,

@@ -7,7 +7,8 @@ use std::ffi::c_void;
 use crate::error::{Error, Result};
 use crate::ffi::context::unsloth_context;
 use crate::ffi::linear::{output_from, weights_from};
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::{Group, unsloth_parallel};
 use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::swiglu::{
@@ -71,6 +72,10 @@ pub struct unsloth_mlp_params {
     /// Optional, for a forward pass alone: gains `[intermediate]` of an RMSNorm of the activated product before `down_weight`
     /// (BitNet), any float dtype. It is computed in the workspace, which then holds gate and up.
     pub intermediate_norm: unsloth_tensor,
+    /// Optional: the group that the intermediate dimension is divided among. Gate and up with their biases, the columns of
+    /// `down_weight` and `gate_up_out` are this rank's part; sequence parallel, `x`, `residual` and `out` are its rows, and
+    /// `gate_up_out` is of all rows. Not with `intermediate_norm`.
+    pub parallel: unsloth_parallel,
 }
 params!(
     unsloth_mlp_params,
@@ -88,19 +93,23 @@ params!(
         out,
         gate_up_out,
         intermediate_norm,
+        parallel,
     ]
 );
 
-impl FromC for unsloth_mlp_params {
+impl WithC for unsloth_mlp_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
-        // SAFETY: the caller promises that the tensors are valid until the work has run.
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run, and an entry of
+        // the counts for each rank.
         unsafe {
-            Ok(Params {
+            let group = self.parallel.of_block(OP)?;
+            run(&Params {
                 output: output_from(OP, &self.residual, &self.out)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
                 gate_up_out: self.gate_up_out.optional_output(OP, "gate_up_out")?,
+                parallel: group.as_ref().map(Group::parallel),
                 ..self.of_input(self.x.input(OP, "x")?)?
             })
         }
@@ -108,7 +117,7 @@ impl FromC for unsloth_mlp_params {
 }
 
 impl unsloth_mlp_params {
-    /// The block of an input `x`, without what it writes.
+    /// The block of an input `x`, without what it writes and without a group.
     ///
     /// # Safety
     /// The weights and biases are valid on the context's device while it is used.
@@ -116,6 +125,7 @@ impl unsloth_mlp_params {
         // SAFETY: the caller's promise.
         unsafe {
             Ok(Params {
+                parallel: None,
                 x,
                 gate_up: gate_up(self)?,
                 activation: activation_from(OP, self.activation)?,

@@ -18,17 +18,19 @@
 //! the same bits (on a GPU where [`deterministic`](Params::deterministic) is asked for). Every token belongs to a sequence of `cu_seqlens`, where that is there: of one
 //! that does not, gradients are undefined, and with them those of the weights.
 
-use arrayvec::ArrayVec;
-
+use super::Params as Forward;
 use super::check::{Checked, Kept};
+pub use super::gradients::Gradients;
+use super::gradients::Wanted;
 use super::steps::OF_ATTENTION;
 use super::views::{Views, view_mut};
-use super::{Params as Forward, Projections};
+use crate::comm::Comm;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, MAX_RANK};
-use crate::ops::check::{self, Arg, described, with_last};
+use crate::ops::check::{Arg, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parallel::{Parallel, Rows};
 use crate::ops::parts::{Names, Parts, named};
 use crate::ops::rope::Positions;
 use crate::problem::attention;
@@ -56,7 +58,8 @@ pub struct Params<'a> {
     pub dout: TensorRef<'a>,
     /// Receives the gradient of `x`: like it; rows strided.
     pub dx: Option<TensorMut<'a>>,
-    /// Receive the gradients of weights, biases, norms and sinks.
+    /// Receive the gradients of weights, biases, norms and sinks. Where ranks divide the block they are of
+    /// this rank's part: those of norms, which all have, are of its heads, and are to be added up.
     pub gradients: Gradients<'a>,
     /// Adds to what those hold, which must be f32 then. `dx` is overwritten always.
     pub accumulate: bool,
@@ -66,38 +69,6 @@ pub struct Params<'a> {
     pub deterministic: bool,
     /// [`workspace_size`] bytes, all of which are needed.
     pub workspace: Workspace<'a>,
-}
-
-/// Gradients of parameters: shaped like them, of any float dtype (those of sinks f32); rows of
-/// matrices strided, all others contiguous. Those of parameters that are not there have no use.
-#[derive(Debug, Default)]
-pub struct Gradients<'a> {
-    /// `[num_heads * head_dim, hidden]`.
-    pub dq_weight: Option<TensorMut<'a>>,
-    /// `[num_heads * head_dim]`.
-    pub dq_bias: Option<TensorMut<'a>>,
-    /// `[num_kv_heads * head_dim, hidden]`.
-    pub dk_weight: Option<TensorMut<'a>>,
-    /// `[num_kv_heads * head_dim]`.
-    pub dk_bias: Option<TensorMut<'a>>,
-    /// `[num_kv_heads * v_head_dim, hidden]`.
-    pub dv_weight: Option<TensorMut<'a>>,
-    /// `[num_kv_heads * v_head_dim]`.
-    pub dv_bias: Option<TensorMut<'a>>,
-    /// Of the packed weight, like it.
-    pub dqkv_weight: Option<TensorMut<'a>>,
-    /// Of the packed bias, like it.
-    pub dqkv_bias: Option<TensorMut<'a>>,
-    /// Like `q_norm`.
-    pub dq_norm: Option<TensorMut<'a>>,
-    /// Like `k_norm`.
-    pub dk_norm: Option<TensorMut<'a>>,
-    /// f32 `[num_heads]`.
-    pub dsinks: Option<TensorMut<'a>>,
-    /// `[hidden_out, num_heads * v_head_dim]`.
-    pub dout_weight: Option<TensorMut<'a>>,
-    /// `[hidden_out]`.
-    pub dout_bias: Option<TensorMut<'a>>,
 }
 
 const OF_DATTENDED: Names = &[("dx", "out_weight"), ("weight", "out_weight")];
@@ -125,159 +96,81 @@ const OF_PACKED: Names = &[
     ("dbias", "dqkv_bias"),
 ];
 
-/// The gradients of a matrix and its bias that are wanted.
-#[derive(Clone, Copy, Debug, Default)]
-struct Pair {
-    dweight: Option<RawTensor>,
-    dbias: Option<RawTensor>,
-}
-
-impl Pair {
-    fn is_some(&self) -> bool {
-        self.dweight.is_some() || self.dbias.is_some()
-    }
-}
-
-/// The gradients that are wanted.
-pub(super) struct Wanted {
-    dx: Option<RawTensor>,
-    /// Of the packed weight, or of those of queries, keys and values.
-    projections: ArrayVec<Pair, 3>,
-    /// Of queries and keys.
-    pub norms: [Option<RawTensor>; 2],
-    sinks: Option<RawTensor>,
-    out: Pair,
-}
-
-impl Wanted {
-    /// Whether the gradients of queries (0), keys (1) or values (2) are needed.
-    pub fn needs(&self, which: usize) -> bool {
-        let packed = self.projections.len() == 1;
-        let projection = &self.projections[if packed { 0 } else { which }];
-        let of_norm = self.norms.get(which).is_some_and(Option::is_some);
-        self.dx.is_some() || projection.is_some() || of_norm
-    }
-
-    /// Whether what lies behind attention is needed.
-    fn inner(&self) -> bool {
-        (0..3).any(|which| self.needs(which))
-    }
-
-    /// Whether attention's output is needed.
-    fn attended(&self) -> bool {
-        self.inner() || self.sinks.is_some() || self.out.dweight.is_some()
-    }
-}
-
-/// Whether there is anything to compute.
-fn has_elements(gradient: &RawTensor) -> bool {
-    !gradient.layout.is_empty()
-}
-
 /// A gradient that is wanted, and what multiplies that of the output for it.
 fn gradient(by: RawTensor, out: Option<RawTensor>) -> Option<Gradient> {
     out.map(|out| Gradient { by, out })
 }
 
-impl Gradients<'_> {
-    /// The same once more, for the parameters of a part.
-    pub(crate) fn again(&self) -> Gradients<'_> {
-        Gradients {
-            dq_weight: described(&self.dq_weight),
-            dq_bias: described(&self.dq_bias),
-            dk_weight: described(&self.dk_weight),
-            dk_bias: described(&self.dk_bias),
-            dv_weight: described(&self.dv_weight),
-            dv_bias: described(&self.dv_bias),
-            dqkv_weight: described(&self.dqkv_weight),
-            dqkv_bias: described(&self.dqkv_bias),
-            dq_norm: described(&self.dq_norm),
-            dk_norm: described(&self.dk_norm),
-            dsinks: described(&self.dsinks),
-            dout_weight: described(&self.dout_weight),
-            dout_bias: described(&self.dout_bias),
-        }
-    }
-
-    /// All, by name.
-    pub(crate) fn list(&self) -> [(&'static str, Option<&TensorMut<'_>>); 13] {
-        [
-            ("dq_weight", self.dq_weight.as_ref()),
-            ("dq_bias", self.dq_bias.as_ref()),
-            ("dk_weight", self.dk_weight.as_ref()),
-            ("dk_bias", self.dk_bias.as_ref()),
-            ("dv_weight", self.dv_weight.as_ref()),
-            ("dv_bias", self.dv_bias.as_ref()),
-            ("dqkv_weight", self.dqkv_weight.as_ref()),
-            ("dqkv_bias", self.dqkv_bias.as_ref()),
-            ("dout_weight", self.dout_weight.as_ref()),
-            ("dout_bias", self.dout_bias.as_ref()),
-            ("dq_norm", self.dq_norm.as_ref()),
-            ("dk_norm", self.dk_norm.as_ref()),
-            ("dsinks", self.dsinks.as_ref()),
-        ]
-    }
-
-    /// Checks them against the block.
-    fn wanted(
-        &self,
-        forward: &Forward<'_>,
-        checked: &Checked,
-        dx: Option<RawTensor>,
-        accumulate: bool,
-    ) -> Result<Wanted> {
-        let all = self.list();
-        let like = |i: usize, of: Option<&RawTensor>| -> Result<Option<RawTensor>> {
-            Ok(check::gradient_like(OP, all[i], of, accumulate)?.filter(has_elements))
-        };
-        let pair = |i: usize, of: Option<&Weights>| -> Result<Pair> {
-            Ok(Pair {
-                dweight: like(2 * i, of.map(|of| &of.weight))?,
-                dbias: like(2 * i + 1, of.and_then(|of| of.bias.as_ref()))?,
-            })
-        };
-        let packed = matches!(forward.projections, Projections::Packed(_));
-        let mut projections = ArrayVec::new();
-        for i in 0..3 {
-            let of = checked.projections.get(i).filter(|_| !packed);
-            projections.push(pair(i, of)?);
-        }
-        let of_packed = pair(3, checked.projections.first().filter(|_| packed))?;
-        if packed {
-            projections = ArrayVec::from_iter([of_packed]);
-        }
-        let [q_norm, k_norm] = [0, 1].map(|which| forward.norm(which).map(|norm| norm.raw()));
-        let sinks = forward.sinks.map(|sinks| sinks.raw());
-        let dsinks = like(12, sinks.as_ref())?;
-        if let Some(dsinks) = &dsinks {
-            Arg::new(OP, "dsinks", dsinks).dtype(&[DType::F32])?;
-        }
-        Ok(Wanted {
-            dx: dx.filter(has_elements),
-            projections,
-            norms: [like(10, q_norm.as_ref())?, like(11, k_norm.as_ref())?],
-            sinks: dsinks,
-            out: pair(4, Some(&checked.out_projection))?,
-        })
-    }
-}
-
 impl Params<'_> {
-    /// Checks everything but the gradients of parameters.
-    fn checked(&self) -> Result<(Checked, Kept)> {
-        let forward = &self.forward;
-        if forward.cache.is_some() {
-            let problem = "is there: the backward pass is of attention without a cache";
-            return Err(Error::invalid(OP, "cache", problem));
+    /// The backward pass, with the forward's group.
+    pub(crate) fn parts<'t>(&self, parallel: Option<&Parallel<'t>>) -> Result<Parts<'t, 20>> {
+        let mut parts = Parts::new(OP, &self.workspace).exactly();
+        match parallel {
+            None => self.push(&mut parts)?,
+            Some(parallel) => self.push_divided(parallel, &mut parts)?,
         }
-        forward.check_differentiable(OP)?;
+        Ok(parts)
+    }
+
+    /// Adds the backward pass of the rows that are there.
+    fn push<const N: usize>(&self, parts: &mut Parts<'_, N>) -> Result<()> {
+        let (checked, kept) = self.checked()?;
+        let dx = self.dx.as_ref().map(TensorMut::raw);
+        let wanted = (self.gradients).wanted(OP, &self.forward, &checked, dx, self.accumulate)?;
+        let made = Call::new(self, wanted, (&checked, &kept), parts);
+        let (call, attention) = named(OP, made, &[])?;
+        let mut all = None;
+        if call.wanted.inner() || call.wanted.sinks.is_some() {
+            let inner = call.push_inner(attention, parts);
+            all = Some(named(OP, inner, &[])?);
+        }
+        call.push_out(parts)?;
+        if let Some(all) = all {
+            call.push_projections(&all, &checked.projections, parts)?;
+        }
+        Ok(())
+    }
+
+    /// The same between what gathers and adds up rows of ranks.
+    fn push_divided<'t, const N: usize>(
+        &self,
+        parallel: &Parallel<'t>,
+        parts: &mut Parts<'t, N>,
+    ) -> Result<()> {
+        parallel.check(OP)?;
+        let forward = &self.forward;
         let checked = named(OP, forward.checked(), &[])?;
-        named(OP, forward.check_sequences(), &[])?;
-        let raw = |t: &Option<TensorRef<'_>>| t.as_ref().map(TensorRef::raw);
-        let kept = [raw(&self.qkv), raw(&self.attended), raw(&self.lse)];
-        let kept = forward.check_kept(&checked, ["qkv", "attended", "lse"], kept);
-        let kept = named(OP, kept, &[])?;
-        let (x, dout) = (forward.x.raw(), self.dout.raw());
+        named(OP, forward.check_divided(&checked, parallel), &[])?;
+        self.check_rows(&checked)?;
+        let weights = &self.gradients.list()[..8];
+        let reads_x = self.qkv.is_none() || weights.iter().any(|(_, gradient)| gradient.is_some());
+        let (x, dout) = ((forward.x.raw(), reads_x), self.dout.raw());
+        let dx = self.dx.as_ref().map(TensorMut::raw);
+        let rows = Rows::new(OP, parallel, x, dout, dx, parts)?;
+        // SAFETY: for the parts of this call.
+        let (x, dout, dx) = unsafe { rows.views() };
+        let of_rank = Params {
+            forward: Forward {
+                parallel: None,
+                ..forward.of_input(x)
+            },
+            qkv: self.qkv,
+            attended: self.attended,
+            lse: self.lse,
+            dout,
+            dx,
+            gradients: self.gradients.again(),
+            accumulate: self.accumulate,
+            deterministic: self.deterministic,
+            workspace: Workspace::none(),
+        };
+        of_rank.push(parts)?;
+        rows.push_dx(OP, parallel, parts)
+    }
+
+    /// Checks gradients of input and output.
+    fn check_rows(&self, checked: &Checked) -> Result<()> {
+        let (x, dout) = (self.forward.x.raw(), self.dout.raw());
         let arg = Arg::new(OP, "x", &x);
         let mut room = [0; MAX_RANK];
         let shape = with_last(&x, checked.out_projection.out_features(), &mut room);
@@ -292,6 +185,24 @@ impl Params<'_> {
                 .last_contiguous()?
                 .writable()?;
         }
+        Ok(())
+    }
+
+    /// Checks everything but the gradients of parameters.
+    fn checked(&self) -> Result<(Checked, Kept)> {
+        let forward = &self.forward;
+        if forward.cache.is_some() {
+            let problem = "is there: the backward pass is of attention without a cache";
+            return Err(Error::invalid(OP, "cache", problem));
+        }
+        forward.check_differentiable(OP)?;
+        let checked = named(OP, forward.checked(), &[])?;
+        named(OP, forward.check_sequences(), &[])?;
+        let raw = |t: &Option<TensorRef<'_>>| t.as_ref().map(TensorRef::raw);
+        let kept = [raw(&self.qkv), raw(&self.attended), raw(&self.lse)];
+        let kept = forward.check_kept(&checked, ["qkv", "attended", "lse"], kept);
+        let kept = named(OP, kept, &[])?;
+        self.check_rows(&checked)?;
         let gradients = self.gradients.list();
         if self.dx.is_none() && gradients.iter().all(|(_, gradient)| gradient.is_none()) {
             let problem = "is absent, as are all other gradients: nothing is asked for";
@@ -491,28 +402,14 @@ impl<'c, 'a> Call<'c, 'a> {
     }
 }
 
-impl Operation for Params<'_> {
+impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
-    /// All that is computed again, seven parts at the most, and as many gradients as there are.
-    type Problem = Parts<17>;
+    /// All that is computed again, seven parts at the most, and as many gradients as there are; where
+    /// ranks divide the block two are gathered before, and one is added up behind.
+    type Problem = Parts<'a, 20>;
 
-    fn problem(&self) -> Result<Parts<17>> {
-        let (checked, kept) = self.checked()?;
-        let dx = self.dx.as_ref().map(TensorMut::raw);
-        let wanted = (self.gradients).wanted(&self.forward, &checked, dx, self.accumulate)?;
-        let mut parts = Parts::new(OP, &self.workspace).exactly();
-        let made = Call::new(self, wanted, (&checked, &kept), &mut parts);
-        let (call, attention) = named(OP, made, &[])?;
-        let mut all = None;
-        if call.wanted.inner() || call.wanted.sinks.is_some() {
-            let inner = call.push_inner(attention, &mut parts);
-            all = Some(named(OP, inner, &[])?);
-        }
-        call.push_out(&mut parts)?;
-        if let Some(all) = all {
-            call.push_projections(&all, &checked.projections, &mut parts)?;
-        }
-        Ok(parts)
+    fn problem(&self) -> Result<Self::Problem> {
+        self.parts(self.forward.parallel.as_ref())
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
@@ -552,6 +449,10 @@ impl Operation for Params<'_> {
 
     fn workspace(&self) -> Option<&Workspace<'_>> {
         Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.forward.comm()
     }
 }
 

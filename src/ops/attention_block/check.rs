@@ -2,25 +2,28 @@
 
 use arrayvec::ArrayVec;
 
-use super::steps::{OF_ATTENTION, OF_CACHED_ATTENTION, OF_OUT};
+use super::steps::{OF_ATTENTION, OF_CACHED_ATTENTION};
 use super::views::{Heads, Views};
 use super::{OP, Params, Projections};
+use crate::comm::Comm;
 use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::kv_cache::{Layer, NO_BATCH};
-use crate::ops::linear::Weights;
+use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{Operation, Tensors};
+use crate::ops::parallel::{OF_X, Parallel};
 use crate::ops::parts::Parts;
 use crate::ops::rope::Positions;
 use crate::problem::linear;
-use crate::tensor::{RawTensor, TensorMut, Workspace};
+use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 
 /// Projections to queries, keys and values, two norms, rope, the cache's append, attention, a norm and
-/// the projection of its output. What passes between them lies at the beginning of the workspace.
-type Problem = Parts<10>;
+/// the projection of its output. What passes between them lies at the beginning of the workspace. Where
+/// ranks divide the block there is no norm of the output, which is projected in up to three ranges of rows.
+type Problem<'a> = Parts<'a, 11>;
 
 /// What is checked of a block that its forward and its backward pass have in common.
 pub(crate) struct Checked {
@@ -33,51 +36,34 @@ pub(crate) struct Checked {
     pub out_projection: linear::Weights,
 }
 
-impl Operation for Params<'_> {
+impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
-    type Problem = Problem;
+    type Problem = Problem<'a>;
 
-    fn problem(&self) -> Result<Problem> {
-        let checked = self.checked()?;
+    fn problem(&self) -> Result<Problem<'a>> {
         let x = self.x.raw();
+        let checked = self.checked()?;
         let mut room = [0; MAX_RANK];
         let shape = with_last(&x, checked.out_projection.out_features(), &mut room);
         self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
-        self.check_sequences()?;
         let mut parts = Parts::new(OP, &self.workspace);
-        let kept = self.kept(&checked)?;
-        if kept.any() {
-            parts = parts.exactly();
-        }
-        let views = self.views(&checked, &kept, &mut parts)?;
-        if let Some(layer) = &self.cache {
-            self.check_cache(layer, checked.num_tokens)?;
-            if layer.any_batch {
-                parts.for_any_batch();
-            }
-        }
-        self.push_projections(&views, &mut parts)?;
-        self.push_turning(&views, &mut parts)?;
-        self.push_append(&views, &mut parts)?;
-        let lse = self.lse_out.as_ref().map(|lse| {
-            let raw = lse.raw();
-            // SAFETY: the caller's output, described once more for a problem while `self` keeps it lent.
-            unsafe { TensorMut::from_raw(raw.ptr, raw.dtype, raw.layout) }
-        });
-        let attention = self.attention(&views, lse)?.problem();
-        parts.push(
-            attention,
-            match &self.cache {
-                Some(_) => OF_CACHED_ATTENTION,
-                None => OF_ATTENTION,
-            },
-        )?;
-        self.push_attended_norm(&views, &mut parts)?;
-        parts.push(self.out_projection(&views)?.problem(), OF_OUT)?;
-        // Without a cache there is nothing to do for an output without elements.
-        let writes = self.cache.is_some() || !self.output.out().layout.is_empty();
-        if !writes && !kept.any() {
-            parts.be_idle();
+        let Some(parallel) = &self.parallel else {
+            self.push(&checked, (&self.output, None), &mut parts)?;
+            return Ok(parts);
+        };
+        parts = parts.exactly();
+        parallel.check(OP)?;
+        self.check_divided(&checked, parallel)?;
+        Arg::new(OP, "out", &self.output.out()).contiguous()?;
+        let output = (&self.output, Some(parallel));
+        if parallel.sequence {
+            let x = parallel.push_gather(OP, ("x", OF_X), x, &mut parts)?;
+            // SAFETY: it lies in the workspace, for parts of this call.
+            let x = unsafe { TensorRef::from_raw(x.ptr, x.dtype, x.layout) };
+            let all = self.of_all_rows(x);
+            all.push(&all.checked()?, output, &mut parts)?;
+        } else {
+            self.push(&checked, output, &mut parts)?;
         }
         Ok(parts)
     }
@@ -111,6 +97,72 @@ impl Operation for Params<'_> {
 
     fn context(&self) -> Option<(&'static str, &Context)> {
         self.cache.as_ref().map(|layer| ("cache", layer.context))
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.parallel.as_ref().map(|parallel| parallel.comm)
+    }
+}
+
+impl Params<'_> {
+    /// Adds the operations on rows that are there, and sums of the output, which with its residual is the
+    /// caller's.
+    fn push<'t, const N: usize>(
+        &self,
+        checked: &Checked,
+        output: (&Output<'_>, Option<&Parallel<'t>>),
+        parts: &mut Parts<'t, N>,
+    ) -> Result<()> {
+        self.check_sequences()?;
+        let kept = self.kept(checked)?;
+        if kept.any() {
+            parts.be_exact();
+        }
+        let views = self.views(checked, &kept, parts)?;
+        if let Some(layer) = &self.cache {
+            self.check_cache(layer, checked.num_tokens)?;
+            if layer.any_batch {
+                parts.for_any_batch();
+            }
+        }
+        self.push_projections(&views, parts)?;
+        self.push_turning(&views, parts)?;
+        self.push_append(&views, parts)?;
+        let lse = self.lse_out.as_ref().map(|lse| {
+            let raw = lse.raw();
+            // SAFETY: the caller's output, described once more for a problem while `self` keeps it lent.
+            unsafe { TensorMut::from_raw(raw.ptr, raw.dtype, raw.layout) }
+        });
+        let attention = self.attention(&views, lse)?.problem();
+        parts.push(
+            attention,
+            match &self.cache {
+                Some(_) => OF_CACHED_ATTENTION,
+                None => OF_ATTENTION,
+            },
+        )?;
+        self.push_attended_norm(&views, parts)?;
+        let weights = checked.out_projection;
+        // Without a cache there is nothing to do for an output without elements on any rank.
+        let is_empty = checked.num_tokens == 0 || weights.out_features() == 0;
+        self.push_out_projection(&views, weights, output, parts)?;
+        if self.cache.is_none() && is_empty && !kept.any() {
+            parts.be_idle();
+        }
+        Ok(())
+    }
+
+    /// Refuses norms over heads that ranks divide.
+    pub(super) fn check_divided(&self, checked: &Checked, parallel: &Parallel<'_>) -> Result<()> {
+        for which in 0..2 {
+            if self.norm(which).is_some() && !self.normalises_heads(&checked.heads, which)? {
+                parallel.check_norm(OP, ["q_norm", "k_norm"][which])?;
+            }
+        }
+        match &self.attended_norm {
+            Some(_) => parallel.check_norm(OP, "attended_norm"),
+            None => Ok(()),
+        }
     }
 }
 

@@ -18,15 +18,19 @@
 
 pub mod backward;
 mod check;
+mod gradients;
 mod steps;
 mod turning;
 mod views;
 
 pub use backward::backward;
 
+use crate::error::Result;
+use crate::ops::check::described;
 use crate::ops::kv_cache::Layer;
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation;
+use crate::ops::parallel::Parallel;
 use crate::ops::rope::{Positions, Rotation};
 use crate::tensor::{TensorMut, TensorRef, Workspace};
 pub(crate) use views::{Heads, Views, view};
@@ -101,6 +105,12 @@ pub struct Params<'a> {
     /// Receives the logarithms of the softmax's denominators for a backward pass: f32, contiguous,
     /// `[batch, num_heads, seq]`, or `[num_heads, tokens]` where `x` has no batch.
     pub lse_out: Option<TensorMut<'a>>,
+    /// The group that heads are divided among; `None` where a rank has all. Head counts, the rows of the
+    /// projections to queries, keys and values, the columns of `out_projection`, sinks, slopes, cache and
+    /// what is kept are this rank's; norms are of single heads. `x` is the same on all ranks, and the
+    /// output, which is contiguous, gets the sum of their products. Sequence parallel, `x`, output and
+    /// residual are this rank's rows; positions, `cu_seqlens`, the cache and what is kept are of all rows.
+    pub parallel: Option<Parallel<'a>>,
 }
 
 /// Projections to queries, keys and values, of any float dtypes.
@@ -152,6 +162,27 @@ impl<'a> Params<'a> {
             qkv_out: None,
             attended_out: None,
             lse_out: None,
+            parallel: self.parallel,
+        }
+    }
+
+    /// Tokens that attention is of: rows of `x` or, sequence parallel, those of all ranks.
+    pub(crate) fn num_rows(&self) -> Result<usize> {
+        let x = self.x.raw();
+        match &self.parallel {
+            Some(parallel) if parallel.sequence => Ok(parallel.whole(OP, "x", &x)?.num_rows()),
+            _ => Ok(x.layout.num_rows()),
+        }
+    }
+
+    /// The block of the rows of all ranks, which is this one otherwise.
+    fn of_all_rows<'t>(&'t self, x: TensorRef<'t>) -> Params<'t> {
+        Params {
+            cache: self.cache.as_ref().map(Layer::again),
+            qkv_out: described(&self.qkv_out),
+            attended_out: described(&self.attended_out),
+            lse_out: described(&self.lse_out),
+            ..self.of_input(x)
         }
     }
 }

@@ -4,9 +4,11 @@ use super::views::{Views, view, view_mut};
 use super::{OP, Params, Projections};
 use crate::error::Result;
 use crate::ops::linear::{Output, Weights};
+use crate::ops::parallel::Parallel;
 use crate::ops::parts::{Names, Parts};
 use crate::ops::{attention, linear, operation::Operation, rms_norm};
-use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
+use crate::problem::linear as problem;
+use crate::tensor::{InOut, TensorMut, Workspace};
 
 // What the block calls arguments of its operations. What passes between them has no name of its own
 // and is as large as `x`, or as what the cache holds, makes it.
@@ -59,8 +61,9 @@ impl<'p> Params<'p> {
                 weights: *weights,
                 output: Output::Write(views.batch_if_any(out)?),
                 workspace: Workspace::none(),
+                parallel: None,
             };
-            parts.push(linear.problem(), names)
+            parts.push(linear.alone(), names)
         };
         match &self.projections {
             // SAFETY: as in `Views::flat_of`.
@@ -166,31 +169,25 @@ impl<'p> Params<'p> {
         parts.push(norm.problem(), OF_ATTENDED_NORM)
     }
 
-    pub(super) fn out_projection(&self, views: &Views) -> Result<linear::Params<'_>> {
-        // SAFETY: attention's output lies in the workspace or is kept; the caller's output is
-        // described once more for a problem, while `self` keeps it lent.
-        let (attended, output) = unsafe {
-            let attended = view_mut(&views.attended);
-            let out = self.output.out();
-            let out = TensorMut::from_raw(out.ptr, out.dtype, out.layout);
-            let output = match &self.output {
-                Output::Write(_) => Output::Write(out),
-                Output::Add(InOut::InPlace(_)) => Output::Add(InOut::InPlace(out)),
-                Output::Add(InOut::Apart { input, .. }) => Output::Add(InOut::Apart {
-                    input: *input,
-                    output: out,
-                }),
-            };
-            (attended, output)
+    /// Adds the projection of attention's output, and what adds up the ranks' parts of it.
+    pub(super) fn push_out_projection<'t, const N: usize>(
+        &self,
+        views: &Views,
+        weights: problem::Weights,
+        (output, parallel): (&Output<'_>, Option<&Parallel<'t>>),
+        parts: &mut Parts<'t, N>,
+    ) -> Result<()> {
+        // SAFETY: it lies in the workspace or is kept, and is described for a part of one call.
+        let attended = views.batch_if_any(unsafe { view_mut(&views.attended) })?;
+        let product = problem::Problem {
+            x: attended.raw(),
+            weights,
+            residual: output.residual(),
+            out: output.out(),
         };
-        let x: TensorMut<'static> = views.batch_if_any(attended)?;
-        // SAFETY: as above.
-        let x: TensorRef<'static> = unsafe { view(&x) };
-        Ok(linear::Params {
-            x,
-            weights: self.out_projection,
-            output,
-            workspace: Workspace::none(),
-        })
+        match parallel {
+            None => parts.push(Ok(product), OF_OUT),
+            Some(parallel) => parallel.push_product(OP, product, OF_OUT, parts),
+        }
     }
 }

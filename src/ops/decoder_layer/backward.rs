@@ -13,6 +13,7 @@
 
 use super::Params as Forward;
 use super::layer::{Layer, Norm};
+use crate::comm::Comm;
 use crate::error::Result;
 use crate::ops::check;
 use crate::ops::operation::{self, Operation, Tensors};
@@ -30,7 +31,8 @@ pub struct Params<'a> {
     pub forward: Forward<'a>,
     /// The gradient of the output and that of `x`, both like `x`; `dx` may take its place.
     pub dout: InOut<'a>,
-    /// Receives the gradient of the gains before the attention block: `[hidden]`, any float dtype.
+    /// Receives the gradient of the gains before the attention block: `[hidden]`, any float dtype. Sequence
+    /// parallel it is of this rank's rows, and its sum over ranks is the gradient.
     pub dattention_norm: Option<TensorMut<'a>>,
     /// Receives that of the gains before the MLP, likewise.
     pub dmlp_norm: Option<TensorMut<'a>>,
@@ -66,11 +68,11 @@ impl Params<'_> {
     }
 }
 
-impl Operation for Params<'_> {
+impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
-    type Problem = Parts<40>;
+    type Problem = Parts<'a, 50>;
 
-    fn problem(&self) -> Result<Parts<40>> {
+    fn problem(&self) -> Result<Self::Problem> {
         let layer = Layer::new(OP, &self.forward)?;
         let (dout, dx) = (self.dout.input(), self.dout.output());
         layer.check_like_x("dout", &dout)?;
@@ -150,6 +152,10 @@ impl Operation for Params<'_> {
 
     fn workspace(&self) -> Option<&Workspace<'_>> {
         Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.forward.comm()
     }
 }
 

@@ -8,6 +8,7 @@ use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{self, Arg};
 use crate::ops::linear::Output;
 use crate::ops::operation::Operation;
+use crate::ops::parallel::take;
 use crate::ops::parts::{Names, Parts, named};
 use crate::ops::{attention_block, mlp};
 use crate::problem::{norm, rms_norm};
@@ -57,6 +58,8 @@ pub(super) struct Layer<'p, 'a> {
     pub op: &'static str,
     pub params: &'p Params<'a>,
     pub x: RawTensor,
+    /// The rows that attention and the MLP are of: those of `x` or, sequence parallel, of all ranks.
+    all: Layout,
     heads: attention_block::Heads,
     intermediate: usize,
     pub saved: Saved,
@@ -77,6 +80,21 @@ unsafe fn view<'t>(t: RawTensor) -> TensorRef<'t> {
 unsafe fn view_mut<'t>(t: RawTensor) -> TensorMut<'t> {
     // SAFETY: the caller's promise.
     unsafe { TensorMut::from_raw(t.ptr, t.dtype, t.layout) }
+}
+
+/// The rows that attention and the MLP are of, whose group is one.
+fn all_rows(op: &'static str, params: &Params<'_>, x: &RawTensor) -> Result<Layout> {
+    match (&params.attention.parallel, &params.mlp.parallel) {
+        (None, None) => Ok(x.layout),
+        (Some(attention), Some(mlp)) if attention.is(mlp) => match attention.sequence {
+            true => attention.whole(op, "x", x),
+            false => Ok(x.layout),
+        },
+        _ => {
+            let problem = "of the attention block is not that of the mlp, with the same rows";
+            Err(Error::invalid(op, "parallel", problem))
+        }
+    }
 }
 
 impl<'p, 'a> Layer<'p, 'a> {
@@ -125,6 +143,7 @@ impl<'p, 'a> Layer<'p, 'a> {
             op,
             params,
             x,
+            all: all_rows(op, params, &x)?,
             heads: attention.heads,
             intermediate: mlp.intermediate,
             saved: Saved::default(),
@@ -165,17 +184,21 @@ impl<'p, 'a> Layer<'p, 'a> {
         })
     }
 
-    /// Room for a row of so many columns for each of `x`'s, in its leading dimensions.
+    /// Room for a row of so many columns for each that attention and the MLP are of, in their leading
+    /// dimensions.
     fn rows<const N: usize>(&self, parts: &mut Parts<N>, columns: usize) -> Result<RawTensor> {
-        let taken = parts.take(self.x.dtype, [self.x.layout.num_rows(), columns])?;
+        let all = RawTensor {
+            layout: self.all,
+            ..self.x
+        };
         let mut shape = [0; MAX_RANK];
-        let layout = Layout::contiguous(check::with_last(&self.x, columns, &mut shape))?;
-        Ok(RawTensor { layout, ..taken })
+        let layout = Layout::contiguous(check::with_last(&all, columns, &mut shape))?;
+        take(&self.x, layout, parts)
     }
 
     /// Room for a tensor like `x`.
     pub fn take<const N: usize>(&self, parts: &mut Parts<N>) -> Result<RawTensor> {
-        self.rows(parts, self.x.layout.dim(self.x.layout.rank() - 1))
+        take(&self.x, Layout::contiguous(self.x.layout.shape())?, parts)
     }
 
     fn take_qkv<const N: usize>(&self, parts: &mut Parts<N>) -> Result<RawTensor> {
@@ -193,10 +216,11 @@ impl<'p, 'a> Layer<'p, 'a> {
     ) -> Result<(RawTensor, RawTensor)> {
         let heads = self.heads.num_heads;
         let out = self.rows(parts, self.heads.attended())?;
-        let lse = parts.take(DType::F32, [self.x.layout.num_rows(), heads])?;
-        let layout = match self.x.layout.shape() {
+        let tokens = self.all.num_rows();
+        let lse = parts.take(DType::F32, [tokens, heads])?;
+        let layout = match self.all.shape() {
             [batch, seq, _] => Layout::contiguous(&[*batch, heads, *seq])?,
-            _ => Layout::contiguous(&[heads, self.x.layout.num_rows()])?,
+            _ => Layout::contiguous(&[heads, tokens])?,
         };
         Ok((out, RawTensor { layout, ..lse }))
     }
@@ -296,7 +320,7 @@ impl<'p, 'a> Layer<'p, 'a> {
         norm: RawTensor,
         kept: &Attended,
         out: RawTensor,
-        parts: &mut Parts<N>,
+        parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         // SAFETY: tensors of the caller's, or of the workspace, for parts of one call.
         let attention = unsafe {
@@ -322,7 +346,7 @@ impl<'p, 'a> Layer<'p, 'a> {
         gate_up: RawTensor,
         residual: RawTensor,
         out: RawTensor,
-        parts: &mut Parts<N>,
+        parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         // SAFETY: as in `push_attention`.
         let mlp = unsafe {
@@ -346,7 +370,7 @@ impl<'p, 'a> Layer<'p, 'a> {
         dout: RawTensor,
         dx: RawTensor,
         (gradients, accumulate): (&mlp::backward::Gradients<'_>, bool),
-        parts: &mut Parts<N>,
+        parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         // SAFETY: as in `push_attention`.
         let backward = unsafe {
@@ -360,7 +384,7 @@ impl<'p, 'a> Layer<'p, 'a> {
                 workspace: parts.rest(),
             }
         };
-        parts.absorb(backward.problem())
+        parts.absorb(backward.parts(self.params.mlp.parallel.as_ref()))
     }
 
     /// Adds the gradients of the attention block, that of its input `norm` to `dx`.
@@ -374,7 +398,7 @@ impl<'p, 'a> Layer<'p, 'a> {
             bool,
             bool,
         ),
-        parts: &mut Parts<N>,
+        parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         // SAFETY: as in `push_attention`.
         let backward = unsafe {
@@ -391,6 +415,6 @@ impl<'p, 'a> Layer<'p, 'a> {
                 workspace: parts.rest(),
             }
         };
-        parts.absorb(backward.problem())
+        parts.absorb(backward.parts(self.params.attention.parallel.as_ref()))
     }
 }

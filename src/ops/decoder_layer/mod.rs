@@ -19,6 +19,7 @@ mod layer;
 
 pub use backward::backward;
 
+use crate::comm::Comm;
 use crate::context::Context;
 use crate::error::Result;
 use crate::ops::operation::{self, Operation, Tensors};
@@ -45,7 +46,8 @@ pub struct Params<'a> {
     /// Added to the mean squares of both norms; above 0.
     pub norm_epsilon: f32,
     /// The attention block, without a cache. Its `x`, output, workspace and what it keeps are the
-    /// layer's: what is said of them here is not looked at.
+    /// layer's: what is said of them here is not looked at. Where ranks divide it, they divide the MLP among
+    /// the same group in the same way; sequence parallel, `x` and `out` are this rank's rows.
     pub attention: attention_block::Params<'a>,
     /// The MLP, of which likewise.
     pub mlp: mlp::Params<'a>,
@@ -88,11 +90,11 @@ pub fn saved_size(_ctx: &Context, params: &Params<'_>) -> Result<usize> {
     Ok(Layer::new(OP, params)?.saved.size)
 }
 
-impl Operation for Params<'_> {
+impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
-    type Problem = Parts<16>;
+    type Problem = Parts<'a, 22>;
 
-    fn problem(&self) -> Result<Parts<16>> {
+    fn problem(&self) -> Result<Self::Problem> {
         let layer = Layer::new(OP, self)?;
         let out = self.out.raw();
         layer.check_like_x("out", &out)?.writable()?;
@@ -130,6 +132,10 @@ impl Operation for Params<'_> {
 
     fn workspace(&self) -> Option<&Workspace<'_>> {
         Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.attention.comm()
     }
 }
 

@@ -11,11 +11,14 @@
 //! `dbias` hold, as several micro-batches ask for. No matrix is transposed in memory. The same
 //! inputs give the same bits with any number of threads.
 
+use crate::comm::Comm;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::layout::MAX_RANK;
-use crate::ops::check::{Arg, with_last};
+use crate::layout::{Layout, MAX_RANK};
+use crate::ops::check::{Arg, described, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parallel::{OF_DOUT, OF_DX, OF_X, Parallel, Partition, take};
+use crate::ops::parts::{OneOr, Parts};
 use crate::problem::linear::{Backward, Gradient};
 use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 
@@ -44,6 +47,11 @@ pub struct Params<'a> {
     pub accumulate: bool,
     /// What a call needs is refused below [`workspace_size`].
     pub workspace: Workspace<'a>,
+    /// The group that the weight is divided among, as in the forward pass; all tensors are this rank's
+    /// parts. Of a weight divided by rows, `dx` is contiguous and gets the sum over ranks, sequence parallel
+    /// its rows of it. Of one divided by columns nothing is added up; sequence parallel, `dout` is gathered,
+    /// so `dbias` is of all rows on every rank.
+    pub parallel: Option<Parallel<'a>>,
 }
 
 impl Params<'_> {
@@ -112,11 +120,9 @@ fn gradient(
     }
 }
 
-impl Operation for Params<'_> {
-    const NAME: &'static str = OP;
-    type Problem = Backward;
-
-    fn problem(&self) -> Result<Backward> {
+impl<'a> Params<'a> {
+    /// The problem of a layer that is not divided.
+    fn alone(&self) -> Result<Backward> {
         let dout = self.dout.raw();
         let arg = Arg::new(OP, "dout", &dout)
             .min_rank(1)?
@@ -157,6 +163,129 @@ impl Operation for Params<'_> {
         })
     }
 
+    /// The same of this rank's part, with other rows and without what adds them up.
+    fn of_rank<'t>(
+        &'t self,
+        dout: TensorRef<'t>,
+        x: Option<TensorRef<'t>>,
+        dx: Option<TensorMut<'t>>,
+    ) -> Params<'t> {
+        Params {
+            dout,
+            x,
+            weight: self.weight,
+            dx,
+            dweight: described(&self.dweight),
+            dbias: described(&self.dbias),
+            accumulate: self.accumulate,
+            workspace: Workspace::none(),
+            parallel: None,
+        }
+    }
+
+    /// Adds the gradients of a weight that is divided by columns.
+    fn push_row(&self, parallel: &Parallel<'a>, parts: &mut Parts<'a, 1>) -> Result<()> {
+        let mut dout = self.dout.raw();
+        if parallel.sequence {
+            Arg::new(OP, "dout", &dout)
+                .min_rank(2)?
+                .dtype(DType::FLOATS)?;
+            dout = parallel.push_gather(OP, ("dout", OF_DOUT), dout, parts)?;
+        }
+        // SAFETY: the caller's tensors and the workspace, for one part.
+        let of_rank = unsafe { self.of_rank(view(dout), self.x, described(&self.dx)) };
+        parts.push(of_rank.alone(), &[])
+    }
+
+    /// Adds those of a weight that is divided by rows.
+    fn push_column(&self, parallel: &Parallel<'a>, parts: &mut Parts<'a, 1>) -> Result<()> {
+        let dout = self.dout.raw();
+        let own_dx = self.dx.as_ref().map(TensorMut::raw);
+        if let Some(dx) = &own_dx {
+            Arg::new(OP, "dx", dx).contiguous()?;
+        }
+        if !parallel.sequence {
+            let of_rank = self.of_rank(self.dout, self.x, described(&self.dx));
+            parts.push(of_rank.alone(), &[])?;
+            return match own_dx {
+                Some(dx) => parallel.push_sum(OP, OF_DX, dx, parts),
+                None => Ok(()),
+            };
+        }
+        let arg = Arg::new(OP, "dout", &dout)
+            .min_rank(2)?
+            .dtype(DType::FLOATS)?;
+        let own = self.x.as_ref().map(TensorRef::raw);
+        // This rank's rows of the input and of its gradient.
+        for (name, own) in [("x", &own), ("dx", &own_dx)] {
+            let Some(own) = own else { continue };
+            let mut room = [0; MAX_RANK];
+            let columns = own.layout.dim(own.layout.rank().saturating_sub(1));
+            let shape = parallel.own_shape(OP, ("dout", &dout), columns, &mut room)?;
+            Arg::new(OP, name, own).dtype_of(arg)?.shape(shape)?;
+        }
+        let all = |own: &RawTensor| -> Result<Layout> {
+            let mut room = [0; MAX_RANK];
+            let columns = own.layout.dim(own.layout.rank() - 1);
+            Layout::contiguous(with_last(&dout, columns, &mut room))
+        };
+        let x = match (own, &self.dweight) {
+            (Some(x), Some(_)) => Some(parallel.push_gather(OP, ("x", OF_X), x, parts)?),
+            (Some(x), None) => Some(RawTensor {
+                layout: all(&x)?,
+                ..x
+            }),
+            (None, _) => None,
+        };
+        let dx = match &own_dx {
+            Some(dx) => Some(take(dx, all(dx)?, parts)?),
+            None => None,
+        };
+        // SAFETY: the caller's tensors and the workspace, for one part.
+        let of_rank =
+            unsafe { self.of_rank(self.dout, x.map(|x| view(x)), dx.map(|dx| view_mut(dx))) };
+        parts.push(of_rank.alone(), &[])?;
+        match dx.zip(own_dx) {
+            Some((whole, own)) => parallel.push_scatter(OP, ("dx", OF_DX), [whole, own], parts),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A view of memory that the whole call lends, for the parameters of a part.
+///
+/// # Safety
+/// The memory is the caller's or the workspace's, and is accessed only by the parts of one call.
+unsafe fn view<'t>(t: RawTensor) -> TensorRef<'t> {
+    // SAFETY: the caller's promise.
+    unsafe { TensorRef::from_raw(t.ptr, t.dtype, t.layout) }
+}
+
+/// # Safety
+/// As [`view`].
+unsafe fn view_mut<'t>(t: RawTensor) -> TensorMut<'t> {
+    // SAFETY: the caller's promise.
+    unsafe { TensorMut::from_raw(t.ptr, t.dtype, t.layout) }
+}
+
+impl<'a> Operation for Params<'a> {
+    const NAME: &'static str = OP;
+    /// Where ranks divide the layer: the products, between what gathers and what adds up.
+    type Problem = OneOr<'a, Backward, 1>;
+
+    fn problem(&self) -> Result<Self::Problem> {
+        let Some(parallel) = &self.parallel else {
+            return Ok(OneOr::One(self.alone()?));
+        };
+        parallel.check(OP)?;
+        let mut parts = Parts::new(OP, &self.workspace).exactly();
+        match parallel.partition {
+            Partition::Column => self.push_column(parallel, &mut parts)?,
+            Partition::Row => self.push_row(parallel, &mut parts)?,
+        }
+        Ok(OneOr::Parts(parts))
+    }
+
     fn tensors(&self, tensors: &mut Tensors) {
         tensors.read("dout", &self.dout);
         if self.dweight.is_some() {
@@ -172,6 +301,10 @@ impl Operation for Params<'_> {
 
     fn workspace(&self) -> Option<&Workspace<'_>> {
         Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.parallel.as_ref().map(|parallel| parallel.comm)
     }
 }
 

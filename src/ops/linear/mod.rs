@@ -25,12 +25,15 @@
 
 pub mod backward;
 
+use crate::comm::Comm;
 use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parallel::{OF_X, Parallel, Partition};
+use crate::ops::parts::{OneOr, Parts};
 use crate::problem::linear::{self as problem, Problem};
 use crate::tensor::{InOut, RawTensor, Scales, TensorMut, TensorRef, Workspace};
 
@@ -48,8 +51,18 @@ pub struct Params<'a> {
     /// `[.., out_features]`: leading dimensions and dtype of `x`; rows strided, contiguous in the last dimension.
     pub output: Output<'a>,
     /// With at least [`workspace_size`] bytes the product may be faster. A smaller one is not
-    /// touched, and the product is computed without it, unless a weight in blocks is decoded.
+    /// touched, and the product is computed without it, unless a weight in blocks is decoded. With
+    /// `parallel` all of it is needed.
     pub workspace: Workspace<'a>,
+    /// The group that the weight is divided among; `None` where a rank has all of it. `weight` and, of a
+    /// weight divided by rows, `bias` are this rank's part.
+    ///
+    /// Divided by rows, `output` has this rank's columns, and `x` is the same on all ranks; sequence
+    /// parallel, it is gathered from the rows of each. Divided by columns, `x` has this rank's columns, and
+    /// the products of all ranks are added up: `output` is contiguous and gets the sum on every rank;
+    /// sequence parallel, its rows of it. `bias` and residual are the same on all ranks (the residual a
+    /// rank's rows, where `output` is), and are added once.
+    pub parallel: Option<Parallel<'a>>,
 }
 
 /// A layer's matrix and bias.
@@ -223,27 +236,69 @@ fn longest_row(dtype: DType) -> Option<usize> {
     }
 }
 
-impl Operation for Params<'_> {
-    const NAME: &'static str = OP;
-    type Problem = Problem;
-
-    fn problem(&self) -> Result<Problem> {
-        let x = self.x.raw();
-        let arg = Arg::new(OP, "x", &x)
-            .min_rank(1)?
-            .dtype(DType::FLOATS)?
-            .last_contiguous()?;
+impl<'a> Params<'a> {
+    /// The product of an input that is checked, with the weights that there are.
+    fn product(&self, x: RawTensor) -> Result<Problem> {
         let in_features = x.layout.dim(x.layout.rank() - 1);
         let weights = self.weights.problem(OP, ("weight", "bias"), in_features)?;
         let mut room = [0; MAX_RANK];
-        self.output
-            .check(OP, arg, with_last(&x, weights.out_features(), &mut room))?;
+        let mut shape = with_last(&x, weights.out_features(), &mut room);
+        let mut own = [0; MAX_RANK];
+        if let Some(parallel) = &self.parallel
+            && parallel.partition == Partition::Row
+        {
+            if parallel.sequence {
+                Arg::new(OP, "x", &x).min_rank(2)?;
+                shape = parallel.own_shape(OP, ("x", &x), weights.out_features(), &mut own)?;
+            }
+            Arg::new(OP, "out", &self.output.out()).contiguous()?;
+        }
+        self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
         Ok(Problem {
             x,
             weights,
             residual: self.output.residual(),
             out: self.output.out(),
         })
+    }
+
+    /// The input, checked.
+    fn input(&self) -> Result<RawTensor> {
+        let x = self.x.raw();
+        Arg::new(OP, "x", &x)
+            .min_rank(1)?
+            .dtype(DType::FLOATS)?
+            .last_contiguous()?;
+        Ok(x)
+    }
+
+    /// The problem of a layer that is not divided.
+    pub(crate) fn alone(&self) -> Result<Problem> {
+        self.product(self.input()?)
+    }
+}
+
+impl<'a> Operation for Params<'a> {
+    const NAME: &'static str = OP;
+    /// Where ranks divide the layer: products of up to three ranges of rows.
+    type Problem = OneOr<'a, Problem, 3>;
+
+    fn problem(&self) -> Result<Self::Problem> {
+        let Some(parallel) = &self.parallel else {
+            return Ok(OneOr::One(self.alone()?));
+        };
+        parallel.check(OP)?;
+        let mut x = self.input()?;
+        let mut parts = Parts::new(OP, &self.workspace).exactly();
+        if parallel.partition == Partition::Row {
+            parallel.push_product(OP, self.product(x)?, &[], &mut parts)?;
+            return Ok(OneOr::Parts(parts));
+        }
+        if parallel.sequence {
+            x = parallel.push_gather(OP, ("x", OF_X), x, &mut parts)?;
+        }
+        parts.push(Ok(self.product(x)?), &[])?;
+        Ok(OneOr::Parts(parts))
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
@@ -254,6 +309,10 @@ impl Operation for Params<'_> {
 
     fn workspace(&self) -> Option<&Workspace<'_>> {
         Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.parallel.as_ref().map(|parallel| parallel.comm)
     }
 }
 
@@ -275,6 +334,7 @@ pub(crate) fn estimated_workspace_size(
     // SAFETY: as above.
     let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), dtype, out) };
     let params = Params {
+        parallel: None,
         x: described(dtype, [tokens, columns])?,
         weights: Weights {
             weight: described(weight_dtype, [rows, columns])?,

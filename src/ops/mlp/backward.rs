@@ -20,10 +20,12 @@
 
 use super::Params as Forward;
 use super::layer::Layer;
+use crate::comm::Comm;
 use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{self, Arg, described, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parallel::{Parallel, Rows};
 use crate::ops::parts::{Names, Parts};
 use crate::problem::linear::{Backward, Gradient};
 use crate::problem::swiglu;
@@ -310,25 +312,18 @@ impl Params<'_> {
         let inner = self.dx.is_some() || all[..6].iter().any(|(_, gradient)| gradient.is_some());
         (inner || self.gradients.ddown_weight.is_some(), inner)
     }
-}
 
-impl Operation for Params<'_> {
-    const NAME: &'static str = OP;
-    type Problem = Parts<7>;
-
-    fn problem(&self) -> Result<Parts<7>> {
+    /// The backward pass, with the forward's group.
+    pub(crate) fn parts<'t>(&self, parallel: Option<&Parallel<'t>>) -> Result<Parts<'t, 10>> {
         self.forward.check_differentiable(OP)?;
         let layer = self.forward.layer(OP)?;
-        let io = Io {
+        let mut io = Io {
             x: self.forward.x.raw(),
             gate_up: self.gate_up.as_ref().map(TensorRef::raw),
             dout: self.dout.raw(),
             dx: self.dx.as_ref().map(TensorMut::raw),
         };
         let x = Arg::new(OP, "x", &io.x);
-        if let Some(kept) = &io.gate_up {
-            layer.check_kept(OP, "gate_up", &io.x, kept)?;
-        }
         let mut room = [0; MAX_RANK];
         Arg::new(OP, "dout", &io.dout)
             .dtype_of(x)?
@@ -346,9 +341,44 @@ impl Operation for Params<'_> {
             return Err(Error::invalid(OP, "dx", problem));
         }
         let mut parts = Parts::new(OP, &self.workspace).exactly();
+        let rows = match parallel {
+            None => None,
+            Some(parallel) => {
+                parallel.check(OP)?;
+                let x = (io.x, self.reads_x());
+                Some(Rows::new(OP, parallel, x, io.dout, io.dx, &mut parts)?)
+            }
+        };
+        if let Some(rows) = &rows {
+            (io.x, io.dout, io.dx) = (rows.x, rows.dout, rows.dx);
+        }
+        if let Some(kept) = &io.gate_up {
+            layer.check_kept(OP, "gate_up", &io.x, kept)?;
+        }
         self.gradients
             .push(&layer, &io, self.accumulate, &mut parts)?;
+        if let (Some(rows), Some(parallel)) = (rows, parallel) {
+            rows.push_dx(OP, parallel, &mut parts)?;
+        }
         Ok(parts)
+    }
+
+    /// Whether the input is read.
+    fn reads_x(&self) -> bool {
+        let of_weights = [0, 2, 4].map(|i| self.gradients.list()[i].1.is_some());
+        let (activates, _) = self.needs();
+        of_weights.contains(&true) || activates && self.gate_up.is_none()
+    }
+}
+
+impl<'a> Operation for Params<'a> {
+    const NAME: &'static str = OP;
+    /// Seven, and where ranks divide the block what gathers its input and the gradient of its output, and
+    /// what adds up that of its input.
+    type Problem = Parts<'a, 10>;
+
+    fn problem(&self) -> Result<Self::Problem> {
+        self.parts(self.forward.parallel.as_ref())
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
@@ -379,6 +409,10 @@ impl Operation for Params<'_> {
 
     fn workspace(&self) -> Option<&Workspace<'_>> {
         Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.forward.comm()
     }
 }
 

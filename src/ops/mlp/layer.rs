@@ -36,7 +36,7 @@ pub(crate) struct Layer {
 const OF_GATE: Names = &[("weight", "gate_weight"), ("bias", "gate_bias")];
 const OF_UP: Names = &[("weight", "up_weight"), ("bias", "up_bias")];
 const OF_GATE_UP: Names = &[("weight", "gate_up_weight"), ("bias", "gate_up_bias")];
-const OF_DOWN: Names = &[("weight", "down_weight"), ("bias", "down_bias")];
+pub(super) const OF_DOWN: Names = &[("weight", "down_weight"), ("bias", "down_bias")];
 /// Their tensors are the workspace's.
 const OF_ACTIVATION: Names = &[("gate", "x"), ("gate_up", "x")];
 
@@ -212,22 +212,5 @@ impl Layer {
             activation: self.activation,
         };
         parts.push(Ok(activation), OF_ACTIVATION)
-    }
-
-    /// Adds the projection back.
-    pub fn push_down<const N: usize>(
-        &self,
-        parts: &mut Parts<N>,
-        activated: RawTensor,
-        residual: Option<RawTensor>,
-        out: RawTensor,
-    ) -> Result<()> {
-        let down = problem::Problem {
-            x: activated,
-            weights: self.down,
-            residual,
-            out,
-        };
-        parts.push(Ok(down), OF_DOWN)
     }
 }

@@ -22,18 +22,22 @@ pub use backward::backward;
 
 use arrayvec::ArrayVec;
 
+use crate::comm::Comm;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, with_last};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parallel::{OF_OUT, OF_X, Parallel};
 use crate::ops::parts::{Names, Parts};
 use crate::ops::rms_norm;
 use crate::ops::swiglu::{Activation, GateOrder};
+use crate::problem::linear;
 use crate::problem::mlp::Problem;
 use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef, Workspace};
 pub(crate) use layer::Layer;
+use layer::OF_DOWN;
 
 const OP: &str = "mlp";
 /// What the intermediate's norm calls its arguments, and what the block does.
@@ -60,6 +64,11 @@ pub struct Params<'a> {
     /// contiguous, of the dtype of `x`. They lie as in a packed weight; from two weights, gate is
     /// first.
     pub gate_up_out: Option<TensorMut<'a>>,
+    /// The group that the intermediate dimension is divided among; `None` where a rank has all of it. The
+    /// rows of gate and up and the columns of `down` are this rank's. `x` is the same on all ranks, and
+    /// the output, which is contiguous, gets the sum of their products. Sequence parallel, `x`, output and
+    /// residual are this rank's rows, and `gate_up_out` is of all rows.
+    pub parallel: Option<Parallel<'a>>,
 }
 
 /// An RMSNorm's parameters.
@@ -106,6 +115,7 @@ impl<'a> Params<'a> {
             output: Output::none(),
             workspace: Workspace::none(),
             gate_up_out: None,
+            parallel: self.parallel,
         }
     }
 
@@ -138,12 +148,12 @@ impl<'a> Params<'a> {
     /// the gate, what comes of them.
     fn push_parts<const N: usize>(
         &self,
-        parts: &mut Parts<N>,
+        parts: &mut Parts<'a, N>,
         layer: &Layer,
-        gate_up: RawTensor,
-        activated: RawTensor,
+        x: RawTensor,
+        [gate_up, activated]: [RawTensor; 2],
     ) -> Result<()> {
-        layer.push_gate_up(parts, self.x.raw(), &gate_up)?;
+        layer.push_gate_up(parts, x, &gate_up)?;
         layer.push_activation(parts, &gate_up, activated)?;
         if let Some(norm) = &self.intermediate_norm {
             // SAFETY: it lies in the workspace, and is for parts of this call, which run one after the other.
@@ -158,8 +168,26 @@ impl<'a> Params<'a> {
             };
             parts.push(norm.problem(), OF_NORM)?;
         }
-        let (residual, out) = (self.output.residual(), self.output.out());
-        layer.push_down(parts, activated, residual, out)
+        let down = linear::Problem {
+            x: activated,
+            weights: layer.down,
+            residual: self.output.residual(),
+            out: self.output.out(),
+        };
+        match &self.parallel {
+            None => parts.push(Ok(down), OF_DOWN),
+            Some(parallel) => parallel.push_product(OP, down, OF_DOWN, parts),
+        }
+    }
+
+    /// Refuses what ranks cannot divide.
+    fn check_divided(&self, parallel: &Parallel<'_>) -> Result<()> {
+        parallel.check(OP)?;
+        if self.intermediate_norm.is_some() {
+            parallel.check_norm(OP, "intermediate_norm")?;
+        }
+        Arg::new(OP, "out", &self.output.out()).contiguous()?;
+        Ok(())
     }
 
     /// Checks `x` and the weights.
@@ -173,45 +201,64 @@ impl<'a> Params<'a> {
     }
 }
 
-impl Operation for Params<'_> {
+impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
     /// One problem of a backend's; where gate and up are kept or the intermediate is normalised, up to
-    /// five.
-    type Problem = Parts<5>;
+    /// five. Where ranks divide the block it is projected back in up to three ranges of rows.
+    type Problem = Parts<'a, 6>;
 
-    fn problem(&self) -> Result<Parts<5>> {
+    fn problem(&self) -> Result<Self::Problem> {
         let layer = self.layer(OP)?;
-        let x = self.x.raw();
+        let mut x = self.x.raw();
         let mut room = [0; MAX_RANK];
         let shape = with_last(&x, layer.down.out_features(), &mut room);
         self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
-        let (residual, out) = (self.output.residual(), self.output.out());
         let mut parts = Parts::new(OP, &self.workspace);
+        let mut divides_rows = false;
+        if let Some(parallel) = &self.parallel {
+            self.check_divided(parallel)?;
+            parts = parts.exactly();
+            divides_rows = parallel.sequence;
+            if divides_rows {
+                x = parallel.push_gather(OP, ("x", OF_X), x, &mut parts)?;
+            }
+        }
         if let Some(kept) = self.gate_up_out.as_ref().map(TensorMut::raw) {
             layer.check_kept(OP, "gate_up_out", &x, &kept)?;
-            let mut parts = parts.exactly();
+            parts = parts.exactly();
             let activated = layer.take(&mut parts, &x, layer.intermediate)?;
-            self.push_parts(&mut parts, &layer, kept, activated)?;
+            self.push_parts(&mut parts, &layer, x, [kept, activated])?;
             return Ok(parts);
         }
-        if self.intermediate_norm.is_some() {
+        // A residual of some rows is added where the block is single operations.
+        if self.intermediate_norm.is_some() || divides_rows {
             let gate_up = layer.take(&mut parts, &x, 2 * layer.intermediate)?;
             let [gate, _] = layer.gate_and_up(&gate_up)?;
-            self.push_parts(&mut parts, &layer, gate_up, gate)?;
+            self.push_parts(&mut parts, &layer, x, [gate_up, gate])?;
             return Ok(parts);
         }
         let [gate, up] = layer.halves()?;
-        let fused = Problem {
+        let mut fused = Problem {
             x,
             gate,
             up,
             activation: self.activation,
             down: layer.down,
-            residual,
-            out,
+            residual: self.output.residual(),
+            out: self.output.out(),
             intermediate: layer.intermediate,
         };
+        let Some(parallel) = &self.parallel else {
+            parts.push(Ok(fused), &[])?;
+            return Ok(parts);
+        };
+        if parallel.comm.rank() > 0 {
+            fused.down.bias = None;
+            fused.residual = None;
+        }
+        let out = fused.out;
         parts.push(Ok(fused), &[])?;
+        parallel.push_sum(OP, OF_OUT, out, &mut parts)?;
         Ok(parts)
     }
 
@@ -224,6 +271,10 @@ impl Operation for Params<'_> {
 
     fn workspace(&self) -> Option<&Workspace<'_>> {
         Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.parallel.as_ref().map(|parallel| parallel.comm)
     }
 }
 

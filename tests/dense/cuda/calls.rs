@@ -66,6 +66,7 @@ impl Product {
 
     pub fn params(&mut self) -> linear::Params<'_> {
         linear::Params {
+            parallel: None,
             x: self.x.view(),
             weights: Weights {
                 weight: self.weight.view(),
@@ -141,6 +142,7 @@ impl Block {
     pub fn params(&mut self) -> mlp::Params<'_> {
         let layer = |weight| Weights { weight, bias: None };
         mlp::Params {
+            parallel: None,
             x: self.x.view(),
             gate_up: GateUp::Packed {
                 weights: layer(self.gate_up.view()),
@@ -210,6 +212,7 @@ impl Gradients {
 
     pub fn params(&mut self) -> linear::backward::Params<'_> {
         linear::backward::Params {
+            parallel: None,
             dout: self.dout.view(),
             x: Some(self.x.view()),
             weight: Some(self.weight.view()),
