@@ -887,6 +887,38 @@ FIELD(unsloth_send_receive_params, comm, 16, 8);
 FIELD(unsloth_send_receive_params, x, 24, 136);
 FIELD(unsloth_send_receive_params, out, 160, 136);
 
+STRUCT(unsloth_shard_params, 80, 8);
+FIELD(unsloth_shard_params, struct_size, 0, 4);
+FIELD(unsloth_shard_params, kind, 4, 4);
+FIELD(unsloth_shard_params, dtype, 8, 4);
+FIELD(unsloth_shard_params, reserved, 12, 4);
+FIELD(unsloth_shard_params, rank, 16, 4);
+FIELD(unsloth_shard_params, size, 20, 4);
+FIELD(unsloth_shard_params, rows, 24, 8);
+FIELD(unsloth_shard_params, columns, 32, 8);
+FIELD(unsloth_shard_params, unit, 40, 8);
+FIELD(unsloth_shard_params, num_heads, 48, 8);
+FIELD(unsloth_shard_params, num_kv_heads, 56, 8);
+FIELD(unsloth_shard_params, head_dim, 64, 8);
+FIELD(unsloth_shard_params, v_head_dim, 72, 8);
+
+STRUCT(unsloth_shard_piece, 40, 8);
+FIELD(unsloth_shard_piece, row, 0, 8);
+FIELD(unsloth_shard_piece, column, 8, 8);
+FIELD(unsloth_shard_piece, rows, 16, 8);
+FIELD(unsloth_shard_piece, columns, 24, 8);
+FIELD(unsloth_shard_piece, to_row, 32, 8);
+
+STRUCT(unsloth_shard, 168, 8);
+FIELD(unsloth_shard, struct_size, 0, 4);
+FIELD(unsloth_shard, num_pieces, 4, 4);
+FIELD(unsloth_shard, rows, 8, 8);
+FIELD(unsloth_shard, columns, 16, 8);
+FIELD(unsloth_shard, num_heads, 24, 8);
+FIELD(unsloth_shard, num_kv_heads, 32, 8);
+FIELD(unsloth_shard, first_kv_head, 40, 8);
+FIELD(unsloth_shard, pieces, 48, 120);
+
 STRUCT(unsloth_swiglu_params, 560, 8);
 FIELD(unsloth_swiglu_params, struct_size, 0, 4);
 FIELD(unsloth_swiglu_params, activation, 4, 4);

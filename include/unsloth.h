@@ -104,6 +104,8 @@
 #define UNSLOTH_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_rms_norm_params)
 #define UNSLOTH_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_rope_params)
 #define UNSLOTH_SEND_RECEIVE_PARAMS_INIT UNSLOTH_INIT(unsloth_send_receive_params)
+#define UNSLOTH_SHARD_INIT UNSLOTH_INIT(unsloth_shard)
+#define UNSLOTH_SHARD_PARAMS_INIT UNSLOTH_INIT(unsloth_shard_params)
 #define UNSLOTH_SWIGLU_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_backward_params)
 #define UNSLOTH_SWIGLU_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_params)
 #define UNSLOTH_TRAINING_MEMORY_INIT UNSLOTH_INIT(unsloth_training_memory)
@@ -4009,6 +4011,138 @@ typedef struct unsloth_send_receive_params {
 } unsloth_send_receive_params;
 
 /**
+ * What a matrix is, which says how ranks divide it.
+ */
+typedef uint32_t unsloth_shard_kind;
+
+/**
+ * Arguments of `unsloth_shard_get`.
+ */
+typedef struct unsloth_shard_params {
+  /**
+   * `sizeof(unsloth_shard_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * What the matrix is, one of `UNSLOTH_SHARD_KIND_*`. A bias is as the rows of its matrix, with one
+   * column.
+   */
+  unsloth_shard_kind kind;
+  /**
+   * Of its elements, one of `UNSLOTH_DTYPE_*`.
+   */
+  unsloth_dtype dtype;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Which rank, from 0.
+   */
+  int32_t rank;
+  /**
+   * Ranks of the group.
+   */
+  int32_t size;
+  /**
+   * Rows of the whole matrix.
+   */
+  int64_t rows;
+  /**
+   * Its columns; of a format in blocks, whole blocks.
+   */
+  int64_t columns;
+  /**
+   * Of columns, rows, gate and up, and a vocabulary: how many rows or columns stay together; 0 for one,
+   * or for a block where columns are divided. Gate and up have that of down, so that their rows are its
+   * columns.
+   */
+  int64_t unit;
+  /**
+   * Query heads, of attention's matrices.
+   */
+  int64_t num_heads;
+  /**
+   * Key and value heads; 0 for `num_heads`. More ranks than these are a multiple of them: then several
+   * ranks have the same key and value head, and the sum of their gradients is its gradient.
+   */
+  int64_t num_kv_heads;
+  /**
+   * Components of a query or key head.
+   */
+  int64_t head_dim;
+  /**
+   * Components of a value head; 0 for `head_dim`.
+   */
+  int64_t v_head_dim;
+} unsloth_shard_params;
+
+/**
+ * Rows and columns of a matrix that a rank holds.
+ */
+typedef struct unsloth_shard_piece {
+  /**
+   * The first row in the whole.
+   */
+  int64_t row;
+  /**
+   * The first column in the whole, with which a block begins.
+   */
+  int64_t column;
+  /**
+   * How many rows.
+   */
+  int64_t rows;
+  /**
+   * How many columns, whole blocks.
+   */
+  int64_t columns;
+  /**
+   * The row of the rank's part that the first one is; its first column is that of the part.
+   */
+  int64_t to_row;
+} unsloth_shard_piece;
+
+/**
+ * A rank's part of a matrix.
+ */
+typedef struct unsloth_shard {
+  /**
+   * `sizeof(unsloth_shard)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * How many of `pieces` there are: one, of a packed matrix two or three; none of a vocabulary that ends
+   * before this rank's rows.
+   */
+  uint32_t num_pieces;
+  /**
+   * Rows of the part. Of a vocabulary the last ones may be of no piece: the caller fills them.
+   */
+  int64_t rows;
+  /**
+   * Columns of the part.
+   */
+  int64_t columns;
+  /**
+   * Of attention's matrices: the rank's query heads.
+   */
+  int64_t num_heads;
+  /**
+   * The rank's key and value heads.
+   */
+  int64_t num_kv_heads;
+  /**
+   * The first of these.
+   */
+  int64_t first_kv_head;
+  /**
+   * What the part is made of, one behind the other.
+   */
+  struct unsloth_shard_piece pieces[3];
+} unsloth_shard;
+
+/**
  * Arguments of `unsloth_swiglu_forward`: `out = activation(gate) * up`, elementwise. Either `gate` and `up` are there, or
  * `gate_up`. Tensors are f32, f16 or bf16, all of one dtype, of any rank and strides with a contiguous last dimension.
  */
@@ -4564,6 +4698,52 @@ typedef struct unsloth_swiglu_backward_params {
  * Llama 3.1's; uses `factor`, `original_max_positions`, `low_freq_factor` and `high_freq_factor`.
  */
 #define UNSLOTH_ROPE_SCALING_LLAMA3 4
+
+/**
+ * Divided by rows: gate, or up, or a linear layer.
+ */
+#define UNSLOTH_SHARD_KIND_COLUMN 0
+
+/**
+ * Divided by columns: down, or a linear layer.
+ */
+#define UNSLOTH_SHARD_KIND_ROW 1
+
+/**
+ * The projection to queries, `[num_heads * head_dim, hidden]`, divided by heads.
+ */
+#define UNSLOTH_SHARD_KIND_QUERY 2
+
+/**
+ * To keys, `[num_kv_heads * head_dim, hidden]`.
+ */
+#define UNSLOTH_SHARD_KIND_KEY 3
+
+/**
+ * To values, `[num_kv_heads * v_head_dim, hidden]`.
+ */
+#define UNSLOTH_SHARD_KIND_VALUE 4
+
+/**
+ * To all three, the rows of queries first, then keys, then values.
+ */
+#define UNSLOTH_SHARD_KIND_QKV 5
+
+/**
+ * The projection of attention's output, `[hidden, num_heads * v_head_dim]`, divided by heads.
+ */
+#define UNSLOTH_SHARD_KIND_ATTENTION_OUT 6
+
+/**
+ * Gate and up in one matrix, in either order: each is divided by rows.
+ */
+#define UNSLOTH_SHARD_KIND_GATE_UP 7
+
+/**
+ * An embedding or the projection to logits, `[vocabulary, hidden]`: every rank has as many rows, of which
+ * the last ones may lie past the vocabulary's end.
+ */
+#define UNSLOTH_SHARD_KIND_VOCABULARY 8
 
 /**
  * `x / (1 + exp(-x))` (Llama, Qwen, Mistral).
@@ -6513,6 +6693,17 @@ unsloth_status unsloth_send_receive_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_send_receive_forward(struct unsloth_context *ctx,
                                             const struct unsloth_send_receive_params *params,
                                             unsloth_stream stream);
+
+/**
+ * Writes to `shard`, whose `struct_size` the caller has set (`UNSLOTH_SHARD_INIT`), which part of a matrix
+ * a rank holds where `unsloth_parallel` divides it. It is arithmetic on sizes: an engine asks it for every
+ * matrix, and loads only its part. What does not divide evenly goes to the first ranks.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `shard` is NULL or points to
+ * `shard->struct_size` bytes valid for reads and writes.
+ */
+unsloth_status unsloth_shard_get(const struct unsloth_shard_params *params,
+                                 struct unsloth_shard *shard);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

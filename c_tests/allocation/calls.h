@@ -66,6 +66,16 @@ static void events_ready(void) {
   CHECK_OK(unsloth_event_record(later, NULL));
 }
 
+static unsloth_shard_params of_shard;
+static unsloth_shard shard;
+static void shard_ready(void) {
+  of_shard = (unsloth_shard_params)UNSLOTH_SHARD_PARAMS_INIT;
+  shard = (unsloth_shard)UNSLOTH_SHARD_INIT;
+  of_shard.dtype = UNSLOTH_DTYPE_F32;
+  of_shard.rows = of_shard.columns = 8;
+  of_shard.size = 2;
+}
+
 static unsloth_comm *comm, *created_comm;
 static unsloth_comm_id_params of_id;
 static unsloth_comm_params of_comm;
@@ -1031,6 +1041,7 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (ctx, &send_receive, &implementation), OK)                                                     \
   X(send_receive, send_receive_ready, unsloth_send_receive_forward, (ctx, &send_receive, NULL),    \
     OK)                                                                                            \
+  X(shard, shard_ready, unsloth_shard_get, (&of_shard, &shard), OK)                                \
   X(comm_id, comm_params_ready, unsloth_comm_id_create, (&of_id, &comm_id), OK)                    \
   X(comm_create, comm_params_ready, ask_unsloth_comm_create, (), OK)                               \
   X(comm_info, comm_ready, unsloth_comm_info_get, (comm, &comm_info), OK)                          \

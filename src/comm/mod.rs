@@ -40,6 +40,8 @@
 //! # Ok::<(), unsloth::Error>(())
 //! ```
 
+pub mod shard;
+
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::time::Duration;

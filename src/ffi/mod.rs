@@ -44,6 +44,7 @@ pub mod reduce_scatter;
 pub mod rms_norm;
 pub mod rope;
 pub mod send_receive;
+pub mod shard;
 mod slots;
 pub mod status;
 pub mod swiglu;

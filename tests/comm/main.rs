@@ -9,5 +9,6 @@ mod failures;
 mod group;
 mod misuse;
 mod parallel;
+mod shard;
 mod stress;
 mod transfers;

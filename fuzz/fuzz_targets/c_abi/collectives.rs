@@ -10,6 +10,7 @@ use unsloth::ffi::comm::*;
 use unsloth::ffi::parallel::*;
 use unsloth::ffi::reduce_scatter::*;
 use unsloth::ffi::send_receive::*;
+use unsloth::ffi::shard::*;
 use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::*;
 
@@ -48,8 +49,49 @@ unsafe fn sound() -> unsloth_comm_params {
     }
 }
 
+/// A rank's part of a matrix lies in it, or there is none.
+fn shard(input: &mut Input) {
+    // SAFETY: params structs of the size that they state; pointers to live locals.
+    unsafe {
+        let mut params = zeroed::<unsloth_shard_params>().params;
+        params.struct_size = size_of::<unsloth_shard_params>() as u32;
+        params.kind = u32::from(input.byte()) % 10;
+        params.dtype = u32::from(input.byte()) % 24;
+        params.size = input.pick(&[1, 2, 3, 4, 8, 0, -1, i32::MAX]);
+        params.rank = input.pick(&[0, 0, 1, 2, 7, -1, i32::MAX]);
+        let mut number = || match input.one_in(12) {
+            true => input.number(),
+            false => input.up_to(40),
+        };
+        (params.num_heads, params.num_kv_heads) = (number(), number());
+        (params.head_dim, params.v_head_dim) = (number(), number());
+        (params.rows, params.columns, params.unit) = (number(), number(), number());
+        if input.one_in(2) {
+            // As attention's matrices have them.
+            let rows = params.num_heads.wrapping_mul(params.head_dim);
+            (params.rows, params.columns) = (rows, rows);
+        }
+        let mut shard = zeroed::<unsloth_shard>().params;
+        shard.struct_size = size_of::<unsloth_shard>() as u32;
+        let status = unsloth_shard_get(&params, &mut shard);
+        assert_ne!(status, UNSLOTH_STATUS_INTERNAL_ERROR, "{}", last_message());
+        if status != UNSLOTH_STATUS_SUCCESS {
+            return assert_eq!(shard.num_pieces, 0);
+        }
+        for piece in &shard.pieces[..shard.num_pieces as usize] {
+            let (row, column) = (piece.row + piece.rows, piece.column + piece.columns);
+            assert!(piece.row >= 0 && piece.column >= 0 && piece.to_row >= 0);
+            assert!(row <= params.rows && column <= params.columns);
+            assert!(piece.to_row + piece.rows <= shard.rows && piece.columns == shard.columns);
+        }
+    }
+}
+
 /// Groups are made or refused, in time.
 pub fn run(input: &mut Input) {
+    if input.one_in(2) {
+        return shard(input);
+    }
     // SAFETY: params structs of the size that they state; pointers to live locals, and the handle that
     // was made.
     unsafe {
