@@ -3115,7 +3115,8 @@ typedef struct unsloth_linear_cross_entropy_params {
   /**
    * The most tokens whose logits are stored at a time. 0 for as many as 512 MiB have room for on
    * a GPU and 128 MiB on the CPU, up to 8192, in chunks of about a size and of multiples of 128
-   * tokens. (Where leading dimensions of `x`, `dx` and `targets` do not merge, a chunk has whole
+   * tokens; for all where the sum of `dweight` in f32 that chunks need would take more memory
+   * than they save. (Where leading dimensions of `x`, `dx` and `targets` do not merge, a chunk has whole
    * entries of the inner ones, or is a part of one.)
    */
   int64_t chunk_tokens;

@@ -35,7 +35,8 @@ pub struct unsloth_linear_cross_entropy_params {
     pub ignore_index: i64,
     /// The most tokens whose logits are stored at a time. 0 for as many as 512 MiB have room for on
     /// a GPU and 128 MiB on the CPU, up to 8192, in chunks of about a size and of multiples of 128
-    /// tokens. (Where leading dimensions of `x`, `dx` and `targets` do not merge, a chunk has whole
+    /// tokens; for all where the sum of `dweight` in f32 that chunks need would take more memory
+    /// than they save. (Where leading dimensions of `x`, `dx` and `targets` do not merge, a chunk has whole
     /// entries of the inner ones, or is a part of one.)
     pub chunk_tokens: i64,
     /// The share of the target's probability that is spread over the vocabulary: 0 to 1.

@@ -73,7 +73,8 @@ pub struct Params<'a> {
     pub softcap: f32,
     /// The most tokens whose logits are stored at a time. 0 for as many as 512 MiB have room for
     /// on a GPU and 128 MiB on the CPU, up to 8192, in chunks of about a size and of multiples of
-    /// 128 tokens. (Where leading dimensions of `x`, `dx` and `targets` do not merge, a chunk has
+    /// 128 tokens; for all where the sum of `dweight` in f32 that chunks need would take more
+    /// memory than they save. (Where leading dimensions of `x`, `dx` and `targets` do not merge, a chunk has
     /// whole entries of the inner ones, or is a part of one.)
     pub chunk_tokens: usize,
     /// What a call needs is refused below [`workspace_size`].
