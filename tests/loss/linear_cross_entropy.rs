@@ -9,6 +9,7 @@ use crate::common::reference::linear::linear;
 use crate::common::{
     DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, contiguous, rng, rounded,
 };
+use half::bf16;
 use rand::Rng;
 use unsloth::ops::cross_entropy::{self, IGNORE_INDEX, Logits, Reduction};
 use unsloth::ops::linear::{self, Output, Weights};
@@ -438,6 +439,62 @@ fn workspaces_are_of_a_chunk() {
         assert!(
             (logits..logits + (1 << 20)).contains(&size),
             "{tokens} {chunk_tokens}: {size}"
+        );
+    }
+}
+
+/// All tokens are taken at once where the sum in f32 of `dweight`, which chunks need, is larger than
+/// what they save.
+#[test]
+fn chunks_are_not_where_they_take_more() {
+    let ctx = Context::new(&ContextOptions {
+        num_threads: 1,
+        ..ContextOptions::default()
+    })
+    .unwrap();
+    let (vocab, hidden) = (50_000, 1000);
+    let weight = vec![bf16::ZERO; vocab * hidden];
+    let mut dweight = weight.clone();
+    // 128 MiB are 1280 tokens and some; 4000 in four chunks, which are made even.
+    for (tokens, chunk_tokens, chunk) in [(3000, 0, 3000), (4000, 0, 1024), (3000, 512, 512)] {
+        let x = vec![bf16::ZERO; tokens * hidden];
+        let targets = vec![0i32; tokens];
+        let mut loss = [0.0f32];
+        let params = Params {
+            x: unsloth::TensorRef::from_slice(&x, &[tokens, hidden]).unwrap(),
+            weights: Weights {
+                weight: unsloth::TensorRef::from_slice(&weight, &[vocab, hidden]).unwrap(),
+                bias: None,
+            },
+            targets: unsloth::TensorRef::from_slice(&targets, &[tokens]).unwrap(),
+            loss: Some(unsloth::TensorMut::from_slice(&mut loss, &[1]).unwrap()),
+            losses: None,
+            lse: None,
+            dx: None,
+            dweight: Some(unsloth::TensorMut::from_slice(&mut dweight, &[vocab, hidden]).unwrap()),
+            dbias: None,
+            accumulate: false,
+            dloss: None,
+            denominator: None,
+            reduction: Reduction::Mean,
+            ignore_index: IGNORE_INDEX,
+            label_smoothing: 0.0,
+            z_loss: 0.0,
+            softcap: 0.0,
+            chunk_tokens,
+            workspace: Workspace::none(),
+        };
+        let size = head::workspace_size(&ctx, &params).unwrap();
+        let sum = if chunk < tokens {
+            vocab * hidden * 4
+        } else {
+            0
+        };
+        let least = chunk * vocab * 2 + sum;
+        // Behind it is what a thread multiplies in.
+        assert!(
+            (least..least + (48 << 20)).contains(&size),
+            "{tokens} {chunk_tokens}: {size}, {least} at least"
         );
     }
 }

@@ -106,15 +106,16 @@ impl<'a> Chunked<'a> {
                 most = most / MULTIPLE * MULTIPLE;
                 multiples = Some(MULTIPLE);
             }
-            // One chunk needs no sum in f32. Where that is larger than the outputs that several
-            // save, all at once take less memory, and less time.
+            // One chunk needs no sum in f32. Where that is larger than what chunks save, all at once
+            // take less memory, and less time.
+            let sum = bytes_of_sum(&layer);
             let tokens = layer
                 .tokens()
                 .iter()
-                .fold(1, |n: usize, d| n.saturating_mul(*d));
-            let all = tokens.checked_mul(row);
-            if all.is_some_and(|all| all <= bytes.saturating_add(bytes_of_sum(&layer))) {
-                most = most.max(tokens);
+                .try_fold(1usize, |n, dim| n.checked_mul(*dim));
+            let all = tokens.and_then(|n| n.checked_mul(row));
+            if sum > 0 && all.is_some_and(|all| all <= bytes.saturating_add(sum)) {
+                most = most.max(tokens.unwrap_or(0));
             }
         }
         let chunks = Chunks::new(layer.tokens(), most, multiples);
