@@ -8,7 +8,7 @@
 
 mod llama;
 
-use llama::Llama;
+use llama::{Llama, Update};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use unsloth::estimate::{Checkpointing, Model, Training, format_bytes};
 use unsloth::{Buffer, Context, DType, Result};
@@ -75,7 +75,11 @@ fn train(
         packed_sequences: Some(BATCH as u64),
         ..Training::new(MODEL, BATCH as u64, SEQUENCE as u64, DType::F32)
     };
-    let mut llama = Llama::new(&ctx, &training, 1e-2, Buffer::new)?;
+    let update = Update {
+        rate: 1e-2,
+        max_norm: 1.0,
+    };
+    let mut llama = Llama::new(&ctx, &training, update, Buffer::new)?;
     let mut rng = StdRng::seed_from_u64(5);
     let mut losses = Vec::new();
     for _ in 0..steps {

@@ -7,7 +7,7 @@
 
 mod llama;
 
-use llama::Llama;
+use llama::{Llama, Update};
 use unsloth::estimate::{
     Checkpointing, Master, Model, Training, TrainingMemory, format_bytes, training_step_memory,
 };
@@ -90,7 +90,11 @@ fn main() -> Result<()> {
 
     // What the estimate leaves out would show here as an error.
     ctx.set_memory_limit(Some(budget));
-    let mut llama = Llama::new(&ctx, &training, 3e-3, from_pool)?;
+    let update = Update {
+        rate: 3e-3,
+        max_norm: 1.0,
+    };
+    let mut llama = Llama::new(&ctx, &training, update, from_pool)?;
     let vocab = MODEL.vocab_size as i32;
     let ids: Vec<i32> = (0..TOKENS as i32).map(|i| i * i % vocab).collect();
     let targets: Vec<i32> = (1..=TOKENS as i32).map(|i| i * i % vocab).collect();

@@ -7,7 +7,7 @@ use unsloth::estimate::{
 use unsloth::{Buffer, Context, DType};
 
 use crate::common::contexts;
-use crate::llama::Llama;
+use crate::llama::{Llama, Update};
 
 /// Hidden states are of multiples of 256 bytes, as an estimate has them.
 const MODEL: Model = Model {
@@ -39,7 +39,11 @@ const POLICIES: [Checkpointing; 6] = [
 fn run(ctx: &Context, t: &Training) -> (u64, f32) {
     let before = ctx.memory_stats();
     ctx.reset_memory_peak();
-    let mut llama = Llama::new(ctx, t, 1e-3, Buffer::new).unwrap();
+    let update = Update {
+        rate: 1e-3,
+        max_norm: 1.0,
+    };
+    let mut llama = Llama::new(ctx, t, update, Buffer::new).unwrap();
     let ids: Vec<i32> = (0..32).map(|i| i * 37 % 64).collect();
     let targets: Vec<i32> = (0..32)
         .map(|i| if i % 5 == 0 { -100 } else { i * 11 % 64 })

@@ -16,6 +16,8 @@ use unsloth::{Buffer, Context, DType, InOut, Result, Stream, Workspace};
 use layer::{backward_params, layer_params};
 use tensors::{Tensor, Tensors, optimizer};
 
+pub use tensors::Update;
+
 const EPSILON: f32 = 1e-5;
 
 /// Gives memory of a context's device.
@@ -49,7 +51,12 @@ pub struct Llama {
 
 impl Llama {
     /// All of a model's memory, with weights that follow from the seed.
-    pub fn new(ctx: &Context, training: &Training, rate: f32, allocate: Allocate) -> Result<Llama> {
+    pub fn new(
+        ctx: &Context,
+        training: &Training,
+        update: Update,
+        allocate: Allocate,
+    ) -> Result<Llama> {
         let t = *training;
         let mut rng = StdRng::seed_from_u64(3);
         let mut weights = Tensors::new(&t.model, &mut |shape| {
@@ -73,7 +80,8 @@ impl Llama {
         let mut gradients = Tensors::new(&t.model, &mut |shape| {
             Tensor::new(ctx, allocate, t.gradient_dtype, shape)
         })?;
-        let (optimizer, state) = optimizer(ctx, &t, rate, &mut weights, &mut gradients, allocate)?;
+        let (optimizer, state) =
+            optimizer(ctx, &t, update, &mut weights, &mut gradients, allocate)?;
 
         let (batch, seq) = (t.batch_size as usize, t.sequence_length as usize);
         let leading = match t.packed_sequences {
@@ -157,6 +165,20 @@ impl Llama {
         let embedding = self.embedding_backward(none())?;
         most = most.max(embedding::backward::workspace_size(&ctx, &embedding)?);
         Ok((saved, most))
+    }
+
+    /// Shapes and f32 values of all weights: the embedding, the last norm, the head where it is
+    /// apart, then those of each layer in the order of its constants.
+    #[allow(dead_code)] // what compares models asks for them
+    pub fn weights(&mut self) -> Result<Vec<(Vec<usize>, Vec<f32>)>> {
+        let values = |tensor: &mut Tensor| {
+            let layout = tensor.layout;
+            let values = tensor
+                .buffer
+                .to_vec(0, layout.num_elements(), Stream::DEFAULT)?;
+            Ok((layout.shape().to_vec(), values))
+        };
+        self.weights.all().map(values).collect()
     }
 
     /// Makes a step with these tokens and what follows each of them, where that is to be learned;

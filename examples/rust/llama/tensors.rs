@@ -118,11 +118,19 @@ impl Tensors {
     }
 }
 
+/// What AdamW is told, beside its defaults: the learning rate, and the greatest norm of all gradients
+/// together, or 0 for no limit.
+#[derive(Clone, Copy)]
+pub struct Update {
+    pub rate: f32,
+    pub max_norm: f32,
+}
+
 /// The optimizer of all weights, and the memory of its state. Each step leaves zeros in gradients.
 pub fn optimizer(
     ctx: &Context,
     t: &Training,
-    rate: f32,
+    update: Update,
     weights: &mut Tensors,
     gradients: &mut Tensors,
     allocate: Allocate,
@@ -136,7 +144,7 @@ pub fn optimizer(
         });
     }
     let groups = [Group {
-        learning_rate: rate,
+        learning_rate: update.rate,
         weight_decay: 0.0,
     }];
     let params = optimizer::Params {
@@ -145,7 +153,7 @@ pub fn optimizer(
             master: t.master,
             loss_scale: LossScale::NONE,
         },
-        max_norm: 1.0,
+        max_norm: update.max_norm,
         zero_gradients: true,
         ..optimizer::Params::adamw(&parameters, &groups, Workspace::none())
     };

@@ -1,60 +1,15 @@
-//! The library against candle, which nobody here wrote: the same inputs through both.
-
-mod common;
+//! Outputs, in every dtype that candle has too.
 
 use candle_core::{D, Device, Tensor};
-use common::{FLOATS, TestTensor, contexts, rng};
 use unsloth::ops::attention::{self, Params};
 use unsloth::ops::linear::{self, Output, Weights};
 use unsloth::ops::rms_norm;
 use unsloth::ops::rope::{self, Angles, Rotation, Style};
 use unsloth::ops::swiglu::{self, Activation, GateOrder, Tensors};
-use unsloth::{Context, DType, InOut, Layout, Stream, Workspace};
+use unsloth::{DType, InOut, Stream, Workspace};
 
-/// candle's tensor with the same elements.
-fn candle(t: &TestTensor) -> Tensor {
-    let values: Vec<f32> = t.values().iter().map(|v| *v as f32).collect();
-    let dtype = match t.dtype {
-        DType::F16 => candle_core::DType::F16,
-        DType::Bf16 => candle_core::DType::BF16,
-        _ => candle_core::DType::F32,
-    };
-    Tensor::from_vec(values, t.layout.shape(), &Device::Cpu)
-        .unwrap()
-        .to_dtype(dtype)
-        .unwrap()
-}
-
-/// candle's result equals ours up to `units` in the last place of the largest element: what both
-/// may lose on the way.
-fn assert_agrees(what: &str, ours: &TestTensor, theirs: &Tensor, units: f64) {
-    let theirs: Vec<f32> = theirs
-        .to_dtype(candle_core::DType::F32)
-        .and_then(|t| t.flatten_all())
-        .and_then(|t| t.to_vec1())
-        .unwrap();
-    let ours_values = ours.values();
-    assert_eq!(ours_values.len(), theirs.len(), "{what}");
-    let magnitude = theirs.iter().fold(0.0f64, |m, v| m.max(f64::from(v.abs())));
-    assert!(magnitude > 0.0, "{what}: candle gives zeros alone");
-    let bound = units * common::rules::epsilon(ours.dtype) * magnitude;
-    for (i, (a, b)) in ours_values.iter().zip(&theirs).enumerate() {
-        let error = (a - f64::from(*b)).abs();
-        assert!(
-            error <= bound,
-            "{what} {}: element {i} is {a}, candle's {b}",
-            ours.dtype
-        );
-    }
-}
-
-fn normal(dtype: DType, shape: &[usize]) -> TestTensor {
-    TestTensor::normal(&mut rng(), dtype, Layout::contiguous(shape).unwrap())
-}
-
-fn output(ctx: &Context, dtype: DType, shape: &[usize]) -> common::DeviceTensor {
-    TestTensor::poisoned(dtype, Layout::contiguous(shape).unwrap()).upload(ctx)
-}
+use crate::common::{FLOATS, TestTensor, contexts};
+use crate::{assert_agrees, candle, normal, output};
 
 #[test]
 fn rms_norm() {
