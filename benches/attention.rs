@@ -9,57 +9,19 @@
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
 use std::hint::black_box;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::attention::AttnMask;
-use common::{Storage, compare, random, tensor};
+use common::heap::{Counting, peak_of};
+use common::{Storage, compare, random, results, tensor};
 use criterion::{BenchmarkId, Criterion};
 use half::f16;
 use unsloth::ops::attention::{self, Params};
 use unsloth::{Context, Stream, TensorMut, TensorRef};
 
-/// Counts live heap bytes and their peak.
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call goes to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: AllocLayout) -> *mut u8 {
-        let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(live, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: AllocLayout) -> *mut u8 {
-        let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        PEAK.fetch_max(live, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: AllocLayout) {
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(ptr, layout) };
-    }
-}
-
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
-
-/// The most bytes that were live during `f` beyond those before.
-fn peak_of(f: impl FnOnce()) -> usize {
-    let before = LIVE.load(Ordering::Relaxed);
-    PEAK.store(before, Ordering::Relaxed);
-    f();
-    PEAK.load(Ordering::Relaxed) - before
-}
 
 #[derive(Clone, Copy)]
 struct Shape {
@@ -261,8 +223,9 @@ fn memory(ctx: &Context) -> String {
     for len in [512, 1024, 2048, 4096] {
         let mut data = Data::<f32>::new(prefill(len, true));
         let output = data.out.len() * size_of::<f32>();
-        let ours = peak_of(|| data.ours(ctx)) + output;
-        let theirs = peak_of(|| drop(black_box(data.candle().unwrap())));
+        let ((), ours) = peak_of(|| data.ours(ctx));
+        let ours = ours + output;
+        let ((), theirs) = peak_of(|| drop(black_box(data.candle().unwrap())));
         entries.push(format!(
             "\"{len}\": {{\"unsloth\": {ours}, \"candle\": {theirs}}}"
         ));
@@ -289,8 +252,5 @@ fn main() {
 
     let memory = memory(&ctx);
     print!("peak heap bytes of one causal call: {memory}");
-    let target = std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".to_string());
-    let folder = std::path::Path::new(&target).join("criterion");
-    std::fs::create_dir_all(&folder).unwrap();
-    std::fs::write(folder.join("attention-memory.json"), memory).unwrap();
+    results("attention-memory.json", &memory);
 }

@@ -2,6 +2,9 @@
 //! after the other in one process.
 #![allow(dead_code)] // each bench uses its part
 
+pub mod heap;
+
+use std::path::Path;
 use std::time::Duration;
 
 use candle_core::{Device, Tensor};
@@ -73,4 +76,12 @@ pub fn compare(
         b.iter(|| theirs().expect("candle runs the case"));
     });
     group.finish();
+}
+
+/// Writes a file beside criterion's results, where `benches/report.py record` takes it from.
+pub fn results(file: &str, text: &str) {
+    let target = std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".to_string());
+    let folder = Path::new(&target).join("criterion");
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join(file), text).unwrap();
 }
