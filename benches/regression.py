@@ -73,6 +73,12 @@ def cells_of(result):
             for name, speed in ours:
                 found[f"{case} {name}" if len(ours) > 1 else case] = Cell(speed, True, others)
         return "attention_forward", found
+    if "steps" in result and "candle" in result:
+        found = {}
+        for case, step in result["steps"].items():
+            beside = dict(step["seconds"])
+            found[case] = Cell(beside.pop(OURS), beside=beside)
+        return "train_candle", found
     if "speed" in result and "model" in result:
         found = {}
         for dtype, speeds in result["speed"].items():

@@ -1,16 +1,20 @@
 """Turns what was measured into result files, plots and tables.
 
     python3 benches/report.py record            # target/criterion -> benches/results/cpu-DATE.json
+                                                #   and train_candle_cpu_DATE.json
+    python3 benches/report.py record train      # the latter alone
     python3 benches/report.py render            # the newest results -> plots, benches/README.md,
-    the summary in README.md python3 benches/report.py compare OLD NEW   # what became slower, by
-    name; exit status 1 if anything did (regression.py)
+                                                #   the summary in README.md
+    python3 benches/report.py compare OLD NEW   # what became slower, by name; exit status 1 if
+                                                #   anything did (regression.py)
 
 What `benches/compare` measured on a GPU is in results of its own, one for each operation and
 device.
 
 A group is one operation; in it `unsloth` and `candle` ran in the same process on the same data.
 Figures are medians; the ratio is candle's time over ours. The attention bench also writes the peak
-of live heap bytes of each contender, which `record` takes in.
+of live heap bytes of each contender, which `record` takes in. That of training steps measures by
+itself, and has a record of its own.
 """
 
 import datetime
@@ -27,11 +31,13 @@ import textwrap
 
 import llama_cpp
 import regression
+import train_candle
 import training
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CRITERION = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "criterion"
 MEMORY = CRITERION / "attention-memory.json"
+TRAIN = CRITERION / "train.json"
 RESULTS = ROOT / "benches" / "results"
 OURS, BASELINE = "unsloth", "candle"
 # What small products on the CPU are compared with.
@@ -107,25 +113,41 @@ def measured():
     return groups
 
 
-def record():
-    groups = measured()
-    if not groups:
-        sys.exit(f"nothing under {CRITERION}: run `cargo bench` first")
-    result = {
+def about():
+    """What a record of this machine begins with."""
+    return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_model(),
         "threads": os.cpu_count(),
         "rustc": output_of("rustc", "--version"),
         "commit": output_of("git", "rev-parse", "--short", "HEAD"),
         "candle": version_of("candle-core"),
-        "unit": "ns, median",
-        "groups": groups,
     }
-    if MEMORY.exists():
-        result["attention_peak_bytes"] = json.loads(MEMORY.read_text())
-    path = RESULTS / f"cpu-{result['date']}.json"
+
+
+def write(name, result):
+    path = RESULTS / name
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path.relative_to(ROOT))
+
+
+def record():
+    groups = measured()
+    if not groups:
+        sys.exit(f"nothing under {CRITERION}: run `cargo bench` first")
+    result = {**about(), "unit": "ns, median", "groups": groups}
+    if MEMORY.exists():
+        result["attention_peak_bytes"] = json.loads(MEMORY.read_text())
+    write(f"cpu-{result['date']}.json", result)
+    if TRAIN.exists():
+        record_train()
+
+
+def record_train():
+    if not TRAIN.exists():
+        sys.exit(f"there is no {TRAIN}: run `cargo bench --bench train` first")
+    result = {**about(), **json.loads(TRAIN.read_text())}
+    write(f"train_candle_cpu_{result['date']}.json", result)
 
 
 def newest(pattern):
@@ -578,8 +600,10 @@ def render():
     cpu, devices = newest("cpu-*.json"), compared()
     forwards, engines = of_devices("attention_forward"), of_devices("engine")
     trained, beside = of_devices("train"), of_devices("llama_cpp")
+    steps = of_devices("train_candle")
     for name, body in (
         ("cpu table", table(cpu) if cpu else None),
+        ("step table", "\n\n".join(map(train_candle.section, steps.values()))),
         ("hopper table", "\n\n".join(map(hopper_section, forwards, forwards.values()))),
         ("engine table", "\n\n".join(map(engine_table, engines.values()))),
         ("llama.cpp table", "\n\n".join(map(llama_cpp.section, beside.values()))),
@@ -602,10 +626,10 @@ def render():
 
 
 if __name__ == "__main__":
-    commands = {"record": record, "render": render}
+    commands = {"record": record, "record train": record_train, "render": render}
     if sys.argv[1:2] == ["compare"]:
         regression.main(sys.argv[2:])
-    elif len(sys.argv) == 2 and sys.argv[1] in commands:
-        commands[sys.argv[1]]()
+    elif (command := " ".join(sys.argv[1:])) in commands:
+        commands[command]()
     else:
         sys.exit(__doc__)
