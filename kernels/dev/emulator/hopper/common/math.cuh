@@ -22,4 +22,13 @@ uint32_t pack(float low, float high) {
   return T(low).bits | uint32_t(T(high).bits) << 16;
 }
 
+// The two numbers of a pair.
+template <class T>
+float2 unpack(uint32_t pair) {
+  T low, high;
+  low.bits = pair & 0xffff;
+  high.bits = pair >> 16;
+  return {float(low), float(high)};
+}
+
 }  // namespace unsloth
