@@ -373,10 +373,15 @@ fn check(ctx: &Context, dtype: DType, case: &Case) {
         let (Some(got), Some(held)) = (&sums[i], &held[i]) else {
             continue;
         };
-        let (got, terms) = (got.download_output(), most(&wanted.dweight_terms));
-        let add = |sums: Vec<f64>| match case.gradients {
-            Some((_, true)) => sums.iter().zip(held.values()).map(|(a, b)| a + b).collect(),
-            _ => sums,
+        let (got, mut terms) = (got.download_output(), most(&wanted.dweight_terms));
+        // What is added to is a term, too, and may cancel the others.
+        let accumulate = case.gradients.is_some_and(|(_, accumulate)| accumulate);
+        if accumulate {
+            terms += most(&held.values());
+        }
+        let add = |sums: Vec<f64>| match accumulate {
+            true => sums.iter().zip(held.values()).map(|(a, b)| a + b).collect(),
+            false => sums,
         };
         let (wanted, plain) = (add(wanted.dweight), rounded(got.dtype, &add(plain_sums)));
         assert_gradient_rule("dweight", got.dtype, &got.values(), &wanted, &plain, terms);
