@@ -89,7 +89,7 @@ impl<'a> Product<'a> {
         let wanted = gradient.filter(|gradient| !gradient.out.layout.is_empty());
         let Gradient { by, out } = wanted?;
         Some(Product {
-            tiles: Tiles::new(cpu, dout, [Operand::by_columns(by)]).in_place_of(out, accumulate),
+            tiles: Tiles::new(cpu, dout, [Operand::by_columns(by)]),
             out,
             accumulate,
         })

@@ -14,14 +14,8 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::{RawTensor, Scratch};
 
-/// Rows of a tile of a product whose rows are summed along.
+/// Rows of a tile.
 const ROWS: usize = 512;
-
-/// Tiles of a product whose columns are summed along, for as many threads; more where they would have
-/// longer sides than this, fewer where they would be smaller.
-const TILES: usize = 16;
-const SIDE: usize = 576;
-const SMALLEST: usize = 64 * 64;
 
 /// The depth by which operands are widened.
 const DEPTH: usize = 512;
@@ -32,23 +26,6 @@ const MARGIN: usize = 64;
 /// Columns of a tile: wide tiles pack less, but there should be enough of them for every thread.
 fn tile_columns(columns: usize) -> usize {
     columns.div_ceil(16).next_multiple_of(32).clamp(64, 256)
-}
-
-/// Rows and columns of a tile. Where columns are summed along, `gemm` has to gather what it packs, and
-/// each of both operands once for every tile: those are about as high as wide, so that there is little
-/// of it.
-fn tile(x: &Operand<'_>, rows: usize, columns: usize) -> (usize, usize) {
-    if !x.depth_is_rows {
-        return (ROWS.min(rows).max(1), tile_columns(columns).min(columns));
-    }
-    // Equal parts, none much longer than this.
-    let part = |whole: usize, longest: usize| {
-        let parts = whole.div_ceil(longest).max(1);
-        whole.div_ceil(parts).next_multiple_of(16).min(whole).max(1)
-    };
-    let size = (rows.saturating_mul(columns) / TILES).clamp(SMALLEST, SIDE * SIDE);
-    let width = part(columns, size.isqrt());
-    (part(rows, (size / width).clamp(1, SIDE)), width)
 }
 
 /// A matrix of a product.
@@ -98,12 +75,8 @@ pub(super) struct Tiles<'a, const N: usize> {
     rows: usize,
     columns: usize,
     depth: usize,
-    /// Of a tile.
-    height: usize,
+    /// Columns of a tile; its rows are [`ROWS`].
     width: usize,
-    /// The tensor of f32 that takes the products where they are made, the distance of its rows, and
-    /// whether they are added to it.
-    place: Option<(&'a RawTensor, usize, bool)>,
     /// Of the scratch: widened panels, and the sums of a product.
     x_panel: usize,
     w_panel: usize,
@@ -119,7 +92,7 @@ pub(super) struct Tiles<'a, const N: usize> {
 impl<'a, const N: usize> Tiles<'a, N> {
     pub fn new(cpu: &Cpu, x: Operand<'a>, weights: [Operand<'a>; N]) -> Self {
         let ((rows, depth), (columns, _)) = (x.sizes(), weights[0].sizes());
-        let (height, width) = tile(&x, rows, columns);
+        let (height, width) = (ROWS.min(rows), tile_columns(columns).min(columns));
         let cost = (height * width * N).saturating_mul(depth);
         // What is in place needs no panel.
         let deep = DEPTH.min(depth);
@@ -133,7 +106,7 @@ impl<'a, const N: usize> Tiles<'a, N> {
         let x_panel = panel(&x, height);
         let w_panel = (weights.iter().map(|w| panel(w, width)).max()).unwrap_or(0);
         let sums = height * width;
-        let items = (rows.div_ceil(height) * columns.div_ceil(width), cost);
+        let items = (rows.div_ceil(ROWS) * columns.div_ceil(width), cost);
         let packed = deep.saturating_mul((height + width + MARGIN) * size_of::<f32>());
         let threads = cpu.participants(items.0, cost);
         Tiles {
@@ -142,9 +115,7 @@ impl<'a, const N: usize> Tiles<'a, N> {
             rows,
             columns,
             depth,
-            height,
             width,
-            place: None,
             x_panel,
             w_panel,
             sums,
@@ -152,17 +123,6 @@ impl<'a, const N: usize> Tiles<'a, N> {
             threads,
             packed: packed.saturating_mul(threads),
         }
-    }
-
-    /// Has `gemm` write or add the products to `out`, if it can be told where: of long sums one part
-    /// after the other. Then there are none in scratch, and nobody is told of them.
-    pub fn in_place_of(mut self, out: &'a RawTensor, accumulate: bool) -> Self {
-        const { assert!(N == 1) };
-        self.place = in_place(out).map(|stride| (out, stride, accumulate));
-        if self.place.is_some() {
-            self.sums = 0;
-        }
-        self
     }
 
     /// Floats that a thread widens to and sums in.
@@ -201,7 +161,7 @@ impl<'a, const N: usize> Tiles<'a, N> {
         memory: &Floats,
         done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
     ) {
-        let row_tiles = self.rows.div_ceil(self.height);
+        let row_tiles = self.rows.div_ceil(ROWS);
         cpu.for_each_range_in(memory, self.items, |scratch, tiles| {
             let (x_panel, scratch) = scratch.split_at_mut(self.x_panel);
             let (w_panel, mut scratch) = scratch.split_at_mut(self.w_panel);
@@ -216,39 +176,21 @@ impl<'a, const N: usize> Tiles<'a, N> {
             });
             for tile in tiles {
                 // Neighbouring tiles share their columns, so that the weights are found in cache.
-                let row = tile % row_tiles * self.height;
-                let column = tile / row_tiles * self.width;
+                let (row, column) = (tile % row_tiles * ROWS, tile / row_tiles * self.width);
                 let part = (
-                    row..self.rows.min(row + self.height),
+                    row..self.rows.min(row + ROWS),
                     column..self.columns.min(column + self.width),
                 );
-                let (x, depth) = (self.x, self.depth);
-                if let Some((out, stride, accumulate)) = self.place {
-                    let start = out.ptr.cast::<f32>();
-                    let to = To {
-                        // Offsets of existing elements fit an isize (see Layout).
-                        ptr: start.wrapping_add(row * stride + column),
-                        stride,
-                        accumulate,
-                    };
-                    // SAFETY: the tile lies inside the checked tensor, and no other thread has it.
-                    unsafe { product(cpu, x, self.weights[0], part, depth, &mut panels, to) };
-                    continue;
-                }
-                let width = part.1.len();
-                let size = part.0.len() * width;
+                let size = part.0.len() * part.1.len();
                 for (sums, weight) in room.iter_mut().zip(self.weights) {
-                    let to = To {
-                        ptr: sums[..size].as_mut_ptr(),
-                        stride: width,
-                        accumulate: false,
-                    };
-                    // SAFETY: as many elements as the tile has.
-                    unsafe { product(cpu, x, weight, part.clone(), depth, &mut panels, to) };
+                    let sums = &mut sums[..size];
+                    let (x, depth) = (self.x, self.depth);
+                    product(cpu, x, weight, part.clone(), depth, &mut panels, sums);
                 }
                 cpu.vectorize(
                     #[inline(always)]
                     || {
+                        let width = part.1.len();
                         for (i, row) in part.0.clone().enumerate() {
                             let sums = room.each_mut().map(|s| &mut s[i * width..(i + 1) * width]);
                             done(row, part.1.clone(), sums);
@@ -266,26 +208,15 @@ struct Panels<'a> {
     weight: &'a mut [f32],
 }
 
-/// Where a tile of products goes: rows of f32, and the distance between them.
-struct To {
-    ptr: *mut f32,
-    stride: usize,
-    accumulate: bool,
-}
-
-/// `to = x[rows] weight[columns]ᵀ`, or adds it.
-///
-/// # Safety
-/// `to` has `rows` by `columns` elements, which are valid for writes and, if they are added to, reads,
-/// and which nobody else accesses.
-unsafe fn product(
+/// `sums = x[rows] weight[columns]ᵀ`, row-major.
+fn product(
     cpu: &Cpu,
     x: Operand<'_>,
     weight: Operand<'_>,
     (rows, columns): (Range<usize>, Range<usize>),
     depth: usize,
     panels: &mut Panels<'_>,
-    to: To,
+    sums: &mut [f32],
 ) {
     let direct = (in_place(x.tensor), in_place(weight.tensor));
     // Only widening needs short panels.
@@ -294,11 +225,8 @@ unsafe fn product(
     } else {
         DEPTH
     };
-    if depth == 0 && !to.accumulate {
-        for row in 0..rows.len() {
-            // SAFETY: the caller's promise; zero bits are the number zero.
-            unsafe { to.ptr.add(row * to.stride).write_bytes(0, columns.len()) };
-        }
+    if depth == 0 {
+        sums.fill(0.0);
     }
     for start in (0..depth).step_by(step) {
         let part = start..depth.min(start + step);
@@ -311,17 +239,17 @@ unsafe fn product(
             part.clone(),
             panels.weight,
         );
-        // SAFETY: the caller's promise; the panels have `rows` and `columns` by `part` elements,
-        // where their strides say.
+        // SAFETY: `sums` has `rows * columns` elements; the panels have `rows` and `columns` by
+        // `part` elements, where their strides say.
         unsafe {
             gemm::gemm(
                 rows.len(),
                 columns.len(),
                 part.len(),
-                to.ptr,
+                sums.as_mut_ptr(),
                 1,
-                to.stride as isize,
-                to.accumulate || start > 0,
+                columns.len() as isize,
+                start > 0,
                 x.ptr,
                 x.depth_stride as isize,
                 x.stride as isize,

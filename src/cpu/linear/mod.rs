@@ -20,21 +20,24 @@ use many_rows::{Operand, Tiles};
 
 impl Run for Problem {
     fn without_allocating(&self, cpu: &Cpu) -> usize {
-        let x = &self.x;
+        let (x, weight) = (&self.x, &self.weights.weight);
         match self.of_few_rows() {
             Some(_) if integers::serve([&self.weights]) => integers::bytes(x),
             Some(true) => match Blocks::new([&self.weights]) {
                 Some(blocks) => Activations::bytes(x, blocks.shape),
                 None => few_rows::bytes(x),
             },
-            Some(false) => self.tiles(cpu).bytes(),
+            Some(false) => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
             None => 0,
         }
     }
 
     fn probe(&self, cpu: &Cpu) -> Result<()> {
+        let (x, weight) = (&self.x, &self.weights.weight);
         match self.of_few_rows() {
-            Some(false) if !integers::serve([&self.weights]) => self.tiles(cpu).probe("linear"),
+            Some(false) if !integers::serve([&self.weights]) => {
+                Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).probe("linear")
+            }
             _ => Ok(()),
         }
     }
@@ -50,42 +53,16 @@ impl Problem {
         let rows = self.x.layout.num_rows();
         (rows > 0 && self.weights.out_features() > 0).then_some(rows <= few_rows::MAX_ROWS)
     }
-
-    /// The tiles of many rows. What is the product and nothing else is made where it belongs.
-    fn tiles(&self, cpu: &Cpu) -> Tiles<'_, 1> {
-        let weight = Operand::by_rows(&self.weights.weight);
-        let tiles = Tiles::new(cpu, Operand::by_rows(&self.x), [weight]);
-        match (&self.weights.bias, &self.residual) {
-            (None, None) => tiles.in_place_of(&self.out, false),
-            _ => tiles,
-        }
-    }
-
-    #[inline(always)]
-    fn finish(&self, sums: &mut [f32], row: usize, columns: Range<usize>) {
-        let residual = self.residual.as_ref();
-        finish(sums, row, columns, &self.weights, residual, &self.out);
-    }
 }
 
 fn forward(cpu: &Cpu, p: &Problem, scratch: Scratch) -> Result<()> {
-    if p.of_few_rows() == Some(false) && !integers::serve([&p.weights]) {
-        let tiles = p.tiles(cpu);
-        tiles.run(
-            cpu,
-            &tiles.memory("linear", scratch)?,
-            #[inline(always)]
-            |row, columns, [sums]| p.finish(sums, row, columns),
-        );
-        return Ok(());
-    }
     for_each_row_part(
         cpu,
         &p.x,
         [&p.weights],
         scratch,
         #[inline(always)]
-        |row, columns, [sums]| p.finish(sums, row, columns),
+        |row, columns, [sums]| finish(sums, row, columns, &p.weights, p.residual.as_ref(), &p.out),
     )
 }
 

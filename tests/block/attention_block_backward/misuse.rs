@@ -205,7 +205,7 @@ const MISUSE: &[Misuse<unsloth_attention_block_backward_params>] = &[
     (
         |p| p.workspace_size = 255,
         UNSLOTH_STATUS_WORKSPACE_TOO_SMALL,
-        "attention_block_backward: workspace_size is 255 bytes, 792 are required",
+        "attention_block_backward: workspace_size is 255 bytes, 1152 are required",
     ),
     (
         |p| p.workspace = std::ptr::null_mut(),

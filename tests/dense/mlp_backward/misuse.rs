@@ -166,9 +166,9 @@ const MISUSE: &[Misuse<unsloth_mlp_backward_params>] = &[
         "mlp_backward: workspace overlaps dx",
     ),
     (
-        |p| p.workspace_size = 511,
+        |p| p.workspace_size = 767,
         UNSLOTH_STATUS_WORKSPACE_TOO_SMALL,
-        "mlp_backward: workspace_size is 511 bytes, 512 are required",
+        "mlp_backward: workspace_size is 767 bytes, 768 are required",
     ),
     (
         |p| p.workspace = std::ptr::null_mut(),
@@ -199,7 +199,7 @@ fn misuse_is_refused_and_writes_nothing() {
     );
     let (bias, dout, kept) = (input(&[5]), input(&[2, 5]), input(&[2, 6]));
     let (dx, dgate, dup) = (output(&[2, 4]), output(&[3, 4]), output(&[3, 4]));
-    let (ddown, dbias, workspace) = (output(&[5, 3]), output(&[5]), output(&[128]));
+    let (ddown, dbias, workspace) = (output(&[5, 3]), output(&[5]), output(&[192]));
     // SAFETY: integers, floats and pointers, size first.
     let mut forward: unsloth_mlp_params = unsafe { abi::zeroed_params() };
     (forward.x, forward.gate_weight) = (c_tensor(&x), c_tensor(&gate));
@@ -211,7 +211,7 @@ fn misuse_is_refused_and_writes_nothing() {
     (good.gate_up, good.dout, good.dx) = (c_tensor(&kept), c_tensor(&dout), c_tensor(&dx));
     (good.dgate_weight, good.dup_weight) = (c_tensor(&dgate), c_tensor(&dup));
     (good.ddown_weight, good.ddown_bias) = (c_tensor(&ddown), c_tensor(&dbias));
-    (good.workspace, good.workspace_size) = (workspace.data(), 512);
+    (good.workspace, good.workspace_size) = (workspace.data(), 768);
     let operation = Operation {
         name: "mlp_backward",
         supported: unsloth_mlp_backward_supported,
