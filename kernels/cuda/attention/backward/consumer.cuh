@@ -311,8 +311,9 @@ struct Consumer {
   // need not meet: what one reads of the other's dS is a turn old, so they drift apart until one's
   // exponentials run under the other's products.
   //
-  // x may be y, and z may be. They are apart where reductions of dQ, which are slow to take their
-  // operands, would else have the next product wait.
+  // Reductions are slow to take dQ from x, and a product into the same registers waits for them.
+  // So at head dim 128 x is y, and the caller exchanges y and z after each turn; at head dim 64 z
+  // is y, and dQ has registers of its own.
   template <bool kFirst, bool kLast>
   __device__ __forceinline__ void turn(float (&x)[kQ], float (&y)[kS], float (&z)[kS],
                                        uint32_t (&probabilities)[kS / 2], float4 (&delta)[kS / 8],
