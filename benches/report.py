@@ -70,6 +70,7 @@ SUMMARISED = {
     "block_backward": "mlp and attention block, gradients",
     "cross_entropy": "cross_entropy",
     "linear_blocks": "linear, weights in blocks",
+    "linear_codes": "linear, weights of codes",
     "linear_cross_entropy": "linear_cross_entropy",
     "optimizer": "optimizer",
     "attention_candle": "attention",

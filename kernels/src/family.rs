@@ -23,8 +23,12 @@ mod blocks_rows;
 mod cross_entropy_ring;
 #[path = "../cuda/linear/blocks/family.rs"]
 mod linear_blocks;
+#[path = "../cuda/linear/codes/family.rs"]
+mod linear_codes;
 #[path = "../cuda/norm/backward/family.rs"]
 mod norm_backward_ring;
+#[path = "../cuda/quantize/family.rs"]
+mod quantize;
 
 /// Every family.
 pub const FAMILIES: &[Family] = &[
@@ -33,7 +37,9 @@ pub const FAMILIES: &[Family] = &[
     blocks_rows::FAMILY,
     cross_entropy_ring::FAMILY,
     linear_blocks::FAMILY,
+    linear_codes::FAMILY,
     norm_backward_ring::FAMILY,
+    quantize::FAMILY,
 ];
 
 /// The sources in CUDA C++.

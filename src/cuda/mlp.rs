@@ -36,7 +36,6 @@ impl Plans<Problem> for Cuda {
     fn plan(&self, problem: Problem) -> Result<Plan<'_>> {
         let p = &problem;
         linear::fits(OP, ("x", &p.x), ("gate_weight", &p.gate.weight))?;
-        linear::takes(OP, "up_weight", &p.up.weight)?;
         linear::fits(OP, ("x", &p.x), ("down_weight", &p.down.weight))?;
         Ok(Plan {
             cuda: self,
@@ -410,8 +409,9 @@ fn joined(first: &Weights, second: &Weights) -> Option<Weights> {
         let layout = Layout::strided(&shape[..rank], &strides[..rank]).ok()?;
         Some(RawTensor { layout, ..*a })
     };
-    // Of blocks twice as many would be decoded at a time.
-    if first.weight.dtype.is_in_blocks() || !follows(&first.weight, &second.weight) {
+    // Of blocks twice as many would be decoded at a time; codes have scales of their own.
+    let dtype = first.weight.dtype;
+    if dtype.is_in_blocks() || dtype.is_quantized() || !follows(&first.weight, &second.weight) {
         return None;
     }
     let bias = match (&first.bias, &second.bias) {

@@ -75,6 +75,7 @@ loaded::operations!(
     optimizer,
     qk_norm_rope,
     qk_norm_rope_backward,
+    quantize,
     rope,
     swiglu,
     swiglu_backward,

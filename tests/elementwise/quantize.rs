@@ -4,15 +4,13 @@
 use crate::common::abi::{self, Misuse, Operation, absent, c_tensor};
 use crate::common::reference::quantize as reference;
 use crate::common::tensor::strided_rows;
-use crate::common::{DeviceTensor, FLOATS, TestTensor, contiguous, for_each_case, rng};
+use crate::common::{DeviceTensor, FLOATS, TestTensor, contexts, contiguous, for_each_case, rng};
 use unsloth::ffi::quantize::{
     unsloth_quantize_forward, unsloth_quantize_params, unsloth_quantize_supported,
 };
 use unsloth::ffi::status::*;
 use unsloth::ops::quantize::{self, Params, Rule};
-use unsloth::{
-    Backend, Context, ContextOptions, DType, Layout, Stream, TensorMut, TensorRef, Workspace,
-};
+use unsloth::{Backend, Context, ContextOptions, DType, Layout, Stream, TensorMut, Workspace};
 
 /// Codes of the ternary dtype that lie in a block, and its bytes.
 const BLOCK: usize = 128;
@@ -75,7 +73,7 @@ fn run(
     let mut out = Codes::new(ctx, dtype, x.layout.shape(), gap);
     let mut scale = TestTensor::poisoned(DType::F32, contiguous(scales)).upload(ctx);
     let mut sum = TestTensor::poisoned(DType::I32, contiguous(sums)).upload(ctx);
-    let params = Params {
+    let mut params = Params {
         x: device.view(),
         out: out.view(),
         scale: scale.view_mut(),
@@ -84,7 +82,20 @@ fn run(
         workspace: Workspace::none(),
     };
     quantize::supported(ctx, &params).unwrap();
-    assert_eq!(quantize::workspace_size(ctx, &params).unwrap(), 0);
+    // Two numbers of each row, and of all, where all share a scale on a GPU.
+    let size = quantize::workspace_size(ctx, &params).unwrap();
+    let shares = scales == [1] && x.layout.rank() > 1;
+    let found = if shares && ctx.backend() != Backend::Cpu {
+        8 * (x.layout.num_rows() + 1)
+    } else {
+        0
+    };
+    assert_eq!(size, found);
+    let memory = TestTensor::poisoned(DType::F32, contiguous(&[size / 4])).upload(ctx);
+    if size > 0 {
+        // SAFETY: the tensor's elements, which nothing else uses.
+        params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
+    }
     quantize::forward(ctx, &params, Stream::DEFAULT).unwrap();
     let (scale, sum) = (scale.download_output(), sum.download_output());
     [out.values(), scale.values(), sum.values()]
@@ -130,6 +141,9 @@ const CASES: &[Case] = &[
     case(&[5, 768], &[5, 2], &[5, 2], 256),
     case(&[200, 128], &[1], &[200], 0),
     case(&[2, 4096 + 640], &[2], &[2], 0),
+    // More pieces than a block of a GPU has warps.
+    case(&[2, 9 * 4096 + 128], &[2], &[2], 0),
+    case(&[3, 4096 + 128], &[1], &[3], 128),
     case(&[0, 128], &[0], &[0], 0),
     case(&[0, 128], &[1], &[0], 0),
 ];
@@ -146,45 +160,60 @@ const UNEVEN: &[Case] = &[
 
 #[test]
 fn codes_are_the_nearest() {
-    let ctx = Context::cpu().unwrap();
-    for (dtype, rule) in METHODS {
-        let most = if dtype == DType::I8 { 127.0 } else { 1.0 };
-        let uneven = if dtype == DType::I8 { UNEVEN } else { &[] };
-        for cases in [CASES, uneven] {
-            for_each_case(cases, |case| {
-                for from in FLOATS {
-                    let layout = strided_rows(case.shape, case.gap);
-                    let x = TestTensor::normal(&mut rng(), from, layout);
-                    let method = (dtype, rule);
-                    let [codes, scales, sums] =
-                        run(&ctx, &x, method, case.scales, case.sums, case.gap);
-                    let x = x.values();
-                    let shared = x.len() / scales.len().max(1);
-                    for (i, scale) in scales.iter().enumerate() {
-                        let all = &x[i * shared..][..shared];
-                        let (expected, off) = reference::scale(all, rule, most);
-                        assert!((scale - expected).abs() <= off, "{scale}, not {expected}");
-                        let mean = reference::mean(all);
-                        for (x, code) in all.iter().zip(&codes[i * shared..]) {
-                            let right = reference::is_code(*code, *x, mean, *scale, rule, most);
-                            assert!(right, "{dtype} {rule:?}: {x} by {scale} is {code}");
-                        }
+    for ctx in contexts() {
+        for (dtype, rule) in METHODS {
+            let uneven = if dtype == DType::I8 { UNEVEN } else { &[] };
+            for cases in [CASES, uneven] {
+                for_each_case(cases, |case| {
+                    for from in FLOATS {
+                        check(&ctx, (dtype, rule), from, case);
                     }
-                    let summed = x.len() / sums.len().max(1);
-                    for (i, sum) in sums.iter().enumerate() {
-                        let expected: f64 = codes[i * summed..][..summed].iter().sum();
-                        assert_eq!(*sum, expected);
-                    }
-                }
-            });
+                });
+            }
         }
+    }
+}
+
+fn check(ctx: &Context, (dtype, rule): (DType, Rule), from: DType, case: &Case) {
+    let most = if dtype == DType::I8 { 127.0 } else { 1.0 };
+    let layout = strided_rows(case.shape, case.gap);
+    let x = TestTensor::normal(&mut rng(), from, layout);
+    let method = (dtype, rule);
+    let results = run(ctx, &x, method, case.scales, case.sums, case.gap);
+    if ctx.backend() != Backend::Cpu {
+        let cpu = Context::cpu().unwrap();
+        let of_cpu = run(&cpu, &x, method, case.scales, case.sums, case.gap);
+        assert!(results == of_cpu, "{method:?}: not the CPU's bits");
+    }
+    let [codes, scales, sums] = results;
+    let x = x.values();
+    let shared = x.len() / scales.len().max(1);
+    for (i, scale) in scales.iter().enumerate() {
+        let all = &x[i * shared..][..shared];
+        let (expected, off) = reference::scale(all, rule, most);
+        assert!((scale - expected).abs() <= off, "{scale}, not {expected}");
+        let mean = reference::mean(all);
+        for (x, code) in all.iter().zip(&codes[i * shared..]) {
+            let right = reference::is_code(*code, *x, mean, *scale, rule, most);
+            assert!(right, "{dtype} {rule:?}: {x} by {scale} is {code}");
+        }
+    }
+    let summed = x.len() / sums.len().max(1);
+    for (i, sum) in sums.iter().enumerate() {
+        let expected: f64 = codes[i * summed..][..summed].iter().sum();
+        assert_eq!(*sum, expected);
     }
 }
 
 /// Rows of zeros, of what is not finite, and of the least numbers.
 #[test]
 fn what_has_no_scale_has_no_codes() {
-    let ctx = Context::cpu().unwrap();
+    for ctx in contexts() {
+        check_what_has_no_scale(&ctx);
+    }
+}
+
+fn check_what_has_no_scale(ctx: &Context) {
     let least = f64::from(f32::from_bits(1));
     for (dtype, rule) in METHODS {
         let mut values = vec![0.0; 7 * 256];
@@ -196,7 +225,7 @@ fn what_has_no_scale_has_no_codes() {
         values[5 * 256..6 * 256].fill(127.0 * least);
         values[6 * 256..].fill(-0.0);
         let x = TestTensor::of(DType::F32, &[7, 256], &values);
-        let [codes, scales, sums] = run(&ctx, &x, (dtype, rule), &[7], &[7], 0);
+        let [codes, scales, sums] = run(ctx, &x, (dtype, rule), &[7], &[7], 0);
         let is_finite = scales.iter().map(|s| s.is_finite()).collect::<Vec<_>>();
         assert_eq!(is_finite, [true, true, false, false, false, true, true]);
         let most = if dtype == DType::I8 { 127.0 } else { 1.0 };
@@ -209,18 +238,19 @@ fn what_has_no_scale_has_no_codes() {
         assert_eq!([scales[0], scales[6]], [0.0; 2]);
         assert_eq!(scales[5], 127.0 * least / most);
         // One for all is of all.
-        let [codes, scales, _] = run(&ctx, &x, (dtype, rule), &[1], &[7], 0);
+        let [codes, scales, _] = run(ctx, &x, (dtype, rule), &[1], &[7], 0);
         assert!(!scales[0].is_finite() && codes.iter().all(|c| *c == 0.0));
     }
 }
 
 #[test]
 fn ties_go_to_even_codes() {
-    let ctx = Context::cpu().unwrap();
     let x = TestTensor::of(DType::F32, &[6], &[254.0, 1.0, 3.0, -1.0, -3.0, -254.0]);
-    let [codes, scales, sums] = run(&ctx, &x, (DType::I8, Rule::AbsMax), &[1], &[1], 0);
-    assert_eq!(codes, [127.0, 0.0, 2.0, 0.0, -2.0, -127.0]);
-    assert_eq!((scales[0], sums[0]), (2.0, 0.0));
+    for ctx in contexts() {
+        let [codes, scales, sums] = run(&ctx, &x, (DType::I8, Rule::AbsMax), &[1], &[1], 0);
+        assert_eq!(codes, [127.0, 0.0, 2.0, 0.0, -2.0, -127.0]);
+        assert_eq!((scales[0], sums[0]), (2.0, 0.0));
+    }
 }
 
 #[test]
@@ -365,46 +395,21 @@ const MISUSE: &[Misuse<unsloth_quantize_params>] = &[
 
 #[test]
 fn misuse_is_refused_and_writes_nothing() {
-    let ctx = Context::cpu().unwrap();
-    let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[2, 256])).upload(&ctx);
-    let poisoned =
-        |dtype, shape: &[usize]| TestTensor::poisoned(dtype, contiguous(shape)).upload(&ctx);
-    let (out, scale) = (poisoned(DType::I8, &[2, 256]), poisoned(DType::F32, &[2]));
-    let sum = poisoned(DType::I32, &[2]);
-    // SAFETY: integers and pointers, size first.
-    let mut good: unsloth_quantize_params = unsafe { abi::zeroed_params() };
-    (good.x, good.out) = (c_tensor(&x), c_tensor(&out));
-    (good.scale, good.sum) = (c_tensor(&scale), c_tensor(&sum));
-    let operation = Operation {
-        name: "quantize",
-        supported: unsloth_quantize_supported,
-        forward: unsloth_quantize_forward,
-    };
-    operation.check(good, MISUSE, &[&out, &scale, &sum]);
-}
-
-/// What has no kernel says so.
-#[test]
-fn other_backends_refuse() {
-    for ctx in crate::common::contexts()
-        .into_iter()
-        .filter(|ctx| ctx.backend() != Backend::Cpu)
-    {
-        let null = std::ptr::null_mut;
-        // SAFETY: queries do not look at data.
-        let params = unsafe {
-            Params {
-                x: TensorRef::from_raw(null(), DType::F32, contiguous(&[2, 64])),
-                out: TensorMut::from_raw(null(), DType::I8, contiguous(&[2, 64])),
-                scale: TensorMut::from_raw(null(), DType::F32, contiguous(&[2])),
-                sum: None,
-                rule: Rule::AbsMax,
-                workspace: Workspace::none(),
-            }
+    for (memory, ctx) in abi::backends() {
+        let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[2, 256])).upload(&memory);
+        let poisoned =
+            |dtype, shape: &[usize]| TestTensor::poisoned(dtype, contiguous(shape)).upload(&memory);
+        let (out, scale) = (poisoned(DType::I8, &[2, 256]), poisoned(DType::F32, &[2]));
+        let sum = poisoned(DType::I32, &[2]);
+        // SAFETY: integers and pointers, size first.
+        let mut good: unsloth_quantize_params = unsafe { abi::zeroed_params() };
+        (good.x, good.out) = (c_tensor(&x), c_tensor(&out));
+        (good.scale, good.sum) = (c_tensor(&scale), c_tensor(&sum));
+        let operation = Operation {
+            name: "quantize",
+            supported: unsloth_quantize_supported,
+            forward: unsloth_quantize_forward,
         };
-        let error = quantize::supported(&ctx, &params).unwrap_err().to_string();
-        let expected =
-            "quantize: ctx is on the cuda backend, which has no kernel for this operation";
-        assert_eq!(error, expected);
+        operation.check_on(&ctx, good, MISUSE, &[&out, &scale, &sum]);
     }
 }

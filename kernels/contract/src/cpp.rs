@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::{Activation, Blocks, Float, attention, linear};
+use crate::{Activation, Blocks, Float, attention, linear, quantize};
 
 /// A header that declares what kernels in CUDA C++ need of this crate.
 pub fn header() -> String {
@@ -26,6 +26,8 @@ pub fn header() -> String {
         Mask: attention::Mask,
         Part: attention::Part,
         Epilogue: linear::Epilogue,
+        QuantizeKind: quantize::Kind,
+        Rule: quantize::Rule,
     }
     let _ = writeln!(
         text,

@@ -88,6 +88,12 @@ codes! {
         Q4K = 14,
         /// 16 times 16 of 6 bits, less 32, each with a scale of 8 bits.
         Q6K = 15,
+        /// 256 digits of base 3, less 1, and their f16 scale.
+        Tq1_0 = 16,
+        /// 256 times 2 bits, less 1, and their f16 scale.
+        Tq2_0 = 17,
+        /// 64 times 2 bits, less 1, and their f16 scale.
+        Q2_0 = 18,
         /// As Q4_0 with a fifth bit, less 16.
         Q5_0 = 19,
         /// As Q4_1 with a fifth bit.
@@ -373,6 +379,33 @@ pub mod optimizer {
         pub const VECTORS: u32 = 12;
         /// The group.
         pub const GROUP: u32 = 16;
+    }
+}
+
+/// Rounding to codes.
+pub mod quantize {
+    codes! {
+        /// What a kernel is made for.
+        pub enum Kind {
+            /// Codes, and the scales of groups.
+            Codes = 0,
+            /// What a row adds to the scale of all.
+            Rows = 1,
+            /// The scale of all.
+            Scale = 2,
+        }
+    }
+
+    codes! {
+        /// What a scale is, by its value in the C ABI.
+        pub enum Rule {
+            /// The greatest magnitude by the greatest code.
+            AbsMax = 0,
+            /// The mean magnitude.
+            AbsMean = 1,
+            /// The mean of the magnitudes above a threshold.
+            Threshold = 2,
+        }
     }
 }
 

@@ -19,6 +19,7 @@
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
 #define __forceinline__ inline
+#define __noinline__
 
 #define threadIdx (machine::block->self().index)
 #define blockIdx (machine::block->index())
@@ -82,6 +83,11 @@ inline float __fdividef(float a, float b) {
 }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 
+// Not part of a sum that follows.
+inline float __fmul_rn(float a, float b) {
+  volatile float product = a * b;
+  return product;
+}
 inline float normcdff(float x) { return 0.5f * erfcf(-x * 0.70710678f); }
 // The low word of two that are shifted to the right.
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
@@ -258,6 +264,33 @@ void multiply(const Fragments *given, Sums *taken) {
       float sum = 0;
       for (unsigned k = 0; k < 8 * numbers; k++) sum += a[row][k] * b[column][k];
       taken[i].of[n] = given[i].c[n] + sum;
+    }
+  }
+}
+
+// PTX ISA, "Matrix fragments for mma.m16n8k32" of 8 bits: as above, a word being four numbers.
+struct Bytes {
+  uint32_t a[4], b[2];
+};
+struct Integers {
+  int32_t of[4];
+};
+inline void multiply_bytes(const Bytes *given, Integers *taken) {
+  int8_t a[16][32], b[8][32];
+  for (unsigned i = 0; i < kWarp; i++) {
+    const unsigned g = i / 4, t = i % 4;
+    for (unsigned word = 0; word < 4; word++) {
+      const unsigned inner = word / 2 * 16 + 4 * t;
+      memcpy(&a[g + word % 2 * 8][inner], &given[i].a[word], 4);
+      if (word % 2 == 0) memcpy(&b[g][inner], &given[i].b[word / 2], 4);
+    }
+  }
+  for (unsigned i = 0; i < kWarp; i++) {
+    for (unsigned n = 0; n < 4; n++) {
+      const unsigned row = i / 4 + n / 2 * 8, column = 2 * (i % 4) + n % 2;
+      int32_t sum = 0;
+      for (unsigned k = 0; k < 32; k++) sum += a[row][k] * b[column][k];
+      taken[i].of[n] = sum;
     }
   }
 }

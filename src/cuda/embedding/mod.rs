@@ -43,7 +43,6 @@ impl Run for Problem {
 
 /// Whether there is a kernel for the problem.
 fn supported(p: &Problem) -> Result<()> {
-    super::linear::takes(OP, "table", &p.table)?;
     if p.table.dtype.is_in_blocks() {
         return blocks::fit(OP, "ids", rows(p).rows_per_launch(), p.table.layout.dim(1));
     }

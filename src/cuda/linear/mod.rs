@@ -1,10 +1,12 @@
 //! Linear layers on the GPU: which kernel a product gets, and its launch.
 //!
 //! Products of few rows are bound by reading the weights, which the kernels of this library do once; those of more rows go to cuBLASLt
-//! where there is one that serves their dtypes, and to kernels of this library otherwise. Weights in blocks are in `blocks`.
+//! where there is one that serves their dtypes, and to kernels of this library otherwise. Weights in blocks are in `blocks`, those
+//! of codes whose scales lie apart in `codes`.
 
 mod backward;
 mod blocks;
+mod codes;
 mod part;
 
 use contract::linear::Epilogue as EpilogueCode;
@@ -53,6 +55,7 @@ pub(crate) struct Kernels {
     forms: Vec<Form>,
     backward: backward::Kernels,
     blocks: blocks::Kernels,
+    codes: codes::Kernels,
     library: Option<Library>,
     tuning: tuning::Linear,
 }
@@ -89,6 +92,7 @@ impl Kernels {
             forms,
             backward: backward::kernels(resources)?,
             blocks: blocks::kernels(resources)?,
+            codes: codes::kernels(resources)?,
             library: Library::open(OP, resources.tuning.linear)?,
             tuning: resources.tuning.linear,
         })
@@ -204,7 +208,7 @@ impl problem::Plan for Plan<'_> {
         Implementation::Cuda
     }
 
-    /// The decoded weight, where it is in blocks and rows are many.
+    /// The decoded weight, where it is in blocks and rows are many; rows of codes, where it has codes.
     fn needed(&self) -> usize {
         needed_scratch(&self.problem.x, &self.problem.weights)
     }
@@ -218,33 +222,21 @@ impl problem::Plan for Plan<'_> {
     }
 }
 
-/// Whether there are kernels for a weight's dtype.
-pub(crate) fn takes(op: &'static str, name: &'static str, weight: &RawTensor) -> Result<()> {
-    let dtype = weight.dtype;
-    if dtype.is_float() || contract::Blocks::from_code(dtype as u32).is_some() {
-        return Ok(());
-    }
-    let problem = text!(
-        "has dtype {dtype}, the CUDA backend takes f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k"
-    );
-    Err(Error::unsupported(op, name, problem))
-}
-
 /// Bytes of workspace without which a product is not computed.
 pub(super) fn needed_scratch(x: &RawTensor, weights: &Weights) -> usize {
-    match weights.weight.dtype.is_in_blocks() {
-        true => blocks::decoded_bytes(x, weights),
-        false => 0,
+    match weights.weight.dtype {
+        dtype if dtype.is_in_blocks() => blocks::decoded_bytes(x, weights),
+        dtype if dtype.is_quantized() => codes::rounded_bytes(x, weights),
+        _ => 0,
     }
 }
 
-/// Whether there are kernels for the weight, sizes are within what they count in 32 bits, and tiles of columns within a grid.
+/// Whether sizes are within what kernels count in 32 bits, and tiles of columns within a grid.
 pub(super) fn fits(
     op: &'static str,
     (x_name, x): (&'static str, &RawTensor),
     (weight_name, weight): (&'static str, &RawTensor),
 ) -> Result<()> {
-    takes(op, weight_name, weight)?;
     let most = i32::MAX as usize;
     let sizes = [
         (x_name, "rows", x.layout.num_rows(), most),
@@ -271,6 +263,11 @@ impl<'a> Product<'a> {
         }
     }
 
+    /// Whether the output has more bits than `x`: it is f32 then.
+    fn is_wide(&self) -> bool {
+        self.out.dtype != self.x.dtype
+    }
+
     fn rows(&self) -> Rows<3> {
         let (other, _) = self.epilogue.parts();
         let other = other.unwrap_or(self.out);
@@ -280,7 +277,11 @@ impl<'a> Product<'a> {
 
 /// The workspace with which a product is computed the fastest, in bytes. Data pointers are not looked at.
 pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
-    if p.weights.weight.dtype.is_in_blocks() {
+    let dtype = p.weights.weight.dtype;
+    if dtype.is_quantized() {
+        return Ok(codes::rounded_bytes(p.x, p.weights));
+    }
+    if dtype.is_in_blocks() {
         return blocks::scratch_size(cuda, p);
     }
     let (Some(library), false) = (&cuda.linear.library, p.out.layout.is_empty()) else {
@@ -313,9 +314,10 @@ pub(super) fn multiply(
     if p.out.layout.is_empty() {
         return Ok(());
     }
-    match p.weights.weight.dtype.is_in_blocks() {
-        true => blocks::multiply(cuda, p, scratch, stream),
-        false => multiply_floats(cuda, p, scratch, stream),
+    match p.weights.weight.dtype {
+        dtype if dtype.is_in_blocks() => blocks::multiply(cuda, p, scratch, stream),
+        dtype if dtype.is_quantized() => codes::multiply(cuda, p, scratch, stream),
+        _ => multiply_floats(cuda, p, scratch, stream),
     }
 }
 

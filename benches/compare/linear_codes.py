@@ -1,0 +1,98 @@
+"""Products with weights of 8 or 2 bits whose scales lie apart, beside torch's (cuBLAS) with bf16 and
+with 8-bit ones, and a copy of as many bytes; and the rounding of rows, which is a part of ours, alone."""
+
+import ctypes
+
+import torch
+from common import OURS, Record, agree, copies, graphs, num_sets, randn
+
+# Value in the C ABI, weights of a byte, greatest code.
+DTYPES = {"i8": (9, 1, 127), "ternary": (10, 4, 1)}
+# (out_features, in_features): BitNet b1.58 2B-4T's and the other shapes of its own kernel.
+LAYERS = [(2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912), (3200, 3200), (4800, 3200), (3200, 10240), (20480, 3200)]
+MORE = {(13824, 2560): (16, 32, 64, 512, 4096)}
+METHOD = (
+    "Microseconds of one call: a graph of calls on weights that together exceed the cache, replayed by turns, medians. Ours rounds x to "
+    "8 bits in each call. `copy` moves as many bytes as weights, x and output have, half read and half written. `torch` multiplies by bf16 "
+    "weights, `torch int8` by 8-bit ones without scales (from 17 rows on)."
+)
+
+
+def compare(ctx):
+    record = Record("linear_codes", ctx.library, METHOD)
+    for rows, k in ((1, 4096), (64, 4096), (8192, 4096), (8192, 14336)):
+        rounding(ctx, record, rows, k)
+    for n, k in LAYERS:
+        plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
+        for name in DTYPES:
+            layer(ctx, record, name, n, k, plain, (1, 4, *MORE.get((n, k), ())))
+        torch.cuda.empty_cache()
+
+
+def rounding(ctx, record, rows, k):
+    x, out = randn(rows, k), torch.empty(rows, k, device="cuda", dtype=torch.int8)
+    scale, sums = torch.empty(rows, device="cuda"), torch.empty(rows, device="cuda", dtype=torch.int32)
+    ours = ctx.op("quantize", x=x, out=out, scale=scale, sum=sums)
+    moved = x.numel() * 3 + rows * 8
+    contenders = {OURS: lambda i: ours(), "copy": copies(-(-moved // (1 << 16)) << 16)}
+    for contender in contenders.values():
+        contender(0)
+    agree(f"{rows}x{k}", {"x": x, OURS: out.float() * scale[:, None]})
+    record.add(f"round m{rows} k{k}", graphs(contenders, seconds=0.1), dtype="bf16", bytes=moved)
+
+
+def described(ctx, codes, name, n, k, scale):
+    """Codes as an `unsloth_tensor`, with one scale."""
+    quantization = ctx.library.structs["unsloth_quantization"]()
+    quantization.struct_size = ctypes.sizeof(quantization)
+    quantization.scale.data, quantization.scale.dtype, quantization.scale.rank = scale.data_ptr(), 1, 1
+    quantization.scale.shape[0] = 1
+    tensor = ctx.library.structs["unsloth_tensor"]()
+    tensor.data, tensor.dtype, tensor.rank = codes.data_ptr(), DTYPES[name][0], 2
+    tensor.shape[0], tensor.shape[1] = n, k
+    tensor.quantization = ctypes.addressof(quantization)
+    return tensor, quantization  # which the tensor points to
+
+
+def quantized(ctx, weight, name):
+    """The weight's codes by the operation, its scale, and what they stand for."""
+    n, k = weight.shape
+    value, per_byte, most = DTYPES[name]
+    codes = torch.empty(n, k // per_byte, device="cuda", dtype=torch.int8)
+    scale = weight.float().abs().mean() if name == "ternary" else weight.float().abs().max() / most
+    of_codes = (weight.float() / scale).round().clamp(-most, most)
+    if name == "ternary":
+        blocks = (of_codes.view(n, k // 128, 4, 32) + 1).to(torch.uint8)
+        packed = blocks[:, :, 0] | blocks[:, :, 1] << 2 | blocks[:, :, 2] << 4 | blocks[:, :, 3] << 6
+        codes.copy_(packed.reshape(n, k // 4).view(torch.int8))
+    else:
+        codes.copy_(of_codes)
+    return codes, scale.reshape(1), of_codes
+
+
+def layer(ctx, record, name, n, k, plain, counts):
+    size = n * k // DTYPES[name][1]
+    sets = num_sets(size)
+    made = [quantized(ctx, plain[i % len(plain)], name) for i in range(sets)]
+    weights = [described(ctx, codes, name, n, k, scale) for codes, scale, _ in made]
+    meant = made[0][2] * made[0][1]
+    made = [(codes, scale, None) for codes, scale, _ in made]
+    for rows in counts:
+        x, out = randn(rows, k), torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+        ours = [ctx.op("linear", x=x, weight=weight, out=out) for weight, _ in weights]
+        ours[0]()
+        agree(f"{name} {rows}x{k} by {n}", {"torch": x.float() @ meant.t(), OURS: out})
+        theirs = torch.empty_like(out)
+        contenders = {
+            OURS: lambda i: ours[i % sets](),
+            "torch": lambda i: torch.mm(x, plain[i % len(plain)].t(), out=theirs),
+        }
+        if name == "i8" and rows > 16:
+            rounded = torch.randint(-127, 128, (rows, k), device="cuda", dtype=torch.int8)
+            contenders["torch int8"] = lambda i: torch._int_mm(rounded, made[i % sets][0].t())
+        moved = size + (x.numel() + out.numel()) * 2
+        contenders["copy"] = copies(-(-moved // (1 << 16)) << 16)
+        for contender in contenders.values():
+            contender(0)
+        times = graphs(contenders, seconds=0.1)
+        record.add(f"{name} m{rows} n{n} k{k}", times, dtype="bf16", bytes=moved, flops=2 * rows * n * k)

@@ -1,0 +1,3 @@
+#include "quantize.cuh"
+
+UNSLOTH_QUANTIZE_OF(bf16, __nv_bfloat16)

@@ -1,0 +1,3 @@
+#include "quantize.cuh"
+
+UNSLOTH_QUANTIZE_OF(f32, float)

@@ -1,0 +1,352 @@
+// Rounding to codes of 8 or 2 bits, with a scale for each group of a row or for all.
+//
+// A warp or a block takes a group: it reads it for the scale, and again, from the cache, for the
+// codes. Where all share a scale, the rows' shares of it are written to the workspace first, and a
+// block makes the scale of them.
+//
+// The results are the bits that the CPU gives: magnitudes are added in the order that the operation
+// documents, in f32 within pieces and in f64 between them, and quotients are rounded as IEEE has
+// it. It is CUDA C++ for that and for the bytes of codes: CubeCL's `round` takes halves away from
+// zero.
+#pragma once
+
+#include "common/rows.cuh"
+#include "common/vector.cuh"
+#include "quantize/arguments.h"
+
+namespace unsloth {
+
+using Arguments = QuantizeArguments;
+
+constexpr uint32_t kWarps = 8;
+constexpr uint32_t kThreads = kWarps * 32;
+constexpr uint32_t kAll = ~0u;
+// Neighbours whose magnitudes are added in f32.
+constexpr uint32_t kPiece = 4096;
+// Codes of a block of the ternary dtype, and its bytes.
+constexpr uint32_t kBlock = 128;
+constexpr uint32_t kBlockBytes = kBlock / 4;
+
+// Shared memory: a word for each warp; what as many rows found as there are threads.
+constexpr int32_t kWarpsBytes = kWarps * sizeof(uint32_t);
+constexpr int32_t kRowsBytes = kThreads * sizeof(float2);
+
+// Magnitudes above some threshold.
+struct Magnitudes {
+  double sum;
+  uint64_t count;
+
+  __device__ __forceinline__ float mean() const {
+    return count == 0 ? 0.0f : static_cast<float>(sum / static_cast<double>(count));
+  }
+};
+
+// What codes follow from.
+struct Scale {
+  float scale, threshold;
+};
+
+__device__ __forceinline__ bool is_rule(uint32_t rule, Rule of) {
+  return rule == static_cast<uint32_t>(of);
+}
+
+// The scale of `kThreshold`, given the mean of all and what is above the threshold.
+__device__ __forceinline__ float scale_above(float mean, const Magnitudes &above) {
+  return isfinite(mean) ? above.mean() : mean;
+}
+
+__device__ __forceinline__ int32_t sum_of_warp(int32_t x) {
+#pragma unroll
+  for (uint32_t by = 16; by > 0; by /= 2) x += __shfl_xor_sync(kAll, x, by);
+  return x;
+}
+
+// A group, and the threads that share it.
+template <class T>
+class Group {
+ public:
+  __device__ __forceinline__ Group(const T *x, uint32_t length, bool vectors, uint32_t warps,
+                                   uint32_t *shared)
+      : x_(x),
+        length_(length),
+        vectors_(vectors),
+        warps_(warps),
+        warp_(warps == 1 ? 0 : threadIdx.x / 32),
+        lane_(threadIdx.x % 32),
+        shared_(shared) {}
+
+  __device__ __forceinline__ bool is_first() const { return warp_ == 0 && lane_ == 0; }
+
+  // The bits of the greatest magnitude, in whose order the numbers are; NaN is above all.
+  __device__ __forceinline__ uint32_t greatest() const {
+    constexpr uint32_t kWidth = Vector<T>::kWidth;
+    uint32_t most = 0;
+    if (vectors_) {
+      const uint4 *vectors = reinterpret_cast<const uint4 *>(x_);
+#pragma unroll 4
+      for (uint32_t i = thread(); i < length_ / kWidth; i += threads()) {
+        float numbers[kWidth];
+        Vector<T>::unpack(vectors[i], numbers);
+#pragma unroll
+        for (uint32_t j = 0; j < kWidth; j++) most = max(most, magnitude(numbers[j]));
+      }
+    } else {
+      for (uint32_t i = thread(); i < length_; i += threads()) {
+        most = max(most, magnitude(number(i)));
+      }
+    }
+    most = static_cast<uint32_t>(__reduce_max_sync(kAll, static_cast<int>(most)));
+    if (warps_ == 1) return most;
+    put(most);
+    for (uint32_t w = 0; w < kWarps; w++) most = max(most, shared_[w]);
+    __syncthreads();
+    return most;
+  }
+
+  // The sum and the number of the magnitudes above `least`.
+  __device__ __forceinline__ Magnitudes magnitudes(float least) const {
+    Magnitudes found = {0, 0};
+    for (uint32_t first = 0; first < length_; first += min(warps_ * kPiece, length_ - first)) {
+      const uint32_t start = first + min(warp_ * kPiece, length_ - first);
+      const uint32_t len = min(kPiece, length_ - start);
+      float sum = 0;
+      int32_t count = 0;
+#pragma unroll 8
+      for (uint32_t i = lane_; i < len; i += 32) {
+        const float x = fabsf(number(start + i));
+        const bool taken = x > least || isnan(x);  // NaN shows in the sum
+        sum += taken ? x : 0.0f;
+        count += taken;
+      }
+#pragma unroll
+      for (uint32_t by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(kAll, sum, by);
+      found.count += sum_of_warp(count);
+      if (warps_ == 1) {
+        found.sum += static_cast<double>(sum);
+        continue;
+      }
+      put(__float_as_uint(sum));
+      for (uint32_t w = 0; w < kWarps && w * kPiece < length_ - first; w++) {
+        found.sum += static_cast<double>(__uint_as_float(shared_[w]));
+      }
+      __syncthreads();
+    }
+    if (least < 0) {
+      found.count = length_;
+    } else if (warps_ > 1) {
+      // A row has fewer elements than 32 bits count.
+      found.count = total(static_cast<int32_t>(found.count));
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ Scale scale(uint32_t rule, float most) const {
+    if (is_rule(rule, Rule::kAbsMax)) return {__uint_as_float(greatest()) / most, 0};
+    const float mean = magnitudes(-1).mean();
+    const float threshold = 0.7f * mean;
+    if (is_rule(rule, Rule::kAbsMean)) return {mean, threshold};
+    return {scale_above(mean, magnitudes(threshold)), threshold};
+  }
+
+  // Writes the codes, and of those of 8 bits zeros up to `padded`; gives their sum.
+  template <bool kTernary>
+  __device__ __forceinline__ int32_t encode(const Scale &scale, uint32_t rule, uint8_t *out,
+                                            uint32_t padded) const {
+    constexpr float kMost = kTernary ? 1 : 127;
+    const auto code = [&](float x) -> int32_t {
+      if (!isfinite(scale.scale) || scale.scale == 0) return 0;
+      if (is_rule(rule, Rule::kThreshold)) return (x > scale.threshold) - (x < -scale.threshold);
+      return static_cast<int32_t>(fminf(fmaxf(rintf(x / scale.scale), -kMost), kMost));
+    };
+    int32_t sum = 0;
+    if constexpr (kTernary) {
+      // A lane has a byte, whose codes lie 32 apart.
+      const uint32_t first = warp_ * kBlock, step = warps_ * kBlock;
+      for (uint32_t start = first; start < length_; start += step) {
+        uint32_t byte = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+          const int32_t of = code(number(start + i * kBlockBytes + lane_));
+          sum += of;
+          byte |= static_cast<uint32_t>(of + 1) << 2 * i;
+        }
+        out[start / 4 + lane_] = static_cast<uint8_t>(byte);
+      }
+    } else if (vectors_) {
+      constexpr uint32_t kWidth = Vector<T>::kWidth;
+      const uint4 *vectors = reinterpret_cast<const uint4 *>(x_);
+      uint32_t *words = reinterpret_cast<uint32_t *>(out);
+#pragma unroll 4
+      for (uint32_t i = thread(); i < length_ / kWidth; i += threads()) {
+        float numbers[kWidth];
+        Vector<T>::unpack(vectors[i], numbers);
+#pragma unroll
+        for (uint32_t w = 0; w < kWidth / 4; w++) {
+          uint32_t word = 0;
+#pragma unroll
+          for (uint32_t j = 0; j < 4; j++) {
+            const int32_t of = code(numbers[4 * w + j]);
+            sum += of;
+            word |= (static_cast<uint32_t>(of) & 255) << 8 * j;
+          }
+          words[i * (kWidth / 4) + w] = word;
+        }
+      }
+    } else {
+      for (uint32_t i = thread(); i < length_; i += threads()) {
+        const int32_t of = code(number(i));
+        sum += of;
+        out[i] = static_cast<uint8_t>(of);
+      }
+    }
+    if constexpr (!kTernary) {
+      for (uint32_t i = length_ + thread(); i < padded; i += threads()) out[i] = 0;
+    }
+    sum = sum_of_warp(sum);
+    return warps_ == 1 ? sum : total(sum);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t thread() const { return warp_ * 32 + lane_; }
+  __device__ __forceinline__ uint32_t threads() const { return warps_ * 32; }
+  __device__ __forceinline__ float number(uint32_t i) const { return static_cast<float>(x_[i]); }
+  static __device__ __forceinline__ uint32_t magnitude(float x) {
+    return __float_as_uint(x) & 0x7fffffff;
+  }
+
+  // Gives each warp's value to all; they meet again before the next.
+  __device__ __forceinline__ void put(uint32_t value) const {
+    if (lane_ == 0) shared_[warp_] = value;
+    __syncthreads();
+  }
+
+  // The sum over the block's warps.
+  __device__ __forceinline__ int32_t total(int32_t of_warp) const {
+    put(static_cast<uint32_t>(of_warp));
+    int32_t sum = 0;
+    for (uint32_t w = 0; w < kWarps; w++) sum += static_cast<int32_t>(shared_[w]);
+    __syncthreads();
+    return sum;
+  }
+
+  const T *const x_;
+  const uint32_t length_;
+  const bool vectors_;
+  const uint32_t warps_, warp_, lane_;
+  // A word for each warp.
+  uint32_t *const shared_;
+};
+
+// The group of this warp or block, counted over the launch's rows; none behind the last.
+__device__ __forceinline__ uint64_t group_of(const Arguments &p) {
+  const uint32_t per_block = kWarps / p.warps;
+  const uint32_t of_block = p.warps == 1 ? threadIdx.x / 32 : 0;
+  return static_cast<uint64_t>(blockIdx.x) * per_block + of_block;
+}
+
+template <class T>
+__device__ __forceinline__ const T *start_of(const Arguments &p, uint32_t row) {
+  const Strides strides = {p.x_0, p.x_1, p.x_2};
+  return reinterpret_cast<const T *>(static_cast<const uint8_t *>(p.x) +
+                                     row_start(row, strides, p));
+}
+
+// Codes, sums, and the scales unless all share one. Grid: groups.
+template <class T, bool kTernary>
+__device__ __forceinline__ void codes(const Arguments &p, uint4 *dynamic) {
+  uint32_t *shared = reinterpret_cast<uint32_t *>(dynamic);
+  const uint64_t index = group_of(p);
+  if (index >= static_cast<uint64_t>(p.num_rows) * p.groups) return;
+  const auto row = static_cast<uint32_t>(index / p.groups);
+  const uint64_t first = (index - static_cast<uint64_t>(row) * p.groups) * p.length;
+  const Group<T> group(start_of<T>(p, row) + first, p.length, p.vectors != 0, p.warps, shared);
+  const bool own = p.shared == nullptr;
+  const Scale scale =
+      own ? group.scale(p.rule, kTernary ? 1 : 127) : Scale{p.shared->x, p.shared->y};
+  const Strides strides = {p.out_0, p.out_1, p.out_2};
+  uint8_t *out = p.out + row_start(row, strides, p) + (kTernary ? first / 4 : first);
+  const int32_t sum = group.template encode<kTernary>(scale, p.rule, out, p.padded);
+  if (!group.is_first()) return;
+  const uint64_t at = static_cast<uint64_t>(p.first_row) * p.groups + index;
+  if (own) p.scale[at] = scale.scale;
+  if (p.sum != nullptr) p.sum[at] = sum;
+}
+
+// What each row adds to the scale of all: its greatest magnitude; or the sum of magnitudes and the
+// bits of their number. Grid: rows.
+template <class T>
+__device__ __forceinline__ void row_statistics(const Arguments &p, uint4 *dynamic) {
+  uint32_t *shared = reinterpret_cast<uint32_t *>(dynamic);
+  const uint64_t row = group_of(p);
+  if (row >= p.num_rows) return;
+  const T *x = start_of<T>(p, static_cast<uint32_t>(row));
+  const Group<T> group(x, p.length, p.vectors != 0, p.warps, shared);
+  float2 found = {0, 0};
+  if (is_rule(p.rule, Rule::kAbsMax)) {
+    found.x = __uint_as_float(group.greatest());
+  } else {
+    const Magnitudes of_row = group.magnitudes(p.second ? p.shared->y : -1);
+    found = {static_cast<float>(of_row.sum), __uint_as_float(static_cast<uint32_t>(of_row.count))};
+  }
+  if (group.is_first()) p.rows_found[p.first_row + row] = found;
+}
+
+// The scale that all share, of what their rows gave. One block.
+__device__ __forceinline__ void scale_of_all(const Arguments &p, uint4 *dynamic, float most) {
+  float2 *rows = reinterpret_cast<float2 *>(dynamic);
+  uint32_t greatest = 0;
+  Magnitudes all = {0, 0};
+  for (uint32_t first = 0; first < p.num_rows; first += min(kThreads, p.num_rows - first)) {
+    const uint32_t count = min(kThreads, p.num_rows - first);
+    if (threadIdx.x < count) rows[threadIdx.x] = p.rows_found[first + threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (uint32_t i = 0; i < count; i++) {
+        greatest = max(greatest, __float_as_uint(rows[i].x));
+        all.sum += static_cast<double>(rows[i].x);
+        all.count += __float_as_uint(rows[i].y);
+      }
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
+  Scale scale = {__uint_as_float(greatest) / most, 0};
+  if (!is_rule(p.rule, Rule::kAbsMax)) {
+    if (p.second) {
+      scale = {scale_above(p.shared->x, all), p.shared->y};
+    } else {
+      all.count = p.num_elements;
+      const float mean = all.mean();
+      scale = {mean, 0.7f * mean};
+    }
+  }
+  *p.shared = {scale.scale, scale.threshold};
+  *p.scale = scale.scale;
+}
+
+}  // namespace unsloth
+
+// Instantiates a kernel, and beside it what the host must know of it.
+#define UNSLOTH_QUANTIZE(name, kind, dtype, ternary, bytes, ...)                                   \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 4)                               \
+      quantize_##name(const __grid_constant__ QuantizeArguments params) {                          \
+    extern __shared__ uint4 dynamic[];                                                             \
+    unsloth::__VA_ARGS__;                                                                          \
+  }                                                                                                \
+  extern "C" __device__ const QuantizeLaunch quantize_##name##_launch = {                          \
+      static_cast<int32_t>(unsloth::QuantizeKind::kind), dtype, ternary, unsloth::kThreads, bytes, \
+  };
+
+// For each dtype of x.
+#define UNSLOTH_QUANTIZE_OF(name, type)                                                    \
+  UNSLOTH_QUANTIZE(codes_##name, kCodes, static_cast<int32_t>(unsloth::kDtype<type>), 0,   \
+                   unsloth::kWarpsBytes, codes<type, false>(params, dynamic))              \
+  UNSLOTH_QUANTIZE(ternary_##name, kCodes, static_cast<int32_t>(unsloth::kDtype<type>), 1, \
+                   unsloth::kWarpsBytes, codes<type, true>(params, dynamic))               \
+  UNSLOTH_QUANTIZE(rows_##name, kRows, static_cast<int32_t>(unsloth::kDtype<type>), 0,     \
+                   unsloth::kWarpsBytes, row_statistics<type>(params, dynamic))
+
+// The scale of all, by the greatest code.
+#define UNSLOTH_QUANTIZE_SCALE(name, ternary, most)               \
+  UNSLOTH_QUANTIZE(name, kScale, 0, ternary, unsloth::kRowsBytes, \
+                   scale_of_all(params, dynamic, most))
