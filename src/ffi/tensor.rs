@@ -40,7 +40,7 @@ pub const UNSLOTH_DTYPE_I8: unsloth_dtype = 9;
 /// elements. Scales lie apart: `unsloth_quantize_forward` writes both.
 pub const UNSLOTH_DTYPE_TERNARY: unsloth_dtype = 10;
 /// GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes. Weights and
-/// tables of embeddings may be in blocks, on CUDA not in those of `TQ1_0`, `TQ2_0` and `Q2_0`.
+/// tables of embeddings may be in blocks.
 /// Shapes and strides are in elements; a row is whole blocks, one behind the other, and may begin at
 /// any address: no alignment is asked for, and nothing past the last block is read.
 pub const UNSLOTH_DTYPE_Q8_0: unsloth_dtype = 11;
@@ -104,7 +104,7 @@ pub struct unsloth_tensor {
     pub reserved: [u32; 3],
 }
 
-/// How the elements of a tensor become numbers: `(element - zero) * scale`. On the CPU the weights of
+/// How the elements of a tensor become numbers: `(element - zero) * scale`. The weights of
 /// `linear`, `mlp` and `attention_block` may have one where they are i8 or ternary, with f32 scales
 /// `[s]`, contiguous, of which each is that of as many rows, and without `zero`. Everything else is
 /// answered by `UNSLOTH_STATUS_UNSUPPORTED`.

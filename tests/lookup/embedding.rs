@@ -160,11 +160,7 @@ fn ids_outside_are_refused_before_anything_is_written() {
 fn rows_in_blocks_are_decoded() {
     let rng = &mut rng();
     let all = contexts();
-    let formats = |ctx| {
-        blocks::formats(Context::backend(ctx))
-            .iter()
-            .map(move |f| (ctx, *f))
-    };
+    let formats = |ctx| DType::BLOCKS.map(move |f| (ctx, f));
     for (ctx, format) in all.iter().flat_map(formats) {
         let (len, bytes) = format.block();
         for (rows, columns) in [(3, len), (5, 9 * 256)] {

@@ -50,7 +50,7 @@ __device__ __forceinline__ void decode(const Block &block, uint32_t first, float
   for (int i = 0; i < kEach; i += 4) {
     const uint32_t quad = (first + i) / 4, lane = quad % 4;
     const auto load = [&](int at) { return block(at + 4 * lane); };
-    uint32_t codes = quad_of_codes<kBlocks>(load, quad - lane);
+    uint32_t codes = quad_of_codes<kBlocks>(load, block, quad - lane, lane);
     if constexpr (kHasFifthBits<kBlocks>) codes |= fifth_bits(block(kFifthBits<kBlocks>), quad);
 #pragma unroll
     for (int j = 0; j < 4; j++) {

@@ -2,7 +2,7 @@
 //
 // Every format comes down to the same three: a code without a sign for each weight, and for each
 // group of neighbours a scale and an offset, with weight = scale * code + offset. Four neighbours
-// that begin at a multiple of four have their codes in the same four bytes, in all formats.
+// that begin at a multiple of four have their codes in the same four bytes, or in one.
 //
 // Whoever asks says how four bytes of the block are read: `load(at)` gives those from byte `at`.
 // Places are of a part that is known to the compiler and a lane's, `lane` quads further, less than
@@ -57,11 +57,33 @@ template <>
 struct Format<Blocks::kQ5K> : Shape<256, 176, 32, 0, 48> {};
 template <>
 struct Format<Blocks::kQ6K> : Shape<256, 210, 16, 32, 0> {};
+// One scale for all, which is that of each group.
+template <>
+struct Format<Blocks::kTq1_0> : Shape<256, 54, 64, 1, 0> {};
+template <>
+struct Format<Blocks::kTq2_0> : Shape<256, 66, 64, 1, 0> {};
+template <>
+struct Format<Blocks::kQ2_0> : Shape<64, 18, 64, 1, 2> {};
+
+// Where the one f16 is by which codes are multiplied.
+template <Blocks kBlocks>
+constexpr int kScale = kBlocks == Blocks::kTq1_0 ? 52 : kBlocks == Blocks::kTq2_0 ? 64 : 0;
+
+// Digit `n` of base 3 of each byte of a word, which is 256/243 times a number of five digits, rounded
+// up: times 3^n, what is above the digit is lost, and what is below it is the fraction.
+__device__ __forceinline__ uint32_t digits_of_three(uint32_t word, uint32_t n) {
+  constexpr uint32_t kEven = 0x00ff00ff;
+  // 1, 3, 9, 27, 81.
+  const uint32_t power = n == 4 ? 81 : 0x1b090301u >> 8 * n & 255;
+  const uint32_t even = (word & kEven) * power & kEven, odd = (word >> 8 & kEven) * power & kEven;
+  return (even * 3 >> 8 & kEven) | (odd * 3 & 0xff00ff00);
+}
 
 // The codes of four neighbours, a byte each, of quad `quad + lane` of the block; `load` has the
-// lane's distance in it: 4 `lane` bytes. `quad` is a multiple of four.
-template <Blocks kBlocks, class Load>
-__device__ __forceinline__ uint32_t quad_of_codes(const Load &load, uint32_t quad) {
+// lane's distance in it, 4 `lane` bytes, `of_all` has not. `quad` is a multiple of four.
+template <Blocks kBlocks, class Load, class OfAll>
+__device__ __forceinline__ uint32_t quad_of_codes(const Load &load, const OfAll &of_all,
+                                                  uint32_t quad, uint32_t lane) {
   using F = Format<kBlocks>;
   constexpr uint32_t kLow = 0x0f0f0f0f;
   if constexpr (kBlocks == Blocks::kQ8_0) {
@@ -82,6 +104,21 @@ __device__ __forceinline__ uint32_t quad_of_codes(const Load &load, uint32_t qua
     const uint32_t low = load(64 * half + in_half % 16 * 4) >> in_half / 16 * 4;
     const uint32_t high = load(128 + 32 * half + in_half % 8 * 4) >> in_half / 8 * 2;
     return (low & kLow) | (high & 0x03030303) << 4;
+  } else if constexpr (kBlocks == Blocks::kTq2_0) {
+    // Of each half: 32 bytes, of four codes that lie 32 apart.
+    const uint32_t half = quad / 32, in_half = quad % 32;
+    return load(32 * half + in_half % 8 * 4) >> in_half / 8 * 2 & 0x03030303;
+  } else if constexpr (kBlocks == Blocks::kTq1_0) {
+    // 32 bytes of five codes each that lie 32 apart, 16 of such that lie 16 apart, and four of four
+    // codes that lie four apart.
+    if (quad < 40) return digits_of_three(load(quad % 8 * 4), quad / 8);
+    if (quad < 60) return digits_of_three(load(32), (quad - 40) / 4);
+    return digits_of_three(of_all(48), lane);
+  } else if constexpr (kBlocks == Blocks::kQ2_0) {
+    // A byte.
+    const uint32_t byte = of_all(F::kCodes + quad) >> 8 * lane & 255;
+    const uint32_t nibbles = (byte | byte << 12) & 0x000f000f;
+    return (nibbles | nibbles << 6) & 0x03030303;
   } else {
     // 16 bytes: the low bits of codes 0 to 15, above them those of 16 to 31.
     const uint32_t low = load(F::kCodes + quad % 4 * 4) >> quad / 4 * 4 & kLow;
@@ -140,7 +177,7 @@ __device__ __forceinline__ Factors factors_of(const Half &half, const Byte &byte
   } else if constexpr (kBlocks == Blocks::kQ4_1 || kBlocks == Blocks::kQ5_1) {
     return {half_of(half(0)), half_of(half(2))};
   } else {
-    return {half_of(half(0)), 0};
+    return {half_of(half(kScale<kBlocks>)), 0};
   }
 }
 

@@ -188,15 +188,14 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
     };
     let (other, epilogue) = p.epilogue.parts();
     let other = other.unwrap_or(p.out);
-    let size = p.x.dtype.size();
-    let at = |t: &RawTensor, i: usize| (t.ptr.addr() + matrix.offsets[i] * size) as u64;
-    let stride = |i: usize| (matrix.strides[i] * size) as i64;
+    let at = |t: &RawTensor, i: usize| (t.ptr.addr() + matrix.offsets[i] * t.dtype.size()) as u64;
+    let stride = |t: &RawTensor, i: usize| (matrix.strides[i] * t.dtype.size()) as i64;
+    let (x, x_stride) = (at(p.x, 0), stride(p.x, 0));
     let bias = p.weights.bias.as_ref();
     // Words of blocks lie at multiples of four bytes where blocks do, else at even ones.
     let alignment = if block_bytes.is_multiple_of(4) { 4 } else { 2 };
-    let four = 4 * size as u64;
-    let x_aligned =
-        at(p.x, 0).is_multiple_of(four) && stride(0).cast_unsigned().is_multiple_of(four);
+    let four = 4 * p.x.dtype.size() as u64;
+    let x_aligned = x.is_multiple_of(four) && x_stride.cast_unsigned().is_multiple_of(four);
     tracing::trace!(
         "{}: {} rows of {in_features} by {out_features} in {}, {split} of {warps} warps to a tile",
         p.op,
@@ -204,16 +203,16 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
         weight.dtype,
     );
     let arguments = Arguments {
-        x: at(p.x, 0),
+        x,
         weight: weight.ptr.addr() as u64,
         out: at(p.out, 1),
         bias: bias.map_or(0, |b| b.ptr.addr() as u64),
         residual: at(other, 2),
         weight_bytes: ((out_features - 1) * weight_stride + row_bytes) as u64,
         weight_stride: weight_stride as i64,
-        x_stride: stride(0),
-        out_stride: stride(1),
-        residual_stride: stride(2),
+        x_stride,
+        out_stride: stride(p.out, 1),
+        residual_stride: stride(other, 2),
         rows: matrix.rows as u32,
         out_features: out_features as u32,
         blocks: (in_features / len) as u32,
@@ -225,6 +224,7 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
         x_aligned: u32::from(x_aligned),
         bias_dtype: bias.map_or(0, |b| b.dtype as u32),
         epilogue: epilogue.code(),
+        wide: u32::from(p.is_wide()),
     };
     // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, of whole
     // blocks.

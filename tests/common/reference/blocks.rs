@@ -2,15 +2,7 @@
 
 use half::f16;
 use rand::Rng;
-use unsloth::{Backend, DType};
-
-/// The formats that a backend has kernels for: GPUs lack those of ternary codes.
-pub fn formats(backend: Backend) -> &'static [DType] {
-    match backend {
-        Backend::Cpu => &DType::BLOCKS,
-        _ => &DType::BLOCKS[..8],
-    }
-}
+use unsloth::DType;
 
 /// Blocks for so many elements: every code, factors of either sign.
 pub fn random(rng: &mut impl Rng, dtype: DType, elements: usize) -> Vec<u8> {

@@ -11,7 +11,7 @@ pub const FAMILY: Family = Family {
     arguments: ARGUMENTS,
     choices: &[
         ("format", "a contract's Blocks"),
-        ("dtype", "a contract's Float: of x, residual and output"),
+        ("dtype", "a contract's Float: of x"),
         ("rows", "of a tile"),
         ("columns", "of a tile"),
         ("warps", "of a block"),
@@ -61,4 +61,9 @@ const ARGUMENTS: &[Field] = &[
     ),
     field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
     field(Type::U32, "epilogue", "a contract's Epilogue"),
+    field(
+        Type::U32,
+        "wide",
+        "1: residual and output are f32, else of the dtype of x",
+    ),
 ];

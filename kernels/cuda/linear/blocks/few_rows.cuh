@@ -17,6 +17,7 @@
 #include "common/vector.cuh"
 #include "decoded.cuh"
 #include "linear/blocks/arguments.h"
+#include "linear/epilogue.cuh"
 
 namespace unsloth {
 
@@ -104,7 +105,7 @@ class FewRows {
       if (current < p_.steps) multiply(here, current);
       __syncwarp();
       if (ends) {
-        finish(here, per_block, turn);
+        add_and_store(here, per_block, turn);
         turn ^= 1;
       }
     }
@@ -250,7 +251,7 @@ class FewRows {
           uint32_t codes[2];
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            codes[h] = quad_of_codes<kBlocks>(of_lane[h], quad);
+            codes[h] = quad_of_codes<kBlocks>(of_lane[h], rows[h], quad, t);
             if constexpr (kHasFifthBits<kBlocks>) codes[h] |= fifth_bits(fifth[h], quad + t);
           }
           products.add(codes[0], codes[1], Inputs<T>(x + 4 * quad, p_.x_aligned));
@@ -281,7 +282,7 @@ class FewRows {
   }
 
   // Adds what the warps of each tile have, and stores it.
-  __device__ __forceinline__ void finish(Place place, uint32_t tiles, uint32_t turn) {
+  __device__ __forceinline__ void add_and_store(Place place, uint32_t tiles, uint32_t turn) {
     float *sums = sums_ + turn * kWarps * kOutputs;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -300,51 +301,7 @@ class FewRows {
       for (uint32_t w = 0; w < 1u << p_.split_log2; w++) {
         sum += sums[((of_tile << p_.split_log2) + w) * kOutputs + output];
       }
-      store(row, column, sum);
-    }
-  }
-
-  static __device__ __forceinline__ float number(const void *of, uint32_t dtype, uint32_t at) {
-    if (dtype == static_cast<uint32_t>(Float::kF32)) return static_cast<const float *>(of)[at];
-    const uint32_t bits = static_cast<const uint16_t *>(of)[at];
-    return dtype == static_cast<uint32_t>(Float::kF16) ? half_of(bits)
-                                                       : __uint_as_float(bits << 16);
-  }
-
-  // 1 / (1 + exp(-x)), without an overflow.
-  static __device__ __forceinline__ float logistic(float x) {
-    const float e = __expf(-fabsf(x));
-    return (x < 0 ? e : 1.0f) / (1 + e);
-  }
-
-  static __device__ __forceinline__ float activate(float x, uint32_t epilogue) {
-    if (epilogue == static_cast<uint32_t>(Epilogue::kGateSilu)) return x * logistic(x);
-    if (epilogue == static_cast<uint32_t>(Epilogue::kGateGelu)) return x * normcdff(x);
-    if (epilogue == static_cast<uint32_t>(Epilogue::kGateReluSquared)) {
-      const float positive = x < 0 ? 0 : x;  // NaN stays
-      return positive * positive;
-    }
-    // (1 + tanh(u)) / 2 is the logistic function of 2 u; the factor is 2 sqrt(2 / pi).
-    return x * logistic(1.595769f * fmaf(0.044715f * x * x, x, x));
-  }
-
-  __device__ __forceinline__ void store(uint32_t row, uint32_t column, float sum) const {
-    constexpr auto kOwn = static_cast<uint32_t>(kDtype<T>);
-    if (p_.bias_dtype != 0) sum += number(p_.bias, p_.bias_dtype, column);
-    if (p_.epilogue != static_cast<uint32_t>(Epilogue::kStore)) {
-      const uint8_t *others = static_cast<const uint8_t *>(p_.residual) + row * p_.residual_stride;
-      const float other = number(others, kOwn, column);
-      if (p_.epilogue == static_cast<uint32_t>(Epilogue::kAdd)) {
-        sum += other;
-      } else {
-        sum *= activate(other, p_.epilogue);
-      }
-    }
-    uint8_t *out = static_cast<uint8_t *>(p_.out) + row * p_.out_stride;
-    if constexpr (kDtype<T> == Float::kF32) {
-      reinterpret_cast<float *>(out)[column] = sum;
-    } else {
-      reinterpret_cast<uint16_t *>(out)[column] = static_cast<uint16_t>(pack<T>(sum, sum));
+      finish(p_, p_.wide ? Float::kF32 : kDtype<T>, row, column, sum);
     }
   }
 
