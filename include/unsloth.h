@@ -405,7 +405,7 @@ typedef struct unsloth_tensor {
 } unsloth_tensor;
 
 /**
- * How the elements of a tensor become numbers: `(element - zero) * scale`. On the CPU the weights of
+ * How the elements of a tensor become numbers: `(element - zero) * scale`. The weights of
  * `linear`, `mlp` and `attention_block` may have one where they are i8 or ternary, with f32 scales
  * `[s]`, contiguous, of which each is that of as many rows, and without `zero`. Everything else is
  * answered by `UNSLOTH_STATUS_UNSUPPORTED`.
@@ -2988,10 +2988,10 @@ typedef struct unsloth_linear_params {
   struct unsloth_tensor x;
   /**
    * `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension. Also
-   * in blocks (`UNSLOTH_DTYPE_Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q4_K`, `Q5_K`, `Q6_K`, on the CPU `TQ1_0`, `TQ2_0`, `Q2_0`): rows of
+   * in blocks (`UNSLOTH_DTYPE_Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q4_K`, `Q5_K`, `Q6_K`, `TQ1_0`, `TQ2_0`, `Q2_0`): rows of
    * whole blocks, which begin at multiples of a block. Products may then be of `x` rounded to 16 bits, unless the weight has
    * `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`.
-   * On the CPU also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
+   * Also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
    * greatest magnitude of each row, as `unsloth_quantize_forward` does, and integers are summed exactly.
    */
   struct unsloth_tensor weight;
@@ -3004,7 +3004,8 @@ typedef struct unsloth_linear_params {
    */
   struct unsloth_tensor residual;
   /**
-   * `[.., out_features]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+   * `[.., out_features]`: leading dimensions of `x`; its dtype or f32, to which the sums are not rounded then; any strides with a
+   * contiguous last dimension.
    */
   struct unsloth_tensor out;
   /**
@@ -4399,7 +4400,7 @@ typedef struct unsloth_swiglu_backward_params {
 
 /**
  * GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes. Weights and
- * tables of embeddings may be in blocks, on CUDA not in those of `TQ1_0`, `TQ2_0` and `Q2_0`.
+ * tables of embeddings may be in blocks.
  * Shapes and strides are in elements; a row is whole blocks, one behind the other, and may begin at
  * any address: no alignment is asked for, and nothing past the last block is read.
  */
@@ -6045,7 +6046,8 @@ unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
  * and 0 on the CPU. The workspace is optional. With less, or with NULL, another algorithm computes
  * the same product, whose sums may round differently. On CUDA a weight in blocks is decoded there if
  * `x` has more than 64 rows, or is f32 and the weight has `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`: such a
- * call needs room for it, or for 128 MiB of it (256 of its rows, if these are more). More rows may ask for less, so a caller with
+ * call needs room for it, or for 128 MiB of it (256 of its rows, if these are more); and a weight that
+ * is i8 or ternary needs room for `x`, rounded to 8 bits. More rows may ask for less, so a caller with
  * several sizes asks for each. The answer is for data aligned to 16 bytes. Data pointers and the
  * workspace are not looked at.
  *
@@ -6544,8 +6546,8 @@ unsloth_status unsloth_quantize_supported(struct unsloth_context *ctx,
                                           unsloth_implementation *implementation);
 
 /**
- * Writes to `workspace_size` the bytes of workspace that the call needs: 0 on the CPU, which takes
- * memory of its own where one scale is for all. Data pointers and the workspace are not looked at.
+ * Writes to `workspace_size` the bytes of workspace that the call needs: on CUDA 8 for each row
+ * and 8 more where one scale is for all, else 0. The CPU takes memory of its own. Data pointers and the workspace are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */

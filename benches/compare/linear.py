@@ -26,7 +26,33 @@ def compare(ctx):
         if n < 100000:
             layer(ctx, record, n, k, torch.float32, (1, 4, 8, 16, 32, 64, 128, 512))
         torch.cuda.empty_cache()
+    for n, k in ((4096, 4096), (128256, 4096)):
+        mixed(ctx, record, n, k)
     calls(ctx, record)
+
+
+def mixed(ctx, record, n, k):
+    """What gives logits: bf16 weights, an output in f32, and x in bf16 or f32."""
+    sets = num_sets(n * k * 2)
+    weights = [randn(n, k) * k**-0.5 for _ in range(sets)]
+    for dtype, counts in ((torch.bfloat16, (1, 8, 64)), (torch.float32, (1, 4, 8, 16))):
+        for rows in counts:
+            x, out = randn(rows, k, dtype=dtype), torch.empty(rows, n, device="cuda")
+            ours = [ctx.op("linear", x=x, weight=w, out=out) for w in weights]
+            narrow, theirs = x.bfloat16(), torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+            moved = n * k * 2 + x.numel() * dtype.itemsize + out.numel() * 4
+            contenders = {
+                OURS: lambda i: ours[i % sets](),
+                # All in bf16, which loses what f32 keeps.
+                "torch": lambda i: torch.mm(narrow, weights[i % sets].t(), out=theirs),
+                "copy": copies(-(-moved // (1 << 16)) << 16),
+            }
+            for contender in contenders.values():
+                contender(0)
+            agree(f"{dtype} {rows}x{k} by {n}", {"torch": theirs, OURS: out})
+            short = "bf16" if dtype == torch.bfloat16 else "f32"
+            record.add(f"{short} bf16 to f32 m{rows} n{n} k{k}", graphs(contenders), dtype=short, bytes=moved, flops=2 * rows * n * k)
+    torch.cuda.empty_cache()
 
 
 def layer(ctx, record, n, k, dtype, counts):

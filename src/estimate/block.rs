@@ -83,7 +83,7 @@ pub(super) fn workspace_size(ctx: &Context, config: &Config, sizes: Sizes) -> Re
             ctx,
             num_tokens,
             (rows, columns),
-            (dtype, weight_dtype),
+            (dtype, weight_dtype, dtype),
         )?;
         shared = shared.max(size);
     }

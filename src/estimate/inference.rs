@@ -97,7 +97,7 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
             index("vocab_size", i.model.vocab_size)?,
             index("hidden_size", i.model.hidden_size)?,
         ),
-        (DType::F32, i.weight_dtype),
+        (i.dtype, i.weight_dtype, DType::F32),
     )
     .map_err(|error| error.within(OP))?;
     let mut memory = InferenceMemory {

@@ -73,6 +73,21 @@ impl<'a> Arg<'a> {
         )))
     }
 
+    /// The dtype equals that of another argument, or is f32.
+    pub fn dtype_of_or_f32(self, other: Arg<'_>) -> Result<Self> {
+        let (own, of_other) = (self.tensor.dtype, other.tensor.dtype);
+        if own == DType::F32 {
+            return Ok(self);
+        }
+        if own == of_other || of_other == DType::F32 {
+            return self.dtype_of(other);
+        }
+        let name = other.name;
+        Err(self.invalid(text!(
+            "has dtype {own}, {name} has {of_other}; allowed: that or f32"
+        )))
+    }
+
     /// The shape is exactly `expected`.
     pub fn shape(self, expected: &[usize]) -> Result<Self> {
         let shape = self.tensor.layout.shape();

@@ -101,7 +101,8 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
+/// With dtypes of `x`, of the weight, and of output and residual.
+fn check(ctx: &Context, [dtype, weight_dtype, out_dtype]: [DType; 3], case: &Case) {
     let rng = &mut rng();
     let skewed = |rng: &mut _, dtype, layout: Layout| {
         let mut t = TestTensor::poisoned_at(dtype, layout, case.skew);
@@ -114,14 +115,14 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     let bias = case
         .bias
         .then(|| skewed(rng, weight_dtype, contiguous(&[n])));
-    let residual = (case.residual != Residual::None).then(|| skewed(rng, dtype, case.out));
+    let residual = (case.residual != Residual::None).then(|| skewed(rng, out_dtype, case.out));
 
     let (dx, dw) = (x.upload(ctx), weight.upload(ctx));
     let db = bias.as_ref().map(|b| b.upload(ctx));
     let accumulate = case.residual == Residual::Accumulate;
     let run = |lent: Lent| {
         let mut dr = residual.as_ref().map(|r| r.upload(ctx));
-        let mut out = TestTensor::poisoned_at(dtype, case.out, case.skew).upload(ctx);
+        let mut out = TestTensor::poisoned_at(out_dtype, case.out, case.skew).upload(ctx);
         let mut params = Params {
             parallel: None,
             x: dx.view(),
@@ -165,7 +166,7 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     let sizes = (case.x.num_rows(), k, n);
     let (bias, residual) = (bias.as_deref(), residual.as_deref());
     let expected = exact(&x, &weight, sizes, bias, residual);
-    let plain = rounded(dtype, &plain(&x, &weight, sizes, bias, residual));
+    let plain = rounded(out_dtype, &plain(&x, &weight, sizes, bias, residual));
     let magnitudes = |values: &[f64]| values.iter().map(|v| v.abs()).collect::<Vec<_>>();
     let terms = exact(
         &magnitudes(&x),
@@ -176,10 +177,10 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     );
     let most = terms.into_iter().fold(0.0, f64::max);
     let (without, _) = run(Lent::Nothing);
-    assert_flash_rule_of_sums("out", dtype, &without, &expected, &plain, most);
+    assert_flash_rule_of_sums("out", out_dtype, &without, &expected, &plain, most);
     let (with, size) = run(Lent::Useful);
     if size > 0 {
-        assert_flash_rule_of_sums("out", dtype, &with, &expected, &plain, most);
+        assert_flash_rule_of_sums("out", out_dtype, &with, &expected, &plain, most);
         assert!(run(Lent::LessThanUseful).0 == without);
     }
 }
@@ -190,9 +191,23 @@ fn agrees_with_its_definition() {
         for dtype in FLOATS {
             for weight_dtype in FLOATS {
                 crate::common::for_each_case(&cases(), |case| {
-                    check(&ctx, dtype, weight_dtype, case)
+                    check(&ctx, [dtype, weight_dtype, dtype], case)
                 });
             }
+        }
+    }
+}
+
+#[test]
+fn outputs_may_be_f32() {
+    for ctx in contexts() {
+        for dtypes in [
+            [DType::F16, DType::F16, DType::F32],
+            [DType::Bf16, DType::Bf16, DType::F32],
+            [DType::Bf16, DType::F32, DType::F32],
+            [DType::F16, DType::Bf16, DType::F32],
+        ] {
+            crate::common::for_each_case(&cases(), |case| check(&ctx, dtypes, case));
         }
     }
 }

@@ -59,6 +59,11 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
         "linear: out has dtype f16, x has f32",
     ),
     (
+        |p| (p.x.dtype, p.out.dtype) = (DType::F16 as u32, DType::Bf16 as u32),
+        INVALID,
+        "linear: out has dtype bf16, x has f16; allowed: that or f32",
+    ),
+    (
         |p| p.residual.dtype = DType::F16 as u32,
         INVALID,
         "linear: residual has dtype f16, out has f32",

@@ -53,9 +53,6 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
   ids_ = Buffer(context(), max_chunk_ * sizeof(TokenId));
   hidden_ = Buffer(context(), hidden_bytes);
   normalized_ = Buffer(context(), hidden_bytes);
-  if (dtype_ != UNSLOTH_DTYPE_F32) {
-    widened_ = Buffer(context(), max_logit_rows_ * hidden_size * sizeof(float));
-  }
   logits_ = Buffer(context(), max_logit_rows_ * vocab_size() * sizeof(float));
   host_logits_.resize(max_logit_rows_ * vocab_size());
 
@@ -208,12 +205,6 @@ void Session::queue_layers(size_t count) {
 
 void Session::queue_logits(size_t row, size_t rows) {
   const unsloth_linear_params params = logits_params(row, rows);
-  if (dtype_ != UNSLOTH_DTYPE_F32) {
-    unsloth_cast_params cast = UNSLOTH_CAST_PARAMS_INIT;
-    cast.x = hidden_rows(normalized_, row, rows);
-    cast.out = params.x;
-    check(unsloth_cast_forward(context().get(), &cast, context().stream()));
-  }
   check(unsloth_linear_forward(context().get(), &params, context().stream()));
 }
 
@@ -333,13 +324,10 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t count) const {
   return params;
 }
 
-// Logits of rows of the normalised hidden states, which are f32 or widened to it.
+// Logits of rows of the normalised hidden states, in f32 whatever these are.
 unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
-  const uint64_t hidden_size = model_->config().hidden_size;
   unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
-  params.x = dtype_ == UNSLOTH_DTYPE_F32
-                 ? hidden_rows(normalized_, row, rows)
-                 : unsloth::tensor(widened_.data(), UNSLOTH_DTYPE_F32, {rows, hidden_size});
+  params.x = hidden_rows(normalized_, row, rows);
   params.weight = model_->output();
   params.out = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32, {rows, vocab_size()});
   params.workspace = workspace_.data();

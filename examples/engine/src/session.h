@@ -85,7 +85,6 @@ class Session {
   TokenId likeliest_ = 0;
   Buffer hidden_;      // the residual stream
   Buffer normalized_;  // what a block, and at the end the output projection, takes in
-  Buffer widened_;     // f32 rows of these, so that logits are not rounded to less
   Buffer logits_;
   // Whether the last step's final logits are there already.
   bool logits_are_queued_ = false;

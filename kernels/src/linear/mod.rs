@@ -34,6 +34,8 @@ scalars! { Args, ArgsExpand {
     bias_dtype: u32,
     /// An [`Epilogue`], whose residual or gate is passed as the residual.
     epilogue: u32,
+    /// 1: out and residual are `out_f32` and `residual_f32`, for x of less.
+    wide: u32,
     /// Between rows, in the units of the kernel's x and w; of out and residual in elements.
     x_stride: u64,
     w_stride: u64,
@@ -41,59 +43,61 @@ scalars! { Args, ArgsExpand {
     residual_stride: u64,
 } }
 
-/// Bias, and residual or gate.
+/// Bias, residual or gate, and where results go.
 #[derive(CubeType)]
-struct Addends<E: Float> {
+struct Outside<E: Float> {
     bias_f32: Array<f32>,
     bias_f16: Array<half::f16>,
     bias_bf16: Array<half::bf16>,
     residual: Array<E>,
+    residual_f32: Array<f32>,
+    out: Array<E>,
+    out_f32: Array<f32>,
 }
 
-impl<E: Float> Addends<E> {
-    fn declare(b: &mut Builder) -> AddendsExpand<E> {
+impl<E: Float> Outside<E> {
+    fn declare(b: &mut Builder) -> OutsideExpand<E> {
         let (f32_, f16_, bf16_) = (
             b.type_of::<f32>(),
             b.type_of::<half::f16>(),
             b.type_of::<half::bf16>(),
         );
         let ty = b.type_of::<E>();
-        AddendsExpand {
+        OutsideExpand {
             bias_f32: b.read("bias_f32", f32_).into(),
             bias_f16: b.read("bias_f16", f16_).into(),
             bias_bf16: b.read("bias_bf16", bf16_).into(),
             // The output may be the residual.
             residual: b.write("residual", ty).into(),
+            residual_f32: b.write("residual_f32", f32_).into(),
+            out: b.write("out", ty).into(),
+            out_f32: b.write("out_f32", f32_).into(),
         }
     }
 }
 
 /// Adds what is to be added, and stores one element.
 #[cube]
-fn store<E: Float>(
-    out: &mut Array<E>,
-    addends: &Addends<E>,
-    args: &Args,
-    row: u32,
-    column: u32,
-    sum: f32,
-) {
+fn store<E: Float>(outside: &mut Outside<E>, args: &Args, row: u32, column: u32, sum: f32) {
     let mut y = sum;
     if args.bias_dtype != 0u32 {
         let at = column as usize;
         if args.bias_dtype == comptime!(Dtype::F32.code()) {
-            y += addends.bias_f32[at];
+            y += outside.bias_f32[at];
         } else if args.bias_dtype == comptime!(Dtype::F16.code()) {
-            y += f32::cast_from(addends.bias_f16[at]);
+            y += f32::cast_from(outside.bias_f16[at]);
         } else {
-            y += f32::cast_from(addends.bias_bf16[at]);
+            y += f32::cast_from(outside.bias_bf16[at]);
         }
     }
     if args.epilogue != comptime!(Epilogue::Store.code()) {
-        let other = f32::cast_from(
-            addends.residual
-                [(u64::cast_from(row) * args.residual_stride + u64::cast_from(column)) as usize],
-        );
+        let at = (u64::cast_from(row) * args.residual_stride + u64::cast_from(column)) as usize;
+        let mut other = 0.0f32;
+        if args.wide != 0u32 {
+            other += outside.residual_f32[at];
+        } else {
+            other += f32::cast_from(outside.residual[at]);
+        }
         if args.epilogue == comptime!(Epilogue::Add.code()) {
             y += other;
         } else if args.epilogue == comptime!(Epilogue::GateSilu.code()) {
@@ -106,8 +110,12 @@ fn store<E: Float>(
             y *= activate(other, Activation::ReluSquared);
         }
     }
-    out[(u64::cast_from(row) * args.out_stride + u64::cast_from(column)) as usize] =
-        E::cast_from(y);
+    let at = (u64::cast_from(row) * args.out_stride + u64::cast_from(column)) as usize;
+    if args.wide != 0u32 {
+        outside.out_f32[at] = y;
+    } else {
+        outside.out[at] = E::cast_from(y);
+    }
 }
 
 fn declared(
@@ -158,11 +166,14 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             let dtypes = (dtype, weight);
             let name = format!("{}_{}", dtype.name(), weight.name());
             // f32 is what the tensor cores do not serve; other pairs of dtypes are rare.
-            let (wide, deep): (&[_], &[_]) = match dtypes {
-                (Dtype::F32, Dtype::F32) => (&rows_simt::WIDE, &rows_simt::DEEP),
-                _ => (&[], &[]),
+            let (wide, deep, width): (&[_], &[_], _) = match dtypes {
+                (Dtype::F32, Dtype::F32) => (&rows_simt::WIDE, &rows_simt::DEEP, 4),
+                (Dtype::F32, _) => (&rows_simt::MIXED, &[], 8),
+                _ => (&[], &[], 4),
             };
-            let wide = wide.iter().map(|shape| (*shape, Kind::RowsSimt, 4));
+            let wide = wide
+                .iter()
+                .map(move |shape| (*shape, Kind::RowsSimt, width));
             let deep = deep.iter().map(|shape| (*shape, Kind::RowsDeep, 4));
             let any = [(rows_simt::ANY, Kind::RowsSimt, 1)];
             for (shape, kind, width) in wide.chain(deep).chain(any) {
@@ -178,8 +189,9 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
                     shape.threads(),
                     |b| {
                         with_vector!(dtype, E, _N => with_vector!(weight, W, _M => match width {
-                            4 => rows_simt::expand::<E, W, Const<4>>(b, shape),
-                            _ => rows_simt::expand::<E, W, Const<1>>(b, shape),
+                            8 => rows_simt::expand::<E, W, u32, Const<8>, Const<4>>(b, shape),
+                            4 => rows_simt::expand::<E, W, W, Const<4>, Const<4>>(b, shape),
+                            _ => rows_simt::expand::<E, W, W, Const<1>, Const<1>>(b, shape),
                         }));
                     },
                 )?;

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::{Addends, Args, store};
+use super::{Args, Outside, store};
 use crate::attention::fragments::{Pair, mma, zeros};
 use crate::emit::Builder;
 
@@ -81,8 +81,7 @@ pub const SHAPES: [Shape; 5] = [
 fn rows<E: Float>(
     x: &Array<Vector<u32, Words>>,
     w: &Array<Vector<u32, Words>>,
-    out: &mut Array<E>,
-    addends: &Addends<E>,
+    outside: &mut Outside<E>,
     args: &Args,
     #[comptime] shape: Shape,
 ) {
@@ -174,7 +173,7 @@ fn rows<E: Float>(
                     for p in 0..comptime!(shape.planes) {
                         sum += sums[(base + at + comptime!(p * outputs)) as usize];
                     }
-                    store::<E>(out, addends, args, row, column, sum);
+                    store::<E>(outside, args, row, column, sum);
                 }
                 at += comptime!(shape.planes * 32);
             }
@@ -313,17 +312,9 @@ fn pair<E: Float>(line: Vector<u32, Words>, #[comptime] first: usize) -> Vector<
 }
 
 pub fn expand<E: Float>(b: &mut Builder, shape: Shape) {
-    let (line, ty) = (b.type_of::<Vector<u32, Words>>(), b.type_of::<E>());
-    let (x, w, out) = (b.read("x", line), b.read("w", line), b.write("out", ty));
-    let addends = Addends::<E>::declare(b);
+    let line = b.type_of::<Vector<u32, Words>>();
+    let (x, w) = (b.read("x", line), b.read("w", line));
+    let outside = Outside::<E>::declare(b);
     let args = Args::declare(b);
-    rows::expand::<E>(
-        b.scope(),
-        x.into(),
-        w.into(),
-        out.into(),
-        addends,
-        args,
-        shape,
-    );
+    rows::expand::<E>(b.scope(), x.into(), w.into(), outside, args, shape);
 }

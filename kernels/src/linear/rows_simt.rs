@@ -2,7 +2,8 @@
 
 use cubecl::prelude::*;
 
-use super::{Addends, Args, store};
+use super::{Args, Outside, store};
+use crate::attention::fragments::Pair;
 use crate::emit::Builder;
 
 /// How a kernel's work is cut.
@@ -38,7 +39,7 @@ pub const ANY: Shape = Shape {
     cubes: 2,
 };
 
-/// Of f32 alone, four elements per access: the fastest on an H200 of those that were tried. Of as many rows, fewer columns to a tile first.
+/// Of f32 by f32, four elements per access: the fastest on an H200 of those that were tried. Of as many rows, fewer columns to a tile first.
 pub const WIDE: [Shape; 4] = [
     Shape {
         rows: 1,
@@ -82,7 +83,21 @@ pub const WIDE: [Shape; 4] = [
     },
 ];
 
-/// The same where rows are so long that x does not stay in the caches.
+/// Of f32 by 16 bits, eight elements per access: the same shapes as far as registers go.
+pub const MIXED: [Shape; 3] = [
+    WIDE[0],
+    Shape {
+        cubes: 1,
+        ..WIDE[1]
+    },
+    Shape {
+        rows: 16,
+        cubes: 1,
+        ..WIDE[1]
+    },
+];
+
+/// As `WIDE`, where rows are so long that x does not stay in the caches.
 pub const DEEP: [Shape; 2] = [
     Shape {
         rows: 8,
@@ -127,15 +142,15 @@ impl Shape {
     }
 }
 
-/// Tiles of which each cube takes every so many, as in `rows`. `N` elements per access; x comes from the caches.
+/// Tiles of which each cube takes every so many, as in `rows`. `N` elements per access; x comes from the caches. Of W an access is `M`
+/// values `L`: its elements, or words of two elements each.
 ///
 /// Grid: up to rows / `rows` times out features / (`columns` `across`); rows first, so that tiles that share rows of W run together.
 #[cube]
-fn rows_simt<E: Float, W: Float, N: Size>(
+fn rows_simt<E: Float, W: Float, L: Numeric, N: Size, M: Size>(
     x: &Array<Vector<E, N>>,
-    w: &Array<Vector<W, N>>,
-    out: &mut Array<E>,
-    addends: &Addends<E>,
+    w: &Array<Vector<L, M>>,
+    outside: &mut Outside<E>,
     args: &Args,
     #[comptime] shape: Shape,
 ) {
@@ -159,11 +174,11 @@ fn rows_simt<E: Float, W: Float, N: Size>(
     // Two sets of sums, by turns: a plane may be a tile ahead of those that add them.
     let mut sums = SharedMemory::<f32>::new(comptime!((2 * shape.along * outputs) as usize));
     let mut turn = 0u32;
-    let mut weights = Array::<Vector<W, N>>::new(of_w);
+    let mut weights = Array::<Vector<L, M>>::new(of_w);
     let mut inputs = Array::<Vector<E, N>>::new(of_x);
     let mut tile = CUBE_POS_X;
     let mut step = 0u32;
-    load::<W, N>(w, args, &mut weights, tile, 0u32, shape);
+    load::<L, M>(w, lines, args, &mut weights, tile, 0u32, shape);
     if comptime!(shape.ahead) {
         load_inputs::<E, N>(x, args, &mut inputs, tile, 0u32, shape);
     }
@@ -174,16 +189,24 @@ fn rows_simt<E: Float, W: Float, N: Size>(
             next_step = 0u32;
             next_tile += CUBE_COUNT_X;
         }
-        let mut next_weights = Array::<Vector<W, N>>::new(of_w);
+        let mut next_weights = Array::<Vector<L, M>>::new(of_w);
         let mut next_inputs = Array::<Vector<E, N>>::new(of_x);
         if next_tile < tiles {
-            load::<W, N>(w, args, &mut next_weights, next_tile, next_step, shape);
+            load::<L, M>(
+                w,
+                lines,
+                args,
+                &mut next_weights,
+                next_tile,
+                next_step,
+                shape,
+            );
             if comptime!(shape.ahead) {
                 load_inputs::<E, N>(x, args, &mut next_inputs, next_tile, next_step, shape);
             }
         }
         let row0 = tile % row_tiles * rows;
-        multiply::<E, W, N>(x, args, &inputs, &weights, &mut acc, row0, step, shape);
+        multiply::<E, W, L, N, M>(x, args, &inputs, &weights, &mut acc, row0, step, shape);
         if next_step == 0u32 {
             let base = turn * comptime!(shape.along * outputs);
             turn = 1u32 - turn;
@@ -203,7 +226,7 @@ fn rows_simt<E: Float, W: Float, N: Size>(
                     for p in 0..comptime!(shape.along) {
                         sum += sums[(base + at + comptime!(p * outputs)) as usize];
                     }
-                    store::<E>(out, addends, args, row, column, sum);
+                    store::<E>(outside, args, row, column, sum);
                 }
                 at += comptime!(shape.threads());
             }
@@ -236,17 +259,17 @@ fn first_line(step: u32, #[comptime] shape: Shape) -> u32 {
 
 /// A lane's lines of W in a step, as far as there are any.
 #[cube]
-fn load<W: Float, N: Size>(
-    w: &Array<Vector<W, N>>,
+fn load<L: Numeric, M: Size>(
+    w: &Array<Vector<L, M>>,
+    lines: u32,
     args: &Args,
-    weights: &mut Array<Vector<W, N>>,
+    weights: &mut Array<Vector<L, M>>,
     tile: u32,
     step: u32,
     #[comptime] shape: Shape,
 ) {
     let columns = comptime!(shape.columns as usize);
     let row_tiles = args.rows.div_ceil(comptime!(shape.tile().0));
-    let lines = args.in_features / comptime!(N::value() as u32);
     let plane = UNIT_POS_X / 32u32;
     let column0 = (tile / row_tiles * shape.across + plane % shape.across) * shape.columns;
     let first = first_line(step, shape);
@@ -315,11 +338,11 @@ fn load_inputs<E: Float, N: Size>(
 /// With the lines of x that were loaded ahead, or as they come from the caches.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "what a step is of")]
-fn multiply<E: Float, W: Float, N: Size>(
+fn multiply<E: Float, W: Float, L: Numeric, N: Size, M: Size>(
     x: &Array<Vector<E, N>>,
     args: &Args,
     inputs: &Array<Vector<E, N>>,
-    weights: &Array<Vector<W, N>>,
+    weights: &Array<Vector<L, M>>,
     acc: &mut Array<f32>,
     row0: u32,
     step: u32,
@@ -343,7 +366,7 @@ fn multiply<E: Float, W: Float, N: Size>(
                 #[unroll]
                 for c in 0..columns {
                     acc[r * columns + c] =
-                        dot::<W, N>(input, weights[u * columns + c], acc[r * columns + c]);
+                        dot::<W, L, N, M>(input, weights[u * columns + c], acc[r * columns + c]);
                 }
             }
         }
@@ -387,32 +410,34 @@ fn put_sums(acc: &mut Array<f32>, sums: &mut SharedMemory<f32>, base: u32, #[com
 }
 
 #[cube]
-fn dot<W: Float, N: Size>(a: Vector<f32, N>, b: Vector<W, N>, sum: f32) -> f32 {
-    let b = Vector::<f32, N>::cast_from(b);
+fn dot<W: Float, L: Numeric, N: Size, M: Size>(
+    a: Vector<f32, N>,
+    line: Vector<L, M>,
+    sum: f32,
+) -> f32 {
     let mut sum = sum;
-    #[unroll]
-    for j in 0..N::value() {
-        sum = fma(a[j], b[j], sum);
+    if comptime!(N::value() == M::value()) {
+        let b = Vector::<f32, M>::cast_from(line);
+        #[unroll]
+        for j in 0..N::value() {
+            sum = fma(a[j], b[j], sum);
+        }
+    } else {
+        #[unroll]
+        for j in 0..M::value() {
+            let b = Vector::<f32, Pair>::cast_from(Vector::<W, Pair>::reinterpret(line[j]));
+            sum = fma(a[comptime!(2 * j)], b[0usize], sum);
+            sum = fma(a[comptime!(2 * j + 1)], b[1usize], sum);
+        }
     }
     sum
 }
 
-pub fn expand<E: Float, W: Float, N: Size>(b: &mut Builder, shape: Shape) {
-    let (xs, ws, ty) = (
-        b.type_of::<Vector<E, N>>(),
-        b.type_of::<Vector<W, N>>(),
-        b.type_of::<E>(),
-    );
-    let (x, w, out) = (b.read("x", xs), b.read("w", ws), b.write("out", ty));
-    let addends = Addends::<E>::declare(b);
+/// `L` and `M` as of the kernel.
+pub fn expand<E: Float, W: Float, L: Numeric, N: Size, M: Size>(b: &mut Builder, shape: Shape) {
+    let (xs, ws) = (b.type_of::<Vector<E, N>>(), b.type_of::<Vector<L, M>>());
+    let (x, w) = (b.read("x", xs), b.read("w", ws));
+    let outside = Outside::<E>::declare(b);
     let args = Args::declare(b);
-    rows_simt::expand::<E, W, N>(
-        b.scope(),
-        x.into(),
-        w.into(),
-        out.into(),
-        addends,
-        args,
-        shape,
-    );
+    rows_simt::expand::<E, W, L, N, M>(b.scope(), x.into(), w.into(), outside, args, shape);
 }

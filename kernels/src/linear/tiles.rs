@@ -3,7 +3,7 @@
 use contract::linear::TILE;
 use cubecl::prelude::*;
 
-use super::{Addends, Args, store};
+use super::{Args, Outside, store};
 use crate::attention::fragments::{Line, Pair, load_matrices, mma, registers, zeros};
 use crate::emit::Builder;
 
@@ -50,8 +50,7 @@ fn keep_lines<E: Float>(from: &Array<Vector<E, Line>>, to: &mut SharedMemory<Vec
 fn tiles<E: Float>(
     x: &Array<Vector<E, Line>>,
     w: &Array<Vector<E, Line>>,
-    out: &mut Array<E>,
-    addends: &Addends<E>,
+    outside: &mut Outside<E>,
     args: &Args,
 ) {
     let lane = UNIT_POS_X % 32u32;
@@ -156,7 +155,7 @@ fn tiles<E: Float>(
                 let row = row0 + plane_row + lane / 4u32 + comptime!(i / 4 * 16 + h * 8);
                 let column = column0 + plane_column + lane % 4u32 * 2u32 + comptime!(i % 4 * 8 + c);
                 if row < args.rows && column < args.out_features {
-                    store::<E>(out, addends, args, row, column, value[c as usize]);
+                    store::<E>(outside, args, row, column, value[c as usize]);
                 }
             }
         }
@@ -164,9 +163,9 @@ fn tiles<E: Float>(
 }
 
 pub fn expand<E: Float>(b: &mut Builder) {
-    let (line, ty) = (b.type_of::<Vector<E, Line>>(), b.type_of::<E>());
-    let (x, w, out) = (b.read("x", line), b.read("w", line), b.write("out", ty));
-    let addends = Addends::<E>::declare(b);
+    let line = b.type_of::<Vector<E, Line>>();
+    let (x, w) = (b.read("x", line), b.read("w", line));
+    let outside = Outside::<E>::declare(b);
     let args = Args::declare(b);
-    tiles::expand::<E>(b.scope(), x.into(), w.into(), out.into(), addends, args);
+    tiles::expand::<E>(b.scope(), x.into(), w.into(), outside, args);
 }

@@ -3,7 +3,7 @@
 use contract::linear::TILE;
 use cubecl::prelude::*;
 
-use super::{Addends, Args, store};
+use super::{Args, Outside, store};
 use crate::emit::Builder;
 
 /// Elements per step of `tiles_simt`.
@@ -16,8 +16,7 @@ pub const SIMT_THREADS: u32 = 256;
 fn tiles_simt<E: Float, W: Float>(
     x: &Array<E>,
     w: &Array<W>,
-    out: &mut Array<E>,
-    addends: &Addends<E>,
+    outside: &mut Outside<E>,
     args: &Args,
 ) {
     let row0 = CUBE_POS_X * TILE;
@@ -79,15 +78,15 @@ fn tiles_simt<E: Float, W: Float>(
         let row = row0 + my_row + comptime!(i / 4 * 16);
         let column = column0 + my_column + comptime!(i % 4 * 16);
         if row < args.rows && column < args.out_features {
-            store::<E>(out, addends, args, row, column, acc[i as usize]);
+            store::<E>(outside, args, row, column, acc[i as usize]);
         }
     }
 }
 
 pub fn expand<E: Float, W: Float>(b: &mut Builder) {
     let (ty, ws) = (b.type_of::<E>(), b.type_of::<W>());
-    let (x, w, out) = (b.read("x", ty), b.read("w", ws), b.write("out", ty));
-    let addends = Addends::<E>::declare(b);
+    let (x, w) = (b.read("x", ty), b.read("w", ws));
+    let outside = Outside::<E>::declare(b);
     let args = Args::declare(b);
-    tiles_simt::expand::<E, W>(b.scope(), x.into(), w.into(), out.into(), addends, args);
+    tiles_simt::expand::<E, W>(b.scope(), x.into(), w.into(), outside, args);
 }

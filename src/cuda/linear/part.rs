@@ -215,6 +215,13 @@ impl Part {
                 9..=128 => (Kind::RowsSimt, 16, 4),
                 _ => (Kind::TilesSimt, TILE, 1),
             }
+        } else if x == DType::F32 && weight != DType::F32 && self.in_accesses_of(p, LINE) {
+            match self.rows {
+                0..=1 => (Kind::RowsSimt, 1, LINE),
+                2..=8 => (Kind::RowsSimt, 8, LINE),
+                9..=32 => (Kind::RowsSimt, 16, LINE),
+                _ => (Kind::TilesSimt, TILE, 1),
+            }
         } else {
             match self.rows {
                 0..=16 => (Kind::RowsSimt, 4, 1),
@@ -274,6 +281,15 @@ impl Part {
             out_stride: self.out_stride as u64,
             residual_stride: self.other_stride as u64,
             ..Arguments::ZERO
+        };
+        let arguments = match p.is_wide() {
+            true => Arguments {
+                wide: 1,
+                out_f32: arguments.out,
+                residual_f32: arguments.residual,
+                ..arguments
+            },
+            false => arguments,
         };
         // SAFETY: the problem was checked: its tensors have the rows that the arguments describe.
         unsafe { cuda.launch_grid(p.op, &form.kernel, grid, &arguments, stream) }

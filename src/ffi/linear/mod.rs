@@ -27,17 +27,18 @@ pub struct unsloth_linear_params {
     /// `[.., in_features]`, f32, f16 or bf16, any strides with a contiguous last dimension.
     pub x: unsloth_tensor,
     /// `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension. Also
-    /// in blocks (`UNSLOTH_DTYPE_Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q4_K`, `Q5_K`, `Q6_K`, on the CPU `TQ1_0`, `TQ2_0`, `Q2_0`): rows of
+    /// in blocks (`UNSLOTH_DTYPE_Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q4_K`, `Q5_K`, `Q6_K`, `TQ1_0`, `TQ2_0`, `Q2_0`): rows of
     /// whole blocks, which begin at multiples of a block. Products may then be of `x` rounded to 16 bits, unless the weight has
     /// `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`.
-    /// On the CPU also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
+    /// Also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
     /// greatest magnitude of each row, as `unsloth_quantize_forward` does, and integers are summed exactly.
     pub weight: unsloth_tensor,
     /// Optional: `[out_features]`, any float dtype, contiguous.
     pub bias: unsloth_tensor,
     /// Optional: added to the product; like `out`, and may be the same tensor, which then accumulates.
     pub residual: unsloth_tensor,
-    /// `[.., out_features]`: leading dimensions and dtype of `x`, any strides with a contiguous last dimension.
+    /// `[.., out_features]`: leading dimensions of `x`; its dtype or f32, to which the sums are not rounded then; any strides with a
+    /// contiguous last dimension.
     pub out: unsloth_tensor,
     /// Optional scratch memory that makes the product faster, aligned to 256 bytes; see `unsloth_linear_workspace_size`.
     pub workspace: *mut c_void,
@@ -131,7 +132,8 @@ pub unsafe extern "C" fn unsloth_linear_supported(
 /// and 0 on the CPU. The workspace is optional. With less, or with NULL, another algorithm computes
 /// the same product, whose sums may round differently. On CUDA a weight in blocks is decoded there if
 /// `x` has more than 64 rows, or is f32 and the weight has `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`: such a
-/// call needs room for it, or for 128 MiB of it (256 of its rows, if these are more). More rows may ask for less, so a caller with
+/// call needs room for it, or for 128 MiB of it (256 of its rows, if these are more); and a weight that
+/// is i8 or ternary needs room for `x`, rounded to 8 bits. More rows may ask for less, so a caller with
 /// several sizes asks for each. The answer is for data aligned to 16 bytes. Data pointers and the
 /// workspace are not looked at.
 ///

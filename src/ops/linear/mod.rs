@@ -1,7 +1,8 @@
 //! Linear layer: `y = x Wᵀ + bias`, with an optional fused addition of a residual.
 //!
 //! Products are accumulated in f32 whatever the dtypes; bias and residual are added to the f32 sum, and the only rounding to the
-//! output's dtype is that of the result. The same inputs give the same bits with any number of threads.
+//! output's dtype is that of the result. The output, and with it the residual, may be f32 whatever `x` is: logits that are not rounded,
+//! a residual stream of more bits, partial sums that ranks add up in f32. The same inputs give the same bits with any number of threads.
 //!
 //! A weight may be in blocks, as GGUF has them. A block's weights are `scale * code + offset`; scales of a format with
 //! scales of blocks of scales are multiplied in f32, exactly. Products of it are of one of two kinds. Where the weight asks for it
@@ -10,9 +11,10 @@
 //! exactly; an element of `x` is off by `s / 2` at most. Which rows that is done for depends on the processor and on the number of
 //! rows, as it is for speed alone. Elements of `x` that are not finite give results that are not.
 //!
-//! A weight may also be of codes of 8 or 2 bits with scales that lie apart ([`TensorRef::with_scales`]), on the CPU. Then each row of `x`
+//! A weight may also be of codes of 8 or 2 bits with scales that lie apart ([`TensorRef::with_scales`]). Then each row of `x`
 //! is rounded to 8 bits as [`quantize`](crate::ops::quantize) does by its greatest magnitude, codes are multiplied and summed as integers,
-//! exactly, and the sum is rounded to f32 and multiplied by the f32 product of both scales. This is how BitNet b1.58's layers are defined.
+//! exactly, and the sum is rounded to f32 and multiplied by the f32 product of both scales: the same
+//! bits on every backend, but for what a GPU's activation rounds. This is how BitNet b1.58's layers are defined.
 //!
 //! On CUDA products of up to 64 rows read blocks as they are. Codes are exact in 16 bits and tensor cores multiply them by `x`, which
 //! stays as it is if it has 16 bits; f32 is rounded to 16, as the sum of two bf16, unless the weight asks for float activations. All
@@ -20,7 +22,7 @@
 //! parts of 128 MiB.
 //!
 //! On CUDA, products of more than a few rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has
-//! it too; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32, and those of few columns
+//! that of the output; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32, and those of few columns
 //! and many elements, are faster with a workspace, in which cuBLAS lets more of the device share their sums; [`workspace_size`] says how large a one is of use.
 
 pub mod backward;
@@ -48,7 +50,7 @@ pub struct Params<'a> {
     pub x: TensorRef<'a>,
     /// What multiplies it.
     pub weights: Weights<'a>,
-    /// `[.., out_features]`: leading dimensions and dtype of `x`; rows strided, contiguous in the last dimension.
+    /// `[.., out_features]`: leading dimensions of `x`; its dtype or f32; rows strided, contiguous in the last dimension.
     pub output: Output<'a>,
     /// With at least [`workspace_size`] bytes the product may be faster. A smaller one is not
     /// touched, and the product is computed without it, unless a weight in blocks is decoded. With
@@ -68,7 +70,7 @@ pub struct Params<'a> {
 /// A layer's matrix and bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Weights<'a> {
-    /// `[out_features, in_features]`, any float dtype whatever that of `x`, one of [`DType::BLOCKS`], or on the CPU of
+    /// `[out_features, in_features]`, any float dtype whatever that of `x`, one of [`DType::BLOCKS`] or of
     /// [`DType::QUANTIZED`]; rows strided, contiguous in the last dimension. Rows of blocks are whole blocks and begin at multiples of
     /// them, at any address; rows of ternary codes are multiples of 128.
     pub weight: TensorRef<'a>,
@@ -110,9 +112,14 @@ impl Output<'_> {
 
     /// Checks shape, dtype and strides: `x` with `out_features` columns.
     pub(crate) fn check(&self, op: &'static str, x: Arg<'_>, shape: &[usize]) -> Result<()> {
+        Arg::new(op, "out", &self.out()).dtype_of(x)?;
+        self.check_but_dtype(op, shape)
+    }
+
+    /// Checks all but the dtype of `out`.
+    fn check_but_dtype(&self, op: &'static str, shape: &[usize]) -> Result<()> {
         let out = self.out();
         let out = Arg::new(op, "out", &out)
-            .dtype_of(x)?
             .shape(shape)?
             .last_contiguous()?
             .writable()?;
@@ -253,12 +260,14 @@ impl<'a> Params<'a> {
             }
             Arg::new(OP, "out", &self.output.out()).contiguous()?;
         }
-        self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
+        let out = self.output.out();
+        Arg::new(OP, "out", &out).dtype_of_or_f32(Arg::new(OP, "x", &x))?;
+        self.output.check_but_dtype(OP, shape)?;
         Ok(Problem {
             x,
             weights,
             residual: self.output.residual(),
-            out: self.output.out(),
+            out,
         })
     }
 
@@ -319,12 +328,12 @@ impl<'a> Operation for Params<'a> {
 operation::functions!();
 
 /// What [`workspace_size`] answers for a layer without a bias whose tensors are contiguous: `tokens` times `rows` by `columns`, of the
-/// dtypes of `x` and of the weights.
+/// dtypes of `x`, of the weights and of the output.
 pub(crate) fn estimated_workspace_size(
     ctx: &Context,
     tokens: usize,
     (rows, columns): (usize, usize),
-    (dtype, weight_dtype): (DType, DType),
+    (dtype, weight_dtype, out_dtype): (DType, DType, DType),
 ) -> Result<usize> {
     let described = |dtype, shape: [usize; 2]| -> Result<TensorRef<'static>> {
         // SAFETY: queries do not look at data.
@@ -332,7 +341,7 @@ pub(crate) fn estimated_workspace_size(
     };
     let out = Layout::contiguous(&[tokens, rows])?;
     // SAFETY: as above.
-    let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), dtype, out) };
+    let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), out_dtype, out) };
     let params = Params {
         parallel: None,
         x: described(dtype, [tokens, columns])?,
