@@ -787,6 +787,57 @@ FIELD(unsloth_optimizer_status, gradient_norm, 12, 4);
 FIELD(unsloth_optimizer_status, step, 16, 8);
 FIELD(unsloth_optimizer_status, skipped, 24, 8);
 
+STRUCT(unsloth_pipeline_schedule_params, 32, 8);
+FIELD(unsloth_pipeline_schedule_params, struct_size, 0, 4);
+FIELD(unsloth_pipeline_schedule_params, kind, 4, 4);
+FIELD(unsloth_pipeline_schedule_params, stages, 8, 4);
+FIELD(unsloth_pipeline_schedule_params, rank, 12, 4);
+FIELD(unsloth_pipeline_schedule_params, chunks, 16, 4);
+FIELD(unsloth_pipeline_schedule_params, reserved, 20, 4);
+FIELD(unsloth_pipeline_schedule_params, micro_batches, 24, 8);
+
+STRUCT(unsloth_pipeline_summary, 24, 8);
+FIELD(unsloth_pipeline_summary, struct_size, 0, 4);
+FIELD(unsloth_pipeline_summary, reserved, 4, 4);
+FIELD(unsloth_pipeline_summary, num_actions, 8, 8);
+FIELD(unsloth_pipeline_summary, num_slots, 16, 8);
+
+STRUCT(unsloth_pipeline_action, 24, 4);
+FIELD(unsloth_pipeline_action, step, 0, 4);
+FIELD(unsloth_pipeline_action, micro_batch, 4, 4);
+FIELD(unsloth_pipeline_action, chunk, 8, 4);
+FIELD(unsloth_pipeline_action, peer, 12, 4);
+FIELD(unsloth_pipeline_action, slot, 16, 4);
+FIELD(unsloth_pipeline_action, joined, 20, 4);
+
+STRUCT(unsloth_pipeline_simulate_params, 80, 8);
+FIELD(unsloth_pipeline_simulate_params, struct_size, 0, 4);
+FIELD(unsloth_pipeline_simulate_params, kind, 4, 4);
+FIELD(unsloth_pipeline_simulate_params, stages, 8, 4);
+FIELD(unsloth_pipeline_simulate_params, chunks, 12, 4);
+FIELD(unsloth_pipeline_simulate_params, micro_batches, 16, 8);
+FIELD(unsloth_pipeline_simulate_params, forward, 24, 8);
+FIELD(unsloth_pipeline_simulate_params, backward_input, 32, 8);
+FIELD(unsloth_pipeline_simulate_params, backward_weight, 40, 8);
+FIELD(unsloth_pipeline_simulate_params, transfer, 48, 8);
+FIELD(unsloth_pipeline_simulate_params, overlap, 56, 4);
+FIELD(unsloth_pipeline_simulate_params, reserved, 60, 4);
+FIELD(unsloth_pipeline_simulate_params, activation_bytes, 64, 8);
+FIELD(unsloth_pipeline_simulate_params, split_bytes, 72, 8);
+
+STRUCT(unsloth_pipeline_simulation, 40, 8);
+FIELD(unsloth_pipeline_simulation, struct_size, 0, 4);
+FIELD(unsloth_pipeline_simulation, reserved, 4, 4);
+FIELD(unsloth_pipeline_simulation, time, 8, 8);
+FIELD(unsloth_pipeline_simulation, idle, 16, 8);
+FIELD(unsloth_pipeline_simulation, peak_live, 24, 8);
+FIELD(unsloth_pipeline_simulation, peak_bytes, 32, 8);
+
+STRUCT(unsloth_pipeline_rank_use, 24, 8);
+FIELD(unsloth_pipeline_rank_use, busy, 0, 8);
+FIELD(unsloth_pipeline_rank_use, peak_live, 8, 8);
+FIELD(unsloth_pipeline_rank_use, peak_bytes, 16, 8);
+
 STRUCT(unsloth_qk_norm_rope_params, 1464, 8);
 FIELD(unsloth_qk_norm_rope_params, struct_size, 0, 4);
 FIELD(unsloth_qk_norm_rope_params, epsilon, 4, 4);

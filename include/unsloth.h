@@ -95,6 +95,10 @@
 #define UNSLOTH_OPTIMIZER_PARAMS_INIT UNSLOTH_INIT(unsloth_optimizer_params)
 #define UNSLOTH_OPTIMIZER_STATUS_INIT UNSLOTH_INIT(unsloth_optimizer_status)
 #define UNSLOTH_PARAMETER_COUNT_INIT UNSLOTH_INIT(unsloth_parameter_count)
+#define UNSLOTH_PIPELINE_SCHEDULE_PARAMS_INIT UNSLOTH_INIT(unsloth_pipeline_schedule_params)
+#define UNSLOTH_PIPELINE_SIMULATE_PARAMS_INIT UNSLOTH_INIT(unsloth_pipeline_simulate_params)
+#define UNSLOTH_PIPELINE_SIMULATION_INIT UNSLOTH_INIT(unsloth_pipeline_simulation)
+#define UNSLOTH_PIPELINE_SUMMARY_INIT UNSLOTH_INIT(unsloth_pipeline_summary)
 #define UNSLOTH_QK_NORM_ROPE_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_qk_norm_rope_backward_params)
 #define UNSLOTH_QK_NORM_ROPE_PARAMS_INIT UNSLOTH_INIT(unsloth_qk_norm_rope_params)
 #define UNSLOTH_QUANTIZATION_INIT UNSLOTH_INIT(unsloth_quantization)
@@ -3599,6 +3603,217 @@ typedef struct unsloth_optimizer_status {
 } unsloth_optimizer_status;
 
 /**
+ * In which order the ranks of a pipeline go forward and back.
+ */
+typedef uint32_t unsloth_pipeline_kind;
+
+/**
+ * Arguments of `unsloth_pipeline_schedule`: a model in `stages * chunks` parts of layers, of which part
+ * `chunk * stages + rank` is the rank's chunk `chunk`, and a batch in micro-batches. `stages * chunks *
+ * micro_batches` is at most 1048576.
+ */
+typedef struct unsloth_pipeline_schedule_params {
+  /**
+   * `sizeof(unsloth_pipeline_schedule_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_PIPELINE_*`.
+   */
+  unsloth_pipeline_kind kind;
+  /**
+   * Ranks, 1 to 1024.
+   */
+  int32_t stages;
+  /**
+   * Which of them, from 0.
+   */
+  int32_t rank;
+  /**
+   * Groups of layers of each rank: 2 to 1024 interleaved, else 1. 0 is 1.
+   */
+  int32_t chunks;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Micro-batches of a step, at least 1; interleaved, a multiple of `stages`.
+   */
+  int64_t micro_batches;
+} unsloth_pipeline_schedule_params;
+
+/**
+ * How much a rank of a pipeline has to do and to hold.
+ */
+typedef struct unsloth_pipeline_summary {
+  /**
+   * `sizeof(unsloth_pipeline_summary)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Actions of the rank.
+   */
+  int64_t num_actions;
+  /**
+   * Micro-batches of single chunks that it holds at most: slots that actions name.
+   */
+  int64_t num_slots;
+} unsloth_pipeline_summary;
+
+/**
+ * What a rank of a pipeline does.
+ */
+typedef uint32_t unsloth_pipeline_step;
+
+/**
+ * One line of a rank's schedule.
+ */
+typedef struct unsloth_pipeline_action {
+  /**
+   * What to do: one of `UNSLOTH_PIPELINE_STEP_*`.
+   */
+  unsloth_pipeline_step step;
+  /**
+   * With which micro-batch.
+   */
+  int32_t micro_batch;
+  /**
+   * In which of this rank's chunks.
+   */
+  int32_t chunk;
+  /**
+   * The other rank of a transfer; -1 of a pass.
+   */
+  int32_t peer;
+  /**
+   * Where what is held of the micro-batch in this chunk lies, from the forward pass and the receipt of
+   * its input to the last backward pass; -1 of a gradient that is sent, when the slot may have been taken
+   * again.
+   */
+  int32_t slot;
+  /**
+   * 1 if this transfer and the next action, a transfer in the other direction, may be one call of
+   * `unsloth_send_receive_forward`.
+   */
+  uint32_t joined;
+} unsloth_pipeline_action;
+
+/**
+ * Arguments of `unsloth_pipeline_simulate`: a pipeline as in `unsloth_pipeline_schedule_params`, and what its
+ * passes take. Times are in any unit, 0 to 1e18.
+ */
+typedef struct unsloth_pipeline_simulate_params {
+  /**
+   * `sizeof(unsloth_pipeline_simulate_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_PIPELINE_*`.
+   */
+  unsloth_pipeline_kind kind;
+  /**
+   * Ranks.
+   */
+  int32_t stages;
+  /**
+   * Groups of layers of each rank. 0 is 1.
+   */
+  int32_t chunks;
+  /**
+   * Micro-batches of a step.
+   */
+  int64_t micro_batches;
+  /**
+   * The time of a micro-batch forward through all chunks of a rank; a chunk takes an equal part of it.
+   */
+  double forward;
+  /**
+   * Of the gradient of the input, likewise.
+   */
+  double backward_input;
+  /**
+   * Of the gradients of weights, likewise. `UNSLOTH_PIPELINE_STEP_BACKWARD` takes both.
+   */
+  double backward_weight;
+  /**
+   * The time of an activation or a gradient from one rank to another.
+   */
+  double transfer;
+  /**
+   * 1 if a rank's transfers run on a stream of their own, beside its passes and in their order; 0 if all
+   * that a rank does is on one stream.
+   */
+  uint32_t overlap;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Bytes that all chunks of a rank hold of a micro-batch from the forward pass to the gradient of the
+   * input.
+   */
+  uint64_t activation_bytes;
+  /**
+   * Bytes that they hold from there to the gradients of weights, where the two are apart.
+   */
+  uint64_t split_bytes;
+} unsloth_pipeline_simulate_params;
+
+/**
+ * What a step of a pipeline takes.
+ */
+typedef struct unsloth_pipeline_simulation {
+  /**
+   * `sizeof(unsloth_pipeline_simulation)`, set by the caller.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * From the first pass's begin to the end of the last pass or transfer.
+   */
+  double time;
+  /**
+   * The share of it, 0 to 1, in which ranks run no pass, in the mean.
+   */
+  double idle;
+  /**
+   * The most micro-batches of single chunks that any rank holds.
+   */
+  int64_t peak_live;
+  /**
+   * The most bytes of these.
+   */
+  uint64_t peak_bytes;
+} unsloth_pipeline_simulation;
+
+/**
+ * What one rank takes in a step.
+ */
+typedef struct unsloth_pipeline_rank_use {
+  /**
+   * The time in its passes.
+   */
+  double busy;
+  /**
+   * The most micro-batches of single chunks that it holds, each from its forward pass to its last
+   * backward pass.
+   */
+  int64_t peak_live;
+  /**
+   * The most bytes of these.
+   */
+  uint64_t peak_bytes;
+} unsloth_pipeline_rank_use;
+
+/**
  * Arguments of `unsloth_qk_norm_rope_forward`: every head `x` of queries and keys becomes
  * `x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset)` and is then rotated as
  * `unsloth_rope_forward` does. At least one of `q` and `k` is there.
@@ -4648,6 +4863,70 @@ typedef struct unsloth_swiglu_backward_params {
  * ranks are added up.
  */
 #define UNSLOTH_PARTITION_ROW 1
+
+/**
+ * A rank goes forward until the first gradient can be there, then in turns back and forward
+ * (arXiv:2104.04473). It holds `min(micro_batches, stages - rank)` micro-batches.
+ */
+#define UNSLOTH_PIPELINE_ONE_F_ONE_B 0
+
+/**
+ * All micro-batches go forward, then all go back (arXiv:1811.06965), and all are held.
+ */
+#define UNSLOTH_PIPELINE_GPIPE 1
+
+/**
+ * As `UNSLOTH_PIPELINE_ONE_F_ONE_B`, with two or more chunks on a rank, which divide the idle time; the ranks
+ * divide the micro-batches evenly.
+ */
+#define UNSLOTH_PIPELINE_INTERLEAVED 2
+
+/**
+ * ZB-H1 (arXiv:2401.10241): as `UNSLOTH_PIPELINE_ONE_F_ONE_B`, with backward passes in two, of which the
+ * second, of weights, is put off by as many micro-batches as the rank's number. A third of the idle time,
+ * where all passes take as long, and on each rank as many micro-batches as on the first.
+ */
+#define UNSLOTH_PIPELINE_ZERO_BUBBLE 3
+
+/**
+ * The chunk's layers take the micro-batch's activation.
+ */
+#define UNSLOTH_PIPELINE_STEP_FORWARD 1
+
+/**
+ * The chunk's layers take its gradient: gradients of the input and of weights.
+ */
+#define UNSLOTH_PIPELINE_STEP_BACKWARD 2
+
+/**
+ * Only the gradient of the input.
+ */
+#define UNSLOTH_PIPELINE_STEP_BACKWARD_INPUT 3
+
+/**
+ * Those of weights, of a micro-batch whose gradient of the input has been computed.
+ */
+#define UNSLOTH_PIPELINE_STEP_BACKWARD_WEIGHT 4
+
+/**
+ * The chunk's output goes to the rank of the next part of the model.
+ */
+#define UNSLOTH_PIPELINE_STEP_SEND_ACTIVATION 5
+
+/**
+ * The chunk's input comes from the rank of the part before.
+ */
+#define UNSLOTH_PIPELINE_STEP_RECEIVE_ACTIVATION 6
+
+/**
+ * The gradient of the chunk's input goes to the rank of the part before.
+ */
+#define UNSLOTH_PIPELINE_STEP_SEND_GRADIENT 7
+
+/**
+ * The gradient of the chunk's output comes from the rank of the next part.
+ */
+#define UNSLOTH_PIPELINE_STEP_RECEIVE_GRADIENT 8
 
 /**
  * The greatest magnitude, divided by 127 for 8 bits.
@@ -6467,6 +6746,45 @@ unsloth_status unsloth_optimizer_load(struct unsloth_optimizer *optimizer,
                                       const void *data,
                                       size_t size,
                                       unsloth_stream stream);
+
+/**
+ * Says what a rank of a pipeline does in a training step, in order: passes through its chunks of the
+ * model's layers, and transfers to and from the ranks before and behind it.
+ *
+ * Nothing runs and no device is needed: the caller runs the actions one after the other, the passes with
+ * layers of this library or its own, the transfers with `unsloth_send_receive_forward` or its own. All ranks'
+ * actions are drawn from one order of them all, so transfers that wait for their other side never wait in
+ * a circle. Two that are `joined` may be one call, so that both directions move at once; they need not.
+ * What is received is taken by the next pass.
+ *
+ * With NULL for `actions` only `summary` is written: first ask for the number, then for the actions. The
+ * caller has set the summary's `struct_size` (`UNSLOTH_PIPELINE_SUMMARY_INIT`).
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `summary` is NULL or points to
+ * `summary->struct_size` bytes valid for reads and writes; `actions` is NULL or valid for writes of
+ * `capacity` actions.
+ */
+unsloth_status unsloth_pipeline_schedule(const struct unsloth_pipeline_schedule_params *params,
+                                         struct unsloth_pipeline_summary *summary,
+                                         struct unsloth_pipeline_action *actions,
+                                         size_t capacity);
+
+/**
+ * Says how long a pipeline's step takes, how much of that ranks are idle, and how much they hold: follows
+ * the actions that `unsloth_pipeline_schedule` gives to all ranks. A transfer takes both of its ranks from
+ * when the later one comes to it; two that are joined run at the same time.
+ *
+ * The caller has set the `struct_size` of `simulation` (`UNSLOTH_PIPELINE_SIMULATION_INIT`). `ranks` takes
+ * what each rank has; NULL if that is not wanted.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `simulation` is NULL or points to
+ * `simulation->struct_size` bytes valid for reads and writes; `ranks` is NULL or valid for writes of
+ * `capacity` of them.
+ */
+unsloth_status unsloth_pipeline_simulate(const struct unsloth_pipeline_simulate_params *params,
+                                         struct unsloth_pipeline_simulation *simulation,
+                                         struct unsloth_pipeline_rank_use *ranks,
+                                         size_t capacity);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless

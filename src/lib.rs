@@ -8,7 +8,7 @@
 //! | [`kv_cache`] | pages, sequences, eviction |
 //! | [`optimizer`] | updates of parameters, loss scaling, clipping |
 //! | [`estimate`] | how much memory a model takes |
-//! | [`training`] | which activations a training step keeps and which it computes again |
+//! | [`training`] | which activations a training step keeps and which it computes again; pipelines |
 //! | [`memory`] | buffers, pools, copies |
 //! | [`context`] | a device behind one handle: the only file that knows both backends |
 //! | `cpu` | the CPU backend, one file per operation |

@@ -76,6 +76,21 @@ static void shard_ready(void) {
   of_shard.size = 2;
 }
 
+static unsloth_pipeline_schedule_params of_pipeline;
+static unsloth_pipeline_summary pipeline_summary;
+static unsloth_pipeline_action pipeline_actions[64];
+static unsloth_pipeline_simulate_params of_simulation;
+static unsloth_pipeline_simulation simulation;
+static void pipeline_ready(void) {
+  of_pipeline = (unsloth_pipeline_schedule_params)UNSLOTH_PIPELINE_SCHEDULE_PARAMS_INIT;
+  pipeline_summary = (unsloth_pipeline_summary)UNSLOTH_PIPELINE_SUMMARY_INIT;
+  of_simulation = (unsloth_pipeline_simulate_params)UNSLOTH_PIPELINE_SIMULATE_PARAMS_INIT;
+  simulation = (unsloth_pipeline_simulation)UNSLOTH_PIPELINE_SIMULATION_INIT;
+  of_pipeline.stages = of_simulation.stages = 2;
+  of_pipeline.micro_batches = of_simulation.micro_batches = 3;
+  of_simulation.forward = 1;
+}
+
 static unsloth_comm *comm, *created_comm;
 static unsloth_comm_id_params of_id;
 static unsloth_comm_params of_comm;
@@ -1042,6 +1057,10 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(send_receive, send_receive_ready, unsloth_send_receive_forward, (ctx, &send_receive, NULL),    \
     OK)                                                                                            \
   X(shard, shard_ready, unsloth_shard_get, (&of_shard, &shard), OK)                                \
+  X(pipeline_schedule, pipeline_ready, unsloth_pipeline_schedule,                                  \
+    (&of_pipeline, &pipeline_summary, pipeline_actions, COUNT(pipeline_actions)), OK)              \
+  X(pipeline_simulate, pipeline_ready, unsloth_pipeline_simulate,                                  \
+    (&of_simulation, &simulation, NULL, 0), OK)                                                    \
   X(comm_id, comm_params_ready, unsloth_comm_id_create, (&of_id, &comm_id), OK)                    \
   X(comm_create, comm_params_ready, ask_unsloth_comm_create, (), OK)                               \
   X(comm_info, comm_ready, unsloth_comm_info_get, (comm, &comm_info), OK)                          \

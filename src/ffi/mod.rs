@@ -38,6 +38,7 @@ pub mod optimizer;
 pub mod optimizer_handle;
 pub mod parallel;
 mod params;
+pub mod pipeline;
 pub mod qk_norm_rope;
 pub mod quantize;
 pub mod reduce_scatter;

@@ -9,6 +9,7 @@ mod failures;
 mod group;
 mod misuse;
 mod parallel;
+mod pipeline;
 mod shard;
 mod stress;
 mod transfers;

@@ -5,6 +5,7 @@ use std::ptr;
 use unsloth::ffi::checkpoint::*;
 use unsloth::ffi::estimate::*;
 use unsloth::ffi::kv_cache::unsloth_kv_cache_params;
+use unsloth::ffi::pipeline::*;
 use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::unsloth_dtype;
 
@@ -92,7 +93,7 @@ pub fn run(input: &mut Input) {
     };
     // SAFETY: every struct is a live local of the size stated, and sized structs of the C ABI may be zero.
     unsafe {
-        match input.byte() % 5 {
+        match input.byte() % 6 {
             0 => {
                 let mut p: unsloth_attention_memory_params = sized();
                 let mut m: unsloth_attention_memory = sized();
@@ -130,6 +131,7 @@ pub fn run(input: &mut Input) {
                 check(status, sum, || m.total);
             }
             3 => checkpoint_plan(input),
+            4 => pipeline(input),
             _ => {
                 let mut p: unsloth_training_memory_params = sized();
                 let mut m: unsloth_training_memory = sized();
@@ -194,6 +196,57 @@ unsafe fn checkpoint_plan(input: &mut Input) {
             assert!((0..summary.num_hidden_slots).contains(&action.input.into()));
             assert!((-1..summary.num_hidden_slots).contains(&action.output.into()));
             assert!((-1..summary.num_saved_slots).contains(&action.saved.into()));
+        }
+    }
+}
+
+/// Schedules whose actions name what there is, and simulations of them.
+unsafe fn pipeline(input: &mut Input) {
+    const CAPACITY: usize = 128;
+    // SAFETY: every struct is a live local of the size stated, and sized structs of the C ABI may be zero.
+    unsafe {
+        let mut p: unsloth_pipeline_schedule_params = sized();
+        let mut summary: unsloth_pipeline_summary = sized();
+        let mut actions: [unsloth_pipeline_action; CAPACITY] = std::mem::zeroed();
+        p.kind = u32::from(input.byte()) % 5;
+        p.stages = input.pick(&[1, 2, 3, 4, 5, 8, 0, -1, 1024, i32::MAX]);
+        p.rank = input.pick(&[0, 0, 1, 2, 3, 7, -1, i32::MAX]);
+        p.chunks = input.pick(&[0, 1, 2, 3, 4, -1, 1025, i32::MAX]);
+        p.micro_batches = match input.one_in(4) {
+            // What interleaved ranks divide evenly.
+            true => i64::from(p.stages) * (1 + input.up_to(5)),
+            false => size(input),
+        };
+        let capacity = usize::from(input.byte()) % (CAPACITY + 1);
+        let status = unsloth_pipeline_schedule(&p, &mut summary, actions.as_mut_ptr(), capacity);
+        assert_ne!(status, UNSLOTH_STATUS_INTERNAL_ERROR, "{}", last_message());
+        if status != UNSLOTH_STATUS_SUCCESS {
+            assert!(actions.iter().all(|action| action.step == 0), "written");
+        } else {
+            for action in &actions[..summary.num_actions as usize] {
+                assert!((0..p.micro_batches).contains(&action.micro_batch.into()));
+                assert!((0..p.chunks.max(1)).contains(&action.chunk));
+                assert!((-1..p.stages).contains(&action.peer) && action.joined <= 1);
+                assert!((-1..summary.num_slots).contains(&action.slot.into()));
+            }
+        }
+        let mut s: unsloth_pipeline_simulate_params = sized();
+        let mut found: unsloth_pipeline_simulation = sized();
+        (s.kind, s.stages, s.chunks) = (p.kind, p.stages, p.chunks);
+        s.micro_batches = p.micro_batches;
+        s.forward = input.pick(&[0.0, 1.0, 2.5, 1e18, -1.0, f64::NAN]);
+        s.backward_input = input.pick(&[0.0, 1.0, 1e-300, f64::INFINITY]);
+        s.backward_weight = input.pick(&[0.0, 1.0, 3.0]);
+        s.transfer = input.pick(&[0.0, 0.25]);
+        s.overlap = flag(input);
+        s.activation_bytes = input.number() as u64;
+        s.split_bytes = input.number() as u64;
+        let status = unsloth_pipeline_simulate(&s, &mut found, ptr::null_mut(), 0);
+        assert_ne!(status, UNSLOTH_STATUS_INTERNAL_ERROR, "{}", last_message());
+        if status == UNSLOTH_STATUS_SUCCESS {
+            let passes = s.forward + s.backward_input + s.backward_weight;
+            assert!((0.0..=1.0).contains(&found.idle) && found.time.is_finite());
+            assert!(found.time >= passes * s.micro_batches as f64 * (1.0 - 1e-9));
         }
     }
 }
