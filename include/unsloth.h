@@ -66,6 +66,8 @@
 #define UNSLOTH_COMM_ID_PARAMS_INIT UNSLOTH_INIT(unsloth_comm_id_params)
 #define UNSLOTH_COMM_INFO_INIT UNSLOTH_INIT(unsloth_comm_info)
 #define UNSLOTH_COMM_PARAMS_INIT UNSLOTH_INIT(unsloth_comm_params)
+#define UNSLOTH_CONTEXT_PARALLEL_ATTENTION_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_attention_backward_params)
+#define UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_attention_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_cross_entropy_params)
 #define UNSLOTH_DECODER_LAYER_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_decoder_layer_backward_params)
@@ -1614,6 +1616,178 @@ typedef struct unsloth_comm_info {
    */
   uint32_t reserved;
 } unsloth_comm_info;
+
+/**
+ * How ranks that have parts of sequences attend.
+ */
+typedef uint32_t unsloth_context_method;
+
+/**
+ * Arguments of `unsloth_context_parallel_attention_forward`: `unsloth_attention_forward` over sequences of which
+ * each rank has a part, equally long ones, rank 0 the first tokens of each. A rank gets its queries' output.
+ * `Sq` and `Sk` are the numbers of this rank's queries and keys of a sequence.
+ *
+ * All ranks make the same calls. What is wrong with shapes that ranks share is refused on every rank before
+ * any has sent anything. A call of a local group waits for the other ranks.
+ */
+typedef struct unsloth_context_parallel_attention_params {
+  /**
+   * `sizeof(unsloth_context_parallel_attention_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_CONTEXT_METHOD_*`.
+   */
+  unsloth_context_method method;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * 1 if a query sees only keys up to its own position in the whole sequence, else 0.
+   */
+  uint32_t causal;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * Factor of the scores; 0 for `1 / sqrt(head_dim)`.
+   */
+  float scale;
+  /**
+   * Bound of the scores through tanh; 0 for none.
+   */
+  float softcap;
+  /**
+   * How many keys a query sees up to its own position, counting its own; 0 for all.
+   */
+  int64_t window_left;
+  /**
+   * How many keys a query sees from its own position on, counting its own; 0 for all.
+   */
+  int64_t window_right;
+  /**
+   * `unsloth_context_parallel_attention_workspace_size` bytes aligned to 256, all needed. NULL where that is
+   * 0.
+   */
+  void *workspace;
+  /**
+   * Bytes at `workspace`.
+   */
+  size_t workspace_size;
+  /**
+   * This rank's queries `[B, Sq, num_heads, head_dim]`, f32, f16 or bf16; any strides with a contiguous last
+   * dimension, as of all tensors here.
+   */
+  struct unsloth_tensor q;
+  /**
+   * Its keys `[B, Sk, num_kv_heads, head_dim]`, any float dtype.
+   */
+  struct unsloth_tensor k;
+  /**
+   * Its values like `k`, with `head_dim_v`; any float dtype.
+   */
+  struct unsloth_tensor v;
+  /**
+   * Output like `q`, with `head_dim_v`; the dtype of `q`, or f32.
+   */
+  struct unsloth_tensor out;
+  /**
+   * Optional output: natural logarithm of the softmax denominator, f32 `[B, num_heads, Sq]`.
+   */
+  struct unsloth_tensor lse;
+} unsloth_context_parallel_attention_params;
+
+/**
+ * Arguments of `unsloth_context_parallel_attention_backward`: this rank's tokens' part of the gradients of `q`,
+ * `k` and `v`. Each is optional, there has to be one, all ranks ask for the same ones, and what is absent is
+ * not computed. `out` and `lse` are what the forward pass gave this rank; all else is as it had it.
+ */
+typedef struct unsloth_context_parallel_attention_backward_params {
+  /**
+   * `sizeof(unsloth_context_parallel_attention_backward_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_CONTEXT_METHOD_*`.
+   */
+  unsloth_context_method method;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * As the forward pass had it.
+   */
+  uint32_t causal;
+  /**
+   * 1 if the same inputs must give the same bits of `dq` on a GPU, as in
+   * `unsloth_attention_backward_params`.
+   */
+  uint32_t deterministic;
+  /**
+   * As the forward pass had it.
+   */
+  float scale;
+  /**
+   * As the forward pass had it.
+   */
+  float softcap;
+  /**
+   * As the forward pass had it.
+   */
+  int64_t window_left;
+  /**
+   * As the forward pass had it.
+   */
+  int64_t window_right;
+  /**
+   * `unsloth_context_parallel_attention_backward_workspace_size` bytes aligned to 256, all needed. NULL where
+   * that is 0.
+   */
+  void *workspace;
+  /**
+   * Bytes at `workspace`.
+   */
+  size_t workspace_size;
+  /**
+   * This rank's queries, as `unsloth_context_parallel_attention_params` has them.
+   */
+  struct unsloth_tensor q;
+  /**
+   * Its keys.
+   */
+  struct unsloth_tensor k;
+  /**
+   * Its values.
+   */
+  struct unsloth_tensor v;
+  /**
+   * What the forward pass gave: the dtype of `q`, or f32.
+   */
+  struct unsloth_tensor out;
+  /**
+   * What it gave too: f32 `[B, num_heads, Sq]`, contiguous in the last dimension.
+   */
+  struct unsloth_tensor lse;
+  /**
+   * Gradient of `out`: its shape; the dtype of `q`, or f32.
+   */
+  struct unsloth_tensor dout;
+  /**
+   * Optional output: the gradient of `q`, of its shape and dtype, any strides with a contiguous last dimension.
+   */
+  struct unsloth_tensor dq;
+  /**
+   * Optional output: the gradient of `k`, like it.
+   */
+  struct unsloth_tensor dk;
+  /**
+   * Optional output: the gradient of `v`, like it.
+   */
+  struct unsloth_tensor dv;
+} unsloth_context_parallel_attention_backward_params;
 
 /**
  * How the losses of tokens become one.
@@ -4737,6 +4911,13 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_REDUCE_OP_PROD 4
 
 /**
+ * They exchange their parts of sequences for heads, attend with these, and give the output back: Ulysses
+ * (arXiv:2309.14509). The number of ranks divides `num_kv_heads`. A head is computed as on one rank, with the
+ * same bits on the CPU.
+ */
+#define UNSLOTH_CONTEXT_METHOD_ULYSSES 0
+
+/**
  * Their sum over the number of tokens that are not ignored, or over `denominator`.
  */
 #define UNSLOTH_REDUCTION_MEAN 0
@@ -5741,6 +5922,68 @@ unsloth_status unsloth_comm_error_get(struct unsloth_comm *comm);
  * Requires: `comm` was made by `unsloth_comm_create`.
  */
 unsloth_status unsloth_comm_abort(struct unsloth_comm *comm);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_context_parallel_attention_supported(struct unsloth_context *ctx,
+                                                            const struct unsloth_context_parallel_attention_params *params,
+                                                            unsloth_implementation *implementation);
+
+/**
+ * The bytes of workspace that this call needs, exactly: those of this rank's `q`, `k`, `v` and `out` once, of
+ * the greatest of them twice more where they have to be put in order, and what attention needs. Data pointers
+ * are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_context_parallel_attention_workspace_size(struct unsloth_context *ctx,
+                                                                 const struct unsloth_context_parallel_attention_params *params,
+                                                                 size_t *workspace_size);
+
+/**
+ * Computes on `stream`; every rank of the group calls it. Neither allocates device memory nor synchronises, and
+ * may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the
+ * context's device until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_context_parallel_attention_forward(struct unsloth_context *ctx,
+                                                          const struct unsloth_context_parallel_attention_params *params,
+                                                          unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_context_parallel_attention_backward_supported(struct unsloth_context *ctx,
+                                                                     const struct unsloth_context_parallel_attention_backward_params *params,
+                                                                     unsloth_implementation *implementation);
+
+/**
+ * The bytes of workspace that this call needs, exactly. Data pointers are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_context_parallel_attention_backward_workspace_size(struct unsloth_context *ctx,
+                                                                          const struct unsloth_context_parallel_attention_backward_params *params,
+                                                                          size_t *workspace_size);
+
+/**
+ * Computes gradients on `stream`; every rank of the group calls it. Neither allocates device memory nor
+ * synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors and workspace are valid on the
+ * context's device until the work has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_context_parallel_attention_backward(struct unsloth_context *ctx,
+                                                           const struct unsloth_context_parallel_attention_backward_params *params,
+                                                           unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless

@@ -530,6 +530,47 @@ static void attention_backward_ready(void) {
   attention_backward.workspace = workspace;
 }
 
+static unsloth_context_parallel_attention_params context_parallel;
+static void context_parallel_ready(void) {
+  attention_ready();
+  group_params();
+  CHECK_OK(unsloth_comm_create(ctx, &of_comm, &comm));
+  context_parallel =
+      (unsloth_context_parallel_attention_params)UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT;
+  context_parallel.comm = comm;
+  context_parallel.causal = 1;
+  context_parallel.q = attention.q;
+  context_parallel.k = attention.k;
+  context_parallel.v = attention.v;
+  context_parallel.out = attention.out;
+  CHECK_OK(unsloth_context_parallel_attention_workspace_size(ctx, &context_parallel,
+                                                             &context_parallel.workspace_size));
+  context_parallel.workspace = workspace;
+}
+
+static unsloth_context_parallel_attention_backward_params context_backward;
+static void context_backward_ready(void) {
+  attention_backward_ready();
+  group_params();
+  CHECK_OK(unsloth_comm_create(ctx, &of_comm, &comm));
+  context_backward = (unsloth_context_parallel_attention_backward_params)
+      UNSLOTH_CONTEXT_PARALLEL_ATTENTION_BACKWARD_PARAMS_INIT;
+  context_backward.comm = comm;
+  context_backward.causal = 1;
+  context_backward.q = attention_backward.q;
+  context_backward.k = attention_backward.k;
+  context_backward.v = attention_backward.v;
+  context_backward.out = attention_backward.out;
+  context_backward.lse = attention_backward.lse;
+  context_backward.dout = attention_backward.dout;
+  context_backward.dq = attention_backward.dq;
+  context_backward.dk = attention_backward.dk;
+  context_backward.dv = attention_backward.dv;
+  CHECK_OK(unsloth_context_parallel_attention_backward_workspace_size(
+      ctx, &context_backward, &context_backward.workspace_size));
+  context_backward.workspace = workspace;
+}
+
 static unsloth_kv_cache_params cache_params;
 static void cache_params_ready(void) {
   with_context();
@@ -990,6 +1031,19 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     unsloth_attention_backward_workspace_size, (ctx, &attention_backward, &size), OK)              \
   X(attention_backward, attention_backward_ready, unsloth_attention_backward,                      \
     (ctx, &attention_backward, NULL), OK)                                                          \
+  X(context_parallel_supported, context_parallel_ready,                                            \
+    unsloth_context_parallel_attention_supported, (ctx, &context_parallel, NULL), OK)              \
+  X(context_parallel_workspace, context_parallel_ready,                                            \
+    unsloth_context_parallel_attention_workspace_size, (ctx, &context_parallel, &size), OK)        \
+  X(context_parallel, context_parallel_ready, unsloth_context_parallel_attention_forward,          \
+    (ctx, &context_parallel, NULL), OK)                                                            \
+  X(context_backward_supported, context_backward_ready,                                            \
+    unsloth_context_parallel_attention_backward_supported, (ctx, &context_backward, NULL), OK)     \
+  X(context_backward_workspace, context_backward_ready,                                            \
+    unsloth_context_parallel_attention_backward_workspace_size, (ctx, &context_backward, &size),   \
+    OK)                                                                                            \
+  X(context_backward, context_backward_ready, unsloth_context_parallel_attention_backward,         \
+    (ctx, &context_backward, NULL), OK)                                                            \
   X(block_supported, attention_block_ready, unsloth_attention_block_supported,                     \
     (ctx, &attention_block, NULL), OK)                                                             \
   X(block_workspace, attention_block_ready, unsloth_attention_block_workspace_size,                \

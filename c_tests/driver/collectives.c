@@ -246,6 +246,51 @@ static void divided(void) {
   end_divided("ncclAllReduce", b.dx.data, 128);
 }
 
+// Attention over divided sequences: as many exchanges as tensors, each a group, and kernels.
+static void end_exchanges(int exchanges) {
+  CHECK(allocations == 0);
+  CHECK(nccl.num_calls == exchanges * 2 * SIZE && nccl.groups == exchanges);
+  CHECK(driver.launches > exchanges && driver.copies == 0 && driver.others == 0);
+}
+
+static unsloth_tensor make4(int64_t batch, int64_t tokens, int64_t heads, int64_t dim) {
+  unsloth_tensor t = make(UNSLOTH_DTYPE_F16, 1, -1);
+  const int64_t shape[4] = {batch, tokens, heads, dim};
+  t.rank = 4;
+  memcpy(t.shape, shape, sizeof shape);
+  return t;
+}
+
+static void divided_sequences(void) {
+  unsloth_context_parallel_attention_params p = UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT;
+  unsloth_context_parallel_attention_backward_params b =
+      UNSLOTH_CONTEXT_PARALLEL_ATTENTION_BACKWARD_PARAMS_INIT;
+  p.comm = b.comm = comm;
+  p.causal = b.causal = 1;
+  p.q = b.q = make4(2, 5, 2 * SIZE, 64);
+  p.k = b.k = make4(2, 5, SIZE, 64);
+  p.v = b.v = make4(2, 5, SIZE, 64);
+  p.out = b.out = make4(2, 5, 2 * SIZE, 64);
+  b.dout = make4(2, 5, 2 * SIZE, 64);
+  b.dq = make4(2, 5, 2 * SIZE, 64);
+  b.dk = make4(2, 5, SIZE, 64);
+  b.dv = make4(2, 5, SIZE, 64);
+  p.lse = make(UNSLOTH_DTYPE_F32, 2, 2 * SIZE);
+  p.lse.rank = 3;
+  p.lse.shape[2] = 5;
+  b.lse = p.lse;
+  CHECK_OK(unsloth_context_parallel_attention_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  begin();
+  CHECK_OK(unsloth_context_parallel_attention_forward(ctx, &p, stream));
+  end_exchanges(5);
+  CHECK_OK(unsloth_context_parallel_attention_backward_workspace_size(ctx, &b, &b.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
+  begin();
+  CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, stream));
+  end_exchanges(9);
+}
+
 // A call that fails ends its group; what fails later is asked for.
 static void failures(void) {
   unsloth_all_reduce_params p = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
@@ -323,6 +368,7 @@ static void made(void) {
   gathers();
   moves();
   divided();
+  divided_sequences();
   failures();
   CHECK_OK(unsloth_comm_destroy(comm));
   CHECK(nccl.destroyed == 1 && nccl.aborted == 0);

@@ -17,6 +17,7 @@ pub mod cast;
 pub mod checkpoint;
 pub mod comm;
 pub mod context;
+pub mod context_parallel_attention;
 pub mod cross_entropy;
 pub mod decoder_layer;
 pub mod dlpack;

@@ -16,6 +16,7 @@ pub mod cast;
 pub(crate) mod check;
 mod chunked;
 pub(crate) mod collective;
+pub mod context_parallel_attention;
 pub mod cross_entropy;
 pub mod decoder_layer;
 pub mod embedding;

@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::problem::{
-    Plan, attention, kv_cache, linear, mlp, norm, qk_norm_rope, rms_norm, rope, swiglu,
+    Plan, attention, cast, kv_cache, linear, mlp, norm, qk_norm_rope, rms_norm, rope, swiglu,
 };
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
@@ -84,6 +84,7 @@ problems!(
     Append(kv_cache::Append),
     Attention(attention::Problem),
     AttentionBackward(attention::Backward),
+    Cast(cast::Problem),
 );
 
 /// One of the problems that may be parts.

@@ -5,6 +5,7 @@
 mod common;
 
 mod collectives;
+mod context_parallel;
 mod failures;
 mod group;
 mod misuse;

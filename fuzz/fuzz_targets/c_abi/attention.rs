@@ -4,6 +4,8 @@ use unsloth::ffi::attention::backward::*;
 use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
+use unsloth::ffi::context_parallel_attention::backward::*;
+use unsloth::ffi::context_parallel_attention::*;
 use unsloth::ffi::kv_cache::unsloth_kv_cache;
 use unsloth::ffi::qk_norm_rope::backward::*;
 use unsloth::ffi::qk_norm_rope::*;
@@ -148,6 +150,43 @@ impl Call<'_, '_> {
             p.dsinks = self.optional(UNSLOTH_DTYPE_F32, &shape(&p.sinks));
         }
         p.accumulate = self.flag(1);
+        stated
+    }
+
+    pub fn context_parallel_attention(
+        &mut self,
+    ) -> Box<Stated<unsloth_context_parallel_attention_params>> {
+        let alone = self.attention().params;
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_context_parallel_attention_params>> =
+            unsafe { zeroed() };
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        (p.q, p.k, p.v) = (alone.q, alone.k, alone.v);
+        (p.out, p.lse) = (alone.out, alone.lse);
+        (p.causal, p.scale, p.softcap) = (alone.causal, alone.scale, alone.softcap);
+        (p.window_left, p.window_right) = (alone.window_left, alone.window_right);
+        p.method = self.flag(0);
+        p.reserved = self.flag(0);
+        stated
+    }
+
+    pub fn context_parallel_attention_backward(
+        &mut self,
+    ) -> Box<Stated<unsloth_context_parallel_attention_backward_params>> {
+        let alone = self.attention_backward().params;
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_context_parallel_attention_backward_params>> =
+            unsafe { zeroed() };
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        (p.q, p.k, p.v) = (alone.q, alone.k, alone.v);
+        (p.out, p.lse, p.dout) = (alone.out, alone.lse, alone.dout);
+        (p.dq, p.dk, p.dv) = (alone.dq, alone.dk, alone.dv);
+        (p.causal, p.scale, p.softcap) = (alone.causal, alone.scale, alone.softcap);
+        (p.window_left, p.window_right) = (alone.window_left, alone.window_right);
+        p.method = self.flag(0);
+        p.deterministic = self.flag(1);
         stated
     }
 

@@ -122,7 +122,7 @@ pub fn run(input: &mut Input) {
 
 impl Call<'_, '_> {
     /// The group, seldom none.
-    fn comm(&mut self) -> *mut unsloth_comm {
+    pub fn comm(&mut self) -> *mut unsloth_comm {
         match self.input.one_in(32) {
             true => std::ptr::without_provenance_mut(self.input.word() as usize),
             false => group(),

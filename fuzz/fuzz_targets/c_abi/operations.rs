@@ -10,6 +10,8 @@ use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::broadcast::*;
 use unsloth::ffi::cast::*;
+use unsloth::ffi::context_parallel_attention::backward::*;
+use unsloth::ffi::context_parallel_attention::*;
 use unsloth::ffi::cross_entropy::*;
 use unsloth::ffi::decoder_layer::backward::*;
 use unsloth::ffi::decoder_layer::*;
@@ -66,7 +68,7 @@ macro_rules! finish {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 39] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 41] = [
     of!(
         attention,
         unsloth_attention_supported,
@@ -259,6 +261,18 @@ pub const ALL: [fn(&mut Call<'_, '_>); 39] = [
         send_receive,
         unsloth_send_receive_supported,
         unsloth_send_receive_forward
+    ),
+    of!(
+        context_parallel_attention,
+        unsloth_context_parallel_attention_supported,
+        unsloth_context_parallel_attention_forward,
+        unsloth_context_parallel_attention_workspace_size
+    ),
+    of!(
+        context_parallel_attention_backward,
+        unsloth_context_parallel_attention_backward_supported,
+        unsloth_context_parallel_attention_backward,
+        unsloth_context_parallel_attention_backward_workspace_size
     ),
 ];
 

@@ -1,0 +1,105 @@
+// Attention over sequences that ranks divide, and its gradients, against those of one rank.
+#include "ranks.h"
+
+enum { OWN = 4, TOKENS = OWN * RANKS, HEADS = 2 * RANKS, KV_HEADS = RANKS, DIM = 8 };
+
+static float q[TOKENS * HEADS * DIM], k[TOKENS * KV_HEADS * DIM], v[TOKENS * KV_HEADS * DIM];
+static float dout[TOKENS * HEADS * DIM];
+
+typedef struct {
+  float out[TOKENS * HEADS * DIM], lse[HEADS * TOKENS], dq[TOKENS * HEADS * DIM];
+  float dk[TOKENS * KV_HEADS * DIM], dv[TOKENS * KV_HEADS * DIM];
+} results;
+
+static void expect(unsloth_context *ctx, results *r) {
+  unsloth_attention_params p = UNSLOTH_ATTENTION_PARAMS_INIT;
+  unsloth_attention_backward_params b = UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT;
+  p.causal = b.causal = 1;
+  p.q = b.q = f32_tensor(q, 1, TOKENS, HEADS, DIM);
+  p.k = b.k = f32_tensor(k, 1, TOKENS, KV_HEADS, DIM);
+  p.v = b.v = f32_tensor(v, 1, TOKENS, KV_HEADS, DIM);
+  p.out = b.out = f32_tensor(r->out, 1, TOKENS, HEADS, DIM);
+  p.lse = b.lse = f32_tensor(r->lse, 1, HEADS, TOKENS, -1);
+  b.dout = f32_tensor(dout, 1, TOKENS, HEADS, DIM);
+  b.dq = f32_tensor(r->dq, 1, TOKENS, HEADS, DIM);
+  b.dk = f32_tensor(r->dk, 1, TOKENS, KV_HEADS, DIM);
+  b.dv = f32_tensor(r->dv, 1, TOKENS, KV_HEADS, DIM);
+  CHECK_OK(unsloth_attention_forward(ctx, &p, NULL));
+  CHECK_OK(unsloth_attention_backward_workspace_size(ctx, &b, &b.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
+  CHECK_OK(unsloth_attention_backward(ctx, &b, NULL));
+  CHECK_OK(unsloth_memory_free(ctx, b.workspace));
+}
+
+// A rank's rows of a tensor that has all.
+static unsloth_tensor part(float *all, int rank, int64_t heads) {
+  return f32_tensor(all + (int64_t)rank * OWN * heads * DIM, 1, OWN, heads, DIM);
+}
+
+static void run(unsloth_context *ctx, unsloth_comm *comm, int rank) {
+  static results found, expected[RANKS];  // of whose rows each rank writes its own
+  float lse[HEADS * OWN];
+  unsloth_context_parallel_attention_params p = UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT;
+  unsloth_context_parallel_attention_backward_params b =
+      UNSLOTH_CONTEXT_PARALLEL_ATTENTION_BACKWARD_PARAMS_INIT;
+  expect(ctx, &expected[rank]);
+  p.comm = b.comm = comm;
+  p.causal = b.causal = 1;
+  p.q = b.q = part(q, rank, HEADS);
+  p.k = b.k = part(k, rank, KV_HEADS);
+  p.v = b.v = part(v, rank, KV_HEADS);
+  p.out = b.out = part(found.out, rank, HEADS);
+  p.lse = b.lse = f32_tensor(lse, 1, HEADS, OWN, -1);
+  b.dout = part(dout, rank, HEADS);
+  b.dq = part(found.dq, rank, HEADS);
+  b.dk = part(found.dk, rank, KV_HEADS);
+  b.dv = part(found.dv, rank, KV_HEADS);
+
+  unsloth_implementation implementation = 0;
+  CHECK_OK(unsloth_context_parallel_attention_supported(ctx, &p, &implementation));
+  CHECK(implementation == UNSLOTH_IMPLEMENTATION_CPU);
+  CHECK_OK(unsloth_context_parallel_attention_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  CHECK_OK(unsloth_context_parallel_attention_forward(ctx, &p, NULL));
+  CHECK_OK(unsloth_context_parallel_attention_backward_supported(ctx, &b, NULL));
+  CHECK_OK(unsloth_context_parallel_attention_backward_workspace_size(ctx, &b, &b.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
+  CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, NULL));
+  CHECK_OK(unsloth_memory_free(ctx, p.workspace));
+  CHECK_OK(unsloth_memory_free(ctx, b.workspace));
+
+  const results *e = &expected[rank];
+  const size_t rows = OWN * HEADS * DIM, kv_rows = OWN * KV_HEADS * DIM, at = (size_t)rank;
+  CHECK(memcmp(found.out + at * rows, e->out + at * rows, rows * sizeof(float)) == 0);
+  CHECK(memcmp(found.dq + at * rows, e->dq + at * rows, rows * sizeof(float)) == 0);
+  CHECK(memcmp(found.dk + at * kv_rows, e->dk + at * kv_rows, kv_rows * sizeof(float)) == 0);
+  CHECK(memcmp(found.dv + at * kv_rows, e->dv + at * kv_rows, kv_rows * sizeof(float)) == 0);
+  for (int head = 0; head < HEADS; head++) {
+    const float *of_all = e->lse + head * TOKENS + rank * OWN;
+    CHECK(memcmp(lse + head * OWN, of_all, OWN * sizeof(float)) == 0);
+  }
+
+  p.k.shape[2] = p.v.shape[2] = 2;
+  CHECK_FAILS(unsloth_context_parallel_attention_forward(ctx, &p, NULL),
+              UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "context_parallel_attention: k has 2 heads, which 3 ranks do not share evenly");
+  b.method = 1;
+  CHECK_FAILS(unsloth_context_parallel_attention_backward(ctx, &b, NULL),
+              UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "context_parallel_attention_backward: method is 1, allowed: 0 (ulysses)");
+}
+
+static void fill(float *to, size_t n, unsigned seed) {
+  for (size_t i = 0; i < n; i++) {
+    seed = seed * 1664525u + 1013904223u;
+    to[i] = (float)(seed >> 8) / (1 << 23) - 1;
+  }
+}
+
+int main(void) {
+  fill(q, COUNT(q), 1);
+  fill(k, COUNT(k), 2);
+  fill(v, COUNT(v), 3);
+  fill(dout, COUNT(dout), 4);
+  return on_every_rank(run);
+}

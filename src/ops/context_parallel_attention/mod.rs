@@ -1,0 +1,224 @@
+//! Attention over sequences that ranks divide: each has a part of every sequence's queries, keys and values, and
+//! gets its queries' part of the output, as if one rank had computed [`attention`].
+//!
+//! Ranks have equally long parts, rank 0 the first tokens of each sequence, the last rank the last. It is a
+//! sequence of this library's operations: collectives, copies and attention.
+//!
+//! [`Method::Ulysses`] (Jacobs et al. 2023, arXiv:2309.14509): the ranks exchange parts of sequences for heads, so
+//! that each has all tokens of some heads, attends with these, and gives the output back. What a rank sends
+//! and receives is its part of `q`, `k`, `v` and `out`, and does not grow with the number of ranks, which has to
+//! divide `Hkv`. A head is computed as on one rank, so that output, `lse` and gradients have the bits that one
+//! rank gives them on the CPU.
+//!
+//! [`backward`](fn@backward) takes what the forward pass was given and gave, all of it the rank's parts; nothing
+//! else is kept. It exchanges `q`, `k`, `v`, `out`, `lse` and `dout`, and the gradients back.
+//!
+//! All ranks make the same calls. What is wrong with shapes that ranks share is refused on each before any has
+//! sent anything; so is too little workspace on the rank that has it, which leaves the others waiting.
+//!
+//! ```
+//! use std::thread;
+//! use unsloth::comm::{Comm, Id, Kind, Params};
+//! use unsloth::ops::context_parallel_attention as attention;
+//! use unsloth::{Buffer, Context, Stream, TensorMut, TensorRef};
+//!
+//! // Two ranks with two of four tokens each; two heads of one element. A query averages the values up to its own.
+//! let id = Id::new(Kind::Local)?;
+//! let run = |rank: usize| {
+//!     let ctx = Context::cpu()?;
+//!     let comm = Comm::new(&ctx, &Params::local(id, rank, 2))?;
+//!     let (qk, mut out) = ([0.0f32; 4], [0.0f32; 4]);
+//!     let first = 2.0 * rank as f32;
+//!     let v = [first, -first, first + 1.0, -first - 1.0];
+//!     let shape = [1, 2, 2, 1];
+//!     let mut params = attention::Params::new(
+//!         &comm,
+//!         TensorRef::from_slice(&qk, &shape)?,
+//!         TensorRef::from_slice(&qk, &shape)?,
+//!         TensorRef::from_slice(&v, &shape)?,
+//!         TensorMut::from_slice(&mut out, &shape)?,
+//!     );
+//!     params.causal = true;
+//!     let mut scratch = Buffer::new(&ctx, attention::workspace_size(&ctx, &params)?)?;
+//!     params.workspace = scratch.workspace();
+//!     attention::forward(&ctx, &params, Stream::DEFAULT)?;
+//!     drop(params);
+//!     unsloth::Result::Ok(out)
+//! };
+//! thread::scope(|scope| {
+//!     let ranks = [0, 1].map(|rank| scope.spawn(move || run(rank)));
+//!     let [first, last] = ranks.map(|rank| rank.join().unwrap());
+//!     assert_eq!((first?, last?), ([0.0, 0.0, 0.5, -0.5], [1.0, -1.0, 1.5, -1.5]));
+//!     unsloth::Result::Ok(())
+//! })?;
+//! # Ok::<(), unsloth::Error>(())
+//! ```
+
+pub mod backward;
+mod exchange;
+
+pub use backward::backward;
+
+use crate::comm::Comm;
+use crate::error::Result;
+use crate::ops::attention;
+use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parts::{Parts, named};
+use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
+use exchange::{Group, Of};
+
+const OP: &str = "context_parallel_attention";
+
+/// How ranks that have parts of sequences attend. The discriminants are those of the C ABI
+/// (`UNSLOTH_CONTEXT_METHOD_*`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u32)]
+#[non_exhaustive]
+pub enum Method {
+    /// They exchange their parts for heads, and these back.
+    #[default]
+    Ulysses = 0,
+}
+
+impl Method {
+    /// The method with this C ABI value.
+    pub fn from_raw(value: u32) -> Option<Method> {
+        (value == Method::Ulysses as u32).then_some(Method::Ulysses)
+    }
+}
+
+/// Arguments of [`forward`]. Make one with [`Params::new`], then set what is needed.
+#[derive(Debug)]
+pub struct Params<'a> {
+    /// This rank's part in the group.
+    pub comm: &'a Comm,
+    /// How ranks attend.
+    pub method: Method,
+    /// This rank's queries `[B, Sq, Hq, D]`; f32, f16 or bf16; any strides with a contiguous last dimension,
+    /// as of all tensors here. Ranks have as many each.
+    pub q: TensorRef<'a>,
+    /// Its keys `[B, Sk, Hkv, D]`; any float dtype. The ranks divide `Hkv` evenly.
+    pub k: TensorRef<'a>,
+    /// Its values like `k`, with head dimension `Dv`; any float dtype.
+    pub v: TensorRef<'a>,
+    /// Output, like `q` with head dimension `Dv`; the dtype of `q`, or f32.
+    pub out: TensorMut<'a>,
+    /// Receives the natural logarithm of the softmax denominator: f32 `[B, Hq, Sq]`.
+    pub lse: Option<TensorMut<'a>>,
+    /// Factor of the scores; zero for `1 / sqrt(D)`.
+    pub scale: f32,
+    /// Bound of the scores through `softcap * tanh(s / softcap)`; zero for none.
+    pub softcap: f32,
+    /// Whether a query sees only keys up to its own position; positions are those in whole sequences,
+    /// aligned at the end.
+    pub causal: bool,
+    /// How many keys a query sees up to and with its own position; zero for all.
+    pub window_left: usize,
+    /// How many keys a query sees from its own position on, with its own; zero for all.
+    pub window_right: usize,
+    /// Scratch of [`workspace_size`] bytes, all of which are needed.
+    pub workspace: Workspace<'a>,
+}
+
+impl<'a> Params<'a> {
+    /// Plain attention: every query sees every key, default scale, no workspace.
+    pub fn new(
+        comm: &'a Comm,
+        q: TensorRef<'a>,
+        k: TensorRef<'a>,
+        v: TensorRef<'a>,
+        out: TensorMut<'a>,
+    ) -> Self {
+        Params {
+            comm,
+            method: Method::default(),
+            q,
+            k,
+            v,
+            out,
+            lse: None,
+            scale: 0.0,
+            softcap: 0.0,
+            causal: false,
+            window_left: 0,
+            window_right: 0,
+            workspace: Workspace::none(),
+        }
+    }
+
+    /// Attention of one rank alone over these tensors.
+    fn attention<'t>(
+        &self,
+        [q, k, v, out]: [RawTensor; 4],
+        lse: Option<RawTensor>,
+    ) -> attention::Params<'t> {
+        // SAFETY: they are the caller's tensors, which a call with these parameters has lent, or lie in
+        // its workspace; only parts of that call use them, one after the other.
+        unsafe {
+            attention::Params {
+                lse: lse.map(|lse| exchange::write(&lse)),
+                scale: self.scale,
+                softcap: self.softcap,
+                causal: self.causal,
+                window_left: self.window_left,
+                window_right: self.window_right,
+                ..attention::Params::new(
+                    exchange::read(&q),
+                    exchange::read(&k),
+                    exchange::read(&v),
+                    exchange::write(&out),
+                )
+            }
+        }
+    }
+}
+
+impl<'a> Operation for Params<'a> {
+    const NAME: &'static str = OP;
+    type Problem = Parts<'a, 17>;
+
+    fn problem(&self) -> Result<Self::Problem> {
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(TensorRef::raw);
+        let out = self.out.raw();
+        let lse = self.lse.as_ref().map(TensorMut::raw);
+        exchange::check_batched(OP, [&q, &k, &v])?;
+        // What one rank's call would refuse is refused here.
+        named(OP, self.attention([q, k, v, out], lse).problem(), &[])?;
+        let group = Group::new(OP, self.comm, &k)?;
+        let mut parts = Parts::new(OP, &self.workspace).exactly();
+        let tensors = [
+            group.heads_of("q", q, Of::Rows, &mut parts)?,
+            group.heads_of("k", k, Of::Rows, &mut parts)?,
+            group.heads_of("v", v, Of::Rows, &mut parts)?,
+            group.take_heads("out", out, Of::Rows, &mut parts)?,
+        ];
+        let of_heads = match lse {
+            None => None,
+            Some(lse) => Some(group.take_heads("lse", lse, Of::Lse, &mut parts)?),
+        };
+        parts.push(self.attention(tensors, of_heads).problem(), &[])?;
+        group.tokens_of("out", tensors[3], out, Of::Rows, &mut parts)?;
+        if let (Some(of_heads), Some(lse)) = (of_heads, lse) {
+            group.tokens_of("lse", of_heads, lse, Of::Lse, &mut parts)?;
+        }
+        Ok(parts)
+    }
+
+    fn tensors(&self, tensors: &mut Tensors) {
+        tensors.read("q", &self.q);
+        tensors.read("k", &self.k);
+        tensors.read("v", &self.v);
+        tensors.write("out", &self.out);
+        tensors.write_optional("lse", self.lse.as_ref());
+    }
+
+    fn workspace(&self) -> Option<&Workspace<'_>> {
+        Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        Some(self.comm)
+    }
+}
+
+operation::functions!();

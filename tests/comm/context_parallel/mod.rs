@@ -1,0 +1,291 @@
+//! Attention over sequences that ranks divide: on every rank the bits that one rank alone gives its tokens.
+
+mod misuse;
+
+use unsloth::ops::attention;
+use unsloth::ops::context_parallel_attention::{self as divided, backward};
+use unsloth::{Comm, Context, DType, Layout, Stream, Workspace};
+
+use crate::common::tensor::transposed;
+use crate::common::{DeviceTensor, FLOATS, TestTensor, contiguous, rng};
+use crate::group::{SIZES, context, ranks};
+use crate::parallel::{poisoned, run, unbound};
+
+/// Sizes of a rank's part, and what is asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    /// Key heads of each rank, and query heads of each key head.
+    kv_heads: usize,
+    group: usize,
+    dims: (usize, usize),
+    causal: bool,
+    windows: (usize, usize),
+    softcap: f32,
+    /// Whether tensors have heads before tokens, or gaps.
+    gaps: bool,
+    gradients: [bool; 3],
+}
+
+const CASE: Case = Case {
+    batch: 1,
+    queries: 5,
+    keys: 5,
+    kv_heads: 1,
+    group: 1,
+    dims: (8, 8),
+    causal: true,
+    windows: (0, 0),
+    softcap: 0.0,
+    gaps: false,
+    gradients: [true; 3],
+};
+
+const CASES: [Case; 9] = [
+    CASE,
+    Case {
+        causal: false,
+        batch: 2,
+        ..CASE
+    },
+    Case {
+        kv_heads: 2,
+        group: 3,
+        batch: 3,
+        dims: (16, 4),
+        ..CASE
+    },
+    Case {
+        queries: 1,
+        keys: 1,
+        group: 2,
+        ..CASE
+    },
+    Case {
+        queries: 2,
+        keys: 7,
+        softcap: 3.0,
+        ..CASE
+    },
+    Case {
+        gaps: true,
+        kv_heads: 2,
+        batch: 2,
+        windows: (6, 0),
+        ..CASE
+    },
+    Case {
+        causal: false,
+        windows: (4, 3),
+        gradients: [true, false, false],
+        ..CASE
+    },
+    Case {
+        gaps: true,
+        group: 2,
+        gradients: [false, true, true],
+        ..CASE
+    },
+    Case {
+        queries: 0,
+        keys: 0,
+        ..CASE
+    },
+];
+
+/// `q`, `k`, `v` and `dout` of all ranks, and the same of one rank that has all tokens.
+struct Whole {
+    tensors: [TestTensor; 4],
+}
+
+impl Case {
+    fn kv_heads(&self, size: usize) -> usize {
+        self.kv_heads * size
+    }
+
+    /// Shapes of `q`, `k`, `v` and `out` with as many tokens as a number of ranks have.
+    fn shapes(&self, size: usize, ranks: usize) -> [[usize; 4]; 4] {
+        let (kv, (d, dv)) = (self.kv_heads(size), self.dims);
+        let (queries, keys) = (self.queries * ranks, self.keys * ranks);
+        [
+            [self.batch, queries, kv * self.group, d],
+            [self.batch, keys, kv, d],
+            [self.batch, keys, kv, dv],
+            [self.batch, queries, kv * self.group, dv],
+        ]
+    }
+
+    fn whole(&self, dtype: DType, size: usize) -> Whole {
+        let rng = &mut rng();
+        let tensors = self.shapes(size, size);
+        Whole {
+            tensors: tensors.map(|shape| TestTensor::normal(rng, dtype, contiguous(&shape))),
+        }
+    }
+
+    /// A tensor of a rank, with the layout of the case.
+    fn layout(&self, shape: &[usize]) -> Layout {
+        match self.gaps {
+            true => transposed(shape, 1, 2),
+            false => contiguous(shape),
+        }
+    }
+
+    fn uploaded(&self, ctx: &Context, t: &TestTensor) -> DeviceTensor {
+        let layout = self.layout(t.layout.shape());
+        TestTensor::from_values(t.dtype, layout, &t.values()).upload(ctx)
+    }
+
+    fn output(&self, ctx: &Context, dtype: DType, shape: &[usize]) -> DeviceTensor {
+        TestTensor::poisoned(dtype, self.layout(shape)).upload(ctx)
+    }
+
+    /// Output, `lse` and the gradients that are asked for, of a rank's tokens or of all.
+    fn run(
+        &self,
+        ctx: &Context,
+        comm: Option<&Comm>,
+        [q, k, v, dout]: &[TestTensor; 4],
+    ) -> Vec<TestTensor> {
+        let dtype = q.dtype;
+        let [q, k, v, dout] = [q, k, v, dout].map(|t| self.uploaded(ctx, t));
+        let mut out = self.output(ctx, dtype, dout.view().shape());
+        let heads: Vec<usize> = [0, 2, 1].map(|dim| q.view().shape()[dim]).into();
+        let mut lse = poisoned(DType::F32, &heads).upload(ctx);
+        let mut gradients = [&q, &k, &v].map(|t| self.output(ctx, dtype, t.view().shape()));
+        let (window_left, window_right) = self.windows;
+        // SAFETY: described for one call at a time, and alive while it runs.
+        let output = |t: &mut DeviceTensor| unsafe { unbound(t) };
+        if let Some(comm) = comm {
+            let mut params = |workspace| divided::Params {
+                lse: Some(output(&mut lse)),
+                causal: self.causal,
+                window_left,
+                window_right,
+                softcap: self.softcap,
+                workspace,
+                ..divided::Params::new(comm, q.view(), k.view(), v.view(), output(&mut out))
+            };
+            let size = divided::workspace_size(ctx, &params(Workspace::none()));
+            run(ctx, "context_parallel_attention", size, |workspace| {
+                divided::forward(ctx, &params(workspace), Stream::DEFAULT)
+            });
+            let [dq, dk, dv] = &mut gradients;
+            let mut params = |workspace| backward::Params {
+                dq: self.gradients[0].then(|| output(dq)),
+                dk: self.gradients[1].then(|| output(dk)),
+                dv: self.gradients[2].then(|| output(dv)),
+                causal: self.causal,
+                window_left,
+                window_right,
+                softcap: self.softcap,
+                workspace,
+                ..backward::Params::new(
+                    comm,
+                    [q.view(), k.view(), v.view()],
+                    out.view(),
+                    lse.view(),
+                    dout.view(),
+                )
+            };
+            let size = backward::workspace_size(ctx, &params(Workspace::none()));
+            run(
+                ctx,
+                "context_parallel_attention_backward",
+                size,
+                |workspace| backward(ctx, &params(workspace), Stream::DEFAULT),
+            );
+        } else {
+            let mut params = |workspace| attention::Params {
+                lse: Some(output(&mut lse)),
+                causal: self.causal,
+                window_left,
+                window_right,
+                softcap: self.softcap,
+                workspace,
+                ..attention::Params::new(q.view(), k.view(), v.view(), output(&mut out))
+            };
+            let size = attention::workspace_size(ctx, &params(Workspace::none()));
+            run(ctx, "attention", size, |workspace| {
+                attention::forward(ctx, &params(workspace), Stream::DEFAULT)
+            });
+            let [dq, dk, dv] = &mut gradients;
+            let mut params = |workspace| attention::backward::Params {
+                dq: self.gradients[0].then(|| output(dq)),
+                dk: self.gradients[1].then(|| output(dk)),
+                dv: self.gradients[2].then(|| output(dv)),
+                causal: self.causal,
+                window_left,
+                window_right,
+                softcap: self.softcap,
+                workspace,
+                ..attention::backward::Params::new(
+                    q.view(),
+                    k.view(),
+                    v.view(),
+                    out.view(),
+                    lse.view(),
+                    dout.view(),
+                )
+            };
+            let size = attention::backward::workspace_size(ctx, &params(Workspace::none()));
+            run(ctx, "attention_backward", size, |workspace| {
+                attention::backward(ctx, &params(workspace), Stream::DEFAULT)
+            });
+        }
+        let asked = gradients.into_iter().zip(self.gradients);
+        let asked = asked.filter_map(|(t, asked)| asked.then_some(t));
+        let all = [out, lse].into_iter().chain(asked);
+        all.map(|t| t.download_output()).collect()
+    }
+}
+
+/// A rank's part of dimension `dim`, of as many ranks.
+fn part(t: &TestTensor, dim: usize, (size, rank): (usize, usize)) -> TestTensor {
+    let shape = t.layout.shape();
+    let (before, own) = (shape[..dim].iter().product::<usize>(), shape[dim] / size);
+    let after: usize = shape[dim + 1..].iter().product();
+    let values = t.values();
+    let of = |i: usize| {
+        let start = (i * shape[dim] + rank * own) * after;
+        values[start..start + own * after].to_vec()
+    };
+    let values: Vec<f64> = (0..before).flat_map(of).collect();
+    let mut shape = shape.to_vec();
+    shape[dim] = own;
+    TestTensor::of(t.dtype, &shape, &values)
+}
+
+#[test]
+fn it_is_that_of_one_rank() {
+    for size in SIZES {
+        for (i, case) in CASES.iter().enumerate() {
+            let dtypes = match i {
+                0 => &FLOATS[..],
+                _ => &FLOATS[(size + i) % FLOATS.len()..][..1],
+            };
+            for dtype in dtypes {
+                let whole = case.whole(*dtype, size);
+                let expected = case.run(&context(2), None, &whole.tensors);
+                let found = ranks(size, |ctx, comm| {
+                    let at = (size, comm.rank());
+                    let own = whole.tensors.each_ref().map(|t| part(t, 1, at));
+                    case.run(ctx, Some(comm), &own)
+                });
+                for (rank, found) in found.iter().enumerate() {
+                    assert_eq!(found.len(), expected.len());
+                    for (j, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                        let tokens = if j == 1 { 2 } else { 1 };
+                        let expected = part(expected, tokens, (size, rank));
+                        assert!(
+                            found.values() == expected.values(),
+                            "{size} ranks, {dtype}, {case:?}: {j} of rank {rank}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
