@@ -36,6 +36,38 @@ static unsloth_tensor part(float *all, int rank, int64_t heads) {
   return f32_tensor(all + (int64_t)rank * OWN * heads * DIM, 1, OWN, heads, DIM);
 }
 
+static void near(const float *found, const float *expected, size_t n, double most) {
+  for (size_t i = 0; i < n; i++) CHECK(fabs((double)found[i] - expected[i]) <= most);
+}
+
+// A rank's rows are those of one rank alone.
+static void check(const results *e, const results *found, const float *lse, int rank, double most) {
+  const size_t rows = OWN * HEADS * DIM, kv_rows = OWN * KV_HEADS * DIM, at = (size_t)rank;
+  near(found->out + at * rows, e->out + at * rows, rows, most);
+  near(found->dq + at * rows, e->dq + at * rows, rows, most);
+  near(found->dk + at * kv_rows, e->dk + at * kv_rows, kv_rows, most);
+  near(found->dv + at * kv_rows, e->dv + at * kv_rows, kv_rows, most);
+  for (int head = 0; head < HEADS; head++) {
+    near(lse + head * OWN, e->lse + head * TOKENS + rank * OWN, OWN, most);
+  }
+}
+
+static void attend(unsloth_context *ctx, unsloth_context_parallel_attention_params *p,
+                   unsloth_context_parallel_attention_backward_params *b) {
+  unsloth_implementation implementation = 0;
+  CHECK_OK(unsloth_context_parallel_attention_supported(ctx, p, &implementation));
+  CHECK(implementation == UNSLOTH_IMPLEMENTATION_CPU);
+  CHECK_OK(unsloth_context_parallel_attention_workspace_size(ctx, p, &p->workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p->workspace_size, &p->workspace));
+  CHECK_OK(unsloth_context_parallel_attention_forward(ctx, p, NULL));
+  CHECK_OK(unsloth_context_parallel_attention_backward_supported(ctx, b, NULL));
+  CHECK_OK(unsloth_context_parallel_attention_backward_workspace_size(ctx, b, &b->workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, b->workspace_size, &b->workspace));
+  CHECK_OK(unsloth_context_parallel_attention_backward(ctx, b, NULL));
+  CHECK_OK(unsloth_memory_free(ctx, p->workspace));
+  CHECK_OK(unsloth_memory_free(ctx, b->workspace));
+}
+
 static void run(unsloth_context *ctx, unsloth_comm *comm, int rank) {
   static results found, expected[RANKS];  // of whose rows each rank writes its own
   float lse[HEADS * OWN];
@@ -55,38 +87,23 @@ static void run(unsloth_context *ctx, unsloth_comm *comm, int rank) {
   b.dk = part(found.dk, rank, KV_HEADS);
   b.dv = part(found.dv, rank, KV_HEADS);
 
-  unsloth_implementation implementation = 0;
-  CHECK_OK(unsloth_context_parallel_attention_supported(ctx, &p, &implementation));
-  CHECK(implementation == UNSLOTH_IMPLEMENTATION_CPU);
-  CHECK_OK(unsloth_context_parallel_attention_workspace_size(ctx, &p, &p.workspace_size));
-  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
-  CHECK_OK(unsloth_context_parallel_attention_forward(ctx, &p, NULL));
-  CHECK_OK(unsloth_context_parallel_attention_backward_supported(ctx, &b, NULL));
-  CHECK_OK(unsloth_context_parallel_attention_backward_workspace_size(ctx, &b, &b.workspace_size));
-  CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
-  CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, NULL));
-  CHECK_OK(unsloth_memory_free(ctx, p.workspace));
-  CHECK_OK(unsloth_memory_free(ctx, b.workspace));
+  attend(ctx, &p, &b);
+  check(&expected[rank], &found, lse, rank, 0);
 
-  const results *e = &expected[rank];
-  const size_t rows = OWN * HEADS * DIM, kv_rows = OWN * KV_HEADS * DIM, at = (size_t)rank;
-  CHECK(memcmp(found.out + at * rows, e->out + at * rows, rows * sizeof(float)) == 0);
-  CHECK(memcmp(found.dq + at * rows, e->dq + at * rows, rows * sizeof(float)) == 0);
-  CHECK(memcmp(found.dk + at * kv_rows, e->dk + at * kv_rows, kv_rows * sizeof(float)) == 0);
-  CHECK(memcmp(found.dv + at * kv_rows, e->dv + at * kv_rows, kv_rows * sizeof(float)) == 0);
-  for (int head = 0; head < HEADS; head++) {
-    const float *of_all = e->lse + head * TOKENS + rank * OWN;
-    CHECK(memcmp(lse + head * OWN, of_all, OWN * sizeof(float)) == 0);
-  }
+  // Every rank with all keys: attention rounds otherwise.
+  p.method = b.method = UNSLOTH_CONTEXT_METHOD_ALL_GATHER;
+  attend(ctx, &p, &b);
+  check(&expected[rank], &found, lse, rank, 1e-5);
 
+  p.method = UNSLOTH_CONTEXT_METHOD_ULYSSES;
   p.k.shape[2] = p.v.shape[2] = 2;
   CHECK_FAILS(unsloth_context_parallel_attention_forward(ctx, &p, NULL),
               UNSLOTH_STATUS_INVALID_ARGUMENT,
               "context_parallel_attention: k has 2 heads, which 3 ranks do not share evenly");
-  b.method = 1;
-  CHECK_FAILS(unsloth_context_parallel_attention_backward(ctx, &b, NULL),
-              UNSLOTH_STATUS_INVALID_ARGUMENT,
-              "context_parallel_attention_backward: method is 1, allowed: 0 (ulysses)");
+  b.method = 2;
+  CHECK_FAILS(
+      unsloth_context_parallel_attention_backward(ctx, &b, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
+      "context_parallel_attention_backward: method is 2, allowed: 0 (ulysses), 1 (all_gather)");
 }
 
 static void fill(float *to, size_t n, unsigned seed) {

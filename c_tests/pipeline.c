@@ -1,5 +1,5 @@
-// A pipeline's schedules, executed by ranks that count: every pass finds what it needs, transfers meet, and
-// the simulation says what formulas do.
+// A pipeline's schedules, executed by ranks that count: every pass finds what it needs, transfers
+// meet, and the simulation says what formulas do.
 #include "check.h"
 
 enum { STAGES = 4, MICRO_BATCHES = 8, CHUNKS = 2, MAX_ACTIONS = 128 };
@@ -30,7 +30,8 @@ static int is_send(unsloth_pipeline_step step) {
          step == UNSLOTH_PIPELINE_STEP_SEND_GRADIENT;
 }
 
-// Runs the passes of all ranks, each transfer where both sides have come to it; gives how many there were.
+// Runs the passes of all ranks, each transfer where both sides have come to it; gives how many
+// there were.
 static int run(void) {
   int64_t at[STAGES] = {0};
   int passes = 0;
@@ -90,8 +91,9 @@ int main(void) {
   CHECK(found.time == 28.5 && found.peak_bytes == 550);
 
   p.micro_batches = 9;
-  CHECK_FAILS(unsloth_pipeline_simulate(&p, &found, NULL, 0), UNSLOTH_STATUS_INVALID_ARGUMENT,
-              "pipeline_simulate: micro_batches is 9, a multiple of stages 4 is needed interleaved");
+  CHECK_FAILS(
+      unsloth_pipeline_simulate(&p, &found, NULL, 0), UNSLOTH_STATUS_INVALID_ARGUMENT,
+      "pipeline_simulate: micro_batches is 9, a multiple of stages 4 is needed interleaved");
   CHECK(found.time == 28.5);
   return 0;
 }

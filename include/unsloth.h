@@ -4918,6 +4918,14 @@ typedef struct unsloth_swiglu_backward_params {
 #define UNSLOTH_CONTEXT_METHOD_ULYSSES 0
 
 /**
+ * They gather all keys and values, and attend with their own queries (arXiv:2407.21783, 3.3.2): any number of
+ * heads, room for all keys and values, and causal the last rank has the most to do. Causal, each has as many
+ * keys as queries; windows are causal. Ranks' gradients of keys and values, rounded to their dtype, are added up
+ * as by `unsloth_reduce_scatter_forward`.
+ */
+#define UNSLOTH_CONTEXT_METHOD_ALL_GATHER 1
+
+/**
  * Their sum over the number of tokens that are not ignored, or over `denominator`.
  */
 #define UNSLOTH_REDUCTION_MEAN 0
@@ -5934,9 +5942,9 @@ unsloth_status unsloth_context_parallel_attention_supported(struct unsloth_conte
                                                             unsloth_implementation *implementation);
 
 /**
- * The bytes of workspace that this call needs, exactly: those of this rank's `q`, `k`, `v` and `out` once, of
- * the greatest of them twice more where they have to be put in order, and what attention needs. Data pointers
- * are not looked at.
+ * The bytes of workspace that this call needs, exactly. By `UNSLOTH_CONTEXT_METHOD_ULYSSES` those of this rank's
+ * tensors once, of one of them twice more where they are put in order, and what attention needs; else those of
+ * all keys and values. Data pointers are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
  */

@@ -289,6 +289,25 @@ static void divided_sequences(void) {
   begin();
   CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, stream));
   end_exchanges(9);
+
+  // Keys and values are gathered, and the gradients of all tokens' added up.
+  p.method = b.method = UNSLOTH_CONTEXT_METHOD_ALL_GATHER;
+  CHECK_OK(unsloth_context_parallel_attention_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  begin();
+  CHECK_OK(unsloth_context_parallel_attention_forward(ctx, &p, stream));
+  CHECK(allocations == 0 && nccl.num_calls == 2 && nccl.groups == 0);
+  check_call(0, "ncclAllGather", p.k.data, nccl.calls[0].out, 2 * 5 * SIZE * 64, FLOAT16, -1, -1);
+  check_call(1, "ncclAllGather", p.v.data, nccl.calls[1].out, 2 * 5 * SIZE * 64, FLOAT16, -1, -1);
+  CHECK_OK(unsloth_context_parallel_attention_backward_workspace_size(ctx, &b, &b.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
+  begin();
+  CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, stream));
+  CHECK(allocations == 0 && nccl.num_calls == 4 && nccl.groups == 0);
+  check_call(2, "ncclReduceScatter", nccl.calls[2].x, b.dk.data, 2 * 5 * SIZE * 64, FLOAT16, SUM,
+             -1);
+  check_call(3, "ncclReduceScatter", nccl.calls[3].x, b.dv.data, 2 * 5 * SIZE * 64, FLOAT16, SUM,
+             -1);
 }
 
 // A call that fails ends its group; what fails later is asked for.

@@ -73,13 +73,14 @@ impl WithC for unsloth_context_parallel_attention_backward_params {
     type Operation<'a> = Params<'a>;
 
     unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
-        let comm = &*comm_from(OP, self.comm)?;
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
+            let q = self.q.input(OP, "q")?;
+            let comm = &*comm_from(OP, self.comm)?;
             run(&Params {
                 comm,
                 method: method(OP, self.method)?,
-                q: self.q.input(OP, "q")?,
+                q,
                 k: self.k.input(OP, "k")?,
                 v: self.v.input(OP, "v")?,
                 out: self.out.input(OP, "out")?,

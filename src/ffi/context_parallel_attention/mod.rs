@@ -22,6 +22,11 @@ pub type unsloth_context_method = u32;
 /// (arXiv:2309.14509). The number of ranks divides `num_kv_heads`. A head is computed as on one rank, with the
 /// same bits on the CPU.
 pub const UNSLOTH_CONTEXT_METHOD_ULYSSES: unsloth_context_method = 0;
+/// They gather all keys and values, and attend with their own queries (arXiv:2407.21783, 3.3.2): any number of
+/// heads, room for all keys and values, and causal the last rank has the most to do. Causal, each has as many
+/// keys as queries; windows are causal. Ranks' gradients of keys and values, rounded to their dtype, are added up
+/// as by `unsloth_reduce_scatter_forward`.
+pub const UNSLOTH_CONTEXT_METHOD_ALL_GATHER: unsloth_context_method = 1;
 
 /// Arguments of `unsloth_context_parallel_attention_forward`: `unsloth_attention_forward` over sequences of which
 /// each rank has a part, equally long ones, rank 0 the first tokens of each. A rank gets its queries' output.
@@ -74,21 +79,24 @@ params!(
 
 /// The method of this value.
 fn method(op: &'static str, value: unsloth_context_method) -> Result<Method> {
-    Method::from_raw(value)
-        .ok_or_else(|| Error::invalid(op, "method", text!("is {value}, allowed: 0 (ulysses)")))
+    Method::from_raw(value).ok_or_else(|| {
+        let problem = text!("is {value}, allowed: 0 (ulysses), 1 (all_gather)");
+        Error::invalid(op, "method", problem)
+    })
 }
 
 impl WithC for unsloth_context_parallel_attention_params {
     type Operation<'a> = Params<'a>;
 
     unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
-        let comm = &*comm_from(OP, self.comm)?;
         // SAFETY: the caller promises that the tensors are valid until the work has run.
         unsafe {
+            let q = self.q.input(OP, "q")?;
+            let comm = &*comm_from(OP, self.comm)?;
             run(&Params {
                 comm,
                 method: method(OP, self.method)?,
-                q: self.q.input(OP, "q")?,
+                q,
                 k: self.k.input(OP, "k")?,
                 v: self.v.input(OP, "v")?,
                 out: self.out.output(OP, "out")?,
@@ -119,9 +127,9 @@ pub unsafe extern "C" fn unsloth_context_parallel_attention_supported(
     unsafe { operation::supported(ctx, params, implementation) }
 }
 
-/// The bytes of workspace that this call needs, exactly: those of this rank's `q`, `k`, `v` and `out` once, of
-/// the greatest of them twice more where they have to be put in order, and what attention needs. Data pointers
-/// are not looked at.
+/// The bytes of workspace that this call needs, exactly. By `UNSLOTH_CONTEXT_METHOD_ULYSSES` those of this rank's
+/// tensors once, of one of them twice more where they are put in order, and what attention needs; else those of
+/// all keys and values. Data pointers are not looked at.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.

@@ -121,9 +121,62 @@ impl<'a> Params<'a> {
     }
 }
 
+/// The most parts: six exchanges with copies before and behind, attention, and three back.
+const PARTS: usize = 29;
+
+impl<'a> Params<'a> {
+    /// Attends to the keys and values of all ranks, and adds up their gradients.
+    fn push_gathered(
+        &self,
+        group: &Group<'a>,
+        [q, k, v, out, dout]: [RawTensor; 5],
+        lse: RawTensor,
+        [dq, dk, dv]: [Option<RawTensor>; 3],
+        parts: &mut Parts<'a, PARTS>,
+    ) -> Result<()> {
+        let windows = [
+            ("window_left", self.window_left),
+            ("window_right", self.window_right),
+        ];
+        let visible = group.visible([&q, &k], self.causal, windows)?;
+        let k = group.gathered("k", k, parts)?;
+        let v = group.gathered("v", v, parts)?;
+        let mut take = |name, own: Option<RawTensor>| {
+            own.map(|own| group.take_tokens(name, own, parts))
+                .transpose()
+        };
+        let (all_dk, all_dv) = (take("dk", dk)?, take("dv", dv)?);
+        let keys = |t: RawTensor, start, len| t.narrowed(1, start, len);
+        let gradients = |start, len| -> Result<_> {
+            let part = |t: Option<RawTensor>| t.map(|t| keys(t, start, len)).transpose();
+            Ok((part(all_dk)?, part(all_dv)?))
+        };
+        let (of_k, of_v) = gradients(0, visible)?;
+        let (seen_k, seen_v) = (keys(k, 0, visible)?, keys(v, 0, visible)?);
+        let seen = self.attention([q, seen_k, seen_v, out, dout], lse, [dq, of_k, of_v]);
+        parts.push(seen.problem(), &[])?;
+        let rest = k.layout.dim(1) - visible;
+        if rest > 0 && (dk.is_some() || dv.is_some()) {
+            // Keys that no query of this rank sees: no queries give them gradients of zero.
+            let none = |t: RawTensor| t.narrowed(1, 0, 0);
+            let (rest_k, rest_v) = (keys(k, visible, rest)?, keys(v, visible, rest)?);
+            let tensors = [none(q)?, rest_k, rest_v, none(out)?, none(dout)?];
+            let (of_k, of_v) = gradients(visible, rest)?;
+            let unseen = self.attention(tensors, lse.narrowed(2, 0, 0)?, [None, of_k, of_v]);
+            parts.push(unseen.problem(), &[])?;
+        }
+        for (name, all, own) in [("dk", all_dk, dk), ("dv", all_dv, dv)] {
+            if let (Some(all), Some(own)) = (all, own) {
+                group.scatter(name, [all, own], parts)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
-    type Problem = Parts<'a, 29>;
+    type Problem = Parts<'a, PARTS>;
 
     fn problem(&self) -> Result<Self::Problem> {
         let [q, k, v, out, dout] =
@@ -138,8 +191,16 @@ impl<'a> Operation for Params<'a> {
         // What one rank's call would refuse is refused here.
         let alone = self.attention([q, k, v, out, dout], lse, own);
         named(OP, alone.problem(), &[])?;
-        let group = Group::new(OP, self.comm, &k)?;
+        let group = Group {
+            op: OP,
+            comm: self.comm,
+        };
         let mut parts = Parts::new(OP, &self.workspace).exactly();
+        if self.method == Method::AllGather {
+            self.push_gathered(&group, [q, k, v, out, dout], lse, own, &mut parts)?;
+            return Ok(parts);
+        }
+        group.check_heads(&k)?;
         let tensors = [
             group.heads_of("q", q, Of::Rows, &mut parts)?,
             group.heads_of("k", k, Of::Rows, &mut parts)?,

@@ -1,5 +1,6 @@
-//! Parts of sequences for heads: a rank gives every rank that one's heads of its own tokens, and gets its own
-//! heads of all tokens, or the other way round.
+//! What ranks that have parts of sequences give each other: parts for heads, where a rank gives every rank that
+//! one's heads of its own tokens, and gets its own heads of all tokens, or the other way round; and keys and
+//! values to all, whose gradients are added up.
 
 use crate::comm::Comm;
 use crate::context::Collective;
@@ -8,7 +9,7 @@ use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::Arg;
 use crate::ops::parts::{Names, Parts};
 use crate::problem::cast;
-use crate::problem::collective::{self, Kind};
+use crate::problem::collective::{self, Kind, ReduceOp};
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
 /// What a tensor is of, which says where its tokens and its heads are.
@@ -44,21 +45,46 @@ pub(super) fn check_batched(op: &'static str, [q, k, v]: [&RawTensor; 3]) -> Res
     Ok(())
 }
 
-/// The ranks, which divide heads evenly.
+/// The ranks, for an operation.
 pub(super) struct Group<'a> {
-    op: &'static str,
-    comm: &'a Comm,
+    pub op: &'static str,
+    pub comm: &'a Comm,
 }
 
 impl<'a> Group<'a> {
-    /// Of keys whose heads can be divided; then those of queries can be too.
-    pub fn new(op: &'static str, comm: &'a Comm, k: &RawTensor) -> Result<Group<'a>> {
-        let (heads, size) = (k.layout.dim(2), comm.size());
-        if !heads.is_multiple_of(size) {
-            let problem = text!("has {heads} heads, which {size} ranks do not share evenly");
-            return Err(Error::invalid(op, "k", problem));
+    /// Heads of keys can be divided; then those of queries can be too.
+    pub fn check_heads(&self, k: &RawTensor) -> Result<()> {
+        let (heads, size) = (k.layout.dim(2), self.comm.size());
+        if heads.is_multiple_of(size) {
+            return Ok(());
         }
-        Ok(Group { op, comm })
+        let problem = text!("has {heads} heads, which {size} ranks do not share evenly");
+        Err(Error::invalid(self.op, "k", problem))
+    }
+
+    /// How many keys of whole sequences this rank's queries may see, from the first: all, or up to their own.
+    pub fn visible(
+        &self,
+        [q, k]: [&RawTensor; 2],
+        causal: bool,
+        windows: [(&'static str, usize); 2],
+    ) -> Result<usize> {
+        let [queries, keys] = [q, k].map(|t| t.layout.dim(1));
+        let (size, rank) = (self.comm.size(), self.comm.rank());
+        if !causal {
+            if let Some((name, window)) = windows.into_iter().find(|(_, window)| *window > 0) {
+                let problem = text!("is {window}, allowed with all_gather unless causal: 0");
+                return Err(Error::unsupported(self.op, name, problem));
+            }
+            // What is too long is told where there is to be room for it.
+            return Ok(keys.saturating_mul(size));
+        }
+        if queries != keys {
+            let problem =
+                text!("has {keys} tokens, q has {queries}: causal all_gather needs as many");
+            return Err(Error::unsupported(self.op, "k", problem));
+        }
+        Ok(keys.saturating_mul(rank + 1))
     }
 
     /// Room for this rank's heads of all tokens, of whose own tokens `own` has all heads; `own` itself where
@@ -70,6 +96,28 @@ impl<'a> Group<'a> {
         of: Of,
         parts: &mut Parts<'a, N>,
     ) -> Result<RawTensor> {
+        let heads = own.layout.dim(of.heads()) / self.comm.size();
+        self.take_all(name, own, (of, heads), parts)
+    }
+
+    /// Room for all heads of all tokens, likewise.
+    pub fn take_tokens<const N: usize>(
+        &self,
+        name: &'static str,
+        own: RawTensor,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<RawTensor> {
+        let heads = own.layout.dim(Of::Rows.heads());
+        self.take_all(name, own, (Of::Rows, heads), parts)
+    }
+
+    fn take_all<const N: usize>(
+        &self,
+        name: &'static str,
+        own: RawTensor,
+        (of, heads): (Of, usize),
+        parts: &mut Parts<'a, N>,
+    ) -> Result<RawTensor> {
         let size = self.comm.size();
         Arg::new(self.op, name, &own).last_contiguous()?;
         if size == 1 {
@@ -78,13 +126,42 @@ impl<'a> Group<'a> {
         let mut shape = [0; MAX_RANK];
         let rank = own.layout.rank();
         shape[..rank].copy_from_slice(own.layout.shape());
-        shape[of.heads()] /= size;
+        shape[of.heads()] = heads;
         let tokens = shape[of.tokens()].checked_mul(size);
         shape[of.tokens()] = tokens.ok_or_else(|| {
             let problem = text!("has too many tokens on {size} ranks");
             Error::invalid(self.op, name, problem)
         })?;
         self.take(&own, &shape[..rank], parts)
+    }
+
+    /// All heads of all tokens, of which `own` are this rank's.
+    pub fn gathered<const N: usize>(
+        &self,
+        name: &'static str,
+        own: RawTensor,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<RawTensor> {
+        let all = self.take_tokens(name, own, parts)?;
+        if self.comm.size() > 1 {
+            let to = self.divided(&all, Of::Rows.tokens())?;
+            self.push(name, Kind::AllGather, [own, to], parts)?;
+        }
+        Ok(all)
+    }
+
+    /// Adds up what ranks have of all tokens, each to have the sum of its own.
+    pub fn scatter<const N: usize>(
+        &self,
+        name: &'static str,
+        [all, own]: [RawTensor; 2],
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        if self.comm.size() == 1 {
+            return Ok(());
+        }
+        let from = self.divided(&all, Of::Rows.tokens())?;
+        self.push(name, Kind::ReduceScatter(ReduceOp::Sum), [from, own], parts)
     }
 
     /// This rank's heads of all tokens: as [`Group::take_heads`], filled.
@@ -99,7 +176,7 @@ impl<'a> Group<'a> {
         if self.comm.size() > 1 {
             let from = self.divided(&own, of.heads())?;
             let to = self.divided(&heads, of.tokens())?;
-            self.push(name, from, to, parts)?;
+            self.push(name, Kind::AllToAll, [from, to], parts)?;
         }
         Ok(heads)
     }
@@ -118,7 +195,7 @@ impl<'a> Group<'a> {
         }
         let from = self.divided(&heads, of.tokens())?;
         let to = self.divided(&own, of.heads())?;
-        self.push(name, from, to, parts)
+        self.push(name, Kind::AllToAll, [from, to], parts)
     }
 
     /// A view whose first dimension is that of ranks, each of which has its part of dimension `dim`.
@@ -136,13 +213,13 @@ impl<'a> Group<'a> {
         })
     }
 
-    /// Sends entry `i` of `from` to rank `i`, and puts what comes from rank `i` into entry `i` of `to`.
-    /// What has gaps is copied.
+    /// A collective, of `from` and `to`: what is divided among ranks has them as its first dimension. What has
+    /// gaps is copied.
     fn push<const N: usize>(
         &self,
         name: &'static str,
-        from: RawTensor,
-        to: RawTensor,
+        kind: Kind,
+        [from, to]: [RawTensor; 2],
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         let names = names_of(name);
@@ -156,20 +233,24 @@ impl<'a> Group<'a> {
             parts.push(Ok(cast::Problem { x: from, out: sent }), names)?;
         }
         let entries = collective::Parts::Even(1);
-        let all_to_all = Collective {
+        let elements = |t: &RawTensor| t.layout.num_elements();
+        let call = Collective {
             transport: self.comm.transport(),
             problem: collective::Problem {
                 op: self.op,
-                kind: Kind::AllToAll,
+                kind,
                 dtype: sent.dtype,
-                row: sent.layout.num_elements() / self.comm.size(),
+                row: match kind {
+                    Kind::AllToAll => elements(&sent) / self.comm.size(),
+                    _ => elements(&sent).min(elements(&received)),
+                },
                 x: Some(sent),
                 out: Some(received),
                 sent: entries,
                 received: entries,
             },
         };
-        parts.push_collective(all_to_all, names)?;
+        parts.push_collective(call, names)?;
         if !to.layout.is_contiguous() {
             let unpack = cast::Problem {
                 x: received,

@@ -10,8 +10,13 @@
 //! divide `Hkv`. A head is computed as on one rank, so that output, `lse` and gradients have the bits that one
 //! rank gives them on the CPU.
 //!
+//! [`Method::AllGather`] (Llama 3, arXiv:2407.21783, 3.3.2): every rank gathers the keys and values of all, and
+//! attends to them with its queries. Any number of heads will do, but it takes room for all keys and values, and
+//! causal, the last rank has the most to do. In the backward pass ranks' gradients of keys and values, rounded to
+//! their dtype, are added up as in a reduce-scatter.
+//!
 //! [`backward`](fn@backward) takes what the forward pass was given and gave, all of it the rank's parts; nothing
-//! else is kept. It exchanges `q`, `k`, `v`, `out`, `lse` and `dout`, and the gradients back.
+//! else is kept. It exchanges all of it, and the gradients back, or gathers keys and values again.
 //!
 //! All ranks make the same calls. What is wrong with shapes that ranks share is refused on each before any has
 //! sent anything; so is too little workspace on the rank that has it, which leaves the others waiting.
@@ -78,12 +83,16 @@ pub enum Method {
     /// They exchange their parts for heads, and these back.
     #[default]
     Ulysses = 0,
+    /// They gather all keys and values. Causal, each has as many keys as queries; windows are causal.
+    AllGather = 1,
 }
 
 impl Method {
     /// The method with this C ABI value.
     pub fn from_raw(value: u32) -> Option<Method> {
-        (value == Method::Ulysses as u32).then_some(Method::Ulysses)
+        [Method::Ulysses, Method::AllGather]
+            .into_iter()
+            .find(|method| *method as u32 == value)
     }
 }
 
@@ -97,7 +106,7 @@ pub struct Params<'a> {
     /// This rank's queries `[B, Sq, Hq, D]`; f32, f16 or bf16; any strides with a contiguous last dimension,
     /// as of all tensors here. Ranks have as many each.
     pub q: TensorRef<'a>,
-    /// Its keys `[B, Sk, Hkv, D]`; any float dtype. The ranks divide `Hkv` evenly.
+    /// Its keys `[B, Sk, Hkv, D]`; any float dtype. By [`Method::Ulysses`] the ranks divide `Hkv` evenly.
     pub k: TensorRef<'a>,
     /// Its values like `k`, with head dimension `Dv`; any float dtype.
     pub v: TensorRef<'a>,
@@ -184,8 +193,27 @@ impl<'a> Operation for Params<'a> {
         exchange::check_batched(OP, [&q, &k, &v])?;
         // What one rank's call would refuse is refused here.
         named(OP, self.attention([q, k, v, out], lse).problem(), &[])?;
-        let group = Group::new(OP, self.comm, &k)?;
+        let group = Group {
+            op: OP,
+            comm: self.comm,
+        };
         let mut parts = Parts::new(OP, &self.workspace).exactly();
+        if self.method == Method::AllGather {
+            let windows = [
+                ("window_left", self.window_left),
+                ("window_right", self.window_right),
+            ];
+            let visible = group.visible([&q, &k], self.causal, windows)?;
+            let k = group
+                .gathered("k", k, &mut parts)?
+                .narrowed(1, 0, visible)?;
+            let v = group
+                .gathered("v", v, &mut parts)?
+                .narrowed(1, 0, visible)?;
+            parts.push(self.attention([q, k, v, out], lse).problem(), &[])?;
+            return Ok(parts);
+        }
+        group.check_heads(&k)?;
         let tensors = [
             group.heads_of("q", q, Of::Rows, &mut parts)?,
             group.heads_of("k", k, Of::Rows, &mut parts)?,

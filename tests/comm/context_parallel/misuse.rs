@@ -1,6 +1,6 @@
 //! What is refused, before any rank has sent anything.
 
-use unsloth::ops::context_parallel_attention::{self as divided, backward};
+use unsloth::ops::context_parallel_attention::{self as divided, Method, backward};
 use unsloth::{Comm, Context, DType, Error, Stream};
 
 use crate::common::{DeviceTensor, TestTensor, rng};
@@ -9,6 +9,9 @@ use crate::parallel::{poisoned, unbound};
 
 /// What a rank of two is called with: `q`, `k`, `v`, `out`, `lse`, `dout`, `dq`, `dk`, `dv`.
 struct Call {
+    method: Method,
+    causal: bool,
+    window_left: usize,
     tensors: Vec<(DType, Vec<usize>)>,
     scale: f32,
     softcap: f32,
@@ -28,6 +31,9 @@ impl Call {
         let [q, k, lse] = [&[1, 3, 4, 8][..], &[1, 3, 2, 8], &[1, 4, 3]];
         let shapes = [q, k, k, q, lse, q, q, k, k];
         Call {
+            method: Method::Ulysses,
+            causal: false,
+            window_left: 0,
             tensors: shapes.map(|shape| (DType::F32, shape.to_vec())).into(),
             scale: 0.0,
             softcap: 0.0,
@@ -56,6 +62,9 @@ impl Call {
         let mut outputs: Vec<_> = (0..9).map(|_| outputs.next().unwrap()).collect();
         let params = divided::Params {
             lse: outputs[LSE].take(),
+            method: self.method,
+            causal: self.causal,
+            window_left: self.window_left,
             scale: self.scale,
             softcap: self.softcap,
             ..divided::Params::new(
@@ -74,6 +83,9 @@ impl Call {
             forward.push(divided::forward(ctx, &params, Stream::DEFAULT).err());
         }
         let mut params = backward::Params {
+            method: self.method,
+            causal: self.causal,
+            window_left: self.window_left,
             scale: self.scale,
             softcap: self.softcap,
             ..backward::Params::new(
@@ -103,8 +115,33 @@ impl Call {
 fn what_is_wrong_is_refused() {
     type Spoil = fn(&mut Call);
     // How it is spoiled, and what both passes say; `None` where that is nothing.
-    let cases: [(Spoil, Option<&str>, Option<&str>); 12] = [
+    let cases: [(Spoil, Option<&str>, Option<&str>); 15] = [
         (|_| {}, None, None),
+        (
+            |c| {
+                c.method = Method::AllGather;
+                for i in [K, V, 7, 8] {
+                    c.tensors[i].1[2] = 1;
+                }
+            },
+            None,
+            None,
+        ),
+        (
+            |c| {
+                (c.method, c.causal) = (Method::AllGather, true);
+                for i in [K, V, 7, 8] {
+                    c.tensors[i].1[1] = 4;
+                }
+            },
+            Some("k has 4 tokens, q has 3: causal all_gather needs as many"),
+            Some("k has 4 tokens, q has 3: causal all_gather needs as many"),
+        ),
+        (
+            |c| (c.method, c.window_left) = (Method::AllGather, 2),
+            Some("window_left is 2, allowed with all_gather unless causal: 0"),
+            Some("window_left is 2, allowed with all_gather unless causal: 0"),
+        ),
         (
             |c| {
                 for i in [K, V, 7, 8] {

@@ -1,9 +1,10 @@
 //! Attention over sequences that ranks divide: on every rank the bits that one rank alone gives its tokens.
 
+mod gathered;
 mod misuse;
 
 use unsloth::ops::attention;
-use unsloth::ops::context_parallel_attention::{self as divided, backward};
+use unsloth::ops::context_parallel_attention::{self as divided, Method, backward};
 use unsloth::{Comm, Context, DType, Layout, Stream, Workspace};
 
 use crate::common::tensor::transposed;
@@ -14,10 +15,11 @@ use crate::parallel::{poisoned, run, unbound};
 /// Sizes of a rank's part, and what is asked for.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
+    method: Method,
     batch: usize,
     queries: usize,
     keys: usize,
-    /// Key heads of each rank, and query heads of each key head.
+    /// Key heads of each rank, or of all where these gather keys, and query heads of each key head.
     kv_heads: usize,
     group: usize,
     dims: (usize, usize),
@@ -30,6 +32,7 @@ pub struct Case {
 }
 
 const CASE: Case = Case {
+    method: Method::Ulysses,
     batch: 1,
     queries: 5,
     keys: 5,
@@ -43,6 +46,7 @@ const CASE: Case = Case {
     gradients: [true; 3],
 };
 
+#[rustfmt::skip]
 const CASES: [Case; 9] = [
     CASE,
     Case {
@@ -102,7 +106,10 @@ struct Whole {
 
 impl Case {
     fn kv_heads(&self, size: usize) -> usize {
-        self.kv_heads * size
+        match self.method {
+            Method::Ulysses => self.kv_heads * size,
+            _ => self.kv_heads,
+        }
     }
 
     /// Shapes of `q`, `k`, `v` and `out` with as many tokens as a number of ranks have.
@@ -160,6 +167,7 @@ impl Case {
         let output = |t: &mut DeviceTensor| unsafe { unbound(t) };
         if let Some(comm) = comm {
             let mut params = |workspace| divided::Params {
+                method: self.method,
                 lse: Some(output(&mut lse)),
                 causal: self.causal,
                 window_left,
@@ -174,6 +182,7 @@ impl Case {
             });
             let [dq, dk, dv] = &mut gradients;
             let mut params = |workspace| backward::Params {
+                method: self.method,
                 dq: self.gradients[0].then(|| output(dq)),
                 dk: self.gradients[1].then(|| output(dk)),
                 dv: self.gradients[2].then(|| output(dv)),

@@ -72,8 +72,9 @@ fn pipelines_that_cannot_be_are_refused() {
 
 #[test]
 fn costs_that_are_no_times_are_refused() {
+    type Field = fn(&mut Costs) -> &mut f64;
     for value in [-1.0, f64::NAN, f64::INFINITY, 1.1e18] {
-        let cases: [(&str, fn(&mut Costs) -> &mut f64); 4] = [
+        let cases: [(&str, Field); 4] = [
             ("forward", |c| &mut c.forward),
             ("backward_input", |c| &mut c.backward_input),
             ("backward_weight", |c| &mut c.backward_weight),
