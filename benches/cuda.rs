@@ -278,6 +278,8 @@ impl Bench {
         let layout = Layout::contiguous(&[tokens]).unwrap();
         self.report("embedding", &[vocab, tokens, dim], bytes, |i| {
             let params = embedding::Params {
+                vocabulary: None,
+                workspace: Workspace::none(),
                 table: table.view(i),
                 ids: ids.tensor(0, DType::I32, layout).unwrap(),
                 out: out.view_mut(i),

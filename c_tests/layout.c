@@ -454,14 +454,19 @@ FIELD(unsloth_decoder_layer_backward_params, dx, 192, 136);
 FIELD(unsloth_decoder_layer_backward_params, dattention_norm, 328, 136);
 FIELD(unsloth_decoder_layer_backward_params, dmlp_norm, 464, 136);
 
-STRUCT(unsloth_embedding_params, 416, 8);
+STRUCT(unsloth_embedding_params, 488, 8);
 FIELD(unsloth_embedding_params, struct_size, 0, 4);
 FIELD(unsloth_embedding_params, reserved, 4, 4);
 FIELD(unsloth_embedding_params, table, 8, 136);
 FIELD(unsloth_embedding_params, ids, 144, 136);
 FIELD(unsloth_embedding_params, out, 280, 136);
+FIELD(unsloth_embedding_params, parallel, 416, 40);
+FIELD(unsloth_embedding_params, vocab_begin, 456, 8);
+FIELD(unsloth_embedding_params, vocab_size, 464, 8);
+FIELD(unsloth_embedding_params, workspace, 472, 8);
+FIELD(unsloth_embedding_params, workspace_size, 480, 8);
 
-STRUCT(unsloth_embedding_backward_params, 448, 8);
+STRUCT(unsloth_embedding_backward_params, 504, 8);
 FIELD(unsloth_embedding_backward_params, struct_size, 0, 4);
 FIELD(unsloth_embedding_backward_params, accumulate, 4, 4);
 FIELD(unsloth_embedding_backward_params, has_padding_idx, 8, 4);
@@ -472,6 +477,9 @@ FIELD(unsloth_embedding_backward_params, ids, 160, 136);
 FIELD(unsloth_embedding_backward_params, dweight, 296, 136);
 FIELD(unsloth_embedding_backward_params, workspace, 432, 8);
 FIELD(unsloth_embedding_backward_params, workspace_size, 440, 8);
+FIELD(unsloth_embedding_backward_params, parallel, 448, 40);
+FIELD(unsloth_embedding_backward_params, vocab_begin, 488, 8);
+FIELD(unsloth_embedding_backward_params, vocab_size, 496, 8);
 
 STRUCT(unsloth_model_params, 88, 8);
 FIELD(unsloth_model_params, struct_size, 0, 4);

@@ -2218,7 +2218,7 @@ typedef struct unsloth_embedding_params {
    */
   uint32_t reserved;
   /**
-   * `[vocab, dim]`, f32, f16 or bf16, contiguous in the last dimension.
+   * `[vocab, dim]`, f32, f16 or bf16, contiguous in the last dimension; also in blocks, as a linear layer's weight.
    */
   struct unsloth_tensor table;
   /**
@@ -2231,6 +2231,28 @@ typedef struct unsloth_embedding_params {
    * converted, rounding to nearest even.
    */
   struct unsloth_tensor out;
+  /**
+   * Optional: the group that the rows of the table are divided among, of which `table` has this rank's; a rank may have none. `ids`
+   * are of the whole vocabulary and the same on all ranks. `out`, contiguous, is whole on all ranks, with the bits of a table that
+   * is whole; with `sequence` its first dimension has this rank's rows.
+   */
+  struct unsloth_parallel parallel;
+  /**
+   * With a group: the row of the vocabulary that is this rank's first. `unsloth_shard_get` says which.
+   */
+  int64_t vocab_begin;
+  /**
+   * With a group: rows of the vocabulary, those of all ranks.
+   */
+  int64_t vocab_size;
+  /**
+   * Scratch memory, aligned to 256 bytes, which a group with `sequence` needs; see `unsloth_embedding_workspace_size`.
+   */
+  void *workspace;
+  /**
+   * Size of `workspace` in bytes.
+   */
+  size_t workspace_size;
 } unsloth_embedding_params;
 
 /**
@@ -2284,6 +2306,21 @@ typedef struct unsloth_embedding_backward_params {
    * Size of `workspace` in bytes.
    */
   size_t workspace_size;
+  /**
+   * Optional: the group that the rows of the table are divided among, of which `dweight` has this
+   * rank's. `ids` and `padding_idx` are of the whole vocabulary and the same on all ranks. `dout` is
+   * whole on all ranks, which then exchange nothing; with `sequence` its first dimension has this
+   * rank's rows, and it is contiguous.
+   */
+  struct unsloth_parallel parallel;
+  /**
+   * With a group: the row of the vocabulary that is this rank's first.
+   */
+  int64_t vocab_begin;
+  /**
+   * With a group: rows of the vocabulary, those of all ranks.
+   */
+  int64_t vocab_size;
 } unsloth_embedding_backward_params;
 
 /**
@@ -6127,8 +6164,8 @@ unsloth_status unsloth_decoder_layer_backward(struct unsloth_context *ctx,
                                               unsloth_stream stream);
 
 /**
- * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
- * at. The status and message are those the call itself would give, ids apart.
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers and the
+ * workspace are not looked at. The status and message are those the call itself would give, ids apart.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
  */
@@ -6137,7 +6174,18 @@ unsloth_status unsloth_embedding_supported(struct unsloth_context *ctx,
                                            unsloth_implementation *implementation);
 
 /**
- * Gathers rows on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
+ * Writes to `workspace_size` the bytes of workspace that the call needs: 0 but for a group with `sequence`. Data pointers and the
+ * workspace are not looked at.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or valid for a write.
+ */
+unsloth_status unsloth_embedding_workspace_size(struct unsloth_context *ctx,
+                                                const struct unsloth_embedding_params *params,
+                                                size_t *workspace_size);
+
+/**
+ * Gathers rows on `stream`. Neither allocates device memory nor synchronises, and may be captured into a CUDA graph. Calls that may
+ * run at the same time must not share a workspace.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
  * has run; `stream` is NULL or a live stream of that device.
@@ -6159,8 +6207,8 @@ unsloth_status unsloth_embedding_backward_supported(struct unsloth_context *ctx,
                                                     unsloth_implementation *implementation);
 
 /**
- * Writes to `workspace_size` the bytes of workspace that the call needs; 0 on the CPU. Data
- * pointers and the workspace are not looked at.
+ * Writes to `workspace_size` the bytes of workspace that the call needs; 0 on the CPU but for a group
+ * with `sequence`. Data pointers and the workspace are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or
  * valid for a write.

@@ -227,6 +227,18 @@ static void embedding_ready(void) {
   embedding.out = out2(TOKENS, HIDDEN);
 }
 
+// Divided among a group.
+static void embedding_parallel_ready(void) {
+  embedding_ready();
+  group_params();
+  CHECK_OK(unsloth_comm_create(ctx, &of_comm, &comm));
+  embedding.parallel.comm = comm;
+  embedding.parallel.sequence = 1;
+  embedding.vocab_size = VOCAB;
+  CHECK_OK(unsloth_embedding_workspace_size(ctx, &embedding, &embedding.workspace_size));
+  embedding.workspace = workspace;
+}
+
 static unsloth_embedding_backward_params embedding_backward;
 static void embedding_backward_ready(void) {
   with_context();
@@ -923,7 +935,11 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(quantize_all, quantize_all_ready, unsloth_quantize_forward, (ctx, &quantize, NULL), OK)        \
   X(embedding_supported, embedding_ready, unsloth_embedding_supported, (ctx, &embedding, NULL),    \
     OK)                                                                                            \
+  X(embedding_workspace, embedding_parallel_ready, unsloth_embedding_workspace_size,               \
+    (ctx, &embedding, &size), OK)                                                                  \
   X(embedding, embedding_ready, unsloth_embedding_forward, (ctx, &embedding, NULL), OK)            \
+  X(embedding_parallel, embedding_parallel_ready, unsloth_embedding_forward,                       \
+    (ctx, &embedding, NULL), OK)                                                                   \
   X(embedding_backward_supported, embedding_backward_ready, unsloth_embedding_backward_supported,  \
     (ctx, &embedding_backward, NULL), OK)                                                          \
   X(embedding_backward_workspace, embedding_backward_ready,                                        \

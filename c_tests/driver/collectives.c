@@ -310,6 +310,44 @@ static void divided_sequences(void) {
              -1);
 }
 
+// A vocabulary: the second rank of four has its rows from 3 on.
+static void vocabulary(void) {
+  unsloth_embedding_params p = UNSLOTH_EMBEDDING_PARAMS_INIT;
+  unsloth_embedding_backward_params b = UNSLOTH_EMBEDDING_BACKWARD_PARAMS_INIT;
+  p.parallel.comm = comm;
+  p.vocab_begin = 3;
+  p.vocab_size = 12;
+  p.table = make(UNSLOTH_DTYPE_BF16, 3, 16);
+  p.ids = make(UNSLOTH_DTYPE_I64, 8, -1);
+  p.out = make(UNSLOTH_DTYPE_F32, 8, 16);
+  CHECK_OK(unsloth_embedding_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK(p.workspace_size == 0);
+  begin();
+  CHECK_OK(unsloth_embedding_forward(ctx, &p, stream));
+  end_divided("ncclAllReduce", p.out.data, 128);
+  CHECK(driver.launches == 1);
+  p.parallel.sequence = 1;
+  p.out = make(UNSLOTH_DTYPE_F32, 2, 16);
+  CHECK_OK(unsloth_embedding_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK(p.workspace_size == 512);
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  begin();
+  CHECK_OK(unsloth_embedding_forward(ctx, &p, stream));
+  end_divided("ncclReduceScatter", p.out.data, 32);
+
+  b.parallel = p.parallel;
+  b.vocab_begin = 3;
+  b.vocab_size = 12;
+  b.dout = make(UNSLOTH_DTYPE_BF16, 2, 16);
+  b.ids = p.ids;
+  b.dweight = make(UNSLOTH_DTYPE_F32, 3, 16);
+  CHECK_OK(unsloth_embedding_backward_workspace_size(ctx, &b, &b.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
+  begin();
+  CHECK_OK(unsloth_embedding_backward(ctx, &b, stream));
+  end_divided("ncclAllGather", b.workspace, 32);
+}
+
 // A call that fails ends its group; what fails later is asked for.
 static void failures(void) {
   unsloth_all_reduce_params p = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
@@ -388,6 +426,7 @@ static void made(void) {
   moves();
   divided();
   divided_sequences();
+  vocabulary();
   failures();
   CHECK_OK(unsloth_comm_destroy(comm));
   CHECK(nccl.destroyed == 1 && nccl.aborted == 0);

@@ -100,6 +100,8 @@ impl Model {
         cache.extend(&[(id, n)], Stream::DEFAULT)?;
         let mut hidden = vec![0.0f32; n * HIDDEN];
         let params = embedding::Params {
+            vocabulary: None,
+            workspace: Workspace::none(),
             table: TensorRef::from_slice(&self.embedding, &[VOCAB, HIDDEN])?,
             ids: TensorRef::from_slice(tokens, &[n])?,
             out: TensorMut::from_slice(&mut hidden, &shape)?,

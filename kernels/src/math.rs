@@ -16,6 +16,13 @@ pub(crate) fn nan() -> f32 {
     f32::reinterpret(bits.read())
 }
 
+/// A zero that changes nothing that it is added to, not even its sign; CubeCL would drop its own.
+#[cube]
+pub(crate) fn negative_zero() -> f32 {
+    let bits = RuntimeCell::<u32>::new(0x8000_0000u32);
+    f32::reinterpret(bits.read())
+}
+
 /// `1 / (1 + exp(-x))`, with small relative error in the left tail too.
 #[cube]
 pub(crate) fn logistic(x: f32) -> f32 {

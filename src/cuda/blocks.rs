@@ -8,6 +8,7 @@ use super::{Cuda, VECTOR, check_blocks};
 use crate::backend::Stream;
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::problem::embedding::{self, Slice};
 use crate::tensor::RawTensor;
 
 /// The kernels, by format and dtype of what is decoded.
@@ -33,19 +34,18 @@ pub(super) fn fit(op: &'static str, name: &'static str, rows: usize, columns: us
 pub(super) fn gather(
     cuda: &Cuda,
     op: &'static str,
-    table: &RawTensor,
-    ids: &RawTensor,
-    out: &RawTensor,
+    p: &embedding::Problem,
     stream: Stream,
 ) -> Result<()> {
+    let (ids, out) = (&p.ids, &p.out);
     let rows = Rows::of_dims(ids.layout.rank(), [&ids.layout, &out.layout]);
     for launch in rows.launches() {
         let part = Part {
-            ids: Some(ids),
+            ids: Some((ids, p.slice)),
             launch,
             vectors: rows.aligned_to_of(1, VECTOR / out.dtype.size()),
         };
-        part.queue(cuda, op, table, out, stream)?;
+        part.queue(cuda, op, &p.table, out, stream)?;
     }
     Ok(())
 }
@@ -72,7 +72,7 @@ pub(super) fn decode(
 
 /// Rows of a launch: of ids, if there are any, and of the output.
 struct Part<'a> {
-    ids: Option<&'a RawTensor>,
+    ids: Option<(&'a RawTensor, Slice)>,
     launch: Launch<2>,
     /// Whether rows of the output lie a multiple of a vector apart.
     vectors: bool,
@@ -105,14 +105,17 @@ impl Part<'_> {
         let out_at = out.ptr.addr() + launch.offsets[1] * out.dtype.size();
         let bytes =
             |t: &RawTensor, dim: usize, i: usize| (launch.strides[dim][i] * t.dtype.size()) as i64;
-        let of_ids = |dim: usize| ids.map_or(0, |ids| bytes(ids, dim, 0));
+        let of_ids = |dim: usize| ids.map_or(0, |(ids, _)| bytes(ids, dim, 0));
+        let slice = ids.map_or(Slice::whole(table), |(_, slice)| slice);
         let arguments = Arguments {
             table: table.ptr.addr() as u64,
-            ids: ids.map_or(0, |ids| {
+            ids: ids.map_or(0, |(ids, _)| {
                 (ids.ptr.addr() + launch.offsets[0] * ids.dtype.size()) as u64
             }),
             out: out_at as u64,
-            vocab: table.layout.dim(0) as u64,
+            rows: table.layout.dim(0) as u64,
+            begin: slice.begin as u64,
+            vocab: slice.vocab as u64,
             table_stride: table.dtype.row_bytes(table.layout.stride(0)) as i64,
             ids_0: of_ids(0),
             ids_1: of_ids(1),
@@ -121,7 +124,7 @@ impl Part<'_> {
             out_1: bytes(out, 1, 1),
             out_2: bytes(out, 2, 1),
             length: (dim / EACH) as u32,
-            wide_ids: u32::from(ids.is_some_and(|ids| ids.dtype == DType::I64)),
+            wide_ids: u32::from(ids.is_some_and(|(ids, _)| ids.dtype == DType::I64)),
             even: u32::from(table.ptr.addr().is_multiple_of(2)),
             vectors: u32::from(*vectors && out_at.is_multiple_of(VECTOR)),
             blocks_per_row: per_row.size,

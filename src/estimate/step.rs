@@ -424,6 +424,7 @@ impl<'a> Step<'a> {
         let table = self.gradient(self.is_full(), &[self.vocab, self.hidden])?;
         if let Some(dweight) = table {
             let embedding = embedding::backward::Params {
+                vocabulary: None,
                 dout: described(self.t.dtype, &self.shape)?,
                 ids: described(DType::I32, self.leading())?,
                 dweight,

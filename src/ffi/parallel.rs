@@ -6,9 +6,9 @@ use crate::alloc::Shared;
 use crate::comm::Comm;
 use crate::error::{Error, Result, text};
 use crate::ffi::comm::{comm_from, counts_from, unsloth_comm};
-use crate::ffi::flag;
 use crate::ffi::params::Field;
-use crate::ops::parallel::{Parallel, Partition};
+use crate::ffi::{count, flag};
+use crate::ops::parallel::{Parallel, Partition, Vocabulary};
 
 /// How the weight of a linear layer is divided among ranks.
 pub type unsloth_partition = u32;
@@ -73,6 +73,23 @@ impl Group<'_> {
     }
 }
 
+/// The group that a vocabulary's rows are divided among, likewise.
+pub(crate) struct OfVocabulary<'a> {
+    group: Group<'a>,
+    begin: usize,
+    size: usize,
+}
+
+impl OfVocabulary<'_> {
+    pub fn vocabulary(&self) -> Vocabulary<'_> {
+        Vocabulary {
+            parallel: self.group.parallel(),
+            begin: self.begin,
+            size: self.size,
+        }
+    }
+}
+
 impl unsloth_parallel {
     /// The group of a linear layer, if there is one.
     ///
@@ -104,6 +121,32 @@ impl unsloth_parallel {
             partition,
             sequence,
             row_counts,
+        }))
+    }
+
+    /// That of a vocabulary's rows.
+    ///
+    /// # Safety
+    /// As [`Self::of_layer`].
+    pub(crate) unsafe fn of_vocabulary<'a>(
+        &self,
+        op: &'static str,
+        begin: i64,
+        size: i64,
+    ) -> Result<Option<OfVocabulary<'a>>> {
+        // SAFETY: the caller's promise.
+        let Some(group) = (unsafe { self.of_block(op) })? else {
+            for (name, value) in [("vocab_begin", begin), ("vocab_size", size)] {
+                if value != 0 {
+                    return Err(Error::invalid(op, name, "is set without comm"));
+                }
+            }
+            return Ok(None);
+        };
+        Ok(Some(OfVocabulary {
+            group,
+            begin: count(op, "vocab_begin", begin)?,
+            size: count(op, "vocab_size", size)?,
         }))
     }
 

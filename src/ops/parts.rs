@@ -12,7 +12,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::problem::{
-    Plan, attention, cast, kv_cache, linear, mlp, norm, qk_norm_rope, rms_norm, rope, swiglu,
+    Plan, attention, cast, embedding, kv_cache, linear, mlp, norm, qk_norm_rope, rms_norm, rope,
+    swiglu,
 };
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
@@ -82,6 +83,8 @@ problems!(
     QkNormRope(qk_norm_rope::Problem),
     QkNormRopeBackward(qk_norm_rope::Backward),
     Append(kv_cache::Append),
+    Embedding(embedding::Problem),
+    EmbeddingBackward(embedding::Backward),
     Attention(attention::Problem),
     AttentionBackward(attention::Backward),
     Cast(cast::Problem),

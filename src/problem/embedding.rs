@@ -2,14 +2,34 @@
 
 use crate::tensor::RawTensor;
 
+/// Which rows of a vocabulary a table has: those from `begin` on. Ids are rows of the vocabulary.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slice {
+    pub begin: usize,
+    /// Rows of the whole.
+    pub vocab: usize,
+}
+
+impl Slice {
+    /// Of a table that has them all.
+    pub fn whole(table: &RawTensor) -> Slice {
+        Slice {
+            begin: 0,
+            vocab: table.layout.dim(0),
+        }
+    }
+}
+
 /// Validated arguments.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Problem {
-    /// `[vocab, dim]`.
+    /// `[rows, dim]`, of which `slice` says what rows they are.
     pub table: RawTensor,
+    pub slice: Slice,
     /// i32 or i64 `[..]`.
     pub ids: RawTensor,
-    /// `[.., dim]`.
+    /// `[.., dim]`. An id of the vocabulary that is no row of the table gives negative zeros, which
+    /// change nothing that they are added to.
     pub out: RawTensor,
 }
 
@@ -20,9 +40,10 @@ pub(crate) struct Backward {
     pub dout: RawTensor,
     /// i32 or i64 `[..]`.
     pub ids: RawTensor,
-    /// `[vocab, dim]`.
+    /// `[rows, dim]`, of which `slice` says what rows they are. Ids of other rows add to none.
     pub dweight: RawTensor,
-    /// A row whose gradient is zero.
+    pub slice: Slice,
+    /// A row of `dweight` whose gradient is zero.
     pub padding_idx: Option<usize>,
     /// Whether `dweight`, which is f32 then, is added to.
     pub accumulate: bool,

@@ -68,6 +68,8 @@ fn embedding_of_nothing() {
         // SAFETY: every index is that of the only id.
         let indices = unsafe { TensorRef::from_raw((&raw const id).cast(), DType::I32, layout) };
         let params = embedding::Params {
+            vocabulary: None,
+            workspace: Workspace::none(),
             table: match dim {
                 0 => input(DType::F32, &[4, 0]),
                 _ => input(DType::F32, &[0, dim]),
@@ -92,6 +94,7 @@ fn embedding_backward_of_nothing() {
         // SAFETY: every index is that of the only id.
         let indices = unsafe { TensorRef::from_raw((&raw const id).cast(), DType::I32, layout) };
         let params = embedding::backward::Params {
+            vocabulary: None,
             dout: input(DType::F32, &[ids[0], ids[1], dim]),
             ids: indices,
             dweight: output(DType::F32, &[vocab, dim]),

@@ -5,7 +5,7 @@ use crate::common::reference::blocks;
 use crate::common::tensor::{round_to, strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, contexts, rng};
 use unsloth::ops::embedding::{self, Params};
-use unsloth::{Context, DType, Error, Layout, Stream};
+use unsloth::{Context, DType, Error, Layout, Stream, Workspace};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -64,6 +64,8 @@ fn check(ctx: &Context, from: DType, to: DType, ids: DType, case: &Case) {
     let mut out = TestTensor::poisoned(to, case.out).upload(ctx);
     let (table_device, ids_device) = (table.upload(ctx), ids.upload(ctx));
     let params = Params {
+        vocabulary: None,
+        workspace: Workspace::none(),
         table: table_device.view(),
         ids: ids_device.view(),
         out: out.view_mut(),
@@ -112,6 +114,8 @@ fn special_values_survive() {
             let ids = TestTensor::of(DType::I32, &[1], &[0.0]).upload(&ctx);
             let mut out = TestTensor::poisoned(dtype, table.layout).upload(&ctx);
             let params = Params {
+                vocabulary: None,
+                workspace: Workspace::none(),
                 table: device.view(),
                 ids: ids.view(),
                 out: out.view_mut(),
@@ -138,6 +142,8 @@ fn ids_outside_are_refused_before_anything_is_written() {
         let before = out.bits();
         let mut device = out.upload(&ctx);
         let params = Params {
+            vocabulary: None,
+            workspace: Workspace::none(),
             table: table.view(),
             ids: ids.view(),
             out: device.view_mut(),
@@ -175,6 +181,8 @@ fn rows_in_blocks_are_decoded() {
                     let layout = Layout::contiguous(&[2 * rows, columns]).unwrap();
                     let mut out = TestTensor::poisoned(to, layout).upload(ctx);
                     let params = Params {
+                        vocabulary: None,
+                        workspace: Workspace::none(),
                         table: memory.view(format, Layout::contiguous(&[rows, columns]).unwrap()),
                         ids: device.view(),
                         out: out.view_mut(),

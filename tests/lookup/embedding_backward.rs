@@ -153,6 +153,7 @@ fn check(ctx: &Context, dtype: DType, to: DType, ids: DType, case: &Case) {
         let (dout, ids) = (dout.upload(ctx), ids.upload(ctx));
         let mut dweight = before.upload(ctx);
         let params = Params {
+            vocabulary: None,
             dout: dout.view(),
             ids: ids.view(),
             dweight: dweight.view_mut(),
@@ -209,6 +210,7 @@ fn gradient(ctx: &Context, dout: &TestTensor, ids: &TestTensor, before: &TestTen
     let (dout, ids) = (dout.upload(ctx), ids.upload(ctx));
     let mut dweight = before.upload(ctx);
     let params = Params {
+        vocabulary: None,
         dout: dout.view(),
         ids: ids.view(),
         dweight: dweight.view_mut(),
@@ -281,6 +283,7 @@ fn ids_outside_add_to_no_row() {
             let before = TestTensor::poisoned(DType::F32, contiguous(&[3, 2]));
             let mut dweight = before.upload(&ctx);
             let mut params = Params {
+                vocabulary: None,
                 dout: dout.view(),
                 ids: ids.view(),
                 dweight: dweight.view_mut(),
@@ -312,7 +315,7 @@ const MISUSE: &[Misuse<unsloth_embedding_backward_params>] = &[
     (
         |p| p.struct_size = 4,
         INVALID,
-        "embedding_backward: struct_size is 4, at least 448 is needed",
+        "embedding_backward: struct_size is 4, at least 504 is needed",
     ),
     (
         |p| p.accumulate = 7,

@@ -14,7 +14,7 @@ const MISUSE: &[Misuse<unsloth_embedding_params>] = &[
     (
         |p| p.struct_size = 0,
         INVALID,
-        "embedding: struct_size is 0, at least 416 is needed",
+        "embedding: struct_size is 0, at least 488 is needed",
     ),
     (
         |p| p.table = absent(),

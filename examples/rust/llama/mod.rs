@@ -200,6 +200,8 @@ impl Llama {
             .buffer
             .copy_from_slice(0, &learned, Stream::DEFAULT)?;
         let params = embedding::Params {
+            vocabulary: None,
+            workspace: Workspace::none(),
             table: self.weights.embedding.view()?,
             ids: inputs.ids.view()?,
             out: self.hidden[0].view_mut()?,
@@ -392,6 +394,7 @@ impl Llama {
     ) -> Result<embedding::backward::Params<'a>> {
         let accumulate = self.accumulates();
         Ok(embedding::backward::Params {
+            vocabulary: None,
             dout: self.gradient.view()?,
             ids: self.inputs.ids.view()?,
             dweight: self.gradients.embedding.view_mut()?,

@@ -144,6 +144,23 @@ impl Call<'_, '_> {
         parallel
     }
 
+    /// The same of a vocabulary, whose partition is always of rows.
+    pub fn parallel_of_rows(&mut self, of: &unsloth_tensor) -> unsloth_parallel {
+        let mut parallel = self.parallel(of);
+        parallel.partition = u32::from(self.input.one_in(32));
+        parallel
+    }
+
+    /// The row of a vocabulary that `rows` begin with, and its rows.
+    pub fn vocabulary(&mut self, parallel: &unsloth_parallel, rows: i64) -> (i64, i64) {
+        if parallel.comm.is_null() {
+            return (0, i64::from(self.input.one_in(32)));
+        }
+        let begin = self.input.pick(&[0, 0, 3, -1, i64::MAX]);
+        let behind = self.input.pick(&[0, 0, 5, -1, i64::MAX]);
+        (begin, begin.saturating_add(rows).saturating_add(behind))
+    }
+
     fn moved_dtype(&mut self) -> unsloth_dtype {
         self.input.pick(&[
             UNSLOTH_DTYPE_F32,

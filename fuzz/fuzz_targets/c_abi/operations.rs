@@ -230,7 +230,8 @@ pub const ALL: [fn(&mut Call<'_, '_>); 41] = [
     of!(
         embedding,
         unsloth_embedding_supported,
-        unsloth_embedding_forward
+        unsloth_embedding_forward,
+        unsloth_embedding_workspace_size
     ),
     of!(
         all_reduce,

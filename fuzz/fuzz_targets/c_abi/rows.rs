@@ -170,6 +170,8 @@ impl Call<'_, '_> {
         p.table = self.tensor(dtype, &[vocabulary, dim]);
         p.ids = self.tensor(integer, &leading);
         p.out = self.tensor(out_dtype, &[&leading[..], &[dim]].concat());
+        p.parallel = self.parallel_of_rows(&p.out);
+        (p.vocab_begin, p.vocab_size) = self.vocabulary(&p.parallel, vocabulary);
         stated
     }
 
@@ -191,6 +193,8 @@ impl Call<'_, '_> {
         p.dout = self.tensor(dtype, &[&leading[..], &[dim]].concat());
         p.ids = self.tensor(integer, &leading);
         p.dweight = self.tensor(grad_dtype, &[vocabulary, dim]);
+        p.parallel = self.parallel_of_rows(&p.dout);
+        (p.vocab_begin, p.vocab_size) = self.vocabulary(&p.parallel, vocabulary);
         stated
     }
 }

@@ -101,12 +101,16 @@ __device__ __forceinline__ void rows(const BlocksRowsArguments &p) {
     id = p.wide_ids ? *reinterpret_cast<const int64_t *>(at)
                     : static_cast<int64_t>(*reinterpret_cast<const int32_t *>(at));
   }
+  // Of the vocabulary, but not of the table: what changes nothing that it is added to.
+  const float other = __uint_as_float(id < p.vocab ? 0x80000000 : 0x7fc00000);
   float weights[kEach];
 #pragma unroll
-  for (int i = 0; i < kEach; i++) weights[i] = __uint_as_float(0x7fc00000);
-  if (id < p.vocab) {
+  for (int i = 0; i < kEach; i++) weights[i] = other;
+  // A great one where the id is before the first row.
+  const uint64_t of_table = id - p.begin;
+  if (of_table < p.rows) {
     const uint64_t first = static_cast<uint64_t>(eight) * kEach;
-    const uint8_t *bytes = p.table + id * p.table_stride + first / F::kLength * F::kBytes;
+    const uint8_t *bytes = p.table + of_table * p.table_stride + first / F::kLength * F::kBytes;
     const Block block = {bytes, p.even != 0};
     decode<kBlocks>(block, static_cast<uint32_t>(first % F::kLength), weights);
   }

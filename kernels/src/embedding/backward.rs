@@ -24,7 +24,9 @@ const UNROLL: u32 = 8;
 
 scalars! { Args, ArgsExpand {
     tokens: u32,
+    /// Rows of the gradient, and the row of the vocabulary that the first of them is.
     vocab: u32,
+    begin: u64,
     /// Bits below the digit.
     shift: u32,
     /// Whether this is the sort's first pass, whose keys are made of the ids.
@@ -52,8 +54,8 @@ fn key_of(ids: &Array<i32>, ids_i64: &Array<i64>, token: u32, args: &Args, dims:
     } else {
         i64::cast_from(ids[at])
     };
-    // A negative id is a great one without its sign.
-    let row = u64::cast_from(id);
+    // A negative id is a great one without its sign, and so is one before the first row.
+    let row = u64::cast_from(id) - args.begin;
     let mut key = args.vocab;
     if row < u64::cast_from(args.vocab) && row != u64::cast_from(args.padding) {
         key = u32::cast_from(row);

@@ -1,4 +1,5 @@
-//! Embedding: rows of a table, copied or converted. An id outside the table gives a row of NaN.
+//! Embedding: rows of a table, copied or converted. An id outside the vocabulary gives a row of NaN, one
+//! of rows that the table does not have negative zeros, which change nothing that they are added to.
 
 pub mod backward;
 
@@ -13,6 +14,7 @@ const THREADS: u32 = 128;
 /// Vectors that a thread loads before it stores: two halve the loads of ids, four would leave the GPU idle where rows are few.
 const UNROLL: u32 = 2;
 
+/// The table has `rows` of the `vocab` of a vocabulary, from `begin` on.
 /// `wide_ids`: 0 for i32, 1 for i64. `length` and the strides of table and output are in vectors.
 #[cube]
 fn embedding<T: Float, U: Float, N: Size>(
@@ -23,6 +25,8 @@ fn embedding<T: Float, U: Float, N: Size>(
     sizes: Sizes,
     length: u32,
     blocks_per_row: Divisor,
+    rows: usize,
+    begin: usize,
     vocab: usize,
     table_stride: usize,
     wide_ids: u32,
@@ -39,16 +43,21 @@ fn embedding<T: Float, U: Float, N: Size>(
     } else {
         i64::cast_from(ids[at])
     };
-    // A negative id is a great one without its sign.
-    let row = usize::cast_from(id);
-    let inside = row < vocab;
+    // A negative id is a great one without its sign, and so is one before the first row.
+    let id = usize::cast_from(id);
+    let row = id - begin;
+    let inside = row < rows;
+    let mut other = math::nan();
+    if id < vocab {
+        other = math::negative_zero();
+    }
     let start = row * table_stride;
     let out_start = row_start(index, out_strides);
     let mut vectors = Sequence::<Vector<U, N>>::new();
     #[unroll]
     for k in 0..UNROLL {
         let i = first + k * THREADS;
-        let mut v = Vector::<U, N>::cast_from(Vector::<f32, N>::new(math::nan()));
+        let mut v = Vector::<U, N>::cast_from(Vector::<f32, N>::new(other));
         if inside && i < length {
             v = Vector::cast_from(table[start + i as usize]);
         }
@@ -75,6 +84,8 @@ macro_rules! kernel {
         let sizes = rows::sizes(&mut $b);
         let length = $b.scalar("length", ScalarType::U32);
         let blocks_per_row = rows::blocks_per_row(&mut $b);
+        let in_table = $b.scalar("rows", ScalarType::U64);
+        let begin = $b.scalar("begin", ScalarType::U64);
         let vocab = $b.scalar("vocab", ScalarType::U64);
         let table_stride = $b.scalar("table_stride", ScalarType::U64);
         let wide_ids = $b.scalar("wide_ids", ScalarType::U32);
@@ -89,6 +100,8 @@ macro_rules! kernel {
             sizes,
             length.into(),
             blocks_per_row,
+            in_table.into(),
+            begin.into(),
             vocab.into(),
             table_stride.into(),
             wide_ids.into(),

@@ -3,10 +3,11 @@
 
 use std::ops::Range;
 
+use super::check_ids;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::{Integers, part_of, part_of_mut};
 use crate::cpu::{Cpu, Run};
-use crate::error::{Error, Result, text};
+use crate::error::{Error, Result};
 use crate::problem::embedding::Backward;
 use crate::tensor::{RawTensor, Scratch};
 
@@ -26,11 +27,8 @@ fn backward(cpu: &Cpu, p: &Backward) -> Result<()> {
     // SAFETY: `ids` was checked, and whoever made the tensor has promised that it is initialised
     // memory which nobody writes during the call.
     let ids = unsafe { Integers::new(&p.ids) };
-    if let Some((i, id)) = ids.find_outside(vocab) {
-        let problem = text!("has {id} at index {i}, dweight has {vocab} rows");
-        return Err(Error::invalid(OP, "ids", problem));
-    }
-    let sorted = Sorted::new(ids, vocab)?;
+    check_ids(OP, ids, p.slice, ("dweight", vocab))?;
+    let sorted = Sorted::new(ids, p.slice.begin, vocab)?;
     let blocks = dim.div_ceil(BLOCK);
     let rows_per_id = ids.len().div_ceil(vocab.max(1)) + 1;
     // Blocks of one row lie apart, so that the many positions of a frequent id are shared.
@@ -97,8 +95,8 @@ struct Sorted {
 }
 
 impl Sorted {
-    /// Sorts by counting; every id is below `vocab`.
-    fn new(ids: Integers<'_>, vocab: usize) -> Result<Sorted> {
+    /// Sorts by counting, without ids that are none of the `vocab` rows from `begin` on.
+    fn new(ids: Integers<'_>, begin: usize, vocab: usize) -> Result<Sorted> {
         let zeros = |len: usize| {
             let mut list = Vec::new();
             list.try_reserve_exact(len).map_err(|_| {
@@ -111,15 +109,20 @@ impl Sorted {
         let rows = if ids.len() == 0 { 0 } else { vocab };
         let mut starts = zeros(rows + 1)?;
         let mut positions = zeros(ids.len())?;
-        for i in 0..ids.len() {
-            starts[ids.get(i) as usize + 1] += 1;
+        let row_of = |i| {
+            let row = (ids.get(i) as usize).checked_sub(begin)?;
+            (row < rows).then_some(row)
+        };
+        for row in (0..ids.len()).filter_map(row_of) {
+            starts[row + 1] += 1;
         }
         for row in 0..rows {
             starts[row + 1] += starts[row];
         }
         // Every start moves to its end, which is the next one's start.
         for i in 0..ids.len() {
-            let start = &mut starts[ids.get(i) as usize];
+            let Some(row) = row_of(i) else { continue };
+            let start = &mut starts[row];
             positions[*start] = i;
             *start += 1;
         }

@@ -191,6 +191,7 @@ impl<'a> Launch<'a> {
             out: p.dweight.ptr.addr() as u64,
             tokens: sizes.tokens as u32,
             vocab: sizes.vocab as u32,
+            begin: p.slice.begin as u64,
             tiles: sizes.tiles() as u32,
             wide_ids: u32::from(p.ids.dtype == DType::I64),
             padding: p.padding_idx.map_or(u32::MAX, |row| row as u32),

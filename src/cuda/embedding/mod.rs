@@ -61,7 +61,7 @@ fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
         return Ok(());
     }
     if p.table.dtype.is_in_blocks() {
-        return blocks::gather(cuda, OP, &p.table, &p.ids, &p.out, stream);
+        return blocks::gather(cuda, OP, p, stream);
     }
     let rows = rows(p);
     let dim = p.table.layout.dim(1);
@@ -101,7 +101,9 @@ fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
             blocks_per_row: divisor.size,
             blocks_per_row_multiplier: divisor.multiplier,
             blocks_per_row_shift: divisor.shift,
-            vocab: p.table.layout.dim(0) as u64,
+            rows: p.table.layout.dim(0) as u64,
+            begin: p.slice.begin as u64,
+            vocab: p.slice.vocab as u64,
             table_stride: (p.table.layout.stride(0) / width) as u64,
             wide_ids: u32::from(p.ids.dtype == DType::I64),
             ids_0: launch.strides[0][0] as u64,

@@ -4,7 +4,8 @@ use std::ffi::c_void;
 
 use crate::error::Result;
 use crate::ffi::context::unsloth_context;
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::{OfVocabulary, unsloth_parallel};
 use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
@@ -44,29 +45,43 @@ pub struct unsloth_embedding_backward_params {
     pub workspace: *mut c_void,
     /// Size of `workspace` in bytes.
     pub workspace_size: usize,
+    /// Optional: the group that the rows of the table are divided among, of which `dweight` has this
+    /// rank's. `ids` and `padding_idx` are of the whole vocabulary and the same on all ranks. `dout` is
+    /// whole on all ranks, which then exchange nothing; with `sequence` its first dimension has this
+    /// rank's rows, and it is contiguous.
+    pub parallel: unsloth_parallel,
+    /// With a group: the row of the vocabulary that is this rank's first.
+    pub vocab_begin: i64,
+    /// With a group: rows of the vocabulary, those of all ranks.
+    pub vocab_size: i64,
 }
 params!(
     unsloth_embedding_backward_params,
-    [reserved, dout, ids, dweight]
+    [reserved, dout, ids, dweight, parallel]
 );
 
-impl FromC for unsloth_embedding_backward_params {
+impl WithC for unsloth_embedding_backward_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
         let padding_idx = match flag(OP, "has_padding_idx", self.has_padding_idx)? {
             true => Some(count(OP, "padding_idx", self.padding_idx)?),
             false => None,
         };
-        // SAFETY: the caller promises that the tensors are valid until the work has run.
+        // SAFETY: the caller promises that the tensors are valid until the work has run, and an entry of
+        // the counts for each rank.
         unsafe {
-            Ok(Params {
+            let of = self
+                .parallel
+                .of_vocabulary(OP, self.vocab_begin, self.vocab_size)?;
+            run(&Params {
                 dout: self.dout.input(OP, "dout")?,
                 ids: self.ids.input(OP, "ids")?,
                 dweight: self.dweight.output(OP, "dweight")?,
                 padding_idx,
                 accumulate: flag(OP, "accumulate", self.accumulate)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+                vocabulary: of.as_ref().map(OfVocabulary::vocabulary),
             })
         }
     }
@@ -89,8 +104,8 @@ pub unsafe extern "C" fn unsloth_embedding_backward_supported(
     unsafe { operation::supported(ctx, params, implementation) }
 }
 
-/// Writes to `workspace_size` the bytes of workspace that the call needs; 0 on the CPU. Data
-/// pointers and the workspace are not looked at.
+/// Writes to `workspace_size` the bytes of workspace that the call needs; 0 on the CPU but for a group
+/// with `sequence`. Data pointers and the workspace are not looked at.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or

@@ -1,6 +1,6 @@
 //! Tensor and sequence parallel layers: what [`linear`](crate::ops::linear), [`mlp`](crate::ops::mlp),
-//! [`attention_block`](crate::ops::attention_block) and [`decoder_layer`](crate::ops::decoder_layer) do
-//! where a group of ranks divides their weights.
+//! [`attention_block`](crate::ops::attention_block), [`decoder_layer`](crate::ops::decoder_layer) and, of
+//! a [`Vocabulary`], [`embedding`](crate::ops::embedding) do where a group of ranks divides their weights.
 //!
 //! A weight is divided by its rows (a column parallel layer, after the columns of its output) or by its
 //! columns (a row parallel one). The products of the second are parts of sums, which the call adds up
@@ -17,6 +17,7 @@
 //! before any of them has sent anything. All the workspace that a call asks for is needed.
 
 mod rows;
+mod vocabulary;
 
 use crate::comm::Comm;
 use crate::context::Collective;
@@ -29,6 +30,7 @@ use crate::problem::collective::{self, Kind, ReduceOp};
 use crate::problem::linear;
 use crate::tensor::RawTensor;
 pub(crate) use rows::{Rows, take};
+pub use vocabulary::Vocabulary;
 
 /// How a weight is divided among ranks. The discriminants are those of the C ABI
 /// (`UNSLOTH_PARTITION_*`).

@@ -21,18 +21,18 @@ const INVALID: unsloth_status = UNSLOTH_STATUS_INVALID_ARGUMENT;
 const UNSUPPORTED: unsloth_status = UNSLOTH_STATUS_UNSUPPORTED;
 
 /// Of two ranks.
-static EVEN: [i64; 2] = [2, 2];
-static TOO_FEW: [i64; 2] = [1, 1];
+pub static EVEN: [i64; 2] = [2, 2];
+pub static TOO_FEW: [i64; 2] = [1, 1];
 static NEGATIVE: [i64; 2] = [2, -1];
 
 /// Arguments of which only the size is set.
-fn zeroed<P: Copy>() -> P {
+pub fn zeroed<P: Copy>() -> P {
     // SAFETY: every struct that this file names has its size first, and only integers, floats and pointers.
     unsafe { abi::zeroed_params() }
 }
 
 /// Calls `run` on each of two ranks.
-fn on_two_ranks(run: impl Fn(&Handle, &Context, unsloth_parallel, usize) + Sync) {
+pub fn on_two_ranks(run: impl Fn(&Handle, &Context, unsloth_parallel, usize) + Sync) {
     let mut id = unsloth_comm_id { bytes: [0; 128] };
     // SAFETY: structs of integers, size first; pointers to live locals.
     let status = unsafe { unsloth_comm_id_create(&abi::zeroed_params(), &mut id) };
@@ -64,20 +64,20 @@ fn on_two_ranks(run: impl Fn(&Handle, &Context, unsloth_parallel, usize) + Sync)
 }
 
 /// Tensors of a call, which stay until it ends.
-struct Memory<'a> {
-    ctx: &'a Context,
-    all: Vec<DeviceTensor>,
+pub struct Memory<'a> {
+    pub ctx: &'a Context,
+    pub all: Vec<DeviceTensor>,
 }
 
 impl Memory<'_> {
-    fn normal(&mut self, shape: &[usize]) -> unsloth::ffi::tensor::unsloth_tensor {
+    pub fn normal(&mut self, shape: &[usize]) -> unsloth::ffi::tensor::unsloth_tensor {
         let t = TestTensor::normal(&mut rng(), DType::F32, contiguous(shape));
         self.all.push(t.upload(self.ctx));
         c_tensor(self.all.last().unwrap())
     }
 
     /// Bytes aligned as a workspace is.
-    fn workspace(&mut self, size: usize) -> *mut std::ffi::c_void {
+    pub fn workspace(&mut self, size: usize) -> *mut std::ffi::c_void {
         let t = TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4) + 64]));
         self.all.push(t.upload(self.ctx));
         let data = self.all.last().unwrap().data();
@@ -85,7 +85,7 @@ impl Memory<'_> {
     }
 }
 
-fn poisoned(ctx: &Context, shape: &[usize]) -> DeviceTensor {
+pub fn poisoned(ctx: &Context, shape: &[usize]) -> DeviceTensor {
     TestTensor::poisoned(DType::F32, contiguous(shape)).upload(ctx)
 }
 
@@ -122,8 +122,10 @@ macro_rules! of_groups {
     };
 }
 
+pub(super) use of_groups;
+
 /// As [`Operation::check_on`], of messages that begin like this.
-fn check<P: Copy>(
+pub fn check<P: Copy>(
     op: &Operation<P>,
     ctx: &Handle,
     good: P,

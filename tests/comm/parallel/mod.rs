@@ -2,6 +2,8 @@
 
 mod attention_block;
 mod decoder_layer;
+mod embedding;
+mod embedding_misuse;
 mod linear;
 mod linear_backward;
 mod misuse;

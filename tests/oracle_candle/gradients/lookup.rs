@@ -19,6 +19,7 @@ fn embedding() {
         let (ours, of_tokens) = (dout.upload(&ctx), ids.upload(&ctx));
         let mut dtable = table.gradient(&ctx);
         let mut params = embedding::backward::Params {
+            vocabulary: None,
             dout: ours.view(),
             ids: of_tokens.view(),
             dweight: dtable.view_mut(),
