@@ -718,7 +718,7 @@ FIELD(unsloth_linear_backward_params, workspace, 824, 8);
 FIELD(unsloth_linear_backward_params, workspace_size, 832, 8);
 FIELD(unsloth_linear_backward_params, parallel, 840, 40);
 
-STRUCT(unsloth_linear_cross_entropy_params, 1696, 8);
+STRUCT(unsloth_linear_cross_entropy_params, 1752, 8);
 FIELD(unsloth_linear_cross_entropy_params, struct_size, 0, 4);
 FIELD(unsloth_linear_cross_entropy_params, reduction, 4, 4);
 FIELD(unsloth_linear_cross_entropy_params, has_ignore_index, 8, 4);
@@ -743,6 +743,9 @@ FIELD(unsloth_linear_cross_entropy_params, dloss, 1408, 136);
 FIELD(unsloth_linear_cross_entropy_params, denominator, 1544, 136);
 FIELD(unsloth_linear_cross_entropy_params, workspace, 1680, 8);
 FIELD(unsloth_linear_cross_entropy_params, workspace_size, 1688, 8);
+FIELD(unsloth_linear_cross_entropy_params, parallel, 1696, 40);
+FIELD(unsloth_linear_cross_entropy_params, vocab_begin, 1736, 8);
+FIELD(unsloth_linear_cross_entropy_params, vocab_size, 1744, 8);
 
 STRUCT(unsloth_linear_logprob_params, 1000, 8);
 FIELD(unsloth_linear_logprob_params, struct_size, 0, 4);

@@ -3416,6 +3416,22 @@ typedef struct unsloth_linear_cross_entropy_params {
    * Size of `workspace` in bytes.
    */
   size_t workspace_size;
+  /**
+   * Optional: the group that the rows of the weight are divided among, of which `weight`, `bias`, `dweight` and `dbias` have this
+   * rank's; a rank may have none. `targets`, the same on all ranks, are of the whole vocabulary; `loss`, `losses` and `lse` have the
+   * same bits on all. `x` and `dx`, which is added up, are whole on all ranks; with `sequence` their first dimension has this rank's
+   * rows, and targets and losses are of all rows. `x`, `targets` and `dx` are contiguous. All ranks ask for the same outputs, and
+   * with the same `chunk_tokens`.
+   */
+  struct unsloth_parallel parallel;
+  /**
+   * With a group: the row of the vocabulary that is this rank's first. `unsloth_shard_get` says which.
+   */
+  int64_t vocab_begin;
+  /**
+   * With a group: rows of the vocabulary, those of all ranks.
+   */
+  int64_t vocab_size;
 } unsloth_linear_cross_entropy_params;
 
 /**
@@ -6701,7 +6717,8 @@ unsloth_status unsloth_linear_cross_entropy_supported(struct unsloth_context *ct
 /**
  * Writes to `workspace_size` the bytes of workspace with which the call is fastest: the logits of a
  * chunk, `dweight` and `dbias` in f32 where these have another dtype and there are several chunks, 4
- * for each token if `loss` is there and `losses` is not, and what products take. With less the call is slower, or is refused
+ * for each token if `loss` is there and `losses` is not, and what products take; of a group 16 for each of its ranks and a chunk's
+ * tokens, and with `sequence` `x` and `dx` of all ranks. With less the call is slower, or is refused
  * with a status that says what it needs. Data pointers and the workspace are not looked at.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `workspace_size` is NULL or

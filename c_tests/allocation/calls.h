@@ -425,6 +425,17 @@ static void head_of(unsloth_dtype dtype) {
   CHECK(head.workspace_size <= sizeof workspace);
   head.workspace = workspace;
 }
+// Divided among a group.
+static void head_parallel_ready(void) {
+  head_of(UNSLOTH_DTYPE_F32);
+  group_params();
+  CHECK_OK(unsloth_comm_create(ctx, &of_comm, &comm));
+  head.parallel.comm = comm;
+  head.parallel.sequence = 1;
+  head.vocab_size = VOCAB;
+  CHECK_OK(unsloth_linear_cross_entropy_workspace_size(ctx, &head, &head.workspace_size));
+  CHECK(head.workspace_size <= sizeof workspace);
+}
 static unsloth_linear_logprob_params logprob;
 static void logprob_ready(void) {
   with_context();
@@ -1008,6 +1019,8 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (ctx, &head, &size), OK)                                                                       \
   X(linear_cross_entropy, head_ready, unsloth_linear_cross_entropy_forward, (ctx, &head, NULL),    \
     OK)                                                                                            \
+  X(linear_cross_entropy_parallel, head_parallel_ready, unsloth_linear_cross_entropy_forward,      \
+    (ctx, &head, NULL), OK)                                                                        \
   X(linear_cross_entropy_halves, head_of_halves_ready, unsloth_linear_cross_entropy_forward,       \
     (ctx, &head, NULL), OK)                                                                        \
   X(linear_logprob_supported, logprob_ready, unsloth_linear_logprob_supported,                     \

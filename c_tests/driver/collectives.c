@@ -348,6 +348,48 @@ static void vocabulary(void) {
   end_divided("ncclAllGather", b.workspace, 32);
 }
 
+// A head whose vocabulary is divided: for each chunk what tokens' logits come to, at last the gradient.
+static void head(void) {
+  unsloth_linear_cross_entropy_params p = UNSLOTH_LINEAR_CROSS_ENTROPY_PARAMS_INIT;
+  p.parallel.comm = comm;
+  p.vocab_begin = 3;
+  p.vocab_size = 12;
+  p.chunk_tokens = 4;
+  p.x = make(UNSLOTH_DTYPE_BF16, 8, 16);
+  p.weight = make(UNSLOTH_DTYPE_BF16, 3, 16);
+  p.targets = make(UNSLOTH_DTYPE_I64, 8, -1);
+  p.loss = make(UNSLOTH_DTYPE_F32, 1, -1);
+  p.dx = make(UNSLOTH_DTYPE_BF16, 8, 16);
+  p.dweight = make(UNSLOTH_DTYPE_F32, 3, 16);
+  CHECK_OK(unsloth_linear_cross_entropy_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  begin();
+  CHECK_OK(unsloth_linear_cross_entropy_forward(ctx, &p, stream));
+  CHECK(allocations == 0);
+  CHECK(nccl.num_calls == 3 && nccl.groups == 0);
+  CHECK(driver.launches > 0 && driver.copies == 0 && driver.others == 0);
+  // Of four ranks this is the second; of four tokens each gives four numbers.
+  for (int i = 0; i < 2; i++) {
+    const nccl_call *gather = &nccl.calls[i];
+    CHECK(strcmp(gather->name, "ncclAllGather") == 0 && gather->count == 16);
+    CHECK((const char *)gather->x == (const char *)gather->out + 16 * sizeof(float));
+  }
+  CHECK(strcmp(nccl.calls[2].name, "ncclAllReduce") == 0 && nccl.calls[2].count == 128);
+  CHECK(nccl.calls[2].out == p.dx.data && nccl.calls[2].dtype == BFLOAT16);
+
+  p.parallel.sequence = 1;
+  p.x = make(UNSLOTH_DTYPE_BF16, 2, 16);
+  p.dx = make(UNSLOTH_DTYPE_BF16, 2, 16);
+  p.chunk_tokens = 0;
+  CHECK_OK(unsloth_linear_cross_entropy_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  begin();
+  CHECK_OK(unsloth_linear_cross_entropy_forward(ctx, &p, stream));
+  CHECK(nccl.num_calls == 3 && allocations == 0);
+  CHECK(strcmp(nccl.calls[0].name, "ncclAllGather") == 0 && nccl.calls[0].x == p.x.data);
+  CHECK(strcmp(nccl.calls[2].name, "ncclReduceScatter") == 0 && nccl.calls[2].out == p.dx.data);
+}
+
 // A call that fails ends its group; what fails later is asked for.
 static void failures(void) {
   unsloth_all_reduce_params p = UNSLOTH_ALL_REDUCE_PARAMS_INIT;
@@ -427,6 +469,7 @@ static void made(void) {
   divided();
   divided_sequences();
   vocabulary();
+  head();
   failures();
   CHECK_OK(unsloth_comm_destroy(comm));
   CHECK(nccl.destroyed == 1 && nccl.aborted == 0);

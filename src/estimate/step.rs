@@ -371,6 +371,7 @@ impl<'a> Step<'a> {
     fn loss(&self) -> Result<linear_cross_entropy::Params<'static>> {
         let table = [self.vocab, self.hidden];
         Ok(linear_cross_entropy::Params {
+            vocabulary: None,
             x: described(self.t.dtype, &self.shape)?,
             weights: Weights {
                 weight: described(self.t.weight_dtype, &table)?,

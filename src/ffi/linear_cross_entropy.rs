@@ -5,7 +5,8 @@ use std::ffi::c_void;
 use crate::error::Result;
 use crate::ffi::context::unsloth_context;
 use crate::ffi::cross_entropy::{ignored, reduction_from, unsloth_reduction};
-use crate::ffi::operation::{self, FromC};
+use crate::ffi::operation::{self, WithC};
+use crate::ffi::parallel::{OfVocabulary, unsloth_parallel};
 use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{unsloth_tensor, workspace_from};
@@ -83,6 +84,16 @@ pub struct unsloth_linear_cross_entropy_params {
     pub workspace: *mut c_void,
     /// Size of `workspace` in bytes.
     pub workspace_size: usize,
+    /// Optional: the group that the rows of the weight are divided among, of which `weight`, `bias`, `dweight` and `dbias` have this
+    /// rank's; a rank may have none. `targets`, the same on all ranks, are of the whole vocabulary; `loss`, `losses` and `lse` have the
+    /// same bits on all. `x` and `dx`, which is added up, are whole on all ranks; with `sequence` their first dimension has this rank's
+    /// rows, and targets and losses are of all rows. `x`, `targets` and `dx` are contiguous. All ranks ask for the same outputs, and
+    /// with the same `chunk_tokens`.
+    pub parallel: unsloth_parallel,
+    /// With a group: the row of the vocabulary that is this rank's first. `unsloth_shard_get` says which.
+    pub vocab_begin: i64,
+    /// With a group: rows of the vocabulary, those of all ranks.
+    pub vocab_size: i64,
 }
 params!(
     unsloth_linear_cross_entropy_params,
@@ -99,17 +110,22 @@ params!(
         dweight,
         dbias,
         dloss,
-        denominator
+        denominator,
+        parallel
     ]
 );
 
-impl FromC for unsloth_linear_cross_entropy_params {
+impl WithC for unsloth_linear_cross_entropy_params {
     type Operation<'a> = Params<'a>;
 
-    unsafe fn convert<'a>(&self) -> Result<Params<'a>> {
-        // SAFETY: the caller promises that the tensors are valid until the work has run.
+    unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
+        // SAFETY: the caller promises that the tensors are valid until the work has run, and an entry of
+        // the counts for each rank.
         unsafe {
-            Ok(Params {
+            let of = self
+                .parallel
+                .of_vocabulary(OP, self.vocab_begin, self.vocab_size)?;
+            run(&Params {
                 x: self.x.input(OP, "x")?,
                 weights: Weights {
                     weight: self.weight.input(OP, "weight")?,
@@ -132,6 +148,7 @@ impl FromC for unsloth_linear_cross_entropy_params {
                 softcap: self.softcap,
                 chunk_tokens: count(OP, "chunk_tokens", self.chunk_tokens)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,
+                vocabulary: of.as_ref().map(OfVocabulary::vocabulary),
             })
         }
     }
@@ -156,7 +173,8 @@ pub unsafe extern "C" fn unsloth_linear_cross_entropy_supported(
 
 /// Writes to `workspace_size` the bytes of workspace with which the call is fastest: the logits of a
 /// chunk, `dweight` and `dbias` in f32 where these have another dtype and there are several chunks, 4
-/// for each token if `loss` is there and `losses` is not, and what products take. With less the call is slower, or is refused
+/// for each token if `loss` is there and `losses` is not, and what products take; of a group 16 for each of its ranks and a chunk's
+/// tokens, and with `sequence` `x` and `dx` of all ranks. With less the call is slower, or is refused
 /// with a status that says what it needs. Data pointers and the workspace are not looked at.
 ///
 /// # Safety

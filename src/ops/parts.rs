@@ -12,8 +12,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::problem::{
-    Plan, attention, cast, embedding, kv_cache, linear, mlp, norm, qk_norm_rope, rms_norm, rope,
-    swiglu,
+    Plan, attention, cast, cross_entropy, embedding, kv_cache, linear, mlp, norm, qk_norm_rope,
+    rms_norm, rope, swiglu,
 };
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
@@ -83,6 +83,8 @@ problems!(
     QkNormRope(qk_norm_rope::Problem),
     QkNormRopeBackward(qk_norm_rope::Backward),
     Append(kv_cache::Append),
+    CrossEntropyPart(cross_entropy::Part),
+    CrossEntropyWhole(cross_entropy::Whole),
     Embedding(embedding::Problem),
     EmbeddingBackward(embedding::Backward),
     Attention(attention::Problem),

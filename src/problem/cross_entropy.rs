@@ -64,6 +64,40 @@ impl Problem {
     }
 }
 
+/// The columns of logits that a rank has, where ranks divide the vocabulary.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Columns {
+    /// The first of them.
+    pub begin: usize,
+    /// Those of all ranks.
+    pub vocab: usize,
+}
+
+/// Numbers of a token that a rank gives to the others: the greatest logit, after the softcap, the sum of
+/// exponentials of the distances from it, the sum of logits, and the target's logit or zero.
+pub(crate) const SUMS: usize = 4;
+
+/// What a rank's columns come to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    /// Its logits are contiguous, and nothing is written but `sums`.
+    pub of: Problem,
+    pub columns: Columns,
+    /// f32 `[tokens, SUMS]`.
+    pub sums: RawTensor,
+}
+
+/// What the columns of all ranks come to: losses, and the gradient of this rank's columns.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Whole {
+    /// Its logits are contiguous; `loss` and a mean's count are not its.
+    pub of: Problem,
+    pub columns: Columns,
+    /// f32 `[ranks * tokens, SUMS]`.
+    pub sums: RawTensor,
+    pub ranks: usize,
+}
+
 /// What is looked for in the targets of a batch before its tokens are taken in parts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Targets {

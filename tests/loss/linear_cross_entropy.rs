@@ -135,6 +135,7 @@ fn run(
     let [dx, dweight, dbias] = gradients.each_mut().map(DeviceTensor::view_mut);
     let wanted = layer.gradients;
     let mut params = Params {
+        vocabulary: None,
         x: there.x.view(),
         weights: there.weights(),
         targets: there.ids.view(),
@@ -410,6 +411,7 @@ fn workspaces_are_of_a_chunk() {
         let targets = vec![0i32; tokens];
         let mut losses = vec![0.0f32; tokens];
         let params = Params {
+            vocabulary: None,
             x: unsloth::TensorRef::from_slice(&x, &[tokens, hidden]).unwrap(),
             weights: Weights {
                 weight: unsloth::TensorRef::from_slice(&weight, &[vocab, hidden]).unwrap(),
@@ -461,6 +463,7 @@ fn chunks_are_not_where_they_take_more() {
         let targets = vec![0i32; tokens];
         let mut loss = [0.0f32];
         let params = Params {
+            vocabulary: None,
             x: unsloth::TensorRef::from_slice(&x, &[tokens, hidden]).unwrap(),
             weights: Weights {
                 weight: unsloth::TensorRef::from_slice(&weight, &[vocab, hidden]).unwrap(),

@@ -345,6 +345,7 @@ impl Llama {
             .as_mut()
             .unwrap_or(&mut self.gradients.embedding);
         Ok(linear_cross_entropy::Params {
+            vocabulary: None,
             x: self.normalized.view()?,
             weights: Weights {
                 weight: table.view()?,

@@ -106,6 +106,8 @@ impl Call<'_, '_> {
         p.label_smoothing = self.factor();
         p.z_loss = self.factor();
         p.softcap = self.factor();
+        p.parallel = self.parallel_of_rows(&p.x);
+        (p.vocab_begin, p.vocab_size) = self.vocabulary(&p.parallel, vocab);
         stated
     }
 

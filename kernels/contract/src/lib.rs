@@ -297,6 +297,13 @@ pub mod linear_backward {
     }
 }
 
+/// Cross-entropy of logits whose columns ranks divide.
+pub mod cross_entropy {
+    /// Numbers of a token that a rank gives to the others: the greatest logit, after the softcap, the sum of
+    /// exponentials of the distances from it, the sum of logits, and the target's logit or zero.
+    pub const SUMS: u32 = 4;
+}
+
 /// The gradient of an embedding's table.
 pub mod embedding_backward {
     /// Bits of a digit of the sort.

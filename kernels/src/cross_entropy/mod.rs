@@ -4,6 +4,7 @@
 // CubeCL has no such method.
 #![allow(clippy::manual_is_multiple_of)]
 
+mod parts;
 mod sums;
 
 use cubecl::prelude::*;
@@ -12,6 +13,7 @@ use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::math;
 use crate::rows::{self, Sizes, Strides, row_index, row_start};
+pub use parts::{part_kernels, whole_kernels};
 pub use sums::kernels as sum_kernels;
 
 /// Threads of a block.

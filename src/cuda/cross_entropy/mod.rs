@@ -1,6 +1,7 @@
 //! Cross-entropy on the GPU: a launch that counts tokens where the mean needs it, one for the tokens,
 //! one that adds their losses.
 
+mod parts;
 mod ring;
 
 use super::device::Resources;
@@ -23,6 +24,7 @@ pub(super) struct Kernels {
     tokens: Table<cross_entropy::Arguments, 2>,
     sums: Table<cross_entropy_sums::Arguments, 0>,
     ring: ring::Kernels,
+    parts: parts::Kernels,
 }
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
@@ -30,6 +32,7 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
         tokens: Table::<cross_entropy::Arguments, 2>::new(OP, resources, |c| [c.dtype, c.width])?,
         sums: Table::<cross_entropy_sums::Arguments, 0>::new(OP, resources, |_| [])?,
         ring: ring::Kernels::new(resources)?,
+        parts: parts::Kernels::new(resources)?,
     })
 }
 

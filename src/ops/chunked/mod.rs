@@ -26,8 +26,9 @@ pub(crate) struct Fields<'p, 'a> {
 }
 
 impl Fields<'_, '_> {
-    /// Checks them. Leading dimensions are as they were given.
-    pub fn layer(&self, op: &'static str) -> Result<Layer> {
+    /// Checks them. Leading dimensions are as they were given. A rank may have no rows of a weight that
+    /// is `divided`.
+    pub fn layer(&self, op: &'static str, divided: bool) -> Result<Layer> {
         let x = self.x.raw();
         let arg = Arg::new(op, "x", &x)
             .min_rank(2)?
@@ -37,7 +38,7 @@ impl Fields<'_, '_> {
         self.weights.check_floats(op, "weight")?;
         let weights = self.weights.problem(op, ("weight", "bias"), hidden)?;
         let vocab = weights.out_features();
-        if vocab == 0 {
+        if vocab == 0 && !divided {
             let problem = "has no rows, there is no target among them";
             return Err(Error::invalid(op, "weight", problem));
         }

@@ -24,6 +24,7 @@ const MULTIPLE: usize = 128;
 pub(crate) type Names = &'static [(&'static str, &'static str)];
 
 /// A layer whose output is made in chunks.
+#[derive(Clone, Copy)]
 pub(crate) struct Chunked<'a> {
     ctx: &'a Context,
     op: &'static str,
@@ -83,24 +84,38 @@ pub(crate) struct Rooms {
     dbias: Option<RawTensor>,
 }
 
-/// What several chunks add the weight's gradient up in, where its dtype is another; else 0.
-fn bytes_of_sum(layer: &Layer) -> usize {
-    let in_f32 = |t: &RawTensor| t.layout.span().saturating_mul(DType::F32.size());
+/// What several chunks add the weight's gradient up in, where its dtype is another; else 0. `columns` is
+/// as of [`Chunked::new`].
+fn bytes_of_sum(layer: &Layer, columns: Option<usize>) -> usize {
+    let in_f32 = |t: &RawTensor| {
+        let elements = match columns {
+            None => t.layout.span(),
+            Some(columns) => columns.saturating_mul(t.layout.dim(1)),
+        };
+        elements.saturating_mul(DType::F32.size())
+    };
     let gradient = layer.dweight.as_ref().filter(|t| t.dtype != DType::F32);
     gradient.map_or(0, in_f32)
 }
 
 impl<'a> Chunked<'a> {
     /// Of a layer whose dimensions of tokens are merged.
-    /// `names` has what problems between the products and the operation call the same argument.
-    pub fn new(ctx: &'a Context, (op, names): (&'static str, Names), layer: Layer) -> Chunked<'a> {
+    /// `names` has what problems between the products and the operation call the same argument. Where
+    /// ranks divide the output, which all take the same chunks of, `columns` is as many as a rank has.
+    pub fn new(
+        ctx: &'a Context,
+        (op, names): (&'static str, Names),
+        layer: Layer,
+        columns: Option<usize>,
+    ) -> Chunked<'a> {
         let (mut most, mut multiples) = (layer.chunk_tokens, None);
         if most == 0 {
             let bytes = match ctx.backend() {
                 Backend::Cpu => CPU_BYTES,
                 Backend::Cuda => GPU_BYTES,
             };
-            let row = layer.vocab().saturating_mul(layer.x.dtype.size());
+            let row = columns.unwrap_or(layer.vocab()).max(1);
+            let row = row.saturating_mul(layer.x.dtype.size());
             most = (bytes / row).clamp(1, MOST_TOKENS);
             if most >= MULTIPLE {
                 most = most / MULTIPLE * MULTIPLE;
@@ -108,7 +123,7 @@ impl<'a> Chunked<'a> {
             }
             // One chunk needs no sum in f32. Where that is larger than what chunks save, all at once
             // take less memory, and less time.
-            let sum = bytes_of_sum(&layer);
+            let sum = bytes_of_sum(&layer, columns);
             let tokens = layer
                 .tokens()
                 .iter()
@@ -126,6 +141,17 @@ impl<'a> Chunked<'a> {
             layer,
             chunks,
         }
+    }
+
+    /// The same with the input and its gradient elsewhere.
+    pub fn over(mut self, x: RawTensor, dx: Option<RawTensor>) -> Chunked<'a> {
+        (self.layer.x, self.layer.dx) = (x, dx);
+        self
+    }
+
+    /// The most tokens of a chunk.
+    pub fn most_tokens(&self) -> usize {
+        self.chunks.shape(0, 1).iter().product()
     }
 
     pub fn layer(&self) -> &Layer {

@@ -13,21 +13,32 @@
 //! In f16 a logit's gradient below 3e-8 is lost, as is that of most entries of a vocabulary where
 //! losses are averaged over many tokens: a loss scale, `dloss`, keeps it.
 //!
+//! Where ranks divide the vocabulary ([`Params::vocabulary`]), each has the logits of its rows of the
+//! weight. They exchange four numbers for each token, of which every rank makes the same losses, and add
+//! up `dx`; gradients of parameters are of a rank's rows.
+//!
 //! How many tokens a chunk has follows from shapes and the backend alone; see
 //! [`Params::chunk_tokens`]. Without gradients nothing of their work is done.
 
+mod divided;
 mod plan;
 
+use crate::comm::Comm;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
+use crate::ops::check::Arg;
 use crate::ops::chunked::{self, merged};
 use crate::ops::cross_entropy;
 use crate::ops::linear::Weights;
 use crate::ops::operation::{self, Operation, Tensors};
+use crate::ops::parallel::Vocabulary;
 use crate::problem::chunked::Layer;
 use crate::problem::cross_entropy::Reduction;
 use crate::problem::linear_cross_entropy::Problem;
 use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
+
+use divided::Divided;
+use plan::Call;
 
 const OP: &str = "linear_cross_entropy";
 
@@ -79,6 +90,13 @@ pub struct Params<'a> {
     pub chunk_tokens: usize,
     /// What a call needs is refused below [`workspace_size`].
     pub workspace: Workspace<'a>,
+    /// The group that the rows of the weight are divided among, of which this rank gives its own: those of
+    /// `weights`, and of `dweight` and `dbias`. Targets, the same on all ranks, are of the whole
+    /// vocabulary, and so are `loss`, `losses` and `lse`, which have the same bits on all. `x` and `dx`
+    /// are whole on all ranks; sequence parallel their first dimension has a rank's rows, and targets and
+    /// losses are of all rows. `x`, `targets` and `dx` are contiguous. All ranks ask for the same outputs,
+    /// and with the same `chunk_tokens`.
+    pub vocabulary: Option<Vocabulary<'a>>,
 }
 
 impl<'a> Params<'a> {
@@ -111,12 +129,37 @@ impl<'a> Params<'a> {
     }
 }
 
-impl Operation for Params<'_> {
-    const NAME: &'static str = OP;
-    type Problem = Problem;
+impl<'a> Params<'a> {
+    /// What ranks do together, with the layer over the rows of all of them.
+    fn divided(&self, layer: &mut Layer) -> Result<Option<Divided<'a>>> {
+        let Some(vocabulary) = self.vocabulary else {
+            return Ok(None);
+        };
+        vocabulary.check(OP, ("weight", layer.vocab()))?;
+        Arg::new(OP, "targets", &self.targets.raw()).contiguous()?;
+        for (name, tensor) in [("x", Some(layer.x)), ("dx", layer.dx)] {
+            if let Some(tensor) = &tensor {
+                Arg::new(OP, name, tensor).contiguous()?;
+            }
+        }
+        let mut own = None;
+        if vocabulary.parallel.sequence {
+            own = Some((layer.x, layer.dx));
+            let layout = vocabulary.parallel.whole(OP, "x", &layer.x)?;
+            layer.x.layout = layout;
+            layer.dx = layer.dx.map(|dx| RawTensor { layout, ..dx });
+        }
+        Ok(Some(Divided { vocabulary, own }))
+    }
+}
 
-    fn problem(&self) -> Result<Problem> {
-        let layer = self.of_layer().layer(OP)?;
+impl<'a> Operation for Params<'a> {
+    const NAME: &'static str = OP;
+    type Problem = Call<'a>;
+
+    fn problem(&self) -> Result<Call<'a>> {
+        let mut layer = self.of_layer().layer(OP, self.vocabulary.is_some())?;
+        let divided = self.divided(&mut layer)?;
         let of_loss = [&self.loss, &self.losses, &self.lse];
         if !layer.is_differentiated() && of_loss.iter().all(|t| t.is_none()) {
             let problem = "is absent (rank 0), and so are losses, lse and gradients: one is needed";
@@ -146,7 +189,8 @@ impl Operation for Params<'_> {
             ..layer
         };
         loss.targets = targets.unwrap_or(loss.targets);
-        Ok(Problem { layer, loss })
+        let problem = Problem { layer, loss };
+        Ok(Call { problem, divided })
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
@@ -156,6 +200,10 @@ impl Operation for Params<'_> {
 
     fn workspace(&self) -> Option<&Workspace<'_>> {
         Some(&self.workspace)
+    }
+
+    fn comm(&self) -> Option<&Comm> {
+        self.vocabulary.as_ref().map(|of| of.parallel.comm)
     }
 }
 

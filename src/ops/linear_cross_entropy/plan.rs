@@ -1,26 +1,40 @@
 //! The plan: what is counted in all targets, the chunks, the sum of the losses.
 
 use super::OP;
+use super::divided::Divided;
 use crate::backend::{Implementation, Stream};
-use crate::context::{Context, Planned};
+use crate::context::{Collective, Context, Planned};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::ops::chunked::{Chunked, Memory, Rooms};
+use crate::ops::parts::OneOr;
 use crate::problem::Plan;
 use crate::problem::cross_entropy::{self, Reduction, Targets, Total};
 use crate::problem::linear_cross_entropy::Problem;
 use crate::tensor::{RawTensor, Scratch};
 
+/// A problem, and the group that divides its vocabulary.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Call<'t> {
+    pub problem: Problem,
+    pub divided: Option<Divided<'t>>,
+}
+
 /// Chunks that wait to be run.
-pub(crate) struct LossPlan<'a> {
+pub(crate) struct LossPlan<'t, 'a> {
     chunked: Chunked<'a>,
+    divided: Option<Divided<'t>>,
     loss: cross_entropy::Problem,
     implementation: Implementation,
     needed: usize,
 }
 
 /// What is kept in the workspace, in this order.
-struct Kept {
+struct Kept<'a> {
+    /// With the rows of all ranks, sequence parallel.
+    chunked: Chunked<'a>,
+    /// Where ranks divide the vocabulary: what their logits come to.
+    sums: Option<RawTensor>,
     /// The number of tokens that count.
     count: Option<RawTensor>,
     /// Losses that are added and that the caller does not want.
@@ -29,24 +43,27 @@ struct Kept {
     memory: Memory,
 }
 
-impl Planned for Problem {
-    type Plan<'a> = LossPlan<'a>;
+impl<'t> Planned for Call<'t> {
+    type Plan<'a> = LossPlan<'t, 'a>;
 
-    fn plan(self, ctx: &Context) -> Result<LossPlan<'_>> {
+    fn plan(self, ctx: &Context) -> Result<LossPlan<'t, '_>> {
+        let Problem { layer, loss } = self.problem;
+        let columns = self.divided.map(|divided| divided.columns());
         let mut plan = LossPlan {
-            chunked: Chunked::new(ctx, (OP, &[]), self.layer),
-            loss: self.loss,
+            chunked: Chunked::new(ctx, (OP, &[]), layer, columns),
+            divided: self.divided,
+            loss,
             implementation: Implementation::Cpu,
             needed: 0,
         };
         let kept = plan.kept(std::ptr::null_mut())?;
-        plan.implementation = plan.chunked.implementation(&kept.rooms)?;
+        plan.implementation = kept.chunked.implementation(&kept.rooms)?;
         plan.needed = plan.size(&kept, |plan| Ok(plan.without_allocating()))?;
         Ok(plan)
     }
 }
 
-impl Plan for LossPlan<'_> {
+impl Plan for LossPlan<'_, '_> {
     fn implementation(&self) -> Implementation {
         self.implementation
     }
@@ -65,19 +82,34 @@ impl Plan for LossPlan<'_> {
         let kept = self.kept(scratch.ptr)?;
         let rest = kept.memory.rest(scratch.size);
         let mut launch = |plan: &dyn Plan| plan.launch(rest, stream);
-        self.chunked.visit_one(self.targets(&kept), &mut launch)?;
+        let chunked = &kept.chunked;
+        chunked.visit_one(self.targets(&kept), &mut launch)?;
+        if let Some(gather) = self.together(|divided| divided.gather(chunked))? {
+            chunked.visit_one(gather, &mut launch)?;
+        }
         let step = |chunk, logits| self.of_chunk(&kept, chunk, logits);
-        self.chunked.launch(&kept.rooms, step, rest, stream)?;
+        chunked.launch(&kept.rooms, step, rest, stream)?;
+        if let Some(sum) = self.together(|divided| divided.add(chunked))? {
+            chunked.visit_one(sum, &mut launch)?;
+        }
         match self.total(&kept) {
-            Some(total) => self.chunked.visit_one(total, &mut launch),
+            Some(total) => chunked.visit_one(total, &mut launch),
             None => Ok(()),
         }
     }
 }
 
-impl LossPlan<'_> {
+impl<'t, 'a> LossPlan<'t, 'a> {
+    /// What ranks do, if they divide the vocabulary.
+    fn together(
+        &self,
+        what: impl Fn(&Divided<'t>) -> Result<Option<Collective<'t>>>,
+    ) -> Result<Option<Collective<'t>>> {
+        self.divided.as_ref().map_or(Ok(None), what)
+    }
+
     /// In a workspace, which may be NULL where it is only measured.
-    fn kept(&self, workspace: *mut u8) -> Result<Kept> {
+    fn kept(&self, workspace: *mut u8) -> Result<Kept<'a>> {
         let (loss, layer) = (&self.loss, self.chunked.layer());
         let mut memory = Memory::new(workspace);
         let counts = loss.reduction == Reduction::Mean
@@ -91,38 +123,55 @@ impl LossPlan<'_> {
             None if loss.loss.is_some() => Some(memory.take(DType::F32, layer.tokens())?),
             given => given,
         };
+        let (mut chunked, mut sums) = (self.chunked, None);
+        if let Some(divided) = &self.divided {
+            chunked = divided.take_rows(chunked, &mut memory)?;
+            sums = Some(divided.take_sums(&chunked, &mut memory)?);
+        }
         Ok(Kept {
+            chunked,
+            sums,
             count,
             losses,
-            rooms: self.chunked.rooms(&mut memory)?,
+            rooms: chunked.rooms(&mut memory)?,
             memory,
         })
     }
 
     /// Bytes of what is kept, and behind it of what plans ask for, who take turns.
-    fn size(&self, kept: &Kept, size: impl Fn(&dyn Plan) -> Result<usize>) -> Result<usize> {
+    fn size(&self, kept: &Kept<'_>, size: impl Fn(&dyn Plan) -> Result<usize>) -> Result<usize> {
         let mut most = 0;
         let mut visit = |plan: &dyn Plan| {
             most = most.max(size(plan)?);
             Ok(())
         };
-        self.chunked.visit_one(self.targets(kept), &mut visit)?;
+        let chunked = &kept.chunked;
+        chunked.visit_one(self.targets(kept), &mut visit)?;
+        for collective in [
+            self.together(|divided| divided.gather(chunked))?,
+            self.together(|divided| divided.add(chunked))?,
+        ] {
+            collective.map_or(Ok(()), |is| chunked.visit_one(is, &mut visit))?;
+        }
         if let Some(total) = self.total(kept) {
-            self.chunked.visit_one(total, &mut visit)?;
+            chunked.visit_one(total, &mut visit)?;
         }
         let step = |chunk, logits| self.of_chunk(kept, chunk, logits);
-        let most = most.max(self.chunked.most(&kept.rooms, step, size)?);
+        let most = most.max(chunked.most(&kept.rooms, step, size)?);
         Ok(kept.memory.size().saturating_add(most))
     }
 
-    fn denominator(&self, kept: &Kept) -> Option<RawTensor> {
+    fn denominator(&self, kept: &Kept<'_>) -> Option<RawTensor> {
         kept.count.or(self.loss.denominator)
     }
 
-    fn targets(&self, kept: &Kept) -> Targets {
+    fn targets(&self, kept: &Kept<'_>) -> Targets {
         Targets {
             targets: self.loss.targets,
-            vocab: self.chunked.layer().vocab(),
+            vocab: match &self.divided {
+                None => self.chunked.layer().vocab(),
+                Some(divided) => divided.vocabulary.size,
+            },
             ignore_index: self.loss.ignore_index,
             count: kept.count,
         }
@@ -130,11 +179,11 @@ impl LossPlan<'_> {
 
     fn of_chunk(
         &self,
-        kept: &Kept,
+        kept: &Kept<'_>,
         chunk: usize,
         logits: RawTensor,
-    ) -> Result<cross_entropy::Problem> {
-        Ok(cross_entropy::Problem {
+    ) -> Result<OneOr<'t, cross_entropy::Problem, 3>> {
+        let of = cross_entropy::Problem {
             logits,
             targets: self.chunked.part(chunk, &self.loss.targets)?,
             loss: None,
@@ -143,10 +192,14 @@ impl LossPlan<'_> {
             dlogits: self.loss.dlogits.map(|_| logits),
             denominator: self.denominator(kept),
             ..self.loss
-        })
+        };
+        match self.divided.zip(kept.sums) {
+            None => Ok(OneOr::One(of)),
+            Some((divided, sums)) => divided.step(of, sums).map(OneOr::Parts),
+        }
     }
 
-    fn total(&self, kept: &Kept) -> Option<Total> {
+    fn total(&self, kept: &Kept<'_>) -> Option<Total> {
         Some(Total {
             losses: kept.losses?,
             denominator: self.denominator(kept),

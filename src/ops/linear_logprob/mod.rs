@@ -88,7 +88,7 @@ struct OfTokens {
 impl Fields<'_, '_> {
     fn problem(&self, of_tokens: OfTokens) -> Result<Problem> {
         let op = self.op;
-        let layer = self.layer.layer(op)?;
+        let layer = self.layer.layer(op, false)?;
         let leading = layer.tokens();
         let ids = self.ids.raw();
         Arg::new(op, "ids", &ids)

@@ -28,7 +28,7 @@ impl Planned for Problem {
             false => OP,
         };
         let mut plan = LogprobPlan {
-            chunked: Chunked::new(ctx, (op, &[("targets", "ids")]), self.layer),
+            chunked: Chunked::new(ctx, (op, &[("targets", "ids")]), self.layer, None),
             logprob: self.logprob,
             implementation: Implementation::Cpu,
             needed: 0,

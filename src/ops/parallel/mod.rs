@@ -24,7 +24,7 @@ use crate::context::Collective;
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
-use crate::ops::collective::{parts, row};
+use crate::ops::collective::{part_of, parts, row};
 use crate::ops::parts::{Names, Parts};
 use crate::problem::collective::{self, Kind, ReduceOp};
 use crate::problem::linear;
@@ -182,13 +182,24 @@ impl<'a> Parallel<'a> {
     ) -> Result<RawTensor> {
         let layout = self.whole(op, name, &own)?;
         let whole = take(&own, layout, to)?;
+        to.push_collective(self.gather(op, name, [own, whole])?, names)?;
+        Ok(whole)
+    }
+
+    /// What gathers the rows of all ranks, which were checked.
+    pub(crate) fn gather(
+        &self,
+        op: &'static str,
+        name: &'static str,
+        [own, whole]: [RawTensor; 2],
+    ) -> Result<Collective<'a>> {
         let divided = parts(
             op,
             self.comm,
             (name, &whole),
             ("row_counts", self.row_counts),
         )?;
-        let gather = collective::Problem {
+        Ok(self.collective(collective::Problem {
             op,
             kind: Kind::AllGather,
             dtype: own.dtype,
@@ -197,9 +208,7 @@ impl<'a> Parallel<'a> {
             out: Some(whole),
             sent: divided,
             received: divided,
-        };
-        to.push_collective(self.collective(gather), names)?;
-        Ok(whole)
+        }))
     }
 
     /// Adds the sum of all ranks' tensors, in their place.
@@ -210,7 +219,12 @@ impl<'a> Parallel<'a> {
         x: RawTensor,
         to: &mut Parts<'a, N>,
     ) -> Result<()> {
-        let sum = collective::Problem {
+        to.push_collective(self.sum(op, x), names)
+    }
+
+    /// What adds up all ranks' tensors, in their place.
+    pub(crate) fn sum(&self, op: &'static str, x: RawTensor) -> Collective<'a> {
+        self.collective(collective::Problem {
             op,
             kind: Kind::AllReduce(ReduceOp::Sum),
             dtype: x.dtype,
@@ -219,8 +233,7 @@ impl<'a> Parallel<'a> {
             out: Some(x),
             sent: collective::Parts::Even(1),
             received: collective::Parts::Even(1),
-        };
-        to.push_collective(self.collective(sum), names)
+        })
     }
 
     /// Adds the sum of all ranks' tensors, of which this rank gets its rows.
@@ -228,16 +241,26 @@ impl<'a> Parallel<'a> {
         &self,
         op: &'static str,
         (name, names): (&'static str, Names),
-        [whole, own]: [RawTensor; 2],
+        tensors: [RawTensor; 2],
         to: &mut Parts<'a, N>,
     ) -> Result<()> {
+        to.push_collective(self.scatter(op, name, tensors)?, names)
+    }
+
+    /// What adds up all ranks' tensors, of which this rank gets its rows.
+    pub(crate) fn scatter(
+        &self,
+        op: &'static str,
+        name: &'static str,
+        [whole, own]: [RawTensor; 2],
+    ) -> Result<Collective<'a>> {
         let divided = parts(
             op,
             self.comm,
             (name, &whole),
             ("row_counts", self.row_counts),
         )?;
-        let scatter = collective::Problem {
+        Ok(self.collective(collective::Problem {
             op,
             kind: Kind::ReduceScatter(ReduceOp::Sum),
             dtype: whole.dtype,
@@ -246,8 +269,25 @@ impl<'a> Parallel<'a> {
             out: Some(own),
             sent: divided,
             received: divided,
-        };
-        to.push_collective(self.collective(scatter), names)
+        }))
+    }
+
+    /// What gives each rank all ranks' tensors of a shape, which lie behind each other in `all`; its own
+    /// is in its place.
+    pub(crate) fn gather_even(&self, op: &'static str, all: RawTensor) -> Result<Collective<'a>> {
+        let size = self.comm.size();
+        let each = collective::Parts::Even(all.layout.dim(0) / size);
+        let own = part_of(&all, each, self.comm.rank())?;
+        Ok(self.collective(collective::Problem {
+            op,
+            kind: Kind::AllGather,
+            dtype: all.dtype,
+            row: row(&all),
+            x: Some(own),
+            out: Some(all),
+            sent: each,
+            received: each,
+        }))
     }
 
     /// Adds a product that is this rank's part of a sum, and the sum. Its output and residual are the

@@ -3,43 +3,16 @@
 use std::ops::Range;
 
 use rand::Rng;
-use unsloth::comm::Comm;
 use unsloth::ops::embedding::{self, Params, backward};
 use unsloth::ops::parallel::Vocabulary;
 use unsloth::{Context, DType, Layout, Stream, Workspace};
 
+use super::vocabulary::{range, tables, vocabulary};
 use super::{Rows, assert_same, groups, poisoned, rows, run, unbound};
 use crate::common::guarded::AtEnd;
 use crate::common::reference::blocks;
 use crate::common::{TestTensor, contiguous, rng};
 use crate::group::{SIZES, context, ranks};
-
-/// How many rows ranks have of a vocabulary: as `unsloth_shard_get` says, evenly or not; and parts of all
-/// sizes, among them none.
-fn tables(size: usize) -> Vec<Vec<usize>> {
-    const UNEVEN: [usize; 8] = [0, 5, 1, 0, 7, 2, 3, 4];
-    let by_shard = |vocab: usize| {
-        let each = vocab.div_ceil(size);
-        let of = |rank: usize| each.min(vocab - (each * rank).min(vocab));
-        (0..size).map(of).collect()
-    };
-    let mut uneven = UNEVEN[..size].to_vec();
-    uneven[size / 2] += 6;
-    vec![by_shard(16), by_shard(9), uneven]
-}
-
-fn range(table: &[usize], rank: usize) -> Range<usize> {
-    let begin = table[..rank].iter().sum();
-    begin..begin + table[rank]
-}
-
-fn vocabulary<'a>(rows: &'a Rows, comm: &'a Comm, table: &[usize]) -> Vocabulary<'a> {
-    Vocabulary {
-        parallel: rows.parallel(comm),
-        begin: range(table, comm.rank()).start,
-        size: table.iter().sum(),
-    }
-}
 
 /// Ids of a shape whose first dimension are the rows of all ranks.
 fn ids(rng: &mut impl Rng, dtype: DType, total: usize, vocab: usize) -> TestTensor {

@@ -1,9 +1,8 @@
 //! Embeddings whose table ranks divide through the C ABI with arguments that must be refused, on every
 //! rank and before it sends anything.
 
-use std::ptr::null_mut;
-
-use super::misuse::{EVEN, Memory, TOO_FEW, check, of_groups, on_two_ranks, poisoned, zeroed};
+use super::misuse::{Memory, TOO_FEW, check, of_groups, on_two_ranks, poisoned, zeroed};
+use super::vocabulary::of_vocabularies;
 use crate::common::TestTensor;
 use crate::common::abi::{Misuse, Operation, c_tensor, last_message};
 use unsloth::DType;
@@ -18,96 +17,6 @@ const EMBEDDING: Operation<unsloth_embedding_params> = Operation {
     supported: unsloth_embedding_supported,
     forward: unsloth_embedding_forward,
 };
-
-/// What is refused of any part of a vocabulary.
-macro_rules! of_vocabularies {
-    ($p:ty, $op:literal, $table:literal) => {
-        &[
-            (
-                |p: &mut $p| p.parallel.partition = 1,
-                INVALID,
-                concat!($op, ": partition is 1, allowed of a block: 0"),
-            ),
-            (
-                |p: &mut $p| {
-                    p.parallel.comm = null_mut();
-                    p.parallel.sequence = 0;
-                },
-                INVALID,
-                concat!($op, ": vocab_begin is set without comm"),
-            ),
-            (
-                |p: &mut $p| {
-                    p.parallel.comm = null_mut();
-                    (p.parallel.sequence, p.vocab_begin) = (0, 0);
-                },
-                INVALID,
-                concat!($op, ": vocab_size is set without comm"),
-            ),
-            (
-                |p: &mut $p| p.vocab_begin = -1,
-                INVALID,
-                concat!($op, ": vocab_begin is -1, at least 0 is needed"),
-            ),
-            (
-                |p: &mut $p| p.vocab_size = -1,
-                INVALID,
-                concat!($op, ": vocab_size is -1, at least 0 is needed"),
-            ),
-            (
-                |p: &mut $p| p.vocab_begin = 5,
-                INVALID,
-                concat!(
-                    $op,
-                    ": vocab_begin is 5, and ",
-                    $table,
-                    " has 4 rows: vocab_size 8 has fewer"
-                ),
-            ),
-            (
-                |p: &mut $p| p.vocab_begin = i64::MAX,
-                INVALID,
-                concat!(
-                    $op,
-                    ": vocab_begin is 9223372036854775807, and ",
-                    $table,
-                    " has 4 rows: vocab_size 8 has fewer"
-                ),
-            ),
-            (
-                |p: &mut $p| p.vocab_size = 4,
-                INVALID,
-                concat!(
-                    $op,
-                    ": vocab_begin is 1, and ",
-                    $table,
-                    " has 4 rows: vocab_size 4 has fewer"
-                ),
-            ),
-            (
-                |p: &mut $p| p.parallel.row_counts = TOO_FEW.as_ptr(),
-                INVALID,
-                concat!($op, ": row_counts add up to 2, ids has 4 rows"),
-            ),
-            (
-                |p: &mut $p| {
-                    p.parallel.sequence = 0;
-                    p.parallel.row_counts = EVEN.as_ptr();
-                },
-                INVALID,
-                concat!(
-                    $op,
-                    ": row_counts is there without sequence, which divides rows"
-                ),
-            ),
-            (
-                |p: &mut $p| p.ids.shape[0] = 5,
-                INVALID,
-                concat!($op, ": ids has 5 rows, which 2 ranks do not share evenly"),
-            ),
-        ]
-    };
-}
 
 #[test]
 fn embeddings_are_refused_on_every_rank() {
@@ -139,6 +48,16 @@ fn embeddings_are_refused_on_every_rank() {
         let all: &[Misuse<_>] = of_vocabularies!(unsloth_embedding_params, "embedding", "table");
         check(&EMBEDDING, handle, good, all, &out);
         let table: &[Misuse<unsloth_embedding_params>] = &[
+            (
+                |p| p.parallel.row_counts = TOO_FEW.as_ptr(),
+                INVALID,
+                "embedding: row_counts add up to 2, ids has 4 rows",
+            ),
+            (
+                |p| p.ids.shape[0] = 5,
+                INVALID,
+                "embedding: ids has 5 rows, which 2 ranks do not share evenly",
+            ),
             (
                 |p| p.out.shape[0] = 4,
                 INVALID,
@@ -225,6 +144,16 @@ fn gradients_are_refused_on_every_rank() {
         );
         check(&BACKWARD, handle, good, all, &dweight);
         let table: &[Misuse<unsloth_embedding_backward_params>] = &[
+            (
+                |p| p.parallel.row_counts = TOO_FEW.as_ptr(),
+                INVALID,
+                "embedding_backward: row_counts add up to 2, ids has 4 rows",
+            ),
+            (
+                |p| p.ids.shape[0] = 5,
+                INVALID,
+                "embedding_backward: ids has 5 rows, which 2 ranks do not share evenly",
+            ),
             (
                 |p| p.dout.shape[0] = 4,
                 INVALID,

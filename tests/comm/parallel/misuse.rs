@@ -94,7 +94,7 @@ macro_rules! of_groups {
     ($p:ty, $op:literal) => {
         &[
             (
-                |p: &mut $p| p.parallel.comm = null_mut(),
+                |p: &mut $p| p.parallel.comm = std::ptr::null_mut(),
                 INVALID,
                 concat!($op, ": sequence is set without comm"),
             ),
@@ -114,7 +114,11 @@ macro_rules! of_groups {
                 concat!($op, ": parallel.reserved is 1, allowed: 0"),
             ),
             (
-                |p: &mut $p| p.parallel.row_counts = TOO_FEW.as_ptr().wrapping_byte_add(1),
+                |p: &mut $p| {
+                    p.parallel.row_counts = $crate::parallel::misuse::TOO_FEW
+                        .as_ptr()
+                        .wrapping_byte_add(1)
+                },
                 INVALID,
                 concat!($op, ": row_counts"),
             ),

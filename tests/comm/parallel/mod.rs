@@ -6,8 +6,11 @@ mod embedding;
 mod embedding_misuse;
 mod linear;
 mod linear_backward;
+mod linear_cross_entropy;
+mod linear_cross_entropy_misuse;
 mod misuse;
 mod mlp;
+mod vocabulary;
 
 use std::ops::Range;
 

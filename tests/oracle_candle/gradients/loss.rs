@@ -178,6 +178,7 @@ fn linear_cross_entropy() {
             let mut dweight = weight.gradient(&ctx);
             let mut dbias = bias.gradient(&ctx);
             let mut params = linear_cross_entropy::Params {
+                vocabulary: None,
                 x: x.ours.view(),
                 weights: Weights {
                     weight: weight.ours.view(),

@@ -1,6 +1,8 @@
 //! Cross-entropy on the CPU: tokens in parallel, their logits read twice or, for a gradient, three
 //! times, in blocks that stay on the stack.
 
+mod parts;
+
 use std::ops::Range;
 
 use crate::cpu::float::{BLOCK, Float, blocks, with_float};
@@ -140,12 +142,34 @@ fn flat(tensor: &RawTensor) -> Result<RawTensor> {
 }
 
 /// What is known of a token once its logits have been read.
+#[derive(Clone, Copy)]
 struct Sums {
-    lse: f32,
+    /// The greatest of the logits, after the softcap.
+    peak: f32,
+    /// Of the distances from it.
+    exponentials: f32,
     /// Of the logits, after the softcap.
     total: f32,
-    /// That of the target.
+    /// That of the target; zero where it is elsewhere.
     target: f32,
+}
+
+impl Sums {
+    fn lse(&self) -> f32 {
+        self.peak + self.exponentials.ln()
+    }
+
+    /// The loss, of a vocabulary of as many logits.
+    fn loss(&self, p: &Problem, vocab: usize) -> f32 {
+        let (lse, spread) = (self.lse(), p.label_smoothing / vocab as f32);
+        // Logits may be minus infinity where no probability is spread over them.
+        let smooth = if spread > 0.0 {
+            spread * self.total
+        } else {
+            0.0
+        };
+        lse - (1.0 - p.label_smoothing) * self.target - smooth + p.z_loss * lse * lse
+    }
 }
 
 /// # Safety
@@ -162,42 +186,48 @@ unsafe fn one_token<T: Float>(
     let ignored = target == p.ignore_index;
     let (mut loss, mut lse) = (0.0, 0.0);
     if ignored {
-        if let Some(dlogits) = &p.dlogits {
-            // SAFETY: the token's row.
-            let zero = T::store;
-            for columns in blocks(vocab) {
-                let zeros = &[0.0; BLOCK][..columns.len()];
-                // SAFETY: columns of the token's row.
-                zero(zeros, unsafe { part_of_mut::<T>(dlogits, token, columns) });
-            }
-        }
+        // SAFETY: the caller's promise.
+        unsafe { clear::<T>(p, token) };
     } else {
         // SAFETY: the caller's promise.
         let sums = unsafe { sums_of::<T>(p, token, target as usize) };
-        lse = sums.lse;
-        let spread = p.label_smoothing / vocab as f32;
-        // Logits may be minus infinity where no probability is spread over them.
-        let smooth = if spread > 0.0 {
-            spread * sums.total
-        } else {
-            0.0
-        };
-        loss = lse - (1.0 - p.label_smoothing) * sums.target - smooth + p.z_loss * lse * lse;
-        if let Some(dlogits) = &p.dlogits {
-            // SAFETY: the caller's promise.
-            unsafe { differentiate::<T>(p, dlogits, token, target as usize, lse, scale) };
-        }
+        (loss, lse) = (sums.loss(p, vocab), sums.lse());
+        // SAFETY: the caller's promise.
+        unsafe { differentiate::<T>(p, vocab, token, target as usize, lse, scale) };
     }
-    for (tensor, value) in [(losses, loss), (&p.lse, lse)] {
+    // SAFETY: the caller's promise.
+    unsafe { store([(losses, loss), (&p.lse, lse)], token) };
+}
+
+/// Writes what is wanted of a token's numbers.
+///
+/// # Safety
+/// The tensors are contiguous f32 with an element for each token, which nobody else has.
+unsafe fn store(numbers: [(&Option<RawTensor>, f32); 2], token: usize) {
+    for (tensor, value) in numbers {
         if let Some(tensor) = tensor {
-            // SAFETY: contiguous, an element for each token.
+            // SAFETY: the caller's promise.
             unsafe { tensor.ptr.cast::<f32>().add(token).write(value) };
         }
     }
 }
 
+/// Zeros, for a token that is ignored.
+///
 /// # Safety
-/// As [`one_token`]; `target` is a column.
+/// As [`one_token`].
+#[inline(always)]
+unsafe fn clear<T: Float>(p: &Problem, token: usize) {
+    let Some(dlogits) = &p.dlogits else { return };
+    for columns in blocks(p.vocab()) {
+        let zeros = &[0.0; BLOCK][..columns.len()];
+        // SAFETY: columns of the token's row.
+        T::store(zeros, unsafe { part_of_mut::<T>(dlogits, token, columns) });
+    }
+}
+
+/// # Safety
+/// As [`one_token`].
 #[inline(always)]
 unsafe fn sums_of<T: Float>(p: &Problem, token: usize, target: usize) -> Sums {
     let mut block = [0.0; BLOCK];
@@ -217,7 +247,8 @@ unsafe fn sums_of<T: Float>(p: &Problem, token: usize, target: usize) -> Sums {
             }
         }
     }
-    let peak = peaks.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    // Below every logit but minus infinity, from which it has a distance.
+    let peak = peaks.iter().copied().fold(f32::MIN, f32::max);
     let mut sums = [0.0; LANES];
     for columns in blocks(p.vocab()) {
         let z = &mut block[..columns.len()];
@@ -230,26 +261,30 @@ unsafe fn sums_of<T: Float>(p: &Problem, token: usize, target: usize) -> Sums {
         }
     }
     Sums {
-        lse: peak + sums.iter().sum::<f32>().ln(),
+        peak,
+        exponentials: sums.iter().sum(),
         total: totals.iter().sum(),
         target: of_target,
     }
 }
 
+/// Writes the gradient, if it is wanted, of logits of a vocabulary of as many.
+///
 /// # Safety
-/// As [`sums_of`].
+/// As [`one_token`].
 #[inline(always)]
 unsafe fn differentiate<T: Float>(
     p: &Problem,
-    dlogits: &RawTensor,
+    vocab: usize,
     token: usize,
     target: usize,
     lse: f32,
     scale: f32,
 ) {
+    let Some(dlogits) = &p.dlogits else { return };
     let mut block = [0.0; BLOCK];
     let factor = 1.0 + 2.0 * p.z_loss * lse;
-    let spread = p.label_smoothing / p.vocab() as f32;
+    let spread = p.label_smoothing / vocab as f32;
     for columns in blocks(p.vocab()) {
         let z = &mut block[..columns.len()];
         // SAFETY: columns of the token's row; the gradient, which may be the same memory, is
