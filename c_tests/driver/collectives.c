@@ -348,7 +348,8 @@ static void vocabulary(void) {
   end_divided("ncclAllGather", b.workspace, 32);
 }
 
-// A head whose vocabulary is divided: for each chunk what tokens' logits come to, at last the gradient.
+// A head whose vocabulary is divided: for each chunk what tokens' logits come to, at last the
+// gradient.
 static void head(void) {
   unsloth_linear_cross_entropy_params p = UNSLOTH_LINEAR_CROSS_ENTROPY_PARAMS_INIT;
   p.parallel.comm = comm;

@@ -14,9 +14,10 @@ using unsloth::check;
 // One backend on one device. Everything below is made from a context and must be gone before it.
 class Context {
  public:
-  Context(unsloth_backend backend, uint32_t num_threads)
+  Context(unsloth_backend backend, uint32_t num_threads, int32_t device = 0)
       : backend_(backend),
-        context_(params(backend, num_threads)),
+        device_(device),
+        context_(params(backend, num_threads, device)),
         free_before_(free_memory()),
         stream_(context_) {}
   Context(const Context &) = delete;
@@ -44,20 +45,23 @@ class Context {
   }
 
  private:
-  static unsloth_context_params params(unsloth_backend backend, uint32_t num_threads) {
+  static unsloth_context_params params(unsloth_backend backend, uint32_t num_threads,
+                                       int32_t device) {
     auto params = unsloth::make<unsloth_context_params>();
     params.backend = backend;
     params.num_threads = num_threads;
+    params.device = device;
     return params;
   }
 
   uint64_t free_memory() const {
     auto info = unsloth::make<unsloth_device_info>();
-    check(unsloth_device_info_get(backend_, 0, &info));
+    check(unsloth_device_info_get(backend_, device_, &info));
     return info.free_memory;
   }
 
   unsloth_backend backend_;
+  int32_t device_;
   unsloth::Context context_;
   uint64_t free_before_;
   unsloth::Stream stream_;

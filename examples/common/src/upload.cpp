@@ -29,7 +29,7 @@ unsloth_tensor upload_as_they_are(const std::vector<const GgufTensor *> &sources
   for (const GgufTensor *source : sources) {
     memory->upload(source->data, source->bytes, offset);
     offset += source->bytes;
-    bar->advance(source->bytes);
+    if (bar != nullptr) bar->advance(source->bytes);
     view.shape[0] += static_cast<int64_t>(source->shape[0]);
   }
   return view;
@@ -55,7 +55,7 @@ unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, un
       encode(values.data(), count, tensor_type(dtype), encoded.data());
       memory->upload(encoded.data(), count * element, offset);
       offset += count * element;
-      bar->advance(source_bytes);
+      if (bar != nullptr) bar->advance(source_bytes);
     }
     view.shape[0] += static_cast<int64_t>(source->shape[0]);
   }

@@ -19,7 +19,8 @@ inline uint64_t aligned(uint64_t offset) {
 }
 
 // One tensor after the other, decoded and written as `dtype` at `offset` of `memory`: a view of
-// them as one tensor, whose first size is the sum of theirs. Their other sizes are the same.
+// them as one tensor, whose first size is the sum of theirs. Their other sizes are the same. `bar`
+// may be absent.
 unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                               Buffer *memory, uint64_t offset, ProgressBar *bar);
 

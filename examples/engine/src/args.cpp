@@ -46,6 +46,10 @@ Args parse_args(int argc, const char *const *argv) {
       {"--perplexity", [&](auto &, auto &value) { args.perplexity = value; }},
       {"--threads",
        [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
+      {"--tensor-parallel",
+       [&](auto &flag, auto &value) {
+         args.tensor_parallel = parse_integer<int32_t>(flag, value, 1);
+       }},
       {"--dtype", [&](auto &flag, auto &value) { dtype = parse_dtype(flag, value); }},
       {"--weights",
        [&](auto &flag, auto &value) {
@@ -78,6 +82,9 @@ Args parse_args(int argc, const char *const *argv) {
   if (args.warm_up && args.perplexity) {
     throw UsageError("--warm-up goes with --prompt or --chat");
   }
+  if (args.tensor_parallel > 1 && !args.perplexity && !args.prompt) {
+    throw UsageError("--tensor-parallel runs one prompt or file: give --prompt or --perplexity");
+  }
   if (args.json && !args.perplexity && !args.prompt) {
     throw UsageError("--json reports on one prompt or file: give --prompt or --perplexity");
   }
@@ -99,6 +106,8 @@ std::string usage() {
          "  --perplexity FILE   score the text of a file in place of generating\n"
          "  --json              print one JSON object in place of the text\n"
          "  --threads N         CPU threads (one per core)\n"
+         "  --tensor-parallel N divide the model among N ranks: groups of threads on the CPU, or N "
+         "GPUs (1)\n"
          "  --dtype TYPE        keep hidden states, keys and values as f32, f16 or bf16\n"
          "                      (f32 on the CPU, bf16 on a GPU)\n"
          "  --weights TYPE      keep the matrices as in the file, or as f32, f16 or bf16\n"

@@ -24,7 +24,8 @@ struct Args {
   bool chat = false;
   std::optional<std::string> perplexity;
   bool json = false;
-  uint32_t threads = 0;  // 0: as many as there are cores
+  uint32_t threads = 0;         // 0: as many as there are cores
+  int32_t tensor_parallel = 1;  // ranks that divide the model
   // Of hidden states, keys and values: bf16 on a GPU, which multiplies operands of one type, and
   // f32 on the CPU, which widens weights as it reads them.
   DType dtype = DType::kF32;

@@ -15,6 +15,7 @@
 #include "json.h"
 #include "model.h"
 #include "progress.h"
+#include "ranks.h"
 #include "session.h"
 #include "tokenizer.h"
 
@@ -87,8 +88,10 @@ std::vector<TokenId> encode_prompt(const Args &args, const Gguf &gguf, const Tok
   return tokenizer.encode(text, {true, true});
 }
 
+// All ranks run the same tokens, of which the first prints.
 void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
                 const Tokenizer &tokenizer) {
+  const bool prints = model.group().rank == 0;
   const std::vector<TokenId> prompt = encode_prompt(args, gguf, tokenizer);
   const uint64_t context_length = model.config().context_length;
   if (prompt.size() >= context_length) {
@@ -99,10 +102,11 @@ void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
       static_cast<uint32_t>(std::min<uint64_t>(args.tokens, context_length - prompt.size()));
   Session session(model, prompt.size() + max_tokens, args.graph);
   Sampler sampler(args.sampling);
-  if (!args.json && !args.chat) print(*args.prompt);
+  if (prints && !args.json && !args.chat) print(*args.prompt);
   const Result result =
       generate(&session, tokenizer, &sampler, prompt, {max_tokens, args.json, args.warm_up},
-               args.json ? nullptr : print);
+               args.json || !prints ? nullptr : print);
+  if (!prints) return;
   if (args.json) {
     print_json(result, session);
   } else {
@@ -145,6 +149,10 @@ void run_perplexity(const Args &args, const Model &model, const Tokenizer &token
   const std::vector<TokenId> tokens = tokenizer.encode(read_file(*args.perplexity), {true, false});
   Session session(model, std::min<uint64_t>(tokens.size(), model.config().context_length), false);
   Result result;
+  if (model.group().rank > 0) {
+    score(&session, tokens, nullptr);
+    return;
+  }
   {
     ProgressBar bar("scoring", tokens.size());
     result = score(&session, tokens, [&](uint64_t done) { bar.advance(done); });
@@ -162,15 +170,18 @@ void run(const Args &args) {
   const ModelConfig config = read_config(gguf);
   const Tokenizer tokenizer(gguf);
   const bool cuda = args.device == Args::Device::kCuda;
-  const Context context(cuda ? UNSLOTH_BACKEND_CUDA : UNSLOTH_BACKEND_CPU, args.threads);
-  const Model model = Model::load(context, gguf, config, args.weights, args.dtype);
-  if (args.perplexity) {
-    run_perplexity(args, model, tokenizer);
-  } else if (args.prompt) {
-    run_prompt(args, model, gguf, tokenizer);
-  } else {
-    run_chat(args, model, gguf, tokenizer);
-  }
+  const unsloth_backend backend = cuda ? UNSLOTH_BACKEND_CUDA : UNSLOTH_BACKEND_CPU;
+  run_ranks(
+      backend, args.threads, args.tensor_parallel, [&](const Context &context, const Group &group) {
+        const Model model = Model::load(context, gguf, config, args.weights, args.dtype, group);
+        if (args.perplexity) {
+          run_perplexity(args, model, tokenizer);
+        } else if (args.prompt) {
+          run_prompt(args, model, gguf, tokenizer);
+        } else {
+          run_chat(args, model, gguf, tokenizer);
+        }
+      });
 }
 
 }  // namespace

@@ -35,94 +35,140 @@ uint64_t bytes_as(const GgufTensor &tensor, unsloth_dtype dtype) {
 }  // namespace
 
 Model::Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
-             unsloth_dtype hidden_dtype)
+             unsloth_dtype hidden_dtype, const Group &group)
     : context_(&context),
       config_(config),
+      group_(group),
       weight_dtype_(weight_dtype),
       hidden_dtype_(hidden_dtype) {}
 
 Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                  Args::Weights weights, Args::DType hidden_dtype) {
-  Model model(context, config, dtype_of(weights), dtype_of(hidden_dtype));
-  uint64_t bytes = 0;
-  uint64_t room = 0;
-  for (const GgufTensor &tensor : gguf.tensors()) {
-    bytes += tensor.bytes;
-    const bool matrix = tensor.shape.size() > 1;
-    const uint64_t size = bytes_as(tensor, matrix ? model.weight_dtype_ : UNSLOTH_DTYPE_F32);
-    model.weight_bytes_ += size;
-    room += aligned(size);
+                  Args::Weights weights, Args::DType hidden_dtype, const Group &group) {
+  Model model(context, config, dtype_of(weights), dtype_of(hidden_dtype), group);
+  model.read(gguf, config, nullptr);
+  model.memory_ = Buffer(context, model.used_);
+  model.used_ = model.weight_bytes_ = 0;
+  if (group.rank == 0) {
+    ProgressBar bar("loading " + config.name, model.file_bytes_);
+    model.read(gguf, config, &bar);
+  } else {
+    model.read(gguf, config, nullptr);
   }
-  model.memory_ = Buffer(context, room);
-  ProgressBar bar("loading " + config.name, bytes);
+  return model;
+}
 
-  const auto matrix = [&](const std::string &name, uint64_t rows, uint64_t columns) {
-    return model.upload({&gguf.tensor(name + ".weight", {rows, columns})}, model.weight_dtype_,
-                        &bar);
+void Model::read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar) {
+  const auto part = [&](const GgufTensor &tensor, unsloth_shard_kind kind, uint64_t unit = 0) {
+    unsloth_shard_params of = UNSLOTH_SHARD_PARAMS_INIT;
+    of.kind = kind;
+    of.unit = static_cast<int64_t>(unit);
+    of.num_heads = static_cast<int64_t>(whole.num_heads);
+    of.num_kv_heads = static_cast<int64_t>(whole.num_kv_heads);
+    of.head_dim = static_cast<int64_t>(whole.head_dim);
+    return Part(tensor, group_, of);
   };
   const auto vector = [&](const std::string &name, uint64_t size) {
-    return model.upload({&gguf.tensor(name, {size})}, UNSLOTH_DTYPE_F32, &bar);
+    return upload({&gguf.tensor(name, {size})}, UNSLOTH_DTYPE_F32, bar);
   };
   const auto optional_vector = [&](const std::string &name, uint64_t size) {
     return gguf.find_tensor(name) != nullptr ? vector(name, size) : unsloth_tensor{};
   };
+  const uint64_t hidden = whole.hidden_size;
+  const uint64_t intermediate = whole.intermediate_size;
+  const auto of_vocabulary = [&](const std::string &name) {
+    const GgufTensor &tensor = gguf.tensor(name + ".weight", {whole.vocab_size, hidden});
+    const Part own = part(tensor, UNSLOTH_SHARD_KIND_VOCABULARY);
+    vocabulary_.begin = static_cast<uint64_t>(own.shard().pieces[0].row);
+    vocabulary_.rows = own.tensor().shape[0];
+    vocabulary_.most = static_cast<uint64_t>(own.shard().rows);
+    return upload({&own.tensor()}, weight_dtype_, bar);
+  };
 
-  const uint64_t hidden = config.hidden_size;
-  const uint64_t intermediate = config.intermediate_size;
-  model.embedding_ = matrix("token_embd", config.vocab_size, hidden);
-  for (uint64_t i = 0; i < config.num_layers; ++i) {
+  layers_.clear();
+  embedding_ = of_vocabulary("token_embd");
+  for (uint64_t i = 0; i < whole.num_layers; ++i) {
     const std::string block = "blk." + std::to_string(i) + ".";
-    const uint64_t q_size = config.q_size();
-    const uint64_t kv_size = config.kv_size();
+    const uint64_t q_size = whole.q_size();
+    const uint64_t kv_size = whole.kv_size();
     LayerWeights layer = {};
     layer.attention_norm = vector(block + "attn_norm.weight", hidden);
-    const GgufTensor &q = gguf.tensor(block + "attn_q.weight", {q_size, hidden});
-    const GgufTensor &k = gguf.tensor(block + "attn_k.weight", {kv_size, hidden});
-    const GgufTensor &v = gguf.tensor(block + "attn_v.weight", {kv_size, hidden});
+    const Part q =
+        part(gguf.tensor(block + "attn_q.weight", {q_size, hidden}), UNSLOTH_SHARD_KIND_QUERY);
+    const Part k =
+        part(gguf.tensor(block + "attn_k.weight", {kv_size, hidden}), UNSLOTH_SHARD_KIND_KEY);
+    const Part v =
+        part(gguf.tensor(block + "attn_v.weight", {kv_size, hidden}), UNSLOTH_SHARD_KIND_VALUE);
+    config_.num_heads = static_cast<uint64_t>(q.shard().num_heads);
+    config_.num_kv_heads = static_cast<uint64_t>(k.shard().num_kv_heads);
     const bool biased = gguf.find_tensor(block + "attn_q.bias") != nullptr;
-    const bool alike = q.type == k.type && k.type == v.type;
-    if (model.weight_dtype_ != kAsInFile || alike) {
+    const auto bias = [&](const char *name, uint64_t size, unsloth_shard_kind kind) {
+      return part(gguf.tensor(block + name, {size}), kind);
+    };
+    std::vector<Part> biases;
+    if (biased) {
+      biases.push_back(bias("attn_q.bias", q_size, UNSLOTH_SHARD_KIND_QUERY));
+      biases.push_back(bias("attn_k.bias", kv_size, UNSLOTH_SHARD_KIND_KEY));
+      biases.push_back(bias("attn_v.bias", kv_size, UNSLOTH_SHARD_KIND_VALUE));
+    }
+    const bool alike = q.tensor().type == k.tensor().type && k.tensor().type == v.tensor().type;
+    if (weight_dtype_ != kAsInFile || alike) {
       // One product in place of three.
-      layer.qkv = model.upload({&q, &k, &v}, model.weight_dtype_, &bar);
+      layer.qkv = upload({&q.tensor(), &k.tensor(), &v.tensor()}, weight_dtype_, bar);
       if (biased) {
-        layer.qkv_bias = model.upload({&gguf.tensor(block + "attn_q.bias", {q_size}),
-                                       &gguf.tensor(block + "attn_k.bias", {kv_size}),
-                                       &gguf.tensor(block + "attn_v.bias", {kv_size})},
-                                      UNSLOTH_DTYPE_F32, &bar);
+        layer.qkv_bias = upload({&biases[0].tensor(), &biases[1].tensor(), &biases[2].tensor()},
+                                UNSLOTH_DTYPE_F32, bar);
       }
     } else {
-      layer.q = model.upload({&q}, kAsInFile, &bar);
-      layer.k = model.upload({&k}, kAsInFile, &bar);
-      layer.v = model.upload({&v}, kAsInFile, &bar);
+      layer.q = upload({&q.tensor()}, kAsInFile, bar);
+      layer.k = upload({&k.tensor()}, kAsInFile, bar);
+      layer.v = upload({&v.tensor()}, kAsInFile, bar);
       if (biased) {
-        layer.q_bias = vector(block + "attn_q.bias", q_size);
-        layer.k_bias = vector(block + "attn_k.bias", kv_size);
-        layer.v_bias = vector(block + "attn_v.bias", kv_size);
+        layer.q_bias = upload({&biases[0].tensor()}, UNSLOTH_DTYPE_F32, bar);
+        layer.k_bias = upload({&biases[1].tensor()}, UNSLOTH_DTYPE_F32, bar);
+        layer.v_bias = upload({&biases[2].tensor()}, UNSLOTH_DTYPE_F32, bar);
       }
     }
-    layer.attention_output = matrix(block + "attn_output", hidden, q_size);
+    const auto matrix = [&](const char *name, uint64_t rows, uint64_t columns,
+                            unsloth_shard_kind kind, uint64_t unit) {
+      const GgufTensor &tensor = gguf.tensor(block + name + ".weight", {rows, columns});
+      const Part own = part(tensor, kind, unit);
+      return upload({&own.tensor()}, weight_dtype_, bar);
+    };
+    layer.attention_output =
+        matrix("attn_output", hidden, q_size, UNSLOTH_SHARD_KIND_ATTENTION_OUT, 0);
     layer.attention_output_bias = optional_vector(block + "attn_output.bias", hidden);
     layer.mlp_norm = vector(block + "ffn_norm.weight", hidden);
-    layer.gate = matrix(block + "ffn_gate", intermediate, hidden);
-    layer.up = matrix(block + "ffn_up", intermediate, hidden);
-    layer.down = matrix(block + "ffn_down", hidden, intermediate);
-    model.layers_.push_back(layer);
+    // Rows of gate and up are columns of down, which has them in blocks.
+    const GgufTensor &down = gguf.tensor(block + "ffn_down.weight", {hidden, intermediate});
+    const uint64_t unit = block_elements(dtype_of_tensor(down.type));
+    layer.gate = matrix("ffn_gate", intermediate, hidden, UNSLOTH_SHARD_KIND_COLUMN, unit);
+    layer.up = matrix("ffn_up", intermediate, hidden, UNSLOTH_SHARD_KIND_COLUMN, unit);
+    layer.down = matrix("ffn_down", hidden, intermediate, UNSLOTH_SHARD_KIND_ROW, unit);
+    config_.intermediate_size = static_cast<uint64_t>(layer.gate.shape[0]);
+    layers_.push_back(layer);
   }
-  model.output_norm_ = vector("output_norm.weight", hidden);
-  model.output_ =
-      config.tied_embeddings ? model.embedding_ : matrix("output", config.vocab_size, hidden);
+  output_norm_ = vector("output_norm.weight", hidden);
+  output_ = whole.tied_embeddings ? embedding_ : of_vocabulary("output");
   // Llama 3.1 and later stretch each frequency by a factor of its own, which the file lists.
-  model.rope_factors_ = optional_vector("rope_freqs.weight", config.rotary_dim / 2);
-  return model;
+  rope_factors_ = optional_vector("rope_freqs.weight", whole.rotary_dim / 2);
 }
 
 unsloth_tensor Model::upload(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                              ProgressBar *bar) {
-  const unsloth_tensor view = dtype == kAsInFile
-                                  ? upload_as_they_are(sources, &memory_, used_, bar)
-                                  : upload_tensors(sources, dtype, &memory_, used_, bar);
-  for (const GgufTensor *source : sources) used_ += bytes_as(*source, dtype);
-  used_ = aligned(used_);
+  unsloth_tensor view = {};
+  if (memory_.bytes() > 0) {
+    view = dtype == kAsInFile ? upload_as_they_are(sources, &memory_, used_, bar)
+                              : upload_tensors(sources, dtype, &memory_, used_, bar);
+  } else {
+    view.shape[0] = static_cast<int64_t>(sources[0]->shape[0]);
+  }
+  uint64_t bytes = 0;
+  for (const GgufTensor *source : sources) {
+    bytes += bytes_as(*source, dtype);
+    if (memory_.bytes() == 0) file_bytes_ += source->bytes;
+  }
+  weight_bytes_ += bytes;
+  used_ = aligned(used_ + bytes);
   return view;
 }
 

@@ -9,6 +9,7 @@
 #include "config.h"
 #include "device.h"
 #include "gguf.h"
+#include "ranks.h"
 
 namespace llm {
 
@@ -28,14 +29,26 @@ struct LayerWeights {
   unsloth_tensor gate, up, down;
 };
 
+// Which rows of the embedding and of the output projection a rank has.
+struct VocabularyRows {
+  uint64_t begin = 0;
+  uint64_t rows = 0;
+  uint64_t most = 0;  // of any rank
+};
+
 class Model {
  public:
-  // Uploads every tensor: matrices as they are or decoded, as `weights` says, the rest as f32.
+  // Uploads every tensor: matrices as they are or decoded, as `weights` says, the rest as f32. Of
+  // what the group divides only this rank's part is read: its heads, its rows of gate and up and
+  // columns of down, its rows of the vocabulary.
   static Model load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                    Args::Weights weights, Args::DType hidden);
+                    Args::Weights weights, Args::DType hidden, const Group &group);
 
   const Context &context() const { return *context_; }
+  // With the heads and the intermediate size of this rank.
   const ModelConfig &config() const { return config_; }
+  const Group &group() const { return group_; }
+  const VocabularyRows &vocabulary() const { return vocabulary_; }
   // Of the matrices; none where they are as in the file.
   unsloth_dtype weight_dtype() const { return weight_dtype_; }
   uint64_t weight_bytes() const { return weight_bytes_; }  // of all tensors
@@ -50,7 +63,10 @@ class Model {
 
  private:
   Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
-        unsloth_dtype hidden_dtype);
+        unsloth_dtype hidden_dtype, const Group &group);
+
+  // Goes through all tensors; without memory they are only counted.
+  void read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar);
 
   // One tensor after the other, as one whose first size is the sum of theirs; as they are without a
   // dtype.
@@ -59,11 +75,14 @@ class Model {
 
   const Context *context_;
   ModelConfig config_;
+  Group group_;
+  VocabularyRows vocabulary_;
   unsloth_dtype weight_dtype_;
   unsloth_dtype hidden_dtype_;
   // All tensors in one piece: allocations of a GPU are rounded up to megabytes.
   Buffer memory_;
   uint64_t used_ = 0;
+  uint64_t file_bytes_ = 0;  // of the file that are read
   uint64_t weight_bytes_ = 0;
   std::vector<LayerWeights> layers_;
   unsloth_tensor embedding_ = {};

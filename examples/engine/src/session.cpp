@@ -53,7 +53,10 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
   ids_ = Buffer(context(), max_chunk_ * sizeof(TokenId));
   hidden_ = Buffer(context(), hidden_bytes);
   normalized_ = Buffer(context(), hidden_bytes);
-  logits_ = Buffer(context(), max_logit_rows_ * vocab_size() * sizeof(float));
+  of_ranks_.resize(max_logit_rows_ * num_ranks() * model.vocabulary().most);
+  logits_ = Buffer(context(), of_ranks_.size() * sizeof(float));
+  // Where a rank has fewer columns, what it sends is something.
+  logits_.upload(of_ranks_.data(), logits_.bytes());
   host_logits_.resize(max_logit_rows_ * vocab_size());
 
   check(unsloth_kv_cache_sequence_create(cache_.get(), &sequence_));
@@ -66,7 +69,9 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
     synchronize();
   }
   reset();
-  if (use_graph && context().backend() == UNSLOTH_BACKEND_CUDA) {
+  // Ranks are threads here, and graphs of several GPUs that one process launches may wait for each
+  // other.
+  if (use_graph && num_ranks() == 1 && context().backend() == UNSLOTH_BACKEND_CUDA) {
     driver_ = std::make_unique<CudaDriver>();
     extend(1);
     capture_step();
@@ -129,7 +134,7 @@ unsloth_inference_memory Session::estimate_memory() const {
   const LayerWeights &layer = model_->layers()[0];
   model.qkv_bias = layer.qkv_bias.rank + layer.q_bias.rank != 0 ? 1 : 0;
   model.output_bias = model_->layers()[0].attention_output_bias.rank != 0 ? 1 : 0;
-  model.vocab_size = static_cast<int64_t>(config.vocab_size);
+  model.vocab_size = static_cast<int64_t>(model_->vocabulary().rows);
   model.hidden_size = static_cast<int64_t>(config.hidden_size);
   model.intermediate_size = static_cast<int64_t>(config.intermediate_size);
   model.num_layers = static_cast<int64_t>(config.num_layers);
@@ -188,6 +193,11 @@ void Session::queue_layers(size_t count) {
   embedding.table = model_->embedding();
   embedding.ids = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
   embedding.out = hidden_rows(hidden_, 0, count);
+  if (num_ranks() > 1) {
+    embedding.parallel = model_->group().parallel();
+    embedding.vocab_begin = static_cast<int64_t>(model_->vocabulary().begin);
+    embedding.vocab_size = static_cast<int64_t>(vocab_size());
+  }
   check(unsloth_embedding_forward(context().get(), &embedding, context().stream()));
   const unsloth_tensor hidden = hidden_rows(hidden_, 0, count);
   const unsloth_tensor normalized = hidden_rows(normalized_, 0, count);
@@ -206,9 +216,15 @@ void Session::queue_layers(size_t count) {
 void Session::queue_logits(size_t row, size_t rows) {
   const unsloth_linear_params params = logits_params(row, rows);
   check(unsloth_linear_forward(context().get(), &params, context().stream()));
+  if (num_ranks() == 1) return;
+  unsloth_all_gather_params gather = UNSLOTH_ALL_GATHER_PARAMS_INIT;
+  gather.comm = model_->group().comm;
+  gather.out = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32,
+                               {num_ranks() * rows, model_->vocabulary().most});
+  check(unsloth_all_gather_forward(context().get(), &gather, context().stream()));
 }
 
-// Of the logits that are there.
+// Of the logits of one row that are there, those of ranks one behind the other.
 void Session::queue_likeliest() {
   unsloth_argmax_params params = UNSLOTH_ARGMAX_PARAMS_INIT;
   params.x = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32, {1, model_->config().num_tokens});
@@ -218,7 +234,16 @@ void Session::queue_likeliest() {
 
 const float *Session::logits(size_t row, size_t rows) {
   if (!logits_are_queued_ || rows != 1) queue_logits(row, rows);
-  logits_.download(host_logits_.data(), rows * vocab_size() * sizeof(float));
+  const uint64_t most = model_->vocabulary().most;
+  logits_.download(of_ranks_.data(), rows * num_ranks() * most * sizeof(float));
+  for (uint64_t rank = 0; rank < num_ranks(); ++rank) {
+    const uint64_t begin = std::min(rank * most, vocab_size());
+    const uint64_t count = std::min(most, vocab_size() - begin);
+    for (uint64_t i = 0; i < rows; ++i) {
+      const float *from = of_ranks_.data() + (rank * rows + i) * most;
+      std::copy_n(from, count, host_logits_.data() + i * vocab_size() + begin);
+    }
+  }
   return host_logits_.data();
 }
 
@@ -303,6 +328,7 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.out_bias = weights.attention_output_bias;
   params.residual = hidden_rows(hidden_, 0, count);
   params.out = params.residual;
+  params.parallel = model_->group().parallel();
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;
@@ -319,17 +345,22 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t count) const {
   params.down_weight = weights.down;
   params.residual = hidden_rows(hidden_, 0, count);
   params.out = params.residual;
+  params.parallel = model_->group().parallel();
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;
 }
 
-// Logits of rows of the normalised hidden states, in f32 whatever these are.
+// Logits of rows of the normalised hidden states, in f32 whatever these are: this rank's columns,
+// at its place.
 unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
   unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
   params.x = hidden_rows(normalized_, row, rows);
   params.weight = model_->output();
-  params.out = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32, {rows, vocab_size()});
+  const VocabularyRows &own = model_->vocabulary();
+  const uint64_t first = static_cast<uint64_t>(model_->group().rank) * rows * own.most;
+  params.out = unsloth::tensor(static_cast<float *>(logits_.data()) + first, UNSLOTH_DTYPE_F32,
+                               {rows, own.rows}, {own.most, uint64_t{1}});
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;

@@ -26,6 +26,7 @@ class Session {
   uint64_t max_logit_rows() const { return max_logit_rows_; }
   bool uses_graph() const { return driver_ != nullptr; }
   uint64_t vocab_size() const { return model_->config().vocab_size; }
+  uint64_t num_ranks() const { return static_cast<uint64_t>(model_->group().size); }
 
   // What the library expects the model and this session to take.
   unsloth_inference_memory estimate_memory() const;
@@ -85,11 +86,13 @@ class Session {
   TokenId likeliest_ = 0;
   Buffer hidden_;      // the residual stream
   Buffer normalized_;  // what a block, and at the end the output projection, takes in
+  // Of each rank in turn: rows of as many columns as the first one has of the vocabulary.
   Buffer logits_;
   // Whether the last step's final logits are there already.
   bool logits_are_queued_ = false;
   Buffer workspace_;
   std::vector<float> host_logits_;
+  std::vector<float> of_ranks_;  // as they are on the device
 
   std::unique_ptr<CudaDriver> driver_;
   std::unique_ptr<CudaGraph> graph_;  // a step of one token, its logits and the likeliest token

@@ -33,12 +33,15 @@ void good_flags() {
                            "--json",
                            "--threads",
                            "2",
+                           "--tensor-parallel",
+                           "4",
                            "--weights",
                            "bf16"});
   CHECK_EQUAL(args.model, std::string("m"));
   CHECK(args.device == Args::Device::kCuda);
   CHECK_EQUAL(args.prompt.value_or(""), std::string("--a=b"));
   CHECK_EQUAL(args.tokens, 5U);
+  CHECK_EQUAL(args.tensor_parallel, 4);
   CHECK_EQUAL(args.sampling.temperature, 0.5);
   CHECK_EQUAL(args.sampling.top_k, 0U);
   CHECK_EQUAL(args.sampling.top_p, 1.0);
@@ -115,6 +118,9 @@ void bad_flags() {
       {{"--model", "m", "--perplexity", "f", "--prompt", "p"}, "--perplexity scores a file"},
       {{"--model", "m", "--perplexity", "f", "--chat"}, "--perplexity scores a file"},
       {{"--model", "m", "--chat", "--json"}, "--json reports on one prompt or file"},
+      {{"--tensor-parallel", "0"}, "--tensor-parallel takes an integer from 1"},
+      {{"--model", "m", "--chat", "--tensor-parallel", "2"},
+       "--tensor-parallel runs one prompt or file"},
       {{"--model", "m", "--perplexity", "f", "--warm-up"},
        "--warm-up goes with --prompt or --chat"},
   };

@@ -2,7 +2,8 @@
 """Runs models with random weights that differ in what a file may hold, and compares with llama.cpp.
 
 Grouped and single key heads, rotations stretched in each way, separate and tied output, biases,
-every tensor type, both tokenizers: reference/record_tiny.py recorded what must come out.
+every tensor type, both tokenizers: reference/record_tiny.py recorded what must come out, of one
+rank and, on the CPU, of several that divide the model.
 """
 
 import argparse
@@ -17,6 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "common" / 
 import tiny_models
 
 NLL_TOLERANCE = 1e-4
+# How many ranks may divide each model: 2, and more where heads and blocks allow it.
+RANKS = {"plain_f32": (2, 4), "mqa_bf16": (2, 3, 4)}
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--engine", required=True)
@@ -25,11 +28,15 @@ parser.add_argument("--device", default="cpu")
 arguments = parser.parse_args()
 
 
-def run(path, *flags, weights="f32"):
+def start(path, *flags, weights="f32"):
     where = ["--model", str(path), "--device", arguments.device, "--dtype", "f32", "--weights", weights, "--json"]
-    done = subprocess.run(
+    return subprocess.run(
         [arguments.engine, *where, *flags], capture_output=True, timeout=120, check=False
     )
+
+
+def run(path, *flags, weights="f32"):
+    done = start(path, *flags, weights=weights)
     if done.returncode != 0:
         sys.exit(f"{path.stem}: {done.stderr.decode()}")
     return json.loads(done.stdout)
@@ -47,10 +54,41 @@ def problems(expected, directory):
     for key in ("tokens", "mean_nll"):
         if again[key] != found[key]:
             yield f"{key} is {again[key]} after a warm-up, {found[key]} without"
+    if arguments.device == "cpu":
+        yield from problems_of_ranks(expected, path, found)
     error = found["mean_nll"] / expected["mean_nll"] - 1
     if not abs(error) < NLL_TOLERANCE:
         yield f"the mean NLL is off by {error:.2e}"
     print(f"{expected['name']}: {len(found['tokens'])} tokens, mean NLL off by {error:.1e}")
+
+
+def problems_of_ranks(expected, path, of_one):
+    """Ranks that divide the model write the same text, each with less memory than one."""
+    flags = ["--prompt", tiny_models.TEXT * 3, "--tokens", "32", "--temperature", "0"]
+    for size in RANKS.get(expected["name"], (2,)):
+        for weights in ("f32", "file"):
+            found = run(path, *flags, "--tensor-parallel", str(size), weights=weights)
+            if found["tokens"] != expected["tokens"]:
+                yield f"tokens of {size} ranks are {found['tokens']}, not {expected['tokens']}"
+            error = found["mean_nll"] / expected["mean_nll"] - 1
+            if not abs(error) < NLL_TOLERANCE:
+                yield f"the mean NLL of {size} ranks is off by {error:.2e}"
+            part, whole = (r["memory"]["estimated"]["weights"] for r in (found, of_one))
+            if not part < 0.75 * whole:
+                yield f"of {whole} bytes of weights each of {size} ranks has {part}"
+    # Drawn tokens too: all ranks draw the same.
+    drawn = [*flags[:-1], "1", "--seed", "7"]
+    one, two = (run(path, *drawn, "--tensor-parallel", size) for size in "12")
+    if one["tokens"] != two["tokens"]:
+        yield f"drawn tokens of 2 ranks are {two['tokens']}, not {one['tokens']}"
+
+
+def problems_of_too_many_ranks(directory):
+    """Heads that ranks cannot share are an error, of all ranks, and not a rank that waits."""
+    path = tiny_models.write("plain_f32", directory)
+    done = start(path, "--prompt", "a", "--tensor-parallel", "3")
+    if done.returncode != 1 or b"size is 3" not in done.stderr:
+        yield f"3 ranks ended with {done.returncode}: {done.stderr.decode()}"
 
 
 def problems_of_mixed_types(directory):
@@ -75,6 +113,9 @@ def main():
                 failures += 1
         for problem in problems_of_mixed_types(pathlib.Path(directory)):
             print(f"FAILED: mixed types: {problem}")
+            failures += 1
+        for problem in problems_of_too_many_ranks(pathlib.Path(directory)):
+            print(f"FAILED: too many ranks: {problem}")
             failures += 1
     sys.exit(1 if failures else 0)
 
