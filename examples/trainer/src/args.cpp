@@ -34,6 +34,7 @@ Args parse_args(int argc, const char *const *argv) {
   std::optional<std::string> loss_scale;
   std::optional<TensorType> output_type;
   std::optional<uint64_t> epochs;
+  std::optional<uint64_t> accumulate;
   std::optional<unsloth_dtype> weights;
   bool lora_is_detailed = false;
   bool no_graph = false;
@@ -93,7 +94,12 @@ Args parse_args(int argc, const char *const *argv) {
       {"--epochs",
        [&](auto &flag, auto &value) { epochs = parse_integer<uint64_t>(flag, value, 1); }},
       {"--batch-tokens", count(&args.batch_tokens, 8)},
-      {"--accumulate", count(&args.accumulate, 1)},
+      {"--accumulate",
+       [&](auto &flag, auto &value) { accumulate = parse_integer<uint64_t>(flag, value, 1); }},
+      {"--data-parallel",
+       [&](auto &flag, auto &value) {
+         args.data_parallel = parse_integer<int32_t>(flag, value, 1);
+       }},
       {"--learning-rate",
        [&](auto &flag, auto &value) {
          args.learning_rate = parse_number(flag, value, is_positive, "above 0");
@@ -141,6 +147,13 @@ Args parse_args(int argc, const char *const *argv) {
   }
   if (args.steps > 0 && epochs) throw UsageError("--steps and --epochs say the same: give one");
   args.epochs = epochs.value_or(1);
+  const auto ranks = static_cast<uint64_t>(args.data_parallel);
+  args.accumulate = accumulate.value_or(ranks);
+  if (args.accumulate % ranks != 0) {
+    throw UsageError("--accumulate is " + std::to_string(args.accumulate) +
+                     ", which the ranks of --data-parallel " + std::to_string(ranks) +
+                     " do not share evenly");
+  }
 
   const bool lora = args.lora.rank > 0;
   if (!lora && (lora_is_detailed || weights || !args.output_lora.empty())) {
@@ -188,7 +201,10 @@ std::string usage() {
          "  --steps N             stop after N steps\n"
          "  --epochs N            or after N times the data (1)\n"
          "  --batch-tokens N      tokens of a batch, into which sequences are packed (512)\n"
-         "  --accumulate N        batches whose gradients make a step (1)\n"
+         "  --accumulate N        batches whose gradients make a step (one of each rank)\n"
+         "  --data-parallel N     divide these among N ranks: groups of threads on the CPU, or N "
+         "GPUs "
+         "(1)\n"
          "  --learning-rate R     (1e-5, 2e-4 for a LoRA)\n"
          "  --warmup N            steps in which the rate rises to that (0)\n"
          "  --schedule NAME       how it falls after: constant, linear or cosine (cosine)\n"

@@ -202,6 +202,15 @@ LayerTensors Lora::merge(size_t layer) {
   return tensors;
 }
 
+std::vector<unsloth_tensor> Lora::gradients_of(size_t layer) const {
+  std::vector<unsloth_tensor> gradients;
+  for (const Pair &pair : pairs_[layer]) {
+    gradients.push_back(pair.da);
+    gradients.push_back(pair.db);
+  }
+  return gradients;
+}
+
 void Lora::add_gradients(size_t layer) {
   size_t pair = 0;
   for (const Part &part : parts_) {

@@ -48,6 +48,8 @@ class Lora {
   uint64_t merged_parameters() const;
   // Queues the addition to the gradients of A and B of what dW' gives.
   void add_gradients(size_t layer);
+  // Those of a layer's A and B, behind each other.
+  std::vector<unsloth_tensor> gradients_of(size_t layer) const;
 
   size_t workspace_size() const { return workspace_size_; }
   // At least as large; set before anything is queued.

@@ -13,7 +13,9 @@
 //
 // and back in the opposite order. The gradient of the logits is found together with the loss, and
 // neither of them is ever stored whole. When all batches of a step have added their gradients, the
-// optimizer makes its update.
+// optimizer makes its update. Where ranks have some of the batches each, a layer's gradients are
+// added up over ranks when the last batch of each has gone back through it, while the layers before
+// it follow.
 
 namespace llm {
 
@@ -26,7 +28,11 @@ Step::Step(const Context &context, const ModelConfig &config, const Weights &wei
       options_(options),
       optimizer_(optimizer) {
   reserve();
-  if (options.use_graph && context.backend() == UNSLOTH_BACKEND_CUDA) {
+  const bool alone = options.group.size == 1;
+  if (!alone) reducer_ = std::make_unique<Reducer>(context, options.group);
+  // Ranks are threads here, and graphs of several GPUs that one process launches may wait for each
+  // other.
+  if (options.use_graph && alone && context.backend() == UNSLOTH_BACKEND_CUDA) {
     driver_ = std::make_unique<CudaDriver>();
   }
 }
@@ -110,6 +116,7 @@ void Step::queue() {
     queue_loss(batch, true);
     queue_backward(batch);
   }
+  if (reducer_) reducer_->join();
   if (optimizer_ != nullptr) optimizer_->queue_step();
 }
 
@@ -149,12 +156,14 @@ void Step::queue_loss(size_t batch, bool with_gradients) {
 }
 
 void Step::queue_backward(size_t batch) {
+  const bool adds_up = reducer_ && batch + 1 == options_.batches;
   const auto norm = norm_backward_params();
   check(unsloth_rms_norm_backward(context_->get(), &norm, context_->stream()));
   for (size_t i = config_.num_layers; i-- > 0;) {
     if (lora_ == nullptr) {
       layer_->backward(weights_->tensors().layers[i], weights_->gradients().layers[i], true,
                        hidden(i), states(gradient_, 0), saved(i));
+      if (adds_up) reducer_->add(tensors_of(weights_->gradients().layers[i]));
       continue;
     }
     // What a LoRA makes of a layer is in memory that the layers after it have used since, and the
@@ -162,13 +171,20 @@ void Step::queue_backward(size_t batch) {
     layer_->backward(lora_->merge(i), lora_->gradients(), false, hidden(i), states(gradient_, 0),
                      saved(i));
     lora_->add_gradients(i);
+    if (adds_up) reducer_->add(lora_->gradients_of(i));
   }
   if (lora_ != nullptr) return;
   const auto embedding = embedding_backward_params(batch);
   check(unsloth_embedding_backward(context_->get(), &embedding, context_->stream()));
+  if (!adds_up) return;
+  // Layers lie between the embedding and what is behind them.
+  const ModelTensors &gradients = weights_->gradients();
+  reducer_->add({gradients.embedding});
+  reducer_->add({gradients.output_norm, gradients.output});
 }
 
-std::vector<float> Step::read_losses() const {
+std::vector<float> Step::read_losses() {
+  if (reducer_) return reducer_->gather(losses_, options_.batches);
   std::vector<float> losses(options_.batches);
   losses_.download(losses.data(), losses.size() * sizeof(float));
   return losses;

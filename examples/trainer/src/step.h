@@ -13,6 +13,8 @@
 #include "layer.h"
 #include "lora.h"
 #include "optimizer.h"
+#include "ranks.h"
+#include "reducer.h"
 #include "weights.h"
 
 namespace llm {
@@ -27,6 +29,8 @@ class Step {
     unsloth_dtype dtype;  // of activations
     bool deterministic;   // on a GPU, the same bits in every run
     bool use_graph;       // on a GPU, queue the launches of a step as one CUDA graph
+    // Ranks that have as many batches of a step each, and add up their gradients.
+    Group group = {};
   };
 
   // Takes all memory that batches need. `lora` is null where the weights themselves are trained,
@@ -38,8 +42,8 @@ class Step {
   // gradients are added up.
   void set_denominator(uint64_t learned);
   // Adds the gradients of so many batches as the options say to those that are there, makes an
-  // update, and gives the batches' loss: the sum over learned targets, divided by the denominator.
-  // Waits for it.
+  // update, and gives the loss of the batches of all ranks: the sum over learned targets, divided
+  // by the denominator. Waits for it.
   double run(const std::vector<Batch> &batches);
   // The loss alone.
   float evaluate(const Batch &batch);
@@ -51,7 +55,7 @@ class Step {
   void queue_forward(size_t batch);
   void queue_loss(size_t batch, bool with_gradients);
   void queue_backward(size_t batch);
-  std::vector<float> read_losses() const;
+  std::vector<float> read_losses();
 
   unsloth_embedding_params embedding_params(size_t batch) const;
   unsloth_embedding_backward_params embedding_backward_params(size_t batch) const;
@@ -85,6 +89,7 @@ class Step {
   Buffer losses_;  // of every batch
   Buffer denominator_;
 
+  std::unique_ptr<Reducer> reducer_;  // where there are several ranks
   std::unique_ptr<CudaDriver> driver_;
   std::unique_ptr<CudaGraph> graph_;  // of a step
   bool has_run_ = false;

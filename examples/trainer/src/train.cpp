@@ -6,10 +6,13 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -27,6 +30,7 @@
 #include "optimizer.h"
 #include "output_file.h"
 #include "progress.h"
+#include "ranks.h"
 #include "schedule.h"
 #include "step.h"
 #include "tokenizer.h"
@@ -114,9 +118,39 @@ std::string checksum_of(const std::string &path) {
          std::to_string(checksum(file.data(), file.size()));
 }
 
+// What the ranks of a run, which are threads, agree on beside what they compute: the first decides
+// whether there is another step.
+class Agreement {
+ public:
+  // Whether to make step `step`, counted from 0; the first rank says so.
+  bool goes_on(const Group &group, uint64_t step, bool wanted) {
+    if (group.size == 1) return wanted;
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (group.rank == 0) {
+      (wanted ? allowed_ : end_) = wanted ? step + 1 : step;
+      changed_.notify_all();
+      return wanted;
+    }
+    changed_.wait(lock, [&] { return allowed_ > step || end_ <= step; });
+    return end_ > step;
+  }
+  // The first rank is not coming any more.
+  void stop() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    end_ = 0;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t allowed_ = 0;
+  uint64_t end_ = std::numeric_limits<uint64_t>::max();
+};
+
 class Trainer {
  public:
-  explicit Trainer(const Args &args);
+  Trainer(const Args &args, const Context &context, const Group &group, Agreement *agreement);
 
   Outcome run();
 
@@ -133,13 +167,19 @@ class Trainer {
   std::string note(const Report &report) const;
   void write_outputs();
 
+  // Of the batches of a step, this rank's.
+  uint64_t num_batches() const { return args_.accumulate / static_cast<uint64_t>(group_.size); }
+  bool is_first() const { return group_.rank == 0; }
+
   const Args &args_;
+  const Context &context_;
+  Group group_;
+  Agreement *agreement_;
   Gguf gguf_;
   ModelConfig config_;
   Tokenizer tokenizer_;
   Batches batches_;
   uint64_t num_steps_;
-  Context context_;
   Weights weights_;
   std::unique_ptr<Lora> lora_;
   std::unique_ptr<Optimizer> optimizer_;
@@ -152,10 +192,10 @@ class Trainer {
 };
 
 Batches read_batches(const Args &args, const Gguf &gguf, const ModelConfig &config,
-                     const Tokenizer &tokenizer) {
+                     const Tokenizer &tokenizer, bool tells) {
   const uint64_t longest = std::min(args.batch_tokens, config.context_length);
   Dataset dataset = read_dataset(args.data, gguf, tokenizer, longest);
-  if (dataset.cut > 0) {
+  if (dataset.cut > 0 && tells) {
     std::fprintf(stderr,
                  "%llu examples are longer than %llu tokens and were cut; %llu of them had "
                  "nothing left to learn\n",
@@ -171,14 +211,16 @@ uint64_t count_steps(const Args &args, Batches *batches) {
   return (batches->count(args.epochs) + args.accumulate - 1) / args.accumulate;
 }
 
-Trainer::Trainer(const Args &args)
+Trainer::Trainer(const Args &args, const Context &context, const Group &group, Agreement *agreement)
     : args_(args),
+      context_(context),
+      group_(group),
+      agreement_(agreement),
       gguf_(Gguf::open(args.model)),
       config_(read_config(gguf_)),
       tokenizer_(gguf_),
-      batches_(read_batches(args, gguf_, config_, tokenizer_)),
+      batches_(read_batches(args, gguf_, config_, tokenizer_, group.rank == 0)),
       num_steps_(count_steps(args, &batches_)),
-      context_(args.backend, args.threads),
       weights_(Weights::load(context_, gguf_, config_, args.weights)) {
   if (args.lora.rank > 0) {
     lora_ = std::make_unique<Lora>(context_, config_, weights_, args.lora, args.dtype, args.seed);
@@ -189,9 +231,14 @@ Trainer::Trainer(const Args &args)
                                         args.loss_scale, args.dtype,        args.seed};
   optimizer_ = std::make_unique<Optimizer>(
       context_, lora_ ? lora_->parameters() : weights_.parameters(), optimizer);
-  const Step::Options step = {args.accumulate,    batches_.tokens(), batches_.max_sequences(),
-                              args.checkpointing, args.dtype,        args.deterministic,
-                              args.graph};
+  const Step::Options step = {num_batches(),
+                              batches_.tokens(),
+                              batches_.max_sequences(),
+                              args.checkpointing,
+                              args.dtype,
+                              args.deterministic,
+                              args.graph,
+                              group};
   step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step, optimizer_.get());
   estimate_ = memory_estimate();
   if (!args.checkpoint_dir.empty()) description_ = describe();
@@ -220,6 +267,7 @@ std::string Trainer::describe() const {
   line("--steps", std::to_string(num_steps_));
   line("--batch-tokens", std::to_string(args_.batch_tokens));
   line("--accumulate", std::to_string(args_.accumulate));
+  line("--data-parallel", std::to_string(args_.data_parallel));
   line("--learning-rate", std::to_string(args_.learning_rate));
   line("--warmup", std::to_string(args_.warmup));
   line("--schedule", std::to_string(static_cast<int>(args_.schedule)));
@@ -257,7 +305,7 @@ uint64_t Trainer::memory_estimate() const {
   params.batch_size = 1;
   params.sequence_length = static_cast<int64_t>(batches_.tokens());
   params.packed_sequences = static_cast<int64_t>(batches_.max_sequences());
-  params.micro_batches = static_cast<int64_t>(args_.accumulate);
+  params.micro_batches = static_cast<int64_t>(num_batches());
   if (lora_) {
     uint64_t parameters = 0;
     for (const Parameter &parameter : lora_->parameters()) {
@@ -272,15 +320,18 @@ uint64_t Trainer::memory_estimate() const {
   return memory.total;
 }
 
+// Ranks have the same weights, and the first writes them.
 void Trainer::save() {
-  Checkpoint checkpoint;
-  checkpoint.arguments = description_;
-  checkpoint.steps = steps_done_;
-  checkpoint.batches = batches_done_;
-  checkpoint.weights.resize(trained_memory()->bytes());
-  trained_memory()->download(checkpoint.weights.data(), checkpoint.weights.size());
-  checkpoint.optimizer = optimizer_->save();
-  write_checkpoint(checkpoint_path(), checkpoint);
+  if (is_first()) {
+    Checkpoint checkpoint;
+    checkpoint.arguments = description_;
+    checkpoint.steps = steps_done_;
+    checkpoint.batches = batches_done_;
+    checkpoint.weights.resize(trained_memory()->bytes());
+    trained_memory()->download(checkpoint.weights.data(), checkpoint.weights.size());
+    checkpoint.optimizer = optimizer_->save();
+    write_checkpoint(checkpoint_path(), checkpoint);
+  }
   saved_step_ = steps_done_;
 }
 
@@ -301,17 +352,19 @@ Report Trainer::run_step() {
   std::vector<Batch> batches;
   uint64_t learned = 0;
   Report report = {};
+  const uint64_t first = static_cast<uint64_t>(group_.rank) * num_batches();
   for (uint64_t i = 0; i < args_.accumulate; ++i) {
-    batches.push_back(batches_.get(batches_done_ + i));
-    learned += batches.back().learned;
-    report.tokens += batches.back().used;
+    Batch batch = batches_.get(batches_done_ + i);
+    learned += batch.learned;
+    report.tokens += batch.used;
+    if (i >= first && i < first + num_batches()) batches.push_back(std::move(batch));
   }
   step_->set_denominator(learned);
   report.learning_rate =
       learning_rate(args_.schedule, args_.learning_rate, args_.warmup, steps_done_, num_steps_);
   optimizer_->set_learning_rate(report.learning_rate);
   report.loss = step_->run(batches);
-  batches_done_ += batches.size();
+  batches_done_ += args_.accumulate;
   report.status = optimizer_->status();
   report.step = ++steps_done_;
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -375,25 +428,33 @@ void Trainer::write_outputs() {
 
 Outcome Trainer::run() {
   if (args_.resume) resume();
-  Log log(args_, args_.resume);
-  const SignalGuard signals;
-  std::string last;
-  {
-    ProgressBar bar("training", num_steps_);
-    bar.advance(steps_done_);
-    while (steps_done_ < num_steps_ && interrupted == 0) {
-      const Report report = run_step();
-      log.write(to_json(report));
-      check_finite(report);
-      last = note(report);
-      bar.advance(1);
-      bar.set_note(last);
-      if (args_.save_every > 0 && steps_done_ % args_.save_every == 0) save();
-    }
+  std::optional<Log> log;
+  std::optional<SignalGuard> signals;
+  std::optional<ProgressBar> bar;
+  if (is_first()) {
+    log.emplace(args_, args_.resume);
+    signals.emplace();
+    bar.emplace("training", num_steps_);
+    bar->advance(steps_done_);
   }
-  if (!last.empty() && !args_.json) std::fprintf(stderr, "%s\n", last.c_str());
+  std::string last;
+  while (agreement_->goes_on(group_, steps_done_, steps_done_ < num_steps_ && interrupted == 0)) {
+    const Report report = run_step();
+    if (log) log->write(to_json(report));
+    check_finite(report);
+    last = note(report);
+    if (bar) {
+      bar->advance(1);
+      bar->set_note(last);
+    }
+    if (args_.save_every > 0 && steps_done_ % args_.save_every == 0) save();
+  }
+  bar.reset();
+  if (!last.empty() && !args_.json && is_first()) std::fprintf(stderr, "%s\n", last.c_str());
   if (!args_.checkpoint_dir.empty() && saved_step_ != steps_done_) save();
-  if (steps_done_ < num_steps_) {
+  const bool done = steps_done_ == num_steps_;
+  if (!is_first()) return done ? Outcome::kDone : Outcome::kInterrupted;
+  if (!done) {
     std::fprintf(stderr, "interrupted after step %llu%s\n",
                  static_cast<unsigned long long>(steps_done_),
                  args_.checkpoint_dir.empty() ? "" : ": --resume goes on from here");
@@ -412,7 +473,19 @@ Outcome train(const Args &args) {
   }
   probe(args.output);
   probe(args.output_lora);
-  return Trainer(args).run();
+  Agreement agreement;
+  Outcome outcome = Outcome::kDone;
+  run_ranks(args.backend, args.threads, args.data_parallel,
+            [&](const Context &context, const Group &group) {
+              try {
+                const Outcome own = Trainer(args, context, group, &agreement).run();
+                if (group.rank == 0) outcome = own;
+              } catch (...) {
+                agreement.stop();
+                throw;
+              }
+            });
+  return outcome;
 }
 
 }  // namespace llm

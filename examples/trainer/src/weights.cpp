@@ -28,6 +28,11 @@ void visit_pairs(One *one, Other *other, const Visit &visit) {
 
 }  // namespace
 
+std::vector<unsloth_tensor> tensors_of(const LayerTensors &layer) {
+  return {layer.attention_norm, layer.qkv,      layer.qkv_bias, layer.output,
+          layer.output_bias,    layer.mlp_norm, layer.gate_up,  layer.down};
+}
+
 uint64_t element_count(const unsloth_tensor &tensor) {
   uint64_t count = tensor.rank > 0 ? 1 : 0;
   for (uint32_t i = 0; i < tensor.rank; ++i) count *= static_cast<uint64_t>(tensor.shape[i]);

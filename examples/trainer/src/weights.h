@@ -72,6 +72,8 @@ class Weights {
   std::vector<FileTensor> file_tensors_;
 };
 
+// In the order in which they lie in memory.
+std::vector<unsloth_tensor> tensors_of(const LayerTensors &layer);
 uint64_t element_count(const unsloth_tensor &tensor);
 uint64_t byte_count(const unsloth_tensor &tensor);
 // Rows `first` to before `first + count` of a matrix, or elements of a vector, without gaps.

@@ -33,6 +33,13 @@ void defaults() {
   CHECK_EQUAL(chosen.loss_scale, 8.0);
 }
 
+void ranks() {
+  const Args two = parse({"--output", "o", "--data-parallel", "2"});
+  CHECK_EQUAL(two.data_parallel, 2);
+  CHECK_EQUAL(two.accumulate, 2U);
+  CHECK_EQUAL(parse({"--output", "o", "--data-parallel", "2", "--accumulate=6"}).accumulate, 6U);
+}
+
 void mistakes() {
   struct Case {
     std::vector<const char *> flags;
@@ -51,6 +58,9 @@ void mistakes() {
       {{"--lora-targets", "q,x"}, "not 'x'"},
       {{"--lora-targets", ""}, "--lora-targets names no matrix"},
       {{"--batch-tokens", "7"}, "--batch-tokens takes an integer from 8"},
+      {{"--data-parallel", "0"}, "--data-parallel takes an integer from 1"},
+      {{"--output", "o", "--data-parallel", "2", "--accumulate", "3"},
+       "--accumulate is 3, which the ranks of --data-parallel 2 do not share evenly"},
       {{"--learning-rate", "0"}, "--learning-rate takes a number above 0"},
       {{"--clip", "-1"}, "--clip takes a number of 0 or more"},
       {{"--checkpoint", "some"}, "--checkpoint takes elementwise or full or mlp or none"},
@@ -82,6 +92,7 @@ void rates() {
 
 int main() {
   llm::defaults();
+  llm::ranks();
   llm::mistakes();
   llm::rates();
   return check::result();

@@ -184,6 +184,47 @@ class TrainerTest(unittest.TestCase):
     def test_resumes_in_half_precision_with_the_same_bits(self):
         self.check_resume("--dtype", "f16")
 
+    def test_resumes_on_two_ranks_with_the_same_bits(self):
+        self.check_resume("--data-parallel", "2")
+
+    def check_ranks(self, *flags):
+        flags = [*flags, "--steps", "12", "--batch-tokens", "64", "--accumulate", "4"]
+        flags += ["--output-type", "f32"]
+        of_ranks = {}
+        for size in ("1", "2", "4"):
+            output = self.folder / f"{size}.gguf"
+            reports, _ = self.run_trainer(*flags, "--data-parallel", size, "--output", output)
+            of_ranks[size] = reports, gguf_reader.Gguf(output)
+        alone, model = of_ranks["1"]
+        self.assertLess(alone[-1]["loss"], 0.9 * alone[0]["loss"])
+        for reports, other in of_ranks.values():
+            for report, expected in zip(reports, alone, strict=True):
+                self.assertEqual(report["tokens"], expected["tokens"])
+                for key in ("loss", "gradient_norm"):
+                    self.assertAlmostEqual(report[key] / expected[key], 1, delta=1e-4)
+            for name in model.tensors:
+                pairs = zip(other.floats(name), model.floats(name), strict=True)
+                self.assertLess(max(abs(a - b) for a, b in pairs), 1e-3)
+
+    def test_ranks_learn_what_one_does(self):
+        self.check_ranks("--learning-rate", "1e-3")
+
+    def test_ranks_learn_a_lora_as_one_does(self):
+        self.check_ranks("--lora", "4", "--learning-rate", "5e-3")
+
+    def test_ranks_stop_together(self):
+        output = self.folder / "out.gguf"
+        flags = ["--steps", "9", "--batch-tokens", "64", "--learning-rate", "1e30", "--output", output]
+        _, errors = self.run_trainer(*flags, "--data-parallel", "2", status=1)
+        self.assertIn("is not finite", errors)
+        _, errors = self.run_trainer(
+            "--output", output, "--data-parallel", "2", model="nothing", status=1
+        )
+        self.assertIn("nothing.gguf: cannot open", errors)
+        flags = ["--output", output, "--accumulate", "3", "--data-parallel", "2"]
+        _, errors = self.run_trainer(*flags, status=2)
+        self.assertIn("--accumulate is 3, which the ranks of --data-parallel 2", errors)
+
     def test_writes_a_log(self):
         log = self.folder / "log.jsonl"
         output = self.folder / "out.gguf"

@@ -1,0 +1,50 @@
+#include "reducer.h"
+
+#include <algorithm>
+
+#include "weights.h"
+
+namespace llm {
+
+Reducer::Reducer(const Context &context, const Group &group)
+    : context_(&context), group_(group), stream_(context.get()), ready_(context.get()) {}
+
+void Reducer::add(const std::vector<unsloth_tensor> &gradients) {
+  char *begin = nullptr;
+  char *end = nullptr;
+  for (const unsloth_tensor &gradient : gradients) {
+    if (gradient.rank == 0) continue;
+    char *const data = static_cast<char *>(gradient.data);
+    char *const behind = data + byte_count(gradient);
+    begin = begin == nullptr ? data : std::min(begin, data);
+    end = end == nullptr ? behind : std::max(end, behind);
+  }
+  if (begin == nullptr) return;
+  check(unsloth_event_record(ready_.get(), context_->stream()));
+  check(unsloth_stream_wait_event(context_->get(), stream_.get(), ready_.get()));
+  const auto count = static_cast<uint64_t>(end - begin) / sizeof(float);
+  auto params = unsloth::make<unsloth_all_reduce_params>();
+  params.comm = group_.comm;
+  params.x = unsloth::tensor(begin, UNSLOTH_DTYPE_F32, {count});
+  check(unsloth_all_reduce_forward(context_->get(), &params, stream_.get()));
+}
+
+void Reducer::join() {
+  check(unsloth_event_record(ready_.get(), stream_.get()));
+  check(unsloth_stream_wait_event(context_->get(), context_->stream(), ready_.get()));
+}
+
+std::vector<float> Reducer::gather(const Buffer &mine, uint64_t count) {
+  std::vector<float> all(count * static_cast<uint64_t>(group_.size));
+  const size_t bytes = all.size() * sizeof(float);
+  if (gathered_.bytes() < bytes) gathered_ = Buffer(*context_, bytes);
+  auto params = unsloth::make<unsloth_all_gather_params>();
+  params.comm = group_.comm;
+  params.x = unsloth::tensor(mine.data(), UNSLOTH_DTYPE_F32, {count});
+  params.out = unsloth::tensor(gathered_.data(), UNSLOTH_DTYPE_F32, {all.size()});
+  check(unsloth_all_gather_forward(context_->get(), &params, context_->stream()));
+  gathered_.download(all.data(), bytes);
+  return all;
+}
+
+}  // namespace llm

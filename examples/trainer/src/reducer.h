@@ -1,0 +1,34 @@
+// Gradients of ranks that have a part of every step's batches each, added up while others are
+// computed.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "device.h"
+#include "ranks.h"
+
+namespace llm {
+
+class Reducer {
+ public:
+  Reducer(const Context &context, const Group &group);
+
+  // Adds up, on a stream of its own, gradients that are made by what is queued so far. They are f32
+  // and lie behind each other, with nothing but zeros between them; absent ones are left out.
+  void add(const std::vector<unsloth_tensor> &gradients);
+  // What is queued from here on finds all sums.
+  void join();
+
+  // `mine` of every rank behind each other, f32, once what is queued so far has run.
+  std::vector<float> gather(const Buffer &mine, uint64_t count);
+
+ private:
+  const Context *context_;
+  Group group_;
+  unsloth::Stream stream_;
+  unsloth::Event ready_;
+  Buffer gathered_;
+};
+
+}  // namespace llm
