@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use unsloth::comm::{Comm, Id, Kind, Params};
-use unsloth::{Context, ContextOptions};
+use unsloth::{Backend, Context, ContextOptions};
 
 use crate::common::tensor::DeviceTensor;
 use crate::common::{TestTensor, rng};
@@ -27,9 +27,19 @@ pub const MOVED: [DType; 7] = [
 /// Longer than any test waits that is right.
 pub const LONG: Duration = Duration::from_secs(60);
 
+/// Whether groups are of NCCL's, as an emulated GPU has one of many ranks: where `UNSLOTH_TEST_BACKEND`
+/// is cuda.
+pub fn is_cuda() -> bool {
+    std::env::var("UNSLOTH_TEST_BACKEND").is_ok_and(|backend| backend == "cuda")
+}
+
 /// A context of few threads: groups have one for each rank.
 pub fn context(num_threads: usize) -> Context {
     Context::new(&ContextOptions {
+        backend: match is_cuda() {
+            true => Backend::Cuda,
+            false => Backend::Cpu,
+        },
         num_threads,
         ..ContextOptions::default()
     })
@@ -37,15 +47,28 @@ pub fn context(num_threads: usize) -> Context {
 }
 
 pub fn params(id: Id, rank: usize, size: usize, timeout: Duration) -> Params<'static> {
+    let params = match is_cuda() {
+        true => Params::nccl(id, rank, size),
+        false => Params::local(id, rank, size),
+    };
     Params {
         timeout: Some(timeout),
-        ..Params::local(id, rank, size)
+        ..params
     }
+}
+
+/// An id of a new group.
+pub fn new_id() -> Id {
+    Id::new(match is_cuda() {
+        true => Kind::Nccl,
+        false => Kind::Local,
+    })
+    .unwrap()
 }
 
 /// Runs every rank of a new group, and gives what they give in their order.
 pub fn ranks<R: Send>(size: usize, run: impl Fn(&Context, &Comm) -> R + Sync) -> Vec<R> {
-    let id = Id::new(Kind::Local).unwrap();
+    let id = new_id();
     std::thread::scope(|scope| {
         let run = &run;
         let threads: Vec<_> = (0..size)

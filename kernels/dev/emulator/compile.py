@@ -1,6 +1,6 @@
 """Compiles for the host what the emulator runs, and prints the path of it.
 
-    python3 kernels/dev/emulator/compile.py driver      its libcuda.so.1
+    python3 kernels/dev/emulator/compile.py driver      its libcuda.so.1 and libnccl.so.2
     python3 kernels/dev/emulator/compile.py NAME        a kernel, which the driver asks for at its first launch
 
 A kernel's text is that which the last build with `--features cuda` compiled (in target/cuda-kernels, or in the
@@ -132,7 +132,9 @@ def main():
     if name == "driver":
         text = (HERE / "driver.cpp").read_text()
         flags = ["-Wl,-soname,libcuda.so.1", f'-DCOMPILE="{sys.executable} {HERE / "compile.py"}"']
-        print(compiled(name, text, "libcuda.so.1", *flags, "-ldl").parent)
+        library = compiled(name, text, "libcuda.so.1", *flags, "-ldl")
+        nccl = compiled("nccl", (HERE / "nccl.cpp").read_text(), "libnccl.so.2")
+        print(f"{library.parent}:{nccl.parent}")
         return
     try:
         text = of_family(name)
