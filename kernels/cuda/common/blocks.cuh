@@ -67,10 +67,12 @@ struct Format<Blocks::kQ2_0> : Shape<64, 18, 64, 1, 2> {};
 
 // Where the one f16 is by which codes are multiplied.
 template <Blocks kBlocks>
-constexpr int kScale = kBlocks == Blocks::kTq1_0 ? 52 : kBlocks == Blocks::kTq2_0 ? 64 : 0;
+constexpr int kScale = kBlocks == Blocks::kTq1_0   ? 52
+                       : kBlocks == Blocks::kTq2_0 ? 64
+                                                   : 0;
 
-// Digit `n` of base 3 of each byte of a word, which is 256/243 times a number of five digits, rounded
-// up: times 3^n, what is above the digit is lost, and what is below it is the fraction.
+// Digit `n` of base 3 of each byte of a word, which is 256/243 times a number of five digits,
+// rounded up: times 3^n, what is above the digit is lost, and what is below it is the fraction.
 __device__ __forceinline__ uint32_t digits_of_three(uint32_t word, uint32_t n) {
   constexpr uint32_t kEven = 0x00ff00ff;
   // 1, 3, 9, 27, 81.

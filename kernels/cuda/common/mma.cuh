@@ -31,9 +31,9 @@ __device__ __forceinline__ void mma<__nv_bfloat16>(const uint32_t (&a)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same of 16x32 by 32x8 numbers of 8 bits with a sign, summed as integers. Lane 4 g + t has of A
-// rows g (a[0], a[2]) and g + 8 (a[1], a[3]), columns 4 t to 4 t + 3 and, of a[2] and a[3], 16 more;
-// of B such rows of column g; of D as above.
+// The same of 16x32 by 32x8 numbers of 8 bits with a sign, summed as integers. Lane 4 g + t has of
+// A rows g (a[0], a[2]) and g + 8 (a[1], a[3]), columns 4 t to 4 t + 3 and, of a[2] and a[3], 16
+// more; of B such rows of column g; of D as above.
 __device__ __forceinline__ void mma(const uint32_t (&a)[4], const uint32_t (&b)[2],
                                     int32_t (&d)[4]) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
