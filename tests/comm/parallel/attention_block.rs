@@ -11,8 +11,8 @@ use unsloth::ops::rope::{Positions, Rotation};
 use unsloth::{Context, DType, InOut, Stream, Workspace};
 
 use super::{
-    Gradient, Rows, assert_same, columns, columns_of, divided, greatest, groups, poisoned, rows,
-    run, unbound, unbound_ref,
+    Gradient, Rows, assert_same, columns, columns_of, divided, greatest, groups, of_parts,
+    poisoned, rows, run, unbound, unbound_ref,
 };
 use crate::common::reference::attention::Options;
 use crate::common::reference::attention_block::{Arithmetic, Block, Gradients as Exact};
@@ -361,6 +361,7 @@ fn forward_is_that_of_one_rank() {
         let exact = of(Arithmetic::Exact);
         let plain = rounded(case.dtype, &of(Arithmetic::Plain(case.dtype)));
         let terms = greatest(&exact) + (HEADS * DIM_V) as f64;
+        let terms = of_parts(terms, case.dtype, case.size, &exact);
         assert_flash_rule_of_sums("out", case.dtype, &got, &exact, &plain, terms);
     }
 }
@@ -531,8 +532,14 @@ fn check_gradients(case: &Case, tensors: &Tensors, all: &[Vec<TestTensor>]) {
         }
     }
     for (i, gradient) in gradients {
-        let dtype = if i == 0 { case.dtype } else { DType::F32 };
-        gradient.check(&format!("gradient {i}"), dtype, terms[i]);
+        let (dtype, terms) = match i {
+            0 => (
+                case.dtype,
+                of_parts(terms[0], case.dtype, case.size, &exact.dx),
+            ),
+            _ => (DType::F32, terms[i]),
+        };
+        gradient.check(&format!("gradient {i}"), dtype, terms);
     }
     if case.bias {
         let last: Vec<_> = all.iter().map(|all| all.last().unwrap().clone()).collect();

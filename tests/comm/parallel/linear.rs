@@ -123,7 +123,7 @@ fn check(case: &Case) {
         bias.map(magnitudes).as_deref(),
         residual.map(magnitudes).as_deref(),
     );
-    let most = super::greatest(&terms);
+    let mut most = super::greatest(&terms);
     let mut got = outs
         .iter()
         .map(TestTensor::values)
@@ -132,6 +132,7 @@ fn check(case: &Case) {
     let (mut exact, mut by_plain) = (Vec::new(), Vec::new());
     if is_row {
         got = case.rows.joined(&outs);
+        most = super::of_parts(most, case.dtype, case.size, &expected);
         (exact, by_plain) = (expected, plain);
     } else {
         for rank in 0..case.size {

@@ -9,7 +9,7 @@ use unsloth::ops::linear_cross_entropy::{self as head, Params};
 use unsloth::{Context, DType, Stream, TensorMut, TensorRef, Workspace};
 
 use super::vocabulary::{range, tables, vocabulary};
-use super::{Rows, assert_same, groups, poisoned, rows, unbound};
+use super::{Rows, assert_same, groups, of_parts, poisoned, rows, unbound};
 use crate::common::head::{EXACT, Inputs, Layer, PLAIN, greatest, run_in_workspace};
 use crate::common::reference::cross_entropy::{Loss, Tokens};
 use crate::common::{
@@ -204,7 +204,9 @@ fn check(case: &Case, dtype: DType) {
     let of_logits = 1.0 + 2.0 * inputs.terms_of_logits();
     let by = of_logits * case.scale(&exact).abs();
     let terms: Vec<f64> = exact.gradient_terms.iter().map(|t| t * by).collect();
-    let terms = inputs.terms_of_gradients(&terms);
+    let mut terms = inputs.terms_of_gradients(&terms);
+    let of_dx = of_parts(0.0, dtype, case.size, &of_exact.dx);
+    terms.dx.iter_mut().for_each(|t| *t = t.max(of_dx));
     let loss_terms: Vec<f64> = exact.loss_terms.iter().map(|t| t + of_logits).collect();
     let judge = |name, got: &TestTensor, exact: &[f64], plain: &[f64], terms| {
         let plain = rounded(DType::F32, plain);

@@ -7,8 +7,8 @@ use unsloth::ops::swiglu::{Activation, GateOrder};
 use unsloth::{Context, DType, InOut, Stream, Workspace};
 
 use super::{
-    Gradient, Rows, assert_same, columns, divided, greatest, groups, magnitudes, poisoned, rows,
-    run, unbound, unbound_ref,
+    Gradient, Rows, assert_same, columns, divided, greatest, groups, magnitudes, of_parts,
+    poisoned, rows, run, unbound, unbound_ref,
 };
 use crate::common::reference::mlp::{
     Arithmetic, Layer, Layers, Plain, mlp as reference, mlp_backward,
@@ -215,8 +215,10 @@ fn forward_is_that_of_one_rank() {
             };
             let plain = rounded(dtype, &of(Some(Plain::Activated(dtype))));
             // Sums of hundreds of terms of about one.
-            let terms = greatest(&of(None)) + INTERMEDIATE as f64;
-            assert_flash_rule_of_sums("out", dtype, &got, &of(None), &plain, terms);
+            let exact = of(None);
+            let terms = greatest(&exact) + INTERMEDIATE as f64;
+            let terms = of_parts(terms, dtype, size, &exact);
+            assert_flash_rule_of_sums("out", dtype, &got, &exact, &plain, terms);
         }
     }
 }
@@ -340,6 +342,7 @@ fn check_backward(case: &Case) {
     let dx: Vec<_> = all.iter().map(|all| all[0].clone()).collect();
     let plain_dx = rounded(case.dtype, &plain.dx);
     let most = greatest(&magnitudes(&bounds.dx));
+    let most = of_parts(most, case.dtype, case.size, &exact.dx);
     assert_gradient_rule(
         "dx",
         case.dtype,

@@ -18,6 +18,7 @@ use unsloth::comm::Comm;
 use unsloth::ops::parallel::Parallel;
 use unsloth::{Context, DType, Error, Layout, TensorMut, TensorRef, Workspace};
 
+use crate::common::rules::epsilon;
 use crate::common::workspace::with_workspace;
 use crate::common::{DeviceTensor, FLOATS, TestTensor, assert_gradient_rule, rounded};
 use crate::group::{SIZES, divisions, is_cuda};
@@ -194,6 +195,13 @@ impl Gradient {
 
 pub fn magnitudes(values: &[f64]) -> Vec<f64> {
     values.iter().map(|v| v.abs()).collect()
+}
+
+/// `terms` of a rule for sums over ranks, or what rounding every rank's part of them costs if that is
+/// more: as much as so many errors of half a unit in the last place, of either sign.
+pub fn of_parts(terms: f64, dtype: DType, size: usize, sums: &[f64]) -> f64 {
+    let rounded = 0.5 * epsilon(dtype) * greatest(sums) * (size as f64).sqrt();
+    terms.max(rounded / epsilon(DType::F32))
 }
 
 pub fn greatest(values: &[f64]) -> f64 {
