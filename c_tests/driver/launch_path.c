@@ -167,8 +167,21 @@ static void rows(void) {
   codes.x = cast.x;
   codes.out = make(UNSLOTH_DTYPE_I8, 3, HIDDEN, -1, -1);
   codes.scale = make(UNSLOTH_DTYPE_F32, 3, -1, -1, -1);
-  CHECK_FAILS(unsloth_quantize_forward(ctx, &codes, NULL), UNSLOTH_STATUS_UNSUPPORTED,
-              "quantize: ctx is on the cuda backend, which has no kernel for this operation");
+  CHECK_OK(unsloth_quantize_workspace_size(ctx, &codes, &codes.workspace_size));
+  CHECK(codes.workspace_size == 0);
+  CHECK_PATH(unsloth_quantize_forward(ctx, &codes, NULL), 1);
+  // One scale for all: what rows found, the scale; twice where a threshold follows from a mean.
+  codes.out = make(UNSLOTH_DTYPE_TERNARY, 3, HIDDEN, -1, -1);
+  codes.scale = make(UNSLOTH_DTYPE_F32, 1, -1, -1, -1);
+  codes.rule = UNSLOTH_QUANTIZE_ABSMEAN;
+  CHECK_OK(unsloth_quantize_workspace_size(ctx, &codes, &codes.workspace_size));
+  CHECK(codes.workspace_size == 4 * 8);
+  codes.workspace = memory(codes.workspace_size);
+  CHECK_PATH(unsloth_quantize_forward(ctx, &codes, NULL), 3);
+  codes.rule = UNSLOTH_QUANTIZE_THRESHOLD;
+  CHECK_PATH(unsloth_quantize_forward(ctx, &codes, NULL), 5);
+  codes.workspace_size -= 1;
+  CHECK(unsloth_quantize_forward(ctx, &codes, NULL) == UNSLOTH_STATUS_WORKSPACE_TOO_SMALL);
 
   unsloth_argmax_params argmax = UNSLOTH_ARGMAX_PARAMS_INIT;
   argmax.x = make(UNSLOTH_DTYPE_F32, 3, VOCAB, -1, -1);
@@ -301,6 +314,17 @@ static void blocks(void) {
   }
   linear.workspace_size -= 1;
   CHECK(unsloth_linear_forward(ctx, &linear, NULL) == UNSLOTH_STATUS_WORKSPACE_TOO_SMALL);
+
+  // By codes: x is rounded to codes first.
+  linear.weight = make(UNSLOTH_DTYPE_TERNARY, HIDDEN, HIDDEN, -1, -1);
+  linear.workspace_size = 0;
+  CHECK(unsloth_linear_forward(ctx, &linear, NULL) == UNSLOTH_STATUS_WORKSPACE_TOO_SMALL);
+  CHECK_OK(unsloth_linear_workspace_size(ctx, &linear, &linear.workspace_size));
+  linear.workspace = memory(linear.workspace_size);
+  CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 2);
+  // The sums as they are.
+  linear.out = make(UNSLOTH_DTYPE_F32, 65, HIDDEN, -1, -1);
+  CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 2);
 
   unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;
   mlp.x = bf16(2, HIDDEN, -1, -1);
