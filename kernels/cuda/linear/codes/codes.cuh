@@ -129,8 +129,8 @@ class Codes {
       const uint32_t row = min(place.row + g + 8 * e, p_.rows - 1);
       rows[e] = p_.x + row * p_.x_stride + step * kStep;
     }
-    // Of words of two bits each has four of x. Loads of many rows at a time would not fit
-    // registers.
+    // A word of ternary codes is multiplied by four words of x, one for each place of two bits.
+    // With many rows the four are not unrolled: all their loads at once would not fit registers.
 #pragma unroll(kEights == 1 ? 4 : 1)
     for (uint32_t i = 0; i < (kTernary ? 4 : 1); i++) {
       uint32_t a[4][4];
