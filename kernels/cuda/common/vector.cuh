@@ -18,6 +18,14 @@ template <class T>
 struct Vector {
   static constexpr int kWidth = 16 / sizeof(T);
 
+  // Minus infinities.
+  static __device__ __forceinline__ uint4 least() {
+    const uint32_t word = std::is_same_v<T, __half>          ? 0xfc00fc00
+                          : std::is_same_v<T, __nv_bfloat16> ? 0xff80ff80
+                                                             : 0xff800000;
+    return {word, word, word, word};
+  }
+
   static __device__ __forceinline__ void unpack(const uint4 &words, float (&to)[kWidth]) {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

@@ -8,7 +8,10 @@ pub const FAMILY: Family = Family {
     directory: "cross_entropy",
     architecture: Some((90, "a")),
     arguments: ARGUMENTS,
-    choices: &[("dtype", "a contract's Float")],
+    choices: &[
+        ("dtype", "a contract's Float"),
+        ("blocks", "of a cluster, which share a token"),
+    ],
 };
 
 const ARGUMENTS: &[Field] = &[

@@ -4,10 +4,13 @@
 // A block fills a multiprocessor and takes a token at a time. Its last warp, the producer, copies
 // chunks of the token's logits into a ring of stages; the other threads sum them and, once the sum
 // is known, store the gradient and give the stages back, into which the next token's logits come
-// meanwhile. Of logits that are longer than the ring the first chunks are given back once they are
-// summed, and are copied again behind the others: they are likely to be in the cache.
+// meanwhile. Where less than two tokens fit, no logits would be on their way while a sum is
+// awaited: two blocks of a cluster then share a token, each has a half of its logits, and they tell
+// each other their sums. Of logits that are longer than the ring the first chunks are given back
+// once they are summed, and are copied again behind the others: they are likely to be in the cache.
 #pragma once
 
+#include "common/cluster.cuh"
 #include "common/named_barrier.cuh"
 #include "common/rows.cuh"
 #include "common/tma.cuh"
@@ -23,12 +26,17 @@ constexpr int kWarps = kThreads / 32;
 // Vectors of 16 bytes that a thread has of a chunk.
 constexpr int kVectors = 2;
 constexpr int kChunk = kThreads * kVectors;
-constexpr int kStages = 14;
+constexpr int kStages = 28 / kVectors;
 
-// What logits come to: the greatest, the sum of exponentials of the distances from it, their sum.
+// What logits come to: the sum of their exponentials relative to that of `base`, which is one of
+// them, and where labels are smoothed their own sum.
 struct Sums {
-  float peak, exponentials, total;
+  float base, exponentials, total;
 };
+
+// How far above its base a logit may be. Few logits are that far above those before, and
+// exponentials of so few powers add up to no infinity.
+constexpr float kHeadroom = 8.0f;
 
 struct alignas(128) Shared {
   uint4 stages[kStages][kChunk];
@@ -36,6 +44,9 @@ struct alignas(128) Shared {
   Mbarrier empty[kStages];
   // Of warps: those of a token are read while those of the next are written.
   Sums sums[2][kWarps];
+  // Of the other block of a pair, likewise.
+  alignas(16) float4 of_other[2];
+  Mbarrier told[2];
 };
 
 // What a block may have.
@@ -44,6 +55,17 @@ static_assert(sizeof(Shared) <= kSharedBytes);
 
 __device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * kLog2E); }
 
+// Exponentials relative to a base of usual size are relative to the power of two next to the
+// base's: each is then one fused product and a power of two, and no rounding of the base counts.
+// The product may overflow where the base is greater.
+__device__ __forceinline__ bool has_power(float base) { return fabsf(base) < 1e38f; }
+__device__ __forceinline__ float power_of(float base) { return rintf(base * kLog2E); }
+
+// What takes exponentials from one base to a greater one.
+__device__ __forceinline__ float rebase(float from, float to) {
+  return has_power(to) ? exp2_approx(power_of(from) - power_of(to)) : exp_approx(from - to);
+}
+
 __device__ __forceinline__ int64_t target_of(uint32_t token, const Arguments &p) {
   const int64_t at = row_start(token, {p.targets_0, p.targets_1, p.targets_2}, p);
   const uint8_t *from = static_cast<const uint8_t *>(p.targets) + at;
@@ -51,58 +73,83 @@ __device__ __forceinline__ int64_t target_of(uint32_t token, const Arguments &p)
                         : *reinterpret_cast<const int32_t *>(from);
 }
 
-// A token's chunks. The first `again` are copied twice.
-struct Chunks {
-  uint32_t length, count, again;
+// What a block has of a token: its logits, or their half. The first `again` chunks are copied
+// twice.
+struct Share {
+  uint32_t first, length;  // in vectors
+  uint32_t count, again;   // chunks
 
-  __device__ __forceinline__ explicit Chunks(uint32_t length)
-      : length(length),
-        count((length + kChunk - 1) / kChunk),
-        again(count > kStages ? count - kStages : 0) {}
+  __device__ __forceinline__ Share(uint32_t of_token, uint32_t rank, uint32_t blocks) {
+    const uint32_t whole = (of_token + blocks - 1) / blocks;
+    first = rank * whole;
+    length = min(whole, of_token - first);
+    count = (length + kChunk - 1) / kChunk;
+    again = count > kStages ? count - kStages : 0;
+  }
 
-  // Vectors of one.
+  // Vectors of a chunk.
   __device__ __forceinline__ uint32_t vectors(uint32_t chunk) const {
     return min(length - chunk * kChunk, static_cast<uint32_t>(kChunk));
   }
 };
 
+// Blocks that share a token, this one's number among them, and the tokens that they have.
+template <int kBlocks>
+struct Place {
+  uint32_t rank = blockIdx.x % kBlocks, token = blockIdx.x / kBlocks, step = gridDim.x / kBlocks;
+};
+
 // By one thread.
+template <int kBlocks>
 __device__ __forceinline__ void produce(const Arguments &p, Shared &shared) {
-  const Chunks chunks(p.length);
+  const Place<kBlocks> place;
+  const Share share(p.length, place.rank, kBlocks);
   Ring<kStages> ring;
   const auto copy = [&](const uint4 *from, uint32_t chunk) {
-    const uint32_t bytes = chunks.vectors(chunk) * 16;
+    const uint32_t bytes = share.vectors(chunk) * 16;
     shared.empty[ring.stage].wait(ring.parity ^ 1);
     shared.full[ring.stage].arrive_expect(bytes);
     bulk_load_by_thread(shared_address(shared.stages[ring.stage]), from + chunk * kChunk, bytes,
                         &shared.full[ring.stage]);
     ring.advance();
   };
-  int64_t next = target_of(blockIdx.x, p);
-  for (uint32_t token = blockIdx.x; token < p.tokens; token += gridDim.x) {
+  if (place.token >= p.tokens) return;
+  int64_t next = target_of(place.token, p);
+  for (uint32_t token = place.token; token < p.tokens; token += place.step) {
     const int64_t target = next;
-    if (token + gridDim.x < p.tokens) next = target_of(token + gridDim.x, p);
+    if (token + place.step < p.tokens) next = target_of(token + place.step, p);
     if (target == p.ignore_index) continue;
     const int64_t start = row_start(token, {p.logits_0, p.logits_1, p.logits_2}, p);
     const auto *from = reinterpret_cast<const uint4 *>(static_cast<uint8_t *>(p.logits) + start);
-    for (uint32_t c = 0; c < chunks.count; c++) copy(from, c);
-    for (uint32_t c = 0; c < chunks.again; c++) copy(from, c);
+    from += share.first;
+    for (uint32_t c = 0; c < share.count; c++) copy(from, c);
+    for (uint32_t c = 0; c < share.again; c++) copy(from, c);
   }
 }
 
-template <class T>
+template <class T, int kBlocks>
 struct Consumer {
   using V = Vector<T>;
   static constexpr int kWidth = V::kWidth;
 
+  // What the gradient of a token's logits needs, times that of its loss.
+  struct Token {
+    uint32_t token;
+    uint32_t target_vector, target_column;
+    float lse, total;
+    float power;  // of two: what the exponentials add up to
+    float factor, spread, of_target;
+  };
+
   const Arguments &p;
   Shared &shared;
-  Chunks chunks;
+  const Place<kBlocks> place;
+  const Share share;
   Ring<kStages> ring = {};
   float scale_of_all = 1.0f;
 
   __device__ __forceinline__ Consumer(const Arguments &p, Shared &shared)
-      : p(p), shared(shared), chunks(p.length) {
+      : p(p), shared(shared), share(p.length, place.rank, kBlocks) {
     if (p.dloss != nullptr) scale_of_all *= *p.dloss;
     if (p.denominator != nullptr) scale_of_all /= *p.denominator;
   }
@@ -112,175 +159,258 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) shared.empty[stage].arrive();
   }
 
-  // The sums over a token's logits, in all threads; in one order whatever the grid.
-  __device__ __forceinline__ Sums sum(uint32_t half) {
+  // The sums over the logits of the token number `count` of this block, in all threads; in one
+  // order whatever the grid.
+  __device__ __forceinline__ Sums sum(uint32_t count) {
     // Below every logit but minus infinity, from which it has a distance.
-    float peak = -3.402823466e38f, exponentials = 0.0f, total = 0.0f;
-    for (uint32_t c = 0; c < chunks.count; c++) {
+    float base = -3.402823466e38f, exponentials = 0.0f, total = 0.0f;
+    float power = 0.0f;  // of the base
+    for (uint32_t c = 0; c < share.count; c++) {
       shared.full[ring.stage].wait(ring.parity);
-      const uint32_t vectors = chunks.vectors(c);
+      const uint32_t vectors = share.vectors(c);
+      float s[kVectors][kWidth];
 #pragma unroll
       for (int k = 0; k < kVectors; k++) {
         const uint32_t i = threadIdx.x + k * kThreads;
-        if (i >= vectors) break;
-        float s[kWidth];
-        V::unpack(shared.stages[ring.stage][i], s);
-        float next = peak;
+        V::unpack(i < vectors ? shared.stages[ring.stage][i] : V::least(), s[k]);
+      }
+      float greatest = s[0][0];
+#pragma unroll
+      for (int i = 1; i < kVectors * kWidth; i++)
+        greatest = fmaxf(greatest, s[i / kWidth][i % kWidth]);
+      if (greatest > base + kHeadroom) {
+        exponentials *= rebase(base, greatest);
+        base = greatest;
+        power = power_of(base);
+      }
+      float sums[kVectors] = {};
+      if (has_power(base)) {
 #pragma unroll
         for (int j = 0; j < kWidth; j++) {
-          next = fmaxf(next, s[j]);
-          total += s[j];
-        }
-        exponentials *= exp_approx(peak - next);
 #pragma unroll
-        for (int j = 0; j < kWidth; j++) exponentials += exp_approx(s[j] - next);
-        peak = next;
+          for (int k = 0; k < kVectors; k++) {
+            sums[k] += exp2_approx(fmaf(s[k][j], kLog2E, -power));
+          }
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kWidth; j++) {
+#pragma unroll
+          for (int k = 0; k < kVectors; k++) sums[k] += exp_approx(s[k][j] - base);
+        }
       }
-      if (c < chunks.again) give_back(ring.stage);
+#pragma unroll
+      for (int k = 0; k < kVectors; k++) exponentials += sums[k];
+      if (p.spread > 0.0f) {
+#pragma unroll
+        for (int k = 0; k < kVectors; k++) {
+          if (threadIdx.x + k * kThreads >= vectors) break;
+#pragma unroll
+          for (int j = 0; j < kWidth; j++) total += s[k][j];
+        }
+      }
+      if (c < share.again) give_back(ring.stage);
       ring.advance();
     }
-    const Sums of_warp = all_lanes({peak, exponentials, total});
+    const Sums of_warp = all_lanes({base, exponentials, total});
+    const uint32_t half = count & 1;
     if (threadIdx.x % 32 == 0) shared.sums[half][threadIdx.x / 32] = of_warp;
     named_barrier_sync(1, kThreads);
-    return all_lanes(shared.sums[half][threadIdx.x % kWarps], kWarps);
+    const Sums mine = all_lanes(shared.sums[half][threadIdx.x % kWarps], kWarps);
+    if constexpr (kBlocks == 1) return mine;
+    // The other block comes to this token's sums again only after it has these.
+    if (threadIdx.x == 0) {
+      shared.told[half].arrive_expect(sizeof(float4));
+      store_async({mine.base, mine.exponentials, mine.total, 0.0f},
+                  peer_address(&shared.of_other[half], place.rank ^ 1),
+                  peer_address(&shared.told[half], place.rank ^ 1));
+    }
+    shared.told[half].wait(count / 2 & 1);
+    const float4 told = shared.of_other[half];
+    const Sums other = {told.x, told.y, told.z};
+    return place.rank == 0 ? added(mine, other) : added(other, mine);
+  }
+
+  // In one order, so that both blocks have the same bits.
+  static __device__ __forceinline__ Sums added(const Sums &a, const Sums &b) {
+    const float base = fmaxf(a.base, b.base);
+    const float exponentials = a.exponentials * rebase(a.base, base);
+    return {base, fmaf(b.exponentials, rebase(b.base, base), exponentials), a.total + b.total};
   }
 
   // The sums of `lanes` neighbours, in each of them.
   static __device__ __forceinline__ Sums all_lanes(Sums mine, int lanes = 32) {
     constexpr uint32_t kAll = 0xffffffff;
-    float peak = mine.peak;
+    float base = mine.base;
 #pragma unroll
     for (int step = 1; step < lanes; step *= 2) {
-      peak = fmaxf(peak, __shfl_xor_sync(kAll, peak, step));
+      base = fmaxf(base, __shfl_xor_sync(kAll, base, step));
     }
-    float exponentials = mine.exponentials * exp_approx(mine.peak - peak);
+    float exponentials = mine.exponentials * rebase(mine.base, base);
     float total = mine.total;
 #pragma unroll
     for (int step = 1; step < lanes; step *= 2) {
       exponentials += __shfl_xor_sync(kAll, exponentials, step);
       total += __shfl_xor_sync(kAll, total, step);
     }
-    return {peak, exponentials, total};
+    return {base, exponentials, total};
   }
 
   // Stores the gradient of a chunk, and the token's loss if its target is there.
   __device__ __forceinline__ void differentiate(const uint4 *stage, uint32_t chunk, uint4 *to,
-                                                uint32_t token, int64_t target, const Sums &sums,
-                                                float lse, float factor, float scale) {
-    const uint32_t vectors = chunks.vectors(chunk);
+                                                const Token &t) {
+    const uint32_t vectors = share.vectors(chunk);
+    float s[kVectors][kWidth], g[kVectors][kWidth];
+#pragma unroll
+    for (int k = 0; k < kVectors; k++) {
+      const uint32_t i = threadIdx.x + k * kThreads;
+      V::unpack(i < vectors ? stage[i] : V::least(), s[k]);
+    }
+    if (has_power(t.lse)) {
+#pragma unroll
+      for (int i = 0; i < kVectors * kWidth; i++) {
+        const float of = s[i / kWidth][i % kWidth];
+        g[i / kWidth][i % kWidth] =
+            fmaf(exp2_approx(fmaf(of, kLog2E, -t.power)), t.factor, -t.spread);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectors * kWidth; i++) {
+        const float of = s[i / kWidth][i % kWidth];
+        g[i / kWidth][i % kWidth] = fmaf(exp_approx(of - t.lse), t.factor, -t.spread);
+      }
+    }
 #pragma unroll
     for (int k = 0; k < kVectors; k++) {
       const uint32_t i = threadIdx.x + k * kThreads;
       if (i >= vectors) break;
-      float s[kWidth], g[kWidth];
-      V::unpack(stage[i], s);
-      const uint32_t at = chunk * kChunk + i;
-#pragma unroll
-      for (int j = 0; j < kWidth; j++) g[j] = fmaf(exp_approx(s[j] - lse), factor, -p.spread);
-      if (at == target / kWidth) {
-        const int column = target % kWidth;
+      const uint32_t at = share.first + chunk * kChunk + i;
+      if (at == t.target_vector) {
 #pragma unroll
         for (int j = 0; j < kWidth; j++) {
-          if (j == column) {
-            g[j] -= 1.0f - p.label_smoothing;
-            store_loss(token, s[j], sums, lse);
+          if (j == static_cast<int>(t.target_column)) {
+            g[k][j] -= t.of_target;
+            store_loss(t, s[k][j]);
           }
         }
       }
-#pragma unroll
-      for (int j = 0; j < kWidth; j++) g[j] *= scale;
-      to[at] = V::packed(g);
+      to[at] = V::packed(g[k]);
     }
   }
 
-  __device__ __forceinline__ void store_loss(uint32_t token, float of_target, const Sums &sums,
-                                             float lse) {
+  __device__ __forceinline__ void store_loss(const Token &t, float of_target) {
     if (p.losses == nullptr) return;
     // Logits may be minus infinity where no probability is spread over them.
-    const float smooth = p.spread > 0.0f ? p.spread * sums.total : 0.0f;
-    p.losses[token] = lse - (1.0f - p.label_smoothing) * of_target - smooth + p.z_loss * lse * lse;
+    const float smooth = p.spread > 0.0f ? p.spread * t.total : 0.0f;
+    p.losses[t.token] =
+        t.lse - (1.0f - p.label_smoothing) * of_target - smooth + p.z_loss * t.lse * t.lse;
   }
 
   __device__ __forceinline__ void ignore(uint32_t token, uint4 *to) {
-    for (uint32_t i = threadIdx.x; i < p.length; i += kThreads) to[i] = {0, 0, 0, 0};
-    if (threadIdx.x != 0) return;
+    to += share.first;
+    for (uint32_t i = threadIdx.x; i < share.length; i += kThreads) to[i] = {0, 0, 0, 0};
+    if (threadIdx.x != 0 || place.rank != 0) return;
     if (p.losses != nullptr) p.losses[token] = 0.0f;
     if (p.lses != nullptr) p.lses[token] = 0.0f;
   }
 
-  __device__ __forceinline__ void take(uint32_t token, int64_t target, uint4 *to, uint32_t half) {
+  __device__ __forceinline__ void take(uint32_t token, int64_t target, uint4 *to, uint32_t count) {
     Ring<kStages> kept = ring;
-    for (uint32_t c = 0; c < chunks.again; c++) kept.advance();
-    const Sums sums = sum(half);
-    const float lse = sums.peak + logf(sums.exponentials);
-    const float factor = 1.0f + 2.0f * p.z_loss * lse;
+    for (uint32_t c = 0; c < share.again; c++) kept.advance();
+    const Sums sums = sum(count);
     const bool inside = target >= 0 && target < static_cast<int64_t>(p.length) * kWidth;
-    const float nan = __uint_as_float(0x7fffffff);
-    const float scale = inside ? scale_of_all : nan;
-    if (threadIdx.x == 0) {
-      if (p.lses != nullptr) p.lses[token] = lse;
-      if (!inside) store_loss(token, nan, sums, lse);
+    const float scale = inside ? scale_of_all : __uint_as_float(0x7fffffff);
+    Token t;
+    t.token = token;
+    t.target_vector = inside ? target / kWidth : UINT32_MAX;
+    t.target_column = inside ? target % kWidth : 0;
+    t.total = sums.total;
+    if (has_power(sums.base)) {
+      const float power = power_of(sums.base);
+      t.lse = fmaf(power, kLn2, logf(sums.exponentials));
+      t.power = power + log2f(sums.exponentials);
+    } else {
+      t.lse = sums.base + logf(sums.exponentials);
+      t.power = 0.0f;
     }
-    for (uint32_t c = chunks.again; c < chunks.count; c++) {
+    t.factor = scale * (1.0f + 2.0f * p.z_loss * t.lse);
+    t.spread = scale * p.spread;
+    t.of_target = scale * (1.0f - p.label_smoothing);
+    if (threadIdx.x == 0 && place.rank == 0) {
+      if (p.lses != nullptr) p.lses[token] = t.lse;
+      if (!inside) store_loss(t, scale);
+    }
+    for (uint32_t c = share.again; c < share.count; c++) {
       const uint4 *stage = shared.stages[kept.stage];
-      differentiate(stage, c, to, token, target, sums, lse, factor, scale);
+      differentiate(stage, c, to, t);
       give_back(kept.stage);
       kept.advance();
     }
-    for (uint32_t c = 0; c < chunks.again; c++) {
+    for (uint32_t c = 0; c < share.again; c++) {
       shared.full[ring.stage].wait(ring.parity);
       const uint4 *stage = shared.stages[ring.stage];
-      differentiate(stage, c, to, token, target, sums, lse, factor, scale);
+      differentiate(stage, c, to, t);
       give_back(ring.stage);
       ring.advance();
     }
   }
 
   __device__ __forceinline__ void run() {
-    int64_t next = target_of(blockIdx.x, p);
-    uint32_t half = 0;
-    for (uint32_t token = blockIdx.x; token < p.tokens; token += gridDim.x) {
+    if (place.token >= p.tokens) return;
+    int64_t next = target_of(place.token, p);
+    uint32_t count = 0;
+    for (uint32_t token = place.token; token < p.tokens; token += place.step) {
       const int64_t target = next;
-      if (token + gridDim.x < p.tokens) next = target_of(token + gridDim.x, p);
+      if (token + place.step < p.tokens) next = target_of(token + place.step, p);
       const int64_t start = row_start(token, {p.dlogits_0, p.dlogits_1, p.dlogits_2}, p);
       uint4 *to = reinterpret_cast<uint4 *>(static_cast<uint8_t *>(p.dlogits) + start);
       if (target == p.ignore_index) {
         ignore(token, to);
       } else {
-        take(token, target, to, half);
-        half ^= 1;
+        take(token, target, to, count);
+        count++;
       }
     }
   }
 };
 
-template <class T>
+template <class T, int kBlocks>
 __device__ __forceinline__ void cross_entropy(const Arguments &p) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   Shared &shared = *reinterpret_cast<Shared *>(dynamic);
   if (threadIdx.x < kStages) {
     shared.full[threadIdx.x].init(1);
     shared.empty[threadIdx.x].init(kWarps);
+    if (threadIdx.x < 2) shared.told[threadIdx.x].init(1);
     fence_mbarrier_init();
   }
-  __syncthreads();
+  if constexpr (kBlocks == 1) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
   if (threadIdx.x < kThreads) {
-    Consumer<T>(p, shared).run();
+    Consumer<T, kBlocks>(p, shared).run();
   } else if (threadIdx.x == kThreads) {
-    produce(p, shared);
+    produce<kBlocks>(p, shared);
   }
 }
 
 }  // namespace unsloth
 
-// Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_CROSS_ENTROPY(name, type)                                 \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads + 32, 1) \
-      name(const __grid_constant__ CrossEntropyRingArguments params) {    \
-    unsloth::cross_entropy<type>(params);                                 \
-  }                                                                       \
-  extern "C" __device__ const CrossEntropyRingLaunch name##_launch = {    \
-      static_cast<int32_t>(unsloth::kDtype<type>),                        \
-      unsloth::kThreads + 32,                                             \
-      unsloth::kSharedBytes,                                              \
+// Instantiates a kernel whose tokens have a block each, and one whose tokens have a cluster of two,
+// and beside them what the host must know of them.
+#define UNSLOTH_CROSS_ENTROPY_OF(name, type, blocks)                                              \
+  extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(                    \
+      unsloth::kThreads + 32, 1) name(const __grid_constant__ CrossEntropyRingArguments params) { \
+    unsloth::cross_entropy<type, blocks>(params);                                                 \
+  }                                                                                               \
+  extern "C" __device__ const CrossEntropyRingLaunch name##_launch = {                            \
+      static_cast<int32_t>(unsloth::kDtype<type>),                                                \
+      blocks,                                                                                     \
+      unsloth::kThreads + 32,                                                                     \
+      unsloth::kSharedBytes,                                                                      \
   };
+#define UNSLOTH_CROSS_ENTROPY(dtype, type)                             \
+  UNSLOTH_CROSS_ENTROPY_OF(cross_entropy_ring_tokens_##dtype, type, 1) \
+  UNSLOTH_CROSS_ENTROPY_OF(cross_entropy_ring_pairs_##dtype, type, 2)

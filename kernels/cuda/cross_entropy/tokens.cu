@@ -1,5 +1,6 @@
+// A block for each token, and a cluster of two for each.
 #include "ring.cuh"
 
-UNSLOTH_CROSS_ENTROPY(cross_entropy_ring_tokens_f32, float)
-UNSLOTH_CROSS_ENTROPY(cross_entropy_ring_tokens_f16, __half)
-UNSLOTH_CROSS_ENTROPY(cross_entropy_ring_tokens_bf16, __nv_bfloat16)
+UNSLOTH_CROSS_ENTROPY(f32, float)
+UNSLOTH_CROSS_ENTROPY(f16, __half)
+UNSLOTH_CROSS_ENTROPY(bf16, __nv_bfloat16)

@@ -17,6 +17,7 @@
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __maxnreg__(...)
 #define __forceinline__ inline
 #define __noinline__

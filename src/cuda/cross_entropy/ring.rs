@@ -16,6 +16,9 @@ use crate::tensor::RawTensor;
 
 /// Bytes of a token's logits below which a block of this size has too little to do.
 const MIN_BYTES: usize = 16 << 10;
+/// Bytes of a token's logits from which on two blocks share it: of longer ones, less than two tokens
+/// fit a block's ring.
+const PAIR_BYTES: usize = 112 << 10;
 
 /// None on other devices, and in builds without them.
 pub(super) struct Kernels {
@@ -41,8 +44,12 @@ impl Kernels {
     pub fn choose(&self, p: &Problem) -> Option<&Kernel<Arguments>> {
         let bytes = p.vocab() * p.logits.dtype.size();
         let suits = p.dlogits.is_some() && p.softcap == 0.0 && bytes >= MIN_BYTES;
+        let blocks = if bytes > PAIR_BYTES { 2 } else { 1 };
         let mut kernels = self.kernels.iter().filter(|_| suits);
-        kernels.find(|kernel| kernel.choices.dtype == p.logits.dtype as u32)
+        kernels.find(|kernel| {
+            let choices = kernel.choices;
+            choices.dtype == p.logits.dtype as u32 && choices.blocks == blocks
+        })
     }
 
     /// Queues the losses and the gradients of a launch's tokens.
@@ -96,7 +103,9 @@ impl Kernels {
             spread: p.label_smoothing / p.vocab() as f32,
             z_loss: p.z_loss,
         };
-        let blocks = launch.num_rows().min(self.multiprocessors) as u32;
+        let per_token = kernel.choices.blocks as usize;
+        let tokens_at_once = (self.multiprocessors / per_token).max(1);
+        let blocks = (per_token * launch.num_rows().min(tokens_at_once)) as u32;
         // SAFETY: the caller's promise.
         unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }
     }

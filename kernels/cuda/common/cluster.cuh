@@ -1,0 +1,37 @@
+// Blocks of a cluster, which reach each other's shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "memory.cuh"
+
+namespace unsloth {
+
+// Waits for all threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// Where what lies at an address of this block's shared memory lies in that of block `rank`.
+__device__ __forceinline__ uint32_t peer_address(const void *mine, uint32_t rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(mine)), "r"(rank));
+  return address;
+}
+
+// Stores to another block's shared memory. Its barrier there counts the 16 bytes once they can be
+// read.
+__device__ __forceinline__ void store_async(const float4 &value, uint32_t to, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
+}
+
+}  // namespace unsloth

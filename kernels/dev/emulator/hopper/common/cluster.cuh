@@ -1,0 +1,16 @@
+// Blocks of a cluster: refused on the host, where blocks run one after the other.
+#pragma once
+
+#include <cstdint>
+
+#include "device.h"
+
+namespace unsloth {
+
+inline void cluster_sync() { machine::block->fail("blocks of a cluster wait for each other"); }
+
+inline uint32_t peer_address(const void *, uint32_t) { return 0; }
+
+inline void store_async(const float4 &, uint32_t, uint32_t) {}
+
+}  // namespace unsloth
