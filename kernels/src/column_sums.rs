@@ -10,15 +10,27 @@ use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 const COLUMNS: u32 = 32;
 const SHARERS: u32 = 32;
 
-/// What a thread has of a column of `[rows, columns]`: every 32nd row.
+/// What a thread has of a column of `[rows, columns]`: every 32nd row, four on their way at a time.
 #[cube]
 fn part(shares: &Array<f32>, rows: u32, columns: u32, column: u32, sharer: u32) -> f32 {
     let mut sum = 0.0f32;
     if column < columns {
+        let step = SHARERS as usize * columns as usize;
         let mut row = sharer;
+        let mut at = sharer as usize * columns as usize + column as usize;
+        while row + 3 * SHARERS < rows {
+            let a = shares[at];
+            let b = shares[at + step];
+            let c = shares[at + 2 * step];
+            let d = shares[at + 3 * step];
+            sum += (a + b) + (c + d);
+            row += 4 * SHARERS;
+            at += 4 * step;
+        }
         while row < rows {
-            sum += shares[row as usize * columns as usize + column as usize];
+            sum += shares[at];
             row += SHARERS;
+            at += step;
         }
     }
     sum

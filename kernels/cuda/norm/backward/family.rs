@@ -13,6 +13,10 @@ pub const FAMILY: Family = Family {
         ("dtype", "a contract's Float"),
         ("centered", "whether it is LayerNorm's"),
         ("residual", "whether a residual's gradient is added"),
+        (
+            "refill",
+            "when stages are filled again, as the argument; 3 as that says",
+        ),
         ("vectors", "that a thread has of a row at most"),
         ("stages", "of a ring at most"),
         (
@@ -62,6 +66,11 @@ const ARGUMENTS: &[Field] = &[
         "that share a row: 32 to 512, a power of two",
     ),
     field(Type::U32, "stages", "of a slot's ring, two or more"),
+    field(
+        Type::U32,
+        "refill",
+        "when: 0 at once, 1 before the next row's sums, 2 after them",
+    ),
     field(
         Type::U32,
         "size_1",

@@ -23,6 +23,10 @@ constexpr int kWarps = kThreads / 32;
 // Vectors of 16 bytes that a thread has of a row.
 constexpr int kVectors = 4;
 constexpr int kMaxStages = 8;
+// When a slot's first thread refills the stage of the row before. What is best depends on how reads
+// and writes of all blocks fall together, which only a measurement tells: as soon as all have left
+// it, which they are waited for; before the next row's sums are added; or after, when nobody waits.
+enum Refill : uint32_t { kAtOnce, kBeforeSums, kAfterSums, kAsTold };
 // What a block may have.
 constexpr int kSharedBytes = 227 * 1024;
 
@@ -30,9 +34,10 @@ constexpr int kSharedBytes = 227 * 1024;
 struct Shared {
   // By slot and stage.
   Mbarrier full[kWarps * kMaxStages];
+  Mbarrier empty[kWarps * kMaxStages];
   // Sums of warps: those of one row are read while those of the next are written.
-  float means[2][kWarps];
-  float sums[2][3][kWarps];
+  float means[2][1][kWarps];
+  float sums[2][4][kWarps];
 };
 
 constexpr int kHeadBytes = (sizeof(Shared) + 127) / 128 * 128;
@@ -69,12 +74,15 @@ __device__ __forceinline__ void load_gains(const Arguments &p, uint32_t i,
   for (int j = 0; j < kWidth; j++) to[j] += p.weight_offset;
 }
 
-template <class T, bool kCentered, bool kResidual>
+template <class T, bool kCentered, bool kResidual, Refill kRefill>
 struct Backward {
   using V = Vector<T>;
   static constexpr int kWidth = V::kWidth;
   static constexpr int kTensors = 2 + kResidual;
-  static constexpr int kSums = 2 + kCentered;
+  // The mean of f32 is known before distances from it are summed. Those of 16 bits are summed about
+  // a pivot near the mean in the same pass, at a rounding that their own hides.
+  static constexpr bool kPivots = kCentered && sizeof(T) == 2;
+  static constexpr int kSums = 2 + kCentered + kPivots;
 
   const Arguments &p;
   Shared &shared;
@@ -97,6 +105,11 @@ struct Backward {
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     slot = warp / (p.threads / 32);
     lane = threadIdx.x - slot * p.threads;
+  }
+
+  // RMSNorm's kernels are made for one time of refilling: told, they are a tenth slower.
+  __device__ __forceinline__ bool refills(Refill when) const {
+    return kRefill == kAsTold ? p.refill == when : kRefill == when;
   }
 
   __device__ __forceinline__ uint32_t row_bytes() const { return p.length * 16; }
@@ -167,8 +180,14 @@ struct Backward {
     }
     if constexpr (N > 2) {
       const bool upper = id & 2;
-      const float third = v[2] + __shfl_xor_sync(kAll, v[2], 1);
-      mine = (upper ? third : mine) + __shfl_xor_sync(kAll, upper ? mine : third, 2);
+      float others;
+      if constexpr (N > 3) {
+        const bool odd = id & 1;
+        others = (odd ? v[3] : v[2]) + __shfl_xor_sync(kAll, odd ? v[2] : v[3], 1);
+      } else {
+        others = v[2] + __shfl_xor_sync(kAll, v[2], 1);
+      }
+      mine = (upper ? others : mine) + __shfl_xor_sync(kAll, upper ? mine : others, 2);
     } else {
       mine += __shfl_xor_sync(kAll, mine, 2);
     }
@@ -192,15 +211,27 @@ struct Backward {
     }
   }
 
-  // Sums a row, stores its dx, and adds to the shares. `next` begins once all threads of the slot
-  // have left the row before.
-  template <class Next>
-  __device__ __forceinline__ void take(uint32_t row, uint32_t stage, uint32_t half, Next next) {
+  // The mean of a row's first vector. Whatever the row, it is so near the mean that distances from
+  // it lose less than their roundings: of n elements with variance v, eight of mean m have m² <= v
+  // n / 8.
+  __device__ __forceinline__ float pivot(const uint4 *xs) const {
+    float first[kWidth], sum = 0.0f;
+    V::unpack(xs[0], first);
+#pragma unroll
+    for (int j = 0; j < kWidth; j++) sum += first[j];
+    return sum / kWidth;
+  }
+
+  // Sums a row, stores its dx, and adds to the shares.
+  template <class Refill>
+  __device__ __forceinline__ void take(uint32_t row, uint32_t stage, uint32_t half, Refill refill) {
     const uint4 *xs = reinterpret_cast<const uint4 *>(stage_at(stage));
     const uint4 *douts = xs + p.length;
     const uint4 *residuals = douts + p.length;
     float mean = 0.0f;
-    if constexpr (kCentered) {
+    if constexpr (kPivots) {
+      mean = pivot(xs);
+    } else if constexpr (kCentered) {
       float sum[1] = {};
       for_vectors([&](int, uint32_t i) {
         float x[kWidth];
@@ -208,8 +239,7 @@ struct Backward {
 #pragma unroll
         for (int j = 0; j < kWidth; j++) sum[0] += x[j];
       });
-      reduce(sum, &shared.means[half]);
-      next();
+      reduce(sum, shared.means[half]);
       mean = sum[0] * p.inverse_length;
     }
     float sums[kSums] = {};
@@ -224,13 +254,21 @@ struct Backward {
         sums[0] = fmaf(d, d, sums[0]);
         sums[1] = fmaf(t, d, sums[1]);
         if constexpr (kCentered) sums[2] += t;
+        if constexpr (kPivots) sums[3] += d;
       }
     });
+    if (refills(kBeforeSums)) refill();
     reduce(sums, shared.sums[half]);
-    if constexpr (!kCentered) next();
+    if (refills(kAfterSums)) refill();
+    if constexpr (kPivots) {
+      const float shift = sums[3] * p.inverse_length;
+      mean += shift;
+      sums[0] = fmaxf(fmaf(-shift, sums[3], sums[0]), 0.0f);
+      sums[1] = fmaf(-shift, sums[2], sums[1]);
+    }
     const float scale = rsqrtf(sums[0] * p.inverse_length + p.epsilon);
-    const float product = sums[1] * p.inverse_length * scale * scale;
-    const float gradient = kCentered ? sums[kSums - 1] * p.inverse_length * scale : 0.0f;
+    const float back = -sums[1] * p.inverse_length * scale * scale * scale;
+    const float gradient = kCentered ? sums[kCentered ? 2 : 0] * p.inverse_length * scale : 0.0f;
     const Strides by = {p.dx_0, p.dx_1, p.dx_2};
     uint4 *dx = reinterpret_cast<uint4 *>(static_cast<uint8_t *>(p.dx) + row_start(row, by, p));
     for_vectors([&](int k, uint32_t i) {
@@ -240,10 +278,10 @@ struct Backward {
       gains_of(k, i, w);
 #pragma unroll
       for (int j = 0; j < kWidth; j++) {
-        const float normal = (x[j] - mean) * scale;
-        dweight[k][j] = fmaf(g[j], normal, dweight[k][j]);
+        const float d = x[j] - mean, scaled = g[j] * scale;
+        dweight[k][j] = fmaf(scaled, d, dweight[k][j]);
         if constexpr (kCentered) dbias[k][j] += g[j];
-        y[j] = fmaf(g[j] * w[j], scale, fmaf(-normal, product, -gradient));
+        y[j] = fmaf(scaled, w[j], kCentered ? fmaf(d, back, -gradient) : d * back);
       }
       if constexpr (kResidual) {
         float more[kWidth];
@@ -288,6 +326,7 @@ struct Backward {
   __device__ __forceinline__ void run() {
     if (threadIdx.x < kWarps * kMaxStages) {
       shared.full[threadIdx.x].init(1);
+      shared.empty[threadIdx.x].init(p.threads / 32);
       fence_mbarrier_init();
     }
     __syncthreads();
@@ -306,11 +345,22 @@ struct Backward {
     }
     uint32_t stage = 0, parity = 0, i = 0;
     for (uint32_t row = row_of(0); row < p.rows; row = row_of(++i)) {
+      // Lets the row that comes next into the stage that the row before has left.
+      const auto refill = [&] {
+        if (lane != 0 || i == 0) return;
+        const uint32_t before = (stage == 0 ? p.stages : stage) - 1;
+        if (!refills(kAfterSums)) {
+          shared.empty[slot * kMaxStages + before].wait(stage == 0 ? parity ^ 1 : parity);
+        }
+        start(i - 1 + p.stages, before);
+      };
+      if (refills(kAtOnce)) refill();
       shared.full[slot * kMaxStages + stage].wait(parity);
-      take(row, stage, i & 1, [&] {
-        // The row before has left its stage.
-        if (lane == 0 && i > 0) start(i - 1 + p.stages, (stage == 0 ? p.stages : stage) - 1);
-      });
+      take(row, stage, i & 1, refill);
+      if (!refills(kAfterSums)) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) shared.empty[slot * kMaxStages + stage].arrive();
+      }
       if (++stage == p.stages) {
         stage = 0;
         parity ^= 1;
@@ -323,27 +373,28 @@ struct Backward {
   }
 };
 
-template <class T, bool kCentered, bool kResidual>
+template <class T, bool kCentered, bool kResidual, Refill kRefill>
 __device__ __forceinline__ void backward(const Arguments &p) {
   extern __shared__ __align__(128) uint8_t dynamic[];
-  Backward<T, kCentered, kResidual>(p, dynamic).run();
+  Backward<T, kCentered, kResidual, kRefill>(p, dynamic).run();
 }
 
 }  // namespace unsloth
 
 // Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_NORM_BACKWARD(name, type, centered, residual)          \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)   \
-      name(const __grid_constant__ NormBackwardRingArguments params) { \
-    unsloth::backward<type, centered, residual>(params);               \
-  }                                                                    \
-  extern "C" __device__ const NormBackwardRingLaunch name##_launch = { \
-      static_cast<int32_t>(unsloth::kDtype<type>),                     \
-      centered,                                                        \
-      residual,                                                        \
-      unsloth::kVectors,                                               \
-      unsloth::kMaxStages,                                             \
-      unsloth::kHeadBytes,                                             \
-      unsloth::kThreads,                                               \
-      unsloth::kSharedBytes,                                           \
+#define UNSLOTH_NORM_BACKWARD(name, type, centered, residual, refill)     \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)      \
+      name(const __grid_constant__ NormBackwardRingArguments params) {    \
+    unsloth::backward<type, centered, residual, unsloth::refill>(params); \
+  }                                                                       \
+  extern "C" __device__ const NormBackwardRingLaunch name##_launch = {    \
+      static_cast<int32_t>(unsloth::kDtype<type>),                        \
+      centered,                                                           \
+      residual,                                                           \
+      unsloth::refill,                                                    \
+      unsloth::kVectors,                                                  \
+      unsloth::kMaxStages,                                                \
+      unsloth::kHeadBytes,                                                \
+      unsloth::kThreads,                                                  \
+      unsloth::kSharedBytes,                                              \
   };

@@ -31,6 +31,7 @@ pub(super) struct Form<'a> {
     threads: usize,
     /// Rows on their way to these threads, and the one that they have.
     stages: usize,
+    refill: Refill,
     /// Blocks of a launch.
     pub groups: usize,
 }
@@ -57,12 +58,17 @@ impl Kernels {
         if bytes / VECTOR < MIN_VECTORS || (few && good) {
             return None;
         }
-        let kernel = self.kernels.iter().find(|kernel| {
-            let choices = kernel.choices;
-            choices.dtype == p.x.dtype as u32
-                && choices.centered == u32::from(p.centered)
-                && choices.residual == u32::from(p.dresidual.is_some())
-        })?;
+        let of = |refill: Option<Refill>| {
+            self.kernels.iter().find(|kernel| {
+                let choices = kernel.choices;
+                choices.dtype == p.x.dtype as u32
+                    && choices.centered == u32::from(p.centered)
+                    && choices.residual == u32::from(p.dresidual.is_some())
+                    && refill.is_none_or(|r| [r as u32, AS_TOLD].contains(&choices.refill))
+            })
+        };
+        // All of them have blocks alike.
+        let kernel = of(None)?;
         let gains = match p.centered {
             true => p.dim() * size_of::<f32>(),
             false => 0,
@@ -75,15 +81,27 @@ impl Kernels {
             vectors: kernel.choices.vectors as usize,
             stages: kernel.choices.stages as usize,
         };
-        let (threads, stages) = block.part(bytes / VECTOR, tensors * bytes, p.centered)?;
+        let (threads, stages, refill) = block.part(bytes / VECTOR, tensors * bytes, p.centered)?;
         Some(Form {
-            kernel,
+            kernel: of(Some(refill))?,
             threads,
             stages,
+            refill,
             groups: rows.min(self.multiprocessors),
         })
     }
 }
+
+/// When the stage of a row that is done is filled again.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Refill {
+    AtOnce = 0,
+    BeforeSums = 1,
+    AfterSums = 2,
+}
+
+/// Of a kernel that takes the [`Refill`] as an argument.
+const AS_TOLD: u32 = 3;
 
 /// What a block has: threads, bytes for stages; at most, vectors of a thread and stages of a ring.
 struct Block {
@@ -94,26 +112,30 @@ struct Block {
 }
 
 impl Block {
-    /// Threads that share a row of so many vectors, and stages of their ring, which take so many
-    /// bytes each. Measured on an H200: too many bytes on their way are as slow as too few.
-    fn part(&self, vectors: usize, bytes: usize, centered: bool) -> Option<(usize, usize)> {
+    /// Threads that share a row of so many vectors, stages of their ring, which take so many bytes
+    /// each, and when these are filled again. Measured on an H200: too many bytes on their way are as
+    /// slow as too few.
+    fn part(&self, vectors: usize, bytes: usize, centered: bool) -> Option<(usize, usize, Refill)> {
         /// Bytes of all stages that a single ring may fill.
         const SINGLE: usize = 160 << 10;
-        // LayerNorm sums a row twice, which costs less with few threads; others wait less for their
-        // row with two vectors each. Within a warp nobody waits.
+        // LayerNorm costs a thread more for each row, and less with few threads; others wait less for
+        // their row with two vectors each. Within a warp nobody waits.
         let wide = centered || vectors <= 32 * self.vectors;
         let sharers = vectors.div_ceil(if wide { self.vectors } else { 2 });
         let most = vectors.div_ceil(self.vectors).next_power_of_two();
         let threads = sharers.next_power_of_two().clamp(32, self.threads.max(32));
         let slots = self.threads / threads;
-        let wanted = match (threads, slots) {
-            (32, _) => 2 + usize::from(centered),
-            _ if centered => 2,
-            (_, 1) => (SINGLE / bytes).max(3),
-            _ => 3,
+        let (wanted, refill) = match (threads, slots) {
+            (32, _) => (2 + usize::from(centered), Refill::AfterSums),
+            (_, 1) if centered => (2, Refill::AtOnce),
+            _ if centered => (2, Refill::BeforeSums),
+            // Rows that take all vectors of all threads.
+            (_, 1) if 2 * threads < vectors => (2, Refill::BeforeSums),
+            (_, 1) => ((SINGLE / bytes).max(3), Refill::AfterSums),
+            _ => (3, Refill::AfterSums),
         };
         let stages = wanted.min(self.room / (slots * bytes)).min(self.stages);
-        (most <= self.threads && stages >= 2).then_some((threads, stages))
+        (most <= self.threads && stages >= 2).then_some((threads, stages, refill))
     }
 }
 
@@ -161,6 +183,7 @@ impl Form<'_> {
             length: (p.dim() * p.x.dtype.size() / VECTOR) as u32,
             threads: self.threads as u32,
             stages: self.stages as u32,
+            refill: self.refill as u32,
             size_1: size_1.size,
             size_1_multiplier: size_1.multiplier,
             size_1_shift: size_1.shift,
@@ -183,18 +206,19 @@ mod tests {
 
     #[test]
     fn a_block_is_parted_by_the_length_of_rows() {
-        // Of 16 bits: elements, tensors in the ring, whether centred; threads and stages.
+        use Refill::{AfterSums, AtOnce, BeforeSums};
+        // Of 16 bits: elements, tensors in the ring, whether centred; threads, stages, refills.
         let cases = [
-            (256, 2, false, Some((32, 2))),
-            (768, 2, false, Some((32, 2))),
-            (768, 2, true, Some((32, 3))),
-            (2048, 2, false, Some((128, 3))),
-            (4096, 2, true, Some((128, 2))),
-            (4096, 3, false, Some((256, 3))),
-            (8192, 2, false, Some((512, 5))),
-            (8192, 3, true, Some((256, 2))),
-            (16384, 2, false, Some((512, 3))),
-            (16384, 2, true, Some((512, 2))),
+            (256, 2, false, Some((32, 2, AfterSums))),
+            (768, 2, false, Some((32, 2, AfterSums))),
+            (768, 2, true, Some((32, 3, AfterSums))),
+            (2048, 2, false, Some((128, 3, AfterSums))),
+            (4096, 2, true, Some((128, 2, BeforeSums))),
+            (4096, 3, false, Some((256, 3, AfterSums))),
+            (8192, 2, false, Some((512, 5, AfterSums))),
+            (8192, 3, true, Some((256, 2, BeforeSums))),
+            (16384, 2, false, Some((512, 2, BeforeSums))),
+            (16384, 2, true, Some((512, 2, AtOnce))),
             (16384, 3, true, None),
             (16392, 2, false, None),
         ];
@@ -202,7 +226,7 @@ mod tests {
             let gains = if centered { 4 * dim } else { 0 };
             let block = Block {
                 threads: 512,
-                room: (227 << 10) - 1536 - gains,
+                room: (227 << 10) - 2688 - gains,
                 vectors: 4,
                 stages: 8,
             };
