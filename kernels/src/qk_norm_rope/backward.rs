@@ -13,22 +13,21 @@ use contract::rotation::{MAX_PAIRS, Style};
 use cubecl::prelude::*;
 
 use super::heads::{
-    Place, Sizes, Strides, component_at, dot, gains_of, load_head, place_of, sizes, start_of,
-    store_head, strides, sum_of_lanes, unpack,
+    Sizes, Strides, component_at, dot, gains_of, load_head, place_of, sizes, start_of, store_head,
+    strides, sum_of_lanes, unpack,
 };
 use super::tokens::{
-    Coming, Launch, Quad, TURNS, Turning, fill_turns, launch, row_of, turn, turning, work_of,
+    Count, Launch, Quad, TURNS, Turning, count, distance, fill_turns, launch, row_of, step, turn,
+    turning, work_of,
 };
 use super::{choices, forms};
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
-use crate::rows::{self, Divisor};
 
 /// Queries or keys.
 #[derive(CubeType, Clone, Copy)]
 struct Heads {
-    /// Of a token.
-    count: Divisor,
+    count: Count,
     x: Strides,
     dout: Strides,
     dx: Strides,
@@ -48,7 +47,7 @@ fn store_share(
     sizes: Sizes,
     #[comptime] style: Style,
 ) {
-    // A thread's components lie a column apart, so that threads do not meet in a bank.
+    // A thread's components lie a column so that threads do not meet in a bank.
     #[unroll]
     for i in 0..SHARE {
         all[(i * THREADS + UNIT_POS_X) as usize] = shares[i as usize];
@@ -75,33 +74,6 @@ fn store_share(
     sync_cube();
 }
 
-/// Loads what a thread has of head `row`, counted from that of token `first` on.
-#[cube]
-fn load_row<L: Numeric, M: Size, N: Size>(
-    x: &Array<Vector<L, M>>,
-    dout: &Array<Vector<L, M>>,
-    xs: &mut Array<Vector<L, M>>,
-    douts: &mut Array<Vector<L, M>>,
-    first: u32,
-    row: u32,
-    rows: u32,
-    heads: Heads,
-    turning: Turning,
-    place: Place,
-) -> Coming {
-    let there = row < rows;
-    let at = row_of(first, row, heads.count, turning);
-    let from = start_of(heads.x, at.batch, at.token, at.head);
-    load_head::<L, M, N>(x, xs, from, place, there);
-    let from = start_of(heads.dout, at.batch, at.token, at.head);
-    load_head::<L, M, N>(dout, douts, from, place, there);
-    Coming {
-        there,
-        turns: at.turns,
-        to: start_of(heads.dx, at.batch, at.token, at.head),
-    }
-}
-
 /// The gradients of a block's queries or keys. A thread reads all that it overwrites before it does, so
 /// that gradients may take the place of those of the output.
 #[cube]
@@ -125,6 +97,7 @@ fn differentiate<F: Float, N: Size, L: Numeric, M: Size>(
     heads: Heads,
     sizes: Sizes,
     #[comptime] style: Style,
+    #[comptime] dtype: Dtype,
 ) {
     let lanes = 1u32 << sizes.lanes_log2;
     let lane = UNIT_POS_X & (lanes - 1u32);
@@ -144,13 +117,17 @@ fn differentiate<F: Float, N: Size, L: Numeric, M: Size>(
     let end = u32::min(first + launch.tokens_per_block, launch.tokens);
     while first < end {
         let count = u32::min(launch.tokens_at_once, end - first);
-        let rows = count * heads.count.size;
-        let early = load_row::<L, M, N>(
-            x, dout, &mut xs, &mut douts, first, slot, rows, heads, turning, place,
-        );
-        let mut there = early.there;
-        let mut angles = early.turns;
-        let mut to = early.to;
+        let rows = count * heads.count.of_token.size;
+        let at = row_of(first, slot, heads.count.of_token, turning);
+        let mut of_these = at.of_these;
+        let mut token = at.token;
+        let mut head = at.head;
+        let mut from_x = start_of(heads.x, at.batch, at.token, at.head);
+        let mut from_dout = start_of(heads.dout, at.batch, at.token, at.head);
+        let mut to = start_of(heads.dx, at.batch, at.token, at.head);
+        let mut row = slot;
+        load_head::<L, M, N>(x, &mut xs, from_x, place, row < rows);
+        load_head::<L, M, N>(dout, &mut douts, from_dout, place, row < rows);
         // The angles of the tokens before are still read.
         sync_cube();
         fill_turns(
@@ -168,31 +145,35 @@ fn differentiate<F: Float, N: Size, L: Numeric, M: Size>(
         sync_cube();
         let mut begin = 0u32;
         while begin < rows {
-            let is_row = there;
-            let its_angles = angles;
+            let is_row = row < rows;
+            let its_angles = 2u32 * of_these * turning.quads.size;
             let its_place = to;
-            let values = unpack::<F, N, L, M>(&xs);
-            let mut gradients = unpack::<F, N, L, M>(&douts);
+            let values = unpack::<F, N, L, M>(&xs, dtype);
+            let mut gradients = unpack::<F, N, L, M>(&douts, dtype);
             begin += slots;
-            let next = load_row::<L, M, N>(
-                x,
-                dout,
-                &mut xs,
-                &mut douts,
-                first,
-                begin + slot,
-                rows,
-                heads,
-                turning,
-                place,
-            );
-            there = next.there;
-            angles = next.turns;
-            to = next.to;
+            row += slots;
+            let step = step(token, head, heads.count, turning.tokens_per_batch);
+            token = step.token;
+            head = step.head;
+            of_these += step.tokens;
+            from_x += distance(step, heads.x);
+            from_dout += distance(step, heads.dout);
+            to += distance(step, heads.dx);
+            load_head::<L, M, N>(x, &mut xs, from_x, place, row < rows);
+            load_head::<L, M, N>(dout, &mut douts, from_dout, place, row < rows);
             // Behind the last row there is no token, and maybe no angle.
             if is_row {
                 let quads = turning.quads.size;
-                turn(&mut gradients, turns, its_angles, quads, place, style);
+                let width = comptime!(N::value() as u32);
+                turn(
+                    &mut gradients,
+                    turns,
+                    its_angles,
+                    quads,
+                    place,
+                    style,
+                    width,
+                );
             }
             let squares = sum_of_lanes(dot(&values, &values), lanes);
             let scale = (squares * sizes.inverse_length + sizes.epsilon).inverse_sqrt();
@@ -242,10 +223,11 @@ fn backward<F: Float, N: Size, L: Numeric, M: Size>(
     of_q: Heads,
     of_k: Heads,
     #[comptime] style: Style,
+    #[comptime] dtype: Dtype,
 ) {
     let mut turns = SharedMemory::<Vector<f32, Quad>>::new(comptime!(TURNS));
     let mut all = SharedMemory::<f32>::new(comptime!((SHARE * THREADS) as usize));
-    let work = work_of(launch, of_q.count, false);
+    let work = work_of(launch, of_q.count.of_token, false);
     if work.any {
         differentiate::<F, N, L, M>(
             q,
@@ -267,9 +249,10 @@ fn backward<F: Float, N: Size, L: Numeric, M: Size>(
             of_q,
             sizes,
             style,
+            dtype,
         );
     }
-    let work = work_of(launch, of_k.count, true);
+    let work = work_of(launch, of_k.count.of_token, true);
     if work.any {
         differentiate::<F, N, L, M>(
             k,
@@ -291,19 +274,21 @@ fn backward<F: Float, N: Size, L: Numeric, M: Size>(
             of_k,
             sizes,
             style,
+            dtype,
         );
     }
 }
 
 fn heads(
     b: &mut Builder,
-    count: [&'static str; 3],
-    [x, dout, dx]: [[&'static str; 3]; 3],
+    of_token: [&'static str; 3],
+    steps: [&'static str; 2],
+    [x, dout, dx]: [[&'static str; 6]; 3],
     flags: [&'static str; 2],
 ) -> HeadsExpand {
     let [weight_dtype, has_dweight] = flags.map(|name| b.scalar(name, ScalarType::U32).into());
     HeadsExpand {
-        count: rows::divisor(b, count),
+        count: count(b, of_token, steps),
         x: strides(b, x),
         dout: strides(b, dout),
         dx: strides(b, dx),
@@ -313,7 +298,7 @@ fn heads(
 }
 
 macro_rules! kernel {
-    ($b:ident, $f:ty, $n:ty, $l:ty, $m:ty, $style:ident) => {{
+    ($b:ident, $f:ty, $n:ty, $l:ty, $m:ty, $style:ident, $dtype:ident) => {{
         let ty = $b.type_of::<Vector<$f, $n>>();
         let loaded = $b.type_of::<Vector<$l, $m>>();
         let (narrow, wide) = ($b.type_of::<i32>(), $b.type_of::<i64>());
@@ -336,20 +321,64 @@ macro_rules! kernel {
         let of_q = heads(
             &mut $b,
             ["q_heads", "q_heads_multiplier", "q_heads_shift"],
+            ["q_step_tokens", "q_step_heads"],
             [
-                ["q_batch", "q_token", "q_head"],
-                ["dq_out_batch", "dq_out_token", "dq_out_head"],
-                ["dq_batch", "dq_token", "dq_head"],
+                [
+                    "q_batch",
+                    "q_token",
+                    "q_head",
+                    "q_step",
+                    "q_step_token",
+                    "q_step_batch",
+                ],
+                [
+                    "dq_out_batch",
+                    "dq_out_token",
+                    "dq_out_head",
+                    "dq_out_step",
+                    "dq_out_step_token",
+                    "dq_out_step_batch",
+                ],
+                [
+                    "dq_batch",
+                    "dq_token",
+                    "dq_head",
+                    "dq_step",
+                    "dq_step_token",
+                    "dq_step_batch",
+                ],
             ],
             ["q_weight_dtype", "has_dq_weight"],
         );
         let of_k = heads(
             &mut $b,
             ["k_heads", "k_heads_multiplier", "k_heads_shift"],
+            ["k_step_tokens", "k_step_heads"],
             [
-                ["k_batch", "k_token", "k_head"],
-                ["dk_out_batch", "dk_out_token", "dk_out_head"],
-                ["dk_batch", "dk_token", "dk_head"],
+                [
+                    "k_batch",
+                    "k_token",
+                    "k_head",
+                    "k_step",
+                    "k_step_token",
+                    "k_step_batch",
+                ],
+                [
+                    "dk_out_batch",
+                    "dk_out_token",
+                    "dk_out_head",
+                    "dk_out_step",
+                    "dk_out_step_token",
+                    "dk_out_step_batch",
+                ],
+                [
+                    "dk_batch",
+                    "dk_token",
+                    "dk_head",
+                    "dk_step",
+                    "dk_step_token",
+                    "dk_step_batch",
+                ],
             ],
             ["k_weight_dtype", "has_dk_weight"],
         );
@@ -377,6 +406,7 @@ macro_rules! kernel {
             of_q,
             of_k,
             $style,
+            $dtype,
         );
     }};
 }
@@ -384,8 +414,8 @@ macro_rules! kernel {
 fn kernel(dtype: Dtype, style: Style, vectors: bool) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     with_vector!(dtype, F, N => match vectors {
-        true => kernel!(b, F, N, u32, Const<4>, style),
-        false => kernel!(b, F, Const<1>, F, Const<1>, style),
+        true => kernel!(b, F, N, u32, Const<4>, style, dtype),
+        false => kernel!(b, F, Const<1>, F, Const<1>, style, dtype),
     });
     let (choices, name) = choices(dtype, style, vectors);
     b.finish(format!("qk_norm_rope_backward_{name}"), choices, THREADS)

@@ -8,7 +8,7 @@ use contract::qk_norm_rope::SHARE;
 use contract::rotation::Style;
 use cubecl::prelude::*;
 
-use crate::emit::{Builder, ScalarType};
+use crate::emit::{Builder, Float as Dtype, ScalarType};
 use crate::norm::parameter;
 
 /// Components of a thread that follow each other.
@@ -27,12 +27,19 @@ pub(super) struct Sizes {
     pub inverse_length: f32,
 }
 
-/// From one batch entry, token and head to the next, in vectors.
+/// From one batch entry, token and head to the next, in vectors; and what a thread's step to its next
+/// head adds, modulo 2⁶⁴. The host computes it, since the compiler would do so anew at every step.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Strides {
     pub batch: usize,
     pub token: usize,
     pub head: usize,
+    /// At each step.
+    pub step: usize,
+    /// If the end of a token lies on the way.
+    pub step_token: usize,
+    /// For every end of a batch entry.
+    pub step_batch: usize,
 }
 
 /// Where a head begins.
@@ -131,16 +138,30 @@ pub(super) fn load_head<L: Numeric, M: Size, N: Size>(
 #[cube]
 pub(super) fn unpack<F: Float, N: Size, L: Numeric, M: Size>(
     vectors: &Array<Vector<L, M>>,
+    #[comptime] dtype: Dtype,
 ) -> Array<f32> {
     let width = comptime!(N::value() as u32);
     let mut values = Array::<f32>::new(comptime!(SHARE as usize));
     #[unroll]
     for v in 0..comptime!(SHARE / width) {
-        let words = vectors[v as usize];
-        let vector = Vector::<f32, N>::cast_from(Vector::<F, N>::reinterpret(words));
-        #[unroll]
-        for j in 0..width {
-            values[comptime!((v * width + j) as usize)] = vector[j as usize];
+        let loaded = vectors[v as usize];
+        if comptime!(dtype == Dtype::Bf16 && width == 8) {
+            // bf16 is the upper half of f32. The compiler needs three instructions for a pair, this
+            // is two.
+            let words = Vector::<u32, Const<4>>::reinterpret(loaded);
+            #[unroll]
+            for j in 0..4u32 {
+                let word = words[j as usize];
+                let at = comptime!((v * width + 2 * j) as usize);
+                values[at] = f32::reinterpret(word << 16u32);
+                values[comptime!(at + 1)] = f32::reinterpret(word & 0xffff_0000u32);
+            }
+        } else {
+            let vector = Vector::<f32, N>::cast_from(Vector::<F, N>::reinterpret(loaded));
+            #[unroll]
+            for j in 0..width {
+                values[comptime!((v * width + j) as usize)] = vector[j as usize];
+            }
         }
     }
     values
@@ -185,10 +206,12 @@ pub(super) fn dot(a: &Array<f32>, b: &Array<f32>) -> f32 {
 #[cube]
 pub(super) fn sum_of_lanes(sum: f32, lanes: u32) -> f32 {
     let mut sum = sum;
-    let mut step = 1u32;
-    while step < lanes {
-        sum += plane_shuffle_xor(sum, step);
-        step *= 2u32;
+    #[unroll]
+    for i in 0..5u32 {
+        let step = comptime!(1u32 << i);
+        if step < lanes {
+            sum += plane_shuffle_xor(sum, step);
+        }
     }
     sum
 }
@@ -225,7 +248,15 @@ pub(super) fn sizes(b: &mut Builder) -> SizesExpand {
     }
 }
 
-pub(super) fn strides(b: &mut Builder, names: [&'static str; 3]) -> StridesExpand {
-    let [batch, token, head] = names.map(|name| b.scalar(name, ScalarType::U64).into());
-    StridesExpand { batch, token, head }
+pub(super) fn strides(b: &mut Builder, names: [&'static str; 6]) -> StridesExpand {
+    let [batch, token, head, step, step_token, step_batch] =
+        names.map(|name| b.scalar(name, ScalarType::U64).into());
+    StridesExpand {
+        batch,
+        token,
+        head,
+        step,
+        step_token,
+        step_batch,
+    }
 }

@@ -23,47 +23,23 @@ use cubecl::prelude::*;
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::rotation::style_name;
-use crate::rows::{self, Divisor};
 use heads::{
-    Place, Sizes, Strides, dot, gains_of, load_head, place_of, sizes, start_of, store_head,
-    strides, sum_of_lanes, unpack,
+    Sizes, Strides, dot, gains_of, load_head, place_of, sizes, start_of, store_head, strides,
+    sum_of_lanes, unpack,
 };
 use tokens::{
-    Coming, Launch, Quad, TURNS, Turning, Work, fill_turns, launch, row_of, turn, turning, work_of,
+    Count, Launch, Quad, TURNS, Turning, Work, count, distance, fill_turns, launch, row_of, step,
+    turn, turning, work_of,
 };
 
 /// Queries or keys.
 #[derive(CubeType, Clone, Copy)]
 struct Heads {
-    /// Of a token.
-    count: Divisor,
+    count: Count,
     x: Strides,
     out: Strides,
     /// A `contract::Float`, or 0 for none.
     weight_dtype: u32,
-}
-
-/// Loads what a thread has of head `row`, counted from that of token `first` on.
-#[cube]
-fn load_row<L: Numeric, M: Size, N: Size>(
-    x: &Array<Vector<L, M>>,
-    xs: &mut Array<Vector<L, M>>,
-    first: u32,
-    row: u32,
-    rows: u32,
-    heads: Heads,
-    turning: Turning,
-    place: Place,
-) -> Coming {
-    let there = row < rows;
-    let at = row_of(first, row, heads.count, turning);
-    let from = start_of(heads.x, at.batch, at.token, at.head);
-    load_head::<L, M, N>(x, xs, from, place, there);
-    Coming {
-        there,
-        turns: at.turns,
-        to: start_of(heads.out, at.batch, at.token, at.head),
-    }
 }
 
 /// A block's queries or keys. A thread reads all that it overwrites before it does, so that outputs may
@@ -86,6 +62,7 @@ fn normalise<F: Float, N: Size, L: Numeric, M: Size>(
     heads: Heads,
     sizes: Sizes,
     #[comptime] style: Style,
+    #[comptime] dtype: Dtype,
 ) {
     let lanes = 1u32 << sizes.lanes_log2;
     let lane = UNIT_POS_X & (lanes - 1u32);
@@ -99,11 +76,15 @@ fn normalise<F: Float, N: Size, L: Numeric, M: Size>(
     let end = u32::min(first + launch.tokens_per_block, launch.tokens);
     while first < end {
         let count = u32::min(launch.tokens_at_once, end - first);
-        let rows = count * heads.count.size;
-        let early = load_row::<L, M, N>(x, &mut xs, first, slot, rows, heads, turning, place);
-        let mut there = early.there;
-        let mut angles = early.turns;
-        let mut to = early.to;
+        let rows = count * heads.count.of_token.size;
+        let at = row_of(first, slot, heads.count.of_token, turning);
+        let mut of_these = at.of_these;
+        let mut token = at.token;
+        let mut head = at.head;
+        let mut from = start_of(heads.x, at.batch, at.token, at.head);
+        let mut to = start_of(heads.out, at.batch, at.token, at.head);
+        let mut row = slot;
+        load_head::<L, M, N>(x, &mut xs, from, place, row < rows);
         // The angles of the tokens before are still read.
         sync_cube();
         fill_turns(
@@ -120,18 +101,20 @@ fn normalise<F: Float, N: Size, L: Numeric, M: Size>(
         );
         sync_cube();
         let mut begin = work.part * slots;
-        let mut row = slot;
         while begin < rows {
-            let is_row = there;
-            let its_angles = angles;
+            let is_row = row < rows;
+            let its_angles = 2u32 * of_these * turning.quads.size;
             let its_place = to;
-            let mut values = unpack::<F, N, L, M>(&xs);
+            let mut values = unpack::<F, N, L, M>(&xs, dtype);
             begin += work.parts * slots;
             row += work.parts * slots;
-            let next = load_row::<L, M, N>(x, &mut xs, first, row, rows, heads, turning, place);
-            there = next.there;
-            angles = next.turns;
-            to = next.to;
+            let step = step(token, head, heads.count, turning.tokens_per_batch);
+            token = step.token;
+            head = step.head;
+            of_these += step.tokens;
+            from += distance(step, heads.x);
+            to += distance(step, heads.out);
+            load_head::<L, M, N>(x, &mut xs, from, place, row < rows);
             let squares = sum_of_lanes(dot(&values, &values), lanes);
             let scale = (squares * sizes.inverse_length + sizes.epsilon).inverse_sqrt();
             #[unroll]
@@ -147,6 +130,7 @@ fn normalise<F: Float, N: Size, L: Numeric, M: Size>(
                     turning.quads.size,
                     place,
                     style,
+                    comptime!(N::value() as u32),
                 );
             }
             store_head::<F, N>(&values, out, its_place, place, is_row);
@@ -176,9 +160,10 @@ fn qk_norm_rope<F: Float, N: Size, L: Numeric, M: Size>(
     of_q: Heads,
     of_k: Heads,
     #[comptime] style: Style,
+    #[comptime] dtype: Dtype,
 ) {
     let mut turns = SharedMemory::<Vector<f32, Quad>>::new(comptime!(TURNS));
-    let work = work_of(launch, of_q.count, false);
+    let work = work_of(launch, of_q.count.of_token, false);
     if work.any {
         normalise::<F, N, L, M>(
             q,
@@ -197,9 +182,10 @@ fn qk_norm_rope<F: Float, N: Size, L: Numeric, M: Size>(
             of_q,
             sizes,
             style,
+            dtype,
         );
     }
-    let work = work_of(launch, of_k.count, true);
+    let work = work_of(launch, of_k.count.of_token, true);
     if work.any {
         normalise::<F, N, L, M>(
             k,
@@ -218,18 +204,20 @@ fn qk_norm_rope<F: Float, N: Size, L: Numeric, M: Size>(
             of_k,
             sizes,
             style,
+            dtype,
         );
     }
 }
 
 fn heads(
     b: &mut Builder,
-    count: [&'static str; 3],
-    [x, out]: [[&'static str; 3]; 2],
+    of_token: [&'static str; 3],
+    steps: [&'static str; 2],
+    [x, out]: [[&'static str; 6]; 2],
     weight_dtype: &'static str,
 ) -> HeadsExpand {
     HeadsExpand {
-        count: rows::divisor(b, count),
+        count: count(b, of_token, steps),
         x: strides(b, x),
         out: strides(b, out),
         weight_dtype: b.scalar(weight_dtype, ScalarType::U32).into(),
@@ -237,7 +225,7 @@ fn heads(
 }
 
 macro_rules! kernel {
-    ($b:ident, $f:ty, $n:ty, $l:ty, $m:ty, $style:ident) => {{
+    ($b:ident, $f:ty, $n:ty, $l:ty, $m:ty, $style:ident, $dtype:ident) => {{
         let ty = $b.type_of::<Vector<$f, $n>>();
         let loaded = $b.type_of::<Vector<$l, $m>>();
         let (narrow, wide) = ($b.type_of::<i32>(), $b.type_of::<i64>());
@@ -257,18 +245,48 @@ macro_rules! kernel {
         let of_q = heads(
             &mut $b,
             ["q_heads", "q_heads_multiplier", "q_heads_shift"],
+            ["q_step_tokens", "q_step_heads"],
             [
-                ["q_batch", "q_token", "q_head"],
-                ["q_out_batch", "q_out_token", "q_out_head"],
+                [
+                    "q_batch",
+                    "q_token",
+                    "q_head",
+                    "q_step",
+                    "q_step_token",
+                    "q_step_batch",
+                ],
+                [
+                    "q_out_batch",
+                    "q_out_token",
+                    "q_out_head",
+                    "q_out_step",
+                    "q_out_step_token",
+                    "q_out_step_batch",
+                ],
             ],
             "q_weight_dtype",
         );
         let of_k = heads(
             &mut $b,
             ["k_heads", "k_heads_multiplier", "k_heads_shift"],
+            ["k_step_tokens", "k_step_heads"],
             [
-                ["k_batch", "k_token", "k_head"],
-                ["k_out_batch", "k_out_token", "k_out_head"],
+                [
+                    "k_batch",
+                    "k_token",
+                    "k_head",
+                    "k_step",
+                    "k_step_token",
+                    "k_step_batch",
+                ],
+                [
+                    "k_out_batch",
+                    "k_out_token",
+                    "k_out_head",
+                    "k_out_step",
+                    "k_out_step_token",
+                    "k_out_step_batch",
+                ],
             ],
             "k_weight_dtype",
         );
@@ -292,11 +310,12 @@ macro_rules! kernel {
             of_q,
             of_k,
             $style,
+            $dtype,
         );
     }};
 }
 
-/// What tells the kernels of a pass apart, and the end of their names.
+/// What tells the kernels of a pass and the end of their names.
 fn choices(dtype: Dtype, style: Style, vectors: bool) -> (Vec<(&'static str, u32)>, String) {
     let width = if vectors { dtype.per_vector() } else { 1 };
     let name = format!("{}_{}x{width}", style_name(style), dtype.name());
@@ -324,8 +343,8 @@ fn forms(kernel: fn(Dtype, Style, bool) -> Result<Kernel, Error>) -> Result<Vec<
 fn kernel(dtype: Dtype, style: Style, vectors: bool) -> Result<Kernel, Error> {
     let mut b = Builder::default();
     with_vector!(dtype, F, N => match vectors {
-        true => kernel!(b, F, N, u32, Const<4>, style),
-        false => kernel!(b, F, Const<1>, F, Const<1>, style),
+        true => kernel!(b, F, N, u32, Const<4>, style, dtype),
+        false => kernel!(b, F, Const<1>, F, Const<1>, style, dtype),
     });
     let (choices, name) = choices(dtype, style, vectors);
     let kernel = b.finish(format!("qk_norm_rope_{name}"), choices, THREADS)?;

@@ -4,7 +4,7 @@ use contract::qk_norm_rope::{THREADS, TURN_QUADS};
 use contract::rotation::Style;
 use cubecl::prelude::*;
 
-use super::heads::{PART, Place};
+use super::heads::{PART, Place, Strides};
 use crate::emit::{Builder, ScalarType};
 use crate::rotation::{
     AngleSource, PositionSource, angle, angle_source, position_of, position_source, turn_first,
@@ -80,24 +80,14 @@ pub(super) struct Turning {
     pub tokens_per_batch: Divisor,
 }
 
-/// A head on its way.
-#[derive(CubeType, Clone, Copy)]
-pub(super) struct Coming {
-    pub there: bool,
-    /// The quad where its token's cosines begin.
-    pub turns: u32,
-    /// Where what becomes of it begins.
-    pub to: usize,
-}
-
 /// Which head a row is, of those of a block's tokens from `first` on.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Row {
     pub batch: u32,
     pub token: u32,
     pub head: u32,
-    /// The quad where its token's cosines begin.
-    pub turns: u32,
+    /// Its token's number, counted from the first.
+    pub of_these: u32,
 }
 
 /// Row `row`, counted from the heads of token `first` on, of which each has `heads`.
@@ -109,8 +99,69 @@ pub(super) fn row_of(first: u32, row: u32, heads: Divisor, turning: Turning) -> 
         batch,
         token: first + of_these - batch * turning.tokens_per_batch.size,
         head: row - of_these * heads.size,
-        turns: 2u32 * of_these * turning.quads.size,
+        of_these,
     }
+}
+
+/// A thread's heads of queries or of keys.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Count {
+    /// Of a token.
+    pub of_token: Divisor,
+    /// From one of a thread's heads to its next: so many tokens and heads.
+    pub step_tokens: u32,
+    pub step_heads: u32,
+}
+
+/// From one of a thread's heads to its next.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Step {
+    /// Where the next one stands.
+    pub token: u32,
+    pub head: u32,
+    /// Tokens on the way.
+    pub tokens: u32,
+    /// Whether the end of a token lies on the way, and how many ends of a batch entry.
+    ends_token: bool,
+    batches: u32,
+}
+
+/// The step from a head that stands there.
+#[cube]
+pub(super) fn step(token: u32, head: u32, count: Count, tokens_per_batch: Divisor) -> Step {
+    let mut head = head + count.step_heads;
+    let mut tokens = count.step_tokens;
+    let ends_token = head >= count.of_token.size;
+    if ends_token {
+        head -= count.of_token.size;
+        tokens += 1u32;
+    }
+    let mut token = token + tokens;
+    let mut batches = 0u32;
+    if token >= tokens_per_batch.size {
+        batches = divide(token, tokens_per_batch);
+        token -= batches * tokens_per_batch.size;
+    }
+    Step {
+        token,
+        head,
+        tokens,
+        ends_token,
+        batches,
+    }
+}
+
+/// What a step adds to a place in a tensor.
+#[cube]
+pub(super) fn distance(step: Step, strides: Strides) -> usize {
+    let mut distance = strides.step;
+    if step.ends_token {
+        distance += strides.step_token;
+    }
+    if step.batches > 0u32 {
+        distance += step.batches as usize * strides.step_batch;
+    }
+    distance
 }
 
 /// Computes the cosines and sines of `count` tokens from `first` on: of each token all quads of
@@ -173,7 +224,10 @@ pub(super) fn turn(
     quads: u32,
     place: Place,
     #[comptime] style: Style,
+    #[comptime] width: u32,
 ) {
+    // Heads in such vectors have whole quads of pairs.
+    let whole = comptime!(width == 8 || (width == 4 && style == Style::HalfSplit));
     #[unroll]
     for part in 0..comptime!(PART / 4) {
         let pair = place.pair + comptime!(4 * part);
@@ -184,7 +238,7 @@ pub(super) fn turn(
             #[unroll]
             for j in 0..4u32 {
                 // Behind the last pair a component may follow that does not turn.
-                if pair + j < place.pairs {
+                if whole || pair + j < place.pairs {
                     let i = comptime!(4 * part + j);
                     let (a, b) = comptime!(match style {
                         Style::HalfSplit => (i, i + PART),
@@ -233,6 +287,18 @@ pub(super) fn turning(b: &mut Builder) -> TurningExpand {
         angles: angle_source(b),
         quads: rows::divisor(b, ["quads", "quads_multiplier", "quads_shift"]),
         tokens_per_batch: tokens_per_batch(b),
+    }
+}
+
+pub(super) fn count(
+    b: &mut Builder,
+    of_token: [&'static str; 3],
+    [step_tokens, step_heads]: [&'static str; 2],
+) -> CountExpand {
+    CountExpand {
+        of_token: rows::divisor(b, of_token),
+        step_tokens: b.scalar(step_tokens, ScalarType::U32).into(),
+        step_heads: b.scalar(step_heads, ScalarType::U32).into(),
     }
 }
 

@@ -90,12 +90,12 @@ impl Ready<'_> {
         let [dq_out, dk_out] = p.each(|heads| &heads.dout);
         let [dq, dk] = p.each(|heads| &heads.dx);
         let [q_weight, k_weight] = p.norms.weights.each_ref().map(Option::as_ref);
-        let of = |t| strides_of(t, self.width);
+        let [q_step, k_step] = shape.steps(self.split.parts);
         let tokens_per_batch = Divisor::new(shape.seq.max(1));
         let quads = Divisor::new(quads(&p.rotation).max(1));
         let [q_heads, k_heads] = head_counts(shape);
-        let [of_q, of_dq_out, of_dq] = [of(q), of(dq_out), of(dq)];
-        let [of_k, of_dk_out, of_dk] = [of(k), of(dk_out), of(dk)];
+        let [of_q, of_dq_out, of_dq] = [q, dq_out, dq].map(|t| strides_of(t, self.width, q_step));
+        let [of_k, of_dk_out, of_dk] = [k, dk_out, dk].map(|t| strides_of(t, self.width, k_step));
         let [has_dq_weight, has_dk_weight] = p.dweights.map(|d| u32::from(d.is_some()));
         Arguments {
             q: address(q),
@@ -144,6 +144,10 @@ impl Ready<'_> {
             k_heads: k_heads.size,
             k_heads_multiplier: k_heads.multiplier,
             k_heads_shift: k_heads.shift,
+            q_step_tokens: q_step.tokens as u32,
+            q_step_heads: q_step.heads as u32,
+            k_step_tokens: k_step.tokens as u32,
+            k_step_heads: k_step.heads as u32,
             head_dim: shape.head_dim as u32,
             lanes_log2: shape.lanes.ilog2(),
             q_weight_dtype: code(q_weight),
@@ -151,24 +155,42 @@ impl Ready<'_> {
             weight_offset: p.norms.weight_offset,
             epsilon: p.norms.epsilon,
             inverse_length: 1.0 / shape.head_dim as f32,
-            q_batch: of_q[0],
-            q_token: of_q[1],
-            q_head: of_q[2],
-            dq_out_batch: of_dq_out[0],
-            dq_out_token: of_dq_out[1],
-            dq_out_head: of_dq_out[2],
-            dq_batch: of_dq[0],
-            dq_token: of_dq[1],
-            dq_head: of_dq[2],
-            k_batch: of_k[0],
-            k_token: of_k[1],
-            k_head: of_k[2],
-            dk_out_batch: of_dk_out[0],
-            dk_out_token: of_dk_out[1],
-            dk_out_head: of_dk_out[2],
-            dk_batch: of_dk[0],
-            dk_token: of_dk[1],
-            dk_head: of_dk[2],
+            q_batch: of_q.batch,
+            q_token: of_q.token,
+            q_head: of_q.head,
+            q_step: of_q.step,
+            q_step_token: of_q.step_token,
+            q_step_batch: of_q.step_batch,
+            dq_out_batch: of_dq_out.batch,
+            dq_out_token: of_dq_out.token,
+            dq_out_head: of_dq_out.head,
+            dq_out_step: of_dq_out.step,
+            dq_out_step_token: of_dq_out.step_token,
+            dq_out_step_batch: of_dq_out.step_batch,
+            dq_batch: of_dq.batch,
+            dq_token: of_dq.token,
+            dq_head: of_dq.head,
+            dq_step: of_dq.step,
+            dq_step_token: of_dq.step_token,
+            dq_step_batch: of_dq.step_batch,
+            k_batch: of_k.batch,
+            k_token: of_k.token,
+            k_head: of_k.head,
+            k_step: of_k.step,
+            k_step_token: of_k.step_token,
+            k_step_batch: of_k.step_batch,
+            dk_out_batch: of_dk_out.batch,
+            dk_out_token: of_dk_out.token,
+            dk_out_head: of_dk_out.head,
+            dk_out_step: of_dk_out.step,
+            dk_out_step_token: of_dk_out.step_token,
+            dk_out_step_batch: of_dk_out.step_batch,
+            dk_batch: of_dk.batch,
+            dk_token: of_dk.token,
+            dk_head: of_dk.head,
+            dk_step: of_dk.step,
+            dk_step_token: of_dk.step_token,
+            dk_step_batch: of_dk.step_batch,
             frequencies: rotation.frequencies,
             ..Arguments::ZERO
         }

@@ -131,9 +131,58 @@ fn address(t: Option<&RawTensor>) -> u64 {
     t.map_or(0, |t| t.ptr.addr() as u64)
 }
 
-/// The strides of heads of a tensor that may be absent.
-fn strides_of(t: Option<&RawTensor>, width: usize) -> [u64; 3] {
-    t.map_or([0; 3], |t| strides(t, width))
+/// How far a thread steps from one of its heads to the next: so many tokens and heads.
+#[derive(Clone, Copy)]
+struct Step {
+    tokens: u64,
+    heads: u64,
+    /// Of a token.
+    num_heads: u64,
+    tokens_per_batch: u64,
+}
+
+impl Shape {
+    /// The steps among queries and among keys, which so many blocks share.
+    fn steps(&self, parts: [usize; 2]) -> [Step; 2] {
+        let slots = THREADS as usize / self.lanes;
+        [0, 1].map(|i| {
+            let num_heads = self.num_heads[i].max(1);
+            let rows = parts[i].max(1) * slots;
+            Step {
+                tokens: (rows / num_heads) as u64,
+                heads: (rows % num_heads) as u64,
+                num_heads: num_heads as u64,
+                tokens_per_batch: self.seq as u64,
+            }
+        })
+    }
+}
+
+/// The strides of heads of a tensor, and what a step adds to a place in it.
+#[derive(Clone, Copy, Default)]
+struct Strides {
+    batch: u64,
+    token: u64,
+    head: u64,
+    step: u64,
+    step_token: u64,
+    step_batch: u64,
+}
+
+/// Those of a tensor that may be absent.
+fn strides_of(t: Option<&RawTensor>, width: usize, by: Step) -> Strides {
+    let Some([batch, token, head]) = t.map(|t| strides(t, width)) else {
+        return Strides::default();
+    };
+    let times = |stride: u64, count: u64| stride.wrapping_mul(count);
+    Strides {
+        batch,
+        token,
+        head,
+        step: times(token, by.tokens).wrapping_add(times(head, by.heads)),
+        step_token: token.wrapping_sub(times(head, by.num_heads)),
+        step_batch: batch.wrapping_sub(times(token, by.tokens_per_batch)),
+    }
 }
 
 /// The dtype of a weight that may be absent.
@@ -190,8 +239,9 @@ impl Problem {
         let position = Position::new(&self.positions);
         let ([q, k], [q_out, k_out]) = (self.inputs(), self.outputs());
         let [q_weight, k_weight] = self.norms.weights.each_ref().map(Option::as_ref);
-        let of = |t| strides_of(t, width);
-        let [q_in, q_to, k_in, k_to] = [of(q), of(q_out), of(k), of(k_out)];
+        let [q_step, k_step] = shape.steps(split.parts);
+        let [q_in, q_to] = [q, q_out].map(|t| strides_of(t, width, q_step));
+        let [k_in, k_to] = [k, k_out].map(|t| strides_of(t, width, k_step));
         let tokens_per_batch = Divisor::new(shape.seq);
         let quads = Divisor::new(quads(&self.rotation).max(1));
         let [q_heads, k_heads] = head_counts(shape);
@@ -236,6 +286,10 @@ impl Problem {
             k_heads: k_heads.size,
             k_heads_multiplier: k_heads.multiplier,
             k_heads_shift: k_heads.shift,
+            q_step_tokens: q_step.tokens as u32,
+            q_step_heads: q_step.heads as u32,
+            k_step_tokens: k_step.tokens as u32,
+            k_step_heads: k_step.heads as u32,
             head_dim: shape.head_dim as u32,
             lanes_log2: shape.lanes.ilog2(),
             q_weight_dtype: code(q_weight),
@@ -243,18 +297,30 @@ impl Problem {
             weight_offset: self.norms.weight_offset,
             epsilon: self.norms.epsilon,
             inverse_length: 1.0 / shape.head_dim as f32,
-            q_batch: q_in[0],
-            q_token: q_in[1],
-            q_head: q_in[2],
-            q_out_batch: q_to[0],
-            q_out_token: q_to[1],
-            q_out_head: q_to[2],
-            k_batch: k_in[0],
-            k_token: k_in[1],
-            k_head: k_in[2],
-            k_out_batch: k_to[0],
-            k_out_token: k_to[1],
-            k_out_head: k_to[2],
+            q_batch: q_in.batch,
+            q_token: q_in.token,
+            q_head: q_in.head,
+            q_step: q_in.step,
+            q_step_token: q_in.step_token,
+            q_step_batch: q_in.step_batch,
+            q_out_batch: q_to.batch,
+            q_out_token: q_to.token,
+            q_out_head: q_to.head,
+            q_out_step: q_to.step,
+            q_out_step_token: q_to.step_token,
+            q_out_step_batch: q_to.step_batch,
+            k_batch: k_in.batch,
+            k_token: k_in.token,
+            k_head: k_in.head,
+            k_step: k_in.step,
+            k_step_token: k_in.step_token,
+            k_step_batch: k_in.step_batch,
+            k_out_batch: k_to.batch,
+            k_out_token: k_to.token,
+            k_out_head: k_to.head,
+            k_out_step: k_to.step,
+            k_out_step_token: k_to.step_token,
+            k_out_step_batch: k_to.step_batch,
             frequencies: rotation.frequencies,
             ..Arguments::ZERO
         }
