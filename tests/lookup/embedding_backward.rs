@@ -86,6 +86,11 @@ fn cases() -> Vec<Case> {
             used: 1,
             ..case(&[1025], [2, 264])
         },
+        // As many of one id as are summed at once, in one piece, in two; and one more.
+        case(&[16], [1, 24]),
+        case(&[17], [1, 24]),
+        case(&[32], [1, 24]),
+        case(&[33], [1, 24]),
         Case {
             ids: Layout::strided(&[3, 4], &[0, 2]).unwrap(),
             ..base.clone()

@@ -314,7 +314,7 @@ pub mod embedding_backward {
     pub const TILE: u32 = 512;
     /// Positions of a row beyond which they are summed in pieces, and positions of a piece. A thread
     /// reads them a few at a time, and waits for each of these times.
-    pub const LONG: u32 = 64;
+    pub const LONG: u32 = 16;
     /// Rows that a block takes one after the other.
     pub const ROUNDS: u32 = 4;
 
