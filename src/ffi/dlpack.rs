@@ -172,6 +172,7 @@ unsafe fn from_dlpack(op: &'static str, dl: &DlTensor) -> Result<unsloth_tensor>
         (2, 32, 1) => UNSLOTH_DTYPE_F32,
         (2, 16, 1) => UNSLOTH_DTYPE_F16,
         (4, 16, 1) => UNSLOTH_DTYPE_BF16,
+        (0, 8, 1) => UNSLOTH_DTYPE_I8,
         (0, 32, 1) => UNSLOTH_DTYPE_I32,
         (0, 64, 1) => UNSLOTH_DTYPE_I64,
         (6, 8, 1) => UNSLOTH_DTYPE_BOOL,

@@ -93,10 +93,11 @@ fn one_element_repeated_is_not_row_major() {
 
 #[test]
 fn dtypes() {
-    let table: [(u8, u8, u32); 6] = [
+    let table: [(u8, u8, u32); 7] = [
         (2, 32, UNSLOTH_DTYPE_F32),
         (2, 16, UNSLOTH_DTYPE_F16),
         (4, 16, UNSLOTH_DTYPE_BF16),
+        (0, 8, UNSLOTH_DTYPE_I8),
         (0, 32, UNSLOTH_DTYPE_I32),
         (0, 64, UNSLOTH_DTYPE_I64),
         (6, 8, UNSLOTH_DTYPE_BOOL),
