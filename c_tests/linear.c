@@ -104,10 +104,9 @@ static void run_ternary(const test_device *device) {
   p.weight = tensor(PUT(device, codes), UNSLOTH_DTYPE_TERNARY, N, K, -1, -1);
   p.weight.quantization = &quantization;
   p.out = f32_tensor(there, 2, N, -1, -1);
-  if (!device->is_cpu) {
-    CHECK_STATUS(unsloth_linear_forward(ctx, &p, NULL), UNSLOTH_STATUS_UNSUPPORTED);
-    return;
-  }
+  CHECK_OK(unsloth_linear_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK(!device->is_cpu || p.workspace_size == 0);
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
   CHECK_OK(unsloth_linear_forward(ctx, &p, NULL));
   GET(device, out, there);
   for (int row = 0; row < 2; row++) {
@@ -122,6 +121,7 @@ static void run_ternary(const test_device *device) {
   quantization.scale.shape[0] = 2;
   CHECK_FAILS(unsloth_linear_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
               "linear: weight has 2 scales, their number must divide its 3 rows");
+  CHECK_OK(unsloth_memory_free(ctx, p.workspace));
 }
 
 // Gradients, those of the parameters twice: written, then added to.

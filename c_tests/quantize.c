@@ -19,14 +19,9 @@ static void run(const test_device *device) {
   p.out = tensor(codes_there, UNSLOTH_DTYPE_I8, ROWS, N, -1, -1);
   p.scale = f32_tensor(scale_there, ROWS, -1, -1, -1);
   p.sum = tensor(sum_there, UNSLOTH_DTYPE_I32, ROWS, -1, -1, -1);
-  if (!device->is_cpu) {
-    CHECK_FAILS(unsloth_quantize_forward(ctx, &p, NULL), UNSLOTH_STATUS_UNSUPPORTED,
-                "quantize: ctx is on the cuda backend, which has no kernel for this operation");
-    return;
-  }
-  size_t size = 1;
-  CHECK_OK(unsloth_quantize_workspace_size(ctx, &p, &size));
-  CHECK(size == 0);
+  CHECK_OK(unsloth_quantize_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK(!device->is_cpu || p.workspace_size == 0);
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
   CHECK_OK(unsloth_quantize_forward(ctx, &p, NULL));
   GET(device, codes, codes_there);
   GET(device, scale, scale_there);
@@ -52,6 +47,7 @@ static void run(const test_device *device) {
   p.scale.shape[0] = 3;
   CHECK_FAILS(unsloth_quantize_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
               "quantize: scale has shape [3], expected [1], [2], or [2] and a divisor of 128");
+  CHECK_OK(unsloth_memory_free(ctx, p.workspace));
 }
 
 int main(void) { return on_every_device(run); }

@@ -430,6 +430,10 @@ fn check_misuse(memory: &Context, ctx: &abi::Handle) {
     let data = weight.as_ptr().cast_mut().cast();
     good.weight = described(data, DType::Ternary, weight.layout());
     good.weight.quantization = &quantization;
+    // On a GPU x is rounded into the workspace.
+    let workspace = TestTensor::poisoned(DType::F32, contiguous(&[4096])).upload(memory);
+    good.workspace = c_tensor(&workspace).data;
+    good.workspace_size = 4096 * size_of::<f32>();
     let operation = Operation {
         name: "linear",
         supported: unsloth_linear_supported,
