@@ -92,6 +92,7 @@ def one(ctx, record, liger, tokens, hidden, vocab):
         OURS: ours(ctx, x, weight, targets, torch.bfloat16),
         "unsloth main_grad": ours(ctx, x, weight, targets, torch.float32),
         "unsloth 1024 at a time": ours(ctx, x, weight, targets, torch.float32, chunk_tokens=1024),
+        "unsloth 256 at a time": ours(ctx, x, weight, targets, torch.float32, chunk_tokens=256),
         "torch": by_autograd(loss_of, x, weight, targets),
         "torch.compile": by_autograd(compiled(loss_of), x, weight, targets),
     }
