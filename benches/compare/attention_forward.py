@@ -21,7 +21,7 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from common import OURS, ROOT, agree, peer, randn, smi
+from common import OURS, ROOT, agree, busy, peer, randn, smi
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -98,7 +98,7 @@ def turns(contenders, rounds=6):
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
                 contenders[name]()
                 torch.cuda.synchronize()
-            times[name].append(sum(e.device_time_total for e in profiled.key_averages()) / BURST)
+            times[name].append(busy(profiled) / BURST)
     return {name: statistics.median(all) for name, all in times.items()}
 
 

@@ -53,6 +53,7 @@ int cuCtxGetCurrent(void **context) {
 }
 
 COUNTED(cuLaunchKernel, launches)
+COUNTED(cuLaunchKernelEx, launches)
 COUNTED(cuTensorMapEncodeTiled, tensor_maps)
 COUNTED(cuMemcpyHtoDAsync_v2, copies)
 COUNTED(cuMemcpyDtoHAsync_v2, copies)

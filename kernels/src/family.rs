@@ -316,6 +316,36 @@ pub struct Kernel {
 mod tests {
     use super::*;
 
+    /// The host starts kernels before the one before them has ended.
+    #[test]
+    fn kernels_await_the_one_before() {
+        fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
+            for entry in fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    sources(&path, found);
+                } else if path.extension().is_some_and(|e| e == "cu" || e == "cuh") {
+                    found.push(path);
+                }
+            }
+        }
+        let mut found = Vec::new();
+        sources(Path::new(SOURCES), &mut found);
+        let mut kernels = 0;
+        for path in found {
+            let text = fs::read_to_string(&path).unwrap().replace('\\', " ");
+            for kernel in text.split("__global__").skip(1) {
+                let mut calls = kernel.split_once('{').unwrap().1.split(';').map(str::trim);
+                let waits = calls
+                    .find(|call| *call != "unsloth::let_next_kernel_start()")
+                    .is_some_and(|call| call == "unsloth::await_previous_kernel()");
+                assert!(waits, "{}: {kernel}", path.display());
+                kernels += 1;
+            }
+        }
+        assert!(kernels >= FAMILIES.len());
+    }
+
     #[test]
     fn kernels_for_hopper_are_for_no_other() {
         let arch = |number, suffix: &str| Architecture {

@@ -124,6 +124,8 @@ pub(crate) struct Resources {
     ordinal: i32,
     /// NULL for an image that is for other devices.
     modules: Vec<CUmodule>,
+    /// Whether kernels are started before the one before them has ended, and wait for it themselves.
+    pub(super) launches_early: bool,
     /// What launches choose on this device.
     pub(super) tuning: Tuning,
     pub(super) primary: Primary,
@@ -140,6 +142,7 @@ impl Resources {
             op,
             ordinal,
             modules: Vec::new(),
+            launches_early: false,
             tuning: Tuning::of(&primary.properties(op)?),
             primary,
         };
@@ -148,6 +151,7 @@ impl Resources {
         if !images::fit(capability) {
             return Err(resources.unsupported(capability));
         }
+        resources.launches_early = driver.launches_early() && images::wait(capability);
         for image in &IMAGES {
             let module = match image.capability {
                 Some(needed) if needed != capability => std::ptr::null_mut(),

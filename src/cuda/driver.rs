@@ -8,13 +8,22 @@ use std::sync::OnceLock;
 
 pub(crate) use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-    CUfunction_attribute, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType,
+    CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
+    CUlaunchConfig, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType,
     CUmemAllocationType, CUmemLocation, CUmemLocationType, CUmemPool_attribute, CUmemPoolProps,
     CUmemoryPool, CUmodule, CUpointer_attribute, CUresult, CUstream, CUstreamCaptureStatus,
 };
 
 use crate::backend::Backend;
 use crate::error::{Error, Result, text};
+
+/// `cuLaunchKernelEx`.
+type LaunchWith = unsafe extern "C" fn(
+    *const CUlaunchConfig,
+    CUfunction,
+    *mut *mut c_void,
+    *mut *mut c_void,
+) -> c_int;
 
 macro_rules! functions {
     ($($method:ident = $symbol:ident($($argument:ident: $type:ty),*);)*) => {
@@ -24,6 +33,8 @@ macro_rules! functions {
             pub version: (u32, u32),
             /// Absent before 12.4.
             load_function: Option<unsafe extern "C" fn(CUfunction) -> c_int>,
+            /// Absent before 11.8.
+            launch_with: Option<LaunchWith>,
             $($method: unsafe extern "C" fn($($type),*) -> c_int,)*
         }
 
@@ -34,6 +45,8 @@ macro_rules! functions {
                     version: (0, 0),
                     // SAFETY: the type is that of the function in CUDA's headers; so below.
                     load_function: unsafe { library.symbol("cuFuncLoad\0") },
+                    // SAFETY: as above.
+                    launch_with: unsafe { library.symbol("cuLaunchKernelEx\0") },
                     // SAFETY: as above.
                     $($method: unsafe { library.symbol(concat!(stringify!($symbol), "\0")) }
                         .ok_or(concat!("libcuda has no ", stringify!($symbol), ": the driver is too old"))?,)*
@@ -251,6 +264,60 @@ impl Driver {
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS;
         // SAFETY: the caller's promise.
         unsafe { self.function_attribute(op, &mut value, attribute, function) }
+    }
+
+    /// Whether kernels can be started before the one before them has ended, in graphs too: since 12.3.
+    pub fn launches_early(&self) -> bool {
+        self.version >= (12, 3) && self.launch_with.is_some()
+    }
+
+    /// Launches a kernel that may be started before the one before it in the stream has ended, and
+    /// waits for that by itself.
+    ///
+    /// # Safety
+    /// As [`Driver::launch`]; the driver [launches early](Driver::launches_early), and before the kernel
+    /// touches memory it executes `griddepcontrol.wait`.
+    #[allow(non_snake_case, clippy::too_many_arguments)] // as the driver has them
+    pub unsafe fn launch_early(
+        &self,
+        op: &'static str,
+        function: CUfunction,
+        [gridDimX, gridDimY, gridDimZ]: [c_uint; 3],
+        [blockDimX, blockDimY, blockDimZ]: [c_uint; 3],
+        shared_bytes: c_uint,
+        stream: CUstream,
+        parameters: *mut *mut c_void,
+    ) -> Result<()> {
+        const CALL: &str = "cuLaunchKernelEx";
+        let Some(launch) = self.launch_with else {
+            let code = CUresult::CUDA_ERROR_NOT_SUPPORTED as c_int;
+            return Err(self.error(op, CALL, code));
+        };
+        let mut early = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: CUlaunchAttributeValue {
+                programmaticStreamSerializationAllowed: 1,
+            },
+        };
+        let config = CUlaunchConfig {
+            gridDimX,
+            gridDimY,
+            gridDimZ,
+            blockDimX,
+            blockDimY,
+            blockDimZ,
+            sharedMemBytes: shared_bytes,
+            hStream: stream,
+            attrs: &mut early,
+            numAttrs: 1,
+        };
+        // SAFETY: the configuration and its attribute live until the call returns; the rest is the
+        // caller's promise.
+        match unsafe { launch(&config, function, parameters, std::ptr::null_mut()) } {
+            0 => Ok(()),
+            code => Err(self.error(op, CALL, code)),
+        }
     }
 
     /// Whether work queued on the stream becomes part of a graph instead of running.

@@ -61,6 +61,19 @@ pub(crate) fn fit(capability: (u32, u32)) -> bool {
     runs_on(MACHINE_CODE, PTX, capability)
 }
 
+/// Whether what runs of the images on such a device waits for the kernel before it: text for 9.0 and
+/// later does.
+pub(crate) fn wait(capability: (u32, u32)) -> bool {
+    waits_on(MACHINE_CODE, PTX, capability)
+}
+
+fn waits_on(machine_code: &[(u32, u32, bool)], ptx: (u32, u32), capability: (u32, u32)) -> bool {
+    const FIRST: (u32, u32) = (9, 0);
+    // The driver takes machine code, which is of the device's major version, before PTX. A PTX that is
+    // too new for the device leaves machine code alone.
+    capability >= FIRST && (ptx >= FIRST || runs_on(machine_code, (u32::MAX, 0), capability))
+}
+
 fn runs_on(machine_code: &[(u32, u32, bool)], ptx: (u32, u32), (major, minor): (u32, u32)) -> bool {
     let mut code = machine_code.iter();
     let native = code.any(|&(of_major, of_minor, exact)| {
@@ -105,6 +118,23 @@ mod tests {
         assert!(!runs_on(&[(9, 0, true)], (9, 0), (8, 9)));
         assert!(runs_on(&[(9, 0, true)], (9, 0), (10, 0)));
         assert!(!runs_on(&[(9, 0, true)], (12, 0), (9, 1)));
+        // Code for 8.x does not wait, be it compiled on the device or not.
+        for (code, ptx, capability, waits) in [
+            (&[(9, 0, true)][..], (9, 0), (9, 0), true),
+            (&[(8, 0, false)], (8, 0), (9, 0), false),
+            (&[(8, 0, false)], (9, 0), (8, 0), false),
+            (&[(8, 0, false)], (9, 0), (9, 0), true),
+            (&[(8, 0, false), (9, 0, true)], (8, 0), (9, 0), true),
+            (&[(8, 0, false), (9, 0, true)], (8, 0), (10, 0), false),
+            (&[(9, 0, true)], (12, 0), (9, 0), true),
+            (&[(9, 0, true)], (12, 0), (12, 0), true),
+        ] {
+            assert_eq!(
+                waits_on(code, ptx, capability),
+                waits,
+                "{code:?} {ptx:?} {capability:?}"
+            );
+        }
         // The devices that this build has kernels for.
         for &(major, minor, _) in MACHINE_CODE {
             assert!(fit((major, minor)));

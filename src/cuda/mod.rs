@@ -250,7 +250,7 @@ impl Cuda {
         for (parameter, offset) in parameters.iter_mut().zip(A::PARAMETERS) {
             *parameter = base.wrapping_byte_add(*offset);
         }
-        let [x, y, z] = kernel.info.block;
+        let block @ [x, y, z] = kernel.info.block;
         let shared_bytes = kernel.info.shared_bytes;
         tracing::trace!(
             "{op}: launches {} on {grid:?} blocks of {:?} threads, {shared_bytes} bytes of shared memory",
@@ -259,6 +259,20 @@ impl Cuda {
         );
         let primary = &self.resources.primary;
         let _entered = primary.enter(op)?;
+        if self.resources.launches_early {
+            // SAFETY: as below; every kernel begins by waiting for the one before it.
+            return unsafe {
+                primary.driver.launch_early(
+                    op,
+                    kernel.function,
+                    grid,
+                    block,
+                    shared_bytes,
+                    stream.as_raw().cast(),
+                    parameters.as_mut_ptr(),
+                )
+            };
+        }
         // SAFETY: the function is of the current context, the parameters are as its layout says; the rest is the caller's promise.
         unsafe {
             primary.driver.launch(

@@ -205,6 +205,10 @@ pub unsafe extern "C" fn unsloth_context_create(
 /// launch, which all contexts of a device share: until the last context of the device, and the last
 /// KV cache made from one, is destroyed.
 ///
+/// From compute capability 9.0 and driver 12.3 on, kernels are launched with programmatic stream
+/// serialization, in graphs too, whose edges between kernels are then programmatic: a kernel's blocks
+/// start while the one before ends, and wait for all its writes before they touch memory.
+///
 /// An error of earlier asynchronous work is returned; the context has ended nevertheless.
 ///
 /// # Safety

@@ -5,7 +5,7 @@ use crate::common::tensor::{round_to, strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, contexts, rng};
 use proptest::prelude::*;
 use unsloth::ops::cast::{self, Params};
-use unsloth::{Context, DType, Layout, Stream};
+use unsloth::{Context, DType, Layout, Stream, TensorMut, TensorRef};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -209,6 +209,43 @@ fn the_gradient_of_a_cast_is_a_cast() {
                     "{from} to {to}: {difference} and {product}, {bound}"
                 );
             }
+        }
+    }
+}
+
+/// Kernels of a stream may be started while those before them still run: each waits for what it reads,
+/// and for those who still read what it writes.
+#[test]
+fn a_chain_keeps_its_order() {
+    const ROUNDS: usize = 24;
+    fn queue(ctx: &Context, x: TensorRef<'_>, out: TensorMut<'_>) {
+        cast::forward(ctx, &Params { x, out }, Stream::DEFAULT).unwrap();
+    }
+    let layout = Layout::contiguous(&[3 << 17]).unwrap();
+    let rng = &mut rng();
+    // What is exact in every dtype, so that only the order counts.
+    let inputs = [0, 1].map(|i| {
+        let mut x = TestTensor::integers(rng, DType::F32, layout, 100);
+        let values: Vec<f64> = x.values().iter().map(|v| v + 128.0 * i as f64).collect();
+        x.set_values(&values);
+        x
+    });
+    for ctx in contexts() {
+        let devices = inputs.each_ref().map(|x| x.upload(&ctx));
+        let mut narrow = TestTensor::poisoned(DType::F16, layout).upload(&ctx);
+        let mut other = TestTensor::poisoned(DType::Bf16, layout).upload(&ctx);
+        let mut outs: Vec<_> = (0..ROUNDS)
+            .map(|_| TestTensor::poisoned(DType::F32, layout).upload(&ctx))
+            .collect();
+        for (round, out) in outs.iter_mut().enumerate() {
+            let x = devices[round % 2].view();
+            queue(&ctx, x, narrow.view_mut());
+            queue(&ctx, narrow.view(), other.view_mut());
+            queue(&ctx, other.view(), out.view_mut());
+        }
+        for (round, out) in outs.iter().enumerate() {
+            let same = out.download_output().values() == inputs[round % 2].values();
+            assert!(same, "round {round} has another's numbers");
         }
     }
 }

@@ -7,6 +7,7 @@
 
 #include "blocks/arguments.h"
 #include "common/blocks.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/rows.cuh"
 #include "common/vector.cuh"
 
@@ -125,6 +126,8 @@ __device__ __forceinline__ void rows(const BlocksRowsArguments &p) {
 #define UNSLOTH_BLOCKS_ROWS(name, type, blocks)                                \
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads)              \
       blocks_rows_##name(const __grid_constant__ BlocksRowsArguments params) { \
+    unsloth::let_next_kernel_start();                                          \
+    unsloth::await_previous_kernel();                                          \
     unsloth::rows<type, unsloth::Blocks::blocks>(params);                      \
   }                                                                            \
   extern "C" __device__ const BlocksRowsLaunch blocks_rows_##name##_launch = { \

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "common/cluster.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/named_barrier.cuh"
 #include "common/rows.cuh"
 #include "common/tma.cuh"
@@ -403,6 +404,8 @@ __device__ __forceinline__ void cross_entropy(const Arguments &p) {
 #define UNSLOTH_CROSS_ENTROPY_OF(name, type, blocks)                                              \
   extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(                    \
       unsloth::kThreads + 32, 1) name(const __grid_constant__ CrossEntropyRingArguments params) { \
+    unsloth::let_next_kernel_start();                                                             \
+    unsloth::await_previous_kernel();                                                             \
     unsloth::cross_entropy<type, blocks>(params);                                                 \
   }                                                                                               \
   extern "C" __device__ const CrossEntropyRingLaunch name##_launch = {                            \

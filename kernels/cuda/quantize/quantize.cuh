@@ -10,6 +10,7 @@
 // zero.
 #pragma once
 
+#include "common/dependent_launch.cuh"
 #include "common/rows.cuh"
 #include "common/vector.cuh"
 #include "quantize/arguments.h"
@@ -330,6 +331,8 @@ __device__ __forceinline__ void scale_of_all(const Arguments &p, uint4 *dynamic,
 #define UNSLOTH_QUANTIZE(name, kind, dtype, ternary, bytes, ...)                                   \
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 4)                               \
       quantize_##name(const __grid_constant__ QuantizeArguments params) {                          \
+    unsloth::let_next_kernel_start();                                                              \
+    unsloth::await_previous_kernel();                                                              \
     extern __shared__ uint4 dynamic[];                                                             \
     unsloth::__VA_ARGS__;                                                                          \
   }                                                                                                \

@@ -15,7 +15,7 @@ use cubecl_cpp::shared::{
     CompilationOptions, CppCompiler, CppSupportedFeatures, Dialect, SharedMemory,
 };
 
-use super::text::{pass_by_value, split};
+use super::text::{await_previous_kernel, pass_by_value, split};
 use super::{Arguments, Choice, Kernel, Scalar, ScalarType};
 use crate::Error;
 
@@ -153,6 +153,10 @@ impl Builder {
                 reason: "its signature is not what an array by value expects".into(),
             })?;
         }
+        text = await_previous_kernel(&text).ok_or_else(|| Error::Expand {
+            kernel: name.clone(),
+            reason: "its text has no kernel to let wait".into(),
+        })?;
         text.push_str(&format!(
             "static_assert(sizeof(info_st) == {scalars_size}, \"the host's struct of scalars\");\n"
         ));

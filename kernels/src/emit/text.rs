@@ -66,6 +66,23 @@ pub(super) fn pass_by_value(text: &str, index: usize, len: usize) -> Option<Stri
     ))
 }
 
+/// What a kernel's text begins with: as `kernels/cuda/common/dependent_launch.cuh`.
+const AWAIT_PREVIOUS_KERNEL: &str = "#if __CUDA_ARCH__ >= 900
+asm volatile(\"griddepcontrol.launch_dependents;\");
+asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");
+#endif
+";
+
+/// Lets a kernel wait for the one before it in the stream, which may still run when it is started.
+pub(super) fn await_previous_kernel(text: &str) -> Option<String> {
+    let begins = text.find("extern \"C\" __global__")?;
+    let (types, kernel) = text.split_at(begins);
+    let (signature, body) = kernel.split_once("\n) {\n")?;
+    Some(format!(
+        "{types}{signature}\n) {{\n{AWAIT_PREVIOUS_KERNEL}{body}"
+    ))
+}
+
 /// One translation unit of several kernels. Each has a namespace, for CubeCL gives helper types of different kernels one name.
 pub fn translation_unit(kernels: &[Kernel]) -> String {
     let mut includes: Vec<&str> = kernels
@@ -88,6 +105,16 @@ pub fn translation_unit(kernels: &[Kernel]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kernels_await_the_one_before() {
+        let text = "struct info_st {\n};\nextern \"C\" __global__ void k (\n    float* buffer_0\n) {\nbody";
+        let waiting = await_previous_kernel(text).unwrap();
+        let (before, after) = waiting.split_once(AWAIT_PREVIOUS_KERNEL).unwrap();
+        assert_eq!(format!("{before}{after}"), text);
+        assert!(before.ends_with("buffer_0\n) {\n"));
+        assert!(await_previous_kernel("void k() {\n}").is_none());
+    }
 
     #[test]
     fn the_last_pointer_becomes_an_array() {

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "attention/forward/arguments.h"
+#include "common/dependent_launch.cuh"
 #include "common/registers.cuh"
 #include "config.h"
 #include "consumer.cuh"
@@ -58,6 +59,8 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
 #define UNSLOTH_ATTENTION_FORWARD(name, type, tile, mask, softcap, role)             \
   extern "C" __global__ void __launch_bounds__(unsloth::threads(unsloth::tile), 1)   \
       name(const __grid_constant__ AttentionForwardArguments params) {               \
+    unsloth::let_next_kernel_start();                                                \
+    unsloth::await_previous_kernel();                                                \
     unsloth::attention_forward<unsloth::tile, type, unsloth::mask, softcap>(params); \
   }                                                                                  \
   extern "C" __device__ const AttentionForwardLaunch name##_launch = {               \

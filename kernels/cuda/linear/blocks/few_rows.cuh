@@ -14,6 +14,7 @@
 // that a multiprocessor issues, with one row of x as with eight.
 #pragma once
 
+#include "common/dependent_launch.cuh"
 #include "common/vector.cuh"
 #include "decoded.cuh"
 #include "linear/blocks/arguments.h"
@@ -321,6 +322,8 @@ class FewRows {
 #define UNSLOTH_LINEAR_BLOCKS(name, type, blocks)                                  \
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 2)               \
       linear_blocks_##name(const __grid_constant__ LinearBlocksArguments params) { \
+    unsloth::let_next_kernel_start();                                              \
+    unsloth::await_previous_kernel();                                              \
     extern __shared__ uint4 dynamic[];                                             \
     unsloth::FewRows<type, unsloth::Blocks::blocks>(params, dynamic).run();        \
   }                                                                                \

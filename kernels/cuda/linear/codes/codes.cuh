@@ -16,6 +16,7 @@
 // types do not say.
 #pragma once
 
+#include "common/dependent_launch.cuh"
 #include "common/mma.cuh"
 #include "linear/codes/arguments.h"
 #include "linear/epilogue.cuh"
@@ -213,6 +214,8 @@ class Codes {
 #define UNSLOTH_LINEAR_CODES(name, ternary, eights)                              \
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 2)             \
       linear_codes_##name(const __grid_constant__ LinearCodesArguments params) { \
+    unsloth::let_next_kernel_start();                                            \
+    unsloth::await_previous_kernel();                                            \
     extern __shared__ uint4 dynamic[];                                           \
     int32_t *sums = reinterpret_cast<int32_t *>(dynamic);                        \
     unsloth::Codes<ternary, eights>(params, sums).run();                         \

@@ -8,6 +8,7 @@
 // slots' are added at the end, and `column_sums` adds the blocks'.
 #pragma once
 
+#include "common/dependent_launch.cuh"
 #include "common/named_barrier.cuh"
 #include "common/rows.cuh"
 #include "common/tma.cuh"
@@ -385,6 +386,8 @@ __device__ __forceinline__ void backward(const Arguments &p) {
 #define UNSLOTH_NORM_BACKWARD(name, type, centered, residual, refill)     \
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)      \
       name(const __grid_constant__ NormBackwardRingArguments params) {    \
+    unsloth::let_next_kernel_start();                                     \
+    unsloth::await_previous_kernel();                                     \
     unsloth::backward<type, centered, residual, unsloth::refill>(params); \
   }                                                                       \
   extern "C" __device__ const NormBackwardRingLaunch name##_launch = {    \

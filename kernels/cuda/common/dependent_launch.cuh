@@ -1,0 +1,23 @@
+// Programmatic dependent launch: a kernel's blocks may be started while those of the kernel before
+// it in the stream still run.
+#pragma once
+
+namespace unsloth {
+
+// Waits until the kernel before has ended and its writes can be read. Every kernel begins with it,
+// before it touches memory: the host launches all of them so.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the blocks of the kernel behind be started once all blocks of this one have come here, and
+// not only once they have ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+}  // namespace unsloth
