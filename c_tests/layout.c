@@ -1045,4 +1045,11 @@ FIELD(unsloth_swiglu_backward_params, dup, 696, 136);
 FIELD(unsloth_swiglu_backward_params, dgate_up, 832, 136);
 FIELD(unsloth_swiglu_backward_params, out, 968, 136);
 
+STRUCT(unsloth_weight_repack_params, 416, 8);
+FIELD(unsloth_weight_repack_params, struct_size, 0, 4);
+FIELD(unsloth_weight_repack_params, format, 4, 4);
+FIELD(unsloth_weight_repack_params, packed, 8, 136);
+FIELD(unsloth_weight_repack_params, out, 144, 136);
+FIELD(unsloth_weight_repack_params, scale, 280, 136);
+
 int main(void) { return 0; }

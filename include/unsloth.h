@@ -116,6 +116,7 @@
 #define UNSLOTH_SWIGLU_PARAMS_INIT UNSLOTH_INIT(unsloth_swiglu_params)
 #define UNSLOTH_TRAINING_MEMORY_INIT UNSLOTH_INIT(unsloth_training_memory)
 #define UNSLOTH_TRAINING_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_training_memory_params)
+#define UNSLOTH_WEIGHT_REPACK_PARAMS_INIT UNSLOTH_INIT(unsloth_weight_repack_params)
 
 
 /**
@@ -4682,6 +4683,42 @@ typedef struct unsloth_swiglu_backward_params {
 } unsloth_swiglu_backward_params;
 
 /**
+ * How a file has ternary weights. GGUF's TQ1_0, TQ2_0 and Q2_0 are none of these: they have a scale
+ * for each block, and are dtypes that linear layers take as they are.
+ */
+typedef uint32_t unsloth_weight_repack_format;
+
+/**
+ * Arguments of `unsloth_weight_repack_forward`: the codes of a matrix `[n, k]` from a file's order to
+ * that of `UNSLOTH_DTYPE_TERNARY`, bit for bit. A code of 3, which I2_S does not have, stays one: a
+ * weight of 2.
+ */
+typedef struct unsloth_weight_repack_params {
+  /**
+   * `sizeof(unsloth_weight_repack_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * `UNSLOTH_WEIGHT_REPACK_*`.
+   */
+  unsloth_weight_repack_format format;
+  /**
+   * `[n k / 4 + 32]`, i8, contiguous, at any address: the file's bytes.
+   */
+  struct unsloth_tensor packed;
+  /**
+   * `[n, k]`, ternary, contiguous, at any address; `k` a multiple of 128. It may begin where `packed`
+   * does: then codes change in place, and the bytes behind them stay.
+   */
+  struct unsloth_tensor out;
+  /**
+   * Optional: `[1]`, f32, written: what all codes are multiplied by, for the `quantization` of
+   * `out`. Absent, it stays where it is in `packed`, at byte `n k / 4`.
+   */
+  struct unsloth_tensor scale;
+} unsloth_weight_repack_params;
+
+/**
  * The CPU backend.
  */
 #define UNSLOTH_IMPLEMENTATION_CPU 1
@@ -4836,7 +4873,8 @@ typedef struct unsloth_swiglu_backward_params {
 /**
  * Ternary codes of 2 bits, weight + 1: 128 in 32 bytes, byte `p` holding those of `p`, `p + 32`,
  * `p + 64` and `p + 96` from its low bits up. Rows are a multiple of 128
- * elements. Scales lie apart: `unsloth_quantize_forward` writes both.
+ * elements. Scales lie apart: `unsloth_quantize_forward` writes both, and
+ * `unsloth_weight_repack_forward` makes them of a file of BitNet's.
  */
 #define UNSLOTH_DTYPE_TERNARY 10
 
@@ -5297,6 +5335,14 @@ typedef struct unsloth_swiglu_backward_params {
  * Up, then gate.
  */
 #define UNSLOTH_GATE_ORDER_UP_FIRST 1
+
+/**
+ * BitNet's I2_S, GGUF's type 36 in its files, as its builds for x86 write it: 128 codes in 32 bytes,
+ * weight + 1, byte `p` holding those of `p`, `p + 32`, `p + 64` and `p + 96` from its high bits down;
+ * behind all codes 32 bytes, of which the first four are the scale, an f32. Other builds write other
+ * orders under this name.
+ */
+#define UNSLOTH_WEIGHT_REPACK_I2_S 0
 
 #ifdef __cplusplus
 extern "C" {
@@ -7390,6 +7436,29 @@ unsloth_status unsloth_swiglu_backward_supported(struct unsloth_context *ctx,
 unsloth_status unsloth_swiglu_backward(struct unsloth_context *ctx,
                                        const struct unsloth_swiglu_backward_params *params,
                                        unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_weight_repack_supported(struct unsloth_context *ctx,
+                                               const struct unsloth_weight_repack_params *params,
+                                               unsloth_implementation *implementation);
+
+/**
+ * Brings codes to their order on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA
+ * graph.
+ *
+ * `out` may not overlap `packed` but where both begin at the same address; `scale` may overlap neither.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_weight_repack_forward(struct unsloth_context *ctx,
+                                             const struct unsloth_weight_repack_params *params,
+                                             unsloth_stream stream);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -203,6 +203,15 @@ static void quantize_all_ready(void) {
   quantize.scale.shape[0] = 1;
 }
 
+static unsloth_weight_repack_params weight_repack;
+static void weight_repack_ready(void) {
+  with_context();
+  weight_repack = (unsloth_weight_repack_params)UNSLOTH_WEIGHT_REPACK_PARAMS_INIT;
+  weight_repack.packed = tensor(inputs, UNSLOTH_DTYPE_I8, TOKENS * 128 / 4 + 32, -1, -1, -1);
+  weight_repack.out = out2(TOKENS, 128);
+  weight_repack.out.dtype = UNSLOTH_DTYPE_TERNARY;
+}
+
 static unsloth_cross_entropy_params cross_entropy;
 static void cross_entropy_ready(void) {
   with_context();
@@ -944,6 +953,10 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     OK)                                                                                            \
   X(quantize, quantize_ready, unsloth_quantize_forward, (ctx, &quantize, NULL), OK)                \
   X(quantize_all, quantize_all_ready, unsloth_quantize_forward, (ctx, &quantize, NULL), OK)        \
+  X(weight_repack_supported, weight_repack_ready, unsloth_weight_repack_supported,                 \
+    (ctx, &weight_repack, NULL), OK)                                                               \
+  X(weight_repack, weight_repack_ready, unsloth_weight_repack_forward,                             \
+    (ctx, &weight_repack, NULL), OK)                                                               \
   X(embedding_supported, embedding_ready, unsloth_embedding_supported, (ctx, &embedding, NULL),    \
     OK)                                                                                            \
   X(embedding_workspace, embedding_parallel_ready, unsloth_embedding_workspace_size,               \

@@ -183,6 +183,14 @@ static void rows(void) {
   codes.workspace_size -= 1;
   CHECK(unsloth_quantize_forward(ctx, &codes, NULL) == UNSLOTH_STATUS_WORKSPACE_TOO_SMALL);
 
+  unsloth_weight_repack_params repack = UNSLOTH_WEIGHT_REPACK_PARAMS_INIT;
+  repack.packed = make(UNSLOTH_DTYPE_I8, 3 * HIDDEN / 4 + 32, -1, -1, -1);
+  repack.out = make(UNSLOTH_DTYPE_TERNARY, 3, HIDDEN, -1, -1);
+  repack.scale = make(UNSLOTH_DTYPE_F32, 1, -1, -1, -1);
+  CHECK_PATH(unsloth_weight_repack_forward(ctx, &repack, NULL), 1);
+  repack.out.data = repack.packed.data;
+  CHECK_PATH(unsloth_weight_repack_forward(ctx, &repack, NULL), 1);
+
   unsloth_argmax_params argmax = UNSLOTH_ARGMAX_PARAMS_INIT;
   argmax.x = make(UNSLOTH_DTYPE_F32, 3, VOCAB, -1, -1);
   argmax.out = make(UNSLOTH_DTYPE_I32, 3, -1, -1, -1);

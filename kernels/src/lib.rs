@@ -35,6 +35,7 @@ mod rotation;
 mod rows;
 mod swiglu;
 pub mod table;
+mod weight_repack;
 
 use std::path::{Path, PathBuf};
 
@@ -100,6 +101,7 @@ const CATALOG: &[Entry] = &[
     ("rope", rope::kernels, &[]),
     ("swiglu", swiglu::kernels, &[]),
     ("swiglu_backward", swiglu::backward::kernels, &[]),
+    ("weight_repack", weight_repack::kernels, &[]),
 ];
 
 /// What goes wrong while images are made.

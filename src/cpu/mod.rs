@@ -32,6 +32,7 @@ pub(crate) mod rows;
 pub(crate) mod scratch;
 pub(crate) mod swiglu;
 pub(crate) mod vector;
+mod weight_repack;
 
 pub(crate) use event::Event;
 pub(crate) use host::device_info;

@@ -39,6 +39,7 @@ pub(crate) mod swiglu;
 mod table;
 mod tuning;
 mod warm_up;
+mod weight_repack;
 
 use std::ffi::c_void;
 use std::sync::atomic::AtomicU64;
@@ -79,6 +80,7 @@ loaded::operations!(
     rope,
     swiglu,
     swiglu_backward,
+    weight_repack,
 );
 
 /// The CUDA backend's state of one context.

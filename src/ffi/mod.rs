@@ -51,6 +51,7 @@ mod slots;
 pub mod status;
 pub mod swiglu;
 pub mod tensor;
+pub mod weight_repack;
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -37,7 +37,8 @@ pub const UNSLOTH_DTYPE_F8E5M2: unsloth_dtype = 8;
 pub const UNSLOTH_DTYPE_I8: unsloth_dtype = 9;
 /// Ternary codes of 2 bits, weight + 1: 128 in 32 bytes, byte `p` holding those of `p`, `p + 32`,
 /// `p + 64` and `p + 96` from its low bits up. Rows are a multiple of 128
-/// elements. Scales lie apart: `unsloth_quantize_forward` writes both.
+/// elements. Scales lie apart: `unsloth_quantize_forward` writes both, and
+/// `unsloth_weight_repack_forward` makes them of a file of BitNet's.
 pub const UNSLOTH_DTYPE_TERNARY: unsloth_dtype = 10;
 /// GGUF's Q8_0, blocks as in the file, as of all of GGUF's: 32 elements in 34 bytes. Weights and
 /// tables of embeddings may be in blocks.

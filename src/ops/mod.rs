@@ -37,5 +37,6 @@ pub mod rms_norm;
 pub mod rope;
 pub mod send_receive;
 pub mod swiglu;
+pub mod weight_repack;
 
 pub use crate::backend::Implementation;

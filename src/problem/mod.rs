@@ -25,6 +25,7 @@ pub(crate) mod quantize;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;
+pub(crate) mod weight_repack;
 
 use crate::backend::{Implementation, Stream};
 use crate::error::Result;

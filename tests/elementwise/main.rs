@@ -1,4 +1,5 @@
-//! What each element is computed by alone, or with its pair: casts, quantisation, rotary embeddings, optimizers.
+//! What each element is computed by alone, or with its pair: casts, quantisation, the order of codes, rotary embeddings,
+//! optimizers.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -9,3 +10,4 @@ mod optimizer;
 mod quantize;
 mod rope;
 mod rope_misuse;
+mod weight_repack;

@@ -36,6 +36,7 @@ use unsloth::ffi::rope::*;
 use unsloth::ffi::send_receive::*;
 use unsloth::ffi::swiglu::backward::*;
 use unsloth::ffi::swiglu::*;
+use unsloth::ffi::weight_repack::*;
 
 use crate::attention::Batch;
 use crate::call::{Call, Scratch};
@@ -68,7 +69,7 @@ macro_rules! finish {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 41] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 42] = [
     of!(
         attention,
         unsloth_attention_supported,
@@ -220,6 +221,11 @@ pub const ALL: [fn(&mut Call<'_, '_>); 41] = [
         unsloth_quantize_supported,
         unsloth_quantize_forward,
         unsloth_quantize_workspace_size
+    ),
+    of!(
+        weight_repack,
+        unsloth_weight_repack_supported,
+        unsloth_weight_repack_forward
     ),
     of!(
         embedding_backward,

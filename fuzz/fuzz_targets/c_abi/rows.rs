@@ -10,6 +10,7 @@ use unsloth::ffi::quantize::*;
 use unsloth::ffi::rms_norm::backward::*;
 use unsloth::ffi::rms_norm::*;
 use unsloth::ffi::tensor::*;
+use unsloth::ffi::weight_repack::*;
 
 use crate::call::{Call, Stated, zeroed};
 
@@ -69,6 +70,21 @@ impl Call<'_, '_> {
         };
         p.scale = self.tensor(UNSLOTH_DTYPE_F32, &scale);
         p.sum = self.optional(UNSLOTH_DTYPE_I32, &sum);
+        stated
+    }
+
+    pub fn weight_repack(&mut self) -> Box<Stated<unsloth_weight_repack_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_weight_repack_params>> = unsafe { zeroed() };
+        let (n, k) = (self.extent(40), 128 * self.extent(3));
+        let p = &mut stated.params;
+        p.format = self.flag(0);
+        p.packed = self.tensor(UNSLOTH_DTYPE_I8, &[n.saturating_mul(k) / 4 + 32]);
+        p.out = self.tensor(UNSLOTH_DTYPE_TERNARY, &[n, k]);
+        p.scale = self.optional(UNSLOTH_DTYPE_F32, &[1]);
+        if self.input.one_in(3) {
+            p.out.data = p.packed.data;
+        }
         stated
     }
 
