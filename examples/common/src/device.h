@@ -132,6 +132,8 @@ inline unsloth_dtype dtype_of_tensor(TensorType type) {
       return UNSLOTH_DTYPE_TQ2_0;
     case TensorType::kQ2_0:
       return UNSLOTH_DTYPE_Q2_0;
+    case TensorType::kI2_S:
+      return UNSLOTH_DTYPE_TERNARY;  // in another order
   }
   return 0;
 }

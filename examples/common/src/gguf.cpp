@@ -167,7 +167,7 @@ Gguf::Value read_value(Cursor &cursor) {
 
 std::string readable_types() {
   return "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, TQ1_0, "
-         "TQ2_0 and Q2_0";
+         "TQ2_0, Q2_0 and I2_S";
 }
 
 // Name, shape, type and size; the offset into the data section is returned apart.
@@ -236,6 +236,13 @@ uint64_t as_uint(const Gguf &gguf, const std::string &key, const Gguf::Value &va
 
 }  // namespace
 
+void GgufTensor::decode(uint64_t first, uint64_t count, float *values) const {
+  const BlockLayout layout = block_layout(static_cast<uint32_t>(type));
+  dequantize(type, data + first / layout.elements * layout.bytes, count, values);
+  if (tail_bytes(type) == 0) return;
+  for (uint64_t i = 0; i < count; ++i) values[i] *= scale;
+}
+
 Gguf Gguf::open(const std::string &path) {
   MappedFile file(path);
   Gguf gguf = parse(file.data(), file.size(), path);
@@ -292,12 +299,15 @@ Gguf Gguf::parse(const std::byte *data, size_t size, const std::string &name) {
       gguf.fail("tensor '" + tensor.name + "' starts at " + std::to_string(offsets[i]) +
                 ", not a multiple of the alignment " + std::to_string(alignment));
     }
-    if (offsets[i] > data_bytes || tensor.bytes > data_bytes - offsets[i]) {
-      gguf.fail("tensor '" + tensor.name + "' needs " + std::to_string(tensor.bytes) +
+    const uint64_t tail = tail_bytes(tensor.type);
+    const uint64_t left = offsets[i] < data_bytes ? data_bytes - offsets[i] : 0;
+    if (left < tail || tensor.bytes > left - tail) {
+      gguf.fail("tensor '" + tensor.name + "' needs " + std::to_string(tensor.bytes + tail) +
                 " bytes at offset " + std::to_string(offsets[i]) + " of a data section of " +
                 std::to_string(data_bytes) + ": the file is truncated");
     }
     tensor.data = data + data_start + offsets[i];
+    if (tail > 0) std::memcpy(&tensor.scale, tensor.data + tensor.bytes, sizeof(tensor.scale));
   }
   return gguf;
 }

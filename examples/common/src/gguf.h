@@ -21,8 +21,12 @@ struct GgufTensor {
   TensorType type = TensorType::kF32;
   std::vector<uint64_t> shape;  // outermost first (the file keeps the innermost first)
   uint64_t elements = 0;
-  uint64_t bytes = 0;
+  uint64_t bytes = 0;  // of its blocks
   const std::byte *data = nullptr;
+  float scale = 1;  // what all elements are multiples of, where the type has it behind the blocks
+
+  // Decodes `count` elements from `first` on, whole blocks.
+  void decode(uint64_t first, uint64_t count, float *values) const;
 };
 
 // A key of the metadata and its value as the file has them, so that they can be copied.

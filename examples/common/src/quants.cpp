@@ -12,6 +12,7 @@ namespace {
 constexpr uint64_t kBlock = 32;        // elements that share a scale, but for Q6_K
 constexpr uint64_t kSuperblock = 256;  // elements of a block of the K and TQ types
 constexpr uint64_t kLongBlock = 64;    // elements of a block of Q2_0
+constexpr uint64_t kCodes = 128;       // elements of a block of I2_S
 
 template <typename T>
 T load(const std::byte *src) {
@@ -119,6 +120,14 @@ void unpack_tq2_0(const std::byte *src, float *dst) {
   }
 }
 
+// A block of I2_S: four codes in each of 32 bytes, 32 apart, the first in the high bits.
+void unpack_i2_s(const std::byte *src, float *dst) {
+  for (uint64_t i = 0; i < kCodes; ++i) {
+    const unsigned packed = byte_at(src, i % 32);
+    dst[i] = static_cast<float>(packed >> (6 - 2 * (i / 32)) & 3U) - 1.0F;
+  }
+}
+
 // The greatest magnitude becomes 127; the scale is f16, the quotients are of the unrounded one, as
 // in llama.cpp.
 void encode_q8_0(const float *src, std::byte *dst) {
@@ -148,7 +157,7 @@ const char *tensor_type_name(uint32_t type) {
       {17, "IQ2_XS"}, {18, "IQ3_XXS"}, {19, "IQ1_S"}, {20, "IQ4_NL"}, {21, "IQ3_S"},
       {22, "IQ2_S"},  {23, "IQ4_XS"},  {24, "I8"},    {25, "I16"},    {26, "I32"},
       {27, "I64"},    {28, "F64"},     {29, "IQ1_M"}, {30, "BF16"},   {34, "TQ1_0"},
-      {35, "TQ2_0"},  {39, "MXFP4"},   {42, "Q2_0"},
+      {35, "TQ2_0"},  {36, "I2_S"},    {39, "MXFP4"}, {42, "Q2_0"},
   };
   for (const Name &known : kNames) {
     if (known.type == type) return known.name;
@@ -186,9 +195,13 @@ BlockLayout block_layout(uint32_t type) {
       return {kSuperblock, 66};
     case TensorType::kQ2_0:
       return {kLongBlock, 18};
+    case TensorType::kI2_S:
+      return {kCodes, kCodes / 4};
   }
   return {0, 0};
 }
+
+uint64_t tail_bytes(TensorType type) { return type == TensorType::kI2_S ? 32 : 0; }
 
 void dequantize(TensorType type, const std::byte *src, uint64_t elements, float *dst) {
   const BlockLayout layout = block_layout(static_cast<uint32_t>(type));
@@ -264,6 +277,11 @@ void dequantize(TensorType type, const std::byte *src, uint64_t elements, float 
         }
       }
       return;
+    case TensorType::kI2_S:
+      for (uint64_t i = 0; i < elements; i += kCodes, src += layout.bytes) {
+        unpack_i2_s(src, dst + i);
+      }
+      return;
     case TensorType::kQ8_0:
       for (uint64_t i = 0; i < elements; i += kBlock, src += layout.bytes) {
         const float scale = f16_to_f32(load<uint16_t>(src));
@@ -304,6 +322,7 @@ void encode(const float *src, uint64_t elements, TensorType type, std::byte *dst
     case TensorType::kTQ1_0:
     case TensorType::kTQ2_0:
     case TensorType::kQ2_0:
+    case TensorType::kI2_S:
       throw Error("quantising to less than 8 bits is not supported");
   }
 }

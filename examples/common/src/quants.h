@@ -21,6 +21,7 @@ enum class TensorType : uint32_t {
   kBF16 = 30,
   kTQ1_0 = 34,
   kTQ2_0 = 35,
+  kI2_S = 36,  // of BitNet's files, not of GGUF; as its builds for x86 write it
   kQ2_0 = 42,
 };
 
@@ -36,7 +37,11 @@ const char *tensor_type_name(uint32_t type);
 // The layout of a type that is read here; {0, 0} for any other number.
 BlockLayout block_layout(uint32_t type);
 
-// Decodes `elements` values (whole blocks) at `src`, which needs no alignment.
+// Bytes behind a tensor's last block: those of I2_S begin with the f32 that scales all of it.
+uint64_t tail_bytes(TensorType type);
+
+// Decodes `elements` values (whole blocks) at `src`, which needs no alignment. Those of I2_S are
+// codes, -1 to 1, which are still to be scaled.
 void dequantize(TensorType type, const std::byte *src, uint64_t elements, float *dst);
 
 // The inverse, for F32, F16, BF16 and Q8_0.

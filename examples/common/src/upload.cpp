@@ -1,6 +1,8 @@
 #include "upload.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 
 #include "progress.h"
 #include "quants.h"
@@ -35,6 +37,28 @@ unsloth_tensor upload_as_they_are(const std::vector<const GgufTensor *> &sources
   return view;
 }
 
+unsloth_tensor upload_ternary(const Context &context, const GgufTensor &source, Buffer *memory,
+                              uint64_t offset, unsloth_quantization *quantization,
+                              ProgressBar *bar) {
+  // The scale goes behind the codes, as in the file, and stays there.
+  std::array<std::byte, 32> tail = {};
+  std::memcpy(tail.data(), &source.scale, sizeof(source.scale));
+  memory->upload(source.data, source.bytes, offset);
+  memory->upload(tail.data(), tail.size(), offset + source.bytes);
+  if (bar != nullptr) bar->advance(source.bytes);
+  char *const codes = static_cast<char *>(memory->data()) + offset;
+  auto repack = unsloth::make<unsloth_weight_repack_params>();
+  repack.format = UNSLOTH_WEIGHT_REPACK_I2_S;
+  repack.packed = unsloth::tensor(codes, UNSLOTH_DTYPE_I8, {source.bytes + tail.size()});
+  repack.out = unsloth::tensor(codes, UNSLOTH_DTYPE_TERNARY, {source.shape[0], source.shape[1]});
+  check(unsloth_weight_repack_forward(context.get(), &repack, context.stream()));
+  *quantization = UNSLOTH_QUANTIZATION_INIT;
+  quantization->scale = unsloth::tensor(codes + source.bytes, UNSLOTH_DTYPE_F32, {1});
+  unsloth_tensor view = repack.out;
+  view.quantization = quantization;
+  return view;
+}
+
 unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                               Buffer *memory, uint64_t offset, ProgressBar *bar) {
   constexpr uint64_t kChunk = 1 << 18;  // elements decoded at a time: whole blocks of every type
@@ -50,8 +74,7 @@ unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, un
     for (uint64_t start = 0; start < source->elements; start += kChunk) {
       const uint64_t count = std::min(kChunk, source->elements - start);
       const uint64_t source_bytes = count / layout.elements * layout.bytes;
-      const std::byte *blocks = source->data + start / layout.elements * layout.bytes;
-      dequantize(source->type, blocks, count, values.data());
+      source->decode(start, count, values.data());
       encode(values.data(), count, tensor_type(dtype), encoded.data());
       memory->upload(encoded.data(), count * element, offset);
       offset += count * element;

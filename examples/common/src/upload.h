@@ -28,6 +28,12 @@ unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, un
 unsloth_tensor upload_as_they_are(const std::vector<const GgufTensor *> &sources, Buffer *memory,
                                   uint64_t offset, ProgressBar *bar);
 
+// A matrix of I2_S, in the library's order, with what says its scale: both are read by whatever
+// multiplies by the view. It takes `tail_bytes` more than the tensor's blocks.
+unsloth_tensor upload_ternary(const Context &context, const GgufTensor &source, Buffer *memory,
+                              uint64_t offset, unsloth_quantization *quantization,
+                              ProgressBar *bar);
+
 // `factors` are those of the file, absent (rank 0) where it has none.
 unsloth_rotation rotation(const ModelConfig &config, unsloth_tensor factors);
 

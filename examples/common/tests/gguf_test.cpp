@@ -268,6 +268,34 @@ void decodes_ternary_blocks() {
   }
 }
 
+// Codes of two blocks, then what scales them and must be there.
+void reads_ternary_tensors_with_their_scale() {
+  const auto file = [](size_t bytes) {
+    GgufBuilder builder;
+    builder.tensors = {{"t", {128, 2}, 36, 0}};
+    // Codes 0, 1, 2 and 0; 2, 2, 1 and 3.
+    builder.data = std::string(32, '\x18') + std::string(32, '\xA7');
+    builder.data += GgufBuilder::number(0.75F) + std::string(28, '\x7F');
+    builder.data.resize(bytes);
+    return builder.build();
+  };
+  const std::string whole = file(96);
+  const Gguf gguf = parse(whole);
+  const GgufTensor &tensor = gguf.tensor("t", {2, 128});
+  CHECK_EQUAL(tensor.bytes, 64U);
+  CHECK_EQUAL(tensor.scale, 0.75F);
+  std::vector<float> values(256);
+  tensor.decode(0, 128, values.data());
+  tensor.decode(128, 128, values.data() + 128);
+  constexpr float kFirst[] = {-0.75F, 0, 0.75F, -0.75F};
+  constexpr float kSecond[] = {0.75F, 0.75F, 0, 1.5F};
+  for (int i = 0; i < 128; ++i) {
+    CHECK_EQUAL(values[i], kFirst[i / 32]);
+    CHECK_EQUAL(values[128 + i], kSecond[i / 32]);
+  }
+  CHECK_THROWS(Error, parse(file(95)), "needs 96 bytes");
+}
+
 void decodes_blocks() {
   const std::string half = GgufBuilder::number(uint16_t{0x3800});   // 0.5
   const std::string three = GgufBuilder::number(uint16_t{0x4200});  // 3
@@ -430,6 +458,7 @@ int main() {
   llm::decodes_five_bits();
   llm::decodes_superblocks();
   llm::decodes_ternary_blocks();
+  llm::reads_ternary_tensors_with_their_scale();
   llm::decodes_blocks();
   llm::converts_half_precision();
   llm::encodes_what_it_decodes();

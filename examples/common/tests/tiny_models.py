@@ -9,7 +9,7 @@ import random
 import struct
 
 UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
-F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
+F32, F16, Q4_0, Q4_1, Q8_0, BF16, I2_S = 0, 1, 2, 3, 8, 30, 36
 BLOCK = 32
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 
@@ -17,8 +17,9 @@ TEXT = "The quick brown fox jumps over the lazy dog, again and again; 12 times, 
 
 
 class Gguf:
-    def __init__(self, seed):
+    def __init__(self, seed, decoded=False):
         self.random = random.Random(seed)
+        self.decoded = decoded  # I2_S as the floats that it stands for
         self.metadata, self.count = b"", 0
         self.tensors = []
 
@@ -43,6 +44,9 @@ class Gguf:
             data = struct.pack(f"<{size}e", *(self.uniform(scale) for _ in range(size)))
         elif kind == BF16:
             data = b"".join(struct.pack("<f", self.uniform(scale))[2:] for _ in range(size))
+        elif kind == I2_S:
+            codes = [self.random.randrange(3) for _ in range(size)]
+            kind, data = (F32, floats(codes, scale)) if self.decoded else (I2_S, ternary(codes, scale))
         else:
             data = b"".join(self.block(kind, scale) for _ in range(size // BLOCK))
         self.tensors.append((name, shape, kind, data))
@@ -64,6 +68,19 @@ class Gguf:
             head += struct.pack("<IQ", kind, len(body))
             body += data + bytes(-len(data) % 32)
         path.write_bytes(head + bytes(-len(head) % 32) + body)
+
+
+def ternary(codes, scale):
+    """I2_S: four codes a byte, 32 apart, the first in the high bits; then 32 bytes that begin with the scale."""
+    packed = bytearray(len(codes) // 4)
+    for i, code in enumerate(codes):
+        packed[i // 128 * 32 + i % 32] |= code << (6 - 2 * (i % 128 // 32))
+    return bytes(packed) + struct.pack("<f", scale) + bytes(28)
+
+
+def floats(codes, scale):
+    (scale,) = struct.unpack("<f", struct.pack("<f", scale))
+    return struct.pack(f"<{len(codes)}f", *((code - 1) * scale for code in codes))
 
 
 def string(text):
@@ -134,9 +151,12 @@ def make(
     rope_factors=False,
     tied=False,
     biases=False,
+    hidden=64,
+    intermediate=96,
+    decoded=False,
 ):
-    hidden, intermediate, layers = 64, 96, 2
-    model = Gguf(seed)
+    layers = 2
+    model = Gguf(seed, decoded)
     model.set("general.architecture", STRING, "llama")
     model.set("general.name", STRING, path.stem)
     model.set("llama.context_length", UINT32, 512)
@@ -158,7 +178,9 @@ def make(
         model.set("llama.rope.scaling.original_context_length", UINT32, 128)
     vocab = add_tokenizer(model)
 
-    model.add("token_embd.weight", [vocab, hidden], kind, 1.0)
+    # Of ternary models the layers are.
+    of_vocabulary = F32 if kind == I2_S else kind
+    model.add("token_embd.weight", [vocab, hidden], of_vocabulary, 1.0)
     if rope_factors:
         model.add("rope_freqs.weight", [head_dim // 2], F32, 3.0, around=4.5)
     q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
@@ -178,7 +200,7 @@ def make(
         model.add(block + "ffn_down.weight", [hidden, intermediate], kind, 0.3)
     model.add("output_norm.weight", [hidden], F32, 0.2, around=1.0)
     if not tied:
-        model.add("output.weight", [vocab, hidden], kind, 0.5)
+        model.add("output.weight", [vocab, hidden], of_vocabulary, 0.5)
     model.write(path)
 
 
@@ -205,3 +227,12 @@ def write(name, directory):
     path = directory / f"{name}.gguf"
     make(path, **MODELS[name])
     return path
+
+
+def write_ternary(directory):
+    """A model whose layers are I2_S, and the same in the floats that these stand for."""
+    paths = [directory / f"ternary_{form}.gguf" for form in ("codes", "floats")]
+    for path, decoded in zip(paths, (False, True)):
+        layers = {"num_heads": 8, "head_dim": 32, "hidden": 128, "intermediate": 256}
+        make(path, seed=31, add_tokenizer=bpe, kind=I2_S, decoded=decoded, **layers)
+    return paths

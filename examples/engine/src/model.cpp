@@ -29,7 +29,8 @@ unsloth_dtype dtype_of(Args::Weights weights) {
 
 // What a tensor takes as `dtype`.
 uint64_t bytes_as(const GgufTensor &tensor, unsloth_dtype dtype) {
-  return dtype == kAsInFile ? tensor.bytes : tensor.elements * element_size(dtype);
+  if (dtype == kAsInFile) return tensor.bytes + tail_bytes(tensor.type);
+  return tensor.elements * element_size(dtype);
 }
 
 }  // namespace
@@ -110,7 +111,9 @@ void Model::read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar) {
       biases.push_back(bias("attn_k.bias", kv_size, UNSLOTH_SHARD_KIND_KEY));
       biases.push_back(bias("attn_v.bias", kv_size, UNSLOTH_SHARD_KIND_VALUE));
     }
-    const bool alike = q.tensor().type == k.tensor().type && k.tensor().type == v.tensor().type;
+    // What has one scale for the whole of a matrix stays apart.
+    const bool alike = q.tensor().type == k.tensor().type && k.tensor().type == v.tensor().type &&
+                       tail_bytes(q.tensor().type) == 0;
     if (weight_dtype_ != kAsInFile || alike) {
       // One product in place of three.
       layer.qkv = upload({&q.tensor(), &k.tensor(), &v.tensor()}, weight_dtype_, bar);
@@ -157,8 +160,14 @@ unsloth_tensor Model::upload(const std::vector<const GgufTensor *> &sources, uns
                              ProgressBar *bar) {
   unsloth_tensor view = {};
   if (memory_.bytes() > 0) {
-    view = dtype == kAsInFile ? upload_as_they_are(sources, &memory_, used_, bar)
-                              : upload_tensors(sources, dtype, &memory_, used_, bar);
+    if (dtype != kAsInFile) {
+      view = upload_tensors(sources, dtype, &memory_, used_, bar);
+    } else if (sources[0]->type == TensorType::kI2_S) {
+      view = upload_ternary(*context_, *sources[0], &memory_, used_, &quantizations_.emplace_back(),
+                            bar);
+    } else {
+      view = upload_as_they_are(sources, &memory_, used_, bar);
+    }
   } else {
     view.shape[0] = static_cast<int64_t>(sources[0]->shape[0]);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -69,7 +70,7 @@ class Model {
   void read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar);
 
   // One tensor after the other, as one whose first size is the sum of theirs; as they are without a
-  // dtype.
+  // dtype, of which one of I2_S is alone.
   unsloth_tensor upload(const std::vector<const GgufTensor *> &sources, unsloth_dtype dtype,
                         ProgressBar *bar);
 
@@ -84,6 +85,7 @@ class Model {
   uint64_t used_ = 0;
   uint64_t file_bytes_ = 0;  // of the file that are read
   uint64_t weight_bytes_ = 0;
+  std::deque<unsloth_quantization> quantizations_;  // where tensors point to
   std::vector<LayerWeights> layers_;
   unsloth_tensor embedding_ = {};
   unsloth_tensor output_norm_ = {};

@@ -152,7 +152,8 @@ unsloth_inference_memory Session::estimate_memory() const {
     const uint64_t attended = config.num_heads * config.head_dim;
     const bool fits = config.hidden_size % block == 0 && config.intermediate_size % block == 0 &&
                       attended % block == 0;
-    if (as_in_file && fits) {
+    // The estimate does not know codes whose scales lie apart.
+    if (as_in_file && fits && weight->dtype != UNSLOTH_DTYPE_TERNARY) {
       params.weight_dtype = weight->dtype;
       break;
     }

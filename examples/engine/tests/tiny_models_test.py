@@ -18,6 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "common" / 
 import tiny_models
 
 NLL_TOLERANCE = 1e-4
+# Of ternary layers, whose activations are rounded to 8 bits.
+TERNARY_TOLERANCE = 0.01
 # How many ranks may divide each model: 2, and more where heads and blocks allow it.
 RANKS = {"plain_f32": (2, 4), "mqa_bf16": (2, 3, 4)}
 
@@ -103,6 +105,23 @@ def problems_of_mixed_types(directory):
         yield f"the mean NLL is off by {error:.2e}"
 
 
+def problems_of_ternary_layers(directory):
+    """BitNet's I2_S beside the floats that it stands for: decoded the same bits, and multiplied as codes."""
+    files = tiny_models.write_ternary(directory)
+    flags = ["--prompt", tiny_models.TEXT * 3, "--tokens", "8", "--temperature", "0"]
+    decoded, expected = (run(path, *flags) for path in files)
+    for key in ("tokens", "mean_nll"):
+        if decoded[key] != expected[key]:
+            yield f"{key} is {decoded[key]}, of floats {expected[key]}"
+    sizes = ("1", "2") if arguments.device == "cpu" else ("1",)
+    for size in sizes:
+        found = run(files[0], *flags, "--tensor-parallel", size, weights="file")
+        error = found["mean_nll"] / expected["mean_nll"] - 1
+        print(f"ternary layers on {size} ranks: mean NLL off by {error:.1e}")
+        if not abs(error) < TERNARY_TOLERANCE:
+            yield f"the mean NLL of {size} ranks is off by {error:.2e}"
+
+
 def main():
     reference = json.loads(arguments.reference.read_text())
     failures = 0
@@ -113,6 +132,9 @@ def main():
                 failures += 1
         for problem in problems_of_mixed_types(pathlib.Path(directory)):
             print(f"FAILED: mixed types: {problem}")
+            failures += 1
+        for problem in problems_of_ternary_layers(pathlib.Path(directory)):
+            print(f"FAILED: ternary layers: {problem}")
             failures += 1
         for problem in problems_of_too_many_ranks(pathlib.Path(directory)):
             print(f"FAILED: too many ranks: {problem}")

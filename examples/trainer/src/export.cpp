@@ -38,8 +38,7 @@ void download(const Context &context, const unsloth_tensor &tensor, uint64_t fir
 
 GgufWriter::Source from_file(const GgufTensor &tensor) {
   return [&tensor](uint64_t first, uint64_t count, float *values) {
-    const BlockLayout layout = block_layout(static_cast<uint32_t>(tensor.type));
-    dequantize(tensor.type, tensor.data + first / layout.elements * layout.bytes, count, values);
+    tensor.decode(first, count, values);
   };
 }
 

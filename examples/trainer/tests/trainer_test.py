@@ -15,6 +15,9 @@ import xml.etree.ElementTree
 
 import gguf_reader
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "common" / "tests"))
+import tiny_models
+
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--trainer", required=True)
 parser.add_argument("--models", required=True, type=pathlib.Path)
@@ -174,6 +177,19 @@ class TrainerTest(unittest.TestCase):
             [[report[key] for key in numbers] for report in expected],
         )
         self.assertEqual(parts.read_bytes(), whole.read_bytes())
+
+    def test_learns_from_ternary_layers_as_from_their_floats(self):
+        found = []
+        for path in tiny_models.write_ternary(self.folder):
+            output = self.folder / f"trained_{path.name}"
+            flags = ["--steps", "2", "--lora", "2", "--lora-targets", "q", "--output", output]
+            reports, _ = self.run_trainer(*flags, model=path.with_suffix(""))
+            # What was learned and what was not: layers are decoded from the file.
+            model = gguf_reader.Gguf(output)
+            learned = {name: model.floats(name) for name in model.tensors}
+            found.append(([report["loss"] for report in reports], learned))
+        codes, floats = found
+        self.assertEqual(codes, floats)
 
     def test_resumes_with_the_same_bits(self):
         self.check_resume()
