@@ -4200,7 +4200,7 @@ typedef struct unsloth_qk_norm_rope_backward_params {
 typedef uint32_t unsloth_quantize_rule;
 
 /**
- * Arguments of `unsloth_quantize_forward`: `x = scale * out`, rounded. CPU only.
+ * Arguments of `unsloth_quantize_forward`: `x = scale * out`, rounded.
  */
 typedef struct unsloth_quantize_params {
   /**
@@ -5421,6 +5421,10 @@ unsloth_status unsloth_context_create(const struct unsloth_context_params *param
  * captured its calls remain valid as long as the memory that they use and the kernels that they
  * launch, which all contexts of a device share: until the last context of the device, and the last
  * KV cache made from one, is destroyed.
+ *
+ * From compute capability 9.0 and driver 12.3 on, kernels are launched with programmatic stream
+ * serialization, in graphs too, whose edges between kernels are then programmatic: a kernel's blocks
+ * start while the one before ends, and wait for all its writes before they touch memory.
  *
  * An error of earlier asynchronous work is returned; the context has ended nevertheless.
  *

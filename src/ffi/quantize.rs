@@ -24,7 +24,7 @@ pub const UNSLOTH_QUANTIZE_ABSMEAN: unsloth_quantize_rule = 1;
 /// magnitude of the rest (ternary weight networks).
 pub const UNSLOTH_QUANTIZE_THRESHOLD: unsloth_quantize_rule = 2;
 
-/// Arguments of `unsloth_quantize_forward`: `x = scale * out`, rounded. CPU only.
+/// Arguments of `unsloth_quantize_forward`: `x = scale * out`, rounded.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct unsloth_quantize_params {
