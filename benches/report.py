@@ -49,8 +49,6 @@ SUMMARISED = {
     **{
         op: op
         for op in (
-            "argmax",
-            "cast",
             "embedding",
             "kv_append",
             "linear",
@@ -62,15 +60,19 @@ SUMMARISED = {
             "swiglu",
         )
     },
+    "argmax": "argmax, cast",
+    "cast": "argmax, cast",
     "norm_backward": "norms, gradients",
+    # A run of its own, with what QuACK needs.
+    "norm_backward_quack": "norms, gradients",
     "swiglu_backward": "swiglu, gradients",
     "linear_backward": "linear, gradients",
     "embedding_backward": "embedding, gradients",
     "attention_backward": "attention, gradients",
     "block_backward": "mlp and attention block, gradients",
     "cross_entropy": "cross_entropy",
-    "linear_blocks": "linear, weights in blocks",
-    "linear_codes": "linear, weights of codes",
+    "linear_blocks": "linear, quantised weights",
+    "linear_codes": "linear, quantised weights",
     "linear_cross_entropy": "linear_cross_entropy",
     "optimizer": "optimizer",
     "attention_candle": "attention",
