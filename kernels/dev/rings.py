@@ -1,8 +1,9 @@
 """Checks variants of the kernels whose rows pass through shared memory, and times how their threads and stages may be parted.
 
-Usage: rings.py OUT.json DIR [norm|cross_entropy|once]. DIR has include/, layer_norm.VARIANT.cubin, rms_norm.VARIANT.cubin and
+Usage: rings.py OUT.json DIR [PART...], a part being norm or cross_entropy, or norm_once or cross_entropy_once, which launch each
+kernel once, for a profiler. DIR has include/, layer_norm.VARIANT.cubin, rms_norm.VARIANT.cubin and
 tokens.VARIANT.cubin. Microseconds of one launch, a graph of launches on sets that exceed the cache, contenders by turns; `copy` moves as
-many bytes. `once` launches each once, for a profiler.
+many bytes. A name ends in threads x stages, and when a stage is filled again.
 """
 
 import ctypes
@@ -21,7 +22,8 @@ from launcher import function, launch, load
 TYPES = {"int64_t": c_int64, "int32_t": c_int32, "uint32_t": c_uint32, "float": c_float}
 SMS = torch.cuda.get_device_properties(0).multi_processor_count
 SHARED = 227 * 1024
-BF16 = 3  # of the contract's Float: found in the header below
+BF16 = 3  # a contract's Float
+REFILLS = ("at once", "before sums", "after sums")
 
 
 def arguments_of(include, family, name):
@@ -97,13 +99,17 @@ def norm(directory, result, once):
         for variant, module in modules.items():
             if not variant.startswith(op):
                 continue
-            kernel = function(module, f"norm_backward_ring_{op}_bf16", SHARED)
             length = columns // 8
             for per_thread in (1, 2, 4):
                 threads = max(32, length // per_thread)
                 if threads > 512:
                     continue
                 for stages, refill in [(s, r) for s in range(2, 6) for r in range(3)]:
+                    # RMSNorm's kernels are made for one time of refilling.
+                    if not centered and refill == 0:
+                        continue
+                    early = "_early" if not centered and refill == 1 else ""
+                    kernel = function(module, f"norm_backward_ring_{op}_bf16{early}", SHARED)
                     head = 4096 + (columns * 4 if centered else 0)
                     if stages * (512 // threads) * columns * 4 + head > SHARED:
                         continue
@@ -120,7 +126,7 @@ def norm(directory, result, once):
                     runs[0]()
                     torch.cuda.synchronize()
                     error = ((tensors[0][2][:1024].double() - expected).norm() / expected.norm()).item()
-                    name = f"{variant} {threads}x{stages} r{refill}"
+                    name = f"{variant} {threads}x{stages} {REFILLS[refill]}"
                     if error > 4e-3 or not error == error:
                         print("WRONG", op, rows, columns, name, error)
                     if per_thread == (4 if centered or columns > 8192 else 2):
@@ -148,28 +154,26 @@ def cross_entropy(directory, result, once):
         expected[torch.arange(512), targets[:512]] -= 1
         contenders = {"copy": copies(tokens * vocab * 4, 2)}
         for path in sorted(glob.glob(os.path.join(directory, "tokens.*.cubin"))):
-          with open(path, "rb") as f:
-            module = load(f.read())
-          for form in ("tokens", "pairs"):
-            if form == "pairs" and "base" in path:
-                continue
-            kernel = function(module, f"cross_entropy_ring_{form}_bf16", SHARED)
-            runs = []
-            for a in logits:
-                p = Arguments()
-                p.logits, p.targets, p.dlogits, p.losses = a.data_ptr(), targets.data_ptr(), out.data_ptr(), losses.data_ptr()
-                p.ignore_index, p.wide_targets = -100, 1
-                p.logits_0 = p.dlogits_0 = vocab * 2
-                p.targets_0 = 8
-                p.tokens, p.length, p.size_1, p.size_2 = tokens, vocab // 8, 1, 1
-                runs.append(launcher(kernel, SMS, 544, p))
-            runs[0]()
-            torch.cuda.synchronize()
-            error = ((out[:512].double() - expected).norm() / expected.norm()).item()
-            of_loss = (losses[:512].double() - expected_loss).abs().max().item()
-            name = os.path.basename(path).removesuffix(".cubin") + " " + form
-            print(name, vocab, "gradient", error, "loss", of_loss)
-            contenders[name] = runs
+            with open(path, "rb") as f:
+                module = load(f.read())
+            for form, blocks in (("tokens", 1), ("pairs", 2)):
+                kernel = function(module, f"cross_entropy_ring_{form}_bf16", SHARED)
+                runs = []
+                for a in logits:
+                    p = Arguments()
+                    p.logits, p.targets, p.dlogits, p.losses = a.data_ptr(), targets.data_ptr(), out.data_ptr(), losses.data_ptr()
+                    p.ignore_index, p.wide_targets = -100, 1
+                    p.logits_0 = p.dlogits_0 = vocab * 2
+                    p.targets_0 = 8
+                    p.tokens, p.length, p.size_1, p.size_2 = tokens, vocab // 8, 1, 1
+                    runs.append(launcher(kernel, SMS // blocks * blocks, 544, p))
+                runs[0]()
+                torch.cuda.synchronize()
+                error = ((out[:512].double() - expected).norm() / expected.norm()).item()
+                of_loss = (losses[:512].double() - expected_loss).abs().max().item()
+                name = os.path.basename(path).removesuffix(".cubin") + " " + form
+                print(name, vocab, "gradient", error, "loss", of_loss)
+                contenders[name] = runs
         if once:
             continue
         times = timed(contenders)
