@@ -231,9 +231,9 @@ mod tests {
         let images = catalog::tests::expanded();
         for image in images.iter().filter(|image| !SCALAR.contains(&image.name)) {
             let unit = translation_unit(&image.kernels);
-            // Of bf16, or, where partial results are f32, of these.
-            let vectors =
-                ["__nv_bfloat16_8", "float_4"].map(|ty| format!("struct __align__(16) {ty}"));
+            // Of bf16; where partial results are f32, of these; of words that hold codes.
+            let vectors = ["__nv_bfloat16_8", "float_4", "uint32_4"]
+                .map(|ty| format!("struct __align__(16) {ty}"));
             assert!(vectors.iter().any(|v| unit.contains(v)), "{}", image.name);
         }
     }
