@@ -348,10 +348,12 @@ fn kernel(dtype: Dtype, style: Style, vectors: bool) -> Result<Kernel, Error> {
     });
     let (choices, name) = choices(dtype, style, vectors);
     let kernel = b.finish(format!("qk_norm_rope_{name}"), choices, THREADS)?;
-    Ok(match vectors {
-        true => kernel,
-        // Left to choose, the compiler takes fewer for Blackwell, and spills one in vain.
-        false => kernel.with_registers(128),
+    // Left to choose, the compiler takes fewer, and spills some in vain: of vectors of pairs on sm_80,
+    // of elements on Blackwell.
+    Ok(match (vectors, style) {
+        (true, Style::HalfSplit) => kernel,
+        (true, _) => kernel.for_blocks(5),
+        (false, _) => kernel.with_registers(128),
     })
 }
 
