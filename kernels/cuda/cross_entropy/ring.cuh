@@ -27,7 +27,7 @@ constexpr int kWarps = kThreads / 32;
 // Vectors of 16 bytes that a thread has of a chunk.
 constexpr int kVectors = 2;
 constexpr int kChunk = kThreads * kVectors;
-constexpr int kStages = 28 / kVectors;
+constexpr int kStages = 14;
 
 // What logits come to: the sum of their exponentials relative to that of `base`, which is one of
 // them, and where labels are smoothed their own sum.

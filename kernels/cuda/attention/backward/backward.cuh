@@ -80,8 +80,9 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
 
 }  // namespace unsloth
 
-// Instantiates a kernel, and beside it what the host must know of it. With the next kernel's blocks
-// beside them these are up to two hundredths slower: it starts when they have ended.
+// Instantiates a kernel, and beside it what the host must know of it. The kernel does not let the
+// next one start before it has ended: with the next one's blocks beside its own it was measured to
+// be slower (LADDER.md).
 #define UNSLOTH_ATTENTION_GRADIENTS(name, part, type, dim, mask, threads, shared, call) \
   extern "C" __global__ void __launch_bounds__(threads, 1)                              \
       name(const __grid_constant__ AttentionGradientsArguments params) {                \

@@ -108,7 +108,8 @@ struct Backward {
     lane = threadIdx.x - slot * p.threads;
   }
 
-  // RMSNorm's kernels are made for one time of refilling: told, they are a tenth slower.
+  // Whether stages are filled again at this point of a row. Each of RMSNorm's kernels is compiled
+  // for one point: with a choice at run time they were a tenth slower.
   __device__ __forceinline__ bool refills(Refill when) const {
     return kRefill == kAsTold ? p.refill == when : kRefill == when;
   }
