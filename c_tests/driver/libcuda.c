@@ -117,9 +117,16 @@ int cuDeviceGetName(char *name, int size) {
 // A Hopper of 132 multiprocessors.
 int cuDeviceGetAttribute(int *value, int attribute);
 int cuDeviceGetAttribute(int *value, int attribute) {
-  enum { MULTIPROCESSORS = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, POOLS = 115 };
+  enum {
+    MULTIPROCESSORS = 16,
+    CAPABILITY_MAJOR = 75,
+    CAPABILITY_MINOR = 76,
+    SHARED_MEMORY = 97,
+    POOLS = 115
+  };
   *value = attribute == CAPABILITY_MAJOR  ? 9
            : attribute == MULTIPROCESSORS ? 132
+           : attribute == SHARED_MEMORY   ? 227 << 10
            : attribute == POOLS           ? 1
                                           : 0;
   return 0;

@@ -41,12 +41,27 @@ def allow_shared(function, shared_bytes):
     check(cuda.cuFuncSetAttribute(function, ctypes.c_int(MAX_DYNAMIC_SHARED_SIZE), ctypes.c_int(shared_bytes)))
 
 
-def launch(function, grid, threads, shared_bytes, arguments):
-    """On the current stream. `arguments`: an array of pointers to them."""
+class Attribute(ctypes.Structure):
+    """A CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class Config(ctypes.Structure):
+    """A CUlaunchConfig."""
+
+    _fields_ = [("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)]
+
+
+EARLY = Attribute(6, 0, (ctypes.c_int * 16)(1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+def launch(function, grid, threads, shared_bytes, arguments, early=False):
+    """On the current stream. `arguments`: an array of pointers to them. `early`: the kernel waits for the one before it itself."""
     x, y = grid if isinstance(grid, tuple) else (grid, 1)
-    sizes = (ctypes.c_uint(n) for n in (x, y, 1, threads, 1, 1, shared_bytes))
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    check(cuda.cuLaunchKernel(function, *sizes, stream, arguments, None))
+    sizes = (ctypes.c_uint * 7)(x, y, 1, threads, 1, 1, shared_bytes)
+    config = Config(sizes, torch.cuda.current_stream().cuda_stream, ctypes.pointer(EARLY), int(early))
+    check(cuda.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None))
 
 
 def guarded(*shape, dtype):

@@ -13,13 +13,13 @@ import os
 import re
 import statistics
 import sys
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 import torch
 
 from launcher import function, launch, load
 
-TYPES = {"int64_t": c_int64, "int32_t": c_int32, "uint32_t": c_uint32, "float": c_float}
+TYPES = {"int64_t": c_int64, "uint64_t": c_uint64, "int32_t": c_int32, "uint32_t": c_uint32, "float": c_float}
 SMS = torch.cuda.get_device_properties(0).multi_processor_count
 SHARED = 227 * 1024
 BF16 = 3  # a contract's Float

@@ -116,6 +116,8 @@ pub(crate) struct Kernel<A: Arguments> {
     pub info: &'static KernelInfo,
     /// What tells it from its siblings.
     pub choices: &'static A::Choices,
+    /// Dynamic shared memory that a block may have, in bytes: as much as it asks for, or as there is.
+    pub room: u32,
 }
 
 /// The images that are loaded on a device; unloaded when dropped.
@@ -213,21 +215,26 @@ impl Resources {
         const DEFAULT_SHARED: u32 = 48 << 10;
         let driver = self.primary.driver;
         let mut function = std::ptr::null_mut();
+        let mut room = info.shared_bytes;
+        if room > DEFAULT_SHARED {
+            let most = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+            room = room.min(self.primary.attribute(self.op, most)?);
+        }
         // SAFETY: `function` is valid for a write, the module is loaded, its context current, and the name NUL-terminated.
         unsafe {
             driver.module_function(self.op, &mut function, module, info.name.as_ptr())?;
             driver.load(self.op, function)?;
-            if info.shared_bytes > DEFAULT_SHARED {
+            if room > DEFAULT_SHARED {
                 let attribute =
                     CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                let bytes = info.shared_bytes as c_int;
-                driver.function_set_attribute(self.op, function, attribute, bytes)?;
+                driver.function_set_attribute(self.op, function, attribute, room as c_int)?;
             }
         }
         Ok(Kernel {
             function,
             info,
             choices,
+            room,
         })
     }
 

@@ -244,6 +244,27 @@ impl Cuda {
         arguments: &A,
         stream: Stream,
     ) -> Result<()> {
+        let shape = Shape {
+            grid,
+            block: kernel.info.block,
+            shared_bytes: kernel.info.shared_bytes,
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_shape(op, kernel, shape, arguments, stream) }
+    }
+
+    /// [`Cuda::launch`] of blocks that are not as the kernel's image says.
+    ///
+    /// # Safety
+    /// As [`Cuda::launch`]; and the kernel takes such blocks.
+    unsafe fn launch_shape<A: Arguments>(
+        &self,
+        op: &'static str,
+        kernel: &Kernel<A>,
+        shape: Shape,
+        arguments: &A,
+        stream: Stream,
+    ) -> Result<()> {
         const {
             assert!(A::PARAMETERS.len() <= MAX_PARAMETERS);
         }
@@ -252,12 +273,15 @@ impl Cuda {
         for (parameter, offset) in parameters.iter_mut().zip(A::PARAMETERS) {
             *parameter = base.wrapping_byte_add(*offset);
         }
-        let block @ [x, y, z] = kernel.info.block;
-        let shared_bytes = kernel.info.shared_bytes;
+        let Shape {
+            grid,
+            block,
+            shared_bytes,
+        } = shape;
+        let [x, y, z] = block;
         tracing::trace!(
-            "{op}: launches {} on {grid:?} blocks of {:?} threads, {shared_bytes} bytes of shared memory",
+            "{op}: launches {} on {grid:?} blocks of {block:?} threads, {shared_bytes} bytes of shared memory",
             kernel.info.name.to_string_lossy(),
-            kernel.info.block,
         );
         let primary = &self.resources.primary;
         let _entered = primary.enter(op)?;
@@ -293,6 +317,14 @@ impl Cuda {
             )
         }
     }
+}
+
+/// Blocks of a launch, threads of a block and bytes of its dynamic shared memory.
+#[derive(Clone, Copy)]
+struct Shape {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
 }
 
 /// A problem that kernels of this library run, without a workspace.

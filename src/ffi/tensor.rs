@@ -72,9 +72,8 @@ pub const UNSLOTH_DTYPE_Q5_K: unsloth_dtype = 21;
 pub const UNSLOTH_TENSOR_STRIDED: u32 = 1;
 
 /// Of the `flags` of a weight in blocks: what it multiplies stays as it is. Without it an operation
-/// may round that to 16 bits, which makes products of few rows faster: on the CPU each 32 neighbours
-/// of a row to multiples of one scale, on CUDA each f32 to the sum of two bf16. Other tensors have no
-/// use for it.
+/// may round that to 16 bits, which makes products of few rows faster: each 32 neighbours of a row to
+/// multiples of one scale. Other tensors have no use for it.
 pub const UNSLOTH_TENSOR_FLOAT_ACTIVATIONS: u32 = 2;
 
 /// A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.

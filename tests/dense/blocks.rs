@@ -22,6 +22,9 @@ use unsloth::{
     Backend, Context, ContextOptions, DType, InOut, Layout, Stream, TensorRef, Workspace,
 };
 
+/// Rows of `x` up to which a GPU reads blocks as they are.
+const FEW_ROWS: usize = 24;
+
 /// A matrix in blocks, and its elements.
 struct Matrix {
     memory: AtEnd,
@@ -152,8 +155,15 @@ fn nmse(y: &[f64], expected: &[f64]) -> f64 {
 fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
     let (len, _) = dtype.block();
     let mut cases = Vec::new();
-    for rows in [1, 2, 3, 4, 5, 8, 17, 32, 33] {
+    for rows in [1, 2, 3, 4, 5, 8, 17, 24, 25, 32, 33] {
         cases.push((rows, [33, 3 * len], 0));
+    }
+    // Rows that are whole lines of 16 bytes; some tiles for each of a GPU's blocks; more integers of x
+    // than a block has shared memory for.
+    for rows in [1, 3, 8] {
+        cases.push((rows, [40, 16 * 256], 0));
+        cases.push((rows, [2400, 2 * 256], 0));
+        cases.push((rows, [17, 56 * 256], 0));
     }
     for rows in [1, 5, 33] {
         cases.push((rows, [16, 9 * 256], 1));
@@ -172,7 +182,7 @@ fn outputs_may_be_f32() {
         for format in DType::BLOCKS {
             let (len, _) = format.block();
             // More rows go to cuBLASLt on a GPU, which may add in another order for another dtype.
-            for rows in [1, 9, 64] {
+            for rows in [1, 9, FEW_ROWS] {
                 let matrix = Matrix::random(&ctx, format, [35, 3 * len], 0);
                 for dtype in [DType::F16, DType::Bf16] {
                     let x = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, 3 * len]));
@@ -198,7 +208,7 @@ fn products_are_those_of_the_decoded_weight() {
                     // The CPU widens all to f32.
                     let few: &[usize] = match ctx.backend() {
                         Backend::Cpu => &[1, 33],
-                        _ => &[1, 5, 8, 33, 65],
+                        _ => &[1, 3, 5, 8, 24, 25, 65],
                     };
                     if dtype == DType::F32 || few.contains(&rows) {
                         let x =
@@ -215,15 +225,15 @@ fn assert_products_are_right(ctx: &Context, x: &TestTensor, matrix: &Matrix) {
     let (dtype, rows, k) = (x.dtype, x.layout.dim(0), x.layout.dim(1));
     let n = matrix.layout.dim(0);
     let (x_values, w) = (x.values(), &matrix.values);
-    // A GPU's products of many rows are those of weights of the dtype of x.
-    let rounds_weights = ctx.backend() != Backend::Cpu && rows > 64;
-    if !rounds_weights {
+    let on_gpu = ctx.backend() != Backend::Cpu;
+    if !on_gpu || rows <= FEW_ROWS {
         let y = product(ctx, x, matrix.weights(false)).values();
         assert_rounded_once(dtype, &y, &x_values, w, [rows, n, k]);
     }
     let sizes = (rows, k, n);
     let expected = exact(&x_values, w, sizes, None, None);
-    let of_dtype = match rounds_weights {
+    // Of more rows, or of x as it is, a GPU's products are those of weights of the dtype of x.
+    let of_dtype = match on_gpu {
         true => rounded(dtype, w),
         false => w.clone(),
     };
@@ -233,6 +243,24 @@ fn assert_products_are_right(ctx: &Context, x: &TestTensor, matrix: &Matrix) {
     let most = terms.into_iter().fold(0.0, f64::max);
     let y = product(ctx, x, matrix.weights(true)).values();
     assert_flash_rule_of_sums("out", dtype, &y, &expected, &plain, most);
+}
+
+/// Great and small numbers have their products.
+#[test]
+fn scales_of_activations_reach_to_both_ends() {
+    for ctx in contexts() {
+        for format in DType::BLOCKS {
+            let k = 512;
+            let matrix = Matrix::random(&ctx, format, [20, k], 0);
+            for scale in [1e-25, 1e-12, 1e12, 1e30] {
+                let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[2, k]));
+                let values: Vec<f64> = x.values().iter().map(|x| x * scale).collect();
+                let x = TestTensor::of(DType::F32, &[2, k], &values);
+                let y = product(&ctx, &x, matrix.weights(false)).values();
+                assert_rounded_once(DType::F32, &y, &x.values(), &matrix.values, [2, 20, k]);
+            }
+        }
+    }
 }
 
 /// Far less than the 5e-4 that ggml allows its own products.

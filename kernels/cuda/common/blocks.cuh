@@ -167,6 +167,23 @@ struct ScalesOfScales {
   }
 };
 
+// The same of one group, which the compiler need not know; `byte` reads a byte of the block, `half`
+// an f16's bits.
+template <class Half, class Byte>
+__device__ __forceinline__ Factors scaled_scales(const Half &half, const Byte &byte,
+                                                 uint32_t group) {
+  uint32_t scale = byte(4 + group % 4), offset = byte(8 + group % 4);
+  if (group < 4) {
+    scale &= 63, offset &= 63;
+  } else {
+    const uint32_t low = byte(8 + group);
+    scale = (low & 15) | (scale >> 2 & 0x30);
+    offset = low >> 4 | (offset >> 2 & 0x30);
+  }
+  return {half_of(half(0)) * static_cast<float>(scale),
+          -half_of(half(2)) * static_cast<float>(offset)};
+}
+
 template <Blocks kBlocks>
 constexpr bool kHasScalesOfScales = kBlocks == Blocks::kQ4K || kBlocks == Blocks::kQ5K;
 

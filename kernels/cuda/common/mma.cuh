@@ -42,4 +42,21 @@ __device__ __forceinline__ void mma(const uint32_t (&a)[4], const uint32_t (&b)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same, D = A B + D, where those of A have no sign.
+__device__ __forceinline__ void mma_unsigned(const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                             int32_t (&d)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// And of 16x16 by 16x8: of A rows g and g + 8, of B column g, from each four numbers from 4 t on.
+__device__ __forceinline__ void mma_unsigned(const uint32_t (&a)[2], uint32_t b, int32_t (&d)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 }  // namespace unsloth

@@ -269,15 +269,18 @@ void multiply(const Fragments *given, Sums *taken) {
   }
 }
 
-// PTX ISA, "Matrix fragments for mma.m16n8k32" of 8 bits: as above, a word being four numbers.
+// PTX ISA, "Matrix fragments for mma.m16n8k32" of 8 bits: as above, a word being four numbers;
+// those of the left-hand side may have no sign.
 struct Bytes {
   uint32_t a[4], b[2];
 };
 struct Integers {
   int32_t of[4];
 };
-inline void multiply_bytes(const Bytes *given, Integers *taken) {
-  int8_t a[16][32], b[8][32];
+template <class Left>
+void multiply_bytes(const Bytes *given, Integers *taken) {
+  Left a[16][32];
+  int8_t b[8][32];
   for (unsigned i = 0; i < kWarp; i++) {
     const unsigned g = i / 4, t = i % 4;
     for (unsigned word = 0; word < 4; word++) {

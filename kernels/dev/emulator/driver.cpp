@@ -41,6 +41,8 @@ const uint64_t memory_size = setting("EMULATOR_MEMORY", uint64_t(4) << 30);
 const uint64_t multiprocessors = setting("EMULATOR_MULTIPROCESSORS", 4);
 const uint64_t seed = setting("EMULATOR_SEED", 1);
 const bool hopper = setting("EMULATOR_ARCH", 80) == 90;
+// What a block may have.
+int most_shared() { return (hopper ? 227 : 163) << 10; }
 const bool trace = setting("EMULATOR_TRACE", 0) != 0;
 const bool early_copies = setting("EMULATOR_EARLY_COPIES", 0) != 0;
 
@@ -278,6 +280,7 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute) {
     kBusWidth = 37,
     kMajor = 75,
     kMinor = 76,
+    kSharedMemory = 97,
     kPools = 115
   };
   *value = attribute == kMajor             ? (hopper ? 9 : 8)
@@ -285,6 +288,7 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute) {
            : attribute == kMultiprocessors ? int(multiprocessors)
            : attribute == kMemoryClock     ? 1215000
            : attribute == kBusWidth        ? 5120
+           : attribute == kSharedMemory    ? most_shared()
            : attribute == kPools           ? 1
                                            : 0;
   return kSuccess;
@@ -339,7 +343,7 @@ EXPORT int cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, 
   // What the compute capability takes.
   const bool fits = grid_x > 0 && grid_x <= INT32_MAX && grid_y > 0 && grid_y <= 65535 &&
                     grid_z > 0 && grid_z <= 65535 && threads > 0 && threads <= 1024 &&
-                    shared_bytes <= (hopper ? 227 : 163) << 10;
+                    shared_bytes <= unsigned(most_shared());
   if (!fits || extra != nullptr) return kInvalidValue;
   Lock lock(mutex);
   Call call{function, grid, block, shared_bytes, {}};

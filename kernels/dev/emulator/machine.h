@@ -62,6 +62,13 @@ struct Product {
   uint32_t group;
 };
 
+// A copy that its thread has not waited for.
+struct Late {
+  void *to;
+  const void *from;
+  uint32_t group;
+};
+
 struct Thread {
   void *stack_pointer;
   Dim index;
@@ -75,6 +82,9 @@ struct Thread {
   std::vector<Product> products;
   uint32_t groups;     // of products, that are closed
   unsigned registers;  // that it has
+  // Copies of 16 bytes that it has begun, and the groups that are closed.
+  std::vector<Late> late;
+  uint32_t late_groups;
   // Copies out of shared memory that the engine has not made yet.
   std::vector<std::function<void()>> stores;
 };

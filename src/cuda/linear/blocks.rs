@@ -1,43 +1,105 @@
 //! Products with weights in blocks.
 //!
-//! Few rows go to kernels that read the blocks as they are. All else has the matrix decoded to the
-//! dtype of `x`, in the workspace and in parts if it is large, and is a product of floats then.
+//! Few rows go to kernels that read the blocks as they are, and round `x` to integers of 16 bits
+//! (`kernels/cuda/linear/blocks`). All else has the matrix decoded to the dtype of `x`, in the
+//! workspace and in parts if it is large, and is a product of floats then.
 
 use super::{Epilogue, Product, multiply_floats};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::linear_blocks::Arguments;
 use crate::cuda::rows::Matrix;
-use crate::cuda::tuning::rules::products::{BLOCKS_FEW_ROWS, BLOCKS_PART_BYTES};
-use crate::cuda::{Cuda, blocks};
+use crate::cuda::tuning::rules::products::{
+    BLOCKS_FEW_COLUMNS, BLOCKS_FEW_ROWS, BLOCKS_PART_BYTES,
+};
+use crate::cuda::{Cuda, Shape, VECTOR, blocks};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::problem::linear::Weights;
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
-/// A kernel, and how many of its blocks the device runs at once.
-pub(super) struct Form {
-    kernel: Kernel<Arguments>,
-    resident: usize,
+pub(super) struct Kernels {
+    kernels: Vec<Kernel<Arguments>>,
+    multiprocessors: usize,
 }
-
-pub(super) type Kernels = Vec<Form>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    let mut forms = Vec::new();
+    let mut kernels = Vec::new();
     for kernel in resources.kernels::<Arguments>()? {
-        let resident = resources.resident_blocks(&kernel)?.max(1);
-        push(super::OP, &mut forms, Form { kernel, resident })?;
+        push(super::OP, &mut kernels, kernel)?;
     }
-    Ok(forms)
+    let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    let multiprocessors = resources.primary.attribute(super::OP, units)? as usize;
+    Ok(Kernels {
+        kernels,
+        multiprocessors: multiprocessors.max(1),
+    })
 }
 
-/// Whether the blocks are read as they are: not for f32 of which all bits count.
+/// Whether the blocks are read as they are: not where all bits of `x` count, nor for rows that need
+/// more shared memory, as integers, than every device has.
 pub(super) fn are_few_rows(x: &RawTensor, weights: &Weights) -> bool {
-    let rounds = x.dtype != DType::F32 || !weights.float_activations;
-    rounds && x.layout.num_rows() <= BLOCKS_FEW_ROWS
+    let fit = weights.weight.layout.dim(1) <= BLOCKS_FEW_COLUMNS;
+    !weights.float_activations && fit && x.layout.num_rows() <= BLOCKS_FEW_ROWS
+}
+
+/// A kernel for rows of a weight, and how a block of it is parted.
+struct Form<'a> {
+    kernel: &'a Kernel<Arguments>,
+    /// Rows of `x` that it takes.
+    rows: usize,
+    warps: usize,
+    /// Of a warp's ring: what it has and what it is copying.
+    slots: usize,
+    shared_bytes: usize,
+}
+
+impl Kernels {
+    /// The kernel for so many rows of `x`, which takes as many of them at a time as shared memory has
+    /// room for.
+    fn choose(&self, weight: &RawTensor, rows: usize) -> Option<Form<'_>> {
+        /// Measured on an H200: with more, units are slower to come.
+        const SLOTS: usize = 2;
+        let of_format = || {
+            let format = weight.dtype as u32;
+            self.kernels
+                .iter()
+                .filter(move |k| k.choices.format == format)
+        };
+        let most = of_format().map(|k| k.choices.rows as usize).max()?;
+        let mut at_once = rows.next_power_of_two().min(most);
+        while at_once > 0 {
+            let kernel = of_format()
+                .filter(|k| k.choices.rows as usize >= at_once)
+                .min_by_key(|k| k.choices.rows)?;
+            let choices = kernel.choices;
+            let thirty_twos = weight.layout.dim(1).div_ceil(32);
+            let digits = thirty_twos * at_once * choices.digits_bytes as usize;
+            let of_warp = SLOTS * choices.slot_bytes as usize + choices.sums_bytes as usize;
+            let most_warps = kernel.info.block[0] as usize / 32;
+            // Half of the warps are slower than all, but not than a second pass over the weight.
+            let fewest = if at_once == 1 { 1 } else { most_warps / 2 };
+            let mut warps = most_warps;
+            while warps >= fewest.max(1) {
+                let shared_bytes = warps * of_warp + digits;
+                if shared_bytes <= kernel.room as usize {
+                    return Some(Form {
+                        kernel,
+                        rows: at_once,
+                        warps,
+                        slots: SLOTS,
+                        shared_bytes,
+                    });
+                }
+                warps /= 2;
+            }
+            at_once /= 2;
+        }
+        None
+    }
 }
 
 /// Columns of the output that are computed at a time from decoded weights.
@@ -152,34 +214,41 @@ pub(super) fn multiply(
     Ok(())
 }
 
+/// Where rows of a weight lie, as kernels are told.
+enum Aligned {
+    /// Anywhere.
+    Bytes = 0,
+    /// Where words of blocks may lie.
+    Words = 1,
+    /// Whole lines of 16 bytes, none of which has bytes of two rows.
+    Lines = 2,
+}
+
+/// Units of a block of threads, which are multiplied by its number of warps in 32 bits.
+const MAX_UNITS: usize = 1 << 24;
+
 /// Queues a product of equally spaced rows.
 fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream) -> Result<()> {
     let weight = &p.weights.weight;
-    let [format, dtype] = [weight.dtype, p.x.dtype].map(|dtype| dtype as u32);
-    let found = (cuda.linear.blocks.iter())
-        .find(|form| (form.kernel.choices.format, form.kernel.choices.dtype) == (format, dtype));
-    let Some(form) = found else {
+    let kernels = &cuda.linear.blocks;
+    let Some(form) = kernels.choose(weight, matrix.rows) else {
         return Err(Error::Internal {
             op: p.op,
-            message: text!("no kernel for {} by {}", p.x.dtype, weight.dtype),
+            message: text!("no kernel for {}", weight.dtype),
         });
     };
     let choices = form.kernel.choices;
     let (len, block_bytes) = weight.dtype.block();
     let (out_features, in_features) = (weight.layout.dim(0), weight.layout.dim(1));
     let steps = in_features.div_ceil(choices.step as usize);
-    let tiles = out_features.div_ceil(choices.columns as usize);
-    // Warps that share a tile: no more than there are steps, unless the device would have nothing
-    // else to do.
-    let warps = choices.warps as usize;
-    let mut split = steps.max(1).next_power_of_two().min(warps);
-    while split < warps && tiles.div_ceil(warps / split) < form.resident {
-        split *= 2;
-    }
-    let row_tiles = matrix.rows.div_ceil(choices.rows as usize);
-    let groups = tiles.div_ceil(warps / split) * row_tiles;
-    // Blocks take groups by turns.
-    let grid = groups.min(form.resident) as u32;
+    let row_tiles = matrix.rows.div_ceil(form.rows);
+    // A block for each multiprocessor, unless it had more units than it counts.
+    let most_tiles = (MAX_UNITS / steps.max(1)).max(1);
+    let columns = out_features
+        .div_ceil(kernels.multiprocessors)
+        .min(most_tiles * choices.columns as usize)
+        .max(1);
+    let grid = [out_features.div_ceil(columns) as u32, row_tiles as u32, 1];
 
     let row_bytes = weight.dtype.row_bytes(in_features);
     let weight_stride = match out_features {
@@ -194,14 +263,23 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
     let bias = p.weights.bias.as_ref();
     // Words of blocks lie at multiples of four bytes where blocks do, else at even ones.
     let alignment = if block_bytes.is_multiple_of(4) { 4 } else { 2 };
+    let address = weight.ptr.addr();
+    let lines = [address, weight_stride, row_bytes];
+    let aligned = match address.is_multiple_of(alignment) {
+        _ if lines.iter().all(|at| at.is_multiple_of(VECTOR)) => Aligned::Lines,
+        true => Aligned::Words,
+        false => Aligned::Bytes,
+    };
     let four = 4 * p.x.dtype.size() as u64;
     let x_aligned = x.is_multiple_of(four) && x_stride.cast_unsigned().is_multiple_of(four);
     tracing::trace!(
-        "{}: {} rows of {in_features} by {out_features} in {}, {split} of {warps} warps to a tile",
+        "{}: {} rows of {in_features} by {out_features} in {}, {} at a time, {columns} columns a block",
         p.op,
         matrix.rows,
         weight.dtype,
+        form.rows,
     );
+    let dtype = if p.is_wide() { DType::F32 } else { p.x.dtype };
     let arguments = Arguments {
         x,
         weight: weight.ptr.addr() as u64,
@@ -217,16 +295,23 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
         out_features: out_features as u32,
         blocks: (in_features / len) as u32,
         steps: steps as u32,
-        row_tiles: row_tiles as u32,
-        split_log2: split.trailing_zeros(),
+        slots: form.slots as u32,
+        rows_of_block_log2: form.rows.trailing_zeros(),
+        columns_of_block: columns as u32,
         gapless: u32::from(weight_stride == row_bytes),
-        aligned: u32::from(weight.ptr.addr().is_multiple_of(alignment)),
+        aligned: aligned as u32,
         x_aligned: u32::from(x_aligned),
         bias_dtype: bias.map_or(0, |b| b.dtype as u32),
         epilogue: epilogue.code(),
-        wide: u32::from(p.is_wide()),
+        x_dtype: p.x.dtype as u32,
+        dtype: dtype as u32,
+    };
+    let shape = Shape {
+        grid,
+        block: [form.warps as u32 * 32, 1, 1],
+        shared_bytes: form.shared_bytes as u32,
     };
     // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, of whole
-    // blocks.
-    unsafe { cuda.launch(p.op, &form.kernel, grid, &arguments, stream) }
+    // blocks. `choose` counted the shared memory that so many warps, slots and rows need.
+    unsafe { cuda.launch_shape(p.op, form.kernel, shape, &arguments, stream) }
 }

@@ -90,9 +90,11 @@ pub(in crate::cuda) mod products {
     pub(in crate::cuda) const JOINED_TOKENS: usize = 16;
     /// Columns of an intermediate below which nothing is gained by storing gate and up together.
     pub(in crate::cuda) const LEAST_INTERMEDIATE: usize = 512;
-    /// Rows of x up to which weights in blocks are read as they are, for every eight: by the bytes
-    /// that decoding them moves, eight times as many as blocks of 4 bits have. There is no record.
-    pub(in crate::cuda) const BLOCKS_FEW_ROWS: usize = 64;
+    /// Rows of x up to which weights in blocks are read as they are, for every eight: on an H200 three
+    /// times that cost as much as to decode a matrix of 16 M weights.
+    pub(in crate::cuda) const BLOCKS_FEW_ROWS: usize = 24;
+    /// Columns of such weights of which a row of x fits, as integers, the shared memory of every device.
+    pub(in crate::cuda) const BLOCKS_FEW_COLUMNS: usize = 28672;
     /// Bytes of decoded weights at a time: the matrices of a layer of 8 B parameters are one part.
     pub(in crate::cuda) const BLOCKS_PART_BYTES: usize = 128 << 20;
 }

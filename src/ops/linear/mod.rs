@@ -16,9 +16,9 @@
 //! exactly, and the sum is rounded to f32 and multiplied by the f32 product of both scales: the same
 //! bits on every backend, but for what a GPU's activation rounds. This is how BitNet b1.58's layers are defined.
 //!
-//! On CUDA products of up to 64 rows read blocks as they are. Codes are exact in 16 bits and tensor cores multiply them by `x`, which
-//! stays as it is if it has 16 bits; f32 is rounded to 16, as the sum of two bf16, unless the weight asks for float activations. All
-//! others have the weight decoded to the dtype of `x`, to which it is rounded, in a workspace that they cannot do without: the whole of it, or
+//! On CUDA products of up to 24 rows read blocks as they are, and round `x` in the same way: as the two digits of base 256 that a
+//! code is, which tensor cores multiply by the weights' codes. All others, and those whose weight asks for float activations, have
+//! the weight decoded to the dtype of `x`, to which it is rounded, in a workspace that they cannot do without: the whole of it, or
 //! parts of 128 MiB.
 //!
 //! On CUDA, products of more than a few rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has

@@ -11,11 +11,12 @@ pub const FAMILY: Family = Family {
     arguments: ARGUMENTS,
     choices: &[
         ("format", "a contract's Blocks"),
-        ("dtype", "a contract's Float: of x"),
-        ("rows", "of a tile"),
+        ("rows", "of x that a block takes, at most"),
         ("columns", "of a tile"),
-        ("warps", "of a block"),
         ("step", "weights of a row that a warp takes at a time"),
+        ("slot_bytes", "of shared memory, for these of a tile"),
+        ("digits_bytes", "for 32 neighbours of a row of x"),
+        ("sums_bytes", "for the sums of a warp"),
     ],
 };
 
@@ -38,12 +39,13 @@ const ARGUMENTS: &[Field] = &[
     field(Type::U32, "out_features", ""),
     field(Type::U32, "blocks", "of a row of the weight"),
     field(Type::U32, "steps", "of a row"),
-    field(Type::U32, "row_tiles", "of x"),
+    field(Type::U32, "slots", "of a warp's ring: two to four"),
     field(
         Type::U32,
-        "split_log2",
-        "of the number of warps that share a tile",
+        "rows_of_block_log2",
+        "of x: 1, 2 or 4, or all that the kernel takes",
     ),
+    field(Type::U32, "columns_of_block", ""),
     field(
         Type::U32,
         "gapless",
@@ -52,7 +54,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "aligned",
-        "1: the weight lies where words of its blocks may",
+        "rows of the weight: 0 anywhere, 1 where words of blocks may lie, 2 whole lines of 16 bytes",
     ),
     field(
         Type::U32,
@@ -61,9 +63,10 @@ const ARGUMENTS: &[Field] = &[
     ),
     field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
     field(Type::U32, "epilogue", "a contract's Epilogue"),
+    field(Type::U32, "x_dtype", "a contract's Float"),
     field(
         Type::U32,
-        "wide",
-        "1: residual and output are f32, else of the dtype of x",
+        "dtype",
+        "a contract's Float: of residual and output",
     ),
 ];

@@ -1,22 +1,19 @@
 // A few rows of x by weights in blocks, bound by reading these.
 //
-// A warp takes 16 rows of the weight (columns of the output) and some blocks of each at a time. It
-// copies their bytes as they lie in memory, 16 at a time whatever a block's size, into shared
-// memory of its own, the next ones while it multiplies; reads words of codes from there; and lets
-// tensor cores multiply them by x as it is. The warps of a tile share the elements of its rows and
-// add their sums in one order.
+// A block of threads has neighbouring rows of the weight (columns of the output), in tiles of 16,
+// and some blocks of a tile at a time: its units. Each warp takes as many units, one after another.
+// It copies their bytes as they lie in memory, 16 at a time whatever a block's size, into a ring of
+// its own in shared memory, some units ahead of what it multiplies, and lets tensor cores multiply
+// the codes by the digits of x. What the warps of a tile have is added in their order.
 //
 // It is CUDA C++ for these bytes, which are copied as vectors and read as halves or words, and for
-// codes that are made numbers by logic on words: what CubeCL's types do not say.
-//
-// Why x is not rounded to 8 bits, as in ggml: an H200 reads 18 bytes a clock and multiprocessor, 32
-// weights of 4.5 bits. They cost about two and a half instructions for each lane, 80 of the 128
-// that a multiprocessor issues, with one row of x as with eight.
+// products of integers on tensor cores: what CubeCL's types do not say.
 #pragma once
 
+#include "common/async_copy.cuh"
 #include "common/dependent_launch.cuh"
-#include "common/vector.cuh"
-#include "decoded.cuh"
+#include "common/mma.cuh"
+#include "digits.cuh"
 #include "linear/blocks/arguments.h"
 #include "linear/epilogue.cuh"
 
@@ -24,316 +21,562 @@ namespace unsloth {
 
 using Arguments = LinearBlocksArguments;
 
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * 32;
-// Of a tile: rows of the weight, rows of x.
+// Of a block, at most: threads, bytes of shared memory.
+constexpr int kThreads = 512;
+constexpr int kSharedBytes = 227 * 1024;
+// Rows of the weight of a tile.
 constexpr int kColumns = 16;
-constexpr int kRows = 8;
-constexpr int kOutputs = kColumns * kRows;
 
-// What a warp has of 16 rows at a time.
+// A unit: blocks of 16 rows.
 template <Blocks kBlocks>
-struct Stage {
+struct Unit {
   using F = Format<kBlocks>;
-  static constexpr int kWeights = kBlocks == Blocks::kQ8_0 ? 128 : 256;
+  static constexpr bool kTernary =
+      kBlocks == Blocks::kTq1_0 || kBlocks == Blocks::kTq2_0 || kBlocks == Blocks::kQ2_0;
+  static constexpr int kWeights = kTernary ? 512 : 256;
   static constexpr int kCount = kWeights / F::kLength;
   static constexpr int kBytes = kCount * F::kBytes;
-  // Lines of 16 bytes that these touch, wherever they begin.
-  static constexpr int kLines = (kBytes + 14 + 15) / 16;
-  // Two lanes copy a row's.
-  static constexpr int kLoads = (kLines + 1) / 2;
+  // Lines of 16 bytes that a row's bytes touch, at least, and wherever they begin.
+  static constexpr int kLeastLines = (kBytes + 15) / 16;
+  static constexpr int kMostLines = (kBytes + 14 + 15) / 16;
   // Odd, so that the same word of eight rows lies in different banks.
-  static constexpr int kPitch = 2 * kLoads + 1;
+  static constexpr int kPitch = kMostLines / 2 * 2 + 1;
+  static constexpr int kSlotBytes = kColumns * kPitch * 16;
 };
 
-template <Blocks kBlocks>
-constexpr int kSharedBytes = kWarps * (kColumns * Stage<kBlocks>::kPitch * 16 +
-                                       2 * kOutputs * static_cast<int>(sizeof(float)));
+// Where rows of the weight lie: anywhere; where words of its blocks may; in whole lines of 16
+// bytes.
+enum Aligned : uint32_t { kBytes, kWords, kLines };
 
-// Of one row in shared memory.
-template <int kAlignment>
+// Some blocks of one row in shared memory, from `at` on. `kAlignment`: of `row` and of words in
+// blocks; or of `row` alone, if that is four.
+template <int kAlignment, bool kRowAligned>
 struct Staged {
-  const uint8_t *bytes;
+  const uint8_t *row;
+  uint32_t at;
 
-  __device__ __forceinline__ uint32_t half(int at) const {
-    return *reinterpret_cast<const uint16_t *>(bytes + at);
+  __device__ __forceinline__ uint32_t byte(uint32_t i) const { return row[at + i]; }
+
+  __device__ __forceinline__ uint32_t half(uint32_t i) const {
+    return *reinterpret_cast<const uint16_t *>(row + at + i);
   }
 
-  __device__ __forceinline__ uint32_t operator()(int at) const {
-    if constexpr (kAlignment == 4) {
-      return *reinterpret_cast<const uint32_t *>(bytes + at);
-    } else {
-      return half(at) | half(at + 2) << 16;
-    }
+  __device__ __forceinline__ uint32_t operator()(uint32_t i) const {
+    const auto word = [&](uint32_t byte) {
+      return *reinterpret_cast<const uint32_t *>(row + byte);
+    };
+    const uint32_t from = at + i;
+    if (kAlignment == 4) return word(from);
+    // Known to the compiler.
+    if (kRowAligned && from % 4 == 0) return word(from);
+    if (kRowAligned) return __byte_perm(word(from - 2), word(from + 2), 0x5432);
+    return half(i) | half(i + 2) << 16;
   }
 };
 
-template <class T, Blocks kBlocks>
+// `kRows`: of x, at most: one, four or eight. The columns that one leaves free of a product are for
+// others of its neighbours: four products, of 32 each, go to columns of their own, and lane t of
+// four has the sums of the t-th. So they are scaled at once, and lanes add what they have at the
+// end.
+template <Blocks kBlocks, int kRows>
 class FewRows {
  public:
-  __device__ __forceinline__ FewRows(const Arguments &p, uint4 *shared)
+  static constexpr int kFours = (kRows + 3) / 4;
+  static constexpr bool kAlone = kRows == 1;
+  static constexpr int kOutputs = kColumns * kRows;
+  // For a warp's shares of its first tile and of its last.
+  static constexpr int kSumsBytes = 2 * kOutputs * static_cast<int>(sizeof(float));
+
+  __device__ __forceinline__ FewRows(const Arguments &p, uint8_t *shared)
       : p_(p),
-        warp_(threadIdx.x / 32),
+        warp_(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
-        tile_of_block_(warp_ >> p.split_log2),
-        part_(warp_ & ((1u << p.split_log2) - 1)),
+        warps_log2_(31 - __clz(blockDim.x / 32)),
         row_bytes_(p.blocks * F::kBytes),
-        buffer_(shared + warp_ * kColumns * S::kPitch),
-        sums_(reinterpret_cast<float *>(shared + kWarps * kColumns * S::kPitch)) {}
+        first_(blockIdx.x * p.columns_of_block),
+        end_(min(first_ + p.columns_of_block, p.out_features)),
+        rows_of_block_(1u << p.rows_of_block_log2),
+        first_row_(blockIdx.y * rows_of_block_),
+        units_((end_ - first_ + kColumns - 1) / kColumns * p.steps),
+        ring_(shared + warp_ * p.slots * U::kSlotBytes) {
+    uint8_t *rest = shared + (p.slots << warps_log2_) * U::kSlotBytes;
+    const uint32_t count = p.blocks * (F::kLength / 32) << p.rows_of_block_log2;
+    digits_.numbers = reinterpret_cast<uint2 *>(rest);
+    rest += count * 64;
+    digits_.scales = reinterpret_cast<Scale *>(rest);
+    rest += count * sizeof(Scale);
+    digits_.rows_log2 = p.rows_of_block_log2;
+    sums_ = reinterpret_cast<float *>(rest);
+  }
 
   __device__ __forceinline__ void run() {
-    const uint32_t tiles = (p_.out_features + kColumns - 1) / kColumns;
-    const uint32_t per_block = kWarps >> p_.split_log2;
-    const uint32_t groups = (tiles + per_block - 1) / per_block * p_.row_tiles;
-    uint32_t group = blockIdx.x, step = part_, turn = 0;
-    Place place = place_of(group);
-    uint4 lines[S::kLoads];
-    load(lines, place, step);
-    while (group < groups) {
-      const Place here = place;
-      const uint32_t current = step;
-      keep(lines, here, current);
+    const uint32_t begin = first_unit(warp_), end = first_unit(warp_ + 1);
+    const Place start = place_of(begin);
+    Place next = start;
+    uint32_t asked = begin, to = 0;
+    const auto ask = [&] {
+      if (asked < end) fill(ring_ + to * U::kSlotBytes, next);
+      commit_copies();
+      asked++;
+      next.advance(p_.steps);
+      to = to + 1 == p_.slots ? 0 : to + 1;
+    };
+    const auto batch = digits_.load(p_, first_row_, 0);
+    for (uint32_t i = 0; i + 1 < p_.slots; i++) ask();
+    digits_.round(p_, first_row_, batch);
+    __syncthreads();
+
+    Place here = start;
+    uint32_t slot = 0, began = begin;
+    for (uint32_t unit = begin; unit < end; unit++) {
+      await_unit();
+      // All lanes' copies are there, and all have done with the slot that is filled next.
       __syncwarp();
-      // All warps of the block take as many steps.
-      step += 1u << p_.split_log2;
-      const bool ends = step - part_ >= p_.steps;
-      if (ends) {
-        step = part_;
-        group += gridDim.x;
-        place = place_of(group);
-      }
-      if (group < groups) load(lines, place, step);
-      if (current < p_.steps) multiply(here, current);
-      __syncwarp();
-      if (ends) {
-        add_and_store(here, per_block, turn);
-        turn ^= 1;
+      ask();
+      multiply(ring_ + slot * U::kSlotBytes, here);
+      slot = slot + 1 == p_.slots ? 0 : slot + 1;
+      const uint32_t tile = here.tile;
+      const bool ends = here.step + 1 == p_.steps;
+      here.advance(p_.steps);
+      if (ends || unit + 1 == end) {
+        const bool whole = ends && unit + 1 - began == p_.steps;
+        leave(tile, whole, began == begin ? 0 : 1);
+        began = unit + 1;
       }
     }
+    await_copies<0>();
+    __syncthreads();
+    add_shares();
   }
 
  private:
   using F = Format<kBlocks>;
-  using S = Stage<kBlocks>;
+  using U = Unit<kBlocks>;
+  using D = Digits<kBlocks>;
+  using Scale = typename D::Scale;
+  static constexpr uint32_t k32s = F::kLength / 32;
+  // Sums of a product that have scales of their own.
+  static constexpr uint32_t kParts = D::kHalves ? 2 : 1;
+  static constexpr bool kHasOffsets =
+      kHasScalesOfScales<kBlocks> || kBlocks == Blocks::kQ4_1 || kBlocks == Blocks::kQ5_1;
 
-  // What a block has at a time: its tiles' first column and row.
-  struct Place {
-    uint32_t column, row;
+  // The factors of a row's block.
+  struct FactorsOf {
+    Staged<F::kAlignment, false> block;
+
+    __device__ __forceinline__ FactorsOf(Staged<F::kAlignment, false> block) : block(block) {}
+
+    __device__ __forceinline__ Factors of(uint32_t group) const {
+      const auto half = [&](int at) { return block.half(at); };
+      const auto byte = [&](int at) { return block.byte(at); };
+      if constexpr (!kHasScalesOfScales<kBlocks>) {
+        return factors_of<kBlocks>(half, byte, group);
+      } else if constexpr (kAlone) {
+        return scaled_scales(half, byte, group);
+      } else {
+        // Of all groups, whose scales are taken apart but once.
+        return ScalesOfScales(block).of(group);
+      }
+    }
   };
 
-  __device__ __forceinline__ Place place_of(uint32_t group) const {
-    const uint32_t columns = group / p_.row_tiles;
-    return {columns * (kWarps >> p_.split_log2) * kColumns,
-            (group - columns * p_.row_tiles) * kRows};
+  // A unit of the block's.
+  struct Place {
+    uint32_t tile, step;
+
+    __device__ __forceinline__ void advance(uint32_t steps) {
+      if (++step == steps) step = 0, tile++;
+    }
+  };
+
+  __device__ __forceinline__ Place place_of(uint32_t unit) const {
+    return {unit / p_.steps, unit % p_.steps};
   }
 
-  // A row of the weight's, of the warp's tile.
-  __device__ __forceinline__ const uint8_t *row_of(Place place, uint32_t row) const {
-    const uint32_t column =
-        min(place.column + tile_of_block_ * kColumns + row, p_.out_features - 1);
+  // Of a warp.
+  __device__ __forceinline__ uint32_t first_unit(uint32_t warp) const {
+    return units_ * warp >> warps_log2_;
+  }
+
+  __device__ __forceinline__ const uint8_t *row_at(uint32_t column) const {
     return p_.weight + column * p_.weight_stride;
   }
 
-  // Copies what a warp has of a step: lines of which all bytes are the weight's in one access each.
-  __device__ __forceinline__ void load(uint4 (&lines)[S::kLoads], Place place, uint32_t step) {
-    if (!p_.aligned || step >= p_.steps) return;
-    const uint8_t *row = row_of(place, lane_ / 2);
-    const uint32_t ahead = reinterpret_cast<uintptr_t>(row) % 16;
-    const uint32_t first = ahead + step * S::kBytes;
-    const uint32_t last = min(first + S::kBytes, ahead + row_bytes_);
-    const uint8_t *aligned = row - ahead;
-    // Lines of 16 bytes, counted from there, that belong to the step, and to the weight.
-    const uint32_t begin = first / 16, end = (last + 15) / 16;
-    const bool after = p_.gapless && row > p_.weight;
-    const bool before = p_.gapless && row + row_bytes_ < p_.weight + p_.weight_bytes;
-    const uint32_t least = after ? 0 : (ahead + 15) / 16;
-    const uint32_t most = (ahead + row_bytes_ + (before ? 15 : 0)) / 16;
-    const uint32_t line = begin + lane_ % 2;
-#pragma unroll
-    for (int i = 0; i < S::kLoads; i++) {
-      const uint32_t at = line + 2 * i;
-      if (at >= least && at < min(end, most)) {
-        lines[i] =
-            __ldcs(reinterpret_cast<const uint4 *>(aligned + static_cast<uint64_t>(at) * 16));
+  // Waits for the copies of the next unit: those of slots behind it may go on.
+  __device__ __forceinline__ void await_unit() const {
+    if (p_.slots == 4) {
+      await_copies<2>();
+    } else if (p_.slots == 3) {
+      await_copies<1>();
+    } else {
+      await_copies<0>();
+    }
+  }
+
+  // Starts to copy a unit.
+  __device__ __forceinline__ void fill(uint8_t *slot, Place place) const {
+    const uint32_t columns = first_ + place.tile * kColumns, there = min(end_ - columns, 16u);
+    const uint32_t first = place.step * U::kBytes;
+    const uint32_t last = min(first + U::kBytes, row_bytes_);
+    if (p_.aligned == kLines) {
+      const uint32_t lines = (last + 15) / 16 - first / 16;
+      const uint8_t *from = row_at(columns) + first / 16 * 16;
+      if (there == kColumns && lines == U::kLeastLines) {
+        copy_tile<U::kLeastLines>(slot, from);
+      } else if (there == kColumns && U::kMostLines > U::kLeastLines && lines == U::kMostLines) {
+        copy_tile<U::kMostLines>(slot, from);
+      } else {
+        const uint32_t row = lane_ / 2;
+        from += row * p_.weight_stride;
+#pragma unroll 1
+        for (uint32_t i = lane_ % 2; i < lines && row < there; i += 2) {
+          start_copy(slot + (row * U::kPitch + i) * 16, from + i * 16);
+        }
       }
+    } else if (p_.aligned == kWords) {
+      const uint32_t row = lane_ / 2;
+      if (row < there) {
+        copy_lines(p_, slot + row * U::kPitch * 16, row_at(columns + row), place.step);
+      }
+    } else {
+      // A byte at a time, from wherever it is.
+#pragma unroll 1
+      for (uint32_t i = 0; i < there; i++) {
+        const uint8_t *from = row_at(columns + i) + first;
+#pragma unroll 1
+        for (uint32_t byte = lane_; byte < last - first; byte += 32) {
+          slot[i * U::kPitch * 16 + byte] = from[byte];
+        }
+      }
+    }
+  }
+
+  // Copies the lines of 16 rows, so that neighbouring lanes have neighbouring ones: as few
+  // requests as can be, which are what bounds a multiprocessor's reading.
+  template <uint32_t kOfRow>
+  __device__ __forceinline__ void copy_tile(uint8_t *slot, const uint8_t *from) const {
+    const int64_t gap = p_.weight_stride - kOfRow * 16;
+    slot += lane_ * 16;
+    from += lane_ * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < kOfRow * kColumns; i += 32) {
+      const uint32_t row = (lane_ + i) / kOfRow;
+      if (i + 32 <= kOfRow * kColumns || row < kColumns) {
+        start_copy(slot + row * (U::kPitch - kOfRow) * 16 + i * 16, from + row * gap + i * 16);
+      }
+    }
+  }
+
+  // Copies what a lane has of a row's blocks: lines of which all bytes are the weight's.
+  static __device__ __noinline__ void copy_lines(const Arguments &p, uint8_t *to,
+                                                 const uint8_t *row, uint32_t step) {
+    const uint32_t row_bytes = p.blocks * F::kBytes, lane = threadIdx.x % 32;
+    const uint32_t ahead = reinterpret_cast<uintptr_t>(row) % 16;
+    const uint32_t first = ahead + step * U::kBytes;
+    const uint32_t last = min(first + U::kBytes, ahead + row_bytes);
+    const uint8_t *aligned = row - ahead;
+    // Lines of 16 bytes, counted from there, that belong to the unit, and to the weight.
+    const uint32_t begin = first / 16, end = (last + 15) / 16;
+    const bool after = p.gapless && row > p.weight;
+    const bool before = p.gapless && row + row_bytes < p.weight + p.weight_bytes;
+    const uint32_t least = after ? 0 : (ahead + 15) / 16;
+    const uint32_t most = (ahead + row_bytes + (before ? 15 : 0)) / 16;
+    const uint32_t line = begin + lane % 2;
+    const uint8_t *from = aligned + static_cast<uint64_t>(line) * 16;
+    to += lane % 2 * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < (U::kMostLines + 1) / 2; i++) {
+      const uint32_t at = line + 2 * i;
+      if (at >= least && at < min(end, most)) start_copy(to + i * 32, from + i * 32);
     }
     if (begin >= least && end <= most) return;
     // The first and the last line of the weight, or of a row if there are gaps: what is there of
     // them.
-#pragma unroll
-    for (int i = 0; i < S::kLoads; i++) {
+#pragma unroll 1
+    for (uint32_t i = 0; i < (U::kMostLines + 1) / 2; i++) {
       const uint32_t at = line + 2 * i;
       if (at >= end || (at >= least && at < most)) continue;
-      uint4 words = {0, 0, 0, 0};
 #pragma unroll 1
       for (uint32_t byte = at * 16; byte < at * 16 + 16; byte += 2) {
-        uint32_t half = 0;
-        if (byte >= ahead && byte < ahead + row_bytes_) {
-          half = *reinterpret_cast<const uint16_t *>(aligned + byte);
+        if (byte >= ahead && byte < ahead + row_bytes) {
+          *reinterpret_cast<uint16_t *>(to + i * 32 + byte % 16) =
+              *reinterpret_cast<const uint16_t *>(aligned + byte);
         }
-        words.x = __funnelshift_r(words.x, words.y, 16);
-        words.y = __funnelshift_r(words.y, words.z, 16);
-        words.z = __funnelshift_r(words.z, words.w, 16);
-        words.w = words.w >> 16 | half << 16;
-      }
-      lines[i] = words;
-    }
-  }
-
-  // Puts it into shared memory.
-  __device__ __forceinline__ void keep(const uint4 (&lines)[S::kLoads], Place place,
-                                       uint32_t step) {
-    if (p_.aligned) {
-#pragma unroll
-      for (int i = 0; i < S::kLoads; i++) {
-        buffer_[lane_ / 2 * S::kPitch + lane_ % 2 + 2 * i] = lines[i];
-      }
-    } else if (step < p_.steps) {
-      // A byte at a time, from wherever it is.
-      const uint32_t first = step * S::kBytes;
-      const uint32_t bytes = min(static_cast<uint32_t>(S::kBytes), row_bytes_ - first);
-      for (uint32_t row = 0; row < kColumns; row++) {
-        const uint8_t *from = row_of(place, row) + first;
-        uint8_t *to = reinterpret_cast<uint8_t *>(buffer_ + row * S::kPitch);
-        for (uint32_t i = lane_; i < bytes; i += 32) to[i] = from[i];
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(Place place, uint32_t step) {
-    const uint32_t g = lane_ / 4, t = lane_ % 4;
+  __device__ __forceinline__ void multiply(const uint8_t *slot, Place place) {
+    const uint32_t g = lane_ / 4;
     const uint8_t *rows[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (uint32_t h = 0; h < 2; h++) {
       const uint32_t row = g + 8 * h;
-      const auto at = reinterpret_cast<uintptr_t>(row_of(place, row)) + step * S::kBytes;
-      rows[h] =
-          reinterpret_cast<const uint8_t *>(buffer_ + row * S::kPitch) + (p_.aligned ? at % 16 : 0);
-    }
-    const uint32_t first = step * S::kCount;
-    const uint32_t count = min(static_cast<uint32_t>(S::kCount), p_.blocks - first);
-    const uint8_t *x =
-        static_cast<const uint8_t *>(p_.x) + min(place.row + g, p_.rows - 1) * p_.x_stride;
-    const T *inputs =
-        reinterpret_cast<const T *>(x) + static_cast<uint64_t>(first) * F::kLength + 4 * t;
-    if constexpr (S::kCount == 1) {
-      multiply_block(rows, inputs, t);
-    } else {
-#pragma unroll 2
-      for (uint32_t i = 0; i < count; i++) {
-        const uint8_t *blocks[2] = {rows[0] + i * F::kBytes, rows[1] + i * F::kBytes};
-        multiply_block(blocks, inputs + i * F::kLength, t);
+      rows[h] = slot + row * U::kPitch * 16;
+      if (p_.aligned == kWords) {
+        const auto from = row_at(first_ + place.tile * kColumns + row);
+        rows[h] +=
+            (static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from)) + place.step * U::kBytes) %
+            16;
+      } else if (U::kBytes % 16 != 0 && p_.aligned == kLines) {
+        rows[h] += place.step * U::kBytes % 16;
       }
     }
-  }
-
-  __device__ __forceinline__ void multiply_block(const uint8_t *const (&blocks)[2], const T *x,
-                                                 uint32_t t) {
-    using Row = Staged<F::kAlignment>;
-    const Row rows[2] = {{blocks[0]}, {blocks[1]}};
-    const Row of_lane[2] = {{blocks[0] + 4 * t}, {blocks[1] + 4 * t}};
-    // Sixteens of weights that are written out: of more of them registers would not be enough.
-    constexpr uint32_t kAtOnce = F::kLength == 32 ? 2 : 4;
-    constexpr uint32_t kSixteens = F::kGroup / 16;
-    const auto factors = factors_of_rows(rows);
-    uint32_t fifth[2] = {};
-    if constexpr (kHasFifthBits<kBlocks>) {
-      fifth[0] = rows[0](kFifthBits<kBlocks>);
-      fifth[1] = rows[1](kFifthBits<kBlocks>);
-    }
+    const uint32_t first = place.step * U::kCount;
+    const uint32_t count = min(static_cast<uint32_t>(U::kCount), p_.blocks - first);
+    const uint32_t of_x = first * k32s;
+    if (count != U::kCount) {
+      constexpr uint32_t kAtOnce = kAlone ? 4 : k32s;
 #pragma unroll 1
-    for (uint32_t first = 0; first < F::kLength / 16; first += kAtOnce) {
+      for (uint32_t i = 0; i < count * k32s; i += kAtOnce) {
+        if constexpr (kAlone) {
+          multiply_four<false, false>(rows, i, count * k32s, of_x);
+        } else {
 #pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; i += kSixteens) {
-        Products<T, kBlocks> products;
-#pragma unroll
-        for (uint32_t j = 0; j < kSixteens; j++) {
-          const uint32_t quad = 4 * (first + i + j);
-          uint32_t codes[2];
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            codes[h] = quad_of_codes<kBlocks>(of_lane[h], rows[h], quad, t);
-            if constexpr (kHasFifthBits<kBlocks>) codes[h] |= fifth_bits(fifth[h], quad + t);
-          }
-          products.add(codes[0], codes[1], Inputs<T>(x + 4 * quad, p_.x_aligned));
+          for (uint32_t j = 0; j < k32s; j++) multiply_32<false>(rows, i + j, of_x);
         }
-        const uint32_t group = (first + i) / kSixteens;
-        products.scale({factors(0, group), factors(1, group)}, acc_);
       }
-    }
-  }
-
-  // What gives the factors of a group of either row.
-  template <class Row>
-  static __device__ __forceinline__ auto factors_of_rows(const Row (&rows)[2]) {
-    if constexpr (kHasScalesOfScales<kBlocks>) {
-      const ScalesOfScales first(rows[0]), second(rows[1]);
-      return [first, second](int row, uint32_t group) {
-        return row == 0 ? first.of(group) : second.of(group);
-      };
+    } else if (U::kBytes % 16 == 0 && p_.aligned == kLines) {
+      multiply_whole<true>(rows, of_x);
     } else {
-      const Row first = rows[0], second = rows[1];
-      return [first, second](int row, uint32_t group) {
-        const Row of = row == 0 ? first : second;
-        const auto half = [&](int at) { return of.half(at); };
-        const auto byte = [&](int at) { return of.bytes[at]; };
-        return factors_of<kBlocks>(half, byte, group);
-      };
+      multiply_whole<false>(rows, of_x);
     }
   }
 
-  // Adds what the warps of each tile have, and stores it.
-  __device__ __forceinline__ void add_and_store(Place place, uint32_t tiles, uint32_t turn) {
-    float *sums = sums_ + turn * kWarps * kOutputs;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint32_t row = lane_ % 4 * 2 + i % 2, column = lane_ / 4 + i / 2 * 8;
-      sums[warp_ * kOutputs + row * kColumns + column] = acc_[i];
-      acc_[i] = 0;
-    }
-    // The other set of sums is written before all have read this one.
-    __syncthreads();
-    for (uint32_t at = threadIdx.x; at < tiles * kOutputs; at += kThreads) {
-      const uint32_t of_tile = at / kOutputs, output = at % kOutputs;
-      const uint32_t row = place.row + output / kColumns;
-      const uint32_t column = place.column + of_tile * kColumns + output % kColumns;
-      if (row >= p_.rows || column >= p_.out_features) continue;
-      float sum = 0;
-      for (uint32_t w = 0; w < 1u << p_.split_log2; w++) {
-        sum += sums[((of_tile << p_.split_log2) + w) * kOutputs + output];
+  // All blocks of a unit.
+  template <bool kRowAligned>
+  __device__ __forceinline__ void multiply_whole(const uint8_t *const (&rows)[2], uint32_t of_x) {
+#pragma unroll(kAlone ? 2 : 8)
+    for (uint32_t i = 0; i < U::kWeights / 32; i += kAlone ? 4 : 1) {
+      if constexpr (kAlone) {
+        multiply_four<true, kRowAligned>(rows, i, 0, of_x);
+      } else {
+        multiply_32<kRowAligned>(rows, i, of_x);
       }
-      finish(p_, p_.wide ? Float::kF32 : kDtype<T>, row, column, sum);
     }
+  }
+
+  // The block that has the unit's 32 neighbours i.
+  template <bool kRowAligned>
+  static __device__ __forceinline__ auto block_of(const uint8_t *row, uint32_t i) {
+    return Staged<F::kAlignment, kRowAligned>{row, i / k32s * F::kBytes};
+  }
+
+  // A lane's codes of the unit's 32 neighbours i of rows g and g + 8, as the left-hand side of
+  // products.
+  template <bool kRowAligned>
+  __device__ __forceinline__ void codes_of(const uint8_t *const (&rows)[2], uint32_t i,
+                                           uint32_t (&codes)[4]) const {
+    const uint32_t t = lane_ % 4, j = i % k32s;
+#pragma unroll
+    for (uint32_t h = 0; h < 2; h++) {
+      const auto block = block_of<kRowAligned>(rows[h], i);
+      const auto of_lane = block_of<kRowAligned>(rows[h] + 4 * t, i);
+      uint32_t fifth = 0;
+      if constexpr (kHasFifthBits<kBlocks>) fifth = block(kFifthBits<kBlocks>);
+#pragma unroll
+      for (uint32_t half = 0; half < 2; half++) {
+        const uint32_t quad = 8 * j + 4 * half;
+        uint32_t &to = codes[2 * half + h];
+        to = quad_of_codes<kBlocks>(of_lane, block, quad, t);
+        if constexpr (kHasFifthBits<kBlocks>) to |= fifth_bits(fifth, quad + t);
+        if constexpr (D::kSigned) to ^= 0x80808080;
+      }
+    }
+  }
+
+  // Adds to `sums` the products with numbers of x: of all 32 neighbours, or of their halves.
+  static __device__ __forceinline__ void multiply_codes(const uint32_t (&codes)[4], uint2 numbers,
+                                                        int32_t (&sums)[kParts][4]) {
+    if constexpr (D::kHalves) {
+#pragma unroll
+      for (uint32_t half = 0; half < 2; half++) {
+        const uint32_t a[2] = {codes[2 * half], codes[2 * half + 1]};
+        mma_unsigned(a, half == 0 ? numbers.x : numbers.y, sums[half]);
+      }
+    } else {
+      const uint32_t b[2] = {numbers.x, numbers.y};
+      if constexpr (D::kSigned) {
+        mma(codes, b, sums[0]);
+      } else {
+        mma_unsigned(codes, b, sums[0]);
+      }
+    }
+  }
+
+  // The unit's 32 neighbours i; `of_x`: where x has the unit's.
+  template <bool kRowAligned>
+  __device__ __forceinline__ void multiply_32(const uint8_t *const (&rows)[2], uint32_t i,
+                                              uint32_t of_x) {
+    const uint32_t g = lane_ / 4, t = lane_ % 4;
+    // A column's digits, a row's scales: with fewer rows than lanes are there for, some are the
+    // same.
+    const uint32_t column = g & (2 * rows_of_block_ - 1), row = t & (rows_of_block_ - 1);
+    uint32_t codes[4];
+    codes_of<kRowAligned>(rows, i, codes);
+    const FactorsOf factors[2] = {block_of<false>(rows[0], i), block_of<false>(rows[1], i)};
+#pragma unroll
+    for (uint32_t f = 0; f < kFours; f++) {
+      int32_t sums[kParts][4] = {};
+      multiply_codes(codes, *digits_.numbers_of(of_x + i, column + 8 * f, t), sums);
+      const Scale scale = digits_.scales[((of_x + i) << p_.rows_of_block_log2) + row + 4 * f];
+      add(sums, scale, factors, i % k32s, acc_[f]);
+    }
+  }
+
+  // Four of them from `first` on, with the one row of x; of `count`, where not `kWhole`.
+  template <bool kWhole, bool kRowAligned>
+  __device__ __forceinline__ void multiply_four(const uint8_t *const (&rows)[2], uint32_t first,
+                                                uint32_t count, uint32_t of_x) {
+    const uint32_t g = lane_ / 4, t = lane_ % 4, of_lane = first + g / 2;
+    uint2 numbers = {0, 0};
+    if (kWhole || of_lane < count) numbers = *digits_.numbers_of(of_x + of_lane, g % 2, t);
+    int32_t sums[kParts][4] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+      if (!kWhole && first + i >= count) break;
+      uint32_t codes[4];
+      codes_of<kRowAligned>(rows, first + i, codes);
+      const bool mine = g / 2 == i;
+      multiply_codes(codes, {mine ? numbers.x : 0, mine ? numbers.y : 0}, sums);
+    }
+    if (!kWhole && first + t >= count) return;
+    const FactorsOf factors[2] = {block_of<false>(rows[0], first + t),
+                                  block_of<false>(rows[1], first + t)};
+    add(sums, digits_.scales[of_x + first + t], factors, (first + t) % k32s, acc_[0]);
+  }
+
+  // Scales the products of 32 neighbours j of a block, those with upper digits and those with
+  // lower, of rows g and g + 8, and adds them.
+  static __device__ __forceinline__ void add(const int32_t (&products)[kParts][4], const Scale &of,
+                                             const FactorsOf (&factors)[2], uint32_t j,
+                                             float (&sums)[2]) {
+#pragma unroll
+    for (uint32_t part = 0; part < kParts; part++) {
+      float of_x;
+      if constexpr (D::kHalves) {
+        of_x = of.sums[part];
+      } else {
+        of_x = of.sum;
+      }
+#pragma unroll
+      for (uint32_t h = 0; h < 2; h++) {
+        const int32_t *digits = products[part] + 2 * h;
+        const float product = static_cast<float>(digits[0] * 256 + digits[1]);
+        const Factors by = factors[h].of(j * 32 / F::kGroup + part);
+        if constexpr (kHasOffsets) {
+          sums[h] = fmaf(by.scale, of.scale * product, sums[h]);
+          sums[h] = fmaf(by.offset, of_x, sums[h]);
+        } else if constexpr (D::kSigned) {
+          sums[h] = fmaf(by.scale, of.scale * product, sums[h]);
+        } else {
+          sums[h] = fmaf(by.scale, fmaf(of.scale, product, of_x), sums[h]);
+        }
+      }
+    }
+  }
+
+  // Stores a warp's sums of a tile, or puts its share where others add them.
+  __device__ __forceinline__ void leave(uint32_t tile, bool whole, uint32_t share) {
+    if constexpr (kAlone) {
+      for (float &sum : acc_[0]) {
+        sum += __shfl_xor_sync(0xffffffff, sum, 1);
+        sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      }
+    }
+#pragma unroll
+    for (uint32_t f = 0; f < kFours; f++) {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; h++) {
+        const uint32_t row = 4 * f + lane_ % 4, column = lane_ / 4 + 8 * h;
+        if (row < kRows) {
+          if (whole) {
+            store(tile, row, column, acc_[f][h]);
+          } else {
+            sums_[(2 * warp_ + share) * kOutputs + row * kColumns + column] = acc_[f][h];
+          }
+        }
+        acc_[f][h] = 0;
+      }
+    }
+  }
+
+  // The warp that has a unit.
+  __device__ __forceinline__ uint32_t warp_of(uint32_t unit) const {
+    const float number = __fdividef(static_cast<float>(unit << warps_log2_), units_);
+    // One too few or too many, by rounding and because their numbers differ.
+    uint32_t warp = static_cast<uint32_t>(number);
+    while (warp != 0 && first_unit(warp) > unit) warp--;
+    while (first_unit(warp + 1) <= unit) warp++;
+    return warp;
+  }
+
+  // Adds the shares of the tiles that several warps have: a warp those of a tile and a row of x.
+  __device__ __forceinline__ void add_shares() const {
+    const uint32_t tiles = (end_ - first_ + kColumns - 1) / kColumns;
+    for (uint32_t at = warp_; at < tiles << p_.rows_of_block_log2; at += 1u << warps_log2_) {
+      const uint32_t tile = at >> p_.rows_of_block_log2, row = at & (rows_of_block_ - 1);
+      const uint32_t first = tile * p_.steps;
+      const uint32_t begin = warp_of(first), last = warp_of(first + p_.steps - 1);
+      if (begin == last) continue;
+      const float *shares = sums_ + row * kColumns + lane_ % kColumns;
+      // Every other warp's for either half of the lanes.
+      float sum = 0;
+      for (uint32_t warp = begin + lane_ / kColumns; warp <= last; warp += 32 / kColumns) {
+        const uint32_t of_warp = first_unit(warp);
+        // Where there are fewer units than warps, some have none.
+        if (of_warp == first_unit(warp + 1)) continue;
+        sum += shares[(2 * warp + (of_warp < first)) * kOutputs];
+      }
+      sum += __shfl_xor_sync(0xffffffff, sum, kColumns);
+      if (lane_ < kColumns) store(tile, row, lane_, sum);
+    }
+  }
+
+  __device__ __forceinline__ void store(uint32_t tile, uint32_t row, uint32_t column,
+                                        float sum) const {
+    const uint32_t of_out = first_ + tile * kColumns + column;
+    if (row >= rows_of_block_ || first_row_ + row >= p_.rows || of_out >= end_) return;
+    finish(p_, static_cast<Float>(p_.dtype), first_row_ + row, of_out, sum);
   }
 
   const Arguments &p_;
-  const uint32_t warp_, lane_;
-  // Which of the block's tiles is the warp's, and which of the warps of that tile it is.
-  const uint32_t tile_of_block_, part_;
+  const uint32_t warp_, lane_, warps_log2_;
   const uint32_t row_bytes_;
-  uint4 *const buffer_;
-  float *const sums_;
-  float acc_[4] = {};
+  // Rows of the weight and of x that the block has, and its units.
+  const uint32_t first_, end_, rows_of_block_, first_row_, units_;
+  uint8_t *const ring_;
+  D digits_;
+  // [warp][its first tile, its last][row of x][column].
+  float *sums_;
+  float acc_[kFours][2] = {};
 };
 
 }  // namespace unsloth
 
 // Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_LINEAR_BLOCKS(name, type, blocks)                                  \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 2)               \
-      linear_blocks_##name(const __grid_constant__ LinearBlocksArguments params) { \
-    unsloth::let_next_kernel_start();                                              \
-    unsloth::await_previous_kernel();                                              \
-    extern __shared__ uint4 dynamic[];                                             \
-    unsloth::FewRows<type, unsloth::Blocks::blocks>(params, dynamic).run();        \
-  }                                                                                \
-  extern "C" __device__ const LinearBlocksLaunch linear_blocks_##name##_launch = { \
-      static_cast<int32_t>(unsloth::Blocks::blocks),                               \
-      static_cast<int32_t>(unsloth::kDtype<type>),                                 \
-      unsloth::kRows,                                                              \
-      unsloth::kColumns,                                                           \
-      unsloth::kWarps,                                                             \
-      unsloth::Stage<unsloth::Blocks::blocks>::kWeights,                           \
-      unsloth::kThreads,                                                           \
-      unsloth::kSharedBytes<unsloth::Blocks::blocks>,                              \
+#define UNSLOTH_LINEAR_BLOCKS_OF(blocks, rows, name)                                      \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)                      \
+      linear_blocks_##name(const __grid_constant__ LinearBlocksArguments params) {        \
+    unsloth::let_next_kernel_start();                                                     \
+    unsloth::await_previous_kernel();                                                     \
+    extern __shared__ uint4 dynamic[];                                                    \
+    uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic);                                \
+    unsloth::FewRows<unsloth::Blocks::blocks, rows>(params, bytes).run();                 \
+  }                                                                                       \
+  extern "C" __device__ const LinearBlocksLaunch linear_blocks_##name##_launch = {        \
+      static_cast<int32_t>(unsloth::Blocks::blocks),                                      \
+      rows,                                                                               \
+      unsloth::kColumns,                                                                  \
+      unsloth::Unit<unsloth::Blocks::blocks>::kWeights,                                   \
+      unsloth::Unit<unsloth::Blocks::blocks>::kSlotBytes,                                 \
+      64 + static_cast<int32_t>(sizeof(unsloth::Digits<unsloth::Blocks::blocks>::Scale)), \
+      unsloth::FewRows<unsloth::Blocks::blocks, rows>::kSumsBytes,                        \
+      unsloth::kThreads,                                                                  \
+      unsloth::kSharedBytes,                                                              \
   };
+
+#define UNSLOTH_LINEAR_BLOCKS(name, blocks)     \
+  UNSLOTH_LINEAR_BLOCKS_OF(blocks, 1, name##_1) \
+  UNSLOTH_LINEAR_BLOCKS_OF(blocks, 4, name##_4) \
+  UNSLOTH_LINEAR_BLOCKS_OF(blocks, 8, name##_8)

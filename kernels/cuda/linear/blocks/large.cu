@@ -1,0 +1,5 @@
+#include "few_rows.cuh"
+
+UNSLOTH_LINEAR_BLOCKS(q4_k, kQ4K)
+UNSLOTH_LINEAR_BLOCKS(q5_k, kQ5K)
+UNSLOTH_LINEAR_BLOCKS(q6_k, kQ6K)

@@ -1,0 +1,5 @@
+#include "few_rows.cuh"
+
+UNSLOTH_LINEAR_BLOCKS(tq1_0, kTq1_0)
+UNSLOTH_LINEAR_BLOCKS(tq2_0, kTq2_0)
+UNSLOTH_LINEAR_BLOCKS(q2_0, kQ2_0)
