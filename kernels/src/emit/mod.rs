@@ -15,7 +15,7 @@ use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType, UIntKind};
 
 pub use builder::{Builder, definitions};
 pub use contract::Float;
-pub use text::translation_unit;
+pub use text::{start_none_early, translation_unit};
 
 /// A compile-time choice that tells a kernel from its siblings, by name; what the host picks by.
 pub type Choice = (&'static str, u32);

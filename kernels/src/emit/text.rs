@@ -66,6 +66,9 @@ pub(super) fn pass_by_value(text: &str, index: usize, len: usize) -> Option<Stri
     ))
 }
 
+/// Lets the kernel behind be started.
+const START_NEXT_KERNEL: &str = "asm volatile(\"griddepcontrol.launch_dependents;\");\n";
+
 /// What a kernel's text begins with: as `kernels/cuda/common/dependent_launch.cuh`.
 const AWAIT_PREVIOUS_KERNEL: &str = "#if __CUDA_ARCH__ >= 900
 asm volatile(\"griddepcontrol.launch_dependents;\");
@@ -81,6 +84,11 @@ pub(super) fn await_previous_kernel(text: &str) -> Option<String> {
     Some(format!(
         "{types}{signature}\n) {{\n{AWAIT_PREVIOUS_KERNEL}{body}"
     ))
+}
+
+/// Makes a kernel end before the one behind it is started.
+pub fn start_none_early(kernel: &mut Kernel) {
+    kernel.text = kernel.text.replacen(START_NEXT_KERNEL, "", 1);
 }
 
 /// One translation unit of several kernels. Each has a namespace, for CubeCL gives helper types of different kernels one name.
@@ -114,6 +122,7 @@ mod tests {
         assert_eq!(format!("{before}{after}"), text);
         assert!(before.ends_with("buffer_0\n) {\n"));
         assert!(await_previous_kernel("void k() {\n}").is_none());
+        assert_eq!(waiting.matches(START_NEXT_KERNEL).count(), 1);
     }
 
     #[test]
