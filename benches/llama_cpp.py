@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures the engine of examples/engine on the CPU beside llama.cpp, on the same files.
+"""Measures the engine of examples/engine beside llama.cpp, on the same files.
 
     make engine model
     python3 benches/llama_cpp.py --engine build/engine/engine --llama-bench PATH/llama-bench FILE.gguf...
 
 Decoding of 128 tokens from a short prompt and prefill of about 512, in turns of both programs with as
 many threads, for each file; a file's weights are used as they are. The machine has to be quiet:
-what else ran shows in the spread of `all`. Writes benches/results/llama_cpp_cpu_DATE.json. Standard
-library only.
+what else ran shows in the spread of `all`. With `--device cuda` both run on a GPU, and ours with
+weights of bf16, too. Writes benches/results/llama_cpp_DEVICE_DATE.json. Standard library only.
 """
 
 import argparse
@@ -25,7 +25,6 @@ TEXT = (
     "The lighthouse had been dark for eleven winters when the new keeper came over the causeway with a cart, "
     "a dog and a box of brass fittings. People in the harbour watched him from behind their curtains. "
 )
-REPEATS = 12
 
 def run(*command):
     done = subprocess.run(list(map(str, command)), capture_output=True, timeout=600, check=False)
@@ -34,13 +33,15 @@ def run(*command):
     return json.loads(done.stdout)
 
 
-def ours(arguments, path, *flags):
-    always = ["--json", "--temperature", 0, "--threads", arguments.threads, "--weights", "file"]
-    return run(arguments.engine, "--model", path, *always, *flags)
+def ours(arguments, path, weights, *flags):
+    always = ["--json", "--temperature", 0, "--threads", arguments.threads, "--device", arguments.device]
+    return run(arguments.engine, "--model", path, *always, "--weights", weights, *flags)
 
 
 def theirs(arguments, path, prompt, tokens):
     flags = ["-p", prompt, "-n", tokens, "-t", arguments.threads, "-r", 1, "-fa", 1, "-o", "json"]
+    if arguments.device == "cuda":
+        flags += ["-ngl", 999]
     return run(arguments.llama_bench, "-m", path, *flags)[0]["avg_ts"]
 
 
@@ -50,14 +51,18 @@ def spread(values):
 
 def measure(arguments, path):
     """Tokens per second of both programs."""
-    rates = {who: {"decode": [], "prefill": []} for who in ("unsloth", "llama.cpp")}
+    weights = {"unsloth": "file"}
+    if arguments.device == "cuda":
+        weights["unsloth, bf16"] = "bf16"
+    rates = {who: {"decode": [], "prefill": []} for who in (*weights, "llama.cpp")}
     for _ in range(arguments.rounds):
-        found = ours(arguments, path, "--prompt", "The lighthouse", "--tokens", "128")
-        rates["unsloth"]["decode"].append(found["decode_tokens_per_second"])
+        for who, kind in weights.items():
+            found = ours(arguments, path, kind, "--prompt", "The lighthouse", "--tokens", "128")
+            rates[who]["decode"].append(found["decode_tokens_per_second"])
+            found = ours(arguments, path, kind, "--prompt", TEXT * arguments.repeats, "--tokens", "1", "--warm-up")
+            rates[who]["prefill"].append(found["prefill_tokens_per_second"])
+            prompt = len(found["prompt_tokens"])
         rates["llama.cpp"]["decode"].append(theirs(arguments, path, 0, 128))
-        found = ours(arguments, path, "--prompt", TEXT * REPEATS, "--tokens", "1", "--warm-up")
-        rates["unsloth"]["prefill"].append(found["prefill_tokens_per_second"])
-        prompt = len(found["prompt_tokens"])
         rates["llama.cpp"]["prefill"].append(theirs(arguments, path, prompt, 0))
     figures = {who: {what: spread(values) for what, values in of.items()} for who, of in rates.items()}
     ratios = {
@@ -75,20 +80,31 @@ def processor():
 
 def section(result):
     """The record as a table."""
+    ours = next(iter(result["files"].values()))
+    others = [who for who in ours if who.startswith("unsloth, ")]
+    on = result["device"]["name"] if "device" in result else f"{result['processor']}, {result['threads']} threads"
+    heads = [name for what in ("decoding", "prefill") for name in (what, *others, "llama.cpp", "")]
     lines = [
-        f"{result['processor']}, {result['threads']} threads, {result['date']}; llama.cpp of {result['llama.cpp']};",
+        f"{on}, {result['date']}; llama.cpp of {result['llama.cpp']};",
         "tokens per second, medians of turns.",
         "",
-        "| file | decoding | llama.cpp | | prefill | llama.cpp | |",
-        "|-|-|-|-|-|-|-|",
+        f"| file | {' | '.join(heads)} |",
+        "|-" * (len(heads) + 1) + "|",
     ]
     for name, found in result["files"].items():
         cells = [name]
         for what in ("decode", "prefill"):
-            cells += [f"{found[who][what]['median']:,.1f}" for who in ("unsloth", "llama.cpp")]
+            cells += [f"{found[who][what]['median']:,.1f}" for who in ("unsloth", *others, "llama.cpp")]
             cells.append(f"{found['ratio'][what]:.2f}×")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def gpu():
+    fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm")
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    return dict(zip(fields, values))
 
 
 def main():
@@ -99,6 +115,9 @@ def main():
     parser.add_argument("--llama-version", required=True, help="what was built, and how")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=12, help="of the text that is the prompt: 42 tokens of most models")
+    parser.add_argument("--commit", help="that the engine was built from")
     parser.add_argument("--out", type=pathlib.Path)
     arguments = parser.parse_args()
     result = {
@@ -109,7 +128,11 @@ def main():
         "unit": "tokens/s",
         "files": {},
     }
-    out = arguments.out or ROOT / "benches" / "results" / f"llama_cpp_cpu_{result['date']}.json"
+    if arguments.device == "cuda":
+        result["device"] = gpu()
+    if arguments.commit:
+        result["commit"] = arguments.commit
+    out = arguments.out or ROOT / "benches" / "results" / f"llama_cpp_{arguments.device}_{result['date']}.json"
     for path in arguments.files:
         result["files"][path.name] = measure(arguments, path)
         out.write_text(json.dumps(result, indent=1) + "\n")

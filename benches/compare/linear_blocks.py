@@ -19,7 +19,7 @@ FORMATS = {
 # (out_features, in_features)
 LAYERS = [(4096, 4096), (14336, 4096), (4096, 14336)]
 FEW = (1, 4, 8)
-MORE = (16, 32, 64, 65, 512)
+MORE = (16, 24, 32, 64, 512)
 METHOD = (
     "Microseconds of one call: a graph of calls on weights that together exceed the cache, replayed by turns, medians. `copy` moves as "
     "many bytes as blocks, x and output have, half read and half written. `bf16` is our product with bf16 weights of the same shape."
