@@ -52,6 +52,14 @@ static void check(const results *e, const results *found, const float *lse, int 
   }
 }
 
+// Rows of a tensor that has all, and the other way round.
+static void rows_of(float *all, float *own, const int64_t *ids, int64_t row, int back) {
+  for (int token = 0; token < OWN; token++) {
+    float *theirs = all + ids[token] * row, *ours = own + token * row;
+    memcpy(back ? theirs : ours, back ? ours : theirs, sizeof(float) * (size_t)row);
+  }
+}
+
 static void attend(unsloth_context *ctx, unsloth_context_parallel_attention_params *p,
                    unsloth_context_parallel_attention_backward_params *b) {
   unsloth_implementation implementation = 0;
@@ -66,6 +74,54 @@ static void attend(unsloth_context *ctx, unsloth_context_parallel_attention_para
   CHECK_OK(unsloth_context_parallel_attention_backward(ctx, b, NULL));
   CHECK_OK(unsloth_memory_free(ctx, p->workspace));
   CHECK_OK(unsloth_memory_free(ctx, b->workspace));
+}
+
+// Two chunks of each rank, far apart in the sequence: what the rank has is gathered before, and put back.
+static void zigzag(unsloth_context *ctx, unsloth_context_parallel_attention_params p,
+                   unsloth_context_parallel_attention_backward_params b, const results *e,
+                   int rank) {
+  static float own[RANKS][8][OWN * HEADS * DIM];
+  static results all[RANKS];
+  float lse[HEADS * OWN];
+  float(*t)[OWN * HEADS * DIM] = own[rank];
+  int64_t tokens = 0, ids[OWN];
+  int32_t positions[OWN];
+  unsloth_context_parallel_tokens_params of = UNSLOTH_CONTEXT_PARALLEL_TOKENS_PARAMS_INIT;
+  of.order = p.order = b.order = UNSLOTH_CONTEXT_ORDER_ZIGZAG;
+  of.rank = rank, of.size = RANKS, of.batch = 1, of.length = TOKENS;
+  CHECK_OK(unsloth_context_parallel_tokens_get(&of, &tokens, positions, ids, OWN));
+  CHECK(tokens == OWN && positions[0] == 2 * rank && ids[2] == TOKENS - 2 - 2 * rank);
+  CHECK_FAILS(unsloth_context_parallel_tokens_get(&of, &tokens, positions, NULL, OWN - 1),
+              UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "context_parallel_tokens_get: capacity is 3, the rank has 4 tokens");
+  rows_of(q, t[0], ids, HEADS * DIM, 0);
+  rows_of(k, t[1], ids, KV_HEADS * DIM, 0);
+  rows_of(v, t[2], ids, KV_HEADS * DIM, 0);
+  rows_of(dout, t[3], ids, HEADS * DIM, 0);
+  p.q.data = b.q.data = t[0];
+  p.k.data = b.k.data = t[1];
+  p.v.data = b.v.data = t[2];
+  b.dout.data = t[3];
+  p.out.data = b.out.data = t[4];
+  p.lse.data = b.lse.data = lse;
+  b.dq.data = t[5];
+  b.dk.data = t[6];
+  b.dv.data = t[7];
+  attend(ctx, &p, &b);
+  rows_of(all[rank].out, t[4], ids, HEADS * DIM, 1);
+  rows_of(all[rank].dq, t[5], ids, HEADS * DIM, 1);
+  rows_of(all[rank].dk, t[6], ids, KV_HEADS * DIM, 1);
+  rows_of(all[rank].dv, t[7], ids, KV_HEADS * DIM, 1);
+  for (int token = 0; token < OWN; token++) {
+    const size_t row = (size_t)ids[token] * HEADS * DIM, kv = (size_t)ids[token] * KV_HEADS * DIM;
+    near(all[rank].out + row, e->out + row, HEADS * DIM, 1e-5);
+    near(all[rank].dq + row, e->dq + row, HEADS * DIM, 1e-5);
+    near(all[rank].dk + kv, e->dk + kv, KV_HEADS * DIM, 1e-5);
+    near(all[rank].dv + kv, e->dv + kv, KV_HEADS * DIM, 1e-5);
+    for (int head = 0; head < HEADS; head++) {
+      near(lse + head * OWN + token, e->lse + head * TOKENS + ids[token], 1, 1e-5);
+    }
+  }
 }
 
 static void run(unsloth_context *ctx, unsloth_comm *comm, int rank) {
@@ -94,6 +150,7 @@ static void run(unsloth_context *ctx, unsloth_comm *comm, int rank) {
   p.method = b.method = UNSLOTH_CONTEXT_METHOD_ALL_GATHER;
   attend(ctx, &p, &b);
   check(&expected[rank], &found, lse, rank, 1e-5);
+  zigzag(ctx, p, b, &expected[rank], rank);
 
   p.method = UNSLOTH_CONTEXT_METHOD_ULYSSES;
   p.k.shape[2] = p.v.shape[2] = 2;

@@ -68,6 +68,7 @@
 #define UNSLOTH_COMM_PARAMS_INIT UNSLOTH_INIT(unsloth_comm_params)
 #define UNSLOTH_CONTEXT_PARALLEL_ATTENTION_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_attention_backward_params)
 #define UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_attention_params)
+#define UNSLOTH_CONTEXT_PARALLEL_TOKENS_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_tokens_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_cross_entropy_params)
 #define UNSLOTH_DECODER_LAYER_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_decoder_layer_backward_params)
@@ -1624,8 +1625,13 @@ typedef struct unsloth_comm_info {
 typedef uint32_t unsloth_context_method;
 
 /**
+ * Which tokens of every sequence ranks hold.
+ */
+typedef uint32_t unsloth_context_order;
+
+/**
  * Arguments of `unsloth_context_parallel_attention_forward`: `unsloth_attention_forward` over sequences of which
- * each rank has a part, equally long ones, rank 0 the first tokens of each. A rank gets its queries' output.
+ * each rank has a part, equally long ones. A rank gets its queries' output.
  * `Sq` and `Sk` are the numbers of this rank's queries and keys of a sequence.
  *
  * All ranks make the same calls. What is wrong with shapes that ranks share is refused on every rank before
@@ -1649,9 +1655,11 @@ typedef struct unsloth_context_parallel_attention_params {
    */
   uint32_t causal;
   /**
-   * Zero.
+   * Which tokens of every sequence this rank has, one of `UNSLOTH_CONTEXT_ORDER_*`. They
+   * are those that `unsloth_context_parallel_tokens_get` lists. Zigzag takes an even number of queries and of keys, and not
+   * `UNSLOTH_CONTEXT_METHOD_ULYSSES`.
    */
-  uint32_t reserved;
+  unsloth_context_order order;
   /**
    * Factor of the scores; 0 for `1 / sqrt(head_dim)`.
    */
@@ -1730,6 +1738,14 @@ typedef struct unsloth_context_parallel_attention_backward_params {
   /**
    * As the forward pass had it.
    */
+  unsloth_context_order order;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * As the forward pass had it.
+   */
   float scale;
   /**
    * As the forward pass had it.
@@ -1789,6 +1805,40 @@ typedef struct unsloth_context_parallel_attention_backward_params {
    */
   struct unsloth_tensor dv;
 } unsloth_context_parallel_attention_backward_params;
+
+/**
+ * Arguments of `unsloth_context_parallel_tokens_get`: a batch of sequences that ranks divide.
+ */
+typedef struct unsloth_context_parallel_tokens_params {
+  /**
+   * `sizeof(unsloth_context_parallel_tokens_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * One of `UNSLOTH_CONTEXT_ORDER_*`.
+   */
+  unsloth_context_order order;
+  /**
+   * Which rank, from 0.
+   */
+  int32_t rank;
+  /**
+   * Ranks of the group.
+   */
+  int32_t size;
+  /**
+   * Sequences of the batch.
+   */
+  int64_t batch;
+  /**
+   * Tokens of each, below 2^31; of the longest one where `lengths` says more.
+   */
+  int64_t length;
+  /**
+   * Optional: tokens of every sequence, `batch` of them in the host's memory, none above `length`.
+   */
+  const int64_t *lengths;
+} unsloth_context_parallel_tokens_params;
 
 /**
  * How the losses of tokens become one.
@@ -5010,11 +5060,22 @@ typedef struct unsloth_weight_repack_params {
 
 /**
  * They gather all keys and values, and attend with their own queries (arXiv:2407.21783, 3.3.2): any number of
- * heads, room for all keys and values, and causal the last rank has the most to do. Causal, each has as many
- * keys as queries; windows are causal. Ranks' gradients of keys and values, rounded to their dtype, are added up
- * as by `unsloth_reduce_scatter_forward`.
+ * heads, and room for all keys and values. Causal, the last rank has the most to do in contiguous order, and all
+ * ranks as much in zigzag. The gradients that a rank's chunks give keys and values, rounded to their dtype, are
+ * added up, those of ranks as by `unsloth_reduce_scatter_forward`.
  */
 #define UNSLOTH_CONTEXT_METHOD_ALL_GATHER 1
+
+/**
+ * Rank 0 the first ones, the last rank the last.
+ */
+#define UNSLOTH_CONTEXT_ORDER_CONTIGUOUS 0
+
+/**
+ * Of two chunks for every rank, rank `r` of `n` has chunk `r` and behind it chunk `2n - 1 - r`: one whose queries see
+ * little, and one whose queries see much where attention is causal.
+ */
+#define UNSLOTH_CONTEXT_ORDER_ZIGZAG 1
 
 /**
  * Their sum over the number of tokens that are not ignored, or over `denominator`.
@@ -6095,6 +6156,25 @@ unsloth_status unsloth_context_parallel_attention_backward_workspace_size(struct
 unsloth_status unsloth_context_parallel_attention_backward(struct unsloth_context *ctx,
                                                            const struct unsloth_context_parallel_attention_backward_params *params,
                                                            unsloth_stream stream);
+
+/**
+ * Says which tokens of a batch a rank has where ranks divide sequences for `unsloth_context_parallel_attention_forward`:
+ * how many of each sequence to `tokens`, which all ranks have as many of, and where these `[batch, tokens]` are:
+ * `positions` in their sequences, for rotary embeddings, and `ids` in the whole batch `[batch, length]`, for inputs and
+ * labels. Chunks of a sequence are of one length, so that the last ones may have padding, which has position 0 and
+ * id -1. Causal, no token sees the padding behind it.
+ *
+ * It is arithmetic on lengths. With NULL for `positions` and `ids` only `tokens` is written: first ask for the number.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, `lengths` is NULL or points to `batch` readable
+ * entries; `tokens` is NULL or valid for a write; `positions` and `ids` are NULL or valid for writes of
+ * `capacity` entries.
+ */
+unsloth_status unsloth_context_parallel_tokens_get(const struct unsloth_context_parallel_tokens_params *params,
+                                                   int64_t *tokens,
+                                                   int32_t *positions,
+                                                   int64_t *ids,
+                                                   size_t capacity);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless

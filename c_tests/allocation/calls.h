@@ -66,6 +66,17 @@ static void events_ready(void) {
   CHECK_OK(unsloth_event_record(later, NULL));
 }
 
+static unsloth_context_parallel_tokens_params of_tokens;
+static int64_t num_tokens, token_ids[8];
+static void context_tokens_ready(void) {
+  of_tokens =
+      (unsloth_context_parallel_tokens_params)UNSLOTH_CONTEXT_PARALLEL_TOKENS_PARAMS_INIT;
+  of_tokens.order = UNSLOTH_CONTEXT_ORDER_ZIGZAG;
+  of_tokens.size = 2;
+  of_tokens.batch = 2;
+  of_tokens.length = 7;
+}
+
 static unsloth_shard_params of_shard;
 static unsloth_shard shard;
 static void shard_ready(void) {
@@ -1153,6 +1164,8 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(send_receive, send_receive_ready, unsloth_send_receive_forward, (ctx, &send_receive, NULL),    \
     OK)                                                                                            \
   X(shard, shard_ready, unsloth_shard_get, (&of_shard, &shard), OK)                                \
+  X(context_tokens, context_tokens_ready, unsloth_context_parallel_tokens_get,                     \
+    (&of_tokens, &num_tokens, NULL, token_ids, COUNT(token_ids)), OK)                              \
   X(pipeline_schedule, pipeline_ready, unsloth_pipeline_schedule,                                  \
     (&of_pipeline, &pipeline_summary, pipeline_actions, COUNT(pipeline_actions)), OK)              \
   X(pipeline_simulate, pipeline_ready, unsloth_pipeline_simulate,                                  \

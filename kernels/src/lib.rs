@@ -12,6 +12,7 @@
 //!
 //! [`build`] does it all.
 
+mod accumulate;
 mod argmax;
 mod attention;
 mod cast;
@@ -54,6 +55,7 @@ const FLUSH_SUBNORMALS: &[&str] = &["-ftz=true"];
 
 /// What is compiled: a line for each image.
 const CATALOG: &[Entry] = &[
+    ("accumulate", accumulate::kernels, &[]),
     ("argmax", argmax::kernels, &[]),
     ("attention", attention::kernels, FLUSH_SUBNORMALS),
     (

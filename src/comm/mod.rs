@@ -41,6 +41,7 @@
 //! ```
 
 pub mod shard;
+pub mod tokens;
 
 use std::ffi::c_void;
 use std::ptr::NonNull;

@@ -3,6 +3,7 @@
 //! Operations arrive here checked. Each splits its work into independent items (rows, tiles, heads) whose results do not depend
 //! on which thread computes them, so the same inputs give the same bits with any number of threads.
 
+mod accumulate;
 pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod blocks;

@@ -4,6 +4,7 @@
 //! first one on a device is made: images are loaded and functions given their attributes, for all
 //! contexts of the process. A launch then only checks, fills a struct and calls the driver.
 
+mod accumulate;
 pub(crate) mod argmax;
 pub(crate) mod attention;
 mod blocks;
@@ -61,6 +62,7 @@ use swiglu::backward as swiglu_backward;
 
 // Those that have kernels of their own.
 loaded::operations!(
+    accumulate,
     argmax,
     attention,
     blocks,

@@ -18,6 +18,7 @@ pub mod checkpoint;
 pub mod comm;
 pub mod context;
 pub mod context_parallel_attention;
+pub mod context_parallel_tokens;
 pub mod cross_entropy;
 pub mod decoder_layer;
 pub mod dlpack;

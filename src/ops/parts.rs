@@ -6,14 +6,15 @@
 
 use arrayvec::ArrayVec;
 
+use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
 use crate::context::{Collective, Context, Planned};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::problem::{
-    Plan, attention, cast, cross_entropy, embedding, kv_cache, linear, mlp, norm, qk_norm_rope,
-    rms_norm, rope, swiglu,
+    Plan, accumulate, attention, cast, cross_entropy, embedding, kv_cache, linear, mlp, norm,
+    qk_norm_rope, rms_norm, rope, swiglu,
 };
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
@@ -90,6 +91,7 @@ problems!(
     Attention(attention::Problem),
     AttentionBackward(attention::Backward),
     Cast(cast::Problem),
+    Accumulate(accumulate::Problem),
 );
 
 /// One of the problems that may be parts.
@@ -110,6 +112,8 @@ pub(crate) struct Parts<'t, const N: usize> {
     /// to carry about.
     first: Option<Part<Collective<'t>>>,
     list: ArrayVec<Part<AnyProblem<'t>>, N>,
+    /// Those that the list has no room for, where a whole may have any number.
+    more: Option<Vec<Part<AnyProblem<'t>>>>,
     last: Option<Part<Collective<'t>>>,
     /// The caller's workspace, or NULL where only a query is made.
     workspace: *mut u8,
@@ -130,6 +134,7 @@ impl<'t, const N: usize> Parts<'t, N> {
             op,
             first: None,
             list: ArrayVec::new(),
+            more: None,
             last: None,
             workspace: workspace.as_ptr(),
             taken: 0,
@@ -151,6 +156,13 @@ impl<'t, const N: usize> Parts<'t, N> {
     /// As [`Parts::exactly`].
     pub fn be_exact(&mut self) {
         self.exact = true;
+    }
+
+    /// Has as many parts as there are, those behind the first `N` in memory of the host's: where ranks give
+    /// each other something in turn, their number says how many.
+    pub fn of_any_number(mut self) -> Self {
+        self.more = Some(Vec::new());
+        self
     }
 
     /// Stands for every batch of a cache that has as many tokens: it is asked about and not run.
@@ -225,6 +237,8 @@ impl<'t, const N: usize> Parts<'t, N> {
             self.add_collective(first)?;
         }
         whole.list.drain(..).try_for_each(|part| self.add(part))?;
+        let more = whole.more.into_iter().flatten();
+        more.into_iter().try_for_each(|part| self.add(part))?;
         match whole.last {
             Some(last) => self.add_collective(last),
             None => Ok(()),
@@ -233,7 +247,21 @@ impl<'t, const N: usize> Parts<'t, N> {
 
     fn add(&mut self, part: Part<AnyProblem<'t>>) -> Result<()> {
         self.close()?;
-        self.list.try_push(part).map_err(|_| self.too_many())
+        self.add_to_list(part)
+    }
+
+    fn add_to_list(&mut self, part: Part<AnyProblem<'t>>) -> Result<()> {
+        let Err(full) = self.list.try_push(part) else {
+            return Ok(());
+        };
+        let op = self.op;
+        match &mut self.more {
+            Some(more) => push(op, more, full.element()),
+            None => Err(Error::Internal {
+                op,
+                message: text!("has more than {N} parts"),
+            }),
+        }
     }
 
     /// Adds a collective, to the list if it is neither the first part nor the last.
@@ -253,15 +281,7 @@ impl<'t, const N: usize> Parts<'t, N> {
             return Ok(());
         };
         let is = AnyProblem::Collective(is);
-        let added = self.list.try_push(Part { is, names });
-        added.map_err(|_| self.too_many())
-    }
-
-    fn too_many(&self) -> Error {
-        Error::Internal {
-            op: self.op,
-            message: text!("has more than {N} parts"),
-        }
+        self.add_to_list(Part { is, names })
     }
 
     /// Adds what ranks do together, which was validated.
@@ -290,6 +310,7 @@ pub(crate) struct PartsPlan<'t, 'a, const N: usize> {
     op: &'static str,
     first: Option<CollectivePart<'t, 'a>>,
     list: ArrayVec<Part<AnyPlan<'t, 'a>>, N>,
+    more: Vec<Part<AnyPlan<'t, 'a>>>,
     last: Option<CollectivePart<'t, 'a>>,
     /// Bytes of what passes between parts, of what they share at least, and of what they have use
     /// for.
@@ -314,9 +335,10 @@ impl<'t, const N: usize> Planned for Parts<'t, N> {
             planned.transpose()
         };
         let (first, last) = (collective(self.first)?, collective(self.last)?);
-        let mut list = ArrayVec::new();
+        let (mut list, mut more) = (ArrayVec::new(), Vec::new());
         let (mut shared, mut useful) = (0, 0);
-        for Part { is, names } in self.list.drain(..) {
+        let rest = self.more.take().unwrap_or_default();
+        for Part { is, names } in self.list.drain(..).chain(rest) {
             let plan = named(op, is.plan(ctx), names)?;
             let of_part = match self.any_batch {
                 true => plan.as_plan().useful_for_any(),
@@ -327,12 +349,15 @@ impl<'t, const N: usize> Planned for Parts<'t, N> {
                 useful = plan.as_plan().without_allocating().max(useful);
             }
             shared = plan.as_plan().needed().max(shared);
-            list.push(Part { is: plan, names });
+            if let Err(full) = list.try_push(Part { is: plan, names }) {
+                push(op, &mut more, full.element())?;
+            }
         }
         Ok(PartsPlan {
             op,
             first,
             list,
+            more,
             last,
             between: self.most_taken,
             shared: if self.exact { useful } else { shared },
@@ -400,7 +425,7 @@ impl<const N: usize> Plan for PartsPlan<'_, '_, N> {
 impl<const N: usize> PartsPlan<'_, '_, N> {
     /// All parts, in the order in which they run.
     fn each(&self) -> impl Iterator<Item = (&dyn Plan, Names)> {
-        let list = self.list.iter();
+        let list = self.list.iter().chain(&self.more);
         let list = list.map(|part| (part.is.as_plan(), part.names));
         let [first, last] = [&self.first, &self.last].map(|part| part.iter().map(of_collective));
         first.chain(list).chain(last)

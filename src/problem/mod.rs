@@ -3,6 +3,7 @@
 //! A problem is plain data: sizes, flags and raw tensors, known to be consistent, and all that a
 //! backend needs to know. A backend answers it with a [`Plan`] or with the reason why it has none.
 
+pub(crate) mod accumulate;
 pub(crate) mod argmax;
 pub(crate) mod attention;
 pub(crate) mod cast;

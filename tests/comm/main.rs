@@ -13,4 +13,5 @@ mod parallel;
 mod pipeline;
 mod shard;
 mod stress;
+mod tokens;
 mod transfers;

@@ -166,8 +166,8 @@ impl Call<'_, '_> {
         (p.out, p.lse) = (alone.out, alone.lse);
         (p.causal, p.scale, p.softcap) = (alone.causal, alone.scale, alone.softcap);
         (p.window_left, p.window_right) = (alone.window_left, alone.window_right);
-        p.method = self.flag(0);
-        p.reserved = self.flag(0);
+        p.method = self.flag(1);
+        p.order = self.flag(1);
         stated
     }
 
@@ -185,7 +185,9 @@ impl Call<'_, '_> {
         (p.dq, p.dk, p.dv) = (alone.dq, alone.dk, alone.dv);
         (p.causal, p.scale, p.softcap) = (alone.causal, alone.scale, alone.softcap);
         (p.window_left, p.window_right) = (alone.window_left, alone.window_right);
-        p.method = self.flag(0);
+        p.method = self.flag(1);
+        p.order = self.flag(1);
+        p.reserved = self.flag(0);
         p.deterministic = self.flag(1);
         stated
     }

@@ -7,6 +7,7 @@ use unsloth::ffi::all_reduce::*;
 use unsloth::ffi::all_to_all::*;
 use unsloth::ffi::broadcast::*;
 use unsloth::ffi::comm::*;
+use unsloth::ffi::context_parallel_tokens::*;
 use unsloth::ffi::parallel::*;
 use unsloth::ffi::reduce_scatter::*;
 use unsloth::ffi::send_receive::*;
@@ -87,10 +88,54 @@ fn shard(input: &mut Input) {
     }
 }
 
+/// Tokens of a rank are of their batch, or padding.
+fn tokens(input: &mut Input) {
+    const ROOM: usize = 64;
+    // SAFETY: a params struct of the size that it states; pointers to live locals with as many entries as are stated.
+    unsafe {
+        let lengths = [0; 4].map(|_| input.up_to(20));
+        let mut params = zeroed::<unsloth_context_parallel_tokens_params>().params;
+        params.struct_size = size_of::<unsloth_context_parallel_tokens_params>() as u32;
+        params.order = u32::from(input.byte()) % 3;
+        params.size = input.pick(&[1, 2, 3, 4, 8, 0, -1, i32::MAX]);
+        params.rank = input.pick(&[0, 0, 1, 2, 7, -1, i32::MAX]);
+        params.length = match input.one_in(12) {
+            true => input.number(),
+            false => input.up_to(20),
+        };
+        params.batch = input.up_to(4);
+        match input.one_in(2) {
+            true => params.lengths = lengths.as_ptr(),
+            false if input.one_in(12) => params.batch = input.number(),
+            false => {}
+        }
+        let (mut tokens, mut positions, mut ids) = (-7, [-7; ROOM], [-7; ROOM]);
+        let status = unsloth_context_parallel_tokens_get(
+            &params,
+            &mut tokens,
+            positions.as_mut_ptr(),
+            ids.as_mut_ptr(),
+            ROOM,
+        );
+        assert_ne!(status, UNSLOTH_STATUS_INTERNAL_ERROR, "{}", last_message());
+        if status != UNSLOTH_STATUS_SUCCESS {
+            return assert_eq!((tokens, positions[0], ids[0]), (-7, -7, -7));
+        }
+        let all = (tokens * params.batch) as usize;
+        assert!(ids[all..].iter().all(|id| *id == -7));
+        for (position, id) in positions[..all].iter().zip(&ids[..all]) {
+            assert!(*id == -1 || id % params.length == i64::from(*position));
+            assert!(*id < params.batch * params.length);
+        }
+    }
+}
+
 /// Groups are made or refused, in time.
 pub fn run(input: &mut Input) {
-    if input.one_in(2) {
-        return shard(input);
+    match input.byte() % 4 {
+        0 => return shard(input),
+        1 => return tokens(input),
+        _ => {}
     }
     // SAFETY: params structs of the size that they state; pointers to live locals, and the handle that
     // was made.

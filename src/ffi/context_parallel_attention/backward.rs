@@ -6,6 +6,7 @@ use super::{method, unsloth_context_method};
 use crate::error::Result;
 use crate::ffi::comm::{comm_from, unsloth_comm};
 use crate::ffi::context::unsloth_context;
+use crate::ffi::context_parallel_tokens::{order, unsloth_context_order};
 use crate::ffi::operation::{self, WithC};
 use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
@@ -32,6 +33,10 @@ pub struct unsloth_context_parallel_attention_backward_params {
     /// 1 if the same inputs must give the same bits of `dq` on a GPU, as in
     /// `unsloth_attention_backward_params`.
     pub deterministic: u32,
+    /// As the forward pass had it.
+    pub order: unsloth_context_order,
+    /// Zero.
+    pub reserved: u32,
     /// As the forward pass had it.
     pub scale: f32,
     /// As the forward pass had it.
@@ -66,7 +71,7 @@ pub struct unsloth_context_parallel_attention_backward_params {
 }
 params!(
     unsloth_context_parallel_attention_backward_params,
-    [q, k, v, out, lse, dout, dq, dk, dv]
+    [reserved, q, k, v, out, lse, dout, dq, dk, dv]
 );
 
 impl WithC for unsloth_context_parallel_attention_backward_params {
@@ -80,6 +85,7 @@ impl WithC for unsloth_context_parallel_attention_backward_params {
             run(&Params {
                 comm,
                 method: method(OP, self.method)?,
+                order: order(OP, self.order)?,
                 q,
                 k: self.k.input(OP, "k")?,
                 v: self.v.input(OP, "v")?,

@@ -7,6 +7,7 @@ use std::ffi::c_void;
 use crate::error::{Error, Result, text};
 use crate::ffi::comm::{comm_from, unsloth_comm};
 use crate::ffi::context::unsloth_context;
+use crate::ffi::context_parallel_tokens::{order, unsloth_context_order};
 use crate::ffi::operation::{self, WithC};
 use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
@@ -23,13 +24,13 @@ pub type unsloth_context_method = u32;
 /// same bits on the CPU.
 pub const UNSLOTH_CONTEXT_METHOD_ULYSSES: unsloth_context_method = 0;
 /// They gather all keys and values, and attend with their own queries (arXiv:2407.21783, 3.3.2): any number of
-/// heads, room for all keys and values, and causal the last rank has the most to do. Causal, each has as many
-/// keys as queries; windows are causal. Ranks' gradients of keys and values, rounded to their dtype, are added up
-/// as by `unsloth_reduce_scatter_forward`.
+/// heads, and room for all keys and values. Causal, the last rank has the most to do in contiguous order, and all
+/// ranks as much in zigzag. The gradients that a rank's chunks give keys and values, rounded to their dtype, are
+/// added up, those of ranks as by `unsloth_reduce_scatter_forward`.
 pub const UNSLOTH_CONTEXT_METHOD_ALL_GATHER: unsloth_context_method = 1;
 
 /// Arguments of `unsloth_context_parallel_attention_forward`: `unsloth_attention_forward` over sequences of which
-/// each rank has a part, equally long ones, rank 0 the first tokens of each. A rank gets its queries' output.
+/// each rank has a part, equally long ones. A rank gets its queries' output.
 /// `Sq` and `Sk` are the numbers of this rank's queries and keys of a sequence.
 ///
 /// All ranks make the same calls. What is wrong with shapes that ranks share is refused on every rank before
@@ -45,8 +46,10 @@ pub struct unsloth_context_parallel_attention_params {
     pub comm: *mut unsloth_comm,
     /// 1 if a query sees only keys up to its own position in the whole sequence, else 0.
     pub causal: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Which tokens of every sequence this rank has, one of `UNSLOTH_CONTEXT_ORDER_*`. They
+    /// are those that `unsloth_context_parallel_tokens_get` lists. Zigzag takes an even number of queries and of keys, and not
+    /// `UNSLOTH_CONTEXT_METHOD_ULYSSES`.
+    pub order: unsloth_context_order,
     /// Factor of the scores; 0 for `1 / sqrt(head_dim)`.
     pub scale: f32,
     /// Bound of the scores through tanh; 0 for none.
@@ -74,7 +77,7 @@ pub struct unsloth_context_parallel_attention_params {
 }
 params!(
     unsloth_context_parallel_attention_params,
-    [reserved, q, k, v, out, lse]
+    [q, k, v, out, lse]
 );
 
 /// The method of this value.
@@ -96,6 +99,7 @@ impl WithC for unsloth_context_parallel_attention_params {
             run(&Params {
                 comm,
                 method: method(OP, self.method)?,
+                order: order(OP, self.order)?,
                 q,
                 k: self.k.input(OP, "k")?,
                 v: self.v.input(OP, "v")?,

@@ -2,7 +2,7 @@
 //! of `q`, `k` and `v`.
 
 use super::exchange::{self, Group, Of};
-use super::{Method, attention};
+use super::{Method, Order, attention};
 use crate::comm::Comm;
 use crate::error::{Error, Result};
 use crate::ops::operation::{self, Operation, Tensors};
@@ -19,6 +19,8 @@ pub struct Params<'a> {
     pub comm: &'a Comm,
     /// As [`super::Params::method`].
     pub method: Method,
+    /// As [`super::Params::order`].
+    pub order: Order,
     /// This rank's queries, as the forward pass had them.
     pub q: TensorRef<'a>,
     /// Its keys.
@@ -65,6 +67,7 @@ impl<'a> Params<'a> {
         Params {
             comm,
             method: Method::default(),
+            order: Order::default(),
             q,
             k,
             v,
@@ -92,9 +95,24 @@ impl<'a> Params<'a> {
         ]
     }
 
-    /// The backward pass of one rank alone, over these tensors: `q`, `k`, `v`, `out`, `dout`; `lse`; and the
-    /// gradients.
+    /// The backward pass of one rank alone with the windows of the whole, over these tensors: `q`, `k`, `v`, `out`,
+    /// `dout`; `lse`; and the gradients.
     fn attention<'t>(
+        &self,
+        tensors: [RawTensor; 5],
+        lse: RawTensor,
+        gradients: [Option<RawTensor>; 3],
+    ) -> attention::backward::Params<'t> {
+        attention::backward::Params {
+            causal: self.causal,
+            window_left: self.window_left,
+            window_right: self.window_right,
+            ..self.unmasked(tensors, lse, gradients)
+        }
+    }
+
+    /// The same where every query sees every key.
+    pub(super) fn unmasked<'t>(
         &self,
         [q, k, v, out, dout]: [RawTensor; 5],
         lse: RawTensor,
@@ -112,67 +130,14 @@ impl<'a> Params<'a> {
                 deterministic: self.deterministic,
                 scale: self.scale,
                 softcap: self.softcap,
-                causal: self.causal,
-                window_left: self.window_left,
-                window_right: self.window_right,
                 ..attention::backward::Params::new(q, k, v, out, lse, dout)
             }
         }
     }
 }
 
-/// The most parts: six exchanges with copies before and behind, attention, and three back.
-const PARTS: usize = 29;
-
-impl<'a> Params<'a> {
-    /// Attends to the keys and values of all ranks, and adds up their gradients.
-    fn push_gathered(
-        &self,
-        group: &Group<'a>,
-        [q, k, v, out, dout]: [RawTensor; 5],
-        lse: RawTensor,
-        [dq, dk, dv]: [Option<RawTensor>; 3],
-        parts: &mut Parts<'a, PARTS>,
-    ) -> Result<()> {
-        let windows = [
-            ("window_left", self.window_left),
-            ("window_right", self.window_right),
-        ];
-        let visible = group.visible([&q, &k], self.causal, windows)?;
-        let k = group.gathered("k", k, parts)?;
-        let v = group.gathered("v", v, parts)?;
-        let mut take = |name, own: Option<RawTensor>| {
-            own.map(|own| group.take_tokens(name, own, parts))
-                .transpose()
-        };
-        let (all_dk, all_dv) = (take("dk", dk)?, take("dv", dv)?);
-        let keys = |t: RawTensor, start, len| t.narrowed(1, start, len);
-        let gradients = |start, len| -> Result<_> {
-            let part = |t: Option<RawTensor>| t.map(|t| keys(t, start, len)).transpose();
-            Ok((part(all_dk)?, part(all_dv)?))
-        };
-        let (of_k, of_v) = gradients(0, visible)?;
-        let (seen_k, seen_v) = (keys(k, 0, visible)?, keys(v, 0, visible)?);
-        let seen = self.attention([q, seen_k, seen_v, out, dout], lse, [dq, of_k, of_v]);
-        parts.push(seen.problem(), &[])?;
-        let rest = k.layout.dim(1) - visible;
-        if rest > 0 && (dk.is_some() || dv.is_some()) {
-            // Keys that no query of this rank sees: no queries give them gradients of zero.
-            let none = |t: RawTensor| t.narrowed(1, 0, 0);
-            let (rest_k, rest_v) = (keys(k, visible, rest)?, keys(v, visible, rest)?);
-            let tensors = [none(q)?, rest_k, rest_v, none(out)?, none(dout)?];
-            let (of_k, of_v) = gradients(visible, rest)?;
-            let unseen = self.attention(tensors, lse.narrowed(2, 0, 0)?, [None, of_k, of_v]);
-            parts.push(unseen.problem(), &[])?;
-        }
-        for (name, all, own) in [("dk", all_dk, dk), ("dv", all_dv, dv)] {
-            if let (Some(all), Some(own)) = (all, own) {
-                group.scatter(name, [all, own], parts)?;
-            }
-        }
-        Ok(())
-    }
-}
+/// Parts that take no memory of the host's: six exchanges with copies before and behind, attention, and three back.
+pub(super) const PARTS: usize = 29;
 
 impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
@@ -195,11 +160,12 @@ impl<'a> Operation for Params<'a> {
             op: OP,
             comm: self.comm,
         };
-        let mut parts = Parts::new(OP, &self.workspace).exactly();
+        let mut parts = Parts::new(OP, &self.workspace).exactly().of_any_number();
         if self.method == Method::AllGather {
             self.push_gathered(&group, [q, k, v, out, dout], lse, own, &mut parts)?;
             return Ok(parts);
         }
+        group.check_order(self.order)?;
         group.check_heads(&k)?;
         let tensors = [
             group.heads_of("q", q, Of::Rows, &mut parts)?,

@@ -2,7 +2,9 @@
 //! one's heads of its own tokens, and gets its own heads of all tokens, or the other way round; and keys and
 //! values to all, whose gradients are added up.
 
+use super::blocks::Division;
 use crate::comm::Comm;
+use crate::comm::tokens::Order;
 use crate::context::Collective;
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
@@ -37,6 +39,32 @@ impl Of {
     }
 }
 
+/// What a rank has of a chunk, and the room of all ranks' chunks.
+struct Chunk {
+    own: RawTensor,
+    all: RawTensor,
+}
+
+impl Chunk {
+    /// The first chunks of all ranks, which are in their order, and the second ones, which are in the opposite one.
+    fn of(order: Order, own: RawTensor, all: RawTensor) -> Result<(Chunk, Option<Chunk>)> {
+        let half = |t: &RawTensor, second: bool| {
+            let tokens = t.layout.dim(Of::Rows.tokens()) / 2;
+            t.narrowed(Of::Rows.tokens(), usize::from(second) * tokens, tokens)
+        };
+        let chunk = |second: bool| -> Result<Chunk> {
+            Ok(Chunk {
+                own: half(&own, second)?,
+                all: half(&all, second)?,
+            })
+        };
+        Ok(match order {
+            Order::Contiguous => (Chunk { own, all }, None),
+            Order::Zigzag => (chunk(false)?, Some(chunk(true)?)),
+        })
+    }
+}
+
 /// Refuses what is not a batch: packed sequences cannot be divided.
 pub(super) fn check_batched(op: &'static str, [q, k, v]: [&RawTensor; 3]) -> Result<()> {
     for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
@@ -62,29 +90,33 @@ impl<'a> Group<'a> {
         Err(Error::invalid(self.op, "k", problem))
     }
 
-    /// How many keys of whole sequences this rank's queries may see, from the first: all, or up to their own.
-    pub fn visible(
-        &self,
-        [q, k]: [&RawTensor; 2],
-        causal: bool,
-        windows: [(&'static str, usize); 2],
-    ) -> Result<usize> {
-        let [queries, keys] = [q, k].map(|t| t.layout.dim(1));
-        let (size, rank) = (self.comm.size(), self.comm.rank());
-        if !causal {
-            if let Some((name, window)) = windows.into_iter().find(|(_, window)| *window > 0) {
-                let problem = text!("is {window}, allowed with all_gather unless causal: 0");
-                return Err(Error::unsupported(self.op, name, problem));
+    /// Whole sequences of some heads have no order but their own.
+    pub fn check_order(&self, order: Order) -> Result<()> {
+        match order {
+            Order::Contiguous => Ok(()),
+            Order::Zigzag => {
+                let problem = "is zigzag, allowed with ulysses: contiguous";
+                Err(Error::unsupported(self.op, "order", problem))
             }
-            // What is too long is told where there is to be room for it.
-            return Ok(keys.saturating_mul(size));
         }
-        if queries != keys {
-            let problem =
-                text!("has {keys} tokens, q has {queries}: causal all_gather needs as many");
-            return Err(Error::unsupported(self.op, "k", problem));
+    }
+
+    /// How whole sequences are made of this rank's part: tokens divide into its chunks.
+    pub fn division(&self, [q, k]: [&RawTensor; 2], order: Order) -> Result<Division> {
+        let chunks = order.chunks();
+        for (name, tensor) in [("q", q), ("k", k)] {
+            let tokens = tensor.layout.dim(1);
+            if !tokens.is_multiple_of(chunks) {
+                let problem = text!("has {tokens} tokens, zigzag needs a multiple of {chunks}");
+                return Err(Error::invalid(self.op, name, problem));
+            }
         }
-        Ok(keys.saturating_mul(rank + 1))
+        Ok(Division {
+            order,
+            size: self.comm.size(),
+            queries: q.layout.dim(1),
+            keys: k.layout.dim(1),
+        })
     }
 
     /// Room for this rank's heads of all tokens, of whose own tokens `own` has all heads; `own` itself where
@@ -135,17 +167,30 @@ impl<'a> Group<'a> {
         self.take(&own, &shape[..rank], parts)
     }
 
-    /// All heads of all tokens, of which `own` are this rank's.
+    /// All heads of all tokens, of which `own` are this rank's, in the order of sequences.
     pub fn gathered<const N: usize>(
         &self,
         name: &'static str,
         own: RawTensor,
+        order: Order,
         parts: &mut Parts<'a, N>,
     ) -> Result<RawTensor> {
         let all = self.take_tokens(name, own, parts)?;
-        if self.comm.size() > 1 {
-            let to = self.divided(&all, Of::Rows.tokens())?;
-            self.push(name, Kind::AllGather, [own, to], parts)?;
+        if self.comm.size() == 1 {
+            return Ok(all);
+        }
+        let (first, second) = Chunk::of(order, own, all)?;
+        let to = self.divided(&first.all, Of::Rows.tokens())?;
+        self.push(name, Kind::AllGather, [first.own, to], parts)?;
+        if let Some(chunk) = second {
+            let taken = parts.taken();
+            let ranks = self.take_of_ranks(&chunk.own, parts)?;
+            self.push(name, Kind::AllGather, [chunk.own, ranks], parts)?;
+            for rank in 0..self.comm.size() {
+                let [x, out] = self.backwards(&ranks, &chunk.all, rank)?;
+                parts.push(Ok(cast::Problem { x, out }), names_of(name))?;
+            }
+            parts.give_back(taken);
         }
         Ok(all)
     }
@@ -155,13 +200,27 @@ impl<'a> Group<'a> {
         &self,
         name: &'static str,
         [all, own]: [RawTensor; 2],
+        order: Order,
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         if self.comm.size() == 1 {
             return Ok(());
         }
-        let from = self.divided(&all, Of::Rows.tokens())?;
-        self.push(name, Kind::ReduceScatter(ReduceOp::Sum), [from, own], parts)
+        let sum = Kind::ReduceScatter(ReduceOp::Sum);
+        let (first, second) = Chunk::of(order, own, all)?;
+        let from = self.divided(&first.all, Of::Rows.tokens())?;
+        self.push(name, sum, [from, first.own], parts)?;
+        if let Some(chunk) = second {
+            let taken = parts.taken();
+            let ranks = self.take_of_ranks(&chunk.own, parts)?;
+            for rank in 0..self.comm.size() {
+                let [out, x] = self.backwards(&ranks, &chunk.all, rank)?;
+                parts.push(Ok(cast::Problem { x, out }), names_of(name))?;
+            }
+            self.push(name, sum, [ranks, chunk.own], parts)?;
+            parts.give_back(taken);
+        }
+        Ok(())
     }
 
     /// This rank's heads of all tokens: as [`Group::take_heads`], filled.
@@ -196,6 +255,31 @@ impl<'a> Group<'a> {
         let from = self.divided(&heads, of.tokens())?;
         let to = self.divided(&own, of.heads())?;
         self.push(name, Kind::AllToAll, [from, to], parts)
+    }
+
+    /// Room for what every rank has of a chunk, one rank behind the other.
+    fn take_of_ranks<const N: usize>(
+        &self,
+        own: &RawTensor,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<RawTensor> {
+        let rank = own.layout.rank();
+        let mut shape = [0; MAX_RANK];
+        shape[0] = self.comm.size();
+        shape[1..=rank].copy_from_slice(own.layout.shape());
+        self.take(own, &shape[..=rank], parts)
+    }
+
+    /// Of the second chunks of all ranks, that of one: among them, and in their order in sequences, which is that
+    /// of ranks from the last to the first.
+    fn backwards(&self, ranks: &RawTensor, all: &RawTensor, rank: usize) -> Result<[RawTensor; 2]> {
+        let tokens = all.layout.dim(Of::Rows.tokens()) / self.comm.size();
+        let place = self.comm.size() - 1 - rank;
+        let in_order = all.narrowed(Of::Rows.tokens(), place * tokens, tokens)?;
+        let of_rank = ranks.narrowed(0, rank, 1)?;
+        let (shape, strides) = (of_rank.layout.shape(), of_rank.layout.strides());
+        let layout = Layout::strided(&shape[1..], &strides[1..])?;
+        Ok([RawTensor { layout, ..of_rank }, in_order])
     }
 
     /// A view whose first dimension is that of ranks, each of which has its part of dimension `dim`.
@@ -261,6 +345,15 @@ impl<'a> Group<'a> {
         // What is sent and received is not read by later parts.
         parts.give_back(taken);
         Ok(())
+    }
+
+    /// Room for a contiguous tensor of another's dtype and shape.
+    pub fn take_like<const N: usize>(
+        &self,
+        like: &RawTensor,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<RawTensor> {
+        self.take(like, like.layout.shape(), parts)
     }
 
     /// Room for a contiguous tensor of another's dtype.

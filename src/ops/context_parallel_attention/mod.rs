@@ -1,8 +1,10 @@
 //! Attention over sequences that ranks divide: each has a part of every sequence's queries, keys and values, and
 //! gets its queries' part of the output, as if one rank had computed [`attention`].
 //!
-//! Ranks have equally long parts, rank 0 the first tokens of each sequence, the last rank the last. It is a
-//! sequence of this library's operations: collectives, copies and attention.
+//! Ranks have equally long parts: in [contiguous order](Order::Contiguous) rank 0 has the first tokens of each sequence,
+//! the last rank the last; in [zigzag](Order::Zigzag) each has one of the first chunks and one of the last, so that
+//! all have as much to do where attention is causal. [`comm::tokens`](crate::comm::tokens) says which tokens these are.
+//! It is a sequence of this library's operations: collectives, copies and attention.
 //!
 //! [`Method::Ulysses`] (Jacobs et al. 2023, arXiv:2309.14509): the ranks exchange parts of sequences for heads, so
 //! that each has all tokens of some heads, attends with these, and gives the output back. What a rank sends
@@ -11,9 +13,10 @@
 //! rank gives them on the CPU.
 //!
 //! [`Method::AllGather`] (Llama 3, arXiv:2407.21783, 3.3.2): every rank gathers the keys and values of all, and
-//! attends to them with its queries. Any number of heads will do, but it takes room for all keys and values, and
-//! causal, the last rank has the most to do. In the backward pass ranks' gradients of keys and values, rounded to
-//! their dtype, are added up as in a reduce-scatter.
+//! attends to them with its queries. Any number of heads will do, but it takes room for all keys and values. Causal, the
+//! last rank has the most to do in contiguous order, and all ranks as much in zigzag. In the backward pass the gradients
+//! that a rank's chunks give keys and values, rounded to their dtype, are added up, those of ranks as in a
+//! reduce-scatter.
 //!
 //! [`backward`](fn@backward) takes what the forward pass was given and gave, all of it the rank's parts; nothing
 //! else is kept. It exchanges all of it, and the gradients back, or gathers keys and values again.
@@ -60,11 +63,14 @@
 //! ```
 
 pub mod backward;
+mod blocks;
 mod exchange;
+mod gathered;
 
 pub use backward::backward;
 
 use crate::comm::Comm;
+pub use crate::comm::tokens::Order;
 use crate::error::Result;
 use crate::ops::attention;
 use crate::ops::operation::{self, Operation, Tensors};
@@ -73,6 +79,9 @@ use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 use exchange::{Group, Of};
 
 const OP: &str = "context_parallel_attention";
+
+/// Parts that take no memory of the host's: of every method with few ranks.
+const PARTS: usize = 17;
 
 /// How ranks that have parts of sequences attend. The discriminants are those of the C ABI
 /// (`UNSLOTH_CONTEXT_METHOD_*`).
@@ -83,7 +92,7 @@ pub enum Method {
     /// They exchange their parts for heads, and these back.
     #[default]
     Ulysses = 0,
-    /// They gather all keys and values. Causal, each has as many keys as queries; windows are causal.
+    /// They gather all keys and values.
     AllGather = 1,
 }
 
@@ -103,6 +112,9 @@ pub struct Params<'a> {
     pub comm: &'a Comm,
     /// How ranks attend.
     pub method: Method,
+    /// Which tokens of every sequence this rank has: [`Params::fill`](crate::comm::tokens::Params::fill) lists them.
+    /// [`Order::Zigzag`] takes an even number of queries and of keys, and not [`Method::Ulysses`].
+    pub order: Order,
     /// This rank's queries `[B, Sq, Hq, D]`; f32, f16 or bf16; any strides with a contiguous last dimension,
     /// as of all tensors here. Ranks have as many each.
     pub q: TensorRef<'a>,
@@ -141,6 +153,7 @@ impl<'a> Params<'a> {
         Params {
             comm,
             method: Method::default(),
+            order: Order::default(),
             q,
             k,
             v,
@@ -155,8 +168,22 @@ impl<'a> Params<'a> {
         }
     }
 
-    /// Attention of one rank alone over these tensors.
+    /// Attention of one rank alone over these tensors, with the windows of the whole.
     fn attention<'t>(
+        &self,
+        tensors: [RawTensor; 4],
+        lse: Option<RawTensor>,
+    ) -> attention::Params<'t> {
+        attention::Params {
+            causal: self.causal,
+            window_left: self.window_left,
+            window_right: self.window_right,
+            ..self.unmasked(tensors, lse)
+        }
+    }
+
+    /// The same where every query sees every key.
+    fn unmasked<'t>(
         &self,
         [q, k, v, out]: [RawTensor; 4],
         lse: Option<RawTensor>,
@@ -168,9 +195,6 @@ impl<'a> Params<'a> {
                 lse: lse.map(|lse| exchange::write(&lse)),
                 scale: self.scale,
                 softcap: self.softcap,
-                causal: self.causal,
-                window_left: self.window_left,
-                window_right: self.window_right,
                 ..attention::Params::new(
                     exchange::read(&q),
                     exchange::read(&k),
@@ -184,7 +208,7 @@ impl<'a> Params<'a> {
 
 impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
-    type Problem = Parts<'a, 17>;
+    type Problem = Parts<'a, PARTS>;
 
     fn problem(&self) -> Result<Self::Problem> {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(TensorRef::raw);
@@ -197,22 +221,12 @@ impl<'a> Operation for Params<'a> {
             op: OP,
             comm: self.comm,
         };
-        let mut parts = Parts::new(OP, &self.workspace).exactly();
+        let mut parts = Parts::new(OP, &self.workspace).exactly().of_any_number();
         if self.method == Method::AllGather {
-            let windows = [
-                ("window_left", self.window_left),
-                ("window_right", self.window_right),
-            ];
-            let visible = group.visible([&q, &k], self.causal, windows)?;
-            let k = group
-                .gathered("k", k, &mut parts)?
-                .narrowed(1, 0, visible)?;
-            let v = group
-                .gathered("v", v, &mut parts)?
-                .narrowed(1, 0, visible)?;
-            parts.push(self.attention([q, k, v, out], lse).problem(), &[])?;
+            self.push_gathered(&group, [q, k, v, out], lse, &mut parts)?;
             return Ok(parts);
         }
+        group.check_order(self.order)?;
         group.check_heads(&k)?;
         let tensors = [
             group.heads_of("q", q, Of::Rows, &mut parts)?,

@@ -1,9 +1,10 @@
 //! Ranks that gather keys and values, against the definition in f64.
 
 use unsloth::DType;
-use unsloth::ops::context_parallel_attention::Method;
+use unsloth::comm::tokens;
+use unsloth::ops::context_parallel_attention::{Method, Order};
 
-use super::{CASE, Case, part};
+use super::{CASE, Case, held, taken};
 use crate::common::reference::attention::{
     Options, Precision, Sequence, attention, attention_backward, gradient_rounding, score_rounding,
 };
@@ -17,8 +18,15 @@ const GATHERED: Case = Case {
     ..CASE
 };
 
+const ZIGZAG: Case = Case {
+    order: Order::Zigzag,
+    queries: 6,
+    keys: 6,
+    ..GATHERED
+};
+
 #[rustfmt::skip]
-const CASES: [Case; 8] = [
+const CASES: [Case; 21] = [
     GATHERED,
     Case { causal: false, batch: 2, ..GATHERED },
     Case { kv_heads: 2, group: 3, batch: 3, dims: (16, 4), ..GATHERED },
@@ -27,20 +35,40 @@ const CASES: [Case; 8] = [
     Case { gaps: true, kv_heads: 2, batch: 2, windows: (6, 0), ..GATHERED },
     Case { gaps: true, group: 2, gradients: [false, true, false], ..GATHERED },
     Case { gradients: [true, false, false], ..GATHERED },
+    Case { causal: false, windows: (4, 3), ..GATHERED },
+    Case { causal: false, windows: (0, 7), gradients: [false, true, true], ..GATHERED },
+    Case { queries: 2, keys: 7, ..GATHERED },
+    // The first queries are before all keys.
+    Case { queries: 7, keys: 2, batch: 2, ..GATHERED },
+    ZIGZAG,
+    Case { batch: 2, kv_heads: 2, group: 2, dims: (16, 4), ..ZIGZAG },
+    Case { causal: false, queries: 2, keys: 8, softcap: 3.0, ..ZIGZAG },
+    Case { queries: 2, keys: 2, batch: 3, gradients: [false, true, true], ..ZIGZAG },
+    Case { gaps: true, batch: 2, windows: (5, 0), ..ZIGZAG },
+    Case { causal: false, windows: (4, 2), ..ZIGZAG },
+    Case { queries: 2, keys: 6, gradients: [true, true, false], ..ZIGZAG },
+    Case { queries: 6, keys: 2, ..ZIGZAG },
+    Case { gaps: true, group: 2, gradients: [true, false, false], ..ZIGZAG },
 ];
 
-/// Parts of a dimension behind each other.
-fn joined(parts: &[&TestTensor], dim: usize) -> Vec<f64> {
+/// What ranks have of a dimension, in the order of sequences.
+fn joined(order: Order, parts: &[&TestTensor], dim: usize) -> Vec<f64> {
+    let size = parts.len();
     let shape = parts[0].layout.shape();
-    let before: usize = shape[..dim].iter().product();
-    let chunk: usize = shape[dim..].iter().product();
-    let values: Vec<_> = parts.iter().map(|part| part.values()).collect();
-    let of = |i: usize| {
-        values
-            .iter()
-            .flat_map(move |v| v[i * chunk..][..chunk].to_vec())
-    };
-    (0..before).flat_map(of).collect()
+    let (before, own) = (shape[..dim].iter().product::<usize>(), shape[dim]);
+    let (all, after) = (own * size, shape[dim + 1..].iter().product::<usize>());
+    let mut joined = vec![f64::NAN; before * all * after];
+    for (rank, part) in parts.iter().enumerate() {
+        let (values, held) = (part.values(), held(order, all, (size, rank)));
+        for i in 0..before {
+            for (j, token) in held.iter().enumerate() {
+                let to = (i * all + token) * after;
+                let from = (i * own + j) * after;
+                joined[to..to + after].copy_from_slice(&values[from..from + after]);
+            }
+        }
+    }
+    joined
 }
 
 /// What [`Case::of_sequences`] gives: output, `lse`, `dq`, `dk`, `dv`.
@@ -57,7 +85,7 @@ impl Case {
         let [heads, kv_heads] = [q, k].map(|t| t.layout.dim(2));
         let mut all = All::default();
         for b in 0..self.batch {
-            let of = |t: &TestTensor| part(t, 0, (self.batch, b)).values();
+            let of = |t: &TestTensor| taken(t, 0, &[b]).values();
             let s = Sequence {
                 q_len: q.layout.dim(1),
                 k_len: k.layout.dim(1),
@@ -73,6 +101,7 @@ impl Case {
                 causal: self.causal,
                 softcap: (self.softcap > 0.0).then_some(self.softcap.into()),
                 window_left: (self.windows.0 > 0).then_some(self.windows.0),
+                window_right: (self.windows.1 > 0).then_some(self.windows.1),
                 ..Options::default()
             };
             let found = compute(&s, &o, &of(dout));
@@ -130,7 +159,9 @@ fn check(size: usize, case: &Case, dtype: DType) {
     let alone = case.run(&context(2), None, &whole);
     let run = || {
         ranks(size, |ctx, comm| {
-            let own = whole.each_ref().map(|t| part(t, 1, (size, comm.rank())));
+            let own = whole
+                .each_ref()
+                .map(|t| case.part(t, 1, (size, comm.rank())));
             case.run(ctx, Some(comm), &own)
         })
     };
@@ -142,7 +173,7 @@ fn check(size: usize, case: &Case, dtype: DType) {
         for (rank, own) in parts.iter().enumerate() {
             assert_same(&[(*own).clone(), again[rank][j].clone()]);
         }
-        let got = joined(&parts, if which == 1 { 2 } else { 1 });
+        let got = joined(case.order, &parts, if which == 1 { 2 } else { 1 });
         let exact = exact[which].clone();
         let own_dtype = alone[j].dtype;
         let name = ["out", "lse", "dq", "dk", "dv"][which];
@@ -163,18 +194,94 @@ fn check(size: usize, case: &Case, dtype: DType) {
 /// No tokens at all: nothing is computed, and nobody waits.
 #[test]
 fn there_may_be_no_tokens() {
-    for causal in [false, true] {
+    for (causal, order) in [
+        (false, Order::Contiguous),
+        (true, Order::Contiguous),
+        (true, Order::Zigzag),
+    ] {
         let case = Case {
             causal,
+            order,
             queries: 0,
             keys: 0,
             ..GATHERED
         };
         let found = ranks(3, |ctx, comm| {
             let whole = case.whole(DType::F32, 3).tensors;
-            let own = whole.each_ref().map(|t| part(t, 1, (3, comm.rank())));
+            let own = whole.each_ref().map(|t| case.part(t, 1, (3, comm.rank())));
             case.run(ctx, Some(comm), &own).len()
         });
         assert_eq!(found, [5; 3]);
+    }
+}
+
+/// Sequences of different lengths, too short for some ranks to have any of them: what ranks hold by
+/// [`tokens::Params::fill`] attends as in whole sequences, behind which there is padding.
+#[test]
+fn short_sequences_are_padded() {
+    const LENGTHS: [i64; 2] = [5, 3];
+    const LENGTH: usize = 5;
+    for size in [2, 3, 8] {
+        for order in Order::ALL {
+            let of = |rank| tokens::Params {
+                order,
+                lengths: Some(&LENGTHS),
+                ..tokens::Params::new(rank, size, LENGTHS.len(), LENGTH)
+            };
+            let own = of(0).tokens().unwrap();
+            let case = Case {
+                order,
+                queries: own,
+                keys: own,
+                group: 2,
+                ..GATHERED
+            };
+            let whole = Case {
+                batch: LENGTHS.len(),
+                queries: LENGTH,
+                keys: LENGTH,
+                ..case
+            };
+            let whole = whole.whole(DType::F32, 1).tensors;
+            // A token of the batch, or one of zeros.
+            let rows = |t: &TestTensor, ids: &[i64]| {
+                let shape = [&[LENGTHS.len(), own], &t.layout.shape()[2..]].concat();
+                let (values, row) = (t.values(), shape[2] * shape[3]);
+                let of = |id: &i64| match usize::try_from(*id) {
+                    Ok(id) => values[id * row..][..row].to_vec(),
+                    Err(_) => vec![0.0; row],
+                };
+                let values: Vec<f64> = ids.iter().flat_map(of).collect();
+                TestTensor::of(t.dtype, &shape, &values)
+            };
+            let found = ranks(size, |ctx, comm| {
+                let mut ids = vec![0; LENGTHS.len() * own];
+                of(comm.rank()).fill(None, Some(&mut ids)).unwrap();
+                let own = whole.each_ref().map(|t| rows(t, &ids));
+                (ids, case.run(ctx, Some(comm), &own))
+            });
+            assert!(size < 8 || found.iter().any(|(ids, _)| ids.iter().all(|id| *id < 0)));
+            for (b, length) in LENGTHS.iter().enumerate() {
+                let tokens: Vec<usize> = (0..*length as usize).collect();
+                let alone = whole
+                    .each_ref()
+                    .map(|t| taken(&taken(t, 0, &[b]), 1, &tokens));
+                let alone = case.run(&context(1), None, &alone);
+                for (ids, found) in &found {
+                    for (which, (found, alone)) in found.iter().zip(&alone).enumerate() {
+                        let dim = if which == 1 { 2 } else { 1 };
+                        for (j, id) in ids[b * own..][..own].iter().enumerate() {
+                            let Ok(id) = usize::try_from(*id) else {
+                                continue;
+                            };
+                            let found = taken(&taken(found, 0, &[b]), dim, &[j]).values();
+                            let alone = taken(alone, dim, &[id - b * LENGTH]).values();
+                            let near = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-5;
+                            assert!(found.iter().zip(&alone).all(near), "{size} {order:?}");
+                        }
+                    }
+                }
+            }
+        }
     }
 }

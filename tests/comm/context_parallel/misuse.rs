@@ -1,6 +1,6 @@
 //! What is refused, before any rank has sent anything.
 
-use unsloth::ops::context_parallel_attention::{self as divided, Method, backward};
+use unsloth::ops::context_parallel_attention::{self as divided, Method, Order, backward};
 use unsloth::{Comm, Context, DType, Error, Stream};
 
 use crate::common::{DeviceTensor, TestTensor, rng};
@@ -10,6 +10,7 @@ use crate::parallel::{poisoned, unbound};
 /// What a rank of two is called with: `q`, `k`, `v`, `out`, `lse`, `dout`, `dq`, `dk`, `dv`.
 struct Call {
     method: Method,
+    order: Order,
     causal: bool,
     window_left: usize,
     tensors: Vec<(DType, Vec<usize>)>,
@@ -32,6 +33,7 @@ impl Call {
         let shapes = [q, k, k, q, lse, q, q, k, k];
         Call {
             method: Method::Ulysses,
+            order: Order::Contiguous,
             causal: false,
             window_left: 0,
             tensors: shapes.map(|shape| (DType::F32, shape.to_vec())).into(),
@@ -63,6 +65,7 @@ impl Call {
         let params = divided::Params {
             lse: outputs[LSE].take(),
             method: self.method,
+            order: self.order,
             causal: self.causal,
             window_left: self.window_left,
             scale: self.scale,
@@ -84,6 +87,7 @@ impl Call {
         }
         let mut params = backward::Params {
             method: self.method,
+            order: self.order,
             causal: self.causal,
             window_left: self.window_left,
             scale: self.scale,
@@ -115,7 +119,7 @@ impl Call {
 fn what_is_wrong_is_refused() {
     type Spoil = fn(&mut Call);
     // How it is spoiled, and what both passes say; `None` where that is nothing.
-    let cases: [(Spoil, Option<&str>, Option<&str>); 15] = [
+    let cases: [(Spoil, Option<&str>, Option<&str>); 18] = [
         (|_| {}, None, None),
         (
             |c| {
@@ -134,13 +138,34 @@ fn what_is_wrong_is_refused() {
                     c.tensors[i].1[1] = 4;
                 }
             },
-            Some("k has 4 tokens, q has 3: causal all_gather needs as many"),
-            Some("k has 4 tokens, q has 3: causal all_gather needs as many"),
+            None,
+            None,
         ),
         (
             |c| (c.method, c.window_left) = (Method::AllGather, 2),
-            Some("window_left is 2, allowed with all_gather unless causal: 0"),
-            Some("window_left is 2, allowed with all_gather unless causal: 0"),
+            None,
+            None,
+        ),
+        (
+            |c| (c.method, c.order) = (Method::AllGather, Order::Zigzag),
+            Some("q has 3 tokens, zigzag needs a multiple of 2"),
+            Some("q has 3 tokens, zigzag needs a multiple of 2"),
+        ),
+        (
+            |c| {
+                (c.method, c.order) = (Method::AllGather, Order::Zigzag);
+                for i in [Q, OUT, DOUT, 6] {
+                    c.tensors[i].1[1] = 4;
+                }
+                c.tensors[LSE].1[2] = 4;
+            },
+            Some("k has 3 tokens, zigzag needs a multiple of 2"),
+            Some("k has 3 tokens, zigzag needs a multiple of 2"),
+        ),
+        (
+            |c| c.order = Order::Zigzag,
+            Some("order is zigzag, allowed with ulysses: contiguous"),
+            Some("order is zigzag, allowed with ulysses: contiguous"),
         ),
         (
             |c| {

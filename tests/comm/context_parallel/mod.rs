@@ -4,7 +4,7 @@ mod gathered;
 mod misuse;
 
 use unsloth::ops::attention;
-use unsloth::ops::context_parallel_attention::{self as divided, Method, backward};
+use unsloth::ops::context_parallel_attention::{self as divided, Method, Order, backward};
 use unsloth::{Comm, Context, DType, Layout, Stream, Workspace};
 
 use crate::common::tensor::transposed;
@@ -16,6 +16,7 @@ use crate::parallel::{poisoned, run, unbound};
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
     method: Method,
+    order: Order,
     batch: usize,
     queries: usize,
     keys: usize,
@@ -33,6 +34,7 @@ pub struct Case {
 
 const CASE: Case = Case {
     method: Method::Ulysses,
+    order: Order::Contiguous,
     batch: 1,
     queries: 5,
     keys: 5,
@@ -168,6 +170,7 @@ impl Case {
         if let Some(comm) = comm {
             let mut params = |workspace| divided::Params {
                 method: self.method,
+                order: self.order,
                 lse: Some(output(&mut lse)),
                 causal: self.causal,
                 window_left,
@@ -183,6 +186,7 @@ impl Case {
             let [dq, dk, dv] = &mut gradients;
             let mut params = |workspace| backward::Params {
                 method: self.method,
+                order: self.order,
                 dq: self.gradients[0].then(|| output(dq)),
                 dk: self.gradients[1].then(|| output(dk)),
                 dv: self.gradients[2].then(|| output(dv)),
@@ -251,20 +255,40 @@ impl Case {
     }
 }
 
-/// A rank's part of dimension `dim`, of as many ranks.
-fn part(t: &TestTensor, dim: usize, (size, rank): (usize, usize)) -> TestTensor {
+/// Which of the tokens of all ranks one has.
+fn held(order: Order, tokens: usize, (size, rank): (usize, usize)) -> Vec<usize> {
+    match order {
+        Order::Zigzag => {
+            let chunk = tokens / (2 * size);
+            let of = |i: usize| i * chunk..(i + 1) * chunk;
+            of(rank).chain(of(2 * size - 1 - rank)).collect()
+        }
+        _ => (rank * tokens / size..(rank + 1) * tokens / size).collect(),
+    }
+}
+
+/// Some entries of dimension `dim`.
+fn taken(t: &TestTensor, dim: usize, indices: &[usize]) -> TestTensor {
     let shape = t.layout.shape();
-    let (before, own) = (shape[..dim].iter().product::<usize>(), shape[dim] / size);
+    let (before, all) = (shape[..dim].iter().product::<usize>(), shape[dim]);
     let after: usize = shape[dim + 1..].iter().product();
     let values = t.values();
-    let of = |i: usize| {
-        let start = (i * shape[dim] + rank * own) * after;
-        values[start..start + own * after].to_vec()
+    let of = |outer: usize| {
+        let values = &values;
+        let row = move |i: &usize| values[(outer * all + i) * after..][..after].to_vec();
+        indices.iter().flat_map(row)
     };
     let values: Vec<f64> = (0..before).flat_map(of).collect();
     let mut shape = shape.to_vec();
-    shape[dim] = own;
+    shape[dim] = indices.len();
     TestTensor::of(t.dtype, &shape, &values)
+}
+
+impl Case {
+    /// What a rank has of a tensor with the tokens of all as dimension `dim`.
+    fn part(&self, t: &TestTensor, dim: usize, at: (usize, usize)) -> TestTensor {
+        taken(t, dim, &held(self.order, t.layout.dim(dim), at))
+    }
 }
 
 #[test]
@@ -280,14 +304,14 @@ fn it_is_that_of_one_rank() {
                 let expected = case.run(&context(2), None, &whole.tensors);
                 let found = ranks(size, |ctx, comm| {
                     let at = (size, comm.rank());
-                    let own = whole.tensors.each_ref().map(|t| part(t, 1, at));
+                    let own = whole.tensors.each_ref().map(|t| case.part(t, 1, at));
                     case.run(ctx, Some(comm), &own)
                 });
                 for (rank, found) in found.iter().enumerate() {
                     assert_eq!(found.len(), expected.len());
                     for (j, (found, expected)) in found.iter().zip(&expected).enumerate() {
                         let tokens = if j == 1 { 2 } else { 1 };
-                        let expected = part(expected, tokens, (size, rank));
+                        let expected = case.part(expected, tokens, (size, rank));
                         assert!(
                             found.values() == expected.values(),
                             "{size} ranks, {dtype}, {case:?}: {j} of rank {rank}"
