@@ -76,14 +76,15 @@ static void attend(unsloth_context *ctx, unsloth_context_parallel_attention_para
   CHECK_OK(unsloth_memory_free(ctx, b->workspace));
 }
 
-// Two chunks of each rank, far apart in the sequence: what the rank has is gathered before, and put back.
+// Two chunks of each rank, far apart in the sequence: what the rank has is gathered before, and put
+// back.
 static void zigzag(unsloth_context *ctx, unsloth_context_parallel_attention_params p,
                    unsloth_context_parallel_attention_backward_params b, const results *e,
                    int rank) {
   static float own[RANKS][8][OWN * HEADS * DIM];
   static results all[RANKS];
   float lse[HEADS * OWN];
-  float(*t)[OWN * HEADS * DIM] = own[rank];
+  float (*t)[OWN * HEADS * DIM] = own[rank];
   int64_t tokens = 0, ids[OWN];
   int32_t positions[OWN];
   unsloth_context_parallel_tokens_params of = UNSLOTH_CONTEXT_PARALLEL_TOKENS_PARAMS_INIT;
@@ -152,15 +153,22 @@ static void run(unsloth_context *ctx, unsloth_comm *comm, int rank) {
   check(&expected[rank], &found, lse, rank, 1e-5);
   zigzag(ctx, p, b, &expected[rank], rank);
 
+  // Keys travel.
+  p.method = b.method = UNSLOTH_CONTEXT_METHOD_RING;
+  attend(ctx, &p, &b);
+  check(&expected[rank], &found, lse, rank, 1e-5);
+  zigzag(ctx, p, b, &expected[rank], rank);
+
   p.method = UNSLOTH_CONTEXT_METHOD_ULYSSES;
   p.k.shape[2] = p.v.shape[2] = 2;
   CHECK_FAILS(unsloth_context_parallel_attention_forward(ctx, &p, NULL),
               UNSLOTH_STATUS_INVALID_ARGUMENT,
               "context_parallel_attention: k has 2 heads, which 3 ranks do not share evenly");
-  b.method = 2;
-  CHECK_FAILS(
-      unsloth_context_parallel_attention_backward(ctx, &b, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
-      "context_parallel_attention_backward: method is 2, allowed: 0 (ulysses), 1 (all_gather)");
+  b.method = 3;
+  CHECK_FAILS(unsloth_context_parallel_attention_backward(ctx, &b, NULL),
+              UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "context_parallel_attention_backward: method is 3, allowed: 0 (ulysses), 1 "
+              "(all_gather), 2 (ring)");
 }
 
 static void fill(float *to, size_t n, unsigned seed) {

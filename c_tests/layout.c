@@ -254,6 +254,14 @@ FIELD(unsloth_attention_block_backward_params, dsinks, 2080, 136);
 FIELD(unsloth_attention_block_backward_params, dout_weight, 2216, 136);
 FIELD(unsloth_attention_block_backward_params, dout_bias, 2352, 136);
 
+STRUCT(unsloth_attention_merge_params, 552, 8);
+FIELD(unsloth_attention_merge_params, struct_size, 0, 4);
+FIELD(unsloth_attention_merge_params, reserved, 4, 4);
+FIELD(unsloth_attention_merge_params, outs, 8, 136);
+FIELD(unsloth_attention_merge_params, lses, 144, 136);
+FIELD(unsloth_attention_merge_params, out, 280, 136);
+FIELD(unsloth_attention_merge_params, lse, 416, 136);
+
 STRUCT(unsloth_broadcast_params, 288, 8);
 FIELD(unsloth_broadcast_params, struct_size, 0, 4);
 FIELD(unsloth_broadcast_params, root, 4, 4);

@@ -58,6 +58,7 @@
 #define UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_block_params)
 #define UNSLOTH_ATTENTION_MEMORY_INIT UNSLOTH_INIT(unsloth_attention_memory)
 #define UNSLOTH_ATTENTION_MEMORY_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_memory_params)
+#define UNSLOTH_ATTENTION_MERGE_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_merge_params)
 #define UNSLOTH_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_params)
 #define UNSLOTH_BROADCAST_PARAMS_INIT UNSLOTH_INIT(unsloth_broadcast_params)
 #define UNSLOTH_CAST_PARAMS_INIT UNSLOTH_INIT(unsloth_cast_params)
@@ -1325,6 +1326,41 @@ typedef struct unsloth_attention_block_backward_params {
    */
   struct unsloth_tensor dout_bias;
 } unsloth_attention_block_backward_params;
+
+/**
+ * Arguments of `unsloth_attention_merge_forward`: attention of the same queries over disjoint sets of keys, as attention
+ * over all of these. `lse = ln(sum of exp(lses[p]))` and `out = sum of exp(lses[p] - lse) * outs[p]` over parts `p`, in
+ * their order and in f32. A part of which a query sees no key, its LSE being -inf, counts for nothing, whatever its
+ * output; where all are such, the output is zeros and its LSE -inf.
+ */
+typedef struct unsloth_attention_merge_params {
+  /**
+   * `sizeof(unsloth_attention_merge_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * The outputs of parts, `[parts, B, S, num_heads, head_dim]` or, of packed queries, `[parts, total, num_heads,
+   * head_dim]`; f32, f16 or bf16, any strides with a contiguous last dimension. f32 rounds once.
+   */
+  struct unsloth_tensor outs;
+  /**
+   * Their `lse`: f32 `[parts, B, num_heads, S]`, or `[parts, num_heads, total]`; any strides.
+   */
+  struct unsloth_tensor lses;
+  /**
+   * Output `[B, S, num_heads, head_dim]` or `[total, num_heads, head_dim]`, f32, f16 or bf16; any strides with a
+   * contiguous last dimension.
+   */
+  struct unsloth_tensor out;
+  /**
+   * Optional output: f32 `[B, num_heads, S]`, or `[num_heads, total]`; any strides.
+   */
+  struct unsloth_tensor lse;
+} unsloth_attention_merge_params;
 
 /**
  * Arguments of `unsloth_broadcast_forward`: `out = x of rank root` on all ranks.
@@ -5067,6 +5103,14 @@ typedef struct unsloth_weight_repack_params {
 #define UNSLOTH_CONTEXT_METHOD_ALL_GATHER 1
 
 /**
+ * Keys and values travel from rank to rank, and a rank attends to those that it has (arXiv:2310.01889): any number of
+ * heads, and room for two ranks' keys and values besides its own. Outputs are merged, and gradients added up, in f32;
+ * the backward pass sends sums of gradients along, which are of f32 too. Steps that windows let nobody see are not
+ * taken. Transfers and attention are queued on one stream, one behind the other.
+ */
+#define UNSLOTH_CONTEXT_METHOD_RING 2
+
+/**
  * Rank 0 the first ones, the last rank the last.
  */
 #define UNSLOTH_CONTEXT_ORDER_CONTIGUOUS 0
@@ -5954,6 +5998,26 @@ unsloth_status unsloth_attention_block_backward_workspace_size(struct unsloth_co
 unsloth_status unsloth_attention_block_backward(struct unsloth_context *ctx,
                                                 const struct unsloth_attention_block_backward_params *params,
                                                 unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at. The status and message are those the call itself would give.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_attention_merge_supported(struct unsloth_context *ctx,
+                                                 const struct unsloth_attention_merge_params *params,
+                                                 unsloth_implementation *implementation);
+
+/**
+ * Computes on `stream`. Needs no workspace; neither allocates nor synchronises, and may be captured into a CUDA graph.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_attention_merge_forward(struct unsloth_context *ctx,
+                                               const struct unsloth_attention_merge_params *params,
+                                               unsloth_stream stream);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked

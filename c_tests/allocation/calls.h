@@ -69,8 +69,7 @@ static void events_ready(void) {
 static unsloth_context_parallel_tokens_params of_tokens;
 static int64_t num_tokens, token_ids[8];
 static void context_tokens_ready(void) {
-  of_tokens =
-      (unsloth_context_parallel_tokens_params)UNSLOTH_CONTEXT_PARALLEL_TOKENS_PARAMS_INIT;
+  of_tokens = (unsloth_context_parallel_tokens_params)UNSLOTH_CONTEXT_PARALLEL_TOKENS_PARAMS_INIT;
   of_tokens.order = UNSLOTH_CONTEXT_ORDER_ZIGZAG;
   of_tokens.size = 2;
   of_tokens.batch = 2;
@@ -571,6 +570,15 @@ static void attention_backward_ready(void) {
   CHECK_OK(unsloth_attention_backward_workspace_size(ctx, &attention_backward,
                                                      &attention_backward.workspace_size));
   attention_backward.workspace = workspace;
+}
+
+static unsloth_attention_merge_params attention_merge;
+static void attention_merge_ready(void) {
+  with_context();
+  attention_merge = (unsloth_attention_merge_params)UNSLOTH_ATTENTION_MERGE_PARAMS_INIT;
+  attention_merge.outs = heads(in2(2 * TOKENS, HEADS * DIM), 2, TOKENS, HEADS);
+  attention_merge.lses = f32_tensor(in2(2 * HEADS, TOKENS).data, 2, HEADS, TOKENS, -1);
+  attention_merge.out = f32_tensor(out2(TOKENS, HEADS * DIM).data, TOKENS, HEADS, DIM, -1);
 }
 
 static unsloth_context_parallel_attention_params context_parallel;
@@ -1084,6 +1092,10 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     unsloth_attention_backward_workspace_size, (ctx, &attention_backward, &size), OK)              \
   X(attention_backward, attention_backward_ready, unsloth_attention_backward,                      \
     (ctx, &attention_backward, NULL), OK)                                                          \
+  X(attention_merge_supported, attention_merge_ready, unsloth_attention_merge_supported,           \
+    (ctx, &attention_merge, NULL), OK)                                                             \
+  X(attention_merge, attention_merge_ready, unsloth_attention_merge_forward,                       \
+    (ctx, &attention_merge, NULL), OK)                                                             \
   X(context_parallel_supported, context_parallel_ready,                                            \
     unsloth_context_parallel_attention_supported, (ctx, &context_parallel, NULL), OK)              \
   X(context_parallel_workspace, context_parallel_ready,                                            \

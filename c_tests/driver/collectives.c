@@ -310,6 +310,78 @@ static void divided_sequences(void) {
              -1);
 }
 
+// What a rank sends to one and receives from another, `pairs` times from call `at` on.
+static void check_hops(int at, int pairs, size_t count, int dtype, int to, int from) {
+  for (int i = at; i < at + 2 * pairs; i += 2) {
+    check_call(i, "ncclSend", nccl.calls[i].x, NULL, count, dtype, -1, to);
+    check_call(i + 1, "ncclRecv", NULL, nccl.calls[i + 1].out, count, dtype, -1, from);
+  }
+}
+
+// Two chunks of each sequence on a rank, whose keys are gathered in two calls, or travel.
+static void zigzag(void) {
+  unsloth_context_parallel_attention_params p = UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT;
+  unsloth_context_parallel_attention_backward_params b =
+      UNSLOTH_CONTEXT_PARALLEL_ATTENTION_BACKWARD_PARAMS_INIT;
+  const size_t keys = 2 * 6 * 2 * 64;
+  p.comm = b.comm = comm;
+  p.causal = b.causal = 1;
+  p.order = b.order = UNSLOTH_CONTEXT_ORDER_ZIGZAG;
+  p.q = b.q = make4(2, 6, 4, 64);
+  p.k = b.k = make4(2, 6, 2, 64);
+  p.v = b.v = make4(2, 6, 2, 64);
+  p.out = b.out = make4(2, 6, 4, 64);
+  b.dout = make4(2, 6, 4, 64);
+  b.dq = make4(2, 6, 4, 64);
+  b.dk = make4(2, 6, 2, 64);
+  b.dv = make4(2, 6, 2, 64);
+  b.lse = make(UNSLOTH_DTYPE_F32, 2, 4);
+  b.lse.rank = 3;
+  b.lse.shape[2] = 6;
+  for (int ring = 0; ring < 2; ring++) {
+    p.method = b.method = ring ? UNSLOTH_CONTEXT_METHOD_RING : UNSLOTH_CONTEXT_METHOD_ALL_GATHER;
+    CHECK_OK(unsloth_context_parallel_attention_workspace_size(ctx, &p, &p.workspace_size));
+    CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+    CHECK_OK(
+        unsloth_context_parallel_attention_backward_workspace_size(ctx, &b, &b.workspace_size));
+    CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
+    begin();
+    CHECK_OK(unsloth_context_parallel_attention_forward(ctx, &p, stream));
+    CHECK(driver.copies == 0 && driver.others == 0);
+    if (ring) {
+      // Keys and values to the next rank, three times.
+      CHECK(nccl.num_calls == 12 && nccl.groups == 6);
+      check_hops(0, 6, keys, FLOAT16, RANK + 1, RANK - 1);
+      CHECK(nccl.calls[0].x == p.k.data && nccl.calls[2].x == p.v.data);
+      CHECK(nccl.calls[4].x == nccl.calls[1].out && nccl.calls[8].x == nccl.calls[5].out);
+    } else {
+      CHECK(nccl.num_calls == 4 && nccl.groups == 0);
+      for (int i = 0; i < 4; i++) {
+        check_call(i, "ncclAllGather", nccl.calls[i].x, nccl.calls[i].out, keys / 2, FLOAT16, -1,
+                   -1);
+      }
+    }
+    begin();
+    CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, stream));
+    CHECK(driver.copies == 0 && driver.others == 0);
+    if (ring) {
+      // Sums of gradients with them, and once more, to whom they are of.
+      CHECK(nccl.num_calls == 28 && nccl.groups == 14);
+      for (int i = 0; i < 3; i++) {
+        check_hops(8 * i, 2, keys, FLOAT16, RANK + 1, RANK - 1);
+        check_hops(8 * i + 4, 2, keys, FLOAT32, RANK + 1, RANK - 1);
+      }
+      check_hops(24, 2, keys, FLOAT32, RANK + 1, RANK - 1);
+    } else {
+      CHECK(nccl.num_calls == 8 && nccl.groups == 0);
+      for (int i = 4; i < 8; i++) {
+        check_call(i, "ncclReduceScatter", nccl.calls[i].x, nccl.calls[i].out, keys / 2, FLOAT16,
+                   SUM, -1);
+      }
+    }
+  }
+}
+
 // A vocabulary: the second rank of four has its rows from 3 on.
 static void vocabulary(void) {
   unsloth_embedding_params p = UNSLOTH_EMBEDDING_PARAMS_INIT;
@@ -469,6 +541,7 @@ static void made(void) {
   moves();
   divided();
   divided_sequences();
+  zigzag();
   vocabulary();
   head();
   failures();

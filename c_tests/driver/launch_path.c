@@ -361,6 +361,15 @@ static void attention(int64_t queries, int64_t keys, unsloth_implementation expe
   CHECK_PATH(unsloth_attention_forward(ctx, &p, NULL), launches);
 }
 
+static void attention_merge(void) {
+  unsloth_attention_merge_params p = UNSLOTH_ATTENTION_MERGE_PARAMS_INIT;
+  p.outs = make(UNSLOTH_DTYPE_F32, 2, 3, 4, 64);
+  p.lses = make(UNSLOTH_DTYPE_F32, 2, 4, 3, -1);
+  p.out = bf16(3, 4, 64, -1);
+  p.lse = make(UNSLOTH_DTYPE_F32, 4, 3, -1, -1);
+  CHECK_PATH(unsloth_attention_merge_forward(ctx, &p, NULL), 1);
+}
+
 static void attention_backward(void) {
   unsloth_attention_backward_params p = UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT;
   p.q = p.out = p.dout = bf16(1, 100, HEADS, DIM);
@@ -595,6 +604,7 @@ int main(void) {
   // Split keys are joined by a second kernel.
   attention(1, 4096, UNSLOTH_IMPLEMENTATION_CUDA, 2);
   attention(1000, 1000, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
+  attention_merge();
   attention_backward();
   attention_block_backward();
   decoder_layer();

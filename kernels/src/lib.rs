@@ -15,6 +15,7 @@
 mod accumulate;
 mod argmax;
 mod attention;
+mod attention_merge;
 mod cast;
 pub mod catalog;
 mod column_sums;
@@ -79,6 +80,7 @@ const CATALOG: &[Entry] = &[
         &[],
     ),
     ("attention_combine", attention::combine_kernels, &[]),
+    ("attention_merge", attention_merge::kernels, &[]),
     ("cast", cast::kernels, &[]),
     ("column_sums", column_sums::kernels, &[]),
     ("cross_entropy", cross_entropy::kernels, &[]),

@@ -6,6 +6,7 @@
 mod accumulate;
 pub(crate) mod argmax;
 pub(crate) mod attention;
+mod attention_merge;
 pub(crate) mod blocks;
 pub(crate) mod cast;
 pub(crate) mod collective;

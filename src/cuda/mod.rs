@@ -7,6 +7,7 @@
 mod accumulate;
 pub(crate) mod argmax;
 pub(crate) mod attention;
+mod attention_merge;
 mod blocks;
 pub(crate) mod cast;
 mod codes;
@@ -65,6 +66,7 @@ loaded::operations!(
     accumulate,
     argmax,
     attention,
+    attention_merge,
     blocks,
     cast,
     column_sums,

@@ -12,6 +12,7 @@ pub mod all_to_all;
 pub mod argmax;
 pub mod attention;
 pub mod attention_block;
+pub mod attention_merge;
 pub mod broadcast;
 pub mod cast;
 pub mod checkpoint;

@@ -11,6 +11,7 @@ pub mod all_to_all;
 pub mod argmax;
 pub mod attention;
 pub mod attention_block;
+pub mod attention_merge;
 pub mod broadcast;
 pub mod cast;
 pub(crate) mod check;

@@ -13,8 +13,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::problem::{
-    Plan, accumulate, attention, cast, cross_entropy, embedding, kv_cache, linear, mlp, norm,
-    qk_norm_rope, rms_norm, rope, swiglu,
+    Plan, accumulate, attention, attention_merge, cast, cross_entropy, embedding, kv_cache, linear,
+    mlp, norm, qk_norm_rope, rms_norm, rope, swiglu,
 };
 use crate::tensor::{RawTensor, Scratch, Workspace};
 
@@ -90,6 +90,7 @@ problems!(
     EmbeddingBackward(embedding::Backward),
     Attention(attention::Problem),
     AttentionBackward(attention::Backward),
+    AttentionMerge(attention_merge::Problem),
     Cast(cast::Problem),
     Accumulate(accumulate::Problem),
 );

@@ -6,6 +6,7 @@
 pub(crate) mod accumulate;
 pub(crate) mod argmax;
 pub(crate) mod attention;
+pub(crate) mod attention_merge;
 pub(crate) mod cast;
 pub(crate) mod chunked;
 pub(crate) mod collective;

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod attention_merge;
 mod backward;
 mod backward_misuse;
 #[cfg(feature = "cuda")]

@@ -4,6 +4,7 @@ use unsloth::ffi::attention::backward::*;
 use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
+use unsloth::ffi::attention_merge::*;
 use unsloth::ffi::context_parallel_attention::backward::*;
 use unsloth::ffi::context_parallel_attention::*;
 use unsloth::ffi::kv_cache::unsloth_kv_cache;
@@ -153,6 +154,27 @@ impl Call<'_, '_> {
         stated
     }
 
+    pub fn attention_merge(&mut self) -> Box<Stated<unsloth_attention_merge_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_attention_merge_params>> = unsafe { zeroed() };
+        let (from, to) = (self.float_dtype(), self.float_dtype());
+        let (parts, tokens, heads) = (self.dim(3), self.extent(9), self.dim(3));
+        let batch = self.dim(3);
+        let dim = self.input.pick(&[8, 1, 3, 64, 600]);
+        let p = &mut stated.params;
+        let (tokens, lse) = match self.input.one_in(3) {
+            true => (vec![tokens], vec![heads, tokens]),
+            false => (vec![batch, tokens], vec![batch, heads, tokens]),
+        };
+        let row = [&tokens[..], &[heads, dim]].concat();
+        p.outs = self.tensor(from, &[&[parts], &row[..]].concat());
+        p.lses = self.tensor(UNSLOTH_DTYPE_F32, &[&[parts], &lse[..]].concat());
+        p.out = self.tensor(to, &row);
+        p.lse = self.optional(UNSLOTH_DTYPE_F32, &lse);
+        p.reserved = self.flag(0);
+        stated
+    }
+
     pub fn context_parallel_attention(
         &mut self,
     ) -> Box<Stated<unsloth_context_parallel_attention_params>> {
@@ -166,7 +188,7 @@ impl Call<'_, '_> {
         (p.out, p.lse) = (alone.out, alone.lse);
         (p.causal, p.scale, p.softcap) = (alone.causal, alone.scale, alone.softcap);
         (p.window_left, p.window_right) = (alone.window_left, alone.window_right);
-        p.method = self.flag(1);
+        p.method = self.flag(2);
         p.order = self.flag(1);
         stated
     }
@@ -185,7 +207,7 @@ impl Call<'_, '_> {
         (p.dq, p.dk, p.dv) = (alone.dq, alone.dk, alone.dv);
         (p.causal, p.scale, p.softcap) = (alone.causal, alone.scale, alone.softcap);
         (p.window_left, p.window_right) = (alone.window_left, alone.window_right);
-        p.method = self.flag(1);
+        p.method = self.flag(2);
         p.order = self.flag(1);
         p.reserved = self.flag(0);
         p.deterministic = self.flag(1);

@@ -8,6 +8,7 @@ use unsloth::ffi::attention::backward::*;
 use unsloth::ffi::attention::*;
 use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
+use unsloth::ffi::attention_merge::*;
 use unsloth::ffi::broadcast::*;
 use unsloth::ffi::cast::*;
 use unsloth::ffi::context_parallel_attention::backward::*;
@@ -216,6 +217,11 @@ pub const ALL: [fn(&mut Call<'_, '_>); 42] = [
     ),
     of!(cast, unsloth_cast_supported, unsloth_cast_forward),
     of!(argmax, unsloth_argmax_supported, unsloth_argmax_forward),
+    of!(
+        attention_merge,
+        unsloth_attention_merge_supported,
+        unsloth_attention_merge_forward
+    ),
     of!(
         quantize,
         unsloth_quantize_supported,

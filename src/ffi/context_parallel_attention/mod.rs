@@ -28,6 +28,11 @@ pub const UNSLOTH_CONTEXT_METHOD_ULYSSES: unsloth_context_method = 0;
 /// ranks as much in zigzag. The gradients that a rank's chunks give keys and values, rounded to their dtype, are
 /// added up, those of ranks as by `unsloth_reduce_scatter_forward`.
 pub const UNSLOTH_CONTEXT_METHOD_ALL_GATHER: unsloth_context_method = 1;
+/// Keys and values travel from rank to rank, and a rank attends to those that it has (arXiv:2310.01889): any number of
+/// heads, and room for two ranks' keys and values besides its own. Outputs are merged, and gradients added up, in f32;
+/// the backward pass sends sums of gradients along, which are of f32 too. Steps that windows let nobody see are not
+/// taken. Transfers and attention are queued on one stream, one behind the other.
+pub const UNSLOTH_CONTEXT_METHOD_RING: unsloth_context_method = 2;
 
 /// Arguments of `unsloth_context_parallel_attention_forward`: `unsloth_attention_forward` over sequences of which
 /// each rank has a part, equally long ones. A rank gets its queries' output.
@@ -83,7 +88,7 @@ params!(
 /// The method of this value.
 fn method(op: &'static str, value: unsloth_context_method) -> Result<Method> {
     Method::from_raw(value).ok_or_else(|| {
-        let problem = text!("is {value}, allowed: 0 (ulysses), 1 (all_gather)");
+        let problem = text!("is {value}, allowed: 0 (ulysses), 1 (all_gather), 2 (ring)");
         Error::invalid(op, "method", problem)
     })
 }

@@ -161,9 +161,16 @@ impl<'a> Operation for Params<'a> {
             comm: self.comm,
         };
         let mut parts = Parts::new(OP, &self.workspace).exactly().of_any_number();
-        if self.method == Method::AllGather {
-            self.push_gathered(&group, [q, k, v, out, dout], lse, own, &mut parts)?;
-            return Ok(parts);
+        match self.method {
+            Method::Ulysses => {}
+            Method::Ring if self.comm.size() > 1 => {
+                self.push_ring(&group, [q, k, v, out, dout], lse, own, &mut parts)?;
+                return Ok(parts);
+            }
+            Method::AllGather | Method::Ring => {
+                self.push_gathered(&group, [q, k, v, out, dout], lse, own, &mut parts)?;
+                return Ok(parts);
+            }
         }
         group.check_order(self.order)?;
         group.check_heads(&k)?;

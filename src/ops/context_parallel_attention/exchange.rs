@@ -6,6 +6,7 @@ use super::blocks::Division;
 use crate::comm::Comm;
 use crate::comm::tokens::Order;
 use crate::context::Collective;
+use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::Arg;
@@ -188,7 +189,7 @@ impl<'a> Group<'a> {
             self.push(name, Kind::AllGather, [chunk.own, ranks], parts)?;
             for rank in 0..self.comm.size() {
                 let [x, out] = self.backwards(&ranks, &chunk.all, rank)?;
-                parts.push(Ok(cast::Problem { x, out }), names_of(name))?;
+                self.copy(name, x, out, parts)?;
             }
             parts.give_back(taken);
         }
@@ -215,7 +216,7 @@ impl<'a> Group<'a> {
             let ranks = self.take_of_ranks(&chunk.own, parts)?;
             for rank in 0..self.comm.size() {
                 let [out, x] = self.backwards(&ranks, &chunk.all, rank)?;
-                parts.push(Ok(cast::Problem { x, out }), names_of(name))?;
+                self.copy(name, x, out, parts)?;
             }
             self.push(name, sum, [ranks, chunk.own], parts)?;
             parts.give_back(taken);
@@ -276,10 +277,7 @@ impl<'a> Group<'a> {
         let tokens = all.layout.dim(Of::Rows.tokens()) / self.comm.size();
         let place = self.comm.size() - 1 - rank;
         let in_order = all.narrowed(Of::Rows.tokens(), place * tokens, tokens)?;
-        let of_rank = ranks.narrowed(0, rank, 1)?;
-        let (shape, strides) = (of_rank.layout.shape(), of_rank.layout.strides());
-        let layout = Layout::strided(&shape[1..], &strides[1..])?;
-        Ok([RawTensor { layout, ..of_rank }, in_order])
+        Ok([entry(ranks, rank)?, in_order])
     }
 
     /// A view whose first dimension is that of ranks, each of which has its part of dimension `dim`.
@@ -347,6 +345,54 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
+    /// Sends a tensor without gaps to a rank, and receives one like it from a rank.
+    pub fn pass<const N: usize>(
+        &self,
+        name: &'static str,
+        [x, out]: [RawTensor; 2],
+        (to, from): (usize, usize),
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        let call = Collective {
+            transport: self.comm.transport(),
+            problem: collective::Problem {
+                op: self.op,
+                kind: Kind::SendReceive { to, from },
+                dtype: x.dtype,
+                row: 0,
+                x: Some(x),
+                out: Some(out),
+                sent: collective::Parts::Even(0),
+                received: collective::Parts::Even(0),
+            },
+        };
+        parts.push_collective(call, names_of(name))
+    }
+
+    /// Copies a tensor to another one of its shape, and rounds to its dtype.
+    pub fn copy<const N: usize>(
+        &self,
+        name: &'static str,
+        x: RawTensor,
+        out: RawTensor,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        parts.push(Ok(cast::Problem { x, out }), names_of(name))
+    }
+
+    /// Room for a contiguous tensor.
+    pub fn take_of<const N: usize>(
+        &self,
+        dtype: DType,
+        shape: &[usize],
+        parts: &mut Parts<'a, N>,
+    ) -> Result<RawTensor> {
+        let layout = Layout::contiguous(shape)?;
+        let columns = shape.last().copied().unwrap_or(1);
+        let taken = parts.take(dtype, [layout.num_rows(), columns])?;
+        Ok(RawTensor { layout, ..taken })
+    }
+
     /// Room for a contiguous tensor of another's dtype and shape.
     pub fn take_like<const N: usize>(
         &self,
@@ -363,11 +409,16 @@ impl<'a> Group<'a> {
         shape: &[usize],
         parts: &mut Parts<'a, N>,
     ) -> Result<RawTensor> {
-        let layout = Layout::contiguous(shape)?;
-        let columns = shape.last().copied().unwrap_or(1);
-        let taken = parts.take(like.dtype, [layout.num_rows(), columns])?;
-        Ok(RawTensor { layout, ..taken })
+        self.take_of(like.dtype, shape, parts)
     }
+}
+
+/// An entry of the first dimension.
+pub(super) fn entry(t: &RawTensor, index: usize) -> Result<RawTensor> {
+    let entry = t.narrowed(0, index, 1)?;
+    let (shape, strides) = (entry.layout.shape(), entry.layout.strides());
+    let layout = Layout::strided(&shape[1..], &strides[1..])?;
+    Ok(RawTensor { layout, ..entry })
 }
 
 /// What copies and collectives of a tensor call it.

@@ -24,12 +24,8 @@ fn all_keys(division: Division) -> Run {
 
 /// Of some queries, the block with all keys; one with none where they see nothing.
 fn block(queries: &Run, keys: &Run, sight: Sight) -> Block {
-    Block::new(queries, keys, sight).unwrap_or(Block {
-        queries: queries.at.clone(),
-        keys: 0..0,
-        window_left: 0,
-        window_right: 0,
-    })
+    let nothing = Block::nothing(queries.at.len());
+    Block::new(queries, keys, sight).unwrap_or(nothing)
 }
 
 impl<'a> Params<'a> {

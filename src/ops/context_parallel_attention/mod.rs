@@ -18,8 +18,16 @@
 //! that a rank's chunks give keys and values, rounded to their dtype, are added up, those of ranks as in a
 //! reduce-scatter.
 //!
+//! [`Method::Ring`] (Liu et al. 2023, arXiv:2310.01889): keys and values travel from rank to rank, and each attends to
+//! those that it has with its queries. It takes room for those of two ranks besides its own, with any number of ranks.
+//! What they give is [merged](super::attention_merge) in f32, and rounded once. In the backward pass sums of the gradients
+//! of keys and values travel along, in f32, from the rank that they are of back to it; what a rank adds to them, and to
+//! those of its queries, is rounded to their dtype before. Steps whose keys windows hide from all queries are not taken.
+//! Transfers and attention are queued on one stream, one behind the other. The list of what is done in turn lies in
+//! memory of the host's, as with many ranks in zigzag.
+//!
 //! [`backward`](fn@backward) takes what the forward pass was given and gave, all of it the rank's parts; nothing
-//! else is kept. It exchanges all of it, and the gradients back, or gathers keys and values again.
+//! else is kept. It exchanges all of it, and the gradients back, or gathers or sends keys and values again.
 //!
 //! All ranks make the same calls. What is wrong with shapes that ranks share is refused on each before any has
 //! sent anything; so is too little workspace on the rank that has it, which leaves the others waiting.
@@ -66,6 +74,7 @@ pub mod backward;
 mod blocks;
 mod exchange;
 mod gathered;
+mod ring;
 
 pub use backward::backward;
 
@@ -94,12 +103,14 @@ pub enum Method {
     Ulysses = 0,
     /// They gather all keys and values.
     AllGather = 1,
+    /// Keys and values travel from rank to rank.
+    Ring = 2,
 }
 
 impl Method {
     /// The method with this C ABI value.
     pub fn from_raw(value: u32) -> Option<Method> {
-        [Method::Ulysses, Method::AllGather]
+        [Method::Ulysses, Method::AllGather, Method::Ring]
             .into_iter()
             .find(|method| *method as u32 == value)
     }
@@ -222,9 +233,17 @@ impl<'a> Operation for Params<'a> {
             comm: self.comm,
         };
         let mut parts = Parts::new(OP, &self.workspace).exactly().of_any_number();
-        if self.method == Method::AllGather {
-            self.push_gathered(&group, [q, k, v, out], lse, &mut parts)?;
-            return Ok(parts);
+        match self.method {
+            Method::Ulysses => {}
+            // One rank has all keys.
+            Method::Ring if self.comm.size() > 1 => {
+                self.push_ring(&group, [q, k, v, out], lse, &mut parts)?;
+                return Ok(parts);
+            }
+            Method::AllGather | Method::Ring => {
+                self.push_gathered(&group, [q, k, v, out], lse, &mut parts)?;
+                return Ok(parts);
+            }
         }
         group.check_order(self.order)?;
         group.check_heads(&k)?;

@@ -119,7 +119,7 @@ impl Call {
 fn what_is_wrong_is_refused() {
     type Spoil = fn(&mut Call);
     // How it is spoiled, and what both passes say; `None` where that is nothing.
-    let cases: [(Spoil, Option<&str>, Option<&str>); 18] = [
+    let cases: [(Spoil, Option<&str>, Option<&str>); 19] = [
         (|_| {}, None, None),
         (
             |c| {
@@ -161,6 +161,11 @@ fn what_is_wrong_is_refused() {
             },
             Some("k has 3 tokens, zigzag needs a multiple of 2"),
             Some("k has 3 tokens, zigzag needs a multiple of 2"),
+        ),
+        (
+            |c| (c.method, c.order) = (Method::Ring, Order::Zigzag),
+            Some("q has 3 tokens, zigzag needs a multiple of 2"),
+            Some("q has 3 tokens, zigzag needs a multiple of 2"),
         ),
         (
             |c| c.order = Order::Zigzag,

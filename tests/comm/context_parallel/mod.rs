@@ -1,6 +1,6 @@
 //! Attention over sequences that ranks divide: on every rank the bits that one rank alone gives its tokens.
 
-mod gathered;
+mod definition;
 mod misuse;
 
 use unsloth::ops::attention;
@@ -149,6 +149,43 @@ impl Case {
 
     fn output(&self, ctx: &Context, dtype: DType, shape: &[usize]) -> DeviceTensor {
         TestTensor::poisoned(dtype, self.layout(shape)).upload(ctx)
+    }
+
+    /// What a rank needs for its tokens, forward and back.
+    fn workspace_sizes(
+        &self,
+        ctx: &Context,
+        comm: &Comm,
+        [q, k, v, dout]: &[TestTensor; 4],
+    ) -> [usize; 2] {
+        let [q, k, v, dout] = [q, k, v, dout].map(|t| self.uploaded(ctx, t));
+        let mut outputs = [&dout, &q, &k, &v].map(|t| self.output(ctx, q.dtype, t.layout.shape()));
+        let heads: Vec<usize> = [0, 2, 1].map(|dim| q.layout.dim(dim)).into();
+        let lse = poisoned(DType::F32, &heads).upload(ctx);
+        let [out, dq, dk, dv] = &mut outputs;
+        let back = backward::Params {
+            method: self.method,
+            order: self.order,
+            dq: Some(dq.view_mut()),
+            dk: Some(dk.view_mut()),
+            dv: Some(dv.view_mut()),
+            causal: self.causal,
+            ..backward::Params::new(
+                comm,
+                [q.view(), k.view(), v.view()],
+                dout.view(),
+                lse.view(),
+                dout.view(),
+            )
+        };
+        let back = backward::workspace_size(ctx, &back).unwrap();
+        let params = divided::Params {
+            method: self.method,
+            order: self.order,
+            causal: self.causal,
+            ..divided::Params::new(comm, q.view(), k.view(), v.view(), out.view_mut())
+        };
+        [divided::workspace_size(ctx, &params).unwrap(), back]
     }
 
     /// Output, `lse` and the gradients that are asked for, of a rank's tokens or of all.

@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub mod attention_block;
+pub mod attention_merge;
 pub mod blocks;
 pub mod cross_entropy;
 pub mod layer_norm;

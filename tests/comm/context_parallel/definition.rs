@@ -1,4 +1,4 @@
-//! Ranks that gather keys and values, against the definition in f64.
+//! Ranks that gather keys and values, or pass them on, against the definition in f64.
 
 use unsloth::DType;
 use unsloth::comm::tokens;
@@ -17,6 +17,8 @@ const GATHERED: Case = Case {
     method: Method::AllGather,
     ..CASE
 };
+
+const METHODS: [Method; 2] = [Method::AllGather, Method::Ring];
 
 const ZIGZAG: Case = Case {
     order: Order::Zigzag,
@@ -138,13 +140,15 @@ impl Case {
 #[test]
 fn it_is_that_of_the_definition() {
     for size in SIZES {
-        for (i, case) in CASES.iter().enumerate() {
-            let dtypes = match i {
-                0 => &FLOATS[..],
-                _ => &FLOATS[(size + i) % FLOATS.len()..][..1],
-            };
-            for dtype in dtypes {
-                check(size, case, *dtype);
+        for method in METHODS {
+            for (i, case) in CASES.iter().enumerate() {
+                let dtypes = match i {
+                    0 => &FLOATS[..],
+                    _ => &FLOATS[(size + i) % FLOATS.len()..][..1],
+                };
+                for dtype in dtypes {
+                    check(size, &Case { method, ..*case }, *dtype);
+                }
             }
         }
     }
@@ -194,12 +198,15 @@ fn check(size: usize, case: &Case, dtype: DType) {
 /// No tokens at all: nothing is computed, and nobody waits.
 #[test]
 fn there_may_be_no_tokens() {
-    for (causal, order) in [
-        (false, Order::Contiguous),
-        (true, Order::Contiguous),
-        (true, Order::Zigzag),
+    for (method, causal, order) in [
+        (Method::AllGather, false, Order::Contiguous),
+        (Method::AllGather, true, Order::Contiguous),
+        (Method::AllGather, true, Order::Zigzag),
+        (Method::Ring, false, Order::Contiguous),
+        (Method::Ring, true, Order::Zigzag),
     ] {
         let case = Case {
+            method,
             causal,
             order,
             queries: 0,
@@ -221,7 +228,7 @@ fn there_may_be_no_tokens() {
 fn short_sequences_are_padded() {
     const LENGTHS: [i64; 2] = [5, 3];
     const LENGTH: usize = 5;
-    for size in [2, 3, 8] {
+    for (size, method) in [2, 3, 8].into_iter().flat_map(|n| METHODS.map(|m| (n, m))) {
         for order in Order::ALL {
             let of = |rank| tokens::Params {
                 order,
@@ -230,6 +237,7 @@ fn short_sequences_are_padded() {
             };
             let own = of(0).tokens().unwrap();
             let case = Case {
+                method,
                 order,
                 queries: own,
                 keys: own,
@@ -283,5 +291,34 @@ fn short_sequences_are_padded() {
                 }
             }
         }
+    }
+}
+
+/// A ring has room for two ranks' keys and values, and for the sums of their gradients, with any number of ranks.
+#[test]
+fn room_does_not_grow_with_ranks() {
+    for order in Order::ALL {
+        let sizes = [3, 4, 8].map(|size| {
+            let sizes = ranks(size, |ctx, comm| {
+                let case = Case {
+                    method: Method::Ring,
+                    order,
+                    queries: 64,
+                    keys: 64,
+                    ..GATHERED
+                };
+                let whole = case.whole(DType::F32, 1).tensors;
+                case.workspace_sizes(ctx, comm, &whole)
+            });
+            assert!(
+                sizes.iter().all(|of_rank| *of_rank == sizes[0]),
+                "{sizes:?}"
+            );
+            sizes[0]
+        });
+        assert!(
+            sizes.iter().all(|of_size| *of_size == sizes[0]),
+            "{sizes:?}"
+        );
     }
 }
