@@ -125,6 +125,37 @@ static void zigzag(unsloth_context *ctx, unsloth_context_parallel_attention_para
   }
 }
 
+// The whole sequence as a packed one, of which each rank attends with its run of tokens.
+static void packed(unsloth_context *ctx, unsloth_context_parallel_attention_params p,
+                   unsloth_context_parallel_attention_backward_params b, const results *e,
+                   const results *found, int rank) {
+  const int32_t all[2] = {0, TOKENS};
+  int32_t of_queries[2], of_keys[2], positions[OWN];
+  float lse[HEADS * OWN];
+  unsloth_tensor *const batched[] = {&p.q, &p.k,   &p.v,   &p.out,  &p.lse, &b.q,  &b.k,
+                                     &b.v, &b.out, &b.lse, &b.dout, &b.dq,  &b.dk, &b.dv};
+  unsloth_context_parallel_packed_params of = UNSLOTH_CONTEXT_PARALLEL_PACKED_PARAMS_INIT;
+  of.rank = rank, of.size = RANKS, of.tokens = OWN, of.batch = 1, of.causal = 1;
+  of.cu_seqlens = all;
+  CHECK_OK(unsloth_context_parallel_packed_get(&of, of_queries, of_keys, positions));
+  CHECK(of_queries[0] == 0 && of_queries[1] == OWN && of_keys[1] == (rank + 1) * OWN);
+  CHECK(positions[0] == rank * OWN && positions[OWN - 1] == (rank + 1) * OWN - 1);
+  p.lse.data = b.lse.data = lse;
+  for (size_t i = 0; i < COUNT(batched); i++) {
+    unsloth_tensor *t = batched[i];
+    t->rank--;
+    memmove(t->shape, t->shape + 1, sizeof t->shape - sizeof t->shape[0]);
+  }
+  p.cu_seqlens_q = b.cu_seqlens_q = tensor(of_queries, UNSLOTH_DTYPE_I32, 2, -1, -1, -1);
+  p.cu_seqlens_k = b.cu_seqlens_k = tensor(of_keys, UNSLOTH_DTYPE_I32, 2, -1, -1, -1);
+  attend(ctx, &p, &b);
+  check(e, found, lse, rank, 1e-5);
+  of.tokens = OWN - 1;
+  CHECK_FAILS(unsloth_context_parallel_packed_get(&of, NULL, NULL, positions),
+              UNSLOTH_STATUS_INVALID_ARGUMENT,
+              "context_parallel_packed_get: cu_seqlens has 12 at index 1, allowed: 0 to 9");
+}
+
 static void run(unsloth_context *ctx, unsloth_comm *comm, int rank) {
   static results found, expected[RANKS];  // of whose rows each rank writes its own
   float lse[HEADS * OWN];
@@ -152,6 +183,7 @@ static void run(unsloth_context *ctx, unsloth_comm *comm, int rank) {
   attend(ctx, &p, &b);
   check(&expected[rank], &found, lse, rank, 1e-5);
   zigzag(ctx, p, b, &expected[rank], rank);
+  packed(ctx, p, b, &expected[rank], &found, rank);
 
   // Keys travel.
   p.method = b.method = UNSLOTH_CONTEXT_METHOD_RING;

@@ -59,6 +59,8 @@ DEFAULT_PARAMS = {
     # Tensors may be absent, and the group may not.
     "unsloth_send_receive_forward": "NULL_POINTER",
     "unsloth_send_receive_supported": "NULL_POINTER",
+    # Lengths may not be absent.
+    "unsloth_context_parallel_packed_get": "NULL_POINTER",
     # Structs that they point to are not there.
     "unsloth_attention_block_backward": "NULL_POINTER",
     "unsloth_attention_block_backward_supported": "NULL_POINTER",

@@ -332,7 +332,7 @@ FIELD(unsloth_comm_info, size, 12, 4);
 FIELD(unsloth_comm_info, library_version, 16, 4);
 FIELD(unsloth_comm_info, reserved, 20, 4);
 
-STRUCT(unsloth_context_parallel_attention_params, 744, 8);
+STRUCT(unsloth_context_parallel_attention_params, 1304, 8);
 FIELD(unsloth_context_parallel_attention_params, struct_size, 0, 4);
 FIELD(unsloth_context_parallel_attention_params, method, 4, 4);
 FIELD(unsloth_context_parallel_attention_params, comm, 8, 8);
@@ -349,8 +349,14 @@ FIELD(unsloth_context_parallel_attention_params, k, 200, 136);
 FIELD(unsloth_context_parallel_attention_params, v, 336, 136);
 FIELD(unsloth_context_parallel_attention_params, out, 472, 136);
 FIELD(unsloth_context_parallel_attention_params, lse, 608, 136);
+FIELD(unsloth_context_parallel_attention_params, sinks, 744, 136);
+FIELD(unsloth_context_parallel_attention_params, alibi_slopes, 880, 136);
+FIELD(unsloth_context_parallel_attention_params, cu_seqlens_q, 1016, 136);
+FIELD(unsloth_context_parallel_attention_params, cu_seqlens_k, 1152, 136);
+FIELD(unsloth_context_parallel_attention_params, max_seqlen_q, 1288, 8);
+FIELD(unsloth_context_parallel_attention_params, max_seqlen_k, 1296, 8);
 
-STRUCT(unsloth_context_parallel_attention_backward_params, 1296, 8);
+STRUCT(unsloth_context_parallel_attention_backward_params, 1992, 8);
 FIELD(unsloth_context_parallel_attention_backward_params, struct_size, 0, 4);
 FIELD(unsloth_context_parallel_attention_backward_params, method, 4, 4);
 FIELD(unsloth_context_parallel_attention_backward_params, comm, 8, 8);
@@ -373,6 +379,13 @@ FIELD(unsloth_context_parallel_attention_backward_params, dout, 752, 136);
 FIELD(unsloth_context_parallel_attention_backward_params, dq, 888, 136);
 FIELD(unsloth_context_parallel_attention_backward_params, dk, 1024, 136);
 FIELD(unsloth_context_parallel_attention_backward_params, dv, 1160, 136);
+FIELD(unsloth_context_parallel_attention_backward_params, sinks, 1296, 136);
+FIELD(unsloth_context_parallel_attention_backward_params, alibi_slopes, 1432, 136);
+FIELD(unsloth_context_parallel_attention_backward_params, cu_seqlens_q, 1568, 136);
+FIELD(unsloth_context_parallel_attention_backward_params, cu_seqlens_k, 1704, 136);
+FIELD(unsloth_context_parallel_attention_backward_params, dsinks, 1840, 136);
+FIELD(unsloth_context_parallel_attention_backward_params, max_seqlen_q, 1976, 8);
+FIELD(unsloth_context_parallel_attention_backward_params, max_seqlen_k, 1984, 8);
 
 STRUCT(unsloth_context_parallel_tokens_params, 40, 8);
 FIELD(unsloth_context_parallel_tokens_params, struct_size, 0, 4);
@@ -382,6 +395,15 @@ FIELD(unsloth_context_parallel_tokens_params, size, 12, 4);
 FIELD(unsloth_context_parallel_tokens_params, batch, 16, 8);
 FIELD(unsloth_context_parallel_tokens_params, length, 24, 8);
 FIELD(unsloth_context_parallel_tokens_params, lengths, 32, 8);
+
+STRUCT(unsloth_context_parallel_packed_params, 40, 8);
+FIELD(unsloth_context_parallel_packed_params, struct_size, 0, 4);
+FIELD(unsloth_context_parallel_packed_params, causal, 4, 4);
+FIELD(unsloth_context_parallel_packed_params, rank, 8, 4);
+FIELD(unsloth_context_parallel_packed_params, size, 12, 4);
+FIELD(unsloth_context_parallel_packed_params, tokens, 16, 8);
+FIELD(unsloth_context_parallel_packed_params, batch, 24, 8);
+FIELD(unsloth_context_parallel_packed_params, cu_seqlens, 32, 8);
 
 STRUCT(unsloth_cross_entropy_params, 1136, 8);
 FIELD(unsloth_cross_entropy_params, struct_size, 0, 4);

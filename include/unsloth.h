@@ -69,6 +69,7 @@
 #define UNSLOTH_COMM_PARAMS_INIT UNSLOTH_INIT(unsloth_comm_params)
 #define UNSLOTH_CONTEXT_PARALLEL_ATTENTION_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_attention_backward_params)
 #define UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_attention_params)
+#define UNSLOTH_CONTEXT_PARALLEL_PACKED_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_packed_params)
 #define UNSLOTH_CONTEXT_PARALLEL_TOKENS_PARAMS_INIT UNSLOTH_INIT(unsloth_context_parallel_tokens_params)
 #define UNSLOTH_CONTEXT_PARAMS_INIT UNSLOTH_INIT(unsloth_context_params)
 #define UNSLOTH_CROSS_ENTROPY_PARAMS_INIT UNSLOTH_INIT(unsloth_cross_entropy_params)
@@ -591,7 +592,7 @@ typedef uint32_t unsloth_page_layout;
  * `h / (num_heads / num_kv_heads)`. Scores and sums are f32. Keys that a mask hides may still be read, and a NaN in their `v` may
  * reach the output; what lies beyond a sequence's length is never read.
  *
- * Attention over disjoint sets of keys may be merged: `lse = ln(exp(lse1) + exp(lse2))`,
+ * `unsloth_attention_merge_forward` merges attention over disjoint sets of keys: `lse = ln(exp(lse1) + exp(lse2))`,
  * `out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2` (ask for f32 outputs; give sinks to one part only).
  *
  * Queries are batched, or packed where `cu_seqlens_q` is given. Keys are batched, packed where `cu_seqlens_k` is given, or paged
@@ -1742,6 +1743,37 @@ typedef struct unsloth_context_parallel_attention_params {
    * Optional output: natural logarithm of the softmax denominator, f32 `[B, num_heads, Sq]`.
    */
   struct unsloth_tensor lse;
+  /**
+   * Optional: a logit per query head that takes part in the softmax and has no value, f32 `[num_heads]`, the same on
+   * all ranks.
+   */
+  struct unsloth_tensor sinks;
+  /**
+   * Optional: ALiBi slopes, f32 `[num_heads]` or `[B, num_heads]`, the same on all ranks. Not by
+   * `UNSLOTH_CONTEXT_METHOD_RING`; by `UNSLOTH_CONTEXT_METHOD_ALL_GATHER` causal.
+   */
+  struct unsloth_tensor alibi_slopes;
+  /**
+   * Optional: i32 `[B + 1]`, where each sequence of packed queries begins, and the last one's end. Ranks then divide
+   * the tokens of all sequences as one run of them, in contiguous order and not by `UNSLOTH_CONTEXT_METHOD_RING`; `q` and
+   * `out` are `[total_q, num_heads, ..]`, `k` and `v` `[total_k, num_kv_heads, ..]`, and `lse` is `[num_heads, total_q]`.
+   * By `UNSLOTH_CONTEXT_METHOD_ULYSSES` these are places among the tokens of all ranks; by
+   * `UNSLOTH_CONTEXT_METHOD_ALL_GATHER` they are what `unsloth_context_parallel_packed_get` gives, and windows are causal.
+   * Tokens of no sequence get zeros, and LSE -inf.
+   */
+  struct unsloth_tensor cu_seqlens_q;
+  /**
+   * The same of packed keys. If one is given, both are.
+   */
+  struct unsloth_tensor cu_seqlens_k;
+  /**
+   * No sequence has more packed queries than this, of those that one rank attends with; 0 for as many as there are.
+   */
+  int64_t max_seqlen_q;
+  /**
+   * No sequence has more packed keys than this; 0 for as many as all ranks have.
+   */
+  int64_t max_seqlen_k;
 } unsloth_context_parallel_attention_params;
 
 /**
@@ -1840,6 +1872,34 @@ typedef struct unsloth_context_parallel_attention_backward_params {
    * Optional output: the gradient of `v`, like it.
    */
   struct unsloth_tensor dv;
+  /**
+   * As the forward pass had it.
+   */
+  struct unsloth_tensor sinks;
+  /**
+   * As the forward pass had it.
+   */
+  struct unsloth_tensor alibi_slopes;
+  /**
+   * As the forward pass had it.
+   */
+  struct unsloth_tensor cu_seqlens_q;
+  /**
+   * As the forward pass had it.
+   */
+  struct unsloth_tensor cu_seqlens_k;
+  /**
+   * Optional output, beside one of the others: the gradient of `sinks`, f32 `[num_heads]`, the same on all ranks.
+   */
+  struct unsloth_tensor dsinks;
+  /**
+   * As the forward pass had it.
+   */
+  int64_t max_seqlen_q;
+  /**
+   * As the forward pass had it.
+   */
+  int64_t max_seqlen_k;
 } unsloth_context_parallel_attention_backward_params;
 
 /**
@@ -1875,6 +1935,42 @@ typedef struct unsloth_context_parallel_tokens_params {
    */
   const int64_t *lengths;
 } unsloth_context_parallel_tokens_params;
+
+/**
+ * Arguments of `unsloth_context_parallel_packed_get`: packed sequences, whose tokens ranks divide as one run of them,
+ * rank 0 having the first ones.
+ */
+typedef struct unsloth_context_parallel_packed_params {
+  /**
+   * `sizeof(unsloth_context_parallel_packed_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * 1 if attention is causal, else 0.
+   */
+  uint32_t causal;
+  /**
+   * Which rank, from 0.
+   */
+  int32_t rank;
+  /**
+   * Ranks of the group.
+   */
+  int32_t size;
+  /**
+   * Tokens of each rank; those of all are fewer than 2^31.
+   */
+  int64_t tokens;
+  /**
+   * Sequences.
+   */
+  int64_t batch;
+  /**
+   * Where each begins among the tokens of all ranks, and the last one's end: `batch + 1` entries in the host's
+   * memory. Behind that is padding.
+   */
+  const int32_t *cu_seqlens;
+} unsloth_context_parallel_packed_params;
 
 /**
  * How the losses of tokens become one.
@@ -6239,6 +6335,22 @@ unsloth_status unsloth_context_parallel_tokens_get(const struct unsloth_context_
                                                    int32_t *positions,
                                                    int64_t *ids,
                                                    size_t capacity);
+
+/**
+ * Says what a rank needs to know where ranks divide packed sequences: where each begins among its queries and among
+ * the keys of all ranks, which are `cu_seqlens_q` and `cu_seqlens_k` of `unsloth_context_parallel_attention_forward`
+ * by `UNSLOTH_CONTEXT_METHOD_ALL_GATHER`, once they are where the context is; and `positions` of its tokens in their
+ * sequences, 0 of padding. Of `cu_seqlens_q` and `cu_seqlens_k` there are `batch + 1` entries, of `positions` `tokens`;
+ * what is NULL is not written. It is arithmetic on the host.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, `cu_seqlens` is NULL or points to `batch + 1`
+ * readable entries; `cu_seqlens_q` and `cu_seqlens_k` are NULL or valid for writes of `batch + 1` entries, `positions` of
+ * `tokens`, and `cu_seqlens` is none of them.
+ */
+unsloth_status unsloth_context_parallel_packed_get(const struct unsloth_context_parallel_packed_params *params,
+                                                   int32_t *cu_seqlens_q,
+                                                   int32_t *cu_seqlens_k,
+                                                   int32_t *positions);
 
 /**
  * Whether this call would run, and by which implementation (written to `implementation` unless

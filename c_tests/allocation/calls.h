@@ -76,6 +76,16 @@ static void context_tokens_ready(void) {
   of_tokens.length = 7;
 }
 
+static unsloth_context_parallel_packed_params of_packed;
+static int32_t packed_starts[2] = {0, 7}, packed_lengths[2][2];
+static void context_packed_ready(void) {
+  of_packed = (unsloth_context_parallel_packed_params)UNSLOTH_CONTEXT_PARALLEL_PACKED_PARAMS_INIT;
+  of_packed.size = 2;
+  of_packed.tokens = 4;
+  of_packed.batch = 1;
+  of_packed.cu_seqlens = packed_starts;
+}
+
 static unsloth_shard_params of_shard;
 static unsloth_shard shard;
 static void shard_ready(void) {
@@ -1176,6 +1186,8 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(send_receive, send_receive_ready, unsloth_send_receive_forward, (ctx, &send_receive, NULL),    \
     OK)                                                                                            \
   X(shard, shard_ready, unsloth_shard_get, (&of_shard, &shard), OK)                                \
+  X(context_packed, context_packed_ready, unsloth_context_parallel_packed_get,                     \
+    (&of_packed, packed_lengths[0], packed_lengths[1], NULL), OK)                                  \
   X(context_tokens, context_tokens_ready, unsloth_context_parallel_tokens_get,                     \
     (&of_tokens, &num_tokens, NULL, token_ids, COUNT(token_ids)), OK)                              \
   X(pipeline_schedule, pipeline_ready, unsloth_pipeline_schedule,                                  \

@@ -182,3 +182,93 @@ impl Params<'_> {
         Ok(())
     }
 }
+
+/// Packed sequences, whose tokens ranks divide as one run of them, in contiguous parts: `tokens` each.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed<'a> {
+    /// Which rank, below `size`.
+    pub rank: usize,
+    /// Ranks of the group.
+    pub size: usize,
+    /// Tokens of each rank.
+    pub tokens: usize,
+    /// Where each sequence begins among the tokens of all ranks, and the last one's end. Behind that is padding.
+    pub cu_seqlens: &'a [i32],
+    /// Whether attention is.
+    pub causal: bool,
+}
+
+impl Packed<'_> {
+    /// Tokens of all ranks, and where this rank's begin and end.
+    fn check(&self) -> Result<[i32; 2]> {
+        const OP: &str = "context_parallel_packed_get";
+        let (rank, size) = (self.rank, self.size);
+        if size == 0 {
+            return Err(Error::invalid(OP, "size", "is 0, at least 1 is needed"));
+        }
+        if rank >= size {
+            let problem = text!("is {rank}, allowed: 0 to {}", size - 1);
+            return Err(Error::invalid(OP, "rank", problem));
+        }
+        let all = self.tokens.checked_mul(size);
+        let Some(all) = all.and_then(|all| i32::try_from(all).ok()) else {
+            let problem = text!(
+                "is {}, too many on {size} ranks: at most {}",
+                self.tokens,
+                i32::MAX
+            );
+            return Err(Error::invalid(OP, "tokens", problem));
+        };
+        if self.cu_seqlens.is_empty() {
+            let problem = "has no entries, at least 1 is needed";
+            return Err(Error::invalid(OP, "cu_seqlens", problem));
+        }
+        let mut before = 0;
+        for (i, start) in self.cu_seqlens.iter().enumerate() {
+            if !(before..=all).contains(start) {
+                let problem = text!("has {start} at index {i}, allowed: {before} to {all}");
+                return Err(Error::invalid(OP, "cu_seqlens", problem));
+            }
+            before = *start;
+        }
+        // Both are at most as great as the tokens of all ranks.
+        Ok([rank, rank + 1].map(|rank| (rank * self.tokens) as i32))
+    }
+
+    /// Where each sequence begins among this rank's queries, and among the keys of all ranks: `cu_seqlens_q` and
+    /// `cu_seqlens_k` of gathered keys. Causal, keys end with the rank's queries, whose last one sees the last key.
+    ///
+    /// # Errors
+    /// The rank is none of the group's; all ranks have 2³¹ tokens or more; sequences begin before the ones before them
+    /// or behind all tokens.
+    pub fn each(&self) -> Result<impl ExactSizeIterator<Item = (i32, i32)>> {
+        let [first, end] = self.check()?;
+        Ok(self.cu_seqlens.iter().map(move |start| {
+            let of_keys = if self.causal { end } else { i32::MAX };
+            ((*start).clamp(first, end) - first, (*start).min(of_keys))
+        }))
+    }
+
+    /// Of each of this rank's tokens its position in its sequence; 0 of padding.
+    ///
+    /// # Errors
+    /// As [`Packed::each`].
+    pub fn positions(&self) -> Result<impl Iterator<Item = i32>> {
+        let [first, end] = self.check()?;
+        let mut next = 0;
+        Ok((first..end).map(move |token| {
+            while self
+                .cu_seqlens
+                .get(next)
+                .is_some_and(|start| *start <= token)
+            {
+                next += 1;
+            }
+            // Before the first sequence and behind the last one is padding.
+            match next == 0 || next == self.cu_seqlens.len() {
+                true => 0,
+                false => token - self.cu_seqlens[next - 1],
+            }
+        }))
+    }
+}

@@ -1,7 +1,7 @@
 //! Which tokens of sequences ranks hold: all ranks together have each once.
 
 use proptest::prelude::*;
-use unsloth::comm::tokens::{Order, Params};
+use unsloth::comm::tokens::{Order, Packed, Params};
 use unsloth::ffi::context_parallel_tokens::*;
 use unsloth::ffi::status::*;
 
@@ -55,6 +55,112 @@ proptest! {
             of.each().unwrap().map(|(position, _)| i64::from(position) + 1).sum::<i64>()
         };
         prop_assert!((0..size).all(|rank| seen(rank) == seen(0)));
+    }
+}
+
+proptest! {
+    /// Queries of all ranks are those of the sequences; causal, a rank's keys end with its queries.
+    #[test]
+    fn packed_sequences_are_cut(
+        lengths in prop::collection::vec(0i32..9, 0..6),
+        first in 0i32..4,
+        more in 0usize..5,
+        size in 1usize..7,
+        causal in any::<bool>(),
+    ) {
+        let mut starts = vec![first];
+        starts.extend(lengths.iter().scan(first, |start, length| {
+            *start += length;
+            Some(*start)
+        }));
+        let last = starts[lengths.len()];
+        let tokens = (last as usize).div_ceil(size) + more;
+        let mut of_sequence = vec![0; lengths.len()];
+        for rank in 0..size {
+            let of = Packed { rank, size, tokens, cu_seqlens: &starts, causal };
+            let (of_queries, of_keys): (Vec<_>, Vec<_>) = of.each().unwrap().unzip();
+            let positions: Vec<_> = of.positions().unwrap().collect();
+            let (begin, end) = ((rank * tokens) as i32, ((rank + 1) * tokens) as i32);
+            let mut expected = vec![0; tokens];
+            for (i, count) in of_sequence.iter_mut().enumerate() {
+                let queries = of_queries[i]..of_queries[i + 1];
+                let keys = of_keys[i]..of_keys[i + 1];
+                *count += queries.len();
+                for query in queries.clone() {
+                    expected[query as usize] = begin + query - starts[i];
+                }
+                if !causal {
+                    prop_assert_eq!(keys, starts[i]..starts[i + 1]);
+                } else if !queries.is_empty() {
+                    prop_assert_eq!(keys, starts[i]..begin + queries.end);
+                } else {
+                    prop_assert!(keys.end <= end);
+                }
+            }
+            prop_assert_eq!(positions, expected);
+        }
+        let expected: Vec<_> = lengths.iter().map(|length| *length as usize).collect();
+        prop_assert_eq!(of_sequence, expected);
+    }
+}
+
+#[test]
+fn packed_sequences_that_are_wrong_are_refused() {
+    let good = Packed {
+        rank: 1,
+        size: 2,
+        tokens: 4,
+        cu_seqlens: &[0, 3, 8],
+        causal: true,
+    };
+    let found: Vec<_> = good.each().unwrap().collect();
+    assert_eq!(found, [(0, 0), (0, 3), (4, 8)]);
+    let cases: [(Packed<'_>, &str); 7] = [
+        (
+            Packed { size: 0, ..good },
+            "size is 0, at least 1 is needed",
+        ),
+        (Packed { rank: 2, ..good }, "rank is 2, allowed: 0 to 1"),
+        (
+            Packed {
+                tokens: 1 << 30,
+                ..good
+            },
+            "tokens is 1073741824, too many on 2 ranks: at most 2147483647",
+        ),
+        (
+            Packed {
+                cu_seqlens: &[],
+                ..good
+            },
+            "cu_seqlens has no entries, at least 1 is needed",
+        ),
+        (
+            Packed {
+                cu_seqlens: &[0, 9],
+                ..good
+            },
+            "cu_seqlens has 9 at index 1, allowed: 0 to 8",
+        ),
+        (
+            Packed {
+                cu_seqlens: &[0, 4, 3],
+                ..good
+            },
+            "cu_seqlens has 3 at index 2, allowed: 4 to 8",
+        ),
+        (
+            Packed {
+                cu_seqlens: &[-1, 4],
+                ..good
+            },
+            "cu_seqlens has -1 at index 0, allowed: 0 to 8",
+        ),
+    ];
+    for (packed, expected) in cases {
+        let expected = format!("context_parallel_packed_get: {expected}");
+        assert_eq!(packed.each().err().unwrap().to_string(), expected);
+        assert_eq!(packed.positions().err().unwrap().to_string(), expected);
     }
 }
 

@@ -190,6 +190,9 @@ impl Call<'_, '_> {
         (p.window_left, p.window_right) = (alone.window_left, alone.window_right);
         p.method = self.flag(2);
         p.order = self.flag(1);
+        (p.sinks, p.alibi_slopes) = (alone.sinks, alone.alibi_slopes);
+        (p.cu_seqlens_q, p.cu_seqlens_k) = (alone.cu_seqlens_q, alone.cu_seqlens_k);
+        (p.max_seqlen_q, p.max_seqlen_k) = (alone.max_seqlen_q, alone.max_seqlen_k);
         stated
     }
 
@@ -209,6 +212,10 @@ impl Call<'_, '_> {
         (p.window_left, p.window_right) = (alone.window_left, alone.window_right);
         p.method = self.flag(2);
         p.order = self.flag(1);
+        (p.sinks, p.alibi_slopes) = (alone.sinks, alone.alibi_slopes);
+        (p.cu_seqlens_q, p.cu_seqlens_k) = (alone.cu_seqlens_q, alone.cu_seqlens_k);
+        (p.max_seqlen_q, p.max_seqlen_k) = (alone.max_seqlen_q, alone.max_seqlen_k);
+        p.dsinks = alone.dsinks;
         p.reserved = self.flag(0);
         p.deterministic = self.flag(1);
         stated

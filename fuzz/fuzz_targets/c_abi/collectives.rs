@@ -130,11 +130,49 @@ fn tokens(input: &mut Input) {
     }
 }
 
+/// Packed sequences of a rank are runs of its tokens.
+fn packed(input: &mut Input) {
+    const TOKENS: usize = 16;
+    // SAFETY: a params struct of the size that it states; pointers to live locals with as many entries as are stated.
+    unsafe {
+        let mut starts = [0i32; 5];
+        for i in 1..starts.len() {
+            starts[i] = starts[i - 1] + input.up_to(9) as i32 - i32::from(input.one_in(40));
+        }
+        let mut params = zeroed::<unsloth_context_parallel_packed_params>().params;
+        params.struct_size = size_of::<unsloth_context_parallel_packed_params>() as u32;
+        params.causal = u32::from(input.byte()) % 3;
+        params.size = input.pick(&[1, 2, 3, 4, 8, 0, -1, i32::MAX]);
+        params.rank = input.pick(&[0, 0, 1, 2, 7, -1, i32::MAX]);
+        params.tokens = input.up_to(TOKENS as i64);
+        params.batch = input.up_to(4);
+        params.cu_seqlens = starts.as_ptr();
+        let (mut of_queries, mut of_keys) = ([-7; 5], [-7; 5]);
+        let mut positions = [-7; TOKENS];
+        let status = unsloth_context_parallel_packed_get(
+            &params,
+            of_queries.as_mut_ptr(),
+            of_keys.as_mut_ptr(),
+            positions.as_mut_ptr(),
+        );
+        assert_ne!(status, UNSLOTH_STATUS_INTERNAL_ERROR, "{}", last_message());
+        if status != UNSLOTH_STATUS_SUCCESS {
+            return assert_eq!((of_queries[0], of_keys[0], positions[0]), (-7, -7, -7));
+        }
+        let (batch, tokens) = (params.batch as usize, params.tokens as usize);
+        assert!(of_queries[..=batch].is_sorted() && of_keys[..=batch].is_sorted());
+        assert!(of_queries[0] >= 0 && of_queries[batch] <= params.tokens as i32);
+        assert!(positions[..tokens].iter().all(|position| *position >= 0));
+        assert!(positions[tokens..].iter().all(|position| *position == -7));
+    }
+}
+
 /// Groups are made or refused, in time.
 pub fn run(input: &mut Input) {
-    match input.byte() % 4 {
+    match input.byte() % 6 {
         0 => return shard(input),
         1 => return tokens(input),
+        2 => return packed(input),
         _ => {}
     }
     // SAFETY: params structs of the size that they state; pointers to live locals, and the handle that

@@ -70,7 +70,7 @@ macro_rules! finish {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 42] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 43] = [
     of!(
         attention,
         unsloth_attention_supported,

@@ -41,7 +41,7 @@ pub const UNSLOTH_PAGE_LAYOUT_HEAD_MAJOR: unsloth_page_layout = 1;
 /// `h / (num_heads / num_kv_heads)`. Scores and sums are f32. Keys that a mask hides may still be read, and a NaN in their `v` may
 /// reach the output; what lies beyond a sequence's length is never read.
 ///
-/// Attention over disjoint sets of keys may be merged: `lse = ln(exp(lse1) + exp(lse2))`,
+/// `unsloth_attention_merge_forward` merges attention over disjoint sets of keys: `lse = ln(exp(lse1) + exp(lse2))`,
 /// `out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2` (ask for f32 outputs; give sinks to one part only).
 ///
 /// Queries are batched, or packed where `cu_seqlens_q` is given. Keys are batched, packed where `cu_seqlens_k` is given, or paged

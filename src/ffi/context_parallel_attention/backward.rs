@@ -68,10 +68,40 @@ pub struct unsloth_context_parallel_attention_backward_params {
     pub dk: unsloth_tensor,
     /// Optional output: the gradient of `v`, like it.
     pub dv: unsloth_tensor,
+    /// As the forward pass had it.
+    pub sinks: unsloth_tensor,
+    /// As the forward pass had it.
+    pub alibi_slopes: unsloth_tensor,
+    /// As the forward pass had it.
+    pub cu_seqlens_q: unsloth_tensor,
+    /// As the forward pass had it.
+    pub cu_seqlens_k: unsloth_tensor,
+    /// Optional output, beside one of the others: the gradient of `sinks`, f32 `[num_heads]`, the same on all ranks.
+    pub dsinks: unsloth_tensor,
+    /// As the forward pass had it.
+    pub max_seqlen_q: i64,
+    /// As the forward pass had it.
+    pub max_seqlen_k: i64,
 }
 params!(
     unsloth_context_parallel_attention_backward_params,
-    [reserved, q, k, v, out, lse, dout, dq, dk, dv]
+    [
+        reserved,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
+        dq,
+        dk,
+        dv,
+        sinks,
+        alibi_slopes,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        dsinks
+    ]
 );
 
 impl WithC for unsloth_context_parallel_attention_backward_params {
@@ -96,6 +126,13 @@ impl WithC for unsloth_context_parallel_attention_backward_params {
                 dk: self.dk.optional_output(OP, "dk")?,
                 dv: self.dv.optional_output(OP, "dv")?,
                 deterministic: flag(OP, "deterministic", self.deterministic)?,
+                sinks: self.sinks.optional_input(OP, "sinks")?,
+                alibi_slopes: self.alibi_slopes.optional_input(OP, "alibi_slopes")?,
+                cu_seqlens_q: self.cu_seqlens_q.optional_input(OP, "cu_seqlens_q")?,
+                cu_seqlens_k: self.cu_seqlens_k.optional_input(OP, "cu_seqlens_k")?,
+                dsinks: self.dsinks.optional_output(OP, "dsinks")?,
+                max_seqlen_q: count(OP, "max_seqlen_q", self.max_seqlen_q)?,
+                max_seqlen_k: count(OP, "max_seqlen_k", self.max_seqlen_k)?,
                 scale: self.scale,
                 softcap: self.softcap,
                 causal: flag(OP, "causal", self.causal)?,

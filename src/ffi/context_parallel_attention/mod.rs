@@ -79,10 +79,39 @@ pub struct unsloth_context_parallel_attention_params {
     pub out: unsloth_tensor,
     /// Optional output: natural logarithm of the softmax denominator, f32 `[B, num_heads, Sq]`.
     pub lse: unsloth_tensor,
+    /// Optional: a logit per query head that takes part in the softmax and has no value, f32 `[num_heads]`, the same on
+    /// all ranks.
+    pub sinks: unsloth_tensor,
+    /// Optional: ALiBi slopes, f32 `[num_heads]` or `[B, num_heads]`, the same on all ranks. Not by
+    /// `UNSLOTH_CONTEXT_METHOD_RING`; by `UNSLOTH_CONTEXT_METHOD_ALL_GATHER` causal.
+    pub alibi_slopes: unsloth_tensor,
+    /// Optional: i32 `[B + 1]`, where each sequence of packed queries begins, and the last one's end. Ranks then divide
+    /// the tokens of all sequences as one run of them, in contiguous order and not by `UNSLOTH_CONTEXT_METHOD_RING`; `q` and
+    /// `out` are `[total_q, num_heads, ..]`, `k` and `v` `[total_k, num_kv_heads, ..]`, and `lse` is `[num_heads, total_q]`.
+    /// By `UNSLOTH_CONTEXT_METHOD_ULYSSES` these are places among the tokens of all ranks; by
+    /// `UNSLOTH_CONTEXT_METHOD_ALL_GATHER` they are what `unsloth_context_parallel_packed_get` gives, and windows are causal.
+    /// Tokens of no sequence get zeros, and LSE -inf.
+    pub cu_seqlens_q: unsloth_tensor,
+    /// The same of packed keys. If one is given, both are.
+    pub cu_seqlens_k: unsloth_tensor,
+    /// No sequence has more packed queries than this, of those that one rank attends with; 0 for as many as there are.
+    pub max_seqlen_q: i64,
+    /// No sequence has more packed keys than this; 0 for as many as all ranks have.
+    pub max_seqlen_k: i64,
 }
 params!(
     unsloth_context_parallel_attention_params,
-    [q, k, v, out, lse]
+    [
+        q,
+        k,
+        v,
+        out,
+        lse,
+        sinks,
+        alibi_slopes,
+        cu_seqlens_q,
+        cu_seqlens_k
+    ]
 );
 
 /// The method of this value.
@@ -110,6 +139,12 @@ impl WithC for unsloth_context_parallel_attention_params {
                 v: self.v.input(OP, "v")?,
                 out: self.out.output(OP, "out")?,
                 lse: self.lse.optional_output(OP, "lse")?,
+                sinks: self.sinks.optional_input(OP, "sinks")?,
+                alibi_slopes: self.alibi_slopes.optional_input(OP, "alibi_slopes")?,
+                cu_seqlens_q: self.cu_seqlens_q.optional_input(OP, "cu_seqlens_q")?,
+                cu_seqlens_k: self.cu_seqlens_k.optional_input(OP, "cu_seqlens_k")?,
+                max_seqlen_q: count(OP, "max_seqlen_q", self.max_seqlen_q)?,
+                max_seqlen_k: count(OP, "max_seqlen_k", self.max_seqlen_k)?,
                 scale: self.scale,
                 softcap: self.softcap,
                 causal: flag(OP, "causal", self.causal)?,

@@ -54,8 +54,8 @@
 //! # Splitting
 //!
 //! Attention over a union of disjoint sets of keys is the average of the parts' outputs, weighted by their `exp(lse)`:
-//! `lse = ln(exp(lse1) + exp(lse2))`, `out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2`. Ask for f32 `out` in the parts. Give
-//! a sink to one part only.
+//! `lse = ln(exp(lse1) + exp(lse2))`, `out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2`, which
+//! [`attention_merge`](super::attention_merge) computes. Ask for f32 `out` in the parts. Give a sink to one part only.
 //!
 //! # On a GPU
 //!

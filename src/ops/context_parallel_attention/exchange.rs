@@ -2,7 +2,6 @@
 //! one's heads of its own tokens, and gets its own heads of all tokens, or the other way round; and keys and
 //! values to all, whose gradients are added up.
 
-use super::blocks::Division;
 use crate::comm::Comm;
 use crate::comm::tokens::Order;
 use crate::context::Collective;
@@ -11,32 +10,29 @@ use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::Arg;
 use crate::ops::parts::{Names, Parts};
-use crate::problem::cast;
 use crate::problem::collective::{self, Kind, ReduceOp};
+use crate::problem::{accumulate, cast};
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
 /// What a tensor is of, which says where its tokens and its heads are.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Of {
-    /// `[B, tokens, heads, D]`.
+    /// `[B, tokens, heads, D]`, or `[tokens, heads, D]`.
     Rows,
-    /// `[B, heads, tokens]`.
+    /// `[B, heads, tokens]`, or `[heads, tokens]`.
     Lse,
 }
 
 impl Of {
-    fn tokens(self) -> usize {
+    fn tokens(self, t: &RawTensor) -> usize {
         match self {
-            Of::Rows => 1,
-            Of::Lse => 2,
+            Of::Rows => t.layout.rank() - 3,
+            Of::Lse => t.layout.rank() - 1,
         }
     }
 
-    fn heads(self) -> usize {
-        match self {
-            Of::Rows => 2,
-            Of::Lse => 1,
-        }
+    pub fn heads(self, t: &RawTensor) -> usize {
+        t.layout.rank() - 2
     }
 }
 
@@ -50,8 +46,9 @@ impl Chunk {
     /// The first chunks of all ranks, which are in their order, and the second ones, which are in the opposite one.
     fn of(order: Order, own: RawTensor, all: RawTensor) -> Result<(Chunk, Option<Chunk>)> {
         let half = |t: &RawTensor, second: bool| {
-            let tokens = t.layout.dim(Of::Rows.tokens()) / 2;
-            t.narrowed(Of::Rows.tokens(), usize::from(second) * tokens, tokens)
+            let dim = Of::Rows.tokens(t);
+            let tokens = t.layout.dim(dim) / 2;
+            t.narrowed(dim, usize::from(second) * tokens, tokens)
         };
         let chunk = |second: bool| -> Result<Chunk> {
             Ok(Chunk {
@@ -66,14 +63,6 @@ impl Chunk {
     }
 }
 
-/// Refuses what is not a batch: packed sequences cannot be divided.
-pub(super) fn check_batched(op: &'static str, [q, k, v]: [&RawTensor; 3]) -> Result<()> {
-    for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
-        Arg::new(op, name, tensor).rank(&[4])?;
-    }
-    Ok(())
-}
-
 /// The ranks, for an operation.
 pub(super) struct Group<'a> {
     pub op: &'static str,
@@ -81,43 +70,37 @@ pub(super) struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
-    /// Heads of keys can be divided; then those of queries can be too.
-    pub fn check_heads(&self, k: &RawTensor) -> Result<()> {
-        let (heads, size) = (k.layout.dim(2), self.comm.size());
-        if heads.is_multiple_of(size) {
-            return Ok(());
-        }
-        let problem = text!("has {heads} heads, which {size} ranks do not share evenly");
-        Err(Error::invalid(self.op, "k", problem))
+    /// A rank's share of numbers of heads, in the last dimension.
+    pub fn own_heads(&self, of_heads: RawTensor) -> Result<RawTensor> {
+        let last = of_heads.layout.rank() - 1;
+        let heads = of_heads.layout.dim(last) / self.comm.size();
+        of_heads.narrowed(last, self.comm.rank() * heads, heads)
     }
 
-    /// Whole sequences of some heads have no order but their own.
-    pub fn check_order(&self, order: Order) -> Result<()> {
-        match order {
-            Order::Contiguous => Ok(()),
-            Order::Zigzag => {
-                let problem = "is zigzag, allowed with ulysses: contiguous";
-                Err(Error::unsupported(self.op, "order", problem))
-            }
+    /// Gathers numbers of heads, of which each rank has written its own where they are to be.
+    pub fn gather_heads<const N: usize>(
+        &self,
+        name: &'static str,
+        [own, all]: [RawTensor; 2],
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        match self.comm.size() {
+            1 => Ok(()),
+            _ => self.push(name, Kind::AllGather, [own, all], parts),
         }
     }
 
-    /// How whole sequences are made of this rank's part: tokens divide into its chunks.
-    pub fn division(&self, [q, k]: [&RawTensor; 2], order: Order) -> Result<Division> {
-        let chunks = order.chunks();
-        for (name, tensor) in [("q", q), ("k", k)] {
-            let tokens = tensor.layout.dim(1);
-            if !tokens.is_multiple_of(chunks) {
-                let problem = text!("has {tokens} tokens, zigzag needs a multiple of {chunks}");
-                return Err(Error::invalid(self.op, name, problem));
-            }
+    /// Adds up what ranks have of a tensor, which each then has.
+    pub fn sum<const N: usize>(
+        &self,
+        name: &'static str,
+        t: RawTensor,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        match self.comm.size() {
+            1 => Ok(()),
+            _ => self.push(name, Kind::AllReduce(ReduceOp::Sum), [t, t], parts),
         }
-        Ok(Division {
-            order,
-            size: self.comm.size(),
-            queries: q.layout.dim(1),
-            keys: k.layout.dim(1),
-        })
     }
 
     /// Room for this rank's heads of all tokens, of whose own tokens `own` has all heads; `own` itself where
@@ -129,7 +112,7 @@ impl<'a> Group<'a> {
         of: Of,
         parts: &mut Parts<'a, N>,
     ) -> Result<RawTensor> {
-        let heads = own.layout.dim(of.heads()) / self.comm.size();
+        let heads = own.layout.dim(of.heads(&own)) / self.comm.size();
         self.take_all(name, own, (of, heads), parts)
     }
 
@@ -140,7 +123,7 @@ impl<'a> Group<'a> {
         own: RawTensor,
         parts: &mut Parts<'a, N>,
     ) -> Result<RawTensor> {
-        let heads = own.layout.dim(Of::Rows.heads());
+        let heads = own.layout.dim(Of::Rows.heads(&own));
         self.take_all(name, own, (Of::Rows, heads), parts)
     }
 
@@ -159,9 +142,9 @@ impl<'a> Group<'a> {
         let mut shape = [0; MAX_RANK];
         let rank = own.layout.rank();
         shape[..rank].copy_from_slice(own.layout.shape());
-        shape[of.heads()] = heads;
-        let tokens = shape[of.tokens()].checked_mul(size);
-        shape[of.tokens()] = tokens.ok_or_else(|| {
+        shape[of.heads(&own)] = heads;
+        let tokens = &mut shape[of.tokens(&own)];
+        *tokens = tokens.checked_mul(size).ok_or_else(|| {
             let problem = text!("has too many tokens on {size} ranks");
             Error::invalid(self.op, name, problem)
         })?;
@@ -181,7 +164,7 @@ impl<'a> Group<'a> {
             return Ok(all);
         }
         let (first, second) = Chunk::of(order, own, all)?;
-        let to = self.divided(&first.all, Of::Rows.tokens())?;
+        let to = self.divided(&first.all, Of::Rows.tokens(&all))?;
         self.push(name, Kind::AllGather, [first.own, to], parts)?;
         if let Some(chunk) = second {
             let taken = parts.taken();
@@ -209,7 +192,7 @@ impl<'a> Group<'a> {
         }
         let sum = Kind::ReduceScatter(ReduceOp::Sum);
         let (first, second) = Chunk::of(order, own, all)?;
-        let from = self.divided(&first.all, Of::Rows.tokens())?;
+        let from = self.divided(&first.all, Of::Rows.tokens(&all))?;
         self.push(name, sum, [from, first.own], parts)?;
         if let Some(chunk) = second {
             let taken = parts.taken();
@@ -234,8 +217,8 @@ impl<'a> Group<'a> {
     ) -> Result<RawTensor> {
         let heads = self.take_heads(name, own, of, parts)?;
         if self.comm.size() > 1 {
-            let from = self.divided(&own, of.heads())?;
-            let to = self.divided(&heads, of.tokens())?;
+            let from = self.divided(&own, of.heads(&own))?;
+            let to = self.divided(&heads, of.tokens(&heads))?;
             self.push(name, Kind::AllToAll, [from, to], parts)?;
         }
         Ok(heads)
@@ -253,8 +236,8 @@ impl<'a> Group<'a> {
         if self.comm.size() == 1 {
             return Ok(());
         }
-        let from = self.divided(&heads, of.tokens())?;
-        let to = self.divided(&own, of.heads())?;
+        let from = self.divided(&heads, of.tokens(&heads))?;
+        let to = self.divided(&own, of.heads(&own))?;
         self.push(name, Kind::AllToAll, [from, to], parts)
     }
 
@@ -274,9 +257,10 @@ impl<'a> Group<'a> {
     /// Of the second chunks of all ranks, that of one: among them, and in their order in sequences, which is that
     /// of ranks from the last to the first.
     fn backwards(&self, ranks: &RawTensor, all: &RawTensor, rank: usize) -> Result<[RawTensor; 2]> {
-        let tokens = all.layout.dim(Of::Rows.tokens()) / self.comm.size();
+        let dim = Of::Rows.tokens(all);
+        let tokens = all.layout.dim(dim) / self.comm.size();
         let place = self.comm.size() - 1 - rank;
-        let in_order = all.narrowed(Of::Rows.tokens(), place * tokens, tokens)?;
+        let in_order = all.narrowed(dim, place * tokens, tokens)?;
         Ok([entry(ranks, rank)?, in_order])
     }
 
@@ -380,6 +364,17 @@ impl<'a> Group<'a> {
         parts.push(Ok(cast::Problem { x, out }), names_of(name))
     }
 
+    /// Adds a tensor to another one of its shape.
+    pub fn add<const N: usize>(
+        &self,
+        name: &'static str,
+        x: RawTensor,
+        out: RawTensor,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        parts.push(Ok(accumulate::Problem { x, out }), names_of(name))
+    }
+
     /// Room for a contiguous tensor.
     pub fn take_of<const N: usize>(
         &self,
@@ -413,6 +408,16 @@ impl<'a> Group<'a> {
     }
 }
 
+/// Packed tokens as those of one sequence.
+pub(super) fn as_batch(t: RawTensor) -> Result<RawTensor> {
+    let rank = t.layout.rank();
+    let (mut shape, mut strides) = ([1; MAX_RANK], [0; MAX_RANK]);
+    shape[1..=rank].copy_from_slice(t.layout.shape());
+    strides[1..=rank].copy_from_slice(t.layout.strides());
+    let layout = Layout::strided(&shape[..=rank], &strides[..=rank])?;
+    Ok(RawTensor { layout, ..t })
+}
+
 /// An entry of the first dimension.
 pub(super) fn entry(t: &RawTensor, index: usize) -> Result<RawTensor> {
     let entry = t.narrowed(0, index, 1)?;
@@ -431,7 +436,7 @@ fn names_of(name: &'static str) -> Names {
             }
         };
     }
-    names!("q" "k" "v" "out" "lse" "dout" "dq" "dk" "dv")
+    names!("q" "k" "v" "out" "lse" "dout" "dq" "dk" "dv" "dsinks")
 }
 
 /// # Safety
@@ -439,6 +444,13 @@ fn names_of(name: &'static str) -> Names {
 pub(super) unsafe fn read<'t>(t: &RawTensor) -> TensorRef<'t> {
     // SAFETY: the caller's promise.
     unsafe { TensorRef::from_raw(t.ptr, t.dtype, t.layout) }
+}
+
+/// # Safety
+/// As [`read`].
+pub(super) unsafe fn read_optional<'t>(t: Option<RawTensor>) -> Option<TensorRef<'t>> {
+    // SAFETY: the caller's promise.
+    t.map(|t| unsafe { read(&t) })
 }
 
 /// # Safety

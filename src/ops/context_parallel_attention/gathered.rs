@@ -1,12 +1,12 @@
 //! Ranks that gather the keys and values of all, and attend to them with their own queries.
 
+use super::backward::OfHeads;
 use super::blocks::{Block, Division, Run, Sight};
-use super::exchange::Group;
+use super::exchange::{Group, as_batch};
 use super::{Params, attention, backward};
 use crate::error::Result;
 use crate::ops::operation::Operation;
 use crate::ops::parts::Parts;
-use crate::problem::accumulate;
 use crate::tensor::RawTensor;
 
 /// Where tokens are in queries, keys and values, and in `lse`.
@@ -51,11 +51,41 @@ impl<'a> Params<'a> {
             let call = attention::Params {
                 window_left: block.window_left,
                 window_right: block.window_right,
-                ..self.unmasked(tensors, lse.transpose()?)
+                ..self.unmasked(tensors, lse.transpose()?, self.of_heads())
             };
             parts.push(call.problem(), &[])?;
         }
         Ok(())
+    }
+
+    /// The same where a batch is one run of packed tokens.
+    pub(super) fn push_packed<const N: usize>(
+        &self,
+        group: &Group<'a>,
+        [q, k, v, out]: [RawTensor; 4],
+        lse: Option<RawTensor>,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        let k = group.gathered("k", k, self.order, parts)?;
+        let v = group.gathered("v", v, self.order, parts)?;
+        self.push_nothing([q, k, v, out], lse, parts)?;
+        let call = self.attention([q, k, v, out], lse, self.of_heads());
+        parts.push(call.problem(), &[])
+    }
+
+    /// Packed queries, as those of one sequence that see no keys, which give zeros: those of no sequence keep them.
+    pub(super) fn push_nothing<const N: usize>(
+        &self,
+        tensors: [RawTensor; 4],
+        lse: Option<RawTensor>,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        let [q, k, v, out] = tensors;
+        let none = |t: RawTensor| as_batch(t.narrowed(0, 0, 0)?);
+        let tensors = [as_batch(q)?, none(k)?, none(v)?, as_batch(out)?];
+        let lse = lse.map(as_batch).transpose()?;
+        let call = self.unmasked(tensors, lse, [None; 2]);
+        parts.push(call.problem(), &[])
     }
 }
 
@@ -103,7 +133,7 @@ impl<'a> backward::Params<'a> {
             let taken = parts.taken();
             match first {
                 true => {
-                    self.push_block(&inputs, queries, &block, (dq, all), parts)?;
+                    self.push_block(&inputs, queries, &block, (dq, all), false, parts)?;
                     self.push_unseen(&inputs, block.keys.len(), all, parts)?;
                 }
                 // What another chunk has given is added to.
@@ -116,9 +146,11 @@ impl<'a> backward::Params<'a> {
                         }
                     }
                     let given = more.map(|more| more.map(|(given, _)| given));
-                    self.push_block(&inputs, queries, &block, (dq, given), parts)?;
-                    for (x, out) in more.into_iter().flatten() {
-                        parts.push(Ok(accumulate::Problem { x, out }), &[])?;
+                    self.push_block(&inputs, queries, &block, (dq, given), true, parts)?;
+                    for (name, more) in ["dk", "dv"].into_iter().zip(more) {
+                        if let Some((x, out)) = more {
+                            group.add(name, x, out, parts)?;
+                        }
                     }
                 }
             }
@@ -130,16 +162,102 @@ impl<'a> backward::Params<'a> {
                 group.scatter(name, [all, own], self.order, parts)?;
             }
         }
+        self.push_sum_of_sinks(group, parts)
+    }
+
+    /// The same where a batch is one run of packed tokens.
+    pub(super) fn push_packed<const N: usize>(
+        &self,
+        group: &Group<'a>,
+        [q, k, v, out, dout]: [RawTensor; 5],
+        lse: RawTensor,
+        [dq, dk, dv]: [Option<RawTensor>; 3],
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        let k = group.gathered("k", k, self.order, parts)?;
+        let v = group.gathered("v", v, self.order, parts)?;
+        let mut take = |name, own: Option<RawTensor>| {
+            own.map(|own| group.take_tokens(name, own, parts))
+                .transpose()
+        };
+        let all = [dq, take("dk", dk)?, take("dv", dv)?];
+        let tensors = [q, k, v, out, dout];
+        self.push_nothing(tensors, lse, all, parts)?;
+        let call = self.attention(tensors, lse, all, self.of_heads());
+        parts.push(call.problem(), &[])?;
+        for (name, all, own) in [("dk", all[1], dk), ("dv", all[2], dv)] {
+            if let (Some(all), Some(own)) = (all, own) {
+                group.scatter(name, [all, own], self.order, parts)?;
+            }
+        }
+        self.push_sum_of_sinks(group, parts)
+    }
+
+    /// Gradients of packed tokens, as those of one sequence of queries without keys and one of keys without queries,
+    /// which are zeros: those of no sequence keep them.
+    pub(super) fn push_nothing<const N: usize>(
+        &self,
+        tensors: [RawTensor; 5],
+        lse: RawTensor,
+        [dq, dk, dv]: [Option<RawTensor>; 3],
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        let [q, k, v, out, dout] = tensors;
+        let none = |t: RawTensor| as_batch(t.narrowed(0, 0, 0)?);
+        let of_none = OfHeads::default();
+        if let Some(dq) = dq {
+            let tensors = [
+                as_batch(q)?,
+                none(k)?,
+                none(v)?,
+                as_batch(out)?,
+                as_batch(dout)?,
+            ];
+            let gradients = [Some(as_batch(dq)?), None, None];
+            let call = self.unmasked(tensors, as_batch(lse)?, gradients, of_none);
+            parts.push(call.problem(), &[])?;
+        }
+        if dk.is_some() || dv.is_some() {
+            let tensors = [
+                none(q)?,
+                as_batch(k)?,
+                as_batch(v)?,
+                none(out)?,
+                none(dout)?,
+            ];
+            let gradients = [
+                None,
+                dk.map(as_batch).transpose()?,
+                dv.map(as_batch).transpose()?,
+            ];
+            let lse = as_batch(lse.narrowed(1, 0, 0)?)?;
+            let call = self.unmasked(tensors, lse, gradients, of_none);
+            parts.push(call.problem(), &[])?;
+        }
         Ok(())
     }
 
-    /// The gradients of some queries, and of the keys that they see: the first ones of `dk` and `dv`.
+    /// Adds up the gradients that all ranks' queries give sinks.
+    pub(super) fn push_sum_of_sinks<const N: usize>(
+        &self,
+        group: &Group<'a>,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        match self.of_heads().dsinks {
+            Some(dsinks) => group.sum("dsinks", dsinks, parts),
+            None => Ok(()),
+        }
+    }
+
+    /// The gradients of some queries, and of the keys that they see: the first ones of `dk` and `dv`; and of sinks, which
+    /// may be added to.
     fn push_block<const N: usize>(
         &self,
         inputs: &Inputs,
         queries: &Run,
         block: &Block,
         (dq, [dk, dv]): (Option<RawTensor>, [Option<RawTensor>; 2]),
+        accumulate: bool,
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         if dq.is_none() && dk.is_none() && dv.is_none() {
@@ -165,7 +283,8 @@ impl<'a> backward::Params<'a> {
         let call = attention::backward::Params {
             window_left: block.window_left,
             window_right: block.window_right,
-            ..self.unmasked(tensors, lse, gradients)
+            accumulate,
+            ..self.unmasked(tensors, lse, gradients, self.of_heads())
         };
         parts.push(call.problem(), &[])
     }
@@ -192,7 +311,7 @@ impl<'a> backward::Params<'a> {
             dv.map(unseen).transpose()?,
         ];
         let lse = inputs.lse.narrowed(TOKENS_OF_LSE, 0, 0)?;
-        let call = self.unmasked(tensors, lse, gradients);
+        let call = self.unmasked(tensors, lse, gradients, OfHeads::default());
         parts.push(call.problem(), &[])
     }
 }

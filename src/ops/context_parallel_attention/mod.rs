@@ -26,6 +26,15 @@
 //! Transfers and attention are queued on one stream, one behind the other. The list of what is done in turn lies in
 //! memory of the host's, as with many ranks in zigzag.
 //!
+//! Sequences of different lengths are padded, or packed: then ranks divide the tokens of all of them as one run, which
+//! cuts sequences where parts end. By Ulysses the ranks exchange all of it, and sequences are whole again. Of gathered
+//! keys a rank's queries see those of their sequences; [`tokens::Packed`](crate::comm::tokens::Packed) says where these are. Packed
+//! sequences are in contiguous order, their keys do not travel, and their windows are causal where keys are gathered. Tokens
+//! of no sequence get zeros, and LSE −∞.
+//!
+//! Sinks count once, by every method; their gradient is that of all ranks' queries, on each rank. ALiBi is not for rings, and
+//! causal where keys are gathered. Bias and masks of single scores there are none.
+//!
 //! [`backward`](fn@backward) takes what the forward pass was given and gave, all of it the rank's parts; nothing
 //! else is kept. It exchanges all of it, and the gradients back, or gathers or sends keys and values again.
 //!
@@ -72,6 +81,7 @@
 
 pub mod backward;
 mod blocks;
+mod check;
 mod exchange;
 mod gathered;
 mod ring;
@@ -88,6 +98,13 @@ use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 use exchange::{Group, Of};
 
 const OP: &str = "context_parallel_attention";
+
+/// Sinks and slopes: numbers of heads.
+type OfHeads = [Option<RawTensor>; 2];
+
+fn raw(t: &Option<TensorRef<'_>>) -> Option<RawTensor> {
+    t.as_ref().map(TensorRef::raw)
+}
 
 /// Parts that take no memory of the host's: of every method with few ranks.
 const PARTS: usize = 17;
@@ -137,6 +154,21 @@ pub struct Params<'a> {
     pub out: TensorMut<'a>,
     /// Receives the natural logarithm of the softmax denominator: f32 `[B, Hq, Sq]`.
     pub lse: Option<TensorMut<'a>>,
+    /// A logit per query head that takes part in the softmax and has no value: f32 `[Hq]`, the same on all ranks.
+    pub sinks: Option<TensorRef<'a>>,
+    /// ALiBi slopes, f32 `[Hq]` or `[B, Hq]`, the same on all ranks. Not by [`Method::Ring`]; by [`Method::AllGather`] causal.
+    pub alibi_slopes: Option<TensorRef<'a>>,
+    /// Where each sequence of packed queries begins, and the last one's end: i32 `[B + 1]`. Ranks then divide the tokens of
+    /// all sequences together, in contiguous order and not by [`Method::Ring`], and `q` is `[total_q, Hq, D]`, `k` and `v`
+    /// likewise. By [`Method::Ulysses`] these are the places among the tokens of all ranks; by [`Method::AllGather`]
+    /// [`tokens::Packed`](crate::comm::tokens::Packed) says what they are for a rank, and windows are causal.
+    pub cu_seqlens_q: Option<TensorRef<'a>>,
+    /// The same of packed keys; if one is given, both are.
+    pub cu_seqlens_k: Option<TensorRef<'a>>,
+    /// No sequence has more packed queries than this, of those that one rank attends with. Zero: as many as there are.
+    pub max_seqlen_q: usize,
+    /// No sequence has more packed keys than this. Zero: as many as all ranks have.
+    pub max_seqlen_k: usize,
     /// Factor of the scores; zero for `1 / sqrt(D)`.
     pub scale: f32,
     /// Bound of the scores through `softcap * tanh(s / softcap)`; zero for none.
@@ -170,6 +202,12 @@ impl<'a> Params<'a> {
             v,
             out,
             lse: None,
+            sinks: None,
+            alibi_slopes: None,
+            cu_seqlens_q: None,
+            cu_seqlens_k: None,
+            max_seqlen_q: 0,
+            max_seqlen_k: 0,
             scale: 0.0,
             softcap: 0.0,
             causal: false,
@@ -179,18 +217,30 @@ impl<'a> Params<'a> {
         }
     }
 
-    /// Attention of one rank alone over these tensors, with the windows of the whole.
+    /// Attention of one rank alone over these tensors, with the windows of the whole, packed where that is.
     fn attention<'t>(
         &self,
         tensors: [RawTensor; 4],
         lse: Option<RawTensor>,
+        of_heads: OfHeads,
     ) -> attention::Params<'t> {
+        // SAFETY: the caller's tensors, which a call with these parameters has lent.
+        let read = |t: &Option<TensorRef<'_>>| unsafe { exchange::read_optional(raw(t)) };
         attention::Params {
             causal: self.causal,
             window_left: self.window_left,
             window_right: self.window_right,
-            ..self.unmasked(tensors, lse)
+            cu_seqlens_q: read(&self.cu_seqlens_q),
+            cu_seqlens_k: read(&self.cu_seqlens_k),
+            max_seqlen_q: self.max_seqlen_q,
+            max_seqlen_k: self.max_seqlen_k,
+            ..self.unmasked(tensors, lse, of_heads)
         }
+    }
+
+    /// Sinks and slopes of all heads.
+    fn of_heads(&self) -> OfHeads {
+        [raw(&self.sinks), raw(&self.alibi_slopes)]
     }
 
     /// The same where every query sees every key.
@@ -198,12 +248,15 @@ impl<'a> Params<'a> {
         &self,
         [q, k, v, out]: [RawTensor; 4],
         lse: Option<RawTensor>,
+        [sinks, alibi_slopes]: OfHeads,
     ) -> attention::Params<'t> {
         // SAFETY: they are the caller's tensors, which a call with these parameters has lent, or lie in
         // its workspace; only parts of that call use them, one after the other.
         unsafe {
             attention::Params {
                 lse: lse.map(|lse| exchange::write(&lse)),
+                sinks: exchange::read_optional(sinks),
+                alibi_slopes: exchange::read_optional(alibi_slopes),
                 scale: self.scale,
                 softcap: self.softcap,
                 ..attention::Params::new(
@@ -225,16 +278,30 @@ impl<'a> Operation for Params<'a> {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(TensorRef::raw);
         let out = self.out.raw();
         let lse = self.lse.as_ref().map(TensorMut::raw);
-        exchange::check_batched(OP, [&q, &k, &v])?;
+        let cu_seqlens = [&self.cu_seqlens_q, &self.cu_seqlens_k].map(Option::is_some);
+        let packed = check::check_forms(OP, [&q, &k, &v], cu_seqlens)?;
         // What one rank's call would refuse is refused here.
-        named(OP, self.attention([q, k, v, out], lse).problem(), &[])?;
+        let of_heads = self.of_heads();
+        let alone = self.attention([q, k, v, out], lse, of_heads);
+        named(OP, alone.problem(), &[])?;
         let group = Group {
             op: OP,
             comm: self.comm,
         };
+        if packed {
+            let windows = [self.window_left, self.window_right];
+            group.check_packed(self.method, self.order, (self.causal, windows))?;
+        }
+        if self.alibi_slopes.is_some() {
+            group.check_slopes(self.method, self.causal)?;
+        }
         let mut parts = Parts::new(OP, &self.workspace).exactly().of_any_number();
         match self.method {
             Method::Ulysses => {}
+            Method::AllGather if packed => {
+                self.push_packed(&group, [q, k, v, out], lse, &mut parts)?;
+                return Ok(parts);
+            }
             // One rank has all keys.
             Method::Ring if self.comm.size() > 1 => {
                 self.push_ring(&group, [q, k, v, out], lse, &mut parts)?;
@@ -257,7 +324,15 @@ impl<'a> Operation for Params<'a> {
             None => None,
             Some(lse) => Some(group.take_heads("lse", lse, Of::Lse, &mut parts)?),
         };
-        parts.push(self.attention(tensors, of_heads).problem(), &[])?;
+        let mut numbers = self.of_heads();
+        for number in numbers.iter_mut().flatten() {
+            *number = group.own_heads(*number)?;
+        }
+        if packed {
+            self.push_nothing(tensors, of_heads, &mut parts)?;
+        }
+        let alone = self.attention(tensors, of_heads, numbers);
+        parts.push(alone.problem(), &[])?;
         group.tokens_of("out", tensors[3], out, Of::Rows, &mut parts)?;
         if let (Some(of_heads), Some(lse)) = (of_heads, lse) {
             group.tokens_of("lse", of_heads, lse, Of::Lse, &mut parts)?;
@@ -269,6 +344,14 @@ impl<'a> Operation for Params<'a> {
         tensors.read("q", &self.q);
         tensors.read("k", &self.k);
         tensors.read("v", &self.v);
+        for (name, tensor) in [
+            ("sinks", &self.sinks),
+            ("alibi_slopes", &self.alibi_slopes),
+            ("cu_seqlens_q", &self.cu_seqlens_q),
+            ("cu_seqlens_k", &self.cu_seqlens_k),
+        ] {
+            tensors.read_optional(name, tensor.as_ref());
+        }
         tensors.write("out", &self.out);
         tensors.write_optional("lse", self.lse.as_ref());
     }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::backward::OfHeads;
 use super::blocks::{Block, Division, Sight};
 use super::exchange::{Group, entry};
 use super::gathered::{TOKENS, TOKENS_OF_LSE};
@@ -10,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::ops::operation::Operation;
 use crate::ops::parts::Parts;
-use crate::problem::{accumulate, attention_merge, cast};
+use crate::problem::attention_merge;
 use crate::tensor::RawTensor;
 
 /// Two tensors of a rank, keys and values or their gradients, which are somewhere on their way.
@@ -100,11 +101,17 @@ impl<'a> Params<'a> {
         let mut keys = group.travelling_keys([k, v], ring.steps, parts)?;
         let sums = Sums::take(group, &out, parts)?;
         let mut begun = false;
+        if let [Some(sinks), _] = self.of_heads() {
+            // Sinks count once, and for every query.
+            let nothing = Block::nothing(division.queries);
+            self.push_block(q, [k, v], &nothing, sums.part(0)?, Some(sinks), parts)?;
+            begun = true;
+        }
         for step in 0..ring.steps {
             let here = keys.pair([k, v]);
             for block in division.blocks(rank, ring.owner(step), sight) {
                 if !begun && block.queries.len() == division.queries {
-                    self.push_block(q, here, &block, sums.part(0)?, parts)?;
+                    self.push_block(q, here, &block, sums.part(0)?, None, parts)?;
                     begun = true;
                     continue;
                 }
@@ -114,12 +121,13 @@ impl<'a> Params<'a> {
                         here,
                         &Block::nothing(division.queries),
                         sums.part(0)?,
+                        None,
                         parts,
                     )?;
                     begun = true;
                 }
-                self.push_block(q, here, &block, sums.part(1)?, parts)?;
-                parts.push(Ok(sums.merge(&block)?), &[])?;
+                self.push_block(q, here, &block, sums.part(1)?, None, parts)?;
+                parts.push(Ok(sums.merge(&block)?), &[("outs", "out")])?;
             }
             if step + 1 < ring.steps {
                 keys.hop(group, ring.next(), parts)?;
@@ -128,7 +136,7 @@ impl<'a> Params<'a> {
         let [sum_out, sum_lse] = sums.part(0)?;
         if !begun {
             let nothing = Block::nothing(division.queries);
-            self.push_block(q, [k, v], &nothing, [sum_out, sum_lse], parts)?;
+            self.push_block(q, [k, v], &nothing, [sum_out, sum_lse], None, parts)?;
         }
         group.copy("out", sum_out, out, parts)?;
         match lse {
@@ -137,13 +145,14 @@ impl<'a> Params<'a> {
         }
     }
 
-    /// What the queries of a block see of some keys.
+    /// What the queries of a block see of some keys, and of sinks.
     fn push_block<const N: usize>(
         &self,
         q: RawTensor,
         [k, v]: Pair,
         block: &Block,
         [out, lse]: [RawTensor; 2],
+        sinks: Option<RawTensor>,
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         let tensors = [
@@ -156,7 +165,7 @@ impl<'a> Params<'a> {
         let call = attention::Params {
             window_left: block.window_left,
             window_right: block.window_right,
-            ..self.unmasked(tensors, Some(lse))
+            ..self.unmasked(tensors, Some(lse), [sinks, None])
         };
         parts.push(call.problem(), &[])
     }
@@ -200,23 +209,25 @@ impl Sums {
 /// A gradient that is added up in f32, and what a call gives of it.
 #[derive(Clone, Copy)]
 struct Gradient {
+    name: &'static str,
     sum: RawTensor,
     part: RawTensor,
 }
 
 impl Gradient {
     /// Takes what a call gave of the tokens of a range: added, or in place of what is there.
-    fn push<const N: usize>(
+    fn push<'a, const N: usize>(
         &self,
+        group: &Group<'a>,
         tokens: &Range<usize>,
         add: bool,
-        parts: &mut Parts<'_, N>,
+        parts: &mut Parts<'a, N>,
     ) -> Result<()> {
         let x = narrowed(self.part, TOKENS, tokens)?;
         let out = narrowed(self.sum, TOKENS, tokens)?;
         match add {
-            true => parts.push(Ok(accumulate::Problem { x, out }), &[]),
-            false => parts.push(Ok(cast::Problem { x, out }), &[]),
+            true => group.add(self.name, x, out, parts),
+            false => group.copy(self.name, x, out, parts),
         }
     }
 }
@@ -257,10 +268,20 @@ impl<'a> backward::Params<'a> {
         let of_q = match dq {
             None => None,
             Some(dq) => Some(Gradient {
+                name: "dq",
                 sum: group.take_of(DType::F32, dq.layout.shape(), parts)?,
                 part: group.take_like(&dq, parts)?,
             }),
         };
+        let of_heads = self.of_heads();
+        if of_heads.dsinks.is_some() {
+            // What sinks get depends on no key.
+            let [q, out, dout] = queries.tensors;
+            let none = |t: RawTensor| t.narrowed(TOKENS, 0, 0);
+            let tensors = [q, none(k)?, none(v)?, out, dout];
+            let call = self.unmasked(tensors, lse, [None; 3], of_heads);
+            parts.push(call.problem(), &[])?;
+        }
         let (all_queries, all_keys) = (0..division.queries, 0..division.keys);
         // Whether the sums that are here hold anything yet.
         let (mut of_queries, mut of_keys) = (false, false);
@@ -269,6 +290,7 @@ impl<'a> backward::Params<'a> {
             let gradients = |sums: &Travelling| -> [Option<Gradient>; 2] {
                 [0, 1].map(|i| {
                     Some(Gradient {
+                        name: sums.names[i],
                         sum: sums.here[i]?,
                         part: given[i]?,
                     })
@@ -280,22 +302,22 @@ impl<'a> backward::Params<'a> {
                 if !of_queries && block.queries != all_queries {
                     let nothing = Block::nothing(division.queries);
                     self.push_of_block(&queries, here, &nothing, (of_q, [None; 2]), parts)?;
-                    push_sum(of_q, &all_queries, false, parts)?;
+                    push_sum(group, of_q, &all_queries, false, parts)?;
                     of_queries = true;
                 }
                 if !of_keys && block.keys != all_keys {
-                    self.push_zeros(&queries, here, of_kv, parts)?;
+                    self.push_zeros(group, &queries, here, of_kv, parts)?;
                     of_keys = true;
                 }
                 self.push_of_block(&queries, here, &block, (of_q, of_kv), parts)?;
-                push_sum(of_q, &block.queries, of_queries, parts)?;
+                push_sum(group, of_q, &block.queries, of_queries, parts)?;
                 for gradient in of_kv {
-                    push_sum(gradient, &block.keys, of_keys, parts)?;
+                    push_sum(group, gradient, &block.keys, of_keys, parts)?;
                 }
                 (of_queries, of_keys) = (true, true);
             }
             if !of_keys {
-                self.push_zeros(&queries, here, of_kv, parts)?;
+                self.push_zeros(group, &queries, here, of_kv, parts)?;
                 of_keys = true;
             }
             if step + 1 < ring.steps {
@@ -306,7 +328,7 @@ impl<'a> backward::Params<'a> {
         if !of_queries {
             let nothing = Block::nothing(division.queries);
             self.push_of_block(&queries, [k, v], &nothing, (of_q, [None; 2]), parts)?;
-            push_sum(of_q, &all_queries, false, parts)?;
+            push_sum(group, of_q, &all_queries, false, parts)?;
         }
         if ring.steps > 1 {
             sums.hop(group, ring.home(), parts)?;
@@ -319,7 +341,7 @@ impl<'a> backward::Params<'a> {
                 group.copy(name, sum, own, parts)?;
             }
         }
-        Ok(())
+        self.push_sum_of_sinks(group, parts)
     }
 
     /// What the queries of a block, and the keys that they see, get from each other.
@@ -354,7 +376,7 @@ impl<'a> backward::Params<'a> {
         let call = attention::backward::Params {
             window_left: block.window_left,
             window_right: block.window_right,
-            ..self.unmasked(tensors, lse, gradients)
+            ..self.unmasked(tensors, lse, gradients, OfHeads::default())
         };
         parts.push(call.problem(), &[])
     }
@@ -362,6 +384,7 @@ impl<'a> backward::Params<'a> {
     /// Gradients of keys begin at zero: no queries give them that.
     fn push_zeros<const N: usize>(
         &self,
+        group: &Group<'a>,
         queries: &Queries,
         here: Pair,
         of_kv: [Option<Gradient>; 2],
@@ -377,17 +400,18 @@ impl<'a> backward::Params<'a> {
         self.push_of_block(queries, here, &none, (None, of_kv), parts)?;
         of_kv
             .into_iter()
-            .try_for_each(|of| push_sum(of, &all, false, parts))
+            .try_for_each(|of| push_sum(group, of, &all, false, parts))
     }
 }
 
-fn push_sum<const N: usize>(
+fn push_sum<'a, const N: usize>(
+    group: &Group<'a>,
     of: Option<Gradient>,
     tokens: &Range<usize>,
     add: bool,
-    parts: &mut Parts<'_, N>,
+    parts: &mut Parts<'a, N>,
 ) -> Result<()> {
-    of.map_or(Ok(()), |of| of.push(tokens, add, parts))
+    of.map_or(Ok(()), |of| of.push(group, tokens, add, parts))
 }
 
 impl<'a> Group<'a> {

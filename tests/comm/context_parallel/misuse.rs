@@ -5,7 +5,7 @@ use unsloth::{Comm, Context, DType, Error, Stream};
 
 use crate::common::{DeviceTensor, TestTensor, rng};
 use crate::group::{random, ranks};
-use crate::parallel::{poisoned, unbound};
+use crate::parallel::{poisoned, unbound, unbound_ref};
 
 /// What a rank of two is called with: `q`, `k`, `v`, `out`, `lse`, `dout`, `dq`, `dk`, `dv`.
 struct Call {
@@ -16,6 +16,8 @@ struct Call {
     tensors: Vec<(DType, Vec<usize>)>,
     scale: f32,
     softcap: f32,
+    /// `cu_seqlens_q`, `cu_seqlens_k`, `alibi_slopes`, `sinks` and `dsinks`.
+    given: [bool; 5],
     no_gradients: bool,
     of_other: bool,
 }
@@ -39,8 +41,17 @@ impl Call {
             tensors: shapes.map(|shape| (DType::F32, shape.to_vec())).into(),
             scale: 0.0,
             softcap: 0.0,
+            given: [false; 5],
             no_gradients: false,
             of_other: false,
+        }
+    }
+
+    /// All tensors without their first dimension, which is that of one sequence.
+    fn pack(&mut self) {
+        self.given[..2].fill(true);
+        for (_, shape) in &mut self.tensors {
+            shape.remove(0);
         }
     }
 
@@ -62,7 +73,18 @@ impl Call {
         // SAFETY: they live while the calls run.
         let mut outputs = t.iter_mut().map(|t| unsafe { Some(unbound(t)) });
         let mut outputs: Vec<_> = (0..9).map(|_| outputs.next().unwrap()).collect();
+        let lengths = TestTensor::of(DType::I32, &[2], &[0.0, 0.0]).upload(ctx);
+        let numbers = TestTensor::of(DType::F32, &[4], &[0.0; 4]).upload(ctx);
+        let mut dsinks = poisoned(DType::F32, &[4]).upload(ctx);
+        let given = |i: usize, t: &DeviceTensor| {
+            // SAFETY: they live while the calls run.
+            self.given[i].then(|| unsafe { unbound_ref(t) })
+        };
         let params = divided::Params {
+            cu_seqlens_q: given(0, &lengths),
+            cu_seqlens_k: given(1, &lengths),
+            alibi_slopes: given(2, &numbers),
+            sinks: given(3, &numbers),
             lse: outputs[LSE].take(),
             method: self.method,
             order: self.order,
@@ -86,6 +108,12 @@ impl Call {
             forward.push(divided::forward(ctx, &params, Stream::DEFAULT).err());
         }
         let mut params = backward::Params {
+            cu_seqlens_q: given(0, &lengths),
+            cu_seqlens_k: given(1, &lengths),
+            alibi_slopes: given(2, &numbers),
+            sinks: given(3, &numbers),
+            // SAFETY: as above.
+            dsinks: self.given[4].then(|| unsafe { unbound(&mut dsinks) }),
             method: self.method,
             order: self.order,
             causal: self.causal,
@@ -119,7 +147,7 @@ impl Call {
 fn what_is_wrong_is_refused() {
     type Spoil = fn(&mut Call);
     // How it is spoiled, and what both passes say; `None` where that is nothing.
-    let cases: [(Spoil, Option<&str>, Option<&str>); 19] = [
+    let cases: [(Spoil, Option<&str>, Option<&str>); 28] = [
         (|_| {}, None, None),
         (
             |c| {
@@ -225,6 +253,60 @@ fn what_is_wrong_is_refused() {
             |c| c.softcap = -1.0,
             Some("softcap is -1, at least 0 is needed"),
             Some("softcap is -1, at least 0 is needed"),
+        ),
+        (
+            |c| c.given[0] = true,
+            Some("cu_seqlens_k is absent, cu_seqlens_q needs it"),
+            Some("cu_seqlens_k is absent, cu_seqlens_q needs it"),
+        ),
+        (
+            |c| c.given[1] = true,
+            Some("cu_seqlens_q is absent, cu_seqlens_k needs it"),
+            Some("cu_seqlens_q is absent, cu_seqlens_k needs it"),
+        ),
+        (
+            |c| c.given[..2].fill(true),
+            Some("q has rank 4, allowed: 3"),
+            Some("q has rank 4, allowed: 3"),
+        ),
+        (
+            |c| {
+                c.pack();
+                c.order = Order::Zigzag;
+            },
+            Some("order is zigzag, allowed with cu_seqlens_q: contiguous"),
+            Some("order is zigzag, allowed with cu_seqlens_q: contiguous"),
+        ),
+        (
+            |c| {
+                c.pack();
+                c.method = Method::Ring;
+            },
+            Some("method is ring, allowed with cu_seqlens_q: ulysses, all_gather"),
+            Some("method is ring, allowed with cu_seqlens_q: ulysses, all_gather"),
+        ),
+        (
+            |c| {
+                c.pack();
+                (c.method, c.window_left) = (Method::AllGather, 2);
+            },
+            Some("window_left is 2, allowed with cu_seqlens_q and all_gather unless causal: 0"),
+            Some("window_left is 2, allowed with cu_seqlens_q and all_gather unless causal: 0"),
+        ),
+        (
+            |c| (c.method, c.given[2]) = (Method::Ring, true),
+            Some("alibi_slopes is given, allowed with ring: absent"),
+            Some("alibi_slopes is given, allowed with ring: absent"),
+        ),
+        (
+            |c| (c.method, c.given[2]) = (Method::AllGather, true),
+            Some("alibi_slopes is given, allowed with all_gather unless causal: absent"),
+            Some("alibi_slopes is given, allowed with all_gather unless causal: absent"),
+        ),
+        (
+            |c| c.given[4] = true,
+            None,
+            Some("dsinks is given without sinks"),
         ),
         (
             |c| c.of_other = true,

@@ -2,6 +2,7 @@
 
 mod definition;
 mod misuse;
+mod packed;
 
 use unsloth::ops::attention;
 use unsloth::ops::context_parallel_attention::{self as divided, Method, Order, backward};
@@ -27,6 +28,8 @@ pub struct Case {
     causal: bool,
     windows: (usize, usize),
     softcap: f32,
+    sinks: bool,
+    slopes: bool,
     /// Whether tensors have heads before tokens, or gaps.
     gaps: bool,
     gradients: [bool; 3],
@@ -44,12 +47,14 @@ const CASE: Case = Case {
     causal: true,
     windows: (0, 0),
     softcap: 0.0,
+    sinks: false,
+    slopes: false,
     gaps: false,
     gradients: [true; 3],
 };
 
 #[rustfmt::skip]
-const CASES: [Case; 9] = [
+const CASES: [Case; 11] = [
     CASE,
     Case {
         causal: false,
@@ -99,6 +104,20 @@ const CASES: [Case; 9] = [
         keys: 0,
         ..CASE
     },
+    Case {
+        group: 2,
+        sinks: true,
+        ..CASE
+    },
+    Case {
+        causal: false,
+        batch: 2,
+        queries: 3,
+        sinks: true,
+        slopes: true,
+        gradients: [true, false, false],
+        ..CASE
+    },
 ];
 
 /// `q`, `k`, `v` and `dout` of all ranks, and the same of one rank that has all tokens.
@@ -132,6 +151,16 @@ impl Case {
         Whole {
             tensors: tensors.map(|shape| TestTensor::normal(rng, dtype, contiguous(&shape))),
         }
+    }
+
+    /// Sinks and slopes, the same on all ranks.
+    fn of_heads(&self, heads: usize) -> [TestTensor; 2] {
+        [(1.0, 0.9), (0.3, 0.4)].map(|(scale, step): (f64, f64)| {
+            let values: Vec<_> = (0..heads)
+                .map(|h| scale * (step * h as f64).cos())
+                .collect();
+            TestTensor::of(DType::F32, &[heads], &values)
+        })
     }
 
     /// A tensor of a rank, with the layout of the case.
@@ -188,7 +217,7 @@ impl Case {
         [divided::workspace_size(ctx, &params).unwrap(), back]
     }
 
-    /// Output, `lse` and the gradients that are asked for, of a rank's tokens or of all.
+    /// Output, `lse` and the gradients that are asked for, of a rank's tokens or of all; and that of sinks.
     fn run(
         &self,
         ctx: &Context,
@@ -200,6 +229,10 @@ impl Case {
         let mut out = self.output(ctx, dtype, dout.view().shape());
         let heads: Vec<usize> = [0, 2, 1].map(|dim| q.view().shape()[dim]).into();
         let mut lse = poisoned(DType::F32, &heads).upload(ctx);
+        let numbers = self.of_heads(heads[1]).map(|t| t.upload(ctx));
+        let sinks = self.sinks.then(|| numbers[0].view());
+        let alibi_slopes = self.slopes.then(|| numbers[1].view());
+        let mut dsinks = poisoned(DType::F32, &[heads[1]]).upload(ctx);
         let mut gradients = [&q, &k, &v].map(|t| self.output(ctx, dtype, t.view().shape()));
         let (window_left, window_right) = self.windows;
         // SAFETY: described for one call at a time, and alive while it runs.
@@ -209,6 +242,8 @@ impl Case {
                 method: self.method,
                 order: self.order,
                 lse: Some(output(&mut lse)),
+                sinks,
+                alibi_slopes,
                 causal: self.causal,
                 window_left,
                 window_right,
@@ -227,6 +262,9 @@ impl Case {
                 dq: self.gradients[0].then(|| output(dq)),
                 dk: self.gradients[1].then(|| output(dk)),
                 dv: self.gradients[2].then(|| output(dv)),
+                sinks,
+                alibi_slopes,
+                dsinks: self.sinks.then(|| output(&mut dsinks)),
                 causal: self.causal,
                 window_left,
                 window_right,
@@ -250,6 +288,8 @@ impl Case {
         } else {
             let mut params = |workspace| attention::Params {
                 lse: Some(output(&mut lse)),
+                sinks,
+                alibi_slopes,
                 causal: self.causal,
                 window_left,
                 window_right,
@@ -266,6 +306,9 @@ impl Case {
                 dq: self.gradients[0].then(|| output(dq)),
                 dk: self.gradients[1].then(|| output(dk)),
                 dv: self.gradients[2].then(|| output(dv)),
+                sinks,
+                alibi_slopes,
+                dsinks: self.sinks.then(|| output(&mut dsinks)),
                 causal: self.causal,
                 window_left,
                 window_right,
@@ -287,7 +330,8 @@ impl Case {
         }
         let asked = gradients.into_iter().zip(self.gradients);
         let asked = asked.filter_map(|(t, asked)| asked.then_some(t));
-        let all = [out, lse].into_iter().chain(asked);
+        let dsinks = self.sinks.then_some(dsinks);
+        let all = [out, lse].into_iter().chain(asked).chain(dsinks);
         all.map(|t| t.download_output()).collect()
     }
 }
@@ -347,8 +391,11 @@ fn it_is_that_of_one_rank() {
                 for (rank, found) in found.iter().enumerate() {
                     assert_eq!(found.len(), expected.len());
                     for (j, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                        let tokens = if j == 1 { 2 } else { 1 };
-                        let expected = case.part(expected, tokens, (size, rank));
+                        let expected = match j {
+                            1 => case.part(expected, 2, (size, rank)),
+                            _ if expected.layout.rank() == 1 => expected.clone(),
+                            _ => case.part(expected, 1, (size, rank)),
+                        };
                         assert!(
                             found.values() == expected.values(),
                             "{size} ranks, {dtype}, {case:?}: {j} of rank {rank}"
