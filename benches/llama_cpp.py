@@ -132,7 +132,8 @@ def main():
         result["device"] = gpu()
     if arguments.commit:
         result["commit"] = arguments.commit
-    out = arguments.out or ROOT / "benches" / "results" / f"llama_cpp_{arguments.device}_{result['date']}.json"
+    where = result["device"]["name"].split()[-1].lower() if "device" in result else "cpu"
+    out = arguments.out or ROOT / "benches" / "results" / f"llama_cpp_{where}_{result['date']}.json"
     for path in arguments.files:
         result["files"][path.name] = measure(arguments, path)
         out.write_text(json.dumps(result, indent=1) + "\n")
