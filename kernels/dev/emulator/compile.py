@@ -66,12 +66,21 @@ def with_neighbours(path, seen):
     )
 
 
+def makes(source, rest):
+    """Whether a file has a macro that is given this name, or its beginning."""
+    given = re.findall(r"^\w+\((\w+),", source.read_text(), re.MULTILINE)
+    return any(f"{rest}_".startswith(f"{name}_") for name in given)
+
+
 def of_family(name):
-    """A kernel of kernels/cuda as C++ of the host: of the family and the file that its name names."""
+    """A kernel of kernels/cuda as C++ of the host: of the family that its name names, and the file that it names or that makes it."""
     for family in CUDA.glob("**/family.rs"):
-        if not name.startswith(re.search(r'name: "(\w+)"', family.read_text())[1]):
+        of_all = re.search(r'name: "(\w+)"', family.read_text())[1]
+        if not name.startswith(of_all):
             continue
-        source = next(path for path in sorted(family.parent.glob("*.cu")) if f"_{path.stem}" in name)
+        sources = sorted(family.parent.glob("*.cu"))
+        named = (path for path in sources if f"_{path.stem}" in name)
+        source = next(named, None) or next(path for path in sources if makes(path, name.removeprefix(f"{of_all}_")))
         return (
             "#include <cuda.h>\n\n#undef __global__\n#define __global__ inline\n"
             f"{shared_of_host(with_neighbours(source, set()))}\n"
