@@ -33,6 +33,8 @@ const REGISTER_UNIT: u32 = 256;
 const SHARED_UNIT: u32 = 128;
 const SHARED_RESERVED: u32 = 1024;
 const WARP: u32 = 32;
+/// What a block may have where it may have most. A kernel that asks for it gets as much as there is: the host parts that.
+const ALL_SHARED: u32 = 227 << 10;
 
 impl Multiprocessor {
     /// From the table of compute capabilities in the CUDA programming guide; `None` for others.
@@ -67,6 +69,10 @@ impl Occupancy {
         let of_warp = (registers * WARP)
             .next_multiple_of(REGISTER_UNIT)
             .max(REGISTER_UNIT);
+        let dynamic_shared_bytes = match dynamic_shared_bytes {
+            ALL_SHARED => has.shared_bytes - SHARED_RESERVED - static_shared_bytes,
+            bytes => bytes,
+        };
         let by_registers = REGISTERS / PARTS / of_warp * PARTS / warps;
         let shared = (static_shared_bytes + dynamic_shared_bytes + SHARED_RESERVED)
             .next_multiple_of(SHARED_UNIT);
@@ -108,5 +114,9 @@ mod tests {
         assert_eq!(blocks(80, 128, 128, 82 << 10), Some((1, 6)));
         assert_eq!(blocks(89, 256, 40, 99 << 10), Some((1, 16)));
         assert_eq!(blocks(999, 256, 40, 0), None);
+        // All that there is, and more than there is.
+        assert_eq!(blocks(90, 512, 128, ALL_SHARED), Some((1, 25)));
+        assert_eq!(blocks(80, 512, 128, ALL_SHARED), Some((1, 25)));
+        assert_eq!(blocks(80, 512, 128, 200 << 10), Some((0, 0)));
     }
 }
