@@ -365,13 +365,13 @@ static void zigzag(void) {
     CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, stream));
     CHECK(driver.copies == 0 && driver.others == 0);
     if (ring) {
-      // Sums of gradients with them, and once more, to whom they are of.
+      // Sums of gradients with them, as words, and once more, to whom they are of.
       CHECK(nccl.num_calls == 28 && nccl.groups == 14);
       for (int i = 0; i < 3; i++) {
         check_hops(8 * i, 2, keys, FLOAT16, RANK + 1, RANK - 1);
-        check_hops(8 * i + 4, 2, keys, FLOAT32, RANK + 1, RANK - 1);
+        check_hops(8 * i + 4, 2, keys, INT32, RANK + 1, RANK - 1);
       }
-      check_hops(24, 2, keys, FLOAT32, RANK + 1, RANK - 1);
+      check_hops(24, 2, keys, INT32, RANK + 1, RANK - 1);
     } else {
       CHECK(nccl.num_calls == 8 && nccl.groups == 0);
       for (int i = 4; i < 8; i++) {
