@@ -7,14 +7,14 @@ FORMAT: f16, or what all matrices are in: q8_0, q4_0, q4_1, q4_k, q6_k. Most tok
 the model writes makes no sense. Standard library only.
 """
 
-import os
 import pathlib
+import random
 import struct
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples" / "common" / "tests"))
 import tiny_models
-from tiny_models import FLOAT32, INT32, NORMAL, STRING, UINT32
+from tiny_models import FLOAT32, STRING, UINT32
 
 # Type in the file, weights and bytes of a block, where it has factors of f16, and these.
 FORMATS = {
@@ -31,7 +31,7 @@ HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 32, 8, 4
 def random_blocks(kind, weights):
     """Some, over and over."""
     _, length, size, factors, factor = FORMATS[kind]
-    some = bytearray(os.urandom(4096 * size))
+    some = bytearray(random.Random(0).randbytes(4096 * size))
     if factors is None:
         # Small numbers: the exponent's upper bits are those of 2^-7.
         some = bytearray(byte & 0x83 | 0x20 if i % 2 else byte for i, byte in enumerate(some))
@@ -44,7 +44,6 @@ def random_blocks(kind, weights):
 
 def metadata():
     model = tiny_models.Gguf(0)
-    tokenizer = tiny_models.Gguf(0)
     model.set("general.architecture", STRING, "llama")
     model.set("general.name", STRING, "random")
     model.set("llama.context_length", UINT32, 8192)
@@ -56,15 +55,8 @@ def metadata():
     model.set("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5)
     model.set("llama.rope.freq_base", FLOAT32, 500000.0)
     model.set("llama.rope.dimension_count", UINT32, HIDDEN // HEADS)
-    # The small models' tokens, and others behind them.
-    arrays = {}
-    tokenizer.set_array = lambda key, kind, values: arrays.update({key: (kind, values)})
-    known = tiny_models.add_byte_level_tokenizer(tokenizer)
-    arrays["tokenizer.ggml.tokens"][1].extend(f"<none {i}>" for i in range(VOCAB - known))
-    arrays["tokenizer.ggml.token_type"][1].extend([NORMAL] * (VOCAB - known))
-    for key, (kind, values) in arrays.items():
-        model.set_array(key, kind, values)
-    return model.metadata + tokenizer.metadata, model.count + tokenizer.count
+    tiny_models.add_byte_level_tokenizer(model, VOCAB)
+    return model.metadata, model.count
 
 
 def tensors():

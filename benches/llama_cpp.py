@@ -41,7 +41,8 @@ def ours(arguments, path, weights, *flags):
 def theirs(arguments, path, prompt, tokens):
     flags = ["-p", prompt, "-n", tokens, "-t", arguments.threads, "-r", 1, "-fa", 1, "-o", "json"]
     if arguments.device == "cuda":
-        flags += ["-ngl", 999]
+        # A prompt is one micro-batch, as ours is.
+        flags += ["-ngl", 999, "-ub", max(512, prompt)]
     return run(arguments.llama_bench, "-m", path, *flags)[0]["avg_ts"]
 
 

@@ -76,9 +76,10 @@ pub fn image(name: &str) -> Result<Option<Image>, Error> {
     found.map(expanded).transpose()
 }
 
-/// Images whose kernels let no other start before they have ended. What multiplies few rows by a large matrix has fewer blocks than a
-/// device takes: they read it evenly only if they are placed on one that is idle, and not wherever a block of the kernel before has
-/// ended.
+/// Images whose kernels do not let the next kernel start before they have ended. Products of few rows mostly follow each other. Such a
+/// product has fewer blocks than the device takes at once. Started early, it has them placed wherever a block of the product before
+/// has ended: some multiprocessors get several, others none, and the whole reads its matrix as slowly as the busiest. A product
+/// behind a kernel of another image, which does let it start early, is not helped by this.
 const ALONE: [&str; 1] = ["linear"];
 
 fn expanded(&(name, kernels, flags): &Entry) -> Result<Image, Error> {

@@ -94,8 +94,8 @@ def scalar(kind, value):
     return struct.pack({UINT32: "<I", INT32: "<i", FLOAT32: "<f"}[kind], value)
 
 
-def add_byte_level_tokenizer(model):
-    """Every byte, and the merges that a short list of words needs."""
+def add_byte_level_tokenizer(model, size=0):
+    """Every byte, and the merges that a short list of words needs; and tokens that no text has, up to `size` in all."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (chr(0x100 + i) for i in range(256 - len(printable)))
     alphabet = [chr(byte) if byte in printable else next(others) for byte in range(256)]
@@ -108,6 +108,7 @@ def add_byte_level_tokenizer(model):
             if merge not in merges:
                 merges.append(merge)
                 tokens.append(pieces[0])
+    tokens += [f"<none {i}>" for i in range(size - len(tokens) - 2)]
     kinds = [NORMAL] * len(tokens) + [CONTROL, CONTROL]
     tokens += ["<|begin_of_text|>", "<|end_of_text|>"]
     model.set("tokenizer.ggml.model", STRING, "gpt2")

@@ -86,7 +86,7 @@ pub(super) fn await_previous_kernel(text: &str) -> Option<String> {
     ))
 }
 
-/// Makes a kernel end before the one behind it is started.
+/// Takes from a kernel what lets the next one start early: that starts once all blocks of this one have ended.
 pub fn start_none_early(kernel: &mut Kernel) {
     kernel.text = kernel.text.replacen(START_NEXT_KERNEL, "", 1);
 }

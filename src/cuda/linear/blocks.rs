@@ -80,7 +80,7 @@ impl Kernels {
             let digits = thirty_twos * at_once * choices.digits_bytes as usize;
             let of_warp = SLOTS * choices.slot_bytes as usize + choices.sums_bytes as usize;
             let most_warps = kernel.info.block[0] as usize / 32;
-            // Half of the warps are slower than all, but not than a second pass over the weight.
+            // With half of the warps a pass over the weight takes longer, but less than a second pass.
             let fewest = if at_once == 1 { 1 } else { most_warps / 2 };
             let mut warps = most_warps;
             while warps >= fewest.max(1) {

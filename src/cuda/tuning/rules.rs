@@ -90,8 +90,9 @@ pub(in crate::cuda) mod products {
     pub(in crate::cuda) const JOINED_TOKENS: usize = 16;
     /// Columns of an intermediate below which nothing is gained by storing gate and up together.
     pub(in crate::cuda) const LEAST_INTERMEDIATE: usize = 512;
-    /// Rows of x up to which weights in blocks are read as they are, for every eight: on an H200 three
-    /// times that cost as much as to decode a matrix of 16 M weights.
+    /// Rows of x up to which kernels read weights in blocks as they are. They read the whole matrix once
+    /// for every eight rows: three times take as long on an H200 (31 µs of 16 M weights in Q4_0, by its
+    /// record) as decoding the matrix and multiplying by it (30 µs).
     pub(in crate::cuda) const BLOCKS_FEW_ROWS: usize = 24;
     /// Columns of such weights of which a row of x fits, as integers, the shared memory of every device.
     pub(in crate::cuda) const BLOCKS_FEW_COLUMNS: usize = 28672;

@@ -166,8 +166,8 @@ struct Digits {
     greatest = max(greatest, __shfl_xor_sync(kAll, greatest, 2));
     const bool finite = greatest < 0x7f800000;
     const float most = __uint_as_float(greatest);
-    // Nothing is left of x of which the inverse scale would be infinite.
-    // By quarters, as quotients by what is near infinity are not computed.
+    // Numbers so small that the inverse of their scale would be infinite become zeros. Both sides
+    // are quartered, since __fdividef gives zero for divisors near infinity.
     const float quarter = 0.25f * most;
     const float inverse =
         finite && most > 1e-33f ? __fdividef(0.25f * kGreatestNumber, quarter) : 0;
