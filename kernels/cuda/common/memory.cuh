@@ -38,13 +38,6 @@ __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uin
       : "memory");
 }
 
-// Adds to four numbers of global memory, aligned to 16 bytes; in no order that can be told.
-__device__ __forceinline__ void add_to_global(float *address, float a, float b, float c, float d) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b),
-               "f"(c), "f"(d)
-               : "memory");
-}
-
 // TMA and wgmma reach shared memory through the asynchronous proxy, which does not see ordinary
 // writes until the writing thread has executed this fence (and a barrier has followed).
 __device__ __forceinline__ void fence_async_proxy() {

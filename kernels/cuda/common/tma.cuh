@@ -84,14 +84,24 @@ __device__ __forceinline__ void tma_store_5d(const CUtensorMap *map, uint32_t so
       : "memory");
 }
 
+// Adds numbers as they lie to global memory, in no order that can be told; bytes as for a copy.
+__device__ __forceinline__ void bulk_add(float *destination, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   destination),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+
 // Closes the group of stores this thread has issued since the last one.
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's stores have read their shared memory, which may then be written again.
+// Waits until all but this thread's newest groups have read their shared memory, which may then be
+// written again.
+template <int kPending = 0>
 __device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace unsloth

@@ -85,8 +85,8 @@ struct Thread {
   // Copies of 16 bytes that it has begun, and the groups that are closed.
   std::vector<Late> late;
   uint32_t late_groups;
-  // Copies out of shared memory that the engine has not made yet.
-  std::vector<std::function<void()>> stores;
+  // Copies out of shared memory that the engine has not made yet, in groups; the last is open.
+  std::vector<std::vector<std::function<void()>>> stores;
 };
 
 // Operations that a warp's threads do together: the last to come computes what all get.
@@ -238,12 +238,22 @@ class Block {
     if (launch_.early_copies) {
       work();
     } else {
-      self_->stores.push_back(std::move(work));
+      if (self_->stores.empty()) self_->stores.emplace_back();
+      self_->stores.back().push_back(std::move(work));
     }
   }
-  void wait_stores() {
-    for (auto &work : self_->stores) work();
-    self_->stores.clear();
+  void commit_stores() {
+    if (!self_->stores.empty()) self_->stores.emplace_back();
+  }
+  // Until at most the newest `pending` groups that are closed are to be made.
+  void wait_stores(size_t pending) {
+    auto &groups = self_->stores;
+    const size_t closed = groups.empty() ? 0 : groups.size() - 1;
+    for (size_t i = 0; i + pending < closed; ++i) {
+      for (auto &work : groups.front()) work();
+      groups.erase(groups.begin());
+    }
+    if (groups.size() == 1 && groups.front().empty()) groups.clear();
   }
 
   // Shared memory as PTX names it, by an offset.

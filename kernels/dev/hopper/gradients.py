@@ -66,7 +66,7 @@ class Variant:
         batch, seq, heads, dim = q.shape
         kv_seq, kv_heads = k.shape[1:3]
         main, info = self.parts["causal" if causal else "full"]
-        step = 128 if "w" in self.name else 64  # queries that the copy engine brings at once
+        step = 64  # queries that the copy engine brings at once
         memory = ctypes.create_string_buffer(ctypes.sizeof(self.arguments) + 256)
         p = self.arguments.from_buffer(memory, -ctypes.addressof(memory) % 128)
         for map_, x, box in ((p.q, q, step), (p.dout, dout, step), (p.k, k, info.block_keys), (p.v, v, info.block_keys)):

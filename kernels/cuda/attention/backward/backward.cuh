@@ -63,6 +63,9 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
   if (warp < 4) {
     release_registers_to<kProducerRegisters>();
     if (warp == 0) produce<D>(p, shared);
+    if constexpr (!kApart) {
+      if (warp == 1) send_dq<D>(p, shared);
+    }
   } else {
     acquire_registers_to<kConsumerRegisters>();
     if constexpr (!kApart) {

@@ -11,11 +11,10 @@ constexpr int kStep = D <= 64 ? 2 * kBlockM : kBlockM;  // queries of a step of 
 constexpr int kBlockN = 128;  // keys of a block, 64 for each of two warpgroups
 template <int D>
 constexpr int kKeys = D > 128 ? 64 : kBlockN;  // roles.cuh: the same 64 for both
-constexpr int kQStages = 3;                    // buffers for Q, which two steps read
-constexpr int kDsStages = 3;                   // buffers for dS: dQ reads the one before
-constexpr int kStages = 2;                     // buffers for what else two steps have apart
+constexpr int kStages = 2;                     // buffers for what two steps have apart
 constexpr int kChunk = 64;                     // columns of one 128-byte swizzled chunk
 constexpr int kThreads = 384;
+constexpr int kLastBlocks = 264;  // about two for each multiprocessor
 
 // Registers per thread after the hand-over from producer to consumers.
 constexpr int kProducerRegisters = 24;
@@ -26,6 +25,11 @@ static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <=
               65536 / kThreads / 8 * 8 * kThreads);
 
 // Named barriers (0 is the block's).
-enum : int { kBarrierConsumers = 1 };
+enum : int {
+  kBarrierConsumers = 1,
+  kBarrierDqFull = 2,                   // and the next: of each warpgroup
+  kBarrierDqEmpty = kBarrierDqFull + 2  // likewise
+};
+constexpr int kDqThreads = 128 + 32;  // a warpgroup, and the warp that sends its dQ
 
 }  // namespace unsloth

@@ -2,18 +2,19 @@
 //   P = exp(scale K Q^T - lse),  dP = V dO^T,  dS = P (dP - delta),
 //   dV = P^T dO,  dK = scale dS^T Q,  dQ += scale dS K
 // (Dao 2023, "FlashAttention-2", algorithm 2), everything but dQ transposed: keys are rows, so P^T
-// is an operand as it stands in registers. dS goes through shared memory, whence both products that
-// read it take it: of dQ each warpgroup computes half of the columns, from all 128 keys.
+// and dS^T are operands as they stand in registers. For dQ, dS goes through shared memory: each
+// warpgroup computes half of the columns from all 128 keys. At head dim 64 a step has 128 queries,
+// a warpgroup computes dQ of half of them instead, and what a step costs besides its products is
+// paid half as often.
 //
-// The loop is pipelined across steps: the scores of the next one are computed while gradients of
-// this one are, dV may still run when the next turn begins, and dQ is a turn late. At head dim 64 a
-// step has 128 queries, a warpgroup computes dQ of half of them instead, and what a step costs
-// besides its products is paid half as often.
+// Products of one step alone are in flight: under a warpgroup's exponentials run the other's
+// products. Loops that had the next step's scores under way were slower (LADDER.md).
 #pragma once
 
 #include "common/memory.cuh"
 #include "common/named_barrier.cuh"
 #include "common/wgmma.cuh"
+#include "rows.cuh"
 #include "shared.cuh"
 #include "work.cuh"
 
@@ -32,6 +33,7 @@ struct Consumer {
   const AttentionGradientsArguments &p;
   Memory &shared;
   const Work &w;  // in shared memory: registers are full
+  const Steps turns;
   const int wg, warp, lane;
 
   __device__ __forceinline__ Consumer(const AttentionGradientsArguments &params, Memory &memory,
@@ -39,6 +41,7 @@ struct Consumer {
       : p(params),
         shared(memory),
         w(memory.work),
+        turns(memory.work.steps),
         wg(consumer_warp / 4),
         warp(consumer_warp % 4),
         lane(threadIdx.x % 32) {}
@@ -47,17 +50,6 @@ struct Consumer {
   // registers of which there are none left, and moved to uniform ones before each product.
   __device__ __forceinline__ int uniform_warpgroup() const {
     return __shfl_sync(0xffffffff, wg, 0);
-  }
-
-  // Zero, as no step `m` is negative; but what has it in its address comes behind all
-  // exponentials. ptxas moves waits for products up, past the exponentials that are there to hide
-  // them, but not past a barrier.
-  template <int N>
-  static __device__ __forceinline__ uint32_t zero_of(const uint32_t (&exponentials)[N], int m) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) bits |= exponentials[i];
-    return (bits & static_cast<uint32_t>(m)) >> 31;
   }
 
   // One lane per warp arrives, once the whole warp is past the instruction before.
@@ -81,29 +73,15 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // dV += P^T dO.
-  __device__ __forceinline__ void multiply_dv(float (&dv)[kG],
-                                              const uint32_t (&probabilities)[kS / 2],
-                                              const T *dout) {
-    const uint64_t b = descriptor_mn_major(shared_address(dout), kM);
-    hold(dv);
+  // dV += P^T dO, dK += dS^T Q.
+  __device__ __forceinline__ void multiply_gradient(float (&g)[kG], const uint32_t (&a)[kS / 2],
+                                                    const T *queries) {
+    const uint64_t b = descriptor_mn_major(shared_address(queries), kM);
+    hold(g);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kM / 16; ++i) {
-      Wgmma<T, D>::template rs<1>(dv, probabilities + 4 * i, b + i * (16 * 128) / 16, 1);
-    }
-    wgmma_commit();
-  }
-
-  // dK += dS^T Q, dS^T read down the rows of dS.
-  __device__ __forceinline__ void multiply_dk(float (&dk)[kG], const T *ds, const T *q, int of) {
-    const uint64_t a = descriptor_mn_major(shared_address(ds) + of * (kM * 128), kM);
-    const uint64_t b = descriptor_mn_major(shared_address(q), kM);
-    hold(dk);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kM / 16; ++i) {
-      Wgmma<T, D>::template ss<1, 1>(dk, a + i * (16 * 128) / 16, b + i * (16 * 128) / 16, 1);
+      Wgmma<T, D>::template rs<1>(g, a + 4 * i, b + i * (16 * 128) / 16, 1);
     }
     wgmma_commit();
   }
@@ -140,7 +118,7 @@ struct Consumer {
   // Scores become probabilities. The thread's element 4j + 2i + c is of its key 8i and of the query
   // 8j + 2 (lane % 4) + c of block m.
   __device__ __forceinline__ void mask(float (&x)[kS], int m) {
-    if (m < w.mask_below || m >= w.mask_from) {
+    if (m < turns.mask_below || m >= turns.mask_from) {
       const Sequence &s = w.sequence;
       const int key = w.first_key + 64 * wg + 16 * warp + lane / 4;
       const int first = m * kM;
@@ -180,20 +158,20 @@ struct Consumer {
     }
   }
 
-  // dP becomes dS.
-  __device__ __forceinline__ void gradients_of_scores(const float (&y)[kS],
-                                                      const uint32_t (&probabilities)[kS / 2],
-                                                      const float4 (&delta)[kS / 8],
-                                                      uint32_t (&packed)[kS / 2]) {
+  // P and dP become P and dS as operands.
+  __device__ __forceinline__ void convert(const float (&x)[kS], const float (&y)[kS],
+                                          const float4 (&delta)[kS / 8],
+                                          uint32_t (&probabilities)[kS / 2],
+                                          uint32_t (&ds)[kS / 2]) {
 #pragma unroll
     for (int j = 0; j < kS / 8; ++j) {
       const float4 d = delta[j];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = 8 * j + 2 * i;
-        const float2 pair = unpack<T>(probabilities[4 * j + i]);
-        packed[4 * j + i] = pack<T>(pair.x * (y[at] - (i < 2 ? d.x : d.z)),
-                                    pair.y * (y[at + 1] - (i < 2 ? d.y : d.w)));
+        const float first = y[at] - (i < 2 ? d.x : d.z), second = y[at + 1] - (i < 2 ? d.y : d.w);
+        ds[4 * j + i] = pack<T>(x[at] * first, x[at + 1] * second);
+        probabilities[4 * j + i] = pack<T>(x[at], x[at + 1]);
       }
     }
   }
@@ -207,12 +185,6 @@ struct Consumer {
       store_matrix_x4_transposed(base + swizzle_128b(to), packed[4 * j], packed[4 * j + 2],
                                  packed[4 * j + 1], packed[4 * j + 3]);
     }
-  }
-
-  // The warp's part of dS is there for both warpgroups' products.
-  __device__ __forceinline__ void publish_ds(int stage) {
-    fence_async_proxy();
-    release(shared.ds_full[wg][stage]);
   }
 
   // Rows behind the end of a packed sequence are its neighbour's, and 0 * NaN is NaN. (Behind the
@@ -229,15 +201,15 @@ struct Consumer {
     fence_async_proxy();
   }
 
-  __device__ __forceinline__ void wait_q(const Ring<kQStages> &at, int m) {
+  __device__ __forceinline__ void wait_q(const Ring<kStages> &at, int m) {
     shared.q_full[at.stage].wait(at.parity);
-    if (m != w.partial) return;
+    if (m != turns.partial) return;
     clear_rows<kM>(shared.q[at.stage], w.sequence.seqlen_q - m * kM);
     named_barrier_sync(kBarrierConsumers, 256);
   }
-  __device__ __forceinline__ void wait_dout(const Ring<Memory::kDoutBuffers> &at, int m) {
+  __device__ __forceinline__ void wait_dout(const Ring<kStages> &at, int m) {
     shared.dout_full[at.stage].wait(at.parity);
-    if (m != w.partial) return;
+    if (m != turns.partial) return;
     clear_rows<kM>(shared.dout[at.stage], w.sequence.seqlen_q - m * kM);
     named_barrier_sync(kBarrierConsumers, 256);
   }
@@ -250,18 +222,8 @@ struct Consumer {
     const Sequence &s = w.sequence;
     T *rows = static_cast<T *>(to) + (p.cu_seqlens_k != nullptr ? 0 : s.batch) * batch_stride +
               w.head_kv * head_stride;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = w.first_key + 64 * wg + 16 * warp + lane / 4 + 8 * i;
-      if (key >= s.seqlen_k) continue;
-      T *row = rows + (s.k_begin + key) * sequence_stride + 2 * (lane % 4);
-#pragma unroll
-      for (int j = 0; j < kG / 4; ++j) {
-        if (8 * j >= p.head_dim) continue;
-        *reinterpret_cast<uint32_t *>(row + 8 * j) =
-            pack<T>(g[4 * j + 2 * i] * factor, g[4 * j + 2 * i + 1] * factor);
-      }
-    }
+    store_rows<D>(g, factor, rows + s.k_begin * sequence_stride, sequence_stride,
+                  w.first_key + 64 * wg + 16 * warp, s.seqlen_k, p.head_dim);
   }
 
   template <int N>
@@ -275,129 +237,28 @@ struct Consumer {
     float dk[kG], dv[kG];
     clear(dk);
     clear(dv);
-    if (w.m_min < w.m_max) compute(dk, dv);
+    if (turns.m_min < turns.m_max) compute(dk, dv);
     write(dv, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride);
     write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride);
   }
 
-  // Where the loop stands: a step's queries `m`, and the buffers of what belongs to them.
-  struct Place {
-    int m;
-    Ring<kQStages> of_q;
-    Ring<Memory::kDoutBuffers> of_dout;
-    Ring<kDsStages> of_ds;
-    float *sums;  // of the first step whose dQ is not added yet
-    int sums_m;   // its m
-  };
-
-  // Adds to the sums of dQ, in the order of rows.cuh, and moves on to the next step's.
-  __device__ __forceinline__ void add_dq(const float (&dq)[kQ], Place &t) {
-    float *sums = t.sums;
-    const bool same_head = t.sums_m + 1 < w.m_max;
-    t.sums += same_head ? kM * D : w.to_next_head;
-    t.sums_m = same_head ? t.sums_m + 1 : w.m_min;
-    if (p.sums == nullptr) return;
+  // Leaves dQ where the warp that sends it finds it, in the order of rows.cuh.
+  __device__ __forceinline__ void leave_dq(const float (&dq)[kQ]) {
     // Of a wide step the halves of the columns lie apart.
     constexpr int kHalf = kWide ? kQ / 8 : kQ / 4;
+    float *to = shared.dq[wg] + warp * (kBlockM * D / 8) + lane * 4;
+    named_barrier_sync(kBarrierDqEmpty + wg, kDqThreads);
 #pragma unroll
     for (int i = 0; i < kQ / 4; ++i) {
-      add_to_global(sums + i / kHalf * (kBlockM * D / 2) + i % kHalf * 128 + lane * 4, dq[4 * i],
-                    dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      *reinterpret_cast<float4 *>(to + i / kHalf * (kBlockM * D / 2) + i % kHalf * 128) =
+          make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
-  }
-
-  // With dP of the turn's step in y, its P in `probabilities`, and dV that may still run: dK of
-  // this step, dQ of the one before, in x, and scores, dP and dV of the next one, in z. Warpgroups
-  // need not meet: what one reads of the other's dS is a turn old, so they drift apart until one's
-  // exponentials run under the other's products.
-  //
-  // Reductions are slow to take dQ from x, and a product into the same registers waits for them.
-  // So at head dim 128 x is y, and the caller exchanges y and z after each turn; at head dim 64 z
-  // is y, and dQ has registers of its own.
-  template <bool kFirst, bool kLast>
-  __device__ __forceinline__ void turn(float (&x)[kQ], float (&y)[kS], float (&z)[kS],
-                                       uint32_t (&probabilities)[kS / 2], float4 (&delta)[kS / 8],
-                                       float (&dk)[kG], float (&dv)[kG], Place &t) {
-    // The compiler keeps descriptors in uniform registers as long as it can tell that the whole
-    // warp has the same.
-    const int of = uniform_warpgroup();
-    const int q_stage = __shfl_sync(0xffffffff, t.of_q.stage, 0);
-    const int dout_stage = __shfl_sync(0xffffffff, t.of_dout.stage, 0);
-    const int ds_stage = __shfl_sync(0xffffffff, t.of_ds.stage, 0);
-    const int before = ds_stage == 0 ? kDsStages - 1 : ds_stage - 1;
-    uint32_t packed[kS / 2];
-    if constexpr (kWide) load_statistics(delta, q_stage, 1);
-    gradients_of_scores(y, probabilities, delta, packed);
-    // Also says that the other warpgroup has read what the buffer had.
-    if (!kFirst) {
-      shared.ds_full[wg ^ 1][before].wait(ds_stage == 0 ? t.of_ds.parity ^ 1 : t.of_ds.parity);
-    }
-    store_ds(packed, shared.ds[ds_stage]);
-    // The fence waits for all that the thread has written; of a wide step that is much.
-    if constexpr (!kWide) publish_ds(ds_stage);
-    const bool same_head = t.m + 1 < w.m_max;
-    const int next_m = same_head ? t.m + 1 : w.m_min;
-    t.of_q.advance();
-    const int next_q = __shfl_sync(0xffffffff, t.of_q.stage, 0);
-    float4 lse[kS / 8];
-    if (!kLast) {
-      wait_q(t.of_q, next_m);
-      if constexpr (!kWide) load_statistics(lse, next_q, 0);
-      multiply_scores(z, shared.k, shared.q[next_q], of);
-    }
-    if constexpr (kWide) publish_ds(ds_stage);
-    if (!kFirst) multiply_dq(x, shared.ds[before], of);
-    shared.ds_full[wg][ds_stage].wait(t.of_ds.parity);
-    multiply_dk(dk, shared.ds[ds_stage], shared.q[q_stage], of);
-    if (!kLast) {
-      wgmma_wait<kFirst ? 2 : 3>();
-      hold(dv);
-      hold(probabilities);
-      if constexpr (kWide) load_statistics(lse, next_q, 0);
-      wgmma_wait<kFirst ? 1 : 2>();
-      hold(z);
-      exponentiate(z, lse, next_m);
-      convert(z, probabilities);
-      release((&shared.dout_empty[dout_stage])[zero_of(probabilities, next_m)]);
-      if (!kFirst) {
-        wgmma_wait<1>();
-        hold(x);
-        add_dq(x, t);
-      }
-      t.of_dout.advance();
-      wait_dout(t.of_dout, next_m);
-      const int next_dout = __shfl_sync(0xffffffff, t.of_dout.stage, 0);
-      multiply_scores(z, shared.v, shared.dout[next_dout], of);
-      multiply_dv(dv, probabilities, shared.dout[next_dout]);
-      if constexpr (!kWide) load_statistics(delta, next_q, 1);
-      wgmma_wait<2>();
-      hold(dk);
-      release(shared.q_empty[q_stage]);
-      wgmma_wait<1>();
-      hold(z);
-      t.of_ds.advance();
-      t.m = next_m;
-    } else {
-      wgmma_wait<0>();
-      hold(dk);
-      hold(dv);
-      if (!kFirst) {
-        hold(x);
-        add_dq(x, t);
-      }
-      shared.ds_full[wg ^ 1][ds_stage].wait(t.of_ds.parity);
-      multiply_dq(x, shared.ds[ds_stage], of);
-      wgmma_wait<0>();
-      hold(x);
-      add_dq(x, t);
-    }
+    fence_async_proxy();
+    named_barrier_arrive(kBarrierDqFull + wg, kDqThreads);
   }
 
   __device__ __forceinline__ void compute(float (&dk)[kG], float (&dv)[kG]) {
-    const int steps = (w.m_max - w.m_min) * p.group;
-    float x[kQ], y[kS];
-    uint32_t probabilities[kS / 2];
-    float4 delta[kS / 8];
+    const int steps = (turns.m_max - turns.m_min) * p.group;
     shared.kv_full.wait(0);
     const int keys = w.sequence.seqlen_k - w.first_key;
     if (p.cu_seqlens_k != nullptr && keys < kBlockN) {
@@ -405,61 +266,53 @@ struct Consumer {
       clear_rows<kBlockN>(shared.v, keys);
       named_barrier_sync(kBarrierConsumers, 256);
     }
-    Place t;
-    t.m = w.m_min;
-    t.sums_m = t.m;
-    t.sums = p.sums +
-             block_at(p, w.sequence, w.head_kv * p.group, t.m * (kM / kBlockM)) * (kBlockM * D) +
-             (kWide ? wg * (kBlockM * D) : wg * (kBlockM * D / 2)) + warp * (kBlockM * D / 8);
-    const int of = uniform_warpgroup();
-    wait_q(t.of_q, t.m);
-    multiply_scores(y, shared.k, shared.q[0], of);
-    load_statistics(delta, 0, 0);
-    wgmma_wait<0>();
-    hold(y);
-    exponentiate(y, delta, t.m);
-    convert(y, probabilities);
-    wait_dout(t.of_dout, t.m);
-    multiply_scores(y, shared.v, shared.dout[0], of);
-    multiply_dv(dv, probabilities, shared.dout[0]);
-    load_statistics(delta, 0, 1);
-    wgmma_wait<1>();
-    hold(y);
-    if constexpr (kQ == kS) {
-      if (steps == 1) {
-        turn<true, true>(y, y, x, probabilities, delta, dk, dv, t);
-        return;
-      }
-      turn<true, false>(y, y, x, probabilities, delta, dk, dv, t);
+    float x[kS], y[kS];
+    uint32_t probabilities[kS / 2], ds[kS / 2];
+    float4 statistics[kS / 8];
+    Ring<kStages> of;  // the buffers of a step's Q, dO and dS
+    int m = turns.m_min;
 #pragma unroll 1
-      for (int step = 3; step < steps; step += 2) {
-        turn<false, false>(x, x, y, probabilities, delta, dk, dv, t);
-        turn<false, false>(y, y, x, probabilities, delta, dk, dv, t);
-      }
-      if (steps % 2 != 0) {
-        turn<false, false>(x, x, y, probabilities, delta, dk, dv, t);
-        turn<false, true>(y, y, x, probabilities, delta, dk, dv, t);
-      } else {
-        turn<false, true>(x, x, y, probabilities, delta, dk, dv, t);
-      }
-    } else {
-      if (steps == 1) {
-        turn<true, true>(x, y, y, probabilities, delta, dk, dv, t);
-        return;
-      }
-      turn<true, false>(x, y, y, probabilities, delta, dk, dv, t);
-#pragma unroll 1
-      for (int step = 2; step < steps; ++step) {
-        turn<false, false>(x, y, y, probabilities, delta, dk, dv, t);
-      }
-      turn<false, true>(x, y, y, probabilities, delta, dk, dv, t);
+    for (int step = 0; step < steps; ++step) {
+      // The compiler keeps descriptors in uniform registers as long as it can tell that the whole
+      // warp has the same.
+      const int group = uniform_warpgroup();
+      const int stage = __shfl_sync(0xffffffff, of.stage, 0);
+      const T *q = shared.q[stage], *dout = shared.dout[stage];
+      wait_q(of, m);
+      multiply_scores(x, shared.k, q, group);
+      load_statistics(statistics, stage, 0);
+      wait_dout(of, m);
+      multiply_scores(y, shared.v, dout, group);
+      wgmma_wait<1>();
+      hold(x);
+      exponentiate(x, statistics, m);
+      load_statistics(statistics, stage, 1);
+      wgmma_wait<0>();
+      hold(y);
+      convert(x, y, statistics, probabilities, ds);
+      store_ds(ds, shared.ds[stage]);
+      multiply_gradient(dv, probabilities, dout);
+      // dQ reads both warpgroups' dS. That of two steps ago, which lay there, has been read: each
+      // waited for its dQ before it came to the barrier of the step between.
+      fence_async_proxy();
+      named_barrier_sync(kBarrierConsumers, 256);
+      float dq[kQ];
+      multiply_dq(dq, shared.ds[stage], group);
+      multiply_gradient(dk, ds, q);
+      wgmma_wait<2>();
+      hold(dv);
+      hold(probabilities);
+      release(shared.dout_empty[stage]);
+      wgmma_wait<1>();
+      hold(dq);
+      leave_dq(dq);
+      wgmma_wait<0>();
+      hold(dk);
+      hold(ds);
+      release(shared.q_empty[stage]);
+      of.advance();
+      m = turns.after(m);
     }
-  }
-
-  static __device__ __forceinline__ void convert(const float (&x)[kS],
-                                                 uint32_t (&probabilities)[kS / 2]) {
-#pragma unroll
-    for (int i = 0; i < kS / 2; ++i) probabilities[i] = pack<T>(x[2 * i], x[2 * i + 1]);
   }
 };
 

@@ -9,6 +9,7 @@
 #include "common/memory.cuh"
 #include "common/named_barrier.cuh"
 #include "common/wgmma.cuh"
+#include "rows.cuh"
 #include "scores.cuh"
 #include "shared.cuh"
 #include "work.cuh"
@@ -17,20 +18,23 @@ namespace unsloth {
 
 template <int D, class T>
 struct KeyConsumer {
+  using Memory = KeysShared<D, T>;
   static constexpr int kS = kBlockM / 2;   // accumulators of a score tile, per thread
   static constexpr int kG = D / 2;         // of dK and dV
   static constexpr bool kStored = D > 64;  // whether dS^T goes through shared memory
 
   const AttentionGradientsArguments &p;
-  KeysShared<D, T> &shared;
+  Memory &shared;
   const Work &w;  // in shared memory: registers are full
+  const Steps turns;
   const int wg, warp, lane;
 
-  __device__ __forceinline__ KeyConsumer(const AttentionGradientsArguments &params,
-                                         KeysShared<D, T> &memory, int warpgroup)
+  __device__ __forceinline__ KeyConsumer(const AttentionGradientsArguments &params, Memory &memory,
+                                         int warpgroup)
       : p(params),
         shared(memory),
         w(memory.work),
+        turns(memory.work.steps),
         wg(warpgroup),
         warp(threadIdx.x / 32 % 4),
         lane(threadIdx.x % 32) {}
@@ -101,7 +105,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void combine(float (&x)[kS], float (&y)[kS], int step, int m) {
     const Sequence &s = w.sequence;
     // In the order of rows.cuh.
-    const float *statistics = shared.statistics[step % kQStages] + lane % 4 * 4;
+    const float *statistics = shared.statistics[step % Memory::kQBuffers] + lane % 4 * 4;
     const int key = w.first_key + 64 * wg + 16 * warp + lane / 4;
     const int query =
         m * kBlockM + 2 * (lane % 4) + s.seqlen_k - s.seqlen_q;  // key of its diagonal
@@ -115,14 +119,15 @@ struct KeyConsumer {
       }
     }
     if (p.alibi_slopes != nullptr) {
-      const float slope = slope_at(p, s.batch, w.head_kv * p.group + step / (w.m_max - w.m_min));
+      const float slope =
+          slope_at(p, s.batch, w.head_kv * p.group + step / (turns.m_max - turns.m_min));
 #pragma unroll
       for (int i = 0; i < kS; ++i) {
         const int distance = query - key + i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
         x[i] = fmaf(-slope, static_cast<float>(abs(distance)), x[i]);
       }
     }
-    if (m < w.mask_below || m >= w.mask_from) {
+    if (m < turns.mask_below || m >= turns.mask_from) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int distance = key + 8 * i - query;
@@ -175,10 +180,10 @@ struct KeyConsumer {
   // Queues scores and dP of a step.
   __device__ __forceinline__ void multiply_both(float (&x)[kS], float (&y)[kS], int step, int m) {
     const int stage = __shfl_sync(0xffffffff, step & 1, 0), of = __shfl_sync(0xffffffff, wg, 0);
-    const int q_stage = __shfl_sync(0xffffffff, step % kQStages, 0);
-    shared.q_full[q_stage].wait(step / kQStages & 1);
+    const int q_stage = __shfl_sync(0xffffffff, step % Memory::kQBuffers, 0);
+    shared.q_full[q_stage].wait(step / Memory::kQBuffers & 1);
     shared.dout_full[stage].wait(step >> 1 & 1);
-    if (m == w.partial) {
+    if (m == turns.partial) {
       const int rows = w.sequence.seqlen_q - m * kBlockM;
       clear_rows<kBlockM>(shared.q[q_stage], rows);
       clear_rows<kBlockM>(shared.dout[stage], rows);
@@ -190,11 +195,11 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void compute(float (&dk)[kG], float (&dv)[kG]) {
-    const int steps = (w.m_max - w.m_min) * p.group;
+    const int steps = (turns.m_max - turns.m_min) * p.group;
     float x[kS], y[kS];
     uint32_t probabilities[kS / 2], ds[kStored ? 1 : kS / 2];
     wait_keys();
-    int m = w.m_min;
+    int m = turns.m_min;
     multiply_both(x, y, 0, m);
     wgmma_wait<0>();
     hold(x);
@@ -202,7 +207,7 @@ struct KeyConsumer {
 #pragma unroll 1
     for (int step = 0; step + 1 < steps; ++step) {
       const int stage = __shfl_sync(0xffffffff, step & 1, 0);
-      const int q_stage = __shfl_sync(0xffffffff, step % kQStages, 0);
+      const int q_stage = __shfl_sync(0xffffffff, step % Memory::kQBuffers, 0);
       combine(x, y, step, m);
       wgmma_wait<0>();
       hold(dv);
@@ -211,7 +216,7 @@ struct KeyConsumer {
       hold(ds);
       if (step > 0) {
         release(shared.dout_empty[stage ^ 1]);
-        release(shared.q_empty[(step - 1) % kQStages]);
+        release(shared.q_empty[(step - 1) % Memory::kQBuffers]);
       }
       convert(x, probabilities);
       T *stored = shared.ds[stage] + __shfl_sync(0xffffffff, wg, 0) * (64 * 64);
@@ -220,7 +225,7 @@ struct KeyConsumer {
       } else {
         convert(y, ds);
       }
-      m = m + 1 < w.m_max ? m + 1 : w.m_min;
+      m = turns.after(m);
       multiply_gradient(dv, probabilities, shared.dout[stage]);
       multiply_both(x, y, step + 1, m);
       if constexpr (kStored) {
@@ -233,7 +238,7 @@ struct KeyConsumer {
       hold(y);
       hold(dv);
     }
-    const int stage = steps - 1 & 1, q_stage = (steps - 1) % kQStages;
+    const int stage = steps - 1 & 1, q_stage = (steps - 1) % Memory::kQBuffers;
     combine(x, y, steps - 1, m);
     wgmma_wait<0>();
     hold(dk);
@@ -263,18 +268,8 @@ struct KeyConsumer {
     const Sequence &s = w.sequence;
     T *rows = static_cast<T *>(to) + (p.cu_seqlens_k != nullptr ? 0 : s.batch) * batch_stride +
               w.head_kv * head_stride;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = w.first_key + 64 * wg + 16 * warp + lane / 4 + 8 * i;
-      if (key >= s.seqlen_k) continue;
-      T *row = rows + (s.k_begin + key) * sequence_stride + 2 * (lane % 4);
-#pragma unroll
-      for (int j = 0; j < kG / 4; ++j) {
-        if (8 * j >= p.head_dim) continue;
-        *reinterpret_cast<uint32_t *>(row + 8 * j) =
-            pack<T>(g[4 * j + 2 * i] * factor, g[4 * j + 2 * i + 1] * factor);
-      }
-    }
+    store_rows<D>(g, factor, rows + s.k_begin * sequence_stride, sequence_stride,
+                  w.first_key + 64 * wg + 16 * warp, s.seqlen_k, p.head_dim);
   }
 
   __device__ __forceinline__ void run() {
@@ -283,7 +278,7 @@ struct KeyConsumer {
     for (int i = 0; i < kG; ++i) dk[i] = dv[i] = 0.0f;
     hold(dk);
     hold(dv);
-    if (w.m_min < w.m_max) compute(dk, dv);
+    if (turns.m_min < turns.m_max) compute(dk, dv);
     write(dv, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride);
     write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride);
   }

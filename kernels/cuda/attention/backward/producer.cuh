@@ -1,7 +1,8 @@
-// The producer: a warp that loads K and V once, then Q with its statistics and dO, block by block,
-// of every query head that reads the key head.
+// The producers: a warp that loads K and V once, then Q with its statistics and dO, block by block,
+// of every query head that reads the key head; and one that adds dQ to the sums in memory.
 #pragma once
 
+#include "common/named_barrier.cuh"
 #include "common/tma.cuh"
 #include "shared.cuh"
 #include "work.cuh"
@@ -19,7 +20,7 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
   const Sequence &s = w.sequence;
   const int batch_k = p.cu_seqlens_k != nullptr ? 0 : s.batch;
   const int batch_q = p.cu_seqlens_q != nullptr ? 0 : s.batch;
-  if (w.m_min >= w.m_max) return;
+  if (w.steps.m_min >= w.steps.m_max) return;
   if (leader) shared.kv_full.arrive_expect(2 * sizeof shared.k);
   __syncwarp();
 #pragma unroll
@@ -36,7 +37,7 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
   for (int g = 0; g < p.group; ++g) {
     const int head = w.head_kv * p.group + g;
 #pragma unroll 1
-    for (int m = w.m_min; m < w.m_max; ++m) {
+    for (int m = w.steps.m_min; m < w.steps.m_max; ++m) {
       int stage = __shfl_sync(0xffffffff, of_q.stage, 0);
       const int row = s.q_begin + m * kM;
       Mbarrier *full = &shared.q_full[stage];
@@ -64,6 +65,42 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
       of_q.advance();
       of_dout.advance();
     }
+  }
+}
+
+// Sends what consumers leave in shared memory of each step's dQ.
+template <int D, class Memory>
+__device__ __forceinline__ void send_dq(const AttentionGradientsArguments &p, Memory &shared) {
+  constexpr int kHalf = Memory::kM * D / 2;  // what a warpgroup has
+  const Work &w = shared.work;
+  const Steps turns = w.steps;
+  if (turns.m_min >= turns.m_max) return;
+  const bool leader = threadIdx.x % 32 == 0;
+  const int64_t head = p.blocks_per_head * (kBlockM * D);
+  float *sums = p.sums + block_at(p, w.sequence, w.head_kv * p.group, 0) * (kBlockM * D);
+  const int steps = (turns.m_max - turns.m_min) * p.group;
+  int m = turns.m_min;
+  for (int wg = 0; wg < 2; ++wg) named_barrier_arrive(kBarrierDqEmpty + wg, kDqThreads);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int wg = 0; wg < 2; ++wg) {
+      named_barrier_sync(kBarrierDqFull + wg, kDqThreads);
+      if (leader && p.sums != nullptr) {
+        bulk_add(sums + m * (2 * kHalf) + wg * kHalf, shared_address(shared.dq[wg]),
+                 kHalf * sizeof(float));
+        tma_store_commit();
+      }
+    }
+    const bool last = step + 1 == steps;
+    if (leader) tma_store_wait_read<1>();
+    __syncwarp();
+    if (!last) named_barrier_arrive(kBarrierDqEmpty, kDqThreads);
+    if (leader) tma_store_wait_read();
+    __syncwarp();
+    if (!last) named_barrier_arrive(kBarrierDqEmpty + 1, kDqThreads);
+    m = turns.after(m);
+    if (m == turns.m_min) sums += head;
   }
 }
 

@@ -11,6 +11,7 @@
 #include "common/named_barrier.cuh"
 #include "common/wgmma.cuh"
 #include "roles_shared.cuh"
+#include "rows.cuh"
 #include "scores.cuh"
 #include "work.cuh"
 
@@ -28,6 +29,7 @@ struct Roles {
   const AttentionGradientsArguments &p;
   RolesShared<D, T> &shared;
   const Work &w;  // in shared memory: registers are full
+  const Steps turns;
   const int warp, lane;
 
   __device__ __forceinline__ Roles(const AttentionGradientsArguments &params,
@@ -35,6 +37,7 @@ struct Roles {
       : p(params),
         shared(memory),
         w(memory.work),
+        turns(memory.work.steps),
         warp(threadIdx.x / 32 % 4),
         lane(threadIdx.x % 32) {}
 
@@ -91,7 +94,7 @@ struct Roles {
 #pragma unroll
       for (int i = 0; i < kS; ++i) x[i] = fmaf(-slope, distance(at, i), x[i]);
     }
-    if (m < w.mask_below || m >= w.mask_from) {
+    if (m < turns.mask_below || m >= turns.mask_from) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int key = w.first_key + 16 * warp + lane / 4 + 8 * i;
@@ -121,7 +124,7 @@ struct Roles {
   }
 
   __device__ __forceinline__ float slope_of(int step) {
-    return slope_at(p, w.sequence.batch, w.head_kv * p.group + step / (w.m_max - w.m_min));
+    return slope_at(p, w.sequence.batch, w.head_kv * p.group + step / (turns.m_max - turns.m_min));
   }
 
   // From the key to that of the query's diagonal, of the thread's element 0 and of another.
@@ -212,7 +215,7 @@ struct Roles {
   __device__ __forceinline__ void wait_rows(Mbarrier (&full)[kStages],
                                             T (&tiles)[kStages][kBlockM * D], int step, int m) {
     full[step & 1].wait(parity_at(step));
-    if (m != w.partial) return;
+    if (m != turns.partial) return;
     clear_rows(tiles[step & 1], w.sequence.seqlen_q - m * kBlockM);
     named_barrier_sync(kBarrierConsumers + kRole, 128);
   }
@@ -227,15 +230,14 @@ struct Roles {
   }
 
   // Of the blocks of queries of every head that reads the keys.
-  __device__ __forceinline__ int after(int m) { return m + 1 < w.m_max ? m + 1 : w.m_min; }
 
   // dV.
   __device__ __forceinline__ void compute_values(float (&dv)[kG]) {
-    const int steps = (w.m_max - w.m_min) * p.group;
+    const int steps = (turns.m_max - turns.m_min) * p.group;
     float x[kS];
     uint32_t packed[kS / 2];
     wait_keys();
-    int m = w.m_min;
+    int m = turns.m_min;
     wait_rows<kValues>(shared.q_full, shared.q, 0, m);
     multiply_scores(x, shared.k, shared.q[0]);
     wgmma_wait<0>();
@@ -245,7 +247,7 @@ struct Roles {
       // The compiler keeps descriptors in uniform registers as long as it can tell that the whole
       // warp has the same.
       const int stage = __shfl_sync(0xffffffff, step & 1, 0), other = stage ^ 1;
-      const int next = after(m);
+      const int next = turns.after(m);
       exponentiate(x, stage, m, step);
       shared.probabilities_empty[stage].wait(parity_at(step) ^ 1);
       wgmma_wait<0>();
@@ -282,11 +284,11 @@ struct Roles {
 
   // dK.
   __device__ __forceinline__ void compute_keys(float (&dk)[kG]) {
-    const int steps = (w.m_max - w.m_min) * p.group;
+    const int steps = (turns.m_max - turns.m_min) * p.group;
     float y[kS];
     uint32_t packed[kS / 2];
     wait_keys();
-    int m = w.m_min;
+    int m = turns.m_min;
     wait_rows<kKeysRole>(shared.dout_full, shared.dout, 0, m);
     multiply_scores(y, shared.v, shared.dout[0]);
     wgmma_wait<0>();
@@ -295,7 +297,7 @@ struct Roles {
 #pragma unroll 1
     for (int step = 0; step + 1 < steps; ++step) {
       const int stage = __shfl_sync(0xffffffff, step & 1, 0), other = stage ^ 1;
-      const int next = after(m);
+      const int next = turns.after(m);
       shared.q_full[stage].wait(parity_at(step));
       shared.probabilities_full[stage].wait(parity_at(step));
       multiply_probabilities(y, stage);
@@ -335,18 +337,8 @@ struct Roles {
     const Sequence &s = w.sequence;
     T *rows = static_cast<T *>(to) + (p.cu_seqlens_k != nullptr ? 0 : s.batch) * batch_stride +
               w.head_kv * head_stride;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = w.first_key + 16 * warp + lane / 4 + 8 * i;
-      if (key >= s.seqlen_k) continue;
-      T *row = rows + (s.k_begin + key) * sequence_stride + 2 * (lane % 4);
-#pragma unroll
-      for (int j = 0; j < kG / 4; ++j) {
-        if (8 * j >= p.head_dim) continue;
-        *reinterpret_cast<uint32_t *>(row + 8 * j) =
-            pack<T>(g[4 * j + 2 * i] * factor, g[4 * j + 2 * i + 1] * factor);
-      }
-    }
+    store_rows<D>(g, factor, rows + s.k_begin * sequence_stride, sequence_stride,
+                  w.first_key + 16 * warp, s.seqlen_k, p.head_dim);
   }
 
   __device__ __forceinline__ void run(int role) {
@@ -354,7 +346,7 @@ struct Roles {
 #pragma unroll
     for (int i = 0; i < kG; ++i) g[i] = 0.0f;
     hold(g);
-    const bool any = w.m_min < w.m_max;
+    const bool any = turns.m_min < turns.m_max;
     if (role == kValues) {
       if (any) compute_values(g);
       write(g, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride);

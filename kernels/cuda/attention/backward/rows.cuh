@@ -104,6 +104,32 @@ __device__ __forceinline__ void transpose_quads(uint32_t (&x)[4]) {
   }
 }
 
+// Of a gradient of D columns that a warp holds as a product of 16 rows leaves it, from row `first`:
+// what is below `rows` and `columns`. Lanes exchange what they hold until each has 16 bytes of one
+// row.
+template <int D, class T>
+__device__ __forceinline__ void store_rows(const float (&g)[D / 2], float factor, T *to,
+                                           int64_t stride, int first, int rows, int columns) {
+  const int lane = threadIdx.x % 32, column = 8 * (lane % 4);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first + lane / 4 + 8 * i;
+#pragma unroll
+    for (int j = 0; j < D / 32; ++j) {
+      uint32_t four[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int at = 4 * (4 * j + c) + 2 * i;
+        four[c] = pack<T>(g[at] * factor, g[at + 1] * factor);
+      }
+      transpose_quads(four);
+      if (row >= rows || 32 * j + column >= columns) continue;
+      *reinterpret_cast<uint4 *>(to + row * stride + 32 * j + column) = {four[0], four[1], four[2],
+                                                                         four[3]};
+    }
+  }
+}
+
 // dQ = scale times the sums. A warp takes 16 rows by 32 columns at once: a thread has two numbers
 // of a row, and two of the row eight further down, of each 8 columns, and exchanges them for 8 side
 // by side.

@@ -10,47 +10,50 @@
 namespace unsloth {
 
 // Operands in chunks of 64 columns with the 128-byte swizzle, dS in chunks of 64 keys. kRows:
-// queries of a step; of dO there are as many buffers as there is room for.
-template <int D, class T, int kRows, int kDouts>
+// queries of a step.
+template <int D, class T, int kRows, int kQs>
 struct alignas(1024) Shared {
-  static constexpr int kQBuffers = kQStages;
-  static constexpr int kDoutBuffers = kDouts;
+  static constexpr int kQBuffers = kQs;
+  static constexpr int kDoutBuffers = kStages;
   static constexpr int kM = kRows;
 
   T k[kBlockN * D];
   T v[kBlockN * D];
-  T q[kQStages][kM * D];
-  T dout[kDouts][kM * D];
-  T ds[kDsStages][kM * kBlockN];
+  T q[kQs][kM * D];
+  T dout[kStages][kM * D];
+  T ds[kStages][kM * kBlockN];
   // Of each query log2(e) times its log-sum-exp, then its delta.
-  float statistics[kQStages][2 * kM];
+  float statistics[kQs][2 * kM];
 
   Mbarrier kv_full;
-  Mbarrier q_full[kQStages], q_empty[kQStages];
-  Mbarrier dout_full[kDouts], dout_empty[kDouts];
-  Mbarrier ds_full[2][kDsStages];  // of each warpgroup's half
+  Mbarrier q_full[kQs], q_empty[kQs];
+  Mbarrier dout_full[kStages], dout_empty[kStages];
   Work work;
 
   // One thread; fence_mbarrier_init and a block barrier follow. Consumers arrive by warp: a warp's
   // wgmma_wait says nothing about the other three.
   __device__ __forceinline__ void init_barriers() {
     kv_full.init(1);
-    for (int i = 0; i < kQStages; ++i) {
+    for (int i = 0; i < kQs; ++i) {
       q_full[i].init(1);
       q_empty[i].init(8);
     }
-    for (int i = 0; i < kDouts; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       dout_full[i].init(1);
       dout_empty[i].init(8);
     }
-    for (int i = 0; i < 2 * kDsStages; ++i) ds_full[i / kDsStages][i % kDsStages].init(4);
   }
 };
 
-// Of consumer.cuh, and of keys.cuh.
+// Of keys.cuh, which reads Q a step later.
 template <int D, class T>
-using StepShared = Shared<D, T, kStep<D>, kStep<D> == kBlockM ? 3 : 2>;
+using KeysShared = Shared<D, T, kBlockM, kStages + 1>;
+
+// Of consumer.cuh.
 template <int D, class T>
-using KeysShared = Shared<D, T, kBlockM, kStages>;
+struct StepShared : Shared<D, T, kStep<D>, kStages> {
+  // What each warpgroup has of a step's dQ, in the order of the sums in memory (rows.cuh).
+  alignas(16) float dq[2][kStep<D> * D / 2];
+};
 
 }  // namespace unsloth

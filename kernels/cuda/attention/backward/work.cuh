@@ -61,14 +61,22 @@ __device__ __forceinline__ constexpr int statistic_of(int i) {
   return i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
 }
 
+// Of a block's steps m. Consumers keep them in registers: each look into shared memory between two
+// products is time in which a warpgroup does nothing else (LADDER.md, step 24).
+struct Steps {
+  int m_min, m_max;           // those whose queries see one of the keys
+  int mask_below, mask_from;  // m < mask_below and m >= mask_from need masking
+  int partial;                // the one that ends in another sequence's rows, or -1
+
+  // The one after m, of the same head of queries or of the next.
+  __device__ __forceinline__ int after(int m) const { return m + 1 < m_max ? m + 1 : m_min; }
+};
+
 struct Work {
   Sequence sequence;
   int head_kv;
   int first_key;
-  int m_min, m_max;           // steps whose queries see one of the keys
-  int mask_below, mask_from;  // steps m < mask_below and m >= mask_from need masking
-  int partial;                // the step that ends in another sequence's rows, or -1
-  int64_t to_next_head;       // in the sums, from the last block of a head to the first of the next
+  Steps steps;
 };
 
 // `D` is the kernel's head dimension; a step takes kM queries.
@@ -76,39 +84,43 @@ template <int D, Mask kMask, int kM>
 __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p) {
   Work w;
   // Blocks of a head side by side: they read the same queries. Of a causal one the first has the
-  // most work.
-  const int pair = blockIdx.x / p.key_blocks;
-  w.first_key = (blockIdx.x - pair * p.key_blocks) * kKeys<D>;
+  // most work, so the last heads' blocks come by size, lest one that is long runs alone at the end.
+  const int pairs = p.batch * p.heads_kv;
+  const int last = kMask == Mask::kCausal ? min(pairs, ceil_div(kLastBlocks, p.key_blocks)) : 0;
+  const int block = blockIdx.x - (pairs - last) * p.key_blocks;
+  const int round = block < 0 ? 0 : block / last;
+  const int pair = block < 0 ? blockIdx.x / p.key_blocks : pairs - last + block - round * last;
+  const int key_block = block < 0 ? blockIdx.x - pair * p.key_blocks : round;
+  w.first_key = key_block * kKeys<D>;
   w.head_kv = pair % p.heads_kv;
   w.sequence = sequence_at(p, pair / p.heads_kv);
   const Sequence &s = w.sequence;
   const int end = min(w.first_key + kKeys<D>, s.seqlen_k), diagonal = s.seqlen_k - s.seqlen_q;
-  w.m_min = 0;
-  w.m_max = w.first_key < end ? ceil_div(s.seqlen_q, kM) : 0;
+  w.steps.m_min = 0;
+  w.steps.m_max = w.first_key < end ? ceil_div(s.seqlen_q, kM) : 0;
   // Query i sees keys from i + diagonal - window_left to i + diagonal + window_right.
   if (kMask != Mask::kNone) {
     const int first = w.first_key - diagonal - (kMask == Mask::kCausal ? 0 : p.window_right);
-    w.m_min = max(first, 0) / kM;
+    w.steps.m_min = max(first, 0) / kM;
   }
   if (kMask == Mask::kWindow) {
     const int last = end - 1 - diagonal + p.window_left;
-    w.m_max = last < 0 ? 0 : min(w.m_max, last / kM + 1);
+    w.steps.m_max = last < 0 ? 0 : min(w.steps.m_max, last / kM + 1);
   }
-  w.mask_below = 0;
-  w.mask_from = w.m_max;
+  w.steps.mask_below = 0;
+  w.steps.mask_from = w.steps.m_max;
   if (kMask != Mask::kNone) {
     // From where on every query sees the last key; and up to where every one sees the first.
     const int right = kMask == Mask::kCausal ? 0 : p.window_right;
-    w.mask_below = ceil_div(max(w.first_key + kKeys<D> - 1 - diagonal - right, 0), kM);
+    w.steps.mask_below = ceil_div(max(w.first_key + kKeys<D> - 1 - diagonal - right, 0), kM);
     if (kMask == Mask::kWindow) {
       const int seen = w.first_key - diagonal + p.window_left + 1;
-      w.mask_from = max(seen, 0) / kM;
+      w.steps.mask_from = max(seen, 0) / kM;
     }
   }
-  if (w.first_key + kKeys<D> > s.seqlen_k) w.mask_below = w.m_max;
+  if (w.first_key + kKeys<D> > s.seqlen_k) w.steps.mask_below = w.steps.m_max;
   const bool packed = p.cu_seqlens_q != nullptr && s.seqlen_q % kM != 0;
-  w.partial = packed ? s.seqlen_q / kM : -1;
-  w.to_next_head = p.blocks_per_head * (kBlockM * D) - int64_t{w.m_max - w.m_min - 1} * (kM * D);
+  w.steps.partial = packed ? s.seqlen_q / kM : -1;
   return w;
 }
 

@@ -1,8 +1,6 @@
 // Shared memory, on the host.
 #pragma once
 
-#include <mutex>
-
 #include "device.h"
 
 namespace unsloth {
@@ -50,13 +48,6 @@ inline void store_matrix_x4_transposed(uint32_t address, uint32_t r0, uint32_t r
                                        uint32_t r3) {
   const Stored given = {machine::block->shared_pointer(address), {r0, r1, r2, r3}};
   machine::together<Stored, machine::Nothing, store_matrices_transposed>(given);
-}
-
-inline void add_to_global(float *address, float a, float b, float c, float d) {
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (uintptr_t(address) % 16 != 0) machine::block->fail("a misaligned sum");
-  address[0] += a, address[1] += b, address[2] += c, address[3] += d;
 }
 
 inline void fence_async_proxy() {}

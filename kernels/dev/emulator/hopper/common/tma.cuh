@@ -3,6 +3,8 @@
 
 #include <cuda.h>
 
+#include <mutex>
+
 #include "mbarrier.cuh"
 
 namespace unsloth {
@@ -95,8 +97,23 @@ inline void tma_store_5d(const CUtensorMap *map, uint32_t source, int c0, int c1
   });
 }
 
-inline void tma_store_commit() {}
+inline void bulk_add(float *destination, uint32_t source, uint32_t bytes) {
+  if (source % 16 != 0 || uintptr_t(destination) % 16 != 0 || bytes % 16 != 0) {
+    machine::block->fail("a misaligned reduction");
+  }
+  machine::block->store([=] {
+    static std::mutex mutex;
+    const std::lock_guard<std::mutex> lock(mutex);
+    const float *from = reinterpret_cast<const float *>(machine::block->shared_pointer(source));
+    for (uint32_t i = 0; i < bytes / sizeof(float); ++i) destination[i] += from[i];
+  });
+}
 
-inline void tma_store_wait_read() { machine::block->wait_stores(); }
+inline void tma_store_commit() { machine::block->commit_stores(); }
+
+template <int kPending = 0>
+void tma_store_wait_read() {
+  machine::block->wait_stores(kPending);
+}
 
 }  // namespace unsloth
