@@ -6944,9 +6944,9 @@ unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
  * Writes to `workspace_size` the bytes of workspace with which the call is fastest: at most 32 MiB,
  * and 0 on the CPU. The workspace is optional. With less, or with NULL, another algorithm computes
  * the same product, whose sums may round differently. On CUDA a weight in blocks is decoded there if
- * `x` has more than 24 rows, or rows of more than 28672 elements, or if the weight has
- * `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`: such a call needs room for it, or for 128 MiB of it (256 of its
- * rows, if these are more); and a weight that is i8 or ternary needs room for `x`, rounded to 8 bits.
+ * `x` has more than 32 rows, and if it is f32 and has more than 24, or rows of more than 28672 elements,
+ * or the weight has `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`: such a call needs room for it, or for 128 MiB of
+ * it (256 of its rows, if these are more); and a weight that is i8 or ternary needs room for `x`, rounded to 8 bits.
  * More rows may ask for less, so a caller with several sizes asks for each. The answer is for data
  * aligned to 16 bytes. Data pointers and the workspace are not looked at.
  *

@@ -9,9 +9,10 @@ use std::sync::OnceLock;
 pub(crate) use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
     CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
-    CUlaunchConfig, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType,
-    CUmemAllocationType, CUmemLocation, CUmemLocationType, CUmemPool_attribute, CUmemPoolProps,
-    CUmemoryPool, CUmodule, CUpointer_attribute, CUresult, CUstream, CUstreamCaptureStatus,
+    CUlaunchAttributeValue_union__bindgen_ty_1, CUlaunchConfig, CUmemAccess_flags, CUmemAccessDesc,
+    CUmemAllocationHandleType, CUmemAllocationType, CUmemLocation, CUmemLocationType,
+    CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUmodule, CUpointer_attribute, CUresult,
+    CUstream, CUstreamCaptureStatus,
 };
 
 use crate::backend::Backend;
@@ -272,7 +273,7 @@ impl Driver {
     }
 
     /// Launches a kernel that may be started before the one before it in the stream has ended, and
-    /// waits for that by itself.
+    /// waits for that by itself; of clusters of so many blocks along the grid's first dimension.
     ///
     /// # Safety
     /// As [`Driver::launch`]; the driver [launches early](Driver::launches_early), and before the kernel
@@ -285,6 +286,7 @@ impl Driver {
         [gridDimX, gridDimY, gridDimZ]: [c_uint; 3],
         [blockDimX, blockDimY, blockDimZ]: [c_uint; 3],
         shared_bytes: c_uint,
+        cluster: c_uint,
         stream: CUstream,
         parameters: *mut *mut c_void,
     ) -> Result<()> {
@@ -293,13 +295,25 @@ impl Driver {
             let code = CUresult::CUDA_ERROR_NOT_SUPPORTED as c_int;
             return Err(self.error(op, CALL, code));
         };
-        let mut early = CUlaunchAttribute {
+        let early = CUlaunchAttribute {
             id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
             value: CUlaunchAttributeValue {
                 programmaticStreamSerializationAllowed: 1,
             },
         };
+        let of_cluster = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: CUlaunchAttributeValue {
+                clusterDim: CUlaunchAttributeValue_union__bindgen_ty_1 {
+                    x: cluster,
+                    y: 1,
+                    z: 1,
+                },
+            },
+        };
+        let mut attributes = [early, of_cluster];
         let config = CUlaunchConfig {
             gridDimX,
             gridDimY,
@@ -309,10 +323,11 @@ impl Driver {
             blockDimZ,
             sharedMemBytes: shared_bytes,
             hStream: stream,
-            attrs: &mut early,
-            numAttrs: 1,
+            attrs: attributes.as_mut_ptr(),
+            // A kernel may have a cluster of its own, which none is said of then.
+            numAttrs: if cluster > 1 { 2 } else { 1 },
         };
-        // SAFETY: the configuration and its attribute live until the call returns; the rest is the
+        // SAFETY: the configuration and its attributes live until the call returns; the rest is the
         // caller's promise.
         match unsafe { launch(&config, function, parameters, std::ptr::null_mut()) } {
             0 => Ok(()),

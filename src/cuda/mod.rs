@@ -252,6 +252,7 @@ impl Cuda {
             grid,
             block: kernel.info.block,
             shared_bytes: kernel.info.shared_bytes,
+            cluster: 1,
         };
         // SAFETY: the caller's promise.
         unsafe { self.launch_shape(op, kernel, shape, arguments, stream) }
@@ -281,6 +282,7 @@ impl Cuda {
             grid,
             block,
             shared_bytes,
+            cluster,
         } = shape;
         let [x, y, z] = block;
         tracing::trace!(
@@ -298,6 +300,7 @@ impl Cuda {
                     grid,
                     block,
                     shared_bytes,
+                    cluster,
                     stream.as_raw().cast(),
                     parameters.as_mut_ptr(),
                 )
@@ -329,6 +332,8 @@ struct Shape {
     grid: [u32; 3],
     block: [u32; 3],
     shared_bytes: u32,
+    /// Blocks of a cluster: 1, unless the kernel waits for the one before it itself.
+    cluster: u32,
 }
 
 /// A problem that kernels of this library run, without a workspace.

@@ -22,8 +22,9 @@ use unsloth::{
     Backend, Context, ContextOptions, DType, InOut, Layout, Stream, TensorRef, Workspace,
 };
 
-/// Rows of `x` up to which a GPU reads blocks as they are.
+/// Rows of `x` up to which a GPU reads blocks as they are, be it f32, and where it has 16 bits.
 const FEW_ROWS: usize = 24;
+const SOME_ROWS: usize = 32;
 
 /// A matrix in blocks, and its elements.
 struct Matrix {
@@ -155,12 +156,12 @@ fn nmse(y: &[f64], expected: &[f64]) -> f64 {
 fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
     let (len, _) = dtype.block();
     let mut cases = Vec::new();
-    for rows in [1, 2, 3, 4, 5, 8, 17, 24, 25, 32, 33] {
+    for rows in [1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33] {
         cases.push((rows, [33, 3 * len], 0));
     }
     // Rows that are whole lines of 16 bytes; some tiles for each of a GPU's blocks; more integers of x
     // than a block has shared memory for.
-    for rows in [1, 3, 8] {
+    for rows in [1, 3, 8, 16] {
         cases.push((rows, [40, 16 * 256], 0));
         cases.push((rows, [2400, 2 * 256], 0));
         cases.push((rows, [17, 56 * 256], 0));
@@ -182,7 +183,7 @@ fn outputs_may_be_f32() {
         for format in DType::BLOCKS {
             let (len, _) = format.block();
             // More rows go to cuBLASLt on a GPU, which may add in another order for another dtype.
-            for rows in [1, 9, FEW_ROWS] {
+            for rows in [1, 8, 9, FEW_ROWS, SOME_ROWS] {
                 let matrix = Matrix::random(&ctx, format, [35, 3 * len], 0);
                 for dtype in [DType::F16, DType::Bf16] {
                     let x = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, 3 * len]));
@@ -208,7 +209,7 @@ fn products_are_those_of_the_decoded_weight() {
                     // The CPU widens all to f32.
                     let few: &[usize] = match ctx.backend() {
                         Backend::Cpu => &[1, 33],
-                        _ => &[1, 3, 5, 8, 24, 25, 65],
+                        _ => &[1, 3, 5, 8, 9, 16, 17, 24, 32, 33, 65],
                     };
                     if dtype == DType::F32 || few.contains(&rows) {
                         let x =
@@ -226,7 +227,11 @@ fn assert_products_are_right(ctx: &Context, x: &TestTensor, matrix: &Matrix) {
     let n = matrix.layout.dim(0);
     let (x_values, w) = (x.values(), &matrix.values);
     let on_gpu = ctx.backend() != Backend::Cpu;
-    if !on_gpu || rows <= FEW_ROWS {
+    let few = match dtype {
+        DType::F32 => FEW_ROWS,
+        _ => SOME_ROWS,
+    };
+    if !on_gpu || rows <= few {
         let y = product(ctx, x, matrix.weights(false)).values();
         assert_rounded_once(dtype, &y, &x_values, w, [rows, n, k]);
     }

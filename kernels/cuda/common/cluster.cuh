@@ -24,6 +24,16 @@ __device__ __forceinline__ uint32_t peer_address(const void *mine, uint32_t rank
   return address;
 }
 
+// Four floats that lie there.
+__device__ __forceinline__ float4 load_from_peer(uint32_t address) {
+  float4 four;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "r"(address)
+               : "memory");
+  return four;
+}
+
 // Stores to another block's shared memory. Its barrier there counts the 16 bytes once they can be
 // read.
 __device__ __forceinline__ void store_async(const float4 &value, uint32_t to, uint32_t barrier) {

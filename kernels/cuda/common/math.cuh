@@ -71,4 +71,23 @@ __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2 &>(pair));
 }
 
+// a - b of pairs.
+template <class T>
+__device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b);
+
+template <>
+__device__ __forceinline__ uint32_t subtract<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  // By -1: sm_80 has sums of products only.
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xbf80bf80), "r"(a));
+  return difference;
+}
+
+template <>
+__device__ __forceinline__ uint32_t subtract<__half>(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
 }  // namespace unsloth

@@ -94,6 +94,12 @@ pub(in crate::cuda) mod products {
     /// for every eight rows: three times take as long on an H200 (31 µs of 16 M weights in Q4_0, by its
     /// record) as decoding the matrix and multiplying by it (30 µs).
     pub(in crate::cuda) const BLOCKS_FEW_ROWS: usize = 24;
+    /// Rows of x of 16 bits from which on kernels that leave it as it is are faster than those of integers,
+    /// which read the whole matrix again for every eight, and up to which they are faster than decoding:
+    /// 16 rows by 16 M weights in Q4_0 took 11 µs, where integers take 21.5; 32 took 14, where decoding
+    /// takes 30 (H200; no record exists).
+    pub(in crate::cuda) const BLOCKS_TILES_LEAST_ROWS: usize = 9;
+    pub(in crate::cuda) const BLOCKS_TILES_ROWS: usize = 32;
     /// Columns of such weights of which a row of x fits, as integers, the shared memory of every device.
     pub(in crate::cuda) const BLOCKS_FEW_COLUMNS: usize = 28672;
     /// Bytes of decoded weights at a time: the matrices of a layer of 8 B parameters are one part.

@@ -1,4 +1,4 @@
-//! Products of few rows with weights in blocks: what the kernels are told, and what tells them
+//! Products of few and of some rows with weights in blocks: what the kernels are told, and what tells them
 //! apart.
 
 use crate::family::{Family, Field, Type, field};
@@ -11,11 +11,18 @@ pub const FAMILY: Family = Family {
     arguments: ARGUMENTS,
     choices: &[
         ("format", "a contract's Blocks"),
+        (
+            "x_dtype",
+            "a contract's Float, or 0 where any is rounded to integers",
+        ),
         ("rows", "of x that a block takes, at most"),
         ("columns", "of a tile"),
         ("step", "weights of a row that a warp takes at a time"),
         ("slot_bytes", "of shared memory, for these of a tile"),
-        ("digits_bytes", "for 32 neighbours of a row of x"),
+        (
+            "x_bytes",
+            "for 32 neighbours of a row of x as integers, or for a step of it as it is",
+        ),
         ("sums_bytes", "for the sums of a warp"),
     ],
 };
@@ -39,7 +46,11 @@ const ARGUMENTS: &[Field] = &[
     field(Type::U32, "out_features", ""),
     field(Type::U32, "blocks", "of a row of the weight"),
     field(Type::U32, "steps", "of a row"),
-    field(Type::U32, "slots", "of a warp's ring: two to four"),
+    field(
+        Type::U32,
+        "slots",
+        "of a warp's ring, or of a block's: two to four",
+    ),
     field(
         Type::U32,
         "rows_of_block_log2",
@@ -59,7 +70,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "x_aligned",
-        "1: rows of x are aligned to four elements",
+        "rows of x: 0 anywhere, 1 aligned to four elements, 2 to 16 bytes",
     ),
     field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
     field(Type::U32, "epilogue", "a contract's Epilogue"),
@@ -68,5 +79,15 @@ const ARGUMENTS: &[Field] = &[
         Type::U32,
         "dtype",
         "a contract's Float: of residual and output",
+    ),
+    field(
+        Type::U32,
+        "parts",
+        "of a row of the weight, blocks of a cluster; where x is as it is",
+    ),
+    field(
+        Type::U32,
+        "across",
+        "warps side by side; where x is as it is",
     ),
 ];

@@ -10,12 +10,12 @@
 // products of integers on tensor cores: what CubeCL's types do not say.
 #pragma once
 
-#include "common/async_copy.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/mma.cuh"
 #include "digits.cuh"
 #include "linear/blocks/arguments.h"
 #include "linear/epilogue.cuh"
+#include "units.cuh"
 
 namespace unsloth {
 
@@ -24,56 +24,6 @@ using Arguments = LinearBlocksArguments;
 // Of a block, at most: threads, bytes of shared memory.
 constexpr int kThreads = 512;
 constexpr int kSharedBytes = 227 * 1024;
-// Rows of the weight of a tile.
-constexpr int kColumns = 16;
-
-// A unit: blocks of 16 rows.
-template <Blocks kBlocks>
-struct Unit {
-  using F = Format<kBlocks>;
-  static constexpr bool kTernary =
-      kBlocks == Blocks::kTq1_0 || kBlocks == Blocks::kTq2_0 || kBlocks == Blocks::kQ2_0;
-  static constexpr int kWeights = kTernary ? 512 : 256;
-  static constexpr int kCount = kWeights / F::kLength;
-  static constexpr int kBytes = kCount * F::kBytes;
-  // Lines of 16 bytes that a row's bytes touch, at least, and wherever they begin.
-  static constexpr int kLeastLines = (kBytes + 15) / 16;
-  static constexpr int kMostLines = (kBytes + 14 + 15) / 16;
-  // Odd, so that the same word of eight rows lies in different banks.
-  static constexpr int kPitch = kMostLines / 2 * 2 + 1;
-  static constexpr int kSlotBytes = kColumns * kPitch * 16;
-};
-
-// Where rows of the weight lie: anywhere; where words of its blocks may; in whole lines of 16
-// bytes.
-enum Aligned : uint32_t { kBytes, kWords, kLines };
-
-// Some blocks of one row in shared memory, from `at` on. `kAlignment`: of `row` and of words in
-// blocks; or of `row` alone, if that is four.
-template <int kAlignment, bool kRowAligned>
-struct Staged {
-  const uint8_t *row;
-  uint32_t at;
-
-  __device__ __forceinline__ uint32_t byte(uint32_t i) const { return row[at + i]; }
-
-  __device__ __forceinline__ uint32_t half(uint32_t i) const {
-    return *reinterpret_cast<const uint16_t *>(row + at + i);
-  }
-
-  __device__ __forceinline__ uint32_t operator()(uint32_t i) const {
-    const auto word = [&](uint32_t byte) {
-      return *reinterpret_cast<const uint32_t *>(row + byte);
-    };
-    const uint32_t from = at + i;
-    if (kAlignment == 4) return word(from);
-    // Known to the compiler.
-    if (kRowAligned && from % 4 == 0) return word(from);
-    if (kRowAligned) return __byte_perm(word(from - 2), word(from + 2), 0x5432);
-    return half(i) | half(i + 2) << 16;
-  }
-};
-
 // `kRows`: of x, at most: one, four or eight. The columns that one leaves free of a product are for
 // others of its neighbours: four products, of 32 each, go to columns of their own, and lane t of
 // four has the sums of the t-th. So they are scaled at once, and lanes add what they have at the
@@ -92,12 +42,12 @@ class FewRows {
         warp_(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
         warps_log2_(31 - __clz(blockDim.x / 32)),
-        row_bytes_(p.blocks * F::kBytes),
         first_(blockIdx.x * p.columns_of_block),
         end_(min(first_ + p.columns_of_block, p.out_features)),
         rows_of_block_(1u << p.rows_of_block_log2),
         first_row_(blockIdx.y * rows_of_block_),
         units_((end_ - first_ + kColumns - 1) / kColumns * p.steps),
+        weight_(p, lane_),
         ring_(shared + warp_ * p.slots * U::kSlotBytes) {
     uint8_t *rest = shared + (p.slots << warps_log2_) * U::kSlotBytes;
     const uint32_t count = p.blocks * (F::kLength / 32) << p.rows_of_block_log2;
@@ -198,10 +148,6 @@ class FewRows {
     return units_ * warp >> warps_log2_;
   }
 
-  __device__ __forceinline__ const uint8_t *row_at(uint32_t column) const {
-    return p_.weight + column * p_.weight_stride;
-  }
-
   // Waits for the copies of the next unit: those of slots behind it may go on.
   __device__ __forceinline__ void await_unit() const {
     if (p_.slots == 4) {
@@ -215,115 +161,19 @@ class FewRows {
 
   // Starts to copy a unit.
   __device__ __forceinline__ void fill(uint8_t *slot, Place place) const {
-    const uint32_t columns = first_ + place.tile * kColumns, there = min(end_ - columns, 16u);
-    const uint32_t first = place.step * U::kBytes;
-    const uint32_t last = min(first + U::kBytes, row_bytes_);
-    if (p_.aligned == kLines) {
-      const uint32_t lines = (last + 15) / 16 - first / 16;
-      const uint8_t *from = row_at(columns) + first / 16 * 16;
-      if (there == kColumns && lines == U::kLeastLines) {
-        copy_tile<U::kLeastLines>(slot, from);
-      } else if (there == kColumns && U::kMostLines > U::kLeastLines && lines == U::kMostLines) {
-        copy_tile<U::kMostLines>(slot, from);
-      } else {
-        const uint32_t row = lane_ / 2;
-        from += row * p_.weight_stride;
-#pragma unroll 1
-        for (uint32_t i = lane_ % 2; i < lines && row < there; i += 2) {
-          start_copy(slot + (row * U::kPitch + i) * 16, from + i * 16);
-        }
-      }
-    } else if (p_.aligned == kWords) {
-      const uint32_t row = lane_ / 2;
-      if (row < there) {
-        copy_lines(p_, slot + row * U::kPitch * 16, row_at(columns + row), place.step);
-      }
-    } else {
-      // A byte at a time, from wherever it is.
-#pragma unroll 1
-      for (uint32_t i = 0; i < there; i++) {
-        const uint8_t *from = row_at(columns + i) + first;
-#pragma unroll 1
-        for (uint32_t byte = lane_; byte < last - first; byte += 32) {
-          slot[i * U::kPitch * 16 + byte] = from[byte];
-        }
-      }
-    }
-  }
-
-  // Copies the lines of 16 rows, so that neighbouring lanes have neighbouring ones: as few
-  // requests as can be, which are what bounds a multiprocessor's reading.
-  template <uint32_t kOfRow>
-  __device__ __forceinline__ void copy_tile(uint8_t *slot, const uint8_t *from) const {
-    const int64_t gap = p_.weight_stride - kOfRow * 16;
-    slot += lane_ * 16;
-    from += lane_ * 16;
-#pragma unroll
-    for (uint32_t i = 0; i < kOfRow * kColumns; i += 32) {
-      const uint32_t row = (lane_ + i) / kOfRow;
-      if (i + 32 <= kOfRow * kColumns || row < kColumns) {
-        start_copy(slot + row * (U::kPitch - kOfRow) * 16 + i * 16, from + row * gap + i * 16);
-      }
-    }
-  }
-
-  // Copies what a lane has of a row's blocks: lines of which all bytes are the weight's.
-  static __device__ __noinline__ void copy_lines(const Arguments &p, uint8_t *to,
-                                                 const uint8_t *row, uint32_t step) {
-    const uint32_t row_bytes = p.blocks * F::kBytes, lane = threadIdx.x % 32;
-    const uint32_t ahead = reinterpret_cast<uintptr_t>(row) % 16;
-    const uint32_t first = ahead + step * U::kBytes;
-    const uint32_t last = min(first + U::kBytes, ahead + row_bytes);
-    const uint8_t *aligned = row - ahead;
-    // Lines of 16 bytes, counted from there, that belong to the unit, and to the weight.
-    const uint32_t begin = first / 16, end = (last + 15) / 16;
-    const bool after = p.gapless && row > p.weight;
-    const bool before = p.gapless && row + row_bytes < p.weight + p.weight_bytes;
-    const uint32_t least = after ? 0 : (ahead + 15) / 16;
-    const uint32_t most = (ahead + row_bytes + (before ? 15 : 0)) / 16;
-    const uint32_t line = begin + lane % 2;
-    const uint8_t *from = aligned + static_cast<uint64_t>(line) * 16;
-    to += lane % 2 * 16;
-#pragma unroll
-    for (uint32_t i = 0; i < (U::kMostLines + 1) / 2; i++) {
-      const uint32_t at = line + 2 * i;
-      if (at >= least && at < min(end, most)) start_copy(to + i * 32, from + i * 32);
-    }
-    if (begin >= least && end <= most) return;
-    // The first and the last line of the weight, or of a row if there are gaps: what is there of
-    // them.
-#pragma unroll 1
-    for (uint32_t i = 0; i < (U::kMostLines + 1) / 2; i++) {
-      const uint32_t at = line + 2 * i;
-      if (at >= end || (at >= least && at < most)) continue;
-#pragma unroll 1
-      for (uint32_t byte = at * 16; byte < at * 16 + 16; byte += 2) {
-        if (byte >= ahead && byte < ahead + row_bytes) {
-          *reinterpret_cast<uint16_t *>(to + i * 32 + byte % 16) =
-              *reinterpret_cast<const uint16_t *>(aligned + byte);
-        }
-      }
-    }
+    const uint32_t columns = first_ + place.tile * kColumns;
+    weight_.copy(slot, columns, min(end_ - columns, 16u), place.step);
   }
 
   __device__ __forceinline__ void multiply(const uint8_t *slot, Place place) {
-    const uint32_t g = lane_ / 4;
+    const uint32_t g = lane_ / 4, columns = first_ + place.tile * kColumns;
     const uint8_t *rows[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; h++) {
-      const uint32_t row = g + 8 * h;
-      rows[h] = slot + row * U::kPitch * 16;
-      if (p_.aligned == kWords) {
-        const auto from = row_at(first_ + place.tile * kColumns + row);
-        rows[h] +=
-            (static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from)) + place.step * U::kBytes) %
-            16;
-      } else if (U::kBytes % 16 != 0 && p_.aligned == kLines) {
-        rows[h] += place.step * U::kBytes % 16;
-      }
+      rows[h] = weight_.row_of(slot, columns, g + 8 * h, place.step);
     }
     const uint32_t first = place.step * U::kCount;
-    const uint32_t count = min(static_cast<uint32_t>(U::kCount), p_.blocks - first);
+    const uint32_t count = weight_.count(place.step);
     const uint32_t of_x = first * k32s;
     if (count != U::kCount) {
       constexpr uint32_t kAtOnce = kAlone ? 4 : k32s;
@@ -336,7 +186,7 @@ class FewRows {
           for (uint32_t j = 0; j < k32s; j++) multiply_32<false>(rows, i + j, of_x);
         }
       }
-    } else if (U::kBytes % 16 == 0 && p_.aligned == kLines) {
+    } else if (weight_.are_lines()) {
       multiply_whole<true>(rows, of_x);
     } else {
       multiply_whole<false>(rows, of_x);
@@ -542,9 +392,9 @@ class FewRows {
 
   const Arguments &p_;
   const uint32_t warp_, lane_, warps_log2_;
-  const uint32_t row_bytes_;
   // Rows of the weight and of x that the block has, and its units.
   const uint32_t first_, end_, rows_of_block_, first_row_, units_;
+  const Units<kBlocks> weight_;
   uint8_t *const ring_;
   D digits_;
   // [warp][its first tile, its last][row of x][column].
@@ -566,6 +416,7 @@ class FewRows {
   }                                                                                       \
   extern "C" __device__ const LinearBlocksLaunch linear_blocks_##name##_launch = {        \
       static_cast<int32_t>(unsloth::Blocks::blocks),                                      \
+      0,                                                                                  \
       rows,                                                                               \
       unsloth::kColumns,                                                                  \
       unsloth::Unit<unsloth::Blocks::blocks>::kWeights,                                   \

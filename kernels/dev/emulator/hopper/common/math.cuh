@@ -31,4 +31,11 @@ float2 unpack(uint32_t pair) {
   return {float(low), float(high)};
 }
 
+// a - b of pairs.
+template <class T>
+uint32_t subtract(uint32_t a, uint32_t b) {
+  const float2 left = unpack<T>(a), right = unpack<T>(b);
+  return pack<T>(left.x - right.x, left.y - right.y);
+}
+
 }  // namespace unsloth

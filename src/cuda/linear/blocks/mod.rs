@@ -1,8 +1,11 @@
 //! Products with weights in blocks.
 //!
-//! Few rows go to kernels that read the blocks as they are, and round `x` to integers of 16 bits
-//! (`kernels/cuda/linear/blocks`). All else has the matrix decoded to the dtype of `x`, in the
-//! workspace and in parts if it is large, and is a product of floats then.
+//! Few rows go to kernels that read the blocks as they are, and round `x` to integers of 16 bits; some
+//! more, of 16 bits, to such as leave `x` as it is (`kernels/cuda/linear/blocks`). All else has the
+//! matrix decoded to the dtype of `x`, in the workspace and in parts if it is large, and is a product
+//! of floats then.
+
+mod tiles;
 
 use super::{Epilogue, Product, multiply_floats};
 use crate::alloc::push;
@@ -12,7 +15,8 @@ use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::linear_blocks::Arguments;
 use crate::cuda::rows::Matrix;
 use crate::cuda::tuning::rules::products::{
-    BLOCKS_FEW_COLUMNS, BLOCKS_FEW_ROWS, BLOCKS_PART_BYTES,
+    BLOCKS_FEW_COLUMNS, BLOCKS_FEW_ROWS, BLOCKS_PART_BYTES, BLOCKS_TILES_LEAST_ROWS,
+    BLOCKS_TILES_ROWS,
 };
 use crate::cuda::{Cuda, Shape, VECTOR, blocks};
 use crate::dtype::DType;
@@ -39,11 +43,35 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     })
 }
 
-/// Whether the blocks are read as they are: not where all bits of `x` count, nor for rows that need
-/// more shared memory, as integers, than every device has.
+/// How a product is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// By the blocks as they are, and `x` as integers.
+    Integers,
+    /// By the blocks and `x` as they are.
+    Tiles,
+    /// By the decoded weight.
+    Decoded,
+}
+
+/// Integers are not for those whose bits of `x` all count, nor for rows that need more shared memory,
+/// as integers, than every device has.
+fn way(x: &RawTensor, weights: &Weights) -> Way {
+    let rows = x.layout.num_rows();
+    let halves = matches!(x.dtype, DType::F16 | DType::Bf16);
+    let integers = !weights.float_activations
+        && weights.weight.layout.dim(1) <= BLOCKS_FEW_COLUMNS
+        && rows <= BLOCKS_FEW_ROWS;
+    match (integers, halves && rows <= BLOCKS_TILES_ROWS) {
+        (true, tiles) if !tiles || rows < BLOCKS_TILES_LEAST_ROWS => Way::Integers,
+        (_, true) => Way::Tiles,
+        _ => Way::Decoded,
+    }
+}
+
+/// Whether the blocks are read as they are.
 pub(super) fn are_few_rows(x: &RawTensor, weights: &Weights) -> bool {
-    let fit = weights.weight.layout.dim(1) <= BLOCKS_FEW_COLUMNS;
-    !weights.float_activations && fit && x.layout.num_rows() <= BLOCKS_FEW_ROWS
+    way(x, weights) != Way::Decoded
 }
 
 /// A kernel for rows of a weight, and how a block of it is parted.
@@ -67,7 +95,7 @@ impl Kernels {
             let format = weight.dtype as u32;
             self.kernels
                 .iter()
-                .filter(move |k| k.choices.format == format)
+                .filter(move |k| k.choices.format == format && k.choices.x_dtype == 0)
         };
         let most = of_format().map(|k| k.choices.rows as usize).max()?;
         let mut at_once = rows.next_power_of_two().min(most);
@@ -77,7 +105,7 @@ impl Kernels {
                 .min_by_key(|k| k.choices.rows)?;
             let choices = kernel.choices;
             let thirty_twos = weight.layout.dim(1).div_ceil(32);
-            let digits = thirty_twos * at_once * choices.digits_bytes as usize;
+            let digits = thirty_twos * at_once * choices.x_bytes as usize;
             let of_warp = SLOTS * choices.slot_bytes as usize + choices.sums_bytes as usize;
             let most_warps = kernel.info.block[0] as usize / 32;
             // With half of the warps a pass over the weight takes longer, but less than a second pass.
@@ -183,9 +211,13 @@ pub(super) fn multiply(
     scratch: Scratch,
     stream: Stream,
 ) -> Result<()> {
-    if are_few_rows(p.x, p.weights) {
+    let way = way(p.x, p.weights);
+    if way != Way::Decoded {
         for matrix in p.rows().matrices() {
-            multiply_few(cuda, p, &matrix, stream)?;
+            match way {
+                Way::Tiles => tiles::multiply(cuda, p, &matrix, stream)?,
+                _ => multiply_few(cuda, p, &matrix, stream)?,
+            }
         }
         return Ok(());
     }
@@ -238,7 +270,6 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
         });
     };
     let choices = form.kernel.choices;
-    let (len, block_bytes) = weight.dtype.block();
     let (out_features, in_features) = (weight.layout.dim(0), weight.layout.dim(1));
     let steps = in_features.div_ceil(choices.step as usize);
     let row_tiles = matrix.rows.div_ceil(form.rows);
@@ -248,8 +279,36 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
         .div_ceil(kernels.multiprocessors)
         .min(most_tiles * choices.columns as usize)
         .max(1);
-    let grid = [out_features.div_ceil(columns) as u32, row_tiles as u32, 1];
+    tracing::trace!(
+        "{}: {} rows of {in_features} by {out_features} in {}, {} at a time, {columns} columns a block",
+        p.op,
+        matrix.rows,
+        weight.dtype,
+        form.rows,
+    );
+    let arguments = Arguments {
+        steps: steps as u32,
+        slots: form.slots as u32,
+        rows_of_block_log2: form.rows.trailing_zeros(),
+        columns_of_block: columns as u32,
+        ..arguments(p, matrix)
+    };
+    let shape = Shape {
+        grid: [out_features.div_ceil(columns) as u32, row_tiles as u32, 1],
+        block: [form.warps as u32 * 32, 1, 1],
+        shared_bytes: form.shared_bytes as u32,
+        cluster: 1,
+    };
+    // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, of whole
+    // blocks. `choose` counted the shared memory that so many warps, slots and rows need.
+    unsafe { cuda.launch_shape(p.op, form.kernel, shape, &arguments, stream) }
+}
 
+/// What kernels are told of a product, but for how it is parted.
+fn arguments(p: &Product<'_>, matrix: &Matrix<3>) -> Arguments {
+    let weight = &p.weights.weight;
+    let (len, block_bytes) = weight.dtype.block();
+    let (out_features, in_features) = (weight.layout.dim(0), weight.layout.dim(1));
     let row_bytes = weight.dtype.row_bytes(in_features);
     let weight_stride = match out_features {
         1 => row_bytes,
@@ -270,17 +329,15 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
         true => Aligned::Words,
         false => Aligned::Bytes,
     };
-    let four = 4 * p.x.dtype.size() as u64;
-    let x_aligned = x.is_multiple_of(four) && x_stride.cast_unsigned().is_multiple_of(four);
-    tracing::trace!(
-        "{}: {} rows of {in_features} by {out_features} in {}, {} at a time, {columns} columns a block",
-        p.op,
-        matrix.rows,
-        weight.dtype,
-        form.rows,
-    );
+    let x_is_aligned = |bytes: usize| {
+        x.is_multiple_of(bytes as u64) && x_stride.cast_unsigned().is_multiple_of(bytes as u64)
+    };
+    let x_aligned = match x_is_aligned(4 * p.x.dtype.size()) {
+        true if x_is_aligned(VECTOR) => 2,
+        four => u32::from(four),
+    };
     let dtype = if p.is_wide() { DType::F32 } else { p.x.dtype };
-    let arguments = Arguments {
+    Arguments {
         x,
         weight: weight.ptr.addr() as u64,
         out: at(p.out, 1),
@@ -294,24 +351,18 @@ fn multiply_few(cuda: &Cuda, p: &Product<'_>, matrix: &Matrix<3>, stream: Stream
         rows: matrix.rows as u32,
         out_features: out_features as u32,
         blocks: (in_features / len) as u32,
-        steps: steps as u32,
-        slots: form.slots as u32,
-        rows_of_block_log2: form.rows.trailing_zeros(),
-        columns_of_block: columns as u32,
         gapless: u32::from(weight_stride == row_bytes),
         aligned: aligned as u32,
-        x_aligned: u32::from(x_aligned),
+        x_aligned,
         bias_dtype: bias.map_or(0, |b| b.dtype as u32),
         epilogue: epilogue.code(),
         x_dtype: p.x.dtype as u32,
         dtype: dtype as u32,
-    };
-    let shape = Shape {
-        grid,
-        block: [form.warps as u32 * 32, 1, 1],
-        shared_bytes: form.shared_bytes as u32,
-    };
-    // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, of whole
-    // blocks. `choose` counted the shared memory that so many warps, slots and rows need.
-    unsafe { cuda.launch_shape(p.op, form.kernel, shape, &arguments, stream) }
+        steps: 0,
+        slots: 0,
+        rows_of_block_log2: 0,
+        columns_of_block: 0,
+        parts: 1,
+        across: 0,
+    }
 }

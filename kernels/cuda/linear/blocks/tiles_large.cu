@@ -1,0 +1,5 @@
+#include "tiles.cuh"
+
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_q4_k, kQ4K)
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_q5_k, kQ5K)
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_q6_k, kQ6K)

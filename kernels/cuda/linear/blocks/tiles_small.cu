@@ -1,0 +1,5 @@
+#include "tiles.cuh"
+
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_q8_0, kQ8_0)
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_q4_0, kQ4_0)
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_q4_1, kQ4_1)

@@ -1,0 +1,5 @@
+#include "tiles.cuh"
+
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_tq1_0, kTq1_0)
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_tq2_0, kTq2_0)
+UNSLOTH_LINEAR_BLOCKS_TILES(tiles_q2_0, kQ2_0)
