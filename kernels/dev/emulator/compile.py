@@ -101,6 +101,7 @@ def for_host(name):
         flags=re.DOTALL | re.MULTILINE,
     )
     kernel = re.sub(r'^asm\("" : [^\n]*\n', "", kernel, flags=re.MULTILINE)
+    kernel = re.sub(r'^\s*asm volatile\("griddepcontrol[^\n]*\n', "", kernel, flags=re.MULTILINE)
     kernel = shared_of_host(kernel)
     # Numbers as bits: device.h makes CUDA's NaN of any.
     kernel = re.sub(
