@@ -100,8 +100,8 @@ def for_host(name):
         head,
         flags=re.DOTALL | re.MULTILINE,
     )
-    kernel = re.sub(r'^asm\("" : [^\n]*\n', "", kernel, flags=re.MULTILINE)
-    kernel = re.sub(r'^\s*asm volatile\("griddepcontrol[^\n]*\n', "", kernel, flags=re.MULTILINE)
+    # What is for ptxas alone, and the wait for the kernel before: here none starts before that has ended.
+    kernel = re.sub(r'^(?:asm\("" : |\s*asm volatile\("griddepcontrol)[^\n]*\n', "", kernel, flags=re.MULTILINE)
     kernel = shared_of_host(kernel)
     # Numbers as bits: device.h makes CUDA's NaN of any.
     kernel = re.sub(
