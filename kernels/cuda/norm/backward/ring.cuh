@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
+#include "common/gains.cuh"
 #include "common/named_barrier.cuh"
 #include "common/rows.cuh"
 #include "common/tma.cuh"
@@ -42,38 +43,6 @@ struct Shared {
 };
 
 constexpr int kHeadBytes = (sizeof(Shared) + 127) / 128 * 128;
-
-// A gain of any dtype, as it is stored.
-__device__ __forceinline__ float stored_gain(const Arguments &p, uint32_t i) {
-  if (p.weight_dtype == static_cast<uint32_t>(Float::kF32)) {
-    return static_cast<const float *>(p.weight)[i];
-  }
-  if (p.weight_dtype == static_cast<uint32_t>(Float::kF16)) {
-    return __half2float(static_cast<const __half *>(p.weight)[i]);
-  }
-  return __bfloat162float(static_cast<const __nv_bfloat16 *>(p.weight)[i]);
-}
-
-// The gains of vector i as f32: ones without a weight.
-template <class T>
-__device__ __forceinline__ void load_gains(const Arguments &p, uint32_t i,
-                                           float (&to)[Vector<T>::kWidth]) {
-  constexpr int kWidth = Vector<T>::kWidth;
-  const bool aligned = reinterpret_cast<uintptr_t>(p.weight) % 16 == 0;
-  if (p.weight_dtype == 0) {
-#pragma unroll
-    for (int j = 0; j < kWidth; j++) to[j] = 1.0f;
-    return;
-  }
-  if (aligned && p.weight_dtype == static_cast<uint32_t>(kDtype<T>)) {
-    Vector<T>::unpack(static_cast<const uint4 *>(p.weight)[i], to);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kWidth; j++) to[j] = stored_gain(p, i * kWidth + j);
-  }
-#pragma unroll
-  for (int j = 0; j < kWidth; j++) to[j] += p.weight_offset;
-}
 
 template <class T, bool kCentered, bool kResidual, Refill kRefill>
 struct Backward {
@@ -142,6 +111,10 @@ struct Backward {
       const Strides by = {p.dresidual_0, p.dresidual_1, p.dresidual_2};
       bulk_load_by_thread(to + 2 * bytes, from(p.dresidual, by), bytes, &full);
     }
+  }
+
+  __device__ __forceinline__ void own_gains(uint32_t i, float (&to)[kWidth]) const {
+    load_gains<T>(p.weight, p.weight_dtype, p.weight_offset, i, to);
   }
 
   // Calls `each(k, i)` for the vectors i that a thread has of a row.
@@ -336,11 +309,11 @@ struct Backward {
       for (uint32_t i = 0; i < p.stages; i++) start(i, i);
     }
     if constexpr (kKeepsGains) {
-      for_vectors([&](int k, uint32_t i) { load_gains<T>(p, i, kept[k]); });
+      for_vectors([&](int k, uint32_t i) { own_gains(i, kept[k]); });
     } else {
       for (uint32_t i = threadIdx.x; i < p.length; i += kThreads) {
         float w[kWidth];
-        load_gains<T>(p, i, w);
+        own_gains(i, w);
         store_vector(w, gains + i * kWidth);
       }
       __syncthreads();
