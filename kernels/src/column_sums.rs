@@ -46,7 +46,8 @@ fn store<F: Float>(out: &mut Array<F>, column: u32, sum: f32, accumulate: u32) {
 }
 
 /// `out = sum over rows of shares`, `shares` being `[rows, columns]`; to f32, what `out` holds is
-/// added if asked for. Grid: columns in groups of 32, then those of `more_shares`, if there are.
+/// added if asked for. Grid: columns in groups of 32, then those of `more_shares`, if there are, of
+/// which there may be more or fewer rows.
 #[cube]
 fn column_sums<F: Float>(
     shares: &Array<f32>,
@@ -54,6 +55,7 @@ fn column_sums<F: Float>(
     out: &mut Array<F>,
     more_out: &mut Array<F>,
     rows: u32,
+    more_rows: u32,
     columns: u32,
     accumulate: u32,
 ) {
@@ -64,7 +66,7 @@ fn column_sums<F: Float>(
     let group = select(more, CUBE_POS_X - groups, CUBE_POS_X);
     let column = group * COLUMNS + lane;
     let sum = if more {
-        part(more_shares, rows, columns, column, sharer)
+        part(more_shares, more_rows, columns, column, sharer)
     } else {
         part(shares, rows, columns, column, sharer)
     };
@@ -97,11 +99,12 @@ fn kernel(dtype: Dtype) -> Result<Kernel, Error> {
         let out = b.write("out", of_out);
         let more_out = b.write("more_out", of_out);
         let rows = b.scalar("rows", ScalarType::U32);
+        let more_rows = b.scalar("more_rows", ScalarType::U32);
         let columns = b.scalar("columns", ScalarType::U32);
         let accumulate = b.scalar("accumulate", ScalarType::U32);
         column_sums::expand::<F>(
             b.scope(), shares.into(), more_shares.into(), out.into(), more_out.into(), rows.into(),
-            columns.into(), accumulate.into(),
+            more_rows.into(), columns.into(), accumulate.into(),
         );
     });
     let name = format!("column_sums_{}", dtype.name());

@@ -5,6 +5,7 @@
 //! (`*.cu`), an image each. Its argument struct is generated from that list for both sides. Every kernel exports how it is launched,
 //! so that the host's idea of it comes from the compiled code.
 
+use std::borrow::Cow;
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,6 +28,8 @@ mod linear_blocks;
 mod linear_codes;
 #[path = "../cuda/norm/backward/family.rs"]
 mod norm_backward_ring;
+#[path = "../cuda/qk_norm_rope/family.rs"]
+mod qk_norm_rope_ring;
 #[path = "../cuda/quantize/family.rs"]
 mod quantize;
 
@@ -39,6 +42,7 @@ pub const FAMILIES: &[Family] = &[
     linear_blocks::FAMILY,
     linear_codes::FAMILY,
     norm_backward_ring::FAMILY,
+    qk_norm_rope_ring::FAMILY,
     quantize::FAMILY,
 ];
 
@@ -112,28 +116,45 @@ pub enum Type {
     I32,
     /// 32-bit float.
     F32,
+    /// So many 32-bit floats.
+    Floats(usize),
 }
 
 impl Type {
-    /// Bytes, which it is also aligned to.
+    /// Bytes.
     pub fn size(self) -> usize {
+        match self {
+            Type::Floats(count) => 4 * count,
+            _ => self.alignment(),
+        }
+    }
+
+    /// Bytes that it is aligned to.
+    pub fn alignment(self) -> usize {
         match self {
             Type::TensorMap => 128,
             Type::Pointer(_) | Type::U64 | Type::I64 => 8,
-            Type::U32 | Type::I32 | Type::F32 => 4,
+            Type::U32 | Type::I32 | Type::F32 | Type::Floats(_) => 4,
         }
     }
 
     /// The Rust type, and its zero.
-    pub fn rust(self) -> (&'static str, &'static str) {
-        match self {
+    pub fn rust(self) -> (Cow<'static, str>, Cow<'static, str>) {
+        let (ty, zero) = match self {
             Type::TensorMap => ("super::TensorMap", "super::TensorMap::ZERO"),
             Type::Pointer(_) | Type::U64 => ("u64", "0"),
             Type::I64 => ("i64", "0"),
             Type::U32 => ("u32", "0"),
             Type::I32 => ("i32", "0"),
             Type::F32 => ("f32", "0.0"),
-        }
+            Type::Floats(count) => {
+                return (
+                    format!("[f32; {count}]").into(),
+                    format!("[0.0; {count}]").into(),
+                );
+            }
+        };
+        (ty.into(), zero.into())
     }
 
     fn cpp(self, name: &str) -> String {
@@ -145,6 +166,7 @@ impl Type {
             Type::U32 => format!("uint32_t {name}"),
             Type::I32 => format!("int32_t {name}"),
             Type::F32 => format!("float {name}"),
+            Type::Floats(count) => format!("float {name}[{count}]"),
         }
     }
 }
@@ -152,15 +174,15 @@ impl Type {
 impl Family {
     /// What the struct is aligned to: its strictest field, which are tensor maps where it has some.
     fn alignment(&self) -> usize {
-        let sizes = self.arguments.iter().map(|field| field.ty.size());
-        sizes.max().unwrap_or(1)
+        let all = self.arguments.iter().map(|field| field.ty.alignment());
+        all.max().unwrap_or(1)
     }
 
     /// Where each field lies, and the size of the whole.
     pub fn layout(&self) -> (Vec<usize>, usize) {
         let mut end = 0usize;
         let place = |field: &Field| {
-            let offset = end.next_multiple_of(field.ty.size());
+            let offset = end.next_multiple_of(field.ty.alignment());
             end = offset + field.ty.size();
             offset
         };

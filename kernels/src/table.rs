@@ -138,7 +138,7 @@ impl<'a> Table<'a> {
         let mut asserts = format!("    const _: () = assert!(size_of::<Arguments>() == {size});\n");
         for (field, offset) in family.arguments.iter().zip(offsets) {
             let (ty, zero) = field.ty.rust();
-            fields.push(field.name, ty, zero);
+            fields.push(field.name, &ty, &zero);
             let name = field.name;
             let assert = format!("std::mem::offset_of!(Arguments, {name}) == {offset}");
             let _ = writeln!(asserts, "    const _: () = assert!({assert});");

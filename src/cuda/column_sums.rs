@@ -19,8 +19,8 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
 pub(super) struct Shares {
     /// On the device.
     pub addresses: [u64; 2],
-    /// Below 2³¹; may be none.
-    pub rows: usize,
+    /// Of each below 2³¹; may be none.
+    pub rows: [usize; 2],
     /// Below 2³¹.
     pub columns: usize,
 }
@@ -40,21 +40,20 @@ impl Shares {
         accumulate: bool,
         stream: Stream,
     ) -> Result<()> {
-        let [first, second] = self.addresses;
-        let add = |shares, out: &RawTensor, more: Option<&RawTensor>| {
+        let add = |which, out: &RawTensor, more: Option<&RawTensor>| {
             // SAFETY: the caller's promise.
-            unsafe { self.launch(cuda, op, (shares, out), more, accumulate, stream) }
+            unsafe { self.launch(cuda, op, (which, out), more, accumulate, stream) }
         };
         match &outs {
-            [Some(a), Some(b)] if a.dtype == b.dtype => add(first, a, Some(b)),
+            [Some(a), Some(b)] if a.dtype == b.dtype => add(0, a, Some(b)),
             [a, b] => {
-                a.as_ref().map_or(Ok(()), |a| add(first, a, None))?;
-                b.as_ref().map_or(Ok(()), |b| add(second, b, None))
+                a.as_ref().map_or(Ok(()), |a| add(0, a, None))?;
+                b.as_ref().map_or(Ok(()), |b| add(1, b, None))
             }
         }
     }
 
-    /// Queues the sums of one address, and with `more` those of the second.
+    /// Queues the sums of the shares `which`, and with `more` those of the second.
     ///
     /// # Safety
     /// As [`Shares::add`]; the outputs have one dtype.
@@ -62,7 +61,7 @@ impl Shares {
         &self,
         cuda: &Cuda,
         op: &'static str,
-        (shares, out): (u64, &RawTensor),
+        (which, out): (usize, &RawTensor),
         more: Option<&RawTensor>,
         accumulate: bool,
         stream: Stream,
@@ -74,11 +73,12 @@ impl Shares {
         let groups = self.columns.div_ceil(kernel.choices.columns as usize);
         let blocks = check_blocks(op, "x", groups << u32::from(more.is_some()))?;
         let arguments = Arguments {
-            shares,
+            shares: self.addresses[which],
             more_shares: self.addresses[1],
             out: out.ptr.addr() as u64,
             more_out: more.map_or(0, |more| more.ptr.addr() as u64),
-            rows: self.rows as u32,
+            rows: self.rows[which] as u32,
+            more_rows: self.rows[1] as u32,
             columns: self.columns as u32,
             accumulate: u32::from(accumulate),
             ..Arguments::ZERO

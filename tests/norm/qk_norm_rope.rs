@@ -134,10 +134,16 @@ fn cases(dtype: DType) -> Vec<Case> {
         strided_rows(&[3, 5, 18], 3),
         strided_rows(&[3, 5, 32], 8),
         transposed(&[2, 5, 3, 20], 1, 2),
+        strided_rows(&[3, 5, 128], 8),
+        strided_rows(&[3, 5, 128], 4),
+        transposed(&[2, 5, 3, 64], 1, 2),
     ] {
         push([Some(q), None], 0);
         push([None, Some(q)], 0);
     }
+    // More tokens than a GPU has warps for each of them, and more heads than a warp has at a time.
+    push(pair(&[2, 1100, 1, 64], &[2, 1100, 1, 64]), 0);
+    push(pair(&[2, 9, 21, 128], &[2, 9, 5, 128]), 0);
     cases
 }
 
@@ -462,19 +468,19 @@ fn the_definition_is_the_forwards_derivative() {
     }
 }
 
-/// Outputs and gradients of f32 heads `[tokens, heads, head_dim]` that begin at an element of a
-/// tensor: in vectors or, where that is none, element by element.
+/// Outputs and gradients of heads `[tokens, heads, head_dim]` that begin at an element of a tensor: in
+/// vectors or, where that is none, element by element.
 fn bits(ctx: &Context, x: &TestTensor, dout: &TestTensor, skew: usize) -> [Vec<u8>; 3] {
     let dim = x.layout.dim(2);
     let at = |t: &TestTensor| {
-        let mut moved = TestTensor::poisoned_at(DType::F32, t.layout, skew);
+        let mut moved = TestTensor::poisoned_at(t.dtype, t.layout, skew);
         moved.set_values(&t.values());
         moved.upload(ctx)
     };
     let (mut q, mut dq_out) = (at(x), at(dout));
     let weight = TestTensor::of(DType::F32, &[dim], &vec![0.75; dim]).upload(ctx);
     let mut dweight = TestTensor::poisoned(DType::F32, contiguous(&[dim])).upload(ctx);
-    let mut out = TestTensor::poisoned_at(DType::F32, x.layout, skew).upload(ctx);
+    let mut out = TestTensor::poisoned_at(x.dtype, x.layout, skew).upload(ctx);
     let params = qk_norm_rope::Params {
         q: Some(in_out(false, &mut q, &mut out)),
         q_weight: Some(weight.view()),
@@ -509,13 +515,23 @@ fn bits(ctx: &Context, x: &TestTensor, dout: &TestTensor, skew: usize) -> [Vec<u
 #[test]
 fn the_same_inputs_give_the_same_bits() {
     let rng = &mut rng();
-    let layout = contiguous(&[37, 5, 64]);
-    let [x, dout] = [0; 2].map(|_| TestTensor::normal(rng, DType::F32, layout));
+    let mut random =
+        |dtype, shape: &[usize]| [0; 2].map(|_| TestTensor::normal(rng, dtype, contiguous(shape)));
+    let [x, dout] = random(DType::F32, &[37, 5, 64]);
+    // Those of 16 bits have kernels of their own on a GPU.
+    let all = [
+        [x.clone(), dout.clone()],
+        random(DType::Bf16, &[37, 5, 64]),
+        random(DType::Bf16, &[37, 7, 128]),
+        random(DType::F16, &[37, 3, 256]),
+    ];
     for ctx in contexts() {
-        let once = bits(&ctx, &x, &dout, 0);
-        assert!(once == bits(&ctx, &x, &dout, 0));
-        let moved = bits(&ctx, &x, &dout, 1);
-        assert!(once[..2] == moved[..2]);
+        for [x, dout] in &all {
+            let once = bits(&ctx, x, dout, 0);
+            assert!(once == bits(&ctx, x, dout, 0));
+            let moved = bits(&ctx, x, dout, 1);
+            assert!(once[..2] == moved[..2], "{:?}", x.layout);
+        }
     }
     let of_threads = |num_threads| {
         let options = ContextOptions {

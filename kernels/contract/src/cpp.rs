@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::{Activation, Blocks, Float, attention, linear, quantize};
+use crate::{Activation, Blocks, Float, attention, linear, quantize, rotation};
 
 /// A header that declares what kernels in CUDA C++ need of this crate.
 pub fn header() -> String {
@@ -28,6 +28,8 @@ pub fn header() -> String {
         Epilogue: linear::Epilogue,
         QuantizeKind: quantize::Kind,
         Rule: quantize::Rule,
+        PositionKind: rotation::Positions,
+        AngleKind: rotation::Angles,
     }
     let _ = writeln!(
         text,

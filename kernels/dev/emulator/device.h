@@ -129,11 +129,16 @@ struct alignas(16) uint4 {
 struct alignas(8) uint2 {
   uint32_t x, y;
 };
-// Loads that the cache is told of.
+// Loads and stores that the cache is told of.
 template <class T>
 T __ldcs(const T *from) {
   if (uintptr_t(from) % sizeof(T) != 0) machine::block->fail("a misaligned load");
   return *from;
+}
+template <class T>
+void __stcs(T *to, const T &value) {
+  if (uintptr_t(to) % sizeof(T) != 0) machine::block->fail("a misaligned store");
+  *to = value;
 }
 struct alignas(8) float2 {
   float x, y;

@@ -2,7 +2,7 @@
 //! heads, then one for each weight's gradient.
 
 use super::forms::{Form, Forms, Split, head_counts, quads};
-use super::{Shape, address, code, strides_of, width};
+use super::{Shape, address, code, ring, strides_of, width};
 use crate::backend::{Implementation, Stream};
 use crate::cuda::column_sums::Shares;
 use crate::cuda::device::Resources;
@@ -17,10 +17,44 @@ use crate::tensor::{RawTensor, Scratch};
 
 const OP: &str = "qk_norm_rope_backward";
 
-pub(in crate::cuda) type Kernels = Forms<Arguments>;
+/// The kernels of a pass.
+pub(in crate::cuda) struct Kernels {
+    /// For any heads.
+    portable: Forms<Arguments>,
+    ring: ring::Kernels,
+}
 
 pub(in crate::cuda) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Forms::<Arguments>::new(OP, resources, |c| [c.dtype, c.style, c.width])
+    Ok(Kernels {
+        portable: Forms::<Arguments>::new(OP, resources, |c| [c.dtype, c.style, c.width])?,
+        ring: ring::Kernels::new(OP, resources, true)?,
+    })
+}
+
+/// A kernel, and how its blocks share tokens out.
+enum Chosen<'a> {
+    Ring {
+        form: &'a ring::Form,
+        split: ring::Split,
+    },
+    Portable(Portable<'a>),
+}
+
+struct Portable<'a> {
+    form: &'a Form<Arguments>,
+    /// Elements that the kernel moves at a time.
+    width: usize,
+    split: Split,
+}
+
+impl Chosen<'_> {
+    /// Shares of the gradient of each weight.
+    fn shares(&self) -> [usize; 2] {
+        match self {
+            Chosen::Ring { split, .. } => split.blocks,
+            Chosen::Portable(Portable { split, .. }) => [split.groups; 2],
+        }
+    }
 }
 
 /// A problem with its kernel.
@@ -28,10 +62,7 @@ pub(crate) struct Ready<'a> {
     cuda: &'a Cuda,
     problem: Backward,
     shape: Shape,
-    form: &'a Form<Arguments>,
-    /// Elements that the kernel moves at a time.
-    width: usize,
-    split: Split,
+    chosen: Chosen<'a>,
 }
 
 impl Backward {
@@ -50,52 +81,67 @@ impl Plans<Backward> for Cuda {
         let tensors = tensors.flat_map(|heads| [&heads.x, &heads.dout, &heads.dx]);
         let width = width(&shape, &problem.rotation, tensors.clone());
         let dtype = tensors.map(|t| t.dtype as u32).next().unwrap_or_default();
-        let style = codes::style(problem.rotation.style).code();
-        let form = self
-            .qk_norm_rope_backward
-            .get([dtype, style, width as u32])?;
-        let split = match shape.is_empty() {
-            true => Split::default(),
-            // Each part would leave shares of its own.
-            false => Split::new(
-                shape.tokens(),
-                quads(&problem.rotation),
-                form.resident,
-                [1, 1],
-            ),
+        let kernels = &self.qk_norm_rope_backward;
+        let ring = kernels
+            .ring
+            .choose(&shape, &problem.rotation, dtype, width)
+            .map(|form| Chosen::Ring {
+                split: form.split(&shape),
+                form,
+            });
+        let chosen = match ring {
+            Some(ring) => ring,
+            None => {
+                let style = codes::style(problem.rotation.style).code();
+                let form = kernels.portable.get([dtype, style, width as u32])?;
+                let split = match shape.is_empty() {
+                    true => Split::default(),
+                    // Each part would leave shares of its own.
+                    false => Split::new(
+                        shape.tokens(),
+                        quads(&problem.rotation),
+                        form.resident,
+                        [1, 1],
+                    ),
+                };
+                Chosen::Portable(Portable { form, width, split })
+            }
         };
         Ok(Ready {
             cuda: self,
             problem,
             shape,
-            form,
-            width,
-            split,
+            chosen,
         })
     }
 }
 
 impl Ready<'_> {
-    /// Bytes of one weight's shares.
-    fn bytes(&self) -> usize {
+    /// Bytes of each weight's shares, whose gradient is asked for.
+    fn bytes(&self) -> [usize; 2] {
         let share = self.shape.head_dim.saturating_mul(size_of::<f32>());
-        self.split.groups.saturating_mul(share)
+        let shares = self.chosen.shares();
+        [0, 1].map(|i| match self.problem.dweights[i] {
+            Some(_) => shares[i].saturating_mul(share),
+            None => 0,
+        })
     }
 
-    fn arguments(&self, shares: [u64; 2]) -> Arguments {
+    fn arguments(&self, chosen: &Portable, shares: [u64; 2]) -> Arguments {
         let (p, shape) = (&self.problem, &self.shape);
-        let rotation = Rotation::new(&p.rotation, true, self.width);
+        let (width, split) = (chosen.width, &chosen.split);
+        let rotation = Rotation::new(&p.rotation, true, width);
         let position = Position::new(&p.positions);
         let [q, k] = p.each(|heads| &heads.x);
         let [dq_out, dk_out] = p.each(|heads| &heads.dout);
         let [dq, dk] = p.each(|heads| &heads.dx);
         let [q_weight, k_weight] = p.norms.weights.each_ref().map(Option::as_ref);
-        let [q_step, k_step] = shape.steps(self.split.parts);
+        let [q_step, k_step] = shape.steps(split.parts);
         let tokens_per_batch = Divisor::new(shape.seq.max(1));
         let quads = Divisor::new(quads(&p.rotation).max(1));
         let [q_heads, k_heads] = head_counts(shape);
-        let [of_q, of_dq_out, of_dq] = [q, dq_out, dq].map(|t| strides_of(t, self.width, q_step));
-        let [of_k, of_dk_out, of_dk] = [k, dk_out, dk].map(|t| strides_of(t, self.width, k_step));
+        let [of_q, of_dq_out, of_dq] = [q, dq_out, dq].map(|t| strides_of(t, width, q_step));
+        let [of_k, of_dk_out, of_dk] = [k, dk_out, dk].map(|t| strides_of(t, width, k_step));
         let [has_dq_weight, has_dk_weight] = p.dweights.map(|d| u32::from(d.is_some()));
         Arguments {
             q: address(q),
@@ -117,11 +163,11 @@ impl Ready<'_> {
             tokens_per_batch_multiplier: tokens_per_batch.multiplier,
             tokens_per_batch_shift: tokens_per_batch.shift,
             tokens: shape.tokens() as u32,
-            groups: self.split.groups as u32,
-            tokens_per_block: self.split.tokens_per_block as u32,
-            tokens_at_once: self.split.tokens_at_once as u32,
-            q_parts: self.split.parts[0] as u32,
-            k_parts: self.split.parts[1] as u32,
+            groups: split.groups as u32,
+            tokens_per_block: split.tokens_per_block as u32,
+            tokens_at_once: split.tokens_at_once as u32,
+            q_parts: split.parts[0] as u32,
+            k_parts: split.parts[1] as u32,
             has_dq_weight,
             has_dk_weight,
             position_kind: position.kind,
@@ -197,36 +243,63 @@ impl Ready<'_> {
     }
 }
 
+impl Ready<'_> {
+    /// Queues the gradients of heads, and the shares of those of weights.
+    ///
+    /// # Safety
+    /// The tensors have the heads that the shape has; where a weight's gradient is asked for, there is
+    /// a share for each block. The stream is live.
+    unsafe fn heads(&self, shares: [u64; 2], stream: Stream) -> Result<()> {
+        let (cuda, p) = (self.cuda, &self.problem);
+        match &self.chosen {
+            Chosen::Ring { form, split } => {
+                let call = ring::Call {
+                    x: p.each(|heads| &heads.x),
+                    dout: p.each(|heads| &heads.dout),
+                    to: p.each(|heads| &heads.dx),
+                    norms: &p.norms,
+                    positions: &p.positions,
+                    rotation: &p.rotation,
+                    dweights: [0, 1].map(|i| p.dweights[i].map_or(0, |_| shares[i])),
+                    inverse: true,
+                };
+                // SAFETY: the caller's promise; tensors are aligned, by `width`.
+                unsafe { form.launch(cuda, OP, &call, &self.shape, split, stream) }
+            }
+            Chosen::Portable(chosen) => {
+                let arguments = self.arguments(chosen, shares);
+                let (kernel, blocks) = (&chosen.form.kernel, chosen.split.blocks() as u32);
+                // SAFETY: the caller's promise.
+                unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }
+            }
+        }
+    }
+}
+
 impl Plan for Ready<'_> {
     fn implementation(&self) -> Implementation {
         Implementation::Cuda
     }
 
     fn needed(&self) -> usize {
-        let count = self.problem.dweights.iter().flatten().count();
-        self.bytes().saturating_mul(count)
+        let [of_q, of_k] = self.bytes();
+        of_q.saturating_add(of_k)
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         let p = &self.problem;
         // Shares of the gradients that are asked for, one after the other.
-        let mut next = scratch.ptr.addr() as u64;
-        let begins = p.dweights.map(|gradient| {
-            let begin = next;
-            next += gradient.map_or(0, |_| self.bytes() as u64);
-            begin
-        });
-        if self.split.groups > 0 {
-            let arguments = self.arguments(begins);
-            let (kernel, blocks) = (&self.form.kernel, self.split.blocks() as u32);
+        let begin = scratch.ptr.addr() as u64;
+        let begins = [begin, begin + self.bytes()[0] as u64];
+        if !self.shape.is_empty() {
             // SAFETY: the problem was checked: its tensors have the heads that the arguments
             // describe, and the workspace a share for each block; positions outside a table are seen
             // to by the kernel.
-            unsafe { self.cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
+            unsafe { self.heads(begins, stream) }?;
         }
         let shares = Shares {
             addresses: begins,
-            rows: self.split.groups,
+            rows: self.chosen.shares(),
             columns: self.shape.head_dim,
         };
         // SAFETY: the launch above leaves so many shares of `head_dim` sums there.

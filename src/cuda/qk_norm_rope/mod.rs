@@ -2,6 +2,7 @@
 
 pub(super) mod backward;
 mod forms;
+mod ring;
 
 use contract::qk_norm_rope::{MAX_LANES, SHARE, THREADS};
 
@@ -19,10 +20,18 @@ use forms::{Forms, Split, head_counts, quads};
 
 const OP: &str = "qk_norm_rope";
 
-pub(super) type Kernels = Forms<Arguments>;
+/// The kernels of a pass.
+pub(super) struct Kernels {
+    /// For any heads.
+    portable: Forms<Arguments>,
+    ring: ring::Kernels,
+}
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Forms::<Arguments>::new(OP, resources, |c| [c.dtype, c.style, c.width])
+    Ok(Kernels {
+        portable: Forms::<Arguments>::new(OP, resources, |c| [c.dtype, c.style, c.width])?,
+        ring: ring::Kernels::new(OP, resources, false)?,
+    })
 }
 
 /// What queries and keys are to the kernels of both passes.
@@ -217,8 +226,25 @@ impl Run for Problem {
         }
         let tensors = self.inputs().into_iter().chain(self.outputs()).flatten();
         let width = width(&shape, &self.rotation, tensors);
+        let (kernels, dtype) = (&cuda.qk_norm_rope, first.dtype as u32);
+        if let Some(form) = kernels.ring.choose(&shape, &self.rotation, dtype, width) {
+            let call = ring::Call {
+                x: self.inputs(),
+                dout: [None; 2],
+                to: self.outputs(),
+                norms: &self.norms,
+                positions: &self.positions,
+                rotation: &self.rotation,
+                dweights: [0; 2],
+                inverse: false,
+            };
+            let split = form.split(&shape);
+            // SAFETY: the problem was checked: its tensors have the heads that the shape has, and
+            // they are aligned, by `width`.
+            return unsafe { form.launch(cuda, OP, &call, &shape, &split, stream) };
+        }
         let style = codes::style(self.rotation.style).code();
-        let form = (cuda.qk_norm_rope).get([first.dtype as u32, style, width as u32])?;
+        let form = kernels.portable.get([dtype, style, width as u32])?;
         let split = Split::new(
             shape.tokens(),
             quads(&self.rotation),

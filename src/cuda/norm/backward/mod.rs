@@ -280,7 +280,7 @@ impl Plan for Ready<'_> {
         }
         let shares = Shares {
             addresses: begins,
-            rows: self.shares(),
+            rows: [self.shares(); 2],
             columns: p.dim(),
         };
         // SAFETY: the launches above leave so many shares of `dim` sums there.
