@@ -390,26 +390,26 @@ class Tiles {
 }  // namespace unsloth
 
 // Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_LINEAR_BLOCKS_TILES_OF(name, blocks, type, eights)                         \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)                       \
-      linear_blocks_##name(const __grid_constant__ LinearBlocksArguments params) {         \
-    unsloth::let_next_kernel_start();                                                      \
-    unsloth::await_previous_kernel();                                                      \
-    extern __shared__ uint4 dynamic[];                                                     \
-    uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic);                                 \
-    unsloth::Tiles<unsloth::Blocks::blocks, type, eights>(params, bytes).run();            \
-  }                                                                                        \
-  extern "C" __device__ const LinearBlocksLaunch linear_blocks_##name##_launch = {         \
-      static_cast<int32_t>(unsloth::Blocks::blocks),                                       \
-      static_cast<int32_t>(unsloth::kDtype<type>),                                         \
-      8 * eights,                                                                          \
-      unsloth::Tiles<unsloth::Blocks::blocks, type, eights>::kOfWarp,                      \
-      unsloth::Unit<unsloth::Blocks::blocks>::kWeights,                                    \
-      unsloth::Tiles<unsloth::Blocks::blocks, type, eights>::kSlotBytes,                   \
-      unsloth::Tiles<unsloth::Blocks::blocks, type, eights>::kXBytes,                      \
-      unsloth::Tiles<unsloth::Blocks::blocks, type, eights>::kSumsBytes,                   \
-      unsloth::kThreads,                                                                   \
-      unsloth::kSharedBytes,                                                               \
+#define UNSLOTH_LINEAR_BLOCKS_TILES_OF(name, blocks, type, eights)                 \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)               \
+      linear_blocks_##name(const __grid_constant__ LinearBlocksArguments params) { \
+    unsloth::let_next_kernel_start();                                              \
+    unsloth::await_previous_kernel();                                              \
+    extern __shared__ uint4 dynamic[];                                             \
+    uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic);                         \
+    unsloth::Tiles<unsloth::Blocks::blocks, type, eights>(params, bytes).run();    \
+  }                                                                                \
+  extern "C" __device__ const LinearBlocksLaunch linear_blocks_##name##_launch = { \
+      static_cast<int32_t>(unsloth::Blocks::blocks),                               \
+      static_cast<int32_t>(unsloth::kDtype<type>),                                 \
+      8 * eights,                                                                  \
+      unsloth::Tiles<unsloth::Blocks::blocks, type, eights>::kOfWarp,              \
+      unsloth::Unit<unsloth::Blocks::blocks>::kWeights,                            \
+      unsloth::Tiles<unsloth::Blocks::blocks, type, eights>::kSlotBytes,           \
+      unsloth::Tiles<unsloth::Blocks::blocks, type, eights>::kXBytes,              \
+      unsloth::Tiles<unsloth::Blocks::blocks, type, eights>::kSumsBytes,           \
+      unsloth::kThreads,                                                           \
+      unsloth::kSharedBytes,                                                       \
   };
 
 #define UNSLOTH_LINEAR_BLOCKS_TILES(name, blocks)                          \
