@@ -81,7 +81,6 @@ impl Shares {
             more_rows: self.rows[1] as u32,
             columns: self.columns as u32,
             accumulate: u32::from(accumulate),
-            ..Arguments::ZERO
         };
         // SAFETY: the caller's promise.
         unsafe { cuda.launch(op, kernel, blocks, &arguments, stream) }
