@@ -111,8 +111,7 @@ class Units {
     const uint8_t *bytes = slot + row * U::kPitch * 16;
     if (p_.aligned == kWords) {
       const auto from = row_at(columns + row);
-      bytes +=
-          (static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from)) + step * U::kBytes) % 16;
+      bytes += (static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from)) + step * U::kBytes) % 16;
     } else if (U::kBytes % 16 != 0 && p_.aligned == kLines) {
       bytes += step * U::kBytes % 16;
     }
