@@ -85,12 +85,16 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p) {
   Work w;
   // Blocks of a head side by side: they read the same queries. Of a causal one the first has the
   // most work, so the last heads' blocks come by size, lest one that is long runs alone at the end.
-  const int pairs = p.batch * p.heads_kv;
-  const int last = kMask == Mask::kCausal ? min(pairs, ceil_div(kLastBlocks, p.key_blocks)) : 0;
-  const int block = blockIdx.x - (pairs - last) * p.key_blocks;
-  const int round = block < 0 ? 0 : block / last;
-  const int pair = block < 0 ? blockIdx.x / p.key_blocks : pairs - last + block - round * last;
-  const int key_block = block < 0 ? blockIdx.x - pair * p.key_blocks : round;
+  int pair = blockIdx.x / p.key_blocks, key_block = blockIdx.x - pair * p.key_blocks;
+  if (kMask == Mask::kCausal) {
+    const int pairs = p.batch * p.heads_kv;
+    const int last = min(pairs, ceil_div(kLastBlocks, p.key_blocks));
+    const int block = blockIdx.x - (pairs - last) * p.key_blocks;
+    if (block >= 0) {
+      key_block = block / last;
+      pair = pairs - last + block - key_block * last;
+    }
+  }
   w.first_key = key_block * kKeys<D>;
   w.head_kv = pair % p.heads_kv;
   w.sequence = sequence_at(p, pair / p.heads_kv);
