@@ -309,13 +309,13 @@ static void blocks(void) {
   linear.weight = make(UNSLOTH_DTYPE_Q4_0, HIDDEN, HIDDEN, -1, -1);
   // Of another dtype than the rest: not for cuBLAS.
   linear.bias = make(UNSLOTH_DTYPE_F32, HIDDEN, -1, -1, -1);
-  const int64_t tokens[] = {1, 24, 25};
-  for (int i = 0; i < 3; i++) {
+  const int64_t tokens[] = {1, 8, 9, 32, 33};
+  for (int i = 0; i < 5; i++) {
     linear.x = bf16(tokens[i], HIDDEN, -1, -1);
     linear.out = bf16(tokens[i], HIDDEN, -1, -1);
     CHECK_OK(unsloth_linear_workspace_size(ctx, &linear, &linear.workspace_size));
     // Blocks of few rows' weights are read as they are, others are decoded first.
-    const int decoded = tokens[i] > 24;
+    const int decoded = tokens[i] > 32;
     CHECK(linear.workspace_size == (decoded ? (size_t)HIDDEN * HIDDEN * 2 : 0));
     linear.workspace = memory(linear.workspace_size);
     CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 1 + decoded);
@@ -331,7 +331,7 @@ static void blocks(void) {
   linear.workspace = memory(linear.workspace_size);
   CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 2);
   // The sums as they are.
-  linear.out = make(UNSLOTH_DTYPE_F32, 25, HIDDEN, -1, -1);
+  linear.out = make(UNSLOTH_DTYPE_F32, 33, HIDDEN, -1, -1);
   CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 2);
 
   unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;
