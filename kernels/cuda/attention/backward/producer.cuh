@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
   }
 }
 
-// Sends what consumers leave in shared memory of each step's dQ.
+// Adds what consumers leave in shared memory of each step's dQ to the sums in memory.
 template <int D, class Memory>
 __device__ __forceinline__ void send_dq(const AttentionGradientsArguments &p, Memory &shared) {
   constexpr int kHalf = Memory::kM * D / 2;  // what a warpgroup has

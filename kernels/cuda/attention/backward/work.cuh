@@ -62,7 +62,7 @@ __device__ __forceinline__ constexpr int statistic_of(int i) {
 }
 
 // Of a block's steps m. Consumers keep them in registers: each look into shared memory between two
-// products is time in which a warpgroup does nothing else (LADDER.md, step 24).
+// products is time in which a warpgroup does nothing else (LADDER.md, step 26).
 struct Steps {
   int m_min, m_max;           // those whose queries see one of the keys
   int mask_below, mask_from;  // m < mask_below and m >= mask_from need masking
