@@ -31,8 +31,8 @@ MAX_NORM = 1.0
 METHOD = (
     "Curves: loss of each step, the same initial weights and batches. Steps: median of the wall time of a step "
     "between synchronisations, contenders one after the other in one process; peak GiB is what PyTorch's allocator, from which "
-    "ours takes its memory too, held at most. PyTorch's weights, gradients and moments are bf16, 8 bytes a parameter; ours are "
-    "bf16 weights with 16-bit remainders, and f32 gradients and moments, 16 bytes."
+    "ours takes its memory too, held at most. Of bf16 steps PyTorch's weights, gradients and moments are all bf16, 8 bytes a parameter; "
+    "ours are bf16 weights with 16-bit remainders, and gradients and moments in f32, 16 bytes."
 )
 POLICIES = ("NONE", "ELEMENTWISE", "MLP", "PROJECTIONS", "FULL")
 
