@@ -27,7 +27,12 @@ fn kernels() {
 /// Compiles the CUDA kernels and writes the table of images that `src/cuda/images.rs` includes.
 #[cfg(feature = "cuda")]
 fn kernels() {
-    for variable in ["CUDA_HOME", "CUDA_PATH", "UNSLOTH_CUDA_ARCHS"] {
+    for variable in [
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "UNSLOTH_CUDA_ARCHS",
+        "UNSLOTH_JITTER",
+    ] {
         println!("cargo:rerun-if-env-changed={variable}");
     }
     println!(
@@ -59,8 +64,14 @@ fn kernels() {
     }
     println!("cargo:rustc-env=UNSLOTH_BACKENDS=cpu, cuda");
     println!(
-        "cargo:rustc-env=UNSLOTH_CUDA_ARCHITECTURES={}",
-        report.architectures.join(" ")
+        "cargo:rustc-env=UNSLOTH_CUDA_ARCHITECTURES={}{}",
+        report.architectures.join(" "),
+        // So that nobody takes such a library for one to ship.
+        if report.delays {
+            " with random delays"
+        } else {
+            ""
+        }
     );
     println!(
         "cargo:rustc-env=UNSLOTH_KERNEL_REPORT={}",

@@ -40,15 +40,19 @@ impl Image {
     pub fn units(&self, archs: &[Architecture]) -> Vec<Unit> {
         let flags = ["-std=c++17"].iter().chain(self.flags);
         let flags: Vec<_> = flags.map(|flag| flag.to_string()).collect();
-        let unit = |(i, kernels): (usize, &[Kernel])| Unit {
-            name: match i {
+        let unit = |(i, kernels): (usize, &[Kernel])| {
+            let name = match i {
                 0 => self.name.into(),
                 i => format!("{}_{}", self.name, i + 1),
-            },
-            source: Source::Text(emit::translation_unit(kernels)),
-            flags: flags.clone(),
-            machine_code: archs.to_vec(),
-            ptx: archs.last().cloned(),
+            };
+            Unit {
+                folder: name.clone().into(),
+                name,
+                source: Source::Text(emit::translation_unit(kernels)),
+                flags: flags.clone(),
+                machine_code: archs.to_vec(),
+                ptx: archs.last().cloned(),
+            }
         };
         self.parts().into_iter().enumerate().map(unit).collect()
     }

@@ -244,10 +244,16 @@ impl Family {
     }
 
     /// What is compiled for these architectures: a unit per `*.cu` of its folder, or nothing. Generated headers are in `include`.
+    /// With `delays`, warps wait for a random time wherever they synchronise (`cuda/common/jitter.cuh`).
     ///
     /// # Errors
     /// A file cannot be read or written.
-    pub fn units(&self, archs: &[Architecture], include: &Path) -> Result<Vec<Unit>, Error> {
+    pub fn units(
+        &self,
+        archs: &[Architecture],
+        include: &Path,
+        delays: bool,
+    ) -> Result<Vec<Unit>, Error> {
         let is_its_own = |arch: &&Architecture| match self.architecture {
             Some((number, suffix)) => arch.number == number && arch.suffix == suffix,
             None => true,
@@ -267,13 +273,24 @@ impl Family {
         paths.sort();
         let unit = |path: PathBuf| {
             let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+            let name = format!("{}_{stem}", self.name);
+            let mut flags = vec!["-std=c++20".into()];
+            if delays {
+                flags.push("-DUNSLOTH_JITTER".into());
+            }
             Unit {
-                name: format!("{}_{stem}", self.name),
+                // A build with delays leaves those without in the cache.
+                folder: if delays {
+                    Path::new("delays").join(&name)
+                } else {
+                    name.clone().into()
+                },
+                name,
                 source: Source::File {
                     include: vec![include.to_path_buf(), SOURCES.into()],
                     path,
                 },
-                flags: vec!["-std=c++20".into()],
+                flags,
                 machine_code: machine_code.clone(),
                 ptx: ptx.cloned(),
             }
@@ -376,7 +393,7 @@ mod tests {
         };
         let include = std::env::temp_dir().join(format!("unsloth-headers-{}", std::process::id()));
         write_headers(&include).unwrap();
-        let units = |archs: &[_]| FAMILIES[0].units(archs, &include).unwrap();
+        let units = |archs: &[_]| FAMILIES[0].units(archs, &include, false).unwrap();
         assert!(units(&[arch(80, ""), arch(90, ""), arch(100, "a")]).is_empty());
         let found = units(&[arch(80, ""), arch(90, "a")]);
         let names: Vec<_> = found.iter().map(|unit| unit.name.as_str()).collect();
@@ -387,7 +404,10 @@ mod tests {
                 .all(|unit| unit.machine_code == [arch(90, "a")] && unit.ptx.is_none())
         );
         let all = FAMILIES.iter().filter(|f| f.architecture.is_none());
-        for unit in all.flat_map(|f| f.units(&[arch(80, ""), arch(90, "a")], &include).unwrap()) {
+        for unit in all.flat_map(|f| {
+            f.units(&[arch(80, ""), arch(90, "a")], &include, false)
+                .unwrap()
+        }) {
             assert_eq!(unit.machine_code, [arch(80, ""), arch(90, "a")]);
             assert_eq!(unit.ptx, Some(arch(90, "a")));
         }

@@ -39,6 +39,7 @@ mod swiglu;
 pub mod table;
 mod weight_repack;
 
+use std::env;
 use std::path::{Path, PathBuf};
 
 use emit::Kernel;
@@ -158,18 +159,22 @@ pub enum Error {
 /// Compiles every image of the catalog for the architectures of `UNSLOTH_CUDA_ARCHS` into `out`: `kernels.rs`, which embeds the
 /// images, and `kernels.json`, the resource report. What `cache` holds from earlier builds is not compiled again.
 ///
+/// With `UNSLOTH_JITTER` in the environment, warps of the kernels in CUDA C++ wait for random times wherever they synchronise: a build
+/// that finds what is right by luck of timing, and nothing to ship.
+///
 /// # Errors
 /// See [`Error`].
 pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
     let archs = nvcc::architectures()?;
     let compiler = nvcc::Compiler::find()?;
+    let delays = env::var_os("UNSLOTH_JITTER").is_some();
     let images = catalog::images()?;
     let mut units: Vec<_> = images.iter().flat_map(|i| i.units(&archs)).collect();
     let mut of_families = Vec::with_capacity(FAMILIES.len());
     let include = cache.join("include");
     family::write_headers(&include)?;
     for family in FAMILIES {
-        let of_family = family.units(&archs, &include)?;
+        let of_family = family.units(&archs, &include, delays)?;
         of_families.push(of_family.len());
         units.extend(of_family);
     }
@@ -208,6 +213,7 @@ pub fn build(out: &Path, cache: &Path) -> Result<Report, Error> {
         path,
         usage,
         architectures: archs.iter().map(nvcc::Architecture::name).collect(),
+        delays,
     })
 }
 
@@ -220,6 +226,8 @@ pub struct Report {
     pub usage: Vec<nvcc::Usage>,
     /// What was compiled for, such as `90a`.
     pub architectures: Vec<String>,
+    /// Whether kernels have random delays.
+    pub delays: bool,
 }
 
 fn write(path: &Path, contents: &[u8]) -> Result<(), Error> {

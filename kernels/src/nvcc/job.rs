@@ -98,7 +98,7 @@ impl<'a> Job<'a> {
             let name = format!("sm_{}", architecture.name());
             Job {
                 unit,
-                directory: cache.join(&unit.name).join(name),
+                directory: cache.join(&unit.folder).join(name),
                 architecture,
                 with_ptx: unit.ptx.as_ref() == Some(architecture),
             }

@@ -39,6 +39,8 @@ pub const PIP_PACKAGES: &str = "nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.
 pub struct Unit {
     /// The image's name.
     pub name: String,
+    /// Where, in the cache, its results are kept.
+    pub folder: PathBuf,
     /// What is compiled.
     pub source: Source,
     /// Flags of the compiler beyond the usual.
@@ -146,7 +148,7 @@ impl Compiler {
                     cubins.push(job.machine_code());
                     own.push(job);
                 }
-                let fatbin = self.join(&cache.join(&unit.name), &own)?;
+                let fatbin = self.join(&cache.join(&unit.folder), &own)?;
                 Ok(Compiled {
                     fatbin,
                     cubins,
