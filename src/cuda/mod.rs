@@ -10,6 +10,7 @@ pub(crate) mod attention;
 mod attention_merge;
 mod blocks;
 pub(crate) mod cast;
+mod claims;
 mod codes;
 pub(crate) mod collective;
 mod column_sums;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "jitter.cuh"
 #include "memory.cuh"
 
 namespace unsloth {
@@ -42,6 +43,13 @@ __device__ __forceinline__ void store_async(const float4 &value, uint32_t to, ui
       "[%5];" ::"r"(to),
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
       : "memory");
+}
+
+// Arrives at another block's barrier there, once what this thread read and wrote before is done.
+__device__ __forceinline__ void arrive_at_peer(uint32_t barrier) {
+  jitter();
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
 }
 
 }  // namespace unsloth

@@ -26,6 +26,16 @@ const ARGUMENTS: &[Field] = &[
     field(Type::Pointer("float"), "lses", "[tokens]; may be null"),
     field(Type::Pointer("const float"), "dloss", "may be null"),
     field(Type::Pointer("const float"), "denominator", "may be null"),
+    field(
+        Type::Pointer("unsigned long long"),
+        "counter",
+        "two words, aligned to 16 bytes, of any contents; null: no more tokens than blocks, or pairs of them",
+    ),
+    field(
+        Type::U64,
+        "launch_tag",
+        "which no other launch of the process has, and not zero",
+    ),
     field(Type::I64, "ignore_index", ""),
     field(Type::I64, "logits_0", "bytes, as all strides"),
     field(Type::I64, "logits_1", ""),

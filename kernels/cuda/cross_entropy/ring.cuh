@@ -6,10 +6,12 @@
 // is known, store the gradient and give the stages back, into which the next token's logits come
 // meanwhile. Where less than two tokens fit, no logits would be on their way while a sum is
 // awaited: two blocks of a cluster then share a token, each has a half of its logits, and they tell
-// each other their sums. Of logits that are longer than the ring the first chunks are given back
+// each other their sums. Tokens are claimed: multiprocessors differ by a few per cent in what
+// memory gives them. Of logits that are longer than the ring the first chunks are given back
 // once they are summed, and are copied again behind the others: they are likely to be in the cache.
 #pragma once
 
+#include "common/claims.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/named_barrier.cuh"
@@ -39,15 +41,27 @@ struct Sums {
 // exponentials of so few powers add up to no infinity.
 constexpr float kHeadroom = 8.0f;
 
+// A token, and the column that it asks for. Behind the last one its number is none.
+struct Turn {
+  int64_t target;
+  uint32_t token;
+};
+
 struct alignas(128) Shared {
   uint4 stages[kStages][kChunk];
   Mbarrier full[kStages];
   Mbarrier empty[kStages];
+  // Of a stage that has a token's first chunk, or, of one that is ignored, nothing else.
+  Turn turns[kStages];
   // Of warps: those of a token are read while those of the next are written.
   Sums sums[2][kWarps];
   // Of the other block of a pair, likewise.
   alignas(16) float4 of_other[2];
   Mbarrier told[2];
+  // The token that the first block of a pair has claimed for both, in the second one's memory; in
+  // the first one's, that it was read there.
+  alignas(16) float4 claimed;
+  Mbarrier claim_told, claim_read;
 };
 
 // What a block may have.
@@ -100,12 +114,59 @@ struct Place {
   uint32_t rank = blockIdx.x % kBlocks, token = blockIdx.x / kBlocks, step = gridDim.x / kBlocks;
 };
 
+// The tokens of a block, or of a pair, one after the other: by one thread of each block.
+template <int kBlocks>
+struct Claims {
+  const Arguments &p;
+  Shared &shared;
+  const Place<kBlocks> place;
+  uint32_t count = 0;
+
+  // The token behind `token`.
+  __device__ __forceinline__ uint32_t next(uint32_t token) {
+    if (p.counter == nullptr) return token + place.step;
+    if (kBlocks == 2 && place.rank == 1) {
+      shared.claim_told.arrive_expect(sizeof(float4));
+      shared.claim_told.wait(count++ & 1);
+      const uint32_t claimed = __float_as_uint(shared.claimed.x);
+      arrive_at_peer(peer_address(&shared.claim_read, 0));
+      return claimed;
+    }
+    if (count == 0) begin_claims(p.counter, p.launch_tag);
+    const uint32_t claimed = place.step + claim(p.counter);
+    if constexpr (kBlocks == 2) {
+      wait_until_read();
+      store_async({__uint_as_float(claimed), 0.0f, 0.0f, 0.0f}, peer_address(&shared.claimed, 1),
+                  peer_address(&shared.claim_told, 1));
+    }
+    count++;
+    return claimed;
+  }
+
+  // With the token behind the last.
+  __device__ __forceinline__ void end(uint32_t token) {
+    if (p.counter == nullptr || place.rank != 0) return;
+    if (token - place.step == p.tokens - 1) end_claims(p.counter, p.launch_tag);
+    // What the other block arrives at must be there until then.
+    if constexpr (kBlocks == 2) wait_until_read();
+  }
+
+  __device__ __forceinline__ void wait_until_read() {
+    if (count > 0) shared.claim_read.wait((count - 1) & 1);
+  }
+};
+
 // By one thread.
 template <int kBlocks>
 __device__ __forceinline__ void produce(const Arguments &p, Shared &shared) {
   const Place<kBlocks> place;
   const Share share(p.length, place.rank, kBlocks);
+  Claims<kBlocks> claims = {p, shared, place};
   Ring<kStages> ring;
+  const auto begin = [&](const Turn &turn) {
+    shared.empty[ring.stage].wait(ring.parity ^ 1);
+    shared.turns[ring.stage] = turn;
+  };
   const auto copy = [&](const uint4 *from, uint32_t chunk) {
     const uint32_t bytes = share.vectors(chunk) * 16;
     shared.empty[ring.stage].wait(ring.parity ^ 1);
@@ -114,18 +175,30 @@ __device__ __forceinline__ void produce(const Arguments &p, Shared &shared) {
                         &shared.full[ring.stage]);
     ring.advance();
   };
-  if (place.token >= p.tokens) return;
-  int64_t next = target_of(place.token, p);
-  for (uint32_t token = place.token; token < p.tokens; token += place.step) {
-    const int64_t target = next;
-    if (token + place.step < p.tokens) next = target_of(token + place.step, p);
-    if (target == p.ignore_index) continue;
-    const int64_t start = row_start(token, {p.logits_0, p.logits_1, p.logits_2}, p);
-    const auto *from = reinterpret_cast<const uint4 *>(static_cast<uint8_t *>(p.logits) + start);
-    from += share.first;
-    for (uint32_t c = 0; c < share.count; c++) copy(from, c);
-    for (uint32_t c = 0; c < share.again; c++) copy(from, c);
+  uint32_t token = place.token;
+  while (token < p.tokens) {
+    const int64_t target = target_of(token, p);
+    begin({target, token});
+    uint32_t next;
+    if (target == p.ignore_index) {
+      shared.full[ring.stage].arrive();
+      ring.advance();
+      next = claims.next(token);
+    } else {
+      const int64_t start = row_start(token, {p.logits_0, p.logits_1, p.logits_2}, p);
+      const auto *from = reinterpret_cast<const uint4 *>(static_cast<uint8_t *>(p.logits) + start);
+      from += share.first;
+      copy(from, 0);
+      // The answer comes while the other chunks are asked for.
+      next = claims.next(token);
+      for (uint32_t c = 1; c < share.count; c++) copy(from, c);
+      for (uint32_t c = 0; c < share.again; c++) copy(from, c);
+    }
+    token = next;
   }
+  begin({0, UINT32_MAX});
+  shared.full[ring.stage].arrive();
+  claims.end(token);
 }
 
 template <class T, int kBlocks>
@@ -357,16 +430,17 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (place.token >= p.tokens) return;
-    int64_t next = target_of(place.token, p);
     uint32_t count = 0;
-    for (uint32_t token = place.token; token < p.tokens; token += place.step) {
-      const int64_t target = next;
-      if (token + place.step < p.tokens) next = target_of(token + place.step, p);
+    for (;;) {
+      shared.full[ring.stage].wait(ring.parity);
+      const auto [target, token] = shared.turns[ring.stage];
+      if (token >= p.tokens) return;
       const int64_t start = row_start(token, {p.dlogits_0, p.dlogits_1, p.dlogits_2}, p);
       uint4 *to = reinterpret_cast<uint4 *>(static_cast<uint8_t *>(p.dlogits) + start);
       if (target == p.ignore_index) {
         ignore(token, to);
+        give_back(ring.stage);
+        ring.advance();
       } else {
         take(token, target, to, count);
         count++;
@@ -383,6 +457,10 @@ __device__ __forceinline__ void cross_entropy(const Arguments &p) {
     shared.full[threadIdx.x].init(1);
     shared.empty[threadIdx.x].init(kWarps);
     if (threadIdx.x < 2) shared.told[threadIdx.x].init(1);
+    if (threadIdx.x == 0) {
+      shared.claim_told.init(1);
+      shared.claim_read.init(1);
+    }
     fence_mbarrier_init();
   }
   if constexpr (kBlocks == 1) {

@@ -8,8 +8,8 @@ mod backward;
 mod hopper;
 mod portable;
 
-use super::Cuda;
 use super::device::Resources;
+use super::{Cuda, claims};
 use crate::backend::{Implementation, Stream};
 use crate::error::Result;
 use crate::problem::attention::Problem;
@@ -92,7 +92,7 @@ impl problem::Plan for Plan<'_> {
     fn useful_for_any(&self) -> Result<usize> {
         let kernels = &self.cuda.attention;
         let portable = kernels.portable.most_workspace(&self.problem);
-        let hopper = kernels.hopper.as_ref().map_or(0, |_| hopper::COUNTER);
+        let hopper = kernels.hopper.as_ref().map_or(0, |_| claims::COUNTER);
         Ok(portable.max(hopper))
     }
 

@@ -97,8 +97,30 @@ impl Ready<'_> {
         self.problem.loss.is_some() && self.problem.losses.is_none()
     }
 
-    fn count_bytes(&self) -> usize {
-        usize::from(self.counts()) * Workspace::ALIGNMENT
+    /// Bytes of the workspace's parts: the number of tokens that count, the counter from which blocks take tokens, losses.
+    fn sizes(&self) -> [usize; 3] {
+        let losses = usize::from(self.keeps_losses()) * size_of::<f32>();
+        let counter = self.ring().is_some_and(|ring| ring.counts);
+        [
+            usize::from(self.counts()) * Workspace::ALIGNMENT,
+            usize::from(counter) * Workspace::ALIGNMENT,
+            losses.saturating_mul(self.problem.num_tokens()),
+        ]
+    }
+
+    /// Elements of a vector, and whether rows are made of whole ones.
+    fn vectors(&self) -> (usize, bool) {
+        let p = &self.problem;
+        let vector = VECTOR / p.logits.dtype.size();
+        let rows = [0, 1].iter().all(|t| self.rows.aligned_to_of(*t, vector));
+        (vector, rows && p.vocab().is_multiple_of(vector))
+    }
+
+    /// How the kernels for Hopper would run it. Data pointers are not looked at.
+    fn ring(&self) -> Option<ring::Plan<'_>> {
+        let (_, fits) = self.vectors();
+        let ring = &self.cuda.cross_entropy.ring;
+        ring.plan(&self.problem).filter(|_| fits)
     }
 
     /// What is looked for in the targets of all tokens.
@@ -116,19 +138,19 @@ impl Ready<'_> {
         launch: &Launch<3>,
         losses: Option<&RawTensor>,
         denominator: Option<&RawTensor>,
+        counter: *mut u8,
         stream: Stream,
     ) -> Result<()> {
         let p = &self.problem;
-        let vector = VECTOR / p.logits.dtype.size();
-        let fits = p.vocab().is_multiple_of(vector)
-            && [0, 1].iter().all(|t| self.rows.aligned_to_of(*t, vector))
+        let (vector, fits) = self.vectors();
+        let fits = fits
             && is_aligned(&p.logits, vector)
             && p.dlogits.is_none_or(|t| is_aligned(&t, vector));
-        let ring = &self.cuda.cross_entropy.ring;
-        if let Some(kernel) = ring.choose(p).filter(|_| fits) {
+        if let Some(ring) = self.ring().filter(|_| fits) {
             let numbers = [losses, denominator];
-            // SAFETY: the problem was checked: its tensors have the rows that the launch describes.
-            return unsafe { ring.launch(self.cuda, kernel, p, launch, numbers, stream) };
+            // SAFETY: the problem was checked: its tensors have the rows that the launch describes. The workspace has the planned size,
+            // so the counter is there if the plan wants one.
+            return unsafe { ring.launch(self.cuda, p, launch, numbers, counter, stream) };
         }
         let width = if fits { vector } else { 1 };
         let kernel = self
@@ -284,8 +306,8 @@ impl Plan for Ready<'_> {
     }
 
     fn needed(&self) -> usize {
-        let losses = usize::from(self.keeps_losses()) * size_of::<f32>();
-        self.count_bytes() + losses.saturating_mul(self.problem.num_tokens())
+        let sum = |sum: usize, size| sum.saturating_add(size);
+        self.sizes().into_iter().fold(0, sum)
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
@@ -303,16 +325,19 @@ impl Plan for Ready<'_> {
             denominator = Some(count);
             self.targets(Some(count)).run(self.cuda, stream)?;
         }
+        let [count, counter, _] = self.sizes();
+        let counter_at = scratch.ptr.wrapping_add(count);
         let losses = match self.keeps_losses() {
             true => {
-                let at = scratch.ptr.wrapping_add(self.count_bytes());
+                let at = counter_at.wrapping_add(counter);
                 Some(number(at, p.num_tokens())?)
             }
             false => p.losses,
         };
         if p.num_tokens() > 0 {
             for launch in self.rows.launches().take(1) {
-                self.tokens(&launch, losses.as_ref(), denominator.as_ref(), stream)?;
+                let (losses, denominator) = (losses.as_ref(), denominator.as_ref());
+                self.tokens(&launch, losses, denominator, counter_at, stream)?;
             }
         }
         if let (Some(loss), Some(losses)) = (p.loss, losses) {

@@ -1,9 +1,10 @@
 //! The kernels for Hopper (`kernels/cuda/cross_entropy`): logits stay in shared memory from their
-//! sum to their gradient, a block fills a multiprocessor.
+//! sum to their gradient, a block fills a multiprocessor and takes tokens from a counter.
 
 use super::OP;
 use crate::alloc::push;
 use crate::backend::Stream;
+use crate::cuda::claims;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::cross_entropy_ring::Arguments;
@@ -26,6 +27,15 @@ pub(super) struct Kernels {
     multiprocessors: usize,
 }
 
+/// How a problem is run.
+pub(super) struct Plan<'a> {
+    kernel: &'a Kernel<Arguments>,
+    /// Of the launch.
+    blocks: u32,
+    /// Whether there are more tokens than blocks, or pairs of blocks, which then claim them.
+    pub counts: bool,
+}
+
 impl Kernels {
     pub fn new(resources: &Resources) -> Result<Kernels> {
         let mut kernels = Vec::new();
@@ -39,31 +49,40 @@ impl Kernels {
         })
     }
 
-    /// The kernel for logits whose vectors are aligned; none without a gradient, which is what a
+    /// How logits are run whose vectors are aligned; not without a gradient, which is what a
     /// second look at them is for, nor with a softcap.
-    pub fn choose(&self, p: &Problem) -> Option<&Kernel<Arguments>> {
+    pub fn plan(&self, p: &Problem) -> Option<Plan<'_>> {
         let bytes = p.vocab() * p.logits.dtype.size();
         let suits = p.dlogits.is_some() && p.softcap == 0.0 && bytes >= MIN_BYTES;
         let blocks = if bytes > PAIR_BYTES { 2 } else { 1 };
         let mut kernels = self.kernels.iter().filter(|_| suits);
-        kernels.find(|kernel| {
+        let kernel = kernels.find(|kernel| {
             let choices = kernel.choices;
             choices.dtype == p.logits.dtype as u32 && choices.blocks == blocks
+        })?;
+        let at_once = (self.multiprocessors / blocks as usize).max(1);
+        Some(Plan {
+            kernel,
+            blocks: blocks * p.num_tokens().min(at_once) as u32,
+            counts: p.num_tokens() > at_once,
         })
     }
+}
 
+impl Plan<'_> {
     /// Queues the losses and the gradients of a launch's tokens.
     ///
     /// # Safety
     /// The problem's tensors have the rows that the launch describes, in aligned vectors; `losses`
-    /// have one for each, `denominator` is a number. The stream is live.
+    /// have one for each, `denominator` is a number, and `counter` has [`claims::COUNTER`] bytes
+    /// where the plan counts. The stream is live.
     pub unsafe fn launch(
         &self,
         cuda: &Cuda,
-        kernel: &Kernel<Arguments>,
         p: &Problem,
         launch: &Launch<3>,
         [losses, denominator]: [Option<&RawTensor>; 2],
+        counter: *mut u8,
         stream: Stream,
     ) -> Result<()> {
         let at =
@@ -80,6 +99,12 @@ impl Kernels {
             lses: optional(p.lse.as_ref()),
             dloss: optional(p.dloss.as_ref()),
             denominator: optional(denominator),
+            counter: if self.counts {
+                counter.addr() as u64
+            } else {
+                0
+            },
+            launch_tag: if self.counts { claims::tag() } else { 0 },
             ignore_index: p.ignore_index,
             logits_0: stride(0, 0),
             logits_1: stride(1, 0),
@@ -103,10 +128,7 @@ impl Kernels {
             spread: p.label_smoothing / p.vocab() as f32,
             z_loss: p.z_loss,
         };
-        let per_token = kernel.choices.blocks as usize;
-        let tokens_at_once = (self.multiprocessors / per_token).max(1);
-        let blocks = (per_token * launch.num_rows().min(tokens_at_once)) as u32;
         // SAFETY: the caller's promise.
-        unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }
+        unsafe { cuda.launch(OP, self.kernel, self.blocks, &arguments, stream) }
     }
 }

@@ -1,7 +1,7 @@
 // Which tile comes next, and which keys it needs.
 //
 // Blocks are persistent. The first tile of each follows from its place in the grid, the others are
-// taken from a counter, if there are more tiles than blocks.
+// taken from a counter (common/claims.cuh), if there are more tiles than blocks.
 //
 // The lengths of a ragged batch are known here alone. Its sequences are walked in classes, those
 // with more than half as many keys as the longest first, then those with more than a quarter, and
@@ -11,50 +11,26 @@
 #include <cstdint>
 
 #include "attention/forward/arguments.h"
+#include "common/claims.cuh"
 #include "common/math.cuh"
-#include "common/memory.cuh"
 #include "shared.cuh"
 
 namespace unsloth {
-
-// The counter of a launch: memory of the caller's that may hold anything. What tells that it has
-// been set to zero for this launch is a tag that no other launch has, so whoever comes first sets
-// it, at no cost of time, and a launch needs no other before it. The tag is in both words, lest
-// either be overwritten alone.
-//
-// A launch that a graph repeats has the tag that it had, and finds the count that the last claim
-// left: zero.
-constexpr int kCountBits = 32;
-
-__device__ __forceinline__ void begin_claims(const AttentionForwardArguments &p) {
-  const uint64_t tag = p.launch_tag, zero = tag << kCountBits;
-  uint64_t seen[2] = {0, 0};
-  for (;;) {
-    uint64_t old[2];
-    atomic_cas_128(p.tile_counter, seen, tag, zero, old);
-    const bool is_set = old[0] == tag && old[1] >> kCountBits == zero >> kCountBits;
-    if (is_set || (old[0] == seen[0] && old[1] == seen[1])) return;
-    seen[0] = old[0];
-    seen[1] = old[1];
-  }
-}
-
-// After a block's last claim, which gave `index` though there are only so many tiles. There are as
-// many claims as tiles: all but the blocks' first tiles are claimed, and each block that has had a
-// tile claims once in vain.
-__device__ __forceinline__ void end_claims(const AttentionForwardArguments &p, int index,
-                                           int tiles) {
-  if (p.tile_counter != nullptr && index - static_cast<int>(gridDim.x) == tiles - 1) {
-    p.tile_counter[1] = p.launch_tag << kCountBits;
-  }
-}
 
 // The tile after `index`. Indices grow.
 __device__ __forceinline__ int next_tile_index(const AttentionForwardArguments &p, int index) {
   const int blocks = gridDim.x;
   if (p.tile_counter == nullptr) return index + blocks;
-  if (index < blocks) begin_claims(p);
-  return blocks + static_cast<int>(atomicAdd(p.tile_counter + 1, 1ull));
+  if (index < blocks) begin_claims(p.tile_counter, p.launch_tag);
+  return blocks + static_cast<int>(claim(p.tile_counter));
+}
+
+// After a block's last claim, which gave `index` though there are only so many tiles.
+__device__ __forceinline__ void end_claims(const AttentionForwardArguments &p, int index,
+                                           int tiles) {
+  if (p.tile_counter != nullptr && index - static_cast<int>(gridDim.x) == tiles - 1) {
+    end_claims(p.tile_counter, p.launch_tag);
+  }
 }
 
 struct Lengths {

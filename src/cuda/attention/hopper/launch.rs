@@ -1,9 +1,5 @@
 //! Tensor maps, the kernels' argument, and the launch.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use contract::attention::Mask;
 
 use super::super::OP;
@@ -12,6 +8,7 @@ use super::tensor_map::{COLUMNS, TensorMap};
 use super::{Plan, sizes_of_keys, sizes_of_queries};
 use crate::backend::Stream;
 use crate::cuda::Cuda;
+use crate::cuda::claims;
 use crate::cuda::driver::Driver;
 use crate::cuda::images::attention_forward::Arguments;
 use crate::cuda::tuning::Hopper;
@@ -40,7 +37,7 @@ pub(crate) fn forward(
     arguments.v = rows_of_keys(driver, p, &p.v, p.head_dim_v, box_rows)?;
     if plan.counts {
         arguments.tile_counter = workspace.addr() as u64;
-        arguments.launch_tag = tag();
+        arguments.launch_tag = claims::tag();
     }
     let [rows, keys] = plan.form.block;
     tracing::trace!(
@@ -58,16 +55,6 @@ pub(crate) fn forward(
     // SAFETY: the problem was checked: its tensors have the rows that the argument describes, as far as lengths and pages in device
     // memory are what the caller promises.
     unsafe { cuda.launch(OP, &plan.form.kernel, plan.blocks, &arguments, stream) }
-}
-
-/// A number that no other launch of the process has, and that memory hardly holds by chance: what tells a launch that its counter is
-/// its own.
-fn tag() -> u64 {
-    static NEXT: OnceLock<AtomicU64> = OnceLock::new();
-    let seed = || AtomicU64::new(RandomState::new().build_hasher().finish());
-    NEXT.get_or_init(seed)
-        .fetch_add(1, Ordering::Relaxed)
-        .max(1)
 }
 
 /// Everything but tensor maps and the counter.

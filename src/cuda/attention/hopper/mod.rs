@@ -17,6 +17,7 @@ use contract::attention::Mask;
 
 use super::OP;
 use crate::alloc::push;
+use crate::cuda::claims;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::attention_forward::Arguments;
@@ -284,7 +285,7 @@ impl<'a> Plan<'a> {
 
     /// In bytes.
     pub fn workspace_size(&self) -> usize {
-        if self.counts { COUNTER } else { 0 }
+        if self.counts { claims::COUNTER } else { 0 }
     }
 
     /// Whether the data lies at addresses that the copy engine takes.
@@ -294,9 +295,6 @@ impl<'a> Plan<'a> {
             .all(|r| r.ptr.addr().is_multiple_of(tensor_map::ALIGNMENT))
     }
 }
-
-/// Bytes of the counter that blocks take tiles from, with the tag of the launch that it counts for.
-pub(super) const COUNTER: usize = 16;
 
 /// How many query heads of a key head share a tile, as a power of two: all of them. Tiles are fuller for it, and never slower.
 fn packing(p: &Problem) -> u32 {
