@@ -552,3 +552,49 @@ fn tile_edges() {
     }
     run_table(&cases);
 }
+
+/// Dimensions of values that are not those of keys, and dimensions between those that kernels are made for.
+#[test]
+fn dims_between_tiles() {
+    let dims = [
+        (192, 128),
+        (96, 96),
+        (80, 80),
+        (128, 64),
+        (64, 128),
+        (40, 24),
+        (136, 8),
+        (256, 128),
+        (72, 200),
+    ];
+    let mut cases = Vec::new();
+    for (dim, dim_v) in dims {
+        let base = Case {
+            lens: vec![(70, 130)],
+            heads: 4,
+            kv_heads: 2,
+            dim,
+            dim_v,
+            ..Case::default()
+        };
+        cases.push(Case {
+            causal: true,
+            ..base.clone()
+        });
+        cases.push(Case {
+            lens: vec![(66, 70), (1, 80), (0, 9), (65, 0), (129, 130)],
+            queries: QueryForm::Packed,
+            keys: KeyForm::Packed,
+            window_left: Some(50),
+            sinks: true,
+            ..base.clone()
+        });
+        cases.push(Case {
+            softcap: Some(3.0),
+            alibi: Some(true),
+            causal: true,
+            ..base
+        });
+    }
+    run_table(&cases);
+}

@@ -83,7 +83,7 @@ class Variant:
         p.lse = lse.data_ptr()
         p.lse_batch_stride, p.lse_head_stride, p.lse_sequence_stride = lse.stride()
         p.blocks_per_head, p.batch, p.heads_q, p.heads_kv = blocks * batch, batch, heads, kv_heads
-        p.group, p.head_dim, p.seqlen_q, p.seqlen_k = heads // kv_heads, dim, seq, kv_seq
+        p.group, p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k = heads // kv_heads, dim, v.shape[3], seq, kv_seq
         p.row_blocks, p.key_blocks = blocks, -(-kv_seq // info.block_keys)
         p.window_left, p.window_right = NO_LIMIT, 0 if causal else NO_LIMIT
         p.scale = 1 / math.sqrt(dim)

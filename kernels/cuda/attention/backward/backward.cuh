@@ -27,20 +27,22 @@
 
 namespace unsloth {
 
-template <int D, class T, bool kApart>
+template <int D, int DV, class T, bool kApart>
 using MemoryOf =
     std::conditional_t<(D <= 128), std::conditional_t<kApart, KeysShared<D, T>, StepShared<D, T>>,
-                       RolesShared<D, T>>;
+                       RolesShared<D, DV, T>>;
 
 // Dynamic shared memory, with room to align its start.
-template <int D, class T, bool kApart>
+template <int D, int DV, class T, bool kApart>
 consteval int shared_bytes() {
-  return sizeof(MemoryOf<D, T, kApart>) + 1024 - 16;
+  return sizeof(MemoryOf<kPadded<D>, kPadded<DV>, T, kApart>) + 1024 - 16;
 }
 
-template <int D, class T, Mask kMask, bool kApart = false>
+template <int D, int DV, class T, Mask kMask, bool kApart = false>
 __device__ __forceinline__ void attention_gradients(const AttentionGradientsArguments &p) {
-  using Memory = MemoryOf<D, T, kApart>;
+  static_assert(D == DV || D > 128);
+  constexpr int kP = kPadded<D>, kPV = kPadded<DV>;
+  using Memory = MemoryOf<kP, kPV, T, kApart>;
   extern __shared__ uint8_t dynamic[];
   Memory &shared =
       *reinterpret_cast<Memory *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
@@ -62,9 +64,9 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp < 4) {
     release_registers_to<kProducerRegisters>();
-    if (warp == 0) produce<D>(p, shared);
+    if (warp == 0) produce<kP, kPV>(p, shared);
     if constexpr (!kApart) {
-      if (warp == 1) send_dq<D>(p, shared);
+      if (warp == 1) send_dq<kP>(p, shared);
     }
   } else {
     acquire_registers_to<kConsumerRegisters>();
@@ -73,7 +75,7 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
     } else if constexpr (D <= 128) {
       KeyConsumer<D, T>(p, shared, warp / 4 - 1).run();
     } else {
-      Roles<D, T>(p, shared).run(warp / 4 - 1);
+      Roles<D, DV, T>(p, shared).run(warp / 4 - 1);
     }
   }
 }
@@ -86,51 +88,58 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
 // Instantiates a kernel, and beside it what the host must know of it. The kernel does not let the
 // next one start before it has ended: with the next one's blocks beside its own it was measured to
 // be slower (LADDER.md).
-#define UNSLOTH_ATTENTION_GRADIENTS(name, part, type, dim, mask, threads, shared, call) \
-  extern "C" __global__ void __launch_bounds__(threads, 1)                              \
-      name(const __grid_constant__ AttentionGradientsArguments params) {                \
-    unsloth::await_previous_kernel();                                                   \
-    call(params);                                                                       \
-  }                                                                                     \
-  extern "C" __device__ const AttentionGradientsLaunch name##_launch = {                \
-      static_cast<int32_t>(unsloth::Part::part),                                        \
-      static_cast<int32_t>(unsloth::kDtype<type>),                                      \
-      dim,                                                                              \
-      unsloth::kKeys<dim>,                                                              \
-      static_cast<int32_t>(unsloth::mask),                                              \
-      threads,                                                                          \
-      shared,                                                                           \
+#define UNSLOTH_ATTENTION_GRADIENTS(name, part, type, dim, dim_v, mask, threads, shared, call) \
+  extern "C" __global__ void __launch_bounds__(threads, 1)                                     \
+      name(const __grid_constant__ AttentionGradientsArguments params) {                       \
+    unsloth::await_previous_kernel();                                                          \
+    call(params);                                                                              \
+  }                                                                                            \
+  extern "C" __device__ const AttentionGradientsLaunch name##_launch = {                       \
+      static_cast<int32_t>(unsloth::Part::part),                                               \
+      static_cast<int32_t>(unsloth::kDtype<type>),                                             \
+      dim,                                                                                     \
+      dim_v,                                                                                   \
+      unsloth::kKeys<dim>,                                                                     \
+      static_cast<int32_t>(unsloth::mask),                                                     \
+      threads,                                                                                 \
+      shared,                                                                                  \
   };
 
-#define UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix, type, dim, mask)                             \
-  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix, kGradients, type, dim, mask,      \
-                              unsloth::kThreads, (unsloth::shared_bytes<dim, type, false>()), \
-                              (unsloth::attention_gradients<dim, type, unsloth::mask>))
+#define UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix, type, dim, dim_v, mask)                        \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix, kGradients, type, dim, dim_v, mask, \
+                              unsloth::kThreads,                                                \
+                              (unsloth::shared_bytes<dim, dim_v, type, false>()),               \
+                              (unsloth::attention_gradients<dim, dim_v, type, unsloth::mask>))
 
-// What all ways begin with, dK and dV alone, dQ alone, and the gradients of sinks.
-#define UNSLOTH_ATTENTION_GRADIENTS_APART(suffix, type, dim)                                   \
-  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_prepare, kPrepare, type, dim,     \
-                              Mask::kNone, 128, 0, (unsloth::prepare_rows<dim, type>))         \
-  UNSLOTH_ATTENTION_GRADIENTS(                                                                 \
-      attention_gradients_##suffix##_keys, kKeys, type, dim, Mask::kWindow, unsloth::kThreads, \
-      (unsloth::shared_bytes<dim, type, true>()),                                              \
-      (unsloth::attention_gradients<dim, type, unsloth::Mask::kWindow, true>))                 \
-  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_queries, kQueries, type, dim,     \
-                              Mask::kWindow, unsloth::kThreads,                                \
-                              (unsloth::query_shared_bytes<dim, type>()),                      \
-                              (unsloth::attention_query_gradients<dim, type>))                 \
-  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_sinks, kSinks, type, dim,         \
-                              Mask::kNone, unsloth::kSinkThreads, unsloth::kSinkBytes,         \
+// What all ways begin with.
+#define UNSLOTH_ATTENTION_GRADIENTS_PREPARE(suffix, type, dim, dim_v)                             \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_prepare, kPrepare, type, dim, dim_v, \
+                              Mask::kNone, 128, 0,                                                \
+                              (unsloth::prepare_rows<unsloth::kPadded<dim>, type>))
+
+// dK and dV alone, dQ alone, and the gradients of sinks.
+#define UNSLOTH_ATTENTION_GRADIENTS_APART(suffix, type, dim, dim_v)                               \
+  UNSLOTH_ATTENTION_GRADIENTS(                                                                    \
+      attention_gradients_##suffix##_keys, kKeys, type, dim, dim_v, Mask::kWindow,                \
+      unsloth::kThreads, (unsloth::shared_bytes<dim, dim_v, type, true>()),                       \
+      (unsloth::attention_gradients<dim, dim_v, type, unsloth::Mask::kWindow, true>))             \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_queries, kQueries, type, dim, dim_v, \
+                              Mask::kWindow, unsloth::kThreads,                                   \
+                              (unsloth::query_shared_bytes<dim, dim_v, type>()),                  \
+                              (unsloth::attention_query_gradients<dim, dim_v, type>))             \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_sinks, kSinks, type, dim, dim_v,     \
+                              Mask::kNone, unsloth::kSinkThreads, unsloth::kSinkBytes,            \
                               unsloth::sum_sinks)
 
 // All gradients in one kernel, with sums of dQ in memory.
-#define UNSLOTH_ATTENTION_GRADIENTS_TOGETHER(suffix, type, dim)                          \
-  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_finish, kFinish, type, dim, \
-                              Mask::kNone, 128, 0, (unsloth::finish_rows<dim, type>))    \
-  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_full, type, dim, Mask::kNone)                \
-  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_causal, type, dim, Mask::kCausal)            \
-  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_window, type, dim, Mask::kWindow)
+#define UNSLOTH_ATTENTION_GRADIENTS_TOGETHER(suffix, type, dim, dim_v)                          \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_finish, kFinish, type, dim, dim_v, \
+                              Mask::kNone, 128, 0,                                              \
+                              (unsloth::finish_rows<unsloth::kPadded<dim>, type>))              \
+  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_full, type, dim, dim_v, Mask::kNone)                \
+  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_causal, type, dim, dim_v, Mask::kCausal)            \
+  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_window, type, dim, dim_v, Mask::kWindow)
 
-#define UNSLOTH_ATTENTION_GRADIENTS_16BIT(kind, dim)                   \
-  UNSLOTH_ATTENTION_GRADIENTS_##kind(bf16_hd##dim, __nv_bfloat16, dim) \
-      UNSLOTH_ATTENTION_GRADIENTS_##kind(f16_hd##dim, __half, dim)
+#define UNSLOTH_ATTENTION_GRADIENTS_16BIT(kind, name, dim, dim_v)            \
+  UNSLOTH_ATTENTION_GRADIENTS_##kind(bf16_##name, __nv_bfloat16, dim, dim_v) \
+      UNSLOTH_ATTENTION_GRADIENTS_##kind(f16_##name, __half, dim, dim_v)

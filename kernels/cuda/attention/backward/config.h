@@ -13,6 +13,8 @@ template <int D>
 constexpr int kKeys = D > 128 ? 64 : kBlockN;  // roles.cuh: the same 64 for both
 constexpr int kStages = 2;                     // buffers for what two steps have apart
 constexpr int kChunk = 64;                     // columns of one 128-byte swizzled chunk
+template <int D>
+constexpr int kPadded = (D + kChunk - 1) / kChunk * kChunk;  // columns as they lie in memory
 constexpr int kThreads = 384;
 constexpr int kLastBlocks = 264;  // about two for each multiprocessor
 

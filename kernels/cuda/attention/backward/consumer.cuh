@@ -5,7 +5,8 @@
 // and dS^T are operands as they stand in registers. For dQ, dS goes through shared memory: each
 // warpgroup computes half of the columns from all 128 keys. At head dim 64 a step has 128 queries,
 // a warpgroup computes dQ of half of them instead, and what a step costs besides its products is
-// paid half as often.
+// paid half as often. At head dim 96 rows lie in memory as those of 128 do, and products, but for
+// that of dQ, are of 96 columns.
 //
 // Products of one step alone are in flight: under a warpgroup's exponentials run the other's
 // products. Loops that had the next step's scores under way were slower (LADDER.md).
@@ -22,11 +23,12 @@ namespace unsloth {
 
 template <int D, class T, Mask kMask>
 struct Consumer {
-  using Memory = StepShared<D, T>;
-  static constexpr int kM = kStep<D>;      // queries of a step
-  static constexpr int kS = kM / 2;        // accumulators of a score tile, per thread
-  static constexpr int kG = D / 2;         // of dK and dV
-  static constexpr int kQ = kM * D / 256;  // of dQ
+  static constexpr int kP = kPadded<D>;
+  using Memory = StepShared<kP, T>;
+  static constexpr int kM = kStep<D>;       // queries of a step
+  static constexpr int kS = kM / 2;         // accumulators of a score tile, per thread
+  static constexpr int kG = D / 2;          // of dK and dV
+  static constexpr int kQ = kM * kP / 256;  // of dQ
   static constexpr bool kWide = kM > kBlockM;
   static_assert(kQ <= kS);
 
@@ -89,7 +91,7 @@ struct Consumer {
   // The warpgroup's columns of dS K; of a wide step its queries.
   __device__ __forceinline__ void multiply_dq(float (&dq)[kQ], const T *ds, int of) {
     const uint32_t rows = kWide ? of * (kBlockM * 128) : 0;
-    const uint32_t columns = kWide ? 0 : of * (D / 2 / kChunk) * (kBlockN * 128);
+    const uint32_t columns = kWide ? 0 : of * (kP / 2 / kChunk) * (kBlockN * 128);
     const uint64_t a = descriptor_k_major(shared_address(ds) + rows);
     const uint64_t b = descriptor_mn_major(shared_address(shared.k) + columns, kBlockN);
     hold(dq);
@@ -196,7 +198,7 @@ struct Consumer {
     // Whole 128-byte rows, so the swizzle within them does not matter.
     for (int i = threadIdx.x - 128; i < (kRows - rows) * 8; i += 256) {
 #pragma unroll
-      for (int c = 0; c < D / kChunk; ++c) units[(c * kRows + rows) * 8 + i] = {0, 0, 0, 0};
+      for (int c = 0; c < kP / kChunk; ++c) units[(c * kRows + rows) * 8 + i] = {0, 0, 0, 0};
     }
     fence_async_proxy();
   }
@@ -217,13 +219,13 @@ struct Consumer {
   // 64 rows of dK or dV.
   __device__ __forceinline__ void write(const float (&g)[kG], float factor, void *to,
                                         int64_t batch_stride, int64_t sequence_stride,
-                                        int64_t head_stride) {
+                                        int64_t head_stride, int columns) {
     if (to == nullptr) return;
     const Sequence &s = w.sequence;
     T *rows = static_cast<T *>(to) + (p.cu_seqlens_k != nullptr ? 0 : s.batch) * batch_stride +
               w.head_kv * head_stride;
     store_rows<D>(g, factor, rows + s.k_begin * sequence_stride, sequence_stride,
-                  w.first_key + 64 * wg + 16 * warp, s.seqlen_k, p.head_dim);
+                  w.first_key + 64 * wg + 16 * warp, s.seqlen_k, columns);
   }
 
   template <int N>
@@ -238,19 +240,19 @@ struct Consumer {
     clear(dk);
     clear(dv);
     if (turns.m_min < turns.m_max) compute(dk, dv);
-    write(dv, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride);
-    write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride);
+    write(dv, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride, p.head_dim_v);
+    write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride, p.head_dim);
   }
 
   // Leaves dQ where the warp that sends it finds it, in the order of rows.cuh.
   __device__ __forceinline__ void leave_dq(const float (&dq)[kQ]) {
     // Of a wide step the halves of the columns lie apart.
     constexpr int kHalf = kWide ? kQ / 8 : kQ / 4;
-    float *to = shared.dq[wg] + warp * (kBlockM * D / 8) + lane * 4;
+    float *to = shared.dq[wg] + warp * (kBlockM * kP / 8) + lane * 4;
     named_barrier_sync(kBarrierDqEmpty + wg, kDqThreads);
 #pragma unroll
     for (int i = 0; i < kQ / 4; ++i) {
-      *reinterpret_cast<float4 *>(to + i / kHalf * (kBlockM * D / 2) + i % kHalf * 128) =
+      *reinterpret_cast<float4 *>(to + i / kHalf * (kBlockM * kP / 2) + i % kHalf * 128) =
           make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
     fence_async_proxy();

@@ -12,6 +12,7 @@ pub const FAMILY: Family = Family {
         ("part", "a contract's Part"),
         ("dtype", "a contract's Float"),
         ("head_dim", "the largest served"),
+        ("head_dim_v", "likewise, of values"),
         ("block_keys", "keys of a block"),
         ("mask", "a contract's Mask"),
     ],
@@ -99,6 +100,7 @@ const ARGUMENTS: &[Field] = &[
     field(Type::I32, "heads_kv", ""),
     field(Type::I32, "group", "query heads of a key head"),
     field(Type::I32, "head_dim", ""),
+    field(Type::I32, "head_dim_v", ""),
     field(Type::I32, "seqlen_q", "variable length: the longest"),
     field(Type::I32, "seqlen_k", "variable length: the longest"),
     field(

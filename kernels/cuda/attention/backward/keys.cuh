@@ -263,13 +263,13 @@ struct KeyConsumer {
   // 64 rows of dK or dV.
   __device__ __forceinline__ void write(const float (&g)[kG], float factor, void *to,
                                         int64_t batch_stride, int64_t sequence_stride,
-                                        int64_t head_stride) {
+                                        int64_t head_stride, int columns) {
     if (to == nullptr) return;
     const Sequence &s = w.sequence;
     T *rows = static_cast<T *>(to) + (p.cu_seqlens_k != nullptr ? 0 : s.batch) * batch_stride +
               w.head_kv * head_stride;
     store_rows<D>(g, factor, rows + s.k_begin * sequence_stride, sequence_stride,
-                  w.first_key + 64 * wg + 16 * warp, s.seqlen_k, p.head_dim);
+                  w.first_key + 64 * wg + 16 * warp, s.seqlen_k, columns);
   }
 
   __device__ __forceinline__ void run() {
@@ -279,8 +279,8 @@ struct KeyConsumer {
     hold(dk);
     hold(dv);
     if (turns.m_min < turns.m_max) compute(dk, dv);
-    write(dv, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride);
-    write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride);
+    write(dv, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride, p.head_dim_v);
+    write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride, p.head_dim);
   }
 };
 

@@ -9,11 +9,12 @@
 
 namespace unsloth {
 
-template <int D, class Memory>
+template <int D, int DV, class Memory>
 __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Memory &shared) {
   constexpr int kM = Memory::kM;
   // Of a step: blocks of queries, and tiles of 64 of their columns.
   constexpr int kBlocks = kM / kBlockM, kTiles = kBlocks * (D / kChunk);
+  constexpr int kDoutTiles = kBlocks * (DV / kChunk);
   constexpr int kTile = kBlockM * kChunk * 2;
   const Work w = shared.work;
   const bool leader = threadIdx.x == 0;
@@ -21,13 +22,14 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
   const int batch_k = p.cu_seqlens_k != nullptr ? 0 : s.batch;
   const int batch_q = p.cu_seqlens_q != nullptr ? 0 : s.batch;
   if (w.steps.m_min >= w.steps.m_max) return;
-  if (leader) shared.kv_full.arrive_expect(2 * sizeof shared.k);
+  if (leader) shared.kv_full.arrive_expect(sizeof shared.k + sizeof shared.v);
   __syncwarp();
 #pragma unroll
   for (int c = 0; c < D / kChunk; ++c) {
     const int offset = c * kKeys<D> * kChunk * 2;
     tma_load_4d(shared_address(shared.k) + offset, &p.k, &shared.kv_full, kEvictFirst, c * kChunk,
                 s.k_begin + w.first_key, w.head_kv, batch_k);
+    if (c >= DV / kChunk) continue;
     tma_load_4d(shared_address(shared.v) + offset, &p.v, &shared.kv_full, kEvictFirst, c * kChunk,
                 s.k_begin + w.first_key, w.head_kv, batch_k);
   }
@@ -58,7 +60,7 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
       if (leader) full->arrive_expect(sizeof shared.dout[0]);
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
+      for (int i = 0; i < kDoutTiles; ++i) {
         tma_load_4d(shared_address(shared.dout[stage]) + i * kTile, &p.dout, full, kEvictLast,
                     i / kBlocks * kChunk, row + i % kBlocks * kBlockM, head, batch_q);
       }

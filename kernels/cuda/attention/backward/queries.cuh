@@ -28,15 +28,15 @@ struct QueryWork {
   int n_min, n_max;  // tiles of keys that one of the queries sees
 };
 
-template <int D, class T>
+template <int D, int DV, class T>
 struct alignas(1024) QueryShared {
   static constexpr int kKStages = 2;
-  static constexpr int kVStages = D > 192 ? 1 : 2;  // as many as there is room for
+  static constexpr int kVStages = DV > 192 ? 1 : 2;  // as many as there is room for
 
   T q[2][kBlockM * D];
-  T dout[2][kBlockM * D];
+  T dout[2][kBlockM * DV];
   T k[kKStages][kKeys<D> * D];
-  T v[kVStages][kKeys<D> * D];
+  T v[kVStages][kKeys<D> * DV];
 
   Mbarrier q_full;
   Mbarrier k_full[kKStages], k_empty[kKStages];
@@ -79,10 +79,10 @@ __device__ __forceinline__ QueryWork query_work_at(const AttentionGradientsArgum
   return w;
 }
 
-template <int D, class T>
+template <int D, int DV, class T>
 __device__ __forceinline__ void produce_keys(const AttentionGradientsArguments &p,
-                                             QueryShared<D, T> &shared) {
-  using Memory = QueryShared<D, T>;
+                                             QueryShared<D, DV, T> &shared) {
+  using Memory = QueryShared<D, DV, T>;
   constexpr int kTile = kKeys<D> * kChunk * 2;  // bytes of a chunk
   const QueryWork w = shared.work;
   const Sequence &s = w.sequence;
@@ -97,6 +97,7 @@ __device__ __forceinline__ void produce_keys(const AttentionGradientsArguments &
     const int c = i / 2, half = i % 2, row = s.q_begin + w.first + half * kBlockM;
     tma_load_4d(shared_address(shared.q[half]) + c * kBlockM * kChunk * 2, &p.q, &shared.q_full,
                 kEvictFirst, c * kChunk, row, w.head, batch_q);
+    if (c >= DV / kChunk) continue;
     tma_load_4d(shared_address(shared.dout[half]) + c * kBlockM * kChunk * 2, &p.dout,
                 &shared.q_full, kEvictFirst, c * kChunk, row, w.head, batch_q);
   }
@@ -119,7 +120,7 @@ __device__ __forceinline__ void produce_keys(const AttentionGradientsArguments &
     if (leader) shared.v_full[v].arrive_expect(sizeof shared.v[0]);
     __syncwarp();
 #pragma unroll
-    for (int c = 0; c < D / kChunk; ++c) {
+    for (int c = 0; c < DV / kChunk; ++c) {
       tma_load_4d(shared_address(shared.v[v]) + c * kTile, &p.v, &shared.v_full[v], kEvictLast,
                   c * kChunk, row, w.head_kv, batch_k);
     }
@@ -128,9 +129,9 @@ __device__ __forceinline__ void produce_keys(const AttentionGradientsArguments &
   }
 }
 
-template <int D, class T>
+template <int D, int DV, class T>
 struct QueryConsumer {
-  using Memory = QueryShared<D, T>;
+  using Memory = QueryShared<D, DV, T>;
   static constexpr int kN = 64;              // keys of a step
   static constexpr int kTile = kKeys<D>;     // of a tile
   static constexpr int kSteps = kTile / kN;  // of a tile
@@ -162,7 +163,8 @@ struct QueryConsumer {
     return {tile % kStages, static_cast<uint32_t>(tile / kStages & 1)};
   }
 
-  // x = A B^T of the warpgroup's queries and the step's keys.
+  // x = A B^T of the warpgroup's queries and the step's keys, of kColumns each.
+  template <int kColumns>
   __device__ __forceinline__ void multiply_scores(float (&x)[kS], const T *queries, const T *keys,
                                                   int half) {
     const uint64_t a = descriptor_k_major(shared_address(queries));
@@ -170,7 +172,7 @@ struct QueryConsumer {
     hold(x);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
+    for (int i = 0; i < kColumns / 16; ++i) {
       Wgmma<T, kN>::template ss<0>(x, a + (i / 4 * (kBlockM * 128) + i % 4 * 32) / 16,
                                    b + (i / 4 * (kTile * 128) + i % 4 * 32) / 16, i != 0);
     }
@@ -246,6 +248,7 @@ struct QueryConsumer {
 
   // Rows behind the end of a packed sequence are its neighbour's, and 0 * NaN is NaN. (Behind the
   // end of a tensor TMA writes zeros.) All consumers take part.
+  template <int kColumns>
   __device__ __forceinline__ void wait_rows(Mbarrier &full, uint32_t parity, T *tile, int n) {
     full.wait(parity);
     const int rows = w.sequence.seqlen_k - n * kTile;
@@ -254,7 +257,7 @@ struct QueryConsumer {
     // Whole 128-byte rows, so the swizzle within them does not matter.
     for (int i = threadIdx.x - 128; i < (kTile - rows) * 8; i += 256) {
 #pragma unroll
-      for (int c = 0; c < D / kChunk; ++c) units[(c * kTile + rows) * 8 + i] = {0, 0, 0, 0};
+      for (int c = 0; c < kColumns / kChunk; ++c) units[(c * kTile + rows) * 8 + i] = {0, 0, 0, 0};
     }
     fence_async_proxy();
     named_barrier_sync(kBarrierConsumers, 256);
@@ -269,10 +272,10 @@ struct QueryConsumer {
     const auto of_v = ring_at<Memory::kVStages>(tile);
     const int k = __shfl_sync(0xffffffff, of_k.stage, 0),
               v = __shfl_sync(0xffffffff, of_v.stage, 0);
-    if (half == 0) wait_rows(shared.k_full[k], of_k.parity, shared.k[k], w.n_min + tile);
-    multiply_scores(x, shared.q[of], shared.k[k], half);
-    if (half == 0) wait_rows(shared.v_full[v], of_v.parity, shared.v[v], w.n_min + tile);
-    multiply_scores(y, shared.dout[of], shared.v[v], half);
+    if (half == 0) wait_rows<D>(shared.k_full[k], of_k.parity, shared.k[k], w.n_min + tile);
+    multiply_scores<D>(x, shared.q[of], shared.k[k], half);
+    if (half == 0) wait_rows<DV>(shared.v_full[v], of_v.parity, shared.v[v], w.n_min + tile);
+    multiply_scores<DV>(y, shared.dout[of], shared.v[v], half);
   }
 
   // Lets the producer have what is no longer read after a step.
@@ -369,14 +372,14 @@ struct QueryConsumer {
 };
 
 // Dynamic shared memory, with room to align its start.
-template <int D, class T>
+template <int D, int DV, class T>
 consteval int query_shared_bytes() {
-  return sizeof(QueryShared<D, T>) + 1024 - 16;
+  return sizeof(QueryShared<D, DV, T>) + 1024 - 16;
 }
 
-template <int D, class T>
+template <int D, int DV, class T>
 __device__ __forceinline__ void attention_query_gradients(const AttentionGradientsArguments &p) {
-  using Memory = QueryShared<D, T>;
+  using Memory = QueryShared<D, DV, T>;
   extern __shared__ uint8_t dynamic[];
   Memory &shared =
       *reinterpret_cast<Memory *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
@@ -398,10 +401,10 @@ __device__ __forceinline__ void attention_query_gradients(const AttentionGradien
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp < 4) {
     release_registers_to<kProducerRegisters>();
-    if (warp == 0) produce_keys<D, T>(p, shared);
+    if (warp == 0) produce_keys<D, DV, T>(p, shared);
   } else {
     acquire_registers_to<kConsumerRegisters>();
-    QueryConsumer<D, T>(p, shared, warp / 4 - 1).run();
+    QueryConsumer<D, DV, T>(p, shared, warp / 4 - 1).run();
   }
 }
 

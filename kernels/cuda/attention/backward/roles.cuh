@@ -19,21 +19,20 @@ namespace unsloth {
 
 enum Role : int { kValues, kKeysRole };
 
-template <int D, class T>
+template <int D, int DV, class T>
 struct Roles {
   static constexpr int kN = kKeys<D>;     // keys, all of a warpgroup
   static constexpr int kS = kBlockM / 2;  // accumulators of a score tile, per thread
-  static constexpr int kG = D / 2;        // of dK or dV
-  static_assert(kN == 64 && D % 64 == 0);
+  static_assert(kN == 64 && D % 64 == 0 && DV % 64 == 0 && DV <= D);
 
   const AttentionGradientsArguments &p;
-  RolesShared<D, T> &shared;
+  RolesShared<D, DV, T> &shared;
   const Work &w;  // in shared memory: registers are full
   const Steps turns;
   const int warp, lane;
 
   __device__ __forceinline__ Roles(const AttentionGradientsArguments &params,
-                                   RolesShared<D, T> &memory)
+                                   RolesShared<D, DV, T> &memory)
       : p(params),
         shared(memory),
         w(memory.work),
@@ -54,14 +53,15 @@ struct Roles {
     if (lane == 0) barrier.arrive();
   }
 
-  // x = A B^T for all keys and a block of queries.
+  // x = A B^T for all keys and a block of queries, of kColumns each.
+  template <int kColumns>
   __device__ __forceinline__ void multiply_scores(float (&x)[kS], const T *keys, const T *queries) {
     const uint64_t a = descriptor_k_major(shared_address(keys));
     const uint64_t b = descriptor_k_major(shared_address(queries));
     hold(x);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
+    for (int i = 0; i < kColumns / 16; ++i) {
       const int at = (i / 4 * (64 * 128) + i % 4 * 32) / 16;
       Wgmma<T, kBlockM>::template ss<0>(x, a + at, b + at, i != 0);
     }
@@ -69,6 +69,7 @@ struct Roles {
   }
 
   // dV += P^T dO, dK += dS^T Q.
+  template <int kG>
   __device__ __forceinline__ void multiply_gradient(float (&g)[kG], const uint32_t (&a)[kS / 2],
                                                     const T *queries) {
     const uint64_t b = descriptor_mn_major(shared_address(queries), kBlockM);
@@ -76,7 +77,7 @@ struct Roles {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBlockM / 16; ++i) {
-      Wgmma<T, D>::template rs<1>(g, a + 4 * i, b + i * (16 * 128) / 16, 1);
+      Wgmma<T, 2 * kG>::template rs<1>(g, a + 4 * i, b + i * (16 * 128) / 16, 1);
     }
     wgmma_commit();
   }
@@ -199,24 +200,26 @@ struct Roles {
 
   // Rows behind the end of a packed sequence are its neighbour's, and 0 * NaN is NaN. (Behind the
   // end of a tensor TMA writes zeros.) All threads of a role take part.
+  template <int kColumns>
   __device__ __forceinline__ void clear_rows(T *tile, int rows) {
     if (rows >= 64) return;
     uint4 *units = reinterpret_cast<uint4 *>(tile);
     // Whole 128-byte rows, so the swizzle within them does not matter.
     for (int i = threadIdx.x % 128; i < (64 - rows) * 8; i += 128) {
 #pragma unroll
-      for (int c = 0; c < D / kChunk; ++c) units[(c * 64 + rows) * 8 + i] = {0, 0, 0, 0};
+      for (int c = 0; c < kColumns / kChunk; ++c) units[(c * 64 + rows) * 8 + i] = {0, 0, 0, 0};
     }
     fence_async_proxy();
   }
 
   // Waits for a block of queries. Both roles clear what both wait for: they write the same zeros.
-  template <int kRole>
+  template <int kRole, int kColumns>
   __device__ __forceinline__ void wait_rows(Mbarrier (&full)[kStages],
-                                            T (&tiles)[kStages][kBlockM * D], int step, int m) {
+                                            T (&tiles)[kStages][kBlockM * kColumns], int step,
+                                            int m) {
     full[step & 1].wait(parity_at(step));
     if (m != turns.partial) return;
-    clear_rows(tiles[step & 1], w.sequence.seqlen_q - m * kBlockM);
+    clear_rows<kColumns>(tiles[step & 1], w.sequence.seqlen_q - m * kBlockM);
     named_barrier_sync(kBarrierConsumers + kRole, 128);
   }
 
@@ -224,22 +227,22 @@ struct Roles {
     shared.kv_full.wait(0);
     const int keys = w.sequence.seqlen_k - w.first_key;
     if (p.cu_seqlens_k == nullptr || keys >= kN) return;
-    clear_rows(shared.k, keys);
-    clear_rows(shared.v, keys);
+    clear_rows<D>(shared.k, keys);
+    clear_rows<DV>(shared.v, keys);
     named_barrier_sync(kBarrierConsumers, 256);
   }
 
   // Of the blocks of queries of every head that reads the keys.
 
   // dV.
-  __device__ __forceinline__ void compute_values(float (&dv)[kG]) {
+  __device__ __forceinline__ void compute_values(float (&dv)[DV / 2]) {
     const int steps = (turns.m_max - turns.m_min) * p.group;
     float x[kS];
     uint32_t packed[kS / 2];
     wait_keys();
     int m = turns.m_min;
-    wait_rows<kValues>(shared.q_full, shared.q, 0, m);
-    multiply_scores(x, shared.k, shared.q[0]);
+    wait_rows<kValues, D>(shared.q_full, shared.q, 0, m);
+    multiply_scores<D>(x, shared.k, shared.q[0]);
     wgmma_wait<0>();
     hold(x);
 #pragma unroll 1
@@ -258,9 +261,9 @@ struct Roles {
       pass_on(x, packed, stage, m, step);
       release(shared.q_empty[stage]);
       release(shared.probabilities_full[stage]);
-      wait_rows<kValues>(shared.q_full, shared.q, step + 1, next);
-      multiply_scores(x, shared.k + fresh(stage), shared.q[other]);
-      wait_rows<kValues>(shared.dout_full, shared.dout, step, m);
+      wait_rows<kValues, D>(shared.q_full, shared.q, step + 1, next);
+      multiply_scores<D>(x, shared.k + fresh(stage), shared.q[other]);
+      wait_rows<kValues, DV>(shared.dout_full, shared.dout, step, m);
       multiply_gradient(dv, packed, shared.dout[stage]);
       wgmma_wait<1>();
       hold(x);
@@ -275,7 +278,7 @@ struct Roles {
     convert(x, packed);
     pass_on(x, packed, stage, m, step);
     release(shared.probabilities_full[stage]);
-    wait_rows<kValues>(shared.dout_full, shared.dout, step, m);
+    wait_rows<kValues, DV>(shared.dout_full, shared.dout, step, m);
     multiply_gradient(dv, packed, shared.dout[stage]);
     wgmma_wait<0>();
     hold(dv);
@@ -283,14 +286,14 @@ struct Roles {
   }
 
   // dK.
-  __device__ __forceinline__ void compute_keys(float (&dk)[kG]) {
+  __device__ __forceinline__ void compute_keys(float (&dk)[D / 2]) {
     const int steps = (turns.m_max - turns.m_min) * p.group;
     float y[kS];
     uint32_t packed[kS / 2];
     wait_keys();
     int m = turns.m_min;
-    wait_rows<kKeysRole>(shared.dout_full, shared.dout, 0, m);
-    multiply_scores(y, shared.v, shared.dout[0]);
+    wait_rows<kKeysRole, DV>(shared.dout_full, shared.dout, 0, m);
+    multiply_scores<DV>(y, shared.v, shared.dout[0]);
     wgmma_wait<0>();
     hold(y);
     release(shared.dout_empty[0]);
@@ -307,8 +310,8 @@ struct Roles {
       hold(packed);
       if (step > 0) release(shared.q_empty[other]);
       convert(y, packed);
-      wait_rows<kKeysRole>(shared.dout_full, shared.dout, step + 1, next);
-      multiply_scores(y, shared.v + fresh(stage), shared.dout[other]);
+      wait_rows<kKeysRole, DV>(shared.dout_full, shared.dout, step + 1, next);
+      multiply_scores<DV>(y, shared.v + fresh(stage), shared.dout[other]);
       multiply_gradient(dk, packed, shared.q[stage]);
       wgmma_wait<1>();
       hold(y);
@@ -330,29 +333,39 @@ struct Roles {
   }
 
   // 64 rows of dK or dV.
+  template <int kG>
   __device__ __forceinline__ void write(const float (&g)[kG], float factor, void *to,
                                         int64_t batch_stride, int64_t sequence_stride,
-                                        int64_t head_stride) {
+                                        int64_t head_stride, int columns) {
     if (to == nullptr) return;
     const Sequence &s = w.sequence;
     T *rows = static_cast<T *>(to) + (p.cu_seqlens_k != nullptr ? 0 : s.batch) * batch_stride +
               w.head_kv * head_stride;
-    store_rows<D>(g, factor, rows + s.k_begin * sequence_stride, sequence_stride,
-                  w.first_key + 16 * warp, s.seqlen_k, p.head_dim);
+    store_rows<2 * kG>(g, factor, rows + s.k_begin * sequence_stride, sequence_stride,
+                       w.first_key + 16 * warp, s.seqlen_k, columns);
   }
 
-  __device__ __forceinline__ void run(int role) {
-    float g[kG];
+  template <int kG>
+  static __device__ __forceinline__ void clear(float (&g)[kG]) {
 #pragma unroll
     for (int i = 0; i < kG; ++i) g[i] = 0.0f;
     hold(g);
+  }
+
+  __device__ __forceinline__ void run(int role) {
     const bool any = turns.m_min < turns.m_max;
     if (role == kValues) {
-      if (any) compute_values(g);
-      write(g, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride);
+      float dv[DV / 2];
+      clear(dv);
+      if (any) compute_values(dv);
+      write(dv, 1.0f, p.dv, p.dv_batch_stride, p.dv_sequence_stride, p.dv_head_stride,
+            p.head_dim_v);
     } else {
-      if (any) compute_keys(g);
-      write(g, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride);
+      float dk[D / 2];
+      clear(dk);
+      if (any) compute_keys(dk);
+      write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride,
+            p.head_dim);
     }
   }
 };

@@ -10,16 +10,16 @@
 namespace unsloth {
 
 // Operands in chunks of 64 columns with the 128-byte swizzle.
-template <int D, class T>
+template <int D, int DV, class T>
 struct alignas(1024) RolesShared {
   static constexpr int kQBuffers = kStages;
   static constexpr int kDoutBuffers = kStages;
   static constexpr int kM = kBlockM;
 
   T k[kKeys<D> * D];
-  T v[kKeys<D> * D];
+  T v[kKeys<D> * DV];
   T q[kStages][kBlockM * D];
-  T dout[kStages][kBlockM * D];
+  T dout[kStages][kBlockM * DV];
   // Of each thread the pairs that it holds.
   uint4 probabilities[kStages][kBlockM * kKeys<D> / 8];
   // Of each query log2(e) times its log-sum-exp, then its delta.

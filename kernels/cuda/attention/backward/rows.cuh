@@ -48,7 +48,7 @@ __device__ __forceinline__ void prepare_rows(const AttentionGradientsArguments &
     const bool there = position < s.seqlen_q;
     const int64_t token = s.q_begin + position;
     float delta = 0.0f;
-    if (there && column < p.head_dim) {
+    if (there && column < p.head_dim_v) {
       const Eight<T> o(static_cast<const T *>(p.out) + batch * p.out_batch_stride +
                        token * p.out_sequence_stride + head * p.out_head_stride + column);
       const Eight<T> g(static_cast<const T *>(p.dout_pointer) + batch * p.dout_batch_stride +

@@ -19,7 +19,7 @@ use crate::cuda::images::attention_gradients::Arguments;
 use crate::cuda::{Cuda, check_blocks};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::problem::attention::{Backward, Keys, Queries, Rows};
+use crate::problem::attention::{Backward, Keys, Problem, Queries, Rows};
 use crate::tensor::Scratch;
 
 const OP: &str = "attention_backward";
@@ -35,8 +35,8 @@ struct Form {
     kernel: Kernel<Arguments>,
     part: Part,
     dtype: u32,
-    /// The greatest head dimension.
-    head_dim: usize,
+    /// The greatest head dimensions, of queries and keys and of values.
+    dims: [usize; 2],
     /// Keys of a block.
     block_keys: usize,
     mask: Mask,
@@ -75,7 +75,7 @@ impl Kernels {
             let form = Form {
                 part,
                 dtype: choices.dtype,
-                head_dim: choices.head_dim as usize,
+                dims: [choices.head_dim, choices.head_dim_v].map(|dim| dim as usize),
                 block_keys: choices.block_keys as usize,
                 mask,
                 kernel,
@@ -83,7 +83,7 @@ impl Kernels {
             push(OP, &mut forms, form)?;
         }
         // Those that waste the least come first.
-        forms.sort_by_key(|form| (form.head_dim, form.mask.code()));
+        forms.sort_by_key(|form| (form.dims, form.mask.code()));
         Ok(Kernels { forms })
     }
 
@@ -93,26 +93,34 @@ impl Kernels {
         if !is_served(b) {
             return None;
         }
-        let find = |part, wanted| {
-            self.forms.iter().find(|form| {
-                form.part == part
-                    && form.dtype == p.q.dtype as u32
-                    && p.head_dim <= form.head_dim
-                    && hides(form.mask, wanted)
+        let fitting = || {
+            self.forms.iter().filter(|form| {
+                let [dim, dim_v] = form.dims;
+                form.dtype == p.q.dtype as u32 && p.head_dim <= dim && p.head_dim_v <= dim_v
             })
         };
         let mask = mask(p);
         let scores = p.softcap > 0.0 || p.alibi_slopes.is_some();
         let keys = b.dk.is_some() || b.dv.is_some();
         let sums = b.dq.is_some() && keys && !b.deterministic && !scores;
-        let prepare = find(Part::Prepare, Mask::None)?;
-        let of_one = |part| find(part, mask).filter(|form| form.head_dim == prepare.head_dim);
-        let together = of_one(Part::Gradients).filter(|_| sums);
-        let sums = together.is_some();
-        let forms = match together {
-            Some(together) => [prepare, together, find(Part::Finish, Mask::None)?],
-            None => [prepare, of_one(Part::Keys)?, of_one(Part::Queries)?],
+        // Not all dimensions have all parts.
+        let parts_of = |prepare: &Form| {
+            let part = |part, wanted| {
+                fitting().find(|form| {
+                    form.part == part && form.dims == prepare.dims && hides(form.mask, wanted)
+                })
+            };
+            match part(Part::Gradients, mask).filter(|_| sums) {
+                Some(together) => Some([together, part(Part::Finish, Mask::None)?]),
+                None => Some([part(Part::Keys, mask)?, part(Part::Queries, mask)?]),
+            }
         };
+        let prepares = || fitting().filter(|form| form.part == Part::Prepare);
+        let forms = prepares().find_map(|form| {
+            let [first, second] = parts_of(form)?;
+            Some([form, first, second])
+        })?;
+        let sums = forms[1].part == Part::Gradients;
         let row_blocks = p.max_seqlen_q.div_ceil(STEP) * (STEP / BLOCK_M);
         let blocks_per_head = match p.queries {
             Queries::Batched { .. } => row_blocks.checked_mul(p.batch)?,
@@ -143,7 +151,7 @@ impl Kernels {
             ],
             sums,
             sinks: match b.dsinks {
-                Some(_) => Some(find(Part::Sinks, Mask::None)?),
+                Some(_) => Some(fitting().find(|form| form.part == Part::Sinks)?),
                 None => None,
             },
         })
@@ -189,8 +197,8 @@ fn is_served(b: &Backward) -> bool {
         && copied(b)
             .iter()
             .all(|(rows, sizes)| has_fitting_strides(rows, *sizes))
-        && p.head_dim == p.head_dim_v
         && p.head_dim.is_multiple_of(UNIT)
+        && p.head_dim_v.is_multiple_of(UNIT)
         && (1e-20..=1e20).contains(&p.scale)
         && p.bias.is_none()
         && p.mask.is_none()
@@ -201,8 +209,9 @@ impl Plan<'_> {
     /// Bytes of the statistics, and of the sums of `dq` behind them.
     fn sizes(&self, b: &Backward) -> [usize; 2] {
         let blocks = self.blocks_per_head.saturating_mul(b.forward.num_heads);
+        let columns = self.forms[1].dims[0].next_multiple_of(COLUMNS as usize);
         let sums = match self.sums {
-            true => BLOCK_M * self.forms[1].head_dim * size_of::<f32>(),
+            true => BLOCK_M * columns * size_of::<f32>(),
             false => 0,
         };
         [STATISTICS, sums].map(|size| blocks.saturating_mul(size))
@@ -248,15 +257,15 @@ impl Plan<'_> {
         // Tensor maps are made in a context, too.
         let _entered = cuda.resources.primary.enter(OP)?;
         let block_keys = self.forms[1].block_keys;
-        let keys = |rows| rows_of_keys(driver, p, rows, p.head_dim, block_keys as u32);
+        let keys = |rows, dim| rows_of_keys(driver, p, rows, dim, block_keys as u32);
         let statistics = scratch.ptr.addr() as u64;
         let capped = p.softcap > 0.0;
         let scale_log2 = if capped { p.softcap } else { p.scale } * std::f32::consts::LOG2_E;
         let mut a = Arguments {
-            q: rows_of_queries(driver, b, &p.q)?,
-            dout: rows_of_queries(driver, b, &b.dout)?,
-            k: keys(&p.k)?,
-            v: keys(&p.v)?,
+            q: rows_of_queries(driver, p, &p.q, p.head_dim)?,
+            dout: rows_of_queries(driver, p, &b.dout, p.head_dim_v)?,
+            k: keys(&p.k, p.head_dim)?,
+            v: keys(&p.v, p.head_dim_v)?,
             statistics,
             blocks_per_head: self.blocks_per_head as i64,
             batch: p.batch as i32,
@@ -265,6 +274,7 @@ impl Plan<'_> {
             heads_kv: p.num_kv_heads as i32,
             group: (p.num_heads / p.num_kv_heads) as i32,
             head_dim: p.head_dim as i32,
+            head_dim_v: p.head_dim_v as i32,
             seqlen_q: p.max_seqlen_q as i32,
             seqlen_k: p.max_seqlen_k as i32,
             row_blocks: self.row_blocks as i32,
@@ -322,9 +332,9 @@ impl Plan<'_> {
 }
 
 /// Of queries or `dout`: (dim, tokens, heads, sequences).
-fn rows_of_queries(driver: &Driver, b: &Backward, rows: &Rows) -> Result<TensorMap> {
-    let [outer, tokens, heads] = sizes_of_queries(&b.forward);
-    let sizes = [b.forward.head_dim, tokens, heads, outer];
+fn rows_of_queries(driver: &Driver, p: &Problem, rows: &Rows, dim: usize) -> Result<TensorMap> {
+    let [outer, tokens, heads] = sizes_of_queries(p);
+    let sizes = [dim, tokens, heads, outer];
     let strides = [rows.token, rows.head, rows.outer];
     let counts = [COLUMNS, BLOCK_M as u32, 1, 1];
     TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
