@@ -48,31 +48,39 @@ fn cases() -> Vec<Case> {
     .enumerate()
     {
         for features in 0..8 {
-            let bit = |n: usize| (features + i) >> n & 1 == 1;
-            cases.push(Case {
-                logits,
-                targets: if bit(1) { DType::I64 } else { DType::I32 },
-                loss: Loss {
-                    ignore_index: if bit(0) { 0 } else { IGNORE_INDEX },
-                    label_smoothing: if bit(1) { 0.125 } else { 0.0 },
-                    z_loss: if bit(2) { 0.0625 } else { 0.0 },
-                    softcap: if bit(0) { 2.5 } else { 0.0 },
-                },
-                reduction: if bit(2) {
-                    Reduction::Sum
-                } else {
-                    Reduction::Mean
-                },
-                denominator: (!bit(2) && bit(1)).then_some(7.0),
-                dloss: bit(0).then_some(-1.5),
-                gradient: features != 3,
-                in_place: bit(1),
-                losses: bit(2),
-                skew: usize::from(features == 5),
-            });
+            let mut case = case_of(logits, features + i);
+            case.gradient = features != 3;
+            case.skew = usize::from(features == 5);
+            cases.push(case);
         }
     }
     cases
+}
+
+/// Features by the bits of a number.
+fn case_of(logits: Layout, features: usize) -> Case {
+    let bit = |n: usize| features >> n & 1 == 1;
+    Case {
+        logits,
+        targets: if bit(1) { DType::I64 } else { DType::I32 },
+        loss: Loss {
+            ignore_index: if bit(0) { 0 } else { IGNORE_INDEX },
+            label_smoothing: if bit(1) { 0.125 } else { 0.0 },
+            z_loss: if bit(2) { 0.0625 } else { 0.0 },
+            softcap: if bit(0) { 2.5 } else { 0.0 },
+        },
+        reduction: if bit(2) {
+            Reduction::Sum
+        } else {
+            Reduction::Mean
+        },
+        denominator: (!bit(2) && bit(1)).then_some(7.0),
+        dloss: bit(0).then_some(-1.5),
+        gradient: true,
+        in_place: bit(1),
+        losses: bit(2),
+        skew: 0,
+    }
 }
 
 fn check(ctx: &Context, dtype: DType, case: &Case) {
@@ -174,6 +182,22 @@ fn agrees_with_its_definition() {
     for ctx in contexts() {
         for dtype in FLOATS {
             crate::common::for_each_case(&cases(), |case| check(&ctx, dtype, case));
+        }
+    }
+}
+
+/// More tokens than a GPU has multiprocessors: blocks take several, a part of which is ignored.
+#[test]
+fn many_tokens() {
+    let cases = [
+        case_of(contiguous(&[300, 8192]), 2),
+        case_of(contiguous(&[300, 8192]), 4),
+        case_of(contiguous(&[75, 60_000]), 6),
+        case_of(contiguous(&[150, 58_000]), 0),
+    ];
+    for ctx in contexts() {
+        for dtype in [DType::F16, DType::Bf16] {
+            crate::common::for_each_case(&cases, |case| check(&ctx, dtype, case));
         }
     }
 }
