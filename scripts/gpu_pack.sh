@@ -9,7 +9,7 @@
 # PROFILE is Cargo's profile (release) of the library and of what is measured; Rust tests have their
 # own, with its assertions. PACK is the folder. MODEL is a GGUF file for the engine and the
 # trainer (none: the engine is not run, and the trainer on small models alone). TESTS names Rust tests; by default all of them, of which each takes the devices that it
-# finds. PROVE=0 leaves out Hopper's kernels with random delays, which nvcc takes minutes for.
+# finds. PROVE=0 leaves out Hopper's kernels with random delays, and the library with such, which take minutes.
 # SAME_BITS=1 adds the comparison with CubeCL's own runtime, CANDLE=1 what runs on candle's CUDA
 # tensors (candle links the CUDA toolkit).
 set -euo pipefail
@@ -79,7 +79,7 @@ cp -r python/unsloth "$pack/compare/"
 cp benches/{engine,llama_cpp,regression,report,train_candle,training}.py "$pack/"
 cp benches/results/*.json "$pack/record/"
 
-# The harness of Hopper's kernels, and these as they ship and with random delays.
+# The harness of Hopper's kernels, these as they ship and with random delays, and the library with such.
 if [ "${PROVE:-1}" = 1 ]; then
   git ls-files 'kernels/*.py' | while read -r script; do
     install -D -m 644 "$script" "$pack/$script"
@@ -88,6 +88,8 @@ if [ "${PROVE:-1}" = 1 ]; then
   python3 "$build" "$pack/prove/plain" -
   python3 "$build" "$pack/prove/jitter" - -DUNSLOTH_JITTER
   rm -f "$pack"/prove/*/*.cu
+  UNSLOTH_JITTER=1 cargo build --locked --features cuda --lib
+  strip -o "$pack/prove/libunsloth_delays.so" target/debug/libunsloth.so
 fi
 cp scripts/gpu_run.sh "$pack/"
 git rev-parse --short HEAD >"$pack/commit"

@@ -6,7 +6,8 @@
 #   engine      the engine, on a model if the pack has one
 #   trainer     gradients of small models; the trainer, on a model if the pack has one
 #   sanitizers  the tests under compute-sanitizer, where there is one
-#   prove       Hopper's attention with random delays, and on long contexts (needs PyTorch)
+#   prove       Hopper's attention and its gradients with random delays, and on long contexts (needs
+#               PyTorch)
 #   benches     Rust benchmarks
 #   compare     benchmarks beside PyTorch and others (needs PyTorch), and the engine's speed
 #   regression  what was measured here beside the record that the pack brings
@@ -186,6 +187,8 @@ run_prove() {
   [ -d prove ] && have_torch || return
   check prove python3 "$(find kernels -name prove.py)" "$out/attention_hopper_proof.json" prove \
     "${REPEATS:-200}"
+  check prove.gradients python3 "$(find kernels -name prove_gradients.py)" \
+    "$out/attention_backward_proof.json" prove/libunsloth_delays.so "${REPEATS:-200}"
 }
 
 run_benches() {
