@@ -35,6 +35,8 @@ DTYPE = torch.bfloat16
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 MASKS = {"full": {}, "causal": {"causal": 1}, "window": {"window_left": 100, "causal": 1}, "softcap": {"softcap": 5.0}}
 NAMES = ("dq", "dk", "dv")
+# Tokens before the first packed sequence, more than a block of them.
+LEAD = 150
 
 
 class Workspace:
@@ -88,20 +90,20 @@ def errors(got, q, k, v, dout, how):
 
 
 class Problem:
-    """Inputs, gradients between guards, and the call. With lengths, sequences are packed, and tokens behind the last one are NaN."""
+    """Inputs, gradients between guards, and the call. Tokens before and behind packed sequences are NaN."""
 
     def __init__(self, ctx, dims, heads, lengths_q, lengths_k, how, deterministic, packed=True, equal_keys=False):
         dim, dim_v = dims
         self.how, self.packed, self.deterministic = how, packed, deterministic
         heads_q, heads_kv = heads
         self.lengths = list(zip(lengths_q, lengths_k))
-        starts = lambda lengths: [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        before, behind = (LEAD, 70) if packed else (0, 0)
+        starts = lambda lengths: [before + sum(lengths[:i]) for i in range(len(lengths) + 1)]
         self.starts = starts(lengths_q), starts(lengths_k)
-        spare = 70 if packed else 0
 
         def rows(lengths, *sizes):
-            x = randn(sum(lengths) + spare, *sizes)
-            x[sum(lengths) :] = NAN
+            x = randn(before + sum(lengths) + behind, *sizes)
+            x[:before] = x[before + sum(lengths) :] = NAN
             return x if packed else x.unflatten(0, (len(lengths), lengths[0]))
 
         self.q, self.dout = rows(lengths_q, heads_q, dim), rows(lengths_q, heads_q, dim_v)
@@ -128,7 +130,7 @@ class Problem:
         """Gradients of tokens that belong to a sequence."""
         if not self.packed:
             return list(self.gradients)
-        return [x[: of[-1]] for x, of in zip(self.gradients, (self.starts[0], self.starts[1], self.starts[1]))]
+        return [x[LEAD : of[-1]] for x, of in zip(self.gradients, (self.starts[0], self.starts[1], self.starts[1]))]
 
     def poison(self):
         for x in (*self.gradients, *(w.memory for w in self.call.kept)):
@@ -140,7 +142,7 @@ class Problem:
         if not self.packed:
             return found + errors(self.gradients, self.q, self.k, self.v, self.dout, self.how)
         for x, of in zip(self.gradients, (self.starts[0], self.starts[1], self.starts[1])):
-            if not torch.isnan(x[of[-1] :]).all():
+            if not (torch.isnan(x[of[-1] :]).all() and torch.isnan(x[:LEAD]).all()):
                 found.append("tokens of no sequence are written")
         for i, lengths in enumerate(self.lengths):
             a, b = (slice(of[i], of[i + 1]) for of in self.starts)

@@ -60,13 +60,19 @@ struct alignas(1024) QueryShared {
 template <int D>
 __device__ __forceinline__ QueryWork query_work_at(const AttentionGradientsArguments &p) {
   QueryWork w;
-  const int blocks = (p.row_blocks + 1) / 2;
-  const int pair = blockIdx.x / blocks;
+  const bool packed = p.cu_seqlens_q != nullptr;
+  Place at = {0, (p.row_blocks + 1) / 2, static_cast<int>(blockIdx.x)};
+  if (packed) {
+    const int numbers = static_cast<int>(p.blocks_per_head) / 2;
+    at = place_in(p.cu_seqlens_q, p.batch, 2 * kBlockM, numbers, p.heads_q);
+  }
+  const int pair = at.index < 0 ? 0 : at.index / at.blocks;
   // Of a causal head the last block has the most work.
-  w.first = (blocks - 1 - (static_cast<int>(blockIdx.x) - pair * blocks)) * (2 * kBlockM);
+  const int block = at.index < 0 ? kNoBlock : at.blocks - 1 - (at.index - pair * at.blocks);
+  w.first = block * (2 * kBlockM);
   w.head = pair % p.heads_q;
   w.head_kv = w.head / p.group;
-  w.sequence = sequence_at(p, pair / p.heads_q);
+  w.sequence = sequence_at(p, packed ? at.batch : pair / p.heads_q);
   const Sequence &s = w.sequence;
   // Query i sees keys from i + diagonal - window_left to i + diagonal + window_right.
   const int diagonal = s.seqlen_k - s.seqlen_q;

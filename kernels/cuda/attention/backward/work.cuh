@@ -22,7 +22,7 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionGradientsArgument
     s.q_begin = p.cu_seqlens_q[batch];
     s.seqlen_q = p.cu_seqlens_q[batch + 1] - s.q_begin;
     // Whole pairs of blocks for each sequence, in the order of the batch: some steps take two.
-    s.first_block = (s.q_begin + batch * (2 * kBlockM)) / (2 * kBlockM) * 2;
+    s.first_block = (s.q_begin / (2 * kBlockM) + batch) * 2;
   }
   if (p.cu_seqlens_k != nullptr) {
     s.k_begin = p.cu_seqlens_k[batch];
@@ -31,6 +31,48 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionGradientsArgument
   return s;
 }
 
+// Blocks of packed sequences, of `unit` tokens each, have numbers: those of sequence i begin with
+// this one. So many numbers are as many as tokens need, and one more for each sequence.
+__device__ __forceinline__ int first_number(const int32_t *cu_seqlens, int i, int unit) {
+  return cu_seqlens[i] / unit + i;
+}
+
+// The sequence that has a number. A whole warp looks: each lane at one of 32 parts of what is left.
+// Not inlined, so that it costs nothing where nothing is packed.
+__device__ __noinline__ int sequence_of(const int32_t *cu_seqlens, int batch, int unit,
+                                        int number) {
+  const int lane = threadIdx.x % 32;
+  int found = 0;
+  for (int left = batch; left > 1;) {
+    const int part = ceil_div(left, 32), at = found + lane * part;
+    const bool begun =
+        lane * part < left && (lane == 0 || first_number(cu_seqlens, at, unit) <= number);
+    const int last = __popc(__ballot_sync(0xffffffff, begun)) - 1;
+    found += last * part;
+    left = min(part, left - last * part);
+  }
+  return found;
+}
+
+// Of packed sequences those of all heads follow each other, so that no block of threads is launched
+// for what a short one lacks beside the longest.
+struct Place {
+  int batch;
+  int blocks;  // of the sequence
+  int index;   // of this one among those of all heads; negative before the first token
+};
+
+__device__ __forceinline__ Place place_in(const int32_t *cu_seqlens, int batch, int unit,
+                                          int numbers, int heads) {
+  const int i = sequence_of(cu_seqlens, batch, unit, blockIdx.x / heads);
+  const int first = first_number(cu_seqlens, i, unit);
+  const int next = i + 1 < batch ? first_number(cu_seqlens, i + 1, unit) : numbers;
+  return {i, max(next - first, 1), static_cast<int>(blockIdx.x) - first * heads};
+}
+
+// More blocks than a sequence has.
+constexpr int kNoBlock = 1 << 23;
+
 // A block of queries, of the kernels that run before and after.
 struct QueryBlock {
   Sequence sequence;
@@ -38,6 +80,13 @@ struct QueryBlock {
 };
 
 __device__ __forceinline__ QueryBlock query_block_at(const AttentionGradientsArguments &p) {
+  if (p.cu_seqlens_q != nullptr) {
+    const int blocks = static_cast<int>(p.blocks_per_head);
+    const int head = blockIdx.x / blocks, block = blockIdx.x - head * blocks;
+    const int batch = sequence_of(p.cu_seqlens_q, p.batch, 2 * kBlockM, block / 2);
+    const Sequence s = sequence_at(p, batch);
+    return {s, head, block < s.first_block ? kNoBlock : block - s.first_block};
+  }
   const int pair = blockIdx.x / p.row_blocks;
   const int m = blockIdx.x - pair * p.row_blocks;
   return {sequence_at(p, pair / p.heads_q), pair % p.heads_q, m};
@@ -85,19 +134,25 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p) {
   Work w;
   // Blocks of a head side by side: they read the same queries. Of a causal one the first has the
   // most work, so the last heads' blocks come by size, lest one that is long runs alone at the end.
-  int pair = blockIdx.x / p.key_blocks, key_block = blockIdx.x - pair * p.key_blocks;
-  if (kMask == Mask::kCausal) {
-    const int pairs = p.batch * p.heads_kv;
-    const int last = min(pairs, ceil_div(kLastBlocks, p.key_blocks));
-    const int block = blockIdx.x - (pairs - last) * p.key_blocks;
+  const bool packed_keys = p.cu_seqlens_k != nullptr;
+  Place at = {0, p.key_blocks, static_cast<int>(blockIdx.x)};
+  if (packed_keys) {
+    at = place_in(p.cu_seqlens_k, p.batch, kKeys<D>, p.key_blocks, p.heads_kv);
+  }
+  int pair = at.index / at.blocks, key_block = at.index - pair * at.blocks;
+  if (kMask == Mask::kCausal && (!packed_keys || at.batch == p.batch - 1)) {
+    const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
+    const int last = min(pairs, ceil_div(kLastBlocks, at.blocks));
+    const int block = at.index - (pairs - last) * at.blocks;
     if (block >= 0) {
       key_block = block / last;
       pair = pairs - last + block - key_block * last;
     }
   }
+  if (at.index < 0) pair = 0, key_block = kNoBlock;
   w.first_key = key_block * kKeys<D>;
   w.head_kv = pair % p.heads_kv;
-  w.sequence = sequence_at(p, pair / p.heads_kv);
+  w.sequence = sequence_at(p, packed_keys ? at.batch : pair / p.heads_kv);
   const Sequence &s = w.sequence;
   const int end = min(w.first_key + kKeys<D>, s.seqlen_k), diagonal = s.seqlen_k - s.seqlen_q;
   w.steps.m_min = 0;

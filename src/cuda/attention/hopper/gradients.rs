@@ -58,6 +58,8 @@ pub(in crate::cuda::attention) struct Plan<'a> {
     /// Blocks of queries of the longest sequence, and of all.
     row_blocks: usize,
     blocks_per_head: usize,
+    /// Blocks of keys of a sequence; of packed ones, numbers of those of all.
+    key_blocks: usize,
     /// Blocks of each launch.
     blocks: [u32; 3],
 }
@@ -128,22 +130,29 @@ impl Kernels {
                 p.batch.checked_mul(STEP)?.checked_add(total)? / STEP * (STEP / BLOCK_M)
             }
         };
-        let of_rows = row_blocks.checked_mul(p.batch)?.checked_mul(p.num_heads)?;
+        let of_rows = blocks_per_head.checked_mul(p.num_heads)?;
         // Those of `dq` alone take two blocks of queries each.
         let of_dq = match sums {
             true => of_rows,
             false => of_rows / 2,
         };
-        let of_keys = p
-            .max_seqlen_k
-            .div_ceil(forms[1].block_keys)
-            .checked_mul(p.batch)?
+        let block_keys = forms[1].block_keys;
+        let (key_blocks, sequences) = match p.keys {
+            Keys::Packed { total, .. } => (
+                p.batch.checked_mul(block_keys)?.checked_add(total)? / block_keys,
+                1,
+            ),
+            _ => (p.max_seqlen_k.div_ceil(block_keys), p.batch),
+        };
+        let of_keys = key_blocks
+            .checked_mul(sequences)?
             .checked_mul(p.num_kv_heads)?;
         let count = |blocks| check_blocks(OP, "q", blocks).ok();
         Some(Plan {
             forms,
             row_blocks,
             blocks_per_head,
+            key_blocks,
             blocks: [
                 count(of_rows)?,
                 if keys { count(of_keys)? } else { 0 },
@@ -278,7 +287,7 @@ impl Plan<'_> {
             seqlen_q: p.max_seqlen_q as i32,
             seqlen_k: p.max_seqlen_k as i32,
             row_blocks: self.row_blocks as i32,
-            key_blocks: p.max_seqlen_k.div_ceil(block_keys) as i32,
+            key_blocks: self.key_blocks as i32,
             window_left: window(p.window_left),
             window_right: window(p.window_right),
             scale: p.scale,
