@@ -6,6 +6,7 @@ use crate::common::contiguous;
 use crate::common::reference::cross_entropy::Loss;
 use crate::common::tensor::{strided_rows, transposed};
 use crate::common::{FLOATS, TestTensor, assert_close_of_sums, contexts, in_out, rng};
+use crate::features::Features;
 use rand::Rng;
 use unsloth::ffi::cross_entropy::*;
 use unsloth::ffi::status::*;
@@ -57,28 +58,19 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Features by the bits of a number.
 fn case_of(logits: Layout, features: usize) -> Case {
     let bit = |n: usize| features >> n & 1 == 1;
+    let of_loss = Features::new(features, if bit(0) { 0 } else { IGNORE_INDEX });
     Case {
         logits,
         targets: if bit(1) { DType::I64 } else { DType::I32 },
-        loss: Loss {
-            ignore_index: if bit(0) { 0 } else { IGNORE_INDEX },
-            label_smoothing: if bit(1) { 0.125 } else { 0.0 },
-            z_loss: if bit(2) { 0.0625 } else { 0.0 },
-            softcap: if bit(0) { 2.5 } else { 0.0 },
-        },
-        reduction: if bit(2) {
-            Reduction::Sum
-        } else {
-            Reduction::Mean
-        },
-        denominator: (!bit(2) && bit(1)).then_some(7.0),
-        dloss: bit(0).then_some(-1.5),
+        loss: of_loss.loss,
+        reduction: of_loss.reduction,
+        denominator: of_loss.denominator,
+        dloss: of_loss.dloss,
         gradient: true,
         in_place: bit(1),
-        losses: bit(2),
+        losses: of_loss.losses,
         skew: 0,
     }
 }

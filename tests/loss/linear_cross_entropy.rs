@@ -9,6 +9,7 @@ use crate::common::reference::linear::linear;
 use crate::common::{
     DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, contiguous, rng, rounded,
 };
+use crate::features::Features;
 use half::bf16;
 use rand::Rng;
 use unsloth::ops::cross_entropy::{self, IGNORE_INDEX, Logits, Reduction};
@@ -30,7 +31,7 @@ struct Case {
 
 fn cases() -> Vec<Case> {
     let case = |(i, (layer, features)): (usize, (Layer, usize))| {
-        let bit = |n: usize| features >> n & 1 == 1;
+        let of_loss = Features::new(features, layer.ignore_index);
         Case {
             layer: Layer {
                 gradients: match i % 8 {
@@ -39,20 +40,11 @@ fn cases() -> Vec<Case> {
                 },
                 ..layer
             },
-            loss: Loss {
-                ignore_index: layer.ignore_index,
-                label_smoothing: if bit(1) { 0.125 } else { 0.0 },
-                z_loss: if bit(2) { 0.0625 } else { 0.0 },
-                softcap: if bit(0) { 2.5 } else { 0.0 },
-            },
-            reduction: if bit(2) {
-                Reduction::Sum
-            } else {
-                Reduction::Mean
-            },
-            denominator: (!bit(2) && bit(1)).then_some(7.0),
-            dloss: bit(0).then_some(-1.5),
-            losses: bit(2),
+            loss: of_loss.loss,
+            reduction: of_loss.reduction,
+            denominator: of_loss.denominator,
+            dloss: of_loss.dloss,
+            losses: of_loss.losses,
         }
     };
     layers().into_iter().enumerate().map(case).collect()

@@ -4,5 +4,6 @@
 mod common;
 
 mod cross_entropy;
+mod features;
 mod linear_cross_entropy;
 mod linear_logprob;
