@@ -396,6 +396,13 @@ mod tests {
         let units = |archs: &[_]| FAMILIES[0].units(archs, &include, false).unwrap();
         assert!(units(&[arch(80, ""), arch(90, ""), arch(100, "a")]).is_empty());
         let found = units(&[arch(80, ""), arch(90, "a")]);
+        let slow = FAMILIES[0].units(&[arch(90, "a")], &include, true).unwrap();
+        for (unit, slow) in found.iter().zip(&slow) {
+            assert_eq!(unit.name, slow.name);
+            assert_ne!(unit.folder, slow.folder);
+            let delays = |unit: &Unit| unit.flags.contains(&"-DUNSLOTH_JITTER".into());
+            assert!(delays(slow) && !delays(unit));
+        }
         let names: Vec<_> = found.iter().map(|unit| unit.name.as_str()).collect();
         assert!(names.contains(&"attention_forward_hd128"), "{names:?}");
         assert!(
