@@ -41,7 +41,8 @@ struct Sums {
 // exponentials of so few powers add up to no infinity.
 constexpr float kHeadroom = 8.0f;
 
-// A token, and the column that it asks for. Behind the last one its number is none.
+// Which token the producer has taken, and its target. After the last token it passes on one whose
+// number no token has, and the consumers end.
 struct Turn {
   int64_t target;
   uint32_t token;
@@ -51,15 +52,16 @@ struct alignas(128) Shared {
   uint4 stages[kStages][kChunk];
   Mbarrier full[kStages];
   Mbarrier empty[kStages];
-  // Of a stage that has a token's first chunk, or, of one that is ignored, nothing else.
+  // Of stages with a token's first chunk. An ignored token has a stage without a chunk.
   Turn turns[kStages];
   // Of warps: those of a token are read while those of the next are written.
   Sums sums[2][kWarps];
   // Of the other block of a pair, likewise.
   alignas(16) float4 of_other[2];
   Mbarrier told[2];
-  // The token that the first block of a pair has claimed for both, in the second one's memory; in
-  // the first one's, that it was read there.
+  // The first block of a pair claims tokens for both: it writes the number to `claimed` of the
+  // second block and tells it by that one's `claim_told`; the second one answers to `claim_read` of
+  // the first.
   alignas(16) float4 claimed;
   Mbarrier claim_told, claim_read;
 };
@@ -114,7 +116,7 @@ struct Place {
   uint32_t rank = blockIdx.x % kBlocks, token = blockIdx.x / kBlocks, step = gridDim.x / kBlocks;
 };
 
-// The tokens of a block, or of a pair, one after the other: by one thread of each block.
+// The tokens of a block, or of a pair, one after the other. The producer of each block asks.
 template <int kBlocks>
 struct Claims {
   const Arguments &p;
@@ -122,7 +124,7 @@ struct Claims {
   const Place<kBlocks> place;
   uint32_t count = 0;
 
-  // The token behind `token`.
+  // The token to take after `token`; a number from p.tokens on if there is none.
   __device__ __forceinline__ uint32_t next(uint32_t token) {
     if (p.counter == nullptr) return token + place.step;
     if (kBlocks == 2 && place.rank == 1) {
@@ -143,11 +145,12 @@ struct Claims {
     return claimed;
   }
 
-  // With the token behind the last.
+  // `token`: the number for which there was no token. The block that got the last of all numbers
+  // resets the counter.
   __device__ __forceinline__ void end(uint32_t token) {
     if (p.counter == nullptr || place.rank != 0) return;
     if (token - place.step == p.tokens - 1) end_claims(p.counter, p.launch_tag);
-    // What the other block arrives at must be there until then.
+    // The other block arrives at this one's barrier, so this block may not end before.
     if constexpr (kBlocks == 2) wait_until_read();
   }
 

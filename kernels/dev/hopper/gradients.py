@@ -1,7 +1,7 @@
 """Checks variants of the gradients' kernels against f64, and times them beside FlashAttention-3.
 
 Usage: gradients.py OUT.json DIR check|bench [CELL,...]. Each DIR/VARIANT.cubin has kernels attention_gradients_full, _causal, _prepare and
-_finish, of bf16. A cell is like d128.causal.s4096 (all of 16,384 tokens, heads * dim = 2048); by default s512, s2048 and s8192.
+_finish, of bf16. A cell is like d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says); by default s512, s2048 and s8192.
 
 A figure is the kernel time, by CUPTI, of four calls: the median of 3 rounds, contenders by turns; the main kernel's alone beside it.
 """
@@ -24,7 +24,7 @@ from driver import NO_LIMIT, TensorMap, encode
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from launcher import allow_shared, check, cuda, function, launch, load
 
-HEADS = {64: 32, 128: 16, 256: 8}
+HEADS = {64: 32, 96: 32, 128: 16, 256: 8}
 TOKENS = 16384
 CALLS = 4
 
@@ -74,7 +74,8 @@ class Variant:
             encode(map_, x.dtype, x.data_ptr(), (x.shape[3], x.shape[1], x.shape[2], x.shape[0]), (ss, sh, sb), (64, box, 1, 1))
         blocks = -(-seq // 128) * 2
         statistics = torch.full((heads * blocks * batch, 2 * 64), math.nan, device="cuda")
-        sums = torch.full((heads * blocks * batch, 64 * dim), math.nan, device="cuda")
+        columns = -(-dim // 64) * 64  # as they lie in memory
+        sums = torch.full((heads * blocks * batch, 64 * columns), math.nan, device="cuda")
         p.statistics, p.sums = statistics.data_ptr(), sums.data_ptr()
         for name, x in (("out", out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
             setattr(p, "dout_pointer" if name == "dout" else name, x.data_ptr())

@@ -111,7 +111,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::I32,
         "key_blocks",
-        "blocks of keys of a sequence; numbers of those of all packed ones",
+        "blocks of keys of the longest sequence; packed: numbers of those of all sequences (work.cuh)",
     ),
     field(
         Type::I32,

@@ -8,6 +8,14 @@
 
 namespace unsloth {
 
+// Packed sequences are cut into blocks of `unit` tokens, and blocks are numbered through the batch:
+// those of sequence i begin with the number that this returns. A sequence gets at least as many
+// numbers as it has blocks, and all together at most tokens / unit + batch, which the host knows
+// without the lengths.
+__device__ __forceinline__ int first_number(const int32_t *cu_seqlens, int i, int unit) {
+  return cu_seqlens[i] / unit + i;
+}
+
 // A sequence: where its rows begin, and how many there are.
 struct Sequence {
   int batch;
@@ -21,8 +29,8 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionGradientsArgument
   if (p.cu_seqlens_q != nullptr) {
     s.q_begin = p.cu_seqlens_q[batch];
     s.seqlen_q = p.cu_seqlens_q[batch + 1] - s.q_begin;
-    // Whole pairs of blocks for each sequence, in the order of the batch: some steps take two.
-    s.first_block = (s.q_begin / (2 * kBlockM) + batch) * 2;
+    // Pairs of blocks are numbered: some steps take two.
+    s.first_block = 2 * first_number(p.cu_seqlens_q, batch, 2 * kBlockM);
   }
   if (p.cu_seqlens_k != nullptr) {
     s.k_begin = p.cu_seqlens_k[batch];
@@ -31,14 +39,9 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionGradientsArgument
   return s;
 }
 
-// Blocks of packed sequences, of `unit` tokens each, have numbers: those of sequence i begin with
-// this one. So many numbers are as many as tokens need, and one more for each sequence.
-__device__ __forceinline__ int first_number(const int32_t *cu_seqlens, int i, int unit) {
-  return cu_seqlens[i] / unit + i;
-}
-
-// The sequence that has a number. A whole warp looks: each lane at one of 32 parts of what is left.
-// Not inlined, so that it costs nothing where nothing is packed.
+// The sequence whose numbers `number` is among. All lanes of a warp search together: in each round
+// they test the beginnings of 32 equal parts of what is left. Dense calls have no use for its code,
+// so it is not inlined.
 __device__ __noinline__ int sequence_of(const int32_t *cu_seqlens, int batch, int unit,
                                         int number) {
   const int lane = threadIdx.x % 32;
@@ -54,14 +57,16 @@ __device__ __noinline__ int sequence_of(const int32_t *cu_seqlens, int batch, in
   return found;
 }
 
-// Of packed sequences those of all heads follow each other, so that no block of threads is launched
-// for what a short one lacks beside the longest.
+// Where a block of threads works in a packed batch. The grid has `heads` blocks of threads for each
+// number: first those of sequence 0 for all heads, one head behind the other, then those of
+// sequence 1, and so on. Numbers, not the longest sequence, decide how many are launched.
 struct Place {
   int batch;
-  int blocks;  // of the sequence
-  int index;   // of this one among those of all heads; negative before the first token
+  int blocks;  // numbers of the sequence
+  int index;   // among heads * blocks; negative: of tokens before the first sequence
 };
 
+// `numbers`: of all sequences.
 __device__ __forceinline__ Place place_in(const int32_t *cu_seqlens, int batch, int unit,
                                           int numbers, int heads) {
   const int i = sequence_of(cu_seqlens, batch, unit, blockIdx.x / heads);

@@ -58,7 +58,8 @@ pub(in crate::cuda::attention) struct Plan<'a> {
     /// Blocks of queries of the longest sequence, and of all.
     row_blocks: usize,
     blocks_per_head: usize,
-    /// Blocks of keys of a sequence; of packed ones, numbers of those of all.
+    /// Blocks of keys of the longest sequence; of packed sequences, the numbers that all of them have (`first_number` in the kernels'
+    /// `work.cuh`).
     key_blocks: usize,
     /// Blocks of each launch.
     blocks: [u32; 3],
@@ -105,7 +106,7 @@ impl Kernels {
         let scores = p.softcap > 0.0 || p.alibi_slopes.is_some();
         let keys = b.dk.is_some() || b.dv.is_some();
         let sums = b.dq.is_some() && keys && !b.deterministic && !scores;
-        // Not all dimensions have all parts.
+        // The least dimensions whose kernels have every part of the way: those of 96 have nothing apart, those above 128 nothing together.
         let parts_of = |prepare: &Form| {
             let part = |part, wanted| {
                 fitting().find(|form| {
@@ -117,8 +118,8 @@ impl Kernels {
                 None => Some([part(Part::Keys, mask)?, part(Part::Queries, mask)?]),
             }
         };
-        let prepares = || fitting().filter(|form| form.part == Part::Prepare);
-        let forms = prepares().find_map(|form| {
+        let mut prepares = fitting().filter(|form| form.part == Part::Prepare);
+        let forms = prepares.find_map(|form| {
             let [first, second] = parts_of(form)?;
             Some([form, first, second])
         })?;
