@@ -1,6 +1,6 @@
 """Writes src/cuda/tuning from what was timed: a file for each device that has a record.
 
-    python3 benches/tuning.py write     # benches/results/tuning_DEVICE_DATE.json -> src/cuda/tuning/DEVICE.rs
+    python3 benches/tuning.py write     # benches/results/{tuning,rings}_DEVICE_DATE.json -> src/cuda/tuning/DEVICE.rs
     python3 benches/tuning.py check     # fails where a file is not what its record gives
 
 A record has the microseconds of every candidate in every case. What is chosen changes from case to case only where that gains
@@ -28,8 +28,8 @@ CLUSTERS = {"1x2": 5, "4x2": 7}
 TILE_ROWS = 128
 
 
-def newest(device):
-    return sorted(RESULTS.glob(f"tuning_{device}_*.json"))[-1]
+def newest(device, kind="tuning"):
+    return sorted(RESULTS.glob(f"{kind}_{device}_*.json"))[-1]
 
 
 def mean(ratios):
@@ -154,24 +154,49 @@ def decoding(section):
     return found
 
 
+def norm_backward(cells):
+    """{field of `tuning::NormBackward`: value}, of cells with `OP.VARIANT THREADSxSTAGES WHEN`: threads follow from the shape."""
+    def best(*names, when=""):
+        ratios = [{c.split("x")[1]: us / cells[name]["copy"] for c, us in cells[name].items() if "x" in c and c.endswith(when)} for name in names]
+        common = sorted(set(ratios[0]).intersection(*ratios))
+        stages, when = min(common, key=lambda c: mean(of[c] for of in ratios)).split(" ", 1)
+        return int(stages), when
+
+    def ring(*names):
+        stages, when = best(*names)
+        return f"({stages}, Refill::{when.title().replace(' ', '')})"
+
+    single, _ = best("rms_norm 16384x8192", when="after sums")
+    return {
+        "rms_norm": ring("rms_norm 16384x4096", "rms_norm 32768x2048"),
+        "rms_norm_full": ring("rms_norm 8192x16384"),
+        "rms_norm_single_bytes": f"{single * 8192 * 2 * 2 >> 10} << 10",
+        "layer_norm": ring("layer_norm 16384x4096", "layer_norm 16384x8192", "layer_norm 32768x2048"),
+        "layer_norm_single": ring("layer_norm 8192x16384"),
+    }
+
+
 def pairs(found):
     return "&[" + ", ".join(f"({', '.join(map(str, one))})" for one in found) + "]"
 
 
 def text(device):
     path = newest(device)
+    rings = newest(device, "rings")
     record = json.loads(path.read_text())
+    # The first run is of the library's kernels.
+    cells = json.loads(rings.read_text())["runs"][0]["us"]
     s = record["sections"]
     thin, full = argmax(s["argmax"])
     tokens, asked, kernels = mlp(s["mlp"])
     short, together = attention(s["attention"])
     lines = [
         f"//! An {DEVICES[device]}. `python3 benches/tuning.py write` made this from",
-        f"//! `benches/results/{path.name}`.",
+        f"//! `benches/results/{path.name}` and `{rings.name}`.",
         "",
         "use super::linear::{Linear, Server::*, Shape};",
         "use super::rules::F32;",
-        "use super::{Argmax, Decoding, Hopper, Mlp, Tuning};",
+        "use super::{Argmax, Decoding, Hopper, Mlp, NormBackward, Refill, Tuning};",
         "",
         "pub(super) const TUNING: Tuning = Tuning {",
         f"argmax: Argmax {{ thin_blocks: {thin}, full_blocks: {full} }},",
@@ -184,7 +209,9 @@ def text(device):
     ]
     for least, most, ragged, tiles, keys in decoding(s["decode"]):
         lines.append(f"Decoding {{ head_dims: ({least}, {most}), ragged: {str(ragged).lower()}, tiles: {tiles}, keys: {keys} }},")
-    lines += ["],", "},", "};", "", "const HALVES: &[Shape] = &["]
+    lines += ["],", "},", "norm_backward: NormBackward {"]
+    lines += [f"{field}: {value}," for field, value in norm_backward(cells).items()]
+    lines += ["},", "};", "", "const HALVES: &[Shape] = &["]
     for shape in shapes(s["linear"]):
         lines += shape
     lines += ["];", ""]

@@ -1,9 +1,9 @@
 //! An H200. `python3 benches/tuning.py write` made this from
-//! `benches/results/tuning_h200_2026-11-22.json`.
+//! `benches/results/tuning_h200_2026-11-22.json` and `rings_h200_2026-11-24.json`.
 
 use super::linear::{Linear, Server::*, Shape};
 use super::rules::F32;
-use super::{Argmax, Decoding, Hopper, Mlp, Tuning};
+use super::{Argmax, Decoding, Hopper, Mlp, NormBackward, Refill, Tuning};
 
 pub(super) const TUNING: Tuning = Tuning {
     argmax: Argmax {
@@ -28,6 +28,13 @@ pub(super) const TUNING: Tuning = Tuning {
             tiles: 256,
             keys: 512,
         }],
+    },
+    norm_backward: NormBackward {
+        rms_norm: (3, Refill::AfterSums),
+        rms_norm_full: (2, Refill::BeforeSums),
+        rms_norm_single_bytes: 128 << 10,
+        layer_norm: (2, Refill::BeforeSums),
+        layer_norm_single: (2, Refill::AtOnce),
     },
 };
 

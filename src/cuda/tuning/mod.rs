@@ -32,6 +32,7 @@ pub(super) struct Tuning {
     pub linear: Linear,
     pub mlp: Mlp,
     pub hopper: Hopper,
+    pub norm_backward: NormBackward,
 }
 
 /// How rows are spread over blocks.
@@ -66,6 +67,30 @@ pub(super) struct Hopper {
     pub together: &'static [(usize, usize, usize)],
     /// Which decoding is faster here than by the portable kernels.
     pub decoding: &'static [Decoding],
+}
+
+/// The gradients of norms by Hopper's kernels: how many stages a ring of rows has, and when they are
+/// filled again. Rows of a warp have the same everywhere.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NormBackward {
+    /// RMSNorm, where a block has several rings.
+    pub rms_norm: (usize, Refill),
+    /// RMSNorm, of rows that take all vectors of all threads.
+    pub rms_norm_full: (usize, Refill),
+    /// RMSNorm, where a block has one ring: bytes that its stages may take, of three at least.
+    pub rms_norm_single_bytes: usize,
+    /// LayerNorm, where a block has several rings.
+    pub layer_norm: (usize, Refill),
+    /// LayerNorm, where a block has one ring.
+    pub layer_norm_single: (usize, Refill),
+}
+
+/// When the stage of a row that is done is filled again; the kernels have these numbers too.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(super) enum Refill {
+    AtOnce = 0,
+    BeforeSums = 1,
+    AfterSums = 2,
 }
 
 /// One query per sequence, or few, of many sequences.

@@ -2,7 +2,7 @@
 //! devices apart by.
 
 use super::linear::{FewRows, Linear, Server, Shape};
-use super::{Argmax, Hopper, Mlp, Properties, Tuning};
+use super::{Argmax, Hopper, Mlp, NormBackward, Properties, Refill, Tuning};
 
 /// A device without a record.
 pub(super) fn tuning(properties: &Properties) -> Tuning {
@@ -21,11 +21,18 @@ pub(super) fn tuning(properties: &Properties) -> Tuning {
             asked_tokens: 2048,
             tokens_by_kernels: 64,
         },
-        // Its kernels are not loaded.
+        // Hopper's kernels are not loaded.
         hopper: Hopper {
             short: &[],
             together: &[],
             decoding: &[],
+        },
+        norm_backward: NormBackward {
+            rms_norm: (2, Refill::AfterSums),
+            rms_norm_full: (2, Refill::AfterSums),
+            rms_norm_single_bytes: 0,
+            layer_norm: (2, Refill::AfterSums),
+            layer_norm_single: (2, Refill::AfterSums),
         },
     }
 }

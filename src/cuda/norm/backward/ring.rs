@@ -7,6 +7,7 @@ use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::norm_backward_ring::Arguments;
 use crate::cuda::rows::Launch;
+use crate::cuda::tuning::{NormBackward, Refill};
 use crate::cuda::{Cuda, VECTOR};
 use crate::error::Result;
 use crate::problem::norm::Backward;
@@ -22,6 +23,7 @@ const MIN_ROWS: usize = 8;
 pub(super) struct Kernels {
     kernels: Vec<Kernel<Arguments>>,
     multiprocessors: usize,
+    tuning: NormBackward,
 }
 
 /// A kernel, and how its threads and its shared memory are parted.
@@ -47,6 +49,7 @@ impl Kernels {
         Ok(Kernels {
             kernels,
             multiprocessors: resources.primary.attribute(op, units)? as usize,
+            tuning: resources.tuning.norm_backward,
         })
     }
 
@@ -81,7 +84,8 @@ impl Kernels {
             vectors: kernel.choices.vectors as usize,
             stages: kernel.choices.stages as usize,
         };
-        let (threads, stages, refill) = block.part(bytes / VECTOR, tensors * bytes, p.centered)?;
+        let (threads, stages, refill) =
+            block.part(&self.tuning, bytes / VECTOR, tensors * bytes, p.centered)?;
         Some(Form {
             kernel: of(Some(refill))?,
             threads,
@@ -90,14 +94,6 @@ impl Kernels {
             groups: rows.min(self.multiprocessors),
         })
     }
-}
-
-/// When the stage of a row that is done is filled again.
-#[derive(Clone, Copy, PartialEq, Debug)]
-enum Refill {
-    AtOnce = 0,
-    BeforeSums = 1,
-    AfterSums = 2,
 }
 
 /// Of a kernel that takes the [`Refill`] as an argument.
@@ -113,11 +109,14 @@ struct Block {
 
 impl Block {
     /// Threads that share a row of so many vectors, stages of their ring, which take so many bytes
-    /// each, and when these are filled again. Measured on an H200: too many bytes on their way are as
-    /// slow as too few.
-    fn part(&self, vectors: usize, bytes: usize, centered: bool) -> Option<(usize, usize, Refill)> {
-        /// Bytes of all stages that a single ring may fill.
-        const SINGLE: usize = 160 << 10;
+    /// each, and when these are filled again. Too many bytes on their way are as slow as too few.
+    fn part(
+        &self,
+        tuning: &NormBackward,
+        vectors: usize,
+        bytes: usize,
+        centered: bool,
+    ) -> Option<(usize, usize, Refill)> {
         // LayerNorm costs a thread more for each row, and less with few threads; others wait less for
         // their row with two vectors each. Within a warp nobody waits.
         let wide = centered || vectors <= 32 * self.vectors;
@@ -127,12 +126,15 @@ impl Block {
         let slots = self.threads / threads;
         let (wanted, refill) = match (threads, slots) {
             (32, _) => (2 + usize::from(centered), Refill::AfterSums),
-            (_, 1) if centered => (2, Refill::AtOnce),
-            _ if centered => (2, Refill::BeforeSums),
+            (_, 1) if centered => tuning.layer_norm_single,
+            _ if centered => tuning.layer_norm,
             // Rows that take all vectors of all threads.
-            (_, 1) if 2 * threads < vectors => (2, Refill::BeforeSums),
-            (_, 1) => ((SINGLE / bytes).max(3), Refill::AfterSums),
-            _ => (3, Refill::AfterSums),
+            (_, 1) if 2 * threads < vectors => tuning.rms_norm_full,
+            (_, 1) => (
+                (tuning.rms_norm_single_bytes / bytes).max(3),
+                Refill::AfterSums,
+            ),
+            _ => tuning.rms_norm,
         };
         let stages = wanted.min(self.room / (slots * bytes)).min(self.stages);
         (most <= self.threads && stages >= 2).then_some((threads, stages, refill))
@@ -207,6 +209,13 @@ mod tests {
     #[test]
     fn a_block_is_parted_by_the_length_of_rows() {
         use Refill::{AfterSums, AtOnce, BeforeSums};
+        let tuning = NormBackward {
+            rms_norm: (3, AfterSums),
+            rms_norm_full: (2, BeforeSums),
+            rms_norm_single_bytes: 128 << 10,
+            layer_norm: (2, BeforeSums),
+            layer_norm_single: (2, AtOnce),
+        };
         // Of 16 bits: elements, tensors in the ring, whether centred; threads, stages, refills.
         let cases = [
             (256, 2, false, Some((32, 2, AfterSums))),
@@ -215,7 +224,8 @@ mod tests {
             (2048, 2, false, Some((128, 3, AfterSums))),
             (4096, 2, true, Some((128, 2, BeforeSums))),
             (4096, 3, false, Some((256, 3, AfterSums))),
-            (8192, 2, false, Some((512, 5, AfterSums))),
+            (8192, 2, false, Some((512, 4, AfterSums))),
+            (8192, 3, false, Some((512, 3, AfterSums))),
             (8192, 3, true, Some((256, 2, BeforeSums))),
             (16384, 2, false, Some((512, 2, BeforeSums))),
             (16384, 2, true, Some((512, 2, AtOnce))),
@@ -230,7 +240,7 @@ mod tests {
                 vectors: 4,
                 stages: 8,
             };
-            let found = block.part(dim / 8, tensors * dim * 2, centered);
+            let found = block.part(&tuning, dim / 8, tensors * dim * 2, centered);
             assert_eq!(found, expected, "{dim} {tensors} {centered}");
         }
     }
