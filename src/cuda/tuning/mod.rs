@@ -70,7 +70,7 @@ pub(super) struct Hopper {
 }
 
 /// The gradients of norms by Hopper's kernels: how many stages a ring of rows has, and when they are
-/// filled again. Rows of a warp have the same everywhere.
+/// filled again. Rows short enough for one warp have the same ring on every device.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormBackward {
     /// RMSNorm, where a block has several rings.
