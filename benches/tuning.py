@@ -184,8 +184,8 @@ def text(device):
     path = newest(device)
     rings = newest(device, "rings")
     record = json.loads(path.read_text())
-    # The first run is of the library's kernels.
-    cells = json.loads(rings.read_text())["runs"][0]["us"]
+    # Other runs are of variants.
+    (run,) = (run for run in json.loads(rings.read_text())["runs"] if run["what"].startswith("the library's kernels"))
     s = record["sections"]
     thin, full = argmax(s["argmax"])
     tokens, asked, kernels = mlp(s["mlp"])
@@ -210,7 +210,7 @@ def text(device):
     for least, most, ragged, tiles, keys in decoding(s["decode"]):
         lines.append(f"Decoding {{ head_dims: ({least}, {most}), ragged: {str(ragged).lower()}, tiles: {tiles}, keys: {keys} }},")
     lines += ["],", "},", "norm_backward: NormBackward {"]
-    lines += [f"{field}: {value}," for field, value in norm_backward(cells).items()]
+    lines += [f"{field}: {value}," for field, value in norm_backward(run["us"]).items()]
     lines += ["},", "};", "", "const HALVES: &[Shape] = &["]
     for shape in shapes(s["linear"]):
         lines += shape

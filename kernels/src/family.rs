@@ -397,6 +397,7 @@ mod tests {
         assert!(units(&[arch(80, ""), arch(90, ""), arch(100, "a")]).is_empty());
         let found = units(&[arch(80, ""), arch(90, "a")]);
         let slow = FAMILIES[0].units(&[arch(90, "a")], &include, true).unwrap();
+        assert_eq!(found.len(), slow.len());
         for (unit, slow) in found.iter().zip(&slow) {
             assert_eq!(unit.name, slow.name);
             assert_ne!(unit.folder, slow.folder);

@@ -158,6 +158,13 @@ mod tests {
     fn tables_are_in_order() {
         for tuning in [h100::TUNING, h200::TUNING] {
             assert!(tuning.mlp.asked_tokens <= tuning.mlp.tokens);
+            // With other choices the portable kernels would serve these rows, and nobody would see why:
+            // a ring has two stages, and no kernel of RMSNorm refills at once.
+            let norms = tuning.norm_backward;
+            for (stages, refill) in [norms.rms_norm, norms.rms_norm_full] {
+                assert!(stages >= 2 && refill != Refill::AtOnce, "{norms:?}");
+            }
+            assert!(norms.layer_norm.0 >= 2 && norms.layer_norm_single.0 >= 2);
             for shape in tuning.linear.halves {
                 for all in [shape.alone, shape.with] {
                     assert!(all.is_sorted_by(|a, b| a.0 < b.0), "{shape:?}");

@@ -58,8 +58,8 @@ pub(in crate::cuda::attention) struct Plan<'a> {
     /// Blocks of queries of the longest sequence, and of all.
     row_blocks: usize,
     blocks_per_head: usize,
-    /// Blocks of keys of the longest sequence; of packed sequences, the numbers that all of them have (`first_number` in the kernels'
-    /// `work.cuh`).
+    /// Blocks of keys of the longest sequence; of packed sequences, the numbers that all of them have
+    /// (`first_number` in the kernels' `work.cuh`).
     key_blocks: usize,
     /// Blocks of each launch.
     blocks: [u32; 3],
@@ -106,7 +106,8 @@ impl Kernels {
         let scores = p.softcap > 0.0 || p.alibi_slopes.is_some();
         let keys = b.dk.is_some() || b.dv.is_some();
         let sums = b.dq.is_some() && keys && !b.deterministic && !scores;
-        // The least dimensions whose kernels have every part of the way: those of 96 have nothing apart, those above 128 nothing together.
+        // The smallest head dimension with all kernels that this way needs. For 96 no kernel computes
+        // dQ apart from dK and dV; above 128 none computes all three together.
         let parts_of = |prepare: &Form| {
             let part = |part, wanted| {
                 fitting().find(|form| {
