@@ -1,8 +1,9 @@
 //! How the ranks of a group find each other: by an id, which is a number of this process.
 
+use std::collections::VecDeque;
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::group::Group;
@@ -19,18 +20,53 @@ const MAGIC: [u8; 8] = *b"unsloth\x01";
 /// with whatever lock was held there.
 struct Process {
     pid: u32,
-    ids: AtomicU64,
     open: Mutex<Open>,
 }
 
 struct Open {
+    ids: Ids,
     groups: Vec<(u64, Shared<Group>)>,
-    /// Ids that served last: who comes with one is told so, and need not wait in vain.
-    served: [u64; REMEMBERED],
-    num_served: usize,
 }
 
-const REMEMBERED: usize = 64;
+/// The numbers of a process's ids, from 1, and which of them have served: who comes with such a one
+/// is told so, and need not wait in vain.
+#[derive(Default)]
+struct Ids {
+    made: u64,
+    /// All up to here have served.
+    done: u64,
+    /// Whether those after `done` have. They begin with one that has not.
+    served: VecDeque<bool>,
+}
+
+impl Ids {
+    fn make(&mut self, op: &'static str) -> Result<u64> {
+        self.served
+            .try_reserve(1)
+            .map_err(|_| Error::out_of_host_memory(op, self.served.len() + 1))?;
+        self.served.push_back(false);
+        self.made += 1;
+        Ok(self.made)
+    }
+
+    fn has_served(&self, number: u64) -> bool {
+        match number.checked_sub(self.done + 1) {
+            None => true,
+            Some(at) => self.served.get(at as usize).is_some_and(|served| *served),
+        }
+    }
+
+    fn serve(&mut self, number: u64) {
+        let at = number.checked_sub(self.done + 1);
+        if let Some(served) = at.and_then(|at| self.served.get_mut(at as usize)) {
+            *served = true;
+        }
+        while self.served.front() == Some(&true) {
+            self.served.pop_front();
+            self.done += 1;
+        }
+    }
+}
 
 impl Process {
     /// That of this process, made now if there is none.
@@ -48,11 +84,9 @@ impl Process {
             }
             let process = Process {
                 pid,
-                ids: AtomicU64::new(0),
                 open: Mutex::new(Open {
+                    ids: Ids::default(),
                     groups: Vec::new(),
-                    served: [0; REMEMBERED],
-                    num_served: 0,
                 }),
             };
             let fresh = Box::into_raw(boxed(op, process)?);
@@ -69,10 +103,14 @@ impl Process {
         }
     }
 
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The group of an id, new if its first rank comes.
     fn group(&self, op: &'static str, number: u64, size: usize) -> Result<Shared<Group>> {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if open.served.contains(&number) {
+        let mut open = self.open();
+        if open.ids.has_served(number) {
             let problem = "has served: a group takes a new one";
             return Err(Error::invalid(op, "id", problem));
         }
@@ -89,21 +127,19 @@ impl Process {
 
     /// Its ranks have met, or will not: nobody is to find it any more.
     fn close(&self, number: u64) {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open();
         let Some(at) = open.groups.iter().position(|(other, _)| *other == number) else {
             return;
         };
         open.groups.swap_remove(at);
-        let next = open.num_served % REMEMBERED;
-        open.served[next] = number;
-        open.num_served += 1;
+        open.ids.serve(number);
     }
 }
 
 /// An id that no other group of this process has.
 pub(crate) fn new_id(op: &'static str) -> Result<[u8; ID_BYTES]> {
     let process = Process::get(op)?;
-    let number = process.ids.fetch_add(1, Ordering::Relaxed) + 1;
+    let number = process.open().ids.make(op)?;
     let mut id = [0; ID_BYTES];
     id[..8].copy_from_slice(&MAGIC);
     id[8..16].copy_from_slice(&u64::from(process.pid).to_ne_bytes());
@@ -119,7 +155,7 @@ fn number_of(op: &'static str, process: &Process, id: &[u8; ID_BYTES]) -> Result
         u64::from_ne_bytes(word)
     };
     let (pid, number) = (word(8), word(16));
-    let known = 1..=process.ids.load(Ordering::Relaxed);
+    let known = 1..=process.open().ids.made;
     if id[..8] != MAGIC || id[24..].iter().any(|byte| *byte != 0) {
         let problem = "is none of a local group: unsloth_comm_id_create makes one";
         return Err(Error::invalid(op, "id", problem));
@@ -156,7 +192,7 @@ mod tests {
     fn nothing_stays_of_groups_that_met_or_did_not() {
         let process = Process::get("test").unwrap();
         let is_open = |number| {
-            let open = process.open.lock().unwrap();
+            let open = process.open();
             open.groups.iter().any(|(other, _)| *other == number)
         };
         let ids = [0; 2].map(|_| new_id("test").unwrap());
@@ -169,10 +205,31 @@ mod tests {
             "test: comm is broken: rank 1 waited 1ms in test for rank 0"
         );
         assert!(numbers.iter().all(|number| !is_open(*number)));
-        let again = meet("test", &ids[1], 0, 3, Duration::ZERO).unwrap_err();
-        assert_eq!(
-            again.to_string(),
-            "test: id has served: a group takes a new one"
-        );
+        // Also after many more.
+        for _ in 0..1000 {
+            let id = new_id("test").unwrap();
+            meet("test", &id, 0, 1, Duration::ZERO).unwrap();
+        }
+        for id in ids {
+            let again = meet("test", &id, 0, 1, Duration::ZERO).unwrap_err();
+            assert_eq!(
+                again.to_string(),
+                "test: id has served: a group takes a new one"
+            );
+        }
+    }
+
+    #[test]
+    fn ids_that_served_take_no_room() {
+        let mut ids = Ids::default();
+        let numbers: Vec<_> = (0..5).map(|_| ids.make("test").unwrap()).collect();
+        assert_eq!(numbers, [1, 2, 3, 4, 5]);
+        for (number, waiting) in [(4, 5), (2, 5), (1, 3), (3, 1), (3, 1), (5, 0)] {
+            ids.serve(number);
+            assert!(ids.has_served(number));
+            assert_eq!(ids.served.len(), waiting, "after {number}");
+        }
+        assert_eq!(ids.make("test").unwrap(), 6);
+        assert!(!ids.has_served(6));
     }
 }
