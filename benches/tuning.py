@@ -155,7 +155,11 @@ def decoding(section):
 
 
 def norm_backward(cells):
-    """{field of `tuning::NormBackward`: value}, of cells with `OP.VARIANT THREADSxSTAGES WHEN`: threads follow from the shape."""
+    """{field of `tuning::NormBackward`: value}, from the microseconds of cells: {"OP ROWSxCOLUMNS": {"copy": us, "KERNEL THREADSxSTAGES WHEN": us}}.
+    Stages and when they are filled again are chosen; the number of threads follows from the columns."""
+    for name, cell in cells.items():
+        assert len({c.split("x")[0] for c in cell if "x" in c}) == 1, f"{name}: one number of threads was expected"
+
     def best(*names, when=""):
         ratios = [{c.split("x")[1]: us / cells[name]["copy"] for c, us in cells[name].items() if "x" in c and c.endswith(when)} for name in names]
         common = sorted(set(ratios[0]).intersection(*ratios))

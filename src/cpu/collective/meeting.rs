@@ -28,14 +28,15 @@ struct Open {
     groups: Vec<(u64, Shared<Group>)>,
 }
 
-/// The numbers of a process's ids, from 1, and which of them have served: who comes with such a one
-/// is told so, and need not wait in vain.
+/// The numbers of a process's ids, counted from 1, and which of them have served. A rank that comes
+/// with an id that has served gets an error at once, where it would else wait for ranks that have
+/// long met. Memory is a byte for each id since the oldest that has not served.
 #[derive(Default)]
 struct Ids {
     made: u64,
-    /// All up to here have served.
+    /// Ids 1 to `done` have all served.
     done: u64,
-    /// Whether those after `done` have. They begin with one that has not.
+    /// Whether id `done + 1 + i` has served. Entry 0, if there is one, has not.
     served: VecDeque<bool>,
 }
 
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_that_served_take_no_room() {
+    fn ids_take_room_from_the_oldest_that_has_not_served() {
         let mut ids = Ids::default();
         let numbers: Vec<_> = (0..5).map(|_| ids.make("test").unwrap()).collect();
         assert_eq!(numbers, [1, 2, 3, 4, 5]);
