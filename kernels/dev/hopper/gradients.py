@@ -1,7 +1,8 @@
 """Checks variants of the gradients' kernels against f64, and times them beside FlashAttention-3.
 
 Usage: gradients.py OUT.json DIR check|bench [CELL,...]. Each DIR/VARIANT.cubin has kernels attention_gradients_full, _causal, _prepare and
-_finish, of bf16. A cell is like d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says); by default s512, s2048 and s8192.
+_finish, of bf16. Each is run as it comes and with sums in order, where `check` wants the same bits again. A cell is like
+d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says); by default s512, s2048 and s8192.
 
 A figure is the kernel time, by CUPTI, of four calls: the median of 3 rounds, contenders by turns; the main kernel's alone beside it.
 """
@@ -61,7 +62,7 @@ class Variant:
             self.parts[part] = (kernel, info)
         self.head_dim = self.parts["full"][1].head_dim
 
-    def prepare(self, q, k, v, out, lse, dout, dq, dk, dv, causal):
+    def prepare(self, q, k, v, out, lse, dout, dq, dk, dv, causal, ordered=False):
         """Batched, contiguous. A function that launches."""
         batch, seq, heads, dim = q.shape
         kv_seq, kv_heads = k.shape[1:3]
@@ -76,7 +77,8 @@ class Variant:
         statistics = torch.full((heads * blocks * batch, 2 * 64), math.nan, device="cuda")
         columns = -(-dim // 64) * 64  # as they lie in memory
         sums = torch.full((heads * blocks * batch, 64 * columns), math.nan, device="cuda")
-        p.statistics, p.sums = statistics.data_ptr(), sums.data_ptr()
+        order = torch.full((heads * blocks * batch + 1,), 77, dtype=torch.int32, device="cuda")
+        p.statistics, p.sums, p.order = statistics.data_ptr(), sums.data_ptr(), order.data_ptr() if ordered else None
         for name, x in (("out", out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
             setattr(p, "dout_pointer" if name == "dout" else name, x.data_ptr())
             for axis, stride in zip(("batch", "sequence", "head"), x.stride()):
@@ -91,7 +93,7 @@ class Variant:
         p.scale_log2 = p.scale * math.log2(math.e)
         p.alibi_factor = 1.0
         arguments = (c_void_p * 1)(ctypes.addressof(p))
-        keep = (memory, statistics, sums, q, k, v, out, lse, dout, dq, dk, dv)
+        keep = (memory, statistics, sums, order, q, k, v, out, lse, dout, dq, dk, dv)
 
         def run():
             for part, grid in (("prepare", blocks * batch * heads), (None, p.key_blocks * batch * kv_heads), ("finish", blocks * batch * heads)):
@@ -119,7 +121,7 @@ def forward(q, k, v, causal, dtype):
 def run_check(variants, result):
     """Lengths around the tiles; twice, for what one launch leaves to the next."""
     bad = 0
-    for variant in variants:
+    for variant, ordered in ((v, o) for v in variants for o in (False, True)):
         dim = variant.head_dim
         for causal in (False, True)[: 1 + ("causal" in variant.parts)]:
             for seq, kv_seq, heads, kv_heads in ((64, 128, 1, 1), (128, 128, 2, 2), (1, 1, 2, 1), (63, 129, 2, 1), (200, 200, 4, 2), (333, 500, 2, 2),
@@ -131,17 +133,21 @@ def run_check(variants, result):
                 wanted = torch.autograd.grad((exact * dout.double()).sum(), leaves)
                 out = exact.detach().bfloat16()
                 gradients = [torch.full_like(x, math.nan) for x in (q, k, v)]
-                run = variant.prepare(q, k, v, out, lse.detach().float(), dout, *gradients, causal)
-                for _ in range(2):
-                    run()
+                run = variant.prepare(q, k, v, out, lse.detach().float(), dout, *gradients, causal, ordered)
+                run()
+                first = [x.clone() for x in gradients]
+                run()
                 torch.cuda.synchronize()
+                if ordered and not all(map(torch.equal, first, gradients)):
+                    bad += 1
+                    print("OTHER BITS", variant.name, causal, seq, kv_seq, heads, kv_heads, flush=True)
                 for name, got, want in zip(("dq", "dk", "dv"), gradients, wanted):
                     want = want.nan_to_num(0)
                     error = (got.double() - want).abs().max().item() / max(want.abs().max().item(), 1e-3)
                     if not error < 2e-2:
                         bad += 1
                         print("WRONG", variant.name, causal, seq, kv_seq, heads, kv_heads, name, error, flush=True)
-        print(variant.name, "checked", flush=True)
+        print(variant.name, "in order" if ordered else "", "checked", flush=True)
     result["wrong"] = bad
     return bad
 
@@ -182,9 +188,10 @@ def bench(variants, cells, result):
         lse = torch.full((batch, heads, seq), math.log(seq) + 0.5, device="cuda")
         contenders = {}
         for variant in variants:
-            if variant.head_dim == dim:
-                run = variant.prepare(q, k, v, out, lse, dout, *(torch.empty_like(q) for _ in range(3)), causal)
-                contenders[variant.name] = lambda run=run: [run() for _ in range(CALLS)]
+            for ordered in (False, True):
+                if variant.head_dim == dim:
+                    run = variant.prepare(q, k, v, out, lse, dout, *(torch.empty_like(q) for _ in range(3)), causal, ordered)
+                    contenders[variant.name + ", in order" * ordered] = lambda run=run: [run() for _ in range(CALLS)]
         try:
             contenders["fa3"] = of_fa3(q, k, v, dout, causal)
         except ImportError as e:

@@ -46,7 +46,16 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
   extern __shared__ uint8_t dynamic[];
   Memory &shared =
       *reinterpret_cast<Memory *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
-  const Work work = work_at<D, kMask, Memory::kM>(p);
+  int number = blockIdx.x;
+  if constexpr (!kApart) {
+    // Blocks that wait for others must know that these have begun, which the grid does not promise.
+    if (p.order != nullptr) {
+      if (threadIdx.x == 0) shared.ticket = atomicAdd(p.order + p.heads_q * p.blocks_per_head, 1);
+      __syncthreads();
+      number = shared.ticket;
+    }
+  }
+  const Work work = work_at<D, kMask, Memory::kM>(p, number);
   if (work.first_key >= work.sequence.seqlen_k) return;
 
   if (threadIdx.x == 0) {

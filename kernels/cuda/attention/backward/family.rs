@@ -59,6 +59,11 @@ const ARGUMENTS: &[Field] = &[
         "[heads_q, blocks_per_head, 64 · the kernel's head_dim]; null without dq",
     ),
     field(
+        Type::Pointer("int32_t"),
+        "order",
+        "[heads_q, blocks_per_head], zeros at first: which block of keys added to a block's sums last; one more: tickets; null: any order",
+    ),
+    field(
         Type::Pointer("const int32_t"),
         "cu_seqlens_q",
         "[batch + 1], or null: every sequence has seqlen_q",

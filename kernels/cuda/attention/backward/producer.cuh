@@ -70,39 +70,78 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
   }
 }
 
-// Adds what consumers leave in shared memory of each step's dQ to the sums in memory.
+// Waits until another block has published a value, and with it what it had added before.
+__device__ __forceinline__ void await_value(const int *from, int value) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
+  } while (seen != value);
+  fence_async_proxy_global();
+}
+
+__device__ __forceinline__ void publish_value(int *to, int value) {
+  fence_async_proxy_global();
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+// Adds what consumers leave in shared memory of each step's dQ to the sums in memory. Of a wide
+// step one warpgroup leaves all of it, by turns, of others each a half.
+//
+// In order: a block adds to a step's sums once the next block of keys, where that has a part in
+// them, has. Whom a block waits for has begun before it did (work_at).
 template <int D, class Memory>
 __device__ __forceinline__ void send_dq(const AttentionGradientsArguments &p, Memory &shared) {
-  constexpr int kHalf = Memory::kM * D / 2;  // what a warpgroup has
+  constexpr bool kTurns = false;
+  constexpr int kParts = kTurns ? 1 : 2, kPart = Memory::kM * D / kParts;
   const Work &w = shared.work;
   const Steps turns = w.steps;
   if (turns.m_min >= turns.m_max) return;
   const bool leader = threadIdx.x % 32 == 0;
-  const int64_t head = p.blocks_per_head * (kBlockM * D);
-  float *sums = p.sums + block_at(p, w.sequence, w.head_kv * p.group, 0) * (kBlockM * D);
+  const int64_t first = block_at(p, w.sequence, w.head_kv * p.group, 0);
+  float *sums = p.sums + first * (kBlockM * D);
+  int *order = p.order != nullptr ? p.order + first : nullptr;
+  const int block = w.first_key / kKeys<D>;
   const int steps = (turns.m_max - turns.m_min) * p.group;
   int m = turns.m_min;
-  for (int wg = 0; wg < 2; ++wg) named_barrier_arrive(kBarrierDqEmpty + wg, kDqThreads);
+  for (int i = 0; i < kParts; ++i) named_barrier_arrive(kBarrierDqEmpty + i, kDqThreads);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
+    int *added = order + m * (Memory::kM / kBlockM);
+    if (leader && order != nullptr && m >= turns.after_others) await_value(added, block + 2);
 #pragma unroll
-    for (int wg = 0; wg < 2; ++wg) {
-      named_barrier_sync(kBarrierDqFull + wg, kDqThreads);
+    for (int i = 0; i < kParts; ++i) {
+      named_barrier_sync(kBarrierDqFull + (kTurns ? step % 2 : i), kDqThreads);
       if (leader && p.sums != nullptr) {
-        bulk_add(sums + m * (2 * kHalf) + wg * kHalf, shared_address(shared.dq[wg]),
-                 kHalf * sizeof(float));
+        bulk_add(sums + m * (kParts * kPart) + i * kPart, shared_address(shared.dq[i]),
+                 kPart * sizeof(float));
         tma_store_commit();
       }
     }
     const bool last = step + 1 == steps;
-    if (leader) tma_store_wait_read<1>();
-    __syncwarp();
-    if (!last) named_barrier_arrive(kBarrierDqEmpty, kDqThreads);
-    if (leader) tma_store_wait_read();
-    __syncwarp();
-    if (!last) named_barrier_arrive(kBarrierDqEmpty + 1, kDqThreads);
+    if (kTurns) {
+      if (leader) tma_store_wait_read();
+      __syncwarp();
+      if (!last) named_barrier_arrive(kBarrierDqEmpty + 1 - step % 2, kDqThreads);
+    } else {
+      if (leader) tma_store_wait_read<1>();
+      __syncwarp();
+      if (!last) named_barrier_arrive(kBarrierDqEmpty, kDqThreads);
+      if (leader) tma_store_wait_read();
+      __syncwarp();
+      if (!last) named_barrier_arrive(kBarrierDqEmpty + 1, kDqThreads);
+    }
+    if (order != nullptr) {
+      if (leader) {
+        tma_store_wait();
+        publish_value(added, block + 1);
+      }
+      __syncwarp();
+    }
     m = turns.after(m);
-    if (m == turns.m_min) sums += head;
+    if (m == turns.m_min) {
+      sums += p.blocks_per_head * (kBlockM * D);
+      if (order != nullptr) order += p.blocks_per_head;
+    }
   }
 }
 

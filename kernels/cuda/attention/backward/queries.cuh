@@ -64,7 +64,7 @@ __device__ __forceinline__ QueryWork query_work_at(const AttentionGradientsArgum
   Place at = {0, (p.row_blocks + 1) / 2, static_cast<int>(blockIdx.x)};
   if (packed) {
     const int numbers = static_cast<int>(p.blocks_per_head) / 2;
-    at = place_in(p.cu_seqlens_q, p.batch, 2 * kBlockM, numbers, p.heads_q);
+    at = place_in(p.cu_seqlens_q, p.batch, 2 * kBlockM, numbers, p.heads_q, blockIdx.x);
   }
   const int pair = at.index < 0 ? 0 : at.index / at.blocks;
   // Of a causal head the last block has the most work.

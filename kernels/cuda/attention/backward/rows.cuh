@@ -38,6 +38,11 @@ template <int D, class T>
 __device__ __forceinline__ void prepare_rows(const AttentionGradientsArguments &p) {
   constexpr int kLanes = D > 128 ? 32 : D > 64 ? 16 : 8;  // of a row, a power of two
   const auto [s, head, m] = query_block_at(p);
+  if (p.order != nullptr && threadIdx.x == 0) {
+    // That of this block of the grid, whichever it is of.
+    p.order[blockIdx.x] = 0;
+    if (blockIdx.x == 0) p.order[gridDim.x] = 0;
+  }
   // Statistics come in pairs of blocks, for steps of two.
   if (m / 2 * (2 * kBlockM) >= s.seqlen_q) return;
   const int64_t block = block_at(p, s, head, m);

@@ -54,6 +54,7 @@ template <int D, class T>
 struct StepShared : Shared<D, T, kStep<D>, kStages> {
   // What each warpgroup has of a step's dQ, in the order of the sums in memory (rows.cuh).
   alignas(16) float dq[2][kStep<D> * D / 2];
+  int ticket;
 };
 
 }  // namespace unsloth

@@ -68,11 +68,11 @@ struct Place {
 
 // `numbers`: of all sequences.
 __device__ __forceinline__ Place place_in(const int32_t *cu_seqlens, int batch, int unit,
-                                          int numbers, int heads) {
-  const int i = sequence_of(cu_seqlens, batch, unit, blockIdx.x / heads);
+                                          int numbers, int heads, int block) {
+  const int i = sequence_of(cu_seqlens, batch, unit, block / heads);
   const int first = first_number(cu_seqlens, i, unit);
   const int next = i + 1 < batch ? first_number(cu_seqlens, i + 1, unit) : numbers;
-  return {i, max(next - first, 1), static_cast<int>(blockIdx.x) - first * heads};
+  return {i, max(next - first, 1), block - first * heads};
 }
 
 // More blocks than a sequence has.
@@ -121,6 +121,7 @@ struct Steps {
   int m_min, m_max;           // those whose queries see one of the keys
   int mask_below, mask_from;  // m < mask_below and m >= mask_from need masking
   int partial;                // the one that ends in another sequence's rows, or -1
+  int after_others;           // from where on the next block of keys has a part, too
 
   // The one after m, of the same head of queries or of the next.
   __device__ __forceinline__ int after(int m) const { return m + 1 < m_max ? m + 1 : m_min; }
@@ -134,18 +135,29 @@ struct Work {
 };
 
 // `D` is the kernel's head dimension; a step takes kM queries.
+// `number`: which of the grid's blocks this is.
 template <int D, Mask kMask, int kM>
-__device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p) {
+__device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, int number) {
   Work w;
   // Blocks of a head side by side: they read the same queries. Of a causal one the first has the
   // most work, so the last heads' blocks come by size, lest one that is long runs alone at the end.
   const bool packed_keys = p.cu_seqlens_k != nullptr;
-  Place at = {0, p.key_blocks, static_cast<int>(blockIdx.x)};
+  Place at = {0, p.key_blocks, number};
   if (packed_keys) {
-    at = place_in(p.cu_seqlens_k, p.batch, kKeys<D>, p.key_blocks, p.heads_kv);
+    at = place_in(p.cu_seqlens_k, p.batch, kKeys<D>, p.key_blocks, p.heads_kv, number);
   }
   int pair = at.index / at.blocks, key_block = at.index - pair * at.blocks;
-  if (kMask == Mask::kCausal && (!packed_keys || at.batch == p.batch - 1)) {
+  if (p.order != nullptr) {
+    // Blocks wait for those behind them, which therefore come before them. Without a mask they have
+    // equally many steps, so those of some heads go by turns: a head's begin one after the other,
+    // as they would wait otherwise.
+    const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
+    const int together = kMask == Mask::kNone ? ceil_div(kLastBlocks / 2, at.blocks) : 1;
+    const int first = at.index / (together * at.blocks) * together;
+    const int heads = min(together, pairs - first), block = at.index - first * at.blocks;
+    key_block = at.blocks - 1 - block / heads;
+    pair = first + block % heads;
+  } else if (kMask == Mask::kCausal && (!packed_keys || at.batch == p.batch - 1)) {
     const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
     const int last = min(pairs, ceil_div(kLastBlocks, at.blocks));
     const int block = at.index - (pairs - last) * at.blocks;
@@ -160,17 +172,19 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p) {
   w.sequence = sequence_at(p, packed_keys ? at.batch : pair / p.heads_kv);
   const Sequence &s = w.sequence;
   const int end = min(w.first_key + kKeys<D>, s.seqlen_k), diagonal = s.seqlen_k - s.seqlen_q;
-  w.steps.m_min = 0;
+  w.steps.m_min = w.steps.after_others = 0;
   w.steps.m_max = w.first_key < end ? ceil_div(s.seqlen_q, kM) : 0;
   // Query i sees keys from i + diagonal - window_left to i + diagonal + window_right.
   if (kMask != Mask::kNone) {
     const int first = w.first_key - diagonal - (kMask == Mask::kCausal ? 0 : p.window_right);
     w.steps.m_min = max(first, 0) / kM;
+    w.steps.after_others = max(first + kKeys<D>, 0) / kM;
   }
   if (kMask == Mask::kWindow) {
     const int last = end - 1 - diagonal + p.window_left;
     w.steps.m_max = last < 0 ? 0 : min(w.steps.m_max, last / kM + 1);
   }
+  if (w.first_key + kKeys<D> >= s.seqlen_k) w.steps.after_others = w.steps.m_max;
   w.steps.mask_below = 0;
   w.steps.mask_from = w.steps.m_max;
   if (kMask != Mask::kNone) {

@@ -1,8 +1,9 @@
 //! Gradients by the kernels for Hopper (`kernels/cuda/attention/backward`): f16 and bf16, head dimensions up to 256.
 //!
-//! Three launches: statistics of every query, and zeros for sums of `dq`; the gradients, where blocks of keys add to these sums in no
-//! order that can be told; `dq` from its sums. So `dq` is not of the same bits in each call. Where it must be, for head dimensions
-//! above 128, and with a soft cap or ALiBi, `dk` and `dv` are one kernel and `dq` is another, which computes the scores again.
+//! Three launches: statistics of every query, and zeros for sums of `dq`; the gradients, where blocks of keys add to these sums; `dq`
+//! from its sums. Blocks add as they come, so `dq` is not of the same bits in each call, unless it is asked for: then they wait for
+//! each other. For head dimensions above 128, and with a soft cap or ALiBi, `dk` and `dv` are one kernel and `dq` is another, which
+//! computes the scores again.
 
 use contract::attention::{Mask, Part};
 
@@ -51,8 +52,9 @@ pub(in crate::cuda::attention) struct Kernels {
 pub(in crate::cuda::attention) struct Plan<'a> {
     /// What comes before; all gradients, or `dk` and `dv`; `dq` from sums, or by itself.
     forms: [&'a Form; 3],
-    /// Whether `dq` is summed in memory.
+    /// Whether `dq` is summed in memory, and whether in an order that is the same every time.
     sums: bool,
+    ordered: bool,
     /// What computes `dsinks`.
     sinks: Option<&'a Form>,
     /// Blocks of queries of the longest sequence, and of all.
@@ -105,7 +107,7 @@ impl Kernels {
         let mask = mask(p);
         let scores = p.softcap > 0.0 || p.alibi_slopes.is_some();
         let keys = b.dk.is_some() || b.dv.is_some();
-        let sums = b.dq.is_some() && keys && !b.deterministic && !scores;
+        let sums = b.dq.is_some() && keys && !scores;
         // The smallest head dimension with all kernels that this way needs. For 96 no kernel computes
         // dQ apart from dK and dV; above 128 none computes all three together.
         let parts_of = |prepare: &Form| {
@@ -161,6 +163,8 @@ impl Kernels {
                 if b.dq.is_some() { count(of_dq)? } else { 0 },
             ],
             sums,
+            // Who prepares rows sets the order to its start, too. Without rows nothing is summed.
+            ordered: sums && b.deterministic && of_rows > 0,
             sinks: match b.dsinks {
                 Some(_) => Some(fitting().find(|form| form.part == Part::Sinks)?),
                 None => None,
@@ -217,15 +221,20 @@ fn is_served(b: &Backward) -> bool {
 }
 
 impl Plan<'_> {
-    /// Bytes of the statistics, and of the sums of `dq` behind them.
-    fn sizes(&self, b: &Backward) -> [usize; 2] {
+    /// Bytes of the statistics, of the sums of `dq` behind them, and of what keeps these in order.
+    fn sizes(&self, b: &Backward) -> [usize; 3] {
         let blocks = self.blocks_per_head.saturating_mul(b.forward.num_heads);
         let columns = self.forms[1].dims[0].next_multiple_of(COLUMNS as usize);
         let sums = match self.sums {
             true => BLOCK_M * columns * size_of::<f32>(),
             false => 0,
         };
-        [STATISTICS, sums].map(|size| blocks.saturating_mul(size))
+        let [statistics, sums] = [STATISTICS, sums].map(|size| blocks.saturating_mul(size));
+        let order = match self.ordered {
+            true => blocks.saturating_add(1).saturating_mul(size_of::<i32>()),
+            false => 0,
+        };
+        [statistics, sums, order]
     }
 
     /// In bytes.
@@ -329,8 +338,12 @@ impl Plan<'_> {
             a.alibi_slopes = slopes.addr() as u64;
             a.alibi_batch_stride = stride as i64;
         }
+        let [of_statistics, of_sums, _] = self.sizes(b).map(|size| size as u64);
         if self.sums {
-            a.sums = statistics + self.sizes(b)[0] as u64;
+            a.sums = statistics + of_statistics;
+        }
+        if self.ordered {
+            a.order = a.sums + of_sums;
         }
         if let Queries::Packed { cu_seqlens, .. } = p.queries {
             a.cu_seqlens_q = cu_seqlens.addr() as u64;
