@@ -29,8 +29,9 @@ static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <=
 // Named barriers (0 is the block's).
 enum : int {
   kBarrierConsumers = 1,
-  kBarrierDqFull = 2,                   // and the next: of each warpgroup
-  kBarrierDqEmpty = kBarrierDqFull + 2  // likewise
+  kBarrierDqFull = 2,                    // and the next: of each warpgroup
+  kBarrierDqEmpty = kBarrierDqFull + 2,  // likewise
+  kBarrierOtherTurn = kBarrierDqEmpty + 2
 };
 constexpr int kDqThreads = 128 + 32;  // a warpgroup, and the warp that sends its dQ
 

@@ -3,10 +3,11 @@
 //   dV = P^T dO,  dK = scale dS^T Q,  dQ += scale dS K
 // (Dao 2023, "FlashAttention-2", algorithm 2), everything but dQ transposed: keys are rows, so P^T
 // and dS^T are operands as they stand in registers. For dQ, dS goes through shared memory: each
-// warpgroup computes half of the columns from all 128 keys. At head dim 64 a step has 128 queries,
-// a warpgroup computes dQ of half of them instead, and what a step costs besides its products is
-// paid half as often. At head dim 96 rows lie in memory as those of 128 do, and products, but for
-// that of dQ, are of 96 columns.
+// warpgroup computes half of the columns from all 128 keys, and asks for dV before it waits for dP.
+// At head dim 64 a step has 128 queries, so that what it costs besides its products is paid half as
+// often. There the warpgroups take turns with dQ, and only one of them waits for the other's dS;
+// for dV before dP there are no registers. At head dim 96 rows lie in memory as those of 128 do,
+// and products, but for that of dQ, are of 96 columns.
 //
 // Products of one step alone are in flight: under a warpgroup's exponentials run the other's
 // products. Loops that had the next step's scores under way were slower (LADDER.md).
@@ -88,7 +89,7 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // The warpgroup's columns of dS K; of a wide step its queries.
+  // A half of the columns of dS K; of a wide step a half of the queries.
   __device__ __forceinline__ void multiply_dq(float (&dq)[kQ], const T *ds, int of) {
     const uint32_t rows = kWide ? of * (kBlockM * 128) : 0;
     const uint32_t columns = kWide ? 0 : of * (kP / 2 / kChunk) * (kBlockN * 128);
@@ -160,7 +161,14 @@ struct Consumer {
     }
   }
 
-  // P and dP become P and dS as operands.
+  __device__ __forceinline__ void pack_probabilities(const float (&x)[kS],
+                                                     uint32_t (&probabilities)[kS / 2]) {
+#pragma unroll
+    for (int i = 0; i < kS / 2; ++i) probabilities[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+  }
+
+  // P and dP become dS as operands, and with kProbabilities P does.
+  template <bool kProbabilities>
   __device__ __forceinline__ void convert(const float (&x)[kS], const float (&y)[kS],
                                           const float4 (&delta)[kS / 8],
                                           uint32_t (&probabilities)[kS / 2],
@@ -173,19 +181,21 @@ struct Consumer {
         const int at = 8 * j + 2 * i;
         const float first = y[at] - (i < 2 ? d.x : d.z), second = y[at + 1] - (i < 2 ? d.y : d.w);
         ds[4 * j + i] = pack<T>(x[at] * first, x[at + 1] * second);
-        probabilities[4 * j + i] = pack<T>(x[at], x[at + 1]);
+        if (kProbabilities) probabilities[4 * j + i] = pack<T>(x[at], x[at + 1]);
       }
     }
   }
 
-  // To shared memory as rows of queries.
+  // To shared memory as rows of queries, 16 queries by 16 keys at once. The matrices go in the
+  // order of their registers, which have to be side by side: in another one each would be moved
+  // first.
   __device__ __forceinline__ void store_ds(const uint32_t (&packed)[kS / 2], T *ds) {
-    const uint32_t base = shared_address(ds) + wg * (kM * 128);
+    const uint32_t row = lane / 16 * 8 + lane % 8, column = warp * 32 + lane / 8 % 2 * 16;
+    const uint32_t to = shared_address(ds) + wg * (kM * 128) + swizzle_128b(row * 128 + column);
 #pragma unroll
-    for (int j = 0; j < kS / 8; ++j) {  // 16 queries: two blocks of 8, each of 16 keys
-      const uint32_t to = (16 * j + lane % 16) * 128 + warp * 32 + lane / 16 * 16;
-      store_matrix_x4_transposed(base + swizzle_128b(to), packed[4 * j], packed[4 * j + 2],
-                                 packed[4 * j + 1], packed[4 * j + 3]);
+    for (int j = 0; j < kS / 8; ++j) {
+      store_matrix_x4_transposed(to + j * (16 * 128), packed[4 * j], packed[4 * j + 1],
+                                 packed[4 * j + 2], packed[4 * j + 3]);
     }
   }
 
@@ -195,7 +205,8 @@ struct Consumer {
   __device__ __forceinline__ void clear_rows(T *tile, int rows) {
     if (rows >= kRows) return;
     uint4 *units = reinterpret_cast<uint4 *>(tile);
-    // Whole 128-byte rows, so the swizzle within them does not matter.
+    // Whole 128-byte rows, so the swizzle within them does not matter. Rarely run, so kept short.
+#pragma unroll 1
     for (int i = threadIdx.x - 128; i < (kRows - rows) * 8; i += 256) {
 #pragma unroll
       for (int c = 0; c < kP / kChunk; ++c) units[(c * kRows + rows) * 8 + i] = {0, 0, 0, 0};
@@ -203,16 +214,14 @@ struct Consumer {
     fence_async_proxy();
   }
 
+  // Of a partial step waits for dO as well.
   __device__ __forceinline__ void wait_q(const Ring<kStages> &at, int m) {
     shared.q_full[at.stage].wait(at.parity);
     if (m != turns.partial) return;
-    clear_rows<kM>(shared.q[at.stage], w.sequence.seqlen_q - m * kM);
-    named_barrier_sync(kBarrierConsumers, 256);
-  }
-  __device__ __forceinline__ void wait_dout(const Ring<kStages> &at, int m) {
     shared.dout_full[at.stage].wait(at.parity);
-    if (m != turns.partial) return;
-    clear_rows<kM>(shared.dout[at.stage], w.sequence.seqlen_q - m * kM);
+    const int rows = w.sequence.seqlen_q - m * kM;
+    clear_rows<kM>(shared.q[at.stage], rows);
+    clear_rows<kM>(shared.dout[at.stage], rows);
     named_barrier_sync(kBarrierConsumers, 256);
   }
 
@@ -244,17 +253,88 @@ struct Consumer {
     write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride, p.head_dim);
   }
 
-  // Leaves dQ where the warp that sends it finds it, in the order of rows.cuh.
-  __device__ __forceinline__ void leave_dq(const float (&dq)[kQ]) {
+  // Leaves a half of dQ where the warp that sends it finds it, in the order of rows.cuh.
+  __device__ __forceinline__ void leave_dq(const float (&dq)[kQ], int half) {
     // Of a wide step the halves of the columns lie apart.
     constexpr int kHalf = kWide ? kQ / 8 : kQ / 4;
-    float *to = shared.dq[wg] + warp * (kBlockM * kP / 8) + lane * 4;
-    named_barrier_sync(kBarrierDqEmpty + wg, kDqThreads);
+    float *to = shared.dq[half] + warp * (kBlockM * kP / 8) + lane * 4;
 #pragma unroll
     for (int i = 0; i < kQ / 4; ++i) {
       *reinterpret_cast<float4 *>(to + i / kHalf * (kBlockM * kP / 2) + i % kHalf * 128) =
           make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
+  }
+
+  // dV has been computed.
+  __device__ __forceinline__ void leave_dout(float (&dv)[kG], uint32_t (&probabilities)[kS / 2],
+                                             int stage) {
+    hold(dv);
+    hold(probabilities);
+    release(shared.dout_empty[stage]);
+  }
+
+  // dK has been computed.
+  __device__ __forceinline__ void leave_q(float (&dk)[kG], uint32_t (&ds)[kS / 2], int stage) {
+    hold(dk);
+    hold(ds);
+    release(shared.q_empty[stage]);
+  }
+
+  // dQ and dK of a step of which dV has been asked for: each warpgroup half of dQ. That reads both
+  // warpgroups' dS. What lay there two steps ago has been read: each waited for its dQ before it
+  // came here in the step between.
+  __device__ __forceinline__ void finish_together(float (&dk)[kG], float (&dv)[kG],
+                                                  uint32_t (&probabilities)[kS / 2],
+                                                  uint32_t (&ds)[kS / 2], int stage, int group) {
+    named_barrier_sync(kBarrierConsumers, 256);
+    float dq[kQ];
+    multiply_dq(dq, shared.ds[stage], group);
+    wgmma_wait<1>();
+    leave_dout(dv, probabilities, stage);
+    multiply_gradient(dk, ds, shared.q[stage]);
+    wgmma_wait<1>();
+    hold(dq);
+    named_barrier_sync(kBarrierDqEmpty + wg, kDqThreads);
+    leave_dq(dq, wg);
+    fence_async_proxy();
+    named_barrier_arrive(kBarrierDqFull + wg, kDqThreads);
+    wgmma_wait<0>();
+    leave_q(dk, ds, stage);
+  }
+
+  // The same with all of dQ by the warpgroup whose turn it is; the other one does not wait for it.
+  // What lay where dS lies was read two steps ago by one of them: it waited for its dQ then, and
+  // the other, whose turn the next step was, for it in that one.
+  __device__ __forceinline__ void finish_by_turns(float (&dk)[kG], float (&dv)[kG],
+                                                  uint32_t (&probabilities)[kS / 2],
+                                                  uint32_t (&ds)[kS / 2], int stage, int group,
+                                                  int turn) {
+    const int barrier = turn == 0 ? kBarrierConsumers : kBarrierOtherTurn;
+    if (group != turn) {
+      named_barrier_arrive(barrier, 256);
+      wgmma_wait<0>();
+      leave_dout(dv, probabilities, stage);
+      multiply_gradient(dk, ds, shared.q[stage]);
+      wgmma_wait<0>();
+      leave_q(dk, ds, stage);
+      return;
+    }
+    wgmma_wait<0>();
+    leave_dout(dv, probabilities, stage);
+    multiply_gradient(dk, ds, shared.q[stage]);
+    named_barrier_sync(barrier, 256);
+    float first[kQ], second[kQ];
+    multiply_dq(first, shared.ds[stage], 0);
+    wgmma_wait<1>();
+    leave_q(dk, ds, stage);
+    multiply_dq(second, shared.ds[stage], 1);
+    named_barrier_sync(kBarrierDqEmpty + wg, kDqThreads);
+    wgmma_wait<1>();
+    hold(first);
+    leave_dq(first, 0);
+    wgmma_wait<0>();
+    hold(second);
+    leave_dq(second, 1);
     fence_async_proxy();
     named_barrier_arrive(kBarrierDqFull + wg, kDqThreads);
   }
@@ -283,35 +363,30 @@ struct Consumer {
       wait_q(of, m);
       multiply_scores(x, shared.k, q, group);
       load_statistics(statistics, stage, 0);
-      wait_dout(of, m);
+      shared.dout_full[of.stage].wait(of.parity);
       multiply_scores(y, shared.v, dout, group);
       wgmma_wait<1>();
       hold(x);
       exponentiate(x, statistics, m);
       load_statistics(statistics, stage, 1);
-      wgmma_wait<0>();
-      hold(y);
-      convert(x, y, statistics, probabilities, ds);
-      store_ds(ds, shared.ds[stage]);
-      multiply_gradient(dv, probabilities, dout);
-      // dQ reads both warpgroups' dS. That of two steps ago, which lay there, has been read: each
-      // waited for its dQ before it came to the barrier of the step between.
-      fence_async_proxy();
-      named_barrier_sync(kBarrierConsumers, 256);
-      float dq[kQ];
-      multiply_dq(dq, shared.ds[stage], group);
-      multiply_gradient(dk, ds, q);
-      wgmma_wait<2>();
-      hold(dv);
-      hold(probabilities);
-      release(shared.dout_empty[stage]);
-      wgmma_wait<1>();
-      hold(dq);
-      leave_dq(dq);
-      wgmma_wait<0>();
-      hold(dk);
-      hold(ds);
-      release(shared.q_empty[stage]);
+      if constexpr (kWide) {
+        wgmma_wait<0>();
+        hold(y);
+        convert<true>(x, y, statistics, probabilities, ds);
+        store_ds(ds, shared.ds[stage]);
+        multiply_gradient(dv, probabilities, dout);
+        fence_async_proxy();
+        finish_by_turns(dk, dv, probabilities, ds, stage, group, step % 2);
+      } else {
+        pack_probabilities(x, probabilities);
+        multiply_gradient(dv, probabilities, dout);
+        wgmma_wait<1>();
+        hold(y);
+        convert<false>(x, y, statistics, probabilities, ds);
+        store_ds(ds, shared.ds[stage]);
+        fence_async_proxy();
+        finish_together(dk, dv, probabilities, ds, stage, group);
+      }
       of.advance();
       m = turns.after(m);
     }

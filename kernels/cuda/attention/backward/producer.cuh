@@ -91,7 +91,7 @@ __device__ __forceinline__ void publish_value(int *to, int value) {
 // them, has. Whom a block waits for has begun before it did (work_at).
 template <int D, class Memory>
 __device__ __forceinline__ void send_dq(const AttentionGradientsArguments &p, Memory &shared) {
-  constexpr bool kTurns = false;
+  constexpr bool kTurns = Memory::kM > kBlockM;
   constexpr int kParts = kTurns ? 1 : 2, kPart = Memory::kM * D / kParts;
   const Work &w = shared.work;
   const Steps turns = w.steps;
