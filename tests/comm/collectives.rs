@@ -6,7 +6,7 @@ use unsloth::{DType, InOut, Layout, Stream};
 
 use crate::common::tensor::round_to;
 use crate::common::{TestTensor, assert_close_of_sums};
-use crate::group::{MOVED, SIZES, divisions, inputs, pair, random, ranks, rows};
+use crate::group::{MOVED, divisions, inputs, pair, random, ranks, rows, sizes};
 
 const NUMBERS: [DType; 6] = [
     DType::F32,
@@ -65,7 +65,7 @@ fn is_defined(op: ReduceOp, dtype: DType) -> bool {
 
 #[test]
 fn all_reduce_is_the_reduction_on_every_rank() {
-    for size in SIZES {
+    for size in sizes() {
         for dtype in NUMBERS {
             for op in ReduceOp::ALL {
                 if !is_defined(op, dtype) {
@@ -172,7 +172,7 @@ fn special_values_are_reduced_by_rule() {
 
 #[test]
 fn all_gather_puts_rows_behind_each_other() {
-    for size in SIZES {
+    for size in sizes() {
         for dtype in MOVED {
             for (counts, even) in divisions(size) {
                 for row in [&[][..], &[5], &[3, 67]] {
@@ -224,7 +224,7 @@ fn place(out: &mut TestTensor, counts: &[i64], rank: usize, x: &TestTensor) {
 
 #[test]
 fn reduce_scatter_is_a_part_of_the_reduction() {
-    for size in SIZES {
+    for size in sizes() {
         for dtype in NUMBERS {
             for op in ReduceOp::ALL {
                 if !is_defined(op, dtype) {

@@ -4,11 +4,11 @@ use unsloth::ops::{all_to_all, broadcast, send_receive};
 use unsloth::{DType, InOut, Layout, Stream};
 
 use crate::common::TestTensor;
-use crate::group::{MOVED, SIZES, inputs, pair, random, ranks, rows};
+use crate::group::{MOVED, inputs, pair, random, ranks, rows, sizes};
 
 #[test]
 fn broadcast_gives_what_the_root_has() {
-    for size in SIZES {
+    for size in sizes() {
         for dtype in MOVED {
             for shape in [&[1][..], &[0], &[3, 77], &[2, 5, 2000]] {
                 for in_place in [false, true] {
@@ -49,7 +49,7 @@ fn sent(from: usize, to: usize) -> i64 {
 
 #[test]
 fn all_to_all_exchanges_rows() {
-    for size in SIZES {
+    for size in sizes() {
         for dtype in MOVED {
             for even in [false, true] {
                 let of = |from, to| if even { 4 } else { sent(from, to) };
@@ -96,7 +96,7 @@ fn all_to_all_exchanges_rows() {
 /// Each rank sends to the next, and receives from the one before; a rank alone from itself.
 #[test]
 fn a_ring_moves_on() {
-    for size in SIZES {
+    for size in sizes() {
         for dtype in MOVED {
             for shape in [&[1][..], &[0], &[2, 3001]] {
                 let x = inputs(dtype, &vec![shape.to_vec(); size]);

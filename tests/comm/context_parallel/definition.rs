@@ -10,7 +10,7 @@ use crate::common::reference::attention::{
 };
 use crate::common::rules::epsilon;
 use crate::common::{FLOATS, TestTensor, assert_flash_rule_of_sums, rounded};
-use crate::group::{SIZES, context, is_cuda, ranks};
+use crate::group::{context, is_emulated, ranks, sizes};
 use crate::parallel::{Gradient, assert_same, greatest};
 
 const GATHERED: Case = Case {
@@ -150,12 +150,12 @@ impl Case {
 
 /// An emulated GPU takes seconds for a case: of tables, every so many cases.
 pub fn every() -> usize {
-    if is_cuda() { 6 } else { 1 }
+    if is_emulated() { 6 } else { 1 }
 }
 
 #[test]
 fn it_is_that_of_the_definition() {
-    for size in SIZES {
+    for size in sizes() {
         for method in METHODS {
             for (i, case) in CASES.iter().enumerate().step_by(every()) {
                 let dtypes = match i {

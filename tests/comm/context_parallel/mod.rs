@@ -10,7 +10,7 @@ use unsloth::{Comm, Context, DType, Layout, Stream, Workspace};
 
 use crate::common::tensor::transposed;
 use crate::common::{DeviceTensor, FLOATS, TestTensor, contiguous, rng};
-use crate::group::{SIZES, context, ranks};
+use crate::group::{context, ranks, sizes};
 use crate::parallel::{poisoned, run, unbound};
 
 /// Sizes of a rank's part, and what is asked for.
@@ -374,7 +374,7 @@ impl Case {
 
 #[test]
 fn it_is_that_of_one_rank() {
-    for size in SIZES {
+    for size in sizes() {
         for (i, case) in CASES.iter().enumerate() {
             let dtypes = match i {
                 0 => &FLOATS[..],

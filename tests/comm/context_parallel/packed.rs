@@ -13,7 +13,7 @@ use crate::common::rules::epsilon;
 use crate::common::{
     DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contiguous, rng, rounded,
 };
-use crate::group::{SIZES, ranks};
+use crate::group::{ranks, sizes};
 use crate::parallel::{Gradient, greatest, poisoned, rows, run, unbound};
 
 /// Sequences, one of which has no tokens, and padding before and behind them.
@@ -278,7 +278,7 @@ fn check(size: usize, packed: &Packed, dtype: DType) {
 #[test]
 fn they_are_those_of_the_definition() {
     let case = |method| Case { method, ..CASE };
-    for size in SIZES {
+    for size in sizes() {
         let mut all = Vec::new();
         for method in [Method::Ulysses, Method::AllGather] {
             let case = case(method);

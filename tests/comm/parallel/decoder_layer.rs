@@ -12,7 +12,7 @@ use unsloth::{Buffer, Context, DType, InOut, Stream, Workspace};
 use super::{Rows, assert_same, columns, divided, greatest, poisoned, rows, unbound};
 use crate::common::workspace::poisoned_workspace;
 use crate::common::{DeviceTensor, TestTensor, contiguous, rng};
-use crate::group::{SIZES, ranks};
+use crate::group::{ranks, sizes};
 
 const KV_HEADS: usize = 8;
 const GROUP: usize = 2;
@@ -267,7 +267,7 @@ fn assert_near(what: &str, a: &[f64], b: &[f64]) {
 
 #[test]
 fn it_is_that_of_one_rank_under_every_policy() {
-    for size in SIZES {
+    for size in sizes() {
         for own in Rows::all(size) {
             println!("{size} ranks, {own:?}");
             let t = Tensors::new(DType::F32, own.total());

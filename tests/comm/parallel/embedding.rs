@@ -12,7 +12,7 @@ use super::{Rows, assert_same, groups, poisoned, rows, run, unbound};
 use crate::common::guarded::AtEnd;
 use crate::common::reference::blocks;
 use crate::common::{TestTensor, contiguous, rng};
-use crate::group::{SIZES, context, ranks};
+use crate::group::{context, ranks, sizes};
 
 /// Ids of a shape whose first dimension are the rows of all ranks.
 fn ids(rng: &mut impl Rng, dtype: DType, total: usize, vocab: usize) -> TestTensor {
@@ -217,7 +217,7 @@ fn gradients_are_those_of_one_rank() {
 /// An id that the vocabulary does not have is refused by all ranks, and none has written anything.
 #[test]
 fn ids_are_of_the_vocabulary() {
-    for size in SIZES {
+    for size in sizes() {
         for bad in [-1.0, (4 * size) as f64] {
             ranks(size, |ctx, comm| {
                 let table = vec![4; size];

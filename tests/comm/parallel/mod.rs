@@ -21,7 +21,7 @@ use unsloth::{Context, DType, Error, Layout, TensorMut, TensorRef, Workspace};
 use crate::common::rules::epsilon;
 use crate::common::workspace::with_workspace;
 use crate::common::{DeviceTensor, FLOATS, TestTensor, assert_gradient_rule, rounded};
-use crate::group::{SIZES, divisions, is_cuda};
+use crate::group::{divisions, is_emulated, sizes};
 
 /// How the rows of what is whole on all ranks otherwise are divided: not at all, evenly, by counts.
 #[derive(Clone, Debug, PartialEq)]
@@ -149,7 +149,7 @@ pub fn run<'a>(
 /// them in turn where they are divided. On an emulated GPU, which takes seconds for a case, some of them.
 pub fn groups() -> Vec<(usize, Rows, DType)> {
     let mut all = Vec::new();
-    for size in SIZES {
+    for size in sizes() {
         for (i, rows) in Rows::all(size).into_iter().enumerate() {
             let dtypes = match rows {
                 Rows::Whole(_) => &FLOATS[..],
@@ -158,7 +158,7 @@ pub fn groups() -> Vec<(usize, Rows, DType)> {
             all.extend(dtypes.iter().map(|dtype| (size, rows.clone(), *dtype)));
         }
     }
-    let step = if is_cuda() { 5 } else { 1 };
+    let step = if is_emulated() { 5 } else { 1 };
     all.into_iter().step_by(step).collect()
 }
 

@@ -14,7 +14,7 @@ use unsloth::{Buffer, Comm, Context, DType, InOut, Stream, Workspace};
 use super::params;
 use crate::common::workspace::poisoned_workspace;
 use crate::common::{DeviceTensor, TestTensor, contiguous, rng};
-use crate::group::ranks;
+use crate::group::{devices, ranks};
 use crate::parallel::{poisoned, unbound, unbound_ref};
 
 const HEADS: usize = 2;
@@ -396,6 +396,9 @@ impl<'a> Rank<'a> {
 fn gradients_are_those_of_one_rank() {
     for kind in Kind::ALL {
         for (stages, micro_batches) in [(1, 2), (2, 3), (3, 5), (4, 2), (4, 7)] {
+            if devices().is_some_and(|most| stages > most) {
+                continue;
+            }
             let groups = match kind {
                 Kind::Interleaved if stages == 1 => continue,
                 Kind::Interleaved => micro_batches.min(2),
