@@ -14,7 +14,7 @@ import sys
 import traceback
 
 import torch
-from common import ROOT
+from common import ROOT, Workspace
 
 # In a checkout: the module of its sources, and what `make stage` installed. A GPU run has the
 # module beside this file.
@@ -24,15 +24,6 @@ if staged.exists():
     os.environ.setdefault("UNSLOTH_LIBRARY", str(staged))
 
 import unsloth
-
-
-class Workspace:
-    """From PyTorch's allocator, whose peak some comparisons measure. It aligns to 512 bytes, the
-    library asks for 256."""
-
-    def __init__(self, size):
-        self.memory = torch.empty(size, dtype=torch.uint8, device="cuda")
-        self.address = self.memory.data_ptr()
 
 
 def main():

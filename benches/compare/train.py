@@ -154,11 +154,11 @@ class Ours:
     """The same step by the library's operations, on tensors of PyTorch's, whose gradients are f32."""
 
     def __init__(self, ctx, c, state, dtype, batch, seq, policy="NONE", master=None):
-        self.ctx, self.c, self.dtype = ctx, c, dtype
+        self.ctx, self.c, self.dtype, self.device = ctx, c, dtype, ctx.backend.lower()
         k = ctx.library.constants
-        new = lambda *shape, dtype=dtype: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
-        self.weights = {name: w.to("cuda", dtype).contiguous().clone() for name, w in state.items()}
-        self.gradients = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in self.weights.items()}
+        new = lambda *shape, dtype=dtype: torch.zeros(*shape, dtype=dtype, device=self.device)  # noqa: E731
+        self.weights = {name: w.to(self.device, dtype).contiguous().clone() for name, w in state.items()}
+        self.gradients = self.make_gradients()
         self.ids, self.targets = (new(batch, seq, dtype=torch.int64) for _ in range(2))
         self.loss = new(1, dtype=torch.float32)
         hidden = [new(batch, seq, c["hidden"]) for _ in range(c["layers"] + 1)]
@@ -184,7 +184,7 @@ class Ours:
             )
             layer = params("decoder_layer", **fields)
             size = self.size("decoder_layer_saved_size", layer)
-            arena = new(max(size, 1), dtype=torch.uint8)
+            arena = self.room(size)
             layer.saved, layer.saved_size = arena.data_ptr(), size
             add(forward, "decoder_layer", **fields, saved=arena.data_ptr(), saved_size=size)
             attention_gradients = params("attention_block_backward", dqkv_weight=g[of("qkv")], dout_weight=g[of("out")])
@@ -194,20 +194,44 @@ class Ours:
                 dout=gradient, dattention_norm=g[of("norm1")], dmlp_norm=g[of("norm2")],
             )
             call.arena = arena
-            backward.insert(0, call)
+            names = [of(name) for name in ("qkv", "out", "gate_up", "down", "norm1", "norm2")]
+            backward[:0] = [call, *self.once_made(names)]
         add(forward, "rms_norm", x=hidden[-1], weight=w["norm.weight"], out=normed, epsilon=EPSILON)
         flat = normed.view(-1, c["hidden"])
         add(
             forward, "linear_cross_entropy", x=flat, weight=w["embedding.weight"], targets=self.targets.view(-1), loss=self.loss,
-            dx=gradient.view(-1, c["hidden"]), dweight=g["embedding.weight"], accumulate=1,
+            dx=gradient.view(-1, c["hidden"]), dweight=g["embedding.weight"], accumulate=1, **self.of_loss(),
         )
+        forward += self.once_made(["embedding.weight"])
         add(
             forward, "rms_norm_backward", x=hidden[-1], dout=gradient, weight=w["norm.weight"], epsilon=EPSILON,
             dweight=g["norm.weight"], accumulate=1,
         )
-        add(backward, "embedding_backward", ids=self.ids, dout=gradient, dweight=g["embedding.weight"], accumulate=1)
+        forward += self.once_made(["norm.weight"])
+        backward += self.of_embedding(gradient)
         self.calls = forward + backward
         self.graph = None
+
+    def room(self, size):
+        """Zeros at a multiple of 256 bytes, as PyTorch gives them on a GPU and not on the CPU."""
+        memory = torch.zeros(max(size, 1) + 255, dtype=torch.uint8, device=self.device)
+        return memory[-memory.data_ptr() % 256 :][: max(size, 1)]
+
+    def make_gradients(self):
+        return {name: torch.zeros_like(w, dtype=torch.float32) for name, w in self.weights.items()}
+
+    def of_loss(self):
+        """What the loss is told besides."""
+        return {}
+
+    def once_made(self, names):
+        """Calls once gradients of these weights are there; of the embedding, as far as it is the head."""
+        return []
+
+    def of_embedding(self, gradient):
+        """The last calls, which have the gradient of the first layer's input."""
+        dweight = self.gradients["embedding.weight"]
+        return [self.ctx.op("embedding_backward", ids=self.ids, dout=gradient, dweight=dweight, accumulate=1)]
 
     def size(self, function, params):
         import ctypes
@@ -234,7 +258,7 @@ class Ours:
         )
         params.precision.master = k[f"MASTER_{master}"]
         size = self.size("optimizer_state_size", params)
-        self.state = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        self.state = self.room(size)
         params.state, params.state_size = self.state.data_ptr(), size
         handle = ctypes.c_void_p()
         library.call("optimizer_create", self.ctx.handle, ctypes.byref(params), self.ctx.stream(), ctypes.byref(handle))
