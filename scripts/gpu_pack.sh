@@ -91,6 +91,6 @@ if [ "${PROVE:-1}" = 1 ]; then
   UNSLOTH_JITTER=1 cargo build --locked --features cuda --lib
   strip -o "$pack/prove/libunsloth_delays.so" target/debug/libunsloth.so
 fi
-cp scripts/gpu_run.sh "$pack/"
+cp scripts/{gpu_run.sh,compare_ranks.py} "$pack/"
 git rev-parse --short HEAD >"$pack/commit"
 du -sh "$pack" >&2

@@ -5,6 +5,8 @@
 #   c           C tests, linked to the shared library
 #   engine      the engine, on a model if the pack has one
 #   trainer     gradients of small models; the trainer, on a model if the pack has one
+#   parallel    with two GPUs: what ranks divide, measured and checked (needs PyTorch); its Rust tests;
+#               the engine and the trainer on two GPUs beside one; a test under memcheck
 #   sanitizers  the tests under compute-sanitizer, where there is one
 #   prove       Hopper's attention and its gradients with random delays, and on long contexts (needs
 #               PyTorch)
@@ -135,12 +137,47 @@ run_trainer() {
   rm -f "$out/tuned.gguf"
 }
 
+# Tests of groups of at most two ranks, without those of the CPU's own rules.
+two_ranks() {
+  names_of comm | grep -E '^(collectives|transfers|parallel|context_parallel|pipeline::run)::' |
+    grep -vE '::misuse|_misuse::|sums_are_in_the_order|averages_are_rounded_once|a_chain_needs_no_others' |
+    grep -vE 'targets_are_of_the_vocabulary|ids_are_of_the_vocabulary|chunks_are_the_same|there_may_be_no_tokens' |
+    grep -vE 'short_sequences_are_padded|room_does_not_grow|^context_parallel::it_is_that_of_one_rank$'
+}
+
+# What waits for a rank that does not come waits for ever on a GPU, so each has little time.
+run_parallel() {
+  local sanitizer names gpus
+  gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | wc -l)
+  [ "$gpus" -ge 2 ] || { echo "not run: what takes two GPUs"; return; }
+  local limit=${SECONDS_EACH:-240}
+  ! have_torch || TAIL=60 check compare.parallel python3 compare parallel
+  limit=${SECONDS_EACH:-90}
+  if [ -x engine ] && [ -x trainer ]; then
+    check parallel.ranks python3 compare_ranks.py --engine ./engine --trainer ./trainer --models trained/models \
+      ${model:+--model "$model"} --device cuda
+  fi
+  [ -x tests/comm ] || return
+  local groups=(env UNSLOTH_TEST_BACKEND=cuda UNSLOTH_TEST_DEVICES=2)
+  for module in collectives transfers parallel context_parallel pipeline; do
+    mapfile -t names < <(two_ranks | grep "^$module")
+    check "parallel.$module" "${groups[@]}" tests/comm --test-threads=1 --exact "${names[@]:-none}"
+  done
+  sanitizer=$(sanitizer)
+  [ -n "$sanitizer" ] || return
+  check memcheck.parallel "${groups[@]}" "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 1 \
+    tests/comm --test-threads=1 --exact parallel::mlp::forward_is_that_of_one_rank
+}
+
+# Where compute-sanitizer is.
+sanitizer() { command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null; }
+
 # Tables of cases without the properties, which repeat them at random, and without the fault that is
 # meant. Sanitizers leave the GPU idle, so several run at a time. Of the longest tables they see every
 # seventh case.
 run_sanitizers() {
   local sanitizer skips hopper options tool test names every
-  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+  sanitizer=$(sanitizer)
   [ -n "$sanitizer" ] || return
   skips=()
   for test in a_fault_is_told_as_such scale_invariant scores_are_relative packed_equals_apart \
@@ -232,7 +269,7 @@ main() {
   echo "commit ${UNSLOTH_COMMIT:-unknown}, $(date +%F)"
   nvidia-smi --query-gpu=name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,power.draw \
     --format=csv | tee "$out/device.csv"
-  for part in "${@:-tests c engine trainer sanitizers prove benches compare regression}"; do
+  for part in "${@:-tests c engine trainer parallel sanitizers prove benches compare regression}"; do
     # shellcheck disable=SC2086 # the default is a list
     for part in $part; do
       declare -F "run_$part" >/dev/null || { echo "there is no part $part"; return 2; }

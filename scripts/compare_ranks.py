@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Runs the engine and the trainer on one rank and on several, and sees that the text and the losses are the same.
+
+    compare_ranks.py --engine ENGINE --trainer TRAINER --models FOLDER [--model FILE] [--device cuda] [--ranks 2]
+
+FOLDER has the small models that examples/trainer/tests/write_models.py writes. Numbers of f32 are to be the same but for the
+order of sums. FILE is a model of any size: where its heads cannot be divided that is said, and is no failure; its text in
+bf16 may part from one rank's where two tokens are nearly as likely, so its mean NLL is what is compared.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+TEXT = "The quick brown fox jumps over the lazy dog, again and again; 12 times, then 345 more! "
+F32_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2
+SECONDS = 60
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--engine", required=True)
+parser.add_argument("--trainer", required=True)
+parser.add_argument("--models", required=True, type=pathlib.Path)
+parser.add_argument("--model", type=pathlib.Path)
+parser.add_argument("--device", default="cpu")
+parser.add_argument("--ranks", type=int, default=2)
+arguments = parser.parse_args()
+
+wrong = []
+
+
+def run(name, *command):
+    """What it prints; nothing, and something wrong, where it fails."""
+    try:
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        wrong.append(f"{name}: {SECONDS} s were not enough")
+        return None
+    if done.returncode != 0:
+        wrong.append(f"{name}: status {done.returncode}: {done.stderr[-500:]}")
+        return None
+    return done.stdout
+
+
+def engine(name, model, size, *flags):
+    command = [arguments.engine, "--model", model, "--device", arguments.device, "--json", "--temperature", "0", *flags]
+    said = run(f"{name} on {size}", *command, "--tensor-parallel", size)
+    return said and json.loads(said)
+
+
+def compare_text(model, *flags, tolerance, same_text):
+    name = f"engine, {model.stem} {' '.join(flags[:4])}"
+    one, several = (engine(name, model, size, "--prompt", TEXT * 3, "--tokens", "32", *flags) for size in (1, arguments.ranks))
+    if not one or not several:
+        return
+    off = abs(several["mean_nll"] / one["mean_nll"] - 1)
+    alike = sum(a == b for a, b in zip(one["tokens"], several["tokens"]))
+    rates = ", ".join(f"{r['decode_tokens_per_second']:.0f} tokens/s" for r in (one, several))
+    print(f"{name}: {alike} of {len(one['tokens'])} tokens the same, mean NLL off by {off:.1e}; decoding {rates}", flush=True)
+    if same_text and one["tokens"] != several["tokens"]:
+        wrong.append(f"{name}: tokens are {several['tokens']}, of one rank {one['tokens']}")
+    if not off < tolerance:
+        wrong.append(f"{name}: mean NLL is {several['mean_nll']}, of one rank {one['mean_nll']}")
+
+
+def compare_losses(folder, *flags):
+    name = f"trainer {' '.join(flags)}"
+    data = folder / "lines.jsonl"
+    rows = [{"prompt": f"again {i}", "completion": f" over the {i * i}"} for i in range(20)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for size in (1, arguments.ranks):
+        command = [arguments.trainer, "--model", arguments.models / "plain_f32.gguf", "--data", data, "--device", arguments.device]
+        command += ["--json", "--steps", "12", "--batch-tokens", "64", "--accumulate", "4", "--output", folder / f"{size}.gguf"]
+        said = run(f"{name} on {size}", *command, "--data-parallel", size, *flags)
+        if said is None:
+            return
+        found.append([json.loads(line) for line in said.splitlines()])
+    one, several = found
+    pairs = list(zip(one, several, strict=True))
+    apart = max(abs(b[key] / a[key] - 1) for a, b in pairs for key in ("loss", "gradient_norm"))
+    first, last, of_ranks = one[0]["loss"], one[-1]["loss"], several[-1]["loss"]
+    print(f"{name}: loss {first:.4f} to {last:.4f}, of ranks {of_ranks:.4f}; apart {apart:.1e}", flush=True)
+    if not apart < F32_TOLERANCE:
+        wrong.append(f"{name}: losses or norms are {apart:.1e} apart")
+
+
+def main():
+    exact = ["--dtype", "f32", "--weights", "f32"]
+    for model in ("plain_f32", "mqa_bf16"):
+        compare_text(arguments.models / f"{model}.gguf", *exact, tolerance=F32_TOLERANCE, same_text=True)
+    if arguments.model:
+        name = arguments.model.stem
+        command = [arguments.engine, "--model", arguments.model, "--device", arguments.device, "--prompt", "a", "--tokens", "1"]
+        command += ["--tensor-parallel", str(arguments.ranks)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        if f"size is {arguments.ranks}" in done.stderr:
+            print(f"engine, {name}: {done.stderr.strip()}")
+        else:
+            compare_text(arguments.model, tolerance=BF16_TOLERANCE, same_text=False)
+    with tempfile.TemporaryDirectory() as folder:
+        compare_losses(pathlib.Path(folder), "--learning-rate", "1e-3")
+        compare_losses(pathlib.Path(folder), "--lora", "4", "--learning-rate", "5e-3")
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
