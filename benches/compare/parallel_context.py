@@ -51,6 +51,6 @@ def one_sequence(r, seq, shape):
     flops = 2 * heads * seq * seq * d
     about = dict(dtype="bf16", heads=heads, kv_heads=kv, head_dim=d, seq=seq)
     times = r.times(forward)
-    r.row(f"causal attention, {seq} tokens", times, flops=flops, **about, **of_ranks(r, times))
+    r.row(f"causal attention, {seq} tokens", times, flops_of_all=flops, **about, **of_ranks(r, times))
     times = r.times(backward)
-    r.row(f"causal attention's gradients, {seq} tokens", times, flops=flops * 5 // 2, **about, **of_ranks(r, times))
+    r.row(f"causal attention's gradients, {seq} tokens", times, flops_of_all=flops * 5 // 2, **about, **of_ranks(r, times))

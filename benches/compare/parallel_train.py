@@ -196,7 +196,7 @@ def head(r):
             if not abs(loss.item() - theirs) < 1e-2 * loss.item():
                 r.wrong.append(f"head, rank {r.rank}: {name} has loss {theirs}, ours is {loss.item()}")
     times = r.times(contenders)
-    about = dict(dtype="bf16", flops=6 * tokens * hidden * vocab, **of_ranks(r, times))
+    about = dict(dtype="bf16", flops_of_all=6 * tokens * hidden * vocab, **of_ranks(r, times))
     r.row(f"linear_cross_entropy {tokens}x{hidden}x{vocab}, loss and gradients", times, **about)
 
 

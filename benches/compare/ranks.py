@@ -18,7 +18,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from common import Workspace
+from common import OURS, Workspace
 
 SECONDS_OF_PART = int(os.environ.get("PARALLEL_SECONDS", "120"))
 ROUNDS = 7
@@ -121,6 +121,9 @@ class Rank:
         return begin.elapsed_time(end) * 1e3
 
     def row(self, case, times, **about):
+        """A row of the record, in which the best of ours that ranks divide has our name, as tables want it."""
+        divided = [us for name, us in times.items() if name.startswith(OURS) and "one GPU" not in name]
+        times = {OURS: min(divided)} | times if divided else times
         self.found.append((case, times, about))
         if self.rank == 0:
             if self.rows:
