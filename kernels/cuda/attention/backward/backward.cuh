@@ -76,6 +76,8 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
     if (warp == 0) produce<kP, kPV>(p, shared);
     if constexpr (!kApart) {
       if (warp == 1) send_dq<kP>(p, shared);
+      if (warp == 2) keep_order<kP, true>(p, shared);
+      if (warp == 3) keep_order<kP, false>(p, shared);
     }
   } else {
     acquire_registers_to<kConsumerRegisters>();

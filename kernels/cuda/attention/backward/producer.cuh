@@ -1,5 +1,6 @@
 // The producers: a warp that loads K and V once, then Q with its statistics and dO, block by block,
-// of every query head that reads the key head; and one that adds dQ to the sums in memory.
+// of every query head that reads the key head; one that adds dQ to the sums in memory; and two that
+// keep the order in which blocks of keys do.
 #pragma once
 
 #include "common/named_barrier.cuh"
@@ -88,7 +89,8 @@ __device__ __forceinline__ void publish_value(int *to, int value) {
 // step one warpgroup leaves all of it, by turns, of others each a half.
 //
 // In order: a block adds to a step's sums once the next block of keys, where that has a part in
-// them, has. Whom a block waits for has begun before it did (work_at).
+// them, has. One more warp waits for that, a step ahead, and another tells when this block's part
+// is there: either takes as long as the way to memory and back.
 template <int D, class Memory>
 __device__ __forceinline__ void send_dq(const AttentionGradientsArguments &p, Memory &shared) {
   constexpr bool kTurns = Memory::kM > kBlockM;
@@ -97,17 +99,14 @@ __device__ __forceinline__ void send_dq(const AttentionGradientsArguments &p, Me
   const Steps turns = w.steps;
   if (turns.m_min >= turns.m_max) return;
   const bool leader = threadIdx.x % 32 == 0;
-  const int64_t first = block_at(p, w.sequence, w.head_kv * p.group, 0);
-  float *sums = p.sums + first * (kBlockM * D);
-  int *order = p.order != nullptr ? p.order + first : nullptr;
-  const int block = w.first_key / kKeys<D>;
+  float *sums = p.sums + block_at(p, w.sequence, w.head_kv * p.group, 0) * (kBlockM * D);
+  const bool order = p.order != nullptr;
   const int steps = (turns.m_max - turns.m_min) * p.group;
   int m = turns.m_min;
   for (int i = 0; i < kParts; ++i) named_barrier_arrive(kBarrierDqEmpty + i, kDqThreads);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    int *added = order + m * (Memory::kM / kBlockM);
-    if (leader && order != nullptr && m >= turns.after_others) await_value(added, block + 2);
+    if (order) named_barrier_sync(kBarrierInOrder, 64);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       named_barrier_sync(kBarrierDqFull + (kTurns ? step % 2 : i), kDqThreads);
@@ -130,18 +129,39 @@ __device__ __forceinline__ void send_dq(const AttentionGradientsArguments &p, Me
       __syncwarp();
       if (!last) named_barrier_arrive(kBarrierDqEmpty + 1, kDqThreads);
     }
-    if (order != nullptr) {
-      if (leader) {
-        tma_store_wait();
-        publish_value(added, block + 1);
-      }
+    if (order) {
+      if (leader) tma_store_wait();
       __syncwarp();
+      named_barrier_sync(kBarrierAdded, 64);
     }
     m = turns.after(m);
-    if (m == turns.m_min) {
-      sums += p.blocks_per_head * (kBlockM * D);
-      if (order != nullptr) order += p.blocks_per_head;
+    if (m == turns.m_min) sums += p.blocks_per_head * (kBlockM * D);
+  }
+}
+
+// What comes before a step's part is added in order, or behind it. Whom a block waits for has begun
+// before it did (work_at).
+template <int D, bool kBefore, class Memory>
+__device__ __forceinline__ void keep_order(const AttentionGradientsArguments &p,
+                                           const Memory &shared) {
+  const Work &w = shared.work;
+  const Steps turns = w.steps;
+  if (turns.m_min >= turns.m_max || p.order == nullptr) return;
+  int *order = p.order + block_at(p, w.sequence, w.head_kv * p.group, 0);
+  const int block = w.first_key / kKeys<D>;
+  const bool leader = threadIdx.x % 32 == 0;
+#pragma unroll 1
+  for (int g = 0; g < p.group; ++g) {
+#pragma unroll 1
+    for (int m = turns.m_min; m < turns.m_max; ++m) {
+      // Which block added last, and one.
+      int *added = order + m * (Memory::kM / kBlockM);
+      if (kBefore && leader && m >= turns.after_others) await_value(added, block + 2);
+      __syncwarp();
+      named_barrier_sync(kBefore ? kBarrierInOrder : kBarrierAdded, 64);
+      if (!kBefore && leader) publish_value(added, block + 1);
     }
+    order += p.blocks_per_head;
   }
 }
 
