@@ -147,16 +147,22 @@ two_ranks() {
 
 # What waits for a rank that does not come waits for ever on a GPU, so each has little time.
 run_parallel() {
-  local sanitizer names gpus
+  local gpus
   gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | wc -l)
   [ "$gpus" -ge 2 ] || { echo "not run: what takes two GPUs"; return; }
-  local limit=${SECONDS_EACH:-240}
-  ! have_torch || TAIL=60 check compare.parallel python3 compare parallel
-  limit=${SECONDS_EACH:-90}
+  local limit=${SECONDS_EACH:-90}
   if [ -x engine ] && [ -x trainer ]; then
     check parallel.ranks python3 compare_ranks.py --engine ./engine --trainer ./trainer --models trained/models \
       ${model:+--model "$model"} --device cuda
   fi
+  run_groups
+  limit=${SECONDS_EACH:-240}
+  ! have_torch || TAIL=60 check compare.parallel python3 compare parallel
+}
+
+# The groups' tests with a GPU for each rank.
+run_groups() {
+  local sanitizer names
   [ -x tests/comm ] || return
   local groups=(env UNSLOTH_TEST_BACKEND=cuda UNSLOTH_TEST_DEVICES=2)
   for module in collectives transfers parallel context_parallel pipeline; do
