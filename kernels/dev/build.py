@@ -24,7 +24,8 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.dirname(HERE)
 SOURCES = os.path.join(KERNELS, "cuda")
-NVCC = os.environ.get("NVCC", "nvcc")
+# By its real path: it looks for headers beside that, not beside a link.
+NVCC = os.environ.get("NVCC") or os.path.realpath(shutil.which("nvcc") or "nvcc")
 TYPES = {"bf16": "__nv_bfloat16", "f16": "__half"}
 
 

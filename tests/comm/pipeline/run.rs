@@ -14,7 +14,7 @@ use unsloth::{Buffer, Comm, Context, DType, InOut, Stream, Workspace};
 use super::params;
 use crate::common::workspace::poisoned_workspace;
 use crate::common::{DeviceTensor, TestTensor, contiguous, rng};
-use crate::group::{devices, ranks};
+use crate::group::{context, devices, ranks};
 use crate::parallel::{poisoned, unbound, unbound_ref};
 
 const HEADS: usize = 2;
@@ -257,7 +257,11 @@ impl Model {
 
     /// Gradients of all parts, one micro-batch after the other.
     fn on_one_rank(&self) -> Vec<Vec<u8>> {
-        let ctx = Context::cpu().unwrap();
+        // An emulated GPU has the bits of the CPU.
+        let ctx = match devices() {
+            None => Context::cpu().unwrap(),
+            Some(_) => context(1),
+        };
         let parts = self.parts.iter();
         let mut parts: Vec<_> = parts.map(|tensors| Part::new(&ctx, tensors)).collect();
         for (x, dout) in self.x.iter().zip(&self.dout) {
