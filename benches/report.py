@@ -29,7 +29,9 @@ import subprocess
 import sys
 import textwrap
 
+import attention_report
 import llama_cpp
+import ranks_report
 import regression
 import train_candle
 import training
@@ -273,10 +275,11 @@ def hopper_table(result):
 
 
 def hopper_section(device, result):
-    """A device's plot and table."""
-    plot = f"results/attention_forward_{device}.svg"
+    """A device's plot and tables."""
     name = short_name(result["device"]["name"])
-    return f"{hopper_table(result)}\n\n![Attention forward on one {name}]({plot})"
+    backward = of_devices("attention_backward").get(device)
+    tables = [hopper_table(result), *([attention_report.section(backward)] if backward else [])]
+    return "\n\n".join([*tables, f"![Attention on one {name}](results/attention_{device}.svg)"])
 
 
 def hopper_shapes(shapes):
@@ -305,62 +308,18 @@ def hopper_shapes(shapes):
     return lines
 
 
-def fa2_cells(device):
-    """{(head_dim, mask): {sequence: TFLOP/s}} of FlashAttention-2 where it was measured: on the
-    same shapes and device, by replays of graphs."""
-    panels = {}
+def both_passes(device, forward):
+    """The cells of the forward pass, with FlashAttention-2 where it was measured (on the same shapes and device, by replays of
+    graphs), and of the gradients."""
+    panels = hopper_cells(forward)
     for row in of_devices("attention_hopper").get(device, {"rows": []})["rows"]:
         found = re.fullmatch(r"head_dim (\d+) seq (\d+) (\w+)", row["case"])
         if found:
-            dim, length, mask = found.groups()
-            panels.setdefault((int(dim), mask), {})[int(length)] = row["tflops"]["fa2"]
-    return panels
-
-
-def hopper_plot(result, path):
-    import matplotlib.pyplot as plt
-
-    device = path.stem.rsplit("_", 1)[1]
-    panels, fa2 = hopper_cells(result), fa2_cells(device)
-    dims = sorted({dim for dim, _ in panels})
-    figure, grid = plt.subplots(
-        2, len(dims), figsize=(4 * len(dims), 6), sharex=True, layout="constrained"
-    )
-    for (dim, mask), cells in panels.items():
-        axes = grid[int(mask == "causal")][dims.index(dim)]
-        lengths = sorted(cells)
-        for contender, color in (
-            (OURS, "#3465a4"),
-            ("FlashAttention-3", "#cc6600"),
-            ("cuDNN", "#73a946"),
-        ):
-            axes.plot(
-                lengths,
-                [cells[n][contender] for n in lengths],
-                marker="o",
-                label=contender,
-                color=color,
-            )
-        if points := fa2.get((dim, mask)):
-            axes.plot(
-                *zip(*sorted(points.items())),
-                marker="s",
-                linestyle=":",
-                label="FlashAttention-2",
-                color="#75507b",
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [str(n) for n in lengths])
-        axes.set_ylim(bottom=0)
-        axes.set_title(f"head dim {dim}, {mask}")
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0][0].legend(frameon=False)
-    for row in grid:
-        row[0].set_ylabel("TFLOP/s")
-    for axes in grid[1]:
-        axes.set_xlabel("sequence length")
-    figure.suptitle(f"Attention forward, bf16, {result['device']['name']}")
-    figure.savefig(path, metadata={"Date": None})
+            cell = panels.get((int(found[1]), found[3]), {}).get(int(found[2]))
+            if cell:
+                cell[attention_report.FA2] = row["tflops"]["fa2"]
+    backward = of_devices("attention_backward").get(device)
+    return panels, attention_report.of_gradients(backward)[0] if backward else {}
 
 
 def prose(text):
@@ -369,11 +328,11 @@ def prose(text):
 
 
 def compared():
-    """{device: [the newest result of `benches/compare` for each operation]}."""
+    """{device: [the newest result of `benches/compare` for each operation]}, but for what ranks divide."""
     devices = {}
     for path in sorted(RESULTS.glob("*_*.json"), key=lambda path: path.stem[-10:]):
         result = json.loads(path.read_text())
-        if result.get("rows") and "op" in result:
+        if result.get("rows") and result.get("op", "parallel") != "parallel":
             devices.setdefault(result["device"]["name"], {})[result["op"]] = result
     return {
         device: list(results.values()) for device, results in sorted(devices.items(), reverse=True)
@@ -608,6 +567,7 @@ def render():
         ("cpu table", table(cpu) if cpu else None),
         ("step table", "\n\n".join(map(train_candle.section, steps.values()))),
         ("hopper table", "\n\n".join(map(hopper_section, forwards, forwards.values()))),
+        ("ranks table", "\n\n".join(map(ranks_report.section, of_devices("parallel").values()))),
         ("engine table", "\n\n".join(map(engine_table, engines.values()))),
         ("llama.cpp table", "\n\n".join(map(llama_cpp.section, beside.values()))),
         ("training table", "\n\n".join(map(training.section, trained.values()))),
@@ -619,7 +579,8 @@ def render():
         if cpu:
             plot(cpu, RESULTS / "cpu.svg")
         for device, forward in forwards.items():
-            hopper_plot(forward, RESULTS / f"attention_forward_{device}.svg")
+            passes = both_passes(device, forward)
+            attention_report.plot(*passes, forward["device"]["name"], RESULTS / f"attention_{device}.svg")
         for device, result in trained.items():
             training.plot(result, RESULTS / f"train_{device}.svg")
         if devices:
