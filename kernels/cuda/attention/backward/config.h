@@ -32,6 +32,7 @@ enum : int {
   kBarrierDqFull = 2,                    // and the next: of each warpgroup
   kBarrierDqEmpty = kBarrierDqFull + 2,  // likewise
   kBarrierOtherTurn = kBarrierDqEmpty + 2,
+  kBarrierRowsCleared,
   kBarrierInOrder,  // of two warps
   kBarrierAdded     // likewise
 };

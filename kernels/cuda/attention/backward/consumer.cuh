@@ -222,7 +222,8 @@ struct Consumer {
     const int rows = w.sequence.seqlen_q - m * kM;
     clear_rows<kM>(shared.q[at.stage], rows);
     clear_rows<kM>(shared.dout[at.stage], rows);
-    named_barrier_sync(kBarrierConsumers, 256);
+    // Not that of turns, at which a warpgroup may have arrived already.
+    named_barrier_sync(kBarrierRowsCleared, 256);
   }
 
   // 64 rows of dK or dV.
@@ -346,7 +347,7 @@ struct Consumer {
     if (p.cu_seqlens_k != nullptr && keys < kBlockN) {
       clear_rows<kBlockN>(shared.k, keys);
       clear_rows<kBlockN>(shared.v, keys);
-      named_barrier_sync(kBarrierConsumers, 256);
+      named_barrier_sync(kBarrierRowsCleared, 256);
     }
     float x[kS], y[kS];
     uint32_t probabilities[kS / 2], ds[kS / 2];
