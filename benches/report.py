@@ -33,6 +33,7 @@ import attention_report
 import llama_cpp
 import ranks_report
 import regression
+import scale_model
 import train_candle
 import training
 
@@ -308,6 +309,13 @@ def hopper_shapes(shapes):
     return lines
 
 
+def ranks_section():
+    """What two GPUs divide, and what more would by a model of them."""
+    parallel, collectives = (list(of_devices(kind).values()) for kind in ("parallel", "collectives"))
+    modelled = [scale_model.section(parallel[0], collectives[0])] if parallel and collectives else []
+    return "\n\n".join([*map(ranks_report.section, parallel), *modelled])
+
+
 def both_passes(device, forward):
     """The cells of the forward pass, with FlashAttention-2 where it was measured (on the same shapes and device, by replays of
     graphs), and of the gradients."""
@@ -567,7 +575,7 @@ def render():
         ("cpu table", table(cpu) if cpu else None),
         ("step table", "\n\n".join(map(train_candle.section, steps.values()))),
         ("hopper table", "\n\n".join(map(hopper_section, forwards, forwards.values()))),
-        ("ranks table", "\n\n".join(map(ranks_report.section, of_devices("parallel").values()))),
+        ("ranks table", ranks_section()),
         ("engine table", "\n\n".join(map(engine_table, engines.values()))),
         ("llama.cpp table", "\n\n".join(map(llama_cpp.section, beside.values()))),
         ("training table", "\n\n".join(map(training.section, trained.values()))),
