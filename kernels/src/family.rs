@@ -26,6 +26,8 @@ mod cross_entropy_ring;
 mod linear_blocks;
 #[path = "../cuda/linear/codes/family.rs"]
 mod linear_codes;
+#[path = "../cuda/linear/steps/family.rs"]
+mod linear_steps;
 #[path = "../cuda/norm/backward/family.rs"]
 mod norm_backward_ring;
 #[path = "../cuda/qk_norm_rope/family.rs"]
@@ -41,6 +43,7 @@ pub const FAMILIES: &[Family] = &[
     cross_entropy_ring::FAMILY,
     linear_blocks::FAMILY,
     linear_codes::FAMILY,
+    linear_steps::FAMILY,
     norm_backward_ring::FAMILY,
     qk_norm_rope_ring::FAMILY,
     quantize::FAMILY,

@@ -166,6 +166,8 @@ fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
         cases.push((rows, [2400, 2 * 256], 0));
         cases.push((rows, [17, 56 * 256], 0));
     }
+    // Half of a step, and tiles without all columns.
+    cases.push((6, [530, 9 * 256], 0));
     for rows in [1, 5, 33] {
         cases.push((rows, [16, 9 * 256], 1));
     }
@@ -209,7 +211,7 @@ fn products_are_those_of_the_decoded_weight() {
                     // The CPU widens all to f32.
                     let few: &[usize] = match ctx.backend() {
                         Backend::Cpu => &[1, 33],
-                        _ => &[1, 3, 5, 8, 9, 16, 17, 24, 32, 33, 65],
+                        _ => &[1, 3, 5, 6, 8, 9, 16, 17, 24, 32, 33, 65],
                     };
                     if dtype == DType::F32 || few.contains(&rows) {
                         let x =
@@ -318,14 +320,16 @@ fn what_is_no_number_shows() {
             (DType::Q8_0, f64::INFINITY),
             (DType::Q4_1, f64::INFINITY),
         ] {
-            let matrix = Matrix::random(&ctx, format, [20, 128], 0);
-            let mut values = vec![1.0; 3 * 128];
-            values[128 + 77] = odd;
-            for dtype in FLOATS {
-                let x = TestTensor::of(dtype, &[3, 128], &values);
-                let y = product(&ctx, &x, matrix.weights(false)).values();
-                for (i, y) in y.iter().enumerate() {
-                    assert_eq!(y.is_finite(), i / 20 != 1, "{format} {dtype} {i}");
+            let matrix = Matrix::random(&ctx, format, [20, 512], 0);
+            for rows in [3, 8] {
+                let mut values = vec![1.0; rows * 512];
+                values[512 + 77] = odd;
+                for dtype in FLOATS {
+                    let x = TestTensor::of(dtype, &[rows, 512], &values);
+                    let y = product(&ctx, &x, matrix.weights(false)).values();
+                    for (i, y) in y.iter().enumerate() {
+                        assert_eq!(y.is_finite(), i / 20 != 1, "{format} {dtype} {rows} {i}");
+                    }
                 }
             }
         }

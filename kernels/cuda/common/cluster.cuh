@@ -35,6 +35,11 @@ __device__ __forceinline__ float4 load_from_peer(uint32_t address) {
   return four;
 }
 
+// Stores to another block's shared memory, where it can be read behind the next `cluster_sync`.
+__device__ __forceinline__ void store_to_peer(uint32_t address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 // Stores to another block's shared memory. Its barrier there counts the 16 bytes once they can be
 // read.
 __device__ __forceinline__ void store_async(const float4 &value, uint32_t to, uint32_t barrier) {

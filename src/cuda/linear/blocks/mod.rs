@@ -1,10 +1,12 @@
 //! Products with weights in blocks.
 //!
 //! Few rows go to kernels that read the blocks as they are, and round `x` to integers of 16 bits; some
-//! more, of 16 bits, to such as leave `x` as it is (`kernels/cuda/linear/blocks`). All else has the
-//! matrix decoded to the dtype of `x`, in the workspace and in parts if it is large, and is a product
-//! of floats then.
+//! more, of 16 bits, to such as leave `x` as it is (`kernels/cuda/linear/blocks`); of these five to eight
+//! rows, on Hopper, to kernels of their own (`kernels/cuda/linear/steps`). All else has the
+//! matrix decoded to the dtype of `x`, in the workspace and in parts if it is large, and is a product of
+//! floats then.
 
+mod steps;
 mod tiles;
 
 use super::{Epilogue, Product, multiply_floats};
@@ -27,6 +29,7 @@ use crate::tensor::{RawTensor, Scratch, Workspace};
 
 pub(super) struct Kernels {
     kernels: Vec<Kernel<Arguments>>,
+    steps: steps::Kernels,
     multiprocessors: usize,
 }
 
@@ -39,6 +42,7 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     let multiprocessors = resources.primary.attribute(super::OP, units)? as usize;
     Ok(Kernels {
         kernels,
+        steps: steps::kernels(resources)?,
         multiprocessors: multiprocessors.max(1),
     })
 }
@@ -214,6 +218,9 @@ pub(super) fn multiply(
     let way = way(p.x, p.weights);
     if way != Way::Decoded {
         for matrix in p.rows().matrices() {
+            if steps::multiply(cuda, p, &arguments(p, &matrix), stream)? {
+                continue;
+            }
             match way {
                 Way::Tiles => tiles::multiply(cuda, p, &matrix, stream)?,
                 _ => multiply_few(cuda, p, &matrix, stream)?,

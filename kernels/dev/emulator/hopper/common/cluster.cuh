@@ -13,6 +13,8 @@ inline uint32_t peer_address(const void *, uint32_t) { return 0; }
 
 inline float4 load_from_peer(uint32_t) { return {}; }
 
+inline void store_to_peer(uint32_t, float) {}
+
 inline void store_async(const float4 &, uint32_t, uint32_t) {}
 
 }  // namespace unsloth
