@@ -102,6 +102,7 @@ inline uint32_t __byte_perm(uint32_t first, uint32_t second, uint32_t which) {
   return bytes;
 }
 
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
 inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline uint32_t __float_as_uint(float x) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/named_barrier.cuh"
+#include "common/signal.cuh"
 #include "common/tma.cuh"
 #include "shared.cuh"
 #include "work.cuh"
@@ -69,20 +70,6 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
       of_dout.advance();
     }
   }
-}
-
-// Waits until another block has published a value, and with it what it had added before.
-__device__ __forceinline__ void await_value(const int *from, int value) {
-  int seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
-  } while (seen != value);
-  fence_async_proxy_global();
-}
-
-__device__ __forceinline__ void publish_value(int *to, int value) {
-  fence_async_proxy_global();
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
 // Adds what consumers leave in shared memory of each step's dQ to the sums in memory. Of a wide

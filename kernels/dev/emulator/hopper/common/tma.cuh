@@ -116,4 +116,8 @@ void tma_store_wait_read() {
   machine::block->wait_stores(kPending);
 }
 
+inline void tma_store_wait() { machine::block->wait_stores(0); }
+
+inline void fence_async_proxy_global() {}
+
 }  // namespace unsloth
