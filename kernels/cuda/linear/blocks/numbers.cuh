@@ -27,4 +27,28 @@ __device__ __forceinline__ void numbers_of(uint32_t codes, uint32_t (&pairs)[2])
   }
 }
 
+// What a thread holds of a row's 32 neighbours `i`, as its part of the left-hand sides of two
+// products of 16 neighbours each: row `h` of its two there. `Bytes` reads the row where it is
+// staged; `t` is the lane in its quad.
+template <Blocks kBlocks, class T, class Bytes>
+__device__ __forceinline__ void left_hand_sides(const uint8_t *row, uint32_t i, uint32_t t,
+                                                uint32_t h, uint32_t (&to)[2][4]) {
+  using F = Format<kBlocks>;
+  constexpr uint32_t k32s = F::kLength / 32;
+  const uint32_t j = i % k32s;
+  const Bytes block = {row, i / k32s * F::kBytes};
+  const Bytes of_lane = {row + 4 * t, i / k32s * F::kBytes};
+  uint32_t fifth = 0;
+  if constexpr (kHasFifthBits<kBlocks>) fifth = block(kFifthBits<kBlocks>);
+#pragma unroll
+  for (uint32_t half = 0; half < 2; half++) {
+    const uint32_t quad = 8 * j + 4 * half;
+    uint32_t four = quad_of_codes<kBlocks>(of_lane, block, quad, t);
+    if constexpr (kHasFifthBits<kBlocks>) four |= fifth_bits(fifth, quad + t);
+    uint32_t pairs[2];
+    numbers_of<kBlocks, T>(four, pairs);
+    to[half][h] = pairs[0], to[half][2 + h] = pairs[1];
+  }
+}
+
 }  // namespace unsloth

@@ -216,19 +216,7 @@ class Tiles {
       for (uint32_t h = 0; h < 2; h++) {
         const uint8_t *row = rows[u][h] + at;
         const Bytes block = {row, i / k32s * F::kBytes};
-        const Bytes of_lane = {row + 4 * t, i / k32s * F::kBytes};
-        uint32_t fifth = 0;
-        if constexpr (kHasFifthBits<kBlocks>) fifth = block(kFifthBits<kBlocks>);
-#pragma unroll
-        for (uint32_t half = 0; half < 2; half++) {
-          const uint32_t quad = 8 * j + 4 * half;
-          uint32_t four = quad_of_codes<kBlocks>(of_lane, block, quad, t);
-          if constexpr (kHasFifthBits<kBlocks>) four |= fifth_bits(fifth, quad + t);
-          uint32_t pairs[2];
-          numbers_of<kBlocks, T>(four, pairs);
-          codes[u][half][h] = pairs[0];
-          codes[u][half][2 + h] = pairs[1];
-        }
+        left_hand_sides<kBlocks, T, Bytes>(row, i, t, h, codes[u]);
 #pragma unroll
         for (uint32_t part = 0; part < kParts; part++) {
           by[u][h][part] = factors(block, j * 32 / F::kGroup + part);

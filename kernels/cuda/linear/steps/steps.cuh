@@ -207,25 +207,6 @@ class Steps {
     }
   }
 
-  // A lane's codes of the 32 neighbours `i` of a row, as halves of a left-hand side.
-  __device__ __forceinline__ void codes_of(const uint8_t *row, uint32_t i, uint32_t h,
-                                           uint32_t (&to)[2][4]) const {
-    const uint32_t t = lane_ % 4, j = i % k32s;
-    const Bytes block = {row, i / k32s * F::kBytes};
-    const Bytes of_lane = {row + 4 * t, i / k32s * F::kBytes};
-    uint32_t fifth = 0;
-    if constexpr (kHasFifthBits<kBlocks>) fifth = block(kFifthBits<kBlocks>);
-#pragma unroll
-    for (uint32_t half = 0; half < 2; half++) {
-      const uint32_t quad = 8 * j + 4 * half;
-      uint32_t four = quad_of_codes<kBlocks>(of_lane, block, quad, t);
-      if constexpr (kHasFifthBits<kBlocks>) four |= fifth_bits(fifth, quad + t);
-      uint32_t pairs[2];
-      numbers_of<kBlocks, T>(four, pairs);
-      to[half][h] = pairs[0], to[half][2 + h] = pairs[1];
-    }
-  }
-
   template <bool kWhole>
   __device__ __forceinline__ void multiply(const uint8_t *const (&rows)[2], float (&acc)[4]) const {
     // Of four groups of the block at hand, whose scales of scales are taken apart but once.
@@ -240,7 +221,7 @@ class Steps {
 #pragma unroll
       for (uint32_t h = 0; h < 2; h++) {
         const Bytes block = {rows[h], i / k32s * F::kBytes};
-        codes_of(rows[h], i, h, codes);
+        left_hand_sides<kBlocks, T, Bytes>(rows[h], i, lane_ % 4, h, codes);
         if constexpr (kHasScalesOfScales<kBlocks>) {
           by[h][0] = ScalesOfScales(block).of(j);
         } else {
