@@ -76,7 +76,7 @@ fi
 mkdir -p "$pack"/{compare,record}
 cp benches/compare/*.py "$pack/compare/"
 cp -r python/unsloth "$pack/compare/"
-cp benches/{engine,llama_cpp,regression,report,train_candle,training}.py "$pack/"
+cp benches/{attention_report,engine,llama_cpp,ranks_report,regression,report,scale_model,train_candle,training}.py "$pack/"
 cp benches/results/*.json "$pack/record/"
 
 # The harness of Hopper's kernels, these as they ship and with random delays, and the library with such.

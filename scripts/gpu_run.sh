@@ -5,8 +5,8 @@
 #   c           C tests, linked to the shared library
 #   engine      the engine, on a model if the pack has one
 #   trainer     gradients of small models; the trainer, on a model if the pack has one
-#   parallel    with two GPUs: what ranks divide, measured and checked (needs PyTorch); its Rust tests;
-#               the engine and the trainer on two GPUs beside one; a test under memcheck
+#   parallel    with two GPUs: the engine and the trainer on both beside one; the Rust tests of groups,
+#               one of them under memcheck; what ranks divide, checked and measured (needs PyTorch)
 #   sanitizers  the tests under compute-sanitizer, where there is one
 #   prove       Hopper's attention and its gradients with random delays, and on long contexts (needs
 #               PyTorch)
