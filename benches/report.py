@@ -20,7 +20,6 @@ itself, and has a record of its own.
 import datetime
 import itertools
 import json
-import math
 import os
 import pathlib
 import platform
@@ -36,6 +35,7 @@ import regression
 import scale_model
 import train_candle
 import training
+from attention_report import mean
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CRITERION = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "criterion"
@@ -255,12 +255,11 @@ def hopper_table(result):
         for p in panels.values()
         for cell in p.values()
     ]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     lines = prose(
         f"{result['device']['name']}, driver {result['device']['driver_version']}, {result['date']}; bf16, 16,384 tokens in "
         "all, heads · dim = 2048; TFLOP/s of kernel time, contenders by turns: libunsloth / FlashAttention-3 / cuDNN "
         f"{result['cudnn'] // 10000}.{result['cudnn'] // 100 % 100}. Geometric mean of our speed over the better of the other "
-        f"two: {mean:.3f}; the lowest of the {len(ratios)} cells: {min(ratios):.3f}."
+        f"two: {mean(ratios):.3f}; the lowest of the {len(ratios)} cells: {min(ratios):.3f}."
     )
     lines += [
         "",
@@ -362,11 +361,6 @@ def ratios(results, name):
     """A contender's times over ours."""
     rows = [row["us"] for result in results for row in result["rows"]]
     return [us[name] / us[OURS] for us in rows if OURS in us and name in us]
-
-
-def mean(values):
-    """The geometric mean."""
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def limits(row, device):

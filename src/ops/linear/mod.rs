@@ -18,11 +18,11 @@
 //!
 //! On CUDA products of up to 24 rows read blocks as they are, and round `x` in the same way: as the two digits of base 256 that a
 //! code is, which tensor cores multiply by the weights' codes; neighbours of which none exceeds 1e-33 count as zeros. Of `x` in 16 bits
-//! that is done for up to 8 rows; for up to 4 on Hopper, if rows of the weight are whole lines of 16 bytes and few enough. From there
-//! to 32 rows, and for fewer whose weight asks for float activations, nothing is rounded: tensor cores multiply codes by `x` as it
-//! is, and sums of the neighbours of a scale are scaled in f32. All others have
-//! the weight decoded to the dtype of `x`, to which it is rounded, in a
-//! workspace that they cannot do without: the whole of it, or parts of 128 MiB.
+//! that is done for up to 8 rows; on Hopper for up to 4, where rows of the weight are whole lines of 16 bytes, of at most 16,384
+//! elements, and not more than 6,144 (in Q8_0 and Q6_K any number). From there to 32 rows, and for fewer whose weight asks for float
+//! activations, nothing is rounded: tensor cores multiply codes by `x` as it is, and sums of the neighbours of a scale are scaled in
+//! f32. All others have the weight decoded to the dtype of `x`, to which it is rounded, in a workspace that they cannot do without:
+//! the whole of it, or parts of 128 MiB.
 //!
 //! On CUDA, products of more than a few rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has
 //! that of the output; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32, and those of few columns

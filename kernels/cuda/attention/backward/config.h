@@ -21,17 +21,17 @@ constexpr int kLastBlocks = 264;  // about two for each multiprocessor
 // Registers per thread after the hand-over from producer to consumers.
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
-// A block is launched with as many registers as divide evenly, in eights; who
-// waits for more than are given back waits for ever.
+// A block is launched with as many registers as divide evenly, in eights; who waits for more than
+// are given back waits for ever.
 static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <=
               65536 / kThreads / 8 * 8 * kThreads);
 
 // Named barriers (0 is the block's).
 enum : int {
-  kBarrierConsumers = 1,
-  kBarrierDqFull = 2,                    // and the next: of each warpgroup
-  kBarrierDqEmpty = kBarrierDqFull + 2,  // likewise
-  kBarrierOtherTurn = kBarrierDqEmpty + 2,
+  kBarrierConsumers = 1,                    // of turns, that of each second one
+  kBarrierDqFull = 2,                       // and the next: of each warpgroup
+  kBarrierDqEmpty = kBarrierDqFull + 2,     // likewise
+  kBarrierOtherTurn = kBarrierDqEmpty + 2,  // that of the turns between
   kBarrierRowsCleared,
   kBarrierInOrder,  // of two warps
   kBarrierAdded     // likewise

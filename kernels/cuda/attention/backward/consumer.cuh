@@ -303,9 +303,10 @@ struct Consumer {
     leave_q(dk, ds, stage);
   }
 
-  // The same with all of dQ by the warpgroup whose turn it is; the other one does not wait for it.
-  // What lay where dS lies was read two steps ago by one of them: it waited for its dQ then, and
-  // the other, whose turn the next step was, for it in that one.
+  // The same, but the warpgroup whose turn it is computes all of dQ, and the other one only leaves
+  // its dS. Step n writes dS where that of step n - 2 was. The warpgroup whose turn that was has
+  // read it: it waited for its dQ within the step. The other one knows so, too: in step n - 1,
+  // which was its turn, it waited until the first had come there.
   __device__ __forceinline__ void finish_by_turns(float (&dk)[kG], float (&dv)[kG],
                                                   uint32_t (&probabilities)[kS / 2],
                                                   uint32_t (&ds)[kS / 2], int stage, int group,
