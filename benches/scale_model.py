@@ -2,8 +2,9 @@
 
 Assumed: ranks of a host of eight reach each other at the rate that two do (NVSwitch), and a ring moves 2 (n - 1) / n of the bytes of an
 all-reduce; its latency grows with its steps. Between hosts each GPU has NETWORK bytes a second, and all-reduces go in three steps:
-scattered within the host, reduced between hosts by parts, gathered within the host. Of an all-reduce that share stays visible that did
-at two, where products of half the size and what ran beside it are counted in; what is no product (norms, launches) is divided, too.
+scattered within the host, reduced between hosts by parts, gathered within the host. Two GPUs take longer than half the time of one. That
+excess, as a share of the time that the all-reduces take by themselves, is assumed for more GPUs, too: it stands for the part of them that
+nothing hides, and for all else that two GPUs lose (smaller products, norms that each computes whole).
 """
 
 import math
