@@ -1,9 +1,10 @@
 """Checks variants of the kernels whose rows pass through shared memory, and times how their threads and stages may be parted.
 
 Usage: rings.py OUT.json DIR [PART...], a part being norm or cross_entropy, or norm_once or cross_entropy_once, which launch each
-kernel once, for a profiler. DIR has include/, layer_norm.VARIANT.cubin, rms_norm.VARIANT.cubin and
-tokens.VARIANT.cubin. Microseconds of one launch, a graph of launches on sets that exceed the cache, contenders by turns; `copy` moves as
-many bytes. A name ends in threads x stages, and when a stage is filled again.
+kernel once, for a profiler. DIR has include/, layer_norm.VARIANT.cubin, rms_norm.VARIANT.cubin, group_layer_norm.VARIANT.cubin,
+group_rms_norm.VARIANT.cubin and tokens.VARIANT.cubin. Microseconds of one launch, a graph of launches on sets that exceed the cache,
+contenders by turns; `copy` moves as many bytes. A name ends in threads x stages, and when a stage is filled again; of a group in
+threads to a row x stages.
 """
 
 import ctypes
@@ -97,10 +98,36 @@ def norm(directory, result, once):
         y = torch.nn.functional.layer_norm(x, (columns,), weight.double(), None, 1e-5) if centered else torch.nn.functional.rms_norm(x, (columns,), weight.double(), 1e-5)
         (expected,) = torch.autograd.grad(y, x, dout.detach())
         contenders = {"copy": copies(rows * columns * 6, sets)}
+        length = columns // 8
+
+        def contend(name, kernel, threads, stages, refill, kept):
+            runs = []
+            for a, b, c in tensors:
+                p = Arguments()
+                p.x, p.dout, p.dx, p.weight = a.data_ptr(), b.data_ptr(), c.data_ptr(), weight.data_ptr()
+                p.dweights, p.dbiases = shares[0].data_ptr(), shares[1].data_ptr()
+                p.x_0 = p.dout_0 = p.dx_0 = columns * 2
+                p.rows, p.length, p.threads, p.stages, p.refill = rows, length, threads, stages, refill
+                p.size_1 = p.size_2 = 1
+                p.weight_dtype, p.epsilon, p.inverse_length = BF16, 1e-5, 1 / columns
+                runs.append(launcher(kernel, SMS, 512, p))
+            runs[0]()
+            torch.cuda.synchronize()
+            error = ((tensors[0][2][:1024].double() - expected).norm() / expected.norm()).item()
+            if error > 4e-3 or not error == error:
+                print("WRONG", op, rows, columns, name, error)
+            if kept:
+                contenders[name] = runs
+
         for variant, module in modules.items():
+            # As many threads to a row as the library takes, which has no groups for longer rows.
+            group = next((g for g in (128, 256, 512) if 2 * g >= length and not (centered and g == 512)), None)
+            if variant.startswith(f"group_{op}") and group:
+                kernel = function(module, f"norm_backward_ring_group_{op}_bf16_{group}", SHARED)
+                for stages in (2, 3):
+                    contend(f"{variant} {group} of {stages}", kernel, group, stages, 2, True)
             if not variant.startswith(op):
                 continue
-            length = columns // 8
             for per_thread in (1, 2, 4):
                 threads = max(32, length // per_thread)
                 if threads > 512:
@@ -114,24 +141,8 @@ def norm(directory, result, once):
                     head = 4096 + (columns * 4 if centered else 0)
                     if stages * (512 // threads) * columns * 4 + head > SHARED:
                         continue
-                    runs = []
-                    for a, b, c in tensors:
-                        p = Arguments()
-                        p.x, p.dout, p.dx, p.weight = a.data_ptr(), b.data_ptr(), c.data_ptr(), weight.data_ptr()
-                        p.dweights, p.dbiases = shares[0].data_ptr(), shares[1].data_ptr()
-                        p.x_0 = p.dout_0 = p.dx_0 = columns * 2
-                        p.rows, p.length, p.threads, p.stages, p.refill = rows, length, threads, stages, refill
-                        p.size_1 = p.size_2 = 1
-                        p.weight_dtype, p.epsilon, p.inverse_length = BF16, 1e-5, 1 / columns
-                        runs.append(launcher(kernel, SMS, 512, p))
-                    runs[0]()
-                    torch.cuda.synchronize()
-                    error = ((tensors[0][2][:1024].double() - expected).norm() / expected.norm()).item()
                     name = f"{variant} {threads}x{stages} {REFILLS[refill]}"
-                    if error > 4e-3 or not error == error:
-                        print("WRONG", op, rows, columns, name, error)
-                    if per_thread == (4 if centered or columns > 8192 else 2):
-                        contenders[name] = runs
+                    contend(name, kernel, threads, stages, refill, per_thread == (4 if centered or columns > 8192 else 2))
         if once:
             continue
         times = timed(contenders)

@@ -77,8 +77,13 @@ fn cases(dtype: DType) -> Vec<Case> {
                 push(centered, contiguous(&[5, dim]), 1 + power % 2 * 4);
             }
         }
+        // Rows of which one block of a GPU has all, and stores sums of each dtype or adds them to what
+        // is there.
+        push(centered, contiguous(&[1, 4096]), 11);
+        push(centered, contiguous(&[3, 1544]), 8);
+        push(centered, strided_rows(&[2, 2, 2, 1032], 8), 7);
         // Rows that are many for a GPU, with a residual and without, the last in place.
-        push(centered, contiguous(&[1100, 2056]), 1);
+        push(centered, contiguous(&[1900, 2056]), 1);
         push(centered, strided_rows(&[2, 600, 776], 8), 5);
         push(centered, contiguous(&[1057, 520]), 13);
     }
@@ -291,8 +296,15 @@ fn the_definition_is_the_forwards_derivative() {
     }
 }
 
-/// A call through both modules with everything there, of f32 tensors `[rows, dim]`.
-fn gradients(ctx: &Context, centered: bool, x: &[f64], dout: &[f64], held: &[f64]) -> [Vec<u8>; 3] {
+/// A call through both modules with everything there, of tensors `[rows, dim]`, the parameters' of
+/// f32.
+fn gradients(
+    (ctx, dtype): (&Context, DType),
+    centered: bool,
+    x: &[f64],
+    dout: &[f64],
+    held: &[f64],
+) -> [Vec<u8>; 3] {
     let dim = held.len();
     let shape = [x.len() / dim, dim];
     let case = Case {
@@ -305,11 +317,11 @@ fn gradients(ctx: &Context, centered: bool, x: &[f64], dout: &[f64], held: &[f64
         in_place: false,
         skew: 0,
     };
-    let of =
-        |values: &[f64], shape: &[usize]| TestTensor::of(DType::F32, shape, values).upload(ctx);
-    let (x, mut dout, weight) = (of(x, &shape), of(dout, &shape), of(held, &[dim]));
-    let (mut dweight, mut dbias) = (of(held, &[dim]), of(held, &[dim]));
-    let mut dx = TestTensor::poisoned(DType::F32, case.layout).upload(ctx);
+    let rows = |values: &[f64]| TestTensor::of(dtype, &shape, values).upload(ctx);
+    let vector = || TestTensor::of(DType::F32, &[dim], held).upload(ctx);
+    let (x, mut dout, weight) = (rows(x), rows(dout), vector());
+    let (mut dweight, mut dbias) = (vector(), vector());
+    let mut dx = TestTensor::poisoned(dtype, case.layout).upload(ctx);
     let call = Call {
         case: &case,
         x: x.view(),
@@ -333,16 +345,23 @@ fn bits_repeat() {
     };
     let mut normal =
         |shape: &[usize]| TestTensor::normal(rng, DType::F32, contiguous(shape)).values();
-    let (x, dout, held) = (normal(&[777, 40]), normal(&[777, 40]), normal(&[40]));
-    for centered in [false, true] {
-        for ctx in contexts() {
-            let first = gradients(&ctx, centered, &x, &dout, &held);
-            for _ in 0..5 {
-                assert!(first == gradients(&ctx, centered, &x, &dout, &held));
-            }
-            if ctx.backend() == unsloth::Backend::Cpu {
-                let alone = Context::new(&one).unwrap();
-                assert!(first == gradients(&alone, centered, &x, &dout, &held));
+    // Rows that a GPU's threads share in several ways, and that one block has.
+    for (dtype, shape) in [
+        (DType::F32, [777, 40]),
+        (DType::Bf16, [333, 2056]),
+        (DType::Bf16, [3, 2056]),
+    ] {
+        let (x, dout, held) = (normal(&shape), normal(&shape), normal(&shape[1..]));
+        for centered in [false, true] {
+            for ctx in contexts() {
+                let of = |ctx| gradients((ctx, dtype), centered, &x, &dout, &held);
+                let first = of(&ctx);
+                for _ in 0..5 {
+                    assert!(first == of(&ctx));
+                }
+                if ctx.backend() == unsloth::Backend::Cpu {
+                    assert!(first == of(&Context::new(&one).unwrap()));
+                }
             }
         }
     }
@@ -363,7 +382,7 @@ proptest! {
         let mut normal = || TestTensor::normal(rng, DType::F32, layout).values();
         let (x, dout) = (normal(), normal());
         for ctx in contexts() {
-            let [dx, ..] = gradients(&ctx, centered, &x, &dout, &vec![1.0; dim]);
+            let [dx, ..] = gradients((&ctx, DType::F32), centered, &x, &dout, &vec![1.0; dim]);
             let dx: Vec<f64> = dx
                 .chunks(4)
                 .map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap())))

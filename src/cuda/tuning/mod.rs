@@ -69,8 +69,9 @@ pub(super) struct Hopper {
     pub decoding: &'static [Decoding],
 }
 
-/// The gradients of norms by Hopper's kernels: how many stages a ring of rows has, and when they are
-/// filled again. Rows short enough for one warp have the same ring on every device.
+/// The gradients of norms by Hopper's kernels of rows in shared memory alone: how many stages a ring of
+/// rows has, and when they are filled again. Rows short enough for one warp have the same ring on
+/// every device.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormBackward {
     /// RMSNorm, where a block has several rings.

@@ -17,6 +17,11 @@ pub const FAMILY: Family = Family {
             "refill",
             "when stages are filled again, as the argument; 3 as that says",
         ),
+        (
+            "group",
+            "threads that share a row; 0 for as many as the argument says",
+        ),
+        ("rows", "that these take at a time"),
         ("vectors", "that a thread has of a row at most"),
         ("stages", "of a ring at most"),
         (
@@ -37,15 +42,11 @@ const ARGUMENTS: &[Field] = &[
     field(Type::Pointer("const void"), "weight", ""),
     field(Type::Pointer("void"), "dx", ""),
     field(
-        Type::Pointer("float"),
+        Type::Pointer("void"),
         "dweights",
-        "[blocks, columns]; may be null",
+        "[blocks, columns] shares of f32, or of one block the gradient; may be null",
     ),
-    field(
-        Type::Pointer("float"),
-        "dbiases",
-        "[blocks, columns]; may be null",
-    ),
+    field(Type::Pointer("void"), "dbiases", "the same"),
     field(Type::I64, "x_0", "bytes, as all strides"),
     field(Type::I64, "x_1", ""),
     field(Type::I64, "x_2", ""),
@@ -63,7 +64,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "threads",
-        "that share a row: 32 to 512, a power of two",
+        "that share a row: 32 to 512, a power of two; unless `group` says it",
     ),
     field(Type::U32, "stages", "of a slot's ring, two or more"),
     field(
@@ -81,6 +82,17 @@ const ARGUMENTS: &[Field] = &[
     field(Type::U32, "size_2", ""),
     field(Type::U32, "size_2_multiplier", ""),
     field(Type::U32, "size_2_shift", ""),
+    field(
+        Type::U32,
+        "dweights_dtype",
+        "of the gradient, a contract's Float; 0 for shares",
+    ),
+    field(Type::U32, "dbiases_dtype", "the same"),
+    field(
+        Type::U32,
+        "accumulate",
+        "whether gradients of f32 are added to what is there",
+    ),
     field(
         Type::U32,
         "weight_dtype",

@@ -13,14 +13,10 @@
 #include "common/named_barrier.cuh"
 #include "common/rows.cuh"
 #include "common/tma.cuh"
-#include "common/vector.cuh"
-#include "norm/backward/arguments.h"
+#include "shares.cuh"
 
 namespace unsloth {
 
-using Arguments = NormBackwardRingArguments;
-
-constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 // Vectors of 16 bytes that a thread has of a row.
 constexpr int kVectors = 4;
@@ -29,8 +25,6 @@ constexpr int kMaxStages = 8;
 // and writes of all blocks fall together, which only a measurement tells: as soon as all have left
 // it, which they are waited for; before the next row's sums are added; or after, when nobody waits.
 enum Refill : uint32_t { kAtOnce, kBeforeSums, kAfterSums, kAsTold };
-// What a block may have.
-constexpr int kSharedBytes = 227 * 1024;
 
 // What lies before gains and stages.
 struct Shared {
@@ -186,17 +180,6 @@ struct Backward {
     }
   }
 
-  // The mean of a row's first vector. Whatever the row, it is so near the mean that distances from
-  // it lose less than their roundings: of n elements with variance v, eight of mean m have m² <= v
-  // n / 8.
-  __device__ __forceinline__ float pivot(const uint4 *xs) const {
-    float first[kWidth], sum = 0.0f;
-    V::unpack(xs[0], first);
-#pragma unroll
-    for (int j = 0; j < kWidth; j++) sum += first[j];
-    return sum / kWidth;
-  }
-
   // Sums a row, stores its dx, and adds to the shares.
   template <class Refill>
   __device__ __forceinline__ void take(uint32_t row, uint32_t stage, uint32_t half, Refill refill) {
@@ -205,7 +188,7 @@ struct Backward {
     const uint4 *residuals = douts + p.length;
     float mean = 0.0f;
     if constexpr (kPivots) {
-      mean = pivot(xs);
+      mean = pivot<T>(xs[0]);
     } else if constexpr (kCentered) {
       float sum[1] = {};
       for_vectors([&](int, uint32_t i) {
@@ -268,36 +251,6 @@ struct Backward {
     });
   }
 
-  static __device__ __forceinline__ void store_vector(const float (&from)[kWidth], float *to) {
-#pragma unroll
-    for (int j = 0; j < kWidth; j += 4) {
-      *reinterpret_cast<float4 *>(to + j) = {from[j], from[j + 1], from[j + 2], from[j + 3]};
-    }
-  }
-
-  // Adds the slots' shares, which pass through the stages, and stores the sum.
-  __device__ __forceinline__ void store_shares(const float (&share)[kVectors][kWidth], float *to) {
-    const uint32_t columns = p.length * kWidth;
-    to += static_cast<size_t>(blockIdx.x) * columns;
-    if (num_slots() == 1) {
-      for_vectors([&](int k, uint32_t i) { store_vector(share[k], to + i * kWidth); });
-      return;
-    }
-    float *all = reinterpret_cast<float *>(stages);
-    __syncthreads();
-    for_vectors(
-        [&](int k, uint32_t i) { store_vector(share[k], all + slot * columns + i * kWidth); });
-    __syncthreads();
-    for (uint32_t i = threadIdx.x * 4; i < columns; i += kThreads * 4) {
-      float4 sum = *reinterpret_cast<const float4 *>(all + i);
-      for (uint32_t other = 1; other < num_slots(); other++) {
-        const float4 more = *reinterpret_cast<const float4 *>(all + other * columns + i);
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-      }
-      *reinterpret_cast<float4 *>(to + i) = sum;
-    }
-  }
-
   __device__ __forceinline__ void run() {
     if (threadIdx.x < kWarps * kMaxStages) {
       shared.full[threadIdx.x].init(1);
@@ -341,37 +294,24 @@ struct Backward {
         parity ^= 1;
       }
     }
-    if (p.dweights != nullptr) store_shares(dweight, p.dweights);
-    if constexpr (kCentered) {
-      if (p.dbiases != nullptr) store_shares(dbias, p.dbiases);
-    }
+    const auto store = [&](const auto &share, void *to, uint32_t dtype) {
+      store_shares(share, Sums{to, dtype, p.accumulate != 0}, p.length * kWidth, slot, num_slots(),
+                   stages, [&](auto each) { for_vectors(each); });
+    };
+    store(dweight, p.dweights, p.dweights_dtype);
+    if constexpr (kCentered) store(dbias, p.dbiases, p.dbiases_dtype);
   }
 };
 
 template <class T, bool kCentered, bool kResidual, Refill kRefill>
-__device__ __forceinline__ void backward(const Arguments &p) {
-  extern __shared__ __align__(128) uint8_t dynamic[];
+__device__ __forceinline__ void ring(const Arguments &p, uint8_t *dynamic) {
+  await_previous_kernel();
   Backward<T, kCentered, kResidual, kRefill>(p, dynamic).run();
 }
 
 }  // namespace unsloth
 
-// Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_NORM_BACKWARD(name, type, centered, residual, refill)     \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)      \
-      name(const __grid_constant__ NormBackwardRingArguments params) {    \
-    unsloth::let_next_kernel_start();                                     \
-    unsloth::await_previous_kernel();                                     \
-    unsloth::backward<type, centered, residual, unsloth::refill>(params); \
-  }                                                                       \
-  extern "C" __device__ const NormBackwardRingLaunch name##_launch = {    \
-      static_cast<int32_t>(unsloth::kDtype<type>),                        \
-      centered,                                                           \
-      residual,                                                           \
-      unsloth::refill,                                                    \
-      unsloth::kVectors,                                                  \
-      unsloth::kMaxStages,                                                \
-      unsloth::kHeadBytes,                                                \
-      unsloth::kThreads,                                                  \
-      unsloth::kSharedBytes,                                              \
-  };
+#define UNSLOTH_NORM_BACKWARD(name, type, centered, residual, refill)                              \
+  UNSLOTH_NORM_BACKWARD_KERNEL(name, (unsloth::ring<type, centered, residual, unsloth::refill>),   \
+                               type, centered, residual, unsloth::refill, 0, 1, unsloth::kVectors, \
+                               unsloth::kMaxStages, unsloth::kHeadBytes)

@@ -1,6 +1,6 @@
 //! The backward pass of RMSNorm and LayerNorm on the GPU: which kernel a problem gets, its
 //! workspace, and its launches: one for the rows, then one that adds the shares of the parameters'
-//! gradients.
+//! gradients, if there are several.
 
 mod ring;
 
@@ -167,8 +167,16 @@ impl Ready<'_> {
         }
     }
 
+    /// Whether one block has all rows, and stores the parameters' gradients itself.
+    fn is_whole(&self) -> bool {
+        matches!(self.chosen, Chosen::Ring(_)) && self.shares() == 1
+    }
+
     /// Bytes of one parameter's shares.
     fn bytes(&self) -> usize {
+        if self.is_whole() {
+            return 0;
+        }
         let row = self.problem.dim().saturating_mul(size_of::<f32>());
         self.shares().saturating_mul(row)
     }
@@ -230,8 +238,14 @@ impl Ready<'_> {
     /// Queues the gradients of a launch's rows.
     ///
     /// # Safety
-    /// The tensors have these rows, and each block has a share of what is asked for.
-    unsafe fn rows_of(&self, launch: &Launch<4>, shares: [u64; 2], stream: Stream) -> Result<()> {
+    /// The tensors have these rows, and each block has a share of what is asked for; there are none
+    /// where [`Ready::is_whole`].
+    unsafe fn rows_of(
+        &self,
+        launch: &Launch<4>,
+        shares: Option<[u64; 2]>,
+        stream: Stream,
+    ) -> Result<()> {
         let (cuda, p) = (self.cuda, &self.problem);
         match &self.chosen {
             // SAFETY: the caller's promise.
@@ -241,6 +255,7 @@ impl Ready<'_> {
                 width,
                 groups,
             } => {
+                let shares = shares.unwrap_or_default();
                 let arguments = self.arguments(*width, *groups, launch, shares);
                 // SAFETY: the caller's promise.
                 unsafe { cuda.launch(op(p), &form.kernel, *groups as u32, &arguments, stream) }
@@ -273,10 +288,14 @@ impl Plan for Ready<'_> {
             let per_launch = (self.chosen.groups() * p.dim() * size_of::<f32>()) as u64;
             for (i, launch) in self.rows.launches().enumerate() {
                 let shares = begins.map(|begin| begin + i as u64 * per_launch);
+                let shares = (!self.is_whole()).then_some(shares);
                 // SAFETY: the problem was checked: its tensors have the rows that the arguments
                 // describe, and the workspace a share for each block.
                 unsafe { self.rows_of(&launch, shares, stream) }?;
             }
+        }
+        if self.is_whole() {
+            return Ok(());
         }
         let shares = Shares {
             addresses: begins,

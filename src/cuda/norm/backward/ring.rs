@@ -1,5 +1,5 @@
 //! The kernels for Hopper (`kernels/cuda/norm/backward`): rows pass through shared memory, a block
-//! fills a multiprocessor.
+//! fills a multiprocessor. Those of groups have several rows at a time in registers, too.
 
 use crate::alloc::push;
 use crate::backend::Stream;
@@ -18,6 +18,9 @@ const MIN_VECTORS: usize = 32;
 /// Rows of a multiprocessor below which the portable kernels are faster, if they take rows whole:
 /// there is too little to do for blocks of this size.
 const MIN_ROWS: usize = 8;
+
+/// Vectors of a row that a warp takes alone, whose threads wait for nobody: faster than a group.
+const MAX_VECTORS_OF_WARP: usize = 128;
 
 /// None on other devices, and in builds without them.
 pub(super) struct Kernels {
@@ -56,36 +59,67 @@ impl Kernels {
     /// The kernel for `rows` rows in each launch, whose vectors are aligned; none where rows are
     /// short, or so long that no two of them fit shared memory, or few, if another is `good`.
     pub fn choose(&self, p: &Backward, rows: usize, good: bool) -> Option<Form<'_>> {
-        let bytes = p.dim() * p.x.dtype.size();
-        let few = rows < MIN_ROWS.saturating_mul(self.multiprocessors);
-        if bytes / VECTOR < MIN_VECTORS || (few && good) {
+        let vectors = p.dim() * p.x.dtype.size() / VECTOR;
+        if vectors < MIN_VECTORS {
             return None;
         }
+        let few = rows < MIN_ROWS.saturating_mul(self.multiprocessors);
+        self.group(p, rows, vectors).or_else(|| match few && good {
+            true => None,
+            false => self.ring(p, rows, vectors),
+        })
+    }
+
+    /// The kernels for a problem.
+    fn of(&self, p: &Backward) -> impl Iterator<Item = &Kernel<Arguments>> {
+        let (dtype, centered) = (p.x.dtype as u32, u32::from(p.centered));
+        let residual = u32::from(p.dresidual.is_some());
+        self.kernels.iter().filter(move |kernel| {
+            let choices = kernel.choices;
+            (choices.dtype, choices.centered, choices.residual) == (dtype, centered, residual)
+        })
+    }
+
+    /// The kernel with the fewest threads to a row, for rows that no warp takes alone.
+    fn group(&self, p: &Backward, rows: usize, vectors: usize) -> Option<Form<'_>> {
+        if vectors <= MAX_VECTORS_OF_WARP {
+            return None;
+        }
+        // None of a ring alone, whose group is 0.
+        let takes =
+            |k: &&Kernel<Arguments>| (k.choices.group * k.choices.vectors) as usize >= vectors;
+        let kernel = self.of(p).filter(takes).min_by_key(|k| k.choices.group)?;
+        let (threads, at_once) = (kernel.choices.group as usize, kernel.choices.rows as usize);
+        let block = Block::of(kernel, 0);
+        let (step, stages) = block.steps(threads, at_once, row_bytes(p))?;
+        // What a block takes at once costs less there than to add the shares of several.
+        let alone = rows <= step && p.parameters.iter().count() > 0;
+        Some(Form {
+            kernel,
+            threads,
+            stages,
+            refill: Refill::AfterSums,
+            groups: rows.min(if alone { 1 } else { self.multiprocessors }),
+        })
+    }
+
+    /// The kernel that has rows in shared memory alone.
+    fn ring(&self, p: &Backward, rows: usize, vectors: usize) -> Option<Form<'_>> {
         let of = |refill: Option<Refill>| {
-            self.kernels.iter().find(|kernel| {
+            self.of(p).find(|kernel| {
                 let choices = kernel.choices;
-                choices.dtype == p.x.dtype as u32
-                    && choices.centered == u32::from(p.centered)
-                    && choices.residual == u32::from(p.dresidual.is_some())
+                choices.group == 0
                     && refill.is_none_or(|r| [r as u32, AS_TOLD].contains(&choices.refill))
             })
         };
-        // All of them have blocks alike.
-        let kernel = of(None)?;
         let gains = match p.centered {
             true => p.dim() * size_of::<f32>(),
             false => 0,
         };
-        let head = kernel.choices.head_bytes as usize + gains;
-        let tensors = 2 + usize::from(p.dresidual.is_some());
-        let block = Block {
-            threads: kernel.info.block[0] as usize,
-            room: (kernel.info.shared_bytes as usize).saturating_sub(head),
-            vectors: kernel.choices.vectors as usize,
-            stages: kernel.choices.stages as usize,
-        };
+        // All of them have blocks alike.
+        let block = Block::of(of(None)?, gains);
         let (threads, stages, refill) =
-            block.part(&self.tuning, bytes / VECTOR, tensors * bytes, p.centered)?;
+            block.part(&self.tuning, vectors, row_bytes(p), p.centered)?;
         Some(Form {
             kernel: of(Some(refill))?,
             threads,
@@ -94,6 +128,11 @@ impl Kernels {
             groups: rows.min(self.multiprocessors),
         })
     }
+}
+
+/// Bytes that a row has in all tensors that are read.
+fn row_bytes(p: &Backward) -> usize {
+    (2 + usize::from(p.dresidual.is_some())) * p.dim() * p.x.dtype.size()
 }
 
 /// Of a kernel that takes the [`Refill`] as an argument.
@@ -108,6 +147,26 @@ struct Block {
 }
 
 impl Block {
+    /// Of a kernel that has so many bytes of gains beside its stages.
+    fn of(kernel: &Kernel<Arguments>, gains: usize) -> Block {
+        let head = kernel.choices.head_bytes as usize + gains;
+        Block {
+            threads: kernel.info.block[0] as usize,
+            room: (kernel.info.shared_bytes as usize).saturating_sub(head),
+            vectors: kernel.choices.vectors as usize,
+            stages: kernel.choices.stages as usize,
+        }
+    }
+
+    /// Rows that all slots take in a step, of so many threads to a row and rows at a time, and stages
+    /// of such steps: three where there is room. Two are as fast within 1 % on the one device that was
+    /// measured (`benches/results/norm_groups_h100_2026-11-25.json`).
+    fn steps(&self, threads: usize, at_once: usize, bytes: usize) -> Option<(usize, usize)> {
+        let step = self.threads / threads * at_once;
+        let stages = (self.room / (step * bytes)).min(self.stages);
+        (stages >= 2).then_some((step, stages))
+    }
+
     /// Threads that share a row of so many vectors, stages of their ring, which take so many bytes
     /// each, and when these are filled again. Too many bytes on their way are as slow as too few.
     fn part(
@@ -142,33 +201,40 @@ impl Block {
 }
 
 impl Form<'_> {
-    /// Queues the gradients of a launch's rows; the shares of the parameters' go to `shares`.
+    /// Queues the gradients of a launch's rows; the shares of the parameters' go to `shares`. With
+    /// none there the gradients are stored themselves.
     ///
     /// # Safety
     /// The problem's tensors have the rows that the launch describes; what `shares` are asked for
-    /// have room for those of each block. The stream is live.
+    /// have room for those of each block, or there is one block and launch. The stream is live.
     pub unsafe fn launch(
         &self,
         cuda: &Cuda,
         op: &'static str,
         p: &Backward,
         launch: &Launch<4>,
-        shares: [u64; 2],
+        shares: Option<[u64; 2]>,
         stream: Stream,
     ) -> Result<()> {
         let at =
             |t: &RawTensor, i: usize| (t.ptr.addr() + launch.offsets[i] * t.dtype.size()) as u64;
         let stride = |dim: usize, i: usize| (launch.strides[dim][i] * p.x.dtype.size()) as i64;
         let [size_1, size_2] = launch.divisors();
-        let [dweights, dbiases] = shares;
+        let sums = |i: usize, gradient: Option<RawTensor>| match (gradient, shares) {
+            (None, _) => (0, 0),
+            (Some(_), Some(shares)) => (shares[i], 0),
+            (Some(gradient), None) => (gradient.ptr.addr() as u64, gradient.dtype as u32),
+        };
+        let (dweights, dweights_dtype) = sums(0, p.parameters.dweight);
+        let (dbiases, dbiases_dtype) = sums(1, p.parameters.dbias);
         let arguments = Arguments {
             x: at(&p.x, 0),
             dout: at(&p.dout, 1),
             dresidual: p.dresidual.as_ref().map_or(0, |t| at(t, 2)),
             weight: p.weight.map_or(0, |w| w.ptr.addr() as u64),
             dx: at(&p.dx, 3),
-            dweights: p.parameters.dweight.map_or(0, |_| dweights),
-            dbiases: p.parameters.dbias.map_or(0, |_| dbiases),
+            dweights,
+            dbiases,
             x_0: stride(0, 0),
             x_1: stride(1, 0),
             x_2: stride(2, 0),
@@ -192,6 +258,9 @@ impl Form<'_> {
             size_2: size_2.size,
             size_2_multiplier: size_2.multiplier,
             size_2_shift: size_2.shift,
+            dweights_dtype,
+            dbiases_dtype,
+            accumulate: u32::from(p.parameters.accumulate),
             weight_dtype: p.weight.map_or(0, |w| w.dtype as u32),
             weight_offset: p.weight_offset,
             epsilon: p.epsilon,
@@ -242,6 +311,29 @@ mod tests {
             };
             let found = block.part(&tuning, dim / 8, tensors * dim * 2, centered);
             assert_eq!(found, expected, "{dim} {tensors} {centered}");
+        }
+    }
+
+    #[test]
+    fn a_group_has_three_stages_where_there_is_room() {
+        let block = Block {
+            threads: 512,
+            room: (227 << 10) - 4096,
+            vectors: 2,
+            stages: 3,
+        };
+        // Of 16 bits: elements, tensors, threads to a row; rows of a step, stages.
+        let cases = [
+            (1032, 2, 128, (8, 3)),
+            (2048, 2, 128, (8, 3)),
+            (4096, 2, 256, (4, 3)),
+            (5120, 3, 512, (2, 3)),
+            (8192, 2, 512, (2, 3)),
+            (8192, 3, 512, (2, 2)),
+        ];
+        for (dim, tensors, threads, expected) in cases {
+            let found = block.steps(threads, 2, tensors * dim * 2);
+            assert_eq!(found, Some(expected), "{dim} {tensors}");
         }
     }
 }
