@@ -553,6 +553,64 @@ fn tile_edges() {
     run_table(&cases);
 }
 
+/// Queries that see many keys of wide heads: on Hopper pairs of blocks of threads exchange what they have.
+#[test]
+fn many_keys_of_wide_heads() {
+    let base = Case {
+        lens: vec![(70, 770)],
+        heads: 2,
+        kv_heads: 1,
+        dim: 256,
+        dim_v: 256,
+        ..Case::default()
+    };
+    let packed = Case {
+        queries: QueryForm::Packed,
+        keys: KeyForm::Packed,
+        ..base.clone()
+    };
+    run_table(&[
+        base.clone(),
+        Case {
+            lens: vec![(1, 833), (193, 833)],
+            queries: QueryForm::Packed,
+            ..packed.clone()
+        },
+        Case {
+            lens: vec![(66, 800), (1, 80), (0, 9), (65, 0), (129, 130), (64, 192)],
+            sinks: true,
+            dim: 200,
+            dim_v: 200,
+            ..packed.clone()
+        },
+        Case {
+            lens: vec![(130, 1537), (40, 63), (200, 200)],
+            causal: true,
+            ..packed.clone()
+        },
+        Case {
+            lens: vec![(150, 1600)],
+            causal: true,
+            dim_v: 128,
+            ..base.clone()
+        },
+        Case {
+            lens: vec![(140, 1100)],
+            window_left: Some(500),
+            window_right: Some(300),
+            ..base
+        },
+        Case {
+            lens: vec![(90, 1000), (200, 129)],
+            causal: true,
+            window_left: Some(780),
+            dim: 224,
+            dim_v: 248,
+            ..packed
+        },
+    ]);
+}
+
 /// Dimensions of values that are not those of keys, and dimensions between those that kernels are made for.
 #[test]
 fn dims_between_tiles() {

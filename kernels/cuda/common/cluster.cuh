@@ -50,6 +50,18 @@ __device__ __forceinline__ void store_async(const float4 &value, uint32_t to, ui
       : "memory");
 }
 
+// Copies shared memory to another block's, whose barrier counts the bytes; all of it in multiples
+// of
+// 16. By one thread.
+__device__ __forceinline__ void bulk_copy_to_peer(uint32_t to, uint32_t from, uint32_t bytes,
+                                                  uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Arrives at another block's barrier there, once what this thread read and wrote before is done.
 __device__ __forceinline__ void arrive_at_peer(uint32_t barrier) {
   jitter();

@@ -25,7 +25,7 @@ from driver import NO_LIMIT, TensorMap, encode
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from launcher import allow_shared, check, cuda, function, launch, load
 
-HEADS = {64: 32, 96: 32, 128: 16, 256: 8}
+HEADS = {64: 32, 96: 32, 128: 16, 192: 8, 256: 8}
 TOKENS = 16384
 CALLS = 4
 
@@ -60,7 +60,9 @@ class Variant:
             kernel = function(self.module, name)
             allow_shared(kernel, info.shared_bytes)
             self.parts[part] = (kernel, info)
-        self.head_dim = self.parts["full"][1].head_dim
+        self.head_dim, self.head_dim_v = self.parts["full"][1].head_dim, self.parts["full"][1].head_dim_v
+        # Sums above 128 dimensions come in no order.
+        self.orders = (False, True) if self.head_dim <= 128 else (False,)
 
     def prepare(self, q, k, v, out, lse, dout, dq, dk, dv, causal, ordered=False):
         """Batched, contiguous. A function that launches."""
@@ -70,7 +72,7 @@ class Variant:
         step = 64  # queries that the copy engine brings at once
         memory = ctypes.create_string_buffer(ctypes.sizeof(self.arguments) + 256)
         p = self.arguments.from_buffer(memory, -ctypes.addressof(memory) % 128)
-        for map_, x, box in ((p.q, q, step), (p.dout, dout, step), (p.k, k, info.block_keys), (p.v, v, info.block_keys)):
+        for map_, x, box in ((p.q, q, step), (p.dout, dout, step), (p.k, k, info.block_keys // info.blocks), (p.v, v, info.block_keys // info.blocks)):
             sb, ss, sh, _ = (2 * s for s in x.stride())
             encode(map_, x.dtype, x.data_ptr(), (x.shape[3], x.shape[1], x.shape[2], x.shape[0]), (ss, sh, sb), (64, box, 1, 1))
         blocks = -(-seq // 128) * 2
@@ -98,7 +100,7 @@ class Variant:
         def run():
             for part, grid in (("prepare", blocks * batch * heads), (None, p.key_blocks * batch * kv_heads), ("finish", blocks * batch * heads)):
                 kernel, of = self.parts[part] if part else (main, info)
-                launch(kernel, grid, of.threads, of.shared_bytes, arguments)
+                launch(kernel, grid * of.blocks, of.threads, of.shared_bytes, arguments)
 
         run.keep = keep
         return run
@@ -121,13 +123,13 @@ def forward(q, k, v, causal, dtype):
 def run_check(variants, result):
     """Lengths around the tiles; twice, for what one launch leaves to the next."""
     bad = 0
-    for variant, ordered in ((v, o) for v in variants for o in (False, True)):
+    for variant, ordered in ((v, o) for v in variants for o in v.orders):
         dim = variant.head_dim
         for causal in (False, True)[: 1 + ("causal" in variant.parts)]:
             for seq, kv_seq, heads, kv_heads in ((64, 128, 1, 1), (128, 128, 2, 2), (1, 1, 2, 1), (63, 129, 2, 1), (200, 200, 4, 2), (333, 500, 2, 2),
                                                  (1024, 1024, 4, 1), (2048, 2048, 2, 2), (129, 64, 1, 1)):
-                q, dout = (torch.randn(2, seq, heads, dim, device="cuda").bfloat16() for _ in range(2))
-                k, v = (torch.randn(2, kv_seq, kv_heads, dim, device="cuda").bfloat16() for _ in range(2))
+                q, dout = (torch.randn(2, seq, heads, d, device="cuda").bfloat16() for d in (dim, variant.head_dim_v))
+                k, v = (torch.randn(2, kv_seq, kv_heads, d, device="cuda").bfloat16() for d in (dim, variant.head_dim_v))
                 leaves = [x.double().requires_grad_() for x in (q, k, v)]
                 exact, lse = forward(*leaves, causal, torch.float64)
                 wanted = torch.autograd.grad((exact * dout.double()).sum(), leaves)
@@ -188,7 +190,7 @@ def bench(variants, cells, result):
         lse = torch.full((batch, heads, seq), math.log(seq) + 0.5, device="cuda")
         contenders = {}
         for variant in variants:
-            for ordered in (False, True):
+            for ordered in variant.orders:
                 if variant.head_dim == dim:
                     run = variant.prepare(q, k, v, out, lse, dout, *(torch.empty_like(q) for _ in range(3)), causal, ordered)
                     contenders[variant.name + ", in order" * ordered] = lambda run=run: [run() for _ in range(CALLS)]

@@ -1,9 +1,10 @@
 // Attention's gradients on Hopper: warp-specialised, Q and dO by TMA.
 //
 // Statistics of rows come first (rows.cuh). Then there are two ways. Either one kernel computes all
-// gradients and adds parts of dQ to sums in memory (producer.cuh, consumer.cuh), from which a last
-// one makes dQ (rows.cuh); or one computes dK and dV (keys.cuh; roles.cuh above 128 dimensions) and
-// another dQ (queries.cuh), with the same bits every time. sinks.cuh has the sinks' gradient. See
+// gradients and adds parts of dQ to sums in memory (producer.cuh, consumer.cuh; pair_producer.cuh,
+// pair.cuh at 256 dimensions), from which a last one makes dQ (rows.cuh); or one computes dK and
+// dV (keys.cuh; roles.cuh above 128 dimensions) and another dQ (queries.cuh), with the same bits
+// every time. sinks.cuh has the sinks' gradient. See
 // Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
 // (2024), section 3 and Dao, "FlashAttention-2" (2023), algorithm 2.
 #pragma once
@@ -16,6 +17,9 @@
 #include "config.h"
 #include "consumer.cuh"
 #include "keys.cuh"
+#include "pair.cuh"
+#include "pair_producer.cuh"
+#include "pair_shared.cuh"
 #include "producer.cuh"
 #include "queries.cuh"
 #include "roles.cuh"
@@ -55,7 +59,7 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
       number = shared.ticket;
     }
   }
-  const Work work = work_at<D, kMask, Memory::kM>(p, number);
+  const Work work = work_at<kKeys<D>, kMask, Memory::kM>(p, number);
   if (work.first_key >= work.sequence.seqlen_k) return;
 
   if (threadIdx.x == 0) {
@@ -91,6 +95,48 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
   }
 }
 
+// By pairs of blocks.
+template <int D, int DV, class T>
+consteval int pair_shared_bytes() {
+  return sizeof(PairShared<D, DV, T>) + 1024 - 16;
+}
+
+template <int D, int DV, class T, Mask kMask>
+__device__ __forceinline__ void attention_gradients_by_pairs(const AttentionGradientsArguments &p) {
+  using Memory = PairShared<D, DV, T>;
+  extern __shared__ uint8_t dynamic[];
+  Memory &shared =
+      *reinterpret_cast<Memory *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
+  const int rank = blockIdx.x % kPair;
+  Work work = work_at<kPair * kKeys<D>, kMask, kBlockM, kPair>(p, blockIdx.x / kPair);
+  if (work.first_key >= work.sequence.seqlen_k) return;
+  work.first_key += rank * kKeys<D>;
+
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&p.q);
+    tma_prefetch_map(&p.k);
+    tma_prefetch_map(&p.v);
+    tma_prefetch_map(&p.dout);
+    shared.work = work;
+    shared.init_barriers();
+    fence_mbarrier_init();
+  }
+  // Before either sends the other anything.
+  cluster_sync();
+
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  if (warp < 4) {
+    release_registers_to<kProducerRegisters>();
+    if (warp == 0) produce_pair<D, DV, T>(p, shared, rank);
+    if (warp == 1) exchange<D, DV, T>(p, shared, rank);
+  } else {
+    acquire_registers_to<kConsumerRegisters>();
+    Pair<D, DV, T>(p, shared, rank).run(warp / 4 - 1);
+  }
+  // Whoever has ended takes its shared memory with it, which the other may still write to.
+  cluster_sync();
+}
+
 template <class T>
 constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
 
@@ -98,23 +144,31 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
 
 // Instantiates a kernel, and beside it what the host must know of it. The kernel does not let the
 // next one start before it has ended: with the next one's blocks beside its own it was measured to
-// be slower (LADDER.md).
-#define UNSLOTH_ATTENTION_GRADIENTS(name, part, type, dim, dim_v, mask, threads, shared, call) \
-  extern "C" __global__ void __launch_bounds__(threads, 1)                                     \
-      name(const __grid_constant__ AttentionGradientsArguments params) {                       \
-    unsloth::await_previous_kernel();                                                          \
-    call(params);                                                                              \
-  }                                                                                            \
-  extern "C" __device__ const AttentionGradientsLaunch name##_launch = {                       \
-      static_cast<int32_t>(unsloth::Part::part),                                               \
-      static_cast<int32_t>(unsloth::kDtype<type>),                                             \
-      dim,                                                                                     \
-      dim_v,                                                                                   \
-      unsloth::kKeys<dim>,                                                                     \
-      static_cast<int32_t>(unsloth::mask),                                                     \
-      threads,                                                                                 \
-      shared,                                                                                  \
+// be slower (LADDER.md). A block of keys has `keys` of them and `blocks` of threads, which are a
+// cluster where `attribute` says so.
+#define UNSLOTH_ATTENTION_GRADIENTS_OF(name, part, type, dim, dim_v, keys, blocks, attribute, \
+                                       mask, threads, shared, call)                           \
+  extern "C" __global__ void attribute __launch_bounds__(threads, 1)                          \
+      name(const __grid_constant__ AttentionGradientsArguments params) {                      \
+    unsloth::await_previous_kernel();                                                         \
+    call(params);                                                                             \
+  }                                                                                           \
+  extern "C" __device__ const AttentionGradientsLaunch name##_launch = {                      \
+      static_cast<int32_t>(unsloth::Part::part),                                              \
+      static_cast<int32_t>(unsloth::kDtype<type>),                                            \
+      dim,                                                                                    \
+      dim_v,                                                                                  \
+      keys,                                                                                   \
+      blocks,                                                                                 \
+      static_cast<int32_t>(unsloth::mask),                                                    \
+      threads,                                                                                \
+      shared,                                                                                 \
   };
+
+// A block of threads for each block of keys.
+#define UNSLOTH_ATTENTION_GRADIENTS(name, part, type, dim, dim_v, mask, threads, shared, call) \
+  UNSLOTH_ATTENTION_GRADIENTS_OF(name, part, type, dim, dim_v, unsloth::kKeys<dim>, 1, , mask, \
+                                 threads, shared, call)
 
 #define UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix, type, dim, dim_v, mask)                        \
   UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix, kGradients, type, dim, dim_v, mask, \
@@ -141,6 +195,22 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
   UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_sinks, kSinks, type, dim, dim_v,     \
                               Mask::kNone, unsloth::kSinkThreads, unsloth::kSinkBytes,            \
                               unsloth::sum_sinks)
+
+#define UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix, type, dim, dim_v, mask)                           \
+  UNSLOTH_ATTENTION_GRADIENTS_OF(                                                                  \
+      attention_gradients_##suffix, kGradients, type, dim, dim_v,                                  \
+      unsloth::kPair *unsloth::kKeys<dim>, unsloth::kPair, __cluster_dims__(unsloth::kPair, 1, 1), \
+      mask, unsloth::kThreads, (unsloth::pair_shared_bytes<dim, dim_v, type>()),                   \
+      (unsloth::attention_gradients_by_pairs<dim, dim_v, type, unsloth::mask>))
+
+// The same by pairs of blocks.
+#define UNSLOTH_ATTENTION_GRADIENTS_PAIRS(suffix, type, dim, dim_v)                             \
+  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_finish, kFinish, type, dim, dim_v, \
+                              Mask::kNone, 128, 0,                                              \
+                              (unsloth::finish_rows<unsloth::kPadded<dim>, type>))              \
+  UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix##_full, type, dim, dim_v, Mask::kNone)                \
+  UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix##_causal, type, dim, dim_v, Mask::kCausal)            \
+  UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix##_window, type, dim, dim_v, Mask::kWindow)
 
 // All gradients in one kernel, with sums of dQ in memory.
 #define UNSLOTH_ATTENTION_GRADIENTS_TOGETHER(suffix, type, dim, dim_v)                          \

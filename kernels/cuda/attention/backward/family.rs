@@ -14,6 +14,7 @@ pub const FAMILY: Family = Family {
         ("head_dim", "the largest served"),
         ("head_dim_v", "likewise, of values"),
         ("block_keys", "keys of a block"),
+        ("blocks", "of threads, a cluster, that take these"),
         ("mask", "a contract's Mask"),
     ],
 };

@@ -134,9 +134,9 @@ struct Work {
   Steps steps;
 };
 
-// `D` is the kernel's head dimension; a step takes kM queries.
+// A block has kN keys, of which so many blocks of threads take care, and a step kM queries.
 // `number`: which of the grid's blocks this is.
-template <int D, Mask kMask, int kM>
+template <int kN, Mask kMask, int kM, int kBlocks = 1>
 __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, int number) {
   Work w;
   // Blocks of a head side by side: they read the same queries. Of a causal one the first has the
@@ -144,7 +144,7 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
   const bool packed_keys = p.cu_seqlens_k != nullptr;
   Place at = {0, p.key_blocks, number};
   if (packed_keys) {
-    at = place_in(p.cu_seqlens_k, p.batch, kKeys<D>, p.key_blocks, p.heads_kv, number);
+    at = place_in(p.cu_seqlens_k, p.batch, kN, p.key_blocks, p.heads_kv, number);
   }
   int pair = at.index / at.blocks, key_block = at.index - pair * at.blocks;
   if (p.order != nullptr) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
     pair = first + block % heads;
   } else if (kMask == Mask::kCausal && (!packed_keys || at.batch == p.batch - 1)) {
     const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
-    const int last = min(pairs, ceil_div(kLastBlocks, at.blocks));
+    const int last = min(pairs, ceil_div(kLastBlocks / kBlocks, at.blocks));
     const int block = at.index - (pairs - last) * at.blocks;
     if (block >= 0) {
       key_block = block / last;
@@ -167,36 +167,36 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
     }
   }
   if (at.index < 0) pair = 0, key_block = kNoBlock;
-  w.first_key = key_block * kKeys<D>;
+  w.first_key = key_block * kN;
   w.head_kv = pair % p.heads_kv;
   w.sequence = sequence_at(p, packed_keys ? at.batch : pair / p.heads_kv);
   const Sequence &s = w.sequence;
-  const int end = min(w.first_key + kKeys<D>, s.seqlen_k), diagonal = s.seqlen_k - s.seqlen_q;
+  const int end = min(w.first_key + kN, s.seqlen_k), diagonal = s.seqlen_k - s.seqlen_q;
   w.steps.m_min = w.steps.after_others = 0;
   w.steps.m_max = w.first_key < end ? ceil_div(s.seqlen_q, kM) : 0;
   // Query i sees keys from i + diagonal - window_left to i + diagonal + window_right.
   if (kMask != Mask::kNone) {
     const int first = w.first_key - diagonal - (kMask == Mask::kCausal ? 0 : p.window_right);
     w.steps.m_min = max(first, 0) / kM;
-    w.steps.after_others = max(first + kKeys<D>, 0) / kM;
+    w.steps.after_others = max(first + kN, 0) / kM;
   }
   if (kMask == Mask::kWindow) {
     const int last = end - 1 - diagonal + p.window_left;
     w.steps.m_max = last < 0 ? 0 : min(w.steps.m_max, last / kM + 1);
   }
-  if (w.first_key + kKeys<D> >= s.seqlen_k) w.steps.after_others = w.steps.m_max;
+  if (w.first_key + kN >= s.seqlen_k) w.steps.after_others = w.steps.m_max;
   w.steps.mask_below = 0;
   w.steps.mask_from = w.steps.m_max;
   if (kMask != Mask::kNone) {
     // From where on every query sees the last key; and up to where every one sees the first.
     const int right = kMask == Mask::kCausal ? 0 : p.window_right;
-    w.steps.mask_below = ceil_div(max(w.first_key + kKeys<D> - 1 - diagonal - right, 0), kM);
+    w.steps.mask_below = ceil_div(max(w.first_key + kN - 1 - diagonal - right, 0), kM);
     if (kMask == Mask::kWindow) {
       const int seen = w.first_key - diagonal + p.window_left + 1;
       w.steps.mask_from = max(seen, 0) / kM;
     }
   }
-  if (w.first_key + kKeys<D> > s.seqlen_k) w.steps.mask_below = w.steps.m_max;
+  if (w.first_key + kN > s.seqlen_k) w.steps.mask_below = w.steps.m_max;
   const bool packed = p.cu_seqlens_q != nullptr && s.seqlen_q % kM != 0;
   w.steps.partial = packed ? s.seqlen_q / kM : -1;
   return w;

@@ -2,8 +2,8 @@
 //!
 //! Three launches: statistics of every query, and zeros for sums of `dq`; the gradients, where blocks of keys add to these sums; `dq`
 //! from its sums. Blocks add as they come, so `dq` is not of the same bits in each call, unless it is asked for: then they wait for
-//! each other. For head dimensions above 128, and with a soft cap or ALiBi, `dk` and `dv` are one kernel and `dq` is another, which
-//! computes the scores again.
+//! each other. Or `dk` and `dv` are one kernel and `dq` is another, which computes the scores again: with a soft cap or ALiBi, for head
+//! dimensions from 129 to 192, and for those above where the same bits are asked for or queries see few keys.
 
 use contract::attention::{Mask, Part};
 
@@ -28,6 +28,9 @@ const OP: &str = "attention_backward";
 const BLOCK_M: usize = 64;
 /// Queries of the longest step, two blocks: every sequence has whole ones.
 const STEP: usize = 2 * BLOCK_M;
+/// Above 192 dimensions, keys that a query sees from which on sums in memory are worth what it costs to begin and convert them
+/// (`benches/results/attention_backward_h100_2026-11-25.json`, where `deterministic_us` is the other way's time).
+const MIN_KEYS_OF_PAIRS: usize = 768;
 /// Bytes of the statistics of a block of queries: an LSE and a delta of each.
 const STATISTICS: usize = 2 * BLOCK_M * size_of::<f32>();
 
@@ -38,8 +41,9 @@ struct Form {
     dtype: u32,
     /// The greatest head dimensions, of queries and keys and of values.
     dims: [usize; 2],
-    /// Keys of a block.
+    /// Keys of a block, and blocks of threads that take these as a cluster.
     block_keys: usize,
+    blocks: usize,
     mask: Mask,
 }
 
@@ -82,6 +86,7 @@ impl Kernels {
                 dtype: choices.dtype,
                 dims: [choices.head_dim, choices.head_dim_v].map(|dim| dim as usize),
                 block_keys: choices.block_keys as usize,
+                blocks: choices.blocks as usize,
                 mask,
                 kernel,
             };
@@ -108,15 +113,18 @@ impl Kernels {
         let scores = p.softcap > 0.0 || p.alibi_slopes.is_some();
         let keys = b.dk.is_some() || b.dv.is_some();
         let sums = b.dq.is_some() && keys && !scores;
+        // Pairs do not wait for each other.
+        let pairs = !b.deterministic && keys_of_query(p) >= MIN_KEYS_OF_PAIRS;
         // The smallest head dimension with all kernels that this way needs. For 96 no kernel computes
-        // dQ apart from dK and dV; above 128 none computes all three together.
+        // dQ apart from dK and dV; from 129 to 192 none computes all three together.
         let parts_of = |prepare: &Form| {
             let part = |part, wanted| {
                 fitting().find(|form| {
                     form.part == part && form.dims == prepare.dims && hides(form.mask, wanted)
                 })
             };
-            match part(Part::Gradients, mask).filter(|_| sums) {
+            let is_good = |form: &&Form| sums && (form.blocks == 1 || pairs);
+            match part(Part::Gradients, mask).filter(is_good) {
                 Some(together) => Some([together, part(Part::Finish, Mask::None)?]),
                 None => Some([part(Part::Keys, mask)?, part(Part::Queries, mask)?]),
             }
@@ -149,6 +157,7 @@ impl Kernels {
             _ => (p.max_seqlen_k.div_ceil(block_keys), p.batch),
         };
         let of_keys = key_blocks
+            .checked_mul(forms[1].blocks)?
             .checked_mul(sequences)?
             .checked_mul(p.num_kv_heads)?;
         let count = |blocks| check_blocks(OP, "q", blocks).ok();
@@ -171,6 +180,15 @@ impl Kernels {
             },
         })
     }
+}
+
+/// How many keys a query sees, of the longest sequence about.
+fn keys_of_query(p: &Problem) -> usize {
+    let seen = match mask(p) {
+        Mask::Causal => p.max_seqlen_k / 2,
+        _ => p.max_seqlen_k,
+    };
+    seen.min(p.window_left.saturating_add(p.window_right))
 }
 
 /// The tensors that the copy engine reads; all others are read and written in units of 16 bytes.
@@ -276,8 +294,8 @@ impl Plan<'_> {
         let driver = cuda.resources.primary.driver;
         // Tensor maps are made in a context, too.
         let _entered = cuda.resources.primary.enter(OP)?;
-        let block_keys = self.forms[1].block_keys;
-        let keys = |rows, dim| rows_of_keys(driver, p, rows, dim, block_keys as u32);
+        let box_rows = self.forms[1].block_keys / self.forms[1].blocks;
+        let keys = |rows, dim| rows_of_keys(driver, p, rows, dim, box_rows as u32);
         let statistics = scratch.ptr.addr() as u64;
         let capped = p.softcap > 0.0;
         let scale_log2 = if capped { p.softcap } else { p.scale } * std::f32::consts::LOG2_E;
