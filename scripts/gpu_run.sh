@@ -150,11 +150,12 @@ run_parallel() {
   local gpus
   gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | wc -l)
   [ "$gpus" -ge 2 ] || { echo "not run: what takes two GPUs"; return; }
-  local limit=${SECONDS_EACH:-90}
+  local limit=${SECONDS_EACH:-300}
   if [ -x engine ] && [ -x trainer ]; then
     check parallel.ranks python3 compare_ranks.py --engine ./engine --trainer ./trainer --models trained/models \
       ${model:+--model "$model"} --device cuda
   fi
+  limit=${SECONDS_EACH:-90}
   run_groups
   limit=${SECONDS_EACH:-240}
   ! have_torch || TAIL=60 check compare.parallel python3 compare parallel

@@ -4,7 +4,10 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <string>
 #include <thread>
+
+#include "error.h"
 
 namespace llm {
 namespace {
@@ -12,28 +15,51 @@ namespace {
 // What ranks find each other by, and what went wrong first.
 class Meeting {
  public:
-  Meeting(unsloth_backend backend, int32_t size) {
+  Meeting(unsloth_backend backend, const std::vector<int32_t> &sizes) : sizes_(sizes) {
     unsloth_comm_id_params params = UNSLOTH_COMM_ID_PARAMS_INIT;
     params.kind = backend == UNSLOTH_BACKEND_CPU ? UNSLOTH_COMM_KIND_LOCAL : UNSLOTH_COMM_KIND_NCCL;
     params_.kind = params.kind;
-    params_.size = size;
-    check(unsloth_comm_id_create(&params, &params_.id));
-    comms_.resize(static_cast<size_t>(size), nullptr);
+    for (const int32_t size : sizes) num_ranks_ *= size;
+    for (const int32_t size : sizes) {
+      std::vector<unsloth_comm_id> &ids = ids_.emplace_back();
+      if (size == 1) continue;
+      ids.resize(static_cast<size_t>(num_ranks_ / size));
+      for (unsloth_comm_id &id : ids) check(unsloth_comm_id_create(&params, &id));
+    }
+    comms_.resize(static_cast<size_t>(num_ranks_));
   }
 
-  unsloth::Comm join(const Context &context, int32_t rank) {
-    unsloth_comm_params params = params_;
-    params.rank = rank;
-    unsloth::Comm comm(context.get(), params);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    comms_[static_cast<size_t>(rank)] = comm.get();
-    if (failed_) unsloth_comm_abort(comm.get());
-    return comm;
+  int32_t num_ranks() const { return num_ranks_; }
+
+  // Joins the groups of a rank, in an order that is the same on all, and appends what owns them to
+  // `comms`.
+  std::vector<Group> join(const Context &context, int32_t rank, std::vector<unsloth::Comm> *comms) {
+    std::vector<Group> groups;
+    int32_t stride = 1;  // between the ranks of a group
+    for (size_t way = 0; way < sizes_.size(); ++way) {
+      Group group;
+      group.size = sizes_[way];
+      group.rank = rank / stride % group.size;
+      if (group.size > 1) {
+        const int32_t which = rank % stride + rank / (stride * group.size) * stride;
+        unsloth_comm_params params = params_;
+        params.size = group.size;
+        params.rank = group.rank;
+        params.id = ids_[way][static_cast<size_t>(which)];
+        comms->emplace_back(context.get(), params);
+        group.comm = comms->back().get();
+        enter(rank, group.comm);
+        check(unsloth_comm_warm_up(group.comm, context.stream()));
+      }
+      groups.push_back(group);
+      stride *= group.size;
+    }
+    return groups;
   }
 
   void leave(int32_t rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    comms_[static_cast<size_t>(rank)] = nullptr;
+    comms_[static_cast<size_t>(rank)].clear();
   }
 
   // The others would wait for what does not come.
@@ -41,44 +67,52 @@ class Meeting {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failed_) return;
     failed_ = error;
-    for (unsloth_comm *comm : comms_) {
-      if (comm != nullptr) unsloth_comm_abort(comm);
+    for (const auto &of_rank : comms_) {
+      for (unsloth_comm *comm : of_rank) unsloth_comm_abort(comm);
     }
   }
 
   std::exception_ptr failed() const { return failed_; }
 
  private:
+  void enter(int32_t rank, unsloth_comm *comm) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    comms_[static_cast<size_t>(rank)].push_back(comm);
+    if (failed_) unsloth_comm_abort(comm);
+  }
+
+  std::vector<int32_t> sizes_;
+  int32_t num_ranks_ = 1;
   unsloth_comm_params params_ = UNSLOTH_COMM_PARAMS_INIT;
+  std::vector<std::vector<unsloth_comm_id>> ids_;  // of the groups of each way
   std::mutex mutex_;
-  std::vector<unsloth_comm *> comms_;
+  std::vector<std::vector<unsloth_comm *>> comms_;  // of each rank
   std::exception_ptr failed_;
 };
 
+void transfer(const Context &context, const unsloth_send_receive_params &params) {
+  check(unsloth_send_receive_forward(context.get(), &params, context.stream()));
+}
+
 }  // namespace
 
-void run_ranks(unsloth_backend backend, uint32_t num_threads, int32_t size,
-               const std::function<void(const Context &, const Group &)> &run) {
-  if (size == 1) {
+void run_ranks(unsloth_backend backend, uint32_t num_threads, const std::vector<int32_t> &sizes,
+               const std::function<void(const Context &, const std::vector<Group> &)> &run) {
+  if (std::all_of(sizes.begin(), sizes.end(), [](int32_t size) { return size == 1; })) {
     const Context context(backend, num_threads);
-    run(context, Group());
+    run(context, std::vector<Group>(sizes.size()));
     return;
   }
+  Meeting meeting(backend, sizes);
   const uint32_t all = num_threads == 0 ? std::thread::hardware_concurrency() : num_threads;
-  const uint32_t of_rank = std::max<uint32_t>(all / static_cast<uint32_t>(size), 1);
-  Meeting meeting(backend, size);
+  const uint32_t of_rank = std::max<uint32_t>(all / static_cast<uint32_t>(meeting.num_ranks()), 1);
   const auto run_one = [&](int32_t rank) {
     try {
       const bool cpu = backend == UNSLOTH_BACKEND_CPU;
       const Context context(backend, of_rank, cpu ? 0 : rank);
-      const unsloth::Comm comm = meeting.join(context, rank);
+      std::vector<unsloth::Comm> comms;
       try {
-        check(unsloth_comm_warm_up(comm.get(), context.stream()));
-        Group group;
-        group.rank = rank;
-        group.size = size;
-        group.comm = comm.get();
-        run(context, group);
+        run(context, meeting.join(context, rank, &comms));
       } catch (...) {
         meeting.fail(std::current_exception());
       }
@@ -88,10 +122,45 @@ void run_ranks(unsloth_backend backend, uint32_t num_threads, int32_t size,
     }
   };
   std::vector<std::thread> threads;
-  for (int32_t rank = 1; rank < size; ++rank) threads.emplace_back(run_one, rank);
+  for (int32_t rank = 1; rank < meeting.num_ranks(); ++rank) threads.emplace_back(run_one, rank);
   run_one(0);
   for (std::thread &thread : threads) thread.join();
   if (meeting.failed()) std::rethrow_exception(meeting.failed());
+}
+
+void send(const Context &context, const Group &group, unsloth_tensor x, int32_t to) {
+  unsloth_send_receive_params params = UNSLOTH_SEND_RECEIVE_PARAMS_INIT;
+  params.comm = group.comm;
+  params.to = to;
+  params.x = x;
+  transfer(context, params);
+}
+
+void receive(const Context &context, const Group &group, unsloth_tensor out, int32_t from) {
+  unsloth_send_receive_params params = UNSLOTH_SEND_RECEIVE_PARAMS_INIT;
+  params.comm = group.comm;
+  params.from = from;
+  params.out = out;
+  transfer(context, params);
+}
+
+void broadcast(const Context &context, const Group &group, unsloth_tensor x, int32_t root) {
+  unsloth_broadcast_params params = UNSLOTH_BROADCAST_PARAMS_INIT;
+  params.comm = group.comm;
+  params.root = root;
+  params.out = x;
+  check(unsloth_broadcast_forward(context.get(), &params, context.stream()));
+}
+
+Span span_of_layers(uint64_t num_layers, const Group &group) {
+  const auto size = static_cast<uint64_t>(group.size);
+  const auto rank = static_cast<uint64_t>(group.rank);
+  if (num_layers < size) {
+    throw Error("the model has " + std::to_string(num_layers) + " layers, too few for " +
+                std::to_string(size) + " ranks of a pipeline");
+  }
+  const uint64_t begin = num_layers * rank / size;
+  return {begin, num_layers * (rank + 1) / size - begin};
 }
 
 Part::Part(const GgufTensor &whole, const Group &group, unsloth_shard_params of) : tensor_(whole) {

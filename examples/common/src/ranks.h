@@ -24,10 +24,27 @@ struct Group {
   }
 };
 
-// Runs every rank of a group, which divide the threads of the CPU, and waits for them. What the
-// first one throws that fails is thrown, after the others have been told.
-void run_ranks(unsloth_backend backend, uint32_t num_threads, int32_t size,
-               const std::function<void(const Context &, const Group &)> &run);
+// Runs ranks that divide the work in as many ways as there are `sizes`, and as many ranks as these
+// multiply to; they divide the threads of the CPU. Each is in a group of every way: rank `r` of
+// sizes {2, 3} is rank r % 2 of a group of two and r / 2 of a group of three. Waits for all of
+// them. What the first one throws that fails is thrown, after the others have been told.
+void run_ranks(unsloth_backend backend, uint32_t num_threads, const std::vector<int32_t> &sizes,
+               const std::function<void(const Context &, const std::vector<Group> &)> &run);
+
+// Queue what passes between two ranks of a group, each of which makes its call, or from one to all,
+// in its place.
+void send(const Context &context, const Group &group, unsloth_tensor x, int32_t to);
+void receive(const Context &context, const Group &group, unsloth_tensor out, int32_t from);
+void broadcast(const Context &context, const Group &group, unsloth_tensor x, int32_t root);
+
+// Consecutive layers.
+struct Span {
+  uint64_t begin;
+  uint64_t count;
+};
+
+// Those of a rank of a pipeline; ranks have as many, or one more. Throws where there are too few.
+Span span_of_layers(uint64_t num_layers, const Group &group);
 
 // A rank's part of a tensor of a file: pieces of it as tensors of their own. Rows lie in the file
 // as they are; columns are copied together, and live as long as this.

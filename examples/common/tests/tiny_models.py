@@ -155,8 +155,8 @@ def make(
     hidden=64,
     intermediate=96,
     decoded=False,
+    layers=2,
 ):
-    layers = 2
     model = Gguf(seed, decoded)
     model.set("general.architecture", STRING, "llama")
     model.set("general.name", STRING, path.stem)

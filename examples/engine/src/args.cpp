@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <map>
+#include <utility>
 
 namespace llm {
 
@@ -14,6 +15,11 @@ Args parse_args(int argc, const char *const *argv) {
     return parse_choice<Args::DType>(
         flag, value,
         {{"f32", Args::DType::kF32}, {"f16", Args::DType::kF16}, {"bf16", Args::DType::kBf16}});
+  };
+  const auto ranks = [](int32_t *number) {
+    return [number](const std::string &flag, const std::string &value) {
+      *number = parse_integer<int32_t>(flag, value, 1);
+    };
   };
   const std::map<std::string, SetValue> valued = {
       {"--model", [&](auto &, auto &value) { args.model = value; }},
@@ -46,10 +52,8 @@ Args parse_args(int argc, const char *const *argv) {
       {"--perplexity", [&](auto &, auto &value) { args.perplexity = value; }},
       {"--threads",
        [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
-      {"--tensor-parallel",
-       [&](auto &flag, auto &value) {
-         args.tensor_parallel = parse_integer<int32_t>(flag, value, 1);
-       }},
+      {"--tensor-parallel", ranks(&args.tensor_parallel)},
+      {"--pipeline-parallel", ranks(&args.pipeline_parallel)},
       {"--dtype", [&](auto &flag, auto &value) { dtype = parse_dtype(flag, value); }},
       {"--weights",
        [&](auto &flag, auto &value) {
@@ -82,8 +86,17 @@ Args parse_args(int argc, const char *const *argv) {
   if (args.warm_up && args.perplexity) {
     throw UsageError("--warm-up goes with --prompt or --chat");
   }
-  if (args.tensor_parallel > 1 && !args.perplexity && !args.prompt) {
-    throw UsageError("--tensor-parallel runs one prompt or file: give --prompt or --perplexity");
+  constexpr int64_t kMaxRanks = 1024;
+  int64_t num_ranks = 1;
+  const std::pair<const char *, int32_t> ways[] = {{"--tensor-parallel", args.tensor_parallel},
+                                                   {"--pipeline-parallel", args.pipeline_parallel}};
+  for (const auto &[flag, size] : ways) {
+    if (size > 1 && !args.perplexity && !args.prompt) {
+      throw UsageError(std::string(flag) +
+                       " runs one prompt or file: give --prompt or --perplexity");
+    }
+    num_ranks *= size;
+    if (num_ranks > kMaxRanks) throw UsageError(std::string(flag) + " makes more than 1024 ranks");
   }
   if (args.json && !args.perplexity && !args.prompt) {
     throw UsageError("--json reports on one prompt or file: give --prompt or --perplexity");
@@ -106,8 +119,11 @@ std::string usage() {
          "  --perplexity FILE   score the text of a file in place of generating\n"
          "  --json              print one JSON object in place of the text\n"
          "  --threads N         CPU threads (one per core)\n"
-         "  --tensor-parallel N divide the model among N ranks: groups of threads on the CPU, or N "
-         "GPUs (1)\n"
+         "  --tensor-parallel N divide every layer among N ranks: groups of threads on the CPU, or "
+         "N GPUs (1)\n"
+         "  --pipeline-parallel N\n"
+         "                      divide the layers among N ranks, and each with --tensor-parallel "
+         "(1)\n"
          "  --dtype TYPE        keep hidden states, keys and values as f32, f16 or bf16\n"
          "                      (f32 on the CPU, bf16 on a GPU)\n"
          "  --weights TYPE      keep the matrices as in the file, or as f32, f16 or bf16\n"

@@ -24,13 +24,18 @@ class Stopwatch {
   Clock::duration total_{};
 };
 
+// Of the rows that this rank has the logits of.
 struct Score {
   double sum = 0;
   uint64_t count = 0;
-  double mean() const {
-    return count > 0 ? sum / static_cast<double>(count) : std::numeric_limits<double>::quiet_NaN();
-  }
 };
+
+// Over all ranks.
+double mean(const Score &own, Session *session) {
+  const double sum = session->total(own.sum);
+  const double count = session->total(static_cast<double>(own.count));
+  return count > 0 ? sum / count : std::numeric_limits<double>::quiet_NaN();
+}
 
 // Runs the tokens through the model chunk by chunk; leaves the logits of the last one in the
 // session. Scoring needs the logits of every token, which generation does not: it is left out of
@@ -43,14 +48,15 @@ void prefill(Session *session, const TokenId *tokens, size_t count, Stopwatch *w
     session->forward(tokens + start, size);
     session->synchronize();
     watch->stop();
-    // Row i predicts token start + i + 1; what the last one predicts is not known here.
-    const size_t scored = score == nullptr ? 0 : std::min(size, count - start - 1);
+    // A row predicts the token behind its own; what the last one predicts is not known here.
+    const bool ends = start + size == count && session->has_last();
+    const size_t scored = score == nullptr ? 0 : session->rows().size() - (ends ? 1 : 0);
     for (size_t row = 0; row < scored;) {
       const size_t rows = std::min<size_t>(scored - row, session->max_logit_rows());
       const float *logits = session->logits(row, rows);
       for (size_t i = 0; i < rows; ++i) {
         score->sum -= log_probability(logits + i * session->vocab_size(), session->vocab_size(),
-                                      tokens[start + row + i + 1]);
+                                      tokens[start + session->rows()[row + i] + 1]);
       }
       row += rows;
       score->count += rows;
@@ -78,7 +84,7 @@ Result generate(Session *session, const Tokenizer &tokenizer, Sampler *sampler,
   Score prompt_score;
   prefill(session, prompt.data(), prompt.size(), &prefill_watch,
           options.score_prompt ? &prompt_score : nullptr, nullptr);
-  result.mean_nll = prompt_score.mean();
+  result.mean_nll = mean(prompt_score, session);
 
   Stopwatch decode_watch;
   TextStream stream(tokenizer);
@@ -86,13 +92,18 @@ Result generate(Session *session, const Tokenizer &tokenizer, Sampler *sampler,
     result.text += text;
     if (on_text && !text.empty()) on_text(text);
   };
+  const auto choose = [&] {
+    if (sampler->is_greedy()) return session->likeliest();
+    // The matrix may have more rows than there are tokens, for the sake of its shape.
+    const auto drawn = [&] {
+      const float *logits = session->logits(session->rows().size() - 1, 1);
+      return sampler->sample(logits, tokenizer.vocab_size());
+    };
+    return session->share(session->has_last() ? drawn() : 0);
+  };
   const auto sample = [&](Stopwatch *watch) {
     watch->start();
-    // The matrix may have more rows than there are tokens, for the sake of its shape.
-    const TokenId token =
-        sampler->is_greedy()
-            ? session->likeliest()
-            : sampler->sample(session->logits(session->last_row(), 1), tokenizer.vocab_size());
+    const TokenId token = choose();
     watch->stop();
     return token;
   };
@@ -131,7 +142,9 @@ Result score(Session *session, const std::vector<TokenId> &tokens,
     prefill(session, tokens.data() + start, size, &watch, &total, on_progress);
     start += size;
   }
-  result.mean_nll = total.mean();
+  watch.start();
+  result.mean_nll = mean(total, session);  // which ranks behind this one may still work for
+  watch.stop();
   result.prefill_tokens_per_second = watch.per_second(tokens.size());
   return result;
 }

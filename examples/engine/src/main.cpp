@@ -5,6 +5,7 @@
 #include <iostream>
 #include <iterator>
 #include <string>
+#include <vector>
 
 #include "args.h"
 #include "chat.h"
@@ -91,7 +92,7 @@ std::vector<TokenId> encode_prompt(const Args &args, const Gguf &gguf, const Tok
 // All ranks run the same tokens, of which the first prints.
 void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
                 const Tokenizer &tokenizer) {
-  const bool prints = model.group().rank == 0;
+  const bool prints = model.ranks().is_first();
   const std::vector<TokenId> prompt = encode_prompt(args, gguf, tokenizer);
   const uint64_t context_length = model.config().context_length;
   if (prompt.size() >= context_length) {
@@ -149,7 +150,7 @@ void run_perplexity(const Args &args, const Model &model, const Tokenizer &token
   const std::vector<TokenId> tokens = tokenizer.encode(read_file(*args.perplexity), {true, false});
   Session session(model, std::min<uint64_t>(tokens.size(), model.config().context_length), false);
   Result result;
-  if (model.group().rank > 0) {
+  if (!model.ranks().is_first()) {
     score(&session, tokens, nullptr);
     return;
   }
@@ -171,9 +172,11 @@ void run(const Args &args) {
   const Tokenizer tokenizer(gguf);
   const bool cuda = args.device == Args::Device::kCuda;
   const unsloth_backend backend = cuda ? UNSLOTH_BACKEND_CUDA : UNSLOTH_BACKEND_CPU;
+  const std::vector<int32_t> sizes = {args.tensor_parallel, args.pipeline_parallel};
   run_ranks(
-      backend, args.threads, args.tensor_parallel, [&](const Context &context, const Group &group) {
-        const Model model = Model::load(context, gguf, config, args.weights, args.dtype, group);
+      backend, args.threads, sizes, [&](const Context &context, const std::vector<Group> &groups) {
+        const Ranks ranks = {groups[0], groups[1]};
+        const Model model = Model::load(context, gguf, config, args.weights, args.dtype, ranks);
         if (args.perplexity) {
           run_perplexity(args, model, tokenizer);
         } else if (args.prompt) {

@@ -36,20 +36,20 @@ uint64_t bytes_as(const GgufTensor &tensor, unsloth_dtype dtype) {
 }  // namespace
 
 Model::Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
-             unsloth_dtype hidden_dtype, const Group &group)
+             unsloth_dtype hidden_dtype, const Ranks &ranks)
     : context_(&context),
       config_(config),
-      group_(group),
+      ranks_(ranks),
       weight_dtype_(weight_dtype),
       hidden_dtype_(hidden_dtype) {}
 
 Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                  Args::Weights weights, Args::DType hidden_dtype, const Group &group) {
-  Model model(context, config, dtype_of(weights), dtype_of(hidden_dtype), group);
+                  Args::Weights weights, Args::DType hidden_dtype, const Ranks &ranks) {
+  Model model(context, config, dtype_of(weights), dtype_of(hidden_dtype), ranks);
   model.read(gguf, config, nullptr);
   model.memory_ = Buffer(context, model.used_);
   model.used_ = model.weight_bytes_ = 0;
-  if (group.rank == 0) {
+  if (ranks.is_first()) {
     ProgressBar bar("loading " + config.name, model.file_bytes_);
     model.read(gguf, config, &bar);
   } else {
@@ -66,7 +66,7 @@ void Model::read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar) {
     of.num_heads = static_cast<int64_t>(whole.num_heads);
     of.num_kv_heads = static_cast<int64_t>(whole.num_kv_heads);
     of.head_dim = static_cast<int64_t>(whole.head_dim);
-    return Part(tensor, group_, of);
+    return Part(tensor, ranks_.tensor, of);
   };
   const auto vector = [&](const std::string &name, uint64_t size) {
     return upload({&gguf.tensor(name, {size})}, UNSLOTH_DTYPE_F32, bar);
@@ -86,8 +86,13 @@ void Model::read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar) {
   };
 
   layers_.clear();
-  embedding_ = of_vocabulary("token_embd");
-  for (uint64_t i = 0; i < whole.num_layers; ++i) {
+  const Span own = span_of_layers(whole.num_layers, ranks_.pipeline);
+  config_.num_layers = own.count;
+  const bool makes_logits = ranks_.has_output();
+  if (ranks_.has_embedding() || (makes_logits && whole.tied_embeddings)) {
+    embedding_ = of_vocabulary("token_embd");
+  }
+  for (uint64_t i = own.begin; i < own.begin + own.count; ++i) {
     const std::string block = "blk." + std::to_string(i) + ".";
     const uint64_t q_size = whole.q_size();
     const uint64_t kv_size = whole.kv_size();
@@ -150,8 +155,10 @@ void Model::read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar) {
     config_.intermediate_size = static_cast<uint64_t>(layer.gate.shape[0]);
     layers_.push_back(layer);
   }
-  output_norm_ = vector("output_norm.weight", hidden);
-  output_ = whole.tied_embeddings ? embedding_ : of_vocabulary("output");
+  if (makes_logits) {
+    output_norm_ = vector("output_norm.weight", hidden);
+    output_ = whole.tied_embeddings ? embedding_ : of_vocabulary("output");
+  }
   // Llama 3.1 and later stretch each frequency by a factor of its own, which the file lists.
   rope_factors_ = optional_vector("rope_freqs.weight", whole.rotary_dim / 2);
 }

@@ -37,18 +37,28 @@ struct VocabularyRows {
   uint64_t most = 0;  // of any rank
 };
 
+// What a rank is in each way of dividing the work: a part of every layer, some of the layers.
+struct Ranks {
+  Group tensor;
+  Group pipeline;
+
+  bool is_first() const { return tensor.rank == 0 && pipeline.rank == 0; }
+  bool has_embedding() const { return pipeline.rank == 0; }
+  bool has_output() const { return pipeline.rank == pipeline.size - 1; }
+};
+
 class Model {
  public:
   // Uploads every tensor: matrices as they are or decoded, as `weights` says, the rest as f32. Of
-  // what the group divides only this rank's part is read: its heads, its rows of gate and up and
-  // columns of down, its rows of the vocabulary.
+  // what ranks divide only this rank's part is read: its layers, of these its heads, its rows of
+  // gate and up and columns of down, its rows of the vocabulary.
   static Model load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                    Args::Weights weights, Args::DType hidden, const Group &group);
+                    Args::Weights weights, Args::DType hidden, const Ranks &ranks);
 
   const Context &context() const { return *context_; }
-  // With the heads and the intermediate size of this rank.
+  // With the layers, the heads and the intermediate size of this rank.
   const ModelConfig &config() const { return config_; }
-  const Group &group() const { return group_; }
+  const Ranks &ranks() const { return ranks_; }
   const VocabularyRows &vocabulary() const { return vocabulary_; }
   // Of the matrices; none where they are as in the file.
   unsloth_dtype weight_dtype() const { return weight_dtype_; }
@@ -57,14 +67,15 @@ class Model {
   unsloth_dtype hidden_dtype() const { return hidden_dtype_; }
 
   const std::vector<LayerWeights> &layers() const { return layers_; }
-  unsloth_tensor embedding() const { return embedding_; }
+  unsloth_tensor embedding() const { return embedding_; }  // of the first layers' rank
+  // Of the last layers' rank.
   unsloth_tensor output_norm() const { return output_norm_; }
   unsloth_tensor output() const { return output_; }
   unsloth_tensor rope_factors() const { return rope_factors_; }
 
  private:
   Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
-        unsloth_dtype hidden_dtype, const Group &group);
+        unsloth_dtype hidden_dtype, const Ranks &ranks);
 
   // Goes through all tensors; without memory they are only counted.
   void read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar);
@@ -76,7 +87,7 @@ class Model {
 
   const Context *context_;
   ModelConfig config_;
-  Group group_;
+  Ranks ranks_;
   VocabularyRows vocabulary_;
   unsloth_dtype weight_dtype_;
   unsloth_dtype hidden_dtype_;

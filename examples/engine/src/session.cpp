@@ -1,6 +1,7 @@
 #include "session.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "error.h"
 #include "upload.h"
@@ -13,6 +14,10 @@
 //     hidden += mlp(rms_norm(hidden))
 //   logits = rms_norm(hidden) * output^T
 //   likeliest token = argmax(logits)
+//
+// In a pipeline a rank has some of the layers: hidden states come from the rank before it, and go
+// on to the one behind it, which works on them while this one begins the next step. The last rank
+// has the logits, and tells the others which token was chosen.
 
 namespace llm {
 namespace {
@@ -53,12 +58,15 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
   ids_ = Buffer(context(), max_chunk_ * sizeof(TokenId));
   hidden_ = Buffer(context(), hidden_bytes);
   normalized_ = Buffer(context(), hidden_bytes);
-  of_ranks_.resize(max_logit_rows_ * num_ranks() * model.vocabulary().most);
-  logits_ = Buffer(context(), of_ranks_.size() * sizeof(float));
-  // Where a rank has fewer columns, what it sends is something.
-  logits_.upload(of_ranks_.data(), logits_.bytes());
-  host_logits_.resize(max_logit_rows_ * vocab_size());
+  if (model.ranks().has_output()) {
+    of_ranks_.resize(max_logit_rows_ * tensor_ranks() * model.vocabulary().most);
+    logits_ = Buffer(context(), of_ranks_.size() * sizeof(float));
+    // Where a rank has fewer columns, what it sends is something.
+    logits_.upload(of_ranks_.data(), logits_.bytes());
+    host_logits_.resize(max_logit_rows_ * vocab_size());
+  }
 
+  sums_ = Buffer(context(), static_cast<size_t>(model.ranks().pipeline.size) * sizeof(double));
   check(unsloth_kv_cache_sequence_create(cache_.get(), &sequence_));
   // The largest step, for its workspace: later steps will rarely need more, so the estimate holds.
   extend(max_chunk_);
@@ -71,7 +79,7 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
   reset();
   // Ranks are threads here, and graphs of several GPUs that one process launches may wait for each
   // other.
-  if (use_graph && num_ranks() == 1 && context().backend() == UNSLOTH_BACKEND_CUDA) {
+  if (use_graph && is_alone() && context().backend() == UNSLOTH_BACKEND_CUDA) {
     driver_ = std::make_unique<CudaDriver>();
     extend(1);
     capture_step();
@@ -114,6 +122,7 @@ void Session::reset() {
   check(unsloth_kv_cache_sequence_truncate(cache_.get(), sequence_, 0));
   length_ = 0;
   last_count_ = 0;
+  rows_.clear();
 }
 
 // The current step is of one token. Tables and lengths stay where they are on the device, and
@@ -134,7 +143,9 @@ unsloth_inference_memory Session::estimate_memory() const {
   const LayerWeights &layer = model_->layers()[0];
   model.qkv_bias = layer.qkv_bias.rank + layer.q_bias.rank != 0 ? 1 : 0;
   model.output_bias = model_->layers()[0].attention_output_bias.rank != 0 ? 1 : 0;
-  model.vocab_size = static_cast<int64_t>(model_->vocabulary().rows);
+  const Ranks &ranks = model_->ranks();
+  const uint64_t vocabulary = ranks.has_output() ? model_->vocabulary().rows : vocab_size();
+  model.vocab_size = static_cast<int64_t>(vocabulary);
   model.hidden_size = static_cast<int64_t>(config.hidden_size);
   model.intermediate_size = static_cast<int64_t>(config.intermediate_size);
   model.num_layers = static_cast<int64_t>(config.num_layers);
@@ -163,10 +174,11 @@ unsloth_inference_memory Session::estimate_memory() const {
   params.kv_cache = &cache_params_;
   params.batch_size = 1;
   params.num_tokens = static_cast<int64_t>(max_chunk_);
-  params.num_logits = static_cast<int64_t>(max_logit_rows_);
+  params.num_logits = static_cast<int64_t>(ranks.has_output() ? max_logit_rows_ : 0);
   unsloth_inference_memory memory = UNSLOTH_INFERENCE_MEMORY_INIT;
   check(unsloth_inference_memory_estimate(context().get(), &params, &memory));
-  if (as_in_file) {
+  // Nor does it know that a rank of a pipeline lacks the embedding, or the output projection.
+  if (as_in_file || ranks.pipeline.size > 1) {
     memory.total = memory.total - memory.weights + model_->weight_bytes();
     memory.weights = model_->weight_bytes();
   }
@@ -189,19 +201,28 @@ void Session::forward(const TokenId *tokens, size_t count) {
   queue_layers(count);
 }
 
-void Session::queue_layers(size_t count) {
+void Session::queue_embedding(size_t count) {
   unsloth_embedding_params embedding = UNSLOTH_EMBEDDING_PARAMS_INIT;
   embedding.table = model_->embedding();
   embedding.ids = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
   embedding.out = hidden_rows(hidden_, 0, count);
-  if (num_ranks() > 1) {
-    embedding.parallel = model_->group().parallel();
+  if (tensor_ranks() > 1) {
+    embedding.parallel = model_->ranks().tensor.parallel();
     embedding.vocab_begin = static_cast<int64_t>(model_->vocabulary().begin);
     embedding.vocab_size = static_cast<int64_t>(vocab_size());
   }
   check(unsloth_embedding_forward(context().get(), &embedding, context().stream()));
+}
+
+void Session::queue_layers(size_t count) {
+  const Ranks &ranks = model_->ranks();
   const unsloth_tensor hidden = hidden_rows(hidden_, 0, count);
   const unsloth_tensor normalized = hidden_rows(normalized_, 0, count);
+  if (ranks.has_embedding()) {
+    queue_embedding(count);
+  } else {
+    receive(context(), ranks.pipeline, hidden, ranks.pipeline.rank - 1);
+  }
   for (size_t i = 0; i < model_->layers().size(); ++i) {
     const LayerWeights &weights = model_->layers()[i];
     rms_norm(hidden, weights.attention_norm, normalized);
@@ -211,17 +232,21 @@ void Session::queue_layers(size_t count) {
     const unsloth_mlp_params mlp = mlp_params(i, count);
     check(unsloth_mlp_forward(context().get(), &mlp, context().stream()));
   }
-  rms_norm(hidden, model_->output_norm(), normalized);
+  if (ranks.has_output()) {
+    rms_norm(hidden, model_->output_norm(), normalized);
+  } else {
+    send(context(), ranks.pipeline, hidden, ranks.pipeline.rank + 1);
+  }
 }
 
 void Session::queue_logits(size_t row, size_t rows) {
   const unsloth_linear_params params = logits_params(row, rows);
   check(unsloth_linear_forward(context().get(), &params, context().stream()));
-  if (num_ranks() == 1) return;
+  if (tensor_ranks() == 1) return;
   unsloth_all_gather_params gather = UNSLOTH_ALL_GATHER_PARAMS_INIT;
-  gather.comm = model_->group().comm;
+  gather.comm = model_->ranks().tensor.comm;
   gather.out = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32,
-                               {num_ranks() * rows, model_->vocabulary().most});
+                               {tensor_ranks() * rows, model_->vocabulary().most});
   check(unsloth_all_gather_forward(context().get(), &gather, context().stream()));
 }
 
@@ -236,8 +261,8 @@ void Session::queue_likeliest() {
 const float *Session::logits(size_t row, size_t rows) {
   if (!logits_are_queued_ || rows != 1) queue_logits(row, rows);
   const uint64_t most = model_->vocabulary().most;
-  logits_.download(of_ranks_.data(), rows * num_ranks() * most * sizeof(float));
-  for (uint64_t rank = 0; rank < num_ranks(); ++rank) {
+  logits_.download(of_ranks_.data(), rows * tensor_ranks() * most * sizeof(float));
+  for (uint64_t rank = 0; rank < tensor_ranks(); ++rank) {
     const uint64_t begin = std::min(rank * most, vocab_size());
     const uint64_t count = std::min(most, vocab_size() - begin);
     for (uint64_t i = 0; i < rows; ++i) {
@@ -249,13 +274,50 @@ const float *Session::logits(size_t row, size_t rows) {
 }
 
 TokenId Session::likeliest() {
-  if (!logits_are_queued_) {
-    queue_logits(last_row(), 1);
+  if (!logits_are_queued_ && has_last()) {
+    queue_logits(rows_.size() - 1, 1);
     queue_likeliest();
+  }
+  return share_first();
+}
+
+TokenId Session::share(TokenId token) {
+  if (model_->ranks().pipeline.size == 1) return token;
+  ids_.upload(&token, sizeof token);
+  return share_first();
+}
+
+// The first of the tokens that the rank has which has the last token's logits. It is there for the
+// next step.
+TokenId Session::share_first() {
+  const Group &pipeline = model_->ranks().pipeline;
+  if (pipeline.size > 1) {
+    const unsloth_tensor first = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {1});
+    broadcast(context(), pipeline, first, pipeline.size - 1);
   }
   ids_.download(&likeliest_, sizeof likeliest_);
   likeliest_is_known_ = true;
   return likeliest_;
+}
+
+double Session::total(double own) {
+  const Group &pipeline = model_->ranks().pipeline;
+  if (pipeline.size == 1) return own;
+  // Bits, since there is no type of 64-bit floats.
+  const auto size = static_cast<uint64_t>(pipeline.size);
+  sums_.upload(&own, sizeof own, static_cast<size_t>(pipeline.rank) * sizeof own);
+  unsloth_all_gather_params gather = UNSLOTH_ALL_GATHER_PARAMS_INIT;
+  gather.comm = pipeline.comm;
+  gather.out = unsloth::tensor(sums_.data(), UNSLOTH_DTYPE_I64, {size});
+  check(unsloth_all_gather_forward(context().get(), &gather, context().stream()));
+  std::vector<double> sums(size);
+  sums_.download(sums.data(), size * sizeof own);
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+bool Session::is_alone() const {
+  const Ranks &ranks = model_->ranks();
+  return ranks.tensor.size * ranks.pipeline.size == 1;
 }
 
 // Makes room for new tokens in the cache, and their step the current one.
@@ -264,13 +326,17 @@ void Session::extend(size_t count) {
   check(unsloth_kv_cache_extend(cache_.get(), &sequence_, &num_tokens, 1, context().stream()));
   length_ += count;
   last_count_ = count;
+  rows_.resize(model_->ranks().has_output() ? count : 0);
+  std::iota(rows_.begin(), rows_.end(), 0U);
   logits_are_queued_ = false;
 }
 
 void Session::reserve_workspace(size_t count) {
   size_t size = 0;
-  const unsloth_linear_params logits = logits_params(0, max_logit_rows_);
-  check(unsloth_linear_workspace_size(context().get(), &logits, &size));
+  if (model_->ranks().has_output()) {
+    const unsloth_linear_params logits = logits_params(0, max_logit_rows_);
+    check(unsloth_linear_workspace_size(context().get(), &logits, &size));
+  }
   // Layers have the same shapes, and the same types unless these are the file's.
   const bool as_in_file = model_->weight_dtype() == 0;
   for (size_t i = 0; i < (as_in_file ? model_->layers().size() : 1); ++i) {
@@ -329,7 +395,7 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.out_bias = weights.attention_output_bias;
   params.residual = hidden_rows(hidden_, 0, count);
   params.out = params.residual;
-  params.parallel = model_->group().parallel();
+  params.parallel = model_->ranks().tensor.parallel();
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;
@@ -346,7 +412,7 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t count) const {
   params.down_weight = weights.down;
   params.residual = hidden_rows(hidden_, 0, count);
   params.out = params.residual;
-  params.parallel = model_->group().parallel();
+  params.parallel = model_->ranks().tensor.parallel();
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;
@@ -359,7 +425,7 @@ unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
   params.x = hidden_rows(normalized_, row, rows);
   params.weight = model_->output();
   const VocabularyRows &own = model_->vocabulary();
-  const uint64_t first = static_cast<uint64_t>(model_->group().rank) * rows * own.most;
+  const uint64_t first = static_cast<uint64_t>(model_->ranks().tensor.rank) * rows * own.most;
   params.out = unsloth::tensor(static_cast<float *>(logits_.data()) + first, UNSLOTH_DTYPE_F32,
                                {rows, own.rows}, {own.most, uint64_t{1}});
   params.workspace = workspace_.data();

@@ -26,7 +26,6 @@ class Session {
   uint64_t max_logit_rows() const { return max_logit_rows_; }
   bool uses_graph() const { return driver_ != nullptr; }
   uint64_t vocab_size() const { return model_->config().vocab_size; }
-  uint64_t num_ranks() const { return static_cast<uint64_t>(model_->group().size); }
 
   // What the library expects the model and this session to take.
   unsloth_inference_memory estimate_memory() const;
@@ -35,14 +34,22 @@ class Session {
   // new tokens or with one. Queues work and returns.
   void forward(const TokenId *tokens, size_t count);
 
-  // The logits after `rows` tokens of the last step from `row` on, `[rows, vocab_size]` on the
-  // host, valid until the next call. Waits for them.
+  // Which tokens of the last step, counted from 0, this rank has the logits of, row by row.
+  const std::vector<uint32_t> &rows() const { return rows_; }
+  // Whether those of the last token are among them: its row is the last one.
+  bool has_last() const { return !rows_.empty() && rows_.back() + 1 == last_count_; }
+
+  // The logits of `rows` rows from `row` on, `[rows, vocab_size]` on the host, valid until the next
+  // call. Waits for them.
   const float *logits(size_t row, size_t rows);
-  size_t last_row() const { return last_count_ - 1; }
 
   // The likeliest token after the last step, chosen on the device. Waits for it. Of equal logits
-  // the first counts; NaN counts as the greatest.
+  // the first counts; NaN counts as the greatest. All ranks ask for it, and get the same.
   TokenId likeliest();
+  // The token of the rank that has the last token's logits, for all ranks.
+  TokenId share(TokenId token);
+  // The sum of what ranks have that divide the rows. All ranks ask for it.
+  double total(double own);
 
   void synchronize() const { context().synchronize(); }
 
@@ -57,15 +64,19 @@ class Session {
   void extend(size_t count);
   void reserve_workspace(size_t count);
   void upload_ids(const TokenId *tokens, size_t count);
+  void queue_embedding(size_t count);
   void queue_layers(size_t count);
   void queue_logits(size_t row, size_t rows);
   void queue_likeliest();
+  TokenId share_first();
   void capture_step();
   void rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const;
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
   unsloth_mlp_params mlp_params(size_t layer, size_t count) const;
   unsloth_linear_params logits_params(size_t row, size_t rows) const;
   unsloth_tensor hidden_rows(const Buffer &buffer, size_t first, size_t count) const;
+  bool is_alone() const;
+  uint64_t tensor_ranks() const { return static_cast<uint64_t>(model_->ranks().tensor.size); }
 
   const Model *model_;
   uint64_t capacity_;
@@ -74,6 +85,7 @@ class Session {
   unsloth_dtype dtype_;  // of hidden states, keys and values
   uint64_t length_ = 0;
   size_t last_count_ = 0;
+  std::vector<uint32_t> rows_;
 
   unsloth_kv_cache_params cache_params_;
   unsloth::KvCache cache_;
@@ -86,13 +98,15 @@ class Session {
   TokenId likeliest_ = 0;
   Buffer hidden_;      // the residual stream
   Buffer normalized_;  // what a block, and at the end the output projection, takes in
-  // Of each rank in turn: rows of as many columns as the first one has of the vocabulary.
+  // Of each rank that divides the vocabulary in turn: rows of as many columns as the first one has
+  // of the vocabulary.
   Buffer logits_;
   // Whether the last step's final logits are there already.
   bool logits_are_queued_ = false;
   Buffer workspace_;
   std::vector<float> host_logits_;
   std::vector<float> of_ranks_;  // as they are on the device
+  Buffer sums_;                  // of all ranks that divide the rows
 
   std::unique_ptr<CudaDriver> driver_;
   std::unique_ptr<CudaGraph> graph_;  // a step of one token, its logits and the likeliest token

@@ -35,6 +35,7 @@ void good_flags() {
                            "2",
                            "--tensor-parallel",
                            "4",
+                           "--pipeline-parallel=3",
                            "--weights",
                            "bf16"});
   CHECK_EQUAL(args.model, std::string("m"));
@@ -42,6 +43,7 @@ void good_flags() {
   CHECK_EQUAL(args.prompt.value_or(""), std::string("--a=b"));
   CHECK_EQUAL(args.tokens, 5U);
   CHECK_EQUAL(args.tensor_parallel, 4);
+  CHECK_EQUAL(args.pipeline_parallel, 3);
   CHECK_EQUAL(args.sampling.temperature, 0.5);
   CHECK_EQUAL(args.sampling.top_k, 0U);
   CHECK_EQUAL(args.sampling.top_p, 1.0);
@@ -121,6 +123,11 @@ void bad_flags() {
       {{"--tensor-parallel", "0"}, "--tensor-parallel takes an integer from 1"},
       {{"--model", "m", "--chat", "--tensor-parallel", "2"},
        "--tensor-parallel runs one prompt or file"},
+      {{"--pipeline-parallel", "0"}, "--pipeline-parallel takes an integer from 1"},
+      {{"--model", "m", "--chat", "--pipeline-parallel", "2"},
+       "--pipeline-parallel runs one prompt or file"},
+      {{"--model", "m", "--prompt", "p", "--tensor-parallel", "512", "--pipeline-parallel", "3"},
+       "--pipeline-parallel makes more than 1024 ranks"},
       {{"--model", "m", "--perplexity", "f", "--warm-up"},
        "--warm-up goes with --prompt or --chat"},
   };

@@ -3,7 +3,7 @@
 
 Grouped and single key heads, rotations stretched in each way, separate and tied output, biases,
 every tensor type, both tokenizers: reference/record_tiny.py recorded what must come out, of one
-rank and, on the CPU, of several that divide the model.
+rank and, on the CPU, of several that divide the model, in each way.
 """
 
 import argparse
@@ -58,6 +58,7 @@ def problems(expected, directory):
             yield f"{key} is {again[key]} after a warm-up, {found[key]} without"
     if arguments.device == "cpu":
         yield from problems_of_ranks(expected, path, found)
+        yield from problems_of_stages(path, found, "2")
     error = found["mean_nll"] / expected["mean_nll"] - 1
     if not abs(error) < NLL_TOLERANCE:
         yield f"the mean NLL is off by {error:.2e}"
@@ -85,12 +86,51 @@ def problems_of_ranks(expected, path, of_one):
         yield f"drawn tokens of 2 ranks are {two['tokens']}, not {one['tokens']}"
 
 
+def problems_of_stages(path, of_one, size):
+    """Ranks that have some of the layers each write what one writes, to the bit."""
+    flags = ["--prompt", tiny_models.TEXT * 3, "--tokens", "32", "--temperature", "0"]
+    found = run(path, *flags, "--pipeline-parallel", size)
+    for key in ("tokens", "mean_nll"):
+        if found[key] != of_one[key]:
+            yield f"{key} of {size} stages is {found[key]}, not {of_one[key]}"
+    for part in ("weights", "kv_cache"):
+        own, whole = (r["memory"]["estimated"][part] for r in (found, of_one))
+        if not own < 0.75 * whole:
+            yield f"of {whole} bytes of {part} the first of {size} stages has {own}"
+    peak, estimated = found["memory"]["real"]["peak"], found["memory"]["estimated"]["total"]
+    if not 1 <= peak / estimated < 1.01:
+        yield f"the first of {size} stages took {peak} bytes, estimated as {estimated}"
+
+
+def problems_of_pipelines(directory):
+    """Stages of unlike length and a prompt of more than one chunk; drawn tokens; scores; stages of more ranks."""
+    path, text = directory / "layers.gguf", directory / "text.txt"
+    tiny_models.make(path, seed=41, add_tokenizer=tiny_models.bpe, kind=tiny_models.Q8_0, layers=5)
+    text.write_text(tiny_models.TEXT * 12)
+    prompt = ["--prompt", tiny_models.TEXT * 6, "--tokens", "16", "--temperature"]
+    for flags in ([*prompt, "0"], [*prompt, "1", "--seed", "7"], ["--perplexity", str(text)]):
+        one = run(path, *flags, weights="file")
+        for size in ("2", "3", "5"):
+            found = run(path, *flags, "--pipeline-parallel", size, weights="file")
+            for key in ("tokens", "mean_nll"):
+                if found[key] != one[key]:
+                    yield f"{flags[::2]}: {key} of {size} stages is {found[key]}, not {one[key]}"
+        # Of two ranks each, which add up in another order.
+        found = run(path, *flags, "--pipeline-parallel", "2", "--tensor-parallel", "2", weights="file")
+        if found["tokens"] != one["tokens"]:
+            yield f"{flags[::2]}: tokens of 2 stages of 2 ranks are {found['tokens']}, not {one['tokens']}"
+        error = found["mean_nll"] / one["mean_nll"] - 1
+        if not abs(error) < NLL_TOLERANCE:
+            yield f"{flags[::2]}: the mean NLL of 2 stages of 2 ranks is off by {error:.2e}"
+
+
 def problems_of_too_many_ranks(directory):
-    """Heads that ranks cannot share are an error, of all ranks, and not a rank that waits."""
+    """What ranks cannot share is an error, of all ranks, and not a rank that waits."""
     path = tiny_models.write("plain_f32", directory)
-    done = start(path, "--prompt", "a", "--tensor-parallel", "3")
-    if done.returncode != 1 or b"size is 3" not in done.stderr:
-        yield f"3 ranks ended with {done.returncode}: {done.stderr.decode()}"
+    for way, said in (("--tensor-parallel", b"size is 3"), ("--pipeline-parallel", b"2 layers, too few for 3 ranks")):
+        done = start(path, "--prompt", "a", way, "3")
+        if done.returncode != 1 or said not in done.stderr:
+            yield f"{way} 3 ended with {done.returncode}: {done.stderr.decode()}"
 
 
 def problems_of_mixed_types(directory):
@@ -130,15 +170,13 @@ def main():
             for problem in problems(expected, pathlib.Path(directory)):
                 print(f"FAILED: {expected['name']}: {problem}")
                 failures += 1
-        for problem in problems_of_mixed_types(pathlib.Path(directory)):
-            print(f"FAILED: mixed types: {problem}")
-            failures += 1
-        for problem in problems_of_ternary_layers(pathlib.Path(directory)):
-            print(f"FAILED: ternary layers: {problem}")
-            failures += 1
-        for problem in problems_of_too_many_ranks(pathlib.Path(directory)):
-            print(f"FAILED: too many ranks: {problem}")
-            failures += 1
+        checks = [problems_of_mixed_types, problems_of_ternary_layers, problems_of_too_many_ranks]
+        if arguments.device == "cpu":
+            checks.append(problems_of_pipelines)
+        for check in checks:
+            for problem in check(pathlib.Path(directory)):
+                print(f"FAILED: {check.__name__}: {problem}")
+                failures += 1
     sys.exit(1 if failures else 0)
 
 

@@ -475,8 +475,9 @@ Outcome train(const Args &args) {
   probe(args.output_lora);
   Agreement agreement;
   Outcome outcome = Outcome::kDone;
-  run_ranks(args.backend, args.threads, args.data_parallel,
-            [&](const Context &context, const Group &group) {
+  run_ranks(args.backend, args.threads, {args.data_parallel},
+            [&](const Context &context, const std::vector<Group> &groups) {
+              const Group &group = groups[0];
               try {
                 const Outcome own = Trainer(args, context, group, &agreement).run();
                 if (group.rank == 0) outcome = own;
