@@ -19,7 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, again and again; 12 times, 
 F32_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2
 SECONDS = 60
 # In which the engine's ranks divide the work.
-WAYS = ("--tensor-parallel", "--pipeline-parallel")
+WAYS = ("--tensor-parallel", "--pipeline-parallel", "--context-parallel")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--engine", required=True)

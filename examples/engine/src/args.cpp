@@ -54,6 +54,7 @@ Args parse_args(int argc, const char *const *argv) {
        [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
       {"--tensor-parallel", ranks(&args.tensor_parallel)},
       {"--pipeline-parallel", ranks(&args.pipeline_parallel)},
+      {"--context-parallel", ranks(&args.context_parallel)},
       {"--dtype", [&](auto &flag, auto &value) { dtype = parse_dtype(flag, value); }},
       {"--weights",
        [&](auto &flag, auto &value) {
@@ -89,7 +90,8 @@ Args parse_args(int argc, const char *const *argv) {
   constexpr int64_t kMaxRanks = 1024;
   int64_t num_ranks = 1;
   const std::pair<const char *, int32_t> ways[] = {{"--tensor-parallel", args.tensor_parallel},
-                                                   {"--pipeline-parallel", args.pipeline_parallel}};
+                                                   {"--pipeline-parallel", args.pipeline_parallel},
+                                                   {"--context-parallel", args.context_parallel}};
   for (const auto &[flag, size] : ways) {
     if (size > 1 && !args.perplexity && !args.prompt) {
       throw UsageError(std::string(flag) +
@@ -97,6 +99,9 @@ Args parse_args(int argc, const char *const *argv) {
     }
     num_ranks *= size;
     if (num_ranks > kMaxRanks) throw UsageError(std::string(flag) + " makes more than 1024 ranks");
+  }
+  if (args.pipeline_parallel > 1 && args.context_parallel > 1) {
+    throw UsageError("--pipeline-parallel and --context-parallel do not go together");
   }
   if (args.json && !args.perplexity && !args.prompt) {
     throw UsageError("--json reports on one prompt or file: give --prompt or --perplexity");
@@ -124,6 +129,10 @@ std::string usage() {
          "  --pipeline-parallel N\n"
          "                      divide the layers among N ranks, and each with --tensor-parallel "
          "(1)\n"
+         "  --context-parallel N\n"
+         "                      divide the text among N ranks by its tokens, and each with "
+         "--tensor-parallel:\n"
+         "                      a cache holds a part of the keys and values (1)\n"
          "  --dtype TYPE        keep hidden states, keys and values as f32, f16 or bf16\n"
          "                      (f32 on the CPU, bf16 on a GPU)\n"
          "  --weights TYPE      keep the matrices as in the file, or as f32, f16 or bf16\n"

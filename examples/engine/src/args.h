@@ -25,9 +25,10 @@ struct Args {
   std::optional<std::string> perplexity;
   bool json = false;
   uint32_t threads = 0;  // 0: as many as there are cores
-  // Ranks that divide every layer, and the layers.
+  // Ranks that divide every layer, the layers, and the tokens of a text.
   int32_t tensor_parallel = 1;
   int32_t pipeline_parallel = 1;
+  int32_t context_parallel = 1;
   // Of hidden states, keys and values: bf16 on a GPU, which multiplies operands of one type, and
   // f32 on the CPU, which widens weights as it reads them.
   DType dtype = DType::kF32;

@@ -172,10 +172,11 @@ void run(const Args &args) {
   const Tokenizer tokenizer(gguf);
   const bool cuda = args.device == Args::Device::kCuda;
   const unsloth_backend backend = cuda ? UNSLOTH_BACKEND_CUDA : UNSLOTH_BACKEND_CPU;
-  const std::vector<int32_t> sizes = {args.tensor_parallel, args.pipeline_parallel};
+  const std::vector<int32_t> sizes = {args.tensor_parallel, args.pipeline_parallel,
+                                      args.context_parallel};
   run_ranks(
       backend, args.threads, sizes, [&](const Context &context, const std::vector<Group> &groups) {
-        const Ranks ranks = {groups[0], groups[1]};
+        const Ranks ranks = {groups[0], groups[1], groups[2]};
         const Model model = Model::load(context, gguf, config, args.weights, args.dtype, ranks);
         if (args.perplexity) {
           run_perplexity(args, model, tokenizer);

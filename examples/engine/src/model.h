@@ -37,12 +37,14 @@ struct VocabularyRows {
   uint64_t most = 0;  // of any rank
 };
 
-// What a rank is in each way of dividing the work: a part of every layer, some of the layers.
+// What a rank is in each way of dividing the work: a part of every layer, some of the layers, some
+// of the text's tokens.
 struct Ranks {
   Group tensor;
   Group pipeline;
+  Group context;
 
-  bool is_first() const { return tensor.rank == 0 && pipeline.rank == 0; }
+  bool is_first() const { return tensor.rank == 0 && pipeline.rank == 0 && context.rank == 0; }
   bool has_embedding() const { return pipeline.rank == 0; }
   bool has_output() const { return pipeline.rank == pipeline.size - 1; }
 };

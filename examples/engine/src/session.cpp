@@ -25,6 +25,10 @@ namespace {
 // Tokens of a step: bounds the activations. A GPU is kept busy by more of them.
 constexpr uint64_t kMaxChunkCpu = 256;
 constexpr uint64_t kMaxChunkGpu = 2048;
+uint64_t chunk_limit(const Context &context) {
+  return context.backend() == UNSLOTH_BACKEND_CPU ? kMaxChunkCpu : kMaxChunkGpu;
+}
+
 constexpr uint64_t kMaxLogitRows = 32;  // a row is as long as the vocabulary
 constexpr uint64_t kPageSize = 16;
 
@@ -47,15 +51,18 @@ unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dt
 Session::Session(const Model &model, uint64_t capacity, bool use_graph)
     : model_(&model),
       capacity_(capacity),
-      max_chunk_(std::min(context().backend() == UNSLOTH_BACKEND_CPU ? kMaxChunkCpu : kMaxChunkGpu,
-                          capacity)),
+      divided_(model.ranks().context.size > 1 ? std::make_unique<ContextParallel>(model, capacity)
+                                              : nullptr),
+      max_chunk_(divided_ ? capacity : std::min(chunk_limit(context()), capacity)),
+      max_rows_(divided_ ? divided_->max_rows() : max_chunk_),
       max_logit_rows_(std::min(kMaxLogitRows, capacity)),
       dtype_(model.hidden_dtype()),
-      cache_params_(cache_params(model.config(), dtype_, capacity, max_chunk_)),
+      cache_params_(cache_params(model.config(), dtype_, divided_ ? divided_->max_kept() : capacity,
+                                 max_rows_)),
       cache_(context().get(), cache_params_) {
   const uint64_t hidden_size = model.config().hidden_size;
-  const uint64_t hidden_bytes = max_chunk_ * hidden_size * element_size(dtype_);
-  ids_ = Buffer(context(), max_chunk_ * sizeof(TokenId));
+  const uint64_t hidden_bytes = max_rows_ * hidden_size * element_size(dtype_);
+  ids_ = Buffer(context(), max_rows_ * sizeof(TokenId));
   hidden_ = Buffer(context(), hidden_bytes);
   normalized_ = Buffer(context(), hidden_bytes);
   if (model.ranks().has_output()) {
@@ -66,14 +73,14 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
     host_logits_.resize(max_logit_rows_ * vocab_size());
   }
 
-  sums_ = Buffer(context(), static_cast<size_t>(model.ranks().pipeline.size) * sizeof(double));
+  sums_ = Buffer(context(), static_cast<size_t>(sharing().size) * sizeof(double));
   check(unsloth_kv_cache_sequence_create(cache_.get(), &sequence_));
   // The largest step, for its workspace: later steps will rarely need more, so the estimate holds.
   extend(max_chunk_);
-  reserve_workspace(max_chunk_);
+  reserve_workspace(num_rows_);
   if (context().backend() != UNSLOTH_BACKEND_CPU) {
     // It is run once, on whatever tokens: libraries of the driver load kernels at their first use.
-    queue_layers(max_chunk_);
+    queue_layers(num_rows_);
     synchronize();
   }
   reset();
@@ -173,7 +180,7 @@ unsloth_inference_memory Session::estimate_memory() const {
   params.model = &model;
   params.kv_cache = &cache_params_;
   params.batch_size = 1;
-  params.num_tokens = static_cast<int64_t>(max_chunk_);
+  params.num_tokens = static_cast<int64_t>(max_rows_);
   params.num_logits = static_cast<int64_t>(ranks.has_output() ? max_logit_rows_ : 0);
   unsloth_inference_memory memory = UNSLOTH_INFERENCE_MEMORY_INIT;
   check(unsloth_inference_memory_estimate(context().get(), &params, &memory));
@@ -182,12 +189,22 @@ unsloth_inference_memory Session::estimate_memory() const {
     memory.total = memory.total - memory.weights + model_->weight_bytes();
     memory.weights = model_->weight_bytes();
   }
+  if (divided_) {
+    // It knows the cache of such a rank, and not what its attention goes through.
+    memory.activations += divided_->bytes();
+    memory.workspace = workspace_.bytes();
+    memory.total =
+        memory.weights + memory.kv_cache + memory.activations + memory.workspace + memory.logits;
+  }
   return memory;
 }
 
 void Session::forward(const TokenId *tokens, size_t count) {
   if (count < 1 || count > max_chunk_ || count > capacity_ - length_) {
     throw Error("a step of " + std::to_string(count) + " tokens does not fit the session");
+  }
+  if (divided_ && length_ > 0 && count > 1) {
+    throw Error("a text that ranks divide goes on by one token at a time");
   }
   extend(count);
   upload_ids(tokens, count);
@@ -197,8 +214,8 @@ void Session::forward(const TokenId *tokens, size_t count) {
     logits_are_queued_ = true;
     return;
   }
-  reserve_workspace(count);
-  queue_layers(count);
+  reserve_workspace(num_rows_);
+  queue_layers(num_rows_);
 }
 
 void Session::queue_embedding(size_t count) {
@@ -226,11 +243,19 @@ void Session::queue_layers(size_t count) {
   for (size_t i = 0; i < model_->layers().size(); ++i) {
     const LayerWeights &weights = model_->layers()[i];
     rms_norm(hidden, weights.attention_norm, normalized);
-    const unsloth_attention_block_params attention = attention_params(i, count);
-    check(unsloth_attention_block_forward(context().get(), &attention, context().stream()));
+    if (divided_) {
+      divided_->attend(i, call(count));
+    } else {
+      const unsloth_attention_block_params attention = attention_params(i, count);
+      check(unsloth_attention_block_forward(context().get(), &attention, context().stream()));
+    }
     rms_norm(hidden, weights.mlp_norm, normalized);
-    const unsloth_mlp_params mlp = mlp_params(i, count);
-    check(unsloth_mlp_forward(context().get(), &mlp, context().stream()));
+    // A chunk at a time, which bounds the workspace.
+    const uint64_t most = chunk_limit(context());
+    for (size_t first = 0; first < count; first += most) {
+      const unsloth_mlp_params mlp = mlp_params(i, first, std::min<size_t>(most, count - first));
+      check(unsloth_mlp_forward(context().get(), &mlp, context().stream()));
+    }
   }
   if (ranks.has_output()) {
     rms_norm(hidden, model_->output_norm(), normalized);
@@ -282,7 +307,7 @@ TokenId Session::likeliest() {
 }
 
 TokenId Session::share(TokenId token) {
-  if (model_->ranks().pipeline.size == 1) return token;
+  if (sharing().size == 1) return token;
   ids_.upload(&token, sizeof token);
   return share_first();
 }
@@ -290,10 +315,9 @@ TokenId Session::share(TokenId token) {
 // The first of the tokens that the rank has which has the last token's logits. It is there for the
 // next step.
 TokenId Session::share_first() {
-  const Group &pipeline = model_->ranks().pipeline;
-  if (pipeline.size > 1) {
+  if (sharing().size > 1) {
     const unsloth_tensor first = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {1});
-    broadcast(context(), pipeline, first, pipeline.size - 1);
+    broadcast(context(), sharing(), first, speaker());
   }
   ids_.download(&likeliest_, sizeof likeliest_);
   likeliest_is_known_ = true;
@@ -301,13 +325,13 @@ TokenId Session::share_first() {
 }
 
 double Session::total(double own) {
-  const Group &pipeline = model_->ranks().pipeline;
-  if (pipeline.size == 1) return own;
+  const Group &group = sharing();
+  if (group.size == 1) return own;
   // Bits, since there is no type of 64-bit floats.
-  const auto size = static_cast<uint64_t>(pipeline.size);
-  sums_.upload(&own, sizeof own, static_cast<size_t>(pipeline.rank) * sizeof own);
+  const auto size = static_cast<uint64_t>(group.size);
+  sums_.upload(&own, sizeof own, static_cast<size_t>(group.rank) * sizeof own);
   unsloth_all_gather_params gather = UNSLOTH_ALL_GATHER_PARAMS_INIT;
-  gather.comm = pipeline.comm;
+  gather.comm = group.comm;
   gather.out = unsloth::tensor(sums_.data(), UNSLOTH_DTYPE_I64, {size});
   check(unsloth_all_gather_forward(context().get(), &gather, context().stream()));
   std::vector<double> sums(size);
@@ -317,17 +341,36 @@ double Session::total(double own) {
 
 bool Session::is_alone() const {
   const Ranks &ranks = model_->ranks();
-  return ranks.tensor.size * ranks.pipeline.size == 1;
+  return ranks.tensor.size * ranks.pipeline.size * ranks.context.size == 1;
+}
+
+const Group &Session::sharing() const {
+  const Ranks &ranks = model_->ranks();
+  return divided_ ? ranks.context : ranks.pipeline;
+}
+
+int32_t Session::speaker() const {
+  return divided_ ? divided_->speaker() : model_->ranks().pipeline.size - 1;
 }
 
 // Makes room for new tokens in the cache, and their step the current one.
 void Session::extend(size_t count) {
-  const auto num_tokens = static_cast<int64_t>(count);
+  auto num_tokens = static_cast<int64_t>(count);
+  num_rows_ = count;
+  if (divided_) {
+    divided_->begin(length_, count);
+    num_rows_ = divided_->num_rows();
+    num_tokens = static_cast<int64_t>(divided_->num_kept());
+    // Behind a prompt all have the hidden states, and one makes logits of them.
+    const bool makes_logits = length_ == 0 || divided_->speaker() == sharing().rank;
+    rows_ = makes_logits ? divided_->tokens() : std::vector<uint32_t>();
+  } else {
+    rows_.resize(model_->ranks().has_output() ? count : 0);
+    std::iota(rows_.begin(), rows_.end(), 0U);
+  }
   check(unsloth_kv_cache_extend(cache_.get(), &sequence_, &num_tokens, 1, context().stream()));
   length_ += count;
   last_count_ = count;
-  rows_.resize(model_->ranks().has_output() ? count : 0);
-  std::iota(rows_.begin(), rows_.end(), 0U);
   logits_are_queued_ = false;
 }
 
@@ -341,10 +384,15 @@ void Session::reserve_workspace(size_t count) {
   const bool as_in_file = model_->weight_dtype() == 0;
   for (size_t i = 0; i < (as_in_file ? model_->layers().size() : 1); ++i) {
     size_t attention_size = 0;
-    const unsloth_attention_block_params attention = attention_params(i, count);
-    check(unsloth_attention_block_workspace_size(context().get(), &attention, &attention_size));
+    if (divided_) {
+      attention_size = divided_->workspace_size(i, call(count));
+    } else {
+      const unsloth_attention_block_params attention = attention_params(i, count);
+      check(unsloth_attention_block_workspace_size(context().get(), &attention, &attention_size));
+    }
     size_t mlp_size = 0;
-    const unsloth_mlp_params mlp = mlp_params(i, count);
+    const auto rows = std::min<size_t>(count, chunk_limit(context()));
+    const unsloth_mlp_params mlp = mlp_params(i, 0, rows);
     check(unsloth_mlp_workspace_size(context().get(), &mlp, &mlp_size));
     size = std::max({size, attention_size, mlp_size});
   }
@@ -356,8 +404,15 @@ void Session::reserve_workspace(size_t count) {
 }
 
 void Session::upload_ids(const TokenId *tokens, size_t count) {
-  const bool there = count == 1 && likeliest_is_known_ && tokens[0] == likeliest_;
-  if (!there) ids_.upload(tokens, count * sizeof(TokenId));
+  const bool there = num_rows_ == 1 && likeliest_is_known_ && tokens[0] == likeliest_;
+  if (divided_ && !there) {
+    std::vector<TokenId> own(num_rows_);  // padding is some token
+    const std::vector<uint32_t> &which = divided_->tokens();
+    for (size_t row = 0; row < which.size(); ++row) own[row] = tokens[which[row]];
+    ids_.upload(own.data(), own.size() * sizeof(TokenId));
+  } else if (!there) {
+    ids_.upload(tokens, count * sizeof(TokenId));
+  }
   likeliest_is_known_ = false;
 }
 
@@ -401,16 +456,21 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   return params;
 }
 
-// hidden += mlp(normalized)
-unsloth_mlp_params Session::mlp_params(size_t layer, size_t count) const {
+ContextParallel::Call Session::call(size_t rows) const {
+  return {cache_.get(), hidden_rows(normalized_, 0, rows), hidden_rows(hidden_, 0, rows),
+          workspace_.data(), workspace_.bytes()};
+}
+
+// hidden += mlp(normalized), of `count` rows from `first` on
+unsloth_mlp_params Session::mlp_params(size_t layer, size_t first, size_t count) const {
   const LayerWeights &weights = model_->layers()[layer];
   unsloth_mlp_params params = UNSLOTH_MLP_PARAMS_INIT;
   params.activation = UNSLOTH_ACTIVATION_SILU;
-  params.x = hidden_rows(normalized_, 0, count);
+  params.x = hidden_rows(normalized_, first, count);
   params.gate_weight = weights.gate;
   params.up_weight = weights.up;
   params.down_weight = weights.down;
-  params.residual = hidden_rows(hidden_, 0, count);
+  params.residual = hidden_rows(hidden_, first, count);
   params.out = params.residual;
   params.parallel = model_->ranks().tensor.parallel();
   params.workspace = workspace_.data();

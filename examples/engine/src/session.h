@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "context_parallel.h"
 #include "cuda_graph.h"
 #include "device.h"
 #include "model.h"
@@ -22,6 +23,7 @@ class Session {
   const Context &context() const { return model_->context(); }
   uint64_t capacity() const { return capacity_; }
   uint64_t length() const { return length_; }
+  // The most tokens of a step. A prompt that ranks divide by its tokens is one.
   uint64_t max_chunk() const { return max_chunk_; }
   uint64_t max_logit_rows() const { return max_logit_rows_; }
   bool uses_graph() const { return driver_ != nullptr; }
@@ -72,19 +74,27 @@ class Session {
   void capture_step();
   void rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const;
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
-  unsloth_mlp_params mlp_params(size_t layer, size_t count) const;
+  unsloth_mlp_params mlp_params(size_t layer, size_t first, size_t count) const;
   unsloth_linear_params logits_params(size_t row, size_t rows) const;
   unsloth_tensor hidden_rows(const Buffer &buffer, size_t first, size_t count) const;
+  ContextParallel::Call call(size_t rows) const;
   bool is_alone() const;
+  // Those who divide layers or tokens, and thereby rows of logits; and who of them has the last
+  // token's.
+  const Group &sharing() const;
+  int32_t speaker() const;
   uint64_t tensor_ranks() const { return static_cast<uint64_t>(model_->ranks().tensor.size); }
 
   const Model *model_;
   uint64_t capacity_;
+  std::unique_ptr<ContextParallel> divided_;  // where ranks divide the text's tokens
   uint64_t max_chunk_;
+  uint64_t max_rows_;  // of a step, of this rank
   uint64_t max_logit_rows_;
   unsloth_dtype dtype_;  // of hidden states, keys and values
   uint64_t length_ = 0;
   size_t last_count_ = 0;
+  size_t num_rows_ = 0;  // of the step, of this rank
   std::vector<uint32_t> rows_;
 
   unsloth_kv_cache_params cache_params_;

@@ -44,6 +44,9 @@ void good_flags() {
   CHECK_EQUAL(args.tokens, 5U);
   CHECK_EQUAL(args.tensor_parallel, 4);
   CHECK_EQUAL(args.pipeline_parallel, 3);
+  CHECK_EQUAL(args.context_parallel, 1);
+  CHECK_EQUAL(
+      parse({"--model", "m", "--perplexity", "f", "--context-parallel", "2"}).context_parallel, 2);
   CHECK_EQUAL(args.sampling.temperature, 0.5);
   CHECK_EQUAL(args.sampling.top_k, 0U);
   CHECK_EQUAL(args.sampling.top_p, 1.0);
@@ -126,6 +129,11 @@ void bad_flags() {
       {{"--pipeline-parallel", "0"}, "--pipeline-parallel takes an integer from 1"},
       {{"--model", "m", "--chat", "--pipeline-parallel", "2"},
        "--pipeline-parallel runs one prompt or file"},
+      {{"--context-parallel", "x"}, "--context-parallel takes an integer from 1"},
+      {{"--model", "m", "--chat", "--context-parallel", "2"},
+       "--context-parallel runs one prompt or file"},
+      {{"--model", "m", "--prompt", "p", "--pipeline-parallel", "2", "--context-parallel", "2"},
+       "--pipeline-parallel and --context-parallel do not go together"},
       {{"--model", "m", "--prompt", "p", "--tensor-parallel", "512", "--pipeline-parallel", "3"},
        "--pipeline-parallel makes more than 1024 ranks"},
       {{"--model", "m", "--perplexity", "f", "--warm-up"},

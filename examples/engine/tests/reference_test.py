@@ -143,6 +143,18 @@ def check_conversation():
     check(found["text"].strip() == replies[1], f"the whole gives {found['text']!r}, not {replies}")
 
 
+def check_ranks():
+    """Ranks that divide the layers, or the tokens of the text, write what one writes."""
+    flags = ["--prompt", "Once upon a time, in a small village by the sea,", "--tokens", "24"]
+    one = report(*flags)
+    for way, size in (("--pipeline-parallel", "3"), ("--context-parallel", "2")):
+        found = report(*flags, way, size)
+        check(found["tokens"] == one["tokens"], f"{way} {size} writes {found['text']!r}, not {one['text']!r}")
+        error = found["mean_nll"] / one["mean_nll"] - 1
+        print(f"{way} {size}: mean NLL off by {error:.1e}")
+        check(abs(error) < NLL_TOLERANCE_F32["f32"], f"{way} {size}: mean NLL is off by {error:.1e}")
+
+
 def check_limits():
     found = report("--prompt", "a", "--tokens", "0")
     check(found["tokens"] == [] and found["text"] == "", f"no tokens were asked for: {found}")
@@ -176,6 +188,8 @@ def main():
         check_text(case)
     check_sampling()
     check_conversation()
+    if arguments.device == "cpu":
+        check_ranks()
     check_limits()
     check_errors()
     sys.exit(1 if failures else 0)

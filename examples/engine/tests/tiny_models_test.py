@@ -59,6 +59,7 @@ def problems(expected, directory):
     if arguments.device == "cpu":
         yield from problems_of_ranks(expected, path, found)
         yield from problems_of_stages(path, found, "2")
+        yield from problems_of_divided_text(path, found, "3")
     error = found["mean_nll"] / expected["mean_nll"] - 1
     if not abs(error) < NLL_TOLERANCE:
         yield f"the mean NLL is off by {error:.2e}"
@@ -100,6 +101,44 @@ def problems_of_stages(path, of_one, size):
     peak, estimated = found["memory"]["real"]["peak"], found["memory"]["estimated"]["total"]
     if not 1 <= peak / estimated < 1.01:
         yield f"the first of {size} stages took {peak} bytes, estimated as {estimated}"
+
+
+def problems_of_divided_text(path, of_one, size):
+    """Ranks that have some of the tokens each write what one writes, with a part of its cache."""
+    flags = ["--prompt", tiny_models.TEXT * 3, "--tokens", "32", "--temperature", "0"]
+    found = run(path, *flags, "--context-parallel", size)
+    if found["tokens"] != of_one["tokens"]:
+        yield f"tokens of {size} parts of the text are {found['tokens']}, not {of_one['tokens']}"
+    error = found["mean_nll"] / of_one["mean_nll"] - 1
+    if not abs(error) < NLL_TOLERANCE:
+        yield f"the mean NLL of {size} parts of the text is off by {error:.2e}"
+    own, whole = (r["memory"]["estimated"]["kv_cache"] for r in (found, of_one))
+    if not own < 1.2 * whole / int(size):
+        yield f"of {whole} bytes of the cache each of {size} ranks has {own}"
+    peak, estimated = found["memory"]["real"]["peak"], found["memory"]["estimated"]["total"]
+    if not 1 <= peak / estimated < 1.01:
+        yield f"a rank with a part of the text took {peak} bytes, estimated as {estimated}"
+
+
+def problems_of_texts_in_parts(directory):
+    """Prompts of a few tokens, of which ranks have none, and of many; a text of more than one window; drawn tokens;
+    parts of which each is several ranks'."""
+    path, text = directory / "parts.gguf", directory / "text.txt"
+    tiny_models.make(path, seed=43, add_tokenizer=tiny_models.bpe, kind=tiny_models.Q8_0, head_dim=32, layers=3)
+    text.write_text(tiny_models.TEXT * 12)
+    prompt = ["--tokens", "16", "--temperature"]
+    cases = [["--prompt", words, *prompt, "0"] for words in ("a", "again", "over the lazy dog", tiny_models.TEXT * 6)]
+    cases += [["--prompt", tiny_models.TEXT, *prompt, "1", "--seed", "8"], ["--perplexity", str(text)]]
+    ways = [["--context-parallel", size] for size in ("2", "3", "5")]
+    for flags in cases:
+        one = run(path, *flags, weights="file")
+        for way in [*ways, ["--context-parallel", "2", "--tensor-parallel", "2"]]:
+            found = run(path, *flags, *way, weights="file")
+            if found["tokens"] != one["tokens"]:
+                yield f"{flags[1][:20]}: tokens with {way} are {found['tokens']}, not {one['tokens']}"
+            same = found["mean_nll"] == one["mean_nll"]  # of one token there is none
+            if not same and not abs(found["mean_nll"] / one["mean_nll"] - 1) < NLL_TOLERANCE:
+                yield f"{flags[1][:20]}: the mean NLL with {way} is {found['mean_nll']}, not {one['mean_nll']}"
 
 
 def problems_of_pipelines(directory):
@@ -153,13 +192,16 @@ def problems_of_ternary_layers(directory):
     for key in ("tokens", "mean_nll"):
         if decoded[key] != expected[key]:
             yield f"{key} is {decoded[key]}, of floats {expected[key]}"
-    sizes = ("1", "2") if arguments.device == "cpu" else ("1",)
-    for size in sizes:
-        found = run(files[0], *flags, "--tensor-parallel", size, weights="file")
+    # A matrix of codes has one scale: projections are apart.
+    ways = [[]]
+    if arguments.device == "cpu":
+        ways += [["--tensor-parallel", "2"], ["--pipeline-parallel", "2"], ["--context-parallel", "2"]]
+    for way in ways:
+        found = run(files[0], *flags, *way, weights="file")
         error = found["mean_nll"] / expected["mean_nll"] - 1
-        print(f"ternary layers on {size} ranks: mean NLL off by {error:.1e}")
+        print(f"ternary layers {' '.join(way)}: mean NLL off by {error:.1e}")
         if not abs(error) < TERNARY_TOLERANCE:
-            yield f"the mean NLL of {size} ranks is off by {error:.2e}"
+            yield f"the mean NLL with {way} is off by {error:.2e}"
 
 
 def main():
@@ -172,7 +214,7 @@ def main():
                 failures += 1
         checks = [problems_of_mixed_types, problems_of_ternary_layers, problems_of_too_many_ranks]
         if arguments.device == "cpu":
-            checks.append(problems_of_pipelines)
+            checks += [problems_of_pipelines, problems_of_texts_in_parts]
         for check in checks:
             for problem in check(pathlib.Path(directory)):
                 print(f"FAILED: {check.__name__}: {problem}")
