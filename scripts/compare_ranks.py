@@ -18,8 +18,9 @@ import tempfile
 TEXT = "The quick brown fox jumps over the lazy dog, again and again; 12 times, then 345 more! "
 F32_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2
 SECONDS = 60
-# In which the engine's ranks divide the work.
-WAYS = ("--tensor-parallel", "--pipeline-parallel", "--context-parallel")
+# In which ranks divide the work.
+ENGINE_WAYS = ("--tensor-parallel", "--pipeline-parallel", "--context-parallel")
+TRAINER_WAYS = ("--data-parallel", "--pipeline-parallel")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--engine", required=True)
@@ -78,8 +79,8 @@ def divides(way, model):
     return not refused
 
 
-def compare_losses(folder, *flags):
-    name = f"trainer {' '.join(flags)}"
+def compare_losses(folder, way, *flags):
+    name = f"trainer {way} {' '.join(flags)}"
     data = folder / "lines.jsonl"
     rows = [{"prompt": f"again {i}", "completion": f" over the {i * i}"} for i in range(20)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -87,7 +88,7 @@ def compare_losses(folder, *flags):
     for size in (1, arguments.ranks):
         command = [arguments.trainer, "--model", arguments.models / "plain_f32.gguf", "--data", data, "--device", arguments.device]
         command += ["--json", "--steps", "12", "--batch-tokens", "64", "--accumulate", "4", "--output", folder / f"{size}.gguf"]
-        said = run(f"{name} on {size}", *command, "--data-parallel", size, *flags)
+        said = run(f"{name} on {size}", *command, way, size, *flags)
         if said is None:
             return
         found.append([json.loads(line) for line in said.splitlines()])
@@ -102,14 +103,15 @@ def compare_losses(folder, *flags):
 
 def main():
     exact = ["--dtype", "f32", "--weights", "f32"]
-    for way in WAYS:
+    for way in ENGINE_WAYS:
         for model in ("plain_f32", "mqa_bf16"):
             compare_text(way, arguments.models / f"{model}.gguf", *exact, tolerance=F32_TOLERANCE, same_text=True)
         if arguments.model and divides(way, arguments.model):
             compare_text(way, arguments.model, tolerance=BF16_TOLERANCE, same_text=False)
     with tempfile.TemporaryDirectory() as folder:
-        compare_losses(pathlib.Path(folder), "--learning-rate", "1e-3")
-        compare_losses(pathlib.Path(folder), "--lora", "4", "--learning-rate", "5e-3")
+        for way in TRAINER_WAYS:
+            compare_losses(pathlib.Path(folder), way, "--learning-rate", "1e-3")
+            compare_losses(pathlib.Path(folder), way, "--lora", "4", "--learning-rate", "5e-3")
     if wrong:
         sys.exit("\n".join(wrong))
 

@@ -44,6 +44,9 @@ Args parse_args(int argc, const char *const *argv) {
   const auto count = [](uint64_t *target, uint64_t minimum) {
     return [=](auto &flag, auto &value) { *target = parse_integer(flag, value, minimum); };
   };
+  const auto ranks = [](int32_t *target) {
+    return [target](auto &flag, auto &value) { *target = parse_integer<int32_t>(flag, value, 1); };
+  };
   const auto parse_dtype = [](const std::string &flag, const std::string &value) {
     return parse_choice<unsloth_dtype>(
         flag, value,
@@ -96,10 +99,8 @@ Args parse_args(int argc, const char *const *argv) {
       {"--batch-tokens", count(&args.batch_tokens, 8)},
       {"--accumulate",
        [&](auto &flag, auto &value) { accumulate = parse_integer<uint64_t>(flag, value, 1); }},
-      {"--data-parallel",
-       [&](auto &flag, auto &value) {
-         args.data_parallel = parse_integer<int32_t>(flag, value, 1);
-       }},
+      {"--data-parallel", ranks(&args.data_parallel)},
+      {"--pipeline-parallel", ranks(&args.pipeline_parallel)},
       {"--learning-rate",
        [&](auto &flag, auto &value) {
          args.learning_rate = parse_number(flag, value, is_positive, "above 0");
@@ -147,11 +148,14 @@ Args parse_args(int argc, const char *const *argv) {
   }
   if (args.steps > 0 && epochs) throw UsageError("--steps and --epochs say the same: give one");
   args.epochs = epochs.value_or(1);
-  const auto ranks = static_cast<uint64_t>(args.data_parallel);
-  args.accumulate = accumulate.value_or(ranks);
-  if (args.accumulate % ranks != 0) {
+  if (args.data_parallel > 1 && args.pipeline_parallel > 1) {
+    throw UsageError("--data-parallel and --pipeline-parallel do not go together");
+  }
+  const auto copies = static_cast<uint64_t>(args.data_parallel);
+  args.accumulate = accumulate.value_or(copies * static_cast<uint64_t>(args.pipeline_parallel));
+  if (args.accumulate % copies != 0) {
     throw UsageError("--accumulate is " + std::to_string(args.accumulate) +
-                     ", which the ranks of --data-parallel " + std::to_string(ranks) +
+                     ", which the ranks of --data-parallel " + std::to_string(copies) +
                      " do not share evenly");
   }
 
@@ -205,6 +209,8 @@ std::string usage() {
          "  --data-parallel N     divide these among N ranks: groups of threads on the CPU, or N "
          "GPUs "
          "(1)\n"
+         "  --pipeline-parallel N divide the layers among N ranks, through which these pass one "
+         "behind the other (1)\n"
          "  --learning-rate R     (1e-5, 2e-4 for a LoRA)\n"
          "  --warmup N            steps in which the rate rises to that (0)\n"
          "  --schedule NAME       how it falls after: constant, linear or cosine (cosine)\n"

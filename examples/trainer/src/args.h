@@ -49,9 +49,10 @@ struct Args {
   uint64_t steps = 0;  // 0: as `epochs` says
   uint64_t epochs = 1;
   uint64_t batch_tokens = 512;
-  uint64_t accumulate = 1;    // batches of all ranks
-  int32_t data_parallel = 1;  // ranks that divide them
-  double learning_rate = 0;   // 0: 1e-5, or 2e-4 for a LoRA
+  uint64_t accumulate = 1;        // batches of all ranks
+  int32_t data_parallel = 1;      // ranks that divide them
+  int32_t pipeline_parallel = 1;  // or ranks that divide the layers
+  double learning_rate = 0;       // 0: 1e-5, or 2e-4 for a LoRA
   uint64_t warmup = 0;
   Schedule schedule = Schedule::kCosine;
   double weight_decay = 0;

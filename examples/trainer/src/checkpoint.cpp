@@ -106,12 +106,15 @@ void write_checkpoint(const std::string &path, const Checkpoint &checkpoint) {
   writer.section(checkpoint.arguments.data(), checkpoint.arguments.size());
   writer.number(checkpoint.steps);
   writer.number(checkpoint.batches);
-  writer.section(checkpoint.weights.data(), checkpoint.weights.size());
-  writer.section(checkpoint.optimizer.data(), checkpoint.optimizer.size());
+  for (const Checkpoint::Part &part : checkpoint.parts) {
+    writer.section(part.weights.data(), part.weights.size());
+    writer.section(part.optimizer.data(), part.optimizer.size());
+  }
   writer.commit();
 }
 
-Checkpoint read_checkpoint(const std::string &path, const std::string &arguments) {
+Checkpoint read_checkpoint(const std::string &path, const std::string &arguments,
+                           size_t num_parts) {
   Reader reader(path);
   if (std::memcmp(reader.take(sizeof(kMagic)), kMagic, sizeof(kMagic)) != 0) {
     reader.fail("not a checkpoint of this program");
@@ -129,8 +132,11 @@ Checkpoint read_checkpoint(const std::string &path, const std::string &arguments
   if (made_with.size() != asked.size()) reader.fail("the checkpoint is of another version");
   checkpoint.steps = reader.number();
   checkpoint.batches = reader.number();
-  checkpoint.weights = reader.section();
-  checkpoint.optimizer = reader.section();
+  checkpoint.parts.resize(num_parts);
+  for (Checkpoint::Part &part : checkpoint.parts) {
+    part.weights = reader.section();
+    part.optimizer = reader.section();
+  }
   reader.finish();
   return checkpoint;
 }

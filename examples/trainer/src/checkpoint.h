@@ -14,14 +14,18 @@ struct Checkpoint {
   std::string arguments;
   uint64_t steps = 0;    // done
   uint64_t batches = 0;  // seen
-  std::vector<std::byte> weights;
-  std::vector<std::byte> optimizer;
+  struct Part {
+    std::vector<std::byte> weights;
+    std::vector<std::byte> optimizer;
+  };
+  std::vector<Part> parts;  // of each rank of a pipeline; else one
 };
 
 // Puts the file in the place of the one before it, or leaves that and throws.
 void write_checkpoint(const std::string &path, const Checkpoint &checkpoint);
-// Throws for a file that is damaged, or was made with other `arguments`, which the message names.
-Checkpoint read_checkpoint(const std::string &path, const std::string &arguments);
+// Throws for a file that is damaged, or was made with other `arguments`, which the message names
+// and which say how many parts there are.
+Checkpoint read_checkpoint(const std::string &path, const std::string &arguments, size_t num_parts);
 
 // Of any bytes: files are told apart by it, and damage is seen.
 uint64_t checksum(const void *data, size_t bytes, uint64_t seed = 0);

@@ -49,8 +49,8 @@ void write(const GgufWriter &writer, const std::string &path) {
 
 }  // namespace
 
-void write_model(const std::string &path, const Context &context, const Gguf &gguf,
-                 const Weights &weights, Lora *lora, TensorType type) {
+void write_model(const std::string &path, const Gguf &gguf, const std::vector<Trained> &all,
+                 TensorType type) {
   GgufWriter writer;
   for (const GgufEntry &entry : gguf.entries()) {
     if (entry.key != "general.file_type") writer.copy(entry);
@@ -59,13 +59,17 @@ void write_model(const std::string &path, const Context &context, const Gguf &gg
 
   // What was not trained is taken from the file, which may have it more exactly.
   std::map<std::string, GgufWriter::Source> trained;
-  if (lora == nullptr) {
-    for (const FileTensor &tensor : weights.file_tensors()) {
-      trained[tensor.name] = [&context, &tensor](uint64_t first, uint64_t count, float *values) {
-        download(context, tensor.tensor, first, count, values);
-      };
+  for (const Trained &one : all) {
+    const Context &context = *one.context;
+    if (one.lora == nullptr) {
+      for (const FileTensor &tensor : one.weights->file_tensors()) {
+        trained[tensor.name] = [&context, &tensor](uint64_t first, uint64_t count, float *values) {
+          download(context, tensor.tensor, first, count, values);
+        };
+      }
+      continue;
     }
-  } else {
+    Lora *const lora = one.lora;
     for (const Lora::Merged &merged : lora->merged_tensors()) {
       trained[merged.name] = [&context, lora, merged](uint64_t first, uint64_t count,
                                                       float *values) {
@@ -82,20 +86,22 @@ void write_model(const std::string &path, const Context &context, const Gguf &gg
   write(writer, path);
 }
 
-void write_adapter(const std::string &path, const Context &context, const Gguf &gguf,
-                   const Lora &lora) {
+void write_adapter(const std::string &path, const Gguf &gguf, const std::vector<Trained> &all) {
   GgufWriter writer;
   writer.set("general.architecture", gguf.get_string("general.architecture"));
   writer.set("general.type", std::string("adapter"));
   writer.set("general.name", gguf.get_string("general.name", "unnamed") + " LoRA");
   writer.set("general.file_type", file_type(TensorType::kF32));
   writer.set("adapter.type", std::string("lora"));
-  writer.set("adapter.lora.alpha", static_cast<float>(lora.options().alpha));
-  for (const FileTensor &tensor : lora.file_tensors()) {
-    writer.add_tensor(tensor.name, tensor.shape, TensorType::kF32,
-                      [&context, &tensor](uint64_t first, uint64_t count, float *values) {
-                        download(context, tensor.tensor, first, count, values);
-                      });
+  writer.set("adapter.lora.alpha", static_cast<float>(all[0].lora->options().alpha));
+  for (const Trained &one : all) {
+    const Context &context = *one.context;
+    for (const FileTensor &tensor : one.lora->file_tensors()) {
+      writer.add_tensor(tensor.name, tensor.shape, TensorType::kF32,
+                        [&context, &tensor](uint64_t first, uint64_t count, float *values) {
+                          download(context, tensor.tensor, first, count, values);
+                        });
+    }
   }
   write(writer, path);
 }

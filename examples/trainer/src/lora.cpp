@@ -60,6 +60,11 @@ void Lora::allocate(const Context &context, unsloth_dtype dtype, uint64_t seed) 
   uint64_t used = 0;
   Random random(seed);
   std::vector<float> values;
+  // What the layers of other ranks begin with comes first.
+  for (const Part &part : parts_) {
+    if (!part.trained) continue;
+    for (uint64_t i = 0; i < weights_->first_layer() * rank * part.columns; ++i) random.uniform();
+  }
   for (size_t layer = 0; layer < num_layers; ++layer) {
     std::vector<Pair> pairs;
     for (const Part &part : parts_) {
@@ -80,7 +85,7 @@ void Lora::allocate(const Context &context, unsloth_dtype dtype, uint64_t seed) 
       used += aligned(byte_count(pair.a));
       place(part.rows, rank, &pair.b, &pair.db);
       used += aligned(byte_count(pair.b));
-      const std::string name = "blk." + std::to_string(layer) + "." + part.name + ".weight.lora_";
+      const std::string name = name_in_file(part, layer) + ".lora_";
       file_tensors_.push_back({name + "a", {rank, part.columns}, pair.a});
       file_tensors_.push_back({name + "b", {part.rows, rank}, pair.b});
       pairs.push_back(pair);
@@ -134,6 +139,10 @@ void Lora::allocate(const Context &context, unsloth_dtype dtype, uint64_t seed) 
   scratch_memory_.upload(values.data(), values.size() * sizeof(float), identity);
 }
 
+std::string Lora::name_in_file(const Part &part, size_t layer) const {
+  return "blk." + std::to_string(weights_->first_layer() + layer) + "." + part.name + ".weight";
+}
+
 std::vector<Parameter> Lora::parameters() const {
   std::vector<Parameter> parameters;
   for (const std::vector<Pair> &pairs : pairs_) {
@@ -150,8 +159,8 @@ std::vector<Lora::Merged> Lora::merged_tensors() const {
   for (size_t layer = 0; layer < pairs_.size(); ++layer) {
     for (const Part &part : parts_) {
       if (!part.trained) continue;
-      tensors.push_back({"blk." + std::to_string(layer) + "." + part.name + ".weight", layer,
-                         rows(merged_.*part.matrix, part.first, part.rows)});
+      tensors.push_back(
+          {name_in_file(part, layer), layer, rows(merged_.*part.matrix, part.first, part.rows)});
     }
   }
   return tensors;

@@ -25,7 +25,7 @@ class Lora {
 
   const LoraOptions &options() const { return options_; }
   std::vector<Parameter> parameters() const;
-  // A and B of every layer, under the names that adapter files have.
+  // A and B of every layer that is here, under the names that adapter files have.
   const std::vector<FileTensor> &file_tensors() const { return file_tensors_; }
 
   // The tensors of the file that `merge` changes, where it leaves them.
@@ -73,6 +73,7 @@ class Lora {
   };
 
   void plan(const ModelConfig &config);
+  std::string name_in_file(const Part &part, size_t layer) const;
   void allocate(const Context &context, unsloth_dtype dtype, uint64_t seed);
   void multiply(const unsloth_tensor &x, const unsloth_tensor &weight,
                 const unsloth_tensor &residual, const unsloth_tensor &out) const;

@@ -15,7 +15,9 @@
 // neither of them is ever stored whole. When all batches of a step have added their gradients, the
 // optimizer makes its update. Where ranks have some of the batches each, a layer's gradients are
 // added up over ranks when the last batch of each has gone back through it, while the layers before
-// it follow.
+// it follow. Where ranks have some of the layers each, passes through these come in the order of a
+// schedule, between transfers of hidden states and of their gradients; a rank holds several
+// batches' hidden states then.
 
 namespace llm {
 
@@ -28,8 +30,8 @@ Step::Step(const Context &context, const ModelConfig &config, const Weights &wei
       options_(options),
       optimizer_(optimizer) {
   reserve();
-  const bool alone = options.group.size == 1;
-  if (!alone) reducer_ = std::make_unique<Reducer>(context, options.group);
+  const bool alone = options.group.size == 1 && options.pipeline == nullptr;
+  if (options.group.size > 1) reducer_ = std::make_unique<Reducer>(context, options.group);
   // Ranks are threads here, and graphs of several GPUs that one process launches may wait for each
   // other.
   if (options.use_graph && alone && context.backend() == UNSLOTH_BACKEND_CUDA) {
@@ -46,8 +48,9 @@ void Step::reserve() {
   targets_ = inputs(options_.tokens);
   positions_ = inputs(options_.tokens);
   cu_seqlens_ = inputs(options_.max_sequences + 1);
-  hidden_ = Buffer(*context_, (config_.num_layers + 1) * aligned(states));
-  normalized_ = Buffer(*context_, states);
+  const uint64_t slots = options_.pipeline != nullptr ? options_.pipeline->num_slots() : 1;
+  hidden_ = Buffer(*context_, slots * (num_layers() + 1) * aligned(states));
+  if (has_output()) normalized_ = Buffer(*context_, states);
   gradient_ = Buffer(*context_, states);
   losses_ = Buffer(*context_, options_.batches * sizeof(float));
   denominator_ = Buffer(*context_, sizeof(float));
@@ -67,19 +70,22 @@ void Step::reserve() {
   // A LoRA's matrices may be of another dtype when they are merged, which products differ by.
   layer_.emplace(*context_, config_, full ? weights_->tensors().layers[0] : lora_->like_merged(),
                  full ? weights_->gradients().layers[0] : lora_->gradients(), full, common);
-  saved_ = Buffer(*context_, config_.num_layers * layer_->saved_size());
+  saved_ = Buffer(*context_, slots * num_layers() * layer_->saved_size());
   need(layer_->workspace_size());
-  const auto loss = loss_params(0, true);
-  check(unsloth_linear_cross_entropy_workspace_size(context_->get(), &loss, &size));
-  need(size);
-  const auto norm = norm_backward_params();
-  check(unsloth_rms_norm_backward_workspace_size(context_->get(), &norm, &size));
-  need(size);
-  if (full) {
+  if (has_output()) {
+    const auto loss = loss_params(0, true);
+    check(unsloth_linear_cross_entropy_workspace_size(context_->get(), &loss, &size));
+    need(size);
+    const auto norm = norm_backward_params(0);
+    check(unsloth_rms_norm_backward_workspace_size(context_->get(), &norm, &size));
+    need(size);
+  }
+  if (full && has_embedding()) {
     const auto embedding = embedding_backward_params(0);
     check(unsloth_embedding_backward_workspace_size(context_->get(), &embedding, &size));
     need(size);
   }
+  if (shares_embedding()) options_.pipeline->reserve(weights_->gradients().embedding);
   workspace_ = Buffer(*context_, workspace);
   layer_->set_workspace(workspace_.data());
   if (lora_ != nullptr) lora_->set_workspace(workspace_);
@@ -111,19 +117,45 @@ double Step::run(const std::vector<Batch> &batches) {
 }
 
 void Step::queue() {
+  if (options_.pipeline != nullptr) {
+    queue_pipeline();
+    return;
+  }
   for (size_t batch = 0; batch < options_.batches; ++batch) {
-    queue_forward(batch);
-    queue_loss(batch, true);
-    queue_backward(batch);
+    queue_forward(batch, 0);
+    queue_loss(batch, 0, true);
+    queue_backward(batch, 0);
   }
   if (reducer_) reducer_->join();
   if (optimizer_ != nullptr) optimizer_->queue_step();
 }
 
+void Step::queue_pipeline() {
+  Pipeline &pipeline = *options_.pipeline;
+  for (const unsloth_pipeline_action &action : pipeline.actions()) {
+    const auto batch = static_cast<size_t>(action.micro_batch);
+    // What is sent of a gradient is in no slot.
+    const auto slot = static_cast<size_t>(std::max(action.slot, 0));
+    if (action.step == UNSLOTH_PIPELINE_STEP_FORWARD) {
+      queue_forward(batch, slot);
+    } else if (action.step == UNSLOTH_PIPELINE_STEP_BACKWARD) {
+      if (has_output()) queue_loss(batch, slot, true);
+      queue_backward(batch, slot);
+    } else {
+      pipeline.transfer(action, hidden(slot, 0), hidden(slot, num_layers()), states(gradient_, 0));
+    }
+  }
+  if (shares_embedding()) pipeline.add_to_first(weights_->gradients().embedding);
+  if (optimizer_ == nullptr) return;
+  options_.norm->exchange();
+  optimizer_->queue_step();
+  if (shares_embedding()) pipeline.share_first(weights_->tensors().embedding);
+}
+
 float Step::evaluate(const Batch &batch) {
   upload(batch, 0);
-  queue_forward(0);
-  queue_loss(0, false);
+  queue_forward(0, 0);
+  queue_loss(0, 0, false);
   return read_losses()[0];
 }
 
@@ -138,42 +170,47 @@ void Step::upload(const Batch &batch, size_t index) {
   write(batch.cu_seqlens, &cu_seqlens_);
 }
 
-void Step::queue_forward(size_t batch) {
+void Step::queue_forward(size_t batch, size_t slot) {
   layer_->set_sequences(per_token(positions_, batch), cu_seqlens(batch));
-  const auto embedding = embedding_params(batch);
-  check(unsloth_embedding_forward(context_->get(), &embedding, context_->stream()));
-  for (size_t i = 0; i < config_.num_layers; ++i) {
-    const LayerTensors weights = lora_ != nullptr ? lora_->merge(i) : weights_->tensors().layers[i];
-    layer_->forward(weights, hidden(i), hidden(i + 1), saved(i));
+  if (has_embedding()) {
+    const auto embedding = embedding_params(batch, slot);
+    check(unsloth_embedding_forward(context_->get(), &embedding, context_->stream()));
   }
-  const auto norm = norm_params();
-  check(unsloth_rms_norm_forward(context_->get(), &norm, context_->stream()));
+  for (size_t i = 0; i < num_layers(); ++i) {
+    const LayerTensors weights = lora_ != nullptr ? lora_->merge(i) : weights_->tensors().layers[i];
+    layer_->forward(weights, hidden(slot, i), hidden(slot, i + 1), saved(slot, i));
+  }
 }
 
-void Step::queue_loss(size_t batch, bool with_gradients) {
+void Step::queue_loss(size_t batch, size_t slot, bool with_gradients) {
+  const auto norm = norm_params(slot);
+  check(unsloth_rms_norm_forward(context_->get(), &norm, context_->stream()));
   const auto loss = loss_params(batch, with_gradients);
   check(unsloth_linear_cross_entropy_forward(context_->get(), &loss, context_->stream()));
 }
 
-void Step::queue_backward(size_t batch) {
+void Step::queue_backward(size_t batch, size_t slot) {
   const bool adds_up = reducer_ && batch + 1 == options_.batches;
-  const auto norm = norm_backward_params();
-  check(unsloth_rms_norm_backward(context_->get(), &norm, context_->stream()));
-  for (size_t i = config_.num_layers; i-- > 0;) {
+  layer_->set_sequences(per_token(positions_, batch), cu_seqlens(batch));
+  if (has_output()) {
+    const auto norm = norm_backward_params(slot);
+    check(unsloth_rms_norm_backward(context_->get(), &norm, context_->stream()));
+  }
+  for (size_t i = num_layers(); i-- > 0;) {
     if (lora_ == nullptr) {
       layer_->backward(weights_->tensors().layers[i], weights_->gradients().layers[i], true,
-                       hidden(i), states(gradient_, 0), saved(i));
+                       hidden(slot, i), states(gradient_, 0), saved(slot, i));
       if (adds_up) reducer_->add(tensors_of(weights_->gradients().layers[i]));
       continue;
     }
     // What a LoRA makes of a layer is in memory that the layers after it have used since, and the
     // gradients of whole matrices are those of one layer and one batch.
-    layer_->backward(lora_->merge(i), lora_->gradients(), false, hidden(i), states(gradient_, 0),
-                     saved(i));
+    layer_->backward(lora_->merge(i), lora_->gradients(), false, hidden(slot, i),
+                     states(gradient_, 0), saved(slot, i));
     lora_->add_gradients(i);
     if (adds_up) reducer_->add(lora_->gradients_of(i));
   }
-  if (lora_ != nullptr) return;
+  if (lora_ != nullptr || !has_embedding()) return;
   const auto embedding = embedding_backward_params(batch);
   check(unsloth_embedding_backward(context_->get(), &embedding, context_->stream()));
   if (!adds_up) return;
@@ -185,16 +222,20 @@ void Step::queue_backward(size_t batch) {
 
 std::vector<float> Step::read_losses() {
   if (reducer_) return reducer_->gather(losses_, options_.batches);
+  if (options_.pipeline != nullptr) {
+    options_.pipeline->share_last(
+        unsloth::tensor(losses_.data(), UNSLOTH_DTYPE_F32, {options_.batches}));
+  }
   std::vector<float> losses(options_.batches);
   losses_.download(losses.data(), losses.size() * sizeof(float));
   return losses;
 }
 
-unsloth_embedding_params Step::embedding_params(size_t batch) const {
+unsloth_embedding_params Step::embedding_params(size_t batch, size_t slot) const {
   auto params = unsloth::make<unsloth_embedding_params>();
   params.table = weights_->tensors().embedding;
   params.ids = per_token(ids_, batch);
-  params.out = hidden(0);
+  params.out = hidden(slot, 0);
   return params;
 }
 
@@ -210,20 +251,20 @@ unsloth_embedding_backward_params Step::embedding_backward_params(size_t batch) 
   return params;
 }
 
-unsloth_rms_norm_params Step::norm_params() const {
+unsloth_rms_norm_params Step::norm_params(size_t slot) const {
   auto params = unsloth::make<unsloth_rms_norm_params>();
   params.epsilon = static_cast<float>(config_.rms_norm_epsilon);
-  params.x = hidden(config_.num_layers);
+  params.x = hidden(slot, num_layers());
   params.weight = weights_->tensors().output_norm;
   params.out = states(normalized_, 0);
   return params;
 }
 
-unsloth_rms_norm_backward_params Step::norm_backward_params() const {
+unsloth_rms_norm_backward_params Step::norm_backward_params(size_t slot) const {
   auto params = unsloth::make<unsloth_rms_norm_backward_params>();
   params.epsilon = static_cast<float>(config_.rms_norm_epsilon);
   params.accumulate = lora_ == nullptr ? 1 : 0;
-  params.x = hidden(config_.num_layers);
+  params.x = hidden(slot, num_layers());
   params.dout = states(gradient_, 0);
   params.weight = weights_->tensors().output_norm;
   params.dweight = weights_->gradients().output_norm;
@@ -248,7 +289,8 @@ unsloth_linear_cross_entropy_params Step::loss_params(size_t batch, bool with_gr
     if (optimizer_ != nullptr) params.dloss = optimizer_->loss_scale();
     params.dx = states(gradient_, 0);
     if (lora_ == nullptr) {
-      params.accumulate = 1;
+      // The gradient of an embedding that is updated elsewhere begins anew here.
+      params.accumulate = weights_->borrows_embedding() && batch == 0 ? 0 : 1;
       params.dweight = tied ? gradients.embedding : gradients.output;
     }
   }
@@ -270,7 +312,9 @@ unsloth_tensor Step::cu_seqlens(size_t batch) const {
   return input(cu_seqlens_, batch, options_.max_sequences + 1);
 }
 
-unsloth_tensor Step::hidden(size_t layer) const { return states(hidden_, layer); }
+unsloth_tensor Step::hidden(size_t slot, size_t layer) const {
+  return states(hidden_, slot * (num_layers() + 1) + layer);
+}
 
 unsloth_tensor Step::states(const Buffer &buffer, size_t index) const {
   const uint64_t bytes =
@@ -279,8 +323,8 @@ unsloth_tensor Step::states(const Buffer &buffer, size_t index) const {
                          {options_.tokens, config_.hidden_size});
 }
 
-void *Step::saved(size_t layer) const {
-  return static_cast<char *>(saved_.data()) + layer * layer_->saved_size();
+void *Step::saved(size_t slot, size_t layer) const {
+  return static_cast<char *>(saved_.data()) + (slot * num_layers() + layer) * layer_->saved_size();
 }
 
 }  // namespace llm

@@ -13,8 +13,10 @@
 #include "layer.h"
 #include "lora.h"
 #include "optimizer.h"
+#include "pipeline.h"
 #include "ranks.h"
 #include "reducer.h"
+#include "shared_norm.h"
 #include "weights.h"
 
 namespace llm {
@@ -31,6 +33,10 @@ class Step {
     bool use_graph;       // on a GPU, queue the launches of a step as one CUDA graph
     // Ranks that have as many batches of a step each, and add up their gradients.
     Group group = {};
+    // Or where ranks have some of the layers each: the order in which batches pass through this
+    // one's, and the norm of all ranks' gradients. They outlive the step.
+    Pipeline *pipeline = nullptr;
+    SharedNorm *norm = nullptr;
   };
 
   // Takes all memory that batches need. `lora` is null where the weights themselves are trained,
@@ -45,6 +51,8 @@ class Step {
   // update, and gives the loss of the batches of all ranks: the sum over learned targets, divided
   // by the denominator. Waits for it.
   double run(const std::vector<Batch> &batches);
+  // What is asked for while a pass runs.
+  size_t workspace_size() const { return workspace_.bytes(); }
   // The loss alone.
   float evaluate(const Batch &batch);
 
@@ -52,25 +60,35 @@ class Step {
   void reserve();
   void upload(const Batch &batch, size_t index);
   void queue();
-  void queue_forward(size_t batch);
-  void queue_loss(size_t batch, bool with_gradients);
-  void queue_backward(size_t batch);
+  void queue_pipeline();
+  // A batch's hidden states are in one of the slots.
+  void queue_forward(size_t batch, size_t slot);
+  void queue_loss(size_t batch, size_t slot, bool with_gradients);
+  void queue_backward(size_t batch, size_t slot);
   std::vector<float> read_losses();
 
-  unsloth_embedding_params embedding_params(size_t batch) const;
+  unsloth_embedding_params embedding_params(size_t batch, size_t slot) const;
   unsloth_embedding_backward_params embedding_backward_params(size_t batch) const;
-  unsloth_rms_norm_params norm_params() const;
-  unsloth_rms_norm_backward_params norm_backward_params() const;
+  unsloth_rms_norm_params norm_params(size_t slot) const;
+  unsloth_rms_norm_backward_params norm_backward_params(size_t slot) const;
   unsloth_linear_cross_entropy_params loss_params(size_t batch, bool with_gradients) const;
 
   // Integers of a batch.
   unsloth_tensor input(const Buffer &buffer, size_t batch, uint64_t count) const;
   unsloth_tensor per_token(const Buffer &buffer, size_t batch) const;
   unsloth_tensor cu_seqlens(size_t batch) const;
-  unsloth_tensor hidden(
-      size_t layer) const;  // what the layer takes in; behind the last, its output
+  // What the layer takes in; behind the last, its output.
+  unsloth_tensor hidden(size_t slot, size_t layer) const;
   unsloth_tensor states(const Buffer &buffer, size_t index) const;
-  void *saved(size_t layer) const;
+  void *saved(size_t slot, size_t layer) const;
+  bool shares_embedding() const {
+    return options_.pipeline != nullptr && config_.tied_embeddings && lora_ == nullptr;
+  }
+  size_t num_layers() const { return weights_->tensors().layers.size(); }
+  bool has_embedding() const {
+    return options_.pipeline == nullptr || options_.pipeline->is_first();
+  }
+  bool has_output() const { return options_.pipeline == nullptr || options_.pipeline->is_last(); }
 
   const Context *context_;
   ModelConfig config_;
@@ -80,7 +98,7 @@ class Step {
   Optimizer *optimizer_;
 
   Buffer ids_, targets_, positions_, cu_seqlens_;  // of every batch
-  Buffer hidden_;                                  // of every layer
+  Buffer hidden_;                                  // of every slot and layer
   Buffer normalized_;  // the last layer's output, normalised; then its gradient
   Buffer gradient_;    // of hidden states
   Buffer saved_;       // what layers keep between the passes

@@ -6,17 +6,16 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
-#include <limits>
+#include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "agreement.h"
 #include "checkpoint.h"
 #include "config.h"
 #include "data.h"
@@ -27,11 +26,14 @@
 #include "json.h"
 #include "lora.h"
 #include "mapped_file.h"
+#include "memory.h"
 #include "optimizer.h"
 #include "output_file.h"
+#include "pipeline.h"
 #include "progress.h"
 #include "ranks.h"
 #include "schedule.h"
+#include "shared_norm.h"
 #include "step.h"
 #include "tokenizer.h"
 #include "weights.h"
@@ -118,36 +120,6 @@ std::string checksum_of(const std::string &path) {
          std::to_string(checksum(file.data(), file.size()));
 }
 
-// What the ranks of a run, which are threads, agree on beside what they compute: the first decides
-// whether there is another step.
-class Agreement {
- public:
-  // Whether to make step `step`, counted from 0; the first rank says so.
-  bool goes_on(const Group &group, uint64_t step, bool wanted) {
-    if (group.size == 1) return wanted;
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (group.rank == 0) {
-      (wanted ? allowed_ : end_) = wanted ? step + 1 : step;
-      changed_.notify_all();
-      return wanted;
-    }
-    changed_.wait(lock, [&] { return allowed_ > step || end_ <= step; });
-    return end_ > step;
-  }
-  // The first rank is not coming any more.
-  void stop() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    end_ = 0;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  uint64_t allowed_ = 0;
-  uint64_t end_ = std::numeric_limits<uint64_t>::max();
-};
-
 class Trainer {
  public:
   Trainer(const Args &args, const Context &context, const Group &group, Agreement *agreement);
@@ -156,9 +128,8 @@ class Trainer {
 
  private:
   std::string describe() const;
-  uint64_t memory_estimate() const;
   std::string checkpoint_path() const { return args_.checkpoint_dir + "/trainer.checkpoint"; }
-  Buffer *trained_memory() { return lora_ ? lora_->memory() : weights_.memory(); }
+  Trained trained() { return {&context_, &weights_, lora_.get(), optimizer_.get()}; }
   void save();
   void resume();
   Report run_step();
@@ -167,8 +138,17 @@ class Trainer {
   std::string note(const Report &report) const;
   void write_outputs();
 
+  // Calls `write` on the first rank, with what is trained: all ranks have the same, or their
+  // layers.
+  template <typename Write>
+  void on_first(const Write &write);
+
+  // Ranks divide either the layers or a step's batches.
+  bool in_stages() const { return args_.pipeline_parallel > 1; }
+  Group stages() const { return in_stages() ? group_ : Group(); }
+  Group copies() const { return in_stages() ? Group() : group_; }
   // Of the batches of a step, this rank's.
-  uint64_t num_batches() const { return args_.accumulate / static_cast<uint64_t>(group_.size); }
+  uint64_t num_batches() const { return args_.accumulate / static_cast<uint64_t>(copies().size); }
   bool is_first() const { return group_.rank == 0; }
 
   const Args &args_;
@@ -182,7 +162,9 @@ class Trainer {
   uint64_t num_steps_;
   Weights weights_;
   std::unique_ptr<Lora> lora_;
+  std::unique_ptr<SharedNorm> norm_;  // of ranks in stages
   std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<Pipeline> pipeline_;
   std::unique_ptr<Step> step_;
   uint64_t estimate_ = 0;
   std::string description_;
@@ -221,7 +203,7 @@ Trainer::Trainer(const Args &args, const Context &context, const Group &group, A
       tokenizer_(gguf_),
       batches_(read_batches(args, gguf_, config_, tokenizer_, group.rank == 0)),
       num_steps_(count_steps(args, &batches_)),
-      weights_(Weights::load(context_, gguf_, config_, args.weights)) {
+      weights_(Weights::load(context_, gguf_, config_, args.weights, stages())) {
   if (args.lora.rank > 0) {
     lora_ = std::make_unique<Lora>(context_, config_, weights_, args.lora, args.dtype, args.seed);
   } else {
@@ -229,19 +211,22 @@ Trainer::Trainer(const Args &args, const Context &context, const Group &group, A
   }
   const Optimizer::Options optimizer = {args.clip,       args.weight_decay, args.loss_scaling,
                                         args.loss_scale, args.dtype,        args.seed};
-  optimizer_ = std::make_unique<Optimizer>(
-      context_, lora_ ? lora_->parameters() : weights_.parameters(), optimizer);
-  const Step::Options step = {num_batches(),
-                              batches_.tokens(),
-                              batches_.max_sequences(),
-                              args.checkpointing,
-                              args.dtype,
-                              args.deterministic,
-                              args.graph,
-                              group};
+  std::vector<Parameter> parameters = lora_ ? lora_->parameters() : weights_.parameters();
+  if (in_stages()) {
+    norm_ = std::make_unique<SharedNorm>(context_, group_, parameters);
+    parameters.push_back(norm_->stand_in());
+    pipeline_ = std::make_unique<Pipeline>(context_, group_, num_batches());
+  }
+  optimizer_ = std::make_unique<Optimizer>(context_, parameters, optimizer);
+  const Step::Options step = {num_batches(),      batches_.tokens(), batches_.max_sequences(),
+                              args.checkpointing, args.dtype,        args.deterministic,
+                              args.graph,         copies(),          pipeline_.get(),
+                              norm_.get()};
   step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step, optimizer_.get());
-  estimate_ = memory_estimate();
+  estimate_ = estimate_memory({args, context_, config_, weights_, lora_.get(), batches_, *step_,
+                               num_batches(), pipeline_.get()});
   if (!args.checkpoint_dir.empty()) description_ = describe();
+  if (in_stages()) agreement_->show(group_, trained());
 }
 
 // What the bits of a run follow from. Where it runs, and what it keeps of activations, is not
@@ -268,6 +253,7 @@ std::string Trainer::describe() const {
   line("--batch-tokens", std::to_string(args_.batch_tokens));
   line("--accumulate", std::to_string(args_.accumulate));
   line("--data-parallel", std::to_string(args_.data_parallel));
+  line("--pipeline-parallel", std::to_string(args_.pipeline_parallel));
   line("--learning-rate", std::to_string(args_.learning_rate));
   line("--warmup", std::to_string(args_.warmup));
   line("--schedule", std::to_string(static_cast<int>(args_.schedule)));
@@ -279,69 +265,44 @@ std::string Trainer::describe() const {
   return text;
 }
 
-uint64_t Trainer::memory_estimate() const {
-  auto model = unsloth::make<unsloth_model_params>();
-  const LayerTensors &layer = weights_.tensors().layers[0];
-  model.tied_embeddings = config_.tied_embeddings ? 1 : 0;
-  model.qkv_bias = layer.qkv_bias.rank > 0 ? 1 : 0;
-  model.output_bias = layer.output_bias.rank > 0 ? 1 : 0;
-  model.vocab_size = static_cast<int64_t>(config_.vocab_size);
-  model.hidden_size = static_cast<int64_t>(config_.hidden_size);
-  model.intermediate_size = static_cast<int64_t>(config_.intermediate_size);
-  model.num_layers = static_cast<int64_t>(config_.num_layers);
-  model.num_heads = static_cast<int64_t>(config_.num_heads);
-  model.num_kv_heads = static_cast<int64_t>(config_.num_kv_heads);
-  model.head_dim = static_cast<int64_t>(config_.head_dim);
-  auto params = unsloth::make<unsloth_training_memory_params>();
-  params.ctx = context_.get();
-  params.dtype = args_.dtype;
-  params.weight_dtype = args_.weights;
-  params.vector_dtype = UNSLOTH_DTYPE_F32;
-  params.gradient_dtype = UNSLOTH_DTYPE_F32;
-  params.master_weights = Optimizer::master(args_.dtype);
-  params.optimizer = UNSLOTH_OPTIMIZER_ADAM;
-  params.checkpointing = args_.checkpointing;
-  params.model = &model;
-  params.batch_size = 1;
-  params.sequence_length = static_cast<int64_t>(batches_.tokens());
-  params.packed_sequences = static_cast<int64_t>(batches_.max_sequences());
-  params.micro_batches = static_cast<int64_t>(num_batches());
-  if (lora_) {
-    uint64_t parameters = 0;
-    for (const Parameter &parameter : lora_->parameters()) {
-      parameters += element_count(parameter.weight);
-    }
-    params.adapter_dtype = UNSLOTH_DTYPE_F32;
-    params.adapter_parameters = static_cast<int64_t>(parameters);
-    params.adapted_parameters = static_cast<int64_t>(lora_->merged_parameters());
+template <typename Write>
+void Trainer::on_first(const Write &write) {
+  if (!in_stages()) {
+    if (is_first()) write(std::vector<Trained>{trained()});
+    return;
   }
-  auto memory = unsloth::make<unsloth_training_memory>();
-  check(unsloth_training_memory_estimate(&params, &memory));
-  return memory.total;
+  agreement_->meet(group_);
+  if (is_first()) write(agreement_->trained());
+  agreement_->meet(group_);
 }
 
-// Ranks have the same weights, and the first writes them.
 void Trainer::save() {
-  if (is_first()) {
+  on_first([this](const std::vector<Trained> &all) {
     Checkpoint checkpoint;
     checkpoint.arguments = description_;
     checkpoint.steps = steps_done_;
     checkpoint.batches = batches_done_;
-    checkpoint.weights.resize(trained_memory()->bytes());
-    trained_memory()->download(checkpoint.weights.data(), checkpoint.weights.size());
-    checkpoint.optimizer = optimizer_->save();
+    for (const Trained &trained : all) {
+      Checkpoint::Part &part = checkpoint.parts.emplace_back();
+      part.weights.resize(trained.memory()->bytes());
+      trained.memory()->download(part.weights.data(), part.weights.size());
+      part.optimizer = trained.optimizer->save();
+    }
     write_checkpoint(checkpoint_path(), checkpoint);
-  }
+  });
   saved_step_ = steps_done_;
 }
 
 void Trainer::resume() {
-  const Checkpoint checkpoint = read_checkpoint(checkpoint_path(), description_);
-  if (checkpoint.weights.size() != trained_memory()->bytes()) {
+  const auto num_parts = static_cast<size_t>(stages().size);
+  const Checkpoint checkpoint = read_checkpoint(checkpoint_path(), description_, num_parts);
+  const Checkpoint::Part &part = checkpoint.parts[static_cast<size_t>(stages().rank)];
+  Buffer *const memory = trained().memory();
+  if (part.weights.size() != memory->bytes()) {
     throw Error(checkpoint_path() + ": the checkpoint is of another model");
   }
-  trained_memory()->upload(checkpoint.weights.data(), checkpoint.weights.size());
-  optimizer_->load(checkpoint.optimizer);
+  memory->upload(part.weights.data(), part.weights.size());
+  optimizer_->load(part.optimizer);
   steps_done_ = checkpoint.steps;
   batches_done_ = checkpoint.batches;
   saved_step_ = steps_done_;
@@ -352,7 +313,7 @@ Report Trainer::run_step() {
   std::vector<Batch> batches;
   uint64_t learned = 0;
   Report report = {};
-  const uint64_t first = static_cast<uint64_t>(group_.rank) * num_batches();
+  const uint64_t first = static_cast<uint64_t>(copies().rank) * num_batches();
   for (uint64_t i = 0; i < args_.accumulate; ++i) {
     Batch batch = batches_.get(batches_done_ + i);
     learned += batch.learned;
@@ -420,10 +381,10 @@ std::string Trainer::note(const Report &report) const {
 }
 
 void Trainer::write_outputs() {
-  if (!args_.output.empty()) {
-    write_model(args_.output, context_, gguf_, weights_, lora_.get(), args_.output_type);
-  }
-  if (!args_.output_lora.empty()) write_adapter(args_.output_lora, context_, gguf_, *lora_);
+  on_first([this](const std::vector<Trained> &all) {
+    if (!args_.output.empty()) write_model(args_.output, gguf_, all, args_.output_type);
+    if (!args_.output_lora.empty()) write_adapter(args_.output_lora, gguf_, all);
+  });
 }
 
 Outcome Trainer::run() {
@@ -452,12 +413,12 @@ Outcome Trainer::run() {
   bar.reset();
   if (!last.empty() && !args_.json && is_first()) std::fprintf(stderr, "%s\n", last.c_str());
   if (!args_.checkpoint_dir.empty() && saved_step_ != steps_done_) save();
-  const bool done = steps_done_ == num_steps_;
-  if (!is_first()) return done ? Outcome::kDone : Outcome::kInterrupted;
-  if (!done) {
-    std::fprintf(stderr, "interrupted after step %llu%s\n",
-                 static_cast<unsigned long long>(steps_done_),
-                 args_.checkpoint_dir.empty() ? "" : ": --resume goes on from here");
+  if (steps_done_ != num_steps_) {
+    if (is_first()) {
+      std::fprintf(stderr, "interrupted after step %llu%s\n",
+                   static_cast<unsigned long long>(steps_done_),
+                   args_.checkpoint_dir.empty() ? "" : ": --resume goes on from here");
+    }
     return Outcome::kInterrupted;
   }
   write_outputs();
@@ -475,14 +436,15 @@ Outcome train(const Args &args) {
   probe(args.output_lora);
   Agreement agreement;
   Outcome outcome = Outcome::kDone;
-  run_ranks(args.backend, args.threads, {args.data_parallel},
+  const int32_t size = std::max(args.data_parallel, args.pipeline_parallel);
+  run_ranks(args.backend, args.threads, {size},
             [&](const Context &context, const std::vector<Group> &groups) {
               const Group &group = groups[0];
               try {
                 const Outcome own = Trainer(args, context, group, &agreement).run();
                 if (group.rank == 0) outcome = own;
               } catch (...) {
-                agreement.stop();
+                agreement.stop(std::current_exception());
                 throw;
               }
             });

@@ -1,5 +1,7 @@
 #include "weights.h"
 
+#include <cstdlib>
+
 #include "progress.h"
 #include "upload.h"
 
@@ -52,11 +54,25 @@ unsloth_tensor rows(const unsloth_tensor &tensor, uint64_t first, uint64_t count
 }
 
 Weights Weights::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                      unsloth_dtype dtype) {
+                      unsloth_dtype dtype, const Group &pipeline) {
   Weights weights;
+  const Span span = span_of_layers(config.num_layers, pipeline);
+  const bool is_first = pipeline.rank == 0;
+  const bool is_last = pipeline.rank == pipeline.size - 1;
+  weights.first_layer_ = span.begin;
+  weights.borrows_embedding_ = config.tied_embeddings && is_last && !is_first;
+  const auto is_here = [&](const std::string &name) {
+    if (name.rfind("blk.", 0) == 0) {
+      const uint64_t layer = std::strtoull(name.c_str() + 4, nullptr, 10);
+      return layer >= span.begin && layer < span.begin + span.count;
+    }
+    if (name == "token_embd.weight") return is_first || weights.borrows_embedding_;
+    return name == "rope_freqs.weight" || is_last;
+  };
   uint64_t bytes = 0;
   uint64_t room = 0;
   for (const GgufTensor &tensor : gguf.tensors()) {
+    if (!is_here(tensor.name)) continue;
     bytes += tensor.bytes;
     room += aligned(tensor.elements *
                     element_size(tensor.shape.size() > 1 ? dtype : UNSLOTH_DTYPE_F32));
@@ -97,8 +113,12 @@ Weights Weights::load(const Context &context, const Gguf &gguf, const ModelConfi
   const uint64_t q_size = config.q_size();
   const uint64_t kv_size = config.kv_size();
   ModelTensors &model = weights.tensors_;
-  model.embedding = load({{"token_embd.weight", config.vocab_size}}, hidden);
-  for (uint64_t i = 0; i < config.num_layers; ++i) {
+  if (is_first || weights.borrows_embedding_) {
+    model.embedding = load({{"token_embd.weight", config.vocab_size}}, hidden);
+  }
+  // It is another rank that has it to give.
+  if (weights.borrows_embedding_) weights.file_tensors_.clear();
+  for (uint64_t i = span.begin; i < span.begin + span.count; ++i) {
     const std::string block = "blk." + std::to_string(i) + ".";
     LayerTensors layer = {};
     layer.attention_norm = load({{block + "attn_norm.weight", hidden}}, 0);
@@ -118,8 +138,9 @@ Weights Weights::load(const Context &context, const Gguf &gguf, const ModelConfi
     layer.down = load({{block + "ffn_down.weight", hidden}}, intermediate);
     model.layers.push_back(layer);
   }
-  model.output_norm = load({{"output_norm.weight", hidden}}, 0);
-  if (!config.tied_embeddings) model.output = load({{"output.weight", config.vocab_size}}, hidden);
+  if (is_last) model.output_norm = load({{"output_norm.weight", hidden}}, 0);
+  if (is_last && !config.tied_embeddings)
+    model.output = load({{"output.weight", config.vocab_size}}, hidden);
   // The factors are no weights: they are written out as they were read.
   if (gguf.find_tensor("rope_freqs.weight") != nullptr) {
     const GgufTensor &factors = gguf.tensor("rope_freqs.weight", {config.rotary_dim / 2});
@@ -150,7 +171,9 @@ std::vector<Parameter> Weights::parameters() const {
   std::vector<Parameter> parameters;
   visit_pairs(&tensors_, &gradients_,
               [&](const unsloth_tensor &weight, const unsloth_tensor &gradient) {
-                if (gradient.rank > 0) parameters.push_back({weight, gradient, weight.rank > 1});
+                const bool borrowed = borrows_embedding_ && &weight == &tensors_.embedding;
+                if (gradient.rank == 0 || borrowed) return;
+                parameters.push_back({weight, gradient, weight.rank > 1});
               });
   return parameters;
 }

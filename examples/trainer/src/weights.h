@@ -8,6 +8,7 @@
 #include "config.h"
 #include "device.h"
 #include "gguf.h"
+#include "ranks.h"
 
 namespace llm {
 
@@ -45,11 +46,15 @@ struct FileTensor {
 
 class Weights {
  public:
-  // Decodes every tensor and uploads it: matrices as `dtype` says, the rest as f32.
+  // Decodes every tensor and uploads it: matrices as `dtype` says, the rest as f32. A rank of a
+  // pipeline has its layers, the first one the embedding, the last one what is behind the layers.
   static Weights load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                      unsloth_dtype dtype);
+                      unsloth_dtype dtype, const Group &pipeline = {});
 
   const ModelTensors &tensors() const { return tensors_; }
+  uint64_t first_layer() const { return first_layer_; }  // its number in the model
+  // Whether the embedding is here as the output projection alone, and updated on another rank.
+  bool borrows_embedding() const { return borrows_embedding_; }
   unsloth_tensor rope_factors() const { return rope_factors_; }
   const std::vector<FileTensor> &file_tensors() const { return file_tensors_; }
 
@@ -57,6 +62,7 @@ class Weights {
   void add_gradients(const Context &context);
   // Absent tensors without `add_gradients`.
   const ModelTensors &gradients() const { return gradients_; }
+  // Those that are updated here.
   std::vector<Parameter> parameters() const;
 
   // All weights in one piece.
@@ -69,6 +75,8 @@ class Weights {
   ModelTensors tensors_;
   ModelTensors gradients_;
   unsloth_tensor rope_factors_ = {};
+  uint64_t first_layer_ = 0;
+  bool borrows_embedding_ = false;
   std::vector<FileTensor> file_tensors_;
 };
 

@@ -38,6 +38,11 @@ void ranks() {
   CHECK_EQUAL(two.data_parallel, 2);
   CHECK_EQUAL(two.accumulate, 2U);
   CHECK_EQUAL(parse({"--output", "o", "--data-parallel", "2", "--accumulate=6"}).accumulate, 6U);
+  const Args stages = parse({"--output", "o", "--pipeline-parallel", "3"});
+  CHECK_EQUAL(stages.pipeline_parallel, 3);
+  CHECK_EQUAL(stages.accumulate, 3U);
+  // They share no batches, of which any number passes through them.
+  CHECK_EQUAL(parse({"--output=o", "--pipeline-parallel=3", "--accumulate=4"}).accumulate, 4U);
 }
 
 void mistakes() {
@@ -61,6 +66,9 @@ void mistakes() {
       {{"--data-parallel", "0"}, "--data-parallel takes an integer from 1"},
       {{"--output", "o", "--data-parallel", "2", "--accumulate", "3"},
        "--accumulate is 3, which the ranks of --data-parallel 2 do not share evenly"},
+      {{"--pipeline-parallel", "-1"}, "--pipeline-parallel takes an integer from 1"},
+      {{"--output", "o", "--data-parallel", "2", "--pipeline-parallel", "2"},
+       "--data-parallel and --pipeline-parallel do not go together"},
       {{"--learning-rate", "0"}, "--learning-rate takes a number above 0"},
       {{"--clip", "-1"}, "--clip takes a number of 0 or more"},
       {{"--checkpoint", "some"}, "--checkpoint takes elementwise or full or mlp or none"},

@@ -203,6 +203,12 @@ class TrainerTest(unittest.TestCase):
     def test_resumes_on_two_ranks_with_the_same_bits(self):
         self.check_resume("--data-parallel", "2")
 
+    def test_resumes_in_two_stages_with_the_same_bits(self):
+        self.check_resume("--pipeline-parallel", "2")
+
+    def test_resumes_a_lora_in_two_stages_with_the_same_bits(self):
+        self.check_resume("--lora", "4", "--pipeline-parallel", "2")
+
     def check_ranks(self, *flags):
         flags = [*flags, "--steps", "12", "--batch-tokens", "64", "--accumulate", "4"]
         flags += ["--output-type", "f32"]
@@ -227,6 +233,80 @@ class TrainerTest(unittest.TestCase):
 
     def test_ranks_learn_a_lora_as_one_does(self):
         self.check_ranks("--lora", "4", "--learning-rate", "5e-3")
+
+    def layers(self, tied):
+        """A model that more than two ranks can divide by its layers."""
+        path = self.folder / "layers.gguf"
+        tiny_models.make(path, seed=41, add_tokenizer=tiny_models.bpe, kind=tiny_models.F32, tied=tied, layers=5)
+        return path.with_suffix("")
+
+    def in_stages(self, size, model, *flags):
+        output = self.folder / f"{size}.gguf"
+        flags = [*flags, "--steps", "12", "--batch-tokens", "64", "--accumulate", "4", "--output-type", "f32"]
+        reports, _ = self.run_trainer(*flags, "--pipeline-parallel", size, "--output", output, model=model)
+        return reports, output
+
+    def check_stages(self, model, *flags):
+        alone, output = self.in_stages("1", model, *flags)
+        expected = gguf_reader.Gguf(output)
+        self.assertLess(alone[-1]["loss"], 0.9 * alone[0]["loss"])
+        for size in ("2", "3", "5"):
+            reports, output = self.in_stages(size, model, *flags)
+            for report, of_one in zip(reports, alone, strict=True):
+                self.assertEqual(report["tokens"], of_one["tokens"])
+                for key in ("loss", "gradient_norm"):
+                    self.assertAlmostEqual(report[key] / of_one[key], 1, delta=1e-4)
+            self.assertLess(reports[0]["memory"]["real"], 0.75 * alone[0]["memory"]["real"])
+            found = gguf_reader.Gguf(output)
+            self.assertEqual(list(found.tensors), list(expected.tensors))
+            for name in expected.tensors:
+                pairs = zip(found.floats(name), expected.floats(name), strict=True)
+                self.assertLess(max(abs(a - b) for a, b in pairs), 1e-3)
+
+    def test_stages_learn_what_one_rank_does(self):
+        self.check_stages(self.layers(tied=True), "--learning-rate", "1e-3")
+
+    def test_stages_learn_a_lora_as_one_rank_does(self):
+        adapter = self.folder / "lora.gguf"
+        flags = ["--lora", "4", "--learning-rate", "5e-3", "--output-lora", adapter]
+        self.check_stages(self.layers(tied=True), *flags)
+        self.assertEqual(len(gguf_reader.Gguf(adapter).tensors), 2 * 7 * 5)
+
+    def test_stages_leave_out_the_same_steps(self):
+        # Of a single token the scaled gradients are too great for f16 at first.
+        few = self.folder / "few.jsonl"
+        few.write_text("".join(json.dumps({"prompt": f"a{i}", "completion": ""}) + "\n" for i in range(20)))
+        flags = ["--dtype", "f16", "--learning-rate", "1e-3", "--steps", "6", "--batch-tokens", "8"]
+        flags += ["--accumulate", "1", "--output", self.folder / "out.gguf"]
+        model = self.layers(tied=False)
+        found = []
+        for size in ("1", "2", "3"):
+            reports, _ = self.run_trainer(*flags, "--pipeline-parallel", size, model=model, data=few)
+            found.append([(report["skipped"], report["loss_scale"]) for report in reports])
+        self.assertIn(True, [skipped for skipped, _ in found[0]])
+        self.assertEqual(found[1:], found[:1] * 2)
+
+    def test_stages_have_the_same_bits_where_nothing_is_summed_over_ranks(self):
+        model = self.layers(tied=False)
+        flags = ["--clip", "0", "--learning-rate", "1e-3"]
+        alone, output = self.in_stages("1", model, *flags)
+        expected = output.read_bytes()
+        for size in ("2", "3", "5"):
+            reports, output = self.in_stages(size, model, *flags)
+            self.assertEqual([r["loss"] for r in reports], [r["loss"] for r in alone])
+            self.assertEqual(output.read_bytes(), expected)
+
+    def test_stages_stop_together(self):
+        output = self.folder / "out.gguf"
+        flags = ["--steps", "9", "--batch-tokens", "64", "--learning-rate", "1e30", "--output", output]
+        _, errors = self.run_trainer(*flags, "--pipeline-parallel", "2", status=1)
+        self.assertIn("is not finite", errors)
+        _, errors = self.run_trainer("--output", output, "--pipeline-parallel", "3", status=1)
+        self.assertIn("2 layers, too few for 3 ranks", errors)
+        flags = ["--steps", "4", "--output", output, "--checkpoint-dir", self.folder / "checkpoints"]
+        _, errors = self.run_trainer(*flags, "--pipeline-parallel", "2", status=1, limit=1 << 16)
+        self.assertIn("trainer.checkpoint: cannot write: File too large", errors)
+        self.assertFalse(output.exists())
 
     def test_ranks_stop_together(self):
         output = self.folder / "out.gguf"
