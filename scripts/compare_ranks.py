@@ -20,7 +20,7 @@ F32_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2
 SECONDS = 60
 # In which ranks divide the work.
 ENGINE_WAYS = ("--tensor-parallel", "--pipeline-parallel", "--context-parallel")
-TRAINER_WAYS = ("--data-parallel", "--pipeline-parallel")
+TRAINER_WAYS = ("--data-parallel", "--pipeline-parallel", "--context-parallel")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--engine", required=True)

@@ -101,6 +101,7 @@ Args parse_args(int argc, const char *const *argv) {
        [&](auto &flag, auto &value) { accumulate = parse_integer<uint64_t>(flag, value, 1); }},
       {"--data-parallel", ranks(&args.data_parallel)},
       {"--pipeline-parallel", ranks(&args.pipeline_parallel)},
+      {"--context-parallel", ranks(&args.context_parallel)},
       {"--learning-rate",
        [&](auto &flag, auto &value) {
          args.learning_rate = parse_number(flag, value, is_positive, "above 0");
@@ -148,8 +149,23 @@ Args parse_args(int argc, const char *const *argv) {
   }
   if (args.steps > 0 && epochs) throw UsageError("--steps and --epochs say the same: give one");
   args.epochs = epochs.value_or(1);
-  if (args.data_parallel > 1 && args.pipeline_parallel > 1) {
-    throw UsageError("--data-parallel and --pipeline-parallel do not go together");
+  const bool data = args.data_parallel > 1;
+  const bool pipeline = args.pipeline_parallel > 1;
+  const bool context = args.context_parallel > 1;
+  if (data + pipeline + context > 1) {
+    throw UsageError(
+        "--data-parallel, --pipeline-parallel and --context-parallel do not go together");
+  }
+  const auto parts = static_cast<uint64_t>(args.context_parallel);
+  if (args.batch_tokens % parts != 0) {
+    throw UsageError("--batch-tokens is " + std::to_string(args.batch_tokens) +
+                     ", which the ranks of --context-parallel " + std::to_string(parts) +
+                     " do not share evenly");
+  }
+  const bool keeps_some = args.checkpointing != UNSLOTH_CHECKPOINTING_NONE &&
+                          args.checkpointing != UNSLOTH_CHECKPOINTING_FULL;
+  if (context && keeps_some) {
+    throw UsageError("--context-parallel goes with --checkpoint none or full");
   }
   const auto copies = static_cast<uint64_t>(args.data_parallel);
   args.accumulate = accumulate.value_or(copies * static_cast<uint64_t>(args.pipeline_parallel));
@@ -211,6 +227,7 @@ std::string usage() {
          "(1)\n"
          "  --pipeline-parallel N divide the layers among N ranks, through which these pass one "
          "behind the other (1)\n"
+         "  --context-parallel N  divide every batch's tokens among N ranks (1)\n"
          "  --learning-rate R     (1e-5, 2e-4 for a LoRA)\n"
          "  --warmup N            steps in which the rate rises to that (0)\n"
          "  --schedule NAME       how it falls after: constant, linear or cosine (cosine)\n"

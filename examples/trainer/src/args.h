@@ -52,6 +52,7 @@ struct Args {
   uint64_t accumulate = 1;        // batches of all ranks
   int32_t data_parallel = 1;      // ranks that divide them
   int32_t pipeline_parallel = 1;  // or ranks that divide the layers
+  int32_t context_parallel = 1;   // or every batch's tokens
   double learning_rate = 0;       // 0: 1e-5, or 2e-4 for a LoRA
   uint64_t warmup = 0;
   Schedule schedule = Schedule::kCosine;

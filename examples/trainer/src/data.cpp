@@ -1,5 +1,7 @@
 #include "data.h"
 
+#include <unsloth.hpp>
+
 #include <algorithm>
 #include <fstream>
 #include <iterator>
@@ -273,6 +275,33 @@ Batch Batches::get(uint64_t number) {
   }
   while (batch.cu_seqlens.size() <= max_sequences_) end_sequence();
   return batch;
+}
+
+Batch part_of(const Batch &batch, int32_t rank, int32_t size) {
+  const size_t tokens = batch.ids.size() / static_cast<size_t>(size);
+  const auto begin = static_cast<std::ptrdiff_t>(tokens) * rank;
+  const auto slice = [&](const std::vector<int32_t> &values) {
+    const auto first = values.begin() + begin;
+    return std::vector<int32_t>(first, first + static_cast<std::ptrdiff_t>(tokens));
+  };
+  Batch part;
+  part.learned = batch.learned;
+  part.used = batch.used;
+  part.ids = slice(batch.ids);
+  part.targets = slice(batch.targets);
+  part.positions.resize(tokens);
+  part.cu_seqlens.resize(batch.cu_seqlens.size());
+  part.cu_seqlens_k.resize(batch.cu_seqlens.size());
+  auto params = unsloth::make<unsloth_context_parallel_packed_params>();
+  params.causal = 1;
+  params.rank = rank;
+  params.size = size;
+  params.tokens = static_cast<int64_t>(tokens);
+  params.batch = static_cast<int64_t>(batch.cu_seqlens.size()) - 1;
+  params.cu_seqlens = batch.cu_seqlens.data();
+  unsloth::check(unsloth_context_parallel_packed_get(
+      &params, part.cu_seqlens.data(), part.cu_seqlens_k.data(), part.positions.data()));
+  return part;
 }
 
 }  // namespace llm

@@ -45,11 +45,17 @@ struct Batch {
   std::vector<int32_t> targets;     // [tokens]: the token after each, -100 where it is not learned
   std::vector<int32_t> positions;   // [tokens]: from 0 in each sequence
   std::vector<int32_t> cu_seqlens;  // [sequences + 1]
-  uint64_t learned = 0;             // targets that count
-  uint64_t used = 0;                // tokens of examples
+  // Of a part: where sequences begin among the tokens of all parts, `cu_seqlens` being of its own.
+  std::vector<int32_t> cu_seqlens_k;
+  uint64_t learned = 0;  // targets that count
+  uint64_t used = 0;     // tokens of examples
 };
 
 constexpr int32_t kIgnored = -100;
+
+// A rank's tokens where `size` ranks have as many each, one behind the other; `learned` and `used`
+// are those of the whole.
+Batch part_of(const Batch &batch, int32_t rank, int32_t size);
 
 // The batches of one epoch after the other, each in an order of its own that follows from the seed.
 class Batches {

@@ -23,6 +23,18 @@ struct Layer::Call {
 Layer::Layer(const Context &context, const ModelConfig &config, const LayerTensors &weights,
              const LayerTensors &gradients, bool accumulate, const Common &common)
     : context_(&context), config_(config), common_(common) {
+  if (common.context.size > 1) {
+    const DividedLayer::Common divided = {
+        common.context,      common.positions,
+        common.cu_seqlens,   common.cu_seqlens_k,
+        common.rope_factors, common.checkpointing != UNSLOTH_CHECKPOINTING_NONE,
+        common.dtype,        common.deterministic};
+    divided_ =
+        std::make_unique<DividedLayer>(context, config, weights, gradients, accumulate, divided);
+    saved_size_ = divided_->saved_size();
+    workspace_size_ = divided_->workspace_size();
+    return;
+  }
   // Addresses do not matter to these answers.
   const unsloth_tensor states =
       unsloth::tensor(nullptr, common.dtype, {common.positions.shape[0], config.hidden_size});
@@ -38,8 +50,21 @@ Layer::Layer(const Context &context, const ModelConfig &config, const LayerTenso
   workspace_size_ = std::max(forward, backward);
 }
 
+void Layer::set_sequences(unsloth_tensor positions, unsloth_tensor cu_seqlens,
+                          unsloth_tensor cu_seqlens_k) {
+  common_.positions = positions;
+  common_.cu_seqlens = cu_seqlens;
+  if (divided_) divided_->set_sequences(positions, cu_seqlens, cu_seqlens_k);
+}
+
+void Layer::set_workspace(void *workspace) {
+  workspace_ = workspace;
+  if (divided_) divided_->set_workspace(workspace);
+}
+
 void Layer::forward(const LayerTensors &weights, unsloth_tensor x, unsloth_tensor out,
                     void *saved) const {
+  if (divided_) return divided_->forward(weights, x, out, saved);
   Call call;
   set_forward(weights, x, out, saved, &call);
   check(unsloth_decoder_layer_forward(context_->get(), &call.forward, context_->stream()));
@@ -47,6 +72,7 @@ void Layer::forward(const LayerTensors &weights, unsloth_tensor x, unsloth_tenso
 
 void Layer::backward(const LayerTensors &weights, const LayerTensors &gradients, bool accumulate,
                      unsloth_tensor x, unsloth_tensor dx, void *saved) const {
+  if (divided_) return divided_->backward(weights, gradients, accumulate, x, dx, saved);
   Call call;
   set_forward(weights, x, {}, saved, &call);
   set_backward(gradients, accumulate, dx, &call);

@@ -3,9 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "config.h"
 #include "device.h"
+#include "divided_layer.h"
+#include "ranks.h"
 #include "weights.h"
 
 namespace llm {
@@ -21,6 +24,9 @@ class Layer {
     unsloth_checkpointing checkpointing;
     unsloth_dtype dtype;  // of activations
     bool deterministic;   // the same bits in every run on a GPU
+    // Ranks that have some of the tokens each, and where sequences begin among those of all.
+    Group context = {};
+    unsloth_tensor cu_seqlens_k = {};
   };
 
   // The weights' shapes are those of every layer that is run. `gradients` are those that will be
@@ -33,12 +39,10 @@ class Layer {
   // Bytes that either pass needs while it runs.
   size_t workspace_size() const { return workspace_size_; }
   // Where tokens stand, and where their sequences begin; shaped as those before.
-  void set_sequences(unsloth_tensor positions, unsloth_tensor cu_seqlens) {
-    common_.positions = positions;
-    common_.cu_seqlens = cu_seqlens;
-  }
+  void set_sequences(unsloth_tensor positions, unsloth_tensor cu_seqlens,
+                     unsloth_tensor cu_seqlens_k);
   // Of that size, aligned to 256; set before anything is queued.
-  void set_workspace(void *workspace) { workspace_ = workspace; }
+  void set_workspace(void *workspace);
 
   // Queues out = layer(x), both [tokens, hidden]. `saved` has saved_size() bytes, aligned to 256.
   void forward(const LayerTensors &weights, unsloth_tensor x, unsloth_tensor out,
@@ -62,6 +66,7 @@ class Layer {
   size_t saved_size_ = 0;
   size_t workspace_size_ = 0;
   void *workspace_ = nullptr;
+  std::unique_ptr<DividedLayer> divided_;  // where ranks have some of the tokens each
 };
 
 }  // namespace llm

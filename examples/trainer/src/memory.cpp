@@ -65,7 +65,8 @@ uint64_t estimate_memory(const Estimated &of) {
   params.checkpointing = of.args.checkpointing;
   params.model = &model;
   params.batch_size = 1;
-  params.sequence_length = static_cast<int64_t>(of.batches.tokens());
+  const uint64_t tokens = of.batches.tokens() / static_cast<uint64_t>(of.text_parts);
+  params.sequence_length = static_cast<int64_t>(tokens);
   params.packed_sequences = static_cast<int64_t>(of.batches.max_sequences());
   params.micro_batches = static_cast<int64_t>(of.num_batches);
   if (of.lora) {
@@ -79,7 +80,13 @@ uint64_t estimate_memory(const Estimated &of) {
   }
   auto memory = unsloth::make<unsloth_training_memory>();
   check(unsloth_training_memory_estimate(&params, &memory));
-  return of.pipeline != nullptr ? of_stage(of, model, memory) : memory.total;
+  if (of.pipeline != nullptr) return of_stage(of, model, memory);
+  if (of.text_parts == 1) return memory.total;
+  // It does not know what a layer in parts keeps, beside hidden states and the last norm's output.
+  const uint64_t states = tokens * of.config.hidden_size * element_size(of.args.dtype);
+  const uint64_t saved = (of.config.num_layers + 2) * states + of.step.saved_size();
+  return memory.total - memory.saved_activations + saved - memory.workspace +
+         of.step.workspace_size();
 }
 
 }  // namespace llm

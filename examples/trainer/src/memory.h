@@ -24,6 +24,7 @@ struct Estimated {
   const Step &step;
   uint64_t num_batches;      // of a step, of this rank
   const Pipeline *pipeline;  // or null
+  int32_t text_parts;        // ranks that have some of every batch's tokens each
 };
 
 // Bytes, of this rank.

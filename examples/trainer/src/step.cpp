@@ -15,9 +15,9 @@
 // neither of them is ever stored whole. When all batches of a step have added their gradients, the
 // optimizer makes its update. Where ranks have some of the batches each, a layer's gradients are
 // added up over ranks when the last batch of each has gone back through it, while the layers before
-// it follow. Where ranks have some of the layers each, passes through these come in the order of a
-// schedule, between transfers of hidden states and of their gradients; a rank holds several
-// batches' hidden states then.
+// it follow. So are they where ranks have some of every batch's tokens each. Where ranks have some
+// of the layers each, passes through these come in the order of a schedule, between transfers of
+// hidden states and of their gradients; a rank holds several batches' hidden states then.
 
 namespace llm {
 
@@ -49,6 +49,7 @@ void Step::reserve() {
   positions_ = inputs(options_.tokens);
   cu_seqlens_ = inputs(options_.max_sequences + 1);
   const uint64_t slots = options_.pipeline != nullptr ? options_.pipeline->num_slots() : 1;
+  if (options_.divides_tokens) cu_seqlens_k_ = inputs(options_.max_sequences + 1);
   hidden_ = Buffer(*context_, slots * (num_layers() + 1) * aligned(states));
   if (has_output()) normalized_ = Buffer(*context_, states);
   gradient_ = Buffer(*context_, states);
@@ -62,11 +63,15 @@ void Step::reserve() {
   // Layers have the same shapes, so that one's answers hold for all.
   Layer::Common common = {};
   common.positions = per_token(positions_, 0);
-  common.cu_seqlens = cu_seqlens(0);
+  common.cu_seqlens = cu_seqlens(cu_seqlens_, 0);
   common.rope_factors = weights_->rope_factors();
   common.checkpointing = options_.checkpointing;
   common.dtype = options_.dtype;
   common.deterministic = options_.deterministic;
+  if (options_.divides_tokens) {
+    common.context = options_.group;
+    common.cu_seqlens_k = cu_seqlens(cu_seqlens_k_, 0);
+  }
   // A LoRA's matrices may be of another dtype when they are merged, which products differ by.
   layer_.emplace(*context_, config_, full ? weights_->tensors().layers[0] : lora_->like_merged(),
                  full ? weights_->gradients().layers[0] : lora_->gradients(), full, common);
@@ -168,10 +173,17 @@ void Step::upload(const Batch &batch, size_t index) {
   write(batch.targets, &targets_);
   write(batch.positions, &positions_);
   write(batch.cu_seqlens, &cu_seqlens_);
+  if (options_.divides_tokens) write(batch.cu_seqlens_k, &cu_seqlens_k_);
+}
+
+void Step::set_sequences(size_t batch) {
+  layer_->set_sequences(
+      per_token(positions_, batch), cu_seqlens(cu_seqlens_, batch),
+      options_.divides_tokens ? cu_seqlens(cu_seqlens_k_, batch) : unsloth_tensor{});
 }
 
 void Step::queue_forward(size_t batch, size_t slot) {
-  layer_->set_sequences(per_token(positions_, batch), cu_seqlens(batch));
+  set_sequences(batch);
   if (has_embedding()) {
     const auto embedding = embedding_params(batch, slot);
     check(unsloth_embedding_forward(context_->get(), &embedding, context_->stream()));
@@ -191,7 +203,7 @@ void Step::queue_loss(size_t batch, size_t slot, bool with_gradients) {
 
 void Step::queue_backward(size_t batch, size_t slot) {
   const bool adds_up = reducer_ && batch + 1 == options_.batches;
-  layer_->set_sequences(per_token(positions_, batch), cu_seqlens(batch));
+  set_sequences(batch);
   if (has_output()) {
     const auto norm = norm_backward_params(slot);
     check(unsloth_rms_norm_backward(context_->get(), &norm, context_->stream()));
@@ -308,8 +320,8 @@ unsloth_tensor Step::per_token(const Buffer &buffer, size_t batch) const {
   return input(buffer, batch, options_.tokens);
 }
 
-unsloth_tensor Step::cu_seqlens(size_t batch) const {
-  return input(cu_seqlens_, batch, options_.max_sequences + 1);
+unsloth_tensor Step::cu_seqlens(const Buffer &buffer, size_t batch) const {
+  return input(buffer, batch, options_.max_sequences + 1);
 }
 
 unsloth_tensor Step::hidden(size_t slot, size_t layer) const {

@@ -33,6 +33,8 @@ class Step {
     bool use_graph;       // on a GPU, queue the launches of a step as one CUDA graph
     // Ranks that have as many batches of a step each, and add up their gradients.
     Group group = {};
+    // Whether they have as many tokens of every batch each in place of that.
+    bool divides_tokens = false;
     // Or where ranks have some of the layers each: the order in which batches pass through this
     // one's, and the norm of all ranks' gradients. They outlive the step.
     Pipeline *pipeline = nullptr;
@@ -51,14 +53,16 @@ class Step {
   // update, and gives the loss of the batches of all ranks: the sum over learned targets, divided
   // by the denominator. Waits for it.
   double run(const std::vector<Batch> &batches);
-  // What is asked for while a pass runs.
+  // What is asked for while a pass runs, and what layers keep.
   size_t workspace_size() const { return workspace_.bytes(); }
+  size_t saved_size() const { return saved_.bytes(); }
   // The loss alone.
   float evaluate(const Batch &batch);
 
  private:
   void reserve();
   void upload(const Batch &batch, size_t index);
+  void set_sequences(size_t batch);
   void queue();
   void queue_pipeline();
   // A batch's hidden states are in one of the slots.
@@ -76,7 +80,7 @@ class Step {
   // Integers of a batch.
   unsloth_tensor input(const Buffer &buffer, size_t batch, uint64_t count) const;
   unsloth_tensor per_token(const Buffer &buffer, size_t batch) const;
-  unsloth_tensor cu_seqlens(size_t batch) const;
+  unsloth_tensor cu_seqlens(const Buffer &buffer, size_t batch) const;
   // What the layer takes in; behind the last, its output.
   unsloth_tensor hidden(size_t slot, size_t layer) const;
   unsloth_tensor states(const Buffer &buffer, size_t index) const;
@@ -97,8 +101,8 @@ class Step {
   Options options_;
   Optimizer *optimizer_;
 
-  Buffer ids_, targets_, positions_, cu_seqlens_;  // of every batch
-  Buffer hidden_;                                  // of every slot and layer
+  Buffer ids_, targets_, positions_, cu_seqlens_, cu_seqlens_k_;  // of every batch
+  Buffer hidden_;                                                 // of every slot and layer
   Buffer normalized_;  // the last layer's output, normalised; then its gradient
   Buffer gradient_;    // of hidden states
   Buffer saved_;       // what layers keep between the passes

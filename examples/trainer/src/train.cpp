@@ -143,12 +143,15 @@ class Trainer {
   template <typename Write>
   void on_first(const Write &write);
 
-  // Ranks divide either the layers or a step's batches.
+  // Ranks divide either the layers, or every batch's tokens, or a step's batches.
   bool in_stages() const { return args_.pipeline_parallel > 1; }
+  bool divides_tokens() const { return args_.context_parallel > 1; }
   Group stages() const { return in_stages() ? group_ : Group(); }
   Group copies() const { return in_stages() ? Group() : group_; }
   // Of the batches of a step, this rank's.
-  uint64_t num_batches() const { return args_.accumulate / static_cast<uint64_t>(copies().size); }
+  uint64_t num_batches() const {
+    return args_.accumulate / static_cast<uint64_t>(args_.data_parallel);
+  }
   bool is_first() const { return group_.rank == 0; }
 
   const Args &args_;
@@ -218,13 +221,21 @@ Trainer::Trainer(const Args &args, const Context &context, const Group &group, A
     pipeline_ = std::make_unique<Pipeline>(context_, group_, num_batches());
   }
   optimizer_ = std::make_unique<Optimizer>(context_, parameters, optimizer);
-  const Step::Options step = {num_batches(),      batches_.tokens(), batches_.max_sequences(),
-                              args.checkpointing, args.dtype,        args.deterministic,
-                              args.graph,         copies(),          pipeline_.get(),
-                              norm_.get()};
+  Step::Options step = {};
+  step.batches = num_batches();
+  step.tokens = batches_.tokens() / static_cast<uint64_t>(args.context_parallel);
+  step.max_sequences = batches_.max_sequences();
+  step.checkpointing = args.checkpointing;
+  step.dtype = args.dtype;
+  step.deterministic = args.deterministic;
+  step.use_graph = args.graph;
+  step.group = copies();
+  step.divides_tokens = divides_tokens();
+  step.pipeline = pipeline_.get();
+  step.norm = norm_.get();
   step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step, optimizer_.get());
   estimate_ = estimate_memory({args, context_, config_, weights_, lora_.get(), batches_, *step_,
-                               num_batches(), pipeline_.get()});
+                               num_batches(), pipeline_.get(), args.context_parallel});
   if (!args.checkpoint_dir.empty()) description_ = describe();
   if (in_stages()) agreement_->show(group_, trained());
 }
@@ -254,6 +265,7 @@ std::string Trainer::describe() const {
   line("--accumulate", std::to_string(args_.accumulate));
   line("--data-parallel", std::to_string(args_.data_parallel));
   line("--pipeline-parallel", std::to_string(args_.pipeline_parallel));
+  line("--context-parallel", std::to_string(args_.context_parallel));
   line("--learning-rate", std::to_string(args_.learning_rate));
   line("--warmup", std::to_string(args_.warmup));
   line("--schedule", std::to_string(static_cast<int>(args_.schedule)));
@@ -313,12 +325,15 @@ Report Trainer::run_step() {
   std::vector<Batch> batches;
   uint64_t learned = 0;
   Report report = {};
-  const uint64_t first = static_cast<uint64_t>(copies().rank) * num_batches();
+  const uint64_t first =
+      args_.data_parallel > 1 ? static_cast<uint64_t>(group_.rank) * num_batches() : 0;
   for (uint64_t i = 0; i < args_.accumulate; ++i) {
     Batch batch = batches_.get(batches_done_ + i);
     learned += batch.learned;
     report.tokens += batch.used;
-    if (i >= first && i < first + num_batches()) batches.push_back(std::move(batch));
+    if (i < first || i >= first + num_batches()) continue;
+    batches.push_back(divides_tokens() ? part_of(batch, group_.rank, group_.size)
+                                       : std::move(batch));
   }
   step_->set_denominator(learned);
   report.learning_rate =
@@ -436,7 +451,8 @@ Outcome train(const Args &args) {
   probe(args.output_lora);
   Agreement agreement;
   Outcome outcome = Outcome::kDone;
-  const int32_t size = std::max(args.data_parallel, args.pipeline_parallel);
+  const int32_t size =
+      std::max({args.data_parallel, args.pipeline_parallel, args.context_parallel});
   run_ranks(args.backend, args.threads, {size},
             [&](const Context &context, const std::vector<Group> &groups) {
               const Group &group = groups[0];

@@ -43,6 +43,9 @@ void ranks() {
   CHECK_EQUAL(stages.accumulate, 3U);
   // They share no batches, of which any number passes through them.
   CHECK_EQUAL(parse({"--output=o", "--pipeline-parallel=3", "--accumulate=4"}).accumulate, 4U);
+  const Args parts = parse({"--output=o", "--context-parallel=2", "--checkpoint", "full"});
+  CHECK_EQUAL(parts.context_parallel, 2);
+  CHECK_EQUAL(parts.accumulate, 1U);
 }
 
 void mistakes() {
@@ -68,7 +71,14 @@ void mistakes() {
        "--accumulate is 3, which the ranks of --data-parallel 2 do not share evenly"},
       {{"--pipeline-parallel", "-1"}, "--pipeline-parallel takes an integer from 1"},
       {{"--output", "o", "--data-parallel", "2", "--pipeline-parallel", "2"},
-       "--data-parallel and --pipeline-parallel do not go together"},
+       "--data-parallel, --pipeline-parallel and --context-parallel do not go together"},
+      {{"--output", "o", "--context-parallel", "2", "--pipeline-parallel", "2"},
+       "--data-parallel, --pipeline-parallel and --context-parallel do not go together"},
+      {{"--context-parallel", "0"}, "--context-parallel takes an integer from 1"},
+      {{"--output", "o", "--context-parallel", "3", "--batch-tokens", "64"},
+       "--batch-tokens is 64, which the ranks of --context-parallel 3 do not share evenly"},
+      {{"--output", "o", "--context-parallel", "2", "--checkpoint", "mlp"},
+       "--context-parallel goes with --checkpoint none or full"},
       {{"--learning-rate", "0"}, "--learning-rate takes a number above 0"},
       {{"--clip", "-1"}, "--clip takes a number of 0 or more"},
       {{"--checkpoint", "some"}, "--checkpoint takes elementwise or full or mlp or none"},

@@ -254,6 +254,33 @@ void packing() {
   CHECK(batches.count(3) >= 3 * per_epoch - 3);
 }
 
+// What ranks have one behind the other is the whole, and sequences end where they did.
+void parts() {
+  constexpr uint64_t kTokens = 32;
+  Batches batches(counted(25), kTokens, 7);
+  const Batch whole = batches.get(1);
+  for (const int32_t size : {2, 4}) {
+    Batch all;
+    for (int32_t rank = 0; rank < size; ++rank) {
+      const Batch part = part_of(whole, rank, size);
+      const auto tokens = static_cast<int32_t>(kTokens) / size;
+      CHECK_EQUAL(part.learned, whole.learned);
+      CHECK_EQUAL(part.cu_seqlens.size(), whole.cu_seqlens.size());
+      CHECK_EQUAL(part.cu_seqlens_k.size(), whole.cu_seqlens.size());
+      for (size_t s = 0; s < whole.cu_seqlens.size(); ++s) {
+        const int32_t begin = whole.cu_seqlens[s] - rank * tokens;
+        CHECK_EQUAL(part.cu_seqlens[s], std::min(std::max(begin, 0), tokens));
+      }
+      all.ids.insert(all.ids.end(), part.ids.begin(), part.ids.end());
+      all.targets.insert(all.targets.end(), part.targets.begin(), part.targets.end());
+      all.positions.insert(all.positions.end(), part.positions.begin(), part.positions.end());
+    }
+    CHECK_EQUAL(all.ids, whole.ids);
+    CHECK_EQUAL(all.targets, whole.targets);
+    CHECK_EQUAL(all.positions, whole.positions);
+  }
+}
+
 }  // namespace
 }  // namespace llm
 
@@ -264,5 +291,6 @@ int main(int argc, char **argv) {
   llm::examples();
   llm::bad_files();
   llm::packing();
+  llm::parts();
   return check::result();
 }

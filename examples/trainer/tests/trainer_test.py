@@ -203,19 +203,22 @@ class TrainerTest(unittest.TestCase):
     def test_resumes_on_two_ranks_with_the_same_bits(self):
         self.check_resume("--data-parallel", "2")
 
+    def test_resumes_with_two_parts_of_the_text_with_the_same_bits(self):
+        self.check_resume("--context-parallel", "2")
+
     def test_resumes_in_two_stages_with_the_same_bits(self):
         self.check_resume("--pipeline-parallel", "2")
 
     def test_resumes_a_lora_in_two_stages_with_the_same_bits(self):
         self.check_resume("--lora", "4", "--pipeline-parallel", "2")
 
-    def check_ranks(self, *flags):
+    def check_ranks(self, way, *flags):
         flags = [*flags, "--steps", "12", "--batch-tokens", "64", "--accumulate", "4"]
         flags += ["--output-type", "f32"]
         of_ranks = {}
         for size in ("1", "2", "4"):
             output = self.folder / f"{size}.gguf"
-            reports, _ = self.run_trainer(*flags, "--data-parallel", size, "--output", output)
+            reports, _ = self.run_trainer(*flags, way, size, "--output", output)
             of_ranks[size] = reports, gguf_reader.Gguf(output)
         alone, model = of_ranks["1"]
         self.assertLess(alone[-1]["loss"], 0.9 * alone[0]["loss"])
@@ -229,10 +232,28 @@ class TrainerTest(unittest.TestCase):
                 self.assertLess(max(abs(a - b) for a, b in pairs), 1e-3)
 
     def test_ranks_learn_what_one_does(self):
-        self.check_ranks("--learning-rate", "1e-3")
+        self.check_ranks("--data-parallel", "--learning-rate", "1e-3")
 
     def test_ranks_learn_a_lora_as_one_does(self):
-        self.check_ranks("--lora", "4", "--learning-rate", "5e-3")
+        self.check_ranks("--data-parallel", "--lora", "4", "--learning-rate", "5e-3")
+
+    def test_ranks_with_parts_of_the_text_learn_what_one_does(self):
+        self.check_ranks("--context-parallel", "--learning-rate", "1e-3")
+
+    def test_ranks_with_parts_of_the_text_learn_a_lora_as_one_does(self):
+        self.check_ranks("--context-parallel", "--lora", "4", "--learning-rate", "5e-3")
+
+    def test_ranks_with_parts_of_the_text_have_the_same_bits_where_they_compute_again(self):
+        found = []
+        for policy in ("none", "full"):
+            output = self.folder / f"{policy}.gguf"
+            flags = ["--steps", "4", "--batch-tokens", "64", "--context-parallel", "2", "--learning-rate", "1e-3"]
+            flags += ["--checkpoint", policy, "--output", output, "--output-type", "f32"]
+            reports, _ = self.run_trainer(*flags, model="biases_q4_1")
+            found.append(([report["loss"] for report in reports], output.read_bytes(), reports[0]["memory"]["real"]))
+        kept, computed = found
+        self.assertEqual(computed[:2], kept[:2])
+        self.assertLess(computed[2], kept[2])
 
     def layers(self, tied):
         """A model that more than two ranks can divide by its layers."""
