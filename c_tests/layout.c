@@ -179,7 +179,8 @@ FIELD(unsloth_parallel, comm, 0, 8);
 FIELD(unsloth_parallel, row_counts, 8, 8);
 FIELD(unsloth_parallel, partition, 16, 4);
 FIELD(unsloth_parallel, sequence, 20, 4);
-FIELD(unsloth_parallel, reserved, 24, 16);
+FIELD(unsloth_parallel, chunk_rows, 24, 8);
+FIELD(unsloth_parallel, reserved, 32, 8);
 
 STRUCT(unsloth_attention_block_params, 3776, 8);
 FIELD(unsloth_attention_block_params, struct_size, 0, 4);

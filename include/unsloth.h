@@ -988,9 +988,17 @@ typedef struct unsloth_parallel {
    */
   uint32_t sequence;
   /**
+   * Rows of a chunk, at least; the same on all ranks, and zero of a vocabulary. What ranks add up is then
+   * made in chunks of so many rows of all ranks or more, eight at most, and one's sum runs beside the next
+   * one's product, on a stream of the group's own; gradients of the input are added up beside the products
+   * that do not need them. As many as there are rows, or more: everything is made and then added up.
+   * 0: what was found to be fast, which on the CPU is one chunk.
+   */
+  int64_t chunk_rows;
+  /**
    * Zero.
    */
-  uint32_t reserved[4];
+  uint32_t reserved[2];
 } unsloth_parallel;
 
 /**

@@ -18,7 +18,7 @@ use crate::tensor::{Place, Scratch};
 pub(crate) use accountant::Accountant;
 pub use accountant::MemoryStats;
 pub use event::Event;
-pub(crate) use transport::{Collective, ID_BYTES, MAX_RANKS, Transport};
+pub(crate) use transport::{Beside, Collective, ID_BYTES, Join, MAX_RANKS, Transport};
 
 pub use crate::backend::{Backend, DeviceInfo, Implementation, ProductShape, Stream};
 
@@ -143,6 +143,13 @@ impl<C: Plan, G: Plan> Plan for Chosen<C, G> {
         match self {
             Chosen::Cpu(plan) => plan.launch(scratch, stream),
             Chosen::Cuda(plan) => plan.launch(scratch, stream),
+        }
+    }
+
+    fn settle(&self, stream: Stream) {
+        match self {
+            Chosen::Cpu(plan) => plan.settle(stream),
+            Chosen::Cuda(plan) => plan.settle(stream),
         }
     }
 }

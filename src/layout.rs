@@ -209,6 +209,26 @@ impl Layout {
         offset
     }
 
+    /// The same elements as `[rows, columns]`, if rows are equally spaced.
+    pub(crate) fn as_rows(&self) -> Option<Layout> {
+        let last = self.rank.checked_sub(1)?;
+        // Outer dimensions step over whole inner ones; those of one entry have no step.
+        let mut outer = (0..last).rev().filter(|i| self.shape[*i] > 1);
+        let mut stride = self.shape[last].max(1);
+        if let Some(inner) = outer.next() {
+            stride = self.strides[inner];
+            let mut span = stride.checked_mul(self.shape[inner])?;
+            for i in outer {
+                if self.strides[i] != span {
+                    return None;
+                }
+                span = span.checked_mul(self.shape[i])?;
+            }
+        }
+        let shape = [self.num_rows(), self.shape[last]];
+        Layout::strided(&shape, &[stride, self.strides[last]]).ok()
+    }
+
     /// The layout with dimensions `a` and `b` exchanged.
     ///
     /// # Errors
@@ -336,6 +356,25 @@ mod tests {
         assert!(l.is_contiguous() && !l.may_self_overlap());
         let l = Layout::strided(&[1, 5], &[999, 1]).unwrap();
         assert!(l.is_contiguous());
+    }
+
+    #[test]
+    fn rows_are_equally_spaced_or_not() {
+        for (shape, strides, rows) in [
+            (&[5][..], &[1][..], Some([1, 5, 5, 1])),
+            (&[3, 5], &[8, 1], Some([3, 5, 8, 1])),
+            (&[2, 3, 5], &[24, 8, 1], Some([6, 5, 8, 1])),
+            (&[2, 3, 5], &[25, 8, 1], None),
+            (&[2, 1, 3, 5], &[24, 7, 8, 1], Some([6, 5, 8, 1])),
+            (&[1, 1, 5], &[9, 9, 1], Some([1, 5, 5, 1])),
+            (&[2, 1, 5], &[9, 1, 1], Some([2, 5, 9, 1])),
+            (&[2, 0, 5], &[0, 8, 1], Some([0, 5, 0, 1])),
+            (&[], &[], None),
+        ] {
+            let found = Layout::strided(shape, strides).unwrap().as_rows();
+            let found = found.map(|l| [l.dim(0), l.dim(1), l.stride(0), l.stride(1)]);
+            assert_eq!(found, rows, "{shape:?} {strides:?}");
+        }
     }
 
     #[test]

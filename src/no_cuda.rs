@@ -67,6 +67,10 @@ pub(crate) mod collective {
             match *self {}
         }
 
+        pub fn chunk_rows(&self, _: usize, _: usize) -> usize {
+            match *self {}
+        }
+
         pub fn warm_up(&self, _: &'static str, _: &Cuda, _: Stream) -> Result<()> {
             match *self {}
         }

@@ -93,6 +93,14 @@ impl RawTensor {
         self.ptr == other.ptr && self.dtype == other.dtype && self.layout == other.layout
     }
 
+    /// `len` rows from `start` as `[len, columns]`, rows being counted over every dimension but the last; `None`
+    /// where rows are not equally spaced.
+    pub fn rows(&self, start: usize, len: usize) -> Result<Option<RawTensor>> {
+        let all = self.layout.as_rows();
+        let all = all.map(|layout| RawTensor { layout, ..*self });
+        all.map(|all| all.narrowed(0, start, len)).transpose()
+    }
+
     /// `len` entries from `start` along dimension `dim`.
     pub fn narrowed(&self, dim: usize, start: usize, len: usize) -> Result<RawTensor> {
         let (layout, offset) = self.layout.narrowed(dim, start, len)?;

@@ -64,6 +64,7 @@ COUNTED(cuMemsetD8Async, copies)
 MAKER(cuDevicePrimaryCtxRetain)
 MAKER(cuModuleGetFunction)
 MAKER(cuStreamCreate)
+MAKER(cuStreamCreateWithPriority)
 MAKER(cuMemPoolCreate)
 MAKER(cuEventCreate)
 

@@ -12,7 +12,7 @@ use crate::cuda::Cuda;
 use crate::cuda::collective::{self as nccl, Comm};
 use crate::error::{Error, Result, text};
 use crate::problem::Plans;
-use crate::problem::collective::{Call, Problem};
+use crate::problem::collective::{self as problem, Call, Problem};
 
 /// A rank's way to the others.
 #[derive(Debug)]
@@ -108,6 +108,16 @@ impl Transport {
         }
     }
 
+    /// Rows of a chunk, at least, of so many with so many bytes each, where a chunk's sum is to run beside
+    /// the next one's product: the same on all ranks, whatever devices they have.
+    pub fn chunk_rows(&self, rows: usize, row_bytes: usize) -> usize {
+        match self {
+            // A rank's threads do one thing after the other.
+            Transport::Local(_) => rows,
+            Transport::Nccl(comm) => comm.chunk_rows(rows, row_bytes),
+        }
+    }
+
     /// Why the group does not work, if it does not.
     pub fn health(&self, op: &'static str) -> Result<()> {
         match self {
@@ -151,10 +161,77 @@ impl<'t> Planned for Collective<'t> {
                 Chosen::Cuda((**cuda).plan(Call { transport, problem })?)
             }
             // A group is of its context's backend, which was compared.
-            _ => {
-                let what = "belongs to another context";
-                return Err(Error::invalid(problem.op, "comm", what));
+            _ => return Err(of_another(problem.op)),
+        })
+    }
+}
+
+fn of_another(op: &'static str) -> Error {
+    Error::invalid(op, "comm", "belongs to another context")
+}
+
+/// A collective that runs beside what is queued behind it. On the CPU it has run when that begins.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Beside<'t> {
+    pub is: Collective<'t>,
+    /// What it is waited for by.
+    pub number: usize,
+}
+
+impl<'t> Planned for Beside<'t> {
+    type Plan<'a> = Chosen<
+        <Cpu as Plans<Call<'t, Member>>>::Plan<'a>,
+        <Cuda as Plans<problem::Beside<'t, Comm>>>::Plan<'a>,
+    >;
+
+    fn plan(self, ctx: &Context) -> Result<Self::Plan<'_>> {
+        let Beside { is, number } = self;
+        let problem = is.problem;
+        Ok(match (&ctx.inner.device, is.transport) {
+            (Device::Cpu(cpu), Transport::Local(transport)) => {
+                Chosen::Cpu(cpu.plan(Call { transport, problem })?)
             }
+            (Device::Cuda(cuda), Transport::Nccl(transport)) => {
+                let call = Call { transport, problem };
+                Chosen::Cuda((**cuda).plan(problem::Beside { call, number })?)
+            }
+            _ => return Err(of_another(problem.op)),
+        })
+    }
+}
+
+/// What is queued behind it waits for a collective beside others, and for those before that.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Join<'t> {
+    pub op: &'static str,
+    pub transport: &'t Transport,
+    pub number: usize,
+}
+
+impl<'t> Planned for Join<'t> {
+    type Plan<'a> = Chosen<
+        <Cpu as Plans<problem::Join<'t, Member>>>::Plan<'a>,
+        <Cuda as Plans<problem::Join<'t, Comm>>>::Plan<'a>,
+    >;
+
+    fn plan(self, ctx: &Context) -> Result<Self::Plan<'_>> {
+        let Join { op, number, .. } = self;
+        Ok(match (&ctx.inner.device, self.transport) {
+            (Device::Cpu(cpu), Transport::Local(transport)) => {
+                Chosen::Cpu(cpu.plan(problem::Join {
+                    op,
+                    transport,
+                    number,
+                })?)
+            }
+            (Device::Cuda(cuda), Transport::Nccl(transport)) => {
+                Chosen::Cuda((**cuda).plan(problem::Join {
+                    op,
+                    transport,
+                    number,
+                })?)
+            }
+            _ => return Err(of_another(op)),
         })
     }
 }

@@ -124,6 +124,7 @@ functions! {
         ptr: CUdeviceptr);
     exchange_capture_mode = cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
     stream_create = cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    stream_create_with_priority = cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
     stream_destroy = cuStreamDestroy_v2(stream: CUstream);
     stream_synchronize = cuStreamSynchronize(stream: CUstream);
     stream_is_capturing = cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);

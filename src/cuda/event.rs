@@ -45,20 +45,26 @@ impl Cuda {
 
     /// Lets a stream of this device wait for an event, of any device.
     pub fn wait_event(&self, op: &'static str, stream: Stream, event: &Event) -> Result<()> {
-        let primary = &self.resources.primary;
-        let _entered = primary.enter(op)?;
-        // SAFETY: the event is live, and a `Stream` is live and of this device by the promise of whoever
-        // made it; no flags.
-        unsafe {
-            let raw = stream.as_raw().cast();
-            primary.driver.stream_wait_event(op, raw, event.event, 0)
-        }
+        event.wait_in(op, &self.resources.primary, stream)
     }
 }
 
 impl Event {
     pub fn ordinal(&self) -> i32 {
         self.ordinal
+    }
+
+    /// Lets a stream of the event's device wait for it.
+    pub fn wait(&self, op: &'static str, stream: Stream) -> Result<()> {
+        self.wait_in(op, &self.primary, stream)
+    }
+
+    fn wait_in(&self, op: &'static str, of_stream: &Primary, stream: Stream) -> Result<()> {
+        let _entered = of_stream.enter(op)?;
+        let raw = stream.as_raw().cast();
+        // SAFETY: the event is live, and a `Stream` is live and of this device by the promise of whoever
+        // made it; no flags.
+        unsafe { of_stream.driver.stream_wait_event(op, raw, self.event, 0) }
     }
 
     pub fn record(&self, op: &'static str, stream: Stream) -> Result<()> {

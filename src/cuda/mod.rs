@@ -344,6 +344,9 @@ pub(crate) trait Run {
 
     /// Queues them. Data has been checked.
     fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()>;
+
+    /// See [`Plan::settle`].
+    fn settle(&self, _: Stream) {}
 }
 
 /// A problem that waits to be queued.
@@ -359,6 +362,10 @@ impl<P: Run> Plan for Ready<'_, P> {
 
     fn launch(&self, _: Scratch, stream: Stream) -> Result<()> {
         self.problem.run(self.cuda, stream)
+    }
+
+    fn settle(&self, stream: Stream) {
+        self.problem.settle(stream);
     }
 }
 

@@ -44,8 +44,14 @@ pub struct unsloth_parallel {
     /// rows, those of the first dimension; contiguous. The call gathers and scatters them. 0: it is whole
     /// on all ranks, and what is added up is contiguous.
     pub sequence: u32,
+    /// Rows of a chunk, at least; the same on all ranks, and zero of a vocabulary. What ranks add up is then
+    /// made in chunks of so many rows of all ranks or more, eight at most, and one's sum runs beside the next
+    /// one's product, on a stream of the group's own; gradients of the input are added up beside the products
+    /// that do not need them. As many as there are rows, or more: everything is made and then added up.
+    /// 0: what was found to be fast, which on the CPU is one chunk.
+    pub chunk_rows: i64,
     /// Zero.
-    pub reserved: [u32; 4],
+    pub reserved: [u32; 2],
 }
 
 impl Field for unsloth_parallel {
@@ -60,6 +66,7 @@ pub(crate) struct Group<'a> {
     partition: Partition,
     sequence: bool,
     row_counts: Option<&'a [i64]>,
+    chunk_rows: usize,
 }
 
 impl Group<'_> {
@@ -69,6 +76,7 @@ impl Group<'_> {
             partition: self.partition,
             sequence: self.sequence,
             row_counts: self.row_counts,
+            chunk_rows: self.chunk_rows,
         }
     }
 }
@@ -101,11 +109,13 @@ impl unsloth_parallel {
             Error::invalid(op, "partition", problem)
         })?;
         let sequence = flag(op, "sequence", self.sequence)?;
+        let chunk_rows = count(op, "chunk_rows", self.chunk_rows)?;
         if self.comm.is_null() {
             for (name, is_set) in [
                 ("partition", self.partition != 0),
                 ("sequence", sequence),
                 ("row_counts", !self.row_counts.is_null()),
+                ("chunk_rows", chunk_rows != 0),
             ] {
                 if is_set {
                     return Err(Error::invalid(op, name, "is set without comm"));
@@ -121,6 +131,7 @@ impl unsloth_parallel {
             partition,
             sequence,
             row_counts,
+            chunk_rows,
         }))
     }
 
@@ -134,6 +145,10 @@ impl unsloth_parallel {
         begin: i64,
         size: i64,
     ) -> Result<Option<OfVocabulary<'a>>> {
+        if self.chunk_rows != 0 {
+            let problem = text!("is {}, allowed of a vocabulary: 0", self.chunk_rows);
+            return Err(Error::invalid(op, "chunk_rows", problem));
+        }
         // SAFETY: the caller's promise.
         let Some(group) = (unsafe { self.of_block(op) })? else {
             for (name, value) in [("vocab_begin", begin), ("vocab_size", size)] {

@@ -158,3 +158,26 @@ pub(crate) struct Call<'a, T> {
     pub transport: &'a T,
     pub problem: Problem<'a>,
 }
+
+/// The most calls that run beside others and are waited for one by one.
+pub(crate) const MOST_BESIDE: usize = 8;
+
+/// A call that runs behind what was queued before it and beside what is queued after it, until there is a
+/// [`Join`] of its number. Such calls run in the order in which they are made.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // the CPU's calls run when they are made
+pub(crate) struct Beside<'a, T> {
+    pub call: Call<'a, T>,
+    /// Below [`MOST_BESIDE`].
+    pub number: usize,
+}
+
+/// What is queued behind it waits for the last call beside others that had this number, and for all such
+/// calls before that one.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // as above
+pub(crate) struct Join<'a, T> {
+    pub op: &'static str,
+    pub transport: &'a T,
+    pub number: usize,
+}

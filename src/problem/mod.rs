@@ -98,6 +98,10 @@ pub(crate) trait Plan {
     /// # Errors
     /// The launch failed; on the CPU also what only the data tells, before anything was written.
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()>;
+
+    /// Lets `stream` wait for what a launch has left running beside it, where what was to wait for that
+    /// is not queued any more, as something else has failed.
+    fn settle(&self, _stream: Stream) {}
 }
 
 /// A backend that has an implementation of problems `P`.

@@ -439,6 +439,9 @@ EXPORT int cuStreamCreate(Stream **stream, unsigned flags) {
   streams.insert(*stream);
   return kSuccess;
 }
+EXPORT int cuStreamCreateWithPriority(Stream **stream, unsigned flags, int) {
+  return cuStreamCreate(stream, flags);
+}
 EXPORT int cuStreamDestroy_v2(Stream *stream) {
   Lock lock(mutex);
   streams.erase(stream);

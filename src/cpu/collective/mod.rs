@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use crate::alloc::Shared;
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
-use crate::problem::collective::{Call, Kind, Problem};
+use crate::problem::collective::{Call, Join, Kind, Problem};
 use crate::tensor::Scratch;
 use group::Group;
 pub(crate) use meeting::{ID_BYTES, new_id};
@@ -112,5 +112,12 @@ impl Drop for Member {
 impl Run for Call<'_, Member> {
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
         self.transport.run(cpu, &self.problem)
+    }
+}
+
+/// Nothing runs beside other work here.
+impl Run for Join<'_, Member> {
+    fn run(&self, _: &Cpu, _: Scratch) -> Result<()> {
+        Ok(())
     }
 }

@@ -83,6 +83,42 @@ pub(in crate::cuda) mod attention {
     pub(in crate::cuda) const L2: usize = 32 << 20;
 }
 
+/// Sums of ranks' products in chunks. On every device the same: ranks with different ones make the same sums.
+pub(in crate::cuda) mod sums {
+    /// Rows of a chunk, at least: a product of so many keeps a GPU as busy as one of more, within a few percent.
+    const LEAST_ROWS: usize = 2048;
+    /// Bytes of a chunk, at least: a shorter sum takes hardly longer than two streams to wait for each other.
+    const LEAST_BYTES: usize = 4 << 20;
+    /// Chunks, at most: the last one's sum has nothing to run beside, and is short enough.
+    const MOST: usize = 4;
+
+    /// Rows of a chunk of so many with so many bytes each, at least.
+    pub(in crate::cuda) fn chunk_rows(rows: usize, row_bytes: usize) -> usize {
+        let of_bytes = LEAST_BYTES.div_ceil(row_bytes.max(1));
+        LEAST_ROWS.max(of_bytes).max(rows.div_ceil(MOST))
+    }
+
+    #[test]
+    fn long_products_are_in_few_chunks() {
+        for (rows, row_bytes, chunks) in [
+            (1, 8192, 0),
+            (4095, 8192, 1),
+            (4096, 8192, 2),
+            (8192, 8192, 4),
+            (1 << 20, 8192, 4),
+            (8192, 1024, 2),
+            (8192, 512, 1),
+            (8192, 0, 0),
+        ] {
+            assert_eq!(
+                rows / chunk_rows(rows, row_bytes),
+                chunks,
+                "{rows} x {row_bytes}"
+            );
+        }
+    }
+}
+
 /// Kernels of products, on every device.
 pub(in crate::cuda) mod products {
     use crate::dtype::DType;

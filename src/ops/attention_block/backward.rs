@@ -18,6 +18,8 @@
 //! the same bits (on a GPU where [`deterministic`](Params::deterministic) is asked for). Every token belongs to a sequence of `cu_seqlens`, where that is there: of one
 //! that does not, gradients are undefined, and with them those of the weights.
 
+use arrayvec::ArrayVec;
+
 use super::Params as Forward;
 use super::check::{Checked, Kept};
 pub use super::gradients::Gradients;
@@ -30,7 +32,7 @@ use crate::error::{Error, Result};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
-use crate::ops::parallel::{Parallel, Rows};
+use crate::ops::parallel::{Parallel, Rows, push_summed};
 use crate::ops::parts::{Names, Parts, named};
 use crate::ops::rope::Positions;
 use crate::problem::attention;
@@ -106,14 +108,19 @@ impl Params<'_> {
     pub(crate) fn parts<'t>(&self, parallel: Option<&Parallel<'t>>) -> Result<Parts<'t, 20>> {
         let mut parts = Parts::new(OP, &self.workspace).exactly();
         match parallel {
-            None => self.push(&mut parts)?,
+            None => self.push(None, &mut parts)?,
             Some(parallel) => self.push_divided(parallel, &mut parts)?,
         }
         Ok(parts)
     }
 
-    /// Adds the backward pass of the rows that are there.
-    fn push<const N: usize>(&self, parts: &mut Parts<'_, N>) -> Result<()> {
+    /// Adds the backward pass of the rows that are there, and the sum of the input's gradient, if ranks divide
+    /// the block.
+    fn push<'t, const N: usize>(
+        &self,
+        sum: Option<(&Rows, &Parallel<'t>)>,
+        parts: &mut Parts<'t, N>,
+    ) -> Result<()> {
         let (checked, kept) = self.checked()?;
         let dx = self.dx.as_ref().map(TensorMut::raw);
         let wanted = (self.gradients).wanted(OP, &self.forward, &checked, dx, self.accumulate)?;
@@ -125,10 +132,11 @@ impl Params<'_> {
             all = Some(named(OP, inner, &[])?);
         }
         call.push_out(parts)?;
-        if let Some(all) = all {
-            call.push_projections(&all, &checked.projections, parts)?;
-        }
-        Ok(())
+        let products = match all {
+            Some(all) => call.of_projections(&all, &checked.projections)?,
+            None => ArrayVec::new(),
+        };
+        push_summed(OP, &products, sum, parts)
     }
 
     /// The same between what gathers and adds up rows of ranks.
@@ -164,8 +172,7 @@ impl Params<'_> {
             deterministic: self.deterministic,
             workspace: Workspace::none(),
         };
-        of_rank.push(parts)?;
-        rows.push_dx(OP, parallel, parts)
+        of_rank.push(Some((&rows, parallel)), parts)
     }
 
     /// Checks gradients of input and output.
@@ -370,15 +377,14 @@ impl<'c, 'a> Call<'c, 'a> {
         parts.push(Ok(product), OF_OUT)
     }
 
-    /// Adds the gradients of the projections and of `x`.
-    fn push_projections<const N: usize>(
+    /// The gradients of the projections and of `x`.
+    fn of_projections(
         &self,
         all: &RawTensor,
         weights: &[Weights],
-        parts: &mut Parts<N>,
-    ) -> Result<()> {
+    ) -> Result<ArrayVec<(Backward, Names), 3>> {
         let wanted = &self.wanted;
-        let mut add_dx = false;
+        let mut products = ArrayVec::new();
         for (i, (weights, pair)) in weights.iter().zip(&wanted.projections).enumerate() {
             if wanted.dx.is_none() && !pair.is_some() {
                 continue;
@@ -390,15 +396,14 @@ impl<'c, 'a> Call<'c, 'a> {
             let product = Backward {
                 dout: self.rows(&dout)?,
                 dx: gradient(weights.weight, wanted.dx),
-                add_dx,
+                add_dx: !products.is_empty(),
                 dweight: gradient(self.forward.x.raw(), pair.dweight),
                 dbias: pair.dbias,
                 accumulate: self.accumulate,
             };
-            parts.push(Ok(product), names)?;
-            add_dx = true;
+            products.push((product, names));
         }
-        Ok(())
+        Ok(products)
     }
 }
 

@@ -14,7 +14,7 @@ use crate::ops::check::{Arg, with_last};
 use crate::ops::kv_cache::{Layer, NO_BATCH};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{Operation, Tensors};
-use crate::ops::parallel::{OF_X, Parallel};
+use crate::ops::parallel::{Chunks, OF_X, Parallel};
 use crate::ops::parts::Parts;
 use crate::ops::rope::Positions;
 use crate::problem::linear;
@@ -22,8 +22,9 @@ use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 
 /// Projections to queries, keys and values, two norms, rope, the cache's append, attention, a norm and
 /// the projection of its output. What passes between them lies at the beginning of the workspace. Where
-/// ranks divide the block there is no norm of the output, which is projected in up to three ranges of rows.
-type Problem<'a> = Parts<'a, 11>;
+/// ranks divide the block there is no norm of the output, which is projected in up to three ranges of rows,
+/// or in chunks.
+pub(crate) type Problem<'a> = Parts<'a, 11>;
 
 /// What is checked of a block that its forward and its backward pass have in common.
 pub(crate) struct Checked {
@@ -41,29 +42,9 @@ impl<'a> Operation for Params<'a> {
     type Problem = Problem<'a>;
 
     fn problem(&self) -> Result<Problem<'a>> {
-        let x = self.x.raw();
-        let checked = self.checked()?;
-        let mut room = [0; MAX_RANK];
-        let shape = with_last(&x, checked.out_projection.out_features(), &mut room);
-        self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
-        let mut parts = Parts::new(OP, &self.workspace);
-        let Some(parallel) = &self.parallel else {
-            self.push(&checked, (&self.output, None), &mut parts)?;
-            return Ok(parts);
-        };
-        parts = parts.exactly();
-        parallel.check(OP)?;
-        self.check_divided(&checked, parallel)?;
-        Arg::new(OP, "out", &self.output.out()).contiguous()?;
-        let output = (&self.output, Some(parallel));
-        if parallel.sequence {
-            let x = parallel.push_gather(OP, ("x", OF_X), x, &mut parts)?;
-            // SAFETY: it lies in the workspace, for parts of this call.
-            let x = unsafe { TensorRef::from_raw(x.ptr, x.dtype, x.layout) };
-            let all = self.of_all_rows(x);
-            all.push(&all.checked()?, output, &mut parts)?;
-        } else {
-            self.push(&checked, output, &mut parts)?;
+        let (mut parts, chunks) = self.parts()?;
+        if let Some(parallel) = &self.parallel {
+            parallel.push_join(OP, chunks, &mut parts)?;
         }
         Ok(parts)
     }
@@ -104,6 +85,37 @@ impl<'a> Operation for Params<'a> {
     }
 }
 
+impl<'a> Params<'a> {
+    /// The block's parts. Sums of these chunks run beside what follows, which waits for them.
+    pub(crate) fn parts(&self) -> Result<(Problem<'a>, Chunks)> {
+        let x = self.x.raw();
+        let checked = self.checked()?;
+        let mut room = [0; MAX_RANK];
+        let shape = with_last(&x, checked.out_projection.out_features(), &mut room);
+        self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
+        let mut parts = Parts::new(OP, &self.workspace);
+        let Some(parallel) = &self.parallel else {
+            let chunks = self.push(&checked, (&self.output, None), &mut parts)?;
+            return Ok((parts, chunks));
+        };
+        parts = parts.exactly();
+        parallel.check(OP)?;
+        self.check_divided(&checked, parallel)?;
+        Arg::new(OP, "out", &self.output.out()).contiguous()?;
+        let output = (&self.output, Some(parallel));
+        let chunks = if parallel.sequence {
+            let x = parallel.push_gather(OP, ("x", OF_X), x, &mut parts)?;
+            // SAFETY: it lies in the workspace, for parts of this call.
+            let x = unsafe { TensorRef::from_raw(x.ptr, x.dtype, x.layout) };
+            let all = self.of_all_rows(x);
+            all.push(&all.checked()?, output, &mut parts)?
+        } else {
+            self.push(&checked, output, &mut parts)?
+        };
+        Ok((parts, chunks))
+    }
+}
+
 impl Params<'_> {
     /// Adds the operations on rows that are there, and sums of the output, which with its residual is the
     /// caller's.
@@ -112,7 +124,7 @@ impl Params<'_> {
         checked: &Checked,
         output: (&Output<'_>, Option<&Parallel<'t>>),
         parts: &mut Parts<'t, N>,
-    ) -> Result<()> {
+    ) -> Result<Chunks> {
         self.check_sequences()?;
         let kept = self.kept(checked)?;
         if kept.any() {
@@ -145,11 +157,11 @@ impl Params<'_> {
         let weights = checked.out_projection;
         // Without a cache there is nothing to do for an output without elements on any rank.
         let is_empty = checked.num_tokens == 0 || weights.out_features() == 0;
-        self.push_out_projection(&views, weights, output, parts)?;
+        let chunks = self.push_out_projection(&views, weights, output, parts)?;
         if self.cache.is_none() && is_empty && !kept.any() {
             parts.be_idle();
         }
-        Ok(())
+        Ok(chunks)
     }
 
     /// Refuses norms over heads that ranks divide.

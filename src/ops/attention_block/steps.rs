@@ -4,7 +4,7 @@ use super::views::{Views, view, view_mut};
 use super::{OP, Params, Projections};
 use crate::error::Result;
 use crate::ops::linear::{Output, Weights};
-use crate::ops::parallel::Parallel;
+use crate::ops::parallel::{Chunks, Parallel};
 use crate::ops::parts::{Names, Parts};
 use crate::ops::{attention, linear, operation::Operation, rms_norm};
 use crate::problem::linear as problem;
@@ -169,14 +169,14 @@ impl<'p> Params<'p> {
         parts.push(norm.problem(), OF_ATTENDED_NORM)
     }
 
-    /// Adds the projection of attention's output, and what adds up the ranks' parts of it.
+    /// Adds the projection of attention's output, and what adds up the ranks' parts of it, in these chunks.
     pub(super) fn push_out_projection<'t, const N: usize>(
         &self,
         views: &Views,
         weights: problem::Weights,
         (output, parallel): (&Output<'_>, Option<&Parallel<'t>>),
         parts: &mut Parts<'t, N>,
-    ) -> Result<()> {
+    ) -> Result<Chunks> {
         // SAFETY: it lies in the workspace or is kept, and is described for a part of one call.
         let attended = views.batch_if_any(unsafe { view_mut(&views.attended) })?;
         let product = problem::Problem {
@@ -185,9 +185,10 @@ impl<'p> Params<'p> {
             residual: output.residual(),
             out: output.out(),
         };
-        match parallel {
-            None => parts.push(Ok(product), OF_OUT),
-            Some(parallel) => parallel.push_product(OP, product, OF_OUT, parts),
+        if let Some(parallel) = parallel {
+            return parallel.push_product(OP, product, OF_OUT, parts);
         }
+        parts.push(Ok(product), OF_OUT)?;
+        Ok(Chunks::one(views.num_tokens()))
     }
 }

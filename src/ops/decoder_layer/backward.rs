@@ -100,7 +100,8 @@ impl<'a> Operation for Params<'a> {
                 let hidden = layer.take(&mut parts)?;
                 let again = layer.attended(&mut parts)?;
                 layer.push_norm(Norm::Attention, layer.x, norm, &mut parts)?;
-                layer.push_attention(norm, &again, hidden, &mut parts)?;
+                let summed = layer.push_attention(norm, &again, hidden, &mut parts)?;
+                layer.push_join(summed, &mut parts)?;
                 (Some(again.qkv), (again.out, again.lse), hidden)
             }
         };

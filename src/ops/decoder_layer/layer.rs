@@ -7,8 +7,7 @@ use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{self, Arg};
 use crate::ops::linear::Output;
-use crate::ops::operation::Operation;
-use crate::ops::parallel::take;
+use crate::ops::parallel::{Chunks, rows_of, take};
 use crate::ops::parts::{Names, Parts, named};
 use crate::ops::{attention_block, mlp};
 use crate::problem::{norm, rms_norm};
@@ -314,14 +313,15 @@ impl<'p, 'a> Layer<'p, 'a> {
         parts.push(Ok(problem), which.names())
     }
 
-    /// Adds the attention block with its residual.
+    /// Adds the attention block with its residual. Sums of these chunks run beside what follows, unless they
+    /// are divided.
     pub fn push_attention<const N: usize>(
         &self,
         norm: RawTensor,
         kept: &Attended,
         out: RawTensor,
         parts: &mut Parts<'a, N>,
-    ) -> Result<()> {
+    ) -> Result<Chunks> {
         // SAFETY: tensors of the caller's, or of the workspace, for parts of one call.
         let attention = unsafe {
             attention_block::Params {
@@ -336,15 +336,34 @@ impl<'p, 'a> Layer<'p, 'a> {
                 ..self.params.attention.of_input(view(norm))
             }
         };
-        parts.absorb(attention.problem())
+        let (block, chunks) = named(self.op, attention.parts(), &[])?;
+        parts.absorb(Ok(block))?;
+        let parallel = self.params.attention.parallel.as_ref();
+        if parallel.is_some_and(|parallel| parallel.sequence) {
+            self.push_join(chunks, parts)?;
+        }
+        Ok(chunks)
     }
 
-    /// Adds the MLP with its residual.
+    /// Adds that what follows waits for the sums of these chunks.
+    pub fn push_join<const N: usize>(
+        &self,
+        chunks: Chunks,
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        match &self.params.attention.parallel {
+            None => Ok(()),
+            Some(parallel) => parallel.push_join(self.op, chunks, parts),
+        }
+    }
+
+    /// Adds the norm of the residual and the MLP. The residual is the sum of these chunks, which go on one by
+    /// one: while ranks add up one the others are computed.
     pub fn push_mlp<const N: usize>(
         &self,
         norm: RawTensor,
         gate_up: RawTensor,
-        residual: RawTensor,
+        (residual, summed): (RawTensor, Chunks),
         out: RawTensor,
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
@@ -360,7 +379,25 @@ impl<'p, 'a> Layer<'p, 'a> {
                 ..self.params.mlp.of_input(view(norm))
             }
         };
-        parts.absorb(mlp.problem())
+        let parallel = self.params.attention.parallel.as_ref();
+        let one_by_one = parallel.filter(|parallel| !parallel.sequence && !summed.is_one());
+        if one_by_one.is_none() {
+            self.push_norm(Norm::Mlp, residual, norm, parts)?;
+        }
+        let made = mlp.parts(|i, rows, to| {
+            let Some(parallel) = one_by_one else {
+                return Ok(());
+            };
+            parallel.push_join_of(self.op, i, to)?;
+            match rows_of([residual, norm], rows)? {
+                Some([x, out]) => self.push_norm(Norm::Mlp, x, out, to),
+                // They are contiguous.
+                None => Ok(()),
+            }
+        });
+        let (block, chunks) = named(self.op, made, &[])?;
+        parts.absorb(Ok(block))?;
+        self.push_join(chunks, parts)
     }
 
     /// Adds the gradients of the MLP, that of its input `norm` to `dx`.

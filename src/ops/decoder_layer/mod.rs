@@ -105,16 +105,15 @@ impl<'a> Operation for Params<'a> {
         layer.push_norm(Norm::Attention, layer.x, norm, &mut parts)?;
         let taken = parts.taken();
         let attended = layer.attended(&mut parts)?;
-        layer.push_attention(norm, &attended, hidden, &mut parts)?;
+        let summed = layer.push_attention(norm, &attended, hidden, &mut parts)?;
         parts.give_back(taken);
         // The first norm's output is not read again: what is not kept of the second takes its place.
         let norm = saved.mlp_norm.unwrap_or(norm);
-        layer.push_norm(Norm::Mlp, hidden, norm, &mut parts)?;
         let gate_up = match saved.gate_up {
             Some(saved) => saved,
             None => layer.take_gate_up(&mut parts)?,
         };
-        layer.push_mlp(norm, gate_up, hidden, out, &mut parts)?;
+        layer.push_mlp(norm, gate_up, (hidden, summed), out, &mut parts)?;
         Ok(parts)
     }
 

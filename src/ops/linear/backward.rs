@@ -12,6 +12,7 @@
 //! inputs give the same bits with any number of threads.
 
 use crate::comm::Comm;
+use crate::context::Collective;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
@@ -206,11 +207,8 @@ impl<'a> Params<'a> {
         }
         if !parallel.sequence {
             let of_rank = self.of_rank(self.dout, self.x, described(&self.dx));
-            parts.push(of_rank.alone(), &[])?;
-            return match own_dx {
-                Some(dx) => parallel.push_sum(OP, OF_DX, dx, parts),
-                None => Ok(()),
-            };
+            let sum = own_dx.map(|dx| (dx, parallel.sum(OP, dx)));
+            return push_summed(of_rank.alone()?, sum, parallel, parts);
         }
         let arg = Arg::new(OP, "dout", &dout)
             .min_rank(2)?
@@ -244,12 +242,42 @@ impl<'a> Params<'a> {
         // SAFETY: the caller's tensors and the workspace, for one part.
         let of_rank =
             unsafe { self.of_rank(self.dout, x.map(|x| view(x)), dx.map(|dx| view_mut(dx))) };
-        parts.push(of_rank.alone(), &[])?;
-        match dx.zip(own_dx) {
-            Some((whole, own)) => parallel.push_scatter(OP, ("dx", OF_DX), [whole, own], parts),
-            None => Ok(()),
-        }
+        let sum = dx.zip(own_dx).map(|(whole, own)| {
+            let sum = parallel.scatter(OP, "dx", [whole, own])?;
+            Ok::<_, Error>((own, sum))
+        });
+        push_summed(of_rank.alone()?, sum.transpose()?, parallel, parts)
     }
+}
+
+/// Adds gradients and the sum of that of the input, which is this one on this rank: beside the others' products
+/// where there are rows enough.
+fn push_summed<'a>(
+    gradients: Backward,
+    sum: Option<(RawTensor, Collective<'a>)>,
+    parallel: &Parallel<'a>,
+    parts: &mut Parts<'a, 1>,
+) -> Result<()> {
+    let Some((dx, sum)) = sum else {
+        return parts.push(Ok(gradients), &[]);
+    };
+    let others = Backward {
+        dx: None,
+        ..gradients
+    };
+    if (others.dweight.is_none() && others.dbias.is_none()) || !parallel.sums_beside(&dx) {
+        parts.push(Ok(gradients), &[])?;
+        return parts.push_collective(sum, OF_DX);
+    }
+    let of_input = Backward {
+        dweight: None,
+        dbias: None,
+        ..gradients
+    };
+    parts.push(Ok(of_input), &[])?;
+    parts.push_beside(0, sum, OF_DX)?;
+    parts.push(Ok(others), &[])?;
+    parallel.push_join_of(OP, 0, parts)
 }
 
 /// A view of memory that the whole call lends, for the parameters of a part.

@@ -292,7 +292,7 @@ impl<'a> Params<'a> {
 
 impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
-    /// Where ranks divide the layer: products of up to three ranges of rows.
+    /// Where ranks divide the layer: products of up to three ranges of rows, more in chunks.
     type Problem = OneOr<'a, Problem, 3>;
 
     fn problem(&self) -> Result<Self::Problem> {
@@ -303,7 +303,8 @@ impl<'a> Operation for Params<'a> {
         let mut x = self.input()?;
         let mut parts = Parts::new(OP, &self.workspace).exactly();
         if parallel.partition == Partition::Row {
-            parallel.push_product(OP, self.product(x)?, &[], &mut parts)?;
+            let chunks = parallel.push_product(OP, self.product(x)?, &[], &mut parts)?;
+            parallel.push_join(OP, chunks, &mut parts)?;
             return Ok(OneOr::Parts(parts));
         }
         if parallel.sequence {

@@ -18,6 +18,8 @@
 //! computed again: by the same products in the same way, so that every gradient has the same bits.
 //! The product with the activated gate is computed again always, which costs nothing.
 
+use arrayvec::ArrayVec;
+
 use super::Params as Forward;
 use super::layer::Layer;
 use crate::comm::Comm;
@@ -25,7 +27,7 @@ use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{self, Arg, described, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
-use crate::ops::parallel::{Parallel, Rows};
+use crate::ops::parallel::{Chunks, Parallel, Rows, push_summed, rows_of};
 use crate::ops::parts::{Names, Parts};
 use crate::problem::linear::{Backward, Gradient};
 use crate::problem::swiglu;
@@ -178,13 +180,14 @@ impl Gradients<'_> {
         }
     }
 
-    /// Adds the backward pass of a block.
-    pub(super) fn push<const N: usize>(
+    /// Adds the backward pass of a block, and the sum of its input's gradient, if ranks divide it.
+    fn push<'t, const N: usize>(
         &self,
         layer: &Layer,
         io: &Io,
         accumulate: bool,
-        parts: &mut Parts<N>,
+        sum: Option<(&Rows, &Parallel<'t>)>,
+        parts: &mut Parts<'t, N>,
     ) -> Result<()> {
         let packed = layer.projections.len() == 1;
         let of = |i: usize| layer.projections.get(i).map(|p| &p.weights);
@@ -207,7 +210,7 @@ impl Gradients<'_> {
             (None, false) => None,
             (None, true) => {
                 let again = layer.take(parts, &io.x, 2 * layer.intermediate)?;
-                layer.push_gate_up(parts, io.x, &again)?;
+                push_gate_up_again(layer, io, again, sum, parts)?;
                 Some(again)
             }
         };
@@ -239,27 +242,50 @@ impl Gradients<'_> {
             };
             parts.push(Ok(down), OF_DOWN)?;
         }
-        let Some(dgate_up) = dgate_up else {
-            return Ok(());
-        };
-        let mut add_dx = false;
-        for (projection, (pair, names)) in layer.projections.iter().zip(of_projections) {
-            if dx.is_none() && pair.is_none() {
-                continue;
+        let mut products = ArrayVec::<_, 2>::new();
+        if let Some(dgate_up) = dgate_up {
+            for (projection, (pair, names)) in layer.projections.iter().zip(of_projections) {
+                if dx.is_none() && pair.is_none() {
+                    continue;
+                }
+                let product = Backward {
+                    dout: layer.columns(&dgate_up, &projection.columns)?,
+                    dx: gradient(Some(projection.weights.weight), dx),
+                    add_dx: !products.is_empty(),
+                    dweight: gradient(Some(io.x), pair.dweight),
+                    dbias: pair.dbias,
+                    accumulate,
+                };
+                products.push((product, names));
             }
-            let product = Backward {
-                dout: layer.columns(&dgate_up, &projection.columns)?,
-                dx: gradient(Some(projection.weights.weight), dx),
-                add_dx,
-                dweight: gradient(Some(io.x), pair.dweight),
-                dbias: pair.dbias,
-                accumulate,
-            };
-            parts.push(Ok(product), names)?;
-            add_dx = true;
         }
-        Ok(())
+        push_summed(OP, &products, sum, parts)
     }
+}
+
+/// Adds the products that give gate and up once more, in the chunks in which the forward pass had them.
+fn push_gate_up_again<const N: usize>(
+    layer: &Layer,
+    io: &Io,
+    gate_up: RawTensor,
+    sum: Option<(&Rows, &Parallel<'_>)>,
+    parts: &mut Parts<'_, N>,
+) -> Result<()> {
+    let chunks = match sum {
+        // The gradient of the output has its shape.
+        Some((_, parallel)) if !parallel.sequence => parallel.chunks(&io.dout),
+        _ => Chunks::one(io.x.layout.num_rows()),
+    };
+    if chunks.is_one() || rows_of([io.x], (0, 0))?.is_none() {
+        return layer.push_gate_up(parts, io.x, &gate_up);
+    }
+    parts.let_be_any_number();
+    for rows in chunks.iter() {
+        if let Some([x, gate_up]) = rows_of([io.x, gate_up], rows)? {
+            layer.push_gate_up(parts, x, &gate_up)?;
+        }
+    }
+    Ok(())
 }
 
 /// Adds the gradients of gate and up: `dactivated` is computed in `middle`, and may become the
@@ -355,11 +381,9 @@ impl Params<'_> {
         if let Some(kept) = &io.gate_up {
             layer.check_kept(OP, "gate_up", &io.x, kept)?;
         }
+        let sum = rows.as_ref().zip(parallel);
         self.gradients
-            .push(&layer, &io, self.accumulate, &mut parts)?;
-        if let (Some(rows), Some(parallel)) = (rows, parallel) {
-            rows.push_dx(OP, parallel, &mut parts)?;
-        }
+            .push(&layer, &io, self.accumulate, sum, &mut parts)?;
         Ok(parts)
     }
 

@@ -29,7 +29,7 @@ use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, with_last};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{self, Operation, Tensors};
-use crate::ops::parallel::{OF_OUT, OF_X, Parallel};
+use crate::ops::parallel::{ByRows, Chunks, OF_X, Parallel, rows_of};
 use crate::ops::parts::{Names, Parts};
 use crate::ops::rms_norm;
 use crate::ops::swiglu::{Activation, GateOrder};
@@ -42,6 +42,20 @@ use layer::OF_DOWN;
 const OP: &str = "mlp";
 /// What the intermediate's norm calls its arguments, and what the block does.
 const OF_NORM: Names = &[("weight", "intermediate_norm"), ("epsilon", "norm_epsilon")];
+
+/// Parts of the block that are not in chunks.
+const MOST_PARTS: usize = 6;
+
+/// Adds what comes before the parts of a chunk, told its number, its first row and its rows.
+pub(crate) trait Before<'t, const N: usize>:
+    FnMut(usize, (usize, usize), &mut Parts<'t, N>) -> Result<()>
+{
+}
+
+impl<'t, const N: usize, F> Before<'t, N> for F where
+    F: FnMut(usize, (usize, usize), &mut Parts<'t, N>) -> Result<()>
+{
+}
 
 /// Arguments of [`forward`].
 #[derive(Debug)]
@@ -145,39 +159,95 @@ impl<'a> Params<'a> {
     }
 
     /// Adds the block as single operations: `gate_up` receives gate and up, `activated`, which may be
-    /// the gate, what comes of them.
+    /// the gate, what comes of them. Where ranks add up whole rows all that is done in chunks of these.
     fn push_parts<const N: usize>(
         &self,
         parts: &mut Parts<'a, N>,
         layer: &Layer,
         x: RawTensor,
         [gate_up, activated]: [RawTensor; 2],
-    ) -> Result<()> {
-        layer.push_gate_up(parts, x, &gate_up)?;
-        layer.push_activation(parts, &gate_up, activated)?;
-        if let Some(norm) = &self.intermediate_norm {
-            // SAFETY: it lies in the workspace, and is for parts of this call, which run one after the other.
-            let activated =
-                unsafe { TensorMut::from_raw(activated.ptr, activated.dtype, activated.layout) };
-            let norm = rms_norm::Params {
-                x: InOut::InPlace(activated),
-                residual: None,
-                weight: Some(norm.weight),
-                weight_offset: 0.0,
-                epsilon: norm.epsilon,
-            };
-            parts.push(norm.problem(), OF_NORM)?;
-        }
+        before: &mut impl Before<'a, N>,
+    ) -> Result<Chunks> {
         let down = linear::Problem {
             x: activated,
             weights: layer.down,
             residual: self.output.residual(),
             out: self.output.out(),
         };
-        match &self.parallel {
-            None => parts.push(Ok(down), OF_DOWN),
-            Some(parallel) => parallel.push_product(OP, down, OF_DOWN, parts),
+        let all = [x, gate_up, activated];
+        let chunks = self.chunks(x.layout.num_rows());
+        let Some(parallel) = self.parallel.as_ref().filter(|_| !chunks.is_one()) else {
+            before(0, (0, x.layout.num_rows()), parts)?;
+            self.push_activated(parts, layer, all)?;
+            return self.push_down(parts, down, chunks);
+        };
+        let part = parallel.part(down);
+        let divides_down = part.of_rows(0, 0)?.is_some();
+        for (i, (start, len)) in chunks.iter().enumerate() {
+            before(i, (start, len), parts)?;
+            match rows_of(all, (start, len))? {
+                Some(rows) => self.push_activated(parts, layer, rows)?,
+                // All rows together, as the first chunk.
+                None if i == 0 => self.push_activated(parts, layer, all)?,
+                None => {}
+            }
+            if divides_down && let Some(rows) = part.of_rows(start, len)? {
+                parts.push(Ok(rows), OF_DOWN)?;
+                parallel.push_sum_of_rows(OP, &part.out, i, (start, len), parts)?;
+            }
         }
+        if !divides_down {
+            parts.push(Ok(part), OF_DOWN)?;
+            parallel.push_sums(OP, &part.out, chunks, parts)?;
+        }
+        Ok(chunks)
+    }
+
+    /// The chunks in which the whole block is computed, of so many rows.
+    fn chunks(&self, rows: usize) -> Chunks {
+        match &self.parallel {
+            Some(parallel) if !parallel.sequence => parallel.chunks(&self.output.out()),
+            _ => Chunks::one(rows),
+        }
+    }
+
+    /// Adds what leads to the projection back.
+    fn push_activated<const N: usize>(
+        &self,
+        parts: &mut Parts<'a, N>,
+        layer: &Layer,
+        [x, gate_up, activated]: [RawTensor; 3],
+    ) -> Result<()> {
+        layer.push_gate_up(parts, x, &gate_up)?;
+        layer.push_activation(parts, &gate_up, activated)?;
+        let Some(norm) = &self.intermediate_norm else {
+            return Ok(());
+        };
+        // SAFETY: it lies in the workspace, and is for parts of this call, which run one after the other.
+        let activated =
+            unsafe { TensorMut::from_raw(activated.ptr, activated.dtype, activated.layout) };
+        let norm = rms_norm::Params {
+            x: InOut::InPlace(activated),
+            residual: None,
+            weight: Some(norm.weight),
+            weight_offset: 0.0,
+            epsilon: norm.epsilon,
+        };
+        parts.push(norm.problem(), OF_NORM)
+    }
+
+    /// Adds the projection back of all rows.
+    fn push_down<const N: usize>(
+        &self,
+        parts: &mut Parts<'a, N>,
+        down: linear::Problem,
+        all: Chunks,
+    ) -> Result<Chunks> {
+        if let Some(parallel) = &self.parallel {
+            return parallel.push_product(OP, down, OF_DOWN, parts);
+        }
+        parts.push(Ok(down), OF_DOWN)?;
+        Ok(all)
     }
 
     /// Refuses what ranks cannot divide.
@@ -188,6 +258,80 @@ impl<'a> Params<'a> {
         }
         Arg::new(OP, "out", &self.output.out()).contiguous()?;
         Ok(())
+    }
+
+    /// The block's parts, with what comes before those of each chunk of rows. Sums of these chunks run beside
+    /// what follows, which waits for them.
+    pub(crate) fn parts(
+        &self,
+        mut before: impl Before<'a, MOST_PARTS>,
+    ) -> Result<(Parts<'a, MOST_PARTS>, Chunks)> {
+        let layer = self.layer(OP)?;
+        let mut x = self.x.raw();
+        let mut room = [0; MAX_RANK];
+        let shape = with_last(&x, layer.down.out_features(), &mut room);
+        self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
+        let mut parts = Parts::new(OP, &self.workspace);
+        let mut divides_rows = false;
+        if let Some(parallel) = &self.parallel {
+            self.check_divided(parallel)?;
+            parts = parts.exactly();
+            divides_rows = parallel.sequence;
+            if divides_rows {
+                x = parallel.push_gather(OP, ("x", OF_X), x, &mut parts)?;
+            }
+        }
+        let kept = self.gate_up_out.as_ref().map(TensorMut::raw);
+        let both = if let Some(kept) = kept {
+            layer.check_kept(OP, "gate_up_out", &x, &kept)?;
+            parts = parts.exactly();
+            [kept, layer.take(&mut parts, &x, layer.intermediate)?]
+        } else if self.intermediate_norm.is_some() || divides_rows {
+            // A residual of some rows is added where the block is single operations.
+            let gate_up = layer.take(&mut parts, &x, 2 * layer.intermediate)?;
+            let [gate, _] = layer.gate_and_up(&gate_up)?;
+            [gate_up, gate]
+        } else {
+            let chunks = self.push_fused(&mut parts, &layer, x, &mut before)?;
+            return Ok((parts, chunks));
+        };
+        let chunks = self.push_parts(&mut parts, &layer, x, both, &mut before)?;
+        Ok((parts, chunks))
+    }
+
+    /// Adds the block as problems of a backend's, one for each chunk.
+    fn push_fused<const N: usize>(
+        &self,
+        parts: &mut Parts<'a, N>,
+        layer: &Layer,
+        x: RawTensor,
+        before: &mut impl Before<'a, N>,
+    ) -> Result<Chunks> {
+        let [gate, up] = layer.halves()?;
+        let mut fused = Problem {
+            x,
+            gate,
+            up,
+            activation: self.activation,
+            down: layer.down,
+            residual: self.output.residual(),
+            out: self.output.out(),
+            intermediate: layer.intermediate,
+        };
+        let chunks = self.chunks(x.layout.num_rows());
+        for (i, rows) in chunks.iter().enumerate() {
+            before(i, rows, parts)?;
+        }
+        let Some(parallel) = &self.parallel else {
+            parts.push(Ok(fused), &[])?;
+            return Ok(chunks);
+        };
+        if parallel.comm.rank() > 0 {
+            fused.down.bias = None;
+            fused.residual = None;
+        }
+        parallel.push_in_chunks(OP, (fused, &[]), fused.out, chunks, parts)?;
+        Ok(chunks)
     }
 
     /// Checks `x` and the weights.
@@ -204,61 +348,15 @@ impl<'a> Params<'a> {
 impl<'a> Operation for Params<'a> {
     const NAME: &'static str = OP;
     /// One problem of a backend's; where gate and up are kept or the intermediate is normalised, up to
-    /// five. Where ranks divide the block it is projected back in up to three ranges of rows.
-    type Problem = Parts<'a, 6>;
+    /// five. Where ranks divide the block it is projected back in up to three ranges of rows; in chunks there
+    /// are more.
+    type Problem = Parts<'a, MOST_PARTS>;
 
     fn problem(&self) -> Result<Self::Problem> {
-        let layer = self.layer(OP)?;
-        let mut x = self.x.raw();
-        let mut room = [0; MAX_RANK];
-        let shape = with_last(&x, layer.down.out_features(), &mut room);
-        self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
-        let mut parts = Parts::new(OP, &self.workspace);
-        let mut divides_rows = false;
+        let (mut parts, chunks) = self.parts(|_, _, _| Ok(()))?;
         if let Some(parallel) = &self.parallel {
-            self.check_divided(parallel)?;
-            parts = parts.exactly();
-            divides_rows = parallel.sequence;
-            if divides_rows {
-                x = parallel.push_gather(OP, ("x", OF_X), x, &mut parts)?;
-            }
+            parallel.push_join(OP, chunks, &mut parts)?;
         }
-        if let Some(kept) = self.gate_up_out.as_ref().map(TensorMut::raw) {
-            layer.check_kept(OP, "gate_up_out", &x, &kept)?;
-            parts = parts.exactly();
-            let activated = layer.take(&mut parts, &x, layer.intermediate)?;
-            self.push_parts(&mut parts, &layer, x, [kept, activated])?;
-            return Ok(parts);
-        }
-        // A residual of some rows is added where the block is single operations.
-        if self.intermediate_norm.is_some() || divides_rows {
-            let gate_up = layer.take(&mut parts, &x, 2 * layer.intermediate)?;
-            let [gate, _] = layer.gate_and_up(&gate_up)?;
-            self.push_parts(&mut parts, &layer, x, [gate_up, gate])?;
-            return Ok(parts);
-        }
-        let [gate, up] = layer.halves()?;
-        let mut fused = Problem {
-            x,
-            gate,
-            up,
-            activation: self.activation,
-            down: layer.down,
-            residual: self.output.residual(),
-            out: self.output.out(),
-            intermediate: layer.intermediate,
-        };
-        let Some(parallel) = &self.parallel else {
-            parts.push(Ok(fused), &[])?;
-            return Ok(parts);
-        };
-        if parallel.comm.rank() > 0 {
-            fused.down.bias = None;
-            fused.residual = None;
-        }
-        let out = fused.out;
-        parts.push(Ok(fused), &[])?;
-        parallel.push_sum(OP, OF_OUT, out, &mut parts)?;
         Ok(parts)
     }
 

@@ -12,24 +12,33 @@
 //! Partial sums are rounded to the dtype of the output, added in f32 by a local group and as NCCL does
 //! by one of its, and rounded again. A bias or a residual is added once, to one rank's part.
 //!
+//! A sum takes time in which a device would have nothing to do. Where there are rows enough
+//! ([`Parallel::chunk_rows`]) a product is made in chunks of them, each of which ranks add up beside the
+//! next one's product; in a decoder layer also beside what is computed of the chunks that have been added
+//! up. On CUDA that takes a stream of the group's own, which has run what it was given when the caller's
+//! stream gets to the end of the call. Ranks have the same bits; those of a call without chunks they need not
+//! be, as cuBLASLt may have another algorithm for fewer rows.
+//!
 //! All ranks make the same calls, with tensors of the same shapes but for what is divided, and all or
 //! none of them with a gradient. What follows from shapes that ranks share is refused on every rank,
 //! before any of them has sent anything. All the workspace that a call asks for is needed.
 
+mod chunks;
+mod product;
 mod rows;
 mod vocabulary;
 
 use crate::comm::Comm;
-use crate::context::Collective;
+use crate::context::{Collective, Join};
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{Arg, with_last};
 use crate::ops::collective::{part_of, parts, row};
 use crate::ops::parts::{Names, Parts};
 use crate::problem::collective::{self, Kind, ReduceOp};
-use crate::problem::linear;
 use crate::tensor::RawTensor;
-pub(crate) use rows::{Rows, take};
+pub(crate) use chunks::{ByRows, Chunks, rows_of};
+pub(crate) use rows::{Rows, push_summed, take};
 pub use vocabulary::Vocabulary;
 
 /// How a weight is divided among ranks. The discriminants are those of the C ABI
@@ -67,6 +76,11 @@ pub struct Parallel<'a> {
     pub sequence: bool,
     /// With `sequence`: the rows of each rank, the same on all; `None` for as many of each.
     pub row_counts: Option<&'a [i64]>,
+    /// Rows of a chunk, at least; the same on all ranks. What ranks add up is then made in chunks of so many
+    /// rows of all ranks or more, eight at most, and one's sum runs beside the next one's product; gradients
+    /// of the input are added up beside the products that do not need them. As many as there are rows, or more:
+    /// everything is made and then added up. 0: what was found to be fast, which on the CPU is one chunk.
+    pub chunk_rows: usize,
 }
 
 impl<'a> Parallel<'a> {
@@ -77,14 +91,16 @@ impl<'a> Parallel<'a> {
             partition: Partition::Column,
             sequence: false,
             row_counts: None,
+            chunk_rows: 0,
         }
     }
 
-    /// Whether it is the same group and the same division of rows.
+    /// Whether it is the same group and the same division of rows, into chunks too.
     pub(crate) fn is(&self, other: &Parallel<'_>) -> bool {
         std::ptr::eq(self.comm, other.comm)
             && self.sequence == other.sequence
             && self.row_counts == other.row_counts
+            && self.chunk_rows == other.chunk_rows
     }
 
     /// Refuses counts that nothing is divided by.
@@ -290,58 +306,31 @@ impl<'a> Parallel<'a> {
         }))
     }
 
-    /// Adds a product that is this rank's part of a sum, and the sum. Its output and residual are the
-    /// caller's, a rank's rows of them where these are divided.
-    pub(crate) fn push_product<const N: usize>(
+    /// Adds that what is behind it waits for the sums of these chunks.
+    pub(crate) fn push_join<const N: usize>(
         &self,
         op: &'static str,
-        product: linear::Problem,
-        names: Names,
+        chunks: Chunks,
         to: &mut Parts<'a, N>,
     ) -> Result<()> {
-        let rank = self.comm.rank();
-        let mut part = product;
-        if rank > 0 {
-            part.weights.bias = None;
+        match chunks.is_one() {
+            true => Ok(()),
+            false => self.push_join_of(op, chunks.last(), to),
         }
-        if !self.sequence {
-            part.residual = part.residual.filter(|_| rank == 0);
-            to.push(Ok(part), names)?;
-            return self.push_sum(op, OF_OUT, product.out, to);
-        }
-        let mut room = [0; MAX_RANK];
-        let columns = product.weights.out_features();
-        let layout = Layout::contiguous(with_last(&product.x, columns, &mut room))?;
-        let whole = take(&product.out, layout, to)?;
-        let divided = parts(
+    }
+
+    /// The same for the sum of this number and those before it.
+    pub(crate) fn push_join_of<const N: usize>(
+        &self,
+        op: &'static str,
+        number: usize,
+        to: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        to.push_join(Join {
             op,
-            self.comm,
-            ("x", &product.x),
-            ("row_counts", self.row_counts),
-        )?;
-        let (start, len) = (divided.before(rank), divided.of(rank));
-        let ranges = match product.residual {
-            None => [(0, layout.dim(0)), (0, 0), (0, 0)],
-            // Every rank has the residual of its own rows, and adds it to them.
-            Some(_) => [
-                (0, start),
-                (start, len),
-                (start + len, layout.dim(0) - start - len),
-            ],
-        };
-        for (i, (start, len)) in ranges.into_iter().enumerate() {
-            if len == 0 {
-                continue;
-            }
-            let rows = linear::Problem {
-                x: product.x.narrowed(0, start, len)?,
-                residual: part.residual.filter(|_| i == 1),
-                out: whole.narrowed(0, start, len)?,
-                ..part
-            };
-            to.push(Ok(rows), names)?;
-        }
-        self.push_scatter(op, ("x", OF_OUT), [whole, product.out], to)
+            transport: self.comm.transport(),
+            number,
+        })
     }
 
     fn collective(&self, problem: collective::Problem<'a>) -> Collective<'a> {

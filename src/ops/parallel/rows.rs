@@ -4,7 +4,8 @@ use super::{OF_DOUT, OF_DX, OF_X, Parallel};
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::ops::check::Arg;
-use crate::ops::parts::Parts;
+use crate::ops::parts::{Names, Parts};
+use crate::problem::linear::Backward;
 use crate::tensor::{RawTensor, TensorMut, TensorRef};
 
 /// What a block's backward pass computes with: the caller's tensors or, sequence parallel, what was
@@ -53,19 +54,29 @@ impl Rows {
         Ok(rows)
     }
 
-    /// Adds up the gradient of `x`, if it is wanted.
+    /// Whether the gradient of `x` is added up beside products that do not need it.
+    pub fn sums_beside(&self, parallel: &Parallel<'_>) -> bool {
+        self.own_dx.is_some_and(|dx| parallel.sums_beside(&dx))
+    }
+
+    /// Adds up the gradient of `x`, if it is wanted; beside what follows, which waits with
+    /// [`Parallel::push_join_of`] the first, if that is asked for.
     pub fn push_dx<'a, const N: usize>(
         &self,
         op: &'static str,
-        parallel: &Parallel<'a>,
+        (parallel, beside): (&Parallel<'a>, bool),
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
-        match (self.dx, self.own_dx) {
+        let sum = match (self.dx, self.own_dx) {
             (Some(whole), Some(own)) if parallel.sequence => {
-                parallel.push_scatter(op, ("dx", OF_DX), [whole, own], parts)
+                parallel.scatter(op, "dx", [whole, own])?
             }
-            (Some(dx), _) => parallel.push_sum(op, OF_DX, dx, parts),
-            _ => Ok(()),
+            (Some(dx), _) => parallel.sum(op, dx),
+            _ => return Ok(()),
+        };
+        match beside {
+            true => parts.push_beside(0, sum, OF_DX),
+            false => parts.push_collective(sum, OF_DX),
         }
     }
 
@@ -83,6 +94,48 @@ impl Rows {
                     .map(|dx| TensorMut::from_raw(dx.ptr, dx.dtype, dx.layout)),
             )
         }
+    }
+}
+
+/// Adds products that give the gradient of `x` together, and those of weights, and the sum of the first, if ranks
+/// divide the layer: beside the products of the second, where there are rows enough.
+pub(crate) fn push_summed<'a, const N: usize>(
+    op: &'static str,
+    products: &[(Backward, Names)],
+    sum: Option<(&Rows, &Parallel<'a>)>,
+    parts: &mut Parts<'a, N>,
+) -> Result<()> {
+    let of_weights = |p: &Backward| p.dweight.is_some() || p.dbias.is_some();
+    let has_both =
+        products.iter().any(|(p, _)| of_weights(p)) && products.iter().any(|(p, _)| p.dx.is_some());
+    if let Some((rows, parallel)) = sum
+        && has_both
+        && rows.sums_beside(parallel)
+    {
+        for (product, names) in products {
+            let of_input = Backward {
+                dweight: None,
+                dbias: None,
+                ..*product
+            };
+            parts.push(Ok(of_input), names)?;
+        }
+        rows.push_dx(op, (parallel, true), parts)?;
+        for (product, names) in products.iter().filter(|(p, _)| of_weights(p)) {
+            let of_weight = Backward {
+                dx: None,
+                ..*product
+            };
+            parts.push(Ok(of_weight), names)?;
+        }
+        return parallel.push_join_of(op, 0, parts);
+    }
+    for (product, names) in products {
+        parts.push(Ok(*product), names)?;
+    }
+    match sum {
+        Some((rows, parallel)) => rows.push_dx(op, (parallel, false), parts),
+        None => Ok(()),
     }
 }
 

@@ -1,6 +1,6 @@
 //! What may be a part: the problems of the library's operations, and what ranks do together.
 
-use crate::context::{Collective, Context, Planned};
+use crate::context::{Beside, Collective, Context, Join, Planned};
 use crate::error::Result;
 use crate::problem::{
     Plan, accumulate, attention, attention_merge, cast, cross_entropy, embedding, kv_cache, linear,
@@ -16,12 +16,16 @@ macro_rules! problems {
         pub(super) enum AnyProblem<'t> {
             $($kind($problem),)*
             Collective(Collective<'t>),
+            Beside(Beside<'t>),
+            Join(Join<'t>),
         }
 
         #[allow(clippy::large_enum_variant)] // as above
         pub(super) enum AnyPlan<'t, 'a> {
             $($kind(<$problem as Planned>::Plan<'a>),)*
             Collective(<Collective<'t> as Planned>::Plan<'a>),
+            Beside(<Beside<'t> as Planned>::Plan<'a>),
+            Join(<Join<'t> as Planned>::Plan<'a>),
         }
 
         /// A problem that may be a part.
@@ -43,6 +47,8 @@ macro_rules! problems {
                 Ok(match self {
                     $(AnyProblem::$kind(problem) => AnyPlan::$kind(problem.plan(ctx)?),)*
                     AnyProblem::Collective(problem) => AnyPlan::Collective(problem.plan(ctx)?),
+                    AnyProblem::Beside(problem) => AnyPlan::Beside(problem.plan(ctx)?),
+                    AnyProblem::Join(join) => AnyPlan::Join(join.plan(ctx)?),
                 })
             }
         }
@@ -52,6 +58,8 @@ macro_rules! problems {
                 match self {
                     $(AnyPlan::$kind(plan) => plan,)*
                     AnyPlan::Collective(plan) => plan,
+                    AnyPlan::Beside(plan) => plan,
+                    AnyPlan::Join(plan) => plan,
                 }
             }
         }

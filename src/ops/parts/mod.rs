@@ -2,7 +2,8 @@
 //! workspace.
 //!
 //! What passes between parts lies at the beginning of the workspace. Behind it is room that the
-//! parts share, as one has run before the next begins.
+//! parts share, as one has run before the next begins. What ranks do together may run beside the parts
+//! behind it; it uses none of that room.
 
 mod any;
 mod one_or;
@@ -11,7 +12,7 @@ mod plan;
 use arrayvec::ArrayVec;
 
 use crate::alloc::push;
-use crate::context::Collective;
+use crate::context::{Beside, Collective, Join};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
@@ -87,8 +88,13 @@ impl<'t, const N: usize> Parts<'t, N> {
     /// Has as many parts as there are, those behind the first `N` in memory of the host's: where ranks give
     /// each other something in turn, their number says how many.
     pub fn of_any_number(mut self) -> Self {
-        self.more = Some(Vec::new());
+        self.let_be_any_number();
         self
+    }
+
+    /// As [`Parts::of_any_number`].
+    pub fn let_be_any_number(&mut self) {
+        self.more.get_or_insert_default();
     }
 
     /// Stands for every batch of a cache that has as many tokens: it is asked about and not run.
@@ -159,6 +165,9 @@ impl<'t, const N: usize> Parts<'t, N> {
         }
         let mut whole = whole;
         self.most_taken = self.most_taken.max(self.taken + whole.most_taken);
+        if whole.more.is_some() {
+            self.let_be_any_number();
+        }
         if let Some(first) = whole.first {
             self.add_collective(first)?;
         }
@@ -213,6 +222,20 @@ impl<'t, const N: usize> Parts<'t, N> {
     /// Adds what ranks do together, which was validated.
     pub fn push_collective(&mut self, is: Collective<'t>, names: Names) -> Result<()> {
         self.add_collective(Part { is, names })
+    }
+
+    /// Adds what ranks do together beside the parts behind it, up to a join of this number. There are as many
+    /// parts as there are chunks of such work.
+    pub fn push_beside(&mut self, number: usize, is: Collective<'t>, names: Names) -> Result<()> {
+        self.let_be_any_number();
+        let is = AnyProblem::Beside(Beside { is, number });
+        self.add(Part { is, names })
+    }
+
+    /// Adds that what is behind it waits for the work of this number that runs beside.
+    pub fn push_join(&mut self, is: Join<'t>) -> Result<()> {
+        let is = AnyProblem::Join(is);
+        self.add(Part { is, names: &[] })
     }
 
     /// Adds a part, or tells why there is none. Errors call arguments what the whole does.

@@ -77,4 +77,8 @@ impl<P: Plan, const N: usize> Plan for OneOrPlan<'_, '_, P, N> {
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         self.as_plan().launch(scratch, stream)
     }
+
+    fn settle(&self, stream: Stream) {
+        self.as_plan().settle(stream);
+    }
 }

@@ -123,8 +123,14 @@ impl<const N: usize> Plan for PartsPlan<'_, '_, N> {
         for (plan, names) in self.each().filter(|_| self.exact) {
             named(self.op, plan.probe(), names)?;
         }
-        for (plan, names) in self.each() {
+        for (i, (plan, names)) in self.each().enumerate() {
             let launched = self.launch_one(plan, shared, stream);
+            if launched.is_err() {
+                // The caller's stream goes on, behind all that uses the caller's tensors.
+                self.each()
+                    .take(i)
+                    .for_each(|(plan, _)| plan.settle(stream));
+            }
             named(self.op, launched, names)?;
         }
         Ok(())

@@ -53,7 +53,8 @@ pub fn on_two_ranks(run: impl Fn(&Handle, &Context, unsloth_parallel, usize) + S
                     row_counts: std::ptr::null(),
                     partition: 0,
                     sequence: 0,
-                    reserved: [0; 4],
+                    chunk_rows: 0,
+                    reserved: [0; 2],
                 };
                 run(&ctx, &context(1), parallel, rank as usize);
                 // SAFETY: nothing uses what goes with it.
@@ -109,9 +110,14 @@ macro_rules! of_groups {
                 concat!($op, ": sequence is 2, allowed: 0, 1"),
             ),
             (
-                |p: &mut $p| p.parallel.reserved[3] = 1,
+                |p: &mut $p| p.parallel.reserved[1] = 1,
                 INVALID,
                 concat!($op, ": parallel.reserved is 1, allowed: 0"),
+            ),
+            (
+                |p: &mut $p| p.parallel.chunk_rows = -1,
+                INVALID,
+                concat!($op, ": chunk_rows is -1, "),
             ),
             (
                 |p: &mut $p| {

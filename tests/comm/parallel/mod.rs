@@ -29,6 +29,8 @@ pub enum Rows {
     Whole(usize),
     Even(usize, usize),
     Counts(Vec<i64>),
+    /// As these, in chunks of so many rows of all ranks, at least.
+    InChunks(Box<Rows>, usize),
 }
 
 impl Rows {
@@ -43,6 +45,10 @@ impl Rows {
             Rows::Even(0, size),
             Rows::Counts(uneven.clone()),
             Rows::Counts(of_last.clone()),
+            Rows::InChunks(Box::new(Rows::Whole(7)), 3),
+            Rows::InChunks(Box::new(Rows::Even(5, size)), 2 * size),
+            // By counts there is one chunk.
+            Rows::InChunks(Box::new(Rows::Counts(uneven.clone())), 1),
         ]
     }
 
@@ -52,6 +58,7 @@ impl Rows {
             Rows::Whole(rows) => *rows,
             Rows::Even(rows, size) => rows * size,
             Rows::Counts(counts) => counts.iter().sum::<i64>() as usize,
+            Rows::InChunks(rows, _) => rows.total(),
         }
     }
 
@@ -64,14 +71,25 @@ impl Rows {
                 let start = counts[..rank].iter().sum::<i64>() as usize;
                 start..start + counts[rank] as usize
             }
+            Rows::InChunks(rows, _) => rows.of(rank),
         }
     }
 
     pub fn is_divided(&self) -> bool {
-        !matches!(self, Rows::Whole(_))
+        match self {
+            Rows::Whole(_) => false,
+            Rows::InChunks(rows, _) => rows.is_divided(),
+            _ => true,
+        }
     }
 
     pub fn parallel<'a>(&'a self, comm: &'a Comm) -> Parallel<'a> {
+        if let Rows::InChunks(rows, chunk_rows) = self {
+            return Parallel {
+                chunk_rows: *chunk_rows,
+                ..rows.parallel(comm)
+            };
+        }
         Parallel {
             sequence: self.is_divided(),
             row_counts: match self {

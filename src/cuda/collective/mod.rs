@@ -1,23 +1,28 @@
-//! Collectives of GPUs: NCCL's, on the caller's stream.
+//! Collectives of GPUs: NCCL's, on the caller's stream or beside it.
 //!
 //! What NCCL has no function for is a group of those that it has: rows by counts are gathered by
 //! broadcasts and scattered by reductions to one rank, each of a part, and rows are exchanged by sends
 //! and receipts. A group is one launch.
 
+mod queue;
+mod side;
+
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::device::Primary;
 use super::nccl::{self, Nccl, Version};
+use super::tuning::rules::sums;
 use super::warm_up::Taken;
 use super::{Cuda, Run};
 use crate::backend::{Device, NcclLibrary, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::problem::collective::{Call, Kind, Parts, Problem, ReduceOp};
-use crate::tensor::RawTensor;
+use crate::problem::collective::{Beside, Call, Join, Kind, Parts, Problem, ReduceOp};
+use queue::{Queue, moved_as};
+use side::Side;
 
 /// A rank of a group of NCCL's.
 #[derive(Debug)]
@@ -32,6 +37,8 @@ pub(crate) struct Comm {
     primary: Primary,
     /// NCCL takes the calls on a communicator from one thread at a time.
     turn: Mutex<()>,
+    /// Used in turn, too.
+    side: Side,
 }
 
 // SAFETY: handles of NCCL's and of the driver's, which any thread may use, in turn where it matters.
@@ -55,6 +62,7 @@ impl Cuda {
     ) -> Result<Comm> {
         let nccl = Nccl::find(op, library, true)?;
         let primary = self.retained(op)?;
+        let side = Side::new(op, self)?;
         let mut comm = ptr::null_mut();
         let entered = primary.enter(op)?;
         // SAFETY: valid for a write; both fit an int, and NCCL looks at the id.
@@ -72,6 +80,7 @@ impl Cuda {
             size,
             primary,
             turn: Mutex::new(()),
+            side,
         })
     }
 
@@ -111,6 +120,7 @@ impl Cuda {
             size: size.unsigned_abs() as usize,
             primary,
             turn: Mutex::new(()),
+            side: Side::new(op, self)?,
         })
     }
 
@@ -132,6 +142,14 @@ impl Comm {
     /// As `ncclGetVersion` gives it.
     pub fn version_code(&self) -> i32 {
         self.nccl.version_code
+    }
+
+    /// Rows of a chunk of so many with so many bytes each, at least.
+    pub fn chunk_rows(&self, rows: usize, row_bytes: usize) -> usize {
+        match self.size {
+            1 => rows,
+            _ => sums::chunk_rows(rows, row_bytes),
+        }
     }
 
     /// The communicator, unless it was aborted.
@@ -205,10 +223,26 @@ impl Comm {
         if p.is_empty() {
             return Ok(());
         }
+        let _turn = self.turn();
+        self.queue(p, stream)
+    }
+
+    /// Queues a problem that has elements on a stream of the communicator's own, behind what the caller's has.
+    fn launch_beside(&self, p: &Problem<'_>, number: usize, stream: Stream) -> Result<()> {
+        let _turn = self.turn();
+        self.side
+            .beside(p.op, number, stream, |side| self.queue(p, side))
+    }
+
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues a problem, in turn.
+    fn queue(&self, p: &Problem<'_>, stream: Stream) -> Result<()> {
         let _entered = self.primary.enter(p.op)?;
         // NCCL connects ranks when they first need it, which a capture elsewhere may be in the way of.
         let _relaxed = self.primary.driver.relax_capture(p.op)?;
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let queue = Queue {
             comm: self,
             handle: self.live(p.op)?,
@@ -282,213 +316,29 @@ impl Run for Call<'_, Comm> {
     }
 }
 
-/// NCCL's name of a dtype that numbers are reduced in.
-fn reduced_as(op: &'static str, dtype: DType) -> Result<c_int> {
-    Ok(match dtype {
-        DType::F32 => nccl::FLOAT32,
-        DType::F16 => nccl::FLOAT16,
-        DType::Bf16 => nccl::BFLOAT16,
-        DType::I32 => nccl::INT32,
-        DType::I64 => nccl::INT64,
-        DType::I8 => nccl::INT8,
-        other => {
-            let message = text!("NCCL was asked for a reduction of {other}");
-            return Err(Error::Internal { op, message });
-        }
-    })
-}
+impl Run for Beside<'_, Comm> {
+    fn check(&self) -> Result<()> {
+        self.call.check()
+    }
 
-/// That of elements which are moved as they are: any of their size, which every version has.
-fn moved_as(dtype: DType) -> c_int {
-    match dtype.size() {
-        1 => nccl::INT8,
-        2 => nccl::FLOAT16,
-        4 => nccl::INT32,
-        _ => nccl::INT64,
+    fn run(&self, _: &Cuda, stream: Stream) -> Result<()> {
+        let Call { transport, problem } = &self.call;
+        transport.launch_beside(problem, self.number, stream)
+    }
+
+    fn settle(&self, stream: Stream) {
+        let Call { transport, problem } = &self.call;
+        // The call fails with what went wrong first.
+        let _ = transport.side.join(problem.op, self.number, stream);
     }
 }
 
-fn reduction(op: ReduceOp) -> c_int {
-    match op {
-        ReduceOp::Sum => nccl::SUM,
-        ReduceOp::Avg => nccl::AVG,
-        ReduceOp::Max => nccl::MAX,
-        ReduceOp::Min => nccl::MIN,
-        ReduceOp::Prod => nccl::PROD,
-    }
-}
-
-/// What a problem's calls of NCCL have in common.
-#[derive(Clone, Copy)]
-struct Queue<'a> {
-    comm: &'a Comm,
-    handle: *mut c_void,
-    stream: *mut c_void,
-    op: &'static str,
-    /// Of moves.
-    dtype: c_int,
-    /// Bytes of an element.
-    size: usize,
-}
-
-impl Queue<'_> {
-    fn check(&self, call: &'static str, status: nccl::Status) -> Result<()> {
-        self.comm.nccl.check(self.op, call, self.handle, status)
-    }
-
-    /// The same, for moves of another dtype.
-    fn of(&self, dtype: DType) -> Self {
-        Queue {
-            dtype: moved_as(dtype),
-            size: dtype.size(),
-            ..*self
-        }
-    }
-
-    /// The address of an element; of a tensor that is not there, NULL.
-    fn at(&self, tensor: Option<RawTensor>, element: usize) -> *mut c_void {
-        tensor.map_or(ptr::null_mut(), |t| {
-            t.ptr.wrapping_add(element * self.size).cast()
-        })
-    }
-
-    /// Calls that are one launch. The group ends whatever comes of them.
-    fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
-        let f = &self.comm.nccl.functions;
-        // SAFETY: a group of this thread's, which ends below.
-        self.check("ncclGroupStart", unsafe { (f.group_start)() })?;
-        let called = calls();
-        // SAFETY: as above.
-        let ended = self.check("ncclGroupEnd", unsafe { (f.group_end)() });
-        called.and(ended)
-    }
-
-    fn run(&self, p: &Problem<'_>) -> Result<()> {
-        let (x, out) = (self.at(p.x, 0), self.at(p.out, 0));
-        let f = &self.comm.nccl.functions;
-        let (comm, stream, dtype) = (self.handle, self.stream, self.dtype);
-        // SAFETY: the tensors are valid on the communicator's device until the work has run, and have the
-        // elements that counts say: the problem was checked. The stream is of that device.
-        unsafe {
-            match (p.kind, p.sent) {
-                (Kind::AllReduce(op), _) => {
-                    let dtype = reduced_as(p.op, p.dtype)?;
-                    let status = (f.all_reduce)(x, out, p.row, dtype, reduction(op), comm, stream);
-                    self.check("ncclAllReduce", status)
-                }
-                (Kind::AllGather, Parts::Even(rows)) => {
-                    let status = (f.all_gather)(x, out, rows * p.row, dtype, comm, stream);
-                    self.check("ncclAllGather", status)
-                }
-                (Kind::ReduceScatter(op), Parts::Even(rows)) => {
-                    let (dtype, op) = (reduced_as(p.op, p.dtype)?, reduction(op));
-                    let status = (f.reduce_scatter)(x, out, rows * p.row, dtype, op, comm, stream);
-                    self.check("ncclReduceScatter", status)
-                }
-                (Kind::AllGather, Parts::Each(_)) => self.group(|| {
-                    self.for_each_part(|root| {
-                        let (start, len) = p.received_from(root);
-                        let to = self.at(p.out, start);
-                        let from = if root == self.comm.rank { x } else { to };
-                        self.broadcast(from, to, len, root)
-                    })
-                }),
-                (Kind::ReduceScatter(op), Parts::Each(_)) => {
-                    let (dtype, op) = (reduced_as(p.op, p.dtype)?, reduction(op));
-                    self.group(|| {
-                        self.for_each_part(|root| {
-                            let (start, len) = p.sent_to(root);
-                            let from = self.at(p.x, start);
-                            // Only the root's is written.
-                            let to = if root == self.comm.rank { out } else { from };
-                            if len == 0 {
-                                return Ok(());
-                            }
-                            let root = root as c_int;
-                            let status = (f.reduce)(from, to, len, dtype, op, root, comm, stream);
-                            self.check("ncclReduce", status)
-                        })
-                    })
-                }
-                (Kind::Broadcast(root), _) => {
-                    let from = if p.x.is_some() { x } else { out };
-                    self.broadcast(from, out, p.row, root)
-                }
-                (Kind::AllToAll, _) => self.group(|| {
-                    self.for_each_part(|peer| {
-                        let (start, len) = p.sent_to(peer);
-                        self.send(self.at(p.x, start), len, peer)?;
-                        let (start, len) = p.received_from(peer);
-                        self.receive(self.at(p.out, start), len, peer)
-                    })
-                }),
-                // The two may differ in dtype: they are of two transfers.
-                (Kind::SendReceive { to, from }, _) => self.group(|| {
-                    if let Some(x) = p.x {
-                        let len = x.layout.num_elements();
-                        self.of(x.dtype).send(x.ptr.cast(), len, to)?;
-                    }
-                    if let Some(out) = p.out {
-                        let len = out.layout.num_elements();
-                        self.of(out.dtype).receive(out.ptr.cast(), len, from)?;
-                    }
-                    Ok(())
-                }),
-            }
-        }
-    }
-
-    fn for_each_part(&self, call: impl Fn(usize) -> Result<()>) -> Result<()> {
-        (0..self.comm.size).try_for_each(call)
-    }
-
-    /// # Safety
-    /// The addresses have as many elements until the work has run.
-    unsafe fn broadcast(
-        &self,
-        from: *const c_void,
-        to: *mut c_void,
-        len: usize,
-        root: usize,
-    ) -> Result<()> {
-        if len == 0 {
-            return Ok(());
-        }
-        let f = &self.comm.nccl.functions;
-        let root = root as c_int;
-        // SAFETY: the caller's promise.
-        let status =
-            unsafe { (f.broadcast)(from, to, len, self.dtype, root, self.handle, self.stream) };
-        self.check("ncclBroadcast", status)
-    }
-
-    /// # Safety
-    /// As [`Queue::broadcast`].
-    unsafe fn send(&self, from: *const c_void, len: usize, to: usize) -> Result<()> {
-        let f = &self.comm.nccl.functions;
-        if let Some(send) = f.send
-            && len > 0
-        {
-            // SAFETY: the caller's promise.
-            let status =
-                unsafe { send(from, len, self.dtype, to as c_int, self.handle, self.stream) };
-            self.check("ncclSend", status)?;
-        }
+impl Run for Join<'_, Comm> {
+    fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// # Safety
-    /// As [`Queue::broadcast`].
-    unsafe fn receive(&self, to: *mut c_void, len: usize, from: usize) -> Result<()> {
-        let f = &self.comm.nccl.functions;
-        if let Some(recv) = f.recv
-            && len > 0
-        {
-            // SAFETY: the caller's promise.
-            let status =
-                unsafe { recv(to, len, self.dtype, from as c_int, self.handle, self.stream) };
-            self.check("ncclRecv", status)?;
-        }
-        Ok(())
+    fn run(&self, _: &Cuda, stream: Stream) -> Result<()> {
+        self.transport.side.join(self.op, self.number, stream)
     }
 }
