@@ -41,6 +41,67 @@ driver_calls driver;
     return 0;                    \
   }
 
+void driver_step(char what, const void *stream, const void *event) {
+  driver.steps[driver.num_steps++ % DRIVER_STEPS] = (driver_stage){what, stream, event};
+}
+
+static int launched(const char *name, const void *stream) {
+  driver.launches++;
+  driver.last = name;
+  if (driver.launches == driver.failing_launch) return 719;
+  driver_step('L', stream, NULL);
+  return 0;
+}
+
+int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                   void *stream, void **parameters, void **extra);
+int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                   void *stream, void **parameters, void **extra) {
+  (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y;
+  (void)block_z, (void)shared_bytes, (void)parameters, (void)extra;
+  return launched("cuLaunchKernel", stream);
+}
+
+// The beginning of a CUlaunchConfig.
+typedef struct {
+  unsigned grid[3], block[3], shared_bytes;
+  void *stream;
+} launch_config;
+
+int cuLaunchKernelEx(const launch_config *config);
+int cuLaunchKernelEx(const launch_config *config) {
+  return launched("cuLaunchKernelEx", config->stream);
+}
+
+// Gives events that are told apart.
+int cuEventCreate(void **event);
+int cuEventCreate(void **event) {
+  static char made[256];
+  static size_t count;
+  driver.others++;
+  driver.last = "cuEventCreate";
+  *event = &made[count++ % sizeof made];
+  return 0;
+}
+
+int cuEventRecord(void *event, void *stream);
+int cuEventRecord(void *event, void *stream) {
+  driver.others++;
+  driver.last = "cuEventRecord";
+  driver_step('R', stream, event);
+  return 0;
+}
+
+int cuStreamWaitEvent(void *stream, void *event);
+int cuStreamWaitEvent(void *stream, void *event) {
+  driver.others++;
+  driver.last = "cuStreamWaitEvent";
+  driver_step('W', stream, event);
+  return 0;
+}
+
 // Of a thread, and of no moment to it.
 FREE(cuCtxPushCurrent_v2)
 FREE(cuCtxPopCurrent_v2)
@@ -52,8 +113,6 @@ int cuCtxGetCurrent(void **context) {
   return 0;
 }
 
-COUNTED(cuLaunchKernel, launches)
-COUNTED(cuLaunchKernelEx, launches)
 COUNTED(cuTensorMapEncodeTiled, tensor_maps)
 COUNTED(cuMemcpyHtoDAsync_v2, copies)
 COUNTED(cuMemcpyDtoHAsync_v2, copies)
@@ -66,7 +125,6 @@ MAKER(cuModuleGetFunction)
 MAKER(cuStreamCreate)
 MAKER(cuStreamCreateWithPriority)
 MAKER(cuMemPoolCreate)
-MAKER(cuEventCreate)
 
 ASKED(cuDriverGetVersion, int, 13000)
 ASKED(cuDeviceGetCount, int, 1)
@@ -189,9 +247,7 @@ COUNTED(cuPointerGetAttributes, others)
 COUNTED(cuStreamDestroy_v2, others)
 COUNTED(cuStreamSynchronize, others)
 COUNTED(cuEventDestroy_v2, others)
-COUNTED(cuEventRecord, others)
 COUNTED(cuEventSynchronize, others)
 COUNTED(cuEventQuery, others)
-COUNTED(cuStreamWaitEvent, others)
 COUNTED(cuInit, others)
 COUNTED(cuFuncLoad, others)

@@ -32,6 +32,7 @@ static int moved(const char *name, const void *x, void *out, size_t count, int d
   if (!known(comm)) return INVALID_ARGUMENT;
   *call = (nccl_call){name, x, out, count, dtype, op, peer, stream, nccl.depth};
   nccl.num_calls++;
+  if (nccl.told != NULL) nccl.told('N', stream, NULL);
   return 0;
 }
 

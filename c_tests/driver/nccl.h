@@ -23,6 +23,8 @@ typedef struct {
   int status;              // ncclResult_t
   int async_status;        // what ncclCommGetAsyncError tells
   int size, rank, device;  // of a communicator that was made elsewhere
+  // Told of each call that moves data, if it is not NULL.
+  void (*told)(char what, const void *stream, const void *event);
   // What was asked.
   nccl_call calls[NCCL_CALLS];  // that move data
   int num_calls;
