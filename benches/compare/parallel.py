@@ -23,10 +23,11 @@ def parts():
     from parallel_checks import checks
     from parallel_context import attention
     from parallel_measure import decode, prefill, prefill_compiled
+    from parallel_overlap import overlap
     from parallel_train import head, steps
 
     all = [("checks", checks), ("prefill", prefill), ("decode", decode), ("context", attention), ("head", head), ("steps", steps)]
-    all.append(("compiled", prefill_compiled))
+    all += [("compiled", prefill_compiled), ("overlap", overlap)]
     wanted = os.environ.get("PARALLEL")
     return [part for part in all if wanted is None or part[0] in wanted.split()]
 

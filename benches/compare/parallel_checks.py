@@ -18,6 +18,8 @@ from parallel_layer import (
 REPLAYS, REPLAYS_ON_CPU = 1000, 2
 GPU = dict(hidden=1024, intermediate=2816, heads=8, kv_heads=4, head_dim=128)
 CPU = dict(hidden=64, intermediate=96, heads=8, kv_heads=4, head_dim=16)
+# Whether rows are divided among ranks, and over what they are those of a chunk whose sum runs beside the next one's product.
+FORMS = ((0, 0), (1, 0), (0, 3), (1, 3))
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 # What one rank may be off by, of the greatest number: more, and the reference is of something else.
 SANE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
@@ -89,6 +91,16 @@ def checks(r):
         print(f"checks: {found} found wrong", flush=True)
 
 
+def parallel(r, form, rows, **fields):
+    sequence, chunks = form
+    return r.parallel(sequence=sequence, chunk_rows=rows // chunks if chunks else 0, **fields)
+
+
+def name_of(form):
+    sequence, chunks = form
+    return f"{'sequence' if sequence else 'tensor'} parallel" + (f", {chunks} chunks" if chunks else "")
+
+
 def op(r, name, **fields):
     """The call's function, once it has run."""
     call = r.ctx.op(name, **fields)
@@ -107,11 +119,11 @@ def linears(r, c, dtype):
     exact, exact_dx, exact_dw = x.double() @ w.double().T, dout.double() @ w.double(), dout.double().T @ x.double()
     rows = lambda t: t.chunk(r.size)[r.rank].contiguous()  # noqa: E731
     columns = lambda t: t.chunk(r.size, 1)[r.rank].contiguous()  # noqa: E731
-    for sequence in (0, 1):
+    for form in FORMS:
+        sequence, name = form[0], name_of(form)
         whole = rows if sequence else (lambda t: t)
-        name = "sequence parallel" if sequence else "tensor parallel"
         # By rows: the output is divided by columns.
-        to = r.parallel(partition=k["PARTITION_COLUMN"], sequence=sequence)
+        to = parallel(r, form, tokens, partition=k["PARTITION_COLUMN"])
         out, got_dx, got_dw = torch.empty_like(columns(one)), torch.empty_like(whole(dx)), torch.empty_like(rows(dw))
         fields = dict(x=whole(x), weight=rows(w), parallel=to)
         calls = [
@@ -124,7 +136,7 @@ def linears(r, c, dtype):
             Output("dweight", got_dw, rows(dw), rows(exact_dw), gradient=True),
         ])
         # By columns: the output is a sum.
-        to = r.parallel(partition=k["PARTITION_ROW"], sequence=sequence)
+        to = parallel(r, form, tokens, partition=k["PARTITION_ROW"])
         out, got_dx, got_dw = torch.empty_like(whole(one)), torch.empty_like(columns(dx)), torch.empty_like(columns(dw))
         fields = dict(x=columns(x), weight=columns(w), parallel=to)
         calls = [
@@ -154,12 +166,12 @@ def mlp_and_attention(r, c, dtype):
         given = lambda shape, w, parallel=None, f=fields, n=name: (  # noqa: E731
             f(r.ctx, w, parallel) if n == "mlp" else f(r.ctx, shape, w, parallel))
         op(r, name, x=x, out=one, **given(c, weights))
-        for sequence in (0, 1):
-            whole = (lambda t: t.chunk(r.size)[r.rank].contiguous()) if sequence else (lambda t: t)
+        for form in FORMS:
+            whole = (lambda t: t.chunk(r.size)[r.rank].contiguous()) if form[0] else (lambda t: t)
             out = torch.empty_like(whole(x))
-            call = r.ctx.op(name, x=whole(x), out=out, **given(own, parts, r.parallel(sequence=sequence)))
-            output = Output("out", out, whole(one.clone()), whole(exact[name]), same=not sequence)
-            check(r, f"{name}, {'sequence' if sequence else 'tensor'} parallel", dtype, [call], [output])
+            call = r.ctx.op(name, x=whole(x), out=out, **given(own, parts, parallel(r, form, r.size * 96)))
+            output = Output("out", out, whole(one.clone()), whole(exact[name]), same=not form[0])
+            check(r, f"{name}, {name_of(form)}", dtype, [call], [output])
 
 
 def unnormed(c, weights, x):
@@ -187,10 +199,11 @@ def layers(r, c, dtype):
     own, parts = part_of_shape(c, r.size), part_of(c, weights, r.rank, r.size)
     of_one = part_of(c, one.gradients, r.rank, r.size)
     of_exact = part_of(c, {name: w.grad for name, w in exact.items()}, r.rank, r.size)
-    for sequence in (0, 1):
+    for form in FORMS:
+        sequence = form[0]
         for policy in ("NONE", "FULL"):
             whole = (lambda t: t.chunk(r.size)[r.rank].contiguous()) if sequence else (lambda t: t)
-            two = Layer(r.ctx, own, parts, whole(x), whole(dout), r.parallel(sequence=sequence), policy)
+            two = Layer(r.ctx, own, parts, whole(x), whole(dout), parallel(r, form, r.size * 96), policy)
             calls = list(two.calls)
             if sequence:  # of a rank's rows, until they are added up
                 calls += [r.ctx.op("all_reduce", comm=r.comm, x=two.gradients[name]) for name in ("norm1", "norm2")]
@@ -202,7 +215,7 @@ def layers(r, c, dtype):
                 Output(f"d{name}", two.gradients[name], of_one[name], of_exact[name], gradient=True, same="norm" in name)
                 for name in weights
             ]
-            check(r, f"decoder layer, {'sequence' if sequence else 'tensor'} parallel, {policy.lower()}", dtype, calls, outputs)
+            check(r, f"decoder layer, {name_of(form)}, {policy.lower()}", dtype, calls, outputs)
 
 
 def cached(r, c, dtype):

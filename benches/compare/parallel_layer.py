@@ -119,7 +119,8 @@ class Layer:
     def __init__(self, ctx, c, weights, x, dout, parallel=None, policy="NONE"):
         new = lambda like, dtype=None: torch.zeros_like(like, dtype=dtype)  # noqa: E731
         self.out, self.dx = new(x), new(x)
-        self.gradients = {name: new(w, torch.float32) for name, w in weights.items()}
+        # Only a backward pass writes them.
+        self.gradients = {name: new(w, torch.float32) for name, w in weights.items()} if dout is not None else {}
         g = self.gradients
         attention = ctx.params("attention_block", **attention_fields(ctx, c, weights, parallel))
         mlp = ctx.params("mlp", **mlp_fields(ctx, weights, parallel))

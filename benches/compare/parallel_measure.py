@@ -9,6 +9,8 @@ from parallel_layer import LLAMA_8B, Cache, angles, attended, blocks, gated, mak
 # Sequences, and tokens of each. Two sequences are independent, so that one's products hide the other's sums.
 PREFILL = [(2, 4096), (2, 2048), (1, 4096)]
 PREFILL_LAYERS, DECODE_LAYERS, DECODE_TOKENS = 4, 8, 1024
+# A layer that runs beside another has its own sums behind its products.
+NO_CHUNKS = 1 << 40
 SMALL = dict(hidden=64, intermediate=96, heads=8, kv_heads=4, head_dim=16)
 
 
@@ -66,7 +68,7 @@ def mlp_in_halves(r, c, all_weights, x):
     halves = []
     for h, n in zip(*(t.view(-1, t.shape[-1]).chunk(2) for t in (hidden, normed))):
         r.apart()
-        halves.append([blocks(r.ctx, c, w, h, n, to)[2:] for w in all_weights])
+        halves.append([blocks(r.ctx, c, w, h, n, r.parallel(chunk_rows=NO_CHUNKS))[2:] for w in all_weights])
     r.apart()
     return run_all([call for i, calls in enumerate(attention) for call in (*calls, side_by_side(r, halves[0][i], halves[1][i]))]), hidden
 
@@ -131,7 +133,7 @@ def one_prefill(r, c, divided, all_weights, batch, seq):
         halves = []
         for half in x.chunk(2):
             r.apart()
-            halves.append(forward(r, own, parts, half.contiguous(), r.parallel()))
+            halves.append(forward(r, own, parts, half.contiguous(), r.parallel(chunk_rows=NO_CHUNKS)))
         name = f"{OURS} tensor parallel, sequences side by side"
         contenders[name] = side_by_side(r, *(calls for calls, _ in halves))
     halved = f"{OURS} tensor parallel, MLP in halves"
