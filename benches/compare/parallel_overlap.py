@@ -4,7 +4,7 @@ the library divides them, as an engine's calls and as decoder layers; and both p
 import torch
 from common import OURS
 from parallel_layer import LLAMA_8B, Layer, make_weights, numbers
-from parallel_measure import SMALL, agree, all_reduced, forward, run_all, scaling, tensors, torch_forward
+from parallel_measure import SMALL, agree, all_reduced, forward, of_ranks, run_all, tensors, torch_forward
 
 PREFILL, TRAINING = (2, 4096), (2, 2048)
 LAYERS = 4
@@ -88,8 +88,7 @@ def of_training(r, c, divided, all_weights, x):
 
 
 def row(r, case, contenders, ones, rows, count):
-    """Microseconds of one layer, and shares of linear: those of the fastest way on one GPU."""
+    """Microseconds of one layer, and shares of linear. One GPU goes the way that is faster there."""
     times = {name: us / count for name, us in r.times(contenders).items()}
-    best = min(ones, key=times.get)
-    shares = {name: scaling(r, times, "torch one GPU" if name.startswith("torch") else best, name) for name in times if "one GPU" not in name}
-    r.row(case, times, dtype="bf16", tokens=rows, layers=count, ranks=r.size, scaling=shares)
+    times[ones[0]] = min(times.pop(name) for name in ones)
+    r.row(case, times, dtype="bf16", tokens=rows, layers=count, **of_ranks(r, times))

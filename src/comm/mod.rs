@@ -160,7 +160,9 @@ impl Params<'_> {
     }
 }
 
-/// A rank's part in a group. Several threads may use it at a time; their collectives take turns.
+/// A rank's part in a group. Several threads may use it at a time; their collectives take turns. Sums beside
+/// products ([`Parallel::chunk_rows`](crate::ops::parallel::Parallel::chunk_rows)) share a stream of NCCL's groups:
+/// while a call that has some is captured, no other thread makes one with the same group.
 ///
 /// It keeps its context alive. On a GPU, dropping it waits for the device; one whose peers are dead is
 /// aborted first. Once a rank of a local group is dropped the others come back from what

@@ -220,6 +220,7 @@ impl Call<'_, '_> {
             parallel.comm = self.comm();
             parallel.sequence = self.flag(1);
             parallel.partition = self.flag(1);
+            parallel.chunk_rows = self.input.pick(&[0, 0, 1, 2, 3, -1, i64::MAX]);
             if parallel.sequence == 1 {
                 parallel.row_counts = self.counts(of);
             }
@@ -231,6 +232,7 @@ impl Call<'_, '_> {
     pub fn parallel_of_rows(&mut self, of: &unsloth_tensor) -> unsloth_parallel {
         let mut parallel = self.parallel(of);
         parallel.partition = u32::from(self.input.one_in(32));
+        parallel.chunk_rows = i64::from(self.input.one_in(32));
         parallel
     }
 

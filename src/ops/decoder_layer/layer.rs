@@ -90,7 +90,8 @@ fn all_rows(op: &'static str, params: &Params<'_>, x: &RawTensor) -> Result<Layo
             false => Ok(x.layout),
         },
         _ => {
-            let problem = "of the attention block is not that of the mlp, with the same rows";
+            let problem =
+                "of the attention block is not that of the mlp, with the same rows and chunks";
             Err(Error::invalid(op, "parallel", problem))
         }
     }

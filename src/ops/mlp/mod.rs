@@ -181,6 +181,7 @@ impl<'a> Params<'a> {
             self.push_activated(parts, layer, all)?;
             return self.push_down(parts, down, chunks);
         };
+        parts.let_be_any_number();
         let part = parallel.part(down);
         let divides_down = part.of_rows(0, 0)?.is_some();
         for (i, (start, len)) in chunks.iter().enumerate() {

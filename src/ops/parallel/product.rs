@@ -54,6 +54,7 @@ impl<'a> Parallel<'a> {
             to.push(Ok(problem), names)?;
             return self.push_sum(op, OF_OUT, out, to);
         }
+        to.let_be_any_number();
         if problem.of_rows(0, 0)?.is_some() {
             for (i, (start, len)) in chunks.iter().enumerate() {
                 if let Some(rows) = problem.of_rows(start, len)? {
@@ -138,6 +139,7 @@ impl<'a> Parallel<'a> {
         to: &mut Parts<'a, N>,
     ) -> Result<()> {
         let size = self.comm.size();
+        to.let_be_any_number();
         // Ranks are a dimension, which is the first.
         let x = of_ranks(&part.x, size)?;
         for (i, (start, len)) in chunks.iter().enumerate() {

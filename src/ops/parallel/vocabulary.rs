@@ -17,7 +17,7 @@ use crate::tensor::RawTensor;
 #[derive(Clone, Copy, Debug)]
 pub struct Vocabulary<'a> {
     /// The group. Sequence parallel, what is whole on all ranks otherwise is a rank's rows of it, but ids
-    /// and targets are those of all rows.
+    /// and targets are those of all rows. Nothing is in chunks of rows, whatever `chunk_rows` is.
     pub parallel: Parallel<'a>,
     /// The row of the vocabulary that is this rank's first.
     pub begin: usize,

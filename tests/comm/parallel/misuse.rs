@@ -522,19 +522,23 @@ fn a_decoder_layer_has_one_group() {
         };
         let out = poisoned(ctx, &[2, 8]);
         let of_attention = attention(&mut memory, parallel);
-        let mut of_mlp = mlp(&mut memory, parallel);
-        of_mlp.parallel.sequence = 0;
+        let of_mlp = mlp(&mut memory, parallel);
         let mut good: unsloth_decoder_layer_params = zeroed();
-        (good.attention, good.mlp) = (&of_attention, &of_mlp);
+        good.attention = &of_attention;
         good.norm_epsilon = 1.0;
         good.x = memory.normal(&[2, 8]);
         (good.attention_norm, good.mlp_norm) = (memory.normal(&[8]), memory.normal(&[8]));
         good.out = c_tensor(&out);
-        // SAFETY: what passes validation lies in live memory.
-        let status = unsafe { unsloth_decoder_layer_forward(handle.0, &good, null_mut()) };
-        let expected = "decoder_layer: parallel of the attention block is not that of the mlp, with the same rows";
-        abi::assert_fails(status, INVALID, expected);
-        abi::assert_untouched(&out);
+        for (sequence, chunk_rows) in [(0, 0), (1, 3)] {
+            let mut other = of_mlp;
+            (other.parallel.sequence, other.parallel.chunk_rows) = (sequence, chunk_rows);
+            good.mlp = &other;
+            // SAFETY: what passes validation lies in live memory.
+            let status = unsafe { unsloth_decoder_layer_forward(handle.0, &good, null_mut()) };
+            let expected = "decoder_layer: parallel of the attention block is not that of the mlp, with the same rows and chunks";
+            abi::assert_fails(status, INVALID, expected);
+            abi::assert_untouched(&out);
+        }
     });
 }
 

@@ -1,6 +1,7 @@
 //! Layers and blocks that ranks divide, against one rank's from their definitions.
 
 mod attention_block;
+mod chunks;
 mod decoder_layer;
 mod embedding;
 mod embedding_misuse;
@@ -176,7 +177,7 @@ pub fn groups() -> Vec<(usize, Rows, DType)> {
             all.extend(dtypes.iter().map(|dtype| (size, rows.clone(), *dtype)));
         }
     }
-    let step = if is_emulated() { 5 } else { 1 };
+    let step = if is_emulated() { 3 } else { 1 };
     all.into_iter().step_by(step).collect()
 }
 

@@ -44,6 +44,11 @@ macro_rules! of_vocabularies {
                 concat!($op, ": partition is 1, allowed of a block: 0"),
             ),
             (
+                |p: &mut $p| p.parallel.chunk_rows = 4,
+                UNSLOTH_STATUS_INVALID_ARGUMENT,
+                concat!($op, ": chunk_rows is 4, allowed of a vocabulary: 0"),
+            ),
+            (
                 |p: &mut $p| {
                     p.parallel.comm = std::ptr::null_mut();
                     p.parallel.sequence = 0;
