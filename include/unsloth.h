@@ -160,6 +160,9 @@
  * caller's stream, and fit or not unseen; `unsloth_comm_error_get` tells what went wrong later. NCCL
  * sums f16 and bf16 in their dtype where its kernels are not symmetric ones: each of the ranks' numbers
  * but the first adds a rounding. A capture of a stream with a collective is one of every rank.
+ * Layers of many rows add up chunks of them on one stream that the group has for that (`chunk_rows` of
+ * `unsloth_parallel`), which the caller's waits for in the same call: while a call that does is captured,
+ * no other thread makes one with the same group.
  */
 typedef struct unsloth_comm unsloth_comm;
 
