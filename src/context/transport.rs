@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::time::Duration;
 
 use super::{Chosen, Context, Device, Planned};
+use crate::alloc::boxed;
 use crate::backend::{NcclLibrary, Stream};
 use crate::cpu::Cpu;
 use crate::cpu::collective::{self, Member};
@@ -20,7 +21,7 @@ pub(crate) enum Transport {
     /// To threads of this process.
     Local(Member),
     /// NCCL's.
-    Nccl(Comm),
+    Nccl(Box<Comm>),
 }
 
 impl Transport {
@@ -62,7 +63,7 @@ impl Transport {
         ranks: (usize, usize),
     ) -> Result<Transport> {
         let comm = of_gpu(op, ctx)?.join(op, library, *id, ranks)?;
-        Ok(Transport::Nccl(comm))
+        Ok(Transport::Nccl(boxed(op, comm)?))
     }
 
     /// That of a communicator of the caller's.
@@ -77,7 +78,7 @@ impl Transport {
     ) -> Result<Transport> {
         // SAFETY: the caller's promise.
         let comm = unsafe { of_gpu(op, ctx)?.borrow(op, library, comm) }?;
-        Ok(Transport::Nccl(comm))
+        Ok(Transport::Nccl(boxed(op, comm)?))
     }
 
     /// Which rank it is of, of how many, and the version of NCCL, 0 without it; `None` where the
@@ -157,7 +158,8 @@ impl<'t> Planned for Collective<'t> {
             (Device::Cpu(cpu), Transport::Local(transport)) => {
                 Chosen::Cpu(cpu.plan(Call { transport, problem })?)
             }
-            (Device::Cuda(cuda), Transport::Nccl(transport)) => {
+            (Device::Cuda(cuda), Transport::Nccl(comm)) => {
+                let transport = &**comm;
                 Chosen::Cuda((**cuda).plan(Call { transport, problem })?)
             }
             // A group is of its context's backend, which was compared.
@@ -191,7 +193,8 @@ impl<'t> Planned for Beside<'t> {
             (Device::Cpu(cpu), Transport::Local(transport)) => {
                 Chosen::Cpu(cpu.plan(Call { transport, problem })?)
             }
-            (Device::Cuda(cuda), Transport::Nccl(transport)) => {
+            (Device::Cuda(cuda), Transport::Nccl(comm)) => {
+                let transport = &**comm;
                 let call = Call { transport, problem };
                 Chosen::Cuda((**cuda).plan(problem::Beside { call, number })?)
             }
@@ -218,18 +221,20 @@ impl<'t> Planned for Join<'t> {
         let Join { op, number, .. } = self;
         Ok(match (&ctx.inner.device, self.transport) {
             (Device::Cpu(cpu), Transport::Local(transport)) => {
-                Chosen::Cpu(cpu.plan(problem::Join {
+                let join = problem::Join {
                     op,
                     transport,
                     number,
-                })?)
+                };
+                Chosen::Cpu(cpu.plan(join)?)
             }
-            (Device::Cuda(cuda), Transport::Nccl(transport)) => {
-                Chosen::Cuda((**cuda).plan(problem::Join {
+            (Device::Cuda(cuda), Transport::Nccl(comm)) => {
+                let join = problem::Join {
                     op,
-                    transport,
+                    transport: &**comm,
                     number,
-                })?)
+                };
+                Chosen::Cuda((**cuda).plan(join)?)
             }
             _ => return Err(of_another(op)),
         })
