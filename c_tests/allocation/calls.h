@@ -523,6 +523,14 @@ static void mlp_parallel_ready(void) {
   CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
 }
 
+// In chunks, of which there are more than a list of parts holds.
+static void mlp_chunks_ready(void) {
+  mlp_parallel_ready();
+  mlp.parallel.sequence = 0;
+  mlp.parallel.chunk_rows = TOKENS / 8;
+  CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
+}
+
 static unsloth_mlp_backward_params mlp_backward;
 static void mlp_backward_ready(void) {
   mlp_ready();
@@ -1080,6 +1088,7 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(mlp_workspace, mlp_ready, unsloth_mlp_workspace_size, (ctx, &mlp, &size), OK)                  \
   X(mlp, mlp_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                                    \
   X(mlp_parallel, mlp_parallel_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                  \
+  X(mlp_chunks, mlp_chunks_ready, unsloth_mlp_forward, (ctx, &mlp, NULL), OK)                      \
   X(mlp_backward_supported, mlp_backward_ready, unsloth_mlp_backward_supported,                    \
     (ctx, &mlp_backward, NULL), OK)                                                                \
   X(mlp_backward_workspace, mlp_backward_ready, unsloth_mlp_backward_workspace_size,               \

@@ -78,7 +78,9 @@ impl Floats {
                 parts,
             }),
             _ => {
-                probe(op, probed)?;
+                if probed > 0 {
+                    probe(op, probed)?;
+                }
                 Floats::new(op, parts, len)
             }
         }

@@ -29,7 +29,7 @@ use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, with_last};
 use crate::ops::linear::{Output, Weights};
 use crate::ops::operation::{self, Operation, Tensors};
-use crate::ops::parallel::{ByRows, Chunks, OF_X, Parallel, rows_of};
+use crate::ops::parallel::{ByRows, Chunks, OF_OUT, OF_X, Parallel, rows_of};
 use crate::ops::parts::{Names, Parts};
 use crate::ops::rms_norm;
 use crate::ops::swiglu::{Activation, GateOrder};
@@ -300,7 +300,8 @@ impl<'a> Params<'a> {
         Ok((parts, chunks))
     }
 
-    /// Adds the block as problems of a backend's, one for each chunk.
+    /// Adds the block as one problem of a backend's; in chunks as single operations, which take no memory of
+    /// the host's when others have written.
     fn push_fused<const N: usize>(
         &self,
         parts: &mut Parts<'a, N>,
@@ -320,10 +321,8 @@ impl<'a> Params<'a> {
             intermediate: layer.intermediate,
         };
         let chunks = self.chunks(x.layout.num_rows());
-        for (i, rows) in chunks.iter().enumerate() {
-            before(i, rows, parts)?;
-        }
         let Some(parallel) = &self.parallel else {
+            before(0, (0, x.layout.num_rows()), parts)?;
             parts.push(Ok(fused), &[])?;
             return Ok(chunks);
         };
@@ -331,8 +330,54 @@ impl<'a> Params<'a> {
             fused.down.bias = None;
             fused.residual = None;
         }
-        parallel.push_in_chunks(OP, (fused, &[]), fused.out, chunks, parts)?;
+        if !chunks.is_one() && fused.of_rows(0, 0)?.is_some() {
+            self.push_fused_chunks(parts, layer, fused, chunks, before)?;
+            return Ok(chunks);
+        }
+        for (i, rows) in chunks.iter().enumerate() {
+            before(i, rows, parts)?;
+        }
+        parts.push(Ok(fused), &[])?;
+        match chunks.is_one() {
+            true => parallel.push_sum(OP, OF_OUT, fused.out, parts)?,
+            false => parallel.push_sums(OP, &fused.out, chunks, parts)?,
+        }
         Ok(chunks)
+    }
+
+    /// Adds chunks of rows that are equally spaced, over room for one of them.
+    fn push_fused_chunks<const N: usize>(
+        &self,
+        parts: &mut Parts<'a, N>,
+        layer: &Layer,
+        fused: Problem,
+        chunks: Chunks,
+        before: &mut impl Before<'a, N>,
+    ) -> Result<()> {
+        parts.let_be_any_number();
+        // The first is the longest.
+        let longest = chunks.iter().next().map_or(0, |(_, len)| len);
+        let room = parts.take(fused.x.dtype, [longest, 2 * layer.intermediate])?;
+        for (i, (start, len)) in chunks.iter().enumerate() {
+            before(i, (start, len), parts)?;
+            let Some(rows) = fused.of_rows(start, len)? else {
+                continue;
+            };
+            let gate_up = room.narrowed(0, 0, len)?;
+            let [activated, _] = layer.gate_and_up(&gate_up)?;
+            self.push_activated(parts, layer, [rows.x, gate_up, activated])?;
+            let down = linear::Problem {
+                x: activated,
+                weights: rows.down,
+                residual: rows.residual,
+                out: rows.out,
+            };
+            parts.push(Ok(down), OF_DOWN)?;
+            if let Some(parallel) = &self.parallel {
+                parallel.push_sum_of_rows(OP, &fused.out, i, (start, len), parts)?;
+            }
+        }
+        Ok(())
     }
 
     /// Checks `x` and the weights.

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::with_last;
 use crate::ops::collective::{parts, row};
-use crate::ops::parts::{IsPart, Names, Parts};
+use crate::ops::parts::{Names, Parts};
 use crate::problem::collective::{self, Kind, ReduceOp};
 use crate::problem::linear;
 use crate::tensor::RawTensor;
@@ -25,7 +25,7 @@ impl<'a> Parallel<'a> {
             return self.push_divided(op, product, names, to);
         }
         let chunks = self.chunks(&product.out);
-        self.push_in_chunks(op, (self.part(product), names), product.out, chunks, to)?;
+        self.push_in_chunks(op, (self.part(product), names), chunks, to)?;
         Ok(chunks)
     }
 
@@ -40,32 +40,31 @@ impl<'a> Parallel<'a> {
         part
     }
 
-    /// Adds a problem and the sum of its output, in chunks. Sums are the same on every rank; a rank whose rows
-    /// are not equally spaced computes all of them first.
-    pub(crate) fn push_in_chunks<P: ByRows + IsPart, const N: usize>(
+    /// Adds a product and its sum, in chunks. Sums are the same on every rank; a rank whose rows are not
+    /// equally spaced computes all of them first.
+    fn push_in_chunks<const N: usize>(
         &self,
         op: &'static str,
-        (problem, names): (P, Names),
-        out: RawTensor,
+        (part, names): (linear::Problem, Names),
         chunks: Chunks,
         to: &mut Parts<'a, N>,
     ) -> Result<()> {
         if chunks.is_one() {
-            to.push(Ok(problem), names)?;
-            return self.push_sum(op, OF_OUT, out, to);
+            to.push(Ok(part), names)?;
+            return self.push_sum(op, OF_OUT, part.out, to);
         }
         to.let_be_any_number();
-        if problem.of_rows(0, 0)?.is_some() {
-            for (i, (start, len)) in chunks.iter().enumerate() {
-                if let Some(rows) = problem.of_rows(start, len)? {
-                    to.push(Ok(rows), names)?;
-                }
-                self.push_sum_of_rows(op, &out, i, (start, len), to)?;
-            }
-            return Ok(());
+        if part.of_rows(0, 0)?.is_none() {
+            to.push(Ok(part), names)?;
+            return self.push_sums(op, &part.out, chunks, to);
         }
-        to.push(Ok(problem), names)?;
-        self.push_sums(op, &out, chunks, to)
+        for (i, (start, len)) in chunks.iter().enumerate() {
+            if let Some(rows) = part.of_rows(start, len)? {
+                to.push(Ok(rows), names)?;
+            }
+            self.push_sum_of_rows(op, &part.out, i, (start, len), to)?;
+        }
+        Ok(())
     }
 
     /// Adds the sums of chunks of a contiguous tensor, one after the other.

@@ -17,8 +17,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::tensor::{RawTensor, Workspace};
-pub(crate) use any::IsPart;
-use any::{Any, AnyProblem};
+use any::{Any, AnyProblem, IsPart};
 pub(crate) use one_or::OneOr;
 
 /// What a part and the whole call the same argument, in this order.
