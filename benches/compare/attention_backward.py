@@ -2,11 +2,13 @@
 through PyTorch, and beside FlashAttention-3 through JAX (`dew_flash_attn`, where it is installed).
 
 Kernel time by CUPTI of everything between the call and the gradients. FLOP are those of five products
-over the pairs of a query and a key that the mask leaves.
+over the pairs of a query and a key that the mask leaves. CASES=REGEX leaves the cases whose names begin so.
 """
 
 import dataclasses
 import math
+import os
+import re
 
 import torch
 from common import OURS, Record, agree, kernels, peer, randn
@@ -82,7 +84,8 @@ OTHERS = [
 def compare(ctx):
     record = Record("attention_backward", ctx.library, METHOD, ("dew-flash-attn-cu13",))
     fa3 = peer("dew_flash_attn")
-    for case in CASES + OTHERS:
+    wanted = [case for case in CASES + OTHERS if re.match(os.environ.get("CASES", ""), str(case))]
+    for case in wanted:
         one(ctx, record, fa3, case)
         torch.cuda.empty_cache()
 
