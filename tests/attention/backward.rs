@@ -557,7 +557,7 @@ fn tile_edges() {
 #[test]
 fn many_keys_of_wide_heads() {
     let base = Case {
-        lens: vec![(70, 770)],
+        lens: vec![(66, 810)],
         heads: 2,
         kv_heads: 1,
         dim: 256,
@@ -572,38 +572,28 @@ fn many_keys_of_wide_heads() {
     run_table(&[
         base.clone(),
         Case {
-            lens: vec![(1, 833), (193, 833)],
-            queries: QueryForm::Packed,
-            ..packed.clone()
-        },
-        Case {
-            lens: vec![(66, 800), (1, 80), (0, 9), (65, 0), (129, 130), (64, 192)],
+            lens: vec![(40, 833), (1, 80), (0, 9), (65, 0), (30, 130), (64, 192)],
             sinks: true,
             dim: 200,
             dim_v: 200,
             ..packed.clone()
         },
         Case {
-            lens: vec![(130, 1537), (40, 63), (200, 200)],
+            lens: vec![(40, 1601), (40, 63), (65, 65)],
             causal: true,
+            dim_v: 128,
             ..packed.clone()
         },
         Case {
-            lens: vec![(150, 1600)],
-            causal: true,
-            dim_v: 128,
-            ..base.clone()
-        },
-        Case {
-            lens: vec![(140, 1100)],
-            window_left: Some(500),
+            lens: vec![(65, 1100)],
+            window_left: Some(900),
             window_right: Some(300),
             ..base
         },
         Case {
-            lens: vec![(90, 1000), (200, 129)],
+            lens: vec![(20, 1200), (65, 129)],
             causal: true,
-            window_left: Some(780),
+            window_left: Some(1100),
             dim: 224,
             dim_v: 248,
             ..packed

@@ -33,7 +33,7 @@ HOPPER = 3
 NAN = math.nan
 DTYPE = torch.bfloat16
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-MASKS = {"full": {}, "causal": {"causal": 1}, "window": {"window_left": 100, "causal": 1}, "wide window": {"window_left": 800, "causal": 1},
+MASKS = {"full": {}, "causal": {"causal": 1}, "window": {"window_left": 100, "causal": 1}, "wide window": {"window_left": 1100, "causal": 1},
          "softcap": {"softcap": 5.0}}
 NAMES = ("dq", "dk", "dv")
 # Tokens before the first packed sequence, more than a block of them.

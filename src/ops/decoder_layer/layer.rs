@@ -7,7 +7,7 @@ use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
 use crate::ops::check::{self, Arg};
 use crate::ops::linear::Output;
-use crate::ops::parallel::{Chunks, rows_of, take};
+use crate::ops::parallel::{Chunks, Parallel, rows_of, take};
 use crate::ops::parts::{Names, Parts, named};
 use crate::ops::{attention_block, mlp};
 use crate::problem::{norm, rms_norm};
@@ -314,6 +314,12 @@ impl<'p, 'a> Layer<'p, 'a> {
         parts.push(Ok(problem), which.names())
     }
 
+    /// The group in a forward pass. Its chunks cost more than they hide, unlike those of a backward pass and of
+    /// blocks by themselves (`benches/results/overlap_h100_2026-11-25.json`): they have to be asked for.
+    fn forward_parallel(&self) -> Option<Parallel<'a>> {
+        self.params.attention.parallel.map(Parallel::in_one)
+    }
+
     /// Adds the attention block with its residual. Sums of these chunks run beside what follows, unless they
     /// are divided.
     pub fn push_attention<const N: usize>(
@@ -334,6 +340,7 @@ impl<'p, 'a> Layer<'p, 'a> {
                 attended_out: Some(view_mut(kept.out)),
                 lse_out: Some(view_mut(kept.lse)),
                 workspace: parts.rest(),
+                parallel: self.forward_parallel(),
                 ..self.params.attention.of_input(view(norm))
             }
         };
@@ -377,6 +384,7 @@ impl<'p, 'a> Layer<'p, 'a> {
                 }),
                 gate_up_out: Some(view_mut(gate_up)),
                 workspace: parts.rest(),
+                parallel: self.forward_parallel(),
                 ..self.params.mlp.of_input(view(norm))
             }
         };
@@ -413,7 +421,10 @@ impl<'p, 'a> Layer<'p, 'a> {
         // SAFETY: as in `push_attention`.
         let backward = unsafe {
             mlp::backward::Params {
-                forward: self.params.mlp.of_input(view(norm)),
+                forward: mlp::Params {
+                    parallel: self.forward_parallel(),
+                    ..self.params.mlp.of_input(view(norm))
+                },
                 gate_up: self.saved.gate_up.map(|saved| view(saved)),
                 dout: view(dout),
                 dx: Some(view_mut(dx)),

@@ -122,6 +122,8 @@ pub(super) struct Io {
     pub gate_up: Option<RawTensor>,
     pub dout: RawTensor,
     pub dx: Option<RawTensor>,
+    /// Of the forward pass.
+    pub chunks: Chunks,
 }
 
 impl Gradients<'_> {
@@ -210,7 +212,7 @@ impl Gradients<'_> {
             (None, false) => None,
             (None, true) => {
                 let again = layer.take(parts, &io.x, 2 * layer.intermediate)?;
-                push_gate_up_again(layer, io, again, sum, parts)?;
+                push_gate_up_again(layer, io, again, parts)?;
                 Some(again)
             }
         };
@@ -268,14 +270,9 @@ fn push_gate_up_again<const N: usize>(
     layer: &Layer,
     io: &Io,
     gate_up: RawTensor,
-    sum: Option<(&Rows, &Parallel<'_>)>,
     parts: &mut Parts<'_, N>,
 ) -> Result<()> {
-    let chunks = match sum {
-        // The gradient of the output has its shape.
-        Some((_, parallel)) if !parallel.sequence => parallel.chunks(&io.dout),
-        _ => Chunks::one(io.x.layout.num_rows()),
-    };
+    let chunks = io.chunks;
     if chunks.is_one() || rows_of([io.x], (0, 0))?.is_none() {
         return layer.push_gate_up(parts, io.x, &gate_up);
     }
@@ -348,6 +345,7 @@ impl Params<'_> {
             gate_up: self.gate_up.as_ref().map(TensorRef::raw),
             dout: self.dout.raw(),
             dx: self.dx.as_ref().map(TensorMut::raw),
+            chunks: Chunks::one(0),
         };
         let x = Arg::new(OP, "x", &io.x);
         let mut room = [0; MAX_RANK];
@@ -378,6 +376,11 @@ impl Params<'_> {
         if let Some(rows) = &rows {
             (io.x, io.dout, io.dx) = (rows.x, rows.dout, rows.dx);
         }
+        io.chunks = match &self.forward.parallel {
+            // The gradient of the output has its shape.
+            Some(forward) if !forward.sequence => forward.chunks(&io.dout),
+            _ => Chunks::one(io.x.layout.num_rows()),
+        };
         if let Some(kept) = &io.gate_up {
             layer.check_kept(OP, "gate_up", &io.x, kept)?;
         }

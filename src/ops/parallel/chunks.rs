@@ -72,6 +72,15 @@ impl Parallel<'_> {
         Chunks::new(rows, least.div_ceil(of_all / rows))
     }
 
+    /// The same group, and one chunk where the library has the choice.
+    pub(crate) fn in_one(self) -> Self {
+        let chunk_rows = match self.chunk_rows {
+            0 => usize::MAX,
+            asked => asked,
+        };
+        Parallel { chunk_rows, ..self }
+    }
+
     /// Rows of a chunk, at least.
     fn least_rows(&self, rows: usize, like: &RawTensor) -> usize {
         match self.chunk_rows {

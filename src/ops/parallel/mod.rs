@@ -79,7 +79,8 @@ pub struct Parallel<'a> {
     /// Rows of a chunk, at least; the same on all ranks. What ranks add up is then made in chunks of so many
     /// rows of all ranks or more, eight at most, and one's sum runs beside the next one's product; gradients
     /// of the input are added up beside the products that do not need them. As many as there are rows, or more:
-    /// everything is made and then added up. 0: what was found to be fast, which on the CPU is one chunk.
+    /// everything is made and then added up. 0: what was found to be fast, which is one chunk on the CPU and in the
+    /// forward pass of a decoder layer.
     pub chunk_rows: usize,
 }
 

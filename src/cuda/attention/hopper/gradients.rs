@@ -30,7 +30,7 @@ const BLOCK_M: usize = 64;
 const STEP: usize = 2 * BLOCK_M;
 /// Above 192 dimensions, keys that a query sees from which on sums in memory are worth what it costs to begin and convert them
 /// (`benches/results/attention_backward_h100_2026-11-25.json`, where `deterministic_us` is the other way's time).
-const MIN_KEYS_OF_PAIRS: usize = 768;
+const MIN_KEYS_OF_PAIRS: usize = 800;
 /// Bytes of the statistics of a block of queries: an LSE and a delta of each.
 const STATISTICS: usize = 2 * BLOCK_M * size_of::<f32>();
 
@@ -188,7 +188,8 @@ fn keys_of_query(p: &Problem) -> usize {
         Mask::Causal => p.max_seqlen_k / 2,
         _ => p.max_seqlen_k,
     };
-    seen.min(p.window_left.saturating_add(p.window_right))
+    // What both ends of a window cut through is computed as a whole.
+    seen.min(p.window_left.saturating_add(p.window_right) / 4 * 3)
 }
 
 /// The tensors that the copy engine reads; all others are read and written in units of 16 bytes.
