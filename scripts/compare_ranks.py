@@ -34,6 +34,27 @@ arguments = parser.parse_args()
 wrong = []
 
 
+def run_processes(name, size, *command):
+    """What the first of so many processes prints, each a rank; nothing, and something wrong, where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        of_rank = lambda rank: [*map(str, command), "--rank", str(rank), "--meet", f"{folder}/ids"]
+        started = [subprocess.Popen(of_rank(rank), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(size)]
+        try:
+            said = [process.communicate(timeout=SECONDS) for process in started]
+        except subprocess.TimeoutExpired:
+            wrong.append(f"{name}: {SECONDS} s were not enough")
+            return None
+        finally:
+            # One that failed leaves the others waiting for it.
+            for process in started:
+                process.kill()
+    for process, (_, errors) in zip(started, said):
+        if process.returncode != 0:
+            wrong.append(f"{name}: status {process.returncode}: {errors[-500:]}")
+            return None
+    return said[0][0]
+
+
 def run(name, *command):
     """What it prints; nothing, and something wrong, where it fails."""
     try:
@@ -47,15 +68,17 @@ def run(name, *command):
     return done.stdout
 
 
-def engine(name, model, way, size, *flags):
+def engine(name, model, way, size, *flags, processes=False):
     command = [arguments.engine, "--model", model, "--device", arguments.device, "--json", "--temperature", "0", *flags]
-    said = run(f"{name} on {size}", *command, way, size)
+    name = f"{name} on {size}"
+    said = run_processes(name, size, *command, way, size) if processes and size > 1 else run(name, *command, way, size)
     return said and json.loads(said)
 
 
-def compare_text(way, model, *flags, tolerance, same_text):
-    name = f"engine {way}, {model.stem} {' '.join(flags[:4])}"
-    one, several = (engine(name, model, way, size, "--prompt", TEXT * 3, "--tokens", "32", *flags) for size in (1, arguments.ranks))
+def compare_text(way, model, *flags, tolerance, same_text, processes=False):
+    name = f"engine {way}{' of processes' * processes}, {model.stem} {' '.join(flags[:4])}"
+    flags = ("--prompt", TEXT * 3, "--tokens", "32", *flags)
+    one, several = (engine(name, model, way, size, *flags, processes=processes) for size in (1, arguments.ranks))
     if not one or not several:
         return
     off = abs(several["mean_nll"] / one["mean_nll"] - 1)
@@ -106,6 +129,10 @@ def main():
     for way in ENGINE_WAYS:
         for model in ("plain_f32", "mqa_bf16"):
             compare_text(way, arguments.models / f"{model}.gguf", *exact, tolerance=F32_TOLERANCE, same_text=True)
+        # Ranks on the CPU are threads.
+        if arguments.device != "cpu":
+            model = arguments.models / "plain_f32.gguf"
+            compare_text(way, model, *exact, tolerance=F32_TOLERANCE, same_text=True, processes=True)
         if arguments.model and divides(way, arguments.model):
             compare_text(way, arguments.model, tolerance=BF16_TOLERANCE, same_text=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,8 @@
 #include "ranks.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -8,24 +10,31 @@
 #include <thread>
 
 #include "error.h"
+#include "meeting_file.h"
 
 namespace llm {
 namespace {
 
+// Processes are started one after the other, by hand or on other machines.
+constexpr std::chrono::minutes kPatience{10};
+
 // What ranks find each other by, and what went wrong first.
 class Meeting {
  public:
-  Meeting(unsloth_backend backend, const std::vector<int32_t> &sizes) : sizes_(sizes) {
-    unsloth_comm_id_params params = UNSLOTH_COMM_ID_PARAMS_INIT;
-    params.kind = backend == UNSLOTH_BACKEND_CPU ? UNSLOTH_COMM_KIND_LOCAL : UNSLOTH_COMM_KIND_NCCL;
-    params_.kind = params.kind;
+  Meeting(unsloth_backend backend, const std::vector<int32_t> &sizes,
+          const std::optional<Process> &process)
+      : sizes_(sizes) {
+    params_.kind =
+        backend == UNSLOTH_BACKEND_CPU ? UNSLOTH_COMM_KIND_LOCAL : UNSLOTH_COMM_KIND_NCCL;
+    size_t num_groups = 0;
     for (const int32_t size : sizes) num_ranks_ *= size;
     for (const int32_t size : sizes) {
-      std::vector<unsloth_comm_id> &ids = ids_.emplace_back();
-      if (size == 1) continue;
-      ids.resize(static_cast<size_t>(num_ranks_ / size));
-      for (unsloth_comm_id &id : ids) check(unsloth_comm_id_create(&params, &id));
+      first_id_.push_back(num_groups);
+      if (size > 1) num_groups += static_cast<size_t>(num_ranks_ / size);
     }
+    ids_ = process && process->rank > 0 ? read_meeting(process->meeting, num_groups, kPatience)
+                                        : made_ids(num_groups);
+    if (process && process->rank == 0) write_meeting(process->meeting, ids_);
     comms_.resize(static_cast<size_t>(num_ranks_));
   }
 
@@ -45,7 +54,7 @@ class Meeting {
         unsloth_comm_params params = params_;
         params.size = group.size;
         params.rank = group.rank;
-        params.id = ids_[way][static_cast<size_t>(which)];
+        params.id = ids_[first_id_[way] + static_cast<size_t>(which)];
         comms->emplace_back(context.get(), params);
         group.comm = comms->back().get();
         enter(rank, group.comm);
@@ -75,6 +84,14 @@ class Meeting {
   std::exception_ptr failed() const { return failed_; }
 
  private:
+  std::vector<unsloth_comm_id> made_ids(size_t count) const {
+    unsloth_comm_id_params params = UNSLOTH_COMM_ID_PARAMS_INIT;
+    params.kind = params_.kind;
+    std::vector<unsloth_comm_id> ids(count);
+    for (unsloth_comm_id &id : ids) check(unsloth_comm_id_create(&params, &id));
+    return ids;
+  }
+
   void enter(int32_t rank, unsloth_comm *comm) {
     const std::lock_guard<std::mutex> lock(mutex_);
     comms_[static_cast<size_t>(rank)].push_back(comm);
@@ -84,7 +101,8 @@ class Meeting {
   std::vector<int32_t> sizes_;
   int32_t num_ranks_ = 1;
   unsloth_comm_params params_ = UNSLOTH_COMM_PARAMS_INIT;
-  std::vector<std::vector<unsloth_comm_id>> ids_;  // of the groups of each way
+  std::vector<unsloth_comm_id> ids_;  // of the groups of all ways
+  std::vector<size_t> first_id_;      // of the groups of each
   std::mutex mutex_;
   std::vector<std::vector<unsloth_comm *>> comms_;  // of each rank
   std::exception_ptr failed_;
@@ -94,16 +112,39 @@ void transfer(const Context &context, const unsloth_send_receive_params &params)
   check(unsloth_send_receive_forward(context.get(), &params, context.stream()));
 }
 
+// In one process. Who has joined all groups has met ranks that had met all others in the groups
+// before, so that everyone has read the file by then.
+void run_process(unsloth_backend backend, uint32_t num_threads, const std::vector<int32_t> &sizes,
+                 const Process &process,
+                 const std::function<void(const Context &, const std::vector<Group> &)> &run) {
+  int32_t num_devices = 0;
+  check(unsloth_device_count(backend, &num_devices));
+  const Context context(backend, num_threads, process.rank % std::max(num_devices, 1));
+  Meeting meeting(backend, sizes, process);
+  std::vector<unsloth::Comm> comms;
+  std::vector<Group> groups;
+  try {
+    groups = meeting.join(context, process.rank, &comms);
+  } catch (...) {
+    if (process.rank == 0) std::remove(process.meeting.c_str());
+    throw;
+  }
+  if (process.rank == 0) std::remove(process.meeting.c_str());
+  run(context, groups);
+}
+
 }  // namespace
 
 void run_ranks(unsloth_backend backend, uint32_t num_threads, const std::vector<int32_t> &sizes,
+               const std::optional<Process> &process,
                const std::function<void(const Context &, const std::vector<Group> &)> &run) {
+  if (process) return run_process(backend, num_threads, sizes, *process, run);
   if (std::all_of(sizes.begin(), sizes.end(), [](int32_t size) { return size == 1; })) {
     const Context context(backend, num_threads);
     run(context, std::vector<Group>(sizes.size()));
     return;
   }
-  Meeting meeting(backend, sizes);
+  Meeting meeting(backend, sizes, process);
   const uint32_t all = num_threads == 0 ? std::thread::hardware_concurrency() : num_threads;
   const uint32_t of_rank = std::max<uint32_t>(all / static_cast<uint32_t>(meeting.num_ranks()), 1);
   const auto run_one = [&](int32_t rank) {

@@ -1,8 +1,11 @@
-// Ranks that divide a model: each a thread with a context of its own, on the CPU or on one GPU.
+// Ranks that divide a model: each a thread or a process with a context of its own, on the CPU or on
+// one GPU.
 #pragma once
 
 #include <cstddef>
 #include <functional>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "device.h"
@@ -24,11 +27,19 @@ struct Group {
   }
 };
 
+// One rank, whose others are processes like this one; each has a GPU.
+struct Process {
+  int32_t rank = 0;
+  std::string meeting;  // the file by which they find each other, gone when they have
+};
+
 // Runs ranks that divide the work in as many ways as there are `sizes`, and as many ranks as these
 // multiply to; they divide the threads of the CPU. Each is in a group of every way: rank `r` of
 // sizes {2, 3} is rank r % 2 of a group of two and r / 2 of a group of three. Waits for all of
-// them. What the first one throws that fails is thrown, after the others have been told.
+// them. What the first one throws that fails is thrown, after the others have been told. With
+// `process` the ranks are processes, and this runs one of them.
 void run_ranks(unsloth_backend backend, uint32_t num_threads, const std::vector<int32_t> &sizes,
+               const std::optional<Process> &process,
                const std::function<void(const Context &, const std::vector<Group> &)> &run);
 
 // Queue what passes between two ranks of a group, each of which makes its call, or from one to all,

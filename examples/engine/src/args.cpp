@@ -52,6 +52,9 @@ Args parse_args(int argc, const char *const *argv) {
       {"--perplexity", [&](auto &, auto &value) { args.perplexity = value; }},
       {"--threads",
        [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
+      {"--rank",
+       [&](auto &flag, auto &value) { args.rank = parse_integer<int32_t>(flag, value, 0); }},
+      {"--meet", [&](auto &, auto &value) { args.meet = value; }},
       {"--tensor-parallel", ranks(&args.tensor_parallel)},
       {"--pipeline-parallel", ranks(&args.pipeline_parallel)},
       {"--context-parallel", ranks(&args.context_parallel)},
@@ -103,6 +106,15 @@ Args parse_args(int argc, const char *const *argv) {
   if (args.pipeline_parallel > 1 && args.context_parallel > 1) {
     throw UsageError("--pipeline-parallel and --context-parallel do not go together");
   }
+  if (args.rank.has_value() == args.meet.empty()) {
+    throw UsageError("--rank and --meet go together");
+  }
+  if (args.rank && *args.rank >= num_ranks) {
+    throw UsageError("--rank is one of " + std::to_string(num_ranks) + " ranks, from 0");
+  }
+  if (args.rank && (cpu || num_ranks == 1)) {
+    throw UsageError("--rank is for several ranks with --device cuda: on the CPU they are threads");
+  }
   if (args.json && !args.perplexity && !args.prompt) {
     throw UsageError("--json reports on one prompt or file: give --prompt or --perplexity");
   }
@@ -133,6 +145,9 @@ std::string usage() {
          "                      divide the text among N ranks by its tokens, and each with "
          "--tensor-parallel:\n"
          "                      a cache holds a part of the keys and values (1)\n"
+         "  --rank R            run rank R alone, in this process; the others are processes too, "
+         "with a GPU each\n"
+         "  --meet FILE         the file by which these find each other, which rank 0 writes\n"
          "  --dtype TYPE        keep hidden states, keys and values as f32, f16 or bf16\n"
          "                      (f32 on the CPU, bf16 on a GPU)\n"
          "  --weights TYPE      keep the matrices as in the file, or as f32, f16 or bf16\n"

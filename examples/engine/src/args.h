@@ -26,6 +26,8 @@ struct Args {
   bool json = false;
   uint32_t threads = 0;  // 0: as many as there are cores
   // Ranks that divide every layer, the layers, and the tokens of a text.
+  std::optional<int32_t> rank;  // this process's, where ranks are processes
+  std::string meet;             // the file by which these find each other
   int32_t tensor_parallel = 1;
   int32_t pipeline_parallel = 1;
   int32_t context_parallel = 1;

@@ -174,18 +174,21 @@ void run(const Args &args) {
   const unsloth_backend backend = cuda ? UNSLOTH_BACKEND_CUDA : UNSLOTH_BACKEND_CPU;
   const std::vector<int32_t> sizes = {args.tensor_parallel, args.pipeline_parallel,
                                       args.context_parallel};
-  run_ranks(
-      backend, args.threads, sizes, [&](const Context &context, const std::vector<Group> &groups) {
-        const Ranks ranks = {groups[0], groups[1], groups[2]};
-        const Model model = Model::load(context, gguf, config, args.weights, args.dtype, ranks);
-        if (args.perplexity) {
-          run_perplexity(args, model, tokenizer);
-        } else if (args.prompt) {
-          run_prompt(args, model, gguf, tokenizer);
-        } else {
-          run_chat(args, model, gguf, tokenizer);
-        }
-      });
+  std::optional<Process> process;
+  if (args.rank) process = Process{*args.rank, args.meet};
+  run_ranks(backend, args.threads, sizes, process,
+            [&](const Context &context, const std::vector<Group> &groups) {
+              const Ranks ranks = {groups[0], groups[1], groups[2], args.rank.has_value()};
+              const Model model =
+                  Model::load(context, gguf, config, args.weights, args.dtype, ranks);
+              if (args.perplexity) {
+                run_perplexity(args, model, tokenizer);
+              } else if (args.prompt) {
+                run_prompt(args, model, gguf, tokenizer);
+              } else {
+                run_chat(args, model, gguf, tokenizer);
+              }
+            });
 }
 
 }  // namespace

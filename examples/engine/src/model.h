@@ -43,6 +43,7 @@ struct Ranks {
   Group tensor;
   Group pipeline;
   Group context;
+  bool are_processes = false;  // or threads of one
 
   bool is_first() const { return tensor.rank == 0 && pipeline.rank == 0 && context.rank == 0; }
   bool has_embedding() const { return pipeline.rank == 0; }

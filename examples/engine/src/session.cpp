@@ -84,9 +84,7 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
     synchronize();
   }
   reset();
-  // Ranks are threads here, and graphs of several GPUs that one process launches may wait for each
-  // other.
-  if (use_graph && is_alone() && context().backend() == UNSLOTH_BACKEND_CUDA) {
+  if (use_graph && can_replay() && context().backend() == UNSLOTH_BACKEND_CUDA) {
     driver_ = std::make_unique<CudaDriver>();
     extend(1);
     capture_step();
@@ -283,9 +281,12 @@ double Session::total(double own) {
   return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
-bool Session::is_alone() const {
+// Graphs of several GPUs that one process launches may wait for each other. In a pipeline and where
+// ranks have some of the tokens, what a rank does in a step depends on which step it is.
+bool Session::can_replay() const {
   const Ranks &ranks = model_->ranks();
-  return ranks.tensor.size * ranks.pipeline.size * ranks.context.size == 1;
+  const bool has_one_gpu = ranks.tensor.size == 1 || ranks.are_processes;
+  return has_one_gpu && ranks.pipeline.size * ranks.context.size == 1;
 }
 
 const Group &Session::sharing() const {

@@ -78,7 +78,7 @@ class Session {
   unsloth_linear_params logits_params(size_t row, size_t rows) const;
   unsloth_tensor hidden_rows(const Buffer &buffer, size_t first, size_t count) const;
   ContextParallel::Call call(size_t rows) const;
-  bool is_alone() const;
+  bool can_replay() const;
   // Those who divide layers or tokens, and thereby rows of logits; and who of them has the last
   // token's.
   const Group &sharing() const;

@@ -36,6 +36,8 @@ void good_flags() {
                            "--tensor-parallel",
                            "4",
                            "--pipeline-parallel=3",
+                           "--rank=11",
+                           "--meet=/shared/ids",
                            "--weights",
                            "bf16"});
   CHECK_EQUAL(args.model, std::string("m"));
@@ -44,6 +46,8 @@ void good_flags() {
   CHECK_EQUAL(args.tokens, 5U);
   CHECK_EQUAL(args.tensor_parallel, 4);
   CHECK_EQUAL(args.pipeline_parallel, 3);
+  CHECK_EQUAL(args.rank.value_or(-1), 11);
+  CHECK_EQUAL(args.meet, std::string("/shared/ids"));
   CHECK_EQUAL(args.context_parallel, 1);
   CHECK_EQUAL(
       parse({"--model", "m", "--perplexity", "f", "--context-parallel", "2"}).context_parallel, 2);
@@ -126,6 +130,16 @@ void bad_flags() {
       {{"--tensor-parallel", "0"}, "--tensor-parallel takes an integer from 1"},
       {{"--model", "m", "--chat", "--tensor-parallel", "2"},
        "--tensor-parallel runs one prompt or file"},
+      {{"--model", "m", "--prompt", "p", "--rank", "0"}, "--rank and --meet go together"},
+      {{"--model", "m", "--prompt", "p", "--meet", "f"}, "--rank and --meet go together"},
+      {{"--model", "m", "--prompt", "p", "--rank=0", "--meet=f", "--tensor-parallel=2"},
+       "--rank is for several ranks with --device cuda"},
+      {{"--model", "m", "--prompt", "p", "--device=cuda", "--rank=0", "--meet=f"},
+       "--rank is for several ranks with --device cuda"},
+      {{"--model", "m", "--prompt", "p", "--device=cuda", "--rank=2", "--meet=f",
+        "--tensor-parallel=2"},
+       "--rank is one of 2 ranks, from 0"},
+      {{"--rank", "-1"}, "--rank takes an integer from 0"},
       {{"--pipeline-parallel", "0"}, "--pipeline-parallel takes an integer from 1"},
       {{"--model", "m", "--chat", "--pipeline-parallel", "2"},
        "--pipeline-parallel runs one prompt or file"},

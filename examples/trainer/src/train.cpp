@@ -453,7 +453,7 @@ Outcome train(const Args &args) {
   Outcome outcome = Outcome::kDone;
   const int32_t size =
       std::max({args.data_parallel, args.pipeline_parallel, args.context_parallel});
-  run_ranks(args.backend, args.threads, {size},
+  run_ranks(args.backend, args.threads, {size}, std::nullopt,
             [&](const Context &context, const std::vector<Group> &groups) {
               const Group &group = groups[0];
               try {
