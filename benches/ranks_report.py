@@ -3,11 +3,11 @@
 ONE = " one GPU"
 
 
-def section(result):
+def section(result, what=""):
     """Each way's time, and its share of what as many GPUs would give: one GPU's time over theirs together."""
     device = result["device"]
     lines = [
-        f"{result['ranks']} {device['name']}, driver {device['driver_version']}, NCCL {result['versions']['nccl']}, {result['date']}; one GPU's",
+        f"{what}{': ' if what else ''}{result['ranks']} {device['name']}, driver {device['driver_version']}, NCCL {result['versions']['nccl']}, {result['date']}; one GPU's",
         "time of the same run, over that of the ranks together.",
         "",
         "| | one GPU | " + f"{result['ranks']} GPUs | of linear |",
