@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "memory.cuh"
+#include "common/memory.cuh"
 
 namespace unsloth {
 

@@ -80,11 +80,13 @@ def of_family(name):
             continue
         sources = sorted(family.parent.glob("*.cu"))
         named = (path for path in sources if f"_{path.stem}" in name)
-        source = next(named, None) or next(path for path in sources if makes(path, name.removeprefix(f"{of_all}_")))
+        made = (path for path in sources if len(sources) == 1 or makes(path, name.removeprefix(f"{of_all}_")))
+        source = next(named, None) or next(made)
         return (
             "#include <cuda.h>\n\n#undef __global__\n#define __global__ inline\n"
             f"{shared_of_host(with_neighbours(source, set()))}\n"
-            f'extern "C" const machine::Entry emulator_entry = machine::Kernel<&{name}>::entry;\n'
+            'extern "C" const machine::Entry emulator_entry = '
+            f"machine::Kernel<&{name}>::of_cluster(machine::cluster_of({name}_launch));\n"
         )
     return None
 

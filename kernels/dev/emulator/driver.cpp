@@ -196,8 +196,9 @@ struct Call {
     const machine::Entry *entry = load(*function);
     std::vector<void *> pointers;
     for (auto &param : params) pointers.push_back(param.data());
-    machine::Launch launch{function->name.c_str(), grid, block,        shared_bytes,
-                           pointers.data(),        seed, early_copies, {0}};
+    machine::Launch launch{
+        function->name.c_str(), grid,           block, shared_bytes, pointers.data(), seed,
+        early_copies,           entry->cluster, {0}};
     const auto run = [&] {
       running = launch.kernel;
       entry->run(launch);
@@ -348,6 +349,7 @@ EXPORT int cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, 
   Lock lock(mutex);
   Call call{function, grid, block, shared_bytes, {}};
   const machine::Entry *entry = load(*function);
+  if (uint64_t(grid_x) * grid_y * grid_z % entry->cluster != 0) return kInvalidValue;
   for (size_t i = 0; i < entry->count; i++) {
     std::vector<Part> param((entry->sizes[i] + sizeof(Part) - 1) / sizeof(Part));
     memcpy(param.data(), params[i], entry->sizes[i]);

@@ -1,6 +1,6 @@
 // A block of a kernel's threads on the host. Each is a fiber, and runs until it must wait for
 // others; then another of the block runs, on the same thread of the process. Blocks run side by
-// side.
+// side; those of a cluster by turns, on one thread of the process.
 //
 // What is undefined on a GPU ends the program here, with a word about where: threads that wait for
 // what never comes, threads of a warp that do not call the same operation, an address of nothing.
@@ -42,6 +42,7 @@ struct Launch {
   uint64_t seed;
   // Copies into shared memory happen as soon as they may, not as late as they may.
   bool early_copies;
+  unsigned cluster;  // blocks of one
   std::atomic<uint64_t> next_block;
 };
 
@@ -131,9 +132,24 @@ struct NamedBarrier {
   unsigned arrived;
 };
 
+class Block;
+
+// Blocks that reach each other's shared memory. Each has a part of the addresses.
+struct Cluster {
+  static constexpr uint32_t kPart = 1 << 20;
+  std::vector<std::unique_ptr<Block>> blocks;
+  unsigned alive, arrived;
+  uint32_t synced;
+
+  explicit Cluster(Launch &launch);
+  void run(uint64_t first, void (*body)());
+  Block &of(uint32_t address) { return *blocks.at(address / kPart - 1); }
+};
+
 class Block {
  public:
-  explicit Block(Launch &launch) : launch_(launch), threads_(launch.block.count()) {
+  Block(Launch &launch, Cluster &cluster)
+      : launch_(launch), cluster_(cluster), threads_(launch.block.count()) {
     warps_.reset(new Warp[(threads_.size() + kWarp - 1) / kWarp]);
     stacks_bytes_ = threads_.size() * kStack;
     const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -153,7 +169,9 @@ class Block {
     munmap(shared_, shared_bytes_ + 4096);
   }
 
-  void run(uint64_t number, void (*body)());
+  // Begins a block, and runs each of its threads that can go on. Whether there was something to do.
+  void start(uint64_t number, void (*body)());
+  bool turn();
 
   // For the thread that runs.
   Thread &self() { return *self_; }
@@ -164,6 +182,17 @@ class Block {
   const Launch &launch() const { return launch_; }
 
   void wait_while(const volatile uint32_t *word, uint32_t mask, uint32_t value);
+
+  Cluster &cluster() { return cluster_; }
+  // Of all threads of the cluster.
+  void sync_cluster() {
+    if (++cluster_.arrived == cluster_.alive) {
+      cluster_.arrived = 0;
+      cluster_.synced++;
+    } else {
+      wait_while(&cluster_.synced, ~0u, cluster_.synced);
+    }
+  }
 
   void sync() {
     if (++arrived_ == alive_) {
@@ -286,6 +315,7 @@ class Block {
   void end();
 
   Launch &launch_;
+  Cluster &cluster_;
   std::vector<Thread> threads_;
   std::unique_ptr<Warp[]> warps_;
   void *stacks_;
@@ -297,6 +327,7 @@ class Block {
   void (*body_)() = nullptr;
   unsigned alive_, arrived_;
   uint32_t synced_;
+  uint64_t random_;
   unsigned spare_;   // registers that were given back
   uint32_t handed_;  // how often
   std::unordered_map<const void *, std::vector<Copy>> landing_;
@@ -362,14 +393,17 @@ inline void Block::end() {
     arrived_ = 0;
     synced_++;
   }
+  if (--cluster_.alive > 0 && cluster_.arrived == cluster_.alive) {
+    cluster_.arrived = 0;
+    cluster_.synced++;
+  }
   Warp &warp = this->warp();
   if (--warp.alive > 0 && warp.arrived == warp.alive) warp.complete();
   machine_switch(&self_->stack_pointer, scheduler_);
 }
 
-inline void Block::run(uint64_t number, void (*body)()) {
+inline void Block::start(uint64_t number, void (*body)()) {
   body_ = body;
-  block = this;
   index_ = {unsigned(number % launch_.grid.x), unsigned(number / launch_.grid.x % launch_.grid.y),
             unsigned(number / launch_.grid.x / launch_.grid.y)};
   alive_ = threads_.size();
@@ -398,29 +432,49 @@ inline void Block::run(uint64_t number, void (*body)()) {
     warps_[i].completed = warps_[i].arrived = 0;
     warps_[i].alive = std::min<size_t>(kWarp, threads_.size() - i * kWarp);
   }
-  uint64_t random = launch_.seed + number;
-  while (alive_ > 0) {
-    random = random * 6364136223846793005 + 1442695040888963407;
-    const unsigned first = (random >> 33) % warps;
+  random_ = launch_.seed + number;
+}
+
+inline bool Block::turn() {
+  block = this;
+  const unsigned warps = (threads_.size() + kWarp - 1) / kWarp;
+  random_ = random_ * 6364136223846793005 + 1442695040888963407;
+  const unsigned first = (random_ >> 33) % warps;
+  bool ran = false;
+  for (unsigned i = 0; i < warps * kWarp; i++) {
+    const unsigned rank = (first * kWarp + i) % (warps * kWarp);
+    if (rank >= threads_.size()) continue;
+    self_ = &threads_[rank];
+    if (self_->done || (self_->word != nullptr && (*self_->word & self_->mask) == self_->value)) {
+      continue;
+    }
+    self_->word = nullptr;
+    ran = true;
+    machine_switch(&scheduler_, self_->stack_pointer);
+  }
+  self_ = nullptr;
+  if (!engine_.empty() && (!ran || random_ >> 62 == 0)) {
+    engine_.front()();
+    engine_.pop_front();
+    ran = true;
+  }
+  return ran;
+}
+
+inline Cluster::Cluster(Launch &launch) {
+  for (unsigned i = 0; i < launch.cluster; i++) {
+    blocks.push_back(std::make_unique<Block>(launch, *this));
+  }
+}
+
+inline void Cluster::run(uint64_t first, void (*body)()) {
+  arrived = synced = 0;
+  alive = blocks.size() * blocks[0]->launch().block.count();
+  for (size_t i = 0; i < blocks.size(); i++) blocks[i]->start(first + i, body);
+  while (alive > 0) {
     bool ran = false;
-    for (unsigned i = 0; i < warps * kWarp; i++) {
-      const unsigned rank = (first * kWarp + i) % (warps * kWarp);
-      if (rank >= threads_.size()) continue;
-      self_ = &threads_[rank];
-      if (self_->done || (self_->word != nullptr && (*self_->word & self_->mask) == self_->value)) {
-        continue;
-      }
-      self_->word = nullptr;
-      ran = true;
-      machine_switch(&scheduler_, self_->stack_pointer);
-    }
-    self_ = nullptr;
-    if (!engine_.empty() && (!ran || random >> 62 == 0)) {
-      engine_.front()();
-      engine_.pop_front();
-      ran = true;
-    }
-    if (!ran) fail("all threads that are left wait for what does not come");
+    for (auto &of : blocks) ran = of->turn() || ran;
+    if (!ran) block->fail("all threads that are left wait for what does not come");
   }
 }
 
@@ -457,7 +511,15 @@ struct Entry {
   size_t count;
   const size_t *sizes;
   void (*run)(Launch &);
+  unsigned cluster = 1;  // blocks of one
 };
+
+// Of what stands beside a kernel for the host, if it says so.
+template <class Choices>
+unsigned cluster_of(const Choices &choices) {
+  if constexpr (requires { choices.blocks; }) return choices.blocks;
+  return 1;
+}
 
 template <auto kernel>
 struct Kernel;
@@ -469,13 +531,15 @@ struct Kernel<kernel> {
   }
   static void body() { call(block->launch().params, std::index_sequence_for<A...>()); }
   static void run(Launch &launch) {
-    Block here(launch);
+    Cluster here(launch);
     const uint64_t blocks = uint64_t(launch.grid.x) * launch.grid.y * launch.grid.z;
-    for (uint64_t i; (i = launch.next_block++) < blocks;) here.run(i, body);
+    const unsigned each = launch.cluster;
+    for (uint64_t i; (i = launch.next_block.fetch_add(each)) < blocks;) here.run(i, body);
     block = nullptr;
   }
   static constexpr size_t sizes[] = {sizeof(A)...};
   static constexpr Entry entry = {sizeof...(A), sizes, run};
+  static Entry of_cluster(unsigned cluster) { return {sizeof...(A), sizes, run, cluster}; }
 };
 
 }  // namespace machine

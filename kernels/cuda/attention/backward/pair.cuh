@@ -25,7 +25,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
   using Base::kN, Base::kS, Base::p, Base::shared, Base::w, Base::turns, Base::warp, Base::lane;
   using Base::multiply_gradient, Base::exponentiate, Base::convert, Base::store_probabilities;
   using Base::multiply_probabilities, Base::write, Base::clear;
-  using Base::parity_at, Base::fresh, Base::release, Base::multiply_scores;
+  using Base::parity_at, Base::fresh, Base::release;
   static constexpr int kPart = Memory::kPart, kParts = Memory::kParts;
   static constexpr int kDqChunks = Memory::kDqChunks;
   static constexpr int kQ = kBlockM * kChunk / 128;  // accumulators of 64 columns of dQ
@@ -191,7 +191,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     wait_keys();
     int m = turns.m_min;
     this->template wait_rows<kValues, D>(shared.q_full[0], shared.q[0], 0, m);
-    multiply_scores<D>(x, shared.k, shared.q[0]);
+    this->template multiply_scores<D>(x, shared.k, shared.q[0]);
     wgmma_wait<0>();
     hold(x);
     leave_probabilities(x, packed, 0, m, 0);
@@ -222,7 +222,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     if (kDq && step > 2) sums.add(dq);
     this->template wait_rows<kValues, D>(shared.q_full[stage], shared.q[stage], parity_at(step),
                                          next);
-    multiply_scores<D>(x, shared.k + fresh(stage), shared.q[stage]);
+    this->template multiply_scores<D>(x, shared.k + fresh(stage), shared.q[stage]);
     leave_dout(dv, packed, buffers);
     if constexpr (kDq) ask_dq<kValues>(dq, step - 2);
     wgmma_wait<kDq>();

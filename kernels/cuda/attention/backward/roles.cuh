@@ -16,7 +16,7 @@ struct Roles : Role<D, DV, T, RolesShared<D, DV, T>> {
   using Base = Role<D, DV, T, RolesShared<D, DV, T>>;
   using Base::Base, Base::kS, Base::p, Base::shared, Base::w, Base::turns, Base::parity_at;
   using Base::exponentiate, Base::pass_on, Base::convert, Base::multiply_probabilities;
-  using Base::fresh, Base::release, Base::multiply_scores, Base::multiply_gradient;
+  using Base::fresh, Base::release, Base::multiply_gradient;
   using Base::wait_keys, Base::write, Base::clear;
   template <int kRole, int kColumns>
   __device__ __forceinline__ void wait_rows(Mbarrier &full, T *tile, uint32_t parity, int m) {
@@ -33,7 +33,7 @@ struct Roles : Role<D, DV, T, RolesShared<D, DV, T>> {
     wait_keys();
     int m = turns.m_min;
     wait_rows<kValues, D>(shared.q_full[0], shared.q[0], 0, m);
-    multiply_scores<D>(x, shared.k, shared.q[0]);
+    this->template multiply_scores<D>(x, shared.k, shared.q[0]);
     wgmma_wait<0>();
     hold(x);
 #pragma unroll 1
@@ -53,7 +53,7 @@ struct Roles : Role<D, DV, T, RolesShared<D, DV, T>> {
       release(shared.q_empty[stage]);
       release(shared.probabilities_full[stage]);
       wait_rows<kValues, D>(shared.q_full[other], shared.q[other], parity_at(step + 1), next);
-      multiply_scores<D>(x, shared.k + fresh(stage), shared.q[other]);
+      this->template multiply_scores<D>(x, shared.k + fresh(stage), shared.q[other]);
       wait_rows<kValues, DV>(shared.dout_full[stage], shared.dout[stage], parity_at(step), m);
       multiply_gradient(dv, packed, shared.dout[stage]);
       wgmma_wait<1>();
@@ -84,7 +84,7 @@ struct Roles : Role<D, DV, T, RolesShared<D, DV, T>> {
     wait_keys();
     int m = turns.m_min;
     wait_rows<kKeysRole, DV>(shared.dout_full[0], shared.dout[0], 0, m);
-    multiply_scores<DV>(y, shared.v, shared.dout[0]);
+    this->template multiply_scores<DV>(y, shared.v, shared.dout[0]);
     wgmma_wait<0>();
     hold(y);
     release(shared.dout_empty[0]);
@@ -103,7 +103,7 @@ struct Roles : Role<D, DV, T, RolesShared<D, DV, T>> {
       convert(y, packed);
       wait_rows<kKeysRole, DV>(shared.dout_full[other], shared.dout[other], parity_at(step + 1),
                                next);
-      multiply_scores<DV>(y, shared.v + fresh(stage), shared.dout[other]);
+      this->template multiply_scores<DV>(y, shared.v + fresh(stage), shared.dout[other]);
       multiply_gradient(dk, packed, shared.q[stage]);
       wgmma_wait<1>();
       hold(y);

@@ -50,6 +50,13 @@ inline void store_matrix_x4_transposed(uint32_t address, uint32_t r0, uint32_t r
   machine::together<Stored, machine::Nothing, store_matrices_transposed>(given);
 }
 
+inline void add_four(float *to, float a, float b, float c, float d) {
+  if (uintptr_t(to) % 16 != 0) machine::block->fail("a misaligned addition");
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  to[0] += a, to[1] += b, to[2] += c, to[3] += d;
+}
+
 inline void fence_async_proxy() {}
 
 inline uint32_t swizzle_128b(uint32_t offset) { return offset ^ ((offset >> 3) & 0x70); }
