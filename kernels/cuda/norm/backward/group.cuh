@@ -4,7 +4,6 @@
 // and rows share the waits of a sum.
 #pragma once
 
-#include "common/dependent_launch.cuh"
 #include "common/gains.cuh"
 #include "common/named_barrier.cuh"
 #include "common/rows.cuh"
@@ -265,7 +264,6 @@ struct Group {
       fence_mbarrier_init();
     }
     __syncthreads();
-    await_previous_kernel();
     if (lane < 32) {
       for (uint32_t i = 0; i < p.stages; i++) start(i, i);
     }

@@ -8,7 +8,6 @@
 // slots' are added at the end, and `column_sums` adds the blocks'.
 #pragma once
 
-#include "common/dependent_launch.cuh"
 #include "common/gains.cuh"
 #include "common/named_barrier.cuh"
 #include "common/rows.cuh"
@@ -305,7 +304,6 @@ struct Backward {
 
 template <class T, bool kCentered, bool kResidual, Refill kRefill>
 __device__ __forceinline__ void ring(const Arguments &p, uint8_t *dynamic) {
-  await_previous_kernel();
   Backward<T, kCentered, kResidual, kRefill>(p, dynamic).run();
 }
 

@@ -2,6 +2,7 @@
 // the kernels of rows in a ring and those of rows in registers have alike.
 #pragma once
 
+#include "common/dependent_launch.cuh"
 #include "common/vector.cuh"
 #include "norm/backward/arguments.h"
 
@@ -104,8 +105,9 @@ __device__ __forceinline__ void store_shares(const float (&share)[kVectors][kWid
                                      vectors, stages, head_bytes)                              \
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)                           \
       name(const __grid_constant__ NormBackwardRingArguments params) {                         \
-    extern __shared__ __align__(128) uint8_t dynamic[];                                        \
     unsloth::let_next_kernel_start();                                                          \
+    unsloth::await_previous_kernel();                                                          \
+    extern __shared__ __align__(128) uint8_t dynamic[];                                        \
     run(params, dynamic);                                                                      \
   }                                                                                            \
   extern "C" __device__ const NormBackwardRingLaunch name##_launch = {                         \
