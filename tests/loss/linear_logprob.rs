@@ -174,11 +174,18 @@ fn check(ctx: &Context, (dtype, weight_dtype): (DType, DType), case: &Case) {
     let of_logits = 1.0 + 2.0 * inputs.terms_of_logits() / case.logprob.temperature;
     let of_dlogits: Vec<f64> = of_dlogits.iter().map(|t| t * of_logits).collect();
     let terms = inputs.terms_of_gradients(&of_dlogits);
-    // A logit is rounded to the dtype by half a unit in its last place, or less. With few tokens the plain
-    // result may happen to lose hardly any of it, and is no measure then.
-    let logit = greatest(&magnitudes(&inputs.logits(EXACT))) / case.logprob.temperature;
-    let of_rounding = 0.25 * logit * epsilon(dtype) / epsilon(DType::F32);
-    let of_tokens = of_rounding.max(greatest(&exact.terms) + of_logits);
+    let of_tokens = greatest(&exact.terms) + of_logits;
+    // Scores are rounded to the dtype, which moves the sum of their exponentials, and that of a token's id its
+    // log-probability, by up to half a unit in the last place. With few tokens the plain result may happen to
+    // lose much less, and is no measure then.
+    let scores: Vec<f64> = exact
+        .logprobs
+        .iter()
+        .zip(&exact.lse)
+        .map(|(p, lse)| p + lse)
+        .collect();
+    let score = greatest(&magnitudes(&scores)).max(greatest(&magnitudes(&exact.lse)));
+    let of_rounding = 0.25 * score * epsilon(dtype) / epsilon(DType::F32);
     let of_entropy = of_tokens * (1.0 + greatest(&exact.entropy));
 
     let compare_forward = |got: &[Option<Vec<f64>>; 3]| {
@@ -188,7 +195,7 @@ fn check(ctx: &Context, (dtype, weight_dtype): (DType, DType), case: &Case) {
                 &got[0],
                 &exact.logprobs,
                 &plain.logprobs,
-                of_tokens,
+                of_tokens.max(of_rounding),
             ),
             (
                 "entropy",
@@ -197,7 +204,13 @@ fn check(ctx: &Context, (dtype, weight_dtype): (DType, DType), case: &Case) {
                 &plain.entropy,
                 of_entropy,
             ),
-            ("lse", &got[2], &exact.lse, &plain.lse, of_tokens),
+            (
+                "lse",
+                &got[2],
+                &exact.lse,
+                &plain.lse,
+                of_tokens.max(of_rounding),
+            ),
         ] {
             if let Some(got) = got {
                 let plain = rounded(DType::F32, plain);
