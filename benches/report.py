@@ -312,7 +312,7 @@ def ranks_section():
     """What two GPUs divide, and what more would by a model of them."""
     parallel, collectives = (list(of_devices(kind).values()) for kind in ("parallel", "collectives"))
     modelled = [scale_model.section(parallel[0], collectives[0])] if parallel and collectives else []
-    # Newer than what stands above, and of another machine.
+    # Measured after the tables above, on another pair of the same GPUs.
     overlap = of_devices("overlap").values()
     beside = [ranks_report.section(result, "Sums beside products") for result in overlap]
     return "\n\n".join([*map(ranks_report.section, parallel), *beside, *modelled])

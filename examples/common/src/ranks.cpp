@@ -112,8 +112,9 @@ void transfer(const Context &context, const unsloth_send_receive_params &params)
   check(unsloth_send_receive_forward(context.get(), &params, context.stream()));
 }
 
-// In one process. Who has joined all groups has met ranks that had met all others in the groups
-// before, so that everyone has read the file by then.
+// Runs one rank in this process. Rank 0 removes the file once it has joined all its groups. Every
+// rank has read the file by then: joining a group waits for its other ranks, which have themselves
+// joined the groups of all earlier ways.
 void run_process(unsloth_backend backend, uint32_t num_threads, const std::vector<int32_t> &sizes,
                  const Process &process,
                  const std::function<void(const Context &, const std::vector<Group> &)> &run) {

@@ -254,8 +254,8 @@ TokenId Session::share(TokenId token) {
   return share_first();
 }
 
-// The first of the tokens that the rank has which has the last token's logits. It is there for the
-// next step.
+// The rank that has the last token's logits writes the likeliest token to the first place of ids_,
+// where the next step reads it, and sends it to the others.
 TokenId Session::share_first() {
   if (sharing().size > 1) {
     const unsloth_tensor first = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {1});

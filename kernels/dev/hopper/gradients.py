@@ -1,7 +1,7 @@
 """Checks variants of the gradients' kernels against f64, and times them beside FlashAttention-3.
 
 Usage: gradients.py OUT.json DIR check|bench [CELL,...]. Each DIR/VARIANT.cubin has kernels attention_gradients_full, _causal, _prepare and
-_finish, of bf16. Each is run as it comes and with sums in order, where `check` wants the same bits again. A cell is like
+_finish, of bf16. Each is run as it comes and, up to 128 dimensions, with sums in order, where `check` wants the same bits again. A cell is like
 d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says); by default s512, s2048 and s8192.
 
 A figure is the kernel time, by CUPTI, of four calls: the median of 3 rounds, contenders by turns; the main kernel's alone beside it.

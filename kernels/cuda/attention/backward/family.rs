@@ -20,7 +20,7 @@ pub const FAMILY: Family = Family {
 };
 
 /// Tensor maps have a 128-byte swizzle and are 64 elements wide: (dim, sequence, heads, batch), box (64, 64, 1, 1) of q and dout, (64,
-/// block_keys, 1, 1) of k and v. Variable length: one batch of all tokens.
+/// block_keys / blocks, 1, 1) of k and v. Variable length: one batch of all tokens.
 const ARGUMENTS: &[Field] = &[
     field(Type::TensorMap, "q", ""),
     field(Type::TensorMap, "dout", ""),

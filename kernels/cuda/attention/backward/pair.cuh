@@ -9,7 +9,7 @@
 // A step's dQ is computed two steps later, when the other block's dS has long come, so that no
 // block waits for the other's way through a step. Exponentials and dS run under dQ and the other
 // role's products, additions to memory under dV and dK. Each block loads Q and dO for itself: loads
-// that write to both took a third more time (LADDER.md).
+// that write to both blocks made the kernel take half as long again (LADDER.md, steps 49 and 54).
 #pragma once
 
 #include "common/cluster.cuh"

@@ -134,7 +134,7 @@ struct Work {
   Steps steps;
 };
 
-// A block has kN keys, of which so many blocks of threads take care, and a step kM queries.
+// A block of keys has kN of them, which kBlocks blocks of threads share; a step has kM queries.
 // `number`: which of the grid's blocks this is.
 template <int kN, Mask kMask, int kM, int kBlocks = 1>
 __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, int number) {
