@@ -400,8 +400,11 @@ impl<'p, 'a> Layer<'p, 'a> {
             parallel.push_join_of(self.op, i, to)?;
             match rows_of([residual, norm], rows)? {
                 Some([x, out]) => self.push_norm(Norm::Mlp, x, out, to),
-                // They are contiguous.
-                None => Ok(()),
+                // Both are contiguous, by what was checked and taken.
+                None => Err(Error::Internal {
+                    op: self.op,
+                    message: text!("rows of the residual are not equally spaced"),
+                }),
             }
         });
         let (block, chunks) = named(self.op, made, &[])?;
