@@ -21,6 +21,7 @@ pub mod rules;
 pub mod tensor;
 pub mod workspace;
 
+use std::cell::Cell;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -39,12 +40,22 @@ pub use tensor::{DeviceTensor, TestTensor};
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
 /// A fresh random generator. Its seed goes to the test's output, and `UNSLOTH_TEST_SEED` repeats
-/// it.
+/// it. Where `UNSLOTH_TEST_SEEDS` is given, seeds count on from it in each test: other numbers for
+/// each generator, the same in each run.
 pub fn rng() -> StdRng {
-    let seed = match std::env::var("UNSLOTH_TEST_SEED") {
-        Ok(text) => text.parse().expect("UNSLOTH_TEST_SEED is a number"),
-        Err(_) => rand::random::<u64>(),
+    thread_local! {
+        // Each test has a thread.
+        static CALLS: Cell<u64> = const { Cell::new(0) };
+    }
+    let number = |name| {
+        let text = std::env::var(name).ok()?;
+        let number: Result<u64, _> = text.parse();
+        Some(number.unwrap_or_else(|_| panic!("{name} is a number")))
     };
+    let calls = CALLS.replace(CALLS.get() + 1);
+    let seed = number("UNSLOTH_TEST_SEED")
+        .or_else(|| Some(number("UNSLOTH_TEST_SEEDS")?.wrapping_add(calls)))
+        .unwrap_or_else(rand::random);
     println!("UNSLOTH_TEST_SEED={seed}");
     StdRng::seed_from_u64(seed)
 }

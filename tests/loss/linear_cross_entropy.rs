@@ -3,9 +3,12 @@
 
 mod misuse;
 
-use crate::common::head::{EXACT, Inputs, Layer, PLAIN, greatest, layers, run_in_workspace};
+use crate::common::head::{
+    EXACT, Inputs, Layer, PLAIN, greatest, layers, magnitudes, run_in_workspace,
+};
 use crate::common::reference::cross_entropy::{Loss, Tokens};
 use crate::common::reference::linear::linear;
+use crate::common::rules::epsilon;
 use crate::common::{
     DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, contiguous, rng, rounded,
 };
@@ -194,9 +197,21 @@ fn check(ctx: &Context, (dtype, weight_dtype): (DType, DType), case: &Case) {
         let loss = case.loss(&exact);
         compare("loss", &got.loss, &[loss], &[loss + error], of_sum);
         if case.losses {
+            // Logits are rounded to the dtype, which moves the sum of their exponentials by up to half a unit
+            // in the last place, and losses by their terms'. With few tokens the plain result may happen to
+            // lose much less, and is no measure then.
+            let moved = |by: &[f64]| 0.25 * greatest(by) * epsilon(dtype) / epsilon(DType::F32);
             let most = greatest(&loss_terms);
-            compare("losses", &got.losses, &exact.losses, &plain.losses, most);
-            compare("lse", &got.lse, &exact.lse, &plain.lse, most);
+            let of_losses = most.max(moved(&exact.loss_terms));
+            compare(
+                "losses",
+                &got.losses,
+                &exact.losses,
+                &plain.losses,
+                of_losses,
+            );
+            let of_lse = most.max(moved(&magnitudes(&exact.lse)));
+            compare("lse", &got.lse, &exact.lse, &plain.lse, of_lse);
         }
         let (dtypes, all) = ((dtype, grad_dtype), [&of_exact, &of_plain, &terms]);
         layer.assert_gradients(ctx, dtypes, &before, &got.gradients, all);
