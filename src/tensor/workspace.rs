@@ -158,6 +158,17 @@ impl Scratch {
         size: 0,
     };
 
+    /// What is left behind so many bytes; nothing, if there are not as many.
+    pub fn behind(&self, bytes: usize) -> Scratch {
+        match self.size.checked_sub(bytes) {
+            Some(size) if size > 0 => Scratch {
+                ptr: self.ptr.wrapping_add(bytes),
+                size,
+            },
+            _ => Scratch::NONE,
+        }
+    }
+
     /// As a tensor, for overlap checks.
     pub fn raw(&self) -> Result<RawTensor> {
         Ok(RawTensor {

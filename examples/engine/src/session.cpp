@@ -23,7 +23,7 @@ namespace llm {
 namespace {
 
 // Tokens of a step: bounds the activations. A GPU is kept busy by more of them.
-constexpr uint64_t kMaxChunkCpu = 256;
+constexpr uint64_t kMaxChunkCpu = 512;
 constexpr uint64_t kMaxChunkGpu = 2048;
 uint64_t chunk_limit(const Context &context) {
   return context.backend() == UNSLOTH_BACKEND_CPU ? kMaxChunkCpu : kMaxChunkGpu;

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::tensor::{RawTensor, Scratch};
 
 /// Neighbours that share a scale.
-const SHARED: usize = 32;
+pub(super) const SHARED: usize = 32;
 
 /// Codes in a unit of [`Form::Split`], with whose factors there are as many of each.
 const UNIT: usize = 128;
@@ -288,12 +288,12 @@ fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
 }
 
 /// The greatest code: with it, both bytes of every code have a sign and are in range.
-const MOST: i16 = 127 * 256 + 127;
+pub(super) const MOST: i16 = 127 * 256 + 127;
 
 /// The nearest codes of -[`MOST`] to [`MOST`] times a scale, which is given. It is not finite if a
 /// value is not.
 #[inline(always)]
-fn round_together(values: &[f32; SHARED], codes: &mut [i16; SHARED]) -> f32 {
+pub(super) fn round_together(values: &[f32; SHARED], codes: &mut [i16; SHARED]) -> f32 {
     const LIMIT: f32 = MOST as f32;
     // As integers, magnitudes are in the order of the numbers, and NaN is above them.
     let magnitude = values.iter().map(|v| v.to_bits() & 0x7fff_ffff);

@@ -10,6 +10,7 @@ mod bytes;
 mod dot;
 mod formats;
 pub(crate) mod fused;
+pub(crate) mod panel;
 mod ternary;
 
 use std::ops::Range;

@@ -25,7 +25,7 @@ const AT_ONCE: usize = 4;
 pub(super) struct Blocks<const N: usize> {
     /// The weights' group, and the form of activations.
     pub shape: (usize, Form),
-    dot: Dot,
+    pub dot: Dot,
     /// All of one form, or none.
     kernels: Option<[Kernel; N]>,
 }

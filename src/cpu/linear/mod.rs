@@ -5,6 +5,7 @@ mod blocks;
 mod few_rows;
 mod integers;
 mod many_rows;
+mod panels;
 
 use std::ops::Range;
 
@@ -17,6 +18,7 @@ use crate::problem::linear::{Problem, Weights};
 use crate::tensor::{RawTensor, Scratch};
 use blocks::Blocks;
 use many_rows::{Operand, Tiles};
+use panels::Panels;
 
 impl Run for Problem {
     fn without_allocating(&self, cpu: &Cpu) -> usize {
@@ -27,7 +29,10 @@ impl Run for Problem {
                 Some(blocks) => Activations::bytes(x, blocks.shape),
                 None => few_rows::bytes(x),
             },
-            Some(false) => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
+            Some(false) => match Panels::new(x, [&self.weights]) {
+                Some(panels) => panels.bytes(cpu),
+                None => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
+            },
             None => 0,
         }
     }
@@ -35,7 +40,10 @@ impl Run for Problem {
     fn probe(&self, cpu: &Cpu) -> Result<()> {
         let (x, weight) = (&self.x, &self.weights.weight);
         match self.of_few_rows() {
-            Some(false) if !integers::serve([&self.weights]) => {
+            Some(false)
+                if !integers::serve([&self.weights])
+                    && Panels::new(x, [&self.weights]).is_none() =>
+            {
                 Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).probe("linear")
             }
             _ => Ok(()),
@@ -102,6 +110,12 @@ pub(crate) fn add_bias(sums: &mut [f32], bias: Option<&RawTensor>, columns: &Ran
 
 #[inline(always)]
 fn add<T: Float>(sums: &mut [f32], addend: &[T]) {
+    if let Some(addend) = T::as_f32(addend) {
+        for (s, a) in sums.iter_mut().zip(addend) {
+            *s += *a;
+        }
+        return;
+    }
     let mut block = [0.0f32; BLOCK];
     for (sums, addend) in sums.chunks_mut(BLOCK).zip(addend.chunks(BLOCK)) {
         let block = &mut block[..addend.len()];
@@ -118,7 +132,7 @@ fn add<T: Float>(sums: &mut [f32], addend: &[T]) {
 /// nothing is allocated.
 ///
 /// # Errors
-/// There is no memory for what is widened or summed; nothing has been computed. More than
+/// There is no memory for what is widened or summed; nothing has been computed. Where weights are not multiplied as integers, more than
 /// [`few_rows::MAX_ROWS`] rows are multiplied by `gemm`, which ends the process where it cannot
 /// allocate the panels that it packs: up to 2 MiB for each tile, and about the size of the L2 cache
 /// at a thread's first product. Whether there is memory for the tiles is seen before the first of
@@ -144,6 +158,9 @@ pub(crate) fn for_each_row_part<const N: usize>(
             None => few_rows::run(cpu, x, matrices, scratch, done),
         },
         _ => {
+            if let Some(panels) = Panels::new(x, weights) {
+                return panels.run(cpu, x, weights, scratch, done);
+            }
             let (x, weights) = (Operand::by_rows(x), matrices.map(Operand::by_rows));
             let tiles = Tiles::new(cpu, x, weights);
             tiles.run(cpu, &tiles.memory("linear", scratch)?, done);
