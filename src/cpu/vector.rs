@@ -72,6 +72,23 @@ fn is<S: Simd, T: Simd>() -> bool {
     TypeId::of::<S>() == TypeId::of::<T>()
 }
 
+/// How far ahead of their use weights are asked for, in bytes.
+const AHEAD: usize = 1536;
+
+/// Asks for what lies [`AHEAD`] of something, which may be behind all that there is. Reading is what products
+/// of few rows wait for, and the processor by itself does not look far enough.
+#[inline(always)]
+pub(crate) fn fetch<T>(from: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>().wrapping_add(AHEAD)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = from.cast::<u8>().wrapping_add(AHEAD);
+}
+
 #[cfg(test)]
 mod tests {
     use half::{bf16, f16};

@@ -320,6 +320,10 @@ void Session::extend(size_t count) {
 }
 
 void Session::reserve_workspace(size_t count) {
+  // On the CPU what a step of one rank needs depends on its rows alone.
+  const bool of_rows = context().backend() == UNSLOTH_BACKEND_CPU && !divided_;
+  if (of_rows && count == reserved_rows_) return;
+  reserved_rows_ = count;
   size_t size = 0;
   if (model_->ranks().has_output()) {
     const unsloth_linear_params logits = logits_params(0, max_logit_rows_);

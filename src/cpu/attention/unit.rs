@@ -190,7 +190,14 @@ impl<'a> Unit<'a> {
     {
         let last = keys.end - 1;
         let regular = match self.p.keys {
-            Keys::Paged { page_size, .. } => keys.start / page_size == last / page_size,
+            Keys::Paged { page_size, .. } => {
+                let pages = keys.start / page_size..last / page_size;
+                let page = |i: usize| self.locate(i * page_size).0;
+                // Pages that follow one another in memory are one.
+                pages.is_empty()
+                    || rows.outer == page_size * rows.token
+                        && pages.clone().all(|i| page(i + 1) == page(i) + 1)
+            }
             _ => true,
         };
         let size = (keys.len(), stride);

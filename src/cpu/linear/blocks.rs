@@ -82,16 +82,19 @@ pub(super) fn run<const N: usize>(
     };
     let cost = depth.saturating_mul(rows * N * PART) / 4;
     cpu.for_each_range(columns.div_ceil(PART), cost, |parts| {
-        let mut chunks = [const { Chunk::new() }; AT_ONCE];
+        // Where nothing is unpacked, not even zeros are written.
+        let mut chunks = match blocks.kernels {
+            None => Some([const { Chunk::new() }; AT_ONCE]),
+            Some(_) => None,
+        };
         let mut sums = [[[0.0f32; PART]; MAX_ROWS]; N];
         for part in parts {
             let part = part * PART..columns.min((part + 1) * PART);
             for (i, (sums, weight)) in sums.iter_mut().zip(weights).enumerate() {
-                match blocks.kernels {
-                    Some(kernels) => {
-                        products.compute_in_registers(kernels[i], weight, part.clone(), sums);
-                    }
-                    None => products.compute(weight, part.clone(), &mut chunks, sums),
+                if let Some(kernels) = blocks.kernels {
+                    products.compute_in_registers(kernels[i], weight, part.clone(), sums);
+                } else if let Some(chunks) = &mut chunks {
+                    products.compute(weight, part.clone(), chunks, sums);
                 }
             }
             cpu.vectorize(

@@ -298,6 +298,9 @@ fn step<S: Simd, W: Float, const R: usize, const C: usize>(
     let mut sums = [[simd.splat_f32s(0.0); C]; R];
     sums.copy_from_slice(&partial[..R]);
     for i in (0..whole).step_by(S::F32_LANES) {
+        if C == 1 {
+            vector::fetch(w[0].as_ptr().wrapping_add(i));
+        }
         let mut vectors = [simd.splat_f32s(0.0); C];
         for c in 0..C {
             debug_assert!(i + S::F32_LANES <= w[c].len());

@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::kernel::{Product, Row};
+use super::kernel::{Product, Row, fetch};
 use crate::cpu::blocks::{Form, Format, Q4_0, Q4_1, Q5_0, Q5_1};
 
 /// Blocks of a unit.
@@ -128,6 +128,7 @@ impl<F: Nibbles> Product for InUnits<F> {
         unsafe {
             for i in 0..whole {
                 let unit = row.add(i * BLOCKS * F::BYTES);
+                fetch(unit, BLOCKS * F::BYTES);
                 let first = _mm512_loadu_si512(unit.cast());
                 let last = _mm512_loadu_si512(unit.add(BLOCKS * F::BYTES - VECTOR).cast());
                 let fifth = fifth_bits::<F>(unit, BLOCKS);
@@ -137,6 +138,7 @@ impl<F: Nibbles> Product for InUnits<F> {
                 let unit = row.add(whole * BLOCKS * F::BYTES);
                 let masks = Masks::new::<F>(rest);
                 let end = unit.wrapping_add(BLOCKS * F::BYTES - VECTOR);
+                fetch(unit, rest * F::BYTES);
                 let first = _mm512_maskz_loadu_epi8(masks.first, unit.cast());
                 let last = _mm512_maskz_loadu_epi8(masks.last, end.cast());
                 let fifth = fifth_bits::<F>(unit, rest);

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 
 use super::COLUMNS;
 use crate::cpu::blocks::{Form, Format, Planes};
+use crate::cpu::vector;
 
 /// Codes of a vector.
 pub(super) const CODES: usize = 64;
@@ -131,6 +132,7 @@ impl<F: Fused> Product for InSteps<F> {
             for i in 0..whole {
                 const { assert!(F::GROUP == 16 || F::GROUP == 32) };
                 let step = row.add(i * F::BLOCKS * F::BLOCK.1);
+                fetch(step, F::BLOCKS * F::BLOCK.1);
                 let scales = begin::<F, R>(step, F::BLOCKS, x, i, &mut totals);
                 match F::GROUP {
                     16 => {
@@ -148,6 +150,7 @@ impl<F: Fused> Product for InSteps<F> {
             let rest = blocks % F::BLOCKS;
             if rest > 0 {
                 let step = row.add(whole * F::BLOCKS * F::BLOCK.1);
+                fetch(step, rest * F::BLOCK.1);
                 let scales = begin::<F, R>(step, rest, x, whole, &mut totals);
                 for z in 0..(rest * F::BLOCK.0).div_ceil(CODES) {
                     add::<F, R>(step, rest, x, (whole, z), &scales, &mut totals);
@@ -155,6 +158,14 @@ impl<F: Fused> Product for InSteps<F> {
             }
         }
         totals
+    }
+}
+
+/// Asks for what lies ahead of so many bytes.
+#[inline(always)]
+pub(super) fn fetch(from: *const u8, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        vector::fetch(from.wrapping_add(line));
     }
 }
 
