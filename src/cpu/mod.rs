@@ -40,6 +40,7 @@ pub(crate) use event::Event;
 pub(crate) use host::device_info;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::backend::{Implementation, Stream};
 use crate::error::{Error, Result, text};
@@ -197,6 +198,34 @@ impl Cpu {
         });
     }
 
+    /// As [`Cpu::for_each_range`], for items that lie one behind the other in memory, where reading them is what
+    /// counts: each thread goes through a part of its own from one end to the other, and helps others when it is done.
+    pub fn for_each_in_order(&self, items: usize, cost: usize, f: impl Fn(Range<usize>) + Sync) {
+        /// Of more threads, each reads little.
+        const MOST: usize = 32;
+        /// The next piece of a part, in a cache line of its own.
+        #[repr(align(64))]
+        struct Next(AtomicUsize);
+
+        let (piece, pieces, threads) = self.cut(items, cost);
+        if !(2..=MOST).contains(&threads) {
+            return self.for_each_range(items, cost, f);
+        }
+        let starts_at = |part: usize| pieces * part / threads;
+        let next: [Next; MOST] = std::array::from_fn(|part| Next(starts_at(part).into()));
+        self.pool.run(threads, threads, &|_, own| {
+            for part in (own..threads).chain(0..own) {
+                loop {
+                    let i = next[part].0.fetch_add(1, Ordering::Relaxed);
+                    if i >= starts_at(part + 1) {
+                        break;
+                    }
+                    f(i * piece..items.min((i + 1) * piece));
+                }
+            }
+        });
+    }
+
     /// How many threads take part in [`Cpu::for_each_range`].
     pub fn participants(&self, items: usize, cost: usize) -> usize {
         self.cut(items, cost).2
@@ -255,7 +284,6 @@ impl Cpu {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn ranges_cover_once() {
@@ -271,6 +299,15 @@ mod tests {
                 assert!(
                     seen.iter().all(|n| n.load(Ordering::Relaxed) == 1),
                     "{items} {cost}"
+                );
+                cpu.for_each_in_order(items, cost, |range| {
+                    for i in range {
+                        seen[i].fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+                assert!(
+                    seen.iter().all(|n| n.load(Ordering::Relaxed) == 2),
+                    "{items} {cost}, in order"
                 );
             }
         }

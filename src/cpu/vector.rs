@@ -73,7 +73,7 @@ fn is<S: Simd, T: Simd>() -> bool {
 }
 
 /// How far ahead of their use weights are asked for, in bytes.
-const AHEAD: usize = 1536;
+const AHEAD: usize = 4096;
 
 /// Asks for what lies [`AHEAD`] of something, which may be behind all that there is. Reading is what products
 /// of few rows wait for, and the processor by itself does not look far enough.

@@ -81,7 +81,7 @@ pub(super) fn run<const N: usize>(
         rows,
     };
     let cost = depth.saturating_mul(rows * N * PART) / 4;
-    cpu.for_each_range(columns.div_ceil(PART), cost, |parts| {
+    cpu.for_each_in_order(columns.div_ceil(PART), cost, |parts| {
         // Where nothing is unpacked, not even zeros are written.
         let mut chunks = match blocks.kernels {
             None => Some([const { Chunk::new() }; AT_ONCE]),

@@ -63,7 +63,7 @@ pub(super) fn run<const N: usize>(
     with_float!(x.dtype, X => rows_as_f32::<X>(x, depth, scratch, wide));
     let wide = &*wide;
     let cost = depth.saturating_mul(rows * N * PART);
-    cpu.for_each_range(columns.div_ceil(PART), cost, |parts| {
+    cpu.for_each_in_order(columns.div_ceil(PART), cost, |parts| {
         let mut scratch = [[0.0f32; BLOCK]; GROUP];
         cpu.arch().dispatch(Parts {
             cpu,

@@ -37,7 +37,7 @@ pub(super) fn run<const N: usize>(
     let rounded = Rounded::new(cpu, x, scratch)?;
     let dot = Dot::new();
     let cost = depth.saturating_mul(rows * N * PART) / 8;
-    cpu.for_each_range(columns.div_ceil(PART), cost, |parts| {
+    cpu.for_each_in_order(columns.div_ceil(PART), cost, |parts| {
         let mut sums = [[[0.0f32; PART]; MAX_ROWS]; N];
         for part in parts {
             let part = part * PART..columns.min((part + 1) * PART);
