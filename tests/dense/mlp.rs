@@ -1,6 +1,7 @@
 //! The gated feed-forward block against its definition, and against the single operations it is
 //! made of.
 
+use crate::common::head::magnitudes;
 use crate::common::reference::mlp::{Layer, Layers, Plain, mlp as reference};
 use crate::common::rules::epsilon;
 use crate::common::tensor::strided_rows;
@@ -221,18 +222,9 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
             a.into_iter().zip(b).zip(&exact).map(worse).collect()
         })
         .unwrap_or_default();
-    let magnitudes = |values: &[f64]| values.iter().map(|v| v.abs()).collect::<Vec<_>>();
-    let magnitudes_of = |layer: &Layer| Layer {
-        weight: magnitudes(&layer.weight),
-        bias: layer.bias.as_deref().map(magnitudes),
-    };
     let terms = reference(
         &magnitudes(&x.values()),
-        &Layers {
-            gate: magnitudes_of(&layers.gate),
-            up: magnitudes_of(&layers.up),
-            down: magnitudes_of(&layers.down),
-        },
+        &layers.magnitudes(),
         (rows, hidden, intermediate),
         case.activation,
         residual.as_deref().map(magnitudes).as_deref(),

@@ -3,12 +3,13 @@
 
 mod misuse;
 
+use crate::common::head::{greatest, magnitudes};
 use crate::common::reference::mlp::{Arithmetic, Layer, Layers, mlp as reference, mlp_backward};
 use crate::common::tensor::{strided_rows, transposed};
 use crate::common::workspace::with_workspace;
 use crate::common::{
-    DeviceTensor, FLOATS, TestTensor, assert_flash_rule, assert_gradient_rule, contexts, cut_off,
-    rng, rounded,
+    DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, assert_gradient_rule, contexts,
+    cut_off, rng, rounded,
 };
 use unsloth::ops::linear::{Output, Weights};
 use unsloth::ops::mlp::backward::{Gradients, Params};
@@ -369,8 +370,20 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
             let sizes = (rows, hidden, intermediate);
             reference(&x, &layers, sizes, case.activation, None, plain)
         };
+        let exact = run(None);
         let plain = rounded(dtype, &run(Some(Plain::Everything(dtype))));
-        assert_flash_rule("out", dtype, &out.values(), &run(None), &plain);
+        let of_magnitudes = layers.magnitudes();
+        let sizes = (rows, hidden, intermediate);
+        let terms = reference(
+            &magnitudes(&x),
+            &of_magnitudes,
+            sizes,
+            case.activation,
+            None,
+            None,
+        );
+        let most = greatest(&terms);
+        assert_flash_rule_of_sums("out", dtype, &out.values(), &exact, &plain, most);
     }
 
     // Of parameters, gradients have their dtype or f32.

@@ -4,6 +4,7 @@ use unsloth::DType;
 use unsloth::ops::swiglu::Activation;
 
 use super::{linear, swiglu};
+use crate::common::head::magnitudes;
 use crate::common::tensor::round_to;
 
 /// A matrix of `rows` outputs, and its bias.
@@ -19,6 +20,18 @@ pub struct Layers {
     pub gate: Layer,
     pub up: Layer,
     pub down: Layer,
+}
+
+impl Layers {
+    /// Of each number. Multiplied, they say how great what adds up to a result may be.
+    pub fn magnitudes(&self) -> Layers {
+        let of_layer = |layer: &Layer| Layer {
+            weight: magnitudes(&layer.weight),
+            bias: layer.bias.as_deref().map(magnitudes),
+        };
+        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(of_layer);
+        Layers { gate, up, down }
+    }
 }
 
 /// What a plain implementation, which computes in f32, keeps in memory in a dtype.
