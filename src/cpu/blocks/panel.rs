@@ -1,5 +1,5 @@
 //! Many rows by weights in blocks: activations are rounded to 16 bits, as for few rows, and codes are
-//! multiplied as integers, exactly: by the high bytes of activations, then by the low. 16 rows of weights
+//! multiplied as integers, exactly: by the high bytes of activations, then by the low. 32 rows of weights
 //! are a panel, which is unpacked once and multiplies every row of activations; these lie in blocks of
 //! [`ROWS`]. Both lie in the order in which they are read.
 
@@ -13,10 +13,15 @@ use crate::error::Result;
 use crate::tensor::{RawTensor, Scratch};
 
 /// Rows of weights of a panel.
-pub(crate) const COLUMNS: usize = 16;
+pub(crate) const COLUMNS: usize = 32;
 
-/// Rows of activations of a block: with the registers for their sums there are some left.
-pub(crate) const ROWS: usize = 12;
+/// Rows of activations of a block: their sums, and the dot products that are added to them, leave some
+/// of 32 registers. One row's word serves two vectors of codes; of 12 rows and one vector, loads are
+/// what would be waited for.
+pub(crate) const ROWS: usize = 6;
+
+/// Where a panel begins, in bytes: vectors that lie across cache lines take twice as long to load.
+pub(crate) const ALIGNMENT: usize = 64;
 
 /// Codes that are multiplied at a time, and lie side by side.
 const TOGETHER: usize = 4;
@@ -38,7 +43,7 @@ impl Kernel {
         }
     }
 
-    /// Multiplies a block of activations by a panel. Sums of row `r` go to the 16 floats from
+    /// Multiplies a block of activations by a panel. Sums of row `r` go to the [`COLUMNS`] floats from
     /// `r * stride` on; there are as many rows of sums as `sums` has room for.
     ///
     /// # Panics
@@ -263,6 +268,29 @@ mod x86 {
     use super::{COLUMNS, Group, PLANES, ROWS, SHARED, Shape};
     use crate::cpu::blocks::activations::MOST;
 
+    /// Adds the products of a group's codes and of one of its planes of bytes: of `WORDS` lines of both. They are
+    /// spelled out, since in a loop that is not unrolled dot products are kept in memory.
+    macro_rules! add_plane {
+        ($codes:expr, $x:expr, $dots:ident, $($i:literal)*) => {$(
+            if $i < WORDS {
+                let mut codes = [_mm512_setzero_si512(); VECTORS];
+                for (v, codes) in codes.iter_mut().enumerate() {
+                    *codes = _mm512_loadu_si512($codes.add($i * COLUMNS + v * LANES).cast());
+                }
+                for (r, dots) in $dots.iter_mut().enumerate() {
+                    let word = _mm512_set1_epi32($x.add($i * ROWS + r).cast::<i32>().read());
+                    for (dots, codes) in dots.iter_mut().zip(codes) {
+                        *dots = _mm512_dpbusd_epi32(*dots, codes, word);
+                    }
+                }
+            }
+        )*};
+    }
+
+    /// Of a vector, and vectors of a line of a panel.
+    const LANES: usize = 16;
+    const VECTORS: usize = COLUMNS / LANES;
+
     /// # Safety
     /// The processor has the instructions.
     #[inline]
@@ -316,7 +344,7 @@ mod x86 {
     ) {
         let groups = shape.groups();
         let (x, w) = (x.as_ptr(), panel.as_ptr());
-        let mut totals = [_mm512_setzero_ps(); ROWS];
+        let mut totals = [[_mm512_setzero_ps(); VECTORS]; ROWS];
         // SAFETY: all lines are in the block and the panel, as their lengths say.
         unsafe {
             let (x_scales, w_scales) = (
@@ -325,34 +353,33 @@ mod x86 {
             );
             let (x_sums, w_offsets) = (x_scales.add(groups * ROWS), w_scales.add(groups * COLUMNS));
             for g in 0..groups {
-                let mut dots = [_mm512_setzero_si512(); ROWS];
-                let (codes, high) = (w.add(g * WORDS * COLUMNS), x.add(PLANES * g * WORDS * ROWS));
-                for (plane, x) in [high, high.add(WORDS * ROWS)].into_iter().enumerate() {
-                    if plane > 0 {
-                        dots = dots.map(
-                            #[inline(always)]
-                            |dots| _mm512_slli_epi32::<8>(dots),
-                        );
-                    }
-                    for i in 0..WORDS {
-                        let codes = _mm512_loadu_si512(codes.add(i * COLUMNS).cast());
-                        for (r, dots) in dots.iter_mut().enumerate() {
-                            let word = x.add(i * ROWS + r).cast::<i32>().read();
-                            *dots = _mm512_dpbusd_epi32(*dots, codes, _mm512_set1_epi32(word));
-                        }
+                let mut dots = [[_mm512_setzero_si512(); VECTORS]; ROWS];
+                let (codes, x) = (w.add(g * WORDS * COLUMNS), x.add(PLANES * g * WORDS * ROWS));
+                add_plane!(codes, x, dots, 0 1 2 3 4 5 6 7);
+                for dots in &mut dots {
+                    for dots in dots {
+                        *dots = _mm512_slli_epi32::<8>(*dots);
                     }
                 }
-                let scales = _mm512_loadu_ps(w_scales.add(g * COLUMNS));
-                let offsets = _mm512_loadu_ps(w_offsets.add(g * COLUMNS));
-                for (r, total) in totals.iter_mut().enumerate() {
-                    let scale = _mm512_mul_ps(scales, _mm512_set1_ps(*x_scales.add(g * ROWS + r)));
-                    *total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r]), scale, *total);
-                    let sum = _mm512_set1_ps(*x_sums.add(g * ROWS + r));
-                    *total = _mm512_fmadd_ps(offsets, sum, *total);
+                let low = x.add(WORDS * ROWS);
+                add_plane!(codes, low, dots, 0 1 2 3 4 5 6 7);
+                for v in 0..VECTORS {
+                    let at = g * COLUMNS + v * LANES;
+                    let scales = _mm512_loadu_ps(w_scales.add(at));
+                    let offsets = _mm512_loadu_ps(w_offsets.add(at));
+                    for r in 0..ROWS {
+                        let scale = _mm512_set1_ps(*x_scales.add(g * ROWS + r));
+                        let sum = _mm512_set1_ps(*x_sums.add(g * ROWS + r));
+                        let (scale, dots) = (_mm512_mul_ps(scales, scale), dots[r][v]);
+                        let total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, totals[r][v]);
+                        totals[r][v] = _mm512_fmadd_ps(offsets, sum, total);
+                    }
                 }
             }
-            for (r, total) in totals.iter().enumerate().take(rows) {
-                _mm512_storeu_ps(sums.as_mut_ptr().add(r * stride), *total);
+            for (r, totals) in totals.iter().enumerate().take(rows) {
+                for (v, total) in totals.iter().enumerate() {
+                    _mm512_storeu_ps(sums.as_mut_ptr().add(r * stride + v * LANES), *total);
+                }
             }
         }
     }

@@ -4,17 +4,17 @@ use std::ops::Range;
 
 use super::blocks::Blocks;
 use crate::cpu::Cpu;
-use crate::cpu::blocks::panel::{self, COLUMNS, Kernel, ROWS, Rounded, Shape};
+use crate::cpu::blocks::panel::{self, ALIGNMENT, COLUMNS, Kernel, ROWS, Rounded, Shape};
 use crate::cpu::scratch::Floats;
 use crate::error::Result;
 use crate::problem::linear::Weights;
 use crate::tensor::{RawTensor, Scratch};
 
 /// Rows that are rounded at a time, and for which panels are unpacked once.
-const MOST: usize = 43 * ROWS;
+const MOST: usize = 86 * ROWS;
 
 /// The most panels whose columns are finished together.
-const WIDEST: usize = 4;
+const WIDEST: usize = 2;
 
 /// How the product of `N` weights is cut.
 pub(super) struct Panels<const N: usize> {
@@ -65,7 +65,8 @@ impl<const N: usize> Panels<N> {
     fn threads(&self, cpu: &Cpu) -> (usize, usize) {
         let (items, cost) = self.items();
         let threads = cpu.participants(items, cost);
-        (threads, self.shape.of_panel() + N * self.sums())
+        let floats = self.shape.of_panel() + N * self.sums();
+        (threads, floats + ALIGNMENT / size_of::<f32>())
     }
 
     /// Floats of the sums of a weight.
@@ -96,6 +97,8 @@ impl<const N: usize> Panels<N> {
             rounded.round(cpu, (self.kernel, self.shape), x, first, rows);
             let rounded = &rounded;
             cpu.for_each_range_in(&memory, self.items(), |memory, items| {
+                let start = memory.as_ptr().align_offset(ALIGNMENT);
+                let memory = &mut memory[start.min(ALIGNMENT / size_of::<f32>())..];
                 let (panel, mut rest) = memory.split_at_mut(self.shape.of_panel());
                 let mut room = [(); N].map(|()| {
                     let (here, behind) = std::mem::take(&mut rest).split_at_mut(self.sums());
