@@ -242,26 +242,27 @@ fn product(
         // SAFETY: `sums` has `rows * columns` elements; the panels have `rows` and `columns` by
         // `part` elements, where their strides say.
         unsafe {
-            gemm::gemm(
-                rows.len(),
+            // Its kernels write columns, so rows are those of the transposed product.
+            gemm_f32::gemm::f32::get_gemm_fn()(
                 columns.len(),
+                rows.len(),
                 part.len(),
                 sums.as_mut_ptr(),
-                1,
                 columns.len() as isize,
+                1,
                 start > 0,
-                x.ptr,
-                x.depth_stride as isize,
-                x.stride as isize,
                 w.ptr,
-                w.stride as isize,
                 w.depth_stride as isize,
+                w.stride as isize,
+                x.ptr,
+                x.stride as isize,
+                x.depth_stride as isize,
                 1.0,
                 1.0,
                 false,
                 false,
                 false,
-                gemm::Parallelism::None,
+                gemm_common::Parallelism::None,
             );
         }
     }
