@@ -94,8 +94,8 @@ class Session {
   unsloth_dtype dtype_;  // of hidden states, keys and values
   uint64_t length_ = 0;
   size_t last_count_ = 0;
-  size_t num_rows_ = 0;  // of the step, of this rank
-  size_t reserved_rows_ = 0;
+  size_t num_rows_ = 0;       // of the step, of this rank
+  size_t reserved_rows_ = 0;  // of the step that workspace was last reserved for
   std::vector<uint32_t> rows_;
 
   unsloth_kv_cache_params cache_params_;

@@ -298,6 +298,7 @@ fn step<S: Simd, W: Float, const R: usize, const C: usize>(
     let mut sums = [[simd.splat_f32s(0.0); C]; R];
     sums.copy_from_slice(&partial[..R]);
     for i in (0..whole).step_by(S::F32_LANES) {
+        // A single row of weights is part of a stream that is read from one end to the other.
         if C == 1 {
             vector::fetch(w[0].as_ptr().wrapping_add(i));
         }
