@@ -35,6 +35,13 @@ __device__ __forceinline__ float4 load_from_peer(uint32_t address) {
   return four;
 }
 
+// A number that lies there.
+__device__ __forceinline__ int load_number_from_peer(uint32_t address) {
+  int number;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(number) : "r"(address) : "memory");
+  return number;
+}
+
 // Stores to another block's shared memory, where it can be read behind the next `cluster_sync`.
 __device__ __forceinline__ void store_to_peer(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");

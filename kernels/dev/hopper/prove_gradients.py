@@ -200,7 +200,9 @@ def delays(ctx, count):
                         lengths = [1 + i * 211 % 700 for i in range(9)]
                         problem = Problem(ctx, dims, (6, 2), lengths, [n + 77 for n in lengths], how, deterministic)
                     else:
-                        problem = Problem(ctx, dims, (20, 20), [500, 500], [500, 500], how, deterministic, packed=False)
+                        # Wide heads have the kernel for many keys where queries see as many.
+                        keys = MANY_KEYS if dims[0] > 192 else 500
+                        problem = Problem(ctx, dims, (20, 20), [500, 500], [keys, keys], how, deterministic, packed=False)
                     kind = ("packed" if packed else "batched") + (", deterministic" if deterministic else "")
                     yield f"hd{dims[0]}/{dims[1]} {mask}, {kind}", *repeat(problem, count)
 

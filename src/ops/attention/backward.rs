@@ -45,7 +45,7 @@
 //! to 128 dimensions and from 193 to 256, without softcap and ALiBi: there blocks of keys add to f32 sums of
 //! `dq` as they are done, unless [`deterministic`](Params::deterministic) asks for an order. Memory is linear in the
 //! number of tokens: two f32 per query and head, where there are such sums as many as `q` has elements besides
-//! (with `deterministic` another four bytes per 64 queries and head), and 8 MiB for `dbias` where it sums over much on a GPU.
+//! (with `deterministic` another four or eight bytes per 64 queries and head), and 8 MiB for `dbias` where it sums over much on a GPU.
 //!
 //! # Example
 //!

@@ -101,15 +101,29 @@ consteval int pair_shared_bytes() {
   return sizeof(PairShared<D, DV, T>) + 1024 - 16;
 }
 
-template <int D, int DV, class T, Mask kMask>
+template <int D, int DV, class T, Mask kMask, bool kInOrder>
 __device__ __forceinline__ void attention_gradients_by_pairs(const AttentionGradientsArguments &p) {
   using Memory = PairShared<D, DV, T>;
   extern __shared__ uint8_t dynamic[];
   Memory &shared =
       *reinterpret_cast<Memory *>(dynamic + (1024 - shared_address(dynamic) % 1024) % 1024);
   const int rank = blockIdx.x % kPair;
-  Work work = work_at<kPair * kKeys<D>, kMask, kBlockM, kPair>(p, blockIdx.x / kPair);
-  if (work.first_key >= work.sequence.seqlen_k) return;
+  int number = blockIdx.x / kPair;
+  if constexpr (kInOrder) {
+    // As above, without queries neither. Both blocks of a pair run or none: they share a ticket.
+    if (p.order != nullptr) {
+      if (rank == 0 && threadIdx.x == 0) {
+        shared.ticket = atomicAdd(p.order + p.heads_q * p.blocks_per_head * kPair, 1);
+      }
+      cluster_sync();
+      number = load_number_from_peer(peer_address(&shared.ticket, 0));
+    }
+  }
+  Work work = work_at<kPair * kKeys<D>, kMask, kBlockM, kPair>(p, number);
+  if (work.first_key >= work.sequence.seqlen_k) {
+    if constexpr (kInOrder) cluster_sync();  // the ticket has been read
+    return;
+  }
   work.first_key += rank * kKeys<D>;
 
   if (threadIdx.x == 0) {
@@ -119,6 +133,7 @@ __device__ __forceinline__ void attention_gradients_by_pairs(const AttentionGrad
     tma_prefetch_map(&p.dout);
     shared.work = work;
     shared.init_barriers();
+    if constexpr (kInOrder) shared.init_order();
     fence_mbarrier_init();
   }
   // Before either sends the other anything.
@@ -129,9 +144,13 @@ __device__ __forceinline__ void attention_gradients_by_pairs(const AttentionGrad
     release_registers_to<kProducerRegisters>();
     if (warp == 0) produce_pair<D, DV, T>(p, shared, rank);
     if (warp == 1) exchange<D, DV, T>(p, shared, rank);
+    if constexpr (kInOrder) {
+      if (warp == 2) keep_pairs_in_order<true>(p, shared, rank);
+      if (warp == 3) keep_pairs_in_order<false>(p, shared, rank);
+    }
   } else {
     acquire_registers_to<kConsumerRegisters>();
-    Pair<D, DV, T>(p, shared, rank).run(warp / 4 - 1);
+    Pair<D, DV, T, kInOrder>(p, shared, rank).run(warp / 4 - 1);
   }
   // Whoever has ended takes its shared memory with it, which the other may still write to.
   cluster_sync();
@@ -145,9 +164,9 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
 // Instantiates a kernel, and beside it what the host must know of it. The kernel does not let the
 // next one start before it has ended: with the next one's blocks beside its own it was measured to
 // be slower (LADDER.md). A block of keys has `keys` of them and `blocks` of threads, which are a
-// cluster where `attribute` says so.
+// cluster where `attribute` says so, and then add to sums in order if `in_order`.
 #define UNSLOTH_ATTENTION_GRADIENTS_OF(name, part, type, dim, dim_v, keys, blocks, attribute, \
-                                       mask, threads, shared, call)                           \
+                                       mask, in_order, threads, shared, call)                 \
   extern "C" __global__ void attribute __launch_bounds__(threads, 1)                          \
       name(const __grid_constant__ AttentionGradientsArguments params) {                      \
     unsloth::await_previous_kernel();                                                         \
@@ -161,13 +180,14 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
       keys,                                                                                   \
       blocks,                                                                                 \
       static_cast<int32_t>(unsloth::mask),                                                    \
+      in_order,                                                                               \
       threads,                                                                                \
       shared,                                                                                 \
   };
 
 // A block of threads for each block of keys.
-#define UNSLOTH_ATTENTION_GRADIENTS(name, part, type, dim, dim_v, mask, threads, shared, call) \
-  UNSLOTH_ATTENTION_GRADIENTS_OF(name, part, type, dim, dim_v, unsloth::kKeys<dim>, 1, , mask, \
+#define UNSLOTH_ATTENTION_GRADIENTS(name, part, type, dim, dim_v, mask, threads, shared, call)    \
+  UNSLOTH_ATTENTION_GRADIENTS_OF(name, part, type, dim, dim_v, unsloth::kKeys<dim>, 1, , mask, 0, \
                                  threads, shared, call)
 
 #define UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix, type, dim, dim_v, mask)                        \
@@ -196,21 +216,26 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
                               Mask::kNone, unsloth::kSinkThreads, unsloth::kSinkBytes,            \
                               unsloth::sum_sinks)
 
-#define UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix, type, dim, dim_v, mask)                           \
+#define UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix, type, dim, dim_v, mask, in_order)                 \
   UNSLOTH_ATTENTION_GRADIENTS_OF(                                                                  \
       attention_gradients_##suffix, kGradients, type, dim, dim_v,                                  \
       unsloth::kPair *unsloth::kKeys<dim>, unsloth::kPair, __cluster_dims__(unsloth::kPair, 1, 1), \
-      mask, unsloth::kThreads, (unsloth::pair_shared_bytes<dim, dim_v, type>()),                   \
-      (unsloth::attention_gradients_by_pairs<dim, dim_v, type, unsloth::mask>))
+      mask, in_order, unsloth::kThreads, (unsloth::pair_shared_bytes<dim, dim_v, type>()),         \
+      (unsloth::attention_gradients_by_pairs<dim, dim_v, type, unsloth::mask, in_order>))
 
-// The same by pairs of blocks.
+#define UNSLOTH_ATTENTION_GRADIENTS_PAIR_MASK(suffix, type, dim, dim_v, mask) \
+  UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix, type, dim, dim_v, mask, false)     \
+  UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix##_in_order, type, dim, dim_v, mask, true)
+
+// The same by pairs of blocks. Waiting for others would cost those that need not: it is a kernel of
+// its own.
 #define UNSLOTH_ATTENTION_GRADIENTS_PAIRS(suffix, type, dim, dim_v)                             \
   UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_finish, kFinish, type, dim, dim_v, \
                               Mask::kNone, 128, 0,                                              \
                               (unsloth::finish_rows<unsloth::kPadded<dim>, type>))              \
-  UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix##_full, type, dim, dim_v, Mask::kNone)                \
-  UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix##_causal, type, dim, dim_v, Mask::kCausal)            \
-  UNSLOTH_ATTENTION_GRADIENTS_PAIR(suffix##_window, type, dim, dim_v, Mask::kWindow)
+  UNSLOTH_ATTENTION_GRADIENTS_PAIR_MASK(suffix##_full, type, dim, dim_v, Mask::kNone)           \
+  UNSLOTH_ATTENTION_GRADIENTS_PAIR_MASK(suffix##_causal, type, dim, dim_v, Mask::kCausal)       \
+  UNSLOTH_ATTENTION_GRADIENTS_PAIR_MASK(suffix##_window, type, dim, dim_v, Mask::kWindow)
 
 // All gradients in one kernel, with sums of dQ in memory.
 #define UNSLOTH_ATTENTION_GRADIENTS_TOGETHER(suffix, type, dim, dim_v)                          \

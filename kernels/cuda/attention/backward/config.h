@@ -16,6 +16,9 @@ constexpr int kChunk = 64;                     // columns of one 128-byte swizzl
 template <int D>
 constexpr int kPadded = (D + kChunk - 1) / kChunk * kChunk;  // columns as they lie in memory
 constexpr int kThreads = 384;
+// Blocks of threads that add to the same sums of dQ, each its columns: orders in which they do.
+template <int D>
+constexpr int kOrders = D > 128 ? 2 : 1;
 constexpr int kLastBlocks = 264;  // about two for each multiprocessor
 
 // Registers per thread after the hand-over from producer to consumers.

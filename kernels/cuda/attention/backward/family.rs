@@ -16,6 +16,7 @@ pub const FAMILY: Family = Family {
         ("block_keys", "keys of a block"),
         ("blocks", "of threads, a cluster, that take these"),
         ("mask", "a contract's Mask"),
+        ("in_order", "whether these add to sums in order, of a cluster alone"),
     ],
 };
 
@@ -62,7 +63,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::Pointer("int32_t"),
         "order",
-        "[heads_q, blocks_per_head], zeros at first: which block of keys added to a block's sums last; one more: tickets; null: any order",
+        "[heads_q, blocks_per_head, blocks of a cluster], zeros at first: which block of keys added to a block's sums last; one more: tickets; null: any order",
     ),
     field(
         Type::Pointer("const int32_t"),

@@ -18,7 +18,8 @@
 
 namespace unsloth {
 
-template <int D, int DV, class T>
+// kInOrder: pairs add to a step's sums in the same order every time (keep_pairs_in_order).
+template <int D, int DV, class T, bool kInOrder>
 struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
   using Memory = PairShared<D, DV, T>;
   using Base = Role<D, DV, T, Memory>;
@@ -122,14 +123,16 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
              of.rank * (32 * D) + of.warp * (8 * D) + kRole * (16 * kChunk) + of.lane * 4),
           m(of.turns.m_min) {}
 
-    // dQ of the next step.
-    __device__ __forceinline__ void add(const float (&dq)[kQ]) {
-      if (of.p.sums != nullptr) {
+    // dQ of the next step, whose number is `step`.
+    __device__ __forceinline__ void add(const float (&dq)[kQ], int step) {
+      if constexpr (kInOrder) of.shared.in_order[step & 1].wait(parity_at(step));
+      if (kInOrder || of.p.sums != nullptr) {
 #pragma unroll
         for (int j = 0; j < kQ / 4; ++j) {
           add_four(to + j * 128, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         }
       }
+      if constexpr (kInOrder) of.release(of.shared.added[step & 1]);
       m = of.turns.after(m);
       to += kBlockM * D;
       if (m == of.turns.m_min) {
@@ -167,18 +170,18 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
   // dQ of the last two steps, behind what else is in flight.
   template <RoleName kRole>
   __device__ __forceinline__ void finish_dq(float (&dq)[kQ], Sums<kRole> &sums, int steps) {
-    if (steps > 2) sums.add(dq);
+    if (steps > 2) sums.add(dq, steps - 3);
     if (steps > 1) {
       ask_dq<kRole>(dq, steps - 2);
       wgmma_wait<0>();
       hold(dq);
       leave_ds(steps - 2);
-      sums.add(dq);
+      sums.add(dq, steps - 2);
     }
     ask_dq<kRole>(dq, steps - 1);
     wgmma_wait<0>();
     hold(dq);
-    sums.add(dq);
+    sums.add(dq, steps - 1);
   }
 
   // dV.
@@ -219,7 +222,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     const auto buffers = of;
     float x[kS];
     ask_dv(dv, packed, of, m);
-    if (kDq && step > 2) sums.add(dq);
+    if (kDq && step > 2) sums.add(dq, step - 3);
     this->template wait_rows<kValues, D>(shared.q_full[stage], shared.q[stage], parity_at(step),
                                          next);
     this->template multiply_scores<D>(x, shared.k + fresh(stage), shared.q[stage]);
@@ -308,7 +311,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     float y[kS];
     m = turns.after(m);
     multiply_gradient(dk, packed, shared.q[before]);
-    if (kDq && step > 2) sums.add(dq);
+    if (kDq && step > 2) sums.add(dq, step - 3);
     multiply_dp(y, of, m, fresh(stage));
     wgmma_wait<1>();
     hold(dk);

@@ -1,8 +1,10 @@
 // The producers of a block of a pair: a warp that loads K and V once, then Q with its statistics
-// and dO, block by block; and one that sends the other block this one's dS.
+// and dO, block by block; one that sends the other block this one's dS; and two that keep the order
+// in which pairs add to sums.
 #pragma once
 
 #include "common/cluster.cuh"
+#include "common/signal.cuh"
 #include "common/tma.cuh"
 #include "pair_shared.cuh"
 #include "work.cuh"
@@ -107,6 +109,53 @@ __device__ __forceinline__ void exchange(const AttentionGradientsArguments &p,
     shared.ds_peer_full.wait(parity);
     if (leader) arrive_at_peer(peer_address(&shared.ds_empty[stage], rank ^ 1));
     __syncwarp();
+  }
+}
+
+// What comes before a step's dQ is added in order, or behind it, as in producer.cuh: the block adds
+// its columns once the same block of the pair behind, where that has a part in the step, has added
+// them. Consumers do not wait for memory: one warp looks there for up to two steps that are to
+// come; the other's store lets nobody see it before what all consumers have added, which they tell
+// this warp as soon as they have asked for it.
+template <bool kBefore, int D, int DV, class T>
+__device__ __forceinline__ void keep_pairs_in_order(const AttentionGradientsArguments &p,
+                                                    PairShared<D, DV, T> &shared, int rank) {
+  static_assert(kOrders<D> == kPair);
+  const Work &w = shared.work;
+  const Steps turns = w.steps;
+  if (turns.m_min >= turns.m_max) return;
+  int *order = p.order + block_at(p, w.sequence, w.head_kv * p.group, 0) * kPair + rank;
+  const int pair = w.first_key / (kPair * kKeys<D>);
+  const bool leader = threadIdx.x % 32 == 0;
+  // Both warps let a step be added, this one once it has seen that the one before the last was: a
+  // phase that it has not seen would be taken for the next but one.
+  if (!kBefore && leader) {
+    for (int i = 0; i < kStages; ++i) shared.in_order[i].arrive();
+  }
+  int step = 0;
+#pragma unroll 1
+  for (int g = 0; g < p.group; ++g) {
+#pragma unroll 1
+    for (int m = turns.m_min; m < turns.m_max; ++m) {
+      // Which pair added last, and one.
+      int *last = order + m * kPair;
+      const int stage = step & 1;
+      const uint32_t parity = step >> 1 & 1;
+      if (kBefore) {
+        if (leader && m >= turns.after_others) await_value(last, pair + 2);
+        shared.in_order[stage].wait(parity ^ 1);
+      } else {
+        shared.added[stage].wait(parity);
+      }
+      // All lanes have seen this phase, before what follows lets another end.
+      __syncwarp();
+      if (leader) {
+        shared.in_order[stage].arrive();
+        if (!kBefore) publish_value(last, pair + 1);
+      }
+      ++step;
+    }
+    order += p.blocks_per_head * kPair;
   }
 }
 

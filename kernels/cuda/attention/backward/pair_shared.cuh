@@ -40,6 +40,9 @@ struct alignas(1024) PairShared {
   // What the other block has sent; and whether the other has done with what was sent to it.
   Mbarrier ds_peer_full, ds_sent_empty;
   Work work;
+  // Of blocks in order: whether a step's part of dQ may be added, and whether it has been.
+  Mbarrier in_order[kStages], added[kStages];
+  int ticket;
 
   // One thread; fence_mbarrier_init and a barrier of the cluster follow. Consumers arrive by warp:
   // of one role, or of both.
@@ -59,6 +62,12 @@ struct alignas(1024) PairShared {
     probabilities_empty.init(4);
     ds_peer_full.init(1);
     ds_sent_empty.init(8);
+  }
+  __device__ __forceinline__ void init_order() {
+    for (int i = 0; i < kStages; ++i) {
+      in_order[i].init(2);
+      added[i].init(8);
+    }
   }
 };
 

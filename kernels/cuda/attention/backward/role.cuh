@@ -41,7 +41,7 @@ struct Role {
   static __device__ __forceinline__ int fresh(int stage) { return stage & 2; }
 
   // One lane per warp arrives, once the whole warp is past the instruction before.
-  __device__ __forceinline__ void release(Mbarrier &barrier) {
+  __device__ __forceinline__ void release(Mbarrier &barrier) const {
     __syncwarp();
     if (lane == 0) barrier.arrive();
   }

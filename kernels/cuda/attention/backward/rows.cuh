@@ -40,8 +40,9 @@ __device__ __forceinline__ void prepare_rows(const AttentionGradientsArguments &
   const auto [s, head, m] = query_block_at(p);
   if (p.order != nullptr && threadIdx.x == 0) {
     // That of this block of the grid, whichever it is of.
-    p.order[blockIdx.x] = 0;
-    if (blockIdx.x == 0) p.order[gridDim.x] = 0;
+#pragma unroll
+    for (int i = 0; i < kOrders<D>; ++i) p.order[blockIdx.x * kOrders<D> + i] = 0;
+    if (blockIdx.x == 0) p.order[gridDim.x * kOrders<D>] = 0;
   }
   // Statistics come in pairs of blocks, for steps of two.
   if (m / 2 * (2 * kBlockM) >= s.seqlen_q) return;

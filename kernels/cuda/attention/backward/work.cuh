@@ -152,7 +152,7 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
     // equally many steps, so those of some heads go by turns: a head's begin one after the other,
     // as they would wait otherwise.
     const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
-    const int together = kMask == Mask::kNone ? ceil_div(kLastBlocks / 2, at.blocks) : 1;
+    const int together = kMask == Mask::kNone ? ceil_div(kLastBlocks / 2 / kBlocks, at.blocks) : 1;
     const int first = at.index / (together * at.blocks) * together;
     const int heads = min(together, pairs - first), block = at.index - first * at.blocks;
     key_block = at.blocks - 1 - block / heads;

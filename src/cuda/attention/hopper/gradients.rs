@@ -3,7 +3,7 @@
 //! Three launches: statistics of every query, and zeros for sums of `dq`; the gradients, where blocks of keys add to these sums; `dq`
 //! from its sums. Blocks add as they come, so `dq` is not of the same bits in each call, unless it is asked for: then they wait for
 //! each other. Or `dk` and `dv` are one kernel and `dq` is another, which computes the scores again: with a soft cap or ALiBi, for head
-//! dimensions from 129 to 192, and for those above where the same bits are asked for or queries see few keys.
+//! dimensions from 129 to 192, and for those above where queries see few keys.
 
 use contract::attention::{Mask, Part};
 
@@ -45,6 +45,8 @@ struct Form {
     block_keys: usize,
     blocks: usize,
     mask: Mask,
+    /// Whether clusters add to sums in order. Blocks do where they are given one.
+    in_order: bool,
 }
 
 /// The kernels, loaded; none on other devices.
@@ -88,6 +90,7 @@ impl Kernels {
                 block_keys: choices.block_keys as usize,
                 blocks: choices.blocks as usize,
                 mask,
+                in_order: choices.in_order != 0,
                 kernel,
             };
             push(OP, &mut forms, form)?;
@@ -113,14 +116,16 @@ impl Kernels {
         let scores = p.softcap > 0.0 || p.alibi_slopes.is_some();
         let keys = b.dk.is_some() || b.dv.is_some();
         let sums = b.dq.is_some() && keys && !scores;
-        // Pairs do not wait for each other.
-        let pairs = !b.deterministic && keys_of_query(p) >= MIN_KEYS_OF_PAIRS;
+        let pairs = keys_of_query(p) >= MIN_KEYS_OF_PAIRS;
         // The smallest head dimension with all kernels that this way needs. For 96 no kernel computes
         // dQ apart from dK and dV; from 129 to 192 none computes all three together.
         let parts_of = |prepare: &Form| {
             let part = |part, wanted| {
                 fitting().find(|form| {
-                    form.part == part && form.dims == prepare.dims && hides(form.mask, wanted)
+                    form.part == part
+                        && form.dims == prepare.dims
+                        && hides(form.mask, wanted)
+                        && (form.blocks == 1 || form.in_order == b.deterministic)
                 })
             };
             let is_good = |form: &&Form| sums && (form.blocks == 1 || pairs);
@@ -249,8 +254,10 @@ impl Plan<'_> {
             false => 0,
         };
         let [statistics, sums] = [STATISTICS, sums].map(|size| blocks.saturating_mul(size));
+        // Blocks of threads that share keys have an order each.
+        let orders = blocks.saturating_mul(self.forms[1].blocks);
         let order = match self.ordered {
-            true => blocks.saturating_add(1).saturating_mul(size_of::<i32>()),
+            true => orders.saturating_add(1).saturating_mul(size_of::<i32>()),
             false => 0,
         };
         [statistics, sums, order]

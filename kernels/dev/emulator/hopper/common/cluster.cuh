@@ -24,6 +24,8 @@ T *peer_pointer(uint32_t address) {
 
 inline float4 load_from_peer(uint32_t address) { return *peer_pointer<float4>(address); }
 
+inline int load_number_from_peer(uint32_t address) { return *peer_pointer<int>(address); }
+
 inline void store_to_peer(uint32_t address, float value) { *peer_pointer<float>(address) = value; }
 
 inline void store_async(const float4 &value, uint32_t to, uint32_t barrier) {
