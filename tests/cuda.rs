@@ -168,6 +168,7 @@ fn wgmma_are_unbroken() {
             _ if image.starts_with("attention_gradients") && name.ends_with("_keys") => (32, 10, 0),
             // Two roles, each with the first steps and the last by themselves.
             "attention_gradients_hd256" if multiplies => (160, 18, 0),
+            "attention_gradients_hd192" if multiplies => (128, 16, 0),
             "attention_gradients_hd96" if multiplies => (28, 5, 0),
             // What a warpgroup does whose turn it is, and one whose it is not.
             "attention_gradients_hd64" if multiplies => (48, 8, 0),

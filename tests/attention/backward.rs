@@ -612,25 +612,25 @@ fn bits_of_sums_are_the_same() {
         ..Wanted::ALL
     };
     let base = Case {
-        lens: vec![(130, 850)],
+        lens: vec![(130, 1250)],
         heads: 4,
         kv_heads: 2,
         ..Case::default()
     };
     let packed = Case {
-        lens: vec![(70, 1700), (65, 300)],
+        lens: vec![(70, 2500), (65, 300)],
         queries: QueryForm::Packed,
         keys: KeyForm::Packed,
         causal: true,
         ..base.clone()
     };
     let window = Case {
-        lens: vec![(150, 1000)],
-        window_left: Some(700),
+        lens: vec![(150, 1700)],
+        window_left: Some(1300),
         window_right: Some(400),
         ..base.clone()
     };
-    for dim in [128, 256] {
+    for dim in [128, 192, 256] {
         for case in [&base, &packed, &window] {
             let case = Case {
                 dim,
@@ -652,6 +652,56 @@ fn bits_of_sums_are_the_same() {
                 }
             }
         }
+    }
+}
+
+/// Likewise of 192 dimensions, with values as wide and less wide.
+#[test]
+fn many_keys_of_heads_of_192() {
+    for dim_v in [192, 128] {
+        let base = Case {
+            lens: vec![(66, 1210)],
+            heads: 2,
+            kv_heads: 1,
+            dim: 192,
+            dim_v,
+            ..Case::default()
+        };
+        let packed = Case {
+            queries: QueryForm::Packed,
+            keys: KeyForm::Packed,
+            ..base.clone()
+        };
+        run_table(&[
+            base.clone(),
+            // Three steps and more, whose dS takes buffers by turns.
+            Case {
+                lens: vec![(200, 1203), (1, 80), (0, 9), (65, 0), (30, 130), (64, 192)],
+                sinks: true,
+                heads: 4,
+                kv_heads: 2,
+                dim: dim_v + 8 * usize::from(dim_v == 128),
+                dim_v: dim_v - 16,
+                ..packed.clone()
+            },
+            Case {
+                lens: vec![(40, 2401), (40, 63), (65, 65)],
+                causal: true,
+                ..packed.clone()
+            },
+            Case {
+                lens: vec![(65, 1650)],
+                window_left: Some(1300),
+                window_right: Some(300),
+                ..base
+            },
+            Case {
+                lens: vec![(20, 3300), (65, 129)],
+                causal: true,
+                window_left: Some(1600),
+                ..packed
+            },
+        ]);
     }
 }
 

@@ -41,8 +41,8 @@
 //! Scores, probabilities and sums are f32 whatever the storage, and every result is rounded once. Tensor
 //! cores take probabilities and their gradients rounded to the dtype, as in FlashAttention. Sums are cut
 //! by shapes alone and added in a fixed order, so the same inputs give the same bits. Kernels for Hopper
-//! (f16 and bf16, head dimensions in eights, the same for values; no bias or mask) are the exception up
-//! to 128 dimensions and from 193 to 256, without softcap and ALiBi: there blocks of keys add to f32 sums of
+//! (f16 and bf16, head dimensions in eights, the same for values; no bias or mask) are the exception
+//! without softcap and ALiBi, above 128 dimensions where queries see many keys: there blocks of keys add to f32 sums of
 //! `dq` as they are done, unless [`deterministic`](Params::deterministic) asks for an order. Memory is linear in the
 //! number of tokens: two f32 per query and head, where there are such sums as many as `q` has elements besides
 //! (with `deterministic` another four or eight bytes per 64 queries and head), and 8 MiB for `dbias` where it sums over much on a GPU.

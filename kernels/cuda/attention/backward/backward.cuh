@@ -2,7 +2,7 @@
 //
 // Statistics of rows come first (rows.cuh). Then there are two ways. Either one kernel computes all
 // gradients and adds parts of dQ to sums in memory (producer.cuh, consumer.cuh; pair_producer.cuh,
-// pair.cuh at 256 dimensions), from which a last one makes dQ (rows.cuh); or one computes dK and
+// pair.cuh above 128 dimensions), from which a last one makes dQ (rows.cuh); or one computes dK and
 // dV (keys.cuh; roles.cuh above 128 dimensions) and another dQ (queries.cuh), with the same bits
 // every time. sinks.cuh has the sinks' gradient. See
 // Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"

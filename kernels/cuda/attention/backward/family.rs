@@ -16,7 +16,10 @@ pub const FAMILY: Family = Family {
         ("block_keys", "keys of a block"),
         ("blocks", "of threads, a cluster, that take these"),
         ("mask", "a contract's Mask"),
-        ("in_order", "whether these add to sums in order, of a cluster alone"),
+        (
+            "in_order",
+            "whether these add to sums in order, of a cluster alone",
+        ),
     ],
 };
 

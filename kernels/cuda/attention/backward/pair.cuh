@@ -1,15 +1,21 @@
-// All gradients of heads of 256 by pairs of blocks, which are a cluster: each has 64 keys, and in
-// it two warpgroups with a role each,
+// All gradients of heads above 128 by pairs of blocks, which are a cluster: each has 64 keys, and
+// in it two warpgroups with a role each,
 //   values: P = exp(scale K Q^T - lse), dV = P^T dO;
 //   keys:   dP = V dO^T, dS = P (dP - delta), dK = scale dS^T Q.
 // P goes from one role to the other through shared memory. dS goes to the other block, too, and
-// each of the four warpgroups adds 64 columns of dQ += scale dS K, of all 128 keys, to the sums in
-// memory: half of what blocks for themselves would add.
+// each of the four warpgroups adds some columns of dQ += scale dS K, of all 128 keys, to the sums
+// in memory: half of what blocks for themselves would add. Of 256 columns each takes 64; of 192 the
+// roles of values take 64 and those of keys 32, as more wgmma's of fewer columns would read dS more
+// often.
 //
 // A step's dQ is computed two steps later, when the other block's dS has long come, so that no
 // block waits for the other's way through a step. Exponentials and dS run under dQ and the other
 // role's products, additions to memory under dV and dK. Each block loads Q and dO for itself: loads
 // that write to both blocks made the kernel take half as long again (LADDER.md, steps 49 and 54).
+//
+// Up to 192 there are registers to ask for a step's dV and dK before dQ is waited for, so that
+// tensor cores have something to do while dQ is added (kEarly). dS then needs a third buffer: that
+// of two steps before is still being read.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -29,8 +35,14 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
   using Base::parity_at, Base::fresh, Base::release;
   static constexpr int kPart = Memory::kPart, kParts = Memory::kParts;
   static constexpr int kDqChunks = Memory::kDqChunks;
-  static constexpr int kQ = kBlockM * kChunk / 128;  // accumulators of 64 columns of dQ
-  static_assert(D == 2 * kDqChunks * kChunk && DV == D && kParts == 2);
+  static constexpr bool kEarly = D <= 192;
+  // Columns of dQ, of a block's half, that a role computes, and accumulators of these.
+  template <RoleName kRole>
+  static constexpr int kColumns = kRole == kValues ? kChunk : D / kPair - kChunk;
+  template <RoleName kRole>
+  static constexpr int kQ = kBlockM * kColumns<kRole> / 128;
+  static_assert(D == 192 || D == 256);
+  static_assert(!kEarly || (kParts == 1 && Memory::kDsBuffers == 3));
 
   const int rank;
 
@@ -82,29 +94,39 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     wgmma_commit();
   }
 
-  // 64 columns of dS K: of this block's keys and of the other's.
+  // A role's columns of dS K: of this block's keys and of the other's.
   template <RoleName kRole>
-  __device__ __forceinline__ void multiply_dq(float (&dq)[kQ], const T *ds) {
+  __device__ __forceinline__ void multiply_dq(float (&dq)[kQ<kRole>], const T *ds) {
     hold(dq);
     wgmma_fence();
 #pragma unroll
     for (int other = 0; other < kPair; ++other) {
       const T *k = other == 0 ? shared.k + chunk<kRole>() * (kN * kChunk)
                               : shared.k_peer + kRole * (kN * kChunk);
+      if constexpr (D == 192) {
+        // Of the other block's keys the first two chunks are here, or the last two.
+        if (other != 0) k += (kRole == kValues ? rank : -rank) * (kN * kChunk);
+        // The second block's half of the middle chunk.
+        if (kRole != kValues) k += rank * (kChunk - kColumns<kRole>);
+      }
       const uint64_t a = descriptor_k_major(shared_address(other == 0 ? ds : shared.ds_peer));
       const uint64_t b = descriptor_mn_major(shared_address(k), kN);
 #pragma unroll
       for (int i = 0; i < kN / 16; ++i) {
-        Wgmma<T, kChunk>::template ss<1>(dq, a + i * 32 / 16, b + i * (16 * 128) / 16,
-                                         other + i != 0);
+        Wgmma<T, kColumns<kRole>>::template ss<1>(dq, a + i * 32 / 16, b + i * (16 * 128) / 16,
+                                                  other + i != 0);
       }
     }
     wgmma_commit();
   }
 
-  // Of dQ's four chunks of columns that of a role.
+  // The chunk that a role's columns of dQ are in. Of three the blocks share the middle one: its
+  // first half is the first block's, its second half the second block's, both by the role of keys:
+  // wgmma finds columns from the 64th byte on as it finds those from the first on, as addresses are
+  // swizzled after all is added up.
   template <RoleName kRole>
   __device__ __forceinline__ int chunk() const {
+    if constexpr (D == 192) return kRole == kValues ? 2 * rank : 1;
     return rank * kDqChunks + kRole;
   }
 
@@ -121,14 +143,19 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
              block_at(of.p, of.w.sequence, of.w.head_kv * of.p.group, of.turns.m_min) *
                  (kBlockM * D) +
              of.rank * (32 * D) + of.warp * (8 * D) + kRole * (16 * kChunk) + of.lane * 4),
-          m(of.turns.m_min) {}
+          m(of.turns.m_min) {
+      if constexpr (D == 192) {
+        // The first block's half ends with 32 columns, the second one's begins with them.
+        to += 16 * (kRole == kValues ? of.rank * (D / kPair - kChunk) : -of.rank * kChunk);
+      }
+    }
 
     // dQ of the next step, whose number is `step`.
-    __device__ __forceinline__ void add(const float (&dq)[kQ], int step) {
+    __device__ __forceinline__ void add(const float (&dq)[kQ<kRole>], int step) {
       if constexpr (kInOrder) of.shared.in_order[step & 1].wait(parity_at(step));
       if (kInOrder || of.p.sums != nullptr) {
 #pragma unroll
-        for (int j = 0; j < kQ / 4; ++j) {
+        for (int j = 0; j < kQ<kRole> / 4; ++j) {
           add_four(to + j * 128, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         }
       }
@@ -154,23 +181,23 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
 
   // Asks for dQ of a step, once both blocks' dS is there.
   template <RoleName kRole>
-  __device__ __forceinline__ void ask_dq(float (&dq)[kQ], int step) {
-    const int stage = __shfl_sync(0xffffffff, step & 1, 0);
-    shared.ds_full[stage].wait(parity_at(step));
+  __device__ __forceinline__ void ask_dq(float (&dq)[kQ<kRole>], int step) {
+    const int stage = __shfl_sync(0xffffffff, Memory::ds_stage(step), 0);
+    shared.ds_full[stage].wait(Memory::ds_parity(step));
     shared.ds_peer_full.wait(step & 1);
     multiply_dq<kRole>(dq, shared.ds[stage]);
   }
 
   // dQ of a step has been computed.
   __device__ __forceinline__ void leave_ds(int step) {
-    release(shared.ds_empty[step & 1]);
+    release(shared.ds_empty[kEarly ? Memory::ds_stage(step) : step & 1]);
     release_in_other(shared.ds_sent_empty);
   }
 
   // dQ of the last two steps, behind what else is in flight.
   template <RoleName kRole>
-  __device__ __forceinline__ void finish_dq(float (&dq)[kQ], Sums<kRole> &sums, int steps) {
-    if (steps > 2) sums.add(dq, steps - 3);
+  __device__ __forceinline__ void finish_dq(float (&dq)[kQ<kRole>], Sums<kRole> &sums, int steps) {
+    if (!kEarly && steps > 2) sums.add(dq, steps - 3);
     if (steps > 1) {
       ask_dq<kRole>(dq, steps - 2);
       wgmma_wait<0>();
@@ -187,7 +214,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
   // dV.
   __device__ __forceinline__ void compute_values(float (&dv)[kParts][kPart / 2]) {
     const int steps = (turns.m_max - turns.m_min) * p.group;
-    float x[kS], dq[kQ];
+    float x[kS], dq[kQ<kValues>];
     uint32_t packed[kS / 2];
     Sums<kValues> sums(*this);
     Ring<Memory::kBuffers> of;  // the buffers of a step's dO
@@ -198,12 +225,13 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     wgmma_wait<0>();
     hold(x);
     leave_probabilities(x, packed, 0, m, 0);
+    if constexpr (kEarly) ask_dv_early(dv, packed, of, m);
     if (steps > 1) values_of_step<false>(dv, dq, packed, of, sums, 1, m);
 #pragma unroll 1
     for (int step = 2; step < steps; ++step) {
       values_of_step<true>(dv, dq, packed, of, sums, step, m);
     }
-    ask_dv(dv, packed, of, m);
+    if constexpr (!kEarly) ask_dv(dv, packed, of, m);
     finish_dq(dq, sums, steps);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) hold(dv[part]);
@@ -211,9 +239,11 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
   }
 
   // Probabilities of a step, dV of the one before, and with kDq dQ of the one before that, and what
-  // the last call left of it to the sums.
+  // the last call left of it to the sums. Early: dV of the step, behind that of the one before; dQ
+  // goes to the sums at once.
   template <bool kDq>
-  __device__ __forceinline__ void values_of_step(float (&dv)[kParts][kPart / 2], float (&dq)[kQ],
+  __device__ __forceinline__ void values_of_step(float (&dv)[kParts][kPart / 2],
+                                                 float (&dq)[kQ<kValues>],
                                                  uint32_t (&packed)[kS / 2],
                                                  Ring<Memory::kBuffers> &of, Sums<kValues> &sums,
                                                  int step, int &m) {
@@ -221,8 +251,10 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     const int next = turns.after(m);
     const auto buffers = of;
     float x[kS];
-    ask_dv(dv, packed, of, m);
-    if (kDq && step > 2) sums.add(dq, step - 3);
+    if constexpr (!kEarly) {
+      ask_dv(dv, packed, of, m);
+      if (kDq && step > 2) sums.add(dq, step - 3);
+    }
     this->template wait_rows<kValues, D>(shared.q_full[stage], shared.q[stage], parity_at(step),
                                          next);
     this->template multiply_scores<D>(x, shared.k + fresh(stage), shared.q[stage]);
@@ -231,10 +263,15 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     wgmma_wait<kDq>();
     hold(x);
     leave_probabilities(x, packed, stage, next, step);
+    if constexpr (kEarly) {
+      of.advance();
+      ask_dv_early(dv, packed, of, next);
+    }
     if constexpr (kDq) {
-      wgmma_wait<0>();
+      wgmma_wait<kEarly>();
       hold(dq);
       leave_ds(step - 2);
+      if constexpr (kEarly) sums.add(dq, step - 2);
     }
     m = next;
   }
@@ -261,16 +298,25 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     }
   }
 
+  // The same where dO's buffer is still to be left in the next step.
+  __device__ __forceinline__ void ask_dv_early(float (&dv)[kParts][kPart / 2],
+                                               const uint32_t (&packed)[kS / 2],
+                                               Ring<Memory::kBuffers> of, int m) {
+    ask_dv(dv, packed, of, m);
+  }
+
   // Waits for dV, behind which one product was asked for.
   __device__ __forceinline__ void leave_dout(float (&dv)[kParts][kPart / 2],
                                              uint32_t (&packed)[kS / 2],
                                              Ring<Memory::kBuffers> of) {
-    wgmma_wait<2>();
-    hold(dv[0]);
-    release(shared.dout_empty[of.stage]);
-    of.advance();
+    if constexpr (kParts == 2) {
+      wgmma_wait<2>();
+      hold(dv[0]);
+      release(shared.dout_empty[of.stage]);
+      of.advance();
+    }
     wgmma_wait<1>();
-    hold(dv[1]);
+    hold(dv[kParts - 1]);
     hold(packed);
     release(shared.dout_empty[of.stage]);
   }
@@ -278,7 +324,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
   // dK.
   __device__ __forceinline__ void compute_keys(float (&dk)[D / 2]) {
     const int steps = (turns.m_max - turns.m_min) * p.group;
-    float y[kS], dq[kQ];
+    float y[kS], dq[kQ<kKeysRole>];
     uint32_t packed[kS / 2];
     Sums<kKeysRole> sums(*this);
     Ring<Memory::kBuffers> of;
@@ -290,28 +336,31 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     leave_dout_of_dp(of);
     take_probabilities(y, packed, 0, 0);
     share_ds(packed, 0, 0);
+    if constexpr (kEarly) multiply_gradient(dk, packed, shared.q[0]);
     if (steps > 1) keys_of_step<false>(dk, dq, packed, of, sums, 1, m);
 #pragma unroll 1
     for (int step = 2; step < steps; ++step) {
       keys_of_step<true>(dk, dq, packed, of, sums, step, m);
     }
-    multiply_gradient(dk, packed, shared.q[(steps - 1) & 1]);
+    if constexpr (!kEarly) multiply_gradient(dk, packed, shared.q[(steps - 1) & 1]);
     finish_dq(dq, sums, steps);
     hold(dk);
     hold(packed);
   }
 
-  // dS of a step, dK of the one before, and dQ as in the other role.
+  // dS of a step, dK and dQ as in the other role.
   template <bool kDq>
-  __device__ __forceinline__ void keys_of_step(float (&dk)[D / 2], float (&dq)[kQ],
+  __device__ __forceinline__ void keys_of_step(float (&dk)[D / 2], float (&dq)[kQ<kKeysRole>],
                                                uint32_t (&packed)[kS / 2],
                                                Ring<Memory::kBuffers> &of, Sums<kKeysRole> &sums,
                                                int step, int &m) {
     const int stage = __shfl_sync(0xffffffff, step & 1, 0), before = stage ^ 1;
     float y[kS];
     m = turns.after(m);
-    multiply_gradient(dk, packed, shared.q[before]);
-    if (kDq && step > 2) sums.add(dq, step - 3);
+    if constexpr (!kEarly) {
+      multiply_gradient(dk, packed, shared.q[before]);
+      if (kDq && step > 2) sums.add(dq, step - 3);
+    }
     multiply_dp(y, of, m, fresh(stage));
     wgmma_wait<1>();
     hold(dk);
@@ -322,12 +371,17 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     hold(y);
     leave_dout_of_dp(of);
     take_probabilities(y, packed, stage, step);
+    if constexpr (kEarly) {
+      share_ds(packed, __shfl_sync(0xffffffff, Memory::ds_stage(step), 0), step);
+      multiply_gradient(dk, packed, shared.q[stage]);
+    }
     if constexpr (kDq) {
-      wgmma_wait<0>();
+      wgmma_wait<kEarly>();
       hold(dq);
       leave_ds(step - 2);
+      if constexpr (kEarly) sums.add(dq, step - 2);
     }
-    share_ds(packed, stage, step);
+    if constexpr (!kEarly) share_ds(packed, stage, step);
   }
 
   // dP has been computed.
@@ -351,7 +405,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
 
   // For both blocks' dQ.
   __device__ __forceinline__ void share_ds(const uint32_t (&packed)[kS / 2], int stage, int step) {
-    shared.ds_empty[stage].wait(parity_at(step) ^ 1);
+    shared.ds_empty[stage].wait(Memory::ds_parity(step) ^ 1);
     store_ds(packed, shared.ds[stage]);
     fence_async_proxy();
     release(shared.ds_full[stage]);

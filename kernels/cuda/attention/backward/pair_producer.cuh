@@ -41,7 +41,7 @@ __device__ __forceinline__ void produce_pair(const AttentionGradientsArguments &
 #pragma unroll
   for (int c = 0; c < Memory::kDqChunks; ++c) {
     tma_load_4d(shared_address(shared.k_peer) + c * kTile, &p.k, &shared.kv_full, kEvictFirst,
-                (rank * Memory::kDqChunks + c) * kChunk, row_of_other, w.head_kv, batch_k);
+                (Memory::first_chunk(rank) + c) * kChunk, row_of_other, w.head_kv, batch_k);
   }
   Ring<kStages> of_q;
   Ring<Memory::kBuffers> of_dout;
@@ -88,6 +88,7 @@ __device__ __forceinline__ void produce_pair(const AttentionGradientsArguments &
 template <int D, int DV, class T>
 __device__ __forceinline__ void exchange(const AttentionGradientsArguments &p,
                                          PairShared<D, DV, T> &shared, int rank) {
+  using Memory = PairShared<D, DV, T>;
   const Steps turns = shared.work.steps;
   const bool leader = threadIdx.x % 32 == 0;
   const int steps = (turns.m_max - turns.m_min) * p.group;
@@ -95,11 +96,11 @@ __device__ __forceinline__ void exchange(const AttentionGradientsArguments &p,
   const uint32_t barrier = peer_address(&shared.ds_peer_full, rank ^ 1);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    const int stage = step & 1;
+    const int stage = Memory::ds_stage(step);
     const uint32_t parity = step & 1;
     // A phase begins with this arrival, so the one before has to be over.
     if (leader) shared.ds_peer_full.arrive_expect(sizeof shared.ds_peer);
-    shared.ds_full[stage].wait(step >> 1 & 1);
+    shared.ds_full[stage].wait(Memory::ds_parity(step));
     shared.ds_sent_empty.wait(parity ^ 1);
     if (leader) {
       bulk_copy_to_peer(to, shared_address(shared.ds[stage]), sizeof shared.ds_peer, barrier);

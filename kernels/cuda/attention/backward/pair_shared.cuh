@@ -15,17 +15,18 @@ constexpr int kPair = 2;  // blocks of a cluster
 template <int D, int DV, class T>
 struct alignas(1024) PairShared {
   static constexpr int kM = kBlockM;
-  // dO comes and goes in halves of its columns: there is no room for two whole.
-  static constexpr int kParts = 2, kPart = DV / kParts, kBuffers = 3;
-  // Chunks of dQ's columns that a block computes.
-  static constexpr int kDqChunks = D / kChunk / kPair;
+  // dO comes and goes in halves of its columns where there is no room for two whole.
+  static constexpr int kParts = DV > 192 ? 2 : 1, kPart = DV / kParts, kBuffers = 3;
+  // Chunks with the columns of dQ that a block computes, of three one in part.
+  static constexpr int kDqChunks = (D / kChunk + 1) / kPair;
+  static constexpr int kDsBuffers = D > 192 ? 2 : 3;
 
   T k[kKeys<D> * D];
   T v[kKeys<D> * DV];
   T k_peer[kKeys<D> * kDqChunks * kChunk];  // the other block's keys
   T q[kStages][kBlockM * D];
   T dout[kBuffers][kBlockM * kPart];
-  T ds[kStages][kBlockM * kKeys<D>];
+  T ds[kDsBuffers][kBlockM * kKeys<D>];
   T ds_peer[kBlockM * kKeys<D>];
   // Of each thread the pairs that it holds.
   uint4 probabilities[1][kBlockM * kKeys<D> / 8];
@@ -36,7 +37,7 @@ struct alignas(1024) PairShared {
   Mbarrier q_full[kStages], q_empty[kStages];
   Mbarrier dout_full[kBuffers], dout_empty[kBuffers];
   Mbarrier probabilities_full, probabilities_empty;
-  Mbarrier ds_full[kStages], ds_empty[kStages];
+  Mbarrier ds_full[kDsBuffers], ds_empty[kDsBuffers];
   // What the other block has sent; and whether the other has done with what was sent to it.
   Mbarrier ds_peer_full, ds_sent_empty;
   Work work;
@@ -44,13 +45,30 @@ struct alignas(1024) PairShared {
   Mbarrier in_order[kStages], added[kStages];
   int ticket;
 
+  // The first of these chunks.
+  static __device__ __forceinline__ int first_chunk(int rank) {
+    return rank * (D / kChunk - kDqChunks);
+  }
+
+  // The buffer of a step's dS, and its round.
+  static __device__ __forceinline__ int ds_stage(int step) {
+    if constexpr (kDsBuffers == 2) return step & 1;
+    return static_cast<uint32_t>(step) % kDsBuffers;
+  }
+  static __device__ __forceinline__ uint32_t ds_parity(int step) {
+    if constexpr (kDsBuffers == 2) return step >> 1 & 1;
+    return static_cast<uint32_t>(step) / kDsBuffers & 1;
+  }
+
   // One thread; fence_mbarrier_init and a barrier of the cluster follow. Consumers arrive by warp:
   // of one role, or of both.
   __device__ __forceinline__ void init_barriers() {
     kv_full.init(1);
-    for (int i = 0; i < kStages; ++i) {
-      q_full[i].init(1);
-      q_empty[i].init(8);
+    for (int i = 0; i < kDsBuffers; ++i) {
+      if (i < kStages) {
+        q_full[i].init(1);
+        q_empty[i].init(8);
+      }
       ds_full[i].init(4);
       ds_empty[i].init(8 + 1);
     }

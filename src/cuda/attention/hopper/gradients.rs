@@ -2,8 +2,8 @@
 //!
 //! Three launches: statistics of every query, and zeros for sums of `dq`; the gradients, where blocks of keys add to these sums; `dq`
 //! from its sums. Blocks add as they come, so `dq` is not of the same bits in each call, unless it is asked for: then they wait for
-//! each other. Or `dk` and `dv` are one kernel and `dq` is another, which computes the scores again: with a soft cap or ALiBi, for head
-//! dimensions from 129 to 192, and for those above where queries see few keys.
+//! each other. Or `dk` and `dv` are one kernel and `dq` is another, which computes the scores again: with a soft cap or ALiBi, and for
+//! head dimensions above 128 where queries see few keys.
 
 use contract::attention::{Mask, Part};
 
@@ -28,9 +28,10 @@ const OP: &str = "attention_backward";
 const BLOCK_M: usize = 64;
 /// Queries of the longest step, two blocks: every sequence has whole ones.
 const STEP: usize = 2 * BLOCK_M;
-/// Above 192 dimensions, keys that a query sees from which on sums in memory are worth what it costs to begin and convert them
-/// (`benches/results/attention_backward_h100_2026-11-25.json`, where `deterministic_us` is the other way's time).
-const MIN_KEYS_OF_PAIRS: usize = 800;
+/// By the head dimension of kernels by pairs, keys that a query sees from which on sums in memory are worth what it costs to begin and
+/// convert them. That of 256 was measured (`benches/results/attention_backward_h100_2026-11-25.json`, where `deterministic_us` is the
+/// other way's time); that of 192 is a guess, more as a step has less to save.
+const MIN_KEYS_OF_PAIRS: [(usize, usize); 2] = [(192, 1200), (256, 800)];
 /// Bytes of the statistics of a block of queries: an LSE and a delta of each.
 const STATISTICS: usize = 2 * BLOCK_M * size_of::<f32>();
 
@@ -116,9 +117,9 @@ impl Kernels {
         let scores = p.softcap > 0.0 || p.alibi_slopes.is_some();
         let keys = b.dk.is_some() || b.dv.is_some();
         let sums = b.dq.is_some() && keys && !scores;
-        let pairs = keys_of_query(p) >= MIN_KEYS_OF_PAIRS;
+        let seen = keys_of_query(p);
         // The smallest head dimension with all kernels that this way needs. For 96 no kernel computes
-        // dQ apart from dK and dV; from 129 to 192 none computes all three together.
+        // dQ apart from dK and dV.
         let parts_of = |prepare: &Form| {
             let part = |part, wanted| {
                 fitting().find(|form| {
@@ -128,7 +129,8 @@ impl Kernels {
                         && (form.blocks == 1 || form.in_order == b.deterministic)
                 })
             };
-            let is_good = |form: &&Form| sums && (form.blocks == 1 || pairs);
+            let is_good =
+                |form: &&Form| sums && (form.blocks == 1 || pairs_pay(form.dims[0], seen));
             match part(Part::Gradients, mask).filter(is_good) {
                 Some(together) => Some([together, part(Part::Finish, Mask::None)?]),
                 None => Some([part(Part::Keys, mask)?, part(Part::Queries, mask)?]),
@@ -185,6 +187,13 @@ impl Kernels {
             },
         })
     }
+}
+
+/// Whether kernels by pairs of this head dimension take less than two kernels.
+fn pairs_pay(dim: usize, keys: usize) -> bool {
+    MIN_KEYS_OF_PAIRS
+        .iter()
+        .any(|&(of, least)| of == dim && keys >= least)
 }
 
 /// How many keys a query sees, of the longest sequence about.
