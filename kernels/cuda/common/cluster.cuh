@@ -76,4 +76,13 @@ __device__ __forceinline__ void arrive_at_peer(uint32_t barrier) {
                : "memory");
 }
 
+// Arrives likewise once the copy engine and products, which this thread has waited for, have read
+// shared memory. Nothing that the thread wrote is promised: a release would wait here until all its
+// additions to global memory are done.
+__device__ __forceinline__ void arrive_at_peer_after_reads(uint32_t barrier) {
+  jitter();
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
+}
+
 }  // namespace unsloth

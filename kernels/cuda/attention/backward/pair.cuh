@@ -50,10 +50,10 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
                                   int rank)
       : Base(params, memory), rank(rank) {}
 
-  // One lane per warp arrives at the other block's barrier.
+  // One lane per warp arrives at the other block's barrier: products have read what that sent.
   __device__ __forceinline__ void release_in_other(Mbarrier &barrier) {
     __syncwarp();
-    if (lane == 0) arrive_at_peer(peer_address(&barrier, rank ^ 1));
+    if (lane == 0) arrive_at_peer_after_reads(peer_address(&barrier, rank ^ 1));
   }
 
   __device__ __forceinline__ void wait_keys() {

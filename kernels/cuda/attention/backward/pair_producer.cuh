@@ -108,7 +108,7 @@ __device__ __forceinline__ void exchange(const AttentionGradientsArguments &p,
     __syncwarp();
     // What has come was read there, which nothing else would tell the other block.
     shared.ds_peer_full.wait(parity);
-    if (leader) arrive_at_peer(peer_address(&shared.ds_empty[stage], rank ^ 1));
+    if (leader) arrive_at_peer_after_reads(peer_address(&shared.ds_empty[stage], rank ^ 1));
     __syncwarp();
   }
 }

@@ -49,4 +49,6 @@ inline void arrive_at_peer(uint32_t barrier) {
   peer_of(barrier).arrive(*peer_pointer<machine::Barrier>(barrier));
 }
 
+inline void arrive_at_peer_after_reads(uint32_t barrier) { arrive_at_peer(barrier); }
+
 }  // namespace unsloth
