@@ -88,7 +88,7 @@ MISALIGNED = {
 
 # What a tensor may not ask for: the field, its value, the status, and what the message mentions.
 TENSOR_MISUSE = [
-    ("flags", "4", "INVALID_ARGUMENT", "{path}.flags"),
+    ("flags", "8", "INVALID_ARGUMENT", "{path}.flags"),
     ("quantization", "64", "UNSUPPORTED", "{path}.quantization"),
     ("dtype", "UNSLOTH_DTYPE_F8E4M3", "UNSUPPORTED", "f8e4m3"),
     ("data", "64", "INVALID_ARGUMENT", "has data but rank 0"),

@@ -160,6 +160,8 @@ pub struct TensorRef<'a> {
     place: Option<Place>,
     /// See [`TensorRef::with_float_activations`].
     float_activations: bool,
+    /// See [`TensorRef::with_constant_elements`].
+    constant: bool,
     /// See [`TensorRef::with_scales`].
     scales: Option<Scales>,
     memory: PhantomData<&'a [u8]>,
@@ -262,6 +264,7 @@ impl<'a> TensorRef<'a> {
             },
             place: Some(Place::HOST),
             float_activations: false,
+            constant: false,
             scales: None,
             memory: PhantomData,
         })
@@ -317,6 +320,20 @@ impl<'a> TensorRef<'a> {
         self.float_activations
     }
 
+    /// The weight, as one that nothing writes until what is queued with it has run: neither work that
+    /// is queued before, nor what runs beside it. A product of few rows may then read it ahead, while
+    /// the kernels before it on the stream still run. It has no meaning for other tensors, nor on the CPU.
+    pub fn with_constant_elements(self) -> Self {
+        TensorRef {
+            constant: true,
+            ..self
+        }
+    }
+
+    pub(crate) fn is_constant(&self) -> bool {
+        self.constant
+    }
+
     /// A view of raw memory. `ptr` may be NULL where only a query is made.
     ///
     /// # Safety
@@ -332,6 +349,7 @@ impl<'a> TensorRef<'a> {
             },
             place: None,
             float_activations: false,
+            constant: false,
             scales: None,
             memory: PhantomData,
         }
@@ -394,6 +412,7 @@ impl<'a> TensorMut<'a> {
             raw: self.raw,
             place: self.place,
             float_activations: false,
+            constant: false,
             scales: None,
             memory: PhantomData,
         }

@@ -69,6 +69,7 @@ impl Cuda {
             weight: there(weight),
             scales: None,
             float_activations: false,
+            constant: false,
             bias: None,
         };
         for epilogue in [Epilogue::Store, Epilogue::Add(out)] {

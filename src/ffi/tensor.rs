@@ -76,6 +76,13 @@ pub const UNSLOTH_TENSOR_STRIDED: u32 = 1;
 /// multiples of one scale. Other tensors have no use for it.
 pub const UNSLOTH_TENSOR_FLOAT_ACTIVATIONS: u32 = 2;
 
+/// Of the `flags` of a weight: a promise that nothing writes it until what is queued with it has run,
+/// neither work that is queued before, on any stream, nor the host. Products of few rows then read it
+/// ahead, while the kernels before them on the stream still run, which makes a decoding step faster.
+/// For weights of inference, once they are loaded and that has been waited for; not for those that
+/// an optimizer updates. Other tensors have no use for it.
+pub const UNSLOTH_TENSOR_CONSTANT: u32 = 4;
+
 /// A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.
 ///
 /// A tensor may have no elements (a size of zero), and `data` is then not read. Queries
@@ -130,10 +137,11 @@ params!(unsloth_quantization, [reserved, scale, zero]);
 impl Field for unsloth_tensor {
     fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
         self.reserved.check(op, format_args!("{name}.reserved"))?;
-        const KNOWN: u32 = UNSLOTH_TENSOR_STRIDED | UNSLOTH_TENSOR_FLOAT_ACTIVATIONS;
+        const KNOWN: u32 =
+            UNSLOTH_TENSOR_STRIDED | UNSLOTH_TENSOR_FLOAT_ACTIVATIONS | UNSLOTH_TENSOR_CONSTANT;
         if self.flags & !KNOWN != 0 {
             let problem = text!(
-                "is {:#x}, allowed: 0, 1 (strided), 2 (float_activations), 3",
+                "is {:#x}, allowed: 0 or a sum of 1 (strided), 2 (float_activations) and 4 (constant)",
                 self.flags
             );
             return Err(Error::invalid(op, text!("{name}.flags"), problem));
@@ -261,6 +269,9 @@ impl unsloth_tensor {
         if tensor.float_activations() {
             out.flags |= UNSLOTH_TENSOR_FLOAT_ACTIVATIONS;
         }
+        if tensor.is_constant() {
+            out.flags |= UNSLOTH_TENSOR_CONSTANT;
+        }
         // Sizes and strides fit (see Layout).
         for (to, &from) in out.shape.iter_mut().zip(raw.layout.shape()) {
             *to = from as i64;
@@ -300,10 +311,13 @@ impl unsloth_tensor {
                 tensor = attached.map_err(|error| error.within(op).inside(name))?;
             }
         }
-        Ok(Some(match self.flags & UNSLOTH_TENSOR_FLOAT_ACTIVATIONS {
-            0 => tensor,
-            _ => tensor.with_float_activations(),
-        }))
+        if self.flags & UNSLOTH_TENSOR_FLOAT_ACTIVATIONS != 0 {
+            tensor = tensor.with_float_activations();
+        }
+        if self.flags & UNSLOTH_TENSOR_CONSTANT != 0 {
+            tensor = tensor.with_constant_elements();
+        }
+        Ok(Some(tensor))
     }
 
     /// A required input.

@@ -23,6 +23,9 @@ pub(crate) struct Weights {
     pub scales: Option<Scales>,
     /// Whether blocks are multiplied by activations as they are, and not rounded to 16 bits.
     pub float_activations: bool,
+    /// Whether nothing in flight writes the matrix, so that it may be read ahead.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a GPU reads ahead"))]
+    pub constant: bool,
     /// `[out_features]`.
     pub bias: Option<RawTensor>,
 }

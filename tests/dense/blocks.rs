@@ -526,9 +526,9 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
         "linear: out has dtype q4_0, x has f32",
     ),
     (
-        |p| p.weight.flags = 4,
+        |p| p.weight.flags = 8,
         INVALID,
-        "linear: weight.flags is 0x4, allowed: 0, 1 (strided), 2 (float_activations), 3",
+        "linear: weight.flags is 0x8, allowed: 0 or a sum of 1 (strided), 2 (float_activations) and 4 (constant)",
     ),
     (
         |p| p.weight.data = std::ptr::null_mut(),

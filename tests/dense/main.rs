@@ -4,6 +4,7 @@
 mod common;
 
 mod blocks;
+mod constant;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod linear;

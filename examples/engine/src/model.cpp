@@ -55,6 +55,8 @@ Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &c
   } else {
     model.read(gguf, config, nullptr);
   }
+  // From here on weights are constant.
+  context.synchronize();
   return model;
 }
 
@@ -175,6 +177,7 @@ unsloth_tensor Model::upload(const std::vector<const GgufTensor *> &sources, uns
     } else {
       view = upload_as_they_are(sources, &memory_, used_, bar);
     }
+    view.flags |= UNSLOTH_TENSOR_CONSTANT;
   } else {
     view.shape[0] = static_cast<int64_t>(sources[0]->shape[0]);
   }

@@ -69,21 +69,29 @@ pub(super) fn pass_by_value(text: &str, index: usize, len: usize) -> Option<Stri
 /// Lets the kernel behind be started.
 const START_NEXT_KERNEL: &str = "asm volatile(\"griddepcontrol.launch_dependents;\");\n";
 
-/// What a kernel's text begins with: as `kernels/cuda/common/dependent_launch.cuh`.
-const AWAIT_PREVIOUS_KERNEL: &str = "#if __CUDA_ARCH__ >= 900
-asm volatile(\"griddepcontrol.launch_dependents;\");
-asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");
-#endif
-";
+/// Waits for the kernel before: as `kernels/cuda/common/dependent_launch.cuh`.
+const AWAIT_PREVIOUS_KERNEL: &str = "asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n";
 
-/// Lets a kernel wait for the one before it in the stream, which may still run when it is started.
+/// The comment of a kernel that waits somewhere else than where it begins: `comment!` in each of its ways.
+const AWAITS_HERE: &str = "// await the kernel before\n";
+
+/// Lets a kernel wait for the one before it in the stream, which may still run when it is started: where it begins, or where it says.
 pub(super) fn await_previous_kernel(text: &str) -> Option<String> {
+    let hopper = |lines: &str| format!("#if __CUDA_ARCH__ >= 900\n{lines}#endif\n");
     let begins = text.find("extern \"C\" __global__")?;
     let (types, kernel) = text.split_at(begins);
     let (signature, body) = kernel.split_once("\n) {\n")?;
-    Some(format!(
-        "{types}{signature}\n) {{\n{AWAIT_PREVIOUS_KERNEL}{body}"
-    ))
+    let (first, body) = match body.contains(AWAITS_HERE) {
+        true => (
+            hopper(START_NEXT_KERNEL),
+            body.replace(AWAITS_HERE, &hopper(AWAIT_PREVIOUS_KERNEL)),
+        ),
+        false => (
+            hopper(&format!("{START_NEXT_KERNEL}{AWAIT_PREVIOUS_KERNEL}")),
+            body.to_owned(),
+        ),
+    };
+    Some(format!("{types}{signature}\n) {{\n{first}{body}"))
 }
 
 /// Takes from a kernel what lets the next one start early: that starts once all blocks of this one have ended.
@@ -118,11 +126,17 @@ mod tests {
     fn kernels_await_the_one_before() {
         let text = "struct info_st {\n};\nextern \"C\" __global__ void k (\n    float* buffer_0\n) {\nbody";
         let waiting = await_previous_kernel(text).unwrap();
-        let (before, after) = waiting.split_once(AWAIT_PREVIOUS_KERNEL).unwrap();
+        let first =
+            format!("#if __CUDA_ARCH__ >= 900\n{START_NEXT_KERNEL}{AWAIT_PREVIOUS_KERNEL}#endif\n");
+        let (before, after) = waiting.split_once(&first).unwrap();
         assert_eq!(format!("{before}{after}"), text);
         assert!(before.ends_with("buffer_0\n) {\n"));
         assert!(await_previous_kernel("void k() {\n}").is_none());
-        assert_eq!(waiting.matches(START_NEXT_KERNEL).count(), 1);
+
+        let waiting = await_previous_kernel(&format!("{text}\n{AWAITS_HERE}more")).unwrap();
+        let (before, after) = waiting.split_once("body").unwrap();
+        assert!(before.contains(START_NEXT_KERNEL) && !before.contains(AWAIT_PREVIOUS_KERNEL));
+        assert!(after.contains(AWAIT_PREVIOUS_KERNEL) && !after.contains("//"));
     }
 
     #[test]

@@ -36,6 +36,8 @@ scalars! { Args, ArgsExpand {
     epilogue: u32,
     /// 1: out and residual are `out_f32` and `residual_f32`, for x of less.
     wide: u32,
+    /// 1: no kernel in flight writes W, which may be read before they have ended.
+    constant: u32,
     /// Between rows, in the units of the kernel's x and w; of out and residual in elements.
     x_stride: u64,
     w_stride: u64,

@@ -110,9 +110,13 @@ fn rows<E: Float>(
     let mut inputs = Array::<Vector<u32, Words>>::new(of_x);
     let mut tile = CUBE_POS_X;
     let mut step = 0u32;
-    if comptime!(shape.ahead) {
-        load(x, w, args, &mut weights, &mut inputs, tile, 0u32, shape);
+    // A constant W is on its way before the kernel before has written x.
+    if args.constant == 0u32 {
+        comment!("await the kernel before");
     }
+    load_weights(w, args, &mut weights, tile, 0u32, shape);
+    comment!("await the kernel before");
+    load_inputs(x, args, &mut inputs, tile, 0u32, shape);
     while tile < tiles {
         let mut next_step = step + 1u32;
         let mut next_tile = tile;
@@ -122,19 +126,11 @@ fn rows<E: Float>(
         }
         let mut next_weights = Array::<Vector<u32, Words>>::new(of_w);
         let mut next_inputs = Array::<Vector<u32, Words>>::new(of_x);
-        if comptime!(!shape.ahead) {
-            load(x, w, args, &mut weights, &mut inputs, tile, step, shape);
-        } else if next_tile < tiles {
-            load(
-                x,
-                w,
-                args,
-                &mut next_weights,
-                &mut next_inputs,
-                next_tile,
-                next_step,
-                shape,
-            );
+        if comptime!(shape.ahead) {
+            if next_tile < tiles {
+                load_weights(w, args, &mut next_weights, next_tile, next_step, shape);
+                load_inputs(x, args, &mut next_inputs, next_tile, next_step, shape);
+            }
         }
         multiply::<E>(&weights, &inputs, &mut acc, shape);
         if next_step == 0u32 {
@@ -187,58 +183,99 @@ fn rows<E: Float>(
             for i in 0..of_x {
                 inputs[i] = next_inputs[i];
             }
+        } else if next_tile < tiles {
+            load_weights(w, args, &mut weights, next_tile, next_step, shape);
+            load_inputs(x, args, &mut inputs, next_tile, next_step, shape);
         }
         tile = next_tile;
         step = next_step;
     }
 }
 
-/// A plane's lines of a step: whole ones without guards, so that their loads are in flight together. Lines beyond the last are zeros.
+/// A plane's lines of W of a step: whole ones without guards, so that their loads are in flight together. Lines beyond the last are zeros.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "what a step is of")]
-fn load(
-    x: &Array<Vector<u32, Words>>,
+fn load_weights(
     w: &Array<Vector<u32, Words>>,
     args: &Args,
     weights: &mut Array<Vector<u32, Words>>,
+    tile: u32,
+    step: u32,
+    #[comptime] shape: Shape,
+) {
+    // Half fragments of W's rows.
+    let halves = comptime!(2 * shape.sixteens);
+    let row_tiles = args.rows.div_ceil(comptime!(shape.eights * 8));
+    let column0 = tile / row_tiles * comptime!(16 * shape.sixteens);
+    load(
+        w,
+        args.out_features,
+        args.w_stride,
+        args,
+        weights,
+        column0,
+        step,
+        halves,
+        shape,
+    );
+}
+
+/// As [`load_weights`], of x.
+#[cube]
+fn load_inputs(
+    x: &Array<Vector<u32, Words>>,
+    args: &Args,
     inputs: &mut Array<Vector<u32, Words>>,
     tile: u32,
     step: u32,
     #[comptime] shape: Shape,
 ) {
-    let eights = comptime!(shape.eights as usize);
+    let row_tiles = args.rows.div_ceil(comptime!(shape.eights * 8));
+    let row0 = tile % row_tiles * comptime!(shape.eights * 8);
+    load(
+        x,
+        args.rows,
+        args.x_stride,
+        args,
+        inputs,
+        row0,
+        step,
+        shape.eights,
+        shape,
+    );
+}
+
+/// Of `count` rows of a matrix from `row0` on, `eights` times eight of them; those beyond the last are the last again.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "what lines are of")]
+fn load(
+    from: &Array<Vector<u32, Words>>,
+    count: u32,
+    stride: u64,
+    args: &Args,
+    to: &mut Array<Vector<u32, Words>>,
+    row0: u32,
+    step: u32,
+    #[comptime] eights: u32,
+    #[comptime] shape: Shape,
+) {
     let in_flight = comptime!(shape.in_flight as usize);
-    // Half fragments of W's rows.
-    let halves = comptime!(2 * shape.sixteens as usize);
+    let eights = comptime!(eights as usize);
     let lane = UNIT_POS_X % 32u32;
     let lines = args.in_features / 8u32;
-    let row_tiles = args.rows.div_ceil(comptime!(shape.eights * 8));
-    let column0 = tile / row_tiles * comptime!(16 * shape.sixteens) + lane / 4u32;
-    let row0 = tile % row_tiles * comptime!(shape.eights * 8) + lane / 4u32;
     let first = (step * shape.planes + UNIT_POS_X / 32u32) * comptime!(shape.in_flight * 4);
 
-    let mut w_at = Array::<u64>::new(halves);
-    #[unroll]
-    for h in 0..halves {
-        let column = min(column0 + comptime!(h as u32 * 8), args.out_features - 1u32);
-        w_at[h] = u64::cast_from(column) * args.w_stride + u64::cast_from(first + lane % 4u32);
-    }
-    let mut x_at = Array::<u64>::new(eights);
+    let mut at = Array::<u64>::new(eights);
     #[unroll]
     for e in 0..eights {
-        let row = min(row0 + comptime!(e as u32 * 8), args.rows - 1u32);
-        x_at[e] = u64::cast_from(row) * args.x_stride + u64::cast_from(first + lane % 4u32);
+        let row = min(row0 + lane / 4u32 + comptime!(e as u32 * 8), count - 1u32);
+        at[e] = u64::cast_from(row) * stride + u64::cast_from(first + lane % 4u32);
     }
     if first + comptime!(shape.in_flight * 4) <= lines {
         #[unroll]
         for u in 0..in_flight {
             #[unroll]
-            for h in 0..halves {
-                weights[u * halves + h] = w[(w_at[h] + comptime!(u as u64 * 4)) as usize];
-            }
-            #[unroll]
             for e in 0..eights {
-                inputs[u * eights + e] = x[(x_at[e] + comptime!(u as u64 * 4)) as usize];
+                to[u * eights + e] = from[(at[e] + comptime!(u as u64 * 4)) as usize];
             }
         }
     } else {
@@ -246,17 +283,10 @@ fn load(
         for u in 0..in_flight {
             let line = first + lane % 4u32 + comptime!(u as u32 * 4);
             #[unroll]
-            for h in 0..halves {
-                weights[u * halves + h] = Vector::zeroed();
-                if line < lines {
-                    weights[u * halves + h] = w[(w_at[h] + comptime!(u as u64 * 4)) as usize];
-                }
-            }
-            #[unroll]
             for e in 0..eights {
-                inputs[u * eights + e] = Vector::zeroed();
+                to[u * eights + e] = Vector::zeroed();
                 if line < lines {
-                    inputs[u * eights + e] = x[(x_at[e] + comptime!(u as u64 * 4)) as usize];
+                    to[u * eights + e] = from[(at[e] + comptime!(u as u64 * 4)) as usize];
                 }
             }
         }

@@ -175,6 +175,7 @@ fn multiply_codes(
         dtype: p.out.dtype as u32,
         bias_dtype: bias.map_or(0, |b| b.dtype as u32),
         epilogue: epilogue.code(),
+        constant: u32::from(p.weights.constant),
     };
     // SAFETY: the problem was checked: its tensors have the rows that the arguments describe; the
     // workspace has the codes, whole steps of each row.

@@ -400,6 +400,7 @@ mod tests {
                             weight,
                             scales: None,
                             float_activations: false,
+                            constant: false,
                             bias: Some(bias),
                         },
                         residual: Some(residual),

@@ -276,6 +276,7 @@ impl Part {
             out_features: self.out_features as u32,
             bias_dtype: bias.map_or(0, |b| b.dtype as u32),
             epilogue: epilogue.code(),
+            constant: u32::from(p.weights.constant),
             x_stride: (self.x_stride / width) as u64,
             w_stride: (self.weight_stride / width) as u64,
             out_stride: self.out_stride as u64,

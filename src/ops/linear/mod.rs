@@ -180,6 +180,7 @@ impl Weights<'_> {
             weight,
             scales,
             float_activations,
+            constant: self.weight.is_constant(),
             bias,
         })
     }

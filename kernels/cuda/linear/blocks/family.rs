@@ -90,4 +90,9 @@ const ARGUMENTS: &[Field] = &[
         "across",
         "warps side by side; where x is as it is",
     ),
+    field(
+        Type::U32,
+        "constant",
+        "1: no kernel in flight writes the weight, which may be read before they have ended",
+    ),
 ];

@@ -71,8 +71,15 @@ class FewRows {
       next.advance(p_.steps);
       to = to + 1 == p_.slots ? 0 : to + 1;
     };
+    const auto begin_to_ask = [&] {
+      for (uint32_t i = 0; i + 1 < p_.slots; i++) ask();
+    };
+    if (p_.constant != 0) {
+      begin_to_ask();
+      await_previous_kernel();
+    }
     const auto batch = digits_.load(p_, first_row_, 0);
-    for (uint32_t i = 0; i + 1 < p_.slots; i++) ask();
+    if (p_.constant == 0) begin_to_ask();
     digits_.round(p_, first_row_, batch);
     __syncthreads();
 
@@ -409,7 +416,7 @@ class FewRows {
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)                      \
       linear_blocks_##name(const __grid_constant__ LinearBlocksArguments params) {        \
     unsloth::let_next_kernel_start();                                                     \
-    unsloth::await_previous_kernel();                                                     \
+    if (params.constant == 0) unsloth::await_previous_kernel();                           \
     extern __shared__ uint4 dynamic[];                                                    \
     uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic);                                \
     unsloth::FewRows<unsloth::Blocks::blocks, rows>(params, bytes).run();                 \

@@ -58,6 +58,8 @@ class Codes {
     Place place = place_of(group);
     Lines lines;
     load(lines, place, step);
+    // No more was read than a constant weight.
+    await_previous_kernel();
     while (group < groups) {
       const Place here = place;
       const uint32_t current = step;
@@ -215,7 +217,7 @@ class Codes {
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 2)             \
       linear_codes_##name(const __grid_constant__ LinearCodesArguments params) { \
     unsloth::let_next_kernel_start();                                            \
-    unsloth::await_previous_kernel();                                            \
+    if (params.constant == 0) unsloth::await_previous_kernel();                  \
     extern __shared__ uint4 dynamic[];                                           \
     int32_t *sums = reinterpret_cast<int32_t *>(dynamic);                        \
     unsloth::Codes<ternary, eights>(params, sums).run();                         \

@@ -70,4 +70,9 @@ const ARGUMENTS: &[Field] = &[
     ),
     field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
     field(Type::U32, "epilogue", "a contract's Epilogue"),
+    field(
+        Type::U32,
+        "constant",
+        "1: no kernel in flight writes the weight, which may be read before they have ended",
+    ),
 ];

@@ -57,4 +57,9 @@ const ARGUMENTS: &[Field] = &[
         "tiles_of_round",
         "that a warp takes between two additions of shares",
     ),
+    field(
+        Type::U32,
+        "constant",
+        "1: no kernel in flight writes the weight, which may be read before they have ended",
+    ),
 ];

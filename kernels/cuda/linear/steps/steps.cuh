@@ -78,6 +78,8 @@ class Steps {
     if (has_step) {
       for (uint32_t i = 0; i < p_.slots; i++) fill(across_ + i * p_.across, i);
     }
+    // No more was read than a constant weight.
+    await_previous_kernel();
     load_x();
     // The other blocks' shared memory is there from here on.
     if (p_.parts != 1) cluster_sync();
@@ -275,7 +277,7 @@ class Steps {
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)             \
       linear_steps_##name(const __grid_constant__ LinearStepsArguments params) { \
     unsloth::let_next_kernel_start();                                            \
-    unsloth::await_previous_kernel();                                            \
+    if (params.constant == 0) unsloth::await_previous_kernel();                  \
     extern __shared__ uint4 dynamic[];                                           \
     uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic);                       \
     unsloth::Steps<unsloth::Blocks::blocks, type>(params, bytes).run();          \

@@ -371,5 +371,6 @@ fn arguments(p: &Product<'_>, matrix: &Matrix<3>) -> Arguments {
         columns_of_block: 0,
         parts: 1,
         across: 0,
+        constant: u32::from(p.weights.constant),
     }
 }

@@ -178,6 +178,7 @@ pub(super) fn multiply(
         columns: form.columns as u32,
         slots: form.slots as u32,
         tiles_of_round: form.tiles_of_round as u32,
+        constant: a.constant,
     };
     let shape = Shape {
         grid: [
