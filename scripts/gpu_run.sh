@@ -49,6 +49,7 @@ have_torch() { python3 -c 'import torch; assert torch.cuda.is_available()' 2>/de
 exempt=(
   nvjet_             # cuBLAS' products for Hopper
   attention_forward_   # our attention for Hopper; `prove` tests its barriers with random delays
+  attention_decoding_  # the same of few queries
   attention_gradients_ # its gradients
   norm_backward_ring   # rows and logits that pass through shared memory
   cross_entropy_ring
@@ -194,7 +195,7 @@ run_sanitizers() {
   done
   for tool in ${TOOLS-memcheck initcheck racecheck}; do
     # In these nearly every kernel is one that racecheck is wrong about.
-    hopper=" attention/forward attention/hopper"
+    hopper=" attention/forward attention/hopper attention/decode"
     hopper+=" block/attention_block block/attention_block_cached block/attention_block_backward"
     case $tool in
       # A refused allocation is no error here.
@@ -249,7 +250,7 @@ run_compare() {
   if have_torch; then
     for op in ${COMPARE-rms_norm layer_norm norm_backward rope qk_norm_rope swiglu swiglu_backward cross_entropy \
       linear_cross_entropy embedding embedding_backward kv_append optimizer linear linear_blocks linear_codes linear_backward mlp attention \
-      attention_forward attention_backward block_backward host calls $candle}; do
+      attention_decode attention_forward attention_backward block_backward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
   fi

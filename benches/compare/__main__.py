@@ -1,7 +1,7 @@
 """Measures libunsloth on a GPU beside PyTorch and other libraries, in one process.
 
     make CUDA=1 stage
-    python3 benches/compare rms_norm layer_norm rope swiglu embedding kv_append linear mlp attention host calls
+    python3 benches/compare rms_norm layer_norm rope swiglu embedding kv_append linear mlp attention attention_decode host calls
 
 Needs PyTorch; peers that are installed (Triton, Liger, FlashInfer) take part. Writes
 benches/results/OP_DEVICE_DATE.json, which `python3 benches/report.py render` turns into tables and

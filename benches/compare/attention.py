@@ -1,5 +1,5 @@
-"""Attention beside FlashAttention-2 (PyTorch's), decoding beside a copy of the cache, and memory
-beside the product written out.
+"""Attention beside FlashAttention-2 (PyTorch's), and memory beside the product written out. Decoding
+has a module of its own.
 
 Both sides take and give [batch, seq, heads, dim] and write the LSE. Each row tells which of the
 library's implementations answered.
@@ -12,17 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 METHOD = (
     "Microseconds of one call: a graph of calls on working sets that exceed the cache, replayed by turns, medians. fa2 is PyTorch's flash "
-    "backend of scaled_dot_product_attention, on the same tensors. `copy` reads and writes as many bytes together as K and V have, by a "
-    "kernel (a negation: graphs give plain copies to copy engines, which are slower). `products` is softmax(QK^T)V by PyTorch's matrix "
+    "backend of scaled_dot_product_attention, on the same tensors. `products` is softmax(QK^T)V by PyTorch's matrix "
     "products, with all scores in memory; `memory` is the peak beyond q, k, v. Rows of the host: microseconds until a call returns, the "
     "least of 20 rounds of 200 calls, from Python."
 )
 TOKENS = 16384
-# Head dim, heads; and sequences, keys of each, head dim.
+# Head dim, heads.
 FORWARD = [(64, 32), (128, 16), (256, 8)]
-DECODE = [(1, 8192, 128), (1, 131072, 128), (8, 8192, 128), (20, 8192, 128), (32, 4096, 128), (128, 2048, 128), (256, 1024, 128)]
-DECODE += [(1, 131072, 64), (32, 4096, 64), (1, 131072, 256), (32, 4096, 256)]
-HEADS, KV_HEADS, PAGE = 32, 8, 16
+HEADS, KV_HEADS = 32, 8
 IMPLEMENTATIONS = {2: "portable", 3: "hopper"}
 
 
@@ -39,19 +36,7 @@ def compare(ctx):
     for seq in (2048, 4096):
         memory(ctx, record, seq)
         torch.cuda.empty_cache()
-    record = Record("attention_decode", ctx.library, METHOD)
-    for batch, keys, dim in DECODE:
-        for paged in (False, True):
-            decode(ctx, record, batch, keys, dim, paged)
-            torch.cuda.empty_cache()
     of_host(ctx, Record("attention_host", ctx.library, METHOD))
-
-
-def copies(bytes_moved):
-    count = num_sets(bytes_moved)
-    sources = [torch.randn(bytes_moved // 8, device="cuda") for _ in range(count)]
-    targets = [torch.empty_like(source) for source in sources]
-    return lambda i: torch.neg(sources[i % count], out=targets[i % count])
 
 
 def served(ctx, call):
@@ -80,34 +65,6 @@ def forward(ctx, record, dim, heads, seq, causal):
     rates = {name: round(flops / us / 1e6, 1) for name, us in times.items()}
     about = dict(dtype="bf16", batch=batch, heads=heads, flops=flops, tflops=rates, served=served(ctx, ours[0]))
     record.add(case, times, of_fa2=round(times["fa2"] / times[OURS], 3), **about)
-
-
-def decode(ctx, record, batch, keys, dim, paged):
-    bytes_moved = 2 * batch * keys * KV_HEADS * dim * 2
-    count = num_sets(bytes_moved)
-    q = randn(batch, 1, HEADS, dim)
-    out = torch.empty_like(q)
-    more = {}
-    shape = batch, keys, KV_HEADS, dim
-    if paged:
-        pages = batch * keys // PAGE
-        table = torch.randperm(pages, device="cuda").to(torch.int32).view(batch, -1)
-        more = dict(block_table=table, seq_lens_k=torch.full((batch,), keys, device="cuda", dtype=torch.int32))
-        shape = pages, PAGE, KV_HEADS, dim
-    sets = [[randn(*shape) for _ in range(2)] for _ in range(count)]
-    ours = [ctx.op("attention", q=q, k=k, v=v, out=out, **more) for k, v in sets]
-    ours[0]()
-    k, v = sets[0]
-    if paged:
-        order = more["block_table"].flatten().long()
-        k, v = (t[order].view(batch, keys, KV_HEADS, dim) for t in (k, v))
-    heads = [t[:1].transpose(1, 2).float() for t in (q, k, v)]
-    expected = F.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2)
-    case = f"head_dim {dim} {batch}x{keys}{' paged' if paged else ''}"
-    agree(case, {"torch": expected, OURS: out[:1]})
-    times = graphs({OURS: lambda i: ours[i % count](), "copy": copies(bytes_moved)}, calls=8)
-    about = dict(dtype="bf16", heads=HEADS, kv_heads=KV_HEADS, bytes=bytes_moved, served=served(ctx, ours[0]))
-    record.add(case, times, of_copy=round(times["copy"] / times[OURS], 3), **about)
 
 
 def memory(ctx, record, seq):

@@ -14,6 +14,8 @@ use crate::Error;
 use crate::cubin::Cubin;
 use crate::nvcc::{Architecture, Compiled, Source, Unit};
 
+#[path = "../cuda/attention/decode/family.rs"]
+mod attention_decoding;
 #[path = "../cuda/attention/forward/family.rs"]
 mod attention_forward;
 #[path = "../cuda/attention/backward/family.rs"]
@@ -38,6 +40,7 @@ mod quantize;
 /// Every family.
 pub const FAMILIES: &[Family] = &[
     attention_forward::FAMILY,
+    attention_decoding::FAMILY,
     attention_gradients::FAMILY,
     blocks_rows::FAMILY,
     cross_entropy_ring::FAMILY,

@@ -229,12 +229,18 @@ fn workspaces_need_no_care() {
 #[test]
 fn workspace_sizes_are_exact() {
     let Some(ctx) = gpu() else { return };
+    // Of no head dimension that Hopper's own kernels have for few queries.
+    let split = || Case {
+        dim: 56,
+        dim_v: 56,
+        ..split()
+    };
     let inputs = split().inputs(&mut rng(), DType::Bf16);
     let mut call = Call::new(&ctx, &split(), &inputs);
     let mut params = call.tensors.params(&split());
     let size = attention::workspace_size(&ctx, &params).unwrap();
-    // Parts of 4 sequences, 8 heads, 64 values and a sum each.
-    let part = 4 * 8 * (64 + 1) * 4;
+    // Parts of 4 sequences, 8 heads, 56 values and a sum each.
+    let part = 4 * 8 * (56 + 1) * 4;
     assert!(size > part && size.is_multiple_of(part), "{size}");
     let mut less = Scratch::new(&ctx, size - 1);
     params.workspace = less.workspace();

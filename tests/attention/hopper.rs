@@ -68,7 +68,7 @@ fn what_is_served() {
             ..plain()
         },
     ];
-    // Few queries, but of many sequences.
+    // Few queries, but of many sequences; the fewest have kernels of their own (`decode.rs`).
     let many = Case {
         lens: vec![(16, 40); 30],
         heads: 8,
@@ -82,6 +82,8 @@ fn what_is_served() {
         },
         Case {
             lens: vec![(4, 40); 30],
+            dim: 56,
+            dim_v: 56,
             ..many.clone()
         },
         // One of them may be long.

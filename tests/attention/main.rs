@@ -8,6 +8,8 @@ mod backward;
 mod backward_misuse;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod decode;
 mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;

@@ -21,6 +21,14 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t *regis
                : "memory");
 }
 
+// The same, each matrix transposed: rows 2*(lane%4) and the next of column lane/4.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t address, uint32_t *registers) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Stores four such matrices: an accumulator can be written out without any shuffle.
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t r0, uint32_t r1,
                                                 uint32_t r2, uint32_t r3) {

@@ -137,6 +137,10 @@ T __ldcs(const T *from) {
   return *from;
 }
 template <class T>
+T __ldcg(const T *from) {
+  return __ldcs(from);
+}
+template <class T>
 void __stcs(T *to, const T &value) {
   if (uintptr_t(to) % sizeof(T) != 0) machine::block->fail("a misaligned store");
   *to = value;

@@ -52,6 +52,8 @@ enum Chosen<'a> {
     Portable(portable::Plan<'a>, &'static str),
     /// And what serves at addresses that Hopper's copy engine does not take.
     Hopper(hopper::Plan<'a>, portable::Plan<'a>),
+    /// The same of few queries.
+    Decode(hopper::decode::Plan<'a>, portable::Plan<'a>),
 }
 
 impl Plans<Problem> for Cuda {
@@ -61,10 +63,15 @@ impl Plans<Problem> for Cuda {
         let kernels = &self.attention;
         let portable = portable::Plan::new(&kernels.portable, &problem)?;
         let hopper = kernels.hopper.as_ref();
-        let hopper = hopper.ok_or("the device has no others");
-        let kernels = match hopper.and_then(|hopper| hopper.plan(&problem)) {
-            Ok(plan) => Chosen::Hopper(plan, portable.without_splits()),
-            Err(why) => Chosen::Portable(portable, why),
+        let kernels = match hopper.and_then(|hopper| hopper.decode(&problem)) {
+            Some(plan) => Chosen::Decode(plan, portable.without_splits()),
+            None => {
+                let hopper = hopper.ok_or("the device has no others");
+                match hopper.and_then(|hopper| hopper.plan(&problem)) {
+                    Ok(plan) => Chosen::Hopper(plan, portable.without_splits()),
+                    Err(why) => Chosen::Portable(portable, why),
+                }
+            }
         };
         Ok(Plan {
             cuda: self,
@@ -78,7 +85,7 @@ impl problem::Plan for Plan<'_> {
     fn implementation(&self) -> Implementation {
         match self.kernels {
             Chosen::Portable(..) => Implementation::Cuda,
-            Chosen::Hopper(..) => Implementation::CudaHopper,
+            Chosen::Hopper(..) | Chosen::Decode(..) => Implementation::CudaHopper,
         }
     }
 
@@ -86,13 +93,16 @@ impl problem::Plan for Plan<'_> {
         match &self.kernels {
             Chosen::Portable(plan, _) => plan.workspace_size(),
             Chosen::Hopper(plan, _) => plan.workspace_size(),
+            Chosen::Decode(plan, _) => plan.workspace_size(),
         }
     }
 
     fn useful_for_any(&self) -> Result<usize> {
         let kernels = &self.cuda.attention;
         let portable = kernels.portable.most_workspace(&self.problem);
-        let hopper = kernels.hopper.as_ref().map_or(0, |_| claims::COUNTER);
+        let hopper = kernels.hopper.as_ref().map_or(0, |hopper| {
+            hopper.most_of_decoding(&self.problem).max(claims::COUNTER)
+        });
         Ok(portable.max(hopper))
     }
 
@@ -105,10 +115,13 @@ impl problem::Plan for Plan<'_> {
             Chosen::Hopper(plan, _) if plan.reaches(p) => {
                 hopper::forward(cuda, plan, p, scratch.ptr, stream)
             }
+            Chosen::Decode(plan, _) if plan.reaches(p) => {
+                hopper::decode::forward(cuda, plan, p, scratch.ptr, stream)
+            }
             Chosen::Portable(plan, why) => {
                 portable::forward(cuda, plan, p, why, scratch.ptr, stream)
             }
-            Chosen::Hopper(_, plan) => {
+            Chosen::Hopper(_, plan) | Chosen::Decode(_, plan) => {
                 let why = "the copy engine takes no such addresses";
                 portable::forward(cuda, plan, p, why, scratch.ptr, stream)
             }

@@ -77,6 +77,9 @@ pub(in crate::cuda) mod attention {
     pub(in crate::cuda) const MAX_SPLITS: usize = 256;
     /// Rounds in which blocks of split keys run, at most: beyond them the last one matters little.
     pub(in crate::cuda) const ROUNDS: usize = 3;
+    /// The least keys of a block of Hopper's kernels for few queries, of which no record tells yet: parts of fewer would take longer to
+    /// join than to read.
+    pub(in crate::cuda) const LEAST_KEYS_OF_SHARE: usize = 128;
     /// Packed query rows up to which the heads of a key head are packed rather than tiled.
     pub(in crate::cuda) const FEW_QUERIES: usize = 64;
     /// Bytes of L2 that keys and values which are read together may take.

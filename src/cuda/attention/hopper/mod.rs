@@ -1,14 +1,16 @@
-//! The kernels for Hopper (`kernels/cuda/attention/forward`): f16 and bf16, many queries.
+//! The kernels for Hopper, f16 and bf16: those of many queries (`kernels/cuda/attention/forward`), and of few.
 //!
 //! | file | what it is for |
 //! |-|-|
 //! | `mod.rs` | which problems they serve, with which kernel and which tiles |
 //! | [`choose`] | the heuristics |
+//! | [`decode`] | the same of few queries (`kernels/cuda/attention/decode`) |
 //! | [`gradients`] | the same of the backward pass (`kernels/cuda/attention/backward`) |
 //! | [`launch`] | tensor maps, the argument, the launch |
 //! | [`tensor_map`] | boxes of tensors as the copy engine wants them |
 
 mod choose;
+pub(super) mod decode;
 pub(super) mod gradients;
 mod launch;
 mod tensor_map;
@@ -44,6 +46,7 @@ struct Form {
 /// The kernels, loaded.
 pub(super) struct Kernels {
     forms: Vec<Form>,
+    decode: Vec<decode::Form>,
     multiprocessors: usize,
     tuning: Hopper,
 }
@@ -80,6 +83,7 @@ impl Kernels {
         let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         Ok(Some(Kernels {
             forms,
+            decode: decode::forms(resources)?,
             multiprocessors: resources.primary.attribute(OP, units)? as usize,
             tuning: resources.tuning.hopper,
         }))
@@ -290,10 +294,14 @@ impl<'a> Plan<'a> {
 
     /// Whether the data lies at addresses that the copy engine takes.
     pub fn reaches(&self, p: &Problem) -> bool {
-        let rows = [&p.q, &p.k, &p.v, &p.out];
-        rows.iter()
-            .all(|r| r.ptr.addr().is_multiple_of(tensor_map::ALIGNMENT))
+        are_aligned(p)
     }
+}
+
+fn are_aligned(p: &Problem) -> bool {
+    let rows = [&p.q, &p.k, &p.v, &p.out];
+    rows.iter()
+        .all(|r| r.ptr.addr().is_multiple_of(tensor_map::ALIGNMENT))
 }
 
 /// How many query heads of a key head share a tile, as a power of two: all of them. Tiles are fuller for it, and never slower.

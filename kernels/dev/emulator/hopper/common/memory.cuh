@@ -14,6 +14,11 @@ inline void load_matrix_x4(uint32_t address, uint32_t *registers) {
                            machine::block->shared_pointer(address));
 }
 
+inline void load_matrix_x4_transposed(uint32_t address, uint32_t *registers) {
+  machine::ldmatrix<true>(registers[0], registers[1], registers[2], registers[3],
+                          machine::block->shared_pointer(address));
+}
+
 struct Stored {
   char *row;
   uint32_t of[4];

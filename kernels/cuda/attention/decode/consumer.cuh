@@ -1,0 +1,212 @@
+// The warps that compute. Each has its own keys of every tile, and its own softmax over them; they
+// come together once a piece of work is done (epilogue.cuh).
+//
+// The query rows of all heads that share a key head are the 16 rows of a fragment. Lane 4 g + t has
+// rows g and g + 8 of scores and sums.
+#pragma once
+
+#include "attention/forward/softmax.cuh"
+#include "common/claims.cuh"
+#include "common/mma.cuh"
+#include "epilogue.cuh"
+
+namespace unsloth {
+
+// mma into four numbers of a longer array.
+template <class T, int N>
+__device__ __forceinline__ void multiply(const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                         float (&d)[N], int at) {
+  const uint32_t b[2] = {b0, b1};
+  float sums[4] = {d[at], d[at + 1], d[at + 2], d[at + 3]};
+  mma<T>(a, b, sums);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[at + i] = sums[i];
+}
+
+template <DecodeConfig C, class T>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const AttentionDecodingArguments &p, Shared<C, T> &shared)
+      : p_(p), shared_(shared), lane_(threadIdx.x % 32), warp_(uniform(threadIdx.x / 32)) {}
+
+  __device__ __forceinline__ void run() {
+    Ring<kItems> slot;
+    for (;; slot.advance()) {
+      shared_.item_full[slot.stage].wait(slot.parity);
+      const Item item = shared_.item[slot.stage];
+      if (item.rows < 0) break;
+      load_q(shared_.q[slot.stage]);
+      __syncwarp();
+      if (lane_ == 0) shared_.item_empty[slot.stage].arrive();
+      // Long before it is claimed from: that takes a while.
+      if (item.parts > 1 && threadIdx.x == 0) {
+        begin_claims(counter_of(p_, item.first_block), p_.launch_tag);
+      }
+      const Limits limits = limits_of(item);
+      rows_.max[0] = rows_.max[1] = -INFINITY;
+      rows_.sum[0] = rows_.sum[1] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) o_[i] = 0.0f;
+#pragma unroll 1
+      for (int tile = item.tile_begin; tile < item.tile_end; ++tile) {
+        const int key = tile * C.tile;
+        if (key < limits.clear_begin || key + C.tile > limits.clear_end) {
+          step<true>(key, limits);
+        } else {
+          step<false>(key, limits);
+        }
+      }
+      finish(p_, shared_, item, rows_, o_);
+    }
+  }
+
+ private:
+  static constexpr int kSlices = slices(C);
+  static constexpr int kSums = C.head_dim / 2;    // a lane's part of O
+  static constexpr int kUnits = C.head_dim / 16;  // of the products' inner dimension
+
+  // What the lane's rows see, from the first key to past the last; the same of all rows, and what
+  // every row sees.
+  struct Limits {
+    int low[2], high[2];
+    int first, end;
+    int clear_begin, clear_end;
+  };
+
+  __device__ __forceinline__ Limits limits_of(const Item &item) const {
+    Limits l;
+    const int shift = item.k - item.q;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // Rows that are not there see what the last one does.
+      const int row = min(lane_ / 4 + 8 * i, item.rows - 1);
+      const int position = row / p_.group + shift;
+      l.low[i] = max(item.first, position - p_.window_left);
+      l.high[i] = min(item.k, position + p_.window_right + 1);
+    }
+    l.first = item.first;
+    l.end = item.k;
+    l.clear_begin = max(0, item.k - 1 - p_.window_left);
+    l.clear_end = min(item.k, shift + p_.window_right + 1);
+    return l;
+  }
+
+  __device__ __forceinline__ void load_q(const T (&q)[kRows][q_pitch(C)]) {
+    const uint32_t from = shared_address(&q[lane_ % 16][lane_ / 16 * 8]);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) load_matrix_x4(from + i * 32, q_[i]);
+  }
+
+  // The address of a unit of 16 bytes of a row of a tile.
+  static __device__ __forceinline__ uint32_t at(uint32_t tile, int row, int unit) {
+    return tile + (unit / 8 * C.tile + row) * 128 + ((unit % 8) ^ (row % 8)) * 16;
+  }
+
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (lane_ == 0) shared_.empty[at_.stage].arrive();
+    at_.advance();
+  }
+
+  template <bool kEdge>
+  __device__ __forceinline__ void step(int key, const Limits &limits) {
+    float s[kSlices * 8];
+    score(s);
+    const int first = key + warp_ * (kSlices * kSlice);  // of the warp's
+    if (p_.softcap_scale > 0.0f) cap(s);
+    if constexpr (kEdge) hide(s, first, limits);
+    float alpha[2];
+    bool grows = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      grows = raise_reference(s, i, rows_, p_.scale_log2, alpha) || grows;
+      rows_.sum[i] *= alpha[i];
+      exponentiate_row(s, i, rows_, p_.scale_log2);
+    }
+    if (__any_sync(0xffffffff, grows)) rescale_rows(o_, alpha);
+    add_values<kEdge>(s, first, limits);
+  }
+
+  // Q K^T. Two fragments of eight keys for each slice.
+  __device__ __forceinline__ void score(float (&s)[kSlices * 8]) {
+#pragma unroll
+    for (int i = 0; i < kSlices * 8; ++i) s[i] = 0.0f;
+    shared_.full[at_.stage].wait(at_.parity);
+    const uint32_t keys = shared_address(shared_.ring[at_.stage]);
+    const int row = warp_ * (kSlices * kSlice) + lane_ / 16 * 8 + lane_ % 8;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int i = 0; i < kSlices; ++i) {
+        uint32_t k[4];
+        load_matrix_x4(at(keys, row + i * kSlice, 2 * u + lane_ / 8 % 2), k);
+        multiply<T>(q_[u], k[0], k[1], s, 8 * i);
+        multiply<T>(q_[u], k[2], k[3], s, 8 * i + 4);
+      }
+    }
+    release();
+  }
+
+  // Soft cap, of which the cap itself is part of scale_log2. tanh x = 1 - 2 / (1 + e^2x): the one
+  // instruction for it is less exact than the scores are.
+  __device__ __forceinline__ void cap(float (&s)[kSlices * 8]) const {
+    const float factor = 2.0f * kLog2E * p_.softcap_scale;
+#pragma unroll
+    for (int i = 0; i < kSlices * 8; ++i) {
+      s[i] = 1.0f - 2.0f * reciprocal_approx(1.0f + exp2_approx(s[i] * factor));
+    }
+  }
+
+  __device__ __forceinline__ void hide(float (&s)[kSlices * 8], int first,
+                                       const Limits &limits) const {
+#pragma unroll
+    for (int j = 0; j < kSlices * 8; ++j) {
+      const int key = first + j / 4 * 8 + lane_ % 4 * 2 + j % 2, i = j / 2 % 2;
+      if (key < limits.low[i] || key >= limits.high[i]) s[j] = -INFINITY;
+    }
+  }
+
+  // O += P V. What lies in memory where no key is may be anything, and nothing times that is not
+  // nothing: at the edges such values are made zero.
+  template <bool kEdge>
+  __device__ __forceinline__ void add_values(const float (&s)[kSlices * 8], int first,
+                                             const Limits &limits) {
+    shared_.full[at_.stage].wait(at_.parity);
+    const uint32_t values = shared_address(shared_.ring[at_.stage]);
+    const int row = warp_ * (kSlices * kSlice) + lane_ % 16;
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) {
+      uint32_t p[4], mask[2];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) p[j] = pack<T>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int key = first + i * kSlice + h * 8 + lane_ % 4 * 2;
+        const auto is_there = [&](int x) { return x >= limits.first && x < limits.end; };
+        mask[h] = (is_there(key) ? 0xffffu : 0) | (is_there(key + 1) ? 0xffff0000u : 0);
+      }
+#pragma unroll
+      for (int j = 0; j < kUnits; ++j) {
+        uint32_t v[4];
+        load_matrix_x4_transposed(at(values, row + i * kSlice, 2 * j + lane_ / 16), v);
+        if constexpr (kEdge) {
+#pragma unroll
+          for (int m = 0; m < 4; ++m) v[m] &= mask[m % 2];
+        }
+        multiply<T>(p, v[0], v[1], o_, 8 * j);
+        multiply<T>(p, v[2], v[3], o_, 8 * j + 4);
+      }
+    }
+    release();
+  }
+
+  const AttentionDecodingArguments &p_;
+  Shared<C, T> &shared_;
+  const int lane_, warp_;
+  Ring<C.entries> at_;
+  uint32_t q_[kUnits][4];
+  SoftmaxRows rows_;
+  float o_[kSums];
+};
+
+}  // namespace unsloth

@@ -1,0 +1,161 @@
+// Which keys are a block's.
+//
+// The tiles of all (sequence, key head) pairs stand in a row, and each block takes an equal share
+// of it: however lengths differ, all blocks read as much, and a pair lies in as many blocks as its
+// tiles need. The lengths are on the device, so each block adds them up for itself.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/decode/arguments.h"
+#include "common/math.cuh"
+#include "shared.cuh"
+
+namespace unsloth {
+
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
+struct Sequence {
+  int q_begin, q, k_begin, k;
+};
+
+__device__ __forceinline__ Sequence sequence(const AttentionDecodingArguments &p, int batch) {
+  if (batch >= p.batch) return {0, 0, 0, 0};
+  Sequence s = {0, p.seqlen_q, 0, p.seqlen_k};
+  if (p.cu_seqlens_q != nullptr) {
+    s.q_begin = p.cu_seqlens_q[batch];
+    s.q = p.cu_seqlens_q[batch + 1] - s.q_begin;
+  }
+  if (p.cu_seqlens_k != nullptr) {
+    s.k_begin = p.cu_seqlens_k[batch];
+    s.k = p.cu_seqlens_k[batch + 1] - s.k_begin;
+  }
+  if (p.seqlens_k != nullptr) s.k = p.seqlens_k[batch];
+  return s;
+}
+
+// The first key that any row sees; the last row sees the last key.
+__device__ __forceinline__ int first_key(const AttentionDecodingArguments &p, const Sequence &s) {
+  return max(0, s.k - s.q - p.window_left);
+}
+
+// Tiles of a pair. One that sees no key counts as one: somebody has to say so.
+template <DecodeConfig C>
+__device__ __forceinline__ int tiles_of(const AttentionDecodingArguments &p, const Sequence &s) {
+  if (s.q == 0) return 0;
+  return max(1, ceil_div(s.k, C.tile) - first_key(p, s) / C.tile);
+}
+
+__device__ __forceinline__ int sum_of_warp(int x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffff, x, step);
+  return x;
+}
+
+__device__ __forceinline__ int inclusive_sum(int x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffff, x, step);
+    if (lane >= step) x += other;
+  }
+  return x;
+}
+
+// Groups of 32 sequences that make up one of the batch's parts.
+__device__ __forceinline__ int groups_of_part(const AttentionDecodingArguments &p) {
+  return ceil_div(ceil_div(p.batch, 32), kWalkParts);
+}
+
+// All warps: the tiles of every part of the batch. A block barrier follows.
+template <DecodeConfig C, class T>
+__device__ __forceinline__ void sum_tiles(const AttentionDecodingArguments &p,
+                                          Shared<C, T> &shared) {
+  const int lane = threadIdx.x % 32;
+  const int each = groups_of_part(p) * 32;
+  for (int part = threadIdx.x / 32; part < kWalkParts; part += C.warps + 1) {
+    int tiles = 0;
+    for (int i = part * each + lane; i < min((part + 1) * each, p.batch); i += 32) {
+      tiles += tiles_of<C>(p, sequence(p, i));
+    }
+    tiles = sum_of_warp(tiles);
+    if (lane == 0) shared.tiles[part] = tiles;
+  }
+}
+
+// A warp that walks over the block's share. Lanes hold 32 sequences of the batch.
+template <DecodeConfig C>
+class Walk {
+ public:
+  template <class T>
+  __device__ __forceinline__ Walk(const AttentionDecodingArguments &p, const Shared<C, T> &shared)
+      : p_(p) {
+    const int lane = threadIdx.x % 32;
+    const int even = shared.tiles[2 * lane] * p.heads_kv;
+    const int odd = shared.tiles[2 * lane + 1] * p.heads_kv;
+    const int end = inclusive_sum(even + odd);
+    const int tiles = __shfl_sync(0xffffffff, end, 31);
+    share_ = max(ceil_div(tiles, static_cast<int>(gridDim.x)), p.least_tiles);
+    // Grids may be larger than there are tiles, but not by much.
+    at_ = min(static_cast<int>(blockIdx.x) * share_, tiles);
+    end_ = min(at_ + share_, tiles);
+    if (at_ == end_) return;
+    const int found = __ffs(__ballot_sync(0xffffffff, at_ < end)) - 1;
+    const bool in_odd = at_ >= end - odd;
+    before_ = __shfl_sync(0xffffffff, in_odd ? end - odd : end - odd - even, found);
+    const int part = 2 * found + __shfl_sync(0xffffffff, static_cast<int>(in_odd), found);
+    group_ = part * groups_of_part(p);
+    load_group();
+  }
+
+  // The next piece of work, and where its sequence's keys begin; false behind the last.
+  __device__ __forceinline__ bool next(Item &item, int &k_begin) {
+    if (at_ == end_) return false;
+    uint32_t beyond;
+    while ((beyond = __ballot_sync(0xffffffff, at_ < before_ + tiles_end_)) == 0) {
+      before_ += __shfl_sync(0xffffffff, tiles_end_, 31);
+      ++group_;
+      load_group();
+    }
+    const int lane = __ffs(beyond) - 1;
+    const auto of_lane = [&](int x) { return __shfl_sync(0xffffffff, x, lane); };
+    const Sequence s = {of_lane(here_.q_begin), of_lane(here_.q), of_lane(here_.k_begin),
+                        of_lane(here_.k)};
+    const int tiles = tiles_of<C>(p_, s);
+    const int from = before_ + of_lane(tiles_end_) - tiles * p_.heads_kv;
+    const int head = (at_ - from) / tiles;
+    const int begin = from + head * tiles;
+    const int count = min(begin + tiles, end_) - at_;
+    const int first = first_key(p_, s);
+    const int tile = first / C.tile + at_ - begin;
+    k_begin = s.k_begin;
+    item.rows = s.q * p_.group;
+    item.batch = group_ * 32 + lane;
+    item.head = head;
+    item.q_begin = s.q_begin;
+    item.q = s.q;
+    item.k = s.k;
+    item.first = first;
+    item.tile_begin = tile;
+    item.tile_end = tile + (s.k == 0 ? 0 : count);
+    item.first_block = begin / share_;
+    item.part = static_cast<int>(blockIdx.x) - item.first_block;
+    item.parts = (begin + tiles - 1) / share_ - item.first_block + 1;
+    at_ += count;
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ void load_group() {
+    here_ = sequence(p_, group_ * 32 + threadIdx.x % 32);
+    tiles_end_ = inclusive_sum(tiles_of<C>(p_, here_) * p_.heads_kv);
+  }
+
+  const AttentionDecodingArguments &p_;
+  int share_, at_, end_;        // tiles of a block; of this one's, those that are left
+  int group_ = 0, before_ = 0;  // of 32 sequences, and tiles before them
+  Sequence here_ = {};          // the lane's
+  int tiles_end_ = 0;           // of the group's tiles up to the lane's
+};
+
+}  // namespace unsloth

@@ -1,0 +1,60 @@
+// The block's shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/mbarrier.cuh"
+#include "config.h"
+
+namespace unsloth {
+
+// A piece of work: the query rows of a (sequence, key head) pair, and those tiles of its keys that
+// are this block's.
+struct Item {
+  int rows;  // -1: no more work
+  int batch, head;
+  int q_begin, q, k;  // first token of the sequence in q, queries, keys
+  int first;          // the first key that any row sees
+  int tile_begin, tile_end;
+  int part, parts;  // which of the pair's parts this is
+  int first_block;  // that of the pair's first part
+};
+
+template <DecodeConfig C, class T>
+struct alignas(1024) Shared {
+  // K and V by turns, in 64-column chunks with the 128-byte swizzle.
+  T ring[C.entries][C.tile * C.head_dim];
+  T q[kItems][kRows][q_pitch(C)];
+  // What the warps have summed up; then the weights of a pair's parts.
+  float o[C.warps][kRows][o_pitch(C)];
+  float2 sums[C.warps][kRows];  // reference and sum of the exponentials
+
+  Mbarrier full[C.entries], empty[C.entries];
+  Mbarrier item_full[kItems], item_empty[kItems];
+  Item item[kItems];
+  int tiles[kWalkParts];  // of a part of the batch, of one head
+  int joins;              // whether the block joins the parts of its pair
+
+  // One thread; fence_mbarrier_init and a block barrier follow.
+  __device__ __forceinline__ void init_barriers() {
+    for (int i = 0; i < C.entries; ++i) {
+      full[i].init(1);
+      empty[i].init(C.warps);
+    }
+    for (int i = 0; i < kItems; ++i) {
+      item_full[i].init(1);
+      item_empty[i].init(C.warps);
+    }
+  }
+};
+
+// Dynamic shared memory, with room to align its start.
+template <DecodeConfig C, class T>
+consteval int shared_bytes() {
+  return sizeof(Shared<C, T>) + 1024 - 16;
+}
+
+// Named barriers (0 is the block's).
+enum : int { kBarrierConsumers = 1 };
+
+}  // namespace unsloth
