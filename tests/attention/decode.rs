@@ -12,12 +12,12 @@ const HALVES: [DType; 2] = [DType::F16, DType::Bf16];
 const DIMS: [usize; 3] = [64, 128, 256];
 const PAGES: KeyForm = KeyForm::Paged(16, PageLayout::TokenMajor);
 
-/// One query token of one sequence.
+/// One query token of one sequence, with as many key heads as are read together.
 fn plain(dim: usize) -> Case {
     Case {
         lens: vec![(1, 700)],
-        heads: 8,
-        kv_heads: 2,
+        heads: if dim == 256 { 4 } else { 8 },
+        kv_heads: 256 / dim,
         dim,
         dim_v: dim,
         ..Case::default()
@@ -73,6 +73,18 @@ fn lengths() {
             lens: vec![(1, 333); 7],
             ..plain(dim)
         });
+        // Heads that are read one by one: of an odd number, and that lie apart.
+        cases.push(Case {
+            lens: vec![(1, 333); 3],
+            heads: 3,
+            kv_heads: 3,
+            ..plain(dim)
+        });
+        cases.push(Case {
+            lens: vec![(1, 1500), (1, 40)],
+            keys: KeyForm::Paged(16, PageLayout::HeadMajor),
+            ..ragged(dim)
+        });
     }
     run(&ctx, &cases);
 }
@@ -86,8 +98,14 @@ fn shares() {
     let cases = [
         Case {
             lens: (0..333).map(len).collect(),
-            heads: 2,
+            heads: 4,
             ..ragged(64)
+        },
+        Case {
+            lens: (0..200).map(len).collect(),
+            heads: 2,
+            kv_heads: 1,
+            ..ragged(128)
         },
         Case {
             lens: (0..2100)
@@ -132,11 +150,14 @@ fn rows() {
         (5, 1, 3),
         (2, 2, 16),
         (16, 2, 2),
+        (16, 4, 3),
+        (12, 4, 2),
+        (8, 8, 5),
     ]
     .into_iter()
     .enumerate()
     {
-        let dim = DIMS[i % 3];
+        let dim = DIMS[(i + i / 8) % 3];
         cases.push(Case {
             lens: vec![(queries, 530), (queries, 2), (1, 77), (0, 5), (queries, 0)],
             heads,

@@ -15,6 +15,7 @@
 namespace unsloth {
 
 // Cache policies in the encoding that createpolicy returns.
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // read once
 constexpr uint64_t kEvictLast = 0x14F0000000000000;   // read again by other blocks
 

@@ -77,9 +77,13 @@ pub(in crate::cuda) mod attention {
     pub(in crate::cuda) const MAX_SPLITS: usize = 256;
     /// Rounds in which blocks of split keys run, at most: beyond them the last one matters little.
     pub(in crate::cuda) const ROUNDS: usize = 3;
-    /// The least keys of a block of Hopper's kernels for few queries, of which no record tells yet: parts of fewer would take longer to
-    /// join than to read.
-    pub(in crate::cuda) const LEAST_KEYS_OF_SHARE: usize = 128;
+    /// The least bytes of K and V of a block of Hopper's kernels for few queries: less would take longer to join than to read. No record
+    /// tells of it yet, nor of the next two.
+    pub(in crate::cuda) const LEAST_BYTES_OF_SHARE: usize = 64 << 10;
+    /// Bytes of K and V of a sequence and key head that one block reads in the time that parts would take to be joined.
+    pub(in crate::cuda) const BYTES_OF_WHOLE_SHARE: usize = 256 << 10;
+    /// The most heads of keys that these kernels read together where a token's lie side by side, so that memory reads longer rows.
+    pub(in crate::cuda) const HEADS_TOGETHER: usize = 4;
     /// Packed query rows up to which the heads of a key head are packed rather than tiled.
     pub(in crate::cuda) const FEW_QUERIES: usize = 64;
     /// Bytes of L2 that keys and values which are read together may take.

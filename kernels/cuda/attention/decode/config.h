@@ -5,29 +5,37 @@ namespace unsloth {
 
 struct DecodeConfig {
   int head_dim;  // of Q, K, V and O
-  int warps;     // that compute; each has its own keys of a tile
+  int heads;     // of keys that are read together: a token's lie side by side
+  int warps;     // that compute, as many for each head; each has its own keys of a tile
   int tile;      // keys of a step: a multiple of 16 for each warp
   int entries;   // tiles of K or of V that memory may be asked for at a time
   int blocks;    // on a multiprocessor
+  bool once;     // the cache is told that K and V are read once
 };
 
-constexpr int kRows = 16;       // query rows of a block: those of a fragment
+constexpr int kRows = 16;       // query rows of a block and head: those of a fragment
 constexpr int kSlice = 16;      // keys of a fragment
 constexpr int kChunk = 64;      // columns of one 128-byte swizzled chunk
 constexpr int kItems = 2;       // pieces of work that are known ahead, with their queries
 constexpr int kWalkParts = 64;  // parts of a batch, the tiles of which are summed up
 
 consteval int threads(const DecodeConfig &c) { return (c.warps + 1) * 32; }
-consteval int slices(const DecodeConfig &c) { return c.tile / (kSlice * c.warps); }
+consteval int warps_of_head(const DecodeConfig &c) { return c.warps / c.heads; }
+consteval int slices(const DecodeConfig &c) { return c.tile / (kSlice * warps_of_head(c)); }
 // Rows end with units that keep their neighbours in other banks.
 consteval int q_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 consteval int o_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
-// The weights of a pair's parts take the place of its blocks' O.
-consteval int most_blocks(const DecodeConfig &c) { return c.warps * o_pitch(c); }
+// The weights of the parts of all rows take the place of the warps' O.
+consteval int most_blocks(const DecodeConfig &c) { return c.warps * o_pitch(c) / c.heads; }
 
-//                                    d    warps tile entries blocks
-constexpr DecodeConfig kDecode64 = {64, 4, 128, 12, 1};
-constexpr DecodeConfig kDecode128 = {128, 4, 64, 10, 1};
-constexpr DecodeConfig kDecode256 = {256, 4, 64, 4, 1};
+// Those with several heads read 512 bytes of a token.
+//                                         d    heads warps tile entries blocks once
+// clang-format off
+constexpr DecodeConfig kDecode64 =       { 64,  1,    4,    128, 12,     1,     true};
+constexpr DecodeConfig kDecode64Heads =  { 64,  4,    8,    64,  5,      1,     true};
+constexpr DecodeConfig kDecode128 =      {128,  1,    4,    64,  11,     1,     true};
+constexpr DecodeConfig kDecode128Heads = {128,  2,    4,    32,  10,     1,     true};
+constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     true};
+// clang-format on
 
 }  // namespace unsloth

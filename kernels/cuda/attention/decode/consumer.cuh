@@ -27,7 +27,18 @@ template <DecodeConfig C, class T>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const AttentionDecodingArguments &p, Shared<C, T> &shared)
-      : p_(p), shared_(shared), lane_(threadIdx.x % 32), warp_(uniform(threadIdx.x / 32)) {}
+      : p_(p),
+        shared_(shared),
+        lane_(threadIdx.x % 32),
+        head_(uniform(threadIdx.x / 32 / warps_of_head(C))),
+        key_(uniform(threadIdx.x / 32 % warps_of_head(C) * kSlices * kSlice)) {
+    const int box = p.kv_box_rows;
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) {
+      const int key = key_ + i * kSlice;
+      rows_at_[i] = (key / box * C.heads + head_) * box + key % box;
+    }
+  }
 
   __device__ __forceinline__ void run() {
     Ring<kItems> slot;
@@ -35,7 +46,7 @@ class Consumer {
       shared_.item_full[slot.stage].wait(slot.parity);
       const Item item = shared_.item[slot.stage];
       if (item.rows < 0) break;
-      load_q(shared_.q[slot.stage]);
+      load_q(shared_.q[slot.stage][head_]);
       __syncwarp();
       if (lane_ == 0) shared_.item_empty[slot.stage].arrive();
       // Long before it is claimed from: that takes a while.
@@ -99,7 +110,7 @@ class Consumer {
 
   // The address of a unit of 16 bytes of a row of a tile.
   static __device__ __forceinline__ uint32_t at(uint32_t tile, int row, int unit) {
-    return tile + (unit / 8 * C.tile + row) * 128 + ((unit % 8) ^ (row % 8)) * 16;
+    return tile + (unit / 8 * C.heads * C.tile + row) * 128 + ((unit % 8) ^ (row % 8)) * 16;
   }
 
   __device__ __forceinline__ void release() {
@@ -112,7 +123,7 @@ class Consumer {
   __device__ __forceinline__ void step(int key, const Limits &limits) {
     float s[kSlices * 8];
     score(s);
-    const int first = key + warp_ * (kSlices * kSlice);  // of the warp's
+    const int first = key + key_;  // of the warp's
     if (p_.softcap_scale > 0.0f) cap(s);
     if constexpr (kEdge) hide(s, first, limits);
     float alpha[2];
@@ -133,13 +144,13 @@ class Consumer {
     for (int i = 0; i < kSlices * 8; ++i) s[i] = 0.0f;
     shared_.full[at_.stage].wait(at_.parity);
     const uint32_t keys = shared_address(shared_.ring[at_.stage]);
-    const int row = warp_ * (kSlices * kSlice) + lane_ / 16 * 8 + lane_ % 8;
+    const int row = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
         uint32_t k[4];
-        load_matrix_x4(at(keys, row + i * kSlice, 2 * u + lane_ / 8 % 2), k);
+        load_matrix_x4(at(keys, rows_at_[i] + row, 2 * u + lane_ / 8 % 2), k);
         multiply<T>(q_[u], k[0], k[1], s, 8 * i);
         multiply<T>(q_[u], k[2], k[3], s, 8 * i + 4);
       }
@@ -173,7 +184,6 @@ class Consumer {
                                              const Limits &limits) {
     shared_.full[at_.stage].wait(at_.parity);
     const uint32_t values = shared_address(shared_.ring[at_.stage]);
-    const int row = warp_ * (kSlices * kSlice) + lane_ % 16;
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
       uint32_t p[4], mask[2];
@@ -188,7 +198,7 @@ class Consumer {
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
         uint32_t v[4];
-        load_matrix_x4_transposed(at(values, row + i * kSlice, 2 * j + lane_ / 16), v);
+        load_matrix_x4_transposed(at(values, rows_at_[i] + lane_ % 16, 2 * j + lane_ / 16), v);
         if constexpr (kEdge) {
 #pragma unroll
           for (int m = 0; m < 4; ++m) v[m] &= mask[m % 2];
@@ -202,7 +212,9 @@ class Consumer {
 
   const AttentionDecodingArguments &p_;
   Shared<C, T> &shared_;
-  const int lane_, warp_;
+  const int lane_;
+  const int head_, key_;  // of the warp: which head, and the first key of a tile
+  int rows_at_[kSlices];  // where its slices are in a chunk
   Ring<C.entries> at_;
   uint32_t q_[kUnits][4];
   SoftmaxRows rows_;

@@ -62,6 +62,7 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
   extern "C" __device__ const AttentionDecodingLaunch name##_launch = {           \
       static_cast<int32_t>(unsloth::kDtype<type>),                                \
       unsloth::config.head_dim,                                                   \
+      unsloth::config.heads,                                                      \
       unsloth::config.tile,                                                       \
       unsloth::most_blocks(unsloth::config),                                      \
       unsloth::threads(unsloth::config),                                          \

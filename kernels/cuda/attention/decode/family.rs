@@ -11,15 +11,19 @@ pub const FAMILY: Family = Family {
     choices: &[
         ("dtype", "a contract's Float"),
         ("head_dim", "of q, k, v and o"),
+        (
+            "heads",
+            "of keys that are read together, and lie side by side",
+        ),
         ("tile", "keys of a step, of which blocks have whole ones"),
         ("most_blocks", "that a launch may have"),
     ],
 };
 
-/// Tensor maps have a 128-byte swizzle and boxes of 64 columns and `kv_box_rows` rows: (dim, sequence, heads, batch); paged: (dim, row
-/// in page, heads, page). Variable length: one batch of all tokens.
+/// Tensor maps have a 128-byte swizzle and boxes of 64 columns, `kv_box_rows` rows and as many heads as are read together: (dim,
+/// sequence, heads, batch); paged: (dim, row in page, heads, page). Variable length: one batch of all tokens.
 ///
-/// The rows of a pair of a sequence and a key head are its queries times the `group` heads of each, 16 at most.
+/// The rows of a key head are a sequence's queries times the `group` heads of each, 16 at most.
 const ARGUMENTS: &[Field] = &[
     field(Type::TensorMap, "k", ""),
     field(Type::TensorMap, "v", ""),
@@ -67,12 +71,12 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::Pointer("float"),
         "partial",
-        "[blocks, 2, rows, head_dim]: sums of parts",
+        "[blocks, 2, heads, rows, head_dim]: sums of parts",
     ),
     field(
         Type::Pointer("float2"),
         "partial_sums",
-        "[blocks, 2, rows]: what they are relative to, and sums of exponentials",
+        "[blocks, 2, heads, rows]: what they are relative to, and sums of exponentials",
     ),
     field(
         Type::U64,
@@ -91,7 +95,7 @@ const ARGUMENTS: &[Field] = &[
     field(Type::I32, "batch", ""),
     field(Type::I32, "heads_kv", ""),
     field(Type::I32, "group", "query heads of a key head"),
-    field(Type::I32, "rows", "of a pair, at most"),
+    field(Type::I32, "rows", "of a key head, at most"),
     field(Type::I32, "seqlen_q", "variable length: the longest"),
     field(Type::I32, "seqlen_k", "variable length: the longest"),
     field(

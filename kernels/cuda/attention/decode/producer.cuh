@@ -35,15 +35,18 @@ class Producer {
     shared_.item_empty[slot.stage].wait(slot.parity ^ 1);
     if (lane_ == 0) {
       shared_.item[slot.stage] = item;
-      full->arrive_expect(max(item.rows, 0) * C.head_dim * 2);
+      full->arrive_expect(max(item.rows, 0) * C.heads * C.head_dim * 2);
     }
     __syncwarp();
-    if (lane_ < item.rows) {
-      const int token = lane_ / p_.group, head = item.head * p_.group + lane_ % p_.group;
+    for (int i = lane_; i < item.rows * C.heads; i += 32) {
+      const int which = i / item.rows, row_of_head = i - which * item.rows;
+      const int token = row_of_head / p_.group;
+      const int head = (item.head + which) * p_.group + row_of_head - token * p_.group;
       const T *row = static_cast<const T *>(p_.q) +
                      (p_.cu_seqlens_q != nullptr ? 0 : item.batch) * p_.q_batch_stride +
                      (item.q_begin + token) * p_.q_sequence_stride + head * p_.q_head_stride;
-      bulk_load_by_thread(shared_address(shared_.q[slot.stage][lane_]), row, C.head_dim * 2, full);
+      bulk_load_by_thread(shared_address(shared_.q[slot.stage][which][row_of_head]), row,
+                          C.head_dim * 2, full);
     }
     __syncwarp();
   }
@@ -74,7 +77,7 @@ class Producer {
         shared_.empty[at_.stage].wait(at_.parity ^ 1);
         const int stage = uniform(at_.stage);
         Mbarrier *full = &shared_.full[stage];
-        if (lane_ == 0) full->arrive_expect((end - begin) * C.head_dim * 2);
+        if (lane_ == 0) full->arrive_expect((end - begin) * C.heads * C.head_dim * 2);
         __syncwarp();
         const uint32_t to = shared_address(shared_.ring[stage]);
 #pragma unroll 1
@@ -84,8 +87,8 @@ class Producer {
               is_paged ? (key + row) & ((1 << p_.page_log2) - 1) : k_begin + key + row;
 #pragma unroll
           for (int c = 0; c < C.head_dim / kChunk; ++c) {
-            tma_load_4d(to + (c * C.tile + row) * kRowBytes, is_v ? &p_.v : &p_.k, full,
-                        kEvictFirst, c * kChunk, at_row, item.head, from);
+            tma_load_4d(to + C.heads * (c * C.tile + row) * kRowBytes, is_v ? &p_.v : &p_.k, full,
+                        C.once ? kEvictFirst : kEvictNormal, c * kChunk, at_row, item.head, from);
           }
         }
         at_.advance();

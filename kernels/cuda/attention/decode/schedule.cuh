@@ -1,8 +1,8 @@
 // Which keys are a block's.
 //
-// The tiles of all (sequence, key head) pairs stand in a row, and each block takes an equal share
-// of it: however lengths differ, all blocks read as much, and a pair lies in as many blocks as its
-// tiles need. The lengths are on the device, so each block adds them up for itself.
+// The tiles of all pairs of a sequence and a key head stand in a row, and each block takes an equal
+// share of it: however lengths differ, all blocks read as much, and a pair lies in as many blocks
+// as its tiles need. The lengths are on the device, so each block adds them up for itself.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +37,12 @@ __device__ __forceinline__ Sequence sequence(const AttentionDecodingArguments &p
 // The first key that any row sees; the last row sees the last key.
 __device__ __forceinline__ int first_key(const AttentionDecodingArguments &p, const Sequence &s) {
   return max(0, s.k - s.q - p.window_left);
+}
+
+// As many heads as are read together count as one.
+template <DecodeConfig C>
+__device__ __forceinline__ int pairs_of_sequence(const AttentionDecodingArguments &p) {
+  return p.heads_kv / C.heads;
 }
 
 // Tiles of a pair. One that sees no key counts as one: somebody has to say so.
@@ -91,8 +97,8 @@ class Walk {
   __device__ __forceinline__ Walk(const AttentionDecodingArguments &p, const Shared<C, T> &shared)
       : p_(p) {
     const int lane = threadIdx.x % 32;
-    const int even = shared.tiles[2 * lane] * p.heads_kv;
-    const int odd = shared.tiles[2 * lane + 1] * p.heads_kv;
+    const int even = shared.tiles[2 * lane] * pairs_of_sequence<C>(p);
+    const int odd = shared.tiles[2 * lane + 1] * pairs_of_sequence<C>(p);
     const int end = inclusive_sum(even + odd);
     const int tiles = __shfl_sync(0xffffffff, end, 31);
     share_ = max(ceil_div(tiles, static_cast<int>(gridDim.x)), p.least_tiles);
@@ -122,7 +128,7 @@ class Walk {
     const Sequence s = {of_lane(here_.q_begin), of_lane(here_.q), of_lane(here_.k_begin),
                         of_lane(here_.k)};
     const int tiles = tiles_of<C>(p_, s);
-    const int from = before_ + of_lane(tiles_end_) - tiles * p_.heads_kv;
+    const int from = before_ + of_lane(tiles_end_) - tiles * pairs_of_sequence<C>(p_);
     const int head = (at_ - from) / tiles;
     const int begin = from + head * tiles;
     const int count = min(begin + tiles, end_) - at_;
@@ -131,7 +137,7 @@ class Walk {
     k_begin = s.k_begin;
     item.rows = s.q * p_.group;
     item.batch = group_ * 32 + lane;
-    item.head = head;
+    item.head = head * C.heads;
     item.q_begin = s.q_begin;
     item.q = s.q;
     item.k = s.k;
@@ -148,7 +154,7 @@ class Walk {
  private:
   __device__ __forceinline__ void load_group() {
     here_ = sequence(p_, group_ * 32 + threadIdx.x % 32);
-    tiles_end_ = inclusive_sum(tiles_of<C>(p_, here_) * p_.heads_kv);
+    tiles_end_ = inclusive_sum(tiles_of<C>(p_, here_) * pairs_of_sequence<C>(p_));
   }
 
   const AttentionDecodingArguments &p_;

@@ -8,11 +8,11 @@
 
 namespace unsloth {
 
-// A piece of work: the query rows of a (sequence, key head) pair, and those tiles of its keys that
-// are this block's.
+// A piece of work: the query rows of a pair of a sequence and a key head, or as many heads as are
+// read together, and those tiles of its keys that are this block's.
 struct Item {
-  int rows;  // -1: no more work
-  int batch, head;
+  int rows;           // of a head; -1: no more work
+  int batch, head;    // of heads that are read together, the first
   int q_begin, q, k;  // first token of the sequence in q, queries, keys
   int first;          // the first key that any row sees
   int tile_begin, tile_end;
@@ -22,12 +22,13 @@ struct Item {
 
 template <DecodeConfig C, class T>
 struct alignas(1024) Shared {
-  // K and V by turns, in 64-column chunks with the 128-byte swizzle.
-  T ring[C.entries][C.tile * C.head_dim];
-  T q[kItems][kRows][q_pitch(C)];
+  // K and V by turns, in 64-column chunks with the 128-byte swizzle. Of a chunk box after box, and
+  // of a box head after head.
+  T ring[C.entries][C.heads * C.tile * C.head_dim];
+  T q[kItems][C.heads][kRows][q_pitch(C)];
   // What the warps have summed up; then the weights of a pair's parts.
-  float o[C.warps][kRows][o_pitch(C)];
-  float2 sums[C.warps][kRows];  // reference and sum of the exponentials
+  float o[C.heads][warps_of_head(C)][kRows][o_pitch(C)];
+  float2 sums[C.heads][warps_of_head(C)][kRows];  // reference and sum of the exponentials
 
   Mbarrier full[C.entries], empty[C.entries];
   Mbarrier item_full[kItems], item_empty[kItems];

@@ -3,19 +3,23 @@
 //! One launch: its blocks have equal shares of all keys, and the last one of a sequence and key head to be done joins what the others
 //! left in the workspace.
 
+use std::cmp::Reverse;
+
 use super::super::OP;
-use super::launch::{rows_of_keys, window};
+use super::launch::{rows_of_heads, window};
 use super::{Kernels, refusal};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::attention_decoding::Arguments;
-use crate::cuda::tuning::rules::attention::LEAST_KEYS_OF_SHARE;
+use crate::cuda::tuning::rules::attention::{
+    BYTES_OF_WHOLE_SHARE, HEADS_TOGETHER, LEAST_BYTES_OF_SHARE,
+};
 use crate::cuda::{Cuda, claims};
 use crate::error::Result;
-use crate::problem::attention::{Keys, Problem, Queries};
+use crate::problem::attention::{Keys, Problem, Queries, Rows};
 
-/// Query rows of a block: `kRows` of the kernels.
+/// Query rows of a block and key head: `kRows` of the kernels.
 const ROWS: usize = 16;
 /// Rows of the boxes in which keys are copied that do not begin where a page or a sequence does.
 const LEAST_BOX: usize = 16;
@@ -25,6 +29,8 @@ pub(super) struct Form {
     kernel: Kernel<Arguments>,
     dtype: u32,
     head_dim: usize,
+    /// Heads of keys that are read together.
+    heads: usize,
     /// Keys of a step.
     tile: usize,
     /// Blocks of a launch, at most: as many as the device runs at once.
@@ -42,24 +48,40 @@ pub(super) fn forms(resources: &Resources) -> Result<Vec<Form>> {
             Form {
                 dtype: choices.dtype,
                 head_dim: choices.head_dim as usize,
+                heads: choices.heads as usize,
                 tile: choices.tile as usize,
                 blocks: resident.clamp(1, choices.most_blocks as usize),
                 kernel,
             },
         )?;
     }
+    // The first that serves is taken.
+    forms.sort_by_key(|form| Reverse(form.heads));
     Ok(forms)
 }
 
 impl Form {
     fn serves(&self, p: &Problem) -> bool {
-        self.dtype == p.q.dtype as u32 && [p.head_dim, p.head_dim_v] == [self.head_dim; 2]
+        let beside = |rows: &Rows| rows.head < rows.token;
+        let together = self.heads == 1
+            || self.heads <= HEADS_TOGETHER
+                && p.num_kv_heads.is_multiple_of(self.heads)
+                && beside(&p.k)
+                && beside(&p.v);
+        self.dtype == p.q.dtype as u32
+            && [p.head_dim, p.head_dim_v] == [self.head_dim; 2]
+            && together
     }
 
-    /// Bytes for the parts of pairs: a counter of each block, and two parts.
+    /// Of K and V.
+    fn tile_bytes(&self) -> usize {
+        2 * self.heads * self.tile * self.head_dim * size_of::<u16>()
+    }
+
+    /// Bytes for the parts of pairs: a counter of each block, and two parts. `rows` are a head's.
     fn workspace(&self, blocks: usize, rows: usize) -> usize {
         let of_row = (self.head_dim + SUMS) * size_of::<f32>();
-        blocks * (claims::COUNTER + 2 * rows * of_row)
+        blocks * (claims::COUNTER + 2 * self.heads * rows * of_row)
     }
 }
 
@@ -69,7 +91,7 @@ const SUMS: usize = 2;
 /// How a problem is run.
 pub(in crate::cuda::attention) struct Plan<'a> {
     form: &'a Form,
-    /// Of a pair.
+    /// Of a key head.
     rows: usize,
     /// At most, where lengths are on the device.
     tiles: usize,
@@ -88,12 +110,15 @@ impl Kernels {
         }
         let form = self.decode.iter().find(|form| form.serves(p))?;
         let of_pair = tiles_of_pair(p, form.tile);
-        let pairs = p.batch.checked_mul(p.num_kv_heads)?;
+        let pairs = p.batch.checked_mul(p.num_kv_heads / form.heads)?;
         let tiles = pairs.checked_mul(of_pair)?;
         if tiles > i32::MAX as usize / 4 {
             return None;
         }
-        let least_tiles = (LEAST_KEYS_OF_SHARE / form.tile).max(1);
+        let least_tiles = match of_pair.saturating_mul(form.tile_bytes()) {
+            0..=BYTES_OF_WHOLE_SHARE => of_pair,
+            _ => (LEAST_BYTES_OF_SHARE / form.tile_bytes()).max(1),
+        };
         let blocks = tiles.div_ceil(least_tiles).clamp(1, form.blocks);
         Some(Plan {
             form,
@@ -155,20 +180,21 @@ pub(in crate::cuda::attention) fn forward(
     // Tensor maps are made in a context, too.
     let _entered = cuda.resources.primary.enter(OP)?;
     let mut arguments = arguments(plan, p);
-    let box_rows = arguments.kv_box_rows as u32;
-    arguments.k = rows_of_keys(driver, p, &p.k, p.head_dim, box_rows)?;
-    arguments.v = rows_of_keys(driver, p, &p.v, p.head_dim_v, box_rows)?;
+    let in_box = [arguments.kv_box_rows as u32, plan.form.heads as u32];
+    arguments.k = rows_of_heads(driver, p, &p.k, p.head_dim, in_box)?;
+    arguments.v = rows_of_heads(driver, p, &p.v, p.head_dim_v, in_box)?;
     if plan.cuts {
-        let parts = 2 * plan.blocks * plan.rows;
+        let parts = 2 * plan.blocks * plan.form.heads * plan.rows;
         arguments.counters = workspace.addr() as u64;
         arguments.partial_sums = arguments.counters + (plan.blocks * claims::COUNTER) as u64;
         arguments.partial = arguments.partial_sums + (parts * SUMS * size_of::<f32>()) as u64;
         arguments.launch_tag = claims::tag();
     }
     tracing::trace!(
-        "{OP}: Hopper's kernels for few queries: {} tiles of {} keys on {} blocks, {} rows in a block",
+        "{OP}: Hopper's kernels for few queries: {} tiles of {} keys of {} heads on {} blocks, {} rows of a head",
         plan.tiles,
         plan.form.tile,
+        plan.form.heads,
         plan.blocks,
         plan.rows,
     );

@@ -162,9 +162,20 @@ pub(super) fn rows_of_keys(
     dim: usize,
     box_rows: u32,
 ) -> Result<TensorMap> {
+    rows_of_heads(driver, p, rows, dim, [box_rows, 1])
+}
+
+/// The same, in boxes of so many rows of so many heads.
+pub(super) fn rows_of_heads(
+    driver: &Driver,
+    p: &Problem,
+    rows: &Rows,
+    dim: usize,
+    [box_rows, box_heads]: [u32; 2],
+) -> Result<TensorMap> {
     let [outer, tokens, heads] = sizes_of_keys(p);
     let sizes = [dim, tokens, heads, outer];
     let strides = [rows.token, rows.head, rows.outer];
-    let counts = [COLUMNS, box_rows, 1, 1];
+    let counts = [COLUMNS, box_rows, box_heads, 1];
     TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
 }

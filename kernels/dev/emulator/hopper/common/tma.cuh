@@ -9,6 +9,7 @@
 
 namespace unsloth {
 
+constexpr uint64_t kEvictNormal = 0;
 constexpr uint64_t kEvictFirst = 0;
 constexpr uint64_t kEvictLast = 0;
 
