@@ -31,11 +31,11 @@ consteval int most_blocks(const DecodeConfig &c) { return c.warps * o_pitch(c) /
 // Those with several heads read 512 bytes of a token.
 //                                         d    heads warps tile entries blocks once
 // clang-format off
-constexpr DecodeConfig kDecode64 =       { 64,  1,    4,    128, 12,     1,     true};
-constexpr DecodeConfig kDecode64Heads =  { 64,  4,    8,    64,  5,      1,     true};
-constexpr DecodeConfig kDecode128 =      {128,  1,    4,    64,  11,     1,     true};
-constexpr DecodeConfig kDecode128Heads = {128,  2,    4,    32,  10,     1,     true};
-constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     true};
+constexpr DecodeConfig kDecode64 =       { 64,  1,    4,    128, 12,     1,     false};
+constexpr DecodeConfig kDecode64Heads =  { 64,  4,    8,    64,  5,      1,     false};
+constexpr DecodeConfig kDecode128 =      {128,  1,    4,    64,  11,     1,     false};
+constexpr DecodeConfig kDecode128Heads = {128,  2,    4,    32,  10,     1,     false};
+constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     false};
 // clang-format on
 
 }  // namespace unsloth
