@@ -102,6 +102,8 @@ __device__ __forceinline__ void exchange(const AttentionGradientsArguments &p,
     if (leader) shared.ds_peer_full.arrive_expect(sizeof shared.ds_peer);
     shared.ds_full[stage].wait(Memory::ds_parity(step));
     shared.ds_sent_empty.wait(parity ^ 1);
+    // All lanes have seen these phases, before the copy lets others end.
+    __syncwarp();
     if (leader) {
       bulk_copy_to_peer(to, shared_address(shared.ds[stage]), sizeof shared.ds_peer, barrier);
     }
