@@ -84,6 +84,12 @@ pub(in crate::cuda) mod attention {
     pub(in crate::cuda) const BYTES_OF_WHOLE_SHARE: usize = 256 << 10;
     /// The most heads of keys that these kernels read together where a token's lie side by side, so that memory reads longer rows.
     pub(in crate::cuda) const HEADS_TOGETHER: usize = 4;
+    /// Of heads of 128 the portable kernels for few queries are 2 to 10 % faster than Hopper's (an H100,
+    /// `benches/results/attention_decode_ways_h100_2026-11-25.json`), but for no more sequences times key heads than this, which few blocks
+    /// would share else,
+    pub(in crate::cuda) const FEW_PAIRS_OF_128: usize = 2;
+    /// and for pages of sequences that have no more keys than this.
+    pub(in crate::cuda) const PAGED_KEYS_OF_128: usize = 512;
     /// Packed query rows up to which the heads of a key head are packed rather than tiled.
     pub(in crate::cuda) const FEW_QUERIES: usize = 64;
     /// Bytes of L2 that keys and values which are read together may take.

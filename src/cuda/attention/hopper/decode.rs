@@ -13,7 +13,7 @@ use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::attention_decoding::Arguments;
 use crate::cuda::tuning::rules::attention::{
-    BYTES_OF_WHOLE_SHARE, HEADS_TOGETHER, LEAST_BYTES_OF_SHARE,
+    BYTES_OF_WHOLE_SHARE, FEW_PAIRS_OF_128, HEADS_TOGETHER, LEAST_BYTES_OF_SHARE, PAGED_KEYS_OF_128,
 };
 use crate::cuda::{Cuda, claims};
 use crate::error::Result;
@@ -105,7 +105,7 @@ impl Kernels {
     /// How a problem of few queries is run, or `None` where others are to run it. Data pointers are not looked at.
     pub fn decode(&self, p: &Problem) -> Option<Plan<'_>> {
         let rows = p.max_seqlen_q.checked_mul(p.num_heads / p.num_kv_heads)?;
-        if rows > ROWS || refusal(p).is_some() {
+        if rows > ROWS || refusal(p).is_some() || !pays(p) {
             return None;
         }
         let form = self.decode.iter().find(|form| form.serves(p))?;
@@ -136,6 +136,13 @@ impl Kernels {
         let sizes = forms.map(|form| form.workspace(form.blocks, ROWS));
         sizes.max().unwrap_or(0)
     }
+}
+
+/// Whether the portable kernels take longer.
+fn pays(p: &Problem) -> bool {
+    let few = p.batch.saturating_mul(p.num_kv_heads) <= FEW_PAIRS_OF_128;
+    let pages = matches!(p.keys, Keys::Paged { .. }) && p.max_seqlen_k <= PAGED_KEYS_OF_128;
+    p.head_dim != 128 || few || pages
 }
 
 /// Tiles of the keys that any query of a sequence sees, at most.
