@@ -214,7 +214,7 @@ fn spoil(input: &mut Input, t: &mut unsloth_tensor) {
     let rank = i64::from(t.rank).clamp(1, UNSLOTH_MAX_RANK as i64);
     let dim = input.up_to(rank - 1) as usize;
     match input.byte() % 10 {
-        8 => t.flags = u32::from(input.byte()) % 8,
+        8 => t.flags = u32::from(input.byte()) % 16,
         9 => t.reserved[input.byte() as usize % 3] = u32::from(input.byte()),
         0 => t.dtype = u32::from(input.byte()) % 23,
         1 => t.rank = u32::from(input.byte()) % 9,
