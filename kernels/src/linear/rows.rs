@@ -127,7 +127,8 @@ fn rows<E: Float>(
         let mut next_weights = Array::<Vector<u32, Words>>::new(of_w);
         let mut next_inputs = Array::<Vector<u32, Words>>::new(of_x);
         if comptime!(shape.ahead) {
-            if next_tile < tiles {
+            let more = next_tile < tiles;
+            if more {
                 load_weights(w, args, &mut next_weights, next_tile, next_step, shape);
                 load_inputs(x, args, &mut next_inputs, next_tile, next_step, shape);
             }
