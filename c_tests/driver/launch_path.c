@@ -345,15 +345,15 @@ static void blocks(void) {
   CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 3);
 }
 
-static void attention(int64_t queries, int64_t keys, unsloth_implementation expected,
+static void attention(int64_t dim, int64_t queries, int64_t keys, unsloth_implementation expected,
                       int launches) {
   unsloth_implementation implementation;
   unsloth_attention_params p = UNSLOTH_ATTENTION_PARAMS_INIT;
   p.causal = 1;
-  p.q = bf16(1, queries, HEADS, DIM);
-  p.k = bf16(1, keys, KV_HEADS, DIM);
-  p.v = bf16(1, keys, KV_HEADS, DIM);
-  p.out = bf16(1, queries, HEADS, DIM);
+  p.q = bf16(1, queries, HEADS, dim);
+  p.k = bf16(1, keys, KV_HEADS, dim);
+  p.v = bf16(1, keys, KV_HEADS, dim);
+  p.out = bf16(1, queries, HEADS, dim);
   CHECK_OK(unsloth_attention_workspace_size(ctx, &p, &p.workspace_size));
   p.workspace = memory(p.workspace_size);
   CHECK_OK(unsloth_attention_supported(ctx, &p, &implementation));
@@ -600,10 +600,11 @@ int main(void) {
   rows();
   products();
   blocks();
-  attention(1, 100, UNSLOTH_IMPLEMENTATION_CUDA, 1);
-  // Split keys are joined by a second kernel.
-  attention(1, 4096, UNSLOTH_IMPLEMENTATION_CUDA, 2);
-  attention(1000, 1000, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
+  attention(32, 1, 100, UNSLOTH_IMPLEMENTATION_CUDA, 1);
+  // Split keys are joined by a second kernel, on Hopper by the one.
+  attention(32, 1, 4096, UNSLOTH_IMPLEMENTATION_CUDA, 2);
+  attention(DIM, 1, 4096, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
+  attention(DIM, 1000, 1000, UNSLOTH_IMPLEMENTATION_CUDA_HOPPER, 1);
   attention_merge();
   attention_backward();
   attention_block_backward();
