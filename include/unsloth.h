@@ -5962,8 +5962,9 @@ unsloth_status unsloth_argmax_forward(struct unsloth_context *ctx,
  *   bytes, or this one call gets the portable kernels;
  * - there is no `bias`, `mask` or `alibi_slopes`, and the scale is positive;
  * - the longest sequence of queries, times the query heads per key head, is up to 16, and the head dimensions of keys and values are
- *   the same 64, 128 or 256; or it is more than 64, or more than 16 if there are enough sequences and key heads to keep the GPU
- *   busy: the rest is decoding, for which the portable kernels split the keys;
+ *   both 64 or both 256 (both 128 only for one or two sequences times key heads, and for pages of up to 512 keys a sequence); or it is
+ *   more than 64, or less if there are enough sequences and key heads to keep the GPU busy. For the rest the portable kernels split
+ *   the keys;
  * - pages have 16 tokens or more.
  *
  * Any combination of causal masks, windows, softcap, sinks, LSE, packed, padded and paged keys is served.

@@ -39,8 +39,9 @@ fn run(ctx: &Context, cases: &[Case]) {
             let inputs = case.inputs(&mut rng(), dtype);
             let mut tensors = Uploaded::new(ctx, &inputs);
             let served = attention::supported(ctx, &tensors.params(case)).unwrap();
-            // Of 128 dimensions the portable kernels have most problems.
-            if case.dim != 128 {
+            // With 128 dimensions other kernels are faster unless sequences times key heads are few.
+            let few = case.lens.len() * case.kv_heads <= 2;
+            if case.dim != 128 || few {
                 assert_eq!(served, Implementation::CudaHopper, "{case:?}");
             }
             check(ctx, &mut rng(), dtype, case);

@@ -77,18 +77,18 @@ pub(in crate::cuda) mod attention {
     pub(in crate::cuda) const MAX_SPLITS: usize = 256;
     /// Rounds in which blocks of split keys run, at most: beyond them the last one matters little.
     pub(in crate::cuda) const ROUNDS: usize = 3;
-    /// The least bytes of K and V of a block of Hopper's kernels for few queries: less would take longer to join than to read. No record
-    /// tells of it yet, nor of the next two.
+    /// The least bytes of K and V of a block of Hopper's kernels for few queries: less would take longer to join than to read. Chosen by
+    /// estimate, as are the next two: other values have not been timed.
     pub(in crate::cuda) const LEAST_BYTES_OF_SHARE: usize = 64 << 10;
     /// Bytes of K and V of a sequence and key head that one block reads in the time that parts would take to be joined.
     pub(in crate::cuda) const BYTES_OF_WHOLE_SHARE: usize = 256 << 10;
     /// The most heads of keys that these kernels read together where a token's lie side by side, so that memory reads longer rows.
     pub(in crate::cuda) const HEADS_TOGETHER: usize = 4;
-    /// Of heads of 128 the portable kernels for few queries are 2 to 10 % faster than Hopper's (an H100,
-    /// `benches/results/attention_decode_ways_h100_2026-11-25.json`), but for no more sequences times key heads than this, which few blocks
-    /// would share else,
+    /// With head dim 128 other kernels mostly take 1 to 12 % less time than Hopper's for few queries (an H100,
+    /// `benches/results/attention_decode_ways_h100_2026-11-25.json`). Hopper's serve up to so many sequences times key heads: with one of
+    /// them they take a quarter less; between that and eight nothing was measured.
     pub(in crate::cuda) const FEW_PAIRS_OF_128: usize = 2;
-    /// and for pages of sequences that have no more keys than this.
+    /// Hopper's serve paged caches, too, whose sequences have at most so many keys: many of them take 5 to 23 % less time, one of 1,024 more.
     pub(in crate::cuda) const PAGED_KEYS_OF_128: usize = 512;
     /// Packed query rows up to which the heads of a key head are packed rather than tiled.
     pub(in crate::cuda) const FEW_QUERIES: usize = 64;

@@ -138,7 +138,7 @@ impl Kernels {
     }
 }
 
-/// Whether the portable kernels take longer.
+/// Whether other kernels take longer.
 fn pays(p: &Problem) -> bool {
     let few = p.batch.saturating_mul(p.num_kv_heads) <= FEW_PAIRS_OF_128;
     let pages = matches!(p.keys, Keys::Paged { .. }) && p.max_seqlen_k <= PAGED_KEYS_OF_128;

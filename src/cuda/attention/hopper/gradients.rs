@@ -29,7 +29,8 @@ const BLOCK_M: usize = 64;
 /// Queries of the longest step, two blocks: every sequence has whole ones.
 const STEP: usize = 2 * BLOCK_M;
 /// By the head dimension of kernels by pairs, keys that a query sees from which on sums in memory are worth what it costs to begin and
-/// convert them. Measured on an H100: of 512 keys two kernels take 3 % less at 256, and 3 to 5 % more at 192; of 256 less at both.
+/// convert them. On an H100 (`benches/results/attention_backward_pairs_or_two_h100_2026-11-25.json`) two kernels take less time where a query
+/// sees 256 keys. Where it sees 512, pairs take 3 to 5 % less at 192; at 256 3 % more without a mask, 4 % less with a causal one.
 const MIN_KEYS_OF_PAIRS: [(usize, usize); 2] = [(192, 400), (256, 600)];
 /// Bytes of the statistics of a block of queries: an LSE and a delta of each.
 const STATISTICS: usize = 2 * BLOCK_M * size_of::<f32>();
