@@ -191,7 +191,7 @@ pub mod attention {
     codes! {
         /// What a Hopper kernel of the backward pass does.
         pub enum Part {
-            /// Statistics of queries, and zeros for sums.
+            /// Statistics of queries, and zeros for sums that begin with them.
             Prepare = 0,
             /// The gradients.
             Gradients = 1,

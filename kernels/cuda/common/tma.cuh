@@ -93,6 +93,13 @@ __device__ __forceinline__ void bulk_add(float *destination, uint32_t source, ui
                : "memory");
 }
 
+// Copies bytes as they lie to global memory, as many as for a load.
+__device__ __forceinline__ void bulk_store(float *destination, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+
 // Closes the group of stores this thread has issued since the last one.
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

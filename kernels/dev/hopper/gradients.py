@@ -1,7 +1,7 @@
 """Checks variants of the gradients' kernels against f64, and times them beside FlashAttention-3.
 
-Usage: gradients.py OUT.json DIR check|bench [CELL,...]. Each DIR/VARIANT.cubin has kernels attention_gradients_full, _causal, _prepare and
-_finish, of bf16. Each is run as it comes and, up to 128 dimensions, with sums in order, where `check` wants the same bits again. A cell is like
+Usage: gradients.py OUT.json DIR check|bench [CELL,...]. Each DIR/VARIANT.cubin has kernels attention_gradients_full, _causal, _prepare and, above
+128 dimensions, _finish, of bf16. Each is run as it comes and, up to 128 dimensions, with sums in order, where `check` wants the same bits again. A cell is like
 d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says); by default s512, s2048 and s8192.
 
 A figure is the kernel time, by CUPTI, of four calls: the median of 3 rounds, contenders by turns; the main kernel's alone beside it.
@@ -80,7 +80,10 @@ class Variant:
         columns = -(-dim // 64) * 64  # as they lie in memory
         sums = torch.full((heads * blocks * batch, 64 * columns), math.nan, device="cuda")
         order = torch.full((heads * blocks * batch + 1,), 77, dtype=torch.int32, device="cuda")
-        p.statistics, p.sums, p.order = statistics.data_ptr(), sums.data_ptr(), order.data_ptr() if ordered else None
+        # Up to 128 dimensions blocks of keys count what they add, and the last one of a step writes dq.
+        counted = "finish" not in self.parts
+        p.statistics, p.sums, p.order = statistics.data_ptr(), sums.data_ptr(), order.data_ptr() if counted else None
+        p.ordered = ordered
         for name, x in (("out", out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
             setattr(p, "dout_pointer" if name == "dout" else name, x.data_ptr())
             for axis, stride in zip(("batch", "sequence", "head"), x.stride()):
@@ -99,6 +102,8 @@ class Variant:
 
         def run():
             for part, grid in (("prepare", blocks * batch * heads), (None, p.key_blocks * batch * kv_heads), ("finish", blocks * batch * heads)):
+                if part == "finish" and counted:
+                    continue
                 kernel, of = self.parts[part] if part else (main, info)
                 launch(kernel, grid * of.blocks, of.threads, of.shared_bytes, arguments)
 

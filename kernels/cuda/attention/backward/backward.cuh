@@ -1,12 +1,12 @@
 // Attention's gradients on Hopper: warp-specialised, Q and dO by TMA.
 //
 // Statistics of rows come first (rows.cuh). Then there are two ways. Either one kernel computes all
-// gradients and adds parts of dQ to sums in memory (producer.cuh, consumer.cuh; pair_producer.cuh,
-// pair.cuh above 128 dimensions), from which a last one makes dQ (rows.cuh); or one computes dK and
-// dV (keys.cuh; roles.cuh above 128 dimensions) and another dQ (queries.cuh), with the same bits
-// every time. sinks.cuh has the sinks' gradient. See
-// Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision"
-// (2024), section 3 and Dao, "FlashAttention-2" (2023), algorithm 2.
+// gradients and adds parts of dQ to sums in memory (producer.cuh, consumer.cuh, sums.cuh;
+// pair_producer.cuh, pair.cuh above 128 dimensions, where a last one makes dQ of them, rows.cuh);
+// or one computes dK and dV (keys.cuh; roles.cuh above 128 dimensions) and another dQ
+// (queries.cuh), with the same bits every time. sinks.cuh has the sinks' gradient. See Shah et al.,
+// "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section
+// 3 and Dao, "FlashAttention-2" (2023), algorithm 2.
 #pragma once
 
 #include <type_traits>
@@ -27,6 +27,7 @@
 #include "rows.cuh"
 #include "shared.cuh"
 #include "sinks.cuh"
+#include "sums.cuh"
 #include "work.cuh"
 
 namespace unsloth {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
   int number = blockIdx.x;
   if constexpr (!kApart) {
     // Blocks that wait for others must know that these have begun, which the grid does not promise.
-    if (p.order != nullptr) {
+    if (p.ordered) {
       if (threadIdx.x == 0) shared.ticket = atomicAdd(p.order + p.heads_q * p.blocks_per_head, 1);
       __syncthreads();
       number = shared.ticket;
@@ -80,8 +81,8 @@ __device__ __forceinline__ void attention_gradients(const AttentionGradientsArgu
     if (warp == 0) produce<kP, kPV>(p, shared);
     if constexpr (!kApart) {
       if (warp == 1) send_dq<kP>(p, shared);
-      if (warp == 2) keep_order<kP, true>(p, shared);
-      if (warp == 3) keep_order<kP, false>(p, shared);
+      if (warp == 2) await_others<kP, T>(p, shared);
+      if (warp == 3) tell_others<kP>(p, shared);
     }
   } else {
     acquire_registers_to<kConsumerRegisters>();
@@ -111,7 +112,7 @@ __device__ __forceinline__ void attention_gradients_by_pairs(const AttentionGrad
   int number = blockIdx.x / kPair;
   if constexpr (kInOrder) {
     // As above, without queries neither. Both blocks of a pair run or none: they share a ticket.
-    if (p.order != nullptr) {
+    if (p.ordered) {
       if (rank == 0 && threadIdx.x == 0) {
         shared.ticket = atomicAdd(p.order + p.heads_q * p.blocks_per_head * kPair, 1);
       }
@@ -238,12 +239,9 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
   UNSLOTH_ATTENTION_GRADIENTS_PAIR_MASK(suffix##_window, type, dim, dim_v, Mask::kWindow)
 
 // All gradients in one kernel, with sums of dQ in memory.
-#define UNSLOTH_ATTENTION_GRADIENTS_TOGETHER(suffix, type, dim, dim_v)                          \
-  UNSLOTH_ATTENTION_GRADIENTS(attention_gradients_##suffix##_finish, kFinish, type, dim, dim_v, \
-                              Mask::kNone, 128, 0,                                              \
-                              (unsloth::finish_rows<unsloth::kPadded<dim>, type>))              \
-  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_full, type, dim, dim_v, Mask::kNone)                \
-  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_causal, type, dim, dim_v, Mask::kCausal)            \
+#define UNSLOTH_ATTENTION_GRADIENTS_TOGETHER(suffix, type, dim, dim_v)               \
+  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_full, type, dim, dim_v, Mask::kNone)     \
+  UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_causal, type, dim, dim_v, Mask::kCausal) \
   UNSLOTH_ATTENTION_GRADIENTS_MASK(suffix##_window, type, dim, dim_v, Mask::kWindow)
 
 #define UNSLOTH_ATTENTION_GRADIENTS_16BIT(kind, name, dim, dim_v)            \

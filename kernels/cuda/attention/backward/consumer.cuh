@@ -18,6 +18,7 @@
 #include "common/wgmma.cuh"
 #include "rows.cuh"
 #include "shared.cuh"
+#include "sums.cuh"
 #include "work.cuh"
 
 namespace unsloth {
@@ -254,16 +255,38 @@ struct Consumer {
     write(dk, p.scale, p.dk, p.dk_batch_stride, p.dk_sequence_stride, p.dk_head_stride, p.head_dim);
   }
 
-  // Leaves a half of dQ where the warp that sends it finds it, in the order of rows.cuh.
-  __device__ __forceinline__ void leave_dq(const float (&dq)[kQ], int half) {
+  // Where numbers 4 i to 4 i + 3 of a half of dQ go, in the order of rows.cuh.
+  __device__ __forceinline__ float4 &dq_at(int half, int i) {
     // Of a wide step the halves of the columns lie apart.
     constexpr int kHalf = kWide ? kQ / 8 : kQ / 4;
-    float *to = shared.dq[half] + warp * (kBlockM * kP / 8) + lane * 4;
+    float *of_thread = shared.dq[half] + warp * (kBlockM * kP / 8) + lane * 4;
+    return *reinterpret_cast<float4 *>(of_thread + i / kHalf * (kBlockM * kP / 2) +
+                                       i % kHalf * 128);
+  }
+
+  // Leaves a half of dQ where the warp that sends it finds it.
+  __device__ __forceinline__ void leave_dq(const float (&dq)[kQ], int half) {
 #pragma unroll
     for (int i = 0; i < kQ / 4; ++i) {
-      *reinterpret_cast<float4 *>(to + i / kHalf * (kBlockM * kP / 2) + i % kHalf * 128) =
-          make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      dq_at(half, i) = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
+  }
+
+  // Writes a half of dQ of a step to which this block comes last, with what others have of it.
+  __device__ __forceinline__ void finish_dq(float (&dq)[kQ], int half, const Arrival &arrival) {
+    if (!(arrival.as & kFirst)) {
+#pragma unroll
+      for (int i = 0; i < kQ / 4; ++i) {
+        const float4 others = dq_at(half, i);
+        dq[4 * i] += others.x;
+        dq[4 * i + 1] += others.y;
+        dq[4 * i + 2] += others.z;
+        dq[4 * i + 3] += others.w;
+      }
+    }
+    const int column = kWide ? 0 : half * (kP / 2), row = kWide ? half * kBlockM : 0;
+    store_rows<2 * kQ>(dq, p.scale, static_cast<T *>(arrival.dq) + column, p.dq_sequence_stride,
+                       row + 16 * warp, arrival.rows, p.head_dim - column);
   }
 
   // dV has been computed.
@@ -293,10 +316,16 @@ struct Consumer {
     wgmma_wait<1>();
     leave_dout(dv, probabilities, stage);
     multiply_gradient(dk, ds, shared.q[stage]);
+    named_barrier_sync(kBarrierDqEmpty + wg, kDqThreads);
+    const Arrival &arrival = shared.arrivals[stage];
+    const bool last = arrival.as & kLast;
     wgmma_wait<1>();
     hold(dq);
-    named_barrier_sync(kBarrierDqEmpty + wg, kDqThreads);
-    leave_dq(dq, wg);
+    if (__builtin_expect(last, false)) {
+      finish_dq(dq, wg, arrival);
+    } else {
+      leave_dq(dq, wg);
+    }
     fence_async_proxy();
     named_barrier_arrive(kBarrierDqFull + wg, kDqThreads);
     wgmma_wait<0>();
@@ -331,12 +360,21 @@ struct Consumer {
     leave_q(dk, ds, stage);
     multiply_dq(second, shared.ds[stage], 1);
     named_barrier_sync(kBarrierDqEmpty + wg, kDqThreads);
-    wgmma_wait<1>();
-    hold(first);
-    leave_dq(first, 0);
-    wgmma_wait<0>();
-    hold(second);
-    leave_dq(second, 1);
+    const Arrival &arrival = shared.arrivals[stage];
+    if (__builtin_expect(arrival.as & kLast, false)) {
+      wgmma_wait<0>();
+      hold(first);
+      hold(second);
+      finish_dq(first, 0, arrival);
+      finish_dq(second, 1, arrival);
+    } else {
+      wgmma_wait<1>();
+      hold(first);
+      leave_dq(first, 0);
+      wgmma_wait<0>();
+      hold(second);
+      leave_dq(second, 1);
+    }
     fence_async_proxy();
     named_barrier_arrive(kBarrierDqFull + wg, kDqThreads);
   }
@@ -354,7 +392,7 @@ struct Consumer {
     uint32_t probabilities[kS / 2], ds[kS / 2];
     float4 statistics[kS / 8];
     Ring<kStages> of;  // the buffers of a step's Q, dO and dS
-    int m = turns.m_min;
+    int m = turns.first;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       // The compiler keeps descriptors in uniform registers as long as it can tell that the whole

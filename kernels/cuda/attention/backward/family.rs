@@ -66,7 +66,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::Pointer("int32_t"),
         "order",
-        "[heads_q, blocks_per_head, blocks of a cluster], zeros at first: which block of keys added to a block's sums last; one more: tickets; null: any order",
+        "[heads_q, blocks_per_head, blocks of a cluster], zeros at first: what blocks of keys have done at a block's sums (sums.cuh); one more: tickets; may be null",
     ),
     field(
         Type::Pointer("const int32_t"),
@@ -106,6 +106,11 @@ const ARGUMENTS: &[Field] = &[
     ),
     field(Type::I32, "batch", ""),
     field(Type::I32, "accumulate", "whether dsinks is added to"),
+    field(
+        Type::I32,
+        "ordered",
+        "whether blocks of keys add to sums in an order of their own",
+    ),
     field(Type::I32, "heads_q", ""),
     field(Type::I32, "heads_kv", ""),
     field(Type::I32, "group", "query heads of a key head"),

@@ -1,5 +1,5 @@
-// What comes before and after: statistics of every query, sums of dQ from zero; and the sums as
-// they are wanted.
+// What comes before and after: statistics of every query, and where sums of dQ begin; and, above
+// 128 dimensions, the sums as they are wanted.
 //
 // A block of either is a block of 64 queries of a head. The sums lie in the order in which threads
 // of the main kernel hold them: see `sums_at`.
@@ -30,6 +30,29 @@ struct Eight {
     for (int i = 0; i < 8; ++i) of[i] = static_cast<float>(elements[i]);
   }
 };
+
+// Whether a block of keys has a part in the step of kM queries that block m belongs to: see
+// work_at.
+template <int kM>
+__device__ __forceinline__ bool has_keys(const AttentionGradientsArguments &p, const Sequence &s,
+                                         int m) {
+  const int step = m * kBlockM / kM, diagonal = s.seqlen_k - s.seqlen_q;
+  const int last = s.seqlen_k - 1 - diagonal + p.window_left;
+  return s.seqlen_k > 0 && step >= max(-diagonal - p.window_right, 0) / kM && last >= 0 &&
+         step <= last / kM;
+}
+
+template <class T>
+__device__ __forceinline__ void clear_dq(const AttentionGradientsArguments &p, const Sequence &s,
+                                         int head, int m) {
+  const int units = p.head_dim / 8, rows = min(kBlockM, s.seqlen_q - m * kBlockM);
+  T *dq = static_cast<T *>(p.dq) + (p.cu_seqlens_q != nullptr ? 0 : s.batch) * p.dq_batch_stride +
+          static_cast<int64_t>(s.q_begin + m * kBlockM) * p.dq_sequence_stride +
+          head * p.dq_head_stride;
+  for (int i = threadIdx.x; i < rows * units; i += blockDim.x) {
+    *reinterpret_cast<uint4 *>(dq + i / units * p.dq_sequence_stride + i % units * 8) = {};
+  }
+}
 
 // delta = sum(dO O) - dLSE (Dao 2023, "FlashAttention-2", algorithm 2; a gradient of the
 // log-sum-exp itself enters dS as P dLSE). Rows that the sequence does not have, and those that see
@@ -87,6 +110,11 @@ __device__ __forceinline__ void prepare_rows(const AttentionGradientsArguments &
     }
   }
   if (p.sums == nullptr) return;
+  if (D <= 128) {
+    // Who adds first stores (sums.cuh), but nobody does where no key is seen.
+    if (!has_keys<kStep<D>>(p, s, m)) clear_dq<T>(p, s, head, m);
+    return;
+  }
   float4 *sums = reinterpret_cast<float4 *>(sums_at<D>(p, block));
   for (int i = threadIdx.x; i < kBlockM * D / 4; i += blockDim.x) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

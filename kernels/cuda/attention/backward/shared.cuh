@@ -49,12 +49,31 @@ struct alignas(1024) Shared {
 template <int D, class T>
 using KeysShared = Shared<D, T, kBlockM, kStages + 1>;
 
+// As what the block comes to a step's sums of dQ (sums.cuh): both, one or none of these.
+enum : int { kFirst = 1, kLast = 2 };
+
+struct Arrival {
+  void *dq;  // of the step's first query
+  int rows;  // of the sequence, from that one on
+  int as;
+};
+
 // Of consumer.cuh.
 template <int D, class T>
 struct StepShared : Shared<D, T, kStep<D>, kStages> {
-  // What each warpgroup has of a step's dQ, in the order of the sums in memory (rows.cuh).
-  alignas(16) float dq[2][kStep<D> * D / 2];
+  // What each warpgroup has of a step's dQ, in the order of the sums in memory (rows.cuh). From 16
+  // bytes past a line of 128 the copy engine takes longer (LADDER.md, step 63).
+  alignas(128) float dq[2][kStep<D> * D / 2];
+  Mbarrier sums_full[2];  // what others have, where this block is the last to come
+  Arrival arrivals[kStages];
   int ticket;
+
+  __device__ __forceinline__ void init_barriers() {
+    Shared<D, T, kStep<D>, kStages>::init_barriers();
+    for (Mbarrier &full : sums_full) full.init(1);
+    // Where dQ is not wanted, nobody says another.
+    for (Arrival &arrival : arrivals) arrival.as = 0;
+  }
 };
 
 }  // namespace unsloth

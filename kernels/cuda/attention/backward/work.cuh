@@ -122,8 +122,10 @@ struct Steps {
   int mask_below, mask_from;  // m < mask_below and m >= mask_from need masking
   int partial;                // the one that ends in another sequence's rows, or -1
   int after_others;           // from where on the next block of keys has a part, too
+  int finish_from;            // from where on the one before has none
+  int first;                  // where this block begins; past the last it goes on with m_min
 
-  // The one after m, of the same head of queries or of the next.
+  // The one after m, of the same head of queries or, where that is `first`, of the next.
   __device__ __forceinline__ int after(int m) const { return m + 1 < m_max ? m + 1 : m_min; }
 };
 
@@ -147,7 +149,7 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
     at = place_in(p.cu_seqlens_k, p.batch, kN, p.key_blocks, p.heads_kv, number);
   }
   int pair = at.index / at.blocks, key_block = at.index - pair * at.blocks;
-  if (p.order != nullptr) {
+  if (p.ordered) {
     // Blocks wait for those behind them, which therefore come before them. Without a mask they have
     // equally many steps, so those of some heads go by turns: a head's begin one after the other,
     // as they would wait otherwise.
@@ -185,6 +187,16 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
     w.steps.m_max = last < 0 ? 0 : min(w.steps.m_max, last / kM + 1);
   }
   if (w.first_key + kN >= s.seqlen_k) w.steps.after_others = w.steps.m_max;
+  w.steps.finish_from = w.first_key == 0 ? 0 : w.steps.m_max;
+  if (kMask == Mask::kWindow && w.first_key > 0) {
+    const int last = w.first_key - 1 - diagonal + p.window_left;
+    w.steps.finish_from = last < 0 ? 0 : last / kM + 1;
+  }
+  w.steps.first = w.steps.m_min;
+  if (kMask == Mask::kNone && p.order != nullptr && !p.ordered) {
+    // Each elsewhere, so that they do not come to a step together.
+    w.steps.first = static_cast<int64_t>(w.steps.m_max) * key_block / at.blocks;
+  }
   w.steps.mask_below = 0;
   w.steps.mask_from = w.steps.m_max;
   if (kMask != Mask::kNone) {

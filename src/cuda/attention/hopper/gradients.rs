@@ -1,9 +1,10 @@
 //! Gradients by the kernels for Hopper (`kernels/cuda/attention/backward`): f16 and bf16, head dimensions up to 256.
 //!
-//! Three launches: statistics of every query, and zeros for sums of `dq`; the gradients, where blocks of keys add to these sums; `dq`
-//! from its sums. Blocks add as they come, so `dq` is not of the same bits in each call, unless it is asked for: then they wait for
-//! each other. Or `dk` and `dv` are one kernel and `dq` is another, which computes the scores again: with a soft cap or ALiBi, and for
-//! head dimensions above 128 where queries see few keys.
+//! Two launches: statistics of every query; the gradients, where blocks of keys add to sums of `dq`, the first of a step storing its part
+//! and the last writing `dq`. For head dimensions above 128 there are three: zeros for the sums come with the statistics, and `dq` from
+//! its sums. Blocks add as they come, so `dq` is not of the same bits in each call, unless it is asked for: then they wait for each
+//! other. Or `dk` and `dv` are one kernel and `dq` is another, which computes the scores again: with a soft cap or ALiBi, and for head
+//! dimensions above 128 where queries see few keys.
 
 use contract::attention::{Mask, Part};
 
@@ -32,6 +33,8 @@ const STEP: usize = 2 * BLOCK_M;
 /// convert them. On an H100 (`benches/results/attention_backward_pairs_or_two_h100_2026-11-25.json`) two kernels take less time where a query
 /// sees 256 keys. Where it sees 512, pairs take 3 to 5 % less at 192; at 256 3 % more without a mask, 4 % less with a causal one.
 const MIN_KEYS_OF_PAIRS: [(usize, usize); 2] = [(192, 400), (256, 600)];
+/// Blocks of keys of a sequence that can be counted in any order (`kCame` of the kernels).
+const MAX_COUNTED: usize = 1 << 14;
 /// Bytes of the statistics of a block of queries: an LSE and a delta of each.
 const STATISTICS: usize = 2 * BLOCK_M * size_of::<f32>();
 
@@ -57,10 +60,14 @@ pub(in crate::cuda::attention) struct Kernels {
 
 /// How a problem is run.
 pub(in crate::cuda::attention) struct Plan<'a> {
-    /// What comes before; all gradients, or `dk` and `dv`; `dq` from sums, or by itself.
-    forms: [&'a Form; 3],
-    /// Whether `dq` is summed in memory, and whether in an order that is the same every time.
+    /// What comes before; all gradients, or `dk` and `dv`; `dq` from sums, where the second does not write it, or by itself.
+    forms: [Option<&'a Form>; 3],
+    /// The second of these.
+    keys: &'a Form,
+    /// Whether `dq` is summed in memory, whether blocks of keys tell each other what they have added, and whether they do it in an
+    /// order that is the same every time.
     sums: bool,
+    counted: bool,
     ordered: bool,
     /// What computes `dsinks`.
     sinks: Option<&'a Form>,
@@ -132,16 +139,15 @@ impl Kernels {
             let is_good =
                 |form: &&Form| sums && (form.blocks == 1 || pairs_pay(form.dims[0], seen));
             match part(Part::Gradients, mask).filter(is_good) {
-                Some(together) => Some([together, part(Part::Finish, Mask::None)?]),
-                None => Some([part(Part::Keys, mask)?, part(Part::Queries, mask)?]),
+                Some(together) if together.blocks == 1 => Some((together, None)),
+                Some(together) => Some((together, Some(part(Part::Finish, Mask::None)?))),
+                None => Some((part(Part::Keys, mask)?, Some(part(Part::Queries, mask)?))),
             }
         };
         let mut prepares = fitting().filter(|form| form.part == Part::Prepare);
-        let forms = prepares.find_map(|form| {
-            let [first, second] = parts_of(form)?;
-            Some([form, first, second])
-        })?;
-        let sums = forms[1].part == Part::Gradients;
+        let (prepare, (of_keys, of_queries)) =
+            prepares.find_map(|form| Some((form, parts_of(form)?)))?;
+        let sums = of_keys.part == Part::Gradients;
         let row_blocks = p.max_seqlen_q.div_ceil(STEP) * (STEP / BLOCK_M);
         let blocks_per_head = match p.queries {
             Queries::Batched { .. } => row_blocks.checked_mul(p.batch)?,
@@ -155,7 +161,7 @@ impl Kernels {
             true => of_rows,
             false => of_rows / 2,
         };
-        let block_keys = forms[1].block_keys;
+        let block_keys = of_keys.block_keys;
         let (key_blocks, sequences) = match p.keys {
             Keys::Packed { total, .. } => (
                 p.batch.checked_mul(block_keys)?.checked_add(total)? / block_keys,
@@ -163,24 +169,28 @@ impl Kernels {
             ),
             _ => (p.max_seqlen_k.div_ceil(block_keys), p.batch),
         };
-        let of_keys = key_blocks
-            .checked_mul(forms[1].blocks)?
+        let blocks_of_keys = key_blocks
+            .checked_mul(of_keys.blocks)?
             .checked_mul(sequences)?
             .checked_mul(p.num_kv_heads)?;
         let count = |blocks| check_blocks(OP, "q", blocks).ok();
+        let ordered = b.deterministic || p.max_seqlen_k.div_ceil(block_keys) > MAX_COUNTED;
+        // Who prepares rows sets the numbers to their start, too. Without rows nothing is summed.
+        let counted = sums && of_rows > 0 && (of_keys.blocks == 1 || b.deterministic);
         Some(Plan {
-            forms,
+            forms: [Some(prepare), Some(of_keys), of_queries],
+            keys: of_keys,
             row_blocks,
             blocks_per_head,
             key_blocks,
             blocks: [
                 count(of_rows)?,
-                if keys { count(of_keys)? } else { 0 },
+                if keys { count(blocks_of_keys)? } else { 0 },
                 if b.dq.is_some() { count(of_dq)? } else { 0 },
             ],
             sums,
-            // Who prepares rows sets the order to its start, too. Without rows nothing is summed.
-            ordered: sums && b.deterministic && of_rows > 0,
+            counted,
+            ordered: counted && ordered,
             sinks: match b.dsinks {
                 Some(_) => Some(fitting().find(|form| form.part == Part::Sinks)?),
                 None => None,
@@ -254,19 +264,19 @@ fn is_served(b: &Backward) -> bool {
 }
 
 impl Plan<'_> {
-    /// Bytes of the statistics, of the sums of `dq` behind them, and of what keeps these in order.
+    /// Bytes of the statistics, of the sums of `dq` behind them, and of what has been added to these.
     fn sizes(&self, b: &Backward) -> [usize; 3] {
         let blocks = self.blocks_per_head.saturating_mul(b.forward.num_heads);
-        let columns = self.forms[1].dims[0].next_multiple_of(COLUMNS as usize);
+        let columns = self.keys.dims[0].next_multiple_of(COLUMNS as usize);
         let sums = match self.sums {
             true => BLOCK_M * columns * size_of::<f32>(),
             false => 0,
         };
         let [statistics, sums] = [STATISTICS, sums].map(|size| blocks.saturating_mul(size));
-        // Blocks of threads that share keys have an order each.
-        let orders = blocks.saturating_mul(self.forms[1].blocks);
-        let order = match self.ordered {
-            true => orders.saturating_add(1).saturating_mul(size_of::<i32>()),
+        // Blocks of threads that share keys have numbers of their own.
+        let numbers = blocks.saturating_mul(self.keys.blocks);
+        let order = match self.counted {
+            true => numbers.saturating_add(1).saturating_mul(size_of::<i32>()),
             false => 0,
         };
         [statistics, sums, order]
@@ -296,8 +306,11 @@ impl Plan<'_> {
         tracing::trace!("{OP}: Hopper's kernels: {:?} blocks", self.blocks);
         let sinks = self.sinks.map(|form| (form, b.forward.num_heads as u32));
         let forms = self.forms.into_iter().zip(self.blocks);
+        let sinks = sinks.map(|(form, blocks)| (Some(form), blocks));
         for (form, blocks) in forms.chain(sinks) {
-            if blocks > 0 {
+            if let Some(form) = form
+                && blocks > 0
+            {
                 // SAFETY: the problem was checked: its tensors have the rows that the argument describes, as far as lengths in device
                 // memory are what the caller promises; the workspace has the planned size.
                 unsafe { cuda.launch(OP, &form.kernel, blocks, &arguments, stream) }?;
@@ -311,7 +324,7 @@ impl Plan<'_> {
         let driver = cuda.resources.primary.driver;
         // Tensor maps are made in a context, too.
         let _entered = cuda.resources.primary.enter(OP)?;
-        let box_rows = self.forms[1].block_keys / self.forms[1].blocks;
+        let box_rows = self.keys.block_keys / self.keys.blocks;
         let keys = |rows, dim| rows_of_keys(driver, p, rows, dim, box_rows as u32);
         let statistics = scratch.ptr.addr() as u64;
         let capped = p.softcap > 0.0;
@@ -377,9 +390,10 @@ impl Plan<'_> {
         if self.sums {
             a.sums = statistics + of_statistics;
         }
-        if self.ordered {
+        if self.counted {
             a.order = a.sums + of_sums;
         }
+        a.ordered = self.ordered.into();
         if let Queries::Packed { cu_seqlens, .. } = p.queries {
             a.cu_seqlens_q = cu_seqlens.addr() as u64;
         }

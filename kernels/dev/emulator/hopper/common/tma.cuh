@@ -98,6 +98,14 @@ inline void tma_store_5d(const CUtensorMap *map, uint32_t source, int c0, int c1
   });
 }
 
+inline void bulk_store(float *destination, uint32_t source, uint32_t bytes) {
+  if (source % 16 != 0 || uintptr_t(destination) % 16 != 0 || bytes % 16 != 0) {
+    machine::block->fail("a misaligned copy");
+  }
+  machine::block->store(
+      [=] { memcpy(destination, machine::block->shared_pointer(source), bytes); });
+}
+
 inline void bulk_add(float *destination, uint32_t source, uint32_t bytes) {
   if (source % 16 != 0 || uintptr_t(destination) % 16 != 0 || bytes % 16 != 0) {
     machine::block->fail("a misaligned reduction");
