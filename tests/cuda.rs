@@ -169,10 +169,10 @@ fn wgmma_are_unbroken() {
             // Two roles, each with the first steps and the last by themselves.
             "attention_gradients_hd256" if multiplies => (160, 18, 0),
             "attention_gradients_hd192" if multiplies => (128, 16, 0),
-            "attention_gradients_hd96" if multiplies => (28, 5, 0),
+            "attention_gradients_hd96" if multiplies => (30, 5, 0),
             // What a warpgroup does whose turn it is, and one whose it is not.
-            "attention_gradients_hd64" if multiplies => (48, 8, 0),
-            _ if image.starts_with("attention_gradients") && multiplies => (32, 5, 0),
+            "attention_gradients_hd64" if multiplies => (50, 9, 0),
+            _ if image.starts_with("attention_gradients") && multiplies => (34, 5, 0),
             _ => {
                 assert!(wgmma.is_null(), "{kernel}");
                 continue;

@@ -67,6 +67,12 @@ __device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t address, int ro
          (static_cast<uint64_t>(rows * 128 >> 4) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
+// Rows of eight 16-bit elements, one behind the other, for the first half of a k-step of 16. The
+// other half is the same again, which nothing but zeros may be multiplied with.
+__device__ __forceinline__ uint64_t descriptor_of_eights(uint32_t address) {
+  return (uint64_t{128 >> 4} << 32) | ((address & 0x3FFFF) >> 4);
+}
+
 // One instruction shape: `Wgmma<T, N>::ss` and `::rs`. `accumulate` false starts D from zero.
 // Operands that are transposed are those whose reduced dimension runs down the rows.
 template <class T, int N>

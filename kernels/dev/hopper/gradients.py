@@ -1,8 +1,9 @@
 """Checks variants of the gradients' kernels against f64, and times them beside FlashAttention-3.
 
-Usage: gradients.py OUT.json DIR check|bench [CELL,...]. Each DIR/VARIANT.cubin has kernels attention_gradients_full, _causal, _prepare and, above
-128 dimensions, _finish, of bf16. Each is run as it comes and, up to 128 dimensions, with sums in order, where `check` wants the same bits again. A cell is like
-d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says); by default s512, s2048 and s8192.
+Usage: gradients.py OUT.json DIR check|bench|once [CELL,...]. Each DIR/VARIANT.cubin has kernels attention_gradients_full, _causal, _prepare and,
+above 128 dimensions, _finish, of bf16. Up to 128 dimensions each is run as it comes and with sums in order, where `check` wants the same bits
+again; above, as it was made. A cell is like d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says); by default s512, s2048 and
+s8192. `once` runs each contender once, for a profiler.
 
 A figure is the kernel time, by CUPTI, of four calls: the median of 3 rounds, contenders by turns; the main kernel's alone beside it.
 """
@@ -61,8 +62,9 @@ class Variant:
             allow_shared(kernel, info.shared_bytes)
             self.parts[part] = (kernel, info)
         self.head_dim, self.head_dim_v = self.parts["full"][1].head_dim, self.parts["full"][1].head_dim_v
-        # Sums above 128 dimensions come in no order.
-        self.orders = (False, True) if self.head_dim <= 128 else (False,)
+        # Up to 128 dimensions blocks of keys count what they add, and the last one of a step writes dq; they take an order, too.
+        self.counts = "finish" not in self.parts
+        self.orders = (False, True) if self.counts else (bool(self.parts["full"][1].in_order),)
 
     def prepare(self, q, k, v, out, lse, dout, dq, dk, dv, causal, ordered=False):
         """Batched, contiguous. A function that launches."""
@@ -79,11 +81,11 @@ class Variant:
         statistics = torch.full((heads * blocks * batch, 2 * 64), math.nan, device="cuda")
         columns = -(-dim // 64) * 64  # as they lie in memory
         sums = torch.full((heads * blocks * batch, 64 * columns), math.nan, device="cuda")
-        order = torch.full((heads * blocks * batch + 1,), 77, dtype=torch.int32, device="cuda")
-        # Up to 128 dimensions blocks of keys count what they add, and the last one of a step writes dq.
-        counted = "finish" not in self.parts
-        p.statistics, p.sums, p.order = statistics.data_ptr(), sums.data_ptr(), order.data_ptr() if counted else None
+        order = torch.full((2 * heads * blocks * batch + 1,), 77, dtype=torch.int32, device="cuda")
+        p.statistics, p.sums, p.order = statistics.data_ptr(), sums.data_ptr(), order.data_ptr() if self.counts or ordered else None
         p.ordered = ordered
+        terms = torch.full((heads * blocks * batch * 64, 8), math.nan, device="cuda", dtype=torch.bfloat16)
+        p.terms = terms.data_ptr() if self.counts else None
         for name, x in (("out", out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
             setattr(p, "dout_pointer" if name == "dout" else name, x.data_ptr())
             for axis, stride in zip(("batch", "sequence", "head"), x.stride()):
@@ -98,11 +100,11 @@ class Variant:
         p.scale_log2 = p.scale * math.log2(math.e)
         p.alibi_factor = 1.0
         arguments = (c_void_p * 1)(ctypes.addressof(p))
-        keep = (memory, statistics, sums, order, q, k, v, out, lse, dout, dq, dk, dv)
+        keep = (memory, statistics, terms, sums, order, q, k, v, out, lse, dout, dq, dk, dv)
 
         def run():
             for part, grid in (("prepare", blocks * batch * heads), (None, p.key_blocks * batch * kv_heads), ("finish", blocks * batch * heads)):
-                if part == "finish" and counted:
+                if part == "finish" and self.counts:
                     continue
                 kernel, of = self.parts[part] if part else (main, info)
                 launch(kernel, grid * of.blocks, of.threads, of.shared_bytes, arguments)
@@ -161,7 +163,8 @@ def run_check(variants, result):
 
 def kernel_us(run):
     with profile(activities=[ProfilerActivity.CUDA]) as p:
-        run()
+        for _ in range(CALLS):
+            run()
         torch.cuda.synchronize()
     times = {}
     for e in p.key_averages():
@@ -178,10 +181,10 @@ def of_fa3(q, k, v, dout, causal):
     out, lse = jax.jit(lambda q, k, v: fa3._forward3(q, k, v, None, None, scale, causal, window)[:2])(*given)
     backward = jax.jit(lambda dout, q, k, v, out, lse: fa3._backward3(dout, q, k, v, out, lse, None, None, scale, causal, window))
     arguments = (jax.dlpack.from_dlpack(dout), *given, out, lse)
-    return lambda: [jax.block_until_ready(backward(*arguments)) for _ in range(CALLS)]
+    return lambda: jax.block_until_ready(backward(*arguments))
 
 
-def bench(variants, cells, result):
+def bench(variants, cells, result, once=False):
     dims = sorted({v.head_dim for v in variants})
     cells = cells or [f"d{d}.{mask}.s{s}" for d in dims for mask in ("full", "causal") for s in (512, 2048, 8192)]
     for cell in cells:
@@ -198,14 +201,16 @@ def bench(variants, cells, result):
             for ordered in variant.orders:
                 if variant.head_dim == dim:
                     run = variant.prepare(q, k, v, out, lse, dout, *(torch.empty_like(q) for _ in range(3)), causal, ordered)
-                    contenders[variant.name + ", in order" * ordered] = lambda run=run: [run() for _ in range(CALLS)]
+                    contenders[variant.name + ", in order" * ordered] = run
         try:
             contenders["fa3"] = of_fa3(q, k, v, dout, causal)
         except ImportError as e:
             print("no fa3:", e)
         for run in contenders.values():
             run()
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
+        if once:
+            continue
         times = {name: [] for name in contenders}
         for _ in range(3):
             for name, run in contenders.items():
@@ -260,7 +265,7 @@ def main(out, directory, mode, cells=""):
     elif mode == "check":
         run_check(variants, result)
     else:
-        bench(variants, [c for c in cells.split(",") if c], result)
+        bench(variants, [c for c in cells.split(",") if c], result, mode == "once")
     json.dump(result, open(out, "w"), indent=1)
     return result.get("wrong", 0)
 

@@ -6,8 +6,12 @@
 // warpgroup computes half of the columns from all 128 keys, and asks for dV before it waits for dP.
 // At head dim 64 a step has 128 queries, so that what it costs besides its products is paid half as
 // often. There the warpgroups take turns with dQ, and only one of them waits for the other's dS;
-// for dV before dP there are no registers. At head dim 96 rows lie in memory as those of 128 do,
-// and products, but for that of dQ, are of 96 columns.
+// for most of dV before dP there are no registers. At head dim 96 rows lie in memory as those of
+// 128 do, and products, but for that of dQ, are of 96 columns.
+//
+// -lse and -delta are added by the products themselves, as three more columns of Q and dO where K
+// and V have ones. Read from shared memory by every thread they took a tenth of the time: a warp
+// has as many of them as a score tile has columns.
 //
 // Products of one step alone are in flight: under a warpgroup's exponentials run the other's
 // products. Loops that had the next step's scores under way were slower (LADDER.md).
@@ -62,29 +66,33 @@ struct Consumer {
     if (lane == 0) barrier.arrive();
   }
 
-  // x = A B^T for 64 rows of K or V and a block of queries. `of`: the warpgroup, uniformly.
+  // x = A B^T for 64 rows of K or V and a block of queries, and what the queries' terms add. `of`:
+  // the warpgroup, uniformly.
   __device__ __forceinline__ void multiply_scores(float (&x)[kS], const T *keys, const T *queries,
-                                                  int of) {
+                                                  const uint32_t (&chosen)[4], int stage, int of) {
     const uint64_t a = descriptor_k_major(shared_address(keys) + of * 64 * 128);
     const uint64_t b = descriptor_k_major(shared_address(queries));
     hold(x);
     wgmma_fence();
+    Wgmma<__nv_bfloat16, kM>::template rs<0>(
+        x, chosen, descriptor_of_eights(shared_address(shared.statistics[stage])), 0);
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
       Wgmma<T, kM>::template ss<0>(x, a + (i / 4 * (kBlockN * 128) + i % 4 * 32) / 16,
-                                   b + (i / 4 * (kM * 128) + i % 4 * 32) / 16, i != 0);
+                                   b + (i / 4 * (kM * 128) + i % 4 * 32) / 16, 1);
     }
     wgmma_commit();
   }
 
-  // dV += P^T dO, dK += dS^T Q.
+  // dV += P^T dO, dK += dS^T Q, of 16 queries each: from `kFrom` on those before `kTo`.
+  template <int kFrom = 0, int kTo = kM / 16>
   __device__ __forceinline__ void multiply_gradient(float (&g)[kG], const uint32_t (&a)[kS / 2],
                                                     const T *queries) {
     const uint64_t b = descriptor_mn_major(shared_address(queries), kM);
     hold(g);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kM / 16; ++i) {
+    for (int i = kFrom; i < kTo; ++i) {
       Wgmma<T, D>::template rs<1>(g, a + 4 * i, b + i * (16 * 128) / 16, 1);
     }
     wgmma_commit();
@@ -106,17 +114,14 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // The thread's log-sum-exps of 16 queries, in the order of its accumulators j of four each, and
-  // the deltas, which lie kBlockM numbers behind them.
-  __device__ __forceinline__ float4 statistics_at(int stage, int j, int delta) const {
-    const float *block = shared.statistics[stage] + j / 4 * (2 * kBlockM) + delta * kBlockM;
-    return reinterpret_cast<const float4 *>(block)[j % 4 * 4 + lane % 4];
-  }
-
-  __device__ __forceinline__ void load_statistics(float4 (&to)[kS / 8], int stage,
-                                                  int delta) const {
-#pragma unroll
-    for (int j = 0; j < kS / 8; ++j) to[j] = statistics_at(stage, j, delta);
+  // The operand that adds up three of the eight elements that a query has, from the first or from
+  // the fourth on: ones in three columns of every row.
+  __device__ __forceinline__ void choose(uint32_t (&chosen)[4], int from) const {
+    const uint32_t one = 0x3F80;  // in bf16
+    const int column = 2 * (lane % 4);
+    const auto in = [&](int c) { return c >= from && c < from + 3 ? one : 0; };
+    chosen[0] = chosen[1] = in(column) | in(column + 1) << 16;
+    chosen[2] = chosen[3] = 0;
   }
 
   // Scores become probabilities. The thread's element 4j + 2i + c is of its key 8i and of the query
@@ -146,44 +151,26 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void exponentiate(float (&x)[kS], const float4 (&lse)[kS / 8], int m) {
+  __device__ __forceinline__ void exponentiate(float (&x)[kS], int m) {
     mask(x, m);
 #pragma unroll
-    for (int j = 0; j < kS / 8; ++j) {
-      const float4 l = lse[j];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float *of = x + 8 * j + 2 * i;
-        of[0] = exp2_approx(fmaf(of[0], p.scale_log2, -l.x));
-        of[1] = exp2_approx(fmaf(of[1], p.scale_log2, -l.y));
-        of[4] = exp2_approx(fmaf(of[4], p.scale_log2, -l.z));
-        of[5] = exp2_approx(fmaf(of[5], p.scale_log2, -l.w));
-      }
-    }
+    for (int i = 0; i < kS; ++i) x[i] = exp2_approx(x[i] * p.scale_log2);
   }
 
+  // P as an operand, of 16 queries each: from `kFrom` on those before `kTo`.
+  template <int kFrom, int kTo>
   __device__ __forceinline__ void pack_probabilities(const float (&x)[kS],
                                                      uint32_t (&probabilities)[kS / 2]) {
 #pragma unroll
-    for (int i = 0; i < kS / 2; ++i) probabilities[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+    for (int i = 4 * kFrom; i < 4 * kTo; ++i) probabilities[i] = pack<T>(x[2 * i], x[2 * i + 1]);
   }
 
-  // P and dP become dS as operands, and with kProbabilities P does.
-  template <bool kProbabilities>
-  __device__ __forceinline__ void convert(const float (&x)[kS], const float (&y)[kS],
-                                          const float4 (&delta)[kS / 8],
-                                          uint32_t (&probabilities)[kS / 2],
+  // dS as an operand, of P and dP - delta.
+  __device__ __forceinline__ void pack_ds(const float (&x)[kS], const float (&y)[kS],
                                           uint32_t (&ds)[kS / 2]) {
 #pragma unroll
-    for (int j = 0; j < kS / 8; ++j) {
-      const float4 d = delta[j];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 8 * j + 2 * i;
-        const float first = y[at] - (i < 2 ? d.x : d.z), second = y[at + 1] - (i < 2 ? d.y : d.w);
-        ds[4 * j + i] = pack<T>(x[at] * first, x[at + 1] * second);
-        if (kProbabilities) probabilities[4 * j + i] = pack<T>(x[at], x[at + 1]);
-      }
+    for (int i = 0; i < kS / 2; ++i) {
+      ds[i] = pack<T>(x[2 * i] * y[2 * i], x[2 * i + 1] * y[2 * i + 1]);
     }
   }
 
@@ -390,7 +377,9 @@ struct Consumer {
     }
     float x[kS], y[kS];
     uint32_t probabilities[kS / 2], ds[kS / 2];
-    float4 statistics[kS / 8];
+    uint32_t of_scores[4], of_dp[4];
+    choose(of_scores, 0);
+    choose(of_dp, 3);
     Ring<kStages> of;  // the buffers of a step's Q, dO and dS
     int m = turns.first;
 #pragma unroll 1
@@ -401,28 +390,32 @@ struct Consumer {
       const int stage = __shfl_sync(0xffffffff, of.stage, 0);
       const T *q = shared.q[stage], *dout = shared.dout[stage];
       wait_q(of, m);
-      multiply_scores(x, shared.k, q, group);
-      load_statistics(statistics, stage, 0);
+      multiply_scores(x, shared.k, q, of_scores, stage, group);
       shared.dout_full[of.stage].wait(of.parity);
-      multiply_scores(y, shared.v, dout, group);
+      multiply_scores(y, shared.v, dout, of_dp, stage, group);
       wgmma_wait<1>();
       hold(x);
-      exponentiate(x, statistics, m);
-      load_statistics(statistics, stage, 1);
+      exponentiate(x, m);
+      // dV begins before the wait for dP, so that some exponentials run under dP: the compiler
+      // would leave them all for later.
+      constexpr int kBegun = 2, kAll = kM / 16;
+      pack_probabilities<0, kBegun>(x, probabilities);
+      multiply_gradient<0, kBegun>(dv, probabilities, dout);
       if constexpr (kWide) {
-        wgmma_wait<0>();
+        wgmma_wait<1>();
         hold(y);
-        convert<true>(x, y, statistics, probabilities, ds);
+        pack_ds(x, y, ds);
+        pack_probabilities<kBegun, kAll>(x, probabilities);
         store_ds(ds, shared.ds[stage]);
-        multiply_gradient(dv, probabilities, dout);
+        multiply_gradient<kBegun, kAll>(dv, probabilities, dout);
         fence_async_proxy();
         finish_by_turns(dk, dv, probabilities, ds, stage, group, step % 2);
       } else {
-        pack_probabilities(x, probabilities);
-        multiply_gradient(dv, probabilities, dout);
-        wgmma_wait<1>();
+        pack_probabilities<kBegun, kAll>(x, probabilities);
+        multiply_gradient<kBegun, kAll>(dv, probabilities, dout);
+        wgmma_wait<2>();
         hold(y);
-        convert<false>(x, y, statistics, probabilities, ds);
+        pack_ds(x, y, ds);
         store_ds(ds, shared.ds[stage]);
         fence_async_proxy();
         finish_together(dk, dv, probabilities, ds, stage, group);

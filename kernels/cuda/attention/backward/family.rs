@@ -59,6 +59,11 @@ const ARGUMENTS: &[Field] = &[
         "[heads_q, blocks_per_head, 2, 64]",
     ),
     field(
+        Type::Pointer("void"),
+        "terms",
+        "[heads_q, blocks_per_head, 64, 8] bf16, what products add to scores and dP (rows.cuh); null without sums, and above 128 dimensions",
+    ),
+    field(
         Type::Pointer("float"),
         "sums",
         "[heads_q, blocks_per_head, 64 · the kernel's head_dim]; null without dq",

@@ -15,6 +15,9 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
   constexpr int kBlocks = kM / kBlockM, kTiles = kBlocks * (D / kChunk);
   constexpr int kDoutTiles = kBlocks * (DV / kChunk);
   constexpr int kTile = kBlockM * kChunk * 2;
+  // Of a block of queries.
+  constexpr int kNumbers = sizeof shared.statistics[0] / sizeof(float) / kBlocks;
+  const float *statistics = Memory::kTerms ? static_cast<const float *>(p.terms) : p.statistics;
   const Work w = shared.work;
   const bool leader = threadIdx.x == 0;
   const Sequence &s = w.sequence;
@@ -38,7 +41,7 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
   for (int g = 0; g < p.group; ++g) {
     const int head = w.head_kv * p.group + g;
 #pragma unroll 1
-    for (int i = w.steps.m_min, m = w.steps.first; i < w.steps.m_max; ++i, m = w.steps.after(m)) {
+    for (int n = w.steps.m_min, m = w.steps.first; n < w.steps.m_max; ++n, m = w.steps.after(m)) {
       int stage = __shfl_sync(0xffffffff, of_q.stage, 0);
       const int row = s.q_begin + m * kM;
       Mbarrier *full = &shared.q_full[stage];
@@ -51,7 +54,7 @@ __device__ __forceinline__ void produce(const AttentionGradientsArguments &p, Me
                     i / kBlocks * kChunk, row + i % kBlocks * kBlockM, head, batch_q);
       }
       bulk_load(shared_address(shared.statistics[stage]),
-                p.statistics + block_at(p, s, head, m * kBlocks) * (2 * kBlockM),
+                statistics + block_at(p, s, head, m * kBlocks) * kNumbers,
                 sizeof shared.statistics[0], full);
       stage = __shfl_sync(0xffffffff, of_dout.stage, 0);
       full = &shared.dout_full[stage];

@@ -15,6 +15,7 @@ struct alignas(1024) RolesShared {
   static constexpr int kQBuffers = kStages;
   static constexpr int kDoutBuffers = kStages;
   static constexpr int kM = kBlockM;
+  static constexpr bool kTerms = false;
 
   T k[kKeys<D> * D];
   T v[kKeys<D> * DV];

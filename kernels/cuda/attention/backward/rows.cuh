@@ -54,6 +54,27 @@ __device__ __forceinline__ void clear_dq(const AttentionGradientsArguments &p, c
   }
 }
 
+// A number as a sum of three of bf16, which leave out nothing of its 24 bits.
+__device__ __forceinline__ void split(float x, __nv_bfloat16 (&parts)[8], int at) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    parts[at + i] = __float2bfloat16_rn(x);
+    x -= __bfloat162float(parts[at + i]);
+  }
+}
+
+// What a product adds to a query's scores, in units of 1 / scale, and to its dP: eight elements of
+// its own, the first three of which are the one when added up, and the next three the other
+// (consumer.cuh). `lse` is in units of log2(e).
+__device__ __forceinline__ void write_terms(const AttentionGradientsArguments &p, int64_t block,
+                                            int row, float lse, float delta) {
+  alignas(16) __nv_bfloat16 parts[8] = {};
+  // Nothing is infinite: zero times infinity is NaN.
+  split(lse == INFINITY ? -1e30f : -lse / p.scale_log2, parts, 0);
+  split(-delta, parts, 3);
+  static_cast<uint4 *>(p.terms)[block * kBlockM + row] = *reinterpret_cast<const uint4 *>(parts);
+}
+
 // delta = sum(dO O) - dLSE (Dao 2023, "FlashAttention-2", algorithm 2; a gradient of the
 // log-sum-exp itself enters dS as P dLSE). Rows that the sequence does not have, and those that see
 // no key, get an infinite log-sum-exp: their P is zero.
@@ -107,6 +128,7 @@ __device__ __forceinline__ void prepare_rows(const AttentionGradientsArguments &
       const int at = statistic_at(row);
       statistics[at] = lse;
       statistics[kBlockM + at] = delta;
+      if (D <= 128 && p.terms != nullptr) write_terms(p, block, row, lse, delta);
     }
   }
   if (p.sums == nullptr) return;

@@ -10,8 +10,8 @@
 namespace unsloth {
 
 // Operands in chunks of 64 columns with the 128-byte swizzle, dS in chunks of 64 keys. kRows:
-// queries of a step.
-template <int D, class T, int kRows, int kQs>
+// queries of a step. kNumbers: of each query, in f32.
+template <int D, class T, int kRows, int kQs, int kNumbers>
 struct alignas(1024) Shared {
   static constexpr int kQBuffers = kQs;
   static constexpr int kDoutBuffers = kStages;
@@ -22,8 +22,9 @@ struct alignas(1024) Shared {
   T q[kQs][kM * D];
   T dout[kStages][kM * D];
   T ds[kStages][kM * kBlockN];
-  // Of each query log2(e) times its log-sum-exp, then its delta.
-  float statistics[kQs][2 * kM];
+  // Statistics of queries or, in as many bytes as four numbers, terms (rows.cuh).
+  static constexpr bool kTerms = kNumbers == 4;
+  float statistics[kQs][kNumbers * kM];
 
   Mbarrier kv_full;
   Mbarrier q_full[kQs], q_empty[kQs];
@@ -47,7 +48,7 @@ struct alignas(1024) Shared {
 
 // Of keys.cuh, which reads Q a step later.
 template <int D, class T>
-using KeysShared = Shared<D, T, kBlockM, kStages + 1>;
+using KeysShared = Shared<D, T, kBlockM, kStages + 1, 2>;
 
 // As what the block comes to a step's sums of dQ (sums.cuh): both, one or none of these.
 enum : int { kFirst = 1, kLast = 2 };
@@ -60,7 +61,7 @@ struct Arrival {
 
 // Of consumer.cuh.
 template <int D, class T>
-struct StepShared : Shared<D, T, kStep<D>, kStages> {
+struct StepShared : Shared<D, T, kStep<D>, kStages, 4> {
   // What each warpgroup has of a step's dQ, in the order of the sums in memory (rows.cuh). From 16
   // bytes past a line of 128 the copy engine takes longer (LADDER.md, step 63).
   alignas(128) float dq[2][kStep<D> * D / 2];
@@ -69,7 +70,7 @@ struct StepShared : Shared<D, T, kStep<D>, kStages> {
   int ticket;
 
   __device__ __forceinline__ void init_barriers() {
-    Shared<D, T, kStep<D>, kStages>::init_barriers();
+    Shared<D, T, kStep<D>, kStages, 4>::init_barriers();
     for (Mbarrier &full : sums_full) full.init(1);
     // Where dQ is not wanted, nobody says another.
     for (Arrival &arrival : arrivals) arrival.as = 0;

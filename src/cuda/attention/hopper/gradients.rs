@@ -37,6 +37,8 @@ const MIN_KEYS_OF_PAIRS: [(usize, usize); 2] = [(192, 400), (256, 600)];
 const MAX_COUNTED: usize = 1 << 14;
 /// Bytes of the statistics of a block of queries: an LSE and a delta of each.
 const STATISTICS: usize = 2 * BLOCK_M * size_of::<f32>();
+/// Bytes of the terms of a block of queries: eight 16-bit numbers of each.
+const TERMS: usize = 8 * BLOCK_M * size_of::<u16>();
 
 /// A kernel, and what it is made for.
 struct Form {
@@ -264,22 +266,29 @@ fn is_served(b: &Backward) -> bool {
 }
 
 impl Plan<'_> {
-    /// Bytes of the statistics, of the sums of `dq` behind them, and of what has been added to these.
-    fn sizes(&self, b: &Backward) -> [usize; 3] {
+    /// Bytes of the statistics and, behind them, of terms, of sums of `dq`, and of what has been added to these.
+    fn sizes(&self, b: &Backward) -> [usize; 4] {
         let blocks = self.blocks_per_head.saturating_mul(b.forward.num_heads);
         let columns = self.keys.dims[0].next_multiple_of(COLUMNS as usize);
         let sums = match self.sums {
             true => BLOCK_M * columns * size_of::<f32>(),
             false => 0,
         };
-        let [statistics, sums] = [STATISTICS, sums].map(|size| blocks.saturating_mul(size));
+        let terms = if self.has_terms() { TERMS } else { 0 };
+        let [statistics, terms, sums] =
+            [STATISTICS, terms, sums].map(|size| blocks.saturating_mul(size));
         // Blocks of threads that share keys have numbers of their own.
         let numbers = blocks.saturating_mul(self.keys.blocks);
         let order = match self.counted {
             true => numbers.saturating_add(1).saturating_mul(size_of::<i32>()),
             false => 0,
         };
-        [statistics, sums, order]
+        [statistics, terms, sums, order]
+    }
+
+    /// Whether products add statistics to scores.
+    fn has_terms(&self) -> bool {
+        self.sums && self.keys.blocks == 1
     }
 
     /// In bytes.
@@ -386,9 +395,13 @@ impl Plan<'_> {
             a.alibi_slopes = slopes.addr() as u64;
             a.alibi_batch_stride = stride as i64;
         }
-        let [of_statistics, of_sums, _] = self.sizes(b).map(|size| size as u64);
+        let [of_statistics, of_terms, of_sums, _] = self.sizes(b).map(|size| size as u64);
+        let terms = statistics + of_statistics;
+        if self.has_terms() {
+            a.terms = terms;
+        }
         if self.sums {
-            a.sums = statistics + of_statistics;
+            a.sums = terms + of_terms;
         }
         if self.counted {
             a.order = a.sums + of_sums;

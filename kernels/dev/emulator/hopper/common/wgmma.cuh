@@ -30,24 +30,32 @@ inline uint64_t descriptor_mn_major(uint32_t address, int rows) {
          (static_cast<uint64_t>(rows * 128 >> 4) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
+inline uint64_t descriptor_of_eights(uint32_t address) {
+  return (uint64_t{128 >> 4} << 32) | ((address & 0x3FFFF) >> 4);
+}
+
 // An operand in shared memory: element (k, i) of the reduced dimension and of the other.
 template <class T>
 struct Operand {
   uint32_t start, leading, stride;
-  bool transposed;
+  bool swizzled, transposed;
 
   Operand(uint64_t descriptor, bool transpose)
       : start((descriptor & 0x3FFF) << 4),
         leading((descriptor >> 16 & 0x3FFF) << 4),
         stride((descriptor >> 32 & 0x3FFF) << 4),
+        swizzled(descriptor >> 62 == 1),
         transposed(transpose) {}
 
   float at(int k, int i) const {
     const uint32_t offset = transposed
                                 ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
                                 : i / 8 * stride + i % 8 * 128 + k * 2;
+    const uint32_t address =
+        swizzled ? swizzle_128b(start + offset)
+                 : start + k / 8 * leading + i / 8 * stride + i % 8 * 16 + k % 8 * 2;
     T element;
-    memcpy(&element, machine::block->shared_pointer(swizzle_128b(start + offset)), sizeof(T));
+    memcpy(&element, machine::block->shared_pointer(address), sizeof(T));
     return element;
   }
 };
