@@ -115,7 +115,7 @@ __device__ __forceinline__ void exchange(const AttentionGradientsArguments &p,
   }
 }
 
-// What comes before a step's dQ is added in order, or behind it, as in producer.cuh: the block adds
+// What comes before a step's dQ is added in order, or behind it, as in sums.cuh: the block adds
 // its columns once the same block of the pair behind, where that has a part in the step, has added
 // them. Consumers do not wait for memory: one warp looks there for up to two steps that are to
 // come; the other's store lets nobody see it before what all consumers have added, which they tell
@@ -145,7 +145,12 @@ __device__ __forceinline__ void keep_pairs_in_order(const AttentionGradientsArgu
       const int stage = step & 1;
       const uint32_t parity = step >> 1 & 1;
       if (kBefore) {
-        if (leader && m >= turns.after_others) await_value(last, pair + 2);
+        if (leader && m >= turns.after_others) {
+          // Pairs that begin together would stay one step apart, and each wait whenever the one
+          // behind it takes longer.
+          const int ahead = m == turns.m_min ? min(kLead, turns.m_max - 1 - m) : 0;
+          await_value(last + ahead * kPair, pair + 2);
+        }
         shared.in_order[stage].wait(parity ^ 1);
       } else {
         shared.added[stage].wait(parity);
