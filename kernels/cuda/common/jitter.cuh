@@ -16,4 +16,13 @@ __device__ __forceinline__ void jitter() {
 #endif
 }
 
+// All lanes of a warp multiply together. One that slept by itself, where a lane alone arrives at a
+// barrier, is to wait for the others: its product would be an illegal instruction. Without delays
+// that arrival is one instruction, and no lane is ever apart.
+__device__ __forceinline__ void rejoin() {
+#ifdef UNSLOTH_JITTER
+  __syncwarp();
+#endif
+}
+
 }  // namespace unsloth

@@ -18,9 +18,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "jitter.cuh"
+
 namespace unsloth {
 
 __device__ __forceinline__ void wgmma_fence() {
+  rejoin();
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 

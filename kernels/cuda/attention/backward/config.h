@@ -19,7 +19,7 @@ constexpr int kThreads = 384;
 // Blocks of threads that add to the same sums of dQ, each its columns: orders in which they do.
 template <int D>
 constexpr int kOrders = D > 128 ? 2 : 1;
-constexpr int kLead = 2;  // steps that a pair in order lets the one behind be ahead at first
+constexpr int kMostLead = 2;      // see Steps::lead
 constexpr int kLastBlocks = 264;  // about two for each multiprocessor
 
 // Registers per thread after the hand-over from producer to consumers.

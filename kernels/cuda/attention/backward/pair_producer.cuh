@@ -146,9 +146,7 @@ __device__ __forceinline__ void keep_pairs_in_order(const AttentionGradientsArgu
       const uint32_t parity = step >> 1 & 1;
       if (kBefore) {
         if (leader && m >= turns.after_others) {
-          // Pairs that begin together would stay one step apart, and each wait whenever the one
-          // behind it takes longer.
-          const int ahead = m == turns.m_min ? min(kLead, turns.m_max - 1 - m) : 0;
+          const int ahead = step == 0 ? turns.lead((turns.m_max - turns.m_min) * p.group) : 0;
           await_value(last + ahead * kPair, pair + 2);
         }
         shared.in_order[stage].wait(parity ^ 1);

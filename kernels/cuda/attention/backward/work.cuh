@@ -125,6 +125,13 @@ struct Steps {
   int finish_from;            // from where on the one before has none
   int first;                  // where this block begins; past the last it goes on with m_min
 
+  // How many steps more than its first a block in order lets the one behind it add before. Blocks
+  // that begin together would stay one step apart, and each wait whenever the one behind takes
+  // longer. With few `steps`, to be further apart would take more time.
+  __device__ __forceinline__ int lead(int steps) const {
+    return max(min(min(kMostLead, steps / 16), m_max - 1 - m_min), 0);
+  }
+
   // The one after m, of the same head of queries or, where that is `first`, of the next.
   __device__ __forceinline__ int after(int m) const { return m + 1 < m_max ? m + 1 : m_min; }
 };
@@ -141,33 +148,35 @@ struct Work {
 template <int kN, Mask kMask, int kM, int kBlocks = 1>
 __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, int number) {
   Work w;
-  // Blocks of a head side by side: they read the same queries. Of a causal one the first has the
-  // most work, so the last heads' blocks come by size, lest one that is long runs alone at the end.
   const bool packed_keys = p.cu_seqlens_k != nullptr;
   Place at = {0, p.key_blocks, number};
   if (packed_keys) {
     at = place_in(p.cu_seqlens_k, p.batch, kN, p.key_blocks, p.heads_kv, number);
   }
+  // Blocks of a head side by side: they read the same queries.
   int pair = at.index / at.blocks, key_block = at.index - pair * at.blocks;
-  if (p.ordered) {
-    // Blocks wait for those behind them, which therefore come before them. Without a mask they have
-    // equally many steps, so those of some heads go by turns: a head's begin one after the other,
-    // as they would wait otherwise.
-    const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
-    const int together = kMask == Mask::kNone ? ceil_div(kLastBlocks / 2 / kBlocks, at.blocks) : 1;
-    const int first = at.index / (together * at.blocks) * together;
-    const int heads = min(together, pairs - first), block = at.index - first * at.blocks;
-    key_block = at.blocks - 1 - block / heads;
-    pair = first + block % heads;
-  } else if (kMask == Mask::kCausal && (!packed_keys || at.batch == p.batch - 1)) {
-    const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
-    const int last = min(pairs, ceil_div(kLastBlocks / kBlocks, at.blocks));
-    const int block = at.index - (pairs - last) * at.blocks;
-    if (block >= 0) {
-      key_block = block / last;
-      pair = pairs - last + block - key_block * last;
-    }
+  // But for those of so many heads from the first of these on, which go by turns.
+  const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
+  int first = pairs, heads = 1;
+  if (p.ordered && (kMask == Mask::kNone || kM == kN)) {
+    // So that a head's begin one after the other: they would wait for each other otherwise. (Behind
+    // a mask they come to a step one after the other where it has fewer queries than they have
+    // keys.)
+    const int together = ceil_div(kLastBlocks / 2 / kBlocks, at.blocks);
+    first = at.index / (together * at.blocks) * together;
+    heads = min(together, pairs - first);
+  } else if ((kMask == Mask::kCausal || p.ordered) && (!packed_keys || at.batch == p.batch - 1)) {
+    // One that has many steps would run alone at the end: the last heads' come by size.
+    heads = min(pairs, ceil_div(kLastBlocks / kBlocks, at.blocks));
+    first = pairs - heads;
   }
+  const int block = at.index - first * at.blocks;
+  if (block >= 0) {
+    key_block = block / heads;
+    pair = first + block - key_block * heads;
+  }
+  // In order, blocks wait for those behind them, which therefore come before them.
+  if (p.ordered) key_block = at.blocks - 1 - key_block;
   if (at.index < 0) pair = 0, key_block = kNoBlock;
   w.first_key = key_block * kN;
   w.head_kv = pair % p.heads_kv;
