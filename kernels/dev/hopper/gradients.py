@@ -2,8 +2,8 @@
 
 Usage: gradients.py OUT.json DIR check|bench|once [CELL,...]. Each DIR/VARIANT.cubin has kernels attention_gradients_full, _causal, _prepare and,
 above 128 dimensions, _finish, of bf16. Up to 128 dimensions each is run as it comes and with sums in order, where `check` wants the same bits
-again; above, as it was made. A cell is like d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says); by default s512, s2048 and
-s8192. `once` runs each contender once, for a profiler.
+again; above, as it was made. A cell is like d128.causal.s4096 (all of 16,384 tokens, as many heads as HEADS says) or, with twice as many of
+which four share keys, d128g4.causal.s4096; by default s512, s2048 and s8192. `once` runs each contender once, for a profiler.
 
 A figure is the kernel time, by CUPTI, of four calls: the median of 3 rounds, contenders by turns; the main kernel's alone beside it.
 """
@@ -188,11 +188,11 @@ def bench(variants, cells, result, once=False):
     dims = sorted({v.head_dim for v in variants})
     cells = cells or [f"d{d}.{mask}.s{s}" for d in dims for mask in ("full", "causal") for s in (512, 2048, 8192)]
     for cell in cells:
-        dim, mask, seq = re.fullmatch(r"d(\d+)\.(\w+)\.s(\d+)", cell).groups()
-        dim, seq, causal = int(dim), int(seq), mask == "causal"
-        heads, batch = HEADS[dim], TOKENS // seq
-        q, k, v, dout = (torch.randn(batch, seq, heads, dim, device="cuda").bfloat16() for _ in range(4))
-        out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+        dim, group, mask, seq = re.fullmatch(r"d(\d+)(?:g(\d+))?\.(\w+)\.s(\d+)", cell).groups()
+        dim, group, seq, causal = int(dim), int(group or 1), int(seq), mask == "causal"
+        heads, batch = HEADS[dim] * (2 if group > 1 else 1), TOKENS // seq
+        q, dout, k, v = (torch.randn(batch, seq, n, dim, device="cuda").bfloat16() for n in (heads, heads, heads // group, heads // group))
+        out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=True)
         out = out.transpose(1, 2).contiguous()
         # About what it is for such data; time does not depend on it.
         lse = torch.full((batch, heads, seq), math.log(seq) + 0.5, device="cuda")
@@ -200,7 +200,7 @@ def bench(variants, cells, result, once=False):
         for variant in variants:
             for ordered in variant.orders:
                 if variant.head_dim == dim:
-                    run = variant.prepare(q, k, v, out, lse, dout, *(torch.empty_like(q) for _ in range(3)), causal, ordered)
+                    run = variant.prepare(q, k, v, out, lse, dout, *map(torch.empty_like, (q, k, v)), causal, ordered)
                     contenders[variant.name + ", in order" * ordered] = run
         try:
             contenders["fa3"] = of_fa3(q, k, v, dout, causal)

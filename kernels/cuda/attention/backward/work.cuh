@@ -155,19 +155,21 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
   }
   // Blocks of a head side by side: they read the same queries.
   int pair = at.index / at.blocks, key_block = at.index - pair * at.blocks;
-  // But for those of so many heads from the first of these on, which go by turns.
+  // But for those of so many heads from the first of these on, which go by turns: fewer where more
+  // query heads share keys, whose queries would leave the L2 cache.
   const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
+  const int of_pair = at.blocks * p.group * kBlocks;
   int first = pairs, heads = 1;
   if (p.ordered && (kMask == Mask::kNone || kM == kN)) {
     // So that a head's begin one after the other: they would wait for each other otherwise. (Behind
     // a mask they come to a step one after the other where it has fewer queries than they have
     // keys.)
-    const int together = ceil_div(kLastBlocks / 2 / kBlocks, at.blocks);
+    const int together = ceil_div(kLastBlocks / 2, of_pair);
     first = at.index / (together * at.blocks) * together;
     heads = min(together, pairs - first);
   } else if ((kMask == Mask::kCausal || p.ordered) && (!packed_keys || at.batch == p.batch - 1)) {
     // One that has many steps would run alone at the end: the last heads' come by size.
-    heads = min(pairs, ceil_div(kLastBlocks / kBlocks, at.blocks));
+    heads = min(pairs, ceil_div(kLastBlocks, of_pair));
     first = pairs - heads;
   }
   const int block = at.index - first * at.blocks;
