@@ -601,60 +601,6 @@ fn many_keys_of_wide_heads() {
     ]);
 }
 
-/// Where they are asked for, the same bits in every call, also where blocks of keys add to sums in memory, several heads' blocks at once.
-#[test]
-fn bits_of_sums_are_the_same() {
-    let Some(ctx) = crate::common::gpu() else {
-        return;
-    };
-    let wanted = Wanted {
-        deterministic: true,
-        ..Wanted::ALL
-    };
-    let base = Case {
-        lens: vec![(130, 1250)],
-        heads: 4,
-        kv_heads: 2,
-        ..Case::default()
-    };
-    let packed = Case {
-        lens: vec![(70, 2500), (65, 300)],
-        queries: QueryForm::Packed,
-        keys: KeyForm::Packed,
-        causal: true,
-        ..base.clone()
-    };
-    let window = Case {
-        lens: vec![(150, 1700)],
-        window_left: Some(1300),
-        window_right: Some(400),
-        ..base.clone()
-    };
-    for dim in [128, 192, 256] {
-        for case in [&base, &packed, &window] {
-            let case = Case {
-                dim,
-                dim_v: dim,
-                ..case.clone()
-            };
-            for dtype in [DType::F16, DType::Bf16] {
-                let host = Host::new(&mut rng(), dtype, &case, wanted);
-                let mut call = BackwardCall::new(&ctx, &case, wanted, &host).unwrap();
-                let mut bits = || -> Vec<Vec<u8>> {
-                    call.queue(&ctx, Stream::DEFAULT);
-                    ctx.synchronize(Stream::DEFAULT).unwrap();
-                    let results = call.results();
-                    results.iter().flatten().map(|t| t.bits()).collect()
-                };
-                let first = bits();
-                for _ in 0..3 {
-                    assert!(bits() == first, "{dtype}, {case:?}");
-                }
-            }
-        }
-    }
-}
-
 /// Likewise of 192 dimensions, with values as wide and less wide.
 #[test]
 fn many_keys_of_heads_of_192() {

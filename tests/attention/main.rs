@@ -5,6 +5,8 @@ mod common;
 
 mod attention_merge;
 mod backward;
+#[cfg(feature = "cuda")]
+mod backward_bits;
 mod backward_misuse;
 #[cfg(feature = "cuda")]
 mod cuda;

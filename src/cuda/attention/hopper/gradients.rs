@@ -30,9 +30,10 @@ const BLOCK_M: usize = 64;
 /// Queries of the longest step, two blocks: every sequence has whole ones.
 const STEP: usize = 2 * BLOCK_M;
 /// By the head dimension of kernels by pairs, keys that a query sees from which on sums in memory are worth what it costs to begin and
-/// convert them. On an H100 (`benches/results/attention_backward_pairs_or_two_h100_2026-11-25.json`) two kernels take less time where a query
-/// sees 256 keys. Where it sees 512, pairs take 3 to 5 % less at 192; at 256 3 % more without a mask, 4 % less with a causal one.
-const MIN_KEYS_OF_PAIRS: [(usize, usize); 2] = [(192, 400), (256, 600)];
+/// convert them, without a mask and with one. On an H100 (`benches/results/attention_backward_pairs_or_two_h100_2026-11-25.json`) two kernels take
+/// less time where a query sees 256 keys. Where it sees 512, pairs take 3 to 5 % less at 192; at 256 3 % more without a mask, 4 % less with a
+/// causal one.
+const MIN_KEYS_OF_PAIRS: [(usize, [usize; 2]); 2] = [(192, [400, 400]), (256, [600, 400])];
 /// Blocks of keys of a sequence that can be counted in any order (`kCame` of the kernels).
 const MAX_COUNTED: usize = 1 << 14;
 /// Bytes of the statistics of a block of queries: an LSE and a delta of each.
@@ -139,7 +140,7 @@ impl Kernels {
                 })
             };
             let is_good =
-                |form: &&Form| sums && (form.blocks == 1 || pairs_pay(form.dims[0], seen));
+                |form: &&Form| sums && (form.blocks == 1 || pairs_pay(form.dims[0], mask, seen));
             match part(Part::Gradients, mask).filter(is_good) {
                 Some(together) if together.blocks == 1 => Some((together, None)),
                 Some(together) => Some((together, Some(part(Part::Finish, Mask::None)?))),
@@ -202,10 +203,11 @@ impl Kernels {
 }
 
 /// Whether kernels by pairs of this head dimension take less than two kernels.
-fn pairs_pay(dim: usize, keys: usize) -> bool {
+fn pairs_pay(dim: usize, mask: Mask, keys: usize) -> bool {
+    let masked = usize::from(mask != Mask::None);
     MIN_KEYS_OF_PAIRS
         .iter()
-        .any(|&(of, least)| of == dim && keys >= least)
+        .any(|&(of, least)| of == dim && keys >= least[masked])
 }
 
 /// How many keys a query sees, of the longest sequence about.
