@@ -741,8 +741,8 @@ typedef struct unsloth_attention_params {
  *
  * Keys are batched, padded (`seq_lens_k`) or packed, not paged. Keys beyond the length of a padded sequence get zeros. Tokens that
  * belong to no packed sequence are left as they are. Sums are f32, cut by shapes alone and added in a fixed order, so the same
- * inputs give the same bits; but for `dq` by Hopper's kernels for head dims up to 256, of values too, without softcap and ALiBi,
- * whose parts come as blocks of keys are done: see `deterministic`.
+ * inputs give the same bits; but for `dq` of more than 256 keys by Hopper's kernels for head dims up to 256, of values too, without
+ * softcap and ALiBi, whose parts come as blocks of keys are done: see `deterministic`.
  */
 typedef struct unsloth_attention_backward_params {
   /**
