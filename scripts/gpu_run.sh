@@ -8,8 +8,8 @@
 #   parallel    with two GPUs: the engine and the trainer on both beside one; the Rust tests of groups,
 #               one of them under memcheck; what ranks divide, checked and measured (needs PyTorch)
 #   sanitizers  the tests under compute-sanitizer, where there is one
-#   prove       Hopper's attention and its gradients with random delays, and on long contexts (needs
-#               PyTorch)
+#   prove       Hopper's attention, its gradients and decoding with random delays, and on long contexts
+#               (needs PyTorch)
 #   benches     Rust benchmarks
 #   compare     benchmarks beside PyTorch and others (needs PyTorch), and the engine's speed
 #   regression  what was measured here beside the record that the pack brings
@@ -234,6 +234,8 @@ run_prove() {
     "${REPEATS:-200}"
   check prove.gradients python3 "$(find kernels -name prove_gradients.py)" \
     "$out/attention_backward_proof.json" prove/libunsloth_delays.so "${REPEATS:-200}"
+  check prove.decode python3 "$(find kernels -name prove_decode.py)" \
+    "$out/attention_decode_proof.json" prove/libunsloth_delays.so "${REPEATS:-200}"
 }
 
 run_benches() {
