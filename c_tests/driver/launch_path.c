@@ -382,13 +382,13 @@ static void attention_backward(void) {
   CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 2);
   p.dk = bf16(1, 100, KV_HEADS, DIM);
   p.dq = bf16(1, 100, HEADS, DIM);
-  // Those of queries may be summed in memory.
+  // Those of queries are summed in memory by the same kernel.
   CHECK_OK(unsloth_attention_backward_workspace_size(ctx, &p, &p.workspace_size));
   p.workspace = memory(p.workspace_size);
-  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 3);
+  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 2);
   p.sinks = make(UNSLOTH_DTYPE_F32, HEADS, -1, -1, -1);
   p.dsinks = make(UNSLOTH_DTYPE_F32, HEADS, -1, -1, -1);
-  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 4);
+  CHECK_PATH(unsloth_attention_backward(ctx, &p, NULL), 3);
   // A bias that all heads share has few tiles: parts of their sums, then the sums.
   p.bias = p.dbias = make(UNSLOTH_DTYPE_F32, 1, 1, 100, 100);
   p.dbias.data = memory(100 * 100 * sizeof(float));
@@ -434,16 +434,16 @@ static void attention_block_backward(void) {
   p.dout_weight = make(UNSLOTH_DTYPE_F16, HIDDEN, HEADS * DIM, -1, -1);
   CHECK_OK(unsloth_attention_block_backward_workspace_size(ctx, &p, &p.workspace_size));
   p.workspace = memory(p.workspace_size);
-  // Norms and rotation again, the gradient of attention's output, three kernels of attention's,
+  // Norms and rotation again, the gradient of attention's output, two kernels of attention's,
   // rotation and norms back, three products.
-  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 9);
+  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 8);
   // Then the projection again, and attention.
   memset(&p.qkv, 0, sizeof p.qkv);
   memset(&p.attended, 0, sizeof p.attended);
   memset(&p.lse, 0, sizeof p.lse);
   CHECK_OK(unsloth_attention_block_backward_workspace_size(ctx, &p, &p.workspace_size));
   p.workspace = memory(p.workspace_size);
-  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 11);
+  CHECK_PATH(unsloth_attention_block_backward(ctx, &p, NULL), 10);
 }
 
 // A layer that keeps all, and one that keeps its input alone.
@@ -481,10 +481,10 @@ static void decoder_layer(void) {
     unsloth_checkpointing checkpointing;
     // The two norms, the projection, the rotation, attention, its output's product, gate and up,
     // the activation, down. Backward: the gradients of down (two products), the activation's, those
-    // of gate and up; the norm's; attention's output's, three kernels of attention's, the rotation,
+    // of gate and up; the norm's; attention's output's, two kernels of attention's, the rotation,
     // the projection's two; the norm's.
     int forward, backward;
-  } cases[] = {{UNSLOTH_CHECKPOINTING_NONE, 9, 13}, {UNSLOTH_CHECKPOINTING_FULL, 9, 21}};
+  } cases[] = {{UNSLOTH_CHECKPOINTING_NONE, 9, 12}, {UNSLOTH_CHECKPOINTING_FULL, 9, 20}};
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
     p.checkpointing = cases[i].checkpointing;
     CHECK_OK(unsloth_decoder_layer_saved_size(ctx, &p, &p.saved_size));
