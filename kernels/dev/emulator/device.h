@@ -123,6 +123,7 @@ inline __half __ushort_as_half(uint16_t bits) {
 }
 inline float __half2float(__half x) { return x; }
 inline float __bfloat162float(__nv_bfloat16 x) { return x; }
+inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
