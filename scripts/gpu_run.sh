@@ -207,7 +207,7 @@ run_sanitizers() {
     for test in ${SANITIZED-dense/linear dense/blocks attention/cuda dense/cuda elementwise/cast lookup/argmax \
       dense/swiglu$hopper dense/quantized dense/mlp dense/mlp_backward block/decoder_layer cuda host/memory \
       elementwise/rope norm/qk_norm_rope norm/rms_norm norm/layer_norm norm/backward \
-      dense/swiglu_backward dense/linear_backward attention/backward lookup/embedding_backward loss/cross_entropy \
+      dense/swiglu_backward dense/linear_backward attention/backward attention/backward_bits lookup/embedding_backward loss/cross_entropy \
       loss/linear_cross_entropy loss/linear_logprob lookup/embedding elementwise/optimizer elementwise/quantize elementwise/weight_repack \
       kv_cache/cache kv_cache/append kv_cache/history kv_cache/steps}; do
       at_most "${SANITIZERS:-8}"

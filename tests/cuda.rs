@@ -170,7 +170,8 @@ fn wgmma_are_unbroken() {
             "attention_gradients_hd256" if multiplies => (160, 18, 0),
             "attention_gradients_hd192" if multiplies => (128, 16, 0),
             "attention_gradients_hd96" if multiplies => (30, 5, 0),
-            // What a warpgroup does whose turn it is, and one whose it is not.
+            // What a warpgroup does whose turn it is, which waits elsewhere where its block comes last, and one
+            // whose turn it is not.
             "attention_gradients_hd64" if multiplies => (50, 9, 0),
             _ if image.starts_with("attention_gradients") && multiplies => (34, 5, 0),
             _ => {

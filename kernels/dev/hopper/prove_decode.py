@@ -3,9 +3,10 @@
     prove_decode.py RECORD.json DELAYED [REPEATS]
 
 The library is the one that the Python module finds; DELAYED is the same one built with UNSLOTH_JITTER, in which warps wait for random
-times wherever they synchronise. DELAYED, and the library half as often, repeats a call on memory that is NaN before each one, replayed as
-a graph; every output must have the first one's bits, and that be right. bf16, on Hopper's kernels, without pages and with them (behind
-each sequence's keys the last page is NaN), on sequences of one length and of many, with few heads and many, windows and sinks.
+times wherever they synchronise. Each problem is run REPEATS times with DELAYED, and half as often with the library as shipped: on memory
+that is NaN before each call, replayed as a graph. Every output must have the first one's bits, and that be right. bf16, without pages and
+with them (behind each sequence's keys the last page is NaN), on sequences of one length and of many, with few heads and many, windows and
+sinks. Where the portable kernels are what the library takes, the problem's name says so.
 """
 
 import json
@@ -18,14 +19,8 @@ import torch
 
 import bench
 from launcher import guarded
+from prove_gradients import DTYPE, HOPPER, NAN, Workspace, randn, unsloth
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..")
-sys.path += [os.path.join(ROOT, "python"), os.path.join(ROOT, "compare")]
-import unsloth
-
-HOPPER = 3
-NAN = math.nan
-DTYPE = torch.bfloat16
 PAGE = 16
 RAGGED = [1, 15, 16, 17, 63, 64, 65, 128, 129, 333, 1000, 2047, 4096, 5000]
 # Lengths; queries of a sequence, heads and key heads; more arguments.
@@ -40,18 +35,6 @@ PROBLEMS = {
     "300 of 100": ([100] * 300, 1, 8, 8, {}),
     "7 of 3,001": ([3001] * 7, 1, 8, 8, {}),
 }
-
-
-class Workspace:
-    """Memory that is NaN when a call gets it."""
-
-    def __init__(self, size):
-        self.memory = torch.full((-(-size // 4),), NAN, device="cuda")
-        self.address = self.memory.data_ptr()
-
-
-def randn(*shape):
-    return torch.randn(*shape, device="cuda").to(DTYPE)
 
 
 class Problem:

@@ -37,7 +37,7 @@ enum : int {
   kBarrierDqEmpty = kBarrierDqFull + 2,     // likewise
   kBarrierOtherTurn = kBarrierDqEmpty + 2,  // that of the turns between
   kBarrierRowsCleared,
-  kBarrierInOrder,  // of two warps
+  kBarrierArrival,  // of two warps of producers (sums.cuh)
   kBarrierAdded     // likewise
 };
 constexpr int kDqThreads = 128 + 32;  // a warpgroup, and the warp that sends its dQ

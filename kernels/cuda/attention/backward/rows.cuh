@@ -1,5 +1,6 @@
-// What comes before and after: statistics of every query, and where sums of dQ begin; and, above
-// 128 dimensions, the sums as they are wanted.
+// What comes before and after. Before: statistics of every query, and zeros: of the sums of dQ
+// above 128 dimensions, else of those rows of dQ that see no key. After, above 128 dimensions: dQ
+// from its sums.
 //
 // A block of either is a block of 64 queries of a head. The sums lie in the order in which threads
 // of the main kernel hold them: see `sums_at`.

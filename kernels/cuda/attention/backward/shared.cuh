@@ -10,7 +10,7 @@
 namespace unsloth {
 
 // Operands in chunks of 64 columns with the 128-byte swizzle, dS in chunks of 64 keys. kRows:
-// queries of a step. kNumbers: of each query, in f32.
+// queries of a step. kNumbers: 32-bit numbers that come with each query.
 template <int D, class T, int kRows, int kQs, int kNumbers>
 struct alignas(1024) Shared {
   static constexpr int kQBuffers = kQs;
@@ -50,7 +50,8 @@ struct alignas(1024) Shared {
 template <int D, class T>
 using KeysShared = Shared<D, T, kBlockM, kStages + 1, 2>;
 
-// As what the block comes to a step's sums of dQ (sums.cuh): both, one or none of these.
+// Whether this block is the first to come to a step's sums of dQ, the last, both or neither
+// (sums.cuh).
 enum : int { kFirst = 1, kLast = 2 };
 
 struct Arrival {
@@ -72,7 +73,7 @@ struct StepShared : Shared<D, T, kStep<D>, kStages, 4> {
   __device__ __forceinline__ void init_barriers() {
     Shared<D, T, kStep<D>, kStages, 4>::init_barriers();
     for (Mbarrier &full : sums_full) full.init(1);
-    // Where dQ is not wanted, nobody says another.
+    // Nobody says another where blocks count nothing.
     for (Arrival &arrival : arrivals) arrival.as = 0;
   }
 };

@@ -20,7 +20,8 @@
 
 namespace unsloth {
 
-// In any order a number counts who has come, and above that who has added.
+// In any order a step's number counts the blocks that have come in its lower half, and those that
+// have added in its upper half.
 constexpr int kOneCame = 1, kOneAdded = 1 << 16, kCame = kOneAdded - 1;
 
 // Of how many blocks of keys some query of the step sees keys.
@@ -33,7 +34,8 @@ __device__ __forceinline__ int blocks_of_step(const AttentionGradientsArguments 
   return static_cast<int>(last / kN - first / kN + 1);
 }
 
-// One warp finds out as what the block comes to each step, and waits for what it has to.
+// The warp that finds out of each step whether this block is the first to come, the last or
+// neither, and waits until the block may send its part.
 template <int D, class T, class Memory>
 __device__ __forceinline__ void await_others(const AttentionGradientsArguments &p, Memory &shared) {
   const Work &w = shared.work;
@@ -69,7 +71,7 @@ __device__ __forceinline__ void await_others(const AttentionGradientsArguments &
       shared.arrivals[step % kStages] = {dq + row * p.dq_sequence_stride, s.seqlen_q - row, as};
     }
     __syncwarp();
-    named_barrier_sync(kBarrierInOrder, 64);
+    named_barrier_sync(kBarrierArrival, 64);
     m = turns.after(m);
     if (m == turns.first) {
       order += p.blocks_per_head;
@@ -78,7 +80,7 @@ __device__ __forceinline__ void await_others(const AttentionGradientsArguments &
   }
 }
 
-// Another tells that the block's part of a step is in memory.
+// The warp that tells other blocks once this one's part of a step is in memory.
 template <int D, class Memory>
 __device__ __forceinline__ void tell_others(const AttentionGradientsArguments &p,
                                             const Memory &shared) {
@@ -137,7 +139,7 @@ __device__ __forceinline__ void send_dq(const AttentionGradientsArguments &p, Me
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if (order) {
-      named_barrier_sync(kBarrierInOrder, 64);
+      named_barrier_sync(kBarrierArrival, 64);
       as = shared.arrivals[step % kStages].as;
     }
     // What the copy engine has read may be written to. (No part has been sent before the first.)

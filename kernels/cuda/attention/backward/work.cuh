@@ -125,9 +125,9 @@ struct Steps {
   int finish_from;            // from where on the one before has none
   int first;                  // where this block begins; past the last it goes on with m_min
 
-  // How many steps more than its first a block in order lets the one behind it add before. Blocks
-  // that begin together would stay one step apart, and each wait whenever the one behind takes
-  // longer. With few `steps`, to be further apart would take more time.
+  // A pair in order adds to its first step only once the pair behind it has added to so many steps
+  // more. Pairs that begin together would otherwise stay one step apart, and each would stall
+  // whenever the pair behind it takes longer. With few `steps` that start costs more than it saves.
   __device__ __forceinline__ int lead(int steps) const {
     return max(min(min(kMostLead, steps / 16), m_max - 1 - m_min), 0);
   }
@@ -161,9 +161,9 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
   const int of_pair = at.blocks * p.group * kBlocks;
   int first = pairs, heads = 1;
   if (p.ordered && (kMask == Mask::kNone || kM == kN)) {
-    // So that a head's begin one after the other: they would wait for each other otherwise. (Behind
-    // a mask they come to a step one after the other where it has fewer queries than they have
-    // keys.)
+    // So that a head's blocks begin one after the other: each waits for the next block of keys at
+    // every step. With a mask, blocks whose keys are as many as two steps' queries begin far enough
+    // apart as it is.
     const int together = ceil_div(kLastBlocks / 2, of_pair);
     first = at.index / (together * at.blocks) * together;
     heads = min(together, pairs - first);
@@ -205,7 +205,7 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
   }
   w.steps.first = w.steps.m_min;
   if (kMask == Mask::kNone && p.order != nullptr && !p.ordered) {
-    // Each elsewhere, so that they do not come to a step together.
+    // A head's blocks begin with different steps, so that they seldom come to one together.
     w.steps.first = static_cast<int64_t>(w.steps.m_max) * key_block / at.blocks;
   }
   w.steps.mask_below = 0;
