@@ -7,7 +7,7 @@ times wherever they synchronise. All on Hopper's kernels, bf16:
 
 delays   DELAYED repeats a call on memory that is NaN before each one, replayed as a graph, on batches of one length and packed ones. Every
          gradient must have the first one's bits, and that be right; dq, where it is summed in no order, be within a rounding of it.
-repeats  The same as shipped, half as often, on a longer sequence.
+repeats  The same as shipped, half as often, on a longer sequence, and on many, whose heads come in runs of either direction.
 edges    Lengths around the tiles' edges, no keys, no queries, one token, tokens of no sequence (NaN), guards around gradients.
 zeros    Equal keys: rows of ds sum to zero, so dq is zero.
 long     65,536 tokens, against f64 on sampled rows.
@@ -214,8 +214,10 @@ def delays(ctx, count):
 def repeats(ctx, count):
     for dims in DIMS:
         for deterministic in (False, True):
-            problem = Problem(ctx, dims, (8, 4), [3000], [3000], MASKS["causal"], deterministic, packed=False)
-            yield f"hd{dims[0]}/{dims[1]} causal, 3000 tokens" + ", deterministic" * deterministic, *repeat(problem, count)
+            for heads, lengths in (((8, 4), [3000]), ((10, 5), [2000] * 7)):
+                problem = Problem(ctx, dims, heads, lengths, lengths, MASKS["causal"], deterministic, packed=False)
+                name = f"hd{dims[0]}/{dims[1]} causal, {heads[0]} heads on {heads[1]}, {len(lengths)} of {lengths[0]} tokens"
+                yield name + ", deterministic" * deterministic, *repeat(problem, count)
 
 
 def edges(ctx):

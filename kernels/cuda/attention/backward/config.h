@@ -21,6 +21,7 @@ template <int D>
 constexpr int kOrders = D > 128 ? 2 : 1;
 constexpr int kMostLead = 2;      // see Steps::lead
 constexpr int kLastBlocks = 264;  // about two for each multiprocessor
+constexpr int kRunBlocks = 128;   // about one; heads often have a power of two
 
 // Registers per thread after the hand-over from producer to consumers.
 constexpr int kProducerRegisters = 24;

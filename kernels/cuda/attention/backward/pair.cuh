@@ -140,10 +140,10 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     __device__ __forceinline__ explicit Sums(const Pair &of)
         : of(of),
           to(of.p.sums +
-             block_at(of.p, of.w.sequence, of.w.head_kv * of.p.group, of.turns.m_min) *
+             block_at(of.p, of.w.sequence, of.w.head_kv * of.p.group, of.turns.first) *
                  (kBlockM * D) +
              of.rank * (32 * D) + of.warp * (8 * D) + kRole * (16 * kChunk) + of.lane * 4),
-          m(of.turns.m_min) {
+          m(of.turns.first) {
       if constexpr (D == 192) {
         // The first block's half ends with 32 columns, the second one's begins with them.
         to += 16 * (kRole == kValues ? of.rank * (D / kPair - kChunk) : -of.rank * kChunk);
@@ -161,9 +161,10 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
       }
       if constexpr (kInOrder) of.release(of.shared.added[step & 1]);
       m = of.turns.after(m);
-      to += kBlockM * D;
-      if (m == of.turns.m_min) {
-        to += (of.p.blocks_per_head - (of.turns.m_max - of.turns.m_min)) * (kBlockM * D);
+      const int by = kInOrder ? of.turns.by : 1;
+      to += by * (kBlockM * D);
+      if (m == of.turns.first) {
+        to += (of.p.blocks_per_head - by * (of.turns.m_max - of.turns.m_min)) * (kBlockM * D);
       }
     }
   };
@@ -219,7 +220,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     Sums<kValues> sums(*this);
     Ring<Memory::kBuffers> of;  // the buffers of a step's dO
     wait_keys();
-    int m = turns.m_min;
+    int m = turns.first;
     this->template wait_rows<kValues, D>(shared.q_full[0], shared.q[0], 0, m);
     this->template multiply_scores<D>(x, shared.k, shared.q[0]);
     wgmma_wait<0>();
@@ -329,7 +330,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     Sums<kKeysRole> sums(*this);
     Ring<Memory::kBuffers> of;
     wait_keys();
-    int m = turns.m_min;
+    int m = turns.first;
     multiply_dp(y, of, m, 0);
     wgmma_wait<0>();
     hold(y);

@@ -45,11 +45,12 @@ __device__ __forceinline__ void produce_pair(const AttentionGradientsArguments &
   }
   Ring<kStages> of_q;
   Ring<Memory::kBuffers> of_dout;
+  int m = w.steps.first;
 #pragma unroll 1
   for (int g = 0; g < p.group; ++g) {
     const int head = w.head_kv * p.group + g;
 #pragma unroll 1
-    for (int m = w.steps.m_min; m < w.steps.m_max; ++m) {
+    do {
       int stage = __shfl_sync(0xffffffff, of_q.stage, 0);
       const int query = s.q_begin + m * kBlockM;
       Mbarrier *full = &shared.q_full[stage];
@@ -80,7 +81,8 @@ __device__ __forceinline__ void produce_pair(const AttentionGradientsArguments &
         }
         of_dout.advance();
       }
-    }
+      m = w.steps.after(m);
+    } while (m != w.steps.first);
   }
 }
 
@@ -135,19 +137,19 @@ __device__ __forceinline__ void keep_pairs_in_order(const AttentionGradientsArgu
   if (!kBefore && leader) {
     for (int i = 0; i < kStages; ++i) shared.in_order[i].arrive();
   }
-  int step = 0;
+  int step = 0, m = turns.first;
 #pragma unroll 1
   for (int g = 0; g < p.group; ++g) {
 #pragma unroll 1
-    for (int m = turns.m_min; m < turns.m_max; ++m) {
+    do {
       // Which pair added last, and one.
       int *last = order + m * kPair;
       const int stage = step & 1;
       const uint32_t parity = step >> 1 & 1;
       if (kBefore) {
-        if (leader && m >= turns.after_others) {
+        if (leader && (turns.by > 0 ? turns.has_later(m) : turns.has_earlier(m))) {
           const int ahead = step == 0 ? turns.lead((turns.m_max - turns.m_min) * p.group) : 0;
-          await_value(last + ahead * kPair, pair + 2);
+          await_value(last + ahead * turns.by * kPair, pair + turns.by + 1);
         }
         shared.in_order[stage].wait(parity ^ 1);
       } else {
@@ -160,7 +162,8 @@ __device__ __forceinline__ void keep_pairs_in_order(const AttentionGradientsArgu
         if (!kBefore) publish_value(last, pair + 1);
       }
       ++step;
-    }
+      m = turns.after(m);
+    } while (m != turns.first);
     order += p.blocks_per_head * kPair;
   }
 }

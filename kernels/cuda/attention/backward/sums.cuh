@@ -4,9 +4,10 @@
 // The first to come to a step stores its part there, the others add theirs; the last instead finds
 // what they have where its consumers would leave its part, and these write dQ. So sums need not be
 // zero at first, and no other kernel has to make dQ of them. Who is first and last is settled as
-// blocks come. Where bits must not depend on that (`p.ordered`) they come by their keys, the last
-// keys first. A step has a number in `p.order` by which blocks tell each other what they have done.
-// A block only waits for what others do that came before it, so somebody can always go on.
+// blocks come. Where bits must not depend on that (`p.ordered`) they come by their keys, of some
+// heads the last keys first, of others the first. A step has a number in `p.order` by which blocks
+// tell each other what they have done. A block only waits for what others do that came before it,
+// so somebody can always go on.
 //
 // Two warps keep the numbers: one finds out what the block is to do, a step ahead, and one tells
 // when it has been done. Either takes as long as the way to memory and back.
@@ -54,10 +55,11 @@ __device__ __forceinline__ void await_others(const AttentionGradientsArguments &
     int *of_step = order + m * (Memory::kM / kBlockM);
     int as = 0;
     if (leader && p.ordered) {
-      if (m < turns.after_others) as |= kFirst;
-      if (m >= turns.finish_from) as |= kLast;
+      const bool later = turns.has_later(m), earlier = turns.has_earlier(m);
+      if (!(turns.by > 0 ? later : earlier)) as |= kFirst;
+      if (!(turns.by > 0 ? earlier : later)) as |= kLast;
       // Which block added last, and one.
-      if (!(as & kFirst)) await_value(of_step, block + 2);
+      if (!(as & kFirst)) await_value(of_step, block + turns.by + 1);
     } else if (leader) {
       const int others = blocks_of_step<kKeys<D>, Memory::kM>(p, s, m) - 1;
       const int found = claim(of_step, kOneCame), came = found & kCame;

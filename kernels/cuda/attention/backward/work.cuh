@@ -123,7 +123,8 @@ struct Steps {
   int partial;                // the one that ends in another sequence's rows, or -1
   int after_others;           // from where on the next block of keys has a part, too
   int finish_from;            // from where on the one before has none
-  int first;                  // where this block begins; past the last it goes on with m_min
+  int first;                  // where this block begins
+  int begin, end, by;         // it goes on by `by`, at `end` with `begin` of the next head
 
   // A pair in order adds to its first step only once the pair behind it has added to so many steps
   // more. Pairs that begin together would otherwise stay one step apart, and each would stall
@@ -132,8 +133,12 @@ struct Steps {
     return max(min(min(kMostLead, steps / 16), m_max - 1 - m_min), 0);
   }
 
+  // Whether the next block of keys has a part in step m, and whether the one before has.
+  __device__ __forceinline__ bool has_later(int m) const { return m >= after_others; }
+  __device__ __forceinline__ bool has_earlier(int m) const { return m < finish_from; }
+
   // The one after m, of the same head of queries or, where that is `first`, of the next.
-  __device__ __forceinline__ int after(int m) const { return m + 1 < m_max ? m + 1 : m_min; }
+  __device__ __forceinline__ int after(int m) const { return m + by != end ? m + by : begin; }
 };
 
 struct Work {
@@ -142,6 +147,12 @@ struct Work {
   int first_key;
   Steps steps;
 };
+
+// Into how many runs heads are parted: an even number, of which each about fills the device once.
+__device__ __forceinline__ int runs_of(int heads, int blocks_per_head) {
+  const int wanted = 2 * max(heads * blocks_per_head / (2 * kRunBlocks), 1);
+  return max(min(wanted, heads / 2 * 2), 1);
+}
 
 // A block of keys has kN of them, which kBlocks blocks of threads share; a step has kM queries.
 // `number`: which of the grid's blocks this is.
@@ -160,12 +171,25 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
   const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
   const int of_pair = at.blocks * p.group * kBlocks;
   int first = pairs, heads = 1;
-  if (p.ordered && (kMask == Mask::kNone || kM == kN)) {
+  // In order, blocks wait for those behind them, which therefore come before them.
+  bool from_last = p.ordered;
+  const int runs = runs_of(pairs, at.blocks * kBlocks);
+  if (kMask == Mask::kCausal &&
+      (p.ordered ? p.group * (kN / kM) > kBlocks : p.group > 1 && 2 * runs <= pairs)) {
+    // The first keys have the most steps. So heads come in runs: of one run the last keys come
+    // first, its blocks begin together and end one after the other; of the next the first keys do,
+    // its blocks begin as those end, and end together. In order a block of the second kind waits
+    // for the one that began before it. Where that has so many steps more, it is ahead anyway.
+    const int run = static_cast<int>(((pair + int64_t{1}) * runs - 1) / pairs);
+    from_last = run % 2 == 0;
+    first = static_cast<int>(int64_t{run} * pairs / runs);
+    heads = static_cast<int>((run + int64_t{1}) * pairs / runs) - first;
+  } else if (p.ordered && (kMask == Mask::kNone || kM == kN)) {
     // So that a head's blocks begin one after the other: each waits for the next block of keys at
     // every step. With a mask, blocks whose keys are as many as two steps' queries begin far enough
     // apart as it is.
-    const int together = ceil_div(kLastBlocks / 2, of_pair);
-    first = at.index / (together * at.blocks) * together;
+    const int together = ceil_div(kLastBlocks / (kMask == Mask::kNone ? kBlocks : 2), of_pair);
+    first = pair / together * together;
     heads = min(together, pairs - first);
   } else if ((kMask == Mask::kCausal || p.ordered) && (!packed_keys || at.batch == p.batch - 1)) {
     // One that has many steps would run alone at the end: the last heads' come by size.
@@ -177,8 +201,7 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
     key_block = block / heads;
     pair = first + block - key_block * heads;
   }
-  // In order, blocks wait for those behind them, which therefore come before them.
-  if (p.ordered) key_block = at.blocks - 1 - key_block;
+  if (from_last) key_block = at.blocks - 1 - key_block;
   if (at.index < 0) pair = 0, key_block = kNoBlock;
   w.first_key = key_block * kN;
   w.head_kv = pair % p.heads_kv;
@@ -203,7 +226,11 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
     const int last = w.first_key - 1 - diagonal + p.window_left;
     w.steps.finish_from = last < 0 ? 0 : last / kM + 1;
   }
-  w.steps.first = w.steps.m_min;
+  // In order those wait for each other that began before.
+  const bool descending = p.ordered && !from_last;
+  w.steps.begin = w.steps.first = descending ? w.steps.m_max - 1 : w.steps.m_min;
+  w.steps.end = descending ? w.steps.m_min - 1 : w.steps.m_max;
+  w.steps.by = descending ? -1 : 1;
   if (kMask == Mask::kNone && p.order != nullptr && !p.ordered) {
     // A head's blocks begin with different steps, so that they seldom come to one together.
     w.steps.first = static_cast<int64_t>(w.steps.m_max) * key_block / at.blocks;
