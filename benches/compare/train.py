@@ -32,7 +32,8 @@ METHOD = (
     "Curves: loss of each step, the same initial weights and batches. Steps: median of the wall time of a step "
     "between synchronisations, contenders one after the other in one process; peak GiB is what PyTorch's allocator, from which "
     "ours takes its memory too, held at most. Of bf16 steps PyTorch's weights, gradients and moments are all bf16, 8 bytes a parameter; "
-    "ours are bf16 weights with 16-bit remainders, and gradients and moments in f32, 16 bytes."
+    "ours are bf16 weights with 16-bit remainders, and gradients and moments in f32, 16 bytes. With f32 masters PyTorch's are as many, all "
+    "in f32 under automatic mixed precision."
 )
 POLICIES = ("NONE", "ELEMENTWISE", "MLP", "PROJECTIONS", "FULL")
 
@@ -369,9 +370,13 @@ def steps(ctx, record, c, name, batch, seq, wide=False):
     contenders |= {
         "torch eager": lambda: Peer(c, state, bf16),
         "torch.compile": lambda: Peer(c, state, bf16, compiled=True),
+        "torch.compile, f32 masters": lambda: Peer(c, exact, bf16, compiled=True, masters=True),
     }
     if peer("liger_kernel.ops.rms_norm"):
-        contenders |= {"liger": lambda: Peer(c, state, bf16, liger=Liger())}
+        contenders |= {
+            "liger": lambda: Peer(c, state, bf16, liger=Liger()),
+            "liger, f32 masters": lambda: Peer(c, exact, bf16, liger=Liger(), masters=True),
+        }
     made = record.result.setdefault("steps", {})[f"{name} {batch}x{seq}"] = {}
     for who, make in contenders.items():
         try:
