@@ -72,11 +72,17 @@ fn cases() -> Vec<Case> {
         case(&[2, 3, 1, 2, 2], [9, 8]),
         case(&[300], [50, 1030]),
         case(&[2000], [70_000, 2]),
-        // Ids that take up to three digits to sort.
+        // Ids that take two and three digits of nine bits to sort.
         Case {
             used: 66_000,
             ..case(&[1500], [70_000, 2])
         },
+        Case {
+            used: 266_000,
+            ..case(&[2100], [270_000, 1])
+        },
+        // More positions than ten blocks sort.
+        case(&[20_500], [900, 2]),
         // Many positions of few ids, and of one.
         Case {
             used: 3,

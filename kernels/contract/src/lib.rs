@@ -306,12 +306,14 @@ pub mod cross_entropy {
 
 /// The gradient of an embedding's table.
 pub mod embedding_backward {
-    /// Bits of a digit of the sort.
-    pub const DIGIT: u32 = 8;
-    /// Values of a digit, and threads of a block.
+    /// Bits of a digit of the sort: two digits are enough for 262,143 rows.
+    pub const DIGIT: u32 = 9;
+    /// Values of a digit, and threads of a block that sorts.
     pub const BINS: u32 = 1 << DIGIT;
     /// Positions that a block sorts.
-    pub const TILE: u32 = 512;
+    pub const TILE: u32 = 2048;
+    /// Threads of all other blocks.
+    pub const THREADS: u32 = 256;
     /// Positions of a row beyond which they are summed in pieces, and positions of a piece. A thread
     /// reads them a few at a time, and waits for each of these times.
     pub const LONG: u32 = 16;

@@ -8,15 +8,21 @@
 //! | [`rows`] | every row that has few positions, or none |
 //! | [`parts`], [`joins`] | rows of many positions: what pieces of the sorted order sum to, and then the pieces |
 
-use contract::embedding_backward::{BINS, Kind, LONG, ROUNDS, TILE};
+use contract::embedding_backward::{BINS, DIGIT, Kind, LONG, ROUNDS, THREADS, TILE};
 use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, scalars, with_vector};
 use crate::rows::{Dims, first_row, second_row};
 
-/// Threads of every block: those that sort have a digit each.
-const THREADS: u32 = BINS;
+/// Lanes of a warp.
+const LANES: u32 = 32;
+/// Warps of a block that sorts, whose threads have a digit each, and keys of a thread: those of a warp
+/// lie behind each other.
+const WARPS: u32 = BINS / LANES;
+const KEYS: u32 = TILE / BINS;
+/// Tiles whose counts a thread asks for before it adds them.
+const UNROLL_OF_TILES: u32 = 8;
 /// What a thread loads before it adds it, each as far away as memory is: of rows of few positions, for
 /// which many blocks run at once, and of pieces.
 const UNROLL_OF_ROWS: u32 = 4;
@@ -63,33 +69,75 @@ fn key_of(ids: &Array<i32>, ids_i64: &Array<i64>, token: u32, args: &Args, dims:
     key
 }
 
-/// Loads the keys of a tile; beyond the end nothing is looked at.
-#[cube]
-fn load_keys(
-    ids: &Array<i32>,
-    ids_i64: &Array<i64>,
-    keys_in: &Array<u32>,
-    keys: &mut SharedMemory<u32>,
-    args: &Args,
-    dims: &Dims,
-) {
-    #[unroll]
-    for k in 0..comptime!(TILE / THREADS) {
-        let at = UNIT_POS_X + comptime!(k * THREADS);
-        let token = CUBE_POS_X * TILE + at;
-        if token < args.tokens {
-            if args.first != 0u32 {
-                keys[at as usize] = key_of(ids, ids_i64, token, args, dims);
-            } else {
-                keys[at as usize] = keys_in[token as usize];
-            }
-        }
-    }
-}
-
 #[cube]
 fn digit_of(key: u32, args: &Args) -> u32 {
     (key >> args.shift) & comptime!(BINS - 1)
+}
+
+/// The position of a thread's key `k`.
+#[cube]
+fn token_of(#[comptime] k: u32) -> u32 {
+    let warp = UNIT_POS_X / LANES;
+    CUBE_POS_X * TILE + warp * comptime!(TILE / WARPS) + comptime!(k * LANES) + UNIT_POS_X % LANES
+}
+
+/// Loads a thread's keys, and counts in `found` how many of each digit a warp has. Gives how many of
+/// a key's digit there are before it in its warp, too: lanes with the same digit find each other by
+/// votes on its bits. Waits for nobody at its end.
+#[cube]
+fn rank(
+    ids: &Array<i32>,
+    ids_i64: &Array<i64>,
+    keys_in: &Array<u32>,
+    found: &mut SharedMemory<u32>,
+    args: &Args,
+    dims: &Dims,
+) -> (Sequence<u32>, Sequence<u32>) {
+    let mut keys = Sequence::<u32>::new();
+    #[unroll]
+    for k in 0..KEYS {
+        let token = token_of(k);
+        let mut key = 0u32;
+        if token < args.tokens {
+            if args.first != 0u32 {
+                key = key_of(ids, ids_i64, token, args, dims);
+            } else {
+                key = keys_in[token as usize];
+            }
+        }
+        keys.push(key);
+    }
+    #[unroll]
+    for warp in 0..WARPS {
+        found[(comptime!(warp * BINS) + UNIT_POS_X) as usize] = 0u32;
+    }
+    sync_cube();
+    let of_warp = UNIT_POS_X / LANES * BINS;
+    let lane = UNIT_POS_X % LANES;
+    let mut ranks = Sequence::<u32>::new();
+    #[unroll]
+    for k in 0..KEYS {
+        let is_there = token_of(k) < args.tokens;
+        let digit = digit_of(*keys.index(k as usize), args);
+        let mut same = plane_ballot(is_there)[0];
+        #[unroll]
+        for bit in 0..DIGIT {
+            let is_set = (digit >> bit) & 1u32 == 1u32;
+            let set = plane_ballot(is_set)[0];
+            same &= select(is_set, set, !set);
+        }
+        let before = (same & ((1u32 << lane) - 1u32)).count_ones();
+        let at = (of_warp + digit) as usize;
+        let rank = found[at] + before;
+        // All lanes have read before one writes, and that is written before the next keys' lanes read.
+        sync_plane();
+        if is_there && before == 0u32 {
+            found[at] = rank + same.count_ones();
+        }
+        sync_plane();
+        ranks.push(rank);
+    }
+    (keys, ranks)
 }
 
 /// Counts each digit of a tile. Grid: tiles.
@@ -102,19 +150,15 @@ fn count(
     args: &Args,
     dims: &Dims,
 ) {
-    let mut keys = SharedMemory::<u32>::new(comptime!(TILE as usize));
-    load_keys(ids, ids_i64, keys_in, &mut keys, args, dims);
+    let mut found = SharedMemory::<u32>::new(comptime!((WARPS * BINS) as usize));
+    let _ranked = rank(ids, ids_i64, keys_in, &mut found, args, dims);
     sync_cube();
-    let in_tile = min(args.tokens - CUBE_POS_X * TILE, TILE);
-    let mut found = 0u32;
-    let mut i = 0u32;
-    while i < in_tile {
-        if digit_of(keys[i as usize], args) == UNIT_POS_X {
-            found += 1u32;
-        }
-        i += 1u32;
+    let mut total = 0u32;
+    #[unroll]
+    for warp in 0..WARPS {
+        total += found[(comptime!(warp * BINS) + UNIT_POS_X) as usize];
     }
-    counts[(CUBE_POS_X * THREADS + UNIT_POS_X) as usize] = found;
+    counts[(CUBE_POS_X * BINS + UNIT_POS_X) as usize] = total;
 }
 
 /// Where a tile's first key of this thread's digit goes: behind all smaller digits, and behind the
@@ -125,18 +169,28 @@ fn first_place(counts: &Array<u32>, totals: &mut SharedMemory<u32>, args: &Args)
     let mut total = 0u32;
     let mut tile = 0u32;
     while tile < args.tiles {
-        let found = counts[(tile * THREADS + UNIT_POS_X) as usize];
-        if tile < CUBE_POS_X {
-            before += found;
+        let mut some = Sequence::<u32>::new();
+        #[unroll]
+        for k in 0..UNROLL_OF_TILES {
+            let mut found = 0u32;
+            if tile + k < args.tiles {
+                found = counts[((tile + k) * BINS + UNIT_POS_X) as usize];
+            }
+            some.push(found);
         }
-        total += found;
-        tile += 1u32;
+        #[unroll]
+        for k in 0..UNROLL_OF_TILES {
+            let found = *some.index(k as usize);
+            total += found;
+            before += select(tile + k < CUBE_POS_X, found, 0u32);
+        }
+        tile += UNROLL_OF_TILES;
     }
     totals[UNIT_POS_X as usize] = total;
     sync_cube();
     // Sums of all digits up to each, which take as many steps as the digit has bits.
     let mut step = 1u32;
-    while step < THREADS {
+    while step < BINS {
         let mut smaller = 0u32;
         if UNIT_POS_X >= step {
             smaller = totals[(UNIT_POS_X - step) as usize];
@@ -162,34 +216,33 @@ fn scatter(
     args: &Args,
     dims: &Dims,
 ) {
-    let mut keys = SharedMemory::<u32>::new(comptime!(TILE as usize));
-    let mut positions = SharedMemory::<u32>::new(comptime!(TILE as usize));
-    let mut totals = SharedMemory::<u32>::new(comptime!(THREADS as usize));
-    load_keys(ids, ids_i64, keys_in, &mut keys, args, dims);
+    let mut found = SharedMemory::<u32>::new(comptime!((WARPS * BINS) as usize));
+    let mut totals = SharedMemory::<u32>::new(comptime!(BINS as usize));
+    let (keys, ranks) = rank(ids, ids_i64, keys_in, &mut found, args, dims);
+    // Waits for all warps' counts, too.
+    let mut place = first_place(counts, &mut totals, args);
     #[unroll]
-    for k in 0..comptime!(TILE / THREADS) {
-        let at = UNIT_POS_X + comptime!(k * THREADS);
-        let token = CUBE_POS_X * TILE + at;
+    for warp in 0..WARPS {
+        let at = (comptime!(warp * BINS) + UNIT_POS_X) as usize;
+        let of_warp = found[at];
+        found[at] = place;
+        place += of_warp;
+    }
+    sync_cube();
+    #[unroll]
+    for k in 0..KEYS {
+        let token = token_of(k);
         if token < args.tokens {
+            let key = *keys.index(k as usize);
+            let first = found[(UNIT_POS_X / LANES * BINS + digit_of(key, args)) as usize];
+            let to = (first + *ranks.index(k as usize)) as usize;
+            keys_out[to] = key;
             if args.first != 0u32 {
-                positions[at as usize] = token;
+                positions_out[to] = token;
             } else {
-                positions[at as usize] = positions_in[token as usize];
+                positions_out[to] = positions_in[token as usize];
             }
         }
-    }
-    // Waits for the tile too.
-    let mut place = first_place(counts, &mut totals, args);
-    let in_tile = min(args.tokens - CUBE_POS_X * TILE, TILE);
-    let mut i = 0u32;
-    while i < in_tile {
-        let key = keys[i as usize];
-        if digit_of(key, args) == UNIT_POS_X {
-            keys_out[place as usize] = key;
-            positions_out[place as usize] = positions[i as usize];
-            place += 1u32;
-        }
-        i += 1u32;
     }
 }
 
@@ -473,7 +526,8 @@ macro_rules! kernel {
                 args,
             ),
         }
-        b.finish($symbol, $choices, THREADS)
+        let sorts = matches!($kind, Kind::Count | Kind::Scatter);
+        b.finish($symbol, $choices, if sorts { BINS } else { THREADS })
     }};
 }
 

@@ -2,7 +2,7 @@
 //! sums its own, in their order. Rows of many positions are summed in pieces, which are cut by
 //! where they lie in the sorted order and added in that order.
 
-use contract::embedding_backward::{BINS, DIGIT, Kind, LONG, ROUNDS, TILE};
+use contract::embedding_backward::{BINS, DIGIT, Kind, LONG, ROUNDS, THREADS, TILE};
 
 use crate::backend::{Implementation, Stream};
 use crate::cuda::device::Resources;
@@ -274,7 +274,7 @@ impl<'a> Launch<'a> {
             keys_in: self.lists[from],
             ..self.common
         };
-        let blocks = (sizes.vocab + 1).div_ceil(BINS as usize);
+        let blocks = (sizes.vocab + 1).div_ceil(THREADS as usize);
         self.queue(Kind::Starts, [blocks, 1], &arguments, stream)?;
         Ok(from)
     }
@@ -287,7 +287,7 @@ impl<'a> Launch<'a> {
             positions_in: self.lists[sorted + 1],
             ..self.common
         };
-        let at_a_time = (BINS as usize / (sizes.dim / self.width)).max(1);
+        let at_a_time = (THREADS as usize / (sizes.dim / self.width)).max(1);
         let blocks = sizes.vocab.div_ceil(at_a_time * ROUNDS as usize);
         self.queue(Kind::Rows, [blocks, 1], &arguments, stream)?;
         let pieces = sizes.pieces();
