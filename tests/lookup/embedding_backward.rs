@@ -93,10 +93,12 @@ fn cases() -> Vec<Case> {
             ..case(&[1025], [2, 264])
         },
         // As many of one id as are summed at once, in one piece, in two; and one more.
-        case(&[16], [1, 24]),
-        case(&[17], [1, 24]),
         case(&[32], [1, 24]),
         case(&[33], [1, 24]),
+        case(&[64], [1, 24]),
+        case(&[65], [1, 24]),
+        // Of more pieces than a thread asks for at once, for more vectors than a block has.
+        case(&[3000], [1, 1040]),
         Case {
             ids: Layout::strided(&[3, 4], &[0, 2]).unwrap(),
             ..base.clone()

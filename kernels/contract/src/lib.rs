@@ -316,7 +316,9 @@ pub mod embedding_backward {
     pub const THREADS: u32 = 256;
     /// Positions of a row beyond which they are summed in pieces, and positions of a piece. A thread
     /// reads them a few at a time, and waits for each of these times.
-    pub const LONG: u32 = 16;
+    pub const LONG: u32 = 32;
+    /// Vectors of a row whose pieces a block adds.
+    pub const COLUMNS: u32 = 64;
     /// Rows that a block takes one after the other.
     pub const ROUNDS: u32 = 4;
 
@@ -329,12 +331,10 @@ pub mod embedding_backward {
             Scatter = 1,
             /// Where the positions of each id begin.
             Starts = 2,
-            /// Rows of few positions.
+            /// Rows of few positions, and pieces of rows of many.
             Rows = 3,
-            /// Pieces of rows of many positions.
-            Parts = 4,
             /// The sums of pieces.
-            Joins = 5,
+            Joins = 4,
         }
     }
 }

@@ -5,10 +5,10 @@
 //! |-|-|
 //! | [`count`], [`scatter`] | a pass of a radix sort, of one digit: stable, and without atomics |
 //! | [`starts`] | where the positions of each id begin |
-//! | [`rows`] | every row that has few positions, or none |
-//! | [`parts`], [`joins`] | rows of many positions: what pieces of the sorted order sum to, and then the pieces |
+//! | [`rows`] | every row that has few positions, or none; of rows of many, what pieces of the sorted order sum to |
+//! | [`joins`] | rows of many positions, of their pieces |
 
-use contract::embedding_backward::{BINS, DIGIT, Kind, LONG, ROUNDS, THREADS, TILE};
+use contract::embedding_backward::{BINS, COLUMNS, DIGIT, Kind, LONG, ROUNDS, THREADS, TILE};
 use cubecl::prelude::*;
 
 use crate::Error;
@@ -23,10 +23,11 @@ const WARPS: u32 = BINS / LANES;
 const KEYS: u32 = TILE / BINS;
 /// Tiles whose counts a thread asks for before it adds them.
 const UNROLL_OF_TILES: u32 = 8;
-/// What a thread loads before it adds it, each as far away as memory is: of rows of few positions, for
-/// which many blocks run at once, and of pieces.
-const UNROLL_OF_ROWS: u32 = 4;
-const UNROLL: u32 = 8;
+/// Rows of `dout` that a thread loads before it adds them, each as far away as memory is; and pieces.
+const UNROLL: u32 = 4;
+const UNROLL_OF_PIECES: u32 = 8;
+/// Threads that share a vector of a row whose pieces they add.
+const SHARERS: u32 = THREADS / COLUMNS;
 
 scalars! { Args, ArgsExpand {
     tokens: u32,
@@ -39,6 +40,8 @@ scalars! { Args, ArgsExpand {
     first: u32,
     /// Tiles of the sort.
     tiles: u32,
+    /// Of the sorted order, if rows may have so many positions that they are cut.
+    pieces: u32,
     /// 0 for i32, 1 for i64.
     wide_ids: u32,
     /// The row whose gradient is zero, or one that there is not.
@@ -274,14 +277,13 @@ fn sum<E: Float, N: Size>(
     end: u32,
     column: u32,
     dims: &Dims,
-    #[comptime] unroll: u32,
 ) -> Vector<f32, N> {
     let mut sums = Vector::<f32, N>::zeroed();
     let mut i = start;
     while i < end {
         let mut vectors = Sequence::<Vector<E, N>>::new();
         #[unroll]
-        for k in 0..unroll {
+        for k in 0..UNROLL {
             let mut vector = Vector::<E, N>::zeroed();
             if i + k < end {
                 let row = second_row(positions_in[(i + k) as usize], dims);
@@ -290,10 +292,10 @@ fn sum<E: Float, N: Size>(
             vectors.push(vector);
         }
         #[unroll]
-        for k in 0..unroll {
+        for k in 0..UNROLL {
             sums += Vector::<f32, N>::cast_from(*vectors.index(k as usize));
         }
-        i += unroll;
+        i += UNROLL;
     }
     sums
 }
@@ -317,9 +319,10 @@ fn store<O: Float, N: Size>(
 
 /// Sums the rows whose positions are few. Short rows share a block, which takes [`ROUNDS`] times as
 /// many as it has threads for: most have no positions, and then nothing is waited for but where they
-/// begin. Grid: `vocab` rows.
+/// begin.
 #[cube]
-fn rows<E: Float, O: Float, N: Size>(
+fn few<E: Float, O: Float, N: Size>(
+    block: u32,
     dout: &Array<Vector<E, N>>,
     positions_in: &Array<u32>,
     starts: &Array<u32>,
@@ -329,7 +332,7 @@ fn rows<E: Float, O: Float, N: Size>(
 ) {
     let at_a_time = max(THREADS / args.length, 1u32);
     let in_block = at_a_time * ROUNDS;
-    let first = CUBE_POS_X * in_block;
+    let first = block * in_block;
     let mut begins = SharedMemory::<u32>::new(comptime!((THREADS * ROUNDS + 1) as usize));
     let mut i = UNIT_POS_X;
     while i <= in_block && first + i <= args.vocab {
@@ -350,8 +353,7 @@ fn rows<E: Float, O: Float, N: Size>(
         if !is_long && !is_kept {
             let mut column = UNIT_POS_X - slot * args.length;
             while column < args.length {
-                let sums =
-                    sum::<E, N>(dout, positions_in, start, end, column, dims, UNROLL_OF_ROWS);
+                let sums = sum::<E, N>(dout, positions_in, start, end, column, dims);
                 store::<O, N>(out, first + i, column, sums, args);
                 column += THREADS;
             }
@@ -361,9 +363,11 @@ fn rows<E: Float, O: Float, N: Size>(
 }
 
 /// Sums the part of a long row's positions that lies in a piece of the sorted order: of the row
-/// that the piece begins with, or of the one that it ends with. Grid: pieces, 2.
+/// that the piece begins with, or with `at_end` of the one that it ends with.
 #[cube]
-fn parts<E: Float, N: Size>(
+fn part<E: Float, N: Size>(
+    piece: u32,
+    at_end: u32,
     dout: &Array<Vector<E, N>>,
     keys_in: &Array<u32>,
     positions_in: &Array<u32>,
@@ -372,20 +376,17 @@ fn parts<E: Float, N: Size>(
     args: &Args,
     dims: &Dims,
 ) {
-    let begin = CUBE_POS_X * LONG;
+    let begin = piece * LONG;
     let behind = min(begin + LONG, args.tokens);
     let first = keys_in[begin as usize];
     let last = keys_in[(behind - 1u32) as usize];
-    let mut row = first;
-    if CUBE_POS_Y == 1u32 {
-        row = last;
-    }
-    let is_other = CUBE_POS_Y == 0u32 || last != first;
+    let row = select(at_end == 1u32, last, first);
+    let is_other = at_end == 0u32 || last != first;
     if is_other && row < args.vocab {
         let start = starts[row as usize];
         let end = starts[row as usize + 1];
         if end - start > LONG {
-            let at = u64::cast_from(CUBE_POS_X * 2u32 + CUBE_POS_Y) * u64::cast_from(args.length);
+            let at = u64::cast_from(piece * 2u32 + at_end) * u64::cast_from(args.length);
             let mut column = UNIT_POS_X;
             while column < args.length {
                 partials[(at + u64::cast_from(column)) as usize] = sum::<E, N>(
@@ -395,7 +396,6 @@ fn parts<E: Float, N: Size>(
                     min(end, behind),
                     column,
                     dims,
-                    UNROLL,
                 );
                 column += THREADS;
             }
@@ -403,8 +403,49 @@ fn parts<E: Float, N: Size>(
     }
 }
 
+/// All sums over positions. Grid: both ends of all pieces, which take the longest and so come first;
+/// `vocab` rows.
+#[cube]
+fn rows<E: Float, O: Float, N: Size>(
+    dout: &Array<Vector<E, N>>,
+    keys_in: &Array<u32>,
+    positions_in: &Array<u32>,
+    starts: &Array<u32>,
+    partials: &mut Array<Vector<f32, N>>,
+    out: &mut Array<Vector<O, N>>,
+    args: &Args,
+    dims: &Dims,
+) {
+    let of_pieces = args.pieces * 2u32;
+    if CUBE_POS_X < of_pieces {
+        let (piece, at_end) = (CUBE_POS_X / 2u32, CUBE_POS_X % 2u32);
+        part::<E, N>(
+            piece,
+            at_end,
+            dout,
+            keys_in,
+            positions_in,
+            starts,
+            partials,
+            args,
+            dims,
+        );
+    } else {
+        few::<E, O, N>(
+            CUBE_POS_X - of_pieces,
+            dout,
+            positions_in,
+            starts,
+            out,
+            args,
+            dims,
+        );
+    }
+}
+
 /// Adds the parts of the long row that begins in a piece of the sorted order, if one does: it is
-/// the one that the piece ends with, and all pieces behind begin with it. Grid: pieces.
+/// the one that the piece ends with, and all pieces behind begin with it. Threads that share a vector
+/// take pieces by turns. Grid: pieces, vectors of a row in groups of [`COLUMNS`].
 #[cube]
 fn joins<O: Float, N: Size>(
     keys_in: &Array<u32>,
@@ -420,36 +461,41 @@ fn joins<O: Float, N: Size>(
         let start = starts[row as usize];
         let end = starts[row as usize + 1];
         if end - start > LONG && start >= begin {
-            let mut slot = CUBE_POS_X * 2u32;
-            if keys_in[begin as usize] != row {
-                slot += 1u32;
-            }
+            let sharer = UNIT_POS_X / COLUMNS;
+            let in_group = UNIT_POS_X % COLUMNS;
+            let column = CUBE_POS_Y * COLUMNS + in_group;
+            let at_end = select(keys_in[begin as usize] != row, 1u32, 0u32);
             let last = (end - 1u32) / LONG;
-            let mut column = UNIT_POS_X;
-            while column < args.length {
-                let at = u64::cast_from(slot) * u64::cast_from(args.length);
-                let mut sums = partials[(at + u64::cast_from(column)) as usize];
-                let mut piece = CUBE_POS_X + 1u32;
-                while piece <= last {
-                    let mut vectors = Sequence::<Vector<f32, N>>::new();
-                    #[unroll]
-                    for k in 0..UNROLL {
-                        let mut vector = Vector::<f32, N>::zeroed();
-                        if piece + k <= last {
-                            let slot = u64::cast_from((piece + k) * 2u32);
-                            let at = slot * u64::cast_from(args.length);
-                            vector = partials[(at + u64::cast_from(column)) as usize];
-                        }
-                        vectors.push(vector);
+            let mut sums = Vector::<f32, N>::zeroed();
+            let mut piece = CUBE_POS_X + sharer;
+            while piece <= last {
+                let mut vectors = Sequence::<Vector<f32, N>>::new();
+                #[unroll]
+                for k in 0..UNROLL_OF_PIECES {
+                    let from = piece + comptime!(k * SHARERS);
+                    let mut vector = Vector::<f32, N>::zeroed();
+                    if from <= last && column < args.length {
+                        let part = from * 2u32 + select(from == CUBE_POS_X, at_end, 0u32);
+                        let at = u64::cast_from(part) * u64::cast_from(args.length);
+                        vector = partials[(at + u64::cast_from(column)) as usize];
                     }
-                    #[unroll]
-                    for k in 0..UNROLL {
-                        sums += *vectors.index(k as usize);
-                    }
-                    piece += UNROLL;
+                    vectors.push(vector);
+                }
+                #[unroll]
+                for k in 0..UNROLL_OF_PIECES {
+                    sums += *vectors.index(k as usize);
+                }
+                piece += comptime!(UNROLL_OF_PIECES * SHARERS);
+            }
+            let mut shared = SharedMemory::<Vector<f32, N>>::new(comptime!(THREADS as usize));
+            shared[UNIT_POS_X as usize] = sums;
+            sync_cube();
+            if sharer == 0u32 && column < args.length {
+                #[unroll]
+                for k in 1..SHARERS {
+                    sums += shared[(comptime!(k * COLUMNS) + in_group) as usize];
                 }
                 store::<O, N>(out, row, column, sums, args);
-                column += THREADS;
             }
         }
     }
@@ -501,19 +547,11 @@ macro_rules! kernel {
             Kind::Rows => rows::expand::<$e, $o, $n>(
                 s,
                 dout.into(),
-                positions_in.into(),
-                begins.into(),
-                out.into(),
-                args,
-                dims,
-            ),
-            Kind::Parts => parts::expand::<$e, $n>(
-                s,
-                dout.into(),
                 keys_in.into(),
                 positions_in.into(),
                 begins.into(),
                 partials.into(),
+                out.into(),
                 args,
                 dims,
             ),
@@ -577,7 +615,6 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             for vectors in [true, false] {
                 let dtypes = (dtype, out);
                 kernels.push(summing(Kind::Rows, "rows", dtypes, vectors)?);
-                kernels.push(summing(Kind::Parts, "parts", dtypes, vectors)?);
                 kernels.push(summing(Kind::Joins, "joins", dtypes, vectors)?);
             }
         }

@@ -2,7 +2,7 @@
 //! sums its own, in their order. Rows of many positions are summed in pieces, which are cut by
 //! where they lie in the sorted order and added in that order.
 
-use contract::embedding_backward::{BINS, DIGIT, Kind, LONG, ROUNDS, THREADS, TILE};
+use contract::embedding_backward::{BINS, COLUMNS, DIGIT, Kind, LONG, ROUNDS, THREADS, TILE};
 
 use crate::backend::{Implementation, Stream};
 use crate::cuda::device::Resources;
@@ -193,6 +193,7 @@ impl<'a> Launch<'a> {
             vocab: sizes.vocab as u32,
             begin: p.slice.begin as u64,
             tiles: sizes.tiles() as u32,
+            pieces: sizes.pieces() as u32,
             wide_ids: u32::from(p.ids.dtype == DType::I64),
             padding: p.padding_idx.map_or(u32::MAX, |row| row as u32),
             accumulate: u32::from(p.accumulate),
@@ -238,7 +239,7 @@ impl<'a> Launch<'a> {
         stream: Stream,
     ) -> Result<()> {
         let (cuda, p) = (self.plan.cuda, &self.plan.problem);
-        let sums = [Kind::Rows, Kind::Parts, Kind::Joins].contains(&kind);
+        let sums = [Kind::Rows, Kind::Joins].contains(&kind);
         let (dtype, out) = (p.dout.dtype as u32, p.dweight.dtype as u32);
         let choices = match sums {
             true => [kind.code(), dtype, out, self.width as u32],
@@ -288,12 +289,12 @@ impl<'a> Launch<'a> {
             ..self.common
         };
         let at_a_time = (THREADS as usize / (sizes.dim / self.width)).max(1);
-        let blocks = sizes.vocab.div_ceil(at_a_time * ROUNDS as usize);
-        self.queue(Kind::Rows, [blocks, 1], &arguments, stream)?;
         let pieces = sizes.pieces();
+        let blocks = 2 * pieces + sizes.vocab.div_ceil(at_a_time * ROUNDS as usize);
+        self.queue(Kind::Rows, [blocks, 1], &arguments, stream)?;
         if pieces > 0 {
-            self.queue(Kind::Parts, [pieces, 2], &arguments, stream)?;
-            self.queue(Kind::Joins, [pieces, 1], &arguments, stream)?;
+            let groups = (sizes.dim / self.width).div_ceil(COLUMNS as usize);
+            self.queue(Kind::Joins, [pieces, groups], &arguments, stream)?;
         }
         Ok(())
     }
