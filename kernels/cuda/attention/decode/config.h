@@ -25,8 +25,6 @@ consteval int slices(const DecodeConfig &c) { return c.tile / (kSlice * warps_of
 // Rows end with units that keep their neighbours in other banks.
 consteval int q_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 consteval int o_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
-// The weights of the parts of all rows take the place of the warps' O.
-consteval int most_blocks(const DecodeConfig &c) { return c.warps * o_pitch(c) / c.heads; }
 
 // Those with several heads read 512 bytes of a token.
 //                                         d    heads warps tile entries blocks once

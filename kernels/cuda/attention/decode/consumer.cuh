@@ -50,9 +50,7 @@ class Consumer {
       __syncwarp();
       if (lane_ == 0) shared_.item_empty[slot.stage].arrive();
       // Long before it is claimed from: that takes a while.
-      if (item.parts > 1 && threadIdx.x == 0) {
-        begin_claims(counter_of(p_, item.first_block), p_.launch_tag);
-      }
+      if (threadIdx.x == 0) begin_joins(p_, item);
       const Limits limits = limits_of(item);
       rows_.max[0] = rows_.max[1] = -INFINITY;
       rows_.sum[0] = rows_.sum[1] = 0.0f;

@@ -64,7 +64,6 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
       unsloth::config.head_dim,                                                   \
       unsloth::config.heads,                                                      \
       unsloth::config.tile,                                                       \
-      unsloth::most_blocks(unsloth::config),                                      \
       unsloth::threads(unsloth::config),                                          \
       unsloth::shared_bytes<unsloth::config, type>(),                             \
   };

@@ -15,16 +15,45 @@
 
 namespace unsloth {
 
-// Of the pair whose first part is a block's: no other pair that begins there has more than one.
+// Of the pair whose first part is a block's: no other pair that begins there has more than one. Or
+// of a group of parts.
 __device__ __forceinline__ unsigned long long *counter_of(const AttentionDecodingArguments &p,
-                                                          int first_block) {
-  return p.counters + 2 * first_block;
+                                                          int block) {
+  return p.counters + 2 * block;
 }
 
 // Where a part is left. A block has at most one that ends what another began, and one that another
 // ends.
 __device__ __forceinline__ int64_t slot_of(const Item &item, int part) {
   return 2 * static_cast<int64_t>(item.first_block + part) + (part == 0);
+}
+
+// Of more parts so many become one first: a single block would read all of them for long.
+constexpr int kGroup = 12, kMostParts = 2 * kGroup;
+
+// A group of a pair's parts. The last one has up to twice as many.
+struct Group {
+  int begin, count;
+
+  // The group's second block has nothing but this pair's keys, so neither its counter nor its
+  // second slot is another's.
+  __device__ __forceinline__ int block(const Item &item) const {
+    return item.first_block + begin + 1;
+  }
+  __device__ __forceinline__ int64_t slot(const Item &item) const {
+    return 2 * static_cast<int64_t>(block(item)) + 1;
+  }
+};
+
+__device__ __forceinline__ int groups_of(const Item &item) { return item.parts / kGroup; }
+
+__device__ __forceinline__ Group group_at(const Item &item, int index) {
+  const int begin = index * kGroup;
+  return {begin, index + 1 == groups_of(item) ? item.parts - begin : kGroup};
+}
+
+__device__ __forceinline__ Group group_of(const Item &item) {
+  return group_at(item, min(item.part / kGroup, groups_of(item) - 1));
 }
 
 // Greatest reference of some rows, finite even if there is none.
@@ -106,61 +135,101 @@ __device__ __forceinline__ void leave(Shared<C, T> &shared, const Item &item,
   }
 }
 
-// Weights of the parts of every row, into the place of O.
-template <DecodeConfig C, class T>
-__device__ __forceinline__ void weigh_parts(const AttentionDecodingArguments &p,
-                                            Shared<C, T> &shared, const Item &item) {
-  const int lane = threadIdx.x % 32;
-  float *weights = &shared.o[0][0][0][0];
-  for (int row = threadIdx.x / 32; row < C.heads * item.rows; row += C.warps) {
-    const auto sums_of = [&](int part) {
-      if (part >= item.parts) return float2{-INFINITY, 0.0f};
-      return __ldcg(p.partial_sums + slot_of(item, part) * (C.heads * p.rows) + row);
-    };
-    const float2 mine = sums_of(lane);
-    float top = mine.x;
-    for (int part = lane + 32; part < item.parts; part += 32) top = fmaxf(top, sums_of(part).x);
+// By all that compute: some parts of the pair become the output, or one part. Sums and values of a
+// few are asked for together: either takes as long as the way to memory.
+template <DecodeConfig C, class T, class SlotOf>
+__device__ __forceinline__ void join_parts(const AttentionDecodingArguments &p, const Item &item,
+                                           int parts, SlotOf slot_at, bool is_output,
+                                           int64_t to_slot) {
+  constexpr int kThreads = C.warps * 32, kQuads = C.head_dim / 4, kTogether = 8;
+  const auto values_at = [&](int64_t row, int column) {
+    return reinterpret_cast<float4 *>(p.partial + row * C.head_dim + column);
+  };
+  for (int i = threadIdx.x; i < C.heads * item.rows * kQuads; i += kThreads) {
+    const int row = i / kQuads, column = i % kQuads * 4;
+    float top = -FLT_MAX, sum = 0.0f;
+    float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int first = 0; first < parts; first += kTogether) {
+      float2 sums[kTogether];
+      float4 values[kTogether];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
-    }
-    top = fmaxf(top, -FLT_MAX);
-    float sum = 0.0f;
-    for (int part = lane; part < item.parts; part += 32) {
-      const float2 sums = part == lane ? mine : sums_of(part);
-      const float weight = exp2_approx(sums.x - top);
-      sum = fmaf(sums.y, weight, sum);
-      weights[row * item.parts + part] = weight;
-    }
+      for (int k = 0; k < kTogether; ++k) {
+        sums[k] = {-INFINITY, 0.0f};
+        values[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (first + k >= parts) continue;
+        const int64_t at = slot_at(first + k) * (C.heads * p.rows) + row;
+        sums[k] = __ldcg(p.partial_sums + at);
+        values[k] = __ldcg(values_at(at, column));
+      }
+      float raised = top;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    const float factor = finish_row<C>(p, item, row, top, sum, lane == 0);
-    for (int part = lane; part < item.parts; part += 32) {
-      weights[row * item.parts + part] *= factor;
+      for (int k = 0; k < kTogether; ++k) raised = fmaxf(raised, sums[k].x);
+      const float factor = exp2_approx(top - raised);
+      top = raised;
+      sum *= factor;
+      o.x *= factor, o.y *= factor, o.z *= factor, o.w *= factor;
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const float weight = exp2_approx(sums[k].x - top);
+        sum = fmaf(sums[k].y, weight, sum);
+        add(o, values[k], weight);
+      }
+    }
+    if (is_output) {
+      const float factor = finish_row<C>(p, item, row, top, sum, column == 0);
+      store_four<C, T>(p, item, row, column, o, factor);
+    } else {
+      const int64_t at = to_slot * (C.heads * p.rows) + row;
+      *values_at(at, column) = o;
+      if (column == 0) p.partial_sums[at] = {top, sum};
     }
   }
 }
 
-// By all that compute, once they have left their sums.
+// By all that compute, once they have left something: whether the block is the last of so many.
 template <DecodeConfig C, class T>
-__device__ __forceinline__ void join_parts(const AttentionDecodingArguments &p,
-                                           Shared<C, T> &shared, const Item &item) {
-  constexpr int kThreads = C.warps * 32, kQuads = C.head_dim / 4;
-  weigh_parts(p, shared, item);
-  named_barrier_sync(kBarrierConsumers, kThreads);
-  const int64_t apart = static_cast<int64_t>(C.heads * p.rows) * C.head_dim;
-  for (int i = threadIdx.x; i < C.heads * item.rows * kQuads; i += kThreads) {
-    const int row = i / kQuads, column = i % kQuads * 4;
-    const float *weights = &shared.o[0][0][0][0] + row * item.parts;
-    const float *from = p.partial + row * C.head_dim + column;
-    float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 8
-    for (int part = 0; part < item.parts; ++part) {
-      add(o, __ldcg(reinterpret_cast<const float4 *>(from + slot_of(item, part) * apart)),
-          weights[part]);
-    }
-    store_four<C, T>(p, item, row, column, o, 1.0f);
+__device__ __forceinline__ bool is_last(const AttentionDecodingArguments &p, Shared<C, T> &shared,
+                                        int block, int count) {
+  named_barrier_sync(kBarrierConsumers, C.warps * 32);
+  if (threadIdx.x == 0) {
+    // What the block has left is seen by whoever sees its claim.
+    __threadfence();
+    unsigned long long *counter = counter_of(p, block);
+    shared.joins = claim(counter) + 1 == static_cast<uint32_t>(count);
+    if (shared.joins) end_claims(counter, p.launch_tag);
+    __threadfence();
   }
+  named_barrier_sync(kBarrierConsumers, C.warps * 32);
+  return shared.joins;
+}
+
+// Before the block's first claims.
+__device__ __forceinline__ void begin_joins(const AttentionDecodingArguments &p, const Item &item) {
+  if (item.parts == 1) return;
+  begin_claims(counter_of(p, item.first_block), p.launch_tag);
+  if (item.parts > kMostParts) {
+    begin_claims(counter_of(p, group_of(item).block(item)), p.launch_tag);
+  }
+}
+
+// By all that compute, once they have left the block's part.
+template <DecodeConfig C, class T>
+__device__ __forceinline__ void join(const AttentionDecodingArguments &p, Shared<C, T> &shared,
+                                     const Item &item) {
+  if (item.parts <= kMostParts) {
+    if (!is_last(p, shared, item.first_block, item.parts)) return;
+    const auto slot_at = [&](int i) { return slot_of(item, i); };
+    join_parts<C, T>(p, item, item.parts, slot_at, true, 0);
+    return;
+  }
+  const Group group = group_of(item);
+  if (!is_last(p, shared, group.block(item), group.count)) return;
+  const auto in_group = [&](int i) { return slot_of(item, group.begin + i); };
+  join_parts<C, T>(p, item, group.count, in_group, false, group.slot(item));
+  if (!is_last(p, shared, item.first_block, groups_of(item))) return;
+  const auto of_group = [&](int i) { return group_at(item, i).slot(item); };
+  join_parts<C, T>(p, item, groups_of(item), of_group, true, 0);
 }
 
 // All that compute come here with what they have of a piece of work.
@@ -199,19 +268,7 @@ __device__ __forceinline__ void finish(const AttentionDecodingArguments &p, Shar
       if (column == 0) p.partial_sums[at] = {top, sum};
     }
   }
-  if (item.parts == 1) return;
-
-  // What this block has left is seen by whoever sees its claim.
-  __threadfence();
-  named_barrier_sync(kBarrierConsumers, kThreads);
-  if (threadIdx.x == 0) {
-    unsigned long long *counter = counter_of(p, item.first_block);
-    shared.joins = claim(counter) + 1 == static_cast<uint32_t>(item.parts);
-    if (shared.joins) end_claims(counter, p.launch_tag);
-    __threadfence();
-  }
-  named_barrier_sync(kBarrierConsumers, kThreads);
-  if (shared.joins) join_parts(p, shared, item);
+  if (item.parts > 1) join(p, shared, item);
 }
 
 }  // namespace unsloth

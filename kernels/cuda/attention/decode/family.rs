@@ -16,7 +16,6 @@ pub const FAMILY: Family = Family {
             "of keys that are read together, and lie side by side",
         ),
         ("tile", "keys of a step, of which blocks have whole ones"),
-        ("most_blocks", "that a launch may have"),
     ],
 };
 

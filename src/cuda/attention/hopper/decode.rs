@@ -50,7 +50,7 @@ pub(super) fn forms(resources: &Resources) -> Result<Vec<Form>> {
                 head_dim: choices.head_dim as usize,
                 heads: choices.heads as usize,
                 tile: choices.tile as usize,
-                blocks: resident.clamp(1, choices.most_blocks as usize),
+                blocks: resident.max(1),
                 kernel,
             },
         )?;
