@@ -180,6 +180,24 @@ def norm_backward(cells):
     }
 
 
+def group_bytes(device):
+    """Bytes of x up to which gradients of norms by groups take no longer than by rings, from what a record has of either; any number where
+    there is none, as on an H100, whose record is of large x alone."""
+    records = sorted(RESULTS.glob(f"norm_groups_or_ring_{device}_*.json"))
+    if not records:
+        return ANY, ""
+    sizes = {}
+    for name, us in json.loads(records[-1].read_text())["us"].items():
+        rows, columns = map(int, name.split(" ")[1].split("x"))
+        sizes.setdefault(2 * rows * columns, []).append(us["group"] / us["ring"])
+    slower = min((size for size, ratios in sizes.items() if mean(ratios) > NOISE), default=None)
+    if slower is None:
+        return ANY, records[-1].name
+    # Between the two sizes.
+    most = max(size for size in sizes if size < slower)
+    return f"{(most + slower) // 2 >> 20} << 20", records[-1].name
+
+
 def pairs(found):
     return "&[" + ", ".join(f"({', '.join(map(str, one))})" for one in found) + "]"
 
@@ -194,9 +212,11 @@ def text(device):
     thin, full = argmax(s["argmax"])
     tokens, asked, kernels = mlp(s["mlp"])
     short, together = attention(s["attention"])
+    groups, groups_record = group_bytes(device)
+    sources = [name for name in (path.name, rings.name, groups_record) if name]
     lines = [
-        f"//! An {DEVICES[device]}. `python3 benches/tuning.py write` made this from",
-        f"//! `benches/results/{path.name}` and `{rings.name}`.",
+        f"//! An {DEVICES[device]}. `python3 benches/tuning.py write` made this from, in `benches/results`,",
+        f"//! {', '.join(f'`{name}`' for name in sources)}.",
         "",
         "use super::linear::{Linear, Server::*, Shape};",
         "use super::rules::F32;",
@@ -213,7 +233,7 @@ def text(device):
     ]
     for least, most, ragged, tiles, keys in decoding(s["decode"]):
         lines.append(f"Decoding {{ head_dims: ({least}, {most}), ragged: {str(ragged).lower()}, tiles: {tiles}, keys: {keys} }},")
-    lines += ["],", "},", "norm_backward: NormBackward {"]
+    lines += ["],", "},", "norm_backward: NormBackward {", f"group_bytes: {groups},"]
     lines += [f"{field}: {value}," for field, value in norm_backward(run["us"]).items()]
     lines += ["},", "};", "", "const HALVES: &[Shape] = &["]
     for shape in shapes(s["linear"]):

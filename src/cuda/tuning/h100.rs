@@ -1,5 +1,5 @@
-//! An H100. `python3 benches/tuning.py write` made this from
-//! `benches/results/tuning_h100_2026-11-22.json` and `rings_h100_2026-11-24.json`.
+//! An H100. `python3 benches/tuning.py write` made this from, in `benches/results`,
+//! `tuning_h100_2026-11-22.json`, `rings_h100_2026-11-24.json`.
 
 use super::linear::{Linear, Server::*, Shape};
 use super::rules::F32;
@@ -38,6 +38,7 @@ pub(super) const TUNING: Tuning = Tuning {
         ],
     },
     norm_backward: NormBackward {
+        group_bytes: usize::MAX,
         rms_norm: (2, Refill::BeforeSums),
         rms_norm_full: (2, Refill::AfterSums),
         rms_norm_single_bytes: 96 << 10,

@@ -1,5 +1,5 @@
-//! An H200. `python3 benches/tuning.py write` made this from
-//! `benches/results/tuning_h200_2026-11-22.json` and `rings_h200_2026-11-24.json`.
+//! An H200. `python3 benches/tuning.py write` made this from, in `benches/results`,
+//! `tuning_h200_2026-11-22.json`, `rings_h200_2026-11-24.json`, `norm_groups_or_ring_h200_2026-11-26.json`.
 
 use super::linear::{Linear, Server::*, Shape};
 use super::rules::F32;
@@ -30,6 +30,7 @@ pub(super) const TUNING: Tuning = Tuning {
         }],
     },
     norm_backward: NormBackward {
+        group_bytes: 96 << 20,
         rms_norm: (3, Refill::AfterSums),
         rms_norm_full: (2, Refill::BeforeSums),
         rms_norm_single_bytes: 128 << 10,

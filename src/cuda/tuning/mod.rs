@@ -69,11 +69,14 @@ pub(super) struct Hopper {
     pub decoding: &'static [Decoding],
 }
 
-/// The gradients of norms by Hopper's kernels of rows in shared memory alone: how many stages a ring of
-/// rows has, and when they are filled again. Rows short enough for one warp have the same ring on
-/// every device.
+/// The gradients of norms by Hopper's kernels. Of those of rows in shared memory alone: how many stages
+/// a ring of rows has, and when they are filled again. Rows short enough for one warp have the same
+/// ring on every device.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormBackward {
+    /// Up to so many bytes of x in a launch kernels that have several rows in registers are faster, and
+    /// up to any number where a residual's gradient is added.
+    pub group_bytes: usize,
     /// RMSNorm, where a block has several rings.
     pub rms_norm: (usize, Refill),
     /// RMSNorm, of rows that take all vectors of all threads.

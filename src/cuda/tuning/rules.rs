@@ -28,6 +28,7 @@ pub(super) fn tuning(properties: &Properties) -> Tuning {
             decoding: &[],
         },
         norm_backward: NormBackward {
+            group_bytes: 0,
             rms_norm: (2, Refill::AfterSums),
             rms_norm_full: (2, Refill::AfterSums),
             rms_norm_single_bytes: 0,

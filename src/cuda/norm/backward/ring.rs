@@ -64,7 +64,10 @@ impl Kernels {
             return None;
         }
         let few = rows < MIN_ROWS.saturating_mul(self.multiprocessors);
-        self.group(p, rows, vectors).or_else(|| match few && good {
+        let bytes = rows.saturating_mul(vectors * VECTOR);
+        let grouped = bytes <= self.tuning.group_bytes || p.dresidual.is_some();
+        let group = grouped.then(|| self.group(p, rows, vectors)).flatten();
+        group.or_else(|| match few && good {
             true => None,
             false => self.ring(p, rows, vectors),
         })
@@ -279,6 +282,7 @@ mod tests {
     fn a_block_is_parted_by_the_length_of_rows() {
         use Refill::{AfterSums, AtOnce, BeforeSums};
         let tuning = NormBackward {
+            group_bytes: 0,
             rms_norm: (3, AfterSums),
             rms_norm_full: (2, BeforeSums),
             rms_norm_single_bytes: 128 << 10,
