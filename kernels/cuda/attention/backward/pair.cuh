@@ -134,19 +134,18 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
   template <RoleName kRole>
   struct Sums {
     const Pair &of;
-    float *to;
+    float *head;  // where its part of a head's step 0 is added
     int m;
 
     __device__ __forceinline__ explicit Sums(const Pair &of)
         : of(of),
-          to(of.p.sums +
-             block_at(of.p, of.w.sequence, of.w.head_kv * of.p.group, of.turns.first) *
-                 (kBlockM * D) +
-             of.rank * (32 * D) + of.warp * (8 * D) + kRole * (16 * kChunk) + of.lane * 4),
+          head(of.p.sums +
+               block_at(of.p, of.w.sequence, of.w.head_kv * of.p.group, 0) * (kBlockM * D) +
+               of.rank * (32 * D) + of.warp * (8 * D) + kRole * (16 * kChunk) + of.lane * 4),
           m(of.turns.first) {
       if constexpr (D == 192) {
         // The first block's half ends with 32 columns, the second one's begins with them.
-        to += 16 * (kRole == kValues ? of.rank * (D / kPair - kChunk) : -of.rank * kChunk);
+        head += 16 * (kRole == kValues ? of.rank * (D / kPair - kChunk) : -of.rank * kChunk);
       }
     }
 
@@ -154,6 +153,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
     __device__ __forceinline__ void add(const float (&dq)[kQ<kRole>], int step) {
       if constexpr (kInOrder) of.shared.in_order[step & 1].wait(parity_at(step));
       if (kInOrder || of.p.sums != nullptr) {
+        float *to = head + m * int64_t{kBlockM * D};
 #pragma unroll
         for (int j = 0; j < kQ<kRole> / 4; ++j) {
           add_four(to + j * 128, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
@@ -161,11 +161,7 @@ struct Pair : Role<D, DV, T, PairShared<D, DV, T>> {
       }
       if constexpr (kInOrder) of.release(of.shared.added[step & 1]);
       m = of.turns.after(m);
-      const int by = kInOrder ? of.turns.by : 1;
-      to += by * (kBlockM * D);
-      if (m == of.turns.first) {
-        to += (of.p.blocks_per_head - by * (of.turns.m_max - of.turns.m_min)) * (kBlockM * D);
-      }
+      if (m == of.turns.first) head += of.p.blocks_per_head * (kBlockM * D);
     }
   };
 
