@@ -74,8 +74,8 @@ pub(super) struct Hopper {
 /// ring on every device.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormBackward {
-    /// Up to so many bytes of x in a launch kernels that have several rows in registers are faster, and
-    /// up to any number where a residual's gradient is added.
+    /// Kernels that have several rows in registers take a launch whose x has no more bytes than this,
+    /// or one that adds a residual's gradient. Beyond they are slower than those of rings.
     pub group_bytes: usize,
     /// RMSNorm, where a block has several rings.
     pub rms_norm: (usize, Refill),

@@ -85,8 +85,9 @@ pub(in crate::cuda) mod attention {
     pub(in crate::cuda) const BYTES_OF_WHOLE_SHARE: usize = 256 << 10;
     /// The most heads of keys that these kernels read together where a token's lie side by side, so that memory reads longer rows.
     pub(in crate::cuda) const HEADS_TOGETHER: usize = 4;
-    /// With head dim 128 other kernels mostly take 1 to 12 % less time than Hopper's for few queries (an H100,
-    /// `benches/results/attention_decode_ways_h100_2026-11-25.json`). Hopper's serve up to so many sequences times key heads: with one of
+    /// With head dim 128 other kernels mostly take 1 to 12 % less time than Hopper's for few queries on an H100
+    /// (`benches/results/attention_decode_ways_h100_2026-11-25.json`), up to 15 % less on an H200, of 1,024 keys in all 30 %
+    /// (`attention_decode_joins_h200_2026-11-26.json`). Hopper's serve up to so many sequences times key heads: with one of
     /// them they take a quarter less; between that and eight nothing was measured.
     pub(in crate::cuda) const FEW_PAIRS_OF_128: usize = 2;
     /// Hopper's serve paged caches, too, whose sequences have at most so many keys: many of them take 5 to 23 % less time, one of 1,024 more.

@@ -21,7 +21,7 @@ template <int D>
 constexpr int kOrders = D > 128 ? 2 : 1;
 constexpr int kMostLead = 2;      // see Steps::lead
 constexpr int kLastBlocks = 264;  // about two for each multiprocessor
-constexpr int kRunBlocks = 128;   // about one; heads often have a power of two
+constexpr int kRunBlocks = 128;   // about one, and a power of two as heads and batches often are
 
 // Registers per thread after the hand-over from producer to consumers.
 constexpr int kProducerRegisters = 24;

@@ -126,9 +126,10 @@ struct Steps {
   int first;                  // where this block begins
   int begin, end, by;         // it goes on by `by`, at `end` with `begin` of the next head
 
-  // A pair in order adds to its first step only once the pair behind it has added to so many steps
-  // more. Pairs that begin together would otherwise stay one step apart, and each would stall
-  // whenever the pair behind it takes longer. With few `steps` that start costs more than it saves.
+  // A pair in order adds to its first step only once the pair that it waits for has added to so
+  // many steps more. Pairs that begin together would otherwise stay one step apart, and each would
+  // stall whenever the pair that it waits for takes longer. With few `steps` that start costs more
+  // than it saves.
   __device__ __forceinline__ int lead(int steps) const {
     return max(min(min(kMostLead, steps / 16), m_max - 1 - m_min), 0);
   }
@@ -171,15 +172,16 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
   const int pairs = packed_keys ? p.heads_kv : p.batch * p.heads_kv;
   const int of_pair = at.blocks * p.group * kBlocks;
   int first = pairs, heads = 1;
-  // In order, blocks wait for those behind them, which therefore come before them.
+  // In order, a block waits for the one that comes before it: mostly that behind it, as the last
+  // keys come first.
   bool from_last = p.ordered;
   const int runs = runs_of(pairs, at.blocks * kBlocks);
   if (kMask == Mask::kCausal &&
       (p.ordered ? p.group * (kN / kM) > kBlocks : p.group > 1 && 2 * runs <= pairs)) {
-    // The first keys have the most steps. So heads come in runs: of one run the last keys come
-    // first, its blocks begin together and end one after the other; of the next the first keys do,
-    // its blocks begin as those end, and end together. In order a block of the second kind waits
-    // for the one that began before it. Where that has so many steps more, it is ahead anyway.
+    // The first keys have the most steps. So heads come in runs. The blocks of one run come from
+    // the last keys on: they begin together, and end one after the other. Those of the next run
+    // come from the first keys on: they begin as the others end, and end together. In order each of
+    // these waits for the one before it, which has more steps: by so many that it stays ahead.
     const int run = static_cast<int>(((pair + int64_t{1}) * runs - 1) / pairs);
     from_last = run % 2 == 0;
     first = static_cast<int>(int64_t{run} * pairs / runs);
@@ -226,7 +228,8 @@ __device__ __forceinline__ Work work_at(const AttentionGradientsArguments &p, in
     const int last = w.first_key - 1 - diagonal + p.window_left;
     w.steps.finish_from = last < 0 ? 0 : last / kM + 1;
   }
-  // In order those wait for each other that began before.
+  // Blocks that wait from the first keys on take their steps from the last queries back: those see
+  // the keys of all of them, so that the block waited for has such a step at once, too.
   const bool descending = p.ordered && !from_last;
   w.steps.begin = w.steps.first = descending ? w.steps.m_max - 1 : w.steps.m_min;
   w.steps.end = descending ? w.steps.m_min - 1 : w.steps.m_max;

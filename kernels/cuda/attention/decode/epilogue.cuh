@@ -15,8 +15,8 @@
 
 namespace unsloth {
 
-// Of the pair whose first part is a block's: no other pair that begins there has more than one. Or
-// of a group of parts.
+// Counts the parts that are left of the pair whose first part is the block's: no other pair that
+// begins there has more than one. Or those of a group, which names a block of its own.
 __device__ __forceinline__ unsigned long long *counter_of(const AttentionDecodingArguments &p,
                                                           int block) {
   return p.counters + 2 * block;
@@ -28,7 +28,9 @@ __device__ __forceinline__ int64_t slot_of(const Item &item, int part) {
   return 2 * static_cast<int64_t>(item.first_block + part) + (part == 0);
 }
 
-// Of more parts so many become one first: a single block would read all of them for long.
+// A pair of more than kMostParts parts is joined twice: the last block of each group of kGroup
+// parts makes one part of these, and the last of the groups makes the output. A single block would
+// take long to read them all.
 constexpr int kGroup = 12, kMostParts = 2 * kGroup;
 
 // A group of a pair's parts. The last one has up to twice as many.
@@ -135,8 +137,9 @@ __device__ __forceinline__ void leave(Shared<C, T> &shared, const Item &item,
   }
 }
 
-// By all that compute: some parts of the pair become the output, or one part. Sums and values of a
-// few are asked for together: either takes as long as the way to memory.
+// By all that compute: some parts of the pair become the output or, with `is_output` false, one
+// part in `to_slot`. Sums and values of a few are asked for together: either takes as long as the
+// way to memory.
 template <DecodeConfig C, class T, class SlotOf>
 __device__ __forceinline__ void join_parts(const AttentionDecodingArguments &p, const Item &item,
                                            int parts, SlotOf slot_at, bool is_output,
@@ -162,11 +165,11 @@ __device__ __forceinline__ void join_parts(const AttentionDecodingArguments &p, 
         sums[k] = __ldcg(p.partial_sums + at);
         values[k] = __ldcg(values_at(at, column));
       }
-      float raised = top;
+      float greatest = top;
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) raised = fmaxf(raised, sums[k].x);
-      const float factor = exp2_approx(top - raised);
-      top = raised;
+      for (int k = 0; k < kTogether; ++k) greatest = fmaxf(greatest, sums[k].x);
+      const float factor = exp2_approx(top - greatest);
+      top = greatest;
       sum *= factor;
       o.x *= factor, o.y *= factor, o.z *= factor, o.w *= factor;
 #pragma unroll

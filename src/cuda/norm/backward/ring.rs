@@ -64,10 +64,7 @@ impl Kernels {
             return None;
         }
         let few = rows < MIN_ROWS.saturating_mul(self.multiprocessors);
-        let bytes = rows.saturating_mul(vectors * VECTOR);
-        let grouped = bytes <= self.tuning.group_bytes || p.dresidual.is_some();
-        let group = grouped.then(|| self.group(p, rows, vectors)).flatten();
-        group.or_else(|| match few && good {
+        self.group(p, rows, vectors).or_else(|| match few && good {
             true => None,
             false => self.ring(p, rows, vectors),
         })
@@ -83,9 +80,12 @@ impl Kernels {
         })
     }
 
-    /// The kernel with the fewest threads to a row, for rows that no warp takes alone.
+    /// The kernel with the fewest threads to a row, for rows that no warp takes alone and launches in which
+    /// it is the faster one.
     fn group(&self, p: &Backward, rows: usize, vectors: usize) -> Option<Form<'_>> {
-        if vectors <= MAX_VECTORS_OF_WARP {
+        let bytes = rows.saturating_mul(vectors * VECTOR);
+        let pays = bytes <= self.tuning.group_bytes || p.dresidual.is_some();
+        if vectors <= MAX_VECTORS_OF_WARP || !pays {
             return None;
         }
         // None of a ring alone, whose group is 0.
