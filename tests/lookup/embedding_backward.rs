@@ -97,6 +97,9 @@ fn cases() -> Vec<Case> {
         case(&[33], [1, 24]),
         case(&[64], [1, 24]),
         case(&[65], [1, 24]),
+        // Rows of a few positions less than are summed in pieces beside rows of a few more.
+        case(&[2000], [66, 40]),
+        case(&[1500], [50, 264]),
         // Of more pieces than a thread asks for at once, for more vectors than a block has.
         case(&[3000], [1, 1040]),
         Case {

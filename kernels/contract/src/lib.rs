@@ -319,22 +319,22 @@ pub mod embedding_backward {
     pub const LONG: u32 = 32;
     /// Vectors of a row whose pieces a block adds.
     pub const COLUMNS: u32 = 64;
-    /// Rows that a block takes one after the other.
+    /// Positions at which a row may begin that a block takes one after the other.
     pub const ROUNDS: u32 = 4;
+    /// Rows of which a block zeroes those without positions.
+    pub const ROWS: u32 = 32;
 
     codes! {
         /// What a kernel is made for.
         pub enum Kind {
-            /// The digits of a tile.
+            /// The first digits of a tile.
             Count = 0,
             /// A pass of the sort.
             Scatter = 1,
-            /// Where the positions of each id begin.
-            Starts = 2,
-            /// Rows of few positions, and pieces of rows of many.
-            Rows = 3,
+            /// Rows of few positions and of none, and pieces of rows of many.
+            Rows = 2,
             /// The sums of pieces.
-            Joins = 4,
+            Joins = 3,
         }
     }
 }

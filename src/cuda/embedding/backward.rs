@@ -2,7 +2,7 @@
 //! sums its own, in their order. Rows of many positions are summed in pieces, which are cut by
 //! where they lie in the sorted order and added in that order.
 
-use contract::embedding_backward::{BINS, COLUMNS, DIGIT, Kind, LONG, ROUNDS, THREADS, TILE};
+use contract::embedding_backward::{BINS, COLUMNS, DIGIT, Kind, LONG, ROUNDS, ROWS, THREADS, TILE};
 
 use crate::backend::{Implementation, Stream};
 use crate::cuda::device::Resources;
@@ -95,12 +95,25 @@ impl Sizes {
         }
     }
 
-    /// Passes of the sort: keys are at most `vocab`.
+    /// Bits of a key, which is at most `vocab`.
+    fn bits(&self) -> u32 {
+        usize::BITS - self.vocab.leading_zeros()
+    }
+
+    /// Passes of the sort.
     fn passes(&self) -> u32 {
-        let bits = usize::BITS - self.vocab.leading_zeros();
         match self.tokens {
             0 => 0,
-            _ => bits.div_ceil(DIGIT).max(1),
+            _ => self.bits().div_ceil(DIGIT).max(1),
+        }
+    }
+
+    /// Bits below the digit of a pass. The last has the key's first bits, of which some may have been
+    /// sorted by before: so many values has that digit that few keys have the same.
+    fn shift(&self, pass: u32) -> u32 {
+        match pass + 1 < self.passes() {
+            true => pass * DIGIT,
+            false => self.bits().saturating_sub(DIGIT),
         }
     }
 
@@ -112,8 +125,8 @@ impl Sizes {
             self.tokens * word,
             self.tokens * word,
             self.tokens * word,
-            self.tiles() * BINS as usize * word,
-            (self.vocab + 1) * word,
+            self.passes() as usize * self.tiles() * BINS as usize * word,
+            (BINS as usize + 1) * word,
             self.pieces() * 2 * self.dim * size_of::<f32>(),
         ];
         let mut end = 0;
@@ -126,7 +139,7 @@ impl Sizes {
     }
 }
 
-/// Keys and positions twice, counts, starts and partial sums.
+/// Keys and positions twice, counts, bounds of the last digit and partial sums.
 const LISTS: usize = 7;
 
 impl problem::Plan for Plan<'_> {
@@ -180,18 +193,20 @@ impl<'a> Launch<'a> {
         let [_, size_1, size_2, size_3, size_4] = dims.map(|size| Divisor::new(size.max(1)));
         let ids = strides.map(|[ids, _]| ids as u64);
         let dout = strides.map(|[_, dout]| (dout / width) as u64);
-        let [_, _, _, _, counts, starts, partials] = lists;
+        let [_, _, _, _, counts, bounds, partials] = lists;
         let common = Arguments {
             dout: p.dout.ptr.addr() as u64,
             ids: p.ids.ptr.addr() as u64,
             ids_i64: p.ids.ptr.addr() as u64,
             counts,
-            starts,
+            next_counts: counts,
+            bounds,
             partials,
             out: p.dweight.ptr.addr() as u64,
             tokens: sizes.tokens as u32,
             vocab: sizes.vocab as u32,
             begin: p.slice.begin as u64,
+            passes: sizes.passes(),
             tiles: sizes.tiles() as u32,
             pieces: sizes.pieces() as u32,
             wide_ids: u32::from(p.ids.dtype == DType::I64),
@@ -252,8 +267,7 @@ impl<'a> Launch<'a> {
         unsafe { cuda.launch_grid(OP, kernel, grid, arguments, stream) }
     }
 
-    /// Sorts positions by id, and finds where those of each begin. Gives the list of keys, behind
-    /// which that of positions is.
+    /// Sorts positions by id. Gives the list of keys, behind which that of positions is.
     fn sort(&self, stream: Stream) -> Result<usize> {
         let sizes = self.plan.sizes;
         let (mut from, mut to) = (2, 0);
@@ -263,34 +277,38 @@ impl<'a> Launch<'a> {
                 positions_in: self.lists[from + 1],
                 keys_out: self.lists[to],
                 positions_out: self.lists[to + 1],
-                shift: pass * DIGIT,
-                first: u32::from(pass == 0),
+                shift: sizes.shift(pass),
+                next_shift: sizes.shift(pass + 1),
+                pass,
                 ..self.common
             };
-            self.queue(Kind::Count, [sizes.tiles(), 1], &arguments, stream)?;
+            if pass == 0 {
+                self.queue(Kind::Count, [sizes.tiles(), 1], &arguments, stream)?;
+            }
             self.queue(Kind::Scatter, [sizes.tiles(), 1], &arguments, stream)?;
             (from, to) = (to, from);
         }
-        let arguments = Arguments {
-            keys_in: self.lists[from],
-            ..self.common
-        };
-        let blocks = (sizes.vocab + 1).div_ceil(THREADS as usize);
-        self.queue(Kind::Starts, [blocks, 1], &arguments, stream)?;
         Ok(from)
     }
 
-    /// Sums the rows over what was sorted.
+    /// Sums the rows over what was sorted, and zeroes those that have no positions.
     fn sum(&self, sorted: usize, stream: Stream) -> Result<()> {
         let sizes = self.plan.sizes;
+        let at_a_time = (THREADS as usize / (sizes.dim / self.width)).max(1);
+        let windows = sizes.tokens.div_ceil(at_a_time * ROUNDS as usize);
         let arguments = Arguments {
             keys_in: self.lists[sorted],
             positions_in: self.lists[sorted + 1],
+            shift: sizes.shift(sizes.passes().saturating_sub(1)),
+            windows: windows as u32,
             ..self.common
         };
-        let at_a_time = (THREADS as usize / (sizes.dim / self.width)).max(1);
+        let written = match self.plan.problem.accumulate {
+            true => 0,
+            false => sizes.vocab.div_ceil(ROWS as usize),
+        };
         let pieces = sizes.pieces();
-        let blocks = 2 * pieces + sizes.vocab.div_ceil(at_a_time * ROUNDS as usize);
+        let blocks = 2 * pieces + windows + written;
         self.queue(Kind::Rows, [blocks, 1], &arguments, stream)?;
         if pieces > 0 {
             let groups = (sizes.dim / self.width).div_ceil(COLUMNS as usize);
