@@ -2,10 +2,10 @@
 //
 // A warp has some heads of a token at a time, and of each head a lane has one vector of 16 bytes of
 // the first half and its partner of the second: what turns is in one thread. Vectors come through
-// shared memory, where every lane has a ring of places that nobody else reads: so much is on its
-// way without a register for it, and no thread waits for another. A warp walks over tokens, and
-// keeps a token's angles in registers for all of its heads. The first blocks have queries, the
-// others keys.
+// shared memory, where every lane has places that nobody else reads, and fills them again as soon
+// as it has read them: so much is on its way without a register for it, and no thread waits for
+// another. A warp walks over tokens, and keeps a token's angles in registers for all of its heads.
+// The first blocks have queries, the others keys.
 //
 // A lane's components, the order of sums and all roundings are those of the kernels for any heads
 // (`kernels/src/qk_norm_rope`): both give the same bits.
@@ -54,8 +54,9 @@ struct Warp {
   static constexpr int kHalfBytes = kPairs * sizeof(T);
   // Of a lane's places in a stage.
   static constexpr int kVectors = kBackward ? 4 : 2;
-  // Measured on an H200: where there is much to do, more of them on their way are slower again.
-  static constexpr int kStages = kBackward ? 2 : 4;
+  // Of more on their way memory gives less, or far less where they are read more than written.
+  // Measured on an H200.
+  static constexpr int kStages = kBackward ? 1 : 2;
 
   struct Shared {
     uint4 stages[kWarps][kStages][kVectors][32];
@@ -77,7 +78,9 @@ struct Warp {
   uint32_t next_token, next_item, next_stage = 0;
   const uint8_t *next_x, *next_dout;
 
-  __device__ __forceinline__ Warp(const Arguments &p, Shared &shared) : p(p), shared(shared) {
+  // Reads no memory but the arguments, so that it may run beside the kernel before.
+  __device__ __forceinline__ Warp(const Arguments &p, uint8_t *dynamic)
+      : p(p), shared(*reinterpret_cast<Shared *>(dynamic)) {
     keys = blockIdx.x >= p.q_blocks;
     blocks = keys ? gridDim.x - p.q_blocks : p.q_blocks;
     block = keys ? blockIdx.x - p.q_blocks : blockIdx.x;
@@ -125,20 +128,34 @@ struct Warp {
     if constexpr (kBackward) next_dout = dout.row(next_token, p);
   }
 
+  // Memory gives more of what is marked as read once, but to the gradients less. Measured on an
+  // H200.
+  static __device__ __forceinline__ void copy(void *to, const void *from) {
+    if constexpr (kBackward) {
+      start_copy(to, from);
+    } else {
+      start_only_copy(to, from);
+    }
+  }
+
   // Starts to load the next item, if there is one, to the next stage.
   __device__ __forceinline__ void start() {
     if (next_token < p.tokens) {
+      auto &places = stage(next_stage);
+      const uint32_t id = threadIdx.x % 32;
       if (has(next_item)) {
-        auto &places = stage(next_stage);
-        const uint32_t id = threadIdx.x % 32;
         const uint8_t *from = next_x + next_item * x.head;
-        start_copy(&places[0][id], from);
-        start_copy(&places[1][id], from + kHalfBytes);
+        copy(&places[0][id], from);
+        copy(&places[1][id], from + kHalfBytes);
         if constexpr (kBackward) {
           const uint8_t *from = next_dout + next_item * dout.head;
-          start_copy(&places[2][id], from);
-          start_copy(&places[3][id], from + kHalfBytes);
+          copy(&places[2][id], from);
+          copy(&places[3][id], from + kHalfBytes);
         }
+      } else {
+        // Which adds nothing to shares.
+#pragma unroll
+        for (int i = 0; i < kVectors; i++) places[i][id] = {};
       }
       next_item += parts;
       if (next_item >= items) {
@@ -192,7 +209,7 @@ struct Warp {
 
   // Adds the shares of a block's threads, in order, and stores the sums.
   __device__ __forceinline__ void store_shares(const float (&share)[kShare], float *to) {
-    static_assert(sizeof(shared.stages) >= kShare * kThreads * sizeof(float));
+    static_assert(sizeof(shared.stages) >= sizeof(share) * kThreads);
     float *all = reinterpret_cast<float *>(shared.stages);
     __syncthreads();
     // A thread's components lie a column so that threads do not meet in a bank.
@@ -209,7 +226,7 @@ struct Warp {
 
   __device__ __forceinline__ void run() {
 #pragma unroll
-    for (int i = 0; i < kStages - 1; i++) start();
+    for (int i = 0; i < kStages; i++) start();
     Angles<kPairs, kPart> angles(p, shared.turns[threadIdx.x / 32]);
     int64_t position = 0;
     if (first_token < p.tokens) position = angles.position_of(first_token);
@@ -229,7 +246,6 @@ struct Warp {
       if (token + step < p.tokens) position = angles.position_of(token + step);
       const uint8_t *row = to.row(token, p);
       for (uint32_t item = part; item < items; item += parts) {
-        start();
         await_copies<kStages - 1>();
         const bool there = has(item);
         const auto &places = stage(current);
@@ -240,10 +256,7 @@ struct Warp {
         if constexpr (kBackward) {
           float gradients[kShare];
           unpack(places[2][id], places[3][id], gradients);
-          if (!there) {
-#pragma unroll
-            for (int i = 0; i < kShare; i++) values[i] = gradients[i] = 0.0f;
-          }
+          start();
           turn(gradients, angles);
           const float scale = rsqrtf(dot(values, values) * p.inverse_length + p.epsilon);
 #pragma unroll
@@ -257,6 +270,7 @@ struct Warp {
 #pragma unroll
           for (int i = 0; i < kShare; i++) values[i] = fmaf(values[i], back, gradients[i]);
         } else {
+          start();
           const float scale = rsqrtf(dot(values, values) * p.inverse_length + p.epsilon);
 #pragma unroll
           for (int i = 0; i < kShare; i++) values[i] *= gains[i] * scale;
@@ -271,12 +285,5 @@ struct Warp {
     }
   }
 };
-
-template <class T, int kHeadDim, bool kBackward>
-__device__ __forceinline__ void qk_norm_rope(const Arguments &p) {
-  using W = Warp<T, kHeadDim, kBackward>;
-  extern __shared__ __align__(16) uint8_t dynamic[];
-  W(p, *reinterpret_cast<typename W::Shared *>(dynamic)).run();
-}
 
 }  // namespace unsloth

@@ -8,8 +8,10 @@
       unsloth::kThreads, backward ? unsloth::kBackwardBlocks : unsloth::kForwardBlocks) \
       name(const __grid_constant__ QkNormRopeRingArguments params) {                    \
     unsloth::let_next_kernel_start();                                                   \
+    extern __shared__ __align__(16) uint8_t dynamic[];                                  \
+    unsloth::Warp<type, head_dim, backward> warp(params, dynamic);                      \
     unsloth::await_previous_kernel();                                                   \
-    unsloth::qk_norm_rope<type, head_dim, backward>(params);                            \
+    warp.run();                                                                         \
   }                                                                                     \
   extern "C" __device__ const QkNormRopeRingLaunch name##_launch = {                    \
       static_cast<int32_t>(unsloth::kDtype<type>),                                      \

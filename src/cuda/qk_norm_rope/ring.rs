@@ -77,7 +77,7 @@ impl Split {
         /// times as many. They start as others end, so that those that run are near each other in
         /// memory, however they drift apart. Of gradients each would leave shares of the weights'.
         const STEPS: usize = 5;
-        let rounds = if backward { 1 } else { 8 };
+        let rounds = if backward { 1 } else { 12 };
         let all = (steps[0] + steps[1]).max(1);
         let blocks = tokens.saturating_mul(all) / (STEPS * warps.max(1));
         let blocks = blocks.min(rounds * resident).max(resident);
@@ -85,6 +85,9 @@ impl Split {
             blocks: [0; 2],
             parts_log2: [0; 2],
         };
+        // To the nearest: of one block less, each of the others would have more to do.
+        let of_queries = (blocks * steps[0] + all / 2) / all;
+        let shares = [of_queries, blocks - of_queries];
         for (i, steps) in steps.into_iter().enumerate() {
             if steps == 0 || tokens == 0 {
                 continue;
@@ -101,9 +104,8 @@ impl Split {
                     of_token.div_ceil(2).max(1).ilog2().min(useful)
                 }
             };
-            let share = (blocks * steps / all).max(1);
             let units = tokens << split.parts_log2[i];
-            split.blocks[i] = share.min(units.div_ceil(warps));
+            split.blocks[i] = shares[i].clamp(1, units.div_ceil(warps));
         }
         split
     }
@@ -249,15 +251,15 @@ mod tests {
             (1, [8, 2], false, [2, 1], [3, 1]),
             (64, [8, 2], false, [128, 32], [3, 1]),
             (64, [8, 0], false, [128, 0], [3, 0]),
-            (512, [8, 2], false, [256, 105], [1, 0]),
-            (512, [8, 2], true, [256, 105], [1, 0]),
-            (2048, [8, 2], false, [819, 204], [2, 0]),
-            (2048, [8, 2], true, [422, 105], [3, 0]),
-            (16_384, [8, 2], false, [3379, 844], [2, 0]),
-            (16_384, [8, 2], true, [422, 105], [3, 0]),
-            (16_384, [4, 2], false, [2816, 1408], [0, 0]),
+            (512, [8, 2], false, [256, 106], [1, 0]),
+            (512, [8, 2], true, [256, 106], [1, 0]),
+            (2048, [8, 2], false, [819, 205], [2, 0]),
+            (2048, [8, 2], true, [422, 106], [3, 0]),
+            (16_384, [8, 2], false, [5069, 1267], [2, 0]),
+            (16_384, [8, 2], true, [422, 106], [3, 0]),
+            (16_384, [4, 2], false, [3277, 1638], [0, 0]),
             (16_384, [4, 2], true, [352, 176], [1, 0]),
-            (16_384, [1000, 1], false, [4219, 4], [2, 0]),
+            (16_384, [1000, 1], false, [6330, 6], [2, 0]),
             (3, [0, 9], false, [0, 12], [0, 4]),
         ] {
             let expected = Split { blocks, parts_log2 };
