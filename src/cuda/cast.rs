@@ -44,7 +44,7 @@ fn supported(p: &Problem) -> Result<()> {
 fn rows(p: &Problem) -> (Rows<2>, usize) {
     let dim = p.x.layout.dim(p.x.layout.rank().saturating_sub(1));
     let rows = Rows::new([&p.x.layout, &p.out.layout]);
-    rows.flattened(dim).unwrap_or((rows, dim))
+    rows.lengthened(dim)
 }
 
 fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {

@@ -114,17 +114,17 @@ impl<const N: usize> Rows<N> {
         self.sizes[self.outer()..self.rank].iter().product()
     }
 
-    /// The rows as one, if those of every tensor follow each other without gaps.
-    pub fn flattened(&self, length: usize) -> Option<(Self, usize)> {
-        let gapless =
-            self.rank == 0 || (self.rank == 1 && self.strides[0].iter().all(|s| *s == length));
-        let one = Rows { rank: 0, ..*self };
-        gapless.then(|| {
-            (
-                one,
-                self.sizes[..self.rank].iter().product::<usize>() * length,
-            )
-        })
+    /// Rows of `length` elements made as long as they can be: of what follows each other without gaps in every tensor.
+    pub fn lengthened(mut self, mut length: usize) -> (Self, usize) {
+        while let Some(inner) = self.rank.checked_sub(1)
+            && self.strides[inner].iter().all(|stride| *stride == length)
+        {
+            length *= self.sizes[inner];
+            self.sizes[inner] = 1;
+            self.strides[inner] = [0; N];
+            self.rank = inner;
+        }
+        (self, length)
     }
 
     /// Whether every row of every tensor begins a multiple of `elements` after the tensor.
@@ -312,14 +312,19 @@ mod tests {
     }
 
     #[test]
-    fn gapless_rows_are_one() {
+    fn rows_without_gaps_are_longer_ones() {
         let a = Layout::contiguous(&[2, 3, 16]).unwrap();
         let b = Layout::strided(&[2, 3, 16], &[60, 20, 1]).unwrap();
-        let (one, length) = Rows::new([&a, &a]).flattened(16).unwrap();
-        assert_eq!((one.rank, one.rows_per_launch(), length), (0, 1, 96));
-        assert!(Rows::new([&a, &b]).flattened(16).is_none());
+        let c = Layout::strided(&[2, 3, 16], &[60, 16, 1]).unwrap();
+        let lengthened = |layouts| {
+            let (rows, length) = Rows::new(layouts).lengthened(16);
+            (rows.rank, rows.rows_per_launch(), length)
+        };
+        assert_eq!(lengthened([&a, &a]), (0, 1, 96));
+        assert_eq!(lengthened([&a, &b]), (2, 6, 16));
+        assert_eq!(lengthened([&a, &c]), (1, 2, 48));
         let single = Layout::strided(&[1, 16], &[99, 1]).unwrap();
-        assert_eq!(Rows::new([&single]).flattened(16).unwrap().1, 16);
+        assert_eq!(lengthened([&single, &single]), (0, 1, 16));
     }
 
     #[test]

@@ -100,5 +100,5 @@ impl Run for Backward {
 fn rows(p: &Backward) -> (Rows<6>, usize) {
     let rows = Rows::new(p.tensors().map(|t| &t.layout));
     let dim = p.gate.layout.dim(p.gate.layout.rank().saturating_sub(1));
-    rows.flattened(dim).unwrap_or((rows, dim))
+    rows.lengthened(dim)
 }

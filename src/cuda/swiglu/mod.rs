@@ -48,7 +48,7 @@ fn rows(p: &Problem) -> (Rows<3>, usize) {
     let layouts = [&p.gate.layout, &p.up.layout, &p.out.layout];
     let dim = p.gate.layout.dim(p.gate.layout.rank().saturating_sub(1));
     let rows = Rows::new(layouts);
-    rows.flattened(dim).unwrap_or((rows, dim))
+    rows.lengthened(dim)
 }
 
 pub(super) fn forward(cuda: &Cuda, p: &Problem, stream: Stream) -> Result<()> {
