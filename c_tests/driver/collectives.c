@@ -296,14 +296,14 @@ static void divided_sequences(void) {
   CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
   begin();
   CHECK_OK(unsloth_context_parallel_attention_forward(ctx, &p, stream));
-  CHECK(allocations == 0 && nccl.num_calls == 2 && nccl.groups == 0);
+  CHECK(allocations == 0 && nccl.num_calls == 2 && nccl.groups == 1);
   check_call(0, "ncclAllGather", p.k.data, nccl.calls[0].out, 2 * 5 * SIZE * 64, FLOAT16, -1, -1);
   check_call(1, "ncclAllGather", p.v.data, nccl.calls[1].out, 2 * 5 * SIZE * 64, FLOAT16, -1, -1);
   CHECK_OK(unsloth_context_parallel_attention_backward_workspace_size(ctx, &b, &b.workspace_size));
   CHECK_OK(unsloth_memory_alloc(ctx, b.workspace_size, &b.workspace));
   begin();
   CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, stream));
-  CHECK(allocations == 0 && nccl.num_calls == 4 && nccl.groups == 0);
+  CHECK(allocations == 0 && nccl.num_calls == 4 && nccl.groups == 1);
   check_call(2, "ncclReduceScatter", nccl.calls[2].x, b.dk.data, 2 * 5 * SIZE * 64, FLOAT16, SUM,
              -1);
   check_call(3, "ncclReduceScatter", nccl.calls[3].x, b.dv.data, 2 * 5 * SIZE * 64, FLOAT16, SUM,
@@ -318,7 +318,22 @@ static void check_hops(int at, int pairs, size_t count, int dtype, int to, int f
   }
 }
 
-// Two chunks of each sequence on a rank, whose keys are gathered in two calls, or travel.
+// What a rank gathers of two chunks of keys and values: the first ones of all ranks by a call each,
+// the second ones by sends, the last rank's first; both in one group.
+static void check_chunks(size_t keys) {
+  for (int i = 0; i < 2; i++) {
+    check_call(i, "ncclAllGather", nccl.calls[i].x, nccl.calls[i].out, keys / 2, FLOAT16, -1, -1);
+    for (int rank = 0; rank < SIZE; rank++) {
+      const int at = 2 + 2 * (SIZE * i + rank);
+      const char *first = (const char *)nccl.calls[2 + 2 * SIZE * (i + 1) - 1].out;
+      check_call(at, "ncclSend", nccl.calls[2 + 2 * SIZE * i].x, NULL, keys / 2, FLOAT16, -1, rank);
+      check_call(at + 1, "ncclRecv", NULL, first + (SIZE - 1 - rank) * (keys / 2) * 2, keys / 2,
+                 FLOAT16, -1, rank);
+    }
+  }
+}
+
+// Two chunks of each sequence on a rank, whose keys are gathered in two groups, or travel.
 static void zigzag(void) {
   unsloth_context_parallel_attention_params p = UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT;
   unsloth_context_parallel_attention_backward_params b =
@@ -355,11 +370,9 @@ static void zigzag(void) {
       CHECK(nccl.calls[0].x == p.k.data && nccl.calls[2].x == p.v.data);
       CHECK(nccl.calls[4].x == nccl.calls[1].out && nccl.calls[8].x == nccl.calls[5].out);
     } else {
-      CHECK(nccl.num_calls == 4 && nccl.groups == 0);
-      for (int i = 0; i < 4; i++) {
-        check_call(i, "ncclAllGather", nccl.calls[i].x, nccl.calls[i].out, keys / 2, FLOAT16, -1,
-                   -1);
-      }
+      // A group of each, and one of the sends of each tensor inside.
+      CHECK(nccl.num_calls == 2 + 4 * SIZE && nccl.groups == 4);
+      check_chunks(keys);
     }
     begin();
     CHECK_OK(unsloth_context_parallel_attention_backward(ctx, &b, stream));
@@ -373,8 +386,9 @@ static void zigzag(void) {
       }
       check_hops(24, 2, keys, INT32, RANK + 1, RANK - 1);
     } else {
-      CHECK(nccl.num_calls == 8 && nccl.groups == 0);
-      for (int i = 4; i < 8; i++) {
+      CHECK(nccl.num_calls == 6 + 4 * SIZE && nccl.groups == 4);
+      check_chunks(keys);
+      for (int i = 2 + 4 * SIZE; i < 6 + 4 * SIZE; i++) {
         check_call(i, "ncclReduceScatter", nccl.calls[i].x, nccl.calls[i].out, keys / 2, FLOAT16,
                    SUM, -1);
       }

@@ -168,6 +168,41 @@ impl<'t> Planned for Collective<'t> {
     }
 }
 
+/// Two collectives of the same ranks that are one launch where that can be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Both<'t> {
+    pub transport: &'t Transport,
+    pub problems: [Problem<'t>; 2],
+}
+
+impl<'t> Planned for Both<'t> {
+    type Plan<'a> = Chosen<
+        <Cpu as Plans<problem::Both<'t, Member>>>::Plan<'a>,
+        <Cuda as Plans<problem::Both<'t, Comm>>>::Plan<'a>,
+    >;
+
+    fn plan(self, ctx: &Context) -> Result<Self::Plan<'_>> {
+        let problems = self.problems;
+        Ok(match (&ctx.inner.device, self.transport) {
+            (Device::Cpu(cpu), Transport::Local(transport)) => {
+                let both = problem::Both {
+                    transport,
+                    problems,
+                };
+                Chosen::Cpu(cpu.plan(both)?)
+            }
+            (Device::Cuda(cuda), Transport::Nccl(comm)) => {
+                let both = problem::Both {
+                    transport: &**comm,
+                    problems,
+                };
+                Chosen::Cuda((**cuda).plan(both)?)
+            }
+            _ => return Err(of_another(problems[0].op)),
+        })
+    }
+}
+
 fn of_another(op: &'static str) -> Error {
     Error::invalid(op, "comm", "belongs to another context")
 }

@@ -62,6 +62,8 @@ impl fmt::Display for ReduceOp {
 pub(crate) enum Kind {
     AllReduce(ReduceOp),
     AllGather,
+    /// The same, the last rank's part first. Parts are as long.
+    GatherBackwards,
     ReduceScatter(ReduceOp),
     /// Of this rank's tensor.
     Broadcast(usize),
@@ -129,7 +131,7 @@ impl Problem<'_> {
         let empty = |t: &Option<RawTensor>| t.is_none_or(|t| t.layout.is_empty());
         match self.kind {
             // The greater of the two has the parts of all ranks.
-            Kind::AllGather => empty(&self.out),
+            Kind::AllGather | Kind::GatherBackwards => empty(&self.out),
             Kind::ReduceScatter(_) => empty(&self.x),
             _ => empty(&self.x) && empty(&self.out),
         }
@@ -157,6 +159,13 @@ impl Problem<'_> {
 pub(crate) struct Call<'a, T> {
     pub transport: &'a T,
     pub problem: Problem<'a>,
+}
+
+/// Two problems that are one launch where that can be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Both<'a, T> {
+    pub transport: &'a T,
+    pub problems: [Problem<'a>; 2],
 }
 
 /// The most calls that run beside others and are waited for one by one.

@@ -83,7 +83,9 @@ fn pair(
             continue;
         }
         let part = match first.kind {
-            Kind::AllGather | Kind::ReduceScatter(_) => text!(" in part {part}"),
+            Kind::AllGather | Kind::GatherBackwards | Kind::ReduceScatter(_) => {
+                text!(" in part {part}")
+            }
             _ => String::new(),
         };
         let problem = text!("has {a} elements{part} on rank 0, {b} on rank {rank}");

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use crate::alloc::Shared;
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
-use crate::problem::collective::{Call, Join, Kind, Problem};
+use crate::problem::collective::{Both, Call, Join, Kind, Problem};
 use crate::tensor::Scratch;
 use group::Group;
 pub(crate) use meeting::{ID_BYTES, new_id};
@@ -112,6 +112,14 @@ impl Drop for Member {
 impl Run for Call<'_, Member> {
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
         self.transport.run(cpu, &self.problem)
+    }
+}
+
+/// One after the other.
+impl Run for Both<'_, Member> {
+    fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
+        let mut problems = self.problems.iter();
+        problems.try_for_each(|problem| self.transport.run(cpu, problem))
     }
 }
 

@@ -42,13 +42,18 @@ pub(super) unsafe fn run(cpu: &Cpu, rank: usize, problem: &Problem<'_>, calls: C
             }
             Kind::AllGather => {
                 for from in 0..calls.len() {
-                    gather(cpu, problem, from, calls, 0);
+                    gather(cpu, problem, (from, from), calls, 0);
+                }
+            }
+            Kind::GatherBackwards => {
+                for from in 0..calls.len() {
+                    gather(cpu, problem, (from, calls.len() - 1 - from), calls, 0);
                 }
             }
             Kind::AllToAll => {
                 for from in 0..calls.len() {
                     let start = calls.get(from).map_or(0, |call| call.sent_to(rank).0);
-                    gather(cpu, problem, from, calls, start);
+                    gather(cpu, problem, (from, from), calls, start);
                 }
             }
             Kind::Broadcast(root) => {
@@ -63,16 +68,22 @@ pub(super) unsafe fn run(cpu: &Cpu, rank: usize, problem: &Problem<'_>, calls: C
     }
 }
 
-/// Copies what a rank gets from another, whose tensor has it from `start` on.
+/// Copies what a rank gets from another, whose tensor has it from `start` on, to where the part of one is.
 ///
 /// # Safety
 /// As [`run`].
-unsafe fn gather(cpu: &Cpu, problem: &Problem<'_>, from: usize, calls: Calls<'_>, start: usize) {
+unsafe fn gather(
+    cpu: &Cpu,
+    problem: &Problem<'_>,
+    (from, part): (usize, usize),
+    calls: Calls<'_>,
+    start: usize,
+) {
     let x = calls.get(from).and_then(|call| call.x);
     let (Some(x), Some(out)) = (x, problem.out) else {
         return;
     };
-    let (to, len) = problem.received_from(from);
+    let (to, len) = problem.received_from(part);
     // SAFETY: the caller's promise: the part is in both tensors.
     unsafe { copy(cpu, &out, to, &x, start, len) }
 }

@@ -1,8 +1,8 @@
 //! Collectives of GPUs: NCCL's, on the caller's stream or beside it.
 //!
 //! What NCCL has no function for is a group of those that it has: rows by counts are gathered by
-//! broadcasts and scattered by reductions to one rank, each of a part, and rows are exchanged by sends
-//! and receipts. A group is one launch.
+//! broadcasts and scattered by reductions to one rank, each of a part, and rows are exchanged, and gathered in another
+//! order, by sends and receipts. A group is one launch.
 
 mod queue;
 mod side;
@@ -20,7 +20,7 @@ use super::{Cuda, Run};
 use crate::backend::{Device, NcclLibrary, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::problem::collective::{Beside, Call, Join, Kind, Parts, Problem, ReduceOp};
+use crate::problem::collective::{Beside, Both, Call, Join, Kind, Parts, Problem, ReduceOp};
 use queue::{Queue, moved_as};
 use side::Side;
 
@@ -227,6 +227,12 @@ impl Comm {
         self.queue(p, stream)
     }
 
+    /// Queues two problems as one launch.
+    fn launch_both(&self, both: &[Problem<'_>; 2], stream: Stream) -> Result<()> {
+        let _turn = self.turn();
+        self.queue_all(both, stream)
+    }
+
     /// Queues a problem that has elements on a stream of the communicator's own, behind what the caller's has.
     fn launch_beside(&self, p: &Problem<'_>, number: usize, stream: Stream) -> Result<()> {
         let _turn = self.turn();
@@ -240,18 +246,30 @@ impl Comm {
 
     /// Queues a problem, in turn.
     fn queue(&self, p: &Problem<'_>, stream: Stream) -> Result<()> {
-        let _entered = self.primary.enter(p.op)?;
+        self.queue_all(std::slice::from_ref(p), stream)
+    }
+
+    /// Queues problems of one operation that have elements, in turn.
+    fn queue_all(&self, problems: &[Problem<'_>], stream: Stream) -> Result<()> {
+        let Some(first) = problems.first() else {
+            return Ok(());
+        };
+        let _entered = self.primary.enter(first.op)?;
         // NCCL connects ranks when they first need it, which a capture elsewhere may be in the way of.
-        let _relaxed = self.primary.driver.relax_capture(p.op)?;
-        let queue = Queue {
+        let _relaxed = self.primary.driver.relax_capture(first.op)?;
+        let handle = self.live(first.op)?;
+        let queue = |p: &Problem<'_>| Queue {
             comm: self,
-            handle: self.live(p.op)?,
+            handle,
             stream: stream.as_raw(),
             op: p.op,
             dtype: moved_as(p.dtype),
             size: p.dtype.size(),
         };
-        queue.run(p)
+        match problems {
+            [p] => queue(p).run(p),
+            _ => queue(first).group(|| problems.iter().try_for_each(|p| queue(p).run(p))),
+        }
     }
 
     /// Whether the library has what a problem needs.
@@ -275,7 +293,7 @@ impl Comm {
                     needs("op", "avg", WITH_BF16_AND_AVG)?;
                 }
             }
-            Kind::AllToAll | Kind::SendReceive { .. } => {
+            Kind::GatherBackwards | Kind::AllToAll | Kind::SendReceive { .. } => {
                 let f = &self.nccl.functions;
                 self.nccl.later(p.op, f.send, "ncclSend", "2.7")?;
                 self.nccl.later(p.op, f.recv, "ncclRecv", "2.7")?;
@@ -313,6 +331,24 @@ impl Run for Call<'_, Comm> {
 
     fn run(&self, _: &Cuda, stream: Stream) -> Result<()> {
         self.transport.launch(&self.problem, stream)
+    }
+}
+
+impl Run for Both<'_, Comm> {
+    fn check(&self) -> Result<()> {
+        let mut problems = self.problems.iter();
+        problems.try_for_each(|problem| self.transport.check(problem))
+    }
+
+    fn run(&self, _: &Cuda, stream: Stream) -> Result<()> {
+        match self.problems.iter().any(Problem::is_empty) {
+            // The other one may have elements.
+            true => {
+                let mut problems = self.problems.iter();
+                problems.try_for_each(|problem| self.transport.launch(problem, stream))
+            }
+            false => self.transport.launch_both(&self.problems, stream),
+        }
     }
 }
 

@@ -81,7 +81,7 @@ impl Queue<'_> {
     }
 
     /// Calls that are one launch. The group ends whatever comes of them.
-    fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub fn group(&self, calls: impl FnOnce() -> Result<()>) -> Result<()> {
         let f = &self.comm.nccl.functions;
         // SAFETY: a group of this thread's, which ends below.
         self.check("ncclGroupStart", unsafe { (f.group_start)() })?;
@@ -138,6 +138,14 @@ impl Queue<'_> {
                         })
                     })
                 }
+                // NCCL has it in the order of ranks alone.
+                (Kind::GatherBackwards, _) => self.group(|| {
+                    self.for_each_part(|peer| {
+                        let (start, len) = p.received_from(self.comm.size - 1 - peer);
+                        self.send(x, len, peer)?;
+                        self.receive(self.at(p.out, start), len, peer)
+                    })
+                }),
                 (Kind::Broadcast(root), _) => {
                     let from = if p.x.is_some() { x } else { out };
                     self.broadcast(from, out, p.row, root)

@@ -4,7 +4,7 @@
 
 use crate::comm::Comm;
 use crate::comm::tokens::Order;
-use crate::context::Collective;
+use crate::context::{Both, Collective};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
@@ -33,6 +33,27 @@ impl Of {
 
     pub fn heads(self, t: &RawTensor) -> usize {
         t.layout.rank() - 2
+    }
+}
+
+/// A collective, and where what it gives is to be.
+struct Call {
+    name: &'static str,
+    problem: collective::Problem<'static>,
+    received: RawTensor,
+    to: RawTensor,
+}
+
+impl Call {
+    fn unpack<const N: usize>(&self, parts: &mut Parts<'_, N>) -> Result<()> {
+        if self.to.layout.is_contiguous() {
+            return Ok(());
+        }
+        let unpack = cast::Problem {
+            x: self.received,
+            out: self.to,
+        };
+        parts.push(Ok(unpack), names_of(self.name))
     }
 }
 
@@ -151,32 +172,58 @@ impl<'a> Group<'a> {
         self.take(&own, &shape[..rank], parts)
     }
 
-    /// All heads of all tokens, of which `own` are this rank's, in the order of sequences.
+    /// All keys and values of all tokens, of which these are this rank's, in the order of sequences.
     pub fn gathered<const N: usize>(
         &self,
-        name: &'static str,
-        own: RawTensor,
+        [k, v]: [RawTensor; 2],
         order: Order,
         parts: &mut Parts<'a, N>,
-    ) -> Result<RawTensor> {
-        let all = self.take_tokens(name, own, parts)?;
+    ) -> Result<[RawTensor; 2]> {
+        let all = [
+            self.take_tokens("k", k, parts)?,
+            self.take_tokens("v", v, parts)?,
+        ];
         if self.comm.size() == 1 {
             return Ok(all);
         }
-        let (first, second) = Chunk::of(order, own, all)?;
-        let to = self.divided(&first.all, Of::Rows.tokens(&all))?;
-        self.push(name, Kind::AllGather, [first.own, to], parts)?;
-        if let Some(chunk) = second {
-            let taken = parts.taken();
-            let ranks = self.take_of_ranks(&chunk.own, parts)?;
-            self.push(name, Kind::AllGather, [chunk.own, ranks], parts)?;
-            for rank in 0..self.comm.size() {
-                let [x, out] = self.backwards(&ranks, &chunk.all, rank)?;
-                self.copy(name, x, out, parts)?;
-            }
-            parts.give_back(taken);
+        let (first_k, second_k) = Chunk::of(order, k, all[0])?;
+        let (first_v, second_v) = Chunk::of(order, v, all[1])?;
+        self.push_gather(Kind::AllGather, [first_k, first_v], parts)?;
+        if let (Some(k), Some(v)) = (second_k, second_v) {
+            self.push_gather(Kind::GatherBackwards, [k, v], parts)?;
         }
         Ok(all)
+    }
+
+    /// Gathers chunks of keys and of values, in one launch: each has few bytes for what a launch takes.
+    fn push_gather<const N: usize>(
+        &self,
+        kind: Kind,
+        [k, v]: [Chunk; 2],
+        parts: &mut Parts<'a, N>,
+    ) -> Result<()> {
+        let taken = parts.taken();
+        let k = self.call(
+            "k",
+            kind,
+            [k.own, self.divided(&k.all, Of::Rows.tokens(&k.all))?],
+            parts,
+        )?;
+        let v = self.call(
+            "v",
+            kind,
+            [v.own, self.divided(&v.all, Of::Rows.tokens(&v.all))?],
+            parts,
+        )?;
+        let both = Both {
+            transport: self.comm.transport(),
+            problems: [k.problem, v.problem],
+        };
+        parts.push_both(both, names_of("k"))?;
+        k.unpack(parts)?;
+        v.unpack(parts)?;
+        parts.give_back(taken);
+        Ok(())
     }
 
     /// Adds up what ranks have of all tokens, each to have the sum of its own.
@@ -285,23 +332,44 @@ impl<'a> Group<'a> {
         &self,
         name: &'static str,
         kind: Kind,
-        [from, to]: [RawTensor; 2],
+        tensors: [RawTensor; 2],
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
-        let names = names_of(name);
         let taken = parts.taken();
+        let call = self.call(name, kind, tensors, parts)?;
+        let collective = Collective {
+            transport: self.comm.transport(),
+            problem: call.problem,
+        };
+        parts.push_collective(collective, names_of(name))?;
+        call.unpack(parts)?;
+        // What is sent and received is not read by later parts.
+        parts.give_back(taken);
+        Ok(())
+    }
+
+    /// A collective that is yet to be pushed, behind the copy that it sends.
+    fn call<const N: usize>(
+        &self,
+        name: &'static str,
+        kind: Kind,
+        [from, to]: [RawTensor; 2],
+        parts: &mut Parts<'a, N>,
+    ) -> Result<Call> {
         let mut packed = |t: &RawTensor| match t.layout.is_contiguous() {
             true => Ok(*t),
             false => self.take(t, t.layout.shape(), parts),
         };
         let (sent, received) = (packed(&from)?, packed(&to)?);
         if !from.layout.is_contiguous() {
-            parts.push(Ok(cast::Problem { x: from, out: sent }), names)?;
+            parts.push(Ok(cast::Problem { x: from, out: sent }), names_of(name))?;
         }
         let entries = collective::Parts::Even(1);
         let elements = |t: &RawTensor| t.layout.num_elements();
-        let call = Collective {
-            transport: self.comm.transport(),
+        Ok(Call {
+            name,
+            to,
+            received,
             problem: collective::Problem {
                 op: self.op,
                 kind,
@@ -315,18 +383,7 @@ impl<'a> Group<'a> {
                 sent: entries,
                 received: entries,
             },
-        };
-        parts.push_collective(call, names)?;
-        if !to.layout.is_contiguous() {
-            let unpack = cast::Problem {
-                x: received,
-                out: to,
-            };
-            parts.push(Ok(unpack), names)?;
-        }
-        // What is sent and received is not read by later parts.
-        parts.give_back(taken);
-        Ok(())
+        })
     }
 
     /// Sends a tensor without gaps to a rank, and receives one like it from a rank.

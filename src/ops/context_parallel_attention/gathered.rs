@@ -39,8 +39,7 @@ impl<'a> Params<'a> {
     ) -> Result<()> {
         let division = group.division([&q, &k], self.order)?;
         let sight = Sight::new(self.causal, self.window_left, self.window_right);
-        let k = group.gathered("k", k, self.order, parts)?;
-        let v = group.gathered("v", v, self.order, parts)?;
+        let [k, v] = group.gathered([k, v], self.order, parts)?;
         let keys = all_keys(division);
         for queries in division.queries_of(self.comm.rank()) {
             let block = block(&queries, &keys, sight);
@@ -66,8 +65,7 @@ impl<'a> Params<'a> {
         lse: Option<RawTensor>,
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
-        let k = group.gathered("k", k, self.order, parts)?;
-        let v = group.gathered("v", v, self.order, parts)?;
+        let [k, v] = group.gathered([k, v], self.order, parts)?;
         self.push_nothing([q, k, v, out], lse, parts)?;
         let call = self.attention([q, k, v, out], lse, self.of_heads());
         parts.push(call.problem(), &[])
@@ -111,10 +109,7 @@ impl<'a> backward::Params<'a> {
         let inputs = Inputs {
             queries: [q, out, dout],
             lse,
-            keys: [
-                group.gathered("k", k, self.order, parts)?,
-                group.gathered("v", v, self.order, parts)?,
-            ],
+            keys: group.gathered([k, v], self.order, parts)?,
         };
         let mut take = |name, own: Option<RawTensor>| {
             own.map(|own| group.take_tokens(name, own, parts))
@@ -174,8 +169,7 @@ impl<'a> backward::Params<'a> {
         [dq, dk, dv]: [Option<RawTensor>; 3],
         parts: &mut Parts<'a, N>,
     ) -> Result<()> {
-        let k = group.gathered("k", k, self.order, parts)?;
-        let v = group.gathered("v", v, self.order, parts)?;
+        let [k, v] = group.gathered([k, v], self.order, parts)?;
         let mut take = |name, own: Option<RawTensor>| {
             own.map(|own| group.take_tokens(name, own, parts))
                 .transpose()

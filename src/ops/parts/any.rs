@@ -1,6 +1,6 @@
 //! What may be a part: the problems of the library's operations, and what ranks do together.
 
-use crate::context::{Beside, Collective, Context, Join, Planned};
+use crate::context::{Beside, Both, Collective, Context, Join, Planned};
 use crate::error::Result;
 use crate::problem::{
     Plan, accumulate, attention, attention_merge, cast, cross_entropy, embedding, kv_cache, linear,
@@ -16,6 +16,7 @@ macro_rules! problems {
         pub(super) enum AnyProblem<'t> {
             $($kind($problem),)*
             Collective(Collective<'t>),
+            Both(Both<'t>),
             Beside(Beside<'t>),
             Join(Join<'t>),
         }
@@ -24,6 +25,7 @@ macro_rules! problems {
         pub(super) enum AnyPlan<'t, 'a> {
             $($kind(<$problem as Planned>::Plan<'a>),)*
             Collective(<Collective<'t> as Planned>::Plan<'a>),
+            Both(<Both<'t> as Planned>::Plan<'a>),
             Beside(<Beside<'t> as Planned>::Plan<'a>),
             Join(<Join<'t> as Planned>::Plan<'a>),
         }
@@ -47,6 +49,7 @@ macro_rules! problems {
                 Ok(match self {
                     $(AnyProblem::$kind(problem) => AnyPlan::$kind(problem.plan(ctx)?),)*
                     AnyProblem::Collective(problem) => AnyPlan::Collective(problem.plan(ctx)?),
+                    AnyProblem::Both(problem) => AnyPlan::Both(problem.plan(ctx)?),
                     AnyProblem::Beside(problem) => AnyPlan::Beside(problem.plan(ctx)?),
                     AnyProblem::Join(join) => AnyPlan::Join(join.plan(ctx)?),
                 })
@@ -58,6 +61,7 @@ macro_rules! problems {
                 match self {
                     $(AnyPlan::$kind(plan) => plan,)*
                     AnyPlan::Collective(plan) => plan,
+                    AnyPlan::Both(plan) => plan,
                     AnyPlan::Beside(plan) => plan,
                     AnyPlan::Join(plan) => plan,
                 }

@@ -12,7 +12,7 @@ mod plan;
 use arrayvec::ArrayVec;
 
 use crate::alloc::push;
-use crate::context::{Beside, Collective, Join};
+use crate::context::{Beside, Both, Collective, Join};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
@@ -221,6 +221,12 @@ impl<'t, const N: usize> Parts<'t, N> {
     /// Adds what ranks do together, which was validated.
     pub fn push_collective(&mut self, is: Collective<'t>, names: Names) -> Result<()> {
         self.add_collective(Part { is, names })
+    }
+
+    /// Adds two collectives that are one launch where that can be.
+    pub fn push_both(&mut self, is: Both<'t>, names: Names) -> Result<()> {
+        let is = AnyProblem::Both(is);
+        self.add(Part { is, names })
     }
 
     /// Adds what ranks do together beside the parts behind it, up to a join of this number. There are as many
