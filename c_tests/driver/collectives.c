@@ -396,6 +396,30 @@ static void zigzag(void) {
   }
 }
 
+// Without gaps nothing is copied, and both chunks' queries attend in one launch, if tiles end where
+// chunks do.
+static void chunks_together(void) {
+  for (int tokens = 256; tokens >= 200; tokens -= 56) {
+    unsloth_context_parallel_attention_params p = UNSLOTH_CONTEXT_PARALLEL_ATTENTION_PARAMS_INIT;
+    p.comm = comm;
+    p.causal = 1;
+    p.method = UNSLOTH_CONTEXT_METHOD_ALL_GATHER;
+    p.order = UNSLOTH_CONTEXT_ORDER_ZIGZAG;
+    p.q = make4(1, tokens, 4, 64);
+    p.k = make4(1, tokens, 2, 64);
+    p.v = make4(1, tokens, 2, 64);
+    p.out = make4(1, tokens, 4, 64);
+    CHECK_OK(unsloth_context_parallel_attention_workspace_size(ctx, &p, &p.workspace_size));
+    CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+    begin();
+    CHECK_OK(unsloth_context_parallel_attention_forward(ctx, &p, stream));
+    CHECK(allocations == 0 && driver.copies == 0 && driver.others == 0);
+    check_chunks((size_t)tokens * 2 * 64);
+    CHECK(nccl.calls[0].x == p.k.data && nccl.calls[0].out == p.workspace);
+    CHECK(driver.launches == (tokens == 256 ? 1 : 2));
+  }
+}
+
 // A vocabulary: the second rank of four has its rows from 3 on.
 static void vocabulary(void) {
   unsloth_embedding_params p = UNSLOTH_EMBEDDING_PARAMS_INIT;
@@ -556,6 +580,7 @@ static void made(void) {
   divided();
   divided_sequences();
   zigzag();
+  chunks_together();
   vocabulary();
   head();
   failures();

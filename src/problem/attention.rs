@@ -70,6 +70,55 @@ unsafe impl Send for Problem {}
 // SAFETY: as above.
 unsafe impl Sync for Problem {}
 
+/// Two chunks of the same sequences' queries, which see the same keys from the first one on: to be one launch where a kernel can, with
+/// the bits of two.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pair {
+    /// Queries that lie behind the others in `q`, `out` and `lse`, and see no fewer keys.
+    pub later: Problem,
+    /// Tokens from the first of the others to the first of these.
+    pub distance: usize,
+    /// Where the others are, their outputs and their `lse`; keys that they are given, and their windows.
+    rows: (Rows, Rows, Option<Rows>),
+    queries: usize,
+    keys: usize,
+    windows: [usize; 2],
+}
+
+impl Pair {
+    /// Of two problems that differ in no more than what it has of both. Lengths are not in memory.
+    pub fn new(earlier: &Problem, later: Problem, distance: usize) -> Pair {
+        Pair {
+            later,
+            distance,
+            rows: (earlier.q, earlier.out, earlier.lse),
+            queries: earlier.max_seqlen_q,
+            keys: earlier.max_seqlen_k,
+            windows: [earlier.window_left, earlier.window_right],
+        }
+    }
+
+    pub fn earlier(&self) -> Problem {
+        let (q, out, lse) = self.rows;
+        let [window_left, window_right] = self.windows;
+        Problem {
+            q,
+            out,
+            lse,
+            queries: Queries::Batched { len: self.queries },
+            keys: Keys::Batched {
+                len: self.keys,
+                seq_lens: std::ptr::null(),
+            },
+            max_seqlen_q: self.queries,
+            max_seqlen_k: self.keys,
+            window_left,
+            window_right,
+            ..self.later
+        }
+    }
+}
+
 /// Validated arguments of the backward pass. Gradients that are absent are not computed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Backward {
@@ -123,6 +172,13 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
+    /// Whether both are of one tensor, as far as strides say.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // the GPU's launches of two
+    pub fn continues(&self, other: &Rows) -> bool {
+        let strides = |rows: &Rows| (rows.dtype, rows.outer, rows.token, rows.head);
+        strides(self) == strides(other)
+    }
+
     /// Dimensions `[outer, token, head, ..]` at the given places of a tensor's layout; `None` for a missing one. The stride of one
     /// that has a single entry says nothing: it is zero.
     pub fn new(t: &RawTensor, outer: Option<usize>, token: usize, head: usize) -> Rows {

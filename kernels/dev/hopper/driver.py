@@ -134,6 +134,7 @@ class Kernel:
         p.ragged = ragged_q or ragged_k or seqlens_k is not None
         if ragged_q:
             p.tiles = min(p.tiles, (q.shape[1] * pack // at.block_m + batch) * (heads_q // pack))
+        p.chunk_from = p.tiles
         p.keys_in_l2 = choose.keys_in_l2(dim + dim_v)
         if longest_first is None:
             longest_first = causal or window is not None or ragged_q

@@ -18,7 +18,7 @@ use pulp::{Simd, WithSimd};
 
 use crate::cpu::{self, Cpu, Run, math};
 use crate::error::Result;
-use crate::problem::attention::{MAX_HEAD_DIM, Problem, Queries};
+use crate::problem::attention::{MAX_HEAD_DIM, Pair, Problem, Queries};
 use crate::tensor::Scratch;
 use sequences::{Sequence, TILE_ROWS, sequences};
 use unit::{Softmax, Unit, partial_size, store_output};
@@ -35,6 +35,19 @@ impl Run for Problem {
 
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
         forward(cpu, self)
+    }
+}
+
+/// One after the other.
+impl Run for Pair {
+    fn probe(&self, cpu: &Cpu) -> Result<()> {
+        self.earlier().probe(cpu)?;
+        self.later.probe(cpu)
+    }
+
+    fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
+        self.earlier().run(cpu, scratch)?;
+        self.later.run(cpu, scratch)
     }
 }
 

@@ -6,6 +6,7 @@
 mod arguments;
 mod backward;
 mod hopper;
+mod pair;
 mod portable;
 
 use super::device::Resources;
@@ -113,7 +114,7 @@ impl problem::Plan for Plan<'_> {
         }
         match &self.kernels {
             Chosen::Hopper(plan, _) if plan.reaches(p) => {
-                hopper::forward(cuda, plan, p, scratch.ptr, stream)
+                hopper::forward(cuda, plan, (p, None), scratch.ptr, stream)
             }
             Chosen::Decode(plan, _) if plan.reaches(p) => {
                 hopper::decode::forward(cuda, plan, p, scratch.ptr, stream)

@@ -1,12 +1,15 @@
 //! Ranks that gather the keys and values of all, and attend to them with their own queries.
 
+use arrayvec::ArrayVec;
+
 use super::backward::OfHeads;
 use super::blocks::{Block, Division, Run, Sight};
 use super::exchange::{Group, as_batch};
-use super::{Params, attention, backward};
+use super::{OP, Params, attention, backward};
 use crate::error::Result;
 use crate::ops::operation::Operation;
-use crate::ops::parts::Parts;
+use crate::ops::parts::{Parts, named};
+use crate::problem::attention::Pair;
 use crate::tensor::RawTensor;
 
 /// Where tokens are in queries, keys and values, and in `lse`.
@@ -41,6 +44,7 @@ impl<'a> Params<'a> {
         let sight = Sight::new(self.causal, self.window_left, self.window_right);
         let [k, v] = group.gathered([k, v], self.order, parts)?;
         let keys = all_keys(division);
+        let mut calls = ArrayVec::<_, 2>::new();
         for queries in division.queries_of(self.comm.rank()) {
             let block = block(&queries, &keys, sight);
             let of_queries = |t: RawTensor| t.narrowed(TOKENS, queries.at.start, queries.at.len());
@@ -52,9 +56,17 @@ impl<'a> Params<'a> {
                 window_right: block.window_right,
                 ..self.unmasked(tensors, lse.transpose()?, self.of_heads())
             };
-            parts.push(call.problem(), &[])?;
+            calls.push((queries.at.start, named(OP, call.problem(), &[])?));
         }
-        Ok(())
+        match calls[..] {
+            [(start, earlier), (end, later)] => {
+                let pair = Pair::new(&earlier, later, end - start);
+                parts.push(Ok(pair), &[])
+            }
+            _ => calls
+                .into_iter()
+                .try_for_each(|(_, call)| parts.push(Ok(call), &[])),
+        }
     }
 
     /// The same where a batch is one run of packed tokens.

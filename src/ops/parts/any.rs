@@ -87,6 +87,7 @@ problems!(
     Embedding(embedding::Problem),
     EmbeddingBackward(embedding::Backward),
     Attention(attention::Problem),
+    AttentionPair(attention::Pair),
     AttentionBackward(attention::Backward),
     AttentionMerge(attention_merge::Problem),
     Cast(cast::Problem),

@@ -112,6 +112,19 @@ const ARGUMENTS: &[Field] = &[
     ),
     field(
         Type::I32,
+        "q_begin",
+        "the first row of the queries, behind those of another chunk",
+    ),
+    field(
+        Type::I32,
+        "chunk_from",
+        "the first work item of another chunk of queries, which are the first rows; `tiles` without one",
+    ),
+    field(Type::I32, "chunk_seqlen_q", "its length"),
+    field(Type::I32, "chunk_seqlen_k", "how many of the keys it sees"),
+    field(Type::I32, "chunk_row_blocks", "its query blocks"),
+    field(
+        Type::I32,
         "pairs_in_l2",
         "pairs scheduled together, longest first; 0: pair by pair",
     ),

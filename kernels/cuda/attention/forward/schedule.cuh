@@ -94,20 +94,27 @@ __device__ __forceinline__ void fill_tile(const AttentionForwardArguments &p, in
   t.n_max = keys <= 0 ? 0 : ceil_div(keys, C.block_n);
 }
 
-// Tile `index` of a batch whose sequences are all alike.
+// Tile `index` of a batch whose sequences are all alike. Behind the tiles of their queries may come
+// those of another chunk of queries, which see fewer of the same keys.
 template <TileConfig C, Mask kMask>
 __device__ __forceinline__ void tile_at(const AttentionForwardArguments &p, int index, Tile &t) {
   const int heads = p.heads_q >> p.pack_log2;
+  Lengths l = {p.q_begin, p.seqlen_q, 0, p.seqlen_k};
+  int row_blocks = p.row_blocks;
+  if (index >= p.chunk_from) {
+    index -= p.chunk_from;
+    l = {0, p.chunk_seqlen_q, 0, p.chunk_seqlen_k};
+    row_blocks = p.chunk_row_blocks;
+  }
   Place at;
   if (p.pairs_in_l2 == 0) {
-    at.pair = index / p.row_blocks;
-    at.row_block = index - at.pair * p.row_blocks;
+    at.pair = index / row_blocks;
+    at.row_block = index - at.pair * row_blocks;
   } else {
-    at = place_at(index, p.row_blocks, p.batch * heads, p.pairs_in_l2);
+    at = place_at(index, row_blocks, p.batch * heads, p.pairs_in_l2);
   }
   const int batch = at.pair / heads;
-  fill_tile<C, kMask>(p, batch, at.pair - batch * heads, at.row_block,
-                      {0, p.seqlen_q, 0, p.seqlen_k}, t);
+  fill_tile<C, kMask>(p, batch, at.pair - batch * heads, at.row_block, l, t);
 }
 
 constexpr int kWalkClasses = 6;  // the last one takes all that is shorter

@@ -5,7 +5,7 @@ use contract::attention::Mask;
 use super::super::OP;
 use super::choose;
 use super::tensor_map::{COLUMNS, TensorMap};
-use super::{Plan, sizes_of_keys, sizes_of_queries};
+use super::{Chunk, Plan, sizes_of_keys, sizes_of_queries};
 use crate::backend::Stream;
 use crate::cuda::Cuda;
 use crate::cuda::claims;
@@ -18,11 +18,11 @@ use crate::problem::attention::{Keys, Problem, Queries, Rows};
 /// An unlimited window: positions are below it.
 const NO_LIMIT: usize = contract::attention::NO_LIMIT as usize;
 
-/// Queues a problem that [`Plan::reaches`]. `workspace` has the planned size.
+/// Queues a problem that [`Plan::reaches`], with the chunk of queries before it that the plan has. `workspace` has the planned size.
 pub(crate) fn forward(
     cuda: &Cuda,
     plan: &Plan<'_>,
-    p: &Problem,
+    (p, earlier): (&Problem, Option<&Problem>),
     workspace: *mut u8,
     stream: Stream,
 ) -> Result<()> {
@@ -30,8 +30,16 @@ pub(crate) fn forward(
     // Tensor maps are made in a context, too.
     let _entered = cuda.resources.primary.enter(OP)?;
     let mut arguments = arguments(&cuda.resources.tuning.hopper, plan, p);
-    arguments.q = rows_of_queries(driver, plan, p, &p.q, p.head_dim)?;
-    arguments.o = rows_of_queries(driver, plan, p, &p.out, p.head_dim_v)?;
+    // Rows are counted from the first of all.
+    let first = match (&plan.chunk, earlier) {
+        (Some(chunk), Some(earlier)) => {
+            add_chunk(&mut arguments, chunk, earlier);
+            earlier
+        }
+        _ => p,
+    };
+    arguments.q = rows_of_queries(driver, plan, p, &first.q, p.head_dim)?;
+    arguments.o = rows_of_queries(driver, plan, p, &first.out, p.head_dim_v)?;
     let box_rows = arguments.kv_box_rows as u32;
     arguments.k = rows_of_keys(driver, p, &p.k, p.head_dim, box_rows)?;
     arguments.v = rows_of_keys(driver, p, &p.v, p.head_dim_v, box_rows)?;
@@ -79,6 +87,7 @@ fn arguments(hopper: &Hopper, plan: &Plan<'_>, p: &Problem) -> Arguments {
         window_right: window(p.window_right),
         ragged: i32::from(p.ragged),
         tiles: plan.tiles as i32,
+        chunk_from: plan.tiles as i32,
         row_blocks: plan.row_blocks as i32,
         keys_in_l2: choose::keys_in_l2(key_bytes) as i32,
         ..Arguments::ZERO
@@ -133,6 +142,19 @@ fn arguments(hopper: &Hopper, plan: &Plan<'_>, p: &Problem) -> Arguments {
     arguments
 }
 
+/// Puts another chunk of queries before those of the problem.
+fn add_chunk(arguments: &mut Arguments, chunk: &Chunk, earlier: &Problem) {
+    arguments.o_pointer = earlier.out.ptr.addr() as u64;
+    if let Some(lse) = &earlier.lse {
+        arguments.lse = lse.ptr.addr() as u64;
+    }
+    arguments.q_begin = chunk.distance as i32;
+    arguments.chunk_from = chunk.from as i32;
+    arguments.chunk_seqlen_q = earlier.max_seqlen_q as i32;
+    arguments.chunk_seqlen_k = earlier.max_seqlen_k as i32;
+    arguments.chunk_row_blocks = chunk.row_blocks as i32;
+}
+
 /// How many keys a query sees beyond its own.
 pub(super) fn window(keys: usize) -> i32 {
     keys.saturating_sub(1).min(NO_LIMIT) as i32
@@ -148,6 +170,7 @@ fn rows_of_queries(
 ) -> Result<TensorMap> {
     let pack = 1 << plan.pack_log2;
     let [outer, tokens, heads] = sizes_of_queries(p);
+    let tokens = tokens + plan.chunk.map_or(0, |chunk| chunk.distance);
     let sizes = [dim, pack, tokens, heads / pack, outer];
     let strides = [rows.head, rows.token, rows.head * pack, rows.outer];
     let counts = [COLUMNS, pack as u32, 64 / pack as u32, 1, 1];

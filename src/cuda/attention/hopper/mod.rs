@@ -249,12 +249,25 @@ pub(crate) struct Plan<'a> {
     pack_log2: u32,
     /// Of a sequence and a head, or as many heads as are packed.
     row_blocks: usize,
+    /// Another chunk of queries in front of these, whose tiles come behind theirs.
+    chunk: Option<Chunk>,
     /// At most, where lengths are on the device.
     tiles: usize,
     /// What is launched.
     blocks: u32,
     /// Whether blocks take tiles from a counter.
     counts: bool,
+    multiprocessors: usize,
+}
+
+/// A chunk of queries that shares a launch.
+#[derive(Clone, Copy)]
+struct Chunk {
+    row_blocks: usize,
+    /// Tiles before its own.
+    from: usize,
+    /// Tokens from its first one to the first of the others.
+    distance: usize,
 }
 
 impl<'a> Plan<'a> {
@@ -281,9 +294,53 @@ impl<'a> Plan<'a> {
             mask: mask(p),
             pack_log2,
             row_blocks,
+            chunk: None,
             tiles,
             blocks: blocks as u32,
             counts: tiles > blocks,
+            multiprocessors: kernels.multiprocessors,
+        })
+    }
+
+    /// One launch of `p` and of the chunk of queries so many tokens before it, if tiles of both can be alike and end where the
+    /// chunk does: none has rows of the other one, or keys that the chunk does not see.
+    pub fn with(
+        &self,
+        earlier: &Plan<'a>,
+        p: &Problem,
+        chunk: &Problem,
+        distance: usize,
+    ) -> Option<Plan<'a>> {
+        let [rows, keys] = self.form.block;
+        let of_lse = match (&p.lse, &chunk.lse) {
+            (Some(later), Some(earlier)) => later.continues(earlier),
+            _ => true,
+        };
+        let alike = std::ptr::eq(self.form, earlier.form)
+            && (self.mask, self.pack_log2) == (earlier.mask, earlier.pack_log2)
+            && !(p.ragged || chunk.ragged)
+            && (p.q.continues(&chunk.q) && p.out.continues(&chunk.out) && of_lse)
+            && (p.window_left, p.window_right) == (chunk.window_left, chunk.window_right)
+            && distance >= chunk.max_seqlen_q
+            && distance.saturating_add(p.max_seqlen_q) < 1 << 30
+            && chunk.max_seqlen_k <= p.max_seqlen_k
+            && chunk.max_seqlen_q.is_multiple_of(rows >> self.pack_log2)
+            && chunk.max_seqlen_k.is_multiple_of(keys);
+        let tiles = self.tiles.checked_add(earlier.tiles)?;
+        if !alike || tiles > i32::MAX as usize / 2 {
+            return None;
+        }
+        let blocks = tiles.min(self.multiprocessors);
+        Some(Plan {
+            chunk: Some(Chunk {
+                row_blocks: earlier.row_blocks,
+                from: self.tiles,
+                distance,
+            }),
+            tiles,
+            blocks: blocks as u32,
+            counts: tiles > blocks,
+            ..*self
         })
     }
 
