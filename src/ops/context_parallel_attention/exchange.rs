@@ -4,7 +4,7 @@
 
 use crate::comm::Comm;
 use crate::comm::tokens::Order;
-use crate::context::{Both, Collective};
+use crate::context::Collective;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::{Layout, MAX_RANK};
@@ -24,7 +24,7 @@ pub(super) enum Of {
 }
 
 impl Of {
-    fn tokens(self, t: &RawTensor) -> usize {
+    pub fn tokens(self, t: &RawTensor) -> usize {
         match self {
             Of::Rows => t.layout.rank() - 3,
             Of::Lse => t.layout.rank() - 1,
@@ -37,15 +37,15 @@ impl Of {
 }
 
 /// A collective, and where what it gives is to be.
-struct Call {
+pub(super) struct Call {
     name: &'static str,
-    problem: collective::Problem<'static>,
+    pub problem: collective::Problem<'static>,
     received: RawTensor,
     to: RawTensor,
 }
 
 impl Call {
-    fn unpack<const N: usize>(&self, parts: &mut Parts<'_, N>) -> Result<()> {
+    pub fn unpack<const N: usize>(&self, parts: &mut Parts<'_, N>) -> Result<()> {
         if self.to.layout.is_contiguous() {
             return Ok(());
         }
@@ -58,14 +58,14 @@ impl Call {
 }
 
 /// What a rank has of a chunk, and the room of all ranks' chunks.
-struct Chunk {
-    own: RawTensor,
-    all: RawTensor,
+pub(super) struct Chunk {
+    pub own: RawTensor,
+    pub all: RawTensor,
 }
 
 impl Chunk {
     /// The first chunks of all ranks, which are in their order, and the second ones, which are in the opposite one.
-    fn of(order: Order, own: RawTensor, all: RawTensor) -> Result<(Chunk, Option<Chunk>)> {
+    pub fn of(order: Order, own: RawTensor, all: RawTensor) -> Result<(Chunk, Option<Chunk>)> {
         let half = |t: &RawTensor, second: bool| {
             let dim = Of::Rows.tokens(t);
             let tokens = t.layout.dim(dim) / 2;
@@ -172,60 +172,6 @@ impl<'a> Group<'a> {
         self.take(&own, &shape[..rank], parts)
     }
 
-    /// All keys and values of all tokens, of which these are this rank's, in the order of sequences.
-    pub fn gathered<const N: usize>(
-        &self,
-        [k, v]: [RawTensor; 2],
-        order: Order,
-        parts: &mut Parts<'a, N>,
-    ) -> Result<[RawTensor; 2]> {
-        let all = [
-            self.take_tokens("k", k, parts)?,
-            self.take_tokens("v", v, parts)?,
-        ];
-        if self.comm.size() == 1 {
-            return Ok(all);
-        }
-        let (first_k, second_k) = Chunk::of(order, k, all[0])?;
-        let (first_v, second_v) = Chunk::of(order, v, all[1])?;
-        self.push_gather(Kind::AllGather, [first_k, first_v], parts)?;
-        if let (Some(k), Some(v)) = (second_k, second_v) {
-            self.push_gather(Kind::GatherBackwards, [k, v], parts)?;
-        }
-        Ok(all)
-    }
-
-    /// Gathers chunks of keys and of values, in one launch: each has few bytes for what a launch takes.
-    fn push_gather<const N: usize>(
-        &self,
-        kind: Kind,
-        [k, v]: [Chunk; 2],
-        parts: &mut Parts<'a, N>,
-    ) -> Result<()> {
-        let taken = parts.taken();
-        let k = self.call(
-            "k",
-            kind,
-            [k.own, self.divided(&k.all, Of::Rows.tokens(&k.all))?],
-            parts,
-        )?;
-        let v = self.call(
-            "v",
-            kind,
-            [v.own, self.divided(&v.all, Of::Rows.tokens(&v.all))?],
-            parts,
-        )?;
-        let both = Both {
-            transport: self.comm.transport(),
-            problems: [k.problem, v.problem],
-        };
-        parts.push_both(both, names_of("k"))?;
-        k.unpack(parts)?;
-        v.unpack(parts)?;
-        parts.give_back(taken);
-        Ok(())
-    }
-
     /// Adds up what ranks have of all tokens, each to have the sum of its own.
     pub fn scatter<const N: usize>(
         &self,
@@ -312,7 +258,7 @@ impl<'a> Group<'a> {
     }
 
     /// A view whose first dimension is that of ranks, each of which has its part of dimension `dim`.
-    fn divided(&self, t: &RawTensor, dim: usize) -> Result<RawTensor> {
+    pub fn divided(&self, t: &RawTensor, dim: usize) -> Result<RawTensor> {
         let (layout, size) = (&t.layout, self.comm.size());
         let rank = layout.rank();
         let (mut shape, mut strides) = ([0; MAX_RANK], [0; MAX_RANK]);
@@ -349,7 +295,7 @@ impl<'a> Group<'a> {
     }
 
     /// A collective that is yet to be pushed, behind the copy that it sends.
-    fn call<const N: usize>(
+    pub fn call<const N: usize>(
         &self,
         name: &'static str,
         kind: Kind,
@@ -484,7 +430,7 @@ pub(super) fn entry(t: &RawTensor, index: usize) -> Result<RawTensor> {
 }
 
 /// What copies and collectives of a tensor call it.
-fn names_of(name: &'static str) -> Names {
+pub(super) fn names_of(name: &'static str) -> Names {
     macro_rules! names {
         ($($name:literal)*) => {
             match name {

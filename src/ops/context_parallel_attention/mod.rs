@@ -83,6 +83,7 @@ pub mod backward;
 mod blocks;
 mod check;
 mod exchange;
+mod gather;
 mod gathered;
 mod ring;
 
