@@ -77,6 +77,7 @@ pub(crate) struct Pair {
     /// Queries that lie behind the others in `q`, `out` and `lse`, and see no fewer keys.
     pub later: Problem,
     /// Tokens from the first of the others to the first of these.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // the GPU's launches of two
     pub distance: usize,
     /// Where the others are, their outputs and their `lse`; keys that they are given, and their windows.
     rows: (Rows, Rows, Option<Rows>),
