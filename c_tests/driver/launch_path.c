@@ -155,7 +155,7 @@ static void rows(void) {
   table.dweight = bf16(VOCAB, HIDDEN, -1, -1);
   CHECK_OK(unsloth_embedding_backward_workspace_size(ctx, &table, &table.workspace_size));
   table.workspace = memory(table.workspace_size);
-  // Ids of two digits, each counted and moved; where rows begin; rows and pieces; pieces joined.
+  // Ids of two digits: the first is counted, both are moved; rows and pieces; pieces joined.
   CHECK_PATH(unsloth_embedding_backward(ctx, &table, NULL), 5);
 
   unsloth_cast_params cast = UNSLOTH_CAST_PARAMS_INIT;
