@@ -321,7 +321,7 @@ mod tests {
             (rows.rank, rows.rows_per_launch(), length)
         };
         assert_eq!(lengthened([&a, &a]), (0, 1, 96));
-        assert_eq!(lengthened([&a, &b]), (2, 6, 16));
+        assert_eq!(lengthened([&a, &b]), (1, 6, 16));
         assert_eq!(lengthened([&a, &c]), (1, 2, 48));
         let single = Layout::strided(&[1, 16], &[99, 1]).unwrap();
         assert_eq!(lengthened([&single, &single]), (0, 1, 16));
