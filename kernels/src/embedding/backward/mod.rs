@@ -155,11 +155,14 @@ fn summing(kind: Kind, name: &str, dtypes: (Dtype, Dtype), vectors: bool) -> Res
     // Sums are added to f32 alone.
     let adds = out == Dtype::F32;
     let choices = choices(kind, dtype.code(), out.code(), width);
-    with_vector!(dtype, E, _N => with_vector!(out, O, _M => match width {
+    let kernel = with_vector!(dtype, E, _N => with_vector!(out, O, _M => match width {
         1 => kernel!(kind, E, O, Const<1>, adds, symbol, choices),
         4 => kernel!(kind, E, O, Const<4>, adds, symbol, choices),
         _ => kernel!(kind, E, O, Const<8>, adds, symbol, choices),
-    }))
+    }))?;
+    // Before Hopper the compiler spills to let more blocks run at once.
+    let spills = kind == Kind::Rows && width == 8;
+    Ok(if spills { kernel.for_blocks(2) } else { kernel })
 }
 
 /// Every form: those that sort; those that sum by the dtypes of dout and of the gradient, in
