@@ -319,7 +319,7 @@ pub mod embedding_backward {
     pub const LONG: u32 = 32;
     /// Vectors of a row whose pieces a block adds.
     pub const COLUMNS: u32 = 64;
-    /// Positions at which a row may begin that a block takes one after the other.
+    /// Sorted positions of a thread that sums the rows that begin there; their first vectors are loaded at once.
     pub const ROUNDS: u32 = 4;
     /// Rows of which a block zeroes those without positions.
     pub const ROWS: u32 = 32;
