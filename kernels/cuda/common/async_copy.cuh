@@ -13,15 +13,6 @@ __device__ __forceinline__ void start_copy(void *to, const void *from) {
                : "memory");
 }
 
-// The same of what nobody reads again, which the second cache gives up first.
-__device__ __forceinline__ void start_only_copy(void *to, const void *from) {
-  constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // as createpolicy has it
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                   shared_address(to)),
-               "l"(from), "l"(kEvictFirst)
-               : "memory");
-}
-
 // Makes one group of the copies that the thread started since the last; there may be none.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -77,7 +77,7 @@ impl Split {
         /// times as many. They start as others end, so that those that run are near each other in
         /// memory, however they drift apart. Of gradients each would leave shares of the weights'.
         const STEPS: usize = 5;
-        let rounds = if backward { 1 } else { 12 };
+        let rounds = if backward { 1 } else { 8 };
         let all = (steps[0] + steps[1]).max(1);
         let blocks = tokens.saturating_mul(all) / (STEPS * warps.max(1));
         let blocks = blocks.min(rounds * resident).max(resident);
@@ -255,11 +255,11 @@ mod tests {
             (512, [8, 2], true, [256, 106], [1, 0]),
             (2048, [8, 2], false, [819, 205], [2, 0]),
             (2048, [8, 2], true, [422, 106], [3, 0]),
-            (16_384, [8, 2], false, [5069, 1267], [2, 0]),
+            (16_384, [8, 2], false, [3379, 845], [2, 0]),
             (16_384, [8, 2], true, [422, 106], [3, 0]),
-            (16_384, [4, 2], false, [3277, 1638], [0, 0]),
+            (16_384, [4, 2], false, [2816, 1408], [0, 0]),
             (16_384, [4, 2], true, [352, 176], [1, 0]),
-            (16_384, [1000, 1], false, [6330, 6], [2, 0]),
+            (16_384, [1000, 1], false, [4220, 4], [2, 0]),
             (3, [0, 9], false, [0, 12], [0, 4]),
         ] {
             let expected = Split { blocks, parts_log2 };

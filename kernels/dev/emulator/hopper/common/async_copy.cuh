@@ -14,8 +14,6 @@ inline void start_copy(void *to, const void *from) {
   thread.late.push_back({to, from, thread.late_groups});
 }
 
-inline void start_only_copy(void *to, const void *from) { start_copy(to, from); }
-
 inline void commit_copies() { machine::block->self().late_groups++; }
 
 template <int kLater>
