@@ -245,7 +245,25 @@ macro_rules! elements {
     )*};
 }
 
-elements!(f32 => F32, f16 => F16, bf16 => Bf16, i32 => I32, i64 => I64, bool => Bool);
+elements!(f32 => F32, f16 => F16, bf16 => Bf16, i32 => I32, i64 => I64, bool => Bool, E4m3 => F8E4M3);
+
+/// An 8-bit float of 4 exponent bits with bias 7 and 3 of mantissa, by its bits: up to ±448, without
+/// infinities; `S.1111.111` is NaN (Micikevicius et al. 2022, "FP8 formats for deep learning").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct E4m3(u8);
+
+impl E4m3 {
+    /// The number with these bits.
+    pub const fn from_bits(bits: u8) -> E4m3 {
+        E4m3(bits)
+    }
+
+    /// Its bits.
+    pub const fn to_bits(self) -> u8 {
+        self.0
+    }
+}
 
 #[cfg(test)]
 mod tests {

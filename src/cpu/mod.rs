@@ -11,6 +11,7 @@ pub(crate) mod blocks;
 pub(crate) mod cast;
 pub(crate) mod collective;
 mod cross_entropy;
+mod e4m3;
 pub(crate) mod embedding;
 mod event;
 pub(crate) mod float;
