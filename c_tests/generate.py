@@ -27,6 +27,7 @@ ALL_NULL = {
 HANDLE_ALONE = {
     "unsloth_comm_abort": "SUCCESS",
     "unsloth_comm_error_get": "SUCCESS",
+    "unsloth_comm_memory_free": "SUCCESS",
     "unsloth_comm_warm_up": "SUCCESS",
     "unsloth_context_warm_up": "SUCCESS",
     "unsloth_event_record": "SUCCESS",

@@ -75,6 +75,14 @@ pub(crate) mod collective {
             match *self {}
         }
 
+        pub fn alloc(&self, _: &'static str, _: &Cuda, _: usize) -> Result<Option<*mut u8>> {
+            match *self {}
+        }
+
+        pub fn free(&self, _: &'static str, _: *mut u8) -> Result<bool> {
+            match *self {}
+        }
+
         pub fn abort(&self, _: &'static str) -> Result<()> {
             match *self {}
         }

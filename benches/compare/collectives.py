@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 from common import OURS, Record
+from ranks import in_group
 
 SIZES = [8 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20]
 CALLS, ROUNDS, REPLAYS = 20, 7, 1000
@@ -91,9 +92,11 @@ def pairs(ctx, comm, rank, ranks, elements):
     mine = torch.empty_like(part)
     add = ctx.library.constants["REDUCE_OP_SUM"]
     summed = torch.zeros_like(whole)
+    reached = in_group(ctx.library, comm, summed)
     return {
         "all_reduce": {
             OURS: lambda: ctx.all_reduce(comm=comm, op=add, x=summed),
+            f"{OURS} in the group's memory": lambda: ctx.all_reduce(comm=comm, op=add, x=reached),
             "torch": lambda: dist.all_reduce(summed),
         },
         "all_gather": {

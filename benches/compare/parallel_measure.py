@@ -188,21 +188,25 @@ def decode(r):
     x = numbers(r.device, torch.bfloat16, tokens, c["hidden"], seed=3)
     caches = []
 
-    def ours(c, of_rank, parallel):
+    def ours(c, of_rank, parallel, in_group=False):
         cache = Cache(r.ctx, c, "BF16", count, tokens)
         caches.append(cache)
         for rows in (x[:-1], x[-1:]):
-            hidden, normed = rows.clone(), torch.empty_like(rows)
+            hidden, normed = r.in_group(rows) if in_group else rows.clone(), torch.empty_like(rows)
             cache.extend(len(rows))
             calls = [call for i, w in enumerate(of_rank) for call in blocks(r.ctx, c, w, hidden, normed, parallel, **cache.of(i))]
             run_all(calls)()
         r.synchronize()
         return run_all(calls), hidden
 
-    made = {f"{OURS} one GPU": ours(c, all_weights, None), f"{OURS} tensor parallel": ours(own, parts, r.parallel())}
+    made = {
+        f"{OURS} one GPU": ours(c, all_weights, None),
+        f"{OURS} tensor parallel": ours(own, parts, r.parallel(), in_group=True),
+        f"{OURS} tensor parallel, sums in other memory": ours(own, parts, r.parallel()),
+    }
     contenders = {name: run for name, (run, _) in made.items()}
-    (_, one), (_, two) = made.values()
-    agree(r, "decoding", one, {"tensor parallel": two})
+    (_, one), *others = made.values()
+    agree(r, "decoding", one, {name: hidden for name, (_, hidden) in zip(list(made)[1:], others)})
     if r.cuda:
         contenders["torch one GPU"] = torch_step(c, all_weights, x[-1:], tokens, lambda t: t)
         contenders["torch tensor parallel"] = torch_step(own, parts, x[-1:], tokens, all_reduced)

@@ -32,6 +32,18 @@ class Told(list):
         super().append(text)
 
 
+def in_group(library, comm, tensor):
+    """A copy of a tensor in memory that a group gives, which ends with the group. Every rank makes it."""
+    pointer = ctypes.c_void_p()
+    library.call("comm_memory_alloc", comm, ctypes.c_size_t(tensor.nbytes), ctypes.byref(pointer))
+    if tensor.is_cuda:
+        view = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (pointer.value, False), "version": 3}
+        there = torch.as_tensor(type("There", (), {"__cuda_array_interface__": view})(), device=tensor.device)
+    else:
+        there = torch.frombuffer((ctypes.c_char * tensor.nbytes).from_address(pointer.value), dtype=torch.uint8)
+    return there.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 class Rank:
     """One of them, with a context and its part in the group. `found` are rows for the record, of the first rank;
     `wrong` what checks have found."""
@@ -59,6 +71,10 @@ class Rank:
 
     def parallel(self, **fields):
         return dict(comm=self.comm, **fields)
+
+    def in_group(self, tensor):
+        """A copy of it in memory that the group gives. Every rank makes it."""
+        return in_group(self.ctx.library, self.comm, tensor)
 
     def exchange(self, mine):
         """What every rank has, in their order."""

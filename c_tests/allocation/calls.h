@@ -137,6 +137,12 @@ static void comm_ready(void) {
   CHECK_OK(unsloth_comm_create(ctx, &of_comm, &comm));
 }
 
+static void *comm_memory;
+static void comm_memory_ready(void) {
+  comm_ready();
+  CHECK_OK(unsloth_comm_memory_alloc(comm, 64, &comm_memory));
+}
+
 static unsloth_all_reduce_params all_reduce;
 static void all_reduce_ready(void) {
   comm_ready();
@@ -1207,6 +1213,8 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(comm_create, comm_params_ready, ask_unsloth_comm_create, (), OK)                               \
   X(comm_info, comm_ready, unsloth_comm_info_get, (comm, &comm_info), OK)                          \
   X(comm_warm_up, comm_ready, unsloth_comm_warm_up, (comm, NULL), OK)                              \
+  X(comm_memory, comm_ready, unsloth_comm_memory_alloc, (comm, 64, &comm_memory), OK)              \
+  X(comm_memory_free, comm_memory_ready, unsloth_comm_memory_free, (comm, comm_memory), OK)        \
   X(comm_error, comm_ready, unsloth_comm_error_get, (comm), OK)                                    \
   X(comm_abort, comm_ready, unsloth_comm_abort, (comm), OK)                                        \
   X(comm_destroy, comm_ready, unsloth_comm_destroy, (comm), OK)                                    \

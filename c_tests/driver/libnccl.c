@@ -2,6 +2,7 @@
 // was asked. Functions that a version lacks are not found through `nccl_symbol`.
 #include "nccl.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 nccl_state nccl = {.version = 22803, .size = 4, .rank = 1};
@@ -160,6 +161,40 @@ int ncclRecv(void *out, size_t count, int dtype, int from, void *comm, void *str
   return moved("ncclRecv", NULL, out, count, dtype, -1, from, comm, stream);
 }
 
+int ncclMemAlloc(void **memory, size_t size);
+int ncclMemAlloc(void **memory, size_t size) {
+  const int status = failing("ncclMemAlloc");
+  if (status != 0) return status;
+  *memory = aligned_alloc(4096, size);
+  nccl.memories++;
+  return 0;
+}
+
+int ncclMemFree(void *memory);
+int ncclMemFree(void *memory) {
+  free(memory);
+  nccl.memories--;
+  return failing("ncclMemFree");
+}
+
+int ncclCommWindowRegister(void *comm, void *memory, size_t size, void **window, int flags);
+int ncclCommWindowRegister(void *comm, void *memory, size_t size, void **window, int flags) {
+  const int status = failing("ncclCommWindowRegister");
+  if (status != 0) return status;
+  if (!known(comm) || flags != 1) return INVALID_ARGUMENT;
+  *window = memory;
+  nccl.registered = size;
+  nccl.windows++;
+  return 0;
+}
+
+int ncclCommWindowDeregister(void *comm, void *window);
+int ncclCommWindowDeregister(void *comm, void *window) {
+  if (!known(comm) || window == NULL) return INVALID_ARGUMENT;
+  nccl.windows--;
+  return failing("ncclCommWindowDeregister");
+}
+
 void *nccl_symbol(void *user, const char *name) {
   // ISO C has no conversion of a function's address to an object's.
   typedef void (*function)(void);
@@ -173,16 +208,30 @@ void *nccl_symbol(void *user, const char *name) {
     function address;
     int since;
   } symbols[] = {
-      OF(ncclGetVersion),    OF(ncclGetErrorString),
-      OF(ncclGetUniqueId),   OF(ncclCommInitRank),
-      OF(ncclCommDestroy),   OF(ncclCommCount),
-      OF(ncclCommUserRank),  OF(ncclCommCuDevice),
-      OF(ncclAllReduce),     OF(ncclReduce),
-      OF(ncclBroadcast),     OF(ncclAllGather),
-      OF(ncclReduceScatter), OF(ncclGroupStart),
-      OF(ncclGroupEnd),      SINCE(ncclCommAbort, 2400),
-      SINCE(ncclSend, 2700), SINCE(ncclCommGetAsyncError, 2400),
-      SINCE(ncclRecv, 2700), SINCE(ncclGetLastError, 21300),
+      OF(ncclGetVersion),
+      OF(ncclGetErrorString),
+      OF(ncclGetUniqueId),
+      OF(ncclCommInitRank),
+      OF(ncclCommDestroy),
+      OF(ncclCommCount),
+      OF(ncclCommUserRank),
+      OF(ncclCommCuDevice),
+      OF(ncclAllReduce),
+      OF(ncclReduce),
+      OF(ncclBroadcast),
+      OF(ncclAllGather),
+      OF(ncclReduceScatter),
+      OF(ncclGroupStart),
+      OF(ncclGroupEnd),
+      SINCE(ncclCommAbort, 2400),
+      SINCE(ncclSend, 2700),
+      SINCE(ncclCommGetAsyncError, 2400),
+      SINCE(ncclRecv, 2700),
+      SINCE(ncclGetLastError, 21300),
+      SINCE(ncclMemAlloc, 21900),
+      SINCE(ncclMemFree, 21900),
+      SINCE(ncclCommWindowRegister, 22700),
+      SINCE(ncclCommWindowDeregister, 22700),
   };
   if (user != &nccl) return NULL;
   for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {

@@ -30,6 +30,8 @@ typedef struct {
   int num_calls;
   int groups, depth;  // that were opened, and are open
   int made, destroyed, aborted;
+  int memories, windows;  // that there are
+  size_t registered;      // bytes of the last window
   int made_size, made_rank;
   char made_id[128];
 } nccl_state;

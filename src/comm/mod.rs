@@ -40,11 +40,13 @@
 //! # Ok::<(), unsloth::Error>(())
 //! ```
 
+mod memory;
 pub mod shard;
 pub mod tokens;
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use crate::backend::Stream;
@@ -174,6 +176,7 @@ pub struct Comm {
     kind: Kind,
     rank: usize,
     size: usize,
+    memory: Mutex<Vec<memory::Memory>>,
 }
 
 impl Comm {
@@ -247,6 +250,7 @@ impl Comm {
             kind,
             rank,
             size,
+            memory: Mutex::default(),
         }
     }
 
@@ -309,5 +313,11 @@ impl Comm {
 
     pub(crate) fn transport(&self) -> &Transport {
         &self.transport
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        self.release();
     }
 }

@@ -98,6 +98,22 @@ impl Transport {
         }
     }
 
+    /// Memory that other ranks reach, zeroed; `None` where that is no more than other memory.
+    pub fn alloc(&self, op: &'static str, ctx: &Context, size: usize) -> Result<Option<*mut u8>> {
+        match self {
+            Transport::Local(_) => Ok(None),
+            Transport::Nccl(comm) => comm.alloc(op, of_gpu(op, ctx)?, size),
+        }
+    }
+
+    /// Frees what [`Transport::alloc`] gave; whether it did give it.
+    pub fn free(&self, op: &'static str, memory: *mut u8) -> Result<bool> {
+        match self {
+            Transport::Local(_) => Ok(false),
+            Transport::Nccl(comm) => comm.free(op, memory),
+        }
+    }
+
     /// Breaks the group.
     pub fn abort(&self, op: &'static str) -> Result<()> {
         match self {

@@ -21,6 +21,19 @@ fn is_out_of_memory(result: &Result<()>) -> bool {
 }
 
 impl Cuda {
+    /// Writes zeros, and waits for them. A context is current.
+    ///
+    /// # Safety
+    /// The range is allocated, and nobody else uses it.
+    pub unsafe fn zero(&self, op: &'static str, ptr: CUdeviceptr, bytes: usize) -> Result<()> {
+        let driver = self.resources.primary.driver;
+        // SAFETY: the caller's promise; the stream is this device's own.
+        unsafe {
+            driver.memset(op, ptr, 0, bytes, self.internal)?;
+            driver.stream_synchronize(op, self.internal)
+        }
+    }
+
     /// Tries to allocate, again without what the pool keeps if there is too little memory.
     fn allocate(
         &self,
@@ -71,7 +84,6 @@ impl Device for Cuda {
     /// to NCCL and to other processes, too.
     fn alloc(&self, op: &'static str, size: usize) -> Result<Allocation> {
         let driver = self.resources.primary.driver;
-        let internal = self.internal;
         let _entered = self.resources.primary.enter(op)?;
         // The caller gets an address even for zero bytes, for which the driver has none.
         let bytes = size.max(1);
@@ -79,10 +91,7 @@ impl Device for Cuda {
         // SAFETY: `ptr` is valid for a write, and a context is current; the range was just allocated.
         unsafe {
             self.allocate(op, size, || driver.mem_alloc(op, &mut ptr, bytes))?;
-            let zeroed = driver
-                .memset(op, ptr, 0, bytes, internal)
-                .and_then(|()| driver.stream_synchronize(op, internal));
-            if let Err(error) = zeroed {
+            if let Err(error) = self.zero(op, ptr, bytes) {
                 let _ = driver.mem_free(op, ptr);
                 return Err(error);
             }

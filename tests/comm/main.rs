@@ -8,6 +8,7 @@ mod collectives;
 mod context_parallel;
 mod failures;
 mod group;
+mod memory;
 mod misuse;
 mod parallel;
 mod pipeline;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -25,6 +26,37 @@ struct Group {
     parallel.comm = comm;
     return parallel;
   }
+};
+
+// Memory that a group gives its ranks, for the sums of few rows. Every rank makes as much, in the
+// same order.
+class GroupMemory {
+ public:
+  GroupMemory() = default;
+  GroupMemory(const Group &group, size_t bytes) : comm_(group.comm) {
+    check(unsloth_comm_memory_alloc(comm_, bytes, &data_));
+  }
+  GroupMemory(const GroupMemory &) = delete;
+  GroupMemory &operator=(const GroupMemory &) = delete;
+  GroupMemory(GroupMemory &&other) noexcept { swap(other); }
+  GroupMemory &operator=(GroupMemory &&other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~GroupMemory() {
+    if (data_ != nullptr) unsloth_comm_memory_free(comm_, data_);
+  }
+
+  void *data() const { return data_; }
+
+ private:
+  void swap(GroupMemory &other) noexcept {
+    std::swap(comm_, other.comm_);
+    std::swap(data_, other.data_);
+  }
+
+  unsloth_comm *comm_ = nullptr;
+  void *data_ = nullptr;
 };
 
 // One rank, whose others are processes like this one; each has a GPU.

@@ -65,6 +65,9 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
   ids_ = Buffer(context(), max_rows_ * sizeof(TokenId));
   hidden_ = Buffer(context(), hidden_bytes);
   normalized_ = Buffer(context(), hidden_bytes);
+  if (tensor_ranks() > 1) {
+    token_ = GroupMemory(model.ranks().tensor, hidden_size * element_size(dtype_));
+  }
   if (model.ranks().has_output()) {
     of_ranks_.resize(max_logit_rows_ * tensor_ranks() * model.vocabulary().most);
     logits_ = Buffer(context(), of_ranks_.size() * sizeof(float));
@@ -164,7 +167,7 @@ void Session::queue_embedding(size_t count) {
   unsloth_embedding_params embedding = UNSLOTH_EMBEDDING_PARAMS_INIT;
   embedding.table = model_->embedding();
   embedding.ids = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
-  embedding.out = hidden_rows(hidden_, 0, count);
+  embedding.out = hidden_rows(0, count);
   if (tensor_ranks() > 1) {
     embedding.parallel = model_->ranks().tensor.parallel();
     embedding.vocab_begin = static_cast<int64_t>(model_->vocabulary().begin);
@@ -175,8 +178,8 @@ void Session::queue_embedding(size_t count) {
 
 void Session::queue_layers(size_t count) {
   const Ranks &ranks = model_->ranks();
-  const unsloth_tensor hidden = hidden_rows(hidden_, 0, count);
-  const unsloth_tensor normalized = hidden_rows(normalized_, 0, count);
+  const unsloth_tensor hidden = hidden_rows(0, count);
+  const unsloth_tensor normalized = normalized_rows(0, count);
   if (ranks.has_embedding()) {
     queue_embedding(count);
   } else {
@@ -386,7 +389,7 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.rotation = rotation(config, model_->rope_factors());
   params.cache = cache_.get();
   params.layer = static_cast<int64_t>(layer);
-  params.x = hidden_rows(normalized_, 0, count);
+  params.x = normalized_rows(0, count);
   params.qkv_weight = weights.qkv;
   params.qkv_bias = weights.qkv_bias;
   params.q_weight = weights.q;
@@ -397,7 +400,7 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.v_bias = weights.v_bias;
   params.out_weight = weights.attention_output;
   params.out_bias = weights.attention_output_bias;
-  params.residual = hidden_rows(hidden_, 0, count);
+  params.residual = hidden_rows(0, count);
   params.out = params.residual;
   params.parallel = model_->ranks().tensor.parallel();
   params.workspace = workspace_.data();
@@ -406,8 +409,8 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
 }
 
 ContextParallel::Call Session::call(size_t rows) const {
-  return {cache_.get(), hidden_rows(normalized_, 0, rows), hidden_rows(hidden_, 0, rows),
-          workspace_.data(), workspace_.bytes()};
+  return {cache_.get(), normalized_rows(0, rows), hidden_rows(0, rows), workspace_.data(),
+          workspace_.bytes()};
 }
 
 // hidden += mlp(normalized), of `count` rows from `first` on
@@ -415,11 +418,11 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t first, size_t count)
   const LayerWeights &weights = model_->layers()[layer];
   unsloth_mlp_params params = UNSLOTH_MLP_PARAMS_INIT;
   params.activation = UNSLOTH_ACTIVATION_SILU;
-  params.x = hidden_rows(normalized_, first, count);
+  params.x = normalized_rows(first, count);
   params.gate_weight = weights.gate;
   params.up_weight = weights.up;
   params.down_weight = weights.down;
-  params.residual = hidden_rows(hidden_, first, count);
+  params.residual = hidden_rows(first, count);
   params.out = params.residual;
   params.parallel = model_->ranks().tensor.parallel();
   params.workspace = workspace_.data();
@@ -431,7 +434,7 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t first, size_t count)
 // at its place.
 unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
   unsloth_linear_params params = UNSLOTH_LINEAR_PARAMS_INIT;
-  params.x = hidden_rows(normalized_, row, rows);
+  params.x = normalized_rows(row, rows);
   params.weight = model_->output();
   const VocabularyRows &own = model_->vocabulary();
   const uint64_t first = static_cast<uint64_t>(model_->ranks().tensor.rank) * rows * own.most;
@@ -442,10 +445,19 @@ unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
   return params;
 }
 
-// `count` rows of a buffer of hidden states from row `first` on.
-unsloth_tensor Session::hidden_rows(const Buffer &buffer, size_t first, size_t count) const {
+unsloth_tensor Session::hidden_rows(size_t first, size_t count) const {
+  const bool is_token = token_.data() != nullptr && num_rows_ == 1;
+  return rows_of(is_token ? token_.data() : hidden_.data(), first, count);
+}
+
+unsloth_tensor Session::normalized_rows(size_t first, size_t count) const {
+  return rows_of(normalized_.data(), first, count);
+}
+
+// `count` rows of hidden states from row `first` on.
+unsloth_tensor Session::rows_of(void *data, size_t first, size_t count) const {
   const uint64_t hidden = model_->config().hidden_size;
-  char *start = static_cast<char *>(buffer.data()) + first * hidden * element_size(dtype_);
+  char *start = static_cast<char *>(data) + first * hidden * element_size(dtype_);
   return unsloth::tensor(start, dtype_, {count, hidden});
 }
 

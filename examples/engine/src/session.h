@@ -76,7 +76,10 @@ class Session {
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
   unsloth_mlp_params mlp_params(size_t layer, size_t first, size_t count) const;
   unsloth_linear_params logits_params(size_t row, size_t rows) const;
-  unsloth_tensor hidden_rows(const Buffer &buffer, size_t first, size_t count) const;
+  // Rows of the residual stream, and of what blocks take in.
+  unsloth_tensor hidden_rows(size_t first, size_t count) const;
+  unsloth_tensor normalized_rows(size_t first, size_t count) const;
+  unsloth_tensor rows_of(void *data, size_t first, size_t count) const;
   ContextParallel::Call call(size_t rows) const;
   bool can_replay() const;
   // Those who divide layers or tokens, and thereby rows of logits; and who of them has the last
@@ -108,6 +111,7 @@ class Session {
   bool likeliest_is_known_ = false;  // whether likeliest_ is that token
   TokenId likeliest_ = 0;
   Buffer hidden_;      // the residual stream
+  GroupMemory token_;  // that of a step of one token, which ranks that divide weights add up
   Buffer normalized_;  // what a block, and at the end the output projection, takes in
   // Of each rank that divides the vocabulary in turn: rows of as many columns as the first one has
   // of the vocabulary.

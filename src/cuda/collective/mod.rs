@@ -6,6 +6,7 @@
 
 mod queue;
 mod side;
+mod windows;
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -23,6 +24,7 @@ use crate::error::{Error, Result, text};
 use crate::problem::collective::{Beside, Both, Call, Join, Kind, Parts, Problem, ReduceOp};
 use queue::{Queue, moved_as};
 use side::Side;
+use windows::Windows;
 
 /// A rank of a group of NCCL's.
 #[derive(Debug)]
@@ -39,6 +41,7 @@ pub(crate) struct Comm {
     turn: Mutex<()>,
     /// Used in turn, too.
     side: Side,
+    windows: Windows,
 }
 
 // SAFETY: handles of NCCL's and of the driver's, which any thread may use, in turn where it matters.
@@ -81,6 +84,7 @@ impl Cuda {
             primary,
             turn: Mutex::new(()),
             side,
+            windows: Windows::default(),
         })
     }
 
@@ -121,6 +125,7 @@ impl Cuda {
             primary,
             turn: Mutex::new(()),
             side: Side::new(op, self)?,
+            windows: Windows::default(),
         })
     }
 
@@ -309,17 +314,19 @@ impl Drop for Comm {
     fn drop(&mut self) {
         const OP: &str = "comm_destroy";
         let comm = *self.comm.get_mut();
-        if self.lent || comm.is_null() {
+        let ends = !self.lent && !comm.is_null();
+        if !ends && self.windows.is_empty() {
             return;
         }
         let Ok(_entered) = self.primary.enter(OP) else {
             return;
         };
-        // SAFETY: made by `join`, and used by nobody else. Its work has run; at process exit the driver may
-        // have gone, which is no error here.
-        unsafe {
-            let _ = self.primary.driver.context_synchronize(OP);
-            (self.nccl.functions.comm_destroy)(comm);
+        // SAFETY: a context is current. At process exit the driver may have gone, which is no error here.
+        let _ = unsafe { self.primary.driver.context_synchronize(OP) };
+        self.end_windows(OP);
+        if ends {
+            // SAFETY: made by `join`, and used by nobody else; its work has run.
+            unsafe { (self.nccl.functions.comm_destroy)(comm) };
         }
     }
 }

@@ -30,6 +30,11 @@ pub(crate) const MIN: c_int = 3;
 /// Since 2.10.
 pub(crate) const AVG: c_int = 4;
 
+/// `ncclWindow_t`, which is NULL where ranks do not reach each other's memory.
+pub(crate) type Window = *mut c_void;
+/// `NCCL_WIN_COLL_SYMMETRIC`, since 2.27: what ranks have at one offset of a window they reduce with each other.
+pub(crate) const SYMMETRIC: c_int = 1;
+
 macro_rules! functions {
     (
         always { $($method:ident = $symbol:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)* }
@@ -115,5 +120,10 @@ functions! {
     send = ncclSend(x: *const c_void, count: usize, dtype: c_int, to: c_int, comm: Comm, stream: Stream) -> Status;
     recv = ncclRecv(out: *mut c_void, count: usize, dtype: c_int, from: c_int, comm: Comm, stream: Stream) -> Status;
     last_error = ncclGetLastError(comm: Comm) -> *const c_char;
+    mem_alloc = ncclMemAlloc(memory: *mut *mut c_void, size: usize) -> Status;
+    mem_free = ncclMemFree(memory: *mut c_void) -> Status;
+    window_register = ncclCommWindowRegister(comm: Comm, memory: *mut c_void, size: usize, window: *mut Window,
+        flags: c_int) -> Status;
+    window_deregister = ncclCommWindowDeregister(comm: Comm, window: Window) -> Status;
     }
 }

@@ -1,0 +1,111 @@
+//! Memory for what ranks add up.
+
+use std::ptr::NonNull;
+use std::sync::{MutexGuard, PoisonError};
+
+use super::Comm;
+use crate::error::{Error, Result, text};
+use crate::memory::Buffer;
+
+/// What a group has given out.
+#[derive(Debug)]
+pub(super) enum Memory {
+    /// Like any other of the context's.
+    Plain(Buffer),
+    /// The transport's, at this address, of so many bytes.
+    Reached(usize, u64),
+}
+
+impl Memory {
+    fn address(&self) -> usize {
+        match self {
+            Memory::Plain(buffer) => buffer.as_ptr().expose_provenance(),
+            Memory::Reached(address, _) => *address,
+        }
+    }
+}
+
+impl Comm {
+    /// Allocates `size` zeroed bytes on the group's device, aligned to [`Workspace::ALIGNMENT`] bytes,
+    /// for tensors of few bytes that ranks add up: NCCL of 2.27 and later reads them where they lie, and an
+    /// [`all_reduce`](crate::ops::all_reduce) of 8 KiB, and a layer's sums of a token, take two thirds of the time
+    /// where input and output are there. More than 64 KiB take as long as elsewhere or longer.
+    /// In local groups, and where NCCL is older, it is memory like any other.
+    ///
+    /// Every rank calls it, with one size, and it waits for all; not while a graph is captured. It counts as the context's.
+    /// Freed by [`Comm::free`], or with the group.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the context's limit would be passed; too little memory; the group is broken.
+    ///
+    /// [`Workspace::ALIGNMENT`]: crate::Workspace::ALIGNMENT
+    pub fn alloc(&self, size: usize) -> Result<NonNull<u8>> {
+        const OP: &str = "comm_memory_alloc";
+        let accountant = self.context.accountant();
+        let bytes = size as u64;
+        let mut all = self.memory();
+        all.try_reserve(1)
+            .map_err(|_| Error::out_of_host_memory(OP, size_of::<Memory>()))?;
+        accountant.reserve(OP, bytes)?;
+        let reached = self.transport.alloc(OP, &self.context, size);
+        let memory = match reached {
+            Ok(Some(memory)) => Memory::Reached(memory.expose_provenance(), bytes),
+            other => {
+                accountant.release(bytes);
+                other?;
+                let plain = Buffer::new(&self.context, size);
+                Memory::Plain(plain.map_err(|error| error.within(OP))?)
+            }
+        };
+        let address = std::ptr::with_exposed_provenance_mut(memory.address());
+        all.push(memory);
+        NonNull::new(address).ok_or_else(|| Error::Internal {
+            op: OP,
+            message: text!("was given no address"),
+        })
+    }
+
+    /// Frees memory that [`Comm::alloc`] gave, after all work queued on the device. Every rank calls it.
+    ///
+    /// # Errors
+    /// The group gave out no such memory; NCCL fails.
+    ///
+    /// # Safety
+    /// Nothing uses the memory afterwards.
+    pub unsafe fn free(&self, memory: NonNull<u8>) -> Result<()> {
+        const OP: &str = "comm_memory_free";
+        let found = {
+            let mut all = self.memory();
+            let at = all.iter().position(|m| m.address() == memory.addr().get());
+            at.map(|at| all.swap_remove(at))
+        };
+        match found {
+            None => {
+                let problem = text!("{memory:p} is no memory of this group");
+                Err(Error::invalid(OP, "ptr", problem))
+            }
+            Some(Memory::Plain(buffer)) => {
+                drop(buffer);
+                Ok(())
+            }
+            Some(Memory::Reached(_, bytes)) => {
+                self.context.accountant().release(bytes);
+                self.transport.free(OP, memory.as_ptr()).map(|_| ())
+            }
+        }
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Vec<Memory>> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes what is left out of the context's count: the transport frees it.
+    pub(super) fn release(&mut self) {
+        let left = self.memory.get_mut();
+        for memory in left.unwrap_or_else(PoisonError::into_inner).drain(..) {
+            if let Memory::Reached(_, bytes) = memory {
+                self.context.accountant().release(bytes);
+            }
+        }
+    }
+}
