@@ -365,8 +365,8 @@ pub unsafe extern "C" fn unsloth_comm_warm_up(
 
 /// Allocates `size` bytes on the group's device, aligned to 256 bytes, and writes the address to `ptr`. The contents are zero.
 /// For what ranks add up of few bytes, such as the hidden states of a step that makes a token: NCCL of 2.27 and later reads
-/// them at the other ranks where they lie. A sum whose input and output are there takes two thirds of the time up to
-/// 16 KiB; of more than 64 KiB as long as elsewhere, or longer. In a local group, and where NCCL is older, it is memory like
+/// them at the other ranks where they lie. A sum whose input and output are there takes a quarter to a third less
+/// time up to 16 KiB; of 64 KiB and more as long as elsewhere, or longer. In a local group, and where NCCL is older, it is memory like
 /// any other.
 ///
 /// Every rank calls it, with one size, and waits for all; not while a graph is captured. It counts as the context's. Freed with
