@@ -1,27 +1,12 @@
 // Memory of a group beside an NCCL that is none: what is registered, and that all of it ends,
 // whatever fails and in whatever order.
-#include "check.h"
-#include "driver.h"
-#include "nccl.h"
+#include "collective.h"
 
-enum { SKIPPED = 77, PAGE = 4096 };
+enum { PAGE = 4096 };
 
-static unsloth_context *ctx;
-
-static unsloth_comm_params of_group(void) {
-  unsloth_comm_params p = UNSLOTH_COMM_PARAMS_INIT;
-  p.kind = UNSLOTH_COMM_KIND_NCCL;
-  p.size = 2;
-  p.get_symbol = nccl_symbol;
-  p.user = &nccl;
-  return p;
-}
-
-static unsloth_comm *joined(void) {
+static void join(void) {
   unsloth_comm_params p = of_group();
-  unsloth_comm *comm = NULL;
   CHECK_OK(unsloth_comm_create(ctx, &p, &comm));
-  return comm;
 }
 
 static uint64_t in_use(void) {
@@ -37,8 +22,8 @@ static void none_left(uint64_t before) {
 // Whole pages of it are registered, and the bytes that were asked for are counted.
 static void registered(void) {
   const uint64_t before = in_use();
-  unsloth_comm *comm = joined();
   void *first = NULL, *second = NULL;
+  join();
   CHECK_OK(unsloth_comm_memory_alloc(comm, 1, &first));
   CHECK(nccl.memories == 1 && nccl.windows == 1 && nccl.registered == PAGE);
   CHECK_OK(unsloth_comm_memory_alloc(comm, PAGE + 1, &second));
@@ -56,8 +41,8 @@ static void registered(void) {
 
 static void failures(void) {
   const uint64_t before = in_use();
-  unsloth_comm *comm = joined();
   void *ptr = NULL;
+  join();
   nccl.status = 1;
   nccl.fails = "ncclMemAlloc";
   CHECK_FAILS(unsloth_comm_memory_alloc(comm, 64, &ptr), UNSLOTH_STATUS_COMM_ERROR,
@@ -86,7 +71,6 @@ static void failures(void) {
 static void lent(void) {
   const uint64_t before = in_use();
   unsloth_comm_params p = of_group();
-  unsloth_comm *comm = NULL;
   void *ptr = NULL;
   p.nccl_comm = nccl_foreign;
   CHECK_OK(unsloth_comm_create(ctx, &p, &comm));
@@ -99,9 +83,9 @@ static void lent(void) {
 // What has no windows gives memory of the device.
 static void old(void) {
   const uint64_t before = in_use();
-  nccl.version = 22608;
-  unsloth_comm *comm = joined();
   void *ptr = NULL;
+  nccl.version = 22608;
+  join();
   CHECK_OK(unsloth_comm_memory_alloc(comm, 64, &ptr));
   CHECK(ptr != NULL && nccl.memories == 0 && in_use() == before + 64);
   CHECK_OK(unsloth_comm_memory_free(comm, ptr));
@@ -110,19 +94,11 @@ static void old(void) {
   none_left(before);
 }
 
-int main(void) {
-  unsloth_context_params params = UNSLOTH_CONTEXT_PARAMS_INIT;
-  params.backend = UNSLOTH_BACKEND_CUDA;
-  const unsloth_status status = unsloth_context_create(&params, &ctx);
-  // A build for other architectures.
-  if (status == UNSLOTH_STATUS_UNSUPPORTED_DEVICE) return SKIPPED;
-  CHECK_OK(status);
-  nccl.rank = nccl.device = 0;
-  nccl.size = 2;
+static void all(void) {
   registered();
   failures();
   lent();
   old();
-  CHECK_OK(unsloth_context_destroy(ctx));
-  return 0;
 }
+
+int main(void) { return with_context(all); }
