@@ -675,13 +675,15 @@ FIELD(unsloth_kv_cache_batch, host_cu_seqlens, 592, 8);
 FIELD(unsloth_kv_cache_batch, host_positions, 600, 8);
 FIELD(unsloth_kv_cache_batch, host_block_table, 608, 8);
 
-STRUCT(unsloth_kv_cache_append_params, 776, 8);
+STRUCT(unsloth_kv_cache_append_params, 1048, 8);
 FIELD(unsloth_kv_cache_append_params, struct_size, 0, 4);
 FIELD(unsloth_kv_cache_append_params, rotate, 4, 4);
 FIELD(unsloth_kv_cache_append_params, layer, 8, 8);
 FIELD(unsloth_kv_cache_append_params, k, 16, 136);
 FIELD(unsloth_kv_cache_append_params, v, 152, 136);
 FIELD(unsloth_kv_cache_append_params, rotation, 288, 488);
+FIELD(unsloth_kv_cache_append_params, q, 776, 136);
+FIELD(unsloth_kv_cache_append_params, q_out, 912, 136);
 
 STRUCT(unsloth_kv_cache_stats, 120, 8);
 FIELD(unsloth_kv_cache_stats, struct_size, 0, 4);

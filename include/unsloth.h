@@ -3180,6 +3180,16 @@ typedef struct unsloth_kv_cache_append_params {
    * With `rotate`: how. A table must have every position of the batch.
    */
   struct unsloth_rotation rotation;
+  /**
+   * Optional, with `rotate`: queries of the new tokens `[num_tokens, num_heads, head_dim]`, any number of heads, of the dtype of `k`,
+   * any strides with a contiguous last dimension. They are rotated as the keys are, in the same launch, to `q_out`: the same bits as
+   * `unsloth_rope_forward` gives.
+   */
+  struct unsloth_tensor q;
+  /**
+   * Like `q`. Absent, or the same tensor as `q`: `q` is overwritten.
+   */
+  struct unsloth_tensor q_out;
 } unsloth_kv_cache_append_params;
 
 /**
@@ -6784,7 +6794,8 @@ unsloth_status unsloth_kv_cache_batch_get(struct unsloth_kv_cache *cache,
                                           struct unsloth_kv_cache_batch *batch);
 
 /**
- * Writes the keys and values of the current batch's new tokens to one layer's pages, on `stream`. Neither allocates nor
+ * Writes the keys and values of the current batch's new tokens to one layer's pages, and rotates their queries where they are there,
+ * on `stream`. Neither allocates nor
  * synchronises, and may be captured into a CUDA graph.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work

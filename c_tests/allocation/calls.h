@@ -685,6 +685,8 @@ static void append_ready(void) {
   append.v = in2(tokens, KV_HEADS * DIM);
   append.k = f32_tensor(append.k.data, tokens, KV_HEADS, DIM, -1);
   append.v = f32_tensor(append.v.data, tokens, KV_HEADS, DIM, -1);
+  append.q = in2(tokens, HEADS * DIM);
+  append.q = f32_tensor(append.q.data, tokens, HEADS, DIM, -1);
 }
 
 static void prepare_ready(void) {

@@ -527,6 +527,8 @@ static void cached(void) {
   append.k = bf16(SEQUENCES, KV_HEADS, DIM, -1);
   append.v = bf16(SEQUENCES, KV_HEADS, DIM, -1);
   CHECK_PATH(unsloth_kv_cache_append(cache, &append, NULL), 1);
+  append.q = bf16(SEQUENCES, HEADS, DIM, -1);
+  CHECK_PATH(unsloth_kv_cache_append(cache, &append, NULL), 1);
 
   unsloth_attention_params p = UNSLOTH_ATTENTION_PARAMS_INIT;
   p.causal = 1;
@@ -552,8 +554,8 @@ static void cached(void) {
   block.out = block.residual;
   CHECK_OK(unsloth_attention_block_workspace_size(ctx, &block, &block.workspace_size));
   block.workspace = memory(block.workspace_size);
-  // Three projections, queries rotated, keys rotated and stored with the values, attention, output.
-  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 7);
+  // Three projections, queries and keys rotated and keys and values stored, attention, output.
+  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 6);
   CHECK_OK(unsloth_kv_cache_destroy(cache));
 }
 

@@ -1,5 +1,5 @@
 //! Appending to the paged KV cache: one head of one new token is a row, copied or converted to its page. Keys and values go in one
-//! launch; keys may be rotated on their way.
+//! launch; keys may be rotated on their way, and with them the queries of the same tokens, which stay outside the cache.
 
 use contract::rotation::{MAX_PAIRS, Style};
 use cubecl::prelude::*;
@@ -22,6 +22,20 @@ struct Side {
     page: usize,
     slot: usize,
     page_head: usize,
+}
+
+/// Where rows of queries lie, in vectors.
+#[derive(CubeType, Clone, Copy)]
+struct Queries {
+    /// Of a row, as far as it is written: what does not turn stays where it is in place.
+    length: u32,
+    token: usize,
+    head: usize,
+    out_token: usize,
+    out_head: usize,
+    /// Of all tokens.
+    rows: u32,
+    heads: Divisor,
 }
 
 /// Copies or converts a row from vector `first` on; the first vector of each thread has been loaded.
@@ -112,8 +126,10 @@ fn place_of(
 fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     k: &Array<Vector<L, M>>,
     v: &Array<Vector<L, M>>,
+    q: &Array<Vector<L, M>>,
     k_pages: &mut Array<Vector<D, N>>,
     v_pages: &mut Array<Vector<D, N>>,
+    q_out: &mut Array<Vector<S, N>>,
     seq_lens: &Array<u32>,
     cu_seqlens: &Array<u32>,
     block_table: &Array<u32>,
@@ -129,6 +145,7 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     pages_per_sequence: usize,
     k_side: Side,
     v_side: Side,
+    queries: Queries,
     angles: AngleSource,
     per_head: u32,
     per_half: u32,
@@ -136,31 +153,49 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     #[comptime] style: Style,
 ) {
     let width = comptime!(N::value() as u32);
-    // Rows: every head of every token of the keys, then of the values.
+    // Rows: every head of every token of the keys, then of the values, then of the queries.
     let row_of_block = UNIT_POS_X / PER_ROW;
     let lane = UNIT_POS_X % PER_ROW;
     let row = CUBE_POS_X * comptime!(THREADS / PER_ROW) + row_of_block;
     let per_side = num_tokens * num_heads.size;
-    let is_value = row >= per_side;
+    let is_value = row >= per_side && row < 2 * per_side;
+    let is_query = row >= 2 * per_side;
     let mut of_side = row;
     if is_value {
         of_side = row - per_side;
     }
-    let token = divide(of_side, num_heads);
-    let head = of_side - token * num_heads.size;
+    let mut token = divide(of_side, num_heads);
+    let mut head = of_side - token * num_heads.size;
+    let mut rows = 2 * per_side;
+    if comptime!(style != Style::Plain) {
+        rows += queries.rows;
+        if is_query {
+            of_side = row - 2 * per_side;
+            token = divide(of_side, queries.heads);
+            head = of_side - token * queries.heads.size;
+        }
+    }
 
     // What is stored is on its way while its place is sought.
     let k_source = source_of(k_side, token, head);
     let v_source = source_of(v_side, token, head);
+    let q_source = token as usize * queries.token + head as usize * queries.head;
     // A pair of vectors, and one behind the rotated part.
     let mut loaded = Array::<Vector<L, M>>::new(3usize);
     if is_value {
-        if row < 2 * per_side && lane < v_side.length {
+        if lane < v_side.length {
             loaded[0] = v[v_source + lane as usize];
         }
     } else if comptime!(style == Style::Plain) {
-        if lane < k_side.length {
+        if row < per_side && lane < k_side.length {
             loaded[0] = k[k_source + lane as usize];
+        }
+    } else if is_query {
+        if row < rows && lane < per_head {
+            load_pairs(q, &mut loaded, q_source, lane, per_half, width, style);
+        }
+        if row < rows && rotated + lane < queries.length {
+            loaded[2] = q[q_source + (rotated + lane) as usize];
         }
     } else {
         if lane < per_head && k_side.length > 0 {
@@ -176,7 +211,7 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     let mut turns = SharedMemory::<f32>::new(comptime!(room as usize));
     let first = row_of_block * MAX_PAIRS;
     if comptime!(style != Style::Plain) {
-        if row < per_side && k_side.length > 0 {
+        if (row < per_side && k_side.length > 0) || (is_query && row < rows) {
             let position = i64::cast_from(positions[token as usize]);
             let mut pair = lane;
             while pair < angles.pairs {
@@ -247,6 +282,42 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
                 );
             }
         }
+    } else if comptime!(style != Style::Plain) {
+        if row < rows {
+            let target = token as usize * queries.out_token + head as usize * queries.out_head;
+            let mut vector = lane;
+            while vector < per_head {
+                store_turned::<S, S, N, L, M>(
+                    &loaded, q_out, target, vector, per_half, first, &turns, sines, style,
+                );
+                vector += PER_ROW;
+                if vector < per_head {
+                    load_pairs(q, &mut loaded, q_source, vector, per_half, width, style);
+                }
+            }
+            store::<S, S, N, L, M>(
+                q,
+                q_out,
+                loaded[2],
+                queries.length,
+                rotated,
+                q_source,
+                target,
+            );
+        }
+    }
+}
+
+fn queries(b: &mut Builder) -> QueriesExpand {
+    use ScalarType::{U32, U64};
+    QueriesExpand {
+        length: b.scalar("q_length", U32).into(),
+        token: b.scalar("q_token", U64).into(),
+        head: b.scalar("q_head", U64).into(),
+        out_token: b.scalar("q_out_token", U64).into(),
+        out_head: b.scalar("q_out_head", U64).into(),
+        rows: b.scalar("q_rows", U32).into(),
+        heads: rows::divisor(b, ["q_heads", "q_heads_multiplier", "q_heads_shift"]),
     }
 }
 
@@ -270,8 +341,12 @@ macro_rules! kernel {
         let word = $b.type_of::<u32>();
         let k = $b.read("k", from);
         let v = $b.read("v", from);
+        // The queries that are written may be those that are read.
+        let q = $b.write("q", from);
         let k_pages = $b.write("k_pages", to);
         let v_pages = $b.write("v_pages", to);
+        let turned = $b.type_of::<Vector<$s, $n>>();
+        let q_out = $b.write("q_out", turned);
         let seq_lens = $b.read("seq_lens", word);
         let cu_seqlens = $b.read("cu_seqlens", word);
         let block_table = $b.read("block_table", word);
@@ -311,6 +386,7 @@ macro_rules! kernel {
                 "v_page_head",
             ],
         );
+        let queries = queries(&mut $b);
         let angles = angle_source(&mut $b);
         let [per_head, per_half, rotated] =
             ["per_head", "per_half", "rotated"].map(|name| $b.scalar(name, ScalarType::U32));
@@ -318,8 +394,10 @@ macro_rules! kernel {
             $b.scope(),
             k.into(),
             v.into(),
+            q.into(),
             k_pages.into(),
             v_pages.into(),
+            q_out.into(),
             seq_lens.into(),
             cu_seqlens.into(),
             block_table.into(),
@@ -335,6 +413,7 @@ macro_rules! kernel {
             pages_per_sequence.into(),
             k_side,
             v_side,
+            queries,
             angles,
             per_head.into(),
             per_half.into(),

@@ -27,6 +27,7 @@ fn append(cpu: &Cpu, p: &Append) -> Result<()> {
     if num_tokens == 0 {
         return Ok(());
     }
+    let q_heads = p.q.as_ref().map_or(0, |(q, _)| q.layout.dim(1));
     let dims = p.k.layout.dim(2) + p.v.layout.dim(2);
     let rotator = match &p.rotation {
         // SAFETY: the rotation's tensors were checked, and are initialised as whoever made them has
@@ -35,7 +36,10 @@ fn append(cpu: &Cpu, p: &Append) -> Result<()> {
         None => None,
     };
     let half = rotator.as_ref().map_or(0, Rotator::half);
-    let cost = num_heads.saturating_mul(dims).saturating_add(32 * half);
+    let cost = num_heads
+        .saturating_mul(dims)
+        .saturating_add(q_heads.saturating_mul(p.k.layout.dim(2)))
+        .saturating_add(32 * half);
     cpu.for_each_range(num_tokens, cost, |tokens| {
         // SAFETY: the cache wrote its tables with this many entries, and is borrowed for the call.
         let slots = unsafe { Slots::new(p) };
@@ -140,10 +144,10 @@ unsafe fn store_rows(from: &RawTensor, pages: &RawTensor, token: usize, place: (
     }));
 }
 
-/// Writes the keys of one token, rotated.
+/// Writes the keys of one token, rotated, and turns its queries.
 ///
 /// # Safety
-/// As [`store_rows`].
+/// As [`store_rows`]; queries and their outputs have the token, and nothing else accesses these.
 #[inline(always)]
 unsafe fn rotate_rows(
     rotator: &Rotator,
@@ -165,6 +169,11 @@ unsafe fn rotate_rows(
                 pages.ptr.cast::<D>().wrapping_add(target),
             )
         };
+        let query = |(from, to): &(RawTensor, RawTensor), head: usize| {
+            let at = |t: &RawTensor| t.ptr.cast::<S>().wrapping_add(token_offset(t, (token, head)));
+            (at(from).cast_const(), at(to))
+        };
+        let q_heads = p.q.as_ref().map_or(0, |(q, _)| q.layout.dim(1));
         for part in rotator.parts() {
             rotator.angles(position, &part, scratch);
             for head in 0..num_heads {
@@ -172,11 +181,25 @@ unsafe fn rotate_rows(
                 // SAFETY: as in `store_rows`; a head has at least the components that turn.
                 unsafe { rotator.turn(source, target, &part, scratch) };
             }
+            if let Some(q) = &p.q {
+                for head in 0..q_heads {
+                    let (source, target) = query(q, head);
+                    // SAFETY: as above, of queries, which have the dtype of the keys.
+                    unsafe { rotator.turn(source, target, &part, scratch) };
+                }
+            }
         }
         for head in 0..num_heads {
             let (source, target) = row(head);
             // SAFETY: as above.
             unsafe { rotator.pass(source, target, dim) };
+        }
+        if let Some(q) = &p.q {
+            for head in 0..q_heads {
+                let (source, target) = query(q, head);
+                // SAFETY: as above.
+                unsafe { rotator.pass(source, target, dim) };
+            }
         }
     }));
 }

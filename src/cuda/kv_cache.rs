@@ -63,8 +63,10 @@ fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
         let vector = VECTOR / dtype.size().max(p.k_pages.dtype.size());
         let head_dim = p.k.layout.dim(2);
         let rotation = p.rotation.as_ref().filter(|_| keys);
+        let queries = p.q.as_ref().filter(|_| rotation.is_some());
         let fits = (!keys || in_vectors(&p.k, &p.k_pages, vector))
             && (!values || in_vectors(&p.v, &p.v_pages, vector))
+            && queries.is_none_or(|(q, q_out)| in_vectors(q, q_out, vector))
             && rotation.is_none_or(|r| rotation::fits(r, head_dim, vector));
         let width = if fits { vector } else { 1 };
         let style = rotation
@@ -73,12 +75,17 @@ fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
         let choices = [dtype as u32, p.k_pages.dtype as u32, style, width as u32];
         let kernel = cuda.kv_cache.get(choices)?;
         // Rows are counted in 31 bits.
-        let rows = check_blocks(OP, "k", 2 * num_tokens * num_heads)? as usize;
+        let q_heads = queries.map_or(0, |(q, _)| q.layout.dim(1));
+        let rows = (2 * num_heads).saturating_add(q_heads);
+        let rows = check_blocks(OP, "k", num_tokens.saturating_mul(rows))? as usize;
         let rows_per_block = kernel.choices.rows_per_block as usize;
         let blocks = check_blocks(OP, "k", rows.div_ceil(rows_per_block))?;
         let mut arguments = arguments(p, width, [keys, values]);
         if let Some(rotation) = rotation {
             rotate(&mut arguments, &Rotation::new(rotation, false, width));
+        }
+        if let Some(queries) = queries {
+            turn(&mut arguments, queries, width);
         }
         // SAFETY: the problem was checked, and the cache wrote the tables: every page is one of its own.
         unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
@@ -158,6 +165,26 @@ fn rotate(arguments: &mut Arguments, rotation: &Rotation) {
     arguments.per_half = rotation.per_half;
     arguments.rotated = rotation.rotated;
     arguments.frequencies = rotation.frequencies;
+}
+
+/// Adds the queries that turn with the keys.
+fn turn(arguments: &mut Arguments, (q, q_out): &(RawTensor, RawTensor), width: usize) {
+    let stride = |t: &RawTensor, dim: usize| (t.layout.stride(dim) / width) as u64;
+    let heads = Divisor::new(q.layout.dim(1).max(1));
+    arguments.q = q.ptr.addr() as u64;
+    arguments.q_out = q_out.ptr.addr() as u64;
+    arguments.q_length = match q.same_as(q_out) {
+        true => arguments.rotated,
+        false => (q.layout.dim(2) / width) as u32,
+    };
+    arguments.q_token = stride(q, 0);
+    arguments.q_head = stride(q, 1);
+    arguments.q_out_token = stride(q_out, 0);
+    arguments.q_out_head = stride(q_out, 1);
+    arguments.q_rows = (q.layout.dim(0) * q.layout.dim(1)) as u32;
+    arguments.q_heads = heads.size;
+    arguments.q_heads_multiplier = heads.multiplier;
+    arguments.q_heads_shift = heads.shift;
 }
 
 /// Queues copies of whole pages, in every layer.

@@ -12,7 +12,7 @@ use crate::ffi::handle::Table;
 use crate::ffi::params::{self, params};
 use crate::ffi::rope::unsloth_rotation;
 use crate::ffi::status::unsloth_status;
-use crate::ffi::tensor::{implemented, unsloth_dtype, unsloth_tensor};
+use crate::ffi::tensor::{implemented, in_out, unsloth_dtype, unsloth_tensor};
 use crate::ffi::{check_out, check_pointer, count, flag, guard, stream_from, unsloth_stream};
 use crate::kv_cache::{Append, Config, KvCache, PageLayout, SequenceId};
 
@@ -80,8 +80,14 @@ pub struct unsloth_kv_cache_append_params {
     pub v: unsloth_tensor,
     /// With `rotate`: how. A table must have every position of the batch.
     pub rotation: unsloth_rotation,
+    /// Optional, with `rotate`: queries of the new tokens `[num_tokens, num_heads, head_dim]`, any number of heads, of the dtype of `k`,
+    /// any strides with a contiguous last dimension. They are rotated as the keys are, in the same launch, to `q_out`: the same bits as
+    /// `unsloth_rope_forward` gives.
+    pub q: unsloth_tensor,
+    /// Like `q`. Absent, or the same tensor as `q`: `q` is overwritten.
+    pub q_out: unsloth_tensor,
 }
-params!(unsloth_kv_cache_append_params, [k, v, rotation]);
+params!(unsloth_kv_cache_append_params, [k, v, rotation, q, q_out]);
 
 /// The current batch, in the order it was given in. Tensors are i32, on the context's device, and stay at their addresses for the
 /// life of the cache; each `unsloth_kv_cache_extend` changes their contents.
@@ -363,7 +369,8 @@ pub unsafe extern "C" fn unsloth_kv_cache_batch_get(
     })
 }
 
-/// Writes the keys and values of the current batch's new tokens to one layer's pages, on `stream`. Neither allocates nor
+/// Writes the keys and values of the current batch's new tokens to one layer's pages, and rotates their queries where they are there,
+/// on `stream`. Neither allocates nor
 /// synchronises, and may be captured into a CUDA graph.
 ///
 /// # Safety
@@ -385,6 +392,7 @@ pub unsafe extern "C" fn unsloth_kv_cache_append(
                 layer: count(OP, "layer", p.layer)?,
                 k: p.k.input(OP, "k")?,
                 v: p.v.input(OP, "v")?,
+                q: in_out(OP, ("q", "q_out"), &p.q, &p.q_out)?,
                 rotation: match flag(OP, "rotate", p.rotate)? {
                     false => None,
                     true => Some(p.rotation.read(OP)?),

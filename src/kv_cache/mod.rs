@@ -18,6 +18,7 @@
 //!         layer: 0,
 //!         k: TensorRef::from_slice(&k, &[2, 1, 4])?,
 //!         v: TensorRef::from_slice(&v, &[2, 1, 4])?,
+//!         q: None,
 //!         rotation: None,
 //!     },
 //!     Stream::DEFAULT,
@@ -52,7 +53,7 @@ use crate::memory::Buffer;
 use crate::ops::attention;
 use crate::ops::rope::Rotation;
 use crate::ops::{kv_cache as ops, operation};
-use crate::tensor::{RawTensor, TensorMut, TensorRef};
+use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef};
 use batch::Step;
 use growth::Growth;
 use pages::Pages;
@@ -83,7 +84,7 @@ pub struct KvCache {
 }
 
 /// Arguments of [`KvCache::append`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Append<'a> {
     /// The layer.
     pub layer: usize,
@@ -92,6 +93,10 @@ pub struct Append<'a> {
     pub k: TensorRef<'a>,
     /// Values `[num_tokens, num_kv_heads, v_head_dim]`, otherwise like `k`.
     pub v: TensorRef<'a>,
+    /// Queries of the new tokens and where they go once they are rotated as the keys are, in the same launch: of the dtype of `k`,
+    /// `[num_tokens, num_heads, head_dim]` with any number of heads; strided, contiguous in the last dimension. Only with `rotation`;
+    /// the same bits as [`rope`](crate::ops::rope) gives.
+    pub q: Option<InOut<'a>>,
     /// Rotates keys by their tokens' positions, in f32, before they are rounded to the cache's dtype; `None` if they are rotated
     /// already, or never.
     pub rotation: Option<Rotation<'a>>,
@@ -336,6 +341,7 @@ impl KvCache {
             layer: self.lent("kv_cache_append", params.layer)?,
             k: params.k,
             v: params.v,
+            q: params.q.as_ref(),
             rotation: params.rotation,
         };
         operation::launch(self.context(), &append, stream)

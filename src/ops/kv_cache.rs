@@ -7,11 +7,11 @@ use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::ops::attention::{self, PageLayout};
-use crate::ops::check::Arg;
+use crate::ops::check::{self, Arg};
 use crate::ops::operation::{Operation, Tensors};
 use crate::ops::rope::Rotation;
 use crate::problem::{self, kv_cache as problems};
-use crate::tensor::{RawTensor, TensorMut, TensorRef};
+use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef};
 
 /// The tables of a cache's current batch, in the order of the list given to
 /// [`KvCache::extend`](crate::KvCache::extend). Tensors are on the context's device, i32; slices are their copies
@@ -113,11 +113,13 @@ impl Layer<'_> {
         tensors.own(PAGES, self.v_pages);
     }
 
-    /// Validates an append of new keys and values to it, on behalf of `op`.
+    /// Validates an append of new keys and values to it, on behalf of `op`, and the rotation of queries with
+    /// the keys.
     pub(crate) fn append(
         &self,
         op: &'static str,
         (k, v): (RawTensor, RawTensor),
+        q: Option<&InOut<'_>>,
         rotation: Option<&Rotation<'_>>,
     ) -> Result<problems::Append> {
         for (name, t, dim) in [("k", &k, self.head_dim), ("v", &v, self.v_head_dim)] {
@@ -126,6 +128,20 @@ impl Layer<'_> {
                 .dtype(DType::FLOATS)?
                 .shape(&[self.batch.num_tokens, self.num_kv_heads, dim])?
                 .last_contiguous()?;
+        }
+        if let Some(pair) = q {
+            if rotation.is_none() {
+                let problem = "is there without a rotation: queries are only rotated";
+                return Err(Error::invalid(op, "q", problem));
+            }
+            let input = pair.input();
+            let q = Arg::new(op, "q", &input).rank(&[3])?;
+            q.dtype_of(Arg::new(op, "k", &k))?.shape(&[
+                self.batch.num_tokens,
+                input.layout.dim(1),
+                self.head_dim,
+            ])?;
+            check::in_out(op, ("q", "q_out"), pair)?;
         }
         let rotation = match rotation {
             Some(rotation) => Some(self.rotation(op, rotation)?),
@@ -145,6 +161,7 @@ impl Layer<'_> {
             seq_lens: self.batch.seq_lens.raw(),
             cu_seqlens: self.batch.cu_seqlens.raw(),
             positions: self.batch.positions.raw(),
+            q: q.map(|pair| (pair.input(), pair.output())),
             rotation,
             block_table: self.batch.block_table.raw(),
         })
@@ -177,6 +194,8 @@ pub(crate) struct Params<'a> {
     pub k: TensorRef<'a>,
     /// `[num_tokens, num_kv_heads, v_head_dim]`.
     pub v: TensorRef<'a>,
+    /// `[num_tokens, num_heads, head_dim]`, rotated as the keys are.
+    pub q: Option<&'a InOut<'a>>,
     /// Of the keys.
     pub rotation: Option<Rotation<'a>>,
 }
@@ -188,12 +207,15 @@ impl Operation for Params<'_> {
     fn problem(&self) -> Result<problems::Append> {
         let rotation = self.rotation.as_ref();
         let tokens = (self.k.raw(), self.v.raw());
-        self.layer.append(Self::NAME, tokens, rotation)
+        self.layer.append(Self::NAME, tokens, self.q, rotation)
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
         tensors.read("k", &self.k);
         tensors.read("v", &self.v);
+        if let Some(q) = self.q {
+            tensors.in_out(("q", "q_out"), q);
+        }
         if let Some(rotation) = &self.rotation {
             rotation.tensors(tensors);
         }

@@ -22,6 +22,9 @@ pub(crate) struct Append {
     pub cu_seqlens: RawTensor,
     /// i32 `[num_tokens]`, contiguous: where the rotation finds each token's position.
     pub positions: RawTensor,
+    /// Queries of the same tokens and where they go once they are rotated as the keys are, of the dtype of `k`:
+    /// `[num_tokens, num_heads, head_dim]`. Only with a rotation.
+    pub q: Option<(RawTensor, RawTensor)>,
     /// Of the keys.
     pub rotation: Option<Rotation>,
     /// i32 `[num_sequences, max_pages_per_sequence]`, contiguous.

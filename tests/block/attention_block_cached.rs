@@ -143,6 +143,7 @@ fn cached_by_hand(
         layer,
         k: k.view(),
         v: v.view(),
+        q: None,
         rotation: Some(rotation),
     };
     cache.append(&append, Stream::DEFAULT).unwrap();

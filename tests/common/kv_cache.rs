@@ -56,6 +56,7 @@ pub fn append_all(ctx: &Context, cache: &mut KvCache, tokens: &[usize], dtype: D
             layer,
             k: k.view(),
             v: v.view(),
+            q: None,
             rotation: None,
         };
         cache.append(&params, Stream::DEFAULT).unwrap();

@@ -4,7 +4,7 @@ use crate::common::kv_cache::download;
 use crate::common::{FLOATS, TestTensor, contexts, rng};
 use unsloth::kv_cache::{Append, Config, KvCache};
 use unsloth::ops::rope::{self, Angles, Positions, Rotation, Style};
-use unsloth::{Context, DType, InOut, Layout, Stream, TensorRef};
+use unsloth::{Context, DType, InOut, Layout, Stream, TensorMut, TensorRef};
 
 /// `half` rounds an f32 to the nearest; from an f64 it looks at the upper half only and may take a
 /// number beside a tie for one.
@@ -39,6 +39,7 @@ fn append_converts_between_dtypes() {
                         layer: 0,
                         k: dk.view(),
                         v: dv.view(),
+                        q: None,
                         rotation: None,
                     };
                     cache.append(&params, Stream::DEFAULT).unwrap();
@@ -127,6 +128,7 @@ fn append_rotates_keys() {
                     layer: 0,
                     k,
                     v: rotated.view(),
+                    q: None,
                     rotation,
                 };
                 let before = params(rotated.view(), None);
@@ -135,6 +137,108 @@ fn append_rotates_keys() {
                 let fused = params(k.view(), Some(rotation));
                 cache.append(&fused, Stream::DEFAULT).unwrap();
                 assert_eq!(download(&ctx, &cache.layer(0).unwrap().0), expected);
+            }
+        }
+    }
+}
+
+/// Queries that turn with the keys get the bits that RoPE gives them: apart, in place beside keys and values of one packed tensor,
+/// in vectors and by element, in more parts than a row of threads has.
+#[test]
+fn append_rotates_queries() {
+    for ctx in contexts() {
+        for (given, stored) in [
+            (DType::F32, DType::F32),
+            (DType::Bf16, DType::Bf16),
+            (DType::F16, DType::F32),
+            (DType::F32, DType::Bf16),
+        ] {
+            for (style, dim, rotary_dim) in [
+                (Style::HalfSplit, 128, 0),
+                (Style::HalfSplit, 16, 6),
+                (Style::Interleaved, 40, 24),
+                (Style::HalfSplit, 512, 320),
+                (Style::Interleaved, 34, 0),
+            ] {
+                let (kv_heads, q_heads, num_tokens) = (2, 5, 7);
+                let rotation = Rotation {
+                    style,
+                    rotary_dim,
+                    ..Rotation::default()
+                };
+                let mut cache =
+                    KvCache::new(&ctx, &Config::new(1, kv_heads, dim, 6, stored)).unwrap();
+                let ids = [(); 2].map(|()| cache.create_sequence().unwrap());
+                cache.extend(&[(ids[0], 19)], Stream::DEFAULT).unwrap();
+                let batch = [(ids[1], 3), (ids[0], num_tokens - 3)];
+                cache.extend(&batch, Stream::DEFAULT).unwrap();
+                let columns = q_heads + 2 * kv_heads;
+                let layout = Layout::contiguous(&[num_tokens, columns, dim]).unwrap();
+                let all = TestTensor::normal(&mut rng(), given, layout).upload(&ctx);
+                let heads = |start, len| all.view().narrowed(1, start, len).unwrap();
+                let [q, k, v] = [
+                    (0, q_heads),
+                    (q_heads, kv_heads),
+                    (q_heads + kv_heads, kv_heads),
+                ]
+                .map(|(start, len)| heads(start, len));
+                let layout = Layout::contiguous(&[num_tokens, q_heads, dim]).unwrap();
+                let mut expected = TestTensor::poisoned(given, layout).upload(&ctx);
+                rope::forward(
+                    &ctx,
+                    &rope::Params {
+                        q: Some(InOut::Apart {
+                            input: q,
+                            output: expected.view_mut(),
+                        }),
+                        positions: Positions::PerToken(cache.batch().unwrap().positions),
+                        rotation,
+                        ..rope::Params::default()
+                    },
+                    Stream::DEFAULT,
+                )
+                .unwrap();
+                let expected = expected.download_output().values();
+                let alone = Append {
+                    layer: 0,
+                    k,
+                    v,
+                    q: None,
+                    rotation: Some(rotation),
+                };
+                cache.append(&alone, Stream::DEFAULT).unwrap();
+                let keys = download(&ctx, &cache.layer(0).unwrap().0);
+
+                let mut turned = TestTensor::poisoned(given, layout).upload(&ctx);
+                let apart = Append {
+                    q: Some(InOut::Apart {
+                        input: q,
+                        output: turned.view_mut(),
+                    }),
+                    ..alone
+                };
+                cache.append(&apart, Stream::DEFAULT).unwrap();
+                let case = format!("{given} {stored} {style:?} {dim} {rotary_dim}");
+                assert_eq!(turned.download_output().values(), expected, "{case}");
+                assert_eq!(download(&ctx, &cache.layer(0).unwrap().0), keys, "{case}");
+
+                let in_place = Append {
+                    layer: 0,
+                    k,
+                    v,
+                    // SAFETY: the heads of the queries, of memory that outlives the call; no other view of them is used by it.
+                    q: Some(InOut::InPlace(unsafe {
+                        TensorMut::from_raw(q.as_ptr().cast_mut(), given, *q.layout())
+                    })),
+                    rotation: Some(rotation),
+                };
+                cache.append(&in_place, Stream::DEFAULT).unwrap();
+                let packed = download(&ctx, &all.view());
+                let queries = packed
+                    .chunks_exact(columns * dim)
+                    .flat_map(|row| &row[..q_heads * dim]);
+                assert!(queries.eq(&expected), "{case}");
+                assert_eq!(download(&ctx, &cache.layer(0).unwrap().0), keys, "{case}");
             }
         }
     }
@@ -161,6 +265,7 @@ fn a_table_must_reach_the_batch() {
             layer: 0,
             k,
             v,
+            q: None,
             rotation,
         };
         match cache.append(&params, Stream::DEFAULT) {

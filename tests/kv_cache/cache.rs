@@ -55,6 +55,7 @@ fn attention_sees_what_is_held() {
                     layer: 0,
                     k: dk.view(),
                     v: dv.view(),
+                    q: None,
                     rotation: None,
                 };
                 cache.append(&append, Stream::DEFAULT).unwrap();
@@ -319,6 +320,7 @@ fn bad_calls_say_why() {
                     layer,
                     k,
                     v,
+                    q: None,
                     rotation: None,
                 },
                 Stream::DEFAULT,

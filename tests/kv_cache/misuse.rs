@@ -437,6 +437,36 @@ fn append() {
             INVALID,
             "kv_cache_append: rotary_dim is 6, above the head_dim 4",
         ),
+        (
+            Box::new(|p| p.q = p.k),
+            INVALID,
+            "kv_cache_append: q is there without a rotation: queries are only rotated",
+        ),
+        (
+            Box::new(|p| (p.rotate, p.q_out) = (1, p.k)),
+            INVALID,
+            "kv_cache_append: q is absent (rank 0), it is required",
+        ),
+        (
+            Box::new(|p| (p.rotate, p.q, p.q.dtype) = (1, p.k, DType::F16 as u32)),
+            INVALID,
+            "kv_cache_append: q has dtype f16, k has f32",
+        ),
+        (
+            Box::new(|p| (p.rotate, p.q, p.q.shape[0]) = (1, p.k, 1)),
+            INVALID,
+            "kv_cache_append: q has shape [1, 1, 4], expected [2, 1, 4]",
+        ),
+        (
+            Box::new(|p| (p.rotate, p.q, p.q_out, p.q_out.shape[1]) = (1, p.v, p.v, 2)),
+            INVALID,
+            "kv_cache_append: q_out has shape [2, 2, 4], q has [2, 1, 4]",
+        ),
+        (
+            Box::new(|p| (p.rotate, p.q) = (1, p.k)),
+            INVALID,
+            "kv_cache_append: q_out overlaps k",
+        ),
         (Box::new(|p| p.struct_size = 12), INVALID, ""),
     ];
     for (spoil, status, message) in cases {

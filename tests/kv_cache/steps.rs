@@ -136,6 +136,7 @@ mod captured {
                         layer,
                         k: keys.view(),
                         v: keys.view(),
+                        q: None,
                         rotation: None,
                     };
                     cache.append(&append, stream).unwrap();
@@ -179,6 +180,7 @@ mod captured {
                     layer,
                     k: k.view(),
                     v: v.view(),
+                    q: None,
                     rotation: None,
                 };
                 self.cache.append(&append, stream).unwrap();

@@ -246,13 +246,20 @@ impl Cache {
             };
             let mut arena = Arena::default();
             let rows = [batch.num_tokens, self.heads, self.dim];
-            let params = unsloth_kv_cache_append_params {
+            let mut params = unsloth_kv_cache_append_params {
                 struct_size: size_of::<unsloth_kv_cache_append_params>() as u32,
                 layer,
                 k: arena.tensor(input, UNSLOTH_DTYPE_F32, &rows),
                 v: arena.tensor(input, UNSLOTH_DTYPE_F32, &rows),
                 ..std::mem::zeroed()
             };
+            if input.one_in(2) {
+                params.rotate = u32::from(!input.one_in(8));
+                params.q = arena.tensor(input, UNSLOTH_DTYPE_F32, &rows);
+                if input.one_in(2) {
+                    params.q_out = arena.tensor(input, UNSLOTH_DTYPE_F32, &rows);
+                }
+            }
             passes(unsloth_kv_cache_append(self.handle, &params, none));
             assert!(arena.is_untouched());
 

@@ -6,7 +6,8 @@
 //! normalised and rotated, else [`rms_norm`](super::rms_norm) or [`rope`](super::rope), [`kv_cache`](crate::kv_cache) and
 //! [`attention`](super::attention), over a workspace that holds queries, keys and values of the new tokens side by side, and
 //! attention's output. Each operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one (on a GPU up
-//! to the order of sums, which depends on how tensors lie); with a cache keys are rotated in f32 on their way to the cache.
+//! to the order of sums, which depends on how tensors lie); with a cache keys are rotated in f32 on their way to the cache,
+//! and in the same launch the queries that were not normalised with their rotation.
 //!
 //! Without a cache tokens attend to those of the same call: plain self-attention, as in training or an encoder.
 //! With one the new tokens of the cache's current batch are appended to a layer and attend to everything their

@@ -22,7 +22,7 @@ const OF_ATTENDED_NORM: Names = &[
     ("weight_offset", "norm_weight_offset"),
     ("epsilon", "norm_epsilon"),
 ];
-const OF_APPEND: Names = &[("k", "x"), ("v", "x")];
+const OF_APPEND: Names = &[("q", "x"), ("k", "x"), ("v", "x")];
 pub(super) const OF_ATTENTION: Names = &[
     ("q", "x"),
     ("k", "x"),
@@ -85,7 +85,11 @@ impl<'p> Params<'p> {
             return Ok(());
         };
         let tokens = (views.heads(1)?.raw(), views.heads(2)?.raw());
-        let append = layer.append(OP, tokens, self.rotation.as_ref());
+        let q = match self.rotates_with_keys(&views.heads)? {
+            true => Some(InOut::InPlace(views.heads(0)?)),
+            false => None,
+        };
+        let append = layer.append(OP, tokens, q.as_ref(), self.rotation.as_ref());
         parts.push(append, OF_APPEND)
     }
 

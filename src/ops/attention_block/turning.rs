@@ -90,6 +90,11 @@ impl<'p> Params<'p> {
         Ok([q?, k?])
     }
 
+    /// Whether the cache rotates queries with the keys that it takes: those that were not normalised in the same pass.
+    pub(super) fn rotates_with_keys(&self, heads: &Heads) -> Result<bool> {
+        Ok(self.cache.is_some() && self.rotates(0) && !self.in_one_pass(heads)?[0])
+    }
+
     /// Where tokens stand, for the rotation.
     fn stand(&self) -> Positions<'p> {
         match &self.cache {
@@ -139,7 +144,8 @@ impl<'p> Params<'p> {
             parts.push(both.problem(), OF_ONE_PASS)?;
         }
         let of = |which: usize| {
-            let rotates = self.rotates(which) && !in_one_pass[which];
+            // A cache takes what is left of its tokens.
+            let rotates = self.rotates(which) && !in_one_pass[which] && self.cache.is_none();
             let pair = || match (&views.turned, self.norm(which)) {
                 // What was normalised lies there already.
                 (Some(turned), Some(_)) => Ok(InOut::InPlace(heads(turned, which)?)),
