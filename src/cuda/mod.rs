@@ -40,6 +40,7 @@ mod rows;
 mod staging;
 pub(crate) mod swiglu;
 mod table;
+mod tensor_map;
 mod tuning;
 mod warm_up;
 mod weight_repack;

@@ -9,7 +9,6 @@
 use contract::attention::{Mask, Part};
 
 use super::launch::{rows_of_keys, window};
-use super::tensor_map::{ALIGNMENT, COLUMNS, TensorMap};
 use super::{
     UNIT, has_fitting_sizes, has_fitting_strides, hides, mask, sizes_of_keys, sizes_of_queries,
 };
@@ -18,6 +17,7 @@ use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::Driver;
 use crate::cuda::images::attention_gradients::Arguments;
+use crate::cuda::tensor_map::{ALIGNMENT, COLUMNS, TensorMap};
 use crate::cuda::{Cuda, check_blocks};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};

@@ -4,13 +4,13 @@ use contract::attention::Mask;
 
 use super::super::OP;
 use super::choose;
-use super::tensor_map::{COLUMNS, TensorMap};
 use super::{Chunk, Plan, sizes_of_keys, sizes_of_queries};
 use crate::backend::Stream;
 use crate::cuda::Cuda;
 use crate::cuda::claims;
 use crate::cuda::driver::Driver;
 use crate::cuda::images::attention_forward::Arguments;
+use crate::cuda::tensor_map::{COLUMNS, TensorMap};
 use crate::cuda::tuning::Hopper;
 use crate::error::Result;
 use crate::problem::attention::{Keys, Problem, Queries, Rows};

@@ -7,13 +7,11 @@
 //! | [`decode`] | the same of few queries (`kernels/cuda/attention/decode`) |
 //! | [`gradients`] | the same of the backward pass (`kernels/cuda/attention/backward`) |
 //! | [`launch`] | tensor maps, the argument, the launch |
-//! | [`tensor_map`] | boxes of tensors as the copy engine wants them |
 
 mod choose;
 pub(super) mod decode;
 pub(super) mod gradients;
 mod launch;
-mod tensor_map;
 
 use contract::attention::Mask;
 
@@ -23,6 +21,7 @@ use crate::cuda::claims;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::attention_forward::Arguments;
+use crate::cuda::tensor_map;
 use crate::cuda::tuning::Hopper;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
