@@ -91,7 +91,7 @@ MISALIGNED = {
 TENSOR_MISUSE = [
     ("flags", "8", "INVALID_ARGUMENT", "{path}.flags"),
     ("quantization", "64", "UNSUPPORTED", "{path}.quantization"),
-    ("dtype", "UNSLOTH_DTYPE_F8E4M3", "UNSUPPORTED", "f8e4m3"),
+    ("dtype", "UNSLOTH_DTYPE_F8E5M2", "UNSUPPORTED", "f8e5m2"),
     ("data", "64", "INVALID_ARGUMENT", "has data but rank 0"),
 ]
 

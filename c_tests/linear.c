@@ -124,6 +124,32 @@ static void run_ternary(const test_device *device) {
   CHECK_OK(unsloth_memory_free(ctx, p.workspace));
 }
 
+// 8-bit floats and a scale for each row, by x as it is.
+static void run_e4m3(const test_device *device) {
+  enum { K = 5, N = 2 };
+  // 1, -2, 0.5, 448, 2^-9; 0, -0, 1.5, 0.25, 16.
+  static uint8_t codes[N][K] = {{0x38, 0xc0, 0x30, 0x7e, 0x01}, {0x00, 0x80, 0x3c, 0x28, 0x58}};
+  static float x[1][K] = {{3, 0.5f, 4, 1, 512}}, out[1][N];
+  float scales[N] = {0.5f, 2};
+  unsloth_context *ctx = device->ctx;
+  void *there = PUT(device, out);
+  unsloth_quantization quantization = UNSLOTH_QUANTIZATION_INIT;
+  quantization.scale = f32_tensor(PUT(device, scales), N, -1, -1, -1);
+  unsloth_linear_params p = UNSLOTH_LINEAR_PARAMS_INIT;
+  p.x = f32_tensor(PUT(device, x), 1, K, -1, -1);
+  p.weight = tensor(PUT(device, codes), UNSLOTH_DTYPE_F8E4M3, N, K, -1, -1);
+  p.weight.quantization = &quantization;
+  p.out = f32_tensor(there, 1, N, -1, -1);
+  CHECK_OK(unsloth_linear_workspace_size(ctx, &p, &p.workspace_size));
+  CHECK(device->is_cpu || p.workspace_size == 0);
+  CHECK_OK(unsloth_memory_alloc(ctx, p.workspace_size, &p.workspace));
+  CHECK_OK(unsloth_linear_forward(ctx, &p, NULL));
+  GET(device, out, there);
+  CHECK(out[0][0] == 0.5f * (3 - 1 + 2 + 448 + 1));
+  CHECK(out[0][1] == 2.0f * (6 + 0.25f + 512 * 16));
+  CHECK_OK(unsloth_memory_free(ctx, p.workspace));
+}
+
 // Gradients, those of the parameters twice: written, then added to.
 static void run_backward(const test_device *device) {
   static float dout[ROWS][OUT], x[ROWS][IN], weight[OUT][IN];
@@ -178,6 +204,7 @@ static void both(const test_device *device) {
   run(device);
   run_blocks(device);
   run_ternary(device);
+  run_e4m3(device);
   run_backward(device);
 }
 

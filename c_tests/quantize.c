@@ -44,6 +44,21 @@ static void run(const test_device *device) {
   for (int i = 0; i < N; i++) CHECK((packed[1][i % BYTES] >> 2 * (i / BYTES) & 3) == i % 3);
   CHECK(scale[1] == 3.0f && sum[1] == -1);
 
+  // 8-bit floats: the greatest becomes 448, which is 0x7e; sums they have none.
+  p.out = tensor(codes_there, UNSLOTH_DTYPE_F8E4M3, ROWS, N, -1, -1);
+  p.rule = UNSLOTH_QUANTIZE_ABSMAX;
+  CHECK_FAILS(unsloth_quantize_forward(ctx, &p, NULL), UNSLOTH_STATUS_UNSUPPORTED,
+              "quantize: sum is there, codes of f8e4m3 are no integers to be summed");
+  unsloth_tensor kept = p.sum;
+  memset(&p.sum, 0, sizeof p.sum);
+  CHECK_OK(unsloth_quantize_forward(ctx, &p, NULL));
+  p.sum = kept;
+  GET(device, codes, codes_there);
+  GET(device, scale, scale_there);
+  CHECK(scale[0] == 16.0f / 448.0f && scale[1] == 3.0f / 448.0f);
+  CHECK(codes[0][0] == -2 && codes[0][64] == 0);
+  for (int i = 0; i < N; i++) CHECK(codes[1][i] == (i % 3 == 0 ? -2 : i % 3 == 1 ? 0 : 0x7e));
+
   p.scale.shape[0] = 3;
   CHECK_FAILS(unsloth_quantize_forward(ctx, &p, NULL), UNSLOTH_STATUS_INVALID_ARGUMENT,
               "quantize: scale has shape [3], expected [1], [2], or [2] and a divisor of 128");

@@ -427,7 +427,7 @@ typedef struct unsloth_tensor {
 
 /**
  * How the elements of a tensor become numbers: `(element - zero) * scale`. The weights of
- * `linear`, `mlp` and `attention_block` may have one where they are i8 or ternary, with f32 scales
+ * `linear`, `mlp` and `attention_block` may have one where they are i8, ternary or f8e4m3, with f32 scales
  * `[s]`, contiguous, of which each is that of as many rows, and without `zero`. Everything else is
  * answered by `UNSLOTH_STATUS_UNSUPPORTED`.
  *
@@ -3421,6 +3421,9 @@ typedef struct unsloth_linear_params {
    * `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`.
    * Also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
    * greatest magnitude of each row, as `unsloth_quantize_forward` does, and integers are summed exactly.
+   * Also f8e4m3, with its scales in `quantization`: `x` is not rounded, and sums are scaled at their end. On CUDA that is so for
+   * up to 64 rows, on Hopper with an `x` of 16 bits for up to 3,072; of more, weights are scaled and then rounded to the dtype of
+   * `x`, as blocks are.
    */
   struct unsloth_tensor weight;
   /**
@@ -4420,7 +4423,7 @@ typedef struct unsloth_quantize_params {
    */
   uint32_t struct_size;
   /**
-   * `UNSLOTH_QUANTIZE_*`; for 8 bits 0.
+   * `UNSLOTH_QUANTIZE_*`; for i8 and f8e4m3 0.
    */
   unsloth_quantize_rule rule;
   /**
@@ -4428,7 +4431,7 @@ typedef struct unsloth_quantize_params {
    */
   struct unsloth_tensor x;
   /**
-   * The shape of `x`: i8, or ternary where `k` is a multiple of 128; any strides with a contiguous last dimension.
+   * The shape of `x`: i8, f8e4m3, or ternary where `k` is a multiple of 128; any strides with a contiguous last dimension.
    */
   struct unsloth_tensor out;
   /**
@@ -4439,7 +4442,7 @@ typedef struct unsloth_quantize_params {
   struct unsloth_tensor scale;
   /**
    * Optional: i32, contiguous, the sums of the codes (of ternary ones, -1 to 1) of what shares a scale, or of each row where one
-   * scale is for all.
+   * scale is for all. Codes of f8e4m3 are no integers, and have none.
    */
   struct unsloth_tensor sum;
   /**
@@ -5067,13 +5070,14 @@ typedef struct unsloth_weight_repack_params {
 #define UNSLOTH_DTYPE_BOOL 6
 
 /**
- * 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and
- * `F8E5M2` have a value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
+ * 8-bit float, 4 exponent bits with bias 7 and 3 of mantissa, up to 448, without infinities; 0x7f and
+ * 0xff are NaN. Weights may be of it, with a scale that lies apart: `unsloth_quantize_forward` writes both.
  */
 #define UNSLOTH_DTYPE_F8E4M3 7
 
 /**
- * 8-bit float, 5 exponent bits and 2 of mantissa.
+ * 8-bit float, 5 exponent bits and 2 of mantissa. It has a value and a layout; every operation answers
+ * `UNSLOTH_STATUS_UNSUPPORTED` for it.
  */
 #define UNSLOTH_DTYPE_F8E5M2 8
 
@@ -7005,7 +7009,8 @@ unsloth_status unsloth_linear_supported(struct unsloth_context *ctx,
  * the same product, whose sums may round differently. On CUDA a weight in blocks is decoded there if
  * `x` has more than 32 rows, and if it is f32 and has more than 24, or rows of more than 28672 elements,
  * or the weight has `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`: such a call needs room for it, or for 128 MiB of
- * it (256 of its rows, if these are more); and a weight that is i8 or ternary needs room for `x`, rounded to 8 bits.
+ * it (256 of its rows, if these are more); one that is f8e4m3, if `x` has more than 64 rows. A weight that is i8 or ternary needs
+ * room for `x`, rounded to 8 bits.
  * More rows may ask for less, so a caller with several sizes asks for each. The answer is for data
  * aligned to 16 bytes. Data pointers and the workspace are not looked at.
  *

@@ -24,7 +24,8 @@ pub enum DType {
     I64 = 5,
     /// One byte; zero is false, anything else is true.
     Bool = 6,
-    /// Reserved: 8-bit float, 4 exponent bits and 3 of mantissa, without infinities.
+    /// 8-bit float, 4 exponent bits and 3 of mantissa, without infinities ([`E4m3`]), whose scale lies
+    /// apart.
     F8E4M3 = 7,
     /// Reserved: 8-bit float, 5 exponent bits and 2 of mantissa.
     F8E5M2 = 8,
@@ -83,11 +84,14 @@ impl DType {
     ];
 
     /// The dtypes that have a name and a layout, and no operation yet.
-    pub const RESERVED: [DType; 2] = [DType::F8E4M3, DType::F8E5M2];
+    pub const RESERVED: [DType; 1] = [DType::F8E5M2];
 
     /// The dtypes of codes whose scales lie apart: what
     /// [`ops::quantize`](crate::ops::quantize) writes, and linear layers multiply.
-    pub const QUANTIZED: [DType; 2] = [DType::I8, DType::Ternary];
+    pub const QUANTIZED: [DType; 3] = [DType::I8, DType::Ternary, DType::F8E4M3];
+
+    /// Of these, integers, by which `x` is rounded to integers too.
+    pub const INTEGERS: [DType; 2] = [DType::I8, DType::Ternary];
 
     /// What a weight may be: the floats, and [`DType::BLOCKS`]. It is all of [`DType::MATRICES`] but what
     /// comes last there.
@@ -113,6 +117,7 @@ impl DType {
         DType::Q2_0,
         DType::I8,
         DType::Ternary,
+        DType::F8E4M3,
     ];
 
     /// The floating-point dtypes that every operation computes in.
@@ -204,6 +209,11 @@ impl DType {
         DType::QUANTIZED.contains(&self)
     }
 
+    /// Whether it is one of [`DType::INTEGERS`].
+    pub fn is_of_integers(self) -> bool {
+        DType::INTEGERS.contains(&self)
+    }
+
     /// Whether no operation of this version takes it.
     pub fn is_reserved(self) -> bool {
         DType::RESERVED.contains(&self)
@@ -254,6 +264,9 @@ elements!(f32 => F32, f16 => F16, bf16 => Bf16, i32 => I32, i64 => I64, bool => 
 pub struct E4m3(u8);
 
 impl E4m3 {
+    /// The greatest number.
+    pub const MAX: f32 = 448.0;
+
     /// The number with these bits.
     pub const fn from_bits(bits: u8) -> E4m3 {
         E4m3(bits)

@@ -1,5 +1,5 @@
 """Products with weights of 8 or 2 bits whose scales lie apart, beside torch's (cuBLAS) with bf16 and
-with 8-bit ones, and a copy of as many bytes; and the rounding of rows, which is a part of ours, alone."""
+with 8-bit ones, and a copy of as many bytes; and the rounding of rows, which is a part of those of integers, alone."""
 
 import ctypes
 
@@ -7,14 +7,20 @@ import torch
 from common import OURS, Record, agree, copies, graphs, num_sets, randn
 
 # Value in the C ABI, weights of a byte, greatest code.
-DTYPES = {"i8": (9, 1, 127), "ternary": (10, 4, 1)}
+DTYPES = {"i8": (9, 1, 127), "ternary": (10, 4, 1), "f8e4m3": (7, 1, 448)}
+# UNSLOTH_TENSOR_CONSTANT.
+CONSTANT = 4
 # (out_features, in_features): BitNet b1.58 2B-4T's and the other shapes of its own kernel.
 LAYERS = [(2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912), (3200, 3200), (4800, 3200), (3200, 10240), (20480, 3200)]
 MORE = {(13824, 2560): (16, 32, 64, 512, 4096)}
+# Of 8B parameters, and a head of as many.
+OF_FLOATS = [(4096, 4096), (14336, 4096), (4096, 14336), (32768, 4096)]
+ROWS_OF_FLOATS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 METHOD = (
-    "Microseconds of one call: a graph of calls on weights that together exceed the cache, replayed by turns, medians. Ours rounds x to "
-    "8 bits in each call. `copy` moves as many bytes as weights, x and output have, half read and half written. `torch` multiplies by bf16 "
-    "weights, `torch int8` by 8-bit ones without scales (from 17 rows on)."
+    "Microseconds of one call: a graph of calls on weights that together exceed the cache, which ours are told are constant, replayed by "
+    "turns, medians. Of i8 and ternary weights ours rounds x to 8 bits in each call. `copy` moves as many bytes as weights, x and output "
+    "have, half read and half written. `torch` multiplies by bf16 weights, `torch int8` by 8-bit ones without scales (from 17 rows on), "
+    "`torch fp8` x that is e4m3, too, by e4m3 ones with a scale (rows by 16)."
 )
 
 
@@ -24,8 +30,12 @@ def compare(ctx):
         rounding(ctx, record, rows, k)
     for n, k in LAYERS:
         plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
-        for name in DTYPES:
+        for name in ("i8", "ternary"):
             layer(ctx, record, name, n, k, plain, (1, 4, *MORE.get((n, k), ())))
+        torch.cuda.empty_cache()
+    for n, k in OF_FLOATS:
+        plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
+        layer(ctx, record, "f8e4m3", n, k, plain, ROWS_OF_FLOATS)
         torch.cuda.empty_cache()
 
 
@@ -50,7 +60,7 @@ def described(ctx, codes, name, n, k, scale):
     tensor = ctx.library.structs["unsloth_tensor"]()
     tensor.data, tensor.dtype, tensor.rank = codes.data_ptr(), DTYPES[name][0], 2
     tensor.shape[0], tensor.shape[1] = n, k
-    tensor.quantization = ctypes.addressof(quantization)
+    tensor.quantization, tensor.flags = ctypes.addressof(quantization), CONSTANT
     return tensor, quantization  # which the tensor points to
 
 
@@ -60,6 +70,9 @@ def quantized(ctx, weight, name):
     value, per_byte, most = DTYPES[name]
     codes = torch.empty(n, k // per_byte, device="cuda", dtype=torch.int8)
     scale = weight.float().abs().mean() if name == "ternary" else weight.float().abs().max() / most
+    if name == "f8e4m3":
+        codes = (weight.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn)
+        return codes, scale.reshape(1), codes.float()
     of_codes = (weight.float() / scale).round().clamp(-most, most)
     if name == "ternary":
         blocks = (of_codes.view(n, k // 128, 4, 32) + 1).to(torch.uint8)
@@ -77,6 +90,7 @@ def layer(ctx, record, name, n, k, plain, counts):
     weights = [described(ctx, codes, name, n, k, scale) for codes, scale, _ in made]
     meant = made[0][2] * made[0][1]
     made = [(codes, scale, None) for codes, scale, _ in made]
+    one = torch.ones(1, device="cuda")
     for rows in counts:
         x, out = randn(rows, k), torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
         ours = [ctx.op("linear", x=x, weight=weight, out=out) for weight, _ in weights]
@@ -90,6 +104,11 @@ def layer(ctx, record, name, n, k, plain, counts):
         if name == "i8" and rows > 16:
             rounded = torch.randint(-127, 128, (rows, k), device="cuda", dtype=torch.int8)
             contenders["torch int8"] = lambda i: torch._int_mm(rounded, made[i % sets][0].t())
+        if name == "f8e4m3" and rows % 16 == 0:
+            short = x.to(torch.float8_e4m3fn)
+            contenders["torch fp8"] = lambda i: torch._scaled_mm(
+                short, made[i % sets][0].t(), one, made[i % sets][1], out_dtype=torch.bfloat16
+            )
         moved = size + (x.numel() + out.numel()) * 2
         contenders["copy"] = copies(-(-moved // (1 << 16)) << 16)
         for contender in contenders.values():

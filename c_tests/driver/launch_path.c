@@ -180,6 +180,9 @@ static void rows(void) {
   CHECK_PATH(unsloth_quantize_forward(ctx, &codes, NULL), 3);
   codes.rule = UNSLOTH_QUANTIZE_THRESHOLD;
   CHECK_PATH(unsloth_quantize_forward(ctx, &codes, NULL), 5);
+  codes.out = make(UNSLOTH_DTYPE_F8E4M3, 3, HIDDEN, -1, -1);
+  codes.rule = UNSLOTH_QUANTIZE_ABSMAX;
+  CHECK_PATH(unsloth_quantize_forward(ctx, &codes, NULL), 3);
   codes.workspace_size -= 1;
   CHECK(unsloth_quantize_forward(ctx, &codes, NULL) == UNSLOTH_STATUS_WORKSPACE_TOO_SMALL);
 
@@ -323,6 +326,19 @@ static void blocks(void) {
   linear.workspace_size -= 1;
   CHECK(unsloth_linear_forward(ctx, &linear, NULL) == UNSLOTH_STATUS_WORKSPACE_TOO_SMALL);
 
+  // 8-bit floats likewise, of some more rows.
+  linear.weight = make(UNSLOTH_DTYPE_F8E4M3, HIDDEN, HIDDEN, -1, -1);
+  const int64_t rows_of_floats[] = {1, 9, 64, 65};
+  for (int i = 0; i < 4; i++) {
+    linear.x = bf16(rows_of_floats[i], HIDDEN, -1, -1);
+    linear.out = bf16(rows_of_floats[i], HIDDEN, -1, -1);
+    CHECK_OK(unsloth_linear_workspace_size(ctx, &linear, &linear.workspace_size));
+    const int decoded = rows_of_floats[i] > 64;
+    CHECK(linear.workspace_size == (decoded ? (size_t)HIDDEN * HIDDEN * 2 : 0));
+    linear.workspace = memory(linear.workspace_size);
+    CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 1 + decoded);
+  }
+
   // By codes: x is rounded to codes first.
   linear.weight = make(UNSLOTH_DTYPE_TERNARY, HIDDEN, HIDDEN, -1, -1);
   linear.workspace_size = 0;
@@ -331,7 +347,7 @@ static void blocks(void) {
   linear.workspace = memory(linear.workspace_size);
   CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 2);
   // The sums as they are.
-  linear.out = make(UNSLOTH_DTYPE_F32, 33, HIDDEN, -1, -1);
+  linear.out = make(UNSLOTH_DTYPE_F32, 65, HIDDEN, -1, -1);
   CHECK_PATH(unsloth_linear_forward(ctx, &linear, NULL), 2);
 
   unsloth_mlp_params mlp = UNSLOTH_MLP_PARAMS_INIT;

@@ -28,6 +28,10 @@ mod cross_entropy_ring;
 mod linear_blocks;
 #[path = "../cuda/linear/codes/family.rs"]
 mod linear_codes;
+#[path = "../cuda/linear/e4m3/family.rs"]
+mod linear_e4m3;
+#[path = "../cuda/linear/e4m3_tiles/family.rs"]
+mod linear_e4m3_tiles;
 #[path = "../cuda/linear/steps/family.rs"]
 mod linear_steps;
 #[path = "../cuda/norm/backward/family.rs"]
@@ -46,6 +50,8 @@ pub const FAMILIES: &[Family] = &[
     cross_entropy_ring::FAMILY,
     linear_blocks::FAMILY,
     linear_codes::FAMILY,
+    linear_e4m3::FAMILY,
+    linear_e4m3_tiles::FAMILY,
     linear_steps::FAMILY,
     norm_backward_ring::FAMILY,
     qk_norm_rope_ring::FAMILY,

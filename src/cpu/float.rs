@@ -257,6 +257,21 @@ macro_rules! with_float {
 }
 pub(crate) use with_float;
 
+/// [`with_float`], of a weight's dtype that has been checked to be a float or
+/// [`F8E4M3`](crate::dtype::DType::F8E4M3).
+macro_rules! with_weight {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            $crate::dtype::DType::F8E4M3 => {
+                type $t = $crate::dtype::E4m3;
+                $body
+            }
+            other => $crate::cpu::float::with_float!(other, $t => $body),
+        }
+    };
+}
+pub(crate) use with_weight;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,7 +7,7 @@ use crate::cpu::float::{BLOCK, Float, blocks, with_float};
 use crate::cpu::rows::part_of;
 use crate::cpu::scratch::Floats;
 use crate::cpu::{Cpu, Run};
-use crate::dtype::DType;
+use crate::dtype::{DType, E4m3};
 use crate::error::Result;
 use crate::problem::quantize::{Problem, Rule, Scope};
 use crate::tensor::{RawTensor, Scratch};
@@ -88,6 +88,7 @@ impl Problem {
     fn most(&self) -> f32 {
         match self.out.dtype {
             DType::Ternary => 1.0,
+            DType::F8E4M3 => E4m3::MAX,
             _ => 127.0,
         }
     }
@@ -236,13 +237,17 @@ impl Problem {
         for block in blocks(x.len()) {
             let wide = &mut wide[..block.len()];
             T::load(&x[block.clone()], wide);
-            let codes = &mut codes[..block.len()];
-            round(wide, scale, self.rule, self.most(), codes);
-            sum += codes.iter().map(|code| i32::from(*code)).sum::<i32>();
             let start = columns.start + block.start;
             // SAFETY: a part of a row of the checked tensor, of whole blocks, that no other thread
             // has.
             let out = unsafe { bytes_of(&self.out, row, start..start + block.len()) };
+            if self.out.dtype == DType::F8E4M3 {
+                round_to_floats(wide, scale.scale, out);
+                continue;
+            }
+            let codes = &mut codes[..block.len()];
+            round(wide, scale, self.rule, self.most(), codes);
+            sum += codes.iter().map(|code| i32::from(*code)).sum::<i32>();
             match self.out.dtype {
                 DType::Ternary => pack(codes, out),
                 _ => {
@@ -356,6 +361,21 @@ fn round(x: &[f32], scale: Scale, rule: Rule, most: f32, codes: &mut [i8]) {
             _ => (x / scale).round_ties_even().clamp(-most, most) as i8,
         };
     }
+}
+
+/// The codes of some values in floats of 8 bits.
+#[inline(always)]
+fn round_to_floats(x: &mut [f32], scale: f32, codes: &mut [u8]) {
+    if !scale.is_finite() || scale == 0.0 {
+        codes.fill(0);
+        return;
+    }
+    for x in x.iter_mut() {
+        *x /= scale;
+    }
+    // SAFETY: a code is its byte.
+    let codes = unsafe { std::slice::from_raw_parts_mut(codes.as_mut_ptr().cast(), codes.len()) };
+    E4m3::store(x, codes);
 }
 
 /// Packs whole blocks of codes.

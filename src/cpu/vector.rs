@@ -25,6 +25,14 @@ pub(crate) fn in_registers<S: Simd, T: Float>() -> bool {
 /// That many elements are readable at `from`; no alignment is asked for.
 #[inline(always)]
 pub(crate) unsafe fn load<S: Simd, T: Float>(simd: S, from: *const T) -> S::f32s {
+    #[cfg(target_arch = "x86_64")]
+    if T::DTYPE == DType::F8E4M3 && is::<S, pulp::x86::V4>() {
+        // SAFETY: as many bytes as the set's vectors have elements; the caller's promise.
+        unsafe {
+            let codes = from.cast::<std::arch::x86_64::__m128i>().read_unaligned();
+            return std::mem::transmute_copy(&e4m3::widen(codes));
+        }
+    }
     if T::DTYPE == DType::F32 {
         // SAFETY: f32 is what is there, and the caller's promise.
         return unsafe { from.cast::<S::f32s>().read_unaligned() };
@@ -65,6 +73,30 @@ pub(crate) unsafe fn load<S: Simd, T: Float>(simd: S, from: *const T) -> S::f32s
     wide
 }
 
+/// 8-bit floats by instructions.
+#[cfg(target_arch = "x86_64")]
+mod e4m3 {
+    use std::arch::x86_64::*;
+
+    /// 16 codes, by way of f16: its instruction takes subnormal numbers in without a delay.
+    ///
+    /// # Safety
+    /// The processor has the instructions.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,f16c")]
+    pub unsafe fn widen(codes: __m128i) -> __m512 {
+        let codes = _mm256_cvtepu8_epi16(codes);
+        // f16 has one bit of exponent more, which an arithmetic shift fills with the sign and the mask
+        // clears, and a bias that is 8 greater.
+        let halves = _mm256_srai_epi16::<1>(_mm256_slli_epi16::<8>(codes));
+        let halves = _mm256_and_si256(halves, _mm256_set1_epi16(0xbfff_u16.cast_signed()));
+        let magnitudes = _mm256_and_si256(codes, _mm256_set1_epi16(0x7f));
+        let nan = _mm256_cmpeq_epi16_mask(magnitudes, _mm256_set1_epi16(0x7f));
+        let halves = _mm256_mask_blend_epi16(nan, halves, _mm256_set1_epi16(0x7e00));
+        _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0))
+    }
+}
+
 /// Whether two instruction sets are the same one.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
@@ -95,6 +127,7 @@ mod tests {
     use pulp::{Arch, WithSimd};
 
     use super::*;
+    use crate::dtype::E4m3;
 
     /// Every element of `bits`, a vector at a time.
     struct All<'a, T>(&'a [T]);
@@ -141,5 +174,6 @@ mod tests {
         check(f16::from_bits);
         check(bf16::from_bits);
         check(|bits| f32::from(bits) / 3.0);
+        check(|bits| E4m3::from_bits(bits as u8));
     }
 }

@@ -2,7 +2,7 @@
 //! their part of it to the workspace, a block makes the scale of these, and codes follow;
 //! [`Rule::Threshold`] needs the first two twice.
 
-use contract::quantize::Kind;
+use contract::quantize::{Codes, Kind};
 
 use super::device::Resources;
 use super::images::quantize::Arguments;
@@ -19,11 +19,11 @@ use crate::tensor::{RawTensor, Scratch};
 
 const OP: &str = "quantize";
 
-/// By kind, dtype of x, and whether codes are ternary.
+/// By kind, dtype of x, and codes.
 pub(super) type Kernels = Table<Arguments, 3>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Kernels::new(OP, resources, |c| [c.kind, c.dtype, c.ternary])
+    Kernels::new(OP, resources, |c| [c.kind, c.dtype, c.codes])
 }
 
 /// Elements above which a group has a block of its own.
@@ -142,6 +142,14 @@ impl problem::Plan for Plan<'_> {
 }
 
 impl Plan<'_> {
+    fn codes(&self) -> Codes {
+        match self.problem.out.dtype {
+            DType::Ternary => Codes::Ternary,
+            DType::F8E4M3 => Codes::E4m3,
+            _ => Codes::I8,
+        }
+    }
+
     /// Groups of a row.
     fn groups(&self) -> usize {
         match self.problem.scope {
@@ -181,8 +189,8 @@ impl Plan<'_> {
 
     /// Queues what makes the scale that all share.
     fn share_scale(&self, common: &Arguments, stream: Stream) -> Result<()> {
-        let ternary = u32::from(self.problem.out.dtype == DType::Ternary);
-        let kernel = self.cuda.quantize.get([Kind::Scale.code(), 0, ternary])?;
+        let codes = self.codes().code();
+        let kernel = self.cuda.quantize.get([Kind::Scale.code(), 0, codes])?;
         let passes = if self.problem.rule == Rule::Threshold {
             2
         } else {
@@ -204,8 +212,11 @@ impl Plan<'_> {
     /// Queues what each row has, for its groups or as a whole.
     fn queue_rows(&self, kind: Kind, common: &Arguments, stream: Stream) -> Result<()> {
         let p = &self.problem;
-        let ternary = kind == Kind::Codes && p.out.dtype == DType::Ternary;
-        let choices = [kind.code(), p.x.dtype as u32, u32::from(ternary)];
+        let codes = match kind {
+            Kind::Codes => self.codes().code(),
+            _ => 0,
+        };
+        let choices = [kind.code(), p.x.dtype as u32, codes];
         let kernel = self.cuda.quantize.get(choices)?;
         let mut first_row = 0;
         for launch in self.rows.launches() {

@@ -167,7 +167,7 @@ unsafe fn from_dlpack(op: &'static str, dl: &DlTensor) -> Result<unsloth_tensor>
         let problem = text!("is {}, allowed: 1 to {MAX_RANK}", dl.ndim);
         Error::invalid(op, "ndim", problem)
     })?;
-    // DLPack's codes: 0 int, 2 float, 4 bfloat, 6 bool.
+    // DLPack's codes: 0 int, 2 float, 4 bfloat, 6 bool, 10 float8_e4m3fn, 12 float8_e5m2.
     let dtype = match (dl.dtype_code, dl.dtype_bits, dl.dtype_lanes) {
         (2, 32, 1) => UNSLOTH_DTYPE_F32,
         (2, 16, 1) => UNSLOTH_DTYPE_F16,
@@ -176,6 +176,8 @@ unsafe fn from_dlpack(op: &'static str, dl: &DlTensor) -> Result<unsloth_tensor>
         (0, 32, 1) => UNSLOTH_DTYPE_I32,
         (0, 64, 1) => UNSLOTH_DTYPE_I64,
         (6, 8, 1) => UNSLOTH_DTYPE_BOOL,
+        (10, 8, 1) => UNSLOTH_DTYPE_F8E4M3,
+        (12, 8, 1) => UNSLOTH_DTYPE_F8E5M2,
         (code, bits, lanes) => {
             let problem = text!("has code {code}, {bits} bits and {lanes} lanes: no counterpart");
             return Err(Error::unsupported(op, "dtype", problem));

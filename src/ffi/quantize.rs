@@ -30,18 +30,18 @@ pub const UNSLOTH_QUANTIZE_THRESHOLD: unsloth_quantize_rule = 2;
 pub struct unsloth_quantize_params {
     /// `sizeof(unsloth_quantize_params)`.
     pub struct_size: u32,
-    /// `UNSLOTH_QUANTIZE_*`; for 8 bits 0.
+    /// `UNSLOTH_QUANTIZE_*`; for i8 and f8e4m3 0.
     pub rule: unsloth_quantize_rule,
     /// `[.., k]`, f32, f16 or bf16, `k` up to 16,909,320; any strides with a contiguous last dimension.
     pub x: unsloth_tensor,
-    /// The shape of `x`: i8, or ternary where `k` is a multiple of 128; any strides with a contiguous last dimension.
+    /// The shape of `x`: i8, f8e4m3, or ternary where `k` is a multiple of 128; any strides with a contiguous last dimension.
     pub out: unsloth_tensor,
     /// f32, contiguous, written; its shape says what shares a scale. `[1]`: everything. The leading dimensions of `x`, or `[1]` if it
     /// has none: each row. These and `k / g`: each `g` neighbours of a row, for ternary codes a multiple of 128. Zeros alone have the
     /// scale 0. Where an element is not finite, or magnitudes add up to more than f32 holds, the scale is not finite and codes are 0.
     pub scale: unsloth_tensor,
     /// Optional: i32, contiguous, the sums of the codes (of ternary ones, -1 to 1) of what shares a scale, or of each row where one
-    /// scale is for all.
+    /// scale is for all. Codes of f8e4m3 are no integers, and have none.
     pub sum: unsloth_tensor,
     /// Optional scratch memory, aligned to 256 bytes; see `unsloth_quantize_workspace_size`.
     pub workspace: *mut c_void,

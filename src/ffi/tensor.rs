@@ -28,10 +28,11 @@ pub const UNSLOTH_DTYPE_I32: unsloth_dtype = 4;
 pub const UNSLOTH_DTYPE_I64: unsloth_dtype = 5;
 /// One byte; zero is false, anything else is true.
 pub const UNSLOTH_DTYPE_BOOL: unsloth_dtype = 6;
-/// 8-bit float, 4 exponent bits and 3 of mantissa, without infinities. This dtype and
-/// `F8E5M2` have a value and a layout; every operation answers `UNSLOTH_STATUS_UNSUPPORTED` for them.
+/// 8-bit float, 4 exponent bits with bias 7 and 3 of mantissa, up to 448, without infinities; 0x7f and
+/// 0xff are NaN. Weights may be of it, with a scale that lies apart: `unsloth_quantize_forward` writes both.
 pub const UNSLOTH_DTYPE_F8E4M3: unsloth_dtype = 7;
-/// 8-bit float, 5 exponent bits and 2 of mantissa.
+/// 8-bit float, 5 exponent bits and 2 of mantissa. It has a value and a layout; every operation answers
+/// `UNSLOTH_STATUS_UNSUPPORTED` for it.
 pub const UNSLOTH_DTYPE_F8E5M2: unsloth_dtype = 8;
 /// 8-bit signed integer, whose scale lies apart: `unsloth_quantize_forward` writes it.
 pub const UNSLOTH_DTYPE_I8: unsloth_dtype = 9;
@@ -112,7 +113,7 @@ pub struct unsloth_tensor {
 }
 
 /// How the elements of a tensor become numbers: `(element - zero) * scale`. The weights of
-/// `linear`, `mlp` and `attention_block` may have one where they are i8 or ternary, with f32 scales
+/// `linear`, `mlp` and `attention_block` may have one where they are i8, ternary or f8e4m3, with f32 scales
 /// `[s]`, contiguous, of which each is that of as many rows, and without `zero`. Everything else is
 /// answered by `UNSLOTH_STATUS_UNSUPPORTED`.
 ///
@@ -169,7 +170,7 @@ impl Default for unsloth_tensor {
 }
 
 fn no_quantization(op: &'static str, name: impl fmt::Display) -> Error {
-    let problem = "is set: only weights that are i8 or ternary take scales that lie apart";
+    let problem = "is set: only weights that are i8, ternary or f8e4m3 take scales that lie apart";
     Error::unsupported(op, text!("{name}.quantization"), problem)
 }
 

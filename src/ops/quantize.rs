@@ -1,17 +1,19 @@
-//! Quantisation: floats to 8-bit integers or ternary codes, with scales that lie apart.
+//! Quantisation: floats to 8-bit integers, 8-bit floats or ternary codes, with scales that lie apart.
 //!
 //! What shares a scale `s`, the whole tensor, a row or a group of a row as the shape of `scale`
 //! says, becomes codes with `x ≈ s code`:
 //!
-//! - [`Rule::AbsMax`]: `s = max |x| / 127` for 8 bits, as BitNet and LLM.int8 do with activations
-//!   (Dettmers et al. 2022), and `s = max |x|` for ternary codes; `code = round(x / s)`.
+//! - [`Rule::AbsMax`]: `s = max |x| / 127` for i8, as BitNet and LLM.int8 do with activations
+//!   (Dettmers et al. 2022), and `s = max |x|` for ternary codes; `code = round(x / s)`. For f8e4m3
+//!   `s = max |x| / 448`, and the code is the number of that format that is nearest to `x / s`
+//!   (Micikevicius et al. 2022).
 //! - [`Rule::AbsMean`]: `s = mean |x|`, `code = round(x / s)` cut off at ±1: BitNet b1.58's weights
 //!   (Ma et al. 2024, equations 1 to 3, without their ε).
 //! - [`Rule::Threshold`]: with `t = 0.7 mean |x|`, `code = sign(x)` where `|x| > t` and 0
 //!   elsewhere, `s = mean |x|` of those that are not 0: ternary weight networks (Li, Zhang, Liu
 //!   2016).
 //!
-//! All is f32: quotients are rounded once, then to the nearest integer, ties to even. A sum of
+//! All is f32: quotients are rounded once, then to the nearest code, ties to even. A sum of
 //! magnitudes is one of pieces of 4096 neighbours; in a piece, elements at equal places modulo 32
 //! are added in order, and these 32 sums by halves. Pieces are added in f64 in order, which is the
 //! sum of a row; those of rows are rounded to f32 and added in f64 in order. So the same inputs
@@ -40,15 +42,15 @@ pub struct Params<'a> {
     /// `[.., k]`, f32, f16 or bf16, `k` up to 16,909,320; rows strided, contiguous in the last
     /// dimension.
     pub x: TensorRef<'a>,
-    /// The shape of `x`: i8, or ternary where `k` is a multiple of 128; rows strided, contiguous in
-    /// the last dimension.
+    /// The shape of `x`: i8, f8e4m3, or ternary where `k` is a multiple of 128; rows strided, contiguous
+    /// in the last dimension.
     pub out: TensorMut<'a>,
     /// f32, contiguous: `[1]`, one for all; the leading dimensions of `x` (`[1]` if it has none),
     /// one for each row; these and `k / g`, one for each group of `g` neighbours, which is a
     /// multiple of 128 for ternary codes.
     pub scale: TensorMut<'a>,
     /// i32, contiguous: the sums of the codes (of ternary ones, -1 to 1) of each row, or of each
-    /// group where groups have scales.
+    /// group where groups have scales. Codes of f8e4m3 have none.
     pub sum: Option<TensorMut<'a>>,
     /// What the scales are.
     pub rule: Rule,
@@ -128,6 +130,13 @@ impl Operation for Params<'_> {
         };
         let scope = self.scope(&x, leading)?;
         let sum = self.sum.as_ref().map(TensorMut::raw);
+        if sum.is_some() && !out.dtype.is_of_integers() {
+            let problem = text!(
+                "is there, codes of {} are no integers to be summed",
+                out.dtype
+            );
+            return Err(Error::unsupported(OP, "sum", problem));
+        }
         if let Some(sum) = &sum {
             let scale = self.scale.raw();
             let expected = match scope {

@@ -41,7 +41,7 @@ pub(crate) enum Scope {
 pub(crate) struct Problem {
     /// `[.., k]`, floats.
     pub x: RawTensor,
-    /// Its shape; i8 or ternary.
+    /// Its shape; i8, ternary or f8e4m3.
     pub out: RawTensor,
     /// f32, contiguous: one, or one for each group of each row.
     pub scale: RawTensor,

@@ -511,9 +511,9 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
         "linear: weight has shape [3, 128], expected [3, 64]",
     ),
     (
-        |p| p.weight.dtype = DType::F8E4M3 as u32,
+        |p| p.weight.dtype = DType::F8E5M2 as u32,
         UNSUPPORTED,
-        "linear: weight has dtype f8e4m3, which no operation of this version takes",
+        "linear: weight has dtype f8e5m2, which no operation of this version takes",
     ),
     (
         |p| p.x.dtype = DType::Q4_0 as u32,

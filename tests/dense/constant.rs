@@ -30,6 +30,10 @@ impl Matrix {
             true => (0..SIZE)
                 .flat_map(|_| blocks::random(rng, dtype, SIZE))
                 .collect(),
+            // No NaN of f8e4m3, and no great number: products would grow beyond f32.
+            false if dtype == DType::F8E4M3 => (0..SIZE * SIZE)
+                .map(|_| rng.random::<u8>() & 0xbf)
+                .collect(),
             false => (0..SIZE * SIZE / len * bytes)
                 .map(|_| rng.random())
                 .collect(),
@@ -90,7 +94,7 @@ fn chain(ctx: &Context, x: &TestTensor, matrices: &[Matrix], constant: bool) -> 
 #[test]
 fn products_read_nothing_ahead_but_the_weight() {
     for ctx in contexts() {
-        let codes = [DType::I8, DType::Ternary];
+        let codes = DType::QUANTIZED;
         for dtype in [DType::F32, DType::F16, DType::Bf16]
             .into_iter()
             .chain(DType::BLOCKS)

@@ -7,6 +7,7 @@ mod blocks;
 mod constant;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod e4m3;
 mod linear;
 mod linear_backward;
 mod linear_backward_misuse;

@@ -1,4 +1,4 @@
-//! Weights of 8 or 2 bits whose scales lie apart: integers are summed exactly, so results are known
+//! Weights that are integers of 8 or 2 bits whose scales lie apart: integers are summed exactly, so results are known
 //! to the bit; arguments that must be refused. All of a weight's last row ends where memory does.
 
 use crate::common::abi::{self, Misuse, Operation, c_tensor, described};
@@ -164,7 +164,7 @@ fn products_are_exact() {
     ];
     let cpu = Context::cpu().unwrap();
     for ctx in all {
-        for dtype in DType::QUANTIZED {
+        for dtype in DType::INTEGERS {
             for_each_case(&cases, |&(rows, shape, num_scales, gap)| {
                 // Codes of 8 bits are in rows of any length.
                 let odd = usize::from(dtype == DType::I8) * (rows % 3) * 5;
@@ -344,12 +344,12 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
     (
         |p| p.weight.dtype = DType::Q4_0 as u32,
         UNSUPPORTED,
-        "linear: weight.quantization is set: only weights that are i8 or ternary take scales that lie apart",
+        "linear: weight.quantization is set: only weights that are i8, ternary or f8e4m3 take scales that lie apart",
     ),
     (
         |p| p.x.quantization = p.weight.quantization,
         UNSUPPORTED,
-        "linear: x.quantization is set: only weights that are i8 or ternary take scales that lie apart",
+        "linear: x.quantization is set: only weights that are i8, ternary or f8e4m3 take scales that lie apart",
     ),
     (
         |p| spoil(p, |q| q.scale.shape[0] = 2),

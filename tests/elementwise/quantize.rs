@@ -2,7 +2,7 @@
 //! must be refused.
 
 use crate::common::abi::{self, Misuse, Operation, absent, c_tensor};
-use crate::common::reference::quantize as reference;
+use crate::common::reference::{e4m3, quantize as reference};
 use crate::common::tensor::strided_rows;
 use crate::common::{DeviceTensor, FLOATS, TestTensor, contexts, contiguous, for_each_case, rng};
 use unsloth::ffi::quantize::{
@@ -49,8 +49,13 @@ impl Codes {
 
     fn values(&self) -> Vec<f64> {
         let bytes = self.memory.download_output();
-        if self.dtype != DType::Ternary {
-            return bytes.values();
+        match self.dtype {
+            DType::Ternary => {}
+            DType::F8E4M3 => {
+                let codes = bytes.values().into_iter();
+                return codes.map(|code| e4m3::value(code as i8 as u8)).collect();
+            }
+            _ => return bytes.values(),
         }
         (bytes.bits().chunks(BYTES))
             .flat_map(|block| {
@@ -60,7 +65,7 @@ impl Codes {
     }
 }
 
-/// Outputs of a call: codes, scales, sums.
+/// Outputs of a call: codes, scales, and sums of what has some.
 fn run(
     ctx: &Context,
     x: &TestTensor,
@@ -77,7 +82,7 @@ fn run(
         x: device.view(),
         out: out.view(),
         scale: scale.view_mut(),
-        sum: Some(sum.view_mut()),
+        sum: dtype.is_of_integers().then(|| sum.view_mut()),
         rule,
         workspace: Workspace::none(),
     };
@@ -97,16 +102,29 @@ fn run(
         params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
     }
     quantize::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    let (scale, sum) = (scale.download_output(), sum.download_output());
-    [out.values(), scale.values(), sum.values()]
+    let sums = match dtype.is_of_integers() {
+        true => sum.download_output().values(),
+        false => Vec::new(),
+    };
+    [out.values(), scale.download_output().values(), sums]
 }
 
-const METHODS: [(DType, Rule); 4] = [
+const METHODS: [(DType, Rule); 5] = [
     (DType::I8, Rule::AbsMax),
+    (DType::F8E4M3, Rule::AbsMax),
     (DType::Ternary, Rule::AbsMax),
     (DType::Ternary, Rule::AbsMean),
     (DType::Ternary, Rule::Threshold),
 ];
+
+/// The greatest number that has a code.
+fn greatest(dtype: DType) -> f64 {
+    match dtype {
+        DType::I8 => 127.0,
+        DType::F8E4M3 => 448.0,
+        _ => 1.0,
+    }
+}
 
 #[derive(Debug)]
 struct Case {
@@ -162,7 +180,10 @@ const UNEVEN: &[Case] = &[
 fn codes_are_the_nearest() {
     for ctx in contexts() {
         for (dtype, rule) in METHODS {
-            let uneven = if dtype == DType::I8 { UNEVEN } else { &[] };
+            let uneven = match dtype {
+                DType::Ternary => &[],
+                _ => UNEVEN,
+            };
             for cases in [CASES, uneven] {
                 for_each_case(cases, |case| {
                     for from in FLOATS {
@@ -175,7 +196,7 @@ fn codes_are_the_nearest() {
 }
 
 fn check(ctx: &Context, (dtype, rule): (DType, Rule), from: DType, case: &Case) {
-    let most = if dtype == DType::I8 { 127.0 } else { 1.0 };
+    let most = greatest(dtype);
     let layout = strided_rows(case.shape, case.gap);
     let x = TestTensor::normal(&mut rng(), from, layout);
     let method = (dtype, rule);
@@ -194,7 +215,10 @@ fn check(ctx: &Context, (dtype, rule): (DType, Rule), from: DType, case: &Case) 
         assert!((scale - expected).abs() <= off, "{scale}, not {expected}");
         let mean = reference::mean(all);
         for (x, code) in all.iter().zip(&codes[i * shared..]) {
-            let right = reference::is_code(*code, *x, mean, *scale, rule, most);
+            let right = match dtype {
+                DType::F8E4M3 => *code == e4m3::nearest(f64::from(*x as f32 / *scale as f32)),
+                _ => reference::is_code(*code, *x, mean, *scale, rule, most),
+            };
             assert!(right, "{dtype} {rule:?}: {x} by {scale} is {code}");
         }
     }
@@ -216,27 +240,31 @@ fn what_has_no_scale_has_no_codes() {
 fn check_what_has_no_scale(ctx: &Context) {
     let least = f64::from(f32::from_bits(1));
     for (dtype, rule) in METHODS {
+        let most = greatest(dtype);
+        // As many of the least numbers as are a whole scale.
+        let small = most.max(127.0) * least;
         let mut values = vec![0.0; 7 * 256];
         values[256..512].fill(1.0);
         for (row, odd) in [(2, f64::NAN), (3, f64::INFINITY), (4, f64::NEG_INFINITY)] {
             values[row * 256] = 2.0;
             values[row * 256 + 133] = odd;
         }
-        values[5 * 256..6 * 256].fill(127.0 * least);
+        values[5 * 256..6 * 256].fill(small);
         values[6 * 256..].fill(-0.0);
         let x = TestTensor::of(DType::F32, &[7, 256], &values);
         let [codes, scales, sums] = run(ctx, &x, (dtype, rule), &[7], &[7], 0);
         let is_finite = scales.iter().map(|s| s.is_finite()).collect::<Vec<_>>();
         assert_eq!(is_finite, [true, true, false, false, false, true, true]);
-        let most = if dtype == DType::I8 { 127.0 } else { 1.0 };
         let expected = [0.0, most, 0.0, 0.0, 0.0, most, 0.0];
         for (row, code) in expected.iter().enumerate() {
             let codes = &codes[row * 256..][..256];
             assert!(codes.iter().all(|c| c == code), "{dtype} {rule:?} {row}");
-            assert_eq!(sums[row], 256.0 * code, "{dtype} {rule:?} {row}");
+            if dtype.is_of_integers() {
+                assert_eq!(sums[row], 256.0 * code, "{dtype} {rule:?} {row}");
+            }
         }
         assert_eq!([scales[0], scales[6]], [0.0; 2]);
-        assert_eq!(scales[5], 127.0 * least / most);
+        assert_eq!(scales[5], small / most);
         // One for all is of all.
         let [codes, scales, _] = run(ctx, &x, (dtype, rule), &[1], &[7], 0);
         assert!(!scales[0].is_finite() && codes.iter().all(|c| *c == 0.0));
@@ -250,6 +278,14 @@ fn ties_go_to_even_codes() {
         let [codes, scales, sums] = run(&ctx, &x, (DType::I8, Rule::AbsMax), &[1], &[1], 0);
         assert_eq!(codes, [127.0, 0.0, 2.0, 0.0, -2.0, -127.0]);
         assert_eq!((scales[0], sums[0]), (2.0, 0.0));
+    }
+    // Between 16 and 18, 18 and 20, 0 and the least code, that and the next.
+    let values = [448.0, 17.0, -19.0, 2f64.powi(-10), -3.0 * 2f64.powi(-10)];
+    let nearest = [448.0, 16.0, -20.0, 0.0, -(2f64.powi(-8))];
+    let x = TestTensor::of(DType::F32, &[5], &values);
+    for ctx in contexts() {
+        let [codes, scales, _] = run(&ctx, &x, (DType::F8E4M3, Rule::AbsMax), &[1], &[1], 0);
+        assert_eq!((codes, scales), (nearest.to_vec(), vec![1.0]));
     }
 }
 
@@ -308,12 +344,12 @@ const MISUSE: &[Misuse<unsloth_quantize_params>] = &[
     (
         |p| p.out.dtype = DType::F32 as u32,
         INVALID,
-        "quantize: out has dtype f32, allowed: i8, ternary",
+        "quantize: out has dtype f32, allowed: i8, ternary, f8e4m3",
     ),
     (
         |p| p.out.dtype = DType::Q4_0 as u32,
         UNSUPPORTED,
-        "quantize: out has dtype q4_0, allowed: i8, ternary",
+        "quantize: out has dtype q4_0, allowed: i8, ternary, f8e4m3",
     ),
     (
         |p| (p.x.shape[1], p.out.shape[1], p.out.dtype) = (64, 64, DType::Ternary as u32),
@@ -375,6 +411,16 @@ const MISUSE: &[Misuse<unsloth_quantize_params>] = &[
         |p| p.sum.dtype = DType::I64 as u32,
         INVALID,
         "quantize: sum has dtype i64, allowed: i32",
+    ),
+    (
+        |p| p.out.dtype = DType::F8E4M3 as u32,
+        UNSUPPORTED,
+        "quantize: sum is there, codes of f8e4m3 are no integers to be summed",
+    ),
+    (
+        |p| (p.out.dtype, p.rule) = (DType::F8E4M3 as u32, 2),
+        INVALID,
+        "quantize: rule is 2, allowed for f8e4m3: 0",
     ),
     (
         |p| p.out.data = p.x.data,

@@ -63,9 +63,9 @@ const MISUSE: &[Misuse<unsloth_rms_norm_params>] = &[
         "rms_norm: x has dtype 0, which does not exist",
     ),
     (
-        |p| p.x.dtype = 7,
+        |p| p.x.dtype = 8,
         UNSLOTH_STATUS_UNSUPPORTED,
-        "rms_norm: x has dtype f8e4m3, which no operation of this version takes",
+        "rms_norm: x has dtype f8e5m2, which no operation of this version takes",
     ),
     (
         |p| p.x.dtype = DType::I32 as u32,

@@ -161,7 +161,10 @@ impl<'i, 'b> Call<'i, 'b> {
 
     /// The quantization of a weight of so many rows: most of those of codes have one, and few others.
     pub fn quantization(&mut self, dtype: unsloth_dtype, rows: i64) -> *const unsloth_quantization {
-        let of_codes = matches!(dtype, UNSLOTH_DTYPE_I8 | UNSLOTH_DTYPE_TERNARY);
+        let of_codes = matches!(
+            dtype,
+            UNSLOTH_DTYPE_I8 | UNSLOTH_DTYPE_TERNARY | UNSLOTH_DTYPE_F8E4M3
+        );
         if of_codes == self.input.one_in(8) {
             return std::ptr::null();
         }

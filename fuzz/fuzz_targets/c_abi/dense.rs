@@ -24,9 +24,10 @@ impl Call<'_, '_> {
         let (leading, inner) = self.rows();
         let outer = self.extent(40);
         let shape = [&leading[..], &[outer]].concat();
-        let (matrix_dtype, inner) = match self.input.byte() % 6 {
+        let (matrix_dtype, inner) = match self.input.byte() % 7 {
             0 | 1 => self.blocks(),
             2 => (UNSLOTH_DTYPE_I8, inner),
+            6 => (UNSLOTH_DTYPE_F8E4M3, inner),
             3 => (UNSLOTH_DTYPE_TERNARY, 128 * self.dim(3)),
             _ => (weight_dtype, inner),
         };

@@ -48,7 +48,11 @@ impl Call<'_, '_> {
         // SAFETY: a params struct.
         let mut stated: Box<Stated<unsloth_quantize_params>> = unsafe { zeroed() };
         let from = self.float_dtype();
-        let to = self.input.pick(&[UNSLOTH_DTYPE_I8, UNSLOTH_DTYPE_TERNARY]);
+        let to = self.input.pick(&[
+            UNSLOTH_DTYPE_I8,
+            UNSLOTH_DTYPE_TERNARY,
+            UNSLOTH_DTYPE_F8E4M3,
+        ]);
         let (leading, mut dim) = self.rows();
         if to == UNSLOTH_DTYPE_TERNARY {
             dim = 128 * (1 + dim % 3);

@@ -27,6 +27,7 @@ pub fn header() -> String {
         Part: attention::Part,
         Epilogue: linear::Epilogue,
         QuantizeKind: quantize::Kind,
+        QuantizeCodes: quantize::Codes,
         Rule: quantize::Rule,
         PositionKind: rotation::Positions,
         AngleKind: rotation::Angles,

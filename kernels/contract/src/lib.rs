@@ -406,6 +406,18 @@ pub mod quantize {
     }
 
     codes! {
+        /// What `x` is rounded to.
+        pub enum Codes {
+            /// Integers of 8 bits.
+            I8 = 0,
+            /// -1, 0 and 1.
+            Ternary = 1,
+            /// Floats of 8 bits.
+            E4m3 = 2,
+        }
+    }
+
+    codes! {
         /// What a scale is, by its value in the C ABI.
         pub enum Rule {
             /// The greatest magnitude by the greatest code.

@@ -90,4 +90,16 @@ __device__ __forceinline__ uint32_t subtract<__half>(uint32_t a, uint32_t b) {
   return difference;
 }
 
+// a b of pairs.
+template <class T>
+__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b);
+
+template <>
+__device__ __forceinline__ uint32_t multiply<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  uint32_t product;
+  // With -0, which changes no sign: sm_80 has sums of products only.
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000));
+  return product;
+}
+
 }  // namespace unsloth

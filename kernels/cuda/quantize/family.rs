@@ -11,7 +11,10 @@ pub const FAMILY: Family = Family {
     choices: &[
         ("kind", "a contract's quantize Kind"),
         ("dtype", "a contract's Float: of x; 0 where x is not read"),
-        ("ternary", "1: codes of 2 bits; 0 of 8, or none"),
+        (
+            "codes",
+            "a contract's quantize Codes; 0 where none are made",
+        ),
     ],
 };
 

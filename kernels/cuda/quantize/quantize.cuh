@@ -11,6 +11,7 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
+#include "common/e4m3.cuh"
 #include "common/rows.cuh"
 #include "common/vector.cuh"
 #include "quantize/arguments.h"
@@ -31,6 +32,12 @@ constexpr uint32_t kBlockBytes = kBlock / 4;
 // Shared memory: a word for each warp; what as many rows found as there are threads.
 constexpr int32_t kWarpsBytes = kWarps * sizeof(uint32_t);
 constexpr int32_t kRowsBytes = kThreads * sizeof(float2);
+
+// The greatest number that has a code.
+template <QuantizeCodes kCodes>
+constexpr float kGreatest = kCodes == QuantizeCodes::kTernary ? 1
+                            : kCodes == QuantizeCodes::kE4m3  ? 448
+                                                              : 127;
 
 // Magnitudes above some threshold.
 struct Magnitudes {
@@ -149,18 +156,19 @@ class Group {
     return {scale_above(mean, magnitudes(threshold)), threshold};
   }
 
-  // Writes the codes, and of those of 8 bits zeros up to `padded`; gives their sum.
-  template <bool kTernary>
+  // Writes the codes, and of those of 8 bits zeros up to `padded`; gives the sum of integers.
+  template <QuantizeCodes kCodes>
   __device__ __forceinline__ int32_t encode(const Scale &scale, uint32_t rule, uint8_t *out,
                                             uint32_t padded) const {
-    constexpr float kMost = kTernary ? 1 : 127;
+    constexpr float kMost = kGreatest<kCodes>;
     const auto code = [&](float x) -> int32_t {
       if (!isfinite(scale.scale) || scale.scale == 0) return 0;
+      if (kCodes == QuantizeCodes::kE4m3) return static_cast<int32_t>(to_e4m3(x / scale.scale));
       if (is_rule(rule, Rule::kThreshold)) return (x > scale.threshold) - (x < -scale.threshold);
       return static_cast<int32_t>(fminf(fmaxf(rintf(x / scale.scale), -kMost), kMost));
     };
     int32_t sum = 0;
-    if constexpr (kTernary) {
+    if constexpr (kCodes == QuantizeCodes::kTernary) {
       // A lane has a byte, whose codes lie 32 apart.
       const uint32_t first = warp_ * kBlock, step = warps_ * kBlock;
       for (uint32_t start = first; start < length_; start += step) {
@@ -200,7 +208,7 @@ class Group {
         out[i] = static_cast<uint8_t>(of);
       }
     }
-    if constexpr (!kTernary) {
+    if constexpr (kCodes != QuantizeCodes::kTernary) {
       for (uint32_t i = length_ + thread(); i < padded; i += threads()) out[i] = 0;
     }
     sum = sum_of_warp(sum);
@@ -253,7 +261,7 @@ __device__ __forceinline__ const T *start_of(const Arguments &p, uint32_t row) {
 }
 
 // Codes, sums, and the scales unless all share one. Grid: groups.
-template <class T, bool kTernary>
+template <class T, QuantizeCodes kCodes>
 __device__ __forceinline__ void codes(const Arguments &p, uint4 *dynamic) {
   uint32_t *shared = reinterpret_cast<uint32_t *>(dynamic);
   const uint64_t index = group_of(p);
@@ -263,10 +271,11 @@ __device__ __forceinline__ void codes(const Arguments &p, uint4 *dynamic) {
   const Group<T> group(start_of<T>(p, row) + first, p.length, p.vectors != 0, p.warps, shared);
   const bool own = p.shared == nullptr;
   const Scale scale =
-      own ? group.scale(p.rule, kTernary ? 1 : 127) : Scale{p.shared->x, p.shared->y};
+      own ? group.scale(p.rule, kGreatest<kCodes>) : Scale{p.shared->x, p.shared->y};
   const Strides strides = {p.out_0, p.out_1, p.out_2};
-  uint8_t *out = p.out + row_start(row, strides, p) + (kTernary ? first / 4 : first);
-  const int32_t sum = group.template encode<kTernary>(scale, p.rule, out, p.padded);
+  uint8_t *out =
+      p.out + row_start(row, strides, p) + (kCodes == QuantizeCodes::kTernary ? first / 4 : first);
+  const int32_t sum = group.template encode<kCodes>(scale, p.rule, out, p.padded);
   if (!group.is_first()) return;
   const uint64_t at = static_cast<uint64_t>(p.first_row) * p.groups + index;
   if (own) p.scale[at] = scale.scale;
@@ -328,28 +337,37 @@ __device__ __forceinline__ void scale_of_all(const Arguments &p, uint4 *dynamic,
 }  // namespace unsloth
 
 // Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_QUANTIZE(name, kind, dtype, ternary, bytes, ...)                                   \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 4)                               \
-      quantize_##name(const __grid_constant__ QuantizeArguments params) {                          \
-    unsloth::let_next_kernel_start();                                                              \
-    unsloth::await_previous_kernel();                                                              \
-    extern __shared__ uint4 dynamic[];                                                             \
-    unsloth::__VA_ARGS__;                                                                          \
-  }                                                                                                \
-  extern "C" __device__ const QuantizeLaunch quantize_##name##_launch = {                          \
-      static_cast<int32_t>(unsloth::QuantizeKind::kind), dtype, ternary, unsloth::kThreads, bytes, \
+#define UNSLOTH_QUANTIZE(name, kind, dtype, codes_of, bytes, ...)         \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 4)      \
+      quantize_##name(const __grid_constant__ QuantizeArguments params) { \
+    unsloth::let_next_kernel_start();                                     \
+    unsloth::await_previous_kernel();                                     \
+    extern __shared__ uint4 dynamic[];                                    \
+    unsloth::__VA_ARGS__;                                                 \
+  }                                                                       \
+  extern "C" __device__ const QuantizeLaunch quantize_##name##_launch = { \
+      static_cast<int32_t>(unsloth::QuantizeKind::kind),                  \
+      dtype,                                                              \
+      static_cast<int32_t>(unsloth::QuantizeCodes::codes_of),             \
+      unsloth::kThreads,                                                  \
+      bytes,                                                              \
   };
 
+#define UNSLOTH_QUANTIZE_CODES(name, type, codes_of)                                    \
+  UNSLOTH_QUANTIZE(name, kCodes, static_cast<int32_t>(unsloth::kDtype<type>), codes_of, \
+                   unsloth::kWarpsBytes,                                                \
+                   codes<type, unsloth::QuantizeCodes::codes_of>(params, dynamic))
+
 // For each dtype of x.
-#define UNSLOTH_QUANTIZE_OF(name, type)                                                    \
-  UNSLOTH_QUANTIZE(codes_##name, kCodes, static_cast<int32_t>(unsloth::kDtype<type>), 0,   \
-                   unsloth::kWarpsBytes, codes<type, false>(params, dynamic))              \
-  UNSLOTH_QUANTIZE(ternary_##name, kCodes, static_cast<int32_t>(unsloth::kDtype<type>), 1, \
-                   unsloth::kWarpsBytes, codes<type, true>(params, dynamic))               \
-  UNSLOTH_QUANTIZE(rows_##name, kRows, static_cast<int32_t>(unsloth::kDtype<type>), 0,     \
+#define UNSLOTH_QUANTIZE_OF(name, type)                                                  \
+  UNSLOTH_QUANTIZE_CODES(codes_##name, type, kI8)                                        \
+  UNSLOTH_QUANTIZE_CODES(ternary_##name, type, kTernary)                                 \
+  UNSLOTH_QUANTIZE_CODES(e4m3_##name, type, kE4m3)                                       \
+  UNSLOTH_QUANTIZE(rows_##name, kRows, static_cast<int32_t>(unsloth::kDtype<type>), kI8, \
                    unsloth::kWarpsBytes, row_statistics<type>(params, dynamic))
 
 // The scale of all, by the greatest code.
-#define UNSLOTH_QUANTIZE_SCALE(name, ternary, most)               \
-  UNSLOTH_QUANTIZE(name, kScale, 0, ternary, unsloth::kRowsBytes, \
-                   scale_of_all(params, dynamic, most))
+#define UNSLOTH_QUANTIZE_SCALE(name, codes_of)        \
+  UNSLOTH_QUANTIZE(                                   \
+      name, kScale, 0, codes_of, unsloth::kRowsBytes, \
+      scale_of_all(params, dynamic, unsloth::kGreatest<unsloth::QuantizeCodes::codes_of>))

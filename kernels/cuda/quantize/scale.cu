@@ -1,4 +1,5 @@
 #include "quantize.cuh"
 
-UNSLOTH_QUANTIZE_SCALE(scale_codes, 0, 127)
-UNSLOTH_QUANTIZE_SCALE(scale_ternary, 1, 1)
+UNSLOTH_QUANTIZE_SCALE(scale_codes, kI8)
+UNSLOTH_QUANTIZE_SCALE(scale_ternary, kTernary)
+UNSLOTH_QUANTIZE_SCALE(scale_e4m3, kE4m3)

@@ -74,8 +74,9 @@ def makes(source, rest):
 
 def of_family(name):
     """A kernel of kernels/cuda as C++ of the host: of the family that its name names, and the file that it names or that makes it."""
-    for family in CUDA.glob("**/family.rs"):
-        of_all = re.search(r'name: "(\w+)"', family.read_text())[1]
+    families = [(re.search(r'name: "(\w+)"', path.read_text())[1], path) for path in CUDA.glob("**/family.rs")]
+    # The longest name first: one may begin with another.
+    for of_all, family in sorted(families, key=lambda of: -len(of[0])):
         if not name.startswith(of_all):
             continue
         sources = sorted(family.parent.glob("*.cu"))

@@ -13,6 +13,7 @@ use crate::cpu::blocks::Activations;
 use crate::cpu::float::{BLOCK, Float, with_float};
 use crate::cpu::rows::{part_of, part_of_mut};
 use crate::cpu::{Cpu, Run};
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::linear::{Problem, Weights};
 use crate::tensor::{RawTensor, Scratch};
@@ -108,6 +109,34 @@ pub(crate) fn add_bias(sums: &mut [f32], bias: Option<&RawTensor>, columns: &Ran
     }
 }
 
+/// `done` of sums that are scaled where their weights' codes have scales.
+#[inline(always)]
+fn scaled<const N: usize>(
+    weights: [&Weights; N],
+    done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
+) -> impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync {
+    std::convert::identity(
+        #[inline(always)]
+        move |row: usize, columns: Range<usize>, mut sums: [&mut [f32]; N]| {
+            for (sums, weights) in sums.iter_mut().zip(weights) {
+                scale(sums, weights, &columns);
+            }
+            done(row, columns, sums);
+        },
+    )
+}
+
+/// Multiplies sums of codes of 8-bit floats by the scales of their columns.
+#[inline(always)]
+fn scale(sums: &mut [f32], weights: &Weights, columns: &Range<usize>) {
+    if weights.weight.dtype != DType::F8E4M3 || weights.scales.is_none() {
+        return;
+    }
+    for (sum, column) in sums.iter_mut().zip(columns.clone()) {
+        *sum *= integers::scale_of(weights, column);
+    }
+}
+
 #[inline(always)]
 fn add<T: Float>(sums: &mut [f32], addend: &[T]) {
     if let Some(addend) = T::as_f32(addend) {
@@ -151,6 +180,7 @@ pub(crate) fn for_each_row_part<const N: usize>(
     if integers::serve(weights) {
         return integers::run(cpu, x, weights, scratch, done);
     }
+    let done = scaled(weights, done);
     let matrices = weights.map(|w| &w.weight);
     match rows {
         0..=few_rows::MAX_ROWS => match Blocks::new(weights) {

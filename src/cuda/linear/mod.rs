@@ -2,11 +2,13 @@
 //!
 //! Products of few rows are bound by reading the weights, which the kernels of this library do once; those of more rows go to cuBLASLt
 //! where there is one that serves their dtypes, and to kernels of this library otherwise. Weights in blocks are in `blocks`, those
-//! of codes whose scales lie apart in `codes`.
+//! of integers whose scales lie apart in `codes`, those of 8-bit floats in `e4m3`.
 
 mod backward;
 mod blocks;
 mod codes;
+mod decoded;
+mod e4m3;
 mod part;
 
 use contract::linear::Epilogue as EpilogueCode;
@@ -19,6 +21,7 @@ use super::rows::Rows;
 use super::tuning;
 use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
+use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::problem::linear::{Problem, Weights};
 use crate::problem::swiglu::Activation;
@@ -56,6 +59,7 @@ pub(crate) struct Kernels {
     backward: backward::Kernels,
     blocks: blocks::Kernels,
     codes: codes::Kernels,
+    e4m3: e4m3::Kernels,
     library: Option<Library>,
     tuning: tuning::Linear,
 }
@@ -93,6 +97,7 @@ impl Kernels {
             backward: backward::kernels(resources)?,
             blocks: blocks::kernels(resources)?,
             codes: codes::kernels(resources)?,
+            e4m3: e4m3::kernels(resources)?,
             library: Library::open(OP, resources.tuning.linear)?,
             tuning: resources.tuning.linear,
         })
@@ -132,7 +137,7 @@ impl Kernels {
         with_workspace: bool,
     ) -> bool {
         let weight = match weights.weight.dtype {
-            dtype if dtype.is_in_blocks() && !blocks::are_few_rows(x, weights) => x.dtype,
+            dtype if is_decoded(dtype) && !decoded::are_few_rows(x, weights) => x.dtype,
             dtype => dtype,
         };
         let x = x.dtype;
@@ -225,10 +230,15 @@ impl problem::Plan for Plan<'_> {
 /// Bytes of workspace without which a product is not computed.
 pub(super) fn needed_scratch(x: &RawTensor, weights: &Weights) -> usize {
     match weights.weight.dtype {
-        dtype if dtype.is_in_blocks() => blocks::decoded_bytes(x, weights),
-        dtype if dtype.is_quantized() => codes::rounded_bytes(x, weights),
+        dtype if is_decoded(dtype) => decoded::bytes(x, weights),
+        dtype if dtype.is_of_integers() => codes::rounded_bytes(x, weights),
         _ => 0,
     }
+}
+
+/// Whether weights of a dtype are decoded for many rows.
+fn is_decoded(dtype: DType) -> bool {
+    dtype.is_in_blocks() || dtype == DType::F8E4M3
 }
 
 /// Whether sizes are within what kernels count in 32 bits, and tiles of columns within a grid.
@@ -278,11 +288,11 @@ impl<'a> Product<'a> {
 /// The workspace with which a product is computed the fastest, in bytes. Data pointers are not looked at.
 pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
     let dtype = p.weights.weight.dtype;
-    if dtype.is_quantized() {
+    if dtype.is_of_integers() {
         return Ok(codes::rounded_bytes(p.x, p.weights));
     }
-    if dtype.is_in_blocks() {
-        return blocks::scratch_size(cuda, p);
+    if is_decoded(dtype) {
+        return decoded::scratch_size(cuda, p);
     }
     let (Some(library), false) = (&cuda.linear.library, p.out.layout.is_empty()) else {
         return Ok(0);
@@ -315,8 +325,12 @@ pub(super) fn multiply(
         return Ok(());
     }
     match p.weights.weight.dtype {
-        dtype if dtype.is_in_blocks() => blocks::multiply(cuda, p, scratch, stream),
-        dtype if dtype.is_quantized() => codes::multiply(cuda, p, scratch, stream),
+        DType::F8E4M3 => e4m3::multiply(cuda, p, scratch, stream),
+        dtype if dtype.is_in_blocks() && blocks::are_few_rows(p.x, p.weights) => {
+            blocks::multiply(cuda, p, stream)
+        }
+        dtype if dtype.is_in_blocks() => decoded::multiply(cuda, p, scratch, stream),
+        dtype if dtype.is_of_integers() => codes::multiply(cuda, p, scratch, stream),
         _ => multiply_floats(cuda, p, scratch, stream),
     }
 }
@@ -335,7 +349,6 @@ fn multiply_floats(cuda: &Cuda, p: &Product<'_>, scratch: Scratch, stream: Strea
 mod tests {
     use super::*;
     use crate::context::Context;
-    use crate::dtype::DType;
     use crate::layout::Layout;
     use crate::memory::Buffer;
     use half::{bf16, f16};

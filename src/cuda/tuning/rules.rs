@@ -172,6 +172,12 @@ pub(in crate::cuda) mod products {
     pub(in crate::cuda) const BLOCKS_STEPS_OF_ANY_COLUMNS: [DType; 2] = [DType::Q8_0, DType::Q6K];
     /// Columns of such weights of which a row of x fits, as integers, the shared memory of every device.
     pub(in crate::cuda) const BLOCKS_FEW_COLUMNS: usize = 28672;
+    /// Rows of x up to which kernels read weights of 8-bit floats as they are. They read the matrix again for
+    /// every 32: 64 rows by 14336 x 4096 took 87 µs, where decoding and multiplying took 120 (H100,
+    /// `kernels/cuda/linear/e4m3/LADDER.md`).
+    pub(in crate::cuda) const E4M3_ROWS: usize = 64;
+    /// Columns of a block of these, at most: the scales of so many leave every device's shared memory enough.
+    pub(in crate::cuda) const E4M3_COLUMNS: usize = 2048;
     /// Bytes of decoded weights at a time: the matrices of a layer of 8 B parameters are one part.
     pub(in crate::cuda) const BLOCKS_PART_BYTES: usize = 128 << 20;
 }

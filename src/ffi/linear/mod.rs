@@ -32,6 +32,9 @@ pub struct unsloth_linear_params {
     /// `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`.
     /// Also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
     /// greatest magnitude of each row, as `unsloth_quantize_forward` does, and integers are summed exactly.
+    /// Also f8e4m3, with its scales in `quantization`: `x` is not rounded, and sums are scaled at their end. On CUDA that is so for
+    /// up to 64 rows, on Hopper with an `x` of 16 bits for up to 3,072; of more, weights are scaled and then rounded to the dtype of
+    /// `x`, as blocks are.
     pub weight: unsloth_tensor,
     /// Optional: `[out_features]`, any float dtype, contiguous.
     pub bias: unsloth_tensor,
@@ -133,7 +136,8 @@ pub unsafe extern "C" fn unsloth_linear_supported(
 /// the same product, whose sums may round differently. On CUDA a weight in blocks is decoded there if
 /// `x` has more than 32 rows, and if it is f32 and has more than 24, or rows of more than 28672 elements,
 /// or the weight has `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`: such a call needs room for it, or for 128 MiB of
-/// it (256 of its rows, if these are more); and a weight that is i8 or ternary needs room for `x`, rounded to 8 bits.
+/// it (256 of its rows, if these are more); one that is f8e4m3, if `x` has more than 64 rows. A weight that is i8 or ternary needs
+/// room for `x`, rounded to 8 bits.
 /// More rows may ask for less, so a caller with several sizes asks for each. The answer is for data
 /// aligned to 16 bytes. Data pointers and the workspace are not looked at.
 ///

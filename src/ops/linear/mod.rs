@@ -16,6 +16,11 @@
 //! exactly, and the sum is rounded to f32 and multiplied by the f32 product of both scales: the same
 //! bits on every backend, but for what a GPU's activation rounds. This is how BitNet b1.58's layers are defined.
 //!
+//! And it may be of 8-bit floats, f8e4m3, with such scales. Then `x` is left as it is, codes are widened exactly, and their f32
+//! sums are scaled: what the weights lost when they were rounded is all that is lost. On CUDA that is so for up to 64 rows, and on
+//! Hopper for up to 3,072 of an `x` of 16 bits, where rows of both are whole lines of 16 bytes; of others the weights are scaled
+//! first and rounded to the dtype of `x`, as blocks are.
+//!
 //! On CUDA products of up to 24 rows read blocks as they are, and round `x` in the same way: as the two digits of base 256 that a
 //! code is, which tensor cores multiply by the weights' codes; neighbours of which none exceeds 1e-33 count as zeros. Of `x` in 16 bits
 //! that is done for up to 8 rows; on Hopper for up to 4, where rows of the weight are whole lines of 16 bytes, of at most 16,384
@@ -189,24 +194,26 @@ impl Weights<'_> {
     fn check_scales(&self, op: &'static str, name: &'static str) -> Result<Option<Scales>> {
         let (weight, scales) = (self.weight.raw(), self.weight.scales());
         let (dtype, shape) = (weight.dtype, weight.layout.shape());
-        let Some(most) = longest_row(dtype) else {
+        if !dtype.is_quantized() {
             if scales.is_some() {
                 let problem = text!("has scales, which {dtype} has not");
                 return Err(Error::invalid(op, name, problem));
             }
             return Ok(None);
-        };
-        if shape[1] > most {
-            let problem = text!(
-                "has rows of {} elements, above the maximum {most} of {dtype}",
-                shape[1]
-            );
-            return Err(Error::invalid(op, name, problem));
         }
-        if self.weight.float_activations() {
-            let problem =
-                text!("has dtype {dtype} and float_activations, which it has no products of");
-            return Err(Error::unsupported(op, name, problem));
+        if let Some(most) = longest_row(dtype) {
+            if shape[1] > most {
+                let problem = text!(
+                    "has rows of {} elements, above the maximum {most} of {dtype}",
+                    shape[1]
+                );
+                return Err(Error::invalid(op, name, problem));
+            }
+            if self.weight.float_activations() {
+                let problem =
+                    text!("has dtype {dtype} and float_activations, which it has no products of");
+                return Err(Error::unsupported(op, name, problem));
+            }
         }
         if let Some(scales) = scales
             && (scales.len == 0 || !shape[0].is_multiple_of(scales.len))
@@ -237,7 +244,7 @@ impl Weights<'_> {
     }
 }
 
-/// Elements of a row of codes whose products with codes of 8 bits fit 32; none of other dtypes.
+/// Elements of a row of integers whose products with codes of 8 bits fit 32; none of other dtypes.
 fn longest_row(dtype: DType) -> Option<usize> {
     match dtype {
         DType::I8 => Some(i32::MAX as usize / (127 * 128)),

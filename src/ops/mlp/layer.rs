@@ -57,7 +57,7 @@ impl Layer {
                 let like = Arg::new(op, "gate_weight", &gate.weight);
                 Arg::new(op, "up_weight", &up.weight).shape_of(like)?;
                 let [of_gate, of_up] = [&gate, &up].map(|w| w.weight.dtype);
-                if of_gate.is_quantized() != of_up.is_quantized() {
+                if of_gate.is_of_integers() != of_up.is_of_integers() {
                     let problem = text!(
                         "has dtype {of_up}, gate_weight has {of_gate}: both are i8 or ternary, or none"
                     );

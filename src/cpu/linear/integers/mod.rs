@@ -20,7 +20,7 @@ use dot::{Format, Row, dots};
 
 /// Whether all weights are such. Operations refuse some among others.
 pub(super) fn serve<const N: usize>(weights: [&Weights; N]) -> bool {
-    weights.iter().all(|w| w.weight.dtype.is_quantized())
+    weights.iter().all(|w| w.weight.dtype.is_of_integers())
 }
 
 /// As [`for_each_row_part`](super::for_each_row_part), for such weights.
@@ -115,7 +115,7 @@ fn add<const R: usize>(
 }
 
 /// What a row of weights is multiplied by.
-fn scale_of(weights: &Weights, row: usize) -> f32 {
+pub(super) fn scale_of(weights: &Weights, row: usize) -> f32 {
     let Some(scales) = weights.scales else {
         return 1.0;
     };

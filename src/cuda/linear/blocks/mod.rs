@@ -9,7 +9,7 @@
 mod steps;
 mod tiles;
 
-use super::{Epilogue, Product, multiply_floats};
+use super::Product;
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
@@ -17,15 +17,13 @@ use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::linear_blocks::Arguments;
 use crate::cuda::rows::Matrix;
 use crate::cuda::tuning::rules::products::{
-    BLOCKS_FEW_COLUMNS, BLOCKS_FEW_ROWS, BLOCKS_PART_BYTES, BLOCKS_TILES_LEAST_ROWS,
-    BLOCKS_TILES_ROWS,
+    BLOCKS_FEW_COLUMNS, BLOCKS_FEW_ROWS, BLOCKS_TILES_LEAST_ROWS, BLOCKS_TILES_ROWS,
 };
-use crate::cuda::{Cuda, Shape, VECTOR, blocks};
+use crate::cuda::{Cuda, Shape, VECTOR};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
-use crate::layout::Layout;
 use crate::problem::linear::Weights;
-use crate::tensor::{RawTensor, Scratch, Workspace};
+use crate::tensor::RawTensor;
 
 pub(super) struct Kernels {
     kernels: Vec<Kernel<Arguments>>,
@@ -54,7 +52,7 @@ enum Way {
     Integers,
     /// By the blocks and `x` as they are.
     Tiles,
-    /// By the decoded weight.
+    /// By the decoded weight ([`super::decoded`]).
     Decoded,
 }
 
@@ -90,6 +88,11 @@ struct Form<'a> {
 }
 
 impl Kernels {
+    /// Of the device.
+    pub fn multiprocessors(&self) -> usize {
+        self.multiprocessors
+    }
+
     /// The kernel for so many rows of `x`, which takes as many of them at a time as shared memory has
     /// room for.
     fn choose(&self, weight: &RawTensor, rows: usize) -> Option<Form<'_>> {
@@ -134,121 +137,17 @@ impl Kernels {
     }
 }
 
-/// Columns of the output that are computed at a time from decoded weights.
-fn columns_of_a_part(x: DType, weight: &RawTensor) -> usize {
-    /// Tiles of all kernels for many rows are full.
-    const MULTIPLE: usize = 256;
-    let row = weight.layout.dim(1) * x.size();
-    let most = BLOCKS_PART_BYTES.checked_div(row).unwrap_or(usize::MAX);
-    let whole = (most / MULTIPLE * MULTIPLE).max(MULTIPLE);
-    whole.min(weight.layout.dim(0))
-}
-
-/// Bytes for the decoded weights.
-pub(super) fn decoded_bytes(x: &RawTensor, weights: &Weights) -> usize {
-    if x.layout.num_rows() == 0 || are_few_rows(x, weights) {
-        return 0;
-    }
-    let weight = &weights.weight;
-    let columns = columns_of_a_part(x.dtype, weight);
-    (columns * weight.layout.dim(1) * x.dtype.size()).next_multiple_of(Workspace::ALIGNMENT)
-}
-
-/// A product by the decoded weights of some columns.
-struct Decoded {
-    weights: Weights,
-    epilogue: Epilogue,
-    out: RawTensor,
-}
-
-impl Decoded {
-    /// `len` columns from `start`; their weights are to lie at `memory`.
-    fn new(p: &Product<'_>, start: usize, len: usize, memory: *mut u8) -> Result<Decoded> {
-        let columns = |t: &RawTensor| t.narrowed(t.layout.rank() - 1, start, len);
-        let in_features = p.weights.weight.layout.dim(1);
-        let bias = p.weights.bias.as_ref().map(columns).transpose()?;
-        Ok(Decoded {
-            weights: Weights {
-                weight: RawTensor {
-                    ptr: memory,
-                    dtype: p.x.dtype,
-                    layout: Layout::contiguous(&[len, in_features])?,
-                },
-                bias,
-                ..*p.weights
-            },
-            epilogue: match &p.epilogue {
-                Epilogue::Store => Epilogue::Store,
-                Epilogue::Add(residual) => Epilogue::Add(columns(residual)?),
-                Epilogue::Gate(gate, activation) => Epilogue::Gate(columns(gate)?, *activation),
-            },
-            out: columns(p.out)?,
-        })
-    }
-
-    fn product<'a>(&'a self, p: &Product<'a>) -> Product<'a> {
-        Product {
-            weights: &self.weights,
-            epilogue: self.epilogue,
-            out: &self.out,
-            ..*p
-        }
-    }
-}
-
-/// As [`super::scratch_size`]: decoded weights, and behind them what their product has use for.
-pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
-    let weight = &p.weights.weight;
-    let decoded = decoded_bytes(p.x, p.weights);
-    if decoded == 0 {
-        return Ok(0);
-    }
-    let columns = columns_of_a_part(p.x.dtype, weight);
-    let part = Decoded::new(p, 0, columns, std::ptr::null_mut())?;
-    Ok(decoded + super::scratch_size(cuda, &part.product(p))?)
-}
-
-/// Queues a product. `scratch` has [`decoded_bytes`], or what [`scratch_size`] said.
-pub(super) fn multiply(
-    cuda: &Cuda,
-    p: &Product<'_>,
-    scratch: Scratch,
-    stream: Stream,
-) -> Result<()> {
+/// Queues a product of few rows.
+pub(super) fn multiply(cuda: &Cuda, p: &Product<'_>, stream: Stream) -> Result<()> {
     let way = way(p.x, p.weights);
-    if way != Way::Decoded {
-        for matrix in p.rows().matrices() {
-            if steps::multiply(cuda, p, &arguments(p, &matrix), stream)? {
-                continue;
-            }
-            match way {
-                Way::Tiles => tiles::multiply(cuda, p, &matrix, stream)?,
-                _ => multiply_few(cuda, p, &matrix, stream)?,
-            }
+    for matrix in p.rows().matrices() {
+        if steps::multiply(cuda, p, &arguments(p, &matrix), stream)? {
+            continue;
         }
-        return Ok(());
-    }
-    let weight = &p.weights.weight;
-    let needed = decoded_bytes(p.x, p.weights);
-    if scratch.size < needed {
-        return Err(Error::WorkspaceTooSmall {
-            op: p.op,
-            required: needed,
-            provided: scratch.size,
-        });
-    }
-    let rest = Scratch {
-        ptr: scratch.ptr.wrapping_add(needed),
-        size: scratch.size - needed,
-    };
-    let out_features = weight.layout.dim(0);
-    let at_once = columns_of_a_part(p.x.dtype, weight);
-    for start in (0..out_features).step_by(at_once.max(1)) {
-        let len = at_once.min(out_features - start);
-        let part = Decoded::new(p, start, len, scratch.ptr)?;
-        let matrix = weight.narrowed(0, start, len)?;
-        blocks::decode(cuda, p.op, &matrix, &part.weights.weight, stream)?;
-        multiply_floats(cuda, &part.product(p), rest, stream)?;
+        match way {
+            Way::Tiles => tiles::multiply(cuda, p, &matrix, stream)?,
+            _ => multiply_few(cuda, p, &matrix, stream)?,
+        }
     }
     Ok(())
 }

@@ -38,4 +38,11 @@ uint32_t subtract(uint32_t a, uint32_t b) {
   return pack<T>(left.x - right.x, left.y - right.y);
 }
 
+// a b of pairs.
+template <class T>
+uint32_t multiply(uint32_t a, uint32_t b) {
+  const float2 left = unpack<T>(a), right = unpack<T>(b);
+  return pack<T>(left.x * right.x, left.y * right.y);
+}
+
 }  // namespace unsloth

@@ -1,0 +1,67 @@
+//! Products of many rows with weights that are 8-bit floats on Hopper: what the kernels are told, and what
+//! tells them apart.
+
+use crate::family::{Family, Field, Type, field};
+
+/// The family.
+pub const FAMILY: Family = Family {
+    name: "linear_e4m3_tiles",
+    directory: "linear/e4m3_tiles",
+    architecture: Some((90, "a")),
+    arguments: ARGUMENTS,
+    choices: &[
+        ("x_dtype", "a contract's Float"),
+        ("rows", "of x, of a tile"),
+        ("columns", "of a tile"),
+        ("step", "weights of a row that are copied at a time"),
+    ],
+};
+
+/// Tensor maps have a 128-byte swizzle and are of 16-bit elements, the first two of four dimensions: of
+/// `x` (columns, rows), box (64, rows of a tile); of the weight, as pairs of codes, box (64, columns of a
+/// tile).
+const ARGUMENTS: &[Field] = &[
+    field(Type::TensorMap, "x", ""),
+    field(Type::TensorMap, "weight", ""),
+    field(
+        Type::Pointer("const float"),
+        "weight_scale",
+        "may be null, for ones",
+    ),
+    field(Type::Pointer("void"), "out", "may be the residual"),
+    field(Type::Pointer("const void"), "bias", ""),
+    field(Type::Pointer("const void"), "residual", "or gate"),
+    field(Type::I64, "out_stride", "bytes, as all strides"),
+    field(Type::I64, "residual_stride", ""),
+    field(Type::U32, "rows", "of x"),
+    field(Type::U32, "out_features", ""),
+    field(Type::U32, "steps", "of a row"),
+    field(
+        Type::U32,
+        "rows_of_scale",
+        "rows of the weight that share one",
+    ),
+    field(Type::U32, "row_tiles", "of x"),
+    field(
+        Type::U32,
+        "parts",
+        "of a row of the weight, blocks of a cluster",
+    ),
+    field(
+        Type::U32,
+        "vectors",
+        "1: eight neighbours of out are aligned to 16 bytes",
+    ),
+    field(
+        Type::U32,
+        "dtype",
+        "a contract's Float: of out and residual",
+    ),
+    field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
+    field(Type::U32, "epilogue", "a contract's Epilogue"),
+    field(
+        Type::U32,
+        "constant",
+        "1: no kernel in flight writes the weight, which may be read before they have ended",
+    ),
+];
