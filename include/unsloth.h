@@ -667,11 +667,13 @@ typedef struct unsloth_attention_params {
   struct unsloth_tensor q;
   /**
    * Keys `[B, Sk, num_kv_heads, head_dim]`, packed `[total_k, num_kv_heads, head_dim]`, or pages as `page_layout` says with a page
-   * size that is a power of two; any float dtype, strides as `q`.
+   * size that is a power of two; any float dtype, or f8e4m3 with the scale in `quantization` that codes are multiplied by: f32 `[1]`
+   * or `[num_kv_heads]` on the device, absent for 1. Strides as `q`.
    */
   struct unsloth_tensor k;
   /**
-   * Values like `k`, with a head dimension `head_dim_v` of their own; any float dtype.
+   * Values like `k`, with a head dimension `head_dim_v` of their own; any float dtype, or f8e4m3 where `k` is, with a scale of
+   * their own.
    */
   struct unsloth_tensor v;
   /**
@@ -2732,7 +2734,8 @@ typedef struct unsloth_kv_cache_params {
    */
   uint32_t struct_size;
   /**
-   * What keys and values are stored as: f32, f16 or bf16.
+   * What keys and values are stored as: f32, f16, bf16, or f8e4m3 with the scales that
+   * `unsloth_kv_cache_scales_set` gives.
    */
   unsloth_dtype dtype;
   /**
@@ -3169,7 +3172,7 @@ typedef struct unsloth_kv_cache_append_params {
   int64_t layer;
   /**
    * Keys of the batch's new tokens `[num_tokens, num_kv_heads, head_dim]`, in the order of the batch; f32, f16 or bf16, rounded to
-   * the cache's dtype; any strides with a contiguous last dimension.
+   * the cache's dtype, f8e4m3 by the layer's scales; any strides with a contiguous last dimension.
    */
   struct unsloth_tensor k;
   /**
@@ -3253,7 +3256,7 @@ typedef struct unsloth_kv_cache_stats {
    */
   uint64_t value_bytes;
   /**
-   * Bytes allocated for block tables, lengths and positions.
+   * Bytes allocated for block tables, lengths, positions, and scales of f8e4m3.
    */
   uint64_t table_bytes;
   /**
@@ -6798,6 +6801,27 @@ unsloth_status unsloth_kv_cache_batch_get(struct unsloth_kv_cache *cache,
                                           struct unsloth_kv_cache_batch *batch);
 
 /**
+ * Gives a layer of a cache of f8e4m3 the scales of its keys and of its values: `num_scales` floats on the host each, one for all
+ * heads or `num_kv_heads`. Until then they are 1. Codes times their scale are what is meant: `unsloth_kv_cache_append` stores the
+ * code nearest to `x * (1 / scale)`, of what lies beyond 448 the last, NaN as NaN; attention of the layer's pages multiplies. The
+ * greatest magnitude that a layer's keys reach, divided by 448, is a good scale.
+ *
+ * The numbers are copied to the device on `stream`, and may change once this returns. They are part of what stored tokens are, so
+ * they are set while no sequence holds any; it may not be captured.
+ *
+ * `UNSLOTH_STATUS_INVALID_ARGUMENT` if the cache has another dtype, a sequence holds tokens, or a scale is not positive or has
+ * no reciprocal in f32.
+ *
+ * Requires: `k_scale` and `v_scale` are NULL or have `num_scales` entries; `stream` is NULL or a live stream of the context's device.
+ */
+unsloth_status unsloth_kv_cache_scales_set(struct unsloth_kv_cache *cache,
+                                           int64_t layer,
+                                           const float *k_scale,
+                                           const float *v_scale,
+                                           size_t num_scales,
+                                           unsloth_stream stream);
+
+/**
  * Writes the keys and values of the current batch's new tokens to one layer's pages, and rotates their queries where they are there,
  * on `stream`. Neither allocates nor
  * synchronises, and may be captured into a CUDA graph.
@@ -6811,7 +6835,8 @@ unsloth_status unsloth_kv_cache_append(struct unsloth_kv_cache *cache,
 
 /**
  * Writes views of a layer's key and value pages to `k` and `v`: `[num_pages, page_size, num_kv_heads, head_dim]`, or head-major
- * `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them. They stay valid until the cache is destroyed.
+ * `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them, with their scales where they are f8e4m3. They stay
+ * valid until the cache is destroyed.
  *
  * Requires: `k` and `v` are NULL or valid for a write.
  */

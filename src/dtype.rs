@@ -86,6 +86,10 @@ impl DType {
     /// The dtypes that have a name and a layout, and no operation yet.
     pub const RESERVED: [DType; 1] = [DType::F8E5M2];
 
+    /// What a KV cache may store, and attention's keys and values may be: the floats, and codes of 8 bits
+    /// whose scales lie apart.
+    pub const CACHED: &'static [DType] = &[DType::F32, DType::F16, DType::Bf16, DType::F8E4M3];
+
     /// The dtypes of codes whose scales lie apart: what
     /// [`ops::quantize`](crate::ops::quantize) writes, and linear layers multiply.
     pub const QUANTIZED: [DType; 3] = [DType::I8, DType::Ternary, DType::F8E4M3];
@@ -225,6 +229,7 @@ impl DType {
             .into_iter()
             .chain(DType::BLOCKS)
             .chain(DType::QUANTIZED)
+            .chain([DType::F8E4M3])
             .chain(DType::RESERVED)
             .find(|d| *d as u32 == value)
     }
@@ -294,6 +299,8 @@ mod tests {
         assert_eq!(weights, DType::WEIGHTS);
         let matrices: Vec<DType> = [DType::WEIGHTS, &DType::QUANTIZED].concat();
         assert_eq!(matrices, DType::MATRICES);
+        let cached: Vec<DType> = [DType::FLOATS, &[DType::F8E4M3]].concat();
+        assert_eq!(cached, DType::CACHED);
     }
 
     #[test]
@@ -325,7 +332,7 @@ mod tests {
         let most = isize::MAX as usize / 8;
         let all = DType::ALL.into_iter().chain(DType::BLOCKS);
         let others = DType::QUANTIZED.into_iter().chain(DType::RESERVED);
-        for dtype in all.chain(others) {
+        for dtype in all.chain(others).chain([DType::F8E4M3]) {
             let (len, bytes) = dtype.block();
             assert!(bytes <= 8 * len, "{dtype}");
             assert!(dtype.row_bytes(most - 1) <= isize::MAX as usize, "{dtype}");

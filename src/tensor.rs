@@ -167,7 +167,8 @@ pub struct TensorRef<'a> {
     memory: PhantomData<&'a [u8]>,
 }
 
-/// The scales of a weight whose elements are codes: f32, each for as many of its rows.
+/// The scales of a tensor whose elements are codes: f32, each for as many rows of a weight, or for a head
+/// of keys or values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scales {
     pub ptr: *mut f32,
@@ -270,9 +271,10 @@ impl<'a> TensorRef<'a> {
         })
     }
 
-    /// The weight, whose elements are codes of [`DType::QUANTIZED`], as these times `scales`: f32,
-    /// contiguous `[n]`, of which each is that of as many rows: one for all, one for each row, or one
-    /// for each of equal parts. It has no meaning for other tensors.
+    /// The tensor, whose elements are codes, as these times `scales`: f32, contiguous `[n]`. Of a weight of
+    /// [`DType::QUANTIZED`] each is that of as many rows: one for all, one for each row, or one for each
+    /// of equal parts; of keys or values of [`DType::F8E4M3`] there is one for all, or one for each head.
+    /// It has no meaning for other tensors.
     ///
     /// # Errors
     /// The scales are not such.
@@ -302,8 +304,22 @@ impl<'a> TensorRef<'a> {
         })
     }
 
+    /// The tensor, f32 `[n]` and contiguous, as the scales of another.
+    pub(crate) fn as_scales(&self) -> Scales {
+        Scales {
+            ptr: self.raw.ptr.cast(),
+            len: self.raw.layout.num_elements(),
+            place: self.place,
+        }
+    }
+
     pub(crate) fn scales(&self) -> Option<Scales> {
         self.scales
+    }
+
+    /// The tensor with these scales, which were checked where they come from.
+    pub(crate) fn scaled(self, scales: Option<Scales>) -> Self {
+        TensorRef { scales, ..self }
     }
 
     /// The weight, as one whose products are of activations as they are. Products with a weight in

@@ -514,18 +514,22 @@ static void decoder_layer(void) {
   }
 }
 
-// A decoding step of two sequences through a cache.
-static void cached(void) {
+// A decoding step of two sequences through a cache; in how many launches attention is.
+static void cached(unsloth_dtype dtype, int attends) {
   enum { SEQUENCES = 2 };
   unsloth_kv_cache *cache = NULL;
   unsloth_kv_cache_params shape = UNSLOTH_KV_CACHE_PARAMS_INIT;
-  shape.dtype = UNSLOTH_DTYPE_BF16;
+  shape.dtype = dtype;
   shape.num_layers = 2;
   shape.num_kv_heads = KV_HEADS;
   shape.head_dim = DIM;
   shape.page_size = 16;
   shape.num_pages = 8;
   CHECK_OK(unsloth_kv_cache_create(ctx, &shape, &cache));
+  if (dtype == UNSLOTH_DTYPE_F8E4M3) {
+    const float scale = 0.5F;
+    CHECK_OK(unsloth_kv_cache_scales_set(cache, 1, &scale, &scale, 1, NULL));
+  }
   int64_t sequences[SEQUENCES];
   const int64_t prompt[SEQUENCES] = {20, 5}, one[SEQUENCES] = {1, 1};
   for (int i = 0; i < SEQUENCES; i++)
@@ -553,7 +557,7 @@ static void cached(void) {
   CHECK_PATH(unsloth_kv_cache_attention_prepare(cache, 1, &p), 0);
   CHECK_OK(unsloth_attention_workspace_size(ctx, &p, &p.workspace_size));
   p.workspace = memory(p.workspace_size);
-  CHECK_PATH(unsloth_attention_forward(ctx, &p, NULL), 1);
+  CHECK_PATH(unsloth_attention_forward(ctx, &p, NULL), attends);
 
   unsloth_attention_block_params block = UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT;
   block.num_heads = HEADS;
@@ -571,7 +575,7 @@ static void cached(void) {
   CHECK_OK(unsloth_attention_block_workspace_size(ctx, &block, &block.workspace_size));
   block.workspace = memory(block.workspace_size);
   // Three projections, queries and keys rotated and keys and values stored, attention, output.
-  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 6);
+  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 5 + attends);
   CHECK_OK(unsloth_kv_cache_destroy(cache));
 }
 
@@ -627,7 +631,8 @@ int main(void) {
   attention_backward();
   attention_block_backward();
   decoder_layer();
-  cached();
+  cached(UNSLOTH_DTYPE_BF16, 1);
+  cached(UNSLOTH_DTYPE_F8E4M3, 1);
   steps();
   CHECK_OK(unsloth_context_destroy(ctx));
   return 0;

@@ -5,6 +5,7 @@ use contract::rotation::{MAX_PAIRS, Style};
 use cubecl::prelude::*;
 
 use crate::Error;
+use crate::e4m3::stored;
 use crate::emit::{Builder, Float as Dtype, Kernel, ScalarType, with_vector};
 use crate::rotation::{AngleSource, angle, angle_source, load_pairs, store_turned, style_name};
 use crate::rows::{self, Divisor, divide};
@@ -38,9 +39,10 @@ struct Queries {
     heads: Divisor,
 }
 
-/// Copies or converts a row from vector `first` on; the first vector of each thread has been loaded.
+/// Copies or converts a row from vector `first` on; the first vector of each thread has been loaded. Codes are what is stored
+/// times `factor`.
 #[cube]
-fn store<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
+fn store<S: Float, D: Numeric, N: Size, L: Scalar, M: Size>(
     from: &Array<Vector<L, M>>,
     pages: &mut Array<Vector<D, N>>,
     loaded: Vector<L, M>,
@@ -48,16 +50,32 @@ fn store<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     first: u32,
     source: usize,
     target: usize,
+    factor: f32,
+    #[comptime] codes: bool,
 ) {
     let mut i = first + UNIT_POS_X % PER_ROW;
     if i < length {
-        pages[target + i as usize] = Vector::cast_from(Vector::<S, N>::reinterpret(loaded));
+        pages[target + i as usize] = converted::<S, D, N, L, M>(loaded, factor, codes);
         i += PER_ROW;
     }
     while i < length {
         let v = from[source + i as usize];
-        pages[target + i as usize] = Vector::cast_from(Vector::<S, N>::reinterpret(v));
+        pages[target + i as usize] = converted::<S, D, N, L, M>(v, factor, codes);
         i += PER_ROW;
+    }
+}
+
+#[cube]
+fn converted<S: Float, D: Numeric, N: Size, L: Scalar, M: Size>(
+    loaded: Vector<L, M>,
+    factor: f32,
+    #[comptime] codes: bool,
+) -> Vector<D, N> {
+    let x = Vector::<S, N>::reinterpret(loaded);
+    if comptime!(codes) {
+        stored::<D, N>(Vector::cast_from(x), factor, true)
+    } else {
+        Vector::cast_from(x)
     }
 }
 
@@ -123,7 +141,7 @@ fn place_of(
 }
 
 #[cube]
-fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
+fn kv_append<S: Float, D: Numeric, N: Size, L: Scalar, M: Size>(
     k: &Array<Vector<L, M>>,
     v: &Array<Vector<L, M>>,
     q: &Array<Vector<L, M>>,
@@ -134,6 +152,8 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     cu_seqlens: &Array<u32>,
     block_table: &Array<u32>,
     positions: &Array<i32>,
+    k_factors: &Array<f32>,
+    v_factors: &Array<f32>,
     factors: &Array<f32>,
     cos_table: &Array<f32>,
     sin_table: &Array<f32>,
@@ -151,6 +171,7 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     per_half: u32,
     rotated: u32,
     #[comptime] style: Style,
+    #[comptime] codes: bool,
 ) {
     let width = comptime!(N::value() as u32);
     // Rows: every head of every token of the keys, then of the values, then of the queries.
@@ -206,6 +227,12 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
         }
     }
 
+    let factor = if comptime!(codes) {
+        code_factor(k_factors, v_factors, head, is_value, row < 2 * per_side)
+    } else {
+        f32::new(1.0)
+    };
+
     let sines = comptime!(MAX_PAIRS * (THREADS / PER_ROW));
     let room = comptime!(if style == Style::Plain { 1 } else { 2 * sines });
     let mut turns = SharedMemory::<f32>::new(comptime!(room as usize));
@@ -245,7 +272,17 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
         );
         if is_value {
             let target = target_of(v_side, place.page, place.slot, head);
-            store::<S, D, N, L, M>(v, v_pages, loaded[0], v_side.length, 0u32, v_source, target);
+            store::<S, D, N, L, M>(
+                v,
+                v_pages,
+                loaded[0],
+                v_side.length,
+                0u32,
+                v_source,
+                target,
+                factor,
+                codes,
+            );
         } else {
             let target = target_of(k_side, place.page, place.slot, head);
             if comptime!(style == Style::Plain) {
@@ -257,13 +294,16 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
                     0u32,
                     k_source,
                     target,
+                    factor,
+                    codes,
                 );
             } else {
                 if k_side.length > 0 {
                     let mut vector = lane;
                     while vector < per_head {
                         store_turned::<S, D, N, L, M>(
-                            &loaded, k_pages, target, vector, per_half, first, &turns, sines, style,
+                            &loaded, k_pages, target, vector, per_half, first, &turns, factor,
+                            sines, style, codes,
                         );
                         vector += PER_ROW;
                         if vector < per_head {
@@ -279,6 +319,8 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
                     rotated,
                     k_source,
                     target,
+                    factor,
+                    codes,
                 );
             }
         }
@@ -288,7 +330,8 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
             let mut vector = lane;
             while vector < per_head {
                 store_turned::<S, S, N, L, M>(
-                    &loaded, q_out, target, vector, per_half, first, &turns, sines, style,
+                    &loaded, q_out, target, vector, per_half, first, &turns, 1.0f32, sines, style,
+                    false,
                 );
                 vector += PER_ROW;
                 if vector < per_head {
@@ -303,6 +346,8 @@ fn kv_append<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
                 rotated,
                 q_source,
                 target,
+                1.0f32,
+                false,
             );
         }
     }
@@ -321,6 +366,26 @@ fn queries(b: &mut Builder) -> QueriesExpand {
     }
 }
 
+/// What elements of a head are multiplied by before they are rounded to codes.
+#[cube]
+fn code_factor(
+    k_factors: &Array<f32>,
+    v_factors: &Array<f32>,
+    head: u32,
+    is_value: bool,
+    is_there: bool,
+) -> f32 {
+    let mut factor = 1.0f32;
+    if is_there {
+        if is_value {
+            factor = v_factors[head as usize];
+        } else {
+            factor = k_factors[head as usize];
+        }
+    }
+    factor
+}
+
 fn side(b: &mut Builder, names: [&'static str; 6]) -> SideExpand {
     let [length, token, head, page, slot, page_head] = names;
     use ScalarType::{U32, U64};
@@ -335,7 +400,7 @@ fn side(b: &mut Builder, names: [&'static str; 6]) -> SideExpand {
 }
 
 macro_rules! kernel {
-    ($b:ident, $s:ty, $d:ty, $n:ty, $l:ty, $m:ty, $style:ident) => {{
+    ($b:ident, $s:ty, $d:ty, $n:ty, $l:ty, $m:ty, $style:ident, $codes:literal) => {{
         let from = $b.type_of::<Vector<$l, $m>>();
         let to = $b.type_of::<Vector<$d, $n>>();
         let word = $b.type_of::<u32>();
@@ -352,9 +417,16 @@ macro_rules! kernel {
         let block_table = $b.read("block_table", word);
         let (signed, real) = ($b.type_of::<i32>(), $b.type_of::<f32>());
         let positions = $b.read("positions", signed);
+        // Whose arguments the others have not.
+        let code_factors = match $codes {
+            true => Some(["k_factors", "v_factors"].map(|name| $b.read(name, real))),
+            false => None,
+        };
         let factors = $b.read("factors", real);
         let cos_table = $b.read("cos_table", real);
         let sin_table = $b.read("sin_table", real);
+        let [k_factors, v_factors] =
+            code_factors.unwrap_or_else(|| [factors.clone(), factors.clone()]);
         let frequencies = $b.by_value("frequencies", MAX_PAIRS as usize);
         let [num_tokens, num_sequences] =
             ["num_tokens", "num_sequences"].map(|name| $b.scalar(name, ScalarType::U32));
@@ -402,6 +474,8 @@ macro_rules! kernel {
             cu_seqlens.into(),
             block_table.into(),
             positions.into(),
+            k_factors.into(),
+            v_factors.into(),
             factors.into(),
             cos_table.into(),
             sin_table.into(),
@@ -419,6 +493,7 @@ macro_rules! kernel {
             per_half.into(),
             rotated.into(),
             $style,
+            $codes,
         );
     }};
 }
@@ -428,21 +503,41 @@ fn kernel(from: Dtype, pages: Dtype, style: Style, vectors: bool) -> Result<Kern
     let width = from.per_vector().min(pages.per_vector());
     let words = width * if from == Dtype::F32 { 4 } else { 2 } / 4;
     with_vector!(from, S, _N => with_vector!(pages, D, _M => match (vectors, width, words) {
-        (false, ..) => kernel!(b, S, D, Const<1>, S, Const<1>, style),
-        (true, 4, 2) => kernel!(b, S, D, Const<4>, u32, Const<2>, style),
-        (true, 4, _) => kernel!(b, S, D, Const<4>, u32, Const<4>, style),
-        (true, ..) => kernel!(b, S, D, Const<8>, u32, Const<4>, style),
+        (false, ..) => kernel!(b, S, D, Const<1>, S, Const<1>, style, false),
+        (true, 4, 2) => kernel!(b, S, D, Const<4>, u32, Const<2>, style, false),
+        (true, 4, _) => kernel!(b, S, D, Const<4>, u32, Const<4>, style, false),
+        (true, ..) => kernel!(b, S, D, Const<8>, u32, Const<4>, style, false),
     }));
     let width = if vectors { width } else { 1 };
+    finished(b, (from, pages.name(), pages.code()), style, width)
+}
+
+fn codes_kernel(from: Dtype, style: Style, vectors: bool) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    let width = if vectors { from.per_vector() } else { 1 };
+    with_vector!(from, S, _N => match width {
+        1 => kernel!(b, S, u8, Const<1>, S, Const<1>, style, true),
+        4 => kernel!(b, S, u8, Const<4>, u32, Const<4>, style, true),
+        _ => kernel!(b, S, u8, Const<8>, u32, Const<4>, style, true),
+    });
+    finished(b, (from, "e4m3", contract::E4M3), style, width)
+}
+
+/// With the name and the code of what pages hold.
+fn finished(
+    b: Builder,
+    (from, pages, code): (Dtype, &str, u32),
+    style: Style,
+    width: u32,
+) -> Result<Kernel, Error> {
     let symbol = format!(
-        "kv_append_{}_{}_{}x{width}",
+        "kv_append_{}_{}_{pages}x{width}",
         style_name(style),
         from.name(),
-        pages.name()
     );
     let choices = vec![
         ("from", from.code()),
-        ("dtype", pages.code()),
+        ("dtype", code),
         ("style", style.code()),
         ("width", width),
         ("rows_per_block", THREADS / PER_ROW),
@@ -464,6 +559,19 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
                 for vectors in [true, false] {
                     kernels.push(kernel(from, pages, *style, vectors)?);
                 }
+            }
+        }
+    }
+    Ok(kernels)
+}
+
+/// Every form where the cache holds codes of 8-bit floats.
+pub fn e4m3_kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = Vec::new();
+    for from in Dtype::ALL.iter().copied() {
+        for style in Style::ALL {
+            for vectors in [true, false] {
+                kernels.push(codes_kernel(from, *style, vectors)?);
             }
         }
     }

@@ -21,6 +21,7 @@ pub mod catalog;
 mod column_sums;
 mod cross_entropy;
 pub mod cubin;
+mod e4m3;
 mod embedding;
 pub mod emit;
 pub mod family;
@@ -81,6 +82,7 @@ const CATALOG: &[Entry] = &[
         &[],
     ),
     ("attention_combine", attention::combine_kernels, &[]),
+    ("attention_e4m3", attention::e4m3_kernels, FLUSH_SUBNORMALS),
     ("attention_merge", attention_merge::kernels, &[]),
     ("cast", cast::kernels, &[]),
     ("column_sums", column_sums::kernels, &[]),
@@ -91,6 +93,7 @@ const CATALOG: &[Entry] = &[
     ("embedding", embedding::kernels, &[]),
     ("embedding_backward", embedding::backward::kernels, &[]),
     ("kv_append", kv_cache::kernels, &[]),
+    ("kv_append_e4m3", kv_cache::e4m3_kernels, &[]),
     ("linear", linear::kernels, &[]),
     ("linear_backward", linear::backward::kernels, &[]),
     ("logprob", logprob::kernels, &[]),

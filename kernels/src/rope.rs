@@ -111,12 +111,12 @@ fn rope<F: Float, N: Size, L: Scalar, M: Size>(
         if head < q_heads.count {
             let to = q_starts.to + head as usize * q_heads.out_head;
             store_turned::<F, F, N, L, M>(
-                &pairs, q_out, to, vector, per_half, 0u32, &turns, MAX_PAIRS, style,
+                &pairs, q_out, to, vector, per_half, 0u32, &turns, 1.0f32, MAX_PAIRS, style, false,
             );
         } else {
             let to = k_starts.to + (head - q_heads.count) as usize * k_heads.out_head;
             store_turned::<F, F, N, L, M>(
-                &pairs, k_out, to, vector, per_half, 0u32, &turns, MAX_PAIRS, style,
+                &pairs, k_out, to, vector, per_half, 0u32, &turns, 1.0f32, MAX_PAIRS, style, false,
             );
         }
         item += step;

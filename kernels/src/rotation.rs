@@ -3,6 +3,7 @@
 use contract::rotation::{Angles, MAX_PAIRS, Positions, Style};
 use cubecl::prelude::*;
 
+use crate::e4m3::stored;
 use crate::emit::{Builder, ScalarType};
 use crate::math;
 
@@ -164,9 +165,10 @@ pub(crate) fn load_pairs<L: Scalar, M: Size>(
 }
 
 /// Turns what [`load_pairs`] loaded as L and holds elements S, and stores it to the head that begins at `to`. The head's cosines begin
-/// at `first` of `turns`, its sines `sines` further: one array, since CubeCL lays several out in no particular order.
+/// at `first` of `turns`, its sines `sines` further: one array, since CubeCL lays several out in no particular order. Codes are
+/// what is stored times `code_factor`.
 #[cube]
-pub(crate) fn store_turned<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
+pub(crate) fn store_turned<S: Float, D: Numeric, N: Size, L: Scalar, M: Size>(
     pairs: &Array<Vector<L, M>>,
     out: &mut Array<Vector<D, N>>,
     to: usize,
@@ -174,8 +176,10 @@ pub(crate) fn store_turned<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
     per_half: u32,
     first: u32,
     turns: &SharedMemory<f32>,
+    code_factor: f32,
     #[comptime] sines: u32,
     #[comptime] style: Style,
+    #[comptime] codes: bool,
 ) {
     let width = comptime!(N::value() as u32);
     let a = Vector::<f32, N>::cast_from(Vector::<S, N>::reinterpret(pairs[0]));
@@ -190,16 +194,24 @@ pub(crate) fn store_turned<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
             turned_a[j] = turn_first(a[j], b[j], c, s);
             turned_b[j] = turn_second(a[j], b[j], c, s);
         }
-        out[to + vector as usize] = Vector::cast_from(turned_a);
-        out[to + (vector + per_half) as usize] = Vector::cast_from(turned_b);
+        out[to + vector as usize] = stored::<D, N>(turned_a, code_factor, codes);
+        out[to + (vector + per_half) as usize] = stored::<D, N>(turned_b, code_factor, codes);
     } else if width == 1 {
         // Pairs lie within a vector, unless vectors are single elements.
         let b = Vector::<f32, N>::cast_from(Vector::<S, N>::reinterpret(pairs[1]));
         let at = (2 * vector) as usize;
         let c = turns[(first + vector) as usize];
         let s = turns[sines as usize + (first + vector) as usize];
-        out[to + at] = Vector::cast_from(turn_first(a[0], b[0], c, s));
-        out[to + at + 1] = Vector::cast_from(turn_second(a[0], b[0], c, s));
+        out[to + at] = stored::<D, N>(
+            Vector::cast_from(turn_first(a[0], b[0], c, s)),
+            code_factor,
+            codes,
+        );
+        out[to + at + 1] = stored::<D, N>(
+            Vector::cast_from(turn_second(a[0], b[0], c, s)),
+            code_factor,
+            codes,
+        );
     } else {
         let mut turned = Vector::<f32, N>::zeroed();
         #[unroll]
@@ -210,7 +222,7 @@ pub(crate) fn store_turned<S: Float, D: Float, N: Size, L: Scalar, M: Size>(
             turned[2 * j] = turn_first(x, y, turns[pair], turns[sines as usize + pair]);
             turned[2 * j + 1] = turn_second(x, y, turns[pair], turns[sines as usize + pair]);
         }
-        out[to + vector as usize] = Vector::cast_from(turned);
+        out[to + vector as usize] = stored::<D, N>(turned, code_factor, codes);
     }
 }
 

@@ -257,9 +257,9 @@ macro_rules! with_float {
 }
 pub(crate) use with_float;
 
-/// [`with_float`], of a weight's dtype that has been checked to be a float or
+/// [`with_float`], of what weights and caches may be, too: a dtype that has been checked to be a float or
 /// [`F8E4M3`](crate::dtype::DType::F8E4M3).
-macro_rules! with_weight {
+macro_rules! with_float_or_e4m3 {
     ($dtype:expr, $t:ident => $body:expr) => {
         match $dtype {
             $crate::dtype::DType::F8E4M3 => {
@@ -270,7 +270,7 @@ macro_rules! with_weight {
         }
     };
 }
-pub(crate) use with_weight;
+pub(crate) use with_float_or_e4m3;
 
 #[cfg(test)]
 mod tests {

@@ -1,10 +1,11 @@
 //! The KV cache on the CPU: new tokens in parallel, each head row converted to the cache's dtype on its way to its page.
 
-use crate::cpu::float::{convert, with_float};
+use crate::cpu::float::{BLOCK, Float, convert, with_float};
 use crate::cpu::rope::{Rotator, Turning};
 use crate::cpu::{Cpu, Run};
+use crate::dtype::E4m3;
 use crate::error::Result;
-use crate::problem::kv_cache::{Append, CopyPages};
+use crate::problem::kv_cache::{Append, CopyPages, Factors};
 use crate::tensor::{RawTensor, Scratch};
 
 impl Run for Append {
@@ -40,6 +41,9 @@ fn append(cpu: &Cpu, p: &Append) -> Result<()> {
         .saturating_mul(dims)
         .saturating_add(q_heads.saturating_mul(p.k.layout.dim(2)))
         .saturating_add(32 * half);
+    if let Some(factors) = &p.factors {
+        return append_codes(cpu, p, (rotator.as_ref(), factors), cost);
+    }
     cpu.for_each_range(num_tokens, cost, |tokens| {
         // SAFETY: the cache wrote its tables with this many entries, and is borrowed for the call.
         let slots = unsafe { Slots::new(p) };
@@ -66,6 +70,150 @@ fn append(cpu: &Cpu, p: &Append) -> Result<()> {
         );
     });
     Ok(())
+}
+
+/// The same to pages of codes: rotated keys are f32 until they are multiplied by their factors and rounded.
+fn append_codes(
+    cpu: &Cpu,
+    p: &Append,
+    (rotator, factors): (Option<&Rotator>, &Factors),
+    cost: usize,
+) -> Result<()> {
+    let (num_tokens, num_heads, dim) = (p.k.layout.dim(0), p.k.layout.dim(1), p.k.layout.dim(2));
+    let len = rotator.map_or(0, |_| num_heads.saturating_mul(dim));
+    let items = (num_tokens, cost);
+    cpu.for_each_range_with("kv_cache_append", items, len, |turned, tokens| {
+        // SAFETY: as in `append`; the factors were checked to have one for each head.
+        let (slots, k_factors, v_factors) = unsafe {
+            let of_heads =
+                |t: &RawTensor| std::slice::from_raw_parts(t.ptr.cast_const().cast(), num_heads);
+            (Slots::new(p), of_heads(&factors.k), of_heads(&factors.v))
+        };
+        let mut scratch = Turning::default();
+        cpu.vectorize(
+            #[inline(always)]
+            || {
+                for token in tokens.clone() {
+                    let place = slots.find(token);
+                    // SAFETY: as in `append`.
+                    unsafe {
+                        match rotator {
+                            None => store_codes(&p.k, &p.k_pages, k_factors, token, place),
+                            Some(rotator) => {
+                                let position = slots.positions[token].into();
+                                turn_rows(rotator, p, token, position, &mut scratch, turned);
+                                for (head, row) in turned.chunks_exact(dim).enumerate() {
+                                    let to = codes_at(&p.k_pages, head, place);
+                                    encode(row, k_factors[head], to);
+                                }
+                            }
+                        }
+                        store_codes(&p.v, &p.v_pages, v_factors, token, place);
+                    }
+                }
+            },
+        );
+    })
+}
+
+/// One head of one slot of pages of codes.
+///
+/// # Safety
+/// Page and slot exist, and nothing else accesses what is there.
+#[inline(always)]
+unsafe fn codes_at<'a>(pages: &RawTensor, head: usize, place: (usize, usize)) -> &'a mut [E4m3] {
+    // SAFETY: rows are contiguous, and the caller's promise.
+    unsafe {
+        let to = pages.ptr.cast::<E4m3>();
+        std::slice::from_raw_parts_mut(to.add(page_offset(pages, head, place)), pages.layout.dim(3))
+    }
+}
+
+/// Writes the heads of one token to pages of codes.
+///
+/// # Safety
+/// As [`store_rows`].
+#[inline(always)]
+unsafe fn store_codes(
+    from: &RawTensor,
+    pages: &RawTensor,
+    factors: &[f32],
+    token: usize,
+    place: (usize, usize),
+) {
+    with_float!(from.dtype, S => {
+        for (head, &factor) in factors.iter().enumerate() {
+            // SAFETY: as in `store_rows`.
+            let (source, target) = unsafe {
+                let source = from.ptr.cast::<S>().add(token_offset(from, (token, head)));
+                let target = codes_at(pages, head, place);
+                (std::slice::from_raw_parts(source.cast_const(), target.len()), target)
+            };
+            encode(source, factor, target);
+        }
+    });
+}
+
+/// Elements times a factor, rounded to codes; both slices have the same length.
+#[inline(always)]
+fn encode<S: Float>(from: &[S], factor: f32, to: &mut [E4m3]) {
+    let mut block = [0.0f32; BLOCK];
+    for (from, to) in from.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
+        let block = &mut block[..from.len()];
+        S::load(from, block);
+        for x in block.iter_mut() {
+            *x *= factor;
+        }
+        E4m3::store(block, to);
+    }
+}
+
+/// The keys of one token, rotated, in f32: `turned` has room for all heads, one behind the other. Queries go where they go.
+///
+/// # Safety
+/// The token exists.
+#[inline(always)]
+unsafe fn turn_rows(
+    rotator: &Rotator,
+    p: &Append,
+    token: usize,
+    position: i64,
+    scratch: &mut Turning,
+    turned: &mut [f32],
+) {
+    let dim = p.k.layout.dim(2);
+    let q_heads = p.q.as_ref().map_or(0, |(q, _)| q.layout.dim(1));
+    with_float!(p.k.dtype, S => {
+        // Offsets of existing rows fit an isize (see Layout).
+        let at = |t: &RawTensor, head: usize| {
+            t.ptr.cast::<S>().wrapping_add(token_offset(t, (token, head)))
+        };
+        let row = |head: usize| at(&p.k, head).cast_const();
+        for part in rotator.parts() {
+            rotator.angles(position, &part, scratch);
+            for (head, to) in turned.chunks_exact_mut(dim).enumerate() {
+                // SAFETY: as in `rotate_rows`.
+                unsafe { rotator.turn(row(head), to.as_mut_ptr(), &part, scratch) };
+            }
+            if let Some((from, to)) = &p.q {
+                for head in 0..q_heads {
+                    let (source, target) = (at(from, head).cast_const(), at(to, head));
+                    // SAFETY: as above, of queries, which have the dtype of the keys.
+                    unsafe { rotator.turn(source, target, &part, scratch) };
+                }
+            }
+        }
+        for (head, to) in turned.chunks_exact_mut(dim).enumerate() {
+            // SAFETY: as above.
+            unsafe { rotator.pass(row(head), to.as_mut_ptr(), dim) };
+        }
+        if let Some((from, to)) = &p.q {
+            for head in 0..q_heads {
+                // SAFETY: as above.
+                unsafe { rotator.pass(at(from, head).cast_const(), at(to, head), dim) };
+            }
+        }
+    });
 }
 
 /// Where new tokens go.

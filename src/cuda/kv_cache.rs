@@ -3,23 +3,33 @@
 use contract::rotation::Style;
 
 use super::device::Resources;
-use super::images::kv_append::Arguments;
+use super::images::{kv_append, kv_append_e4m3};
 use super::rotation::{self, Rotation};
 use super::rows::Divisor;
 use super::table::Table;
 use super::{Cuda, Run, VECTOR, check_blocks, codes, is_aligned};
 use crate::backend::{CopyKind, Device, Stream};
 use crate::error::Result;
-use crate::problem::kv_cache::{Append, CopyPages};
+use crate::problem::kv_cache::{Append, CopyPages, Factors};
 use crate::tensor::RawTensor;
 
 const OP: &str = "kv_cache_append";
 
 /// By dtype of the new tokens, dtype of the cache, style of rotation, and elements per access.
-pub(super) type Kernels = Table<Arguments, 4>;
+pub(super) struct Kernels {
+    floats: Table<kv_append::Arguments, 4>,
+    codes: Table<kv_append_e4m3::Arguments, 4>,
+}
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Kernels::new(OP, resources, |c| [c.from, c.dtype, c.style, c.width])
+    Ok(Kernels {
+        floats: Table::<kv_append::Arguments, 4>::new(OP, resources, |c| {
+            [c.from, c.dtype, c.style, c.width]
+        })?,
+        codes: Table::<kv_append_e4m3::Arguments, 4>::new(OP, resources, |c| {
+            [c.from, c.dtype, c.style, c.width]
+        })?,
+    })
 }
 
 impl Run for Append {
@@ -73,13 +83,12 @@ fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
             .map_or(Style::Plain, |r| codes::style(r.style))
             .code();
         let choices = [dtype as u32, p.k_pages.dtype as u32, style, width as u32];
-        let kernel = cuda.kv_cache.get(choices)?;
         // Rows are counted in 31 bits.
         let q_heads = queries.map_or(0, |(q, _)| q.layout.dim(1));
         let rows = (2 * num_heads).saturating_add(q_heads);
         let rows = check_blocks(OP, "k", num_tokens.saturating_mul(rows))? as usize;
-        let rows_per_block = kernel.choices.rows_per_block as usize;
-        let blocks = check_blocks(OP, "k", rows.div_ceil(rows_per_block))?;
+        let blocks =
+            |rows_per_block: u32| check_blocks(OP, "k", rows.div_ceil(rows_per_block as usize));
         let mut arguments = arguments(p, width, [keys, values]);
         if let Some(rotation) = rotation {
             rotate(&mut arguments, &Rotation::new(rotation, false, width));
@@ -88,7 +97,26 @@ fn append(cuda: &Cuda, p: &Append, stream: Stream) -> Result<()> {
             turn(&mut arguments, queries, width);
         }
         // SAFETY: the problem was checked, and the cache wrote the tables: every page is one of its own.
-        unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }?;
+        unsafe {
+            match &p.factors {
+                None => {
+                    let kernel = cuda.kv_cache.floats.get(choices)?;
+                    let blocks = blocks(kernel.choices.rows_per_block)?;
+                    cuda.launch(OP, kernel, blocks, &arguments, stream)
+                }
+                Some(factors) => {
+                    let kernel = cuda.kv_cache.codes.get(choices)?;
+                    let blocks = blocks(kernel.choices.rows_per_block)?;
+                    cuda.launch(
+                        OP,
+                        kernel,
+                        blocks,
+                        &with_factors(factors, &arguments),
+                        stream,
+                    )
+                }
+            }
+        }?;
     }
     Ok(())
 }
@@ -107,7 +135,7 @@ fn in_vectors(from: &RawTensor, pages: &RawTensor, width: usize) -> bool {
         && is_aligned(pages, width)
 }
 
-fn arguments(p: &Append, width: usize, [keys, values]: [bool; 2]) -> Arguments {
+fn arguments(p: &Append, width: usize, [keys, values]: [bool; 2]) -> kv_append::Arguments {
     let address = |t: &RawTensor| t.ptr.addr() as u64;
     let stride = |t: &RawTensor, dim: usize| (t.layout.stride(dim) / width) as u64;
     let length = |t: &RawTensor, present: bool| match present {
@@ -115,7 +143,7 @@ fn arguments(p: &Append, width: usize, [keys, values]: [bool; 2]) -> Arguments {
         false => 0,
     };
     let [num_heads, page_size] = [p.k.layout.dim(1), p.k_pages.layout.dim(1)].map(Divisor::new);
-    Arguments {
+    kv_append::Arguments {
         k: address(&p.k),
         v: address(&p.v),
         k_pages: address(&p.k_pages),
@@ -145,12 +173,37 @@ fn arguments(p: &Append, width: usize, [keys, values]: [bool; 2]) -> Arguments {
         v_page: stride(&p.v_pages, 0),
         v_slot: stride(&p.v_pages, 1),
         v_page_head: stride(&p.v_pages, 2),
-        ..Arguments::ZERO
+        ..kv_append::Arguments::ZERO
     }
 }
 
+/// The same for pages of codes.
+fn with_factors(factors: &Factors, a: &kv_append::Arguments) -> kv_append_e4m3::Arguments {
+    macro_rules! with_those_of {
+        ($($field:ident,)*) => {
+            kv_append_e4m3::Arguments {
+                k_factors: factors.k.ptr.addr() as u64,
+                v_factors: factors.v.ptr.addr() as u64,
+                $($field: a.$field,)*
+                ..kv_append_e4m3::Arguments::ZERO
+            }
+        };
+    }
+    #[rustfmt::skip]
+    let arguments = with_those_of!(
+            k, v, q, q_out, q_length, q_token, q_head, q_out_token, q_out_head, q_rows, q_heads,
+            q_heads_multiplier, q_heads_shift, k_pages, v_pages, seq_lens, cu_seqlens, block_table, positions, factors,
+            cos_table, sin_table, num_tokens, num_sequences, num_heads, num_heads_multiplier,
+            num_heads_shift, page_size, page_size_multiplier, page_size_shift, pages_per_sequence,
+            k_length, k_token, k_head, k_page, k_slot, k_page_head, v_length, v_token, v_head,
+            v_page, v_slot, v_page_head, angle_kind, pairs, scale, direction, table_rows,
+            cos_stride, sin_stride, per_head, per_half, rotated, frequencies,
+    );
+    arguments
+}
+
 /// Adds the rotation of the keys.
-fn rotate(arguments: &mut Arguments, rotation: &Rotation) {
+fn rotate(arguments: &mut kv_append::Arguments, rotation: &Rotation) {
     arguments.angle_kind = rotation.kind;
     arguments.pairs = rotation.pairs;
     arguments.scale = rotation.scale;
@@ -168,7 +221,7 @@ fn rotate(arguments: &mut Arguments, rotation: &Rotation) {
 }
 
 /// Adds the queries that turn with the keys.
-fn turn(arguments: &mut Arguments, (q, q_out): &(RawTensor, RawTensor), width: usize) {
+fn turn(arguments: &mut kv_append::Arguments, (q, q_out): &(RawTensor, RawTensor), width: usize) {
     let stride = |t: &RawTensor, dim: usize| (t.layout.stride(dim) / width) as u64;
     let heads = Divisor::new(q.layout.dim(1).max(1));
     arguments.q = q.ptr.addr() as u64;

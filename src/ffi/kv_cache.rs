@@ -12,7 +12,9 @@ use crate::ffi::handle::Table;
 use crate::ffi::params::{self, params};
 use crate::ffi::rope::unsloth_rotation;
 use crate::ffi::status::unsloth_status;
-use crate::ffi::tensor::{implemented, in_out, unsloth_dtype, unsloth_tensor};
+use crate::ffi::tensor::{
+    implemented, in_out, unsloth_dtype, unsloth_quantization, unsloth_tensor,
+};
 use crate::ffi::{check_out, check_pointer, count, flag, guard, stream_from, unsloth_stream};
 use crate::kv_cache::{Append, Config, KvCache, PageLayout, SequenceId};
 
@@ -36,7 +38,8 @@ pub struct unsloth_kv_cache {
 pub struct unsloth_kv_cache_params {
     /// `sizeof(unsloth_kv_cache_params)`.
     pub struct_size: u32,
-    /// What keys and values are stored as: f32, f16 or bf16.
+    /// What keys and values are stored as: f32, f16, bf16, or f8e4m3 with the scales that
+    /// `unsloth_kv_cache_scales_set` gives.
     pub dtype: unsloth_dtype,
     /// The order of a page's dimensions, `UNSLOTH_PAGE_LAYOUT_*`; 0 is token-major.
     pub page_layout: unsloth_page_layout,
@@ -74,7 +77,7 @@ pub struct unsloth_kv_cache_append_params {
     /// The layer.
     pub layer: i64,
     /// Keys of the batch's new tokens `[num_tokens, num_kv_heads, head_dim]`, in the order of the batch; f32, f16 or bf16, rounded to
-    /// the cache's dtype; any strides with a contiguous last dimension.
+    /// the cache's dtype, f8e4m3 by the layer's scales; any strides with a contiguous last dimension.
     pub k: unsloth_tensor,
     /// Values `[num_tokens, num_kv_heads, v_head_dim]`, otherwise like `k`.
     pub v: unsloth_tensor,
@@ -159,33 +162,83 @@ pub struct unsloth_kv_cache_stats {
     pub key_bytes: u64,
     /// Bytes allocated for values.
     pub value_bytes: u64,
-    /// Bytes allocated for block tables, lengths and positions.
+    /// Bytes allocated for block tables, lengths, positions, and scales of f8e4m3.
     pub table_bytes: u64,
     /// The part of the used pages' room that stores no token; 0 with none used.
     pub fragmentation: f64,
 }
 params!(unsloth_kv_cache_stats, [reserved]);
 
-static CACHES: Table<Mutex<KvCache>> = Table::new("unsloth_kv_cache", 2);
+static CACHES: Table<Mutex<Held>> = Table::new("unsloth_kv_cache", 2);
+
+/// A cache, and for each layer the quantization of its keys and of its values, to which tensors of C
+/// point; none where it stores floats.
+struct Held {
+    cache: KvCache,
+    quantizations: Vec<[unsloth_quantization; 2]>,
+}
+
+// SAFETY: the quantizations hold addresses of the cache's own memory, which is dereferenced where the
+// cache is used; it may be sent.
+unsafe impl Send for Held {}
+
+impl Held {
+    fn new(op: &'static str, cache: KvCache) -> Result<Held> {
+        let mut quantizations = Vec::new();
+        if cache.config().dtype == DType::F8E4M3 {
+            let layers = cache.config().num_layers;
+            let bytes = layers.saturating_mul(size_of::<[unsloth_quantization; 2]>());
+            quantizations
+                .try_reserve_exact(layers)
+                .map_err(|_| Error::out_of_host_memory(op, bytes))?;
+            for layer in 0..layers {
+                let (k, v) = cache.layer(layer)?;
+                quantizations.push([k, v].map(|t| unsloth_quantization::of(&t)));
+            }
+        }
+        Ok(Held {
+            cache,
+            quantizations,
+        })
+    }
+
+    /// Keys and values of a layer.
+    fn layer(&self, layer: usize) -> Result<[unsloth_tensor; 2]> {
+        let (k, v) = self.cache.layer(layer)?;
+        let mut tensors = [k, v].map(|t| unsloth_tensor::of(&t));
+        if let Some(quantizations) = self.quantizations.get(layer) {
+            for (tensor, quantization) in tensors.iter_mut().zip(quantizations) {
+                tensor.quantization = quantization;
+            }
+        }
+        Ok(tensors)
+    }
+}
 
 /// A cache for this thread alone, which lives at least as long.
 pub(crate) struct LockedCache {
     // Dropped first, as the first field: it borrows from what the second keeps alive.
-    guard: MutexGuard<'static, KvCache>,
-    _alive: Shared<Mutex<KvCache>>,
+    guard: MutexGuard<'static, Held>,
+    _alive: Shared<Mutex<Held>>,
+}
+
+impl LockedCache {
+    fn tensors(&self, layer: usize) -> Result<[unsloth_tensor; 2]> {
+        self.guard.layer(layer)
+    }
 }
 
 impl Deref for LockedCache {
     type Target = KvCache;
 
     fn deref(&self) -> &KvCache {
-        &self.guard
+        &self.guard.cache
     }
 }
 
 impl DerefMut for LockedCache {
     fn deref_mut(&mut self) -> &mut KvCache {
-        &mut self.guard
+        &mut self.guard.cache
     }
 }
 
@@ -195,7 +248,7 @@ pub(crate) fn cache_from(op: &'static str, cache: *const unsloth_kv_cache) -> Re
     let alive = CACHES.get(op, "cache", cache)?;
     // SAFETY: the mutex stays where it is while `_alive` counts, and the guard is dropped before
     // that.
-    let mutex: &'static Mutex<KvCache> = unsafe { &*std::ptr::from_ref(&*alive) };
+    let mutex: &'static Mutex<Held> = unsafe { &*std::ptr::from_ref(&*alive) };
     Ok(LockedCache {
         guard: mutex.lock().unwrap_or_else(|p| p.into_inner()),
         _alive: alive,
@@ -205,7 +258,10 @@ pub(crate) fn cache_from(op: &'static str, cache: *const unsloth_kv_cache) -> Re
 /// The cache's shape, zeros replaced by the defaults.
 pub(crate) fn config_from(op: &'static str, p: &unsloth_kv_cache_params) -> Result<Config> {
     let dtype = DType::from_raw(p.dtype).ok_or_else(|| {
-        let problem = text!("is {}, allowed: 1 (f32), 2 (f16), 3 (bf16)", p.dtype);
+        let problem = text!(
+            "is {}, allowed: 1 (f32), 2 (f16), 3 (bf16), 7 (f8e4m3)",
+            p.dtype
+        );
         Error::invalid(op, "dtype", problem)
     })?;
     let dtype = implemented(op, "the cache", dtype)?;
@@ -262,7 +318,7 @@ pub unsafe extern "C" fn unsloth_kv_cache_create(
         // SAFETY: the caller's promise.
         let p = unsafe { params::read(OP, params) }?;
         let created = KvCache::new(context, &config_from(OP, &p)?)?;
-        let handle = CACHES.insert(OP, Mutex::new(created))?;
+        let handle = CACHES.insert(OP, Mutex::new(Held::new(OP, created)?))?;
         // SAFETY: checked; the caller promises that it is valid.
         unsafe { cache.write(handle) };
         Ok(())
@@ -369,6 +425,47 @@ pub unsafe extern "C" fn unsloth_kv_cache_batch_get(
     })
 }
 
+/// Gives a layer of a cache of f8e4m3 the scales of its keys and of its values: `num_scales` floats on the host each, one for all
+/// heads or `num_kv_heads`. Until then they are 1. Codes times their scale are what is meant: `unsloth_kv_cache_append` stores the
+/// code nearest to `x * (1 / scale)`, of what lies beyond 448 the last, NaN as NaN; attention of the layer's pages multiplies. The
+/// greatest magnitude that a layer's keys reach, divided by 448, is a good scale.
+///
+/// The numbers are copied to the device on `stream`, and may change once this returns. They are part of what stored tokens are, so
+/// they are set while no sequence holds any; it may not be captured.
+///
+/// `UNSLOTH_STATUS_INVALID_ARGUMENT` if the cache has another dtype, a sequence holds tokens, or a scale is not positive or has
+/// no reciprocal in f32.
+///
+/// # Safety
+/// `k_scale` and `v_scale` are NULL or have `num_scales` entries; `stream` is NULL or a live stream of the context's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unsloth_kv_cache_scales_set(
+    cache: *mut unsloth_kv_cache,
+    layer: i64,
+    k_scale: *const f32,
+    v_scale: *const f32,
+    num_scales: usize,
+    stream: unsloth_stream,
+) -> unsloth_status {
+    const OP: &str = "kv_cache_scales_set";
+    guard(OP, || {
+        check_pointer(OP, "k_scale", k_scale)?;
+        check_pointer(OP, "v_scale", v_scale)?;
+        let mut cache = cache_from(OP, cache)?;
+        let layer = count(OP, "layer", layer)?;
+        let heads = cache.config().num_kv_heads;
+        if num_scales != 1 && num_scales != heads {
+            let problem = text!("is {num_scales}, allowed: 1, or one for each of {heads} heads");
+            return Err(Error::invalid(OP, "num_scales", problem));
+        }
+        // SAFETY: checked; the caller promises this many entries.
+        let [k, v] =
+            [k_scale, v_scale].map(|ptr| unsafe { std::slice::from_raw_parts(ptr, num_scales) });
+        // SAFETY: the caller's promise.
+        cache.set_scales(layer, k, v, unsafe { stream_from(stream) })
+    })
+}
+
 /// Writes the keys and values of the current batch's new tokens to one layer's pages, and rotates their queries where they are there,
 /// on `stream`. Neither allocates nor
 /// synchronises, and may be captured into a CUDA graph.
@@ -404,7 +501,8 @@ pub unsafe extern "C" fn unsloth_kv_cache_append(
 }
 
 /// Writes views of a layer's key and value pages to `k` and `v`: `[num_pages, page_size, num_kv_heads, head_dim]`, or head-major
-/// `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them. They stay valid until the cache is destroyed.
+/// `[num_pages, num_kv_heads, page_size, head_dim]`, as attention takes them, with their scales where they are f8e4m3. They stay
+/// valid until the cache is destroyed.
 ///
 /// # Safety
 /// `k` and `v` are NULL or valid for a write.
@@ -420,11 +518,11 @@ pub unsafe extern "C" fn unsloth_kv_cache_layer_get(
         check_out(OP, "k", k)?;
         check_out(OP, "v", v)?;
         let cache = cache_from(OP, cache)?;
-        let (keys, values) = cache.layer(count(OP, "layer", layer)?)?;
+        let [keys, values] = cache.tensors(count(OP, "layer", layer)?)?;
         // SAFETY: checked; the caller promises that they are valid.
         unsafe {
-            k.write(unsloth_tensor::of(&keys));
-            v.write(unsloth_tensor::of(&values));
+            k.write(keys);
+            v.write(values);
         }
         Ok(())
     })
@@ -453,10 +551,10 @@ pub unsafe extern "C" fn unsloth_kv_cache_attention_prepare(
         // SAFETY: the caller's promise.
         let mut p = unsafe { params::read(OP, params.cast_const()) }?;
         let cache = cache_from(OP, cache)?;
-        let layer = cache.layer(count(OP, "layer", layer)?);
-        let (k, v) = layer.map_err(|error| error.within(OP))?;
+        let layer = cache.tensors(count(OP, "layer", layer)?);
+        let [k, v] = layer.map_err(|error| error.within(OP))?;
         let batch = cache.batch().map_err(|error| error.within(OP))?;
-        (p.k, p.v) = (unsloth_tensor::of(&k), unsloth_tensor::of(&v));
+        (p.k, p.v) = (k, v);
         p.cu_seqlens_q = unsloth_tensor::of(&batch.cu_seqlens);
         p.seq_lens_k = unsloth_tensor::of(&batch.seq_lens);
         p.block_table = unsloth_tensor::of(&batch.block_table);

@@ -29,7 +29,8 @@ pub const UNSLOTH_DTYPE_I64: unsloth_dtype = 5;
 /// One byte; zero is false, anything else is true.
 pub const UNSLOTH_DTYPE_BOOL: unsloth_dtype = 6;
 /// 8-bit float, 4 exponent bits with bias 7 and 3 of mantissa, up to 448, without infinities; 0x7f and
-/// 0xff are NaN. Weights may be of it, with a scale that lies apart: `unsloth_quantize_forward` writes both.
+/// 0xff are NaN. Weights may be of it, with a scale that lies apart: `unsloth_quantize_forward` writes both; and
+/// so may a KV cache, and attention's keys and values.
 pub const UNSLOTH_DTYPE_F8E4M3: unsloth_dtype = 7;
 /// 8-bit float, 5 exponent bits and 2 of mantissa. It has a value and a layout; every operation answers
 /// `UNSLOTH_STATUS_UNSUPPORTED` for it.
@@ -114,8 +115,9 @@ pub struct unsloth_tensor {
 
 /// How the elements of a tensor become numbers: `(element - zero) * scale`. The weights of
 /// `linear`, `mlp` and `attention_block` may have one where they are i8, ternary or f8e4m3, with f32 scales
-/// `[s]`, contiguous, of which each is that of as many rows, and without `zero`. Everything else is
-/// answered by `UNSLOTH_STATUS_UNSUPPORTED`.
+/// `[s]`, contiguous, of which each is that of as many rows, and without `zero`; and so may attention's
+/// keys and values where they are f8e4m3, with one scale, or one for each of their heads. Everything else
+/// is answered by `UNSLOTH_STATUS_UNSUPPORTED`.
 ///
 /// The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for
 /// all, `[n]` one for each row, `[n, k/g]` one for each group of `g` along a row, `[n/a, k/b]` one
@@ -135,6 +137,25 @@ pub struct unsloth_quantization {
 
 params!(unsloth_quantization, [reserved, scale, zero]);
 
+impl unsloth_quantization {
+    /// That of a tensor: its scales.
+    pub(crate) fn of(tensor: &TensorRef<'_>) -> unsloth_quantization {
+        let mut quantization = unsloth_quantization {
+            struct_size: size_of::<unsloth_quantization>() as u32,
+            reserved: 0,
+            scale: unsloth_tensor::ABSENT,
+            zero: unsloth_tensor::ABSENT,
+        };
+        if let Some(scales) = tensor.scales() {
+            // SAFETY: a view that nothing reads through here.
+            let scales =
+                unsafe { TensorRef::from_raw(scales.raw().ptr, DType::F32, scales.raw().layout) };
+            quantization.scale = unsloth_tensor::of(&scales);
+        }
+        quantization
+    }
+}
+
 impl Field for unsloth_tensor {
     fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
         self.reserved.check(op, format_args!("{name}.reserved"))?;
@@ -152,7 +173,8 @@ impl Field for unsloth_tensor {
             let problem = text!("has data but rank 0, allowed: 1 to {MAX_RANK}");
             return Err(Error::invalid(op, text!("{name}"), problem));
         }
-        let of_codes = DType::from_raw(self.dtype).is_some_and(DType::is_quantized);
+        let of_codes = DType::from_raw(self.dtype)
+            .is_some_and(|dtype| dtype.is_quantized() || dtype == DType::F8E4M3);
         if !self.quantization.is_null() && !of_codes {
             return Err(no_quantization(op, name));
         }
@@ -170,7 +192,8 @@ impl Default for unsloth_tensor {
 }
 
 fn no_quantization(op: &'static str, name: impl fmt::Display) -> Error {
-    let problem = "is set: only weights that are i8, ternary or f8e4m3 take scales that lie apart";
+    let problem = "is set: only weights that are i8, ternary or f8e4m3, and keys and values that are \
+                   f8e4m3, take scales that lie apart";
     Error::unsupported(op, text!("{name}.quantization"), problem)
 }
 
@@ -370,7 +393,7 @@ impl unsloth_tensor {
     }
 }
 
-/// The scales of a weight's quantization, if it has any.
+/// The scales of a tensor's quantization, if it has any.
 ///
 /// # Safety
 /// `quantization` is NULL or points to `struct_size` readable bytes; its tensors are as

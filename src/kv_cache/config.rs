@@ -9,6 +9,7 @@ use crate::ops::attention::PageLayout;
 use super::OP;
 use super::batch::Step;
 use super::pages::{Page, Pages};
+use super::scales::LayersScales;
 use super::sequences::Sequences;
 
 /// The shape of a cache. [`Config::new`] fills in what is usual; every field may then be changed.
@@ -26,7 +27,8 @@ pub struct Config {
     pub page_size: usize,
     /// Pages; one page holds `page_size` tokens of one sequence in every layer.
     pub num_pages: usize,
-    /// What keys and values are stored as: f32, f16 or bf16.
+    /// What keys and values are stored as: f32, f16, bf16, or f8e4m3, whose scales
+    /// [`KvCache::set_scales`](super::KvCache::set_scales) gives.
     pub dtype: DType,
     /// The order of a page's dimensions.
     pub page_layout: PageLayout,
@@ -45,7 +47,7 @@ pub struct CacheSize {
     pub keys: u64,
     /// Value pages of every layer.
     pub values: u64,
-    /// Block tables, lengths and positions of a batch.
+    /// Block tables, lengths and positions of a batch, and the scales of a cache of f8e4m3.
     pub tables: u64,
     /// On the host, beside the device's memory: what the cache knows of its pages, of its sequences
     /// and of a batch, whose tables it has here too. Counted for `max_batch_size` sequences that
@@ -100,8 +102,8 @@ impl Config {
 
     /// Bytes that the cache allocates on the device: `num_layers · num_pages · page_size ·
     /// num_kv_heads · (head_dim + v_head_dim)` elements, and the tables, integers of 32 bits:
-    /// `max_batch_size · (max_pages_per_sequence + 2) + 1 + max_batch_tokens`. Beside them, what it
-    /// keeps on the host.
+    /// `max_batch_size · (max_pages_per_sequence + 2) + 1 + max_batch_tokens`; of f8e4m3 as many words
+    /// again as `4 · num_layers · num_kv_heads`. Beside them, what it keeps on the host.
     ///
     /// # Errors
     /// As [`Config::validate`].
@@ -120,13 +122,14 @@ impl Config {
         let tables = tables
             .filter(|&b| b <= isize::MAX as usize)
             .ok_or_else(|| self.too_large())?;
+        let scales = LayersScales::size(self).ok_or_else(|| self.too_large())?;
         // Counts are below 2^31 and the tables fit an isize, so the sum fits.
         let of_pages = self.num_pages * (Pages::BYTES + size_of::<Page>());
         let of_sequences = self.max_batch_size * (Sequences::BYTES + Step::BYTES);
         Ok(CacheSize {
             keys: pages(self.head_dim)?,
             values: pages(self.v_head_dim)?,
-            tables: tables as u64,
+            tables: tables as u64 + scales as u64,
             host: tables as u64 + (of_pages + of_sequences) as u64,
             page_locked: page_locked(tables) as u64,
         })
@@ -148,7 +151,7 @@ impl Config {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] naming the first field that is zero, too large, or of a dtype
-    /// that is no float.
+    /// that is not of [`DType::CACHED`].
     pub fn validate(&self) -> Result<()> {
         let fields = [
             ("num_layers", self.num_layers),
@@ -173,8 +176,8 @@ impl Config {
             let problem = text!("is {}, a power of two is needed", self.page_size);
             return Err(Error::invalid(OP, "page_size", problem));
         }
-        if !self.dtype.is_float() {
-            let problem = text!("is {}, allowed: f32, f16, bf16", self.dtype);
+        if !DType::CACHED.contains(&self.dtype) {
+            let problem = text!("is {}, allowed: f32, f16, bf16, f8e4m3", self.dtype);
             return Err(Error::invalid(OP, "dtype", problem));
         }
         Ok(())
@@ -263,6 +266,17 @@ mod tests {
         assert_eq!(size.tables, (2 + 3 + 10 + 2 * 5) * 4);
         assert_eq!(size.total(), size.keys + size.values + size.tables);
         assert_eq!(size.page_locked, 2 * (32 << 10));
+        let codes = Config {
+            dtype: DType::F8E4M3,
+            ..config
+        };
+        let of_codes = codes.size().unwrap();
+        assert_eq!(
+            [size.keys, size.values],
+            [of_codes.keys, of_codes.values].map(|n| 2 * n)
+        );
+        assert_eq!(of_codes.tables, size.tables + 4 * 3 * 2 * 4);
+        assert_eq!(of_codes.page_locked, size.page_locked);
     }
 
     /// A cache whose batch is full and whose pages are all taken has what the size says on the
@@ -302,7 +316,7 @@ mod tests {
             ),
             (
                 |c| c.dtype = DType::I32,
-                "kv_cache: dtype is i32, allowed: f32, f16, bf16",
+                "kv_cache: dtype is i32, allowed: f32, f16, bf16, f8e4m3",
             ),
             (
                 |c| c.max_batch_size = 0,

@@ -35,6 +35,7 @@ mod batch;
 mod config;
 mod growth;
 mod pages;
+mod scales;
 mod sequences;
 mod stats;
 
@@ -57,6 +58,7 @@ use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef};
 use batch::Step;
 use growth::Growth;
 use pages::Pages;
+use scales::LayersScales;
 use sequences::{Sequence, Sequences};
 
 const OP: &str = "kv_cache";
@@ -78,6 +80,8 @@ pub struct KvCache {
     keys: Buffer,
     /// `num_layers` times a layer's value pages.
     values: Buffer,
+    /// Of a cache of codes.
+    scales: Option<LayersScales>,
     pages: Pages,
     sequences: Sequences,
     step: Step,
@@ -89,7 +93,7 @@ pub struct Append<'a> {
     /// The layer.
     pub layer: usize,
     /// Keys of the batch's new tokens `[num_tokens, num_kv_heads, head_dim]`, in the order of the batch; f32, f16 or bf16, rounded to
-    /// the cache's dtype; strided, contiguous in the last dimension.
+    /// the cache's dtype, f8e4m3 by the layer's scales; strided, contiguous in the last dimension.
     pub k: TensorRef<'a>,
     /// Values `[num_tokens, num_kv_heads, v_head_dim]`, otherwise like `k`.
     pub v: TensorRef<'a>,
@@ -113,6 +117,7 @@ impl KvCache {
         Ok(KvCache {
             keys: Buffer::new(context, size.keys as usize)?,
             values: Buffer::new(context, size.values as usize)?,
+            scales: LayersScales::new(context, config)?,
             step: Step::new(context, config)?,
             pages: Pages::new(OP, config.num_pages)?,
             sequences: Sequences::default(),
@@ -332,6 +337,35 @@ impl KvCache {
         self.step.batch("kv_cache_batch")
     }
 
+    /// Gives a layer of a cache of [`DType::F8E4M3`](crate::DType::F8E4M3) the scales of its keys and of its values: one number for
+    /// all heads, or one for each of `num_kv_heads`. Until then they are 1.
+    ///
+    /// A scale is what codes are multiplied by: [`KvCache::append`] stores the code nearest to
+    /// `x * (1 / scale)`, of those beyond ±448 the last, and attention, which finds them with the
+    /// layer, multiplies. The greatest magnitude of a layer's keys, divided by 448, is a good one.
+    ///
+    /// The numbers are copied on `stream`, and may be dropped when this returns. Scales are part of
+    /// what a token is, so they are set before there are any.
+    ///
+    /// # Errors
+    /// The cache has another dtype, there is no such layer, a sequence holds tokens, a number of
+    /// scales is neither, one is not positive or has no reciprocal, or the stream is being captured.
+    pub fn set_scales(&mut self, layer: usize, k: &[f32], v: &[f32], stream: Stream) -> Result<()> {
+        let op = "kv_cache_scales_set";
+        self.layer_tensors(op, layer)?;
+        let Some(scales) = &mut self.scales else {
+            let problem = text!("stores {}, scales are of f8e4m3", self.config.dtype);
+            return Err(Error::invalid(op, "cache", problem));
+        };
+        if self.sequences.iter().any(|sequence| sequence.length > 0) {
+            let problem = "holds tokens: their scales are those that they were stored with";
+            return Err(Error::invalid(op, "cache", problem));
+        }
+        let context = self.keys.context();
+        context.check_not_capturing(op, stream, "set scales before the capture")?;
+        scales.set(op, layer, [("k_scale", k), ("v_scale", v)], stream)
+    }
+
     /// Writes the keys and values of the current batch's new tokens to one layer's pages. Neither allocates nor synchronises.
     ///
     /// # Errors
@@ -388,6 +422,7 @@ impl KvCache {
             context: self.context(),
             k_pages,
             v_pages,
+            scales: self.layer_scales(layer)?,
             page_layout: self.config.page_layout,
             num_kv_heads: self.config.num_kv_heads,
             head_dim: self.config.head_dim,
@@ -431,7 +466,7 @@ impl KvCache {
     }
 
     /// The key and value pages of a layer: `[num_pages, page_size, num_kv_heads, dim]`, or head-major
-    /// `[num_pages, num_kv_heads, page_size, dim]`.
+    /// `[num_pages, num_kv_heads, page_size, dim]`, with the layer's scales where they are codes.
     ///
     /// # Errors
     /// There is no such layer.
@@ -443,7 +478,17 @@ impl KvCache {
             let view = unsafe { TensorRef::from_raw(t.ptr, t.dtype, t.layout) };
             view.on(self.context().place())
         };
-        Ok((view(k), view(v)))
+        let scales = self.layer_scales(layer)?;
+        Ok((
+            view(k).scaled(scales.map(|scales| scales.k)),
+            view(v).scaled(scales.map(|scales| scales.v)),
+        ))
+    }
+
+    /// Of a layer that there is.
+    fn layer_scales(&self, layer: usize) -> Result<Option<ops::LayerScales>> {
+        let scales = self.scales.as_ref();
+        scales.map(|scales| scales.layer(layer)).transpose()
     }
 
     fn layer_tensors(&self, op: &'static str, layer: usize) -> Result<(RawTensor, RawTensor)> {

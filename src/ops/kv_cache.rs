@@ -11,7 +11,7 @@ use crate::ops::check::{self, Arg};
 use crate::ops::operation::{Operation, Tensors};
 use crate::ops::rope::Rotation;
 use crate::problem::{self, kv_cache as problems};
-use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef};
+use crate::tensor::{InOut, RawTensor, Scales, TensorMut, TensorRef};
 
 /// The tables of a cache's current batch, in the order of the list given to
 /// [`KvCache::extend`](crate::KvCache::extend). Tensors are on the context's device, i32; slices are their copies
@@ -53,6 +53,8 @@ pub struct Layer<'a> {
     /// As the page layout says.
     pub(crate) k_pages: RawTensor,
     pub(crate) v_pages: RawTensor,
+    /// Where pages hold codes.
+    pub(crate) scales: Option<LayerScales>,
     pub(crate) page_layout: PageLayout,
     pub(crate) num_kv_heads: usize,
     pub(crate) head_dim: usize,
@@ -66,6 +68,16 @@ pub struct Layer<'a> {
     /// are made.
     pub(crate) any_batch: bool,
     pub(crate) pages: PhantomData<&'a mut [u8]>,
+}
+
+/// What codes of a layer's keys and values are multiplied by: f32 `[num_kv_heads]`, on the device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LayerScales {
+    pub k: Scales,
+    pub v: Scales,
+    /// The reciprocals.
+    pub k_factors: RawTensor,
+    pub v_factors: RawTensor,
 }
 
 /// What is wrong with a cache that is to be used and has no current batch.
@@ -95,6 +107,8 @@ impl Layer<'_> {
         // as this value lives; the caller promises that no write of them runs meanwhile.
         let [k, v] = [self.k_pages, self.v_pages]
             .map(|t| unsafe { TensorRef::from_raw(t.ptr, t.dtype, t.layout) });
+        let k = k.scaled(self.scales.map(|scales| scales.k));
+        let v = v.scaled(self.scales.map(|scales| scales.v));
         attention::Params {
             cu_seqlens_q: Some(self.batch.cu_seqlens),
             seq_lens_k: Some(self.batch.seq_lens),
@@ -111,6 +125,16 @@ impl Layer<'_> {
     pub(crate) fn own(&self, tensors: &mut Tensors) {
         tensors.own(PAGES, self.k_pages);
         tensors.own(PAGES, self.v_pages);
+        if let Some(scales) = &self.scales {
+            for own in [
+                scales.k.raw(),
+                scales.v.raw(),
+                scales.k_factors,
+                scales.v_factors,
+            ] {
+                tensors.own("the scales of the layer", own);
+            }
+        }
     }
 
     /// Validates an append of new keys and values to it, on behalf of `op`, and the rotation of queries with
@@ -158,6 +182,10 @@ impl Layer<'_> {
             v,
             k_pages: token_major(self.k_pages)?,
             v_pages: token_major(self.v_pages)?,
+            factors: self.scales.map(|scales| problems::Factors {
+                k: scales.k_factors,
+                v: scales.v_factors,
+            }),
             seq_lens: self.batch.seq_lens.raw(),
             cu_seqlens: self.batch.cu_seqlens.raw(),
             positions: self.batch.positions.raw(),

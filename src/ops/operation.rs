@@ -186,8 +186,12 @@ impl Tensors {
 
     /// The scales of an input.
     pub fn scales(&mut self, scales: Scales) {
-        let raw = scales.raw();
-        self.push("scales", raw, scales.place, Access::Read);
+        self.named_scales("scales", scales);
+    }
+
+    /// The scales of one of several inputs that have some.
+    pub fn named_scales(&mut self, name: &'static str, scales: Scales) {
+        self.push(name, scales.raw(), scales.place, Access::Read);
     }
 
     /// An input that may be absent.

@@ -50,6 +50,10 @@ pub(crate) struct Problem {
     /// No sequence has more keys.
     pub max_seqlen_k: usize,
     pub scale: f32,
+    /// What keys are multiplied by, if they are codes.
+    pub k_scale: Option<HeadScales>,
+    /// What values are.
+    pub v_scale: Option<HeadScales>,
     /// Zero for none.
     pub softcap: f32,
     /// Keys up to and with a query's own; `usize::MAX` for all.
@@ -69,6 +73,28 @@ pub(crate) struct Problem {
 unsafe impl Send for Problem {}
 // SAFETY: as above.
 unsafe impl Sync for Problem {}
+
+/// f32 in the device's memory: one for all key heads, or one for each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HeadScales {
+    pub ptr: *const f32,
+    /// From head to head: 0 or 1.
+    pub stride: usize,
+}
+
+impl HeadScales {
+    /// That of a key head; 1 where there are none.
+    ///
+    /// # Safety
+    /// The scales are on the host, and there is one for the head.
+    #[inline(always)]
+    pub unsafe fn of(scales: Option<HeadScales>, kv_head: usize) -> f32 {
+        // SAFETY: the caller's promise.
+        scales.map_or(1.0, |scales| unsafe {
+            *scales.ptr.add(kv_head * scales.stride)
+        })
+    }
+}
 
 /// Two chunks of the same sequences' queries, which see the same keys from the first one on: to be one launch where a kernel can, with
 /// the bits of two.

@@ -16,6 +16,8 @@ pub(crate) struct Append {
     pub k_pages: RawTensor,
     /// `[num_pages, page_size, num_kv_heads, v_head_dim]`, strided.
     pub v_pages: RawTensor,
+    /// Of pages of codes: what keys and values are multiplied by before they are rounded to them.
+    pub factors: Option<Factors>,
     /// i32 `[num_sequences]`, contiguous.
     pub seq_lens: RawTensor,
     /// i32 `[num_sequences + 1]`, contiguous.
@@ -29,6 +31,13 @@ pub(crate) struct Append {
     pub rotation: Option<Rotation>,
     /// i32 `[num_sequences, max_pages_per_sequence]`, contiguous.
     pub block_table: RawTensor,
+}
+
+/// f32 `[num_kv_heads]`, contiguous: the reciprocals of the scales of keys, and of values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Factors {
+    pub k: RawTensor,
+    pub v: RawTensor,
 }
 
 /// Copies of whole pages, in every layer. Sources and destinations are all different; the cache that asks for

@@ -156,6 +156,7 @@ const BATCHED: &[Misuse] = &[
     (|p| p.q.shape[2] = 3, INVALID, "attention_backward: q has 3 heads, a multiple of the 2 of k is needed"),
     (|p| p.v.shape[1] = 4, INVALID, "attention_backward: v has shape [2, 4, 2, 8], expected [2, 5, 2, 8]"),
     (|p| p.out.shape[1] = 2, INVALID, "attention_backward: out has shape [2, 2, 4, 8], expected [2, 3, 4, 8]"),
+    (|p| (p.k.dtype, p.v.dtype) = (7, 7), UNSLOTH_STATUS_UNSUPPORTED, "attention_backward: k has dtype f8e4m3, allowed: f32, f16, bf16"),
     (|p| p.out.dtype = DType::F16 as u32, INVALID, "attention_backward: out has dtype f16, allowed: f32"),
     (|p| p.lse.shape = [2, 3, 4, 0, 0, 0], INVALID, "attention_backward: lse has shape [2, 3, 4], expected [2, 4, 3]"),
     (|p| p.lse.dtype = DType::F16 as u32, INVALID, "attention_backward: lse has dtype f16, allowed: f32"),

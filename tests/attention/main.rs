@@ -8,6 +8,7 @@ mod backward;
 #[cfg(feature = "cuda")]
 mod backward_bits;
 mod backward_misuse;
+mod codes;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(feature = "cuda")]

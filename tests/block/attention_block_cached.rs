@@ -75,6 +75,8 @@ fn with_a_cache_it_is_its_operations() {
             (DType::F32, DType::F32),
             (DType::F32, DType::F16),
             (DType::Bf16, DType::Bf16),
+            (DType::F32, DType::F8E4M3),
+            (DType::Bf16, DType::F8E4M3),
         ] {
             let config = Config {
                 v_head_dim: 5,
@@ -86,6 +88,11 @@ fn with_a_cache_it_is_its_operations() {
             for cache in &mut caches {
                 for _ in 0..3 {
                     cache.create_sequence().unwrap();
+                }
+                if cached == DType::F8E4M3 {
+                    let (k, v) = (&[0.02, 0.3], &[0.7]);
+                    cache.set_scales(1, k, &[v[0]; 2], Stream::DEFAULT).unwrap();
+                    cache.set_scales(0, v, k, Stream::DEFAULT).unwrap();
                 }
             }
             let steps: [(&'static [usize], [usize; 3]); 4] = [

@@ -35,6 +35,7 @@ fn poison(dtype: DType) -> &'static [u8] {
         DType::Bf16 => &[0xad, 0x7f],
         DType::I32 => &[0xa5; 4],
         DType::I64 => &[0xa5; 8],
+        DType::F8E4M3 => &[0x7f],
         _ => &[0xa5],
     }
 }
@@ -289,6 +290,41 @@ fn sticky(value: f64) -> f32 {
     f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
 }
 
+/// The number of a code of e4m3, by the format's definition (Micikevicius et al. 2022, table 1).
+pub fn e4m3_value(code: u8) -> f64 {
+    let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
+    let (exponent, fraction) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+    match (exponent, code & 7) {
+        (15, 7) => f64::NAN,
+        (0, _) => sign * fraction * 2f64.powi(-9),
+        _ => sign * (1.0 + fraction / 8.0) * 2f64.powi(exponent - 7),
+    }
+}
+
+/// The code nearest to a number, the even one of two, the last for what lies beyond.
+pub fn e4m3_nearest(value: f64) -> u8 {
+    let sign = if value.is_sign_negative() { 0x80 } else { 0 };
+    if value.is_nan() {
+        return sign | 0x7f;
+    }
+    // Codes count up with what they are.
+    let (mut below, mut above) = (0u8, 0x7eu8);
+    while above - below > 1 {
+        let middle = below + (above - below) / 2;
+        match e4m3_value(middle) <= value.abs() {
+            true => below = middle,
+            false => above = middle,
+        }
+    }
+    let distance = |code: u8| (e4m3_value(code) - value.abs()).abs();
+    let nearest = match distance(below).total_cmp(&distance(above)) {
+        std::cmp::Ordering::Less => below,
+        std::cmp::Ordering::Greater => above,
+        std::cmp::Ordering::Equal => below + below % 2,
+    };
+    sign | nearest
+}
+
 fn write_element(dtype: DType, value: f64, to: &mut [u8]) {
     match dtype {
         DType::F32 => to[..4].copy_from_slice(&(value as f32).to_ne_bytes()),
@@ -297,6 +333,7 @@ fn write_element(dtype: DType, value: f64, to: &mut [u8]) {
         DType::I32 => to[..4].copy_from_slice(&(value as i32).to_ne_bytes()),
         DType::I64 => to[..8].copy_from_slice(&(value as i64).to_ne_bytes()),
         DType::I8 => to[0] = (value as i8).cast_unsigned(),
+        DType::F8E4M3 => to[0] = e4m3_nearest(value),
         _ => to[0] = u8::from(value != 0.0),
     }
 }
@@ -312,6 +349,7 @@ fn read_element(dtype: DType, from: &[u8]) -> f64 {
         DType::I32 => i32::from_ne_bytes(take(from)).into(),
         DType::I64 => i64::from_ne_bytes(take(from)) as f64,
         DType::I8 => from[0].cast_signed().into(),
+        DType::F8E4M3 => e4m3_value(from[0]),
         _ => f64::from(u8::from(from[0] != 0)),
     }
 }

@@ -67,7 +67,7 @@ fn append_converts_between_dtypes() {
 #[test]
 fn append_rotates_keys() {
     for ctx in contexts() {
-        for stored in FLOATS {
+        for &stored in DType::CACHED {
             for (style, rotary_dim, table) in [
                 (Style::HalfSplit, 0, false),
                 (Style::Interleaved, 8, false),
@@ -152,6 +152,8 @@ fn append_rotates_queries() {
             (DType::Bf16, DType::Bf16),
             (DType::F16, DType::F32),
             (DType::F32, DType::Bf16),
+            (DType::F32, DType::F8E4M3),
+            (DType::Bf16, DType::F8E4M3),
         ] {
             for (style, dim, rotary_dim) in [
                 (Style::HalfSplit, 128, 0),

@@ -5,6 +5,7 @@ mod common;
 
 mod append;
 mod cache;
+mod codes;
 mod history;
 mod misuse;
 mod steps;

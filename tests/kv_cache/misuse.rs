@@ -97,11 +97,11 @@ fn shapes() {
         ),
         (
             |p| p.dtype = 0,
-            "kv_cache_create: dtype is 0, allowed: 1 (f32), 2 (f16), 3 (bf16)",
+            "kv_cache_create: dtype is 0, allowed: 1 (f32), 2 (f16), 3 (bf16), 7 (f8e4m3)",
         ),
         (
             |p| p.dtype = DType::I32 as u32,
-            "kv_cache: dtype is i32, allowed: f32, f16, bf16",
+            "kv_cache: dtype is i32, allowed: f32, f16, bf16, f8e4m3",
         ),
         (
             |p| p.page_layout = 2,

@@ -30,10 +30,10 @@ impl Call<'_, '_> {
         // SAFETY: a params struct.
         let mut stated: Box<Stated<unsloth_attention_params>> = unsafe { zeroed() };
         let dtype = self.float_dtype();
-        let kv_dtype = if self.input.one_in(4) {
-            self.float_dtype()
-        } else {
-            dtype
+        let kv_dtype = match self.input.byte() % 8 {
+            0 | 1 => self.float_dtype(),
+            2 => UNSLOTH_DTYPE_F8E4M3,
+            _ => dtype,
         };
         let out_dtype = if self.input.one_in(4) {
             UNSLOTH_DTYPE_F32
@@ -95,6 +95,10 @@ impl Call<'_, '_> {
                 let columns = self.input.up_to(6);
                 p.block_table = self.tensor(UNSLOTH_DTYPE_I32, &[batch, columns]);
             }
+        }
+        if self.input.one_in(2) {
+            p.k.quantization = self.quantization(kv_dtype, kv_heads);
+            p.v.quantization = self.quantization(kv_dtype, kv_heads);
         }
         p.causal = self.flag(1);
         p.scale = self.factor();

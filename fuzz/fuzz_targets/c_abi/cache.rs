@@ -54,7 +54,12 @@ impl Cache {
     fn create(input: &mut Input) -> Option<Cache> {
         let mut params = unsloth_kv_cache_params {
             struct_size: size_of::<unsloth_kv_cache_params>() as u32,
-            dtype: input.pick(&[UNSLOTH_DTYPE_F32, UNSLOTH_DTYPE_F16, UNSLOTH_DTYPE_BF16]),
+            dtype: input.pick(&[
+                UNSLOTH_DTYPE_F32,
+                UNSLOTH_DTYPE_F16,
+                UNSLOTH_DTYPE_BF16,
+                UNSLOTH_DTYPE_F8E4M3,
+            ]),
             page_layout: u32::from(input.byte() % 2),
             reserved: 0,
             num_layers: 1 + input.up_to(1),
@@ -114,7 +119,7 @@ impl Cache {
         let handle = self.handle;
         // SAFETY: pointers to live locals and blocks of the sizes stated.
         unsafe {
-            match input.byte() % 12 {
+            match input.byte() % 13 {
                 0 | 1 => {
                     let mut sequence = 0;
                     if passes(unsloth_kv_cache_sequence_create(handle, &mut sequence)) {
@@ -167,6 +172,14 @@ impl Cache {
                     ));
                 }
                 7 => self.describe(input),
+                8 => {
+                    let (k, v) = ([0.5, 2.0], [1e-3, f32::from_bits(input.word() as u32)]);
+                    let (layer, count) = (input.up_to(2), input.up_to(3) as usize);
+                    if count <= 2 || count as i64 != self.heads {
+                        let (k, v) = (k.as_ptr(), v.as_ptr());
+                        passes(unsloth_kv_cache_scales_set(handle, layer, k, v, count, none));
+                    }
+                }
                 _ => self.extend(input),
             }
         }

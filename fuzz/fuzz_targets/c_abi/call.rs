@@ -159,7 +159,7 @@ impl<'i, 'b> Call<'i, 'b> {
         (dtype, len * self.dim(3))
     }
 
-    /// The quantization of a weight of so many rows: most of those of codes have one, and few others.
+    /// The quantization of a weight of so many rows, or of keys or values of so many heads: most of codes have one, and few others.
     pub fn quantization(&mut self, dtype: unsloth_dtype, rows: i64) -> *const unsloth_quantization {
         let of_codes = matches!(
             dtype,

@@ -75,6 +75,9 @@ impl Float {
     }
 }
 
+/// The C ABI's value of 8-bit floats (e4m3): codes, which kernels hold as bytes.
+pub const E4M3: u32 = 7;
+
 codes! {
     /// A format of weights in blocks, by its value in the C ABI.
     pub enum Blocks {
@@ -234,6 +237,10 @@ pub mod attention {
         pub const DLSE: u32 = 2048;
         /// Sums are added to what is there.
         pub const ACCUMULATE: u32 = 4096;
+        /// Keys, which are codes, have a scale.
+        pub const K_SCALE: u32 = 8192;
+        /// Values, which are codes, have a scale.
+        pub const V_SCALE: u32 = 16384;
     }
 }
 

@@ -98,7 +98,7 @@ def for_host(name):
     head, kernel = text.split('extern "C" __global__', 1)
     # Wrappers of PTX, for which device.h stands in.
     head = re.sub(
-        r"^(?:template <[^\n]*>\n)?inline __device__ void\n__\w+(?:<\d+>)?\(.*?\n {0,4}\}\n",
+        r"^(?:template <[^\n]*>\n)?inline __device__ (?:void|uint32)\n__\w+(?:<\d+>)?\(.*?\n {0,4}\}\n",
         "",
         head,
         flags=re.DOTALL | re.MULTILINE,

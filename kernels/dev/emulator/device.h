@@ -122,6 +122,18 @@ inline __half __ushort_as_half(uint16_t bits) {
   return x;
 }
 inline float __half2float(__half x) { return x; }
+// Two codes of 8-bit floats, by the definition of e4m3, as two halves.
+inline uint32_t __e4m3x2_to_f16x2(uint32_t codes) {
+  uint32_t halves = 0;
+  for (int i = 0; i < 2; i++) {
+    const uint32_t code = codes >> 8 * i & 0x7f, sign = codes >> 8 * i & 0x80;
+    const float number = code == 0x7f ? NAN
+                         : code < 8   ? ldexpf(code, -9)
+                                      : ldexpf(8 + code % 8, static_cast<int>(code / 8) - 10);
+    halves |= uint32_t(__half(sign != 0 ? -number : number).bits) << 16 * i;
+  }
+  return halves;
+}
 inline float __bfloat162float(__nv_bfloat16 x) { return x; }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }
 

@@ -5,7 +5,7 @@ pub use contract::attention::flag;
 use cubecl::prelude::*;
 
 use super::fragments::{Line, fast_exp};
-use crate::emit::{Builder, scalars};
+use crate::emit::{Builder, ScalarType, scalars};
 
 scalars! { Args, ArgsExpand {
     scale: f32,
@@ -115,6 +115,48 @@ impl Buffers {
             partial_lse: b.write("partial_lse", f32_).into(),
         }
     }
+}
+
+/// What codes of keys and values are multiplied by: one number, or one for each key head.
+#[derive(CubeType)]
+pub struct Scales {
+    pub k: Array<f32>,
+    pub v: Array<f32>,
+    /// From head to head: 0 or 1.
+    pub k_head: u32,
+    pub v_head: u32,
+}
+
+impl Scales {
+    pub fn declare(b: &mut Builder) -> ScalesExpand {
+        let real = b.type_of::<f32>();
+        ScalesExpand {
+            k: b.read("k_scale", real).into(),
+            v: b.read("v_scale", real).into(),
+            k_head: b.scalar("k_scale_head", ScalarType::U32).into(),
+            v_head: b.scalar("v_scale_head", ScalarType::U32).into(),
+        }
+    }
+}
+
+/// That of the keys of a head.
+#[cube]
+pub fn key_scale(args: &Args, scales: &Scales, key_head: u32) -> f32 {
+    let mut scale = 1.0f32;
+    if has(args, flag::K_SCALE) {
+        scale = scales.k[(key_head * scales.k_head) as usize];
+    }
+    scale
+}
+
+/// That of its values.
+#[cube]
+pub fn value_scale(args: &Args, scales: &Scales, key_head: u32) -> f32 {
+    let mut scale = 1.0f32;
+    if has(args, flag::V_SCALE) {
+        scale = scales.v[(key_head * scales.v_head) as usize];
+    }
+    scale
 }
 
 /// One sequence of the batch.

@@ -29,6 +29,8 @@ pub struct Config {
     /// Whether scores have more than a scale and the limits of causality and windows.
     pub scores: bool,
     pub loads: Loads,
+    /// Whether keys and values are codes.
+    pub codes: bool,
 }
 
 impl Config {
@@ -42,14 +44,24 @@ impl Config {
         (16 * self.head_dim / 8).is_multiple_of(self.threads())
     }
 
-    /// Times 32 dimensions of a key, of which a lane holds a line.
-    pub fn key_blocks(&self) -> usize {
-        self.head_dim as usize / 32
+    /// Whether lines have 16 elements in place of eight: codes, where eight lines are no more than a value.
+    pub fn is_wide(&self) -> bool {
+        self.codes && self.head_dim >= 128
     }
 
-    /// Times 64 dimensions of a value.
+    /// Elements of a line of keys and values.
+    pub fn line(&self) -> u32 {
+        if self.is_wide() { 16 } else { 8 }
+    }
+
+    /// Times four lines of a key, of which a lane holds one.
+    pub fn key_blocks(&self) -> usize {
+        (self.head_dim / self.line()) as usize / 4
+    }
+
+    /// Times eight lines of a value.
     pub fn value_blocks(&self) -> usize {
-        self.head_dim as usize / 64
+        (self.head_dim / self.line()) as usize / 8
     }
 
     /// Lines of a query in shared memory.
@@ -63,28 +75,42 @@ impl Config {
     }
 }
 
-/// Lines that a lane holds of keys or values: an array for each 16 of them.
-pub type Held<E> = Sequence<Array<Vector<E, Line>>>;
+/// Lines that a lane holds of keys or values as they are in memory, in `W` of `S`: an array for each 16 of them.
+pub type Held<S, W> = Sequence<Array<Vector<S, W>>>;
 
-/// Where the keys and values of the block's key head lie, and how many lines a row of queries and
-/// keys, or of values, has.
+/// Where the keys and values of the block's key head lie, and how many lines of eight elements a row of queries and keys, or of
+/// values, has; and how many lines as they are loaded.
 #[derive(CubeType, Clone)]
 pub struct Sources {
     pub lines_qk: u32,
     pub lines_v: u32,
+    pub loads_k: u32,
+    pub loads_v: u32,
     pub k: Rows,
     pub v: Rows,
 }
 
 #[cube]
-pub fn sources(args: &Args, block: &Block) -> Sources {
+pub fn sources(args: &Args, block: &Block, #[comptime] config: Config) -> Sources {
     let lines_qk = args.head_dim / 8u32;
     let lines_v = args.head_dim_v / 8u32;
     let k = key_rows(args, &block.span, block.batch, block.key_head);
     let v = value_rows(args, &block.span, block.batch, block.key_head);
+    let loads_k = if comptime!(config.is_wide()) {
+        lines_qk / 2u32
+    } else {
+        lines_qk
+    };
+    let loads_v = if comptime!(config.is_wide()) {
+        lines_v / 2u32
+    } else {
+        lines_v
+    };
     Sources {
         lines_qk,
         lines_v,
+        loads_k,
+        loads_v,
         k,
         v,
     }
@@ -92,28 +118,28 @@ pub fn sources(args: &Args, block: &Block) -> Sources {
 
 /// What a lane holds of keys and values.
 #[derive(CubeType)]
-pub struct Loaded<E: Float> {
-    pub keys: Held<E>,
-    pub values: Held<E>,
+pub struct Loaded<S: Scalar, W: Size> {
+    pub keys: Held<S, W>,
+    pub values: Held<S, W>,
 }
 
 #[cube]
-pub fn nothing_loaded<E: Float>(#[comptime] config: Config) -> Loaded<E> {
-    let mut keys = Held::<E>::new();
-    let mut values = Held::<E>::new();
+pub fn nothing_loaded<S: Scalar, W: Size>(#[comptime] config: Config) -> Loaded<S, W> {
+    let mut keys = Held::<S, W>::new();
+    let mut values = Held::<S, W>::new();
     #[unroll]
     for _ in 0..comptime!(config.groups as usize) {
         keys.push(Array::new(comptime!(config.key_blocks() * 2)));
         values.push(Array::new(comptime!(config.value_blocks() * 4)));
     }
-    Loaded::<E> { keys, values }
+    Loaded::<S, W> { keys, values }
 }
 
 /// Lines of the keys from `key0` on: of each 16, for keys `g` and `g + 8`, the `t`-th of each four lines.
 #[cube]
-pub fn load_keys<E: Float>(
-    to: &mut Loaded<E>,
-    k: &Lines<E>,
+pub fn load_keys<S: Scalar, W: Size>(
+    to: &mut Loaded<S, W>,
+    k: &Array<Vector<S, W>>,
     buffers: &Buffers,
     block: &Block,
     sources: &Sources,
@@ -132,11 +158,12 @@ pub fn load_keys<E: Float>(
             let key = first + lane / 4u32 + comptime!(n as u32 * 8);
             let key = min(key, block.span.k_count - 1u32);
             let at = row_at(&sources.k, &buffers.block_table, key);
+            let at = in_lines(at, config);
             #[unroll]
             for i in 0..blocks {
                 let line = min(
                     lane % 4u32 + comptime!(i as u32 * 4),
-                    sources.lines_qk - 1u32,
+                    sources.loads_k - 1u32,
                 );
                 to[n * blocks + i] = k[(at + u64::cast_from(line)) as usize];
             }
@@ -144,11 +171,21 @@ pub fn load_keys<E: Float>(
     }
 }
 
+/// What counts eight elements, in lines.
+#[cube]
+fn in_lines(at: u64, #[comptime] config: Config) -> u64 {
+    if comptime!(config.is_wide()) {
+        at / 2u64
+    } else {
+        at
+    }
+}
+
 /// The same of values.
 #[cube]
-pub fn load_values<E: Float>(
-    to: &mut Loaded<E>,
-    v: &Lines<E>,
+pub fn load_values<S: Scalar, W: Size>(
+    to: &mut Loaded<S, W>,
+    v: &Array<Vector<S, W>>,
     buffers: &Buffers,
     block: &Block,
     sources: &Sources,
@@ -159,7 +196,7 @@ pub fn load_values<E: Float>(
     #[unroll]
     for g in 0..comptime!(config.groups as usize) {
         let first = key0 + comptime!(g as u32 * 16);
-        load_16_values::<E>(
+        load_16_values::<S, W>(
             to, v, buffers, block, sources, first, g, 0usize, blocks, config,
         );
     }
@@ -168,9 +205,9 @@ pub fn load_values<E: Float>(
 /// Blocks `first..last` of the lines of 16 values, the `g`-th of those held: for values `2 t`, `2 t
 /// + 1`, `2 t + 8` and `2 t + 9` the `g`-th of each eight lines.
 #[cube]
-pub fn load_16_values<E: Float>(
-    to: &mut Loaded<E>,
-    v: &Lines<E>,
+pub fn load_16_values<S: Scalar, W: Size>(
+    to: &mut Loaded<S, W>,
+    v: &Array<Vector<S, W>>,
     buffers: &Buffers,
     block: &Block,
     sources: &Sources,
@@ -189,11 +226,12 @@ pub fn load_16_values<E: Float>(
         let key = key0 + lane % 4u32 * 2u32 + offset;
         let key = min(key, block.span.k_count - 1u32);
         let at = row_at(&sources.v, &buffers.block_table, key);
+        let at = in_lines(at, config);
         #[unroll]
         for i in first..last {
             let line = min(
                 lane / 4u32 + comptime!(i as u32 * 8),
-                sources.lines_v - 1u32,
+                sources.loads_v - 1u32,
             );
             to[n * blocks + i] = v[(at + u64::cast_from(line)) as usize];
         }

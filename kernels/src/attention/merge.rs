@@ -12,7 +12,8 @@ use super::softmax::Sums;
 #[derive(CubeType, Clone)]
 pub struct Merged {
     values: SharedMemory<Vector<f32, Const<4>>>,
-    peaks: SharedMemory<f32>,
+    /// Before that, what a codes' kernel has of its queries' rows.
+    pub peaks: SharedMemory<f32>,
     totals: SharedMemory<f32>,
 }
 
@@ -29,7 +30,7 @@ pub fn merged(#[comptime] config: Config) -> Merged {
     }
 }
 
-/// Leaves a plane's. Accumulator `8 i + j` has columns 64 i + 16 t + j and 64 i + 16 t + 8 + j.
+/// Leaves a plane's. Accumulator `n i + j`, lines having `n` elements, has columns `8 n i + 2 n t + j` and `8 n i + 2 n t + n + j`.
 #[cube]
 pub fn leave(
     to: &mut Merged,
@@ -39,7 +40,8 @@ pub fn leave(
     #[comptime] config: Config,
 ) {
     let merge_pitch = comptime!(config.merge_pitch());
-    let v_blocks = comptime!(config.head_dim as usize / 64);
+    let v_blocks = comptime!(config.value_blocks());
+    let quads = comptime!(config.line() as usize / 4);
     #[unroll]
     for h in 0..2usize {
         let row = lane.plane * 16u32 + lane.group_row + comptime!(h as u32 * 8);
@@ -50,15 +52,16 @@ pub fn leave(
         }
         if lane.group_row + comptime!(h as u32 * 8) < rows_here {
             #[unroll]
-            for i in 0..comptime!(v_blocks * 4) {
+            for i in 0..comptime!(v_blocks * quads * 2) {
                 let mut four = Vector::<f32, Const<4>>::empty();
                 #[unroll]
                 for j in 0..4usize {
-                    four[j] = sums.acc.index(comptime!(i / 4 * 8 + i % 2 * 4) + j)[h]
-                        [comptime!(i / 2 % 2)];
+                    let first = comptime!((i / (2 * quads) * quads + i % quads) * 4);
+                    four[j] = sums.acc.index(first + j)[h][comptime!(i / quads % 2)];
                 }
-                let at =
-                    row * merge_pitch + lane.pair * 4u32 + comptime!((i / 4 * 16 + i % 4) as u32);
+                let at = row * merge_pitch
+                    + lane.pair * comptime!(2 * quads as u32)
+                    + comptime!((i / (2 * quads) * 8 * quads + i % (2 * quads)) as u32);
                 to.values[at as usize] = four;
             }
         }
@@ -76,6 +79,7 @@ pub fn write_rows<E: Float>(
     rows_here: u32,
     lines_v: u32,
     scale: f32,
+    v_scale: f32,
     #[comptime] config: Config,
 ) {
     let merge_pitch = comptime!(config.merge_pitch());
@@ -111,8 +115,13 @@ pub fn write_rows<E: Float>(
             let head = block.key_head * args.group + packed % args.group;
             let whole = args.splits == 1u32;
             let end = finish(args, buffers, peak * scale, total, head, whole);
-            left *= Vector::new(end.factor);
-            right *= Vector::new(end.factor);
+            let factor = if comptime!(config.codes) {
+                end.factor * v_scale
+            } else {
+                end.factor
+            };
+            left *= Vector::new(factor);
+            right *= Vector::new(factor);
             if !whole {
                 let at = partial_at(args, block, token, head);
                 if line == 0u32 {

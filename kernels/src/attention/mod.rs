@@ -5,6 +5,7 @@
 //! | [`forward`] | f16 and bf16 on tensor cores, a block of queries per cube |
 //! | [`forward_f32`] | the same of f32, in products of its parts |
 //! | [`decode`] | f16 and bf16, few queries: heads packed, keys split |
+//! | [`decode::decode_codes`], [`simt::simt_codes`] | the last two where keys and values are codes of 8-bit floats |
 //! | [`combine`] | joins what splits give |
 //! | [`simt`] | everything else |
 //! | [`backward`] | the gradients |
@@ -61,9 +62,11 @@ use cubecl::prelude::*;
 
 use crate::Error;
 use crate::emit::{Builder, Float as Dtype, Kernel, with_vector};
-use arguments::{Args, Buffers};
+use arguments::{Args, Buffers, Scales};
 use decode::Loads;
 use fragments::Line;
+
+use crate::e4m3::with_instruction;
 
 pub mod arguments;
 pub mod backward;
@@ -319,6 +322,7 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
             groups,
             scores,
             loads,
+            codes: false,
         };
         for dtype in HALVES {
             kernels.push(decode_kernel(dtype, config)?);
@@ -350,6 +354,138 @@ pub fn kernels() -> Result<Vec<Kernel>, Error> {
         for kv_dtype in Dtype::ALL.iter().copied() {
             kernels.push(simt_kernel(dtype, kv_dtype, 1)?);
         }
+    }
+    Ok(kernels)
+}
+
+fn decode_codes_kernel(dtype: Dtype, config: decode::Config) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    with_half!(dtype, E => match config.is_wide() {
+        true => decode_codes_declare::<E, Const<4>>(&mut b, config),
+        false => decode_codes_declare::<E, Const<2>>(&mut b, config),
+    });
+    let name = format!(
+        "attention_decode_{}_e4m3_d{}{}",
+        dtype.name(),
+        config.head_dim,
+        if config.scores { "_scores" } else { "" }
+    );
+    let choices = vec![
+        ("kind", Kind::Decode.code()),
+        ("dtype", dtype.code()),
+        ("kv_dtype", contract::E4M3),
+        ("head_dim", config.head_dim),
+        ("scores", u32::from(config.scores)),
+        ("width", 8),
+        ("kv_width", config.line()),
+        ("rows", 16),
+    ];
+    b.finish(name, choices, config.threads())
+}
+
+/// Lines of keys and values being `W` words.
+fn decode_codes_declare<E: Float, W: Size>(b: &mut Builder, config: decode::Config) {
+    let ty = b.type_of::<Vector<E, Line>>();
+    let codes = b.type_of::<Vector<u32, W>>();
+    let (q, k, v, out) = (
+        b.read("q", ty),
+        b.read("k", codes),
+        b.read("v", codes),
+        b.write("out", ty),
+    );
+    let buffers = Buffers::declare(b);
+    let scales = Scales::declare(b);
+    let args = Args::declare(b);
+    decode::decode_codes::expand::<E, W>(
+        b.scope(),
+        q.into(),
+        k.into(),
+        v.into(),
+        out.into(),
+        buffers,
+        args,
+        scales,
+        config,
+    );
+}
+
+/// `width`: elements of an access, 4 or 1.
+fn simt_codes_kernel(dtype: Dtype, width: u32) -> Result<Kernel, Error> {
+    let mut b = Builder::default();
+    with_vector!(dtype, Q, _N => {
+        if width == 4 {
+            simt_codes_declare::<Q, Const<4>>(&mut b);
+        } else {
+            simt_codes_declare::<Q, Const<1>>(&mut b);
+        }
+    });
+    let name = format!("attention_simt_{}_e4m3_w{width}", dtype.name());
+    let choices = vec![
+        ("kind", Kind::Simt.code()),
+        ("dtype", dtype.code()),
+        ("kv_dtype", contract::E4M3),
+        ("head_dim", simt::HEAD_DIM),
+        ("scores", 1),
+        ("width", width),
+        ("kv_width", width),
+        ("rows", simt::ROWS),
+    ];
+    let kernel = b.finish(name, choices, simt::THREADS)?;
+    Ok(if width == 1 {
+        kernel.for_blocks(1)
+    } else {
+        kernel
+    })
+}
+
+fn simt_codes_declare<Q: Float, N: Size>(b: &mut Builder) {
+    let ty = b.type_of::<Vector<Q, N>>();
+    let kv = b.type_of::<Vector<u8, N>>();
+    let (q, k, v, out) = (
+        b.read("q", ty),
+        b.read("k", kv),
+        b.read("v", kv),
+        b.write("out", ty),
+    );
+    let buffers = Buffers::declare(b);
+    let scales = Scales::declare(b);
+    let args = Args::declare(b);
+    simt::simt_codes::expand::<Q, N>(
+        b.scope(),
+        q.into(),
+        k.into(),
+        v.into(),
+        out.into(),
+        buffers,
+        args,
+        scales,
+    );
+}
+
+/// Every form where keys and values are codes of 8-bit floats. Queries of 16 bits are decoded whatever their number.
+pub fn e4m3_kernels() -> Result<Vec<Kernel>, Error> {
+    let mut kernels = Vec::new();
+    for (head_dim, planes, groups, scores, loads) in [
+        (64, 8, 2, false, Loads::Ahead),
+        (128, 4, 2, false, Loads::Ahead),
+        (128, 4, 1, true, Loads::Ahead),
+        (256, 4, 1, false, Loads::Ahead),
+    ] {
+        let config = decode::Config {
+            head_dim,
+            planes,
+            groups,
+            scores,
+            loads,
+            codes: true,
+        };
+        for dtype in HALVES {
+            kernels.push(with_instruction(decode_codes_kernel(dtype, config)?));
+        }
+    }
+    kernels.push(simt_codes_kernel(Dtype::F32, 4)?);
+    for dtype in Dtype::ALL.iter().copied() {
+        kernels.push(simt_codes_kernel(dtype, 1)?);
     }
     Ok(kernels)
 }

@@ -8,6 +8,7 @@ use cubecl::prelude::*;
 
 use super::arguments::*;
 use super::packed::*;
+use crate::e4m3::widen;
 
 /// Four elements.
 type Quad = Const<4>;
@@ -41,25 +42,40 @@ struct Sums {
     row_total: Array<f32>,
 }
 
+/// `codes` says that elements are those of 8-bit floats.
 #[cube]
-fn load_quad<T: Float, N: Size>(
+fn load_quad<T: Numeric, N: Size>(
     from: &Array<Vector<T, N>>,
     at: u64,
     quad: u32,
     dims: u32,
+    #[comptime] codes: bool,
 ) -> Vector<f32, Quad> {
     let width = N::value();
     let mut out = Vector::<f32, Quad>::zeroed();
     if comptime!(width == 4) {
         if quad * 4u32 < dims {
-            out = Vector::cast_from(from[(at + u64::cast_from(quad)) as usize]);
+            if comptime!(codes) {
+                let four = from[(at + u64::cast_from(quad)) as usize];
+                #[unroll]
+                for j in 0..4usize {
+                    out[j] = widen(u32::cast_from(four[j]));
+                }
+            } else {
+                out = Vector::cast_from(from[(at + u64::cast_from(quad)) as usize]);
+            }
         }
     } else {
         #[unroll]
         for j in 0..4usize {
             let dim = quad * 4u32 + comptime!(j as u32);
             if dim < dims {
-                out[j] = f32::cast_from(from[(at + u64::cast_from(dim)) as usize][0]);
+                let element = from[(at + u64::cast_from(dim)) as usize][0];
+                if comptime!(codes) {
+                    out[j] = widen(u32::cast_from(element));
+                } else {
+                    out[j] = f32::cast_from(element);
+                }
             }
         }
     }
@@ -68,7 +84,7 @@ fn load_quad<T: Float, N: Size>(
 
 /// Copies 32 rows of keys or values, the last one in place of those past the end. Loops are not unrolled: registers are scarce.
 #[cube]
-fn load_tile<T: Float, N: Size>(
+fn load_tile<T: Numeric, N: Size>(
     from: &Array<Vector<T, N>>,
     rows: &Rows,
     block_table: &Array<u32>,
@@ -76,6 +92,7 @@ fn load_tile<T: Float, N: Size>(
     end: u32,
     dims: u32,
     tile: &mut SharedMemory<Vector<f32, Quad>>,
+    #[comptime] codes: bool,
 ) {
     let quads = (dims + 3u32) / 4u32;
     let mut row = UNIT_POS_X / 8u32;
@@ -83,7 +100,7 @@ fn load_tile<T: Float, N: Size>(
         let at = row_at(rows, block_table, min(key0 + row, end - 1u32));
         let mut quad = UNIT_POS_X % 8u32;
         while quad < quads {
-            tile[(row * PITCH + quad) as usize] = load_quad::<T, N>(from, at, quad, dims);
+            tile[(row * PITCH + quad) as usize] = load_quad::<T, N>(from, at, quad, dims, codes);
             quad += 8u32;
         }
         row += comptime!(THREADS / 8);
@@ -121,12 +138,48 @@ pub fn simt<Q: Float, K: Float, N: Size>(
     if is_absent(&block) {
         terminate!();
     }
+    rows_of_block::<Q, K, N>(q, k, v, out, buffers, args, &block, 1.0f32, 1.0f32, false);
+}
+
+/// The same of codes, whose scales are multiplied with.
+#[cube]
+pub fn simt_codes<Q: Float, N: Size>(
+    q: &Array<Vector<Q, N>>,
+    k: &Array<Vector<u8, N>>,
+    v: &Array<Vector<u8, N>>,
+    out: &mut Array<Vector<Q, N>>,
+    buffers: &mut Buffers,
+    args: &Args,
+    scales: &Scales,
+) {
+    let block = block(args, buffers, ROWS, true);
+    if is_absent(&block) {
+        terminate!();
+    }
+    let k_scale = key_scale(args, scales, block.key_head);
+    let v_scale = value_scale(args, scales, block.key_head);
+    rows_of_block::<Q, u8, N>(q, k, v, out, buffers, args, &block, k_scale, v_scale, true);
+}
+
+#[cube]
+fn rows_of_block<Q: Float, K: Numeric, N: Size>(
+    q: &Array<Vector<Q, N>>,
+    k: &Array<Vector<K, N>>,
+    v: &Array<Vector<K, N>>,
+    out: &mut Array<Vector<Q, N>>,
+    buffers: &mut Buffers,
+    args: &Args,
+    block: &Block,
+    k_scale: f32,
+    v_scale: f32,
+    #[comptime] codes: bool,
+) {
     let rows_here = min(block.row_count - block.row0, ROWS);
     let k_rows = key_rows(args, &block.span, block.batch, block.key_head);
     let v_rows = value_rows(args, &block.span, block.batch, block.key_head);
     let window_left = i32::cast_from(args.window_left);
     let window_right = i32::cast_from(args.window_right);
-    let seen = seen(args, &block, rows_here);
+    let seen = seen(args, block, rows_here);
     let place = Place {
         lane: UNIT_POS_X % 8u32,
         row: UNIT_POS_X / 8u32,
@@ -137,10 +190,10 @@ pub fn simt<Q: Float, K: Float, N: Size>(
     let mut tile = SharedMemory::<Vector<f32, Quad>>::new_aligned(quads, 128usize);
     let quads_qk = (args.head_dim + 3u32) / 4u32;
     let quads_v = (args.head_dim_v + 3u32) / 4u32;
-    load_queries::<Q, N>(&mut q_tile, q, args, &block, rows_here, &place, quads_qk);
+    load_queries::<Q, N>(&mut q_tile, q, args, block, rows_here, &place, quads_qk);
     let mut rows = Sequence::<ScoreRow>::new();
     push_packed_rows(
-        &mut rows, args, buffers, &block, rows_here, place.row, 16u32, true,
+        &mut rows, args, buffers, block, rows_here, place.row, 16u32, true,
     );
     let mut sums = begin_sums();
 
@@ -155,9 +208,16 @@ pub fn simt<Q: Float, K: Float, N: Size>(
             block.span.k_count,
             args.head_dim,
             &mut tile,
+            codes,
         );
         sync_cube();
         let mut scores = score(&q_tile, &tile, &place, quads_qk);
+        if comptime!(codes) {
+            #[unroll]
+            for i in 0..8usize {
+                scores[i] *= k_scale;
+            }
+        }
         #[unroll]
         for r in 0..2usize {
             let row = rows.index(r);
@@ -185,13 +245,14 @@ pub fn simt<Q: Float, K: Float, N: Size>(
             block.span.k_count,
             args.head_dim_v,
             &mut tile,
+            codes,
         );
         sync_cube();
         accumulate(&mut sums, &scores, &tile, &place, quads_v);
         key0 += comptime!(ROWS as i32);
     }
     write_rows::<Q, N>(
-        &sums, out, buffers, args, &block, rows_here, &place, quads_v,
+        &sums, out, buffers, args, block, rows_here, &place, quads_v, v_scale, codes,
     );
 }
 
@@ -215,7 +276,8 @@ fn load_queries<Q: Float, N: Size>(
         let at = query_at(args, block.batch, token, head);
         let mut quad = place.lane;
         while quad < quads {
-            tile[(row * PITCH + quad) as usize] = load_quad::<Q, N>(q, at, quad, args.head_dim);
+            tile[(row * PITCH + quad) as usize] =
+                load_quad::<Q, N>(q, at, quad, args.head_dim, false);
             quad += 8u32;
         }
     }
@@ -361,6 +423,8 @@ fn write_rows<Q: Float, N: Size>(
     rows_here: u32,
     place: &Place,
     quads_v: u32,
+    v_scale: f32,
+    #[comptime] codes: bool,
 ) {
     let lane = place.lane;
     let whole = args.splits == 1u32;
@@ -373,6 +437,11 @@ fn write_rows<Q: Float, N: Size>(
         let head = block.key_head * args.group + packed % args.group;
         if row < rows_here {
             let end = finish(args, buffers, sums.row_peak[r], total, head, whole);
+            let factor = if comptime!(codes) {
+                end.factor * v_scale
+            } else {
+                end.factor
+            };
             if !whole {
                 let at = partial_at(args, block, token, head);
                 if lane == 0u32 {
@@ -384,7 +453,7 @@ fn write_rows<Q: Float, N: Size>(
                     if quad < quads_v {
                         buffers.partial
                             [(at * u64::cast_from(quads_v) + u64::cast_from(quad)) as usize] =
-                            sums.acc[r * COLUMNS + c] * Vector::new(end.factor);
+                            sums.acc[r * COLUMNS + c] * Vector::new(factor);
                     }
                 }
             } else {
@@ -397,7 +466,7 @@ fn write_rows<Q: Float, N: Size>(
                 #[unroll]
                 for c in 0..COLUMNS {
                     let quad = lane + comptime!(c as u32 * 8);
-                    let value = sums.acc[r * COLUMNS + c] * Vector::new(end.factor);
+                    let value = sums.acc[r * COLUMNS + c] * Vector::new(factor);
                     write_quad::<Q, N>(value, out, buffers, args, at, quad, quads_v, f32_out);
                 }
             }

@@ -4,9 +4,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::sequences::{SPLIT_KEYS, Sequence, TILE_ROWS};
-use crate::cpu::float::{Float, with_float};
+use crate::cpu::float::{Float, with_float, with_float_or_e4m3};
 use crate::dtype::DType;
-use crate::problem::attention::{Keys, Problem, Rows};
+use crate::problem::attention::{HeadScales, Keys, Problem, Rows};
 
 /// A tile of rows of one key head, over a range of keys. Row `r` is query `r / group` of query head `r % group` among those that
 /// share the key head.
@@ -129,7 +129,7 @@ impl<'a> Unit<'a> {
         }
     }
 
-    /// Reads the scaled query of a row.
+    /// Reads the query of a row, scaled by what scores and keys are.
     #[inline(always)]
     pub fn load_query(&self, row: usize, to: &mut [f32]) {
         let (query, head) = self.query_head(row);
@@ -137,8 +137,10 @@ impl<'a> Unit<'a> {
         // SAFETY: the row exists: the problem was checked, and so were the sequences. Nobody writes the inputs of a call while it runs:
         // the tensors they come from were borrowed or, in C, promised for that long.
         unsafe { load(&self.p.q, self.p.q.offset(self.batch, token, head), to) };
+        // SAFETY: the scales are the caller's promise, and were checked to have one for the head.
+        let scale = self.p.scale * unsafe { HeadScales::of(self.p.k_scale, self.kv_head) };
         for x in to {
-            *x *= self.p.scale;
+            *x *= scale;
         }
     }
 
@@ -161,7 +163,7 @@ impl<'a> Unit<'a> {
         stride: usize,
         to: &mut [f32],
     ) {
-        with_float!(rows.dtype, T => {
+        with_float_or_e4m3!(rows.dtype, T => {
             for (j, to) in keys.zip(to.chunks_exact_mut(stride)) {
                 let (outer, token) = self.locate(j);
                 let offset = rows.offset(outer, token, self.kv_head);
@@ -281,6 +283,8 @@ pub(super) fn store_output(
     } else {
         softmax.sum.recip()
     };
+    // SAFETY: as for the scale of the keys.
+    let factor = factor * unsafe { HeadScales::of(p.v_scale, head / p.group()) };
     for x in out.iter_mut() {
         *x *= factor;
     }

@@ -11,7 +11,7 @@ use pulp::{Simd, WithSimd};
 
 use crate::cpu::Cpu;
 use crate::cpu::blocks::{Chunk, blocks_of, decode};
-use crate::cpu::float::{BLOCK, Float, blocks, with_float, with_weight};
+use crate::cpu::float::{BLOCK, Float, blocks, with_float, with_float_or_e4m3};
 use crate::cpu::rows::row_of;
 use crate::cpu::scratch::Floats;
 use crate::cpu::vector;
@@ -115,7 +115,7 @@ impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> Parts<'_, F, N
                     products_of_blocks::<S, ROOM>(simd, cpu, x, weight, part, self.scratch, sums);
                     continue;
                 }
-                with_weight!(weight.dtype, W => {
+                with_float_or_e4m3!(weight.dtype, W => {
                     products::<S, W, ROOM>(simd, x, weight, part, self.scratch, sums);
                 });
             }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use crate::cpu::Cpu;
 use crate::cpu::blocks::{Chunk, blocks_of, decode};
-use crate::cpu::float::{Float, with_weight};
+use crate::cpu::float::{Float, with_float_or_e4m3};
 use crate::cpu::rows::part_of;
 use crate::cpu::scratch::{Floats, probe};
 use crate::dtype::DType;
@@ -349,7 +349,7 @@ fn widen(cpu: &Cpu, t: &RawTensor, rows: Range<usize>, columns: Range<usize>, ou
     if t.dtype.is_in_blocks() {
         return widen_blocks(cpu, t, rows, columns, out);
     }
-    with_weight!(t.dtype, T => {
+    with_float_or_e4m3!(t.dtype, T => {
         cpu.vectorize(#[inline(always)] || {
             for (row, out) in rows.clone().zip(out.chunks_exact_mut(columns.len())) {
                 // SAFETY: a row of the checked tensor.

@@ -3,9 +3,9 @@
 use contract::attention::flag;
 
 use super::portable::{LEAST_KEYS, Launch};
-use crate::cuda::images::{attention, attention_combine};
+use crate::cuda::images::{attention, attention_combine, attention_e4m3};
 use crate::dtype::DType;
-use crate::problem::attention::{Keys, Problem, Queries, Rows};
+use crate::problem::attention::{HeadScales, Keys, Problem, Queries, Rows};
 
 /// An unlimited window: lengths are below it.
 const NO_LIMIT: usize = contract::attention::NO_LIMIT as usize;
@@ -153,6 +153,41 @@ pub(super) fn problem(p: &Problem, width: usize) -> attention::Arguments {
             [bias.batch, bias.head, bias.query, bias.key].map(|stride| stride as u64);
     }
     a
+}
+
+/// The same for kernels of codes.
+pub(super) fn with_scales(p: &Problem, a: &attention::Arguments) -> attention_e4m3::Arguments {
+    macro_rules! with_those_of {
+        ($($field:ident,)*) => {
+            attention_e4m3::Arguments {
+                $($field: a.$field,)*
+                ..attention_e4m3::Arguments::ZERO
+            }
+        };
+    }
+    #[rustfmt::skip]
+    let mut arguments = with_those_of!(
+            q, k, v, out, cu_seqlens_q, cu_seqlens_k, seq_lens_k, block_table, sinks, bias_f32,
+            bias_f16, bias_bf16, mask, alibi_slopes, out_f32, lse, partial, partial_lse, scale,
+            softcap, softcap_inverse, num_heads, num_kv_heads, group, seqlen_q, seqlen_k,
+            row_blocks, splits, split_keys, rows, head_dim, head_dim_v, window_left, window_right,
+            flags, page_log2, bias_dtype, q_outer, q_token, q_head, k_outer, k_token, k_head,
+            v_outer, v_token, v_head, out_outer, out_token, out_head, lse_outer, lse_token,
+            lse_head, table_outer, bias_outer, bias_head, bias_token, bias_key, mask_outer,
+            mask_head, mask_token, mask_key, alibi_outer,
+    );
+    let scale = |scales: Option<HeadScales>, flag| match scales {
+        Some(scales) => (address(scales.ptr), scales.stride as u32, flag),
+        None => (0, 0, 0),
+    };
+    let (k, v) = (
+        scale(p.k_scale, flag::K_SCALE),
+        scale(p.v_scale, flag::V_SCALE),
+    );
+    (arguments.k_scale, arguments.k_scale_head) = (k.0, k.1);
+    (arguments.v_scale, arguments.v_scale_head) = (v.0, v.1);
+    arguments.flags |= k.2 | v.2;
+    arguments
 }
 
 /// Of the kernel that joins parts.

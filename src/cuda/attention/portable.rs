@@ -6,22 +6,29 @@
 
 use contract::attention::Kind;
 
-use super::arguments::{combining, first};
+use super::arguments::{combining, first, with_scales};
 use super::{Cuda, OP};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::check_blocks;
 use crate::cuda::device::{Kernel, Resources};
-use crate::cuda::images::{attention, attention_combine};
+use crate::cuda::images::{attention, attention_combine, attention_e4m3};
 use crate::cuda::table::Table;
 pub(super) use crate::cuda::tuning::rules::attention::LEAST_KEYS;
 use crate::cuda::tuning::rules::attention::{FEW_QUERIES, MAX_SPLITS, ROUNDS};
+use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::problem::attention::{Problem, Queries, Rows};
 
+/// Kernels of codes are told their scales beside what the others are.
+enum Of {
+    Floats(Kernel<attention::Arguments>),
+    Codes(Kernel<attention_e4m3::Arguments>),
+}
+
 /// A kernel, and what it is made for.
 pub(super) struct Form {
-    kernel: Kernel<attention::Arguments>,
+    kernel: Of,
     kind: Kind,
     /// Of queries, and of keys and values.
     dtypes: [u32; 2],
@@ -31,6 +38,8 @@ pub(super) struct Form {
     scores: bool,
     /// Elements of an access, which dimensions, strides and addresses must be multiples of.
     pub width: usize,
+    /// The same of keys and values.
+    kv_width: usize,
     /// Query rows of a block.
     rows: usize,
     /// Blocks that the device runs at once.
@@ -47,26 +56,30 @@ pub(super) struct Kernels {
 
 impl Kernels {
     pub fn new(resources: &Resources) -> Result<Kernels> {
-        let kernels = resources.kernels::<attention::Arguments>()?;
         let mut forms = Vec::new();
-        for kernel in kernels {
-            let resident = resources.resident_blocks(&kernel)?.max(1);
-            let choices = *kernel.choices;
-            push(
-                OP,
-                &mut forms,
-                Form {
-                    kind: Kind::from_code(choices.kind).unwrap_or(Kind::Simt),
-                    dtypes: [choices.dtype, choices.kv_dtype],
-                    head_dim: choices.head_dim as usize,
-                    scores: choices.scores != 0,
-                    width: choices.width as usize,
-                    rows: choices.rows as usize,
-                    resident,
-                    kernel,
-                },
-            )?;
+        // The two have choices of the same names.
+        macro_rules! push_all {
+            ($arguments:ty, $of:path, $kv_width:ident) => {
+                for kernel in resources.kernels::<$arguments>()? {
+                    let resident = resources.resident_blocks(&kernel)?.max(1);
+                    let choices = *kernel.choices;
+                    let form = Form {
+                        kind: Kind::from_code(choices.kind).unwrap_or(Kind::Simt),
+                        dtypes: [choices.dtype, choices.kv_dtype],
+                        head_dim: choices.head_dim as usize,
+                        scores: choices.scores != 0,
+                        width: choices.width as usize,
+                        kv_width: choices.$kv_width as usize,
+                        rows: choices.rows as usize,
+                        resident,
+                        kernel: $of(kernel),
+                    };
+                    push(OP, &mut forms, form)?;
+                }
+            };
         }
+        push_all!(attention::Arguments, Of::Floats, width);
+        push_all!(attention_e4m3::Arguments, Of::Codes, kv_width);
         forms.sort_by_key(|form| form.head_dim);
         Ok(Kernels {
             forms,
@@ -81,7 +94,8 @@ impl Kernels {
             forms.find(|form| form.width > 1 && form.serves(p))
         };
         let simt = find(Kind::Simt);
-        let fast = find(match decodes(p) {
+        // Codes are decoded whatever the number of queries.
+        let fast = find(match decodes(p) || p.k.dtype == DType::F8E4M3 {
             true => Kind::Decode,
             false => Kind::Forward,
         });
@@ -124,10 +138,18 @@ impl Form {
         self.dtypes == [p.q.dtype as u32, p.k.dtype as u32]
             && dims.iter().all(|dim| *dim <= self.head_dim)
             && (self.scores || !self.needs_scores(p))
-            && dims.iter().all(|dim| dim.is_multiple_of(self.width))
-            && [&p.q, &p.k, &p.v, &p.out]
-                .iter()
-                .all(|rows| has_strides_of(rows, self.width))
+            && dims.iter().all(|dim| dim.is_multiple_of(self.kv_width))
+            && (self.rows_of(p).iter()).all(|(rows, width)| has_strides_of(rows, *width))
+            && has_strides_of(&p.out, self.width)
+    }
+
+    /// What is read in accesses of so many elements, of which a multiple of `width` is one.
+    fn rows_of<'p>(&self, p: &'p Problem) -> [(&'p Rows, usize); 3] {
+        [
+            (&p.q, self.width),
+            (&p.k, self.kv_width),
+            (&p.v, self.kv_width),
+        ]
     }
 
     fn needs_scores(&self, p: &Problem) -> bool {
@@ -140,7 +162,9 @@ impl Form {
     /// Whether the data lies at addresses that it takes.
     fn reaches(&self, p: &Problem) -> bool {
         let stores_lines = p.out.dtype == p.q.dtype;
-        [&p.q, &p.k, &p.v].iter().all(|r| is_at(r, self.width))
+        self.rows_of(p)
+            .iter()
+            .all(|(rows, width)| is_at(rows, *width))
             && (!stores_lines || is_at(&p.out, self.width))
     }
 
@@ -407,7 +431,15 @@ pub(super) fn forward(
     let blocks = check_blocks(OP, "q", form.blocks(p) * splits)?;
     // SAFETY: the problem was checked: its tensors have the rows that the arguments describe, as far as lengths and pages in device
     // memory are what the caller promises; the workspace has room for every part.
-    unsafe { cuda.launch(OP, &form.kernel, blocks, &first(p, &launch), stream) }?;
+    unsafe {
+        let arguments = first(p, &launch);
+        match &form.kernel {
+            Of::Floats(kernel) => cuda.launch(OP, kernel, blocks, &arguments, stream),
+            Of::Codes(kernel) => {
+                cuda.launch(OP, kernel, blocks, &with_scales(p, &arguments), stream)
+            }
+        }
+    }?;
     if splits == 1 {
         return Ok(());
     }

@@ -79,9 +79,11 @@ pub struct unsloth_attention_params {
     /// contiguous last dimension. `head_dim` and `head_dim_v` are at most 512.
     pub q: unsloth_tensor,
     /// Keys `[B, Sk, num_kv_heads, head_dim]`, packed `[total_k, num_kv_heads, head_dim]`, or pages as `page_layout` says with a page
-    /// size that is a power of two; any float dtype, strides as `q`.
+    /// size that is a power of two; any float dtype, or f8e4m3 with the scale in `quantization` that codes are multiplied by: f32 `[1]`
+    /// or `[num_kv_heads]` on the device, absent for 1. Strides as `q`.
     pub k: unsloth_tensor,
-    /// Values like `k`, with a head dimension `head_dim_v` of their own; any float dtype.
+    /// Values like `k`, with a head dimension `head_dim_v` of their own; any float dtype, or f8e4m3 where `k` is, with a scale of
+    /// their own.
     pub v: unsloth_tensor,
     /// Output: the shape of `q` with `head_dim_v`; the dtype of `q`, or f32. Tokens of packed queries that belong to no sequence are
     /// left as they are.

@@ -304,6 +304,8 @@ impl Params<'_> {
             q: self.q.raw(),
             k: self.k.raw(),
             v: self.v.raw(),
+            kv_dtypes: DType::FLOATS,
+            kv_scales: [self.k.scales(), self.v.scales()],
             out: self.out.raw(),
             lse: Some(self.lse.raw()),
             bias: raw(&self.bias),

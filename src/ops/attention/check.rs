@@ -6,8 +6,8 @@ use crate::error::{Error, Result, text};
 use crate::layout::MAX_RANK;
 use crate::ops::check::{Arg, finite, with_last};
 use crate::ops::operation::{Operation, Tensors};
-use crate::problem::attention::{Keys, Problem, Queries, Rows, Scores, page_dims};
-use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
+use crate::problem::attention::{HeadScales, Keys, Problem, Queries, Rows, Scores, page_dims};
+use crate::tensor::{RawTensor, Scales, TensorMut, TensorRef, Workspace};
 
 /// The sizes that the forms of queries and keys agree on.
 struct Sizes {
@@ -24,6 +24,10 @@ pub(super) struct Inputs {
     pub q: RawTensor,
     pub k: RawTensor,
     pub v: RawTensor,
+    /// What keys and values may be.
+    pub kv_dtypes: &'static [DType],
+    /// Of keys and of values that are codes.
+    pub kv_scales: [Option<Scales>; 2],
     pub out: RawTensor,
     pub lse: Option<RawTensor>,
     pub bias: Option<RawTensor>,
@@ -52,6 +56,12 @@ impl Operation for Params<'_> {
         tensors.read("q", &self.q);
         tensors.read("k", &self.k);
         tensors.read("v", &self.v);
+        let of_codes = [("k.scales", &self.k), ("v.scales", &self.v)];
+        for (name, scales) in of_codes.map(|(name, t)| (name, t.scales())) {
+            if let Some(scales) = scales {
+                tensors.named_scales(name, scales);
+            }
+        }
         for (name, tensor) in [
             ("bias", &self.bias),
             ("mask", &self.mask),
@@ -79,6 +89,8 @@ impl Operation for Params<'_> {
             q: self.q.raw(),
             k: self.k.raw(),
             v: self.v.raw(),
+            kv_dtypes: DType::CACHED,
+            kv_scales: [self.k.scales(), self.v.scales()],
             out: self.out.raw(),
             lse: self.lse.as_ref().map(TensorMut::raw),
             bias: raw(&self.bias),
@@ -119,6 +131,7 @@ impl Inputs {
         };
         let q_token = if self.cu_seqlens_q.is_some() { 0 } else { 1 };
         let sizes = self.sizes(batch, q_token, &q, &k, &v)?;
+        let [k_scale, v_scale] = self.kv_scales(sizes.num_kv_heads)?;
         let (keys, k_dims) = self.keys(batch, &k, &v)?;
 
         let allowed = match q.dtype {
@@ -171,6 +184,8 @@ impl Inputs {
             max_seqlen_q,
             max_seqlen_k,
             scale: self.scale(sizes.head_dim)?,
+            k_scale,
+            v_scale,
             softcap: self.softcap()?,
             window_left: unlimited(self.window_left),
             window_right: if self.causal {
@@ -250,7 +265,7 @@ impl Inputs {
         };
         for (name, t) in [("k", k), ("v", v)] {
             Arg::new(self.op, name, t)
-                .dtype(DType::FLOATS)?
+                .dtype(self.kv_dtypes)?
                 .rank_as(rank, reason)?
                 .last_contiguous()?;
         }
@@ -307,6 +322,38 @@ impl Inputs {
             self.equal("k", "batch size", k.layout.dim(0), of, sizes.batch)?;
         }
         Ok(sizes)
+    }
+
+    /// The scales of keys and values, which codes alone have, and both are codes if one is.
+    fn kv_scales(&self, num_kv_heads: usize) -> Result<[Option<HeadScales>; 2]> {
+        let is_codes = |t: &RawTensor| t.dtype == DType::F8E4M3;
+        if is_codes(&self.k) != is_codes(&self.v) {
+            let (k, v) = (self.k.dtype, self.v.dtype);
+            let problem = text!("has dtype {v}, k has {k}: both are f8e4m3, or neither");
+            return Err(Error::invalid(self.op, "v", problem));
+        }
+        let of = |name, t: &RawTensor, scales: Option<Scales>| {
+            let Some(scales) = scales else {
+                return Ok(None);
+            };
+            if !is_codes(t) {
+                let problem = text!("has scales, which {} has not", t.dtype);
+                return Err(Error::invalid(self.op, name, problem));
+            }
+            if scales.len != 1 && scales.len != num_kv_heads {
+                let problem = text!(
+                    "has {} scales, allowed: 1, or one for each of its {num_kv_heads} heads",
+                    scales.len
+                );
+                return Err(Error::invalid(self.op, name, problem));
+            }
+            Ok(Some(HeadScales {
+                ptr: scales.ptr.cast_const(),
+                stride: usize::from(scales.len > 1),
+            }))
+        };
+        let [k, v] = self.kv_scales;
+        Ok([of("k", &self.k, k)?, of("v", &self.v, v)?])
     }
 
     /// The form of the keys, and where the outer dimension, tokens and heads are in `k` and `v`.

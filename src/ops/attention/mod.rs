@@ -61,7 +61,8 @@
 //!
 //! The CUDA backend takes head dimensions up to 256, keys and values of one dtype, and less than 2³⁰ queries and keys per sequence; it
 //! says [`Unsupported`](crate::Error::Unsupported) to the rest. Head dimensions, strides and addresses that are multiples of 8
-//! elements, and keys of the queries' dtype, run on tensor cores if that is f16 or bf16; anything else takes slower kernels. Where
+//! elements, and keys of the queries' dtype or of 8-bit floats, run on tensor cores if queries are f16 or bf16; anything else takes
+//! slower kernels. Where
 //! few queries see many keys, keys are split over the GPU, and the parts need a workspace. Its size depends on shapes and on the
 //! `max_seqlen`s, never on lengths in memory: a captured graph may be replayed while sequences grow, and a tight `max_seqlen_q` tells
 //! that a packed batch is decoding. The same call gives the same bits on the same kind of GPU.
@@ -72,6 +73,14 @@
 //! rounded to the values' dtype, as in FlashAttention. Those of f32 they multiply in two parts of TF32 each, which loses no more than f32's
 //! own rounding does, but makes a NaN of an infinity in `q`, `k` or `v`. Keys that a mask hides may still be read,
 //! and a NaN or an infinity in their `v` may reach the output; what lies beyond a sequence's length is never read.
+//!
+//! # Keys and values of 8 bits
+//!
+//! Keys and values of [`F8E4M3`](crate::DType::F8E4M3) are codes, and stand for themselves times their scale: one, or one for each key head,
+//! given by [`TensorRef::with_scales`]. Everything above is said of what they stand for. The scale of the keys multiplies scores, that
+//! of the values results, in f32. Tensor cores multiply codes as f16, with queries whose rows are scaled by powers of two for that, and
+//! take the weights of the values rounded to f16. A code that is NaN makes NaN of what it takes part in. Gradients are not
+//! computed of codes.
 //!
 //! # Example
 //!
@@ -115,9 +124,10 @@ pub use crate::problem::attention::MAX_HEAD_DIM;
 pub struct Params<'a> {
     /// Queries `[B, Sq, Hq, D]`, or `[total_q, Hq, D]` with `cu_seqlens_q`; f32, f16 or bf16.
     pub q: TensorRef<'a>,
-    /// Keys `[B, Sk, Hkv, D]`, `[total_k, Hkv, D]` with `cu_seqlens_k`, or pages with `block_table`; any float dtype.
+    /// Keys `[B, Sk, Hkv, D]`, `[total_k, Hkv, D]` with `cu_seqlens_k`, or pages with `block_table`; any float dtype, or
+    /// [`F8E4M3`](crate::DType::F8E4M3) with scales ([`TensorRef::with_scales`]): f32, `[1]` or `[Hkv]`, 1 without them.
     pub k: TensorRef<'a>,
-    /// Values like `k`, with head dimension `Dv`; any float dtype.
+    /// Values like `k`, with head dimension `Dv`; any float dtype, or F8E4M3 where `k` is, with scales of their own.
     pub v: TensorRef<'a>,
     /// Output, like `q` with head dimension `Dv`; the dtype of `q`, or f32.
     pub out: TensorMut<'a>,

@@ -17,6 +17,7 @@ pub struct Inputs {
     pub q: TestTensor,
     pub k: TestTensor,
     pub v: TestTensor,
+    pub kv_scales: Option<[TestTensor; 2]>,
     pub out: TestTensor,
     pub lse: TestTensor,
     pub bias: Option<TestTensor>,
@@ -69,7 +70,7 @@ impl Case {
     /// Random tensors of `dtype`.
     pub fn inputs(&self, rng: &mut StdRng, dtype: DType) -> Inputs {
         let kv_dtype = self.kv_dtype.unwrap_or(dtype);
-        let sequences: Vec<Sequence> = self
+        let mut sequences: Vec<Sequence> = self
             .lens
             .iter()
             .map(|&lens| self.sequence(rng, dtype, kv_dtype, lens))
@@ -116,6 +117,16 @@ impl Case {
         };
         let k = kv(self.dim, |s| &s.k);
         let v = kv(self.dim_v, |s| &s.v);
+        let kv_scales = (self.kv_scales).map(|per_head| {
+            [0, 1].map(|_| self.scaled_by(rng, if per_head { self.kv_heads } else { 1 }))
+        });
+        if let Some([of_k, of_v]) = &kv_scales {
+            // What codes are multiplied by is what sequences hold.
+            for s in &mut sequences {
+                scale_heads(&mut s.k, (self.kv_heads, self.dim), &of_k.values());
+                scale_heads(&mut s.v, (self.kv_heads, self.dim_v), &of_v.values());
+            }
+        }
 
         let mut options: Vec<Options> = (0..batch)
             .map(|_| Options {
@@ -181,6 +192,7 @@ impl Case {
             q,
             k,
             v,
+            kv_scales,
             out,
             lse,
             bias,
@@ -218,6 +230,14 @@ impl Case {
             k: random(kv_dtype, k_len * self.kv_heads * self.dim, 1.0),
             v: random(kv_dtype, k_len * self.kv_heads * self.dim_v, 1.0),
         }
+    }
+
+    /// As many scales, f32, from 0.05 to 1.5.
+    fn scaled_by(&self, rng: &mut StdRng, count: usize) -> TestTensor {
+        let values: Vec<f64> = (0..count)
+            .map(|_| round_to(DType::F32, rng.random_range(0.05..1.5)))
+            .collect();
+        TestTensor::of(DType::F32, &[count], &values)
     }
 
     fn total_q(&self) -> usize {
@@ -355,6 +375,15 @@ impl Case {
             .enumerate()
             .map(|(b, &(q_len, k_len))| heads(b, q_len, k_len))
             .collect()
+    }
+}
+
+/// Multiplies rows `[.., heads, dim]` by the scale of their head, or by the one that there is.
+fn scale_heads(rows: &mut [f64], (heads, dim): (usize, usize), scales: &[f64]) {
+    for (i, row) in rows.chunks_mut(dim).enumerate() {
+        for x in row {
+            *x *= scales[i % heads % scales.len()];
+        }
     }
 }
 

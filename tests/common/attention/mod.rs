@@ -57,6 +57,8 @@ pub struct Case {
     pub keys: KeyForm,
     pub strides: Strides,
     pub kv_dtype: Option<DType>,
+    /// Some for scales of keys and values that are codes; true for one of each head.
+    pub kv_scales: Option<bool>,
     pub out_f32: bool,
     pub scale: Option<f32>,
     pub softcap: Option<f32>,
@@ -84,6 +86,7 @@ impl Default for Case {
             keys: KeyForm::Batched,
             strides: Strides::Contiguous,
             kv_dtype: None,
+            kv_scales: None,
             out_f32: false,
             scale: None,
             softcap: None,
@@ -104,6 +107,7 @@ pub struct Uploaded {
     pub q: DeviceTensor,
     pub k: DeviceTensor,
     pub v: DeviceTensor,
+    kv_scales: Option<[DeviceTensor; 2]>,
     pub out: DeviceTensor,
     pub lse: DeviceTensor,
     bias: Option<DeviceTensor>,
@@ -123,6 +127,8 @@ impl Uploaded {
             q: inputs.q.upload(ctx),
             k: inputs.k.upload(ctx),
             v: inputs.v.upload(ctx),
+            kv_scales: (inputs.kv_scales.as_ref())
+                .map(|both| both.each_ref().map(|t| t.upload(ctx))),
             out: inputs.out.upload(ctx),
             lse: inputs.lse.upload(ctx),
             bias: upload(&inputs.bias),
@@ -141,12 +147,12 @@ impl Uploaded {
         fn view(t: &Option<DeviceTensor>) -> Option<TensorRef<'_>> {
             t.as_ref().map(DeviceTensor::view)
         }
-        let mut params = Params::new(
-            self.q.view(),
-            self.k.view(),
-            self.v.view(),
-            self.out.view_mut(),
-        );
+        let (mut k, mut v) = (self.k.view(), self.v.view());
+        if let Some([of_k, of_v]) = &self.kv_scales {
+            k = k.with_scales(of_k.view()).unwrap();
+            v = v.with_scales(of_v.view()).unwrap();
+        }
+        let mut params = Params::new(self.q.view(), k, v, self.out.view_mut());
         params.lse = Some(self.lse.view_mut());
         params.bias = view(&self.bias);
         params.mask = view(&self.mask);
