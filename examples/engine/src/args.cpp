@@ -59,6 +59,14 @@ Args parse_args(int argc, const char *const *argv) {
       {"--pipeline-parallel", ranks(&args.pipeline_parallel)},
       {"--context-parallel", ranks(&args.context_parallel)},
       {"--dtype", [&](auto &flag, auto &value) { dtype = parse_dtype(flag, value); }},
+      {"--cache-type",
+       [&](auto &flag, auto &value) {
+         args.cache = parse_choice<Args::Cache>(flag, value,
+                                                {{"f32", Args::Cache::kF32},
+                                                 {"f16", Args::Cache::kF16},
+                                                 {"bf16", Args::Cache::kBf16},
+                                                 {"f8", Args::Cache::kF8}});
+       }},
       {"--weights",
        [&](auto &flag, auto &value) {
          weights = parse_choice<Args::Weights>(flag, value,
@@ -106,6 +114,9 @@ Args parse_args(int argc, const char *const *argv) {
   if (args.pipeline_parallel > 1 && args.context_parallel > 1) {
     throw UsageError("--pipeline-parallel and --context-parallel do not go together");
   }
+  if (args.cache != Args::Cache::kDType && args.context_parallel > 1) {
+    throw UsageError("--cache-type and --context-parallel do not go together");
+  }
   if (args.rank.has_value() == args.meet.empty()) {
     throw UsageError("--rank and --meet go together");
   }
@@ -150,6 +161,8 @@ std::string usage() {
          "  --meet FILE         the file by which these find each other, which rank 0 writes\n"
          "  --dtype TYPE        keep hidden states, keys and values as f32, f16 or bf16\n"
          "                      (f32 on the CPU, bf16 on a GPU)\n"
+         "  --cache-type TYPE   keep keys and values as f32, f16, bf16, or f8, which is e4m3 (the "
+         "dtype)\n"
          "  --weights TYPE      keep the matrices as in the file, or as f32, f16 or bf16\n"
          "                      (file on the CPU; on a GPU the dtype, bf16 for f32)\n"
          "  --no-graph          on a GPU, queue every step anew in place of replaying a graph\n"

@@ -14,6 +14,7 @@ struct Args {
   enum class Device { kCpu, kCuda };
   enum class DType { kF32, kF16, kBf16 };
   enum class Weights { kF32, kF16, kBf16, kFile };
+  enum class Cache { kDType, kF32, kF16, kBf16, kF8 };
 
   bool help = false;
   std::string model;
@@ -31,11 +32,13 @@ struct Args {
   int32_t tensor_parallel = 1;
   int32_t pipeline_parallel = 1;
   int32_t context_parallel = 1;
-  // Of hidden states, keys and values: bf16 on a GPU, which multiplies operands of one type, and
-  // f32 on the CPU, which widens weights as it reads them.
+  // Of hidden states, and of keys and values unless `cache` says otherwise: bf16 on a GPU, which
+  // multiplies operands of one type, and f32 on the CPU, which widens weights as it reads them.
   DType dtype = DType::kF32;
   // Of the matrices: as in the file on the CPU; on a GPU `dtype` if that is a half, or bf16.
   Weights weights = Weights::kFile;
+  // Of keys and values; kF8 is e4m3 with scales of 1, as llama.cpp has caches of few bits.
+  Cache cache = Cache::kDType;
   bool graph = true;     // decode through a CUDA graph, where there is one
   bool warm_up = false;  // make first uses before what is timed
 };

@@ -101,7 +101,7 @@ void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
   }
   const auto max_tokens =
       static_cast<uint32_t>(std::min<uint64_t>(args.tokens, context_length - prompt.size()));
-  Session session(model, prompt.size() + max_tokens, args.graph);
+  Session session(model, prompt.size() + max_tokens, args.graph, args.cache);
   Sampler sampler(args.sampling);
   if (prints && !args.json && !args.chat) print(*args.prompt);
   const Result result =
@@ -119,7 +119,8 @@ void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
 // A conversation, line by line. The cache keeps it: each turn runs only what is new.
 void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Tokenizer &tokenizer) {
   const ChatTemplate chat = ChatTemplate::recognize(gguf.get_string("tokenizer.chat_template"));
-  Session session(model, std::min(kChatCapacity, model.config().context_length), args.graph);
+  const uint64_t capacity = std::min(kChatCapacity, model.config().context_length);
+  Session session(model, capacity, args.graph, args.cache);
   if (args.warm_up) session.warm_up();
   Sampler sampler(args.sampling);
   std::vector<TokenId> not_run;  // the end of a reply that was cut short
@@ -148,7 +149,8 @@ void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Toke
 
 void run_perplexity(const Args &args, const Model &model, const Tokenizer &tokenizer) {
   const std::vector<TokenId> tokens = tokenizer.encode(read_file(*args.perplexity), {true, false});
-  Session session(model, std::min<uint64_t>(tokens.size(), model.config().context_length), false);
+  const uint64_t capacity = std::min<uint64_t>(tokens.size(), model.config().context_length);
+  Session session(model, capacity, false, args.cache);
   Result result;
   if (!model.ranks().is_first()) {
     score(&session, tokens, nullptr);

@@ -32,6 +32,23 @@ uint64_t chunk_limit(const Context &context) {
 constexpr uint64_t kMaxLogitRows = 32;  // a row is as long as the vocabulary
 constexpr uint64_t kPageSize = 16;
 
+// Of keys and values, hidden states being of this dtype.
+unsloth_dtype dtype_of(Args::Cache cache, unsloth_dtype hidden) {
+  switch (cache) {
+    case Args::Cache::kF32:
+      return UNSLOTH_DTYPE_F32;
+    case Args::Cache::kF16:
+      return UNSLOTH_DTYPE_F16;
+    case Args::Cache::kBf16:
+      return UNSLOTH_DTYPE_BF16;
+    case Args::Cache::kF8:
+      return UNSLOTH_DTYPE_F8E4M3;
+    case Args::Cache::kDType:
+      break;
+  }
+  return hidden;
+}
+
 unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dtype,
                                      uint64_t capacity, uint64_t max_chunk) {
   unsloth_kv_cache_params params = UNSLOTH_KV_CACHE_PARAMS_INIT;
@@ -48,7 +65,7 @@ unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dt
 
 }  // namespace
 
-Session::Session(const Model &model, uint64_t capacity, bool use_graph)
+Session::Session(const Model &model, uint64_t capacity, bool use_graph, Args::Cache cache)
     : model_(&model),
       capacity_(capacity),
       divided_(model.ranks().context.size > 1 ? std::make_unique<ContextParallel>(model, capacity)
@@ -57,8 +74,8 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph)
       max_rows_(divided_ ? divided_->max_rows() : max_chunk_),
       max_logit_rows_(std::min(kMaxLogitRows, capacity)),
       dtype_(model.hidden_dtype()),
-      cache_params_(cache_params(model.config(), dtype_, divided_ ? divided_->max_kept() : capacity,
-                                 max_rows_)),
+      cache_params_(cache_params(model.config(), dtype_of(cache, dtype_),
+                                 divided_ ? divided_->max_kept() : capacity, max_rows_)),
       cache_(context().get(), cache_params_) {
   const uint64_t hidden_size = model.config().hidden_size;
   const uint64_t hidden_bytes = max_rows_ * hidden_size * element_size(dtype_);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "args.h"
 #include "context_parallel.h"
 #include "cuda_graph.h"
 #include "device.h"
@@ -17,8 +18,9 @@ namespace llm {
 class Session {
  public:
   // Room for `capacity` tokens. With `use_graph`, steps of one token are replayed from a CUDA graph
-  // where the model is on a GPU: one launch in place of some hundred.
-  Session(const Model &model, uint64_t capacity, bool use_graph);
+  // where the model is on a GPU: one launch in place of some hundred. Keys and values are kept as
+  // `cache` says.
+  Session(const Model &model, uint64_t capacity, bool use_graph, Args::Cache cache);
 
   const Context &context() const { return model_->context(); }
   uint64_t capacity() const { return capacity_; }
@@ -94,7 +96,7 @@ class Session {
   uint64_t max_chunk_;
   uint64_t max_rows_;  // of a step, of this rank
   uint64_t max_logit_rows_;
-  unsloth_dtype dtype_;  // of hidden states, keys and values
+  unsloth_dtype dtype_;  // of hidden states
   uint64_t length_ = 0;
   size_t last_count_ = 0;
   size_t num_rows_ = 0;       // of the step, of this rank

@@ -60,6 +60,8 @@ void good_flags() {
   CHECK_EQUAL(args.threads, 2U);
   CHECK(args.weights == Args::Weights::kBf16);
   CHECK(args.dtype == Args::DType::kBf16);
+  CHECK(args.cache == Args::Cache::kDType);
+  CHECK(parse({"--model", "m", "--chat", "--cache-type", "f8"}).cache == Args::Cache::kF8);
   CHECK(args.graph);
   CHECK(!parse({"--model", "m", "--chat", "--no-graph"}).graph);
   CHECK(!args.warm_up);
@@ -148,6 +150,9 @@ void bad_flags() {
        "--context-parallel runs one prompt or file"},
       {{"--model", "m", "--prompt", "p", "--pipeline-parallel", "2", "--context-parallel", "2"},
        "--pipeline-parallel and --context-parallel do not go together"},
+      {{"--cache-type", "q8_0"}, "--cache-type takes bf16 or f16 or f32 or f8, not 'q8_0'"},
+      {{"--model", "m", "--prompt", "p", "--cache-type", "f8", "--context-parallel", "2"},
+       "--cache-type and --context-parallel do not go together"},
       {{"--model", "m", "--prompt", "p", "--tensor-parallel", "512", "--pipeline-parallel", "3"},
        "--pipeline-parallel makes more than 1024 ranks"},
       {{"--model", "m", "--perplexity", "f", "--warm-up"},
