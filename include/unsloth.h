@@ -428,8 +428,9 @@ typedef struct unsloth_tensor {
 /**
  * How the elements of a tensor become numbers: `(element - zero) * scale`. The weights of
  * `linear`, `mlp` and `attention_block` may have one where they are i8, ternary or f8e4m3, with f32 scales
- * `[s]`, contiguous, of which each is that of as many rows, and without `zero`. Everything else is
- * answered by `UNSLOTH_STATUS_UNSUPPORTED`.
+ * `[s]`, contiguous, of which each is that of as many rows, and without `zero`; and so may attention's
+ * keys and values where they are f8e4m3, with one scale, or one for each of their heads. Everything else
+ * is answered by `UNSLOTH_STATUS_UNSUPPORTED`.
  *
  * The shape of `scale` and of `zero` says their granularity, for a matrix `[n, k]`: `[1]` one for
  * all, `[n]` one for each row, `[n, k/g]` one for each group of `g` along a row, `[n/a, k/b]` one
@@ -5074,7 +5075,8 @@ typedef struct unsloth_weight_repack_params {
 
 /**
  * 8-bit float, 4 exponent bits with bias 7 and 3 of mantissa, up to 448, without infinities; 0x7f and
- * 0xff are NaN. Weights may be of it, with a scale that lies apart: `unsloth_quantize_forward` writes both.
+ * 0xff are NaN. Weights may be of it, with a scale that lies apart: `unsloth_quantize_forward` writes both; and
+ * so may a KV cache, and attention's keys and values.
  */
 #define UNSLOTH_DTYPE_F8E4M3 7
 

@@ -1,9 +1,10 @@
 """Decoding: one query token of each sequence to many keys, beside a copy of as many bytes, cuDNN (through PyTorch, without pages) and
-FlashInfer (with pages).
+FlashInfer (with pages); and the same of a cache of 8-bit floats, beside our own of bf16.
 
 CASES=REGEX leaves the cases whose names begin so.
 """
 
+import ctypes
 import dataclasses
 import os
 import re
@@ -17,7 +18,9 @@ METHOD = (
     "Microseconds of one call: a graph of calls on working sets that exceed the cache, replayed by turns, medians. `copy` reads and writes "
     "as many bytes together as K and V have, by a kernel (a negation: graphs give plain copies to copy engines, which are slower). `cudnn` "
     "has the same tensors, `cudnn, heads first` has each head's keys one after the other; with pages both have none, and are there to tell "
-    "what pages cost. `flashinfer` has its pages of K and V in one tensor, and plans before. Ragged: 64 sequences of 128 to 16,384 keys."
+    "what pages cost. `flashinfer` has its pages of K and V in one tensor, and plans before. Ragged: 64 sequences of 128 to 16,384 keys. "
+    "Of an fp8 cache (e4m3, a scale for each head) `copy` moves its bytes, `unsloth, bf16` has the same sequences in bf16, and `of_bf16` "
+    "says how many times as fast the other is."
 )
 PAGE = 16
 IMPLEMENTATIONS = {2: "portable", 3: "hopper"}
@@ -33,6 +36,7 @@ class Case:
     heads: int = 32
     kv_heads: int = 8
     paged: bool = False
+    fp8: bool = False
 
     def __post_init__(self):
         self.lengths = [self.keys] * self.batch
@@ -42,10 +46,10 @@ class Case:
 
     def __str__(self):
         heads = "" if (self.heads, self.kv_heads) == (32, 8) else f" heads {self.heads}/{self.kv_heads}"
-        return f"head_dim {self.dim}{heads} {self.batch}x{self.keys or 'ragged'}{' paged' if self.paged else ''}"
+        return f"head_dim {self.dim}{heads} {self.batch}x{self.keys or 'ragged'}{' paged' if self.paged else ''}{' fp8 cache' if self.fp8 else ''}"
 
     def bytes(self):
-        return 2 * sum(self.lengths) * self.kv_heads * self.dim * 2
+        return 2 * sum(self.lengths) * self.kv_heads * self.dim * (1 if self.fp8 else 2)
 
 
 SHAPES = [
@@ -58,13 +62,19 @@ SHAPES = [
     dict(batch=1, keys=131072, heads=8, kv_heads=1),
 ]
 CASES = [Case(**shape, paged=paged) for shape in SHAPES for paged in (False, True)] + [Case(64, 0, paged=True)]
+OF_FP8 = [
+    *(dict(batch=batch, keys=keys) for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (32, 4096), (128, 2048), (512, 333))),
+    *(dict(batch=batch, keys=keys, dim=dim) for dim in (64, 256) for batch, keys in ((1, 131072), (32, 4096))),
+    *(dict(batch=32, keys=4096, heads=heads) for heads in (8, 64)),
+]
+CASES += [Case(**shape, paged=paged, fp8=True) for shape in OF_FP8 for paged in (False, True)] + [Case(64, 0, paged=True, fp8=True)]
 
 
 def compare(ctx):
     record = Record("attention_decode", ctx.library, METHOD, ("flashinfer-python",))
     for case in CASES:
         if re.match(os.environ.get("CASES", ""), str(case)):
-            one(ctx, record, case)
+            (one_of_fp8 if case.fp8 else one)(ctx, record, case)
             torch.cuda.empty_cache()
 
 
@@ -137,6 +147,50 @@ def one(ctx, record, case):
         about["of_best_peer"] = round(best / times[OURS], 3)
     print(f"attention_decode {case}: {about}", flush=True)
     record.add(str(case), times, of_copy=round(times["copy"] / times[OURS], 3), **about)
+
+
+def one_of_fp8(ctx, record, case):
+    of_bf16 = dataclasses.replace(case, fp8=False)
+    q = randn(case.batch, 1, case.heads, case.dim)
+    out, wide = torch.empty_like(q), torch.empty_like(q)
+    sets = Sets(of_bf16)
+    scales = [torch.rand(case.kv_heads, device="cuda") / 50 + 0.02 for _ in range(2)]
+    ours, kept = [], []
+    for _ in range(num_sets(case.bytes())):
+        codes = [(t / scale[:, None]).to(torch.float8_e4m3fn) for t, scale in zip(sets.all[0], scales)]
+        (k, v), owned = codes_of(ctx, codes, scales)
+        ours.append(ctx.op("attention", q=q, k=k, v=v, out=out, **sets.more))
+        kept.append((codes, owned))
+    # What codes stand for, in bf16: the nearest to it there.
+    sets.all[0] = [(t.float() * scale[:, None]).bfloat16() for t, scale in zip(kept[0][0], scales)]
+    plain = [ctx.op("attention", q=q, k=k, v=v, out=wide, **sets.more) for k, v in sets.all]
+    ours[0]()
+    plain[0]()
+    agree(str(case), {"bf16": wide, OURS: out})
+    contenders = {
+        OURS: lambda i: ours[i % len(ours)](),
+        f"{OURS}, bf16": lambda i: plain[i % len(plain)](),
+        "copy": copies(case.bytes()),
+    }
+    times = graphs(contenders, calls=8)
+    served = IMPLEMENTATIONS.get(ctx.implementation("attention", ours[0].params), "unknown")
+    about = dict(dtype="bf16", cache="f8e4m3", heads=case.heads, kv_heads=case.kv_heads, bytes=case.bytes(), served=served)
+    about["of_bf16"] = round(times[f"{OURS}, bf16"] / times[OURS], 3)
+    print(f"attention_decode {case}: {about} {times}", flush=True)
+    record.add(str(case), times, of_copy=round(times["copy"] / times[OURS], 3), **about)
+
+
+def codes_of(ctx, tensors, scales):
+    """Tensors of 8-bit floats with their scales, for which DLPack has no word, and what they point to."""
+    made, kept = [], []
+    for codes, scale in zip(tensors, scales):
+        tensor = ctx.library.tensor(codes.view(torch.int8), "CUDA", ctx.stream())
+        tensor.dtype = ctx.library.constants["DTYPE_F8E4M3"]
+        quantization = ctx.library.struct("quantization", scale=scale)
+        tensor.quantization = ctypes.addressof(quantization)
+        made.append(tensor)
+        kept += [tensor, quantization]
+    return made, kept
 
 
 def flashinfer(case, sets, q):
