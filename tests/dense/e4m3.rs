@@ -459,7 +459,7 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
     (
         |p| p.weight.dtype = DType::F8E5M2 as u32,
         UNSUPPORTED,
-        "linear: weight.quantization is set: only weights that are i8, ternary or f8e4m3 take scales that lie apart",
+        "linear: weight.quantization is set: only weights that are i8, ternary or f8e4m3, and keys and values that are f8e4m3, take scales that lie apart",
     ),
     (
         |p| p.x.dtype = DType::F8E4M3 as u32,

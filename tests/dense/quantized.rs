@@ -344,12 +344,12 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
     (
         |p| p.weight.dtype = DType::Q4_0 as u32,
         UNSUPPORTED,
-        "linear: weight.quantization is set: only weights that are i8, ternary or f8e4m3 take scales that lie apart",
+        "linear: weight.quantization is set: only weights that are i8, ternary or f8e4m3, and keys and values that are f8e4m3, take scales that lie apart",
     ),
     (
         |p| p.x.quantization = p.weight.quantization,
         UNSUPPORTED,
-        "linear: x.quantization is set: only weights that are i8, ternary or f8e4m3 take scales that lie apart",
+        "linear: x.quantization is set: only weights that are i8, ternary or f8e4m3, and keys and values that are f8e4m3, take scales that lie apart",
     ),
     (
         |p| spoil(p, |q| q.scale.shape[0] = 2),
