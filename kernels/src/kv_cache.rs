@@ -325,7 +325,8 @@ fn kv_append<S: Float, D: Numeric, N: Size, L: Scalar, M: Size>(
             }
         }
     } else if comptime!(style != Style::Plain) {
-        if row < rows {
+        let is_query = row < rows;
+        if is_query {
             let target = token as usize * queries.out_token + head as usize * queries.out_head;
             let mut vector = lane;
             while vector < per_head {

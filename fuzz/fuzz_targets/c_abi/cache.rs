@@ -177,7 +177,9 @@ impl Cache {
                     let (layer, count) = (input.up_to(2), input.up_to(3) as usize);
                     if count <= 2 || count as i64 != self.heads {
                         let (k, v) = (k.as_ptr(), v.as_ptr());
-                        passes(unsloth_kv_cache_scales_set(handle, layer, k, v, count, none));
+                        passes(unsloth_kv_cache_scales_set(
+                            handle, layer, k, v, count, none,
+                        ));
                     }
                 }
                 _ => self.extend(input),
