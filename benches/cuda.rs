@@ -373,6 +373,7 @@ impl Bench {
         let mut out = self.sets(&[rows, 64], WORKING_SET);
         self.host_cost("linear", json!({ "shape": [rows, 64, 64] }), || {
             let params = linear::Params {
+                x_norm: None,
                 parallel: None,
                 x: x.view(0),
                 weights: linear::Weights {
@@ -443,6 +444,7 @@ fn block<'a>(
 ) -> mlp::Params<'a> {
     let bare = |weight| linear::Weights { weight, bias: None };
     mlp::Params {
+        x_norm: None,
         parallel: None,
         x,
         gate_up: mlp::GateUp::Packed {

@@ -24,6 +24,7 @@ fn case<X: Storage, W: Storage, C: Storage>(c: &mut Criterion, rows: usize, n: u
         &format!("{} by {} {rows}x{k}x{n}", X::dtype(), W::dtype()),
         || {
             let params = Params {
+                x_norm: None,
                 parallel: None,
                 x: TensorRef::from_slice(&x, &[rows, k]).unwrap(),
                 weights: Weights {
@@ -58,6 +59,7 @@ fn small(c: &mut Criterion, rows: usize, n: usize) {
     group.bench_function(BenchmarkId::new("unsloth", &case), |b| {
         b.iter(|| {
             let params = Params {
+                x_norm: None,
                 parallel: None,
                 x: TensorRef::from_slice(&x, &[rows, n]).unwrap(),
                 weights: Weights {

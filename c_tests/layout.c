@@ -182,7 +182,7 @@ FIELD(unsloth_parallel, sequence, 20, 4);
 FIELD(unsloth_parallel, chunk_rows, 24, 8);
 FIELD(unsloth_parallel, reserved, 32, 8);
 
-STRUCT(unsloth_attention_block_params, 3776, 8);
+STRUCT(unsloth_attention_block_params, 3912, 8);
 FIELD(unsloth_attention_block_params, struct_size, 0, 4);
 FIELD(unsloth_attention_block_params, rotate, 4, 4);
 FIELD(unsloth_attention_block_params, bidirectional, 8, 4);
@@ -227,6 +227,7 @@ FIELD(unsloth_attention_block_params, attended_out, 3328, 136);
 FIELD(unsloth_attention_block_params, lse_out, 3464, 136);
 FIELD(unsloth_attention_block_params, attended_norm, 3600, 136);
 FIELD(unsloth_attention_block_params, parallel, 3736, 40);
+FIELD(unsloth_attention_block_params, x_norm, 3776, 136);
 
 STRUCT(unsloth_attention_block_backward_params, 2488, 8);
 FIELD(unsloth_attention_block_backward_params, struct_size, 0, 4);
@@ -425,7 +426,7 @@ FIELD(unsloth_cross_entropy_params, denominator, 984, 136);
 FIELD(unsloth_cross_entropy_params, workspace, 1120, 8);
 FIELD(unsloth_cross_entropy_params, workspace_size, 1128, 8);
 
-STRUCT(unsloth_mlp_params, 1840, 8);
+STRUCT(unsloth_mlp_params, 1984, 8);
 FIELD(unsloth_mlp_params, struct_size, 0, 4);
 FIELD(unsloth_mlp_params, activation, 4, 4);
 FIELD(unsloth_mlp_params, gate_order, 8, 4);
@@ -446,6 +447,9 @@ FIELD(unsloth_mlp_params, workspace_size, 1520, 8);
 FIELD(unsloth_mlp_params, gate_up_out, 1528, 136);
 FIELD(unsloth_mlp_params, intermediate_norm, 1664, 136);
 FIELD(unsloth_mlp_params, parallel, 1800, 40);
+FIELD(unsloth_mlp_params, x_norm, 1840, 136);
+FIELD(unsloth_mlp_params, x_norm_weight_offset, 1976, 4);
+FIELD(unsloth_mlp_params, x_norm_epsilon, 1980, 4);
 
 STRUCT(unsloth_decoder_layer_params, 608, 8);
 FIELD(unsloth_decoder_layer_params, struct_size, 0, 4);
@@ -737,7 +741,7 @@ FIELD(unsloth_layer_norm_backward_params, dbias, 832, 136);
 FIELD(unsloth_layer_norm_backward_params, workspace, 968, 8);
 FIELD(unsloth_layer_norm_backward_params, workspace_size, 976, 8);
 
-STRUCT(unsloth_linear_params, 744, 8);
+STRUCT(unsloth_linear_params, 888, 8);
 FIELD(unsloth_linear_params, struct_size, 0, 4);
 FIELD(unsloth_linear_params, reserved, 4, 4);
 FIELD(unsloth_linear_params, x, 8, 136);
@@ -748,6 +752,9 @@ FIELD(unsloth_linear_params, out, 552, 136);
 FIELD(unsloth_linear_params, workspace, 688, 8);
 FIELD(unsloth_linear_params, workspace_size, 696, 8);
 FIELD(unsloth_linear_params, parallel, 704, 40);
+FIELD(unsloth_linear_params, x_norm, 744, 136);
+FIELD(unsloth_linear_params, norm_weight_offset, 880, 4);
+FIELD(unsloth_linear_params, norm_epsilon, 884, 4);
 
 STRUCT(unsloth_linear_backward_params, 880, 8);
 FIELD(unsloth_linear_backward_params, struct_size, 0, 4);

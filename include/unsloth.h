@@ -1227,6 +1227,12 @@ typedef struct unsloth_attention_block_params {
    * and `out` are its rows, and positions, `cu_seqlens`, the cache and what is kept are of all rows. Norms are of single heads.
    */
   struct unsloth_parallel parallel;
+  /**
+   * Optional, for a forward pass without `parallel`: gains `[hidden]`, any float dtype, of an RMSNorm that `x` passes before it is
+   * projected, with the offset and the epsilon of the other norms. The same bits as `unsloth_rms_norm_forward` and then this block.
+   * `x` may then be `residual` and `out`.
+   */
+  struct unsloth_tensor x_norm;
 } unsloth_attention_block_params;
 
 /**
@@ -2194,6 +2200,19 @@ typedef struct unsloth_mlp_params {
    * `gate_up_out` is of all rows. Not with `intermediate_norm`.
    */
   struct unsloth_parallel parallel;
+  /**
+   * Optional, for a forward pass without `parallel` and `gate_up_out`: gains `[hidden]`, any float dtype, of an RMSNorm that `x` passes
+   * before it is multiplied, as in `unsloth_linear_params`. `x` may then be `residual` and `out`.
+   */
+  struct unsloth_tensor x_norm;
+  /**
+   * With `x_norm`: added to its gains.
+   */
+  float x_norm_weight_offset;
+  /**
+   * With `x_norm`: added to mean squares; above 0.
+   */
+  float x_norm_epsilon;
 } unsloth_mlp_params;
 
 /**
@@ -3456,6 +3475,20 @@ typedef struct unsloth_linear_params {
    * columns too. Divided by columns, `x` is, and `out` is the sum of all ranks' products, `bias` and `residual` added once.
    */
   struct unsloth_parallel parallel;
+  /**
+   * Optional, for a forward pass without `parallel`: gains `[in_features]`, any float dtype, of an RMSNorm that `x` passes before it is
+   * multiplied. The same bits as `unsloth_rms_norm_forward` and then this product; one kernel for up to four rows on Hopper, else
+   * both, and a workspace for what is normalised is needed.
+   */
+  struct unsloth_tensor x_norm;
+  /**
+   * With `x_norm`: added to its gains.
+   */
+  float norm_weight_offset;
+  /**
+   * With `x_norm`: added to mean squares; above 0.
+   */
+  float norm_epsilon;
 } unsloth_linear_params;
 
 /**

@@ -275,8 +275,14 @@ static void products(void) {
   mlp.out = mlp.residual;
   CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
   mlp.workspace = memory(mlp.workspace_size);
-  // Gate, up with the activation, down with the residual.
-  CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 3);
+  // Gate and up with the activation, down with the residual; a norm takes no launch of its own.
+  CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 2);
+  mlp.x_norm = bf16(HIDDEN, -1, -1, -1);
+  mlp.x_norm_epsilon = 1e-5f;
+  CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
+  mlp.workspace = memory(mlp.workspace_size);
+  CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 2);
+  mlp.x_norm = (unsloth_tensor){0};
 
   // Gate and up kept: two products, the activation, down with the residual.
   mlp.gate_up_out = bf16(1, 2 * FFN, -1, -1);
@@ -358,7 +364,7 @@ static void blocks(void) {
   mlp.out = bf16(2, HIDDEN, -1, -1);
   CHECK_OK(unsloth_mlp_workspace_size(ctx, &mlp, &mlp.workspace_size));
   mlp.workspace = memory(mlp.workspace_size);
-  CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 3);
+  CHECK_PATH(unsloth_mlp_forward(ctx, &mlp, NULL), 2);
 }
 
 static void attention(int64_t dim, int64_t queries, int64_t keys, unsloth_implementation expected,
@@ -576,6 +582,13 @@ static void cached(unsloth_dtype dtype, int attends) {
   block.workspace = memory(block.workspace_size);
   // Three projections, queries and keys rotated and keys and values stored, attention, output.
   CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 5 + attends);
+  // A norm that three products share.
+  block.x = block.residual;
+  block.x_norm = bf16(HIDDEN, -1, -1, -1);
+  block.norm_epsilon = 1e-5f;
+  CHECK_OK(unsloth_attention_block_workspace_size(ctx, &block, &block.workspace_size));
+  block.workspace = memory(block.workspace_size);
+  CHECK_PATH(unsloth_attention_block_forward(ctx, &block, NULL), 6 + attends);
   CHECK_OK(unsloth_kv_cache_destroy(cache));
 }
 

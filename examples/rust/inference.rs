@@ -112,6 +112,7 @@ impl Model {
             // hidden += attention(norm(hidden))
             let x = normalized(ctx, &hidden, &layer.attention_norm)?;
             let mut params = attention_block::Params {
+                x_norm: None,
                 parallel: None,
                 x: TensorRef::from_slice(&x, &shape)?,
                 num_heads: HEADS,
@@ -149,6 +150,7 @@ impl Model {
             // hidden += mlp(norm(hidden))
             let x = normalized(ctx, &hidden, &layer.mlp_norm)?;
             let mut params = mlp::Params {
+                x_norm: None,
                 parallel: None,
                 x: TensorRef::from_slice(&x, &shape)?,
                 gate_up: GateUp::Packed {
@@ -170,6 +172,7 @@ impl Model {
         let x = normalized(ctx, &hidden, &self.norm)?;
         let mut logits = vec![0.0f32; n * VOCAB];
         let params = linear::Params {
+            x_norm: None,
             parallel: None,
             x: TensorRef::from_slice(&x, &shape)?,
             weights: weights(&self.head, HIDDEN)?,

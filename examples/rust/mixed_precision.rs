@@ -86,6 +86,7 @@ fn train(ctx: &Context, loss_scale: LossScale) -> Result<(f32, f32)> {
     let mut losses = Vec::new();
     for _ in 0..STEPS {
         let params = linear::Params {
+            x_norm: None,
             parallel: None,
             x: x.tensor(0, DType::F16, of_tokens)?,
             weights: Weights {

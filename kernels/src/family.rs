@@ -32,6 +32,8 @@ mod linear_codes;
 mod linear_e4m3;
 #[path = "../cuda/linear/e4m3_tiles/family.rs"]
 mod linear_e4m3_tiles;
+#[path = "../cuda/linear/few/family.rs"]
+mod linear_few;
 #[path = "../cuda/linear/steps/family.rs"]
 mod linear_steps;
 #[path = "../cuda/norm/backward/family.rs"]
@@ -52,6 +54,7 @@ pub const FAMILIES: &[Family] = &[
     linear_codes::FAMILY,
     linear_e4m3::FAMILY,
     linear_e4m3_tiles::FAMILY,
+    linear_few::FAMILY,
     linear_steps::FAMILY,
     norm_backward_ring::FAMILY,
     qk_norm_rope_ring::FAMILY,

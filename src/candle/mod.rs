@@ -141,6 +141,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         let (x, rest) = split(inputs);
         let (weight, bias) = split(rest);
         let mut params = ops::linear::Params {
+            x_norm: None,
             parallel: None,
             x,
             weights: ops::linear::Weights {

@@ -1,13 +1,14 @@
 //! The gated feed-forward block on the CPU: gate and up products meet tile by tile, so that only their activated product is stored.
 
 use crate::cpu::float::with_float;
-use crate::cpu::linear::{add_bias, finish, for_each_row_part};
+use crate::cpu::linear::{add_bias, finish, for_each_row_part, normalised};
 use crate::cpu::rows::part_of_mut;
 use crate::cpu::{Cpu, Run};
 use crate::cpu::{float::Float, swiglu};
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::problem::mlp::Problem;
+use crate::problem::rms_norm::OfInput;
 use crate::tensor::{RawTensor, Scratch};
 
 impl Run for Problem {
@@ -15,19 +16,22 @@ impl Run for Problem {
         if self.out.layout.is_empty() {
             return 0;
         }
-        self.x.layout.num_rows() * self.intermediate * self.x.dtype.size()
+        let intermediate = self.x.layout.num_rows() * self.intermediate * self.x.dtype.size();
+        self.norm.as_ref().map_or(0, |_| OfInput::bytes(&self.x)) + intermediate
     }
 
     fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
         if self.out.layout.is_empty() {
             return Ok(());
         }
+        let input = (&self.x, self.norm.as_ref());
+        let (x, scratch) = normalised(cpu, "mlp", input, scratch)?;
         let intermediate = RawTensor {
             ptr: scratch.ptr,
             dtype: self.x.dtype,
             layout: Layout::contiguous(&[self.x.layout.num_rows(), self.intermediate])?,
         };
-        forward(cpu, self, intermediate)
+        forward(cpu, &Problem { x, ..*self }, intermediate)
     }
 }
 

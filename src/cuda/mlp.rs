@@ -14,7 +14,7 @@ use super::rows::{Matrix, Rows};
 use super::tuning::rules::products::{JOINED_TOKENS, LEAST_INTERMEDIATE};
 use super::{Cuda, swiglu};
 use crate::backend::{Implementation, Stream};
-use crate::error::Result;
+use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::problem::linear::Weights;
 use crate::problem::mlp::Problem;
@@ -49,29 +49,25 @@ impl problem::Plan for Plan<'_> {
         Implementation::Cuda
     }
 
-    /// One intermediate, and what products need behind it.
+    /// One intermediate, and what products need behind it; before it what is normalised by itself.
     fn needed(&self) -> usize {
         if self.problem.out.layout.is_empty() {
             return 0;
         }
-        let intermediate = self.intermediate();
-        match needed_by_products(&self.problem) {
-            0 => intermediate,
-            products => aligned(intermediate) + products,
-        }
+        let before = match fuses(self.cuda, &self.problem) {
+            true => 0,
+            false => self.normalised(),
+        };
+        before + self.needed_behind()
     }
 
-    /// Two intermediates where they are of use, and a workspace for products behind them.
+    /// Two intermediates where they are of use, and a workspace for products behind them. Addresses may tell
+    /// that a norm is by itself after all.
     fn useful(&self) -> Result<usize> {
         if self.problem.out.layout.is_empty() {
             return Ok(0);
         }
-        let most = self.cuda.resources.tuning.mlp.asked_tokens;
-        let products = products_size(self.cuda, &self.problem, most)?;
-        Ok(match products {
-            0 => self.bytes(most, false),
-            _ => aligned(self.bytes(most, true)) + products,
-        })
+        Ok(self.normalised() + self.useful_behind()?)
     }
 
     /// More rows of intermediates are of use whether or not products have a workspace.
@@ -80,13 +76,58 @@ impl problem::Plan for Plan<'_> {
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
-        if self.problem.out.layout.is_empty() {
+        let p = &self.problem;
+        if p.out.layout.is_empty() {
             return Ok(());
         }
+        let norm = p.norm.as_ref().filter(|_| !fuses(self.cuda, p));
+        let Some(norm) = norm else {
+            return self.launch_behind(scratch, stream);
+        };
+        let (x, scratch) = linear::normalise(self.cuda, OP, (&p.x, norm), scratch, stream)?;
+        let plan = Plan {
+            cuda: self.cuda,
+            problem: Problem {
+                x,
+                norm: None,
+                ..*p
+            },
+        };
+        plan.launch_behind(scratch, stream)
+    }
+}
+
+impl Plan<'_> {
+    /// Bytes of what is normalised by itself, unless one kernel does both.
+    fn normalised(&self) -> usize {
+        linear::normalised_bytes(&self.problem.x, self.problem.norm.as_ref())
+    }
+
+    /// What is needed but for a norm.
+    fn needed_behind(&self) -> usize {
+        let intermediate = self.intermediate();
+        match needed_by_products(&self.problem) {
+            0 => intermediate,
+            products => aligned(intermediate) + products,
+        }
+    }
+
+    /// What is of use but for a norm.
+    fn useful_behind(&self) -> Result<usize> {
+        let most = self.cuda.resources.tuning.mlp.asked_tokens;
+        let products = products_size(self.cuda, &self.problem, most)?;
+        Ok(match products {
+            0 => self.bytes(most, false),
+            _ => aligned(self.bytes(most, true)) + products,
+        })
+    }
+
+    /// Queues the products.
+    fn launch_behind(&self, scratch: Scratch, stream: Stream) -> Result<()> {
         let p = &self.problem;
         let most = self.cuda.resources.tuning.mlp.tokens;
         let needed = needed_by_products(p);
-        let products = match scratch.size > aligned(self.needed()) {
+        let products = match scratch.size > aligned(self.needed_behind()) {
             true => products_size(self.cuda, p, most)?,
             false => 0,
         };
@@ -98,7 +139,7 @@ impl problem::Plan for Plan<'_> {
         let crowds_out =
             |both: usize| both <= scratch.size && scratch.size < aligned(both) + products;
         let with = products > 0
-            && scratch.size >= aligned(self.needed()) + products
+            && scratch.size >= aligned(self.needed_behind()) + products
             && !crowds_out(self.bytes(most, false));
         self.run(scratch, if with { products } else { 0 }, stream)
     }
@@ -156,6 +197,24 @@ fn needed_by_products(p: &Problem) -> usize {
     all.into_iter().max().unwrap_or(0)
 }
 
+/// The gate's product, with the norm of its input, as far as it makes the whole intermediate.
+fn gated(p: &Problem) -> Product<'_> {
+    Product {
+        op: OP,
+        x: &p.x,
+        norm: p.norm.as_ref(),
+        weights: &p.gate,
+        epilogue: Epilogue::Gated(p.up, p.activation),
+        // Like the intermediate, whose columns lie one behind the other.
+        out: &p.x,
+    }
+}
+
+/// Whether gate and up, with a norm of their input, are one launch.
+fn fuses(cuda: &Cuda, p: &Problem) -> bool {
+    linear::fuses(cuda, &gated(p))
+}
+
 /// Whether cuBLASLt serves the block's products better than kernels of this library do.
 fn library_serves(cuda: &Cuda, p: &Problem, with_workspace: bool) -> bool {
     let sizes = Sizes {
@@ -191,6 +250,9 @@ fn most_rows(cuda: &Cuda, p: &Problem, with_workspace: bool, most: usize) -> usi
 /// How many tokens at a time have gate and up side by side, where there is room for so many rows of
 /// intermediates; `None` where kernels that need one intermediate are better.
 fn tokens_of_both(cuda: &Cuda, p: &Problem, rows: usize, with_workspace: bool) -> Option<usize> {
+    if fuses(cuda, p) {
+        return None;
+    }
     let tuning = &cuda.resources.tuning.mlp;
     let tokens = p.x.layout.num_rows();
     let at_once = (rows / 2).min(tuning.tokens);
@@ -204,6 +266,8 @@ fn tokens_of_both(cuda: &Cuda, p: &Problem, rows: usize, with_workspace: bool) -
 /// The workspace with which products are the fastest, in bytes, beside as few rows of intermediates
 /// as there may be or as many as up to `most` tokens at a time have use for.
 fn products_size(cuda: &Cuda, p: &Problem, most: usize) -> Result<usize> {
+    // Of an input that is normalised.
+    let p = &Problem { norm: None, ..*p };
     let most = most_rows(cuda, p, true, most);
     let queue = Queue {
         cuda,
@@ -305,6 +369,19 @@ impl Part {
             layout: Layout::contiguous(&[self.rows, p.intermediate])?,
             ..scratch
         };
+        let whole = Product {
+            x: &self.x,
+            out: &intermediate,
+            ..gated(p)
+        };
+        if linear::fuses(queue.cuda, &whole) {
+            queue.multiply(&whole)?;
+            return queue.product(&intermediate, &p.down, self.epilogue, &self.out);
+        }
+        if p.norm.is_some() {
+            let message = text!("a norm that no kernel computes");
+            return Err(Error::Internal { op: OP, message });
+        }
         queue.product(&self.x, &p.gate, Epilogue::Store, &intermediate)?;
         let gated = Epilogue::Gate(intermediate, p.activation);
         queue.product(&self.x, &p.up, gated, &intermediate)?;
@@ -366,17 +443,21 @@ impl Queue<'_> {
         epilogue: Epilogue,
         out: &RawTensor,
     ) -> Result<()> {
-        let product = Product {
+        self.multiply(&Product {
             op: OP,
             x,
+            norm: None,
             weights,
             epilogue,
             out,
-        };
+        })
+    }
+
+    fn multiply(&self, product: &Product<'_>) -> Result<()> {
         match &self.mode {
-            Mode::Run(scratch, stream) => linear::multiply(self.cuda, &product, *scratch, *stream),
+            Mode::Run(scratch, stream) => linear::multiply(self.cuda, product, *scratch, *stream),
             Mode::Measure(most) => {
-                most.set(most.get().max(linear::scratch_size(self.cuda, &product)?));
+                most.set(most.get().max(linear::scratch_size(self.cuda, product)?));
                 Ok(())
             }
         }

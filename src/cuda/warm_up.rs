@@ -76,6 +76,7 @@ impl Cuda {
             let product = Product {
                 op,
                 x: &x,
+                norm: None,
                 weights: &weights,
                 epilogue,
                 out: &out,

@@ -168,6 +168,7 @@ fn mlp_workspace_size(context: &Context, i: &Inference) -> Result<usize> {
     // SAFETY: as above.
     let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), i.dtype, layout) };
     let params = mlp::Params {
+        x_norm: None,
         parallel: None,
         x: described(i.dtype, [tokens, hidden])?,
         gate_up: GateUp::Apart {

@@ -274,6 +274,7 @@ impl<'a> Step<'a> {
             }
         };
         let attention = attention_block::Params {
+            x_norm: None,
             parallel: None,
             x,
             num_heads,
@@ -305,6 +306,7 @@ impl<'a> Step<'a> {
             lse_out: None,
         };
         let mlp = mlp::Params {
+            x_norm: None,
             parallel: None,
             x,
             gate_up: GateUp::Packed {

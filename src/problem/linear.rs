@@ -1,5 +1,6 @@
 //! Linear layers.
 
+use super::rms_norm::OfInput;
 use crate::tensor::{RawTensor, Scales};
 
 /// Validated arguments.
@@ -7,6 +8,8 @@ use crate::tensor::{RawTensor, Scales};
 pub(crate) struct Problem {
     /// `[.., in_features]`.
     pub x: RawTensor,
+    /// Of `x` before it is multiplied.
+    pub norm: Option<OfInput>,
     pub weights: Weights,
     /// Like `out`.
     pub residual: Option<RawTensor>,

@@ -1,6 +1,7 @@
 //! The gated feed-forward block.
 
 use super::linear::Weights;
+use super::rms_norm::OfInput;
 use super::swiglu::Activation;
 use crate::tensor::RawTensor;
 
@@ -9,6 +10,8 @@ use crate::tensor::RawTensor;
 pub(crate) struct Problem {
     /// `[.., hidden]`.
     pub x: RawTensor,
+    /// Of `x` before it is multiplied.
+    pub norm: Option<OfInput>,
     pub gate: Weights,
     pub up: Weights,
     pub activation: Activation,

@@ -1,6 +1,8 @@
 //! RMSNorm.
 
-use crate::tensor::RawTensor;
+use crate::error::Result;
+use crate::layout::Layout;
+use crate::tensor::{RawTensor, Workspace};
 
 /// Validated arguments.
 #[derive(Clone, Copy, Debug)]
@@ -15,4 +17,37 @@ pub(crate) struct Problem {
     pub weight: Option<RawTensor>,
     pub weight_offset: f32,
     pub epsilon: f32,
+}
+
+/// The norm of a product's input on its way there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OfInput {
+    /// `[dim]`.
+    pub weight: RawTensor,
+    pub weight_offset: f32,
+    pub epsilon: f32,
+}
+
+impl OfInput {
+    /// Bytes of workspace that an input takes once it is normalised.
+    pub fn bytes(x: &RawTensor) -> usize {
+        (x.layout.num_elements() * x.dtype.size()).next_multiple_of(Workspace::ALIGNMENT)
+    }
+
+    /// The norm by itself, to the memory at `to`.
+    pub fn alone(&self, x: RawTensor, to: *mut u8) -> Result<Problem> {
+        let out = RawTensor {
+            ptr: to,
+            layout: Layout::contiguous(x.layout.shape())?,
+            ..x
+        };
+        Ok(Problem {
+            x,
+            out,
+            residual: None,
+            weight: Some(self.weight),
+            weight_offset: self.weight_offset,
+            epsilon: self.epsilon,
+        })
+    }
 }

@@ -44,6 +44,11 @@ const MISUSE: &[Misuse<unsloth_attention_block_params>] = &[
         "attention_block: lse_out has shape [3, 6], expected [2, 3]",
     ),
     (
+        |p| p.x_norm = p.x,
+        INVALID,
+        "attention_block: x_norm has shape [3, 6], expected [6]",
+    ),
+    (
         |p| p.attended_norm = p.x,
         INVALID,
         "attention_block: attended_norm has shape [3, 6], expected [8]",

@@ -209,6 +209,7 @@ fn a_layer_agrees_with_its_definition() {
     let (attended_gains, intermediate_gains) = (device(&attended_norm), device(&intermediate_norm));
     normalise(&hidden, &mut normed, &attention_norm);
     let mut block = attention_block::Params {
+        x_norm: None,
         parallel: None,
         x: normed.view(),
         num_heads: HEADS,
@@ -258,6 +259,7 @@ fn a_layer_agrees_with_its_definition() {
 
     normalise(&hidden, &mut normed, &mlp_norm);
     let mut feed_forward = mlp::Params {
+        x_norm: None,
         parallel: None,
         x: normed.view(),
         gate_up: GateUp::Apart {

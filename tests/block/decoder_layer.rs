@@ -198,6 +198,7 @@ impl Tensors {
 
     fn attention(&self) -> attention_block::Params<'_> {
         attention_block::Params {
+            x_norm: None,
             parallel: None,
             x: self.x.view(),
             num_heads: HEADS.0,
@@ -242,6 +243,7 @@ impl Tensors {
 
     fn mlp(&self) -> mlp::Params<'_> {
         mlp::Params {
+            x_norm: None,
             parallel: None,
             x: self.x.view(),
             gate_up: match self.case.packed {

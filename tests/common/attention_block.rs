@@ -152,6 +152,7 @@ impl Tensors {
     pub fn params<'a>(&'a self, case: &Case, output: Output<'a>) -> Params<'a> {
         let [q, k, v] = self.apart(case);
         Params {
+            x_norm: None,
             parallel: None,
             x: self.x.view(),
             num_heads: case.heads.0,
@@ -231,6 +232,7 @@ pub fn heads(
         let layout = Layout::contiguous(&shape).unwrap();
         let mut out = TestTensor::poisoned(t.x.dtype, layout).upload(ctx);
         let params = linear::Params {
+            x_norm: None,
             parallel: None,
             x: t.x.view(),
             weights,
@@ -336,6 +338,7 @@ pub fn project_out(ctx: &Context, t: &Tensors, case: &Case, attended: &DeviceTen
         rms_norm::forward(ctx, &norm, Stream::DEFAULT).unwrap();
     }
     let params = linear::Params {
+        x_norm: None,
         parallel: None,
         x: data.view(),
         weights: Weights {

@@ -63,6 +63,7 @@ fn chain(ctx: &Context, x: &TestTensor, matrices: &[Matrix], constant: bool) -> 
     for (i, matrix) in matrices.iter().enumerate() {
         let (before, after) = between.split_at_mut(i + 1);
         let mut params = Params {
+            x_norm: None,
             parallel: None,
             x: before[i].view(),
             weights: Weights {

@@ -124,6 +124,7 @@ fn check(ctx: &Context, [dtype, weight_dtype, out_dtype]: [DType; 3], case: &Cas
         let mut dr = residual.as_ref().map(|r| r.upload(ctx));
         let mut out = TestTensor::poisoned_at(out_dtype, case.out, case.skew).upload(ctx);
         let mut params = Params {
+            x_norm: None,
             parallel: None,
             x: dx.view(),
             weights: Weights {
@@ -219,6 +220,7 @@ fn product(ctx: &Context, x: &TestTensor, weight: &TestTensor) -> TestTensor {
     let (dx, dw) = (x.upload(ctx), weight.upload(ctx));
     let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
     let params = Params {
+        x_norm: None,
         parallel: None,
         x: dx.view(),
         weights: Weights {

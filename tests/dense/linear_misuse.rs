@@ -7,15 +7,24 @@ use unsloth::ffi::linear::{
     unsloth_linear_workspace_size,
 };
 use unsloth::ffi::status::*;
+use unsloth::ffi::tensor::unsloth_tensor;
 use unsloth::{DType, Layout};
 
 const INVALID: unsloth_status = UNSLOTH_STATUS_INVALID_ARGUMENT;
+
+/// A tensor of as many elements as a row of another one has, in its memory.
+fn row_of(t: &unsloth_tensor) -> unsloth_tensor {
+    let mut row = *t;
+    let last = t.rank as usize - 1;
+    (row.rank, row.shape[0], row.strides[0]) = (1, t.shape[last], 1);
+    row
+}
 
 const MISUSE: &[Misuse<unsloth_linear_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "linear: struct_size is 100, at least 744 is needed",
+        "linear: struct_size is 100, at least 888 is needed",
     ),
     (
         |p| p.x = absent(),
@@ -72,6 +81,21 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
         |p| p.weight.rank = 1,
         INVALID,
         "linear: weight has rank 1, allowed: 2",
+    ),
+    (
+        |p| (p.x_norm, p.x_norm.dtype) = (p.x, DType::I32 as u32),
+        INVALID,
+        "linear: x_norm has dtype i32, allowed: f32, f16, bf16",
+    ),
+    (
+        |p| (p.x_norm, p.norm_weight_offset) = (row_of(&p.x), f32::INFINITY),
+        INVALID,
+        "linear: norm_weight_offset is inf, a finite number is needed",
+    ),
+    (
+        |p| p.x_norm = row_of(&p.x),
+        INVALID,
+        "linear: norm_epsilon is 0, it must be above 0",
     ),
     (
         |p| p.weight.shape[1] = 5,

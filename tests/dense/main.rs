@@ -20,3 +20,4 @@ mod quantized;
 mod swiglu;
 mod swiglu_backward;
 mod swiglu_misuse;
+mod x_norm;

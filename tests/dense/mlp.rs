@@ -130,6 +130,7 @@ fn check(ctx: &Context, dtype: DType, weight_dtype: DType, case: &Case) {
     let in_place = case.residual == Some(true);
 
     let mut params = Params {
+        x_norm: None,
         parallel: None,
         x: dx.view(),
         gate_up: match case.packed {
@@ -275,6 +276,7 @@ fn misaligned_and_overlapping_workspaces_are_refused() {
             bias: None,
         };
         let params = Params {
+            x_norm: None,
             parallel: None,
             x: x.view(),
             gate_up: GateUp::Apart {

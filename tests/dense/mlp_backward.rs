@@ -242,6 +242,7 @@ fn weights(layer: &(DeviceTensor, Option<DeviceTensor>)) -> Weights<'_> {
 impl Uploaded {
     fn forward<'a>(&'a self, case: &Case, output: Output<'a>) -> mlp::Params<'a> {
         mlp::Params {
+            x_norm: None,
             parallel: None,
             x: self.x.view(),
             gate_up: match case.packed {

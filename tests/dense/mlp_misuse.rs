@@ -15,7 +15,7 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
     (
         |p| p.struct_size = 100,
         INVALID,
-        "mlp: struct_size is 100, at least 1840 is needed",
+        "mlp: struct_size is 100, at least 1984 is needed",
     ),
     (
         |p| p.x = absent(),
@@ -140,6 +140,21 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
         },
         INVALID,
         "mlp: norm_epsilon is NaN, a finite number is needed",
+    ),
+    (
+        |p| p.x_norm = p.x,
+        INVALID,
+        "mlp: x_norm has shape [2, 4], expected [4]",
+    ),
+    (
+        |p| (p.x_norm, p.x_norm_weight_offset) = (p.down_bias, f32::NAN),
+        INVALID,
+        "mlp: x_norm_weight_offset is NaN, a finite number is needed",
+    ),
+    (
+        |p| p.x_norm = p.down_bias,
+        INVALID,
+        "mlp: x_norm_epsilon is 0, it must be above 0",
     ),
     (
         |p| p.gate_up_out = p.x,

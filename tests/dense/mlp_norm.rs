@@ -21,6 +21,7 @@ fn plain(weight: TensorRef<'_>) -> Weights<'_> {
 
 fn product(ctx: &Context, x: TensorRef<'_>, weight: TensorRef<'_>, out: TensorMut<'_>) {
     let params = linear::Params {
+        x_norm: None,
         parallel: None,
         x,
         weights: plain(weight),
@@ -64,6 +65,7 @@ fn check(ctx: &Context, dtype: DType, &(rows, order, keeps): &Case) {
 
     let (mut out, mut kept) = (poisoned(hidden), poisoned(2 * intermediate));
     let mut params = Params {
+        x_norm: None,
         parallel: None,
         x: x.view(),
         gate_up: GateUp::Packed {

@@ -87,6 +87,7 @@ fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
     let x = x.upload(ctx);
     let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
     let mut params = Params {
+        x_norm: None,
         parallel: None,
         x: x.view(),
         weights,
@@ -245,6 +246,7 @@ fn check_mlp(ctx: &Context) {
             let device = x.upload(ctx);
             let mut out = TestTensor::poisoned(DType::F32, x.layout).upload(ctx);
             let mut params = mlp::Params {
+                x_norm: None,
                 parallel: None,
                 x: device.view(),
                 gate_up,
@@ -291,6 +293,7 @@ fn scales_go_with_their_rows() {
     let mut out = TestTensor::poisoned(DType::F32, contiguous(&[1, 128])).upload(&ctx);
     let plain = |weight| Weights { weight, bias: None };
     let params = mlp::Params {
+        x_norm: None,
         parallel: None,
         x: x.view(),
         gate_up: GateUp::Apart {

@@ -118,6 +118,7 @@ fn linear_of_nothing() {
     let ctx = Context::cpu().unwrap();
     for (rows, depth, columns) in [(0, 0, 1 << 50), (HUGE, 0, 0), (64, 0, 0)] {
         let params = linear::Params {
+            x_norm: None,
             parallel: None,
             x: input(DType::F32, &[rows, depth]),
             weights: weights(&[columns, depth]),
@@ -155,6 +156,7 @@ fn mlp_of_nothing() {
         [(0, 0, 1 << 50), (3, 0, 1 << 44), (HUGE, 0, 0), (0, HUGE, 0)]
     {
         let params = mlp::Params {
+            x_norm: None,
             parallel: None,
             x: input(DType::F32, &[tokens, hidden]),
             gate_up: mlp::GateUp::Apart {
@@ -181,6 +183,7 @@ fn attention_block_of_nothing() {
     let data = vec![0.5f32; tokens * hidden];
     let qkv = vec![0.5f32; 12 * hidden];
     let params = attention_block::Params {
+        x_norm: None,
         parallel: None,
         x: TensorRef::from_slice(&data, &[tokens, hidden]).unwrap(),
         num_heads: 1,

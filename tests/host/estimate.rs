@@ -227,6 +227,7 @@ fn inference_takes_what_it_says() {
                 bias: None,
             };
             let block = attention_block::Params {
+                x_norm: None,
                 parallel: None,
                 x: described(DType::F32, &[tokens, hidden]),
                 num_heads: 4,
@@ -260,6 +261,7 @@ fn inference_takes_what_it_says() {
             let attention = attention_block::workspace_size(&ctx, &block).unwrap();
             let intermediate = intermediate_size as usize;
             let block = mlp::Params {
+                x_norm: None,
                 parallel: None,
                 x: described(DType::F32, &[tokens, hidden]),
                 gate_up: GateUp::Apart {

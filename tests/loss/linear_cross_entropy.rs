@@ -284,6 +284,7 @@ fn one_chunk_is_the_operations_one_by_one() {
         let poisoned = |dtype, layout| TestTensor::poisoned(dtype, layout).upload(&ctx);
         let mut logits = poisoned(dtype, contiguous(&[40, 300]));
         let product = linear::Params {
+            x_norm: None,
             parallel: None,
             x: there.x.view(),
             weights: there.weights(),

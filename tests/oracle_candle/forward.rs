@@ -136,6 +136,7 @@ fn linear() {
                 let (dx, dw, db) = (x.upload(&ctx), weight.upload(&ctx), bias.upload(&ctx));
                 let mut out = output(&ctx, dtype, &[rows, 130]);
                 let params = linear::Params {
+                    x_norm: None,
                     parallel: None,
                     x: dx.view(),
                     weights: Weights {

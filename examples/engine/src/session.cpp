@@ -204,14 +204,15 @@ void Session::queue_layers(size_t count) {
   }
   for (size_t i = 0; i < model_->layers().size(); ++i) {
     const LayerWeights &weights = model_->layers()[i];
-    rms_norm(hidden, weights.attention_norm, normalized);
+    const bool few = are_few(count);
+    if (!few) rms_norm(hidden, weights.attention_norm, normalized);
     if (divided_) {
       divided_->attend(i, call(count));
     } else {
       const unsloth_attention_block_params attention = attention_params(i, count);
       check(unsloth_attention_block_forward(context().get(), &attention, context().stream()));
     }
-    rms_norm(hidden, weights.mlp_norm, normalized);
+    if (!few) rms_norm(hidden, weights.mlp_norm, normalized);
     // A chunk at a time, which bounds the workspace.
     const uint64_t most = chunk_limit(context());
     for (size_t first = 0; first < count; first += most) {
@@ -394,6 +395,13 @@ void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor o
   check(unsloth_rms_norm_forward(context().get(), &params, context().stream()));
 }
 
+// Whether so many rows pass the norms of a layer within the products that they go to, which then may
+// be one kernel on a GPU.
+bool Session::are_few(size_t count) const {
+  constexpr size_t kFewRows = 8;
+  return count <= kFewRows && !divided_ && tensor_ranks() == 1;
+}
+
 // hidden += attention(normalized), over the cache's pages of the layer.
 unsloth_attention_block_params Session::attention_params(size_t layer, size_t count) const {
   const ModelConfig &config = model_->config();
@@ -419,6 +427,11 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.out_bias = weights.attention_output_bias;
   params.residual = hidden_rows(0, count);
   params.out = params.residual;
+  if (are_few(count)) {
+    params.x = params.residual;
+    params.x_norm = weights.attention_norm;
+    params.norm_epsilon = static_cast<float>(config.rms_norm_epsilon);
+  }
   params.parallel = model_->ranks().tensor.parallel();
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
@@ -441,6 +454,11 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t first, size_t count)
   params.down_weight = weights.down;
   params.residual = hidden_rows(first, count);
   params.out = params.residual;
+  if (first == 0 && are_few(count)) {
+    params.x = params.residual;
+    params.x_norm = weights.mlp_norm;
+    params.x_norm_epsilon = static_cast<float>(model_->config().rms_norm_epsilon);
+  }
   params.parallel = model_->ranks().tensor.parallel();
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();

@@ -75,6 +75,7 @@ class Session {
   TokenId share_first();
   void capture_step();
   void rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const;
+  bool are_few(size_t count) const;
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
   unsloth_mlp_params mlp_params(size_t layer, size_t first, size_t count) const;
   unsloth_linear_params logits_params(size_t row, size_t rows) const;

@@ -41,6 +41,7 @@ pub fn layer_params<'a>(
     let packed = packed.map(|(at, ends)| Ok::<_, unsloth::Error>((at.view()?, ends.view()?)));
     let packed = packed.transpose()?;
     let attention = attention_block::Params {
+        x_norm: None,
         parallel: None,
         x,
         num_heads: m.num_heads as usize,
@@ -72,6 +73,7 @@ pub fn layer_params<'a>(
         lse_out: None,
     };
     let mlp = mlp::Params {
+        x_norm: None,
         parallel: None,
         x,
         gate_up: GateUp::Packed {

@@ -39,6 +39,11 @@ impl Call<'_, '_> {
         p.residual = self.optional(dtype, &shape);
         p.out = self.tensor(dtype, &shape);
         p.parallel = self.parallel(&p.x);
+        if self.input.one_in(3) {
+            p.x_norm = self.tensor(weight_dtype, &[inner]);
+            p.norm_epsilon = self.factor();
+            p.norm_weight_offset = self.factor();
+        }
         stated
     }
 
@@ -114,7 +119,15 @@ impl Call<'_, '_> {
 
     pub fn mlp(&mut self) -> Box<Stated<unsloth_mlp_params>> {
         let dtype = self.float_dtype();
-        self.mlp_of(dtype)
+        let mut stated = self.mlp_of(dtype);
+        if self.input.one_in(3) {
+            let p = &mut stated.params;
+            let hidden = p.x.shape[p.x.rank as usize - 1];
+            p.x_norm = self.tensor(dtype, &[hidden]);
+            p.x_norm_epsilon = self.factor();
+            p.x_norm_weight_offset = self.factor();
+        }
+        stated
     }
 
     pub fn mlp_of(&mut self, dtype: unsloth_dtype) -> Box<Stated<unsloth_mlp_params>> {

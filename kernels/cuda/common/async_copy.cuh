@@ -13,6 +13,11 @@ __device__ __forceinline__ void start_copy(void *to, const void *from) {
                : "memory");
 }
 
+// Has a line of 128 bytes fetched to the second cache.
+__device__ __forceinline__ void fetch_line(const void *from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // Makes one group of the copies that the thread started since the last; there may be none.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

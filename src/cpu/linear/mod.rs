@@ -16,26 +16,20 @@ use crate::cpu::{Cpu, Run};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::linear::{Problem, Weights};
+use crate::problem::rms_norm::OfInput;
 use crate::tensor::{RawTensor, Scratch};
 use blocks::Blocks;
 use many_rows::{Operand, Tiles};
 use panels::Panels;
 
 impl Run for Problem {
+    /// The input once it is normalised.
+    fn needed(&self) -> usize {
+        self.norm.as_ref().map_or(0, |_| OfInput::bytes(&self.x))
+    }
+
     fn without_allocating(&self, cpu: &Cpu) -> usize {
-        let (x, weight) = (&self.x, &self.weights.weight);
-        match self.of_few_rows() {
-            Some(_) if integers::serve([&self.weights]) => integers::bytes(x),
-            Some(true) => match Blocks::new([&self.weights]) {
-                Some(blocks) => Activations::bytes(x, blocks.shape),
-                None => few_rows::bytes(x),
-            },
-            Some(false) => match Panels::new(x, [&self.weights]) {
-                Some(panels) => panels.bytes(cpu),
-                None => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
-            },
-            None => 0,
-        }
+        self.needed() + self.product_without_allocating(cpu)
     }
 
     fn probe(&self, cpu: &Cpu) -> Result<()> {
@@ -52,11 +46,44 @@ impl Run for Problem {
     }
 
     fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
-        forward(cpu, self, scratch)
+        let (x, scratch) = normalised(cpu, "linear", (&self.x, self.norm.as_ref()), scratch)?;
+        forward(cpu, &Problem { x, ..*self }, scratch)
     }
 }
 
+/// An input as it is multiplied, normalised at the beginning of the scratch memory if it passes a norm, and
+/// what is left of that.
+pub(crate) fn normalised(
+    cpu: &Cpu,
+    op: &'static str,
+    (x, norm): (&RawTensor, Option<&OfInput>),
+    scratch: Scratch,
+) -> Result<(RawTensor, Scratch)> {
+    let Some(norm) = norm else {
+        return Ok((*x, scratch));
+    };
+    let norm = norm.alone(*x, scratch.ptr)?;
+    norm.run(cpu, Scratch::NONE).map_err(|e| e.within(op))?;
+    Ok((norm.out, scratch.behind(OfInput::bytes(x))))
+}
+
 impl Problem {
+    fn product_without_allocating(&self, cpu: &Cpu) -> usize {
+        let (x, weight) = (&self.x, &self.weights.weight);
+        match self.of_few_rows() {
+            Some(_) if integers::serve([&self.weights]) => integers::bytes(x),
+            Some(true) => match Blocks::new([&self.weights]) {
+                Some(blocks) => Activations::bytes(x, blocks.shape),
+                None => few_rows::bytes(x),
+            },
+            Some(false) => match Panels::new(x, [&self.weights]) {
+                Some(panels) => panels.bytes(cpu),
+                None => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
+            },
+            None => 0,
+        }
+    }
+
     /// Whether the product is one of few rows; `None` where it has no elements.
     fn of_few_rows(&self) -> Option<bool> {
         let rows = self.x.layout.num_rows();

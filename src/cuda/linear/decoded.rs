@@ -67,6 +67,8 @@ impl Decoded {
                 Epilogue::Store => Epilogue::Store,
                 Epilogue::Add(residual) => Epilogue::Add(columns(residual)?),
                 Epilogue::Gate(gate, activation) => Epilogue::Gate(columns(gate)?, *activation),
+                // Only of few rows.
+                gated @ Epilogue::Gated(..) => *gated,
             },
             out: columns(p.out)?,
         })

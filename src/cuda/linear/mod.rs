@@ -9,21 +9,23 @@ mod blocks;
 mod codes;
 mod decoded;
 mod e4m3;
+mod few;
 mod part;
 
 use contract::linear::Epilogue as EpilogueCode;
 
-use super::Cuda;
 use super::cublaslt::Library;
 use super::device::{Kernel, Resources};
 use super::images::linear::Arguments;
 use super::rows::Rows;
 use super::tuning;
+use super::{Cuda, Run};
 use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::problem::linear::{Problem, Weights};
+use crate::problem::rms_norm::OfInput;
 use crate::problem::swiglu::Activation;
 use crate::problem::{self, Plans};
 use crate::tensor::{RawTensor, Scratch};
@@ -60,6 +62,7 @@ pub(crate) struct Kernels {
     blocks: blocks::Kernels,
     codes: codes::Kernels,
     e4m3: e4m3::Kernels,
+    few: few::Kernels,
     library: Option<Library>,
     tuning: tuning::Linear,
 }
@@ -98,6 +101,7 @@ impl Kernels {
             blocks: blocks::kernels(resources)?,
             codes: codes::kernels(resources)?,
             e4m3: e4m3::kernels(resources)?,
+            few: few::kernels(resources)?,
             library: Library::open(OP, resources.tuning.linear)?,
             tuning: resources.tuning.linear,
         })
@@ -152,6 +156,8 @@ impl Kernels {
 pub(super) struct Product<'a> {
     pub op: &'static str,
     pub x: &'a RawTensor,
+    /// Of `x` on its way, where one kernel does both: [`fuses`].
+    pub norm: Option<&'a OfInput>,
     pub weights: &'a Weights,
     pub epilogue: Epilogue,
     pub out: &'a RawTensor,
@@ -166,21 +172,26 @@ pub(super) enum Epilogue {
     Add(RawTensor),
     /// An activated gate multiplies it.
     Gate(RawTensor, Activation),
+    /// Activated, it multiplies another product of `x`, where one kernel does both: [`fuses`].
+    Gated(Weights, Activation),
 }
 
 impl Epilogue {
     /// The other tensor, and what kernels are told to do with it.
     fn parts(&self) -> (Option<&RawTensor>, EpilogueCode) {
-        match self {
-            Epilogue::Store => (None, EpilogueCode::Store),
-            Epilogue::Add(residual) => (Some(residual), EpilogueCode::Add),
-            Epilogue::Gate(gate, Activation::Silu) => (Some(gate), EpilogueCode::GateSilu),
-            Epilogue::Gate(gate, Activation::Gelu) => (Some(gate), EpilogueCode::GateGelu),
-            Epilogue::Gate(gate, Activation::GeluTanh) => (Some(gate), EpilogueCode::GateGeluTanh),
-            Epilogue::Gate(gate, Activation::ReluSquared) => {
-                (Some(gate), EpilogueCode::GateReluSquared)
-            }
-        }
+        let (gate, activation) = match self {
+            Epilogue::Store => return (None, EpilogueCode::Store),
+            Epilogue::Add(residual) => return (Some(residual), EpilogueCode::Add),
+            Epilogue::Gate(gate, activation) => (Some(gate), activation),
+            Epilogue::Gated(_, activation) => (None, activation),
+        };
+        let code = match activation {
+            Activation::Silu => EpilogueCode::GateSilu,
+            Activation::Gelu => EpilogueCode::GateGelu,
+            Activation::GeluTanh => EpilogueCode::GateGeluTanh,
+            Activation::ReluSquared => EpilogueCode::GateReluSquared,
+        };
+        (gate, code)
     }
 }
 
@@ -213,18 +224,67 @@ impl problem::Plan for Plan<'_> {
         Implementation::Cuda
     }
 
-    /// The decoded weight, where it is in blocks and rows are many; rows of codes, where it has codes.
+    /// The decoded weight, where it is in blocks and rows are many; rows of codes, where it has codes; and what
+    /// is normalised by itself.
     fn needed(&self) -> usize {
-        needed_scratch(&self.problem.x, &self.problem.weights)
+        let p = &self.problem;
+        let before = match fuses(self.cuda, &Product::of(p)) {
+            true => 0,
+            false => normalised_bytes(&p.x, p.norm.as_ref()),
+        };
+        before + needed_scratch(&p.x, &p.weights)
     }
 
+    /// Addresses may tell that a norm is by itself after all.
     fn useful(&self) -> Result<usize> {
-        scratch_size(self.cuda, &Product::of(&self.problem))
+        let p = &self.problem;
+        let product = scratch_size(self.cuda, &Product::of(p))?;
+        Ok(normalised_bytes(&p.x, p.norm.as_ref()) + product)
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
-        multiply(self.cuda, &Product::of(&self.problem), scratch, stream)
+        let p = &self.problem;
+        let product = Product::of(p);
+        let norm = p.norm.as_ref().filter(|_| !fuses(self.cuda, &product));
+        let Some(norm) = norm else {
+            return multiply(self.cuda, &product, scratch, stream);
+        };
+        let (x, scratch) = normalise(self.cuda, OP, (&p.x, norm), scratch, stream)?;
+        let product = Product {
+            x: &x,
+            norm: None,
+            ..product
+        };
+        multiply(self.cuda, &product, scratch, stream)
     }
+}
+
+/// Whether a product with its norm and what it gates is one launch. Without either there is nothing to ask.
+pub(super) fn fuses(cuda: &Cuda, p: &Product<'_>) -> bool {
+    match p.weights.weight.dtype {
+        dtype if dtype.is_in_blocks() => blocks::fuses(cuda, p),
+        dtype if dtype.is_quantized() => false,
+        _ => few::fuses(cuda, p),
+    }
+}
+
+/// Bytes of workspace for an input that is normalised by itself.
+pub(super) fn normalised_bytes(x: &RawTensor, norm: Option<&OfInput>) -> usize {
+    norm.map_or(0, |_| OfInput::bytes(x))
+}
+
+/// Queues a norm of an input to the beginning of the scratch memory. Gives what is normalised, and the rest of
+/// that.
+pub(super) fn normalise(
+    cuda: &Cuda,
+    op: &'static str,
+    (x, norm): (&RawTensor, &OfInput),
+    scratch: Scratch,
+    stream: Stream,
+) -> Result<(RawTensor, Scratch)> {
+    let norm = norm.alone(*x, scratch.ptr)?;
+    norm.run(cuda, stream).map_err(|e| e.within(op))?;
+    Ok((norm.out, scratch.behind(OfInput::bytes(x))))
 }
 
 /// Bytes of workspace without which a product is not computed.
@@ -267,6 +327,7 @@ impl<'a> Product<'a> {
         Product {
             op: OP,
             x: &p.x,
+            norm: p.norm.as_ref(),
             weights: &p.weights,
             epilogue: p.residual.map_or(Epilogue::Store, Epilogue::Add),
             out: &p.out,
@@ -338,6 +399,9 @@ pub(super) fn multiply(
 fn multiply_floats(cuda: &Cuda, p: &Product<'_>, scratch: Scratch, stream: Stream) -> Result<()> {
     for matrix in p.rows().matrices() {
         let part = Part::new(p, &matrix);
+        if few::multiply(cuda, p, &matrix, stream)? {
+            continue;
+        }
         if !part.through_library(cuda, p, scratch, stream)? {
             part.launch(cuda, p, stream)?;
         }
@@ -409,6 +473,7 @@ mod tests {
                     let (buffer, out) = tensor(&ctx, dtype, &[rows, n], &vec![f32::NAN; rows * n]);
                     let problem = Problem {
                         x,
+                        norm: None,
                         weights: Weights {
                             weight,
                             scales: None,

@@ -154,7 +154,7 @@ impl Part {
         let residual = match p.epilogue {
             Epilogue::Store => Some(None),
             Epilogue::Add(_) => Some(Some((self.other, self.other_stride))),
-            Epilogue::Gate(..) => None,
+            Epilogue::Gate(..) | Epilogue::Gated(..) => None,
         };
         // Rows of inputs may overlap, which the library does not take.
         let apart = self.x_stride >= self.in_features

@@ -144,6 +144,10 @@ pub struct unsloth_attention_block_params {
     /// columns of `out_weight`, sinks, slopes, the cache and what is kept are of this rank's heads; sequence parallel, `x`, `residual`
     /// and `out` are its rows, and positions, `cu_seqlens`, the cache and what is kept are of all rows. Norms are of single heads.
     pub parallel: unsloth_parallel,
+    /// Optional, for a forward pass without `parallel`: gains `[hidden]`, any float dtype, of an RMSNorm that `x` passes before it is
+    /// projected, with the offset and the epsilon of the other norms. The same bits as `unsloth_rms_norm_forward` and then this block.
+    /// `x` may then be `residual` and `out`.
+    pub x_norm: unsloth_tensor,
 }
 params!(
     unsloth_attention_block_params,
@@ -174,6 +178,7 @@ params!(
         lse_out,
         attended_norm,
         parallel,
+        x_norm,
     ]
 );
 
@@ -243,6 +248,7 @@ unsafe fn convert<'a>(p: &unsloth_attention_block_params, x: TensorRef<'a>) -> R
         Ok(Params {
             parallel: None,
             x,
+            x_norm: p.x_norm.optional_input(OP, "x_norm")?,
             num_heads,
             num_kv_heads: or("num_kv_heads", p.num_kv_heads, num_heads)?,
             head_dim,

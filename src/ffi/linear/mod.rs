@@ -13,6 +13,7 @@ use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{in_out, unsloth_tensor, workspace_from};
 use crate::ffi::{unsloth_implementation, unsloth_stream};
 use crate::ops::linear::{Output, Params, Weights};
+use crate::ops::rms_norm::Norm;
 
 const OP: &str = "linear";
 
@@ -50,10 +51,18 @@ pub struct unsloth_linear_params {
     /// Optional: the group that `weight` is divided among, of which this is the rank's part. Divided by rows, `bias` and `out` are its
     /// columns too. Divided by columns, `x` is, and `out` is the sum of all ranks' products, `bias` and `residual` added once.
     pub parallel: unsloth_parallel,
+    /// Optional, for a forward pass without `parallel`: gains `[in_features]`, any float dtype, of an RMSNorm that `x` passes before it is
+    /// multiplied. The same bits as `unsloth_rms_norm_forward` and then this product; one kernel for up to four rows on Hopper, else
+    /// both, and a workspace for what is normalised is needed.
+    pub x_norm: unsloth_tensor,
+    /// With `x_norm`: added to its gains.
+    pub norm_weight_offset: f32,
+    /// With `x_norm`: added to mean squares; above 0.
+    pub norm_epsilon: f32,
 }
 params!(
     unsloth_linear_params,
-    [reserved, x, weight, bias, residual, out, parallel]
+    [reserved, x, weight, bias, residual, out, parallel, x_norm]
 );
 
 /// The output of a product, and its residual if there is one.
@@ -76,6 +85,25 @@ pub(crate) unsafe fn output_from<'a>(
         pair.map(Output::Add)
             .ok_or_else(|| Error::invalid(op, "residual", "is absent (rank 0)"))
     }
+}
+
+/// A norm of an input, if its gains are there.
+///
+/// # Safety
+/// The tensor is valid on the context's device while it is used.
+pub(crate) unsafe fn norm_from<'a>(
+    op: &'static str,
+    name: &'static str,
+    gains: &unsloth_tensor,
+    (weight_offset, epsilon): (f32, f32),
+) -> Result<Option<Norm<'a>>> {
+    // SAFETY: the caller's promise.
+    let gains = unsafe { gains.optional_input(op, name)? };
+    Ok(gains.map(|weight| Norm {
+        weight,
+        weight_offset,
+        epsilon,
+    }))
 }
 
 /// A layer's matrix and bias.
@@ -107,6 +135,12 @@ impl WithC for unsloth_linear_params {
             let group = self.parallel.of_layer(OP)?;
             run(&Params {
                 x: self.x.input(OP, "x")?,
+                x_norm: norm_from(
+                    OP,
+                    "x_norm",
+                    &self.x_norm,
+                    (self.norm_weight_offset, self.norm_epsilon),
+                )?,
                 weights: weights_from(OP, ("weight", "bias"), &self.weight, &self.bias)?,
                 output: output_from(OP, &self.residual, &self.out)?,
                 workspace: workspace_from(OP, self.workspace, self.workspace_size)?,

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 
 use crate::error::{Error, Result};
 use crate::ffi::context::unsloth_context;
-use crate::ffi::linear::{output_from, weights_from};
+use crate::ffi::linear::{norm_from, output_from, weights_from};
 use crate::ffi::operation::{self, WithC};
 use crate::ffi::parallel::{Group, unsloth_parallel};
 use crate::ffi::params::params;
@@ -76,6 +76,13 @@ pub struct unsloth_mlp_params {
     /// `down_weight` and `gate_up_out` are this rank's part; sequence parallel, `x`, `residual` and `out` are its rows, and
     /// `gate_up_out` is of all rows. Not with `intermediate_norm`.
     pub parallel: unsloth_parallel,
+    /// Optional, for a forward pass without `parallel` and `gate_up_out`: gains `[hidden]`, any float dtype, of an RMSNorm that `x` passes
+    /// before it is multiplied, as in `unsloth_linear_params`. `x` may then be `residual` and `out`.
+    pub x_norm: unsloth_tensor,
+    /// With `x_norm`: added to its gains.
+    pub x_norm_weight_offset: f32,
+    /// With `x_norm`: added to mean squares; above 0.
+    pub x_norm_epsilon: f32,
 }
 params!(
     unsloth_mlp_params,
@@ -94,6 +101,7 @@ params!(
         gate_up_out,
         intermediate_norm,
         parallel,
+        x_norm,
     ]
 );
 
@@ -127,6 +135,12 @@ impl unsloth_mlp_params {
             Ok(Params {
                 parallel: None,
                 x,
+                x_norm: norm_from(
+                    OP,
+                    "x_norm",
+                    &self.x_norm,
+                    (self.x_norm_weight_offset, self.x_norm_epsilon),
+                )?,
                 gate_up: gate_up(self)?,
                 activation: activation_from(OP, self.activation)?,
                 intermediate_norm: self.norm()?,

@@ -20,11 +20,11 @@ use crate::ops::rope::Positions;
 use crate::problem::linear;
 use crate::tensor::{RawTensor, TensorMut, TensorRef, Workspace};
 
-/// Projections to queries, keys and values, two norms, rope, the cache's append, attention, a norm and
+/// A norm of the input, projections to queries, keys and values, two norms, rope, the cache's append, attention, a norm and
 /// the projection of its output. What passes between them lies at the beginning of the workspace. Where
 /// ranks divide the block there is no norm of the output, which is projected in up to three ranges of rows,
 /// or in chunks.
-pub(crate) type Problem<'a> = Parts<'a, 11>;
+pub(crate) type Problem<'a> = Parts<'a, 12>;
 
 /// What is checked of a block that its forward and its backward pass have in common.
 pub(crate) struct Checked {
@@ -50,7 +50,9 @@ impl<'a> Operation for Params<'a> {
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
-        tensors.read("x", &self.x);
+        if self.x_norm.is_none() || !self.output.is_in_place_of(&self.x) {
+            tensors.read("x", &self.x);
+        }
         self.inputs(tensors);
         if let Some(layer) = &self.cache {
             layer.own(tensors);
@@ -171,6 +173,10 @@ impl Params<'_> {
                 parallel.check_norm(OP, ["q_norm", "k_norm"][which])?;
             }
         }
+        if self.x_norm.is_some() {
+            let problem = "is there together with parallel, where x is to be normalised before";
+            return Err(Error::unsupported(OP, "x_norm", problem));
+        }
         match &self.attended_norm {
             Some(_) => parallel.check_norm(OP, "attended_norm"),
             None => Ok(()),
@@ -213,6 +219,7 @@ impl<'p> Params<'p> {
         let names = ("out_weight", "out_bias");
         self.out_projection.tensors(names, tensors);
         for (name, tensor) in [
+            ("x_norm", &self.x_norm),
             ("q_norm", &self.q_norm),
             ("k_norm", &self.k_norm),
             ("attended_norm", &self.attended_norm),
@@ -238,11 +245,15 @@ impl<'p> Params<'p> {
             weights.check_floats(op, names.0)?;
         }
         self.out_projection.check_floats(op, "out_weight")?;
-        match &self.attended_norm {
+        let norms = [
+            ("x_norm", &self.x_norm),
+            ("attended_norm", &self.attended_norm),
+        ];
+        match norms.into_iter().find(|(_, norm)| norm.is_some()) {
             None => Ok(()),
-            Some(_) => {
+            Some((name, _)) => {
                 let problem = "is there: gradients are those of a block without it";
-                Err(Error::unsupported(op, "attended_norm", problem))
+                Err(Error::unsupported(op, name, problem))
             }
         }
     }
@@ -288,6 +299,10 @@ impl<'p> Params<'p> {
         let (qkv, attended, lse) = (&self.qkv_out, &self.attended_out, &self.lse_out);
         let names = ["qkv_out", "attended_out", "lse_out"];
         for (name, tensor) in names.into_iter().zip([qkv, attended, lse]) {
+            if tensor.is_some() && self.x_norm.is_some() {
+                let problem = "is there together with x_norm, which has no gradients";
+                return Err(Error::unsupported(OP, name, problem));
+            }
             if tensor.is_some() && self.cache.is_some() {
                 let problem = "is there: with a cache nothing is kept for a backward pass";
                 return Err(Error::invalid(OP, name, problem));

@@ -44,6 +44,9 @@ pub struct Params<'a> {
     /// `[batch, seq, hidden]` or `[tokens, hidden]`, f32, f16 or bf16; rows strided, contiguous in the last dimension. With
     /// `cu_seqlens` or a cache it is `[tokens, hidden]`.
     pub x: TensorRef<'a>,
+    /// Gains of an RMSNorm of `x` before it is projected, `[hidden]`, any float dtype; for a forward pass alone, on one rank. The
+    /// output may then take the place of `x`, as of a residual stream. `None` for no norm.
+    pub x_norm: Option<TensorRef<'a>>,
     /// Query heads.
     pub num_heads: usize,
     /// Key and value heads, a divisor of `num_heads`.
@@ -136,6 +139,7 @@ impl<'a> Params<'a> {
     pub(crate) fn of_input(&self, x: TensorRef<'a>) -> Params<'a> {
         Params {
             x,
+            x_norm: self.x_norm,
             num_heads: self.num_heads,
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,

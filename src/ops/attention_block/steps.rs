@@ -6,9 +6,10 @@ use crate::error::Result;
 use crate::ops::linear::{Output, Weights};
 use crate::ops::parallel::{Chunks, Parallel};
 use crate::ops::parts::{Names, Parts};
-use crate::ops::{attention, linear, operation::Operation, rms_norm};
+use crate::ops::rms_norm::{self, Norm};
+use crate::ops::{attention, linear, operation::Operation};
 use crate::problem::linear as problem;
-use crate::tensor::{InOut, TensorMut, Workspace};
+use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
 
 // What the block calls arguments of its operations. What passes between them has no name of its own
 // and is as large as `x`, or as what the cache holds, makes it.
@@ -16,6 +17,7 @@ const OF_Q: Names = &[("weight", "q_weight"), ("bias", "q_bias")];
 const OF_K: Names = &[("weight", "k_weight"), ("bias", "k_bias")];
 const OF_V: Names = &[("weight", "v_weight"), ("bias", "v_bias")];
 const OF_QKV: Names = &[("weight", "qkv_weight"), ("bias", "qkv_bias")];
+pub(super) const OF_X_NORM: [&str; 3] = ["x_norm", "norm_weight_offset", "norm_epsilon"];
 pub(super) const OF_OUT: Names = &[("weight", "out_weight"), ("bias", "out_bias")];
 const OF_ATTENDED_NORM: Names = &[
     ("weight", "attended_norm"),
@@ -55,9 +57,27 @@ impl<'p> Params<'p> {
         views: &Views,
         parts: &mut Parts<N>,
     ) -> Result<()> {
+        let mut x = self.x;
+        let mut x_norm = self.x_norm.map(|weight| Norm {
+            weight,
+            weight_offset: self.norm_weight_offset,
+            epsilon: self.norm_epsilon,
+        });
+        // Several products read what one norm gives.
+        if let (Some(norm), Projections::Apart { .. }) = (&x_norm, &self.projections) {
+            let raw = x.raw();
+            let hidden = raw.layout.dim(raw.layout.rank() - 1);
+            let rows = parts.take(raw.dtype, [views.num_tokens(), hidden])?;
+            let norm = norm.problem(OP, OF_X_NORM, &raw)?.alone(raw, rows.ptr)?;
+            // SAFETY: it lies in the workspace, which the caller lends for the parts of this call.
+            x = unsafe { TensorRef::from_raw(norm.out.ptr, norm.out.dtype, norm.out.layout) };
+            parts.push(Ok(norm), &[])?;
+            x_norm = None;
+        }
         let mut push = |weights: &Weights<'_>, names, out: TensorMut<'static>| {
             let linear = linear::Params {
-                x: self.x,
+                x,
+                x_norm,
                 weights: *weights,
                 output: Output::Write(views.batch_if_any(out)?),
                 workspace: Workspace::none(),
@@ -185,6 +205,7 @@ impl<'p> Params<'p> {
         let attended = views.batch_if_any(unsafe { view_mut(&views.attended) })?;
         let product = problem::Problem {
             x: attended.raw(),
+            norm: None,
             weights,
             residual: output.residual(),
             out: output.out(),

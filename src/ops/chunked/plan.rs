@@ -252,6 +252,7 @@ impl<'a> Chunked<'a> {
             layout: Layout::contiguous(&shape)?,
         };
         let product = linear::Problem {
+            norm: None,
             x: self.part(chunk, &self.layer.x)?,
             weights: self.layer.weights,
             residual: None,

@@ -1,5 +1,9 @@
 //! Linear layer: `y = x Wᵀ + bias`, with an optional fused addition of a residual.
 //!
+//! `x` may pass an RMSNorm before ([`Params::x_norm`]). That gives the bits of [`rms_norm`](super::rms_norm) and the product one after
+//! the other, and needs a workspace for what is normalised, but for up to four rows on a Hopper GPU: there every block of the product
+//! normalises `x` itself, of 16 bits with a million weights in the same dtype, or with any in blocks, of up to 32,768 aligned elements.
+//!
 //! Products are accumulated in f32 whatever the dtypes; bias and residual are added to the f32 sum, and the only rounding to the
 //! output's dtype is that of the result. The output, and with it the residual, may be f32 whatever `x` is: logits that are not rounded,
 //! a residual stream of more bits, partial sums that ranks add up in f32. The same inputs give the same bits with any number of threads.
@@ -44,18 +48,24 @@ use crate::ops::check::{Arg, with_last};
 use crate::ops::operation::{self, Operation, Tensors};
 use crate::ops::parallel::{OF_X, Parallel, Partition};
 use crate::ops::parts::{OneOr, Parts};
+use crate::ops::rms_norm::Norm;
 use crate::problem::linear::{self as problem, Problem};
 use crate::tensor::{InOut, RawTensor, Scales, TensorMut, TensorRef, Workspace};
 
 pub use backward::backward;
 
 const OP: &str = "linear";
+/// What the arguments of the input's norm are called.
+const OF_NORM: [&str; 3] = ["x_norm", "norm_weight_offset", "norm_epsilon"];
 
 /// Arguments of [`forward`].
 #[derive(Debug)]
 pub struct Params<'a> {
     /// `[.., in_features]`, f32, f16 or bf16; rows strided, contiguous in the last dimension.
     pub x: TensorRef<'a>,
+    /// An RMSNorm that `x` passes before it is multiplied, for a forward pass on one rank: the bits of [`rms_norm`](crate::ops::rms_norm)
+    /// and then this product. `None` for no norm.
+    pub x_norm: Option<Norm<'a>>,
     /// What multiplies it.
     pub weights: Weights<'a>,
     /// `[.., out_features]`: leading dimensions of `x`; its dtype or f32; rows strided, contiguous in the last dimension.
@@ -139,6 +149,11 @@ impl Output<'_> {
                 .last_contiguous()?;
         }
         Ok(())
+    }
+
+    /// Whether it is the memory that `x` has: a block that has read all of a normalised `x` before it writes may take its place.
+    pub(crate) fn is_in_place_of(&self, x: &TensorRef<'_>) -> bool {
+        self.out().same_as(&x.raw())
     }
 
     /// What it reads and writes.
@@ -274,8 +289,17 @@ impl<'a> Params<'a> {
         let out = self.output.out();
         Arg::new(OP, "out", &out).dtype_of_or_f32(Arg::new(OP, "x", &x))?;
         self.output.check_but_dtype(OP, shape)?;
+        let norm = match &self.x_norm {
+            None => None,
+            Some(_) if self.parallel.is_some() => {
+                let problem = "is there together with parallel, where x is to be normalised before";
+                return Err(Error::unsupported(OP, "x_norm", problem));
+            }
+            Some(norm) => Some(norm.problem(OP, OF_NORM, &x)?),
+        };
         Ok(Problem {
             x,
+            norm,
             weights,
             residual: self.output.residual(),
             out,
@@ -324,6 +348,8 @@ impl<'a> Operation for Params<'a> {
 
     fn tensors(&self, tensors: &mut Tensors) {
         tensors.read("x", &self.x);
+        let norm = self.x_norm.as_ref();
+        tensors.read_optional("x_norm", norm.map(|norm| &norm.weight));
         self.weights.tensors(("weight", "bias"), tensors);
         self.output.tensors(tensors);
     }
@@ -355,6 +381,7 @@ pub(crate) fn estimated_workspace_size(
     // SAFETY: as above.
     let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), out_dtype, out) };
     let params = Params {
+        x_norm: None,
         parallel: None,
         x: described(dtype, [tokens, columns])?,
         weights: Weights {

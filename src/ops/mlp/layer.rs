@@ -178,6 +178,7 @@ impl Layer {
     ) -> Result<()> {
         for projection in &self.projections {
             let product = problem::Problem {
+                norm: None,
                 x,
                 weights: projection.weights,
                 residual: None,

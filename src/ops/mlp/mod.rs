@@ -35,6 +35,7 @@ use crate::ops::rms_norm;
 use crate::ops::swiglu::{Activation, GateOrder};
 use crate::problem::linear;
 use crate::problem::mlp::Problem;
+use crate::problem::rms_norm::OfInput;
 use crate::tensor::{InOut, RawTensor, TensorMut, TensorRef, Workspace};
 pub(crate) use layer::Layer;
 use layer::OF_DOWN;
@@ -42,6 +43,9 @@ use layer::OF_DOWN;
 const OP: &str = "mlp";
 /// What the intermediate's norm calls its arguments, and what the block does.
 const OF_NORM: Names = &[("weight", "intermediate_norm"), ("epsilon", "norm_epsilon")];
+
+/// What the norm of the input calls its arguments.
+const OF_X_NORM: [&str; 3] = ["x_norm", "x_norm_weight_offset", "x_norm_epsilon"];
 
 /// Parts of the block that are not in chunks.
 const MOST_PARTS: usize = 6;
@@ -62,6 +66,9 @@ impl<'t, const N: usize, F> Before<'t, N> for F where
 pub struct Params<'a> {
     /// `[.., hidden]`, f32, f16 or bf16; rows strided, contiguous in the last dimension.
     pub x: TensorRef<'a>,
+    /// An RMSNorm that `x` passes before it is multiplied, for a forward pass on one rank: the bits of [`rms_norm`] and then this block.
+    /// The output may then take the place of `x`, as of a residual stream. `None` for no norm.
+    pub x_norm: Option<rms_norm::Norm<'a>>,
     /// The projections to the intermediate dimension.
     pub gate_up: GateUp<'a>,
     /// Applied to the gate.
@@ -122,6 +129,7 @@ impl<'a> Params<'a> {
     pub(crate) fn of_input(&self, x: TensorRef<'a>) -> Params<'a> {
         Params {
             x,
+            x_norm: self.x_norm,
             gate_up: self.gate_up,
             activation: self.activation,
             intermediate_norm: self.intermediate_norm,
@@ -139,6 +147,8 @@ impl<'a> Params<'a> {
             weights.tensors(names, tensors);
         }
         self.down.tensors(("down_weight", "down_bias"), tensors);
+        let norm = self.x_norm.as_ref();
+        tensors.read_optional("x_norm", norm.map(|norm| &norm.weight));
         let norm = self.intermediate_norm.as_ref();
         tensors.read_optional("intermediate_norm", norm.map(|norm| &norm.weight));
     }
@@ -149,11 +159,15 @@ impl<'a> Params<'a> {
             weights.check_floats(op, names.0)?;
         }
         self.down.check_floats(op, "down_weight")?;
-        match &self.intermediate_norm {
+        let norms = [
+            ("x_norm", self.x_norm.is_some()),
+            ("intermediate_norm", self.intermediate_norm.is_some()),
+        ];
+        match norms.into_iter().find(|(_, is_there)| *is_there) {
             None => Ok(()),
-            Some(_) => {
+            Some((name, _)) => {
                 let problem = "is there: gradients are those of a block without it";
-                Err(Error::unsupported(op, "intermediate_norm", problem))
+                Err(Error::unsupported(op, name, problem))
             }
         }
     }
@@ -170,6 +184,7 @@ impl<'a> Params<'a> {
     ) -> Result<Chunks> {
         let down = linear::Problem {
             x: activated,
+            norm: None,
             weights: layer.down,
             residual: self.output.residual(),
             out: self.output.out(),
@@ -254,6 +269,10 @@ impl<'a> Params<'a> {
     /// Refuses what ranks cannot divide.
     fn check_divided(&self, parallel: &Parallel<'_>) -> Result<()> {
         parallel.check(OP)?;
+        if self.x_norm.is_some() {
+            let problem = "is there together with parallel, where x is to be normalised before";
+            return Err(Error::unsupported(OP, "x_norm", problem));
+        }
         if self.intermediate_norm.is_some() {
             parallel.check_norm(OP, "intermediate_norm")?;
         }
@@ -283,6 +302,16 @@ impl<'a> Params<'a> {
             }
         }
         let kept = self.gate_up_out.as_ref().map(TensorMut::raw);
+        if kept.is_some() && self.x_norm.is_some() {
+            let problem = "is there together with x_norm, which has no gradients";
+            return Err(Error::unsupported(OP, "gate_up_out", problem));
+        }
+        if let (Some(norm), Some(_)) = (self.norm()?, &self.intermediate_norm) {
+            let rows = layer.take(&mut parts, &x, x.layout.dim(x.layout.rank() - 1))?;
+            let norm = norm.alone(x, rows.ptr)?;
+            x = norm.out;
+            parts.push(Ok(norm), &[])?;
+        }
         let both = if let Some(kept) = kept {
             layer.check_kept(OP, "gate_up_out", &x, &kept)?;
             parts = parts.exactly();
@@ -312,6 +341,7 @@ impl<'a> Params<'a> {
         let [gate, up] = layer.halves()?;
         let mut fused = Problem {
             x,
+            norm: self.norm()?,
             gate,
             up,
             activation: self.activation,
@@ -368,6 +398,7 @@ impl<'a> Params<'a> {
             self.push_activated(parts, layer, [rows.x, gate_up, activated])?;
             let down = linear::Problem {
                 x: activated,
+                norm: None,
                 weights: rows.down,
                 residual: rows.residual,
                 out: rows.out,
@@ -378,6 +409,13 @@ impl<'a> Params<'a> {
             }
         }
         Ok(())
+    }
+
+    /// The norm of `x`, checked.
+    fn norm(&self) -> Result<Option<OfInput>> {
+        let x = self.x.raw();
+        let norm = self.x_norm.as_ref();
+        norm.map(|norm| norm.problem(OP, OF_X_NORM, &x)).transpose()
     }
 
     /// Checks `x` and the weights.
@@ -407,7 +445,9 @@ impl<'a> Operation for Params<'a> {
     }
 
     fn tensors(&self, tensors: &mut Tensors) {
-        tensors.read("x", &self.x);
+        if self.x_norm.is_none() || !self.output.is_in_place_of(&self.x) {
+            tensors.read("x", &self.x);
+        }
         self.weights(tensors);
         tensors.write_optional("gate_up_out", self.gate_up_out.as_ref());
         self.output.tensors(tensors);

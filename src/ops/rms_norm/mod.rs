@@ -18,8 +18,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::ops::check::{self, Arg};
 use crate::ops::operation::{self, Operation, Tensors};
-use crate::problem::rms_norm::Problem;
-use crate::tensor::{InOut, TensorRef};
+use crate::problem::rms_norm::{OfInput, Problem};
+use crate::tensor::{InOut, RawTensor, TensorRef};
 
 const OP: &str = "rms_norm";
 
@@ -71,11 +71,7 @@ impl Operation for Params<'_> {
             let problem = text!("is {}, without a weight it must be 0", self.weight_offset);
             return Err(Error::invalid(OP, "weight_offset", problem));
         }
-        // Zero is what a caller has who forgot it, and makes NaN of a row of zeros.
-        if check::finite(OP, "epsilon", self.epsilon)? <= 0.0 {
-            let problem = text!("is {}, it must be above 0", self.epsilon);
-            return Err(Error::invalid(OP, "epsilon", problem));
-        }
+        check_epsilon(OP, "epsilon", self.epsilon)?;
         Ok(Problem {
             x,
             out: self.x.output(),
@@ -93,6 +89,50 @@ impl Operation for Params<'_> {
             tensors.in_out(("residual", "residual_out"), pair);
         }
     }
+}
+
+/// An RMSNorm of the input of another operation, which passes it on its way there: rounded to the input's dtype, as this operation would
+/// store it.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm<'a> {
+    /// Gains `[dim]`, any float dtype.
+    pub weight: TensorRef<'a>,
+    /// Added to every gain.
+    pub weight_offset: f32,
+    /// Added to the mean square; above 0.
+    pub epsilon: f32,
+}
+
+impl Norm<'_> {
+    /// Validates for an input of an operation that calls gains, offset and epsilon so.
+    pub(crate) fn problem(
+        &self,
+        op: &'static str,
+        names: [&'static str; 3],
+        x: &RawTensor,
+    ) -> Result<OfInput> {
+        let weight = self.weight.raw();
+        Arg::new(op, names[0], &weight)
+            .dtype(DType::FLOATS)?
+            .shape(&[x.layout.dim(x.layout.rank() - 1)])?
+            .last_contiguous()?;
+        check::finite(op, names[1], self.weight_offset)?;
+        check_epsilon(op, names[2], self.epsilon)?;
+        Ok(OfInput {
+            weight,
+            weight_offset: self.weight_offset,
+            epsilon: self.epsilon,
+        })
+    }
+}
+
+/// Zero is what a caller has who forgot it, and makes NaN of a row of zeros.
+fn check_epsilon(op: &'static str, name: &'static str, epsilon: f32) -> Result<()> {
+    if check::finite(op, name, epsilon)? <= 0.0 {
+        let problem = text!("is {epsilon}, it must be above 0");
+        return Err(Error::invalid(op, name, problem));
+    }
+    Ok(())
 }
 
 operation::functions!();

@@ -31,7 +31,7 @@ const MISUSE: &[Misuse<unsloth_attention_block_backward_params>] = &[
     (
         |p| spoil(p, |f| f.struct_size = 8),
         INVALID,
-        "attention_block_backward: forward.struct_size is 8, at least 3776 is needed",
+        "attention_block_backward: forward.struct_size is 8, at least 3912 is needed",
     ),
     (
         |p| spoil(p, |f| f.cache = std::ptr::without_provenance_mut(0x7777)),

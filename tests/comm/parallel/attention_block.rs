@@ -216,6 +216,7 @@ impl Part {
             bias: bias.as_ref().map(|bias| bias.view()),
         };
         Params {
+            x_norm: None,
             x: x.view(),
             num_heads: self.kv_heads * (HEADS / KV_HEADS),
             num_kv_heads: self.kv_heads,

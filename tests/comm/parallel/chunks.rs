@@ -97,6 +97,7 @@ fn products_are_exact() {
             let (weight, bias) = (columns(&weight, own).upload(ctx), bias.upload(ctx));
             let mut out = poisoned(DType::F32, &shape(4)).upload(ctx);
             let mut params = |workspace| linear::Params {
+                x_norm: None,
                 x: x.view(),
                 weights: Weights {
                     weight: weight.view(),
@@ -158,6 +159,7 @@ fn blocks_are_exact() {
                 // SAFETY: described once for each call, and alive while it runs.
                 let mut params = |workspace| unsafe {
                     mlp::Params {
+                        x_norm: None,
                         x: x.view(),
                         gate_up: GateUp::Apart {
                             gate: weights(gate.view(), None),

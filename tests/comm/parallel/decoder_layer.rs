@@ -112,6 +112,7 @@ impl Layer {
             norm_weight_offset: 0.0,
             norm_epsilon: 1e-5,
             attention: attention_block::Params {
+                x_norm: None,
                 x: self.x.view(),
                 num_heads: self.kv_heads * GROUP,
                 num_kv_heads: self.kv_heads,
@@ -147,6 +148,7 @@ impl Layer {
                 parallel,
             },
             mlp: mlp::Params {
+                x_norm: None,
                 x: self.x.view(),
                 gate_up: GateUp::Apart {
                     gate: weights(4),

@@ -72,6 +72,7 @@ fn check(case: &Case) {
         let mut out = poisoned(case.dtype, own.layout.shape()).upload(ctx);
         let mut added = own.upload(ctx);
         let params = |out: Output<'static>, workspace| Params {
+            x_norm: None,
             x: x.view(),
             weights: Weights {
                 weight: weight.view(),

@@ -155,6 +155,7 @@ fn forward(case: &Case, tensors: &Tensors) -> Vec<[TestTensor; 2]> {
             // SAFETY: described once for each call, and alive while it runs.
             unsafe {
                 Params {
+                    x_norm: None,
                     x: x.view(),
                     gate_up: part.gate_up(),
                     activation: ACTIVATION,
@@ -262,6 +263,7 @@ fn backward(
             (of.ddown_weight, of.ddown_bias) = all.next().unwrap();
             Backward {
                 forward: Params {
+                    x_norm: None,
                     x: x.view(),
                     gate_up: part.gate_up(),
                     activation: ACTIVATION,

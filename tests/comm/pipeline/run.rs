@@ -95,6 +95,7 @@ impl Part {
             norm_weight_offset: 0.0,
             norm_epsilon: 1e-5,
             attention: attention_block::Params {
+                x_norm: None,
                 x: x.view(),
                 num_heads: HEADS,
                 num_kv_heads: 1,
@@ -130,6 +131,7 @@ impl Part {
                 parallel: None,
             },
             mlp: mlp::Params {
+                x_norm: None,
                 x: x.view(),
                 gate_up: GateUp::Apart {
                     gate: weights(4),

@@ -66,6 +66,7 @@ impl Product {
 
     pub fn params(&mut self) -> linear::Params<'_> {
         linear::Params {
+            x_norm: None,
             parallel: None,
             x: self.x.view(),
             weights: Weights {
@@ -142,6 +143,7 @@ impl Block {
     pub fn params(&mut self) -> mlp::Params<'_> {
         let layer = |weight| Weights { weight, bias: None };
         mlp::Params {
+            x_norm: None,
             parallel: None,
             x: self.x.view(),
             gate_up: GateUp::Packed {

@@ -37,7 +37,7 @@ const MISUSE: &[Misuse<unsloth_mlp_backward_params>] = &[
     (
         |p| spoil(p, |f| f.struct_size = 8),
         INVALID,
-        "mlp_backward: forward.struct_size is 8, at least 1840 is needed",
+        "mlp_backward: forward.struct_size is 8, at least 1984 is needed",
     ),
     (
         |p| spoil(p, |f| f.intermediate_norm = f.down_bias),

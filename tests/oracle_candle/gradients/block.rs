@@ -70,6 +70,7 @@ impl Layer {
 
     fn attention(&self) -> attention_block::Params<'_> {
         attention_block::Params {
+            x_norm: None,
             x: self.x.ours.view(),
             num_heads: MODEL.num_heads as usize,
             num_kv_heads: MODEL.num_kv_heads as usize,
@@ -108,6 +109,7 @@ impl Layer {
 
     fn mlp(&self) -> mlp::Params<'_> {
         mlp::Params {
+            x_norm: None,
             x: self.x.ours.view(),
             gate_up: GateUp::Apart {
                 gate: self.gate.weights(),

@@ -69,6 +69,7 @@ fn mlp() {
         let mut ddown = down.gradient(&ctx);
         let mut params = mlp::backward::Params {
             forward: mlp::Params {
+                x_norm: None,
                 x: x.ours.view(),
                 gate_up: GateUp::Apart {
                     gate: gate.weights(),

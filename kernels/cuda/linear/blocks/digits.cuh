@@ -12,6 +12,7 @@
 #include "common/blocks.cuh"
 #include "common/vector.cuh"
 #include "linear/blocks/arguments.h"
+#include "linear/norm.cuh"
 
 namespace unsloth {
 
@@ -41,6 +42,10 @@ struct Digits {
   uint2 *numbers;
   Scale *scales;
   uint32_t rows_log2;
+  // Of rows that are normalised on their way: what they are multiplied by beside the gains, of one
+  // row or of several.
+  float row_scale;
+  const float *row_scales;
 
   __device__ __forceinline__ const uint2 *numbers_of(uint32_t block, uint32_t column,
                                                      uint32_t lane) const {
@@ -56,6 +61,29 @@ struct Digits {
   struct Batch {
     Eight of[kAtOnce];
   };
+
+  // The gains of eight neighbours, as they are stored.
+  struct Gains {
+    uint4 of[2];
+  };
+
+  // Loads the gains of what a thread rounds from its number `start` on.
+  __device__ __forceinline__ Gains load_gains(const LinearBlocksArguments &p,
+                                              uint32_t start) const {
+    const uint32_t at = min(start + threadIdx.x / 4, count(p) - 1);
+    Gains gains;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint32_t four = (at >> rows_log2) * 8 + 4 * half + threadIdx.x % 4;
+      if (p.norm_dtype == static_cast<uint32_t>(Float::kF32)) {
+        gains.of[half] = static_cast<const uint4 *>(p.norm)[four];
+      } else {
+        const uint2 pairs = static_cast<const uint2 *>(p.norm)[four];
+        gains.of[half] = {pairs.x, pairs.y, 0, 0};
+      }
+    }
+    return gains;
+  }
 
   // Loads what a thread has of rows from `first` on, beginning with its number `start`.
   __device__ __forceinline__ Batch load(const LinearBlocksArguments &p, uint32_t first,
@@ -78,10 +106,10 @@ struct Digits {
     return batch;
   }
 
-  // Rounds rows of x from `first` on, of which a thread has loaded its first batch. By all threads;
-  // a barrier is to follow.
-  __device__ __forceinline__ void round(const LinearBlocksArguments &p, uint32_t first,
-                                        Batch batch) const {
+  // Rounds rows of x from `first` on, of which a thread has loaded its first batch and its first
+  // gains. By all threads; a barrier is to follow.
+  __device__ __forceinline__ void round(const LinearBlocksArguments &p, uint32_t first, Batch batch,
+                                        const Gains &gains) const {
     const uint32_t of_all = count(p);
     const uint32_t step = blockDim.x / 4;
     for (uint32_t start = 0;;) {
@@ -89,10 +117,10 @@ struct Digits {
       for (int i = 0; i < kAtOnce; i += 2) {
         if (start + step < of_all) {
           // Two at a time, which do not wait for each other.
-          round(p, batch.of[i], start);
-          round(p, batch.of[i + 1], start + step);
+          round(p, batch.of[i], start, gains);
+          round(p, batch.of[i + 1], start + step, gains);
         } else if (start < of_all) {
-          round(p, batch.of[i], start);
+          round(p, batch.of[i], start, gains);
         }
         start += 2 * step;
       }
@@ -108,12 +136,37 @@ struct Digits {
 
   // All lanes of a warp exchange: those without a block repeat the last.
   __device__ __forceinline__ void round(const LinearBlocksArguments &p, const Eight &of,
-                                        uint32_t start) const {
+                                        uint32_t start, const Gains &gains) const {
     const uint32_t at = min(start + threadIdx.x / 4, count(p) - 1);
     float eight[2][4];
     unpack(p.x_dtype, of.of[0], eight[0]);
     unpack(p.x_dtype, of.of[1], eight[1]);
+    if (p.norm_dtype != 0) normalise(p, at, start == 0 ? gains : load_gains(p, start), eight);
     round(eight, at, threadIdx.x % 4);
+  }
+
+  // Rounded to the dtype of x, as they would be stored.
+  __device__ __forceinline__ void normalise(const LinearBlocksArguments &p, uint32_t at,
+                                            const Gains &gains_of, float (&eight)[2][4]) const {
+    const float scale =
+        rows_log2 == 0 ? row_scale : row_scales[at - (at >> rows_log2 << rows_log2)];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float (&of)[4] = eight[half];
+      float gains[4];
+      unpack(p.norm_dtype, gains_of.of[half], gains);
+#pragma unroll
+      for (int i = 0; i < 4; i++) of[i] = normalised(p, of[i], gains[i], scale);
+      const bool is_half = p.x_dtype == static_cast<uint32_t>(Float::kF16);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const uint32_t pair =
+            is_half ? pack<__half>(of[i], of[i + 1]) : pack<__nv_bfloat16>(of[i], of[i + 1]);
+        const float2 rounded =
+            is_half ? unsloth::unpack<__half>(pair) : unsloth::unpack<__nv_bfloat16>(pair);
+        of[i] = rounded.x, of[i + 1] = rounded.y;
+      }
+    }
   }
 
   // Four numbers: words of f32, or pairs of halves.

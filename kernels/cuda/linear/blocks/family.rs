@@ -91,6 +91,39 @@ const ARGUMENTS: &[Field] = &[
         "warps side by side; where x is as it is",
     ),
     field(
+        Type::Pointer("const void"),
+        "up_bias",
+        "where gated: of what is, as `weight` and `bias` are the gate's",
+    ),
+    field(
+        Type::Pointer("const void"),
+        "norm",
+        "gains, where few rows of x of 16 bits are normalised",
+    ),
+    field(
+        Type::I64,
+        "up_offset",
+        "from the gate's weight to that of what is gated",
+    ),
+    field(
+        Type::U32,
+        "up_bias_dtype",
+        "a contract's Float, or 0 for none",
+    ),
+    field(
+        Type::U32,
+        "gated",
+        "1: of two matrices in whole lines, of which the activation says; few rows of x",
+    ),
+    field(
+        Type::U32,
+        "norm_dtype",
+        "of the gains: f32 or that of x, or 0 for no norm",
+    ),
+    field(Type::F32, "norm_offset", "added to gains"),
+    field(Type::F32, "norm_epsilon", ""),
+    field(Type::F32, "norm_inverse_length", "1 / elements of a row"),
+    field(
         Type::U32,
         "constant",
         "1: no kernel in flight writes the weight, which may be read before they have ended",

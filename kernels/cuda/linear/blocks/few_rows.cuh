@@ -14,7 +14,7 @@
 #include "common/mma.cuh"
 #include "digits.cuh"
 #include "linear/blocks/arguments.h"
-#include "linear/epilogue.cuh"
+#include "linear/gated.cuh"
 #include "units.cuh"
 
 namespace unsloth {
@@ -46,8 +46,9 @@ class FewRows {
         end_(min(first_ + p.columns_of_block, p.out_features)),
         rows_of_block_(1u << p.rows_of_block_log2),
         first_row_(blockIdx.y * rows_of_block_),
-        units_((end_ - first_ + kColumns - 1) / kColumns * p.steps),
         weight_(p, lane_),
+        tiles_((end_ - first_ + weight_.columns() - 1) / weight_.columns()),
+        units_(tiles_ * p.steps),
         ring_(shared + warp_ * p.slots * U::kSlotBytes) {
     uint8_t *rest = shared + (p.slots << warps_log2_) * U::kSlotBytes;
     const uint32_t count = p.blocks * (F::kLength / 32) << p.rows_of_block_log2;
@@ -74,13 +75,17 @@ class FewRows {
     const auto begin_to_ask = [&] {
       for (uint32_t i = 0; i + 1 < p_.slots; i++) ask();
     };
+    if (p_.norm_dtype != 0) fetch_gains(p_, p_.blocks * F::kLength);
     if (p_.constant != 0) {
       begin_to_ask();
       await_previous_kernel();
     }
     const auto batch = digits_.load(p_, first_row_, 0);
+    typename D::Gains gains;
+    if (p_.norm_dtype != 0) gains = digits_.load_gains(p_, 0);
     if (p_.constant == 0) begin_to_ask();
-    digits_.round(p_, first_row_, batch);
+    if (p_.norm_dtype != 0) scale_rows();
+    digits_.round(p_, first_row_, batch, gains);
     __syncthreads();
 
     Place here = start;
@@ -137,6 +142,37 @@ class FewRows {
     }
   };
 
+  // What rows of x are multiplied by that pass a norm. Their sums of squares lie where shares will.
+  __device__ __forceinline__ void scale_rows() {
+    const uint32_t lines = p_.blocks * (F::kLength / 8), parts = (lines + 31) / 32;
+    const uint32_t warps = 1u << warps_log2_;
+    const bool is_half = p_.x_dtype == static_cast<uint32_t>(Float::kF16);
+    for (uint32_t row = 0; row < rows_of_block_; row++) {
+      const uint8_t *x =
+          static_cast<const uint8_t *>(p_.x) + min(first_row_ + row, p_.rows - 1) * p_.x_stride;
+      for (uint32_t part = warp_; part < parts; part += warps) {
+        const uint32_t line = part * 32 + lane_;
+        uint4 words = {0, 0, 0, 0};
+        if (line < lines) words = reinterpret_cast<const uint4 *>(x)[line];
+        const float sum =
+            is_half ? squares_of_part<__half>(words) : squares_of_part<__nv_bfloat16>(words);
+        if (lane_ == 0) sums_[row * parts + part] = sum;
+      }
+    }
+    __syncthreads();
+    if (rows_of_block_ == 1) {
+      digits_.row_scale = scale_of_row(p_, sums_, parts);
+      return;
+    }
+    float *scales = sums_ + rows_of_block_ * parts;
+    for (uint32_t row = warp_; row < rows_of_block_; row += warps) {
+      const float scale = scale_of_row(p_, sums_ + row * parts, parts);
+      if (lane_ == 0) scales[row] = scale;
+    }
+    __syncthreads();
+    digits_.row_scales = scales;
+  }
+
   // A unit of the block's.
   struct Place {
     uint32_t tile, step;
@@ -168,8 +204,8 @@ class FewRows {
 
   // Starts to copy a unit.
   __device__ __forceinline__ void fill(uint8_t *slot, Place place) const {
-    const uint32_t columns = first_ + place.tile * kColumns;
-    weight_.copy(slot, columns, min(end_ - columns, 16u), place.step);
+    const uint32_t columns = first_ + place.tile * weight_.columns();
+    weight_.copy(slot, columns, min(end_ - columns, weight_.columns()), place.step);
   }
 
   __device__ __forceinline__ void multiply(const uint8_t *slot, Place place) {
@@ -343,18 +379,19 @@ class FewRows {
     }
 #pragma unroll
     for (uint32_t f = 0; f < kFours; f++) {
-#pragma unroll
-      for (uint32_t h = 0; h < 2; h++) {
-        const uint32_t row = 4 * f + lane_ % 4, column = lane_ / 4 + 8 * h;
-        if (row < kRows) {
-          if (whole) {
-            store(tile, row, column, acc_[f][h]);
-          } else {
-            sums_[(2 * warp_ + share) * kOutputs + row * kColumns + column] = acc_[f][h];
-          }
+      const uint32_t row = 4 * f + lane_ % 4, column = lane_ / 4;
+      if (row < kRows) {
+        if (!whole) {
+          float *to = sums_ + (2 * warp_ + share) * kOutputs + row * kColumns + column;
+          to[0] = acc_[f][0], to[8] = acc_[f][1];
+        } else if (p_.gated != 0) {
+          store_gated(tile, row, column, acc_[f][0], acc_[f][1]);
+        } else {
+          store(tile, row, column, acc_[f][0]);
+          store(tile, row, column + 8, acc_[f][1]);
         }
-        acc_[f][h] = 0;
       }
+      acc_[f][0] = acc_[f][1] = 0;
     }
   }
 
@@ -370,8 +407,7 @@ class FewRows {
 
   // Adds the shares of the tiles that several warps have: a warp those of a tile and a row of x.
   __device__ __forceinline__ void add_shares() const {
-    const uint32_t tiles = (end_ - first_ + kColumns - 1) / kColumns;
-    for (uint32_t at = warp_; at < tiles << p_.rows_of_block_log2; at += 1u << warps_log2_) {
+    for (uint32_t at = warp_; at < tiles_ << p_.rows_of_block_log2; at += 1u << warps_log2_) {
       const uint32_t tile = at >> p_.rows_of_block_log2, row = at & (rows_of_block_ - 1);
       const uint32_t first = tile * p_.steps;
       const uint32_t begin = warp_of(first), last = warp_of(first + p_.steps - 1);
@@ -386,8 +422,20 @@ class FewRows {
         sum += shares[(2 * warp + (of_warp < first)) * kOutputs];
       }
       sum += __shfl_xor_sync(0xffffffff, sum, kColumns);
-      if (lane_ < kColumns) store(tile, row, lane_, sum);
+      if (p_.gated != 0) {
+        const float up = __shfl_xor_sync(0xffffffff, sum, 8);
+        if (lane_ < 8) store_gated(tile, row, lane_, sum, up);
+      } else if (lane_ < kColumns) {
+        store(tile, row, lane_, sum);
+      }
     }
+  }
+
+  __device__ __forceinline__ void store_gated(uint32_t tile, uint32_t row, uint32_t column,
+                                              float gate, float up) const {
+    const uint32_t of_out = first_ + tile * weight_.columns() + column;
+    if (row >= rows_of_block_ || first_row_ + row >= p_.rows || of_out >= end_) return;
+    finish_gated(p_, static_cast<Float>(p_.dtype), first_row_ + row, of_out, gate, up);
   }
 
   __device__ __forceinline__ void store(uint32_t tile, uint32_t row, uint32_t column,
@@ -399,9 +447,10 @@ class FewRows {
 
   const Arguments &p_;
   const uint32_t warp_, lane_, warps_log2_;
-  // Rows of the weight and of x that the block has, and its units.
-  const uint32_t first_, end_, rows_of_block_, first_row_, units_;
+  // Rows of the weight and of x that the block has.
+  const uint32_t first_, end_, rows_of_block_, first_row_;
   const Units<kBlocks> weight_;
+  const uint32_t tiles_, units_;
   uint8_t *const ring_;
   D digits_;
   // [warp][its first tile, its last][row of x][column].

@@ -65,9 +65,18 @@ template <Blocks kBlocks>
 class Units {
  public:
   __device__ __forceinline__ Units(const LinearBlocksArguments &p, uint32_t lane)
-      : p_(p), lane_(lane), row_bytes_(p.blocks * F::kBytes) {}
+      : p_(p),
+        lane_(lane),
+        row_bytes_(p.blocks * F::kBytes),
+        columns_(p.gated != 0 ? kColumns / 2 : kColumns),
+        turn_(p.gated != 0 ? p.up_offset - kColumns / 2 * p.weight_stride : 0) {}
 
-  // Starts to copy the unit of rows from `columns` on, of which so many are there.
+  // Columns of the output that a tile has: of gated ones eight rows are the gate's, and eight are
+  // of what it gates.
+  __device__ __forceinline__ uint32_t columns() const { return columns_; }
+
+  // Starts to copy the unit of rows from `columns` on, of which so many are there, in each half of
+  // gated ones.
   __device__ __forceinline__ void copy(uint8_t *slot, uint32_t columns, uint32_t there,
                                        uint32_t step) const {
     const uint32_t first = step * U::kBytes;
@@ -75,15 +84,16 @@ class Units {
     if (p_.aligned == kLines) {
       const uint32_t lines = (last + 15) / 16 - first / 16;
       const uint8_t *from = row_at(columns) + first / 16 * 16;
-      if (there == kColumns && lines == U::kLeastLines) {
+      if (there == columns_ && lines == U::kLeastLines) {
         copy_tile<U::kLeastLines>(slot, from);
-      } else if (there == kColumns && U::kMostLines > U::kLeastLines && lines == U::kMostLines) {
+      } else if (there == columns_ && U::kMostLines > U::kLeastLines && lines == U::kMostLines) {
         copy_tile<U::kMostLines>(slot, from);
       } else {
         const uint32_t row = lane_ / 2;
-        from += row * p_.weight_stride;
+        from += row * p_.weight_stride + (row >= kColumns / 2 ? turn_ : 0);
+        const bool is_there = (row & (columns_ - 1)) < there;
 #pragma unroll 1
-        for (uint32_t i = lane_ % 2; i < lines && row < there; i += 2) {
+        for (uint32_t i = lane_ % 2; i < lines && is_there; i += 2) {
           start_copy(slot + (row * U::kPitch + i) * 16, from + i * 16);
         }
       }
@@ -147,7 +157,8 @@ class Units {
     for (uint32_t i = 0; i < kOfRow * kColumns; i += 32) {
       const uint32_t row = (lane_ + i) / kOfRow;
       if (i + 32 <= kOfRow * kColumns || row < kColumns) {
-        start_copy(slot + row * (U::kPitch - kOfRow) * 16 + i * 16, from + row * gap + i * 16);
+        start_copy(slot + row * (U::kPitch - kOfRow) * 16 + i * 16,
+                   from + row * gap + i * 16 + (row >= kColumns / 2 ? turn_ : 0));
       }
     }
   }
@@ -192,7 +203,9 @@ class Units {
   }
 
   const LinearBlocksArguments &p_;
-  const uint32_t lane_, row_bytes_;
+  const uint32_t lane_, row_bytes_, columns_;
+  // From where a tile's row 8 would be to where it is.
+  const int64_t turn_;
 };
 
 }  // namespace unsloth

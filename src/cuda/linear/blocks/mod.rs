@@ -9,7 +9,8 @@
 mod steps;
 mod tiles;
 
-use super::Product;
+use super::few::{Norm, is_like, offset};
+use super::{Epilogue, Product};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
@@ -43,6 +44,52 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
         steps: steps::kernels(resources)?,
         multiprocessors: multiprocessors.max(1),
     })
+}
+
+/// Whether a product with its norm and what it gates is one launch.
+pub(super) fn fuses(cuda: &Cuda, p: &Product<'_>) -> bool {
+    let weight = &p.weights.weight;
+    let halves = matches!(p.x.dtype, DType::F16 | DType::Bf16);
+    if way(p.x, p.weights) != Way::Integers
+        || !p
+            .norm
+            .is_none_or(|norm| halves && Norm::is_in_vectors(norm, p.x))
+    {
+        return false;
+    }
+    let lies_alike = match &p.epilogue {
+        Epilogue::Gated(up, _) => {
+            way(p.x, up) == Way::Integers && is_like(&up.weight, weight) && is_in_lines(&up.weight)
+        }
+        _ => true,
+    };
+    lies_alike
+        && p.rows().matrices().all(|matrix| {
+            let a = arguments(p, &matrix);
+            let Some(form) = cuda.linear.blocks.choose(weight, matrix.rows) else {
+                return false;
+            };
+            // Where shares will be is room for the sums of squares of parts of rows, and for their scales.
+            let parts = weight.layout.dim(1).div_ceil(32 * 8) + 1;
+            let room = form.warps * form.kernel.choices.sums_bytes as usize;
+            let has_room = p.norm.is_none() || form.rows * parts * size_of::<f32>() <= room;
+            a.aligned == Aligned::Lines as u32
+                && (p.norm.is_none() || a.x_aligned == 2)
+                && has_room
+                && !steps::serve(cuda, p, &a)
+        })
+}
+
+/// Whether rows of a weight in blocks are whole lines of 16 bytes.
+fn is_in_lines(weight: &RawTensor) -> bool {
+    let row = weight.dtype.row_bytes(weight.layout.dim(1));
+    let stride = match weight.layout.dim(0) {
+        1 => row,
+        _ => weight.dtype.row_bytes(weight.layout.stride(0)),
+    };
+    [weight.ptr.addr(), stride, row]
+        .iter()
+        .all(|at| at.is_multiple_of(VECTOR))
 }
 
 /// How a product is computed.
@@ -243,6 +290,11 @@ fn arguments(p: &Product<'_>, matrix: &Matrix<3>) -> Arguments {
         four => u32::from(four),
     };
     let dtype = if p.is_wide() { DType::F32 } else { p.x.dtype };
+    let norm = Norm::new(p.norm, p.x);
+    let up = match &p.epilogue {
+        Epilogue::Gated(up, _) => Some(up),
+        _ => None,
+    };
     Arguments {
         x,
         weight: weight.ptr.addr() as u64,
@@ -270,6 +322,19 @@ fn arguments(p: &Product<'_>, matrix: &Matrix<3>) -> Arguments {
         columns_of_block: 0,
         parts: 1,
         across: 0,
-        constant: u32::from(p.weights.constant),
+        up_bias: up
+            .and_then(|up| up.bias.as_ref())
+            .map_or(0, |b| b.ptr.addr() as u64),
+        norm: norm.gains,
+        up_offset: up.map_or(0, |up| offset(weight, &up.weight)),
+        up_bias_dtype: up
+            .and_then(|up| up.bias.as_ref())
+            .map_or(0, |b| b.dtype as u32),
+        gated: u32::from(up.is_some()),
+        norm_dtype: norm.dtype,
+        norm_offset: norm.offset,
+        norm_epsilon: norm.epsilon,
+        norm_inverse_length: norm.inverse_length,
+        constant: u32::from(p.weights.constant && up.is_none_or(|up| up.constant)),
     }
 }

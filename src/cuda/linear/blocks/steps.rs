@@ -116,27 +116,24 @@ fn are_fastest(format: DType, rows: usize, out_features: usize) -> bool {
         && (out_features <= BLOCKS_STEPS_COLUMNS || BLOCKS_STEPS_OF_ANY_COLUMNS.contains(&format))
 }
 
-/// Queues a product of equally spaced rows if these kernels are for it, or says that they are not.
-pub(super) fn multiply(
-    cuda: &Cuda,
+/// The kernel and how it is parted, if these kernels are for the rows.
+fn chosen<'a>(
+    cuda: &'a Cuda,
     p: &Product<'_>,
     a: &Arguments,
-    stream: Stream,
-) -> Result<bool> {
+) -> Option<(&'a Kernel<linear_steps::Arguments>, Sizes, Form)> {
     let weight = &p.weights.weight;
     let (out_features, in_features) = (weight.layout.dim(0), weight.layout.dim(1));
     let is_aligned = a.aligned == Aligned::Lines as u32 && a.x_aligned != 0;
     if !is_aligned || !are_fastest(weight.dtype, a.rows as usize, out_features) {
-        return Ok(false);
+        return None;
     }
     let kernels = &cuda.linear.blocks;
-    let Some(kernel) = kernels.steps.iter().find(|k| {
+    let kernel = kernels.steps.iter().find(|k| {
         k.choices.format == weight.dtype as u32
             && k.choices.x_dtype == p.x.dtype as u32
             && k.choices.rows >= a.rows
-    }) else {
-        return Ok(false);
-    };
+    })?;
     let sizes = Sizes {
         out_features,
         steps: in_features.div_ceil(kernel.choices.step as usize),
@@ -146,7 +143,25 @@ pub(super) fn multiply(
         room: kernel.room as usize,
         slot_bytes: kernel.choices.slot_bytes as usize,
     };
-    let Some(form) = sizes.form() else {
+    let form = sizes.form()?;
+    Some((kernel, sizes, form))
+}
+
+/// Whether these kernels are for equally spaced rows.
+pub(super) fn serve(cuda: &Cuda, p: &Product<'_>, a: &Arguments) -> bool {
+    chosen(cuda, p, a).is_some()
+}
+
+/// Queues a product of equally spaced rows if these kernels are for it, or says that they are not.
+pub(super) fn multiply(
+    cuda: &Cuda,
+    p: &Product<'_>,
+    a: &Arguments,
+    stream: Stream,
+) -> Result<bool> {
+    let weight = &p.weights.weight;
+    let (out_features, in_features) = (weight.layout.dim(0), weight.layout.dim(1));
+    let Some((kernel, sizes, form)) = chosen(cuda, p, a) else {
         return Ok(false);
     };
     tracing::trace!(

@@ -14,6 +14,8 @@ inline void start_copy(void *to, const void *from) {
   thread.late.push_back({to, from, thread.late_groups});
 }
 
+inline void fetch_line(const void *) {}
+
 inline void commit_copies() { machine::block->self().late_groups++; }
 
 template <int kLater>

@@ -1,0 +1,79 @@
+//! Products of few rows of 16 bits with weights like them on Hopper: what the kernels are told, and what
+//! tells them apart.
+
+use crate::family::{Family, Field, Type, field};
+
+/// The family.
+pub const FAMILY: Family = Family {
+    name: "linear_few",
+    directory: "linear/few",
+    architecture: Some((90, "a")),
+    arguments: ARGUMENTS,
+    choices: &[
+        ("dtype", "a contract's Float"),
+        ("rows", "of x, at most"),
+        ("columns", "rows of the weight of a tile"),
+        ("step", "elements of these of a unit"),
+        ("unit_bytes", "of shared memory"),
+        ("sums_bytes", "for the shares of a warp, for each row of x"),
+    ],
+};
+
+const ARGUMENTS: &[Field] = &[
+    field(
+        Type::Pointer("const void"),
+        "x",
+        "rows are whole lines of 16 bytes, as all that are read",
+    ),
+    field(Type::Pointer("const uint8_t"), "weight", "or of the gate"),
+    field(Type::Pointer("void"), "out", "may be the residual"),
+    field(Type::Pointer("const void"), "bias", "or of the gate"),
+    field(Type::Pointer("const void"), "up_bias", "of what is gated"),
+    field(Type::Pointer("const void"), "residual", ""),
+    field(
+        Type::Pointer("const void"),
+        "norm",
+        "gains, where x is normalised",
+    ),
+    field(Type::I64, "weight_stride", "bytes, as all strides"),
+    field(
+        Type::I64,
+        "up_offset",
+        "from the gate's weight to that of what is gated",
+    ),
+    field(Type::I64, "x_stride", ""),
+    field(Type::I64, "out_stride", ""),
+    field(Type::I64, "residual_stride", ""),
+    field(Type::U32, "rows", "of x"),
+    field(Type::U32, "out_features", ""),
+    field(Type::U32, "lines", "of 16 bytes of a row"),
+    field(Type::U32, "steps", "units of a row of the weight"),
+    field(Type::U32, "slots", "of a warp's ring: two to four"),
+    field(Type::U32, "columns_of_block", ""),
+    field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
+    field(Type::U32, "up_bias_dtype", "the same"),
+    field(Type::U32, "epilogue", "a contract's Epilogue"),
+    field(
+        Type::U32,
+        "gated",
+        "1: of two matrices, of which the activation says",
+    ),
+    field(
+        Type::U32,
+        "dtype",
+        "a contract's Float: of residual and output",
+    ),
+    field(
+        Type::U32,
+        "norm_dtype",
+        "of the gains: f32 or that of x, or 0 for no norm",
+    ),
+    field(Type::F32, "norm_offset", "added to gains"),
+    field(Type::F32, "norm_epsilon", ""),
+    field(Type::F32, "norm_inverse_length", "1 / elements of a row"),
+    field(
+        Type::U32,
+        "constant",
+        "1: no kernel in flight writes the weight, which may be read before they have ended",
+    ),
+];

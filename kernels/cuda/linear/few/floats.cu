@@ -1,0 +1,4 @@
+#include "few.cuh"
+
+UNSLOTH_LINEAR_FEW(bf16, __nv_bfloat16)
+UNSLOTH_LINEAR_FEW(f16, __half)
