@@ -395,8 +395,8 @@ void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor o
   check(unsloth_rms_norm_forward(context().get(), &params, context().stream()));
 }
 
-// Whether so many rows pass the norms of a layer within the products that they go to, which then may
-// be one kernel on a GPU.
+// Whether so many rows pass the norms of a layer within the products that they go to, which then
+// may be one kernel on a GPU.
 bool Session::are_few(size_t count) const {
   constexpr size_t kFewRows = 8;
   return count <= kFewRows && !divided_ && tensor_ranks() == 1;
