@@ -185,7 +185,6 @@ fn with_factors(factors: &Factors, a: &kv_append::Arguments) -> kv_append_e4m3::
                 k_factors: factors.k.ptr.addr() as u64,
                 v_factors: factors.v.ptr.addr() as u64,
                 $($field: a.$field,)*
-                ..kv_append_e4m3::Arguments::ZERO
             }
         };
     }

@@ -102,6 +102,7 @@ fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>, dtype: DType) ->
     let x = x.upload(ctx);
     let mut out = TestTensor::poisoned(dtype, layout).upload(ctx);
     let mut params = Params {
+        x_norm: None,
         parallel: None,
         x: x.view(),
         weights,
@@ -307,6 +308,7 @@ fn mlp_of(ctx: &Context, x: &TestTensor, gate_up: GateUp<'_>, down: Weights<'_>)
     let constant = vec![0.5; x.layout.num_elements()];
     let mut out = TestTensor::of(dtype, x.layout.shape(), &constant).upload(ctx);
     let mut params = mlp::Params {
+        x_norm: None,
         parallel: None,
         x: x.view(),
         gate_up,
@@ -382,6 +384,7 @@ fn attention_of(ctx: &Context, x: &TestTensor, [qkv, out_weight]: [Weights<'_>; 
     let x = x.upload(ctx);
     let mut out = TestTensor::poisoned(x.dtype, x.layout).upload(ctx);
     let mut params = attention_block::Params {
+        x_norm: None,
         parallel: None,
         x: x.view(),
         num_heads: 4,
