@@ -241,7 +241,7 @@ fn extent(t: &unsloth_tensor) -> Extent {
         UNSLOTH_DTYPE_F32 | UNSLOTH_DTYPE_I32 => (1, 4),
         UNSLOTH_DTYPE_F16 | UNSLOTH_DTYPE_BF16 => (1, 2),
         UNSLOTH_DTYPE_I64 => (1, 8),
-        UNSLOTH_DTYPE_BOOL | UNSLOTH_DTYPE_I8 => (1, 1),
+        UNSLOTH_DTYPE_BOOL | UNSLOTH_DTYPE_I8 | UNSLOTH_DTYPE_F8E4M3 => (1, 1),
         UNSLOTH_DTYPE_TERNARY => (128, 32),
         UNSLOTH_DTYPE_Q8_0 => (32, 34),
         UNSLOTH_DTYPE_Q4_0 => (32, 18),
