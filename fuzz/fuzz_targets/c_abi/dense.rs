@@ -122,7 +122,7 @@ impl Call<'_, '_> {
         let mut stated = self.mlp_of(dtype);
         if self.input.one_in(3) {
             let p = &mut stated.params;
-            let hidden = p.x.shape[p.x.rank as usize - 1];
+            let hidden = p.x.shape[(p.x.rank as usize).clamp(1, UNSLOTH_MAX_RANK) - 1];
             p.x_norm = self.tensor(dtype, &[hidden]);
             p.x_norm_epsilon = self.factor();
             p.x_norm_weight_offset = self.factor();
