@@ -82,7 +82,7 @@ const MISUSE: &[Misuse<unsloth_mlp_params>] = &[
         |p| p.gate_weight.dtype = DType::I64 as u32,
         INVALID,
         "mlp: gate_weight has dtype i64, allowed: f32, f16, bf16, \
-         q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, tq1_0, tq2_0, q2_0, i8, ternary",
+         q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, tq1_0, tq2_0, q2_0, i8, ternary, f8e4m3",
     ),
     (
         |p| p.out.dtype = DType::Bf16 as u32,
