@@ -675,6 +675,13 @@ static void batch_ready(void) {
   CHECK_OK(unsloth_kv_cache_extend(cache, sequences, steps, SEQUENCES, NULL));
 }
 
+static const float cache_scale = 0.5F;
+static void cache_of_codes_ready(void) {
+  cache_params_ready();
+  cache_params.dtype = UNSLOTH_DTYPE_F8E4M3;
+  CHECK_OK(unsloth_kv_cache_create(ctx, &cache_params, &cache));
+}
+
 static unsloth_kv_cache_append_params append;
 static void append_ready(void) {
   const int64_t tokens = steps[0] + steps[1];
@@ -1255,6 +1262,8 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
     (cache, sequences, steps, SEQUENCES, NULL), OK)                                                \
   X(cache_extend_again, batch_ready, unsloth_kv_cache_extend,                                      \
     (cache, sequences, steps, SEQUENCES, NULL), OK)                                                \
+  X(cache_scales, cache_of_codes_ready, unsloth_kv_cache_scales_set,                               \
+    (cache, 1, &cache_scale, &cache_scale, 1, NULL), OK)                                           \
   X(cache_append, append_ready, unsloth_kv_cache_append, (cache, &append, NULL), OK)               \
   X(cache_batch, structs_ready, unsloth_kv_cache_batch_get, (cache, &batch), OK)                   \
   X(cache_layer, structs_ready, unsloth_kv_cache_layer_get, (cache, 1, &keys, &values), OK)        \

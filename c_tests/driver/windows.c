@@ -6,6 +6,7 @@ enum { PAGE = 4096 };
 
 static void join(void) {
   unsloth_comm_params p = of_group();
+  begin();
   CHECK_OK(unsloth_comm_create(ctx, &p, &comm));
 }
 
