@@ -174,7 +174,7 @@ fn wgmma_are_unbroken() {
             // whose turn it is not.
             "attention_gradients_hd64" if multiplies => (50, 9, 0),
             _ if image.starts_with("attention_gradients") && multiplies => (34, 5, 0),
-            // Two groups of four, as weights widen in registers for one while the other runs.
+            // The products of a step, by weights that were widened in registers.
             _ if image.starts_with("linear_e4m3_tiles") => (8, 3, 0),
             _ => {
                 assert!(wgmma.is_null(), "{kernel}");

@@ -466,9 +466,8 @@ pub unsafe extern "C" fn unsloth_kv_cache_scales_set(
     })
 }
 
-/// Writes the keys and values of the current batch's new tokens to one layer's pages, and rotates their queries where they are there,
-/// on `stream`. Neither allocates nor
-/// synchronises, and may be captured into a CUDA graph.
+/// Writes the keys and values of the current batch's new tokens to one layer's pages on `stream`, and rotates the tokens' queries
+/// if `q` is there. Neither allocates nor synchronises, and may be captured into a CUDA graph.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work

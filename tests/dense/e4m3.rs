@@ -4,8 +4,8 @@
 
 use crate::common::abi::{self, Misuse, Operation, c_tensor, described};
 use crate::common::guarded::AtEnd;
-use crate::common::reference::e4m3::value;
 use crate::common::reference::linear::{linear as exact, linear_f32 as plain};
+use crate::common::tensor::e4m3_value as value;
 use crate::common::{
     DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, contiguous,
     for_each_case, rng, rounded,

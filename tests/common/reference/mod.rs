@@ -5,7 +5,6 @@ pub mod attention_block;
 pub mod attention_merge;
 pub mod blocks;
 pub mod cross_entropy;
-pub mod e4m3;
 pub mod layer_norm;
 pub mod linear;
 pub mod logprob;
