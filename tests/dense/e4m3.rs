@@ -142,9 +142,15 @@ fn cases() -> Vec<Case> {
         cases.push((rows, [19, 200], 0, (24, 5)));
         cases.push((rows, [1, 130], 1, (0, 0)));
         cases.push((rows, [17, 1], 17, (3, 0)));
+        // Wide tiles, of which the last is not whole.
+        cases.push((rows, [100, 77], 4, (0, 2)));
+        cases.push((rows, [99, 272], 99, (0, 0)));
     }
     cases.push((130, [67, 144], 67, (16, 0)));
     cases.push((600, [50, 200], 1, (0, 1)));
+    // Tiles of many rows, more than a GPU's blocks, and of parts of a row that no step is left for.
+    cases.push((600, [300, 272], 300, (0, 0)));
+    cases.push((300, [129, 16], 129, (0, 0)));
     cases
 }
 

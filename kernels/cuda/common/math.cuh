@@ -71,6 +71,18 @@ __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2 &>(pair));
 }
 
+// Four codes of 8-bit floats (e4m3), a byte each, as pairs of f16; none is rounded. Since sm_89.
+__device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t (&pairs)[2]) {
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(codes));
+}
+
 // a - b of pairs.
 template <class T>
 __device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b);

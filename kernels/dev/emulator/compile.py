@@ -153,7 +153,8 @@ def main():
         text = of_family(name)
         if text is not None:
             folders = [f"-I{HERE / 'hopper'}", f"-I{CUDA}", f"-I{KERNELS / 'include'}"]
-            print(compiled(name, text, "kernel.so", *folders))
+            architecture = f"-D__CUDA_ARCH__={900 if HOPPER else 800}"
+            print(compiled(name, text, "kernel.so", architecture, *folders))
         else:
             print(compiled(name, for_host(name), "kernel.so"))
     except (NotThere, subprocess.CalledProcessError) as error:

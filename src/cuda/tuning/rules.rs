@@ -181,8 +181,6 @@ pub(in crate::cuda) mod products {
     /// every 32: 64 rows by 14336 x 4096 took 87 µs, where decoding and multiplying took 120 (H100,
     /// `kernels/cuda/linear/e4m3/LADDER.md`).
     pub(in crate::cuda) const E4M3_ROWS: usize = 64;
-    /// Columns of a block of these, at most: the scales of so many leave every device's shared memory enough.
-    pub(in crate::cuda) const E4M3_COLUMNS: usize = 2048;
     /// Bytes of decoded weights at a time: the matrices of a layer of 8 B parameters are one part.
     pub(in crate::cuda) const BLOCKS_PART_BYTES: usize = 128 << 20;
 }

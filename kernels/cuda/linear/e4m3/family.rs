@@ -57,13 +57,6 @@ const ARGUMENTS: &[Field] = &[
         "row of all that is the first one, where the weight is decoded",
     ),
     field(Type::U32, "steps", "of a row"),
-    field(Type::U32, "row_tiles", "of x"),
-    field(Type::U32, "columns", "of a block"),
-    field(
-        Type::U32,
-        "scales_bytes",
-        "of shared memory, for the scales of these: whole lines of 16",
-    ),
     field(
         Type::U32,
         "aligned",

@@ -5,12 +5,12 @@
 // by x. An x of f32 is the sum of three numbers of bf16, each multiplied by the codes: nothing is
 // rounded but sums. A scale multiplies a sum at its end.
 //
-// A block has neighbouring rows of the weight (columns of the output), as many as any other, and
-// takes a tile of them after another. Its warps share the bytes of a tile's rows: a step is 128 of
-// each. A lane multiplies the bytes that it copied itself, some steps ahead, into its own part of
-// shared memory, so that nobody waits for others before a tile's end; which elements a lane has is
-// free, as long as those of x lie at equal places. Shares of a tile are added in the order of
-// warps.
+// Neighbouring rows of the weight (columns of the output) are a tile. Blocks take one tile after
+// another, all blocks together neighbouring ones: memory is read from one end to the other. The
+// steps of a block's tiles, 128 bytes of each row, are dealt out to its warps by turns. A lane
+// multiplies the bytes that it copied itself, some steps ahead, into its own part of shared memory,
+// so that nobody waits for others before a tile's end; which elements a lane has is free, as long
+// as those of x lie at equal places. Shares of a tile are added in the order of warps.
 //
 // It is CUDA C++ for words of codes, which CubeCL's types do not say.
 #pragma once
@@ -32,8 +32,6 @@ constexpr int kThreads = 512;
 constexpr int kSharedBytes = 227 * 1024;
 // Bytes of a row of the weight that a warp takes at a time, and a lane's of them at a time.
 constexpr uint32_t kStep = 128, kLine = 16;
-// Of a warp's ring: with more, nothing was faster.
-constexpr uint32_t kSlots = 2;
 
 // 16 neighbours of a row of x, as right-hand sides of four products of 4 of them each.
 template <class T>
@@ -98,63 +96,74 @@ template <class T, uint32_t kEights, uint32_t kUnits>
 class Rows {
  public:
   static constexpr uint32_t kRows = 8 * kEights;
+  static constexpr uint32_t kParts = Neighbours<T>::kParts;
   static constexpr uint32_t kColumns = 16 * kUnits;
-  // Of a warp: what it copies in a step, and its share of a tile.
+  // Of a warp: its ring, what it copies in a step, and its share of a tile.
+  static constexpr uint32_t kSlots = kUnits == 1 ? 3 : 2;
   static constexpr uint32_t kSlotBytes = kColumns * kStep;
   static constexpr uint32_t kPitch = kColumns + 4;
   static constexpr uint32_t kShareBytes = kRows * kPitch * sizeof(float);
   // One tile's shares are added while the next is computed, if there is room for both.
   static constexpr uint32_t kBuffers = kEights == 1 ? 2 : 1;
+  // Whether x is loaded while its codes are on their way, and scales before their tile: if there
+  // are registers for it.
+  static constexpr bool kAhead = kEights <= (kParts == 1 ? 2 : 1);
+  static constexpr bool kScalesAhead = kParts == 1;
+  // Sums of a number of the tile, so that not every product waits for the one before.
+  static constexpr uint32_t kChains = kEights == 1 && kParts == 1 ? 2 : 1;
 
   __device__ __forceinline__ Rows(const Arguments &p, uint8_t *shared)
       : p_(p),
         warp_(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
         warps_(blockDim.x / 32),
-        first_(blockIdx.x / p.row_tiles * p.columns),
-        end_(min(first_ + p.columns, p.out_features)),
-        first_row_(blockIdx.x % p.row_tiles * kRows),
-        tiles_((end_ - first_ + kColumns - 1) / kColumns),
-        scales_(reinterpret_cast<float *>(shared)),
-        ring_(shared + p.scales_bytes + warp_ * kSlots * kSlotBytes + lane_ * kLine),
-        shares_(reinterpret_cast<float *>(shared + p.scales_bytes + warps_ * kSlots * kSlotBytes)) {
-  }
+        first_row_(blockIdx.y * kRows),
+        whole_steps_(p.aligned != 0 ? p.in_features / kStep : 0),
+        x_steps_(p.x_aligned != 0 ? p.in_features / kStep : 0),
+        ring_(shared + warp_ * kSlots * kSlotBytes + lane_ * kLine),
+        shares_(reinterpret_cast<float *>(shared + warps_ * kSlots * kSlotBytes)) {}
 
   __device__ __forceinline__ void run() {
-    uint32_t asked_tile = warp_ < p_.steps ? 0 : tiles_, asked_step = warp_;
-    const auto ask = [&](uint32_t slot) {
-      if (asked_tile < tiles_) {
-        fill(slot, asked_tile, asked_step);
-        asked_step += warps_;
-        if (asked_step >= p_.steps) asked_step = warp_, asked_tile++;
+    const uint32_t first = blockIdx.x * kColumns, tiles = gridDim.x * kColumns;
+    // Where the warp's next step is that it has not asked for.
+    uint32_t column = warp_ < p_.steps ? first : p_.out_features, step = warp_, to = 0;
+    const auto ask = [&] {
+      if (column < p_.out_features) {
+        fill(ring_ + to * kSlotBytes, column, step);
+        step += warps_;
+        if (step >= p_.steps) step = warp_, column += tiles;
       }
       commit_copies();
+      to = to + 1 == kSlots ? 0 : to + 1;
     };
-    for (uint32_t slot = 0; slot < kSlots; slot++) ask(slot);
+    // The last slot is asked for behind the first of x, which would come that much later.
+    for (uint32_t i = 0; i + 1 < kSlots; i++) ask();
     // No more was read than a constant weight.
     await_previous_kernel();
-    // So that no tile's end waits for them. Others see them behind the first tile's barrier.
-    for (uint32_t i = threadIdx.x; i < end_ - first_; i += blockDim.x) {
-      scales_[i] =
-          p_.weight_scale == nullptr ? 1.0f : p_.weight_scale[(first_ + i) / p_.rows_of_scale];
-    }
-    uint32_t slot = 0;
+    uint32_t slot = 0, buffer = 0;
 #pragma unroll 1
-    for (uint32_t tile = 0; tile < tiles_; tile++) {
+    for (uint32_t tile = first; tile < p_.out_features; tile += tiles) {
+      // Behind the tile's end it would be waited for.
+      float scale = kScalesAhead ? scale_of(tile + threadIdx.x % kColumns) : 0;
 #pragma unroll 1
-      for (uint32_t step = warp_; step < p_.steps; step += warps_) {
-        Neighbours<T> x[2];
-        if (kEights == 1) load(x[0], 0, step, 0), load(x[1], 0, step, 1);
+      for (uint32_t i = warp_; i < p_.steps; i += warps_) {
+        Neighbours<T> x[kAhead ? kEights : 1][2];
+        if (kAhead) {
+#pragma unroll
+          for (uint32_t e = 0; e < kEights; e++) load<2>(x[e], e, i, 0);
+        }
+        ask();
         await_copies<kSlots - 1>();
-        multiply(slot, step, x);
-        ask(slot);
+        multiply(ring_ + slot * kSlotBytes, i, x);
         slot = slot + 1 == kSlots ? 0 : slot + 1;
       }
-      float *shares = shares_ + tile % kBuffers * warps_ * kRows * kPitch;
+      float *shares = shares_ + buffer * warps_ * kRows * kPitch;
       leave(shares + warp_ * kRows * kPitch);
       __syncthreads();
-      add(shares, tile * kColumns);
+      if (!kScalesAhead) scale = scale_of(tile + threadIdx.x % kColumns);
+      add(shares, tile, scale);
       if (kBuffers == 1) __syncthreads();
+      buffer = kBuffers - 1 - buffer;
     }
   }
 
@@ -162,106 +171,126 @@ class Rows {
   // f32 is multiplied in parts.
   using Part = std::conditional_t<std::is_same_v<T, float>, __nv_bfloat16, T>;
 
+  // Of a column that may not be there.
+  __device__ __forceinline__ float scale_of(uint32_t column) const {
+    if (p_.weight_scale == nullptr || column >= p_.out_features) return 1;
+    return p_.weight_scale[p_.rows_of_scale == 1 ? column : column / p_.rows_of_scale];
+  }
+
   // Starts to copy what a lane has of a step: of each eight columns the row of its own, there from
   // 16 t on and from 64 + 16 t on.
-  __device__ __forceinline__ void fill(uint32_t slot, uint32_t tile, uint32_t step) const {
-    uint8_t *to = ring_ + slot * kSlotBytes;
-    const uint32_t column = first_ + tile * kColumns + lane_ / 4;
-    const uint32_t at = step * kStep + lane_ % 4 * kLine;
+  __device__ __forceinline__ void fill(uint8_t *to, uint32_t tile, uint32_t step) const {
+    const uint32_t column = tile + lane_ / 4, at = step * kStep + lane_ % 4 * kLine;
     const uint8_t *from = p_.weight + column * p_.weight_stride + at;
+    const int64_t eight = 8 * p_.weight_stride;
+    if (step < whole_steps_ && tile + kColumns <= p_.out_features) {
 #pragma unroll
-    for (uint32_t i = 0; i < 2 * kUnits; i++) {
-      if (column + 8 * i >= end_) break;
-#pragma unroll
-      for (uint32_t j = 0; j < 2; j++) {
-        uint8_t *line = to + (2 * i + j) * 32 * kLine;
-        const uint8_t *bytes = from + 8 * i * p_.weight_stride + 64 * j;
-        if (p_.aligned && at + 64 * j + kLine <= p_.in_features) {
-          start_copy(line, bytes);
-        } else {
-          gather(line, bytes, p_.in_features, at + 64 * j);
-        }
+      for (uint32_t i = 0; i < 2 * kUnits; i++) {
+        start_copy(to + 2 * i * 32 * kLine, from);
+        start_copy(to + (2 * i + 1) * 32 * kLine, from + 64);
+        from += eight;
       }
+      return;
+    }
+#pragma unroll 1
+    for (uint32_t i = 0; i < 4 * kUnits; i++) {
+      if (column + i / 2 * 8 >= p_.out_features) break;
+      gather(to + i * 32 * kLine, from + i / 2 * eight + i % 2 * 64, at + i % 2 * 64);
     }
   }
 
-  // A byte at a time, and zeros behind a row's end.
-  static __device__ __noinline__ void gather(uint8_t *to, const uint8_t *from, uint32_t columns,
-                                             uint32_t at) {
+  // A byte at a time, if it must be, and zeros behind a row's end.
+  __device__ __forceinline__ void gather(uint8_t *to, const uint8_t *from, uint32_t at) const {
+    if (p_.aligned != 0 && at + kLine <= p_.in_features) {
+      start_copy(to, from);
+      return;
+    }
     uint32_t words[4] = {};
-    for (uint32_t i = 0; i < kLine && at + i < columns; i++) {
-      words[i / 4] |= static_cast<uint32_t>(from[i]) << i % 4 * 8;
+#pragma unroll
+    for (uint32_t i = 0; i < kLine; i++) {
+      if (at + i < p_.in_features) words[i / 4] |= static_cast<uint32_t>(from[i]) << i % 4 * 8;
     }
     *reinterpret_cast<uint4 *>(to) = {words[0], words[1], words[2], words[3]};
   }
 
-  // What multiplies a lane's line `j` of a step, of the row of `eight` that is the lane's.
-  __device__ __forceinline__ void load(Neighbours<T> &x, uint32_t eight, uint32_t step,
-                                       uint32_t j) const {
+  // What multiplies a lane's lines of a step from line `first` on, of the row of `eight` that is
+  // the lane's.
+  template <uint32_t kCount>
+  __device__ __forceinline__ void load(Neighbours<T> *x, uint32_t eight, uint32_t step,
+                                       uint32_t first) const {
     // Rows that are not there are the last one again.
     const uint32_t row = min(first_row_ + 8 * eight + lane_ / 4, p_.rows - 1);
-    const uint32_t at = step * kStep + 64 * j + lane_ % 4 * kLine;
+    const uint32_t at = step * kStep + 64 * first + lane_ % 4 * kLine;
     const T *from =
         reinterpret_cast<const T *>(static_cast<const uint8_t *>(p_.x) + row * p_.x_stride) + at;
-    if (p_.x_aligned && at + kLine <= p_.in_features) {
-      x.load(from);
-    } else {
+    if (step < x_steps_) {
+#pragma unroll
+      for (uint32_t j = 0; j < kCount; j++) x[j].load(from + 64 * j);
+      return;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kCount; j++) {
 #pragma unroll
       for (uint32_t i = 0; i < kLine; i++) {
-        x.set(i, at + i < p_.in_features ? from[i] : static_cast<T>(0.0f));
+        const uint32_t element = 64 * j + i;
+        x[j].set(i, at + element < p_.in_features ? from[element] : static_cast<T>(0.0f));
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(uint32_t slot, uint32_t step, Neighbours<T> (&of)[2]) {
-    const uint8_t *lines = ring_ + slot * kSlotBytes;
+  __device__ __forceinline__ void multiply(const uint8_t *lines, uint32_t step,
+                                           Neighbours<T> (&of)[kAhead ? kEights : 1][2]) {
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
       Neighbours<T> x[kEights];
 #pragma unroll
       for (uint32_t e = 0; e < kEights; e++) {
-        if (kEights == 1) {
-          x[e] = of[j];
+        if (kAhead) {
+          x[e] = of[e][j];
         } else {
-          load(x[e], e, step, j);
+          load<1>(&x[e], e, step, j);
         }
       }
+      uint4 line[kUnits][2];
 #pragma unroll
-      for (uint32_t u = 0; u < kUnits; u++) {
-        uint4 line[2];
+      for (uint32_t i = 0; i < 2 * kUnits; i++) {
+        const uint8_t *from = lines + (2 * i + j) * 32 * kLine;
+        line[i / 2][i % 2] = *reinterpret_cast<const uint4 *>(from);
+      }
+      // In f32 apart from what there is, as a tensor core rounds its sums down.
+      float sums[kUnits][kEights][4] = {};
 #pragma unroll
-        for (uint32_t h = 0; h < 2; h++) {
-          const uint8_t *from = lines + (4 * u + 2 * h + j) * 32 * kLine;
-          line[h] = *reinterpret_cast<const uint4 *>(from);
-        }
-        // In f32 apart from what there is, as a tensor core rounds its sums down.
-        float sums[kEights][4] = {};
+      for (uint32_t w = 0; w < 4; w++) {
+        uint32_t parts[kEights][kParts][2];
 #pragma unroll
-        for (uint32_t w = 0; w < 4; w++) {
+        for (uint32_t e = 0; e < kEights; e++) x[e].four(w, parts[e]);
+#pragma unroll
+        for (uint32_t u = 0; u < kUnits; u++) {
           uint32_t codes[4];
 #pragma unroll
           for (uint32_t h = 0; h < 2; h++) {
-            const uint32_t four = word(line[h], w);
-            nan_[u][h] |= nan_of_e4m3(four);
+            const uint32_t four = word(line[u][h], w);
+            nan_[u][h] |= lost_nan_of_e4m3(four);
             uint32_t pairs[2];
             pairs_of_e4m3<Part>(four, pairs);
             codes[h] = pairs[0], codes[2 + h] = pairs[1];
           }
 #pragma unroll
           for (uint32_t e = 0; e < kEights; e++) {
-            uint32_t parts[Neighbours<T>::kParts][2];
-            x[e].four(w, parts);
 #pragma unroll
-            for (uint32_t part = 0; part < Neighbours<T>::kParts; part++) {
-              mma<Part>(codes, parts[part], Neighbours<T>::kParts == 1 ? acc_[u][e] : sums[e]);
+            for (uint32_t part = 0; part < kParts; part++) {
+              mma<Part>(codes, parts[e][part], kParts == 1 ? acc_[w % kChains][u][e] : sums[u][e]);
             }
           }
         }
-        if constexpr (Neighbours<T>::kParts > 1) {
+      }
+      if constexpr (kParts > 1) {
+#pragma unroll
+        for (uint32_t u = 0; u < kUnits; u++) {
 #pragma unroll
           for (uint32_t e = 0; e < kEights; e++) {
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) acc_[u][e][i] += sums[e][i];
+            for (uint32_t i = 0; i < 4; i++) acc_[0][u][e][i] += sums[u][e][i];
           }
         }
       }
@@ -278,51 +307,60 @@ class Rows {
     for (uint32_t u = 0; u < kUnits; u++) {
 #pragma unroll
       for (uint32_t h = 0; h < 2; h++) {
-        // Of the row's codes that the four lanes have.
-        uint32_t nan = nan_[u][h];
-        nan |= __shfl_xor_sync(0xffffffff, nan, 1);
-        nan |= __shfl_xor_sync(0xffffffff, nan, 2);
-        const bool is_nan = (nan & kNanOfE4m3) != 0;
-        nan_[u][h] = 0;
+        bool is_nan = false;
+        if constexpr (!kConvertsE4m3) {
+          // Of the row's codes that the four lanes have.
+          uint32_t nan = nan_[u][h];
+          nan |= __shfl_xor_sync(0xffffffff, nan, 1);
+          nan |= __shfl_xor_sync(0xffffffff, nan, 2);
+          is_nan = (nan & kNanOfE4m3) != 0;
+          nan_[u][h] = 0;
+        }
 #pragma unroll
         for (uint32_t e = 0; e < kEights; e++) {
 #pragma unroll
           for (uint32_t i = 0; i < 2; i++) {
-            float &sum = acc_[u][e][2 * h + i];
+            float sum = 0;
+#pragma unroll
+            for (uint32_t chain = 0; chain < kChains; chain++) {
+              float &part = acc_[chain][u][e][2 * h + i];
+              sum += part;
+              part = 0;
+            }
             const uint32_t row = 8 * e + lane_ % 4 * 2 + i, column = 16 * u + 8 * h + lane_ / 4;
             share[row * kPitch + column] = is_nan ? __uint_as_float(0x7fc00000) : sum;
-            sum = 0;
           }
         }
       }
     }
   }
 
-  // Adds the shares of the tile from the block's `column` on, and stores their sums.
-  __device__ __forceinline__ void add(const float *shares, uint32_t column) const {
+  // Adds the shares of the tile from `first` on, and stores their sums. A thread's are all of the
+  // column whose scale it has.
+  __device__ __forceinline__ void add(const float *shares, uint32_t first, float scale) const {
+    const uint32_t column = first + threadIdx.x % kColumns;
+    if (column >= p_.out_features) return;
     const uint32_t there = min(p_.rows - first_row_, kRows), sharing = min(warps_, p_.steps);
-    for (uint32_t i = threadIdx.x; i < there * kColumns; i += blockDim.x) {
-      const uint32_t row = i / kColumns, of_tile = i % kColumns;
-      const uint32_t of_block = column + of_tile;
-      if (first_ + of_block >= end_) continue;
-      const float *from = shares + row * kPitch + of_tile;
+    for (uint32_t row = threadIdx.x / kColumns; row < there; row += blockDim.x / kColumns) {
+      const float *from = shares + row * kPitch + threadIdx.x % kColumns;
       float sum = 0;
 #pragma unroll 8
       for (uint32_t w = 0; w < sharing; w++) sum += from[w * kRows * kPitch];
       finish(p_, kDtype<T> == static_cast<Float>(p_.dtype) ? kDtype<T> : Float::kF32,
-             first_row_ + row, first_ + of_block, sum * kUnitOfE4m3<Part> * scales_[of_block]);
+             first_row_ + row, column, sum * kUnitOfE4m3<Part> * scale);
     }
   }
 
   const Arguments &p_;
   const uint32_t warp_, lane_, warps_;
-  // Columns and rows of x of the block, and its tiles.
-  const uint32_t first_, end_, first_row_, tiles_;
-  // Of the block's columns; the lane's part of the warp's slots; all warps' shares.
-  float *const scales_;
+  // Of x.
+  const uint32_t first_row_;
+  // Steps that are whole, and lie at whole lines, in the weight and in x.
+  const uint32_t whole_steps_, x_steps_;
+  // The lane's part of the warp's slots; all warps' shares.
   uint8_t *const ring_;
   float *const shares_;
-  float acc_[kUnits][kEights][4] = {};
+  float acc_[kChains][kUnits][kEights][4] = {};
   uint32_t nan_[kUnits][2] = {};
 };
 
@@ -343,7 +381,8 @@ class Rows {
       unsloth::Rows<type, eights, units>::kRows,                               \
       unsloth::Rows<type, eights, units>::kColumns,                            \
       unsloth::kStep,                                                          \
-      unsloth::kSlots * unsloth::Rows<type, eights, units>::kSlotBytes +       \
+      unsloth::Rows<type, eights, units>::kSlots *                             \
+              unsloth::Rows<type, eights, units>::kSlotBytes +                 \
           unsloth::Rows<type, eights, units>::kBuffers *                       \
               unsloth::Rows<type, eights, units>::kShareBytes,                 \
       unsloth::kThreads,                                                       \

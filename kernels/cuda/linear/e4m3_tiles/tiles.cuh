@@ -218,7 +218,7 @@ class Tiles {
         const uint32_t low = *reinterpret_cast<const uint16_t *>(line + h * 8 * kStep);
         const uint32_t high = *reinterpret_cast<const uint16_t *>(line + h * 8 * kStep + 8);
         const uint32_t four = low | high << 16;
-        nan_[h] |= nan_of_e4m3(four);
+        nan_[h] |= lost_nan_of_e4m3(four);
         uint32_t pairs[2];
         pairs_of_e4m3<T>(four, pairs);
         to[4 * i + h] = pairs[0], to[4 * i + 2 + h] = pairs[1];

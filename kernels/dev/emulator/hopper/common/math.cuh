@@ -31,6 +31,12 @@ float2 unpack(uint32_t pair) {
   return {float(low), float(high)};
 }
 
+// Four codes of 8-bit floats as pairs of f16.
+inline void halves_of_e4m3(uint32_t codes, uint32_t (&pairs)[2]) {
+  pairs[0] = __e4m3x2_to_f16x2(codes & 0xffff);
+  pairs[1] = __e4m3x2_to_f16x2(codes >> 16);
+}
+
 // a - b of pairs.
 template <class T>
 uint32_t subtract(uint32_t a, uint32_t b) {
