@@ -44,8 +44,13 @@ const ARGUMENTS: &[Field] = &[
     field(Type::U32, "row_tiles", "of x"),
     field(
         Type::U32,
+        "tiles",
+        "of the output, which blocks take by turns; of a cluster's there is one",
+    ),
+    field(
+        Type::U32,
         "parts",
-        "of a row of the weight, blocks of a cluster",
+        "of a row of the weight, blocks of a cluster: one or two",
     ),
     field(
         Type::U32,

@@ -58,19 +58,27 @@ impl Sizes {
     /// and the product 622.
     const MOST_ROWS: usize = 3072;
 
-    /// Nanoseconds that a form takes: of each round of blocks its steps, and what comes before and behind
-    /// them.
+    /// Nanoseconds that a form takes: of each round of tiles its steps, and what comes before and behind
+    /// them. Blocks without a cluster copy the first steps of a tile while they store the one before.
     fn cost(&self, form: Form) -> usize {
         let of_step = match form.rows {
-            64 => 800,
+            64 => 700,
             128 => 1000,
             _ => 1320,
         };
-        let around = if form.parts == 1 { 4000 } else { 5500 };
+        let (before, around) = match form.parts {
+            1 => (2000, 2000),
+            _ => (0, 5500),
+        };
         let tiles = self.out_features.div_ceil(Self::COLUMNS) * self.rows.div_ceil(form.rows);
         let rounds = (tiles * form.parts).div_ceil(self.multiprocessors.max(1));
-        let steps = self.in_features.div_ceil(Self::STEP).div_ceil(form.parts);
-        rounds * (steps * of_step + around)
+        let steps = self.steps().div_ceil(form.parts);
+        before + rounds * (steps * of_step + around)
+    }
+
+    /// Of a row of the weight.
+    fn steps(&self) -> usize {
+        self.in_features.div_ceil(Self::STEP)
     }
 
     /// Nanoseconds that kernels of few rows take, which read the weight for each 32 of them.
@@ -78,8 +86,8 @@ impl Sizes {
         let million = self.out_features * self.in_features / 1000;
         let of_pass = |rows: usize| match rows {
             0 => 0,
-            1..=16 => million * 530 / 1000,
-            _ => million * 660 / 1000,
+            1..=16 => million * 350 / 1000,
+            _ => million * 540 / 1000,
         };
         self.rows / 32 * of_pass(32) + of_pass(self.rows % 32) + 1000
     }
@@ -88,7 +96,10 @@ impl Sizes {
     pub fn form(&self, few_rows: usize) -> Option<Form> {
         let forms = Self::ROWS.into_iter().flat_map(|rows| {
             // Clusters of four were slower throughout.
-            let parts = if self.clusters { 1..=2 } else { 1..=1 };
+            let parts = match self.clusters && self.steps() > 1 {
+                true => 1..=2,
+                false => 1..=1,
+            };
             parts.map(move |parts| Form { rows, parts })
         });
         let form = forms.min_by_key(|form| (self.cost(*form), form.rows))?;
@@ -169,7 +180,11 @@ impl<'a> Tiles<'a> {
         let tiles = out_features
             .div_ceil(Sizes::COLUMNS)
             .saturating_mul(row_tiles);
-        let blocks = check_blocks(p.op, "x", tiles.saturating_mul(parts))?;
+        let blocks = match parts {
+            1 => tiles.min(self.sizes.multiprocessors.max(1)),
+            _ => tiles.saturating_mul(parts),
+        };
+        let blocks = check_blocks(p.op, "x", blocks)?;
         tracing::trace!(
             "{}: {rows} rows of {in_features} by {out_features} in f8e4m3, as they are, {:?}",
             p.op,
@@ -221,9 +236,10 @@ impl<'a> Tiles<'a> {
             residual_stride: stride(other, 2) as i64,
             rows: rows as u32,
             out_features: out_features as u32,
-            steps: in_features.div_ceil(Sizes::STEP) as u32,
+            steps: self.sizes.steps() as u32,
             rows_of_scale: scales.map_or(1, |scales| out_features / scales.len.max(1)) as u32,
             row_tiles: row_tiles as u32,
+            tiles: tiles as u32,
             parts: parts as u32,
             vectors: u32::from(aligned.iter().all(|at| at.is_multiple_of(VECTOR))),
             dtype: p.out.dtype as u32,
@@ -262,8 +278,12 @@ mod tests {
     fn forms_are_those_that_were_fastest() {
         for (sizes, expected) in [
             ((8, 14336, 4096), None),
+            ((16, 14336, 4096), None),
+            ((16, 32768, 4096), None),
             ((32, 4096, 4096), None),
             ((32, 4096, 14336), None),
+            ((32, 14336, 4096), Some((64, 1))),
+            ((600, 129, 16), Some((64, 1))),
             ((64, 4096, 4096), Some((64, 2))),
             ((64, 14336, 4096), Some((64, 1))),
             ((64, 4096, 14336), Some((64, 2))),
