@@ -5,7 +5,7 @@
 use crate::common::abi::{self, Misuse, Operation, c_tensor, described};
 use crate::common::guarded::AtEnd;
 use crate::common::reference::linear::{linear as exact, linear_f32 as plain};
-use crate::common::tensor::e4m3_value as value;
+use crate::common::tensor::{e4m3_value as value, strided_rows};
 use crate::common::{
     DeviceTensor, FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, contiguous,
     for_each_case, rng, rounded,
@@ -164,6 +164,23 @@ fn products_are_those_of_the_decoded_weight() {
                 assert_product_is_right(&ctx, &x, &matrix);
             }
         });
+    }
+}
+
+/// Whole lines of 16 bytes apart, or anywhere.
+#[test]
+fn rows_of_x_may_lie_apart() {
+    for ctx in contexts() {
+        let matrix = Matrix::random(&ctx, [100, 272], 4, (0, 0));
+        for gap in [8, 3] {
+            for rows in [2, 8, 13, 33, 70] {
+                for dtype in FLOATS {
+                    let layout = strided_rows(&[rows, 272], gap);
+                    let x = TestTensor::normal(&mut rng(), dtype, layout);
+                    assert_product_is_right(&ctx, &x, &matrix);
+                }
+            }
+        }
     }
 }
 
