@@ -14,12 +14,13 @@ pub(super) const MAX_STRIDE: usize = 1 << 40;
 /// Columns of a box: 128 bytes of 16-bit elements, the span of the swizzle.
 pub(super) const COLUMNS: u32 = 64;
 
+const SWIZZLE_64_BYTES: c_int = 2;
 const SWIZZLE_128_BYTES: c_int = 3;
 const FETCH_256_BYTES: c_int = 3;
 
 impl TensorMap {
-    /// Describes a tensor of `N` dimensions, the contiguous one first, from which boxes are copied; outside it reads as zeros. `strides`
-    /// in elements are of the dimensions after the first; that of a dimension with one entry may be zero.
+    /// Describes a tensor of `N` dimensions, the contiguous one first, from which boxes are copied; outside it reads as zeros. The
+    /// swizzle spans a box's columns: 64 bytes or 128. `strides` in elements are of the dimensions after the first; that of a dimension with one entry may be zero.
     pub(super) fn new<const N: usize>(
         driver: &Driver,
         op: &'static str,
@@ -32,10 +33,15 @@ impl TensorMap {
         let kind = match dtype {
             DType::F16 => 6,
             DType::Bf16 => 9,
+            DType::F8E4M3 => 0,
             other => {
                 let message = text!("a tensor map was asked for {other}");
                 return Err(Error::Internal { op, message });
             }
+        };
+        let swizzle = match counts[0] as usize * dtype.size() {
+            64 => SWIZZLE_64_BYTES,
+            _ => SWIZZLE_128_BYTES,
         };
         let sizes = sizes.map(|size| size as u64);
         let mut bytes = [ALIGNMENT as u64; N];
@@ -57,7 +63,7 @@ impl TensorMap {
                 counts.as_ptr(),
                 steps.as_ptr(),
                 0,
-                SWIZZLE_128_BYTES,
+                swizzle,
                 FETCH_256_BYTES,
                 0,
             )

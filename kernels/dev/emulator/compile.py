@@ -75,11 +75,11 @@ def makes(source, rest):
 def of_family(name):
     """A kernel of kernels/cuda as C++ of the host: of the family that its name names, and the file that it names or that makes it."""
     families = [(re.search(r'name: "(\w+)"', path.read_text())[1], path) for path in CUDA.glob("**/family.rs")]
-    # The longest name first: one may begin with another.
+    # The longest name first, here and of files: one may begin with another.
     for of_all, family in sorted(families, key=lambda of: -len(of[0])):
         if not name.startswith(of_all):
             continue
-        sources = sorted(family.parent.glob("*.cu"))
+        sources = sorted(family.parent.glob("*.cu"), key=lambda path: (-len(path.stem), path))
         named = (path for path in sources if f"_{path.stem}" in name)
         made = (path for path in sources if len(sources) == 1 or makes(path, name.removeprefix(f"{of_all}_")))
         source = next(named, None) or next(made)

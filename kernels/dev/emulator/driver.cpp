@@ -519,19 +519,21 @@ EXPORT int cuStreamWaitEvent(Stream *stream, const Event *event) {
   return kSuccess;
 }
 // The engine of the emulator reads what is written here: see hopper/common/tma.cuh.
-EXPORT int cuTensorMapEncodeTiled(machine::TensorMap *map, int, unsigned rank, void *pointer,
+EXPORT int cuTensorMapEncodeTiled(machine::TensorMap *map, int type, unsigned rank, void *pointer,
                                   const uint64_t *sizes, const uint64_t *strides,
                                   const unsigned *counts, const unsigned *steps, int interleave,
                                   int swizzle) {
-  enum { kSwizzle128 = 3 };
-  if (rank < 3 || rank > 5 || uintptr_t(pointer) % 16 != 0 || interleave != 0 ||
-      swizzle != kSwizzle128 || counts[0] != 64) {
+  enum { kBytes = 0, kSwizzle64 = 2, kSwizzle128 = 3 };
+  const unsigned element = type == kBytes ? 1 : 2;
+  const unsigned span = swizzle == kSwizzle64 ? 64 : swizzle == kSwizzle128 ? 128 : 0;
+  if (rank < 3 || rank > 5 || uintptr_t(pointer) % 16 != 0 || interleave != 0 || span == 0 ||
+      counts[0] * element != span) {
     return kInvalidValue;
   }
   *map = {};
   map->pointer = pointer;
   map->rank = rank;
-  map->strides[0] = 2;
+  map->strides[0] = element;
   for (unsigned i = 0; i < rank; i++) {
     if (sizes[i] == 0 || sizes[i] > uint64_t(1) << 32 || counts[i] == 0 || counts[i] > 256 ||
         steps[i] != 1) {

@@ -117,10 +117,10 @@ struct Barrier {
   int32_t bytes;
 };
 
-// A tensor of 16-bit elements as the copy engine knows it: boxes are of 64 columns, swizzled.
+// A tensor as the copy engine knows it: rows of boxes are of 64 or 128 bytes, swizzled.
 struct alignas(64) TensorMap {
   void *pointer;
-  uint64_t strides[5];  // bytes
+  uint64_t strides[5];  // bytes; the first is an element's
   uint32_t sizes[5];    // less one
   uint16_t counts[5];
   uint16_t rank;

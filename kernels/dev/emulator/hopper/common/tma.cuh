@@ -1,8 +1,10 @@
-// TMA, on the host: boxes of up to five dimensions, the rows of which are 128 bytes and swizzled.
+// TMA, on the host: boxes of up to five dimensions, the rows of which are 64 or 128 bytes and
+// swizzled.
 #pragma once
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <mutex>
 
 #include "mbarrier.cuh"
@@ -14,6 +16,12 @@ constexpr uint64_t kEvictFirst = 0;
 constexpr uint64_t kEvictLast = 0;
 
 inline void tma_prefetch_map(const CUtensorMap *) {}
+
+// Where a byte of rows of 64 or 128 bytes comes to lie: units of 16 bytes change places within
+// eight lines of 128.
+inline uint32_t swizzle(uint32_t offset, uint32_t row_bytes) {
+  return offset ^ ((offset >> 3) & (row_bytes - 16));
+}
 
 // Calls `each(in shared memory, in global memory or null, bytes)` for the box's 16-byte units.
 template <class Each>
@@ -30,20 +38,20 @@ void tma_box(const CUtensorMap &map, uint32_t shared, const int (&at)[5], Each e
       there = there && place >= 0 && place <= int64_t(map.sizes[i]);
       from += place * int64_t(map.strides[i]);
     }
-    for (uint32_t column = 0; column < 64; column += 8) {
-      const int64_t place = at[0] + int64_t(column);
-      const int64_t left = there && place >= 0 ? int64_t(map.sizes[0]) + 1 - place : 0;
-      const uint32_t to = swizzle_128b(shared + row * 128 + column * 2);
-      each(machine::block->shared_pointer(to), from + place * 2,
-           left < 0   ? 0
-           : left > 8 ? 16
-                      : left * 2);
+    const int64_t element = map.strides[0];
+    const uint32_t row_bytes = map.counts[0] * element;
+    for (uint32_t at_byte = 0; at_byte < row_bytes; at_byte += 16) {
+      const int64_t place = at[0] * element + at_byte;
+      const int64_t end = (int64_t(map.sizes[0]) + 1) * element;
+      const int64_t left = there && place >= 0 ? end - place : 0;
+      const uint32_t to = swizzle(shared + row * row_bytes + at_byte, row_bytes);
+      each(machine::block->shared_pointer(to), from + place, std::clamp<int64_t>(left, 0, 16));
     }
   }
 }
 
 inline uint32_t tma_box_bytes(const CUtensorMap &map) {
-  uint32_t bytes = 2;
+  uint32_t bytes = map.strides[0];
   for (int i = 0; i < map.rank; i++) bytes *= map.counts[i];
   return bytes;
 }
