@@ -33,19 +33,44 @@ fn ragged(dim: usize) -> Case {
     }
 }
 
+/// The cases with floats and with codes as keys and values.
 fn run(ctx: &Context, cases: &[Case]) {
     for dtype in HALVES {
         crate::common::for_each_case(cases, |case| {
-            let inputs = case.inputs(&mut rng(), dtype);
-            let mut tensors = Uploaded::new(ctx, &inputs);
-            let served = attention::supported(ctx, &tensors.params(case)).unwrap();
             // With 128 dimensions other kernels are faster unless sequences times key heads are few.
             let few = case.lens.len() * case.kv_heads <= 2;
             if case.dim != 128 || few {
-                assert_eq!(served, Implementation::CudaHopper, "{case:?}");
+                assert_eq!(served(ctx, dtype, case), Implementation::CudaHopper);
             }
             check(ctx, &mut rng(), dtype, case);
         });
+        let codes: Vec<_> = cases.iter().map(of_codes).collect();
+        crate::common::for_each_case(&codes, |case| {
+            // Others are faster where a row of codes is short and the next one far.
+            let heads_first = case.strides == Strides::HeadsFirst
+                || matches!(case.keys, KeyForm::Paged(_, PageLayout::HeadMajor));
+            let beside = case.kv_heads == 1 || case.kv_heads.is_multiple_of(256 / case.dim);
+            let expected = match heads_first || beside {
+                true => Implementation::CudaHopper,
+                false => Implementation::Cuda,
+            };
+            assert_eq!(served(ctx, dtype, case), expected);
+            check(ctx, &mut rng(), dtype, case);
+        });
+    }
+}
+
+fn served(ctx: &Context, dtype: DType, case: &Case) -> Implementation {
+    let inputs = case.inputs(&mut rng(), dtype);
+    let mut tensors = Uploaded::new(ctx, &inputs);
+    attention::supported(ctx, &tensors.params(case)).unwrap()
+}
+
+fn of_codes(case: &Case) -> Case {
+    Case {
+        kv_dtype: Some(DType::F8E4M3),
+        kv_scales: Some(true),
+        ..case.clone()
     }
 }
 
@@ -221,13 +246,18 @@ fn forms() {
 fn workspaces_need_no_care() {
     let Some(ctx) = hopper() else { return };
     let stream = ctx.create_stream().unwrap();
-    let cases = [
+    let mut cases = vec![
         plain(128),
         Case {
             lens: vec![(1, 900), (1, 1), (1, 4000), (1, 0), (2, 333)],
             ..ragged(64)
         },
     ];
+    let long = |dim| Case {
+        lens: vec![(1, 5000), (1, 1), (1, 4000), (1, 0), (2, 1333)],
+        ..ragged(dim)
+    };
+    cases.extend(DIMS.map(|dim| of_codes(&long(dim))));
     for case in cases {
         let inputs = case.inputs(&mut rng(), DType::Bf16);
         let mut call = Call::new(&ctx, &case, &inputs);

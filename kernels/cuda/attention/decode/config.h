@@ -11,29 +11,40 @@ struct DecodeConfig {
   int entries;   // tiles of K or of V that memory may be asked for at a time
   int blocks;    // on a multiprocessor
   bool once;     // the cache is told that K and V are read once
+  bool codes;    // K and V are codes of 8-bit floats (e4m3)
 };
 
 constexpr int kRows = 16;       // query rows of a block and head: those of a fragment
 constexpr int kSlice = 16;      // keys of a fragment
-constexpr int kChunk = 64;      // columns of one 128-byte swizzled chunk
 constexpr int kItems = 2;       // pieces of work that are known ahead, with their queries
 constexpr int kWalkParts = 64;  // parts of a batch, the tiles of which are summed up
 
 consteval int threads(const DecodeConfig &c) { return (c.warps + 1) * 32; }
 consteval int warps_of_head(const DecodeConfig &c) { return c.warps / c.heads; }
 consteval int slices(const DecodeConfig &c) { return c.tile / (kSlice * warps_of_head(c)); }
+consteval int element_bytes(const DecodeConfig &c) { return c.codes ? 1 : 2; }
+consteval int row_bytes(const DecodeConfig &c) { return c.head_dim * element_bytes(c); }
+// Of a row in shared memory: what a swizzle spans. Longer rows are in several chunks.
+consteval int chunk_bytes(const DecodeConfig &c) { return row_bytes(c) < 128 ? 64 : 128; }
 // Rows end with units that keep their neighbours in other banks.
 consteval int q_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 consteval int o_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 
-// Those with several heads read 512 bytes of a token.
-//                                         d    heads warps tile entries blocks once
+// Those with several heads read 512 bytes of a token, of codes 256: as many streams as there are
+// heads, each of short rows, would keep memory busy with opening pages. More entries than these of
+// codes make the ends of blocks lie further apart (LADDER.md).
+//                                         d    heads warps tile entries blocks once   codes
 // clang-format off
-constexpr DecodeConfig kDecode64 =       { 64,  1,    4,    128, 12,     1,     false};
-constexpr DecodeConfig kDecode64Heads =  { 64,  4,    8,    64,  5,      1,     false};
-constexpr DecodeConfig kDecode128 =      {128,  1,    4,    64,  11,     1,     false};
-constexpr DecodeConfig kDecode128Heads = {128,  2,    4,    32,  10,     1,     false};
-constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     false};
+constexpr DecodeConfig kDecode64 =       { 64,  1,    4,    128, 12,     1,     false, false};
+constexpr DecodeConfig kDecode64Heads =  { 64,  4,    8,    64,  5,      1,     false, false};
+constexpr DecodeConfig kDecode128 =      {128,  1,    4,    64,  11,     1,     false, false};
+constexpr DecodeConfig kDecode128Heads = {128,  2,    4,    32,  10,     1,     false, false};
+constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     false, false};
+constexpr DecodeConfig kCodes64 =        { 64,  1,    8,    256, 5,      1,     false, true};
+constexpr DecodeConfig kCodes64Heads =   { 64,  4,    8,    128, 3,      1,     false, true};
+constexpr DecodeConfig kCodes128 =       {128,  1,    8,    256, 3,      1,     false, true};
+constexpr DecodeConfig kCodes128Heads =  {128,  2,    8,    128, 3,      1,     false, true};
+constexpr DecodeConfig kCodes256 =       {256,  1,    4,    128, 3,      1,     false, true};
 // clang-format on
 
 }  // namespace unsloth

@@ -3,7 +3,15 @@
 //
 // The query rows of all heads that share a key head are the 16 rows of a fragment. Lane 4 g + t has
 // rows g and g + 8 of scores and sums.
+//
+// Codes become f16, four from the word that a lane has of a matrix of pairs. Those of a key are
+// neighbours, so of 16 dimensions lane t has 4 t to 4 t + 3, and Q is in that order too; those of
+// two values change places first, and so the products of even dimensions are apart from those of
+// odd ones. Each row of Q is scaled by a power of two, that bf16's range fit: what its greatest
+// component leaves below f16's range is 2^-40 of it.
 #pragma once
+
+#include <type_traits>
 
 #include "attention/forward/softmax.cuh"
 #include "common/claims.cuh"
@@ -46,7 +54,11 @@ class Consumer {
       shared_.item_full[slot.stage].wait(slot.parity);
       const Item item = shared_.item[slot.stage];
       if (item.rows < 0) break;
-      load_q(shared_.q[slot.stage][head_]);
+      if constexpr (C.codes) {
+        load_q_beside_codes(shared_.q[slot.stage][head_], item);
+      } else {
+        load_q(shared_.q[slot.stage][head_], item.rows);
+      }
       __syncwarp();
       if (lane_ == 0) shared_.item_empty[slot.stage].arrive();
       // Long before it is claimed from: that takes a while.
@@ -65,14 +77,21 @@ class Consumer {
           step<false>(key, limits);
         }
       }
+      if constexpr (C.codes) {
+        const float scale = scale_of(p_.v_scale, p_.v_scale_head, item);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) o_[i] *= scale;
+      }
       finish(p_, shared_, item, rows_, o_);
     }
   }
 
  private:
   static constexpr int kSlices = slices(C);
-  static constexpr int kSums = C.head_dim / 2;    // a lane's part of O
-  static constexpr int kUnits = C.head_dim / 16;  // of the products' inner dimension
+  static constexpr int kLoads = row_bytes(C) / 32;         // of rows' two units of 16 bytes
+  static constexpr int kSums = C.head_dim / 2;             // a lane's part of O
+  static constexpr int kUnits = C.head_dim / 16;           // of the products' inner dimension
+  using Product = std::conditional_t<C.codes, __half, T>;  // what is multiplied
 
   // What the lane's rows see, from the first key to past the last; the same of all rows, and what
   // every row sees.
@@ -100,15 +119,71 @@ class Consumer {
     return l;
   }
 
-  __device__ __forceinline__ void load_q(const T (&q)[kRows][q_pitch(C)]) {
+  // Rows that have no query are multiplied too, as zeros: what lies there may be anything.
+  __device__ __forceinline__ void load_q(const T (&q)[kRows][q_pitch(C)], int rows) {
     const uint32_t from = shared_address(&q[lane_ % 16][lane_ / 16 * 8]);
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) load_matrix_x4(from + i * 32, q_[i]);
+    for (int i = 0; i < kUnits; ++i) {
+      load_matrix_x4(from + i * 32, q_[i]);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        if (lane_ / 4 + m % 2 * 8 >= rows) q_[i][m] = 0;
+      }
+    }
   }
 
-  // The address of a unit of 16 bytes of a row of a tile.
+  __device__ __forceinline__ float scale_of(const float *scales, int distance,
+                                            const Item &item) const {
+    return scales == nullptr ? 1.0f : scales[(item.head + head_) * distance];
+  }
+
+  // Two pairs of a row, of those that the lane has of a unit; zeros if it has no query.
+  __device__ __forceinline__ uint2 pairs_at(const T (&q)[kRows][q_pitch(C)], int row, int unit,
+                                            int rows) const {
+    if (row >= rows) return {0, 0};
+    return *reinterpret_cast<const uint2 *>(&q[row][unit * 16 + lane_ % 4 * 4]);
+  }
+
+  // In f16, scaled. What takes that back, and K's own scale, are the factors of scores.
+  __device__ __forceinline__ void load_q_beside_codes(const T (&q)[kRows][q_pitch(C)],
+                                                      const Item &item) {
+    const float scale = scale_of(p_.k_scale, p_.k_scale_head, item);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane_ / 4 + 8 * i;
+      uint32_t greatest = 0;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const uint2 both = pairs_at(q, row, u, item.rows);
+        const float2 low = unpack<T>(both.x), high = unpack<T>(both.y);
+        for (float x : {low.x, low.y, high.x, high.y}) {
+          greatest = max(greatest, __float_as_uint(x) & 0x7fffffff);
+        }
+      }
+      greatest = max(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+      greatest = max(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
+      // From the least whose factor is a number; the greatest is that of infinity. The row comes to
+      // lie below 2^15.
+      const uint32_t exponent = max(greatest >> 23, 15u);
+      const float factor = __uint_as_float((268 - exponent) << 23);
+      factor_[i] = __uint_as_float((exponent - 14) << 23) * scale;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const uint2 both = pairs_at(q, row, u, item.rows);
+        const float2 low = unpack<T>(both.x), high = unpack<T>(both.y);
+        q_[u][i] = pack<__half>(low.x * factor, low.y * factor);
+        q_[u][i + 2] = pack<__half>(high.x * factor, high.y * factor);
+      }
+    }
+  }
+
+  // The address of a unit of 16 bytes of a row of a tile. Swizzles spread the same unit of eight
+  // rows over all banks.
   static __device__ __forceinline__ uint32_t at(uint32_t tile, int row, int unit) {
-    return tile + (unit / 8 * C.heads * C.tile + row) * 128 + ((unit % 8) ^ (row % 8)) * 16;
+    constexpr int kUnitsOfChunk = chunk_bytes(C) / 16, kRowsOfLine = 8 / kUnitsOfChunk;
+    const int chunk = unit / kUnitsOfChunk * C.heads * C.tile;
+    const int place = (unit % kUnitsOfChunk) ^ (row / kRowsOfLine % kUnitsOfChunk);
+    return tile + (chunk + row) * chunk_bytes(C) + place * 16;
   }
 
   __device__ __forceinline__ void release() {
@@ -136,6 +211,22 @@ class Consumer {
     add_values<kEdge>(s, first, limits);
   }
 
+  // Q K^T of 16 keys, by two units of 16 bytes.
+  __device__ __forceinline__ void multiply_keys(const uint32_t (&k)[4], float (&s)[kSlices * 8],
+                                                int slice, int u) {
+    if constexpr (C.codes) {
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        uint32_t pairs[2];
+        halves_of_e4m3(k[m], pairs);
+        multiply<__half>(q_[2 * u + m % 2], pairs[0], pairs[1], s, 8 * slice + m / 2 * 4);
+      }
+    } else {
+      multiply<T>(q_[u], k[0], k[1], s, 8 * slice);
+      multiply<T>(q_[u], k[2], k[3], s, 8 * slice + 4);
+    }
+  }
+
   // Q K^T. Two fragments of eight keys for each slice.
   __device__ __forceinline__ void score(float (&s)[kSlices * 8]) {
 #pragma unroll
@@ -144,16 +235,19 @@ class Consumer {
     const uint32_t keys = shared_address(shared_.ring[at_.stage]);
     const int row = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < kLoads; ++u) {
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
         uint32_t k[4];
         load_matrix_x4(at(keys, rows_at_[i] + row, 2 * u + lane_ / 8 % 2), k);
-        multiply<T>(q_[u], k[0], k[1], s, 8 * i);
-        multiply<T>(q_[u], k[2], k[3], s, 8 * i + 4);
+        multiply_keys(k, s, i, u);
       }
     }
     release();
+    if constexpr (C.codes) {
+#pragma unroll
+      for (int i = 0; i < kSlices * 8; ++i) s[i] *= factor_[i / 2 % 2];
+    }
   }
 
   // Soft cap, of which the cap itself is part of scale_log2. tanh x = 1 - 2 / (1 + e^2x): the one
@@ -175,6 +269,26 @@ class Consumer {
     }
   }
 
+  // P V of two units of 16 bytes of 16 values: v[0] and v[2] have the first eight.
+  __device__ __forceinline__ void multiply_values(const uint32_t (&p)[4], const uint32_t (&v)[4],
+                                                  int j) {
+    if constexpr (C.codes) {
+#pragma unroll
+      for (int unit = 0; unit < 2; ++unit) {
+        uint32_t first[2], last[2];
+        halves_of_e4m3(__byte_perm(v[2 * unit], 0, 0x3120), first);
+        halves_of_e4m3(__byte_perm(v[2 * unit + 1], 0, 0x3120), last);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          multiply<__half>(p, first[odd], last[odd], o_, 16 * j + 8 * unit + 4 * odd);
+        }
+      }
+    } else {
+      multiply<T>(p, v[0], v[1], o_, 8 * j);
+      multiply<T>(p, v[2], v[3], o_, 8 * j + 4);
+    }
+  }
+
   // O += P V. What lies in memory where no key is may be anything, and nothing times that is not
   // nothing: at the edges such values are made zero.
   template <bool kEdge>
@@ -186,7 +300,7 @@ class Consumer {
     for (int i = 0; i < kSlices; ++i) {
       uint32_t p[4], mask[2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) p[j] = pack<T>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+      for (int j = 0; j < 4; ++j) p[j] = pack<Product>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int key = first + i * kSlice + h * 8 + lane_ % 4 * 2;
@@ -194,15 +308,14 @@ class Consumer {
         mask[h] = (is_there(key) ? 0xffffu : 0) | (is_there(key + 1) ? 0xffff0000u : 0);
       }
 #pragma unroll
-      for (int j = 0; j < kUnits; ++j) {
+      for (int j = 0; j < kLoads; ++j) {
         uint32_t v[4];
         load_matrix_x4_transposed(at(values, rows_at_[i] + lane_ % 16, 2 * j + lane_ / 16), v);
         if constexpr (kEdge) {
 #pragma unroll
           for (int m = 0; m < 4; ++m) v[m] &= mask[m % 2];
         }
-        multiply<T>(p, v[0], v[1], o_, 8 * j);
-        multiply<T>(p, v[2], v[3], o_, 8 * j + 4);
+        multiply_values(p, v, j);
       }
     }
     release();
@@ -215,6 +328,7 @@ class Consumer {
   int rows_at_[kSlices];  // where its slices are in a chunk
   Ring<C.entries> at_;
   uint32_t q_[kUnits][4];
+  float factor_[2];  // of the scores of codes
   SoftmaxRows rows_;
   float o_[kSums];
 };

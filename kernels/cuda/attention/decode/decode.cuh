@@ -29,12 +29,6 @@ __device__ __forceinline__ void attention_decoding(const AttentionDecodingArgume
     shared.init_barriers();
     fence_mbarrier_init();
   }
-  // Rows that have no query are multiplied too.
-  constexpr int kWords = sizeof shared.q / 16;
-  for (int i = threadIdx.x; i < kWords; i += threads(C)) {
-    reinterpret_cast<uint4 *>(&shared.q)[i] = {0, 0, 0, 0};
-  }
-  fence_async_proxy();
   sum_tiles(p, shared);
   __syncthreads();
 
@@ -61,6 +55,7 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
   }                                                                               \
   extern "C" __device__ const AttentionDecodingLaunch name##_launch = {           \
       static_cast<int32_t>(unsloth::kDtype<type>),                                \
+      unsloth::config.codes,                                                      \
       unsloth::config.head_dim,                                                   \
       unsloth::config.heads,                                                      \
       unsloth::config.tile,                                                       \

@@ -129,10 +129,19 @@ __device__ __forceinline__ void leave(Shared<C, T> &shared, const Item &item,
     const int row = g + 8 * i;
     if (row >= item.rows) continue;
     if (t == 0) shared.sums[head][warp][row] = {rows.max[i] * scale_log2, sum};
+    float (&to)[o_pitch(C)] = shared.o[head][warp][row];
+    if constexpr (C.codes) {
 #pragma unroll
-    for (int j = 0; j < N / 4; ++j) {
-      *reinterpret_cast<float2 *>(&shared.o[head][warp][row][8 * j + 2 * t]) = {
-          o[4 * j + 2 * i], o[4 * j + 2 * i + 1]};
+      for (int j = 0; j < N / 8; ++j) {
+        // Those of even dimensions lie before those of odd ones.
+        const float *even = &o[8 * j + 2 * i], *odd = even + 4;
+        *reinterpret_cast<float4 *>(&to[16 * j + 4 * t]) = {even[0], odd[0], even[1], odd[1]};
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < N / 4; ++j) {
+        *reinterpret_cast<float2 *>(&to[8 * j + 2 * t]) = {o[4 * j + 2 * i], o[4 * j + 2 * i + 1]};
+      }
     }
   }
 }

@@ -1,4 +1,4 @@
-//! Attention of few queries on Hopper, f16 and bf16: what its kernels are told, and what tells them apart.
+//! Attention of few queries on Hopper, f16 and bf16, and of codes of 8-bit floats: what its kernels are told, and what tells them apart.
 
 use crate::family::{Family, Field, Type, field};
 
@@ -9,7 +9,8 @@ pub const FAMILY: Family = Family {
     architecture: Some((90, "a")),
     arguments: ARGUMENTS,
     choices: &[
-        ("dtype", "a contract's Float"),
+        ("dtype", "of q and o, a contract's Float"),
+        ("codes", "whether k and v are codes of 8-bit floats (e4m3)"),
         ("head_dim", "of q, k, v and o"),
         (
             "heads",
@@ -19,7 +20,7 @@ pub const FAMILY: Family = Family {
     ],
 };
 
-/// Tensor maps have a 128-byte swizzle and boxes of 64 columns, `kv_box_rows` rows and as many heads as are read together: (dim,
+/// Tensor maps have a 128-byte swizzle and boxes of 128 bytes of columns (of heads of 64 codes, 64), `kv_box_rows` rows and as many heads as are read together: (dim,
 /// sequence, heads, batch); paged: (dim, row in page, heads, page). Variable length: one batch of all tokens.
 ///
 /// The rows of a key head are a sequence's queries times the `group` heads of each, 16 at most.
@@ -78,6 +79,12 @@ const ARGUMENTS: &[Field] = &[
         "[blocks, 2, heads, rows]: what they are relative to, and sums of exponentials",
     ),
     field(
+        Type::Pointer("const float"),
+        "k_scale",
+        "what codes of K are multiplied by; may be null",
+    ),
+    field(Type::Pointer("const float"), "v_scale", "the same of V"),
+    field(
         Type::U64,
         "launch_tag",
         "which no other launch of the process has, and not zero",
@@ -104,6 +111,12 @@ const ARGUMENTS: &[Field] = &[
     ),
     field(Type::I32, "page_log2", "pages have 1 << page_log2 tokens"),
     field(Type::I32, "block_table_stride", ""),
+    field(
+        Type::I32,
+        "k_scale_head",
+        "distance of the scales of two key heads, or 0",
+    ),
+    field(Type::I32, "v_scale_head", ""),
     field(
         Type::I32,
         "window_left",

@@ -27,7 +27,7 @@ class Producer {
   }
 
  private:
-  static constexpr int kRowBytes = kChunk * 2;  // of a chunk
+  static constexpr int kColumns = chunk_bytes(C) / element_bytes(C);  // of a chunk
 
   // Hands a piece of work to the others, with its queries.
   __device__ __forceinline__ void publish(const Item &item, const Ring<kItems> &slot) {
@@ -77,7 +77,7 @@ class Producer {
         shared_.empty[at_.stage].wait(at_.parity ^ 1);
         const int stage = uniform(at_.stage);
         Mbarrier *full = &shared_.full[stage];
-        if (lane_ == 0) full->arrive_expect((end - begin) * C.heads * C.head_dim * 2);
+        if (lane_ == 0) full->arrive_expect((end - begin) * C.heads * row_bytes(C));
         __syncwarp();
         const uint32_t to = shared_address(shared_.ring[stage]);
 #pragma unroll 1
@@ -86,9 +86,10 @@ class Producer {
           const int at_row =
               is_paged ? (key + row) & ((1 << p_.page_log2) - 1) : k_begin + key + row;
 #pragma unroll
-          for (int c = 0; c < C.head_dim / kChunk; ++c) {
-            tma_load_4d(to + C.heads * (c * C.tile + row) * kRowBytes, is_v ? &p_.v : &p_.k, full,
-                        C.once ? kEvictFirst : kEvictNormal, c * kChunk, at_row, item.head, from);
+          for (int c = 0; c < row_bytes(C) / chunk_bytes(C); ++c) {
+            tma_load_4d(to + C.heads * (c * C.tile + row) * chunk_bytes(C), is_v ? &p_.v : &p_.k,
+                        full, C.once ? kEvictFirst : kEvictNormal, c * kColumns, at_row, item.head,
+                        from);
           }
         }
         at_.advance();

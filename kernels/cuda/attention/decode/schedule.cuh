@@ -73,13 +73,29 @@ __device__ __forceinline__ int groups_of_part(const AttentionDecodingArguments &
   return ceil_div(ceil_div(p.batch, 32), kWalkParts);
 }
 
+// Whether no length is on the device.
+__device__ __forceinline__ bool are_alike(const AttentionDecodingArguments &p) {
+  return p.cu_seqlens_q == nullptr && p.cu_seqlens_k == nullptr && p.seqlens_k == nullptr;
+}
+
 // All warps: the tiles of every part of the batch. A block barrier follows.
 template <DecodeConfig C, class T>
 __device__ __forceinline__ void sum_tiles(const AttentionDecodingArguments &p,
                                           Shared<C, T> &shared) {
   const int lane = threadIdx.x % 32;
   const int each = groups_of_part(p) * 32;
+  if (are_alike(p)) {
+    const int tiles = tiles_of<C>(p, sequence(p, 0));
+    for (int part = threadIdx.x; part < kWalkParts; part += threads(C)) {
+      shared.tiles[part] = tiles * min(max(p.batch - part * each, 0), each);
+    }
+    return;
+  }
   for (int part = threadIdx.x / 32; part < kWalkParts; part += C.warps + 1) {
+    if (part * each >= p.batch) {
+      if (lane == 0) shared.tiles[part] = 0;
+      continue;
+    }
     int tiles = 0;
     for (int i = part * each + lane; i < min((part + 1) * each, p.batch); i += 32) {
       tiles += tiles_of<C>(p, sequence(p, i));

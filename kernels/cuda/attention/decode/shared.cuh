@@ -22,9 +22,9 @@ struct Item {
 
 template <DecodeConfig C, class T>
 struct alignas(1024) Shared {
-  // K and V by turns, in 64-column chunks with the 128-byte swizzle. Of a chunk box after box, and
-  // of a box head after head.
-  T ring[C.entries][C.heads * C.tile * C.head_dim];
+  // K and V by turns, in swizzled chunks of columns. Of a chunk box after box, and of a box head
+  // after head.
+  uint8_t ring[C.entries][C.heads * C.tile * row_bytes(C)];
   T q[kItems][C.heads][kRows][q_pitch(C)];
   // What the warps have summed up; then the weights of a pair's parts.
   float o[C.heads][warps_of_head(C)][kRows][o_pitch(C)];

@@ -1,4 +1,5 @@
-//! The kernels for Hopper of few queries (`kernels/cuda/attention/decode`): f16 and bf16, the heads of a key head packed.
+//! The kernels for Hopper of few queries (`kernels/cuda/attention/decode`): f16 and bf16, keys and values being codes of
+//! 8-bit floats, too; the heads of a key head packed.
 //!
 //! One launch: its blocks have equal shares of all keys, and the last one of a sequence and key head to be done joins what the others
 //! left in the workspace.
@@ -16,8 +17,9 @@ use crate::cuda::tuning::rules::attention::{
     BYTES_OF_WHOLE_SHARE, FEW_PAIRS_OF_128, HEADS_TOGETHER, LEAST_BYTES_OF_SHARE, PAGED_KEYS_OF_128,
 };
 use crate::cuda::{Cuda, claims};
+use crate::dtype::DType;
 use crate::error::Result;
-use crate::problem::attention::{Keys, Problem, Queries, Rows};
+use crate::problem::attention::{HeadScales, Keys, Problem, Queries, Rows};
 
 /// Query rows of a block and key head: `kRows` of the kernels.
 const ROWS: usize = 16;
@@ -28,6 +30,8 @@ const LEAST_BOX: usize = 16;
 pub(super) struct Form {
     kernel: Kernel<Arguments>,
     dtype: u32,
+    /// Whether keys and values are codes of 8-bit floats.
+    codes: bool,
     head_dim: usize,
     /// Heads of keys that are read together.
     heads: usize,
@@ -47,6 +51,7 @@ pub(super) fn forms(resources: &Resources) -> Result<Vec<Form>> {
             &mut forms,
             Form {
                 dtype: choices.dtype,
+                codes: choices.codes != 0,
                 head_dim: choices.head_dim as usize,
                 heads: choices.heads as usize,
                 tile: choices.tile as usize,
@@ -69,13 +74,23 @@ impl Form {
                 && beside(&p.k)
                 && beside(&p.v);
         self.dtype == p.q.dtype as u32
+            && self.codes == holds_codes(p)
+            && !self.reads_short_pieces(p)
             && [p.head_dim, p.head_dim_v] == [self.head_dim; 2]
             && together
     }
 
+    /// Whether it would read less than 256 bytes of codes at a time, one head of those that lie side by side. Portable kernels, whose
+    /// blocks read all heads of a few keys at the same time, then take two thirds of the time.
+    fn reads_short_pieces(&self, p: &Problem) -> bool {
+        let apart = |rows: &Rows| rows.token > self.head_dim;
+        self.codes && self.heads * self.head_dim < 256 && (apart(&p.k) || apart(&p.v))
+    }
+
     /// Of K and V.
     fn tile_bytes(&self) -> usize {
-        2 * self.heads * self.tile * self.head_dim * size_of::<u16>()
+        let element = if self.codes { 1 } else { size_of::<u16>() };
+        2 * self.heads * self.tile * self.head_dim * element
     }
 
     /// Bytes for the parts of pairs: a counter of each block, and two parts. `rows` are a head's.
@@ -105,7 +120,11 @@ impl Kernels {
     /// How a problem of few queries is run, or `None` where others are to run it. Data pointers are not looked at.
     pub fn decode(&self, p: &Problem) -> Option<Plan<'_>> {
         let rows = p.max_seqlen_q.checked_mul(p.num_heads / p.num_kv_heads)?;
-        if rows > ROWS || refusal(p).is_some() || !pays(p) {
+        let of_keys = match holds_codes(p) {
+            true => DType::F8E4M3,
+            false => p.q.dtype,
+        };
+        if rows > ROWS || refusal(p, of_keys).is_some() || !pays(p) {
             return None;
         }
         let form = self.decode.iter().find(|form| form.serves(p))?;
@@ -142,7 +161,11 @@ impl Kernels {
 fn pays(p: &Problem) -> bool {
     let few = p.batch.saturating_mul(p.num_kv_heads) <= FEW_PAIRS_OF_128;
     let pages = matches!(p.keys, Keys::Paged { .. }) && p.max_seqlen_k <= PAGED_KEYS_OF_128;
-    p.head_dim != 128 || few || pages
+    p.head_dim != 128 || holds_codes(p) || few || pages
+}
+
+fn holds_codes(p: &Problem) -> bool {
+    p.k.dtype == DType::F8E4M3
 }
 
 /// Tiles of the keys that any query of a sequence sees, at most.
@@ -250,6 +273,12 @@ fn arguments(plan: &Plan<'_>, p: &Problem) -> Arguments {
         }
         false => p.scale,
     };
+    let scale = |scales: Option<HeadScales>| match scales {
+        Some(scales) => (scales.ptr.addr() as u64, scales.stride as i32),
+        None => (0, 0),
+    };
+    (arguments.k_scale, arguments.k_scale_head) = scale(p.k_scale);
+    (arguments.v_scale, arguments.v_scale_head) = scale(p.v_scale);
     arguments.scale_log2 = factor * std::f32::consts::LOG2_E;
     if let Some(lse) = &p.lse {
         arguments.lse = lse.ptr.addr() as u64;

@@ -12,6 +12,7 @@ use crate::cuda::driver::Driver;
 use crate::cuda::images::attention_forward::Arguments;
 use crate::cuda::tensor_map::{COLUMNS, TensorMap};
 use crate::cuda::tuning::Hopper;
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::attention::{Keys, Problem, Queries, Rows};
 
@@ -199,6 +200,10 @@ pub(super) fn rows_of_heads(
     let [outer, tokens, heads] = sizes_of_keys(p);
     let sizes = [dim, tokens, heads, outer];
     let strides = [rows.token, rows.head, rows.outer];
-    let counts = [COLUMNS, box_rows, box_heads, 1];
+    let columns = match rows.dtype {
+        DType::F8E4M3 => dim.min(2 * COLUMNS as usize) as u32,
+        _ => COLUMNS,
+    };
+    let counts = [columns, box_rows, box_heads, 1];
     TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
 }

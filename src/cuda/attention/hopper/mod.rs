@@ -90,7 +90,7 @@ impl Kernels {
 
     /// How the problem is run, or why not here. Data pointers are not looked at.
     pub fn plan(&self, p: &Problem) -> Result<Plan<'_>, &'static str> {
-        if let Some(why) = refusal(p) {
+        if let Some(why) = refusal(p, p.q.dtype) {
             return Err(why);
         }
         const NO_FORM: &str = "Hopper's have no such head dimensions";
@@ -133,8 +133,8 @@ impl Kernels {
     }
 }
 
-/// Why the kernels do not compute this, if they do not.
-fn refusal(p: &Problem) -> Option<&'static str> {
+/// Why kernels of queries of 16 bits, and of keys and values of so many or another dtype, do not compute this, if they do not.
+fn refusal(p: &Problem, of_keys: DType) -> Option<&'static str> {
     let (queries, keys) = (sizes_of_queries(p), sizes_of_keys(p));
     let rows = [
         (&p.q, queries),
@@ -149,8 +149,8 @@ fn refusal(p: &Problem) -> Option<&'static str> {
     let even = |dim: &usize| dim.is_multiple_of(UNIT);
     let needs = [
         (
-            half && rows.iter().all(|(r, _)| r.dtype == p.q.dtype),
-            "Hopper's take f16 or bf16, the same for all",
+            half && p.out.dtype == p.q.dtype && [&p.k, &p.v].iter().all(|r| r.dtype == of_keys),
+            "Hopper's take f16 or bf16, the same for all, and for few queries 8-bit floats as keys and values",
         ),
         (
             (rows.iter()).all(|(r, sizes)| has_fitting_strides(r, *sizes)),
@@ -176,10 +176,12 @@ const UNIT: usize = tensor_map::ALIGNMENT / 2;
 /// Strides that the copy engine takes, of dimensions `[outer, tokens, heads]` with so many entries. Entries that repeat each other it
 /// does not know.
 fn has_fitting_strides(rows: &Rows, sizes: [usize; 3]) -> bool {
+    let element = rows.dtype.size();
     let strides = [rows.outer, rows.token, rows.head];
     strides.into_iter().zip(sizes).all(|(stride, size)| {
         let repeats = stride == 0 && size > 1;
-        !repeats && stride.is_multiple_of(UNIT) && stride * 2 < tensor_map::MAX_STRIDE
+        let bytes = stride.saturating_mul(element);
+        !repeats && bytes.is_multiple_of(tensor_map::ALIGNMENT) && bytes < tensor_map::MAX_STRIDE
     })
 }
 
@@ -410,7 +412,7 @@ mod tests {
                     let out = out.tensor_mut(0, dtype, layout).unwrap();
                     let problem = cache.attention(0, q, out).unwrap().problem().unwrap();
                     assert_eq!(
-                        refusal(&problem),
+                        refusal(&problem, dtype),
                         None,
                         "{dtype} {heads}x{head_dim} {tokens}"
                     );
