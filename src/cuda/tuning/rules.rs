@@ -83,6 +83,9 @@ pub(in crate::cuda) mod attention {
     pub(in crate::cuda) const LEAST_BYTES_OF_SHARE: usize = 64 << 10;
     /// Bytes of K and V of a sequence and key head that one block reads in the time that parts would take to be joined.
     pub(in crate::cuda) const BYTES_OF_WHOLE_SHARE: usize = 256 << 10;
+    /// Bytes of K and V that a block may read beyond its equal share, if no pair of a sequence and a key head is then cut, or a pair's
+    /// parts are alike: on an H100 reads of codes took 97 µs in parts, 92 without (`kernels/cuda/attention/decode/LADDER.md`).
+    pub(in crate::cuda) const BYTES_OF_EVEN_SHARE: usize = 96 << 10;
     /// The most heads of keys that these kernels read together where a token's lie side by side, so that memory reads longer rows.
     pub(in crate::cuda) const HEADS_TOGETHER: usize = 4;
     /// With head dim 128 other kernels mostly take 1 to 12 % less time than Hopper's for few queries on an H100
