@@ -254,7 +254,7 @@ fn workspaces_need_no_care() {
         },
     ];
     let long = |dim| Case {
-        lens: vec![(1, 5000), (1, 1), (1, 4000), (1, 0), (2, 1333)],
+        lens: vec![(1, 1400), (1, 1), (1, 900), (1, 0), (2, 700)],
         ..ragged(dim)
     };
     cases.extend(DIMS.map(|dim| of_codes(&long(dim))));
