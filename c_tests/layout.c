@@ -80,6 +80,18 @@ FIELD(unsloth_all_reduce_params, comm, 8, 8);
 FIELD(unsloth_all_reduce_params, x, 16, 136);
 FIELD(unsloth_all_reduce_params, out, 152, 136);
 
+STRUCT(unsloth_all_reduce_rms_norm_params, 704, 8);
+FIELD(unsloth_all_reduce_rms_norm_params, struct_size, 0, 4);
+FIELD(unsloth_all_reduce_rms_norm_params, epsilon, 4, 4);
+FIELD(unsloth_all_reduce_rms_norm_params, weight_offset, 8, 4);
+FIELD(unsloth_all_reduce_rms_norm_params, reserved, 12, 4);
+FIELD(unsloth_all_reduce_rms_norm_params, comm, 16, 8);
+FIELD(unsloth_all_reduce_rms_norm_params, x, 24, 136);
+FIELD(unsloth_all_reduce_rms_norm_params, out, 160, 136);
+FIELD(unsloth_all_reduce_rms_norm_params, weight, 296, 136);
+FIELD(unsloth_all_reduce_rms_norm_params, residual, 432, 136);
+FIELD(unsloth_all_reduce_rms_norm_params, residual_out, 568, 136);
+
 STRUCT(unsloth_all_to_all_params, 304, 8);
 FIELD(unsloth_all_to_all_params, struct_size, 0, 4);
 FIELD(unsloth_all_to_all_params, reserved, 4, 4);

@@ -51,6 +51,7 @@
 
 #define UNSLOTH_ALL_GATHER_PARAMS_INIT UNSLOTH_INIT(unsloth_all_gather_params)
 #define UNSLOTH_ALL_REDUCE_PARAMS_INIT UNSLOTH_INIT(unsloth_all_reduce_params)
+#define UNSLOTH_ALL_REDUCE_RMS_NORM_PARAMS_INIT UNSLOTH_INIT(unsloth_all_reduce_rms_norm_params)
 #define UNSLOTH_ALL_TO_ALL_PARAMS_INIT UNSLOTH_INIT(unsloth_all_to_all_params)
 #define UNSLOTH_ARGMAX_PARAMS_INIT UNSLOTH_INIT(unsloth_argmax_params)
 #define UNSLOTH_ATTENTION_BACKWARD_PARAMS_INIT UNSLOTH_INIT(unsloth_attention_backward_params)
@@ -521,6 +522,53 @@ typedef struct unsloth_all_reduce_params {
    */
   struct unsloth_tensor out;
 } unsloth_all_reduce_params;
+
+/**
+ * Arguments of `unsloth_all_reduce_rms_norm_forward`: `y = s / sqrt(mean(s^2) + epsilon) * (weight + weight_offset)` over the last
+ * dimension, on all ranks, with `s = residual + x of rank 0 + x of rank 1 + ..`.
+ */
+typedef struct unsloth_all_reduce_rms_norm_params {
+  /**
+   * `sizeof(unsloth_all_reduce_rms_norm_params)`.
+   */
+  uint32_t struct_size;
+  /**
+   * Added to the mean square; must be above 0.
+   */
+  float epsilon;
+  /**
+   * Added to every gain: 0 for Llama, 1 for Gemma. 0 without a weight.
+   */
+  float weight_offset;
+  /**
+   * Zero.
+   */
+  uint32_t reserved;
+  /**
+   * This rank's part in the group; of the same context.
+   */
+  struct unsloth_comm *comm;
+  /**
+   * `[.., dim]`, this rank's part of the sum: f32, f16 or bf16, contiguous; of one shape and dtype on all ranks.
+   */
+  struct unsloth_tensor x;
+  /**
+   * Like `x`. Absent, or the same tensor as `x`: `x` is overwritten.
+   */
+  struct unsloth_tensor out;
+  /**
+   * Optional: gains `[dim]`, any float dtype, the same on all ranks. Absent: all ones.
+   */
+  struct unsloth_tensor weight;
+  /**
+   * Optional: added to the sum; like `x`, and the same on all ranks.
+   */
+  struct unsloth_tensor residual;
+  /**
+   * Receives `s`; like `x`. Absent, or the same tensor as `residual`: `residual` is overwritten.
+   */
+  struct unsloth_tensor residual_out;
+} unsloth_all_reduce_rms_norm_params;
 
 /**
  * Arguments of `unsloth_all_to_all_forward`: `out` is what rank 0 sends to this one, then what rank 1 does, and so on.
@@ -5963,6 +6011,34 @@ unsloth_status unsloth_all_reduce_forward(struct unsloth_context *ctx,
  * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
  * at, nor are the other ranks. The status and message are those the call itself would give.
  *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; `implementation` is NULL or valid for a write.
+ */
+unsloth_status unsloth_all_reduce_rms_norm_supported(struct unsloth_context *ctx,
+                                                     const struct unsloth_all_reduce_rms_norm_params *params,
+                                                     unsloth_implementation *implementation);
+
+/**
+ * Adds up and normalises on `stream`; every rank of the group calls it. Needs no workspace; neither allocates nor synchronises, and may
+ * be captured into a CUDA graph. A rank of a local group waits for the others.
+ *
+ * It is `unsloth_all_reduce_forward` and `unsloth_rms_norm_forward`. Of up to eight rows of up to 16 KiB, where
+ * `unsloth_comm_warm_up` gave ranks slots at each other, it is one launch, with sums in f32 in the order of ranks: it waits on the device for the
+ * other ranks, until they come or `unsloth_comm_abort` is called. Calls of one group are on one stream, or on streams that the
+ * caller orders. Every rank has the same bits.
+ *
+ * `out` may be `x` and `residual_out` may be `residual`; other overlaps with an output are errors.
+ *
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
+ * has run; `stream` is NULL or a live stream of that device.
+ */
+unsloth_status unsloth_all_reduce_rms_norm_forward(struct unsloth_context *ctx,
+                                                   const struct unsloth_all_reduce_rms_norm_params *params,
+                                                   unsloth_stream stream);
+
+/**
+ * Whether this call would run, and by which implementation (written to `implementation` unless NULL). Data pointers are not looked
+ * at, nor are the other ranks. The status and message are those the call itself would give.
+ *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its counts to an entry for each rank; `implementation` is NULL or valid for a write.
  */
 unsloth_status unsloth_all_to_all_supported(struct unsloth_context *ctx,
@@ -6304,6 +6380,10 @@ unsloth_status unsloth_comm_info_get(struct unsloth_comm *comm, struct unsloth_c
  * NCCL connects ranks and allocates device memory then, which a launch is not to do. Every rank calls
  * it; waits for the stream, and is not for one that is being captured.
  *
+ * Of up to eight ranks that reach each other's memory, by NCCL 2.29 or later, each gives the others slots to write to, of 512 KiB a
+ * rank: `unsloth_all_reduce_rms_norm_forward` is one launch by them. They count as the context's memory, and end with the
+ * group; where one of the ranks has no room for them, none has slots.
+ *
  * Requires: `stream` is NULL or a live stream of the group's device.
  */
 unsloth_status unsloth_comm_warm_up(struct unsloth_comm *comm,
@@ -6347,8 +6427,8 @@ unsloth_status unsloth_comm_error_get(struct unsloth_comm *comm);
  * calls of any rank are refused so. Any thread may call it, while others are in collectives. Of GPUs
  * every rank calls it for itself, and NCCL ends what is running. The handle still has to be destroyed.
  *
- * `UNSLOTH_STATUS_UNSUPPORTED` for a communicator that was borrowed, which its owner aborts, and where
- * NCCL is older than 2.4.
+ * Of a communicator that was borrowed only kernels of this library come back, and later calls are refused: its owner aborts
+ * it too. `UNSLOTH_STATUS_UNSUPPORTED` where NCCL is older than 2.4.
  *
  * Requires: `comm` was made by `unsloth_comm_create`.
  */

@@ -18,7 +18,9 @@ use crate::tensor::{Place, Scratch};
 pub(crate) use accountant::Accountant;
 pub use accountant::MemoryStats;
 pub use event::Event;
-pub(crate) use transport::{Beside, Both, Collective, ID_BYTES, Join, MAX_RANKS, Transport};
+pub(crate) use transport::{
+    Beside, Both, Collective, ID_BYTES, Join, MAX_RANKS, Normalised, Transport,
+};
 
 pub use crate::backend::{Backend, DeviceInfo, Implementation, ProductShape, Stream};
 

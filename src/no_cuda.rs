@@ -75,6 +75,20 @@ pub(crate) mod collective {
             match *self {}
         }
 
+        pub fn slot_bytes(&self) -> usize {
+            match *self {}
+        }
+
+        pub fn make_slots(
+            &self,
+            _: &'static str,
+            _: &Cuda,
+            _: Option<usize>,
+            _: Stream,
+        ) -> Result<bool> {
+            match *self {}
+        }
+
         pub fn alloc(&self, _: &'static str, _: &Cuda, _: usize) -> Result<Option<*mut u8>> {
             match *self {}
         }

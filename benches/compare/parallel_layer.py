@@ -87,6 +87,27 @@ def blocks(ctx, c, weights, x, normed, parallel=None, **cached):
     ]
 
 
+def blocks_with_norms(ctx, c, weights, hidden, **cached):
+    """The same of few tokens on one GPU, norms within the products: two calls."""
+    return [
+        ctx.op("attention_block", x=hidden, residual=hidden, out=hidden, x_norm=weights["norm1"], norm_epsilon=EPSILON,
+               **attention_fields(ctx, c, weights), **cached),
+        ctx.op("mlp", x=hidden, residual=hidden, out=hidden, x_norm=weights["norm2"], x_norm_epsilon=EPSILON, **mlp_fields(ctx, weights)),
+    ]
+
+
+def blocks_and_sums(ctx, c, weights, hidden, normed, partial, comm, next_norm, **cached):
+    """The same of few tokens by ranks whose sums are normalised in one call: `normed` is what the layer takes in, and what the
+    next one does."""
+    added = dict(comm=comm, x=partial, residual=hidden, out=normed, epsilon=EPSILON)
+    return [
+        ctx.op("attention_block", x=normed, out=partial, **attention_fields(ctx, c, weights), **cached),
+        ctx.op("all_reduce_rms_norm", weight=weights["norm2"], **added),
+        ctx.op("mlp", x=normed, out=partial, **mlp_fields(ctx, weights)),
+        ctx.op("all_reduce_rms_norm", weight=next_norm, **added),
+    ]
+
+
 class Cache:
     """A cache of one sequence, with room for so many tokens."""
 

@@ -4,7 +4,8 @@ parallel, beside one GPU of the same run and beside PyTorch."""
 import torch
 import torch.distributed as dist
 from common import OURS
-from parallel_layer import LLAMA_8B, Cache, angles, attended, blocks, gated, make_weights, numbers, part_of, part_of_shape
+from parallel_layer import EPSILON, LLAMA_8B, Cache, angles, attended, blocks, blocks_and_sums, blocks_with_norms, gated
+from parallel_layer import make_weights, numbers, part_of, part_of_shape
 
 # Sequences, and tokens of each. Two sequences are independent, so that one's products hide the other's sums.
 PREFILL = [(2, 4096), (2, 2048), (1, 4096)]
@@ -188,21 +189,50 @@ def decode(r):
     x = numbers(r.device, torch.bfloat16, tokens, c["hidden"], seed=3)
     caches = []
 
-    def ours(c, of_rank, parallel, in_group=False):
-        cache = Cache(r.ctx, c, "BF16", count, tokens)
+    def constant(weights):
+        """As an engine promises them."""
+        made = {name: r.ctx.library.tensor(w) for name, w in weights.items() if w.dim() == 2}
+        for tensor in made.values():
+            tensor.flags |= r.ctx.library.constants["TENSOR_CONSTANT"]
+        return weights | made
+
+    def steps(of_rank, make):
+        """`make` gives hidden states and the calls of all layers, for the tokens before and for the one behind them."""
+        cache = Cache(r.ctx, c if of_rank is all_weights else own, "BF16", count, tokens)
         caches.append(cache)
         for rows in (x[:-1], x[-1:]):
-            hidden, normed = r.in_group(rows) if in_group else rows.clone(), torch.empty_like(rows)
             cache.extend(len(rows))
-            calls = [call for i, w in enumerate(of_rank) for call in blocks(r.ctx, c, w, hidden, normed, parallel, **cache.of(i))]
+            hidden, calls = make(rows, [constant(w) for w in of_rank], cache)
             run_all(calls)()
         r.synchronize()
         return run_all(calls), hidden
 
+    def apart(parallel, in_group=False):
+        def make(rows, of_rank, cache):
+            hidden, normed = r.in_group(rows) if in_group else rows.clone(), torch.empty_like(rows)
+            shape = own if parallel else c
+            return hidden, sum((blocks(r.ctx, shape, w, hidden, normed, parallel, **cache.of(i)) for i, w in enumerate(of_rank)), [])
+
+        return make
+
+    def in_products(rows, of_rank, cache):
+        hidden = rows.clone()
+        return hidden, sum((blocks_with_norms(r.ctx, c, w, hidden, **cache.of(i)) for i, w in enumerate(of_rank)), [])
+
+    def in_sums(rows, of_rank, cache):
+        hidden, normed, partial = rows.clone(), torch.empty_like(rows), torch.empty_like(rows)
+        calls = [r.ctx.op("rms_norm", x=hidden, weight=of_rank[0]["norm1"], out=normed, epsilon=EPSILON)]
+        for i, w in enumerate(of_rank):
+            following = of_rank[(i + 1) % count]["norm1"]
+            calls += blocks_and_sums(r.ctx, own, w, hidden, normed, partial, r.comm, following, **cache.of(i))
+        return hidden, calls
+
     made = {
-        f"{OURS} one GPU": ours(c, all_weights, None),
-        f"{OURS} tensor parallel": ours(own, parts, r.parallel(), in_group=True),
-        f"{OURS} tensor parallel, sums in other memory": ours(own, parts, r.parallel()),
+        f"{OURS} one GPU": steps(all_weights, apart(None)),
+        f"{OURS} one GPU, norms in products": steps(all_weights, in_products),
+        f"{OURS} tensor parallel": steps(parts, in_sums),
+        f"{OURS} tensor parallel, norms apart": steps(parts, apart(r.parallel(), in_group=True)),
+        f"{OURS} tensor parallel, norms apart, sums in other memory": steps(parts, apart(r.parallel())),
     }
     contenders = {name: run for name, (run, _) in made.items()}
     (_, one), *others = made.values()
@@ -213,7 +243,8 @@ def decode(r):
         for run in contenders.values():
             run()
     times = {name: us / count for name, us in r.times(contenders).items()}
-    about = dict(dtype="bf16", layers=count, tokens=1, context=tokens, **of_ranks(r, times))
+    one = min((name for name in times if name.startswith(f"{OURS} one GPU")), key=times.get)
+    about = dict(dtype="bf16", layers=count, tokens=1, context=tokens, **of_ranks(r, times, one=one))
     weights = sum(w.nbytes for w in all_weights[0].values())
     r.row(f"decoding behind {tokens - 1} tokens, bf16", times, weight_bytes=weights, **about)
     for cache in caches:

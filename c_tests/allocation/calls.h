@@ -152,6 +152,19 @@ static void all_reduce_ready(void) {
   all_reduce.out = out2(TOKENS, HIDDEN);
 }
 
+static unsloth_all_reduce_rms_norm_params all_reduce_rms_norm;
+static void all_reduce_rms_norm_ready(void) {
+  comm_ready();
+  all_reduce_rms_norm = (unsloth_all_reduce_rms_norm_params)UNSLOTH_ALL_REDUCE_RMS_NORM_PARAMS_INIT;
+  all_reduce_rms_norm.comm = comm;
+  all_reduce_rms_norm.epsilon = 1e-5f;
+  all_reduce_rms_norm.x = in2(TOKENS, HIDDEN);
+  all_reduce_rms_norm.out = out2(TOKENS, HIDDEN);
+  all_reduce_rms_norm.weight = in2(HIDDEN, -1);
+  all_reduce_rms_norm.residual = in2(TOKENS, HIDDEN);
+  all_reduce_rms_norm.residual_out = out2(TOKENS, HIDDEN);
+}
+
 static unsloth_all_gather_params all_gather;
 static void all_gather_ready(void) {
   comm_ready();
@@ -1192,6 +1205,10 @@ static const int64_t too_many[SEQUENCES] = {150, 150};
   X(all_reduce_supported, all_reduce_ready, unsloth_all_reduce_supported,                          \
     (ctx, &all_reduce, &implementation), OK)                                                       \
   X(all_reduce, all_reduce_ready, unsloth_all_reduce_forward, (ctx, &all_reduce, NULL), OK)        \
+  X(all_reduce_rms_norm_supported, all_reduce_rms_norm_ready,                                      \
+    unsloth_all_reduce_rms_norm_supported, (ctx, &all_reduce_rms_norm, &implementation), OK)       \
+  X(all_reduce_rms_norm, all_reduce_rms_norm_ready, unsloth_all_reduce_rms_norm_forward,           \
+    (ctx, &all_reduce_rms_norm, NULL), OK)                                                         \
   X(all_gather_supported, all_gather_ready, unsloth_all_gather_supported,                          \
     (ctx, &all_gather, &implementation), OK)                                                       \
   X(all_gather, all_gather_ready, unsloth_all_gather_forward, (ctx, &all_gather, NULL), OK)        \

@@ -19,6 +19,7 @@ typedef struct {
   int waits;           // for everything queued on the device
   const char *last;    // the function that was counted last
   int failing_launch;  // which launch from here on fails; 0 for none
+  const float *said;   // what a copy of a number to the host gives; NULL for nothing
   driver_stage steps[DRIVER_STEPS];
   int num_steps;
 } driver_calls;

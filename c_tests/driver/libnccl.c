@@ -195,6 +195,15 @@ int ncclCommWindowDeregister(void *comm, void *window) {
   return failing("ncclCommWindowDeregister");
 }
 
+int ncclGetPeerDevicePointer(void *window, size_t offset, int peer, void **pointer);
+int ncclGetPeerDevicePointer(void *window, size_t offset, int peer, void **pointer) {
+  const int status = failing("ncclGetPeerDevicePointer");
+  if (status != 0) return status;
+  // A rank that is elsewhere has no address here.
+  *pointer = peer == nccl.unreached ? NULL : (char *)window + offset;
+  return 0;
+}
+
 void *nccl_symbol(void *user, const char *name) {
   // ISO C has no conversion of a function's address to an object's.
   typedef void (*function)(void);
@@ -232,6 +241,7 @@ void *nccl_symbol(void *user, const char *name) {
       SINCE(ncclMemFree, 21900),
       SINCE(ncclCommWindowRegister, 22700),
       SINCE(ncclCommWindowDeregister, 22700),
+      SINCE(ncclGetPeerDevicePointer, 22900),
   };
   if (user != &nccl) return NULL;
   for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {

@@ -23,6 +23,7 @@ typedef struct {
   int status;              // ncclResult_t
   int async_status;        // what ncclCommGetAsyncError tells
   int size, rank, device;  // of a communicator that was made elsewhere
+  int unreached;           // a rank whose memory this one does not reach; below 0 for none
   // Told of each call that moves data, if it is not NULL.
   void (*told)(char what, const void *stream, const void *event);
   // What was asked.

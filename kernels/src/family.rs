@@ -14,6 +14,8 @@ use crate::Error;
 use crate::cubin::Cubin;
 use crate::nvcc::{Architecture, Compiled, Source, Unit};
 
+#[path = "../cuda/all_reduce_rms_norm/family.rs"]
+mod all_reduce_rms_norm;
 #[path = "../cuda/attention/decode/family.rs"]
 mod attention_decoding;
 #[path = "../cuda/attention/forward/family.rs"]
@@ -45,6 +47,7 @@ mod quantize;
 
 /// Every family.
 pub const FAMILIES: &[Family] = &[
+    all_reduce_rms_norm::FAMILY,
     attention_forward::FAMILY,
     attention_decoding::FAMILY,
     attention_gradients::FAMILY,

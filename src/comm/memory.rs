@@ -4,6 +4,7 @@ use std::ptr::NonNull;
 use std::sync::{MutexGuard, PoisonError};
 
 use super::Comm;
+use crate::backend::Stream;
 use crate::error::{Error, Result, text};
 use crate::memory::Buffer;
 
@@ -14,6 +15,8 @@ pub(super) enum Memory {
     Plain(Buffer),
     /// The transport's, at this address, of so many bytes.
     Reached(usize, u64),
+    /// The transport's, for itself, of so many bytes.
+    Slots(u64),
 }
 
 impl Memory {
@@ -21,6 +24,8 @@ impl Memory {
         match self {
             Memory::Plain(buffer) => buffer.as_ptr().expose_provenance(),
             Memory::Reached(address, _) => *address,
+            // Nobody was given it.
+            Memory::Slots(_) => 0,
         }
     }
 }
@@ -80,7 +85,7 @@ impl Comm {
             at.map(|at| all.swap_remove(at))
         };
         match found {
-            None => {
+            None | Some(Memory::Slots(_)) => {
                 let problem = text!("{memory:p} is no memory of this group");
                 Err(Error::invalid(OP, "ptr", problem))
             }
@@ -95,6 +100,27 @@ impl Comm {
         }
     }
 
+    /// Lets the transport make slots, where that can be, within the context's limit.
+    pub(super) fn make_slots(&self, op: &'static str, stream: Stream) -> Result<()> {
+        let size = self.transport.slot_bytes();
+        if size == 0 {
+            return Ok(());
+        }
+        let bytes = size as u64;
+        let accountant = self.context.accountant();
+        let mut all = self.memory();
+        // A rank without room tells the others, so that none has slots.
+        let room = all.try_reserve(1).is_ok() && accountant.reserve(op, bytes).is_ok();
+        let given = room.then_some(size);
+        let made = self.transport.make_slots(op, &self.context, given, stream);
+        if let Ok(true) = made {
+            all.push(Memory::Slots(bytes));
+        } else if room {
+            accountant.release(bytes);
+        }
+        made.map(drop)
+    }
+
     fn memory(&self) -> MutexGuard<'_, Vec<Memory>> {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -103,7 +129,7 @@ impl Comm {
     pub(super) fn release(&mut self) {
         let left = self.memory.get_mut();
         for memory in left.unwrap_or_else(PoisonError::into_inner).drain(..) {
-            if let Memory::Reached(_, bytes) = memory {
+            if let Memory::Reached(_, bytes) | Memory::Slots(bytes) = memory {
                 self.context.accountant().release(bytes);
             }
         }

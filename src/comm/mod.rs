@@ -282,7 +282,10 @@ impl Comm {
     }
 
     /// Meets the other ranks once, so that what a first collective takes longer for is done: NCCL connects
-    /// ranks and allocates then. Every rank calls it; it waits for the stream, which is not captured.
+    /// ranks and allocates then. Of up to eight ranks that reach each other's memory, by NCCL 2.29 or later, each gives the others
+    /// slots to write to, of 512 KiB a rank, which [`all_reduce_rms_norm`](crate::ops::all_reduce_rms_norm) is one launch by; they
+    /// count as the context's memory, and there are none where one of the ranks has no room for them. Every rank calls it; it waits for
+    /// the stream, which is not captured.
     ///
     /// # Errors
     /// As a collective; too little memory.
@@ -291,7 +294,8 @@ impl Comm {
         self.context.device().check_stream(OP, stream)?;
         let advice = "warm up before";
         self.context.check_not_capturing(OP, stream, advice)?;
-        self.transport.warm_up(OP, &self.context, stream)
+        self.transport.warm_up(OP, &self.context, stream)?;
+        self.make_slots(OP, stream)
     }
 
     /// Whether the group works, as far as this rank knows. Does not wait.
@@ -303,10 +307,11 @@ impl Comm {
     }
 
     /// Breaks the group: ranks that wait for others come back with an error, and later calls are
-    /// refused. Any thread may call it, while others are in collectives. On a GPU every rank calls it.
+    /// refused. Any thread may call it, while others are in collectives. On a GPU every rank calls it. Of a communicator that was
+    /// borrowed only this library's own kernels come back: who made it aborts it too.
     ///
     /// # Errors
-    /// NCCL is older than 2.4, or the group was borrowed: who made it aborts it.
+    /// NCCL is older than 2.4.
     pub fn abort(&self) -> Result<()> {
         self.transport.abort("comm_abort")
     }

@@ -14,6 +14,7 @@ use crate::cuda::collective::{self as nccl, Comm};
 use crate::error::{Error, Result, text};
 use crate::problem::Plans;
 use crate::problem::collective::{self as problem, Call, Problem};
+use crate::problem::rms_norm;
 
 /// A rank's way to the others.
 #[derive(Debug)]
@@ -95,6 +96,28 @@ impl Transport {
         match self {
             Transport::Local(member) => member.barrier(op),
             Transport::Nccl(comm) => comm.warm_up(op, of_gpu(op, ctx)?, stream),
+        }
+    }
+
+    /// Bytes that slots would take by which ranks write to each other; 0 where there are some, or can be none.
+    pub fn slot_bytes(&self) -> usize {
+        match self {
+            Transport::Local(_) => 0,
+            Transport::Nccl(comm) => comm.slot_bytes(),
+        }
+    }
+
+    /// Makes them with the other ranks, unless one has no room, which `bytes` is `None` of this one for. Whether there are some then.
+    pub fn make_slots(
+        &self,
+        op: &'static str,
+        ctx: &Context,
+        bytes: Option<usize>,
+        stream: Stream,
+    ) -> Result<bool> {
+        match self {
+            Transport::Local(_) => Ok(false),
+            Transport::Nccl(comm) => comm.make_slots(op, of_gpu(op, ctx)?, bytes, stream),
         }
     }
 
@@ -215,6 +238,37 @@ impl<'t> Planned for Both<'t> {
                 Chosen::Cuda((**cuda).plan(both)?)
             }
             _ => return Err(of_another(problems[0].op)),
+        })
+    }
+}
+
+/// A sum of all ranks, and what it becomes on each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Normalised<'t> {
+    pub sum: Collective<'t>,
+    pub norm: rms_norm::Problem,
+}
+
+impl<'t> Planned for Normalised<'t> {
+    type Plan<'a> = Chosen<
+        <Cpu as Plans<problem::Normalised<'t, Member>>>::Plan<'a>,
+        <Cuda as Plans<problem::Normalised<'t, Comm>>>::Plan<'a>,
+    >;
+
+    fn plan(self, ctx: &Context) -> Result<Self::Plan<'_>> {
+        let Normalised { sum, norm } = self;
+        let problem = sum.problem;
+        Ok(match (&ctx.inner.device, sum.transport) {
+            (Device::Cpu(cpu), Transport::Local(transport)) => {
+                let sum = Call { transport, problem };
+                Chosen::Cpu(cpu.plan(problem::Normalised { sum, norm })?)
+            }
+            (Device::Cuda(cuda), Transport::Nccl(comm)) => {
+                let transport = &**comm;
+                let sum = Call { transport, problem };
+                Chosen::Cuda((**cuda).plan(problem::Normalised { sum, norm })?)
+            }
+            _ => return Err(of_another(problem.op)),
         })
     }
 }

@@ -5,6 +5,7 @@
 //! contexts of the process. A launch then only checks, fills a struct and calls the driver.
 
 mod accumulate;
+mod all_reduce_rms_norm;
 pub(crate) mod argmax;
 pub(crate) mod attention;
 mod attention_merge;
@@ -66,6 +67,7 @@ use swiglu::backward as swiglu_backward;
 // Those that have kernels of their own.
 loaded::operations!(
     accumulate,
+    all_reduce_rms_norm,
     argmax,
     attention,
     attention_merge,

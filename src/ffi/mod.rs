@@ -8,6 +8,7 @@
 
 pub mod all_gather;
 pub mod all_reduce;
+pub mod all_reduce_rms_norm;
 pub mod all_to_all;
 pub mod argmax;
 pub mod attention;

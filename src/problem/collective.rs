@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::dtype::DType;
+use crate::problem::rms_norm;
 use crate::tensor::RawTensor;
 
 /// What numbers of all ranks become one by. The discriminants are those of the C ABI
@@ -166,6 +167,15 @@ pub(crate) struct Call<'a, T> {
 pub(crate) struct Both<'a, T> {
     pub transport: &'a T,
     pub problems: [Problem<'a>; 2],
+}
+
+/// A sum of all ranks that a norm reads, one launch where that can be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Normalised<'a, T> {
+    /// Of rows.
+    pub sum: Call<'a, T>,
+    /// Its `x` and its `out` are the sum's.
+    pub norm: rms_norm::Problem,
 }
 
 /// The most calls that run beside others and are waited for one by one.

@@ -10,6 +10,7 @@ mod failures;
 mod group;
 mod memory;
 mod misuse;
+mod normalised;
 mod parallel;
 mod pipeline;
 mod shard;

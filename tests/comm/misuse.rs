@@ -7,6 +7,7 @@ use crate::common::{TestTensor, contexts, rng};
 use crate::group::random;
 use unsloth::ffi::all_gather::*;
 use unsloth::ffi::all_reduce::*;
+use unsloth::ffi::all_reduce_rms_norm::*;
 use unsloth::ffi::all_to_all::*;
 use unsloth::ffi::broadcast::*;
 use unsloth::ffi::comm::*;
@@ -196,6 +197,101 @@ const ALL_GATHER: &[Misuse<unsloth_all_gather_params>] = &[
         |p| p.out.data = std::ptr::null_mut(),
         UNSLOTH_STATUS_NULL_POINTER,
         "all_gather: data of out is NULL",
+    ),
+];
+
+const ALL_REDUCE_RMS_NORM: &[Misuse<unsloth_all_reduce_rms_norm_params>] = &[
+    (
+        |p| p.comm = std::ptr::null_mut(),
+        UNSLOTH_STATUS_NULL_POINTER,
+        "all_reduce_rms_norm: comm is NULL",
+    ),
+    (
+        |p| p.comm = std::ptr::without_provenance_mut(77),
+        UNSLOTH_STATUS_INVALID_HANDLE,
+        "all_reduce_rms_norm: comm is not a live unsloth_comm handle (0x4d)",
+    ),
+    (
+        |p| p.x = absent(),
+        INVALID,
+        "all_reduce_rms_norm: x is absent (rank 0), it is required",
+    ),
+    (
+        |p| p.x.dtype = DType::I32 as u32,
+        INVALID,
+        "all_reduce_rms_norm: x has dtype i32, allowed: f32, f16, bf16",
+    ),
+    (
+        |p| p.x.strides = [5, 1, 0, 0, 0, 0],
+        INVALID,
+        "all_reduce_rms_norm: x has shape [2, 4] with strides [5, 1], it must be contiguous",
+    ),
+    (
+        |p| p.out.dtype = DType::F16 as u32,
+        INVALID,
+        "all_reduce_rms_norm: out has dtype f16, x has f32",
+    ),
+    (
+        |p| p.out.shape[0] = 1,
+        INVALID,
+        "all_reduce_rms_norm: out has shape [1, 4], x has [2, 4]",
+    ),
+    (
+        |p| p.out.strides = [1, 2, 0, 0, 0, 0],
+        INVALID,
+        "all_reduce_rms_norm: out has shape [2, 4] with strides [1, 2], it must be contiguous",
+    ),
+    (
+        |p| {
+            p.residual = p.out;
+            p.residual.shape[0] = 1;
+        },
+        INVALID,
+        "all_reduce_rms_norm: residual has shape [1, 4], x has [2, 4]",
+    ),
+    (
+        |p| p.residual_out = p.x,
+        INVALID,
+        "all_reduce_rms_norm: residual is absent (rank 0), it is required",
+    ),
+    (
+        |p| p.residual = p.out,
+        INVALID,
+        "all_reduce_rms_norm: residual_out overlaps out",
+    ),
+    (
+        |p| {
+            p.weight = p.x;
+            p.weight.rank = 1;
+            p.weight.shape[0] = 2;
+        },
+        INVALID,
+        "all_reduce_rms_norm: weight has shape [2], expected [4]",
+    ),
+    (
+        |p| p.weight_offset = 1.0,
+        INVALID,
+        "all_reduce_rms_norm: weight_offset is 1, without a weight it must be 0",
+    ),
+    (
+        |p| p.epsilon = 0.0,
+        INVALID,
+        "all_reduce_rms_norm: epsilon is 0, it must be above 0",
+    ),
+    (
+        |p| p.reserved = 1,
+        INVALID,
+        "all_reduce_rms_norm: reserved is 1, allowed: 0",
+    ),
+    (
+        |p| p.out = shifted(&p.x),
+        INVALID,
+        "all_reduce_rms_norm: out overlaps x",
+    ),
+    (
+        |p| p.x.data = std::ptr::null_mut(),
+        UNSLOTH_STATUS_NULL_POINTER,
+        "all_reduce_rms_norm: data of x is NULL",
     ),
 ];
 
@@ -394,7 +490,7 @@ const SEND_RECEIVE: &[Misuse<unsloth_send_receive_params>] = &[
 /// Checks an operation's table on a group of one rank, with good arguments that have its `comm`, `x`
 /// and `out`.
 macro_rules! check {
-    ($name:literal, $params:ty, $supported:ident, $forward:ident, $table:ident) => {{
+    ($name:literal, $params:ty, $supported:ident, $forward:ident, $table:ident $(, $field:ident = $value:expr)*) => {{
         let memory = &contexts()[0];
         let layout = Layout::contiguous(&[2, 4]).unwrap();
         let x = random(&mut rng(), DType::F32, &[2, 4]).upload(memory);
@@ -403,6 +499,7 @@ macro_rules! check {
         let group = Group::new(&ctx);
         // SAFETY: integers and pointers, size first.
         let mut good: $params = unsafe { abi::zeroed_params() };
+        $(good.$field = $value;)*
         good.comm = group.0;
         (good.x, good.out) = (c_tensor(&x), c_tensor(&out));
         let operation = Operation {
@@ -435,6 +532,14 @@ fn misuse_of_reductions_is_refused_and_writes_nothing() {
         unsloth_reduce_scatter_supported,
         unsloth_reduce_scatter_forward,
         REDUCE_SCATTER
+    );
+    check!(
+        "all_reduce_rms_norm",
+        unsloth_all_reduce_rms_norm_params,
+        unsloth_all_reduce_rms_norm_supported,
+        unsloth_all_reduce_rms_norm_forward,
+        ALL_REDUCE_RMS_NORM,
+        epsilon = 1e-5
     );
 }
 

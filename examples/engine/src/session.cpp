@@ -22,13 +22,6 @@
 namespace llm {
 namespace {
 
-// Tokens of a step: bounds the activations. A GPU is kept busy by more of them.
-constexpr uint64_t kMaxChunkCpu = 512;
-constexpr uint64_t kMaxChunkGpu = 2048;
-uint64_t chunk_limit(const Context &context) {
-  return context.backend() == UNSLOTH_BACKEND_CPU ? kMaxChunkCpu : kMaxChunkGpu;
-}
-
 constexpr uint64_t kMaxLogitRows = 32;  // a row is as long as the vocabulary
 constexpr uint64_t kPageSize = 16;
 
@@ -65,6 +58,12 @@ unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dt
 
 }  // namespace
 
+uint64_t Session::chunk_limit(const Context &context) {
+  // A GPU is kept busy by more of them.
+  constexpr uint64_t kCpu = 512, kGpu = 2048;
+  return context.backend() == UNSLOTH_BACKEND_CPU ? kCpu : kGpu;
+}
+
 Session::Session(const Model &model, uint64_t capacity, bool use_graph, Args::Cache cache)
     : model_(&model),
       capacity_(capacity),
@@ -83,7 +82,8 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph, Args::Ca
   hidden_ = Buffer(context(), hidden_bytes);
   normalized_ = Buffer(context(), hidden_bytes);
   if (tensor_ranks() > 1) {
-    token_ = GroupMemory(model.ranks().tensor, hidden_size * element_size(dtype_));
+    sums_of_few_ =
+        GroupMemory(model.ranks().tensor, 2 * kFewRows * hidden_size * element_size(dtype_));
   }
   if (model.ranks().has_output()) {
     of_ranks_.resize(max_logit_rows_ * tensor_ranks() * model.vocabulary().most);
@@ -191,40 +191,6 @@ void Session::queue_embedding(size_t count) {
     embedding.vocab_size = static_cast<int64_t>(vocab_size());
   }
   check(unsloth_embedding_forward(context().get(), &embedding, context().stream()));
-}
-
-void Session::queue_layers(size_t count) {
-  const Ranks &ranks = model_->ranks();
-  const unsloth_tensor hidden = hidden_rows(0, count);
-  const unsloth_tensor normalized = normalized_rows(0, count);
-  if (ranks.has_embedding()) {
-    queue_embedding(count);
-  } else {
-    receive(context(), ranks.pipeline, hidden, ranks.pipeline.rank - 1);
-  }
-  for (size_t i = 0; i < model_->layers().size(); ++i) {
-    const LayerWeights &weights = model_->layers()[i];
-    const bool few = are_few(count);
-    if (!few) rms_norm(hidden, weights.attention_norm, normalized);
-    if (divided_) {
-      divided_->attend(i, call(count));
-    } else {
-      const unsloth_attention_block_params attention = attention_params(i, count);
-      check(unsloth_attention_block_forward(context().get(), &attention, context().stream()));
-    }
-    if (!few) rms_norm(hidden, weights.mlp_norm, normalized);
-    // A chunk at a time, which bounds the workspace.
-    const uint64_t most = chunk_limit(context());
-    for (size_t first = 0; first < count; first += most) {
-      const unsloth_mlp_params mlp = mlp_params(i, first, std::min<size_t>(most, count - first));
-      check(unsloth_mlp_forward(context().get(), &mlp, context().stream()));
-    }
-  }
-  if (ranks.has_output()) {
-    rms_norm(hidden, model_->output_norm(), normalized);
-  } else {
-    send(context(), ranks.pipeline, hidden, ranks.pipeline.rank + 1);
-  }
 }
 
 void Session::queue_logits(size_t row, size_t rows) {
@@ -386,85 +352,6 @@ void Session::upload_ids(const TokenId *tokens, size_t count) {
   likeliest_is_known_ = false;
 }
 
-void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const {
-  unsloth_rms_norm_params params = UNSLOTH_RMS_NORM_PARAMS_INIT;
-  params.epsilon = static_cast<float>(model_->config().rms_norm_epsilon);
-  params.x = x;
-  params.weight = weight;
-  params.out = out;
-  check(unsloth_rms_norm_forward(context().get(), &params, context().stream()));
-}
-
-// Whether so many rows pass the norms of a layer within the products that they go to, which then
-// may be one kernel on a GPU.
-bool Session::are_few(size_t count) const {
-  constexpr size_t kFewRows = 8;
-  return count <= kFewRows && !divided_ && tensor_ranks() == 1;
-}
-
-// hidden += attention(normalized), over the cache's pages of the layer.
-unsloth_attention_block_params Session::attention_params(size_t layer, size_t count) const {
-  const ModelConfig &config = model_->config();
-  const LayerWeights &weights = model_->layers()[layer];
-  unsloth_attention_block_params params = UNSLOTH_ATTENTION_BLOCK_PARAMS_INIT;
-  params.num_heads = static_cast<int64_t>(config.num_heads);
-  params.num_kv_heads = static_cast<int64_t>(config.num_kv_heads);
-  params.head_dim = static_cast<int64_t>(config.head_dim);
-  params.rotate = 1;
-  params.rotation = rotation(config, model_->rope_factors());
-  params.cache = cache_.get();
-  params.layer = static_cast<int64_t>(layer);
-  params.x = normalized_rows(0, count);
-  params.qkv_weight = weights.qkv;
-  params.qkv_bias = weights.qkv_bias;
-  params.q_weight = weights.q;
-  params.k_weight = weights.k;
-  params.v_weight = weights.v;
-  params.q_bias = weights.q_bias;
-  params.k_bias = weights.k_bias;
-  params.v_bias = weights.v_bias;
-  params.out_weight = weights.attention_output;
-  params.out_bias = weights.attention_output_bias;
-  params.residual = hidden_rows(0, count);
-  params.out = params.residual;
-  if (are_few(count)) {
-    params.x = params.residual;
-    params.x_norm = weights.attention_norm;
-    params.norm_epsilon = static_cast<float>(config.rms_norm_epsilon);
-  }
-  params.parallel = model_->ranks().tensor.parallel();
-  params.workspace = workspace_.data();
-  params.workspace_size = workspace_.bytes();
-  return params;
-}
-
-ContextParallel::Call Session::call(size_t rows) const {
-  return {cache_.get(), normalized_rows(0, rows), hidden_rows(0, rows), workspace_.data(),
-          workspace_.bytes()};
-}
-
-// hidden += mlp(normalized), of `count` rows from `first` on
-unsloth_mlp_params Session::mlp_params(size_t layer, size_t first, size_t count) const {
-  const LayerWeights &weights = model_->layers()[layer];
-  unsloth_mlp_params params = UNSLOTH_MLP_PARAMS_INIT;
-  params.activation = UNSLOTH_ACTIVATION_SILU;
-  params.x = normalized_rows(first, count);
-  params.gate_weight = weights.gate;
-  params.up_weight = weights.up;
-  params.down_weight = weights.down;
-  params.residual = hidden_rows(first, count);
-  params.out = params.residual;
-  if (first == 0 && are_few(count)) {
-    params.x = params.residual;
-    params.x_norm = weights.mlp_norm;
-    params.x_norm_epsilon = static_cast<float>(model_->config().rms_norm_epsilon);
-  }
-  params.parallel = model_->ranks().tensor.parallel();
-  params.workspace = workspace_.data();
-  params.workspace_size = workspace_.bytes();
-  return params;
-}
-
 // Logits of rows of the normalised hidden states, in f32 whatever these are: this rank's columns,
 // at its place.
 unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
@@ -478,22 +365,6 @@ unsloth_linear_params Session::logits_params(size_t row, size_t rows) const {
   params.workspace = workspace_.data();
   params.workspace_size = workspace_.bytes();
   return params;
-}
-
-unsloth_tensor Session::hidden_rows(size_t first, size_t count) const {
-  const bool is_token = token_.data() != nullptr && num_rows_ == 1;
-  return rows_of(is_token ? token_.data() : hidden_.data(), first, count);
-}
-
-unsloth_tensor Session::normalized_rows(size_t first, size_t count) const {
-  return rows_of(normalized_.data(), first, count);
-}
-
-// `count` rows of hidden states from row `first` on.
-unsloth_tensor Session::rows_of(void *data, size_t first, size_t count) const {
-  const uint64_t hidden = model_->config().hidden_size;
-  char *start = static_cast<char *>(data) + first * hidden * element_size(dtype_);
-  return unsloth::tensor(start, dtype_, {count, hidden});
 }
 
 }  // namespace llm

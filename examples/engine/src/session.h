@@ -65,23 +65,33 @@ class Session {
   void reset();
 
  private:
+  // Tokens that kernels for few take.
+  static constexpr size_t kFewRows = 8;
+  // Tokens of a step: bounds the activations.
+  static uint64_t chunk_limit(const Context &context);
+
   void extend(size_t count);
   void reserve_workspace(size_t count);
   void upload_ids(const TokenId *tokens, size_t count);
   void queue_embedding(size_t count);
   void queue_layers(size_t count);
+  void queue_layer(size_t i, size_t count);
+  void queue_layers_and_sums(size_t count);
+  void add_up(size_t count, unsloth_tensor weight) const;
   void queue_logits(size_t row, size_t rows);
   void queue_likeliest();
   TokenId share_first();
   void capture_step();
   void rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const;
   bool are_few(size_t count) const;
+  bool adds_up(size_t count) const;
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
   unsloth_mlp_params mlp_params(size_t layer, size_t first, size_t count) const;
   unsloth_linear_params logits_params(size_t row, size_t rows) const;
   // Rows of the residual stream, and of what blocks take in.
   unsloth_tensor hidden_rows(size_t first, size_t count) const;
   unsloth_tensor normalized_rows(size_t first, size_t count) const;
+  unsloth_tensor part_of_sum(size_t count) const;
   unsloth_tensor rows_of(void *data, size_t first, size_t count) const;
   ContextParallel::Call call(size_t rows) const;
   bool can_replay() const;
@@ -113,8 +123,10 @@ class Session {
   Buffer ids_;
   bool likeliest_is_known_ = false;  // whether likeliest_ is that token
   TokenId likeliest_ = 0;
-  Buffer hidden_;      // the residual stream
-  GroupMemory token_;  // that of a step of one token, which ranks that divide weights add up
+  Buffer hidden_;  // the residual stream
+  // Where ranks divide weights: what this one gives to the sums of few tokens, and behind it these
+  // sums, normalised.
+  GroupMemory sums_of_few_;
   Buffer normalized_;  // what a block, and at the end the output projection, takes in
   // Of each rank that divides the vocabulary in turn: rows of as many columns as the first one has
   // of the vocabulary.

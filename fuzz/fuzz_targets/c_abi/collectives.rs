@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use unsloth::ffi::all_gather::*;
 use unsloth::ffi::all_reduce::*;
+use unsloth::ffi::all_reduce_rms_norm::*;
 use unsloth::ffi::all_to_all::*;
 use unsloth::ffi::broadcast::*;
 use unsloth::ffi::comm::*;
@@ -294,6 +295,20 @@ impl Call<'_, '_> {
         p.comm = self.comm();
         p.op = self.input.up_to(5) as u32;
         (p.x, p.out) = self.moved();
+        stated
+    }
+
+    pub fn all_reduce_rms_norm(&mut self) -> Box<Stated<unsloth_all_reduce_rms_norm_params>> {
+        // SAFETY: a params struct.
+        let mut stated: Box<Stated<unsloth_all_reduce_rms_norm_params>> = unsafe { zeroed() };
+        // As without ranks.
+        let norm = self.rms_norm().params;
+        let p = &mut stated.params;
+        p.comm = self.comm();
+        (p.x, p.out, p.weight) = (norm.x, norm.out, norm.weight);
+        (p.residual, p.residual_out) = (norm.residual, norm.residual_out);
+        (p.epsilon, p.weight_offset, p.reserved) =
+            (norm.epsilon, norm.weight_offset, norm.reserved);
         stated
     }
 

@@ -2,6 +2,7 @@
 
 use unsloth::ffi::all_gather::*;
 use unsloth::ffi::all_reduce::*;
+use unsloth::ffi::all_reduce_rms_norm::*;
 use unsloth::ffi::all_to_all::*;
 use unsloth::ffi::argmax::*;
 use unsloth::ffi::attention::backward::*;
@@ -70,7 +71,7 @@ macro_rules! finish {
 }
 
 /// One call of each operation; those that decide more come more often.
-pub const ALL: [fn(&mut Call<'_, '_>); 43] = [
+pub const ALL: [fn(&mut Call<'_, '_>); 44] = [
     of!(
         attention,
         unsloth_attention_supported,
@@ -249,6 +250,11 @@ pub const ALL: [fn(&mut Call<'_, '_>); 43] = [
         all_reduce,
         unsloth_all_reduce_supported,
         unsloth_all_reduce_forward
+    ),
+    of!(
+        all_reduce_rms_norm,
+        unsloth_all_reduce_rms_norm_supported,
+        unsloth_all_reduce_rms_norm_forward
     ),
     of!(
         all_gather,

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::{Activation, Blocks, Float, attention, linear, quantize, rotation};
+use crate::{Activation, Blocks, Float, attention, linear, quantize, rank_sums, rotation};
 
 /// A header that declares what kernels in CUDA C++ need of this crate.
 pub fn header() -> String {
@@ -37,6 +37,13 @@ pub fn header() -> String {
         "constexpr int32_t kNoLimit = {};",
         attention::NO_LIMIT
     );
+    for (name, value) in [
+        ("Ranks", rank_sums::RANKS),
+        ("Rows", rank_sums::ROWS),
+        ("Lines", rank_sums::LINES),
+    ] {
+        let _ = writeln!(text, "constexpr uint32_t kRankSum{name} = {value};");
+    }
     text.push_str("\n}  // namespace unsloth\n");
     text
 }

@@ -398,6 +398,20 @@ pub mod optimizer {
     }
 }
 
+/// Few rows that ranks add up in each other's memory.
+pub mod rank_sums {
+    /// The most ranks.
+    pub const RANKS: u32 = 8;
+    /// The most rows of a launch.
+    pub const ROWS: u32 = 8;
+    /// Bytes of a row that a line of the slots has.
+    pub const LINE: u32 = 8;
+    /// Bytes that a line takes: those of a row, and the number of the call beside each four.
+    pub const LINE_BYTES: u32 = 2 * LINE;
+    /// Lines of the longest row.
+    pub const LINES: u32 = 2048;
+}
+
 /// Rounding to codes.
 pub mod quantize {
     codes! {

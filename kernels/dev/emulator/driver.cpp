@@ -97,18 +97,21 @@ thread_local const char *running = "";
 
 bool forbidden() { return own_captures > 0 && capture_mode != 2; }
 
-// Unless the stream is captured, at once.
+// Unless the stream is captured, at once; beside what other threads queue, for which a kernel may
+// wait.
 template <class Work>
 int queue(Stream *stream, Work work) {
-  Lock lock(mutex);
-  // The three streams that are always there cannot be captured.
-  if (uintptr_t(stream) <= 2) {
-    if (stream == nullptr && captures > 0) return kCaptureImplicit;
-    return work();
+  {
+    Lock lock(mutex);
+    // The three streams that are always there cannot be captured.
+    if (uintptr_t(stream) <= 2) {
+      if (stream == nullptr && captures > 0) return kCaptureImplicit;
+    } else if (stream->capture != nullptr) {
+      stream->capture->work.push_back(std::move(work));
+      return kSuccess;
+    }
   }
-  if (stream->capture == nullptr) return work();
-  stream->capture->work.push_back(std::move(work));
-  return kSuccess;
+  return work();
 }
 
 int allocate(uint64_t *address, size_t size, Pool *pool) {
@@ -164,6 +167,7 @@ const Allocation *allocation_of(uint64_t address) {
 }
 
 const machine::Entry *load(Function &function) {
+  Lock lock(mutex);
   if (function.entry != nullptr) return function.entry;
   FILE *compiler = popen((std::string(COMPILE " ") + function.name).c_str(), "r");
   char path[4096] = "";
@@ -346,7 +350,6 @@ EXPORT int cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, 
                     grid_z > 0 && grid_z <= 65535 && threads > 0 && threads <= 1024 &&
                     shared_bytes <= unsigned(most_shared());
   if (!fits || extra != nullptr) return kInvalidValue;
-  Lock lock(mutex);
   Call call{function, grid, block, shared_bytes, {}};
   const machine::Entry *entry = load(*function);
   if (uint64_t(grid_x) * grid_y * grid_z % entry->cluster != 0) return kInvalidValue;

@@ -5,6 +5,7 @@
 // Sums are in f32, in the order of ranks, and rounded once. Sends and receipts are not there.
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -75,6 +76,11 @@ struct Meeting {
   std::vector<Call> calls;
 };
 
+// Memory of one rank, at whose place in the order of calls the others have theirs.
+struct Window {
+  std::vector<char *> memory;
+};
+
 struct Rank {
   std::shared_ptr<Meeting> meeting;
   int rank;
@@ -127,6 +133,12 @@ int run(const std::vector<Call> &calls) {
     const char *x = calls[static_cast<size_t>(first.root)].x;
     result.assign(x, x + bytes);
     for (const Call &call : calls) memcpy(call.out, result.data(), bytes);
+  } else if (first.name == "window") {
+    for (const Call &call : calls) {
+      auto *const window = new Window;
+      for (const Call &other : calls) window->memory.push_back(const_cast<char *>(other.x));
+      *reinterpret_cast<Window **>(call.out) = window;
+    }
   } else if (!floats) {
     return kInvalidArgument;
   } else if (first.name == "scatter") {
@@ -169,7 +181,7 @@ struct Id {
   char bytes[128];
 };
 
-EXPORT int ncclGetVersion(int *version) { return *version = 22803, kSuccess; }
+EXPORT int ncclGetVersion(int *version) { return *version = 22903, kSuccess; }
 EXPORT const char *ncclGetErrorString(int) { return "ranks of the emulator call what differs"; }
 EXPORT int ncclGroupStart() { return kSuccess; }
 EXPORT int ncclGroupEnd() { return kSuccess; }
@@ -237,4 +249,22 @@ EXPORT int ncclAllGather(const void *x, void *out, size_t count, int type, void 
 EXPORT int ncclReduceScatter(const void *x, void *out, size_t count, int type, int op, void *comm,
                              void *) {
   return meet(comm, call("scatter", x, out, count, type, op, -1));
+}
+
+EXPORT int ncclMemAlloc(void **memory, size_t size) {
+  return *memory = aligned_alloc(4096, (size + 4095) / 4096 * 4096), kSuccess;
+}
+
+EXPORT int ncclMemFree(void *memory) { return free(memory), kSuccess; }
+
+EXPORT int ncclCommWindowRegister(void *comm, void *memory, size_t size, void **window, int) {
+  return meet(comm, call("window", memory, window, size, kInt8, kSum, -1));
+}
+
+EXPORT int ncclCommWindowDeregister(void *, void *window) {
+  return delete static_cast<Window *>(window), kSuccess;
+}
+
+EXPORT int ncclGetPeerDevicePointer(void *window, size_t offset, int peer, void **pointer) {
+  return *pointer = static_cast<Window *>(window)->memory[size_t(peer)] + offset, kSuccess;
 }

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use crate::alloc::Shared;
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
-use crate::problem::collective::{Both, Call, Join, Kind, Problem};
+use crate::problem::collective::{Both, Call, Join, Kind, Normalised, Problem};
 use crate::tensor::Scratch;
 use group::Group;
 pub(crate) use meeting::{ID_BYTES, new_id};
@@ -120,6 +120,13 @@ impl Run for Both<'_, Member> {
     fn run(&self, cpu: &Cpu, _: Scratch) -> Result<()> {
         let mut problems = self.problems.iter();
         problems.try_for_each(|problem| self.transport.run(cpu, problem))
+    }
+}
+
+impl Run for Normalised<'_, Member> {
+    fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
+        self.sum.run(cpu, scratch)?;
+        self.norm.run(cpu, scratch)
     }
 }
 

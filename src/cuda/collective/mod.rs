@@ -6,6 +6,7 @@
 
 mod queue;
 mod side;
+mod slots;
 mod windows;
 
 use std::ffi::{c_int, c_void};
@@ -24,6 +25,7 @@ use crate::error::{Error, Result, text};
 use crate::problem::collective::{Beside, Both, Call, Join, Kind, Parts, Problem, ReduceOp};
 use queue::{Queue, moved_as};
 use side::Side;
+pub(super) use slots::Slots;
 use windows::Windows;
 
 /// A rank of a group of NCCL's.
@@ -42,6 +44,7 @@ pub(crate) struct Comm {
     /// Used in turn, too.
     side: Side,
     windows: Windows,
+    slots: slots::Made,
 }
 
 // SAFETY: handles of NCCL's and of the driver's, which any thread may use, in turn where it matters.
@@ -85,6 +88,7 @@ impl Cuda {
             turn: Mutex::new(()),
             side,
             windows: Windows::default(),
+            slots: slots::Made::new(),
         })
     }
 
@@ -126,6 +130,7 @@ impl Cuda {
             turn: Mutex::new(()),
             side: Side::new(op, self)?,
             windows: Windows::default(),
+            slots: slots::Made::new(),
         })
     }
 
@@ -187,19 +192,20 @@ impl Comm {
         cuda.synchronize(op, stream)
     }
 
-    /// Ends what NCCL has running, and the communicator with it.
+    /// Ends what NCCL has running, and the communicator with it. Of one that was lent, ends what this library has running:
+    /// who made it aborts it.
     pub fn abort(&self, op: &'static str) -> Result<()> {
-        if self.lent {
-            let problem = "was lent: who made it aborts it";
-            return Err(Error::unsupported(op, "comm", problem));
-        }
         let f = &self.nccl.functions;
-        let abort = self.nccl.later(op, f.comm_abort, "ncclCommAbort", "2.4")?;
+        let abort = match self.lent {
+            true => None,
+            false => Some(self.nccl.later(op, f.comm_abort, "ncclCommAbort", "2.4")?),
+        };
+        self.abort_slots();
         // Not in turn: who has it may wait for a rank that does not come.
         let comm = self.comm.swap(ptr::null_mut(), Ordering::AcqRel);
-        if comm.is_null() {
+        let (Some(abort), false) = (abort, comm.is_null()) else {
             return Ok(());
-        }
+        };
         let _entered = self.primary.enter(op)?;
         // SAFETY: made by `join`, and found by nobody from here on.
         let status = unsafe { abort(comm) };
@@ -243,6 +249,17 @@ impl Comm {
         let _turn = self.turn();
         self.side
             .beside(p.op, number, stream, |side| self.queue(p, side))
+    }
+
+    /// Queues work of this library's own between those of NCCL's, unless the group is broken.
+    pub(super) fn in_turn(
+        &self,
+        op: &'static str,
+        queue: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let _turn = self.turn();
+        self.live(op)?;
+        queue()
     }
 
     fn turn(&self) -> MutexGuard<'_, ()> {
@@ -323,6 +340,7 @@ impl Drop for Comm {
         };
         // SAFETY: a context is current. At process exit the driver may have gone, which is no error here.
         let _ = unsafe { self.primary.driver.context_synchronize(OP) };
+        self.end_slots(OP);
         self.end_windows(OP);
         if ends {
             // SAFETY: made by `join`, and used by nobody else; its work has run.

@@ -11,13 +11,13 @@ use crate::cuda::{Cuda, nccl};
 use crate::error::{Error, Result, text};
 
 /// Windows begin and end where pages do.
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 
 /// What a rank has allocated and registered.
 #[derive(Clone, Copy, Debug)]
-struct Window {
-    memory: *mut c_void,
-    window: nccl::Window,
+pub(super) struct Window {
+    pub memory: *mut c_void,
+    pub window: nccl::Window,
 }
 
 // SAFETY: addresses on a device and handles of NCCL's, which any thread may use, in turn.
@@ -32,6 +32,11 @@ impl Windows {
         self.all().is_empty()
     }
 
+    /// Keeps one until all are freed.
+    pub fn keep(&self, op: &'static str, window: Window) -> Result<()> {
+        push(op, &mut self.all(), window)
+    }
+
     fn all(&self) -> MutexGuard<'_, Vec<Window>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -42,13 +47,30 @@ impl Comm {
     /// has no windows.
     pub fn alloc(&self, op: &'static str, cuda: &Cuda, size: usize) -> Result<Option<*mut u8>> {
         let f = &self.nccl.functions;
-        let (Some(alloc), Some(register)) = (f.mem_alloc, f.window_register) else {
+        if f.mem_alloc.is_none() || f.window_register.is_none() {
             return Ok(None);
-        };
-        let handle = self.live(op)?;
+        }
         let bytes = size.max(1).checked_next_multiple_of(PAGE).ok_or_else(|| {
             Error::invalid(op, "size", text!("is {size}, more than any device has"))
         })?;
+        let mut made = self.allocate(op, cuda, bytes)?;
+        let registered = self.register(op, &mut made, bytes);
+        let kept = registered.and_then(|()| self.windows.keep(op, made));
+        match kept {
+            Ok(()) => Ok(Some(made.memory.cast())),
+            Err(error) => {
+                // The call fails with what went wrong first.
+                let _ = self.end(op, made);
+                Err(error)
+            }
+        }
+    }
+
+    /// Allocates zeroed memory that is in no window yet. By a NCCL that has windows.
+    pub(super) fn allocate(&self, op: &'static str, cuda: &Cuda, bytes: usize) -> Result<Window> {
+        let f = &self.nccl.functions;
+        let alloc = self.nccl.later(op, f.mem_alloc, "ncclMemAlloc", "2.27")?;
+        let handle = self.live(op)?;
         let _turn = self.turn();
         let _entered = self.primary.enter(op)?;
         let _relaxed = self.primary.driver.relax_capture(op)?;
@@ -59,28 +81,36 @@ impl Comm {
         // SAFETY: valid for a write; a context of the communicator's device is current.
         let status = unsafe { alloc(&mut made.memory, bytes) };
         self.nccl.check(op, "ncclMemAlloc", handle, status)?;
-        // SAFETY: just allocated, and nobody has it yet; the communicator is live.
-        let registered = unsafe {
-            cuda.zero(op, made.memory.addr() as u64, bytes)
-                .and_then(|()| {
-                    let window = &mut made.window;
-                    let status = register(handle, made.memory, bytes, window, nccl::SYMMETRIC);
-                    let call = "ncclCommWindowRegister";
-                    self.nccl.check(op, call, handle, status)
-                })
-        };
-        let memory = made.memory;
-        let mut all = self.windows.all();
-        let kept = registered.and_then(|()| push(op, &mut all, made));
-        drop(all);
-        match kept {
-            Ok(()) => Ok(Some(memory.cast())),
+        // SAFETY: just allocated, and nobody has it yet.
+        match unsafe { cuda.zero(op, made.memory.addr() as u64, bytes) } {
+            Ok(()) => Ok(made),
             Err(error) => {
-                // The call fails with what went wrong first.
                 let _ = self.end(op, made);
                 Err(error)
             }
         }
+    }
+
+    /// Registers what [`Comm::allocate`] gave, waiting for the other ranks. By a NCCL that has windows.
+    pub(super) fn register(&self, op: &'static str, made: &mut Window, bytes: usize) -> Result<()> {
+        const CALL: &str = "ncclCommWindowRegister";
+        let f = &self.nccl.functions;
+        let register = self.nccl.later(op, f.window_register, CALL, "2.27")?;
+        let handle = self.live(op)?;
+        let _turn = self.turn();
+        let _entered = self.primary.enter(op)?;
+        let _relaxed = self.primary.driver.relax_capture(op)?;
+        // SAFETY: allocated memory of so many bytes; valid for a write; the communicator is live.
+        let status = unsafe {
+            register(
+                handle,
+                made.memory,
+                bytes,
+                &mut made.window,
+                nccl::SYMMETRIC,
+            )
+        };
+        self.nccl.check(op, CALL, handle, status)
     }
 
     /// Frees what [`Comm::alloc`] gave, after everything queued on the device. Whether there was such memory.
@@ -108,8 +138,8 @@ impl Comm {
         }
     }
 
-    /// Takes memory out of its window and frees it.
-    fn end(&self, op: &'static str, window: Window) -> Result<()> {
+    /// Takes memory out of its window, if it is in one, and frees it. A context of the device is current.
+    pub(super) fn end(&self, op: &'static str, window: Window) -> Result<()> {
         let f = &self.nccl.functions;
         let mut left = Ok(());
         // An aborted communicator has taken its windows along.

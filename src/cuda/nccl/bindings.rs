@@ -125,5 +125,6 @@ functions! {
     window_register = ncclCommWindowRegister(comm: Comm, memory: *mut c_void, size: usize, window: *mut Window,
         flags: c_int) -> Status;
     window_deregister = ncclCommWindowDeregister(comm: Comm, window: Window) -> Status;
+    peer_pointer = ncclGetPeerDevicePointer(window: Window, offset: usize, peer: c_int, pointer: *mut *mut c_void) -> Status;
     }
 }

@@ -59,19 +59,7 @@ impl Operation for Params<'_> {
             }
         };
         let weight = self.weight.as_ref().map(TensorRef::raw);
-        if let Some(w) = &weight {
-            let dim = x.layout.dim(x.layout.rank() - 1);
-            Arg::new(OP, "weight", w)
-                .dtype(DType::FLOATS)?
-                .shape(&[dim])?
-                .last_contiguous()?;
-        }
-        check::finite(OP, "weight_offset", self.weight_offset)?;
-        if weight.is_none() && self.weight_offset != 0.0 {
-            let problem = text!("is {}, without a weight it must be 0", self.weight_offset);
-            return Err(Error::invalid(OP, "weight_offset", problem));
-        }
-        check_epsilon(OP, "epsilon", self.epsilon)?;
+        check_gains(OP, &x, weight.as_ref(), self.weight_offset, self.epsilon)?;
         Ok(Problem {
             x,
             out: self.x.output(),
@@ -124,6 +112,28 @@ impl Norm<'_> {
             epsilon: self.epsilon,
         })
     }
+}
+
+/// Checks what rows like those of `x` are normalised with.
+pub(crate) fn check_gains(
+    op: &'static str,
+    x: &RawTensor,
+    weight: Option<&RawTensor>,
+    weight_offset: f32,
+    epsilon: f32,
+) -> Result<()> {
+    if let Some(weight) = weight {
+        Arg::new(op, "weight", weight)
+            .dtype(DType::FLOATS)?
+            .shape(&[x.layout.dim(x.layout.rank() - 1)])?
+            .last_contiguous()?;
+    }
+    check::finite(op, "weight_offset", weight_offset)?;
+    if weight.is_none() && weight_offset != 0.0 {
+        let problem = text!("is {weight_offset}, without a weight it must be 0");
+        return Err(Error::invalid(op, "weight_offset", problem));
+    }
+    check_epsilon(op, "epsilon", epsilon)
 }
 
 /// Zero is what a caller has who forgot it, and makes NaN of a row of zeros.
