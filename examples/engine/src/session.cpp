@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "error.h"
-#include "upload.h"
 
 // One step of a Llama-family model:
 //
