@@ -140,7 +140,7 @@ run_trainer() {
 
 # Tests of groups of at most two ranks, without those of the CPU's own rules.
 two_ranks() {
-  names_of comm | grep -E '^(collectives|memory|transfers|parallel|context_parallel|pipeline::run)::' |
+  names_of comm | grep -E '^(collectives|memory|normalised|transfers|parallel|context_parallel|pipeline::run)::' |
     grep -vE '::misuse|_misuse::|sums_are_in_the_order|averages_are_rounded_once|a_chain_needs_no_others' |
     grep -vE 'targets_are_of_the_vocabulary|ids_are_of_the_vocabulary|chunks_are_the_same|there_may_be_no_tokens' |
     grep -vE 'short_sequences_are_padded|room_does_not_grow|^context_parallel::it_is_that_of_one_rank$'
@@ -167,14 +167,15 @@ run_groups() {
   local sanitizer names
   [ -x tests/comm ] || return
   local groups=(env UNSLOTH_TEST_BACKEND=cuda UNSLOTH_TEST_DEVICES=2)
-  for module in collectives memory transfers parallel context_parallel pipeline; do
+  for module in collectives memory normalised transfers parallel context_parallel pipeline; do
     mapfile -t names < <(two_ranks | grep "^$module")
     check "parallel.$module" "${groups[@]}" tests/comm --test-threads=1 --exact "${names[@]:-none}"
   done
   sanitizer=$(sanitizer)
   [ -n "$sanitizer" ] || return
   check memcheck.parallel "${groups[@]}" "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 1 \
-    tests/comm --test-threads=1 --exact parallel::mlp::forward_is_that_of_one_rank
+    tests/comm --test-threads=1 --exact parallel::mlp::forward_is_that_of_one_rank \
+    normalised::sums_are_normalised_on_every_rank
 }
 
 # Where compute-sanitizer is.
