@@ -8,6 +8,7 @@ PyTorch's own on the same shapes, with its all-reduce over the same NCCL. PARALL
 """
 
 import argparse
+import ctypes
 import os
 import sys
 
@@ -32,6 +33,13 @@ def parts():
     return [part for part in all if wanted is None or part[0] in wanted.split()]
 
 
+def nccl_version():
+    """That of the library that is loaded, which may be another than PyTorch was built with."""
+    code = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
+
+
 def compare(ctx):
     import torch
     from common import Record
@@ -43,7 +51,7 @@ def compare(ctx):
         return
     record = Record("parallel", ctx.library, METHOD)
     record.result["ranks"] = size
-    record.result["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    record.result["versions"]["nccl"] = nccl_version()
     wrong = on_gpus(parts(), size, record.add)
     record.result["wrong"] = wrong
     record.save()

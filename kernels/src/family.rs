@@ -423,10 +423,11 @@ mod tests {
         };
         let include = std::env::temp_dir().join(format!("unsloth-headers-{}", std::process::id()));
         write_headers(&include).unwrap();
-        let units = |archs: &[_]| FAMILIES[0].units(archs, &include, false).unwrap();
+        let of_hopper = &attention_forward::FAMILY;
+        let units = |archs: &[_]| of_hopper.units(archs, &include, false).unwrap();
         assert!(units(&[arch(80, ""), arch(90, ""), arch(100, "a")]).is_empty());
         let found = units(&[arch(80, ""), arch(90, "a")]);
-        let slow = FAMILIES[0].units(&[arch(90, "a")], &include, true).unwrap();
+        let slow = of_hopper.units(&[arch(90, "a")], &include, true).unwrap();
         assert_eq!(found.len(), slow.len());
         for (unit, slow) in found.iter().zip(&slow) {
             assert_eq!(unit.name, slow.name);
