@@ -21,6 +21,7 @@ typedef struct {
   int version;             // as ncclGetVersion gives it
   const char *fails;       // the function that fails next, with `status`
   int status;              // ncclResult_t
+  int spared;              // calls of that function that do not fail before it does
   int async_status;        // what ncclCommGetAsyncError tells
   int size, rank, device;  // of a communicator that was made elsewhere
   int unreached;           // a rank whose memory this one does not reach; below 0 for none

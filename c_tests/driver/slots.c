@@ -105,6 +105,20 @@ static void refused(void) {
   CHECK_OK(unsloth_comm_destroy(comm));
 }
 
+// All are asked twice behind the first sum; what was made till then is freed.
+static void broken(void) {
+  for (int asked = 0; asked < 2; asked++) {
+    const uint64_t before = in_use();
+    join(&yes);
+    nccl.status = 6;
+    nccl.spared = 1 + asked;
+    nccl.fails = "ncclAllReduce";
+    CHECK_STATUS(unsloth_comm_warm_up(comm, stream), UNSLOTH_STATUS_COMM_ERROR);
+    CHECK(nccl.fails == NULL);
+    none_left(before);
+  }
+}
+
 // What a program lends gets its window back, and may be aborted here while its owner has not done
 // so.
 static void lent(void) {
@@ -139,6 +153,7 @@ static void all(void) {
   nccl.version = 22903;
   made();
   refused();
+  broken();
   lent();
 }
 

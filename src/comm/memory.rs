@@ -102,13 +102,14 @@ impl Comm {
 
     /// Lets the transport make slots, where that can be, within the context's limit.
     pub(super) fn make_slots(&self, op: &'static str, stream: Stream) -> Result<()> {
+        // One thread at a time: they are made once.
+        let mut all = self.memory();
         let size = self.transport.slot_bytes();
         if size == 0 {
             return Ok(());
         }
         let bytes = size as u64;
         let accountant = self.context.accountant();
-        let mut all = self.memory();
         // A rank without room tells the others, so that none has slots.
         let room = all.try_reserve(1).is_ok() && accountant.reserve(op, bytes).is_ok();
         let given = room.then_some(size);

@@ -100,27 +100,44 @@ impl Comm {
         stream: Stream,
     ) -> Result<bool> {
         let memory = bytes.and_then(|bytes| self.allocate(op, cuda, pages(bytes)).ok());
-        // All of them register, or none: it waits for the others.
-        let all = self.all(op, cuda, memory.is_some(), stream)?;
         let Some(mut made) = memory else {
-            return Ok(false);
+            return self.all(op, cuda, false, stream).map(|_| false);
         };
-        if !all {
-            return self.without(op, made);
+        let none = match self.registered(op, cuda, (&mut made, bytes), stream) {
+            Ok(Some(slots)) => match self.windows.keep(op, made) {
+                Ok(()) => return Ok(self.slots.set(slots).is_ok()),
+                Err(error) => {
+                    self.free_flag(op, &slots.aborted);
+                    Err(error)
+                }
+            },
+            none => none.map(|_| ()),
+        };
+        let freed = self.without(op, made);
+        none.and(freed)
+    }
+
+    /// Registers memory of so many bytes with all ranks. The slots in it, unless one of them finds no way to it.
+    fn registered(
+        &self,
+        op: &'static str,
+        cuda: &Cuda,
+        (made, bytes): (&mut Window, Option<usize>),
+        stream: Stream,
+    ) -> Result<Option<Slots>> {
+        // All of them register, or none: it waits for the others.
+        if !self.all(op, cuda, true, stream)? {
+            return Ok(None);
         }
-        let registered = self.register(op, &mut made, pages(bytes.unwrap_or(0)));
-        let slots = registered.ok().and_then(|()| self.reached(op, &made));
-        let all = self.all(op, cuda, slots.is_some(), stream)?;
-        match slots {
-            Some(slots) if all => {
-                self.windows.keep(op, made)?;
-                Ok(self.slots.set(slots).is_ok())
-            }
-            slots => {
+        let registered = self.register(op, made, pages(bytes.unwrap_or(0)));
+        let slots = registered.ok().and_then(|()| self.reached(op, made));
+        match (self.all(op, cuda, slots.is_some(), stream), slots) {
+            (Ok(true), slots) => Ok(slots),
+            (all, slots) => {
                 if let Some(slots) = slots {
                     self.free_flag(op, &slots.aborted);
                 }
-                self.without(op, made)
+                all.map(|_| None)
             }
         }
     }
