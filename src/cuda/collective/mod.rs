@@ -23,6 +23,7 @@ use crate::backend::{Device, NcclLibrary, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::problem::collective::{Beside, Both, Call, Join, Kind, Parts, Problem, ReduceOp};
+use crate::tensor::RawTensor;
 use queue::{Queue, moved_as};
 use side::Side;
 pub(super) use slots::Slots;
@@ -140,6 +141,20 @@ impl Cuda {
     }
 }
 
+/// A reduction of one number, in place.
+fn of_one(op: &'static str, x: RawTensor, by: ReduceOp) -> Problem<'static> {
+    Problem {
+        op,
+        kind: Kind::AllReduce(by),
+        dtype: x.dtype,
+        row: 1,
+        x: Some(x),
+        out: Some(x),
+        sent: Parts::Even(1),
+        received: Parts::Even(1),
+    }
+}
+
 impl Comm {
     pub fn rank(&self) -> usize {
         self.rank
@@ -177,17 +192,7 @@ impl Comm {
     /// Connects the ranks, by a reduction of one number, and waits for it.
     pub fn warm_up(&self, op: &'static str, cuda: &Cuda, stream: Stream) -> Result<()> {
         let memory = Taken::new(cuda, op, size_of::<f32>())?;
-        let x = memory.tensor(DType::F32, 1)?;
-        let problem = Problem {
-            op,
-            kind: Kind::AllReduce(ReduceOp::Sum),
-            dtype: DType::F32,
-            row: 1,
-            x: Some(x),
-            out: Some(x),
-            sent: Parts::Even(1),
-            received: Parts::Even(1),
-        };
+        let problem = of_one(op, memory.tensor(DType::F32, 1)?, ReduceOp::Sum);
         self.launch(&problem, stream)?;
         cuda.synchronize(op, stream)
     }

@@ -8,15 +8,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use contract::rank_sums::{LINE, LINE_BYTES, LINES, RANKS, ROWS};
 
-use super::Comm;
 use super::windows::{PAGE, Window};
+use super::{Comm, of_one};
 use crate::backend::{CopyKind, Device, Stream};
 use crate::cuda::Cuda;
 use crate::cuda::nccl;
 use crate::cuda::warm_up::Taken;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::problem::collective::{Kind, Parts, Problem, ReduceOp};
+use crate::problem::collective::ReduceOp;
 
 /// The most ranks that have slots.
 pub(in crate::cuda) const MOST_RANKS: usize = RANKS as usize;
@@ -218,16 +218,7 @@ impl Comm {
         let from = said.as_ptr().cast();
         // SAFETY: a number on either side, which stays until the stream has run.
         unsafe { cuda.copy(op, x.ptr, from, BYTES, CopyKind::HostToDevice, stream) }?;
-        let problem = Problem {
-            op,
-            kind: Kind::AllReduce(ReduceOp::Min),
-            dtype: DType::F32,
-            row: 1,
-            x: Some(x),
-            out: Some(x),
-            sent: Parts::Even(1),
-            received: Parts::Even(1),
-        };
+        let problem = of_one(op, x, ReduceOp::Min);
         self.launch(&problem, stream)?;
         // SAFETY: as above.
         unsafe {
