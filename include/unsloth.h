@@ -6380,9 +6380,10 @@ unsloth_status unsloth_comm_info_get(struct unsloth_comm *comm, struct unsloth_c
  * NCCL connects ranks and allocates device memory then, which a launch is not to do. Every rank calls
  * it; waits for the stream, and is not for one that is being captured.
  *
- * Of up to eight ranks that reach each other's memory, by NCCL 2.29 or later, each gives the others slots to write to, of 512 KiB a
- * rank: `unsloth_all_reduce_rms_norm_forward` is one launch by them. They count as the context's memory, and end with the
- * group; where one of the ranks has no room for them, none has slots.
+ * A group of up to eight ranks whose GPUs reach each other's memory gets slots here, if NCCL is 2.29 or later: each rank
+ * allocates 512 KiB for every rank of the group, to which the others write. Where there are slots
+ * `unsloth_all_reduce_rms_norm_forward` of few rows is one launch. They count as the context's memory and end with the group. If one
+ * rank has no room for its slots, no rank has any.
  *
  * Requires: `stream` is NULL or a live stream of the group's device.
  */
@@ -6427,8 +6428,8 @@ unsloth_status unsloth_comm_error_get(struct unsloth_comm *comm);
  * calls of any rank are refused so. Any thread may call it, while others are in collectives. Of GPUs
  * every rank calls it for itself, and NCCL ends what is running. The handle still has to be destroyed.
  *
- * Of a communicator that was borrowed only kernels of this library come back, and later calls are refused: its owner aborts
- * it too. `UNSLOTH_STATUS_UNSUPPORTED` where NCCL is older than 2.4.
+ * A borrowed communicator is not aborted by this, and its owner still has to: but kernels of this library no longer wait for its
+ * other ranks, and later calls are refused. `UNSLOTH_STATUS_UNSUPPORTED` where NCCL is older than 2.4.
  *
  * Requires: `comm` was made by `unsloth_comm_create`.
  */

@@ -110,7 +110,7 @@ impl Comm {
         }
         let bytes = size as u64;
         let accountant = self.context.accountant();
-        // A rank without room tells the others, so that none has slots.
+        // A rank without room takes part all the same: it tells the others, and then none has slots.
         let room = all.try_reserve(1).is_ok() && accountant.reserve(op, bytes).is_ok();
         let given = room.then_some(size);
         let made = self.transport.make_slots(op, &self.context, given, stream);

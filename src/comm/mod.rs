@@ -282,10 +282,12 @@ impl Comm {
     }
 
     /// Meets the other ranks once, so that what a first collective takes longer for is done: NCCL connects
-    /// ranks and allocates then. Of up to eight ranks that reach each other's memory, by NCCL 2.29 or later, each gives the others
-    /// slots to write to, of 512 KiB a rank, which [`all_reduce_rms_norm`](crate::ops::all_reduce_rms_norm) is one launch by; they
-    /// count as the context's memory, and there are none where one of the ranks has no room for them. Every rank calls it; it waits for
-    /// the stream, which is not captured.
+    /// ranks and allocates then. Every rank calls it; it waits for the stream, which is not captured.
+    ///
+    /// A group of up to eight ranks whose GPUs reach each other's memory gets slots here, if NCCL is 2.29 or later: each rank
+    /// allocates 512 KiB for every rank of the group, to which the others write. Where there are slots
+    /// [`all_reduce_rms_norm`](crate::ops::all_reduce_rms_norm) of few rows is one launch. They count as the context's memory. If one
+    /// rank has no room for its slots, no rank has any.
     ///
     /// # Errors
     /// As a collective; too little memory.
@@ -307,8 +309,8 @@ impl Comm {
     }
 
     /// Breaks the group: ranks that wait for others come back with an error, and later calls are
-    /// refused. Any thread may call it, while others are in collectives. On a GPU every rank calls it. Of a communicator that was
-    /// borrowed only this library's own kernels come back: who made it aborts it too.
+    /// refused. Any thread may call it, while others are in collectives. On a GPU every rank calls it. A communicator
+    /// that was borrowed is not aborted by this, but this library's kernels no longer wait for its other ranks: who made it aborts it too.
     ///
     /// # Errors
     /// NCCL is older than 2.4.

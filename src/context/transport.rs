@@ -99,7 +99,7 @@ impl Transport {
         }
     }
 
-    /// Bytes that slots would take by which ranks write to each other; 0 where there are some, or can be none.
+    /// Bytes of this rank's slots, to which the other ranks write; 0 if the group has slots already, or cannot have any.
     pub fn slot_bytes(&self) -> usize {
         match self {
             Transport::Local(_) => 0,
@@ -107,7 +107,8 @@ impl Transport {
         }
     }
 
-    /// Makes them with the other ranks, unless one has no room, which `bytes` is `None` of this one for. Whether there are some then.
+    /// Makes slots together with the other ranks, and says whether the group has some then. `bytes` is what [`Transport::slot_bytes`]
+    /// gave, or `None` if this rank has no room: then no rank makes any.
     pub fn make_slots(
         &self,
         op: &'static str,

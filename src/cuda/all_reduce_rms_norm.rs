@@ -1,5 +1,5 @@
-//! A sum of all ranks and its RMSNorm on GPUs: one launch of few rows where ranks have slots at each other, else NCCL's sum and
-//! the norm behind it.
+//! A sum of all ranks and its RMSNorm on GPUs. Few rows of a group that has slots are one launch; all else is NCCL's sum, and the
+//! norm behind it.
 
 use super::collective::{Comm, Slots};
 use super::device::{Kernel, Resources};
@@ -49,7 +49,7 @@ impl Run for Normalised<'_, Comm> {
     fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
         let x = &self.norm.x;
         let num_rows = x.layout.num_rows();
-        // What all ranks have alike decides: they do the same.
+        // Only what is the same on all ranks may decide here: one that took the other way would wait for ever.
         match self.sum.transport.slots() {
             Some(slots) if Slots::fit(num_rows, self.row_bytes()) => {
                 if x.layout.is_empty() {

@@ -83,8 +83,8 @@ class Session {
   TokenId share_first();
   void capture_step();
   void rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const;
-  bool are_few(size_t count) const;
-  bool adds_up(size_t count) const;
+  bool norms_in_products(size_t count) const;
+  bool norms_in_sums(size_t count) const;
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
   unsloth_mlp_params mlp_params(size_t layer, size_t first, size_t count) const;
   unsloth_linear_params logits_params(size_t row, size_t rows) const;
@@ -124,8 +124,8 @@ class Session {
   bool likeliest_is_known_ = false;  // whether likeliest_ is that token
   TokenId likeliest_ = 0;
   Buffer hidden_;  // the residual stream
-  // Where ranks divide weights: what this one gives to the sums of few tokens, and behind it these
-  // sums, normalised.
+  // Of few tokens, where ranks divide weights: first this rank's parts of a sum, then the sum
+  // normalised.
   GroupMemory sums_of_few_;
   Buffer normalized_;  // what a block, and at the end the output projection, takes in
   // Of each rank that divides the vocabulary in turn: rows of as many columns as the first one has

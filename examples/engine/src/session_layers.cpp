@@ -4,8 +4,8 @@
 
 #include "upload.h"
 
-// The layers of a step. Few tokens take the fewest kernels: alone their norms are in the products
-// that they go to, and of ranks that divide the weights in the sums that they come from.
+// The layers of a step. Few tokens take as few kernels as there can be: one rank lets the product
+// behind a norm compute it, and ranks that divide the weights the sum before it.
 
 namespace llm {
 
@@ -18,7 +18,7 @@ void Session::queue_layers(size_t count) {
   } else {
     receive(context(), ranks.pipeline, hidden, ranks.pipeline.rank - 1);
   }
-  if (adds_up(count)) {
+  if (norms_in_sums(count)) {
     queue_layers_and_sums(count);
   } else {
     for (size_t i = 0; i < model_->layers().size(); ++i) queue_layer(i, count);
@@ -31,7 +31,7 @@ void Session::queue_layer(size_t i, size_t count) {
   const unsloth_tensor hidden = hidden_rows(0, count);
   const unsloth_tensor normalized = normalized_rows(0, count);
   const LayerWeights &weights = model_->layers()[i];
-  const bool few = are_few(count);
+  const bool few = norms_in_products(count);
   if (!few) rms_norm(hidden, weights.attention_norm, normalized);
   if (divided_) {
     divided_->attend(i, call(count));
@@ -59,10 +59,15 @@ void Session::queue_layers_and_sums(size_t count) {
     add_up(count, layers[i].mlp_norm);
     const unsloth_mlp_params mlp = mlp_params(i, 0, count);
     check(unsloth_mlp_forward(context().get(), &mlp, context().stream()));
-    // Behind the last layer of a rank that has no output nobody reads it.
-    const bool is_last = i + 1 == layers.size();
-    add_up(count, is_last ? model_->ranks().has_output() ? model_->output_norm() : unsloth_tensor{}
-                          : layers[i + 1].attention_norm);
+    // The norm of what comes next. Nobody reads it behind the last layer of a rank without the
+    // output.
+    unsloth_tensor norm = {};
+    if (i + 1 < layers.size()) {
+      norm = layers[i + 1].attention_norm;
+    } else if (model_->ranks().has_output()) {
+      norm = model_->output_norm();
+    }
+    add_up(count, norm);
   }
 }
 
@@ -87,14 +92,13 @@ void Session::rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor o
   check(unsloth_rms_norm_forward(context().get(), &params, context().stream()));
 }
 
-// Whether so many rows pass the norms of a layer within the products that they go to, which then
-// may be one kernel on a GPU.
-bool Session::are_few(size_t count) const {
+// Whether the products of so many rows compute the norms before them, each in one kernel on a GPU.
+bool Session::norms_in_products(size_t count) const {
   return count <= kFewRows && !divided_ && tensor_ranks() == 1;
 }
 
-// Whether so many rows pass the norms of a layer within the sums of ranks.
-bool Session::adds_up(size_t count) const {
+// Whether the sums of so many rows over ranks compute the norms behind them.
+bool Session::norms_in_sums(size_t count) const {
   return count <= kFewRows && !divided_ && tensor_ranks() > 1;
 }
 
@@ -123,15 +127,15 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
   params.out_bias = weights.attention_output_bias;
   params.residual = hidden_rows(0, count);
   params.out = params.residual;
-  if (are_few(count)) {
+  if (norms_in_products(count)) {
     params.x = params.residual;
     params.x_norm = weights.attention_norm;
     params.norm_epsilon = static_cast<float>(config.rms_norm_epsilon);
   }
-  if (adds_up(count)) {
+  if (norms_in_sums(count)) {
     params.residual = {};
     params.out = part_of_sum(count);
-    // Which all ranks have, and one adds.
+    // All ranks have the bias, and one of them adds it.
     if (model_->ranks().tensor.rank > 0) params.out_bias = {};
   } else {
     params.parallel = model_->ranks().tensor.parallel();
@@ -157,12 +161,12 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t first, size_t count)
   params.down_weight = weights.down;
   params.residual = hidden_rows(first, count);
   params.out = params.residual;
-  if (first == 0 && are_few(count)) {
+  if (first == 0 && norms_in_products(count)) {
     params.x = params.residual;
     params.x_norm = weights.mlp_norm;
     params.x_norm_epsilon = static_cast<float>(model_->config().rms_norm_epsilon);
   }
-  if (adds_up(count)) {
+  if (norms_in_sums(count)) {
     params.residual = {};
     params.out = part_of_sum(count);
   } else {
@@ -178,7 +182,7 @@ unsloth_tensor Session::hidden_rows(size_t first, size_t count) const {
 }
 
 unsloth_tensor Session::normalized_rows(size_t first, size_t count) const {
-  if (adds_up(num_rows_)) return rows_of(sums_of_few_.data(), kFewRows + first, count);
+  if (norms_in_sums(num_rows_)) return rows_of(sums_of_few_.data(), kFewRows + first, count);
   return rows_of(normalized_.data(), first, count);
 }
 

@@ -76,7 +76,7 @@ struct Meeting {
   std::vector<Call> calls;
 };
 
-// Memory of one rank, at whose place in the order of calls the others have theirs.
+// What a rank gets for memory that it registers: where each rank has its memory of that call.
 struct Window {
   std::vector<char *> memory;
 };

@@ -1,5 +1,6 @@
-//! Slots: memory of each rank that the others write to, by which kernels of this library add up few rows and go on with
-//! them in one launch. NCCL allocates it and says where the other ranks reach it, since 2.29.
+//! Slots: memory of a rank to which the other ranks write. A kernel of this library that adds up few rows writes its own to the
+//! others' slots, reads theirs from its own, and goes on with the sum in the same launch. NCCL allocates the memory and, since 2.29,
+//! says at which address another rank reaches it.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -21,23 +22,23 @@ use crate::problem::collective::ReduceOp;
 /// The most ranks that have slots.
 pub(in crate::cuda) const MOST_RANKS: usize = RANKS as usize;
 
-/// Page-locked memory that kernels read is small, and a page of its own.
+/// The page-locked memory that holds the flag: a page.
 const FLAG_BYTES: usize = 4096;
 
 /// The slots of a rank, and the way to those of the others.
 #[derive(Debug)]
 pub(in crate::cuda) struct Slots {
-    /// Where this device reaches the slots of each rank; of those that are not there, 0.
+    /// At which address this device reaches each rank's slots; 0 behind the last rank.
     pub ranks: [u64; MOST_RANKS],
     /// This rank's, where it reads them.
     pub own: u64,
-    /// A number for each row of a launch, behind the slots.
+    /// Behind this rank's slots: for each row of a launch, how many launches there were.
     pub calls: u64,
     aborted: Flag,
 }
 
 impl Slots {
-    /// Where kernels see whether they are to wait no longer.
+    /// The address of the flag by which kernels are told to wait no longer.
     pub fn aborted(&self) -> u64 {
         self.aborted.0.addr() as u64
     }
@@ -62,7 +63,7 @@ unsafe impl Sync for Flag {}
 /// Made once at most.
 pub(super) type Made = OnceLock<Slots>;
 
-/// Bytes of the slots of a rank, which the others write by turns to two halves of.
+/// Bytes of a rank's slots: two halves, which calls take by turns, each with rows of every rank.
 fn bytes(ranks: usize) -> usize {
     2 * ranks * (ROWS * LINES * LINE_BYTES) as usize
 }
@@ -72,7 +73,7 @@ fn pages(bytes: usize) -> usize {
 }
 
 impl Comm {
-    /// Bytes that slots would take; 0 where there are some, or can be none.
+    /// Bytes of this rank's slots; 0 if there are some already, or cannot be any.
     pub fn slot_bytes(&self) -> usize {
         let f = &self.nccl.functions;
         let possible = f.mem_alloc.is_some()
@@ -90,8 +91,8 @@ impl Comm {
         self.slots.get()
     }
 
-    /// Makes slots of so many bytes, with all ranks, unless one of them finds no way to it: `bytes` is `None` where this one has no
-    /// room. Whether there are some then. Waits for the stream.
+    /// Makes slots of so many bytes together with the other ranks, and says whether there are some then: none has any unless all can.
+    /// `bytes` is `None` if this rank has no room. Waits for the stream.
     pub fn make_slots(
         &self,
         op: &'static str,
@@ -117,7 +118,7 @@ impl Comm {
         none.and(freed)
     }
 
-    /// Registers memory of so many bytes with all ranks. The slots in it, unless one of them finds no way to it.
+    /// Registers the memory as a window of all ranks. Gives the slots in it; `None` if some rank does not reach all others.
     fn registered(
         &self,
         op: &'static str,
@@ -186,7 +187,7 @@ impl Comm {
         })
     }
 
-    /// Lets kernels that wait for other ranks come back.
+    /// Tells kernels that wait for other ranks to end.
     pub(super) fn abort_slots(&self) {
         if let Some(slots) = self.slots.get() {
             // SAFETY: the flag stays until the communicator goes.
@@ -194,7 +195,7 @@ impl Comm {
         }
     }
 
-    /// Frees what is not in a window. The device has run what read it.
+    /// Frees the flag; the memory goes with its window. No kernel reads it any more.
     pub(super) fn end_slots(&mut self, op: &'static str) {
         if let Some(slots) = self.slots.take() {
             self.free_flag(op, &slots.aborted);
