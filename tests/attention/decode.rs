@@ -37,11 +37,7 @@ fn ragged(dim: usize) -> Case {
 fn run(ctx: &Context, cases: &[Case]) {
     for dtype in HALVES {
         crate::common::for_each_case(cases, |case| {
-            // With 128 dimensions other kernels are faster unless sequences times key heads are few.
-            let few = case.lens.len() * case.kv_heads <= 2;
-            if case.dim != 128 || few {
-                assert_eq!(served(ctx, dtype, case), Implementation::CudaHopper);
-            }
+            assert_eq!(served(ctx, dtype, case), Implementation::CudaHopper);
             check(ctx, &mut rng(), dtype, case);
         });
         let codes: Vec<_> = cases.iter().map(of_codes).collect();

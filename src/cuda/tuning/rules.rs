@@ -86,15 +86,13 @@ pub(in crate::cuda) mod attention {
     /// Bytes of K and V that a block may read beyond its equal share, if no pair of a sequence and a key head is then cut, or a pair's
     /// parts are alike: on an H100 reads of codes took 97 µs in parts, 92 without (`kernels/cuda/attention/decode/LADDER.md`).
     pub(in crate::cuda) const BYTES_OF_EVEN_SHARE: usize = 96 << 10;
-    /// The most heads of keys that these kernels read together where a token's lie side by side, so that memory reads longer rows.
-    pub(in crate::cuda) const HEADS_TOGETHER: usize = 4;
-    /// With head dim 128 other kernels mostly take 1 to 12 % less time than Hopper's for few queries on an H100
-    /// (`benches/results/attention_decode_ways_h100_2026-11-25.json`), up to 15 % less on an H200, of 1,024 keys in all 30 %
-    /// (`attention_decode_joins_h200_2026-11-26.json`). Hopper's serve up to so many sequences times key heads: with one of
-    /// them they take a quarter less; between that and eight nothing was measured.
-    pub(in crate::cuda) const FEW_PAIRS_OF_128: usize = 2;
-    /// Hopper's serve paged caches, too, whose sequences have at most so many keys: many of them take 5 to 23 % less time, one of 1,024 more.
-    pub(in crate::cuda) const PAGED_KEYS_OF_128: usize = 512;
+    /// Bytes of K and V that a block reads, up to which heads are read apart where a token's lie side by side: beyond them memory's
+    /// shorter rows cost more than joining fewer parts gains. This is of rows of 128 bytes, those of 256 in pages are the next;
+    /// without pages these are read apart whenever pairs have more than [`BYTES_OF_WHOLE_SHARE`]
+    /// (`kernels/cuda/attention/decode/LADDER.md`).
+    pub(in crate::cuda) const SHARE_OF_SHORT_ROWS: usize = 256 << 10;
+    /// See above.
+    pub(in crate::cuda) const SHARE_OF_ROWS_IN_PAGES: usize = 1 << 20;
     /// Packed query rows up to which the heads of a key head are packed rather than tiled.
     pub(in crate::cuda) const FEW_QUERIES: usize = 64;
     /// Bytes of L2 that keys and values which are read together may take.

@@ -26,19 +26,20 @@ consteval int element_bytes(const DecodeConfig &c) { return c.codes ? 1 : 2; }
 consteval int row_bytes(const DecodeConfig &c) { return c.head_dim * element_bytes(c); }
 // Of a row in shared memory: what a swizzle spans. Longer rows are in several chunks.
 consteval int chunk_bytes(const DecodeConfig &c) { return row_bytes(c) < 128 ? 64 : 128; }
+consteval int chunks(const DecodeConfig &c) { return row_bytes(c) / chunk_bytes(c); }
 // Rows end with units that keep their neighbours in other banks.
 consteval int q_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 consteval int o_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 
-// Those with several heads read 512 bytes of a token, of codes 256: as many streams as there are
-// heads, each of short rows, would keep memory busy with opening pages. More entries than these of
-// codes make the ends of blocks lie further apart (LADDER.md).
+// Those with several heads read 256 bytes of a token or 512: as many streams as there are heads,
+// each of short rows, would keep memory busy with opening pages. More entries than these make the
+// ends of blocks lie further apart (LADDER.md).
 //                                         d    heads warps tile entries blocks once   codes
 // clang-format off
-constexpr DecodeConfig kDecode64 =       { 64,  1,    4,    128, 12,     1,     false, false};
-constexpr DecodeConfig kDecode64Heads =  { 64,  4,    8,    64,  5,      1,     false, false};
-constexpr DecodeConfig kDecode128 =      {128,  1,    4,    64,  11,     1,     false, false};
-constexpr DecodeConfig kDecode128Heads = {128,  2,    4,    32,  10,     1,     false, false};
+constexpr DecodeConfig kDecode64 =       { 64,  1,    8,    128, 6,      1,     false, false};
+constexpr DecodeConfig kDecode64Heads =  { 64,  2,    8,    128, 3,      1,     false, false};
+constexpr DecodeConfig kDecode128 =      {128,  1,    8,    128, 3,      1,     false, false};
+constexpr DecodeConfig kDecode128Heads = {128,  2,    8,    64,  4,      1,     false, false};
 constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     false, false};
 constexpr DecodeConfig kCodes64 =        { 64,  1,    8,    256, 5,      1,     false, true};
 constexpr DecodeConfig kCodes64Heads =   { 64,  4,    8,    128, 3,      1,     false, true};

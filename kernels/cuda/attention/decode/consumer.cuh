@@ -41,10 +41,11 @@ class Consumer {
         head_(uniform(threadIdx.x / 32 / warps_of_head(C))),
         key_(uniform(threadIdx.x / 32 % warps_of_head(C) * kSlices * kSlice)) {
     const int box = p.kv_box_rows;
+    chunk_ = box * chunk_bytes(C);
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
       const int key = key_ + i * kSlice;
-      rows_at_[i] = (key / box * C.heads + head_) * box + key % box;
+      rows_at_[i] = (key / box * C.heads + head_) * kChunks * box + key % box;
     }
   }
 
@@ -88,6 +89,7 @@ class Consumer {
 
  private:
   static constexpr int kSlices = slices(C);
+  static constexpr int kChunks = chunks(C);                // of a row
   static constexpr int kLoads = row_bytes(C) / 32;         // of rows' two units of 16 bytes
   static constexpr int kSums = C.head_dim / 2;             // a lane's part of O
   static constexpr int kUnits = C.head_dim / 16;           // of the products' inner dimension
@@ -179,11 +181,10 @@ class Consumer {
 
   // The address of a unit of 16 bytes of a row of a tile. Swizzles spread the same unit of eight
   // rows over all banks.
-  static __device__ __forceinline__ uint32_t at(uint32_t tile, int row, int unit) {
+  __device__ __forceinline__ uint32_t at(uint32_t tile, int row, int unit) const {
     constexpr int kUnitsOfChunk = chunk_bytes(C) / 16, kRowsOfLine = 8 / kUnitsOfChunk;
-    const int chunk = unit / kUnitsOfChunk * C.heads * C.tile;
     const int place = (unit % kUnitsOfChunk) ^ (row / kRowsOfLine % kUnitsOfChunk);
-    return tile + (chunk + row) * chunk_bytes(C) + place * 16;
+    return tile + unit / kUnitsOfChunk * chunk_ + row * chunk_bytes(C) + place * 16;
   }
 
   __device__ __forceinline__ void release() {
@@ -325,7 +326,8 @@ class Consumer {
   Shared<C, T> &shared_;
   const int lane_;
   const int head_, key_;  // of the warp: which head, and the first key of a tile
-  int rows_at_[kSlices];  // where its slices are in a chunk
+  int rows_at_[kSlices];  // where its slices are in the first chunk of their box
+  int chunk_;             // bytes of a box's chunk
   Ring<C.entries> at_;
   uint32_t q_[kUnits][4];
   float factor_[2];  // of the scores of codes

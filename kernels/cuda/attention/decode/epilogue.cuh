@@ -31,7 +31,7 @@ __device__ __forceinline__ int64_t slot_of(const Item &item, int part) {
 // A pair of more than kMostParts parts is joined twice: the last block of each group of kGroup
 // parts makes one part of these, and the last of the groups makes the output. A single block would
 // take long to read them all.
-constexpr int kGroup = 12, kMostParts = 2 * kGroup;
+constexpr int kGroup = 16, kMostParts = 2 * kGroup;
 
 // A group of a pair's parts. The last one has up to twice as many.
 struct Group {
@@ -146,55 +146,79 @@ __device__ __forceinline__ void leave(Shared<C, T> &shared, const Item &item,
   }
 }
 
+// A row's sums relative to a reference.
+struct Sums {
+  float top = -FLT_MAX, sum = 0.0f;
+  float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  // Makes them relative to another, which is not less.
+  __device__ __forceinline__ void raise(float to) {
+    const float factor = exp2_approx(top - to);
+    top = to;
+    sum *= factor;
+    o.x *= factor, o.y *= factor, o.z *= factor, o.w *= factor;
+  }
+};
+
 // By all that compute: some parts of the pair become the output or, with `is_output` false, one
 // part in `to_slot`. Sums and values of a few are asked for together: either takes as long as the
-// way to memory.
+// way to memory. Where there are threads to spare, neighbours have every other part.
 template <DecodeConfig C, class T, class SlotOf>
 __device__ __forceinline__ void join_parts(const AttentionDecodingArguments &p, const Item &item,
                                            int parts, SlotOf slot_at, bool is_output,
                                            int64_t to_slot) {
-  constexpr int kThreads = C.warps * 32, kQuads = C.head_dim / 4, kTogether = 8;
+  constexpr int kThreads = C.warps * 32, kQuads = C.head_dim / 4, kTogether = 8, kMostWays = 4;
   const auto values_at = [&](int64_t row, int column) {
     return reinterpret_cast<float4 *>(p.partial + row * C.head_dim + column);
   };
-  for (int i = threadIdx.x; i < C.heads * item.rows * kQuads; i += kThreads) {
-    const int row = i / kQuads, column = i % kQuads * 4;
-    float top = -FLT_MAX, sum = 0.0f;
-    float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+  const int quads = C.heads * item.rows * kQuads;
+  int ways = 1;
+  while (ways < kMostWays && 2 * ways * quads <= kThreads) ways *= 2;
+  const int way = threadIdx.x % ways;
+  // All lanes of a warp go through as often.
+  for (int at_warp = 0; at_warp < quads; at_warp += kThreads / ways) {
+    const int i = at_warp + threadIdx.x / ways;
+    const int row = min(i, quads - 1) / kQuads, column = i % kQuads * 4;
+    Sums all;
 #pragma unroll 1
-    for (int first = 0; first < parts; first += kTogether) {
+    for (int first = way; first < parts; first += kTogether * ways) {
       float2 sums[kTogether];
       float4 values[kTogether];
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         sums[k] = {-INFINITY, 0.0f};
         values[k] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (first + k >= parts) continue;
-        const int64_t at = slot_at(first + k) * (C.heads * p.rows) + row;
+        if (first + k * ways >= parts) continue;
+        const int64_t at = slot_at(first + k * ways) * (C.heads * p.rows) + row;
         sums[k] = __ldcg(p.partial_sums + at);
         values[k] = __ldcg(values_at(at, column));
       }
-      float greatest = top;
+      float greatest = all.top;
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) greatest = fmaxf(greatest, sums[k].x);
-      const float factor = exp2_approx(top - greatest);
-      top = greatest;
-      sum *= factor;
-      o.x *= factor, o.y *= factor, o.z *= factor, o.w *= factor;
+      all.raise(greatest);
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
-        const float weight = exp2_approx(sums[k].x - top);
-        sum = fmaf(sums[k].y, weight, sum);
-        add(o, values[k], weight);
+        const float weight = exp2_approx(sums[k].x - all.top);
+        all.sum = fmaf(sums[k].y, weight, all.sum);
+        add(all.o, values[k], weight);
       }
     }
+    for (int step = 1; step < ways; step *= 2) {
+      const auto others = [&](float x) { return __shfl_xor_sync(0xffffffff, x, step); };
+      all.raise(fmaxf(all.top, others(all.top)));
+      all.sum += others(all.sum);
+      all.o.x += others(all.o.x), all.o.y += others(all.o.y);
+      all.o.z += others(all.o.z), all.o.w += others(all.o.w);
+    }
+    if (i >= quads || way != 0) continue;
     if (is_output) {
-      const float factor = finish_row<C>(p, item, row, top, sum, column == 0);
-      store_four<C, T>(p, item, row, column, o, factor);
+      const float factor = finish_row<C>(p, item, row, all.top, all.sum, column == 0);
+      store_four<C, T>(p, item, row, column, all.o, factor);
     } else {
       const int64_t at = to_slot * (C.heads * p.rows) + row;
-      *values_at(at, column) = o;
-      if (column == 0) p.partial_sums[at] = {top, sum};
+      *values_at(at, column) = all.o;
+      if (column == 0) p.partial_sums[at] = {all.top, all.sum};
     }
   }
 }

@@ -20,8 +20,9 @@ pub const FAMILY: Family = Family {
     ],
 };
 
-/// Tensor maps have a 128-byte swizzle and boxes of 128 bytes of columns (of heads of 64 codes, 64), `kv_box_rows` rows and as many heads as are read together: (dim,
-/// sequence, heads, batch); paged: (dim, row in page, heads, page). Variable length: one batch of all tokens.
+/// Tensor maps have a 128-byte swizzle (of heads of 64 codes, a 64-byte one) and are of the columns that it spans: (columns, sequence, spans
+/// of a row, heads, batch); paged: (columns, row in page, spans, heads, page). Their boxes are whole rows, `kv_box_rows` of each of as many
+/// heads as are read together. Variable length: one batch of all tokens.
 ///
 /// The rows of a key head are a sequence's queries times the `group` heads of each, 16 at most.
 const ARGUMENTS: &[Field] = &[

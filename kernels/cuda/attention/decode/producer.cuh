@@ -27,8 +27,6 @@ class Producer {
   }
 
  private:
-  static constexpr int kColumns = chunk_bytes(C) / element_bytes(C);  // of a chunk
-
   // Hands a piece of work to the others, with its queries.
   __device__ __forceinline__ void publish(const Item &item, const Ring<kItems> &slot) {
     Mbarrier *full = &shared_.item_full[slot.stage];
@@ -85,12 +83,8 @@ class Producer {
           const int from = is_paged ? __shfl_sync(0xffffffff, page, row >> box_log2) : outer;
           const int at_row =
               is_paged ? (key + row) & ((1 << p_.page_log2) - 1) : k_begin + key + row;
-#pragma unroll
-          for (int c = 0; c < row_bytes(C) / chunk_bytes(C); ++c) {
-            tma_load_4d(to + C.heads * (c * C.tile + row) * chunk_bytes(C), is_v ? &p_.v : &p_.k,
-                        full, C.once ? kEvictFirst : kEvictNormal, c * kColumns, at_row, item.head,
-                        from);
-          }
+          tma_load_5d(to + row * C.heads * row_bytes(C), is_v ? &p_.v : &p_.k, full,
+                      C.once ? kEvictFirst : kEvictNormal, 0, at_row, 0, item.head, from);
         }
         at_.advance();
       }

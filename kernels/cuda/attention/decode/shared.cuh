@@ -22,8 +22,8 @@ struct Item {
 
 template <DecodeConfig C, class T>
 struct alignas(1024) Shared {
-  // K and V by turns, in swizzled chunks of columns. Of a chunk box after box, and of a box head
-  // after head.
+  // K and V by turns: box after box, of a box head after head, and of a head swizzled chunks of
+  // columns.
   uint8_t ring[C.entries][C.heads * C.tile * row_bytes(C)];
   T q[kItems][C.heads][kRows][q_pitch(C)];
   // What the warps have summed up; then the weights of a pair's parts.

@@ -7,15 +7,15 @@
 use std::cmp::Reverse;
 
 use super::super::OP;
-use super::launch::{rows_of_heads, window};
+use super::launch::{whole_rows_of_keys, window};
 use super::{Kernels, refusal};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::attention_decoding::Arguments;
 use crate::cuda::tuning::rules::attention::{
-    BYTES_OF_EVEN_SHARE, BYTES_OF_WHOLE_SHARE, FEW_PAIRS_OF_128, HEADS_TOGETHER,
-    LEAST_BYTES_OF_SHARE, PAGED_KEYS_OF_128,
+    BYTES_OF_EVEN_SHARE, BYTES_OF_WHOLE_SHARE, LEAST_BYTES_OF_SHARE, SHARE_OF_ROWS_IN_PAGES,
+    SHARE_OF_SHORT_ROWS,
 };
 use crate::cuda::{Cuda, claims};
 use crate::dtype::DType;
@@ -61,7 +61,7 @@ pub(super) fn forms(resources: &Resources) -> Result<Vec<Form>> {
             },
         )?;
     }
-    // The first that serves is taken.
+    // Those of most heads are looked at first.
     forms.sort_by_key(|form| Reverse(form.heads));
     Ok(forms)
 }
@@ -70,15 +70,28 @@ impl Form {
     fn serves(&self, p: &Problem) -> bool {
         let beside = |rows: &Rows| rows.head < rows.token;
         let together = self.heads == 1
-            || self.heads <= HEADS_TOGETHER
-                && p.num_kv_heads.is_multiple_of(self.heads)
-                && beside(&p.k)
-                && beside(&p.v);
+            || p.num_kv_heads.is_multiple_of(self.heads) && beside(&p.k) && beside(&p.v);
         self.dtype == p.q.dtype as u32
             && self.codes == holds_codes(p)
             && !self.reads_short_pieces(p)
             && [p.head_dim, p.head_dim_v] == [self.head_dim; 2]
             && together
+    }
+
+    /// Whether heads that could be read together are better read apart: pairs of a sequence and a key head are then in fewer parts, but
+    /// memory reads shorter rows. Of codes short rows are served by other kernels.
+    fn is_better_apart(&self, p: &Problem) -> bool {
+        let of_head = self.tile_bytes() / self.heads / self.tile;
+        let of_pair = seen(p).saturating_mul(of_head);
+        let pairs = p.batch.saturating_mul(p.num_kv_heads);
+        let share = pairs.saturating_mul(of_pair) / self.blocks;
+        let most = match (self.head_dim, &p.keys) {
+            (..128, _) => SHARE_OF_SHORT_ROWS,
+            (_, Keys::Paged { .. }) => SHARE_OF_ROWS_IN_PAGES,
+            _ => usize::MAX,
+        };
+        let is_alone = self.heads == 1 || self.codes;
+        !is_alone && of_pair > BYTES_OF_WHOLE_SHARE && share <= most
     }
 
     /// Whether it would read less than 256 bytes of codes at a time, one head of those that lie side by side. Portable kernels, whose
@@ -125,10 +138,11 @@ impl Kernels {
             true => DType::F8E4M3,
             false => p.q.dtype,
         };
-        if rows > ROWS || refusal(p, of_keys).is_some() || !pays(p) {
+        if rows > ROWS || refusal(p, of_keys).is_some() {
             return None;
         }
-        let form = self.decode.iter().find(|form| form.serves(p))?;
+        let mut serving = self.decode.iter().filter(|form| form.serves(p));
+        let form = serving.find(|form| !form.is_better_apart(p))?;
         let of_pair = tiles_of_pair(p, form.tile);
         let pairs = p.batch.checked_mul(p.num_kv_heads / form.heads)?;
         let tiles = pairs.checked_mul(of_pair)?;
@@ -179,28 +193,23 @@ fn even_share(share: usize, of_pair: usize, more: usize) -> usize {
     }
 }
 
-/// Whether other kernels take longer.
-fn pays(p: &Problem) -> bool {
-    let few = p.batch.saturating_mul(p.num_kv_heads) <= FEW_PAIRS_OF_128;
-    let pages = matches!(p.keys, Keys::Paged { .. }) && p.max_seqlen_k <= PAGED_KEYS_OF_128;
-    p.head_dim != 128 || holds_codes(p) || few || pages
-}
-
 fn holds_codes(p: &Problem) -> bool {
     p.k.dtype == DType::F8E4M3
 }
 
-/// Tiles of the keys that any query of a sequence sees, at most.
+/// Keys that any query of a sequence sees, at most.
+fn seen(p: &Problem) -> usize {
+    let in_window = p.window_left.saturating_sub(1);
+    in_window.saturating_add(p.max_seqlen_q).min(p.max_seqlen_k)
+}
+
+/// Tiles of them.
 fn tiles_of_pair(p: &Problem, tile: usize) -> usize {
-    let (keys, queries) = (p.max_seqlen_k, p.max_seqlen_q);
-    let seen = p.window_left.saturating_sub(1).saturating_add(queries);
-    let hidden = keys.saturating_sub(seen);
+    let (keys, seen) = (p.max_seqlen_k, seen(p));
     let tiles = match p.ragged {
-        false => keys.div_ceil(tile) - hidden / tile,
+        false => keys.div_ceil(tile) - (keys - seen) / tile,
         // They may begin anywhere in a tile.
-        true => keys
-            .div_ceil(tile)
-            .min(seen.div_ceil(tile).saturating_add(1)),
+        true => keys.div_ceil(tile).min(seen.div_ceil(tile) + 1),
     };
     tiles.max(1)
 }
@@ -233,8 +242,8 @@ pub(in crate::cuda::attention) fn forward(
     let _entered = cuda.resources.primary.enter(OP)?;
     let mut arguments = arguments(plan, p);
     let in_box = [arguments.kv_box_rows as u32, plan.form.heads as u32];
-    arguments.k = rows_of_heads(driver, p, &p.k, p.head_dim, in_box)?;
-    arguments.v = rows_of_heads(driver, p, &p.v, p.head_dim_v, in_box)?;
+    arguments.k = whole_rows_of_keys(driver, p, &p.k, p.head_dim, in_box)?;
+    arguments.v = whole_rows_of_keys(driver, p, &p.v, p.head_dim_v, in_box)?;
     if plan.cuts {
         let parts = 2 * plan.blocks * plan.form.heads * plan.rows;
         arguments.counters = workspace.addr() as u64;

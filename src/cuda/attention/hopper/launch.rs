@@ -186,11 +186,16 @@ pub(super) fn rows_of_keys(
     dim: usize,
     box_rows: u32,
 ) -> Result<TensorMap> {
-    rows_of_heads(driver, p, rows, dim, [box_rows, 1])
+    let [outer, tokens, heads] = sizes_of_keys(p);
+    let sizes = [dim, tokens, heads, outer];
+    let strides = [rows.token, rows.head, rows.outer];
+    let counts = [COLUMNS, box_rows, 1, 1];
+    TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
 }
 
-/// The same, in boxes of so many rows of so many heads.
-pub(super) fn rows_of_heads(
+/// Of keys or values, or their codes, in boxes of so many whole rows of so many heads: (columns that a swizzle spans, tokens, spans of
+/// a row, heads, sequences or pages).
+pub(super) fn whole_rows_of_keys(
     driver: &Driver,
     p: &Problem,
     rows: &Rows,
@@ -198,12 +203,13 @@ pub(super) fn rows_of_heads(
     [box_rows, box_heads]: [u32; 2],
 ) -> Result<TensorMap> {
     let [outer, tokens, heads] = sizes_of_keys(p);
-    let sizes = [dim, tokens, heads, outer];
-    let strides = [rows.token, rows.head, rows.outer];
     let columns = match rows.dtype {
-        DType::F8E4M3 => dim.min(2 * COLUMNS as usize) as u32,
-        _ => COLUMNS,
+        DType::F8E4M3 => dim.min(2 * COLUMNS as usize),
+        _ => COLUMNS as usize,
     };
-    let counts = [columns, box_rows, box_heads, 1];
+    let spans = dim / columns;
+    let sizes = [columns, tokens, spans, heads, outer];
+    let strides = [rows.token, columns, rows.head, rows.outer];
+    let counts = [columns as u32, box_rows, spans as u32, box_heads, 1];
     TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
 }
