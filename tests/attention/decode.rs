@@ -145,6 +145,19 @@ fn shares() {
             heads: 2,
             ..plain(128)
         },
+        // As many keys in each: whole ones in turns, and what is left in parts. Lengths that the host knows, and does not.
+        Case {
+            lens: vec![(1, 700); 150],
+            heads: 1,
+            kv_heads: 1,
+            ..plain(64)
+        },
+        Case {
+            lens: vec![(1, 700); 150],
+            heads: 1,
+            kv_heads: 1,
+            ..ragged(64)
+        },
         Case {
             lens: vec![(1, 20000)],
             heads: 2,

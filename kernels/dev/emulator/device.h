@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 
@@ -224,6 +225,12 @@ inline void ballot(const int *given, uint32_t *taken) {
 inline void greatest(const int *given, int *taken) {
   std::fill(taken, taken + kWarp, *std::max_element(given, given + kWarp));
 }
+inline void least(const int *given, int *taken) {
+  std::fill(taken, taken + kWarp, *std::min_element(given, given + kWarp));
+}
+inline void sum(const int *given, int *taken) {
+  std::fill(taken, taken + kWarp, std::accumulate(given, given + kWarp, 0));
+}
 
 // PTX ISA, "Matrix load instruction: ldmatrix": eight threads give the rows of each of four
 // matrices of 8 x 8 numbers of 16 bits. Thread i gets those at row i / 4, columns 2 (i % 4) and the
@@ -366,6 +373,12 @@ inline uint32_t __ballot_sync(uint32_t, int is) {
 }
 inline int __reduce_max_sync(uint32_t, int x) {
   return machine::together<int, int, machine::greatest>(x);
+}
+inline int __reduce_min_sync(uint32_t, int x) {
+  return machine::together<int, int, machine::least>(x);
+}
+inline int __reduce_add_sync(uint32_t, int x) {
+  return machine::together<int, int, machine::sum>(x);
 }
 inline int __any_sync(uint32_t, int is) { return machine::together<int, int, machine::any>(is); }
 inline void __syncwarp(uint32_t = ~0u) {

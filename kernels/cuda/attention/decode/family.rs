@@ -131,7 +131,12 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::I32,
         "least_tiles",
-        "of a block that has any, but for the last",
+        "of a block that has any of the row, but for the last",
+    ),
+    field(
+        Type::I32,
+        "more_tiles",
+        "that a block may have beyond its equal share, if pairs are then not cut, or into parts as long",
     ),
     field(
         Type::F32,

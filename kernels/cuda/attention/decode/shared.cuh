@@ -20,6 +20,11 @@ struct Item {
   int first_block;  // that of the pair's first part
 };
 
+// Tiles of some sequences.
+struct Tiles {
+  int all, least, most;  // of all together, and of one
+};
+
 template <DecodeConfig C, class T>
 struct alignas(1024) Shared {
   // K and V by turns: box after box, of a box head after head, and of a head swizzled chunks of
@@ -33,8 +38,8 @@ struct alignas(1024) Shared {
   Mbarrier full[C.entries], empty[C.entries];
   Mbarrier item_full[kItems], item_empty[kItems];
   Item item[kItems];
-  int tiles[kWalkParts];  // of a part of the batch, of one head
-  int joins;              // whether the block joins the parts of its pair
+  Tiles tiles[kWalkParts];  // of a part of the batch, of one head
+  int joins;                // whether the block joins the parts of its pair
 
   // One thread; fence_mbarrier_init and a block barrier follow.
   __device__ __forceinline__ void init_barriers() {

@@ -154,14 +154,6 @@ impl Kernels {
             _ => (LEAST_BYTES_OF_SHARE / form.tile_bytes()).max(1),
         };
         let blocks = tiles.div_ceil(least_tiles).clamp(1, form.blocks);
-        let least_tiles = match p.ragged {
-            true => least_tiles,
-            false => {
-                let more = BYTES_OF_EVEN_SHARE / form.tile_bytes();
-                even_share(tiles.div_ceil(blocks).max(least_tiles), of_pair, more)
-            }
-        };
-        let blocks = tiles.div_ceil(least_tiles).clamp(1, blocks);
         Some(Plan {
             form,
             rows,
@@ -177,19 +169,6 @@ impl Kernels {
         let forms = self.decode.iter().filter(|form| form.serves(p));
         let sizes = forms.map(|form| form.workspace(form.blocks, ROWS));
         sizes.max().unwrap_or(0)
-    }
-}
-
-/// The least tiles from `share` on, up to so many more, that cut no pair of `of_pair` tiles, or all into parts as long; `share` if there
-/// are none such.
-fn even_share(share: usize, of_pair: usize, more: usize) -> usize {
-    let (even, whole) = match of_pair / share {
-        0 => (share.next_multiple_of(of_pair), true),
-        parts => (of_pair.div_ceil(parts), of_pair.is_multiple_of(parts)),
-    };
-    match whole && even - share <= more {
-        true => even,
-        false => share,
     }
 }
 
@@ -295,6 +274,7 @@ fn arguments(plan: &Plan<'_>, p: &Problem) -> Arguments {
         window_left: window(p.window_left),
         window_right: window(p.window_right),
         least_tiles: plan.least_tiles as i32,
+        more_tiles: (BYTES_OF_EVEN_SHARE / plan.form.tile_bytes()) as i32,
         ..Arguments::ZERO
     };
     let factor = match p.softcap > 0.0 {
@@ -341,32 +321,4 @@ fn arguments(plan: &Plan<'_>, p: &Problem) -> Arguments {
         }
     }
     arguments
-}
-
-#[cfg(test)]
-mod tests {
-    use super::even_share;
-
-    #[test]
-    fn shares_cut_no_pairs_where_that_costs_little() {
-        for (share, of_pair, more, expected) in [
-            // Whole pairs, and not so many.
-            (63, 16, 1, 64),
-            (125, 64, 3, 128),
-            (125, 64, 2, 125),
-            (5, 5, 0, 5),
-            (1, 1, 3, 1),
-            // Equal parts of one, and parts that none of as many tiles are.
-            (31, 64, 1, 32),
-            (32, 1024, 3, 32),
-            (31, 1024, 3, 31),
-            (32, 65, 3, 32),
-            (60, 64, 3, 60),
-            (61, 64, 3, 64),
-            (2, 3, 9, 3),
-        ] {
-            let found = even_share(share, of_pair, more);
-            assert_eq!(found, expected, "{share} {of_pair} {more}");
-        }
-    }
 }
