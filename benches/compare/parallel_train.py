@@ -20,10 +20,10 @@ class Divided(train.Ours):
     stream of their own, while those of the layers before it are computed. Those of the embedding are the head's and a
     few rows: the head's are added up first, and ranks exchange what the rows are made of."""
 
-    def __init__(self, r, c, state, dtype, batch, seq):
+    def __init__(self, r, c, state, dtype, batch, seq, **more):
         self.r, self.side = r, torch.cuda.Stream() if r.cuda else None
         self.tokens = torch.full((1,), float(r.size * batch * seq), device=r.device)
-        super().__init__(r.ctx, c, state, dtype, batch, seq)
+        super().__init__(r.ctx, c, state, dtype, batch, seq, **more)
 
     def make_gradients(self):
         buckets, gradients = {}, {}
@@ -32,8 +32,9 @@ class Divided(train.Ours):
         self.buckets = {}
         for bucket, named in buckets.items():
             # Each begins at a multiple of 16 bytes, as kernels like it.
-            sizes = [-(-w.numel() // 4) * 4 for _, w in named]
-            flat = self.buckets[bucket] = torch.zeros(sum(sizes), device=self.device)
+            sizes = [-(-w.numel() // 8) * 8 for _, w in named]
+            dtype = self.gradient_dtype(named[0][0])
+            flat = self.buckets[bucket] = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
             for (name, w), part in zip(named, flat.split(sizes)):
                 gradients[name] = part[: w.numel()].view(w.shape)
         return gradients
@@ -96,18 +97,20 @@ def curves(r):
     ids[1:] = ids[:1]  # the same text each time: the loss falls
     whole = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in ids]
     own = [tuple(t.chunk(r.size)[r.rank] for t in pair) for pair in whole]
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
-        one = losses_of(train.Ours(r.ctx, TINY, state, dtype, r.size * batch, seq), whole)
+    f32, bf16 = torch.float32, torch.bfloat16
+    for dtype, of_layers, tolerance in ((f32, f32, 1e-4), (bf16, f32, 2e-2), (bf16, bf16, 2e-2)):
+        name = f"data parallel {dtype}, gradients of layers {of_layers}"
+        one = losses_of(train.Ours(r.ctx, TINY, state, dtype, r.size * batch, seq, of_layers=of_layers), whole)
         r.apart()
-        several = losses_of(Divided(r, TINY, state, dtype, batch, seq), own)
+        several = losses_of(Divided(r, TINY, state, dtype, batch, seq, of_layers=of_layers), own)
         r.apart()
         apart = max(abs(a - b) / a for a, b in zip(one, several))
         if not (apart <= tolerance and one[-1] < 0.9 * one[0]):
-            r.wrong.append(f"data parallel {dtype}, rank {r.rank}: losses {one} of one rank and {several}")
+            r.wrong.append(f"{name}, rank {r.rank}: losses {one} of one rank and {several}")
         if any(other != several for other in r.exchange(several)):
-            r.wrong.append(f"data parallel {dtype}: ranks have different losses")
+            r.wrong.append(f"{name}: ranks have different losses")
         if r.rank == 0:
-            print(f"data parallel {dtype}: loss {one[0]:.4f} to {one[-1]:.4f} and {several[-1]:.4f}, apart {apart:.1e}", flush=True)
+            print(f"{name}: loss {one[0]:.4f} to {one[-1]:.4f} and {several[-1]:.4f}, apart {apart:.1e}", flush=True)
 
 
 def steps(r):
@@ -121,20 +124,33 @@ def steps(r):
     torch.cuda.empty_cache()
     ids = torch.randint(0, c["vocab"], (batch, seq + 1), device=r.device)
     one_batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    peers = of_torch(r, c, state, batch, seq, one_batch)
+    for of_layers, ending in ((torch.float32, ""), (torch.bfloat16, ", gradients of layers in bf16")):
+        times, peaks = (dict(found) for found in peers)
+        for name, make in (
+            (f"{OURS} one GPU", lambda *args, **more: train.Ours(r.ctx, *args, **more)),
+            (f"{OURS} data parallel", lambda *args, **more: Divided(r, *args, **more)),
+        ):
+            torch.cuda.reset_peak_memory_stats()
+            model = make(c, state, torch.bfloat16, batch, seq, of_layers=of_layers)
+            for tensor, of in zip((model.ids, model.targets), one_batch):
+                tensor.copy_(of)
+            times |= r.times({name: model.queue})
+            peaks[name] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+            model.close()
+            del model
+            r.empty_cache()
+        scaling = {f"{who} data parallel": round(times[f"{who} one GPU"] / times[f"{who} data parallel"], 4) for who in (OURS, "torch")}
+        rates = {name: round((1 if "one GPU" in name else r.size) * batch * seq / us * 1e6) for name, us in times.items()}
+        r.row(
+            f"training step of 1.24 B, {batch} x {seq} tokens a GPU, bf16{ending}", times, dtype="bf16", ranks=r.size, scaling=scaling,
+            tokens_per_s=rates, peak_gib=peaks,
+        )
+
+
+def of_torch(r, c, state, batch, seq, one_batch):
+    """Times of steps by PyTorch, alone and by DDP, and their memory. Gradients have the weights' dtype."""
     times, peaks = {}, {}
-    for name, make in (
-        (f"{OURS} one GPU", lambda: train.Ours(r.ctx, c, state, torch.bfloat16, batch, seq)),
-        (f"{OURS} data parallel", lambda: Divided(r, c, state, torch.bfloat16, batch, seq)),
-    ):
-        torch.cuda.reset_peak_memory_stats()
-        model = make()
-        for tensor, of in zip((model.ids, model.targets), one_batch):
-            tensor.copy_(of)
-        times |= r.times({name: model.queue})
-        peaks[name] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-        model.close()
-        del model
-        r.empty_cache()
     for name, parallel in (("torch one GPU", False), ("torch data parallel", True)):
         model = train.Peer(c, state, torch.bfloat16)
         if parallel:
@@ -144,12 +160,7 @@ def steps(r):
         peaks[name] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         del model
         r.empty_cache()
-    scaling = {f"{who} data parallel": round(times[f"{who} one GPU"] / times[f"{who} data parallel"], 4) for who in (OURS, "torch")}
-    rates = {name: round((1 if "one GPU" in name else r.size) * batch * seq / us * 1e6) for name, us in times.items()}
-    r.row(
-        f"training step of 1.24 B, {batch} x {seq} tokens a GPU, bf16", times, dtype="bf16", ranks=r.size, scaling=scaling,
-        tokens_per_s=rates, peak_gib=peaks,
-    )
+    return times, peaks
 
 
 def wall(r, step, rounds=6):

@@ -22,6 +22,7 @@ from common import OURS, Workspace
 
 SECONDS_OF_PART = int(os.environ.get("PARALLEL_SECONDS", "120"))
 ROUNDS = 7
+WARM_SECONDS = 0.06
 
 
 class Told(list):
@@ -110,31 +111,44 @@ class Rank:
         return graph.replay
 
     def times(self, contenders, rounds=ROUNDS):
-        """{contender: microseconds of one call}, by turns, each after a barrier and a replay that does not count: medians of the
-        rank that took longest."""
+        """{contender: microseconds of one call}, by turns, each after a barrier and calls that do not count: medians of the rank that
+        took longest. As many do not count as take a GPU to the clocks at which it goes on: before that those that follow a contender of
+        little power are ahead."""
         replays = {name: self.capture(function) for name, function in contenders.items()}
+        counts = {name: self.warming(replay) for name, replay in replays.items()}
         taken = {name: [] for name in replays}
         for turn in range(rounds + 1):
             for name, replay in replays.items():
                 self.exchange(None)
-                taken[name].append(self.once(replay))
+                taken[name].append(self.once(replay, counts[name]))
         mine = {name: statistics.median(all[1:]) for name, all in taken.items()}
         all = self.exchange(mine)
         return {name: max(of_rank[name] for of_rank in all) for name in mine}
 
-    def once(self, replay):
+    def warming(self, replay):
+        """How many calls take `WARM_SECONDS`, the same for all ranks."""
+        if not self.cuda:
+            return 0
+        self.exchange(None)
+        longest = max(self.exchange(self.once(replay, 1)))
+        return min(max(int(WARM_SECONDS * 1e6 / longest), 1), 1000)
+
+    def once(self, replay, warming):
         if not self.cuda:
             started = time.perf_counter()
             replay()
             return (time.perf_counter() - started) * 1e6
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        replay()
+        for _ in range(warming):
+            replay()
         begin.record()
-        replay()
+        counted = max(1, warming // 4)
+        for _ in range(counted):
+            replay()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        return begin.elapsed_time(end) * 1e3 / counted
 
     def row(self, case, times, **about):
         """A row of the record, in which the best of ours that ranks divide has our name, as tables want it."""

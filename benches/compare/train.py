@@ -152,10 +152,10 @@ class Peer:
 
 
 class Ours:
-    """The same step by the library's operations, on tensors of PyTorch's, whose gradients are f32."""
+    """The same step by the library's operations, on tensors of PyTorch's, whose gradients are f32; those of layers may be `of_layers`."""
 
-    def __init__(self, ctx, c, state, dtype, batch, seq, policy="NONE", master=None):
-        self.ctx, self.c, self.dtype, self.device = ctx, c, dtype, ctx.backend.lower()
+    def __init__(self, ctx, c, state, dtype, batch, seq, policy="NONE", master=None, of_layers=torch.float32):
+        self.ctx, self.c, self.dtype, self.device, self.of_layers = ctx, c, dtype, ctx.backend.lower(), of_layers
         k = ctx.library.constants
         new = lambda *shape, dtype=dtype: torch.zeros(*shape, dtype=dtype, device=self.device)  # noqa: E731
         self.weights = {name: w.to(self.device, dtype).contiguous().clone() for name, w in state.items()}
@@ -191,7 +191,7 @@ class Ours:
             attention_gradients = params("attention_block_backward", dqkv_weight=g[of("qkv")], dout_weight=g[of("out")])
             mlp_gradients = params("mlp_backward", dgate_up_weight=g[of("gate_up")], ddown_weight=g[of("down")])
             call = ctx.op(
-                "decoder_layer_backward", accumulate=1, forward=layer, attention=attention_gradients, mlp=mlp_gradients,
+                "decoder_layer_backward", accumulate=int(of_layers == torch.float32), forward=layer, attention=attention_gradients, mlp=mlp_gradients,
                 dout=gradient, dattention_norm=g[of("norm1")], dmlp_norm=g[of("norm2")],
             )
             call.arena = arena
@@ -219,7 +219,11 @@ class Ours:
         return memory[-memory.data_ptr() % 256 :][: max(size, 1)]
 
     def make_gradients(self):
-        return {name: torch.zeros_like(w, dtype=torch.float32) for name, w in self.weights.items()}
+        return {name: torch.zeros_like(w, dtype=self.gradient_dtype(name)) for name, w in self.weights.items()}
+
+    def gradient_dtype(self, name):
+        """The embedding's is that of the head, too, and has to be added to."""
+        return self.of_layers if name.startswith("layers") else torch.float32
 
     def of_loss(self):
         """What the loss is told besides."""
