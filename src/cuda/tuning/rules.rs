@@ -78,21 +78,21 @@ pub(in crate::cuda) mod attention {
     pub(in crate::cuda) const MAX_SPLITS: usize = 256;
     /// Rounds in which blocks of split keys run, at most: beyond them the last one matters little.
     pub(in crate::cuda) const ROUNDS: usize = 3;
-    /// The least bytes of K and V of a block of Hopper's kernels for few queries: less would take longer to join than to read. Chosen by
-    /// estimate, as are the next two: other values have not been timed.
+    /// The least bytes of K and V of a block of Hopper's kernels for few queries: less would take longer to join than to read. Half of
+    /// it and twice as many took as long, or longer (`kernels/cuda/attention/decode/LADDER.md`).
     pub(in crate::cuda) const LEAST_BYTES_OF_SHARE: usize = 64 << 10;
-    /// Bytes of K and V of a sequence and key head that one block reads in the time that parts would take to be joined.
+    /// Bytes of K and V of a sequence and key head that one block reads in the time that parts would take to be joined. 440 keys of 128
+    /// dimensions were read whole in 6.0 µs, in parts in 6.9; in pages, of eight sequences, in 9.3 and 10.9.
     pub(in crate::cuda) const BYTES_OF_WHOLE_SHARE: usize = 256 << 10;
+    /// So few pairs of a sequence and a key head are read in parts when they are in pages: one sequence's 440 keys in 7.1 µs, whole in 8.1;
+    /// of four sequences 8.6 and 8.2.
+    pub(in crate::cuda) const FEW_PAIRS_IN_PAGES: usize = 8;
     /// Bytes of K and V that a block may read beyond its equal share, if no pair of a sequence and a key head is then cut, or a pair's
     /// parts are alike: on an H100 reads of codes took 97 µs in parts, 92 without (`kernels/cuda/attention/decode/LADDER.md`).
     pub(in crate::cuda) const BYTES_OF_EVEN_SHARE: usize = 96 << 10;
-    /// Bytes of K and V that a block reads, up to which heads are read apart where a token's lie side by side: beyond them memory's
-    /// shorter rows cost more than joining fewer parts gains. This is of rows of 128 bytes, those of 256 in pages are the next;
-    /// without pages these are read apart whenever pairs have more than [`BYTES_OF_WHOLE_SHARE`]
-    /// (`kernels/cuda/attention/decode/LADDER.md`).
+    /// Bytes of K and V that a block reads, up to which heads of 64 dimensions are read apart where a token's lie side by side: beyond
+    /// them memory's shorter rows cost more than joining fewer parts gains (`kernels/cuda/attention/decode/LADDER.md`).
     pub(in crate::cuda) const SHARE_OF_SHORT_ROWS: usize = 256 << 10;
-    /// See above.
-    pub(in crate::cuda) const SHARE_OF_ROWS_IN_PAGES: usize = 1 << 20;
     /// Packed query rows up to which the heads of a key head are packed rather than tiled.
     pub(in crate::cuda) const FEW_QUERIES: usize = 64;
     /// Bytes of L2 that keys and values which are read together may take.

@@ -31,15 +31,14 @@ consteval int chunks(const DecodeConfig &c) { return row_bytes(c) / chunk_bytes(
 consteval int q_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 consteval int o_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 
-// Those with several heads read 256 bytes of a token or 512: as many streams as there are heads,
-// each of short rows, would keep memory busy with opening pages. More entries than these make the
-// ends of blocks lie further apart (LADDER.md).
+// Those with several heads read 256 bytes of a token: as many streams as there are heads, each of
+// short rows, would keep memory busy with opening pages. More entries than these make the ends of
+// blocks lie further apart (LADDER.md).
 //                                         d    heads warps tile entries blocks once   codes
 // clang-format off
 constexpr DecodeConfig kDecode64 =       { 64,  1,    8,    128, 6,      1,     false, false};
 constexpr DecodeConfig kDecode64Heads =  { 64,  2,    8,    128, 3,      1,     false, false};
 constexpr DecodeConfig kDecode128 =      {128,  1,    8,    128, 3,      1,     false, false};
-constexpr DecodeConfig kDecode128Heads = {128,  2,    8,    64,  4,      1,     false, false};
 constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     false, false};
 constexpr DecodeConfig kCodes64 =        { 64,  1,    8,    256, 5,      1,     false, true};
 constexpr DecodeConfig kCodes64Heads =   { 64,  4,    8,    128, 3,      1,     false, true};

@@ -2,4 +2,3 @@
 #include "decode.cuh"
 
 UNSLOTH_ATTENTION_DECODING_16BIT(hd128, kDecode128)
-UNSLOTH_ATTENTION_DECODING_16BIT(hd128_heads, kDecode128Heads)

@@ -11,7 +11,7 @@ template <DecodeConfig C, class T>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const AttentionDecodingArguments &p, Shared<C, T> &shared)
-      : p_(p), shared_(shared), lane_(threadIdx.x % 32) {}
+      : p_(p), shared_(shared), lane_(threadIdx.x % 32), box_log2_(__ffs(p.kv_box_rows) - 1) {}
 
   __device__ __forceinline__ void run() {
     Walk<C> walk(p_, shared_);
@@ -19,8 +19,10 @@ class Producer {
     int k_begin;
     Ring<kItems> slot;
     for (; walk.next(item, k_begin); slot.advance()) {
+      // Asked for before all else, as keys wait for it.
+      const int page = is_paged() ? page_of_box(item, first_box(item) + lane_) : 0;
       publish(item, slot);
-      load(item, k_begin);
+      load(item, k_begin, page);
     }
     item.rows = -1;
     publish(item, slot);
@@ -49,27 +51,38 @@ class Producer {
     __syncwarp();
   }
 
-  // Tiles come in boxes of rows, each from one page. Lane i looks up the page of box i, a tile
-  // ahead. Boxes that nobody sees are left out: their pages may not exist.
-  __device__ __forceinline__ void load(const Item &item, int k_begin) {
-    const bool is_paged = p_.block_table != nullptr;
-    const int box = p_.kv_box_rows;
-    const int box_log2 = __ffs(box) - 1;  // of pages
-    const int outer = p_.cu_seqlens_k != nullptr ? 0 : item.batch;
+  __device__ __forceinline__ bool is_paged() const { return p_.block_table != nullptr; }
+
+  // Tiles come in boxes of rows, each from one page.
+  __device__ __forceinline__ int first_box(const Item &item) const {
+    return item.tile_begin * C.tile >> box_log2_;
+  }
+
+  // Boxes that nobody sees are left out: their pages may not exist.
+  __device__ __forceinline__ int page_of_box(const Item &item, int index) const {
+    const int box = p_.kv_box_rows, key = index << box_log2_;
+    const bool is_there = key < min(item.tile_end * C.tile, item.k) && key + box > item.first;
     const int64_t table = item.batch * static_cast<int64_t>(p_.block_table_stride);
-    const auto page_of_box = [&](int tile) {
-      const int key = tile * C.tile + lane_ * box;
-      const bool there =
-          lane_ * box < C.tile && tile < item.tile_end && key < item.k && key + box > item.first;
-      return there ? p_.block_table[table + (key >> p_.page_log2)] : 0;
-    };
-    int page = is_paged ? page_of_box(item.tile_begin) : 0;
+    return is_there ? p_.block_table[table + (key >> p_.page_log2)] : 0;
+  }
+
+  // Lanes have the pages of 32 boxes, of which the first 32 are given, and look up the next 32
+  // meanwhile.
+  __device__ __forceinline__ void load(const Item &item, int k_begin, int page) {
+    const int box = p_.kv_box_rows;
+    const int outer = p_.cu_seqlens_k != nullptr ? 0 : item.batch;
+    int boxes = first_box(item), next_page = 0;
+    if (is_paged()) next_page = page_of_box(item, boxes + 32 + lane_);
 #pragma unroll 1
     for (int tile = item.tile_begin; tile < item.tile_end; ++tile) {
-      const int next_page = is_paged ? page_of_box(tile + 1) : 0;
       const int key = tile * C.tile;
-      const int begin = max(item.first - key, 0) / box * box;
-      const int end = ceil_div(min(C.tile, item.k - key), box) * box;
+      const int begin = max(item.first - key, 0) & -box;
+      const int end = (min(C.tile, item.k - key) + box - 1) & -box;
+      if (key >> box_log2_ == boxes + 32) {
+        boxes += 32;
+        page = next_page;
+        if (is_paged()) next_page = page_of_box(item, boxes + 32 + lane_);
+      }
 #pragma unroll
       for (int is_v = 0; is_v < 2; ++is_v) {
         shared_.empty[at_.stage].wait(at_.parity ^ 1);
@@ -80,21 +93,22 @@ class Producer {
         const uint32_t to = shared_address(shared_.ring[stage]);
 #pragma unroll 1
         for (int row = begin; row < end; row += box) {
-          const int from = is_paged ? __shfl_sync(0xffffffff, page, row >> box_log2) : outer;
-          const int at_row =
-              is_paged ? (key + row) & ((1 << p_.page_log2) - 1) : k_begin + key + row;
+          int from = outer, at_row = k_begin + key + row;
+          if (is_paged()) {
+            from = __shfl_sync(0xffffffff, page, ((key + row) >> box_log2_) - boxes);
+            at_row = (key + row) & ((1 << p_.page_log2) - 1);
+          }
           tma_load_5d(to + row * C.heads * row_bytes(C), is_v ? &p_.v : &p_.k, full,
                       C.once ? kEvictFirst : kEvictNormal, 0, at_row, 0, item.head, from);
         }
         at_.advance();
       }
-      page = next_page;
     }
   }
 
   const AttentionDecodingArguments &p_;
   Shared<C, T> &shared_;
-  const int lane_;
+  const int lane_, box_log2_;
   Ring<C.entries> at_;
 };
 

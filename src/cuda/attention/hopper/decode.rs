@@ -14,7 +14,7 @@ use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::attention_decoding::Arguments;
 use crate::cuda::tuning::rules::attention::{
-    BYTES_OF_EVEN_SHARE, BYTES_OF_WHOLE_SHARE, LEAST_BYTES_OF_SHARE, SHARE_OF_ROWS_IN_PAGES,
+    BYTES_OF_EVEN_SHARE, BYTES_OF_WHOLE_SHARE, FEW_PAIRS_IN_PAGES, LEAST_BYTES_OF_SHARE,
     SHARE_OF_SHORT_ROWS,
 };
 use crate::cuda::{Cuda, claims};
@@ -79,19 +79,12 @@ impl Form {
     }
 
     /// Whether heads that could be read together are better read apart: pairs of a sequence and a key head are then in fewer parts, but
-    /// memory reads shorter rows. Of codes short rows are served by other kernels.
+    /// memory reads shorter rows. Of codes such rows are served by other kernels.
     fn is_better_apart(&self, p: &Problem) -> bool {
-        let of_head = self.tile_bytes() / self.heads / self.tile;
-        let of_pair = seen(p).saturating_mul(of_head);
-        let pairs = p.batch.saturating_mul(p.num_kv_heads);
-        let share = pairs.saturating_mul(of_pair) / self.blocks;
-        let most = match (self.head_dim, &p.keys) {
-            (..128, _) => SHARE_OF_SHORT_ROWS,
-            (_, Keys::Paged { .. }) => SHARE_OF_ROWS_IN_PAGES,
-            _ => usize::MAX,
-        };
-        let is_alone = self.heads == 1 || self.codes;
-        !is_alone && of_pair > BYTES_OF_WHOLE_SHARE && share <= most
+        let pairs = p.batch.saturating_mul(p.num_kv_heads / self.heads);
+        let tiles = pairs.saturating_mul(tiles_of_pair(p, self.tile));
+        let share = tiles.saturating_mul(self.tile_bytes()) / self.blocks;
+        self.heads > 1 && !self.codes && share <= SHARE_OF_SHORT_ROWS
     }
 
     /// Whether it would read less than 256 bytes of codes at a time, one head of those that lie side by side. Portable kernels, whose
@@ -149,8 +142,13 @@ impl Kernels {
         if tiles > i32::MAX as usize / 4 {
             return None;
         }
+        let few_in_pages = matches!(p.keys, Keys::Paged { .. }) && pairs <= FEW_PAIRS_IN_PAGES;
+        let whole = match few_in_pages {
+            true => LEAST_BYTES_OF_SHARE,
+            false => BYTES_OF_WHOLE_SHARE,
+        };
         let least_tiles = match of_pair.saturating_mul(form.tile_bytes()) {
-            0..=BYTES_OF_WHOLE_SHARE => of_pair,
+            bytes if bytes <= whole => of_pair,
             _ => (LEAST_BYTES_OF_SHARE / form.tile_bytes()).max(1),
         };
         let blocks = tiles.div_ceil(least_tiles).clamp(1, form.blocks);
@@ -176,19 +174,17 @@ fn holds_codes(p: &Problem) -> bool {
     p.k.dtype == DType::F8E4M3
 }
 
-/// Keys that any query of a sequence sees, at most.
-fn seen(p: &Problem) -> usize {
-    let in_window = p.window_left.saturating_sub(1);
-    in_window.saturating_add(p.max_seqlen_q).min(p.max_seqlen_k)
-}
-
-/// Tiles of them.
+/// Tiles of the keys that any query of a sequence sees, at most.
 fn tiles_of_pair(p: &Problem, tile: usize) -> usize {
-    let (keys, seen) = (p.max_seqlen_k, seen(p));
+    let (keys, queries) = (p.max_seqlen_k, p.max_seqlen_q);
+    let seen = p.window_left.saturating_sub(1).saturating_add(queries);
+    let hidden = keys.saturating_sub(seen);
     let tiles = match p.ragged {
-        false => keys.div_ceil(tile) - (keys - seen) / tile,
+        false => keys.div_ceil(tile) - hidden / tile,
         // They may begin anywhere in a tile.
-        true => keys.div_ceil(tile).min(seen.div_ceil(tile) + 1),
+        true => keys
+            .div_ceil(tile)
+            .min(seen.div_ceil(tile).saturating_add(1)),
     };
     tiles.max(1)
 }
