@@ -27,6 +27,19 @@ std::vector<Target> parse_targets(const std::string &flag, const std::string &te
   return targets;
 }
 
+// Those that are not f32 are overwritten, since only f32 is added to.
+void check_gradients(const Args &args) {
+  if (args.dtype != UNSLOTH_DTYPE_BF16) throw UsageError("--gradients bf16 goes with --dtype bf16");
+  if (args.lora.rank > 0 || args.pipeline_parallel > 1) {
+    throw UsageError("--gradients bf16 does not go with --lora or --pipeline-parallel");
+  }
+  if (args.accumulate != static_cast<uint64_t>(args.data_parallel)) {
+    throw UsageError("--gradients bf16 takes one batch of each rank: --accumulate is " +
+                     std::to_string(args.accumulate) + ", --data-parallel " +
+                     std::to_string(args.data_parallel));
+  }
+}
+
 }  // namespace
 
 Args parse_args(int argc, const char *const *argv) {
@@ -81,6 +94,11 @@ Args parse_args(int argc, const char *const *argv) {
        [&](auto &flag, auto &value) { args.threads = parse_integer<uint32_t>(flag, value, 1); }},
       {"--dtype", [&](auto &flag, auto &value) { args.dtype = parse_dtype(flag, value); }},
       {"--weights", [&](auto &flag, auto &value) { weights = parse_dtype(flag, value); }},
+      {"--gradients",
+       [&](auto &flag, auto &value) {
+         args.gradients = parse_choice<unsloth_dtype>(
+             flag, value, {{"f32", UNSLOTH_DTYPE_F32}, {"bf16", UNSLOTH_DTYPE_BF16}});
+       }},
       {"--lora",
        [&](auto &flag, auto &value) { args.lora.rank = parse_integer<uint32_t>(flag, value, 1); }},
       {"--lora-alpha",
@@ -180,6 +198,7 @@ Args parse_args(int argc, const char *const *argv) {
     throw UsageError("--lora-alpha, --lora-targets, --weights and --output-lora go with --lora");
   }
   args.weights = weights.value_or(args.dtype);
+  if (args.gradients != UNSLOTH_DTYPE_F32) check_gradients(args);
   if (args.lora.alpha == 0) args.lora.alpha = 2.0 * args.lora.rank;
   if (args.learning_rate == 0) args.learning_rate = lora ? 2e-4 : 1e-5;
 
@@ -215,6 +234,8 @@ std::string usage() {
          "  --threads N           CPU threads (one per core)\n"
          "  --dtype TYPE          weights and activations as f32, bf16 or f16 (f32)\n"
          "  --weights TYPE        of a LoRA's frozen matrices: f32, bf16 or f16 (the dtype)\n"
+         "  --gradients TYPE      of layers' weights: f32, or bf16, which takes --dtype bf16 and\n"
+         "                        one batch of each rank a step (f32)\n"
          "  --lora RANK           train a LoRA of this rank in place of all weights\n"
          "  --lora-alpha A        its product counts A / RANK times (twice the rank)\n"
          "  --lora-targets LIST   of q,k,v,o,gate,up,down (all)\n"

@@ -42,8 +42,9 @@ struct Args {
 
   unsloth_backend backend = UNSLOTH_BACKEND_CPU;
   uint32_t threads = 0;
-  unsloth_dtype dtype = UNSLOTH_DTYPE_F32;    // of activations, and of weights that are trained
-  unsloth_dtype weights = UNSLOTH_DTYPE_F32;  // of matrices: `dtype`, unless they are frozen
+  unsloth_dtype dtype = UNSLOTH_DTYPE_F32;      // of activations, and of weights that are trained
+  unsloth_dtype weights = UNSLOTH_DTYPE_F32;    // of matrices: `dtype`, unless they are frozen
+  unsloth_dtype gradients = UNSLOTH_DTYPE_F32;  // of layers' weights; a step adds up those of f32
   LoraOptions lora;
 
   uint64_t steps = 0;  // 0: as `epochs` says

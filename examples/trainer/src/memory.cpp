@@ -39,6 +39,21 @@ uint64_t of_stage(const Estimated &of, const unsloth_model_params &model,
          of.step.workspace_size();
 }
 
+// Of gradients of layers that are not f32. The estimate has all gradients in one dtype, and those
+// of other weights are f32; products that do not add to f32 differ in their workspace.
+void narrow_gradients(const Estimated &of, unsloth_training_memory *memory) {
+  uint64_t less = 0;
+  for (const LayerTensors &layer : of.weights.gradients().layers) {
+    for (const unsloth_tensor &gradient : tensors_of(layer)) {
+      less += element_count(gradient) * sizeof(float) - byte_count(gradient);
+    }
+  }
+  memory->gradients -= less;
+  memory->total -= less + memory->workspace;
+  memory->workspace = of.step.workspace_size();
+  memory->total += memory->workspace;
+}
+
 }  // namespace
 
 uint64_t estimate_memory(const Estimated &of) {
@@ -80,6 +95,7 @@ uint64_t estimate_memory(const Estimated &of) {
   }
   auto memory = unsloth::make<unsloth_training_memory>();
   check(unsloth_training_memory_estimate(&params, &memory));
+  if (of.args.gradients != UNSLOTH_DTYPE_F32) narrow_gradients(of, &memory);
   if (of.pipeline != nullptr) return of_stage(of, model, memory);
   if (of.text_parts == 1) return memory.total;
   // It does not know what a layer in parts keeps, beside hidden states and the last norm's output.

@@ -1,7 +1,5 @@
 #include "reducer.h"
 
-#include <algorithm>
-
 #include "weights.h"
 
 namespace llm {
@@ -10,22 +8,27 @@ Reducer::Reducer(const Context &context, const Group &group)
     : context_(&context), group_(group), stream_(context.get()), ready_(context.get()) {}
 
 void Reducer::add(const std::vector<unsloth_tensor> &gradients) {
-  char *begin = nullptr;
+  check(unsloth_event_record(ready_.get(), context_->stream()));
+  check(unsloth_stream_wait_event(context_->get(), stream_.get(), ready_.get()));
+  unsloth_tensor first = {};
   char *end = nullptr;
   for (const unsloth_tensor &gradient : gradients) {
     if (gradient.rank == 0) continue;
-    char *const data = static_cast<char *>(gradient.data);
-    char *const behind = data + byte_count(gradient);
-    begin = begin == nullptr ? data : std::min(begin, data);
-    end = end == nullptr ? behind : std::max(end, behind);
+    if (first.rank != 0 && gradient.dtype != first.dtype) {
+      queue(first, end);
+      first = {};
+    }
+    if (first.rank == 0) first = gradient;
+    end = static_cast<char *>(gradient.data) + byte_count(gradient);
   }
-  if (begin == nullptr) return;
-  check(unsloth_event_record(ready_.get(), context_->stream()));
-  check(unsloth_stream_wait_event(context_->get(), stream_.get(), ready_.get()));
-  const auto count = static_cast<uint64_t>(end - begin) / sizeof(float);
+  if (first.rank != 0) queue(first, end);
+}
+
+void Reducer::queue(const unsloth_tensor &first, const char *end) {
+  const auto bytes = static_cast<uint64_t>(end - static_cast<const char *>(first.data));
   auto params = unsloth::make<unsloth_all_reduce_params>();
   params.comm = group_.comm;
-  params.x = unsloth::tensor(begin, UNSLOTH_DTYPE_F32, {count});
+  params.x = unsloth::tensor(first.data, first.dtype, {bytes / element_size(first.dtype)});
   check(unsloth_all_reduce_forward(context_->get(), &params, stream_.get()));
 }
 

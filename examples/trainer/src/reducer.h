@@ -14,8 +14,9 @@ class Reducer {
  public:
   Reducer(const Context &context, const Group &group);
 
-  // Adds up, on a stream of its own, gradients that are made by what is queued so far. They are f32
-  // and lie behind each other, with nothing but zeros between them; absent ones are left out.
+  // Adds up, on a stream of its own, gradients that are made by what is queued so far. They lie
+  // behind each other in the order given, with nothing but zeros between them; neighbours of one
+  // dtype are one sum, in that dtype. Absent ones are left out.
   void add(const std::vector<unsloth_tensor> &gradients);
   // What is queued from here on finds all sums.
   void join();
@@ -24,6 +25,9 @@ class Reducer {
   std::vector<float> gather(const Buffer &mine, uint64_t count);
 
  private:
+  // The sum of all from `first`'s elements to before `end`.
+  void queue(const unsloth_tensor &first, const char *end);
+
   const Context *context_;
   Group group_;
   unsloth::Stream stream_;

@@ -29,6 +29,10 @@ Step::Step(const Context &context, const ModelConfig &config, const Weights &wei
       lora_(lora),
       options_(options),
       optimizer_(optimizer) {
+  if (lora == nullptr && !adds_in_layers() && options.batches != 1) {
+    throw Error("gradients that are not f32 are of one batch, not " +
+                std::to_string(options.batches));
+  }
   reserve();
   const bool alone = options.group.size == 1 && options.pipeline == nullptr;
   if (options.group.size > 1) reducer_ = std::make_unique<Reducer>(context, options.group);
@@ -74,7 +78,8 @@ void Step::reserve() {
   }
   // A LoRA's matrices may be of another dtype when they are merged, which products differ by.
   layer_.emplace(*context_, config_, full ? weights_->tensors().layers[0] : lora_->like_merged(),
-                 full ? weights_->gradients().layers[0] : lora_->gradients(), full, common);
+                 full ? weights_->gradients().layers[0] : lora_->gradients(), adds_in_layers(),
+                 common);
   saved_ = Buffer(*context_, slots * num_layers() * layer_->saved_size());
   need(layer_->workspace_size());
   if (has_output()) {
@@ -210,8 +215,8 @@ void Step::queue_backward(size_t batch, size_t slot) {
   }
   for (size_t i = num_layers(); i-- > 0;) {
     if (lora_ == nullptr) {
-      layer_->backward(weights_->tensors().layers[i], weights_->gradients().layers[i], true,
-                       hidden(slot, i), states(gradient_, 0), saved(slot, i));
+      layer_->backward(weights_->tensors().layers[i], weights_->gradients().layers[i],
+                       adds_in_layers(), hidden(slot, i), states(gradient_, 0), saved(slot, i));
       if (adds_up) reducer_->add(tensors_of(weights_->gradients().layers[i]));
       continue;
     }

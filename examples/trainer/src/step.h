@@ -51,7 +51,8 @@ class Step {
   void set_denominator(uint64_t learned);
   // Adds the gradients of so many batches as the options say to those that are there, makes an
   // update, and gives the loss of the batches of all ranks: the sum over learned targets, divided
-  // by the denominator. Waits for it.
+  // by the denominator. Waits for it. Gradients of layers that are not f32 take the place of what
+  // is there, so there is one batch then.
   double run(const std::vector<Batch> &batches);
   // What is asked for while a pass runs, and what layers keep.
   size_t workspace_size() const { return workspace_.bytes(); }
@@ -87,6 +88,10 @@ class Step {
   void *saved(size_t slot, size_t layer) const;
   bool shares_embedding() const {
     return options_.pipeline != nullptr && config_.tied_embeddings && lora_ == nullptr;
+  }
+  // Whether a layer's gradients are added to what is there, as its calls take it.
+  bool adds_in_layers() const {
+    return lora_ == nullptr && weights_->gradients().layers[0].qkv.dtype == UNSLOTH_DTYPE_F32;
   }
   size_t num_layers() const { return weights_->tensors().layers.size(); }
   bool has_embedding() const {

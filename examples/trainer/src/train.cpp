@@ -210,7 +210,7 @@ Trainer::Trainer(const Args &args, const Context &context, const Group &group, A
   if (args.lora.rank > 0) {
     lora_ = std::make_unique<Lora>(context_, config_, weights_, args.lora, args.dtype, args.seed);
   } else {
-    weights_.add_gradients(context_);
+    weights_.add_gradients(context_, args.gradients);
   }
   const Optimizer::Options optimizer = {args.clip,       args.weight_decay, args.loss_scaling,
                                         args.loss_scale, args.dtype,        args.seed};
@@ -274,6 +274,7 @@ std::string Trainer::describe() const {
   line("--loss-scale", std::to_string(static_cast<int>(args_.loss_scaling)) + " " +
                            std::to_string(args_.loss_scale));
   line("--seed", std::to_string(args_.seed));
+  line("--gradients", std::to_string(args_.gradients));
   return text;
 }
 

@@ -150,18 +150,23 @@ Weights Weights::load(const Context &context, const Gguf &gguf, const ModelConfi
   return weights;
 }
 
-void Weights::add_gradients(const Context &context) {
+void Weights::add_gradients(const Context &context, unsloth_dtype of_layers) {
   gradients_.layers.resize(tensors_.layers.size());
+  const auto dtype_of = [&](const unsloth_tensor &weight) {
+    const bool is_of_layer = &weight != &tensors_.embedding && &weight != &tensors_.output_norm &&
+                             &weight != &tensors_.output;
+    return is_of_layer ? of_layers : UNSLOTH_DTYPE_F32;
+  };
   uint64_t room = 0;
   visit_pairs(&tensors_, &gradients_, [&](const unsloth_tensor &weight, unsloth_tensor &) {
-    room += aligned(element_count(weight) * sizeof(float));
+    room += aligned(element_count(weight) * element_size(dtype_of(weight)));
   });
   gradient_memory_ = Buffer(context, room);
   uint64_t used = 0;
   visit_pairs(&tensors_, &gradients_, [&](const unsloth_tensor &weight, unsloth_tensor &gradient) {
     if (weight.rank == 0) return;
     gradient = weight;
-    gradient.dtype = UNSLOTH_DTYPE_F32;
+    gradient.dtype = dtype_of(weight);
     gradient.data = static_cast<char *>(gradient_memory_.data()) + used;
     used += aligned(byte_count(gradient));
   });

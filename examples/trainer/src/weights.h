@@ -58,8 +58,9 @@ class Weights {
   unsloth_tensor rope_factors() const { return rope_factors_; }
   const std::vector<FileTensor> &file_tensors() const { return file_tensors_; }
 
-  // Takes memory for f32 gradients of all weights, which is zero.
-  void add_gradients(const Context &context);
+  // Takes memory for gradients of all weights, which is zero. Those of layers are `of_layers`. The
+  // rest is f32: a table's gradient is added to, as that of the head and of the tokens' rows.
+  void add_gradients(const Context &context, unsloth_dtype of_layers);
   // Absent tensors without `add_gradients`.
   const ModelTensors &gradients() const { return gradients_; }
   // Those that are updated here.

@@ -20,6 +20,7 @@ void defaults() {
   CHECK_EQUAL(full.epochs, 1U);
   CHECK(full.loss_scaling == Args::LossScale::kNone);
   CHECK(full.output_type == TensorType::kF16);
+  CHECK(full.gradients == UNSLOTH_DTYPE_F32);
   const Args lora = parse({"--output", "o", "--lora", "4", "--dtype", "bf16"});
   CHECK_EQUAL(lora.learning_rate, 2e-4);
   CHECK_EQUAL(lora.lora.scale(), 2.0);
@@ -46,6 +47,18 @@ void ranks() {
   const Args parts = parse({"--output=o", "--context-parallel=2", "--checkpoint", "full"});
   CHECK_EQUAL(parts.context_parallel, 2);
   CHECK_EQUAL(parts.accumulate, 1U);
+}
+
+// Where a step of a rank is one batch.
+void narrow_gradients() {
+  const std::vector<std::vector<const char *>> allowed = {
+      {"--data-parallel", "2"}, {"--context-parallel", "2"}, {"--checkpoint", "full"}};
+  for (std::vector<const char *> flags : allowed) {
+    flags.insert(flags.end(), {"--output", "o", "--dtype", "bf16", "--gradients", "bf16"});
+    CHECK(parse(flags).gradients == UNSLOTH_DTYPE_BF16);
+  }
+  const Args lora = parse({"--output", "o", "--lora", "2", "--gradients=f32"});
+  CHECK(lora.gradients == UNSLOTH_DTYPE_F32);
 }
 
 void mistakes() {
@@ -79,6 +92,20 @@ void mistakes() {
        "--batch-tokens is 64, which the ranks of --context-parallel 3 do not share evenly"},
       {{"--output", "o", "--context-parallel", "2", "--checkpoint", "mlp"},
        "--context-parallel goes with --checkpoint none or full"},
+      {{"--gradients", "f16"}, "--gradients takes bf16 or f32"},
+      {{"--output", "o", "--gradients", "bf16"}, "--gradients bf16 goes with --dtype bf16"},
+      {{"--output", "o", "--gradients", "bf16", "--dtype", "f16"},
+       "--gradients bf16 goes with --dtype bf16"},
+      {{"--output", "o", "--gradients", "bf16", "--dtype", "bf16", "--lora", "2"},
+       "--gradients bf16 does not go with --lora or --pipeline-parallel"},
+      {{"--output", "o", "--gradients", "bf16", "--dtype", "bf16", "--pipeline-parallel", "2"},
+       "--gradients bf16 does not go with --lora or --pipeline-parallel"},
+      {{"--output", "o", "--gradients", "bf16", "--dtype", "bf16", "--accumulate", "2"},
+       "one batch of each rank: --accumulate is 2, --data-parallel 1"},
+      {{"--output=o", "--gradients=bf16", "--dtype=bf16", "--accumulate=4", "--data-parallel=2"},
+       "one batch of each rank: --accumulate is 4, --data-parallel 2"},
+      {{"--output=o", "--gradients=bf16", "--dtype=bf16", "--accumulate=2", "--context-parallel=2"},
+       "one batch of each rank: --accumulate is 2, --data-parallel 1"},
       {{"--learning-rate", "0"}, "--learning-rate takes a number above 0"},
       {{"--clip", "-1"}, "--clip takes a number of 0 or more"},
       {{"--checkpoint", "some"}, "--checkpoint takes elementwise or full or mlp or none"},
@@ -111,6 +138,7 @@ void rates() {
 int main() {
   llm::defaults();
   llm::ranks();
+  llm::narrow_gradients();
   llm::mistakes();
   llm::rates();
   return check::result();

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "check.h"
+#include "error.h"
 #include "optimizer.h"
+#include "quants.h"
 #include "random.h"
 
 namespace llm {
@@ -38,8 +40,9 @@ std::vector<Example> examples(uint64_t num_tokens) {
 
 // A model that is trained, as a whole or through a LoRA.
 struct Setup {
-  // A LoRA of rank 4 is on weights of bf16, whatever is computed in.
-  Setup(const std::string &name, uint32_t rank, unsloth_checkpointing policy, unsloth_dtype dtype)
+  // A LoRA of rank 4 is on weights of bf16, whatever is computed in. `of_layers` are gradients.
+  Setup(const std::string &name, uint32_t rank, unsloth_checkpointing policy, unsloth_dtype dtype,
+        unsloth_dtype of_layers = UNSLOTH_DTYPE_F32)
       : gguf(Gguf::open(folder + "/" + name + ".gguf")),
         config(read_config(gguf)),
         context(backend, 0),
@@ -52,7 +55,7 @@ struct Setup {
       options.targets = {Target::kQ, Target::kV, Target::kO, Target::kUp, Target::kDown};
       lora = std::make_unique<Lora>(context, config, weights, options, dtype, 3);
     } else {
-      weights.add_gradients(context);
+      weights.add_gradients(context, of_layers);
     }
     parameters = lora ? lora->parameters() : weights.parameters();
     const Step::Options options = {1, kTokens, batches.max_sequences(), policy, dtype, true, true};
@@ -62,12 +65,15 @@ struct Setup {
 
   Buffer *memory() { return lora ? lora->memory() : weights.memory(); }
 
+  // Of f32 or bf16.
   std::vector<float> read(const unsloth_tensor &tensor) const {
-    std::vector<float> values(element_count(tensor));
-    check(unsloth_memory_copy(context.get(), values.data(), tensor.data,
-                              values.size() * sizeof(float), UNSLOTH_COPY_KIND_DEVICE_TO_HOST,
-                              context.stream()));
+    std::vector<std::byte> bytes(byte_count(tensor));
+    check(unsloth_memory_copy(context.get(), bytes.data(), tensor.data, bytes.size(),
+                              UNSLOTH_COPY_KIND_DEVICE_TO_HOST, context.stream()));
     context.synchronize();
+    std::vector<float> values(element_count(tensor));
+    const auto type = tensor.dtype == UNSLOTH_DTYPE_F32 ? TensorType::kF32 : TensorType::kBF16;
+    dequantize(type, bytes.data(), values.size(), values.data());
     return values;
   }
 
@@ -157,13 +163,14 @@ void agrees_with_finite_differences(const std::string &name, uint32_t rank) {
 }
 
 // What is kept and what is computed again makes no difference to a single bit.
-void policies_agree(uint32_t rank, unsloth_dtype dtype) {
+void policies_agree(uint32_t rank, unsloth_dtype dtype,
+                    unsloth_dtype of_layers = UNSLOTH_DTYPE_F32) {
   std::vector<std::vector<float>> expected;
   double expected_loss = 0;
   for (const unsloth_checkpointing policy :
        {UNSLOTH_CHECKPOINTING_NONE, UNSLOTH_CHECKPOINTING_ELEMENTWISE, UNSLOTH_CHECKPOINTING_MLP,
         UNSLOTH_CHECKPOINTING_PROJECTIONS, UNSLOTH_CHECKPOINTING_FULL}) {
-    Setup setup("plain_f32", rank, policy, dtype);
+    Setup setup("plain_f32", rank, policy, dtype, of_layers);
     const auto before = setup.context.memory_stats();
     const double loss = setup.step->run({setup.batches.get(0)});
     const auto after = setup.context.memory_stats();
@@ -233,6 +240,77 @@ void learns_in(unsloth_dtype dtype, uint32_t rank) {
   }
 }
 
+// Gradients of layers in bf16 are those in f32, rounded once; a table's and the last norm's are the
+// same. Of a second batch the former take the place of the first one's, and the latter are added.
+void rounds_gradients_of_layers(const std::string &name) {
+  const auto make = [&](unsloth_dtype of_layers) {
+    return std::make_unique<Setup>(name, 0, UNSLOTH_CHECKPOINTING_NONE, UNSLOTH_DTYPE_BF16,
+                                   of_layers);
+  };
+  const auto wide = make(UNSLOTH_DTYPE_F32);
+  const auto narrow = make(UNSLOTH_DTYPE_BF16);
+  const Batch batch = wide->batches.get(0);
+  const double loss = wide->step->run({batch});
+  const std::vector<std::vector<float>> expected = wide->gradients();
+  for (const float times : {1.0F, 2.0F}) {
+    CHECK_EQUAL(narrow->step->run({batch}), loss);
+    const std::vector<std::vector<float>> gradients = narrow->gradients();
+    size_t rounded = 0;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const bool is_narrow = narrow->parameters[i].gradient.dtype == UNSLOTH_DTYPE_BF16;
+      rounded += is_narrow ? 1 : 0;
+      const double mean = norm(expected[i]) / std::sqrt(static_cast<double>(expected[i].size()));
+      CHECK(mean > 1e-6);
+      for (size_t j = 0; j < gradients[i].size(); ++j) {
+        const float exact = expected[i][j];
+        // Twice the rounding: where a sum is added in another order it may go to the other side.
+        const double allowed = (is_narrow ? 0x1p-8 : 1e-6) * std::fabs(exact) + 1e-6 * mean;
+        const float found = is_narrow ? gradients[i][j] : gradients[i][j] / times;
+        if (std::fabs(found - exact) <= allowed) continue;
+        check::fail(__FILE__, __LINE__,
+                    name + ": gradient " + std::to_string(i) + " has " + std::to_string(found) +
+                        " at " + std::to_string(j) + ", in f32 it is " + std::to_string(exact));
+        break;
+      }
+    }
+    const ModelTensors &model = narrow->weights.tensors();
+    CHECK_EQUAL(rounded + (model.output.rank > 0 ? 3 : 2), gradients.size());
+  }
+}
+
+// The loss falls by them as it does by gradients in f32.
+void learns_by_rounded_gradients() {
+  std::vector<std::vector<double>> losses;
+  for (const unsloth_dtype of_layers : {UNSLOTH_DTYPE_F32, UNSLOTH_DTYPE_BF16}) {
+    Setup setup("plain_f32", 0, UNSLOTH_CHECKPOINTING_NONE, UNSLOTH_DTYPE_BF16, of_layers);
+    const Optimizer::Options options = {1.0, 0.0, Args::LossScale::kNone, 0.0, UNSLOTH_DTYPE_BF16,
+                                        0};
+    Optimizer optimizer(setup.context, setup.parameters, options);
+    Step::Options step_options = {
+        1,    kTokens, setup.batches.max_sequences(), UNSLOTH_CHECKPOINTING_MLP, UNSLOTH_DTYPE_BF16,
+        true, true};
+    Step step(setup.context, setup.config, setup.weights, nullptr, step_options, &optimizer);
+    const Batch batch = setup.batches.get(0);
+    step.set_denominator(batch.learned);
+    optimizer.set_learning_rate(0.0005);
+    std::vector<double> &found = losses.emplace_back();
+    for (int i = 0; i < 8; ++i) found.push_back(step.run({batch}));
+    CHECK(found.back() < 0.7 * found.front());
+    if (of_layers == UNSLOTH_DTYPE_F32) continue;
+    step_options.batches = 2;
+    CHECK_THROWS(Error,
+                 Step(setup.context, setup.config, setup.weights, nullptr, step_options, nullptr),
+                 "gradients that are not f32 are of one batch, not 2");
+  }
+  for (size_t i = 0; i < losses[0].size(); ++i) {
+    const double apart = std::fabs(losses[1][i] / losses[0][i] - 1);
+    if (apart < 2e-2) continue;
+    check::fail(__FILE__, __LINE__,
+                "the loss of step " + std::to_string(i) + " is " + std::to_string(losses[1][i]) +
+                    ", by gradients in f32 " + std::to_string(losses[0][i]));
+  }
+}
+
 }  // namespace
 }  // namespace llm
 
@@ -250,6 +328,11 @@ int main(int argc, char **argv) {
     llm::learns_in(dtype, 0);
     llm::learns_in(dtype, 4);
   }
+  llm::policies_agree(0, UNSLOTH_DTYPE_BF16, UNSLOTH_DTYPE_BF16);
+  for (const char *name : {"plain_f32", "llama3_f16", "biases_q4_1"}) {
+    llm::rounds_gradients_of_layers(name);
+  }
+  llm::learns_by_rounded_gradients();
   llm::batches_add_up("mqa_bf16", 0);
   llm::batches_add_up("plain_f32", 2);
   return check::result();

@@ -4,6 +4,7 @@
 import argparse
 import fcntl
 import json
+import math
 import pathlib
 import resource
 import signal
@@ -203,6 +204,9 @@ class TrainerTest(unittest.TestCase):
     def test_resumes_on_two_ranks_with_the_same_bits(self):
         self.check_resume("--data-parallel", "2")
 
+    def test_resumes_with_gradients_in_bf16_with_the_same_bits(self):
+        self.check_resume("--dtype", "bf16", "--gradients", "bf16", "--data-parallel", "2")
+
     def test_resumes_with_two_parts_of_the_text_with_the_same_bits(self):
         self.check_resume("--context-parallel", "2")
 
@@ -236,6 +240,38 @@ class TrainerTest(unittest.TestCase):
 
     def test_ranks_learn_a_lora_as_one_does(self):
         self.check_ranks("--data-parallel", "--lora", "4", "--learning-rate", "5e-3")
+
+    def test_ranks_with_gradients_in_bf16_learn_what_one_does(self):
+        # One rank adds up as many batches in f32, or has the same one in bf16.
+        narrow = ["--gradients", "bf16"]
+        ways = {
+            "2": ([], [*narrow, "--data-parallel", "2"]),
+            "4": ([], [*narrow, "--data-parallel", "4"]),
+            "1": (narrow, [*narrow, "--context-parallel", "2"]),
+        }
+        for model in ("plain_f32", "biases_q4_1"):
+            for batches, (one, several) in ways.items():
+                flags = ["--dtype", "bf16", "--steps", "12", "--batch-tokens", "64", "--learning-rate", "3e-4"]
+                flags += ["--accumulate", batches, "--output", self.folder / "out.gguf"]
+                alone, of_ranks = (self.run_trainer(*flags, *more, model=model)[0] for more in (one, several))
+                self.assertLess(alone[-1]["loss"], 0.9 * alone[0]["loss"])
+                for report, expected in zip(of_ranks, alone, strict=True):
+                    self.assertEqual(report["tokens"], expected["tokens"])
+                    for key in ("loss", "gradient_norm"):
+                        self.assertAlmostEqual(report[key] / expected[key], 1, delta=1e-2)
+
+    def test_gradients_in_bf16_take_half_of_the_memory_but_for_the_table(self):
+        real = []
+        # Layers are most of this model.
+        model = self.layers(tied=True)
+        flags = ["--dtype", "bf16", "--steps", "2", "--batch-tokens", "8", "--output", self.folder / "out.gguf"]
+        for kind in ("f32", "bf16"):
+            reports, _ = self.run_trainer(*flags, "--gradients", kind, model=model)
+            real.append(reports[0]["memory"]["real"])
+        shapes = {name: shape for name, (shape, _, _) in gguf_reader.Gguf(model.with_suffix(".gguf")).tensors.items()}
+        elements = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("blk."))
+        # Of workspaces a product that adds to nothing may need more or less.
+        self.assertAlmostEqual((real[0] - real[1]) / (2 * elements), 1, delta=0.05)
 
     def test_ranks_with_parts_of_the_text_learn_what_one_does(self):
         self.check_ranks("--context-parallel", "--learning-rate", "1e-3")
@@ -399,6 +435,10 @@ class TrainerTest(unittest.TestCase):
         for other in (["--batch-tokens", "64"], ["--lora", "2"], ["--learning-rate", "0.5"]):
             _, errors = self.run_trainer(*flags, *other, "--resume", status=1)
             self.assertIn(f"the checkpoint was made with '{other[0]} ", errors)
+        in_bf16 = ["--steps", "2", "--dtype", "bf16", "--checkpoint-dir", self.folder / "bf16"]
+        self.run_trainer(*in_bf16)
+        _, errors = self.run_trainer(*in_bf16, "--gradients", "bf16", "--resume", status=1)
+        self.assertIn("the checkpoint was made with '--gradients ", errors)
         _, errors = self.run_trainer(*flags, "--resume", data=self.text, status=1)
         self.assertIn("the checkpoint was made with '--data ", errors)
 
