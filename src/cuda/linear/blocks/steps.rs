@@ -54,6 +54,8 @@ struct Sizes {
     /// Of a row of the weight.
     steps: usize,
     multiprocessors: usize,
+    /// Whether blocks have clusters.
+    clusters: bool,
     /// What the kernel's blocks have: rows of `x`, threads, shared memory, and of that a step of a tile.
     rows: usize,
     warps: usize,
@@ -62,7 +64,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// A step for each warp, and a block for each multiprocessor; none if rows have too many steps.
+    /// A step for each warp, and a block for each multiprocessor; none if rows have too many steps for a cluster, or for a block where there
+    /// are none.
     fn form(&self) -> Option<Form> {
         /// With more, nothing is faster.
         const MOST_SLOTS: usize = 8;
@@ -73,7 +76,8 @@ impl Sizes {
         const BARRIER: usize = 8;
         const ALIGNMENT: usize = 16;
         let parts = self.steps.div_ceil(self.warps).next_power_of_two();
-        if self.steps == 0 || parts > MOST_PARTS {
+        let most_parts = if self.clusters { MOST_PARTS } else { 1 };
+        if self.steps == 0 || parts > most_parts {
             return None;
         }
         let along = self.steps.div_ceil(parts);
@@ -138,6 +142,7 @@ fn chosen<'a>(
         out_features,
         steps: in_features.div_ceil(kernel.choices.step as usize),
         multiprocessors: kernels.multiprocessors,
+        clusters: cuda.resources.launches_early,
         rows: kernel.choices.rows as usize,
         warps: kernel.info.block[0] as usize / 32,
         room: kernel.room as usize,
@@ -222,6 +227,7 @@ mod tests {
             out_features,
             steps,
             multiprocessors: 132,
+            clusters: true,
             rows: 8,
             warps: 16,
             room: 227 << 10,
@@ -249,6 +255,20 @@ mod tests {
             }
         }
         assert_eq!(sizes(4096, 33).form(), None);
+    }
+
+    /// Older drivers give blocks no cluster, without which one of them has all steps of a row.
+    #[test]
+    fn rows_are_parted_only_among_clusters() {
+        for steps in 1..=32 {
+            let sizes = Sizes {
+                clusters: false,
+                ..sizes(4096, steps)
+            };
+            let form = sizes.form();
+            assert_eq!(form.is_some(), steps <= sizes.warps, "{sizes:?} {form:?}");
+            assert!(form.is_none_or(|form| form.parts == 1), "{sizes:?}");
+        }
     }
 
     /// Those that were measured.
