@@ -194,6 +194,7 @@ struct Call {
   Function *function;
   machine::Dim grid, block;
   size_t shared_bytes;
+  unsigned cluster;  // blocks of one, along the grid
   std::vector<std::vector<Part>> params;
 
   int operator()() {
@@ -201,8 +202,8 @@ struct Call {
     std::vector<void *> pointers;
     for (auto &param : params) pointers.push_back(param.data());
     machine::Launch launch{
-        function->name.c_str(), grid,           block, shared_bytes, pointers.data(), seed,
-        early_copies,           entry->cluster, {0}};
+        function->name.c_str(), grid,    block, shared_bytes, pointers.data(), seed,
+        early_copies,           cluster, {0}};
     const auto run = [&] {
       running = launch.kernel;
       entry->run(launch);
@@ -340,25 +341,67 @@ EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks) {
   return *blocks = 2, kSuccess;
 }
 
-EXPORT int cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                          unsigned block_x, unsigned block_y, unsigned block_z,
-                          unsigned shared_bytes, Stream *stream, void **params, void **extra) {
-  const machine::Dim grid{grid_x, grid_y, grid_z}, block{block_x, block_y, block_z};
-  const uint64_t threads = uint64_t(block_x) * block_y * block_z;
+namespace {
+// `cluster`: of blocks, if the kernel has none of its own.
+int launch(Function *function, machine::Dim grid, machine::Dim block, unsigned shared_bytes,
+           unsigned cluster, Stream *stream, void **params) {
+  const uint64_t threads = uint64_t(block.x) * block.y * block.z;
   // What the compute capability takes.
-  const bool fits = grid_x > 0 && grid_x <= INT32_MAX && grid_y > 0 && grid_y <= 65535 &&
-                    grid_z > 0 && grid_z <= 65535 && threads > 0 && threads <= 1024 &&
+  const bool fits = grid.x > 0 && grid.x <= INT32_MAX && grid.y > 0 && grid.y <= 65535 &&
+                    grid.z > 0 && grid.z <= 65535 && threads > 0 && threads <= 1024 &&
                     shared_bytes <= unsigned(most_shared());
-  if (!fits || extra != nullptr) return kInvalidValue;
-  Call call{function, grid, block, shared_bytes, {}};
+  if (!fits) return kInvalidValue;
   const machine::Entry *entry = load(*function);
-  if (uint64_t(grid_x) * grid_y * grid_z % entry->cluster != 0) return kInvalidValue;
+  if (cluster > 1 && entry->cluster > 1) return kInvalidValue;
+  cluster = std::max(cluster, entry->cluster);
+  if (cluster > 8 || grid.x % cluster != 0) return kInvalidValue;
+  Call call{function, grid, block, shared_bytes, cluster, {}};
   for (size_t i = 0; i < entry->count; i++) {
     std::vector<Part> param((entry->sizes[i] + sizeof(Part) - 1) / sizeof(Part));
     memcpy(param.data(), params[i], entry->sizes[i]);
     call.params.push_back(std::move(param));
   }
   return queue(stream, std::move(call));
+}
+
+struct LaunchAttribute {
+  int id;
+  unsigned value[17];  // from the second on
+};
+struct LaunchConfig {
+  machine::Dim grid, block;
+  unsigned shared_bytes;
+  Stream *stream;
+  const LaunchAttribute *attributes;
+  unsigned count;
+};
+}  // namespace
+
+EXPORT int cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                          unsigned block_x, unsigned block_y, unsigned block_z,
+                          unsigned shared_bytes, Stream *stream, void **params, void **extra) {
+  if (extra != nullptr) return kInvalidValue;
+  const machine::Dim grid{grid_x, grid_y, grid_z}, block{block_x, block_y, block_z};
+  return launch(function, grid, block, shared_bytes, 1, stream, params);
+}
+// A kernel that may start early starts when the one before it has ended, as it may.
+EXPORT int cuLaunchKernelEx(const LaunchConfig *config, Function *function, void **params,
+                            void **extra) {
+  enum { kClusterDimension = 4, kEarly = 6 };
+  if (extra != nullptr) return kInvalidValue;
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->count; i++) {
+    const LaunchAttribute &attribute = config->attributes[i];
+    const unsigned *value = attribute.value + 1;
+    if (attribute.id == kClusterDimension) {
+      if (value[0] == 0 || value[1] != 1 || value[2] != 1) return kInvalidValue;
+      cluster = value[0];
+    } else if (attribute.id != kEarly) {
+      return kInvalidValue;
+    }
+  }
+  return launch(function, config->grid, config->block, config->shared_bytes, cluster,
+                config->stream, params);
 }
 
 EXPORT int cuMemAlloc_v2(uint64_t *address, size_t size) {
