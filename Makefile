@@ -140,6 +140,7 @@ test-dist: dist
 
 test-scripts:
 	python3 -m unittest discover -s benches
+	python3 -m unittest discover -s kernels/dev
 
 # What a machine without a GPU can tell of the CUDA backend: the kernels' text and what they use,
 # the tests of the backend as a whole, which see that the driver is missing, what is not of one

@@ -112,8 +112,8 @@ class Rank:
 
     def times(self, contenders, rounds=ROUNDS):
         """{contender: microseconds of one call}, by turns, each after a barrier and calls that do not count: medians of the rank that
-        took longest. As many do not count as take a GPU to the clocks at which it goes on: before that those that follow a contender of
-        little power are ahead."""
+        took longest. Those that do not count bring the GPU to the clocks at which it goes on: a contender that draws much power
+        lowers them for the one behind it."""
         replays = {name: self.capture(function) for name, function in contenders.items()}
         counts = {name: self.warming(replay) for name, replay in replays.items()}
         taken = {name: [] for name in replays}

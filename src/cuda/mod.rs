@@ -310,6 +310,11 @@ impl Cuda {
                 )
             };
         }
+        // Such drivers are not asked for clusters: without one blocks would wait for what nobody sends, or add it up.
+        if cluster > 1 {
+            let message = text!("clusters of {cluster} blocks, which this driver does not give");
+            return Err(Error::Internal { op, message });
+        }
         // SAFETY: the function is of the current context, the parameters are as its layout says; the rest is the caller's promise.
         unsafe {
             primary.driver.launch(

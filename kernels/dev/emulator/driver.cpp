@@ -342,7 +342,7 @@ EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks) {
 }
 
 namespace {
-// `cluster`: of blocks, if the kernel has none of its own.
+// `cluster`: how many blocks a cluster has, or 1 to leave that to the kernel.
 int launch(Function *function, machine::Dim grid, machine::Dim block, unsigned shared_bytes,
            unsigned cluster, Stream *stream, void **params) {
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
@@ -366,7 +366,7 @@ int launch(Function *function, machine::Dim grid, machine::Dim block, unsigned s
 
 struct LaunchAttribute {
   int id;
-  unsigned value[17];  // from the second on
+  unsigned value[17];  // the first is padding
 };
 struct LaunchConfig {
   machine::Dim grid, block;
@@ -384,7 +384,7 @@ EXPORT int cuLaunchKernel(Function *function, unsigned grid_x, unsigned grid_y, 
   const machine::Dim grid{grid_x, grid_y, grid_z}, block{block_x, block_y, block_z};
   return launch(function, grid, block, shared_bytes, 1, stream, params);
 }
-// A kernel that may start early starts when the one before it has ended, as it may.
+// A kernel may start early, but need not: here the one before it has always ended.
 EXPORT int cuLaunchKernelEx(const LaunchConfig *config, Function *function, void **params,
                             void **extra) {
   enum { kClusterDimension = 4, kEarly = 6 };

@@ -84,8 +84,8 @@ pub(in crate::cuda) mod attention {
     /// Bytes of K and V of a sequence and key head that one block reads in the time that parts would take to be joined. 440 keys of 128
     /// dimensions were read whole in 6.0 µs, in parts in 6.9; in pages, of eight sequences, in 9.3 and 10.9.
     pub(in crate::cuda) const BYTES_OF_WHOLE_SHARE: usize = 256 << 10;
-    /// So few pairs of a sequence and a key head are read in parts when they are in pages: one sequence's 440 keys in 7.1 µs, whole in 8.1;
-    /// of four sequences 8.6 and 8.2.
+    /// In pages so few pairs of a sequence and a key head are read in parts however short they are: 440 keys of one sequence took 7.1 µs in
+    /// parts and 8.1 whole, those of four sequences 8.6 and 8.2.
     pub(in crate::cuda) const FEW_PAIRS_IN_PAGES: usize = 8;
     /// Bytes of K and V that a block may read beyond its equal share, if no pair of a sequence and a key head is then cut, or a pair's
     /// parts are alike: on an H100 reads of codes took 97 µs in parts, 92 without (`kernels/cuda/attention/decode/LADDER.md`).

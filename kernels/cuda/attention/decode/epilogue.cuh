@@ -162,7 +162,8 @@ struct Sums {
 
 // By all that compute: some parts of the pair become the output or, with `is_output` false, one
 // part in `to_slot`. Sums and values of a few are asked for together: either takes as long as the
-// way to memory. Where there are threads to spare, neighbours have every other part.
+// way to memory. Where there are threads to
+// spare, two or four neighbours divide the parts of one quad among them.
 template <DecodeConfig C, class T, class SlotOf>
 __device__ __forceinline__ void join_parts(const AttentionDecodingArguments &p, const Item &item,
                                            int parts, SlotOf slot_at, bool is_output,
@@ -175,9 +176,9 @@ __device__ __forceinline__ void join_parts(const AttentionDecodingArguments &p, 
   int ways = 1;
   while (ways < kMostWays && 2 * ways * quads <= kThreads) ways *= 2;
   const int way = threadIdx.x % ways;
-  // All lanes of a warp go through as often.
-  for (int at_warp = 0; at_warp < quads; at_warp += kThreads / ways) {
-    const int i = at_warp + threadIdx.x / ways;
+  // All threads take as many turns of the loop: lanes exchange what they have.
+  for (int base = 0; base < quads; base += kThreads / ways) {
+    const int i = base + threadIdx.x / ways;
     const int row = min(i, quads - 1) / kQuads, column = i % kQuads * 4;
     Sums all;
 #pragma unroll 1

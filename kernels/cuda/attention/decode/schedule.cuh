@@ -14,6 +14,7 @@
 
 #include "attention/decode/arguments.h"
 #include "common/math.cuh"
+#include "even_share.cuh"
 #include "shared.cuh"
 
 namespace unsloth {
@@ -98,15 +99,6 @@ __device__ __forceinline__ void sum_tiles(const AttentionDecodingArguments &p,
     if (part * each < p.batch) tiles = of_warp(tiles);
     if (lane == 0) shared.tiles[part] = tiles;
   }
-}
-
-// The least tiles from `share` on, up to so many more, that cut no pair of `of_pair` tiles, or all
-// into parts as long; `share` if there are none such.
-__device__ __forceinline__ int even_share(int share, int of_pair, int more) {
-  const int parts = of_pair / share;
-  const int even = parts == 0 ? ceil_div(share, of_pair) * of_pair : ceil_div(of_pair, parts);
-  const bool is_whole = parts == 0 || even * parts == of_pair;
-  return is_whole && even - share <= more ? even : share;
 }
 
 // A warp that walks over the block's share.
