@@ -65,8 +65,9 @@ static uint64_t hash_of_cache(void) {
   }
   for (int64_t layer = 0; layer < 2; layer++) {
     CHECK_OK(unsloth_kv_cache_layer_get(cache, layer, &k, &v));
-    h = hash(h, k.data, PAGES * PAGE * KV_HEADS * DIM * 4);
-    h = hash(h, v.data, PAGES * PAGE * KV_HEADS * DIM * 4);
+    const size_t element = k.dtype == UNSLOTH_DTYPE_F8E4M3 ? 1 : 4;
+    h = hash(h, k.data, PAGES * PAGE * KV_HEADS * DIM * element);
+    h = hash(h, v.data, PAGES * PAGE * KV_HEADS * DIM * element);
   }
   return h;
 }
