@@ -198,6 +198,13 @@ def group_bytes(device):
     return f"{(most + slower) // 2 >> 20} << 20", records[-1].name
 
 
+def fetch(device):
+    """What the cache reads at a time where decoding streams keys: 256 bytes, or 128 where that gains more than NOISE in the mean."""
+    path = newest(device, "attention_decode_fetch")
+    of_256 = [row["us"]["128 bytes"] / row["us"]["256 bytes"] for row in json.loads(path.read_text())["rows"]]
+    return ("Bytes128" if mean(of_256) * NOISE < 1 else "Bytes256"), path.name
+
+
 def pairs(found):
     return "&[" + ", ".join(f"({', '.join(map(str, one))})" for one in found) + "]"
 
@@ -213,14 +220,15 @@ def text(device):
     tokens, asked, kernels = mlp(s["mlp"])
     short, together = attention(s["attention"])
     groups, groups_record = group_bytes(device)
-    sources = [name for name in (path.name, rings.name, groups_record) if name]
+    fetched, fetch_record = fetch(device)
+    sources = [name for name in (path.name, rings.name, groups_record, fetch_record) if name]
     lines = [
         f"//! An {DEVICES[device]}. `python3 benches/tuning.py write` made this from, in `benches/results`,",
         f"//! {', '.join(f'`{name}`' for name in sources)}.",
         "",
         "use super::linear::{Linear, Server::*, Shape};",
         "use super::rules::F32;",
-        "use super::{Argmax, Decoding, Hopper, Mlp, NormBackward, Refill, Tuning};",
+        "use super::{Argmax, Decoding, Fetch, Hopper, Mlp, NormBackward, Refill, Tuning};",
         "",
         "pub(super) const TUNING: Tuning = Tuning {",
         f"argmax: Argmax {{ thin_blocks: {thin}, full_blocks: {full} }},",
@@ -233,7 +241,7 @@ def text(device):
     ]
     for least, most, ragged, tiles, keys in decoding(s["decode"]):
         lines.append(f"Decoding {{ head_dims: ({least}, {most}), ragged: {str(ragged).lower()}, tiles: {tiles}, keys: {keys} }},")
-    lines += ["],", "},", "norm_backward: NormBackward {", f"group_bytes: {groups},"]
+    lines += ["],", f"decoding_fetch: Fetch::{fetched},", "},", "norm_backward: NormBackward {", f"group_bytes: {groups},"]
     lines += [f"{field}: {value}," for field, value in norm_backward(run["us"]).items()]
     lines += ["},", "};", "", "const HALVES: &[Shape] = &["]
     for shape in shapes(s["linear"]):

@@ -16,7 +16,13 @@ pub(super) const COLUMNS: u32 = 64;
 
 const SWIZZLE_64_BYTES: c_int = 2;
 const SWIZZLE_128_BYTES: c_int = 3;
-const FETCH_256_BYTES: c_int = 3;
+
+/// What the cache (L2) reads from memory where a box has any of it.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(super) enum Fetch {
+    Bytes128 = 2,
+    Bytes256 = 3,
+}
 
 impl TensorMap {
     /// Describes a tensor of `N` dimensions, the contiguous one first, from which boxes are copied; outside it reads as zeros. The
@@ -26,6 +32,20 @@ impl TensorMap {
         op: &'static str,
         ptr: *mut u8,
         dtype: DType,
+        sizes: [usize; N],
+        strides: &[usize],
+        counts: [u32; N],
+    ) -> Result<TensorMap> {
+        let elements = (dtype, Fetch::Bytes256);
+        TensorMap::fetching(driver, op, ptr, elements, sizes, strides, counts)
+    }
+
+    /// The same, with a choice of what the cache reads.
+    pub(super) fn fetching<const N: usize>(
+        driver: &Driver,
+        op: &'static str,
+        ptr: *mut u8,
+        (dtype, fetch): (DType, Fetch),
         sizes: [usize; N],
         strides: &[usize],
         counts: [u32; N],
@@ -64,7 +84,7 @@ impl TensorMap {
                 steps.as_ptr(),
                 0,
                 swizzle,
-                FETCH_256_BYTES,
+                fetch as c_int,
                 0,
             )
         }?;

@@ -1,9 +1,9 @@
 //! An H100. `python3 benches/tuning.py write` made this from, in `benches/results`,
-//! `tuning_h100_2026-11-22.json`, `rings_h100_2026-11-24.json`.
+//! `tuning_h100_2026-11-22.json`, `rings_h100_2026-11-24.json`, `attention_decode_fetch_h100_2026-11-26.json`.
 
 use super::linear::{Linear, Server::*, Shape};
 use super::rules::F32;
-use super::{Argmax, Decoding, Hopper, Mlp, NormBackward, Refill, Tuning};
+use super::{Argmax, Decoding, Fetch, Hopper, Mlp, NormBackward, Refill, Tuning};
 
 pub(super) const TUNING: Tuning = Tuning {
     argmax: Argmax {
@@ -36,6 +36,7 @@ pub(super) const TUNING: Tuning = Tuning {
                 keys: 512,
             },
         ],
+        decoding_fetch: Fetch::Bytes256,
     },
     norm_backward: NormBackward {
         group_bytes: usize::MAX,

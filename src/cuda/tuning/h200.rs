@@ -1,9 +1,9 @@
 //! An H200. `python3 benches/tuning.py write` made this from, in `benches/results`,
-//! `tuning_h200_2026-11-22.json`, `rings_h200_2026-11-24.json`, `norm_groups_or_ring_h200_2026-11-26.json`.
+//! `tuning_h200_2026-11-22.json`, `rings_h200_2026-11-24.json`, `norm_groups_or_ring_h200_2026-11-26.json`, `attention_decode_fetch_h200_2026-11-26.json`.
 
 use super::linear::{Linear, Server::*, Shape};
 use super::rules::F32;
-use super::{Argmax, Decoding, Hopper, Mlp, NormBackward, Refill, Tuning};
+use super::{Argmax, Decoding, Fetch, Hopper, Mlp, NormBackward, Refill, Tuning};
 
 pub(super) const TUNING: Tuning = Tuning {
     argmax: Argmax {
@@ -28,6 +28,7 @@ pub(super) const TUNING: Tuning = Tuning {
             tiles: 256,
             keys: 512,
         }],
+        decoding_fetch: Fetch::Bytes128,
     },
     norm_backward: NormBackward {
         group_bytes: 96 << 20,

@@ -9,6 +9,8 @@
 //! A choice depends on shapes, dtypes, strides and the device, so that a call does the same work
 //! each time.
 
+use super::tensor_map::Fetch;
+
 mod h100;
 mod h200;
 mod linear;
@@ -67,6 +69,8 @@ pub(super) struct Hopper {
     pub together: &'static [(usize, usize, usize)],
     /// Which decoding is faster here than by the portable kernels.
     pub decoding: &'static [Decoding],
+    /// What the cache reads at a time where decoding streams keys and values.
+    pub decoding_fetch: Fetch,
 }
 
 /// The gradients of norms by Hopper's kernels. Of those of rows in shared memory alone: how many stages

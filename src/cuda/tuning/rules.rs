@@ -2,7 +2,7 @@
 //! devices apart by.
 
 use super::linear::{FewRows, Linear, Server, Shape};
-use super::{Argmax, Hopper, Mlp, NormBackward, Properties, Refill, Tuning};
+use super::{Argmax, Fetch, Hopper, Mlp, NormBackward, Properties, Refill, Tuning};
 
 /// A device without a record.
 pub(super) fn tuning(properties: &Properties) -> Tuning {
@@ -26,6 +26,7 @@ pub(super) fn tuning(properties: &Properties) -> Tuning {
             short: &[],
             together: &[],
             decoding: &[],
+            decoding_fetch: Fetch::Bytes256,
         },
         norm_backward: NormBackward {
             group_bytes: 0,

@@ -217,8 +217,9 @@ pub(in crate::cuda::attention) fn forward(
     let _entered = cuda.resources.primary.enter(OP)?;
     let mut arguments = arguments(plan, p);
     let in_box = [arguments.kv_box_rows as u32, plan.form.heads as u32];
-    arguments.k = whole_rows_of_keys(driver, p, &p.k, p.head_dim, in_box)?;
-    arguments.v = whole_rows_of_keys(driver, p, &p.v, p.head_dim_v, in_box)?;
+    let fetch = cuda.resources.tuning.hopper.decoding_fetch;
+    arguments.k = whole_rows_of_keys(driver, fetch, p, &p.k, p.head_dim, in_box)?;
+    arguments.v = whole_rows_of_keys(driver, fetch, p, &p.v, p.head_dim_v, in_box)?;
     if plan.cuts {
         let parts = 2 * plan.blocks * plan.form.heads * plan.rows;
         arguments.counters = workspace.addr() as u64;

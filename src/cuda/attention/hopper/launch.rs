@@ -10,7 +10,7 @@ use crate::cuda::Cuda;
 use crate::cuda::claims;
 use crate::cuda::driver::Driver;
 use crate::cuda::images::attention_forward::Arguments;
-use crate::cuda::tensor_map::{COLUMNS, TensorMap};
+use crate::cuda::tensor_map::{COLUMNS, Fetch, TensorMap};
 use crate::cuda::tuning::Hopper;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -197,6 +197,7 @@ pub(super) fn rows_of_keys(
 /// a row, heads, sequences or pages).
 pub(super) fn whole_rows_of_keys(
     driver: &Driver,
+    fetch: Fetch,
     p: &Problem,
     rows: &Rows,
     dim: usize,
@@ -211,5 +212,6 @@ pub(super) fn whole_rows_of_keys(
     let sizes = [columns, tokens, spans, heads, outer];
     let strides = [rows.token, columns, rows.head, rows.outer];
     let counts = [columns as u32, box_rows, spans as u32, box_heads, 1];
-    TensorMap::new(driver, OP, rows.ptr, rows.dtype, sizes, &strides, counts)
+    let elements = (rows.dtype, fetch);
+    TensorMap::fetching(driver, OP, rows.ptr, elements, sizes, &strides, counts)
 }

@@ -376,6 +376,7 @@ fn packing(p: &Problem) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::tensor_map::Fetch;
     use crate::kv_cache::{Config, KvCache};
     use crate::layout::Layout;
     use crate::memory::Buffer;
@@ -428,6 +429,7 @@ mod tests {
                         short: &[],
                         together: &[],
                         decoding: &[],
+                        decoding_fetch: Fetch::Bytes256,
                     };
                     assert!(!choose::decodes(&none, 132, &prompt));
                 }
