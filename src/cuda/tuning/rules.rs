@@ -88,6 +88,9 @@ pub(in crate::cuda) mod attention {
     /// In pages so few pairs of a sequence and a key head are read in parts however short they are: 440 keys of one sequence took 7.1 µs in
     /// parts and 8.1 whole, those of four sequences 8.6 and 8.2.
     pub(in crate::cuda) const FEW_PAIRS_IN_PAGES: usize = 8;
+    /// Pairs of a sequence and a key head from which on two small blocks on a multiprocessor read heads of 128 dimensions faster than one
+    /// large one: of 384 pairs they took as long or 1 % longer, of 512 as long or up to 12 % less (`kernels/cuda/attention/decode/LADDER.md`).
+    pub(in crate::cuda) const MANY_PAIRS: usize = 512;
     /// Bytes of K and V that a block may read beyond its equal share, if no pair of a sequence and a key head is then cut, or a pair's
     /// parts are alike: on an H100 reads of codes took 97 µs in parts, 92 without (`kernels/cuda/attention/decode/LADDER.md`).
     pub(in crate::cuda) const BYTES_OF_EVEN_SHARE: usize = 96 << 10;

@@ -10,7 +10,6 @@ struct DecodeConfig {
   int tile;      // keys of a step: a multiple of 16 for each warp
   int entries;   // tiles of K or of V that memory may be asked for at a time
   int blocks;    // on a multiprocessor
-  bool once;     // the cache is told that K and V are read once
   bool codes;    // K and V are codes of 8-bit floats (e4m3)
 };
 
@@ -27,24 +26,29 @@ consteval int row_bytes(const DecodeConfig &c) { return c.head_dim * element_byt
 // Of a row in shared memory: what a swizzle spans. Longer rows are in several chunks.
 consteval int chunk_bytes(const DecodeConfig &c) { return row_bytes(c) < 128 ? 64 : 128; }
 consteval int chunks(const DecodeConfig &c) { return row_bytes(c) / chunk_bytes(c); }
+// Whether at least so many bytes of a token lie side by side. Shorter pieces are not marked as read
+// once, and in pages not asked for before the queries: that was slower (LADDER.md).
+consteval bool reads_long_pieces(const DecodeConfig &c) { return c.heads * row_bytes(c) >= 256; }
 // Rows end with units that keep their neighbours in other banks.
 consteval int q_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 consteval int o_pitch(const DecodeConfig &c) { return c.head_dim + 8; }
 
 // Those with several heads read 256 bytes of a token: as many streams as there are heads, each of
 // short rows, would keep memory busy with opening pages. More entries than these make the ends of
-// blocks lie further apart (LADDER.md).
-//                                         d    heads warps tile entries blocks once   codes
+// blocks lie further apart (LADDER.md). Two small blocks of a multiprocessor hide each other's
+// begins and ends, of which a batch of many sequences has many.
+//                                         d    heads warps tile entries blocks codes
 // clang-format off
-constexpr DecodeConfig kDecode64 =       { 64,  1,    8,    128, 6,      1,     false, false};
-constexpr DecodeConfig kDecode64Heads =  { 64,  2,    8,    128, 3,      1,     false, false};
-constexpr DecodeConfig kDecode128 =      {128,  1,    8,    128, 3,      1,     false, false};
-constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     false, false};
-constexpr DecodeConfig kCodes64 =        { 64,  1,    8,    256, 5,      1,     false, true};
-constexpr DecodeConfig kCodes64Heads =   { 64,  4,    8,    128, 3,      1,     false, true};
-constexpr DecodeConfig kCodes128 =       {128,  1,    8,    256, 3,      1,     false, true};
-constexpr DecodeConfig kCodes128Heads =  {128,  2,    8,    128, 3,      1,     false, true};
-constexpr DecodeConfig kCodes256 =       {256,  1,    4,    128, 3,      1,     false, true};
+constexpr DecodeConfig kDecode64 =       { 64,  1,    8,    128, 6,      1,     false};
+constexpr DecodeConfig kDecode64Heads =  { 64,  2,    8,    128, 3,      1,     false};
+constexpr DecodeConfig kDecode128 =      {128,  1,    8,    128, 3,      1,     false};
+constexpr DecodeConfig kDecode128Many =  {128,  1,    4,    64,  4,      2,     false};
+constexpr DecodeConfig kDecode256 =      {256,  1,    4,    64,  4,      1,     false};
+constexpr DecodeConfig kCodes64 =        { 64,  1,    8,    256, 5,      1,     true};
+constexpr DecodeConfig kCodes64Heads =   { 64,  4,    8,    128, 3,      1,     true};
+constexpr DecodeConfig kCodes128 =       {128,  1,    8,    256, 3,      1,     true};
+constexpr DecodeConfig kCodes128Heads =  {128,  2,    8,    128, 3,      1,     true};
+constexpr DecodeConfig kCodes256 =       {256,  1,    4,    128, 3,      1,     true};
 // clang-format on
 
 }  // namespace unsloth

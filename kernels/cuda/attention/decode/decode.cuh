@@ -29,6 +29,8 @@ __device__ __forceinline__ void attention_decoding(const AttentionDecodingArgume
     shared.init_barriers();
     fence_mbarrier_init();
   }
+  // Barriers and maps are no memory that the kernel before writes.
+  await_previous_kernel();
   sum_tiles(p, shared);
   __syncthreads();
 
@@ -50,7 +52,6 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
                                                unsloth::config.blocks)            \
       name(const __grid_constant__ AttentionDecodingArguments params) {           \
     unsloth::let_next_kernel_start();                                             \
-    unsloth::await_previous_kernel();                                             \
     unsloth::attention_decoding<unsloth::config, type>(params);                   \
   }                                                                               \
   extern "C" __device__ const AttentionDecodingLaunch name##_launch = {           \
@@ -59,6 +60,7 @@ constexpr Float kDtype = std::is_same_v<T, __half> ? Float::kF16 : Float::kBf16;
       unsloth::config.head_dim,                                                   \
       unsloth::config.heads,                                                      \
       unsloth::config.tile,                                                       \
+      unsloth::config.blocks,                                                     \
       unsloth::threads(unsloth::config),                                          \
       unsloth::shared_bytes<unsloth::config, type>(),                             \
   };

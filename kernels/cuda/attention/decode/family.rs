@@ -17,6 +17,7 @@ pub const FAMILY: Family = Family {
             "of keys that are read together, and lie side by side",
         ),
         ("tile", "keys of a step, of which blocks have whole ones"),
+        ("blocks", "on a multiprocessor, at most"),
     ],
 };
 

@@ -2,3 +2,4 @@
 #include "decode.cuh"
 
 UNSLOTH_ATTENTION_DECODING_16BIT(hd128, kDecode128)
+UNSLOTH_ATTENTION_DECODING_16BIT(hd128_many, kDecode128Many)

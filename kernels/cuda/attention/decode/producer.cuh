@@ -21,8 +21,7 @@ class Producer {
     for (; walk.next(item, k_begin); slot.advance()) {
       // Asked for before all else, as keys wait for it.
       const int page = is_paged() ? page_of_box(item, first_box(item) + lane_) : 0;
-      publish(item, slot);
-      load(item, k_begin, page);
+      load(item, k_begin, page, slot);
     }
     item.rows = -1;
     publish(item, slot);
@@ -67,8 +66,12 @@ class Producer {
   }
 
   // Lanes have the pages of 32 boxes, of which the first 32 are given, and look up the next 32
-  // meanwhile.
-  __device__ __forceinline__ void load(const Item &item, int k_begin, int page) {
+  // meanwhile. The piece of work is handed on once its first keys are on their way: finding its
+  // queries takes a while.
+  __device__ __forceinline__ void load(const Item &item, int k_begin, int page,
+                                       const Ring<kItems> &slot) {
+    const bool keys_first = reads_long_pieces(C) || !is_paged();
+    if (!keys_first || item.tile_begin == item.tile_end) publish(item, slot);
     const int box = p_.kv_box_rows;
     const int outer = p_.cu_seqlens_k != nullptr ? 0 : item.batch;
     int boxes = first_box(item), next_page = 0;
@@ -99,9 +102,11 @@ class Producer {
             at_row = (key + row) & ((1 << p_.page_log2) - 1);
           }
           tma_load_5d(to + row * C.heads * row_bytes(C), is_v ? &p_.v : &p_.k, full,
-                      C.once ? kEvictFirst : kEvictNormal, 0, at_row, 0, item.head, from);
+                      reads_long_pieces(C) ? kEvictFirst : kEvictNormal, 0, at_row, 0, item.head,
+                      from);
         }
         at_.advance();
+        if (is_v == 0 && tile == item.tile_begin && keys_first) publish(item, slot);
       }
     }
   }

@@ -15,7 +15,7 @@ use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::attention_decoding::Arguments;
 use crate::cuda::tuning::rules::attention::{
     BYTES_OF_EVEN_SHARE, BYTES_OF_WHOLE_SHARE, FEW_PAIRS_IN_PAGES, LEAST_BYTES_OF_SHARE,
-    SHARE_OF_SHORT_ROWS,
+    MANY_PAIRS, SHARE_OF_SHORT_ROWS,
 };
 use crate::cuda::{Cuda, claims};
 use crate::dtype::DType;
@@ -38,6 +38,8 @@ pub(super) struct Form {
     heads: usize,
     /// Keys of a step.
     tile: usize,
+    /// Whether it has several small blocks on a multiprocessor, for batches of many pairs.
+    for_many: bool,
     /// Blocks of a launch, at most: as many as the device runs at once.
     blocks: usize,
 }
@@ -56,13 +58,14 @@ pub(super) fn forms(resources: &Resources) -> Result<Vec<Form>> {
                 head_dim: choices.head_dim as usize,
                 heads: choices.heads as usize,
                 tile: choices.tile as usize,
+                for_many: choices.blocks > 1,
                 blocks: resident.max(1),
                 kernel,
             },
         )?;
     }
-    // Those of most heads are looked at first.
-    forms.sort_by_key(|form| Reverse(form.heads));
+    // Those of most heads are looked at first, and those for many pairs.
+    forms.sort_by_key(|form| Reverse((form.heads, form.for_many)));
     Ok(forms)
 }
 
@@ -85,6 +88,12 @@ impl Form {
         let tiles = pairs.saturating_mul(tiles_of_pair(p, self.tile));
         let share = tiles.saturating_mul(self.tile_bytes()) / self.blocks;
         self.heads > 1 && !self.codes && share <= SHARE_OF_SHORT_ROWS
+    }
+
+    /// Whether there are pairs of a sequence and a key head for small blocks.
+    fn has_enough(&self, p: &Problem) -> bool {
+        let pairs = p.batch.saturating_mul(p.num_kv_heads / self.heads);
+        !self.for_many || pairs >= MANY_PAIRS
     }
 
     /// Whether it would read less than 256 bytes of codes at a time, one head of those that lie side by side. Portable kernels, whose
@@ -135,7 +144,7 @@ impl Kernels {
             return None;
         }
         let mut serving = self.decode.iter().filter(|form| form.serves(p));
-        let form = serving.find(|form| !form.is_better_apart(p))?;
+        let form = serving.find(|form| !form.is_better_apart(p) && form.has_enough(p))?;
         let of_pair = tiles_of_pair(p, form.tile);
         let pairs = p.batch.checked_mul(p.num_kv_heads / form.heads)?;
         let tiles = pairs.checked_mul(of_pair)?;
