@@ -1,6 +1,8 @@
 """Products with weights in GGUF's blocks beside those with bf16 weights, ours and torch's (cuBLAS), and
 a copy of as many bytes: few rows, bound by reading the blocks, and more."""
 
+import os
+
 import torch
 from common import OURS, Record, agree, copies, graphs, num_sets, randn
 
@@ -19,7 +21,10 @@ FORMATS = {
 # (out_features, in_features)
 LAYERS = [(4096, 4096), (14336, 4096), (4096, 14336)]
 FEW = (1, 4, 8)
-MORE = (16, 24, 32, 64, 512)
+MORE = (16, 32, 33, 64, 128, 256, 512, 2048)
+# Those that are measured in these, in all others the few; ROWS and FORMATS choose some.
+OF_MORE = os.environ.get("FORMATS", "Q8_0,Q4_0,Q4_K,Q6_K").split(",")
+CHOSEN = tuple(map(int, os.environ["ROWS"].split(","))) if "ROWS" in os.environ else None
 METHOD = (
     "Microseconds of one call: a graph of calls on weights that together exceed the cache, replayed by turns, medians. `copy` moves as "
     "many bytes as blocks, x and output have, half read and half written. `bf16` is our product with bf16 weights of the same shape."
@@ -30,11 +35,12 @@ def compare(ctx):
     record = Record("linear_blocks", ctx.library, METHOD)
     for n, k in LAYERS:
         plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
-        for name in FORMATS:
-            counts = FEW + (MORE if name in ("Q4_0", "Q4_K", "Q6_K") and (n, k) == LAYERS[0] else ())
+        for name in FORMATS if CHOSEN is None else OF_MORE:
+            counts = CHOSEN or FEW + (MORE if name in OF_MORE else ())
             layer(ctx, record, name, n, k, plain, counts, torch.bfloat16)
         # What an engine's logits are.
-        layer(ctx, record, "Q6_K", n, k, plain, (1,), torch.float32)
+        if CHOSEN is None:
+            layer(ctx, record, "Q6_K", n, k, plain, (1,), torch.float32)
         torch.cuda.empty_cache()
 
 
@@ -79,6 +85,6 @@ def layer(ctx, record, name, n, k, plain, counts, dtype):
         contenders["copy"] = copies(-(-moved // (1 << 16)) << 16)
         for contender in contenders.values():
             contender(0)
-        times = graphs(contenders, seconds=0.1)
+        times = graphs(contenders, seconds=0.1 if CHOSEN is None else 0.03)
         short = "f32" if dtype == torch.float32 else "bf16"
         record.add(f"{name} {short} m{rows} n{n} k{k}", times, dtype=short, bytes=moved, flops=2 * rows * n * k)

@@ -32,12 +32,12 @@ mod linear_blocks;
 mod linear_codes;
 #[path = "../cuda/linear/e4m3/family.rs"]
 mod linear_e4m3;
-#[path = "../cuda/linear/e4m3_tiles/family.rs"]
-mod linear_e4m3_tiles;
 #[path = "../cuda/linear/few/family.rs"]
 mod linear_few;
 #[path = "../cuda/linear/steps/family.rs"]
 mod linear_steps;
+#[path = "../cuda/linear/wide/family.rs"]
+mod linear_wide;
 #[path = "../cuda/norm/backward/family.rs"]
 mod norm_backward_ring;
 #[path = "../cuda/qk_norm_rope/family.rs"]
@@ -56,9 +56,9 @@ pub const FAMILIES: &[Family] = &[
     linear_blocks::FAMILY,
     linear_codes::FAMILY,
     linear_e4m3::FAMILY,
-    linear_e4m3_tiles::FAMILY,
     linear_few::FAMILY,
     linear_steps::FAMILY,
+    linear_wide::FAMILY,
     norm_backward_ring::FAMILY,
     qk_norm_rope_ring::FAMILY,
     quantize::FAMILY,

@@ -14,6 +14,7 @@ pub(super) const MAX_STRIDE: usize = 1 << 40;
 /// Columns of a box: 128 bytes of 16-bit elements, the span of the swizzle.
 pub(super) const COLUMNS: u32 = 64;
 
+const SWIZZLE_NONE: c_int = 0;
 const SWIZZLE_64_BYTES: c_int = 2;
 const SWIZZLE_128_BYTES: c_int = 3;
 
@@ -25,8 +26,9 @@ pub(super) enum Fetch {
 }
 
 impl TensorMap {
-    /// Describes a tensor of `N` dimensions, the contiguous one first, from which boxes are copied; outside it reads as zeros. The
-    /// swizzle spans a box's columns: 64 bytes or 128. `strides` in elements are of the dimensions after the first; that of a dimension with one entry may be zero.
+    /// Describes a tensor of `N` dimensions, the contiguous one first, from which boxes are copied; outside it reads as zeros. A
+    /// swizzle spans a box's columns, of 64 bytes or 128; others are copied as they lie, and are whole lines of [`ALIGNMENT`].
+    /// `strides` in elements are of the dimensions after the first; that of a dimension with one entry may be zero.
     pub(super) fn new<const N: usize>(
         driver: &Driver,
         op: &'static str,
@@ -61,7 +63,8 @@ impl TensorMap {
         };
         let swizzle = match counts[0] as usize * dtype.size() {
             64 => SWIZZLE_64_BYTES,
-            _ => SWIZZLE_128_BYTES,
+            128 => SWIZZLE_128_BYTES,
+            _ => SWIZZLE_NONE,
         };
         let sizes = sizes.map(|size| size as u64);
         let mut bytes = [ALIGNMENT as u64; N];

@@ -114,4 +114,30 @@ __device__ __forceinline__ uint32_t multiply<__nv_bfloat16>(uint32_t a, uint32_t
   return product;
 }
 
+template <>
+__device__ __forceinline__ uint32_t multiply<__half>(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// a b + c of pairs, rounded once.
+template <class T>
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c);
+
+template <>
+__device__ __forceinline__ uint32_t multiply_add<__nv_bfloat16>(uint32_t a, uint32_t b,
+                                                                uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
+template <>
+__device__ __forceinline__ uint32_t multiply_add<__half>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
 }  // namespace unsloth

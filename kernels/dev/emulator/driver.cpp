@@ -571,9 +571,11 @@ EXPORT int cuTensorMapEncodeTiled(machine::TensorMap *map, int type, unsigned ra
                                   int swizzle) {
   enum { kBytes = 0, kSwizzle64 = 2, kSwizzle128 = 3 };
   const unsigned element = type == kBytes ? 1 : 2;
-  const unsigned span = swizzle == kSwizzle64 ? 64 : swizzle == kSwizzle128 ? 128 : 0;
-  if (rank < 3 || rank > 5 || uintptr_t(pointer) % 16 != 0 || interleave != 0 || span == 0 ||
-      counts[0] * element != span) {
+  // The engine of the emulator goes by the width of rows: those of 64 and 128 bytes are swizzled.
+  const unsigned width = counts[0] * element;
+  const int expected = width == 64 ? kSwizzle64 : width == 128 ? kSwizzle128 : 0;
+  if (rank < 3 || rank > 5 || uintptr_t(pointer) % 16 != 0 || interleave != 0 ||
+      swizzle != expected || width % 16 != 0) {
     return kInvalidValue;
   }
   *map = {};

@@ -117,7 +117,7 @@ struct Barrier {
   int32_t bytes;
 };
 
-// A tensor as the copy engine knows it: rows of boxes are of 64 or 128 bytes, swizzled.
+// A tensor as the copy engine knows it: rows of boxes of 64 or 128 bytes are swizzled.
 struct alignas(64) TensorMap {
   void *pointer;
   uint64_t strides[5];  // bytes; the first is an element's

@@ -2,7 +2,8 @@
 //!
 //! Products of few rows are bound by reading the weights, which the kernels of this library do once; those of more rows go to cuBLASLt
 //! where there is one that serves their dtypes, and to kernels of this library otherwise. Weights in blocks are in `blocks`, those
-//! of integers whose scales lie apart in `codes`, those of 8-bit floats in `e4m3`.
+//! of integers whose scales lie apart in `codes`, those of 8-bit floats in `e4m3`; many rows by either of blocks and 8-bit floats, on
+//! Hopper, in `wide`.
 
 mod backward;
 mod blocks;
@@ -11,6 +12,7 @@ mod decoded;
 mod e4m3;
 mod few;
 mod part;
+mod wide;
 
 use contract::linear::Epilogue as EpilogueCode;
 
@@ -63,6 +65,7 @@ pub(crate) struct Kernels {
     codes: codes::Kernels,
     e4m3: e4m3::Kernels,
     few: few::Kernels,
+    wide: wide::Kernels,
     library: Option<Library>,
     tuning: tuning::Linear,
 }
@@ -102,6 +105,7 @@ impl Kernels {
             codes: codes::kernels(resources)?,
             e4m3: e4m3::kernels(resources)?,
             few: few::kernels(resources)?,
+            wide: wide::kernels(resources)?,
             library: Library::open(OP, resources.tuning.linear)?,
             tuning: resources.tuning.linear,
         })
@@ -386,6 +390,7 @@ pub(super) fn multiply(
         return Ok(());
     }
     match p.weights.weight.dtype {
+        dtype if is_decoded(dtype) && wide::multiply(cuda, p, scratch, stream)? => Ok(()),
         DType::F8E4M3 => e4m3::multiply(cuda, p, scratch, stream),
         dtype if dtype.is_in_blocks() && blocks::are_few_rows(p.x, p.weights) => {
             blocks::multiply(cuda, p, stream)

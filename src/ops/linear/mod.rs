@@ -30,8 +30,10 @@
 //! that is done for up to 8 rows; on Hopper for up to 4, where rows of the weight are whole lines of 16 bytes, of at most 16,384
 //! elements, and not more than 6,144 (in Q8_0 and Q6_K any number). From there to 32 rows, and for fewer whose weight asks for float
 //! activations, nothing is rounded: tensor cores multiply codes by `x` as it is, and sums of the neighbours of a scale are scaled in
-//! f32. All others have the weight decoded to the dtype of `x`, to which it is rounded, in a workspace that they cannot do without:
-//! the whole of it, or parts of 128 MiB.
+//! f32. On Hopper 9 to 3,072 rows of 16 bits (of Q6_K 17, with float activations 33) multiply codes and scales that are rounded to the dtype
+//! of `x`, and their products too, where rows of both are whole lines of 16 bytes: two roundings where a decoded weight has one. All others
+//! have the weight decoded to the dtype of `x`, to which it is rounded, in a workspace that they cannot do without: the whole of it,
+//! or parts of 128 MiB.
 //!
 //! On CUDA, products of more than a few rows go to cuBLASLt where it is installed, `x` and the weights have one dtype, and a bias has
 //! that of the output; f32 is computed in f32, without TF32. All others go to kernels of this library. Products of f32, and those of few columns

@@ -51,4 +51,11 @@ uint32_t multiply(uint32_t a, uint32_t b) {
   return pack<T>(left.x * right.x, left.y * right.y);
 }
 
+// a b + c of pairs.
+template <class T>
+uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  const float2 left = unpack<T>(a), right = unpack<T>(b), sum = unpack<T>(c);
+  return pack<T>(fmaf(left.x, right.x, sum.x), fmaf(left.y, right.y, sum.y));
+}
+
 }  // namespace unsloth

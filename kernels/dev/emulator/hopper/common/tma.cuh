@@ -1,5 +1,5 @@
-// TMA, on the host: boxes of up to five dimensions, the rows of which are 64 or 128 bytes and
-// swizzled.
+// TMA, on the host: boxes of up to five dimensions, the rows of which are swizzled where they are
+// of 64 or 128 bytes.
 #pragma once
 
 #include <cuda.h>
@@ -18,8 +18,9 @@ constexpr uint64_t kEvictLast = 0;
 inline void tma_prefetch_map(const CUtensorMap *) {}
 
 // Where a byte of rows of 64 or 128 bytes comes to lie: units of 16 bytes change places within
-// eight lines of 128.
+// eight lines of 128. Those of other rows stay.
 inline uint32_t swizzle(uint32_t offset, uint32_t row_bytes) {
+  if (row_bytes != 64 && row_bytes != 128) return offset;
   return offset ^ ((offset >> 3) & (row_bytes - 16));
 }
 
@@ -40,6 +41,8 @@ void tma_box(const CUtensorMap &map, uint32_t shared, const int (&at)[5], Each e
     }
     const int64_t element = map.strides[0];
     const uint32_t row_bytes = map.counts[0] * element;
+    // Hardware takes that for an illegal instruction.
+    if (at[0] * element % 16 != 0) machine::block->fail("a box that begins within a line");
     for (uint32_t at_byte = 0; at_byte < row_bytes; at_byte += 16) {
       const int64_t place = at[0] * element + at_byte;
       const int64_t end = (int64_t(map.sizes[0]) + 1) * element;

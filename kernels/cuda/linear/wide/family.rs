@@ -1,25 +1,29 @@
-//! Products of many rows with weights that are 8-bit floats on Hopper: what the kernels are told, and what
-//! tells them apart.
+//! Products of many rows with weights in blocks or of 8-bit floats on Hopper: what the kernels are told, and
+//! what tells them apart.
 
 use crate::family::{Family, Field, Type, field};
 
 /// The family.
 pub const FAMILY: Family = Family {
-    name: "linear_e4m3_tiles",
-    directory: "linear/e4m3_tiles",
+    name: "linear_wide",
+    directory: "linear/wide",
     architecture: Some((90, "a")),
     arguments: ARGUMENTS,
     choices: &[
         ("x_dtype", "a contract's Float"),
+        ("format", "a contract's Blocks; 0: 8-bit floats"),
         ("rows", "of x, of a tile"),
         ("columns", "of a tile"),
         ("step", "weights of a row that are copied at a time"),
+        ("step_bytes", "of a row"),
+        ("box_bytes", "of a row in shared memory"),
+        ("needed_bytes", "of shared memory"),
     ],
 };
 
-/// Tensor maps have a 128-byte swizzle and are of 16-bit elements, the first two of four dimensions: of
-/// `x` (columns, rows), box (64, rows of a tile); of the weight, as pairs of codes, box (64, columns of a
-/// tile).
+/// Tensor maps are of 16-bit elements, the first two of four dimensions: of `x` (columns, rows), box (64,
+/// rows of a tile), with a 128-byte swizzle; of the weight's bytes in pairs, box (those of a step, columns of
+/// a tile), with that swizzle where they are of 8-bit floats and with none where they are blocks.
 const ARGUMENTS: &[Field] = &[
     field(Type::TensorMap, "x", ""),
     field(Type::TensorMap, "weight", ""),
@@ -45,12 +49,12 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "tiles",
-        "of the output, which blocks take by turns; of a cluster's there is one",
+        "of the output, which blocks take by turns; a cluster has one",
     ),
     field(
         Type::U32,
         "parts",
-        "of a row of the weight, blocks of a cluster: one or two",
+        "of a row of the weight, blocks of a cluster: up to eight, of tiles of more than 64 rows two",
     ),
     field(
         Type::U32,

@@ -1,58 +1,73 @@
-// Many rows of x, of 16 bits, by weights that are 8-bit floats (e4m3) with scales apart, both as
-// they are: bound by products.
+// Many rows of x, of 16 bits, by weights of fewer bits that are read as they are: bound by
+// products.
 //
-// The codes of 128 rows of the weight become numbers of x's dtype in registers, without rounding,
+// 128 rows of the weight become numbers of x's dtype in registers (`Weight`: e4m3.cuh, blocks.cuh),
 // and are the left-hand side of wgmma; x is the right-hand side, in shared memory. A warp copies
 // both into rings. Each of two warpgroups has 64 rows of the weight and the sums of all rows of x
-// of the tile. It takes the codes of one step apart while tensor cores multiply those before. A
-// block takes one tile after another: while its warps store a tile's sums, the next one's first
-// steps are copied. Two blocks of a cluster, which have one tile, part a row of the weight between
-// them, and each adds up the sums of half of the rows of x.
+// of the tile. It takes half a step of the weight apart while tensor cores multiply the one before.
+// A block takes one tile after another: while its warps store a tile's sums, the next one's first
+// steps are copied. Blocks of a cluster, which have one tile, part a row of the weight among them,
+// and each adds up the sums of some of the rows of x.
 #pragma once
 
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
-#include "common/e4m3.cuh"
 #include "common/mbarrier.cuh"
 #include "common/named_barrier.cuh"
 #include "common/registers.cuh"
 #include "common/tma.cuh"
 #include "common/vector.cuh"
 #include "common/wgmma.cuh"
-#include "linear/e4m3_tiles/arguments.h"
 #include "linear/epilogue.cuh"
+#include "linear/wide/arguments.h"
+#include "linear/wide/weight.cuh"
 
 namespace unsloth {
 
-using Arguments = LinearE4m3TilesArguments;
+using Arguments = LinearWideArguments;
 
 // Rows of the weight of a tile: columns of the output.
 constexpr int kColumns = 128;
-// Weights of a row that are copied at a time; x comes in halves of them.
-constexpr int kStep = 128, kHalf = 64;
+// Threads that multiply, and all.
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+// Rows of x up to which blocks of a cluster give each other all their sums.
+constexpr int kFewRows = 64;
+// Blocks of a multiprocessor: of few rows two, so that one's start and end are beside the other's
+// products. For 8-bit floats there are too few registers then.
+template <class Weight, int kRows>
+constexpr int kBlocks = kRows <= kFewRows && !Weight::kHasScales ? 2 : 1;
 
-// Stages of both rings, by rows of x of a tile.
-template <int kRows>
-constexpr int kStagesOfX = kRows == 256   ? 5
-                           : kRows == 128 ? 8
-                                          : 10;
-template <int kRows>
-constexpr int kStagesOfWeight = kRows == 256   ? 3
-                                : kRows == 128 ? 5
-                                               : 8;
+// Bytes of a block's rings at most: beside them are barriers, and sums on their way to be stored.
+template <class Weight, int kRows>
+constexpr int kRoom = (kBlocks<Weight, kRows> == 2 ? 101 : 215) * 1024;
+// Of x, stages at most.
+template <class Weight, int kRows>
+constexpr int kMostX = kRows == 256                  ? 5
+                       : kRows == 128                ? 8
+                       : kBlocks<Weight, kRows> == 1 ? 10
+                       : kRows == 64                 ? 6
+                                                     : 12;
 
-template <int kRows>
+template <class Weight, int kRows>
 struct alignas(1024) SharedTiles {
-  static constexpr int kX = kStagesOfX<kRows>, kWeight = kStagesOfWeight<kRows>;
+  static constexpr int kXBytes = kRows * kHalf * 2, kWeightBytes = kColumns * Weight::kPitch;
+  // Stages of both rings: of the weight, at least two and as many as there is room for.
+  static constexpr int stages_of_x() {
+    int stages = kMostX<Weight, kRows>;
+    while (kRoom<Weight, kRows> - stages * kXBytes < 2 * kWeightBytes) stages--;
+    return stages;
+  }
+  static constexpr int kX = stages_of_x();
+  static constexpr int kFit = (kRoom<Weight, kRows> - kX * kXBytes) / kWeightBytes;
+  static constexpr int kWeight = kFit < 8 ? kFit : 8;
+  static_assert(kX >= 2, "one is copied while one is multiplied");
   union {
     struct {
-      uint8_t x[kX][kRows * kHalf * 2];
-      uint8_t weight[kWeight][kColumns * kStep];
+      uint8_t x[kX][kXBytes];
+      uint8_t weight[kWeight][kWeightBytes];
     };
-    // Sums of half of the rows, as threads have them.
-    float4 given[kRows / 16][kConsumers];
+    // Sums as threads have them, by rows of x: of few rows all, of many half.
+    float4 shares[kRows / (kRows <= kFewRows ? 8 : 16)][kConsumers];
   };
   // Rows of a warp's sums on their way to be stored: even and odd ones are in different banks.
   static constexpr int kLeaving = 16, kLeavingPitch = 20;
@@ -60,14 +75,16 @@ struct alignas(1024) SharedTiles {
   Mbarrier x_full[kX], x_empty[kX], weight_full[kWeight], weight_empty[kWeight];
 };
 
-// Of a block, with what aligns the struct.
-template <int kRows>
-constexpr int kSharedBytes = sizeof(SharedTiles<kRows>) + 1024;
+// What a block needs, with what aligns the struct, and what it may ask for, to be alone on a
+// multiprocessor.
+template <class Weight, int kRows>
+constexpr int kNeededBytes = sizeof(SharedTiles<Weight, kRows>) + 1024;
+constexpr int kSharedBytes = 227 * 1024;
 
-template <class T, int kRows>
+template <class Weight, class T, int kRows>
 class Tiles {
  public:
-  using Shared = SharedTiles<kRows>;
+  using Shared = SharedTiles<Weight, kRows>;
 
   __device__ __forceinline__ Tiles(const Arguments &p, Shared &shared)
       : p_(p),
@@ -104,11 +121,15 @@ class Tiles {
 
  private:
   static constexpr int kSums = kRows / 2;
-  // Left-hand sides of the products of half a step.
-  static constexpr int kCodes = kHalf / 16 * 4;
+  static constexpr int kProducerRegisters = kBlocks<Weight, kRows> == 2 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kBlocks<Weight, kRows> == 2 ? 104 : 240;
+  static constexpr int kHalves = Weight::kStep / kHalf;
+  // Of a row of the weight.
+  static constexpr uint32_t kMostParts = 8;
   static constexpr int kConsumersBarrier = 1;
-  // Whether registers for scales and biases are free only beside a tile's last products.
-  static constexpr bool kFactorsLate = kRows == 256;
+  // When there are registers for scales and biases: before a tile's products, beside the last, or
+  // behind them.
+  static constexpr bool kFactorsFirst = kRows == 128, kFactorsLast = kRows <= kFewRows;
 
   __device__ __forceinline__ void produce() {
     Ring<Shared::kX> x;
@@ -121,17 +142,22 @@ class Tiles {
     for (uint32_t tile = first; tile < p_.tiles; tile += gridDim.x / p_.parts) {
       for (uint32_t step = begin_; step < end_; step++) {
         if (step - begin_ >= ahead) ask_weight(weight, step, column_of(tile));
-        for (int half = 0; half < 2; half++) {
-          Mbarrier &full = shared_.x_full[x.stage];
-          shared_.x_empty[x.stage].wait(x.parity ^ 1);
-          if (lane_ == 0) full.arrive_expect(sizeof shared_.x[0]);
-          __syncwarp();
-          tma_load_4d(shared_address(shared_.x[x.stage]), &p_.x, &full, kEvictLast,
-                      step * kStep + half * kHalf, row_of(tile), 0, 0);
-          x.advance();
-        }
+        ask_x(x, step, row_of(tile));
       }
       ahead = 0;
+    }
+  }
+
+  // Asks for a step of the rows of x from `row` on.
+  __device__ __forceinline__ void ask_x(Ring<Shared::kX> &x, uint32_t step, uint32_t row) {
+    for (int half = 0; half < kHalves; half++) {
+      Mbarrier &full = shared_.x_full[x.stage];
+      shared_.x_empty[x.stage].wait(x.parity ^ 1);
+      if (lane_ == 0) full.arrive_expect(sizeof shared_.x[0]);
+      __syncwarp();
+      tma_load_4d(shared_address(shared_.x[x.stage]), &p_.x, &full, kEvictLast,
+                  step * Weight::kStep + half * kHalf, row, 0, 0);
+      x.advance();
     }
   }
 
@@ -149,9 +175,9 @@ class Tiles {
     shared_.weight_empty[ring.stage].wait(ring.parity ^ 1);
     if (lane_ == 0) full.arrive_expect(sizeof shared_.weight[0]);
     __syncwarp();
-    // In pairs of codes.
+    // In pairs of bytes, from a line's first on.
     tma_load_4d(shared_address(shared_.weight[ring.stage]), &p_.weight, &full, kEvictNormal,
-                step * (kStep / 2), column, 0, 0);
+                step * Weight::kBytes / 16 * 8, column, 0, 0);
     ring.advance();
   }
 
@@ -167,19 +193,25 @@ class Tiles {
     Ring<Shared::kX> x, done;
     Ring<Shared::kWeight> weight;
     float sums[kSums];
-    uint32_t codes[2][kCodes];
+    uint32_t codes[2][kLeft];
 #pragma unroll 1
     for (uint32_t tile = blockIdx.x / p_.parts; tile < p_.tiles; tile += gridDim.x / p_.parts) {
       // Of the eight columns that the lane will store.
       const uint32_t column = column_of(tile) + warp_ * 16 + lane_ % 2 * 8;
-      if (!kFactorsLate) load_factors(column);
+      if (kFactorsFirst) load_factors(column);
 #pragma unroll 1
       for (uint32_t step = begin_; step < end_; step++) {
         shared_.weight_full[weight.stage].wait(weight.parity);
+        // Rows g and g + 8 of the warp's 16, of each 16 neighbours the pairs 2 t and 8 + 2 t.
+        const uint8_t *tile = shared_.weight[weight.stage] + step * Weight::kBytes % 16;
+        const typename Weight::template Lane<T> of_lane(
+            tile + (warp_ * 16 + lane_ / 4) * Weight::kPitch, lane_ % 4);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          widen(shared_.weight[weight.stage], half, codes[half]);
-          if (half == 1) {
+        for (int half = 0; half < kHalves; half++) {
+          uint32_t (&left)[kLeft] = codes[half % 2];
+          of_lane.widen(half, 0, left);
+          of_lane.widen(half, 1, left);
+          if (half == kHalves - 1) {
             release(shared_.weight_empty[weight.stage]);
             weight.advance();
           }
@@ -187,24 +219,25 @@ class Tiles {
           const uint64_t matrix = descriptor_k_major(shared_address(shared_.x[x.stage]));
           wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < kHalf / 16; i++) {
-            Wgmma<T, kRows>::template rs<0>(sums, codes[half] + 4 * i, matrix + i * 32 / 16,
+          for (int i = 0; i < kChunks; i++) {
+            Wgmma<T, kRows>::template rs<0>(sums, left + 4 * i, matrix + i * 32 / 16,
                                             step != begin_ || half != 0 || i != 0);
           }
           wgmma_commit();
           x.advance();
           // The products before are done, with their codes and their x.
           wgmma_wait<1>();
-          hold(codes[1 - half]);
+          hold(codes[1 - half % 2]);
           if (step != begin_ || half != 0) {
             release(shared_.x_empty[done.stage]);
             done.advance();
           }
         }
       }
-      if (kFactorsLate) load_factors(column);
+      if (!kFactorsFirst && !kFactorsLast) load_factors(column);
       wgmma_wait<0>();
       hold(sums);
+      if (kFactorsLast) load_factors(column);
       release(shared_.x_empty[done.stage]);
       done.advance();
       if (p_.parts == 1) {
@@ -213,31 +246,12 @@ class Tiles {
       }
       // All copies were waited for by all consumers.
       named_barrier_sync(kConsumersBarrier, kConsumers);
-      if (part_ == 0) {
-        share<0>(sums, row_of(tile), column);
+      if constexpr (kRows <= kFewRows) {
+        add_shares(sums, row_of(tile), column);
+      } else if (part_ == 0) {
+        exchange<0>(sums, row_of(tile), column);
       } else {
-        share<1>(sums, row_of(tile), column);
-      }
-    }
-  }
-
-  // A lane's codes of half a step as left-hand sides: of rows g and g + 8 of its warp's 16, of each
-  // 16 neighbours the pairs 2 t and 8 + 2 t.
-  __device__ __forceinline__ void widen(const uint8_t *tile, int half, uint32_t (&to)[kCodes]) {
-    const uint32_t g = lane_ / 4, t = lane_ % 4;
-    const uint8_t *row = tile + (warp_ * 16 + g) * kStep + 2 * t;
-#pragma unroll
-    for (int i = 0; i < kHalf / 16; i++) {
-      // The copy engine puts line `i` of a row in place `i ^ row % 8`.
-      const uint8_t *line = row + ((half * (kHalf / 16) + i) ^ g) * 16;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const uint32_t low = *reinterpret_cast<const uint16_t *>(line + h * 8 * kStep);
-        const uint32_t high = *reinterpret_cast<const uint16_t *>(line + h * 8 * kStep + 8);
-        const uint32_t four = low | high << 16;
-        uint32_t pairs[2];
-        pairs_of_e4m3<T>(four, pairs);
-        to[4 * i + h] = pairs[0], to[4 * i + 2 + h] = pairs[1];
+        exchange<1>(sums, row_of(tile), column);
       }
     }
   }
@@ -245,23 +259,77 @@ class Tiles {
   // Of two blocks each adds to its sums of half of the rows those that the other has, and stores
   // them.
   template <int kPart>
-  __device__ __forceinline__ void share(float (&sums)[kSums], uint32_t first_row, uint32_t column) {
+  __device__ __forceinline__ void exchange(float (&sums)[kSums], uint32_t first_row,
+                                           uint32_t column) {
     constexpr int kMine = kPart * kSums / 2, kOther = kSums / 2 - kMine;
 #pragma unroll
     for (int i = 0; i < kSums / 8; i++) {
       const float *of = sums + kOther + 4 * i;
-      shared_.given[i][threadIdx.x] = {of[0], of[1], of[2], of[3]};
+      shared_.shares[i][threadIdx.x] = {of[0], of[1], of[2], of[3]};
     }
     cluster_sync();
 #pragma unroll
     for (int i = 0; i < kSums / 8; i++) {
-      const float4 four = load_from_peer(peer_address(&shared_.given[i][threadIdx.x], 1 - kPart));
+      const float4 four = load_from_peer(peer_address(&shared_.shares[i][threadIdx.x], 1 - kPart));
       float *to = sums + kMine + 4 * i;
       to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
     }
     leave<kPart * kRows / 2, kRows / 2>(sums, first_row, column);
     // Nobody ends while the other reads.
     cluster_sync();
+  }
+
+  // Of few rows each block of a cluster adds all shares of the sums of some, in one order, and
+  // stores them.
+  __device__ __forceinline__ void add_shares(const float (&sums)[kSums], uint32_t first_row,
+                                             uint32_t column) {
+    constexpr uint32_t kEights = kRows / 8;
+#pragma unroll
+    for (int i = 0; i < kSums / 4; i++) {
+      const float *of = sums + 4 * i;
+      shared_.shares[i][threadIdx.x] = {of[0], of[1], of[2], of[3]};
+    }
+    cluster_sync();
+    const uint32_t each = (kEights + p_.parts - 1) / p_.parts;
+    const uint32_t first = part_ * each, end = min(first + each, kEights);
+#pragma unroll 2
+    for (uint32_t i = first; i < end; i++) {
+      // All at once, as another block's are slow to come.
+      float4 fours[kMostParts] = {};
+#pragma unroll
+      for (uint32_t part = 0; part < kMostParts; part++) {
+        if (part >= p_.parts) break;
+        fours[part] = load_from_peer(peer_address(&shared_.shares[i][threadIdx.x], part));
+      }
+      float4 sum = {};
+#pragma unroll
+      for (uint32_t part = 0; part < kMostParts; part++) {
+        sum.x += fours[part].x, sum.y += fours[part].y;
+        sum.z += fours[part].z, sum.w += fours[part].w;
+      }
+      const float eight[4] = {sum.x, sum.y, sum.z, sum.w};
+      leave_eight(eight, first_row + 8 * i, column);
+    }
+    // Nobody ends while others read.
+    cluster_sync();
+  }
+
+  // As `leave`, of eight rows: two lanes have a row's 16 columns, and half of the lanes none.
+  __device__ __forceinline__ void leave_eight(const float (&sums)[4], uint32_t first_row,
+                                              uint32_t column) {
+    const uint32_t g = lane_ / 4, t = lane_ % 4;
+    auto &leaving = shared_.leaving[warp_];
+#pragma unroll
+    for (int i = 0; i < 4; i++) leaving[2 * t + i % 2][g + i / 2 * 8] = sums[i];
+    __syncwarp();
+    const float *from = &leaving[lane_ / 2][lane_ % 2 * 8];
+    const float4 low = *reinterpret_cast<const float4 *>(from);
+    const float4 high = *reinterpret_cast<const float4 *>(from + 4);
+    __syncwarp();
+    const uint32_t row = first_row + lane_ / 2;
+    if (lane_ >= 16 || row >= p_.rows || column >= p_.out_features) return;
+    float eights[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    finish_eight(row, column, min(p_.out_features - column, 8u), eights);
   }
 
   // Stores a warp's sums of `kCount` rows of x, some at a time: two lanes have a row's 16 columns,
@@ -304,7 +372,9 @@ class Tiles {
 #pragma unroll
     for (uint32_t i = 0; i < 8; i++) {
       const uint32_t at = min(column + i, p_.out_features - 1);
-      scales_[i] = p_.weight_scale == nullptr ? 1.0f : p_.weight_scale[at / p_.rows_of_scale];
+      scales_[i] = !Weight::kHasScales || p_.weight_scale == nullptr
+                       ? 1.0f
+                       : p_.weight_scale[at / p_.rows_of_scale];
       biases_[i] = p_.bias_dtype == 0 ? 0.0f : number_of(p_.bias, p_.bias_dtype, at);
     }
   }
@@ -313,7 +383,7 @@ class Tiles {
                                                float (&eights)[8]) const {
 #pragma unroll
     for (uint32_t i = 0; i < 8; i++) {
-      eights[i] = fmaf(eights[i] * kUnitOfE4m3<T>, scales_[i], biases_[i]);
+      eights[i] = fmaf(eights[i] * Weight::template kUnit<T>, scales_[i], biases_[i]);
     }
     store(row, column, columns, eights);
   }
@@ -369,22 +439,31 @@ class Tiles {
 }  // namespace unsloth
 
 // Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_LINEAR_E4M3_TILES(name, type, rows)                                       \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)                      \
-      linear_e4m3_tiles_##name(const __grid_constant__ LinearE4m3TilesArguments params) { \
+#define UNSLOTH_LINEAR_WIDE(name, of, type, rows)                                         \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads,                         \
+                                               (unsloth::kBlocks<unsloth::of, rows>))     \
+      linear_wide_##name(const __grid_constant__ LinearWideArguments params) {            \
     unsloth::let_next_kernel_start();                                                     \
     if (params.constant == 0) unsloth::await_previous_kernel();                           \
     extern __shared__ uint4 dynamic[];                                                    \
     const uint32_t start = unsloth::shared_address(dynamic);                              \
     uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic) + (1024 - start % 1024) % 1024; \
-    auto &shared = *reinterpret_cast<unsloth::SharedTiles<rows> *>(bytes);                \
-    unsloth::Tiles<type, rows>(params, shared).run();                                     \
+    auto &shared = *reinterpret_cast<unsloth::SharedTiles<unsloth::of, rows> *>(bytes);   \
+    unsloth::Tiles<unsloth::of, type, rows>(params, shared).run();                        \
   }                                                                                       \
-  extern "C" __device__ const LinearE4m3TilesLaunch linear_e4m3_tiles_##name##_launch = { \
+  extern "C" __device__ const LinearWideLaunch linear_wide_##name##_launch = {            \
       static_cast<int32_t>(unsloth::kDtype<type>),                                        \
+      unsloth::of::kCode,                                                                 \
       rows,                                                                               \
       unsloth::kColumns,                                                                  \
-      unsloth::kStep,                                                                     \
+      unsloth::of::kStep,                                                                 \
+      unsloth::of::kBytes,                                                                \
+      unsloth::of::kPitch,                                                                \
+      unsloth::kNeededBytes<unsloth::of, rows>,                                           \
       unsloth::kThreads,                                                                  \
-      unsloth::kSharedBytes<rows>,                                                        \
+      unsloth::kSharedBytes,                                                              \
   };
+
+// By weights in blocks.
+#define UNSLOTH_LINEAR_WIDE_BLOCKS(name, blocks, type, rows) \
+  UNSLOTH_LINEAR_WIDE(name, InBlocks<unsloth::Blocks::blocks>, type, rows)

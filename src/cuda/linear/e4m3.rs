@@ -1,8 +1,6 @@
 //! Products with weights that are 8-bit floats whose scales lie apart. Few rows go to kernels that read
-//! both as they are (`kernels/cuda/linear/e4m3`); on Hopper, some and many of 16 bits too ([`tiles`]). Else
-//! the weight is decoded ([`super::decoded`]).
-
-mod tiles;
+//! both as they are (`kernels/cuda/linear/e4m3`); on Hopper, some and many of 16 bits to others
+//! ([`super::wide`]). Else the weight is decoded ([`super::decoded`]).
 
 use super::{Product, decoded};
 use crate::alloc::push;
@@ -16,19 +14,15 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::tensor::{RawTensor, Scratch};
 
-pub(super) struct Kernels {
-    /// Of few rows, and those that decode.
-    rows: Vec<Kernel<Arguments>>,
-    tiles: tiles::Kernels,
-}
+/// Of few rows, and those that decode.
+pub(super) type Kernels = Vec<Kernel<Arguments>>;
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    let mut rows = Vec::new();
+    let mut kernels = Vec::new();
     for kernel in resources.kernels::<Arguments>()? {
-        push(super::OP, &mut rows, kernel)?;
+        push(super::OP, &mut kernels, kernel)?;
     }
-    let tiles = tiles::kernels(resources)?;
-    Ok(Kernels { rows, tiles })
+    Ok(kernels)
 }
 
 /// Whether the weight is read as it is on every device.
@@ -66,7 +60,7 @@ pub(super) fn decode(
     to: &RawTensor,
     stream: Stream,
 ) -> Result<()> {
-    let mut kernels = cuda.linear.e4m3.rows.iter();
+    let mut kernels = cuda.linear.e4m3.iter();
     let kernel = kernels
         .find(|k| k.choices.rows == 0 && k.choices.x_dtype == to.dtype as u32)
         .ok_or_else(|| no_kernel(p, to.dtype))?;
@@ -98,21 +92,10 @@ pub(super) fn multiply(
     stream: Stream,
 ) -> Result<()> {
     decoded::check(p, scratch)?;
-    let rows = p.rows();
-    // The matrices differ in their addresses only.
-    let count = rows.matrices().next().map_or(0, |matrix| matrix.rows);
-    if let Some(tiles) = tiles::Tiles::new(cuda, p, count, E4M3_ROWS)
-        && rows.matrices().all(|matrix| tiles.reach(p, &matrix))
-    {
-        for matrix in rows.matrices() {
-            tiles.multiply(cuda, p, &matrix, stream)?;
-        }
-        return Ok(());
-    }
     if !are_few_rows(p.x) {
         return decoded::multiply(cuda, p, scratch, stream);
     }
-    for matrix in rows.matrices() {
+    for matrix in p.rows().matrices() {
         multiply_rows(cuda, p, &matrix, stream)?;
     }
     Ok(())
@@ -128,7 +111,7 @@ fn kernel_of_rows<'a>(
     let kernels = || {
         let of_rows =
             |k: &&Kernel<Arguments>| k.choices.rows != 0 && k.choices.x_dtype == p.x.dtype as u32;
-        cuda.linear.e4m3.rows.iter().filter(of_rows)
+        cuda.linear.e4m3.iter().filter(of_rows)
     };
     let columns = |k: &Kernel<Arguments>| k.choices.columns as usize;
     let narrow = kernels().map(columns).min().unwrap_or(1);

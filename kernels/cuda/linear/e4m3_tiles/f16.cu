@@ -1,5 +1,0 @@
-#include "tiles.cuh"
-
-UNSLOTH_LINEAR_E4M3_TILES(f16_64, __half, 64)
-UNSLOTH_LINEAR_E4M3_TILES(f16_128, __half, 128)
-UNSLOTH_LINEAR_E4M3_TILES(f16_256, __half, 256)

@@ -1,0 +1,10 @@
+#include "blocks.cuh"
+#include "tiles.cuh"
+
+UNSLOTH_LINEAR_WIDE_BLOCKS(q5_0_f16_32, kQ5_0, __half, 32)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q5_0_f16_64, kQ5_0, __half, 64)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q5_0_f16_256, kQ5_0, __half, 256)
+
+UNSLOTH_LINEAR_WIDE_BLOCKS(q5_1_f16_32, kQ5_1, __half, 32)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q5_1_f16_64, kQ5_1, __half, 64)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q5_1_f16_256, kQ5_1, __half, 256)

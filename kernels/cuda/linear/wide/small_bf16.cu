@@ -1,0 +1,14 @@
+#include "blocks.cuh"
+#include "tiles.cuh"
+
+UNSLOTH_LINEAR_WIDE_BLOCKS(q8_0_bf16_32, kQ8_0, __nv_bfloat16, 32)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q8_0_bf16_64, kQ8_0, __nv_bfloat16, 64)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q8_0_bf16_256, kQ8_0, __nv_bfloat16, 256)
+
+UNSLOTH_LINEAR_WIDE_BLOCKS(q4_0_bf16_32, kQ4_0, __nv_bfloat16, 32)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q4_0_bf16_64, kQ4_0, __nv_bfloat16, 64)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q4_0_bf16_256, kQ4_0, __nv_bfloat16, 256)
+
+UNSLOTH_LINEAR_WIDE_BLOCKS(q4_1_bf16_32, kQ4_1, __nv_bfloat16, 32)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q4_1_bf16_64, kQ4_1, __nv_bfloat16, 64)
+UNSLOTH_LINEAR_WIDE_BLOCKS(q4_1_bf16_256, kQ4_1, __nv_bfloat16, 256)
