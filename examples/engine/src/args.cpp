@@ -84,9 +84,7 @@ Args parse_args(int argc, const char *const *argv) {
   if (args.help) return args;
   const bool cpu = args.device == Args::Device::kCpu;
   args.dtype = dtype.value_or(cpu ? Args::DType::kF32 : Args::DType::kBf16);
-  const bool f16 = args.dtype == Args::DType::kF16;
-  const Args::Weights of_gpu = f16 ? Args::Weights::kF16 : Args::Weights::kBf16;
-  args.weights = weights.value_or(cpu ? Args::Weights::kFile : of_gpu);
+  args.weights = weights.value_or(cpu ? Args::Weights::kFile : Args::Weights::kSuited);
   args.graph = !no_graph;
   if (args.model.empty()) throw UsageError("--model is needed");
   if (args.perplexity && (args.prompt || args.chat)) {

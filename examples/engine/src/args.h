@@ -13,7 +13,7 @@ namespace llm {
 struct Args {
   enum class Device { kCpu, kCuda };
   enum class DType { kF32, kF16, kBf16 };
-  enum class Weights { kF32, kF16, kBf16, kFile };
+  enum class Weights { kF32, kF16, kBf16, kFile, kSuited };
   enum class Cache { kDType, kF32, kF16, kBf16, kF8 };
 
   bool help = false;
@@ -35,7 +35,8 @@ struct Args {
   // Of hidden states, and of keys and values unless `cache` says otherwise: bf16 on a GPU, which
   // multiplies operands of one type, and f32 on the CPU, which widens weights as it reads them.
   DType dtype = DType::kF32;
-  // Of the matrices: as in the file on the CPU; on a GPU `dtype` if that is a half, or bf16.
+  // Of the matrices: as in the file on the CPU. kSuited, on a GPU: as in the file if all are
+  // quantised, else `dtype` if that is a half, or bf16.
   Weights weights = Weights::kFile;
   // Of keys and values; kF8 is e4m3 with scales of 1, as llama.cpp has caches of few bits.
   Cache cache = Cache::kDType;

@@ -1,5 +1,7 @@
 #include "model.h"
 
+#include <algorithm>
+
 #include "progress.h"
 #include "upload.h"
 
@@ -22,9 +24,24 @@ unsloth_dtype dtype_of(Args::Weights weights) {
     case Args::Weights::kBf16:
       return UNSLOTH_DTYPE_BF16;
     case Args::Weights::kFile:
+    case Args::Weights::kSuited:
       break;
   }
   return kAsInFile;
+}
+
+bool is_of_floats(const GgufTensor &tensor) {
+  return tensor.type == TensorType::kF32 || tensor.type == TensorType::kF16 ||
+         tensor.type == TensorType::kBF16;
+}
+
+// What a GPU is fast with: blocks as they are, floats in the type of what they multiply.
+Args::Weights suited(const Gguf &gguf, Args::DType hidden) {
+  const bool quantised = std::none_of(
+      gguf.tensors().begin(), gguf.tensors().end(),
+      [](const GgufTensor &tensor) { return tensor.shape.size() > 1 && is_of_floats(tensor); });
+  if (quantised) return Args::Weights::kFile;
+  return hidden == Args::DType::kF16 ? Args::Weights::kF16 : Args::Weights::kBf16;
 }
 
 // What a tensor takes as `dtype`.
@@ -45,6 +62,7 @@ Model::Model(const Context &context, const ModelConfig &config, unsloth_dtype we
 
 Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
                   Args::Weights weights, Args::DType hidden_dtype, const Ranks &ranks) {
+  if (weights == Args::Weights::kSuited) weights = suited(gguf, hidden_dtype);
   Model model(context, config, dtype_of(weights), dtype_of(hidden_dtype), ranks);
   model.read(gguf, config, nullptr);
   model.memory_ = Buffer(context, model.used_);

@@ -83,10 +83,10 @@ void dtypes() {
   };
   const Case cases[] = {
       {{}, DType::kF32, Weights::kFile},
-      {{"--device", "cuda"}, DType::kBf16, Weights::kBf16},
+      {{"--device", "cuda"}, DType::kBf16, Weights::kSuited},
       {{"--dtype", "f16"}, DType::kF16, Weights::kFile},
-      {{"--device", "cuda", "--dtype", "f16"}, DType::kF16, Weights::kF16},
-      {{"--device", "cuda", "--dtype", "f32"}, DType::kF32, Weights::kBf16},
+      {{"--device", "cuda", "--dtype", "f16"}, DType::kF16, Weights::kSuited},
+      {{"--device", "cuda", "--weights", "bf16"}, DType::kBf16, Weights::kBf16},
       {{"--device", "cuda", "--weights", "file"}, DType::kBf16, Weights::kFile},
       {{"--dtype", "bf16", "--weights", "f32"}, DType::kBf16, Weights::kF32},
   };
