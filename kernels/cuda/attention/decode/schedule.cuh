@@ -89,18 +89,15 @@ __device__ __forceinline__ void sum_tiles(const AttentionDecodingArguments &p,
                                           Shared<C, T> &shared) {
   if (are_alike(p)) return;
   const int lane = threadIdx.x % 32;
-  const int each = groups_of_part(p) * 32, parts = ceil_div(p.batch, each);
-  for (int part = threadIdx.x / 32; part < parts; part += C.warps + 1) {
+  const int each = groups_of_part(p) * 32;
+  for (int part = threadIdx.x / 32; part < kWalkParts; part += C.warps + 1) {
     Tiles tiles = {0, INT_MAX, 0};
     for (int i = part * each + lane; i < min((part + 1) * each, p.batch); i += 32) {
       const int more = tiles_of<C>(p, sequence(p, i));
       tiles = {tiles.all + more, min(tiles.least, more), max(tiles.most, more)};
     }
-    tiles = of_warp(tiles);
+    if (part * each < p.batch) tiles = of_warp(tiles);
     if (lane == 0) shared.tiles[part] = tiles;
-  }
-  for (int part = parts + threadIdx.x; part < kWalkParts; part += threads(C)) {
-    shared.tiles[part] = {0, INT_MAX, 0};
   }
 }
 
