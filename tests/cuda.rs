@@ -190,6 +190,22 @@ fn wgmma_are_unbroken() {
     }
 }
 
+/// Kernels that many small copies keep busy have them issued by a whole warp. In a loop over its lanes decoding took up to
+/// half as much time again.
+#[test]
+fn boxes_are_copied_by_whole_warps() {
+    let report = include_bytes!(env!("UNSLOTH_KERNEL_REPORT"));
+    let report: serde_json::Value = serde_json::from_slice(report).unwrap();
+    for kernel in report.as_array().unwrap() {
+        let image = kernel["image"].as_str().unwrap();
+        let is_busy = image.starts_with("attention_decoding") || image.starts_with("linear_wide");
+        if is_busy {
+            assert!(kernel["boxes"]["copies"].as_u64().unwrap() > 0, "{kernel}");
+            assert_eq!(kernel["boxes"]["by_lanes"], 0, "{kernel}");
+        }
+    }
+}
+
 /// One layer's worth of small operations: norm, rotation, activation.
 struct Step {
     x: common::DeviceTensor,

@@ -25,6 +25,16 @@ pub struct Wgmma {
     pub instructions: u32,
 }
 
+/// How a kernel that has boxes copied by the copy engine (TMA) came out. Where the compiler cannot tell that a warp is
+/// whole, and that what it names a box by is alike in all lanes, it issues a copy in a loop over the lanes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Boxes {
+    /// Instructions that copy a box.
+    pub copies: u32,
+    /// Those in such a loop.
+    pub by_lanes: u32,
+}
+
 // Operation codes of sm_90: the low bits of an instruction's 128.
 const OPCODE: u64 = 0xfff;
 /// Without the bits that tell where the operands come from.
@@ -35,6 +45,10 @@ const WARPGROUP: u64 = 0x9c5;
 /// Of WARPGROUP: wait rather than begin.
 const DEPBAR: u64 = 1 << 47;
 const USETMAXREG: u64 = 0x9c8;
+const UTMALDG: u64 = 0x1b4;
+const BRA: u64 = 0x947;
+/// Of BRA, in its upper half: if any lane is to, which ends a loop over lanes.
+const ANY: u64 = 1 << 20;
 
 /// wgmma closer than this are of one group.
 const GROUP: usize = 12;
@@ -76,17 +90,36 @@ impl<'a> Cubin<'a> {
         names
     }
 
+    /// The instructions of a kernel, their lower halves first.
+    fn instructions(&self, kernel: &str) -> Option<impl Iterator<Item = [u64; 2]>> {
+        let section = self.file.section_by_name(&format!(".text.{kernel}"))?;
+        let (words, _) = section.data().ok()?.as_chunks::<8>();
+        let (pairs, _) = words.as_chunks::<2>();
+        Some(pairs.iter().map(|pair| pair.map(u64::from_le_bytes)))
+    }
+
+    /// How a kernel's boxes are copied; `None` if it has none.
+    pub fn boxes(&self, kernel: &str) -> Option<Boxes> {
+        let mut found = Boxes::default();
+        let mut since = usize::MAX;
+        for [head, upper] in self.instructions(kernel)? {
+            since = since.saturating_add(1);
+            if head & FORM == UTMALDG {
+                found.copies += 1;
+                since = 0;
+            } else if head & OPCODE == BRA && upper & ANY != 0 && since <= 2 {
+                found.by_lanes += 1;
+            }
+        }
+        (found.copies > 0).then_some(found)
+    }
+
     /// How a kernel's wgmma are arranged; `None` if it has none.
     pub fn wgmma(&self, kernel: &str) -> Option<Wgmma> {
-        let section = self.file.section_by_name(&format!(".text.{kernel}"))?;
-        let code = section.data().ok()?;
-        let heads = code
-            .chunks_exact(16)
-            .map(|i| u64::from_le_bytes([i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7]]));
         let mut found = Wgmma::default();
         // Instructions since the last wgmma, and the moves among them.
         let (mut since, mut moves) = (usize::MAX, 0);
-        for head in heads {
+        for [head, _] in self.instructions(kernel)? {
             found.instructions += 1;
             since = since.saturating_add(1);
             if head & FORM == HGMMA {

@@ -126,7 +126,7 @@ impl<'a> Job<'a> {
     /// What the log and the machine code say of the kernels.
     pub fn usage(&self, log: &str) -> Result<Vec<Usage>, Error> {
         let mut all = usage(&self.unit.name, &self.architecture.name(), log);
-        // Only Hopper has wgmma.
+        // Only Hopper has wgmma and the copy engine.
         if self.architecture.number == 90 {
             let path = self.machine_code();
             let bytes = fs::read(&path).map_err(|source| Error::File {
@@ -139,6 +139,7 @@ impl<'a> Job<'a> {
             })?;
             for kernel in &mut all {
                 kernel.wgmma = cubin.wgmma(&kernel.kernel);
+                kernel.boxes = cubin.boxes(&kernel.kernel);
             }
         }
         Ok(all)

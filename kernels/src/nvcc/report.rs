@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Occupancy;
-use crate::cubin::Wgmma;
+use crate::cubin::{Boxes, Wgmma};
 
 /// What one kernel uses on one architecture, as ptxas reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +28,8 @@ pub struct Usage {
     pub warnings: Vec<String>,
     /// How wgmma are arranged, in kernels that have any.
     pub wgmma: Option<Wgmma>,
+    /// How boxes are copied, in kernels that have any.
+    pub boxes: Option<Boxes>,
     /// How many blocks run at once, on architectures that are known.
     pub occupancy: Option<Occupancy>,
 }
@@ -52,6 +54,7 @@ pub(super) fn usage(image: &str, architecture: &str, log: &str) -> Vec<Usage> {
                 static_shared_bytes: 0,
                 warnings: Vec::new(),
                 wgmma: None,
+                boxes: None,
                 occupancy: None,
             });
             continue;
