@@ -176,6 +176,8 @@ fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
         cases.push((1, [5, blocks * len], 2));
         cases.push((65, [67, blocks * len], 0));
     }
+    // Many rows by few columns, which blocks of a cluster part among them.
+    cases.push((300, [128, 4 * 256], 0));
     // More rows than are rounded at a time.
     if len == 32 {
         cases.push((530, [35, len], 0));
@@ -216,7 +218,7 @@ fn products_are_those_of_the_decoded_weight() {
                     // The CPU widens all to f32.
                     let few: &[usize] = match ctx.backend() {
                         Backend::Cpu => &[1, 33],
-                        _ => &[1, 3, 5, 6, 8, 9, 16, 17, 24, 32, 33, 65],
+                        _ => &[1, 3, 5, 6, 8, 9, 16, 17, 24, 32, 33, 65, 300],
                     };
                     if dtype == DType::F32 || few.contains(&rows) {
                         let x =

@@ -240,27 +240,36 @@ class Tiles {
       if (kFactorsLast) load_factors(column);
       release(shared_.x_empty[done.stage]);
       done.advance();
-      if (p_.parts == 1) {
-        leave<0, kRows>(sums, row_of(tile), column);
-        continue;
-      }
-      // All copies were waited for by all consumers.
-      named_barrier_sync(kConsumersBarrier, kConsumers);
       if constexpr (kRows <= kFewRows) {
-        add_shares(sums, row_of(tile), column);
-      } else if (part_ == 0) {
-        exchange<0>(sums, row_of(tile), column);
+        if (p_.parts == 1) {
+          leave<0, kRows>(sums, row_of(tile), column);
+        } else {
+          // All copies were waited for by all consumers.
+          named_barrier_sync(kConsumersBarrier, kConsumers);
+          add_shares(sums, row_of(tile), column);
+        }
       } else {
-        exchange<1>(sums, row_of(tile), column);
+        if (p_.parts != 1) {
+          named_barrier_sync(kConsumersBarrier, kConsumers);
+          if (part_ == 0) {
+            exchange<0>(sums);
+          } else {
+            exchange<1>(sums);
+          }
+        }
+        // Halves, so that what stores them is there once for both forms.
+        constexpr int kHalfRows = kRows / 2;
+        if (part_ == 0) leave<0, kHalfRows>(sums, row_of(tile), column);
+        if (part_ + 1 == p_.parts) leave<kHalfRows, kHalfRows>(sums, row_of(tile), column);
+        // Nobody ends while the other reads.
+        if (p_.parts != 1) cluster_sync();
       }
     }
   }
 
-  // Of two blocks each adds to its sums of half of the rows those that the other has, and stores
-  // them.
+  // Of two blocks each adds to its sums of half of the rows those that the other has.
   template <int kPart>
-  __device__ __forceinline__ void exchange(float (&sums)[kSums], uint32_t first_row,
-                                           uint32_t column) {
+  __device__ __forceinline__ void exchange(float (&sums)[kSums]) {
     constexpr int kMine = kPart * kSums / 2, kOther = kSums / 2 - kMine;
 #pragma unroll
     for (int i = 0; i < kSums / 8; i++) {
@@ -274,9 +283,6 @@ class Tiles {
       float *to = sums + kMine + 4 * i;
       to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
     }
-    leave<kPart * kRows / 2, kRows / 2>(sums, first_row, column);
-    // Nobody ends while the other reads.
-    cluster_sync();
   }
 
   // Of few rows each block of a cluster adds all shares of the sums of some, in one order, and
