@@ -86,6 +86,7 @@ void dtypes() {
       {{"--device", "cuda"}, DType::kBf16, Weights::kSuited},
       {{"--dtype", "f16"}, DType::kF16, Weights::kFile},
       {{"--device", "cuda", "--dtype", "f16"}, DType::kF16, Weights::kSuited},
+      {{"--device", "cuda", "--dtype", "f32"}, DType::kF32, Weights::kSuited},
       {{"--device", "cuda", "--weights", "bf16"}, DType::kBf16, Weights::kBf16},
       {{"--device", "cuda", "--weights", "file"}, DType::kBf16, Weights::kFile},
       {{"--dtype", "bf16", "--weights", "f32"}, DType::kBf16, Weights::kF32},
