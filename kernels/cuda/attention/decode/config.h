@@ -26,8 +26,9 @@ consteval int row_bytes(const DecodeConfig &c) { return c.head_dim * element_byt
 // Of a row in shared memory: what a swizzle spans. Longer rows are in several chunks.
 consteval int chunk_bytes(const DecodeConfig &c) { return row_bytes(c) < 128 ? 64 : 128; }
 consteval int chunks(const DecodeConfig &c) { return row_bytes(c) / chunk_bytes(c); }
-// Whether at least so many bytes of a token lie side by side. Shorter pieces are not marked as read
-// once, and in pages not asked for before the queries: that was slower (LADDER.md).
+// Whether a block reads at least 256 neighbouring bytes of a token. Keys and values of shorter
+// pieces are not marked as read once, and in pages the first keys are not asked for before the
+// queries. Both were slower, beside a fault that is mended; they were not timed again (LADDER.md).
 consteval bool reads_long_pieces(const DecodeConfig &c) { return c.heads * row_bytes(c) >= 256; }
 // Rows end with units that keep their neighbours in other banks.
 consteval int q_pitch(const DecodeConfig &c) { return c.head_dim + 8; }

@@ -162,8 +162,8 @@ struct Sums {
 
 // By all that compute: some parts of the pair become the output or, with `is_output` false, one
 // part in `to_slot`. Sums and values of a few are asked for together: either takes as long as the
-// way to memory. Where there are threads to
-// spare, two or four neighbours divide the parts of one quad among them.
+// way to memory. Where there are threads to spare, two or four neighbours divide the parts of one
+// quad among them.
 template <DecodeConfig C, class T, class SlotOf>
 __device__ __forceinline__ void join_parts(const AttentionDecodingArguments &p, const Item &item,
                                            int parts, SlotOf slot_at, bool is_output,

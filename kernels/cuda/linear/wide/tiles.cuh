@@ -124,7 +124,7 @@ class Tiles {
   static constexpr int kProducerRegisters = kBlocks<Weight, kRows> == 2 ? 32 : 24;
   static constexpr int kConsumerRegisters = kBlocks<Weight, kRows> == 2 ? 104 : 240;
   static constexpr int kHalves = Weight::kStep / kHalf;
-  // Of a row of the weight.
+  // Blocks of a cluster that part a row of the weight, at most.
   static constexpr uint32_t kMostParts = 8;
   static constexpr int kConsumersBarrier = 1;
   // When there are registers for scales and biases: before a tile's products, beside the last, or
@@ -203,9 +203,9 @@ class Tiles {
       for (uint32_t step = begin_; step < end_; step++) {
         shared_.weight_full[weight.stage].wait(weight.parity);
         // Rows g and g + 8 of the warp's 16, of each 16 neighbours the pairs 2 t and 8 + 2 t.
-        const uint8_t *tile = shared_.weight[weight.stage] + step * Weight::kBytes % 16;
+        const uint8_t *rows = shared_.weight[weight.stage] + step * Weight::kBytes % 16;
         const typename Weight::template Lane<T> of_lane(
-            tile + (warp_ * 16 + lane_ / 4) * Weight::kPitch, lane_ % 4);
+            rows + (warp_ * 16 + lane_ / 4) * Weight::kPitch, lane_ % 4);
 #pragma unroll
         for (int half = 0; half < kHalves; half++) {
           uint32_t (&left)[kLeft] = codes[half % 2];
