@@ -105,6 +105,12 @@ impl Stream {
     pub fn as_raw(self) -> *mut c_void {
         self.0
     }
+
+    /// Whether it is CUDA's default stream that other streams wait for: NULL, or `CU_STREAM_LEGACY`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_legacy(self) -> bool {
+        self.0.addr() <= 1
+    }
 }
 
 impl Default for Stream {

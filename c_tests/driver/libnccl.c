@@ -2,6 +2,7 @@
 // was asked. Functions that a version lacks are not found through `nccl_symbol`.
 #include "nccl.h"
 
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -75,6 +76,29 @@ int ncclCommInitRank(void **comm, int size, unique_id id, int rank) {
   return 0;
 }
 
+// What a program may set of it, as NCCL 2.28 lays it out.
+typedef struct {
+  size_t size;
+  unsigned magic, version;
+  int blocking, cga_cluster_size, min_ctas, max_ctas;
+  const char *net_name;
+  int split_share, traffic_class;
+  const char *comm_name;
+  int collnet_enable, cta_policy, shrink_share, nvls_ctas, channels_per_net_peer, centric_sched;
+} config;
+
+int ncclCommInitRankConfig(void **comm, int size, unique_id id, int rank, config *with);
+int ncclCommInitRankConfig(void **comm, int size, unique_id id, int rank, config *with) {
+  const int status = failing("ncclCommInitRankConfig");
+  if (status != 0) return status;
+  if (with->size != sizeof *with || with->magic != 0xcafebeef || with->version != 22800 ||
+      with->blocking != INT_MIN || with->centric_sched != INT_MIN || with->net_name != NULL) {
+    return INVALID_ARGUMENT;
+  }
+  nccl.policy = with->cta_policy;
+  return ncclCommInitRank(comm, size, id, rank);
+}
+
 int ncclCommDestroy(void *comm);
 int ncclCommDestroy(void *comm) {
   nccl.destroyed++;
@@ -142,6 +166,11 @@ int ncclBroadcast(const void *x, void *out, size_t count, int dtype, int root, v
 int ncclAllGather(const void *x, void *out, size_t count, int dtype, void *comm, void *stream);
 int ncclAllGather(const void *x, void *out, size_t count, int dtype, void *comm, void *stream) {
   return moved("ncclAllGather", x, out, count, dtype, -1, -1, comm, stream);
+}
+
+int ncclAlltoAll(const void *x, void *out, size_t count, int dtype, void *comm, void *stream);
+int ncclAlltoAll(const void *x, void *out, size_t count, int dtype, void *comm, void *stream) {
+  return moved("ncclAlltoAll", x, out, count, dtype, -1, -1, comm, stream);
 }
 
 int ncclReduceScatter(const void *x, void *out, size_t count, int dtype, int op, void *comm,
@@ -241,6 +270,8 @@ void *nccl_symbol(void *user, const char *name) {
       SINCE(ncclMemFree, 21900),
       SINCE(ncclCommWindowRegister, 22700),
       SINCE(ncclCommWindowDeregister, 22700),
+      SINCE(ncclCommInitRankConfig, 21400),
+      SINCE(ncclAlltoAll, 22800),
       SINCE(ncclGetPeerDevicePointer, 22900),
   };
   if (user != &nccl) return NULL;

@@ -34,6 +34,7 @@ typedef struct {
   int made, destroyed, aborted;
   int memories, windows;  // that there are
   size_t registered;      // bytes of the last window
+  int policy;             // of the last communicator's blocks, where it was made with one
   int made_size, made_rank;
   char made_id[128];
 } nccl_state;

@@ -37,6 +37,11 @@ impl Comm {
     /// are there. 64 KiB and more take as long as elsewhere or longer.
     /// In local groups, and where NCCL is older, it is memory like any other.
     ///
+    /// In a group that was made here, by NCCL of 2.28 or later, copy engines serve an [`all_gather`](crate::ops::all_gather) and an
+    /// [`all_to_all`](crate::ops::all_to_all) of rows that are divided evenly, where both tensors are there: they take no multiprocessor
+    /// from what runs beside them. Of few bytes it takes longer than elsewhere. All ranks have each tensor at the same place in such
+    /// memory then, or none has.
+    ///
     /// Every rank calls it, with one size, and it waits for all; not while a graph is captured. It counts as the context's.
     /// Freed by [`Comm::free`], or with the group.
     ///

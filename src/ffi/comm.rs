@@ -374,6 +374,10 @@ pub unsafe extern "C" fn unsloth_comm_warm_up(
 /// time up to 16 KiB; of 64 KiB and more as long as elsewhere, or longer. In a local group, and where NCCL is older, it is memory like
 /// any other.
 ///
+/// In a group that the library made, with NCCL 2.28 or later, copy engines serve `unsloth_all_gather_forward` and `unsloth_all_to_all_forward`
+/// of rows that are divided evenly, where both tensors are there: for large ones beside other work, as they take no
+/// multiprocessor. Of small ones it takes longer than elsewhere. Every rank has each tensor at the same place in such memory then, or none has.
+///
 /// Every rank calls it, with one size, and waits for all; not while a graph is captured. It counts as the context's. Freed with
 /// `unsloth_comm_memory_free`, or with the group. A size of zero gives an address that may only be freed.
 ///

@@ -129,6 +129,14 @@ int run(const std::vector<Call> &calls) {
   if (first.name == "gather") {
     for (const Call &call : calls) result.insert(result.end(), call.x, call.x + bytes);
     for (const Call &call : calls) memcpy(call.out, result.data(), result.size());
+  } else if (first.name == "exchange") {
+    std::vector<std::vector<char>> parts(ranks);
+    for (size_t to = 0; to < ranks; to++) {
+      for (const Call &call : calls) {
+        parts[to].insert(parts[to].end(), call.x + to * bytes, call.x + (to + 1) * bytes);
+      }
+    }
+    for (size_t to = 0; to < ranks; to++) memcpy(calls[to].out, parts[to].data(), ranks * bytes);
   } else if (first.name == "broadcast") {
     const char *x = calls[static_cast<size_t>(first.root)].x;
     result.assign(x, x + bytes);
@@ -244,6 +252,10 @@ EXPORT int ncclBroadcast(const void *x, void *out, size_t count, int type, int r
 
 EXPORT int ncclAllGather(const void *x, void *out, size_t count, int type, void *comm, void *) {
   return meet(comm, call("gather", x, out, count, type, kSum, -1));
+}
+
+EXPORT int ncclAlltoAll(const void *x, void *out, size_t count, int type, void *comm, void *) {
+  return meet(comm, call("exchange", x, out, count, type, kSum, -1));
 }
 
 EXPORT int ncclReduceScatter(const void *x, void *out, size_t count, int type, int op, void *comm,

@@ -29,6 +29,9 @@ use side::Side;
 pub(super) use slots::Slots;
 use windows::Windows;
 
+/// Since then copy engines serve what ranks send each other as it is, from and to windows.
+const WITH_COPY_ENGINES: Version = Version(2, 28, 0);
+
 /// A rank of a group of NCCL's.
 #[derive(Debug)]
 pub(crate) struct Comm {
@@ -72,13 +75,23 @@ impl Cuda {
         let side = Side::new(op, self)?;
         let mut comm = ptr::null_mut();
         let entered = primary.enter(op)?;
-        // SAFETY: valid for a write; both fit an int, and NCCL looks at the id.
-        let status = unsafe {
-            let id = nccl::UniqueId(id);
-            (nccl.functions.comm_init_rank)(&mut comm, size as c_int, id, rank as c_int)
+        let (id, size_of_group, own) = (nccl::UniqueId(id), size as c_int, rank as c_int);
+        let (call, status) = match nccl.functions.comm_init_rank_config {
+            Some(init) if nccl.version >= WITH_COPY_ENGINES => {
+                let mut config = nccl::Config::of(nccl::BY_COPY_ENGINES);
+                // SAFETY: valid for a write; both fit an int, and NCCL looks at the id; the configuration is one of its own.
+                let status = unsafe { init(&mut comm, size_of_group, id, own, &mut config) };
+                ("ncclCommInitRankConfig", status)
+            }
+            _ => {
+                let init = nccl.functions.comm_init_rank;
+                // SAFETY: as above.
+                let status = unsafe { init(&mut comm, size_of_group, id, own) };
+                ("ncclCommInitRank", status)
+            }
         };
         drop(entered);
-        nccl.check(op, "ncclCommInitRank", ptr::null_mut(), status)?;
+        nccl.check(op, call, ptr::null_mut(), status)?;
         Ok(Comm {
             nccl,
             comm: AtomicPtr::new(comm),
@@ -235,18 +248,42 @@ impl Comm {
     }
 
     /// Queues a problem, which has been checked.
-    fn launch(&self, p: &Problem<'_>, stream: Stream) -> Result<()> {
+    pub(super) fn launch(&self, p: &Problem<'_>, stream: Stream) -> Result<()> {
         if p.is_empty() {
             return Ok(());
         }
         let _turn = self.turn();
-        self.queue(p, stream)
+        self.queue_or_fork(std::slice::from_ref(p), stream)
     }
 
     /// Queues two problems as one launch.
     fn launch_both(&self, both: &[Problem<'_>; 2], stream: Stream) -> Result<()> {
         let _turn = self.turn();
-        self.queue_all(both, stream)
+        self.queue_or_fork(both, stream)
+    }
+
+    /// Queues problems of one operation, in turn. NCCL's copies refuse the default stream of old, which so waits for the group's own.
+    fn queue_or_fork(&self, problems: &[Problem<'_>], stream: Stream) -> Result<()> {
+        const NUMBER: usize = 0;
+        match problems.iter().find(|p| self.by_copies(p)) {
+            Some(p) if stream.is_legacy() => {
+                let queue = |side| self.queue_all(problems, side);
+                self.side.beside(p.op, NUMBER, stream, queue)?;
+                self.side.join(p.op, NUMBER, stream)
+            }
+            _ => self.queue_all(problems, stream),
+        }
+    }
+
+    /// Whether copy engines may serve a problem: what ranks send each other as it is, between windows. The same on all ranks, if each
+    /// has its tensors at the same place in the group's memory.
+    pub(super) fn by_copies(&self, p: &Problem<'_>) -> bool {
+        let even = |parts| matches!(parts, Parts::Even(_));
+        let in_window = |t: &Option<RawTensor>| t.is_some_and(|t| self.windows.hold(&t));
+        matches!(p.kind, Kind::AllGather | Kind::AllToAll)
+            && self.nccl.version >= WITH_COPY_ENGINES
+            && (even(p.sent) && even(p.received))
+            && (in_window(&p.x) && in_window(&p.out))
     }
 
     /// Queues a problem that has elements on a stream of the communicator's own, behind what the caller's has.

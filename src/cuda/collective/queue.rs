@@ -150,6 +150,12 @@ impl Queue<'_> {
                     let from = if p.x.is_some() { x } else { out };
                     self.broadcast(from, out, p.row, root)
                 }
+                (Kind::AllToAll, Parts::Even(rows)) if self.comm.by_copies(p) => {
+                    const CALL: &str = "ncclAlltoAll";
+                    let exchange = self.comm.nccl.later(p.op, f.all_to_all, CALL, "2.28")?;
+                    let status = exchange(x, out, rows * p.row, dtype, comm, stream);
+                    self.check(CALL, status)
+                }
                 (Kind::AllToAll, _) => self.group(|| {
                     self.for_each_part(|peer| {
                         let (start, len) = p.sent_to(peer);

@@ -9,6 +9,7 @@ use super::Comm;
 use crate::alloc::push;
 use crate::cuda::{Cuda, nccl};
 use crate::error::{Error, Result, text};
+use crate::tensor::RawTensor;
 
 /// Windows begin and end where pages do.
 pub(super) const PAGE: usize = 4096;
@@ -17,6 +18,7 @@ pub(super) const PAGE: usize = 4096;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Window {
     pub memory: *mut c_void,
+    pub bytes: usize,
     pub window: nccl::Window,
 }
 
@@ -30,6 +32,15 @@ pub(super) struct Windows(Mutex<Vec<Window>>);
 impl Windows {
     pub fn is_empty(&self) -> bool {
         self.all().is_empty()
+    }
+
+    /// Whether a tensor lies in one of them.
+    pub fn hold(&self, tensor: &RawTensor) -> bool {
+        let range = tensor.byte_range();
+        let starts = |w: &Window| w.memory.addr();
+        self.all()
+            .iter()
+            .any(|w| starts(w) <= range.start && range.end - starts(w) <= w.bytes)
     }
 
     /// Keeps one until all are freed.
@@ -76,6 +87,7 @@ impl Comm {
         let _relaxed = self.primary.driver.relax_capture(op)?;
         let mut made = Window {
             memory: ptr::null_mut(),
+            bytes,
             window: ptr::null_mut(),
         };
         // SAFETY: valid for a write; a context of the communicator's device is current.

@@ -1,6 +1,6 @@
 //! NCCL's functions and constants, as its header declares them, found at run time.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// `ncclResult_t`.
 pub(crate) type Status = c_int;
@@ -34,6 +34,58 @@ pub(crate) const AVG: c_int = 4;
 pub(crate) type Window = *mut c_void;
 /// `NCCL_WIN_COLL_SYMMETRIC`, since 2.27: what ranks have at one offset of a window they reduce with each other.
 pub(crate) const SYMMETRIC: c_int = 1;
+
+/// `NCCL_CTA_POLICY_ZERO`, since 2.28: gathers and exchanges between symmetric windows are left to copy engines.
+pub(crate) const BY_COPY_ENGINES: c_int = 2;
+
+/// `ncclConfig_t` of 2.28, which later versions take too.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+    traffic_class: c_int,
+    comm_name: *const c_char,
+    collnet_enable: c_int,
+    cta_policy: c_int,
+    shrink_share: c_int,
+    nvls_ctas: c_int,
+    channels_per_net_peer: c_int,
+    nvlink_centric_sched: c_int,
+}
+
+impl Config {
+    /// All that NCCL chooses by itself, but for the policy.
+    pub fn of(cta_policy: c_int) -> Config {
+        const UNSET: c_int = c_int::MIN;
+        Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: 2_28_00,
+            blocking: UNSET,
+            cga_cluster_size: UNSET,
+            min_ctas: UNSET,
+            max_ctas: UNSET,
+            net_name: std::ptr::null(),
+            split_share: UNSET,
+            traffic_class: UNSET,
+            comm_name: std::ptr::null(),
+            collnet_enable: UNSET,
+            cta_policy,
+            shrink_share: UNSET,
+            nvls_ctas: UNSET,
+            channels_per_net_peer: UNSET,
+            nvlink_centric_sched: UNSET,
+        }
+    }
+}
 
 macro_rules! functions {
     (
@@ -125,6 +177,8 @@ functions! {
     window_register = ncclCommWindowRegister(comm: Comm, memory: *mut c_void, size: usize, window: *mut Window,
         flags: c_int) -> Status;
     window_deregister = ncclCommWindowDeregister(comm: Comm, window: Window) -> Status;
+    comm_init_rank_config = ncclCommInitRankConfig(comm: *mut Comm, size: c_int, id: UniqueId, rank: c_int, config: *mut Config) -> Status;
+    all_to_all = ncclAlltoAll(x: *const c_void, out: *mut c_void, count: usize, dtype: c_int, comm: Comm, stream: Stream) -> Status;
     peer_pointer = ncclGetPeerDevicePointer(window: Window, offset: usize, peer: c_int, pointer: *mut *mut c_void) -> Status;
     }
 }
