@@ -84,7 +84,7 @@ STRUCT(unsloth_all_reduce_rms_norm_params, 704, 8);
 FIELD(unsloth_all_reduce_rms_norm_params, struct_size, 0, 4);
 FIELD(unsloth_all_reduce_rms_norm_params, epsilon, 4, 4);
 FIELD(unsloth_all_reduce_rms_norm_params, weight_offset, 8, 4);
-FIELD(unsloth_all_reduce_rms_norm_params, reserved, 12, 4);
+FIELD(unsloth_all_reduce_rms_norm_params, sequence, 12, 4);
 FIELD(unsloth_all_reduce_rms_norm_params, comm, 16, 8);
 FIELD(unsloth_all_reduce_rms_norm_params, x, 24, 136);
 FIELD(unsloth_all_reduce_rms_norm_params, out, 160, 136);

@@ -541,9 +541,10 @@ typedef struct unsloth_all_reduce_rms_norm_params {
    */
   float weight_offset;
   /**
-   * Zero.
+   * 1 for sequence parallelism: the first dimension of the residual stream is divided evenly among the ranks, in their order, and
+   * each adds up and normalises its own rows; `x` has two dimensions or more then. 0: every rank has all of it.
    */
-  uint32_t reserved;
+  uint32_t sequence;
   /**
    * This rank's part in the group; of the same context.
    */
@@ -561,11 +562,11 @@ typedef struct unsloth_all_reduce_rms_norm_params {
    */
   struct unsloth_tensor weight;
   /**
-   * Optional: added to the sum; like `x`, and the same on all ranks.
+   * Optional: added to the sum; like `x`, and the same on all ranks. With `sequence` this rank's rows of it alone.
    */
   struct unsloth_tensor residual;
   /**
-   * Receives `s`; like `x`. Absent, or the same tensor as `residual`: `residual` is overwritten.
+   * Receives `s`; like `residual`. Absent, or the same tensor as `residual`: `residual` is overwritten.
    */
   struct unsloth_tensor residual_out;
 } unsloth_all_reduce_rms_norm_params;
@@ -6026,6 +6027,12 @@ unsloth_status unsloth_all_reduce_rms_norm_supported(struct unsloth_context *ctx
  * other ranks, until they come or `unsloth_comm_abort` is called. Calls of one group are on one stream, or on streams that the
  * caller orders. Every rank has the same bits.
  *
+ * With `sequence` it is `unsloth_reduce_scatter_forward`, `unsloth_rms_norm_forward` of this rank's rows and
+ * `unsloth_all_gather_forward`. Where `x` and `out` are two tensors in memory of `unsloth_comm_memory_alloc`, at the same place in it on all ranks, rows are of
+ * up to 32 KiB and a multiple of 16 bytes, and NCCL is 2.28 or later, ranks send each other their parts of the sum as they are, and one kernel
+ * adds them up in f32, in the order of ranks, and normalises. In a group that the library made copy engines do all of the sending: products on
+ * another stream lose no multiprocessor to it, where a reduction by NCCL's kernels costs those beside it nearly its own time.
+ *
  * `out` may be `x` and `residual_out` may be `residual`; other overlaps with an output are errors.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes; its tensors are valid on the context's device until the work
@@ -6396,6 +6403,10 @@ unsloth_status unsloth_comm_warm_up(struct unsloth_comm *comm,
  * them at the other ranks where they lie. A sum whose input and output are there takes a quarter to a third less
  * time up to 16 KiB; of 64 KiB and more as long as elsewhere, or longer. In a local group, and where NCCL is older, it is memory like
  * any other.
+ *
+ * In a group that the library made, with NCCL 2.28 or later, copy engines serve `unsloth_all_gather_forward` and `unsloth_all_to_all_forward`
+ * of rows that are divided evenly, where both tensors are there: for large ones beside other work, as they take no
+ * multiprocessor. Of small ones it takes longer than elsewhere. Every rank has each tensor at the same place in such memory then, or none has.
  *
  * Every rank calls it, with one size, and waits for all; not while a graph is captured. It counts as the context's. Freed with
  * `unsloth_comm_memory_free`, or with the group. A size of zero gives an address that may only be freed.

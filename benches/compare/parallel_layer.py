@@ -108,6 +108,24 @@ def blocks_and_sums(ctx, c, weights, hidden, normed, partial, comm, next_norm, *
     ]
 
 
+def blocks_of_divided_rows(ctx, c, all_weights, tensors, comm):
+    """The same of many tokens by ranks that divide the residual stream, `hidden`: pairs of a block, and of what sums, normalises
+    and gathers what it gives. `normed` is what the first layer takes in; it and `partial` are in the group's memory."""
+    hidden, normed, partial = tensors
+    rows = [t.view(-1, t.shape[-1]) for t in (partial, normed)]
+    made = []
+    for i, w in enumerate(all_weights):
+        following = all_weights[(i + 1) % len(all_weights)]["norm1"]
+        calls = [
+            ctx.op("attention_block", x=normed, out=partial, **attention_fields(ctx, c, w)),
+            ctx.op("mlp", x=normed, out=partial, **mlp_fields(ctx, w)),
+        ]
+        for call, norm in zip(calls, (w["norm2"], following)):
+            sums = dict(comm=comm, sequence=1, x=rows[0], out=rows[1], residual=hidden, weight=norm, epsilon=EPSILON)
+            made.append((call, ctx.op("all_reduce_rms_norm", **sums)))
+    return made
+
+
 class Cache:
     """A cache of one sequence, with room for so many tokens."""
 

@@ -4,8 +4,8 @@ parallel, beside one GPU of the same run and beside PyTorch."""
 import torch
 import torch.distributed as dist
 from common import OURS
-from parallel_layer import EPSILON, LLAMA_8B, Cache, angles, attended, blocks, blocks_and_sums, blocks_with_norms, gated
-from parallel_layer import make_weights, numbers, part_of, part_of_shape
+from parallel_layer import EPSILON, LLAMA_8B, Cache, angles, attended, blocks, blocks_and_sums, blocks_of_divided_rows, blocks_with_norms
+from parallel_layer import gated, make_weights, numbers, part_of, part_of_shape
 
 # Sequences, and tokens of each. Two sequences are independent, so that one's products hide the other's sums.
 PREFILL = [(2, 4096), (2, 2048), (1, 4096)]
@@ -58,6 +58,39 @@ def side_by_side(r, first, second):
             here.wait_stream(stream)
 
     return run
+
+
+def sums_beside(r, first, second):
+    """Two lists of pairs of a block and its sum. Blocks take turns on one stream, and each sum runs on another one beside the other
+    list's block: two streams of blocks would come to their sums at the same time. The other stream is no more urgent than the
+    first: kernels that add would keep multiprocessors from a product that has begun, and that waits for all of them."""
+    if not r.cuda:
+        return run_all([call for pair in zip(first, second) for both in pair for call in both])
+    side = torch.cuda.Stream()
+
+    def run():
+        here, summed = torch.cuda.current_stream(), [None, None]
+        for pair in zip(first, second):
+            for i, (block, its_sum) in enumerate(pair):
+                if summed[i]:
+                    here.wait_event(summed[i])
+                block()
+                side.wait_stream(here)
+                with torch.cuda.stream(side):
+                    its_sum()
+                    summed[i] = side.record_event()
+        here.wait_stream(side)
+
+    return run
+
+
+def divided_rows(r, c, all_weights, x):
+    """Pairs of calls of all layers for one half of the sequences, and this rank's rows of the residual stream."""
+    hidden = x.view(-1, x.shape[-1]).chunk(r.size)[r.rank].clone()
+    normed, partial = r.in_group(torch.zeros_like(x)), r.in_group(torch.zeros_like(x))
+    pairs = blocks_of_divided_rows(r.ctx, c, all_weights, (hidden, normed, partial), r.comm)
+    begin = r.ctx.op("rms_norm", x=x, weight=all_weights[0]["norm1"], out=normed, epsilon=EPSILON)
+    return [(begin, lambda: None), *pairs], hidden
 
 
 def mlp_in_halves(r, c, all_weights, x):
@@ -137,6 +170,10 @@ def one_prefill(r, c, divided, all_weights, batch, seq):
             halves.append(forward(r, own, parts, half.contiguous(), r.parallel(chunk_rows=NO_CHUNKS)))
         name = f"{OURS} tensor parallel, sequences side by side"
         contenders[name] = side_by_side(r, *(calls for calls, _ in halves))
+        # One stream has all blocks of both, so they share a workspace.
+        r.apart()
+        divided = [divided_rows(r, own, parts, half.contiguous()) for half in x.chunk(2)]
+        contenders[f"{OURS} tensor parallel, rows divided"] = sums_beside(r, *(pairs for pairs, _ in divided))
     halved = f"{OURS} tensor parallel, MLP in halves"
     contenders[halved], hidden[halved] = mlp_in_halves(r, own, parts, x)
     if r.cuda:
@@ -150,6 +187,9 @@ def one_prefill(r, c, divided, all_weights, batch, seq):
     others = {name: h for name, h in hidden.items() if "sequence parallel" not in name}
     if batch == 2:
         others[name] = torch.cat([h for _, h in halves])
+        for half, (_, own_rows) in zip(one.chunk(2), divided):
+            rows = half.view(-1, half.shape[-1]).chunk(r.size)[r.rank]
+            agree(r, case, rows, {"divided rows": own_rows})
     agree(r, case, one, others)
     if f"{OURS} sequence parallel" in hidden:
         agree(r, case, one.chunk(r.size)[r.rank], {"sequence parallel": hidden[f"{OURS} sequence parallel"]})

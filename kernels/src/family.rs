@@ -44,6 +44,8 @@ mod norm_backward_ring;
 mod qk_norm_rope_ring;
 #[path = "../cuda/quantize/family.rs"]
 mod quantize;
+#[path = "../cuda/sum_rms_norm/family.rs"]
+mod sum_rms_norm;
 
 /// Every family.
 pub const FAMILIES: &[Family] = &[
@@ -62,6 +64,7 @@ pub const FAMILIES: &[Family] = &[
     norm_backward_ring::FAMILY,
     qk_norm_rope_ring::FAMILY,
     quantize::FAMILY,
+    sum_rms_norm::FAMILY,
 ];
 
 /// The sources in CUDA C++.

@@ -243,11 +243,12 @@ impl<'t> Planned for Both<'t> {
     }
 }
 
-/// A sum of all ranks, and what it becomes on each.
+/// A sum of all ranks, and what it becomes on each, or on one for all.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Normalised<'t> {
     pub sum: Collective<'t>,
     pub norm: rms_norm::Problem,
+    pub gathered: Option<Problem<'t>>,
 }
 
 impl<'t> Planned for Normalised<'t> {
@@ -257,17 +258,29 @@ impl<'t> Planned for Normalised<'t> {
     >;
 
     fn plan(self, ctx: &Context) -> Result<Self::Plan<'_>> {
-        let Normalised { sum, norm } = self;
+        let Normalised {
+            sum,
+            norm,
+            gathered,
+        } = self;
         let problem = sum.problem;
         Ok(match (&ctx.inner.device, sum.transport) {
             (Device::Cpu(cpu), Transport::Local(transport)) => {
-                let sum = Call { transport, problem };
-                Chosen::Cpu(cpu.plan(problem::Normalised { sum, norm })?)
+                let normalised = problem::Normalised {
+                    sum: Call { transport, problem },
+                    norm,
+                    gathered,
+                };
+                Chosen::Cpu(cpu.plan(normalised)?)
             }
             (Device::Cuda(cuda), Transport::Nccl(comm)) => {
                 let transport = &**comm;
-                let sum = Call { transport, problem };
-                Chosen::Cuda((**cuda).plan(problem::Normalised { sum, norm })?)
+                let normalised = problem::Normalised {
+                    sum: Call { transport, problem },
+                    norm,
+                    gathered,
+                };
+                Chosen::Cuda((**cuda).plan(normalised)?)
             }
             _ => return Err(of_another(problem.op)),
         })

@@ -7,7 +7,7 @@ use crate::ffi::operation::{self, WithC};
 use crate::ffi::params::params;
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::{absent, in_out, unsloth_tensor};
-use crate::ffi::{unsloth_implementation, unsloth_stream};
+use crate::ffi::{flag, unsloth_implementation, unsloth_stream};
 use crate::ops::all_reduce_rms_norm::Params;
 
 const OP: &str = "all_reduce_rms_norm";
@@ -23,8 +23,9 @@ pub struct unsloth_all_reduce_rms_norm_params {
     pub epsilon: f32,
     /// Added to every gain: 0 for Llama, 1 for Gemma. 0 without a weight.
     pub weight_offset: f32,
-    /// Zero.
-    pub reserved: u32,
+    /// 1 for sequence parallelism: the first dimension of the residual stream is divided evenly among the ranks, in their order, and
+    /// each adds up and normalises its own rows; `x` has two dimensions or more then. 0: every rank has all of it.
+    pub sequence: u32,
     /// This rank's part in the group; of the same context.
     pub comm: *mut unsloth_comm,
     /// `[.., dim]`, this rank's part of the sum: f32, f16 or bf16, contiguous; of one shape and dtype on all ranks.
@@ -33,14 +34,14 @@ pub struct unsloth_all_reduce_rms_norm_params {
     pub out: unsloth_tensor,
     /// Optional: gains `[dim]`, any float dtype, the same on all ranks. Absent: all ones.
     pub weight: unsloth_tensor,
-    /// Optional: added to the sum; like `x`, and the same on all ranks.
+    /// Optional: added to the sum; like `x`, and the same on all ranks. With `sequence` this rank's rows of it alone.
     pub residual: unsloth_tensor,
-    /// Receives `s`; like `x`. Absent, or the same tensor as `residual`: `residual` is overwritten.
+    /// Receives `s`; like `residual`. Absent, or the same tensor as `residual`: `residual` is overwritten.
     pub residual_out: unsloth_tensor,
 }
 params!(
     unsloth_all_reduce_rms_norm_params,
-    [reserved, x, out, weight, residual, residual_out]
+    [x, out, weight, residual, residual_out]
 );
 
 impl WithC for unsloth_all_reduce_rms_norm_params {
@@ -65,6 +66,7 @@ impl WithC for unsloth_all_reduce_rms_norm_params {
             weight,
             weight_offset: self.weight_offset,
             epsilon: self.epsilon,
+            sequence: flag(OP, "sequence", self.sequence)?,
         })
     }
 }
@@ -91,6 +93,12 @@ pub unsafe extern "C" fn unsloth_all_reduce_rms_norm_supported(
 /// `unsloth_comm_warm_up` gave ranks slots at each other, it is one launch, with sums in f32 in the order of ranks: it waits on the device for the
 /// other ranks, until they come or `unsloth_comm_abort` is called. Calls of one group are on one stream, or on streams that the
 /// caller orders. Every rank has the same bits.
+///
+/// With `sequence` it is `unsloth_reduce_scatter_forward`, `unsloth_rms_norm_forward` of this rank's rows and
+/// `unsloth_all_gather_forward`. Where `x` and `out` are two tensors in memory of `unsloth_comm_memory_alloc`, at the same place in it on all ranks, rows are of
+/// up to 32 KiB and a multiple of 16 bytes, and NCCL is 2.28 or later, ranks send each other their parts of the sum as they are, and one kernel
+/// adds them up in f32, in the order of ranks, and normalises. In a group that the library made copy engines do all of the sending: products on
+/// another stream lose no multiprocessor to it, where a reduction by NCCL's kernels costs those beside it nearly its own time.
 ///
 /// `out` may be `x` and `residual_out` may be `residual`; other overlaps with an output are errors.
 ///

@@ -169,13 +169,15 @@ pub(crate) struct Both<'a, T> {
     pub problems: [Problem<'a>; 2],
 }
 
-/// A sum of all ranks that a norm reads, one launch where that can be.
+/// A sum of all ranks that a norm reads, in fewer launches where that can be.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Normalised<'a, T> {
-    /// Of rows.
+    /// Of rows: all of them for every rank, or, where `gathered` is there, each rank's own.
     pub sum: Call<'a, T>,
-    /// Its `x` and its `out` are the sum's.
+    /// Its `x` and its `out` are what the sum gives this rank.
     pub norm: rms_norm::Problem,
+    /// What all ranks then get of each other's.
+    pub gathered: Option<Problem<'a>>,
 }
 
 /// The most calls that run beside others and are waited for one by one.

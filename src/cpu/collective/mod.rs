@@ -126,7 +126,11 @@ impl Run for Both<'_, Member> {
 impl Run for Normalised<'_, Member> {
     fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
         self.sum.run(cpu, scratch)?;
-        self.norm.run(cpu, scratch)
+        self.norm.run(cpu, scratch)?;
+        match &self.gathered {
+            Some(gathered) => self.sum.transport.run(cpu, gathered),
+            None => Ok(()),
+        }
     }
 }
 

@@ -170,9 +170,29 @@ const ALL_REDUCE_RMS_NORM: &[Misuse<unsloth_all_reduce_rms_norm_params>] = &[
         "all_reduce_rms_norm: epsilon is 0, it must be above 0",
     ),
     (
-        |p| p.reserved = 1,
+        |p| p.sequence = 2,
         INVALID,
-        "all_reduce_rms_norm: reserved is 1, allowed: 0",
+        "all_reduce_rms_norm: sequence is 2, allowed: 0, 1",
+    ),
+    (
+        |p| {
+            p.sequence = 1;
+            p.residual = p.out;
+            p.residual.shape[0] = 3;
+        },
+        INVALID,
+        "all_reduce_rms_norm: residual has shape [3, 4], expected [2, 4]",
+    ),
+    (
+        |p| {
+            p.sequence = 1;
+            for x in [&mut p.x, &mut p.out] {
+                x.rank = 1;
+                x.shape[0] = 4;
+            }
+        },
+        INVALID,
+        "all_reduce_rms_norm: x has rank 1, at least 2 is needed",
     ),
     (
         |p| p.out = shifted(&p.x),
