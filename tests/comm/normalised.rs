@@ -211,7 +211,8 @@ struct Divided {
 /// Where input and output are.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
-    InPlace,
+    /// The output overwrites the input.
+    One,
     Apart,
     /// Apart, in memory that the group gives.
     Group,
@@ -236,7 +237,7 @@ fn ranks_divide_the_rows_they_normalise() {
                 if is_emulated() && shape.iter().product::<usize>() > 4000 {
                     continue;
                 }
-                for place in [Place::InPlace, Place::Apart, Place::Group] {
+                for place in [Place::One, Place::Apart, Place::Group] {
                     for (residual, weight) in [
                         (None, None),
                         (Some(0), Some(DType::F32)),
@@ -322,7 +323,7 @@ fn check_divided(size: usize, dtype: DType, case: &Divided) {
         let residual = added.as_mut().map(|r| InOut::InPlace(r.view_mut()));
         let out = match case.place {
             Place::Group => in_group(ctx, comm, &x[rank], |x| run(x, residual)),
-            Place::InPlace => {
+            Place::One => {
                 let mut given = x[rank].upload(ctx);
                 run(InOut::InPlace(given.view_mut()), residual);
                 given.download_output()
