@@ -62,8 +62,7 @@ def side_by_side(r, first, second):
 
 def sums_beside(r, first, second):
     """Two lists of pairs of a block and its sum. Blocks take turns on one stream, and each sum runs on another one beside the other
-    list's block: two streams of blocks would come to their sums at the same time. The other stream is no more urgent than the
-    first: kernels that add would keep multiprocessors from a product that has begun, and that waits for all of them."""
+    list's block: two streams of blocks would come to their sums at the same time."""
     if not r.cuda:
         return run_all([call for pair in zip(first, second) for both in pair for call in both])
     side = torch.cuda.Stream()
