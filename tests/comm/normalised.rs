@@ -11,7 +11,7 @@ use unsloth::{Context, DType, InOut, Layout, Stream, TensorMut, TensorRef};
 use crate::common::reference::rms_norm::rms_norm;
 use crate::common::rules::epsilon;
 use crate::common::{FLOATS, TestTensor, assert_close_of_sums, rng};
-use crate::group::{is_emulated, pair, ranks, sizes};
+use crate::group::{is_cuda, is_emulated, pair, ranks, sizes};
 
 const EPSILON: f32 = 1e-5;
 /// Calls one behind the other, so that slots are used again.
@@ -234,7 +234,9 @@ fn ranks_divide_the_rows_they_normalise() {
     for size in sizes() {
         for dtype in FLOATS {
             for shape in shapes {
-                if is_emulated() && shape.iter().product::<usize>() > 4000 {
+                // How a row fills registers is the GPU's matter, and long rows take an emulated one long.
+                let is_long = shape.iter().product::<usize>() > 4000;
+                if is_long && (is_emulated() || !is_cuda()) {
                     continue;
                 }
                 for place in [Place::One, Place::Apart, Place::Group] {
