@@ -307,8 +307,9 @@ impl Call<'_, '_> {
         p.comm = self.comm();
         (p.x, p.out, p.weight) = (norm.x, norm.out, norm.weight);
         (p.residual, p.residual_out) = (norm.residual, norm.residual_out);
-        (p.epsilon, p.weight_offset, p.reserved) =
-            (norm.epsilon, norm.weight_offset, norm.reserved);
+        (p.epsilon, p.weight_offset) = (norm.epsilon, norm.weight_offset);
+        // One rank has all rows.
+        p.sequence = self.flag(1);
         stated
     }
 
