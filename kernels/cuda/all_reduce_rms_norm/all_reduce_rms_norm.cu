@@ -8,6 +8,7 @@
 //
 // Calls take the two halves of the slots by turns. A rank that writes to a half again has seen what
 // the others wrote in the call between, which they began when they had read that half.
+#include "common/block_sum.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/marked.cuh"
 #include "common/vector.cuh"
@@ -19,7 +20,6 @@ namespace unsloth {
 
 using Arguments = AllReduceRmsNormArguments;
 
-constexpr uint32_t kAll = ~0u;
 // Looks at a line before the host is asked whether the group was aborted.
 constexpr uint32_t kLooks = 1 << 12;
 
@@ -97,19 +97,6 @@ struct Form {
   // Of a thread, and those of them that it asks all ranks for at once.
   static constexpr uint32_t kLines = lines, kAtOnce = most_ranks > 2 ? 1 : lines;
 };
-
-// The sum over the block, by way of a number for each warp.
-template <uint32_t warps>
-__device__ __forceinline__ float total(float x, float *of_warp) {
-#pragma unroll
-  for (uint32_t by = 16; by > 0; by /= 2) x += __shfl_xor_sync(kAll, x, by);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = of_warp[threadIdx.x % warps];
-#pragma unroll
-  for (uint32_t by = warps / 2; by > 0; by /= 2) x += __shfl_xor_sync(kAll, x, by);
-  return x;
-}
 
 template <class T, class Form>
 __device__ __forceinline__ void all_reduce_rms_norm(const Arguments &p, float *of_warp) {
@@ -209,7 +196,7 @@ __device__ __forceinline__ void all_reduce_rms_norm(const Arguments &p, float *o
     }
   }
   const float mean =
-      total<Form::kWarps>(squares, of_warp) / static_cast<float>(p.row_lines * kWidth);
+      block_sum<Form::kWarps>(squares, of_warp) / static_cast<float>(p.row_lines * kWidth);
   const float scale = rsqrtf(mean + p.epsilon);
   // All of the block have read it.
   if (threadIdx.x == 0) p.calls[row] = call;

@@ -3,6 +3,7 @@
 //
 // A block has a row, and keeps the sum in registers. It adds in the order of the parts, in f32. It
 // has read its row of every part when it writes, so that out may be one of them.
+#include "common/block_sum.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/gains.cuh"
 #include "common/vector.cuh"
@@ -13,8 +14,6 @@
 namespace unsloth {
 
 using Arguments = SumRmsNormArguments;
-
-constexpr uint32_t kAll = ~0u;
 
 // What a block has in registers: `lines` vectors of 16 bytes for each of its threads.
 template <uint32_t threads, uint32_t lines>
@@ -42,19 +41,6 @@ __device__ __forceinline__ void store_anywhere(void *to, uint64_t i,
   for (uint32_t j = 0; j < kWidth; j++) {
     static_cast<T *>(to)[i * kWidth + j] = static_cast<T>(numbers[j]);
   }
-}
-
-// The sum over the block, by way of a number for each warp.
-template <uint32_t warps>
-__device__ __forceinline__ float total(float x, float *of_warp) {
-#pragma unroll
-  for (uint32_t by = 16; by > 0; by /= 2) x += __shfl_xor_sync(kAll, x, by);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = of_warp[threadIdx.x % warps];
-#pragma unroll
-  for (uint32_t by = warps / 2; by > 0; by /= 2) x += __shfl_xor_sync(kAll, x, by);
-  return x;
 }
 
 template <class T, class Form>
@@ -99,7 +85,7 @@ __device__ __forceinline__ void sum_rms_norm(const Arguments &p, float *of_warp)
     }
   }
   const float mean =
-      total<Form::kWarps>(squares, of_warp) / static_cast<float>(p.row_vectors * kWidth);
+      block_sum<Form::kWarps>(squares, of_warp) / static_cast<float>(p.row_vectors * kWidth);
   const float scale = rsqrtf(mean + p.epsilon);
 #pragma unroll
   for (uint32_t i = 0; i < kLines; i++) {
