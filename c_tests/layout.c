@@ -873,7 +873,7 @@ STRUCT(unsloth_parameter_group, 8, 4);
 FIELD(unsloth_parameter_group, learning_rate, 0, 4);
 FIELD(unsloth_parameter_group, weight_decay, 4, 4);
 
-STRUCT(unsloth_optimizer_params, 144, 8);
+STRUCT(unsloth_optimizer_params, 152, 8);
 FIELD(unsloth_optimizer_params, struct_size, 0, 4);
 FIELD(unsloth_optimizer_params, kind, 4, 4);
 FIELD(unsloth_optimizer_params, decoupled, 8, 4);
@@ -892,6 +892,7 @@ FIELD(unsloth_optimizer_params, groups, 112, 8);
 FIELD(unsloth_optimizer_params, num_groups, 120, 8);
 FIELD(unsloth_optimizer_params, state, 128, 8);
 FIELD(unsloth_optimizer_params, state_size, 136, 8);
+FIELD(unsloth_optimizer_params, comm, 144, 8);
 
 STRUCT(unsloth_optimizer_status, 32, 8);
 FIELD(unsloth_optimizer_status, struct_size, 0, 4);

@@ -4059,8 +4059,8 @@ typedef struct unsloth_optimizer_params {
    */
   float momentum;
   /**
-   * The greatest norm of all gradients together: greater ones are multiplied by `max_norm /
-   * (norm + 1e-6)`, as PyTorch's `clip_grad_norm_` does. 0 for no limit.
+   * The greatest norm of all gradients together, of all ranks that share them: greater ones are
+   * multiplied by `max_norm / (norm + 1e-6)`, as PyTorch's `clip_grad_norm_` does. 0 for no limit.
    */
   float max_norm;
   /**
@@ -4098,6 +4098,17 @@ typedef struct unsloth_optimizer_params {
    * Its bytes, at least what `unsloth_optimizer_state_size` answers.
    */
   size_t state_size;
+  /**
+   * Optional: this rank's part in the group of ranks that share what is trained; of the same
+   * context. `parameters` are then this rank's share, which differs from the others' and may be any
+   * part of a weight, and all ranks make their steps together: the norm, what limits it, and whether
+   * a step is skipped are those of the gradients of all. The optimizer keeps the group alive on its
+   * own. With `unsloth_reduce_scatter_forward` of the gradients before a step, and
+   * `unsloth_all_gather_forward` of the weights after it, this is ZeRO's first stage
+   * (arXiv:1910.02054). Each rank saves and loads its own state. A rank without a share has a
+   * parameter of no elements. Seeds of random rounding are to differ between ranks.
+   */
+  struct unsloth_comm *comm;
 } unsloth_optimizer_params;
 
 /**
@@ -4109,7 +4120,7 @@ typedef struct unsloth_optimizer_status {
    */
   uint32_t struct_size;
   /**
-   * 1 if one of the last step's gradients was infinite or NaN.
+   * 1 if one of the last step's gradients was infinite or NaN, on any rank that shares them.
    */
   uint32_t found_inf;
   /**
@@ -4117,8 +4128,8 @@ typedef struct unsloth_optimizer_status {
    */
   float loss_scale;
   /**
-   * The norm of the last step's gradients, unscaled and before it was limited; NaN if one was
-   * not finite.
+   * The norm of the last step's gradients, of all ranks that share them, unscaled and before it was
+   * limited; NaN if one was not finite.
    */
   float gradient_norm;
   /**
@@ -7469,7 +7480,7 @@ unsloth_status unsloth_optimizer_state_size(struct unsloth_context *ctx,
  * Makes an optimizer at step 0 and writes its handle to `optimizer`; the caller ends it with
  * `unsloth_optimizer_destroy`. Moments are zero and masters are copied from the weights, by work
  * that is queued on `stream`; the lists of `params` are copied. The optimizer keeps the context's
- * device alive on its own. Not during a capture.
+ * device alive on its own, and the group of `comm`. Not during a capture.
  *
  * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and its lists have as many
  * entries as are stated; weights, gradients and state are memory of the context's device for the
@@ -7494,12 +7505,15 @@ unsloth_status unsloth_optimizer_destroy(struct unsloth_optimizer *optimizer);
  * it if the optimizer was told so, also where there is no update.
  *
  * Three launches, which neither allocate nor synchronise and may be captured into a graph; each
- * launch of the graph is a step of its own, with the groups' values of then.
+ * launch of the graph is a step of its own, with the groups' values of then. Where ranks share what
+ * is trained (`comm`), every rank calls it, and there are one more launch and a collective of 8 bytes
+ * of each rank; a rank of a local group waits for the others, and where one fails there is no step.
  *
  * Requires: `stream` is NULL or a live stream of the optimizer's device; until the work has run nothing else
  * writes weights or gradients, or reads what the step writes.
  */
-unsloth_status unsloth_optimizer_step(struct unsloth_optimizer *optimizer, unsloth_stream stream);
+unsloth_status unsloth_optimizer_step(struct unsloth_optimizer *optimizer,
+                                      unsloth_stream stream);
 
 /**
  * Queues the multiplication of every gradient by `factor`, rounded once: `1 / n` makes a mean of

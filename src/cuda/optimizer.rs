@@ -10,7 +10,7 @@ use super::{Cuda, Run, check_blocks};
 use crate::backend::Stream;
 use crate::error::Result;
 use crate::problem::optimizer::{
-    CHUNK, Decide, Norm, Rule, ScaleGradients, Storage, Table as Parameters, Update, traits,
+    CHUNK, Decide, Norm, Rule, ScaleGradients, Storage, Sum, Table as Parameters, Update, traits,
 };
 
 const OP: &str = "optimizer";
@@ -46,14 +46,15 @@ impl Parameters<'_> {
         arguments: Arguments,
         stream: Stream,
     ) -> Result<()> {
-        if blocks == 0 {
-            return Ok(());
-        }
-        let kernel = cuda.optimizer.get([kind.code()])?;
-        let blocks = check_blocks(OP, "parameters", blocks)?;
+        let arguments = self.found(arguments);
+        self.launch_with(cuda, kind, blocks, &arguments, stream)
+    }
+
+    /// Arguments by which a kernel finds the table and the state.
+    fn found(&self, arguments: Arguments) -> Arguments {
         let control = self.control.addr() as u64;
         // Arrays of all memory begin at address zero, where `arguments` leaves them.
-        let arguments = Arguments {
+        Arguments {
             entries: self.entries.addr() as u64,
             control,
             control_u32: control,
@@ -64,11 +65,26 @@ impl Parameters<'_> {
             num_tensors: self.tensors.len() as u32,
             num_chunks: self.num_chunks as u32,
             ..arguments
-        };
+        }
+    }
+
+    fn launch_with(
+        &self,
+        cuda: &Cuda,
+        kind: Kind,
+        blocks: usize,
+        arguments: &Arguments,
+        stream: Stream,
+    ) -> Result<()> {
+        if blocks == 0 {
+            return Ok(());
+        }
+        let kernel = cuda.optimizer.get([kind.code()])?;
+        let blocks = check_blocks(OP, "parameters", blocks)?;
         // SAFETY: table and state are the optimizer's own, whose parameters were checked, and
         // whoever made it promised that they are there; the stream is live by the promise of
         // whoever made it.
-        unsafe { cuda.launch(OP, kernel, blocks, &arguments, stream) }
+        unsafe { cuda.launch(OP, kernel, blocks, arguments, stream) }
     }
 }
 
@@ -81,6 +97,23 @@ impl Run for Norm<'_> {
         let chunks = self.table.num_chunks;
         self.table
             .launch(cuda, Kind::Norm, chunks, Arguments::ZERO, stream)
+    }
+}
+
+impl Run for Sum<'_> {
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn run(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        let own = self.table.sums.wrapping_add(self.rank * size_of::<f64>());
+        // The one number that it writes.
+        let arguments = Arguments {
+            control_f64: own.addr() as u64,
+            ..self.table.found(Arguments::ZERO)
+        };
+        self.table
+            .launch_with(cuda, Kind::Sum, 1, &arguments, stream)
     }
 }
 
@@ -101,7 +134,17 @@ impl Run for Decide<'_> {
             beta2: self.betas[1],
             ..Arguments::ZERO
         };
-        self.table.launch(cuda, Kind::Decide, 1, arguments, stream)
+        let Some(ranks) = self.ranks else {
+            return self.table.launch(cuda, Kind::Decide, 1, arguments, stream);
+        };
+        // The words that it reads are the sums, and there are as many as ranks.
+        let arguments = Arguments {
+            entries: self.table.sums.addr() as u64,
+            num_chunks: ranks as u32,
+            ..self.table.found(arguments)
+        };
+        self.table
+            .launch_with(cuda, Kind::Agree, 1, &arguments, stream)
     }
 }
 

@@ -3,9 +3,12 @@
 use std::ffi::c_void;
 use std::fmt;
 
+use crate::alloc::Shared;
+use crate::comm::Comm;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::estimate::OptimizerKind;
+use crate::ffi::comm::{comm_from, unsloth_comm};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::params::{self, Field, params};
 use crate::ffi::status::unsloth_status;
@@ -131,8 +134,8 @@ pub struct unsloth_optimizer_params {
     pub epsilon: f32,
     /// Of `UNSLOTH_OPTIMIZER_SGD_MOMENTUM`, below 1; 0 for 0.9.
     pub momentum: f32,
-    /// The greatest norm of all gradients together: greater ones are multiplied by `max_norm /
-    /// (norm + 1e-6)`, as PyTorch's `clip_grad_norm_` does. 0 for no limit.
+    /// The greatest norm of all gradients together, of all ranks that share them: greater ones are
+    /// multiplied by `max_norm / (norm + 1e-6)`, as PyTorch's `clip_grad_norm_` does. 0 for no limit.
     pub max_norm: f32,
     /// Where 16-bit weights are kept in f32, and the loss scale.
     pub precision: unsloth_mixed_precision,
@@ -153,6 +156,15 @@ pub struct unsloth_optimizer_params {
     pub state: *mut c_void,
     /// Its bytes, at least what `unsloth_optimizer_state_size` answers.
     pub state_size: usize,
+    /// Optional: this rank's part in the group of ranks that share what is trained; of the same
+    /// context. `parameters` are then this rank's share, which differs from the others' and may be any
+    /// part of a weight, and all ranks make their steps together: the norm, what limits it, and whether
+    /// a step is skipped are those of the gradients of all. The optimizer keeps the group alive on its
+    /// own. With `unsloth_reduce_scatter_forward` of the gradients before a step, and
+    /// `unsloth_all_gather_forward` of the weights after it, this is ZeRO's first stage
+    /// (arXiv:1910.02054). Each rank saves and loads its own state. A rank without a share has a
+    /// parameter of no elements. Seeds of random rounding are to differ between ranks.
+    pub comm: *mut unsloth_comm,
 }
 params!(unsloth_optimizer_params, [precision]);
 
@@ -269,11 +281,14 @@ impl unsloth_optimizer_params {
         })
     }
 
-    /// Converts, and calls `run` with what came out.
+    /// Converts, and calls `run` with what came out, and with the owner of its `comm`.
     ///
     /// # Safety
     /// The lists have as many entries as are stated; the rest is what `run` asks for.
-    pub(crate) unsafe fn with<R>(&self, run: impl FnOnce(&Params<'_>) -> Result<R>) -> Result<R> {
+    pub(crate) unsafe fn with<R>(
+        &self,
+        run: impl FnOnce(&Params<'_>, Option<Shared<Comm>>) -> Result<R>,
+    ) -> Result<R> {
         let rule = self.rule()?;
         let precision = self.precision.convert()?;
         let zero_gradients = flag(OP, "zero_gradients", self.zero_gradients)?;
@@ -299,7 +314,12 @@ impl unsloth_optimizer_params {
         // SAFETY: the caller's promise.
         let state = unsafe { workspace_from(OP, self.state, self.state_size) }
             .map_err(|e| e.renamed(&[("workspace_size", "state_size")]))?;
-        run(&Params {
+        let comm = match self.comm.is_null() {
+            true => None,
+            false => Some(comm_from(OP, self.comm)?),
+        };
+        let owner = comm.clone();
+        let params = Params {
             rule,
             precision,
             max_norm: self.max_norm,
@@ -307,8 +327,10 @@ impl unsloth_optimizer_params {
             seed: self.seed,
             parameters: &parameters,
             groups: &groups,
+            comm: comm.as_deref(),
             state,
-        })
+        };
+        run(&params, owner)
     }
 }
 
@@ -383,7 +405,7 @@ pub unsafe extern "C" fn unsloth_optimizer_supported(
         // SAFETY: the caller's promise; a query does not look at data.
         unsafe {
             let p = params::read(OP, params)?;
-            let chosen = p.with(|params| supported(&object.context, params))?;
+            let chosen = p.with(|params, _| supported(&object.context, params))?;
             write_optional(OP, "implementation", implementation, || chosen as u32)
         }
     })
@@ -407,7 +429,7 @@ pub unsafe extern "C" fn unsloth_optimizer_state_size(
         unsafe {
             let p = params::read(OP, params)?;
             check_out(OP, "state_size", state_size)?;
-            let size = p.with(|params| self::state_size(&object.context, params))?;
+            let size = p.with(|params, _| self::state_size(&object.context, params))?;
             state_size.write(size);
             Ok(())
         }

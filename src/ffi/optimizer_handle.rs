@@ -5,6 +5,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard};
 
 use crate::alloc::Shared;
+use crate::comm::Comm;
 use crate::error::Result;
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::handle::Table;
@@ -36,12 +37,12 @@ pub struct unsloth_optimizer {
 pub struct unsloth_optimizer_status {
     /// `sizeof(unsloth_optimizer_status)`, set by the caller.
     pub struct_size: u32,
-    /// 1 if one of the last step's gradients was infinite or NaN.
+    /// 1 if one of the last step's gradients was infinite or NaN, on any rank that shares them.
     pub found_inf: u32,
     /// What the next loss is multiplied by.
     pub loss_scale: f32,
-    /// The norm of the last step's gradients, unscaled and before it was limited; NaN if one was
-    /// not finite.
+    /// The norm of the last step's gradients, of all ranks that share them, unscaled and before it was
+    /// limited; NaN if one was not finite.
     pub gradient_norm: f32,
     /// Steps with an update.
     pub step: u64,
@@ -50,26 +51,33 @@ pub struct unsloth_optimizer_status {
 }
 params!(unsloth_optimizer_status, []);
 
-static OPTIMIZERS: Table<Mutex<Optimizer>> = Table::new("unsloth_optimizer", 4);
+static OPTIMIZERS: Table<Mutex<Owner>> = Table::new("unsloth_optimizer", 4);
+
+/// An optimizer, and what it needs for its life.
+struct Owner {
+    // Dropped first, as the first field: it uses the group.
+    optimizer: Optimizer,
+    _comm: Option<Shared<Comm>>,
+}
 
 /// An optimizer for this thread alone, which lives at least as long.
 struct Locked {
     // Dropped first, as the first field: it borrows from what the second keeps alive.
-    guard: MutexGuard<'static, Optimizer>,
-    _alive: Shared<Mutex<Optimizer>>,
+    guard: MutexGuard<'static, Owner>,
+    _alive: Shared<Mutex<Owner>>,
 }
 
 impl Deref for Locked {
     type Target = Optimizer;
 
     fn deref(&self) -> &Optimizer {
-        &self.guard
+        &self.guard.optimizer
     }
 }
 
 impl DerefMut for Locked {
     fn deref_mut(&mut self) -> &mut Optimizer {
-        &mut self.guard
+        &mut self.guard.optimizer
     }
 }
 
@@ -79,7 +87,7 @@ fn optimizer_from(op: &'static str, optimizer: *const unsloth_optimizer) -> Resu
     let alive = OPTIMIZERS.get(op, "optimizer", optimizer)?;
     // SAFETY: the mutex stays where it is while `_alive` counts, and the guard is dropped before
     // that.
-    let mutex: &'static Mutex<Optimizer> = unsafe { &*std::ptr::from_ref(&*alive) };
+    let mutex: &'static Mutex<Owner> = unsafe { &*std::ptr::from_ref(&*alive) };
     Ok(Locked {
         guard: mutex.lock().unwrap_or_else(|p| p.into_inner()),
         _alive: alive,
@@ -89,7 +97,7 @@ fn optimizer_from(op: &'static str, optimizer: *const unsloth_optimizer) -> Resu
 /// Makes an optimizer at step 0 and writes its handle to `optimizer`; the caller ends it with
 /// `unsloth_optimizer_destroy`. Moments are zero and masters are copied from the weights, by work
 /// that is queued on `stream`; the lists of `params` are copied. The optimizer keeps the context's
-/// device alive on its own. Not during a capture.
+/// device alive on its own, and the group of `comm`. Not during a capture.
 ///
 /// # Safety
 /// `params` is NULL or points to `params->struct_size` readable bytes, and its lists have as many
@@ -111,7 +119,12 @@ pub unsafe extern "C" fn unsloth_optimizer_create(
         unsafe {
             let stream = stream_from(stream);
             let p = params::read(OP, params)?;
-            let made = p.with(|params| Optimizer::new(&object.context, params, stream))?;
+            let made = p.with(|params, comm| {
+                Ok(Owner {
+                    optimizer: Optimizer::new(&object.context, params, stream)?,
+                    _comm: comm,
+                })
+            })?;
             optimizer.write(OPTIMIZERS.insert(OP, Mutex::new(made))?);
         }
         Ok(())
@@ -140,7 +153,9 @@ pub unsafe extern "C" fn unsloth_optimizer_destroy(
 /// it if the optimizer was told so, also where there is no update.
 ///
 /// Three launches, which neither allocate nor synchronise and may be captured into a graph; each
-/// launch of the graph is a step of its own, with the groups' values of then.
+/// launch of the graph is a step of its own, with the groups' values of then. Where ranks share what
+/// is trained (`comm`), every rank calls it, and there are one more launch and a collective of 8 bytes
+/// of each rank; a rank of a local group waits for the others, and where one fails there is no step.
 ///
 /// # Safety
 /// `stream` is NULL or a live stream of the optimizer's device; until the work has run nothing else

@@ -10,6 +10,14 @@
 //!
 //! The same inputs give the same bits, with any number of threads and on any grid.
 //!
+//! Ranks that train the same weights on different tokens may share the state: each keeps the moments
+//! and masters of its part alone, gets the sum of all ranks' gradients for it
+//! ([`reduce_scatter`](crate::ops::reduce_scatter)), and gives the others what its weights have become
+//! ([`all_gather`](crate::ops::all_gather)). This is ZeRO's first stage (Rajbhandari et al. 2019,
+//! arXiv:1910.02054). [`Params::comm`] makes one optimizer of what the ranks have: each adds up its
+//! sums of squares, all gather these, 8 bytes of each, and add them in the order of ranks. So the norm
+//! and the decision to skip a step have the same bits on all, and the loss scale evolves alike.
+//!
 //! ```
 //! use unsloth::optimizer::{Group, Optimizer, Parameter, Params, state_size};
 //! use unsloth::{Buffer, Context, DType, Layout, Stream, Workspace};
@@ -46,20 +54,24 @@ pub use params::{Parameter, Params};
 pub use precision::{LossScale, Master, MixedPrecision};
 
 use crate::backend::{CopyKind, Implementation, Stream, Upload};
-use crate::context::{Context, Planned};
+use crate::comm::Comm;
+use crate::context::{Collective, Context, Planned};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::layout::Layout;
 use crate::ops::check;
+use crate::problem::collective::{self, Parts};
 use crate::problem::optimizer::{
-    Control, Decide, Norm, ScaleGradients, Scaling, Storage, Table, Tensor, Update,
+    Control, Decide, Norm, ScaleGradients, Scaling, Storage, Sum, Table, Tensor, Update,
 };
 use crate::problem::{Plan, cast};
 use crate::tensor::{RawTensor, Scratch, TensorRef};
 use saved::Record;
 use state::{Entry, Shape, State};
+use std::ptr::NonNull;
 
 const OP: &str = "optimizer";
+const STEP: &str = "optimizer_step";
 
 const OUTSIDE: &str = "call it before the capture";
 
@@ -68,10 +80,10 @@ const OUTSIDE: &str = "call it before the capture";
 pub struct Status {
     /// What the next loss is to be multiplied by.
     pub loss_scale: f32,
-    /// The norm of the last step's gradients, unscaled and before it was limited; NaN if one was
-    /// not finite.
+    /// The norm of the last step's gradients, those of all ranks that share them, unscaled and before
+    /// it was limited; NaN if one was not finite.
     pub gradient_norm: f32,
-    /// Whether one of the last step's gradients was infinite or NaN.
+    /// Whether one of the last step's gradients was infinite or NaN, on any rank.
     pub found_inf: bool,
     /// Steps with an update.
     pub step: u64,
@@ -86,6 +98,9 @@ pub struct Status {
 /// Why there is none.
 pub fn supported(ctx: &Context, params: &Params<'_>) -> Result<Implementation> {
     params.check()?;
+    if params.comm.is_some_and(|comm| !comm.context().is(ctx)) {
+        return Err(Error::invalid(OP, "comm", "belongs to another context"));
+    }
     let state = State::new(params)?;
     let table = state.table(&[], std::ptr::null_mut());
     let plan = Norm { table }.plan(ctx)?;
@@ -117,7 +132,7 @@ pub(crate) fn estimated_state_size(
         count: *count,
         storage: params::storage(*dtype, master),
     });
-    let state = State::of(1, num_moments, shapes)?;
+    let state = State::of(1, num_moments, 0, shapes)?;
     Ok((state.size, state.saved - state.masters))
 }
 
@@ -131,6 +146,7 @@ impl State {
             control: memory,
             groups: at(self.groups),
             partials: at(self.partials),
+            sums: at(self.sums),
         }
     }
 }
@@ -151,11 +167,14 @@ pub struct Optimizer {
     tensors: Vec<Tensor>,
     state: State,
     memory: *mut u8,
+    /// Of the ranks that share what is trained; alive, see [`Optimizer::new`].
+    comm: Option<NonNull<Comm>>,
     /// For the values of groups.
     staging: Box<dyn Upload>,
 }
 
-// SAFETY: addresses of memory that whoever made the optimizer promised; see `Optimizer::new`.
+// SAFETY: addresses of memory that whoever made the optimizer promised, and of a `Comm`, which
+// threads may share; see `Optimizer::new`.
 unsafe impl Send for Optimizer {}
 // SAFETY: as above; shared access reads them alone.
 unsafe impl Sync for Optimizer {}
@@ -169,15 +188,19 @@ impl Optimizer {
     /// optimizer is dropped and work that was queued with it has run, weights, gradients and state
     /// are memory of the context's device, initialised but for the state; while work of this or of
     /// a method runs nothing else writes what it reads, or accesses what it writes; and nothing but
-    /// the optimizer writes the state.
+    /// the optimizer writes the state. [`Params::comm`] stays where it is, and is dropped after the
+    /// optimizer.
     ///
     /// # Errors
     /// An argument is wrong, the state is too small, the stream is being captured, or the device
-    /// fails.
+    /// fails; [`Error::Comm`] if the group is broken.
     pub unsafe fn new(ctx: &Context, params: &Params<'_>, stream: Stream) -> Result<Self> {
         ctx.device().check_stream(OP, stream)?;
         ctx.check_not_capturing(OP, stream, OUTSIDE)?;
         supported(ctx, params)?;
+        if let Some(comm) = params.comm {
+            comm.transport().health(OP)?;
+        }
         let scaling = params.check()?;
         let state = State::new(params)?;
         let memory = params.state.check(OP, state.size).map_err(of_state)?;
@@ -199,6 +222,7 @@ impl Optimizer {
             tensors: state.tensors(params, memory)?,
             state,
             memory,
+            comm: params.comm.map(NonNull::from),
             staging: ctx.device().staging(OP, size_of::<Group>())?,
         };
         // Before anything is queued that an error would leave behind.
@@ -266,20 +290,54 @@ impl Optimizer {
         problem.plan(&self.context)?.launch(Scratch::NONE, stream)
     }
 
-    /// Queues a step: three launches. Neither allocates nor synchronises, and may be captured into
-    /// a graph, whose every launch is a step of its own.
+    fn comm(&self) -> Option<&Comm> {
+        // SAFETY: whoever made the optimizer promised that it outlives it, at its place.
+        self.comm.map(|comm| unsafe { comm.as_ref() })
+    }
+
+    /// Tells the other ranks what the gradients here came to, and hears it of them.
+    fn exchange(&self, table: Table<'_>, comm: &Comm, stream: Stream) -> Result<()> {
+        let rank = comm.rank();
+        self.launch(Sum { table, rank }, stream)?;
+        // No collective is of f64, and bits are moved as they are.
+        let words = |at: usize, count| {
+            Ok(RawTensor {
+                ptr: table.sums.wrapping_add(at * size_of::<f64>()),
+                dtype: DType::I64,
+                layout: Layout::contiguous(&[count])?,
+            })
+        };
+        let problem = collective::Problem {
+            op: STEP,
+            kind: collective::Kind::AllGather,
+            dtype: DType::I64,
+            row: 1,
+            x: Some(words(rank, 1)?),
+            out: Some(words(0, comm.size())?),
+            sent: Parts::Even(1),
+            received: Parts::Even(1),
+        };
+        let transport = comm.transport();
+        self.launch(Collective { transport, problem }, stream)
+    }
+
+    /// Queues a step: three launches, and one more and a collective where ranks share what is
+    /// trained, each of which calls it. Neither allocates nor synchronises, and may be captured into
+    /// a graph, whose every launch is a step of its own. A rank of a local group waits for the others.
     ///
     /// # Errors
-    /// The launch failed.
+    /// The launch failed, or the collective, as [`Error::Comm`]: then there was no step.
     pub fn step(&mut self, stream: Stream) -> Result<()> {
-        let _range = crate::log::range("optimizer_step");
-        self.context
-            .device()
-            .check_stream("optimizer_step", stream)?;
+        let _range = crate::log::range(STEP);
+        self.context.device().check_stream(STEP, stream)?;
         let table = self.table();
         self.launch(Norm { table }, stream)?;
+        if let Some(comm) = self.comm() {
+            self.exchange(table, comm, stream)?;
+        }
         let decide = Decide {
             table,
+            ranks: self.comm().map(Comm::size),
             scaling: self.scaling,
             betas: self.rule.betas(),
             max_norm: self.max_norm,

@@ -2,6 +2,7 @@
 
 use super::state::check_index;
 use super::{LossScale, Master, MixedPrecision, OP};
+use crate::comm::Comm;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::ops::check::{Arg, finite};
@@ -29,7 +30,7 @@ pub struct Params<'a> {
     pub rule: Rule,
     /// Where 16-bit weights are kept in f32, and the loss scale.
     pub precision: MixedPrecision,
-    /// The greatest norm of all gradients together: greater ones are multiplied by
+    /// The greatest norm of all gradients together, those of all ranks that share them: greater ones are multiplied by
     /// `max_norm / (norm + 1e-6)`, as PyTorch's `clip_grad_norm_` does. 0 for no limit.
     pub max_norm: f32,
     /// Whether a step leaves zeros in the gradients, for the next backward pass to accumulate in.
@@ -40,6 +41,11 @@ pub struct Params<'a> {
     pub parameters: &'a [Parameter<'a>],
     /// At least one.
     pub groups: &'a [Group],
+    /// Where ranks share what is trained, this rank's part in their group: `parameters` are its
+    /// share, the norm and whether a step is skipped those of all ranks together; see the
+    /// [module](super). A rank without a share has a parameter of no elements, and seeds of random
+    /// rounding are to differ between ranks.
+    pub comm: Option<&'a Comm>,
     /// Memory for moments and masters, of [`state_size`](super::state_size) bytes; not looked at by
     /// queries.
     pub state: Workspace<'a>,
@@ -70,6 +76,7 @@ impl<'a> Params<'a> {
             seed: 0,
             parameters,
             groups,
+            comm: None,
             state,
         }
     }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::{OP, Params};
+use crate::comm::Comm;
 use crate::error::{Error, Result, text};
 use crate::problem::optimizer::{CHUNK, Control, Group, PACK, Storage, Tensor, traits};
 use crate::tensor::Workspace;
@@ -19,6 +20,7 @@ pub(super) struct State {
     /// Where what is saved ends.
     pub saved: usize,
     pub partials: usize,
+    pub sums: usize,
     pub entries: usize,
     pub size: usize,
     pub num_chunks: usize,
@@ -68,13 +70,16 @@ impl State {
             count: 1,
             storage: params.storage(p),
         });
-        State::of(params.groups.len(), params.rule.num_moments(), shapes)
+        let num_ranks = params.comm.map_or(0, Comm::size);
+        let num_groups = params.groups.len();
+        State::of(num_groups, params.rule.num_moments(), num_ranks, shapes)
     }
 
-    /// Of parameters that need not be there yet.
+    /// Of parameters that need not be there yet. There are no ranks where none share them.
     pub fn of(
         num_groups: usize,
         num_moments: usize,
+        num_ranks: usize,
         shapes: impl Iterator<Item = Shape>,
     ) -> Result<State> {
         let (mut elements, mut masters) = (Some(0usize), Some(0usize));
@@ -100,6 +105,7 @@ impl State {
         let masters = cursor.take(masters);
         let saved = cursor.0.unwrap_or(0);
         let partials = cursor.take(of(num_chunks, size_of::<f32>()));
+        let sums = cursor.take(of(num_ranks, size_of::<f64>()));
         let entries = cursor.take(of(num_entries, size_of::<Entry>()));
         // Chunks are counted in 31 bits by kernels.
         let fits = num_chunks <= i32::MAX as usize;
@@ -110,6 +116,7 @@ impl State {
                 masters,
                 saved,
                 partials,
+                sums,
                 entries,
                 size,
                 num_chunks,

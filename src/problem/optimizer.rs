@@ -1,6 +1,6 @@
 //! A step of an optimizer over a table of parameters: their gradients' norm, what follows from it
-//! for all of them, the update. Each is a launch; between the first two there is room for a
-//! collective over what ranks have found.
+//! for all of them, the update. Each is a launch; where ranks share the parameters, a sum and a
+//! collective over what they have found are between the first two.
 
 use crate::dtype::DType;
 
@@ -76,6 +76,8 @@ pub(crate) struct Table<'a> {
     pub groups: *mut u8,
     /// An f32 for each chunk: the sum of squares, NaN where one was not finite.
     pub partials: *mut u8,
+    /// An f64 for each rank that shares the parameters: the sum of its partials.
+    pub sums: *mut u8,
 }
 
 // SAFETY: addresses; the backends, which dereference them, carry the obligations.
@@ -191,10 +193,20 @@ pub(crate) struct Norm<'a> {
     pub table: Table<'a>,
 }
 
+/// Where ranks share the parameters, the sum of what the first launch found here, at this rank's
+/// place among the sums; NaN where a gradient was not finite.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sum<'a> {
+    pub table: Table<'a>,
+    pub rank: usize,
+}
+
 /// Second launch: the norm, and all that follows for the update.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decide<'a> {
     pub table: Table<'a>,
+    /// Ranks whose sums are added up, in their order; `None` where the partials are all there is.
+    pub ranks: Option<usize>,
     pub scaling: Scaling,
     pub betas: [f32; 2],
     /// Greatest norm of the gradients; 0 for any.

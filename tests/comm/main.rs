@@ -11,6 +11,7 @@ mod group;
 mod memory;
 mod misuse;
 mod normalised;
+mod optimizer;
 mod parallel;
 mod pipeline;
 mod shard;

@@ -37,6 +37,14 @@ fn group() -> *mut unsloth_comm {
     std::ptr::with_exposed_provenance_mut(*ticket)
 }
 
+/// The group, seldom none.
+pub fn comm(input: &mut Input) -> *mut unsloth_comm {
+    match input.one_in(32) {
+        true => std::ptr::without_provenance_mut(input.word() as usize),
+        false => group(),
+    }
+}
+
 /// Arguments of a group with a new id, and of no rank yet.
 unsafe fn sound() -> unsloth_comm_params {
     // SAFETY: params structs; pointers to live locals.
@@ -207,10 +215,7 @@ pub fn run(input: &mut Input) {
 impl Call<'_, '_> {
     /// The group, seldom none.
     pub fn comm(&mut self) -> *mut unsloth_comm {
-        match self.input.one_in(32) {
-            true => std::ptr::without_provenance_mut(self.input.word() as usize),
-            false => group(),
-        }
+        comm(self.input)
     }
 
     /// Seldom the group, for a layer that it divides the rows `of` among: with one rank parts are the whole.

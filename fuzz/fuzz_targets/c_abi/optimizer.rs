@@ -8,6 +8,7 @@ use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::*;
 
 use crate::arena::{Arena, absent};
+use crate::collectives::comm;
 use crate::input::Input;
 use crate::{context, last_message};
 
@@ -81,6 +82,9 @@ pub fn run(input: &mut Input) {
     params.num_parameters = count;
     params.groups = groups.as_ptr();
     params.num_groups = 2 - usize::from(input.one_in(8));
+    if input.one_in(4) {
+        params.comm = comm(input);
+    }
     let mut size = 0;
     // SAFETY: pointers to live locals and blocks of the sizes stated.
     unsafe {

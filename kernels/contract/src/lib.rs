@@ -368,6 +368,10 @@ pub mod optimizer {
             Plain = 4,
             /// Gradients multiplied by a factor.
             Scale = 5,
+            /// The sum of a rank's sums of squares, for the others.
+            Sum = 6,
+            /// What follows from the sums of all ranks.
+            Agree = 7,
         }
     }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::cpu::float::{BLOCK, Float, blocks, with_float};
 use crate::cpu::{Cpu, Run};
 use crate::error::Result;
-use crate::problem::optimizer::{CHUNK, Control, Decide, Norm, ScaleGradients, Table, Tensor};
+use crate::problem::optimizer::{CHUNK, Control, Decide, Norm, ScaleGradients, Sum, Table, Tensor};
 use crate::tensor::Scratch;
 
 /// Partial sums of a chunk, so that loops vectorise and lose less to rounding.
@@ -25,6 +25,26 @@ impl<'a> Table<'a> {
         let tensor = &self.tensors[after - 1];
         let first = (chunk - tensor.first_chunk) * CHUNK;
         (tensor, first..tensor.elements.min(first + CHUNK))
+    }
+
+    /// The sum of what chunks have, which the launch before has written.
+    fn square(&self) -> f64 {
+        // SAFETY: the state has a sum for each chunk, and nobody writes them now.
+        let partials = unsafe { part::<f32>(self.partials, &(0..self.num_chunks)) };
+        let mut sums = [0.0f64; SUMS];
+        for some in partials.chunks(SUMS) {
+            for (sum, partial) in sums.iter_mut().zip(some) {
+                *sum += f64::from(*partial);
+            }
+        }
+        let mut half = SUMS / 2;
+        while half > 0 {
+            for i in 0..half {
+                sums[i] += sums[i + half];
+            }
+            half /= 2;
+        }
+        sums[0]
     }
 
     /// What the last step left.
@@ -110,12 +130,27 @@ fn sum_of_squares<G: Float>(gradient: &[G], inverse: f32) -> f32 {
     sums[0] + check[0]
 }
 
+impl Run for Sum<'_> {
+    fn run(&self, _: &Cpu, _: Scratch) -> Result<()> {
+        let sum = self.table.square();
+        // SAFETY: the state has a sum for each rank, which nobody else accesses during a call.
+        unsafe { self.table.sums.cast::<f64>().add(self.rank).write(sum) };
+        Ok(())
+    }
+}
+
 impl Run for Decide<'_> {
     fn run(&self, _: &Cpu, _: Scratch) -> Result<()> {
         let table = &self.table;
-        // SAFETY: the state has a sum for each chunk, which the launch before has written.
-        let partials = unsafe { part::<f32>(table.partials, &(0..table.num_chunks)) };
-        let control = self.decide(table.control(), partials);
+        let square = match self.ranks {
+            None => table.square(),
+            Some(ranks) => {
+                // SAFETY: the state has a sum for each rank, which the launches before have written.
+                let sums = unsafe { part::<f64>(table.sums, &(0..ranks)) };
+                sums.iter().sum()
+            }
+        };
+        let control = self.decide(table.control(), square);
         // SAFETY: the optimizer's own memory, which nobody else accesses during a call.
         unsafe { table.control.cast::<Control>().write(control) };
         Ok(())
@@ -123,21 +158,7 @@ impl Run for Decide<'_> {
 }
 
 impl Decide<'_> {
-    fn decide(&self, mut c: Control, partials: &[f32]) -> Control {
-        let mut sums = [0.0f64; SUMS];
-        for some in partials.chunks(SUMS) {
-            for (sum, partial) in sums.iter_mut().zip(some) {
-                *sum += f64::from(*partial);
-            }
-        }
-        let mut half = SUMS / 2;
-        while half > 0 {
-            for i in 0..half {
-                sums[i] += sums[i + half];
-            }
-            half /= 2;
-        }
-        let square = sums[0];
+    fn decide(&self, mut c: Control, square: f64) -> Control {
         c.found_inf = u32::from(square.is_nan());
         c.norm = square.sqrt() as f32;
         c.coefficient = 1.0 / c.scale;

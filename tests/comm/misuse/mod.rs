@@ -75,4 +75,5 @@ macro_rules! check {
 
 mod groups;
 mod moves;
+mod optimizer;
 mod reductions;

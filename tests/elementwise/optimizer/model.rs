@@ -1,10 +1,11 @@
 //! Parameters that are trained, in guarded and poisoned memory.
 
 use rand::Rng;
+use unsloth::comm::Comm;
 use unsloth::optimizer::{
     Group, LossScale, Master, MixedPrecision, Optimizer, Parameter, Params, Rule, state_size,
 };
-use unsloth::{Context, DType, Layout, Stream, Workspace};
+use unsloth::{Context, DType, Layout, Result, Stream, Workspace};
 
 use crate::common::{DeviceTensor, TestTensor};
 
@@ -53,6 +54,8 @@ pub struct Config<'a> {
     pub max_norm: f32,
     pub zero_gradients: bool,
     pub groups: &'a [Group],
+    /// Of ranks that share what is trained.
+    pub comm: Option<&'a Comm>,
 }
 
 impl Config<'_> {
@@ -63,6 +66,7 @@ impl Config<'_> {
             max_norm: 0.0,
             zero_gradients: false,
             groups: PLAIN,
+            comm: None,
         }
     }
 
@@ -127,6 +131,10 @@ impl Model {
     }
 
     pub fn seeded(&mut self, config: &Config<'_>, seed: u64) -> Optimizer {
+        self.made(config, seed).unwrap()
+    }
+
+    pub fn made(&mut self, config: &Config<'_>, seed: u64) -> Result<Optimizer> {
         let tensors = self.weights.iter_mut().zip(&mut self.gradients);
         let parameters: Vec<_> = tensors
             .zip(&self.groups)
@@ -144,6 +152,7 @@ impl Model {
             seed,
             parameters: &parameters,
             groups: config.groups,
+            comm: config.comm,
             state,
         };
         let size = state_size(&self.ctx, &params(Workspace::none())).unwrap();
@@ -153,7 +162,7 @@ impl Model {
         // else accesses it during a call, and calls of tests on a device follow one another.
         unsafe {
             let state = Workspace::from_raw(state.data().cast(), size);
-            Optimizer::new(&self.ctx, &params(state), Stream::DEFAULT).unwrap()
+            Optimizer::new(&self.ctx, &params(state), Stream::DEFAULT)
         }
     }
 
