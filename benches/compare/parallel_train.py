@@ -26,18 +26,22 @@ class Divided(train.Ours):
         super().__init__(r.ctx, c, state, dtype, batch, seq, **more)
 
     def make_gradients(self):
-        buckets, gradients = {}, {}
-        for name, w in self.weights.items():
-            buckets.setdefault(self.bucket_of(name), []).append((name, w))
         self.buckets = {}
-        for bucket, named in buckets.items():
-            # Each begins at a multiple of 16 bytes, as kernels like it.
+        return self.laid_out(self.buckets, self.gradient_dtype)
+
+    def laid_out(self, buckets, dtype_of):
+        """Tensors like the weights; those of a bucket lie behind each other in one of `buckets`, which ranks can divide."""
+        of_buckets, tensors = {}, {}
+        for name, w in self.weights.items():
+            of_buckets.setdefault(self.bucket_of(name), []).append((name, w))
+        for bucket, named in of_buckets.items():
+            # Each, and each rank's part, begins at a multiple of 16 bytes, as kernels like it.
             sizes = [-(-w.numel() // 8) * 8 for _, w in named]
-            dtype = self.gradient_dtype(named[0][0])
-            flat = self.buckets[bucket] = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+            sizes.append(-sum(sizes) % (8 * self.r.size))
+            flat = buckets[bucket] = torch.zeros(sum(sizes), dtype=dtype_of(named[0][0]), device=self.device)
             for (name, w), part in zip(named, flat.split(sizes)):
-                gradients[name] = part[: w.numel()].view(w.shape)
-        return gradients
+                tensors[name] = part[: w.numel()].view(w.shape)
+        return tensors
 
     @staticmethod
     def bucket_of(name):
@@ -47,7 +51,7 @@ class Divided(train.Ours):
         return dict(denominator=self.tokens)
 
     def once_made(self, names):
-        added = self.ctx.op("all_reduce", comm=self.r.comm, x=self.buckets[self.bucket_of(names[0])])
+        added = self.added(self.buckets[self.bucket_of(names[0])])
         if not self.r.cuda:
             return [added]
 
@@ -57,6 +61,9 @@ class Divided(train.Ours):
                 added()
 
         return [beside]
+
+    def added(self, flat):
+        return self.ctx.op("all_reduce", comm=self.r.comm, x=flat)
 
     def of_embedding(self, gradient):
         r, k = self.r, self.r.size
@@ -74,6 +81,39 @@ class Divided(train.Ours):
     def join(self):
         if self.side:
             torch.cuda.current_stream().wait_stream(self.side)
+
+
+class Sharded(Divided):
+    """The same with a sharded optimizer, ZeRO's first stage (arXiv:1910.02054): a rank gets the sum of gradients for its part of every
+    bucket, keeps moments and masters of that part alone, and all gather weights, which lie as gradients do. What is left of gradients
+    outside its part nobody reads."""
+
+    def make_gradients(self):
+        gradients = super().make_gradients()
+        self.flat = {}
+        weights = self.laid_out(self.flat, lambda name: self.dtype)
+        for name, w in weights.items():
+            w.copy_(self.weights[name])
+        self.weights = weights
+        self.gathers = [self.ctx.op("all_gather", comm=self.r.comm, x=self.part(f), out=f) for f in self.flat.values()]
+        return gradients
+
+    def part(self, flat):
+        return flat.chunk(self.r.size)[self.r.rank]
+
+    def added(self, flat):
+        return self.ctx.op("reduce_scatter", comm=self.r.comm, x=flat, out=self.part(flat))
+
+    def trained(self):
+        return [(self.part(self.flat[bucket]), self.part(gradients)) for bucket, gradients in self.buckets.items()]
+
+    def of_optimizer(self):
+        return dict(comm=self.r.comm)
+
+    def queue(self):
+        super().queue()
+        for gather in self.gathers:
+            gather()
 
 
 def losses_of(model, batches):
@@ -102,15 +142,16 @@ def curves(r):
         name = f"data parallel {dtype}, gradients of layers {of_layers}"
         one = losses_of(train.Ours(r.ctx, TINY, state, dtype, r.size * batch, seq, of_layers=of_layers), whole)
         r.apart()
-        several = losses_of(Divided(r, TINY, state, dtype, batch, seq, of_layers=of_layers), own)
-        r.apart()
-        apart = max(abs(a - b) / a for a, b in zip(one, several))
-        if not (apart <= tolerance and one[-1] < 0.9 * one[0]):
-            r.wrong.append(f"{name}, rank {r.rank}: losses {one} of one rank and {several}")
-        if any(other != several for other in r.exchange(several)):
-            r.wrong.append(f"{name}: ranks have different losses")
-        if r.rank == 0:
-            print(f"{name}: loss {one[0]:.4f} to {one[-1]:.4f} and {several[-1]:.4f}, apart {apart:.1e}", flush=True)
+        for kind, ending in ((Divided, ""), (Sharded, ", sharded optimizer")):
+            several = losses_of(kind(r, TINY, state, dtype, batch, seq, of_layers=of_layers), own)
+            r.apart()
+            apart = max(abs(a - b) / a for a, b in zip(one, several))
+            if not (apart <= tolerance and one[-1] < 0.9 * one[0]):
+                r.wrong.append(f"{name}{ending}, rank {r.rank}: losses {one} of one rank and {several}")
+            if any(other != several for other in r.exchange(several)):
+                r.wrong.append(f"{name}{ending}: ranks have different losses")
+            if r.rank == 0:
+                print(f"{name}{ending}: loss {one[0]:.4f} to {one[-1]:.4f} and {several[-1]:.4f}, apart {apart:.1e}", flush=True)
 
 
 def steps(r):
@@ -130,6 +171,7 @@ def steps(r):
         for name, make in (
             (f"{OURS} one GPU", lambda *args, **more: train.Ours(r.ctx, *args, **more)),
             (f"{OURS} data parallel", lambda *args, **more: Divided(r, *args, **more)),
+            (f"{OURS} data parallel, sharded optimizer", lambda *args, **more: Sharded(r, *args, **more)),
         ):
             torch.cuda.reset_peak_memory_stats()
             model = make(c, state, torch.bfloat16, batch, seq, of_layers=of_layers)
@@ -140,7 +182,8 @@ def steps(r):
             model.close()
             del model
             r.empty_cache()
-        scaling = {f"{who} data parallel": round(times[f"{who} one GPU"] / times[f"{who} data parallel"], 4) for who in (OURS, "torch")}
+        several = {name: name.split(" data parallel")[0] for name in times if "one GPU" not in name}
+        scaling = {name: round(times[f"{who} one GPU"] / times[name], 4) for name, who in several.items()}
         rates = {name: round((1 if "one GPU" in name else r.size) * batch * seq / us * 1e6) for name, us in times.items()}
         r.row(
             f"training step of 1.24 B, {batch} x {seq} tokens a GPU, bf16{ending}", times, dtype="bf16", ranks=r.size, scaling=scaling,

@@ -152,7 +152,8 @@ class Peer:
 
 
 class Ours:
-    """The same step by the library's operations, on tensors of PyTorch's, whose gradients are f32; those of layers may be `of_layers`."""
+    """The same step by the library's operations, on tensors of PyTorch's, whose gradients are f32; those of layers may be `of_layers`.
+    A step has one batch, so that its backward pass overwrites gradients: nothing zeroes them, and nothing reads what was there."""
 
     def __init__(self, ctx, c, state, dtype, batch, seq, policy="NONE", master=None, of_layers=torch.float32):
         self.ctx, self.c, self.dtype, self.device, self.of_layers = ctx, c, dtype, ctx.backend.lower(), of_layers
@@ -191,7 +192,7 @@ class Ours:
             attention_gradients = params("attention_block_backward", dqkv_weight=g[of("qkv")], dout_weight=g[of("out")])
             mlp_gradients = params("mlp_backward", dgate_up_weight=g[of("gate_up")], ddown_weight=g[of("down")])
             call = ctx.op(
-                "decoder_layer_backward", accumulate=int(of_layers == torch.float32), forward=layer, attention=attention_gradients, mlp=mlp_gradients,
+                "decoder_layer_backward", forward=layer, attention=attention_gradients, mlp=mlp_gradients,
                 dout=gradient, dattention_norm=g[of("norm1")], dmlp_norm=g[of("norm2")],
             )
             call.arena = arena
@@ -201,12 +202,12 @@ class Ours:
         flat = normed.view(-1, c["hidden"])
         add(
             forward, "linear_cross_entropy", x=flat, weight=w["embedding.weight"], targets=self.targets.view(-1), loss=self.loss,
-            dx=gradient.view(-1, c["hidden"]), dweight=g["embedding.weight"], accumulate=1, **self.of_loss(),
+            dx=gradient.view(-1, c["hidden"]), dweight=g["embedding.weight"], **self.of_loss(),
         )
         forward += self.once_made(["embedding.weight"])
         add(
             forward, "rms_norm_backward", x=hidden[-1], dout=gradient, weight=w["norm.weight"], epsilon=EPSILON,
-            dweight=g["norm.weight"], accumulate=1,
+            dweight=g["norm.weight"],
         )
         forward += self.once_made(["norm.weight"])
         backward += self.of_embedding(gradient)
@@ -234,7 +235,7 @@ class Ours:
         return []
 
     def of_embedding(self, gradient):
-        """The last calls, which have the gradient of the first layer's input."""
+        """The last calls, which have the gradient of the first layer's input, and add to what the head left."""
         dweight = self.gradients["embedding.weight"]
         return [self.ctx.op("embedding_backward", ids=self.ids, dout=gradient, dweight=dweight, accumulate=1)]
 
@@ -245,21 +246,29 @@ class Ours:
         self.ctx.library.call(function, self.ctx.handle, ctypes.byref(params), ctypes.byref(size))
         return size.value
 
+    def trained(self):
+        """Weights and gradients that the optimizer has."""
+        return [(weight, self.gradients[name]) for name, weight in self.weights.items()]
+
+    def of_optimizer(self):
+        """What it is told besides."""
+        return {}
+
     def make_optimizer(self, master):
         import ctypes
 
         library = self.ctx.library
         k, entry = library.constants, library.structs["unsloth_parameter"]
-        names = list(self.weights)
-        table = (entry * len(names))()
-        for row, name in zip(table, names):
-            row.weight, row.gradient = library.tensor(self.weights[name]), library.tensor(self.gradients[name])
+        trained = self.trained()
+        table = (entry * len(trained))()
+        for row, (weight, gradient) in zip(table, trained):
+            row.weight, row.gradient = library.tensor(weight), library.tensor(gradient)
         group = (library.structs["unsloth_parameter_group"] * 1)()
         group[0].learning_rate, group[0].weight_decay = ADAMW["lr"], ADAMW["weight_decay"]
         params = library.struct(
             "optimizer_params", kind=k["OPTIMIZER_ADAM"], decoupled=1, beta1=ADAMW["betas"][0], beta2=ADAMW["betas"][1],
-            epsilon=ADAMW["eps"], max_norm=MAX_NORM, zero_gradients=1, parameters=ctypes.addressof(table),
-            num_parameters=len(names), groups=ctypes.addressof(group), num_groups=1,
+            epsilon=ADAMW["eps"], max_norm=MAX_NORM, parameters=ctypes.addressof(table),
+            num_parameters=len(trained), groups=ctypes.addressof(group), num_groups=1, **self.of_optimizer(),
         )
         params.precision.master = k[f"MASTER_{master}"]
         size = self.size("optimizer_state_size", params)
