@@ -1,6 +1,6 @@
 // Steps of AdamW with a loss scale, a step that is skipped, a state that is saved and taken up
-// again; arguments that are refused.
-#include "check.h"
+// again; ranks that share what is trained; arguments that are refused.
+#include "ranks.h"
 
 enum { SIZE = 3, SAVED = 4096 };
 
@@ -98,4 +98,38 @@ static void run(const test_device *device) {
   CHECK(optimizer == NULL);
 }
 
-int main(void) { return on_every_device(run); }
+// The norm is that of all ranks' gradients, 1, 2 and 2.
+static void share(unsloth_context *ctx, unsloth_comm *comm, int rank) {
+  float weight[1] = {4}, gradient[1] = {rank == 0 ? 1 : 2};
+  unsloth_parameter parameter;
+  unsloth_parameter_group group = {1, 0};
+  unsloth_optimizer_params p = UNSLOTH_OPTIMIZER_PARAMS_INIT;
+  unsloth_optimizer *optimizer = NULL;
+  memset(&parameter, 0, sizeof parameter);
+  parameter.weight = f32_tensor(weight, 1, -1, -1, -1);
+  parameter.gradient = f32_tensor(gradient, 1, -1, -1, -1);
+  p.kind = UNSLOTH_OPTIMIZER_SGD;
+  p.max_norm = 1.5f;
+  p.parameters = &parameter;
+  p.groups = &group;
+  p.num_parameters = p.num_groups = 1;
+  p.comm = comm;
+  CHECK_OK(unsloth_optimizer_state_size(ctx, &p, &p.state_size));
+  CHECK_OK(unsloth_memory_alloc(ctx, p.state_size, &p.state));
+  CHECK_OK(unsloth_optimizer_create(ctx, &p, NULL, &optimizer));
+  CHECK_OK(unsloth_optimizer_step(optimizer, NULL));
+  CHECK_NEAR(status_of(optimizer).gradient_norm, 3, 1e-6);
+  CHECK_NEAR(weight[0], 4 - gradient[0] / 2, 1e-5);
+
+  // An overflow on one rank is one of all.
+  if (rank == 1) gradient[0] = INFINITY;
+  CHECK_OK(unsloth_optimizer_step(optimizer, NULL));
+  CHECK(status_of(optimizer).found_inf == 1 && status_of(optimizer).skipped == 1);
+  CHECK_OK(unsloth_optimizer_destroy(optimizer));
+  CHECK_OK(unsloth_memory_free(ctx, p.state));
+}
+
+int main(void) {
+  const int failed = on_every_device(run);
+  return failed != 0 ? failed : on_every_rank(share);
+}
