@@ -141,11 +141,15 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for way in TRAINER_WAYS:
             compare_losses(pathlib.Path(folder), way, "--learning-rate", "1e-3")
+            if way == "--data-parallel":
+                compare_losses(pathlib.Path(folder), way, "--learning-rate", "1e-3", of_ranks=("--shard-optimizer",))
             compare_losses(pathlib.Path(folder), way, "--lora", "4", "--learning-rate", "5e-3")
         bf16 = ("--dtype", "bf16", "--learning-rate", "3e-4")
         narrow = ("--gradients", "bf16")
         # One rank has more batches than one to add up.
         of_ranks = dict(batches=arguments.ranks, of_ranks=narrow, tolerance=TRAINED_BF16_TOLERANCE)
+        compare_losses(pathlib.Path(folder), "--data-parallel", *bf16, **of_ranks)
+        of_ranks["of_ranks"] = (*narrow, "--shard-optimizer")
         compare_losses(pathlib.Path(folder), "--data-parallel", *bf16, **of_ranks)
         compare_losses(pathlib.Path(folder), "--context-parallel", *bf16, *narrow, batches=1, tolerance=TRAINED_BF16_TOLERANCE)
     if wrong:

@@ -148,9 +148,13 @@ Args parse_args(int argc, const char *const *argv) {
       {"--seed", count(&args.seed, 0)},
       {"--log", text(&args.log)},
   };
-  const std::map<std::string, bool *> switches = {
-      {"--help", &args.help}, {"-h", &args.help},        {"--resume", &args.resume},
-      {"--json", &args.json}, {"--no-graph", &no_graph}, {"--deterministic", &args.deterministic}};
+  const std::map<std::string, bool *> switches = {{"--help", &args.help},
+                                                  {"-h", &args.help},
+                                                  {"--resume", &args.resume},
+                                                  {"--json", &args.json},
+                                                  {"--no-graph", &no_graph},
+                                                  {"--deterministic", &args.deterministic},
+                                                  {"--shard-optimizer", &args.shard_optimizer}};
   parse_flags(argc, argv, valued, switches);
   args.graph = !no_graph;
 
@@ -196,6 +200,10 @@ Args parse_args(int argc, const char *const *argv) {
   const bool lora = args.lora.rank > 0;
   if (!lora && (lora_is_detailed || weights || !args.output_lora.empty())) {
     throw UsageError("--lora-alpha, --lora-targets, --weights and --output-lora go with --lora");
+  }
+  if (args.shard_optimizer && (lora || pipeline || context)) {
+    throw UsageError(
+        "--shard-optimizer does not go with --lora, --pipeline-parallel or --context-parallel");
   }
   args.weights = weights.value_or(args.dtype);
   if (args.gradients != UNSLOTH_DTYPE_F32) check_gradients(args);
@@ -246,6 +254,11 @@ std::string usage() {
          "  --data-parallel N     divide these among N ranks: groups of threads on the CPU, or N "
          "GPUs "
          "(1)\n"
+         "  --shard-optimizer     and the optimizer's state among them, which updates a part of "
+         "the "
+         "weights "
+         "on each;\n"
+         "                        not with --lora\n"
          "  --pipeline-parallel N divide the layers among N ranks, through which these pass one "
          "behind the other (1)\n"
          "  --context-parallel N  divide every batch's tokens among N ranks (1)\n"

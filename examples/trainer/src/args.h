@@ -52,6 +52,7 @@ struct Args {
   uint64_t batch_tokens = 512;
   uint64_t accumulate = 1;        // batches of all ranks
   int32_t data_parallel = 1;      // ranks that divide them
+  bool shard_optimizer = false;   // whether these have a part of its state each
   int32_t pipeline_parallel = 1;  // or ranks that divide the layers
   int32_t context_parallel = 1;   // or every batch's tokens
   double learning_rate = 0;       // 0: 1e-5, or 2e-4 for a LoRA

@@ -18,7 +18,9 @@ struct Checkpoint {
     std::vector<std::byte> weights;
     std::vector<std::byte> optimizer;
   };
-  std::vector<Part> parts;  // of each rank of a pipeline; else one
+  // Of each rank of a pipeline, or that shares the optimizer, of which the first has the weights of
+  // all; else one.
+  std::vector<Part> parts;
 };
 
 // Puts the file in the place of the one before it, or leaves that and throws.

@@ -42,12 +42,13 @@ Layer::Layer(const Context &context, const ModelConfig &config, const LayerTenso
   set_forward(weights, states, states, nullptr, &call);
   check(unsloth_decoder_layer_saved_size(context.get(), &call.forward, &saved_size_));
   saved_size_ = aligned(saved_size_);
-  set_backward(gradients, accumulate, states, &call);
-  size_t forward = 0;
-  check(unsloth_decoder_layer_workspace_size(context.get(), &call.forward, &forward));
-  size_t backward = 0;
-  check(unsloth_decoder_layer_backward_workspace_size(context.get(), &call.backward, &backward));
-  workspace_size_ = std::max(forward, backward);
+  check(unsloth_decoder_layer_workspace_size(context.get(), &call.forward, &workspace_size_));
+  for (const bool adds : {accumulate, accumulate && !common.overwrites}) {
+    set_backward(gradients, adds, states, &call);
+    size_t size = 0;
+    check(unsloth_decoder_layer_backward_workspace_size(context.get(), &call.backward, &size));
+    workspace_size_ = std::max(workspace_size_, size);
+  }
 }
 
 void Layer::set_sequences(unsloth_tensor positions, unsloth_tensor cu_seqlens,

@@ -24,6 +24,8 @@ class Layer {
     unsloth_checkpointing checkpointing;
     unsloth_dtype dtype;  // of activations
     bool deterministic;   // the same bits in every run on a GPU
+    // Whether a pass may write gradients that others add to; not where ranks have some tokens each.
+    bool overwrites = false;
     // Ranks that have some of the tokens each, and where sequences begin among those of all.
     Group context = {};
     unsloth_tensor cu_seqlens_k = {};

@@ -54,6 +54,20 @@ void narrow_gradients(const Estimated &of, unsloth_training_memory *memory) {
   memory->total += memory->workspace;
 }
 
+// Of ranks that share the optimizer. Their first batch's products do not add to f32.
+void share_optimizer(const Estimated &of, unsloth_training_memory *memory) {
+  const auto shares = static_cast<uint64_t>(of.shares);
+  const auto cut = [&](uint64_t *bytes) {
+    const uint64_t less = *bytes - *bytes / shares;
+    *bytes -= less;
+    memory->total -= less;
+  };
+  cut(&memory->master_weights);
+  cut(&memory->optimizer_state);
+  memory->total = memory->total - memory->workspace + of.step.workspace_size();
+  memory->workspace = of.step.workspace_size();
+}
+
 }  // namespace
 
 uint64_t estimate_memory(const Estimated &of) {
@@ -96,6 +110,7 @@ uint64_t estimate_memory(const Estimated &of) {
   auto memory = unsloth::make<unsloth_training_memory>();
   check(unsloth_training_memory_estimate(&params, &memory));
   if (of.args.gradients != UNSLOTH_DTYPE_F32) narrow_gradients(of, &memory);
+  if (of.shares > 1) share_optimizer(of, &memory);
   if (of.pipeline != nullptr) return of_stage(of, model, memory);
   if (of.text_parts == 1) return memory.total;
   // It does not know what a layer in parts keeps, beside hidden states and the last norm's output.

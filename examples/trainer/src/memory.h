@@ -25,6 +25,7 @@ struct Estimated {
   uint64_t num_batches;      // of a step, of this rank
   const Pipeline *pipeline;  // or null
   int32_t text_parts;        // ranks that have some of every batch's tokens each
+  int32_t shares;            // ranks that share the optimizer
 };
 
 // Bytes, of this rank.

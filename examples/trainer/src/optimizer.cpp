@@ -4,7 +4,7 @@ namespace llm {
 namespace {
 
 // Parameters that decay, and those that do not.
-enum Group : uint32_t { kDecaying, kOther, kNumGroups };
+enum Kind : uint32_t { kDecaying, kOther, kNumGroups };
 
 }  // namespace
 
@@ -25,7 +25,8 @@ Optimizer::Optimizer(const Context &context, const std::vector<Parameter> &param
   params.kind = UNSLOTH_OPTIMIZER_ADAM;
   params.decoupled = 1;
   params.max_norm = static_cast<float>(options.clip);
-  params.zero_gradients = 1;
+  params.zero_gradients = options.shares.size > 1 ? 0 : 1;
+  params.comm = options.shares.comm;
   params.seed = options.seed;
   params.parameters = table.data();
   params.num_parameters = table.size();

@@ -6,6 +6,7 @@
 
 #include "args.h"
 #include "device.h"
+#include "ranks.h"
 #include "weights.h"
 
 namespace llm {
@@ -19,6 +20,8 @@ class Optimizer {
     double loss_scale;
     unsloth_dtype dtype;  // of weights and activations
     uint64_t seed;
+    // Ranks that have a share of the parameters each, and make one update.
+    Group shares = {};
   };
 
   // Takes the memory that the state needs. Weights and gradients outlive it.
@@ -32,7 +35,8 @@ class Optimizer {
   unsloth_tensor loss_scale() const;
   // For the updates that follow, those of captured graphs too.
   void set_learning_rate(double learning_rate);
-  // Queues an update by the gradients, which are zero after it. May be captured into a graph.
+  // Queues an update by the gradients, which are zero after it, but where ranks share it: the
+  // next pass is to overwrite them, of which a rank has more. May be captured into a graph.
   void queue_step();
   // Of the last step. Waits for it.
   unsloth_optimizer_status status() const;

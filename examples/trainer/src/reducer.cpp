@@ -1,15 +1,38 @@
 #include "reducer.h"
 
-#include "weights.h"
-
 namespace llm {
 
 Reducer::Reducer(const Context &context, const Group &group)
     : context_(&context), group_(group), stream_(context.get()), ready_(context.get()) {}
 
-void Reducer::add(const std::vector<unsloth_tensor> &gradients) {
+void Reducer::follow() {
   check(unsloth_event_record(ready_.get(), context_->stream()));
   check(unsloth_stream_wait_event(context_->get(), stream_.get(), ready_.get()));
+}
+
+void Reducer::scatter(const Weights &weights, const std::vector<Piece> &pieces) {
+  follow();
+  for (const Piece &piece : pieces) {
+    auto params = unsloth::make<unsloth_reduce_scatter_params>();
+    params.comm = group_.comm;
+    params.x = piece.gradients;
+    params.out = weights.share(piece.gradients);
+    check(unsloth_reduce_scatter_forward(context_->get(), &params, stream_.get()));
+  }
+}
+
+void Reducer::share(const Weights &weights, const std::vector<Piece> &pieces) {
+  for (const Piece &piece : pieces) {
+    auto params = unsloth::make<unsloth_all_gather_params>();
+    params.comm = group_.comm;
+    params.x = weights.share(piece.weights);
+    params.out = piece.weights;
+    check(unsloth_all_gather_forward(context_->get(), &params, context_->stream()));
+  }
+}
+
+void Reducer::add(const std::vector<unsloth_tensor> &gradients) {
+  follow();
   unsloth_tensor first = {};
   char *end = nullptr;
   for (const unsloth_tensor &gradient : gradients) {

@@ -7,6 +7,7 @@
 
 #include "device.h"
 #include "ranks.h"
+#include "weights.h"
 
 namespace llm {
 
@@ -18,6 +19,11 @@ class Reducer {
   // behind each other in the order given, with nothing but zeros between them; neighbours of one
   // dtype are one sum, in that dtype. Absent ones are left out.
   void add(const std::vector<unsloth_tensor> &gradients);
+  // The same of ranks that share an optimizer: the sums are there for this rank's share of each
+  // piece, and what is left of the others' is nothing that is of use.
+  void scatter(const Weights &weights, const std::vector<Piece> &pieces);
+  // Gives all ranks each one's share of the weights, once what is queued so far has run.
+  void share(const Weights &weights, const std::vector<Piece> &pieces);
   // What is queued from here on finds all sums.
   void join();
 
@@ -25,6 +31,8 @@ class Reducer {
   std::vector<float> gather(const Buffer &mine, uint64_t count);
 
  private:
+  // The sums' stream waits for what is queued so far.
+  void follow();
   // The sum of all from `first`'s elements to before `end`.
   void queue(const unsloth_tensor &first, const char *end);
 

@@ -18,6 +18,9 @@
 // it follow. So are they where ranks have some of every batch's tokens each. Where ranks have some
 // of the layers each, passes through these come in the order of a schedule, between transfers of
 // hidden states and of their gradients; a rank holds several batches' hidden states then.
+//
+// Ranks that share the optimizer (ZeRO's first stage, arXiv:1910.02054) get sums of gradients for
+// their shares of the weights alone, and give each other what these have become.
 
 namespace llm {
 
@@ -29,7 +32,7 @@ Step::Step(const Context &context, const ModelConfig &config, const Weights &wei
       lora_(lora),
       options_(options),
       optimizer_(optimizer) {
-  if (lora == nullptr && !adds_in_layers() && options.batches != 1) {
+  if (narrows_gradients() && options.batches != 1) {
     throw Error("gradients that are not f32 are of one batch, not " +
                 std::to_string(options.batches));
   }
@@ -72,28 +75,32 @@ void Step::reserve() {
   common.checkpointing = options_.checkpointing;
   common.dtype = options_.dtype;
   common.deterministic = options_.deterministic;
+  common.overwrites = options_.shares_optimizer;
   if (options_.divides_tokens) {
     common.context = options_.group;
     common.cu_seqlens_k = cu_seqlens(cu_seqlens_k_, 0);
   }
   // A LoRA's matrices may be of another dtype when they are merged, which products differ by.
   layer_.emplace(*context_, config_, full ? weights_->tensors().layers[0] : lora_->like_merged(),
-                 full ? weights_->gradients().layers[0] : lora_->gradients(), adds_in_layers(),
-                 common);
+                 full ? weights_->gradients().layers[0] : lora_->gradients(),
+                 adds_in_layers(options_.batches), common);
   saved_ = Buffer(*context_, slots * num_layers() * layer_->saved_size());
   need(layer_->workspace_size());
-  if (has_output()) {
-    const auto loss = loss_params(0, true);
-    check(unsloth_linear_cross_entropy_workspace_size(context_->get(), &loss, &size));
-    need(size);
-    const auto norm = norm_backward_params(0);
-    check(unsloth_rms_norm_backward_workspace_size(context_->get(), &norm, &size));
-    need(size);
-  }
-  if (full && has_embedding()) {
-    const auto embedding = embedding_backward_params(0);
-    check(unsloth_embedding_backward_workspace_size(context_->get(), &embedding, &size));
-    need(size);
+  // The first batch may overwrite what the others add to.
+  for (const size_t batch : {size_t{0}, static_cast<size_t>(options_.batches - 1)}) {
+    if (has_output()) {
+      const auto loss = loss_params(batch, true);
+      check(unsloth_linear_cross_entropy_workspace_size(context_->get(), &loss, &size));
+      need(size);
+      const auto norm = norm_backward_params(batch, 0);
+      check(unsloth_rms_norm_backward_workspace_size(context_->get(), &norm, &size));
+      need(size);
+    }
+    if (full && has_embedding()) {
+      const auto embedding = embedding_backward_params(batch);
+      check(unsloth_embedding_backward_workspace_size(context_->get(), &embedding, &size));
+      need(size);
+    }
   }
   if (shares_embedding()) options_.pipeline->reserve(weights_->gradients().embedding);
   workspace_ = Buffer(*context_, workspace);
@@ -138,6 +145,32 @@ void Step::queue() {
   }
   if (reducer_) reducer_->join();
   if (optimizer_ != nullptr) optimizer_->queue_step();
+  if (!options_.shares_optimizer) return;
+  reducer_->share(*weights_, weights_->pieces_before_layers());
+  for (size_t i = 0; i < num_layers(); ++i) {
+    reducer_->share(*weights_, weights_->pieces_of_layer(i));
+  }
+  reducer_->share(*weights_, weights_->pieces_behind_layers());
+}
+
+void Step::add_up_layer(size_t layer) {
+  if (options_.shares_optimizer) {
+    reducer_->scatter(*weights_, weights_->pieces_of_layer(layer));
+  } else {
+    reducer_->add(tensors_of(weights_->gradients().layers[layer]));
+  }
+}
+
+void Step::add_up_others() {
+  if (options_.shares_optimizer) {
+    reducer_->scatter(*weights_, weights_->pieces_before_layers());
+    reducer_->scatter(*weights_, weights_->pieces_behind_layers());
+    return;
+  }
+  // Layers lie between the embedding and what is behind them.
+  const ModelTensors &gradients = weights_->gradients();
+  reducer_->add({gradients.embedding});
+  reducer_->add({gradients.output_norm, gradients.output});
 }
 
 void Step::queue_pipeline() {
@@ -210,14 +243,15 @@ void Step::queue_backward(size_t batch, size_t slot) {
   const bool adds_up = reducer_ && batch + 1 == options_.batches;
   set_sequences(batch);
   if (has_output()) {
-    const auto norm = norm_backward_params(slot);
+    const auto norm = norm_backward_params(batch, slot);
     check(unsloth_rms_norm_backward(context_->get(), &norm, context_->stream()));
   }
   for (size_t i = num_layers(); i-- > 0;) {
     if (lora_ == nullptr) {
       layer_->backward(weights_->tensors().layers[i], weights_->gradients().layers[i],
-                       adds_in_layers(), hidden(slot, i), states(gradient_, 0), saved(slot, i));
-      if (adds_up) reducer_->add(tensors_of(weights_->gradients().layers[i]));
+                       adds_in_layers(batch), hidden(slot, i), states(gradient_, 0),
+                       saved(slot, i));
+      if (adds_up) add_up_layer(i);
       continue;
     }
     // What a LoRA makes of a layer is in memory that the layers after it have used since, and the
@@ -230,11 +264,7 @@ void Step::queue_backward(size_t batch, size_t slot) {
   if (lora_ != nullptr || !has_embedding()) return;
   const auto embedding = embedding_backward_params(batch);
   check(unsloth_embedding_backward(context_->get(), &embedding, context_->stream()));
-  if (!adds_up) return;
-  // Layers lie between the embedding and what is behind them.
-  const ModelTensors &gradients = weights_->gradients();
-  reducer_->add({gradients.embedding});
-  reducer_->add({gradients.output_norm, gradients.output});
+  if (adds_up) add_up_others();
 }
 
 std::vector<float> Step::read_losses() {
@@ -259,7 +289,8 @@ unsloth_embedding_params Step::embedding_params(size_t batch, size_t slot) const
 // A tied embedding has the gradient of the output projection already.
 unsloth_embedding_backward_params Step::embedding_backward_params(size_t batch) const {
   auto params = unsloth::make<unsloth_embedding_backward_params>();
-  params.accumulate = 1;
+  const bool tied = weights_->tensors().output.rank == 0;
+  params.accumulate = tied || adds(batch) ? 1 : 0;
   params.dout = states(gradient_, 0);
   params.ids = per_token(ids_, batch);
   params.dweight = weights_->gradients().embedding;
@@ -277,10 +308,10 @@ unsloth_rms_norm_params Step::norm_params(size_t slot) const {
   return params;
 }
 
-unsloth_rms_norm_backward_params Step::norm_backward_params(size_t slot) const {
+unsloth_rms_norm_backward_params Step::norm_backward_params(size_t batch, size_t slot) const {
   auto params = unsloth::make<unsloth_rms_norm_backward_params>();
   params.epsilon = static_cast<float>(config_.rms_norm_epsilon);
-  params.accumulate = lora_ == nullptr ? 1 : 0;
+  params.accumulate = adds(batch) ? 1 : 0;
   params.x = hidden(slot, num_layers());
   params.dout = states(gradient_, 0);
   params.weight = weights_->tensors().output_norm;
@@ -307,7 +338,8 @@ unsloth_linear_cross_entropy_params Step::loss_params(size_t batch, bool with_gr
     params.dx = states(gradient_, 0);
     if (lora_ == nullptr) {
       // The gradient of an embedding that is updated elsewhere begins anew here.
-      params.accumulate = weights_->borrows_embedding() && batch == 0 ? 0 : 1;
+      const bool is_anew = weights_->borrows_embedding() && batch == 0;
+      params.accumulate = adds(batch) && !is_anew ? 1 : 0;
       params.dweight = tied ? gradients.embedding : gradients.output;
     }
   }

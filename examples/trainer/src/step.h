@@ -35,6 +35,8 @@ class Step {
     Group group = {};
     // Whether they have as many tokens of every batch each in place of that.
     bool divides_tokens = false;
+    // Whether these share the optimizer: each updates a part of the weights.
+    bool shares_optimizer = false;
     // Or where ranks have some of the layers each: the order in which batches pass through this
     // one's, and the norm of all ranks' gradients. They outlive the step.
     Pipeline *pipeline = nullptr;
@@ -75,7 +77,7 @@ class Step {
   unsloth_embedding_params embedding_params(size_t batch, size_t slot) const;
   unsloth_embedding_backward_params embedding_backward_params(size_t batch) const;
   unsloth_rms_norm_params norm_params(size_t slot) const;
-  unsloth_rms_norm_backward_params norm_backward_params(size_t slot) const;
+  unsloth_rms_norm_backward_params norm_backward_params(size_t batch, size_t slot) const;
   unsloth_linear_cross_entropy_params loss_params(size_t batch, bool with_gradients) const;
 
   // Integers of a batch.
@@ -89,10 +91,21 @@ class Step {
   bool shares_embedding() const {
     return options_.pipeline != nullptr && config_.tied_embeddings && lora_ == nullptr;
   }
-  // Whether a layer's gradients are added to what is there, as its calls take it.
-  bool adds_in_layers() const {
-    return lora_ == nullptr && weights_->gradients().layers[0].qkv.dtype == UNSLOTH_DTYPE_F32;
+  // Whether gradients of weights are added to what is there. Of ranks that share the optimizer the
+  // first batch overwrites what is left of another rank's share, which nobody zeroes.
+  bool adds(size_t batch) const {
+    return lora_ == nullptr && !(options_.shares_optimizer && batch == 0);
   }
+  // The same of a layer's, as its calls take it.
+  bool adds_in_layers(size_t batch) const {
+    return adds(batch) && weights_->gradients().layers[0].qkv.dtype == UNSLOTH_DTYPE_F32;
+  }
+  bool narrows_gradients() const {
+    return lora_ == nullptr && weights_->gradients().layers[0].qkv.dtype != UNSLOTH_DTYPE_F32;
+  }
+  // Queues sums over ranks of a layer's gradients, and of those of other weights.
+  void add_up_layer(size_t layer);
+  void add_up_others();
   size_t num_layers() const { return weights_->tensors().layers.size(); }
   bool has_embedding() const {
     return options_.pipeline == nullptr || options_.pipeline->is_first();

@@ -139,7 +139,7 @@ class Trainer {
   void write_outputs();
 
   // Calls `write` on the first rank, with what is trained: all ranks have the same, or their
-  // layers.
+  // layers, or their share of the optimizer.
   template <typename Write>
   void on_first(const Write &write);
 
@@ -148,6 +148,11 @@ class Trainer {
   bool divides_tokens() const { return args_.context_parallel > 1; }
   Group stages() const { return in_stages() ? group_ : Group(); }
   Group copies() const { return in_stages() ? Group() : group_; }
+  // Ranks of one have nothing to share.
+  bool shares_optimizer() const { return args_.shard_optimizer && args_.data_parallel > 1; }
+  Group shares() const { return shares_optimizer() ? group_ : Group(); }
+  // Whether a rank keeps what others do not.
+  bool has_own() const { return in_stages() || shares_optimizer(); }
   // Of the batches of a step, this rank's.
   uint64_t num_batches() const {
     return args_.accumulate / static_cast<uint64_t>(args_.data_parallel);
@@ -206,14 +211,15 @@ Trainer::Trainer(const Args &args, const Context &context, const Group &group, A
       tokenizer_(gguf_),
       batches_(read_batches(args, gguf_, config_, tokenizer_, group.rank == 0)),
       num_steps_(count_steps(args, &batches_)),
-      weights_(Weights::load(context_, gguf_, config_, args.weights, stages())) {
+      weights_(Weights::load(context_, gguf_, config_, args.weights, stages(), shares())) {
   if (args.lora.rank > 0) {
     lora_ = std::make_unique<Lora>(context_, config_, weights_, args.lora, args.dtype, args.seed);
   } else {
     weights_.add_gradients(context_, args.gradients);
   }
   const Optimizer::Options optimizer = {args.clip,       args.weight_decay, args.loss_scaling,
-                                        args.loss_scale, args.dtype,        args.seed};
+                                        args.loss_scale, args.dtype,        args.seed,
+                                        shares()};
   std::vector<Parameter> parameters = lora_ ? lora_->parameters() : weights_.parameters();
   if (in_stages()) {
     norm_ = std::make_unique<SharedNorm>(context_, group_, parameters);
@@ -231,13 +237,15 @@ Trainer::Trainer(const Args &args, const Context &context, const Group &group, A
   step.use_graph = args.graph;
   step.group = copies();
   step.divides_tokens = divides_tokens();
+  step.shares_optimizer = shares_optimizer();
   step.pipeline = pipeline_.get();
   step.norm = norm_.get();
   step_ = std::make_unique<Step>(context_, config_, weights_, lora_.get(), step, optimizer_.get());
-  estimate_ = estimate_memory({args, context_, config_, weights_, lora_.get(), batches_, *step_,
-                               num_batches(), pipeline_.get(), args.context_parallel});
+  estimate_ =
+      estimate_memory({args, context_, config_, weights_, lora_.get(), batches_, *step_,
+                       num_batches(), pipeline_.get(), args.context_parallel, shares().size});
   if (!args.checkpoint_dir.empty()) description_ = describe();
-  if (in_stages()) agreement_->show(group_, trained());
+  if (has_own()) agreement_->show(group_, trained());
 }
 
 // What the bits of a run follow from. Where it runs, and what it keeps of activations, is not
@@ -264,6 +272,7 @@ std::string Trainer::describe() const {
   line("--batch-tokens", std::to_string(args_.batch_tokens));
   line("--accumulate", std::to_string(args_.accumulate));
   line("--data-parallel", std::to_string(args_.data_parallel));
+  line("--shard-optimizer", std::to_string(shares_optimizer() ? 1 : 0));
   line("--pipeline-parallel", std::to_string(args_.pipeline_parallel));
   line("--context-parallel", std::to_string(args_.context_parallel));
   line("--learning-rate", std::to_string(args_.learning_rate));
@@ -280,7 +289,7 @@ std::string Trainer::describe() const {
 
 template <typename Write>
 void Trainer::on_first(const Write &write) {
-  if (!in_stages()) {
+  if (!has_own()) {
     if (is_first()) write(std::vector<Trained>{trained()});
     return;
   }
@@ -297,8 +306,11 @@ void Trainer::save() {
     checkpoint.batches = batches_done_;
     for (const Trained &trained : all) {
       Checkpoint::Part &part = checkpoint.parts.emplace_back();
-      part.weights.resize(trained.memory()->bytes());
-      trained.memory()->download(part.weights.data(), part.weights.size());
+      // Ranks that share the optimizer have the same weights.
+      if (in_stages() || checkpoint.parts.size() == 1) {
+        part.weights.resize(trained.memory()->bytes());
+        trained.memory()->download(part.weights.data(), part.weights.size());
+      }
       part.optimizer = trained.optimizer->save();
     }
     write_checkpoint(checkpoint_path(), checkpoint);
@@ -307,15 +319,17 @@ void Trainer::save() {
 }
 
 void Trainer::resume() {
-  const auto num_parts = static_cast<size_t>(stages().size);
-  const Checkpoint checkpoint = read_checkpoint(checkpoint_path(), description_, num_parts);
-  const Checkpoint::Part &part = checkpoint.parts[static_cast<size_t>(stages().rank)];
+  const Group parts = has_own() ? group_ : Group();
+  const Checkpoint checkpoint =
+      read_checkpoint(checkpoint_path(), description_, static_cast<size_t>(parts.size));
+  const std::vector<std::byte> &weights =
+      checkpoint.parts[static_cast<size_t>(stages().rank)].weights;
   Buffer *const memory = trained().memory();
-  if (part.weights.size() != memory->bytes()) {
+  if (weights.size() != memory->bytes()) {
     throw Error(checkpoint_path() + ": the checkpoint is of another model");
   }
-  memory->upload(part.weights.data(), part.weights.size());
-  optimizer_->load(part.optimizer);
+  memory->upload(weights.data(), weights.size());
+  optimizer_->load(checkpoint.parts[static_cast<size_t>(parts.rank)].optimizer);
   steps_done_ = checkpoint.steps;
   batches_done_ = checkpoint.batches;
   saved_step_ = steps_done_;

@@ -37,6 +37,13 @@ struct Parameter {
   bool decays;  // matrices do, gains and biases do not
 };
 
+// Weights that lie behind each other in one dtype, and their gradients, as vectors in which every
+// weight has the same place. All ranks that share an optimizer have as many elements of it each.
+struct Piece {
+  unsloth_tensor weights;
+  unsloth_tensor gradients;
+};
+
 // Rows of a tensor on the device that are a tensor of the file.
 struct FileTensor {
   std::string name;
@@ -48,8 +55,9 @@ class Weights {
  public:
   // Decodes every tensor and uploads it: matrices as `dtype` says, the rest as f32. A rank of a
   // pipeline has its layers, the first one the embedding, the last one what is behind the layers.
+  // Ranks that share an optimizer have all, of which `shares` says who updates what.
   static Weights load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                      unsloth_dtype dtype, const Group &pipeline = {});
+                      unsloth_dtype dtype, const Group &pipeline = {}, const Group &shares = {});
 
   const ModelTensors &tensors() const { return tensors_; }
   uint64_t first_layer() const { return first_layer_; }  // its number in the model
@@ -63,14 +71,25 @@ class Weights {
   void add_gradients(const Context &context, unsloth_dtype of_layers);
   // Absent tensors without `add_gradients`.
   const ModelTensors &gradients() const { return gradients_; }
-  // Those that are updated here.
+  // Those that are updated here; of ranks that share an optimizer the parts that are this one's.
   std::vector<Parameter> parameters() const;
+  // With gradients: of a layer, of what is before the layers, or of what is behind them.
+  const std::vector<Piece> &pieces_of_layer(size_t layer) const { return pieces_[layer + 1]; }
+  const std::vector<Piece> &pieces_before_layers() const { return pieces_.front(); }
+  const std::vector<Piece> &pieces_behind_layers() const { return pieces_.back(); }
+  // A rank's elements of a piece, or of its gradients.
+  unsloth_tensor share(const unsloth_tensor &of_piece) const;
 
   // All weights in one piece.
   Buffer *memory() { return &memory_; }
   const Buffer *memory() const { return &memory_; }
 
  private:
+  // The piece that has a weight.
+  const Piece &piece_of(const unsloth_tensor &weight) const;
+
+  Group shares_;
+  std::vector<std::vector<Piece>> pieces_;  // before the layers, of each layer, behind them
   Buffer memory_;
   Buffer gradient_memory_;
   ModelTensors tensors_;

@@ -39,6 +39,8 @@ void ranks() {
   CHECK_EQUAL(two.data_parallel, 2);
   CHECK_EQUAL(two.accumulate, 2U);
   CHECK_EQUAL(parse({"--output", "o", "--data-parallel", "2", "--accumulate=6"}).accumulate, 6U);
+  CHECK(!two.shard_optimizer);
+  CHECK(parse({"--output", "o", "--data-parallel", "2", "--shard-optimizer"}).shard_optimizer);
   const Args stages = parse({"--output", "o", "--pipeline-parallel", "3"});
   CHECK_EQUAL(stages.pipeline_parallel, 3);
   CHECK_EQUAL(stages.accumulate, 3U);
@@ -82,6 +84,12 @@ void mistakes() {
       {{"--data-parallel", "0"}, "--data-parallel takes an integer from 1"},
       {{"--output", "o", "--data-parallel", "2", "--accumulate", "3"},
        "--accumulate is 3, which the ranks of --data-parallel 2 do not share evenly"},
+      {{"--output", "o", "--shard-optimizer", "--data-parallel", "2", "--lora", "4"},
+       "--shard-optimizer does not go with --lora, --pipeline-parallel or --context-parallel"},
+      {{"--output", "o", "--shard-optimizer", "--pipeline-parallel", "2"},
+       "--shard-optimizer does not go with --lora, --pipeline-parallel or --context-parallel"},
+      {{"--output", "o", "--shard-optimizer", "--context-parallel", "2"},
+       "--shard-optimizer does not go with --lora, --pipeline-parallel or --context-parallel"},
       {{"--pipeline-parallel", "-1"}, "--pipeline-parallel takes an integer from 1"},
       {{"--output", "o", "--data-parallel", "2", "--pipeline-parallel", "2"},
        "--data-parallel, --pipeline-parallel and --context-parallel do not go together"},

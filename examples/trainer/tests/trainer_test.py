@@ -207,6 +207,12 @@ class TrainerTest(unittest.TestCase):
     def test_resumes_with_gradients_in_bf16_with_the_same_bits(self):
         self.check_resume("--dtype", "bf16", "--gradients", "bf16", "--data-parallel", "2")
 
+    def test_resumes_with_a_shared_optimizer_with_the_same_bits(self):
+        self.check_resume("--data-parallel", "2", "--shard-optimizer")
+
+    def test_resumes_with_a_shared_optimizer_in_half_precision_with_the_same_bits(self):
+        self.check_resume("--data-parallel", "2", "--shard-optimizer", "--dtype", "f16")
+
     def test_resumes_with_two_parts_of_the_text_with_the_same_bits(self):
         self.check_resume("--context-parallel", "2")
 
@@ -237,6 +243,32 @@ class TrainerTest(unittest.TestCase):
 
     def test_ranks_learn_what_one_does(self):
         self.check_ranks("--data-parallel", "--learning-rate", "1e-3")
+
+    def test_ranks_that_share_the_optimizer_learn_what_one_does(self):
+        self.check_ranks("--data-parallel", "--shard-optimizer", "--learning-rate", "1e-3", "--weight-decay", "0.1")
+
+    def test_ranks_that_share_the_optimizer_have_the_losses_of_those_that_do_not(self):
+        # In the dtype of the optimizer's remainders and masters, with biases, and with gradients in bf16.
+        for model, dtype, *more in (
+            ("biases_q4_1", "f32"), ("plain_f32", "f16"), ("mqa_bf16", "bf16"), ("plain_f32", "bf16", "--gradients", "bf16"),
+        ):
+            flags = ["--dtype", dtype, "--steps", "8", "--batch-tokens", "64", "--learning-rate", "3e-4", "--weight-decay", "0.1"]
+            flags += ["--data-parallel", "2", "--output", self.folder / "out.gguf", *more]
+            each, shared = (self.run_trainer(*flags, *way, model=model)[0] for way in ([], ["--shard-optimizer"]))
+            for report, expected in zip(shared, each, strict=True):
+                self.assertEqual(report["skipped"], expected["skipped"])
+                for key in ("loss", "gradient_norm"):
+                    self.assertAlmostEqual(report[key] / expected[key], 1, delta=1e-4 if dtype == "f32" else 1e-2)
+
+    def test_ranks_that_share_the_optimizer_have_a_part_of_its_state(self):
+        flags = ["--steps", "2", "--batch-tokens", "8", "--data-parallel", "2", "--output", self.folder / "out.gguf"]
+        model = self.layers(tied=True)
+        each, shared = (self.run_trainer(*flags, *way, model=model)[0][0]["memory"] for way in ([], ["--shard-optimizer"]))
+        shapes = {name: shape for name, (shape, _, _) in gguf_reader.Gguf(model.with_suffix(".gguf")).tensors.items()}
+        # Half of two moments of f32.
+        state = 4 * sum(math.prod(shape) for shape in shapes.values())
+        for kind in ("real", "estimated"):
+            self.assertAlmostEqual((each[kind] - shared[kind]) / state, 1, delta=0.1)
 
     def test_ranks_learn_a_lora_as_one_does(self):
         self.check_ranks("--data-parallel", "--lora", "4", "--learning-rate", "5e-3")
