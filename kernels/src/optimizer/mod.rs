@@ -7,12 +7,13 @@
 //! | kernel | what it is for |
 //! |-|-|
 //! | [`norm`] | the sum of squares of each chunk of the gradients |
-//! | [`decide`] | norm, clipping, loss scale, number of the step: one block |
-//! | [`sum`] | what a rank tells the others of its chunks: one block |
-//! | [`agree`] | what [`decide`] does, from what all ranks have told: one block |
+//! | [`decide`](decide::decide) | norm, clipping, loss scale, number of the step: one block |
+//! | [`sum`](decide::sum) | what a rank tells the others of its chunks: one block |
+//! | [`agree`](decide::agree) | what [`decide`] does, from what all ranks have told: one block |
 //! | [`update`](update::update) | weights and moments |
 //! | [`scale`] | gradients multiplied by a factor |
 
+mod decide;
 mod memory;
 mod rounding;
 mod update;
@@ -25,18 +26,15 @@ use crate::emit::{Builder, Kernel, scalars};
 use crate::math::nan;
 use memory::{F32, FOUR, Memory, load, load_one_by_one, store, store_one_by_one, widened};
 
-/// Threads of a block; of the one that decides.
+/// Threads of a block.
 const THREADS: u32 = 256;
-const DECIDERS: u32 = 1024;
-const WARP: u32 = 32;
 /// Vectors that a thread loads before it looks at them: of gradients that are only read, and of
 /// those that are written.
 const DEEP: u32 = 8;
 const UNROLL: u32 = 4;
 
-/// Bits of infinity, in f32 and in f64.
+/// Bits of infinity.
 const INFINITY: u32 = 0x7f80_0000;
-const INFINITY_F64: u64 = 0x7ff0_0000_0000_0000;
 
 scalars! { Args, ArgsExpand {
     /// Of the table.
@@ -283,149 +281,6 @@ fn norm(
     }
 }
 
-/// The loss scale of the next step.
-#[cube]
-fn rescale(control: &mut Control, found: u32, args: &Args) {
-    let scale = control.f32s[0];
-    if found != 0u32 {
-        control.u32s[4] = 0u32;
-        let left = max(control.u32s[5], 1u32) - 1u32;
-        control.u32s[5] = left;
-        // A scale of zero would have no inverse.
-        let smaller = scale * args.backoff;
-        if left == 0u32 && smaller >= 1.175_494_4e-38f32 {
-            control.f32s[0] = smaller;
-        }
-    } else {
-        control.u32s[5] = args.hysteresis;
-        let tracker = control.u32s[4] + 1u32;
-        if tracker >= args.interval {
-            control.u32s[4] = 0u32;
-            let greater = scale * args.growth;
-            if u32::reinterpret(greater) & INFINITY != INFINITY {
-                control.f32s[0] = greater;
-            }
-        } else {
-            control.u32s[4] = tracker;
-        }
-    }
-}
-
-/// Sums in f64, and whether something was not finite; the first of each is of all chunks.
-#[derive(CubeType)]
-struct Totals {
-    sums: SharedMemory<f64>,
-    finds: SharedMemory<u32>,
-}
-
-/// Adds the sums of chunks in one order.
-#[cube]
-fn total(partials: &Array<f32>, args: &Args) -> Totals {
-    let mut sum = f64::cast_from(0.0f32);
-    let mut found = 0u32;
-    let mut i = UNIT_POS_X;
-    while i < args.num_chunks {
-        let partial = partials[i as usize];
-        if u32::reinterpret(partial) & 0x7fff_ffffu32 > INFINITY {
-            found = 1u32;
-        }
-        sum += f64::cast_from(partial);
-        i += DECIDERS;
-    }
-    let mut sums = SharedMemory::<f64>::new(comptime!(DECIDERS as usize));
-    let mut finds = SharedMemory::<u32>::new(comptime!(DECIDERS as usize));
-    sums[UNIT_POS_X as usize] = sum;
-    finds[UNIT_POS_X as usize] = found;
-    sync_cube();
-    #[unroll]
-    for step in 0..10u32 {
-        let half = comptime!((DECIDERS / 2) >> step);
-        if UNIT_POS_X < half {
-            let other = (UNIT_POS_X + half) as usize;
-            sums[UNIT_POS_X as usize] = sums[UNIT_POS_X as usize] + sums[other];
-            finds[UNIT_POS_X as usize] = finds[UNIT_POS_X as usize] | finds[other];
-        }
-        sync_cube();
-    }
-    Totals { sums, finds }
-}
-
-/// What follows from the sum of squares of all gradients.
-#[cube]
-fn conclude(control: &mut Control, square: f64, found: u32, args: &Args) {
-    let mut norm = f32::cast_from(square.sqrt());
-    if found != 0u32 {
-        norm = nan();
-    }
-    let mut coefficient = 1.0f32 / control.f32s[0];
-    if args.max_norm > 0.0f32 {
-        let by = args.max_norm / (norm + 1e-6f32);
-        if by < 1.0f32 {
-            coefficient *= by;
-        }
-    }
-    control.f32s[1] = coefficient;
-    control.f32s[2] = norm;
-    control.u32s[3] = found;
-    if args.dynamic != 0u32 {
-        rescale(control, found, args);
-    }
-    if found != 0u32 {
-        control.u64s[5] = control.u64s[5] + 1u64;
-    } else {
-        control.u64s[4] = control.u64s[4] + 1u64;
-        let one = f64::cast_from(1.0f32);
-        let power1 = control.f64s[6] * f64::cast_from(args.beta1);
-        let power2 = control.f64s[7] * f64::cast_from(args.beta2);
-        control.f64s[6] = power1;
-        control.f64s[7] = power2;
-        control.f32s[6] = f32::cast_from(one / (one - power1));
-        control.f32s[7] = f32::cast_from(one / (one - power2).sqrt());
-    }
-}
-
-/// Decides on what the sums of chunks come to. Grid: one block.
-#[cube]
-fn decide(control: &mut Control, partials: &Array<f32>, args: &Args) {
-    let all = total(partials, args);
-    if UNIT_POS_X == 0u32 {
-        let found = all.finds[0];
-        conclude(control, all.sums[0], found, args);
-    }
-}
-
-/// Adds the sums of chunks for the other ranks, who add up what each of them has found; NaN where
-/// something was not finite. The words of `control` begin at this rank's. Grid: one block.
-#[cube]
-fn sum(control: &mut Control, partials: &Array<f32>, args: &Args) {
-    let own = total(partials, args);
-    if UNIT_POS_X == 0u32 {
-        let mut sum = own.sums[0];
-        if own.finds[0] != 0u32 {
-            sum = f64::cast_from(nan());
-        }
-        control.f64s[0] = sum;
-    }
-}
-
-/// Adds the sums of ranks in their order, which gives all the same bits, and decides on what they
-/// come to. Grid: one block, of which a thread works.
-#[cube]
-fn agree(control: &mut Control, of_ranks: &Array<u64>, args: &Args) {
-    if UNIT_POS_X == 0u32 {
-        let mut sum = f64::cast_from(0.0f32);
-        let mut found = 0u32;
-        for i in 0..args.num_chunks {
-            let word = of_ranks[i as usize];
-            if word & 0x7fff_ffff_ffff_ffffu64 > INFINITY_F64 {
-                found = 1u32;
-            }
-            sum += f64::reinterpret(word);
-        }
-        conclude(control, sum, found, args);
-    }
-}
-
 /// The vectors that are accessed as such.
 #[cube]
 fn scale_whole(
@@ -498,9 +353,9 @@ fn kernel(kind: Kind, name: &str) -> Result<Kernel, Error> {
     let s = b.scope();
     match kind {
         Kind::Norm => norm::expand(s, memory, entries.into(), control, partials.into(), args),
-        Kind::Decide => decide::expand(s, control, partials.into(), args),
-        Kind::Sum => sum::expand(s, control, partials.into(), args),
-        Kind::Agree => agree::expand(s, control, entries.into(), args),
+        Kind::Decide => decide::decide::expand(s, control, partials.into(), args),
+        Kind::Sum => decide::sum::expand(s, control, partials.into(), args),
+        Kind::Agree => decide::agree::expand(s, control, entries.into(), args),
         Kind::Adam | Kind::Momentum | Kind::Plain => {
             update::update::expand(
                 s,
@@ -515,8 +370,8 @@ fn kernel(kind: Kind, name: &str) -> Result<Kernel, Error> {
         Kind::Scale => scale::expand(s, memory, entries.into(), args),
     }
     let threads = match kind {
-        Kind::Decide | Kind::Sum => DECIDERS,
-        Kind::Agree => WARP,
+        Kind::Decide | Kind::Sum => decide::THREADS,
+        Kind::Agree => decide::FEW,
         _ => THREADS,
     };
     let choices = vec![("kind", kind.code())];
