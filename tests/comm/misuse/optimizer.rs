@@ -2,17 +2,17 @@
 
 use super::{Group, INVALID};
 use crate::common::abi::{Handle, assert_fails, c_tensor, last_message, zeroed_params};
-use crate::common::{TestTensor, contexts};
+use crate::common::TestTensor;
 use unsloth::ffi::optimizer::*;
 use unsloth::ffi::optimizer_handle::*;
 use unsloth::ffi::status::*;
-use unsloth::{DType, Layout};
+use unsloth::{Context, DType, Layout};
 
 /// Groups of another context and what is none are refused by queries as well; what is taken lives on with
 /// the optimizer.
 #[test]
 fn groups_of_optimizers() {
-    let memory = &contexts()[0];
+    let memory = &Context::cpu().unwrap();
     let zeros = TestTensor::of(DType::F32, &[4], &[0.0; 4]);
     let (weight, gradient) = (zeros.upload(memory), zeros.upload(memory));
     let layout = Layout::contiguous(&[2048]).unwrap();
