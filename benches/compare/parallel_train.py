@@ -9,6 +9,7 @@ from common import OURS
 from parallel_layer import numbers
 from parallel_measure import all_reduced, of_ranks
 from torch import distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 TINY = dict(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, layers=3, vocab=1024)
 STEPS = 12
@@ -117,12 +118,18 @@ class Sharded(Divided):
 
 
 def losses_of(model, batches):
-    found = []
+    """On a GPU steps behind the first are replays of a graph."""
+    found, step = [], model.queue
     for ids, targets in batches:
         model.ids.copy_(ids)
         model.targets.copy_(targets)
-        model.queue()
+        step()
         found.append(model.loss.item())
+        if model.loss.is_cuda and step == model.queue:
+            model.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(model.graph):
+                model.queue()
+            step = model.graph.replay
     model.close()
     return found
 
@@ -192,11 +199,13 @@ def steps(r):
 
 
 def of_torch(r, c, state, batch, seq, one_batch):
-    """Times of steps by PyTorch, alone and by DDP, and their memory. Gradients have the weights' dtype."""
+    """Times of steps by PyTorch, alone and by DDP, also with its own sharded optimizer, and their memory. Gradients have the weights' dtype."""
     times, peaks = {}, {}
-    for name, parallel in (("torch one GPU", False), ("torch data parallel", True)):
+    for name in ("torch one GPU", "torch data parallel", "torch data parallel, sharded optimizer"):
         model = train.Peer(c, state, torch.bfloat16)
-        if parallel:
+        if "sharded" in name:
+            model.optimizer = ZeroRedundancyOptimizer(model.model.parameters(), torch.optim.AdamW, fused=True, **train.ADAMW)
+        if "parallel" in name:
             model.forward = torch.nn.parallel.DistributedDataParallel(model.model, device_ids=[r.rank], gradient_as_bucket_view=True)
         torch.cuda.reset_peak_memory_stats()
         times[name] = wall(r, lambda: model.step(*one_batch))  # noqa: B023

@@ -7,6 +7,7 @@ them, and new ones go on with the parts behind it.
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import statistics
@@ -88,6 +89,8 @@ class Rank:
     def empty_cache(self):
         # The context's own workspace was the last large thing.
         self.ctx.workspace, self.ctx.workspace_size = None, 0
+        # A model and its calls know each other.
+        gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
 
