@@ -22,6 +22,8 @@ mod attention_decoding;
 mod attention_forward;
 #[path = "../cuda/attention/backward/family.rs"]
 mod attention_gradients;
+#[path = "../cuda/attention/step/family.rs"]
+mod attention_step;
 #[path = "../cuda/blocks/family.rs"]
 mod blocks_rows;
 #[path = "../cuda/cross_entropy/family.rs"]
@@ -53,6 +55,7 @@ pub const FAMILIES: &[Family] = &[
     attention_forward::FAMILY,
     attention_decoding::FAMILY,
     attention_gradients::FAMILY,
+    attention_step::FAMILY,
     blocks_rows::FAMILY,
     cross_entropy_ring::FAMILY,
     linear_blocks::FAMILY,

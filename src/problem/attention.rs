@@ -1,6 +1,7 @@
 //! Validated attention: one description for every combination of forms.
 
 use crate::dtype::DType;
+use crate::problem::kv_cache::Append;
 use crate::tensor::RawTensor;
 
 /// The greatest head dimension of queries, keys and values.
@@ -94,6 +95,22 @@ impl HeadScales {
             *scales.ptr.add(kv_head * scales.stride)
         })
     }
+}
+
+impl Problem {
+    /// Whether so many tokens are one of each sequence.
+    pub fn gives_each_one(&self, num_tokens: usize) -> bool {
+        self.batch == num_tokens && self.max_seqlen_q == 1
+    }
+}
+
+/// A step of decoding: new tokens go into a cache's pages, queries of the same tokens are rotated with them, and attend to what the
+/// sequences hold. Each sequence has one of them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    pub append: Append,
+    /// Of the queries where the append leaves them: rotated in place, and then not read again.
+    pub attention: Problem,
 }
 
 /// Two chunks of the same sequences' queries, which see the same keys from the first one on: to be one launch where a kernel can, with

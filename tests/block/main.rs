@@ -7,5 +7,6 @@ mod attention_block;
 mod attention_block_backward;
 mod attention_block_cached;
 mod attention_block_misuse;
+mod attention_block_step;
 mod bitnet;
 mod decoder_layer;

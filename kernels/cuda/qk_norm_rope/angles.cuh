@@ -3,41 +3,13 @@
 #pragma once
 
 #include "common/rows.cuh"
+#include "common/turn.cuh"
 #include "contract.h"
 #include "qk_norm_rope/arguments.h"
 
 namespace unsloth {
 
 using Arguments = QkNormRopeRingArguments;
-
-struct Turn {
-  float cos, sin;
-};
-
-// Cosine and sine to 1.6 units in the last place of the larger of the two, for angles up to 2^45.
-__device__ __forceinline__ Turn turn_by(float angle) {
-  // The reduction is in f64, where an f32 angle and the multiples of pi/2 near it leave bits to
-  // spare.
-  const double wide = angle;
-  const double n = rint(wide * 0.63661977236758134308);
-  const double high = fma(n, -1.57079632679489661923, wide);
-  const float r = static_cast<float>(fma(n, -6.123233995736766e-17, high));
-  const float s = r * r;
-  float sine = fmaf(2.7182373e-6f, s, -1.9839327e-4f);
-  sine = fmaf(sine, s, 8.333329e-3f);
-  sine = fmaf(sine, s, -0.16666667f);
-  sine = fmaf(r * s, sine, r);
-  float cosine = fmaf(2.443773e-5f, s, -1.3887361e-3f);
-  cosine = fmaf(cosine, s, 4.1666647e-2f);
-  cosine = fmaf(s * s, cosine, fmaf(-0.5f, s, 1.0f));
-  // Odd quadrants exchange the two, and the signs follow.
-  const int64_t quadrant = static_cast<int64_t>(n);
-  const bool odd = quadrant & 1;
-  Turn turn = {odd ? sine : cosine, odd ? cosine : sine};
-  if (quadrant & 2) turn.sin = -turn.sin;
-  if ((quadrant + 1) & 2) turn.cos = -turn.cos;
-  return turn;
-}
 
 // Of heads with so many pairs, of which a lane turns kPart in a row.
 template <int kPairs, int kPart>
@@ -54,11 +26,7 @@ struct Angles {
   __device__ __forceinline__ Angles(const Arguments &p, float *shared) : p(p), shared(shared) {
 #pragma unroll
     for (int j = 0; j < kOwn; j++) {
-      const uint32_t pair = threadIdx.x % 32 + 32 * j;
-      frequency[j] = p.frequencies[pair];
-      if (p.angle_kind == static_cast<uint32_t>(AngleKind::kFactors)) {
-        frequency[j] /= p.factors[pair];
-      }
+      frequency[j] = frequency_of(p, threadIdx.x % 32 + 32 * j);
     }
   }
 
@@ -82,20 +50,7 @@ struct Angles {
 #pragma unroll
     for (int j = 0; j < kOwn; j++) {
       const uint32_t pair = threadIdx.x % 32 + 32 * j;
-      if (p.angle_kind == static_cast<uint32_t>(AngleKind::kTable)) {
-        // A negative position is a great one without its sign; NaN outside the table.
-        const uint64_t row = position;
-        turns[j] = {__uint_as_float(0x7fc00000), __uint_as_float(0x7fc00000)};
-        if (row < p.table_rows) {
-          turns[j] = {p.cos_table[row * p.cos_stride + pair],
-                      p.sin_table[row * p.sin_stride + pair]};
-        }
-      } else {
-        turns[j] = turn_by(static_cast<float>(position) * frequency[j]);
-        turns[j].cos *= p.scale;
-        turns[j].sin *= p.scale;
-      }
-      turns[j].sin *= p.direction;
+      turns[j] = turn_of_pair(p, position, pair, frequency[j]);
     }
     // The angles of the token before have been read.
     __syncwarp();

@@ -18,7 +18,7 @@ use pulp::{Simd, WithSimd};
 
 use crate::cpu::{self, Cpu, Run, math};
 use crate::error::Result;
-use crate::problem::attention::{MAX_HEAD_DIM, Pair, Problem, Queries};
+use crate::problem::attention::{MAX_HEAD_DIM, Pair, Problem, Queries, Step};
 use crate::tensor::Scratch;
 use sequences::{Sequence, TILE_ROWS, sequences};
 use unit::{Softmax, Unit, partial_size, store_output};
@@ -48,6 +48,19 @@ impl Run for Pair {
     fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
         self.earlier().run(cpu, scratch)?;
         self.later.run(cpu, scratch)
+    }
+}
+
+/// The same.
+impl Run for Step {
+    fn probe(&self, cpu: &Cpu) -> Result<()> {
+        self.append.probe(cpu)?;
+        self.attention.probe(cpu)
+    }
+
+    fn run(&self, cpu: &Cpu, scratch: Scratch) -> Result<()> {
+        self.append.run(cpu, scratch)?;
+        self.attention.run(cpu, scratch)
     }
 }
 

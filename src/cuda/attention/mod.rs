@@ -8,6 +8,7 @@ mod backward;
 mod hopper;
 mod pair;
 mod portable;
+mod step;
 
 use super::device::Resources;
 use super::{Cuda, claims};
@@ -25,6 +26,7 @@ pub(super) struct Kernels {
     backward: backward::Kernels,
     /// Where the device has what they need.
     hopper: Option<hopper::Kernels>,
+    step: step::Kernels,
 }
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
@@ -37,6 +39,7 @@ impl Kernels {
             portable: portable::Kernels::new(resources)?,
             backward: backward::Kernels::new(resources)?,
             hopper: hopper::Kernels::new(resources)?,
+            step: step::kernels(resources)?,
         })
     }
 }

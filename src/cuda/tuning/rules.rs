@@ -97,6 +97,11 @@ pub(in crate::cuda) mod attention {
     /// Bytes of K and V that a block reads, up to which heads of 64 dimensions are read apart where a token's lie side by side: beyond
     /// them memory's shorter rows cost more than joining fewer parts gains (`kernels/cuda/attention/decode/LADDER.md`).
     pub(in crate::cuda) const SHARE_OF_SHORT_ROWS: usize = 256 << 10;
+    /// Pairs of a sequence and a key head, each counted for every block that has a part of it, up to which a step of decoding is one
+    /// kernel.
+    pub(in crate::cuda) const STEP_PAIRS: usize = 256;
+    /// Keys of its own, in what it reads at a time, that a block of such a kernel has at most.
+    pub(in crate::cuda) const STEP_ROUNDS: usize = 16;
     /// Packed query rows up to which the heads of a key head are packed rather than tiled.
     pub(in crate::cuda) const FEW_QUERIES: usize = 64;
     /// Bytes of L2 that keys and values which are read together may take.

@@ -2,7 +2,6 @@
 
 use arrayvec::ArrayVec;
 
-use super::steps::{OF_ATTENTION, OF_CACHED_ATTENTION};
 use super::views::{Heads, Views};
 use super::{OP, Params, Projections};
 use crate::comm::Comm;
@@ -141,20 +140,12 @@ impl Params<'_> {
         }
         self.push_projections(&views, parts)?;
         self.push_turning(&views, parts)?;
-        self.push_append(&views, parts)?;
         let lse = self.lse_out.as_ref().map(|lse| {
             let raw = lse.raw();
             // SAFETY: the caller's output, described once more for a problem while `self` keeps it lent.
             unsafe { TensorMut::from_raw(raw.ptr, raw.dtype, raw.layout) }
         });
-        let attention = self.attention(&views, lse)?.problem();
-        parts.push(
-            attention,
-            match &self.cache {
-                Some(_) => OF_CACHED_ATTENTION,
-                None => OF_ATTENTION,
-            },
-        )?;
+        self.push_attention(&views, lse, parts)?;
         self.push_attended_norm(&views, parts)?;
         let weights = checked.out_projection;
         // Without a cache there is nothing to do for an output without elements on any rank.

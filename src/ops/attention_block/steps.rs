@@ -5,9 +5,11 @@ use super::{OP, Params, Projections};
 use crate::error::Result;
 use crate::ops::linear::{Output, Weights};
 use crate::ops::parallel::{Chunks, Parallel};
-use crate::ops::parts::{Names, Parts};
+use crate::ops::parts::{Names, Parts, named};
 use crate::ops::rms_norm::{self, Norm};
 use crate::ops::{attention, linear, operation::Operation};
+use crate::problem::attention::Step;
+use crate::problem::kv_cache::Append;
 use crate::problem::linear as problem;
 use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
 
@@ -96,13 +98,10 @@ impl<'p> Params<'p> {
         }
     }
 
-    pub(super) fn push_append<const N: usize>(
-        &self,
-        views: &Views,
-        parts: &mut Parts<N>,
-    ) -> Result<()> {
+    /// What puts the new tokens into the cache, if there is one.
+    pub(super) fn append(&self, views: &Views) -> Result<Option<Append>> {
         let Some(layer) = &self.cache else {
-            return Ok(());
+            return Ok(None);
         };
         let tokens = (views.heads(1)?.raw(), views.heads(2)?.raw());
         let q = match self.rotates_with_keys(&views.heads)? {
@@ -110,7 +109,35 @@ impl<'p> Params<'p> {
             false => None,
         };
         let append = layer.append(OP, tokens, q.as_ref(), self.rotation.as_ref());
-        parts.push(append, OF_APPEND)
+        named(OP, append, OF_APPEND).map(Some)
+    }
+
+    /// Adds attention, behind what puts the new tokens into the cache; in one where each sequence has one of them.
+    pub(super) fn push_attention<const N: usize>(
+        &self,
+        views: &Views,
+        lse: Option<TensorMut<'_>>,
+        parts: &mut Parts<N>,
+    ) -> Result<()> {
+        let append = self.append(views)?;
+        let names = match append {
+            Some(_) => OF_CACHED_ATTENTION,
+            None => OF_ATTENTION,
+        };
+        // The borrow of `lse` ends with the problem.
+        let attention = self.attention(views, lse)?.problem();
+        let attention = named(OP, attention, names)?;
+        match append {
+            Some(append) if attention.gives_each_one(append.k.layout.dim(0)) => {
+                let step = Step { append, attention };
+                parts.push(Ok(step), names)
+            }
+            Some(append) => {
+                parts.push(Ok(append), OF_APPEND)?;
+                parts.push(Ok(attention), names)
+            }
+            None => parts.push(Ok(attention), names),
+        }
     }
 
     /// What attention reads of queries or keys: as they are in the end.

@@ -88,6 +88,7 @@ problems!(
     EmbeddingBackward(embedding::Backward),
     Attention(attention::Problem),
     AttentionPair(attention::Pair),
+    AttentionStep(attention::Step),
     AttentionBackward(attention::Backward),
     AttentionMerge(attention_merge::Problem),
     Cast(cast::Problem),

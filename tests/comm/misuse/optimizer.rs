@@ -1,8 +1,8 @@
 //! Optimizers over a group.
 
 use super::{Group, INVALID};
-use crate::common::abi::{Handle, assert_fails, c_tensor, last_message, zeroed_params};
 use crate::common::TestTensor;
+use crate::common::abi::{Handle, assert_fails, c_tensor, last_message, zeroed_params};
 use unsloth::ffi::optimizer::*;
 use unsloth::ffi::optimizer_handle::*;
 use unsloth::ffi::status::*;

@@ -1,0 +1,279 @@
+//! A step of decoding: new tokens are put into a cache's pages, and attend to them. One launch where Hopper's kernel for few
+//! sequences (`kernels/cuda/attention/step`) serves it; otherwise what each of the two is by itself, one behind the other.
+
+use super::{Cuda, OP};
+use crate::backend::{Implementation, Stream};
+use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::images::attention_step::Arguments;
+use crate::cuda::rotation::Rotation;
+use crate::cuda::tuning::rules::attention::{STEP_PAIRS, STEP_ROUNDS};
+use crate::cuda::{Shape, codes};
+use crate::error::Result;
+use crate::problem::attention::{Keys, Problem, Queries, Step};
+use crate::problem::kv_cache::Append;
+use crate::problem::{self, Plans};
+use crate::tensor::{RawTensor, Scratch};
+use contract::rotation::Style;
+
+pub(super) type Kernels = Vec<Kernel<Arguments>>;
+
+/// None on other devices than those of Hopper.
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    match resources.launches_early {
+        true => resources.kernels::<Arguments>(),
+        // Drivers that give no clusters.
+        false => Ok(Vec::new()),
+    }
+}
+
+/// Blocks of a cluster, at most: what every device has.
+const MOST_PARTS: usize = 8;
+/// Of a warp's ring: with three, as many bytes are on their way as a multiprocessor can have.
+const MOST_SLOTS: usize = 3;
+/// Frequencies that fit the argument.
+const MOST_PAIRS: usize = 64;
+const VECTOR: usize = 8;
+
+/// How a step is parted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Form {
+    /// Blocks of a cluster.
+    parts: usize,
+    /// Of a warp's ring.
+    slots: usize,
+}
+
+impl Form {
+    /// Of so many pairs of a sequence and a key head, and of keys; `of_block` of these are read at a time by a block.
+    fn new(pairs: usize, keys: usize, of_block: usize) -> Option<Form> {
+        let rounds = keys.div_ceil(of_block).max(1);
+        let mut parts = rounds.next_power_of_two().min(MOST_PARTS);
+        while parts > 1 && pairs.saturating_mul(parts) > STEP_PAIRS {
+            parts /= 2;
+        }
+        let rounds = rounds.div_ceil(parts);
+        (pairs.saturating_mul(parts) <= STEP_PAIRS && rounds <= STEP_ROUNDS).then_some(Form {
+            parts,
+            slots: rounds.min(MOST_SLOTS),
+        })
+    }
+}
+
+/// How a step is run.
+pub(crate) struct StepPlan<'a> {
+    cuda: &'a Cuda,
+    step: Step,
+    one: Option<(&'a Kernel<Arguments>, Form)>,
+    append: <Cuda as Plans<Append>>::Plan<'a>,
+    attention: <Cuda as Plans<Problem>>::Plan<'a>,
+}
+
+impl Plans<Step> for Cuda {
+    type Plan<'a> = StepPlan<'a>;
+
+    fn plan(&self, step: Step) -> Result<StepPlan<'_>> {
+        let one = choose(&self.attention.step, &step);
+        Ok(StepPlan {
+            cuda: self,
+            one,
+            append: self.plan(step.append)?,
+            attention: self.plan(step.attention)?,
+            step,
+        })
+    }
+}
+
+impl problem::Plan for StepPlan<'_> {
+    fn implementation(&self) -> Implementation {
+        match self.one {
+            Some(_) => Implementation::CudaHopper,
+            None => self.attention.implementation(),
+        }
+    }
+
+    fn needed(&self) -> usize {
+        match self.one {
+            Some(_) => 0,
+            None => self.attention.needed(),
+        }
+    }
+
+    fn useful_for_any(&self) -> Result<usize> {
+        self.attention.useful_for_any()
+    }
+
+    fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
+        match &self.one {
+            Some((kernel, form)) => launch(self.cuda, &self.step, (kernel, *form), stream),
+            None => {
+                self.append.launch(Scratch::NONE, stream)?;
+                self.attention.launch(scratch, stream)
+            }
+        }
+    }
+}
+
+/// The kernel that serves a step, and how; `None` where others are to. Only pages are looked at for where they lie.
+fn choose<'a>(kernels: &'a Kernels, step: &Step) -> Option<(&'a Kernel<Arguments>, Form)> {
+    let (p, append) = (&step.attention, &step.append);
+    let dtype = p.q.dtype;
+    let alike = [
+        p.k.dtype,
+        p.v.dtype,
+        p.out.dtype,
+        append.k.dtype,
+        append.v.dtype,
+    ]
+    .iter()
+    .all(|of| *of == dtype);
+    let plain = p.lse.is_none()
+        && p.softcap == 0.0
+        && p.window_left == usize::MAX
+        && p.window_right == 1
+        && p.bias.is_none()
+        && p.mask.is_none()
+        && p.alibi_slopes.is_none()
+        && p.sinks.is_none();
+    // Queries turn as keys do, or nothing turns.
+    let turns = append.q.is_some() == append.rotation.is_some()
+        && (append.rotation.as_ref()).is_none_or(|r| r.rotary_dim <= 2 * MOST_PAIRS);
+    let serves = alike
+        && matches!(p.queries, Queries::Packed { .. })
+        && plain
+        && turns
+        && p.batch > 0
+        && p.head_dim == p.head_dim_v
+        && append.factors.is_none()
+        && matches!(p.keys, Keys::Paged { .. })
+        && [&append.k_pages, &append.v_pages].into_iter().all(in_lines);
+    let group = p.num_heads / p.num_kv_heads;
+    let kernel = kernels.iter().find(|kernel| {
+        let choices = kernel.choices;
+        choices.dtype == dtype as u32
+            && choices.head_dim as usize == p.head_dim
+            && group <= choices.rows as usize
+    });
+    let kernel = kernel.filter(|_| serves)?;
+    let warps = kernel.info.block[0] as usize / 32;
+    let of_block = warps * kernel.choices.keys as usize;
+    let pairs = p.batch.saturating_mul(p.num_kv_heads);
+    // The grid has sequences along its second dimension.
+    let form = Form::new(pairs, p.max_seqlen_k, of_block).filter(|_| p.batch <= 0xffff)?;
+    Some((kernel, form))
+}
+
+/// Whether rows begin at multiples of 16 bytes.
+fn in_lines(pages: &RawTensor) -> bool {
+    let mut strides = pages.layout.strides()[..3].iter();
+    crate::cuda::is_aligned(pages, VECTOR) && strides.all(|stride| stride.is_multiple_of(VECTOR))
+}
+
+fn launch(
+    cuda: &Cuda,
+    step: &Step,
+    (kernel, form): (&Kernel<Arguments>, Form),
+    stream: Stream,
+) -> Result<()> {
+    let (p, choices) = (&step.attention, kernel.choices);
+    tracing::trace!(
+        "{OP}: a step of {} sequences, up to {} keys, {} blocks of each pair, {} slots",
+        p.batch,
+        p.max_seqlen_k,
+        form.parts,
+        form.slots,
+    );
+    let shape = Shape {
+        grid: [(p.num_kv_heads * form.parts) as u32, p.batch as u32, 1],
+        block: kernel.info.block,
+        shared_bytes: choices.own_bytes + form.slots as u32 * choices.slot_bytes,
+        cluster: form.parts as u32,
+    };
+    // SAFETY: the problems were checked: tensors have the rows that the argument describes, and the cache wrote tables and lengths.
+    // It does so, and copies pages, by copies that wait for all kernels before: what a sequence held before a step is there when a
+    // kernel of the step starts, however early.
+    unsafe { cuda.launch_shape(OP, kernel, shape, &arguments(step, form), stream) }
+}
+
+fn arguments(step: &Step, form: Form) -> Arguments {
+    let (p, append) = (&step.attention, &step.append);
+    let address = |t: &RawTensor| t.ptr.addr() as u64;
+    let stride = |t: &RawTensor, dim: usize| t.layout.stride(dim) as u64;
+    let mut arguments = Arguments {
+        q: p.q.ptr.addr() as u64,
+        q_token: p.q.token as u64,
+        q_head: p.q.head as u64,
+        k: address(&append.k),
+        k_token: stride(&append.k, 0),
+        k_head: stride(&append.k, 1),
+        v: address(&append.v),
+        v_token: stride(&append.v, 0),
+        v_head: stride(&append.v, 1),
+        o: p.out.ptr.addr() as u64,
+        o_token: p.out.token as u64,
+        o_head: p.out.head as u64,
+        k_pages: address(&append.k_pages),
+        k_page: stride(&append.k_pages, 0),
+        k_slot: stride(&append.k_pages, 1),
+        k_page_head: stride(&append.k_pages, 2),
+        v_pages: address(&append.v_pages),
+        v_page: stride(&append.v_pages, 0),
+        v_slot: stride(&append.v_pages, 1),
+        v_page_head: stride(&append.v_pages, 2),
+        seqlens: address(&append.seq_lens),
+        positions: address(&append.positions),
+        block_table: address(&append.block_table),
+        block_table_stride: append.block_table.layout.dim(1) as u64,
+        page_log2: append.k_pages.layout.dim(1).ilog2(),
+        group: (p.num_heads / p.num_kv_heads) as u32,
+        parts: form.parts as u32,
+        slots: form.slots as u32,
+        score_scale_log2: p.scale * std::f32::consts::LOG2_E,
+        ..Arguments::ZERO
+    };
+    if let Some(rotation) = &append.rotation {
+        let style = codes::style(rotation.style);
+        let rotation = Rotation::new(rotation, false, 1);
+        arguments.interleaved = u32::from(style == Style::Interleaved);
+        arguments.pairs = rotation.pairs;
+        arguments.angle_kind = rotation.kind;
+        arguments.scale = rotation.scale;
+        arguments.direction = rotation.direction;
+        arguments.factors = rotation.factors;
+        arguments.cos_table = rotation.cos_table;
+        arguments.sin_table = rotation.sin_table;
+        arguments.table_rows = rotation.table_rows;
+        arguments.cos_stride = rotation.cos_stride;
+        arguments.sin_stride = rotation.sin_stride;
+        let known = &rotation.frequencies[..MOST_PAIRS];
+        arguments.frequencies.copy_from_slice(known);
+    }
+    arguments
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Warps get turns as long as there are more keys than they have at a time, blocks as long as there are few pairs.
+    #[test]
+    fn steps_are_parted_by_pairs_and_keys() {
+        let of = |pairs, keys| Form::new(pairs, keys, 128).map(|form| (form.parts, form.slots));
+        for (pairs, keys, expected) in [
+            (8, 0, Some((1, 1))),
+            (8, 128, Some((1, 1))),
+            (8, 129, Some((2, 1))),
+            (8, 440, Some((4, 1))),
+            (8, 1024, Some((8, 1))),
+            (8, 1025, Some((8, 2))),
+            (8, 4096, Some((8, 3))),
+            (STEP_PAIRS / 4, 1024, Some((4, 2))),
+            (STEP_PAIRS, 200, Some((1, 2))),
+            (STEP_PAIRS + 1, 200, None),
+            (8, 8 * 128 * STEP_ROUNDS, Some((8, 3))),
+            (8, 8 * 128 * STEP_ROUNDS + 1, None),
+            (usize::MAX, usize::MAX, None),
+        ] {
+            assert_eq!(of(pairs, keys), expected, "{pairs} pairs, {keys} keys");
+        }
+    }
+}
