@@ -7,7 +7,8 @@
 //! [`attention`](super::attention), over a workspace that holds queries, keys and values of the new tokens side by side, and
 //! attention's output. Each operation rounds its result to the dtype of `x`, so the block gives the same bits as the operations called one by one (on a GPU up
 //! to the order of sums, which depends on how tensors lie); with a cache keys are rotated in f32 on their way to the cache,
-//! and in the same launch the queries that were not normalised with their rotation.
+//! and in the same launch the queries that were not normalised with their rotation. On Hopper that launch attends as well where each
+//! sequence has one new token, of which few enough are queued at a time.
 //!
 //! Without a cache tokens attend to those of the same call: plain self-attention, as in training or an encoder.
 //! With one the new tokens of the cache's current batch are appended to a layer and attend to everything their

@@ -1,15 +1,18 @@
-// A step of decoding, of the projections on to attention's output: one new token of each sequence
-// is rotated, put into the cache's pages, and attends to them and itself. For few sequences, where
-// what counts is not how many bytes are read but how long each of several kernels would take.
+// A step of decoding, of the projections on to attention's output: one new
+// token of each sequence is rotated, put into the cache's pages, and attends to
+// them and itself. For few sequences, where what counts is not how many bytes
+// are read but how long each of several kernels would take.
 //
-// A cluster of blocks has a sequence and a key head, whose query heads are the rows of one product.
-// Warps have 16 keys at a time, by turns over all blocks, in rings of their own. What the cache
-// held before does not come from the kernel before, so that keys and values are on their way, and
-// the angles computed, while that still runs. Then queries turn, and the warp that has the new
-// token puts it into its ring and into the cache. Shares are added in the order of warps, then of
-// blocks, each of which has as many of the outputs.
+// A cluster of blocks has a sequence and a key head, whose query heads are the
+// rows of one product. Warps have 16 keys at a time, by turns over all blocks,
+// in rings of their own. What the cache held before does not come from the
+// kernel before, so that keys and values are on their way, and the angles
+// computed, while that still runs. Then queries turn, and the warp that has the
+// new token puts it into its ring and into the cache. Shares are added in the
+// order of warps, then of blocks, each of which has as many of the outputs.
 //
-// It is CUDA C++ for copies to shared memory and for clusters, of which CubeCL has none.
+// It is CUDA C++ for copies to shared memory and for clusters, of which CubeCL
+// has none.
 #pragma once
 
 #include "attention/step/arguments.h"
@@ -34,7 +37,8 @@ constexpr uint32_t kMostRows = 16, kMostParts = 8;
 // A bound of scores, below all.
 constexpr float kNone = -INFINITY;
 
-// The greatest of a row's scores and the sum of what they are exponents of, relative to that.
+// The greatest of a row's scores and the sum of what they are exponents of,
+// relative to that.
 struct Sums {
   float most, sum;
 };
@@ -73,10 +77,16 @@ class Step {
 
   __device__ __forceinline__ void run() {
     const uint32_t first = warp_ * p_.parts + part_, stride = kWarps * p_.parts;
-    for (uint32_t i = 0; i < p_.slots; i++) {
-      fill(slot(i), first + i * stride);
+    uint32_t next = first;
+    find_page(next);
+    const auto ask = [&](uint32_t to) {
+      const uint32_t page = page_;
+      find_page(next + stride);
+      fill(slot(to), next, page);
       commit_copies();
-    }
+      next += stride;
+    };
+    for (uint32_t i = 0; i < p_.slots; i++) ask(i);
     compute_turns();
     // The angles, and the other blocks' shared memory, are there from here on.
     if (p_.parts == 1) {
@@ -102,8 +112,7 @@ class Step {
       attend(slot(at), group);
       // And all have done with the slot.
       __syncwarp();
-      fill(slot(at), group + p_.slots * stride);
-      commit_copies();
+      ask(at);
       at = at + 1 == p_.slots ? 0 : at + 1;
     }
     await_copies<0>();
@@ -126,8 +135,8 @@ class Step {
     return ring_ + i * Shared::kSlotBytes;
   }
 
-  // Where a line of a row of queries or keys lies: of two rows side by side, and of eight rows of
-  // values, in other banks.
+  // Where a line of a row of queries or keys lies: of two rows side by side,
+  // and of eight rows of values, in other banks.
   static __device__ __forceinline__ uint32_t line_of(uint32_t row, uint32_t line) {
     return row * kRowBytes + (line ^ (row & 1) << 2) * 16;
   }
@@ -135,36 +144,43 @@ class Step {
     return kKeys * kRowBytes + row * kRowBytes + (line ^ (row & 7)) * 16;
   }
 
-  // Where the key at `index` of the sequence lies in its pages, in elements, and its value.
+  // Where the key at `index` of the sequence lies in its page, in elements, and
+  // its value.
   struct Places {
     uint64_t k, v;
   };
 
-  __device__ __forceinline__ Places places_of(uint32_t index) const {
-    const uint64_t page =
-        p_.block_table[sequence_ * p_.block_table_stride + (index >> p_.page_log2)];
+  __device__ __forceinline__ Places places_of(uint64_t page, uint32_t index) const {
     const uint64_t in_page = index & ((1u << p_.page_log2) - 1);
     return {page * p_.k_page + in_page * p_.k_slot + head_ * p_.k_page_head,
             page * p_.v_page + in_page * p_.v_slot + head_ * p_.v_page_head};
   }
 
-  // Starts to copy a group's keys and values, as far as the cache held them. Behind these are
-  // zeros where values would be: what is no number would be one times nothing.
-  __device__ __forceinline__ void fill(uint8_t *to, uint32_t group) const {
+  __device__ __forceinline__ uint32_t page_of(uint32_t index) const {
+    return p_.block_table[sequence_ * p_.block_table_stride + (index >> p_.page_log2)];
+  }
+
+  // Asks for the page of a lane's key of a group that the cache has some of: a
+  // turn before it is used, which waits for memory.
+  __device__ __forceinline__ void find_page(uint32_t group) {
+    const uint32_t begin = group * kKeys, old = length_ - 1;
+    if (begin < old) page_ = page_of(min(begin + lane_ % kKeys, old - 1));
+  }
+
+  // Starts to copy a group's keys and values, as far as the cache held them; a
+  // lane has the page of one. Behind these are zeros where values would be:
+  // what is no number would be one times nothing.
+  __device__ __forceinline__ void fill(uint8_t *to, uint32_t group, uint32_t page) const {
     if (group >= groups_) return;
     const uint32_t begin = group * kKeys, old = length_ - 1;
-    Places mine = {0, 0};
-    // The last group may have none.
-    if (begin < old) mine = places_of(min(begin + lane_ % kKeys, old - 1));
 #pragma unroll
     for (uint32_t i = lane_; i < kKeys * kLines; i += 32) {
       const uint32_t row = i / kLines, line = i % kLines;
-      const uint64_t k = __shfl_sync(kAllLanes, mine.k, row);
-      const uint64_t v = __shfl_sync(kAllLanes, mine.v, row);
+      const Places at = places_of(__shfl_sync(kAllLanes, page, row), begin + row);
       if (begin + row < old) {
-        start_copy(to + line_of(row, line), static_cast<const T *>(p_.k_pages) + k + line * 8);
+        start_copy(to + line_of(row, line), static_cast<const T *>(p_.k_pages) + at.k + line * 8);
         start_copy(to + line_of_value(row, line),
-                   static_cast<const T *>(p_.v_pages) + v + line * 8);
+                   static_cast<const T *>(p_.v_pages) + at.v + line * 8);
       } else {
         *reinterpret_cast<uint4 *>(to + line_of_value(row, line)) = {0, 0, 0, 0};
       }
@@ -236,6 +252,7 @@ class Step {
 
   // What a lane has of the new key and value.
   __device__ __forceinline__ void load_new() {
+    new_page_ = page_of(length_ - 1);
     const T *k = static_cast<const T *>(p_.k) + sequence_ * p_.k_token + head_ * p_.k_head;
     const T *v = static_cast<const T *>(p_.v) + sequence_ * p_.v_token + head_ * p_.v_head;
 #pragma unroll
@@ -250,7 +267,7 @@ class Step {
   // Puts the new token into its group, and into the cache.
   __device__ __forceinline__ void put_new(uint8_t *to) const {
     const uint32_t row = (length_ - 1) % kKeys;
-    const Places at = places_of(length_ - 1);
+    const Places at = places_of(new_page_, length_ - 1);
     uint16_t *k = static_cast<uint16_t *>(p_.k_pages) + at.k;
     uint16_t *v = static_cast<uint16_t *>(p_.v_pages) + at.v;
 #pragma unroll
@@ -266,8 +283,9 @@ class Step {
     }
   }
 
-  // A lane's part of the queries. Components are multiplied in an order that queries and keys have
-  // in common: lane t of four has whole lines. Rows that are not there repeat the last one.
+  // A lane's part of the queries. Components are multiplied in an order that
+  // queries and keys have in common: lane t of four has whole lines. Rows that
+  // are not there repeat the last one.
   __device__ __forceinline__ void load_queries() {
     const uint32_t g = lane_ / 4, t = lane_ % 4;
 #pragma unroll
@@ -353,8 +371,8 @@ class Step {
     }
   }
 
-  // The sums of `count` parts of a row, relative to the greatest of all; `use` is called with each
-  // that has any, and by what it is to be multiplied.
+  // The sums of `count` parts of a row, relative to the greatest of all; `use`
+  // is called with each that has any, and by what it is to be multiplied.
   template <class Use>
   static __device__ __forceinline__ Sums all_of(const Sums (*parts)[kMostRows], uint32_t count,
                                                 uint32_t row, const Use &use) {
@@ -422,6 +440,9 @@ class Step {
   uint8_t *const ring_;
   // Keys with the new one, and groups of them.
   const uint32_t length_, groups_;
+  // Of the group that is asked for next.
+  uint32_t page_ = 0;
+  uint32_t new_page_ = 0;
   float2 new_key_[kOwnPairs], new_value_[kOwnPairs];
   // Rows g and g + 8.
   uint4 q_[2][kLines / 4];

@@ -57,6 +57,13 @@ class FewRows {
     digits_.scales = reinterpret_cast<Scale *>(rest);
     rest += count * sizeof(Scale);
     digits_.rows_log2 = p.rows_of_block_log2;
+    is_lined_ = p.aligned == kLines && weight_.is_short();
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+      masks_[i] = lane_ / 8 == i;
+      // The compiler, which would select if it knew them, is not to.
+      asm("" : "+r"(masks_[i]));
+    }
     sums_ = reinterpret_cast<float *>(rest);
   }
 
@@ -202,13 +209,38 @@ class FewRows {
     }
   }
 
-  // Starts to copy a unit.
-  __device__ __forceinline__ void fill(uint8_t *slot, Place place) const {
+  // Starts to copy a unit: behind one of its tile, or the first.
+  __device__ __forceinline__ void fill(uint8_t *slot, Place place) {
     const uint32_t columns = first_ + place.tile * weight_.columns();
+    if constexpr (kAlone && U::kIsLines) {
+      if (place.tile != tile_) {
+        tile_ = place.tile;
+        is_whole_ = is_lined_ && end_ - columns >= weight_.columns();
+        if (is_whole_) weight_.find_lines(columns, lines_);
+      }
+      if (is_whole_ && !is_cut(place.step)) {
+        weight_.copy(slot, lines_, place.step);
+        return;
+      }
+    }
     weight_.copy(slot, columns, min(end_ - columns, weight_.columns()), place.step);
   }
 
+  // Whether a step has fewer blocks than others.
+  __device__ __forceinline__ bool is_cut(uint32_t step) const {
+    return p_.blocks < (step + 1) * U::kCount;
+  }
+
   __device__ __forceinline__ void multiply(const uint8_t *slot, Place place) {
+    if constexpr (kAlone && U::kIsLines) {
+      const uint32_t columns = first_ + place.tile * weight_.columns();
+      if (is_lined_ && end_ - columns >= weight_.columns() && !is_cut(place.step)) {
+        constexpr uint32_t kPitch = U::kLinePitch * 16;
+        const uint8_t *low = slot + lane_ / 4 * kPitch;
+        multiply_whole<true>({low, low + 8 * kPitch}, place.step * U::kCount * k32s);
+        return;
+      }
+    }
     const uint32_t g = lane_ / 4, columns = first_ + place.tile * kColumns;
     const uint8_t *rows[2];
 #pragma unroll
@@ -330,8 +362,8 @@ class FewRows {
       if (!kWhole && first + i >= count) break;
       uint32_t codes[4];
       codes_of<kRowAligned>(rows, first + i, codes);
-      const bool mine = g / 2 == i;
-      multiply_codes(codes, {mine ? numbers.x : 0, mine ? numbers.y : 0}, sums);
+      // By a product, as selecting is for the units that take codes apart.
+      multiply_codes(codes, {numbers.x * masks_[i], numbers.y * masks_[i]}, sums);
     }
     if (!kWhole && first + t >= count) return;
     const FactorsOf factors[2] = {block_of<false>(rows[0], first + t),
@@ -456,6 +488,14 @@ class FewRows {
   // [warp][its first tile, its last][row of x][column].
   float *sums_;
   float acc_[kFours][2] = {};
+  // Of one row of x: whether whole units are copied by offsets; the tile that is copied, whether it
+  // is whole, and where its lines begin.
+  bool is_lined_ = false;
+  uint32_t tile_ = ~0u;
+  bool is_whole_ = false;
+  uint32_t lines_[U::kCopies];
+  // Of one row: 1 for the product of four whose columns a lane has, else 0.
+  uint32_t masks_[4];
 };
 
 }  // namespace unsloth

@@ -28,6 +28,12 @@ struct Unit {
   // Odd, so that the same word of eight rows lies in different banks.
   static constexpr int kPitch = kMostLines / 2 * 2 + 1;
   static constexpr int kSlotBytes = kColumns * kPitch * 16;
+  // Whether units of rows in whole lines are whole lines.
+  static constexpr bool kIsLines = kBytes % 16 == 0;
+  // From row to row of such a unit in its slot.
+  static constexpr int kLinePitch = kLeastLines / 2 * 2 + 1;
+  // Of a lane, which copies every 32nd line of such a unit.
+  static constexpr int kCopies = (kLeastLines * kColumns + 31) / 32;
 };
 
 // Where rows of the weight lie: anywhere; where words of its blocks may; in whole lines of 16
@@ -111,6 +117,40 @@ class Units {
         for (uint32_t byte = lane_; byte < last - first; byte += 32) {
           slot[i * U::kPitch * 16 + byte] = from[byte];
         }
+      }
+    }
+  }
+
+  // Whether offsets in the weight, and in what it gates, have 32 bits.
+  __device__ __forceinline__ bool is_short() const {
+    const int64_t up = p_.gated != 0 ? p_.up_offset : 0;
+    return up >= 0 && up + p_.out_features * p_.weight_stride < 1ll << 32;
+  }
+
+  // Where a lane's lines of a tile of whole units begin, the tile's first row being that of
+  // `columns`: copies of its units differ by the step alone.
+  __device__ __forceinline__ void find_lines(uint32_t columns,
+                                             uint32_t (&lines)[Unit<kBlocks>::kCopies]) const {
+#pragma unroll
+    for (uint32_t i = 0; i < U::kCopies; i++) {
+      const uint32_t line = lane_ + 32 * i, row = line / U::kLeastLines;
+      const int64_t at = (columns + row) * p_.weight_stride + (row >= kColumns / 2 ? turn_ : 0);
+      lines[i] = static_cast<uint32_t>(at) + line % U::kLeastLines * 16;
+    }
+  }
+
+  // Starts to copy such a unit.
+  __device__ __forceinline__ void copy(uint8_t *slot,
+                                       const uint32_t (&lines)[Unit<kBlocks>::kCopies],
+                                       uint32_t step) const {
+    constexpr uint32_t kLast = U::kLeastLines * kColumns - 32 * (U::kCopies - 1);
+    const uint8_t *from = p_.weight + step * U::kBytes;
+    slot += lane_ * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < U::kCopies; i++) {
+      const uint32_t row = (lane_ + 32 * i) / U::kLeastLines;
+      if (i + 1 < U::kCopies || kLast == 32 || lane_ < kLast) {
+        start_copy(slot + i * 512 + row * (U::kLinePitch - U::kLeastLines) * 16, from + lines[i]);
       }
     }
   }
