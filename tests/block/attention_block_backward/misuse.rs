@@ -1,11 +1,11 @@
 //! What gradients of the attention block refuse.
 
 use crate::common::abi::{self, Misuse, Operation, absent, c_tensor};
-use crate::common::{TestTensor, contexts, rng};
+use crate::common::{TestTensor, rng};
 use unsloth::ffi::attention_block::backward::*;
 use unsloth::ffi::attention_block::*;
 use unsloth::ffi::status::*;
-use unsloth::{DType, Layout};
+use unsloth::{Context, DType, Layout};
 
 const INVALID: unsloth_status = UNSLOTH_STATUS_INVALID_ARGUMENT;
 
@@ -232,7 +232,7 @@ const MISUSE: &[Misuse<unsloth_attention_block_backward_params>] = &[
 
 #[test]
 fn misuse_is_refused_and_writes_nothing() {
-    let memory = &contexts()[0];
+    let memory = &Context::cpu().unwrap();
     let contiguous = |shape: &[usize]| Layout::contiguous(shape).unwrap();
     let input = |shape: &[usize]| {
         TestTensor::normal(&mut rng(), DType::F32, contiguous(shape)).upload(memory)
