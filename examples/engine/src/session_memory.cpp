@@ -50,6 +50,18 @@ unsloth_inference_memory Session::estimate_memory() const {
     memory.total = memory.total - memory.weights + model_->weight_bytes();
     memory.weights = model_->weight_bytes();
   }
+  if (norms_in_sums()) {
+    // Parts of sums lie beside what they become.
+    const uint64_t bytes = max_rows_ * config.hidden_size * element_size(dtype_);
+    memory.activations += bytes;
+    memory.total += bytes;
+  }
+  if (tensor_ranks() > 1 && ranks.has_output()) {
+    // And other ranks' columns of logits are gathered beside this one's.
+    const uint64_t bytes = logits_.bytes() - memory.logits;
+    memory.logits += bytes;
+    memory.total += bytes;
+  }
   if (divided_) {
     // It knows the cache of such a rank, and not what its attention goes through.
     memory.activations += divided_->bytes();

@@ -80,6 +80,9 @@ def problems_of_ranks(expected, path, of_one):
             part, whole = (r["memory"]["estimated"]["weights"] for r in (found, of_one))
             if not part < 0.75 * whole:
                 yield f"of {whole} bytes of weights each of {size} ranks has {part}"
+            peak, estimated = found["memory"]["real"]["peak"], found["memory"]["estimated"]["total"]
+            if not 1 <= peak / estimated < 1.01:
+                yield f"of {size} ranks each took {peak} bytes, estimated as {estimated}"
     # Drawn tokens too: all ranks draw the same.
     drawn = [*flags[:-1], "1", "--seed", "7"]
     one, two = (run(path, *drawn, "--tensor-parallel", size) for size in "12")
