@@ -20,6 +20,8 @@ class JsonWriter {
 
   JsonWriter &begin_object() { return open('{'); }
   JsonWriter &end_object() { return close('}'); }
+  JsonWriter &begin_array() { return open('['); }
+  JsonWriter &end_array() { return close(']'); }
 
   JsonWriter &key(std::string_view name) {
     separate();

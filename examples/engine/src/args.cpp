@@ -5,6 +5,25 @@
 #include <utility>
 
 namespace llm {
+namespace {
+
+constexpr uint32_t kMaxSequences = 256;
+
+// Ranks that have some of the layers, or of the tokens, run one text.
+void check_sequences(const Args &args) {
+  if (args.sequences > kMaxSequences) {
+    throw UsageError("--sequences takes an integer from 1 to " + std::to_string(kMaxSequences) +
+                     ", not '" + std::to_string(args.sequences) + "'");
+  }
+  if (args.sequences == 1) return;
+  if (!args.prompt) throw UsageError("--sequences continues one prompt: give --prompt");
+  for (const auto &[flag, size] : {std::pair("--pipeline-parallel", args.pipeline_parallel),
+                                   std::pair("--context-parallel", args.context_parallel)}) {
+    if (size > 1) throw UsageError(std::string("--sequences and ") + flag + " do not go together");
+  }
+}
+
+}  // namespace
 
 Args parse_args(int argc, const char *const *argv) {
   Args args;
@@ -31,6 +50,8 @@ Args parse_args(int argc, const char *const *argv) {
       {"--prompt", [&](auto &, auto &value) { args.prompt = value; }},
       {"--tokens",
        [&](auto &flag, auto &value) { args.tokens = parse_integer<uint32_t>(flag, value, 0); }},
+      {"--sequences",
+       [&](auto &flag, auto &value) { args.sequences = parse_integer<uint32_t>(flag, value, 1); }},
       {"--temperature",
        [&](auto &flag, auto &value) {
          args.sampling.temperature = parse_number(
@@ -115,6 +136,7 @@ Args parse_args(int argc, const char *const *argv) {
   if (args.cache != Args::Cache::kDType && args.context_parallel > 1) {
     throw UsageError("--cache-type and --context-parallel do not go together");
   }
+  check_sequences(args);
   if (args.rank.has_value() == args.meet.empty()) {
     throw UsageError("--rank and --meet go together");
   }
@@ -137,6 +159,8 @@ std::string usage() {
          "  --device cpu|cuda   where the model runs (cpu)\n"
          "  --prompt TEXT       the text to continue\n"
          "  --tokens N          generate at most N tokens (128)\n"
+         "  --sequences N       continue the prompt N times at once: a step runs a token of each "
+         "(1)\n"
          "  --temperature T     0 takes the likeliest token, more is more random (0)\n"
          "  --top-k K           draw from the K likeliest tokens, 0 for all (40)\n"
          "  --top-p P           and of those from the likeliest that together reach P (0.95)\n"

@@ -21,6 +21,7 @@ struct Args {
   Device device = Device::kCpu;
   std::optional<std::string> prompt;
   uint32_t tokens = 128;
+  uint32_t sequences = 1;  // continuations of the prompt
   SamplerOptions sampling;
   bool chat = false;
   std::optional<std::string> perplexity;

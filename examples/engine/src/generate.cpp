@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <utility>
 
 #include "error.h"
 
@@ -66,6 +67,66 @@ void prefill(Session *session, const TokenId *tokens, size_t count, Stopwatch *w
   }
 }
 
+// Continuations of a prompt, which grow by a token at a time, until each has ended.
+class Continuations {
+ public:
+  using OnText = std::function<void(const std::string &)>;
+
+  // `on_text` takes the first one's text.
+  Continuations(const Tokenizer &tokenizer, size_t count, const OnText &on_text)
+      : tokenizer_(&tokenizer),
+        streams_(count, TextStream(tokenizer)),
+        all_(count),
+        last_(count),
+        on_text_(on_text) {}
+
+  size_t num_growing() const {
+    return static_cast<size_t>(
+        std::count_if(all_.begin(), all_.end(), [](const auto &each) { return !each.ended; }));
+  }
+  // What a step runs of each. What one that has ended goes on with is read by nobody.
+  const std::vector<TokenId> &last() const { return last_; }
+
+  // Of the rows of logits, one for each or one for all, a token for each.
+  std::vector<TokenId> draw(Sampler *sampler, const float *logits, size_t rows, size_t row_size) {
+    std::vector<TokenId> drawn = last_;
+    for (size_t i = 0; i < all_.size(); ++i) {
+      const float *const row = logits + (rows == 1 ? 0 : i) * row_size;
+      // The matrix may have more rows than there are tokens, for the sake of its shape.
+      if (!all_[i].ended) drawn[i] = sampler->sample(row, tokenizer_->vocab_size());
+    }
+    return drawn;
+  }
+
+  void push(const std::vector<TokenId> &tokens) {
+    last_ = tokens;
+    for (size_t i = 0; i < all_.size(); ++i) {
+      if (all_[i].ended) continue;
+      all_[i].ended = tokenizer_->ends_generation(tokens[i]);
+      if (all_[i].ended) continue;
+      all_[i].tokens.push_back(tokens[i]);
+      emit(i, streams_[i].push(tokens[i]));
+    }
+  }
+
+  std::vector<Continuation> finish() {
+    for (size_t i = 0; i < all_.size(); ++i) emit(i, streams_[i].finish());
+    return std::move(all_);
+  }
+
+ private:
+  void emit(size_t i, const std::string &text) {
+    all_[i].text += text;
+    if (i == 0 && on_text_ && !text.empty()) on_text_(text);
+  }
+
+  const Tokenizer *tokenizer_;
+  std::vector<TextStream> streams_;
+  std::vector<Continuation> all_;
+  std::vector<TokenId> last_;
+  const OnText &on_text_;
+};
+
 }  // namespace
 
 Result generate(Session *session, const Tokenizer &tokenizer, Sampler *sampler,
@@ -87,42 +148,35 @@ Result generate(Session *session, const Tokenizer &tokenizer, Sampler *sampler,
   result.mean_nll = mean(prompt_score, session);
 
   Stopwatch decode_watch;
-  TextStream stream(tokenizer);
-  const auto emit = [&](const std::string &text) {
-    result.text += text;
-    if (on_text && !text.empty()) on_text(text);
-  };
+  Continuations continuations(tokenizer, options.sequences, on_text);
+  // Behind the prompt there is one token for all.
   const auto choose = [&] {
-    if (sampler->is_greedy()) return session->likeliest();
-    // The matrix may have more rows than there are tokens, for the sake of its shape.
-    const auto drawn = [&] {
-      const float *logits = session->logits(session->rows().size() - 1, 1);
-      return sampler->sample(logits, tokenizer.vocab_size());
-    };
-    return session->share(session->has_last() ? drawn() : 0);
-  };
-  const auto sample = [&](Stopwatch *watch) {
-    watch->start();
-    const TokenId token = choose();
-    watch->stop();
-    return token;
+    const size_t rows = session->num_sequences();
+    if (sampler->is_greedy()) {
+      const std::vector<TokenId> &likeliest = session->likeliest();
+      return rows == 1 ? std::vector<TokenId>(options.sequences, likeliest[0]) : likeliest;
+    }
+    std::vector<TokenId> drawn(options.sequences);
+    if (session->has_last()) {
+      const float *logits = session->logits(session->rows().size() - rows, rows);
+      drawn = continuations.draw(sampler, logits, rows, session->vocab_size());
+    }
+    return session->share(drawn);
   };
   size_t decoded = 0;
-  while (result.tokens.size() < options.max_tokens) {
-    const bool first = result.tokens.empty();
-    if (!first) {
-      decode_watch.start();
-      session->forward(&result.tokens.back(), 1);
-      decode_watch.stop();
-      ++decoded;
+  for (uint32_t made = 0; made < options.max_tokens && continuations.num_growing() > 0; ++made) {
+    Stopwatch *const watch = made == 0 ? &prefill_watch : &decode_watch;
+    watch->start();
+    if (made > 0) {
+      session->fork();
+      session->forward(continuations.last().data(), continuations.last().size());
+      decoded += continuations.num_growing();
     }
-    const TokenId token = sample(first ? &prefill_watch : &decode_watch);
-    result.ended = tokenizer.ends_generation(token);
-    if (result.ended) break;
-    result.tokens.push_back(token);
-    emit(stream.push(token));
+    const std::vector<TokenId> tokens = choose();
+    watch->stop();
+    continuations.push(tokens);
   }
-  emit(stream.finish());
+  result.continuations = continuations.finish();
   result.prefill_tokens_per_second = prefill_watch.per_second(prompt.size());
   result.decode_tokens_per_second = decode_watch.per_second(decoded);
   return result;

@@ -44,8 +44,18 @@ void print_json(const Result &result, const Session &session) {
   JsonWriter json;
   json.begin_object();
   json.key("prompt_tokens").value(result.prompt_tokens);
-  json.key("tokens").value(result.tokens);
-  json.key("text").value(result.text);
+  json.key("tokens").value(result.continuations[0].tokens);
+  json.key("text").value(result.continuations[0].text);
+  if (result.continuations.size() > 1) {
+    json.key("sequences").begin_array();
+    for (const Continuation &each : result.continuations) {
+      json.begin_object();
+      json.key("text").value(each.text);
+      json.key("tokens").value(each.tokens);
+      json.end_object();
+    }
+    json.end_array();
+  }
   json.key("mean_nll").value(result.mean_nll);
   json.key("prefill_tokens_per_second").value(result.prefill_tokens_per_second);
   json.key("decode_tokens_per_second").value(result.decode_tokens_per_second);
@@ -69,10 +79,18 @@ void print_json(const Result &result, const Session &session) {
   print(json.text() + "\n");
 }
 
+void print_continuations(const Result &result) {
+  for (size_t i = 0; i < result.continuations.size(); ++i) {
+    print("--- " + std::to_string(i + 1) + "\n" + result.continuations[i].text + "\n");
+  }
+}
+
 void print_summary(const Result &result, const Session &session) {
   constexpr double kMiB = 1 << 20;
+  size_t generated = 0;
+  for (const Continuation &each : result.continuations) generated += each.tokens.size();
   std::fprintf(stderr, "prompt: %zu tokens, %.1f tokens/s; generated: %zu tokens, %.1f tokens/s; ",
-               result.prompt_tokens.size(), result.prefill_tokens_per_second, result.tokens.size(),
+               result.prompt_tokens.size(), result.prefill_tokens_per_second, generated,
                result.decode_tokens_per_second);
   std::fprintf(stderr, "memory: %.1f MiB, %.1f MiB estimated\n",
                static_cast<double>(session.context().memory_stats().peak) / kMiB,
@@ -101,26 +119,32 @@ void run_prompt(const Args &args, const Model &model, const Gguf &gguf,
   }
   const auto max_tokens =
       static_cast<uint32_t>(std::min<uint64_t>(args.tokens, context_length - prompt.size()));
-  Session session(model, prompt.size() + max_tokens, args.graph, args.cache);
+  const Room room = {prompt.size() + max_tokens, args.sequences, prompt.size()};
+  Session session(model, room, args.graph, args.cache);
   Sampler sampler(args.sampling);
-  if (prints && !args.json && !args.chat) print(*args.prompt);
+  const bool streams = prints && !args.json && args.sequences == 1;
+  if (streams && !args.chat) print(*args.prompt);
   const Result result =
-      generate(&session, tokenizer, &sampler, prompt, {max_tokens, args.json, args.warm_up},
-               args.json || !prints ? nullptr : print);
+      generate(&session, tokenizer, &sampler, prompt,
+               {max_tokens, args.sequences, args.json, args.warm_up}, streams ? print : nullptr);
   if (!prints) return;
   if (args.json) {
     print_json(result, session);
-  } else {
-    print("\n");
-    print_summary(result, session);
+    return;
   }
+  if (streams) {
+    print("\n");
+  } else {
+    print_continuations(result);
+  }
+  print_summary(result, session);
 }
 
 // A conversation, line by line. The cache keeps it: each turn runs only what is new.
 void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Tokenizer &tokenizer) {
   const ChatTemplate chat = ChatTemplate::recognize(gguf.get_string("tokenizer.chat_template"));
   const uint64_t capacity = std::min(kChatCapacity, model.config().context_length);
-  Session session(model, capacity, args.graph, args.cache);
+  Session session(model, {capacity}, args.graph, args.cache);
   if (args.warm_up) session.warm_up();
   Sampler sampler(args.sampling);
   std::vector<TokenId> not_run;  // the end of a reply that was cut short
@@ -139,10 +163,11 @@ void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Toke
     const auto max_tokens =
         static_cast<uint32_t>(std::min<uint64_t>(args.tokens, room - prompt.size()));
     const Result result =
-        generate(&session, tokenizer, &sampler, prompt, {max_tokens, false, false}, print);
+        generate(&session, tokenizer, &sampler, prompt, {max_tokens, 1, false, false}, print);
     print("\n");
     not_run.clear();
-    if (!result.ended && !result.tokens.empty()) not_run.push_back(result.tokens.back());
+    const Continuation &reply = result.continuations[0];
+    if (!reply.ended && !reply.tokens.empty()) not_run.push_back(reply.tokens.back());
   }
   print("\n");
 }
@@ -150,7 +175,7 @@ void run_chat(const Args &args, const Model &model, const Gguf &gguf, const Toke
 void run_perplexity(const Args &args, const Model &model, const Tokenizer &tokenizer) {
   const std::vector<TokenId> tokens = tokenizer.encode(read_file(*args.perplexity), {true, false});
   const uint64_t capacity = std::min<uint64_t>(tokens.size(), model.config().context_length);
-  Session session(model, capacity, false, args.cache);
+  Session session(model, {capacity}, false, args.cache);
   Result result;
   if (!model.ranks().is_first()) {
     score(&session, tokens, nullptr);

@@ -41,17 +41,27 @@ unsloth_dtype dtype_of(Args::Cache cache, unsloth_dtype hidden) {
   return hidden;
 }
 
+// Pages with `shared` tokens alone are there once, and the one that the first text ends in is
+// copied by each.
+uint64_t num_pages(const Room &room, uint64_t pages_of_one) {
+  const uint64_t own = std::max<uint64_t>(pages_of_one - room.shared / kPageSize, 1);
+  return pages_of_one + (room.sequences - 1) * own;
+}
+
+// `kept` tokens of a text are in the cache.
 unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dtype,
-                                     uint64_t capacity, uint64_t max_chunk) {
+                                     const Room &room, uint64_t kept, uint64_t max_rows) {
+  const uint64_t pages_of_one = (kept + kPageSize - 1) / kPageSize;
   unsloth_kv_cache_params params = UNSLOTH_KV_CACHE_PARAMS_INIT;
   params.dtype = dtype;
   params.num_layers = static_cast<int64_t>(config.num_layers);
   params.num_kv_heads = static_cast<int64_t>(config.num_kv_heads);
   params.head_dim = static_cast<int64_t>(config.head_dim);
   params.page_size = static_cast<int64_t>(kPageSize);
-  params.num_pages = static_cast<int64_t>((capacity + kPageSize - 1) / kPageSize);
-  params.max_batch_size = 1;
-  params.max_batch_tokens = static_cast<int64_t>(max_chunk);
+  params.num_pages = static_cast<int64_t>(num_pages(room, pages_of_one));
+  params.max_batch_size = static_cast<int64_t>(room.sequences);
+  params.max_batch_tokens = static_cast<int64_t>(max_rows);
+  params.max_sequence_length = static_cast<int64_t>(pages_of_one * kPageSize);
   return params;
 }
 
@@ -63,17 +73,18 @@ uint64_t Session::chunk_limit(const Context &context) {
   return context.backend() == UNSLOTH_BACKEND_CPU ? kCpu : kGpu;
 }
 
-Session::Session(const Model &model, uint64_t capacity, bool use_graph, Args::Cache cache)
+Session::Session(const Model &model, const Room &room, bool use_graph, Args::Cache cache)
     : model_(&model),
-      capacity_(capacity),
-      divided_(model.ranks().context.size > 1 ? std::make_unique<ContextParallel>(model, capacity)
-                                              : nullptr),
-      max_chunk_(divided_ ? capacity : std::min(chunk_limit(context()), capacity)),
-      max_rows_(divided_ ? divided_->max_rows() : max_chunk_),
-      max_logit_rows_(std::min(kMaxLogitRows, capacity)),
+      room_(room),
+      divided_(model.ranks().context.size > 1
+                   ? std::make_unique<ContextParallel>(model, room.capacity)
+                   : nullptr),
+      max_chunk_(divided_ ? room.capacity : std::min(chunk_limit(context()), room.capacity)),
+      max_rows_(divided_ ? divided_->max_rows() : std::max(max_chunk_, room.sequences)),
+      max_logit_rows_(std::max(std::min(kMaxLogitRows, room.capacity), room.sequences)),
       dtype_(model.hidden_dtype()),
-      cache_params_(cache_params(model.config(), dtype_of(cache, dtype_),
-                                 divided_ ? divided_->max_kept() : capacity, max_rows_)),
+      cache_params_(cache_params(model.config(), dtype_of(cache, dtype_), room,
+                                 divided_ ? divided_->max_kept() : room.capacity, max_rows_)),
       cache_(context().get(), cache_params_) {
   const uint64_t hidden_size = model.config().hidden_size;
   const uint64_t hidden_bytes = max_rows_ * hidden_size * element_size(dtype_);
@@ -89,11 +100,16 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph, Args::Ca
     logits_ = Buffer(context(), of_ranks_.size() * sizeof(float));
     // Where a rank has fewer columns, what it sends is something.
     logits_.upload(of_ranks_.data(), logits_.bytes());
+    if (tensor_ranks() > 1 && room.sequences > 1) {
+      const uint64_t row = tensor_ranks() * model.vocabulary().most;
+      whole_rows_ = Buffer(context(), room.sequences * row * sizeof(float));
+    }
     host_logits_.resize(max_logit_rows_ * vocab_size());
   }
 
   sums_ = Buffer(context(), static_cast<size_t>(sharing().size) * sizeof(double));
-  check(unsloth_kv_cache_sequence_create(cache_.get(), &sequence_));
+  sequences_.resize(1);
+  check(unsloth_kv_cache_sequence_create(cache_.get(), &sequences_[0]));
   // The largest step, for its workspace: later steps will rarely need more, so the estimate holds.
   extend(max_chunk_);
   reserve_workspace(num_rows_);
@@ -105,10 +121,22 @@ Session::Session(const Model &model, uint64_t capacity, bool use_graph, Args::Ca
   reset();
   if (use_graph && can_replay() && context().backend() == UNSLOTH_BACKEND_CUDA) {
     driver_ = std::make_unique<CudaDriver>();
-    extend(1);
-    capture_step();
-    reset();
   }
+  if (driver_ || room.sequences > 1) prepare_decoding();
+}
+
+// Workspace and the graph of a step of one token of each text.
+void Session::prepare_decoding() {
+  fork();
+  extend(num_sequences());
+  reserve_workspace(num_rows_);
+  if (num_sequences() > 1 && context().backend() != UNSLOTH_BACKEND_CPU) {
+    // Kernels of so many rows may be others than a chunk's: they are not loaded within a capture.
+    queue_step();
+    synchronize();
+  }
+  if (driver_) capture_step();
+  reset();
 }
 
 void Session::warm_up() const {
@@ -142,26 +170,41 @@ void Session::warm_up() const {
   check(unsloth_context_warm_up(context().get(), shapes.data(), shapes.size()));
 }
 
+void Session::fork() {
+  while (sequences_.size() < room_.sequences) {
+    int64_t sequence = 0;
+    check(unsloth_kv_cache_sequence_fork(cache_.get(), sequences_[0], &sequence));
+    sequences_.push_back(sequence);
+  }
+}
+
 void Session::reset() {
-  check(unsloth_kv_cache_sequence_truncate(cache_.get(), sequence_, 0));
+  for (; sequences_.size() > 1; sequences_.pop_back()) {
+    check(unsloth_kv_cache_sequence_free(cache_.get(), sequences_.back()));
+  }
+  check(unsloth_kv_cache_sequence_truncate(cache_.get(), sequences_[0], 0));
   length_ = 0;
   last_count_ = 0;
   rows_.clear();
 }
 
-// The current step is of one token. Tables and lengths stay where they are on the device, and
-// `extend` keeps them current: one graph serves every later step.
+// The current step is of one token of each text. Tables and lengths stay where they are on the
+// device, and `extend` keeps them current: one graph serves every later step.
 void Session::capture_step() {
-  reserve_workspace(1);
-  graph_ = std::make_unique<CudaGraph>(*driver_, context().stream(), [&] {
-    queue_layers(1);
-    queue_logits(0, 1);
-    queue_likeliest();
-  });
+  reserve_workspace(num_rows_);
+  graph_ = std::make_unique<CudaGraph>(*driver_, context().stream(), [&] { queue_step(); });
+}
+
+void Session::queue_step() {
+  queue_layers(num_sequences());
+  queue_logits(0, num_sequences());
+  queue_likeliest(num_sequences());
 }
 
 void Session::forward(const TokenId *tokens, size_t count) {
-  if (count < 1 || count > max_chunk_ || count > capacity_ - length_) {
+  const size_t most = num_sequences() == 1 ? max_chunk_ : num_sequences();
+  if (count < num_sequences() || count > most ||
+      count / num_sequences() > room_.capacity - length_) {
     throw Error("a step of " + std::to_string(count) + " tokens does not fit the session");
   }
   if (divided_ && length_ > 0 && count > 1) {
@@ -169,7 +212,7 @@ void Session::forward(const TokenId *tokens, size_t count) {
   }
   extend(count);
   upload_ids(tokens, count);
-  if (count == 1 && driver_) {
+  if (count == room_.sequences && count == num_sequences() && driver_) {
     if (!graph_) capture_step();
     graph_->launch(context().stream());
     logits_are_queued_ = true;
@@ -203,16 +246,34 @@ void Session::queue_logits(size_t row, size_t rows) {
   check(unsloth_all_gather_forward(context().get(), &gather, context().stream()));
 }
 
-// Of the logits of one row that are there, those of ranks one behind the other.
-void Session::queue_likeliest() {
+// Of the logits of so many rows that are there.
+void Session::queue_likeliest(size_t rows) {
   unsloth_argmax_params params = UNSLOTH_ARGMAX_PARAMS_INIT;
-  params.x = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32, {1, model_->config().num_tokens});
-  params.out = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {1});
+  params.x = whole_rows_of_logits(rows);
+  params.out = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {rows});
   check(unsloth_argmax_forward(context().get(), &params, context().stream()));
 }
 
+// One rank's rows are in one piece, and so is a single one, whose parts lie one behind the other.
+// Of several rows each rank's are together: they are copied to where the parts of a row are.
+unsloth_tensor Session::whole_rows_of_logits(size_t rows) {
+  const uint64_t most = model_->vocabulary().most;
+  const uint64_t row = tensor_ranks() * most;
+  const void *data = logits_.data();
+  if (tensor_ranks() > 1 && rows > 1) {
+    unsloth_cast_params copy = UNSLOTH_CAST_PARAMS_INIT;
+    copy.x = unsloth::tensor(logits_.data(), UNSLOTH_DTYPE_F32, {rows, tensor_ranks(), most},
+                             {most, rows * most, uint64_t{1}});
+    copy.out = unsloth::tensor(whole_rows_.data(), UNSLOTH_DTYPE_F32, {rows, tensor_ranks(), most});
+    check(unsloth_cast_forward(context().get(), &copy, context().stream()));
+    data = whole_rows_.data();
+  }
+  return unsloth::tensor(data, UNSLOTH_DTYPE_F32, {rows, model_->config().num_tokens},
+                         {row, uint64_t{1}});
+}
+
 const float *Session::logits(size_t row, size_t rows) {
-  if (!logits_are_queued_ || rows != 1) queue_logits(row, rows);
+  if (!logits_are_queued_ || rows != num_sequences()) queue_logits(row, rows);
   const uint64_t most = model_->vocabulary().most;
   logits_.download(of_ranks_.data(), rows * tensor_ranks() * most * sizeof(float));
   for (uint64_t rank = 0; rank < tensor_ranks(); ++rank) {
@@ -226,29 +287,29 @@ const float *Session::logits(size_t row, size_t rows) {
   return host_logits_.data();
 }
 
-TokenId Session::likeliest() {
+const std::vector<TokenId> &Session::likeliest() {
   if (!logits_are_queued_ && has_last()) {
-    queue_logits(rows_.size() - 1, 1);
-    queue_likeliest();
+    queue_logits(rows_.size() - num_sequences(), num_sequences());
+    queue_likeliest(num_sequences());
   }
-  return share_first();
+  return share_ids(num_sequences());
 }
 
-TokenId Session::share(TokenId token) {
-  if (sharing().size == 1) return token;
-  ids_.upload(&token, sizeof token);
-  return share_first();
+std::vector<TokenId> Session::share(const std::vector<TokenId> &tokens) {
+  if (sharing().size == 1) return tokens;
+  ids_.upload(tokens.data(), tokens.size() * sizeof(TokenId));
+  return share_ids(tokens.size());
 }
 
-// The rank that has the last token's logits writes the likeliest token to the first place of ids_,
-// where the next step reads it, and sends it to the others.
-TokenId Session::share_first() {
+// The rank that has the last token's logits writes the likeliest tokens to the first places of
+// ids_, where the next step reads them, and sends them to the others.
+const std::vector<TokenId> &Session::share_ids(size_t count) {
   if (sharing().size > 1) {
-    const unsloth_tensor first = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {1});
+    const unsloth_tensor first = unsloth::tensor(ids_.data(), UNSLOTH_DTYPE_I32, {count});
     broadcast(context(), sharing(), first, speaker());
   }
-  ids_.download(&likeliest_, sizeof likeliest_);
-  likeliest_is_known_ = true;
+  likeliest_.resize(count);
+  ids_.download(likeliest_.data(), count * sizeof(TokenId));
   return likeliest_;
 }
 
@@ -284,14 +345,15 @@ int32_t Session::speaker() const {
   return divided_ ? divided_->speaker() : model_->ranks().pipeline.size - 1;
 }
 
-// Makes room for new tokens in the cache, and their step the current one.
+// Makes room for new tokens in the cache, as many of each text, and their step the current one.
 void Session::extend(size_t count) {
-  auto num_tokens = static_cast<int64_t>(count);
+  const size_t each = count / num_sequences();
+  std::vector<int64_t> num_tokens(num_sequences(), static_cast<int64_t>(each));
   num_rows_ = count;
   if (divided_) {
     divided_->begin(length_, count);
     num_rows_ = divided_->num_rows();
-    num_tokens = static_cast<int64_t>(divided_->num_kept());
+    num_tokens[0] = static_cast<int64_t>(divided_->num_kept());
     // Behind a prompt all have the hidden states, and one makes logits of them.
     const bool makes_logits = length_ == 0 || divided_->speaker() == sharing().rank;
     rows_ = makes_logits ? divided_->tokens() : std::vector<uint32_t>();
@@ -299,17 +361,20 @@ void Session::extend(size_t count) {
     rows_.resize(model_->ranks().has_output() ? count : 0);
     std::iota(rows_.begin(), rows_.end(), 0U);
   }
-  check(unsloth_kv_cache_extend(cache_.get(), &sequence_, &num_tokens, 1, context().stream()));
-  length_ += count;
+  check(unsloth_kv_cache_extend(cache_.get(), sequences_.data(), num_tokens.data(), num_sequences(),
+                                context().stream()));
+  length_ += each;
   last_count_ = count;
   logits_are_queued_ = false;
 }
 
 void Session::reserve_workspace(size_t count) {
-  // On the CPU what a step of one rank needs depends on its rows alone.
+  // On the CPU what a step of one rank needs depends on its rows and texts alone.
   const bool of_rows = context().backend() == UNSLOTH_BACKEND_CPU && !divided_;
-  if (of_rows && count == reserved_rows_) return;
+  const bool same = count == reserved_rows_ && num_sequences() == reserved_sequences_;
+  if (of_rows && same) return;
   reserved_rows_ = count;
+  reserved_sequences_ = num_sequences();
   size_t size = 0;
   if (model_->ranks().has_output()) {
     const unsloth_linear_params logits = logits_params(0, max_logit_rows_);
@@ -339,7 +404,8 @@ void Session::reserve_workspace(size_t count) {
 }
 
 void Session::upload_ids(const TokenId *tokens, size_t count) {
-  const bool there = num_rows_ == 1 && likeliest_is_known_ && tokens[0] == likeliest_;
+  const bool there = num_rows_ == likeliest_.size() &&
+                     std::equal(likeliest_.begin(), likeliest_.end(), tokens, tokens + count);
   if (divided_ && !there) {
     std::vector<TokenId> own(num_rows_);  // padding is some token
     const std::vector<uint32_t> &which = divided_->tokens();
@@ -348,7 +414,7 @@ void Session::upload_ids(const TokenId *tokens, size_t count) {
   } else if (!there) {
     ids_.upload(tokens, count * sizeof(TokenId));
   }
-  likeliest_is_known_ = false;
+  likeliest_.clear();
 }
 
 // Logits of rows of the normalised hidden states, in f32 whatever these are: this rank's columns,

@@ -45,6 +45,17 @@ unsloth_inference_memory Session::estimate_memory() const {
   params.num_logits = static_cast<int64_t>(ranks.has_output() ? max_logit_rows_ : 0);
   unsloth_inference_memory memory = UNSLOTH_INFERENCE_MEMORY_INIT;
   check(unsloth_inference_memory_estimate(context().get(), &params, &memory));
+  if (room_.sequences > 1) {
+    // A step of a token of each text may need more workspace than a chunk of the prompt.
+    params.batch_size = static_cast<int64_t>(room_.sequences);
+    params.num_tokens = params.batch_size;
+    unsloth_inference_memory step = UNSLOTH_INFERENCE_MEMORY_INIT;
+    check(unsloth_inference_memory_estimate(context().get(), &params, &step));
+    if (step.workspace > memory.workspace) {
+      memory.total += step.workspace - memory.workspace;
+      memory.workspace = step.workspace;
+    }
+  }
   // Nor does it know that a rank of a pipeline lacks the embedding, or the output projection.
   if (as_in_file || ranks.pipeline.size > 1) {
     memory.total = memory.total - memory.weights + model_->weight_bytes();
@@ -57,8 +68,8 @@ unsloth_inference_memory Session::estimate_memory() const {
     memory.total += bytes;
   }
   if (tensor_ranks() > 1 && ranks.has_output()) {
-    // And other ranks' columns of logits are gathered beside this one's.
-    const uint64_t bytes = logits_.bytes() - memory.logits;
+    // And other ranks' columns of logits are gathered beside this one's, and copied into rows.
+    const uint64_t bytes = logits_.bytes() + whole_rows_.bytes() - memory.logits;
     memory.logits += bytes;
     memory.total += bytes;
   }

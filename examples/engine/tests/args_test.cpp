@@ -22,6 +22,7 @@ void good_flags() {
                            "--a=b",
                            "--tokens",
                            "5",
+                           "--sequences=1",
                            "--temperature",
                            "0.5",
                            "--top-k",
@@ -44,6 +45,10 @@ void good_flags() {
   CHECK(args.device == Args::Device::kCuda);
   CHECK_EQUAL(args.prompt.value_or(""), std::string("--a=b"));
   CHECK_EQUAL(args.tokens, 5U);
+  CHECK_EQUAL(args.sequences, 1U);
+  CHECK_EQUAL(parse({"--model", "m", "--prompt", "p", "--sequences", "256", "--tensor-parallel=2"})
+                  .sequences,
+              256U);
   CHECK_EQUAL(args.tensor_parallel, 4);
   CHECK_EQUAL(args.pipeline_parallel, 3);
   CHECK_EQUAL(args.rank.value_or(-1), 11);
@@ -120,6 +125,16 @@ void bad_flags() {
       {{"--tokens", "4294967296"}, "not '4294967296'"},
       {{"--tokens", "5x"}, "not '5x'"},
       {{"--tokens", ""}, "not ''"},
+      {{"--sequences", "0"}, "--sequences takes an integer from 1"},
+      {{"--model", "m", "--prompt", "p", "--sequences", "257"},
+       "--sequences takes an integer from 1 to 256, not '257'"},
+      {{"--model", "m", "--chat", "--sequences", "2"}, "--sequences continues one prompt"},
+      {{"--model", "m", "--perplexity", "f", "--sequences", "2"},
+       "--sequences continues one prompt"},
+      {{"--model", "m", "--prompt", "p", "--sequences", "2", "--pipeline-parallel", "2"},
+       "--sequences and --pipeline-parallel do not go together"},
+      {{"--model", "m", "--prompt", "p", "--sequences", "2", "--context-parallel", "2"},
+       "--sequences and --context-parallel do not go together"},
       {{"--threads", "0"}, "--threads takes an integer from 1"},
       {{"--temperature", "-0.1"}, "--temperature takes a number of 0 or more"},
       {{"--temperature", "nan"}, "not 'nan'"},

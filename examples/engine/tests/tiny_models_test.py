@@ -58,6 +58,7 @@ def problems(expected, directory):
             yield f"{key} is {again[key]} after a warm-up, {found[key]} without"
     if arguments.device == "cpu":
         yield from problems_of_ranks(expected, path, found)
+        yield from problems_of_sequences(path, found, ([], ["--tensor-parallel", "2"]))
         yield from problems_of_stages(path, found, "2")
         yield from problems_of_divided_text(path, found, "3")
     error = found["mean_nll"] / expected["mean_nll"] - 1
@@ -88,6 +89,34 @@ def problems_of_ranks(expected, path, of_one):
     one, two = (run(path, *drawn, "--tensor-parallel", size) for size in "12")
     if one["tokens"] != two["tokens"]:
         yield f"drawn tokens of 2 ranks are {two['tokens']}, not {one['tokens']}"
+
+
+def problems_of_sequences(path, of_one, ways):
+    """Continuations of one prompt are alike where the likeliest tokens are taken, and differ where tokens are drawn."""
+    flags = ["--prompt", tiny_models.TEXT * 3, "--tokens", "32", "--temperature"]
+    drawn = {}
+    for way in ways:
+        # As many as kernels for few tokens take, and more.
+        for number in (3, 11):
+            found = run(path, *flags, "0", "--sequences", str(number), *way)
+            expected = [{key: of_one[key] for key in ("text", "tokens")}] * number
+            if found["sequences"] != expected:
+                yield f"{number} sequences {way} are {found['sequences']}, not each {of_one['tokens']}"
+            if found["tokens"] != of_one["tokens"]:
+                yield f"tokens beside {number} sequences {way} are {found['tokens']}, not {of_one['tokens']}"
+            peak, estimated = found["memory"]["real"]["peak"], found["memory"]["estimated"]["total"]
+            if not 1 <= peak / estimated < 1.01:
+                yield f"{number} sequences {way} took {peak} bytes, estimated as {estimated}"
+        first, again = (
+            run(path, *flags, "1", "--seed", "9", "--sequences", "3", *way)["sequences"] for _ in range(2)
+        )
+        if first != again:
+            yield f"sequences drawn {way} are {again}, and were {first}"
+        if len({tuple(each["tokens"]) for each in first}) != 3:
+            yield f"sequences drawn {way} are alike: {first}"
+        drawn[str(way)] = first
+    if len(set(map(str, drawn.values()))) != 1:
+        yield f"drawn sequences of each way are {drawn}"
 
 
 def problems_of_stages(path, of_one, size):
