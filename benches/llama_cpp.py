@@ -7,7 +7,9 @@
 Decoding of 128 tokens from a short prompt and prefill of about 512, in turns of both programs with as
 many threads, for each file; a file's weights are used as they are. The machine has to be quiet:
 what else ran shows in the spread of `all`. With `--device cuda` both run on a GPU, and ours with
-weights of bf16, too. Writes benches/results/llama_cpp_DEVICE_DATE.json. Standard library only.
+weights of bf16, too. With `--batches 8,64 --llama-batched-bench PATH/llama-batched-bench` also decoding
+of so many sequences at once, 128 tokens of each behind a common prompt of about 128: rates count the
+tokens of all. Writes benches/results/llama_cpp_DEVICE_DATE.json. Standard library only.
 """
 
 import argparse
@@ -26,11 +28,18 @@ TEXT = (
     "a dog and a box of brass fittings. People in the harbour watched him from behind their curtains. "
 )
 
-def run(*command):
+BATCHED = {"prompt": 128, "tokens": 128}
+
+
+def output(*command):
     done = subprocess.run(list(map(str, command)), capture_output=True, timeout=600, check=False)
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))}: {done.stderr.decode()}")
-    return json.loads(done.stdout)
+    return done.stdout.decode()
+
+
+def run(*command):
+    return json.loads(output(*command))
 
 
 def ours(arguments, path, weights, *flags):
@@ -46,6 +55,31 @@ def theirs(arguments, path, prompt, tokens):
     return run(arguments.llama_bench, "-m", path, *flags)[0]["avg_ts"]
 
 
+def theirs_at_once(arguments, path, sequences):
+    """Of sequences that share a prompt. The context is that of as many whole ones, which is enough where it is divided
+    evenly among them."""
+    context = sequences * sum(BATCHED.values())
+    flags = ["-c", context, "-b", 2048, "-ub", 512, "-npp", BATCHED["prompt"], "-ntg", BATCHED["tokens"]]
+    flags += ["-npl", sequences, "-pps", "-fa", "on", "-t", arguments.threads, "--output-format", "jsonl"]
+    if arguments.device == "cuda":
+        flags += ["-ngl", 999]
+    lines = output(arguments.llama_batched_bench, "-m", path, *flags).splitlines()
+    rates = {found["pl"]: found["speed_tg"] for found in map(json.loads, filter(lambda line: line.startswith("{"), lines))}
+    if sequences not in rates:
+        sys.exit(f"{arguments.llama_batched_bench} has no line of {sequences} sequences: {lines}")
+    return rates[sequences]
+
+
+def at_once(sequences):
+    """The name of a figure."""
+    return f"decode x{sequences}"
+
+
+def measured(found):
+    """The figures of a file that programs are compared by."""
+    return ["decode", *(what for what in found["ratio"] if what.startswith("decode x")), "prefill"]
+
+
 def spread(values):
     return {"median": round(statistics.median(values), 1), "all": [round(value, 1) for value in values]}
 
@@ -55,7 +89,8 @@ def measure(arguments, path):
     weights = {"unsloth": "file"}
     if arguments.device == "cuda":
         weights["unsloth, bf16"] = "bf16"
-    rates = {who: {"decode": [], "prefill": []} for who in (*weights, "llama.cpp")}
+    compared = ["decode", *map(at_once, arguments.batches), "prefill"]
+    rates = {who: {what: [] for what in compared} for who in (*weights, "llama.cpp")}
     for _ in range(arguments.rounds):
         for who, kind in weights.items():
             found = ours(arguments, path, kind, "--prompt", "The lighthouse", "--tokens", "128")
@@ -63,11 +98,17 @@ def measure(arguments, path):
             found = ours(arguments, path, kind, "--prompt", TEXT * arguments.repeats, "--tokens", "1", "--warm-up")
             rates[who]["prefill"].append(found["prefill_tokens_per_second"])
             prompt = len(found["prompt_tokens"])
+            for sequences in arguments.batches:
+                flags = ["--tokens", BATCHED["tokens"], "--sequences", sequences]
+                found = ours(arguments, path, kind, "--prompt", TEXT * 3, *flags)
+                rates[who][at_once(sequences)].append(found["decode_tokens_per_second"])
         rates["llama.cpp"]["decode"].append(theirs(arguments, path, 0, 128))
         rates["llama.cpp"]["prefill"].append(theirs(arguments, path, prompt, 0))
+        for sequences in arguments.batches:
+            rates["llama.cpp"][at_once(sequences)].append(theirs_at_once(arguments, path, sequences))
     figures = {who: {what: spread(values) for what, values in of.items()} for who, of in rates.items()}
     ratios = {
-        what: round(figures["unsloth"][what]["median"] / figures["llama.cpp"][what]["median"], 3) for what in ("decode", "prefill")
+        what: round(figures["unsloth"][what]["median"] / figures["llama.cpp"][what]["median"], 3) for what in compared
     }
     return {"bytes": path.stat().st_size, "prompt_tokens": prompt, **figures, "ratio": ratios}
 
@@ -84,7 +125,10 @@ def section(result):
     ours = next(iter(result["files"].values()))
     others = [who for who in ours if who.startswith("unsloth, ")]
     on = result["device"]["name"] if "device" in result else f"{result['processor']}, {result['threads']} threads"
-    heads = [name for what in ("decoding", "prefill") for name in (what, *others, "llama.cpp", "")]
+    compared = measured(ours)
+    heads = [
+        name for what in compared for name in (what.replace("decode", "decoding"), *others, "llama.cpp", "")
+    ]
     lines = [
         f"{on}, {result['date']}; llama.cpp of {result['llama.cpp']};",
         "tokens per second, medians of turns.",
@@ -94,7 +138,7 @@ def section(result):
     ]
     for name, found in result["files"].items():
         cells = [name]
-        for what in ("decode", "prefill"):
+        for what in compared:
             cells += [f"{found[who][what]['median']:,.1f}" for who in ("unsloth", *others, "llama.cpp")]
             cells.append(f"{found['ratio'][what]:.2f}×")
         lines.append(f"| {' | '.join(cells)} |")
@@ -118,9 +162,14 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=12, help="of the text that is the prompt: 42 tokens of most models")
+    batches = lambda text: list(map(int, text.split(",")))
+    parser.add_argument("--batches", type=batches, default=[], help="sequences to decode at once, such as 8,64")
+    parser.add_argument("--llama-batched-bench", help="needed for --batches")
     parser.add_argument("--commit", help="that the engine was built from")
     parser.add_argument("--out", type=pathlib.Path)
     arguments = parser.parse_args()
+    if arguments.batches and not arguments.llama_batched_bench:
+        parser.error("--batches needs --llama-batched-bench")
     result = {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),

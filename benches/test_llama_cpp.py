@@ -1,0 +1,58 @@
+"""The comparison with llama.cpp, of programs that only say what they measured."""
+
+import argparse
+import json
+import pathlib
+import unittest
+from unittest import mock
+
+import llama_cpp
+
+RECORDS = pathlib.Path(__file__).resolve().parent / "results"
+
+
+def answer(*command):
+    """Ours is twice as fast as theirs, of one sequence and of several."""
+    command = list(map(str, command))
+    after = lambda flag, absent: command[command.index(flag) + 1] if flag in command else absent
+    if command[0] == "engine":
+        rate = 100 * int(after("--sequences", "1"))
+        return json.dumps({"prompt_tokens": [1], "decode_tokens_per_second": rate, "prefill_tokens_per_second": 1000})
+    if command[0] == "llama-batched-bench":
+        sequences = int(after("-npl", ""))
+        return "a line of its log\n" + json.dumps({"pl": sequences, "speed_tg": 50 * sequences}) + "\n"
+    return json.dumps([{"avg_ts": 500 if after("-n", "") == "0" else 50}])
+
+
+def record(batches):
+    arguments = argparse.Namespace(
+        engine="engine", llama_bench="llama-bench", llama_batched_bench="llama-batched-bench", threads=2, rounds=2,
+        device="cpu", repeats=1, batches=batches,
+    )
+    with mock.patch.object(llama_cpp, "output", answer):
+        measured = llama_cpp.measure(arguments, pathlib.Path(__file__))
+    return {"date": "D", "processor": "P", "threads": 2, "llama.cpp": "V", "files": {"model": measured}}
+
+
+class LlamaCpp(unittest.TestCase):
+    def test_batches_have_columns_of_their_own(self):
+        found = record([8, 64])
+        self.assertEqual(found["files"]["model"]["unsloth"]["decode x8"], {"median": 800, "all": [800, 800]})
+        self.assertEqual(found["files"]["model"]["ratio"], {"decode": 2, "decode x8": 2, "decode x64": 2, "prefill": 2})
+        head, _, row = llama_cpp.section(found).splitlines()[-3:]
+        columns = "decoding | llama.cpp |  | decoding x8 | llama.cpp |  | decoding x64 | llama.cpp |  | prefill"
+        self.assertIn(columns, head)
+        self.assertIn("| 6,400.0 | 3,200.0 | 2.00× | 1,000.0 |", row)
+
+    def test_there_are_none_without_batches(self):
+        self.assertNotIn(" x", llama_cpp.section(record([])))
+
+    def test_records_are_tables(self):
+        for path in RECORDS.glob("llama_cpp_*.json"):
+            with self.subTest(path.name):
+                lines = llama_cpp.section(json.loads(path.read_text())).splitlines()
+                self.assertEqual(len({line.count("|") for line in lines if line.startswith("|")}), 1)
+
+
+if __name__ == "__main__":
+    unittest.main()
