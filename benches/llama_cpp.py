@@ -44,6 +44,7 @@ def run(*command):
 
 def ours(arguments, path, weights, *flags):
     always = ["--json", "--temperature", 0, "--threads", arguments.threads, "--device", arguments.device]
+    always += ["--dtype", arguments.dtype] if arguments.dtype else []
     return run(arguments.engine, "--model", path, *always, "--weights", weights, *flags)
 
 
@@ -87,7 +88,7 @@ def spread(values):
 def measure(arguments, path):
     """Tokens per second of both programs."""
     weights = {"unsloth": "file"}
-    if arguments.device == "cuda":
+    if arguments.device == "cuda" and not arguments.dtype:
         weights["unsloth, bf16"] = "bf16"
     compared = ["decode", *map(at_once, arguments.batches), "prefill"]
     rates = {who: {what: [] for what in compared} for who in (*weights, "llama.cpp")}
@@ -139,7 +140,7 @@ def section(result):
     for name, found in result["files"].items():
         cells = [name]
         for what in compared:
-            cells += [f"{found[who][what]['median']:,.1f}" for who in ("unsloth", *others, "llama.cpp")]
+            cells += [f"{found[who][what]['median']:,.1f}" if who in found else "" for who in ("unsloth", *others, "llama.cpp")]
             cells.append(f"{found['ratio'][what]:.2f}×")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -161,6 +162,7 @@ def main():
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", help="of our hidden states, where it is not to be the engine's own; then the file's weights alone")
     parser.add_argument("--repeats", type=int, default=12, help="of the text that is the prompt: 42 tokens of most models")
     batches = lambda text: list(map(int, text.split(",")))
     parser.add_argument("--batches", type=batches, default=[], help="sequences to decode at once, such as 8,64")
