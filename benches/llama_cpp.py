@@ -28,7 +28,8 @@ TEXT = (
     "a dog and a box of brass fittings. People in the harbour watched him from behind their curtains. "
 )
 
-BATCHED = {"prompt": 128, "tokens": 128}
+# That each of several sequences makes.
+TOKENS = 128
 
 
 def output(*command):
@@ -56,11 +57,11 @@ def theirs(arguments, path, prompt, tokens):
     return run(arguments.llama_bench, "-m", path, *flags)[0]["avg_ts"]
 
 
-def theirs_at_once(arguments, path, sequences):
-    """Of sequences that share a prompt. The context is that of as many whole ones, which is enough where it is divided
+def theirs_at_once(arguments, path, sequences, prompt):
+    """Of sequences that share a prompt of so many tokens. The context is that of as many whole ones, which is enough where it is divided
     evenly among them."""
-    context = sequences * sum(BATCHED.values())
-    flags = ["-c", context, "-b", 2048, "-ub", 512, "-npp", BATCHED["prompt"], "-ntg", BATCHED["tokens"]]
+    context = sequences * (prompt + TOKENS)
+    flags = ["-c", context, "-b", 2048, "-ub", 512, "-npp", prompt, "-ntg", TOKENS]
     flags += ["-npl", sequences, "-pps", "-fa", "on", "-t", arguments.threads, "--output-format", "jsonl"]
     if arguments.device == "cuda":
         flags += ["-ngl", 999]
@@ -100,13 +101,14 @@ def measure(arguments, path):
             rates[who]["prefill"].append(found["prefill_tokens_per_second"])
             prompt = len(found["prompt_tokens"])
             for sequences in arguments.batches:
-                flags = ["--tokens", BATCHED["tokens"], "--sequences", sequences]
+                flags = ["--tokens", TOKENS, "--sequences", sequences]
                 found = ours(arguments, path, kind, "--prompt", TEXT * 3, *flags)
                 rates[who][at_once(sequences)].append(found["decode_tokens_per_second"])
+                shared = len(found["prompt_tokens"])
         rates["llama.cpp"]["decode"].append(theirs(arguments, path, 0, 128))
         rates["llama.cpp"]["prefill"].append(theirs(arguments, path, prompt, 0))
         for sequences in arguments.batches:
-            rates["llama.cpp"][at_once(sequences)].append(theirs_at_once(arguments, path, sequences))
+            rates["llama.cpp"][at_once(sequences)].append(theirs_at_once(arguments, path, sequences, shared))
     figures = {who: {what: spread(values) for what, values in of.items()} for who, of in rates.items()}
     ratios = {
         what: round(figures["unsloth"][what]["median"] / figures["llama.cpp"][what]["median"], 3) for what in compared
@@ -119,6 +121,10 @@ def processor():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
+
+
+def rate(found):
+    return f"{found['median']:,.1f}" if found else ""
 
 
 def section(result):
@@ -140,8 +146,8 @@ def section(result):
     for name, found in result["files"].items():
         cells = [name]
         for what in compared:
-            cells += [f"{found[who][what]['median']:,.1f}" if who in found else "" for who in ("unsloth", *others, "llama.cpp")]
-            cells.append(f"{found['ratio'][what]:.2f}×")
+            cells += [rate(found.get(who, {}).get(what)) for who in ("unsloth", *others, "llama.cpp")]
+            cells.append(f"{found['ratio'][what]:.2f}×" if what in found["ratio"] else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -27,7 +27,7 @@ def answer(*command):
 def record(batches):
     arguments = argparse.Namespace(
         engine="engine", llama_bench="llama-bench", llama_batched_bench="llama-batched-bench", threads=2, rounds=2,
-        device="cpu", repeats=1, batches=batches,
+        device="cpu", dtype=None, repeats=1, batches=batches,
     )
     with mock.patch.object(llama_cpp, "output", answer):
         measured = llama_cpp.measure(arguments, pathlib.Path(__file__))

@@ -100,7 +100,7 @@ static void run(const test_device *device) {
 
 // The norm is that of all ranks' gradients, 1, 2 and 2.
 static void share(unsloth_context *ctx, unsloth_comm *comm, int rank) {
-  float weight[1] = {4}, gradient[1] = {rank == 0 ? 1 : 2};
+  float weight[1] = {4}, gradient[1] = {rank == 0 ? 1.0f : 2.0f};
   unsloth_parameter parameter;
   unsloth_parameter_group group = {1, 0};
   unsloth_optimizer_params p = UNSLOTH_OPTIMIZER_PARAMS_INIT;
