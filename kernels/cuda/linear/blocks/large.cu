@@ -1,4 +1,4 @@
-#include "few_rows.cuh"
+#include "launch.cuh"
 
 UNSLOTH_LINEAR_BLOCKS(q4_k, kQ4K)
 UNSLOTH_LINEAR_BLOCKS(q5_k, kQ5K)

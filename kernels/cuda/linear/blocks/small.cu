@@ -1,4 +1,4 @@
-#include "few_rows.cuh"
+#include "launch.cuh"
 
 UNSLOTH_LINEAR_BLOCKS(q8_0, kQ8_0)
 UNSLOTH_LINEAR_BLOCKS(q4_0, kQ4_0)

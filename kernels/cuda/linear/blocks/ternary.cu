@@ -1,4 +1,4 @@
-#include "few_rows.cuh"
+#include "launch.cuh"
 
 UNSLOTH_LINEAR_BLOCKS(tq1_0, kTq1_0)
 UNSLOTH_LINEAR_BLOCKS(tq2_0, kTq2_0)
