@@ -1,18 +1,15 @@
-// A step of decoding, of the projections on to attention's output: one new
-// token of each sequence is rotated, put into the cache's pages, and attends to
-// them and itself. For few sequences, where what counts is not how many bytes
-// are read but how long each of several kernels would take.
+// A step of decoding, of the projections on to attention's output: one new token of each sequence
+// is rotated, put into the cache's pages, and attends to them and itself. For few sequences, where
+// what counts is not how many bytes are read but how long each of several kernels would take.
 //
-// A cluster of blocks has a sequence and a key head, whose query heads are the
-// rows of one product. Warps have 16 keys at a time, by turns over all blocks,
-// in rings of their own. What the cache held before does not come from the
-// kernel before, so that keys and values are on their way, and the angles
-// computed, while that still runs. Then queries turn, and the warp that has the
-// new token puts it into its ring and into the cache. Shares are added in the
-// order of warps, then of blocks, each of which has as many of the outputs.
+// A cluster of blocks has a sequence and a key head, whose query heads are the rows of one product.
+// Warps have 16 keys at a time, by turns over all blocks, in rings of their own. What the cache
+// held before does not come from the kernel before, so that keys and values are on their way, and
+// the angles computed, while that still runs. Then queries turn, and the warp that has the new
+// token puts it into its ring and into the cache. Shares are added in the order of warps, then of
+// blocks, each of which has as many of the outputs.
 //
-// It is CUDA C++ for copies to shared memory and for clusters, of which CubeCL
-// has none.
+// It is CUDA C++ for copies to shared memory and for clusters, of which CubeCL has none.
 #pragma once
 
 #include "attention/step/arguments.h"
@@ -34,11 +31,10 @@ constexpr uint32_t kAllLanes = 0xffffffff;
 // Of a warp's step.
 constexpr uint32_t kKeys = 16;
 constexpr uint32_t kMostRows = 16, kMostParts = 8;
-// A bound of scores, below all.
+// Below all scores.
 constexpr float kNone = -INFINITY;
 
-// The greatest of a row's scores and the sum of what they are exponents of,
-// relative to that.
+// The greatest of a row's scores, and the sum of their exponentials relative to it.
 struct Sums {
   float most, sum;
 };
@@ -123,7 +119,6 @@ class Step {
   }
 
  private:
-  using V = Vector<T>;
   static constexpr uint32_t kRowBytes = Shared::kRowBytes;
   // Of 16 bytes, of a row.
   static constexpr uint32_t kLines = kRowBytes / 16;
@@ -135,8 +130,8 @@ class Step {
     return ring_ + i * Shared::kSlotBytes;
   }
 
-  // Where a line of a row of queries or keys lies: of two rows side by side,
-  // and of eight rows of values, in other banks.
+  // Where a line of a row of queries or keys lies: of two rows side by side, and of eight rows of
+  // values, in other banks.
   static __device__ __forceinline__ uint32_t line_of(uint32_t row, uint32_t line) {
     return row * kRowBytes + (line ^ (row & 1) << 2) * 16;
   }
@@ -144,8 +139,7 @@ class Step {
     return kKeys * kRowBytes + row * kRowBytes + (line ^ (row & 7)) * 16;
   }
 
-  // Where the key at `index` of the sequence lies in its page, in elements, and
-  // its value.
+  // Where the key at `index` of the sequence lies in its page, in elements, and its value.
   struct Places {
     uint64_t k, v;
   };
@@ -160,16 +154,16 @@ class Step {
     return p_.block_table[sequence_ * p_.block_table_stride + (index >> p_.page_log2)];
   }
 
-  // Asks for the page of a lane's key of a group that the cache has some of: a
-  // turn before it is used, which waits for memory.
+  // Asks for the page of a lane's key of a group that the cache has some of: a turn before it is
+  // used, which waits for memory.
   __device__ __forceinline__ void find_page(uint32_t group) {
     const uint32_t begin = group * kKeys, old = length_ - 1;
     if (begin < old) page_ = page_of(min(begin + lane_ % kKeys, old - 1));
   }
 
-  // Starts to copy a group's keys and values, as far as the cache held them; a
-  // lane has the page of one. Behind these are zeros where values would be:
-  // what is no number would be one times nothing.
+  // Starts to copy a group's keys and values, as far as the cache held them; a lane has the page of
+  // one. Behind these are zeros where values would be: what is no number would be one times
+  // nothing.
   __device__ __forceinline__ void fill(uint8_t *to, uint32_t group, uint32_t page) const {
     if (group >= groups_) return;
     const uint32_t begin = group * kKeys, old = length_ - 1;
@@ -283,9 +277,8 @@ class Step {
     }
   }
 
-  // A lane's part of the queries. Components are multiplied in an order that
-  // queries and keys have in common: lane t of four has whole lines. Rows that
-  // are not there repeat the last one.
+  // A lane's part of the queries. Components are multiplied in an order that queries and keys have
+  // in common: lane t of four has whole lines. Rows that are not there repeat the last one.
   __device__ __forceinline__ void load_queries() {
     const uint32_t g = lane_ / 4, t = lane_ % 4;
 #pragma unroll
@@ -371,8 +364,8 @@ class Step {
     }
   }
 
-  // The sums of `count` parts of a row, relative to the greatest of all; `use`
-  // is called with each that has any, and by what it is to be multiplied.
+  // The sums of `count` parts of a row, relative to the greatest of all; `use` is called with each
+  // that has any, and by what it is to be multiplied.
   template <class Use>
   static __device__ __forceinline__ Sums all_of(const Sums (*parts)[kMostRows], uint32_t count,
                                                 uint32_t row, const Use &use) {
