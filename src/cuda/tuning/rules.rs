@@ -98,10 +98,11 @@ pub(in crate::cuda) mod attention {
     /// them memory's shorter rows cost more than joining fewer parts gains (`kernels/cuda/attention/decode/LADDER.md`).
     pub(in crate::cuda) const SHARE_OF_SHORT_ROWS: usize = 256 << 10;
     /// Pairs of a sequence and a key head, each counted for every block that has a part of it, up to which a step of decoding is one
-    /// kernel.
-    pub(in crate::cuda) const STEP_PAIRS: usize = 256;
-    /// Keys of its own, in what it reads at a time, that a block of such a kernel has at most.
-    pub(in crate::cuda) const STEP_ROUNDS: usize = 16;
+    /// kernel: all of its blocks then run at once.
+    pub(in crate::cuda) const STEP_PAIRS: usize = 128;
+    /// Keys of its own, in what it reads at a time, that a block of such a kernel has at most. With 8192 keys of one sequence, eight
+    /// times as many, a layer took 129 µs for 136; longer ones were not measured (`kernels/cuda/attention/step/LADDER.md`).
+    pub(in crate::cuda) const STEP_ROUNDS: usize = 8;
     /// Packed query rows up to which the heads of a key head are packed rather than tiled.
     pub(in crate::cuda) const FEW_QUERIES: usize = 64;
     /// Bytes of L2 that keys and values which are read together may take.
