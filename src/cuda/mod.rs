@@ -296,7 +296,7 @@ impl Cuda {
         let primary = &self.resources.primary;
         let _entered = primary.enter(op)?;
         if self.resources.launches_early {
-            // SAFETY: as below; every kernel begins by waiting for the one before it.
+            // SAFETY: as below; every kernel begins by waiting for the one before it, or by reading what none that still runs writes.
             return unsafe {
                 primary.driver.launch_early(
                     op,

@@ -6,7 +6,7 @@ namespace unsloth {
 
 // Waits until the kernel before has ended and its writes can be read. Every kernel begins with it,
 // before it touches memory: the host launches all of them so. Products with constant weights read
-// some of these first.
+// some of these first, and a step of decoding what the cache held before it.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

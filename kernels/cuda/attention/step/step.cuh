@@ -447,21 +447,20 @@ class Step {
 }  // namespace unsloth
 
 // Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_ATTENTION_STEP(name, type, head_dim)                                 \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads)                    \
-      attention_step_##name(const __grid_constant__ AttentionStepArguments params) { \
-    unsloth::let_next_kernel_start();                                                \
-    extern __shared__ uint4 dynamic[];                                               \
-    uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic);                           \
-    unsloth::Step<type, head_dim>(params, bytes).run();                              \
-  }                                                                                  \
-  extern "C" __device__ const AttentionStepLaunch attention_step_##name##_launch = { \
-      static_cast<int32_t>(unsloth::kDtype<type>),                                   \
-      head_dim,                                                                      \
-      unsloth::kMostRows,                                                            \
-      unsloth::kKeys,                                                                \
-      unsloth::kWarps * unsloth::StepShared<type, head_dim>::kSlotBytes,             \
-      sizeof(unsloth::StepShared<type, head_dim>),                                   \
-      unsloth::kThreads,                                                             \
-      227 * 1024,                                                                    \
+#define UNSLOTH_ATTENTION_STEP(name, type, head_dim)                                   \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads)                      \
+      attention_step_##name(const __grid_constant__ AttentionStepArguments params) {   \
+    unsloth::let_next_kernel_start();                                                  \
+    extern __shared__ uint4 dynamic[];                                                 \
+    unsloth::Step<type, head_dim>(params, reinterpret_cast<uint8_t *>(dynamic)).run(); \
+  }                                                                                    \
+  extern "C" __device__ const AttentionStepLaunch attention_step_##name##_launch = {   \
+      static_cast<int32_t>(unsloth::kDtype<type>),                                     \
+      head_dim,                                                                        \
+      unsloth::kMostRows,                                                              \
+      unsloth::kKeys,                                                                  \
+      unsloth::kWarps * unsloth::StepShared<type, head_dim>::kSlotBytes,               \
+      sizeof(unsloth::StepShared<type, head_dim>),                                     \
+      unsloth::kThreads,                                                               \
+      227 * 1024,                                                                      \
   };
