@@ -74,6 +74,7 @@ class Buffer {
   Buffer(const Context &context, size_t bytes)
       : context_(&context), memory_(context.get(), bytes) {}
 
+  const Context &context() const { return *context_; }
   void *data() const { return memory_.get(); }
   size_t bytes() const { return memory_.size(); }
 

@@ -21,6 +21,34 @@ unsloth_tensor empty_view(const GgufTensor &first, unsloth_dtype dtype, void *da
   return view;
 }
 
+bool holds_floats(const GgufTensor &source) {
+  return source.type == TensorType::kF32 || source.type == TensorType::kF16 ||
+         source.type == TensorType::kBF16;
+}
+
+// Floats of a file as others, at `offset` of `memory`: the device rounds them, some at a time.
+void upload_floats(const GgufTensor &source, unsloth_dtype dtype, Buffer *memory, uint64_t offset) {
+  constexpr uint64_t kChunk = 1 << 22;  // elements
+  const Context &context = memory->context();
+  const unsloth_dtype from = dtype_of_tensor(source.type);
+  const size_t element = element_size(from);
+  if (from == dtype) {
+    memory->upload(source.data, source.bytes, offset);
+    return;
+  }
+  Buffer staged(context, std::min(kChunk, source.elements) * element);
+  for (uint64_t start = 0; start < source.elements; start += kChunk) {
+    const uint64_t count = std::min(kChunk, source.elements - start);
+    staged.upload(source.data + start * element, count * element);
+    auto cast = unsloth::make<unsloth_cast_params>();
+    cast.x = unsloth::tensor(staged.data(), from, {count});
+    cast.out = unsloth::tensor(static_cast<char *>(memory->data()) + offset, dtype, {count});
+    check(unsloth_cast_forward(context.get(), &cast, context.stream()));
+    offset += count * element_size(dtype);
+  }
+  context.synchronize();  // what is staged is read until then
+}
+
 }  // namespace
 
 unsloth_tensor upload_as_they_are(const std::vector<const GgufTensor *> &sources, Buffer *memory,
@@ -68,6 +96,13 @@ unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, un
   std::vector<float> values;
   std::vector<std::byte> encoded;
   for (const GgufTensor *source : sources) {
+    view.shape[0] += static_cast<int64_t>(source->shape[0]);
+    if (holds_floats(*source)) {
+      upload_floats(*source, dtype, memory, offset);
+      offset += source->elements * element;
+      if (bar != nullptr) bar->advance(source->bytes);
+      continue;
+    }
     const BlockLayout layout = block_layout(static_cast<uint32_t>(source->type));
     values.resize(std::min(kChunk, source->elements));
     encoded.resize(values.size() * element);
@@ -80,7 +115,6 @@ unsloth_tensor upload_tensors(const std::vector<const GgufTensor *> &sources, un
       offset += count * element;
       if (bar != nullptr) bar->advance(source_bytes);
     }
-    view.shape[0] += static_cast<int64_t>(source->shape[0]);
   }
   return view;
 }
