@@ -1,13 +1,13 @@
 //! A step of decoding: new tokens are put into a cache's pages, and attend to them. One launch where Hopper's kernel for few
 //! sequences (`kernels/cuda/attention/step`) serves it; otherwise what each of the two is by itself, one behind the other.
 
-use super::{Cuda, OP};
+use super::{Cuda, OP, Plan};
 use crate::backend::{Implementation, Stream};
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::attention_step::Arguments;
 use crate::cuda::rotation::Rotation;
 use crate::cuda::tuning::rules::attention::{STEP_PAIRS, STEP_ROUNDS};
-use crate::cuda::{Shape, codes};
+use crate::cuda::{Run, Shape, codes};
 use crate::error::Result;
 use crate::problem::attention::{Keys, Problem, Queries, Step};
 use crate::problem::kv_cache::Append;
@@ -59,26 +59,22 @@ impl Form {
     }
 }
 
-/// How a step is run.
+/// How a step is run. Plans lie on the stack: the problem of attention is in its plan.
 pub(crate) struct StepPlan<'a> {
-    cuda: &'a Cuda,
-    step: Step,
+    append: Append,
+    attention: Plan<'a>,
     one: Option<(&'a Kernel<Arguments>, Form)>,
-    append: <Cuda as Plans<Append>>::Plan<'a>,
-    attention: <Cuda as Plans<Problem>>::Plan<'a>,
 }
 
 impl Plans<Step> for Cuda {
     type Plan<'a> = StepPlan<'a>;
 
     fn plan(&self, step: Step) -> Result<StepPlan<'_>> {
-        let one = choose(&self.attention.step, &step);
+        step.append.check()?;
         Ok(StepPlan {
-            cuda: self,
-            one,
-            append: self.plan(step.append)?,
+            one: choose(&self.attention.step, &step.attention, &step.append),
+            append: step.append,
             attention: self.plan(step.attention)?,
-            step,
         })
     }
 }
@@ -103,10 +99,11 @@ impl problem::Plan for StepPlan<'_> {
     }
 
     fn launch(&self, scratch: Scratch, stream: Stream) -> Result<()> {
+        let (cuda, problem) = (self.attention.cuda, &self.attention.problem);
         match &self.one {
-            Some((kernel, form)) => launch(self.cuda, &self.step, (kernel, *form), stream),
+            Some((kernel, form)) => launch(cuda, (problem, &self.append), (kernel, *form), stream),
             None => {
-                self.append.launch(Scratch::NONE, stream)?;
+                self.append.run(cuda, stream)?;
                 self.attention.launch(scratch, stream)
             }
         }
@@ -114,8 +111,11 @@ impl problem::Plan for StepPlan<'_> {
 }
 
 /// The kernel that serves a step, and how; `None` where others are to. Only pages are looked at for where they lie.
-fn choose<'a>(kernels: &'a Kernels, step: &Step) -> Option<(&'a Kernel<Arguments>, Form)> {
-    let (p, append) = (&step.attention, &step.append);
+fn choose<'a>(
+    kernels: &'a Kernels,
+    p: &Problem,
+    append: &Append,
+) -> Option<(&'a Kernel<Arguments>, Form)> {
     let dtype = p.q.dtype;
     let alike = [
         p.k.dtype,
@@ -170,11 +170,11 @@ fn in_lines(pages: &RawTensor) -> bool {
 
 fn launch(
     cuda: &Cuda,
-    step: &Step,
+    (p, append): (&Problem, &Append),
     (kernel, form): (&Kernel<Arguments>, Form),
     stream: Stream,
 ) -> Result<()> {
-    let (p, choices) = (&step.attention, kernel.choices);
+    let choices = kernel.choices;
     tracing::trace!(
         "{OP}: a step of {} sequences, up to {} keys, {} blocks of each pair, {} slots",
         p.batch,
@@ -191,11 +191,10 @@ fn launch(
     // SAFETY: the problems were checked: tensors have the rows that the argument describes, and the cache wrote tables and lengths.
     // It does so, and copies pages, by copies that wait for all kernels before: what a sequence held before a step is there when a
     // kernel of the step starts, however early.
-    unsafe { cuda.launch_shape(OP, kernel, shape, &arguments(step, form), stream) }
+    unsafe { cuda.launch_shape(OP, kernel, shape, &arguments(p, append, form), stream) }
 }
 
-fn arguments(step: &Step, form: Form) -> Arguments {
-    let (p, append) = (&step.attention, &step.append);
+fn arguments(p: &Problem, append: &Append, form: Form) -> Arguments {
     let address = |t: &RawTensor| t.ptr.addr() as u64;
     let stride = |t: &RawTensor, dim: usize| t.layout.stride(dim) as u64;
     let mut arguments = Arguments {
