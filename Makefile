@@ -148,6 +148,8 @@ test-scripts:
 # is optimised but what multiplies. The C tests' library is the one that the Rust tests use: built
 # with less beside it, the kernels' compiler would have other features and be built again.
 CUDA_BUILD := --workspace --features candle --test context --config=profile.dev.opt-level=0 $(UNOPTIMISED)
+# Without optimisation a frame has a place for every problem and plan that passes through it, and calls of whole layers nest.
+test-cuda: export RUST_MIN_STACK = 4194304
 test-cuda: ## Test what a CUDA build does without a GPU
 	$(TOOLS) nvcc
 	cargo test --locked --features cuda $(CUDA_BUILD) --lib --test cuda --test host
