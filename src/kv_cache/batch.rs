@@ -220,13 +220,21 @@ impl Writer<'_> {
     /// Brings the device up to date and makes the batch current.
     pub fn finish(self, stream: Stream) -> Result<()> {
         let step = self.step;
-        if !step.dirty.is_empty() {
-            let offset = step.dirty.start * size_of::<i32>();
-            let changed = &step.host[step.dirty.clone()];
-            step.staging
-                .upload(super::OP, &mut step.device, offset, changed, stream)?;
-            step.dirty = 0..0;
-        }
+        // Where nothing changed, a number is written again: kernels rely on a copy before each batch, which waits for those that wrote
+        // the cache (`kernels/cuda/attention/step`).
+        let written = match step.dirty.is_empty() {
+            true => 0..step.host.len().min(1),
+            false => step.dirty.clone(),
+        };
+        let offset = written.start * size_of::<i32>();
+        step.staging.upload(
+            super::OP,
+            &mut step.device,
+            offset,
+            &step.host[written],
+            stream,
+        )?;
+        step.dirty = 0..0;
         step.current = true;
         Ok(())
     }

@@ -32,6 +32,7 @@ const MOST_PARTS: usize = 8;
 const MOST_SLOTS: usize = 3;
 /// Frequencies that fit the argument.
 const MOST_PAIRS: usize = 64;
+/// Elements of 16 bytes.
 const VECTOR: usize = 8;
 
 /// How a step is parted.
@@ -188,9 +189,9 @@ fn launch(
         shared_bytes: choices.own_bytes + form.slots as u32 * choices.slot_bytes,
         cluster: form.parts as u32,
     };
-    // SAFETY: the problems were checked: tensors have the rows that the argument describes, and the cache wrote tables and lengths.
-    // It does so, and copies pages, by copies that wait for all kernels before: what a sequence held before a step is there when a
-    // kernel of the step starts, however early.
+    // SAFETY: the problems were checked: tensors have the rows that the argument describes. The kernel reads the cache's block table,
+    // lengths, positions and older keys before it waits for the kernel before it. Of each batch the cache writes the first three, and
+    // copies pages, by copies that wait for all kernels before them: so for those that wrote what an earlier batch brought.
     unsafe { cuda.launch_shape(OP, kernel, shape, &arguments(p, append, form), stream) }
 }
 

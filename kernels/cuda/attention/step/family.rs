@@ -19,8 +19,8 @@ pub const FAMILY: Family = Family {
     ],
 };
 
-/// A cluster of `parts` blocks has a sequence and a key head. Tables and lengths, and what the cache held before, were written
-/// before anything that may still run when the kernel starts.
+/// A cluster of `parts` blocks has a sequence and a key head. Block table, lengths and positions, and what the pages held before,
+/// are read before the kernel waits for the one before it: no kernel writes them that may still run then.
 const ARGUMENTS: &[Field] = &[
     field(
         Type::Pointer("const void"),

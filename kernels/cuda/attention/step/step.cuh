@@ -5,9 +5,9 @@
 // A cluster of blocks has a sequence and a key head, whose query heads are the rows of one product.
 // Warps have 16 keys at a time, by turns over all blocks, in rings of their own. What the cache
 // held before does not come from the kernel before, so that keys and values are on their way, and
-// the angles computed, while that still runs. Then queries turn, and the warp that has the new
-// token puts it into its ring and into the cache. Shares are added in the order of warps, then of
-// blocks, each of which has as many of the outputs.
+// angles computed that are not the caller's, while that still runs. Then queries turn, and the warp
+// that has the new token puts it into its ring and into the cache. Shares are added in the order of
+// warps, then of blocks, each of which has as many of the outputs.
 //
 // It is CUDA C++ for copies to shared memory and for clusters, of which CubeCL has none.
 #pragma once
@@ -83,14 +83,20 @@ class Step {
       next += stride;
     };
     for (uint32_t i = 0; i < p_.slots; i++) ask(i);
-    compute_turns();
-    // The angles, and the other blocks' shared memory, are there from here on.
+    // A table or factors are the caller's, which the kernel before may still write.
+    const bool reads_angles = p_.angle_kind != static_cast<uint32_t>(AngleKind::kFrequencies);
+    if (!reads_angles) compute_turns();
+    // The other blocks' shared memory is there from here on, and angles that are computed.
     if (p_.parts == 1) {
       __syncthreads();
     } else {
       cluster_sync();
     }
     await_previous_kernel();
+    if (reads_angles) {
+      compute_turns();
+      __syncthreads();
+    }
     const bool has_new = (groups_ - 1) % stride == first;
     if (has_new) load_new();
     turn_queries();
