@@ -167,6 +167,17 @@ fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
         cases.push((rows, [2400, 2 * 256], 0));
         cases.push((rows, [17, 56 * 256], 0));
     }
+    // One row by whole tiles: of one chunk and of two, of odd numbers of them, the last without all steps; more columns than a
+    // block has threads.
+    for shape in [
+        [48, 16 * 256],
+        [32, 8 * 256],
+        [160, 56 * 256],
+        [16, 17 * 256],
+        [2128, 3 * 256],
+    ] {
+        cases.push((2, shape, 0));
+    }
     // Half of a step, and tiles without all columns.
     cases.push((6, [530, 9 * 256], 0));
     for rows in [1, 5, 33] {

@@ -149,6 +149,7 @@ fn cases() -> Vec<Case> {
             (2, (512, 24), 1),
             // More than 16 parts of 32 vectors.
             (1, (4864, 24), 0),
+            (1, (4608, 48), 0),
         ] {
             cases.push(Case {
                 x,

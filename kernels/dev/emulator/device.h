@@ -96,6 +96,11 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
   return (uint64_t(high) << 32 | low) >> (by & 31);
 }
 // Four of the bytes of two words, which the digits of `which` name.
+// The greater of each half.
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
+}
+
 inline uint32_t __byte_perm(uint32_t first, uint32_t second, uint32_t which) {
   const uint64_t both = uint64_t(second) << 32 | first;
   uint32_t bytes = 0;

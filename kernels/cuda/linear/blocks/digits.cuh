@@ -18,6 +18,49 @@ namespace unsloth {
 
 constexpr float kGreatestNumber = 127 * 256 + 127;
 
+// How 32 neighbours become integers, by the greatest of them: its bits without the sign, of which
+// those of infinity and NaN are the greatest.
+class Rounding {
+ public:
+  __device__ __forceinline__ explicit Rounding(uint32_t greatest) {
+    const bool finite = greatest < 0x7f800000;
+    const float most = __uint_as_float(greatest);
+    // Numbers so small that the inverse of their scale would be infinite become zeros. Both sides
+    // are quartered, since __fdividef gives zero for divisors near infinity.
+    const float quarter = 0.25f * most;
+    inverse_ = finite && most > 1e-33f ? __fdividef(0.25f * kGreatestNumber, quarter) : 0;
+    scale_ = finite ? most * (1 / kGreatestNumber) : __uint_as_float(0x7fc00000);
+  }
+
+  __device__ __forceinline__ float scale() const { return scale_; }
+
+  // The digits of four neighbours, a byte each. Returns the sum of their integers.
+  __device__ __forceinline__ int32_t round(const float (&x)[4], uint32_t &upper,
+                                           uint32_t &lower) const {
+    // The nearest integer is the low half of a sum with 1.5 2^23.
+    uint32_t number[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) number[i] = __float_as_uint(fmaf(x[i], inverse_, 0x1.8p23f));
+    const uint32_t sum = number[0] + number[1] + (number[2] + number[3]) - 4 * 0x4b400000u;
+    lower = bytes_of<0>(number);
+    // The lower digit has a sign: from its 128 on, the upper is one more.
+#pragma unroll
+    for (int i = 0; i < 4; i++) number[i] += 128;
+    upper = bytes_of<1>(number);
+    return static_cast<int32_t>(sum);
+  }
+
+ private:
+  // Byte `kByte` of each.
+  template <int kByte>
+  static __device__ __forceinline__ uint32_t bytes_of(const uint32_t (&of)[4]) {
+    constexpr uint32_t kTwo = kByte | (4 + kByte) << 4;
+    return __byte_perm(__byte_perm(of[0], of[1], kTwo), __byte_perm(of[2], of[3], kTwo), 0x5410);
+  }
+
+  float inverse_, scale_;
+};
+
 // Of 32 neighbours of a row: their scale, and what the offset of a weight is multiplied by, the sum
 // of x; or, where the offset is the format's zero, that is taken off at once.
 struct WholeScale {
@@ -217,31 +260,13 @@ struct Digits {
     }
     greatest = max(greatest, __shfl_xor_sync(kAll, greatest, 1));
     greatest = max(greatest, __shfl_xor_sync(kAll, greatest, 2));
-    const bool finite = greatest < 0x7f800000;
-    const float most = __uint_as_float(greatest);
-    // Numbers so small that the inverse of their scale would be infinite become zeros. Both sides
-    // are quartered, since __fdividef gives zero for divisors near infinity.
-    const float quarter = 0.25f * most;
-    const float inverse =
-        finite && most > 1e-33f ? __fdividef(0.25f * kGreatestNumber, quarter) : 0;
-    const float scale = finite ? most * (1 / kGreatestNumber) : __uint_as_float(0x7fc00000);
+    const Rounding rounding(greatest);
+    const float scale = rounding.scale();
     uint32_t digits[2][2];
     int32_t sums[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      // The nearest integer is the low half of a sum with 1.5 2^23.
-      uint32_t number[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        number[i] = __float_as_uint(fmaf(x[half][i], inverse, 0x1.8p23f));
-      }
-      sums[half] =
-          static_cast<int32_t>(number[0] + number[1] + (number[2] + number[3]) - 4 * 0x4b400000u);
-      digits[1][half] = bytes_of<0>(number);
-      // The lower digit has a sign: from its 128 on, the upper is one more.
-#pragma unroll
-      for (int i = 0; i < 4; i++) number[i] += 128;
-      digits[0][half] = bytes_of<1>(number);
+      sums[half] = rounding.round(x[half], digits[0][half], digits[1][half]);
     }
     if constexpr (!kHalves) sums[0] += sums[1];
 #pragma unroll
@@ -260,13 +285,6 @@ struct Digits {
     } else {
       of = {scale, unit * sums[0]};
     }
-  }
-
-  // Byte `kByte` of each.
-  template <int kByte>
-  static __device__ __forceinline__ uint32_t bytes_of(const uint32_t (&of)[4]) {
-    constexpr uint32_t kTwo = kByte | (4 + kByte) << 4;
-    return __byte_perm(__byte_perm(of[0], of[1], kTwo), __byte_perm(of[2], of[3], kTwo), 0x5410);
   }
 };
 

@@ -11,11 +11,9 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
-#include "common/mma.cuh"
-#include "digits.cuh"
 #include "linear/blocks/arguments.h"
 #include "linear/gated.cuh"
-#include "units.cuh"
+#include "products.cuh"
 
 namespace unsloth {
 
@@ -123,31 +121,9 @@ class FewRows {
   using U = Unit<kBlocks>;
   using D = Digits<kBlocks>;
   using Scale = typename D::Scale;
-  static constexpr uint32_t k32s = F::kLength / 32;
-  // Sums of a product that have scales of their own.
-  static constexpr uint32_t kParts = D::kHalves ? 2 : 1;
-  static constexpr bool kHasOffsets =
-      kHasScalesOfScales<kBlocks> || kBlocks == Blocks::kQ4_1 || kBlocks == Blocks::kQ5_1;
-
-  // The factors of a row's block.
-  struct FactorsOf {
-    Staged<F::kAlignment, false> block;
-
-    __device__ __forceinline__ FactorsOf(Staged<F::kAlignment, false> block) : block(block) {}
-
-    __device__ __forceinline__ Factors of(uint32_t group) const {
-      const auto half = [&](int at) { return block.half(at); };
-      const auto byte = [&](int at) { return block.byte(at); };
-      if constexpr (!kHasScalesOfScales<kBlocks>) {
-        return factors_of<kBlocks>(half, byte, group);
-      } else if constexpr (kAlone) {
-        return scaled_scales(half, byte, group);
-      } else {
-        // Of all groups, whose scales are taken apart but once.
-        return ScalesOfScales(block).of(group);
-      }
-    }
-  };
+  using P = Products<kBlocks>;
+  static constexpr uint32_t k32s = P::k32s;
+  using FactorsOf = typename P::template FactorsOf<kAlone>;
 
   // What rows of x are multiplied by that pass a norm. Their sums of squares lie where shares will.
   __device__ __forceinline__ void scale_rows() {
@@ -281,54 +257,6 @@ class FewRows {
     }
   }
 
-  // The block that has the unit's 32 neighbours i.
-  template <bool kRowAligned>
-  static __device__ __forceinline__ auto block_of(const uint8_t *row, uint32_t i) {
-    return Staged<F::kAlignment, kRowAligned>{row, i / k32s * F::kBytes};
-  }
-
-  // A lane's codes of the unit's 32 neighbours i of rows g and g + 8, as the left-hand side of
-  // products.
-  template <bool kRowAligned>
-  __device__ __forceinline__ void codes_of(const uint8_t *const (&rows)[2], uint32_t i,
-                                           uint32_t (&codes)[4]) const {
-    const uint32_t t = lane_ % 4, j = i % k32s;
-#pragma unroll
-    for (uint32_t h = 0; h < 2; h++) {
-      const auto block = block_of<kRowAligned>(rows[h], i);
-      const auto of_lane = block_of<kRowAligned>(rows[h] + 4 * t, i);
-      uint32_t fifth = 0;
-      if constexpr (kHasFifthBits<kBlocks>) fifth = block(kFifthBits<kBlocks>);
-#pragma unroll
-      for (uint32_t half = 0; half < 2; half++) {
-        const uint32_t quad = 8 * j + 4 * half;
-        uint32_t &to = codes[2 * half + h];
-        to = quad_of_codes<kBlocks>(of_lane, block, quad, t);
-        if constexpr (kHasFifthBits<kBlocks>) to |= fifth_bits(fifth, quad + t);
-        if constexpr (D::kSigned) to ^= 0x80808080;
-      }
-    }
-  }
-
-  // Adds to `sums` the products with numbers of x: of all 32 neighbours, or of their halves.
-  static __device__ __forceinline__ void multiply_codes(const uint32_t (&codes)[4], uint2 numbers,
-                                                        int32_t (&sums)[kParts][4]) {
-    if constexpr (D::kHalves) {
-#pragma unroll
-      for (uint32_t half = 0; half < 2; half++) {
-        const uint32_t a[2] = {codes[2 * half], codes[2 * half + 1]};
-        mma_unsigned(a, half == 0 ? numbers.x : numbers.y, sums[half]);
-      }
-    } else {
-      const uint32_t b[2] = {numbers.x, numbers.y};
-      if constexpr (D::kSigned) {
-        mma(codes, b, sums[0]);
-      } else {
-        mma_unsigned(codes, b, sums[0]);
-      }
-    }
-  }
-
   // The unit's 32 neighbours i; `of_x`: where x has the unit's.
   template <bool kRowAligned>
   __device__ __forceinline__ void multiply_32(const uint8_t *const (&rows)[2], uint32_t i,
@@ -338,14 +266,15 @@ class FewRows {
     // same.
     const uint32_t column = g & (2 * rows_of_block_ - 1), row = t & (rows_of_block_ - 1);
     uint32_t codes[4];
-    codes_of<kRowAligned>(rows, i, codes);
-    const FactorsOf factors[2] = {block_of<false>(rows[0], i), block_of<false>(rows[1], i)};
+    P::template codes_of<kRowAligned>(rows, i, t, codes);
+    const FactorsOf factors[2] = {P::template block_of<false>(rows[0], i),
+                                  P::template block_of<false>(rows[1], i)};
 #pragma unroll
     for (uint32_t f = 0; f < kFours; f++) {
-      int32_t sums[kParts][4] = {};
-      multiply_codes(codes, *digits_.numbers_of(of_x + i, column + 8 * f, t), sums);
+      int32_t sums[P::kParts][4] = {};
+      P::multiply(codes, *digits_.numbers_of(of_x + i, column + 8 * f, t), sums);
       const Scale scale = digits_.scales[((of_x + i) << p_.rows_of_block_log2) + row + 4 * f];
-      add(sums, scale, factors, i % k32s, acc_[f]);
+      P::add(sums, scale, factors, i % k32s, acc_[f]);
     }
   }
 
@@ -356,49 +285,19 @@ class FewRows {
     const uint32_t g = lane_ / 4, t = lane_ % 4, of_lane = first + g / 2;
     uint2 numbers = {0, 0};
     if (kWhole || of_lane < count) numbers = *digits_.numbers_of(of_x + of_lane, g % 2, t);
-    int32_t sums[kParts][4] = {};
+    int32_t sums[P::kParts][4] = {};
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) {
       if (!kWhole && first + i >= count) break;
       uint32_t codes[4];
-      codes_of<kRowAligned>(rows, first + i, codes);
+      P::template codes_of<kRowAligned>(rows, first + i, t, codes);
       // By a product, as selecting is for the units that take codes apart.
-      multiply_codes(codes, {numbers.x * masks_[i], numbers.y * masks_[i]}, sums);
+      P::multiply(codes, {numbers.x * masks_[i], numbers.y * masks_[i]}, sums);
     }
     if (!kWhole && first + t >= count) return;
-    const FactorsOf factors[2] = {block_of<false>(rows[0], first + t),
-                                  block_of<false>(rows[1], first + t)};
-    add(sums, digits_.scales[of_x + first + t], factors, (first + t) % k32s, acc_[0]);
-  }
-
-  // Scales the products of 32 neighbours j of a block, those with upper digits and those with
-  // lower, of rows g and g + 8, and adds them.
-  static __device__ __forceinline__ void add(const int32_t (&products)[kParts][4], const Scale &of,
-                                             const FactorsOf (&factors)[2], uint32_t j,
-                                             float (&sums)[2]) {
-#pragma unroll
-    for (uint32_t part = 0; part < kParts; part++) {
-      float of_x;
-      if constexpr (D::kHalves) {
-        of_x = of.sums[part];
-      } else {
-        of_x = of.sum;
-      }
-#pragma unroll
-      for (uint32_t h = 0; h < 2; h++) {
-        const int32_t *digits = products[part] + 2 * h;
-        const float product = static_cast<float>(digits[0] * 256 + digits[1]);
-        const Factors by = factors[h].of(j * 32 / F::kGroup + part);
-        if constexpr (kHasOffsets) {
-          sums[h] = fmaf(by.scale, of.scale * product, sums[h]);
-          sums[h] = fmaf(by.offset, of_x, sums[h]);
-        } else if constexpr (D::kSigned) {
-          sums[h] = fmaf(by.scale, of.scale * product, sums[h]);
-        } else {
-          sums[h] = fmaf(by.scale, fmaf(of.scale, product, of_x), sums[h]);
-        }
-      }
-    }
+    const FactorsOf factors[2] = {P::template block_of<false>(rows[0], first + t),
+                                  P::template block_of<false>(rows[1], first + t)};
+    P::add(sums, digits_.scales[of_x + first + t], factors, (first + t) % k32s, acc_[0]);
   }
 
   // Stores a warp's sums of a tile, or puts its share where others add them.

@@ -1,11 +1,12 @@
 //! Products with weights in blocks.
 //!
 //! Few rows go to kernels that read the blocks as they are, and round `x` to integers of 16 bits; some
-//! more, of 16 bits, to such as leave `x` as it is (`kernels/cuda/linear/blocks`); of these five to eight
-//! rows, on Hopper, to kernels of their own (`kernels/cuda/linear/steps`). All else has the
+//! more, of 16 bits, to such as leave `x` as it is (`kernels/cuda/linear/blocks`). On Hopper one row and
+//! five to eight have kernels of their own (`kernels/cuda/linear/one_row`, `steps`). All else has the
 //! matrix decoded to the dtype of `x`, in the workspace and in parts if it is large, and is a product of
 //! floats then.
 
+mod one_row;
 mod steps;
 mod tiles;
 
@@ -28,6 +29,7 @@ use crate::tensor::RawTensor;
 
 pub(super) struct Kernels {
     kernels: Vec<Kernel<Arguments>>,
+    one_row: one_row::Kernels,
     steps: steps::Kernels,
     multiprocessors: usize,
 }
@@ -41,6 +43,7 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     let multiprocessors = resources.primary.attribute(super::OP, units)? as usize;
     Ok(Kernels {
         kernels,
+        one_row: one_row::kernels(resources)?,
         steps: steps::kernels(resources)?,
         multiprocessors: multiprocessors.max(1),
     })
@@ -66,6 +69,9 @@ pub(super) fn fuses(cuda: &Cuda, p: &Product<'_>) -> bool {
     lies_alike
         && p.rows().matrices().all(|matrix| {
             let a = arguments(p, &matrix);
+            if one_row::serve(cuda, p, &a) {
+                return true;
+            }
             let Some(form) = cuda.linear.blocks.choose(weight, matrix.rows) else {
                 return false;
             };
@@ -188,7 +194,8 @@ impl Kernels {
 pub(super) fn multiply(cuda: &Cuda, p: &Product<'_>, stream: Stream) -> Result<()> {
     let way = way(p.x, p.weights);
     for matrix in p.rows().matrices() {
-        if steps::multiply(cuda, p, &arguments(p, &matrix), stream)? {
+        let a = arguments(p, &matrix);
+        if one_row::multiply(cuda, p, &a, stream)? || steps::multiply(cuda, p, &a, stream)? {
             continue;
         }
         match way {

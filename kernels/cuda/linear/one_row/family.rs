@@ -1,0 +1,99 @@
+//! Products of one row with weights in blocks on Hopper: what the kernels are told, and what tells them apart.
+
+use crate::family::{Family, Field, Type, field};
+
+/// The family.
+pub const FAMILY: Family = Family {
+    name: "linear_one_row",
+    directory: "linear/one_row",
+    architecture: Some((90, "a")),
+    arguments: ARGUMENTS,
+    choices: &[
+        ("format", "a contract's Blocks"),
+        ("x_dtype", "a contract's Float"),
+        ("step", "weights of a row that a warp multiplies at a time"),
+        ("steps", "of a row that are copied together"),
+        ("slot_bytes", "of shared memory, for these of 16 rows"),
+        (
+            "x_bytes",
+            "of shared memory, for 32 neighbours of x as integers",
+        ),
+        (
+            "share_bytes",
+            "of shared memory, for what warps have of the sums of 16 rows",
+        ),
+        (
+            "rest_bytes",
+            "of shared memory, for the sums of squares of x",
+        ),
+    ],
+};
+
+const ARGUMENTS: &[Field] = &[
+    field(Type::Pointer("const void"), "x", "aligned to 16 bytes"),
+    field(
+        Type::Pointer("const uint8_t"),
+        "weight",
+        "rows are whole lines of 16 bytes",
+    ),
+    field(
+        Type::Pointer("const uint8_t"),
+        "up",
+        "where gated: what is, as `weight` is the gate's",
+    ),
+    field(Type::Pointer("void"), "out", "may be the residual"),
+    field(
+        Type::Pointer("const void"),
+        "residual",
+        "or gate; of a column, read before it is written",
+    ),
+    field(Type::Pointer("const void"), "bias", ""),
+    field(
+        Type::Pointer("const void"),
+        "up_bias",
+        "where gated: of what is",
+    ),
+    field(
+        Type::Pointer("const void"),
+        "norm",
+        "gains, aligned to 16 bytes, where x is normalised",
+    ),
+    field(Type::I64, "weight_stride", "bytes, of both weights"),
+    field(Type::U32, "steps", "of a row, which are whole"),
+    field(Type::U32, "slots", "of the ring: an even number"),
+    field(
+        Type::U32,
+        "tiles",
+        "of 16 rows of the weight; where gated, of eight of each",
+    ),
+    field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
+    field(
+        Type::U32,
+        "up_bias_dtype",
+        "a contract's Float, or 0 for none",
+    ),
+    field(Type::U32, "epilogue", "a contract's Epilogue"),
+    field(
+        Type::U32,
+        "dtype",
+        "a contract's Float: of residual and output",
+    ),
+    field(
+        Type::U32,
+        "gated",
+        "1: of two weights, of which the activation says",
+    ),
+    field(
+        Type::U32,
+        "norm_dtype",
+        "of the gains: f32 or that of x, or 0 for no norm",
+    ),
+    field(Type::F32, "norm_offset", "added to gains"),
+    field(Type::F32, "norm_epsilon", ""),
+    field(Type::F32, "norm_inverse_length", "1 / elements of a row"),
+    field(
+        Type::U32,
+        "constant",
+        "1: no kernel in flight writes the weight, which may be read before they have ended",
+    ),
+];

@@ -1,0 +1,5 @@
+#include "one_row.cuh"
+
+UNSLOTH_LINEAR_ONE_ROW(q4_k, kQ4K)
+UNSLOTH_LINEAR_ONE_ROW(q5_k, kQ5K)
+UNSLOTH_LINEAR_ONE_ROW(q6_k, kQ6K)

@@ -1,0 +1,429 @@
+// One row of x by weights in blocks, bound by reading these.
+//
+// A block has neighbouring rows of the weight, in tiles of 16. Two of its warps ask for the weight:
+// a chunk of a tile, 2048 neighbours of 16 rows, has a slot of the ring that all share. They begin
+// before the kernel before has ended, and never wait for x. The others make integers of x
+// meanwhile. Then every other chunk is for half of them, of which each has a step of 256
+// neighbours, and lets tensor cores multiply its codes by the digits of x. So the block reads whole
+// rows that lie one behind the other. What warps have of a tile is added in the order of its steps.
+//
+// Beside `linear/blocks`, where each warp asks for its own, this has a third of the instructions:
+// a lane has its part of x in registers once, and rows and tiles are whole.
+#pragma once
+
+#include "common/dependent_launch.cuh"
+#include "common/mbarrier.cuh"
+#include "common/named_barrier.cuh"
+#include "common/tma.cuh"
+#include "common/vector.cuh"
+#include "linear/blocks/products.cuh"
+#include "linear/gated.cuh"
+#include "linear/norm.cuh"
+#include "linear/one_row/arguments.h"
+
+namespace unsloth {
+
+// Warps that multiply, and those that ask.
+constexpr uint32_t kWarps = 16, kAskers = 2;
+// Their threads, and all.
+constexpr uint32_t kMultipliers = 32 * kWarps, kThreads = kMultipliers + 32 * kAskers;
+constexpr uint32_t kSharedBytes = 227 * 1024;
+// Neighbouring weights of a row that a warp multiplies at a time, and how many of them are copied
+// together.
+constexpr uint32_t kStep = 256, kSteps = 8;
+
+// A chunk of a tile in shared memory.
+template <Blocks kBlocks>
+struct Chunk {
+  using F = Format<kBlocks>;
+  static constexpr uint32_t kStepBytes = kStep / F::kLength * F::kBytes;
+  static constexpr uint32_t kBytes = kSteps * kStepBytes;
+  // From row to row: the same words of eight of them lie in different banks.
+  static constexpr uint32_t kPitch = kBytes + (kBytes % 128 == 16 ? 32 : 16);
+  static_assert(kPitch % 16 == 0 && (kPitch / 4 % 32 == 4 || kPitch / 4 % 32 == 12));
+  static constexpr uint32_t kSlotBytes = kColumns * kPitch;
+};
+
+template <Blocks kBlocks, class T>
+class OneRow {
+  using C = Chunk<kBlocks>;
+  using D = Digits<kBlocks>;
+  using P = Products<kBlocks>;
+  using Scale = typename D::Scale;
+
+ public:
+  // Of 32 neighbours of x; what warps leave of a tile; sums of squares.
+  static constexpr uint32_t kXBytes = 64 + sizeof(Scale);
+  static constexpr uint32_t kShareBytes = kWarps * kColumns * sizeof(float);
+  static constexpr uint32_t kRestBytes = kMostParts * sizeof(float);
+
+  __device__ __forceinline__ OneRow(const LinearOneRowArguments &p, uint8_t *shared)
+      : p_(p),
+        warp_(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
+        lane_(threadIdx.x % 32),
+        chunks_((p.steps + kSteps - 1) / kSteps),
+        rows_(p.gated != 0 ? kColumns / 2 : kColumns),
+        first_(p.tiles * blockIdx.x / gridDim.x),
+        tiles_(p.tiles * (blockIdx.x + 1) / gridDim.x - first_),
+        ring_(shared) {
+    uint8_t *rest = shared + p.slots * C::kSlotBytes;
+    numbers_ = reinterpret_cast<uint32_t *>(rest);
+    rest += p.steps * (kStep / 32) * 64;
+    scales_ = reinterpret_cast<Scale *>(rest);
+    rest += p.steps * (kStep / 32) * sizeof(Scale);
+    full_ = reinterpret_cast<Mbarrier *>(rest);
+    empty_ = full_ + p.slots;
+    rest += 2 * p.slots * sizeof(Mbarrier);
+    squares_ = reinterpret_cast<float *>(rest);
+    shares_ = squares_ + kMostParts;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+      masks_[i] = lane_ / 8 == i;
+      // The compiler, which would select if it knew them, is not to.
+      asm("" : "+r"(masks_[i]));
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (warp_ >= kWarps) {
+      ask();
+      return;
+    }
+    if (p_.norm_dtype != 0) fetch_gains(p_, p_.steps * kStep);
+    await_previous_kernel();
+    round_row();
+    // They are asked for now and looked at when the sums are there.
+    const uint32_t columns = tiles_ * rows_, column = first_ * rows_;
+    uint32_t factors[3] = {};
+    if (threadIdx.x < columns) load_factors(column + threadIdx.x, factors);
+    // The integers are there, and so are the barriers of the ring.
+    named_barrier_sync(kReady, kThreads);
+    multiply_chunks();
+    named_barrier_sync(kAmongMultipliers, kMultipliers);
+#pragma unroll
+    for (uint32_t &bits : factors) asm volatile("" : "+r"(bits));
+    for (uint32_t i = threadIdx.x; i < columns; i += kMultipliers) {
+      if (i >= kMultipliers) load_factors(column + i, factors);
+      const float *shares = shares_ + i / rows_ * (kWarps * kColumns) + i % rows_;
+      const float sum = sum_of_shares(shares);
+      store(column + i, sum, p_.gated != 0 ? sum_of_shares(shares + rows_) : 0, factors);
+    }
+  }
+
+ private:
+  // Vectors of x that a lane asks for at a time.
+  static constexpr uint32_t kAhead = 4;
+  // Barriers: of those that multiply, of all, of those that ask.
+  static constexpr int kAmongMultipliers = 1, kReady = 2, kAmongAskers = 3;
+
+  // What the warps do that copy: each has some of a tile's rows.
+  __device__ __forceinline__ void ask() const {
+    constexpr uint32_t kRows = kColumns / kAskers;
+    const uint32_t first_row = (warp_ - kWarps) * kRows;
+    if (warp_ == kWarps) {
+      for (uint32_t i = lane_; i < p_.slots; i += 32) {
+        full_[i].init(kAskers);
+        empty_[i].init(kSteps);
+      }
+      fence_mbarrier_init();
+    }
+    named_barrier_sync(kAmongAskers, 32 * kAskers);
+    named_barrier_arrive(kReady, kThreads);
+    const bool is_up = p_.gated != 0 && first_row >= rows_;
+    const uint8_t *rows =
+        (is_up ? p_.up : p_.weight) + (first_ * rows_ + first_row % rows_) * p_.weight_stride;
+    const uint32_t row_bytes = p_.steps * C::kStepBytes;
+    Turn turn = {0, 1};
+    for (uint32_t tile = 0; tile < tiles_; tile++) {
+      for (uint32_t at = 0; at < row_bytes; at += C::kBytes) {
+        empty_[turn.slot].wait(turn.parity);
+        if (lane_ == 0) {
+          const uint32_t bytes = min(C::kBytes, row_bytes - at);
+          Mbarrier *full = &full_[turn.slot];
+          full->arrive_expect(kRows * bytes);
+          const uint8_t *from = rows + at;
+          uint32_t to = shared_address(ring_ + turn.slot * C::kSlotBytes + first_row * C::kPitch);
+#pragma unroll
+          for (uint32_t i = 0; i < kRows; i++) {
+            bulk_load_by_thread(to, from, bytes, full);
+            to += C::kPitch, from += p_.weight_stride;
+          }
+        }
+        __syncwarp();
+        turn.advance(1, p_.slots);
+      }
+      rows += rows_ * p_.weight_stride;
+    }
+  }
+
+  // A slot of the ring, and the parity of what is waited for there.
+  struct Turn {
+    uint32_t slot, parity;
+
+    __device__ __forceinline__ void advance(uint32_t by, uint32_t slots) {
+      slot += by;
+      if (slot >= slots) slot -= slots, parity ^= 1;
+    }
+  };
+
+  // What a warp has of all tiles, to where it is added up.
+  __device__ __forceinline__ void multiply_chunks() const {
+    // The slots of the ring are an even number, so that each is always for the same half.
+    const uint32_t half = warp_ / kSteps, of_chunk = warp_ % kSteps;
+    Turn turn = {half, 0};
+    uint32_t tile = 0, chunk = half;
+    while (chunk >= chunks_) chunk -= chunks_, tile++;
+    float sums[2] = {};
+    while (tile < tiles_) {
+      const uint32_t share = chunk * kSteps + of_chunk;
+      for (; chunk < chunks_; chunk += 2) {
+        full_[turn.slot].wait(turn.parity);
+        const uint32_t step = chunk * kSteps + of_chunk;
+        if (step < p_.steps) {
+          multiply(ring_ + turn.slot * C::kSlotBytes + of_chunk * C::kStepBytes, step, sums);
+        }
+        __syncwarp();
+        if (lane_ == 0) empty_[turn.slot].arrive();
+        turn.advance(2, p_.slots);
+      }
+      leave(tile, share, sums);
+      while (chunk >= chunks_) chunk -= chunks_, tile++;
+    }
+  }
+
+  // A step of 16 rows. Four products, of 32 neighbours each, go to columns of their own, two for
+  // the digits: lane t of four has the sums of the t-th, and scales them.
+  __device__ __forceinline__ void multiply(const uint8_t *step_of_rows, uint32_t step,
+                                           float (&sums)[2]) const {
+    constexpr uint32_t k32s = P::k32s;
+    constexpr bool kRowAligned = C::kStepBytes % 4 == 0;
+    const uint32_t g = lane_ / 4, t = lane_ % 4;
+    const uint8_t *low = step_of_rows + g * C::kPitch;
+    const uint8_t *const rows[2] = {low, low + 8 * C::kPitch};
+    const uint32_t *numbers = numbers_ + (step * (kStep / 32) * 2 + g) * 8 + t;
+    const Scale *scales = scales_ + step * (kStep / 32) + t;
+#pragma unroll
+    for (uint32_t first = 0; first < kStep / 32; first += 4) {
+      const uint32_t of_lane[2] = {numbers[first * 16], numbers[first * 16 + 4]};
+      int32_t products[P::kParts][4] = {};
+#pragma unroll
+      for (uint32_t i = 0; i < 4; i++) {
+        uint32_t codes[4];
+        P::template codes_of<kRowAligned>(rows, first + i, t, codes);
+        P::multiply(codes, {of_lane[0] * masks_[i], of_lane[1] * masks_[i]}, products);
+      }
+      using FactorsOf = typename P::template FactorsOf<true>;
+      const FactorsOf factors[2] = {P::template block_of<false>(rows[0], first + t),
+                                    P::template block_of<false>(rows[1], first + t)};
+      P::add(products, scales[first], factors, (first + t) % k32s, sums);
+    }
+  }
+
+  // Puts a warp's share of a tile where it is added to others.
+  __device__ __forceinline__ void leave(uint32_t tile, uint32_t share, float (&sums)[2]) const {
+#pragma unroll
+    for (float &sum : sums) {
+      sum += __shfl_xor_sync(kAllLanes, sum, 1);
+      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+    }
+    if (lane_ % 4 == 0) {
+      float *to = shares_ + (tile * kWarps + share) * kColumns + lane_ / 4;
+      to[0] = sums[0], to[8] = sums[1];
+    }
+    sums[0] = sums[1] = 0;
+  }
+
+  // Of a column. Of rows of one chunk half of the warps have none.
+  __device__ __forceinline__ float sum_of_shares(const float *shares) const {
+    float sum = 0;
+#pragma unroll
+    for (uint32_t half = 0; half < kWarps / kSteps; half++) {
+      if (half >= chunks_) break;
+      float of[kSteps];
+#pragma unroll
+      for (uint32_t i = 0; i < kSteps; i++) of[i] = shares[(half * kSteps + i) * kColumns];
+#pragma unroll
+      for (uint32_t i = 0; i < kSteps; i++) sum += of[i];
+    }
+    return sum;
+  }
+
+  // Makes integers of x. A lane has eight neighbours at a time, so that four have 32.
+  __device__ __forceinline__ void round_row() const {
+    const uint32_t vectors = p_.steps * 32;
+    const uint4 *x = static_cast<const uint4 *>(p_.x);
+    const auto load = [&](uint32_t at) { return at < vectors ? x[at] : uint4{}; };
+    uint32_t at = threadIdx.x;
+    // What is asked for before any is looked at.
+    uint4 words[kAhead], gains[2] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; i++) words[i] = load(at + i * kMultipliers);
+    float scale = 1;
+    if (p_.norm_dtype != 0) {
+      load_gains(min(at, vectors - 1), gains);
+      uint4 of_part = words[0];
+#pragma unroll 1
+      for (uint32_t part = warp_; part < vectors / 32; part += kWarps) {
+        if (part != warp_) of_part = x[part * 32 + lane_];
+        const float sum = squares_of_part<T>(of_part);
+        if (lane_ == 0) squares_[part] = sum;
+      }
+      named_barrier_sync(kAmongMultipliers, kMultipliers);
+      scale = scale_of_row(p_, squares_, vectors / 32);
+    }
+    // All lanes of a warp have some, or none has.
+#pragma unroll 1
+    for (; at < vectors; at += kMultipliers) {
+      if (p_.norm_dtype != 0) {
+        if (at >= kMultipliers) load_gains(at, gains);
+        normalise(gains, scale, words[0]);
+      }
+      round(words[0], at);
+#pragma unroll
+      for (uint32_t i = 0; i + 1 < kAhead; i++) words[i] = words[i + 1];
+      words[kAhead - 1] = load(at + kAhead * kMultipliers);
+    }
+  }
+
+  // Of eight neighbours, as they are stored.
+  __device__ __forceinline__ void load_gains(uint32_t at, uint4 (&gains)[2]) const {
+    const uint4 *norm = static_cast<const uint4 *>(p_.norm);
+    if (p_.norm_dtype == static_cast<uint32_t>(Float::kF32)) {
+      gains[0] = norm[2 * at], gains[1] = norm[2 * at + 1];
+    } else {
+      gains[0] = norm[at];
+    }
+  }
+
+  // Rounded to the dtype of x, as they would be stored.
+  __device__ __forceinline__ void normalise(const uint4 (&words)[2], float scale, uint4 &x) const {
+    float gains[8], eight[8];
+    if (p_.norm_dtype == static_cast<uint32_t>(Float::kF32)) {
+      const uint4 &a = words[0], &b = words[1];
+      const uint32_t bits[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 8; i++) gains[i] = __uint_as_float(bits[i]);
+    } else {
+      Vector<T>::unpack(words[0], gains);
+    }
+    Vector<T>::unpack(x, eight);
+#pragma unroll
+    for (int i = 0; i < 8; i++) eight[i] = normalised(p_, eight[i], gains[i], scale);
+    x = Vector<T>::packed(eight);
+  }
+
+  // By the four lanes of 32 neighbours. Digits lie as they are read: [32 neighbours][digit][16 of
+  // them][four], a word each.
+  __device__ __forceinline__ void round(const uint4 &words, uint32_t at) const {
+    // As bits, two at a time.
+    constexpr uint32_t kSignless = 0x7fff7fff;
+    uint32_t pair = __vmaxu2(__vmaxu2(words.x & kSignless, words.y & kSignless),
+                             __vmaxu2(words.z & kSignless, words.w & kSignless));
+    pair = __vmaxu2(pair, __shfl_xor_sync(kAllLanes, pair, 1));
+    pair = __vmaxu2(pair, __shfl_xor_sync(kAllLanes, pair, 2));
+    const Rounding rounding(__float_as_uint(unpack<T>(max(pair & 0xffff, pair >> 16)).x));
+    float x[8];
+    Vector<T>::unpack(words, x);
+    const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+    uint2 upper, lower;
+    int32_t sum = rounding.round(low, upper.x, lower.x);
+    sum += rounding.round(high, upper.y, lower.y);
+    uint2 *to = reinterpret_cast<uint2 *>(numbers_) + at / 4 * 8 + at % 4;
+    to[0] = upper, to[4] = lower;
+    int32_t others = 0;
+    if constexpr (D::kSumFactor != 0) {
+      // Of halves of the 32.
+      sum += __shfl_xor_sync(kAllLanes, sum, 1);
+      others = __shfl_xor_sync(kAllLanes, sum, 2);
+    }
+    if (at % 4 != 0) return;
+    const float unit = D::kSumFactor * rounding.scale();
+    if constexpr (D::kHalves) {
+      scales_[at / 4] = {rounding.scale(), {unit * sum, unit * others}, 0};
+    } else {
+      scales_[at / 4] = {rounding.scale(), unit * (sum + others)};
+    }
+  }
+
+  static __device__ __forceinline__ uint32_t bits_of(const void *of, uint32_t dtype, uint32_t at) {
+    if (dtype == 0) return 0;
+    if (dtype == static_cast<uint32_t>(Float::kF32)) return static_cast<const uint32_t *>(of)[at];
+    return static_cast<const uint16_t *>(of)[at];
+  }
+
+  static __device__ __forceinline__ float number_of_bits(uint32_t bits, uint32_t dtype) {
+    if (dtype == static_cast<uint32_t>(Float::kF16)) return half_of(bits);
+    return __uint_as_float(dtype == static_cast<uint32_t>(Float::kBf16) ? bits << 16 : bits);
+  }
+
+  // The bits of residual or gate, of the bias, and of that of what is gated.
+  __device__ __forceinline__ void load_factors(uint32_t column, uint32_t (&to)[3]) const {
+    const bool has_other = p_.gated == 0 && p_.epilogue != static_cast<uint32_t>(Epilogue::kStore);
+    if (has_other) to[0] = bits_of(p_.residual, p_.dtype, column);
+    to[1] = bits_of(p_.bias, p_.bias_dtype, column);
+    to[2] = bits_of(p_.up_bias, p_.up_bias_dtype, column);
+  }
+
+  __device__ __forceinline__ void store(uint32_t column, float sum, float up,
+                                        const uint32_t (&factors)[3]) const {
+    const Float dtype = static_cast<Float>(p_.dtype);
+    if (p_.bias_dtype != 0) sum += number_of_bits(factors[1], p_.bias_dtype);
+    if (p_.gated != 0) {
+      if (p_.up_bias_dtype != 0) up += number_of_bits(factors[2], p_.up_bias_dtype);
+      sum = up * activate(rounded(sum, dtype), p_.epilogue);
+    } else if (p_.epilogue != static_cast<uint32_t>(Epilogue::kStore)) {
+      const float other = number_of_bits(factors[0], p_.dtype);
+      if (p_.epilogue == static_cast<uint32_t>(Epilogue::kAdd)) {
+        sum += other;
+      } else {
+        sum *= activate(other, p_.epilogue);
+      }
+    }
+    if (dtype == Float::kF32) {
+      static_cast<float *>(p_.out)[column] = sum;
+    } else {
+      static_cast<uint16_t *>(p_.out)[column] = static_cast<uint16_t>(pack<T>(sum, sum));
+    }
+  }
+
+  const LinearOneRowArguments &p_;
+  // Chunks of a row; rows of each weight of a tile; the block's first tile, and how many it has.
+  const uint32_t warp_, lane_, chunks_, rows_, first_, tiles_;
+  uint8_t *const ring_;
+  uint32_t *numbers_;
+  Scale *scales_;
+  Mbarrier *full_, *empty_;
+  // [part], [tile][warp][column].
+  float *squares_, *shares_;
+  // 1 for the product of four whose columns a lane has, else 0.
+  uint32_t masks_[4];
+};
+
+}  // namespace unsloth
+
+// Instantiates a kernel, and beside it what the host must know of it.
+#define UNSLOTH_LINEAR_ONE_ROW_OF(name, blocks, type)                               \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 1)                \
+      linear_one_row_##name(const __grid_constant__ LinearOneRowArguments params) { \
+    unsloth::let_next_kernel_start();                                               \
+    if (params.constant == 0) unsloth::await_previous_kernel();                     \
+    extern __shared__ uint4 dynamic[];                                              \
+    uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic);                          \
+    unsloth::OneRow<unsloth::Blocks::blocks, type>(params, bytes).run();            \
+  }                                                                                 \
+  extern "C" __device__ const LinearOneRowLaunch linear_one_row_##name##_launch = { \
+      static_cast<int32_t>(unsloth::Blocks::blocks),                                \
+      static_cast<int32_t>(unsloth::kDtype<type>),                                  \
+      unsloth::kStep,                                                               \
+      unsloth::kSteps,                                                              \
+      unsloth::Chunk<unsloth::Blocks::blocks>::kSlotBytes,                          \
+      unsloth::OneRow<unsloth::Blocks::blocks, type>::kXBytes,                      \
+      unsloth::OneRow<unsloth::Blocks::blocks, type>::kShareBytes,                  \
+      unsloth::OneRow<unsloth::Blocks::blocks, type>::kRestBytes,                   \
+      unsloth::kThreads,                                                            \
+      unsloth::kSharedBytes,                                                        \
+  };
+
+#define UNSLOTH_LINEAR_ONE_ROW(name, blocks)                    \
+  UNSLOTH_LINEAR_ONE_ROW_OF(name##_bf16, blocks, __nv_bfloat16) \
+  UNSLOTH_LINEAR_ONE_ROW_OF(name##_f16, blocks, __half)

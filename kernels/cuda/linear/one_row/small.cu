@@ -1,0 +1,5 @@
+#include "one_row.cuh"
+
+UNSLOTH_LINEAR_ONE_ROW(q8_0, kQ8_0)
+UNSLOTH_LINEAR_ONE_ROW(q4_0, kQ4_0)
+UNSLOTH_LINEAR_ONE_ROW(q4_1, kQ4_1)

@@ -1,0 +1,232 @@
+//! Products of one row of 16 bits with weights in blocks on Hopper (`kernels/cuda/linear/one_row`): also behind a
+//! norm of `x`, and of a gate and what it gates in one.
+
+use super::{Aligned, Arguments, Way, way};
+use crate::alloc::push;
+use crate::backend::Stream;
+use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::images::linear_one_row;
+use crate::cuda::linear::{Epilogue, OP, Product};
+use crate::cuda::{Cuda, Shape};
+use crate::error::Result;
+
+pub(super) type Kernels = Vec<Kernel<linear_one_row::Arguments>>;
+
+/// None on other devices than those of Hopper.
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    let mut kernels = Vec::new();
+    for kernel in resources.kernels::<linear_one_row::Arguments>()? {
+        push(OP, &mut kernels, kernel)?;
+    }
+    Ok(kernels)
+}
+
+/// How a product is parted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Form {
+    tiles: usize,
+    blocks: usize,
+    slots: usize,
+    shared_bytes: usize,
+}
+
+/// What a form depends on.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    out_features: usize,
+    gated: bool,
+    /// Of a row of the weight.
+    steps: usize,
+    multiprocessors: usize,
+    /// What blocks have, and what they need: for a slot of their ring, for a step of `x`, for a tile, and beside these.
+    room: usize,
+    slot_bytes: usize,
+    x_bytes: usize,
+    share_bytes: usize,
+    rest_bytes: usize,
+}
+
+impl Sizes {
+    /// As many slots as there is room for; none if that is for less than two, or if tiles are not whole.
+    fn form(&self) -> Option<Form> {
+        /// Rows of a weight that are a tile: where gated, half of them are the gate's.
+        const COLUMNS: usize = 16;
+        /// With eight and ten of Q4_0, layers of decoding were slower by a percent (H200).
+        const MOST_SLOTS: usize = 6;
+        /// A slot's two transaction barriers.
+        const BARRIERS: usize = 16;
+        /// Tiles times blocks are counted in 32 bits.
+        const MOST_TILES: usize = 1 << 20;
+        let rows = if self.gated { COLUMNS / 2 } else { COLUMNS };
+        let tiles = self.out_features / rows;
+        let blocks = self.multiprocessors.min(tiles);
+        let is_whole = self.out_features.is_multiple_of(rows);
+        if self.steps == 0 || blocks == 0 || !is_whole || tiles > MOST_TILES {
+            return None;
+        }
+        let of_block = tiles.div_ceil(blocks);
+        let rest = self.steps * self.x_bytes + of_block * self.share_bytes + self.rest_bytes;
+        let of_slot = self.slot_bytes + BARRIERS;
+        // An even number, so that each slot is always for the same half of the warps.
+        let slots = (self.room.checked_sub(rest)? / of_slot).min(MOST_SLOTS) / 2 * 2;
+        (slots > 0).then_some(Form {
+            tiles,
+            blocks,
+            slots,
+            shared_bytes: rest + slots * of_slot,
+        })
+    }
+}
+
+/// The kernel and how it is parted, if these kernels are for the row.
+fn chosen<'a>(
+    cuda: &'a Cuda,
+    p: &Product<'_>,
+    a: &Arguments,
+) -> Option<(&'a Kernel<linear_one_row::Arguments>, Sizes, Form)> {
+    let weight = &p.weights.weight;
+    let (out_features, in_features) = (weight.layout.dim(0), weight.layout.dim(1));
+    let is_aligned = a.aligned == Aligned::Lines as u32 && a.x_aligned == 2;
+    if a.rows != 1 || !is_aligned || way(p.x, p.weights) != Way::Integers {
+        return None;
+    }
+    let kernel = cuda.linear.blocks.one_row.iter().find(|k| {
+        k.choices.format == weight.dtype as u32 && k.choices.x_dtype == p.x.dtype as u32
+    })?;
+    let choices = kernel.choices;
+    let step = choices.step as usize;
+    if !in_features.is_multiple_of(step) {
+        return None;
+    }
+    let sizes = Sizes {
+        out_features,
+        gated: matches!(p.epilogue, Epilogue::Gated(..)),
+        steps: in_features / step,
+        multiprocessors: cuda.linear.blocks.multiprocessors,
+        room: kernel.room as usize,
+        slot_bytes: choices.slot_bytes as usize,
+        x_bytes: step / 32 * choices.x_bytes as usize,
+        share_bytes: choices.share_bytes as usize,
+        rest_bytes: choices.rest_bytes as usize,
+    };
+    let form = sizes.form()?;
+    Some((kernel, sizes, form))
+}
+
+/// Whether these kernels are for a row.
+pub(super) fn serve(cuda: &Cuda, p: &Product<'_>, a: &Arguments) -> bool {
+    chosen(cuda, p, a).is_some()
+}
+
+/// Queues a product of one row if these kernels are for it, or says that they are not.
+pub(super) fn multiply(
+    cuda: &Cuda,
+    p: &Product<'_>,
+    a: &Arguments,
+    stream: Stream,
+) -> Result<bool> {
+    let Some((kernel, sizes, form)) = chosen(cuda, p, a) else {
+        return Ok(false);
+    };
+    tracing::trace!(
+        "{}: one row of {} steps by {} in {}, {form:?}",
+        p.op,
+        sizes.steps,
+        sizes.out_features,
+        p.weights.weight.dtype,
+    );
+    let up = match &p.epilogue {
+        Epilogue::Gated(up, _) => up.weight.ptr.addr() as u64,
+        _ => 0,
+    };
+    let arguments = linear_one_row::Arguments {
+        x: a.x,
+        weight: a.weight,
+        up,
+        out: a.out,
+        residual: a.residual,
+        bias: a.bias,
+        up_bias: a.up_bias,
+        norm: a.norm,
+        weight_stride: a.weight_stride,
+        steps: sizes.steps as u32,
+        slots: form.slots as u32,
+        tiles: form.tiles as u32,
+        bias_dtype: a.bias_dtype,
+        up_bias_dtype: a.up_bias_dtype,
+        epilogue: a.epilogue,
+        dtype: a.dtype,
+        gated: a.gated,
+        norm_dtype: a.norm_dtype,
+        norm_offset: a.norm_offset,
+        norm_epsilon: a.norm_epsilon,
+        norm_inverse_length: a.norm_inverse_length,
+        constant: a.constant,
+    };
+    let shape = Shape {
+        grid: [form.blocks as u32, 1, 1],
+        block: kernel.info.block,
+        shared_bytes: form.shared_bytes as u32,
+        cluster: 1,
+    };
+    // SAFETY: the problem was checked: its tensors have the row that the arguments describe, of whole steps, and
+    // where these lie is as the kernel needs it. A form's shared memory has room for the ring, its barriers, the
+    // integers and the shares.
+    unsafe { cuda.launch_shape(p.op, kernel, shape, &arguments, stream)? };
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of Q4_0 on an H200.
+    fn sizes(out_features: usize, in_features: usize) -> Sizes {
+        Sizes {
+            out_features,
+            gated: false,
+            steps: in_features / 256,
+            multiprocessors: 132,
+            room: 227 << 10,
+            slot_bytes: 16 * 1168,
+            x_bytes: 8 * 72,
+            share_bytes: 1024,
+            rest_bytes: 512,
+        }
+    }
+
+    /// Every block has a tile, halves of the warps have their own slots, and shared memory is there.
+    #[test]
+    fn forms_cover_their_products() {
+        for in_features in [256, 2048, 4096, 14336, 28672, 65536] {
+            for out_features in [16, 1008, 4096, 14336, 128_256] {
+                for (slot_bytes, gated) in [(16 * 1168, false), (16 * 2192, true)] {
+                    let sizes = Sizes {
+                        gated,
+                        slot_bytes,
+                        ..sizes(out_features, in_features)
+                    };
+                    let Some(form) = sizes.form() else {
+                        assert!(in_features + out_features > 60_000, "{sizes:?}");
+                        continue;
+                    };
+                    assert!(form.shared_bytes <= sizes.room, "{sizes:?} {form:?}");
+                    assert!(form.slots.is_multiple_of(2) && form.slots > 0, "{form:?}");
+                    assert!((1..=132.min(form.tiles)).contains(&form.blocks), "{form:?}");
+                    let rows = if gated { 8 } else { 16 };
+                    assert_eq!(form.tiles * rows, out_features, "{sizes:?} {form:?}");
+                }
+            }
+        }
+        assert_eq!(sizes(4096, 0).form(), None);
+        assert_eq!(sizes(4097, 4096).form(), None);
+    }
+
+    /// Those that were measured.
+    #[test]
+    fn forms_are_those_that_were_measured() {
+        let form = |n, k| sizes(n, k).form().map(|form| (form.blocks, form.slots));
+        assert_eq!(form(4096, 4096), Some((132, 6)));
+        assert_eq!(form(4096, 14336), Some((132, 6)));
+    }
+}
