@@ -64,7 +64,12 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "tiles",
-        "of 16 rows of the weight; where gated, of eight of each",
+        "of a block, each of 16 rows of the weight; where gated, of eight of each",
+    ),
+    field(
+        Type::U32,
+        "one_more",
+        "blocks with one more, the first ones",
     ),
     field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
     field(

@@ -63,8 +63,8 @@ class OneRow {
         lane_(threadIdx.x % 32),
         chunks_((p.steps + kSteps - 1) / kSteps),
         rows_(p.gated != 0 ? kColumns / 2 : kColumns),
-        first_(p.tiles * blockIdx.x / gridDim.x),
-        tiles_(p.tiles * (blockIdx.x + 1) / gridDim.x - first_),
+        first_(p.tiles * blockIdx.x + min(p.one_more, blockIdx.x)),
+        tiles_(p.tiles + (blockIdx.x < p.one_more)),
         ring_(shared) {
     uint8_t *rest = shared + p.slots * C::kSlotBytes;
     numbers_ = reinterpret_cast<uint32_t *>(rest);
@@ -92,67 +92,72 @@ class OneRow {
     if (p_.norm_dtype != 0) fetch_gains(p_, p_.steps * kStep);
     await_previous_kernel();
     round_row();
-    // They are asked for now and looked at when the sums are there.
-    const uint32_t columns = tiles_ * rows_, column = first_ * rows_;
+    // Of the 16 rows of a tile, of whose sums a thread has one: asked for now, and looked at when
+    // the sums are there.
+    const uint32_t all = tiles_ * kColumns;
     uint32_t factors[3] = {};
-    if (threadIdx.x < columns) load_factors(column + threadIdx.x, factors);
+    if (threadIdx.x < all) load_factors(column_of(threadIdx.x), factors);
     // The integers are there, and so are the barriers of the ring.
     named_barrier_sync(kReady, kThreads);
     multiply_chunks();
     named_barrier_sync(kAmongMultipliers, kMultipliers);
 #pragma unroll
     for (uint32_t &bits : factors) asm volatile("" : "+r"(bits));
-    for (uint32_t i = threadIdx.x; i < columns; i += kMultipliers) {
-      if (i >= kMultipliers) load_factors(column + i, factors);
-      const float *shares = shares_ + i / rows_ * (kWarps * kColumns) + i % rows_;
-      const float sum = sum_of_shares(shares);
-      store(column + i, sum, p_.gated != 0 ? sum_of_shares(shares + rows_) : 0, factors);
+    for (uint32_t base = warp_ * 32; base < all; base += kMultipliers) {
+      const uint32_t i = base + lane_;
+      if (base >= kMultipliers && i < all) load_factors(column_of(i), factors);
+      const float sum = i < all ? sum_of_shares(i) : 0;
+      // Of what is gated, eight rows behind its gate.
+      const float up = __shfl_down_sync(kAllLanes, sum, kColumns / 2);
+      if (i < all && i % kColumns < rows_) store(column_of(i), sum, up, factors);
     }
   }
 
  private:
   // Vectors of x that a lane asks for at a time.
   static constexpr uint32_t kAhead = 4;
-  // Barriers: of those that multiply, of all, of those that ask.
-  static constexpr int kAmongMultipliers = 1, kReady = 2, kAmongAskers = 3;
+  // Barriers: of those that multiply, and of all.
+  static constexpr int kAmongMultipliers = 1, kReady = 2;
 
-  // What the warps do that copy: each has some of a tile's rows.
+  // What the warps do that copy: each has the chunks for one half of the others.
   __device__ __forceinline__ void ask() const {
-    constexpr uint32_t kRows = kColumns / kAskers;
-    const uint32_t first_row = (warp_ - kWarps) * kRows;
-    if (warp_ == kWarps) {
-      for (uint32_t i = lane_; i < p_.slots; i += 32) {
-        full_[i].init(kAskers);
-        empty_[i].init(kSteps);
-      }
-      fence_mbarrier_init();
+    Turn turn = {warp_ - kWarps, 1};
+    const uint32_t slot = turn.slot + kAskers * lane_;
+    if (slot < p_.slots) {
+      full_[slot].init(1);
+      empty_[slot].init(kSteps);
     }
-    named_barrier_sync(kAmongAskers, 32 * kAskers);
+    fence_mbarrier_init();
+    __syncwarp();
     named_barrier_arrive(kReady, kThreads);
-    const bool is_up = p_.gated != 0 && first_row >= rows_;
-    const uint8_t *rows =
-        (is_up ? p_.up : p_.weight) + (first_ * rows_ + first_row % rows_) * p_.weight_stride;
     const uint32_t row_bytes = p_.steps * C::kStepBytes;
-    Turn turn = {0, 1};
-    for (uint32_t tile = 0; tile < tiles_; tile++) {
-      for (uint32_t at = 0; at < row_bytes; at += C::kBytes) {
-        empty_[turn.slot].wait(turn.parity);
-        if (lane_ == 0) {
-          const uint32_t bytes = min(C::kBytes, row_bytes - at);
-          Mbarrier *full = &full_[turn.slot];
-          full->arrive_expect(kRows * bytes);
-          const uint8_t *from = rows + at;
-          uint32_t to = shared_address(ring_ + turn.slot * C::kSlotBytes + first_row * C::kPitch);
-#pragma unroll
-          for (uint32_t i = 0; i < kRows; i++) {
-            bulk_load_by_thread(to, from, bytes, full);
-            to += C::kPitch, from += p_.weight_stride;
-          }
-        }
-        __syncwarp();
-        turn.advance(1, p_.slots);
+    const uint8_t *gate = p_.weight + first_ * rows_ * p_.weight_stride;
+    const uint8_t *up = p_.gated != 0 ? p_.up + first_ * rows_ * p_.weight_stride
+                                      : gate + kColumns / 2 * p_.weight_stride;
+    uint32_t chunk = turn.slot, tile = 0;
+    for (;;) {
+      while (chunk >= chunks_) {
+        chunk -= chunks_, tile++;
+        gate += rows_ * p_.weight_stride, up += rows_ * p_.weight_stride;
       }
-      rows += rows_ * p_.weight_stride;
+      if (tile >= tiles_) return;
+      empty_[turn.slot].wait(turn.parity);
+      if (lane_ == 0) {
+        const uint32_t at = chunk * C::kBytes, bytes = min(C::kBytes, row_bytes - at);
+        Mbarrier *full = &full_[turn.slot];
+        full->arrive_expect(kColumns * bytes);
+        const uint8_t *low = gate + at, *high = up + at;
+        uint32_t to = shared_address(ring_ + turn.slot * C::kSlotBytes);
+#pragma unroll
+        for (uint32_t i = 0; i < kColumns / 2; i++) {
+          bulk_load_by_thread(to, low, bytes, full);
+          bulk_load_by_thread(to + kColumns / 2 * C::kPitch, high, bytes, full);
+          to += C::kPitch, low += p_.weight_stride, high += p_.weight_stride;
+        }
+      }
+      __syncwarp();
+      turn.advance(kAskers, p_.slots);
+      chunk += kAskers;
     }
   }
 
@@ -176,7 +181,7 @@ class OneRow {
     float sums[2] = {};
     while (tile < tiles_) {
       const uint32_t share = chunk * kSteps + of_chunk;
-      for (; chunk < chunks_; chunk += 2) {
+      for (; chunk < chunks_; chunk += kWarps / kSteps) {
         full_[turn.slot].wait(turn.parity);
         const uint32_t step = chunk * kSteps + of_chunk;
         if (step < p_.steps) {
@@ -184,7 +189,7 @@ class OneRow {
         }
         __syncwarp();
         if (lane_ == 0) empty_[turn.slot].arrive();
-        turn.advance(2, p_.slots);
+        turn.advance(kWarps / kSteps, p_.slots);
       }
       leave(tile, share, sums);
       while (chunk >= chunks_) chunk -= chunks_, tile++;
@@ -233,19 +238,25 @@ class OneRow {
     sums[0] = sums[1] = 0;
   }
 
-  // Of a column. Of rows of one chunk half of the warps have none.
-  __device__ __forceinline__ float sum_of_shares(const float *shares) const {
+  // Of row `i` of the block's tiles. Of rows of one chunk half of the warps have none.
+  __device__ __forceinline__ float sum_of_shares(uint32_t i) const {
+    const float *shares = shares_ + i / kColumns * (kWarps * kColumns) + i % kColumns;
     float sum = 0;
 #pragma unroll
     for (uint32_t half = 0; half < kWarps / kSteps; half++) {
       if (half >= chunks_) break;
       float of[kSteps];
 #pragma unroll
-      for (uint32_t i = 0; i < kSteps; i++) of[i] = shares[(half * kSteps + i) * kColumns];
+      for (uint32_t j = 0; j < kSteps; j++) of[j] = shares[(half * kSteps + j) * kColumns];
 #pragma unroll
-      for (uint32_t i = 0; i < kSteps; i++) sum += of[i];
+      for (uint32_t j = 0; j < kSteps; j++) sum += of[j];
     }
     return sum;
+  }
+
+  // The column of the output that row `i` of the block's tiles is for, or is of no use for.
+  __device__ __forceinline__ uint32_t column_of(uint32_t i) const {
+    return (first_ + i / kColumns) * rows_ + i % rows_;
   }
 
   // Makes integers of x. A lane has eight neighbours at a time, so that four have 32.
@@ -269,7 +280,7 @@ class OneRow {
         if (lane_ == 0) squares_[part] = sum;
       }
       named_barrier_sync(kAmongMultipliers, kMultipliers);
-      scale = scale_of_row(p_, squares_, vectors / 32);
+      scale = scale_of_row<true>(p_, squares_, vectors / 32);
     }
     // All lanes of a warp have some, or none has.
 #pragma unroll 1
@@ -387,7 +398,8 @@ class OneRow {
   }
 
   const LinearOneRowArguments &p_;
-  // Chunks of a row; rows of each weight of a tile; the block's first tile, and how many it has.
+  // Chunks of a row; rows of each weight of a tile; the block's first tile,
+  // and how many it has.
   const uint32_t warp_, lane_, chunks_, rows_, first_, tiles_;
   uint8_t *const ring_;
   uint32_t *numbers_;

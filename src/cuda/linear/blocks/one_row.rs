@@ -24,8 +24,10 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
 /// How a product is parted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Form {
-    tiles: usize,
     blocks: usize,
+    /// Of a block, but for the first blocks, which have one more.
+    tiles: usize,
+    one_more: usize,
     slots: usize,
     shared_bytes: usize,
 }
@@ -51,17 +53,15 @@ impl Sizes {
     fn form(&self) -> Option<Form> {
         /// Rows of a weight that are a tile: where gated, half of them are the gate's.
         const COLUMNS: usize = 16;
-        /// With eight and ten of Q4_0, layers of decoding were slower by a percent (H200).
-        const MOST_SLOTS: usize = 6;
+        /// By fewer of Q4_0 layers of decoding were slower (H200).
+        const MOST_SLOTS: usize = 8;
         /// A slot's two transaction barriers.
         const BARRIERS: usize = 16;
-        /// Tiles times blocks are counted in 32 bits.
-        const MOST_TILES: usize = 1 << 20;
         let rows = if self.gated { COLUMNS / 2 } else { COLUMNS };
         let tiles = self.out_features / rows;
         let blocks = self.multiprocessors.min(tiles);
         let is_whole = self.out_features.is_multiple_of(rows);
-        if self.steps == 0 || blocks == 0 || !is_whole || tiles > MOST_TILES {
+        if self.steps == 0 || blocks == 0 || !is_whole {
             return None;
         }
         let of_block = tiles.div_ceil(blocks);
@@ -70,8 +70,9 @@ impl Sizes {
         // An even number, so that each slot is always for the same half of the warps.
         let slots = (self.room.checked_sub(rest)? / of_slot).min(MOST_SLOTS) / 2 * 2;
         (slots > 0).then_some(Form {
-            tiles,
             blocks,
+            tiles: tiles / blocks,
+            one_more: tiles % blocks,
             slots,
             shared_bytes: rest + slots * of_slot,
         })
@@ -152,6 +153,7 @@ pub(super) fn multiply(
         steps: sizes.steps as u32,
         slots: form.slots as u32,
         tiles: form.tiles as u32,
+        one_more: form.one_more as u32,
         bias_dtype: a.bias_dtype,
         up_bias_dtype: a.up_bias_dtype,
         epilogue: a.epilogue,
@@ -212,9 +214,13 @@ mod tests {
                     };
                     assert!(form.shared_bytes <= sizes.room, "{sizes:?} {form:?}");
                     assert!(form.slots.is_multiple_of(2) && form.slots > 0, "{form:?}");
-                    assert!((1..=132.min(form.tiles)).contains(&form.blocks), "{form:?}");
+                    assert!(
+                        (1..=132).contains(&form.blocks) && form.tiles > 0,
+                        "{form:?}"
+                    );
                     let rows = if gated { 8 } else { 16 };
-                    assert_eq!(form.tiles * rows, out_features, "{sizes:?} {form:?}");
+                    let tiles = form.blocks * form.tiles + form.one_more;
+                    assert_eq!(tiles * rows, out_features, "{sizes:?} {form:?}");
                 }
             }
         }
@@ -226,7 +232,7 @@ mod tests {
     #[test]
     fn forms_are_those_that_were_measured() {
         let form = |n, k| sizes(n, k).form().map(|form| (form.blocks, form.slots));
-        assert_eq!(form(4096, 4096), Some((132, 6)));
-        assert_eq!(form(4096, 14336), Some((132, 6)));
+        assert_eq!(form(4096, 4096), Some((132, 8)));
+        assert_eq!(form(4096, 14336), Some((132, 8)));
     }
 }
