@@ -8,6 +8,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <execinfo.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -174,6 +175,34 @@ static const char *crate_of(const char *line) {
   return NULL;
 }
 
+// An addr2line that reads addresses as they come: it takes a second to read what the library has of
+// lines, and is asked about some hundred endings.
+static struct {
+  const char *library;
+  FILE *to, *from;
+} addresses;
+
+static void start_addr2line(const char *library) {
+  int to[2], from[2];
+  pid_t pid;
+  CHECK(pipe2(to, O_CLOEXEC) == 0 && pipe2(from, O_CLOEXEC) == 0);
+  fflush(NULL);
+  pid = fork();
+  CHECK(pid >= 0);
+  if (pid == 0) {
+    dup2(to[0], STDIN_FILENO);
+    dup2(from[1], STDOUT_FILENO);
+    execlp("addr2line", "addr2line", "-a", "-f", "-i", "-C", "-e", library, (char *)NULL);
+    _exit(127);
+  }
+  close(to[0]);
+  close(from[1]);
+  addresses.library = library;
+  addresses.to = fdopen(to[1], "w");
+  addresses.from = fdopen(from[0], "r");
+  CHECK(addresses.to != NULL && addresses.from != NULL);
+}
+
 // The innermost function that is the library's or a dependency's, not Rust's own, by addr2line. The
 // same frames are looked up once.
 static const char *culprit(const allocations *seen) {
@@ -183,9 +212,8 @@ static const char *culprit(const allocations *seen) {
     char name[200];
   } known[KNOWN];
   static size_t num_known;
-  char command[4096], line[4096];
-  size_t used = 0;
-  FILE *lines;
+  char line[4096];
+  int asked = 0, found = 0;
   const uint64_t frames = hash(1, seen->frames, (size_t)seen->num_frames * sizeof(void *));
   for (size_t i = 0; i < num_known; i++) {
     if (known[i].frames == frames) return known[i].name;
@@ -193,29 +221,32 @@ static const char *culprit(const allocations *seen) {
   CHECK(num_known < KNOWN);
   known[num_known].frames = frames;
   snprintf(known[num_known].name, sizeof known[0].name, "nobody known");
-  for (int i = 0; i < seen->num_frames && used + 32 < sizeof command; i++) {
+  for (int i = 0; i < seen->num_frames; i++) {
     Dl_info about;
     if (dladdr(seen->frames[i], &about) == 0 || strstr(about.dli_fname, "libunsloth") == NULL)
       continue;
-    if (used == 0)
-      used =
-          (size_t)snprintf(command, sizeof command, "addr2line -f -i -C -e '%s'", about.dli_fname);
+    if (addresses.to == NULL) start_addr2line(about.dli_fname);
+    CHECK(strcmp(about.dli_fname, addresses.library) == 0);
     // An address returned to belongs to the call before it.
-    used +=
-        (size_t)snprintf(command + used, sizeof command - used, " 0x%lx",
-                         (unsigned long)((char *)seen->frames[i] - (char *)about.dli_fbase) - 1);
+    fprintf(addresses.to, "0x%lx\n",
+            (unsigned long)((char *)seen->frames[i] - (char *)about.dli_fbase) - 1);
+    asked = 1;
   }
-  if (used == 0) return known[num_known++].name;
-  lines = popen(command, "r");
-  CHECK(lines != NULL);
-  while (fgets(line, sizeof line, lines) != NULL) {
-    const char *const name = crate_of(line);
+  if (!asked) return known[num_known++].name;
+  // Nothing is there, so that is the last answer: the address, a function and a line of none.
+  CHECK(fputs("0x0\n", addresses.to) >= 0 && fflush(addresses.to) == 0);
+  for (;;) {
+    const char *name;
+    CHECK(fgets(line, sizeof line, addresses.from) != NULL);
+    if (strncmp(line, "0x", 2) == 0 && strtoul(line, NULL, 16) == 0) break;
+    name = found ? NULL : crate_of(line);
     if (name == NULL) continue;
     line[strcspn(line, "\n")] = '\0';
     snprintf(known[num_known].name, sizeof known[0].name, "%s", name);
-    break;
+    found = 1;
   }
-  pclose(lines);
+  CHECK(fgets(line, sizeof line, addresses.from) != NULL);
+  CHECK(fgets(line, sizeof line, addresses.from) != NULL);
   return known[num_known++].name;
 }
 
