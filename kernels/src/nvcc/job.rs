@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::SystemTime;
 
 use super::report::{Usage, usage};
-use super::{Architecture, Compiler, Source, Unit, create, run};
+use super::{Architecture, Compiler, JOINED, Source, Unit, create, holds, run};
 use crate::Error;
 use crate::cubin::Cubin;
 
@@ -40,9 +40,8 @@ impl Compiler {
             command += "\nof ";
             command += &job.flags_of_ptx().join(" ");
         }
-        let same = |path: &Path, text: &str| fs::read(path).is_ok_and(|old| old == text.as_bytes());
-        if same(&stamp, &command)
-            && job.sources().is_some_and(|text| same(&kept, &text))
+        if holds(&stamp, &command)
+            && job.sources().is_some_and(|text| holds(&kept, &text))
             && output.is_file()
             && job.ptx().is_none_or(|ptx| ptx.is_file())
             && let Ok(log) = fs::read_to_string(&log)
@@ -50,8 +49,9 @@ impl Compiler {
             return Ok(log);
         }
         create(&job.directory)?;
-        // The stamp goes first and comes last: an interrupted run leaves none.
+        // The stamps go first and come last: an interrupted run leaves none.
         let _ = fs::remove_file(&stamp);
+        let _ = fs::remove_file(job.directory.with_file_name(JOINED));
         let ptx = job.ptx();
         let mut nvcc = Command::new(&self.nvcc);
         match &ptx {

@@ -1,7 +1,7 @@
 //! The CUDA compiler: where it is, what it compiles anew, and what it reports.
 //!
 //! Every unit is compiled once per architecture, the longest first, each result kept beside the sources and the command that gave it;
-//! it is compiled again only when one of these differs. `fatbinary` then joins a unit's results into one image.
+//! it is compiled again only when one of these differs. `fatbinary` then joins a unit's results into one image, if one of them is new.
 //!
 //! | file | what it is for |
 //! |-|-|
@@ -33,6 +33,9 @@ use crate::Error;
 /// What pip installs to give a complete compiler in `nvidia/cu13/bin`.
 pub const PIP_PACKAGES: &str = "nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 \
      nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85";
+
+/// Beside a unit's image: what that was joined of. It is not there while one of these is compiled.
+const JOINED: &str = "image.txt";
 
 /// What is compiled into one image.
 #[derive(Clone, Debug)]
@@ -137,75 +140,43 @@ impl Compiler {
 
         let jobs_of = |unit| Job::all(unit, cache);
         let jobs: Vec<_> = units.iter().flat_map(jobs_of).collect();
-        let logs = self.run_all(&jobs)?;
-        let mut rest = jobs.iter().zip(&logs).peekable();
-        units
-            .iter()
-            .map(|unit| {
-                let (mut own, mut usage, mut cubins) = (Vec::new(), Vec::new(), Vec::new());
-                while let Some((job, log)) = rest.next_if(|(j, _)| std::ptr::eq(j.unit, unit)) {
-                    usage.extend(job.usage(log)?);
-                    cubins.push(job.machine_code());
-                    own.push(job);
-                }
-                let fatbin = self.join(&cache.join(&unit.folder), &own)?;
-                Ok(Compiled {
-                    fatbin,
-                    cubins,
-                    usage,
-                })
-            })
-            .collect()
-    }
-
-    fn run_all(&self, jobs: &[Job<'_>]) -> Result<Vec<String>, Error> {
-        let threads = env::var("NUM_JOBS")
-            .ok()
-            .and_then(|n| n.parse().ok())
-            .unwrap_or(1usize)
-            .clamp(1, jobs.len().max(1));
-        let next = AtomicUsize::new(0);
-        let results: Vec<_> = jobs.iter().map(|_| Mutex::new(None)).collect();
         // The longest first: none of them is left for the end, when others have nothing to do.
-        let mut order: Vec<_> = jobs.iter().zip(&results).collect();
-        order.sort_by_key(|(job, _)| Reverse(job.cost()));
-        std::thread::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(|| {
-                    while let Some((job, slot)) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        let result = self.run(job);
-                        let failed = result.is_err();
-                        if let Ok(mut slot) = slot.lock() {
-                            *slot = Some(result);
-                        }
-                        if failed {
-                            next.store(jobs.len(), Ordering::Relaxed);
-                        }
-                    }
-                });
+        let logs = in_parallel(&jobs, Job::cost, |job| self.run(job))?;
+        let mut rest = jobs.iter().zip(&logs).peekable();
+        let mut of_units = Vec::with_capacity(units.len());
+        for unit in units {
+            let (mut own, mut usage, mut cubins) = (Vec::new(), Vec::new(), Vec::new());
+            while let Some((job, log)) = rest.next_if(|(j, _)| std::ptr::eq(j.unit, unit)) {
+                usage.extend(job.usage(log)?);
+                cubins.push(job.machine_code());
+                own.push(job);
             }
-        });
-        // After a failure the rest was not run: the failure is what there is to report.
-        let done: Vec<Option<Result<String, Error>>> = results
-            .into_iter()
-            .map(|slot| slot.into_inner().unwrap_or(None))
-            .collect();
-        let mut logs = Vec::with_capacity(done.len());
-        for result in done.into_iter().flatten() {
-            logs.push(result?);
+            of_units.push((cache.join(&unit.folder), own, usage, cubins));
         }
-        Ok(logs)
+        let join = |(folder, jobs, ..): &(PathBuf, Vec<_>, _, _)| self.join(folder, jobs);
+        let fatbins = in_parallel(&of_units, |_| 0, join)?;
+        let joined = fatbins.into_iter().zip(of_units);
+        let compiled = |(fatbin, (_, _, usage, cubins))| Compiled {
+            fatbin,
+            cubins,
+            usage,
+        };
+        Ok(joined.map(compiled).collect())
     }
 
-    /// Joins a unit's results into one file.
+    /// Joins a unit's results into one file, unless it is made of them already: compressing all takes half a minute.
     fn join(&self, directory: &Path, jobs: &[&Job<'_>]) -> Result<PathBuf, Error> {
         let fatbin = directory.join("image.fatbin");
+        let stamp = directory.join(JOINED);
+        let flags = ["-64", "--compress-mode=size"];
         let mut command = Command::new(&self.fatbinary);
         command.arg(format!("--create={}", fatbin.display()));
-        command.args(["-64", "--compress-mode=size"]);
+        command.args(flags);
+        let mut text = flags.join(" ");
         let mut add = |kind: &str, arch: String, file: PathBuf| {
             let file = file.display();
             command.arg(format!("--image3=kind={kind},sm={arch},file={file}"));
+            text += &format!("\n{kind} {arch}");
         };
         for job in jobs {
             let arch = job.architecture;
@@ -214,9 +185,60 @@ impl Compiler {
                 add("ptx", arch.number.to_string(), ptx);
             }
         }
+        if holds(&stamp, &text) && fatbin.is_file() {
+            return Ok(fatbin);
+        }
+        let _ = fs::remove_file(&stamp);
         run(&mut command)?;
+        crate::write(&stamp, text.as_bytes())?;
         Ok(fatbin)
     }
+}
+
+/// What `work` makes of each item, the costliest first, as many at a time as Cargo allows jobs.
+///
+/// # Errors
+/// The first that there is. The rest is not begun.
+fn in_parallel<T: Sync, R: Send>(
+    items: &[T],
+    cost: impl Fn(&T) -> usize,
+    work: impl Fn(&T) -> Result<R, Error> + Sync,
+) -> Result<Vec<R>, Error> {
+    let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok());
+    let threads = jobs
+        .or_else(|| std::thread::available_parallelism().ok().map(usize::from))
+        .unwrap_or(1)
+        .clamp(1, items.len().max(1));
+    let next = AtomicUsize::new(0);
+    let results: Vec<_> = items.iter().map(|_| Mutex::new(None)).collect();
+    let mut order: Vec<_> = items.iter().zip(&results).collect();
+    order.sort_by_key(|(item, _)| Reverse(cost(item)));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some((item, slot)) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let result = work(item);
+                    let failed = result.is_err();
+                    if let Ok(mut slot) = slot.lock() {
+                        *slot = Some(result);
+                    }
+                    if failed {
+                        next.store(items.len(), Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+    });
+    // After a failure the rest was not run: the failure is what there is to report.
+    let done = results
+        .into_iter()
+        .filter_map(|slot| slot.into_inner().unwrap_or(None));
+    done.collect()
+}
+
+/// Whether a file is this text.
+fn holds(path: &Path, text: &str) -> bool {
+    fs::read(path).is_ok_and(|old| old == text.as_bytes())
 }
 
 /// Makes a folder, and those that it is in.
@@ -258,6 +280,19 @@ fn version(banner: &str) -> Option<(u32, u32)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn results_are_in_order_and_a_failure_is_told() {
+        let work = |&number: &usize| match number {
+            5 => Err(Error::NoCompiler),
+            number => Ok(number * 2),
+        };
+        let doubled = in_parallel(&[1, 9, 4, 2], |&number| number, work);
+        assert_eq!(doubled.unwrap(), [2, 18, 8, 4]);
+        assert!(in_parallel(&[], |_| 0, work).unwrap().is_empty());
+        let failed = in_parallel(&[1, 5, 2], |_| 0, work);
+        assert!(matches!(failed, Err(Error::NoCompiler)));
+    }
 
     #[test]
     fn versions_are_read() {
