@@ -113,11 +113,11 @@ test-c: build-test-c
 
 test-engine: engine model
 	cmake --build build/engine
-	ctest --test-dir build/engine --output-on-failure
+	ctest --test-dir build/engine --output-on-failure -j $(JOBS)
 
 test-trainer: engine trainer
 	cmake --build build/trainer
-	ctest --test-dir build/trainer --output-on-failure
+	ctest --test-dir build/trainer --output-on-failure -j $(JOBS)
 
 test-examples: stage
 	$(TOOLS) numpy
