@@ -601,54 +601,62 @@ fn many_keys_of_wide_heads() {
     ]);
 }
 
-/// Likewise of 192 dimensions, with values as wide and less wide.
+/// Likewise of 192 dimensions, with values as wide.
 #[test]
 fn many_keys_of_heads_of_192() {
-    for dim_v in [192, 128] {
-        let base = Case {
-            lens: vec![(66, 1210)],
-            heads: 2,
-            kv_heads: 1,
-            dim: 192,
-            dim_v,
-            ..Case::default()
-        };
-        let packed = Case {
-            queries: QueryForm::Packed,
-            keys: KeyForm::Packed,
-            ..base.clone()
-        };
-        run_table(&[
-            base.clone(),
-            // Three steps and more, whose dS takes buffers by turns.
-            Case {
-                lens: vec![(200, 1203), (1, 80), (0, 9), (65, 0), (30, 130), (64, 192)],
-                sinks: true,
-                heads: 4,
-                kv_heads: 2,
-                dim: dim_v + 8 * usize::from(dim_v == 128),
-                dim_v: dim_v - 16,
-                ..packed.clone()
-            },
-            Case {
-                lens: vec![(40, 2401), (40, 63), (65, 65)],
-                causal: true,
-                ..packed.clone()
-            },
-            Case {
-                lens: vec![(65, 1650)],
-                window_left: Some(1300),
-                window_right: Some(300),
-                ..base
-            },
-            Case {
-                lens: vec![(20, 3300), (65, 129)],
-                causal: true,
-                window_left: Some(1600),
-                ..packed
-            },
-        ]);
-    }
+    many_keys_of_192(192);
+}
+
+/// And less wide.
+#[test]
+fn many_keys_of_192_and_values_of_128() {
+    many_keys_of_192(128);
+}
+
+fn many_keys_of_192(dim_v: usize) {
+    let base = Case {
+        lens: vec![(66, 1210)],
+        heads: 2,
+        kv_heads: 1,
+        dim: 192,
+        dim_v,
+        ..Case::default()
+    };
+    let packed = Case {
+        queries: QueryForm::Packed,
+        keys: KeyForm::Packed,
+        ..base.clone()
+    };
+    run_table(&[
+        base.clone(),
+        // Three steps and more, whose dS takes buffers by turns.
+        Case {
+            lens: vec![(200, 1203), (1, 80), (0, 9), (65, 0), (30, 130), (64, 192)],
+            sinks: true,
+            heads: 4,
+            kv_heads: 2,
+            dim: dim_v + 8 * usize::from(dim_v == 128),
+            dim_v: dim_v - 16,
+            ..packed.clone()
+        },
+        Case {
+            lens: vec![(40, 2401), (40, 63), (65, 65)],
+            causal: true,
+            ..packed.clone()
+        },
+        Case {
+            lens: vec![(65, 1650)],
+            window_left: Some(1300),
+            window_right: Some(300),
+            ..base
+        },
+        Case {
+            lens: vec![(20, 3300), (65, 129)],
+            causal: true,
+            window_left: Some(1600),
+            ..packed
+        },
+    ]);
 }
 
 /// Dimensions of values that are not those of keys, and dimensions between those that kernels are made for.

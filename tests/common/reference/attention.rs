@@ -88,14 +88,14 @@ pub fn attention(s: &Sequence, o: &Options, precision: Precision) -> (Vec<f64>, 
                 .map(|w| precision.stored(precision.computed(w / sum)))
                 .collect();
             let kv_head = h / (s.heads / s.kv_heads);
-            for x in 0..s.dim_v {
-                let mut acc = 0.0;
-                for (j, w) in weights.iter().enumerate() {
-                    let v = s.v[(j * s.kv_heads + kv_head) * s.dim_v + x];
-                    acc = precision.computed(acc + precision.computed(w * v));
+            let out = &mut out[(i * s.heads + h) * s.dim_v..][..s.dim_v];
+            for (j, w) in weights.iter().enumerate() {
+                let v = &s.v[(j * s.kv_heads + kv_head) * s.dim_v..][..s.dim_v];
+                for (acc, v) in out.iter_mut().zip(v) {
+                    *acc = precision.computed(*acc + precision.computed(w * v));
                 }
-                out[(i * s.heads + h) * s.dim_v + x] = precision.stored(acc);
             }
+            out.iter_mut().for_each(|x| *x = precision.stored(*x));
         }
     }
     (out, lse)
@@ -164,11 +164,14 @@ pub fn score_rounding(s: &Sequence, o: &Options) -> (Vec<f64>, Vec<f64>) {
                 .fold(0.0, f64::max)
                 * f64::from(f32::EPSILON);
             lse[h * s.q_len + i] = shift;
-            for x in 0..s.dim_v {
-                let v = |j: usize| s.v[(j * s.kv_heads + kv_head) * s.dim_v + x].abs();
-                let spread: f64 = (0..s.k_len).map(|j| weights[j] / sum * v(j)).sum();
-                out[(i * s.heads + h) * s.dim_v + x] = shift * spread;
+            let spread = &mut out[(i * s.heads + h) * s.dim_v..][..s.dim_v];
+            for (j, w) in weights.iter().enumerate() {
+                let v = &s.v[(j * s.kv_heads + kv_head) * s.dim_v..][..s.dim_v];
+                for (spread, v) in spread.iter_mut().zip(v) {
+                    *spread += w / sum * v.abs();
+                }
             }
+            spread.iter_mut().for_each(|x| *x *= shift);
         }
     }
     (out, lse)
@@ -221,20 +224,32 @@ pub fn attention_backward(
                 let terms = dout.iter().zip(v).map(|(a, b)| computed(a * b));
                 terms.fold(0.0, |sum, x| computed(sum + x))
             };
-            let dweights: Vec<f64> = (0..s.k_len).map(|j| stored(dot(v(j)))).collect();
+            let dweight = |j: usize| match weights[j] {
+                // Hidden, or too small to matter: the key has no part in anything.
+                0.0 => 0.0,
+                _ => stored(dot(v(j))),
+            };
+            let dweights: Vec<f64> = (0..s.k_len).map(dweight).collect();
             let terms = weights.iter().zip(&dweights).map(|(w, d)| computed(w * d));
             let delta = terms.fold(0.0, |sum, x| computed(sum + x)) - dlse[h * s.q_len + i];
             g.dsinks[h] = computed(g.dsinks[h] - computed(of_sink * delta));
-            let q = (i * s.heads + h) * s.dim;
+            let at = (i * s.heads + h) * s.dim;
+            let (q, dq) = (&s.q[at..][..s.dim], &mut g.dq[at..][..s.dim]);
             for j in 0..s.k_len {
+                if weights[j] == 0.0 {
+                    continue;
+                }
                 let ds = stored(computed(weights[j] * computed(dweights[j] - delta)));
                 g.dbias[h][i][j] = ds;
                 let slope = softcap_slope(s, o, precision, h, i, j);
                 let dx = stored(computed(stored(computed(ds * slope)) * scale));
-                let k = (j * s.kv_heads + kv_head) * s.dim;
-                for x in 0..s.dim {
-                    g.dq[q + x] = computed(g.dq[q + x] + computed(dx * s.k[k + x]));
-                    g.dk[k + x] = computed(g.dk[k + x] + computed(dx * s.q[q + x]));
+                let at = (j * s.kv_heads + kv_head) * s.dim;
+                let (k, dk) = (&s.k[at..][..s.dim], &mut g.dk[at..][..s.dim]);
+                for (dq, k) in dq.iter_mut().zip(k) {
+                    *dq = computed(*dq + computed(dx * k));
+                }
+                for (dk, q) in dk.iter_mut().zip(q) {
+                    *dk = computed(*dk + computed(dx * q));
                 }
                 let v = (j * s.kv_heads + kv_head) * s.dim_v;
                 for (x, dout) in g.dv[v..].iter_mut().zip(dout) {
@@ -325,14 +340,21 @@ pub fn gradient_rounding(
             let delta = sum + dlse[h * s.q_len + i].abs();
             let of_delta = shift * delta + 0.5 * epsilon * sum;
             g.dsinks[h] += of_sink * of_delta;
-            let q = (i * s.heads + h) * s.dim;
+            let at = (i * s.heads + h) * s.dim;
+            let (q, dq) = (&s.q[at..][..s.dim], &mut g.dq[at..][..s.dim]);
             for j in 0..s.k_len {
+                if weights[j] == 0.0 {
+                    continue;
+                }
                 let ds = weights[j] * (shift * products[j] + of_delta);
                 g.dbias[h][i][j] = ds;
-                let k = (j * s.kv_heads + kv_head) * s.dim;
-                for x in 0..s.dim {
-                    g.dq[q + x] += ds * scale * s.k[k + x].abs();
-                    g.dk[k + x] += ds * scale * s.q[q + x].abs();
+                let at = (j * s.kv_heads + kv_head) * s.dim;
+                let (k, dk) = (&s.k[at..][..s.dim], &mut g.dk[at..][..s.dim]);
+                for (dq, k) in dq.iter_mut().zip(k) {
+                    *dq += ds * scale * k.abs();
+                }
+                for (dk, q) in dk.iter_mut().zip(q) {
+                    *dk += ds * scale * q.abs();
                 }
                 let v = (j * s.kv_heads + kv_head) * s.dim_v;
                 for (x, dout) in g.dv[v..].iter_mut().zip(dout) {
