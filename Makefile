@@ -144,14 +144,16 @@ test-scripts:
 
 # What a machine without a GPU can tell of the CUDA backend: the kernels' text and what they use,
 # the tests of the backend as a whole, which see that the driver is missing, what is not of one
-# operation, and the C tests, which compute with each on the CPU. Nothing of that is long, so nothing
-# is optimised but what multiplies. The C tests' library is the one that the Rust tests use: built
-# with less beside it, the kernels' compiler would have other features and be built again.
-CUDA_BUILD := --workspace --features candle --test context --config=profile.dev.opt-level=0 $(UNOPTIMISED)
+# operation, and the C tests, which compute with each on the CPU. Nothing of that is long, so neither
+# our crate nor the kernels' compiler is optimised. The C tests' library is the one that the Rust tests
+# use, for which its build names a test too, and dependencies are those of test-rust: named in one call
+# with our crate, the kernels' compiler would have candle ask for other features.
+CUDA_BUILD := --features candle --test context $(UNOPTIMISED)
 # Without optimisation a frame has a place for every problem and plan that passes through it, and calls of whole layers nest.
 test-cuda: export RUST_MIN_STACK = 4194304
 test-cuda: ## Test what a CUDA build does without a GPU
 	$(TOOLS) nvcc
+	cargo test --locked --package unsloth-kernels --package unsloth-kernels-contract --config=profile.dev.opt-level=0 --lib
 	cargo test --locked --features cuda $(CUDA_BUILD) --lib --test cuda --test host
 	$(MAKE) CUDA=1 PROFILE=dev CARGO_FLAGS="$(CUDA_BUILD)" test-c
 
