@@ -28,7 +28,7 @@ struct Group {
   }
 };
 
-// Memory that a group gives its ranks, for what they add up. Every rank makes as much, in the
+// Memory that a group gives its ranks, for the sums of few rows. Every rank makes as much, in the
 // same order.
 class GroupMemory {
  public:

@@ -90,10 +90,10 @@ Session::Session(const Model &model, const Room &room, bool use_graph, Args::Cac
   const uint64_t hidden_bytes = max_rows_ * hidden_size * element_size(dtype_);
   ids_ = Buffer(context(), max_rows_ * sizeof(TokenId));
   hidden_ = Buffer(context(), hidden_bytes);
-  if (norms_in_sums()) {
-    parts_of_sums_ = GroupMemory(model.ranks().tensor, 2 * hidden_bytes);
-  } else {
-    normalized_ = Buffer(context(), hidden_bytes);
+  normalized_ = Buffer(context(), hidden_bytes);
+  if (tensor_ranks() > 1) {
+    sums_of_few_ =
+        GroupMemory(model.ranks().tensor, 2 * kFewRows * hidden_size * element_size(dtype_));
   }
   if (model.ranks().has_output()) {
     of_ranks_.resize(max_logit_rows_ * tensor_ranks() * model.vocabulary().most);

@@ -100,8 +100,7 @@ class Session {
   void capture_step();
   void rms_norm(unsloth_tensor x, unsloth_tensor weight, unsloth_tensor out) const;
   bool norms_in_products(size_t count) const;
-  bool norms_in_sums() const;
-  bool sums_divide_rows(size_t count) const;
+  bool norms_in_sums(size_t count) const;
   unsloth_attention_block_params attention_params(size_t layer, size_t count) const;
   unsloth_mlp_params mlp_params(size_t layer, size_t first, size_t count) const;
   unsloth_linear_params logits_params(size_t row, size_t rows) const;
@@ -142,10 +141,10 @@ class Session {
   Buffer ids_;
   std::vector<TokenId> likeliest_;  // what lies there; nothing where that is not known
   Buffer hidden_;                   // the residual stream
-  // What a block, and at the end the output projection, takes in; and where ranks divide weights,
-  // this rank's parts of a sum, behind which that lies.
-  Buffer normalized_;
-  GroupMemory parts_of_sums_;
+  // Of few tokens, where ranks divide weights: first this rank's parts of a sum, then the sum
+  // normalised.
+  GroupMemory sums_of_few_;
+  Buffer normalized_;  // what a block, and at the end the output projection, takes in
   // Of each rank that divides the vocabulary in turn: rows of as many columns as the first one has
   // of the vocabulary.
   Buffer logits_;

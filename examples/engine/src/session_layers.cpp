@@ -4,9 +4,8 @@
 
 #include "upload.h"
 
-// The layers of a step. Few tokens take as few kernels as there can be: the product behind a norm
-// computes it. Of ranks that divide the weights the sum before it does so, and of many tokens each
-// has some rows of the residual stream.
+// The layers of a step. Few tokens take as few kernels as there can be: one rank lets the product
+// behind a norm compute it, and ranks that divide the weights the sum before it.
 
 namespace llm {
 
@@ -19,7 +18,7 @@ void Session::queue_layers(size_t count) {
   } else {
     receive(context(), ranks.pipeline, hidden, ranks.pipeline.rank - 1);
   }
-  if (norms_in_sums()) {
+  if (norms_in_sums(count)) {
     queue_layers_and_sums(count);
   } else {
     for (size_t i = 0; i < model_->layers().size(); ++i) queue_layer(i, count);
@@ -72,8 +71,7 @@ void Session::queue_layers_and_sums(size_t count) {
   }
 }
 
-// hidden += the parts of all ranks; normalized = rms_norm(hidden). Where the sums divide the rows,
-// hidden states of others' rows are those before the layers from here on.
+// hidden += the parts of all ranks; normalized = rms_norm(hidden)
 void Session::add_up(size_t count, unsloth_tensor weight) const {
   unsloth_all_reduce_rms_norm_params params = UNSLOTH_ALL_REDUCE_RMS_NORM_PARAMS_INIT;
   params.epsilon = static_cast<float>(model_->config().rms_norm_epsilon);
@@ -82,11 +80,6 @@ void Session::add_up(size_t count, unsloth_tensor weight) const {
   params.out = normalized_rows(0, count);
   params.weight = weight;
   params.residual = hidden_rows(0, count);
-  if (sums_divide_rows(count)) {
-    const size_t own = count / tensor_ranks();
-    params.sequence = 1;
-    params.residual = hidden_rows(static_cast<size_t>(model_->ranks().tensor.rank) * own, own);
-  }
   check(unsloth_all_reduce_rms_norm_forward(context().get(), &params, context().stream()));
 }
 
@@ -104,13 +97,9 @@ bool Session::norms_in_products(size_t count) const {
   return count <= kFewRows && !divided_ && tensor_ranks() == 1;
 }
 
-// Whether the sums over ranks compute the norms behind them.
-bool Session::norms_in_sums() const { return !divided_ && tensor_ranks() > 1; }
-
-// Whether each rank adds up and normalises as many of the rows, which all then gather. The next
-// rank of a pipeline takes them all.
-bool Session::sums_divide_rows(size_t count) const {
-  return count > kFewRows && count % tensor_ranks() == 0 && model_->ranks().pipeline.size == 1;
+// Whether the sums of so many rows over ranks compute the norms behind them.
+bool Session::norms_in_sums(size_t count) const {
+  return count <= kFewRows && !divided_ && tensor_ranks() > 1;
 }
 
 // hidden += attention(normalized), over the cache's pages of the layer.
@@ -143,7 +132,7 @@ unsloth_attention_block_params Session::attention_params(size_t layer, size_t co
     params.x_norm = weights.attention_norm;
     params.norm_epsilon = static_cast<float>(config.rms_norm_epsilon);
   }
-  if (norms_in_sums()) {
+  if (norms_in_sums(count)) {
     params.residual = {};
     params.out = part_of_sum(count);
     // All ranks have the bias, and one of them adds it.
@@ -177,7 +166,7 @@ unsloth_mlp_params Session::mlp_params(size_t layer, size_t first, size_t count)
     params.x_norm = weights.mlp_norm;
     params.x_norm_epsilon = static_cast<float>(model_->config().rms_norm_epsilon);
   }
-  if (norms_in_sums()) {
+  if (norms_in_sums(count)) {
     params.residual = {};
     params.out = part_of_sum(count);
   } else {
@@ -193,12 +182,12 @@ unsloth_tensor Session::hidden_rows(size_t first, size_t count) const {
 }
 
 unsloth_tensor Session::normalized_rows(size_t first, size_t count) const {
-  if (norms_in_sums()) return rows_of(parts_of_sums_.data(), max_rows_ + first, count);
+  if (norms_in_sums(num_rows_)) return rows_of(sums_of_few_.data(), kFewRows + first, count);
   return rows_of(normalized_.data(), first, count);
 }
 
 unsloth_tensor Session::part_of_sum(size_t count) const {
-  return rows_of(parts_of_sums_.data(), 0, count);
+  return rows_of(sums_of_few_.data(), 0, count);
 }
 
 // `count` rows of hidden states from row `first` on.

@@ -61,11 +61,13 @@ unsloth_inference_memory Session::estimate_memory() const {
     memory.total = memory.total - memory.weights + model_->weight_bytes();
     memory.weights = model_->weight_bytes();
   }
-  if (norms_in_sums()) {
-    // Parts of sums lie beside what they become.
-    const uint64_t bytes = max_rows_ * config.hidden_size * element_size(dtype_);
+  if (tensor_ranks() > 1) {
+    // Of few tokens, parts of sums lie beside what they become; nor does it know what sums of many
+    // go through.
+    const uint64_t bytes = 2 * kFewRows * config.hidden_size * element_size(dtype_);
     memory.activations += bytes;
-    memory.total += bytes;
+    memory.total = memory.total - memory.workspace + workspace_.bytes() + bytes;
+    memory.workspace = workspace_.bytes();
   }
   if (tensor_ranks() > 1 && ranks.has_output()) {
     // And other ranks' columns of logits are gathered beside this one's, and copied into rows.
