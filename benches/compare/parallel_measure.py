@@ -8,7 +8,7 @@ from parallel_layer import EPSILON, LLAMA_8B, Cache, angles, attended, blocks, b
 from parallel_layer import gated, make_weights, numbers, part_of, part_of_shape
 
 # Sequences, and tokens of each. Two sequences are independent, so that one's products hide the other's sums.
-PREFILL = [(2, 4096), (2, 2048), (1, 4096)]
+PREFILL = [(2, 4096), (2, 2048), (1, 4096), (2, 16384)]
 PREFILL_LAYERS, DECODE_LAYERS, DECODE_TOKENS = 4, 8, 1024
 # A layer that runs beside another has its own sums behind its products.
 NO_CHUNKS = 1 << 40
