@@ -1,11 +1,11 @@
 // One row of x by weights in blocks, bound by reading these.
 //
-// A block has neighbouring rows of the weight, in tiles of 16. Two of its warps ask for the weight:
-// a chunk of a tile, 2048 neighbours of 16 rows, has a slot of the ring that all share. They begin
-// before the kernel before has ended, and never wait for x. The others make integers of x
-// meanwhile. Then every other chunk is for half of them, of which each has a step of 256
-// neighbours, and lets tensor cores multiply its codes by the digits of x. So the block reads whole
-// rows that lie one behind the other. What warps have of a tile is added in the order of its steps.
+// A block has neighbouring rows of the weight, in tiles of 16. Two of its warps copy these, by
+// turns a chunk of a tile to a slot of a ring: 2048 neighbours of 16 rows. They begin before the
+// kernel before has ended, and never wait for x. The others make integers of x meanwhile. Then
+// every other chunk is for half of them, of which each has a step of 256 neighbours, and lets
+// tensor cores multiply its codes by the digits of x. So the block reads whole rows that lie one
+// behind the other. What warps have of a tile is added in the order of its steps.
 //
 // Beside `linear/blocks`, where each warp asks for its own, this has a third of the instructions:
 // a lane has its part of x in registers once, and rows and tiles are whole.
@@ -23,7 +23,7 @@
 
 namespace unsloth {
 
-// Warps that multiply, and those that ask.
+// Warps that multiply, and those that copy.
 constexpr uint32_t kWarps = 16, kAskers = 2;
 // Their threads, and all.
 constexpr uint32_t kMultipliers = 32 * kWarps, kThreads = kMultipliers + 32 * kAskers;
@@ -141,6 +141,7 @@ class OneRow {
         gate += rows_ * p_.weight_stride, up += rows_ * p_.weight_stride;
       }
       if (tile >= tiles_) return;
+      // The first wait for a slot passes at once.
       empty_[turn.slot].wait(turn.parity);
       if (lane_ == 0) {
         const uint32_t at = chunk * C::kBytes, bytes = min(C::kBytes, row_bytes - at);
