@@ -108,7 +108,7 @@ class OneRow {
       if (base >= kMultipliers && i < all) load_factors(column_of(i), factors);
       const float sum = i < all ? sum_of_shares(i) : 0;
       // Of what is gated, eight rows behind its gate.
-      const float up = __shfl_down_sync(kAllLanes, sum, kColumns / 2);
+      const float up = __shfl_xor_sync(kAllLanes, sum, kColumns / 2);
       if (i < all && i % kColumns < rows_) store(column_of(i), sum, up, factors);
     }
   }
