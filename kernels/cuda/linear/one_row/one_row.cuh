@@ -7,8 +7,8 @@
 // tensor cores multiply its codes by the digits of x. So the block reads whole rows that lie one
 // behind the other. What warps have of a tile is added in the order of its steps.
 //
-// Beside `linear/blocks`, where each warp asks for its own, this has a third of the instructions:
-// a lane has its part of x in registers once, and rows and tiles are whole.
+// In `linear/blocks` each warp copies what it multiplies, from weights that may lie anywhere. Here
+// rows, their steps and tiles are whole, and a lane reads its part of x once: the code is shorter.
 #pragma once
 
 #include "common/dependent_launch.cuh"
@@ -92,8 +92,8 @@ class OneRow {
     if (p_.norm_dtype != 0) fetch_gains(p_, p_.steps * kStep);
     await_previous_kernel();
     round_row();
-    // Of the 16 rows of a tile, of whose sums a thread has one: asked for now, and looked at when
-    // the sums are there.
+    // A thread will finish one row of a tile: it loads that row's residual and bias now, and looks
+    // at them once the sums are there.
     const uint32_t all = tiles_ * kColumns;
     uint32_t factors[3] = {};
     if (threadIdx.x < all) load_factors(column_of(threadIdx.x), factors);
