@@ -17,6 +17,9 @@ pub(super) const SHARED: usize = 32;
 const UNIT: usize = 128;
 const FACTORS: usize = 16;
 
+/// Codes of [`Form::Pairs`] that lie together.
+const PAIRED: usize = 256;
+
 /// Where a row's codes begin, in bytes: at cache lines.
 const ALIGNMENT: usize = 64;
 
@@ -49,19 +52,17 @@ impl<'a> Row<'a> {
     }
 }
 
-/// As [`Row`], with codes of `256 * high + low`.
+/// As [`Row`], with the bytes of codes in any [`Form`].
 #[derive(Clone, Copy)]
-pub(crate) struct Planes<'a> {
-    pub high: &'a [i8],
-    pub low: &'a [i8],
+pub(crate) struct Codes<'a> {
+    pub bytes: &'a [i8],
     pub scales: &'a [f32],
     pub sums: &'a [f32],
 }
 
-impl Planes<'_> {
-    pub const EMPTY: Planes<'static> = Planes {
-        high: &[],
-        low: &[],
+impl Codes<'_> {
+    pub const EMPTY: Codes<'static> = Codes {
+        bytes: &[],
         scales: &[],
         sums: &[],
     };
@@ -71,20 +72,51 @@ impl Planes<'_> {
 /// vectors need not look where it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// For [`Row`].
+    /// Codes as they are, for [`Row`].
     Words,
-    /// For [`Planes`].
+    /// Of codes of `256 * high + low` the high bytes, then the low.
     Planes,
-    /// For [`Planes`] and groups of 32. Of each four groups there are first the 16 codes that each
+    /// As planes, for groups of 32. Of each four groups there are first the 16 codes that each
     /// begins with, then the others. Of each group there are four scales, all the same, and four
     /// sums: of codes 0 to 3 and 16 to 19, and so on.
     Split,
+    /// Codes as they are. Each 32 lie with the 32 behind them: eight of an even number of the first 16, eight
+    /// of those behind, then eight of an odd number of each, and so of the other 16. Four factors lie with
+    /// those of the 32 codes behind what they are of, and such eight one after another.
+    Pairs,
 }
 
 impl Form {
+    /// Where a code lies.
+    #[inline(always)]
+    pub fn place(self, code: usize) -> usize {
+        let of = |size: usize| code % size;
+        match self {
+            Form::Words | Form::Planes => code,
+            Form::Split => code - of(UNIT) + of(32) / 16 * 64 + of(UNIT) / 32 * 16 + of(16),
+            Form::Pairs => {
+                let vector = of(32) / 16 * 2 + of(2);
+                code - of(64) + vector * 16 + of(64) / 32 * 8 + of(16) / 2
+            }
+        }
+    }
+
+    /// Where the factors of a group lie that is one of so many codes, if there is one of each.
+    #[inline(always)]
+    pub fn place_of_group(self, group: usize, size: usize) -> usize {
+        match (self, size) {
+            (Form::Pairs, 16) => group & !6 | group << 1 & 4 | group >> 1 & 2,
+            (Form::Pairs, _) => group & !7 | group << 2 & 4 | group >> 1 & 3,
+            _ => group,
+        }
+    }
+
     /// Codes of a row, and scales, of which there are as many as sums.
     pub fn lengths(self, depth: usize, group: usize) -> (usize, usize) {
-        let codes = depth.next_multiple_of(UNIT);
+        let codes = depth.next_multiple_of(match self {
+            Form::Pairs => PAIRED,
+            _ => UNIT,
+        });
         match self {
             Form::Split => (codes, codes / UNIT * FACTORS),
             _ => (codes, (depth / group).next_multiple_of(FACTORS)),
@@ -196,18 +228,14 @@ impl Activations {
         }
     }
 
-    /// Of another form.
-    pub fn planes(&self, row: usize) -> Planes<'_> {
-        debug_assert_ne!(self.sizes.form, Form::Words);
+    /// Of any form.
+    pub fn codes(&self, row: usize) -> Codes<'_> {
         // SAFETY: nobody writes once they are made.
         let [codes, scales, sums] = self.sizes.parts(unsafe { self.memory.part(row) });
         // SAFETY: the bytes of the floats, which are initialised and may be of any bits.
-        let codes: &[i8] =
-            unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), 4 * codes.len()) };
-        let (high, low) = codes.split_at(codes.len() / 2);
-        Planes {
-            high,
-            low,
+        let bytes = unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), 4 * codes.len()) };
+        Codes {
+            bytes,
             scales,
             sums,
         }
@@ -221,7 +249,7 @@ fn quantize<X: Float>(x: &RawTensor, row: usize, sizes: Sizes, out: &mut [f32]) 
     // What is behind the last.
     scales.fill(0.0);
     sums.fill(0.0);
-    if !sizes.depth.is_multiple_of(UNIT) {
+    if !sizes.depth.is_multiple_of(PAIRED) {
         out.fill(0.0);
     }
     let mut wide = [0.0f32; CHUNK];
@@ -244,6 +272,7 @@ fn quantize<X: Float>(x: &RawTensor, row: usize, sizes: Sizes, out: &mut [f32]) 
                 _ => {
                     let of_groups = codes.chunks_exact(sizes.group).zip(at / sizes.group..);
                     for (codes, group) in of_groups {
+                        let group = sizes.form.place_of_group(group, sizes.group);
                         (scales[group], sums[group]) = (scale, scale * sum_of(codes));
                     }
                 }
@@ -269,6 +298,16 @@ fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
         let out = out[2 * at..][..2 * SHARED].as_chunks_mut().0;
         for (out, code) in out.iter_mut().zip(codes) {
             *out = code.to_ne_bytes();
+        }
+        return;
+    }
+    if form == Form::Pairs {
+        let out = out.as_chunks_mut().0;
+        let (vectors, _) = out[form.place(at)..].as_chunks_mut::<16>();
+        for (v, out) in vectors.iter_mut().enumerate().take(4) {
+            for (i, out) in out[..8].iter_mut().enumerate() {
+                *out = codes[v / 2 * 16 + 2 * i + v % 2].to_ne_bytes();
+            }
         }
         return;
     }

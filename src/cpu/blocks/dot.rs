@@ -8,7 +8,7 @@ use super::{Chunk, Row};
 pub(crate) enum Dot {
     /// Any processor's.
     Portable,
-    /// AVX2 and FMA.
+    /// AVX2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// AVX-512 with VNNI, for vectors of any length.
@@ -28,7 +28,10 @@ impl Dot {
             {
                 return Dot::Avx512;
             }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            if is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c")
+            {
                 return Dot::Avx2;
             }
         }
@@ -225,11 +228,11 @@ mod x86 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// All that this processor has.
-    fn every() -> Vec<Dot> {
+    pub fn every() -> Vec<Dot> {
         let mut all = vec![Dot::Portable];
         #[cfg(target_arch = "x86_64")]
         if Dot::new() != Dot::Portable {

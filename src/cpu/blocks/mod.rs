@@ -18,7 +18,7 @@ use std::ops::Range;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::tensor::RawTensor;
-pub(crate) use activations::{Activations, Form, Planes, Row};
+pub(crate) use activations::{Activations, Codes, Form, Row};
 pub(crate) use dot::Dot;
 pub(crate) use formats::{Format, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
 pub(crate) use ternary::{Q2_0, Tq1_0, Tq2_0};

@@ -9,7 +9,7 @@ use super::few_rows::{MAX_ROWS, PART};
 use crate::cpu::Cpu;
 use crate::cpu::blocks::fused::{COLUMNS, Kernel};
 use crate::cpu::blocks::{
-    self, Activations, CHUNK, Chunk, Dot, Form, Format, Planes, Row, blocks_of, with_format,
+    self, Activations, CHUNK, Chunk, Codes, Dot, Form, Format, Row, blocks_of, with_format,
 };
 use crate::error::Result;
 use crate::problem::linear::Weights;
@@ -166,9 +166,9 @@ impl Products<'_> {
         row: usize,
         sums: &mut [[f32; PART]; MAX_ROWS],
     ) -> usize {
-        let mut x = [Planes::EMPTY; R];
+        let mut x = [Codes::EMPTY; R];
         for (r, x) in x.iter_mut().enumerate() {
-            *x = self.x.planes(row + r);
+            *x = self.x.codes(row + r);
         }
         for (w, at) in w.chunks(COLUMNS).zip((0..).step_by(COLUMNS)) {
             let products = kernel.products(w, x);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::blocks::Blocks;
 use crate::cpu::Cpu;
-use crate::cpu::blocks::panel::{self, ALIGNMENT, COLUMNS, Kernel, ROWS, Rounded, Shape};
+use crate::cpu::blocks::panel::{self, ALIGNMENT, Kernel, ROWS, Rounded, Shape};
 use crate::cpu::scratch::Floats;
 use crate::error::Result;
 use crate::problem::linear::Weights;
@@ -13,8 +13,8 @@ use crate::tensor::{RawTensor, Scratch};
 /// Rows that are rounded at a time, and for which panels are unpacked once.
 const MOST: usize = 86 * ROWS;
 
-/// The most panels whose columns are finished together.
-const WIDEST: usize = 2;
+/// The most columns that are finished together.
+const WIDEST: usize = 64;
 
 /// How the product of `N` weights is cut.
 pub(super) struct Panels<const N: usize> {
@@ -36,14 +36,19 @@ impl<const N: usize> Panels<N> {
             return None;
         }
         let columns = weights[0].out_features();
+        let kernel = Kernel::new(blocks.dot)?;
         // There should be some items for each thread.
-        let panels = columns.div_ceil(COLUMNS).div_ceil(32).clamp(1, WIDEST);
+        let most = WIDEST / kernel.columns();
+        let panels = columns
+            .div_ceil(kernel.columns())
+            .div_ceil(32)
+            .clamp(1, most);
         Some(Panels {
-            kernel: Kernel::new(blocks.dot)?,
+            kernel,
             shape,
             rows: x.layout.num_rows(),
             columns,
-            width: panels * COLUMNS,
+            width: panels * kernel.columns(),
         })
     }
 
@@ -65,7 +70,7 @@ impl<const N: usize> Panels<N> {
     fn threads(&self, cpu: &Cpu) -> (usize, usize) {
         let (items, cost) = self.items();
         let threads = cpu.participants(items, cost);
-        let floats = self.shape.of_panel() + N * self.sums();
+        let floats = self.kernel.of_panel(self.shape) + N * self.sums();
         (threads, floats + ALIGNMENT / size_of::<f32>())
     }
 
@@ -99,7 +104,7 @@ impl<const N: usize> Panels<N> {
             cpu.for_each_range_in(&memory, self.items(), |memory, items| {
                 let start = memory.as_ptr().align_offset(ALIGNMENT);
                 let memory = &mut memory[start.min(ALIGNMENT / size_of::<f32>())..];
-                let (panel, mut rest) = memory.split_at_mut(self.shape.of_panel());
+                let (panel, mut rest) = memory.split_at_mut(self.kernel.of_panel(self.shape));
                 let mut room = [(); N].map(|()| {
                     let (here, behind) = std::mem::take(&mut rest).split_at_mut(self.sums());
                     rest = behind;
@@ -108,8 +113,9 @@ impl<const N: usize> Panels<N> {
                 for item in items {
                     let columns = item * self.width..self.columns.min((item + 1) * self.width);
                     for (sums, weights) in room.iter_mut().zip(weights) {
-                        for at in (0..columns.len()).step_by(COLUMNS) {
-                            panel::pack(cpu, &weights.weight, columns.start + at, panel);
+                        for at in (0..columns.len()).step_by(self.kernel.columns()) {
+                            let first = columns.start + at;
+                            panel::pack(cpu, self.kernel, &weights.weight, first, panel);
                             let blocks = sums.chunks_mut(ROWS * self.width).enumerate();
                             for (i, sums) in blocks.take(rows.div_ceil(ROWS)) {
                                 let (x, sums) = (rounded.block(i), &mut sums[at..]);

@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::*;
-use crate::cpu::blocks::{CHUNK, Chunk, Row, group, with_format};
+use crate::cpu::blocks::{CHUNK, Chunk, Row, dot, group, with_format};
 
 /// Numbers that only look random.
 fn noise(seed: usize, i: usize) -> u32 {
@@ -32,13 +32,23 @@ fn blocks(dtype: DType, weights: usize, seed: usize, all_bits: bool) -> Box<[u8]
     all.into()
 }
 
+/// All that this processor has.
+fn every() -> impl Iterator<Item = Kernel> {
+    let of = |dot| {
+        DType::BLOCKS
+            .into_iter()
+            .filter_map(move |dtype| Kernel::new(dot, dtype))
+    };
+    dot::tests::every().into_iter().flat_map(of)
+}
+
 /// A row of activations, in words and in a kernel's form.
 struct Rounded {
     words: Vec<i16>,
     scales: Vec<f32>,
     sums: Vec<f32>,
-    high: Vec<i8>,
-    low: Vec<i8>,
+    /// Codes in that form.
+    bytes: Vec<i8>,
     /// Scales and sums in that form.
     factors: [Vec<f32>; 2],
 }
@@ -51,44 +61,51 @@ impl Rounded {
             (false, code) => code.clamp(-32639, 32639),
         };
         let words: Vec<i16> = (0..len).map(code).collect();
-        let factors = |seed| (0..len / group).map(move |i| noise(seed, i) as f32 / 1e5 - 80.0);
-        let (scales, sums): (Vec<f32>, Vec<f32>) = factors(seed + 1).zip(factors(seed + 2)).unzip();
+        let scales: Vec<f32> = (0..len / group)
+            .map(|i| noise(seed + 1, i) as f32 / 1e5 - 80.0)
+            .collect();
+        let sum = |(codes, scale): (&[i16], &f32)| {
+            scale * codes.iter().map(|code| i32::from(*code)).sum::<i32>() as f32
+        };
+        let sums: Vec<f32> = words.chunks(group).zip(&scales).map(sum).collect();
 
         let (codes, of_each) = form.lengths(len, group);
-        let (mut high, mut low) = (vec![0; codes], vec![0; codes]);
+        let mut bytes = vec![0; 2 * codes];
         let mut in_form = [vec![0.0; of_each], vec![0.0; of_each]];
         for (i, word) in words.iter().enumerate() {
-            let at = match form {
-                Form::Split => i / 128 * 128 + i % 32 / 16 * 64 + i % 128 / 32 * 16 + i % 16,
-                _ => i,
-            };
-            low[at] = *word as i8;
-            high[at] = ((i32::from(*word) - i32::from(low[at])) / 256) as i8;
+            let at = form.place(i);
+            if matches!(form, Form::Words | Form::Pairs) {
+                let word = word.to_ne_bytes().map(u8::cast_signed);
+                bytes[2 * at..2 * at + 2].copy_from_slice(&word);
+                continue;
+            }
+            let low = *word as i8;
+            bytes[codes + at] = low;
+            bytes[at] = ((i32::from(*word) - i32::from(low)) / 256) as i8;
         }
         for (i, (scale, sum)) in scales.iter().zip(&sums).enumerate() {
             let parts: &[f32] = match form {
                 Form::Split => &[0.5, 0.0, 0.25, 0.25],
                 _ => &[1.0],
             };
+            let at = form.place_of_group(i, group) * parts.len();
             for (j, part) in parts.iter().enumerate() {
-                in_form[0][i * parts.len() + j] = *scale;
-                in_form[1][i * parts.len() + j] = part * sum;
+                in_form[0][at + j] = *scale;
+                in_form[1][at + j] = part * sum;
             }
         }
         Rounded {
             words,
             scales,
             sums,
-            high,
-            low,
+            bytes,
             factors: in_form,
         }
     }
 
-    fn planes(&self) -> Planes<'_> {
-        Planes {
-            high: &self.high,
-            low: &self.low,
+    fn codes(&self) -> Codes<'_> {
+        Codes {
+            bytes: &self.bytes,
             scales: &self.factors[0],
             sums: &self.factors[1],
         }
@@ -123,14 +140,15 @@ impl Rounded {
     }
 }
 
-fn check<const R: usize>(kernel: Kernel, dtype: DType, depth: usize, extreme: bool) {
+fn check<const R: usize>(kernel: Kernel, depth: usize, extreme: bool) {
+    let dtype = kernel.dtype;
     let group = group(dtype);
     let x: [Rounded; R] =
         std::array::from_fn(|r| Rounded::new(kernel.form(), depth, group, 50 * r, extreme));
     let rows: [_; COLUMNS] = std::array::from_fn(|c| blocks(dtype, depth, 7 + c, extreme));
     let rows = rows.each_ref().map(|row| &**row);
     for columns in 1..=COLUMNS {
-        let products = kernel.products(&rows[..columns], x.each_ref().map(Rounded::planes));
+        let products = kernel.products(&rows[..columns], x.each_ref().map(Rounded::codes));
         for (x, products) in x.iter().zip(products) {
             for (row, product) in rows[..columns].iter().zip(products) {
                 let (expected, most) = x.product(dtype, row);
@@ -146,16 +164,14 @@ fn check<const R: usize>(kernel: Kernel, dtype: DType, depth: usize, extreme: bo
 
 #[test]
 fn kernels_agree_with_chunks() {
-    for dtype in DType::BLOCKS {
-        let Some(kernel) = Kernel::new(Dot::new(), dtype) else {
-            continue;
-        };
+    for kernel in every() {
+        let dtype = kernel.dtype;
         // One block; on both sides of a vector, and of a step; more than a chunk.
         for blocks in [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 18, 31, 32, 33, 48, 65] {
             for extreme in [false, true] {
                 let depth = blocks * dtype.block().0;
-                check::<1>(kernel, dtype, depth, extreme);
-                check::<4>(kernel, dtype, depth, extreme);
+                check::<1>(kernel, depth, extreme);
+                check::<4>(kernel, depth, extreme);
             }
         }
     }
@@ -164,19 +180,17 @@ fn kernels_agree_with_chunks() {
 /// A row's product has the same bits whatever stands beside it.
 #[test]
 fn neighbours_change_nothing() {
-    for dtype in DType::BLOCKS {
-        let Some(kernel) = Kernel::new(Dot::new(), dtype) else {
-            continue;
-        };
+    for kernel in every() {
+        let dtype = kernel.dtype;
         let depth = 3 * dtype.block().0;
         let x =
             [0, 1, 2, 3].map(|r| Rounded::new(kernel.form(), depth, group(dtype), 50 * r, false));
         let rows = [0, 1, 2, 3].map(|c| blocks(dtype, depth, 7 + c, false));
         let rows = rows.each_ref().map(|row| &**row);
-        let all = kernel.products(&rows, x.each_ref().map(Rounded::planes));
+        let all = kernel.products(&rows, x.each_ref().map(Rounded::codes));
         for (x, of_row) in x.iter().zip(all) {
             for (row, product) in rows.iter().zip(of_row) {
-                let alone = kernel.products(&[*row], [x.planes()])[0][0];
+                let alone = kernel.products(&[*row], [x.codes()])[0][0];
                 assert_eq!(alone.to_bits(), product.to_bits(), "{dtype}");
             }
         }

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::kernel::Fused;
+use super::Fused;
 use crate::cpu::blocks::Q8_0;
 
 /// Of a block.

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::kernel::Fused;
+use super::Fused;
 use crate::cpu::blocks::{Q4K, Q5K, Q6K};
 
 /// Scales and offsets of one block or two: its f16 factors of both, then 12 bytes of 6 bits each,

@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::kernel::{Product, Row, fetch};
+use super::{Product, Row, fetch};
 use crate::cpu::blocks::{Form, Format, Q4_0, Q4_1, Q5_0, Q5_1};
 
 /// Blocks of a unit.

@@ -1,11 +1,17 @@
-//! What the kernels of all formats share.
+//! Kernels of AVX-512 with VNNI. Activations are two planes of bytes, so that an instruction that
+//! multiplies bytes takes codes as they are: a row's dot products are 256 times those with the high
+//! bytes, and those with the low.
+
+mod in_units;
+mod of_256;
+mod q8_0;
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::COLUMNS;
-use crate::cpu::blocks::{Form, Format, Planes};
-use crate::cpu::vector;
+use super::{COLUMNS, fetch};
+use crate::cpu::blocks::{Codes, Form, Format};
+use crate::dtype::DType;
 
 /// Codes of a vector.
 pub(super) const CODES: usize = 64;
@@ -81,10 +87,35 @@ pub(super) struct Row {
 ///
 /// # Safety
 /// The processor has the instructions.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-pub(super) unsafe fn multiply<P: Product, const R: usize>(
+pub(super) unsafe fn products<const R: usize>(
+    dtype: DType,
     weights: &[&[u8]],
-    x: [Planes<'_>; R],
+    x: [Codes<'_>; R],
+) -> [[f32; COLUMNS]; R] {
+    use crate::cpu::blocks::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    use in_units::InUnits;
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            DType::Q8_0 => multiply::<InSteps<Q8_0>, R>(weights, x),
+            DType::Q4_0 => multiply::<InUnits<Q4_0>, R>(weights, x),
+            DType::Q4_1 => multiply::<InUnits<Q4_1>, R>(weights, x),
+            DType::Q5_0 => multiply::<InUnits<Q5_0>, R>(weights, x),
+            DType::Q5_1 => multiply::<InUnits<Q5_1>, R>(weights, x),
+            DType::Q4K => multiply::<InSteps<Q4K>, R>(weights, x),
+            DType::Q5K => multiply::<InSteps<Q5K>, R>(weights, x),
+            DType::Q6K => multiply::<InSteps<Q6K>, R>(weights, x),
+            other => unreachable!("there is no kernel for {other}"),
+        }
+    }
+}
+
+/// # Safety
+/// The processor has the instructions.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn multiply<P: Product, const R: usize>(
+    weights: &[&[u8]],
+    x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
     let (len, bytes) = const { P::Format::DTYPE.block() };
     let blocks = weights.first().map_or(0, |row| row.len()) / bytes;
@@ -92,14 +123,17 @@ pub(super) unsafe fn multiply<P: Product, const R: usize>(
     assert!(weights.iter().all(|row| row.len() == blocks * bytes));
     let (codes, factors) = P::FORM.lengths(blocks * len, P::Format::GROUP);
     for x in &x {
-        assert!(x.high.len() >= codes && x.low.len() >= codes);
+        assert!(x.bytes.len() / 2 >= codes);
         assert!(x.scales.len() >= factors && x.sums.len() >= factors);
     }
-    let x = x.map(|x| Row {
-        high: x.high.as_ptr(),
-        low: x.low.as_ptr(),
-        scales: x.scales.as_ptr(),
-        sums: x.sums.as_ptr(),
+    let x = x.map(|x| {
+        let (high, low) = x.bytes.split_at(x.bytes.len() / 2);
+        Row {
+            high: high.as_ptr(),
+            low: low.as_ptr(),
+            scales: x.scales.as_ptr(),
+            sums: x.sums.as_ptr(),
+        }
     });
     // By rows of x.
     let mut totals = [[_mm512_setzero_ps(); COLUMNS]; R];
@@ -158,14 +192,6 @@ impl<F: Fused> Product for InSteps<F> {
             }
         }
         totals
-    }
-}
-
-/// Asks for what lies ahead of so many bytes.
-#[inline(always)]
-pub(super) fn fetch(from: *const u8, bytes: usize) {
-    for line in (0..bytes).step_by(64) {
-        vector::fetch(from.wrapping_add(line));
     }
 }
 

@@ -1,0 +1,349 @@
+//! Kernels of AVX2. Codes are words, which multiply the words of activations. To make words of bytes
+//! across the halves of a vector is slow, so that each half has the codes of a group of its own.
+
+mod nibbles;
+mod of_256;
+mod q8_0;
+
+use std::arch::x86_64::*;
+
+use super::{COLUMNS, fetch};
+use crate::cpu::blocks::{Codes, Form, Format};
+use crate::dtype::DType;
+
+/// Weights of a step, which is a block of 256 or eight of 32.
+const STEP: usize = 256;
+
+/// Weights of a piece, which is a group, or two of 16.
+const PIECE: usize = 32;
+
+/// Pairs of pieces of a step.
+const PAIRS: usize = STEP / PIECE / 2;
+
+/// Factors of a vector.
+const LANES: usize = 8;
+
+/// Vectors of factors that a step may have: a factor for every 16 weights.
+const MOST: usize = STEP / 16 / LANES;
+
+/// Scales and offsets of a step's groups, in as many vectors as these fill. Each half of a vector has
+/// those of one piece of each pair, as [`Form::Pairs`] says.
+type Factors = ([__m256; MOST], [__m256; MOST]);
+
+/// A format that can be decoded in registers.
+trait Fused: Format {
+    /// Weights of a block, and its bytes.
+    const BLOCK: (usize, usize) = Self::DTYPE.block();
+
+    /// Blocks of a step.
+    const BLOCKS: usize = STEP / Self::BLOCK.0;
+
+    /// Vectors of the factors of a step.
+    const VECTORS: usize = STEP / Self::GROUP / LANES;
+
+    /// Whether codes have a sign, and offsets are zero.
+    const SIGNED: bool = false;
+
+    /// Scales and offsets of the groups of a step, and zeros for blocks that it lacks.
+    ///
+    /// # Safety
+    /// The processor has the instructions. There are so many blocks, from 1 to `BLOCKS`.
+    unsafe fn factors(step: *const u8, blocks: usize) -> Factors;
+
+    /// The codes of a pair of pieces, in words, one in each half of vectors: those of an even number
+    /// of codes 0 to 15, of an odd number, and so of codes 16 to 31.
+    ///
+    /// # Safety
+    /// The processor has the instructions, and blocks that have the pieces are there. If they are of 256, the
+    /// second piece is the one behind the first, whose number is even.
+    unsafe fn codes(step: *const u8, first: usize, second: usize) -> [__m256i; 4];
+}
+
+/// Where a row of activations lies.
+#[derive(Clone, Copy)]
+struct Row {
+    codes: *const i16,
+    scales: *const f32,
+    sums: *const f32,
+}
+
+/// See [`Kernel::products`](super::Kernel::products).
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn products<const R: usize>(
+    dtype: DType,
+    weights: &[&[u8]],
+    x: [Codes<'_>; R],
+) -> [[f32; COLUMNS]; R] {
+    use crate::cpu::blocks::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            DType::Q8_0 => multiply::<Q8_0, R>(weights, x),
+            DType::Q4_0 => multiply::<Q4_0, R>(weights, x),
+            DType::Q4_1 => multiply::<Q4_1, R>(weights, x),
+            DType::Q5_0 => multiply::<Q5_0, R>(weights, x),
+            DType::Q5_1 => multiply::<Q5_1, R>(weights, x),
+            DType::Q4K => multiply::<Q4K, R>(weights, x),
+            DType::Q5K => multiply::<Q5K, R>(weights, x),
+            DType::Q6K => multiply::<Q6K, R>(weights, x),
+            other => unreachable!("there is no kernel for {other}"),
+        }
+    }
+}
+
+/// # Safety
+/// The processor has the instructions.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn multiply<F: Fused, const R: usize>(
+    weights: &[&[u8]],
+    x: [Codes<'_>; R],
+) -> [[f32; COLUMNS]; R] {
+    let (len, bytes) = F::BLOCK;
+    let blocks = weights.first().map_or(0, |row| row.len()) / bytes;
+    assert!(weights.len() <= COLUMNS);
+    assert!(weights.iter().all(|row| row.len() == blocks * bytes));
+    let (codes, factors) = Form::Pairs.lengths(blocks * len, F::GROUP);
+    for x in &x {
+        assert!(x.bytes.len() / 2 >= codes);
+        assert!(x.scales.len() >= factors && x.sums.len() >= factors);
+    }
+    let x = x.map(|x| Row {
+        codes: x.bytes.as_ptr().cast(),
+        scales: x.scales.as_ptr(),
+        sums: x.sums.as_ptr(),
+    });
+    // By rows of x.
+    let mut totals = [[_mm256_setzero_ps(); COLUMNS]; R];
+    for (c, row) in weights.iter().enumerate() {
+        // SAFETY: the lengths have been checked.
+        let of_column = unsafe { column::<F, R>(row.as_ptr(), blocks, x) };
+        for r in 0..R {
+            totals[r][c] = of_column[r];
+        }
+    }
+    let mut sums = [[0.0; COLUMNS]; R];
+    for (totals, sums) in totals.iter().zip(&mut sums) {
+        // SAFETY: as many floats.
+        unsafe { _mm_storeu_ps(sums.as_mut_ptr(), sums_of_four(totals)) };
+    }
+    sums
+}
+
+/// The sums of products so far, by pairs of an even and of an odd number, so that an addition need
+/// not wait for the one before it.
+type Totals<const R: usize> = [[__m256; 2]; R];
+
+/// Of the factors of a step and of rows of activations.
+type Scales<const R: usize> = [[__m256; MOST]; R];
+
+/// Adds the first pairs of a step. They are spelled out, so that shifts are by constants, and totals
+/// stay in registers.
+macro_rules! add_pairs {
+    ($pieces:expr, $step:ident, $x:ident, $i:expr, $scales:ident, $totals:ident, $($pair:literal)*) => {$(
+        if 2 * $pair < $pieces {
+            // What lacks has a scale of zero, whatever its codes.
+            let second = (2 * $pair + 1).min($pieces - 1);
+            let codes = F::codes($step, 2 * $pair, second);
+            add::<F, $pair, R>(codes, $x, $i, &$scales, &mut $totals);
+        }
+    )*};
+}
+
+/// A row of so many blocks by rows of as many activations, with zeros behind them.
+///
+/// # Safety
+/// These are there, and the processor has the instructions.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn column<F: Fused, const R: usize>(
+    row: *const u8,
+    blocks: usize,
+    x: [Row; R],
+) -> [__m256; R] {
+    let mut totals = [[_mm256_setzero_ps(); 2]; R];
+    let mut scales = [[_mm256_setzero_ps(); MOST]; R];
+    let (whole, rest) = (blocks / F::BLOCKS, blocks % F::BLOCKS);
+    // SAFETY: steps and pieces end with the row and with activations.
+    unsafe {
+        for i in 0..whole {
+            let step = row.add(i * F::BLOCKS * F::BLOCK.1);
+            fetch(step, F::BLOCKS * F::BLOCK.1);
+            begin::<F, R>(step, F::BLOCKS, x, i, &mut scales, &mut totals);
+            add_pairs!(2 * PAIRS, step, x, i, scales, totals, 0 1 2 3);
+        }
+        if rest > 0 {
+            let step = row.add(whole * F::BLOCKS * F::BLOCK.1);
+            fetch(step, rest * F::BLOCK.1);
+            begin::<F, R>(step, rest, x, whole, &mut scales, &mut totals);
+            let pieces = rest * 2 * PAIRS / F::BLOCKS;
+            add_pairs!(pieces, step, x, whole, scales, totals, 0 1 2 3);
+        }
+    }
+    let mut sums = [_mm256_setzero_ps(); R];
+    for (sum, [even, odd]) in sums.iter_mut().zip(totals) {
+        *sum = _mm256_add_ps(even, odd);
+    }
+    sums
+}
+
+/// The scales of step `i` with each row, to whose totals what offsets give is added.
+///
+/// # Safety
+/// As [`column`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn begin<F: Fused, const R: usize>(
+    step: *const u8,
+    blocks: usize,
+    x: [Row; R],
+    i: usize,
+    scales: &mut Scales<R>,
+    totals: &mut Totals<R>,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (of_weights, offsets) = F::factors(step, blocks);
+        for r in 0..R {
+            for v in 0..F::VECTORS {
+                let at = (i * F::VECTORS + v) * LANES;
+                let of_x = _mm256_loadu_ps(x[r].scales.add(at));
+                scales[r][v] = _mm256_mul_ps(of_weights[v], of_x);
+                if !F::SIGNED {
+                    let sums = _mm256_loadu_ps(x[r].sums.add(at));
+                    totals[r][0] = _mm256_fmadd_ps(offsets[v], sums, totals[r][0]);
+                }
+            }
+        }
+    }
+}
+
+/// Adds the products of a pair's codes in step `i`.
+///
+/// # Safety
+/// As [`column`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn add<F: Fused, const PAIR: usize, const R: usize>(
+    codes: [__m256i; 4],
+    x: [Row; R],
+    i: usize,
+    scales: &Scales<R>,
+    totals: &mut Totals<R>,
+) {
+    const { assert!(F::GROUP == 16 || F::GROUP == 32) };
+    for r in 0..R {
+        let mut dots = [_mm256_setzero_si256(); 4];
+        for (v, dots) in dots.iter_mut().enumerate() {
+            // SAFETY: the caller's promise: four vectors of words of each pair.
+            *dots = unsafe {
+                let x = x[r].codes.add(i * STEP + PAIR * 2 * PIECE + v * 2 * LANES);
+                _mm256_madd_epi16(codes[v], _mm256_loadu_si256(x.cast()))
+            };
+        }
+        let dots = [
+            _mm256_add_epi32(dots[0], dots[1]),
+            _mm256_add_epi32(dots[2], dots[3]),
+        ];
+        let total = &mut totals[r][PAIR % 2];
+        if F::GROUP == 32 {
+            let dots = _mm256_cvtepi32_ps(_mm256_add_epi32(dots[0], dots[1]));
+            *total = _mm256_fmadd_ps(dots, of_each_half(scales[r][0], PAIR), *total);
+        } else {
+            for (half, dots) in dots.into_iter().enumerate() {
+                let scale = of_each_half(scales[r][PAIR / 2], 2 * (PAIR % 2) + half);
+                *total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, *total);
+            }
+        }
+    }
+}
+
+/// An element of each half of a vector, in all of that half.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn of_each_half(vector: __m256, element: usize) -> __m256 {
+    match element {
+        0 => _mm256_permute_ps::<0b00_00_00_00>(vector),
+        1 => _mm256_permute_ps::<0b01_01_01_01>(vector),
+        2 => _mm256_permute_ps::<0b10_10_10_10>(vector),
+        _ => _mm256_permute_ps::<0b11_11_11_11>(vector),
+    }
+}
+
+/// The sum of each vector, all in the same order.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn sums_of_four([a, b, c, d]: &[__m256; 4]) -> __m128 {
+    let four = _mm256_hadd_ps(_mm256_hadd_ps(*a, *b), _mm256_hadd_ps(*c, *d));
+    _mm_add_ps(
+        _mm256_castps256_ps128(four),
+        _mm256_extractf128_ps::<1>(four),
+    )
+}
+
+/// Sixteen bytes, and other sixteen.
+///
+/// # Safety
+/// They are there, and the processor has the instructions.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn both(first: *const u8, second: *const u8) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let first = _mm256_castsi128_si256(_mm_loadu_si128(first.cast()));
+        _mm256_inserti128_si256::<1>(first, _mm_loadu_si128(second.cast()))
+    }
+}
+
+/// The low halves of bytes, or the high ones.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn halves(bytes: __m256i, high: bool) -> __m256i {
+    let bytes = if high {
+        _mm256_srli_epi16::<4>(bytes)
+    } else {
+        bytes
+    };
+    _mm256_and_si256(bytes, _mm256_set1_epi8(15))
+}
+
+/// 16 in each byte that has all bits of one of `bits`, and zero in others.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn sixteen_where(bytes: __m256i, bits: __m256i) -> __m256i {
+    let is_set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bits), bits);
+    _mm256_and_si256(is_set, _mm256_set1_epi8(16))
+}
+
+/// Words of the bytes of an even number, and of those of an odd number, of two vectors.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn words([low, high]: [__m256i; 2]) -> [__m256i; 4] {
+    let even = _mm256_set1_epi16(0xff);
+    [
+        _mm256_and_si256(low, even),
+        _mm256_srli_epi16::<8>(low),
+        _mm256_and_si256(high, even),
+        _mm256_srli_epi16::<8>(high),
+    ]
+}
+
+/// The f16 that lies at `AT` of each of up to eight blocks, in the order of factors; zeros for blocks
+/// that there are not.
+///
+/// # Safety
+/// The processor has the instructions, and so many blocks of so many bytes are there.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn f16s<const BYTES: usize, const AT: usize>(step: *const u8, blocks: usize) -> __m256 {
+    // SAFETY: the caller's promise.
+    let of = |block: usize| match block < blocks {
+        true => u64::from(unsafe { step.add(block * BYTES + AT).cast::<u16>().read_unaligned() }),
+        false => 0,
+    };
+    // What puts them into a vector one by one takes longer.
+    let even = of(0) | of(2) << 16 | of(4) << 32 | of(6) << 48;
+    let odd = of(1) | of(3) << 16 | of(5) << 32 | of(7) << 48;
+    _mm256_cvtph_ps(_mm_set_epi64x(odd.cast_signed(), even.cast_signed()))
+}

@@ -1,0 +1,86 @@
+//! Products by AVX2: words are two codes of 16 bits, whose products an instruction adds.
+
+use std::arch::x86_64::*;
+
+use super::{Group, ROWS, SHARED, Shape};
+use crate::cpu::blocks::activations::round_together;
+
+/// Rows of weights of a panel.
+pub const COLUMNS: usize = 16;
+
+/// Of a vector, and vectors of a line of a panel.
+const LANES: usize = 8;
+const VECTORS: usize = COLUMNS / LANES;
+
+#[inline(always)]
+pub fn round(values: &[f32; SHARED], group: usize) -> Group {
+    let mut codes = [0; SHARED];
+    let scale = round_together(values, &mut codes);
+    let (mut words, mut sums) = ([0; SHARED / 2], [0; 2]);
+    for (word, [low, high]) in words.iter_mut().zip(codes.as_chunks().0) {
+        *word = u32::from(low.cast_unsigned()) | u32::from(high.cast_unsigned()) << 16;
+    }
+    for (sum, codes) in sums.iter_mut().zip(codes.chunks_exact(group)) {
+        *sum = codes.iter().map(|code| i32::from(*code)).sum();
+    }
+    Group { scale, words, sums }
+}
+
+/// A loop over lines that the compiler unrolls has its sums in another order, in which there are not
+/// registers enough: so how many there are is not said.
+///
+/// # Safety
+/// The processor has the instructions; `x` is a block, `panel` a panel of the shape, and there is
+/// room for so many rows of sums.
+#[target_feature(enable = "avx2,fma")]
+pub unsafe fn multiply(
+    shape: Shape,
+    x: &[f32],
+    panel: &[f32],
+    rows: usize,
+    sums: &mut [f32],
+    stride: usize,
+) {
+    let (groups, words) = (shape.groups(), shape.group / 2);
+    let (x, w) = (x.as_ptr(), panel.as_ptr());
+    let mut totals = [[_mm256_setzero_ps(); VECTORS]; ROWS];
+    // SAFETY: all lines are in the block and the panel, as their lengths say.
+    unsafe {
+        let (x_scales, w_scales) = (
+            x.add(groups * words * ROWS),
+            w.add(groups * words * COLUMNS),
+        );
+        let (x_sums, w_offsets) = (x_scales.add(groups * ROWS), w_scales.add(groups * COLUMNS));
+        for g in 0..groups {
+            let mut dots = [[_mm256_setzero_si256(); VECTORS]; ROWS];
+            let (codes, x) = (w.add(g * words * COLUMNS), x.add(g * words * ROWS));
+            for i in 0..words {
+                let codes = codes.add(i * COLUMNS).cast();
+                let codes = [_mm256_loadu_si256(codes), _mm256_loadu_si256(codes.add(1))];
+                for (r, dots) in dots.iter_mut().enumerate() {
+                    let word = _mm256_set1_epi32(x.add(i * ROWS + r).cast::<i32>().read());
+                    for (dots, codes) in dots.iter_mut().zip(codes) {
+                        *dots = _mm256_add_epi32(*dots, _mm256_madd_epi16(codes, word));
+                    }
+                }
+            }
+            for v in 0..VECTORS {
+                let at = g * COLUMNS + v * LANES;
+                let scales = _mm256_loadu_ps(w_scales.add(at));
+                let offsets = _mm256_loadu_ps(w_offsets.add(at));
+                for r in 0..ROWS {
+                    let scale = _mm256_set1_ps(*x_scales.add(g * ROWS + r));
+                    let sum = _mm256_set1_ps(*x_sums.add(g * ROWS + r));
+                    let (scale, dots) = (_mm256_mul_ps(scales, scale), dots[r][v]);
+                    let total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, totals[r][v]);
+                    totals[r][v] = _mm256_fmadd_ps(offsets, sum, total);
+                }
+            }
+        }
+        for (r, totals) in totals.iter().enumerate().take(rows) {
+            for (v, total) in totals.iter().enumerate() {
+                _mm256_storeu_ps(sums.as_mut_ptr().add(r * stride + v * LANES), *total);
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Products by AVX-512 with VNNI.
+
+use std::arch::x86_64::*;
+
+use super::{Group, ROWS, SHARED, Shape};
+use crate::cpu::blocks::activations::MOST;
+
+/// Adds the products of a group's codes and of one of its planes of bytes: of `WORDS` lines of both. They are
+/// spelled out, since in a loop that is not unrolled dot products are kept in memory.
+macro_rules! add_plane {
+    ($codes:expr, $x:expr, $dots:ident, $($i:literal)*) => {$(
+        if $i < WORDS {
+            let mut codes = [_mm512_setzero_si512(); VECTORS];
+            for (v, codes) in codes.iter_mut().enumerate() {
+                *codes = _mm512_loadu_si512($codes.add($i * COLUMNS + v * LANES).cast());
+            }
+            for (r, dots) in $dots.iter_mut().enumerate() {
+                let word = _mm512_set1_epi32($x.add($i * ROWS + r).cast::<i32>().read());
+                for (dots, codes) in dots.iter_mut().zip(codes) {
+                    *dots = _mm512_dpbusd_epi32(*dots, codes, word);
+                }
+            }
+        }
+    )*};
+}
+
+/// Rows of weights of a panel.
+pub const COLUMNS: usize = 32;
+
+/// Words of activations for each word of codes: high bytes, and low.
+const PLANES: usize = 2;
+
+/// Of a vector, and vectors of a line of a panel.
+const LANES: usize = 16;
+const VECTORS: usize = COLUMNS / LANES;
+
+/// # Safety
+/// The processor has the instructions.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub unsafe fn round(values: &[f32; SHARED], group: usize) -> Group {
+    // SAFETY: two vectors of values, and 16 words.
+    unsafe {
+        let halves = [0, 16].map(|at| _mm512_loadu_ps(values.as_ptr().add(at)));
+        // As integers, magnitudes are in the order of the numbers, and NaN is above them.
+        let [a, b] = halves.map(|x| _mm512_castps_si512(_mm512_abs_ps(x)));
+        let most = _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
+        let limit = f32::from(MOST);
+        let scale = f32::from_bits(most) / limit;
+        let codes = halves.map(|x| {
+            // Without a scale that is a number there is no code, and any will do.
+            let code = _mm512_div_ps(x, _mm512_set1_ps(scale));
+            let code = _mm512_min_ps(code, _mm512_set1_ps(limit));
+            _mm512_cvtps_epi32(_mm512_max_ps(code, _mm512_set1_ps(-limit)))
+        });
+        let sums = codes.map(|codes| _mm512_reduce_add_epi32(codes));
+        // The low byte has a sign too; what it takes away is in the high one.
+        let half = _mm512_set1_epi32(128);
+        let high =
+            codes.map(|c| _mm512_cvtepi32_epi8(_mm512_srai_epi32::<8>(_mm512_add_epi32(c, half))));
+        let low = codes.map(|codes| _mm512_cvtepi32_epi8(codes));
+        let (order, sums) = match group {
+            16 => ([high[0], low[0], high[1], low[1]], sums),
+            _ => ([high[0], high[1], low[0], low[1]], [sums[0] + sums[1], 0]),
+        };
+        let mut words = [0; 16];
+        for (bytes, words) in order.into_iter().zip(words.chunks_exact_mut(4)) {
+            _mm_storeu_si128(words.as_mut_ptr().cast(), bytes);
+        }
+        Group { scale, words, sums }
+    }
+}
+
+/// For groups of `WORDS` times four weights.
+///
+/// # Safety
+/// The processor has the instructions; `x` is a block, `panel` a panel of the shape, and there is
+/// room for so many rows of sums.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+pub unsafe fn multiply<const WORDS: usize>(
+    shape: Shape,
+    x: &[f32],
+    panel: &[f32],
+    rows: usize,
+    sums: &mut [f32],
+    stride: usize,
+) {
+    let groups = shape.groups();
+    let (x, w) = (x.as_ptr(), panel.as_ptr());
+    let mut totals = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+    // SAFETY: all lines are in the block and the panel, as their lengths say.
+    unsafe {
+        let (x_scales, w_scales) = (
+            x.add(PLANES * groups * WORDS * ROWS),
+            w.add(groups * WORDS * COLUMNS),
+        );
+        let (x_sums, w_offsets) = (x_scales.add(groups * ROWS), w_scales.add(groups * COLUMNS));
+        for g in 0..groups {
+            let mut dots = [[_mm512_setzero_si512(); VECTORS]; ROWS];
+            let (codes, x) = (w.add(g * WORDS * COLUMNS), x.add(PLANES * g * WORDS * ROWS));
+            add_plane!(codes, x, dots, 0 1 2 3 4 5 6 7);
+            for dots in &mut dots {
+                for dots in dots {
+                    *dots = _mm512_slli_epi32::<8>(*dots);
+                }
+            }
+            let low = x.add(WORDS * ROWS);
+            add_plane!(codes, low, dots, 0 1 2 3 4 5 6 7);
+            for v in 0..VECTORS {
+                let at = g * COLUMNS + v * LANES;
+                let scales = _mm512_loadu_ps(w_scales.add(at));
+                let offsets = _mm512_loadu_ps(w_offsets.add(at));
+                for r in 0..ROWS {
+                    let scale = _mm512_set1_ps(*x_scales.add(g * ROWS + r));
+                    let sum = _mm512_set1_ps(*x_sums.add(g * ROWS + r));
+                    let (scale, dots) = (_mm512_mul_ps(scales, scale), dots[r][v]);
+                    let total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, totals[r][v]);
+                    totals[r][v] = _mm512_fmadd_ps(offsets, sum, total);
+                }
+            }
+        }
+        for (r, totals) in totals.iter().enumerate().take(rows) {
+            for (v, total) in totals.iter().enumerate() {
+                _mm512_storeu_ps(sums.as_mut_ptr().add(r * stride + v * LANES), *total);
+            }
+        }
+    }
+}

@@ -1,0 +1,370 @@
+//! Many rows by weights in blocks: activations are rounded to 16 bits, as for few rows, and codes are
+//! multiplied as integers, exactly. Some rows of weights are a panel, which is unpacked once and multiplies
+//! every row of activations; these lie in blocks of [`ROWS`]. Both lie in the order in which they are read,
+//! in words of 32 bits.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
+use super::activations::SHARED;
+use super::{CHUNK, Chunk, Dot, blocks_of, group, with_format};
+use crate::cpu::Cpu;
+use crate::cpu::float::{Float, with_float};
+use crate::cpu::rows::part_of;
+use crate::cpu::scratch::Floats;
+use crate::error::Result;
+use crate::tensor::{RawTensor, Scratch};
+
+/// Rows of activations of a block. One row's word serves two vectors of codes; of 12 rows and one vector,
+/// loads are what would be waited for. Their dot products leave some registers: of AVX-512's, for sums too.
+pub(crate) const ROWS: usize = 6;
+
+/// Where a panel begins, in bytes: vectors that lie across cache lines take twice as long to load.
+pub(crate) const ALIGNMENT: usize = 64;
+
+/// Codes of activations in a word.
+const X_TOGETHER: usize = 2;
+
+/// A kernel, where the processor has its instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kernel {
+    /// Of words that are two codes.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// Of words that are four codes of weights, which are multiplied by the high bytes of activations, then by
+    /// the low.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Kernel {
+    /// The kernel with these instructions, if there is one.
+    pub fn new(dot: Dot) -> Option<Kernel> {
+        match dot {
+            #[cfg(target_arch = "x86_64")]
+            Dot::Avx512 => Some(Kernel::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Dot::Avx2 => Some(Kernel::Avx2),
+            Dot::Portable => None,
+        }
+    }
+
+    /// Rows of weights of a panel: two vectors of words.
+    pub fn columns(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => avx2::COLUMNS,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512 => avx512::COLUMNS,
+        }
+    }
+
+    /// Codes of weights in a word.
+    fn together(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => 2,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512 => 4,
+        }
+    }
+
+    /// Floats of a panel: codes, scales, offsets.
+    pub fn of_panel(self, shape: Shape) -> usize {
+        self.columns() * (shape.depth / self.together() + 2 * shape.groups())
+    }
+
+    /// Multiplies a block of activations by a panel. Sums of row `r` go to as many floats from
+    /// `r * stride` on as a panel has rows; there are as many rows of sums as `sums` has room for.
+    ///
+    /// # Panics
+    /// Lengths do not fit each other.
+    pub fn multiply(self, shape: Shape, x: &[f32], panel: &[f32], sums: &mut [f32], stride: usize) {
+        let columns = self.columns();
+        assert_eq!(x.len(), shape.of_block());
+        assert_eq!(panel.len(), self.of_panel(shape));
+        assert!(stride >= columns && sums.len() >= columns);
+        let rows = ((sums.len() - columns) / stride + 1).min(ROWS);
+        // SAFETY: a kernel is made where the processor has the instructions; lengths are checked.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            match (self, shape.group) {
+                (Kernel::Avx2, _) => avx2::multiply(shape, x, panel, rows, sums, stride),
+                (Kernel::Avx512, 16) => avx512::multiply::<4>(shape, x, panel, rows, sums, stride),
+                (Kernel::Avx512, _) => avx512::multiply::<8>(shape, x, panel, rows, sums, stride),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        unreachable!("no kernel of {rows} rows is made here")
+    }
+
+    /// Rounds neighbours, for groups of so many weights.
+    #[inline(always)]
+    fn round(self, values: &[f32; SHARED], group: usize) -> Group {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => avx2::round(values, group),
+            // SAFETY: a kernel is made where the processor has the instructions.
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512 => unsafe { avx512::round(values, group) },
+        }
+    }
+}
+
+/// Of rows, of activations as of weights.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    /// Elements, which are whole groups.
+    pub depth: usize,
+    /// Weights that share a scale.
+    pub group: usize,
+}
+
+impl Shape {
+    /// Of rows of such a weight.
+    pub fn new(weight: &RawTensor) -> Shape {
+        Shape {
+            depth: weight.layout.dim(1),
+            group: group(weight.dtype),
+        }
+    }
+
+    fn groups(self) -> usize {
+        self.depth / self.group
+    }
+
+    /// Floats of a block of activations: codes; scales; scales times sums of codes.
+    pub fn of_block(self) -> usize {
+        ROWS * (self.depth / X_TOGETHER + 2 * self.groups())
+    }
+
+    /// The parts of a panel or block: lines of codes, as many as told, of scales, and of what is third.
+    fn parts(self, all: &mut [f32], lines: usize) -> [&mut [f32]; 3] {
+        let width = all.len() / (lines + 2 * self.groups());
+        let (codes, factors) = all.split_at_mut(lines * width);
+        let (scales, third) = factors.split_at_mut(self.groups() * width);
+        [codes, scales, third]
+    }
+}
+
+/// Unpacks as many rows of a weight from `first` on as a panel has, or as there are. What it has of
+/// others is of no use.
+pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, panel: &mut [f32]) {
+    let shape = Shape::new(weight);
+    let width = kernel.columns();
+    let last = weight.layout.dim(0).min(first + width);
+    let [codes, scales, offsets] = shape.parts(panel, shape.depth / kernel.together());
+    let mut chunk = Chunk::new();
+    for start in (0..shape.depth).step_by(CHUNK) {
+        let part = start..shape.depth.min(start + CHUNK);
+        let codes = &mut codes[start / kernel.together() * width..];
+        let groups = start / shape.group * width;
+        let (scales, offsets) = (&mut scales[groups..], &mut offsets[groups..]);
+        for column in first..last {
+            // SAFETY: whole blocks of a row of the checked matrix.
+            let blocks = unsafe { blocks_of(weight, column, part.clone()) };
+            with_format!(weight.dtype, F => cpu.vectorize(
+                #[inline(always)]
+                || chunk.unpack::<F>(blocks),
+            ));
+            let at = column - first;
+            place(kernel, &chunk.codes[..part.len()], &mut codes[at..]);
+            let of_groups = part.len() / shape.group;
+            for (i, scale) in chunk.scales[..of_groups].iter().enumerate() {
+                scales[i * width + at] = *scale;
+            }
+            for (i, offset) in chunk.offsets[..of_groups].iter().enumerate() {
+                offsets[i * width + at] = *offset;
+            }
+        }
+    }
+}
+
+/// Writes a row's codes to a panel, from a column of its first line on.
+fn place(kernel: Kernel, codes: &[u8], to: &mut [f32]) {
+    let lines = to.chunks_mut(kernel.columns());
+    match kernel.together() {
+        2 => {
+            for (line, codes) in lines.zip(codes.as_chunks::<2>().0) {
+                let [low, high] = codes.map(u32::from);
+                line[0] = f32::from_bits(low | high << 16);
+            }
+        }
+        _ => {
+            for (line, codes) in lines.zip(codes.as_chunks::<4>().0) {
+                line[0] = f32::from_bits(u32::from_le_bytes(*codes));
+            }
+        }
+    }
+}
+
+/// Some rows of a tensor, rounded.
+pub(crate) struct Rounded {
+    blocks: Floats,
+}
+
+impl Rounded {
+    /// Bytes of a workspace with which [`Rounded::room`] allocates nothing.
+    pub fn bytes(shape: Shape, rows: usize) -> usize {
+        Floats::bytes(rows.div_ceil(ROWS), shape.of_block())
+    }
+
+    /// Room for so many rows.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub fn room(op: &'static str, shape: Shape, rows: usize, scratch: Scratch) -> Result<Rounded> {
+        let sizes = (rows.div_ceil(ROWS), shape.of_block());
+        let blocks = Floats::in_or_new(op, scratch, sizes, 0)?;
+        Ok(Rounded { blocks })
+    }
+
+    /// Rounds rows of `x` from `first` on, no more than there is room for.
+    pub fn round(
+        &mut self,
+        cpu: &Cpu,
+        (kernel, shape): (Kernel, Shape),
+        x: &RawTensor,
+        first: usize,
+        rows: usize,
+    ) {
+        let blocks = &self.blocks;
+        cpu.for_each_range(rows.div_ceil(ROWS), ROWS * shape.depth, |range| {
+            with_float!(x.dtype, X => cpu.vectorize(#[inline(always)] || {
+                for i in range.clone() {
+                    // SAFETY: a block is one thread's.
+                    let block = unsafe { blocks.part(i) };
+                    let here = (rows - i * ROWS).min(ROWS);
+                    for row in 0..here {
+                        round_row::<X>((kernel, shape), x, first + i * ROWS + row, row, block);
+                    }
+                    // Rows that the last block lacks are multiplied too.
+                    if here < ROWS {
+                        for line in block.chunks_exact_mut(ROWS) {
+                            line[here..].fill(0.0);
+                        }
+                    }
+                }
+            }));
+        });
+    }
+
+    /// The block of row `ROWS * i` and those behind it.
+    pub fn block(&self, i: usize) -> &[f32] {
+        // SAFETY: nobody writes while they are borrowed.
+        unsafe { self.blocks.part(i) }
+    }
+}
+
+/// Rounds a row of `x` to row `at` of a block.
+#[inline(always)]
+fn round_row<X: Float>(
+    (kernel, shape): (Kernel, Shape),
+    x: &RawTensor,
+    row: usize,
+    at: usize,
+    block: &mut [f32],
+) {
+    let [words, scales, sums] = shape.parts(block, shape.depth / X_TOGETHER);
+    let mut wide = [0.0f32; CHUNK];
+    for start in (0..shape.depth).step_by(CHUNK) {
+        let columns = start..shape.depth.min(start + CHUNK);
+        let wide = &mut wide[..columns.len()];
+        // SAFETY: a row of the checked tensor.
+        X::load(unsafe { part_of::<X>(x, row, columns.clone()) }, wide);
+        for (wide, from) in wide
+            .as_chunks::<SHARED>()
+            .0
+            .iter()
+            .zip(columns.step_by(SHARED))
+        {
+            let rounded = kernel.round(wide, shape.group);
+            let words = words[from / X_TOGETHER * ROWS..].chunks_exact_mut(ROWS);
+            for (to, word) in words.zip(rounded.words) {
+                to[at] = f32::from_bits(word);
+            }
+            let groups = from / shape.group..(from + SHARED) / shape.group;
+            for (group, sum) in groups.zip(rounded.sums) {
+                scales[group * ROWS + at] = rounded.scale;
+                sums[group * ROWS + at] = rounded.scale * sum as f32;
+            }
+        }
+    }
+}
+
+/// Neighbours that were rounded together.
+#[derive(Debug, PartialEq)]
+struct Group {
+    /// Not finite if one of them is not.
+    scale: f32,
+    /// In the order of a block.
+    words: [u32; SHARED / X_TOGETHER],
+    /// Of the codes of each group of weights that they multiply; there may be one.
+    sums: [i32; 2],
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::activations::round_together;
+    use super::super::dot;
+    use super::*;
+
+    /// All that this processor has.
+    fn every() -> impl Iterator<Item = Kernel> {
+        dot::tests::every().into_iter().filter_map(Kernel::new)
+    }
+
+    /// Codes, scales and sums are those of few rows.
+    #[test]
+    fn rows_are_rounded_as_few_are() {
+        for kernel in every() {
+            rows_are_rounded_by(kernel);
+        }
+    }
+
+    fn rows_are_rounded_by(kernel: Kernel) {
+        for factor in [1.0, 0.0, 1e-30, 3e36] {
+            let values = std::array::from_fn(|i| factor * ((i * 37 % 64) as f32 - 31.3));
+            let mut codes = [0; SHARED];
+            let scale = round_together(&values, &mut codes);
+            for group in [16, 32] {
+                let got = kernel.round(&values, group);
+                assert_eq!(got.scale, scale);
+                if scale == 0.0 {
+                    continue;
+                }
+                for (i, code) in codes.into_iter().enumerate() {
+                    assert_eq!(
+                        code_of(kernel, &got, group, i),
+                        code,
+                        "{factor} {group} {i}"
+                    );
+                }
+                for (codes, sum) in codes.chunks(group).zip(got.sums) {
+                    let expected: i32 = codes.iter().map(|code| i32::from(*code)).sum();
+                    assert_eq!(sum, expected);
+                }
+            }
+        }
+        let mut odd = [1.0; SHARED];
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            odd[20] = value;
+            assert!(!kernel.round(&odd, 32).scale.is_finite());
+        }
+    }
+
+    /// A code of rounded neighbours.
+    fn code_of(kernel: Kernel, rounded: &Group, group: usize, i: usize) -> i16 {
+        if kernel.together() == 2 {
+            return (rounded.words[i / 2] >> (16 * (i % 2))) as i16;
+        }
+        let (of_group, at) = (i / group, i % group);
+        let byte = |plane: usize| {
+            let word = rounded.words[(2 * of_group + plane) * group / 4 + at / 4];
+            i16::from(word.to_le_bytes()[at % 4].cast_signed())
+        };
+        256 * byte(0) + byte(1)
+    }
+}
