@@ -9,7 +9,8 @@ many threads, for each file; a file's weights are used as they are. The machine 
 what else ran shows in the spread of `all`. With `--device cuda` both run on a GPU, and ours with
 weights of bf16, too. With `--batches 8,64 --llama-batched-bench PATH/llama-batched-bench` also decoding
 of so many sequences at once, 128 tokens of each behind a common prompt of about 128: rates count the
-tokens of all. Writes benches/results/llama_cpp_DEVICE_DATE.json. Standard library only.
+tokens of all. Writes benches/results/llama_cpp_DEVICE_DATE.json, where a processor without AVX-512 is
+"avx2". Standard library only.
 """
 
 import argparse
@@ -123,6 +124,12 @@ def processor():
     return platform.machine()
 
 
+def vectors():
+    """The widest vectors of this processor, for the name of a record: "cpu" with AVX-512, as ever."""
+    flags = pathlib.Path("/proc/cpuinfo").read_text().split()
+    return "avx2" if "avx2" in flags and "avx512f" not in flags else "cpu"
+
+
 def rate(found):
     return f"{found['median']:,.1f}" if found else ""
 
@@ -190,7 +197,7 @@ def main():
         result["device"] = gpu()
     if arguments.commit:
         result["commit"] = arguments.commit
-    where = result["device"]["name"].split()[-1].lower() if "device" in result else "cpu"
+    where = result["device"]["name"].split()[-1].lower() if "device" in result else vectors()
     out = arguments.out or ROOT / "benches" / "results" / f"llama_cpp_{where}_{result['date']}.json"
     for path in arguments.files:
         result["files"][path.name] = measure(arguments, path)
