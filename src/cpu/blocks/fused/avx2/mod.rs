@@ -337,10 +337,12 @@ fn words([low, high]: [__m256i; 2]) -> [__m256i; 4] {
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn f16s<const BYTES: usize, const AT: usize>(step: *const u8, blocks: usize) -> __m256 {
-    // SAFETY: the caller's promise.
-    let of = |block: usize| match block < blocks {
-        true => u64::from(unsafe { step.add(block * BYTES + AT).cast::<u16>().read_unaligned() }),
-        false => 0,
+    let of = |block: usize| {
+        if block >= blocks {
+            return 0;
+        }
+        // SAFETY: the caller's promise.
+        u64::from(unsafe { step.add(block * BYTES + AT).cast::<u16>().read_unaligned() })
     };
     // What puts them into a vector one by one takes longer.
     let even = of(0) | of(2) << 16 | of(4) << 32 | of(6) << 48;
