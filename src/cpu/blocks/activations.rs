@@ -80,9 +80,9 @@ pub(crate) enum Form {
     /// begins with, then the others. Of each group there are four scales, all the same, and four
     /// sums: of codes 0 to 3 and 16 to 19, and so on.
     Split,
-    /// Codes as they are. Each 32 lie with the 32 behind them: eight of an even number of the first 16, eight
-    /// of those behind, then eight of an odd number of each, and so of the other 16. Four factors lie with
-    /// those of the 32 codes behind what they are of, and such eight one after another.
+    /// Codes as they are, by pieces of 32, of which two lie in each other: of both the codes 0 to 15 of an
+    /// even number, of both those of an odd one, then codes 16 to 31 likewise. Of eight factors there are
+    /// first those of the first pieces of pairs.
     Pairs,
 }
 

@@ -26,8 +26,8 @@ pub fn round(values: &[f32; SHARED], group: usize) -> Group {
     Group { scale, words, sums }
 }
 
-/// A loop over lines that the compiler unrolls has its sums in another order, in which there are not
-/// registers enough: so how many there are is not said.
+/// How many lines a group has is no constant: the compiler would unroll the loop over them and add
+/// in another order, for which it has too few registers.
 ///
 /// # Safety
 /// The processor has the instructions; `x` is a block, `panel` a panel of the shape, and there is

@@ -1,5 +1,5 @@
-//! Kernels of AVX2. Codes are words, which multiply the words of activations. To make words of bytes
-//! across the halves of a vector is slow, so that each half has the codes of a group of its own.
+//! Kernels of AVX2. Codes are widened to words, which multiply the words of activations. Instructions
+//! that move bytes between the halves of a vector are slow; so each half has codes of another piece.
 
 mod nibbles;
 mod of_256;
@@ -50,8 +50,8 @@ trait Fused: Format {
     /// The processor has the instructions. There are so many blocks, from 1 to `BLOCKS`.
     unsafe fn factors(step: *const u8, blocks: usize) -> Factors;
 
-    /// The codes of a pair of pieces, in words, one in each half of vectors: those of an even number
-    /// of codes 0 to 15, of an odd number, and so of codes 16 to 31.
+    /// The codes of two pieces, in words, each in its half of four vectors: of codes 0 to 15 those of an
+    /// even number and those of an odd one, then the same of codes 16 to 31.
     ///
     /// # Safety
     /// The processor has the instructions, and blocks that have the pieces are there. If they are of 256, the
@@ -143,7 +143,7 @@ type Scales<const R: usize> = [[__m256; MOST]; R];
 macro_rules! add_pairs {
     ($pieces:expr, $step:ident, $x:ident, $i:expr, $scales:ident, $totals:ident, $($pair:literal)*) => {$(
         if 2 * $pair < $pieces {
-            // What lacks has a scale of zero, whatever its codes.
+            // A piece that is not there has a scale of zero, whatever its codes.
             let second = (2 * $pair + 1).min($pieces - 1);
             let codes = F::codes($step, 2 * $pair, second);
             add::<F, $pair, R>(codes, $x, $i, &$scales, &mut $totals);
@@ -344,7 +344,7 @@ unsafe fn f16s<const BYTES: usize, const AT: usize>(step: *const u8, blocks: usi
         // SAFETY: the caller's promise.
         u64::from(unsafe { step.add(block * BYTES + AT).cast::<u16>().read_unaligned() })
     };
-    // What puts them into a vector one by one takes longer.
+    // Instructions that put one at a time into a vector take longer.
     let even = of(0) | of(2) << 16 | of(4) << 32 | of(6) << 48;
     let odd = of(1) | of(3) << 16 | of(5) << 32 | of(7) << 48;
     _mm256_cvtph_ps(_mm_set_epi64x(odd.cast_signed(), even.cast_signed()))
