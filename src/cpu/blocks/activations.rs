@@ -303,10 +303,10 @@ fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
     }
     if form == Form::Pairs {
         let out = out.as_chunks_mut().0;
-        let (vectors, _) = out[form.place(at)..].as_chunks_mut::<16>();
-        for (v, out) in vectors.iter_mut().enumerate().take(4) {
-            for (i, out) in out[..8].iter_mut().enumerate() {
-                *out = codes[v / 2 * 16 + 2 * i + v % 2].to_ne_bytes();
+        for v in 0..4 {
+            let (first, at) = (v / 2 * 16 + v % 2, form.place(at) + 16 * v);
+            for (i, out) in out[at..at + 8].iter_mut().enumerate() {
+                *out = codes[first + 2 * i].to_ne_bytes();
             }
         }
         return;
@@ -348,6 +348,33 @@ pub(super) fn round_together(values: &[f32; SHARED], codes: &mut [i16; SHARED]) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// All codes of a row, to its end.
+    #[test]
+    fn codes_lie_where_their_form_says() {
+        for form in [Form::Words, Form::Planes, Form::Split, Form::Pairs] {
+            let (depth, _) = form.lengths(2 * PAIRED, 32);
+            let all: Vec<i16> = (0..depth as i16).map(|i| 50 * i - 12_000).collect();
+            let mut out = vec![0.0; depth / 2];
+            for (i, codes) in all.as_chunks().0.iter().enumerate() {
+                store(codes, form, SHARED * i, &mut out);
+            }
+            let bytes: Vec<u8> = out.iter().flat_map(|pair| pair.to_ne_bytes()).collect();
+            for (i, code) in all.iter().enumerate() {
+                let at = form.place(i);
+                let got = match form {
+                    Form::Words | Form::Pairs => {
+                        i16::from_ne_bytes([bytes[2 * at], bytes[2 * at + 1]])
+                    }
+                    _ => {
+                        let [high, low] = [at, depth + at].map(|at| bytes[at].cast_signed());
+                        256 * i16::from(high) + i16::from(low)
+                    }
+                };
+                assert_eq!(got, *code, "{form:?} {i}");
+            }
+        }
+    }
 
     #[test]
     fn values_are_off_by_half_a_step() {
