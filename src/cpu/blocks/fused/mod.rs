@@ -21,7 +21,6 @@ pub(crate) const COLUMNS: usize = 4;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kernel {
     dtype: DType,
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
     dot: Dot,
 }
 
