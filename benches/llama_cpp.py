@@ -125,7 +125,7 @@ def processor():
 
 
 def vectors():
-    """The widest vectors of this processor, for the name of a record: "cpu" with AVX-512, as ever."""
+    """What records of this processor are called: "avx2" if it has that and no AVX-512, else "cpu"."""
     flags = pathlib.Path("/proc/cpuinfo").read_text().split()
     return "avx2" if "avx2" in flags and "avx512f" not in flags else "cpu"
 

@@ -9,7 +9,7 @@ mod avx512;
 #[cfg(test)]
 mod tests;
 
-use super::{Codes, Dot, Form};
+use super::{Codes, Dot, Form, group};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::vector;
 use crate::dtype::DType;
@@ -45,17 +45,29 @@ impl Kernel {
 
     /// The products of some rows of activations, which lie in its form, and of up to [`COLUMNS`]
     /// rows of weights, each of which is the blocks of as many weights as a row of `x` has.
+    ///
+    /// # Panics
+    /// Lengths do not fit each other.
     pub fn products<const R: usize>(
         self,
         weights: &[&[u8]],
         x: [Codes<'_>; R],
     ) -> [[f32; COLUMNS]; R] {
-        // SAFETY: a kernel is made where the processor has the instructions.
+        let (len, bytes) = self.dtype.block();
+        let blocks = weights.first().map_or(0, |row| row.len()) / bytes;
+        assert!(weights.len() <= COLUMNS);
+        assert!(weights.iter().all(|row| row.len() == blocks * bytes));
+        let (codes, factors) = self.form().lengths(blocks * len, group(self.dtype));
+        for x in &x {
+            assert!(x.bytes.len() / 2 >= codes);
+            assert!(x.scales.len() >= factors && x.sums.len() >= factors);
+        }
+        // SAFETY: a kernel is made where the processor has the instructions; lengths are checked.
         #[cfg(target_arch = "x86_64")]
         unsafe {
             match self.dot {
-                Dot::Avx512 => avx512::products(self.dtype, weights, x),
-                Dot::Avx2 => avx2::products(self.dtype, weights, x),
+                Dot::Avx512 => avx512::products(self.dtype, weights, blocks, x),
+                Dot::Avx2 => avx2::products(self.dtype, weights, blocks, x),
                 Dot::Portable => unreachable!("no such kernel is made"),
             }
         }

@@ -12,6 +12,7 @@ pub const COLUMNS: usize = 16;
 const LANES: usize = 8;
 const VECTORS: usize = COLUMNS / LANES;
 
+/// See [`Kernel::round`](super::Kernel::round).
 #[inline(always)]
 pub fn round(values: &[f32; SHARED], group: usize) -> Group {
     let mut codes = [0; SHARED];

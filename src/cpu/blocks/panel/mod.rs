@@ -18,7 +18,8 @@ use crate::error::Result;
 use crate::tensor::{RawTensor, Scratch};
 
 /// Rows of activations of a block. One row's word serves two vectors of codes; of 12 rows and one vector,
-/// loads are what would be waited for. Their dot products leave some registers: of AVX-512's, for sums too.
+/// loads are what would be waited for. Their dot products fit into registers beside these; with AVX-512 their
+/// sums do too.
 pub(crate) const ROWS: usize = 6;
 
 /// Where a panel begins, in bytes: vectors that lie across cache lines take twice as long to load.

@@ -8,7 +8,7 @@ mod q8_0;
 use std::arch::x86_64::*;
 
 use super::{COLUMNS, fetch};
-use crate::cpu::blocks::{Codes, Form, Format};
+use crate::cpu::blocks::{Codes, Format};
 use crate::dtype::DType;
 
 /// Weights of a step, which is a block of 256 or eight of 32.
@@ -27,7 +27,7 @@ const LANES: usize = 8;
 const MOST: usize = STEP / 16 / LANES;
 
 /// Scales and offsets of a step's groups, in as many vectors as these fill. Each half of a vector has
-/// those of one piece of each pair, as [`Form::Pairs`] says.
+/// those of one piece of each pair, as [`Form::Pairs`](crate::cpu::blocks::Form) says.
 type Factors = ([__m256; MOST], [__m256; MOST]);
 
 /// A format that can be decoded in registers.
@@ -70,45 +70,39 @@ struct Row {
 /// See [`Kernel::products`](super::Kernel::products).
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor has the instructions. There are up to [`COLUMNS`] rows of so many blocks, and activations in
+/// the dtype's form.
 pub(super) unsafe fn products<const R: usize>(
     dtype: DType,
     weights: &[&[u8]],
+    blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
     use crate::cpu::blocks::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
-            DType::Q8_0 => multiply::<Q8_0, R>(weights, x),
-            DType::Q4_0 => multiply::<Q4_0, R>(weights, x),
-            DType::Q4_1 => multiply::<Q4_1, R>(weights, x),
-            DType::Q5_0 => multiply::<Q5_0, R>(weights, x),
-            DType::Q5_1 => multiply::<Q5_1, R>(weights, x),
-            DType::Q4K => multiply::<Q4K, R>(weights, x),
-            DType::Q5K => multiply::<Q5K, R>(weights, x),
-            DType::Q6K => multiply::<Q6K, R>(weights, x),
+            DType::Q8_0 => multiply::<Q8_0, R>(weights, blocks, x),
+            DType::Q4_0 => multiply::<Q4_0, R>(weights, blocks, x),
+            DType::Q4_1 => multiply::<Q4_1, R>(weights, blocks, x),
+            DType::Q5_0 => multiply::<Q5_0, R>(weights, blocks, x),
+            DType::Q5_1 => multiply::<Q5_1, R>(weights, blocks, x),
+            DType::Q4K => multiply::<Q4K, R>(weights, blocks, x),
+            DType::Q5K => multiply::<Q5K, R>(weights, blocks, x),
+            DType::Q6K => multiply::<Q6K, R>(weights, blocks, x),
             other => unreachable!("there is no kernel for {other}"),
         }
     }
 }
 
 /// # Safety
-/// The processor has the instructions.
+/// As [`products`].
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn multiply<F: Fused, const R: usize>(
     weights: &[&[u8]],
+    blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
-    let (len, bytes) = F::BLOCK;
-    let blocks = weights.first().map_or(0, |row| row.len()) / bytes;
-    assert!(weights.len() <= COLUMNS);
-    assert!(weights.iter().all(|row| row.len() == blocks * bytes));
-    let (codes, factors) = Form::Pairs.lengths(blocks * len, F::GROUP);
-    for x in &x {
-        assert!(x.bytes.len() / 2 >= codes);
-        assert!(x.scales.len() >= factors && x.sums.len() >= factors);
-    }
     let x = x.map(|x| Row {
         codes: x.bytes.as_ptr().cast(),
         scales: x.scales.as_ptr(),
@@ -117,7 +111,7 @@ unsafe fn multiply<F: Fused, const R: usize>(
     // By rows of x.
     let mut totals = [[_mm256_setzero_ps(); COLUMNS]; R];
     for (c, row) in weights.iter().enumerate() {
-        // SAFETY: the lengths have been checked.
+        // SAFETY: the caller's promise.
         let of_column = unsafe { column::<F, R>(row.as_ptr(), blocks, x) };
         for r in 0..R {
             totals[r][c] = of_column[r];

@@ -92,7 +92,7 @@ unsafe fn five_bits<const BYTES: usize>(
         let fifth = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(one), other);
         (last::<BYTES>(step, first, second), fifth)
     };
-    // The byte of each of eight codes, whose bits are theirs.
+    // A code's fifth bit lies in one of four bytes: these say in which.
     let of_low = _mm256_set_epi64x(0x0101_0101_0101_0101, 0, 0x0101_0101_0101_0101, 0);
     let of_high = _mm256_or_si256(of_low, _mm256_set1_epi8(2));
     let bits = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());

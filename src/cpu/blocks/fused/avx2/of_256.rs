@@ -68,7 +68,7 @@ unsafe fn twice(bytes: *const u8) -> [__m256i; 2] {
     }
 }
 
-/// Four bits of each code of a pair, of which each has 32 bytes: their low halves are its first piece.
+/// Four bits of each code of a pair, which has 32 bytes: the low halves are those of its first piece.
 ///
 /// # Safety
 /// They are there, and the processor has the instructions.

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::{Product, Row, fetch};
-use crate::cpu::blocks::{Form, Format, Q4_0, Q4_1, Q5_0, Q5_1};
+use crate::cpu::blocks::{Format, Q4_0, Q4_1, Q5_0, Q5_1};
 
 /// Blocks of a unit.
 const BLOCKS: usize = 4;
@@ -112,9 +112,6 @@ struct Totals<const R: usize> {
 }
 
 impl<F: Nibbles> Product for InUnits<F> {
-    type Format = F;
-    const FORM: Form = Form::Split;
-
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
     unsafe fn column<const R: usize>(row: *const u8, blocks: usize, x: [Row; R]) -> [__m512; R] {

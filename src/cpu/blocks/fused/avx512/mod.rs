@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::{COLUMNS, fetch};
-use crate::cpu::blocks::{Codes, Form, Format};
+use crate::cpu::blocks::{Codes, Format};
 use crate::dtype::DType;
 
 /// Codes of a vector.
@@ -44,11 +44,6 @@ pub(super) trait Fused: Format {
 
 /// Products by a format, by one way or another.
 pub(super) trait Product {
-    type Format: Format;
-
-    /// How activations lie.
-    const FORM: Form;
-
     /// A row of so many blocks by rows of as many activations, with zeros behind them.
     ///
     /// # Safety
@@ -86,10 +81,12 @@ pub(super) struct Row {
 /// See [`Kernel::products`](super::Kernel::products).
 ///
 /// # Safety
-/// The processor has the instructions.
+/// The processor has the instructions. There are up to [`COLUMNS`] rows of so many blocks, and activations in
+/// the dtype's form.
 pub(super) unsafe fn products<const R: usize>(
     dtype: DType,
     weights: &[&[u8]],
+    blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
     use crate::cpu::blocks::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
@@ -97,35 +94,27 @@ pub(super) unsafe fn products<const R: usize>(
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
-            DType::Q8_0 => multiply::<InSteps<Q8_0>, R>(weights, x),
-            DType::Q4_0 => multiply::<InUnits<Q4_0>, R>(weights, x),
-            DType::Q4_1 => multiply::<InUnits<Q4_1>, R>(weights, x),
-            DType::Q5_0 => multiply::<InUnits<Q5_0>, R>(weights, x),
-            DType::Q5_1 => multiply::<InUnits<Q5_1>, R>(weights, x),
-            DType::Q4K => multiply::<InSteps<Q4K>, R>(weights, x),
-            DType::Q5K => multiply::<InSteps<Q5K>, R>(weights, x),
-            DType::Q6K => multiply::<InSteps<Q6K>, R>(weights, x),
+            DType::Q8_0 => multiply::<InSteps<Q8_0>, R>(weights, blocks, x),
+            DType::Q4_0 => multiply::<InUnits<Q4_0>, R>(weights, blocks, x),
+            DType::Q4_1 => multiply::<InUnits<Q4_1>, R>(weights, blocks, x),
+            DType::Q5_0 => multiply::<InUnits<Q5_0>, R>(weights, blocks, x),
+            DType::Q5_1 => multiply::<InUnits<Q5_1>, R>(weights, blocks, x),
+            DType::Q4K => multiply::<InSteps<Q4K>, R>(weights, blocks, x),
+            DType::Q5K => multiply::<InSteps<Q5K>, R>(weights, blocks, x),
+            DType::Q6K => multiply::<InSteps<Q6K>, R>(weights, blocks, x),
             other => unreachable!("there is no kernel for {other}"),
         }
     }
 }
 
 /// # Safety
-/// The processor has the instructions.
+/// As [`products`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn multiply<P: Product, const R: usize>(
     weights: &[&[u8]],
+    blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
-    let (len, bytes) = const { P::Format::DTYPE.block() };
-    let blocks = weights.first().map_or(0, |row| row.len()) / bytes;
-    assert!(weights.len() <= COLUMNS);
-    assert!(weights.iter().all(|row| row.len() == blocks * bytes));
-    let (codes, factors) = P::FORM.lengths(blocks * len, P::Format::GROUP);
-    for x in &x {
-        assert!(x.bytes.len() / 2 >= codes);
-        assert!(x.scales.len() >= factors && x.sums.len() >= factors);
-    }
     let x = x.map(|x| {
         let (high, low) = x.bytes.split_at(x.bytes.len() / 2);
         Row {
@@ -138,7 +127,7 @@ unsafe fn multiply<P: Product, const R: usize>(
     // By rows of x.
     let mut totals = [[_mm512_setzero_ps(); COLUMNS]; R];
     for (c, row) in weights.iter().enumerate() {
-        // SAFETY: the lengths have been checked.
+        // SAFETY: the caller's promise.
         let of_column = unsafe { P::column(row.as_ptr(), blocks, x) };
         for r in 0..R {
             totals[r][c] = of_column[r];
@@ -153,9 +142,6 @@ unsafe fn multiply<P: Product, const R: usize>(
 }
 
 impl<F: Fused> Product for InSteps<F> {
-    type Format = F;
-    const FORM: Form = Form::Planes;
-
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
     unsafe fn column<const R: usize>(row: *const u8, blocks: usize, x: [Row; R]) -> [__m512; R] {
