@@ -161,6 +161,22 @@ fn cases() -> Vec<Case> {
             });
         }
     }
+    // One row by blocks that are no whole lines of a row, nor whole steps; more than 16 parts, the last one shorter.
+    for (i, weight) in [DType::Q8_0, DType::Q4_0, DType::Q4_1, DType::Q5_0]
+        .into_iter()
+        .enumerate()
+    {
+        for sizes in [(576, 48), (4672, 48), (1120, 2112)] {
+            cases.push(Case {
+                x: [DType::Bf16, DType::F16][i % 2],
+                weight,
+                gains: DType::F32,
+                rows: 1,
+                sizes,
+                gap: 0,
+            });
+        }
+    }
     // As large as a GPU's kernels for few rows of 16 bits want it: also of rows that are no whole units, and no whole vectors.
     for (i, (rows, sizes, gap)) in [
         (1, (768, 1400), 0),

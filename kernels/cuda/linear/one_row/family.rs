@@ -34,7 +34,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::Pointer("const uint8_t"),
         "weight",
-        "rows are whole lines of 16 bytes",
+        "aligned to 16 bytes",
     ),
     field(
         Type::Pointer("const uint8_t"),
@@ -59,8 +59,14 @@ const ARGUMENTS: &[Field] = &[
         "gains, aligned to 16 bytes, where x is normalised",
     ),
     field(Type::I64, "weight_stride", "bytes, of both weights"),
-    field(Type::U32, "steps", "of a row, which are whole"),
+    field(Type::U32, "units", "of 32 neighbours, of a row"),
     field(Type::U32, "slots", "of the ring: an even number"),
+    field(Type::U32, "slot_bytes", "whole lines of 16"),
+    field(
+        Type::U32,
+        "whole_tiles",
+        "1: tiles are copied as they lie, rows without gaps; 0: rows are whole lines of 16 bytes and whole steps",
+    ),
     field(
         Type::U32,
         "tiles",

@@ -7,8 +7,12 @@
 // tensor cores multiply its codes by the digits of x. So the block reads whole rows that lie one
 // behind the other. What warps have of a tile is added in the order of its steps.
 //
+// Rows that are no whole lines of 16 bytes, or no whole steps, are copied a tile at a time, as
+// they lie: eight of them are whole lines. Then each tile is for all warps, which have quads of
+// 128 neighbours by turns; the last one may be shorter.
+//
 // In `linear/blocks` each warp copies what it multiplies, from weights that may lie anywhere. Here
-// rows, their steps and tiles are whole, and a lane reads its part of x once: the code is shorter.
+// tiles are whole, and a lane reads its part of x once: the code is shorter.
 #pragma once
 
 #include "common/dependent_launch.cuh"
@@ -31,6 +35,8 @@ constexpr uint32_t kSharedBytes = 227 * 1024;
 // Neighbouring weights of a row that a warp multiplies at a time, and how many of them are copied
 // together.
 constexpr uint32_t kStep = 256, kSteps = 8;
+// Units of 32 neighbours: of a step, and of a quad, whose products go to columns of their own.
+constexpr uint32_t kUnits = kStep / 32, kQuad = 4;
 
 // A chunk of a tile in shared memory.
 template <Blocks kBlocks>
@@ -46,6 +52,7 @@ struct Chunk {
 
 template <Blocks kBlocks, class T>
 class OneRow {
+  using F = Format<kBlocks>;
   using C = Chunk<kBlocks>;
   using D = Digits<kBlocks>;
   using P = Products<kBlocks>;
@@ -61,16 +68,17 @@ class OneRow {
       : p_(p),
         warp_(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
-        chunks_((p.steps + kSteps - 1) / kSteps),
+        steps_((p.units + kUnits - 1) / kUnits),
+        chunks_((steps_ + kSteps - 1) / kSteps),
         rows_(p.gated != 0 ? kColumns / 2 : kColumns),
         first_(p.tiles * blockIdx.x + min(p.one_more, blockIdx.x)),
         tiles_(p.tiles + (blockIdx.x < p.one_more)),
         ring_(shared) {
-    uint8_t *rest = shared + p.slots * C::kSlotBytes;
+    uint8_t *rest = shared + p.slots * p.slot_bytes;
     numbers_ = reinterpret_cast<uint32_t *>(rest);
-    rest += p.steps * (kStep / 32) * 64;
+    rest += steps_ * kUnits * 64;
     scales_ = reinterpret_cast<Scale *>(rest);
-    rest += p.steps * (kStep / 32) * sizeof(Scale);
+    rest += steps_ * kUnits * sizeof(Scale);
     full_ = reinterpret_cast<Mbarrier *>(rest);
     empty_ = full_ + p.slots;
     rest += 2 * p.slots * sizeof(Mbarrier);
@@ -86,10 +94,15 @@ class OneRow {
 
   __device__ __forceinline__ void run() const {
     if (warp_ >= kWarps) {
-      ask();
+      const Turn turn = start_ring();
+      if (p_.whole_tiles != 0) {
+        ask_for_tiles(turn);
+      } else {
+        ask_for_chunks(turn);
+      }
       return;
     }
-    if (p_.norm_dtype != 0) fetch_gains(p_, p_.steps * kStep);
+    if (p_.norm_dtype != 0) fetch_gains(p_, p_.units * 32);
     await_previous_kernel();
     round_row();
     // A thread will finish one row of a tile: it loads that row's residual and bias now, and looks
@@ -99,7 +112,11 @@ class OneRow {
     if (threadIdx.x < all) load_factors(column_of(threadIdx.x), factors);
     // The integers are there, and so are the barriers of the ring.
     named_barrier_sync(kReady, kThreads);
-    multiply_chunks();
+    if (p_.whole_tiles != 0) {
+      multiply_tiles();
+    } else {
+      multiply_chunks();
+    }
     named_barrier_sync(kAmongMultipliers, kMultipliers);
 #pragma unroll
     for (uint32_t &bits : factors) asm volatile("" : "+r"(bits));
@@ -119,27 +136,47 @@ class OneRow {
   // Barriers: of those that multiply, and of all.
   static constexpr int kAmongMultipliers = 1, kReady = 2;
 
-  // What the warps do that copy: each has the chunks for one half of the others.
-  __device__ __forceinline__ void ask() const {
-    Turn turn = {warp_ - kWarps, 1};
-    const uint32_t slot = turn.slot + kAskers * lane_;
+  // A slot of the ring, and the parity of what is waited for there.
+  struct Turn {
+    uint32_t slot, parity;
+
+    __device__ __forceinline__ void advance(uint32_t by, uint32_t slots) {
+      slot += by;
+      if (slot >= slots) slot -= slots, parity ^= 1;
+    }
+  };
+
+  // What the warps do that copy: one has every other slot of the ring, from the turn on that is
+  // returned.
+  __device__ __forceinline__ Turn start_ring() const {
+    const uint32_t first = warp_ - kWarps, slot = first + kAskers * lane_;
     if (slot < p_.slots) {
       full_[slot].init(1);
-      empty_[slot].init(kSteps);
+      empty_[slot].init(p_.whole_tiles != 0 ? kWarps : kSteps);
     }
     fence_mbarrier_init();
     __syncwarp();
     named_barrier_arrive(kReady, kThreads);
-    const uint32_t row_bytes = p_.steps * C::kStepBytes;
-    const uint8_t *gate = p_.weight + first_ * rows_ * p_.weight_stride;
-    const uint8_t *up = p_.gated != 0 ? p_.up + first_ * rows_ * p_.weight_stride
-                                      : gate + kColumns / 2 * p_.weight_stride;
+    return {first, 1};
+  }
+
+  // The first row of a tile, and the first one of its upper half.
+  struct Rows {
+    const uint8_t *low, *high;
+  };
+
+  __device__ __forceinline__ Rows rows_of(uint32_t tile) const {
+    const int64_t offset = (first_ + tile) * rows_ * p_.weight_stride;
+    const uint8_t *low = p_.weight + offset;
+    return {low, p_.gated != 0 ? p_.up + offset : low + kColumns / 2 * p_.weight_stride};
+  }
+
+  // Each warp has the chunks for one half of those that multiply.
+  __device__ __forceinline__ void ask_for_chunks(Turn turn) const {
+    const uint32_t row_bytes = steps_ * C::kStepBytes;
     uint32_t chunk = turn.slot, tile = 0;
     for (;;) {
-      while (chunk >= chunks_) {
-        chunk -= chunks_, tile++;
-        gate += rows_ * p_.weight_stride, up += rows_ * p_.weight_stride;
-      }
+      while (chunk >= chunks_) chunk -= chunks_, tile++;
       if (tile >= tiles_) return;
       // The first wait for a slot passes at once.
       empty_[turn.slot].wait(turn.parity);
@@ -147,8 +184,9 @@ class OneRow {
         const uint32_t at = chunk * C::kBytes, bytes = min(C::kBytes, row_bytes - at);
         Mbarrier *full = &full_[turn.slot];
         full->arrive_expect(kColumns * bytes);
-        const uint8_t *low = gate + at, *high = up + at;
-        uint32_t to = shared_address(ring_ + turn.slot * C::kSlotBytes);
+        const Rows rows = rows_of(tile);
+        const uint8_t *low = rows.low + at, *high = rows.high + at;
+        uint32_t to = shared_address(ring_ + turn.slot * p_.slot_bytes);
 #pragma unroll
         for (uint32_t i = 0; i < kColumns / 2; i++) {
           bulk_load_by_thread(to, low, bytes, full);
@@ -162,17 +200,25 @@ class OneRow {
     }
   }
 
-  // A slot of the ring, and the parity of what is waited for there.
-  struct Turn {
-    uint32_t slot, parity;
-
-    __device__ __forceinline__ void advance(uint32_t by, uint32_t slots) {
-      slot += by;
-      if (slot >= slots) slot -= slots, parity ^= 1;
+  // Each warp has every other tile, of rows without gaps.
+  __device__ __forceinline__ void ask_for_tiles(Turn turn) const {
+    const uint32_t bytes = kColumns / 2 * static_cast<uint32_t>(p_.weight_stride);
+    for (uint32_t tile = turn.slot; tile < tiles_; tile += kAskers) {
+      empty_[turn.slot].wait(turn.parity);
+      if (lane_ == 0) {
+        Mbarrier *full = &full_[turn.slot];
+        full->arrive_expect(2 * bytes);
+        const Rows rows = rows_of(tile);
+        const uint32_t to = shared_address(ring_ + turn.slot * p_.slot_bytes);
+        bulk_load_by_thread(to, rows.low, bytes, full);
+        bulk_load_by_thread(to + bytes, rows.high, bytes, full);
+      }
+      __syncwarp();
+      turn.advance(kAskers, p_.slots);
     }
-  };
+  }
 
-  // What a warp has of all tiles, to where it is added up.
+  // What a warp has of all tiles, to where it is added up: of every other chunk.
   __device__ __forceinline__ void multiply_chunks() const {
     // The slots of the ring are an even number, so that each is always for the same half.
     const uint32_t half = warp_ / kSteps, of_chunk = warp_ % kSteps;
@@ -185,8 +231,8 @@ class OneRow {
       for (; chunk < chunks_; chunk += kWarps / kSteps) {
         full_[turn.slot].wait(turn.parity);
         const uint32_t step = chunk * kSteps + of_chunk;
-        if (step < p_.steps) {
-          multiply(ring_ + turn.slot * C::kSlotBytes + of_chunk * C::kStepBytes, step, sums);
+        if (step < steps_) {
+          multiply(ring_ + turn.slot * p_.slot_bytes + of_chunk * C::kStepBytes, step, sums);
         }
         __syncwarp();
         if (lane_ == 0) empty_[turn.slot].arrive();
@@ -197,32 +243,63 @@ class OneRow {
     }
   }
 
-  // A step of 16 rows. Four products, of 32 neighbours each, go to columns of their own, two for
-  // the digits: lane t of four has the sums of the t-th, and scales them.
+  // Of every tile.
+  __device__ __forceinline__ void multiply_tiles() const {
+    const uint32_t pitch = static_cast<uint32_t>(p_.weight_stride);
+    Turn turn = {0, 0};
+    for (uint32_t tile = 0; tile < tiles_; tile++) {
+      float sums[2] = {};
+      full_[turn.slot].wait(turn.parity);
+      const uint8_t *low = ring_ + turn.slot * p_.slot_bytes + lane_ / 4 * pitch;
+      for (uint32_t unit = warp_ * kQuad; unit < p_.units; unit += kWarps * kQuad) {
+        // In its block, if that is longer than the quad.
+        const uint32_t first = P::k32s == 1 ? 0 : unit % P::k32s;
+        const uint8_t *row = low + (unit - first) / P::k32s * F::kBytes;
+        const uint8_t *const rows[2] = {row, row + 8 * pitch};
+        multiply_quad<false>(rows, first, unit, sums);
+      }
+      __syncwarp();
+      if (lane_ == 0) empty_[turn.slot].arrive();
+      turn.advance(1, p_.slots);
+      leave(tile, warp_, sums);
+    }
+  }
+
+  // A step of 16 rows.
   __device__ __forceinline__ void multiply(const uint8_t *step_of_rows, uint32_t step,
                                            float (&sums)[2]) const {
+    const uint8_t *low = step_of_rows + lane_ / 4 * C::kPitch;
+    const uint8_t *const rows[2] = {low, low + 8 * C::kPitch};
+#pragma unroll
+    for (uint32_t first = 0; first < kUnits; first += kQuad) {
+      multiply_quad<true>(rows, first, step * kUnits + first, sums);
+    }
+  }
+
+  // Neighbours of two rows g and g + 8 of 16, from the first unit of a block `first` on, which is
+  // the row's `unit`. Four products, of 32 neighbours each, go to columns of their own, two for the
+  // digits: lane t of four has the sums of the t-th, and scales them. `kAll`: all four are there.
+  template <bool kAll>
+  __device__ __forceinline__ void multiply_quad(const uint8_t *const (&rows)[2], uint32_t first,
+                                                uint32_t unit, float (&sums)[2]) const {
     constexpr uint32_t k32s = P::k32s;
     constexpr bool kRowAligned = C::kStepBytes % 4 == 0;
     const uint32_t g = lane_ / 4, t = lane_ % 4;
-    const uint8_t *low = step_of_rows + g * C::kPitch;
-    const uint8_t *const rows[2] = {low, low + 8 * C::kPitch};
-    const uint32_t *numbers = numbers_ + (step * (kStep / 32) * 2 + g) * 8 + t;
-    const Scale *scales = scales_ + step * (kStep / 32) + t;
+    const uint32_t *numbers = numbers_ + (unit * 2 + g) * 8 + t;
+    const uint32_t of_lane[2] = {numbers[0], numbers[4]};
+    int32_t products[P::kParts][4] = {};
 #pragma unroll
-    for (uint32_t first = 0; first < kStep / 32; first += 4) {
-      const uint32_t of_lane[2] = {numbers[first * 16], numbers[first * 16 + 4]};
-      int32_t products[P::kParts][4] = {};
-#pragma unroll
-      for (uint32_t i = 0; i < 4; i++) {
-        uint32_t codes[4];
-        P::template codes_of<kRowAligned>(rows, first + i, t, codes);
-        P::multiply(codes, {of_lane[0] * masks_[i], of_lane[1] * masks_[i]}, products);
-      }
-      using FactorsOf = typename P::template FactorsOf<true>;
-      const FactorsOf factors[2] = {P::template block_of<false>(rows[0], first + t),
-                                    P::template block_of<false>(rows[1], first + t)};
-      P::add(products, scales[first], factors, (first + t) % k32s, sums);
+    for (uint32_t i = 0; i < kQuad; i++) {
+      if (!kAll && unit + i >= p_.units) break;
+      uint32_t codes[4];
+      P::template codes_of<kRowAligned>(rows, first + i, t, codes);
+      P::multiply(codes, {of_lane[0] * masks_[i], of_lane[1] * masks_[i]}, products);
     }
+    if (!kAll && unit + t >= p_.units) return;
+    using FactorsOf = typename P::template FactorsOf<true>;
+    const FactorsOf factors[2] = {P::template block_of<false>(rows[0], first + t),
+                                  P::template block_of<false>(rows[1], first + t)};
+    P::add(products, scales_[unit + t], factors, (first + t) % k32s, sums);
   }
 
   // Puts a warp's share of a tile where it is added to others.
@@ -239,13 +316,13 @@ class OneRow {
     sums[0] = sums[1] = 0;
   }
 
-  // Of row `i` of the block's tiles. Of rows of one chunk half of the warps have none.
+  // Of row `i` of the block's tiles. Of a chunk alone half of the warps have none.
   __device__ __forceinline__ float sum_of_shares(uint32_t i) const {
     const float *shares = shares_ + i / kColumns * (kWarps * kColumns) + i % kColumns;
     float sum = 0;
 #pragma unroll
     for (uint32_t half = 0; half < kWarps / kSteps; half++) {
-      if (half >= chunks_) break;
+      if (half >= chunks_ && p_.whole_tiles == 0) break;
       float of[kSteps];
 #pragma unroll
       for (uint32_t j = 0; j < kSteps; j++) of[j] = shares[(half * kSteps + j) * kColumns];
@@ -262,7 +339,7 @@ class OneRow {
 
   // Makes integers of x. A lane has eight neighbours at a time, so that four have 32.
   __device__ __forceinline__ void round_row() const {
-    const uint32_t vectors = p_.steps * 32;
+    const uint32_t vectors = p_.units * 4;
     const uint4 *x = static_cast<const uint4 *>(p_.x);
     const auto load = [&](uint32_t at) { return at < vectors ? x[at] : uint4{}; };
     uint32_t at = threadIdx.x;
@@ -275,18 +352,18 @@ class OneRow {
       load_gains(min(at, vectors - 1), gains);
       uint4 of_part = words[0];
 #pragma unroll 1
-      for (uint32_t part = warp_; part < vectors / 32; part += kWarps) {
-        if (part != warp_) of_part = x[part * 32 + lane_];
+      for (uint32_t part = warp_; part < steps_; part += kWarps) {
+        if (part != warp_) of_part = load(part * 32 + lane_);
         const float sum = squares_of_part<T>(of_part);
         if (lane_ == 0) squares_[part] = sum;
       }
       named_barrier_sync(kAmongMultipliers, kMultipliers);
-      scale = scale_of_row<true>(p_, squares_, vectors / 32);
+      scale = scale_of_row<true>(p_, squares_, steps_);
     }
-    // All lanes of a warp have some, or none has.
+    // All lanes of a warp have some, or none has: those behind the row have zeros.
 #pragma unroll 1
-    for (; at < vectors; at += kMultipliers) {
-      if (p_.norm_dtype != 0) {
+    for (; at < steps_ * 32; at += kMultipliers) {
+      if (p_.norm_dtype != 0 && at < vectors) {
         if (at >= kMultipliers) load_gains(at, gains);
         normalise(gains, scale, words[0]);
       }
@@ -399,9 +476,9 @@ class OneRow {
   }
 
   const LinearOneRowArguments &p_;
-  // Chunks of a row; rows of each weight of a tile; the block's first tile,
-  // and how many it has.
-  const uint32_t warp_, lane_, chunks_, rows_, first_, tiles_;
+  // Steps and chunks of a row, begun ones too; rows of each weight of a tile; the block's first
+  // tile, and how many it has.
+  const uint32_t warp_, lane_, steps_, chunks_, rows_, first_, tiles_;
   uint8_t *const ring_;
   uint32_t *numbers_;
   Scale *scales_;

@@ -61,9 +61,11 @@ pub(super) fn fuses(cuda: &Cuda, p: &Product<'_>) -> bool {
         return false;
     }
     let lies_alike = match &p.epilogue {
-        Epilogue::Gated(up, _) => {
-            way(p.x, up) == Way::Integers && is_like(&up.weight, weight) && is_in_lines(&up.weight)
-        }
+        Epilogue::Gated(up, _) => way(p.x, up) == Way::Integers && is_like(&up.weight, weight),
+        _ => true,
+    };
+    let up_is_in_lines = match &p.epilogue {
+        Epilogue::Gated(up, _) => is_in_lines(&up.weight),
         _ => true,
     };
     lies_alike
@@ -71,6 +73,9 @@ pub(super) fn fuses(cuda: &Cuda, p: &Product<'_>) -> bool {
             let a = arguments(p, &matrix);
             if one_row::serve(cuda, p, &a) {
                 return true;
+            }
+            if !up_is_in_lines {
+                return false;
             }
             let Some(form) = cuda.linear.blocks.choose(weight, matrix.rows) else {
                 return false;

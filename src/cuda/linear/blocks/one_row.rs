@@ -7,8 +7,9 @@ use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::linear_one_row;
 use crate::cuda::linear::{Epilogue, OP, Product};
-use crate::cuda::{Cuda, Shape};
+use crate::cuda::{Cuda, Shape, VECTOR};
 use crate::error::Result;
+use crate::tensor::RawTensor;
 
 pub(super) type Kernels = Vec<Kernel<linear_one_row::Arguments>>;
 
@@ -29,6 +30,7 @@ struct Form {
     tiles: usize,
     one_more: usize,
     slots: usize,
+    slot_bytes: usize,
     shared_bytes: usize,
 }
 
@@ -37,12 +39,14 @@ struct Form {
 struct Sizes {
     out_features: usize,
     gated: bool,
-    /// Of a row of the weight.
+    /// Of a row of the weight, the last of which may be shorter.
     steps: usize,
+    /// Of a row, if tiles are copied whole.
+    tile_row_bytes: Option<usize>,
     multiprocessors: usize,
-    /// What blocks have, and what they need: for a slot of their ring, for a step of `x`, for a tile, and beside these.
+    /// What blocks have, and what they need: for a chunk of a tile, for a step of `x`, for a tile, and beside these.
     room: usize,
-    slot_bytes: usize,
+    chunk_bytes: usize,
     x_bytes: usize,
     share_bytes: usize,
     rest_bytes: usize,
@@ -66,7 +70,11 @@ impl Sizes {
         }
         let of_block = tiles.div_ceil(blocks);
         let rest = self.steps * self.x_bytes + of_block * self.share_bytes + self.rest_bytes;
-        let of_slot = self.slot_bytes + BARRIERS;
+        // Whole lines: eight rows are.
+        let slot_bytes = self
+            .tile_row_bytes
+            .map_or(self.chunk_bytes, |row| COLUMNS * row);
+        let of_slot = slot_bytes + BARRIERS;
         // An even number, so that each slot is always for the same half of the warps.
         let slots = (self.room.checked_sub(rest)? / of_slot).min(MOST_SLOTS) / 2 * 2;
         (slots > 0).then_some(Form {
@@ -74,6 +82,7 @@ impl Sizes {
             tiles: tiles / blocks,
             one_more: tiles % blocks,
             slots,
+            slot_bytes,
             shared_bytes: rest + slots * of_slot,
         })
     }
@@ -87,8 +96,13 @@ fn chosen<'a>(
 ) -> Option<(&'a Kernel<linear_one_row::Arguments>, Sizes, Form)> {
     let weight = &p.weights.weight;
     let (out_features, in_features) = (weight.layout.dim(0), weight.layout.dim(1));
-    let is_aligned = a.aligned == Aligned::Lines as u32 && a.x_aligned == 2;
-    if a.rows != 1 || !is_aligned || way(p.x, p.weights) != Way::Integers {
+    let begins_at_line = |t: &RawTensor| t.ptr.addr().is_multiple_of(VECTOR);
+    let lies_at_lines = begins_at_line(weight)
+        && match &p.epilogue {
+            Epilogue::Gated(up, _) => begins_at_line(&up.weight),
+            _ => true,
+        };
+    if a.rows != 1 || a.x_aligned != 2 || !lies_at_lines || way(p.x, p.weights) != Way::Integers {
         return None;
     }
     let kernel = cuda.linear.blocks.one_row.iter().find(|k| {
@@ -96,22 +110,34 @@ fn chosen<'a>(
     })?;
     let choices = kernel.choices;
     let step = choices.step as usize;
-    if !in_features.is_multiple_of(step) {
-        return None;
-    }
+    let is_lines = a.aligned == Aligned::Lines as u32 && in_features.is_multiple_of(step);
+    let tile_row_bytes = match is_lines {
+        true => None,
+        false => Some(tile_row_bytes(weight, a)?),
+    };
     let sizes = Sizes {
         out_features,
         gated: matches!(p.epilogue, Epilogue::Gated(..)),
-        steps: in_features / step,
+        steps: in_features.div_ceil(step),
+        tile_row_bytes,
         multiprocessors: cuda.linear.blocks.multiprocessors,
         room: kernel.room as usize,
-        slot_bytes: choices.slot_bytes as usize,
+        chunk_bytes: choices.slot_bytes as usize,
         x_bytes: step / 32 * choices.x_bytes as usize,
         share_bytes: choices.share_bytes as usize,
         rest_bytes: choices.rest_bytes as usize,
     };
     let form = sizes.form()?;
     Some((kernel, sizes, form))
+}
+
+/// Bytes of a row, if tiles can be copied whole: rows have no gaps, and words of theirs lie at multiples of four bytes
+/// where those of whole steps do.
+fn tile_row_bytes(weight: &RawTensor, a: &Arguments) -> Option<usize> {
+    let row = weight.dtype.row_bytes(weight.layout.dim(1));
+    let (len, bytes) = weight.dtype.block();
+    let has_words = (256 / len * bytes).is_multiple_of(4);
+    (a.gapless == 1 && (!has_words || row.is_multiple_of(4))).then_some(row)
 }
 
 /// Whether these kernels are for a row.
@@ -129,12 +155,13 @@ pub(super) fn multiply(
     let Some((kernel, sizes, form)) = chosen(cuda, p, a) else {
         return Ok(false);
     };
+    let weight = &p.weights.weight;
     tracing::trace!(
-        "{}: one row of {} steps by {} in {}, {form:?}",
+        "{}: one row of {} by {} in {}, {form:?}",
         p.op,
-        sizes.steps,
+        weight.layout.dim(1),
         sizes.out_features,
-        p.weights.weight.dtype,
+        weight.dtype,
     );
     let up = match &p.epilogue {
         Epilogue::Gated(up, _) => up.weight.ptr.addr() as u64,
@@ -150,8 +177,10 @@ pub(super) fn multiply(
         up_bias: a.up_bias,
         norm: a.norm,
         weight_stride: a.weight_stride,
-        steps: sizes.steps as u32,
+        units: (weight.layout.dim(1) / 32) as u32,
         slots: form.slots as u32,
+        slot_bytes: form.slot_bytes as u32,
+        whole_tiles: u32::from(sizes.tile_row_bytes.is_some()),
         tiles: form.tiles as u32,
         one_more: form.one_more as u32,
         bias_dtype: a.bias_dtype,
@@ -171,7 +200,7 @@ pub(super) fn multiply(
         shared_bytes: form.shared_bytes as u32,
         cluster: 1,
     };
-    // SAFETY: the problem was checked: its tensors have the row that the arguments describe, of whole steps, and
+    // SAFETY: the problem was checked: its tensors have the row that the arguments describe, and
     // where these lie is as the kernel needs it. A form's shared memory has room for the ring, its barriers, the
     // integers and the shares.
     unsafe { cuda.launch_shape(p.op, kernel, shape, &arguments, stream)? };
@@ -187,10 +216,11 @@ mod tests {
         Sizes {
             out_features,
             gated: false,
-            steps: in_features / 256,
+            steps: in_features.div_ceil(256),
+            tile_row_bytes: None,
             multiprocessors: 132,
             room: 227 << 10,
-            slot_bytes: 16 * 1168,
+            chunk_bytes: 16 * 1168,
             x_bytes: 8 * 72,
             share_bytes: 1024,
             rest_bytes: 512,
@@ -202,10 +232,10 @@ mod tests {
     fn forms_cover_their_products() {
         for in_features in [256, 2048, 4096, 14336, 28672, 65536] {
             for out_features in [16, 1008, 4096, 14336, 128_256] {
-                for (slot_bytes, gated) in [(16 * 1168, false), (16 * 2192, true)] {
+                for (chunk_bytes, gated) in [(16 * 1168, false), (16 * 2192, true)] {
                     let sizes = Sizes {
                         gated,
-                        slot_bytes,
+                        chunk_bytes,
                         ..sizes(out_features, in_features)
                     };
                     let Some(form) = sizes.form() else {
@@ -224,6 +254,18 @@ mod tests {
                 }
             }
         }
+        // Of Q4_1, as SmolLM2's: as many slots, of less.
+        let short = Sizes {
+            tile_row_bytes: Some(360),
+            ..sizes(1536, 576)
+        };
+        let form = short.form().unwrap();
+        assert_eq!((form.blocks, form.slots, form.slot_bytes), (96, 8, 5760));
+        let long = Sizes {
+            tile_row_bytes: Some(1 << 13),
+            ..sizes(4096, 14336)
+        };
+        assert_eq!(long.form(), None);
         assert_eq!(sizes(4096, 0).form(), None);
         assert_eq!(sizes(4097, 4096).form(), None);
     }
