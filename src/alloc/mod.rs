@@ -1,5 +1,7 @@
 //! What `std` ends the process for where the host has no memory, with errors instead: boxes, shared
-//! ownership, growing a vector.
+//! ownership, growing a vector; and lists that keep theirs.
+
+mod list;
 
 use std::alloc::Layout;
 use std::fmt;
@@ -8,6 +10,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
 use crate::error::{Error, Result};
+pub(crate) use list::List;
 
 /// A [`Box`] of `value`.
 ///
