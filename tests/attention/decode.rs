@@ -81,6 +81,29 @@ fn lengths() {
                 lens: vec![(1, keys)],
                 ..plain(dim)
             });
+            // Without a cap one query to few keys has another kernel.
+            cases.push(Case {
+                lens: vec![(1, keys)],
+                softcap: Some(20.0),
+                ..plain(dim)
+            });
+        }
+        let lens: Vec<_> = [0, 1, 333, 16, 700, 129].map(|keys| (1, keys)).into();
+        let head_major = KeyForm::Paged(16, PageLayout::HeadMajor);
+        for keys in [PAGES, head_major, KeyForm::Padded] {
+            cases.push(Case {
+                lens: lens.clone(),
+                keys,
+                ..plain(dim)
+            });
+        }
+        // As many keys as that kernel takes, with sixteen heads of a key head; and one more.
+        for keys in [2048, 2049] {
+            cases.push(Case {
+                lens: vec![(1, keys)],
+                heads: 16 * 256 / dim,
+                ..plain(dim)
+            });
         }
         let lens: Vec<_> = [0, 1, 333, 16, 0, 2000, 127, 128, 129, 31, 0]
             .into_iter()
@@ -255,8 +278,13 @@ fn forms() {
 fn workspaces_need_no_care() {
     let Some(ctx) = hopper() else { return };
     let stream = ctx.create_stream().unwrap();
+    let few_keys = plain(128);
     let mut cases = vec![
-        plain(128),
+        few_keys.clone(),
+        Case {
+            lens: vec![(1, 9000)],
+            ..plain(128)
+        },
         Case {
             lens: vec![(1, 900), (1, 1), (1, 4000), (1, 0), (2, 333)],
             ..ragged(64)
@@ -270,7 +298,8 @@ fn workspaces_need_no_care() {
     for case in cases {
         let inputs = case.inputs(&mut rng(), DType::Bf16);
         let mut call = Call::new(&ctx, &case, &inputs);
-        assert!(call.scratch.size() > 0);
+        // One query to few keys: parts are joined by the blocks of a cluster.
+        assert_eq!(call.scratch.size() > 0, case.lens != few_keys.lens);
         call.queue(&ctx, stream);
         ctx.synchronize(stream).unwrap();
         let (out, lse) = call.tensors.results();

@@ -8,6 +8,15 @@
 
 namespace unsloth {
 
+// Says that a thread has come so far, and waits until all threads of all blocks of the cluster have
+// said so.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Waits for all threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
@@ -45,6 +54,13 @@ __device__ __forceinline__ int load_number_from_peer(uint32_t address) {
 // Stores to another block's shared memory, where it can be read behind the next `cluster_sync`.
 __device__ __forceinline__ void store_to_peer(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// Four floats, to a multiple of 16 bytes.
+__device__ __forceinline__ void store_to_peer(uint32_t address, const float4 &four) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(four.x),
+               "f"(four.y), "f"(four.z), "f"(four.w)
+               : "memory");
 }
 
 // Stores to another block's shared memory. Its barrier there counts the 16 bytes once they can be

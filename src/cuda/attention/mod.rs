@@ -58,6 +58,8 @@ enum Chosen<'a> {
     Hopper(hopper::Plan<'a>, portable::Plan<'a>),
     /// The same of few queries.
     Decode(hopper::decode::Plan<'a>, portable::Plan<'a>),
+    /// The same of one query to few keys.
+    Step(step::Chosen<'a>, portable::Plan<'a>),
 }
 
 impl Plans<Problem> for Cuda {
@@ -67,14 +69,16 @@ impl Plans<Problem> for Cuda {
         let kernels = &self.attention;
         let portable = portable::Plan::new(&kernels.portable, &problem)?;
         let hopper = kernels.hopper.as_ref();
-        let kernels = match hopper.and_then(|hopper| hopper.decode(&problem)) {
-            Some(plan) => Chosen::Decode(plan, portable.without_splits()),
-            None => {
-                let hopper = hopper.ok_or("the device has no others");
-                match hopper.and_then(|hopper| hopper.plan(&problem)) {
-                    Ok(plan) => Chosen::Hopper(plan, portable.without_splits()),
-                    Err(why) => Chosen::Portable(portable, why),
-                }
+        let decode = || hopper.and_then(|hopper| hopper.decode(&problem));
+        let kernels = if let Some(chosen) = step::alone(&kernels.step, &problem) {
+            Chosen::Step(chosen, portable.without_splits())
+        } else if let Some(plan) = decode() {
+            Chosen::Decode(plan, portable.without_splits())
+        } else {
+            let hopper = hopper.ok_or("the device has no others");
+            match hopper.and_then(|hopper| hopper.plan(&problem)) {
+                Ok(plan) => Chosen::Hopper(plan, portable.without_splits()),
+                Err(why) => Chosen::Portable(portable, why),
             }
         };
         Ok(Plan {
@@ -89,7 +93,9 @@ impl problem::Plan for Plan<'_> {
     fn implementation(&self) -> Implementation {
         match self.kernels {
             Chosen::Portable(..) => Implementation::Cuda,
-            Chosen::Hopper(..) | Chosen::Decode(..) => Implementation::CudaHopper,
+            Chosen::Hopper(..) | Chosen::Decode(..) | Chosen::Step(..) => {
+                Implementation::CudaHopper
+            }
         }
     }
 
@@ -98,6 +104,7 @@ impl problem::Plan for Plan<'_> {
             Chosen::Portable(plan, _) => plan.workspace_size(),
             Chosen::Hopper(plan, _) => plan.workspace_size(),
             Chosen::Decode(plan, _) => plan.workspace_size(),
+            Chosen::Step(_, plan) => plan.workspace_size(),
         }
     }
 
@@ -122,10 +129,13 @@ impl problem::Plan for Plan<'_> {
             Chosen::Decode(plan, _) if plan.reaches(p) => {
                 hopper::decode::forward(cuda, plan, p, scratch.ptr, stream)
             }
+            Chosen::Step(chosen, _) if step::reaches(p) => {
+                step::launch(cuda, (p, None), *chosen, stream)
+            }
             Chosen::Portable(plan, why) => {
                 portable::forward(cuda, plan, p, why, scratch.ptr, stream)
             }
-            Chosen::Hopper(_, plan) | Chosen::Decode(_, plan) => {
+            Chosen::Hopper(_, plan) | Chosen::Decode(_, plan) | Chosen::Step(_, plan) => {
                 let why = "the copy engine takes no such addresses";
                 portable::forward(cuda, plan, p, why, scratch.ptr, stream)
             }

@@ -1,4 +1,5 @@
-//! One new token of each sequence on Hopper, f16 and bf16: it is rotated, put into the cache, and attends to what is there.
+//! One new token of each sequence on Hopper, f16 and bf16: it is rotated, put into the cache, and attends to what is there. Or one query
+//! of each attends, and all else is done.
 //! What the kernels are told, and what tells them apart.
 
 use crate::family::{Family, Field, Type, field};
@@ -19,8 +20,8 @@ pub const FAMILY: Family = Family {
     ],
 };
 
-/// A cluster of `parts` blocks has a sequence and a key head. Block table, lengths and positions, and what the pages held before,
-/// are read before the kernel waits for the one before it: no kernel writes them that may still run then.
+/// A cluster of `parts` blocks has a sequence and a key head. With `append`, block table, lengths and positions, and what the pages held
+/// before, are read before the kernel waits for the one before it: no kernel writes them that may still run then.
 const ARGUMENTS: &[Field] = &[
     field(
         Type::Pointer("const void"),
@@ -36,6 +37,11 @@ const ARGUMENTS: &[Field] = &[
     field(Type::Pointer("void"), "o", "as q"),
     field(
         Type::Pointer("void"),
+        "lse",
+        "[batch, heads] f32, or NULL: of scaled scores, the natural logarithm of the sum of their exponentials",
+    ),
+    field(
+        Type::Pointer("void"),
         "k_pages",
         "rows are aligned to 16 bytes",
     ),
@@ -43,12 +49,12 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::Pointer("const int32_t"),
         "seqlens",
-        "[batch]: with the new token, so not zero",
+        "[batch]: with the new token; or NULL where all have `keys`",
     ),
     field(
         Type::Pointer("const int32_t"),
         "block_table",
-        "[batch, block_table_stride]",
+        "[batch, block_table_stride]; or NULL where a sequence is a page",
     ),
     field(
         Type::Pointer("const int32_t"),
@@ -66,6 +72,8 @@ const ARGUMENTS: &[Field] = &[
     field(Type::U64, "v_head", ""),
     field(Type::U64, "o_token", ""),
     field(Type::U64, "o_head", ""),
+    field(Type::U64, "lse_token", ""),
+    field(Type::U64, "lse_head", ""),
     field(Type::U64, "k_page", ""),
     field(Type::U64, "k_slot", ""),
     field(Type::U64, "k_page_head", ""),
@@ -83,6 +91,12 @@ const ARGUMENTS: &[Field] = &[
         "1, 2, 4 or 8: blocks of a cluster, which is along x",
     ),
     field(Type::U32, "slots", "1 to 3: of a warp's ring"),
+    field(Type::U32, "keys", "of a sequence, at most"),
+    field(
+        Type::U32,
+        "append",
+        "1: the last token is new, `k` and `v`, and in no page",
+    ),
     field(Type::U32, "page_log2", "pages have 1 << page_log2 tokens"),
     field(
         Type::U32,
