@@ -413,19 +413,17 @@ mod tests {
                     .iter()
                     .any(|first| call.starts_with(first))
                 };
-                // Those that decode attention wait once their barriers are set up, in what they call; those of a
-                // whole step once they have asked for what the cache held, which no kernel wrote that may still run.
+                // Those that decode attention wait once their barriers are set up, in what they call.
                 let within = |call: &str| {
-                    ["unsloth::attention_decoding<", "unsloth::Step<"]
-                        .iter()
-                        .any(|first| call.starts_with(first))
+                    call.starts_with("unsloth::attention_decoding<")
                         && text.contains("  await_previous_kernel();")
                 };
+                // And a step of decoding waits once it has asked for what the cache held, which no kernel wrote
+                // that may still run.
+                let unless = ["if (params.constant == 0) ", "if (params.append == 0) "];
                 let waits = calls.find(|call| !early(call)).is_some_and(|call| {
-                    let unless = "if (params.constant == 0) ";
-                    let waits_here = call.strip_prefix(unless).unwrap_or(call)
-                        == "unsloth::await_previous_kernel()";
-                    waits_here || within(call)
+                    let wait = unless.iter().find_map(|unless| call.strip_prefix(unless));
+                    wait.unwrap_or(call) == "unsloth::await_previous_kernel()" || within(call)
                 });
                 assert!(waits, "{}: {kernel}", path.display());
                 kernels += 1;

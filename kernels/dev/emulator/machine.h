@@ -83,6 +83,7 @@ struct Thread {
   std::vector<Product> products;
   uint32_t groups;     // of products, that are closed
   unsigned registers;  // that it has
+  uint32_t cluster;    // how often its cluster's blocks had come together when it came
   // Copies of 16 bytes that it has begun, and the groups that are closed.
   std::vector<Late> late;
   uint32_t late_groups;
@@ -185,14 +186,14 @@ class Block {
 
   Cluster &cluster() { return cluster_; }
   // Of all threads of the cluster.
-  void sync_cluster() {
+  void arrive_at_cluster() {
+    self_->cluster = cluster_.synced;
     if (++cluster_.arrived == cluster_.alive) {
       cluster_.arrived = 0;
       cluster_.synced++;
-    } else {
-      wait_while(&cluster_.synced, ~0u, cluster_.synced);
     }
   }
+  void await_cluster() { wait_while(&cluster_.synced, ~0u, self_->cluster); }
 
   void sync() {
     if (++arrived_ == alive_) {

@@ -8,7 +8,12 @@
 
 namespace unsloth {
 
-inline void cluster_sync() { machine::block->sync_cluster(); }
+inline void cluster_arrive() { machine::block->arrive_at_cluster(); }
+inline void cluster_wait() { machine::block->await_cluster(); }
+inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
 
 inline uint32_t peer_address(const void *mine, uint32_t rank) {
   return (rank + 1) * machine::Cluster::kPart + shared_address(mine);
@@ -27,6 +32,11 @@ inline float4 load_from_peer(uint32_t address) { return *peer_pointer<float4>(ad
 inline int load_number_from_peer(uint32_t address) { return *peer_pointer<int>(address); }
 
 inline void store_to_peer(uint32_t address, float value) { *peer_pointer<float>(address) = value; }
+
+inline void store_to_peer(uint32_t address, const float4 &four) {
+  if (address % 16 != 0) machine::block->fail("a misaligned store");
+  *peer_pointer<float4>(address) = four;
+}
 
 inline void store_async(const float4 &value, uint32_t to, uint32_t barrier) {
   machine::block->engine([=] {
