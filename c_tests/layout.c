@@ -615,7 +615,7 @@ FIELD(unsloth_kv_cache_memory, total, 32, 8);
 FIELD(unsloth_kv_cache_memory, host, 40, 8);
 FIELD(unsloth_kv_cache_memory, page_locked, 48, 8);
 
-STRUCT(unsloth_inference_memory_params, 56, 8);
+STRUCT(unsloth_inference_memory_params, 96, 8);
 FIELD(unsloth_inference_memory_params, struct_size, 0, 4);
 FIELD(unsloth_inference_memory_params, weight_dtype, 4, 4);
 FIELD(unsloth_inference_memory_params, dtype, 8, 4);
@@ -625,6 +625,7 @@ FIELD(unsloth_inference_memory_params, kv_cache, 24, 8);
 FIELD(unsloth_inference_memory_params, batch_size, 32, 8);
 FIELD(unsloth_inference_memory_params, num_tokens, 40, 8);
 FIELD(unsloth_inference_memory_params, num_logits, 48, 8);
+FIELD(unsloth_inference_memory_params, parallel, 56, 40);
 
 STRUCT(unsloth_inference_memory, 56, 8);
 FIELD(unsloth_inference_memory, struct_size, 0, 4);

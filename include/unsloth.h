@@ -2934,6 +2934,12 @@ typedef struct unsloth_inference_memory_params {
    * Tokens of one pass whose logits are computed: the last of each sequence to continue it, all to score a text.
    */
   int64_t num_logits;
+  /**
+   * Ranks that divide the weights as `unsloth_shard_get` says, not sequence parallel. Figures are then this rank's: `model` is
+   * whole, `kv_cache` has the rank's key heads, logits are of its rows of the vocabulary, and `workspace` is what divided blocks
+   * ask for.
+   */
+  struct unsloth_parallel parallel;
 } unsloth_inference_memory_params;
 
 /**
@@ -6786,8 +6792,8 @@ unsloth_status unsloth_kv_cache_memory_estimate(const struct unsloth_kv_cache_pa
 /**
  * Estimates inference on the context's device; the caller has set the result's `struct_size` (`UNSLOTH_INFERENCE_MEMORY_INIT`).
  *
- * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and so do its pointers; `memory` is NULL or points to
- * `memory->struct_size` bytes valid for reads and writes.
+ * Requires: `params` is NULL or points to `params->struct_size` readable bytes, and so do its pointers; `parallel.row_counts` is NULL or has an
+ * entry for each rank; `memory` is NULL or points to `memory->struct_size` bytes valid for reads and writes.
  */
 unsloth_status unsloth_inference_memory_estimate(struct unsloth_context *ctx,
                                                  const struct unsloth_inference_memory_params *params,

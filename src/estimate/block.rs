@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::kv_cache::Config;
 use crate::layout::Layout;
 use crate::ops::attention_block::{Heads, OP, Views, view};
+use crate::ops::parallel::{Parallel, Partition};
 use crate::ops::parts::Parts;
 use crate::ops::{attention, linear};
 use crate::tensor::{TensorRef, Workspace};
@@ -22,8 +23,13 @@ pub(super) struct Sizes {
 }
 
 /// What the block's query answers for a batch of a cache of this shape, once there is one, with packed projections:
-/// the most that any batch of so many sequences and tokens asks for.
-pub(super) fn workspace_size(ctx: &Context, config: &Config, sizes: Sizes) -> Result<usize> {
+/// the most that any batch of so many sequences and tokens asks for. With a group heads are a rank's.
+pub(super) fn workspace_size(
+    ctx: &Context,
+    config: &Config,
+    sizes: Sizes,
+    parallel: Option<&Parallel<'_>>,
+) -> Result<usize> {
     let Sizes {
         hidden,
         num_heads,
@@ -78,12 +84,19 @@ pub(super) fn workspace_size(ctx: &Context, config: &Config, sizes: Sizes) -> Re
         shared = shared.max(attention::workspace_size(ctx, &attention)?);
     }
     let columns: usize = heads.columns().iter().sum();
-    for (rows, columns) in [(columns, hidden), (hidden, heads.attended())] {
+    for (rows, columns, partition) in [
+        (columns, hidden, Partition::Column),
+        (hidden, heads.attended(), Partition::Row),
+    ] {
         let size = linear::estimated_workspace_size(
             ctx,
             num_tokens,
             (rows, columns),
             (dtype, weight_dtype, dtype),
+            parallel.map(|group| Parallel {
+                partition,
+                ..*group
+            }),
         )?;
         shared = shared.max(size);
     }

@@ -1,5 +1,6 @@
 //! Inference.
 
+use crate::comm::shard::{Kind, Params as Part, Shard, shard};
 use crate::context::Context;
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
@@ -8,6 +9,7 @@ use crate::layout::Layout;
 use crate::ops::linear;
 use crate::ops::linear::{Output, Weights};
 use crate::ops::mlp::{self, GateUp};
+use crate::ops::parallel::{Parallel, Partition};
 use crate::ops::swiglu::Activation;
 use crate::tensor::{TensorMut, TensorRef, Workspace};
 
@@ -61,6 +63,73 @@ pub struct InferenceMemory {
 /// A size is zero; `dtype` is no float, `weight_dtype` neither a float nor in blocks; rows of weights are
 /// not whole blocks; the cache does not suit the model, or the sum overflows.
 pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMemory> {
+    memory(context, i, None)
+}
+
+/// The same on this rank of a group that divides the weights, as [`shard`] says: `i` has the whole model, and a
+/// cache of the rank's key heads. Weights are the rank's parts, `workspace` is what the divided blocks ask
+/// for, and logits are of the rank's rows of the vocabulary. What a group has for itself is not counted.
+///
+/// # Errors
+/// As [`inference_memory`]; the group is of another context or sequence parallel, or cannot divide the model.
+pub fn inference_memory_of_rank(
+    context: &Context,
+    i: &Inference,
+    parallel: &Parallel<'_>,
+) -> Result<InferenceMemory> {
+    if parallel.sequence {
+        let problem = "divides rows, which inference is not asked about";
+        return Err(Error::unsupported(OP, "sequence", problem));
+    }
+    let part = Inference {
+        model: part_of(i, parallel)?,
+        ..i.clone()
+    };
+    memory(context, &part, Some(parallel))
+}
+
+/// A rank's part of the model.
+fn part_of(i: &Inference, parallel: &Parallel<'_>) -> Result<Model> {
+    let m = &i.model;
+    let (hidden, intermediate) = (
+        index("hidden_size", m.hidden_size)?,
+        index("intermediate_size", m.intermediate_size)?,
+    );
+    let (heads, kv_heads) = (
+        index("num_heads", m.num_heads)?,
+        index("num_kv_heads", m.num_kv_heads)?,
+    );
+    let (head_dim, v_head_dim) = (
+        index("head_dim", m.head_dim)?,
+        index("v_head_dim", m.v_head_dim)?,
+    );
+    let q_size = index("num_heads", m.q_size()?)?;
+    let divided = |kind, shape| -> Result<Shard> {
+        let part = Part {
+            dtype: i.weight_dtype,
+            heads: (heads, kv_heads),
+            dims: (head_dim, v_head_dim),
+            ..Part::new(kind, shape, parallel.comm.rank(), parallel.comm.size())
+        };
+        shard(&part).map_err(|error| error.within(OP))
+    };
+    let vocabulary = [index("vocab_size", m.vocab_size)?, hidden];
+    let attention = divided(Kind::Query, [q_size, hidden])?;
+    Ok(Model {
+        vocab_size: divided(Kind::Vocabulary, vocabulary)?.rows as u64,
+        intermediate_size: divided(Kind::Row, [hidden, intermediate])?.columns as u64,
+        num_heads: attention.heads.0 as u64,
+        num_kv_heads: attention.heads.1 as u64,
+        ..*m
+    })
+}
+
+/// What a whole model takes, or a rank's part of it.
+fn memory(
+    context: &Context,
+    i: &Inference,
+    parallel: Option<&Parallel<'_>>,
+) -> Result<InferenceMemory> {
     let weights = weight_bytes(i)?;
     let size = float_size("dtype", i.dtype)?;
     for (name, value, of_model) in [
@@ -87,9 +156,10 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
             num_sequences: index("batch_size", i.batch_size)?,
             num_tokens: index("num_tokens", i.num_tokens)?,
         },
+        parallel,
     )
     .map_err(|error| error.within(OP))?;
-    let mlp = mlp_workspace_size(context, i).map_err(|error| error.within(OP))?;
+    let mlp = mlp_workspace_size(context, i, parallel).map_err(|error| error.within(OP))?;
     let head = linear::estimated_workspace_size(
         context,
         index("num_logits", i.num_logits)?,
@@ -98,6 +168,10 @@ pub fn inference_memory(context: &Context, i: &Inference) -> Result<InferenceMem
             index("hidden_size", i.model.hidden_size)?,
         ),
         (i.dtype, i.weight_dtype, DType::F32),
+        parallel.map(|group| Parallel {
+            partition: Partition::Column,
+            ..*group
+        }),
     )
     .map_err(|error| error.within(OP))?;
     let mut memory = InferenceMemory {
@@ -148,7 +222,11 @@ fn weight_bytes(i: &Inference) -> Result<u64> {
 }
 
 /// What the MLP's query answers for the largest pass.
-fn mlp_workspace_size(context: &Context, i: &Inference) -> Result<usize> {
+fn mlp_workspace_size(
+    context: &Context,
+    i: &Inference,
+    parallel: Option<&Parallel<'_>>,
+) -> Result<usize> {
     let (tokens, hidden, intermediate) = (
         index("num_tokens", i.num_tokens)?,
         index("hidden_size", i.model.hidden_size)?,
@@ -169,7 +247,7 @@ fn mlp_workspace_size(context: &Context, i: &Inference) -> Result<usize> {
     let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), i.dtype, layout) };
     let params = mlp::Params {
         x_norm: None,
-        parallel: None,
+        parallel: parallel.copied(),
         x: described(i.dtype, [tokens, hidden])?,
         gate_up: GateUp::Apart {
             gate: weights(intermediate, hidden)?,

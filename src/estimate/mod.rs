@@ -18,7 +18,7 @@ pub use crate::optimizer::Master;
 pub use attention::{AttentionMemory, AttentionShape, attention_memory};
 pub use format::format_bytes;
 pub(crate) use format::in_words;
-pub use inference::{Inference, InferenceMemory, inference_memory};
+pub use inference::{Inference, InferenceMemory, inference_memory, inference_memory_of_rank};
 pub use model::{Model, ParameterCount};
 pub use step::training_step_memory;
 pub use training::{Checkpointing, OptimizerKind, Training, TrainingMemory, training_memory};

@@ -266,6 +266,17 @@ fn bad_inference_says_why() {
             UNSLOTH_STATUS_NULL_POINTER,
             "estimate: kv_cache is NULL",
         );
+        let mut alone = i;
+        alone.parallel.chunk_rows = 16;
+        let got = unsloth_inference_memory_estimate(ctx.0, &alone, &mut m);
+        let expected = "estimate: chunk_rows is set without comm";
+        assert_fails(got, INVALID, expected);
+        let mut reserved = i;
+        reserved.parallel.reserved[1] = 1;
+        let got = unsloth_inference_memory_estimate(ctx.0, &reserved, &mut m);
+        let expected = "estimate: parallel.reserved is 1, allowed: 0";
+        assert_fails(got, INVALID, expected);
+        assert_eq!(m.total, 0, "nothing is written");
         let got = unsloth_inference_memory_estimate(ctx.0, &i, &mut m);
         assert_eq!(got, UNSLOTH_STATUS_SUCCESS);
         assert!(m.total > 0);

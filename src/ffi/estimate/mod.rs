@@ -12,6 +12,7 @@ use crate::error::{Error, Result, text};
 use crate::estimate::{self, AttentionShape, Inference, Model};
 use crate::ffi::context::{context_from, unsloth_context};
 use crate::ffi::kv_cache::{config_from, unsloth_kv_cache_params};
+use crate::ffi::parallel::unsloth_parallel;
 use crate::ffi::params::{self, Params, params};
 use crate::ffi::status::unsloth_status;
 use crate::ffi::tensor::unsloth_dtype;
@@ -182,8 +183,12 @@ pub struct unsloth_inference_memory_params {
     pub num_tokens: i64,
     /// Tokens of one pass whose logits are computed: the last of each sequence to continue it, all to score a text.
     pub num_logits: i64,
+    /// Ranks that divide the weights as `unsloth_shard_get` says, not sequence parallel. Figures are then this rank's: `model` is
+    /// whole, `kv_cache` has the rank's key heads, logits are of its rows of the vocabulary, and `workspace` is what divided blocks
+    /// ask for.
+    pub parallel: unsloth_parallel,
 }
-params!(unsloth_inference_memory_params, [reserved]);
+params!(unsloth_inference_memory_params, [reserved, parallel]);
 
 /// Bytes of an engine at its peak, by use.
 #[repr(C)]
@@ -397,8 +402,8 @@ pub unsafe extern "C" fn unsloth_kv_cache_memory_estimate(
 /// Estimates inference on the context's device; the caller has set the result's `struct_size` (`UNSLOTH_INFERENCE_MEMORY_INIT`).
 ///
 /// # Safety
-/// `params` is NULL or points to `params->struct_size` readable bytes, and so do its pointers; `memory` is NULL or points to
-/// `memory->struct_size` bytes valid for reads and writes.
+/// `params` is NULL or points to `params->struct_size` readable bytes, and so do its pointers; `parallel.row_counts` is NULL or has an
+/// entry for each rank; `memory` is NULL or points to `memory->struct_size` bytes valid for reads and writes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn unsloth_inference_memory_estimate(
     ctx: *mut unsloth_context,
@@ -425,7 +430,12 @@ pub unsafe extern "C" fn unsloth_inference_memory_estimate(
                 num_tokens: count("num_tokens", p.num_tokens)?,
                 num_logits: count("num_logits", p.num_logits)?,
             };
-            let m = estimate::inference_memory(context, &inference)?;
+            let m = match p.parallel.of_block(OP)? {
+                Some(group) => {
+                    estimate::inference_memory_of_rank(context, &inference, &group.parallel())?
+                }
+                None => estimate::inference_memory(context, &inference)?,
+            };
             out.weights = m.weights;
             out.kv_cache = m.kv_cache;
             out.activations = m.activations;

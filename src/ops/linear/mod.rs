@@ -368,12 +368,13 @@ impl<'a> Operation for Params<'a> {
 operation::functions!();
 
 /// What [`workspace_size`] answers for a layer without a bias whose tensors are contiguous: `tokens` times `rows` by `columns`, of the
-/// dtypes of `x`, of the weights and of the output.
+/// dtypes of `x`, of the weights and of the output. With a group these are a rank's rows or columns.
 pub(crate) fn estimated_workspace_size(
     ctx: &Context,
     tokens: usize,
     (rows, columns): (usize, usize),
     (dtype, weight_dtype, out_dtype): (DType, DType, DType),
+    parallel: Option<Parallel<'_>>,
 ) -> Result<usize> {
     let described = |dtype, shape: [usize; 2]| -> Result<TensorRef<'static>> {
         // SAFETY: queries do not look at data.
@@ -384,7 +385,7 @@ pub(crate) fn estimated_workspace_size(
     let out = unsafe { TensorMut::from_raw(std::ptr::null_mut(), out_dtype, out) };
     let params = Params {
         x_norm: None,
-        parallel: None,
+        parallel,
         x: described(dtype, [tokens, columns])?,
         weights: Weights {
             weight: described(weight_dtype, [rows, columns])?,

@@ -5,6 +5,7 @@ mod chunks;
 mod decoder_layer;
 mod embedding;
 mod embedding_misuse;
+mod estimate;
 mod linear;
 mod linear_backward;
 mod linear_cross_entropy;
