@@ -18,6 +18,11 @@ class InBlocks {
   using F = Format<kBlocks>;
   template <class T>
   struct Scaled;
+  // What a lane keeps of a row of Q6_K: loads of two bytes are what its steps would wait for.
+  struct KeptOfQ6K {
+    float scale;
+    uint32_t low[4], high[2];
+  };
 
  public:
   static constexpr uint32_t kCode = static_cast<uint32_t>(kBlocks);
@@ -43,11 +48,15 @@ class InBlocks {
       for (int h = 0; h < 2; h++) {
         rows_[h] = row + h * 8 * kPitch;
         if constexpr (kHasScalesOfScales<kBlocks>) factors_[h] = Scaled<T>(rows_[h]);
+        if constexpr (kBlocks == Blocks::kQ6K) kept_[h].scale = half_of(Block{rows_[h]}.half(208));
       }
     }
 
     // Of the half step `half`, which the compiler knows, as left-hand sides: row `h` of the two.
-    __device__ __forceinline__ void widen(int half, int h, uint32_t (&to)[kLeft]) const {
+    // All are asked for in their order.
+    __device__ __forceinline__ void widen(int half, int h, uint32_t (&to)[kLeft]) {
+      uint32_t four_scales = 0;
+      if constexpr (kBlocks == Blocks::kQ6K) four_scales = Block{rows_[h]}(192 + 4 * half);
       uint32_t scales[2], offsets[2];
       if constexpr (kHasScalesOfScales<kBlocks>) factors_[h].of(half, scales, offsets);
 #pragma unroll
@@ -55,7 +64,17 @@ class InBlocks {
         const int first = half * kHalf + i * 16, in_block = first % F::kLength;
         const Block block = {rows_[h] + first / F::kLength * F::kBytes};
         const uint8_t *of_lane = block.bytes + 2 * t_;
-        const auto load = [&](int at) { return four_of_sixteen(of_lane + at); };
+        const auto load = [&](int at) {
+          if constexpr (kBlocks == Blocks::kQ6K) {
+            // Low bits, then high ones, of 128 weights: the second half step has those of the
+            // first.
+            uint32_t &bits = at < 128 ? kept_[h].low[at / 16 % 4] : kept_[h].high[at / 16 % 2];
+            if (half % 2 == 0 && (at < 128 || i < 2)) bits = four_of_sixteen(of_lane + at);
+            return bits;
+          } else {
+            return four_of_sixteen(of_lane + at);
+          }
+        };
         uint32_t codes = quad_of_codes<kBlocks>(load, block, in_block / 4, 0);
         if constexpr (kHasFifthBits<kBlocks>) {
           const uint32_t from = block(kFifthBits<kBlocks>) >> in_block >> 2 * t_;
@@ -66,6 +85,9 @@ class InBlocks {
         uint32_t scale, offset;
         if constexpr (kHasScalesOfScales<kBlocks>) {
           scale = scales[i / 2], offset = offsets[i / 2];
+        } else if constexpr (kBlocks == Blocks::kQ6K) {
+          const float of_scale = static_cast<int8_t>(four_scales >> 8 * i);
+          scale = pack<T>(kept_[h].scale * of_scale, kept_[h].scale * of_scale);
         } else {
           const Factors factors = block.factors(in_block / F::kGroup);
           scale = pack<T>(factors.scale, factors.scale);
@@ -84,6 +106,7 @@ class InBlocks {
     const uint32_t t_;
     const uint8_t *rows_[2];
     Scaled<T> factors_[2];
+    KeptOfQ6K kept_[2];
   };
 
  private:

@@ -204,8 +204,8 @@ class Tiles {
         shared_.weight_full[weight.stage].wait(weight.parity);
         // Rows g and g + 8 of the warp's 16, of each 16 neighbours the pairs 2 t and 8 + 2 t.
         const uint8_t *rows = shared_.weight[weight.stage] + step * Weight::kBytes % 16;
-        const typename Weight::template Lane<T> of_lane(
-            rows + (warp_ * 16 + lane_ / 4) * Weight::kPitch, lane_ % 4);
+        typename Weight::template Lane<T> of_lane(rows + (warp_ * 16 + lane_ / 4) * Weight::kPitch,
+                                                  lane_ % 4);
 #pragma unroll
         for (int half = 0; half < kHalves; half++) {
           uint32_t (&left)[kLeft] = codes[half % 2];
