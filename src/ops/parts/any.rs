@@ -10,7 +10,7 @@ use crate::problem::{
 /// Declares what a part may be.
 macro_rules! problems {
     ($($kind:ident($problem:ty)),* $(,)?) => {
-        // Problems lie in a list; boxes would be allocated for every call.
+        // Problems lie where they are made; boxes would be allocated for every call.
         #[allow(clippy::large_enum_variant)]
         #[derive(Clone, Debug)]
         pub(super) enum AnyProblem<'t> {

@@ -9,7 +9,9 @@ mod any;
 mod one_or;
 mod plan;
 
-use crate::alloc::{List, push};
+use arrayvec::ArrayVec;
+
+use crate::alloc::push;
 use crate::context::{Beside, Both, Collective, Join};
 use crate::dtype::DType;
 use crate::error::{Error, Result, text};
@@ -29,13 +31,13 @@ struct Part<P> {
 }
 
 /// Validated arguments of an operation of up to `N` parts, in the order in which they run.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Parts<'t, const N: usize> {
     op: &'static str,
     /// What is gathered first and added up last, beside the list: calls that no ranks divide have less
     /// to carry about.
     first: Option<Part<Collective<'t>>>,
-    list: List<Part<AnyProblem<'t>>, N>,
+    list: ArrayVec<Part<AnyProblem<'t>>, N>,
     /// Those that the list has no room for, where a whole may have any number.
     more: Option<Vec<Part<AnyProblem<'t>>>>,
     last: Option<Part<Collective<'t>>>,
@@ -57,7 +59,7 @@ impl<'t, const N: usize> Parts<'t, N> {
         Parts {
             op,
             first: None,
-            list: List::new(),
+            list: ArrayVec::new(),
             more: None,
             last: None,
             workspace: workspace.as_ptr(),
@@ -168,7 +170,7 @@ impl<'t, const N: usize> Parts<'t, N> {
         if let Some(first) = whole.first {
             self.add_collective(first)?;
         }
-        whole.list.drain().try_for_each(|part| self.add(part))?;
+        whole.list.drain(..).try_for_each(|part| self.add(part))?;
         let more = whole.more.into_iter().flatten();
         more.into_iter().try_for_each(|part| self.add(part))?;
         match whole.last {
@@ -183,12 +185,12 @@ impl<'t, const N: usize> Parts<'t, N> {
     }
 
     fn add_to_list(&mut self, part: Part<AnyProblem<'t>>) -> Result<()> {
-        let op = self.op;
-        let Some(part) = self.list.push(op, part)? else {
+        let Err(full) = self.list.try_push(part) else {
             return Ok(());
         };
+        let op = self.op;
         match &mut self.more {
-            Some(more) => push(op, more, part),
+            Some(more) => push(op, more, full.element()),
             None => Err(Error::Internal {
                 op,
                 message: text!("has more than {N} parts"),

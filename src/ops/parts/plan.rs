@@ -1,8 +1,10 @@
 //! The plan of an operation that is made of others, and its launch.
 
+use arrayvec::ArrayVec;
+
 use super::any::AnyPlan;
 use super::{Names, Part, Parts, named};
-use crate::alloc::{List, push};
+use crate::alloc::push;
 use crate::backend::{Implementation, Stream};
 use crate::context::{Collective, Context, Planned};
 use crate::error::{Error, Result};
@@ -16,7 +18,7 @@ type CollectivePart<'t, 'a> = Part<<Collective<'t> as Planned>::Plan<'a>>;
 pub(crate) struct PartsPlan<'t, 'a, const N: usize> {
     op: &'static str,
     first: Option<CollectivePart<'t, 'a>>,
-    list: List<Part<AnyPlan<'t, 'a>>, N>,
+    list: ArrayVec<Part<AnyPlan<'t, 'a>>, N>,
     more: Vec<Part<AnyPlan<'t, 'a>>>,
     last: Option<CollectivePart<'t, 'a>>,
     /// Bytes of what passes between parts, of what they share at least, and of what they have use
@@ -42,10 +44,10 @@ impl<'t, const N: usize> Planned for Parts<'t, N> {
             planned.transpose()
         };
         let (first, last) = (collective(self.first)?, collective(self.last)?);
-        let (mut list, mut more) = (List::new(), Vec::new());
+        let (mut list, mut more) = (ArrayVec::new(), Vec::new());
         let (mut shared, mut useful) = (0, 0);
         let rest = self.more.take().unwrap_or_default();
-        for Part { is, names } in self.list.drain().chain(rest) {
+        for Part { is, names } in self.list.drain(..).chain(rest) {
             let plan = named(op, is.plan(ctx), names)?;
             let of_part = match self.any_batch {
                 true => plan.as_plan().useful_for_any(),
@@ -56,8 +58,8 @@ impl<'t, const N: usize> Planned for Parts<'t, N> {
                 useful = plan.as_plan().without_allocating().max(useful);
             }
             shared = plan.as_plan().needed().max(shared);
-            if let Some(part) = list.push(op, Part { is: plan, names })? {
-                push(op, &mut more, part)?;
+            if let Err(full) = list.try_push(Part { is: plan, names }) {
+                push(op, &mut more, full.element())?;
             }
         }
         Ok(PartsPlan {

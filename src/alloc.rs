@@ -1,7 +1,5 @@
 //! What `std` ends the process for where the host has no memory, with errors instead: boxes, shared
-//! ownership, growing a vector; and lists that keep theirs.
-
-mod list;
+//! ownership, growing a vector.
 
 use std::alloc::Layout;
 use std::fmt;
@@ -10,7 +8,6 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
 use crate::error::{Error, Result};
-pub(crate) use list::List;
 
 /// A [`Box`] of `value`.
 ///
