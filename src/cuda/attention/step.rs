@@ -239,10 +239,10 @@ pub(super) fn launch(
         Some(append) => arguments_of_step(p, append, form),
         None => arguments_alone(p, form),
     };
-    // SAFETY: the problems were checked: tensors have the rows that the argument describes. Of attention alone it reads nothing before
-    // it has waited for the kernel before it; of a step the cache's block table, lengths, positions and older keys. Of each batch the
-    // cache writes the first three, and copies pages, by copies that wait for all kernels before them: so for those that wrote what an
-    // earlier batch brought.
+    // SAFETY: the problems were checked: tensors have the rows that the argument describes. For attention alone the kernel waits for the
+    // one before it, then reads. For a step it reads the cache's block table, lengths, positions and older keys before it waits: the cache
+    // writes the first three for each batch, and copies pages, by copies that wait for all kernels before them, and so for those that
+    // wrote what an earlier batch brought.
     unsafe { cuda.launch_shape(OP, kernel, shape, &arguments, stream) }
 }
 

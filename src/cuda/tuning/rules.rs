@@ -103,8 +103,8 @@ pub(in crate::cuda) mod attention {
     /// Keys of its own, in what it reads at a time, that a block of such a kernel has at most. With 8192 keys of one sequence, eight
     /// times as many, a layer took 129 µs for 136; longer ones were not measured (`kernels/cuda/attention/step/LADDER.md`).
     pub(in crate::cuda) const STEP_ROUNDS: usize = 8;
-    /// Bytes of K and V that a block of that kernel reads, up to which it is for attention alone, too: with 128 KiB 8.1 µs for 8.4, with
-    /// 256 11.7 for 10.0 (`kernels/cuda/attention/step/LADDER.md`).
+    /// Bytes of K and V that a block of that kernel reads, up to which it is for attention alone, too: with 128 KiB 8.0 µs for 8.4, with
+    /// 256 11.7 for 10.2 (`kernels/cuda/attention/step/LADDER.md`).
     pub(in crate::cuda) const BYTES_OF_STEP: usize = 128 << 10;
     /// The same where there are so many blocks that some share a multiprocessor. In pages twice as many.
     pub(in crate::cuda) const BYTES_OF_NEIGHBOURS: usize = 32 << 10;

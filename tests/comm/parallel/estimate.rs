@@ -203,7 +203,7 @@ fn workspace(ctx: &Context, group: Parallel<'_>, i: &Inference) -> u64 {
 fn ranks_take_what_they_say() {
     for size in sizes() {
         ranks(size, |ctx, comm| {
-            // Blocks of 32 divide 288 columns among nine ranks.
+            // 288 columns are nine blocks of 32: enough for eight ranks.
             for dtype in [DType::Bf16, DType::Q4_0] {
                 for (tokens, chunk_rows) in [(1, 0), (70, 0), (70, 16)] {
                     let group = Parallel {

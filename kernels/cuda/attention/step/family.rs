@@ -1,5 +1,5 @@
-//! One new token of each sequence on Hopper, f16 and bf16: it is rotated, put into the cache, and attends to what is there. Or one query
-//! of each attends, and all else is done.
+//! One new token of each sequence on Hopper, f16 and bf16: it is rotated, put into the cache, and attends to what is there. Or,
+//! without `append`, one query of each attends to keys that are all there.
 //! What the kernels are told, and what tells them apart.
 
 use crate::family::{Family, Field, Type, field};

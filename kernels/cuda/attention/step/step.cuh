@@ -34,8 +34,8 @@ constexpr uint32_t kAllLanes = 0xffffffff;
 // Of a warp's step.
 constexpr uint32_t kKeys = 16;
 constexpr uint32_t kMostRows = 16, kMostParts = 8;
-// Lanes that join what parts have of a row: each has a warp's sums, then a block is told of them by
-// each.
+// Lanes that join what parts have of a row. Each reads the sums of one of the block's warps, and
+// sends the block's sums to one block of the cluster.
 constexpr uint32_t kJoiners = 8;
 static_assert(kWarps == kJoiners && kMostParts == kJoiners && kMostRows * kJoiners <= kThreads);
 // Below all scores.
