@@ -9,8 +9,8 @@ use rand::Rng;
 use unsloth::ops::linear::{self, Output, Params, Weights};
 use unsloth::{Backend, Context, DType, Stream, TensorRef, Workspace};
 
-/// A multiple of all blocks' lengths.
-const SIZE: usize = 768;
+/// A multiple of all blocks' lengths, from which on a GPU's kernels for few rows of 16 bits are asked for.
+const SIZE: usize = 1024;
 const PRODUCTS: usize = 6;
 
 enum Matrix {

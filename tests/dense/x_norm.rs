@@ -186,6 +186,9 @@ fn cases() -> Vec<Case> {
         (2, (1444, 729), 0),
         (2, (1032, 1030), 1),
         (5, (512, 2050), 0),
+        // Blocks of these kernels have several tiles.
+        (3, (136, 8461), 0),
+        (8, (520, 8450), 8),
     ]
     .into_iter()
     .enumerate()

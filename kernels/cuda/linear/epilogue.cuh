@@ -6,12 +6,31 @@
 
 namespace unsloth {
 
+// A number as it lies, of no dtype 0.
+__device__ __forceinline__ uint32_t bits_of(const void *of, uint32_t dtype, uint32_t at) {
+  if (dtype == 0) return 0;
+  if (dtype == static_cast<uint32_t>(Float::kF32)) return static_cast<const uint32_t *>(of)[at];
+  return static_cast<const uint16_t *>(of)[at];
+}
+
+__device__ __forceinline__ float number_of_bits(uint32_t bits, uint32_t dtype) {
+  if (dtype == static_cast<uint32_t>(Float::kF16)) {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  }
+  return __uint_as_float(dtype == static_cast<uint32_t>(Float::kBf16) ? bits << 16 : bits);
+}
+
 __device__ __forceinline__ float number_of(const void *of, uint32_t dtype, uint32_t at) {
-  if (dtype == static_cast<uint32_t>(Float::kF32)) return static_cast<const float *>(of)[at];
-  const uint16_t bits = static_cast<const uint16_t *>(of)[at];
-  return dtype == static_cast<uint32_t>(Float::kF16)
-             ? __half2float(__ushort_as_half(bits))
-             : __uint_as_float(static_cast<uint32_t>(bits) << 16);
+  return number_of_bits(bits_of(of, dtype, at), dtype);
+}
+
+__device__ __forceinline__ void store_number(void *to, Float dtype, uint32_t at, float x) {
+  if (dtype == Float::kF32) {
+    static_cast<float *>(to)[at] = x;
+  } else {
+    const uint32_t pair = dtype == Float::kF16 ? pack<__half>(x, x) : pack<__nv_bfloat16>(x, x);
+    static_cast<uint16_t *>(to)[at] = static_cast<uint16_t>(pair);
+  }
 }
 
 // 1 / (1 + exp(-x)), without an overflow.
@@ -31,6 +50,12 @@ __device__ __forceinline__ float activate(float x, uint32_t epilogue) {
   return x * logistic(1.595769f * fmaf(0.044715f * x * x, x, x));
 }
 
+// A sum with a residual, or times an activated gate.
+__device__ __forceinline__ float with_other(float sum, float other, uint32_t epilogue) {
+  if (epilogue == static_cast<uint32_t>(Epilogue::kAdd)) return sum + other;
+  return sum * activate(other, epilogue);
+}
+
 // Stores a sum in `dtype`, which residual or gate have too. The arguments are those of a family of
 // products: bias, residual, out, their strides in bytes, and an epilogue.
 template <class Arguments>
@@ -40,20 +65,9 @@ __device__ __forceinline__ void finish(const Arguments &p, Float dtype, uint32_t
   if (p.epilogue != static_cast<uint32_t>(Epilogue::kStore)) {
     const uint8_t *others = static_cast<const uint8_t *>(p.residual) + row * p.residual_stride;
     const float other = number_of(others, static_cast<uint32_t>(dtype), column);
-    if (p.epilogue == static_cast<uint32_t>(Epilogue::kAdd)) {
-      sum += other;
-    } else {
-      sum *= activate(other, p.epilogue);
-    }
+    sum = with_other(sum, other, p.epilogue);
   }
-  uint8_t *out = static_cast<uint8_t *>(p.out) + row * p.out_stride;
-  if (dtype == Float::kF32) {
-    reinterpret_cast<float *>(out)[column] = sum;
-  } else {
-    const uint32_t pair =
-        dtype == Float::kF16 ? pack<__half>(sum, sum) : pack<__nv_bfloat16>(sum, sum);
-    reinterpret_cast<uint16_t *>(out)[column] = static_cast<uint16_t>(pair);
-  }
+  store_number(static_cast<uint8_t *>(p.out) + row * p.out_stride, dtype, column, sum);
 }
 
 }  // namespace unsloth

@@ -167,9 +167,9 @@ pub(in crate::cuda) mod products {
     /// Columns of an intermediate below which nothing is gained by storing gate and up together.
     pub(in crate::cuda) const LEAST_INTERMEDIATE: usize = 512;
     /// Rows of x up to which 16-bit weights on Hopper are for the kernels that keep a multiprocessor's shared memory full of
-    /// them, and the elements of weights from which on: beside those of registers one row by 4096 x 4096 took 0.92 of the
-    /// time, by 14336 x 4096 0.96, four rows 1.00 and 0.99, eight 1.05 and 1.00, one by 576 x 576 1.27 (H100).
-    pub(in crate::cuda) const FEW_ROWS: usize = 4;
+    /// them, and the elements of weights from which on: eight rows by 4096 x 4096 took 0.93 of the time of the kernels for
+    /// more, by 14336 x 4096 0.99 (H200); one by 576 x 576 1.27 of those of registers (H100).
+    pub(in crate::cuda) const FEW_ROWS: usize = 8;
     pub(in crate::cuda) const FEW_LEAST_ELEMENTS: usize = 1 << 20;
     /// Rows of x up to which kernels read weights in blocks as they are. They read the whole matrix once
     /// for every eight rows: three times take as long on an H200 (31 µs of 16 M weights in Q4_0, by its

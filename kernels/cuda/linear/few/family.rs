@@ -12,10 +12,17 @@ pub const FAMILY: Family = Family {
     choices: &[
         ("dtype", "a contract's Float"),
         ("rows", "of x, at most"),
-        ("columns", "rows of the weight of a tile"),
-        ("step", "elements of these of a unit"),
-        ("unit_bytes", "of shared memory"),
-        ("sums_bytes", "for the shares of a warp, for each row of x"),
+        ("columns", "rows of the weight of a tile, at most"),
+        ("step", "elements of a row that a warp multiplies at a time"),
+        ("steps", "of a row that are copied together, at most"),
+        (
+            "teams",
+            "of warps, which have chunks by turns: slots are a multiple",
+        ),
+        (
+            "share_bytes",
+            "of shared memory, for what warps have of the sums of tiles, for each row of x",
+        ),
     ],
 };
 
@@ -47,9 +54,42 @@ const ARGUMENTS: &[Field] = &[
     field(Type::U32, "rows", "of x"),
     field(Type::U32, "out_features", ""),
     field(Type::U32, "lines", "of 16 bytes of a row"),
-    field(Type::U32, "steps", "units of a row of the weight"),
-    field(Type::U32, "slots", "of a warp's ring: two to four"),
-    field(Type::U32, "columns_of_block", ""),
+    field(
+        Type::U32,
+        "steps",
+        "of a row, the last of which may be shorter",
+    ),
+    field(
+        Type::U32,
+        "steps_of_chunk",
+        "that are copied together: at most as many as warps multiply at a time",
+    ),
+    field(Type::U32, "slots", "of the ring"),
+    field(
+        Type::U32,
+        "in_flight",
+        "chunks that are on their way for either half of the warps, once the ring has been full",
+    ),
+    field(
+        Type::U32,
+        "pitch",
+        "bytes of a slot from row to row: 64 more than whole lines of 128",
+    ),
+    field(
+        Type::U32,
+        "columns_of_tile",
+        "of the output: where gated, at most half of a tile's rows",
+    ),
+    field(
+        Type::U32,
+        "tiles",
+        "of a block, every so many as there are blocks",
+    ),
+    field(
+        Type::U32,
+        "one_more",
+        "blocks with one more, the first ones",
+    ),
     field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
     field(Type::U32, "up_bias_dtype", "the same"),
     field(Type::U32, "epilogue", "a contract's Epilogue"),

@@ -108,8 +108,8 @@ class OneRow {
     // A thread will finish one row of a tile: it loads that row's residual and bias now, and looks
     // at them once the sums are there.
     const uint32_t all = tiles_ * kColumns;
-    uint32_t factors[3] = {};
-    if (threadIdx.x < all) load_factors(column_of(threadIdx.x), factors);
+    OfColumn of_column = {};
+    if (threadIdx.x < all) load(column_of(threadIdx.x), of_column);
     // The integers are there, and so are the barriers of the ring.
     named_barrier_sync(kReady, kThreads);
     if (p_.whole_tiles != 0) {
@@ -118,15 +118,14 @@ class OneRow {
       multiply_chunks();
     }
     named_barrier_sync(kAmongMultipliers, kMultipliers);
-#pragma unroll
-    for (uint32_t &bits : factors) asm volatile("" : "+r"(bits));
+    asm volatile("" : "+r"(of_column.other), "+r"(of_column.bias), "+r"(of_column.up_bias));
     for (uint32_t base = warp_ * 32; base < all; base += kMultipliers) {
       const uint32_t i = base + lane_;
-      if (base >= kMultipliers && i < all) load_factors(column_of(i), factors);
+      if (base >= kMultipliers && i < all) load(column_of(i), of_column);
       const float sum = i < all ? sum_of_shares(i) : 0;
       // Of what is gated, eight rows behind its gate.
       const float up = __shfl_xor_sync(kAllLanes, sum, kColumns / 2);
-      if (i < all && i % kColumns < rows_) store(column_of(i), sum, up, factors);
+      if (i < all && i % kColumns < rows_) store(column_of(i), sum, up, of_column);
     }
   }
 
@@ -434,45 +433,14 @@ class OneRow {
     }
   }
 
-  static __device__ __forceinline__ uint32_t bits_of(const void *of, uint32_t dtype, uint32_t at) {
-    if (dtype == 0) return 0;
-    if (dtype == static_cast<uint32_t>(Float::kF32)) return static_cast<const uint32_t *>(of)[at];
-    return static_cast<const uint16_t *>(of)[at];
-  }
-
-  static __device__ __forceinline__ float number_of_bits(uint32_t bits, uint32_t dtype) {
-    if (dtype == static_cast<uint32_t>(Float::kF16)) return half_of(bits);
-    return __uint_as_float(dtype == static_cast<uint32_t>(Float::kBf16) ? bits << 16 : bits);
-  }
-
-  // The bits of residual or gate, of the bias, and of that of what is gated.
-  __device__ __forceinline__ void load_factors(uint32_t column, uint32_t (&to)[3]) const {
-    const bool has_other = p_.gated == 0 && p_.epilogue != static_cast<uint32_t>(Epilogue::kStore);
-    if (has_other) to[0] = bits_of(p_.residual, p_.dtype, column);
-    to[1] = bits_of(p_.bias, p_.bias_dtype, column);
-    to[2] = bits_of(p_.up_bias, p_.up_bias_dtype, column);
+  __device__ __forceinline__ void load(uint32_t column, OfColumn &to) const {
+    to.other = other_of(p_, p_.residual, column);
+    load_biases(p_, column, to);
   }
 
   __device__ __forceinline__ void store(uint32_t column, float sum, float up,
-                                        const uint32_t (&factors)[3]) const {
-    const Float dtype = static_cast<Float>(p_.dtype);
-    if (p_.bias_dtype != 0) sum += number_of_bits(factors[1], p_.bias_dtype);
-    if (p_.gated != 0) {
-      if (p_.up_bias_dtype != 0) up += number_of_bits(factors[2], p_.up_bias_dtype);
-      sum = up * activate(rounded(sum, dtype), p_.epilogue);
-    } else if (p_.epilogue != static_cast<uint32_t>(Epilogue::kStore)) {
-      const float other = number_of_bits(factors[0], p_.dtype);
-      if (p_.epilogue == static_cast<uint32_t>(Epilogue::kAdd)) {
-        sum += other;
-      } else {
-        sum *= activate(other, p_.epilogue);
-      }
-    }
-    if (dtype == Float::kF32) {
-      static_cast<float *>(p_.out)[column] = sum;
-    } else {
-      static_cast<uint16_t *>(p_.out)[column] = static_cast<uint16_t>(pack<T>(sum, sum));
-    }
+                                        const OfColumn &of_column) const {
+    store_number(p_.out, static_cast<Float>(p_.dtype), column, finished(p_, sum, up, of_column));
   }
 
   const LinearOneRowArguments &p_;
