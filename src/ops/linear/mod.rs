@@ -1,7 +1,7 @@
 //! Linear layer: `y = x Wᵀ + bias`, with an optional fused addition of a residual.
 //!
 //! `x` may pass an RMSNorm before ([`Params::x_norm`]). That gives the bits of [`rms_norm`](super::rms_norm) and the product one after
-//! the other, and needs a workspace for what is normalised, but for up to four rows on a Hopper GPU: there every block of the product
+//! the other, and needs a workspace for what is normalised, but for up to eight rows on a Hopper GPU: there every block of the product
 //! normalises `x` itself, of 16 bits with a million weights in the same dtype, or with any in blocks, of up to 32,768 aligned elements.
 //!
 //! Products are accumulated in f32 whatever the dtypes; bias and residual are added to the f32 sum, and the only rounding to the
