@@ -3,10 +3,11 @@
 // One block for each multiprocessor, which takes all of its shared memory: so a block that is
 // started early (programmatic dependent launch) comes to a multiprocessor of its own, and fills its
 // ring with a constant weight while the kernels before still run. Blocks have by turns tiles of 16
-// rows of the weight, or of fewer where blocks would be idle else. Two warps copy these, by turns
-// a chunk of a tile to a slot of the ring: 512 neighbours of each row. They never wait for
-// x. Every other chunk is for half of the warps that multiply, of which each has 64 neighbours.
-// One warp more adds what they have of a tile, and stores it, while they go on.
+// rows of the weight, or of fewer where blocks would be idle else. Two warps copy these, by turns a
+// chunk of a tile to a slot of the ring: 512 neighbours of each row. They never wait for x, but
+// once the ring has been full they let little be on its way at a time. Every other chunk is for
+// half of the warps that multiply, of which each has 64 neighbours. One warp more adds what they
+// have of a tile, and stores it, while they go on.
 //
 // Of a gated product eight rows of a tile are the gate's and eight are of what it gates. x may pass
 // RMSNorm on its way: every block normalises all of it.
