@@ -3532,7 +3532,7 @@ typedef struct unsloth_linear_params {
   struct unsloth_parallel parallel;
   /**
    * Optional, for a forward pass without `parallel`: gains `[in_features]`, any float dtype, of an RMSNorm that `x` passes before it is
-   * multiplied. The same bits as `unsloth_rms_norm_forward` and then this product; one kernel for up to eight rows on Hopper, else
+   * multiplied. The same bits as `unsloth_rms_norm_forward` and then this product; one kernel for up to eight short rows on Hopper, else
    * both, and a workspace for what is normalised is needed.
    */
   struct unsloth_tensor x_norm;

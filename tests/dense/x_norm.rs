@@ -186,9 +186,12 @@ fn cases() -> Vec<Case> {
         (2, (1444, 729), 0),
         (2, (1032, 1030), 1),
         (5, (512, 2050), 0),
-        // Blocks of these kernels have several tiles.
+        // So many columns that a block of such a kernel has several tiles.
         (3, (136, 8461), 0),
         (8, (520, 8450), 8),
+        // More rows than they take, and rows too long for as many.
+        (9, (512, 2050), 0),
+        (8, (8192, 136), 0),
     ]
     .into_iter()
     .enumerate()

@@ -6,7 +6,7 @@
 
 namespace unsloth {
 
-// A number as it lies, of no dtype 0.
+// The bits of a number as it lies; 0 where there is none (dtype 0).
 __device__ __forceinline__ uint32_t bits_of(const void *of, uint32_t dtype, uint32_t at) {
   if (dtype == 0) return 0;
   if (dtype == static_cast<uint32_t>(Float::kF32)) return static_cast<const uint32_t *>(of)[at];

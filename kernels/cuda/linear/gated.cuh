@@ -23,8 +23,8 @@ __device__ __forceinline__ void finish_gated(const Arguments &p, Float dtype, ui
   store_number(static_cast<uint8_t *>(p.out) + row * p.out_stride, dtype, column, up);
 }
 
-// What changes the sums of a column, as it lies: kernels load it before the sums are there, and
-// look at it when they are.
+// The bits of residual and biases of a column. Kernels load them before the sums of the column are
+// there, and use them once these are.
 struct OfColumn {
   // Residual or gate, unless a gate is one of the sums.
   uint32_t other, bias, up_bias;

@@ -52,7 +52,7 @@ pub struct unsloth_linear_params {
     /// columns too. Divided by columns, `x` is, and `out` is the sum of all ranks' products, `bias` and `residual` added once.
     pub parallel: unsloth_parallel,
     /// Optional, for a forward pass without `parallel`: gains `[in_features]`, any float dtype, of an RMSNorm that `x` passes before it is
-    /// multiplied. The same bits as `unsloth_rms_norm_forward` and then this product; one kernel for up to eight rows on Hopper, else
+    /// multiplied. The same bits as `unsloth_rms_norm_forward` and then this product; one kernel for up to eight short rows on Hopper, else
     /// both, and a workspace for what is normalised is needed.
     pub x_norm: unsloth_tensor,
     /// With `x_norm`: added to its gains.

@@ -3,6 +3,8 @@
 //! `x` may pass an RMSNorm before ([`Params::x_norm`]). That gives the bits of [`rms_norm`](super::rms_norm) and the product one after
 //! the other, and needs a workspace for what is normalised, but for up to eight rows on a Hopper GPU: there every block of the product
 //! normalises `x` itself, of 16 bits with a million weights in the same dtype, or with any in blocks, of up to 32,768 aligned elements.
+//! Several rows must fit a multiprocessor's memory beside the weight: by weights of 16 bits two of 22,208 elements do, four of 10,560 and
+//! eight of 4,736. [`workspace_size`] says what a call needs.
 //!
 //! Products are accumulated in f32 whatever the dtypes; bias and residual are added to the f32 sum, and the only rounding to the
 //! output's dtype is that of the result. The output, and with it the residual, may be f32 whatever `x` is: logits that are not rounded,
