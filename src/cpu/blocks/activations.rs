@@ -265,8 +265,14 @@ fn quantize<X: Float>(x: &RawTensor, row: usize, sizes: Sizes, out: &mut [f32]) 
                 Form::Split => {
                     let at = at / SHARED * 4;
                     scales[at..at + 4].fill(scale);
-                    for (sum, i) in sums[at..at + 4].iter_mut().zip((0..).step_by(4)) {
-                        *sum = scale * (sum_of(&codes[i..i + 4]) + sum_of(&codes[i + 16..i + 20]));
+                    // Vectors first: codes 16 apart, then the four sums.
+                    let mut pairs = [0i32; SHARED / 2];
+                    for (i, pair) in pairs.iter_mut().enumerate() {
+                        *pair = i32::from(codes[i]) + i32::from(codes[i + 16]);
+                    }
+                    for (sum, pairs) in sums[at..at + 4].iter_mut().zip(pairs.as_chunks().0) {
+                        let [a, b, c, d]: [i32; 4] = *pairs;
+                        *sum = scale * ((a + b) + (c + d)) as f32;
                     }
                 }
                 _ => {
@@ -294,20 +300,23 @@ fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
     // SAFETY: the bytes of the floats, which any integers may be.
     let out: &mut [u8] =
         unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), 4 * out.len()) };
+    // Pieces are made where they can be vectors, then copied.
     if form == Form::Words {
-        let out = out[2 * at..][..2 * SHARED].as_chunks_mut().0;
-        for (out, code) in out.iter_mut().zip(codes) {
-            *out = code.to_ne_bytes();
+        let mut bytes = [[0; 2]; SHARED];
+        for (bytes, code) in bytes.iter_mut().zip(codes) {
+            *bytes = code.to_ne_bytes();
         }
+        out[2 * at..][..2 * SHARED].copy_from_slice(bytes.as_flattened());
         return;
     }
     if form == Form::Pairs {
-        let out = out.as_chunks_mut().0;
         for v in 0..4 {
             let (first, at) = (v / 2 * 16 + v % 2, form.place(at) + 16 * v);
-            for (i, out) in out[at..at + 8].iter_mut().enumerate() {
-                *out = codes[first + 2 * i].to_ne_bytes();
+            let mut bytes = [[0; 2]; 8];
+            for (i, bytes) in bytes.iter_mut().enumerate() {
+                *bytes = codes[first + 2 * i].to_ne_bytes();
             }
+            out[2 * at..][..16].copy_from_slice(bytes.as_flattened());
         }
         return;
     }
@@ -317,12 +326,14 @@ fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
             Form::Split => at / UNIT * UNIT + i * UNIT / 2 + at % UNIT / 2,
             _ => at + i * 16,
         };
-        let (high, low) = (&mut high[at..at + 16], &mut low[at..at + 16]);
-        for ((high, low), code) in high.iter_mut().zip(low).zip(codes) {
+        let (mut of_high, mut of_low) = ([0; 16], [0; 16]);
+        for (i, code) in codes.iter().enumerate() {
             // The low byte has a sign too; what it takes away is in the high one.
-            *high = ((code + 128) >> 8) as u8;
-            *low = *code as u8;
+            of_high[i] = (code.wrapping_add(128) >> 8) as u8;
+            of_low[i] = *code as u8;
         }
+        high[at..at + 16].copy_from_slice(&of_high);
+        low[at..at + 16].copy_from_slice(&of_low);
     }
 }
 
@@ -338,9 +349,13 @@ pub(super) fn round_together(values: &[f32; SHARED], codes: &mut [i16; SHARED]) 
     let magnitude = values.iter().map(|v| v.to_bits() & 0x7fff_ffff);
     let most = f32::from_bits(magnitude.fold(0, u32::max));
     let scale = most / LIMIT;
+    // Numbers as small as codes are added to this one are rounded to integers, which then are its last bits: a
+    // conversion of vectors, which `as` is not, for it looks at each number that may not fit.
+    const SHIFT: f32 = 1.5 * (1 << 23) as f32;
     for (code, value) in codes.iter_mut().zip(values) {
-        // Without a scale that is a number there is no code, and any will do.
-        *code = (value / scale).round_ties_even().clamp(-LIMIT, LIMIT) as i16;
+        // Without a scale that is a number there is no code, and any will do; 0 / 0 is a NaN whose last bits are zeros.
+        let shifted = (value / scale).clamp(-LIMIT, LIMIT) + SHIFT;
+        *code = shifted.to_bits().wrapping_sub(SHIFT.to_bits()) as i16;
     }
     scale
 }
