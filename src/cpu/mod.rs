@@ -201,27 +201,40 @@ impl Cpu {
 
     /// As [`Cpu::for_each_range`], for items that lie one behind the other in memory, where reading them is what
     /// counts: each thread goes through a part of its own from one end to the other, and helps others when it is done.
-    pub fn for_each_in_order(&self, items: usize, cost: usize, f: impl Fn(Range<usize>) + Sync) {
+    /// `room` is what a thread makes for itself before.
+    pub fn for_each_in_order<T>(
+        &self,
+        items: usize,
+        cost: usize,
+        room: impl Fn() -> T + Sync,
+        f: impl Fn(&mut T, Range<usize>) + Sync,
+    ) {
         /// Of more threads, each reads little.
         const MOST: usize = 32;
+        /// What a piece costs, or a little more: a thread counts its pieces where no other one writes, so they may be
+        /// short, and then no thread has long to wait for another one's last.
+        const PIECE_COST: usize = SERIAL_COST / 8;
         /// The next piece of a part, in a cache line of its own.
         #[repr(align(64))]
         struct Next(AtomicUsize);
 
-        let (piece, pieces, threads) = self.cut(items, cost);
+        let (_, pieces, threads) = self.cut(items, cost);
         if !(2..=MOST).contains(&threads) {
-            return self.for_each_range(items, cost, f);
+            return self.for_each_range(items, cost, |range| f(&mut room(), range));
         }
+        let piece = PIECE_COST.div_ceil(cost.max(1)).min(items.div_ceil(pieces));
+        let pieces = items.div_ceil(piece);
         let starts_at = |part: usize| pieces * part / threads;
         let next: [Next; MOST] = std::array::from_fn(|part| Next(starts_at(part).into()));
         self.pool.run(threads, threads, &|_, own| {
+            let mut room = room();
             for part in (own..threads).chain(0..own) {
                 loop {
                     let i = next[part].0.fetch_add(1, Ordering::Relaxed);
                     if i >= starts_at(part + 1) {
                         break;
                     }
-                    f(i * piece..items.min((i + 1) * piece));
+                    f(&mut room, i * piece..items.min((i + 1) * piece));
                 }
             }
         });
@@ -301,7 +314,8 @@ mod tests {
                     seen.iter().all(|n| n.load(Ordering::Relaxed) == 1),
                     "{items} {cost}"
                 );
-                cpu.for_each_in_order(items, cost, |range| {
+                let room = || ();
+                cpu.for_each_in_order(items, cost, room, |(), range| {
                     for i in range {
                         seen[i].fetch_add(1, Ordering::Relaxed);
                     }

@@ -73,6 +73,72 @@ pub(crate) unsafe fn load<S: Simd, T: Float>(simd: S, from: *const T) -> S::f32s
     wide
 }
 
+/// The sum of each of four vectors.
+#[inline(always)]
+pub(crate) fn sums_of_four<S: Simd>(simd: S, vectors: [S::f32s; 4]) -> [f32; 4] {
+    // SAFETY: the sets are told apart by their types, whose vectors these are, and their instructions are there.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        use std::mem::transmute_copy;
+
+        if is::<S, pulp::x86::V4>() {
+            return transmute_copy(&of_512::sums_of_four(transmute_copy(&vectors)));
+        }
+        if is::<S, pulp::x86::V3>() {
+            return transmute_copy(&of_256::sums_of_four(transmute_copy(&vectors)));
+        }
+    }
+    vectors.map(
+        #[inline(always)]
+        |vector| simd.reduce_sum_f32s(vector),
+    )
+}
+
+/// Vectors of AVX-512.
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod of_512 {
+    use std::arch::x86_64::*;
+
+    /// The sums of two vectors' halves of each 128 bits, side by side.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn halved(a: __m512, b: __m512) -> __m512d {
+        let halves = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        _mm512_castps_pd(halves)
+    }
+
+    /// The sum of each vector, all in the same order.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub fn sums_of_four([a, b, c, d]: [__m512; 4]) -> __m128 {
+        let (ab, cd) = (halved(a, b), halved(c, d));
+        let four = _mm512_add_ps(
+            _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+            _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
+        );
+        let two = _mm512_add_ps(four, _mm512_shuffle_f32x4::<0b01_00_11_10>(four, four));
+        let one = _mm512_add_ps(two, _mm512_shuffle_f32x4::<0b10_11_00_01>(two, two));
+        _mm512_castps512_ps128(one)
+    }
+}
+
+/// Vectors of AVX2.
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod of_256 {
+    use std::arch::x86_64::*;
+
+    /// The sum of each vector, all in the same order.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub fn sums_of_four([a, b, c, d]: [__m256; 4]) -> __m128 {
+        let four = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        _mm_add_ps(
+            _mm256_castps256_ps128(four),
+            _mm256_extractf128_ps::<1>(four),
+        )
+    }
+}
+
 /// 8-bit floats by instructions.
 #[cfg(target_arch = "x86_64")]
 mod e4m3 {

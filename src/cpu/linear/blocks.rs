@@ -5,9 +5,9 @@
 
 use std::ops::Range;
 
-use super::few_rows::{MAX_ROWS, PART};
+use super::parts::{self, PART};
 use crate::cpu::Cpu;
-use crate::cpu::blocks::fused::{COLUMNS, Kernel};
+use crate::cpu::blocks::fused::{COLUMNS, Kernel, Rows};
 use crate::cpu::blocks::{
     self, Activations, CHUNK, Chunk, Codes, Dot, Form, Format, Row, blocks_of, with_format,
 };
@@ -18,6 +18,9 @@ use crate::tensor::{RawTensor, Scratch};
 /// Rows of weights that are unpacked before they are multiplied: what was just stored in pieces is
 /// slow to load as a whole.
 const AT_ONCE: usize = 4;
+
+// A kernel multiplies all columns of a part.
+const _: () = assert!(COLUMNS == PART);
 
 /// What activations are rounded for, if all weights are in blocks of equal groups and what they
 /// multiply may be rounded.
@@ -81,36 +84,24 @@ pub(super) fn run<const N: usize>(
         rows,
     };
     let cost = depth.saturating_mul(rows * N * PART) / 4;
-    cpu.for_each_in_order(columns.div_ceil(PART), cost, |parts| {
+    parts::for_each(
+        cpu,
+        (rows, columns),
+        cost,
         // Where nothing is unpacked, not even zeros are written.
-        let mut chunks = match blocks.kernels {
+        || match blocks.kernels {
             None => Some([const { Chunk::new() }; AT_ONCE]),
             Some(_) => None,
-        };
-        let mut sums = [[[0.0f32; PART]; MAX_ROWS]; N];
-        for part in parts {
-            let part = part * PART..columns.min((part + 1) * PART);
-            for (i, (sums, weight)) in sums.iter_mut().zip(weights).enumerate() {
-                if let Some(kernels) = blocks.kernels {
-                    products.compute_in_registers(kernels[i], weight, part.clone(), sums);
-                } else if let Some(chunks) = &mut chunks {
-                    products.compute(weight, part.clone(), chunks, sums);
-                }
+        },
+        |chunks, i, (_, columns), sums| {
+            if let Some(kernels) = blocks.kernels {
+                products.compute_in_registers(kernels[i], weights[i], columns, sums);
+            } else if let Some(chunks) = chunks {
+                products.compute(weights[i], columns, chunks, sums);
             }
-            cpu.vectorize(
-                #[inline(always)]
-                || {
-                    for row in 0..rows {
-                        let sums = sums.each_mut().map(
-                            #[inline(always)]
-                            |sums| &mut sums[row][..part.len()],
-                        );
-                        done(row, part.clone(), sums);
-                    }
-                },
-            );
-        }
-    });
+        },
+        done,
+    );
     Ok(())
 }
 
@@ -129,7 +120,7 @@ impl Products<'_> {
         kernel: Kernel,
         weight: &RawTensor,
         columns: Range<usize>,
-        sums: &mut [[f32; PART]; MAX_ROWS],
+        sums: &mut [[f32; PART]],
     ) {
         let depth = weight.layout.dim(1);
         // Rows are whole blocks apart; one alone may have any stride.
@@ -139,14 +130,8 @@ impl Products<'_> {
         };
         // SAFETY: a row of the checked matrix; there is one, or no part of it would be asked for.
         let first = unsafe { blocks_of(weight, columns.start, 0..depth) };
-        let mut w: [&[u8]; PART] = [&[]; PART];
-        for (i, w) in w.iter_mut().enumerate().take(columns.len()) {
-            // SAFETY: the row `i` behind the first, as long as it.
-            *w = unsafe {
-                std::slice::from_raw_parts(first.as_ptr().wrapping_add(i * apart), first.len())
-            };
-        }
-        let w = &w[..columns.len()];
+        // SAFETY: rows of the checked matrix, as far apart as its stride says.
+        let w = unsafe { Rows::new(first, apart, columns.len()) };
         let mut row = 0;
         while row < self.rows {
             row += match self.rows - row {
@@ -162,19 +147,17 @@ impl Products<'_> {
     fn multiply<const R: usize>(
         &self,
         kernel: Kernel,
-        w: &[&[u8]],
+        w: Rows<'_>,
         row: usize,
-        sums: &mut [[f32; PART]; MAX_ROWS],
+        sums: &mut [[f32; PART]],
     ) -> usize {
         let mut x = [Codes::EMPTY; R];
         for (r, x) in x.iter_mut().enumerate() {
             *x = self.x.codes(row + r);
         }
-        for (w, at) in w.chunks(COLUMNS).zip((0..).step_by(COLUMNS)) {
-            let products = kernel.products(w, x);
-            for (sums, products) in sums[row..].iter_mut().zip(products) {
-                sums[at..at + w.len()].copy_from_slice(&products[..w.len()]);
-            }
+        let products = kernel.products(w, x);
+        for (sums, products) in sums[row..].iter_mut().zip(products) {
+            *sums = products;
         }
         R
     }
@@ -186,9 +169,8 @@ impl Products<'_> {
         weight: &RawTensor,
         columns: Range<usize>,
         chunks: &mut [Chunk; AT_ONCE],
-        sums: &mut [[f32; PART]; MAX_ROWS],
+        sums: &mut [[f32; PART]],
     ) {
-        let sums = &mut sums[..self.rows];
         with_format!(weight.dtype, F => self.cpu.vectorize(#[inline(always)] || {
             self.compute_in::<F>(weight, columns.clone(), chunks, sums);
         }));

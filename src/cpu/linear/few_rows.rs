@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
+use super::parts::{self, MAX_ROWS, PART};
 use crate::cpu::Cpu;
 use crate::cpu::blocks::{Chunk, blocks_of, decode};
 use crate::cpu::float::{BLOCK, Float, blocks, with_float, with_float_or_e4m3};
@@ -18,12 +19,6 @@ use crate::cpu::vector;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::tensor::{RawTensor, Scratch};
-
-/// Rows up to which this beats tiles.
-pub(super) const MAX_ROWS: usize = 32;
-
-/// Output columns that are finished at a time.
-pub(super) const PART: usize = 16;
 
 /// Rows of weights that are multiplied at a time, where `x` has more than [`MEMORY_BOUND`] rows.
 const GROUP: usize = 4;
@@ -63,32 +58,41 @@ pub(super) fn run<const N: usize>(
     with_float!(x.dtype, X => rows_as_f32::<X>(x, depth, scratch, wide));
     let wide = &*wide;
     let cost = depth.saturating_mul(rows * N * PART);
-    cpu.for_each_in_order(columns.div_ceil(PART), cost, |parts| {
-        let mut scratch = [[0.0f32; BLOCK]; GROUP];
-        cpu.arch().dispatch(Parts {
-            cpu,
-            x: wide,
-            weights,
-            parts,
-            scratch: &mut scratch,
-            done: &done,
-        });
-    });
+    parts::for_each(
+        cpu,
+        (rows, columns),
+        cost,
+        || [[0.0f32; BLOCK]; GROUP],
+        |scratch, i, (_, columns), sums| {
+            cpu.arch().dispatch(Part {
+                cpu,
+                x: wide,
+                weight: weights[i],
+                columns,
+                scratch,
+                sums,
+            });
+        },
+        done,
+    );
     Ok(())
 }
 
-/// Some parts of the output's columns.
-struct Parts<'a, F, const N: usize> {
+/// The products of every row by some rows of a weight. It knows nothing of what becomes of them: there is one of it, then, for
+/// all operations that multiply.
+struct Part<'a> {
     cpu: &'a Cpu,
     x: &'a [&'a [f32]],
-    weights: [&'a RawTensor; N],
-    parts: Range<usize>,
+    weight: &'a RawTensor,
+    /// Of the output.
+    columns: Range<usize>,
     /// Blocks of weights that are not f32, widened.
     scratch: &'a mut [[f32; BLOCK]; GROUP],
-    done: &'a F,
+    /// For each row of `x`.
+    sums: &'a mut [[f32; PART]],
 }
 
-impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> WithSimd for Parts<'_, F, N> {
+impl WithSimd for Part<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -101,32 +105,23 @@ impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> WithSimd for P
     }
 }
 
-impl<F: Fn(usize, Range<usize>, [&mut [f32]; N]), const N: usize> Parts<'_, F, N> {
+impl Part<'_> {
     #[inline(always)]
     fn run<S: Simd, const ROOM: usize>(self, simd: S) {
-        let columns = self.weights[0].layout.dim(0);
-        let mut sums = [[[0.0f32; PART]; ROOM]; N];
-        for part in self.parts {
-            let part = part * PART..columns.min((part + 1) * PART);
-            for (sums, weight) in sums.iter_mut().zip(self.weights) {
-                let (x, part) = (self.x, part.clone());
-                if weight.dtype.is_in_blocks() {
-                    let cpu = self.cpu;
-                    products_of_blocks::<S, ROOM>(simd, cpu, x, weight, part, self.scratch, sums);
-                    continue;
-                }
-                with_float_or_e4m3!(weight.dtype, W => {
-                    products::<S, W, ROOM>(simd, x, weight, part, self.scratch, sums);
-                });
-            }
-            for row in 0..self.x.len() {
-                let sums = sums.each_mut().map(
-                    #[inline(always)]
-                    |sums| &mut sums[row][..part.len()],
-                );
-                (self.done)(row, part.clone(), sums);
-            }
+        let Part {
+            cpu,
+            x,
+            weight,
+            columns,
+            scratch,
+            sums,
+        } = self;
+        if weight.dtype.is_in_blocks() {
+            return products_of_blocks::<S, ROOM>(simd, cpu, x, weight, columns, scratch, sums);
         }
+        with_float_or_e4m3!(weight.dtype, W => {
+            products::<S, W, ROOM>(simd, x, weight, columns, scratch, sums);
+        });
     }
 }
 
@@ -160,7 +155,7 @@ fn products<S: Simd, W: Float, const ROOM: usize>(
     weight: &RawTensor,
     columns: Range<usize>,
     scratch: &mut [[f32; BLOCK]; GROUP],
-    sums: &mut [[f32; PART]; ROOM],
+    sums: &mut [[f32; PART]],
 ) {
     let depth = weight.layout.dim(1);
     let (mut column, mut at) = (columns.start, 0);
@@ -170,13 +165,13 @@ fn products<S: Simd, W: Float, const ROOM: usize>(
             // SAFETY: a row of the checked matrix.
             *w = unsafe { row_of::<W>(weight, column + i, depth) };
         }
-        group(simd, x, w, scratch, sums, at);
+        group::<S, W, _, ROOM>(simd, x, w, scratch, sums, at);
         (column, at) = (column + GROUP, at + GROUP);
     }
     while column < columns.end {
         // SAFETY: a row of the checked matrix.
         let w = [unsafe { row_of::<W>(weight, column, depth) }];
-        group(simd, x, w, scratch, sums, at);
+        group::<S, W, _, ROOM>(simd, x, w, scratch, sums, at);
         (column, at) = (column + 1, at + 1);
     }
 }
@@ -190,7 +185,7 @@ fn products_of_blocks<S: Simd, const ROOM: usize>(
     weight: &RawTensor,
     columns: Range<usize>,
     scratch: &mut [[f32; BLOCK]; GROUP],
-    sums: &mut [[f32; PART]; ROOM],
+    sums: &mut [[f32; PART]],
 ) {
     let mut chunk = Chunk::new();
     let [scratch, ..] = scratch;
@@ -219,7 +214,7 @@ fn group<S: Simd, W: Float, const C: usize, const ROOM: usize>(
     x: &[&[f32]],
     w: [&[W]; C],
     scratch: &mut [[f32; BLOCK]; GROUP],
-    sums: &mut [[f32; PART]; ROOM],
+    sums: &mut [[f32; PART]],
     at: usize,
 ) {
     let depth = w[0].len();

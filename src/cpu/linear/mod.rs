@@ -6,6 +6,7 @@ mod few_rows;
 mod integers;
 mod many_rows;
 mod panels;
+mod parts;
 
 use std::ops::Range;
 
@@ -87,7 +88,7 @@ impl Problem {
     /// Whether the product is one of few rows; `None` where it has no elements.
     fn of_few_rows(&self) -> Option<bool> {
         let rows = self.x.layout.num_rows();
-        (rows > 0 && self.weights.out_features() > 0).then_some(rows <= few_rows::MAX_ROWS)
+        (rows > 0 && self.weights.out_features() > 0).then_some(rows <= parts::MAX_ROWS)
     }
 }
 
@@ -189,7 +190,7 @@ fn add<T: Float>(sums: &mut [f32], addend: &[T]) {
 ///
 /// # Errors
 /// There is no memory for what is widened or summed; nothing has been computed. Where weights are not multiplied as integers, more than
-/// [`few_rows::MAX_ROWS`] rows are multiplied by `gemm`, which ends the process where it cannot
+/// [`parts::MAX_ROWS`] rows are multiplied by `gemm`, which ends the process where it cannot
 /// allocate the panels that it packs: up to 2 MiB for each tile, and about the size of the L2 cache
 /// at a thread's first product. Whether there is memory for the tiles is seen before the first of
 /// them, and said as an error; another thread that takes it meanwhile still lets the process end.
@@ -210,7 +211,7 @@ pub(crate) fn for_each_row_part<const N: usize>(
     let done = scaled(weights, done);
     let matrices = weights.map(|w| &w.weight);
     match rows {
-        0..=few_rows::MAX_ROWS => match Blocks::new(weights) {
+        0..=parts::MAX_ROWS => match Blocks::new(weights) {
             Some(of) => blocks::run(cpu, x, weights, of, scratch, done),
             None => few_rows::run(cpu, x, matrices, scratch, done),
         },

@@ -14,8 +14,41 @@ use super::{Codes, Dot, Form, group};
 use crate::cpu::vector;
 use crate::dtype::DType;
 
-/// Rows of weights whose products are computed at a time.
-pub(crate) const COLUMNS: usize = 4;
+/// Rows of weights whose products are computed by a call.
+pub(crate) const COLUMNS: usize = 16;
+
+/// Of these, how many vectors of sums are added up side by side.
+#[cfg(target_arch = "x86_64")]
+const SUMMED: usize = 4;
+
+/// Rows of weights, equally far apart.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    first: &'a [u8],
+    /// Bytes from row to row.
+    apart: usize,
+    count: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// # Safety
+    /// There are so many rows as long as the first one and as readable, each so many bytes behind the one before.
+    pub unsafe fn new(first: &'a [u8], apart: usize, count: usize) -> Self {
+        Rows {
+            first,
+            apart,
+            count,
+        }
+    }
+
+    /// Where some of the rows begin, from `at` on.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn starts(self, at: usize) -> impl Iterator<Item = *const u8> {
+        let start = move |i| self.first.as_ptr().wrapping_add(i * self.apart);
+        (at..self.count.min(at + SUMMED)).map(start)
+    }
+}
 
 /// For weights of a dtype, by these instructions.
 #[derive(Clone, Copy, Debug)]
@@ -50,13 +83,12 @@ impl Kernel {
     /// Lengths do not fit each other.
     pub fn products<const R: usize>(
         self,
-        weights: &[&[u8]],
+        weights: Rows<'_>,
         x: [Codes<'_>; R],
     ) -> [[f32; COLUMNS]; R] {
         let (len, bytes) = self.dtype.block();
-        let blocks = weights.first().map_or(0, |row| row.len()) / bytes;
-        assert!(weights.len() <= COLUMNS);
-        assert!(weights.iter().all(|row| row.len() == blocks * bytes));
+        let blocks = weights.first.len() / bytes;
+        assert!(weights.count <= COLUMNS && weights.first.len() == blocks * bytes);
         let (codes, factors) = self.form().lengths(blocks * len, group(self.dtype));
         for x in &x {
             assert!(x.bytes.len() / 2 >= codes);
@@ -72,7 +104,7 @@ impl Kernel {
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        unreachable!("no kernel of {} rows is made here", weights.len() * x.len())
+        unreachable!("no kernel of {} rows is made here", weights.count * x.len())
     }
 }
 

@@ -146,13 +146,18 @@ fn check<const R: usize>(kernel: Kernel, depth: usize, extreme: bool) {
     let x: [Rounded; R] =
         std::array::from_fn(|r| Rounded::new(kernel.form(), depth, group, 50 * r, extreme));
     let rows: [_; COLUMNS] = std::array::from_fn(|c| blocks(dtype, depth, 7 + c, extreme));
-    let rows = rows.each_ref().map(|row| &**row);
-    for columns in 1..=COLUMNS {
-        let products = kernel.products(&rows[..columns], x.each_ref().map(Rounded::codes));
-        for (x, products) in x.iter().zip(products) {
-            for (row, product) in rows[..columns].iter().zip(products) {
-                let (expected, most) = x.product(dtype, row);
-                let error = (f64::from(product) - expected).abs();
+    let together = rows.concat();
+    let expected = x
+        .each_ref()
+        .map(|x| rows.each_ref().map(|row| x.product(dtype, row)));
+    for columns in [1, 2, 3, 4, 5, COLUMNS - 1, COLUMNS] {
+        let products = kernel.products(
+            some(&together, rows[0].len(), columns),
+            x.each_ref().map(Rounded::codes),
+        );
+        for (products, expected) in products.iter().zip(&expected) {
+            for (product, (expected, most)) in products.iter().zip(expected).take(columns) {
+                let error = (f64::from(*product) - expected).abs();
                 assert!(
                     error <= 2e-6 * most,
                     "{dtype} {depth}: {product}, not {expected}"
@@ -160,6 +165,13 @@ fn check<const R: usize>(kernel: Kernel, depth: usize, extreme: bool) {
             }
         }
     }
+}
+
+/// The first rows of some that lie one behind the other.
+fn some(rows: &[u8], len: usize, count: usize) -> Rows<'_> {
+    assert!(count * len <= rows.len());
+    // SAFETY: they are there.
+    unsafe { Rows::new(&rows[..len], len, count) }
 }
 
 #[test]
@@ -186,11 +198,12 @@ fn neighbours_change_nothing() {
         let x =
             [0, 1, 2, 3].map(|r| Rounded::new(kernel.form(), depth, group(dtype), 50 * r, false));
         let rows = [0, 1, 2, 3].map(|c| blocks(dtype, depth, 7 + c, false));
-        let rows = rows.each_ref().map(|row| &**row);
-        let all = kernel.products(&rows, x.each_ref().map(Rounded::codes));
+        let together = rows.concat();
+        let all = some(&together, rows[0].len(), rows.len());
+        let all = kernel.products(all, x.each_ref().map(Rounded::codes));
         for (x, of_row) in x.iter().zip(all) {
             for (row, product) in rows.iter().zip(of_row) {
-                let alone = kernel.products(&[*row], [x.codes()])[0][0];
+                let alone = kernel.products(some(row, row.len(), 1), [x.codes()])[0][0];
                 assert_eq!(alone.to_bits(), product.to_bits(), "{dtype}");
             }
         }

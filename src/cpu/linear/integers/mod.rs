@@ -6,7 +6,7 @@ mod dot;
 
 use std::ops::Range;
 
-use super::few_rows::{MAX_ROWS, PART};
+use super::parts::{self, PART};
 use crate::cpu::Cpu;
 use crate::cpu::blocks::{Dot, blocks_of};
 use crate::cpu::float::with_float;
@@ -37,32 +37,14 @@ pub(super) fn run<const N: usize>(
     let rounded = Rounded::new(cpu, x, scratch)?;
     let dot = Dot::new();
     let cost = depth.saturating_mul(rows * N * PART) / 8;
-    cpu.for_each_in_order(columns.div_ceil(PART), cost, |parts| {
-        let mut sums = [[[0.0f32; PART]; MAX_ROWS]; N];
-        for part in parts {
-            let part = part * PART..columns.min((part + 1) * PART);
-            // The weights of a part stay in cache while rows pass.
-            for first in (0..rows).step_by(MAX_ROWS) {
-                let here = first..rows.min(first + MAX_ROWS);
-                for (sums, weights) in sums.iter_mut().zip(weights) {
-                    let sums = &mut sums[..here.len()];
-                    compute(dot, &rounded, weights, (here.clone(), part.clone()), sums);
-                }
-                cpu.vectorize(
-                    #[inline(always)]
-                    || {
-                        for row in here.clone() {
-                            let sums = sums.each_mut().map(
-                                #[inline(always)]
-                                |sums| &mut sums[row - first][..part.len()],
-                            );
-                            done(row, part.clone(), sums);
-                        }
-                    },
-                );
-            }
-        }
-    });
+    parts::for_each(
+        cpu,
+        (rows, columns),
+        cost,
+        || (),
+        |_, i, part, sums| compute(dot, &rounded, weights[i], part, sums),
+        done,
+    );
     Ok(())
 }
 

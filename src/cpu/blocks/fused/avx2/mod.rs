@@ -7,8 +7,9 @@ mod q8_0;
 
 use std::arch::x86_64::*;
 
-use super::{COLUMNS, fetch};
+use super::{COLUMNS, Rows, SUMMED, fetch};
 use crate::cpu::blocks::{Codes, Format};
+use crate::cpu::vector::of_256::sums_of_four;
 use crate::dtype::DType;
 
 /// Weights of a step, which is a block of 256 or eight of 32.
@@ -74,7 +75,7 @@ struct Row {
 /// the dtype's form.
 pub(super) unsafe fn products<const R: usize>(
     dtype: DType,
-    weights: &[&[u8]],
+    weights: Rows<'_>,
     blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
@@ -99,7 +100,7 @@ pub(super) unsafe fn products<const R: usize>(
 /// As [`products`].
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn multiply<F: Fused, const R: usize>(
-    weights: &[&[u8]],
+    weights: Rows<'_>,
     blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
@@ -108,19 +109,22 @@ unsafe fn multiply<F: Fused, const R: usize>(
         scales: x.scales.as_ptr(),
         sums: x.sums.as_ptr(),
     });
-    // By rows of x.
-    let mut totals = [[_mm256_setzero_ps(); COLUMNS]; R];
-    for (c, row) in weights.iter().enumerate() {
-        // SAFETY: the caller's promise.
-        let of_column = unsafe { column::<F, R>(row.as_ptr(), blocks, x) };
-        for r in 0..R {
-            totals[r][c] = of_column[r];
-        }
-    }
     let mut sums = [[0.0; COLUMNS]; R];
-    for (totals, sums) in totals.iter().zip(&mut sums) {
-        // SAFETY: as many floats.
-        unsafe { _mm_storeu_ps(sums.as_mut_ptr(), sums_of_four(totals)) };
+    for at in (0..weights.count).step_by(SUMMED) {
+        // By rows of x.
+        let mut totals = [[_mm256_setzero_ps(); SUMMED]; R];
+        for (c, row) in weights.starts(at).enumerate() {
+            // SAFETY: the caller's promise.
+            let of_column = unsafe { column::<F, R>(row, blocks, x) };
+            for r in 0..R {
+                totals[r][c] = of_column[r];
+            }
+        }
+        for (totals, sums) in totals.iter().zip(&mut sums) {
+            let sums = &mut sums[at..at + SUMMED];
+            // SAFETY: as many floats.
+            unsafe { _mm_storeu_ps(sums.as_mut_ptr(), sums_of_four(*totals)) };
+        }
     }
     sums
 }
@@ -263,17 +267,6 @@ fn of_each_half(vector: __m256, element: usize) -> __m256 {
         2 => _mm256_permute_ps::<0b10_10_10_10>(vector),
         _ => _mm256_permute_ps::<0b11_11_11_11>(vector),
     }
-}
-
-/// The sum of each vector, all in the same order.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn sums_of_four([a, b, c, d]: &[__m256; 4]) -> __m128 {
-    let four = _mm256_hadd_ps(_mm256_hadd_ps(*a, *b), _mm256_hadd_ps(*c, *d));
-    _mm_add_ps(
-        _mm256_castps256_ps128(four),
-        _mm256_extractf128_ps::<1>(four),
-    )
 }
 
 /// Sixteen bytes, and other sixteen.

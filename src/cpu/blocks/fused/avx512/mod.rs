@@ -9,8 +9,9 @@ mod q8_0;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::{COLUMNS, fetch};
+use super::{COLUMNS, Rows, SUMMED, fetch};
 use crate::cpu::blocks::{Codes, Format};
+use crate::cpu::vector::of_512::sums_of_four;
 use crate::dtype::DType;
 
 /// Codes of a vector.
@@ -85,7 +86,7 @@ pub(super) struct Row {
 /// the dtype's form.
 pub(super) unsafe fn products<const R: usize>(
     dtype: DType,
-    weights: &[&[u8]],
+    weights: Rows<'_>,
     blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
@@ -111,7 +112,7 @@ pub(super) unsafe fn products<const R: usize>(
 /// As [`products`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn multiply<P: Product, const R: usize>(
-    weights: &[&[u8]],
+    weights: Rows<'_>,
     blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
@@ -124,19 +125,22 @@ unsafe fn multiply<P: Product, const R: usize>(
             sums: x.sums.as_ptr(),
         }
     });
-    // By rows of x.
-    let mut totals = [[_mm512_setzero_ps(); COLUMNS]; R];
-    for (c, row) in weights.iter().enumerate() {
-        // SAFETY: the caller's promise.
-        let of_column = unsafe { P::column(row.as_ptr(), blocks, x) };
-        for r in 0..R {
-            totals[r][c] = of_column[r];
-        }
-    }
     let mut sums = [[0.0; COLUMNS]; R];
-    for (totals, sums) in totals.iter().zip(&mut sums) {
-        // SAFETY: as many floats.
-        unsafe { _mm_storeu_ps(sums.as_mut_ptr(), sums_of_four(totals)) };
+    for at in (0..weights.count).step_by(SUMMED) {
+        // By rows of x.
+        let mut totals = [[_mm512_setzero_ps(); SUMMED]; R];
+        for (c, row) in weights.starts(at).enumerate() {
+            // SAFETY: the caller's promise.
+            let of_column = unsafe { P::column(row, blocks, x) };
+            for r in 0..R {
+                totals[r][c] = of_column[r];
+            }
+        }
+        for (totals, sums) in totals.iter().zip(&mut sums) {
+            let sums = &mut sums[at..at + SUMMED];
+            // SAFETY: as many floats.
+            unsafe { _mm_storeu_ps(sums.as_mut_ptr(), sums_of_four(*totals)) };
+        }
     }
     sums
 }
@@ -240,26 +244,4 @@ unsafe fn add<F: Fused, const R: usize>(
             totals[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, totals[r]);
         }
     }
-}
-
-/// The sums of two vectors' halves of each 128 bits, side by side.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn halved(a: __m512, b: __m512) -> __m512d {
-    let halves = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    _mm512_castps_pd(halves)
-}
-
-/// The sum of each vector, all in the same order.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn sums_of_four([a, b, c, d]: &[__m512; 4]) -> __m128 {
-    let (ab, cd) = (halved(*a, *b), halved(*c, *d));
-    let four = _mm512_add_ps(
-        _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
-        _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
-    );
-    let two = _mm512_add_ps(four, _mm512_shuffle_f32x4::<0b01_00_11_10>(four, four));
-    let one = _mm512_add_ps(two, _mm512_shuffle_f32x4::<0b10_11_00_01>(two, two));
-    _mm512_castps512_ps128(one)
 }
