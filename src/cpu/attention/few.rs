@@ -6,6 +6,7 @@ use pulp::Simd;
 use super::scores::{MAX_KEYS, Tile, has_modifiers};
 use super::simd::{exp_nonpositive, load, store};
 use super::unit::{KeyRows, Softmax, Unit, carve};
+use crate::cpu::vector;
 use crate::problem::attention::Problem;
 
 /// More rows than this are better off in panels.
@@ -190,9 +191,16 @@ unsafe fn product_block<S: Simd, const R: usize, const M: usize>(
                 }
             }
         }
-        for (m, acc) in acc.iter().enumerate() {
-            for (r, acc) in acc.iter().enumerate() {
-                *scores.add(r * MAX_KEYS + m) = simd.reduce_sum_f32s(*acc);
+        for r in 0..R {
+            let scores = scores.add(r * MAX_KEYS);
+            if M == 4 {
+                let four = [acc[0][r], acc[1 % M][r], acc[2 % M][r], acc[3 % M][r]];
+                let sums = vector::sums_of_four(simd, four);
+                scores.cast::<[f32; 4]>().write_unaligned(sums);
+            } else {
+                for (m, acc) in acc.iter().enumerate() {
+                    *scores.add(m) = simd.reduce_sum_f32s(acc[r]);
+                }
             }
         }
     }

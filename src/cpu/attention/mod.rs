@@ -78,12 +78,13 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     // SAFETY: the only part, borrowed once.
     let partials = unsafe { partials.part(0) };
     let shared = Partials(partials.as_mut_ptr());
-    // An estimate, hence floating-point; a vector instruction does at least eight multiplications.
+    // An estimate, hence floating-point; a vector instruction does at least eight multiplications, and the softmax and
+    // sums of lanes take as long again.
     let products: f64 = (sequences.iter())
         .map(|s| s.rows(p) as f64 * s.k_len as f64)
         .sum();
     let per_unit = products * p.num_kv_heads as f64 / units.max(1) as f64;
-    let cost = per_unit * (p.head_dim + p.head_dim_v) as f64 / 8.0;
+    let cost = per_unit * (p.head_dim + p.head_dim_v) as f64 / 4.0;
     let kinds = Kinds::of(p, &sequences);
     let size = kinds.few_size(p) + kinds.panel_size(p);
     cpu.for_each_range_with(OP, (units, cost as usize), size, |floats, range| {
