@@ -111,7 +111,12 @@ pub(crate) fn launch<O: Operation>(ctx: &Context, params: &O, stream: Stream) ->
     let _range = crate::log::range(O::NAME);
     check_context(ctx, params)?;
     ctx.device().check_stream(O::NAME, stream)?;
-    let plan = params.problem()?.plan(ctx)?;
+    // Plans are long, and stay where they were made.
+    let planned = params.problem()?.plan(ctx);
+    let plan = match planned {
+        Ok(ref plan) => plan,
+        Err(error) => return Err(error),
+    };
     // After the plan: a call that queries refuse is refused for the same reason.
     params.ready()?;
     let scratch = match params.workspace() {

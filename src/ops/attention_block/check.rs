@@ -41,7 +41,8 @@ impl<'a> Operation for Params<'a> {
     type Problem = Problem<'a>;
 
     fn problem(&self) -> Result<Problem<'a>> {
-        let (mut parts, chunks) = self.parts()?;
+        let mut parts = Parts::new(OP, &self.workspace);
+        let chunks = self.push_to(&mut parts)?;
         if let Some(parallel) = &self.parallel {
             parallel.push_join(OP, chunks, &mut parts)?;
         }
@@ -89,31 +90,35 @@ impl<'a> Operation for Params<'a> {
 impl<'a> Params<'a> {
     /// The block's parts. Sums of these chunks run beside what follows, which waits for them.
     pub(crate) fn parts(&self) -> Result<(Problem<'a>, Chunks)> {
+        let mut parts = Parts::new(OP, &self.workspace);
+        let chunks = self.push_to(&mut parts)?;
+        Ok((parts, chunks))
+    }
+
+    /// [`Params::parts`] where they are to be: they are long, and each move copies all that there is room for.
+    fn push_to(&self, parts: &mut Problem<'a>) -> Result<Chunks> {
         let x = self.x.raw();
         let checked = self.checked()?;
         let mut room = [0; MAX_RANK];
         let shape = with_last(&x, checked.out_projection.out_features(), &mut room);
         self.output.check(OP, Arg::new(OP, "x", &x), shape)?;
-        let mut parts = Parts::new(OP, &self.workspace);
         let Some(parallel) = &self.parallel else {
-            let chunks = self.push(&checked, (&self.output, None), &mut parts)?;
-            return Ok((parts, chunks));
+            return self.push(&checked, (&self.output, None), parts);
         };
-        parts = parts.exactly();
+        parts.be_exact();
         parallel.check(OP)?;
         self.check_divided(&checked, parallel)?;
         Arg::new(OP, "out", &self.output.out()).contiguous()?;
         let output = (&self.output, Some(parallel));
-        let chunks = if parallel.sequence {
-            let x = parallel.push_gather(OP, ("x", OF_X), x, &mut parts)?;
+        if parallel.sequence {
+            let x = parallel.push_gather(OP, ("x", OF_X), x, parts)?;
             // SAFETY: it lies in the workspace, for parts of this call.
             let x = unsafe { TensorRef::from_raw(x.ptr, x.dtype, x.layout) };
             let all = self.of_all_rows(x);
-            all.push(&all.checked()?, output, &mut parts)?
+            all.push(&all.checked()?, output, parts)
         } else {
-            self.push(&checked, output, &mut parts)?
-        };
-        Ok((parts, chunks))
+            self.push(&checked, output, parts)
+        }
     }
 }
 
