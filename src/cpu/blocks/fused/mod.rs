@@ -44,7 +44,7 @@ impl<'a> Rows<'a> {
     /// Where some of the rows begin, from `at` on.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    fn starts(self, at: usize) -> impl Iterator<Item = *const u8> {
+    fn starts(self, at: usize) -> impl ExactSizeIterator<Item = *const u8> {
         let start = move |i| self.first.as_ptr().wrapping_add(i * self.apart);
         (at..self.count.min(at + SUMMED)).map(start)
     }

@@ -50,6 +50,19 @@ pub(super) trait Product {
     /// # Safety
     /// These are there, and the processor has the instructions.
     unsafe fn column<const R: usize>(row: *const u8, blocks: usize, x: [Row; R]) -> [__m512; R];
+
+    /// Whether [`Product::four`] is faster than row by row.
+    const HAS_FOUR: bool = false;
+
+    /// Four such rows by one of activations, with the bits of each alone.
+    ///
+    /// # Safety
+    /// As above, and [`Product::HAS_FOUR`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+    unsafe fn four(_: [*const u8; 4], _: usize, _: Row) -> [__m512; 4] {
+        unreachable!("not asked for where there is none")
+    }
 }
 
 /// Products in steps.
@@ -129,11 +142,19 @@ unsafe fn multiply<P: Product, const R: usize>(
     for at in (0..weights.count).step_by(SUMMED) {
         // By rows of x.
         let mut totals = [[_mm512_setzero_ps(); SUMMED]; R];
-        for (c, row) in weights.starts(at).enumerate() {
+        let rows = weights.starts(at);
+        if P::HAS_FOUR && R == 1 && rows.len() == SUMMED {
+            let mut four = [std::ptr::null(); SUMMED];
+            four.iter_mut().zip(rows).for_each(|(to, row)| *to = row);
             // SAFETY: the caller's promise.
-            let of_column = unsafe { P::column(row, blocks, x) };
-            for r in 0..R {
-                totals[r][c] = of_column[r];
+            totals[0] = unsafe { P::four(four, blocks, x[0]) };
+        } else {
+            for (c, row) in rows.enumerate() {
+                // SAFETY: the caller's promise.
+                let of_column = unsafe { P::column(row, blocks, x) };
+                for r in 0..R {
+                    totals[r][c] = of_column[r];
+                }
             }
         }
         for (totals, sums) in totals.iter().zip(&mut sums) {
