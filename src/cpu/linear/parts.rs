@@ -8,7 +8,7 @@ use crate::cpu::Cpu;
 /// Output columns that are finished at a time.
 pub(super) const PART: usize = 16;
 
-/// Rows that are multiplied at a time.
+/// Rows that are multiplied at a time, and up to which that beats tiles.
 pub(super) const MAX_ROWS: usize = 32;
 
 /// Rows up to which sums have little room: zeros for more would take as long as the products of a row.

@@ -189,22 +189,27 @@ fn kernels_agree_with_chunks() {
     }
 }
 
-/// A row's product has the same bits whatever stands beside it.
+/// A row's product has the same bits whatever stands beside it: rows of activations, rows of weights, or both.
 #[test]
 fn neighbours_change_nothing() {
     for kernel in every() {
-        let dtype = kernel.dtype;
-        let depth = 3 * dtype.block().0;
-        let x =
-            [0, 1, 2, 3].map(|r| Rounded::new(kernel.form(), depth, group(dtype), 50 * r, false));
-        let rows = [0, 1, 2, 3].map(|c| blocks(dtype, depth, 7 + c, false));
-        let together = rows.concat();
-        let all = some(&together, rows[0].len(), rows.len());
-        let all = kernel.products(all, x.each_ref().map(Rounded::codes));
-        for (x, of_row) in x.iter().zip(all) {
-            for (row, product) in rows.iter().zip(of_row) {
-                let alone = kernel.products(some(row, row.len(), 1), [x.codes()])[0][0];
-                assert_eq!(alone.to_bits(), product.to_bits(), "{dtype}");
+        for number in [3, 4, 7, 18] {
+            let dtype = kernel.dtype;
+            let depth = number * dtype.block().0;
+            let rounded =
+                |r: usize| Rounded::new(kernel.form(), depth, group(dtype), 50 * r, false);
+            let x = [0, 1, 2, 3].map(rounded);
+            let rows = [0, 1, 2, 3].map(|c| blocks(dtype, depth, 7 + c, false));
+            let together = rows.concat();
+            let together = some(&together, rows[0].len(), rows.len());
+            let all = kernel.products(together, x.each_ref().map(Rounded::codes));
+            for (x, of_row) in x.iter().zip(all) {
+                let [one] = kernel.products(together, [x.codes()]);
+                for ((row, product), one) in rows.iter().zip(of_row).zip(one) {
+                    let [alone] = kernel.products(some(row, row.len(), 1), [x.codes()]);
+                    assert_eq!(alone[0].to_bits(), product.to_bits(), "{dtype} {number}");
+                    assert_eq!(alone[0].to_bits(), one.to_bits(), "{dtype} {number}");
+                }
             }
         }
     }
