@@ -10,7 +10,8 @@ what else ran shows in the spread of `all`. With `--device cuda` both run on a G
 weights of bf16, too. With `--batches 8,64 --llama-batched-bench PATH/llama-batched-bench` also decoding
 of so many sequences at once, 128 tokens of each behind a common prompt of about 128: rates count the
 tokens of all. Writes benches/results/llama_cpp_DEVICE_DATE.json, where a processor without AVX-512 is
-"avx2". Standard library only.
+"avx2"; `--out` names another file, as llama_cpp_xeon_DATE.json, whose table is to stand beside that of
+another processor with the same instructions. Standard library only.
 """
 
 import argparse

@@ -211,8 +211,8 @@ impl Cpu {
     ) {
         /// Of more threads, each reads little.
         const MOST: usize = 32;
-        /// What a piece costs, or a little more: a thread counts its pieces where no other one writes, so they may be
-        /// short, and then no thread has long to wait for another one's last.
+        /// What a piece costs, or a little more. Taking one is cheap, because a thread counts its pieces where no other
+        /// one writes before it helps; and short pieces keep the thread that is done first from waiting long.
         const PIECE_COST: usize = SERIAL_COST / 8;
         /// The next piece of a part, in a cache line of its own.
         #[repr(align(64))]

@@ -111,7 +111,7 @@ pub(crate) fn launch<O: Operation>(ctx: &Context, params: &O, stream: Stream) ->
     let _range = crate::log::range(O::NAME);
     check_context(ctx, params)?;
     ctx.device().check_stream(O::NAME, stream)?;
-    // Plans are long, and stay where they were made.
+    // Borrowed, for a move would copy a plan, which is long.
     let planned = params.problem()?.plan(ctx);
     let plan = match planned {
         Ok(ref plan) => plan,

@@ -194,6 +194,7 @@ unsafe fn product_block<S: Simd, const R: usize, const M: usize>(
         for r in 0..R {
             let scores = scores.add(r * MAX_KEYS);
             if M == 4 {
+                // Where `M` is 1 this is not run, but the indices have to be in range.
                 let four = [acc[0][r], acc[1 % M][r], acc[2 % M][r], acc[3 % M][r]];
                 let sums = vector::sums_of_four(simd, four);
                 scores.cast::<[f32; 4]>().write_unaligned(sums);

@@ -79,7 +79,7 @@ fn forward(cpu: &Cpu, p: &Problem) -> Result<()> {
     let partials = unsafe { partials.part(0) };
     let shared = Partials(partials.as_mut_ptr());
     // An estimate, hence floating-point; a vector instruction does at least eight multiplications, and the softmax and
-    // sums of lanes take as long again.
+    // adding up vectors' lanes take about as long as these.
     let products: f64 = (sequences.iter())
         .map(|s| s.rows(p) as f64 * s.k_len as f64)
         .sum();

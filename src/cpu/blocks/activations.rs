@@ -265,7 +265,7 @@ fn quantize<X: Float>(x: &RawTensor, row: usize, sizes: Sizes, out: &mut [f32]) 
                 Form::Split => {
                     let at = at / SHARED * 4;
                     scales[at..at + 4].fill(scale);
-                    // Vectors first: codes 16 apart, then the four sums.
+                    // Codes that are 16 apart have the same sum: they are added as vectors, then four neighbours.
                     let mut pairs = [0i32; SHARED / 2];
                     for (i, pair) in pairs.iter_mut().enumerate() {
                         *pair = i32::from(codes[i]) + i32::from(codes[i + 16]);
@@ -300,7 +300,8 @@ fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
     // SAFETY: the bytes of the floats, which any integers may be.
     let out: &mut [u8] =
         unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), 4 * out.len()) };
-    // Pieces are made where they can be vectors, then copied.
+    // Bytes are put together in arrays of their own and then copied: the compiler does not make vectors of stores to
+    // slices that may overlap.
     if form == Form::Words {
         let mut bytes = [[0; 2]; SHARED];
         for (bytes, code) in bytes.iter_mut().zip(codes) {
@@ -349,8 +350,8 @@ pub(super) fn round_together(values: &[f32; SHARED], codes: &mut [i16; SHARED]) 
     let magnitude = values.iter().map(|v| v.to_bits() & 0x7fff_ffff);
     let most = f32::from_bits(magnitude.fold(0, u32::max));
     let scale = most / LIMIT;
-    // Numbers as small as codes are added to this one are rounded to integers, which then are its last bits: a
-    // conversion of vectors, which `as` is not, for it looks at each number that may not fit.
+    // Adding this to a number as small as a code rounds it to an integer, which the last bits of the sum then hold. The
+    // compiler makes vectors of that, and does not of `as`, which checks for each number whether it fits.
     const SHIFT: f32 = 1.5 * (1 << 23) as f32;
     for (code, value) in codes.iter_mut().zip(values) {
         // Without a scale that is a number there is no code, and any will do; 0 / 0 is a NaN whose last bits are zeros.

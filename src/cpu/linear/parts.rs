@@ -11,7 +11,8 @@ pub(super) const PART: usize = 16;
 /// Rows that are multiplied at a time, and up to which that beats tiles.
 pub(super) const MAX_ROWS: usize = 32;
 
-/// Rows up to which sums have little room: zeros for more would take as long as the products of a row.
+/// Rows up to which there is room for the sums of no more than these: it is filled with zeros, and for [`MAX_ROWS`] these
+/// would take as long as the products of one row of a small model.
 const FEW: usize = 4;
 
 /// Calls `multiply(room, i, (rows, columns), sums)` for each weight `i` and part of the output, which gives the products of these

@@ -95,7 +95,8 @@ impl<'a> Params<'a> {
         Ok((parts, chunks))
     }
 
-    /// [`Params::parts`] where they are to be: they are long, and each move copies all that there is room for.
+    /// Adds the block's parts to an empty list. A launch makes them where they stay, because moving them copies the room for as many
+    /// as a block may have, however few there are.
     fn push_to(&self, parts: &mut Problem<'a>) -> Result<Chunks> {
         let x = self.x.raw();
         let checked = self.checked()?;

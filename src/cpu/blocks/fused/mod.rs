@@ -26,6 +26,10 @@ const SUMMED: usize = 4;
 pub(crate) struct Rows<'a> {
     first: &'a [u8],
     /// Bytes from row to row.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(dead_code, reason = "there are no kernels")
+    )]
     apart: usize,
     count: usize,
 }

@@ -116,7 +116,7 @@ struct Totals {
 }
 
 impl<F: Nibbles> Product for InUnits<F> {
-    /// Fifth bits are put together in other registers, of which there are too few for four rows.
+    /// Not with fifth bits: they are put together in integer registers, which do not suffice for four rows.
     const HAS_FOUR: bool = F::FIFTH.is_none();
 
     #[inline]
@@ -172,8 +172,9 @@ impl<F: Nibbles> Product for InUnits<F> {
 
 /// The activations that a unit multiplies.
 struct OfUnit {
-    /// By codes in low halves of bytes, and by those in high ones.
+    /// The high bytes of activations: those that codes in low halves of bytes multiply, and those for codes in high halves.
     high: [__m512i; 2],
+    /// Their low bytes, likewise.
     low: [__m512i; 2],
     scales: __m512,
     sums: __m512,
