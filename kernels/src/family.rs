@@ -38,8 +38,6 @@ mod linear_e4m3;
 mod linear_few;
 #[path = "../cuda/linear/one_row/family.rs"]
 mod linear_one_row;
-#[path = "../cuda/linear/steps/family.rs"]
-mod linear_steps;
 #[path = "../cuda/linear/wide/family.rs"]
 mod linear_wide;
 #[path = "../cuda/norm/backward/family.rs"]
@@ -65,7 +63,6 @@ pub const FAMILIES: &[Family] = &[
     linear_e4m3::FAMILY,
     linear_few::FAMILY,
     linear_one_row::FAMILY,
-    linear_steps::FAMILY,
     linear_wide::FAMILY,
     norm_backward_ring::FAMILY,
     qk_norm_rope_ring::FAMILY,

@@ -160,6 +160,29 @@ fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
     for rows in [1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33] {
         cases.push((rows, [33, 3 * len], 0));
     }
+    // A few rows: parted among blocks of a cluster, of parts that are no whole chunks, and too many for that.
+    for (rows, shape) in [
+        (2, [48, 16 * 256]),
+        (8, [24, 57 * 256]),
+        (12, [40, 16 * 256]),
+        (16, [160, 56 * 256]),
+        (16, [16, 64 * 256]),
+    ] {
+        cases.push((rows, shape, 0));
+    }
+    // By tiles of rows that are no whole lines: more than a block of threads has, odd numbers of units.
+    for (rows, shape) in [
+        (2, [48, 18]),
+        (8, [2128, 18]),
+        (16, [16, 28]),
+        (5, [8, 9]),
+        (9, [24, 63]),
+        (3, [32, 66]),
+    ] {
+        let [columns, units] = shape;
+        let units: usize = units;
+        cases.push((rows, [columns, (32 * units / len).max(1) * len], 0));
+    }
     // Rows that are whole lines of 16 bytes; some tiles for each of a GPU's blocks; more integers of x
     // than a block has shared memory for.
     for rows in [1, 3, 8, 16, 33] {
@@ -236,7 +259,7 @@ fn products_are_those_of_the_decoded_weight() {
                     // The CPU widens all to f32.
                     let few: &[usize] = match ctx.backend() {
                         Backend::Cpu => &[1, 33],
-                        _ => &[1, 3, 5, 6, 8, 9, 16, 17, 24, 32, 33, 65, 300],
+                        _ => &[1, 2, 3, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 65, 300],
                     };
                     if dtype == DType::F32 || few.contains(&rows) {
                         let x =

@@ -19,15 +19,21 @@ __device__ __forceinline__ float sum_of_lanes(float sum) {
   return sum;
 }
 
-// The sum of the squares of a part. Lanes behind the row have zeros.
+// The sum of a lane's squares.
 template <class T>
-__device__ __forceinline__ float squares_of_part(const uint4 &words) {
+__device__ __forceinline__ float squares_of_lane(const uint4 &words) {
   float of[Vector<T>::kWidth];
   Vector<T>::unpack(words, of);
   float sum = of[0] * of[0];
 #pragma unroll
   for (int i = 1; i < Vector<T>::kWidth; i++) sum = fmaf(of[i], of[i], sum);
-  return sum_of_lanes(sum);
+  return sum;
+}
+
+// The sum of the squares of a part. Lanes behind the row have zeros.
+template <class T>
+__device__ __forceinline__ float squares_of_part(const uint4 &words) {
+  return sum_of_lanes(squares_of_lane<T>(words));
 }
 
 // The sum of all parts of a row, on every lane. `kAligned`: they begin at a multiple of 16 bytes.

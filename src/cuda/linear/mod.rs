@@ -268,7 +268,7 @@ pub(super) fn fuses(cuda: &Cuda, p: &Product<'_>) -> bool {
     match p.weights.weight.dtype {
         dtype if dtype.is_in_blocks() => blocks::fuses(cuda, p),
         dtype if dtype.is_quantized() => false,
-        _ => few::fuses(cuda, p),
+        _ => few::serves(cuda, p),
     }
 }
 
@@ -390,6 +390,7 @@ pub(super) fn multiply(
         return Ok(());
     }
     match p.weights.weight.dtype {
+        dtype if dtype.is_in_blocks() && few::serves(cuda, p) => blocks::multiply(cuda, p, stream),
         dtype if is_decoded(dtype) && wide::multiply(cuda, p, scratch, stream)? => Ok(()),
         DType::F8E4M3 => e4m3::multiply(cuda, p, scratch, stream),
         dtype if dtype.is_in_blocks() && blocks::are_few_rows(p.x, p.weights) => {

@@ -152,8 +152,6 @@ pub(in crate::cuda) mod sums {
 
 /// Kernels of products, on every device.
 pub(in crate::cuda) mod products {
-    use crate::dtype::DType;
-
     /// Rows up to which reading the weights for every 32 costs less than tiles do.
     pub(in crate::cuda) const MODERATE: usize = 512;
     /// Elements of a row from which on x does not stay in the caches.
@@ -181,16 +179,9 @@ pub(in crate::cuda) mod products {
     /// takes 30 (H200; no record exists).
     pub(in crate::cuda) const BLOCKS_TILES_LEAST_ROWS: usize = 9;
     pub(in crate::cuda) const BLOCKS_TILES_ROWS: usize = 32;
-    /// Rows of x of 16 bits from which on, and up to eight, kernels for Hopper that have a step of x in
-    /// registers may be faster than those of integers, which take five rows as eight; and columns up to
-    /// which they are: eight rows by 4096 x 4096 weights were 1.10 to 1.24 times as fast, by 4096 x 14336
-    /// 1.41 to 1.92, by 14336 x 4096 0.84 to 0.98. Lines through these times cross between 6,000 columns
-    /// (Q5_1) and 12,600 (Q4_0). Four rows were 0.88 times as fast (H100,
-    /// `benches/results/linear_steps_ladder_h100_2026-11-25.json`).
-    pub(in crate::cuda) const BLOCKS_STEPS_LEAST_ROWS: usize = 5;
-    pub(in crate::cuda) const BLOCKS_STEPS_COLUMNS: usize = 6144;
-    /// Formats of which 14336 x 4096 weights were 1.11 and 1.15 times as fast, too.
-    pub(in crate::cuda) const BLOCKS_STEPS_OF_ANY_COLUMNS: [DType; 2] = [DType::Q8_0, DType::Q6K];
+    /// Rows of x of 16 bits up to which such weights on Hopper are for kernels that keep a multiprocessor's shared
+    /// memory full of them.
+    pub(in crate::cuda) const BLOCKS_FEW: usize = 8;
     /// Columns of such weights of which a row of x fits, as integers, the shared memory of every device.
     pub(in crate::cuda) const BLOCKS_FEW_COLUMNS: usize = 28672;
     /// Rows of x up to which kernels read weights of 8-bit floats as they are. They read the matrix again for

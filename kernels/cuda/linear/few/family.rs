@@ -1,5 +1,5 @@
-//! Products of few rows of 16 bits with weights like them on Hopper: what the kernels are told, and what
-//! tells them apart.
+//! Products of few rows of 16 bits on Hopper, with weights like them or in blocks: what the kernels are told,
+//! and what tells them apart.
 
 use crate::family::{Family, Field, Type, field};
 
@@ -10,18 +10,28 @@ pub const FAMILY: Family = Family {
     architecture: Some((90, "a")),
     arguments: ARGUMENTS,
     choices: &[
-        ("dtype", "a contract's Float"),
+        ("dtype", "of x: a contract's Float"),
+        ("weight_dtype", "the same, or a contract's Blocks"),
         ("rows", "of x, at most"),
         ("columns", "rows of the weight of a tile, at most"),
-        ("step", "elements of a row that a warp multiplies at a time"),
+        (
+            "step",
+            "elements of a row that a warp multiplies at a time, at most",
+        ),
+        ("step_bytes", "of these"),
         ("steps", "of a row that are copied together, at most"),
         (
             "teams",
             "of warps, which have chunks by turns: slots are a multiple",
         ),
+        ("sum_bytes", "of shared memory, for sums of x of a step"),
         (
             "share_bytes",
             "of shared memory, for what warps have of the sums of tiles, for each row of x",
+        ),
+        (
+            "partial_bytes",
+            "of shared memory, for what another block of a cluster has of a tile",
         ),
     ],
 };
@@ -53,11 +63,16 @@ const ARGUMENTS: &[Field] = &[
     field(Type::I64, "residual_stride", ""),
     field(Type::U32, "rows", "of x"),
     field(Type::U32, "out_features", ""),
-    field(Type::U32, "lines", "of 16 bytes of a row"),
+    field(Type::U32, "lines", "of 16 bytes of a row of x"),
     field(
         Type::U32,
         "steps",
-        "of a row, the last of which may be shorter",
+        "of a block's part of a row, the last of which may be shorter, or not there",
+    ),
+    field(
+        Type::U32,
+        "units_of_step",
+        "of 32 neighbours, of weights in blocks",
     ),
     field(
         Type::U32,
@@ -73,7 +88,17 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "pitch",
-        "bytes of a slot from row to row: 64 more than whole lines of 128",
+        "bytes of a slot from row to row, so that the same words of neighbouring ones lie in different banks",
+    ),
+    field(
+        Type::U32,
+        "whole_tiles",
+        "1: tiles in blocks are copied as they lie, rows without gaps; 0: rows are whole lines of 16 bytes",
+    ),
+    field(
+        Type::U32,
+        "parts",
+        "of a row in blocks, each for a block of a cluster",
     ),
     field(
         Type::U32,
@@ -83,12 +108,12 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "tiles",
-        "of a block, every so many as there are blocks",
+        "of a cluster, every so many as there are clusters",
     ),
     field(
         Type::U32,
         "one_more",
-        "blocks with one more, the first ones",
+        "clusters with one more, the first ones",
     ),
     field(Type::U32, "bias_dtype", "a contract's Float, or 0 for none"),
     field(Type::U32, "up_bias_dtype", "the same"),

@@ -2,15 +2,14 @@
 //!
 //! Few rows go to kernels that read the blocks as they are, and round `x` to integers of 16 bits; some
 //! more, of 16 bits, to such as leave `x` as it is (`kernels/cuda/linear/blocks`). On Hopper one row and
-//! five to eight have kernels of their own (`kernels/cuda/linear/one_row`, `steps`). All else has the
+//! two to eight have kernels of their own (`kernels/cuda/linear/one_row`, `few`). All else has the
 //! matrix decoded to the dtype of `x`, in the workspace and in parts if it is large, and is a product of
 //! floats then.
 
 mod one_row;
-mod steps;
 mod tiles;
 
-use super::few::{Norm, is_like, offset};
+use super::few::{self, Norm, is_like, offset};
 use super::{Epilogue, Product};
 use crate::alloc::push;
 use crate::backend::Stream;
@@ -30,7 +29,6 @@ use crate::tensor::RawTensor;
 pub(super) struct Kernels {
     kernels: Vec<Kernel<Arguments>>,
     one_row: one_row::Kernels,
-    steps: steps::Kernels,
     multiprocessors: usize,
 }
 
@@ -44,7 +42,6 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     Ok(Kernels {
         kernels,
         one_row: one_row::kernels(resources)?,
-        steps: steps::kernels(resources)?,
         multiprocessors: multiprocessors.max(1),
     })
 }
@@ -53,6 +50,9 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
 pub(super) fn fuses(cuda: &Cuda, p: &Product<'_>) -> bool {
     let weight = &p.weights.weight;
     let halves = matches!(p.x.dtype, DType::F16 | DType::Bf16);
+    if few::serves(cuda, p) {
+        return true;
+    }
     if way(p.x, p.weights) != Way::Integers
         || !p
             .norm
@@ -87,8 +87,13 @@ pub(super) fn fuses(cuda: &Cuda, p: &Product<'_>) -> bool {
             a.aligned == Aligned::Lines as u32
                 && (p.norm.is_none() || a.x_aligned == 2)
                 && has_room
-                && !steps::serve(cuda, p, &a)
+                && !is_for_few(cuda, p)
         })
+}
+
+/// Whether a product without its norm would be for kernels that do not take it with that.
+fn is_for_few(cuda: &Cuda, p: &Product<'_>) -> bool {
+    p.norm.is_some() && few::serves(cuda, &Product { norm: None, ..*p })
 }
 
 /// Whether rows of a weight in blocks are whole lines of 16 bytes.
@@ -200,7 +205,7 @@ pub(super) fn multiply(cuda: &Cuda, p: &Product<'_>, stream: Stream) -> Result<(
     let way = way(p.x, p.weights);
     for matrix in p.rows().matrices() {
         let a = arguments(p, &matrix);
-        if one_row::multiply(cuda, p, &a, stream)? || steps::multiply(cuda, p, &a, stream)? {
+        if one_row::multiply(cuda, p, &a, stream)? || few::multiply(cuda, p, &matrix, stream)? {
             continue;
         }
         match way {

@@ -1,0 +1,6 @@
+#include "blocks.cuh"
+#include "few.cuh"
+
+UNSLOTH_LINEAR_FEW_BLOCKS(q8_0, kQ8_0)
+UNSLOTH_LINEAR_FEW_BLOCKS(q4_0, kQ4_0)
+UNSLOTH_LINEAR_FEW_BLOCKS(q4_1, kQ4_1)

@@ -1,4 +1,0 @@
-#include "steps.cuh"
-
-UNSLOTH_LINEAR_STEPS(q5_0, kQ5_0)
-UNSLOTH_LINEAR_STEPS(q5_1, kQ5_1)

@@ -1,5 +1,0 @@
-#include "steps.cuh"
-
-UNSLOTH_LINEAR_STEPS(q4_k, kQ4K)
-UNSLOTH_LINEAR_STEPS(q5_k, kQ5K)
-UNSLOTH_LINEAR_STEPS(q6_k, kQ6K)
