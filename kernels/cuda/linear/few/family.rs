@@ -98,7 +98,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "parts",
-        "of a row in blocks, each for a block of a cluster",
+        "of a row, each for a block of a cluster: a power of two",
     ),
     field(
         Type::U32,

@@ -56,8 +56,9 @@ class Few {
         lane_(threadIdx.x % 32),
         chunks_((p.steps + p.steps_of_chunk - 1) / p.steps_of_chunk),
         chunk_bytes_(p.steps_of_chunk * Weight::step_bytes(p)),
-        part_(kParts ? blockIdx.x % p.parts : 0),
-        cluster_(kParts ? blockIdx.x / p.parts : blockIdx.x),
+        parts_log2_(kParts ? 31 - __clz(p.parts) : 0),
+        part_(blockIdx.x & (1 << parts_log2_) - 1),
+        cluster_(blockIdx.x >> parts_log2_),
         padded_(p.steps * Weight::step_lines(p)),
         first_line_(part_ * padded_),
         lines_(min(p.lines - first_line_, padded_)),
@@ -118,7 +119,7 @@ class Few {
 
   // Of a tile of the block, among all: those that blocks have at a time are neighbours.
   __device__ __forceinline__ uint32_t index_of(uint32_t tile) const {
-    return tile * (gridDim.x / parts()) + cluster_;
+    return tile * (gridDim.x >> parts_log2_) + cluster_;
   }
 
   // The output's first column of a tile of the block.
@@ -307,34 +308,47 @@ class Few {
 
   // Normalises x in place: a thread the lines that it has stored. `gains` are those of the first.
   __device__ __forceinline__ void normalise(float (&gains)[8]) const {
+    constexpr uint32_t kAtOnce = 4;
     const uint32_t parts = (lines_ + 31) / 32, of_row = (padded_ + 31) / 32;
+    // Behind the parts of all rows.
+    float *scales = shares_ + p_.rows * of_row;
+    named_barrier_sync(kAmongMultipliers, kMultipliers);
+    if (warp_ < p_.rows) {
+      const float scale = scale_of_row(p_, shares_ + warp_ * of_row, parts);
+      if (lane_ == 0) scales[warp_] = scale;
+    }
     named_barrier_sync(kAmongMultipliers, kMultipliers);
 #pragma unroll 1
-    for (uint32_t row = 0; row < p_.rows; row++) {
-      const float scale = scale_of_row(p_, shares_ + row * of_row, parts);
+    for (uint32_t base = warp_ * 32; base < lines_; base += kMultipliers) {
+      const uint32_t line = base + lane_;
+      if (line != threadIdx.x && line < lines_) load_gains(line, gains);
 #pragma unroll 1
-      for (uint32_t base = warp_ * 32; base < lines_; base += kMultipliers) {
-        const uint32_t line = base + lane_;
-        uint4 words = {0, 0, 0, 0};
-        if (line < lines_) {
-          uint4 *of_part = x_ + row * padded_ + base;
-          if (line != threadIdx.x) load_gains(line, gains);
-          words = Weight::load(of_part, row, lane_);
-          float of[8];
-          Vector<T>::unpack(words, of);
+      for (uint32_t first = 0; first < p_.rows; first += kAtOnce) {
+        float sums[kAtOnce];
 #pragma unroll
-          for (int i = 0; i < 8; i++) of[i] = normalised(p_, of[i], gains[i], scale);
-          words = Vector<T>::packed(of);
-          Weight::store(of_part, row, lane_, words);
+        for (uint32_t i = 0; i < kAtOnce; i++) {
+          const uint32_t row = first + i;
+          uint4 words = {0, 0, 0, 0};
+          if (row < p_.rows && line < lines_) {
+            uint4 *of_part = x_ + row * padded_ + base;
+            words = Weight::load(of_part, row, lane_);
+            const float scale = scales[row];
+            float of[8];
+            Vector<T>::unpack(words, of);
+#pragma unroll
+            for (int j = 0; j < 8; j++) of[j] = normalised(p_, of[j], gains[j], scale);
+            words = Vector<T>::packed(of);
+            Weight::store(of_part, row, lane_, words);
+          }
+          sums[i] = sum_of_line(words);
         }
-        if (Weight::kHasSums) {
-          float sum[1] = {sum_of_line(words)};
-          add_lanes<4>(sum);
-          keep_sum(row, line, sum[0]);
+        if (!Weight::kHasSums) continue;
+        add_lanes<4>(sums);
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; i++) {
+          if (first + i < p_.rows) keep_sum(first + i, line, sums[i]);
         }
       }
-      // Another row's gains are those of the first line again.
-      if (lines_ > kMultipliers && threadIdx.x < lines_) load_gains(threadIdx.x, gains);
     }
   }
 
@@ -506,7 +520,7 @@ class Few {
 
   const LinearFewArguments &p_;
   // Chunks of a row, and bytes of one; the block's part of a row, the cluster among all.
-  const uint32_t warp_, lane_, chunks_, chunk_bytes_, part_, cluster_;
+  const uint32_t warp_, lane_, chunks_, chunk_bytes_, parts_log2_, part_, cluster_;
   // Of a row of x, lines of 16 bytes of the block's part: with zeros behind them, before them, and
   // themselves. The cluster's tiles.
   const uint32_t padded_, first_line_, lines_, tiles_;

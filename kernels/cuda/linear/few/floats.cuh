@@ -16,7 +16,7 @@ struct Floats {
   // Elements that a warp multiplies at a time, and lines of 16 bytes of them.
   static constexpr uint32_t kStep = 64, kLines = 8, kStepBytes = kLines * 16;
   static constexpr float kSumFactor = 0;
-  static constexpr bool kHasSums = false, kParts = false, kTiles = false;
+  static constexpr bool kHasSums = false, kParts = true, kTiles = false;
 
   static __device__ __forceinline__ uint32_t step_lines(const LinearFewArguments &) {
     return kLines;

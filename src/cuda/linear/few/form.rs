@@ -76,10 +76,12 @@ impl Sizes {
         if !(1..=MOST_COLUMNS).contains(&self.out_features) || self.in_features == 0 {
             return None;
         }
-        let parts = self.in_blocks() && self.clusters && self.tile_row_bytes.is_none();
+        let parts = self.clusters && self.tile_row_bytes.is_none();
         let x = self.rows.checked_mul(self.in_features)?;
         let order: &[usize] = match (parts, x > MOST_OF_X) {
             (false, _) => &[1],
+            (true, false) if !self.in_blocks() => &[1, 2],
+            (true, true) if !self.in_blocks() => &[2],
             (true, false) => &[1, 2, 4],
             (true, true) => &[2, 1, 4],
         };
@@ -126,7 +128,8 @@ impl Sizes {
                 .max(2 * teams)
                 .min((tiles / clusters + 1) * chunks)
                 .next_multiple_of(teams),
-            false => LEAST_SLOTS,
+            false if parts == 1 => LEAST_SLOTS,
+            false => LEAST_SLOTS / 2,
         };
         (slots >= least).then_some(Form {
             clusters,
@@ -287,13 +290,13 @@ mod tests {
                         ..sizes(out_features, in_features)
                     };
                     let Some(form) = sizes.form() else {
-                        assert!(rows * in_features > 32_768, "{sizes:?}");
+                        assert!(rows * in_features > 114_688, "{sizes:?}");
                         continue;
                     };
                     assert!(form.shared_bytes <= sizes.room, "{sizes:?} {form:?}");
                     assert!(
                         form.slots.is_multiple_of(2)
-                            && (LEAST_SLOTS..=MOST_SLOTS).contains(&form.slots),
+                            && (LEAST_SLOTS / form.parts..=MOST_SLOTS).contains(&form.slots),
                         "{form:?}"
                     );
                     assert_eq!(form.pitch % 128, 64, "{form:?}");

@@ -153,6 +153,8 @@ fn choose<'a>(cuda: &'a Cuda, p: &Product<'_>, matrix: &Matrix<3>) -> Option<Cho
     }
     let all = |lies: fn(&RawTensor) -> bool| lies(weight) && up.is_none_or(lies);
     let few = &cuda.linear.few;
+    // Each block needs the squares of whole rows.
+    let takes_norm = |chosen: &Chosen<'_>| p.norm.is_none() || chosen.1.parts == 1;
     if !weight.dtype.is_in_blocks() {
         let sizes = (weight.layout.dim(0), weight.layout.dim(1));
         // One way for what is normalised here and what was normalised before: the same bits.
@@ -168,7 +170,8 @@ fn choose<'a>(cuda: &'a Cuda, p: &Product<'_>, matrix: &Matrix<3>) -> Option<Cho
             && own(true);
         return is_for
             .then(|| few.choose(x.dtype, weight, matrix.rows, up.is_some(), None))
-            .flatten();
+            .flatten()
+            .filter(takes_norm);
     }
     // One row has kernels of its own, which round it.
     let fewest = if p.weights.float_activations { 1 } else { 2 };
@@ -184,9 +187,8 @@ fn choose<'a>(cuda: &'a Cuda, p: &Product<'_>, matrix: &Matrix<3>) -> Option<Cho
     if !(fewest..=BLOCKS_FEW).contains(&matrix.rows) {
         return None;
     }
-    let chosen = few.choose(x.dtype, weight, matrix.rows, up.is_some(), tile_row_bytes)?;
-    // Each block needs the squares of whole rows.
-    (p.norm.is_none() || chosen.1.parts == 1).then_some(chosen)
+    few.choose(x.dtype, weight, matrix.rows, up.is_some(), tile_row_bytes)
+        .filter(takes_norm)
 }
 
 /// Whether two matrices lie alike.
