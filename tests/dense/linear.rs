@@ -199,6 +199,26 @@ fn agrees_with_its_definition() {
     }
 }
 
+/// Which a GPU's kernels for few rows part among blocks, the last of which has less.
+#[test]
+fn rows_may_be_longer_than_a_block_has_room_for() {
+    for ctx in contexts() {
+        for dtype in [DType::F16, DType::Bf16] {
+            for (rows, n, k) in [(4, 72, 14600), (8, 80, 13112)] {
+                let case = Case {
+                    x: contiguous(&[rows, k]),
+                    weight: contiguous(&[n, k]),
+                    out: contiguous(&[rows, n]),
+                    bias: true,
+                    residual: Residual::None,
+                    skew: 0,
+                };
+                check(&ctx, [dtype; 3], &case);
+            }
+        }
+    }
+}
+
 #[test]
 fn outputs_may_be_f32() {
     for ctx in contexts() {
