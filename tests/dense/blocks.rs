@@ -160,7 +160,7 @@ fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
     for rows in [1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33] {
         cases.push((rows, [33, 3 * len], 0));
     }
-    // A few rows: parted among blocks of a cluster, of parts that are no whole chunks, and too many for that.
+    // Few rows: of one block and of several of a cluster, the last of which has less; and more rows than that.
     for (rows, shape) in [
         (2, [48, 16 * 256]),
         (8, [24, 57 * 256]),
@@ -170,7 +170,7 @@ fn cases(dtype: DType) -> Vec<(usize, [usize; 2], usize)> {
     ] {
         cases.push((rows, shape, 0));
     }
-    // By tiles of rows that are no whole lines: more than a block of threads has, odd numbers of units.
+    // Few rows by tiles that are copied as they lie: many columns, odd numbers of units, and more rows.
     for (rows, shape) in [
         (2, [48, 18]),
         (8, [2128, 18]),

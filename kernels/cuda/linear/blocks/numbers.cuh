@@ -7,8 +7,8 @@
 namespace unsloth {
 
 // Four codes, a byte each, as numbers without the format's zero: none is rounded. A byte in the low
-// bits of 128 in bf16, or of 1024 in f16, is added to that. `kRaised`: and left there, zero and
-// all.
+// bits of 128 in bf16, or of 1024 in f16, is added to that. `kRaised`: the sum
+// is the number, and nothing is taken off it.
 template <Blocks kBlocks, class T, bool kRaised = false>
 __device__ __forceinline__ void numbers_of(uint32_t codes, uint32_t (&pairs)[2]) {
   constexpr bool kHalf = std::is_same_v<T, __half>;

@@ -7,9 +7,9 @@ const MOST_SLOTS: usize = 32;
 /// Of the weight, on their way to a block once its ring has been full: with as many as it has room for, a layer of
 /// decoding took 3 to 5 % longer, with half as many 32 % (H200).
 const BYTES_IN_FLIGHT: usize = 64 << 10;
-/// Where `x` leaves room for fewer, other kernels are faster: with four, six rows by 4096x14336 took 1.7 times as long (H200).
+/// Of a ring of a weight of 16 bits, at least; half as many where blocks part rows.
 const LEAST_SLOTS: usize = 8;
-/// By weights in blocks a ring has more room than that.
+/// Of a ring of a weight in blocks, whose slots have other sizes in each format.
 const LEAST_BYTES: usize = 48 << 10;
 
 /// How a product is parted.
@@ -71,7 +71,7 @@ impl Sizes {
     pub fn form(&self) -> Option<Form> {
         /// Which are counted in 32 bits.
         const MOST_COLUMNS: usize = 1 << 31;
-        /// Elements of `x` in a block: what has more is parted, if it can be.
+        /// Elements of `x` in a block: two blocks part what has more, if they can.
         const MOST_OF_X: usize = 48 << 10;
         if !(1..=MOST_COLUMNS).contains(&self.out_features) || self.in_features == 0 {
             return None;
