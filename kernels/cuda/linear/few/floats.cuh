@@ -39,10 +39,12 @@ struct Floats {
   static __device__ __forceinline__ void multiply(const LinearFewArguments &p, const uint8_t *rows,
                                                   uint32_t first, uint32_t end, uint32_t row,
                                                   const uint4 *x, const float4 *, float (&acc)[4]) {
-    if (end - first >= kLines) {
-      multiply<true>(p.pitch, rows, end - first, row, x + first, acc);
+    // Of the last part a step may be wholly behind the row, where nothing was copied.
+    const uint32_t lines = first < end ? end - first : 0;
+    if (lines >= kLines) {
+      multiply<true>(p.pitch, rows, lines, row, x + first, acc);
     } else {
-      multiply<false>(p.pitch, rows, end - first, row, x + first, acc);
+      multiply<false>(p.pitch, rows, lines, row, x + first, acc);
     }
   }
 
