@@ -13,6 +13,7 @@ pub const FAMILY: Family = Family {
         ("dtype", "of x: a contract's Float"),
         ("weight_dtype", "the same, or a contract's Blocks"),
         ("rows", "of x, at most"),
+        ("in_parts", "1: blocks of a cluster can part rows"),
         ("columns", "rows of the weight of a tile, at most"),
         (
             "step",

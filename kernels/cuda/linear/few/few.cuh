@@ -311,13 +311,18 @@ class Few {
     constexpr uint32_t kAtOnce = 4;
     const uint32_t parts = (lines_ + 31) / 32, of_row = (padded_ + 31) / 32;
     // Behind the parts of all rows.
-    float *scales = shares_ + p_.rows * of_row;
+    float *scales = shares_ + p_.rows * of_row, first_scale = 0;
     named_barrier_sync(kAmongMultipliers, kMultipliers);
-    if (warp_ < p_.rows) {
-      const float scale = scale_of_row(p_, shares_ + warp_ * of_row, parts);
-      if (lane_ == 0) scales[warp_] = scale;
+    if (p_.rows == 1) {
+      // Every warp adds it up: a barrier takes longer.
+      first_scale = scale_of_row<true>(p_, shares_, parts);
+    } else {
+      if (warp_ < p_.rows) {
+        const float scale = scale_of_row(p_, shares_ + warp_ * of_row, parts);
+        if (lane_ == 0) scales[warp_] = scale;
+      }
+      named_barrier_sync(kAmongMultipliers, kMultipliers);
     }
-    named_barrier_sync(kAmongMultipliers, kMultipliers);
 #pragma unroll 1
     for (uint32_t base = warp_ * 32; base < lines_; base += kMultipliers) {
       const uint32_t line = base + lane_;
@@ -332,7 +337,7 @@ class Few {
           if (row < p_.rows && line < lines_) {
             uint4 *of_part = x_ + row * padded_ + base;
             words = Weight::load(of_part, row, lane_);
-            const float scale = scales[row];
+            const float scale = p_.rows == 1 ? first_scale : scales[row];
             float of[8];
             Vector<T>::unpack(words, of);
 #pragma unroll
@@ -552,6 +557,7 @@ class Few {
       static_cast<int32_t>(unsloth::kDtype<type>),                               \
       unsloth::__VA_ARGS__::kDtype,                                              \
       unsloth::kMostRows,                                                        \
+      unsloth::__VA_ARGS__::kParts,                                              \
       unsloth::kTile,                                                            \
       unsloth::__VA_ARGS__::kStep,                                               \
       unsloth::__VA_ARGS__::kStepBytes,                                          \

@@ -9,14 +9,14 @@
 namespace unsloth {
 
 // Elements of x and of the weight are multiplied in an order that both have in common: lane t of
-// four has whole lines.
-template <class T>
+// four has whole lines. Where blocks do not part rows, kernels that cannot take a hundredth less.
+template <class T, bool kInParts>
 struct Floats {
   static constexpr int32_t kDtype = static_cast<int32_t>(unsloth::kDtype<T>);
   // Elements that a warp multiplies at a time, and lines of 16 bytes of them.
   static constexpr uint32_t kStep = 64, kLines = 8, kStepBytes = kLines * 16;
   static constexpr float kSumFactor = 0;
-  static constexpr bool kHasSums = false, kParts = true, kTiles = false;
+  static constexpr bool kHasSums = false, kParts = kInParts, kTiles = false;
 
   static __device__ __forceinline__ uint32_t step_lines(const LinearFewArguments &) {
     return kLines;

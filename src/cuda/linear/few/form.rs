@@ -78,12 +78,14 @@ impl Sizes {
         }
         let parts = self.clusters && self.tile_row_bytes.is_none();
         let x = self.rows.checked_mul(self.in_features)?;
-        let order: &[usize] = match (parts, x > MOST_OF_X) {
-            (false, _) => &[1],
-            (true, false) if !self.in_blocks() => &[1, 2],
-            (true, true) if !self.in_blocks() => &[2],
-            (true, false) => &[1, 2, 4],
-            (true, true) => &[2, 1, 4],
+        let order: &[usize] = match (self.in_blocks(), parts, x > MOST_OF_X) {
+            // Other kernels part these.
+            (false, true, true) if self.choices.in_parts == 0 => &[],
+            (false, true, _) if self.choices.in_parts != 0 => &[2],
+            (false, _, _) => &[1],
+            (true, false, _) => &[1],
+            (true, true, false) => &[1, 2, 4],
+            (true, true, true) => &[2, 1, 4],
         };
         order.iter().find_map(|parts| self.parted(*parts))
     }
@@ -249,6 +251,7 @@ mod tests {
                 dtype: DType::Bf16 as u32,
                 weight_dtype: DType::Bf16 as u32,
                 rows: 8,
+                in_parts: 0,
                 columns: 16,
                 step: 64,
                 step_bytes: 128,
@@ -261,6 +264,15 @@ mod tests {
         }
     }
 
+    /// By the kernel that parts rows.
+    fn in_parts(sizes: Sizes) -> Sizes {
+        let choices = Choices {
+            in_parts: 1,
+            ..sizes.choices
+        };
+        Sizes { choices, ..sizes }
+    }
+
     /// By Q4_0.
     fn blocks(rows: usize, out_features: usize, in_features: usize) -> Sizes {
         let of_floats = sizes(out_features, in_features);
@@ -269,6 +281,7 @@ mod tests {
             block_len: 32,
             choices: Choices {
                 weight_dtype: DType::Q4_0 as u32,
+                in_parts: 1,
                 step: 256,
                 step_bytes: 144,
                 sum_bytes: 512,
@@ -289,7 +302,7 @@ mod tests {
                         gated,
                         ..sizes(out_features, in_features)
                     };
-                    let Some(form) = sizes.form() else {
+                    let Some(form) = sizes.form().or_else(|| in_parts(sizes).form()) else {
                         // What a cluster's blocks send each other of so many columns takes too much room.
                         let x = rows * in_features;
                         let wide = x > 32_768 && out_features == 128_256;

@@ -31,6 +31,8 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     for kernel in resources.kernels::<Arguments>()? {
         push(super::OP, &mut kernels, kernel)?;
     }
+    // Those that cannot part rows come first.
+    kernels.sort_unstable_by_key(|kernel: &Kernel<Arguments>| kernel.choices.in_parts);
     let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
     let multiprocessors = resources.primary.attribute(super::OP, units)? as usize;
     Ok(Kernels {
@@ -81,6 +83,7 @@ type Chosen<'a> = (&'a Kernel<Arguments>, Form);
 
 impl Kernels {
     /// None where rows are too many or too long. `tile_row_bytes`: of a row, where tiles are copied as they lie.
+    /// What parts rows is slower where it has one part.
     fn choose(
         &self,
         dtype: DType,
@@ -94,21 +97,23 @@ impl Kernels {
                 && k.choices.weight_dtype == weight.dtype as u32
                 && rows <= k.choices.rows as usize
         };
-        let of_rows = |k: &&Kernel<Arguments>| k.choices.rows;
-        let kernel = self.kernels.iter().filter(fits).min_by_key(of_rows)?;
-        let sizes = Sizes {
-            rows,
-            out_features: weight.layout.dim(0),
-            in_features: weight.layout.dim(1),
-            gated,
-            block_len: weight.dtype.block().0,
-            tile_row_bytes,
-            multiprocessors: self.multiprocessors,
-            clusters: self.clusters,
-            room: kernel.room as usize,
-            choices: *kernel.choices,
+        let form = |kernel: &Kernel<Arguments>| {
+            let sizes = Sizes {
+                rows,
+                out_features: weight.layout.dim(0),
+                in_features: weight.layout.dim(1),
+                gated,
+                block_len: weight.dtype.block().0,
+                tile_row_bytes,
+                multiprocessors: self.multiprocessors,
+                clusters: self.clusters,
+                room: kernel.room as usize,
+                choices: *kernel.choices,
+            };
+            sizes.form()
         };
-        Some((kernel, sizes.form()?))
+        let chosen = |kernel| Some((kernel, form(kernel)?));
+        self.kernels.iter().filter(fits).find_map(chosen)
     }
 }
 
