@@ -310,6 +310,46 @@ fn assert_products_are_right(ctx: &Context, x: &TestTensor, matrix: &Matrix) {
     }
 }
 
+/// Where tiles are few for a GPU's multiprocessors and rows are long, blocks have even shares of their steps: with
+/// the same bits each time, whatever the workspace holds.
+#[test]
+fn blocks_share_steps() {
+    const EVERY: usize = 67;
+    for ctx in contexts() {
+        if ctx.backend() == Backend::Cpu {
+            continue;
+        }
+        let cases = [
+            (DType::Q4_0, DType::Bf16, 40),
+            (DType::Q8_0, DType::F16, 64),
+            (DType::Q6K, DType::Bf16, 17),
+            (DType::Q4K, DType::F16, 128),
+        ];
+        for_each_case(&cases, |&(format, dtype, rows)| {
+            let [n, k] = [33 * 128 - 8, 33 * 256];
+            let matrix = Matrix::random(&ctx, format, [n, k], 0);
+            let x = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, k]));
+            let run = || product(&ctx, &x, matrix.weights(false));
+            let y = run();
+            assert!((0..3).all(|_| run().bits() == y.bits()), "{format} {rows}");
+            // Columns of every tile.
+            let columns: Vec<_> = (0..n).step_by(EVERY).collect();
+            let of = |values: &[f64]| -> Vec<f64> {
+                let rows = values.chunks(n);
+                rows.flat_map(|row| columns.iter().map(|c| row[*c]))
+                    .collect()
+            };
+            let w: Vec<_> = columns
+                .iter()
+                .flat_map(|c| &matrix.values[c * k..(c + 1) * k])
+                .copied()
+                .collect();
+            let expected = exact(&x.values(), &w, (rows, k, columns.len()), None, None);
+            assert!(nmse(&of(&y.values()), &expected) < 2e-5, "{format} {rows}");
+        });
+    }
+}
+
 /// Great and small numbers have their products.
 #[test]
 fn scales_of_activations_reach_to_both_ends() {

@@ -357,7 +357,7 @@ pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
         return Ok(codes::rounded_bytes(p.x, p.weights));
     }
     if is_decoded(dtype) {
-        return decoded::scratch_size(cuda, p);
+        return Ok(decoded::scratch_size(cuda, p)?.max(wide::scratch_size(cuda, p)));
     }
     let (Some(library), false) = (&cuda.linear.library, p.out.layout.is_empty()) else {
         return Ok(0);

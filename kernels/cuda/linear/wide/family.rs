@@ -17,6 +17,7 @@ pub const FAMILY: Family = Family {
         ("step", "weights of a row that are copied at a time"),
         ("step_bytes", "of a row"),
         ("box_bytes", "of a row in shared memory"),
+        ("blocks", "of a multiprocessor, at most"),
         ("needed_bytes", "of shared memory"),
     ],
 };
@@ -35,6 +36,17 @@ const ARGUMENTS: &[Field] = &[
     field(Type::Pointer("void"), "out", "may be the residual"),
     field(Type::Pointer("const void"), "bias", ""),
     field(Type::Pointer("const void"), "residual", "or gate"),
+    field(
+        Type::Pointer("float"),
+        "partial",
+        "a tile of each block, for what it has of one that another has begun",
+    ),
+    field(
+        Type::Pointer("uint64_t"),
+        "left",
+        "a word of each block: the launch's tag, once that is there; any other number before",
+    ),
+    field(Type::U64, "launch_tag", "what no other launch has"),
     field(Type::I64, "out_stride", "bytes, as all strides"),
     field(Type::I64, "residual_stride", ""),
     field(Type::U32, "rows", "of x"),
@@ -58,8 +70,18 @@ const ARGUMENTS: &[Field] = &[
     ),
     field(
         Type::U32,
+        "share",
+        "steps of a block, where all have as many of those of all tiles, one behind the other, and parts is 1; 0: tiles are whole",
+    ),
+    field(
+        Type::U32,
+        "one_more",
+        "blocks with one more step, the first ones",
+    ),
+    field(
+        Type::U32,
         "vectors",
-        "1: eight neighbours of out are aligned to 16 bytes",
+        "1: eight neighbours of out and residual are aligned to 16 bytes",
     ),
     field(
         Type::U32,

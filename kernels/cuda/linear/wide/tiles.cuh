@@ -15,16 +15,15 @@
 #include "common/mbarrier.cuh"
 #include "common/named_barrier.cuh"
 #include "common/registers.cuh"
+#include "common/tag.cuh"
 #include "common/tma.cuh"
-#include "common/vector.cuh"
 #include "common/wgmma.cuh"
-#include "linear/epilogue.cuh"
 #include "linear/wide/arguments.h"
+#include "linear/wide/output.cuh"
+#include "linear/wide/pieces.cuh"
 #include "linear/wide/weight.cuh"
 
 namespace unsloth {
-
-using Arguments = LinearWideArguments;
 
 // Rows of the weight of a tile: columns of the output.
 constexpr int kColumns = 128;
@@ -33,9 +32,12 @@ constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 // Rows of x up to which blocks of a cluster give each other all their sums.
 constexpr int kFewRows = 64;
 // Blocks of a multiprocessor: of few rows two, so that one's start and end are beside the other's
-// products. For 8-bit floats there are too few registers then.
+// products. For 8-bit floats there are too few registers then, and for 64 rows and weights of 8
+// bits rings would be too short.
 template <class Weight, int kRows>
-constexpr int kBlocks = kRows <= kFewRows && !Weight::kHasScales ? 2 : 1;
+constexpr bool kIsLong = kRows == 64 && Weight::kBytes > 256;
+template <class Weight, int kRows>
+constexpr int kBlocks = kRows <= kFewRows && !Weight::kHasScales && !kIsLong<Weight, kRows> ? 2 : 1;
 
 // Bytes of a block's rings at most: beside them are barriers, and sums on their way to be stored.
 template <class Weight, int kRows>
@@ -69,9 +71,7 @@ struct alignas(1024) SharedTiles {
     // Sums as threads have them, by rows of x: of few rows all, of many half.
     float4 shares[kRows / (kRows <= kFewRows ? 8 : 16)][kConsumers];
   };
-  // Rows of a warp's sums on their way to be stored: even and odd ones are in different banks.
-  static constexpr int kLeaving = 16, kLeavingPitch = 20;
-  float leaving[kConsumers / 32][kLeaving][kLeavingPitch];
+  Leaving leaving[kConsumers / 32];
   Mbarrier x_full[kX], x_empty[kX], weight_full[kWeight], weight_empty[kWeight];
 };
 
@@ -86,14 +86,13 @@ class Tiles {
  public:
   using Shared = SharedTiles<Weight, kRows>;
 
-  __device__ __forceinline__ Tiles(const Arguments &p, Shared &shared)
+  __device__ __forceinline__ Tiles(const LinearWideArguments &p, Shared &shared)
       : p_(p),
         shared_(shared),
         warp_(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
         part_(blockIdx.x % p.parts),
-        begin_(p.steps * part_ / p.parts),
-        end_(p.steps * (part_ + 1) / p.parts) {}
+        output_(p, shared.leaving[warp_ % (kConsumers / 32)]) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -111,6 +110,7 @@ class Tiles {
     if (warp_ >= kConsumers / 32) {
       release_registers_to<kProducerRegisters>();
       if (warp_ == kConsumers / 32) produce();
+      if (warp_ == kConsumers / 32 + 1) tell();
       // As consumers do, who add.
       if (p_.parts != 1) cluster_sync(), cluster_sync();
       return;
@@ -121,12 +121,18 @@ class Tiles {
 
  private:
   static constexpr int kSums = kRows / 2;
+  // Rows of x in eights, of which a thread has four sums each.
+  static constexpr uint32_t kEights = kRows / 8;
   static constexpr int kProducerRegisters = kBlocks<Weight, kRows> == 2 ? 32 : 24;
   static constexpr int kConsumerRegisters = kBlocks<Weight, kRows> == 2 ? 104 : 240;
   static constexpr int kHalves = Weight::kStep / kHalf;
   // Blocks of a cluster that part a row of the weight, at most.
   static constexpr uint32_t kMostParts = 8;
-  static constexpr int kConsumersBarrier = 1;
+  // Of all that multiply, of each warpgroup, and of what multiplies and the warp that tells.
+  static constexpr int kConsumersBarrier = 1, kTurn = 2, kToldBarrier = 4;
+  // Whether warpgroups ask for products by turns: one takes codes apart while tensor cores have
+  // what the other asked for.
+  static constexpr bool kTurns = kRows > kFewRows;
   // When there are registers for scales and biases: before a tile's products, beside the last, or
   // behind them.
   static constexpr bool kFactorsFirst = kRows == 128, kFactorsLast = kRows <= kFewRows;
@@ -134,18 +140,22 @@ class Tiles {
   __device__ __forceinline__ void produce() {
     Ring<Shared::kX> x;
     Ring<Shared::kWeight> weight;
+    Pieces pieces(p_);
+    Piece piece;
+    if (!pieces.next(piece)) return;
     // A constant weight is asked for before the kernel before has ended; x is not.
-    const uint32_t first = blockIdx.x / p_.parts;
-    uint32_t ahead = min(end_ - begin_, static_cast<uint32_t>(Shared::kWeight));
-    for (uint32_t i = 0; i < ahead; i++) ask_weight(weight, begin_ + i, column_of(first));
+    uint32_t ahead = min(piece.end - piece.begin, static_cast<uint32_t>(Shared::kWeight));
+    for (uint32_t i = 0; i < ahead; i++) {
+      ask_weight(weight, piece.begin + i, column_of(piece.tile));
+    }
     await_previous_kernel();
-    for (uint32_t tile = first; tile < p_.tiles; tile += gridDim.x / p_.parts) {
-      for (uint32_t step = begin_; step < end_; step++) {
-        if (step - begin_ >= ahead) ask_weight(weight, step, column_of(tile));
-        ask_x(x, step, row_of(tile));
+    do {
+      for (uint32_t step = piece.begin; step < piece.end; step++) {
+        if (step - piece.begin >= ahead) ask_weight(weight, step, column_of(piece.tile));
+        ask_x(x, step, row_of(piece.tile));
       }
       ahead = 0;
-    }
+    } while (pieces.next(piece));
   }
 
   // Asks for a step of the rows of x from `row` on.
@@ -194,13 +204,16 @@ class Tiles {
     Ring<Shared::kWeight> weight;
     float sums[kSums];
     uint32_t codes[2][kLeft];
+    if (kTurns && warp_ / 4 == 1) named_barrier_arrive(kTurn, kConsumers);
+    Pieces pieces(p_);
+    Piece piece;
 #pragma unroll 1
-    for (uint32_t tile = blockIdx.x / p_.parts; tile < p_.tiles; tile += gridDim.x / p_.parts) {
+    while (pieces.next(piece)) {
       // Of the eight columns that the lane will store.
-      const uint32_t column = column_of(tile) + warp_ * 16 + lane_ % 2 * 8;
-      if (kFactorsFirst) load_factors(column);
+      const uint32_t column = column_of(piece.tile) + warp_ * 16 + lane_ % 2 * 8;
+      if (kFactorsFirst) output_.load_factors(column);
 #pragma unroll 1
-      for (uint32_t step = begin_; step < end_; step++) {
+      for (uint32_t step = piece.begin; step < piece.end; step++) {
         shared_.weight_full[weight.stage].wait(weight.parity);
         // Rows g and g + 8 of the warp's 16, of each 16 neighbours the pairs 2 t and 8 + 2 t.
         const uint8_t *rows = shared_.weight[weight.stage] + step * Weight::kBytes % 16;
@@ -216,55 +229,109 @@ class Tiles {
             weight.advance();
           }
           shared_.x_full[x.stage].wait(x.parity);
+          if (kTurns) named_barrier_sync(kTurn + warp_ / 4, kConsumers);
           const uint64_t matrix = descriptor_k_major(shared_address(shared_.x[x.stage]));
           wgmma_fence();
 #pragma unroll
           for (int i = 0; i < kChunks; i++) {
             Wgmma<T, kRows>::template rs<0>(sums, left + 4 * i, matrix + i * 32 / 16,
-                                            step != begin_ || half != 0 || i != 0);
+                                            step != piece.begin || half != 0 || i != 0);
           }
           wgmma_commit();
+          if (kTurns) named_barrier_arrive(kTurn + 1 - warp_ / 4, kConsumers);
           x.advance();
           // The products before are done, with their codes and their x.
           wgmma_wait<1>();
           hold(codes[1 - half % 2]);
-          if (step != begin_ || half != 0) {
+          if (step != piece.begin || half != 0) {
             release(shared_.x_empty[done.stage]);
             done.advance();
           }
         }
       }
-      if (!kFactorsFirst && !kFactorsLast) load_factors(column);
+      if (!kFactorsFirst && !kFactorsLast) output_.load_factors(column);
       wgmma_wait<0>();
       hold(sums);
-      if (kFactorsLast) load_factors(column);
+      if (kFactorsLast) output_.load_factors(column);
       release(shared_.x_empty[done.stage]);
       done.advance();
-      if constexpr (kRows <= kFewRows) {
-        if (p_.parts == 1) {
-          leave<0, kRows>(sums, row_of(tile), column);
+      uint32_t begin = 0, end = kEights;
+      if (piece.end - piece.begin < p_.steps && p_.parts == 1) {
+        if (piece.begin != 0) {
+          leave_part(pieces, sums);
+          continue;
+        }
+        add_parts(pieces, piece.tile, sums);
+      } else if (p_.parts != 1) {
+        // All copies were waited for by all consumers.
+        named_barrier_sync(kConsumersBarrier, kConsumers);
+        if constexpr (kRows <= kFewRows) {
+          add_shares(sums, row_of(piece.tile), column);
+          end = 0;
+        } else if (part_ == 0) {
+          exchange<0>(sums);
+          end = kEights / 2;
         } else {
-          // All copies were waited for by all consumers.
-          named_barrier_sync(kConsumersBarrier, kConsumers);
-          add_shares(sums, row_of(tile), column);
+          exchange<1>(sums);
+          begin = kEights / 2;
         }
-      } else {
-        if (p_.parts != 1) {
-          named_barrier_sync(kConsumersBarrier, kConsumers);
-          if (part_ == 0) {
-            exchange<0>(sums);
-          } else {
-            exchange<1>(sums);
-          }
-        }
-        // Halves, so that what stores them is there once for both forms.
-        constexpr int kHalfRows = kRows / 2;
-        if (part_ == 0) leave<0, kHalfRows>(sums, row_of(tile), column);
-        if (part_ + 1 == p_.parts) leave<kHalfRows, kHalfRows>(sums, row_of(tile), column);
-        // Nobody ends while the other reads.
-        if (p_.parts != 1) cluster_sync();
+      }
+      leave(sums, begin, end, row_of(piece.tile), column);
+      // Nobody ends while the other reads.
+      if (kRows > kFewRows && p_.parts != 1) cluster_sync();
+    }
+    // Takes the last turn.
+    if (kTurns && warp_ / 4 == 0) named_barrier_sync(kTurn, kConsumers);
+  }
+
+  // Leaves what the block has of a tile that another one has begun.
+  __device__ __forceinline__ void leave_part(const Pieces &pieces, const float (&sums)[kSums]) {
+    float4 *to = part_of(pieces.share());
+#pragma unroll
+    for (int i = 0; i < kSums / 4; i++) {
+      const float *of = sums + 4 * i;
+      to[i * kConsumers] = {of[0], of[1], of[2], of[3]};
+    }
+    named_barrier_arrive(kToldBarrier, kConsumers + 32);
+  }
+
+  // What a warp does that tells the other block of it.
+  __device__ __forceinline__ void tell() const {
+    Pieces pieces(p_);
+    Piece piece;
+    if (p_.share == 0 || !pieces.next(piece) || piece.begin == 0) return;
+    named_barrier_sync(kToldBarrier, kConsumers + 32);
+    if (lane_ == 0) store_tag(&p_.left[pieces.share()], p_.launch_tag);
+  }
+
+  // Adds what others have of a tile that the block has begun, in their order.
+  __device__ __forceinline__ void add_parts(const Pieces &pieces, uint32_t tile,
+                                            float (&sums)[kSums]) const {
+    const uint32_t first = pieces.share() + 1, last = pieces.last_share(tile);
+    for (uint32_t share = first + lane_; share <= last; share += 32) {
+      await_tag(&p_.left[share], p_.launch_tag);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (uint32_t share = first; share <= last; share++) {
+      const float4 *from = part_of(share);
+#pragma unroll
+      for (int i = 0; i < kSums / 4; i++) {
+        const float4 four = __ldcg(from + i * kConsumers);
+        float *to = sums + 4 * i;
+        to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
       }
     }
+    // A launch that a graph repeats has the same tag.
+    named_barrier_sync(kConsumersBarrier, kConsumers);
+    for (uint32_t share = first + threadIdx.x; share <= last; share += kConsumers) {
+      p_.left[share] = 0;
+    }
+  }
+
+  // Where a block leaves what this thread has of a tile.
+  __device__ __forceinline__ float4 *part_of(uint32_t share) const {
+    return reinterpret_cast<float4 *>(p_.partial) + share * (kSums / 4 * kConsumers) + threadIdx.x;
   }
 
   // Of two blocks each adds to its sums of half of the rows those that the other has.
@@ -289,7 +356,6 @@ class Tiles {
   // stores them.
   __device__ __forceinline__ void add_shares(const float (&sums)[kSums], uint32_t first_row,
                                              uint32_t column) {
-    constexpr uint32_t kEights = kRows / 8;
 #pragma unroll
     for (int i = 0; i < kSums / 4; i++) {
       const float *of = sums + 4 * i;
@@ -298,7 +364,7 @@ class Tiles {
     cluster_sync();
     const uint32_t each = (kEights + p_.parts - 1) / p_.parts;
     const uint32_t first = part_ * each, end = min(first + each, kEights);
-#pragma unroll 2
+#pragma unroll 1
     for (uint32_t i = first; i < end; i++) {
       // All at once, as another block's are slow to come.
       float4 fours[kMostParts] = {};
@@ -314,132 +380,34 @@ class Tiles {
         sum.z += fours[part].z, sum.w += fours[part].w;
       }
       const float eight[4] = {sum.x, sum.y, sum.z, sum.w};
-      leave_eight(eight, first_row + 8 * i, column);
+      output_.put_eight(eight, 0);
+      output_.store_rows(8, first_row + 8 * i, column);
     }
     // Nobody ends while others read.
     cluster_sync();
   }
 
-  // As `leave`, of eight rows: two lanes have a row's 16 columns, and half of the lanes none.
-  __device__ __forceinline__ void leave_eight(const float (&sums)[4], uint32_t first_row,
-                                              uint32_t column) {
-    const uint32_t g = lane_ / 4, t = lane_ % 4;
-    auto &leaving = shared_.leaving[warp_];
+  // Stores a warp's sums of some eights of rows, an even number. All are stored by the same
+  // instructions: a block comes here once, and these are in no cache yet.
+  __device__ __forceinline__ void leave(const float (&sums)[kSums], uint32_t begin, uint32_t end,
+                                        uint32_t first_row, uint32_t column) const {
+#pragma unroll 1
+    for (uint32_t eight = begin; eight < end; eight += 2) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) leaving[2 * t + i % 2][g + i / 2 * 8] = sums[i];
-    __syncwarp();
-    const float *from = &leaving[lane_ / 2][lane_ % 2 * 8];
-    const float4 low = *reinterpret_cast<const float4 *>(from);
-    const float4 high = *reinterpret_cast<const float4 *>(from + 4);
-    __syncwarp();
-    const uint32_t row = first_row + lane_ / 2;
-    if (lane_ >= 16 || row >= p_.rows || column >= p_.out_features) return;
-    float eights[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    finish_eight(row, column, min(p_.out_features - column, 8u), eights);
-  }
-
-  // Stores a warp's sums of `kCount` rows of x, some at a time: two lanes have a row's 16 columns,
-  // eight each.
-  template <int kBegin, int kCount>
-  __device__ __forceinline__ void leave(const float (&sums)[kSums], uint32_t first_row,
-                                        uint32_t column) {
-    constexpr int kLeaving = Shared::kLeaving;
-    const uint32_t g = lane_ / 4, t = lane_ % 4;
-    float (&leaving)[kLeaving][Shared::kLeavingPitch] = shared_.leaving[warp_];
-    const uint32_t columns = column < p_.out_features ? min(p_.out_features - column, 8u) : 0;
-    const float *from = &leaving[lane_ / 2][lane_ % 2 * 8];
-#pragma unroll
-    for (int first = kBegin; first < kBegin + kCount; first += kLeaving) {
-#pragma unroll
-      for (int j = 0; j < kLeaving / 8; j++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          leaving[8 * j + 2 * t + i % 2][g + i / 2 * 8] = sums[(first / 8 + j) * 4 + i];
-        }
+      for (uint32_t i = 0; i < kEights; i += 2) {
+        // The compiler must know which registers.
+        if (i == eight) output_.put_eight(sums + 4 * i, 0), output_.put_eight(sums + 4 * i + 4, 8);
       }
-      __syncwarp();
-      float eights[8];
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        const float4 four = *reinterpret_cast<const float4 *>(from + i);
-        eights[i] = four.x, eights[i + 1] = four.y;
-        eights[i + 2] = four.z, eights[i + 3] = four.w;
-      }
-      __syncwarp();
-      const uint32_t row = first_row + first + lane_ / 2;
-      if (row >= p_.rows || columns == 0) continue;
-      finish_eight(row, column, columns, eights);
+      output_.store_rows(16, first_row + 8 * eight, column);
     }
   }
 
-  // What belongs to the eight columns whose sums the thread stores: behind the products it would be
-  // waited for.
-  __device__ __forceinline__ void load_factors(uint32_t column) {
-#pragma unroll
-    for (uint32_t i = 0; i < 8; i++) {
-      const uint32_t at = min(column + i, p_.out_features - 1);
-      scales_[i] = !Weight::kHasScales || p_.weight_scale == nullptr
-                       ? 1.0f
-                       : p_.weight_scale[at / p_.rows_of_scale];
-      biases_[i] = p_.bias_dtype == 0 ? 0.0f : number_of(p_.bias, p_.bias_dtype, at);
-    }
-  }
-
-  __device__ __forceinline__ void finish_eight(uint32_t row, uint32_t column, uint32_t columns,
-                                               float (&eights)[8]) const {
-#pragma unroll
-    for (uint32_t i = 0; i < 8; i++) {
-      eights[i] = fmaf(eights[i] * Weight::template kUnit<T>, scales_[i], biases_[i]);
-    }
-    store(row, column, columns, eights);
-  }
-
-  // Rounds and stores eight neighbours, or as many as there are, once residual or gate have their
-  // part in them.
-  __device__ __forceinline__ void store(uint32_t row, uint32_t column, uint32_t columns,
-                                        float (&eights)[8]) const {
-    uint8_t *out = static_cast<uint8_t *>(p_.out) + row * p_.out_stride;
-    const uint8_t *others = static_cast<const uint8_t *>(p_.residual) + row * p_.residual_stride;
-    if (p_.epilogue != static_cast<uint32_t>(Epilogue::kStore)) {
-#pragma unroll
-      for (uint32_t i = 0; i < 8; i++) {
-        if (i >= columns) break;
-        const float other = number_of(others, p_.dtype, column + i);
-        if (p_.epilogue == static_cast<uint32_t>(Epilogue::kAdd)) {
-          eights[i] += other;
-        } else {
-          eights[i] *= activate(other, p_.epilogue);
-        }
-      }
-    }
-    if (p_.dtype == static_cast<uint32_t>(Float::kF32)) {
-#pragma unroll
-      for (uint32_t i = 0; i < 8; i++) {
-        if (i < columns) reinterpret_cast<float *>(out)[column + i] = eights[i];
-      }
-      return;
-    }
-    const uint4 packed = Vector<T>::packed(eights);
-    if (p_.vectors && columns == 8) {
-      *reinterpret_cast<uint4 *>(out + column * 2) = packed;
-      return;
-    }
-    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (uint32_t i = 0; i < 8; i++) {
-      if (i < columns) {
-        reinterpret_cast<uint16_t *>(out)[column + i] =
-            static_cast<uint16_t>(words[i / 2] >> i % 2 * 16);
-      }
-    }
-  }
-
-  const Arguments &p_;
+  const LinearWideArguments &p_;
   Shared &shared_;
   const uint32_t warp_, lane_;
-  // Of a row, and its steps.
-  const uint32_t part_, begin_, end_;
-  float scales_[8], biases_[8];
+  // Of a row.
+  const uint32_t part_;
+  Output<Weight, T> output_;
 };
 
 }  // namespace unsloth
@@ -465,6 +433,7 @@ class Tiles {
       unsloth::of::kStep,                                                                 \
       unsloth::of::kBytes,                                                                \
       unsloth::of::kPitch,                                                                \
+      unsloth::kBlocks<unsloth::of, rows>,                                                \
       unsloth::kNeededBytes<unsloth::of, rows>,                                           \
       unsloth::kThreads,                                                                  \
       unsloth::kSharedBytes,                                                              \

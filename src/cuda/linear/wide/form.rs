@@ -1,0 +1,277 @@
+//! How products by tiles are parted: a rule from times on an H100 and an H200
+//! (`kernels/cuda/linear/wide/LADDER.md`).
+
+use crate::cuda::tuning::rules::products::E4M3_ROWS;
+
+/// What a form depends on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    pub rows: usize,
+    pub out_features: usize,
+    pub in_features: usize,
+    pub multiprocessors: usize,
+    /// Whether blocks have clusters.
+    pub clusters: bool,
+    /// Whether the weight is in blocks, not of 8-bit floats.
+    pub blocks: bool,
+    /// Of `x`, by blocks: fewer are faster by other kernels, or are to be more exact.
+    pub least_rows: usize,
+    /// Bytes of workspace, of which blocks with even shares have use.
+    pub scratch: usize,
+}
+
+/// How a product is parted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Form {
+    /// Of `x`, of a tile.
+    pub rows: usize,
+    /// Of a multiprocessor, at most.
+    pub blocks: usize,
+    /// Blocks of a cluster, which part rows of the weight.
+    pub parts: usize,
+    /// Blocks that have even shares of the steps of all tiles; 0: tiles are whole, or a cluster's.
+    pub shares: usize,
+}
+
+impl Sizes {
+    /// Rows of the weight of a tile.
+    const COLUMNS: usize = 128;
+    /// Weights of a row that the costs below are of.
+    const STEP: usize = 256;
+    /// Of `x`, of a tile of which blocks have even shares: what they leave of more takes as long as they save.
+    const MOST_SHARED_ROWS: usize = 128;
+    /// More rows are faster by the decoded weight: 4096 by 14336 x 4096 in 8-bit floats took 787 µs, where
+    /// decoding takes 76 and the product 622.
+    const MOST_ROWS: usize = 3072;
+
+    pub fn tiles(&self, form: Form) -> usize {
+        self.out_features.div_ceil(Self::COLUMNS) * self.rows.div_ceil(form.rows)
+    }
+
+    /// Whether blocks of a cluster may be more than two.
+    fn is_of_few(&self, form: Form) -> bool {
+        self.blocks && form.rows <= 64
+    }
+
+    /// Whether each block has a multiprocessor of its own. They are in groups, which clusters do not cross
+    /// and larger ones do not fill.
+    pub fn is_alone(&self, form: Form) -> bool {
+        let multiprocessors = match form.parts {
+            1 | 2 => self.multiprocessors,
+            4 => self.multiprocessors * 7 / 8,
+            _ => self.multiprocessors * 3 / 4,
+        };
+        form.blocks == 1 || form.shares != 0 || self.tiles(form) * form.parts <= multiprocessors
+    }
+
+    /// Blocks that the device has at once.
+    pub fn at_once(&self, form: Form) -> usize {
+        self.multiprocessors.max(1) * if self.is_alone(form) { 1 } else { 2 }
+    }
+
+    /// Nanoseconds that a form takes: of each round of tiles its steps, and what comes before and behind
+    /// them. Blocks without a cluster copy the first steps of a tile while they store the one before.
+    fn cost(&self, form: Form) -> usize {
+        let blocks = self.tiles(form) * form.parts;
+        // Clusters of four do not come all at once then.
+        let crowded = form.parts == 4 && blocks > self.multiprocessors;
+        if form.shares != 0 {
+            let (of_step, around) = match form.rows {
+                32 => (900, 6500),
+                64 => (1100, 7600),
+                _ => (1750, 8500),
+            };
+            return self.steps_of_all(form).div_ceil(form.shares) * of_step + around;
+        }
+        let (of_step, around, before) = match (form.rows, self.is_alone(form), form.parts) {
+            (64, _, 1) if !self.blocks => (1400, 2000, 2000),
+            (64, _, _) if !self.blocks => (1400, 5500, 0),
+            (128, _, 1) if !self.blocks => (2000, 2000, 2000),
+            (128, _, _) if !self.blocks => (2000, 5500, 0),
+            (32, true, 1) => (900, 3200, 0),
+            (32, true, _) => (900, 4900, 0),
+            (32, false, 8) => (2400, 8000, 0),
+            (32, false, _) => (if crowded { 2700 } else { 1750 }, 4500, 0),
+            (64, true, 1) => (1100, 4000, 0),
+            (64, true, _) => (1100, 4900, 0),
+            (64, false, 8) => (2700, 9600, 0),
+            (64, false, _) => (if crowded { 3200 } else { 2000 }, 6000, 0),
+            (128, _, 1) => (1550, 2700, 2000),
+            (128, _, _) => (1600, 6200, 0),
+            (_, _, 1) => (2640, 2000, 2000),
+            _ => (2640, 5500, 0),
+        };
+        let rounds = blocks.div_ceil(self.at_once(form));
+        let steps = self.steps().div_ceil(form.parts);
+        before + rounds * (steps * of_step + around)
+    }
+
+    /// Of a row of the weight.
+    fn steps(&self) -> usize {
+        self.in_features.div_ceil(Self::STEP)
+    }
+
+    fn steps_of_all(&self, form: Form) -> usize {
+        self.tiles(form).saturating_mul(self.steps())
+    }
+
+    /// Bytes of workspace for blocks with even shares: a word and a tile of each.
+    pub fn shares_bytes(form: Form) -> usize {
+        form.shares * (size_of::<u64>() + form.rows * Self::COLUMNS * size_of::<f32>())
+    }
+
+    /// As many even shares as there are multiprocessors, or of at least two steps.
+    fn shared(&self, whole: Form) -> Form {
+        let shares = self.multiprocessors.min(self.steps_of_all(whole) / 2);
+        Form { shares, ..whole }
+    }
+
+    /// Nanoseconds that kernels of few rows by 8-bit floats take, which read the weight for each 32 of
+    /// them.
+    fn cost_of_few(&self) -> usize {
+        let million = self.out_features * self.in_features / 1000;
+        let of_pass = |rows: usize| match rows {
+            0 => 0,
+            1..=16 => million * 350 / 1000,
+            _ => million * 540 / 1000,
+        };
+        self.rows / 32 * of_pass(32) + of_pass(self.rows % 32) + 1000
+    }
+
+    /// The fastest of some forms, which are given as tiles that are whole, if it is faster than what else there is.
+    pub fn form(&self, whole: impl Iterator<Item = Form>) -> Option<Form> {
+        /// Which kernels count in 32 bits.
+        const MOST_STEPS: usize = 1 << 30;
+        let forms = whole.flat_map(|whole| {
+            let parted = [1, 2, 4, 8].map(|parts| Form { parts, ..whole });
+            parted.into_iter().chain([self.shared(whole)])
+        });
+        let fits = |form: &Form| match form.shares {
+            0 if form.parts == 1 => true,
+            0 => {
+                self.clusters
+                    && (form.parts <= 2 || self.is_of_few(*form))
+                    // Each block has at least so many steps.
+                    && form.parts * if self.is_of_few(*form) { 2 } else { 1 } <= self.steps()
+                    && self.tiles(*form) * form.parts <= self.at_once(*form)
+            }
+            _ => {
+                self.blocks
+                    && form.rows <= Self::MOST_SHARED_ROWS
+                    && self.steps_of_all(*form) <= MOST_STEPS
+                    && Self::shares_bytes(*form) <= self.scratch
+            }
+        };
+        let form = forms
+            .filter(fits)
+            .min_by_key(|form| (self.cost(*form), form.rows))?;
+        let fastest = match self.rows {
+            rows if rows > Self::MOST_ROWS => false,
+            rows if self.blocks => rows >= self.least_rows,
+            rows if rows <= E4M3_ROWS => rows > 8 && self.cost(form) < self.cost_of_few(),
+            _ => true,
+        };
+        fastest.then_some(form)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(blocks: bool, rows: usize, out_features: usize, in_features: usize) -> Sizes {
+        Sizes {
+            rows,
+            out_features,
+            in_features,
+            multiprocessors: 132,
+            clusters: true,
+            blocks,
+            least_rows: 9,
+            scratch: usize::MAX,
+        }
+    }
+
+    /// Rows of a tile, parts and shares.
+    fn form(sizes: Sizes) -> Option<(usize, usize, usize)> {
+        let rows: &[usize] = match sizes.blocks {
+            true => &[32, 64, 128, 256],
+            false => &[64, 128, 256],
+        };
+        let form = sizes.form(rows.iter().map(|rows| Form {
+            rows: *rows,
+            blocks: if sizes.blocks && *rows <= 64 { 2 } else { 1 },
+            parts: 1,
+            shares: 0,
+        }));
+        form.map(|form| (form.rows, form.parts, form.shares))
+    }
+
+    /// The fastest that were measured, of 8-bit floats.
+    #[test]
+    fn forms_are_those_that_were_fastest() {
+        for (sizes, expected) in [
+            ((8, 14336, 4096), None),
+            ((16, 14336, 4096), None),
+            ((16, 32768, 4096), None),
+            ((32, 4096, 4096), None),
+            ((32, 4096, 14336), None),
+            ((32, 14336, 4096), Some((64, 1, 0))),
+            ((600, 129, 16), Some((64, 1, 0))),
+            ((64, 4096, 4096), Some((64, 2, 0))),
+            ((64, 14336, 4096), Some((64, 1, 0))),
+            ((64, 4096, 14336), Some((64, 2, 0))),
+            ((128, 14336, 4096), Some((128, 1, 0))),
+            ((128, 4096, 14336), Some((64, 2, 0))),
+            ((256, 4096, 4096), Some((128, 2, 0))),
+            ((256, 14336, 4096), Some((256, 1, 0))),
+            ((512, 4096, 4096), Some((256, 2, 0))),
+            ((512, 4096, 14336), Some((256, 2, 0))),
+            ((1024, 4096, 4096), Some((256, 1, 0))),
+            ((2048, 14336, 4096), Some((256, 1, 0))),
+            ((4096, 14336, 4096), None),
+        ] {
+            let (rows, n, k) = sizes;
+            assert_eq!(form(self::sizes(false, rows, n, k)), expected, "{sizes:?}");
+        }
+    }
+
+    /// The same of blocks.
+    #[test]
+    fn forms_of_blocks_are_those_that_were_fastest() {
+        for (sizes, expected) in [
+            ((8, 14336, 4096), None),
+            ((16, 576, 576), Some((32, 1, 0))),
+            ((32, 4096, 4096), Some((32, 1, 132))),
+            ((32, 14336, 4096), Some((32, 1, 0))),
+            ((32, 4096, 14336), Some((32, 1, 132))),
+            ((64, 4096, 4096), Some((64, 1, 132))),
+            ((64, 14336, 4096), Some((64, 1, 0))),
+            ((64, 4096, 14336), Some((64, 1, 132))),
+            ((128, 4096, 4096), Some((64, 2, 0))),
+            ((128, 14336, 4096), Some((128, 1, 0))),
+            ((128, 4096, 14336), Some((128, 1, 132))),
+            ((256, 4096, 4096), Some((128, 2, 0))),
+            ((256, 14336, 4096), Some((256, 1, 0))),
+            ((256, 4096, 14336), Some((128, 2, 0))),
+            ((512, 4096, 4096), Some((256, 2, 0))),
+            ((512, 14336, 4096), Some((256, 1, 0))),
+            ((512, 4096, 14336), Some((256, 2, 0))),
+            ((2048, 14336, 4096), Some((256, 1, 0))),
+            ((4096, 14336, 4096), None),
+        ] {
+            let (rows, n, k) = sizes;
+            assert_eq!(form(self::sizes(true, rows, n, k)), expected, "{sizes:?}");
+        }
+    }
+
+    /// Without a workspace blocks of clusters part rows of the weight.
+    #[test]
+    fn forms_need_no_workspace() {
+        let without = Sizes {
+            scratch: 0,
+            ..sizes(true, 32, 4096, 14336)
+        };
+        assert_eq!(form(without), Some((32, 8, 0)));
+    }
+}

@@ -1,0 +1,272 @@
+//! Products of rows of 16 bits by weights in blocks, or of 8-bit floats, on Hopper, both as they are
+//! (`kernels/cuda/linear/wide`).
+//!
+//! Whether they are faster than others, and with which tiles, is a rule from times on an H100 and an H200
+//! (`kernels/cuda/linear/wide/LADDER.md`).
+
+mod form;
+
+use self::form::{Form, Sizes};
+use super::{Product, decoded};
+use crate::alloc::push;
+use crate::backend::Stream;
+use crate::cuda::claims;
+use crate::cuda::device::{Kernel, Resources};
+use crate::cuda::images::linear_wide::Arguments;
+use crate::cuda::linear::OP;
+use crate::cuda::rows::Matrix;
+use crate::cuda::tensor_map::{ALIGNMENT, COLUMNS, MAX_STRIDE, TensorMap};
+use crate::cuda::tuning::rules::products::{BLOCKS_TILES_LEAST_ROWS, BLOCKS_TILES_ROWS};
+use crate::cuda::{Cuda, Shape, VECTOR, check_blocks};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::problem::linear::Weights;
+use crate::tensor::{RawTensor, Scratch};
+
+pub(super) type Kernels = Vec<Kernel<Arguments>>;
+
+/// None on other devices than those of Hopper.
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    let mut kernels = Vec::new();
+    for kernel in resources.kernels::<Arguments>()? {
+        push(OP, &mut kernels, kernel)?;
+    }
+    Ok(kernels)
+}
+
+/// A product that these kernels serve, but for where its matrices lie.
+struct Tiles<'a> {
+    kernel: &'a Kernel<Arguments>,
+    form: Form,
+    sizes: Sizes,
+}
+
+/// A contract's `Blocks`, or 0 for 8-bit floats.
+fn code(weight: DType) -> u32 {
+    match weight {
+        DType::F8E4M3 => 0,
+        blocks => blocks as u32,
+    }
+}
+
+/// Rows of `x` from which on these kernels take weights in blocks. Kernels of fewer rows round no weight, and are
+/// those for a weight that asks for exact activations as far as they go.
+fn least_rows(weights: &Weights) -> usize {
+    match weights.weight.dtype {
+        _ if weights.float_activations => BLOCKS_TILES_ROWS + 1,
+        // 16 rows by 4096 x 4096 took 16.7 µs, where others take 13.5 (H200).
+        DType::Q6K => 17,
+        _ => BLOCKS_TILES_LEAST_ROWS,
+    }
+}
+
+impl<'a> Tiles<'a> {
+    /// If they are the fastest for it. `scratch`: bytes of workspace.
+    fn new(cuda: &'a Cuda, p: &Product<'_>, rows: usize, scratch: usize) -> Option<Self> {
+        let Weights { weight, .. } = p.weights;
+        let of_weight = |k: &&Kernel<Arguments>| {
+            k.choices.x_dtype == p.x.dtype as u32 && k.choices.format == code(weight.dtype)
+        };
+        let kernels = || cuda.linear.wide.iter().filter(of_weight);
+        let sizes = Sizes {
+            rows,
+            out_features: weight.layout.dim(0),
+            in_features: weight.layout.dim(1),
+            multiprocessors: cuda.linear.blocks.multiprocessors(),
+            clusters: cuda.resources.launches_early,
+            blocks: weight.dtype.is_in_blocks(),
+            least_rows: least_rows(p.weights),
+            scratch,
+        };
+        let form = sizes.form(kernels().map(|k| Form {
+            rows: k.choices.rows as usize,
+            blocks: k.choices.blocks as usize,
+            parts: 1,
+            shares: 0,
+        }))?;
+        let kernel = kernels().find(|k| k.choices.rows as usize == form.rows)?;
+        Some(Tiles {
+            kernel,
+            form,
+            sizes,
+        })
+    }
+    /// Whether the copy engine reaches all of the weight and of equally spaced rows.
+    fn reach(&self, p: &Product<'_>, matrix: &Matrix<3>) -> bool {
+        let weight = &p.weights.weight;
+        let x = p.x.ptr.addr() + matrix.offsets[0] * p.x.dtype.size();
+        let strides = [matrix.strides[0] * p.x.dtype.size(), stride_of(weight)];
+        let lines = [x, weight.ptr.addr(), strides[0], strides[1]];
+        self.sizes.in_features.is_multiple_of(ALIGNMENT)
+            && self.sizes.in_features > 0
+            && lines.iter().all(|at| at.is_multiple_of(ALIGNMENT))
+            && strides
+                .iter()
+                .all(|stride| *stride > 0 && *stride < MAX_STRIDE)
+    }
+
+    /// Queues a product of equally spaced rows that these kernels reach. `scratch` has what the form needs.
+    fn multiply(
+        &self,
+        cuda: &Cuda,
+        p: &Product<'_>,
+        matrix: &Matrix<3>,
+        scratch: Scratch,
+        stream: Stream,
+    ) -> Result<()> {
+        let Sizes {
+            rows,
+            out_features,
+            in_features,
+            ..
+        } = self.sizes;
+        let Form {
+            rows: of_tile,
+            parts,
+            shares,
+            ..
+        } = self.form;
+        let weight = &p.weights.weight;
+        let choices = self.kernel.choices;
+        let row_tiles = rows.div_ceil(of_tile);
+        let tiles = self.sizes.tiles(self.form);
+        let blocks = match parts {
+            _ if shares != 0 => shares,
+            1 => tiles.min(self.sizes.at_once(self.form)),
+            _ => tiles.saturating_mul(parts),
+        };
+        let blocks = check_blocks(p.op, "x", blocks)?;
+        tracing::trace!(
+            "{}: {rows} rows of {in_features} by {out_features} in {}, as they are, {:?}",
+            p.op,
+            weight.dtype,
+            self.form,
+        );
+        let at = |t: &RawTensor, i: usize| t.ptr.wrapping_add(matrix.offsets[i] * t.dtype.size());
+        let (other, epilogue) = p.epilogue.parts();
+        let other = other.unwrap_or(p.out);
+        let bias = p.weights.bias.as_ref();
+        let scales = p.weights.scales;
+        let stride = |t: &RawTensor, i: usize| matrix.strides[i] * t.dtype.size();
+        let map = |ptr, dtype, [columns, rows]: [usize; 2], stride: usize, counts: [u32; 2]| {
+            let driver = cuda.resources.primary.driver;
+            let (sizes, strides) = ([columns, rows, 1, 1], [stride, 0, 0]);
+            let counts = [counts[0], counts[1], 1, 1];
+            TensorMap::new(driver, p.op, ptr, dtype, sizes, &strides, counts)
+        };
+        // Tensor maps are made in a context, too.
+        let _entered = cuda.resources.primary.enter(p.op)?;
+        let aligned = [
+            at(p.out, 1).addr(),
+            stride(p.out, 1),
+            at(other, 2).addr(),
+            stride(other, 2),
+        ];
+        let steps = in_features.div_ceil(choices.step as usize);
+        let (share, one_more) = match shares {
+            0 => (0, 0),
+            _ => (tiles * steps / shares, tiles * steps % shares),
+        };
+        let left = shares * size_of::<u64>();
+        let arguments = Arguments {
+            x: map(
+                at(p.x, 0),
+                p.x.dtype,
+                [in_features, rows],
+                matrix.strides[0],
+                [COLUMNS, of_tile as u32],
+            )?,
+            // Bytes in pairs, which are no numbers.
+            weight: map(
+                weight.ptr,
+                DType::F16,
+                [weight.dtype.row_bytes(in_features) / 2, out_features],
+                stride_of(weight) / 2,
+                [choices.box_bytes / 2, choices.columns],
+            )?,
+            weight_scale: scales.map_or(0, |scales| scales.ptr.addr() as u64),
+            out: at(p.out, 1).addr() as u64,
+            bias: bias.map_or(0, |b| b.ptr.addr() as u64),
+            residual: at(other, 2).addr() as u64,
+            // Behind tiles of whole lines.
+            partial: scratch.ptr.addr() as u64,
+            left: scratch
+                .ptr
+                .wrapping_add(Sizes::shares_bytes(self.form) - left)
+                .addr() as u64,
+            launch_tag: claims::tag(),
+            out_stride: stride(p.out, 1) as i64,
+            residual_stride: stride(other, 2) as i64,
+            rows: rows as u32,
+            out_features: out_features as u32,
+            steps: steps as u32,
+            rows_of_scale: scales.map_or(1, |scales| out_features / scales.len.max(1)) as u32,
+            row_tiles: row_tiles as u32,
+            tiles: tiles as u32,
+            parts: parts as u32,
+            share: share as u32,
+            one_more: one_more as u32,
+            vectors: u32::from(aligned.iter().all(|at| at.is_multiple_of(VECTOR))),
+            dtype: p.out.dtype as u32,
+            bias_dtype: bias.map_or(0, |b| b.dtype as u32),
+            epilogue: epilogue.code(),
+            constant: u32::from(p.weights.constant),
+        };
+        // More than half of a multiprocessor's, where each block is to have one of its own: blocks of kernels
+        // that are started early come by twos to some, and others have none.
+        let room = self.kernel.room;
+        let least = match self.sizes.is_alone(self.form) {
+            true => (room / 2 + 1024).min(room),
+            false => 0,
+        };
+        let shape = Shape {
+            grid: [blocks, 1, 1],
+            block: self.kernel.info.block,
+            shared_bytes: choices.needed_bytes.max(least),
+            cluster: parts as u32,
+        };
+        // SAFETY: the problem was checked: its tensors have the rows that the maps and the arguments describe. The
+        // form was chosen by the size of the workspace.
+        unsafe { cuda.launch_shape(p.op, self.kernel, shape, &arguments, stream) }
+    }
+}
+
+/// Bytes from one row of a weight to the next.
+fn stride_of(weight: &RawTensor) -> usize {
+    match weight.layout.dim(0) {
+        1 => weight.dtype.row_bytes(weight.layout.dim(1)),
+        _ => weight.dtype.row_bytes(weight.layout.stride(0)),
+    }
+}
+
+/// Bytes of workspace with which a product is computed the fastest, or none if these kernels are not for it.
+pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> usize {
+    // The matrices differ in their addresses only.
+    let count = p.rows().matrices().next().map_or(0, |matrix| matrix.rows);
+    let tiles = Tiles::new(cuda, p, count, usize::MAX);
+    tiles.map_or(0, |tiles| Sizes::shares_bytes(tiles.form))
+}
+
+/// Queues a product, if these kernels are the fastest for it and reach its matrices. `scratch` has what
+/// [`decoded::bytes`] or [`decoded::scratch_size`] said, though nothing is decoded here.
+pub(super) fn multiply(
+    cuda: &Cuda,
+    p: &Product<'_>,
+    scratch: Scratch,
+    stream: Stream,
+) -> Result<bool> {
+    let rows = p.rows();
+    // The matrices differ in their addresses only.
+    let count = rows.matrices().next().map_or(0, |matrix| matrix.rows);
+    let Some(tiles) = Tiles::new(cuda, p, count, scratch.size) else {
+        return Ok(false);
+    };
+    if !rows.matrices().all(|matrix| tiles.reach(p, &matrix)) {
+        return Ok(false);
+    }
+    decoded::check(p, scratch)?;
+    for matrix in rows.matrices() {
+        tiles.multiply(cuda, p, &matrix, scratch, stream)?;
+    }
+    Ok(true)
+}
