@@ -53,20 +53,27 @@ impl Sizes {
         self.blocks && form.rows <= 64
     }
 
-    /// Whether each block has a multiprocessor of its own. They are in groups, which clusters do not cross
-    /// and larger ones do not fill.
-    pub fn is_alone(&self, form: Form) -> bool {
-        let multiprocessors = match form.parts {
+    /// Multiprocessors that blocks of clusters can have. They are in groups, which clusters do not cross and larger ones
+    /// do not fill.
+    fn reached(&self, form: Form) -> usize {
+        match form.parts {
             1 | 2 => self.multiprocessors,
             4 => self.multiprocessors * 7 / 8,
             _ => self.multiprocessors * 3 / 4,
-        };
-        form.blocks == 1 || form.shares != 0 || self.tiles(form) * form.parts <= multiprocessors
+        }
+    }
+
+    /// Whether each block has a multiprocessor of its own.
+    pub fn is_alone(&self, form: Form) -> bool {
+        form.blocks == 1 || form.shares != 0 || self.tiles(form) * form.parts <= self.reached(form)
     }
 
     /// Blocks that the device has at once.
     pub fn at_once(&self, form: Form) -> usize {
-        self.multiprocessors.max(1) * if self.is_alone(form) { 1 } else { 2 }
+        match self.is_alone(form) {
+            true => self.reached(form).max(1),
+            false => 2 * self.multiprocessors.max(1),
+        }
     }
 
     /// Nanoseconds that a form takes: of each round of tiles its steps, and what comes before and behind
@@ -263,6 +270,25 @@ mod tests {
             let (rows, n, k) = sizes;
             assert_eq!(form(self::sizes(true, rows, n, k)), expected, "{sizes:?}");
         }
+    }
+
+    /// By a kernel of which a multiprocessor has one block.
+    #[test]
+    fn clusters_come_at_once() {
+        let sizes = sizes(true, 64, 4096, 4096);
+        let whole = Form {
+            rows: 64,
+            blocks: 1,
+            parts: 1,
+            shares: 0,
+        };
+        let form = sizes.form([whole].into_iter()).unwrap();
+        assert_eq!((form.parts, form.shares), (1, 132));
+        let without = Sizes {
+            scratch: 0,
+            ..sizes
+        };
+        assert_eq!(without.form([whole].into_iter()).unwrap().parts, 2);
     }
 
     /// Without a workspace blocks of clusters part rows of the weight.

@@ -52,11 +52,9 @@ fn code(weight: DType) -> u32 {
 /// Rows of `x` from which on these kernels take weights in blocks. Kernels of fewer rows round no weight, and are
 /// those for a weight that asks for exact activations as far as they go.
 fn least_rows(weights: &Weights) -> usize {
-    match weights.weight.dtype {
-        _ if weights.float_activations => BLOCKS_TILES_ROWS + 1,
-        // 16 rows by 4096 x 4096 took 16.7 µs, where others take 13.5 (H200).
-        DType::Q6K => 17,
-        _ => BLOCKS_TILES_LEAST_ROWS,
+    match weights.float_activations {
+        true => BLOCKS_TILES_ROWS + 1,
+        false => BLOCKS_TILES_LEAST_ROWS,
     }
 }
 
