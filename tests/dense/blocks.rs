@@ -1,42 +1,30 @@
-//! Weights in blocks: products with each format, in the operations that take them, and arguments
-//! that must be refused. A weight's last row ends where memory does, or a byte before it.
+//! Weights in blocks: products with each format. A weight's last row ends where memory does, or a byte before it.
 
-use crate::common::abi::{self, Misuse, Operation, c_tensor};
-use crate::common::guarded::{AtEnd, Guarded};
+use crate::common::guarded::AtEnd;
 use crate::common::reference::blocks;
 use crate::common::reference::linear::{linear as exact, linear_f32 as plain};
 use crate::common::{
     FLOATS, TestTensor, assert_flash_rule_of_sums, contexts, contiguous, for_each_case, rng,
     rounded, rules,
 };
-use unsloth::ffi::linear::{
-    unsloth_linear_forward, unsloth_linear_params, unsloth_linear_supported,
-};
-use unsloth::ffi::status::*;
-use unsloth::ops::attention_block::{self, Projections};
 use unsloth::ops::linear::{self, Output, Params, Weights};
-use unsloth::ops::mlp::{self, GateUp};
-use unsloth::ops::rope::Positions;
-use unsloth::ops::swiglu::Activation;
-use unsloth::{
-    Backend, Context, ContextOptions, DType, InOut, Layout, Stream, TensorRef, Workspace,
-};
+use unsloth::{Backend, Context, ContextOptions, DType, Layout, Stream, TensorRef, Workspace};
 
 /// Rows of `x` up to which a GPU reads blocks as they are, be it f32, and where it has 16 bits.
 const FEW_ROWS: usize = 24;
 const SOME_ROWS: usize = 32;
 
 /// A matrix in blocks, and its elements.
-struct Matrix {
+pub struct Matrix {
     memory: AtEnd,
     dtype: DType,
     layout: Layout,
-    values: Vec<f64>,
+    pub values: Vec<f64>,
 }
 
 impl Matrix {
     /// Rows `gap` blocks apart.
-    fn random(ctx: &Context, dtype: DType, shape: [usize; 2], gap: usize) -> Matrix {
+    pub fn random(ctx: &Context, dtype: DType, shape: [usize; 2], gap: usize) -> Matrix {
         Matrix::random_at(ctx, dtype, shape, gap, 0)
     }
 
@@ -69,11 +57,11 @@ impl Matrix {
         }
     }
 
-    fn view(&self) -> TensorRef<'_> {
+    pub fn view(&self) -> TensorRef<'_> {
         self.memory.view(self.dtype, self.layout)
     }
 
-    fn weights(&self, float_activations: bool) -> Weights<'_> {
+    pub fn weights(&self, float_activations: bool) -> Weights<'_> {
         let weight = match float_activations {
             true => self.view().with_float_activations(),
             false => self.view(),
@@ -82,7 +70,7 @@ impl Matrix {
     }
 
     /// The same matrix of f32.
-    fn decoded(&self, ctx: &Context) -> crate::common::DeviceTensor {
+    pub fn decoded(&self, ctx: &Context) -> crate::common::DeviceTensor {
         TestTensor::of(DType::F32, self.layout.shape(), &self.values).upload(ctx)
     }
 }
@@ -146,7 +134,7 @@ fn assert_rounded_once(dtype: DType, y: &[f64], x: &[f64], w: &[f64], [rows, n, 
 }
 
 /// `|y - expected|² / |expected|²`.
-fn nmse(y: &[f64], expected: &[f64]) -> f64 {
+pub fn nmse(y: &[f64], expected: &[f64]) -> f64 {
     let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
     squares(&mut y.iter().zip(expected).map(|(y, e)| y - e))
         / squares(&mut expected.iter().copied())
@@ -440,222 +428,4 @@ fn what_is_no_number_shows() {
             }
         }
     }
-}
-
-/// A block added to a constant; weights are gate's, up's and down's.
-fn mlp_of(ctx: &Context, x: &TestTensor, [gate, up, down]: [Weights<'_>; 3]) -> Vec<f64> {
-    let dtype = x.dtype;
-    let x = x.upload(ctx);
-    let constant = vec![0.5; x.layout.num_elements()];
-    let mut out = TestTensor::of(dtype, x.layout.shape(), &constant).upload(ctx);
-    let mut params = mlp::Params {
-        x_norm: None,
-        parallel: None,
-        x: x.view(),
-        gate_up: GateUp::Apart { gate, up },
-        activation: Activation::Silu,
-        intermediate_norm: None,
-        down,
-        output: Output::Add(InOut::InPlace(out.view_mut())),
-        workspace: Workspace::none(),
-        gate_up_out: None,
-    };
-    let size = mlp::workspace_size(ctx, &params).unwrap();
-    let memory = TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx);
-    // SAFETY: the tensor's elements, which nothing else uses.
-    params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
-    mlp::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    out.download_output().values()
-}
-
-/// Residual and activation are those of float weights, whose formats may differ.
-#[test]
-fn mlps_are_those_of_the_decoded_weights() {
-    let formats = [
-        [DType::Q4_0, DType::Q4_0, DType::Q8_0],
-        [DType::Q4K, DType::Q6K, DType::Q5_1],
-    ];
-    for ctx in contexts() {
-        for [gate, up, down] in formats {
-            let [gate, up] = [gate, up].map(|format| Matrix::random(&ctx, format, [512, 256], 0));
-            let down = Matrix::random(&ctx, down, [256, 512], 0);
-            // Some steps of rounding to 16 bits; what products are off by is told elsewhere.
-            for (dtype, rows) in [
-                (DType::F32, 1),
-                (DType::F32, 40),
-                (DType::F16, 3),
-                (DType::F16, 70),
-            ] {
-                let x = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, 256]));
-                let wide = TestTensor::of(DType::F32, x.layout.shape(), &x.values());
-                let decoded = [&gate, &up, &down].map(|matrix| matrix.decoded(&ctx));
-                let plain = decoded.each_ref().map(|weight| Weights {
-                    weight: weight.view(),
-                    bias: None,
-                });
-                let expected = mlp_of(&ctx, &wide, plain);
-                for (float, most) in [(true, 1e-10), (false, 1e-8)] {
-                    let most = if dtype == DType::F32 { most } else { 1e-6 };
-                    let weights = [&gate, &up, &down].map(|matrix| matrix.weights(float));
-                    let y = mlp_of(&ctx, &x, weights);
-                    let error = nmse(&y, &expected);
-                    assert!(error < most, "{float} {rows} {dtype}: {error}");
-                }
-            }
-        }
-    }
-}
-
-/// Four heads of 64 on two, 256 columns.
-fn attention_of(ctx: &Context, x: &TestTensor, [qkv, out_weight]: [Weights<'_>; 2]) -> Vec<f64> {
-    let x = x.upload(ctx);
-    let mut out = TestTensor::poisoned(x.dtype, x.layout).upload(ctx);
-    let mut params = attention_block::Params {
-        x_norm: None,
-        parallel: None,
-        x: x.view(),
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 64,
-        v_head_dim: 64,
-        projections: Projections::Packed(qkv),
-        q_norm: None,
-        k_norm: None,
-        norm_weight_offset: 0.0,
-        norm_epsilon: 0.0,
-        rotation: None,
-        positions: Positions::From(0),
-        cache: None,
-        cu_seqlens: None,
-        max_seqlen: 0,
-        scale: 0.0,
-        softcap: 0.0,
-        bidirectional: false,
-        window: 0,
-        alibi_slopes: None,
-        sinks: None,
-        attended_norm: None,
-        out_projection: out_weight,
-        output: Output::Write(out.view_mut()),
-        workspace: Workspace::none(),
-        qkv_out: None,
-        attended_out: None,
-        lse_out: None,
-    };
-    let size = attention_block::workspace_size(ctx, &params).unwrap();
-    let memory = TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx);
-    // SAFETY: the tensor's elements, which nothing else uses.
-    params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
-    attention_block::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    out.download_output().values()
-}
-
-#[test]
-fn attention_blocks_are_those_of_the_decoded_weights() {
-    for ctx in contexts() {
-        let qkv = Matrix::random(&ctx, DType::Q4K, [512, 256], 0);
-        let out = Matrix::random(&ctx, DType::Q6K, [256, 256], 0);
-        for (dtype, rows, most) in [
-            (DType::F32, 3, 1e-8),
-            (DType::F16, 3, 1e-5),
-            (DType::F16, 70, 1e-5),
-        ] {
-            let scaled = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, 256]));
-            let scaled: Vec<f64> = scaled.values().iter().map(|x| x / 32.0).collect();
-            let x = TestTensor::of(dtype, &[rows, 256], &scaled);
-            let wide = TestTensor::of(DType::F32, x.layout.shape(), &x.values());
-            let decoded = [&qkv, &out].map(|matrix| matrix.decoded(&ctx));
-            let plain = decoded.each_ref().map(|weight| Weights {
-                weight: weight.view(),
-                bias: None,
-            });
-            let expected = attention_of(&ctx, &wide, plain);
-            let y = attention_of(&ctx, &x, [&qkv, &out].map(|matrix| matrix.weights(false)));
-            let error = nmse(&y, &expected);
-            assert!(error < most, "{rows} {dtype}: {error}");
-        }
-    }
-}
-
-const INVALID: unsloth_status = UNSLOTH_STATUS_INVALID_ARGUMENT;
-const UNSUPPORTED: unsloth_status = UNSLOTH_STATUS_UNSUPPORTED;
-
-const MISUSE: &[Misuse<unsloth_linear_params>] = &[
-    (
-        |p| (p.x.shape[1], p.weight.shape[1]) = (40, 40),
-        INVALID,
-        "linear: weight has rows of 40 elements, allowed for q4_0: multiples of 32",
-    ),
-    (
-        |p| (p.x.shape[1], p.weight.shape[1], p.weight.dtype) = (96, 96, DType::Q5K as u32),
-        INVALID,
-        "linear: weight has rows of 96 elements, allowed for q5_k: multiples of 256",
-    ),
-    (
-        |p| p.weight.strides = [80, 1, 0, 0, 0, 0],
-        INVALID,
-        "linear: weight has shape [3, 64] with strides [80, 1], allowed for q4_0: rows that begin at multiples of 32",
-    ),
-    (
-        |p| p.weight.strides = [1, 3, 0, 0, 0, 0],
-        INVALID,
-        "linear: weight has stride 3 along its last dimension, allowed: 1",
-    ),
-    (
-        |p| p.weight.shape[1] = 128,
-        INVALID,
-        "linear: weight has shape [3, 128], expected [3, 64]",
-    ),
-    (
-        |p| p.weight.dtype = DType::F8E5M2 as u32,
-        UNSUPPORTED,
-        "linear: weight has dtype f8e5m2, which no operation of this version takes",
-    ),
-    (
-        |p| p.x.dtype = DType::Q4_0 as u32,
-        UNSUPPORTED,
-        "linear: x has dtype q4_0, allowed: f32, f16, bf16",
-    ),
-    (
-        |p| p.out.dtype = DType::Q4_0 as u32,
-        INVALID,
-        "linear: out has dtype q4_0, x has f32",
-    ),
-    (
-        |p| p.weight.flags = 8,
-        INVALID,
-        "linear: weight.flags is 0x8, allowed: 0 or a sum of 1 (strided), 2 (float_activations) and 4 (constant)",
-    ),
-    (
-        |p| p.weight.data = std::ptr::null_mut(),
-        UNSLOTH_STATUS_NULL_POINTER,
-        "linear: data of weight is NULL",
-    ),
-    (
-        |p| p.weight.data = p.out.data,
-        INVALID,
-        "linear: out overlaps weight",
-    ),
-];
-
-#[test]
-fn misuse_is_refused_and_writes_nothing() {
-    let memory = Context::cpu().unwrap();
-    let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[2, 256])).upload(&memory);
-    let out = TestTensor::poisoned(DType::F32, contiguous(&[2, 3])).upload(&memory);
-    // An odd address, and finite factors there.
-    let bytes = Guarded::new(&[0x11; 3 * 36 + 1]);
-    let weight = bytes.view(DType::Q4_0, contiguous(&[3, 64]));
-    let data = weight.as_ptr().wrapping_add(1).cast_mut().cast();
-    // SAFETY: integers and pointers, size first.
-    let mut good: unsloth_linear_params = unsafe { abi::zeroed_params() };
-    (good.x, good.out) = (c_tensor(&x), c_tensor(&out));
-    good.x.shape[1] = 64;
-    good.weight = abi::described(data, DType::Q4_0, weight.layout());
-    let operation = Operation {
-        name: "linear",
-        supported: unsloth_linear_supported,
-        forward: unsloth_linear_forward,
-    };
-    operation.check_on(&abi::Handle::cpu(), good, MISUSE, &[&out]);
 }

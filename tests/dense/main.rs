@@ -4,6 +4,8 @@
 mod common;
 
 mod blocks;
+mod blocks_layers;
+mod blocks_misuse;
 mod constant;
 #[cfg(feature = "cuda")]
 mod cuda;
