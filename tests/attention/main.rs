@@ -8,6 +8,7 @@ mod backward;
 #[cfg(feature = "cuda")]
 mod backward_bits;
 mod backward_misuse;
+mod backward_tiles;
 mod codes;
 #[cfg(feature = "cuda")]
 mod cuda;
