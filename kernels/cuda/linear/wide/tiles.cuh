@@ -7,7 +7,8 @@
 // of the tile. It takes half a step of the weight apart while tensor cores multiply the one before.
 // A block takes one tile after another: while its warps store a tile's sums, the next one's first
 // steps are copied. Blocks of a cluster, which have one tile, part a row of the weight among them,
-// and each adds up the sums of some of the rows of x.
+// and each adds up the sums of some of the rows of x. Where tiles are few and rows long, blocks
+// have even shares of all tiles' steps instead (pieces.cuh).
 #pragma once
 
 #include "common/cluster.cuh"
@@ -295,7 +296,7 @@ class Tiles {
     named_barrier_arrive(kToldBarrier, kConsumers + 32);
   }
 
-  // What a warp does that tells the other block of it.
+  // What a warp does that tells the other block of it: those that multiply go on meanwhile.
   __device__ __forceinline__ void tell() const {
     Pieces pieces(p_);
     Piece piece;
@@ -322,7 +323,7 @@ class Tiles {
         to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
       }
     }
-    // A launch that a graph repeats has the same tag.
+    // All warps have seen the tags. A launch that a graph repeats has the same one.
     named_barrier_sync(kConsumersBarrier, kConsumers);
     for (uint32_t share = first + threadIdx.x; share <= last; share += kConsumers) {
       p_.left[share] = 0;
