@@ -7,6 +7,7 @@ mod calls;
 
 use calls::*;
 
+use crate::blocks::Matrix;
 use crate::common::graph::Graph;
 use crate::common::reference::linear::{
     Gradients as OfLinear, linear as exact_linear, linear_backward as exact_gradients,
@@ -14,7 +15,8 @@ use crate::common::reference::linear::{
 };
 use crate::common::reference::mlp::{Layer, Layers, Plain, mlp as exact_mlp};
 use crate::common::{
-    TestTensor, assert_flash_rule_of_sums, assert_gradient_rule, cut_off, gpu, rng, rounded,
+    DeviceTensor, TestTensor, assert_flash_rule_of_sums, assert_gradient_rule, cut_off, gpu, rng,
+    rounded,
 };
 use unsloth::ops::linear;
 use unsloth::ops::swiglu::Activation;
@@ -88,6 +90,58 @@ fn the_first_call_can_be_captured() {
         // SAFETY: made above, and used no more.
         unsafe { ctx.destroy_stream(stream) }.unwrap();
     }
+}
+
+/// Blocks that share the steps of a product tell each other anew in each replay, though the workspace is what the
+/// replay before has left and the launch is the same.
+#[test]
+fn replays_share_steps() {
+    let Some(ctx) = gpu() else { return };
+    let [rows, n, k] = [17, 33 * 128, 17 * 256];
+    let matrix = Matrix::random(&ctx, DType::Q4_0, [n, k], 0);
+    let mut x = normal(&ctx, DType::Bf16, &[rows, k]);
+    let mut out = poisoned(&ctx, DType::Bf16, &[rows, n]);
+    fn params<'a>(
+        matrix: &'a Matrix,
+        x: &'a DeviceTensor,
+        out: &'a mut DeviceTensor,
+        workspace: Workspace<'a>,
+    ) -> linear::Params<'a> {
+        linear::Params {
+            x_norm: None,
+            parallel: None,
+            x: x.view(),
+            weights: matrix.weights(false),
+            output: linear::Output::Write(out.view_mut()),
+            workspace,
+        }
+    }
+    let size = {
+        let asked = params(&matrix, &x, &mut out, Workspace::none());
+        linear::workspace_size(&ctx, &asked).unwrap()
+    };
+    let [kept, mut other] = [0, 1].map(|_| poisoned(&ctx, DType::Bool, &[size]));
+    let stream = ctx.create_stream().unwrap();
+    let graph = Graph::capture(&ctx, stream, || {
+        let captured = params(&matrix, &x, &mut out, lent(&kept));
+        linear::forward(&ctx, &captured, stream).unwrap();
+    });
+    for replay in 0..4 {
+        poison(&mut out);
+        graph.launch(stream);
+        ctx.synchronize(stream).unwrap();
+        let replayed = out.download_output().bits();
+        poison(&mut out);
+        poison(&mut other);
+        let eager = params(&matrix, &x, &mut out, lent(&other));
+        linear::forward(&ctx, &eager, stream).unwrap();
+        ctx.synchronize(stream).unwrap();
+        assert!(out.download_output().bits() == replayed, "replay {replay}");
+        let next = TestTensor::normal(&mut rng(), x.dtype, x.layout);
+        x.overwrite(&next);
+    }
+    // SAFETY: made above, and used no more.
+    unsafe { ctx.destroy_stream(stream) }.unwrap();
 }
 
 fn magnitudes(values: &[f64]) -> Vec<f64> {
