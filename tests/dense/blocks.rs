@@ -299,7 +299,7 @@ fn assert_products_are_right(ctx: &Context, x: &TestTensor, matrix: &Matrix) {
 }
 
 /// Where tiles are few for a GPU's multiprocessors and rows are long, blocks have even shares of their steps: with
-/// the same bits each time, whatever the workspace holds.
+/// the same bits each time.
 #[test]
 fn blocks_share_steps() {
     const EVERY: usize = 67;

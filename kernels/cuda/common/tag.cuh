@@ -6,7 +6,7 @@
 
 namespace unsloth {
 
-// By a thread that has met those whose stores are to be seen.
+// The thread has passed a barrier with the threads whose stores the other block is to see.
 __device__ __forceinline__ void store_tag(uint64_t *to, uint64_t tag) {
   __threadfence();
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(tag) : "memory");

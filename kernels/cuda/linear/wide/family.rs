@@ -76,7 +76,7 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "one_more",
-        "blocks with one more step, the first ones",
+        "shares with one more step, the first ones; the last block has the first share",
     ),
     field(
         Type::U32,

@@ -129,8 +129,9 @@ class Tiles {
   static constexpr int kHalves = Weight::kStep / kHalf;
   // Blocks of a cluster that part a row of the weight, at most.
   static constexpr uint32_t kMostParts = 8;
-  // Of all that multiply, of each warpgroup, and of what multiplies and the warp that tells.
-  static constexpr int kConsumersBarrier = 1, kTurn = 2, kToldBarrier = 4;
+  // Of all threads that multiply; the first of two, of each warpgroup's turn; of all that multiply
+  // and the warp that tells.
+  static constexpr int kConsumersBarrier = 1, kTurn = 2, kHandedBarrier = 4;
   // Whether warpgroups ask for products by turns: one takes codes apart while tensor cores have
   // what the other asked for.
   static constexpr bool kTurns = kRows > kFewRows;
@@ -259,10 +260,10 @@ class Tiles {
       uint32_t begin = 0, end = kEights;
       if (piece.end - piece.begin < p_.steps && p_.parts == 1) {
         if (piece.begin != 0) {
-          leave_part(pieces, sums);
+          hand_over(pieces, sums);
           continue;
         }
-        add_parts(pieces, piece.tile, sums);
+        take_over(pieces, piece.tile, sums);
       } else if (p_.parts != 1) {
         // All copies were waited for by all consumers.
         named_barrier_sync(kConsumersBarrier, kConsumers);
@@ -285,28 +286,29 @@ class Tiles {
     if (kTurns && warp_ / 4 == 0) named_barrier_sync(kTurn, kConsumers);
   }
 
-  // Leaves what the block has of a tile that another one has begun.
-  __device__ __forceinline__ void leave_part(const Pieces &pieces, const float (&sums)[kSums]) {
-    float4 *to = part_of(pieces.share());
+  // Leaves what the block has of a tile in the workspace, for the block that has begun the tile.
+  __device__ __forceinline__ void hand_over(const Pieces &pieces, const float (&sums)[kSums]) {
+    float4 *to = handed_by(pieces.share());
 #pragma unroll
     for (int i = 0; i < kSums / 4; i++) {
       const float *of = sums + 4 * i;
       to[i * kConsumers] = {of[0], of[1], of[2], of[3]};
     }
-    named_barrier_arrive(kToldBarrier, kConsumers + 32);
+    named_barrier_arrive(kHandedBarrier, kConsumers + 32);
   }
 
-  // What a warp does that tells the other block of it: those that multiply go on meanwhile.
+  // What a warp does that multiplies nothing: once all that multiply have left their sums, it tells
+  // the other block so, while they go on.
   __device__ __forceinline__ void tell() const {
     Pieces pieces(p_);
     Piece piece;
     if (p_.share == 0 || !pieces.next(piece) || piece.begin == 0) return;
-    named_barrier_sync(kToldBarrier, kConsumers + 32);
+    named_barrier_sync(kHandedBarrier, kConsumers + 32);
     if (lane_ == 0) store_tag(&p_.left[pieces.share()], p_.launch_tag);
   }
 
-  // Adds what others have of a tile that the block has begun, in their order.
-  __device__ __forceinline__ void add_parts(const Pieces &pieces, uint32_t tile,
+  // Adds what other blocks have handed over of a tile that this one has begun, in their order.
+  __device__ __forceinline__ void take_over(const Pieces &pieces, uint32_t tile,
                                             float (&sums)[kSums]) const {
     const uint32_t first = pieces.share() + 1, last = pieces.last_share(tile);
     for (uint32_t share = first + lane_; share <= last; share += 32) {
@@ -315,7 +317,7 @@ class Tiles {
     __syncwarp();
 #pragma unroll 1
     for (uint32_t share = first; share <= last; share++) {
-      const float4 *from = part_of(share);
+      const float4 *from = handed_by(share);
 #pragma unroll
       for (int i = 0; i < kSums / 4; i++) {
         const float4 four = __ldcg(from + i * kConsumers);
@@ -323,15 +325,16 @@ class Tiles {
         to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
       }
     }
-    // All warps have seen the tags. A launch that a graph repeats has the same one.
+    // All warps have seen the tags: they are taken away, as a launch that a graph repeats has the
+    // same one.
     named_barrier_sync(kConsumersBarrier, kConsumers);
     for (uint32_t share = first + threadIdx.x; share <= last; share += kConsumers) {
       p_.left[share] = 0;
     }
   }
 
-  // Where a block leaves what this thread has of a tile.
-  __device__ __forceinline__ float4 *part_of(uint32_t share) const {
+  // Where the block with a share leaves this thread's sums.
+  __device__ __forceinline__ float4 *handed_by(uint32_t share) const {
     return reinterpret_cast<float4 *>(p_.partial) + share * (kSums / 4 * kConsumers) + threadIdx.x;
   }
 

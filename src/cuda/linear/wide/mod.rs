@@ -186,7 +186,7 @@ impl<'a> Tiles<'a> {
             out: at(p.out, 1).addr() as u64,
             bias: bias.map_or(0, |b| b.ptr.addr() as u64),
             residual: at(other, 2).addr() as u64,
-            // Behind tiles of whole lines.
+            // First the tiles that blocks hand over, then a word of each block.
             partial: scratch.ptr.addr() as u64,
             left: scratch
                 .ptr
