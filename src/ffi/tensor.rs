@@ -78,11 +78,12 @@ pub const UNSLOTH_TENSOR_STRIDED: u32 = 1;
 /// multiples of one scale. Other tensors have no use for it.
 pub const UNSLOTH_TENSOR_FLOAT_ACTIVATIONS: u32 = 2;
 
-/// Of the `flags` of a weight: a promise that nothing writes it until what is queued with it has run,
-/// neither work that is queued before, on any stream, nor the host. Products of few rows then read it
-/// ahead, while the kernels before them on the stream still run, which makes a decoding step faster.
-/// For weights of inference, once they are loaded and that has been waited for; not for those that
-/// an optimizer updates. Other tensors have no use for it.
+/// Of the `flags` of a weight, or of the gains of a norm that a product takes (`x_norm`): a promise that
+/// nothing writes it until what is queued with it has run, neither work that is queued before, on any
+/// stream, nor the host. Products of few rows then read it ahead, while the kernels before them on the
+/// stream still run, which makes a decoding step faster. For weights of inference, once they are loaded
+/// and that has been waited for; not for those that an optimizer updates. Other tensors have no use for
+/// it.
 pub const UNSLOTH_TENSOR_CONSTANT: u32 = 4;
 
 /// A view of memory that the caller owns. A zeroed one is absent, where a parameter is optional.

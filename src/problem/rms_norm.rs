@@ -24,6 +24,9 @@ pub(crate) struct Problem {
 pub(crate) struct OfInput {
     /// `[dim]`.
     pub weight: RawTensor,
+    /// Whether nothing in flight writes it, so that it may be read ahead.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a GPU reads ahead"))]
+    pub constant: bool,
     pub weight_offset: f32,
     pub epsilon: f32,
 }

@@ -1,12 +1,13 @@
-//! Weights that nothing in flight writes: products of few rows read these ahead, and nothing else. In a
-//! chain of products each has what the one before it has just made, so a kernel that read more than its
-//! weight before the one before it has ended would have other bits.
+//! Weights and gains that nothing in flight writes: products of few rows read these ahead, and nothing else.
+//! In a chain of products each has what the one before it has just made, so a kernel that read more than its
+//! weight and gains before the one before it has ended would have other bits.
 
 use crate::common::guarded::AtEnd;
 use crate::common::reference::blocks;
 use crate::common::{DeviceTensor, TestTensor, contexts, contiguous, rng};
 use rand::Rng;
 use unsloth::ops::linear::{self, Output, Params, Weights};
+use unsloth::ops::rms_norm::Norm;
 use unsloth::{Backend, Context, DType, Stream, TensorRef, Workspace};
 
 /// A multiple of all blocks' lengths, from which on a GPU's kernels for few rows of 16 bits are asked for.
@@ -41,20 +42,28 @@ impl Matrix {
         Matrix::Codes(AtEnd::new(ctx, &codes), dtype)
     }
 
-    fn view(&self, constant: bool) -> TensorRef<'_> {
-        let view = match self {
+    fn view(&self) -> TensorRef<'_> {
+        match self {
             Matrix::Floats(tensor) => tensor.view(),
             Matrix::Codes(memory, dtype) => memory.view(*dtype, contiguous(&[SIZE, SIZE])),
-        };
-        match constant {
-            true => view.with_constant_elements(),
-            false => view,
         }
     }
 }
 
 /// What a chain of products ends with; each is queued at once, or once the one before it has ended.
-fn chain(ctx: &Context, x: &TestTensor, matrices: &[Matrix], constant: bool) -> TestTensor {
+fn chain(
+    ctx: &Context,
+    x: &TestTensor,
+    gains: Option<&DeviceTensor>,
+    matrices: &[Matrix],
+    constant: bool,
+) -> TestTensor {
+    fn as_said(view: TensorRef<'_>, constant: bool) -> TensorRef<'_> {
+        match constant {
+            true => view.with_constant_elements(),
+            false => view,
+        }
+    }
     let mut between: Vec<DeviceTensor> = (0..=matrices.len())
         .map(|_| TestTensor::poisoned_like(x).upload(ctx))
         .collect();
@@ -63,11 +72,15 @@ fn chain(ctx: &Context, x: &TestTensor, matrices: &[Matrix], constant: bool) -> 
     for (i, matrix) in matrices.iter().enumerate() {
         let (before, after) = between.split_at_mut(i + 1);
         let mut params = Params {
-            x_norm: None,
+            x_norm: gains.map(|gains| Norm {
+                weight: as_said(gains.view(), constant),
+                weight_offset: 0.0,
+                epsilon: 1e-5,
+            }),
             parallel: None,
             x: before[i].view(),
             weights: Weights {
-                weight: matrix.view(constant),
+                weight: as_said(matrix.view(), constant),
                 bias: None,
             },
             output: Output::Write(after[0].view_mut()),
@@ -93,8 +106,9 @@ fn chain(ctx: &Context, x: &TestTensor, matrices: &[Matrix], constant: bool) -> 
 }
 
 #[test]
-fn products_read_nothing_ahead_but_the_weight() {
+fn products_read_nothing_ahead_but_weights_and_gains() {
     for ctx in contexts() {
+        let gains = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[SIZE])).upload(&ctx);
         let codes = DType::QUANTIZED;
         for dtype in [DType::F32, DType::F16, DType::Bf16]
             .into_iter()
@@ -110,13 +124,13 @@ fn products_read_nothing_ahead_but_the_weight() {
             };
             for rows in [1, 3, 6, 8, 16, 32] {
                 let x = TestTensor::normal(&mut rng(), of_x, contiguous(&[rows, SIZE]));
-                let expected = chain(&ctx, &x, &matrices, false);
-                assert!(
-                    expected.values().iter().all(|y| y.is_finite()),
-                    "{dtype} {rows}"
-                );
-                let y = chain(&ctx, &x, &matrices, true);
-                assert!(y.bits() == expected.bits(), "{dtype} {rows}");
+                for gains in [None, Some(&gains)] {
+                    let expected = chain(&ctx, &x, gains, &matrices, false);
+                    let case = format!("{dtype} {rows}, a norm: {}", gains.is_some());
+                    assert!(expected.values().iter().all(|y| y.is_finite()), "{case}");
+                    let y = chain(&ctx, &x, gains, &matrices, true);
+                    assert!(y.bits() == expected.bits(), "{case}");
+                }
             }
         }
     }

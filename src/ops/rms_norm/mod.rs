@@ -108,6 +108,7 @@ impl Norm<'_> {
         check_epsilon(op, names[2], self.epsilon)?;
         Ok(OfInput {
             weight,
+            constant: self.weight.is_constant(),
             weight_offset: self.weight_offset,
             epsilon: self.epsilon,
         })

@@ -63,12 +63,12 @@ class Rounding {
 
 // Of 32 neighbours of a row: their scale, and what the offset of a weight is multiplied by, the sum
 // of x; or, where the offset is the format's zero, that is taken off at once.
-struct WholeScale {
+struct alignas(8) WholeScale {
   float scale, sum;
 };
 
 // The same where each 16 have sums of their own.
-struct HalvesScale {
+struct alignas(16) HalvesScale {
   float scale, sums[2], padding;
 };
 

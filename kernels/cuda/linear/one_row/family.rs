@@ -64,6 +64,11 @@ const ARGUMENTS: &[Field] = &[
     field(Type::U32, "slot_bytes", "whole lines of 16"),
     field(
         Type::U32,
+        "interval",
+        "nanoseconds from one chunk that a warp asks for to the next, or 0; tiles that are copied as they lie have no pace",
+    ),
+    field(
+        Type::U32,
         "whole_tiles",
         "1: tiles are copied as they lie, rows without gaps; 0: rows are whole lines of 16 bytes and whole steps",
     ),
@@ -71,6 +76,11 @@ const ARGUMENTS: &[Field] = &[
         Type::U32,
         "tiles",
         "of a block, each of 16 rows of the weight; where gated, of eight of each",
+    ),
+    field(
+        Type::U32,
+        "chunks_inverse",
+        "65536 / the chunks of a row, and one: times a block's index, in its upper half, it is that index by the chunks",
     ),
     field(
         Type::U32,
@@ -99,6 +109,7 @@ const ARGUMENTS: &[Field] = &[
         "norm_dtype",
         "of the gains: f32 or that of x, or 0 for no norm",
     ),
+    field(Type::U32, "norm_constant", "1: nor do they write the gains"),
     field(Type::F32, "norm_offset", "added to gains"),
     field(Type::F32, "norm_epsilon", ""),
     field(Type::F32, "norm_inverse_length", "1 / elements of a row"),

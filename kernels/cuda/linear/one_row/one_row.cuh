@@ -1,11 +1,11 @@
 // One row of x by weights in blocks, bound by reading these.
 //
-// A block has neighbouring rows of the weight, in tiles of 16. Two of its warps copy these, by
-// turns a chunk of a tile to a slot of a ring: 2048 neighbours of 16 rows. They begin before the
-// kernel before has ended, and never wait for x. The others make integers of x meanwhile. Then
-// every other chunk is for half of them, of which each has a step of 256 neighbours, and lets
-// tensor cores multiply its codes by the digits of x. So the block reads whole rows that lie one
-// behind the other. What warps have of a tile is added in the order of its steps.
+// Blocks have by turns tiles of 16 rows of the weight, so that what they read at a time is
+// neighbours. Two of a block's warps copy these, by turns a chunk of a tile to a slot of a ring:
+// 2048 neighbours of 16 rows. They begin before the kernel before has ended, and never wait for x.
+// The others make integers of x meanwhile. Then every other chunk is for half of them, of which
+// each has a step of 256 neighbours, and lets tensor cores multiply its codes by the digits of x.
+// What warps have of a tile is added in an order that is always the same.
 //
 // Rows that are no whole lines of 16 bytes, or no whole steps, are copied a tile at a time, as
 // they lie: eight of them are whole lines. Then each tile is for all warps, which have quads of
@@ -18,49 +18,26 @@
 #include "common/dependent_launch.cuh"
 #include "common/mbarrier.cuh"
 #include "common/named_barrier.cuh"
+#include "common/pace.cuh"
 #include "common/tma.cuh"
-#include "common/vector.cuh"
 #include "linear/blocks/products.cuh"
 #include "linear/gated.cuh"
-#include "linear/norm.cuh"
 #include "linear/one_row/arguments.h"
+#include "linear/one_row/row_of_x.cuh"
+#include "linear/one_row/sizes.cuh"
 
 namespace unsloth {
-
-// Warps that multiply, and those that copy.
-constexpr uint32_t kWarps = 16, kAskers = 2;
-// Their threads, and all.
-constexpr uint32_t kMultipliers = 32 * kWarps, kThreads = kMultipliers + 32 * kAskers;
-constexpr uint32_t kSharedBytes = 227 * 1024;
-// Neighbouring weights of a row that a warp multiplies at a time, and how many of them are copied
-// together.
-constexpr uint32_t kStep = 256, kSteps = 8;
-// Units of 32 neighbours: of a step, and of a quad, whose products go to columns of their own.
-constexpr uint32_t kUnits = kStep / 32, kQuad = 4;
-
-// A chunk of a tile in shared memory.
-template <Blocks kBlocks>
-struct Chunk {
-  using F = Format<kBlocks>;
-  static constexpr uint32_t kStepBytes = kStep / F::kLength * F::kBytes;
-  static constexpr uint32_t kBytes = kSteps * kStepBytes;
-  // From row to row: the same words of eight of them lie in different banks.
-  static constexpr uint32_t kPitch = kBytes + (kBytes % 128 == 16 ? 32 : 16);
-  static_assert(kPitch % 16 == 0 && (kPitch / 4 % 32 == 4 || kPitch / 4 % 32 == 12));
-  static constexpr uint32_t kSlotBytes = kColumns * kPitch;
-};
 
 template <Blocks kBlocks, class T>
 class OneRow {
   using F = Format<kBlocks>;
   using C = Chunk<kBlocks>;
-  using D = Digits<kBlocks>;
   using P = Products<kBlocks>;
-  using Scale = typename D::Scale;
+  using X = RowOfX<kBlocks, T>;
 
  public:
   // Of 32 neighbours of x; what warps leave of a tile; sums of squares.
-  static constexpr uint32_t kXBytes = 64 + sizeof(Scale);
+  static constexpr uint32_t kXBytes = X::kBytes;
   static constexpr uint32_t kShareBytes = kWarps * kColumns * sizeof(float);
   static constexpr uint32_t kRestBytes = kMostParts * sizeof(float);
 
@@ -71,19 +48,13 @@ class OneRow {
         steps_((p.units + kUnits - 1) / kUnits),
         chunks_((steps_ + kSteps - 1) / kSteps),
         rows_(p.gated != 0 ? kColumns / 2 : kColumns),
-        first_(p.tiles * blockIdx.x + min(p.one_more, blockIdx.x)),
         tiles_(p.tiles + (blockIdx.x < p.one_more)),
-        ring_(shared) {
-    uint8_t *rest = shared + p.slots * p.slot_bytes;
-    numbers_ = reinterpret_cast<uint32_t *>(rest);
-    rest += steps_ * kUnits * 64;
-    scales_ = reinterpret_cast<Scale *>(rest);
-    rest += steps_ * kUnits * sizeof(Scale);
-    full_ = reinterpret_cast<Mbarrier *>(rest);
-    empty_ = full_ + p.slots;
-    rest += 2 * p.slots * sizeof(Mbarrier);
-    squares_ = reinterpret_cast<float *>(rest);
-    shares_ = squares_ + kMostParts;
+        ring_(shared),
+        full_(reinterpret_cast<Mbarrier *>(shared + p.slots * p.slot_bytes +
+                                           steps_ * kUnits * X::kBytes)),
+        empty_(full_ + p.slots),
+        shares_(reinterpret_cast<float *>(empty_ + p.slots) + kMostParts),
+        x_(p, warp_, steps_, shared + p.slots * p.slot_bytes, shares_ - kMostParts) {
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) {
       masks_[i] = lane_ / 8 == i;
@@ -102,39 +73,26 @@ class OneRow {
       }
       return;
     }
-    if (p_.norm_dtype != 0) fetch_gains(p_, p_.units * 32);
+    uint4 gains[2] = {};
+    x_.begin(gains);
+    // What does not depend on x is worked out before it is there.
+    Place place(*this, warp_ / kSteps);
+    OfThread of_thread(*this);
     await_previous_kernel();
-    round_row();
-    // A thread will finish one row of a tile: it loads that row's residual and bias now, and looks
-    // at them once the sums are there.
-    const uint32_t all = tiles_ * kColumns;
-    OfColumn of_column = {};
-    if (threadIdx.x < all) load(column_of(threadIdx.x), of_column);
+    x_.round(gains);
+    of_thread.load(*this);
     // The integers are there, and so are the barriers of the ring.
     named_barrier_sync(kReady, kThreads);
     if (p_.whole_tiles != 0) {
       multiply_tiles();
     } else {
-      multiply_chunks();
+      multiply_chunks(place);
     }
     named_barrier_sync(kAmongMultipliers, kMultipliers);
-    asm volatile("" : "+r"(of_column.other), "+r"(of_column.bias), "+r"(of_column.up_bias));
-    for (uint32_t base = warp_ * 32; base < all; base += kMultipliers) {
-      const uint32_t i = base + lane_;
-      if (base >= kMultipliers && i < all) load(column_of(i), of_column);
-      const float sum = i < all ? sum_of_shares(i) : 0;
-      // Of what is gated, eight rows behind its gate.
-      const float up = __shfl_xor_sync(kAllLanes, sum, kColumns / 2);
-      if (i < all && i % kColumns < rows_) store(column_of(i), sum, up, of_column);
-    }
+    finish(of_thread);
   }
 
  private:
-  // Vectors of x that a lane asks for at a time.
-  static constexpr uint32_t kAhead = 4;
-  // Barriers: of those that multiply, and of all.
-  static constexpr int kAmongMultipliers = 1, kReady = 2;
-
   // A slot of the ring, and the parity of what is waited for there.
   struct Turn {
     uint32_t slot, parity;
@@ -143,6 +101,54 @@ class OneRow {
       slot += by;
       if (slot >= slots) slot -= slots, parity ^= 1;
     }
+  };
+
+  // A chunk of a tile of the block. Tiles begin with other chunks than their neighbours: rows are
+  // as far apart as chunks of theirs, and if all began alike, some channels of memory would have
+  // more to read than others.
+  struct Place {
+    // Of the tile's chunks, counted from the one it begins with.
+    uint32_t tile = 0, chunk, begin;
+
+    __device__ __forceinline__ Place(const OneRow &row, uint32_t chunk)
+        : chunk(chunk),
+          begin(blockIdx.x - (blockIdx.x * row.p_.chunks_inverse >> 16) * row.chunks_) {
+      settle(row);
+      // Not to be worked out again where it is needed.
+      asm volatile("" : "+r"(tile), "+r"(this->chunk), "+r"(begin));
+    }
+
+    // To the chunk behind the tile's chunks, if that is one of another tile.
+    __device__ __forceinline__ void settle(const OneRow &row) {
+      while (chunk >= row.chunks_) {
+        chunk -= row.chunks_;
+        tile++;
+        begin = begin + 1 < row.chunks_ ? begin + 1 : 0;
+      }
+    }
+
+    // Which of the row's chunks it is.
+    __device__ __forceinline__ uint32_t in_row(const OneRow &row) const {
+      const uint32_t at = begin + chunk;
+      return at < row.chunks_ ? at : at - row.chunks_;
+    }
+  };
+
+  // The row of the block's tiles that a thread finishes: where its shares and its output lie, found
+  // early, and its residual and biases, which it looks at once the sums are there.
+  struct OfThread {
+    uint32_t column, shares, stores;
+    OfColumn others = {};
+
+    __device__ __forceinline__ explicit OfThread(const OneRow &row) {
+      const uint32_t all = row.tiles_ * kColumns, i = min(threadIdx.x, all - 1);
+      column = row.column_of(i);
+      shares = row.shares_of(i);
+      stores = threadIdx.x < all && i % kColumns < row.rows_;
+      asm volatile("" : "+r"(column), "+r"(shares), "+r"(stores));
+    }
+
+    __device__ __forceinline__ void load(const OneRow &row) { row.load(column, others); }
   };
 
   // What the warps do that copy: one has every other slot of the ring, from the turn on that is
@@ -159,13 +165,18 @@ class OneRow {
     return {first, 1};
   }
 
+  // A tile of the block, among all.
+  __device__ __forceinline__ uint32_t index_of(uint32_t tile) const {
+    return tile * gridDim.x + blockIdx.x;
+  }
+
   // The first row of a tile, and the first one of its upper half.
   struct Rows {
     const uint8_t *low, *high;
   };
 
   __device__ __forceinline__ Rows rows_of(uint32_t tile) const {
-    const int64_t offset = (first_ + tile) * rows_ * p_.weight_stride;
+    const int64_t offset = static_cast<int64_t>(index_of(tile)) * rows_ * p_.weight_stride;
     const uint8_t *low = p_.weight + offset;
     return {low, p_.gated != 0 ? p_.up + offset : low + kColumns / 2 * p_.weight_stride};
   }
@@ -173,17 +184,17 @@ class OneRow {
   // Each warp has the chunks for one half of those that multiply.
   __device__ __forceinline__ void ask_for_chunks(Turn turn) const {
     const uint32_t row_bytes = steps_ * C::kStepBytes;
-    uint32_t chunk = turn.slot, tile = 0;
-    for (;;) {
-      while (chunk >= chunks_) chunk -= chunks_, tile++;
-      if (tile >= tiles_) return;
+    Pace pace(p_.interval);
+    for (Place place(*this, turn.slot); place.tile < tiles_; place.settle(*this)) {
+      pace.await_turn();
       // The first wait for a slot passes at once.
       empty_[turn.slot].wait(turn.parity);
       if (lane_ == 0) {
-        const uint32_t at = chunk * C::kBytes, bytes = min(C::kBytes, row_bytes - at);
+        const uint32_t at = place.in_row(*this) * C::kBytes;
+        const uint32_t bytes = min(C::kBytes, row_bytes - at);
         Mbarrier *full = &full_[turn.slot];
         full->arrive_expect(kColumns * bytes);
-        const Rows rows = rows_of(tile);
+        const Rows rows = rows_of(place.tile);
         const uint8_t *low = rows.low + at, *high = rows.high + at;
         uint32_t to = shared_address(ring_ + turn.slot * p_.slot_bytes);
 #pragma unroll
@@ -195,7 +206,7 @@ class OneRow {
       }
       __syncwarp();
       turn.advance(kAskers, p_.slots);
-      chunk += kAskers;
+      place.chunk += kAskers;
     }
   }
 
@@ -218,18 +229,16 @@ class OneRow {
   }
 
   // What a warp has of all tiles, to where it is added up: of every other chunk.
-  __device__ __forceinline__ void multiply_chunks() const {
+  __device__ __forceinline__ void multiply_chunks(Place place) const {
     // The slots of the ring are an even number, so that each is always for the same half.
-    const uint32_t half = warp_ / kSteps, of_chunk = warp_ % kSteps;
-    Turn turn = {half, 0};
-    uint32_t tile = 0, chunk = half;
-    while (chunk >= chunks_) chunk -= chunks_, tile++;
+    const uint32_t of_chunk = warp_ % kSteps;
+    Turn turn = {warp_ / kSteps, 0};
     float sums[2] = {};
-    while (tile < tiles_) {
-      const uint32_t share = chunk * kSteps + of_chunk;
-      for (; chunk < chunks_; chunk += kWarps / kSteps) {
+    while (place.tile < tiles_) {
+      const uint32_t tile = place.tile, share = place.chunk * kSteps + of_chunk;
+      for (; place.chunk < chunks_; place.chunk += kWarps / kSteps) {
         full_[turn.slot].wait(turn.parity);
-        const uint32_t step = chunk * kSteps + of_chunk;
+        const uint32_t step = place.in_row(*this) * kSteps + of_chunk;
         if (step < steps_) {
           multiply(ring_ + turn.slot * p_.slot_bytes + of_chunk * C::kStepBytes, step, sums);
         }
@@ -238,7 +247,7 @@ class OneRow {
         turn.advance(kWarps / kSteps, p_.slots);
       }
       leave(tile, share, sums);
-      while (chunk >= chunks_) chunk -= chunks_, tile++;
+      place.settle(*this);
     }
   }
 
@@ -284,21 +293,20 @@ class OneRow {
     constexpr uint32_t k32s = P::k32s;
     constexpr bool kRowAligned = C::kStepBytes % 4 == 0;
     const uint32_t g = lane_ / 4, t = lane_ % 4;
-    const uint32_t *numbers = numbers_ + (unit * 2 + g) * 8 + t;
-    const uint32_t of_lane[2] = {numbers[0], numbers[4]};
+    const uint2 of_lane = x_.digits(unit, g, t);
     int32_t products[P::kParts][4] = {};
 #pragma unroll
     for (uint32_t i = 0; i < kQuad; i++) {
       if (!kAll && unit + i >= p_.units) break;
       uint32_t codes[4];
       P::template codes_of<kRowAligned>(rows, first + i, t, codes);
-      P::multiply(codes, {of_lane[0] * masks_[i], of_lane[1] * masks_[i]}, products);
+      P::multiply(codes, {of_lane.x * masks_[i], of_lane.y * masks_[i]}, products);
     }
     if (!kAll && unit + t >= p_.units) return;
     using FactorsOf = typename P::template FactorsOf<true>;
     const FactorsOf factors[2] = {P::template block_of<false>(rows[0], first + t),
                                   P::template block_of<false>(rows[1], first + t)};
-    P::add(products, scales_[unit + t], factors, (first + t) % k32s, sums);
+    P::add(products, x_.scale(unit + t), factors, (first + t) % k32s, sums);
   }
 
   // Puts a warp's share of a tile where it is added to others.
@@ -315,122 +323,55 @@ class OneRow {
     sums[0] = sums[1] = 0;
   }
 
-  // Of row `i` of the block's tiles. Of a chunk alone half of the warps have none.
-  __device__ __forceinline__ float sum_of_shares(uint32_t i) const {
-    const float *shares = shares_ + i / kColumns * (kWarps * kColumns) + i % kColumns;
-    float sum = 0;
-#pragma unroll
-    for (uint32_t half = 0; half < kWarps / kSteps; half++) {
-      if (half >= chunks_ && p_.whole_tiles == 0) break;
-      float of[kSteps];
-#pragma unroll
-      for (uint32_t j = 0; j < kSteps; j++) of[j] = shares[(half * kSteps + j) * kColumns];
-#pragma unroll
-      for (uint32_t j = 0; j < kSteps; j++) sum += of[j];
+  // Adds up the rows of the block's tiles, and stores what becomes of them.
+  __device__ __forceinline__ void finish(OfThread of_thread) const {
+    const uint32_t all = tiles_ * kColumns;
+    asm volatile(""
+                 : "+r"(of_thread.others.other), "+r"(of_thread.others.bias),
+                   "+r"(of_thread.others.up_bias));
+    for (uint32_t base = warp_ * 32; base < all; base += kMultipliers) {
+      if (base >= kMultipliers) {
+        const uint32_t i = min(base + lane_, all - 1);
+        of_thread.column = column_of(i), of_thread.shares = shares_of(i);
+        of_thread.stores = base + lane_ < all && i % kColumns < rows_;
+        of_thread.load(*this);
+      }
+      const float sum = sum_of_shares(of_thread.shares);
+      // Of what is gated, eight rows behind its gate.
+      const float up = __shfl_xor_sync(kAllLanes, sum, kColumns / 2);
+      if (of_thread.stores != 0) store(of_thread.column, sum, up, of_thread.others);
     }
+  }
+
+  // Where the shares of row `i` of the block's tiles begin, from the ring on.
+  __device__ __forceinline__ uint32_t shares_of(uint32_t i) const {
+    const float *shares = shares_ + i / kColumns * (kWarps * kColumns) + i % kColumns;
+    return static_cast<uint32_t>(reinterpret_cast<const uint8_t *>(shares) - ring_);
+  }
+
+  // Of a chunk alone half of the warps have none.
+  __device__ __forceinline__ float sum_of_shares(uint32_t at) const {
+    const float *shares = reinterpret_cast<const float *>(ring_ + at);
+    float sum = sum_of_half(shares);
+    if (chunks_ > 1 || p_.whole_tiles != 0) sum += sum_of_half(shares + kSteps * kColumns);
     return sum;
+  }
+
+  static __device__ __forceinline__ float sum_of_half(const float *shares) {
+    float of[kSteps];
+#pragma unroll
+    for (uint32_t i = 0; i < kSteps; i++) of[i] = shares[i * kColumns];
+#pragma unroll
+    for (uint32_t step = 1; step < kSteps; step *= 2) {
+#pragma unroll
+      for (uint32_t i = 0; i < kSteps; i += 2 * step) of[i] += of[i + step];
+    }
+    return of[0];
   }
 
   // The column of the output that row `i` of the block's tiles is for, or is of no use for.
   __device__ __forceinline__ uint32_t column_of(uint32_t i) const {
-    return (first_ + i / kColumns) * rows_ + i % rows_;
-  }
-
-  // Makes integers of x. A lane has eight neighbours at a time, so that four have 32.
-  __device__ __forceinline__ void round_row() const {
-    const uint32_t vectors = p_.units * 4;
-    const uint4 *x = static_cast<const uint4 *>(p_.x);
-    const auto load = [&](uint32_t at) { return at < vectors ? x[at] : uint4{}; };
-    uint32_t at = threadIdx.x;
-    // What is asked for before any is looked at.
-    uint4 words[kAhead], gains[2] = {};
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; i++) words[i] = load(at + i * kMultipliers);
-    float scale = 1;
-    if (p_.norm_dtype != 0) {
-      load_gains(min(at, vectors - 1), gains);
-      uint4 of_part = words[0];
-#pragma unroll 1
-      for (uint32_t part = warp_; part < steps_; part += kWarps) {
-        if (part != warp_) of_part = load(part * 32 + lane_);
-        const float sum = squares_of_part<T>(of_part);
-        if (lane_ == 0) squares_[part] = sum;
-      }
-      named_barrier_sync(kAmongMultipliers, kMultipliers);
-      scale = scale_of_row<true>(p_, squares_, steps_);
-    }
-    // All lanes of a warp have some, or none has: those behind the row have zeros.
-#pragma unroll 1
-    for (; at < steps_ * 32; at += kMultipliers) {
-      if (p_.norm_dtype != 0 && at < vectors) {
-        if (at >= kMultipliers) load_gains(at, gains);
-        normalise(gains, scale, words[0]);
-      }
-      round(words[0], at);
-#pragma unroll
-      for (uint32_t i = 0; i + 1 < kAhead; i++) words[i] = words[i + 1];
-      words[kAhead - 1] = load(at + kAhead * kMultipliers);
-    }
-  }
-
-  // Of eight neighbours, as they are stored.
-  __device__ __forceinline__ void load_gains(uint32_t at, uint4 (&gains)[2]) const {
-    const uint4 *norm = static_cast<const uint4 *>(p_.norm);
-    if (p_.norm_dtype == static_cast<uint32_t>(Float::kF32)) {
-      gains[0] = norm[2 * at], gains[1] = norm[2 * at + 1];
-    } else {
-      gains[0] = norm[at];
-    }
-  }
-
-  // Rounded to the dtype of x, as they would be stored.
-  __device__ __forceinline__ void normalise(const uint4 (&words)[2], float scale, uint4 &x) const {
-    float gains[8], eight[8];
-    if (p_.norm_dtype == static_cast<uint32_t>(Float::kF32)) {
-      const uint4 &a = words[0], &b = words[1];
-      const uint32_t bits[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int i = 0; i < 8; i++) gains[i] = __uint_as_float(bits[i]);
-    } else {
-      Vector<T>::unpack(words[0], gains);
-    }
-    Vector<T>::unpack(x, eight);
-#pragma unroll
-    for (int i = 0; i < 8; i++) eight[i] = normalised(p_, eight[i], gains[i], scale);
-    x = Vector<T>::packed(eight);
-  }
-
-  // By the four lanes of 32 neighbours. Digits lie as they are read: [32 neighbours][digit][16 of
-  // them][four], a word each.
-  __device__ __forceinline__ void round(const uint4 &words, uint32_t at) const {
-    // As bits, two at a time.
-    constexpr uint32_t kSignless = 0x7fff7fff;
-    uint32_t pair = __vmaxu2(__vmaxu2(words.x & kSignless, words.y & kSignless),
-                             __vmaxu2(words.z & kSignless, words.w & kSignless));
-    pair = __vmaxu2(pair, __shfl_xor_sync(kAllLanes, pair, 1));
-    pair = __vmaxu2(pair, __shfl_xor_sync(kAllLanes, pair, 2));
-    const Rounding rounding(__float_as_uint(unpack<T>(max(pair & 0xffff, pair >> 16)).x));
-    float x[8];
-    Vector<T>::unpack(words, x);
-    const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
-    uint2 upper, lower;
-    int32_t sum = rounding.round(low, upper.x, lower.x);
-    sum += rounding.round(high, upper.y, lower.y);
-    uint2 *to = reinterpret_cast<uint2 *>(numbers_) + at / 4 * 8 + at % 4;
-    to[0] = upper, to[4] = lower;
-    int32_t others = 0;
-    if constexpr (D::kSumFactor != 0) {
-      // Of halves of the 32.
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      others = __shfl_xor_sync(kAllLanes, sum, 2);
-    }
-    if (at % 4 != 0) return;
-    const float unit = D::kSumFactor * rounding.scale();
-    if constexpr (D::kHalves) {
-      scales_[at / 4] = {rounding.scale(), {unit * sum, unit * others}, 0};
-    } else {
-      scales_[at / 4] = {rounding.scale(), unit * (sum + others)};
-    }
+    return index_of(i / kColumns) * rows_ + i % rows_;
   }
 
   __device__ __forceinline__ void load(uint32_t column, OfColumn &to) const {
@@ -444,15 +385,13 @@ class OneRow {
   }
 
   const LinearOneRowArguments &p_;
-  // Steps and chunks of a row, begun ones too; rows of each weight of a tile; the block's first
-  // tile, and how many it has.
-  const uint32_t warp_, lane_, steps_, chunks_, rows_, first_, tiles_;
+  // Steps and chunks of a row, begun ones too; rows of each weight of a tile; the block's tiles.
+  const uint32_t warp_, lane_, steps_, chunks_, rows_, tiles_;
   uint8_t *const ring_;
-  uint32_t *numbers_;
-  Scale *scales_;
-  Mbarrier *full_, *empty_;
-  // [part], [tile][warp][column].
-  float *squares_, *shares_;
+  Mbarrier *const full_, *const empty_;
+  // [tile][warp][column].
+  float *const shares_;
+  const X x_;
   // 1 for the product of four whose columns a lane has, else 0.
   uint32_t masks_[4];
 };

@@ -14,7 +14,6 @@ use super::{Epilogue, Product};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
-use crate::cuda::driver::CUdevice_attribute;
 use crate::cuda::images::linear_blocks::Arguments;
 use crate::cuda::rows::Matrix;
 use crate::cuda::tuning::rules::products::{
@@ -30,6 +29,8 @@ pub(super) struct Kernels {
     kernels: Vec<Kernel<Arguments>>,
     one_row: one_row::Kernels,
     multiprocessors: usize,
+    /// Bytes that memory moves in a microsecond, by its clock.
+    bandwidth: usize,
 }
 
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
@@ -37,12 +38,12 @@ pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
     for kernel in resources.kernels::<Arguments>()? {
         push(super::OP, &mut kernels, kernel)?;
     }
-    let units = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-    let multiprocessors = resources.primary.attribute(super::OP, units)? as usize;
+    let properties = resources.primary.properties(super::OP)?;
     Ok(Kernels {
         kernels,
         one_row: one_row::kernels(resources)?,
-        multiprocessors: multiprocessors.max(1),
+        multiprocessors: properties.multiprocessors.max(1),
+        bandwidth: properties.bandwidth,
     })
 }
 

@@ -29,8 +29,12 @@ struct Form {
     /// Of a block, but for the first blocks, which have one more.
     tiles: usize,
     one_more: usize,
+    /// Of the chunks of a row, by which blocks divide their index.
+    chunks_inverse: u32,
     slots: usize,
     slot_bytes: usize,
+    /// Nanoseconds from one chunk that a warp asks for to the next; 0 for no pace.
+    interval: u32,
     shared_bytes: usize,
 }
 
@@ -39,11 +43,14 @@ struct Form {
 struct Sizes {
     out_features: usize,
     gated: bool,
-    /// Of a row of the weight, the last of which may be shorter.
+    /// Of a row of the weight, the last of which may be shorter, and of those that are copied together.
     steps: usize,
+    steps_of_chunk: usize,
     /// Of a row, if tiles are copied whole.
     tile_row_bytes: Option<usize>,
     multiprocessors: usize,
+    /// Bytes that memory moves in a microsecond, by its clock; 0 if that is not known.
+    bandwidth: usize,
     /// What blocks have, and what they need: for a chunk of a tile, for a step of `x`, for a tile, and beside these.
     room: usize,
     chunk_bytes: usize,
@@ -81,11 +88,35 @@ impl Sizes {
             blocks,
             tiles: tiles / blocks,
             one_more: tiles % blocks,
+            chunks_inverse: inverse(self.steps.div_ceil(self.steps_of_chunk)),
             slots,
             slot_bytes,
+            interval: self.interval(blocks),
             shared_bytes: rest + slots * of_slot,
         })
     }
+
+    /// Memory that is asked for more than it can give gives less: so warps ask for as much as it can give to so many
+    /// blocks.
+    fn interval(&self, blocks: usize) -> u32 {
+        /// Warps of a block that ask.
+        const ASKERS: usize = 2;
+        /// Of what memory moves by its clock (H200; see the kernel's ladder).
+        const PERCENT: usize = 98;
+        /// No such device has slower memory: what tells so is wrong.
+        const LEAST_BANDWIDTH: usize = 1_000_000;
+        if self.tile_row_bytes.is_some() || self.bandwidth < LEAST_BANDWIDTH {
+            return 0;
+        }
+        let bytes = ASKERS * self.chunk_bytes * blocks;
+        u32::try_from(bytes * 1000 * 100 / (self.bandwidth * PERCENT)).unwrap_or(0)
+    }
+}
+
+/// What an index of a block is multiplied by, so that the upper half of 32 bits is the index by `chunks`, rounded down.
+/// Right for so many blocks and chunks that their product is less than 2^16.
+const fn inverse(chunks: usize) -> u32 {
+    (1 << 16) / chunks as u32 + 1
 }
 
 /// The kernel and how it is parted, if these kernels are for the row.
@@ -119,8 +150,10 @@ fn chosen<'a>(
         out_features,
         gated: matches!(p.epilogue, Epilogue::Gated(..)),
         steps: in_features.div_ceil(step),
+        steps_of_chunk: choices.steps as usize,
         tile_row_bytes,
         multiprocessors: cuda.linear.blocks.multiprocessors,
+        bandwidth: cuda.linear.blocks.bandwidth,
         room: kernel.room as usize,
         chunk_bytes: choices.slot_bytes as usize,
         x_bytes: step / 32 * choices.x_bytes as usize,
@@ -180,8 +213,10 @@ pub(super) fn multiply(
         units: (weight.layout.dim(1) / 32) as u32,
         slots: form.slots as u32,
         slot_bytes: form.slot_bytes as u32,
+        interval: form.interval,
         whole_tiles: u32::from(sizes.tile_row_bytes.is_some()),
         tiles: form.tiles as u32,
+        chunks_inverse: form.chunks_inverse,
         one_more: form.one_more as u32,
         bias_dtype: a.bias_dtype,
         up_bias_dtype: a.up_bias_dtype,
@@ -189,6 +224,7 @@ pub(super) fn multiply(
         dtype: a.dtype,
         gated: a.gated,
         norm_dtype: a.norm_dtype,
+        norm_constant: u32::from(p.norm.is_some_and(|norm| norm.constant)),
         norm_offset: a.norm_offset,
         norm_epsilon: a.norm_epsilon,
         norm_inverse_length: a.norm_inverse_length,
@@ -217,8 +253,10 @@ mod tests {
             out_features,
             gated: false,
             steps: in_features.div_ceil(256),
+            steps_of_chunk: 8,
             tile_row_bytes: None,
             multiprocessors: 132,
+            bandwidth: 4_814_304,
             room: 227 << 10,
             chunk_bytes: 16 * 1168,
             x_bytes: 8 * 72,
@@ -261,6 +299,7 @@ mod tests {
         };
         let form = short.form().unwrap();
         assert_eq!((form.blocks, form.slots, form.slot_bytes), (96, 8, 5760));
+        assert_eq!(form.interval, 0);
         let long = Sizes {
             tile_row_bytes: Some(1 << 13),
             ..sizes(4096, 14336)
@@ -270,11 +309,32 @@ mod tests {
         assert_eq!(sizes(4097, 4096).form(), None);
     }
 
+    /// Of as many blocks as a device may have, and of the longest rows.
+    #[test]
+    fn blocks_divide_their_index() {
+        for chunks in 1..=64 {
+            for block in 0..1000 {
+                assert_eq!(
+                    block as u32 * inverse(chunks) >> 16,
+                    (block / chunks) as u32,
+                    "{block} by {chunks}"
+                );
+            }
+        }
+    }
+
     /// Those that were measured.
     #[test]
     fn forms_are_those_that_were_measured() {
-        let form = |n, k| sizes(n, k).form().map(|form| (form.blocks, form.slots));
-        assert_eq!(form(4096, 4096), Some((132, 8)));
-        assert_eq!(form(4096, 14336), Some((132, 8)));
+        let of = |sizes: Sizes| sizes.form().map(|f| (f.blocks, f.slots, f.interval));
+        assert_eq!(of(sizes(4096, 4096)), Some((132, 8, 1045)));
+        assert_eq!(of(sizes(4096, 14336)), Some((132, 8, 1045)));
+        // Fewer blocks have more of what memory gives; of a memory that is not known nothing is expected.
+        assert_eq!(of(sizes(1056, 4096)), Some((66, 8, 522)));
+        let unknown = Sizes {
+            bandwidth: 999,
+            ..sizes(4096, 4096)
+        };
+        assert_eq!(of(unknown), Some((132, 8, 0)));
     }
 }
