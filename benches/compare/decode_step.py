@@ -1,5 +1,5 @@
 """A step of decoding, one token, through layers of Llama-3-8B's shape: the calls that an engine makes, with weights in blocks and in
-bf16, with the promise that weights are constant and without it, beside a copy of as many bytes.
+bf16, with the promise that weights and gains are constant and without it, beside a copy of as many bytes.
 
 The GPU is never idle between kernels that wait for each other; `kernels` lists what CUPTI sees of each, with the time in which it only waits
 for the one before. UNSLOTH_BEFORE and UNSLOTH_BEFORE_HEADER name an older library, which is a contender then: its norms are calls of their own.
@@ -18,7 +18,7 @@ LAYERS, EPSILON = 8, 1e-5
 KEYS = (440, 8192)
 METHOD = (
     "Microseconds of one layer: a graph of steps, each of 8 layers whose weights together exceed the cache, replayed by turns, medians. `ours` "
-    "has weights that are constant, and norms within the products that they go to; `variable` the same without the promise, `apart` with "
+    "has weights and gains that are constant, and norms within the products that they go to; `variable` the same without the promise, `apart` with "
     "norms of their own, `before` an older library with these. `copy` moves as many bytes as weights and cache have, half "
     "read and half written."
 )
@@ -74,13 +74,14 @@ def layer(ctx, weights, cache, number, x, normed, constant, fused):
         qkv_weight=w["qkv"], out_weight=w["out"], cache=cache.handle.value, layer=number,
     )
     mlp = dict(activation=ctx.library.constants["ACTIVATION_SILU"], gate_weight=w["gate"], up_weight=w["up"], down_weight=w["down"])
-    gains = weights_of_norm()
+    kept = weights_of_norm()
+    gains = tensor_of(ctx, (kept, None), constant)
     if fused:
         calls = [
             ctx.op("attention_block", x=x, x_norm=gains, norm_epsilon=EPSILON, residual=x, out=x, **attention),
             ctx.op("mlp", x=x, x_norm=gains, x_norm_epsilon=EPSILON, residual=x, out=x, **mlp),
         ]
-        return calls, (w, gains)
+        return calls, (w, kept)
     norm = ctx.op("rms_norm", x=x, weight=gains, out=normed, epsilon=EPSILON)
     calls = [
         norm,
@@ -88,7 +89,7 @@ def layer(ctx, weights, cache, number, x, normed, constant, fused):
         norm,
         ctx.op("mlp", x=normed, residual=x, out=x, **mlp),
     ]
-    return calls, (w, gains)
+    return calls, (w, kept)
 
 
 def weights_of_norm():
