@@ -14,11 +14,13 @@ class Pace {
   // Waits until the next request is due. A late one does not let those behind it come faster.
   __device__ __forceinline__ void await_turn() {
     if (interval_ == 0) return;
-    uint32_t late;
+    uint32_t time;
+    // What seems to be due later than an interval from now was due long ago: in 32 bits the time
+    // begins anew every four seconds.
     do {
-      late = now() - due_;
-    } while (static_cast<int32_t>(late) < 0);
-    due_ += interval_ + (late < interval_ ? 0 : late);
+      time = now();
+    } while (due_ - time - 1 < interval_);
+    due_ = (time - due_ < interval_ ? due_ : time) + interval_;
   }
 
  private:
