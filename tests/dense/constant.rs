@@ -8,7 +8,7 @@ use crate::common::{DeviceTensor, TestTensor, contexts, contiguous, rng};
 use rand::Rng;
 use unsloth::ops::linear::{self, Output, Params, Weights};
 use unsloth::ops::rms_norm::Norm;
-use unsloth::{Backend, Context, DType, Stream, TensorRef, Workspace};
+use unsloth::{Context, DType, Stream, TensorRef, Workspace};
 
 /// A multiple of all blocks' lengths, from which on a GPU's kernels for few rows of 16 bits are asked for.
 const SIZE: usize = 1024;
@@ -86,16 +86,12 @@ fn chain(
             output: Output::Write(after[0].view_mut()),
             workspace: Workspace::none(),
         };
-        if ctx.backend() != Backend::Cpu {
-            let size = linear::workspace_size(ctx, &params).unwrap();
-            memory.push(
-                TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx),
-            );
-            if size > 0 {
-                let data = memory.last().unwrap().data().cast();
-                // SAFETY: the tensor's elements, which nothing else uses.
-                params.workspace = unsafe { Workspace::from_raw(data, size) };
-            }
+        let size = linear::workspace_size(ctx, &params).unwrap();
+        memory.push(TestTensor::poisoned(DType::F32, contiguous(&[size.div_ceil(4)])).upload(ctx));
+        if size > 0 {
+            let data = memory.last().unwrap().data().cast();
+            // SAFETY: the tensor's elements, which nothing else uses.
+            params.workspace = unsafe { Workspace::from_raw(data, size) };
         }
         linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
         if !constant {

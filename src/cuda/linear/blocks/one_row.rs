@@ -315,7 +315,7 @@ mod tests {
         for chunks in 1..=64 {
             for block in 0..1000 {
                 assert_eq!(
-                    block as u32 * inverse(chunks) >> 16,
+                    (block as u32 * inverse(chunks)) >> 16,
                     (block / chunks) as u32,
                     "{block} by {chunks}"
                 );
