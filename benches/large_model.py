@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Writes a model of Llama-3-8B's shape with random weights and a vocabulary of 49,152 tokens, for measuring.
 
-    python3 benches/large_model.py FORMAT FILE.gguf
+    python3 benches/large_model.py FORMAT FILE.gguf [1B]
 
-FORMAT: f16, or what all matrices are in: q8_0, q4_0, q4_1, q4_k, q6_k. Most tokens are words that no text has: what
-the model writes makes no sense. Standard library only.
+FORMAT: f16, or what all matrices are in: q8_0, q4_0, q4_1, q4_k, q5_k, q6_k, tq1_0, tq2_0. With 1B the shape is
+Llama-3.2-1B's. Most tokens are words that no text has: what the model writes makes no sense. Standard library only.
 """
 
+import collections
 import pathlib
 import random
 import struct
@@ -23,9 +24,14 @@ FORMATS = {
     "q4_1": (3, 32, 20, (0, 2), 0.002),
     "q8_0": (8, 32, 34, (0,), 0.0002),
     "q4_k": (12, 256, 144, (0, 2), 0.00004),
+    "q5_k": (13, 256, 176, (0, 2), 0.00002),
     "q6_k": (14, 256, 210, (208,), 0.00001),
+    "tq1_0": (34, 256, 54, (52,), 0.01),
+    "tq2_0": (35, 256, 66, (64,), 0.01),
 }
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 32, 8, 49152
+Shape = collections.namedtuple("Shape", "hidden intermediate layers heads kv_heads")
+SHAPES = {"8B": Shape(4096, 14336, 32, 32, 8), "1B": Shape(2048, 8192, 16, 32, 8)}
+VOCAB = 49152
 
 
 def random_blocks(kind, weights):
@@ -42,54 +48,55 @@ def random_blocks(kind, weights):
     return bytes(some) * whole + bytes(some[:rest])
 
 
-def metadata():
+def metadata(shape):
     model = tiny_models.Gguf(0)
     model.set("general.architecture", STRING, "llama")
     model.set("general.name", STRING, "random")
     model.set("llama.context_length", UINT32, 8192)
-    model.set("llama.embedding_length", UINT32, HIDDEN)
-    model.set("llama.block_count", UINT32, LAYERS)
-    model.set("llama.feed_forward_length", UINT32, INTERMEDIATE)
-    model.set("llama.attention.head_count", UINT32, HEADS)
-    model.set("llama.attention.head_count_kv", UINT32, KV_HEADS)
+    model.set("llama.embedding_length", UINT32, shape.hidden)
+    model.set("llama.block_count", UINT32, shape.layers)
+    model.set("llama.feed_forward_length", UINT32, shape.intermediate)
+    model.set("llama.attention.head_count", UINT32, shape.heads)
+    model.set("llama.attention.head_count_kv", UINT32, shape.kv_heads)
     model.set("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5)
     model.set("llama.rope.freq_base", FLOAT32, 500000.0)
-    model.set("llama.rope.dimension_count", UINT32, HIDDEN // HEADS)
+    model.set("llama.rope.dimension_count", UINT32, shape.hidden // shape.heads)
     tiny_models.add_byte_level_tokenizer(model, VOCAB)
     return model.metadata, model.count
 
 
-def tensors():
-    kv = HIDDEN // HEADS * KV_HEADS
-    yield "token_embd.weight", (VOCAB, HIDDEN)
-    for layer in range(LAYERS):
+def tensors(shape):
+    hidden, kv = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
+    yield "token_embd.weight", (VOCAB, hidden)
+    for layer in range(shape.layers):
         block = f"blk.{layer}."
-        yield block + "attn_norm.weight", (HIDDEN,)
-        yield block + "attn_q.weight", (HIDDEN, HIDDEN)
-        yield block + "attn_k.weight", (kv, HIDDEN)
-        yield block + "attn_v.weight", (kv, HIDDEN)
-        yield block + "attn_output.weight", (HIDDEN, HIDDEN)
-        yield block + "ffn_norm.weight", (HIDDEN,)
-        yield block + "ffn_gate.weight", (INTERMEDIATE, HIDDEN)
-        yield block + "ffn_up.weight", (INTERMEDIATE, HIDDEN)
-        yield block + "ffn_down.weight", (HIDDEN, INTERMEDIATE)
-    yield "output_norm.weight", (HIDDEN,)
-    yield "output.weight", (VOCAB, HIDDEN)
+        yield block + "attn_norm.weight", (hidden,)
+        yield block + "attn_q.weight", (hidden, hidden)
+        yield block + "attn_k.weight", (kv, hidden)
+        yield block + "attn_v.weight", (kv, hidden)
+        yield block + "attn_output.weight", (hidden, hidden)
+        yield block + "ffn_norm.weight", (hidden,)
+        yield block + "ffn_gate.weight", (shape.intermediate, hidden)
+        yield block + "ffn_up.weight", (shape.intermediate, hidden)
+        yield block + "ffn_down.weight", (hidden, shape.intermediate)
+    yield "output_norm.weight", (hidden,)
+    yield "output.weight", (VOCAB, hidden)
 
 
 def main():
     kind, path = sys.argv[1], pathlib.Path(sys.argv[2])
+    shape = SHAPES[sys.argv[3] if len(sys.argv) > 3 else "8B"]
     code, length, size, _, _ = FORMATS[kind]
-    described, count = metadata()
-    listed = list(tensors())
+    described, count = metadata(shape)
+    listed = list(tensors(shape))
     head = b"GGUF" + struct.pack("<IQQ", 3, len(listed), count) + described
     place, sizes = 0, []
-    for name, shape in listed:
-        weights = shape[0] * (shape[1] if len(shape) == 2 else 1)
-        matrix = len(shape) == 2
+    for name, sides in listed:
+        weights = sides[0] * (sides[1] if len(sides) == 2 else 1)
+        matrix = len(sides) == 2
         sizes.append((matrix, weights, weights // length * size if matrix else 4 * weights))
-        head += tiny_models.string(name) + struct.pack("<I", len(shape))
-        head += b"".join(struct.pack("<Q", n) for n in reversed(shape))
+        head += tiny_models.string(name) + struct.pack("<I", len(sides))
+        head += b"".join(struct.pack("<Q", n) for n in reversed(sides))
         head += struct.pack("<IQ", code if matrix else 0, place)
         place += sizes[-1][2] + -sizes[-1][2] % 32
     made = {}
