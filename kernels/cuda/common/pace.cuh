@@ -1,5 +1,5 @@
-// A pace for what a warp asks memory for. Asked for more than it gives, memory gives less: rows of
-// its banks are opened anew for each of many requests that wait.
+// A pace at which a warp asks memory for what it copies. Memory that is asked for more than it can
+// give gives less than it could (`linear/one_row/LADDER.md`).
 #pragma once
 
 #include <cstdint>
