@@ -17,8 +17,8 @@ pub(super) const SHARED: usize = 32;
 const UNIT: usize = 128;
 const FACTORS: usize = 16;
 
-/// Codes of [`Form::Pairs`] that lie together.
-const PAIRED: usize = 256;
+/// Codes of [`Form::Pairs`], and of [`Form::Eights`] and [`Form::Fourths`], that lie together.
+const TOGETHER: usize = 256;
 
 /// Where a row's codes begin, in bytes: at cache lines.
 const ALIGNMENT: usize = 64;
@@ -80,6 +80,11 @@ pub(crate) enum Form {
     /// begins with, then the others. Of each group there are four scales, all the same, and four
     /// sums: of codes 0 to 3 and 16 to 19, and so on.
     Split,
+    /// As planes, by eight groups of 32: of each its codes 0 to 7, then of each its codes 8 to 15, and so on. Of
+    /// each group there are two scales, both the same, and behind its sum there is a zero.
+    Eights,
+    /// As [`Form::Eights`], but of each group first its codes 0, 4, 8 and so on, then 1, 5, 9 and so on.
+    Fourths,
     /// Codes as they are, by pieces of 32, of which two lie in each other: of both the codes 0 to 15 of an
     /// even number, of both those of an odd one, then codes 16 to 31 likewise. Of eight factors there are
     /// first those of the first pieces of pairs.
@@ -94,6 +99,8 @@ impl Form {
         match self {
             Form::Words | Form::Planes => code,
             Form::Split => code - of(UNIT) + of(32) / 16 * 64 + of(UNIT) / 32 * 16 + of(16),
+            Form::Eights => code - of(TOGETHER) + of(32) / 8 * 64 + of(TOGETHER) / 32 * 8 + of(8),
+            Form::Fourths => code - of(TOGETHER) + of(4) * 64 + of(TOGETHER) / 32 * 8 + of(32) / 4,
             Form::Pairs => {
                 let vector = of(32) / 16 * 2 + of(2);
                 code - of(64) + vector * 16 + of(64) / 32 * 8 + of(16) / 2
@@ -114,11 +121,12 @@ impl Form {
     /// Codes of a row, and scales, of which there are as many as sums.
     pub fn lengths(self, depth: usize, group: usize) -> (usize, usize) {
         let codes = depth.next_multiple_of(match self {
-            Form::Pairs => PAIRED,
+            Form::Pairs | Form::Eights | Form::Fourths => TOGETHER,
             _ => UNIT,
         });
         match self {
             Form::Split => (codes, codes / UNIT * FACTORS),
+            Form::Eights | Form::Fourths => (codes, codes / TOGETHER * FACTORS),
             _ => (codes, (depth / group).next_multiple_of(FACTORS)),
         }
     }
@@ -249,7 +257,7 @@ fn quantize<X: Float>(x: &RawTensor, row: usize, sizes: Sizes, out: &mut [f32]) 
     // What is behind the last.
     scales.fill(0.0);
     sums.fill(0.0);
-    if !sizes.depth.is_multiple_of(PAIRED) {
+    if !sizes.depth.is_multiple_of(TOGETHER) {
         out.fill(0.0);
     }
     let mut wide = [0.0f32; CHUNK];
@@ -274,6 +282,11 @@ fn quantize<X: Float>(x: &RawTensor, row: usize, sizes: Sizes, out: &mut [f32]) 
                         let [a, b, c, d]: [i32; 4] = *pairs;
                         *sum = scale * ((a + b) + (c + d)) as f32;
                     }
+                }
+                Form::Eights | Form::Fourths => {
+                    let at = at / SHARED * 2;
+                    scales[at..at + 2].fill(scale);
+                    sums[at] = scale * sum_of(&codes);
                 }
                 _ => {
                     let of_groups = codes.chunks_exact(sizes.group).zip(at / sizes.group..);
@@ -322,20 +335,49 @@ fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
         return;
     }
     let (high, low) = out.split_at_mut(out.len() / 2);
-    for (i, codes) in codes.as_chunks::<16>().0.iter().enumerate() {
-        let at = match form {
-            Form::Split => at / UNIT * UNIT + i * UNIT / 2 + at % UNIT / 2,
-            _ => at + i * 16,
-        };
-        let (mut of_high, mut of_low) = ([0; 16], [0; 16]);
-        for (i, code) in codes.iter().enumerate() {
-            // The low byte has a sign too; what it takes away is in the high one.
-            of_high[i] = (code.wrapping_add(128) >> 8) as u8;
-            of_low[i] = *code as u8;
+    let planes = planes(codes);
+    for (out, plane) in [high, low].into_iter().zip(planes) {
+        match form {
+            Form::Eights | Form::Fourths => {
+                for (i, eight) in by_eight(plane, form).into_iter().enumerate() {
+                    out[form.place(at) + 64 * i..][..8].copy_from_slice(&eight);
+                }
+            }
+            _ => {
+                for (i, sixteen) in plane.as_chunks::<16>().0.iter().enumerate() {
+                    let at = form.place(at + 16 * i);
+                    out[at..at + 16].copy_from_slice(sixteen);
+                }
+            }
         }
-        high[at..at + 16].copy_from_slice(&of_high);
-        low[at..at + 16].copy_from_slice(&of_low);
     }
+}
+
+/// The high bytes of codes, and the low.
+#[inline(always)]
+fn planes(codes: &[i16; SHARED]) -> [[u8; SHARED]; 2] {
+    let (mut high, mut low) = ([0; SHARED], [0; SHARED]);
+    for (i, code) in codes.iter().enumerate() {
+        // The low byte has a sign too; what it takes away is in the high one.
+        high[i] = (code.wrapping_add(128) >> 8) as u8;
+        low[i] = *code as u8;
+    }
+    [high, low]
+}
+
+/// The bytes of a group that lie together.
+#[inline(always)]
+fn by_eight(plane: [u8; SHARED], form: Form) -> [[u8; 8]; 4] {
+    let mut eights = [[0; 8]; 4];
+    for (i, eight) in eights.iter_mut().enumerate() {
+        for (j, byte) in eight.iter_mut().enumerate() {
+            *byte = match form {
+                Form::Fourths => plane[4 * j + i],
+                _ => plane[8 * i + j],
+            };
+        }
+    }
+    eights
 }
 
 /// The greatest code: with it, both bytes of every code have a sign and are in range.
@@ -368,8 +410,15 @@ mod tests {
     /// All codes of a row, to its end.
     #[test]
     fn codes_lie_where_their_form_says() {
-        for form in [Form::Words, Form::Planes, Form::Split, Form::Pairs] {
-            let (depth, _) = form.lengths(2 * PAIRED, 32);
+        for form in [
+            Form::Words,
+            Form::Planes,
+            Form::Split,
+            Form::Eights,
+            Form::Fourths,
+            Form::Pairs,
+        ] {
+            let (depth, _) = form.lengths(2 * TOGETHER, 32);
             let all: Vec<i16> = (0..depth as i16).map(|i| 50 * i - 12_000).collect();
             let mut out = vec![0.0; depth / 2];
             for (i, codes) in all.as_chunks().0.iter().enumerate() {

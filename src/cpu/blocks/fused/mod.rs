@@ -64,9 +64,8 @@ pub(crate) struct Kernel {
 impl Kernel {
     /// The kernel with these instructions, if there is one.
     pub fn new(dot: Dot, dtype: DType) -> Option<Kernel> {
-        use DType::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
-        let is_known = matches!(dtype, Q8_0 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q4K | Q5K | Q6K);
-        (is_known && dot != Dot::Portable).then_some(Kernel { dtype, dot })
+        let is_known = dtype.is_in_blocks() && dot != Dot::Portable;
+        is_known.then_some(Kernel { dtype, dot })
     }
 
     /// How the activations lie that it multiplies.
@@ -74,6 +73,10 @@ impl Kernel {
         match (self.dot, self.dtype) {
             #[cfg(target_arch = "x86_64")]
             (Dot::Avx512, DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1) => Form::Split,
+            #[cfg(target_arch = "x86_64")]
+            (Dot::Avx512, DType::Tq1_0 | DType::Tq2_0) => Form::Eights,
+            #[cfg(target_arch = "x86_64")]
+            (Dot::Avx512, DType::Q2_0) => Form::Fourths,
             #[cfg(target_arch = "x86_64")]
             (Dot::Avx512, _) => Form::Planes,
             _ => Form::Pairs,

@@ -21,6 +21,8 @@ fn blocks(dtype: DType, weights: usize, seed: usize, all_bits: bool) -> Box<[u8]
     let factors: &[usize] = match dtype {
         DType::Q4_1 | DType::Q5_1 | DType::Q4K | DType::Q5K => &[0, 2],
         DType::Q6K => &[208],
+        DType::Tq1_0 => &[52],
+        DType::Tq2_0 => &[64],
         _ => &[0],
     };
     for (i, block) in all.chunks_exact_mut(bytes).enumerate() {
@@ -86,6 +88,7 @@ impl Rounded {
         for (i, (scale, sum)) in scales.iter().zip(&sums).enumerate() {
             let parts: &[f32] = match form {
                 Form::Split => &[0.5, 0.0, 0.25, 0.25],
+                Form::Eights | Form::Fourths => &[0.75, 0.25],
                 _ => &[1.0],
             };
             let at = form.place_of_group(i, group) * parts.len();

@@ -4,6 +4,7 @@
 mod nibbles;
 mod of_256;
 mod q8_0;
+mod ternary;
 
 use std::arch::x86_64::*;
 
@@ -12,7 +13,7 @@ use crate::cpu::blocks::{Codes, Format};
 use crate::cpu::vector::of_256::sums_of_four;
 use crate::dtype::DType;
 
-/// Weights of a step, which is a block of 256 or eight of 32.
+/// Weights of a step, which is a block of 256, four of 64 or eight of 32.
 const STEP: usize = 256;
 
 /// Weights of a piece, which is a group, or two of 16.
@@ -55,8 +56,8 @@ trait Fused: Format {
     /// even number and those of an odd one, then the same of codes 16 to 31.
     ///
     /// # Safety
-    /// The processor has the instructions, and blocks that have the pieces are there. If they are of 256, the
-    /// second piece is the one behind the first, whose number is even.
+    /// The processor has the instructions, and blocks that have the pieces are there. If these have more than one,
+    /// the second piece is the one behind the first, whose number is even.
     unsafe fn codes(step: *const u8, first: usize, second: usize) -> [__m256i; 4];
 }
 
@@ -79,7 +80,7 @@ pub(super) unsafe fn products<const R: usize>(
     blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
-    use crate::cpu::blocks::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    use crate::cpu::blocks::{Q2_0, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Tq1_0, Tq2_0};
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
@@ -91,6 +92,9 @@ pub(super) unsafe fn products<const R: usize>(
             DType::Q4K => multiply::<Q4K, R>(weights, blocks, x),
             DType::Q5K => multiply::<Q5K, R>(weights, blocks, x),
             DType::Q6K => multiply::<Q6K, R>(weights, blocks, x),
+            DType::Tq1_0 => multiply::<Tq1_0, R>(weights, blocks, x),
+            DType::Tq2_0 => multiply::<Tq2_0, R>(weights, blocks, x),
+            DType::Q2_0 => multiply::<Q2_0, R>(weights, blocks, x),
             other => unreachable!("there is no kernel for {other}"),
         }
     }
@@ -283,6 +287,23 @@ unsafe fn both(first: *const u8, second: *const u8) -> __m256i {
     }
 }
 
+/// 16 bytes, twice, then those behind.
+///
+/// # Safety
+/// They are there, and the processor has the instructions.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn twice(bytes: *const u8) -> [__m256i; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bytes = bytes.cast::<__m128i>();
+        [
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes)),
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.add(1))),
+        ]
+    }
+}
+
 /// The low halves of bytes, or the high ones.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -314,6 +335,17 @@ fn words([low, high]: [__m256i; 2]) -> [__m256i; 4] {
         _mm256_and_si256(high, even),
         _mm256_srli_epi16::<8>(high),
     ]
+}
+
+/// An f16 in all lanes.
+///
+/// # Safety
+/// It is there, and the processor has the instructions.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn f16_everywhere(at: *const u8) -> __m256 {
+    // SAFETY: the caller's promise.
+    _mm256_cvtph_ps(_mm_set1_epi16(unsafe { at.cast::<i16>().read_unaligned() }))
 }
 
 /// The f16 that lies at `AT` of each of up to eight blocks, in the order of factors; zeros for blocks

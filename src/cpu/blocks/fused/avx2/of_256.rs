@@ -2,19 +2,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{Factors, Fused, MOST, both, halves, sixteen_where, words};
+use super::{Factors, Fused, MOST, both, f16_everywhere, halves, sixteen_where, twice, words};
 use crate::cpu::blocks::{Q4K, Q5K, Q6K};
-
-/// An f16 in all lanes.
-///
-/// # Safety
-/// It is there, and the processor has the instructions.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn f16_everywhere(at: *const u8) -> __m256 {
-    // SAFETY: the caller's promise.
-    _mm256_cvtph_ps(_mm_set1_epi16(unsafe { at.cast::<i16>().read_unaligned() }))
-}
 
 /// Scales and offsets of a block: its f16 factors of both, then 12 bytes of 6 bits each, as
 /// `scales_of_scales` of the formats has them.
@@ -49,23 +38,6 @@ unsafe fn of_six_bits(block: *const u8) -> Factors {
         [_mm256_mul_ps(scales, scale); MOST],
         [_mm256_mul_ps(offsets, negative); MOST],
     )
-}
-
-/// 16 bytes, twice, then those behind.
-///
-/// # Safety
-/// They are there, and the processor has the instructions.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn twice(bytes: *const u8) -> [__m256i; 2] {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let bytes = bytes.cast::<__m128i>();
-        [
-            _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes)),
-            _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.add(1))),
-        ]
-    }
 }
 
 /// Four bits of each code of a pair, which has 32 bytes: the low halves are those of its first piece.

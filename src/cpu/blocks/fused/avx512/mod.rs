@@ -5,6 +5,7 @@
 mod in_units;
 mod of_256;
 mod q8_0;
+mod ternary;
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -103,8 +104,9 @@ pub(super) unsafe fn products<const R: usize>(
     blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
-    use crate::cpu::blocks::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    use crate::cpu::blocks::{Q2_0, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Tq1_0, Tq2_0};
     use in_units::InUnits;
+    use ternary::ByGroups;
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
@@ -116,6 +118,9 @@ pub(super) unsafe fn products<const R: usize>(
             DType::Q4K => multiply::<InSteps<Q4K>, R>(weights, blocks, x),
             DType::Q5K => multiply::<InSteps<Q5K>, R>(weights, blocks, x),
             DType::Q6K => multiply::<InSteps<Q6K>, R>(weights, blocks, x),
+            DType::Tq1_0 => multiply::<ByGroups<Tq1_0>, R>(weights, blocks, x),
+            DType::Tq2_0 => multiply::<ByGroups<Tq2_0>, R>(weights, blocks, x),
+            DType::Q2_0 => multiply::<ByGroups<Q2_0>, R>(weights, blocks, x),
             other => unreachable!("there is no kernel for {other}"),
         }
     }
