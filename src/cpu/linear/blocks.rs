@@ -15,6 +15,9 @@ use crate::error::Result;
 use crate::problem::linear::Weights;
 use crate::tensor::{RawTensor, Scratch};
 
+/// Rows up to which that beats panels.
+pub(super) const MAX_ROWS: usize = 8;
+
 /// Rows of weights that are unpacked before they are multiplied: what was just stored in pieces is
 /// slow to load as a whole.
 const AT_ONCE: usize = 4;

@@ -34,14 +34,8 @@ impl Run for Problem {
     }
 
     fn probe(&self, cpu: &Cpu) -> Result<()> {
-        let (x, weight) = (&self.x, &self.weights.weight);
-        match self.of_few_rows() {
-            Some(false)
-                if !integers::serve([&self.weights])
-                    && Panels::new(x, [&self.weights]).is_none() =>
-            {
-                Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).probe("linear")
-            }
+        match Way::new(&self.x, [&self.weights]) {
+            Some(Way::Tiles) => self.tiles(cpu).probe("linear"),
             _ => Ok(()),
         }
     }
@@ -70,25 +64,50 @@ pub(crate) fn normalised(
 
 impl Problem {
     fn product_without_allocating(&self, cpu: &Cpu) -> usize {
-        let (x, weight) = (&self.x, &self.weights.weight);
-        match self.of_few_rows() {
-            Some(_) if integers::serve([&self.weights]) => integers::bytes(x),
-            Some(true) => match Blocks::new([&self.weights]) {
-                Some(blocks) => Activations::bytes(x, blocks.shape),
-                None => few_rows::bytes(x),
-            },
-            Some(false) => match Panels::new(x, [&self.weights]) {
-                Some(panels) => panels.bytes(cpu),
-                None => Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)]).bytes(),
-            },
+        match Way::new(&self.x, [&self.weights]) {
             None => 0,
+            Some(Way::Integers) => integers::bytes(&self.x),
+            Some(Way::Panels(panels)) => panels.bytes(cpu),
+            Some(Way::Blocks(blocks)) => Activations::bytes(&self.x, blocks.shape),
+            Some(Way::Few) => few_rows::bytes(&self.x),
+            Some(Way::Tiles) => self.tiles(cpu).bytes(),
         }
     }
 
-    /// Whether the product is one of few rows; `None` where it has no elements.
-    fn of_few_rows(&self) -> Option<bool> {
-        let rows = self.x.layout.num_rows();
-        (rows > 0 && self.weights.out_features() > 0).then_some(rows <= parts::MAX_ROWS)
+    fn tiles(&self, cpu: &Cpu) -> Tiles<'_, 1> {
+        let (x, weight) = (&self.x, &self.weights.weight);
+        Tiles::new(cpu, Operand::by_rows(x), [Operand::by_rows(weight)])
+    }
+}
+
+/// How a product is computed.
+enum Way<const N: usize> {
+    Integers,
+    Panels(Panels<N>),
+    Blocks(Blocks<N>),
+    Few,
+    Tiles,
+}
+
+impl<const N: usize> Way<N> {
+    /// `None` where the product has no elements.
+    fn new(x: &RawTensor, weights: [&Weights; N]) -> Option<Way<N>> {
+        let rows = x.layout.num_rows();
+        if rows == 0 || weights[0].out_features() == 0 {
+            return None;
+        }
+        if integers::serve(weights) {
+            return Some(Way::Integers);
+        }
+        if rows > blocks::MAX_ROWS
+            && let Some(panels) = Panels::new(x, weights)
+        {
+            return Some(Way::Panels(panels));
+        }
+        Some(match rows {
+            0..=parts::MAX_ROWS => Blocks::new(weights).map_or(Way::Few, Way::Blocks),
+            _ => Way::Tiles,
+        })
     }
 }
 
@@ -201,27 +220,22 @@ pub(crate) fn for_each_row_part<const N: usize>(
     scratch: Scratch,
     done: impl Fn(usize, Range<usize>, [&mut [f32]; N]) + Sync,
 ) -> Result<()> {
-    let (rows, columns) = (x.layout.num_rows(), weights[0].out_features());
-    if rows == 0 || columns == 0 {
+    let Some(way) = Way::new(x, weights) else {
         return Ok(());
-    }
-    if integers::serve(weights) {
-        return integers::run(cpu, x, weights, scratch, done);
-    }
-    let done = scaled(weights, done);
+    };
     let matrices = weights.map(|w| &w.weight);
-    match rows {
-        0..=parts::MAX_ROWS => match Blocks::new(weights) {
-            Some(of) => blocks::run(cpu, x, weights, of, scratch, done),
-            None => few_rows::run(cpu, x, matrices, scratch, done),
-        },
-        _ => {
-            if let Some(panels) = Panels::new(x, weights) {
-                return panels.run(cpu, x, weights, scratch, done);
-            }
-            let (x, weights) = (Operand::by_rows(x), matrices.map(Operand::by_rows));
-            let tiles = Tiles::new(cpu, x, weights);
-            tiles.run(cpu, &tiles.memory("linear", scratch)?, done);
+    match way {
+        Way::Integers => integers::run(cpu, x, weights, scratch, done),
+        Way::Panels(panels) => panels.run(cpu, x, weights, scratch, scaled(weights, done)),
+        Way::Blocks(of) => blocks::run(cpu, x, weights, of, scratch, scaled(weights, done)),
+        Way::Few => few_rows::run(cpu, x, matrices, scratch, scaled(weights, done)),
+        Way::Tiles => {
+            let tiles = Tiles::new(cpu, Operand::by_rows(x), matrices.map(Operand::by_rows));
+            tiles.run(
+                cpu,
+                &tiles.memory("linear", scratch)?,
+                scaled(weights, done),
+            );
             Ok(())
         }
     }
