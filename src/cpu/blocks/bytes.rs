@@ -56,6 +56,23 @@ impl Bytes {
             }
         })
     }
+
+    /// A digit of base 3 of each byte, which is a fraction: what is above the point once it is multiplied by
+    /// three, after the power of three that its pair has, which takes away the digits before.
+    #[inline(always)]
+    pub fn digits(self, powers: [u16; BYTES / 2]) -> Bytes {
+        // SAFETY: every x86-64 has SSE2, and there are eight words.
+        Bytes(unsafe {
+            let high = _mm_set1_epi16(0xff00_u16.cast_signed());
+            let powers = _mm_loadu_si128(powers.as_ptr().cast());
+            // What is left of low bytes and of high ones, in the high bytes of words.
+            let even = _mm_mullo_epi16(self.0, _mm_slli_epi16::<8>(powers));
+            let odd = _mm_mullo_epi16(_mm_and_si128(self.0, high), powers);
+            let even = _mm_mulhi_epu16(even, _mm_set1_epi16(3));
+            let odd = _mm_mulhi_epu16(odd, _mm_set1_epi16(3 << 8));
+            _mm_or_si128(even, _mm_and_si128(odd, high))
+        })
+    }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -93,6 +110,16 @@ impl Bytes {
             false => self.0 << bits,
         })
     }
+
+    /// A digit of base 3 of each byte, which is a fraction: what is above the point once it is multiplied by
+    /// three, after the power of three that its pair has, which takes away the digits before.
+    pub fn digits(self, powers: [u16; BYTES / 2]) -> Bytes {
+        let mut bytes = self.0.to_le_bytes();
+        for (pair, power) in bytes.as_chunks_mut::<2>().0.iter_mut().zip(powers) {
+            *pair = pair.map(|byte| ((u16::from(byte) * power & 0xff) * 3 >> 8) as u8);
+        }
+        Bytes::of(&bytes)
+    }
 }
 
 /// The sixteen bytes from `at`.
@@ -101,4 +128,27 @@ pub(super) fn sixteen<const N: usize>(block: &[u8; N], at: usize) -> Bytes {
     let mut bytes = [0; BYTES];
     bytes.copy_from_slice(&block[at..at + BYTES]);
     Bytes::of(&bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of any byte, also of one that no five digits give.
+    #[test]
+    fn digits_are_those_of_fractions() {
+        for (n, power) in [1_u32, 3, 9, 27, 81].into_iter().enumerate() {
+            for first in (0..=255).step_by(BYTES) {
+                let bytes: [u8; BYTES] = std::array::from_fn(|i| first + i as u8);
+                let mut digits = [0; BYTES];
+                Bytes::of(&bytes)
+                    .digits([power as u16; BYTES / 2])
+                    .store(&mut digits);
+                for (byte, digit) in bytes.into_iter().zip(digits) {
+                    let expected = u32::from(byte) * power % 256 * 3 / 256;
+                    assert_eq!(u32::from(digit), expected, "digit {n} of {byte}");
+                }
+            }
+        }
+    }
 }

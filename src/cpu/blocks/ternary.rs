@@ -2,7 +2,7 @@
 //! scale.
 
 use super::CHUNK;
-use super::bytes::{BYTES, sixteen};
+use super::bytes::{BYTES, Bytes, sixteen};
 use super::formats::{Format, centered, halves};
 use crate::dtype::DType;
 
@@ -51,17 +51,6 @@ impl Format for Tq2_0 {
     }
 }
 
-/// Digit `n` of base 3 of bytes that are 256/243 times a number of five digits, rounded up.
-#[inline(always)]
-fn digits(packed: &[u8], n: usize, codes: &mut [u8]) {
-    const POWERS: [u8; 5] = [1, 3, 9, 27, 81];
-    for (packed, code) in packed.iter().zip(codes) {
-        // What is above the digit is lost, what is below is the fraction.
-        let fraction = packed.wrapping_mul(POWERS[n]);
-        *code = ((u16::from(fraction) * 3) >> 8) as u8;
-    }
-}
-
 /// 240 codes, five in a byte, 16 codes, four in a byte, f16 scale. Neighbouring bytes have
 /// neighbouring codes: 32 bytes the first 160, 16 bytes the next 80, 4 bytes what is left.
 pub(crate) struct Tq1_0;
@@ -73,14 +62,23 @@ impl Format for Tq1_0 {
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
         let (blocks, _) = blocks.as_chunks::<54>();
         one_scale::<54, 52, 8>(blocks, scales, offsets);
-        for (block, codes) in blocks.iter().zip(codes.as_chunks_mut::<256>().0) {
-            for n in 0..5 {
-                digits(&block[..32], n, &mut codes[32 * n..][..32]);
-                digits(&block[32..48], n, &mut codes[160 + 16 * n..][..16]);
+        const POWERS: [u16; 5] = [1, 3, 9, 27, 81];
+        let (codes, _) = codes.as_chunks_mut::<BYTES>();
+        let (codes, _) = codes.as_chunks_mut::<16>();
+        for (block, codes) in blocks.iter().zip(codes) {
+            let bytes = [0, 16, 32].map(|at| sixteen(block, at));
+            for (n, power) in POWERS.into_iter().enumerate() {
+                let digits = bytes.map(|bytes| bytes.digits([power; BYTES / 2]));
+                digits[0].store(&mut codes[2 * n]);
+                digits[1].store(&mut codes[2 * n + 1]);
+                digits[2].store(&mut codes[10 + n]);
             }
-            for n in 0..4 {
-                digits(&block[48..52], n, &mut codes[240 + 4 * n..][..4]);
-            }
+            // The last four bytes have four digits each, which are neighbours.
+            let last = [block[48], block[49], block[50], block[51]];
+            let mut four = [0; BYTES];
+            four.as_chunks_mut::<4>().0.fill(last);
+            let digits = Bytes::of(&four).digits([1, 1, 3, 3, 9, 9, 27, 27]);
+            digits.store(&mut codes[15]);
         }
     }
 }
