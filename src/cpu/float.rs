@@ -59,28 +59,33 @@ impl Float for f32 {
     }
 }
 
+/// As an f32, without the instructions that not all processors have.
+#[inline(always)]
+pub(crate) fn widen(half: f16) -> f32 {
+    const BIAS: u32 = (127 - 15) << 23;
+    const LEAST: u32 = (127 - 14) << 23;
+    let bits = u32::from(half.to_bits());
+    let magnitude = (bits & 0x7fff) << 13;
+    // A subnormal is the excess over the least normal number, which takes it in exactly.
+    let subnormal = f32::from_bits(magnitude + LEAST) - f32::from_bits(LEAST);
+    // Infinity and NaN keep the greatest exponent.
+    let special = if magnitude >= 0x1f << 23 { BIAS } else { 0 };
+    let normal = magnitude + BIAS + special;
+    let widened = if magnitude < 1 << 23 {
+        subnormal.to_bits()
+    } else {
+        normal
+    };
+    f32::from_bits(widened | (bits & 0x8000) << 16)
+}
+
 impl Float for f16 {
     // What the processor does not convert is done as for bf16 below; f16 has 5 bits of exponent and 10 of significand.
     #[inline(always)]
     fn load(src: &[f16], dst: &mut [f32]) {
-        const BIAS: u32 = (127 - 15) << 23;
-        const LEAST: u32 = (127 - 14) << 23;
         let done = f16c::load(src, dst);
-        let (src, dst) = (&src[done..], &mut dst[done..]);
-        for (d, s) in dst.iter_mut().zip(src) {
-            let bits = u32::from(s.to_bits());
-            let magnitude = (bits & 0x7fff) << 13;
-            // A subnormal is the excess over the least normal number, which takes it in exactly.
-            let subnormal = f32::from_bits(magnitude + LEAST) - f32::from_bits(LEAST);
-            // Infinity and NaN keep the greatest exponent.
-            let special = if magnitude >= 0x1f << 23 { BIAS } else { 0 };
-            let normal = magnitude + BIAS + special;
-            let widened = if magnitude < 1 << 23 {
-                subnormal.to_bits()
-            } else {
-                normal
-            };
-            *d = f32::from_bits(widened | (bits & 0x8000) << 16);
+        for (d, s) in dst[done..].iter_mut().zip(&src[done..]) {
+            *d = widen(*s);
         }
     }
 

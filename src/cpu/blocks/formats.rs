@@ -4,7 +4,7 @@ use half::f16;
 
 use super::CHUNK;
 use super::bytes::{BYTES, Bytes, sixteen};
-use crate::cpu::float::Float;
+use crate::cpu::float::widen;
 use crate::dtype::DType;
 
 /// A format of blocks.
@@ -19,16 +19,13 @@ pub(crate) trait Format {
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]);
 }
 
-/// The f16 that lie at `AT` of blocks, widened.
+/// The f16 that lie at `AT` of blocks, widened. Instructions for that would load together what was just stored one by
+/// one, which takes longer.
 #[inline(always)]
 pub(super) fn halves<const BYTES: usize, const AT: usize>(blocks: &[[u8; BYTES]], out: &mut [f32]) {
-    const MOST: usize = CHUNK / 32;
-    let mut halves = [f16::ZERO; MOST];
-    for (half, block) in halves.iter_mut().zip(blocks) {
-        *half = f16::from_le_bytes([block[AT], block[AT + 1]]);
+    for (out, block) in out.iter_mut().zip(blocks) {
+        *out = widen(f16::from_le_bytes([block[AT], block[AT + 1]]));
     }
-    let len = blocks.len().min(MOST).min(out.len());
-    f16::load(&halves[..len], &mut out[..len]);
 }
 
 /// Offsets that are the same multiple of each scale: exact, as is what they are added to.

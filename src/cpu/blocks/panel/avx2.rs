@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::pack::Words;
 use super::{Group, ROWS, SHARED, Shape};
 use crate::cpu::blocks::activations::round_together;
 
@@ -84,4 +85,98 @@ pub unsafe fn multiply(
             }
         }
     }
+}
+
+/// Turns words of [`COLUMNS`] rows to lines, a square of 8 times 8 at a time, and has `store` write each, which is
+/// told where its vector would be if it were a line of a panel.
+///
+/// # Safety
+/// The processor has the instructions. There are so many words, which are a multiple of 8 or as many as are
+/// missing to one may be read behind them.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn place(words: Words, store: impl Fn(usize, usize, __m256i)) {
+    for first in (0..words.lines).step_by(LANES) {
+        for v in 0..VECTORS {
+            // SAFETY: the caller's promise.
+            let lines = unsafe {
+                let rows = words.from.add(v * LANES * words.apart + first);
+                turned(std::array::from_fn(
+                    #[inline(always)]
+                    |i| _mm256_loadu_si256(rows.add(i * words.apart).cast()),
+                ))
+            };
+            for (i, line) in lines.into_iter().enumerate() {
+                if first + i < words.lines {
+                    store(first + i, v * LANES, line);
+                }
+            }
+        }
+    }
+}
+
+/// Words of four codes, which become two lines of words of two.
+///
+/// # Safety
+/// As [`place`], and there is room for the lines.
+#[target_feature(enable = "avx2,fma")]
+pub unsafe fn place_codes(words: Words) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        place(
+            words,
+            #[inline(always)]
+            |line, at, four| {
+                let first = _mm256_set1_epi64x(0x8005_8004_8001_8000_u64.cast_signed());
+                let high = _mm256_set_epi64x(0x0808_0808_0808_0808, 0, 0x0808_0808_0808_0808, 0);
+                let first = _mm256_add_epi8(first, high);
+                let second = _mm256_add_epi8(first, _mm256_set1_epi8(2));
+                let to = words.to.add(2 * line * COLUMNS + at);
+                _mm256_storeu_si256(to.cast(), _mm256_shuffle_epi8(four, first));
+                let to = to.add(COLUMNS);
+                _mm256_storeu_si256(to.cast(), _mm256_shuffle_epi8(four, second));
+            },
+        );
+    }
+}
+
+/// Words that lines have as they are.
+///
+/// # Safety
+/// As [`place_codes`].
+#[target_feature(enable = "avx2,fma")]
+pub unsafe fn place_factors(words: Words) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        place(
+            words,
+            #[inline(always)]
+            |line, at, factors| {
+                _mm256_storeu_si256(words.to.add(line * COLUMNS + at).cast(), factors);
+            },
+        );
+    }
+}
+
+/// The columns of a square of words.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn turned(rows: [__m256i; LANES]) -> [__m256i; LANES] {
+    let (mut twos, mut fours, mut columns) = (rows, rows, rows);
+    for i in (0..LANES).step_by(2) {
+        twos[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+        twos[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for i in (0..LANES).step_by(4) {
+        fours[i] = _mm256_unpacklo_epi64(twos[i], twos[i + 2]);
+        fours[i + 1] = _mm256_unpackhi_epi64(twos[i], twos[i + 2]);
+        fours[i + 2] = _mm256_unpacklo_epi64(twos[i + 1], twos[i + 3]);
+        fours[i + 3] = _mm256_unpackhi_epi64(twos[i + 1], twos[i + 3]);
+    }
+    // Half `h` of `fours[4 * i + j]` has four rows' words of column `4 * h + j`.
+    for j in 0..4 {
+        columns[j] = _mm256_permute2x128_si256::<0x20>(fours[j], fours[4 + j]);
+        columns[4 + j] = _mm256_permute2x128_si256::<0x31>(fours[j], fours[4 + j]);
+    }
+    columns
 }

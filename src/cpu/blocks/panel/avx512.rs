@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::pack::Words;
 use super::{Group, ROWS, SHARED, Shape};
 use crate::cpu::blocks::activations::MOST;
 
@@ -125,4 +126,58 @@ pub unsafe fn multiply<const WORDS: usize>(
             }
         }
     }
+}
+
+/// Turns words of [`COLUMNS`] rows to lines, a square of 16 times 16 at a time.
+///
+/// # Safety
+/// The processor has the instructions. There are so many words, and as many as are missing to a multiple of
+/// 16 may be read behind them; and there is room for the lines.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub unsafe fn place(words: Words) {
+    for first in (0..words.lines).step_by(LANES) {
+        for v in 0..VECTORS {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let rows = words.from.add(v * LANES * words.apart + first);
+                let lines = turned(std::array::from_fn(
+                    #[inline(always)]
+                    |i| _mm512_loadu_si512(rows.add(i * words.apart).cast()),
+                ));
+                let to = words.to.add(first * COLUMNS + v * LANES);
+                for (i, line) in lines.into_iter().enumerate() {
+                    if first + i < words.lines {
+                        _mm512_storeu_si512(to.add(i * COLUMNS).cast(), line);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The columns of a square of words.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn turned(rows: [__m512i; LANES]) -> [__m512i; LANES] {
+    let (mut twos, mut fours, mut columns) = (rows, rows, rows);
+    for i in (0..LANES).step_by(2) {
+        twos[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        twos[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for i in (0..LANES).step_by(4) {
+        fours[i] = _mm512_unpacklo_epi64(twos[i], twos[i + 2]);
+        fours[i + 1] = _mm512_unpackhi_epi64(twos[i], twos[i + 2]);
+        fours[i + 2] = _mm512_unpacklo_epi64(twos[i + 1], twos[i + 3]);
+        fours[i + 3] = _mm512_unpackhi_epi64(twos[i + 1], twos[i + 3]);
+    }
+    // Quarter `q` of `fours[4 * i + j]` has four rows' words of column `4 * q + j`.
+    for j in 0..4 {
+        let even = |i: usize| _mm512_shuffle_i32x4::<0x88>(fours[i + j], fours[i + 4 + j]);
+        let odd = |i: usize| _mm512_shuffle_i32x4::<0xdd>(fours[i + j], fours[i + 4 + j]);
+        columns[j] = _mm512_shuffle_i32x4::<0x88>(even(0), even(8));
+        columns[8 + j] = _mm512_shuffle_i32x4::<0xdd>(even(0), even(8));
+        columns[4 + j] = _mm512_shuffle_i32x4::<0x88>(odd(0), odd(8));
+        columns[12 + j] = _mm512_shuffle_i32x4::<0xdd>(odd(0), odd(8));
+    }
+    columns
 }

@@ -7,15 +7,17 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod pack;
 
 use super::activations::SHARED;
-use super::{CHUNK, Chunk, Dot, blocks_of, group, with_format};
+use super::{CHUNK, Dot, group};
 use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::part_of;
 use crate::cpu::scratch::Floats;
 use crate::error::Result;
 use crate::tensor::{RawTensor, Scratch};
+pub(crate) use pack::pack;
 
 /// Rows of activations of a block. One row's word serves two vectors of codes; of 12 rows and one vector,
 /// loads are what would be waited for. Their dot products fit into registers beside these; with AVX-512 their
@@ -150,57 +152,6 @@ impl Shape {
     }
 }
 
-/// Unpacks as many rows of a weight from `first` on as a panel has, or as there are. What it has of
-/// others is of no use.
-pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, panel: &mut [f32]) {
-    let shape = Shape::new(weight);
-    let width = kernel.columns();
-    let last = weight.layout.dim(0).min(first + width);
-    let [codes, scales, offsets] = shape.parts(panel, shape.depth / kernel.together());
-    let mut chunk = Chunk::new();
-    for start in (0..shape.depth).step_by(CHUNK) {
-        let part = start..shape.depth.min(start + CHUNK);
-        let codes = &mut codes[start / kernel.together() * width..];
-        let groups = start / shape.group * width;
-        let (scales, offsets) = (&mut scales[groups..], &mut offsets[groups..]);
-        for column in first..last {
-            // SAFETY: whole blocks of a row of the checked matrix.
-            let blocks = unsafe { blocks_of(weight, column, part.clone()) };
-            with_format!(weight.dtype, F => cpu.vectorize(
-                #[inline(always)]
-                || chunk.unpack::<F>(blocks),
-            ));
-            let at = column - first;
-            place(kernel, &chunk.codes[..part.len()], &mut codes[at..]);
-            let of_groups = part.len() / shape.group;
-            for (i, scale) in chunk.scales[..of_groups].iter().enumerate() {
-                scales[i * width + at] = *scale;
-            }
-            for (i, offset) in chunk.offsets[..of_groups].iter().enumerate() {
-                offsets[i * width + at] = *offset;
-            }
-        }
-    }
-}
-
-/// Writes a row's codes to a panel, from a column of its first line on.
-fn place(kernel: Kernel, codes: &[u8], to: &mut [f32]) {
-    let lines = to.chunks_mut(kernel.columns());
-    match kernel.together() {
-        2 => {
-            for (line, codes) in lines.zip(codes.as_chunks::<2>().0) {
-                let [low, high] = codes.map(u32::from);
-                line[0] = f32::from_bits(low | high << 16);
-            }
-        }
-        _ => {
-            for (line, codes) in lines.zip(codes.as_chunks::<4>().0) {
-                line[0] = f32::from_bits(u32::from_le_bytes(*codes));
-            }
-        }
-    }
-}
-
 /// Some rows of a tensor, rounded.
 pub(crate) struct Rounded {
     blocks: Floats,
@@ -313,7 +264,7 @@ mod tests {
     use super::*;
 
     /// All that this processor has.
-    fn every() -> impl Iterator<Item = Kernel> {
+    pub fn every() -> impl Iterator<Item = Kernel> {
         dot::tests::every().into_iter().filter_map(Kernel::new)
     }
 

@@ -1,0 +1,185 @@
+//! Packing of panels: a piece of each of their rows is unpacked, and then turned by squares of words that
+//! fit into registers. Word by word, each would go to a cache line of its own.
+
+use super::{Kernel, Shape};
+#[cfg(target_arch = "x86_64")]
+use super::{avx2, avx512};
+use crate::cpu::Cpu;
+use crate::cpu::blocks::{Format, blocks_of, with_format};
+use crate::tensor::RawTensor;
+
+/// Rows of the widest panel.
+const COLUMNS: usize = 32;
+
+/// Weights of a row that are unpacked at a time: a block of the longest.
+const CODES: usize = 256;
+
+/// Their groups, at most.
+const GROUPS: usize = CODES / 16;
+
+/// A piece of each row of a panel, unpacked.
+#[repr(align(64))]
+struct Piece {
+    codes: [[u8; CODES]; COLUMNS],
+    scales: [[f32; GROUPS]; COLUMNS],
+    offsets: [[f32; GROUPS]; COLUMNS],
+}
+
+/// Words of rows, equally far apart, that become lines of a panel: line `i` has word `i` of each row.
+#[derive(Clone, Copy)]
+pub(super) struct Words {
+    pub from: *const u32,
+    /// Words from row to row.
+    pub apart: usize,
+    /// Where the first line is written.
+    pub to: *mut f32,
+    pub lines: usize,
+}
+
+impl Words {
+    /// Of the rows of a piece, which are so long, of which there are as many as a panel has.
+    ///
+    /// # Panics
+    /// They are not so long, or there is no room for so many lines.
+    fn new<T, const N: usize>(
+        rows: &[[T; N]; COLUMNS],
+        lines: usize,
+        kernel: Kernel,
+        to: &mut [f32],
+        words_to: usize,
+    ) -> Words {
+        let apart = N * size_of::<T>() / size_of::<u32>();
+        assert!(lines <= apart && lines * words_to * kernel.columns() <= to.len());
+        Words {
+            from: rows.as_ptr().cast(),
+            apart,
+            to: to.as_mut_ptr(),
+            lines,
+        }
+    }
+}
+
+/// Unpacks as many rows of a weight from `first` on as a panel has, or as there are. What it has of
+/// others is of no use.
+pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, panel: &mut [f32]) {
+    let shape = Shape::new(weight);
+    let width = kernel.columns();
+    let rows = (weight.layout.dim(0) - first).min(width);
+    let [codes, scales, offsets] = shape.parts(panel, shape.depth / kernel.together());
+    let mut piece = Piece {
+        codes: [[0; CODES]; COLUMNS],
+        scales: [[0.0; GROUPS]; COLUMNS],
+        offsets: [[0.0; GROUPS]; COLUMNS],
+    };
+    for start in (0..shape.depth).step_by(CODES) {
+        let part = start..shape.depth.min(start + CODES);
+        let (len, groups) = (part.len(), part.len() / shape.group);
+        with_format!(weight.dtype, F => cpu.vectorize(#[inline(always)] || {
+            for row in 0..rows {
+                // SAFETY: whole blocks of a row of the checked matrix.
+                let blocks = unsafe { blocks_of(weight, first + row, part.clone()) };
+                F::unpack(
+                    blocks,
+                    &mut piece.codes[row][..len],
+                    &mut piece.scales[row][..groups],
+                    &mut piece.offsets[row][..groups],
+                );
+            }
+        }));
+        let codes = &mut codes[start / kernel.together() * width..];
+        let at = start / shape.group * width;
+        kernel.place_codes(Words::new(
+            &piece.codes,
+            len / 4,
+            kernel,
+            codes,
+            4 / kernel.together(),
+        ));
+        for (from, to) in [
+            (&piece.scales, &mut *scales),
+            (&piece.offsets, &mut *offsets),
+        ] {
+            kernel.place_factors(Words::new(from, groups, kernel, &mut to[at..], 1));
+        }
+    }
+}
+
+impl Kernel {
+    /// Words are four codes of each row. They make so many lines, or twice as many where a panel has two in a word.
+    fn place_codes(self, words: Words) {
+        // SAFETY: a kernel is made where the processor has the instructions; words were checked, and there are as many rows.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            match self {
+                Kernel::Avx2 => avx2::place_codes(words),
+                Kernel::Avx512 => avx512::place(words),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        unreachable!("no panel of {} lines is made here", words.lines)
+    }
+
+    /// Words are factors of each row.
+    fn place_factors(self, words: Words) {
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            match self {
+                Kernel::Avx2 => avx2::place_factors(words),
+                Kernel::Avx512 => avx512::place(words),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        unreachable!("no panel of {} lines is made here", words.lines)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::every;
+    use super::*;
+
+    /// Whole squares of words, and parts of one; nothing is written behind the lines.
+    #[test]
+    fn words_of_rows_become_lines() {
+        for kernel in every() {
+            let (width, two) = (kernel.columns(), kernel.together() == 2);
+            let code = |row: usize, i: usize| (37 * row + 11 * i) as u8;
+            let factor = |row: usize, i: usize| (100 * row + i) as f32;
+            let codes: [[u8; CODES]; COLUMNS] =
+                std::array::from_fn(|row| std::array::from_fn(|i| code(row, i)));
+            let factors: [[f32; GROUPS]; COLUMNS] =
+                std::array::from_fn(|row| std::array::from_fn(|i| factor(row, i)));
+            for lines in [8, 16, 24, CODES / 4] {
+                let each = 4 / kernel.together();
+                let mut to = vec![-1.0; lines * each * width];
+                kernel.place_codes(Words::new(&codes, lines, kernel, &mut to, each));
+                for (at, word) in to.iter().enumerate() {
+                    let (line, row) = (at / width, at % width);
+                    let expected = match two {
+                        true => [2 * line, 2 * line + 1].map(|i| [code(row, i), 0]).concat(),
+                        false => (4 * line..4 * line + 4).map(|i| code(row, i)).collect(),
+                    };
+                    assert_eq!(
+                        word.to_bits().to_le_bytes(),
+                        expected[..],
+                        "{kernel:?} {line}"
+                    );
+                }
+            }
+            for lines in [1, 2, 8, 9, GROUPS] {
+                let mut to = vec![-1.0; (lines + 1) * width];
+                kernel.place_factors(Words::new(&factors, lines, kernel, &mut to, 1));
+                for (at, word) in to.iter().enumerate() {
+                    let (line, row) = (at / width, at % width);
+                    let expected = if line < lines {
+                        factor(row, line)
+                    } else {
+                        -1.0
+                    };
+                    assert_eq!(*word, expected, "{kernel:?} {line}");
+                }
+            }
+        }
+    }
+}
