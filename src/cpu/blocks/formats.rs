@@ -14,6 +14,9 @@ pub(crate) trait Format {
     /// Neighbours that share a scale.
     const GROUP: usize = 32;
 
+    /// The code of zero, if each offset is as many times its group's scale, with a minus sign.
+    const ZERO: Option<u8> = None;
+
     /// Unpacks whole blocks, no more than [`CHUNK`] weights: a code for each, a scale and an offset
     /// for each group of them.
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]);
@@ -69,6 +72,7 @@ pub(crate) struct Q8_0;
 
 impl Format for Q8_0 {
     const DTYPE: DType = DType::Q8_0;
+    const ZERO: Option<u8> = Some(128);
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -90,6 +94,7 @@ pub(crate) struct Q4_0;
 
 impl Format for Q4_0 {
     const DTYPE: DType = DType::Q4_0;
+    const ZERO: Option<u8> = Some(8);
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -120,6 +125,7 @@ pub(crate) struct Q5_0;
 
 impl Format for Q5_0 {
     const DTYPE: DType = DType::Q5_0;
+    const ZERO: Option<u8> = Some(16);
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -238,6 +244,7 @@ pub(crate) struct Q6K;
 impl Format for Q6K {
     const DTYPE: DType = DType::Q6K;
     const GROUP: usize = 16;
+    const ZERO: Option<u8> = Some(32);
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {

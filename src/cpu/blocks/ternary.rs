@@ -30,6 +30,7 @@ pub(crate) struct Tq2_0;
 
 impl Format for Tq2_0 {
     const DTYPE: DType = DType::Tq2_0;
+    const ZERO: Option<u8> = Some(1);
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -57,6 +58,7 @@ pub(crate) struct Tq1_0;
 
 impl Format for Tq1_0 {
     const DTYPE: DType = DType::Tq1_0;
+    const ZERO: Option<u8> = Some(1);
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -88,6 +90,7 @@ pub(crate) struct Q2_0;
 
 impl Format for Q2_0 {
     const DTYPE: DType = DType::Q2_0;
+    const ZERO: Option<u8> = Some(1);
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {

@@ -113,13 +113,14 @@ impl<const N: usize> Panels<N> {
                 for item in items {
                     let columns = item * self.width..self.columns.min((item + 1) * self.width);
                     for (sums, weights) in room.iter_mut().zip(weights) {
+                        let shape = Shape::new(&weights.weight);
                         for at in (0..columns.len()).step_by(self.kernel.columns()) {
                             let first = columns.start + at;
                             panel::pack(cpu, self.kernel, &weights.weight, first, panel);
                             let blocks = sums.chunks_mut(ROWS * self.width).enumerate();
                             for (i, sums) in blocks.take(rows.div_ceil(ROWS)) {
                                 let (x, sums) = (rounded.block(i), &mut sums[at..]);
-                                self.kernel.multiply(self.shape, x, panel, sums, self.width);
+                                self.kernel.multiply(shape, x, panel, sums, self.width);
                             }
                         }
                     }

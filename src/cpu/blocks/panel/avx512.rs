@@ -1,4 +1,5 @@
-//! Products by AVX-512 with VNNI.
+//! Products by AVX-512 with VNNI, which multiplies bytes without a sign by bytes with one: those of activations by
+//! codes, from which the code of zero is taken away where groups have no offsets of their own.
 
 use std::arch::x86_64::*;
 
@@ -18,7 +19,7 @@ macro_rules! add_plane {
             for (r, dots) in $dots.iter_mut().enumerate() {
                 let word = _mm512_set1_epi32($x.add($i * ROWS + r).cast::<i32>().read());
                 for (dots, codes) in dots.iter_mut().zip(codes) {
-                    *dots = _mm512_dpbusd_epi32(*dots, codes, word);
+                    *dots = _mm512_dpbusd_epi32(*dots, word, codes);
                 }
             }
         }
@@ -55,10 +56,10 @@ pub unsafe fn round(values: &[f32; SHARED], group: usize) -> Group {
             _mm512_cvtps_epi32(_mm512_max_ps(code, _mm512_set1_ps(-limit)))
         });
         let sums = codes.map(|codes| _mm512_reduce_add_epi32(codes));
-        // The low byte has a sign too; what it takes away is in the high one.
-        let half = _mm512_set1_epi32(128);
+        // High bytes are 128 more, so that they have no sign either.
+        let more = _mm_set1_epi8(i8::MIN);
         let high =
-            codes.map(|c| _mm512_cvtepi32_epi8(_mm512_srai_epi32::<8>(_mm512_add_epi32(c, half))));
+            codes.map(|c| _mm_xor_si128(_mm512_cvtepi32_epi8(_mm512_srai_epi32::<8>(c)), more));
         let low = codes.map(|codes| _mm512_cvtepi32_epi8(codes));
         let (order, sums) = match group {
             16 => ([high[0], low[0], high[1], low[1]], sums),
@@ -72,13 +73,13 @@ pub unsafe fn round(values: &[f32; SHARED], group: usize) -> Group {
     }
 }
 
-/// For groups of `WORDS` times four weights.
+/// For groups of `WORDS` times four weights, which have offsets unless they are `CENTERED`.
 ///
 /// # Safety
 /// The processor has the instructions; `x` is a block, `panel` a panel of the shape, and there is
 /// room for so many rows of sums.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-pub unsafe fn multiply<const WORDS: usize>(
+pub unsafe fn multiply<const WORDS: usize, const CENTERED: bool>(
     shape: Shape,
     x: &[f32],
     panel: &[f32],
@@ -91,32 +92,56 @@ pub unsafe fn multiply<const WORDS: usize>(
     let mut totals = [[_mm512_setzero_ps(); VECTORS]; ROWS];
     // SAFETY: all lines are in the block and the panel, as their lengths say.
     unsafe {
-        let (x_scales, w_scales) = (
-            x.add(PLANES * groups * WORDS * ROWS),
-            w.add(groups * WORDS * COLUMNS),
-        );
-        let (x_sums, w_offsets) = (x_scales.add(groups * ROWS), w_scales.add(groups * COLUMNS));
-        for g in 0..groups {
-            let mut dots = [[_mm512_setzero_si512(); VECTORS]; ROWS];
-            let (codes, x) = (w.add(g * WORDS * COLUMNS), x.add(PLANES * g * WORDS * ROWS));
-            add_plane!(codes, x, dots, 0 1 2 3 4 5 6 7);
-            for dots in &mut dots {
-                for dots in dots {
-                    *dots = _mm512_slli_epi32::<8>(*dots);
+        let x_scales = x.add(PLANES * groups * WORDS * ROWS);
+        let x_sums = x_scales.add(groups * ROWS);
+        let w_scales = w.add(groups * WORDS * COLUMNS);
+        let w_offsets = w_scales.add(groups * COLUMNS);
+        let w_starts = w_offsets.add(groups * COLUMNS);
+        // Groups whose activations share a scale are scaled by it together.
+        let shared = SHARED / 4 / WORDS;
+        for first in (0..groups).step_by(shared) {
+            let mut parts = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+            for g in first..first + shared {
+                let mut dots = [[_mm512_setzero_si512(); VECTORS]; ROWS];
+                for v in 0..VECTORS {
+                    let start = w_starts.add(g * COLUMNS + v * LANES);
+                    let start = _mm512_loadu_si512(start.cast());
+                    dots.iter_mut().for_each(|dots| dots[v] = start);
+                }
+                let (codes, x) = (w.add(g * WORDS * COLUMNS), x.add(PLANES * g * WORDS * ROWS));
+                add_plane!(codes, x, dots, 0 1 2 3 4 5 6 7);
+                for dots in &mut dots {
+                    for dots in dots {
+                        *dots = _mm512_slli_epi32::<8>(*dots);
+                    }
+                }
+                let low = x.add(WORDS * ROWS);
+                add_plane!(codes, low, dots, 0 1 2 3 4 5 6 7);
+                for v in 0..VECTORS {
+                    let at = g * COLUMNS + v * LANES;
+                    let scales = _mm512_loadu_ps(w_scales.add(at));
+                    let offsets = _mm512_loadu_ps(w_offsets.add(at));
+                    for r in 0..ROWS {
+                        let (dots, total) = (_mm512_cvtepi32_ps(dots[r][v]), &mut totals[r][v]);
+                        if shared > 1 {
+                            parts[r][v] = _mm512_fmadd_ps(dots, scales, parts[r][v]);
+                        } else {
+                            let scale = _mm512_set1_ps(*x_scales.add(g * ROWS + r));
+                            *total = _mm512_fmadd_ps(dots, _mm512_mul_ps(scales, scale), *total);
+                        }
+                        if !CENTERED {
+                            let sum = _mm512_set1_ps(*x_sums.add(g * ROWS + r));
+                            *total = _mm512_fmadd_ps(offsets, sum, *total);
+                        }
+                    }
                 }
             }
-            let low = x.add(WORDS * ROWS);
-            add_plane!(codes, low, dots, 0 1 2 3 4 5 6 7);
-            for v in 0..VECTORS {
-                let at = g * COLUMNS + v * LANES;
-                let scales = _mm512_loadu_ps(w_scales.add(at));
-                let offsets = _mm512_loadu_ps(w_offsets.add(at));
+            if shared > 1 {
                 for r in 0..ROWS {
-                    let scale = _mm512_set1_ps(*x_scales.add(g * ROWS + r));
-                    let sum = _mm512_set1_ps(*x_sums.add(g * ROWS + r));
-                    let (scale, dots) = (_mm512_mul_ps(scales, scale), dots[r][v]);
-                    let total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, totals[r][v]);
-                    totals[r][v] = _mm512_fmadd_ps(offsets, sum, total);
+                    let scale = _mm512_set1_ps(*x_scales.add(first * ROWS + r));
+                    for v in 0..VECTORS {
+                        totals[r][v] = _mm512_fmadd_ps(parts[r][v], scale, totals[r][v]);
+                    }
                 }
             }
         }
@@ -128,30 +153,80 @@ pub unsafe fn multiply<const WORDS: usize>(
     }
 }
 
-/// Turns words of [`COLUMNS`] rows to lines, a square of 16 times 16 at a time.
+/// Turns words of [`COLUMNS`] rows to lines, a square of 16 times 16 at a time, and has `store` write each
+/// line's vectors, in order.
 ///
 /// # Safety
 /// The processor has the instructions. There are so many words, and as many as are missing to a multiple of
-/// 16 may be read behind them; and there is room for the lines.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub unsafe fn place(words: Words) {
-    for first in (0..words.lines).step_by(LANES) {
-        for v in 0..VECTORS {
+/// 16 may be read behind them.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn place(words: Words, mut store: impl FnMut(usize, usize, __m512i)) {
+    for v in 0..VECTORS {
+        for first in (0..words.lines).step_by(LANES) {
             // SAFETY: the caller's promise.
-            unsafe {
+            let lines = unsafe {
                 let rows = words.from.add(v * LANES * words.apart + first);
-                let lines = turned(std::array::from_fn(
+                turned(std::array::from_fn(
                     #[inline(always)]
                     |i| _mm512_loadu_si512(rows.add(i * words.apart).cast()),
-                ));
-                let to = words.to.add(first * COLUMNS + v * LANES);
-                for (i, line) in lines.into_iter().enumerate() {
-                    if first + i < words.lines {
-                        _mm512_storeu_si512(to.add(i * COLUMNS).cast(), line);
-                    }
+                ))
+            };
+            for (i, line) in lines.into_iter().enumerate() {
+                if first + i < words.lines {
+                    store(first + i, v * LANES, line);
                 }
             }
         }
+    }
+}
+
+/// Words of codes, less `zero`, and the lines of what each group's dot products start with: high bytes of
+/// activations are 128 more than they should be.
+///
+/// # Safety
+/// As [`place`], and there is room for the lines.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+pub unsafe fn place_codes(words: Words, zero: u8, group: usize, starts: *mut f32) {
+    let zero = _mm512_set1_epi8(zero.cast_signed());
+    let mut sum = _mm512_setzero_si512();
+    // SAFETY: the caller's promise.
+    unsafe {
+        place(
+            words,
+            #[inline(always)]
+            |line, at, codes| {
+                let codes = _mm512_sub_epi8(codes, zero);
+                _mm512_storeu_si512(words.to.add(line * COLUMNS + at).cast(), codes);
+                let (g, of_group) = (line / (group / 4), line % (group / 4));
+                if of_group == 0 {
+                    sum = _mm512_setzero_si512();
+                }
+                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(i8::MIN), codes);
+                if of_group == group / 4 - 1 {
+                    let start = _mm512_sub_epi32(_mm512_setzero_si512(), sum);
+                    _mm512_storeu_si512(starts.add(g * COLUMNS + at).cast(), start);
+                }
+            },
+        );
+    }
+}
+
+/// Words that lines have as they are.
+///
+/// # Safety
+/// As [`place_codes`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+pub unsafe fn place_factors(words: Words) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        place(
+            words,
+            #[inline(always)]
+            |line, at, factors| {
+                _mm512_storeu_si512(words.to.add(line * COLUMNS + at).cast(), factors);
+            },
+        );
     }
 }
 

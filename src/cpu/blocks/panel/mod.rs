@@ -10,7 +10,7 @@ mod avx512;
 mod pack;
 
 use super::activations::SHARED;
-use super::{CHUNK, Dot, group};
+use super::{CHUNK, Dot, Format, group, with_format};
 use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::part_of;
@@ -74,9 +74,15 @@ impl Kernel {
         }
     }
 
-    /// Floats of a panel: codes, scales, offsets.
+    /// Floats of a panel: codes, scales, offsets, and by AVX-512 what dot products start with.
     pub fn of_panel(self, shape: Shape) -> usize {
-        self.columns() * (shape.depth / self.together() + 2 * shape.groups())
+        let of_groups = match self {
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => 2,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512 => 3,
+        };
+        self.columns() * (shape.depth / self.together() + of_groups * shape.groups())
     }
 
     /// Multiplies a block of activations by a panel. Sums of row `r` go to as many floats from
@@ -93,11 +99,14 @@ impl Kernel {
         // SAFETY: a kernel is made where the processor has the instructions; lengths are checked.
         #[cfg(target_arch = "x86_64")]
         unsafe {
-            match (self, shape.group) {
-                (Kernel::Avx2, _) => avx2::multiply(shape, x, panel, rows, sums, stride),
-                (Kernel::Avx512, 16) => avx512::multiply::<4>(shape, x, panel, rows, sums, stride),
-                (Kernel::Avx512, _) => avx512::multiply::<8>(shape, x, panel, rows, sums, stride),
-            }
+            let multiply = match (self, shape.group, shape.zero) {
+                (Kernel::Avx2, _, _) => avx2::multiply,
+                (Kernel::Avx512, 16, None) => avx512::multiply::<4, false>,
+                (Kernel::Avx512, 16, Some(_)) => avx512::multiply::<4, true>,
+                (Kernel::Avx512, _, None) => avx512::multiply::<8, false>,
+                (Kernel::Avx512, _, Some(_)) => avx512::multiply::<8, true>,
+            };
+            multiply(shape, x, panel, rows, sums, stride);
         }
         #[cfg(not(target_arch = "x86_64"))]
         unreachable!("no kernel of {rows} rows is made here")
@@ -123,6 +132,8 @@ pub(crate) struct Shape {
     pub depth: usize,
     /// Weights that share a scale.
     pub group: usize,
+    /// The code of zero, if all groups have the same.
+    pub zero: Option<u8>,
 }
 
 impl Shape {
@@ -131,6 +142,7 @@ impl Shape {
         Shape {
             depth: weight.layout.dim(1),
             group: group(weight.dtype),
+            zero: with_format!(weight.dtype, F => F::ZERO),
         }
     }
 
@@ -143,12 +155,13 @@ impl Shape {
         ROWS * (self.depth / X_TOGETHER + 2 * self.groups())
     }
 
-    /// The parts of a panel or block: lines of codes, as many as told, of scales, and of what is third.
-    fn parts(self, all: &mut [f32], lines: usize) -> [&mut [f32]; 3] {
-        let width = all.len() / (lines + 2 * self.groups());
+    /// The parts of a panel or block: lines of codes, as many as told, of scales, of what is third, and what there is
+    /// behind that.
+    fn parts(self, all: &mut [f32], lines: usize, width: usize) -> [&mut [f32]; 4] {
         let (codes, factors) = all.split_at_mut(lines * width);
-        let (scales, third) = factors.split_at_mut(self.groups() * width);
-        [codes, scales, third]
+        let (scales, rest) = factors.split_at_mut(self.groups() * width);
+        let (third, fourth) = rest.split_at_mut(self.groups() * width);
+        [codes, scales, third, fourth]
     }
 }
 
@@ -219,7 +232,7 @@ fn round_row<X: Float>(
     at: usize,
     block: &mut [f32],
 ) {
-    let [words, scales, sums] = shape.parts(block, shape.depth / X_TOGETHER);
+    let [words, scales, sums, _] = shape.parts(block, shape.depth / X_TOGETHER, ROWS);
     let mut wide = [0.0f32; CHUNK];
     for start in (0..shape.depth).step_by(CHUNK) {
         let columns = start..shape.depth.min(start + CHUNK);
@@ -315,8 +328,8 @@ mod tests {
         let (of_group, at) = (i / group, i % group);
         let byte = |plane: usize| {
             let word = rounded.words[(2 * of_group + plane) * group / 4 + at / 4];
-            i16::from(word.to_le_bytes()[at % 4].cast_signed())
+            i16::from(word.to_le_bytes()[at % 4])
         };
-        256 * byte(0) + byte(1)
+        256 * (byte(0) - 128) + byte(1)
     }
 }

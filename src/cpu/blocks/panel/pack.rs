@@ -65,7 +65,8 @@ pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, 
     let shape = Shape::new(weight);
     let width = kernel.columns();
     let rows = (weight.layout.dim(0) - first).min(width);
-    let [codes, scales, offsets] = shape.parts(panel, shape.depth / kernel.together());
+    let lines = shape.depth / kernel.together();
+    let [codes, scales, offsets, starts] = shape.parts(panel, lines, width);
     let mut piece = Piece {
         codes: [[0; CODES]; COLUMNS],
         scales: [[0.0; GROUPS]; COLUMNS],
@@ -88,13 +89,9 @@ pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, 
         }));
         let codes = &mut codes[start / kernel.together() * width..];
         let at = start / shape.group * width;
-        kernel.place_codes(Words::new(
-            &piece.codes,
-            len / 4,
-            kernel,
-            codes,
-            4 / kernel.together(),
-        ));
+        let starts = starts.get_mut(at..).unwrap_or_default();
+        let words = Words::new(&piece.codes, len / 4, kernel, codes, 4 / kernel.together());
+        kernel.place_codes(words, shape, starts);
         for (from, to) in [
             (&piece.scales, &mut *scales),
             (&piece.offsets, &mut *offsets),
@@ -105,18 +102,25 @@ pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, 
 }
 
 impl Kernel {
-    /// Words are four codes of each row. They make so many lines, or twice as many where a panel has two in a word.
-    fn place_codes(self, words: Words) {
-        // SAFETY: a kernel is made where the processor has the instructions; words were checked, and there are as many rows.
+    /// Words are four codes of each row. They make so many lines, or twice as many where a panel has two in a word;
+    /// and where dot products start with something, a line of that for each group.
+    fn place_codes(self, words: Words, shape: Shape, starts: &mut [f32]) {
+        let groups = 4 * words.lines / shape.group;
+        // SAFETY: a kernel is made where the processor has the instructions; words were checked, there are as many rows, and
+        // there is room for as many starts as there are groups.
         #[cfg(target_arch = "x86_64")]
         unsafe {
             match self {
                 Kernel::Avx2 => avx2::place_codes(words),
-                Kernel::Avx512 => avx512::place(words),
+                Kernel::Avx512 => {
+                    assert!(starts.len() >= groups * self.columns());
+                    let zero = shape.zero.unwrap_or(0);
+                    avx512::place_codes(words, zero, shape.group, starts.as_mut_ptr());
+                }
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        unreachable!("no panel of {} lines is made here", words.lines)
+        unreachable!("no panel of {groups} groups is made at {starts:p}")
     }
 
     /// Words are factors of each row.
@@ -126,7 +130,7 @@ impl Kernel {
         unsafe {
             match self {
                 Kernel::Avx2 => avx2::place_factors(words),
-                Kernel::Avx512 => avx512::place(words),
+                Kernel::Avx512 => avx512::place_factors(words),
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -153,12 +157,27 @@ mod tests {
             for lines in [8, 16, 24, CODES / 4] {
                 let each = 4 / kernel.together();
                 let mut to = vec![-1.0; lines * each * width];
-                kernel.place_codes(Words::new(&codes, lines, kernel, &mut to, each));
+                let shape = Shape {
+                    depth: 4 * lines,
+                    group: 32,
+                    zero: Some(8),
+                };
+                let mut starts = vec![0.0; shape.groups() * width];
+                let words = Words::new(&codes, lines, kernel, &mut to, each);
+                kernel.place_codes(words, shape, &mut starts);
+                for (at, start) in starts.iter().enumerate().filter(|_| !two) {
+                    let (g, row) = (at / width, at % width);
+                    let codes = (32 * g..32 * (g + 1)).map(|i| code(row, i).wrapping_sub(8));
+                    let sum: i32 = codes.map(|code| i32::from(code.cast_signed())).sum();
+                    assert_eq!(start.to_bits().cast_signed(), -128 * sum, "group {g}");
+                }
                 for (at, word) in to.iter().enumerate() {
                     let (line, row) = (at / width, at % width);
                     let expected = match two {
                         true => [2 * line, 2 * line + 1].map(|i| [code(row, i), 0]).concat(),
-                        false => (4 * line..4 * line + 4).map(|i| code(row, i)).collect(),
+                        false => (4 * line..4 * line + 4)
+                            .map(|i| code(row, i).wrapping_sub(8))
+                            .collect(),
                     };
                     assert_eq!(
                         word.to_bits().to_le_bytes(),

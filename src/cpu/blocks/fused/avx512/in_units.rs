@@ -20,7 +20,7 @@ const SUMS: usize = 16;
 /// Bytes of a vector.
 const VECTOR: usize = 64;
 
-/// Where things are in a block, which begins with its f16 scale.
+/// Where things are in a block, which begins with its f16 scale; without a code of zero, an offset stands behind that.
 pub(super) trait Nibbles: Format {
     const BYTES: usize = Self::DTYPE.block().1;
 
@@ -29,20 +29,14 @@ pub(super) trait Nibbles: Format {
 
     /// Four bytes of fifth bits.
     const FIFTH: Option<usize> = None;
-
-    /// The code of zero; without one, an offset stands behind the scale.
-    const ZERO: Option<f32> = None;
 }
 
-impl Nibbles for Q4_0 {
-    const ZERO: Option<f32> = Some(8.0);
-}
+impl Nibbles for Q4_0 {}
 
 impl Nibbles for Q4_1 {}
 
 impl Nibbles for Q5_0 {
     const FIFTH: Option<usize> = Some(2);
-    const ZERO: Option<f32> = Some(16.0);
 }
 
 impl Nibbles for Q5_1 {
@@ -340,7 +334,7 @@ fn ends<F: Nibbles, const N: usize>(totals: [Totals; N]) -> [__m512; N] {
     let mut ends = [_mm512_setzero_ps(); N];
     for (end, Totals { sums, zeros }) in ends.iter_mut().zip(totals) {
         *end = match F::ZERO {
-            Some(zero) => _mm512_fnmadd_ps(_mm512_set1_ps(zero), zeros, sums),
+            Some(zero) => _mm512_fnmadd_ps(_mm512_set1_ps(f32::from(zero)), zeros, sums),
             None => sums,
         };
     }
