@@ -177,14 +177,20 @@ const AHEAD: usize = 4096;
 /// of few rows wait for, and the processor by itself does not look far enough.
 #[inline(always)]
 pub(crate) fn fetch<T>(from: *const T) {
+    prefetch(from.cast::<u8>().wrapping_add(AHEAD));
+}
+
+/// Asks for what lies there, if there is anything.
+#[inline(always)]
+pub(crate) fn prefetch(from: *const u8) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a prefetch reads nothing, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>().wrapping_add(AHEAD)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = from.cast::<u8>().wrapping_add(AHEAD);
+    let _ = from;
 }
 
 #[cfg(test)]

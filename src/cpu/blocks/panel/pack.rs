@@ -4,8 +4,8 @@
 use super::{Kernel, Shape};
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
-use crate::cpu::Cpu;
 use crate::cpu::blocks::{Format, blocks_of, with_format};
+use crate::cpu::{Cpu, vector};
 use crate::tensor::RawTensor;
 
 /// Rows of the widest panel.
@@ -13,6 +13,9 @@ const COLUMNS: usize = 32;
 
 /// Weights of a row that are unpacked at a time: a block of the longest.
 const CODES: usize = 256;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// Their groups, at most.
 const GROUPS: usize = CODES / 16;
@@ -72,12 +75,23 @@ pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, 
         scales: [[0.0; GROUPS]; COLUMNS],
         offsets: [[0.0; GROUPS]; COLUMNS],
     };
+    let ask = |row: usize, start: usize| {
+        let part = start.min(shape.depth)..shape.depth.min(start + CODES);
+        // SAFETY: whole blocks of a row of the checked matrix.
+        let blocks = unsafe { blocks_of(weight, first + row, part) };
+        for line in blocks.chunks(LINE) {
+            vector::prefetch(line.as_ptr());
+        }
+    };
+    (0..rows).for_each(|row| ask(row, 0));
     for start in (0..shape.depth).step_by(CODES) {
         let part = start..shape.depth.min(start + CODES);
         let (len, groups) = (part.len(), part.len() / shape.group);
         with_format!(weight.dtype, F => cpu.vectorize(#[inline(always)] || {
             for row in 0..rows {
-                // SAFETY: whole blocks of a row of the checked matrix.
+                // The processor by itself does not follow so many rows.
+                ask(row, start + CODES);
+                // SAFETY: as above.
                 let blocks = unsafe { blocks_of(weight, first + row, part.clone()) };
                 F::unpack(
                     blocks,
