@@ -68,8 +68,8 @@ unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dt
 }  // namespace
 
 uint64_t Session::chunk_limit(const Context &context) {
-  // A GPU is kept busy by more of them.
-  constexpr uint64_t kCpu = 512, kGpu = 2048;
+  // Of more, weights are unpacked less often; a GPU is also kept busy by more.
+  constexpr uint64_t kCpu = 1024, kGpu = 2048;
   return context.backend() == UNSLOTH_BACKEND_CPU ? kCpu : kGpu;
 }
 

@@ -11,7 +11,7 @@ use crate::problem::linear::Weights;
 use crate::tensor::{RawTensor, Scratch};
 
 /// Rows that are rounded at a time, and for which panels are unpacked once.
-const MOST: usize = 86 * ROWS;
+const MOST: usize = 172 * ROWS;
 
 /// The most columns that are finished together.
 const WIDEST: usize = 64;
