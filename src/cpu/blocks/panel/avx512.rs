@@ -1,5 +1,6 @@
-//! Products by AVX-512 with VNNI, which multiplies bytes without a sign by bytes with one: those of activations by
-//! codes, from which the code of zero is taken away where groups have no offsets of their own.
+//! Products by AVX-512 with VNNI, whose instruction multiplies bytes without a sign by bytes with one. Bytes of activations have
+//! none: high ones are 128 more than they should be, for which dot products start with so much less. Codes have one: where
+//! groups have no offsets of their own, the code of zero is taken away from them, and nothing is left to be added.
 
 use std::arch::x86_64::*;
 
@@ -36,6 +37,8 @@ const PLANES: usize = 2;
 const LANES: usize = 16;
 const VECTORS: usize = COLUMNS / LANES;
 
+/// See [`Kernel::round`](super::Kernel::round).
+///
 /// # Safety
 /// The processor has the instructions.
 #[inline]

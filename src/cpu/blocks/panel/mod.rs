@@ -133,6 +133,10 @@ pub(crate) struct Shape {
     /// Weights that share a scale.
     pub group: usize,
     /// The code of zero, if all groups have the same.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        allow(dead_code, reason = "there are no kernels")
+    )]
     pub zero: Option<u8>,
 }
 

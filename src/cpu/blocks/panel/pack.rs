@@ -14,11 +14,11 @@ const COLUMNS: usize = 32;
 /// Weights of a row that are unpacked at a time: a block of the longest.
 const CODES: usize = 256;
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
-
 /// Their groups, at most.
 const GROUPS: usize = CODES / 16;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// A piece of each row of a panel, unpacked.
 #[repr(align(64))]
@@ -28,8 +28,12 @@ struct Piece {
     offsets: [[f32; GROUPS]; COLUMNS],
 }
 
-/// Words of rows, equally far apart, that become lines of a panel: line `i` has word `i` of each row.
+/// Words of rows that are equally far apart, which become lines of a panel: line `i` has word `i` of each row.
 #[derive(Clone, Copy)]
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "there are no kernels")
+)]
 pub(super) struct Words {
     pub from: *const u32,
     /// Words from row to row.
@@ -40,19 +44,19 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Of the rows of a piece, which are so long, of which there are as many as a panel has.
+    /// So many words of each row of a piece, which make `each` lines of a panel.
     ///
     /// # Panics
-    /// They are not so long, or there is no room for so many lines.
+    /// Rows are shorter, or `to` has no room for the lines.
     fn new<T, const N: usize>(
         rows: &[[T; N]; COLUMNS],
         lines: usize,
         kernel: Kernel,
         to: &mut [f32],
-        words_to: usize,
+        each: usize,
     ) -> Words {
         let apart = N * size_of::<T>() / size_of::<u32>();
-        assert!(lines <= apart && lines * words_to * kernel.columns() <= to.len());
+        assert!(lines <= apart && lines * each * kernel.columns() <= to.len());
         Words {
             from: rows.as_ptr().cast(),
             apart,
@@ -75,6 +79,7 @@ pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, 
         scales: [[0.0; GROUPS]; COLUMNS],
         offsets: [[0.0; GROUPS]; COLUMNS],
     };
+    // The processor by itself does not follow as many rows as a panel has: a row's next piece is asked for.
     let ask = |row: usize, start: usize| {
         let part = start.min(shape.depth)..shape.depth.min(start + CODES);
         // SAFETY: whole blocks of a row of the checked matrix.
@@ -89,7 +94,6 @@ pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, 
         let (len, groups) = (part.len(), part.len() / shape.group);
         with_format!(weight.dtype, F => cpu.vectorize(#[inline(always)] || {
             for row in 0..rows {
-                // The processor by itself does not follow so many rows.
                 ask(row, start + CODES);
                 // SAFETY: as above.
                 let blocks = unsafe { blocks_of(weight, first + row, part.clone()) };
