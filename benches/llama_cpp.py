@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -168,6 +169,8 @@ def gpu():
 
 
 def main():
+    # Whoever ends this ends the program that runs: it would disturb what is measured next.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     parser.add_argument("--engine", required=True)
