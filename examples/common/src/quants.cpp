@@ -87,14 +87,19 @@ void unpack_q6_k(const std::byte *src, float *dst) {
   const std::byte *high = src + 128;
   const std::byte *scales = src + 192;
   const float factor = f16_to_f32(load<uint16_t>(src + 208));
-  for (uint64_t i = 0; i < kSuperblock; ++i) {
-    const uint64_t half = i / 128;
-    const uint64_t j = i % 128;
-    const unsigned pair = byte_at(low, 64 * half + j % 64);
-    const unsigned top = byte_at(high, 32 * half + j % 32) >> (2 * (j / 32)) & 3U;
-    const unsigned quant = (j < 64 ? pair & 15U : pair >> 4) | top << 4;
-    const float scale = factor * static_cast<float>(load<int8_t>(scales + i / 16));
-    dst[i] = scale * (static_cast<float>(quant) - 32.0F);
+  // Sixteen at a time, among which the compiler finds vectors.
+  for (uint64_t group = 0; group < 16; ++group, dst += 16) {
+    const uint64_t half = group / 8;
+    const uint64_t quarter = group % 8 / 2;
+    const uint64_t start = group % 2 * 16;
+    const std::byte *pairs = low + 64 * half + quarter % 2 * 32 + start;
+    const std::byte *tops = high + 32 * half + start;
+    const float scale = factor * static_cast<float>(load<int8_t>(scales + group));
+    for (uint64_t i = 0; i < 16; ++i) {
+      const unsigned nibble = byte_at(pairs, i) >> (quarter / 2 * 4) & 15U;
+      const unsigned quant = nibble | (byte_at(tops, i) >> (quarter * 2) & 3U) << 4;
+      dst[i] = scale * (static_cast<float>(quant) - 32.0F);
+    }
   }
 }
 
@@ -114,9 +119,11 @@ void unpack_tq1_0(const std::byte *src, float *dst) {
 // A block of TQ2_0: in each half four codes in each of 32 bytes, 32 apart; their factor.
 void unpack_tq2_0(const std::byte *src, float *dst) {
   const float scale = f16_to_f32(load<uint16_t>(src + 64));
-  for (uint64_t i = 0; i < kSuperblock; ++i) {
-    const unsigned packed = byte_at(src, 32 * (i / 128) + i % 32);
-    dst[i] = scale * (static_cast<float>(packed >> (2 * (i % 128 / 32)) & 3U) - 1.0F);
+  for (uint64_t group = 0; group < kSuperblock / 32; ++group, dst += 32) {
+    const std::byte *packed = src + group / 4 * 32;
+    for (uint64_t i = 0; i < 32; ++i) {
+      dst[i] = scale * (static_cast<float>(byte_at(packed, i) >> (group % 4 * 2) & 3U) - 1.0F);
+    }
   }
 }
 
