@@ -396,7 +396,8 @@ fn bits_depend_on_neither_threads_nor_neighbours() {
             let run = |ctx| product(ctx, &x, matrix.weights(false)).bits();
             let [one, two, five] = contexts.each_ref().map(run);
             assert!(one == two && one == five, "{format} {rows}");
-            // Products of few rows are added up in another order than those of many.
+            // The same order of additions: up to eight rows, the processor's kernels of few; then panels or, where it has
+            // none, chunks.
             let beside = match rows {
                 1..=8 => 1,
                 9..=32 => 9,

@@ -87,7 +87,7 @@ void unpack_q6_k(const std::byte *src, float *dst) {
   const std::byte *high = src + 128;
   const std::byte *scales = src + 192;
   const float factor = f16_to_f32(load<uint16_t>(src + 208));
-  // Sixteen at a time, among which the compiler finds vectors.
+  // Sixteen elements share a scale and shifts: the compiler makes vectors of their loop.
   for (uint64_t group = 0; group < 16; ++group, dst += 16) {
     const uint64_t half = group / 8;
     const uint64_t quarter = group % 8 / 2;

@@ -68,7 +68,7 @@ unsloth_kv_cache_params cache_params(const ModelConfig &config, unsloth_dtype dt
 }  // namespace
 
 uint64_t Session::chunk_limit(const Context &context) {
-  // Of more, weights are unpacked less often; a GPU is also kept busy by more.
+  // A longer chunk reads the weights less often, and keeps a GPU busy.
   constexpr uint64_t kCpu = 1024, kGpu = 2048;
   return context.backend() == UNSLOTH_BACKEND_CPU ? kCpu : kGpu;
 }

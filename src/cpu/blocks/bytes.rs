@@ -57,15 +57,15 @@ impl Bytes {
         })
     }
 
-    /// A digit of base 3 of each byte, which is a fraction: what is above the point once it is multiplied by
-    /// three, after the power of three that its pair has, which takes away the digits before.
+    /// Digit `n` of base 3 of each byte `b`, which stands for the fraction `b / 256`: `3 (3^n b mod 256) / 256`, rounded
+    /// down. `powers` has `3^n` for each pair of bytes.
     #[inline(always)]
     pub fn digits(self, powers: [u16; BYTES / 2]) -> Bytes {
         // SAFETY: every x86-64 has SSE2, and there are eight words.
         Bytes(unsafe {
             let high = _mm_set1_epi16(0xff00_u16.cast_signed());
             let powers = _mm_loadu_si128(powers.as_ptr().cast());
-            // What is left of low bytes and of high ones, in the high bytes of words.
+            // `3^n b mod 256` of low bytes, and of high ones, in the high bytes of words.
             let even = _mm_mullo_epi16(self.0, _mm_slli_epi16::<8>(powers));
             let odd = _mm_mullo_epi16(_mm_and_si128(self.0, high), powers);
             let even = _mm_mulhi_epu16(even, _mm_set1_epi16(3));
@@ -111,8 +111,8 @@ impl Bytes {
         })
     }
 
-    /// A digit of base 3 of each byte, which is a fraction: what is above the point once it is multiplied by
-    /// three, after the power of three that its pair has, which takes away the digits before.
+    /// Digit `n` of base 3 of each byte `b`, which stands for the fraction `b / 256`: `3 (3^n b mod 256) / 256`, rounded
+    /// down. `powers` has `3^n` for each pair of bytes.
     pub fn digits(self, powers: [u16; BYTES / 2]) -> Bytes {
         let mut bytes = self.0.to_le_bytes();
         for (pair, power) in bytes.as_chunks_mut::<2>().0.iter_mut().zip(powers) {

@@ -14,7 +14,7 @@ pub(crate) trait Format {
     /// Neighbours that share a scale.
     const GROUP: usize = 32;
 
-    /// The code of zero, if each offset is as many times its group's scale, with a minus sign.
+    /// The code that stands for zero in all groups; each offset is then minus so many times its group's scale.
     const ZERO: Option<u8> = None;
 
     /// Unpacks whole blocks, no more than [`CHUNK`] weights: a code for each, a scale and an offset
@@ -22,8 +22,8 @@ pub(crate) trait Format {
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]);
 }
 
-/// The f16 that lie at `AT` of blocks, widened. Instructions for that would load together what was just stored one by
-/// one, which takes longer.
+/// The f16 that lie at `AT` of blocks, widened one by one: an instruction that widens eight would first need them side
+/// by side in memory, and panels ask for one to eight at a time.
 #[inline(always)]
 pub(super) fn halves<const BYTES: usize, const AT: usize>(blocks: &[[u8; BYTES]], out: &mut [f32]) {
     for (out, block) in out.iter_mut().zip(blocks) {

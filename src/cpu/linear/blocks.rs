@@ -1,7 +1,7 @@
 //! Few rows by weights in blocks: activations are rounded to 16 bits, and codes are multiplied.
 //! They are unpacked in registers by the kernels of [`fused`], else into memory, from where they
 //! multiply every row. A row's result depends neither on the number of threads nor on the rows
-//! beside it.
+//! beside it, as long as these are few.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::problem::linear::Weights;
 use crate::tensor::{RawTensor, Scratch};
 
-/// Rows up to which that beats panels.
+/// Rows up to which these products take less time than those of panels: measured with AVX-512.
 pub(super) const MAX_ROWS: usize = 8;
 
 /// Rows of weights that are unpacked before they are multiplied: what was just stored in pieces is

@@ -28,7 +28,7 @@ struct Piece {
     offsets: [[f32; GROUPS]; COLUMNS],
 }
 
-/// Words of rows that are equally far apart, which become lines of a panel: line `i` has word `i` of each row.
+/// What of a piece becomes lines of a panel: line `i` has word `i` of each row. Rows are equally far apart.
 #[derive(Clone, Copy)]
 #[cfg_attr(
     not(target_arch = "x86_64"),
@@ -107,6 +107,7 @@ pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, 
         }));
         let codes = &mut codes[start / kernel.together() * width..];
         let at = start / shape.group * width;
+        // There are none where a panel has no starts.
         let starts = starts.get_mut(at..).unwrap_or_default();
         let words = Words::new(&piece.codes, len / 4, kernel, codes, 4 / kernel.together());
         kernel.place_codes(words, shape, starts);
@@ -120,8 +121,8 @@ pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, 
 }
 
 impl Kernel {
-    /// Words are four codes of each row. They make so many lines, or twice as many where a panel has two in a word;
-    /// and where dot products start with something, a line of that for each group.
+    /// Each word is four codes. It becomes a line, or two where a panel has two codes in a word. Where a panel has starts of
+    /// dot products, a line of these is written for each group.
     fn place_codes(self, words: Words, shape: Shape, starts: &mut [f32]) {
         let groups = 4 * words.lines / shape.group;
         // SAFETY: a kernel is made where the processor has the instructions; words were checked, there are as many rows, and
@@ -141,7 +142,7 @@ impl Kernel {
         unreachable!("no panel of {groups} groups is made at {starts:p}")
     }
 
-    /// Words are factors of each row.
+    /// Each word is a factor.
     fn place_factors(self, words: Words) {
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]

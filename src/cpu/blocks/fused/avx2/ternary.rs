@@ -40,21 +40,20 @@ impl Fused for Tq2_0 {
 /// Words that are all the same.
 const EACH: i64 = 0x0001_0001_0001_0001;
 
-/// For the bytes of each half of a vector, three to the power of their digits' place.
+/// `3^n` for the bytes of each half of a vector, whose digits `n` are taken.
 const fn powers(first: i64, second: i64) -> [i64; 4] {
     let [first, second] = [first * EACH, second * EACH];
     [first, first, second, second]
 }
 
-/// A digit of base 3 of each byte: what three to the power of its place brings above the point, if the
-/// byte is a fraction. Of the bytes of an even number, and of those of an odd one, in words.
+/// Digit `n` of base 3 of each byte `b`, `3 (3^n b mod 256) / 256` rounded down: of the bytes of an even number, and
+/// of those of an odd one, in words.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn digits(bytes: __m256i, powers: [i64; 4]) -> [__m256i; 2] {
     let [a, b, c, d] = powers.map(|power| power << 8);
     [bytes, _mm256_srli_epi16::<8>(bytes)].map(|bytes| {
-        // The fraction that is left behind the digits before is in the high byte; three times that has the digit above
-        // the point.
+        // `3^n b mod 256`, in the high byte.
         let fraction = _mm256_mullo_epi16(bytes, _mm256_setr_epi64x(a, b, c, d));
         _mm256_mulhi_epu16(fraction, _mm256_set1_epi16(3))
     })

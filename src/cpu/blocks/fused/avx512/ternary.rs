@@ -1,6 +1,6 @@
-//! Ternary formats and that of two bits, 256 codes at a time: eight groups, of each of which two sums
-//! of four products have codes in all vectors, so that these add to the same sums. Activations lie in that order,
-//! with factors for each of the 16 sums.
+//! Ternary formats and that of two bits, 256 codes at a time, which are eight groups in four vectors. Two of a
+//! vector's 16 sums of four products belong to each group, the same two in all vectors: products of a unit are added up
+//! as integers, and scaled once. Activations lie in that order, with factors for each of the 16 sums.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -161,8 +161,8 @@ unsafe fn everywhere(at: *const u8) -> __m512 {
     }))
 }
 
-/// For each vector of TQ1_0's codes, which words of four bytes it takes of a block, and three to the powers
-/// of their digits' places.
+/// For each vector of TQ1_0's codes, which words of four bytes it takes of a block, and `3^n` for the digits `n`
+/// of theirs that it takes.
 struct Places {
     bytes: [[i32; SUMS]; VECTORS],
     powers: [[i32; SUMS]; VECTORS],
@@ -170,7 +170,7 @@ struct Places {
 
 /// 32 bytes have five digits for as many groups; 16 bytes have those of two and a half groups, and 4 bytes
 /// four for the other half.
-const PLACES: Places = {
+static PLACES: Places = {
     const POWERS: [i32; 5] = [1, 3, 9, 27, 81];
     let mut places = Places {
         bytes: [[0; SUMS]; VECTORS],
@@ -212,7 +212,7 @@ impl Grouped for Tq1_0 {
         unsafe { everywhere(unit.add(52)) }
     }
 
-    /// A byte is a fraction; three to the power of a digit's place brings that above the point.
+    /// Code `n` of a byte `b` is `3 (3^n b mod 256) / 256`, rounded down.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
     unsafe fn codes(unit: *const u8, _: usize) -> [__m512i; VECTORS] {
@@ -222,11 +222,11 @@ impl Grouped for Tq1_0 {
         let mut codes = [_mm512_setzero_si512(); VECTORS];
         for (z, codes) in codes.iter_mut().enumerate() {
             let bytes = _mm512_permutexvar_epi32(constant(&PLACES.bytes[z]), packed);
-            // What is left behind the digits before, in the high bytes of words: of the low bytes, and of the high ones.
+            // `3^n b mod 256` of low bytes, and of high ones, in the high bytes of words.
             let powers = constant(&PLACES.powers[z]);
             let even = _mm512_mullo_epi16(bytes, _mm512_slli_epi16::<8>(powers));
             let odd = _mm512_mullo_epi16(_mm512_and_si512(bytes, high), powers);
-            // Three times that has the digit above the point: in the low byte; and in the high one, above a fraction.
+            // Three times that, over 256: of low bytes as it is, of high ones in the high byte, with a rest below it.
             let even = _mm512_mulhi_epu16(even, _mm512_set1_epi16(3));
             let odd = _mm512_mulhi_epu16(odd, _mm512_set1_epi16(3 << 8));
             // `even | odd & high`.
