@@ -12,6 +12,7 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/e4m3.cuh"
+#include "common/nearest_code.cuh"
 #include "common/rows.cuh"
 #include "common/vector.cuh"
 #include "quantize/arguments.h"
@@ -28,6 +29,9 @@ constexpr uint32_t kPiece = 4096;
 // Codes of a block of the ternary dtype, and its bytes.
 constexpr uint32_t kBlock = 128;
 constexpr uint32_t kBlockBytes = kBlock / 4;
+
+// Vectors of a group that a thread can hold.
+constexpr uint32_t kHeld = 7;
 
 // Shared memory: a word for each warp; what as many rows found as there are threads.
 constexpr int32_t kWarpsBytes = kWarps * sizeof(uint32_t);
@@ -103,12 +107,54 @@ class Group {
         most = max(most, magnitude(number(i)));
       }
     }
-    most = static_cast<uint32_t>(__reduce_max_sync(kAll, static_cast<int>(most)));
-    if (warps_ == 1) return most;
-    put(most);
-    for (uint32_t w = 0; w < kWarps; w++) most = max(most, shared_[w]);
-    __syncthreads();
-    return most;
+    return greatest_of_all(most);
+  }
+
+  // Whether the group's threads can hold all of it.
+  __device__ __forceinline__ bool is_held() const {
+    return vectors_ && length_ <= kHeld * threads() * Vector<T>::kWidth;
+  }
+
+  // Codes of 8 bits by the greatest magnitude, of a group that is held: it is read once. Writes
+  // zeros up to `padded`, and gives the sum.
+  __device__ __forceinline__ int32_t round_held(uint8_t *out, uint32_t padded, Scale &scale) const {
+    constexpr uint32_t kWidth = Vector<T>::kWidth;
+    const uint4 *vectors = reinterpret_cast<const uint4 *>(x_);
+    const uint32_t count = length_ / kWidth;
+    uint4 held[kHeld];
+    uint32_t most = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < kHeld; j++) {
+      const uint32_t i = thread() + j * threads();
+      held[j] = i < count ? vectors[i] : uint4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kHeld; j++) {
+      float numbers[kWidth];
+      Vector<T>::unpack(held[j], numbers);
+#pragma unroll
+      for (uint32_t k = 0; k < kWidth; k++) most = max(most, magnitude(numbers[k]));
+    }
+    const ScaleOfCodes by(greatest_of_all(most));
+    scale = {by.scale, 0};
+    int32_t sum = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < kHeld; j++) {
+      const uint32_t i = thread() + j * threads();
+      if (i >= count) break;
+      // The compiler would keep the numbers of above, for which there are too few registers.
+      asm("" : "+r"(held[j].x), "+r"(held[j].y), "+r"(held[j].z), "+r"(held[j].w));
+      float numbers[kWidth];
+      Vector<T>::unpack(held[j], numbers);
+      const uint2 words = nearest_codes(by, numbers);
+      uint32_t *to = reinterpret_cast<uint32_t *>(out) + i * (kWidth / 4);
+      sum = sum_of_codes(words.x, sum);
+      to[0] = words.x;
+      if constexpr (kWidth == 8) sum = sum_of_codes(words.y, sum), to[1] = words.y;
+    }
+    for (uint32_t i = length_ + thread(); i < padded; i += threads()) out[i] = 0;
+    sum = sum_of_warp(sum);
+    return warps_ == 1 ? sum : total(sum);
   }
 
   // The sum and the number of the magnitudes above `least`.
@@ -216,6 +262,16 @@ class Group {
   }
 
  private:
+  // The greatest that the group's threads have.
+  __device__ __forceinline__ uint32_t greatest_of_all(uint32_t most) const {
+    most = static_cast<uint32_t>(__reduce_max_sync(kAll, static_cast<int>(most)));
+    if (warps_ == 1) return most;
+    put(most);
+    for (uint32_t w = 0; w < kWarps; w++) most = max(most, shared_[w]);
+    __syncthreads();
+    return most;
+  }
+
   __device__ __forceinline__ uint32_t thread() const { return warp_ * 32 + lane_; }
   __device__ __forceinline__ uint32_t threads() const { return warps_ * 32; }
   __device__ __forceinline__ float number(uint32_t i) const { return static_cast<float>(x_[i]); }
@@ -270,12 +326,17 @@ __device__ __forceinline__ void codes(const Arguments &p, uint4 *dynamic) {
   const uint64_t first = (index - static_cast<uint64_t>(row) * p.groups) * p.length;
   const Group<T> group(start_of<T>(p, row) + first, p.length, p.vectors != 0, p.warps, shared);
   const bool own = p.shared == nullptr;
-  const Scale scale =
-      own ? group.scale(p.rule, kGreatest<kCodes>) : Scale{p.shared->x, p.shared->y};
   const Strides strides = {p.out_0, p.out_1, p.out_2};
   uint8_t *out =
       p.out + row_start(row, strides, p) + (kCodes == QuantizeCodes::kTernary ? first / 4 : first);
-  const int32_t sum = group.template encode<kCodes>(scale, p.rule, out, p.padded);
+  Scale scale;
+  int32_t sum;
+  if (kCodes == QuantizeCodes::kI8 && own && is_rule(p.rule, Rule::kAbsMax) && group.is_held()) {
+    sum = group.round_held(out, p.padded, scale);
+  } else {
+    scale = own ? group.scale(p.rule, kGreatest<kCodes>) : Scale{p.shared->x, p.shared->y};
+    sum = group.template encode<kCodes>(scale, p.rule, out, p.padded);
+  }
   if (!group.is_first()) return;
   const uint64_t at = static_cast<uint64_t>(p.first_row) * p.groups + index;
   if (own) p.scale[at] = scale.scale;
