@@ -175,7 +175,8 @@ fn wgmma_are_unbroken() {
             "attention_gradients_hd64" if multiplies => (50, 9, 0),
             _ if image.starts_with("attention_gradients") && multiplies => (34, 5, 0),
             // The products of a step, by weights that were widened in registers.
-            _ if image.starts_with("linear_wide_e4m3") => (8, 3, 0),
+            "linear_wide_e4m3_bf16" | "linear_wide_e4m3_f16" => (8, 3, 0),
+            "linear_wide_i8" | "linear_wide_ternary" => (8, 3, 0),
             _ if image.starts_with("linear_wide") => (16, 5, 0),
             _ => {
                 assert!(wgmma.is_null(), "{kernel}");

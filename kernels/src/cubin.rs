@@ -39,7 +39,8 @@ pub struct Boxes {
 const OPCODE: u64 = 0xfff;
 /// Without the bits that tell where the operands come from.
 const FORM: u64 = 0x1ff;
-const HGMMA: u64 = 0x1f0;
+/// wgmma of floats, and of integers.
+const GMMA: [u64; 2] = [0x1f0, 0x1f1];
 const R2UR: u64 = 0x0ca;
 const WARPGROUP: u64 = 0x9c5;
 /// Of WARPGROUP: wait rather than begin.
@@ -122,7 +123,7 @@ impl<'a> Cubin<'a> {
         for [head, _] in self.instructions(kernel)? {
             found.instructions += 1;
             since = since.saturating_add(1);
-            if head & FORM == HGMMA {
+            if GMMA.contains(&(head & FORM)) {
                 if since < GROUP {
                     found.descriptors_moved += moves;
                 }

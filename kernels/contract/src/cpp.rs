@@ -2,7 +2,9 @@
 
 use std::fmt::Write;
 
-use crate::{Activation, Blocks, Float, attention, linear, quantize, rank_sums, rotation};
+use crate::{
+    Activation, Blocks, Float, I8, TERNARY, attention, linear, quantize, rank_sums, rotation,
+};
 
 /// A header that declares what kernels in CUDA C++ need of this crate.
 pub fn header() -> String {
@@ -38,11 +40,13 @@ pub fn header() -> String {
         attention::NO_LIMIT
     );
     for (name, value) in [
-        ("Ranks", rank_sums::RANKS),
-        ("Rows", rank_sums::ROWS),
-        ("Lines", rank_sums::LINES),
+        ("DtypeI8", I8),
+        ("DtypeTernary", TERNARY),
+        ("RankSumRanks", rank_sums::RANKS),
+        ("RankSumRows", rank_sums::ROWS),
+        ("RankSumLines", rank_sums::LINES),
     ] {
-        let _ = writeln!(text, "constexpr uint32_t kRankSum{name} = {value};");
+        let _ = writeln!(text, "constexpr uint32_t k{name} = {value};");
     }
     text.push_str("\n}  // namespace unsloth\n");
     text

@@ -77,6 +77,10 @@ impl Float {
 
 /// The C ABI's value of 8-bit floats (e4m3): codes, which kernels hold as bytes.
 pub const E4M3: u32 = 7;
+/// That of codes of 8 bits.
+pub const I8: u32 = 9;
+/// That of ternary codes, of 2 bits.
+pub const TERNARY: u32 = 10;
 
 codes! {
     /// A format of weights in blocks, by its value in the C ABI.

@@ -49,6 +49,12 @@ __device__ __forceinline__ void hold(float (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+template <int N>
+__device__ __forceinline__ void hold(int32_t (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
 // Shared-memory operand descriptors for tiles written by TMA with the 128-byte swizzle: columns in
 // chunks of 64 16-bit elements, each chunk a run of 128-byte rows, the tile 1024-byte aligned.
 //
@@ -167,5 +173,41 @@ UNSLOTH_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef UNSLOTH_WGMMA
 #undef UNSLOTH_WGMMA_TYPE
+
+// Operand lists of integers, of which a product takes 32 of a row: as many bytes as of 16-bit
+// numbers.
+#define UNSLOTH_I8(i)                                                                         \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), \
+      "+r"(d[i + 6]), "+r"(d[i + 7])
+#define UNSLOTH_I16 UNSLOTH_I8(0), UNSLOTH_I8(8)
+#define UNSLOTH_I32 UNSLOTH_I16, UNSLOTH_I8(16), UNSLOTH_I8(24)
+#define UNSLOTH_I64 UNSLOTH_I32, UNSLOTH_I8(32), UNSLOTH_I8(40), UNSLOTH_I8(48), UNSLOTH_I8(56)
+#define UNSLOTH_I128                                                                           \
+  UNSLOTH_I64, UNSLOTH_I8(64), UNSLOTH_I8(72), UNSLOTH_I8(80), UNSLOTH_I8(88), UNSLOTH_I8(96), \
+      UNSLOTH_I8(104), UNSLOTH_I8(112), UNSLOTH_I8(120)
+
+#define UNSLOTH_WGMMA(n, regs, x0, x1, x2, x3, x4, x5)                                           \
+  template <>                                                                                    \
+  struct Wgmma<int8_t, n> {                                                                      \
+    /* Integers have no transposes. */                                                           \
+    template <int kTransposeB>                                                                   \
+    static __device__ __forceinline__ void rs(int32_t (&d)[regs], const uint32_t *a, uint64_t b, \
+                                              int accumulate) {                                  \
+      static_assert(kTransposeB == 0);                                                           \
+      asm volatile(                                                                              \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %" #x5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n  \
+          "k32.s32.s8.s8"                                                                        \
+          " {" UNSLOTH_R##regs "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #x4 ", p;\n}"    \
+          : UNSLOTH_I##regs                                                                      \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                \
+    }                                                                                            \
+  };
+
+UNSLOTH_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
+UNSLOTH_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+UNSLOTH_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+UNSLOTH_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
+
+#undef UNSLOTH_WGMMA
 
 }  // namespace unsloth

@@ -1,7 +1,9 @@
 //! Products with weights of 8 or 2 bits whose scales lie apart: rows of `x` are rounded to codes in
-//! the workspace, and kernels multiply codes.
+//! the workspace, and kernels multiply codes. On Hopper there are others for
+//! many (`wide`).
 
 use super::Product;
+use super::wide::OfCodes;
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
@@ -82,13 +84,17 @@ pub(super) fn multiply(
             scales: scratch.ptr.wrapping_add(codes),
             sums: scratch.ptr.wrapping_add(codes + scales),
         };
+        let tiles = OfCodes::new(cuda, p, &matrix, &rounded, scratch.behind(needed));
         let x = RawTensor {
             ptr: p.x.ptr.wrapping_add(matrix.offsets[0] * p.x.dtype.size()),
             layout: Layout::strided(&[matrix.rows, k], &[matrix.strides[0], 1])?,
             ..*p.x
         };
         quantize::round_rows(cuda, p.op, &x, &rounded, stream)?;
-        multiply_codes(cuda, p, &matrix, &rounded, stream)?;
+        match tiles {
+            Some(tiles) => tiles.multiply(cuda, p, &matrix, stream)?,
+            None => multiply_codes(cuda, p, &matrix, &rounded, stream)?,
+        }
     }
     Ok(())
 }

@@ -354,7 +354,7 @@ impl<'a> Product<'a> {
 pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> Result<usize> {
     let dtype = p.weights.weight.dtype;
     if dtype.is_of_integers() {
-        return Ok(codes::rounded_bytes(p.x, p.weights));
+        return Ok(codes::rounded_bytes(p.x, p.weights) + wide::scratch_size(cuda, p));
     }
     if is_decoded(dtype) {
         return Ok(decoded::scratch_size(cuda, p)?.max(wide::scratch_size(cuda, p)));

@@ -36,6 +36,9 @@ class InBlocks {
   static constexpr bool kHasOffsets =
       kHasScalesOfScales<kBlocks> || kBlocks == Blocks::kQ4_1 || kBlocks == Blocks::kQ5_1;
   static constexpr bool kHasScales = false;
+  using Sum = float;
+  static constexpr bool kOfCodes = false;
+  static constexpr int kBoxes = 1;
   template <class T>
   static constexpr float kUnit = 1;
 

@@ -13,6 +13,9 @@ struct E4m3 {
   static constexpr int kStep = 128;
   static constexpr int kBytes = kStep, kPitch = kStep;
   static constexpr bool kHasScales = true;
+  using Sum = float;
+  static constexpr bool kOfCodes = false;
+  static constexpr int kBoxes = 1;
   template <class T>
   static constexpr float kUnit = kUnitOfE4m3<T>;
 

@@ -1,4 +1,4 @@
-//! Products of many rows with weights in blocks or of 8-bit floats on Hopper: what the kernels are told, and
+//! Products of many rows with weights in blocks, of 8-bit floats or of codes on Hopper: what the kernels are told, and
 //! what tells them apart.
 
 use crate::family::{Family, Field, Type, field};
@@ -10,8 +10,11 @@ pub const FAMILY: Family = Family {
     architecture: Some((90, "a")),
     arguments: ARGUMENTS,
     choices: &[
-        ("x_dtype", "a contract's Float"),
-        ("format", "a contract's Blocks; 0: 8-bit floats"),
+        ("x_dtype", "a contract's Float; I8: rounded to codes"),
+        (
+            "format",
+            "a contract's Blocks; 0: 8-bit floats; I8 or TERNARY: codes",
+        ),
         ("rows", "of x, of a tile"),
         ("columns", "of a tile"),
         ("step", "weights of a row that are copied at a time"),
@@ -22,12 +25,23 @@ pub const FAMILY: Family = Family {
     ],
 };
 
-/// Tensor maps are of 16-bit elements, the first two of four dimensions: of `x` (columns, rows), box (64,
-/// rows of a tile), with a 128-byte swizzle; of the weight's bytes in pairs, box (those of a step, columns of
-/// a tile), with that swizzle where they are of 8-bit floats and with none where they are blocks.
+/// Tensor maps are of 16-bit elements, the first two of four dimensions: of `x` (columns, codes in pairs; rows),
+/// box (64, rows of a tile), with a 128-byte swizzle; of the weight's bytes in pairs, box (those of a step, of
+/// 8-bit codes half of them; columns of a tile), with a swizzle of as many bytes where they are of 8-bit floats
+/// or of codes and with none where they are blocks.
 const ARGUMENTS: &[Field] = &[
     field(Type::TensorMap, "x", ""),
     field(Type::TensorMap, "weight", ""),
+    field(
+        Type::Pointer("const float"),
+        "x_scale",
+        "of each row that was rounded to codes, four at a time",
+    ),
+    field(
+        Type::Pointer("const int32_t"),
+        "x_sum",
+        "of each such row's codes, four at a time",
+    ),
     field(
         Type::Pointer("const float"),
         "weight_scale",

@@ -1,6 +1,7 @@
 // What becomes of a warp's sums: 16 columns of the output, and rows of x.
 #pragma once
 
+#include "common/memory.cuh"
 #include "common/vector.cuh"
 #include "linear/epilogue.cuh"
 #include "linear/wide/arguments.h"
@@ -10,18 +11,40 @@ namespace unsloth {
 // Rows of a warp's sums on their way to be stored: even and odd ones are in different banks.
 using Leaving = float[16][20];
 
-template <class Weight, class T>
+// A sum's bits in a float, to be moved, and back.
+__device__ __forceinline__ float bits_as_float(float sum) { return sum; }
+__device__ __forceinline__ float bits_as_float(int32_t sum) { return __int_as_float(sum); }
+template <class Sum>
+__device__ __forceinline__ Sum float_as_bits(float bits) {
+  if constexpr (std::is_same_v<Sum, float>) {
+    return bits;
+  } else {
+    return __float_as_int(bits);
+  }
+}
+
+// What belongs to a tile's rows of x, where these are codes: scales, and sums of the codes.
+template <int kRows>
+struct OfRows {
+  alignas(16) float scale[kRows];
+  alignas(16) int32_t sum[kRows];
+};
+
+template <class Weight, class T, int kRowsOfTile>
 class Output {
+  using Sum = typename Weight::Sum;
+
  public:
-  __device__ __forceinline__ Output(const LinearWideArguments &p, Leaving &leaving)
-      : p_(p), lane_(threadIdx.x % 32), leaving_(leaving) {}
+  __device__ __forceinline__ Output(const LinearWideArguments &p, Leaving &leaving,
+                                    const OfRows<kRowsOfTile> &of_rows)
+      : p_(p), lane_(threadIdx.x % 32), leaving_(leaving), of_rows_(of_rows) {}
 
   // A warp's sums of eight rows of x, to be stored by rows, from row `at` of those that leave.
-  __device__ __forceinline__ void put_eight(const float *sums, uint32_t at) const {
+  __device__ __forceinline__ void put_eight(const Sum *sums, uint32_t at) const {
     const uint32_t g = lane_ / 4, t = lane_ % 4;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      leaving_[at + 2 * t + i % 2][g + i / 2 * 8] = sums[i];
+      leaving_[at + 2 * t + i % 2][g + i / 2 * 8] = bits_as_float(sums[i]);
     }
   }
 
@@ -36,18 +59,66 @@ class Output {
     const uint32_t row = first_row + lane_ / 2;
     if (lane_ / 2 >= rows || row >= p_.rows || column >= p_.out_features) return;
     float eights[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    scale_eight(row % kRowsOfTile, eights);
     finish_eight(row, column, min(p_.out_features - column, 8u), eights);
   }
 
-  // What belongs to the eight columns whose sums the thread stores: behind the products it would be
-  // waited for.
+  // Whether sums are scaled, and packed in 16 bits, before they are put by rows: if nothing else
+  // becomes of them.
+  __device__ __forceinline__ bool is_packed() const {
+    return Weight::kOfCodes && kRowsOfTile > 64 && p_.dtype != static_cast<uint32_t>(Float::kF32) &&
+           p_.vectors && p_.bias_dtype == 0 &&
+           p_.epilogue == static_cast<uint32_t>(Epilogue::kStore);
+  }
+
+  // A warp's sums of sixteen rows of x, from `first_row` of the tile on, packed.
+  __device__ __forceinline__ void put_packed(const Sum *sums, uint32_t first_row) const {
+    const uint32_t t = lane_ % 4;
+    uint32_t pairs[4];
+#pragma unroll
+    for (uint32_t e = 0; e < 2; e++) {
+      const uint32_t row = first_row + 8 * e + 2 * t;
+      const float2 of_rows = *reinterpret_cast<const float2 *>(&of_rows_.scale[row]);
+      const int2 sums_of_rows = *reinterpret_cast<const int2 *>(&of_rows_.sum[row]);
+#pragma unroll
+      for (uint32_t i = 0; i < 2; i++) {
+        const float low = scaled(sums[4 * e + 2 * i], scales_[i], of_rows.x, sums_of_rows.x);
+        const float high = scaled(sums[4 * e + 2 * i + 1], scales_[i], of_rows.y, sums_of_rows.y);
+        pairs[2 * e + i] = is_f16() ? pack<__half>(low, high) : pack<__nv_bfloat16>(low, high);
+      }
+    }
+    // Matrices of eight rows by eight columns: a lane has the address of a row of one.
+    const float *to = &leaving_[lane_ / 16 * 8 + lane_ % 8][lane_ / 8 % 2 * 4];
+    store_matrix_x4_transposed(shared_address(to), pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+
+  // Stores what was put there.
+  __device__ __forceinline__ void store_packed(uint32_t first_row, uint32_t column) const {
+    __syncwarp();
+    const uint4 packed = *reinterpret_cast<const uint4 *>(&leaving_[lane_ / 2][lane_ % 2 * 4]);
+    __syncwarp();
+    const uint32_t row = first_row + lane_ / 2;
+    if (row >= p_.rows || column >= p_.out_features) return;
+    store_eight(row, column, min(p_.out_features - column, 8u), packed);
+  }
+
+  // What belongs to the eight columns whose sums the thread stores, and to the two whose it has:
+  // behind the products it would be waited for.
   __device__ __forceinline__ void load_factors(uint32_t column) {
+    if (is_packed()) {
+      const uint32_t first = column - lane_ % 2 * 8 + lane_ / 4;
+#pragma unroll
+      for (uint32_t i = 0; i < 2; i++) {
+        scales_[i] = p_.weight_scale == nullptr ? 1 : scale_of(first + 8 * i);
+      }
+      return;
+    }
 #pragma unroll
     for (uint32_t i = 0; i < 8; i++) scales_[i] = 1, biases_[i] = 0;
     if (Weight::kHasScales && p_.weight_scale != nullptr) {
 #pragma unroll
       for (uint32_t i = 0; i < 8; i++) {
-        scales_[i] = p_.weight_scale[min(column + i, p_.out_features - 1) / p_.rows_of_scale];
+        scales_[i] = scale_of(column + i);
       }
     }
     if (p_.bias_dtype != 0) {
@@ -59,14 +130,40 @@ class Output {
   }
 
  private:
+  __device__ __forceinline__ float scale_of(uint32_t column) const {
+    return p_.weight_scale[min(column, p_.out_features - 1) / p_.rows_of_scale];
+  }
+
+  // A sum of codes, each of which is too great by a constant, times its scales.
+  static __device__ __forceinline__ float scaled(int32_t sum, float of_weight, float of_row,
+                                                 int32_t sum_of_row) {
+    return __fmul_rn(__fmul_rn(of_weight, of_row),
+                     static_cast<float>(sum - Weight::kOne * sum_of_row));
+  }
+
+  // Scales eight neighbours, and adds biases. Of codes each step is rounded, as on the CPU.
+  __device__ __forceinline__ void scale_eight(uint32_t row_of_tile, float (&eights)[8]) const {
+    if constexpr (!Weight::kOfCodes) {
+#pragma unroll
+      for (uint32_t i = 0; i < 8; i++) {
+        eights[i] = fmaf(eights[i] * Weight::template kUnit<T>, scales_[i], biases_[i]);
+      }
+    } else {
+      const float of_row = of_rows_.scale[row_of_tile];
+      const int32_t too_much = of_rows_.sum[row_of_tile];
+#pragma unroll
+      for (uint32_t i = 0; i < 8; i++) {
+        eights[i] = scaled(__float_as_int(eights[i]), scales_[i], of_row, too_much);
+        // Minus zero stays where there is no bias.
+        if (p_.bias_dtype != 0) eights[i] = __fadd_rn(eights[i], biases_[i]);
+      }
+    }
+  }
+
   // Rounds and stores eight neighbours, or as many as there are, once bias, and residual or gate,
   // have their part in them.
   __device__ __forceinline__ void finish_eight(uint32_t row, uint32_t column, uint32_t columns,
                                                float (&eights)[8]) const {
-#pragma unroll
-    for (uint32_t i = 0; i < 8; i++) {
-      eights[i] = fmaf(eights[i] * Weight::template kUnit<T>, scales_[i], biases_[i]);
-    }
     const bool is_vector = p_.vectors && columns == 8;
     if (p_.epilogue != static_cast<uint32_t>(Epilogue::kStore)) {
       float others[8];
@@ -86,8 +183,16 @@ class Output {
       }
       return;
     }
-    const uint4 packed = Vector<T>::packed(eights);
-    if (is_vector) {
+    const uint4 packed =
+        is_f16() ? Vector<__half>::packed(eights) : Vector<__nv_bfloat16>::packed(eights);
+    store_eight(row, column, columns, packed);
+  }
+
+  // Stores eight neighbours of 16 bits, or as many as there are.
+  __device__ __forceinline__ void store_eight(uint32_t row, uint32_t column, uint32_t columns,
+                                              const uint4 &packed) const {
+    uint8_t *out = static_cast<uint8_t *>(p_.out) + row * p_.out_stride;
+    if (p_.vectors && columns == 8) {
       *reinterpret_cast<uint4 *>(out + column * 2) = packed;
       return;
     }
@@ -111,13 +216,24 @@ class Output {
         others[i] = i < columns ? reinterpret_cast<const float *>(from)[column + i] : 0;
       }
     } else if (is_vector) {
-      Vector<T>::unpack(*reinterpret_cast<const uint4 *>(from + column * 2), others);
+      const uint4 words = *reinterpret_cast<const uint4 *>(from + column * 2);
+      if (is_f16()) {
+        Vector<__half>::unpack(words, others);
+      } else {
+        Vector<__nv_bfloat16>::unpack(words, others);
+      }
     } else {
 #pragma unroll
       for (uint32_t i = 0; i < 8; i++) {
-        others[i] = i < columns ? number_of(from, static_cast<uint32_t>(kDtype<T>), column + i) : 0;
+        others[i] = i < columns ? number_of(from, p_.dtype, column + i) : 0;
       }
     }
+  }
+
+  // Of an output of 16 bits: its dtype is that of x, unless x was rounded to codes.
+  __device__ __forceinline__ bool is_f16() const {
+    if constexpr (Weight::kOfCodes) return p_.dtype == static_cast<uint32_t>(Float::kF16);
+    return std::is_same_v<T, __half>;
   }
 
   // One branch for all eight.
@@ -139,6 +255,9 @@ class Output {
   const LinearWideArguments &p_;
   const uint32_t lane_;
   Leaving &leaving_;
+  const OfRows<kRowsOfTile> &of_rows_;
+  // Of the eight columns; of packed sums the first two are of the columns g and g + 8 of the
+  // warp's.
   float scales_[8], biases_[8];
 };
 

@@ -1,14 +1,14 @@
-// Many rows of x, of 16 bits, by weights of fewer bits that are read as they are: bound by
-// products.
+// Many rows of x, of 16 bits or rounded to codes of 8, by weights of no more bits that are read as
+// they are: bound by products.
 //
-// 128 rows of the weight become numbers of x's dtype in registers (`Weight`: e4m3.cuh, blocks.cuh),
-// and are the left-hand side of wgmma; x is the right-hand side, in shared memory. A warp copies
-// both into rings. Each of two warpgroups has 64 rows of the weight and the sums of all rows of x
-// of the tile. It takes half a step of the weight apart while tensor cores multiply the one before.
-// A block takes one tile after another: while its warps store a tile's sums, the next one's first
-// steps are copied. Blocks of a cluster, which have one tile, part a row of the weight among them,
-// and each adds up the sums of some of the rows of x. Where tiles are few and rows long, blocks
-// have even shares of all tiles' steps instead (pieces.cuh).
+// 128 rows of the weight become numbers of x's dtype in registers (`Weight`: e4m3.cuh, blocks.cuh,
+// codes.cuh), and are the left-hand side of wgmma; x is the right-hand side, in shared memory. A
+// warp copies both into rings. Each of two warpgroups has 64 rows of the weight and the sums of all
+// rows of x of the tile. It takes half a step of the weight apart while tensor cores multiply the
+// one before. A block takes one tile after another: while its warps store a tile's sums, the next
+// one's first steps are copied. Blocks of a cluster, which have one tile, part a row of the weight
+// among them, and each adds up the sums of some of the rows of x. Where tiles are few and rows
+// long, blocks have even shares of all tiles' steps instead (pieces.cuh).
 #pragma once
 
 #include "common/cluster.cuh"
@@ -26,8 +26,6 @@
 
 namespace unsloth {
 
-// Rows of the weight of a tile: columns of the output.
-constexpr int kColumns = 128;
 // Threads that multiply, and all.
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 // Rows of x up to which blocks of a cluster give each other all their sums.
@@ -36,13 +34,19 @@ constexpr int kFewRows = 64;
 // products. For 8-bit floats there are too few registers then, and for 64 rows and weights of 8
 // bits rings would be too short.
 template <class Weight, int kRows>
-constexpr bool kIsLong = kRows == 64 && Weight::kBytes > 256;
+constexpr bool kIsLong = kRows == 64 && Weight::kBytes >= 256;
 template <class Weight, int kRows>
-constexpr int kBlocks = kRows <= kFewRows && !Weight::kHasScales && !kIsLong<Weight, kRows> ? 2 : 1;
+constexpr int kBlocks =
+    kRows <= kFewRows && (Weight::kOfCodes || !Weight::kHasScales) && !kIsLong<Weight, kRows> ? 2
+                                                                                              : 1;
 
-// Bytes of a block's rings at most: beside them are barriers, and sums on their way to be stored.
+// Bytes of a block's rings at most: beside them are barriers, sums on their way to be stored, and
+// what belongs to codes of x.
 template <class Weight, int kRows>
-constexpr int kRoom = (kBlocks<Weight, kRows> == 2 ? 101 : 215) * 1024;
+constexpr int kRoom = (kBlocks<Weight, kRows> == 2 ? 101
+                       : Weight::kOfCodes          ? 212
+                                                   : 215) *
+                      1024;
 // Of x, stages at most.
 template <class Weight, int kRows>
 constexpr int kMostX = kRows == 256                  ? 5
@@ -53,7 +57,8 @@ constexpr int kMostX = kRows == 256                  ? 5
 
 template <class Weight, int kRows>
 struct alignas(1024) SharedTiles {
-  static constexpr int kXBytes = kRows * kHalf * 2, kWeightBytes = kColumns * Weight::kPitch;
+  static constexpr int kXBytes = kRows * kHalfBytes;
+  static constexpr int kWeightBytes = Weight::kBoxes * kColumns * Weight::kPitch;
   // Stages of both rings: of the weight, at least two and as many as there is room for.
   static constexpr int stages_of_x() {
     int stages = kMostX<Weight, kRows>;
@@ -73,7 +78,9 @@ struct alignas(1024) SharedTiles {
     float4 shares[kRows / (kRows <= kFewRows ? 8 : 16)][kConsumers];
   };
   Leaving leaving[kConsumers / 32];
+  OfRows<Weight::kOfCodes ? kRows : 1> of_rows;
   Mbarrier x_full[kX], x_empty[kX], weight_full[kWeight], weight_empty[kWeight];
+  Mbarrier of_rows_full, of_rows_empty;
 };
 
 // What a block needs, with what aligns the struct, and what it may ask for, to be alone on a
@@ -81,6 +88,12 @@ struct alignas(1024) SharedTiles {
 template <class Weight, int kRows>
 constexpr int kNeededBytes = sizeof(SharedTiles<Weight, kRows>) + 1024;
 constexpr int kSharedBytes = 227 * 1024;
+
+// What tells the host the kernels' x: a contract's Float, or that it was rounded to codes.
+template <class T>
+constexpr int32_t kDtypeOfX = static_cast<int32_t>(kDtype<T>);
+template <>
+constexpr int32_t kDtypeOfX<int8_t> = kDtypeI8;
 
 template <class Weight, class T, int kRows>
 class Tiles {
@@ -93,7 +106,7 @@ class Tiles {
         warp_(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32),
         part_(blockIdx.x % p.parts),
-        output_(p, shared.leaving[warp_ % (kConsumers / 32)]) {}
+        output_(p, shared.leaving[warp_ % (kConsumers / 32)], shared.of_rows) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -105,6 +118,8 @@ class Tiles {
         shared_.weight_full[i].init(1);
         shared_.weight_empty[i].init(kConsumers / 32);
       }
+      shared_.of_rows_full.init(1);
+      shared_.of_rows_empty.init(kConsumers / 32);
       fence_mbarrier_init();
     }
     __syncthreads();
@@ -126,7 +141,8 @@ class Tiles {
   static constexpr uint32_t kEights = kRows / 8;
   static constexpr int kProducerRegisters = kBlocks<Weight, kRows> == 2 ? 32 : 24;
   static constexpr int kConsumerRegisters = kBlocks<Weight, kRows> == 2 ? 104 : 240;
-  static constexpr int kHalves = Weight::kStep / kHalf;
+  static constexpr int kHalves = Weight::kStep * sizeof(T) / kHalfBytes;
+  using Sum = typename Weight::Sum;
   // Blocks of a cluster that part a row of the weight, at most.
   static constexpr uint32_t kMostParts = 8;
   // Of all threads that multiply; the first of two, of each warpgroup's turn; of all that multiply
@@ -137,11 +153,15 @@ class Tiles {
   static constexpr bool kTurns = kRows > kFewRows;
   // When there are registers for scales and biases: before a tile's products, beside the last, or
   // behind them.
-  static constexpr bool kFactorsFirst = kRows == 128, kFactorsLast = kRows <= kFewRows;
+  static constexpr bool kFactorsFirst =
+      kRows == 128 ||
+      (Weight::kOfCodes && (kRows == 32 || (kRows == 64 && kBlocks<Weight, kRows> == 1)));
+  static constexpr bool kFactorsLast = kRows <= kFewRows && !kFactorsFirst;
 
   __device__ __forceinline__ void produce() {
     Ring<Shared::kX> x;
     Ring<Shared::kWeight> weight;
+    uint32_t of_rows = 0;
     Pieces pieces(p_);
     Piece piece;
     if (!pieces.next(piece)) return;
@@ -157,7 +177,29 @@ class Tiles {
         ask_x(x, step, row_of(piece.tile));
       }
       ahead = 0;
+      if (Weight::kOfCodes && is_stored(piece)) {
+        // Behind the steps: before all of the last tile is stored they do not fit.
+        shared_.of_rows_empty.wait(of_rows ^ 1);
+        ask_of_rows(row_of(piece.tile));
+        of_rows ^= 1;
+      }
     } while (pieces.next(piece));
+  }
+
+  // Whether the block stores what it has of a tile, or hands it over.
+  __device__ __forceinline__ bool is_stored(const Piece &piece) const {
+    return p_.parts != 1 || piece.begin == 0;
+  }
+
+  // Asks for scales and sums of the rows of x from `row` on: there are whole lines of them.
+  __device__ __forceinline__ void ask_of_rows(uint32_t row) {
+    const uint32_t rows = min(p_.rows - row, static_cast<uint32_t>(kRows));
+    const uint32_t bytes = (rows + 3) / 4 * 16;
+    if (lane_ == 0) shared_.of_rows_full.arrive_expect(2 * bytes);
+    __syncwarp();
+    bulk_load(shared_address(shared_.of_rows.scale), p_.x_scale + row, bytes,
+              &shared_.of_rows_full);
+    bulk_load(shared_address(shared_.of_rows.sum), p_.x_sum + row, bytes, &shared_.of_rows_full);
   }
 
   // Asks for a step of the rows of x from `row` on.
@@ -167,8 +209,9 @@ class Tiles {
       shared_.x_empty[x.stage].wait(x.parity ^ 1);
       if (lane_ == 0) full.arrive_expect(sizeof shared_.x[0]);
       __syncwarp();
+      // In pairs of bytes.
       tma_load_4d(shared_address(shared_.x[x.stage]), &p_.x, &full, kEvictLast,
-                  step * Weight::kStep + half * kHalf, row, 0, 0);
+                  (step * kHalves + half) * (kHalfBytes / 2), row, 0, 0);
       x.advance();
     }
   }
@@ -188,8 +231,11 @@ class Tiles {
     if (lane_ == 0) full.arrive_expect(sizeof shared_.weight[0]);
     __syncwarp();
     // In pairs of bytes, from a line's first on.
-    tma_load_4d(shared_address(shared_.weight[ring.stage]), &p_.weight, &full, kEvictNormal,
-                step * Weight::kBytes / 16 * 8, column, 0, 0);
+    for (int box = 0; box < Weight::kBoxes; box++) {
+      tma_load_4d(shared_address(shared_.weight[ring.stage] + box * kColumns * Weight::kPitch),
+                  &p_.weight, &full, kEvictNormal,
+                  (step * Weight::kBytes / 16 + box * Weight::kPitch / 16) * 8, column, 0, 0);
+    }
     ring.advance();
   }
 
@@ -204,7 +250,8 @@ class Tiles {
     await_previous_kernel();
     Ring<Shared::kX> x, done;
     Ring<Shared::kWeight> weight;
-    float sums[kSums];
+    uint32_t of_rows = 0;
+    Sum sums[kSums];
     uint32_t codes[2][kLeft];
     if (kTurns && warp_ / 4 == 1) named_barrier_arrive(kTurn, kConsumers);
     Pieces pieces(p_);
@@ -258,11 +305,12 @@ class Tiles {
       release(shared_.x_empty[done.stage]);
       done.advance();
       uint32_t begin = 0, end = kEights;
+      if (!is_stored(piece)) {
+        hand_over(pieces, sums);
+        continue;
+      }
+      if (Weight::kOfCodes) shared_.of_rows_full.wait(of_rows), of_rows ^= 1;
       if (piece.end - piece.begin < p_.steps && p_.parts == 1) {
-        if (piece.begin != 0) {
-          hand_over(pieces, sums);
-          continue;
-        }
         take_over(pieces, piece.tile, sums);
       } else if (p_.parts != 1) {
         // All copies were waited for by all consumers.
@@ -279,6 +327,7 @@ class Tiles {
         }
       }
       leave(sums, begin, end, row_of(piece.tile), column);
+      if (Weight::kOfCodes) release(shared_.of_rows_empty);
       // Nobody ends while the other reads.
       if (kRows > kFewRows && p_.parts != 1) cluster_sync();
     }
@@ -286,13 +335,21 @@ class Tiles {
     if (kTurns && warp_ / 4 == 0) named_barrier_sync(kTurn, kConsumers);
   }
 
+  // Four sums as they are moved, and their addition to others.
+  static __device__ __forceinline__ float4 as_float4(const Sum *of) {
+    return {bits_as_float(of[0]), bits_as_float(of[1]), bits_as_float(of[2]), bits_as_float(of[3])};
+  }
+  static __device__ __forceinline__ void add_four(const float4 &four, Sum *to) {
+    to[0] += float_as_bits<Sum>(four.x), to[1] += float_as_bits<Sum>(four.y);
+    to[2] += float_as_bits<Sum>(four.z), to[3] += float_as_bits<Sum>(four.w);
+  }
+
   // Leaves what the block has of a tile in the workspace, for the block that has begun the tile.
-  __device__ __forceinline__ void hand_over(const Pieces &pieces, const float (&sums)[kSums]) {
+  __device__ __forceinline__ void hand_over(const Pieces &pieces, const Sum (&sums)[kSums]) {
     float4 *to = handed_by(pieces.share());
 #pragma unroll
     for (int i = 0; i < kSums / 4; i++) {
-      const float *of = sums + 4 * i;
-      to[i * kConsumers] = {of[0], of[1], of[2], of[3]};
+      to[i * kConsumers] = as_float4(sums + 4 * i);
     }
     named_barrier_arrive(kHandedBarrier, kConsumers + 32);
   }
@@ -309,7 +366,7 @@ class Tiles {
 
   // Adds what other blocks have handed over of a tile that this one has begun, in their order.
   __device__ __forceinline__ void take_over(const Pieces &pieces, uint32_t tile,
-                                            float (&sums)[kSums]) const {
+                                            Sum (&sums)[kSums]) const {
     const uint32_t first = pieces.share() + 1, last = pieces.last_share(tile);
     for (uint32_t share = first + lane_; share <= last; share += 32) {
       await_tag(&p_.left[share], p_.launch_tag);
@@ -320,9 +377,7 @@ class Tiles {
       const float4 *from = handed_by(share);
 #pragma unroll
       for (int i = 0; i < kSums / 4; i++) {
-        const float4 four = __ldcg(from + i * kConsumers);
-        float *to = sums + 4 * i;
-        to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
+        add_four(__ldcg(from + i * kConsumers), sums + 4 * i);
       }
     }
     // All warps have seen the tags: they are taken away, as a launch that a graph repeats has the
@@ -340,30 +395,27 @@ class Tiles {
 
   // Of two blocks each adds to its sums of half of the rows those that the other has.
   template <int kPart>
-  __device__ __forceinline__ void exchange(float (&sums)[kSums]) {
+  __device__ __forceinline__ void exchange(Sum (&sums)[kSums]) {
     constexpr int kMine = kPart * kSums / 2, kOther = kSums / 2 - kMine;
 #pragma unroll
     for (int i = 0; i < kSums / 8; i++) {
-      const float *of = sums + kOther + 4 * i;
-      shared_.shares[i][threadIdx.x] = {of[0], of[1], of[2], of[3]};
+      shared_.shares[i][threadIdx.x] = as_float4(sums + kOther + 4 * i);
     }
     cluster_sync();
 #pragma unroll
     for (int i = 0; i < kSums / 8; i++) {
-      const float4 four = load_from_peer(peer_address(&shared_.shares[i][threadIdx.x], 1 - kPart));
-      float *to = sums + kMine + 4 * i;
-      to[0] += four.x, to[1] += four.y, to[2] += four.z, to[3] += four.w;
+      add_four(load_from_peer(peer_address(&shared_.shares[i][threadIdx.x], 1 - kPart)),
+               sums + kMine + 4 * i);
     }
   }
 
   // Of few rows each block of a cluster adds all shares of the sums of some, in one order, and
   // stores them.
-  __device__ __forceinline__ void add_shares(const float (&sums)[kSums], uint32_t first_row,
+  __device__ __forceinline__ void add_shares(const Sum (&sums)[kSums], uint32_t first_row,
                                              uint32_t column) {
 #pragma unroll
     for (int i = 0; i < kSums / 4; i++) {
-      const float *of = sums + 4 * i;
-      shared_.shares[i][threadIdx.x] = {of[0], of[1], of[2], of[3]};
+      shared_.shares[i][threadIdx.x] = as_float4(sums + 4 * i);
     }
     cluster_sync();
     const uint32_t each = (kEights + p_.parts - 1) / p_.parts;
@@ -377,13 +429,9 @@ class Tiles {
         if (part >= p_.parts) break;
         fours[part] = load_from_peer(peer_address(&shared_.shares[i][threadIdx.x], part));
       }
-      float4 sum = {};
+      Sum eight[4] = {};
 #pragma unroll
-      for (uint32_t part = 0; part < kMostParts; part++) {
-        sum.x += fours[part].x, sum.y += fours[part].y;
-        sum.z += fours[part].z, sum.w += fours[part].w;
-      }
-      const float eight[4] = {sum.x, sum.y, sum.z, sum.w};
+      for (uint32_t part = 0; part < kMostParts; part++) add_four(fours[part], eight);
       output_.put_eight(eight, 0);
       output_.store_rows(8, first_row + 8 * i, column);
     }
@@ -393,13 +441,30 @@ class Tiles {
 
   // Stores a warp's sums of some eights of rows, an even number. All are stored by the same
   // instructions: a block comes here once, and these are in no cache yet.
-  __device__ __forceinline__ void leave(const float (&sums)[kSums], uint32_t begin, uint32_t end,
+  __device__ __forceinline__ void leave(const Sum (&sums)[kSums], uint32_t begin, uint32_t end,
                                         uint32_t first_row, uint32_t column) const {
+    [[maybe_unused]] const bool is_packed = output_.is_packed();
 #pragma unroll 1
     for (uint32_t eight = begin; eight < end; eight += 2) {
+      if constexpr (Weight::kOfCodes) {
+        if (is_packed) {
+          Sum some[8];
+#pragma unroll
+          for (uint32_t i = 0; i < kEights; i += 2) {
+            // The compiler must know which registers.
+            if (i != eight) continue;
+#pragma unroll
+            for (uint32_t j = 0; j < 8; j++) some[j] = sums[4 * i + j];
+            // A branch, not as many choices.
+            hold(some);
+          }
+          output_.put_packed(some, first_row % kRows + 8 * eight);
+          output_.store_packed(first_row + 8 * eight, column);
+          continue;
+        }
+      }
 #pragma unroll
       for (uint32_t i = 0; i < kEights; i += 2) {
-        // The compiler must know which registers.
         if (i == eight) output_.put_eight(sums + 4 * i, 0), output_.put_eight(sums + 4 * i + 4, 8);
       }
       output_.store_rows(16, first_row + 8 * eight, column);
@@ -411,7 +476,7 @@ class Tiles {
   const uint32_t warp_, lane_;
   // Of a row.
   const uint32_t part_;
-  Output<Weight, T> output_;
+  Output<Weight, T, Weight::kOfCodes ? kRows : 1> output_;
 };
 
 }  // namespace unsloth
@@ -430,7 +495,7 @@ class Tiles {
     unsloth::Tiles<unsloth::of, type, rows>(params, shared).run();                        \
   }                                                                                       \
   extern "C" __device__ const LinearWideLaunch linear_wide_##name##_launch = {            \
-      static_cast<int32_t>(unsloth::kDtype<type>),                                        \
+      static_cast<int32_t>(unsloth::kDtypeOfX<type>),                                     \
       unsloth::of::kCode,                                                                 \
       rows,                                                                               \
       unsloth::kColumns,                                                                  \

@@ -2,6 +2,33 @@
 //! (`kernels/cuda/linear/wide/LADDER.md`).
 
 use crate::cuda::tuning::rules::products::E4M3_ROWS;
+use crate::dtype::DType;
+
+/// What a weight is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Of {
+    Blocks,
+    E4m3,
+    /// Codes of 8 bits, by an `x` of codes.
+    I8,
+    /// Codes of 2 bits, likewise.
+    Ternary,
+}
+
+impl Of {
+    pub fn new(weight: DType) -> Of {
+        match weight {
+            DType::F8E4M3 => Of::E4m3,
+            DType::I8 => Of::I8,
+            DType::Ternary => Of::Ternary,
+            _ => Of::Blocks,
+        }
+    }
+
+    pub fn is_of_codes(self) -> bool {
+        matches!(self, Of::I8 | Of::Ternary)
+    }
+}
 
 /// What a form depends on.
 #[derive(Clone, Copy, Debug)]
@@ -12,8 +39,7 @@ pub(super) struct Sizes {
     pub multiprocessors: usize,
     /// Whether blocks have clusters.
     pub clusters: bool,
-    /// Whether the weight is in blocks, not of 8-bit floats.
-    pub blocks: bool,
+    pub of: Of,
     /// Of `x`, by blocks: fewer are faster by other kernels, or are to be more exact.
     pub least_rows: usize,
     /// Bytes of workspace, of which blocks with even shares have use.
@@ -50,7 +76,7 @@ impl Sizes {
 
     /// Whether blocks of a cluster may be more than two.
     fn is_of_few(&self, form: Form) -> bool {
-        self.blocks && form.rows <= 64
+        self.of != Of::E4m3 && form.rows <= 64
     }
 
     /// Multiprocessors that blocks of clusters can have. They are in groups, which clusters do not cross and larger ones
@@ -68,6 +94,12 @@ impl Sizes {
         form.blocks == 1 || form.shares != 0 || self.tiles(form) * form.parts <= self.reached(form)
     }
 
+    /// Whether even shares are of use where `x` is of codes: of few rows, and of tiles of which a multiprocessor has
+    /// two blocks.
+    fn is_shared_by_codes(&self, form: Form) -> bool {
+        self.rows <= 64 && form.blocks == 2
+    }
+
     /// Blocks that the device has at once.
     pub fn at_once(&self, form: Form) -> usize {
         match self.is_alone(form) {
@@ -79,6 +111,9 @@ impl Sizes {
     /// Nanoseconds that a form takes: of each round of tiles its steps, and what comes before and behind
     /// them. Blocks without a cluster copy the first steps of a tile while they store the one before.
     fn cost(&self, form: Form) -> usize {
+        if self.of.is_of_codes() {
+            return self.cost_of_codes(form);
+        }
         let blocks = self.tiles(form) * form.parts;
         // Clusters of four do not come all at once then.
         let crowded = form.parts == 4 && blocks > self.multiprocessors;
@@ -91,10 +126,10 @@ impl Sizes {
             return self.steps_of_all(form).div_ceil(form.shares) * of_step + around;
         }
         let (of_step, around, before) = match (form.rows, self.is_alone(form), form.parts) {
-            (64, _, 1) if !self.blocks => (1400, 2000, 2000),
-            (64, _, _) if !self.blocks => (1400, 5500, 0),
-            (128, _, 1) if !self.blocks => (2000, 2000, 2000),
-            (128, _, _) if !self.blocks => (2000, 5500, 0),
+            (64, _, 1) if self.of == Of::E4m3 => (1400, 2000, 2000),
+            (64, _, _) if self.of == Of::E4m3 => (1400, 5500, 0),
+            (128, _, 1) if self.of == Of::E4m3 => (2000, 2000, 2000),
+            (128, _, _) if self.of == Of::E4m3 => (2000, 5500, 0),
             (32, true, 1) => (900, 3200, 0),
             (32, true, _) => (900, 4900, 0),
             (32, false, 8) => (2400, 8000, 0),
@@ -111,6 +146,37 @@ impl Sizes {
         let rounds = blocks.div_ceil(self.at_once(form));
         let steps = self.steps().div_ceil(form.parts);
         before + rounds * (steps * of_step + around)
+    }
+
+    /// The same of codes.
+    fn cost_of_codes(&self, form: Form) -> usize {
+        let i8 = self.of == Of::I8;
+        let of_step = match (form.rows, self.is_alone(form)) {
+            (256, _) => 1400,
+            (128, _) => 760,
+            (64, true) if i8 => 700,
+            (64, true) => 530,
+            (64, false) => 1050,
+            (_, true) if i8 => 630,
+            (_, true) => 450,
+            (_, false) if i8 => 1300,
+            (_, false) => 800,
+        };
+        if form.shares != 0 {
+            let around = if form.rows == 32 { 7000 } else { 9600 };
+            return self.steps_of_all(form).div_ceil(form.shares) * of_step + around;
+        }
+        let around = match form.parts {
+            1 => 2200,
+            2 => 4500,
+            4 => 5200,
+            _ => 7300,
+        };
+        // Clusters do not come all at once then.
+        let crowded = form.parts > 1 && self.tiles(form) * form.parts > self.multiprocessors;
+        let rounds = (self.tiles(form) * form.parts).div_ceil(self.at_once(form));
+        let steps = self.steps().div_ceil(form.parts);
+        rounds * (steps * of_step + around) * if crowded { 2 } else { 1 }
     }
 
     /// Of a row of the weight.
@@ -163,7 +229,8 @@ impl Sizes {
                     && self.tiles(*form) * form.parts <= self.at_once(*form)
             }
             _ => {
-                self.blocks
+                self.of != Of::E4m3
+                    && (!self.of.is_of_codes() || self.is_shared_by_codes(*form))
                     && form.rows <= Self::MOST_SHARED_ROWS
                     && self.steps_of_all(*form) <= MOST_STEPS
                     && Self::shares_bytes(*form) <= self.scratch
@@ -173,8 +240,9 @@ impl Sizes {
             .filter(fits)
             .min_by_key(|form| (self.cost(*form), form.rows))?;
         let fastest = match self.rows {
+            _ if self.of.is_of_codes() => true,
             rows if rows > Self::MOST_ROWS => false,
-            rows if self.blocks => rows >= self.least_rows,
+            rows if self.of == Of::Blocks => rows >= self.least_rows,
             rows if rows <= E4M3_ROWS => rows > 8 && self.cost(form) < self.cost_of_few(),
             _ => true,
         };
@@ -186,14 +254,14 @@ impl Sizes {
 mod tests {
     use super::*;
 
-    fn sizes(blocks: bool, rows: usize, out_features: usize, in_features: usize) -> Sizes {
+    fn sizes(of: Of, rows: usize, out_features: usize, in_features: usize) -> Sizes {
         Sizes {
             rows,
             out_features,
             in_features,
             multiprocessors: 132,
             clusters: true,
-            blocks,
+            of,
             least_rows: 9,
             scratch: usize::MAX,
         }
@@ -201,13 +269,16 @@ mod tests {
 
     /// Rows of a tile, parts and shares.
     fn form(sizes: Sizes) -> Option<(usize, usize, usize)> {
-        let rows: &[usize] = match sizes.blocks {
-            true => &[32, 64, 128, 256],
-            false => &[64, 128, 256],
+        let rows: &[usize] = match sizes.of {
+            Of::E4m3 => &[64, 128, 256],
+            _ => &[32, 64, 128, 256],
         };
         let form = sizes.form(rows.iter().map(|rows| Form {
             rows: *rows,
-            blocks: if sizes.blocks && *rows <= 64 { 2 } else { 1 },
+            blocks: match (sizes.of, *rows) {
+                (Of::E4m3, _) | (Of::I8, 64) | (_, 128..) => 1,
+                _ => 2,
+            },
             parts: 1,
             shares: 0,
         }));
@@ -239,7 +310,11 @@ mod tests {
             ((4096, 14336, 4096), None),
         ] {
             let (rows, n, k) = sizes;
-            assert_eq!(form(self::sizes(false, rows, n, k)), expected, "{sizes:?}");
+            assert_eq!(
+                form(self::sizes(Of::E4m3, rows, n, k)),
+                expected,
+                "{sizes:?}"
+            );
         }
     }
 
@@ -268,14 +343,48 @@ mod tests {
             ((4096, 14336, 4096), None),
         ] {
             let (rows, n, k) = sizes;
-            assert_eq!(form(self::sizes(true, rows, n, k)), expected, "{sizes:?}");
+            assert_eq!(
+                form(self::sizes(Of::Blocks, rows, n, k)),
+                expected,
+                "{sizes:?}"
+            );
+        }
+    }
+
+    /// The same of codes.
+    #[test]
+    fn forms_of_codes_are_those_that_were_fastest() {
+        for (of, sizes, expected) in [
+            (Of::Ternary, (16, 13824, 2560), (32, 1, 0)),
+            (Of::Ternary, (16, 2560, 6912), (32, 4, 0)),
+            (Of::Ternary, (16, 4096, 14336), (32, 1, 132)),
+            (Of::Ternary, (64, 13824, 2560), (64, 1, 0)),
+            (Of::Ternary, (64, 2560, 6912), (64, 4, 0)),
+            (Of::Ternary, (64, 4096, 14336), (64, 1, 132)),
+            (Of::Ternary, (128, 13824, 2560), (128, 1, 0)),
+            (Of::Ternary, (256, 4096, 14336), (128, 2, 0)),
+            (Of::Ternary, (512, 14336, 4096), (256, 1, 0)),
+            (Of::I8, (16, 13824, 2560), (32, 1, 0)),
+            (Of::I8, (16, 4096, 14336), (32, 1, 132)),
+            (Of::I8, (64, 4096, 14336), (64, 2, 0)),
+            (Of::I8, (128, 2560, 6912), (64, 2, 0)),
+            (Of::I8, (4096, 14336, 4096), (256, 1, 0)),
+            (Of::I8, (4096, 2560, 6912), (128, 1, 0)),
+            (Of::I8, (8192, 4096, 14336), (256, 1, 0)),
+        ] {
+            let (rows, n, k) = sizes;
+            assert_eq!(
+                form(self::sizes(of, rows, n, k)),
+                Some(expected),
+                "{of:?} {sizes:?}"
+            );
         }
     }
 
     /// By a kernel of which a multiprocessor has one block.
     #[test]
     fn clusters_come_at_once() {
-        let sizes = sizes(true, 64, 4096, 4096);
+        let sizes = sizes(Of::Blocks, 64, 4096, 4096);
         let whole = Form {
             rows: 64,
             blocks: 1,
@@ -296,7 +405,7 @@ mod tests {
     fn forms_need_no_workspace() {
         let without = Sizes {
             scratch: 0,
-            ..sizes(true, 32, 4096, 14336)
+            ..sizes(Of::Blocks, 32, 4096, 14336)
         };
         assert_eq!(form(without), Some((32, 8, 0)));
     }

@@ -1,12 +1,12 @@
-//! Products of rows of 16 bits by weights in blocks, or of 8-bit floats, on Hopper, both as they are
-//! (`kernels/cuda/linear/wide`).
+//! Products of rows of 16 bits by weights in blocks, or of 8-bit floats, and of rows of codes by codes, on
+//! Hopper, both as they are (`kernels/cuda/linear/wide`).
 //!
 //! Whether they are faster than others, and with which tiles, is a rule from times on an H100 and an H200
 //! (`kernels/cuda/linear/wide/LADDER.md`).
 
 mod form;
 
-use self::form::{Form, Sizes};
+use self::form::{Form, Of, Sizes};
 use super::{Product, decoded};
 use crate::alloc::push;
 use crate::backend::Stream;
@@ -14,6 +14,7 @@ use crate::cuda::claims;
 use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::linear_wide::Arguments;
 use crate::cuda::linear::OP;
+use crate::cuda::quantize::Rounded;
 use crate::cuda::rows::Matrix;
 use crate::cuda::tensor_map::{ALIGNMENT, COLUMNS, MAX_STRIDE, TensorMap};
 use crate::cuda::tuning::rules::products::{BLOCKS_TILES_LEAST_ROWS, BLOCKS_TILES_ROWS};
@@ -41,11 +42,49 @@ struct Tiles<'a> {
     sizes: Sizes,
 }
 
-/// A contract's `Blocks`, or 0 for 8-bit floats.
+/// What kernels are told of a weight's dtype: its value, or 0 for 8-bit floats.
 fn code(weight: DType) -> u32 {
     match weight {
         DType::F8E4M3 => 0,
-        blocks => blocks as u32,
+        other => other as u32,
+    }
+}
+
+/// Rows of `x` as the copy engine finds them.
+struct Lines {
+    ptr: *mut u8,
+    dtype: DType,
+    /// Elements of that dtype, as is the stride.
+    columns: usize,
+    stride: usize,
+    /// Of rows that were rounded to codes, their scales and sums.
+    scales: u64,
+    sums: u64,
+}
+
+impl Lines {
+    /// Of `x` as it is.
+    fn of(p: &Product<'_>, matrix: &Matrix<3>) -> Lines {
+        Lines {
+            ptr: p.x.ptr.wrapping_add(matrix.offsets[0] * p.x.dtype.size()),
+            dtype: p.x.dtype,
+            columns: p.x.layout.dim(p.x.layout.rank() - 1),
+            stride: matrix.strides[0],
+            scales: 0,
+            sums: 0,
+        }
+    }
+
+    /// Of its codes, in pairs.
+    fn of_codes(codes: &Rounded) -> Lines {
+        Lines {
+            ptr: codes.codes,
+            dtype: DType::F16,
+            columns: codes.stride / 2,
+            stride: codes.stride / 2,
+            scales: codes.scales.addr() as u64,
+            sums: codes.sums.addr() as u64,
+        }
     }
 }
 
@@ -62,8 +101,14 @@ impl<'a> Tiles<'a> {
     /// If they are the fastest for it. `scratch`: bytes of workspace.
     fn new(cuda: &'a Cuda, p: &Product<'_>, rows: usize, scratch: usize) -> Option<Self> {
         let Weights { weight, .. } = p.weights;
+        let of = Of::new(weight.dtype);
+        let x = if of.is_of_codes() {
+            DType::I8
+        } else {
+            p.x.dtype
+        };
         let of_weight = |k: &&Kernel<Arguments>| {
-            k.choices.x_dtype == p.x.dtype as u32 && k.choices.format == code(weight.dtype)
+            k.choices.x_dtype == x as u32 && k.choices.format == code(weight.dtype)
         };
         let kernels = || cuda.linear.wide.iter().filter(of_weight);
         let sizes = Sizes {
@@ -72,7 +117,7 @@ impl<'a> Tiles<'a> {
             in_features: weight.layout.dim(1),
             multiprocessors: cuda.linear.blocks.multiprocessors(),
             clusters: cuda.resources.launches_early,
-            blocks: weight.dtype.is_in_blocks(),
+            of,
             least_rows: least_rows(p.weights),
             scratch,
         };
@@ -89,12 +134,12 @@ impl<'a> Tiles<'a> {
             sizes,
         })
     }
+
     /// Whether the copy engine reaches all of the weight and of equally spaced rows.
-    fn reach(&self, p: &Product<'_>, matrix: &Matrix<3>) -> bool {
+    fn reach(&self, p: &Product<'_>, x: &Lines) -> bool {
         let weight = &p.weights.weight;
-        let x = p.x.ptr.addr() + matrix.offsets[0] * p.x.dtype.size();
-        let strides = [matrix.strides[0] * p.x.dtype.size(), stride_of(weight)];
-        let lines = [x, weight.ptr.addr(), strides[0], strides[1]];
+        let strides = [x.stride * x.dtype.size(), stride_of(weight)];
+        let lines = [x.ptr.addr(), weight.ptr.addr(), strides[0], strides[1]];
         self.sizes.in_features.is_multiple_of(ALIGNMENT)
             && self.sizes.in_features > 0
             && lines.iter().all(|at| at.is_multiple_of(ALIGNMENT))
@@ -108,7 +153,7 @@ impl<'a> Tiles<'a> {
         &self,
         cuda: &Cuda,
         p: &Product<'_>,
-        matrix: &Matrix<3>,
+        (matrix, x): (&Matrix<3>, &Lines),
         scratch: Scratch,
         stream: Stream,
     ) -> Result<()> {
@@ -168,10 +213,10 @@ impl<'a> Tiles<'a> {
         let left = shares * size_of::<u64>();
         let arguments = Arguments {
             x: map(
-                at(p.x, 0),
-                p.x.dtype,
-                [in_features, rows],
-                matrix.strides[0],
+                x.ptr,
+                x.dtype,
+                [x.columns, rows],
+                x.stride,
                 [COLUMNS, of_tile as u32],
             )?,
             // Bytes in pairs, which are no numbers.
@@ -182,6 +227,8 @@ impl<'a> Tiles<'a> {
                 stride_of(weight) / 2,
                 [choices.box_bytes / 2, choices.columns],
             )?,
+            x_scale: x.scales,
+            x_sum: x.sums,
             weight_scale: scales.map_or(0, |scales| scales.ptr.addr() as u64),
             out: at(p.out, 1).addr() as u64,
             bias: bias.map_or(0, |b| b.ptr.addr() as u64),
@@ -259,12 +306,48 @@ pub(super) fn multiply(
     let Some(tiles) = Tiles::new(cuda, p, count, scratch.size) else {
         return Ok(false);
     };
-    if !rows.matrices().all(|matrix| tiles.reach(p, &matrix)) {
+    let reached = |matrix: &Matrix<3>| tiles.reach(p, &Lines::of(p, matrix));
+    if !rows.matrices().all(|matrix| reached(&matrix)) {
         return Ok(false);
     }
     decoded::check(p, scratch)?;
     for matrix in rows.matrices() {
-        tiles.multiply(cuda, p, &matrix, scratch, stream)?;
+        let x = Lines::of(p, &matrix);
+        tiles.multiply(cuda, p, (&matrix, &x), scratch, stream)?;
     }
     Ok(true)
+}
+
+/// A product of equally spaced rows that are rounded to codes, and how these kernels part it.
+pub(super) struct OfCodes<'a> {
+    tiles: Tiles<'a>,
+    x: Lines,
+    scratch: Scratch,
+}
+
+impl<'a> OfCodes<'a> {
+    /// None where they do not reach its matrices. `scratch` is what there is beside the codes.
+    pub fn new(
+        cuda: &'a Cuda,
+        p: &Product<'_>,
+        matrix: &Matrix<3>,
+        codes: &Rounded,
+        scratch: Scratch,
+    ) -> Option<Self> {
+        let x = Lines::of_codes(codes);
+        let tiles = Tiles::new(cuda, p, matrix.rows, scratch.size)?;
+        tiles.reach(p, &x).then_some(OfCodes { tiles, x, scratch })
+    }
+
+    /// Queues the product, behind what writes the codes.
+    pub fn multiply(
+        &self,
+        cuda: &Cuda,
+        p: &Product<'_>,
+        matrix: &Matrix<3>,
+        stream: Stream,
+    ) -> Result<()> {
+        let of_rows = (matrix, &self.x);
+        self.tiles.multiply(cuda, p, of_rows, self.scratch, stream)
+    }
 }
