@@ -36,6 +36,8 @@ mod linear_codes;
 mod linear_e4m3;
 #[path = "../cuda/linear/few/family.rs"]
 mod linear_few;
+#[path = "../cuda/linear/few_codes/family.rs"]
+mod linear_few_codes;
 #[path = "../cuda/linear/one_row/family.rs"]
 mod linear_one_row;
 #[path = "../cuda/linear/wide/family.rs"]
@@ -62,6 +64,7 @@ pub const FAMILIES: &[Family] = &[
     linear_codes::FAMILY,
     linear_e4m3::FAMILY,
     linear_few::FAMILY,
+    linear_few_codes::FAMILY,
     linear_one_row::FAMILY,
     linear_wide::FAMILY,
     norm_backward_ring::FAMILY,

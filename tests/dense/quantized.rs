@@ -162,6 +162,16 @@ fn products_are_exact() {
         (5, [17, 2560], 0, 2),
         (33, [40, 384], 4, 0),
         (70, [16, 128], 16, 1),
+        // Of few rows more tiles than a GPU has multiprocessors; rows that end within what is read at a time.
+        (4, [4300, 256], 1, 0),
+        (8, [40, 1152], 40, 0),
+        // Of more: tiles of all sizes, whole ones, parted ones and shares of all.
+        (9, [1000, 640], 1000, 0),
+        (16, [136, 8192], 1, 0),
+        (50, [300, 2944], 2, 0),
+        (130, [264, 1280], 8, 0),
+        (257, [144, 768], 1, 0),
+        (520, [1160, 256], 0, 0),
     ];
     let cpu = Context::cpu().unwrap();
     for ctx in all {

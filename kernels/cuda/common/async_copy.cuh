@@ -13,6 +13,13 @@ __device__ __forceinline__ void start_copy(void *to, const void *from) {
                : "memory");
 }
 
+// The same, or zeros in its place, for which nothing is read.
+__device__ __forceinline__ void start_copy_or_zeros(void *to, const void *from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+
 // Has a line of 128 bytes fetched to the second cache.
 __device__ __forceinline__ void fetch_line(const void *from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

@@ -1,9 +1,9 @@
 //! Products with weights of 8 or 2 bits whose scales lie apart: rows of `x` are rounded to codes in
-//! the workspace, and kernels multiply codes. On Hopper there are others for
-//! many (`wide`).
+//! the workspace, and kernels multiply codes. Few rows are rounded by the kernels that multiply (`few_codes`), and
+//! on Hopper there are others for many (`wide`).
 
-use super::Product;
 use super::wide::OfCodes;
+use super::{Product, few_codes};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
@@ -85,6 +85,11 @@ pub(super) fn multiply(
             sums: scratch.ptr.wrapping_add(codes + scales),
         };
         let tiles = OfCodes::new(cuda, p, &matrix, &rounded, scratch.behind(needed));
+        let is_for_few =
+            tiles.is_none() || few_codes::are_faster_than_tiles(matrix.rows, &p.weights.weight);
+        if is_for_few && few_codes::multiply(cuda, p, &matrix, stream)? {
+            continue;
+        }
         let x = RawTensor {
             ptr: p.x.ptr.wrapping_add(matrix.offsets[0] * p.x.dtype.size()),
             layout: Layout::strided(&[matrix.rows, k], &[matrix.strides[0], 1])?,

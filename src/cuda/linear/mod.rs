@@ -11,6 +11,7 @@ mod codes;
 mod decoded;
 mod e4m3;
 mod few;
+mod few_codes;
 mod part;
 mod wide;
 
@@ -65,6 +66,7 @@ pub(crate) struct Kernels {
     codes: codes::Kernels,
     e4m3: e4m3::Kernels,
     few: few::Kernels,
+    few_codes: few_codes::Kernels,
     wide: wide::Kernels,
     library: Option<Library>,
     tuning: tuning::Linear,
@@ -105,6 +107,7 @@ impl Kernels {
             codes: codes::kernels(resources)?,
             e4m3: e4m3::kernels(resources)?,
             few: few::kernels(resources)?,
+            few_codes: few_codes::kernels(resources)?,
             wide: wide::kernels(resources)?,
             library: Library::open(OP, resources.tuning.linear)?,
             tuning: resources.tuning.linear,

@@ -179,6 +179,13 @@ pub(in crate::cuda) mod products {
     /// takes 30 (H200; no record exists).
     pub(in crate::cuda) const BLOCKS_TILES_LEAST_ROWS: usize = 9;
     pub(in crate::cuda) const BLOCKS_TILES_ROWS: usize = 32;
+    /// Rows that kernels round which multiply them, each block for itself, where there are others for tiles of
+    /// more: by small matrices (of so many weights) as many as they take; by others so many, of no more elements
+    /// than that together.
+    pub(in crate::cuda) const CODES_ROWS: usize = 4;
+    pub(in crate::cuda) const CODES_OF_TERNARY: usize = 28 << 10;
+    pub(in crate::cuda) const CODES_OF_I8: usize = 20 << 10;
+    pub(in crate::cuda) const CODES_SMALL: usize = 10 << 20;
     /// Rows of x of 16 bits up to which such weights on Hopper are for kernels that keep a multiprocessor's shared
     /// memory full of them.
     pub(in crate::cuda) const BLOCKS_FEW: usize = 8;
