@@ -2,6 +2,7 @@
 with 8-bit ones, and a copy of as many bytes; and the rounding of rows, which is a part of those of integers, alone."""
 
 import ctypes
+import os
 
 import torch
 from common import OURS, Record, agree, copies, graphs, num_sets, randn
@@ -11,15 +12,22 @@ DTYPES = {"i8": (9, 1, 127), "ternary": (10, 4, 1), "f8e4m3": (7, 1, 448)}
 # UNSLOTH_TENSOR_CONSTANT.
 CONSTANT = 4
 # (out_features, in_features): BitNet b1.58 2B-4T's and the other shapes of its own kernel.
-LAYERS = [(2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912), (3200, 3200), (4800, 3200), (3200, 10240), (20480, 3200)]
-MORE = {(13824, 2560): (16, 32, 64, 512, 4096)}
+LAYERS = [
+    (2560, 2560), (3840, 2560), (13824, 2560), (2560, 6912), (3200, 3200),
+    (4800, 3200), (3200, 10240), (20480, 3200), (5120, 27648), (55296, 5120),
+]  # fmt: skip
+# And of models of 8B and 70B parameters.
+MORE_LAYERS = [(14336, 4096), (4096, 14336), (28672, 8192)]
+FEW, MORE = (1, 4), (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 4096, 8192)
+COUNTS = {layer: MORE for layer in [(13824, 2560), (2560, 6912), *MORE_LAYERS]}
 # Of 8B parameters, and a head of as many.
 OF_FLOATS = [(4096, 4096), (14336, 4096), (4096, 14336), (32768, 4096)]
 ROWS_OF_FLOATS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 METHOD = (
     "Microseconds of one call: a graph of calls on weights that together exceed the cache, which ours are told are constant, replayed by "
     "turns, medians. Of i8 and ternary weights ours rounds x to 8 bits in each call. `copy` moves as many bytes as weights, x and output "
-    "have, half read and half written. `torch` multiplies by bf16 weights, `torch int8` by 8-bit ones without scales (from 17 rows on), "
+    "have, half read and half written. `torch` multiplies by bf16 weights, `torch int8` by 8-bit ones without scales (from 17 rows on), `BitNet` is that model's kernel for ternary weights, one row and ten shapes, "
+    "which does not round x (gpu/bitnet_kernels of its repository, built for sm_90; left out where UNSLOTH_BITNET names no such library), "
     "`torch fp8` x that is e4m3, too, by e4m3 ones with a scale (rows by 16)."
 )
 
@@ -28,10 +36,10 @@ def compare(ctx):
     record = Record("linear_codes", ctx.library, METHOD)
     for rows, k in ((1, 4096), (64, 4096), (8192, 4096), (8192, 14336)):
         rounding(ctx, record, rows, k)
-    for n, k in LAYERS:
+    for n, k in LAYERS + MORE_LAYERS:
         plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
         for name in ("i8", "ternary"):
-            layer(ctx, record, name, n, k, plain, (1, 4, *MORE.get((n, k), ())))
+            layer(ctx, record, name, n, k, plain, COUNTS.get((n, k), FEW))
         torch.cuda.empty_cache()
     for n, k in OF_FLOATS:
         plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
@@ -83,13 +91,25 @@ def quantized(ctx, weight, name):
     return codes, scale.reshape(1), of_codes
 
 
+def bitnet():
+    """BitNet's own product of one row, or None."""
+    path = os.environ.get("UNSLOTH_BITNET")
+    if path is None:
+        return None
+    call = ctypes.CDLL(path).bitlinear_int8xint2
+    call.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int] * 3 + [ctypes.c_void_p]
+    call.restype = None
+    return call
+
+
 def layer(ctx, record, name, n, k, plain, counts):
     size = n * k // DTYPES[name][1]
-    sets = num_sets(size)
-    made = [quantized(ctx, plain[i % len(plain)], name) for i in range(sets)]
+    # A burst reads as many: more than the cache has, of the smallest ones, too.
+    sets = max(2, min(128, -(-(192 << 20) // size)))
+    calls = max(16, sets)
+    made = [quantized(ctx, plain[i % len(plain)], name)[:2] + (None,) for i in range(sets)]
     weights = [described(ctx, codes, name, n, k, scale) for codes, scale, _ in made]
-    meant = made[0][2] * made[0][1]
-    made = [(codes, scale, None) for codes, scale, _ in made]
+    meant = quantized(ctx, plain[0], name)[2] * made[0][1]
     one = torch.ones(1, device="cuda")
     for rows in counts:
         x, out = randn(rows, k), torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
@@ -104,6 +124,14 @@ def layer(ctx, record, name, n, k, plain, counts):
         if name == "i8" and rows > 16:
             rounded = torch.randint(-127, 128, (rows, k), device="cuda", dtype=torch.int8)
             contenders["torch int8"] = lambda i: torch._int_mm(rounded, made[i % sets][0].t())
+        theirs_alone = bitnet() if name == "ternary" and rows == 1 and (n, k) in LAYERS else None
+        if theirs_alone is not None:
+            rounded = torch.randint(-127, 128, (rows, k), device="cuda", dtype=torch.int8)
+            scales = torch.ones(8, device="cuda", dtype=torch.bfloat16)
+            contenders["BitNet"] = lambda i: theirs_alone(
+                rounded.data_ptr(), made[i % sets][0].data_ptr(), theirs.data_ptr(), scales.data_ptr(), scales.data_ptr(),
+                rows, n, k, torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
         if name == "f8e4m3" and rows % 16 == 0:
             short = x.to(torch.float8_e4m3fn)
             contenders["torch fp8"] = lambda i: torch._scaled_mm(
@@ -113,5 +141,5 @@ def layer(ctx, record, name, n, k, plain, counts):
         contenders["copy"] = copies(-(-moved // (1 << 16)) << 16)
         for contender in contenders.values():
             contender(0)
-        times = graphs(contenders, seconds=0.1)
+        times = graphs(contenders, calls, seconds=0.1)
         record.add(f"{name} m{rows} n{n} k{k}", times, dtype="bf16", bytes=moved, flops=2 * rows * n * k)
