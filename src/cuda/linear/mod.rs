@@ -2,8 +2,8 @@
 //!
 //! Products of few rows are bound by reading the weights, which the kernels of this library do once; those of more rows go to cuBLASLt
 //! where there is one that serves their dtypes, and to kernels of this library otherwise. Weights in blocks are in `blocks`, those
-//! of integers whose scales lie apart in `codes`, those of 8-bit floats in `e4m3`; many rows by either of blocks and 8-bit floats, on
-//! Hopper, in `wide`.
+//! of integers whose scales lie apart in `codes`, few rows by these in `few_codes`, those of 8-bit floats in `e4m3`; many rows by any of
+//! these, on Hopper, in `wide`.
 
 mod backward;
 mod blocks;
