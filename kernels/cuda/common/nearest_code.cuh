@@ -5,8 +5,8 @@
 
 namespace unsloth {
 
-// What numbers are divided by, and its inverse. Neither is there where all are zero, or one is
-// none: codes are zeros then.
+// What the numbers of a group are divided by, and its inverse. Where all are zero, or one of them
+// is NaN or infinite, they have no codes: zeros stand for these.
 struct ScaleOfCodes {
   float scale, inverse;
   bool has_codes;
@@ -24,15 +24,16 @@ __device__ __forceinline__ uint32_t divided_code(float number, float scale) {
   return static_cast<uint32_t>(static_cast<int32_t>(code)) & 255;
 }
 
-// Of four, a byte each: a call, as it is seldom needed.
+// Of four, a byte each. It is a call, not inlined, because it is seldom needed.
 static __device__ __noinline__ uint32_t divided_codes(float scale, float4 of) {
   return divided_code(of.x, scale) | divided_code(of.y, scale) << 8 |
          divided_code(of.z, scale) << 16 | divided_code(of.w, scale) << 24;
 }
 
-// The integers nearest to up to eight quotients by the scale, a byte each; no magnitude is above
-// 127 scales. Products with the inverse are less than a ten-thousandth off the quotients, which
-// must be known only where one is near the middle of two integers.
+// The integers nearest to four or eight quotients by the scale, a byte each; no magnitude is above
+// 127 scales. A product with the inverse is less than a ten-thousandth off the quotient and is
+// nearest to the same integer, unless it is about as near to another: only then numbers are
+// divided.
 template <int kCount>
 __device__ __forceinline__ uint2 nearest_codes(const ScaleOfCodes &by,
                                                const float (&numbers)[kCount]) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ uint2 nearest_codes(const ScaleOfCodes &by,
     words[i / 4] |= (__float_as_uint(shifted) & 255) << i % 4 * 8;
   }
   if (!by.has_codes) return {0, 0};
-  // The inverse of the least scales has no number.
+  // The inverse of the smallest scales is infinite.
   if (off < 0.4999f && by.inverse < INFINITY) return {words[0], words[1]};
 #pragma unroll
   for (int i = 0; i < kCount / 4; i++) {

@@ -3,7 +3,7 @@
 //! on Hopper there are others for many (`wide`).
 
 use super::wide::OfCodes;
-use super::{Product, few_codes};
+use super::{Product, few, few_codes};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
@@ -145,10 +145,7 @@ fn multiply_codes(
     let grid = groups.min(form.resident) as u32;
 
     let row_bytes = weight.dtype.row_bytes(in_features);
-    let weight_stride = match out_features {
-        1 => row_bytes,
-        _ => weight.dtype.row_bytes(weight.layout.stride(0)),
-    };
+    let weight_stride = few::stride(weight);
     let (other, epilogue) = p.epilogue.parts();
     let other = other.unwrap_or(p.out);
     let at = |t: &RawTensor, i: usize| (t.ptr.addr() + matrix.offsets[i] * t.dtype.size()) as u64;

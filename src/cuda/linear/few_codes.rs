@@ -1,6 +1,6 @@
 //! Products of few rows with weights of 8 or 2 bits whose scales lie apart: kernels round `x` themselves.
 
-use super::{OP, Product};
+use super::{OP, Product, few};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::device::{Kernel, Resources};
@@ -65,7 +65,7 @@ impl Form {
         let is_large =
             out_features * weight.dtype.row_bytes(in_features) > multiprocessors * MANY_BYTES;
         let (blocks, shared_bytes) = match of(2) {
-            // Each has a part that no block can have.
+            // `room` is what one block can have; each takes what is reserved beside it.
             (blocks, bytes) if is_large && 2 * (bytes + RESERVED) <= room + RESERVED => {
                 (blocks, bytes)
             }
@@ -119,10 +119,7 @@ pub(super) fn multiply(
         form.blocks,
     );
     let row_bytes = weight.dtype.row_bytes(in_features);
-    let weight_stride = match out_features {
-        1 => row_bytes,
-        _ => weight.dtype.row_bytes(weight.layout.stride(0)),
-    };
+    let weight_stride = few::stride(weight);
     let (other, epilogue) = p.epilogue.parts();
     let other = other.unwrap_or(p.out);
     let at = |t: &RawTensor, i: usize| (t.ptr.addr() + matrix.offsets[i] * t.dtype.size()) as u64;

@@ -179,9 +179,9 @@ pub(in crate::cuda) mod products {
     /// takes 30 (H200; no record exists).
     pub(in crate::cuda) const BLOCKS_TILES_LEAST_ROWS: usize = 9;
     pub(in crate::cuda) const BLOCKS_TILES_ROWS: usize = 32;
-    /// Rows that kernels round which multiply them, each block for itself, where there are others for tiles of
-    /// more: by small matrices (of so many weights) as many as they take; by others so many, of no more elements
-    /// than that together.
+    /// Where kernels of tiles could multiply by codes, too, the blocks of another kernel round these rows of `x` and
+    /// multiply them (`kernels/cuda/linear/few_codes`): one row; up to so many with up to so many elements in all, by weights of
+    /// 2 bits or of 8; and by matrices of up to so many weights as many rows as that kernel takes.
     pub(in crate::cuda) const CODES_ROWS: usize = 4;
     pub(in crate::cuda) const CODES_OF_TERNARY: usize = 28 << 10;
     pub(in crate::cuda) const CODES_OF_I8: usize = 20 << 10;

@@ -36,6 +36,8 @@ constexpr uint32_t kMostRows = 8, kColumns = 16;
 // as leave room for a block of the next kernel beside this one.
 constexpr uint32_t kUnitBytes = 64, kAhead = 6;
 constexpr uint32_t kAll = ~0u;
+// Of shared memory, what a block may ask for where the device has as much.
+constexpr int32_t kMostBytes = 227 * 1024;
 
 // Of a lane: of rows g and g + 8 of a tile, bytes of a unit from 16 t on.
 struct Lines {
@@ -129,8 +131,8 @@ class FewCodes {
     return block * p_.tiles_of_block + min(block, p_.one_more);
   }
 
-  // Asks for a unit, if there is one, for a place of the ring that only this lane reads. Zeros are
-  // behind a row's end, whatever x has there.
+  // Asks for a unit, if there is one. Each lane copies to a place of the ring that only it reads,
+  // and zeros for what is behind the row's end.
   template <bool kLines>
   __device__ __forceinline__ void ask_next(uint32_t slot, Place &place) {
     if (place.tile < tiles_) {
@@ -157,8 +159,8 @@ class FewCodes {
     commit_copies();
   }
 
-  // Where element `k` of a row of x lies among its codes, of eight neighbours from a multiple of
-  // eight on. Of ternary weights 16 of the same byte's places lie together that belong to a lane.
+  // Where the code of element `k` of a row of x lies. By ternary weights the 16 codes lie together
+  // that a lane multiplies by what one shift gives of its 16 bytes.
   static __device__ __forceinline__ uint32_t place_of(uint32_t k) {
     if (!kTernary) return k;
     // A unit is two blocks of 128 codes, four times 32 each.
@@ -368,5 +370,5 @@ class FewCodes {
       unsloth::FewCodes<ternary, type>::kUnit,                                          \
       sizeof(unsloth::Shared),                                                          \
       unsloth::kThreads,                                                                \
-      227 * 1024,                                                                       \
+      unsloth::kMostBytes,                                                              \
   };

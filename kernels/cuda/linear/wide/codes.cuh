@@ -7,15 +7,19 @@
 
 namespace unsloth {
 
+// What weights of codes have in common.
+struct OfCodes {
+  static constexpr bool kHasScales = true, kOfCodes = true;
+  using Sum = int32_t;
+};
+
 // Codes of 8 bits. A step of a row is two boxes of the copy engine, which it swizzles.
-struct I8 {
+struct I8 : OfCodes {
   static constexpr uint32_t kCode = kDtypeI8;
   static constexpr int kStep = 256, kBytes = kStep;
   static constexpr int kBoxes = 2, kPitch = kBytes / kBoxes;
-  static constexpr bool kHasScales = true, kOfCodes = true;
-  using Sum = int32_t;
-  // The code of a weight of one is too great by so much.
-  static constexpr int32_t kOne = 0;
+  // A code is its weight and so much more.
+  static constexpr int32_t kMore = 0;
 
   template <class T>
   class Lane {
@@ -47,13 +51,11 @@ struct I8 {
 // Ternary weights w, as codes w + 1 of 2 bits: 128 are a block of 32 bytes, in which byte p has the
 // codes of p, p + 32, p + 64 and p + 96. A word, shifted by 2 i and masked, is what a lane has of
 // product i of the block.
-struct Ternary {
+struct Ternary : OfCodes {
   static constexpr uint32_t kCode = kDtypeTernary;
   static constexpr int kStep = 256, kBytes = kStep / 4;
   static constexpr int kBoxes = 1, kPitch = kBytes;
-  static constexpr bool kHasScales = true, kOfCodes = true;
-  using Sum = int32_t;
-  static constexpr int32_t kOne = 1;
+  static constexpr int32_t kMore = 1;
 
   template <class T>
   class Lane {
@@ -66,8 +68,7 @@ struct Ternary {
       const uint8_t *row = row_ + h * 8 * kPitch;
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        // Two rows are a line of 128 bytes, whose number is added to that of 16 bytes of a row,
-        // without a carry. Eight rows further it is the same.
+        // The copy engine puts 16 bytes `i` of a row in place `i ^ row / 2 % 4`.
         const uint8_t *line = row + ((2 * half + j) ^ (g_ / 2)) * 16;
         const uint32_t word = *reinterpret_cast<const uint32_t *>(line);
 #pragma unroll

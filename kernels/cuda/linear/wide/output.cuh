@@ -134,11 +134,12 @@ class Output {
     return p_.weight_scale[min(column, p_.out_features - 1) / p_.rows_of_scale];
   }
 
-  // A sum of codes, each of which is too great by a constant, times its scales.
+  // A sum of products of a weight's codes, which are `kMore` more than its weights, with a row's
+  // codes, whose sum is `sum_of_row`: the weights' sum of products, times both scales.
   static __device__ __forceinline__ float scaled(int32_t sum, float of_weight, float of_row,
                                                  int32_t sum_of_row) {
     return __fmul_rn(__fmul_rn(of_weight, of_row),
-                     static_cast<float>(sum - Weight::kOne * sum_of_row));
+                     static_cast<float>(sum - Weight::kMore * sum_of_row));
   }
 
   // Scales eight neighbours, and adds biases. Of codes each step is rounded, as on the CPU.

@@ -129,7 +129,7 @@ fn row_bytes(weight: &RawTensor) -> usize {
 }
 
 /// Bytes from row to row.
-fn stride(weight: &RawTensor) -> usize {
+pub(super) fn stride(weight: &RawTensor) -> usize {
     match weight.layout.dim(0) {
         1 => row_bytes(weight),
         _ => weight.dtype.row_bytes(weight.layout.stride(0)),

@@ -7,7 +7,7 @@
 mod form;
 
 use self::form::{Form, Of, Sizes};
-use super::{Product, decoded};
+use super::{Product, decoded, few};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::claims;
@@ -138,7 +138,7 @@ impl<'a> Tiles<'a> {
     /// Whether the copy engine reaches all of the weight and of equally spaced rows.
     fn reach(&self, p: &Product<'_>, x: &Lines) -> bool {
         let weight = &p.weights.weight;
-        let strides = [x.stride * x.dtype.size(), stride_of(weight)];
+        let strides = [x.stride * x.dtype.size(), few::stride(weight)];
         let lines = [x.ptr.addr(), weight.ptr.addr(), strides[0], strides[1]];
         self.sizes.in_features.is_multiple_of(ALIGNMENT)
             && self.sizes.in_features > 0
@@ -224,7 +224,7 @@ impl<'a> Tiles<'a> {
                 weight.ptr,
                 DType::F16,
                 [weight.dtype.row_bytes(in_features) / 2, out_features],
-                stride_of(weight) / 2,
+                few::stride(weight) / 2,
                 [choices.box_bytes / 2, choices.columns],
             )?,
             x_scale: x.scales,
@@ -273,14 +273,6 @@ impl<'a> Tiles<'a> {
         // SAFETY: the problem was checked: its tensors have the rows that the maps and the arguments describe. The
         // form was chosen by the size of the workspace.
         unsafe { cuda.launch_shape(p.op, self.kernel, shape, &arguments, stream) }
-    }
-}
-
-/// Bytes from one row of a weight to the next.
-fn stride_of(weight: &RawTensor) -> usize {
-    match weight.layout.dim(0) {
-        1 => weight.dtype.row_bytes(weight.layout.dim(1)),
-        _ => weight.dtype.row_bytes(weight.layout.stride(0)),
     }
 }
 
