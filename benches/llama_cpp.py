@@ -7,7 +7,8 @@
 Decoding of 128 tokens from a short prompt and prefill of about 512, in turns of both programs with as
 many threads, for each file; a file's weights are used as they are. The machine has to be quiet:
 what else ran shows in the spread of `all`. With `--device cuda` both run on a GPU, and ours with
-weights of bf16, too. With `--batches 8,64 --llama-batched-bench PATH/llama-batched-bench` also decoding
+weights of bf16, too. On a CPU prefill is measured with `--int8-activations`, too, which is what ratios are of: llama.cpp
+has activations of 8 bits. With `--batches 8,64 --llama-batched-bench PATH/llama-batched-bench` also decoding
 of so many sequences at once, 128 tokens of each behind a common prompt of about 128: rates count the
 tokens of all. Writes benches/results/llama_cpp_DEVICE_DATE.json, where a processor without AVX-512 is
 "avx2"; `--out` names another file, as llama_cpp_xeon_DATE.json, whose table is to stand beside that of
@@ -30,6 +31,9 @@ TEXT = (
     "The lighthouse had been dark for eleven winters when the new keeper came over the causeway with a cart, "
     "a dog and a box of brass fittings. People in the harbour watched him from behind their curtains. "
 )
+
+# Our engine with such activations as llama.cpp has.
+OF_8_BITS = "unsloth, 8 bits"
 
 # That each of several sequences makes.
 TOKENS = 128
@@ -96,12 +100,18 @@ def measure(arguments, path):
         weights["unsloth, bf16"] = "bf16"
     compared = ["decode", *map(at_once, arguments.batches), "prefill"]
     rates = {who: {what: [] for what in compared} for who in (*weights, "llama.cpp")}
+    if arguments.device == "cpu":
+        rates[OF_8_BITS] = {"prefill": []}
     for _ in range(arguments.rounds):
         for who, kind in weights.items():
             found = ours(arguments, path, kind, "--prompt", "The lighthouse", "--tokens", "128")
             rates[who]["decode"].append(found["decode_tokens_per_second"])
-            found = ours(arguments, path, kind, "--prompt", TEXT * arguments.repeats, "--tokens", "1", "--warm-up")
+            whole = ["--prompt", TEXT * arguments.repeats, "--tokens", "1", "--warm-up"]
+            found = ours(arguments, path, kind, *whole)
             rates[who]["prefill"].append(found["prefill_tokens_per_second"])
+            if OF_8_BITS in rates:
+                of_8_bits = ours(arguments, path, kind, *whole, "--int8-activations")
+                rates[OF_8_BITS]["prefill"].append(of_8_bits["prefill_tokens_per_second"])
             prompt = len(found["prompt_tokens"])
             for sequences in arguments.batches:
                 flags = ["--tokens", TOKENS, "--sequences", sequences]
@@ -113,9 +123,10 @@ def measure(arguments, path):
         for sequences in arguments.batches:
             rates["llama.cpp"][at_once(sequences)].append(theirs_at_once(arguments, path, sequences, shared))
     figures = {who: {what: spread(values) for what, values in of.items()} for who, of in rates.items()}
-    ratios = {
-        what: round(figures["unsloth"][what]["median"] / figures["llama.cpp"][what]["median"], 3) for what in compared
-    }
+    ratios = {}
+    for what in compared:
+        like = figures.get(OF_8_BITS, {}).get(what) or figures["unsloth"][what]
+        ratios[what] = round(like["median"] / figures["llama.cpp"][what]["median"], 3)
     return {"bytes": path.stat().st_size, "prompt_tokens": prompt, **figures, "ratio": ratios}
 
 
@@ -139,11 +150,11 @@ def rate(found):
 def section(result):
     """The record as a table."""
     ours = next(iter(result["files"].values()))
-    others = [who for who in ours if who.startswith("unsloth, ")]
     on = result["device"]["name"] if "device" in result else f"{result['processor']}, {result['threads']} threads"
     compared = measured(ours)
+    others = {what: [who for who in ours if who.startswith("unsloth, ") and what in ours[who]] for what in compared}
     heads = [
-        name for what in compared for name in (what.replace("decode", "decoding"), *others, "llama.cpp", "")
+        name for what in compared for name in (what.replace("decode", "decoding"), *others[what], "llama.cpp", "")
     ]
     lines = [
         f"{on}, {result['date']}; llama.cpp of {result['llama.cpp']};",
@@ -155,7 +166,7 @@ def section(result):
     for name, found in result["files"].items():
         cells = [name]
         for what in compared:
-            cells += [rate(found.get(who, {}).get(what)) for who in ("unsloth", *others, "llama.cpp")]
+            cells += [rate(found.get(who, {}).get(what)) for who in ("unsloth", *others[what], "llama.cpp")]
             cells.append(f"{found['ratio'][what]:.2f}×" if what in found["ratio"] else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

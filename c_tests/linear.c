@@ -59,8 +59,10 @@ static void run_blocks(const test_device *device) {
   p.x = f32_tensor(PUT(device, x), 2, K, -1, -1);
   p.weight = tensor((uint8_t *)PUT(device, memory) + 1, UNSLOTH_DTYPE_Q4_0, N, K, -1, -1);
   p.out = f32_tensor(there, 2, N, -1, -1);
-  for (int exact = 0; exact < 2; exact++) {
-    p.weight.flags = exact ? UNSLOTH_TENSOR_FLOAT_ACTIVATIONS : 0;
+  const uint32_t flags[] = {0, UNSLOTH_TENSOR_INT8_ACTIVATIONS, UNSLOTH_TENSOR_FLOAT_ACTIVATIONS};
+  for (int i = 0; i < 3; i++) {
+    p.weight.flags = flags[i];
+    const int exact = flags[i] == UNSLOTH_TENSOR_FLOAT_ACTIVATIONS;
     CHECK_OK(unsloth_linear_workspace_size(ctx, &p, &p.workspace_size));
     // On a GPU the weight is decoded for f32 that is not rounded.
     CHECK(device->is_cpu || p.workspace_size == (exact ? N * K * sizeof(float) : 0));
@@ -71,11 +73,11 @@ static void run_blocks(const test_device *device) {
     for (int row = 0; row < 2; row++) {
       for (int column = 0; column < N; column++) {
         double sum = 0;
-        for (int i = 0; i < K; i++) {
-          const uint8_t *block = blocks + (column * K + i) / 32 * BYTES;
-          uint8_t pair = block[2 + i % 16];
-          int code = i % 32 < 16 ? pair & 15 : pair >> 4;
-          sum += 0.25 * (code - 8) * (double)x[row][i];
+        for (int k = 0; k < K; k++) {
+          const uint8_t *block = blocks + (column * K + k) / 32 * BYTES;
+          uint8_t pair = block[2 + k % 16];
+          int code = k % 32 < 16 ? pair & 15 : pair >> 4;
+          sum += 0.25 * (code - 8) * (double)x[row][k];
         }
         CHECK_NEAR(out[row][column], sum, exact ? 1e-4 : 0.2);
       }

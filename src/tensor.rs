@@ -152,14 +152,23 @@ impl fmt::Display for Place {
     }
 }
 
+/// To how few bits products may round what they multiply with a weight in blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Activations {
+    Eight,
+    Sixteen,
+    /// They do not round it.
+    Float,
+}
+
 /// A tensor that is read.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRef<'a> {
     raw: RawTensor,
     /// `None` where who made the view promised that it is the context's.
     place: Option<Place>,
-    /// See [`TensorRef::with_float_activations`].
-    float_activations: bool,
+    /// Of a weight in blocks.
+    activations: Activations,
     /// See [`TensorRef::with_constant_elements`].
     constant: bool,
     /// See [`TensorRef::with_scales`].
@@ -264,7 +273,7 @@ impl<'a> TensorRef<'a> {
                 layout,
             },
             place: Some(Place::HOST),
-            float_activations: false,
+            activations: Activations::Sixteen,
             constant: false,
             scales: None,
             memory: PhantomData,
@@ -324,16 +333,27 @@ impl<'a> TensorRef<'a> {
 
     /// The weight, as one whose products are of activations as they are. Products with a weight in
     /// blocks may otherwise round them to 16 bits: see [`ops::linear`](crate::ops::linear). It has
-    /// no meaning for other tensors.
+    /// no meaning for other tensors. It takes the place of [`with_int8_activations`](Self::with_int8_activations).
     pub fn with_float_activations(self) -> Self {
         TensorRef {
-            float_activations: true,
+            activations: Activations::Float,
             ..self
         }
     }
 
-    pub(crate) fn float_activations(&self) -> bool {
-        self.float_activations
+    /// The weight, as one whose products may be of activations that are rounded to 8 bits. Products with a
+    /// weight in blocks otherwise round them to 16 at least. That makes those of many rows faster where the
+    /// processor multiplies bytes, and is off by more: see [`ops::linear`](crate::ops::linear). It has no
+    /// meaning for other tensors. It takes the place of [`with_float_activations`](Self::with_float_activations).
+    pub fn with_int8_activations(self) -> Self {
+        TensorRef {
+            activations: Activations::Eight,
+            ..self
+        }
+    }
+
+    pub(crate) fn activations(&self) -> Activations {
+        self.activations
     }
 
     /// The weight, or the gains of a product's norm, as what nothing writes until what is queued with it
@@ -365,7 +385,7 @@ impl<'a> TensorRef<'a> {
                 layout,
             },
             place: None,
-            float_activations: false,
+            activations: Activations::Sixteen,
             constant: false,
             scales: None,
             memory: PhantomData,
@@ -428,7 +448,7 @@ impl<'a> TensorMut<'a> {
         TensorRef {
             raw: self.raw,
             place: self.place,
-            float_activations: false,
+            activations: Activations::Sixteen,
             constant: false,
             scales: None,
             memory: PhantomData,

@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::problem::linear::Weights;
-use crate::tensor::{RawTensor, Scratch};
+use crate::tensor::{Activations, RawTensor, Scratch};
 
 /// Rows, inputs and outputs of the products of each dtype where the caller names none: of a batch
 /// and of a prompt in a small model.
@@ -68,7 +68,7 @@ impl Cuda {
         let weights = Weights {
             weight: there(weight),
             scales: None,
-            float_activations: false,
+            activations: Activations::Sixteen,
             constant: false,
             bias: None,
         };

@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result, text};
 use crate::ffi::params::{Field, params, read_field};
 use crate::layout::{Layout, MAX_RANK};
-use crate::tensor::{InOut, TensorMut, TensorRef, Workspace};
+use crate::tensor::{Activations, InOut, TensorMut, TensorRef, Workspace};
 
 /// The greatest rank of a tensor.
 pub const UNSLOTH_MAX_RANK: usize = 6;
@@ -77,6 +77,13 @@ pub const UNSLOTH_TENSOR_STRIDED: u32 = 1;
 /// may round that to 16 bits, which makes products of few rows faster: each 32 neighbours of a row to
 /// multiples of one scale. Other tensors have no use for it.
 pub const UNSLOTH_TENSOR_FLOAT_ACTIVATIONS: u32 = 2;
+
+/// Of the `flags` of a weight in blocks: what it multiplies may be rounded to 8 bits, each 32 neighbours of
+/// a row to multiples of one scale, as engines for CPUs often do. Products of many rows by AVX-512 are then
+/// up to 1.6 times as fast; their error's square is some 3e-5 of the result's. Others do as without it, and so do
+/// several weights of one product, as those of a gate, unless each has it. It excludes
+/// `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`. Other tensors have no use for it.
+pub const UNSLOTH_TENSOR_INT8_ACTIVATIONS: u32 = 8;
 
 /// Of the `flags` of a weight, or of the gains of a norm that a product takes (`x_norm`): a promise that
 /// nothing writes it until what is queued with it has run, neither work that is queued before, on any
@@ -160,11 +167,18 @@ impl unsloth_quantization {
 impl Field for unsloth_tensor {
     fn check(&self, op: &'static str, name: fmt::Arguments<'_>) -> Result<()> {
         self.reserved.check(op, format_args!("{name}.reserved"))?;
-        const KNOWN: u32 =
-            UNSLOTH_TENSOR_STRIDED | UNSLOTH_TENSOR_FLOAT_ACTIVATIONS | UNSLOTH_TENSOR_CONSTANT;
+        const ROUNDED: u32 = UNSLOTH_TENSOR_FLOAT_ACTIVATIONS | UNSLOTH_TENSOR_INT8_ACTIVATIONS;
+        const KNOWN: u32 = UNSLOTH_TENSOR_STRIDED | ROUNDED | UNSLOTH_TENSOR_CONSTANT;
         if self.flags & !KNOWN != 0 {
             let problem = text!(
-                "is {:#x}, allowed: 0 or a sum of 1 (strided), 2 (float_activations) and 4 (constant)",
+                "is {:#x}, allowed: 0 or a sum of 1 (strided), 2 (float_activations), 4 (constant) and 8 (int8_activations)",
+                self.flags
+            );
+            return Err(Error::invalid(op, text!("{name}.flags"), problem));
+        }
+        if self.flags & ROUNDED == ROUNDED {
+            let problem = text!(
+                "is {:#x}, allowed: only one of 2 (float_activations) and 8 (int8_activations)",
                 self.flags
             );
             return Err(Error::invalid(op, text!("{name}.flags"), problem));
@@ -291,8 +305,10 @@ impl unsloth_tensor {
         if raw.layout.strides().iter().all(|&s| s == 0) {
             out.flags |= UNSLOTH_TENSOR_STRIDED;
         }
-        if tensor.float_activations() {
-            out.flags |= UNSLOTH_TENSOR_FLOAT_ACTIVATIONS;
+        match tensor.activations() {
+            Activations::Eight => out.flags |= UNSLOTH_TENSOR_INT8_ACTIVATIONS,
+            Activations::Sixteen => {}
+            Activations::Float => out.flags |= UNSLOTH_TENSOR_FLOAT_ACTIVATIONS,
         }
         if tensor.is_constant() {
             out.flags |= UNSLOTH_TENSOR_CONSTANT;
@@ -338,6 +354,9 @@ impl unsloth_tensor {
         }
         if self.flags & UNSLOTH_TENSOR_FLOAT_ACTIVATIONS != 0 {
             tensor = tensor.with_float_activations();
+        }
+        if self.flags & UNSLOTH_TENSOR_INT8_ACTIVATIONS != 0 {
+            tensor = tensor.with_int8_activations();
         }
         if self.flags & UNSLOTH_TENSOR_CONSTANT != 0 {
             tensor = tensor.with_constant_elements();

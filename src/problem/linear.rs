@@ -1,7 +1,7 @@
 //! Linear layers.
 
 use super::rms_norm::OfInput;
-use crate::tensor::{RawTensor, Scales};
+use crate::tensor::{Activations, RawTensor, Scales};
 
 /// Validated arguments.
 #[derive(Clone, Copy, Debug)]
@@ -24,8 +24,8 @@ pub(crate) struct Weights {
     pub weight: RawTensor,
     /// Of codes; none are ones. Their number divides that of the rows.
     pub scales: Option<Scales>,
-    /// Whether blocks are multiplied by activations as they are, and not rounded to 16 bits.
-    pub float_activations: bool,
+    /// To how few bits what blocks are multiplied by may be rounded.
+    pub activations: Activations,
     /// Whether nothing in flight writes the matrix, so that it may be read ahead.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a GPU reads ahead"))]
     pub constant: bool,
@@ -34,6 +34,11 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
+    /// Whether blocks are multiplied by activations as they are.
+    pub fn float_activations(&self) -> bool {
+        self.activations == Activations::Float
+    }
+
     /// Rows of the matrix.
     pub fn out_features(&self) -> usize {
         self.weight.layout.dim(0)

@@ -69,6 +69,12 @@ impl Matrix {
         Weights { weight, bias: None }
     }
 
+    /// Whose products may round what it multiplies to 8 bits.
+    pub fn int8_weights(&self) -> Weights<'_> {
+        let weight = self.view().with_int8_activations();
+        Weights { weight, bias: None }
+    }
+
     /// The same matrix of f32.
     pub fn decoded(&self, ctx: &Context) -> crate::common::DeviceTensor {
         TestTensor::of(DType::F32, self.layout.shape(), &self.values).upload(ctx)
@@ -109,18 +115,33 @@ fn product_as(ctx: &Context, x: &TestTensor, weights: Weights<'_>, dtype: DType)
     out.download_output()
 }
 
+/// The greatest code of 16 bits.
+const MOST: f64 = 32639.0;
+
 /// Asserts that products are off by no more than half a step of each 32 neighbours of `x`, and what
 /// f32 and the output's dtype round.
-fn assert_rounded_once(dtype: DType, y: &[f64], x: &[f64], w: &[f64], [rows, n, k]: [usize; 3]) {
+fn assert_rounded_once(dtype: DType, y: &[f64], x: &[f64], w: &[f64], sizes: [usize; 3]) {
+    assert_rounded_to(MOST, dtype, y, x, w, sizes);
+}
+
+/// As [`assert_rounded_once`], where `most` is the greatest code.
+fn assert_rounded_to(
+    most: f64,
+    dtype: DType,
+    y: &[f64],
+    x: &[f64],
+    w: &[f64],
+    [rows, n, k]: [usize; 3],
+) {
     let expected = exact(x, w, (rows, k, n), None, None);
     for (i, (y, expected)) in y.iter().zip(expected).enumerate() {
         let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
         let (mut bound, mut terms) = (0.0, 0.0);
         for (x, w) in x.chunks(32).zip(w.chunks(32)) {
-            let step = x.iter().fold(0.0f64, |most, x| most.max(x.abs())) / 32639.0;
+            let greatest = x.iter().fold(0.0f64, |most, x| most.max(x.abs()));
             let weights: f64 = w.iter().map(|w| w.abs()).sum();
-            bound += weights * step / 2.0;
-            terms += weights * step * 32639.0;
+            bound += weights * greatest / most / 2.0;
+            terms += weights * greatest;
         }
         // Codes are summed without their offset, which may be 16 times as much.
         bound += 16.0 * terms * rules::epsilon(DType::F32);
@@ -380,6 +401,39 @@ fn errors_of_rounded_activations_are_small() {
     }
 }
 
+/// Where it is asked for, many rows may be rounded to 8 bits: an order below what ggml allows its own products.
+/// Few are as without, and so are all on a GPU.
+#[test]
+fn activations_of_8_bits() {
+    for ctx in contexts() {
+        for format in DType::BLOCKS {
+            let [n, k] = [75, 768];
+            let matrix = Matrix::random(&ctx, format, [n, k], 0);
+            for (dtype, rows) in [
+                (DType::F32, 1),
+                (DType::F32, 8),
+                (DType::F32, 9),
+                (DType::F16, 40),
+                (DType::Bf16, 131),
+            ] {
+                let x = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, k]));
+                let y = product(&ctx, &x, matrix.int8_weights());
+                let all = x.values();
+                if rows <= 8 || ctx.backend() != Backend::Cpu {
+                    let plain = product(&ctx, &x, matrix.weights(false));
+                    assert!(y.bits() == plain.bits(), "{format} {rows}");
+                } else {
+                    let sizes = [rows, n, k];
+                    assert_rounded_to(127.0, dtype, &y.values(), &all, &matrix.values, sizes);
+                }
+                let expected = exact(&all, &matrix.values, (rows, k, n), None, None);
+                let error = nmse(&y.values(), &expected);
+                assert!(error < 5e-5, "{format} {rows}: {error}");
+            }
+        }
+    }
+}
+
 #[test]
 fn bits_depend_on_neither_threads_nor_neighbours() {
     let contexts = [1, 2, 5].map(|num_threads| {
@@ -393,9 +447,13 @@ fn bits_depend_on_neither_threads_nor_neighbours() {
         let matrix = Matrix::random(&contexts[0], format, [300, 768], 0);
         for rows in [1, 7, 8, 32, 100] {
             let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[rows, 768]));
+            for weights in [matrix.weights(false), matrix.int8_weights()] {
+                let run = |ctx| product(ctx, &x, weights).bits();
+                let [one, two, five] = contexts.each_ref().map(run);
+                assert!(one == two && one == five, "{format} {rows}");
+            }
             let run = |ctx| product(ctx, &x, matrix.weights(false)).bits();
-            let [one, two, five] = contexts.each_ref().map(run);
-            assert!(one == two && one == five, "{format} {rows}");
+            let one = run(&contexts[0]);
             // The same order of additions: up to eight rows, the processor's kernels of few; then panels or, where it has
             // none, chunks.
             let beside = match rows {

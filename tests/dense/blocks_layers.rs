@@ -73,6 +73,21 @@ fn mlps_are_those_of_the_decoded_weights() {
     }
 }
 
+/// A gate whose weights do not agree is rounded as the more exact of them asks.
+#[test]
+fn several_weights_are_rounded_alike() {
+    let ctx = Context::cpu().unwrap();
+    let [gate, up] = [(); 2].map(|()| Matrix::random(&ctx, DType::Q4_1, [96, 64], 0));
+    let down = Matrix::random(&ctx, DType::Q4_1, [64, 96], 0);
+    let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[33, 64]));
+    let run = |gate, up| mlp_of(&ctx, &x, [gate, up, down.weights(false)]);
+    let words = run(gate.weights(false), up.weights(false));
+    assert_eq!(run(gate.int8_weights(), up.weights(false)), words);
+    assert_eq!(run(gate.weights(false), up.int8_weights()), words);
+    let error = nmse(&run(gate.int8_weights(), up.int8_weights()), &words);
+    assert!(error < 1e-4, "{error}");
+}
+
 /// Four heads of 64 on two, 256 columns.
 fn attention_of(ctx: &Context, x: &TestTensor, [qkv, out_weight]: [Weights<'_>; 2]) -> Vec<f64> {
     let x = x.upload(ctx);

@@ -54,9 +54,14 @@ const MISUSE: &[Misuse<unsloth_linear_params>] = &[
         "linear: out has dtype q4_0, x has f32",
     ),
     (
-        |p| p.weight.flags = 8,
+        |p| p.weight.flags = 16,
         INVALID,
-        "linear: weight.flags is 0x8, allowed: 0 or a sum of 1 (strided), 2 (float_activations) and 4 (constant)",
+        "linear: weight.flags is 0x10, allowed: 0 or a sum of 1 (strided), 2 (float_activations), 4 (constant) and 8 (int8_activations)",
+    ),
+    (
+        |p| p.weight.flags = 8 | 2,
+        INVALID,
+        "linear: weight.flags is 0xa, allowed: only one of 2 (float_activations) and 8 (int8_activations)",
     ),
     (
         |p| p.weight.data = std::ptr::null_mut(),

@@ -97,9 +97,13 @@ Args parse_args(int argc, const char *const *argv) {
                                                 {"bf16", Args::Weights::kBf16}});
        }},
   };
-  const std::map<std::string, bool *> switches = {
-      {"--help", &args.help}, {"-h", &args.help},        {"--chat", &args.chat},
-      {"--json", &args.json}, {"--no-graph", &no_graph}, {"--warm-up", &args.warm_up}};
+  const std::map<std::string, bool *> switches = {{"--help", &args.help},
+                                                  {"-h", &args.help},
+                                                  {"--chat", &args.chat},
+                                                  {"--json", &args.json},
+                                                  {"--no-graph", &no_graph},
+                                                  {"--warm-up", &args.warm_up},
+                                                  {"--int8-activations", &args.int8_activations}};
 
   parse_flags(argc, argv, valued, switches);
   if (args.help) return args;
@@ -187,6 +191,10 @@ std::string usage() {
          "dtype)\n"
          "  --weights TYPE      keep the matrices as in the file, or as f32, f16 or bf16\n"
          "                      (file on the CPU; on a GPU the dtype, bf16 for f32)\n"
+         "  --int8-activations  round what quantised matrices multiply to 8 bits, not 16, where "
+         "that "
+         "is faster:\n"
+         "                      prompts on a CPU with AVX-512\n"
          "  --no-graph          on a GPU, queue every step anew in place of replaying a graph\n"
          "  --warm-up           run the prompt once before what is timed, or load before a chat "
          "what\n"

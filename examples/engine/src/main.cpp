@@ -206,8 +206,7 @@ void run(const Args &args) {
   run_ranks(backend, args.threads, sizes, process,
             [&](const Context &context, const std::vector<Group> &groups) {
               const Ranks ranks = {groups[0], groups[1], groups[2], args.rank.has_value()};
-              const Model model =
-                  Model::load(context, gguf, config, args.weights, args.dtype, ranks);
+              const Model model = Model::load(context, gguf, config, args, ranks);
               if (args.perplexity) {
                 run_perplexity(args, model, tokenizer);
               } else if (args.prompt) {

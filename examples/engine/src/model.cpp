@@ -53,17 +53,21 @@ uint64_t bytes_as(const GgufTensor &tensor, unsloth_dtype dtype) {
 }  // namespace
 
 Model::Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
-             unsloth_dtype hidden_dtype, const Ranks &ranks)
+             unsloth_dtype hidden_dtype, uint32_t flags, const Ranks &ranks)
     : context_(&context),
       config_(config),
       ranks_(ranks),
       weight_dtype_(weight_dtype),
-      hidden_dtype_(hidden_dtype) {}
+      hidden_dtype_(hidden_dtype),
+      flags_(flags) {}
 
 Model Model::load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                  Args::Weights weights, Args::DType hidden_dtype, const Ranks &ranks) {
-  if (weights == Args::Weights::kSuited) weights = suited(gguf, hidden_dtype);
-  Model model(context, config, dtype_of(weights), dtype_of(hidden_dtype), ranks);
+                  const Args &args, const Ranks &ranks) {
+  Args::Weights weights = args.weights;
+  if (weights == Args::Weights::kSuited) weights = suited(gguf, args.dtype);
+  uint32_t flags = UNSLOTH_TENSOR_CONSTANT;
+  if (args.int8_activations) flags |= UNSLOTH_TENSOR_INT8_ACTIVATIONS;
+  Model model(context, config, dtype_of(weights), dtype_of(args.dtype), flags, ranks);
   model.read(gguf, config, nullptr);
   model.memory_ = Buffer(context, model.used_);
   model.used_ = model.weight_bytes_ = 0;
@@ -195,7 +199,7 @@ unsloth_tensor Model::upload(const std::vector<const GgufTensor *> &sources, uns
     } else {
       view = upload_as_they_are(sources, &memory_, used_, bar);
     }
-    view.flags |= UNSLOTH_TENSOR_CONSTANT;
+    view.flags |= flags_;
   } else {
     view.shape[0] = static_cast<int64_t>(sources[0]->shape[0]);
   }

@@ -52,11 +52,11 @@ struct Ranks {
 
 class Model {
  public:
-  // Uploads every tensor: matrices as they are or decoded, as `weights` says, the rest as f32. Of
+  // Uploads every tensor: matrices as they are or decoded, as `args` says, the rest as f32. Of
   // what ranks divide only this rank's part is read: its layers, of these its heads, its rows of
   // gate and up and columns of down, its rows of the vocabulary.
   static Model load(const Context &context, const Gguf &gguf, const ModelConfig &config,
-                    Args::Weights weights, Args::DType hidden, const Ranks &ranks);
+                    const Args &args, const Ranks &ranks);
 
   const Context &context() const { return *context_; }
   // With the layers, the heads and the intermediate size of this rank.
@@ -78,7 +78,7 @@ class Model {
 
  private:
   Model(const Context &context, const ModelConfig &config, unsloth_dtype weight_dtype,
-        unsloth_dtype hidden_dtype, const Ranks &ranks);
+        unsloth_dtype hidden_dtype, uint32_t flags, const Ranks &ranks);
 
   // Goes through all tensors; without memory they are only counted.
   void read(const Gguf &gguf, const ModelConfig &whole, ProgressBar *bar);
@@ -94,6 +94,7 @@ class Model {
   VocabularyRows vocabulary_;
   unsloth_dtype weight_dtype_;
   unsloth_dtype hidden_dtype_;
+  uint32_t flags_;  // of all tensors
   // All tensors in one piece: allocations of a GPU are rounded up to megabytes.
   Buffer memory_;
   uint64_t used_ = 0;

@@ -69,6 +69,8 @@ void good_flags() {
   CHECK(parse({"--model", "m", "--chat", "--cache-type", "f8"}).cache == Args::Cache::kF8);
   CHECK(args.graph);
   CHECK(!parse({"--model", "m", "--chat", "--no-graph"}).graph);
+  CHECK(!args.int8_activations);
+  CHECK(parse({"--model", "m", "--chat", "--int8-activations"}).int8_activations);
   CHECK(!args.warm_up);
   CHECK(parse({"--model", "m", "--prompt", "p", "--warm-up"}).warm_up);
   CHECK(parse({"--model", "m", "--chat", "--warm-up"}).warm_up);

@@ -44,7 +44,7 @@ impl<const N: usize> Blocks<N> {
         }
         let group = blocks::group(dtypes[0]);
         let alike = dtypes.iter().all(|dtype| blocks::group(*dtype) == group);
-        if !alike || weights.iter().any(|w| w.float_activations) {
+        if !alike || weights.iter().any(|w| w.float_activations()) {
             return None;
         }
         let dot = Dot::new();

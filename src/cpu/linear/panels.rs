@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use super::blocks::Blocks;
 use crate::cpu::Cpu;
-use crate::cpu::blocks::panel::{self, ALIGNMENT, Kernel, ROWS, Rounded, Shape};
+use crate::cpu::blocks::panel::{self, ALIGNMENT, Bits, Kernel, ROWS, Rounded, Shape};
 use crate::cpu::scratch::Floats;
 use crate::error::Result;
 use crate::problem::linear::Weights;
-use crate::tensor::{RawTensor, Scratch};
+use crate::tensor::{Activations, RawTensor, Scratch};
 
 /// Rows that are rounded at a time, and for which panels are unpacked once.
 const MOST: usize = 172 * ROWS;
@@ -31,12 +31,17 @@ impl<const N: usize> Panels<N> {
     /// If all weights may be multiplied so.
     pub fn new(x: &RawTensor, weights: [&Weights; N]) -> Option<Panels<N>> {
         let blocks = Blocks::new(weights)?;
-        let shape = Shape::new(&weights[0].weight);
+        let kernel = Kernel::new(blocks.dot)?;
+        let eight = weights.iter().all(|w| w.activations == Activations::Eight);
+        let bits = match kernel.fewest_bits() {
+            Bits::Eight if eight => Bits::Eight,
+            _ => Bits::Sixteen,
+        };
+        let shape = Shape::new(&weights[0].weight, bits);
         if shape.depth == 0 {
             return None;
         }
         let columns = weights[0].out_features();
-        let kernel = Kernel::new(blocks.dot)?;
         // There should be some items for each thread.
         let most = WIDEST / kernel.columns();
         let panels = columns
@@ -113,10 +118,11 @@ impl<const N: usize> Panels<N> {
                 for item in items {
                     let columns = item * self.width..self.columns.min((item + 1) * self.width);
                     for (sums, weights) in room.iter_mut().zip(weights) {
-                        let shape = Shape::new(&weights.weight);
+                        let shape = Shape::new(&weights.weight, self.shape.bits);
+                        let kind = (self.kernel, shape);
                         for at in (0..columns.len()).step_by(self.kernel.columns()) {
                             let first = columns.start + at;
-                            panel::pack(cpu, self.kernel, &weights.weight, first, panel);
+                            panel::pack(cpu, kind, &weights.weight, first, panel);
                             let blocks = sums.chunks_mut(ROWS * self.width).enumerate();
                             for (i, sums) in blocks.take(rows.div_ceil(ROWS)) {
                                 let (x, sums) = (rounded.block(i), &mut sums[at..]);

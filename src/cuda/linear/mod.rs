@@ -31,7 +31,7 @@ use crate::problem::linear::{Problem, Weights};
 use crate::problem::rms_norm::OfInput;
 use crate::problem::swiglu::Activation;
 use crate::problem::{self, Plans};
-use crate::tensor::{RawTensor, Scratch};
+use crate::tensor::{Activations, RawTensor, Scratch};
 use part::Part;
 pub(crate) use part::Sizes;
 
@@ -486,7 +486,7 @@ mod tests {
                         weights: Weights {
                             weight,
                             scales: None,
-                            float_activations: false,
+                            activations: Activations::Sixteen,
                             constant: false,
                             bias: Some(bias),
                         },

@@ -30,7 +30,8 @@ pub struct unsloth_linear_params {
     /// `[out_features, in_features]`, any float dtype whatever that of `x`; any strides with a contiguous last dimension. Also
     /// in blocks (`UNSLOTH_DTYPE_Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q4_K`, `Q5_K`, `Q6_K`, `TQ1_0`, `TQ2_0`, `Q2_0`): rows of
     /// whole blocks, which begin at multiples of a block. Products may then be of `x` rounded to 16 bits, unless the weight has
-    /// `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`; on CUDA those of more rows are of weights rounded to the dtype of `x`.
+    /// `UNSLOTH_TENSOR_FLOAT_ACTIVATIONS`, or to 8 bits if it has `UNSLOTH_TENSOR_INT8_ACTIVATIONS`; on CUDA those of more rows
+    /// are of weights rounded to the dtype of `x`.
     /// Also i8, or ternary with rows of a multiple of 128, with its scales in `quantization`: `x` is rounded to 8 bits by the
     /// greatest magnitude of each row, as `unsloth_quantize_forward` does, and integers are summed exactly.
     /// Also f8e4m3, with its scales in `quantization`: `x` is not rounded, and sums are scaled at their end. On CUDA that is so for

@@ -14,7 +14,9 @@
 //! scales of blocks of scales are multiplied in f32, exactly. Products of it are of one of two kinds. Where the weight asks for it
 //! ([`TensorRef::with_float_activations`]), weights are decoded to f32 and all is as for weights in f32. Else each 32 neighbours of a
 //! row of `x` may be rounded to 16 bits first, `x ≈ s * code` with `s = max |x| / 32639` in f32, and the codes' products are summed
-//! exactly; an element of `x` is off by `s / 2` at most. Which rows that is done for depends on the processor and on the number of
+//! exactly; an element of `x` is off by `s / 2` at most. A weight may allow 8 bits ([`TensorRef::with_int8_activations`]), with
+//! `s = max |x| / 127`, which products of more than eight rows by AVX-512 then are of. Which rows that is done for depends on the
+//! processor and on the number of
 //! rows, as it is for speed alone. Elements of `x` that are not finite give results that are not.
 //!
 //! A weight may also be of codes of 8 or 2 bits with scales that lie apart ([`TensorRef::with_scales`]). Then each row of `x`
@@ -54,7 +56,7 @@ use crate::ops::parallel::{OF_X, Parallel, Partition};
 use crate::ops::parts::{OneOr, Parts};
 use crate::ops::rms_norm::Norm;
 use crate::problem::linear::{self as problem, Problem};
-use crate::tensor::{InOut, RawTensor, Scales, TensorMut, TensorRef, Workspace};
+use crate::tensor::{Activations, InOut, RawTensor, Scales, TensorMut, TensorRef, Workspace};
 
 pub use backward::backward;
 
@@ -198,12 +200,11 @@ impl Weights<'_> {
                 .shape(&[out_features])?
                 .last_contiguous()?;
         }
-        let float_activations = self.weight.float_activations();
         let scales = self.check_scales(op, names.0)?;
         Ok(problem::Weights {
             weight,
             scales,
-            float_activations,
+            activations: self.weight.activations(),
             constant: self.weight.is_constant(),
             bias,
         })
@@ -228,7 +229,7 @@ impl Weights<'_> {
                 );
                 return Err(Error::invalid(op, name, problem));
             }
-            if self.weight.float_activations() {
+            if self.weight.activations() == Activations::Float {
                 let problem =
                     text!("has dtype {dtype} and float_activations, which it has no products of");
                 return Err(Error::unsupported(op, name, problem));

@@ -176,9 +176,9 @@ const MISUSE: &[Spoil] = &[
         "optimizer: parameters[1].gradient has dtype i32, allowed: f32, f16, bf16",
     ),
     (
-        |g| g.parameters[1].gradient.flags = 8,
+        |g| g.parameters[1].gradient.flags = 16,
         INVALID,
-        "optimizer: parameters[1].gradient.flags is 0x8, allowed: 0 or a sum of 1 (strided), 2 (float_activations) and 4 (constant)",
+        "optimizer: parameters[1].gradient.flags is 0x10, allowed: 0 or a sum of 1 (strided), 2 (float_activations), 4 (constant) and 8 (int8_activations)",
     ),
     (
         |g| g.parameters[0].gradient.shape[1] = 3,

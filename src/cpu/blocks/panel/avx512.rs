@@ -1,12 +1,11 @@
 //! Products by AVX-512 with VNNI, whose instruction multiplies bytes without a sign by bytes with one. Bytes of activations have
-//! none: high ones are 128 more than they should be, for which dot products start with so much less. Codes have one: where
+//! none: those with a sign are 128 more than they should be, for which dot products start with so much less. Codes have one: where
 //! groups have no offsets of their own, the code of zero is taken away from them, and nothing is left to be added.
 
 use std::arch::x86_64::*;
 
 use super::pack::Words;
-use super::{Group, ROWS, SHARED, Shape};
-use crate::cpu::blocks::activations::MOST;
+use super::{Bits, Group, ROWS, SHARED, Shape};
 
 /// Adds the products of a group's codes and of one of its planes of bytes: of `WORDS` lines of both. They are
 /// spelled out, since in a loop that is not unrolled dot products are kept in memory.
@@ -30,9 +29,6 @@ macro_rules! add_plane {
 /// Rows of weights of a panel.
 pub const COLUMNS: usize = 32;
 
-/// Words of activations for each word of codes: high bytes, and low.
-const PLANES: usize = 2;
-
 /// Of a vector, and vectors of a line of a panel.
 const LANES: usize = 16;
 const VECTORS: usize = COLUMNS / LANES;
@@ -43,14 +39,14 @@ const VECTORS: usize = COLUMNS / LANES;
 /// The processor has the instructions.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-pub unsafe fn round(values: &[f32; SHARED], group: usize) -> Group {
+pub unsafe fn round(values: &[f32; SHARED], group: usize, bits: Bits) -> Group {
     // SAFETY: two vectors of values, and 16 words.
     unsafe {
         let halves = [0, 16].map(|at| _mm512_loadu_ps(values.as_ptr().add(at)));
         // As integers, magnitudes are in the order of the numbers, and NaN is above them.
         let [a, b] = halves.map(|x| _mm512_castps_si512(_mm512_abs_ps(x)));
         let most = _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
-        let limit = f32::from(MOST);
+        let limit = f32::from(bits.most());
         let scale = f32::from_bits(most) / limit;
         let codes = halves.map(|x| {
             // Without a scale that is a number there is no code, and any will do.
@@ -59,30 +55,40 @@ pub unsafe fn round(values: &[f32; SHARED], group: usize) -> Group {
             _mm512_cvtps_epi32(_mm512_max_ps(code, _mm512_set1_ps(-limit)))
         });
         let sums = codes.map(|codes| _mm512_reduce_add_epi32(codes));
-        // High bytes are 128 more, so that they have no sign either.
+        // Bytes that have a sign are 128 more, so that they have none.
         let more = _mm_set1_epi8(i8::MIN);
-        let high =
-            codes.map(|c| _mm_xor_si128(_mm512_cvtepi32_epi8(_mm512_srai_epi32::<8>(c)), more));
         let low = codes.map(|codes| _mm512_cvtepi32_epi8(codes));
-        let (order, sums) = match group {
-            16 => ([high[0], low[0], high[1], low[1]], sums),
-            _ => ([high[0], high[1], low[0], low[1]], [sums[0] + sums[1], 0]),
-        };
         let mut words = [0; 16];
-        for (bytes, words) in order.into_iter().zip(words.chunks_exact_mut(4)) {
-            _mm_storeu_si128(words.as_mut_ptr().cast(), bytes);
+        let order: &[__m128i] = match bits {
+            Bits::Eight => &low.map(|low| _mm_xor_si128(low, more)),
+            Bits::Sixteen => {
+                let high = codes.map(|c| _mm512_cvtepi32_epi8(_mm512_srai_epi32::<8>(c)));
+                let high = high.map(|high| _mm_xor_si128(high, more));
+                match group {
+                    16 => &[high[0], low[0], high[1], low[1]],
+                    _ => &[high[0], high[1], low[0], low[1]],
+                }
+            }
+        };
+        for (bytes, words) in order.iter().zip(words.chunks_exact_mut(4)) {
+            _mm_storeu_si128(words.as_mut_ptr().cast(), *bytes);
         }
+        let sums = match group {
+            16 => sums,
+            _ => [sums[0] + sums[1], 0],
+        };
         Group { scale, words, sums }
     }
 }
 
-/// For groups of `WORDS` times four weights, which have offsets unless they are `CENTERED`.
+/// For groups of `WORDS` times four weights, which have offsets unless they are `CENTERED`, by activations of
+/// `PLANES` bytes.
 ///
 /// # Safety
 /// The processor has the instructions; `x` is a block, `panel` a panel of the shape, and there is
 /// room for so many rows of sums.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-pub unsafe fn multiply<const WORDS: usize, const CENTERED: bool>(
+pub unsafe fn multiply<const WORDS: usize, const CENTERED: bool, const PLANES: usize>(
     shape: Shape,
     x: &[f32],
     panel: &[f32],
@@ -113,13 +119,15 @@ pub unsafe fn multiply<const WORDS: usize, const CENTERED: bool>(
                 }
                 let (codes, x) = (w.add(g * WORDS * COLUMNS), x.add(PLANES * g * WORDS * ROWS));
                 add_plane!(codes, x, dots, 0 1 2 3 4 5 6 7);
-                for dots in &mut dots {
-                    for dots in dots {
-                        *dots = _mm512_slli_epi32::<8>(*dots);
+                if PLANES > 1 {
+                    for dots in &mut dots {
+                        for dots in dots {
+                            *dots = _mm512_slli_epi32::<8>(*dots);
+                        }
                     }
+                    let low = x.add(WORDS * ROWS);
+                    add_plane!(codes, low, dots, 0 1 2 3 4 5 6 7);
                 }
-                let low = x.add(WORDS * ROWS);
-                add_plane!(codes, low, dots, 0 1 2 3 4 5 6 7);
                 for v in 0..VECTORS {
                     let at = g * COLUMNS + v * LANES;
                     let scales = _mm512_loadu_ps(w_scales.add(at));
@@ -184,8 +192,8 @@ unsafe fn place(words: Words, mut store: impl FnMut(usize, usize, __m512i)) {
     }
 }
 
-/// Words of codes, less `zero`, and the lines of what each group's dot products start with: high bytes of
-/// activations are 128 more than they should be.
+/// Words of codes, less `zero`, and the lines of what each group's dot products start with: bytes of
+/// activations that have a sign are 128 more than they should be.
 ///
 /// # Safety
 /// As [`place`], and there is room for the lines.

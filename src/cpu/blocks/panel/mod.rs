@@ -1,4 +1,4 @@
-//! Many rows by weights in blocks: activations are rounded to 16 bits, as for few rows, and codes are
+//! Many rows by weights in blocks: activations are rounded to 16 bits, as for few rows, or to 8, and codes are
 //! multiplied as integers, exactly. Some rows of weights are a panel, which is unpacked once and multiplies
 //! every row of activations; these lie in blocks of [`ROWS`]. Both lie in the order in which they are read,
 //! in words of 32 bits.
@@ -9,7 +9,7 @@ mod avx2;
 mod avx512;
 mod pack;
 
-use super::activations::SHARED;
+use super::activations::{self, SHARED};
 use super::{CHUNK, Dot, Format, group, with_format};
 use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
@@ -27,8 +27,31 @@ pub(crate) const ROWS: usize = 6;
 /// Where a panel begins, in bytes: vectors that lie across cache lines take twice as long to load.
 pub(crate) const ALIGNMENT: usize = 64;
 
-/// Codes of activations in a word.
-const X_TOGETHER: usize = 2;
+/// Of a code of activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Bits {
+    Sixteen,
+    /// By AVX-512: half as many products of bytes.
+    Eight,
+}
+
+impl Bits {
+    /// Codes in a word.
+    fn together(self) -> usize {
+        match self {
+            Bits::Sixteen => 2,
+            Bits::Eight => 4,
+        }
+    }
+
+    /// The greatest code.
+    fn most(self) -> i16 {
+        match self {
+            Bits::Sixteen => activations::MOST,
+            Bits::Eight => 127,
+        }
+    }
+}
 
 /// A kernel, where the processor has its instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +60,7 @@ pub(crate) enum Kernel {
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// Of words that are four codes of weights, which are multiplied by the high bytes of activations, then by
-    /// the low.
+    /// the low, where there are such.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
@@ -51,6 +74,16 @@ impl Kernel {
             #[cfg(target_arch = "x86_64")]
             Dot::Avx2 => Some(Kernel::Avx2),
             Dot::Portable => None,
+        }
+    }
+
+    /// The fewest bits of activations that it takes.
+    pub fn fewest_bits(self) -> Bits {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => Bits::Sixteen,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512 => Bits::Eight,
         }
     }
 
@@ -99,12 +132,16 @@ impl Kernel {
         // SAFETY: a kernel is made where the processor has the instructions; lengths are checked.
         #[cfg(target_arch = "x86_64")]
         unsafe {
-            let multiply = match (self, shape.group, shape.zero) {
-                (Kernel::Avx2, _, _) => avx2::multiply,
-                (Kernel::Avx512, 16, None) => avx512::multiply::<4, false>,
-                (Kernel::Avx512, 16, Some(_)) => avx512::multiply::<4, true>,
-                (Kernel::Avx512, _, None) => avx512::multiply::<8, false>,
-                (Kernel::Avx512, _, Some(_)) => avx512::multiply::<8, true>,
+            let multiply = match (self, shape.group, shape.zero, shape.bits) {
+                (Kernel::Avx2, ..) => avx2::multiply,
+                (Kernel::Avx512, 16, None, Bits::Sixteen) => avx512::multiply::<4, false, 2>,
+                (Kernel::Avx512, 16, None, Bits::Eight) => avx512::multiply::<4, false, 1>,
+                (Kernel::Avx512, 16, Some(_), Bits::Sixteen) => avx512::multiply::<4, true, 2>,
+                (Kernel::Avx512, 16, Some(_), Bits::Eight) => avx512::multiply::<4, true, 1>,
+                (Kernel::Avx512, _, None, Bits::Sixteen) => avx512::multiply::<8, false, 2>,
+                (Kernel::Avx512, _, None, Bits::Eight) => avx512::multiply::<8, false, 1>,
+                (Kernel::Avx512, _, Some(_), Bits::Sixteen) => avx512::multiply::<8, true, 2>,
+                (Kernel::Avx512, _, Some(_), Bits::Eight) => avx512::multiply::<8, true, 1>,
             };
             multiply(shape, x, panel, rows, sums, stride);
         }
@@ -113,14 +150,20 @@ impl Kernel {
     }
 
     /// Rounds neighbours, for groups of so many weights.
+    ///
+    /// # Panics
+    /// The kernel does not take so few bits.
     #[inline(always)]
-    fn round(self, values: &[f32; SHARED], group: usize) -> Group {
+    fn round(self, values: &[f32; SHARED], group: usize, bits: Bits) -> Group {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => avx2::round(values, group),
+            Kernel::Avx2 => {
+                assert_eq!(bits, Bits::Sixteen);
+                avx2::round(values, group)
+            }
             // SAFETY: a kernel is made where the processor has the instructions.
             #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512 => unsafe { avx512::round(values, group) },
+            Kernel::Avx512 => unsafe { avx512::round(values, group, bits) },
         }
     }
 }
@@ -138,12 +181,15 @@ pub(crate) struct Shape {
         allow(dead_code, reason = "there are no kernels")
     )]
     pub zero: Option<u8>,
+    /// Of activations.
+    pub bits: Bits,
 }
 
 impl Shape {
     /// Of rows of such a weight.
-    pub fn new(weight: &RawTensor) -> Shape {
+    pub fn new(weight: &RawTensor, bits: Bits) -> Shape {
         Shape {
+            bits,
             depth: weight.layout.dim(1),
             group: group(weight.dtype),
             zero: with_format!(weight.dtype, F => F::ZERO),
@@ -156,7 +202,7 @@ impl Shape {
 
     /// Floats of a block of activations: codes; scales; scales times sums of codes.
     pub fn of_block(self) -> usize {
-        ROWS * (self.depth / X_TOGETHER + 2 * self.groups())
+        ROWS * (self.depth / self.bits.together() + 2 * self.groups())
     }
 
     /// The parts of a panel or block: lines of codes, as many as told, of scales, of what is third, and what there is
@@ -236,7 +282,8 @@ fn round_row<X: Float>(
     at: usize,
     block: &mut [f32],
 ) {
-    let [words, scales, sums, _] = shape.parts(block, shape.depth / X_TOGETHER, ROWS);
+    let together = shape.bits.together();
+    let [words, scales, sums, _] = shape.parts(block, shape.depth / together, ROWS);
     let mut wide = [0.0f32; CHUNK];
     for start in (0..shape.depth).step_by(CHUNK) {
         let columns = start..shape.depth.min(start + CHUNK);
@@ -249,10 +296,10 @@ fn round_row<X: Float>(
             .iter()
             .zip(columns.step_by(SHARED))
         {
-            let rounded = kernel.round(wide, shape.group);
-            let words = words[from / X_TOGETHER * ROWS..].chunks_exact_mut(ROWS);
-            for (to, word) in words.zip(rounded.words) {
-                to[at] = f32::from_bits(word);
+            let rounded = kernel.round(wide, shape.group, shape.bits);
+            let words = words[from / together * ROWS..].chunks_exact_mut(ROWS);
+            for (to, word) in words.zip(&rounded.words[..SHARED / together]) {
+                to[at] = f32::from_bits(*word);
             }
             let groups = from / shape.group..(from + SHARED) / shape.group;
             for (group, sum) in groups.zip(rounded.sums) {
@@ -268,8 +315,8 @@ fn round_row<X: Float>(
 struct Group {
     /// Not finite if one of them is not.
     scale: f32,
-    /// In the order of a block.
-    words: [u32; SHARED / X_TOGETHER],
+    /// In the order of a block; of 8 bits the first half.
+    words: [u32; SHARED / 2],
     /// Of the codes of each group of weights that they multiply; there may be one.
     sums: [i32; 2],
 }
@@ -285,28 +332,40 @@ mod tests {
         dot::tests::every().into_iter().filter_map(Kernel::new)
     }
 
-    /// Codes, scales and sums are those of few rows.
+    /// Bits that a kernel takes.
+    fn every_bits(kernel: Kernel) -> impl Iterator<Item = Bits> {
+        let fewer = (kernel.fewest_bits() == Bits::Eight).then_some(Bits::Eight);
+        [Bits::Sixteen].into_iter().chain(fewer)
+    }
+
+    /// Codes of 16 bits are those of few rows; of 8 they are as near as may be.
     #[test]
     fn rows_are_rounded_as_few_are() {
         for kernel in every() {
-            rows_are_rounded_by(kernel);
+            for bits in every_bits(kernel) {
+                rows_are_rounded_by(kernel, bits);
+            }
         }
     }
 
-    fn rows_are_rounded_by(kernel: Kernel) {
+    fn rows_are_rounded_by(kernel: Kernel, bits: Bits) {
         for factor in [1.0, 0.0, 1e-30, 3e36] {
             let values = std::array::from_fn(|i| factor * ((i * 37 % 64) as f32 - 31.3));
-            let mut codes = [0; SHARED];
-            let scale = round_together(&values, &mut codes);
+            let (mut codes, most) = ([0; SHARED], 31.7 * factor);
+            let mut scale = round_together(&values, &mut codes);
+            if bits == Bits::Eight {
+                scale = most / 127.0;
+                codes = values.map(|value| (value / scale).round_ties_even() as i16);
+            }
             for group in [16, 32] {
-                let got = kernel.round(&values, group);
+                let got = kernel.round(&values, group, bits);
                 assert_eq!(got.scale, scale);
                 if scale == 0.0 {
                     continue;
                 }
                 for (i, code) in codes.into_iter().enumerate() {
                     assert_eq!(
-                        code_of(kernel, &got, group, i),
+                        code_of(kernel, &got, (group, bits), i),
                         code,
                         "{factor} {group} {i}"
                     );
@@ -320,14 +379,17 @@ mod tests {
         let mut odd = [1.0; SHARED];
         for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             odd[20] = value;
-            assert!(!kernel.round(&odd, 32).scale.is_finite());
+            assert!(!kernel.round(&odd, 32, bits).scale.is_finite());
         }
     }
 
     /// A code of rounded neighbours.
-    fn code_of(kernel: Kernel, rounded: &Group, group: usize, i: usize) -> i16 {
+    fn code_of(kernel: Kernel, rounded: &Group, (group, bits): (usize, Bits), i: usize) -> i16 {
         if kernel.together() == 2 {
             return (rounded.words[i / 2] >> (16 * (i % 2))) as i16;
+        }
+        if bits == Bits::Eight {
+            return i16::from(rounded.words[i / 4].to_le_bytes()[i % 4]) - 128;
         }
         let (of_group, at) = (i / group, i % group);
         let byte = |plane: usize| {

@@ -68,8 +68,13 @@ impl Words {
 
 /// Unpacks as many rows of a weight from `first` on as a panel has, or as there are. What it has of
 /// others is of no use.
-pub(crate) fn pack(cpu: &Cpu, kernel: Kernel, weight: &RawTensor, first: usize, panel: &mut [f32]) {
-    let shape = Shape::new(weight);
+pub(crate) fn pack(
+    cpu: &Cpu,
+    (kernel, shape): (Kernel, Shape),
+    weight: &RawTensor,
+    first: usize,
+    panel: &mut [f32],
+) {
     let width = kernel.columns();
     let rows = (weight.layout.dim(0) - first).min(width);
     let lines = shape.depth / kernel.together();
@@ -159,6 +164,7 @@ impl Kernel {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Bits;
     use super::super::tests::every;
     use super::*;
 
@@ -180,6 +186,7 @@ mod tests {
                     depth: 4 * lines,
                     group: 32,
                     zero: Some(8),
+                    bits: Bits::Sixteen,
                 };
                 let mut starts = vec![0.0; shape.groups() * width];
                 let words = Words::new(&codes, lines, kernel, &mut to, each);

@@ -125,7 +125,7 @@ enum Way {
 fn way(x: &RawTensor, weights: &Weights) -> Way {
     let rows = x.layout.num_rows();
     let halves = matches!(x.dtype, DType::F16 | DType::Bf16);
-    let integers = !weights.float_activations
+    let integers = !weights.float_activations()
         && weights.weight.layout.dim(1) <= BLOCKS_FEW_COLUMNS
         && rows <= BLOCKS_FEW_ROWS;
     match (integers, halves && rows <= BLOCKS_TILES_ROWS) {

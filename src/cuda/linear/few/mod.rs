@@ -179,7 +179,7 @@ fn choose<'a>(cuda: &'a Cuda, p: &Product<'_>, matrix: &Matrix<3>) -> Option<Cho
             .filter(takes_norm);
     }
     // One row has kernels of its own, which round it.
-    let fewest = if p.weights.float_activations { 1 } else { 2 };
+    let fewest = if p.weights.float_activations() { 1 } else { 2 };
     let begins_in_vectors = |weight: &RawTensor| weight.ptr.addr().is_multiple_of(VECTOR);
     let tile_row_bytes = match all(is_in_vectors) {
         true => None,

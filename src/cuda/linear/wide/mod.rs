@@ -91,7 +91,7 @@ impl Lines {
 /// Rows of `x` from which on these kernels take weights in blocks. Kernels of fewer rows round no weight, and are
 /// those for a weight that asks for exact activations as far as they go.
 fn least_rows(weights: &Weights) -> usize {
-    match weights.float_activations {
+    match weights.float_activations() {
         true => BLOCKS_TILES_ROWS + 1,
         false => BLOCKS_TILES_LEAST_ROWS,
     }
