@@ -1,8 +1,9 @@
-//! Rows of activations, rounded to 16 bits: 32 neighbours share a scale.
+//! Rows of activations, rounded to 16 bits, or to 8: 32 neighbours share a scale.
 
 use std::ops::Range;
 
-use super::CHUNK;
+use super::form::TOGETHER;
+use super::{Bits, CHUNK, Form};
 use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::part_of;
@@ -12,13 +13,6 @@ use crate::tensor::{RawTensor, Scratch};
 
 /// Neighbours that share a scale.
 pub(super) const SHARED: usize = 32;
-
-/// Codes in a unit of [`Form::Split`], with whose factors there are as many of each.
-const UNIT: usize = 128;
-const FACTORS: usize = 16;
-
-/// Codes of [`Form::Pairs`], and of [`Form::Eights`] and [`Form::Fourths`], that lie together.
-const TOGETHER: usize = 256;
 
 /// Where a row's codes begin, in bytes: at cache lines.
 const ALIGNMENT: usize = 64;
@@ -68,77 +62,13 @@ impl Codes<'_> {
     };
 }
 
-/// How a row lies. Behind its codes and factors there are zeros, so that kernels that read whole
-/// vectors need not look where it ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
-    /// Codes as they are, for [`Row`].
-    Words,
-    /// Of codes of `256 * high + low` the high bytes, then the low.
-    Planes,
-    /// As planes, for groups of 32. Of each four groups there are first the 16 codes that each
-    /// begins with, then the others. Of each group there are four scales, all the same, and four
-    /// sums: of codes 0 to 3 and 16 to 19, and so on.
-    Split,
-    /// As planes, by eight groups of 32: of each its codes 0 to 7, then of each its codes 8 to 15, and so on. Of
-    /// each group there are two scales, both the same, and behind its sum there is a zero.
-    Eights,
-    /// As [`Form::Eights`], but of each group first its codes 0, 4, 8 and so on, then 1, 5, 9 and so on.
-    Fourths,
-    /// Codes as they are, by pieces of 32, of which two lie in each other: of both the codes 0 to 15 of an
-    /// even number, of both those of an odd one, then codes 16 to 31 likewise. Of eight factors there are
-    /// first those of the first pieces of pairs.
-    Pairs,
-}
-
-impl Form {
-    /// Where a code lies.
-    #[inline(always)]
-    pub fn place(self, code: usize) -> usize {
-        let of = |size: usize| code % size;
-        match self {
-            Form::Words | Form::Planes => code,
-            Form::Split => code - of(UNIT) + of(32) / 16 * 64 + of(UNIT) / 32 * 16 + of(16),
-            Form::Eights => code - of(TOGETHER) + of(32) / 8 * 64 + of(TOGETHER) / 32 * 8 + of(8),
-            Form::Fourths => code - of(TOGETHER) + of(4) * 64 + of(TOGETHER) / 32 * 8 + of(32) / 4,
-            Form::Pairs => {
-                let vector = of(32) / 16 * 2 + of(2);
-                code - of(64) + vector * 16 + of(64) / 32 * 8 + of(16) / 2
-            }
-        }
-    }
-
-    /// Where the factors of a group lie that is one of so many codes, if there is one of each.
-    #[inline(always)]
-    pub fn place_of_group(self, group: usize, size: usize) -> usize {
-        match (self, size) {
-            (Form::Pairs, 16) => group & !6 | group << 1 & 4 | group >> 1 & 2,
-            (Form::Pairs, _) => group & !7 | group << 2 & 4 | group >> 1 & 3,
-            _ => group,
-        }
-    }
-
-    /// Codes of a row, and scales, of which there are as many as sums.
-    pub fn lengths(self, depth: usize, group: usize) -> (usize, usize) {
-        let codes = depth.next_multiple_of(match self {
-            Form::Pairs | Form::Eights | Form::Fourths => TOGETHER,
-            _ => UNIT,
-        });
-        match self {
-            Form::Split => (codes, codes / UNIT * FACTORS),
-            Form::Eights | Form::Fourths => (codes, codes / TOGETHER * FACTORS),
-            _ => (codes, (depth / group).next_multiple_of(FACTORS)),
-        }
-    }
-}
-
 /// All rows of a tensor.
 pub(crate) struct Activations {
     memory: Floats,
     sizes: Sizes,
 }
 
-/// Floats of a row: its codes, two of which are as long as one; its scales; its sums.
+/// Floats of a row: its codes, two or four of which are as long as one; its scales; its sums.
 #[derive(Clone, Copy)]
 struct Sizes {
     depth: usize,
@@ -158,7 +88,7 @@ impl Sizes {
     }
 
     fn codes(&self) -> usize {
-        self.form.lengths(self.depth, self.group).0 / 2
+        self.form.lengths(self.depth, self.group).0 / self.form.bits().together()
     }
 
     fn factors(&self) -> usize {
@@ -268,7 +198,7 @@ fn quantize<X: Float>(x: &RawTensor, row: usize, sizes: Sizes, out: &mut [f32]) 
         X::load(unsafe { part_of::<X>(x, row, columns.clone()) }, wide);
         for (wide, at) in wide.as_chunks().0.iter().zip(columns.step_by(SHARED)) {
             let mut codes = [0; SHARED];
-            let scale = round_together(wide, &mut codes);
+            let scale = round_together(wide, sizes.form.bits(), &mut codes);
             match sizes.form {
                 Form::Split => {
                     let at = at / SHARED * 4;
@@ -334,6 +264,13 @@ fn store(codes: &[i16; SHARED], form: Form, at: usize, out: &mut [f32]) {
         }
         return;
     }
+    if form == Form::Bytes {
+        for (i, codes) in codes.as_chunks::<16>().0.iter().enumerate() {
+            let at = form.place(at + 16 * i);
+            out[at..at + 16].copy_from_slice(&codes.map(|code| code as u8));
+        }
+        return;
+    }
     let (high, low) = out.split_at_mut(out.len() / 2);
     let planes = planes(codes);
     for (out, plane) in [high, low].into_iter().zip(planes) {
@@ -380,24 +317,20 @@ fn by_eight(plane: [u8; SHARED], form: Form) -> [[u8; 8]; 4] {
     eights
 }
 
-/// The greatest code: with it, both bytes of every code have a sign and are in range.
-pub(super) const MOST: i16 = 127 * 256 + 127;
-
-/// The nearest codes of -[`MOST`] to [`MOST`] times a scale, which is given. It is not finite if a
-/// value is not.
+/// The nearest codes of so many bits times a scale, which is given. It is not finite if a value is not.
 #[inline(always)]
-pub(super) fn round_together(values: &[f32; SHARED], codes: &mut [i16; SHARED]) -> f32 {
-    const LIMIT: f32 = MOST as f32;
+pub(super) fn round_together(values: &[f32; SHARED], bits: Bits, codes: &mut [i16; SHARED]) -> f32 {
+    let limit = f32::from(bits.most());
     // As integers, magnitudes are in the order of the numbers, and NaN is above them.
     let magnitude = values.iter().map(|v| v.to_bits() & 0x7fff_ffff);
     let most = f32::from_bits(magnitude.fold(0, u32::max));
-    let scale = most / LIMIT;
+    let scale = most / limit;
     // Adding this to a number as small as a code rounds it to an integer, which the last bits of the sum then hold. The
     // compiler makes vectors of that, and does not of `as`, which checks for each number whether it fits.
     const SHIFT: f32 = 1.5 * (1 << 23) as f32;
     for (code, value) in codes.iter_mut().zip(values) {
         // Without a scale that is a number there is no code, and any will do; 0 / 0 is a NaN whose last bits are zeros.
-        let shifted = (value / scale).clamp(-LIMIT, LIMIT) + SHIFT;
+        let shifted = (value / scale).clamp(-limit, limit) + SHIFT;
         *code = shifted.to_bits().wrapping_sub(SHIFT.to_bits()) as i16;
     }
     scale
@@ -417,10 +350,16 @@ mod tests {
             Form::Eights,
             Form::Fourths,
             Form::Pairs,
+            Form::Bytes,
         ] {
             let (depth, _) = form.lengths(2 * TOGETHER, 32);
-            let all: Vec<i16> = (0..depth as i16).map(|i| 50 * i - 12_000).collect();
-            let mut out = vec![0.0; depth / 2];
+            let all: Vec<i16> = (0..depth as i16)
+                .map(|i| match form {
+                    Form::Bytes => i * 37 % 255 - 127,
+                    _ => 50 * i - 12_000,
+                })
+                .collect();
+            let mut out = vec![0.0; form.bytes(depth) / 4];
             for (i, codes) in all.as_chunks().0.iter().enumerate() {
                 store(codes, form, SHARED * i, &mut out);
             }
@@ -431,6 +370,7 @@ mod tests {
                     Form::Words | Form::Pairs => {
                         i16::from_ne_bytes([bytes[2 * at], bytes[2 * at + 1]])
                     }
+                    Form::Bytes => i16::from(bytes[at].cast_signed()),
                     _ => {
                         let [high, low] = [at, depth + at].map(|at| bytes[at].cast_signed());
                         256 * i16::from(high) + i16::from(low)
@@ -443,27 +383,26 @@ mod tests {
 
     #[test]
     fn values_are_off_by_half_a_step() {
-        let mut codes = [0; SHARED];
-        for factor in [1.0, 1e-30, 3e36] {
-            let values: [f32; SHARED] =
-                std::array::from_fn(|i| factor * ((i * 37 % 64) as f32 - 31.5));
-            let scale = round_together(&values, &mut codes);
-            assert_eq!(
-                codes.iter().map(|c| c.unsigned_abs()).max(),
-                Some(MOST.unsigned_abs())
-            );
-            for (value, code) in values.iter().zip(&codes) {
-                let error = f64::from(*value) - f64::from(scale) * f64::from(*code);
-                let most = 0.51 * f64::from(scale);
-                assert!(error.abs() <= most, "{factor}: {error}");
+        for bits in [Bits::Sixteen, Bits::Eight] {
+            let mut codes = [0; SHARED];
+            for factor in [1.0, 1e-30, 3e36] {
+                let values: [f32; SHARED] =
+                    std::array::from_fn(|i| factor * ((i * 37 % 64) as f32 - 31.5));
+                let scale = round_together(&values, bits, &mut codes);
+                assert_eq!(codes.iter().map(|c| c.abs()).max(), Some(bits.most()));
+                for (value, code) in values.iter().zip(&codes) {
+                    let error = f64::from(*value) - f64::from(scale) * f64::from(*code);
+                    let most = 0.51 * f64::from(scale);
+                    assert!(error.abs() <= most, "{bits:?} {factor}: {error}");
+                }
             }
-        }
-        assert_eq!(round_together(&[0.0; SHARED], &mut codes), 0.0);
-        assert_eq!(codes, [0; SHARED]);
-        for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            let mut values = [1.0; SHARED];
-            values[7] = odd;
-            assert!(!round_together(&values, &mut codes).is_finite());
+            assert_eq!(round_together(&[0.0; SHARED], bits, &mut codes), 0.0);
+            assert_eq!(codes, [0; SHARED]);
+            for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut values = [1.0; SHARED];
+                values[7] = odd;
+                assert!(!round_together(&values, bits, &mut codes).is_finite());
+            }
         }
     }
 }

@@ -14,6 +14,9 @@ pub(crate) trait Format {
     /// Neighbours that share a scale.
     const GROUP: usize = 32;
 
+    /// Of a code.
+    const BITS: u32;
+
     /// The code that stands for zero in all groups; each offset is then minus so many times its group's scale.
     const ZERO: Option<u8> = None;
 
@@ -72,6 +75,7 @@ pub(crate) struct Q8_0;
 
 impl Format for Q8_0 {
     const DTYPE: DType = DType::Q8_0;
+    const BITS: u32 = 8;
     const ZERO: Option<u8> = Some(128);
 
     #[inline(always)]
@@ -94,6 +98,7 @@ pub(crate) struct Q4_0;
 
 impl Format for Q4_0 {
     const DTYPE: DType = DType::Q4_0;
+    const BITS: u32 = 4;
     const ZERO: Option<u8> = Some(8);
 
     #[inline(always)]
@@ -110,6 +115,7 @@ pub(crate) struct Q4_1;
 
 impl Format for Q4_1 {
     const DTYPE: DType = DType::Q4_1;
+    const BITS: u32 = 4;
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -125,6 +131,7 @@ pub(crate) struct Q5_0;
 
 impl Format for Q5_0 {
     const DTYPE: DType = DType::Q5_0;
+    const BITS: u32 = 5;
     const ZERO: Option<u8> = Some(16);
 
     #[inline(always)]
@@ -142,6 +149,7 @@ pub(crate) struct Q5_1;
 
 impl Format for Q5_1 {
     const DTYPE: DType = DType::Q5_1;
+    const BITS: u32 = 5;
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -205,6 +213,7 @@ pub(crate) struct Q4K;
 
 impl Format for Q4K {
     const DTYPE: DType = DType::Q4K;
+    const BITS: u32 = 4;
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -219,6 +228,7 @@ pub(crate) struct Q5K;
 
 impl Format for Q5K {
     const DTYPE: DType = DType::Q5K;
+    const BITS: u32 = 5;
 
     #[inline(always)]
     fn unpack(blocks: &[u8], codes: &mut [u8], scales: &mut [f32], offsets: &mut [f32]) {
@@ -243,6 +253,7 @@ pub(crate) struct Q6K;
 
 impl Format for Q6K {
     const DTYPE: DType = DType::Q6K;
+    const BITS: u32 = 6;
     const GROUP: usize = 16;
     const ZERO: Option<u8> = Some(32);
 

@@ -8,6 +8,7 @@
 mod activations;
 mod bytes;
 mod dot;
+mod form;
 mod formats;
 pub(crate) mod fused;
 pub(crate) mod panel;
@@ -18,8 +19,9 @@ use std::ops::Range;
 use crate::cpu::Cpu;
 use crate::dtype::DType;
 use crate::tensor::RawTensor;
-pub(crate) use activations::{Activations, Codes, Form, Row};
+pub(crate) use activations::{Activations, Codes, Row};
 pub(crate) use dot::Dot;
+pub(crate) use form::{Bits, Form};
 pub(crate) use formats::{Format, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
 pub(crate) use ternary::{Q2_0, Tq1_0, Tq2_0};
 
@@ -59,6 +61,13 @@ impl Chunk {
             &mut self.scales[..groups],
             &mut self.offsets[..groups],
         );
+    }
+
+    /// A weight, without its offset, and that.
+    #[cfg(test)]
+    pub fn number(&self, i: usize, group: usize) -> [f32; 2] {
+        let scale = self.scales[i / group];
+        [scale * f32::from(self.codes[i]), self.offsets[i / group]]
     }
 
     /// The weights that were unpacked.
@@ -169,3 +178,8 @@ macro_rules! with_format {
     }};
 }
 pub(crate) use with_format;
+
+/// Bits of a code of a dtype in blocks.
+pub(crate) fn code_bits(dtype: DType) -> u32 {
+    with_format!(dtype, F => F::BITS)
+}

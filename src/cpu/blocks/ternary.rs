@@ -30,6 +30,7 @@ pub(crate) struct Tq2_0;
 
 impl Format for Tq2_0 {
     const DTYPE: DType = DType::Tq2_0;
+    const BITS: u32 = 2;
     const ZERO: Option<u8> = Some(1);
 
     #[inline(always)]
@@ -58,6 +59,7 @@ pub(crate) struct Tq1_0;
 
 impl Format for Tq1_0 {
     const DTYPE: DType = DType::Tq1_0;
+    const BITS: u32 = 2;
     const ZERO: Option<u8> = Some(1);
 
     #[inline(always)]
@@ -90,6 +92,7 @@ pub(crate) struct Q2_0;
 
 impl Format for Q2_0 {
     const DTYPE: DType = DType::Q2_0;
+    const BITS: u32 = 2;
     const ZERO: Option<u8> = Some(1);
 
     #[inline(always)]

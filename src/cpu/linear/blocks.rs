@@ -9,11 +9,12 @@ use super::parts::{self, PART};
 use crate::cpu::Cpu;
 use crate::cpu::blocks::fused::{COLUMNS, Kernel, Rows};
 use crate::cpu::blocks::{
-    self, Activations, CHUNK, Chunk, Codes, Dot, Form, Format, Row, blocks_of, with_format,
+    self, Bits, CHUNK, Chunk, Codes, Dot, Form, Format, Row, blocks_of, with_format,
 };
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::problem::linear::Weights;
-use crate::tensor::{RawTensor, Scratch};
+use crate::tensor::{Activations, RawTensor, Scratch};
 
 /// Rows up to which these products take less time than those of panels: measured with AVX-512.
 pub(super) const MAX_ROWS: usize = 8;
@@ -48,22 +49,35 @@ impl<const N: usize> Blocks<N> {
             return None;
         }
         let dot = Dot::new();
-        let first = Kernel::new(dot, dtypes[0]);
-        let form = first.map_or(Form::Words, Kernel::form);
-        let mut kernels = first.map(|first| [first; N]);
-        for (i, dtype) in dtypes.into_iter().enumerate() {
-            let kernel = Kernel::new(dot, dtype).filter(|kernel| kernel.form() == form);
-            kernels = kernels.zip(kernel).map(|(mut kernels, kernel)| {
-                kernels[i] = kernel;
-                kernels
-            });
-        }
-        let form = kernels.map_or(Form::Words, |_| form);
+        let of_bits = |bits| kernels(dot, dtypes, bits);
+        let kernels = match bits(weights) {
+            Bits::Eight => of_bits(Bits::Eight).or_else(|| of_bits(Bits::Sixteen)),
+            Bits::Sixteen => of_bits(Bits::Sixteen),
+        };
+        let form = kernels.map_or(Form::Words, |kernels| kernels[0].form());
         Some(Blocks {
             shape: (group, form),
             dot,
             kernels,
         })
+    }
+}
+
+/// Kernels of the same form, if there are such.
+fn kernels<const N: usize>(dot: Dot, dtypes: [DType; N], bits: Bits) -> Option<[Kernel; N]> {
+    let first = Kernel::new(dot, dtypes[0], bits)?;
+    let mut kernels = [first; N];
+    for (kernel, dtype) in kernels.iter_mut().zip(dtypes) {
+        *kernel = Kernel::new(dot, dtype, bits).filter(|kernel| kernel.form() == first.form())?;
+    }
+    Some(kernels)
+}
+
+/// The fewest bits of activations that all of the weights allow.
+pub(super) fn bits<const N: usize>(weights: [&Weights; N]) -> Bits {
+    match weights.iter().all(|w| w.activations == Activations::Eight) {
+        true => Bits::Eight,
+        false => Bits::Sixteen,
     }
 }
 
@@ -79,7 +93,7 @@ pub(super) fn run<const N: usize>(
     let rows = x.layout.num_rows();
     let weights = weights.map(|w| &w.weight);
     let (columns, depth) = (weights[0].layout.dim(0), weights[0].layout.dim(1));
-    let activations = Activations::new(cpu, "linear", x, blocks.shape, scratch)?;
+    let activations = blocks::Activations::new(cpu, "linear", x, blocks.shape, scratch)?;
     let products = Products {
         cpu,
         dot: blocks.dot,
@@ -112,7 +126,7 @@ pub(super) fn run<const N: usize>(
 struct Products<'a> {
     cpu: &'a Cpu,
     dot: Dot,
-    x: &'a Activations,
+    x: &'a blocks::Activations,
     rows: usize,
 }
 

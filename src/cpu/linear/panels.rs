@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use super::blocks::Blocks;
+use super::blocks::{Blocks, bits};
 use crate::cpu::Cpu;
-use crate::cpu::blocks::panel::{self, ALIGNMENT, Bits, Kernel, ROWS, Rounded, Shape};
+use crate::cpu::blocks::panel::{self, ALIGNMENT, Kernel, ROWS, Rounded, Shape};
+use crate::cpu::blocks::{Bits, code_bits};
 use crate::cpu::scratch::Floats;
 use crate::error::Result;
 use crate::problem::linear::Weights;
-use crate::tensor::{Activations, RawTensor, Scratch};
+use crate::tensor::{RawTensor, Scratch};
 
 /// Rows that are rounded at a time, and for which panels are unpacked once.
 const MOST: usize = 172 * ROWS;
@@ -32,9 +33,9 @@ impl<const N: usize> Panels<N> {
     pub fn new(x: &RawTensor, weights: [&Weights; N]) -> Option<Panels<N>> {
         let blocks = Blocks::new(weights)?;
         let kernel = Kernel::new(blocks.dot)?;
-        let eight = weights.iter().all(|w| w.activations == Activations::Eight);
-        let bits = match kernel.fewest_bits() {
-            Bits::Eight if eight => Bits::Eight,
+        let takes = |w: &&Weights| kernel.takes_bytes(code_bits(w.weight.dtype));
+        let bits = match bits(weights) {
+            Bits::Eight if weights.iter().all(takes) => Bits::Eight,
             _ => Bits::Sixteen,
         };
         let shape = Shape::new(&weights[0].weight, bits);

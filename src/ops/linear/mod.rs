@@ -15,9 +15,8 @@
 //! ([`TensorRef::with_float_activations`]), weights are decoded to f32 and all is as for weights in f32. Else each 32 neighbours of a
 //! row of `x` may be rounded to 16 bits first, `x ≈ s * code` with `s = max |x| / 32639` in f32, and the codes' products are summed
 //! exactly; an element of `x` is off by `s / 2` at most. A weight may allow 8 bits ([`TensorRef::with_int8_activations`]), with
-//! `s = max |x| / 127`, which products of more than eight rows by AVX-512 then are of. Which rows that is done for depends on the
-//! processor and on the number of
-//! rows, as it is for speed alone. Elements of `x` that are not finite give results that are not.
+//! `s = max |x| / 127`, which products of more than eight rows by AVX-512 and all by AVX2 then are of. Which rows that is done for depends on the
+//! processor and on the number of rows, as it is for speed alone. Elements of `x` that are not finite give results that are not.
 //!
 //! A weight may also be of codes of 8 or 2 bits with scales that lie apart ([`TensorRef::with_scales`]). Then each row of `x`
 //! is rounded to 8 bits as [`quantize`](crate::ops::quantize) does by its greatest magnitude, codes are multiplied and summed as integers,

@@ -7,9 +7,9 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
-use super::{Codes, Dot, Form, group};
+use super::{Bits, Codes, Dot, Form, group};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::vector;
 use crate::dtype::DType;
@@ -54,18 +54,35 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// Whether products by activations of 8 bits are faster than by those of 16.
+fn takes_bytes(dot: Dot, dtype: DType) -> bool {
+    match (dot, dtype) {
+        // Codes of 8 bits have a sign; the others' become words when they are taken apart.
+        #[cfg(target_arch = "x86_64")]
+        (Dot::Avx2, dtype) => !matches!(dtype, DType::Q8_0 | DType::Tq1_0 | DType::Q2_0),
+        _ => false,
+    }
+}
+
 /// For weights of a dtype, by these instructions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kernel {
     dtype: DType,
     dot: Dot,
+    /// Of activations.
+    bits: Bits,
 }
 
 impl Kernel {
-    /// The kernel with these instructions, if there is one.
-    pub fn new(dot: Dot, dtype: DType) -> Option<Kernel> {
+    /// The kernel with these instructions for activations of so many bits, if there is one.
+    pub fn new(dot: Dot, dtype: DType, bits: Bits) -> Option<Kernel> {
         let is_known = dtype.is_in_blocks() && dot != Dot::Portable;
-        is_known.then_some(Kernel { dtype, dot })
+        let takes_bits = match bits {
+            Bits::Sixteen => true,
+            // AVX-512 is as fast as memory with those of 16.
+            Bits::Eight => is_known && takes_bytes(dot, dtype),
+        };
+        (is_known && takes_bits).then_some(Kernel { dtype, dot, bits })
     }
 
     /// How the activations lie that it multiplies.
@@ -79,7 +96,10 @@ impl Kernel {
             (Dot::Avx512, DType::Q2_0) => Form::Fourths,
             #[cfg(target_arch = "x86_64")]
             (Dot::Avx512, _) => Form::Planes,
-            _ => Form::Pairs,
+            _ => match self.bits {
+                Bits::Sixteen => Form::Pairs,
+                Bits::Eight => Form::Bytes,
+            },
         }
     }
 
@@ -98,7 +118,7 @@ impl Kernel {
         assert!(weights.count <= COLUMNS && weights.first.len() == blocks * bytes);
         let (codes, factors) = self.form().lengths(blocks * len, group(self.dtype));
         for x in &x {
-            assert!(x.bytes.len() / 2 >= codes);
+            assert!(x.bytes.len() >= self.form().bytes(codes));
             assert!(x.scales.len() >= factors && x.sums.len() >= factors);
         }
         // SAFETY: a kernel is made where the processor has the instructions; lengths are checked.
@@ -106,7 +126,7 @@ impl Kernel {
         unsafe {
             match self.dot {
                 Dot::Avx512 => avx512::products(self.dtype, weights, blocks, x),
-                Dot::Avx2 => avx2::products(self.dtype, weights, blocks, x),
+                Dot::Avx2 => avx2::products((self.dtype, self.bits), weights, blocks, x),
                 Dot::Portable => unreachable!("no such kernel is made"),
             }
         }

@@ -6,14 +6,14 @@ use super::*;
 use crate::cpu::blocks::{CHUNK, Chunk, Row, dot, group, with_format};
 
 /// Numbers that only look random.
-fn noise(seed: usize, i: usize) -> u32 {
+pub fn noise(seed: usize, i: usize) -> u32 {
     let x = (i as u32).wrapping_mul(0x9e37_79b9) ^ (seed as u32).wrapping_mul(0x85eb_ca6b);
     (x ^ x >> 15).wrapping_mul(0xc2b2_ae35) >> 8
 }
 
 /// Blocks of any codes, or of those with all bits set, with factors near one. There is nothing
 /// behind them.
-fn blocks(dtype: DType, weights: usize, seed: usize, all_bits: bool) -> Box<[u8]> {
+pub fn blocks(dtype: DType, weights: usize, seed: usize, all_bits: bool) -> Box<[u8]> {
     let (len, bytes) = dtype.block();
     let mut all: Vec<u8> = (0..weights / len * bytes)
         .map(|i| if all_bits { 255 } else { noise(seed, i) as u8 })
@@ -37,9 +37,11 @@ fn blocks(dtype: DType, weights: usize, seed: usize, all_bits: bool) -> Box<[u8]
 /// All that this processor has.
 fn every() -> impl Iterator<Item = Kernel> {
     let of = |dot| {
-        DType::BLOCKS
-            .into_iter()
-            .filter_map(move |dtype| Kernel::new(dot, dtype))
+        let of_bits = move |bits| {
+            let of_dtype = move |dtype| Kernel::new(dot, dtype, bits);
+            DType::BLOCKS.into_iter().filter_map(of_dtype)
+        };
+        [Bits::Sixteen, Bits::Eight].into_iter().flat_map(of_bits)
     };
     dot::tests::every().into_iter().flat_map(of)
 }
@@ -57,10 +59,12 @@ struct Rounded {
 
 impl Rounded {
     fn new(form: Form, len: usize, group: usize, seed: usize, extreme: bool) -> Rounded {
+        let most = form.bits().most();
         let code = |i| match (extreme, noise(seed, i) as i16) {
-            (true, code) if code % 8 == 0 => 32639,
-            (true, _) => -32639,
-            (false, code) => code.clamp(-32639, 32639),
+            (true, code) if code % 8 == 0 => most,
+            (true, _) => -most,
+            (false, code) if form == Form::Bytes => i16::from(code as i8).max(-most),
+            (false, code) => code.clamp(-most, most),
         };
         let words: Vec<i16> = (0..len).map(code).collect();
         let scales: Vec<f32> = (0..len / group)
@@ -72,7 +76,7 @@ impl Rounded {
         let sums: Vec<f32> = words.chunks(group).zip(&scales).map(sum).collect();
 
         let (codes, of_each) = form.lengths(len, group);
-        let mut bytes = vec![0; 2 * codes];
+        let mut bytes = vec![0; form.bytes(codes)];
         let mut in_form = [vec![0.0; of_each], vec![0.0; of_each]];
         for (i, word) in words.iter().enumerate() {
             let at = form.place(i);
@@ -82,6 +86,10 @@ impl Rounded {
                 continue;
             }
             let low = *word as i8;
+            if form == Form::Bytes {
+                bytes[at] = low;
+                continue;
+            }
             bytes[codes + at] = low;
             bytes[at] = ((i32::from(*word) - i32::from(low)) / 256) as i8;
         }
@@ -181,8 +189,10 @@ fn some(rows: &[u8], len: usize, count: usize) -> Rows<'_> {
 fn kernels_agree_with_chunks() {
     for kernel in every() {
         let dtype = kernel.dtype;
-        // One block; on both sides of a vector, and of a step; more than a chunk.
-        for blocks in [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 18, 31, 32, 33, 48, 65] {
+        // One block; on both sides of a vector, and of a step; more than a chunk, be it of short blocks or of long.
+        let numbers = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 18, 31, 32, 33, 48, 65];
+        let is_more = |blocks: usize| (blocks - 1) * dtype.block().0 > CHUNK;
+        for blocks in numbers.into_iter().filter(|blocks| !is_more(*blocks)) {
             for extreme in [false, true] {
                 let depth = blocks * dtype.block().0;
                 check::<1>(kernel, depth, extreme);

@@ -1,9 +1,10 @@
-//! Products by AVX2: words are two codes of 16 bits, whose products an instruction adds.
+//! Products by AVX2: words are two codes of 16 bits, whose products an instruction adds; or four of 8 bits, of which an
+//! instruction multiplies those without a sign by those with one, and adds two products to a number of 16 bits.
 
 use std::arch::x86_64::*;
 
 use super::pack::Words;
-use super::{Group, ROWS, SHARED, Shape};
+use super::{Bits, Group, ROWS, SHARED, Shape};
 use crate::cpu::blocks::activations::round_together;
 
 /// Rows of weights of a panel.
@@ -15,12 +16,21 @@ const VECTORS: usize = COLUMNS / LANES;
 
 /// See [`Kernel::round`](super::Kernel::round).
 #[inline(always)]
-pub fn round(values: &[f32; SHARED], group: usize) -> Group {
+pub fn round(values: &[f32; SHARED], group: usize, bits: Bits) -> Group {
     let mut codes = [0; SHARED];
-    let scale = round_together(values, &mut codes);
+    let scale = round_together(values, bits, &mut codes);
     let (mut words, mut sums) = ([0; SHARED / 2], [0; 2]);
-    for (word, [low, high]) in words.iter_mut().zip(codes.as_chunks().0) {
-        *word = u32::from(low.cast_unsigned()) | u32::from(high.cast_unsigned()) << 16;
+    match bits {
+        Bits::Sixteen => {
+            for (word, [low, high]) in words.iter_mut().zip(codes.as_chunks().0) {
+                *word = u32::from(low.cast_unsigned()) | u32::from(high.cast_unsigned()) << 16;
+            }
+        }
+        Bits::Eight => {
+            for (word, codes) in words.iter_mut().zip(codes.as_chunks::<4>().0) {
+                *word = u32::from_le_bytes(codes.map(|code| code as u8));
+            }
+        }
     }
     for (sum, codes) in sums.iter_mut().zip(codes.chunks_exact(group)) {
         *sum = codes.iter().map(|code| i32::from(*code)).sum();
@@ -66,24 +76,114 @@ pub unsafe fn multiply(
                     }
                 }
             }
-            for v in 0..VECTORS {
-                let at = g * COLUMNS + v * LANES;
-                let scales = _mm256_loadu_ps(w_scales.add(at));
-                let offsets = _mm256_loadu_ps(w_offsets.add(at));
-                for r in 0..ROWS {
-                    let scale = _mm256_set1_ps(*x_scales.add(g * ROWS + r));
-                    let sum = _mm256_set1_ps(*x_sums.add(g * ROWS + r));
-                    let (scale, dots) = (_mm256_mul_ps(scales, scale), dots[r][v]);
-                    let total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, totals[r][v]);
-                    totals[r][v] = _mm256_fmadd_ps(offsets, sum, total);
+            let factors = [w_scales, w_offsets].map(|at| at.add(g * COLUMNS));
+            let of_x = [x_scales, x_sums].map(|at| at.add(g * ROWS));
+            add_group(&dots, factors, of_x, &mut totals);
+        }
+        store(&totals, rows, sums, stride);
+    }
+}
+
+/// Sums of products, of rows by vectors of columns.
+type Sums<T> = [[T; VECTORS]; ROWS];
+
+/// Adds a group's dot products times scales, and its offsets times sums of codes.
+///
+/// # Safety
+/// The processor has the instructions; there are the lines of scales and offsets, and of `x`'s scales and sums.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_group(
+    dots: &Sums<__m256i>,
+    [scales, offsets]: [*const f32; 2],
+    [x_scales, x_sums]: [*const f32; 2],
+    totals: &mut Sums<__m256>,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for v in 0..VECTORS {
+            let scales = _mm256_loadu_ps(scales.add(v * LANES));
+            let offsets = _mm256_loadu_ps(offsets.add(v * LANES));
+            for r in 0..ROWS {
+                let scale = _mm256_mul_ps(scales, _mm256_set1_ps(*x_scales.add(r)));
+                let sum = _mm256_set1_ps(*x_sums.add(r));
+                let dots = _mm256_cvtepi32_ps(dots[r][v]);
+                let total = _mm256_fmadd_ps(dots, scale, totals[r][v]);
+                totals[r][v] = _mm256_fmadd_ps(offsets, sum, total);
+            }
+        }
+    }
+}
+
+/// Stores the sums of so many rows.
+///
+/// # Safety
+/// The processor has the instructions, and there is room.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn store(totals: &Sums<__m256>, rows: usize, sums: &mut [f32], stride: usize) {
+    for (r, totals) in totals.iter().enumerate().take(rows) {
+        for (v, total) in totals.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_storeu_ps(sums.as_mut_ptr().add(r * stride + v * LANES), *total) };
+        }
+    }
+}
+
+/// As [`multiply`], of codes of 8 bits, whose products are summed in 16 bits: of a group in so many parts, each of which
+/// has room there.
+///
+/// # Safety
+/// As [`multiply`], and no sum is more than 32767.
+#[target_feature(enable = "avx2,fma")]
+pub unsafe fn multiply_bytes<const PARTS: usize>(
+    shape: Shape,
+    x: &[f32],
+    panel: &[f32],
+    rows: usize,
+    sums: &mut [f32],
+    stride: usize,
+) {
+    let (groups, words) = (shape.groups(), shape.group / 4);
+    // No constant, see above.
+    let lines = words / PARTS;
+    let (x, w) = (x.as_ptr(), panel.as_ptr());
+    let mut totals = [[_mm256_setzero_ps(); VECTORS]; ROWS];
+    // SAFETY: all lines are in the block and the panel, as their lengths say.
+    unsafe {
+        let (x_scales, w_scales) = (
+            x.add(groups * words * ROWS),
+            w.add(groups * words * COLUMNS),
+        );
+        let (x_sums, w_offsets) = (x_scales.add(groups * ROWS), w_scales.add(groups * COLUMNS));
+        for g in 0..groups {
+            let mut dots = [[_mm256_setzero_si256(); VECTORS]; ROWS];
+            for part in 0..PARTS {
+                let mut pairs = [[_mm256_setzero_si256(); VECTORS]; ROWS];
+                let first = g * words + part * lines;
+                let (codes, x) = (w.add(first * COLUMNS), x.add(first * ROWS));
+                for i in 0..lines {
+                    let codes = codes.add(i * COLUMNS).cast();
+                    let codes = [_mm256_loadu_si256(codes), _mm256_loadu_si256(codes.add(1))];
+                    for (r, pairs) in pairs.iter_mut().enumerate() {
+                        let word = _mm256_set1_epi32(x.add(i * ROWS + r).cast::<i32>().read());
+                        for (pairs, codes) in pairs.iter_mut().zip(codes) {
+                            *pairs = _mm256_add_epi16(*pairs, _mm256_maddubs_epi16(codes, word));
+                        }
+                    }
+                }
+                for (dots, pairs) in dots.iter_mut().zip(pairs) {
+                    for (dots, pairs) in dots.iter_mut().zip(pairs) {
+                        let fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+                        *dots = _mm256_add_epi32(*dots, fours);
+                    }
                 }
             }
+            let factors = [w_scales, w_offsets].map(|at| at.add(g * COLUMNS));
+            let of_x = [x_scales, x_sums].map(|at| at.add(g * ROWS));
+            add_group(&dots, factors, of_x, &mut totals);
         }
-        for (r, totals) in totals.iter().enumerate().take(rows) {
-            for (v, total) in totals.iter().enumerate() {
-                _mm256_storeu_ps(sums.as_mut_ptr().add(r * stride + v * LANES), *total);
-            }
-        }
+        store(&totals, rows, sums, stride);
     }
 }
 

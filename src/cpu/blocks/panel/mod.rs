@@ -8,9 +8,11 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod pack;
+#[cfg(test)]
+mod tests;
 
-use super::activations::{self, SHARED};
-use super::{CHUNK, Dot, Format, group, with_format};
+use super::activations::SHARED;
+use super::{Bits, CHUNK, Dot, Format, code_bits, group, with_format};
 use crate::cpu::Cpu;
 use crate::cpu::float::{Float, with_float};
 use crate::cpu::rows::part_of;
@@ -27,36 +29,10 @@ pub(crate) const ROWS: usize = 6;
 /// Where a panel begins, in bytes: vectors that lie across cache lines take twice as long to load.
 pub(crate) const ALIGNMENT: usize = 64;
 
-/// Of a code of activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Bits {
-    Sixteen,
-    /// By AVX-512: half as many products of bytes.
-    Eight,
-}
-
-impl Bits {
-    /// Codes in a word.
-    fn together(self) -> usize {
-        match self {
-            Bits::Sixteen => 2,
-            Bits::Eight => 4,
-        }
-    }
-
-    /// The greatest code.
-    fn most(self) -> i16 {
-        match self {
-            Bits::Sixteen => activations::MOST,
-            Bits::Eight => 127,
-        }
-    }
-}
-
 /// A kernel, where the processor has its instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kernel {
-    /// Of words that are two codes.
+    /// Of words that are two codes of 16 bits, or four of 8.
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// Of words that are four codes of weights, which are multiplied by the high bytes of activations, then by
@@ -77,16 +53,6 @@ impl Kernel {
         }
     }
 
-    /// The fewest bits of activations that it takes.
-    pub fn fewest_bits(self) -> Bits {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => Bits::Sixteen,
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512 => Bits::Eight,
-        }
-    }
-
     /// Rows of weights of a panel: two vectors of words.
     pub fn columns(self) -> usize {
         match self {
@@ -98,12 +64,22 @@ impl Kernel {
     }
 
     /// Codes of weights in a word.
-    fn together(self) -> usize {
+    fn together(self, bits: Bits) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => 2,
+            Kernel::Avx2 => bits.together(),
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx512 => 4,
+        }
+    }
+
+    /// Whether it multiplies codes of so many bits by activations of 8: by AVX2 sums of their products are of 16.
+    pub fn takes_bytes(self, code_bits: u32) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx2 => code_bits <= 6,
+            #[cfg(target_arch = "x86_64")]
+            Kernel::Avx512 => code_bits <= 8,
         }
     }
 
@@ -115,25 +91,32 @@ impl Kernel {
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx512 => 3,
         };
-        self.columns() * (shape.depth / self.together() + of_groups * shape.groups())
+        self.columns() * (shape.depth / self.together(shape.bits) + of_groups * shape.groups())
     }
 
     /// Multiplies a block of activations by a panel. Sums of row `r` go to as many floats from
     /// `r * stride` on as a panel has rows; there are as many rows of sums as `sums` has room for.
     ///
     /// # Panics
-    /// Lengths do not fit each other.
+    /// Lengths do not fit each other, or it does not take such codes.
     pub fn multiply(self, shape: Shape, x: &[f32], panel: &[f32], sums: &mut [f32], stride: usize) {
         let columns = self.columns();
         assert_eq!(x.len(), shape.of_block());
         assert_eq!(panel.len(), self.of_panel(shape));
         assert!(stride >= columns && sums.len() >= columns);
+        assert!(shape.bits == Bits::Sixteen || self.takes_bytes(shape.code_bits));
         let rows = ((sums.len() - columns) / stride + 1).min(ROWS);
         // SAFETY: a kernel is made where the processor has the instructions; lengths are checked.
         #[cfg(target_arch = "x86_64")]
         unsafe {
             let multiply = match (self, shape.group, shape.zero, shape.bits) {
-                (Kernel::Avx2, ..) => avx2::multiply,
+                (Kernel::Avx2, _, _, Bits::Sixteen) => avx2::multiply,
+                // Sums of two products of a group of 32 by 4 bits are 30,480 at most, of 16 by 5 bits 31,496, and
+                // of 8 by 6 bits 32,004.
+                (Kernel::Avx2, _, _, Bits::Eight) if shape.code_bits <= 4 => {
+                    avx2::multiply_bytes::<1>
+                }
+                (Kernel::Avx2, _, _, Bits::Eight) => avx2::multiply_bytes::<2>,
                 (Kernel::Avx512, 16, None, Bits::Sixteen) => avx512::multiply::<4, false, 2>,
                 (Kernel::Avx512, 16, None, Bits::Eight) => avx512::multiply::<4, false, 1>,
                 (Kernel::Avx512, 16, Some(_), Bits::Sixteen) => avx512::multiply::<4, true, 2>,
@@ -150,17 +133,11 @@ impl Kernel {
     }
 
     /// Rounds neighbours, for groups of so many weights.
-    ///
-    /// # Panics
-    /// The kernel does not take so few bits.
     #[inline(always)]
     fn round(self, values: &[f32; SHARED], group: usize, bits: Bits) -> Group {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => {
-                assert_eq!(bits, Bits::Sixteen);
-                avx2::round(values, group)
-            }
+            Kernel::Avx2 => avx2::round(values, group, bits),
             // SAFETY: a kernel is made where the processor has the instructions.
             #[cfg(target_arch = "x86_64")]
             Kernel::Avx512 => unsafe { avx512::round(values, group, bits) },
@@ -181,6 +158,8 @@ pub(crate) struct Shape {
         allow(dead_code, reason = "there are no kernels")
     )]
     pub zero: Option<u8>,
+    /// Of a code.
+    pub code_bits: u32,
     /// Of activations.
     pub bits: Bits,
 }
@@ -193,6 +172,7 @@ impl Shape {
             depth: weight.layout.dim(1),
             group: group(weight.dtype),
             zero: with_format!(weight.dtype, F => F::ZERO),
+            code_bits: code_bits(weight.dtype),
         }
     }
 
@@ -319,83 +299,4 @@ struct Group {
     words: [u32; SHARED / 2],
     /// Of the codes of each group of weights that they multiply; there may be one.
     sums: [i32; 2],
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::activations::round_together;
-    use super::super::dot;
-    use super::*;
-
-    /// All that this processor has.
-    pub fn every() -> impl Iterator<Item = Kernel> {
-        dot::tests::every().into_iter().filter_map(Kernel::new)
-    }
-
-    /// Bits that a kernel takes.
-    fn every_bits(kernel: Kernel) -> impl Iterator<Item = Bits> {
-        let fewer = (kernel.fewest_bits() == Bits::Eight).then_some(Bits::Eight);
-        [Bits::Sixteen].into_iter().chain(fewer)
-    }
-
-    /// Codes of 16 bits are those of few rows; of 8 they are as near as may be.
-    #[test]
-    fn rows_are_rounded_as_few_are() {
-        for kernel in every() {
-            for bits in every_bits(kernel) {
-                rows_are_rounded_by(kernel, bits);
-            }
-        }
-    }
-
-    fn rows_are_rounded_by(kernel: Kernel, bits: Bits) {
-        for factor in [1.0, 0.0, 1e-30, 3e36] {
-            let values = std::array::from_fn(|i| factor * ((i * 37 % 64) as f32 - 31.3));
-            let (mut codes, most) = ([0; SHARED], 31.7 * factor);
-            let mut scale = round_together(&values, &mut codes);
-            if bits == Bits::Eight {
-                scale = most / 127.0;
-                codes = values.map(|value| (value / scale).round_ties_even() as i16);
-            }
-            for group in [16, 32] {
-                let got = kernel.round(&values, group, bits);
-                assert_eq!(got.scale, scale);
-                if scale == 0.0 {
-                    continue;
-                }
-                for (i, code) in codes.into_iter().enumerate() {
-                    assert_eq!(
-                        code_of(kernel, &got, (group, bits), i),
-                        code,
-                        "{factor} {group} {i}"
-                    );
-                }
-                for (codes, sum) in codes.chunks(group).zip(got.sums) {
-                    let expected: i32 = codes.iter().map(|code| i32::from(*code)).sum();
-                    assert_eq!(sum, expected);
-                }
-            }
-        }
-        let mut odd = [1.0; SHARED];
-        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            odd[20] = value;
-            assert!(!kernel.round(&odd, 32, bits).scale.is_finite());
-        }
-    }
-
-    /// A code of rounded neighbours.
-    fn code_of(kernel: Kernel, rounded: &Group, (group, bits): (usize, Bits), i: usize) -> i16 {
-        if kernel.together() == 2 {
-            return (rounded.words[i / 2] >> (16 * (i % 2))) as i16;
-        }
-        if bits == Bits::Eight {
-            return i16::from(rounded.words[i / 4].to_le_bytes()[i % 4]) - 128;
-        }
-        let (of_group, at) = (i / group, i % group);
-        let byte = |plane: usize| {
-            let word = rounded.words[(2 * of_group + plane) * group / 4 + at / 4];
-            i16::from(word.to_le_bytes()[at % 4])
-        };
-        256 * (byte(0) - 128) + byte(1)
-    }
 }

@@ -1,7 +1,7 @@
 //! Packing of panels: a piece of each of their rows is unpacked, and then turned by squares of words that
 //! fit into registers. Word by word, each would go to a cache line of its own.
 
-use super::{Kernel, Shape};
+use super::{Bits, Kernel, Shape};
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
 use crate::cpu::blocks::{Format, blocks_of, with_format};
@@ -77,7 +77,8 @@ pub(crate) fn pack(
 ) {
     let width = kernel.columns();
     let rows = (weight.layout.dim(0) - first).min(width);
-    let lines = shape.depth / kernel.together();
+    let together = kernel.together(shape.bits);
+    let lines = shape.depth / together;
     let [codes, scales, offsets, starts] = shape.parts(panel, lines, width);
     let mut piece = Piece {
         codes: [[0; CODES]; COLUMNS],
@@ -110,11 +111,11 @@ pub(crate) fn pack(
                 );
             }
         }));
-        let codes = &mut codes[start / kernel.together() * width..];
+        let codes = &mut codes[start / together * width..];
         let at = start / shape.group * width;
         // There are none where a panel has no starts.
         let starts = starts.get_mut(at..).unwrap_or_default();
-        let words = Words::new(&piece.codes, len / 4, kernel, codes, 4 / kernel.together());
+        let words = Words::new(&piece.codes, len / 4, kernel, codes, 4 / together);
         kernel.place_codes(words, shape, starts);
         for (from, to) in [
             (&piece.scales, &mut *scales),
@@ -134,9 +135,11 @@ impl Kernel {
         // there is room for as many starts as there are groups.
         #[cfg(target_arch = "x86_64")]
         unsafe {
-            match self {
-                Kernel::Avx2 => avx2::place_codes(words),
-                Kernel::Avx512 => {
+            match (self, shape.bits) {
+                (Kernel::Avx2, Bits::Sixteen) => avx2::place_codes(words),
+                // As they are.
+                (Kernel::Avx2, Bits::Eight) => avx2::place_factors(words),
+                (Kernel::Avx512, _) => {
                     assert!(starts.len() >= groups * self.columns());
                     let zero = shape.zero.unwrap_or(0);
                     avx512::place_codes(words, zero, shape.group, starts.as_mut_ptr());
@@ -164,54 +167,71 @@ impl Kernel {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Bits;
     use super::super::tests::every;
     use super::*;
 
+    fn code(row: usize, i: usize) -> u8 {
+        (37 * row + 11 * i) as u8
+    }
+
     /// Whole squares of words, and parts of one; nothing is written behind the lines.
     #[test]
-    fn words_of_rows_become_lines() {
+    fn words_of_codes_become_lines() {
         for kernel in every() {
-            let (width, two) = (kernel.columns(), kernel.together() == 2);
-            let code = |row: usize, i: usize| (37 * row + 11 * i) as u8;
-            let factor = |row: usize, i: usize| (100 * row + i) as f32;
-            let codes: [[u8; CODES]; COLUMNS] =
-                std::array::from_fn(|row| std::array::from_fn(|i| code(row, i)));
-            let factors: [[f32; GROUPS]; COLUMNS] =
-                std::array::from_fn(|row| std::array::from_fn(|i| factor(row, i)));
-            for lines in [8, 16, 24, CODES / 4] {
-                let each = 4 / kernel.together();
-                let mut to = vec![-1.0; lines * each * width];
-                let shape = Shape {
-                    depth: 4 * lines,
-                    group: 32,
-                    zero: Some(8),
-                    bits: Bits::Sixteen,
-                };
-                let mut starts = vec![0.0; shape.groups() * width];
-                let words = Words::new(&codes, lines, kernel, &mut to, each);
-                kernel.place_codes(words, shape, &mut starts);
-                for (at, start) in starts.iter().enumerate().filter(|_| !two) {
-                    let (g, row) = (at / width, at % width);
-                    let codes = (32 * g..32 * (g + 1)).map(|i| code(row, i).wrapping_sub(8));
-                    let sum: i32 = codes.map(|code| i32::from(code.cast_signed())).sum();
-                    assert_eq!(start.to_bits().cast_signed(), -128 * sum, "group {g}");
-                }
-                for (at, word) in to.iter().enumerate() {
-                    let (line, row) = (at / width, at % width);
-                    let expected = match two {
-                        true => [2 * line, 2 * line + 1].map(|i| [code(row, i), 0]).concat(),
-                        false => (4 * line..4 * line + 4)
-                            .map(|i| code(row, i).wrapping_sub(8))
-                            .collect(),
+            for bits in [Bits::Sixteen, Bits::Eight] {
+                for lines in [8, 16, 24, CODES / 4] {
+                    let shape = Shape {
+                        depth: 4 * lines,
+                        group: 32,
+                        zero: Some(8),
+                        code_bits: 4,
+                        bits,
                     };
-                    assert_eq!(
-                        word.to_bits().to_le_bytes(),
-                        expected[..],
-                        "{kernel:?} {line}"
-                    );
+                    codes_become_lines(kernel, shape, lines);
                 }
             }
+        }
+    }
+
+    fn codes_become_lines(kernel: Kernel, shape: Shape, lines: usize) {
+        let (width, together) = (kernel.columns(), kernel.together(shape.bits));
+        let codes: [[u8; CODES]; COLUMNS] =
+            std::array::from_fn(|row| std::array::from_fn(|i| code(row, i)));
+        let each = 4 / together;
+        let mut to = vec![-1.0; (lines * each + 1) * width];
+        let mut starts = vec![0.0; shape.groups() * width];
+        let words = Words::new(&codes, lines, kernel, &mut to, each);
+        kernel.place_codes(words, shape, &mut starts);
+        let has_starts =
+            kernel.of_panel(shape) > width * (shape.depth / together + 2 * shape.groups());
+        let zero = if has_starts { 8 } else { 0 };
+        for (at, start) in starts.iter().enumerate().filter(|_| has_starts) {
+            let (g, row) = (at / width, at % width);
+            let codes = (32 * g..32 * (g + 1)).map(|i| code(row, i).wrapping_sub(zero));
+            let sum: i32 = codes.map(|code| i32::from(code.cast_signed())).sum();
+            assert_eq!(start.to_bits().cast_signed(), -128 * sum, "group {g}");
+        }
+        for (at, word) in to.iter().enumerate() {
+            let (line, row) = (at / width, at % width);
+            let expected = match together {
+                _ if line == lines * each => (-1.0f32).to_le_bytes().to_vec(),
+                2 => [2 * line, 2 * line + 1].map(|i| [code(row, i), 0]).concat(),
+                _ => (4 * line..4 * line + 4)
+                    .map(|i| code(row, i).wrapping_sub(zero))
+                    .collect(),
+            };
+            let got = word.to_bits().to_le_bytes();
+            assert_eq!(got, expected[..], "{kernel:?} {shape:?} {line}");
+        }
+    }
+
+    #[test]
+    fn words_of_factors_become_lines() {
+        let factor = |row: usize, i: usize| (100 * row + i) as f32;
+        let factors: [[f32; GROUPS]; COLUMNS] =
+            std::array::from_fn(|row| std::array::from_fn(|i| factor(row, i)));
+        for kernel in every() {
+            let width = kernel.columns();
             for lines in [1, 2, 8, 9, GROUPS] {
                 let mut to = vec![-1.0; (lines + 1) * width];
                 kernel.place_factors(Words::new(&factors, lines, kernel, &mut to, 1));

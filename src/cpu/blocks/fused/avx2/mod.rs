@@ -1,5 +1,6 @@
-//! Kernels of AVX2. Codes are widened to words, which multiply the words of activations. Instructions
-//! that move bytes between the halves of a vector are slow; so each half has codes of another piece.
+//! Kernels of AVX2. Codes are widened to words, which multiply the words of activations, or multiply their bytes
+//! as they are. Instructions that move bytes between the halves of a vector are slow; so each half has codes of
+//! another piece.
 
 mod nibbles;
 mod of_256;
@@ -9,7 +10,7 @@ mod ternary;
 use std::arch::x86_64::*;
 
 use super::{COLUMNS, Rows, SUMMED, fetch};
-use crate::cpu::blocks::{Codes, Format};
+use crate::cpu::blocks::{Bits, Codes, Format};
 use crate::cpu::vector::of_256::sums_of_four;
 use crate::dtype::DType;
 
@@ -29,7 +30,7 @@ const LANES: usize = 8;
 const MOST: usize = STEP / 16 / LANES;
 
 /// Scales and offsets of a step's groups, in as many vectors as these fill. Each half of a vector has
-/// those of one piece of each pair, as [`Form::Pairs`](crate::cpu::blocks::Form) says.
+/// those of one piece of each pair, as [`Form::Pairs`](crate::cpu::blocks::Form) and `Form::Bytes` say.
 type Factors = ([__m256; MOST], [__m256; MOST]);
 
 /// A format that can be decoded in registers.
@@ -58,13 +59,23 @@ trait Fused: Format {
     /// # Safety
     /// The processor has the instructions, and blocks that have the pieces are there. If these have more than one,
     /// the second piece is the one behind the first, whose number is even.
-    unsafe fn codes(step: *const u8, first: usize, second: usize) -> [__m256i; 4];
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4];
+}
+
+/// A format whose codes, which have no sign, are bytes on their way to be words.
+trait FusedBytes: Fused {
+    /// The codes of two pieces, each in its half of two vectors: codes 0 to 15, and 16 to 31.
+    ///
+    /// # Safety
+    /// As [`Fused::words`].
+    unsafe fn bytes(step: *const u8, first: usize, second: usize) -> [__m256i; 2];
 }
 
 /// Where a row of activations lies.
 #[derive(Clone, Copy)]
 struct Row {
-    codes: *const i16,
+    /// Of 8 bits or of 16.
+    codes: *const i8,
     scales: *const f32,
     sums: *const f32,
 }
@@ -73,9 +84,9 @@ struct Row {
 ///
 /// # Safety
 /// The processor has the instructions. There are up to [`COLUMNS`] rows of so many blocks, and activations in
-/// the dtype's form.
+/// the dtype's form: of [`FusedBytes`] of so many bits.
 pub(super) unsafe fn products<const R: usize>(
-    dtype: DType,
+    (dtype, bits): (DType, Bits),
     weights: Rows<'_>,
     blocks: usize,
     x: [Codes<'_>; R],
@@ -83,19 +94,27 @@ pub(super) unsafe fn products<const R: usize>(
     use crate::cpu::blocks::{Q2_0, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Tq1_0, Tq2_0};
     // SAFETY: the caller's promise.
     unsafe {
-        match dtype {
-            DType::Q8_0 => multiply::<Q8_0, R>(weights, blocks, x),
-            DType::Q4_0 => multiply::<Q4_0, R>(weights, blocks, x),
-            DType::Q4_1 => multiply::<Q4_1, R>(weights, blocks, x),
-            DType::Q5_0 => multiply::<Q5_0, R>(weights, blocks, x),
-            DType::Q5_1 => multiply::<Q5_1, R>(weights, blocks, x),
-            DType::Q4K => multiply::<Q4K, R>(weights, blocks, x),
-            DType::Q5K => multiply::<Q5K, R>(weights, blocks, x),
-            DType::Q6K => multiply::<Q6K, R>(weights, blocks, x),
-            DType::Tq1_0 => multiply::<Tq1_0, R>(weights, blocks, x),
-            DType::Tq2_0 => multiply::<Tq2_0, R>(weights, blocks, x),
-            DType::Q2_0 => multiply::<Q2_0, R>(weights, blocks, x),
-            other => unreachable!("there is no kernel for {other}"),
+        match (dtype, bits) {
+            (DType::Q8_0, _) => multiply::<Q8_0, Words, R>(weights, blocks, x),
+            (DType::Tq1_0, _) => multiply::<Tq1_0, Words, R>(weights, blocks, x),
+            (DType::Q2_0, _) => multiply::<Q2_0, Words, R>(weights, blocks, x),
+            (DType::Q4_0, Bits::Sixteen) => multiply::<Q4_0, Words, R>(weights, blocks, x),
+            (DType::Q4_0, Bits::Eight) => multiply::<Q4_0, Bytes, R>(weights, blocks, x),
+            (DType::Q4_1, Bits::Sixteen) => multiply::<Q4_1, Words, R>(weights, blocks, x),
+            (DType::Q4_1, Bits::Eight) => multiply::<Q4_1, Bytes, R>(weights, blocks, x),
+            (DType::Q5_0, Bits::Sixteen) => multiply::<Q5_0, Words, R>(weights, blocks, x),
+            (DType::Q5_0, Bits::Eight) => multiply::<Q5_0, Bytes, R>(weights, blocks, x),
+            (DType::Q5_1, Bits::Sixteen) => multiply::<Q5_1, Words, R>(weights, blocks, x),
+            (DType::Q5_1, Bits::Eight) => multiply::<Q5_1, Bytes, R>(weights, blocks, x),
+            (DType::Q4K, Bits::Sixteen) => multiply::<Q4K, Words, R>(weights, blocks, x),
+            (DType::Q4K, Bits::Eight) => multiply::<Q4K, Bytes, R>(weights, blocks, x),
+            (DType::Q5K, Bits::Sixteen) => multiply::<Q5K, Words, R>(weights, blocks, x),
+            (DType::Q5K, Bits::Eight) => multiply::<Q5K, Bytes, R>(weights, blocks, x),
+            (DType::Q6K, Bits::Sixteen) => multiply::<Q6K, Words, R>(weights, blocks, x),
+            (DType::Q6K, Bits::Eight) => multiply::<Q6K, Bytes, R>(weights, blocks, x),
+            (DType::Tq2_0, Bits::Sixteen) => multiply::<Tq2_0, Words, R>(weights, blocks, x),
+            (DType::Tq2_0, Bits::Eight) => multiply::<Tq2_0, Bytes, R>(weights, blocks, x),
+            (other, _) => unreachable!("there is no kernel for {other}"),
         }
     }
 }
@@ -103,13 +122,13 @@ pub(super) unsafe fn products<const R: usize>(
 /// # Safety
 /// As [`products`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn multiply<F: Fused, const R: usize>(
+unsafe fn multiply<F: Fused, A: Activations<F>, const R: usize>(
     weights: Rows<'_>,
     blocks: usize,
     x: [Codes<'_>; R],
 ) -> [[f32; COLUMNS]; R] {
     let x = x.map(|x| Row {
-        codes: x.bytes.as_ptr().cast(),
+        codes: x.bytes.as_ptr(),
         scales: x.scales.as_ptr(),
         sums: x.sums.as_ptr(),
     });
@@ -119,7 +138,7 @@ unsafe fn multiply<F: Fused, const R: usize>(
         let mut totals = [[_mm256_setzero_ps(); SUMMED]; R];
         for (c, row) in weights.starts(at).enumerate() {
             // SAFETY: the caller's promise.
-            let of_column = unsafe { column::<F, R>(row, blocks, x) };
+            let of_column = unsafe { column::<F, A, R>(row, blocks, x) };
             for r in 0..R {
                 totals[r][c] = of_column[r];
             }
@@ -147,8 +166,7 @@ macro_rules! add_pairs {
         if 2 * $pair < $pieces {
             // A piece that is not there has a scale of zero, whatever its codes.
             let second = (2 * $pair + 1).min($pieces - 1);
-            let codes = F::codes($step, 2 * $pair, second);
-            add::<F, $pair, R>(codes, $x, $i, &$scales, &mut $totals);
+            A::add::<$pair, R>($step, second, $x, $i, &$scales, &mut $totals);
         }
     )*};
 }
@@ -159,7 +177,7 @@ macro_rules! add_pairs {
 /// These are there, and the processor has the instructions.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn column<F: Fused, const R: usize>(
+unsafe fn column<F: Fused, A: Activations<F>, const R: usize>(
     row: *const u8,
     blocks: usize,
     x: [Row; R],
@@ -221,43 +239,123 @@ unsafe fn begin<F: Fused, const R: usize>(
     }
 }
 
-/// Adds the products of a pair's codes in step `i`.
-///
-/// # Safety
-/// As [`column`].
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn add<F: Fused, const PAIR: usize, const R: usize>(
-    codes: [__m256i; 4],
-    x: [Row; R],
-    i: usize,
-    scales: &Scales<R>,
-    totals: &mut Totals<R>,
-) {
-    const { assert!(F::GROUP == 16 || F::GROUP == 32) };
-    for r in 0..R {
-        let mut dots = [_mm256_setzero_si256(); 4];
-        for (v, dots) in dots.iter_mut().enumerate() {
-            // SAFETY: the caller's promise: four vectors of words of each pair.
-            *dots = unsafe {
-                let x = x[r].codes.add(i * STEP + PAIR * 2 * PIECE + v * 2 * LANES);
-                _mm256_madd_epi16(codes[v], _mm256_loadu_si256(x.cast()))
-            };
-        }
-        let dots = [
-            _mm256_add_epi32(dots[0], dots[1]),
-            _mm256_add_epi32(dots[2], dots[3]),
-        ];
-        let total = &mut totals[r][PAIR % 2];
-        if F::GROUP == 32 {
-            let dots = _mm256_cvtepi32_ps(_mm256_add_epi32(dots[0], dots[1]));
-            *total = _mm256_fmadd_ps(dots, of_each_half(scales[r][0], PAIR), *total);
-        } else {
-            for (half, dots) in dots.into_iter().enumerate() {
-                let scale = of_each_half(scales[r][PAIR / 2], 2 * (PAIR % 2) + half);
-                *total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, *total);
+/// What multiplies codes of a format.
+trait Activations<F: Fused> {
+    /// Adds the products of the codes of a pair, whose second piece is given, in step `i`.
+    ///
+    /// # Safety
+    /// As [`column`].
+    unsafe fn add<const PAIR: usize, const R: usize>(
+        step: *const u8,
+        second: usize,
+        x: [Row; R],
+        i: usize,
+        scales: &Scales<R>,
+        totals: &mut Totals<R>,
+    );
+}
+
+/// Of 16 bits.
+struct Words;
+
+impl<F: Fused> Activations<F> for Words {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn add<const PAIR: usize, const R: usize>(
+        step: *const u8,
+        second: usize,
+        x: [Row; R],
+        i: usize,
+        scales: &Scales<R>,
+        totals: &mut Totals<R>,
+    ) {
+        // SAFETY: the caller's promise.
+        let codes = unsafe { F::words(step, 2 * PAIR, second) };
+        for r in 0..R {
+            let mut dots = [_mm256_setzero_si256(); 4];
+            for (v, dots) in dots.iter_mut().enumerate() {
+                // SAFETY: the caller's promise: four vectors of words of each pair.
+                *dots = unsafe {
+                    let x = x[r].codes.cast::<i16>();
+                    let x = x.add(i * STEP + PAIR * 2 * PIECE + v * 2 * LANES);
+                    _mm256_madd_epi16(codes[v], _mm256_loadu_si256(x.cast()))
+                };
+            }
+            let dots = [
+                _mm256_add_epi32(dots[0], dots[1]),
+                _mm256_add_epi32(dots[2], dots[3]),
+            ];
+            let total = &mut totals[r][PAIR % 2];
+            if F::GROUP == 32 {
+                let dots = _mm256_add_epi32(dots[0], dots[1]);
+                scale_group::<PAIR>(dots, &scales[r], total);
+            } else {
+                scale_halves::<PAIR>(dots, &scales[r], total);
             }
         }
+    }
+}
+
+/// Of 8 bits. An instruction multiplies bytes without a sign by bytes with one, and adds two products to a number of 16
+/// bits.
+struct Bytes;
+
+impl<F: FusedBytes> Activations<F> for Bytes {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn add<const PAIR: usize, const R: usize>(
+        step: *const u8,
+        second: usize,
+        x: [Row; R],
+        i: usize,
+        scales: &Scales<R>,
+        totals: &mut Totals<R>,
+    ) {
+        // Two such numbers fit into 16 bits if codes have up to 5, and one if they have 6.
+        const { assert!(F::BITS <= 5 || F::BITS == 6 && F::GROUP == 16) };
+        // SAFETY: the caller's promise.
+        let codes = unsafe { F::bytes(step, 2 * PAIR, second) };
+        let one = _mm256_set1_epi16(1);
+        for r in 0..R {
+            let mut dots = [_mm256_setzero_si256(); 2];
+            for (v, dots) in dots.iter_mut().enumerate() {
+                // SAFETY: the caller's promise: two vectors of bytes of each pair.
+                *dots = unsafe {
+                    let x = x[r].codes.add(i * STEP + PAIR * 2 * PIECE + v * PIECE);
+                    _mm256_maddubs_epi16(codes[v], _mm256_loadu_si256(x.cast()))
+                };
+            }
+            let total = &mut totals[r][PAIR % 2];
+            if F::GROUP == 32 {
+                let dots = _mm256_madd_epi16(_mm256_add_epi16(dots[0], dots[1]), one);
+                scale_group::<PAIR>(dots, &scales[r], total);
+            } else {
+                let dots = dots.map(|dots| _mm256_madd_epi16(dots, one));
+                scale_halves::<PAIR>(dots, &scales[r], total);
+            }
+        }
+    }
+}
+
+/// Adds the dot products of a pair of groups of 32, each of which has a half.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn scale_group<const PAIR: usize>(dots: __m256i, scales: &[__m256; MOST], total: &mut __m256) {
+    let scale = of_each_half(scales[0], PAIR);
+    *total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, *total);
+}
+
+/// The same of four groups of 16: of a pair's first, then of its second.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn scale_halves<const PAIR: usize>(
+    dots: [__m256i; 2],
+    scales: &[__m256; MOST],
+    total: &mut __m256,
+) {
+    for (half, dots) in dots.into_iter().enumerate() {
+        let scale = of_each_half(scales[PAIR / 2], 2 * (PAIR % 2) + half);
+        *total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, *total);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Factors, Fused, MOST, both, f16s, halves, sixteen_where, words};
+use super::{Factors, Fused, FusedBytes, MOST, both, f16s, halves, sixteen_where, words};
 use crate::cpu::blocks::{Q4_0, Q4_1, Q5_0, Q5_1};
 
 /// Scales, and offsets that are as many times these as `zero` says.
@@ -61,6 +61,22 @@ unsafe fn nibbles<const BYTES: usize>(
     step: *const u8,
     first: usize,
     second: usize,
+) -> [__m256i; 2] {
+    // SAFETY: the caller's promise.
+    let bytes = unsafe { last::<BYTES>(step, first, second) };
+    [halves(bytes, false), halves(bytes, true)]
+}
+
+/// Their codes, in words.
+///
+/// # Safety
+/// As [`last`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn nibbles_in_words<const BYTES: usize>(
+    step: *const u8,
+    first: usize,
+    second: usize,
 ) -> [__m256i; 4] {
     // SAFETY: the caller's promise.
     let bytes = unsafe { last::<BYTES>(step, first, second) };
@@ -73,7 +89,7 @@ unsafe fn nibbles<const BYTES: usize>(
     ]
 }
 
-/// [`nibbles`] with fifth bits from the 32 that lie before them.
+/// Their codes, with fifth bits from the 32 that lie before them.
 ///
 /// # Safety
 /// As [`last`].
@@ -83,7 +99,7 @@ unsafe fn five_bits<const BYTES: usize>(
     step: *const u8,
     first: usize,
     second: usize,
-) -> [__m256i; 4] {
+) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
     let (bytes, fifth) = unsafe {
         let fifth = |block| step.add((block + 1) * BYTES - 20).cast::<i32>();
@@ -98,10 +114,10 @@ unsafe fn five_bits<const BYTES: usize>(
     let bits = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
     let of_low = sixteen_where(_mm256_shuffle_epi8(fifth, of_low), bits);
     let of_high = sixteen_where(_mm256_shuffle_epi8(fifth, of_high), bits);
-    words([
+    [
         _mm256_or_si256(halves(bytes, false), of_low),
         _mm256_or_si256(halves(bytes, true), of_high),
-    ])
+    ]
 }
 
 impl Fused for Q4_0 {
@@ -114,7 +130,16 @@ impl Fused for Q4_0 {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { nibbles_in_words::<18>(step, first, second) }
+    }
+}
+
+impl FusedBytes for Q4_0 {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn bytes(step: *const u8, first: usize, second: usize) -> [__m256i; 2] {
         // SAFETY: the caller's promise.
         unsafe { nibbles::<18>(step, first, second) }
     }
@@ -130,7 +155,16 @@ impl Fused for Q4_1 {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { nibbles_in_words::<20>(step, first, second) }
+    }
+}
+
+impl FusedBytes for Q4_1 {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn bytes(step: *const u8, first: usize, second: usize) -> [__m256i; 2] {
         // SAFETY: the caller's promise.
         unsafe { nibbles::<20>(step, first, second) }
     }
@@ -146,7 +180,16 @@ impl Fused for Q5_0 {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+        // SAFETY: the caller's promise.
+        words(unsafe { Self::bytes(step, first, second) })
+    }
+}
+
+impl FusedBytes for Q5_0 {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn bytes(step: *const u8, first: usize, second: usize) -> [__m256i; 2] {
         // SAFETY: the caller's promise.
         unsafe { five_bits::<22>(step, first, second) }
     }
@@ -162,7 +205,16 @@ impl Fused for Q5_1 {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+        // SAFETY: the caller's promise.
+        words(unsafe { Self::bytes(step, first, second) })
+    }
+}
+
+impl FusedBytes for Q5_1 {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn bytes(step: *const u8, first: usize, second: usize) -> [__m256i; 2] {
         // SAFETY: the caller's promise.
         unsafe { five_bits::<24>(step, first, second) }
     }

@@ -2,7 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::{Factors, Fused, MOST, both, f16_everywhere, halves, sixteen_where, twice, words};
+use super::{
+    Factors, Fused, FusedBytes, MOST, both, f16_everywhere, halves, sixteen_where, twice, words,
+};
 use crate::cpu::blocks::{Q4K, Q5K, Q6K};
 
 /// Scales and offsets of a block: its f16 factors of both, then 12 bytes of 6 bits each, as
@@ -66,9 +68,18 @@ impl Fused for Q4K {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, _: usize) -> [__m256i; 4] {
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
         // SAFETY: the caller's promise.
-        words(unsafe { four_bits(step.add(16), first / 2) })
+        words(unsafe { Self::bytes(step, first, second) })
+    }
+}
+
+impl FusedBytes for Q4K {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn bytes(step: *const u8, first: usize, _: usize) -> [__m256i; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { four_bits(step.add(16), first / 2) }
     }
 }
 
@@ -80,10 +91,19 @@ impl Fused for Q5K {
         unsafe { of_six_bits(step) }
     }
 
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+        // SAFETY: the caller's promise.
+        words(unsafe { Self::bytes(step, first, second) })
+    }
+}
+
+impl FusedBytes for Q5K {
     /// Bit `g` of the bytes behind the scales is that of group `g`.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, _: usize) -> [__m256i; 4] {
+    unsafe fn bytes(step: *const u8, first: usize, _: usize) -> [__m256i; 2] {
         // SAFETY: the caller's promise.
         let ([low, high], fifth) =
             unsafe { (four_bits(step.add(48), first / 2), twice(step.add(16))) };
@@ -92,10 +112,10 @@ impl Fused for Q5K {
             _mm_set1_epi8(bit.cast_signed()),
             _mm_set1_epi8((bit << 1).cast_signed()),
         );
-        words([
+        [
             _mm256_or_si256(low, sixteen_where(fifth[0], bits)),
             _mm256_or_si256(high, sixteen_where(fifth[1], bits)),
-        ])
+        ]
     }
 }
 
@@ -123,11 +143,20 @@ impl Fused for Q6K {
         (scales, offsets)
     }
 
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+        // SAFETY: the caller's promise.
+        words(unsafe { Self::bytes(step, first, second) })
+    }
+}
+
+impl FusedBytes for Q6K {
     /// In each half of a block: pieces 0 and 1 are the low halves of 64 bytes, 2 and 3 the high ones;
     /// bits 0 and 1 of 32 bytes are the fifth and sixth of piece 0, 2 and 3 those of piece 1, and so on.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, _: usize) -> [__m256i; 4] {
+    unsafe fn bytes(step: *const u8, first: usize, _: usize) -> [__m256i; 2] {
         let (half, is_high) = (first / 4, first % 4 == 2);
         // SAFETY: the caller's promise.
         let (mut codes, above) = unsafe {
@@ -143,6 +172,6 @@ impl Fused for Q6K {
             let above = _mm256_and_si256(above, _mm256_set1_epi8(0x30));
             *codes = _mm256_or_si256(halves(*codes, is_high), above);
         }
-        words(codes)
+        codes
     }
 }

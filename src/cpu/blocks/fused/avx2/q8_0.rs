@@ -21,7 +21,7 @@ impl Fused for Q8_0 {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
         // SAFETY: the caller's promise.
         let [low, high] = unsafe {
             let (first, second) = (step.add(first * BYTES + 2), step.add(second * BYTES + 2));

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Factors, Fused, MOST, both, f16_everywhere, twice, words};
+use super::{Factors, Fused, FusedBytes, MOST, both, f16_everywhere, twice, words};
 use crate::cpu::blocks::{Q2_0, Tq1_0, Tq2_0};
 
 /// These scales, and what a code of zero stands for.
@@ -21,19 +21,28 @@ impl Fused for Tq2_0 {
         around_one(unsafe { f16_everywhere(step.add(64)) })
     }
 
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn words(step: *const u8, first: usize, second: usize) -> [__m256i; 4] {
+        // SAFETY: the caller's promise.
+        words(unsafe { Self::bytes(step, first, second) })
+    }
+}
+
+impl FusedBytes for Tq2_0 {
     /// The 32 bytes of each half of a block have four pieces, two bits of each.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, _: usize) -> [__m256i; 4] {
+    unsafe fn bytes(step: *const u8, first: usize, _: usize) -> [__m256i; 2] {
         // SAFETY: the caller's promise.
         let packed = unsafe { twice(step.add(first / 4 * 32)) };
-        words(packed.map(|packed| {
+        packed.map(|packed| {
             let places = match first % 4 {
                 0 => _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2),
                 _ => _mm256_setr_epi32(4, 4, 4, 4, 6, 6, 6, 6),
             };
             _mm256_and_si256(_mm256_srlv_epi32(packed, places), _mm256_set1_epi8(3))
-        }))
+        })
     }
 }
 
@@ -71,7 +80,7 @@ impl Fused for Tq1_0 {
     /// four for the other half.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, _: usize) -> [__m256i; 4] {
+    unsafe fn words(step: *const u8, first: usize, _: usize) -> [__m256i; 4] {
         // The last 16 codes are digits of the same four bytes.
         const LAST: [i64; 2] = [0x0003_0003_0001_0001, 0x001b_001b_0009_0009];
         // SAFETY: the caller's promise.
@@ -118,7 +127,7 @@ impl Fused for Q2_0 {
     /// A byte has four neighbours, and eight bytes have a piece.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn codes(step: *const u8, first: usize, _: usize) -> [__m256i; 4] {
+    unsafe fn words(step: *const u8, first: usize, _: usize) -> [__m256i; 4] {
         // SAFETY: the caller's promise.
         let packed = unsafe { _mm_loadu_si128(step.add(first / 2 * 18 + 2).cast()) };
         let packed = _mm256_broadcastsi128_si256(packed);
