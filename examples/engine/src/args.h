@@ -39,7 +39,7 @@ struct Args {
   // Of the matrices: as in the file on the CPU. kSuited, on a GPU: as in the file if all are
   // quantised, else `dtype` if that is a half, or bf16.
   Weights weights = Weights::kFile;
-  bool int8_activations = false;  // by the CPU's products of many tokens with quantised matrices
+  bool int8_activations = false;  // by products with quantised matrices on the CPU
   // Of keys and values; kF8 is e4m3 with scales of 1, as llama.cpp has caches of few bits.
   Cache cache = Cache::kDType;
   bool graph = true;     // decode through a CUDA graph, where there is one
