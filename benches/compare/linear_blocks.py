@@ -21,7 +21,7 @@ FORMATS = {
 # (out_features, in_features)
 LAYERS = [(4096, 4096), (14336, 4096), (4096, 14336)]
 FEW = (1, 4, 8)
-MORE = (16, 32, 33, 64, 128, 256, 512, 2048)
+MORE = (16, 32, 33, 64, 128, 256, 300, 512, 535, 2048)
 # Formats that are measured with FEW and MORE rows; the others with FEW. FORMATS names other ones, and ROWS
 # the rows, which leaves out all else.
 OF_MORE = os.environ.get("FORMATS", "Q8_0,Q4_0,Q4_K,Q6_K").split(",")

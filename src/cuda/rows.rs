@@ -1,5 +1,7 @@
 //! Rows of several tensors of one shape, as kernels walk them.
 
+use std::ops::Range;
+
 use crate::layout::{Layout, MAX_RANK};
 
 /// Row dimensions that a kernel takes.
@@ -73,6 +75,18 @@ pub(super) struct Matrix<const N: usize> {
     pub rows: usize,
     /// From row to row, of each tensor.
     pub strides: [usize; N],
+}
+
+impl<const N: usize> Matrix<N> {
+    /// Some of the rows.
+    pub fn part(&self, rows: Range<usize>) -> Self {
+        let mut part = *self;
+        for (offset, stride) in part.offsets.iter_mut().zip(self.strides) {
+            *offset += rows.start * stride;
+        }
+        part.rows = rows.len();
+        part
+    }
 }
 
 impl<const N: usize> Rows<N> {

@@ -193,6 +193,29 @@ fn products_are_exact() {
     }
 }
 
+/// A GPU may part many rows in two launches: all have the bits that they have by themselves.
+#[test]
+fn rows_of_two_launches_are_exact() {
+    for ctx in contexts() {
+        if ctx.backend() == Backend::Cpu {
+            continue;
+        }
+        let [n, k] = [33 * 128, 33 * 256];
+        for dtype in DType::INTEGERS {
+            let matrix = Matrix::random(&ctx, dtype, [n, k], n, 0);
+            for rows in [144, 535, 1100] {
+                let x = TestTensor::normal(&mut rng(), DType::Bf16, contiguous(&[rows, k]));
+                let y = product(&ctx, &x, matrix.weights()).values();
+                for (i, (x, y)) in x.values().chunks(64 * k).zip(y.chunks(64 * n)).enumerate() {
+                    let x = TestTensor::of(DType::Bf16, &[x.len() / k, k], x);
+                    let some = product(&ctx, &x, matrix.weights()).values();
+                    assert!(some == y, "{dtype} {rows}: from row {}", 64 * i);
+                }
+            }
+        }
+    }
+}
+
 /// Elements that are no numbers give none, in their rows alone.
 #[test]
 fn what_is_no_number_shows() {

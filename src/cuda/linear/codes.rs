@@ -97,7 +97,7 @@ pub(super) fn multiply(
         };
         quantize::round_rows(cuda, p.op, &x, &rounded, stream)?;
         match tiles {
-            Some(tiles) => tiles.multiply(cuda, p, &matrix, stream)?,
+            Some(tiles) => tiles.multiply(cuda, p, (&matrix, &rounded), stream)?,
             None => multiply_codes(cuda, p, &matrix, &rounded, stream)?,
         }
     }

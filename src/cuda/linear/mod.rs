@@ -31,7 +31,7 @@ use crate::problem::linear::{Problem, Weights};
 use crate::problem::rms_norm::OfInput;
 use crate::problem::swiglu::Activation;
 use crate::problem::{self, Plans};
-use crate::tensor::{Activations, RawTensor, Scratch};
+use crate::tensor::{RawTensor, Scratch};
 use part::Part;
 pub(crate) use part::Sizes;
 
@@ -424,6 +424,7 @@ mod tests {
     use crate::context::Context;
     use crate::layout::Layout;
     use crate::memory::Buffer;
+    use crate::tensor::Activations;
     use half::{bf16, f16};
 
     fn tensor(ctx: &Context, dtype: DType, shape: &[usize], values: &[f32]) -> (Buffer, RawTensor) {

@@ -16,6 +16,7 @@ pub const FAMILY: Family = Family {
             "a contract's Blocks; 0: 8-bit floats; I8 or TERNARY: codes",
         ),
         ("rows", "of x, of a tile"),
+        ("box_rows", "of these, which are copied together"),
         ("columns", "of a tile"),
         ("step", "weights of a row that are copied at a time"),
         ("step_bytes", "of a row"),
@@ -26,7 +27,7 @@ pub const FAMILY: Family = Family {
 };
 
 /// Tensor maps are of 16-bit elements, the first two of four dimensions: of `x` (columns, codes in pairs; rows),
-/// box (64, rows of a tile), with a 128-byte swizzle; of the weight's bytes in pairs, box (those of a step, of
+/// box (64, as many rows as are copied together), with a 128-byte swizzle; of the weight's bytes in pairs, box (those of a step, of
 /// 8-bit codes half of them; columns of a tile), with a swizzle of as many bytes where they are of 8-bit floats
 /// or of codes and with none where they are blocks.
 const ARGUMENTS: &[Field] = &[

@@ -55,6 +55,12 @@ constexpr int kMostX = kRows == 256                  ? 5
                        : kRows == 64                 ? 6
                                                      : 12;
 
+// Rows of x that are copied together. Of a tile's only boxes that have some are: the copy engine is
+// slower with rows that there are not than with such that there are, and what columns of sums come
+// of rows that were not copied is not stored.
+template <int kRows>
+constexpr int kBoxRows = kRows >= 128 ? 64 : 32;
+
 template <class Weight, int kRows>
 struct alignas(1024) SharedTiles {
   static constexpr int kXBytes = kRows * kHalfBytes;
@@ -204,14 +210,19 @@ class Tiles {
 
   // Asks for a step of the rows of x from `row` on.
   __device__ __forceinline__ void ask_x(Ring<Shared::kX> &x, uint32_t step, uint32_t row) {
+    constexpr uint32_t kBox = kBoxRows<kRows>;
+    const uint32_t boxes = (min(p_.rows - row, static_cast<uint32_t>(kRows)) + kBox - 1) / kBox;
     for (int half = 0; half < kHalves; half++) {
       Mbarrier &full = shared_.x_full[x.stage];
       shared_.x_empty[x.stage].wait(x.parity ^ 1);
-      if (lane_ == 0) full.arrive_expect(sizeof shared_.x[0]);
+      if (lane_ == 0) full.arrive_expect(boxes * kBox * kHalfBytes);
       __syncwarp();
       // In pairs of bytes.
-      tma_load_4d(shared_address(shared_.x[x.stage]), &p_.x, &full, kEvictLast,
-                  (step * kHalves + half) * (kHalfBytes / 2), row, 0, 0);
+#pragma unroll 1
+      for (uint32_t box = 0; box < boxes; box++) {
+        tma_load_4d(shared_address(shared_.x[x.stage] + box * kBox * kHalfBytes), &p_.x, &full,
+                    kEvictLast, (step * kHalves + half) * (kHalfBytes / 2), row + box * kBox, 0, 0);
+      }
       x.advance();
     }
   }
@@ -498,6 +509,7 @@ class Tiles {
       static_cast<int32_t>(unsloth::kDtypeOfX<type>),                                     \
       unsloth::of::kCode,                                                                 \
       rows,                                                                               \
+      unsloth::kBoxRows<rows>,                                                            \
       unsloth::kColumns,                                                                  \
       unsloth::of::kStep,                                                                 \
       unsloth::of::kBytes,                                                                \

@@ -59,6 +59,19 @@ pub(super) struct Form {
     pub shares: usize,
 }
 
+/// Some of a product's rows, and how they are parted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    pub sizes: Sizes,
+    pub form: Form,
+}
+
+impl Part {
+    fn cost(&self) -> usize {
+        self.sizes.cost(self.form)
+    }
+}
+
 impl Sizes {
     /// Rows of the weight of a tile.
     const COLUMNS: usize = 128;
@@ -211,8 +224,45 @@ impl Sizes {
         self.rows / 32 * of_pass(32) + of_pass(self.rows % 32) + 1000
     }
 
+    /// The rows in one part, or in two where most of a last tile would be empty and that is faster; if they are faster
+    /// by these kernels than by others. Forms are given as tiles that are whole.
+    pub fn parts<I: Iterator<Item = Form>>(
+        &self,
+        whole: impl Fn() -> I,
+    ) -> Option<(Part, Option<Part>)> {
+        /// In rows, some whole tiles: where the second part may begin.
+        const MULTIPLES: [usize; 3] = [512, 256, 128];
+        let form = self.form(whole())?;
+        let one = Part { sizes: *self, form };
+        let (mut best, mut least) = ((one, None), one.cost());
+        for multiple in MULTIPLES {
+            let first = self.rows / multiple * multiple;
+            if first == 0 || first == self.rows {
+                continue;
+            }
+            let part = |rows| {
+                // Whatever their number: they are some of more.
+                let sizes = Sizes {
+                    rows,
+                    least_rows: 1,
+                    ..*self
+                };
+                let form = sizes.form(whole())?;
+                Some(Part { sizes, form })
+            };
+            if let (Some(first), Some(rest)) = (part(first), part(self.rows - first)) {
+                // They take more than by themselves: nothing of one is beside the other.
+                let cost = (first.cost() + rest.cost()) * 11 / 10 + 3500;
+                if cost < least {
+                    (best, least) = ((first, Some(rest)), cost);
+                }
+            }
+        }
+        Some(best)
+    }
+
     /// The fastest of some forms, which are given as tiles that are whole, if it is faster than what else there is.
-    pub fn form(&self, whole: impl Iterator<Item = Form>) -> Option<Form> {
+    fn form(&self, whole: impl Iterator<Item = Form>) -> Option<Form> {
         /// Which kernels count in 32 bits.
         const MOST_STEPS: usize = 1 << 30;
         let forms = whole.flat_map(|whole| {
@@ -267,13 +317,13 @@ mod tests {
         }
     }
 
-    /// Rows of a tile, parts and shares.
-    fn form(sizes: Sizes) -> Option<(usize, usize, usize)> {
+    /// Tiles of the kernels that there are.
+    fn whole(sizes: Sizes) -> impl Iterator<Item = Form> {
         let rows: &[usize] = match sizes.of {
             Of::E4m3 => &[64, 128, 256],
             _ => &[32, 64, 128, 256],
         };
-        let form = sizes.form(rows.iter().map(|rows| Form {
+        rows.iter().map(move |rows| Form {
             rows: *rows,
             blocks: match (sizes.of, *rows) {
                 (Of::E4m3, _) | (Of::I8, 64) | (_, 128..) => 1,
@@ -281,8 +331,34 @@ mod tests {
             },
             parts: 1,
             shares: 0,
-        }));
+        })
+    }
+
+    /// Rows of a tile, parts and shares.
+    fn form(sizes: Sizes) -> Option<(usize, usize, usize)> {
+        let form = sizes.form(whole(sizes));
         form.map(|form| (form.rows, form.parts, form.shares))
+    }
+
+    /// What is left behind whole tiles is a part of its own where it would be most of a round of tiles.
+    #[test]
+    fn rows_are_parted_where_tiles_would_be_empty() {
+        for (sizes, expected) in [
+            ((512, 4096, 14336), (512, None)),
+            ((535, 4096, 14336), (512, Some(23))),
+            ((640, 4096, 14336), (512, Some(128))),
+            ((1024, 4096, 14336), (1024, None)),
+            ((535, 14336, 4096), (512, Some(23))),
+            ((768, 14336, 4096), (768, None)),
+            ((535, 4096, 4096), (512, Some(23))),
+            ((2048, 14336, 4096), (2048, None)),
+        ] {
+            let (rows, n, k) = sizes;
+            let of = self::sizes(Of::Blocks, rows, n, k);
+            let (first, rest) = of.parts(|| whole(of)).unwrap();
+            let found = (first.sizes.rows, rest.map(|rest| rest.sizes.rows));
+            assert_eq!(found, expected, "{sizes:?}");
+        }
     }
 
     /// The fastest that were measured, of 8-bit floats.

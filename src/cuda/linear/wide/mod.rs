@@ -1,7 +1,8 @@
 //! Products of rows of 16 bits by weights in blocks, or of 8-bit floats, and of rows of codes by codes, on
 //! Hopper, both as they are (`kernels/cuda/linear/wide`).
 //!
-//! Whether they are faster than others, and with which tiles, is a rule from times on an H100 and an H200
+//! Rows that would leave most of a last tile empty are a second launch, with tiles of its own, where that is faster. Whether
+//! these kernels are faster than others, and with which tiles, is a rule from times on an H100 and an H200
 //! (`kernels/cuda/linear/wide/LADDER.md`).
 
 mod form;
@@ -75,15 +76,16 @@ impl Lines {
         }
     }
 
-    /// Of its codes, in pairs.
-    fn of_codes(codes: &Rounded) -> Lines {
+    /// Of its codes, in pairs, from row `first` on.
+    fn of_codes(codes: &Rounded, first: usize) -> Lines {
+        let of_rows = (first * size_of::<f32>()) as u64;
         Lines {
-            ptr: codes.codes,
+            ptr: codes.codes.wrapping_add(first * codes.stride),
             dtype: DType::F16,
             columns: codes.stride / 2,
             stride: codes.stride / 2,
-            scales: codes.scales.addr() as u64,
-            sums: codes.sums.addr() as u64,
+            scales: codes.scales.addr() as u64 + of_rows,
+            sums: codes.sums.addr() as u64 + of_rows,
         }
     }
 }
@@ -97,37 +99,22 @@ fn least_rows(weights: &Weights) -> usize {
     }
 }
 
+/// The kernels for a product's dtypes.
+fn kernels_of<'a>(cuda: &'a Cuda, p: &Product<'_>) -> impl Iterator<Item = &'a Kernel<Arguments>> {
+    let weight = p.weights.weight.dtype;
+    let x = match Of::new(weight).is_of_codes() {
+        true => DType::I8,
+        false => p.x.dtype,
+    };
+    (cuda.linear.wide.iter())
+        .filter(move |k| k.choices.x_dtype == x as u32 && k.choices.format == code(weight))
+}
+
 impl<'a> Tiles<'a> {
-    /// If they are the fastest for it. `scratch`: bytes of workspace.
-    fn new(cuda: &'a Cuda, p: &Product<'_>, rows: usize, scratch: usize) -> Option<Self> {
-        let Weights { weight, .. } = p.weights;
-        let of = Of::new(weight.dtype);
-        let x = if of.is_of_codes() {
-            DType::I8
-        } else {
-            p.x.dtype
-        };
-        let of_weight = |k: &&Kernel<Arguments>| {
-            k.choices.x_dtype == x as u32 && k.choices.format == code(weight.dtype)
-        };
-        let kernels = || cuda.linear.wide.iter().filter(of_weight);
-        let sizes = Sizes {
-            rows,
-            out_features: weight.layout.dim(0),
-            in_features: weight.layout.dim(1),
-            multiprocessors: cuda.linear.blocks.multiprocessors(),
-            clusters: cuda.resources.launches_early,
-            of,
-            least_rows: least_rows(p.weights),
-            scratch,
-        };
-        let form = sizes.form(kernels().map(|k| Form {
-            rows: k.choices.rows as usize,
-            blocks: k.choices.blocks as usize,
-            parts: 1,
-            shares: 0,
-        }))?;
-        let kernel = kernels().find(|k| k.choices.rows as usize == form.rows)?;
+    fn new(cuda: &'a Cuda, p: &Product<'_>, part: form::Part) -> Option<Self> {
+        let form::Part { sizes, form } = part;
+        let mut kernels = kernels_of(cuda, p);
+        let kernel = kernels.find(|k| k.choices.rows as usize == form.rows)?;
         Some(Tiles {
             kernel,
             form,
@@ -217,7 +204,7 @@ impl<'a> Tiles<'a> {
                 x.dtype,
                 [x.columns, rows],
                 x.stride,
-                [COLUMNS, of_tile as u32],
+                [COLUMNS, choices.box_rows],
             )?,
             // Bytes in pairs, which are no numbers.
             weight: map(
@@ -276,12 +263,80 @@ impl<'a> Tiles<'a> {
     }
 }
 
+/// The rows of a product, in one part or two.
+struct Parts<'a> {
+    first: Tiles<'a>,
+    rest: Option<Tiles<'a>>,
+}
+
+impl<'a> Parts<'a> {
+    /// If these kernels are the fastest for it. `scratch`: bytes of workspace.
+    fn new(cuda: &'a Cuda, p: &Product<'_>, rows: usize, scratch: usize) -> Option<Self> {
+        let weight = &p.weights.weight;
+        let sizes = Sizes {
+            rows,
+            out_features: weight.layout.dim(0),
+            in_features: weight.layout.dim(1),
+            multiprocessors: cuda.linear.blocks.multiprocessors(),
+            clusters: cuda.resources.launches_early,
+            of: Of::new(weight.dtype),
+            least_rows: least_rows(p.weights),
+            scratch,
+        };
+        let whole = || {
+            kernels_of(cuda, p).map(|k| Form {
+                rows: k.choices.rows as usize,
+                blocks: k.choices.blocks as usize,
+                parts: 1,
+                shares: 0,
+            })
+        };
+        let (first, rest) = sizes.parts(whole)?;
+        let rest = match rest {
+            Some(rest) => Some(Tiles::new(cuda, p, rest)?),
+            None => None,
+        };
+        let first = Tiles::new(cuda, p, first)?;
+        Some(Parts { first, rest })
+    }
+
+    fn tiles(&self) -> impl Iterator<Item = &Tiles<'a>> {
+        std::iter::once(&self.first).chain(&self.rest)
+    }
+
+    /// Bytes of workspace.
+    fn scratch(&self) -> usize {
+        let bytes = self.tiles().map(|tiles| Sizes::shares_bytes(tiles.form));
+        bytes.max().unwrap_or(0)
+    }
+
+    /// Queues a product of equally spaced rows that these kernels reach, which lie where `lines` says of those from some
+    /// row on. `scratch` has what the forms need.
+    fn multiply(
+        &self,
+        cuda: &Cuda,
+        p: &Product<'_>,
+        (matrix, lines): (&Matrix<3>, impl Fn(usize, &Matrix<3>) -> Lines),
+        scratch: Scratch,
+        stream: Stream,
+    ) -> Result<()> {
+        let mut first = 0;
+        for tiles in self.tiles() {
+            let part = matrix.part(first..first + tiles.sizes.rows);
+            let x = lines(first, &part);
+            tiles.multiply(cuda, p, (&part, &x), scratch, stream)?;
+            first += tiles.sizes.rows;
+        }
+        Ok(())
+    }
+}
+
 /// Bytes of workspace with which a product is computed the fastest, or none if these kernels are not for it.
 pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> usize {
     // The matrices differ in their addresses only.
     let count = p.rows().matrices().next().map_or(0, |matrix| matrix.rows);
-    let tiles = Tiles::new(cuda, p, count, usize::MAX);
-    tiles.map_or(0, |tiles| Sizes::shares_bytes(tiles.form))
+    let parts = Parts::new(cuda, p, count, usize::MAX);
+    parts.map_or(0, |parts| parts.scratch())
 }
 
 /// Queues a product, if these kernels are the fastest for it and reach its matrices. `scratch` has what
@@ -295,25 +350,24 @@ pub(super) fn multiply(
     let rows = p.rows();
     // The matrices differ in their addresses only.
     let count = rows.matrices().next().map_or(0, |matrix| matrix.rows);
-    let Some(tiles) = Tiles::new(cuda, p, count, scratch.size) else {
+    let Some(parts) = Parts::new(cuda, p, count, scratch.size) else {
         return Ok(false);
     };
-    let reached = |matrix: &Matrix<3>| tiles.reach(p, &Lines::of(p, matrix));
+    let reached = |matrix: &Matrix<3>| parts.first.reach(p, &Lines::of(p, matrix));
     if !rows.matrices().all(|matrix| reached(&matrix)) {
         return Ok(false);
     }
     decoded::check(p, scratch)?;
     for matrix in rows.matrices() {
-        let x = Lines::of(p, &matrix);
-        tiles.multiply(cuda, p, (&matrix, &x), scratch, stream)?;
+        let lines = |_, part: &Matrix<3>| Lines::of(p, part);
+        parts.multiply(cuda, p, (&matrix, lines), scratch, stream)?;
     }
     Ok(true)
 }
 
 /// A product of equally spaced rows that are rounded to codes, and how these kernels part it.
 pub(super) struct OfCodes<'a> {
-    tiles: Tiles<'a>,
-    x: Lines,
+    parts: Parts<'a>,
     scratch: Scratch,
 }
 
@@ -326,9 +380,9 @@ impl<'a> OfCodes<'a> {
         codes: &Rounded,
         scratch: Scratch,
     ) -> Option<Self> {
-        let x = Lines::of_codes(codes);
-        let tiles = Tiles::new(cuda, p, matrix.rows, scratch.size)?;
-        tiles.reach(p, &x).then_some(OfCodes { tiles, x, scratch })
+        let parts = Parts::new(cuda, p, matrix.rows, scratch.size)?;
+        let reached = parts.first.reach(p, &Lines::of_codes(codes, 0));
+        reached.then_some(OfCodes { parts, scratch })
     }
 
     /// Queues the product, behind what writes the codes.
@@ -336,10 +390,10 @@ impl<'a> OfCodes<'a> {
         &self,
         cuda: &Cuda,
         p: &Product<'_>,
-        matrix: &Matrix<3>,
+        (matrix, codes): (&Matrix<3>, &Rounded),
         stream: Stream,
     ) -> Result<()> {
-        let of_rows = (matrix, &self.x);
-        self.tiles.multiply(cuda, p, of_rows, self.scratch, stream)
+        let lines = |first, _: &Matrix<3>| Lines::of_codes(codes, first);
+        (self.parts).multiply(cuda, p, (matrix, lines), self.scratch, stream)
     }
 }
