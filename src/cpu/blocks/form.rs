@@ -30,14 +30,14 @@ impl Bits {
 const UNIT: usize = 128;
 const FACTORS: usize = 16;
 
-/// Codes of [`Form::Pairs`], and of [`Form::Eights`] and [`Form::Fourths`], that lie together.
+/// Codes that lie together of [`Form::Pairs`] and [`Form::Bytes`], and of [`Form::Eights`] and [`Form::Fourths`].
 pub(super) const TOGETHER: usize = 256;
 
 /// How a row lies. Behind its codes and factors there are zeros, so that kernels that read whole
 /// vectors need not look where it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// Codes as they are, for [`Row`].
+    /// Codes as they are, for [`Row`](super::Row).
     Words,
     /// Of codes of `256 * high + low` the high bytes, then the low.
     Planes,

@@ -54,10 +54,10 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Whether products by activations of 8 bits are faster than by those of 16.
+/// Whether there is a kernel for activations of 8 bits, which is faster than that for 16.
 fn takes_bytes(dot: Dot, dtype: DType) -> bool {
     match (dot, dtype) {
-        // Codes of 8 bits have a sign; the others' become words when they are taken apart.
+        // Codes of Q8_0 have as many bits themselves; those of TQ1_0 and Q2_0 come as words when they are taken apart.
         #[cfg(target_arch = "x86_64")]
         (Dot::Avx2, dtype) => !matches!(dtype, DType::Q8_0 | DType::Tq1_0 | DType::Q2_0),
         _ => false,

@@ -130,8 +130,8 @@ unsafe fn store(totals: &Sums<__m256>, rows: usize, sums: &mut [f32], stride: us
     }
 }
 
-/// As [`multiply`], of codes of 8 bits, whose products are summed in 16 bits: of a group in so many parts, each of which
-/// has room there.
+/// As [`multiply`], for activations of 8 bits. Products are summed in numbers of 16 bits first, of as much of a group as
+/// these have room for: it has so many parts.
 ///
 /// # Safety
 /// As [`multiply`], and no sum is more than 32767.

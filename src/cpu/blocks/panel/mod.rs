@@ -111,8 +111,8 @@ impl Kernel {
         unsafe {
             let multiply = match (self, shape.group, shape.zero, shape.bits) {
                 (Kernel::Avx2, _, _, Bits::Sixteen) => avx2::multiply,
-                // Sums of two products of a group of 32 by 4 bits are 30,480 at most, of 16 by 5 bits 31,496, and
-                // of 8 by 6 bits 32,004.
+                // A number of 16 bits has room for 16 products of codes of 4 bits (30,480 at most), 8 of 5 bits
+                // (31,496) or 4 of 6 bits (32,004): those of a group of 32, half of one, or half of one of 16.
                 (Kernel::Avx2, _, _, Bits::Eight) if shape.code_bits <= 4 => {
                     avx2::multiply_bytes::<1>
                 }
