@@ -89,7 +89,7 @@ MISALIGNED = {
 
 # What a tensor may not ask for: the field, its value, the status, and what the message mentions.
 TENSOR_MISUSE = [
-    ("flags", "8", "INVALID_ARGUMENT", "{path}.flags"),
+    ("flags", "16", "INVALID_ARGUMENT", "{path}.flags"),
     ("quantization", "64", "UNSUPPORTED", "{path}.quantization"),
     ("dtype", "UNSLOTH_DTYPE_F8E5M2", "UNSUPPORTED", "f8e5m2"),
     ("data", "64", "INVALID_ARGUMENT", "has data but rank 0"),
