@@ -147,6 +147,15 @@ def rate(found):
     return f"{found['median']:,.1f}" if found else ""
 
 
+def prompts(files):
+    """How long prompts were; names go with numbers that are not the first file's."""
+    names = {}
+    for name, found in files.items():
+        names.setdefault(found["prompt_tokens"], []).append(name)
+    first, *others = names
+    return ", ".join([f"{first:,}", *(f"{tokens:,} ({', '.join(names[tokens])})" for tokens in others)])
+
+
 def section(result):
     """The record as a table."""
     ours = next(iter(result["files"].values()))
@@ -158,7 +167,7 @@ def section(result):
     ]
     lines = [
         f"{on}, {result['date']}; llama.cpp of {result['llama.cpp']};",
-        "tokens per second, medians of turns.",
+        f"tokens per second, medians of turns; prompts of {prompts(result['files'])} tokens.",
         "",
         f"| file | {' | '.join(heads)} |",
         "|-" * (len(heads) + 1) + "|",

@@ -45,6 +45,10 @@ class LlamaCpp(unittest.TestCase):
         self.assertIn(columns, head)
         self.assertIn("| 6,400.0 | 3,200.0 | 2.00× | 1,000.0 | 1,500.0 | 500.0 | 3.00× |", row)
 
+    def test_prompts_of_other_lengths_are_told(self):
+        files = {"a": {"prompt_tokens": 2137}, "b": {"prompt_tokens": 535}, "c": {"prompt_tokens": 2137}}
+        self.assertEqual(llama_cpp.prompts(files), "2,137, 535 (b)")
+
     def test_there_are_none_without_batches(self):
         self.assertNotIn(" x", llama_cpp.section(record([])))
 
