@@ -341,10 +341,9 @@ impl<'a> TensorRef<'a> {
         }
     }
 
-    /// The weight, as one whose products may be of activations that are rounded to 8 bits. Products with a
-    /// weight in blocks otherwise round them to 16 at least. That makes some faster on the CPU, and all of these less
-    /// exact: see [`ops::linear`](crate::ops::linear). It has no
-    /// meaning for other tensors. It takes the place of [`with_float_activations`](Self::with_float_activations).
+    /// The weight, as one whose products may be of activations that are rounded to 8 bits, where those with a weight in
+    /// blocks otherwise have 16 at least. Some are faster then, on the CPU, and less exact: see
+    /// [`ops::linear`](crate::ops::linear). It has no meaning for other tensors. It takes the place of [`with_float_activations`](Self::with_float_activations).
     pub fn with_int8_activations(self) -> Self {
         TensorRef {
             activations: Activations::Eight,

@@ -111,6 +111,7 @@ fn kernels_of<'a>(cuda: &'a Cuda, p: &Product<'_>) -> impl Iterator<Item = &'a K
 }
 
 impl<'a> Tiles<'a> {
+    /// By the kernel whose form was chosen for some rows.
     fn new(cuda: &'a Cuda, p: &Product<'_>, part: form::Part) -> Option<Self> {
         let form::Part { sizes, form } = part;
         let mut kernels = kernels_of(cuda, p);
