@@ -7,7 +7,7 @@
 Decoding of 128 tokens from a short prompt and prefill of about 512, in turns of both programs with as
 many threads, for each file; a file's weights are used as they are. The machine has to be quiet:
 what else ran shows in the spread of `all`. With `--device cuda` both run on a GPU, and ours with
-weights of bf16, too. On a CPU prefill is measured with `--int8-activations`, too, which is what ratios are of: llama.cpp
+weights of bf16, too. On a CPU prefill by quantised weights is measured with `--int8-activations`, too, which is what ratios are of: llama.cpp
 has activations of 8 bits. With `--batches 8,64 --llama-batched-bench PATH/llama-batched-bench` also decoding
 of so many sequences at once, 128 tokens of each behind a common prompt of about 128: rates count the
 tokens of all. Writes benches/results/llama_cpp_DEVICE_DATE.json, where a processor without AVX-512 is
@@ -34,6 +34,9 @@ TEXT = (
 
 # Our engine with such activations as llama.cpp has.
 OF_8_BITS = "unsloth, 8 bits"
+
+# What files of floats end in, before .gguf: their products round no activations.
+OF_FLOATS = ("f32", "f16", "bf16")
 
 # That each of several sequences makes.
 TOKENS = 128
@@ -100,7 +103,7 @@ def measure(arguments, path):
         weights["unsloth, bf16"] = "bf16"
     compared = ["decode", *map(at_once, arguments.batches), "prefill"]
     rates = {who: {what: [] for what in compared} for who in (*weights, "llama.cpp")}
-    if arguments.device == "cpu":
+    if arguments.device == "cpu" and path.stem.split(".")[-1].lower() not in OF_FLOATS:
         rates[OF_8_BITS] = {"prefill": []}
     for _ in range(arguments.rounds):
         for who, kind in weights.items():

@@ -55,9 +55,9 @@ constexpr int kMostX = kRows == 256                  ? 5
                        : kRows == 64                 ? 6
                                                      : 12;
 
-// Rows of x that are copied together. Of a tile's only boxes that have some are: the copy engine is
-// slower with rows that there are not than with such that there are, and what columns of sums come
-// of rows that were not copied is not stored.
+// Rows of x that are copied together, as a box. A last tile's boxes behind x are left out: the copy
+// engine fills them with zeros, which takes it longer than rows of x do. What shared memory has in
+// their place is multiplied, and those sums are not stored.
 template <int kRows>
 constexpr int kBoxRows = kRows >= 128 ? 64 : 32;
 

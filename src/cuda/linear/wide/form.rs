@@ -251,7 +251,7 @@ impl Sizes {
                 Some(Part { sizes, form })
             };
             if let (Some(first), Some(rest)) = (part(first), part(self.rows - first)) {
-                // They take more than by themselves: nothing of one is beside the other.
+                // Two launches take longer than the sum of both: the second one begins when the first has ended.
                 let cost = (first.cost() + rest.cost()) * 11 / 10 + 3500;
                 if cost < least {
                     (best, least) = ((first, Some(rest)), cost);

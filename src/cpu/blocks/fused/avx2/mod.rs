@@ -83,8 +83,8 @@ struct Row {
 /// See [`Kernel::products`](super::Kernel::products).
 ///
 /// # Safety
-/// The processor has the instructions. There are up to [`COLUMNS`] rows of so many blocks, and activations in
-/// the dtype's form: of [`FusedBytes`] of so many bits.
+/// The processor has the instructions. There are up to [`COLUMNS`] rows of so many blocks, and activations of so many
+/// bits, in their form.
 pub(super) unsafe fn products<const R: usize>(
     (dtype, bits): (DType, Bits),
     weights: Rows<'_>,
@@ -95,9 +95,9 @@ pub(super) unsafe fn products<const R: usize>(
     // SAFETY: the caller's promise.
     unsafe {
         match (dtype, bits) {
-            (DType::Q8_0, _) => multiply::<Q8_0, Words, R>(weights, blocks, x),
-            (DType::Tq1_0, _) => multiply::<Tq1_0, Words, R>(weights, blocks, x),
-            (DType::Q2_0, _) => multiply::<Q2_0, Words, R>(weights, blocks, x),
+            (DType::Q8_0, Bits::Sixteen) => multiply::<Q8_0, Words, R>(weights, blocks, x),
+            (DType::Tq1_0, Bits::Sixteen) => multiply::<Tq1_0, Words, R>(weights, blocks, x),
+            (DType::Q2_0, Bits::Sixteen) => multiply::<Q2_0, Words, R>(weights, blocks, x),
             (DType::Q4_0, Bits::Sixteen) => multiply::<Q4_0, Words, R>(weights, blocks, x),
             (DType::Q4_0, Bits::Eight) => multiply::<Q4_0, Bytes, R>(weights, blocks, x),
             (DType::Q4_1, Bits::Sixteen) => multiply::<Q4_1, Words, R>(weights, blocks, x),
@@ -114,7 +114,7 @@ pub(super) unsafe fn products<const R: usize>(
             (DType::Q6K, Bits::Eight) => multiply::<Q6K, Bytes, R>(weights, blocks, x),
             (DType::Tq2_0, Bits::Sixteen) => multiply::<Tq2_0, Words, R>(weights, blocks, x),
             (DType::Tq2_0, Bits::Eight) => multiply::<Tq2_0, Bytes, R>(weights, blocks, x),
-            (other, _) => unreachable!("there is no kernel for {other}"),
+            (other, bits) => unreachable!("there is no kernel for {other} by {bits:?} bits"),
         }
     }
 }
