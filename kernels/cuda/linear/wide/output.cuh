@@ -30,9 +30,10 @@ struct OfRows {
   alignas(16) int32_t sum[kRows];
 };
 
-template <class Weight, class T, int kRowsOfTile>
+template <class Weight, class T, int kRows>
 class Output {
   using Sum = typename Weight::Sum;
+  static constexpr int kRowsOfTile = Weight::kOfCodes ? kRows : 1;
 
  public:
   __device__ __forceinline__ Output(const LinearWideArguments &p, Leaving &leaving,
@@ -66,46 +67,51 @@ class Output {
   // Whether sums are scaled, and packed in 16 bits, before they are put by rows: if nothing else
   // becomes of them.
   __device__ __forceinline__ bool is_packed() const {
-    return Weight::kOfCodes && kRowsOfTile > 64 && p_.dtype != static_cast<uint32_t>(Float::kF32) &&
-           p_.vectors && p_.bias_dtype == 0 &&
-           p_.epilogue == static_cast<uint32_t>(Epilogue::kStore);
+    return kRows > 64 && p_.dtype != static_cast<uint32_t>(Float::kF32) && p_.vectors &&
+           p_.bias_dtype == 0 && p_.epilogue == static_cast<uint32_t>(Epilogue::kStore);
   }
 
-  // A warp's sums of sixteen rows of x, from `first_row` of the tile on, packed.
+  // A warp's sums of thirty-two rows of x, from `first_row` of the tile on, packed: sixteen beside
+  // sixteen.
   __device__ __forceinline__ void put_packed(const Sum *sums, uint32_t first_row) const {
-    const uint32_t t = lane_ % 4;
-    uint32_t pairs[4];
 #pragma unroll
-    for (uint32_t e = 0; e < 2; e++) {
-      const uint32_t row = first_row + 8 * e + 2 * t;
-      const float2 of_rows = *reinterpret_cast<const float2 *>(&of_rows_.scale[row]);
-      const int2 sums_of_rows = *reinterpret_cast<const int2 *>(&of_rows_.sum[row]);
+    for (uint32_t half = 0; half < 2; half++) {
+      uint32_t pairs[4];
 #pragma unroll
-      for (uint32_t i = 0; i < 2; i++) {
-        const float low = scaled(sums[4 * e + 2 * i], scales_[i], of_rows.x, sums_of_rows.x);
-        const float high = scaled(sums[4 * e + 2 * i + 1], scales_[i], of_rows.y, sums_of_rows.y);
-        pairs[2 * e + i] = is_f16() ? pack<__half>(low, high) : pack<__nv_bfloat16>(low, high);
+      for (uint32_t e = 0; e < 2; e++) {
+        const uint32_t row = first_row + 16 * half + 8 * e + 2 * (lane_ % 4);
+        pack_pairs(sums + 8 * half + 4 * e, row, pairs + 2 * e);
       }
+      // Matrices of eight rows by eight columns: a lane has the address of a row of one.
+      const float *to = &leaving_[lane_ / 16 * 8 + lane_ % 8][8 * half + lane_ / 8 % 2 * 4];
+      store_matrix_x4_transposed(shared_address(to), pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    // Matrices of eight rows by eight columns: a lane has the address of a row of one.
-    const float *to = &leaving_[lane_ / 16 * 8 + lane_ % 8][lane_ / 8 % 2 * 4];
-    store_matrix_x4_transposed(shared_address(to), pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 
   // Stores what was put there.
   __device__ __forceinline__ void store_packed(uint32_t first_row, uint32_t column) const {
     __syncwarp();
-    const uint4 packed = *reinterpret_cast<const uint4 *>(&leaving_[lane_ / 2][lane_ % 2 * 4]);
+    uint4 packed[2];
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+      const float *from = &leaving_[lane_ / 2][8 * half + lane_ % 2 * 4];
+      packed[half] = *reinterpret_cast<const uint4 *>(from);
+    }
     __syncwarp();
-    const uint32_t row = first_row + lane_ / 2;
-    if (row >= p_.rows || column >= p_.out_features) return;
-    store_eight(row, column, min(p_.out_features - column, 8u), packed);
+    if (column >= p_.out_features) return;
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+      const uint32_t row = first_row + 16 * half + lane_ / 2;
+      if (row >= p_.rows) return;
+      store_eight(row, column, min(p_.out_features - column, 8u), packed[half]);
+    }
   }
 
   // What belongs to the eight columns whose sums the thread stores, and to the two whose it has:
   // behind the products it would be waited for.
   __device__ __forceinline__ void load_factors(uint32_t column) {
     if (is_packed()) {
+      if (!Weight::kHasScales) return;
       const uint32_t first = column - lane_ % 2 * 8 + lane_ / 4;
 #pragma unroll
       for (uint32_t i = 0; i < 2; i++) {
@@ -140,6 +146,29 @@ class Output {
                                                  int32_t sum_of_row) {
     return __fmul_rn(__fmul_rn(of_weight, of_row),
                      static_cast<float>(sum - Weight::kMore * sum_of_row));
+  }
+
+  // Of two rows of x, and of the thread's two columns.
+  __device__ __forceinline__ void pack_pairs(const Sum *sums, uint32_t row, uint32_t *pairs) const {
+    if constexpr (Weight::kOfCodes) {
+      const float2 of_rows = *reinterpret_cast<const float2 *>(&of_rows_.scale[row]);
+      const int2 sums_of_rows = *reinterpret_cast<const int2 *>(&of_rows_.sum[row]);
+#pragma unroll
+      for (uint32_t i = 0; i < 2; i++) {
+        pairs[i] = pack_two(scaled(sums[2 * i], scales_[i], of_rows.x, sums_of_rows.x),
+                            scaled(sums[2 * i + 1], scales_[i], of_rows.y, sums_of_rows.y));
+      }
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < 2; i++) {
+        const float scale = Weight::kHasScales ? scales_[i] : 1;
+        pairs[i] = pack_two(sums[2 * i] * Weight::template kUnit<T> * scale,
+                            sums[2 * i + 1] * Weight::template kUnit<T> * scale);
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t pack_two(float low, float high) const {
+    return is_f16() ? pack<__half>(low, high) : pack<__nv_bfloat16>(low, high);
   }
 
   // Scales eight neighbours, and adds biases. Of codes each step is rounded, as on the CPU.

@@ -454,26 +454,11 @@ class Tiles {
   // instructions: a block comes here once, and these are in no cache yet.
   __device__ __forceinline__ void leave(const Sum (&sums)[kSums], uint32_t begin, uint32_t end,
                                         uint32_t first_row, uint32_t column) const {
-    [[maybe_unused]] const bool is_packed = output_.is_packed();
+    if constexpr (kRows > kFewRows) {
+      if (output_.is_packed()) return leave_packed(sums, begin, end, first_row, column);
+    }
 #pragma unroll 1
     for (uint32_t eight = begin; eight < end; eight += 2) {
-      if constexpr (Weight::kOfCodes) {
-        if (is_packed) {
-          Sum some[8];
-#pragma unroll
-          for (uint32_t i = 0; i < kEights; i += 2) {
-            // The compiler must know which registers.
-            if (i != eight) continue;
-#pragma unroll
-            for (uint32_t j = 0; j < 8; j++) some[j] = sums[4 * i + j];
-            // A branch, not as many choices.
-            hold(some);
-          }
-          output_.put_packed(some, first_row % kRows + 8 * eight);
-          output_.store_packed(first_row + 8 * eight, column);
-          continue;
-        }
-      }
 #pragma unroll
       for (uint32_t i = 0; i < kEights; i += 2) {
         if (i == eight) output_.put_eight(sums + 4 * i, 0), output_.put_eight(sums + 4 * i + 4, 8);
@@ -482,12 +467,34 @@ class Tiles {
     }
   }
 
+  // The same of sums that nothing is added to, packed to 16 bits before they are put by rows: a
+  // multiple of four eights.
+  __device__ __forceinline__ void leave_packed(const Sum (&sums)[kSums], uint32_t begin,
+                                               uint32_t end, uint32_t first_row,
+                                               uint32_t column) const {
+#pragma unroll 1
+    for (uint32_t eight = begin; eight < end; eight += 4) {
+      Sum some[16];
+#pragma unroll
+      for (uint32_t i = 0; i < kEights; i += 4) {
+        // The compiler must know which registers.
+        if (i != eight) continue;
+#pragma unroll
+        for (uint32_t j = 0; j < 16; j++) some[j] = sums[4 * i + j];
+        // A branch, not as many choices.
+        hold(some);
+      }
+      output_.put_packed(some, first_row % kRows + 8 * eight);
+      output_.store_packed(first_row + 8 * eight, column);
+    }
+  }
+
   const LinearWideArguments &p_;
   Shared &shared_;
   const uint32_t warp_, lane_;
   // Of a row.
   const uint32_t part_;
-  Output<Weight, T, Weight::kOfCodes ? kRows : 1> output_;
+  Output<Weight, T, kRows> output_;
 };
 
 }  // namespace unsloth
