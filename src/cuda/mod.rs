@@ -35,6 +35,7 @@ mod peer;
 mod pool;
 mod qk_norm_rope;
 mod quantize;
+mod remembered;
 pub(crate) mod rope;
 mod rotation;
 mod rows;

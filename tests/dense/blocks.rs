@@ -319,8 +319,8 @@ fn assert_products_are_right(ctx: &Context, x: &TestTensor, matrix: &Matrix) {
     }
 }
 
-/// Where tiles are few for a GPU's multiprocessors and rows are long, blocks have even shares of their steps, and rows
-/// may have two launches: with the same bits each time.
+/// Where tiles are few for a GPU's multiprocessors and rows are long, blocks have even shares of their steps, or of those
+/// of the last tiles; two of them may copy rows for each other, and rows may have two launches: with the same bits each time.
 #[test]
 fn blocks_share_steps() {
     const EVERY: usize = 67;
@@ -329,16 +329,20 @@ fn blocks_share_steps() {
             continue;
         }
         let cases = [
-            (DType::Q4_0, DType::Bf16, 40),
-            (DType::Q8_0, DType::F16, 64),
-            (DType::Q6K, DType::Bf16, 17),
-            (DType::Q4K, DType::F16, 128),
+            (DType::Q4_0, DType::Bf16, 40, 33),
+            (DType::Q8_0, DType::F16, 64, 33),
+            (DType::Q6K, DType::Bf16, 17, 33),
+            (DType::Q4K, DType::F16, 128, 33),
             // Most of a last tile is not copied, or is a launch of its own.
-            (DType::Q8_0, DType::Bf16, 144),
-            (DType::Q4_0, DType::F16, 535),
+            (DType::Q8_0, DType::Bf16, 144, 33),
+            (DType::Q4_0, DType::F16, 535, 33),
+            (DType::Q6K, DType::Bf16, 535, 36),
+            // 144 tiles of 256 rows, where 132 are at once.
+            (DType::Q4_0, DType::Bf16, 1024, 36),
+            (DType::Q5K, DType::F16, 512, 36),
         ];
-        for_each_case(&cases, |&(format, dtype, rows)| {
-            let [n, k] = [33 * 128 - 8, 33 * 256];
+        for_each_case(&cases, |&(format, dtype, rows, tiles)| {
+            let [n, k] = [tiles * 128 - 8, 33 * 256];
             let matrix = Matrix::random(&ctx, format, [n, k], 0);
             let x = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, k]));
             let run = || product(&ctx, &x, matrix.weights(false));

@@ -95,6 +95,11 @@ const ARGUMENTS: &[Field] = &[
     ),
     field(
         Type::U32,
+        "launch",
+        "1: the next launch is of the rest of the rows, and starts once what is multiplied is there; 2: is that launch, which ends behind the one before; 0: all rows",
+    ),
+    field(
+        Type::U32,
         "vectors",
         "1: eight neighbours of out and residual are aligned to 16 bytes",
     ),

@@ -95,6 +95,10 @@ template <class Weight, int kRows>
 constexpr int kNeededBytes = sizeof(SharedTiles<Weight, kRows>) + 1024;
 constexpr int kSharedBytes = 227 * 1024;
 
+// What a launch is of, where rows are parted among two: of the first rows, or of the rest beside
+// it, which is launched next.
+constexpr uint32_t kFirst = 1, kRest = 2;
+
 // What tells the host the kernels' x: a contract's Float, or that it was rounded to codes.
 template <class T>
 constexpr int32_t kDtypeOfX = static_cast<int32_t>(kDtype<T>);
@@ -139,6 +143,8 @@ class Tiles {
     }
     acquire_registers_to<kConsumerRegisters>();
     consume();
+    // The kernel behind awaits this one alone, and reads what both have made.
+    if (p_.launch == kRest) await_previous_kernel();
   }
 
  private:
@@ -164,6 +170,18 @@ class Tiles {
       (Weight::kOfCodes && (kRows == 32 || (kRows == 64 && kBlocks<Weight, kRows> == 1)));
   static constexpr bool kFactorsLast = kRows <= kFewRows && !kFactorsFirst;
 
+  // Waits for what is multiplied. Once that is there, a launch for the rest of the rows has nothing
+  // to wait for: it is started then, beside this one.
+  __device__ __forceinline__ void await_inputs() const {
+    if (p_.launch == kRest) {
+      // What this multiprocessor has cached of them may be older.
+      __threadfence();
+      return;
+    }
+    await_previous_kernel();
+    if (p_.launch == kFirst) let_next_kernel_start();
+  }
+
   __device__ __forceinline__ void produce() {
     Ring<Shared::kX> x;
     Ring<Shared::kWeight> weight;
@@ -176,7 +194,7 @@ class Tiles {
     for (uint32_t i = 0; i < ahead; i++) {
       ask_weight(weight, piece.begin + i, column_of(piece.tile));
     }
-    await_previous_kernel();
+    await_inputs();
     do {
       for (uint32_t step = piece.begin; step < piece.end; step++) {
         if (step - piece.begin >= ahead) ask_weight(weight, step, column_of(piece.tile));
@@ -258,7 +276,7 @@ class Tiles {
 
   __device__ __forceinline__ void consume() {
     // Bias and residual may be the kernel's before, and it may read the output.
-    await_previous_kernel();
+    await_inputs();
     Ring<Shared::kX> x, done;
     Ring<Shared::kWeight> weight;
     uint32_t of_rows = 0;
@@ -368,6 +386,7 @@ class Tiles {
   // What a warp does that multiplies nothing: once all that multiply have left their sums, it tells
   // the other block so, while they go on.
   __device__ __forceinline__ void tell() const {
+    await_inputs();
     Pieces pieces(p_);
     Piece piece;
     if (p_.share == 0 || !pieces.next(piece) || piece.begin == 0) return;
@@ -504,8 +523,10 @@ class Tiles {
   extern "C" __global__ void __launch_bounds__(unsloth::kThreads,                         \
                                                (unsloth::kBlocks<unsloth::of, rows>))     \
       linear_wide_##name(const __grid_constant__ LinearWideArguments params) {            \
-    unsloth::let_next_kernel_start();                                                     \
-    if (params.constant == 0) unsloth::await_previous_kernel();                           \
+    if (params.launch != unsloth::kFirst) unsloth::let_next_kernel_start();               \
+    if (params.constant == 0 && params.launch != unsloth::kRest) {                        \
+      unsloth::await_previous_kernel();                                                   \
+    }                                                                                     \
     extern __shared__ uint4 dynamic[];                                                    \
     const uint32_t start = unsloth::shared_address(dynamic);                              \
     uint8_t *bytes = reinterpret_cast<uint8_t *>(dynamic) + (1024 - start % 1024) % 1024; \

@@ -3,9 +3,10 @@
 
 use crate::cuda::tuning::rules::products::E4M3_ROWS;
 use crate::dtype::DType;
+use crate::tensor::Workspace;
 
 /// What a weight is of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Of {
     Blocks,
     E4m3,
@@ -31,7 +32,7 @@ impl Of {
 }
 
 /// What a form depends on.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Sizes {
     pub rows: usize,
     pub out_features: usize,
@@ -66,19 +67,11 @@ pub(super) struct Part {
     pub form: Form,
 }
 
-impl Part {
-    fn cost(&self) -> usize {
-        self.sizes.cost(self.form)
-    }
-}
-
 impl Sizes {
     /// Rows of the weight of a tile.
     const COLUMNS: usize = 128;
     /// Weights of a row that the costs below are of.
     const STEP: usize = 256;
-    /// Of `x`, of a tile of which blocks have even shares: what they leave of more takes as long as they save.
-    const MOST_SHARED_ROWS: usize = 128;
     /// More rows are faster by the decoded weight: 4096 by 14336 x 4096 in 8-bit floats took 787 µs, where
     /// decoding takes 76 and the product 622.
     const MOST_ROWS: usize = 3072;
@@ -123,7 +116,7 @@ impl Sizes {
 
     /// Nanoseconds that a form takes: of each round of tiles its steps, and what comes before and behind
     /// them. Blocks without a cluster copy the first steps of a tile while they store the one before.
-    fn cost(&self, form: Form) -> usize {
+    pub fn cost(&self, form: Form) -> usize {
         if self.of.is_of_codes() {
             return self.cost_of_codes(form);
         }
@@ -131,12 +124,14 @@ impl Sizes {
         // Clusters of four do not come all at once then.
         let crowded = form.parts == 4 && blocks > self.multiprocessors;
         if form.shares != 0 {
-            let (of_step, around) = match form.rows {
-                32 => (900, 6500),
-                64 => (1100, 7600),
-                _ => (1750, 8500),
+            let (of_step, of_tile, around) = match form.rows {
+                32 => (900, 0, 6500),
+                64 => (1100, 0, 7600),
+                128 => (1750, 0, 8500),
+                _ => (2800, 4500, 11000),
             };
-            return self.steps_of_all(form).div_ceil(form.shares) * of_step + around;
+            let steps = self.steps_of_all(form).div_ceil(form.shares);
+            return steps * of_step + steps * of_tile / self.steps().max(1) + around;
         }
         let (of_step, around, before) = match (form.rows, self.is_alone(form), form.parts) {
             (64, _, 1) if self.of == Of::E4m3 => (1400, 2000, 2000),
@@ -153,8 +148,8 @@ impl Sizes {
             (64, false, _) => (if crowded { 3200 } else { 2000 }, 6000, 0),
             (128, _, 1) => (1550, 2700, 2000),
             (128, _, _) => (1600, 6200, 0),
-            (_, _, 1) => (2640, 2000, 2000),
-            _ => (2640, 5500, 0),
+            (_, _, 1) => (2750, 4500, 0),
+            _ => (3100, 3700, 0),
         };
         let rounds = blocks.div_ceil(self.at_once(form));
         let steps = self.steps().div_ceil(form.parts);
@@ -201,9 +196,10 @@ impl Sizes {
         self.tiles(form).saturating_mul(self.steps())
     }
 
-    /// Bytes of workspace for blocks with even shares: a word and a tile of each.
+    /// Bytes of workspace for blocks with even shares: a word and a tile of each. What lies behind is aligned as they are.
     pub fn shares_bytes(form: Form) -> usize {
-        form.shares * (size_of::<u64>() + form.rows * Self::COLUMNS * size_of::<f32>())
+        let of_share = size_of::<u64>() + form.rows * Self::COLUMNS * size_of::<f32>();
+        (form.shares * of_share).next_multiple_of(Workspace::ALIGNMENT)
     }
 
     /// As many even shares as there are multiprocessors, or of at least two steps.
@@ -224,45 +220,13 @@ impl Sizes {
         self.rows / 32 * of_pass(32) + of_pass(self.rows % 32) + 1000
     }
 
-    /// The rows in one part, or in two where most of a last tile would be empty and that is faster; if they are faster
-    /// by these kernels than by others. Forms are given as tiles that are whole.
-    pub fn parts<I: Iterator<Item = Form>>(
-        &self,
-        whole: impl Fn() -> I,
-    ) -> Option<(Part, Option<Part>)> {
-        /// In rows, some whole tiles: where the second part may begin.
-        const MULTIPLES: [usize; 3] = [512, 256, 128];
-        let form = self.form(whole())?;
-        let one = Part { sizes: *self, form };
-        let (mut best, mut least) = ((one, None), one.cost());
-        for multiple in MULTIPLES {
-            let first = self.rows / multiple * multiple;
-            if first == 0 || first == self.rows {
-                continue;
-            }
-            let part = |rows| {
-                // Whatever their number: they are some of more.
-                let sizes = Sizes {
-                    rows,
-                    least_rows: 1,
-                    ..*self
-                };
-                let form = sizes.form(whole())?;
-                Some(Part { sizes, form })
-            };
-            if let (Some(first), Some(rest)) = (part(first), part(self.rows - first)) {
-                // Two launches take longer than the sum of both: the second one begins when the first has ended.
-                let cost = (first.cost() + rest.cost()) * 11 / 10 + 3500;
-                if cost < least {
-                    (best, least) = ((first, Some(rest)), cost);
-                }
-            }
-        }
-        Some(best)
+    /// The fastest of forms of which each block has whole tiles.
+    pub fn form_of_whole_tiles(&self, whole: impl Iterator<Item = Form>) -> Option<Form> {
+        whole.min_by_key(|form| (self.cost(*form), form.rows))
     }
 
     /// The fastest of some forms, which are given as tiles that are whole, if it is faster than what else there is.
-    fn form(&self, whole: impl Iterator<Item = Form>) -> Option<Form> {
+    pub fn form(&self, whole: impl Iterator<Item = Form>) -> Option<Form> {
         /// Which kernels count in 32 bits.
         const MOST_STEPS: usize = 1 << 30;
         let forms = whole.flat_map(|whole| {
@@ -281,7 +245,6 @@ impl Sizes {
             _ => {
                 self.of != Of::E4m3
                     && (!self.of.is_of_codes() || self.is_shared_by_codes(*form))
-                    && form.rows <= Self::MOST_SHARED_ROWS
                     && self.steps_of_all(*form) <= MOST_STEPS
                     && Self::shares_bytes(*form) <= self.scratch
             }
@@ -301,10 +264,10 @@ impl Sizes {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn sizes(of: Of, rows: usize, out_features: usize, in_features: usize) -> Sizes {
+    pub fn sizes(of: Of, rows: usize, out_features: usize, in_features: usize) -> Sizes {
         Sizes {
             rows,
             out_features,
@@ -318,7 +281,7 @@ mod tests {
     }
 
     /// Tiles of the kernels that there are.
-    fn whole(sizes: Sizes) -> impl Iterator<Item = Form> {
+    pub fn whole(sizes: Sizes) -> impl Iterator<Item = Form> {
         let rows: &[usize] = match sizes.of {
             Of::E4m3 => &[64, 128, 256],
             _ => &[32, 64, 128, 256],
@@ -338,27 +301,6 @@ mod tests {
     fn form(sizes: Sizes) -> Option<(usize, usize, usize)> {
         let form = sizes.form(whole(sizes));
         form.map(|form| (form.rows, form.parts, form.shares))
-    }
-
-    /// What is left behind whole tiles is a part of its own where it would be most of a round of tiles.
-    #[test]
-    fn rows_are_parted_where_tiles_would_be_empty() {
-        for (sizes, expected) in [
-            ((512, 4096, 14336), (512, None)),
-            ((535, 4096, 14336), (512, Some(23))),
-            ((640, 4096, 14336), (512, Some(128))),
-            ((1024, 4096, 14336), (1024, None)),
-            ((535, 14336, 4096), (512, Some(23))),
-            ((768, 14336, 4096), (768, None)),
-            ((535, 4096, 4096), (535, None)),
-            ((2048, 14336, 4096), (2048, None)),
-        ] {
-            let (rows, n, k) = sizes;
-            let of = self::sizes(Of::Blocks, rows, n, k);
-            let (first, rest) = of.parts(|| whole(of)).unwrap();
-            let found = (first.sizes.rows, rest.map(|rest| rest.sizes.rows));
-            assert_eq!(found, expected, "{sizes:?}");
-        }
     }
 
     /// The fastest that were measured, of 8-bit floats.
@@ -415,6 +357,8 @@ mod tests {
             ((512, 4096, 4096), Some((256, 2, 0))),
             ((512, 14336, 4096), Some((256, 1, 0))),
             ((512, 4096, 14336), Some((256, 2, 0))),
+            ((512, 6144, 4096), Some((256, 1, 132))),
+            ((1024, 14336, 4096), Some((256, 1, 132))),
             ((2048, 14336, 4096), Some((256, 1, 0))),
             ((4096, 14336, 4096), None),
         ] {

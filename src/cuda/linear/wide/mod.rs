@@ -6,9 +6,11 @@
 //! (`kernels/cuda/linear/wide/LADDER.md`).
 
 mod form;
+mod parts;
 
-use self::form::{Form, Of, Sizes};
-use super::{Product, decoded, few};
+use self::form::{Form, Of, Part, Sizes};
+use self::parts::Choice;
+use super::{Product, few};
 use crate::alloc::push;
 use crate::backend::Stream;
 use crate::cuda::claims;
@@ -16,6 +18,7 @@ use crate::cuda::device::{Kernel, Resources};
 use crate::cuda::images::linear_wide::Arguments;
 use crate::cuda::linear::OP;
 use crate::cuda::quantize::Rounded;
+use crate::cuda::remembered::Remembered;
 use crate::cuda::rows::Matrix;
 use crate::cuda::tensor_map::{ALIGNMENT, COLUMNS, MAX_STRIDE, TensorMap};
 use crate::cuda::tuning::rules::products::{BLOCKS_TILES_LEAST_ROWS, BLOCKS_TILES_ROWS};
@@ -25,15 +28,23 @@ use crate::error::Result;
 use crate::problem::linear::Weights;
 use crate::tensor::{RawTensor, Scratch};
 
-pub(super) type Kernels = Vec<Kernel<Arguments>>;
+/// Kernels, and how products were parted.
+pub(super) struct Kernels {
+    all: Vec<Kernel<Arguments>>,
+    chosen: Remembered<Key, Choice>,
+}
+
+/// Sizes, and the dtypes of `x` and of the weight.
+type Key = (Sizes, DType, DType);
 
 /// None on other devices than those of Hopper.
 pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    let mut kernels = Vec::new();
+    let mut all = Vec::new();
     for kernel in resources.kernels::<Arguments>()? {
-        push(OP, &mut kernels, kernel)?;
+        push(OP, &mut all, kernel)?;
     }
-    Ok(kernels)
+    let chosen = Remembered::new(OP)?;
+    Ok(Kernels { all, chosen })
 }
 
 /// A product that these kernels serve, but for where its matrices lie.
@@ -41,6 +52,17 @@ struct Tiles<'a> {
     kernel: &'a Kernel<Arguments>,
     form: Form,
     sizes: Sizes,
+    launch: Launch,
+    /// Whether each block has a multiprocessor of its own.
+    alone: bool,
+}
+
+/// What a launch is of. The values are those that kernels know.
+#[derive(Clone, Copy)]
+enum Launch {
+    All = 0,
+    First = 1,
+    Rest = 2,
 }
 
 /// What kernels are told of a weight's dtype: its value, or 0 for 8-bit floats.
@@ -106,20 +128,22 @@ fn kernels_of<'a>(cuda: &'a Cuda, p: &Product<'_>) -> impl Iterator<Item = &'a K
         true => DType::I8,
         false => p.x.dtype,
     };
-    (cuda.linear.wide.iter())
+    (cuda.linear.wide.all.iter())
         .filter(move |k| k.choices.x_dtype == x as u32 && k.choices.format == code(weight))
 }
 
 impl<'a> Tiles<'a> {
     /// By the kernel whose form was chosen for some rows.
-    fn new(cuda: &'a Cuda, p: &Product<'_>, part: form::Part) -> Option<Self> {
-        let form::Part { sizes, form } = part;
+    fn new(cuda: &'a Cuda, p: &Product<'_>, part: Part, launch: Launch) -> Option<Self> {
+        let Part { sizes, form } = part;
         let mut kernels = kernels_of(cuda, p);
         let kernel = kernels.find(|k| k.choices.rows as usize == form.rows)?;
         Some(Tiles {
             kernel,
             form,
             sizes,
+            launch,
+            alone: sizes.is_alone(form),
         })
     }
 
@@ -194,11 +218,11 @@ impl<'a> Tiles<'a> {
             stride(other, 2),
         ];
         let steps = in_features.div_ceil(choices.step as usize);
+        let left = shares * size_of::<u64>();
         let (share, one_more) = match shares {
             0 => (0, 0),
             _ => (tiles * steps / shares, tiles * steps % shares),
         };
-        let left = shares * size_of::<u64>();
         let arguments = Arguments {
             x: map(
                 x.ptr,
@@ -239,6 +263,7 @@ impl<'a> Tiles<'a> {
             parts: parts as u32,
             share: share as u32,
             one_more: one_more as u32,
+            launch: self.launch as u32,
             vectors: u32::from(aligned.iter().all(|at| at.is_multiple_of(VECTOR))),
             dtype: p.out.dtype as u32,
             bias_dtype: bias.map_or(0, |b| b.dtype as u32),
@@ -248,7 +273,7 @@ impl<'a> Tiles<'a> {
         // More than half of a multiprocessor's, where each block is to have one of its own: blocks of kernels
         // that are started early come by twos to some, and others have none.
         let room = self.kernel.room;
-        let least = match self.sizes.is_alone(self.form) {
+        let least = match self.alone {
             true => (room / 2 + 1024).min(room),
             false => 0,
         };
@@ -292,23 +317,30 @@ impl<'a> Parts<'a> {
                 shares: 0,
             })
         };
-        let (first, rest) = sizes.parts(whole)?;
-        let rest = match rest {
-            Some(rest) => Some(Tiles::new(cuda, p, rest)?),
-            None => None,
+        let key = (sizes, p.x.dtype, weight.dtype);
+        let chosen = &cuda.linear.wide.chosen;
+        let (first, rest) = chosen.or_choose(key, || sizes.parts(whole))?;
+        let Some(part) = rest else {
+            let first = Tiles::new(cuda, p, first, Launch::All)?;
+            return Some(Parts { first, rest: None });
         };
-        let first = Tiles::new(cuda, p, first)?;
-        Some(Parts { first, rest })
+        let mut rest = Tiles::new(cuda, p, part, Launch::Rest)?;
+        // Few multiprocessors have all of them.
+        rest.alone &= !part.runs_beside(&first);
+        Some(Parts {
+            first: Tiles::new(cuda, p, first, Launch::First)?,
+            rest: Some(rest),
+        })
     }
 
     fn tiles(&self) -> impl Iterator<Item = &Tiles<'a>> {
         std::iter::once(&self.first).chain(&self.rest)
     }
 
-    /// Bytes of workspace.
+    /// Bytes of workspace, of both, which run at the same time.
     fn scratch(&self) -> usize {
         let bytes = self.tiles().map(|tiles| Sizes::shares_bytes(tiles.form));
-        bytes.max().unwrap_or(0)
+        bytes.sum()
     }
 
     /// Queues a product of equally spaced rows that these kernels reach, which lie where `lines` says of those from some
@@ -321,12 +353,13 @@ impl<'a> Parts<'a> {
         scratch: Scratch,
         stream: Stream,
     ) -> Result<()> {
-        let mut first = 0;
+        let (mut first, mut scratch) = (0, scratch);
         for tiles in self.tiles() {
             let part = matrix.part(first..first + tiles.sizes.rows);
             let x = lines(first, &part);
             tiles.multiply(cuda, p, (&part, &x), scratch, stream)?;
             first += tiles.sizes.rows;
+            scratch = scratch.behind(Sizes::shares_bytes(tiles.form));
         }
         Ok(())
     }
@@ -340,26 +373,29 @@ pub(super) fn scratch_size(cuda: &Cuda, p: &Product<'_>) -> usize {
     parts.map_or(0, |parts| parts.scratch())
 }
 
-/// Queues a product, if these kernels are the fastest for it and reach its matrices. `scratch` has what
-/// [`decoded::bytes`] or [`decoded::scratch_size`] said, though nothing is decoded here.
+/// How a product is parted whose `x` is multiplied as it is, if these kernels are the fastest for it and reach its matrices.
+fn parts<'a>(cuda: &'a Cuda, p: &Product<'_>, scratch: Scratch) -> Option<Parts<'a>> {
+    let rows = p.rows();
+    // The matrices differ in their addresses only.
+    let count = rows.matrices().next()?.rows;
+    let parts = Parts::new(cuda, p, count, scratch.size)?;
+    let reached = |matrix: &Matrix<3>| parts.first.reach(p, &Lines::of(p, matrix));
+    rows.matrices()
+        .all(|matrix| reached(&matrix))
+        .then_some(parts)
+}
+
+/// Queues a product, if these kernels are the fastest for it and reach its matrices.
 pub(super) fn multiply(
     cuda: &Cuda,
     p: &Product<'_>,
     scratch: Scratch,
     stream: Stream,
 ) -> Result<bool> {
-    let rows = p.rows();
-    // The matrices differ in their addresses only.
-    let count = rows.matrices().next().map_or(0, |matrix| matrix.rows);
-    let Some(parts) = Parts::new(cuda, p, count, scratch.size) else {
+    let Some(parts) = parts(cuda, p, scratch) else {
         return Ok(false);
     };
-    let reached = |matrix: &Matrix<3>| parts.first.reach(p, &Lines::of(p, matrix));
-    if !rows.matrices().all(|matrix| reached(&matrix)) {
-        return Ok(false);
-    }
-    decoded::check(p, scratch)?;
-    for matrix in rows.matrices() {
+    for matrix in p.rows().matrices() {
         let lines = |_, part: &Matrix<3>| Lines::of(p, part);
         parts.multiply(cuda, p, (&matrix, lines), scratch, stream)?;
     }
