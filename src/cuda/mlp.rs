@@ -394,7 +394,9 @@ impl Part {
             ..scratch
         };
         let half = |i: usize| both.narrowed(1, i * p.intermediate, p.intermediate);
-        let (gate, up) = match (joined(&p.gate, &p.up), joined(&p.up, &p.gate)) {
+        let is_one = |weights: &Weights| queue.is_one(&self.x, weights, &both);
+        let (first, second) = (joined(&p.gate, &p.up), joined(&p.up, &p.gate));
+        let (gate, up) = match (first.filter(is_one), second.filter(is_one)) {
             (Some(weights), _) => {
                 queue.product(&self.x, &weights, Epilogue::Store, &both)?;
                 (half(0)?, half(1)?)
@@ -463,6 +465,24 @@ impl Queue<'_> {
         }
     }
 
+    /// Whether two layers that lie one behind the other are one product: not where their weights would be decoded, of which
+    /// twice as many would be so at a time.
+    fn is_one(&self, x: &RawTensor, weights: &Weights, out: &RawTensor) -> bool {
+        let product = Product {
+            op: OP,
+            x,
+            norm: None,
+            weights,
+            epilogue: Epilogue::Store,
+            out,
+        };
+        match &self.mode {
+            Mode::Run(scratch, _) => linear::reads(self.cuda, &product, *scratch),
+            // Addresses may tell later that they are two after all.
+            Mode::Measure(_) => !weights.weight.dtype.is_in_blocks(),
+        }
+    }
+
     fn activation(&self, problem: &Activated) -> Result<()> {
         match &self.mode {
             Mode::Run(_, stream) => {
@@ -476,8 +496,7 @@ impl Queue<'_> {
 /// Two layers as one, if the rows of the second follow those of the first.
 fn joined(first: &Weights, second: &Weights) -> Option<Weights> {
     let follows = |a: &RawTensor, b: &RawTensor| {
-        let elements = a.layout.dim(0) * a.layout.stride(0);
-        let end = a.ptr.addr() + elements * a.dtype.size();
+        let end = a.ptr.addr() + a.layout.dim(0) * a.dtype.row_bytes(a.layout.stride(0));
         (a.dtype, a.layout) == (b.dtype, b.layout) && b.ptr.addr() == end
     };
     let both = |a: &RawTensor| {
@@ -490,9 +509,8 @@ fn joined(first: &Weights, second: &Weights) -> Option<Weights> {
         let layout = Layout::strided(&shape[..rank], &strides[..rank]).ok()?;
         Some(RawTensor { layout, ..*a })
     };
-    // Of blocks twice as many would be decoded at a time; codes have scales of their own.
-    let dtype = first.weight.dtype;
-    if dtype.is_in_blocks() || dtype.is_quantized() || !follows(&first.weight, &second.weight) {
+    // Codes have scales of their own.
+    if first.weight.dtype.is_quantized() || !follows(&first.weight, &second.weight) {
         return None;
     }
     let bias = match (&first.bias, &second.bias) {

@@ -6,11 +6,15 @@ use unsloth::ops::attention_block::{self, Projections};
 use unsloth::ops::linear::{Output, Weights};
 use unsloth::ops::mlp::{self, GateUp};
 use unsloth::ops::rope::Positions;
-use unsloth::ops::swiglu::Activation;
+use unsloth::ops::swiglu::{Activation, GateOrder};
 use unsloth::{Context, DType, InOut, Stream, Workspace};
 
 /// A block added to a constant; weights are gate's, up's and down's.
 fn mlp_of(ctx: &Context, x: &TestTensor, [gate, up, down]: [Weights<'_>; 3]) -> Vec<f64> {
+    mlp_by(ctx, x, GateUp::Apart { gate, up }, down)
+}
+
+fn mlp_by(ctx: &Context, x: &TestTensor, gate_up: GateUp<'_>, down: Weights<'_>) -> Vec<f64> {
     let dtype = x.dtype;
     let x = x.upload(ctx);
     let constant = vec![0.5; x.layout.num_elements()];
@@ -19,7 +23,7 @@ fn mlp_of(ctx: &Context, x: &TestTensor, [gate, up, down]: [Weights<'_>; 3]) -> 
         x_norm: None,
         parallel: None,
         x: x.view(),
-        gate_up: GateUp::Apart { gate, up },
+        gate_up,
         activation: Activation::Silu,
         intermediate_norm: None,
         down,
@@ -67,6 +71,46 @@ fn mlps_are_those_of_the_decoded_weights() {
                     let y = mlp_of(&ctx, &x, weights);
                     let error = nmse(&y, &expected);
                     assert!(error < most, "{float} {rows} {dtype}: {error}");
+                }
+            }
+        }
+    }
+}
+
+/// Gate and up of one matrix, which are one product of many rows on a GPU.
+#[test]
+fn gate_and_up_may_be_one_matrix() {
+    let [hidden, intermediate] = [512, 1024];
+    for ctx in contexts() {
+        for format in [DType::Q4_0, DType::Q6K] {
+            let both = Matrix::random(&ctx, format, [2 * intermediate, hidden], 0);
+            let down = Matrix::random(&ctx, DType::Q8_0, [hidden, intermediate], 0);
+            let plain = |values: &[f64], shape: &[usize]| {
+                TestTensor::of(DType::F32, shape, values).upload(&ctx)
+            };
+            let halves = both.values.chunks(intermediate * hidden);
+            let halves: Vec<_> = halves
+                .map(|half| plain(half, &[intermediate, hidden]))
+                .collect();
+            let plain_down = plain(&down.values, &[hidden, intermediate]);
+            for rows in [3, 70, 300] {
+                let x = TestTensor::normal(&mut rng(), DType::F16, contiguous(&[rows, hidden]));
+                let wide = TestTensor::of(DType::F32, x.layout.shape(), &x.values());
+                for (order, [gate, up]) in
+                    [(GateOrder::GateFirst, [0, 1]), (GateOrder::UpFirst, [1, 0])]
+                {
+                    let [gate, up] = [gate, up].map(|i| &halves[i]);
+                    let plain = [gate, up, &plain_down].map(|weight| Weights {
+                        weight: weight.view(),
+                        bias: None,
+                    });
+                    let packed = GateUp::Packed {
+                        weights: both.weights(false),
+                        order,
+                    };
+                    let y = mlp_by(&ctx, &x, packed, down.weights(false));
+                    let error = nmse(&y, &mlp_of(&ctx, &wide, plain));
+                    assert!(error < 1e-6, "{format} {rows} {order:?}: {error}");
                 }
             }
         }

@@ -303,6 +303,11 @@ pub(super) fn needed_scratch(x: &RawTensor, weights: &Weights) -> usize {
     }
 }
 
+/// Whether a product that is given such a workspace reads its weights as they are.
+pub(super) fn reads(cuda: &Cuda, p: &Product<'_>, scratch: Scratch) -> bool {
+    !is_decoded(p.weights.weight.dtype) || wide::serves(cuda, p, scratch)
+}
+
 /// Whether weights of a dtype are decoded for many rows.
 fn is_decoded(dtype: DType) -> bool {
     dtype.is_in_blocks() || dtype == DType::F8E4M3

@@ -385,6 +385,11 @@ fn parts<'a>(cuda: &'a Cuda, p: &Product<'_>, scratch: Scratch) -> Option<Parts<
         .then_some(parts)
 }
 
+/// Whether [`multiply`] queues a product.
+pub(super) fn serves(cuda: &Cuda, p: &Product<'_>, scratch: Scratch) -> bool {
+    parts(cuda, p, scratch).is_some()
+}
+
 /// Queues a product, if these kernels are the fastest for it and reach its matrices.
 pub(super) fn multiply(
     cuda: &Cuda,
