@@ -18,8 +18,10 @@ FORMATS = {
     "Q5_K": (21, 256, 176, (0, 2), 1000),
     "Q6_K": (15, 256, 210, (208,), 4000),
 }
-# (out_features, in_features)
+# (out_features, in_features); LAYERS names other ones: 28672x4096,6144x4096.
 LAYERS = [(4096, 4096), (14336, 4096), (4096, 14336)]
+if "LAYERS" in os.environ:
+    LAYERS = [tuple(map(int, layer.split("x"))) for layer in os.environ["LAYERS"].split(",")]
 FEW = (1, 4, 8)
 MORE = (16, 32, 33, 64, 128, 256, 300, 512, 535, 2048)
 # Formats that are measured with FEW and MORE rows; the others with FEW. FORMATS names other ones, and ROWS
