@@ -8,7 +8,9 @@ use crate::common::{
     rounded, rules,
 };
 use unsloth::ops::linear::{self, Output, Params, Weights};
-use unsloth::{Backend, Context, ContextOptions, DType, Layout, Stream, TensorRef, Workspace};
+use unsloth::{
+    Backend, Context, ContextOptions, DType, InOut, Layout, Stream, TensorRef, Workspace,
+};
 
 /// Rows of `x` up to which a GPU reads blocks as they are, be it f32, and where it has 16 bits.
 const FEW_ROWS: usize = 24;
@@ -88,16 +90,28 @@ fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
 
 /// `x Wᵀ` in a dtype.
 fn product_as(ctx: &Context, x: &TestTensor, weights: Weights<'_>, dtype: DType) -> TestTensor {
-    let rows = x.layout.dim(0);
-    let layout = contiguous(&[rows, weights.weight.layout().dim(0)]);
-    let x = x.upload(ctx);
+    let layout = contiguous(&[x.layout.dim(0), weights.weight.layout().dim(0)]);
     let mut out = TestTensor::poisoned(dtype, layout).upload(ctx);
+    run(ctx, x, weights, Output::Write(out.view_mut()));
+    out.download_output()
+}
+
+/// `x Wᵀ` added to a residual, in place.
+fn added(ctx: &Context, x: &TestTensor, weights: Weights<'_>, residual: &TestTensor) -> TestTensor {
+    let mut out = residual.upload(ctx);
+    let output = Output::Add(InOut::InPlace(out.view_mut()));
+    run(ctx, x, weights, output);
+    out.download_output()
+}
+
+fn run(ctx: &Context, x: &TestTensor, weights: Weights<'_>, output: Output<'_>) {
+    let x = x.upload(ctx);
     let mut params = Params {
         x_norm: None,
         parallel: None,
         x: x.view(),
         weights,
-        output: Output::Write(out.view_mut()),
+        output,
         workspace: Workspace::none(),
     };
     linear::supported(ctx, &params).unwrap();
@@ -112,7 +126,6 @@ fn product_as(ctx: &Context, x: &TestTensor, weights: Weights<'_>, dtype: DType)
         params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
     }
     linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    out.download_output()
 }
 
 /// The greatest code of 16 bits.
@@ -362,6 +375,11 @@ fn blocks_share_steps() {
                 .collect();
             let expected = exact(&x.values(), &w, (rows, k, columns.len()), None, None);
             assert!(nmse(&of(&y.values()), &expected) < 2e-5, "{format} {rows}");
+            let residual = TestTensor::normal(&mut rng(), dtype, contiguous(&[rows, n]));
+            let sum = added(&ctx, &x, matrix.weights(false), &residual).values();
+            let others = of(&residual.values());
+            let expected: Vec<f64> = expected.iter().zip(others).map(|(y, r)| y + r).collect();
+            assert!(nmse(&of(&sum), &expected) < 2e-5, "{format} {rows}, added");
         });
     }
 }

@@ -84,14 +84,27 @@ impl Matrix {
 /// `x Wᵀ`.
 fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
     let layout = contiguous(&[x.layout.dim(0), weights.weight.layout().dim(0)]);
-    let x = x.upload(ctx);
     let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
+    run(ctx, x, weights, Output::Write(out.view_mut()));
+    out.download_output()
+}
+
+/// `x Wᵀ` added to a residual, in place.
+fn added(ctx: &Context, x: &TestTensor, weights: Weights<'_>, residual: &TestTensor) -> TestTensor {
+    let mut out = residual.upload(ctx);
+    let output = Output::Add(InOut::InPlace(out.view_mut()));
+    run(ctx, x, weights, output);
+    out.download_output()
+}
+
+fn run(ctx: &Context, x: &TestTensor, weights: Weights<'_>, output: Output<'_>) {
+    let x = x.upload(ctx);
     let mut params = Params {
         x_norm: None,
         parallel: None,
         x: x.view(),
         weights,
-        output: Output::Write(out.view_mut()),
+        output,
         workspace: Workspace::none(),
     };
     linear::supported(ctx, &params).unwrap();
@@ -106,7 +119,6 @@ fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
         params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
     }
     linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
-    out.download_output()
 }
 
 /// Codes and scales of rows, by the operation that makes them.
@@ -213,11 +225,21 @@ fn many_rows_are_exact() {
             let matrix = Matrix::random(&ctx, dtype, [n, k], n, 0);
             for &rows in all {
                 let x = TestTensor::normal(&mut rng(), DType::Bf16, contiguous(&[rows, k]));
+                let residual = TestTensor::normal(&mut rng(), DType::Bf16, contiguous(&[rows, n]));
                 let y = product(&ctx, &x, matrix.weights()).values();
-                for (i, (x, y)) in x.values().chunks(64 * k).zip(y.chunks(64 * n)).enumerate() {
-                    let x = TestTensor::of(DType::Bf16, &[x.len() / k, k], x);
+                let sum = added(&ctx, &x, matrix.weights(), &residual).values();
+                for first in (0..rows).step_by(64) {
+                    let len = 64.min(rows - first);
+                    let part = |of: &TestTensor, columns: usize| {
+                        let of = &of.values()[first * columns..][..len * columns];
+                        TestTensor::of(DType::Bf16, &[len, columns], of)
+                    };
+                    let (x, residual) = (part(&x, k), part(&residual, n));
                     let some = product(&ctx, &x, matrix.weights()).values();
-                    assert!(some == y, "{dtype} {rows}: from row {}", 64 * i);
+                    let range = first * n..(first + len) * n;
+                    assert!(some == y[range.clone()], "{dtype} {rows}: from {first}");
+                    let some = added(&ctx, &x, matrix.weights(), &residual).values();
+                    assert!(some == sum[range], "{dtype} {rows}: added from {first}");
                 }
             }
         }

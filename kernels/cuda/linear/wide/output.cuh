@@ -64,27 +64,58 @@ class Output {
     finish_eight(row, column, min(p_.out_features - column, 8u), eights);
   }
 
-  // Whether sums are scaled, and packed in 16 bits, before they are put by rows: if nothing else
-  // becomes of them.
+  // Whether sums are scaled, and packed in 16 bits, before they are put by rows: if nothing but a
+  // residual is added, of whole vectors.
   __device__ __forceinline__ bool is_packed() const {
     return kRows > 64 && p_.dtype != static_cast<uint32_t>(Float::kF32) && p_.vectors &&
-           p_.bias_dtype == 0 && p_.epilogue == static_cast<uint32_t>(Epilogue::kStore);
+           p_.bias_dtype == 0 &&
+           (p_.epilogue == static_cast<uint32_t>(Epilogue::kStore) ||
+            (adds() && p_.out_features % 8 == 0));
+  }
+  __device__ __forceinline__ bool adds() const {
+    return p_.epilogue == static_cast<uint32_t>(Epilogue::kAdd);
+  }
+
+  // Of thirty-two rows of the residual: eight columns of two of these.
+  __device__ __forceinline__ void load_added(uint32_t first_row, uint32_t column,
+                                             uint4 (&added)[2]) const {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+      const uint32_t row = first_row + 16 * half + lane_ / 2;
+      if (row >= p_.rows || column >= p_.out_features) continue;
+      const uint8_t *from = static_cast<const uint8_t *>(p_.residual) + row * p_.residual_stride;
+      added[half] = *reinterpret_cast<const uint4 *>(from + column * 2);
+    }
+  }
+
+  // Gives each lane what belongs to its sums, in pairs of rows.
+  __device__ __forceinline__ void turn_added(const uint4 (&added)[2], uint32_t (&pairs)[8]) const {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+      *reinterpret_cast<uint4 *>(&leaving_[lane_ / 2][8 * half + lane_ % 2 * 4]) = added[half];
+    }
+    __syncwarp();
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+      load_matrix_x4_transposed(shared_address(matrix_of_lane(half)), pairs + 4 * half);
+    }
+    __syncwarp();
   }
 
   // A warp's sums of thirty-two rows of x, from `first_row` of the tile on, packed: sixteen beside
   // sixteen.
-  __device__ __forceinline__ void put_packed(const Sum *sums, uint32_t first_row) const {
+  __device__ __forceinline__ void put_packed(const Sum *sums, uint32_t first_row,
+                                             const uint32_t (&added)[8]) const {
 #pragma unroll
     for (uint32_t half = 0; half < 2; half++) {
       uint32_t pairs[4];
 #pragma unroll
       for (uint32_t e = 0; e < 2; e++) {
         const uint32_t row = first_row + 16 * half + 8 * e + 2 * (lane_ % 4);
-        pack_pairs(sums + 8 * half + 4 * e, row, pairs + 2 * e);
+        pack_pairs(sums + 8 * half + 4 * e, row, added + 4 * half + 2 * e, pairs + 2 * e);
       }
-      // Matrices of eight rows by eight columns: a lane has the address of a row of one.
-      const float *to = &leaving_[lane_ / 16 * 8 + lane_ % 8][8 * half + lane_ / 8 % 2 * 4];
-      store_matrix_x4_transposed(shared_address(to), pairs[0], pairs[1], pairs[2], pairs[3]);
+      store_matrix_x4_transposed(shared_address(matrix_of_lane(half)), pairs[0], pairs[1], pairs[2],
+                                 pairs[3]);
     }
   }
 
@@ -148,26 +179,39 @@ class Output {
                      static_cast<float>(sum - Weight::kMore * sum_of_row));
   }
 
+  // Matrices of eight rows by eight columns, four of sixteen rows: a lane has the address of a row
+  // of one.
+  __device__ __forceinline__ const float *matrix_of_lane(uint32_t half) const {
+    return &leaving_[lane_ / 16 * 8 + lane_ % 8][8 * half + lane_ / 8 % 2 * 4];
+  }
+
   // Of two rows of x, and of the thread's two columns.
-  __device__ __forceinline__ void pack_pairs(const Sum *sums, uint32_t row, uint32_t *pairs) const {
+  __device__ __forceinline__ void pack_pairs(const Sum *sums, uint32_t row, const uint32_t *added,
+                                             uint32_t *pairs) const {
     if constexpr (Weight::kOfCodes) {
       const float2 of_rows = *reinterpret_cast<const float2 *>(&of_rows_.scale[row]);
       const int2 sums_of_rows = *reinterpret_cast<const int2 *>(&of_rows_.sum[row]);
 #pragma unroll
       for (uint32_t i = 0; i < 2; i++) {
-        pairs[i] = pack_two(scaled(sums[2 * i], scales_[i], of_rows.x, sums_of_rows.x),
-                            scaled(sums[2 * i + 1], scales_[i], of_rows.y, sums_of_rows.y));
+        pairs[i] =
+            pack_two(scaled(sums[2 * i], scales_[i], of_rows.x, sums_of_rows.x),
+                     scaled(sums[2 * i + 1], scales_[i], of_rows.y, sums_of_rows.y), added[i]);
       }
     } else {
 #pragma unroll
       for (uint32_t i = 0; i < 2; i++) {
         const float scale = Weight::kHasScales ? scales_[i] : 1;
-        pairs[i] = pack_two(sums[2 * i] * Weight::template kUnit<T> * scale,
-                            sums[2 * i + 1] * Weight::template kUnit<T> * scale);
+        pairs[i] =
+            pack_two(__fmul_rn(sums[2 * i] * Weight::template kUnit<T>, scale),
+                     __fmul_rn(sums[2 * i + 1] * Weight::template kUnit<T>, scale), added[i]);
       }
     }
   }
-  __device__ __forceinline__ uint32_t pack_two(float low, float high) const {
+  __device__ __forceinline__ uint32_t pack_two(float low, float high, uint32_t added) const {
+    if (adds()) {
+      const float2 others = is_f16() ? unpack<__half>(added) : unpack<__nv_bfloat16>(added);
+      low = __fadd_rn(low, others.x), high = __fadd_rn(high, others.y);
+    }
     return is_f16() ? pack<__half>(low, high) : pack<__nv_bfloat16>(low, high);
   }
 

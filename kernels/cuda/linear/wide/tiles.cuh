@@ -486,13 +486,20 @@ class Tiles {
     }
   }
 
-  // The same of sums that nothing is added to, packed to 16 bits before they are put by rows: a
-  // multiple of four eights.
+  // The same of sums to which at most a residual is added, packed to 16 bits before they are put by
+  // rows: a multiple of four eights. The residual's next rows are on their way meanwhile.
   __device__ __forceinline__ void leave_packed(const Sum (&sums)[kSums], uint32_t begin,
                                                uint32_t end, uint32_t first_row,
                                                uint32_t column) const {
+    uint4 next[2] = {};
+    if (output_.adds()) output_.load_added(first_row + 8 * begin, column, next);
 #pragma unroll 1
     for (uint32_t eight = begin; eight < end; eight += 4) {
+      uint32_t added[8] = {};
+      if (output_.adds()) {
+        output_.turn_added(next, added);
+        if (eight + 4 < end) output_.load_added(first_row + 8 * eight + 32, column, next);
+      }
       Sum some[16];
 #pragma unroll
       for (uint32_t i = 0; i < kEights; i += 4) {
@@ -503,7 +510,7 @@ class Tiles {
         // A branch, not as many choices.
         hold(some);
       }
-      output_.put_packed(some, first_row % kRows + 8 * eight);
+      output_.put_packed(some, first_row % kRows + 8 * eight, added);
       output_.store_packed(first_row + 8 * eight, column);
     }
   }
