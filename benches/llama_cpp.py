@@ -8,7 +8,7 @@ Decoding of 128 tokens from a short prompt and prefill of about 512, in turns of
 many threads, for each file; a file's weights are used as they are. The machine has to be quiet:
 what else ran shows in the spread of `all`. With `--device cuda` both run on a GPU, and ours with
 weights of bf16, too. On a CPU prefill by quantised weights is measured with `--int8-activations`, too, which is what ratios are of: llama.cpp
-has activations of 8 bits. With `--batches 8,64 --llama-batched-bench PATH/llama-batched-bench` also decoding
+has activations of 8 bits. So is decoding by AVX2; by AVX-512 the flag changes nothing of it. With `--batches 8,64 --llama-batched-bench PATH/llama-batched-bench` also decoding
 of so many sequences at once, 128 tokens of each behind a common prompt of about 128: rates count the
 tokens of all. Writes benches/results/llama_cpp_DEVICE_DATE.json, where a processor without AVX-512 is
 "avx2"; `--out` names another file, as llama_cpp_xeon_DATE.json, whose table is to stand beside that of
@@ -104,11 +104,15 @@ def measure(arguments, path):
     compared = ["decode", *map(at_once, arguments.batches), "prefill"]
     rates = {who: {what: [] for what in compared} for who in (*weights, "llama.cpp")}
     if arguments.device == "cpu" and path.stem.split(".")[-1].lower() not in OF_FLOATS:
-        rates[OF_8_BITS] = {"prefill": []}
+        rates[OF_8_BITS] = {what: [] for what in (["decode"] if vectors() == "avx2" else []) + ["prefill"]}
     for _ in range(arguments.rounds):
         for who, kind in weights.items():
-            found = ours(arguments, path, kind, "--prompt", "The lighthouse", "--tokens", "128")
+            short = ["--prompt", "The lighthouse", "--tokens", "128"]
+            found = ours(arguments, path, kind, *short)
             rates[who]["decode"].append(found["decode_tokens_per_second"])
+            if "decode" in rates.get(OF_8_BITS, ()):
+                of_8_bits = ours(arguments, path, kind, *short, "--int8-activations")
+                rates[OF_8_BITS]["decode"].append(of_8_bits["decode_tokens_per_second"])
             whole = ["--prompt", TEXT * arguments.repeats, "--tokens", "1", "--warm-up"]
             found = ours(arguments, path, kind, *whole)
             rates[who]["prefill"].append(found["prefill_tokens_per_second"])
