@@ -25,9 +25,11 @@ if "LAYERS" in os.environ:
 FEW = (1, 4, 8)
 MORE = (16, 32, 33, 64, 128, 256, 300, 512, 535, 2048)
 # Formats that are measured with FEW and MORE rows; the others with FEW. FORMATS names other ones, and ROWS
-# the rows, which leaves out all else.
+# the rows, which leaves out all else. With RESIDUAL one is added.
 OF_MORE = os.environ.get("FORMATS", "Q8_0,Q4_0,Q4_K,Q6_K").split(",")
 CHOSEN = tuple(map(int, os.environ["ROWS"].split(","))) if "ROWS" in os.environ else None
+# Whether a residual is added, by all contenders.
+ADDS = "RESIDUAL" in os.environ
 METHOD = (
     "Microseconds of one call: a graph of calls on weights that together exceed the cache, replayed by turns, medians. `copy` moves as "
     "many bytes as blocks, x and output have, half read and half written. `bf16` is our product with bf16 weights of the same shape."
@@ -75,15 +77,19 @@ def layer(ctx, record, name, n, k, plain, counts, dtype):
     ctx.op("embedding", table=weights[0], ids=torch.arange(n, device="cuda"), out=decoded)()
     for rows in counts:
         x, out = randn(rows, k, dtype=dtype), torch.empty(rows, n, device="cuda", dtype=dtype)
-        ours = [ctx.op("linear", x=x, weight=weight, out=out) for weight in weights]
+        added = randn(rows, n, dtype=dtype) if ADDS else None
+        more = dict(residual=added) if ADDS else {}
+        ours = [ctx.op("linear", x=x, weight=weight, out=out, **more) for weight in weights]
         ours[0]()
-        agree(f"{name} {rows}x{k} by {n}", {"torch": x.float() @ decoded.t(), OURS: out})
+        expected = x.float() @ decoded.t()
+        agree(f"{name} {rows}x{k} by {n}", {"torch": expected + added if ADDS else expected, OURS: out})
         contenders = {OURS: lambda i: ours[i % sets]()}
         if dtype == torch.bfloat16:
             by_plain, theirs = torch.empty_like(out), torch.empty_like(out)
-            floats = [ctx.op("linear", x=x, weight=w, out=by_plain) for w in plain]
+            floats = [ctx.op("linear", x=x, weight=w, out=by_plain, **more) for w in plain]
             contenders["bf16"] = lambda i: floats[i % len(plain)]()
-            contenders["torch"] = lambda i: torch.mm(x, plain[i % len(plain)].t(), out=theirs)
+            by_torch = (lambda w: torch.addmm(added, x, w, out=theirs)) if ADDS else (lambda w: torch.mm(x, w, out=theirs))
+            contenders["torch"] = lambda i: by_torch(plain[i % len(plain)].t())
         moved = size + (x.numel() + out.numel()) * dtype.itemsize
         contenders["copy"] = copies(-(-moved // (1 << 16)) << 16)
         for contender in contenders.values():
