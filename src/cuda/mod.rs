@@ -297,7 +297,8 @@ impl Cuda {
         let primary = &self.resources.primary;
         let _entered = primary.enter(op)?;
         if self.resources.launches_early {
-            // SAFETY: as below; every kernel begins by waiting for the one before it, or by reading what none that still runs writes.
+            // SAFETY: as below; every kernel begins by waiting for the one before it, or by reading what none that still runs writes. The
+            // second launch of a product ends by waiting: none that still runs then writes what it reads, or reads or writes what it writes.
             return unsafe {
                 primary.driver.launch_early(
                     op,

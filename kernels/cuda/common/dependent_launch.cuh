@@ -6,7 +6,9 @@ namespace unsloth {
 
 // Waits until the kernel before has ended and its writes can be read. Every kernel begins with it,
 // before it touches memory: the host launches all of them so. Products with constant weights read
-// some of these first, and a step of decoding what the cache held before it.
+// some of these first, and a step of decoding what the cache held before it. Where a product's rows
+// are parted among two launches, the second ends with it instead: the first starts it no sooner
+// than what both read is there, and neither reads or writes what the other writes.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
