@@ -510,7 +510,8 @@ fn joined(first: &Weights, second: &Weights) -> Option<Weights> {
         Some(RawTensor { layout, ..*a })
     };
     // Codes have scales of their own.
-    if first.weight.dtype.is_quantized() || !follows(&first.weight, &second.weight) {
+    let alike = first.activations == second.activations && follows(&first.weight, &second.weight);
+    if first.weight.dtype.is_quantized() || !alike {
         return None;
     }
     let bias = match (&first.bias, &second.bias) {
@@ -523,6 +524,7 @@ fn joined(first: &Weights, second: &Weights) -> Option<Weights> {
     fits.then_some(Weights {
         weight,
         bias,
+        constant: first.constant && second.constant,
         ..*first
     })
 }

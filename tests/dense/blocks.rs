@@ -451,8 +451,25 @@ fn activations_of_8_bits() {
                 let sizes = [rows, n, k];
                 assert_rounded_to(127.0, dtype, &y.values(), &all, &matrix.values, sizes);
                 let expected = exact(&all, &matrix.values, (rows, k, n), None, None);
-                let error = nmse(&y.values(), &expected);
-                assert!(error < 5e-5, "{format} {rows}: {error}");
+                if rows >= 40 {
+                    let error = nmse(&y.values(), &expected);
+                    assert!(error < 5e-5, "{format} {rows}: {error}");
+                    continue;
+                }
+                // Of a few rows sums may cancel out, and what is rounded off may not: it is compared with the terms. All columns of
+                // formats with offsets have much of it in common.
+                let squares = |of: &[f64]| of.iter().map(|x| x * x).collect::<Vec<_>>();
+                let terms = (squares(&all), squares(&matrix.values));
+                let terms = exact(&terms.0, &terms.1, (rows, k, n), None, None);
+                let off = y
+                    .values()
+                    .iter()
+                    .zip(&expected)
+                    .map(|(y, e)| (y - e) * (y - e))
+                    .sum::<f64>();
+                let error = off / terms.iter().sum::<f64>();
+                let most = if rows == 1 { 3e-4 } else { 1e-4 };
+                assert!(error < most, "{format} {rows}: {error}");
             }
         }
     }
