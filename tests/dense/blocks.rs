@@ -84,7 +84,7 @@ impl Matrix {
 }
 
 /// `x Wᵀ`.
-fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
+pub fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
     product_as(ctx, x, weights, x.dtype)
 }
 
@@ -97,7 +97,12 @@ fn product_as(ctx: &Context, x: &TestTensor, weights: Weights<'_>, dtype: DType)
 }
 
 /// `x Wᵀ` added to a residual, in place.
-fn added(ctx: &Context, x: &TestTensor, weights: Weights<'_>, residual: &TestTensor) -> TestTensor {
+pub fn added(
+    ctx: &Context,
+    x: &TestTensor,
+    weights: Weights<'_>,
+    residual: &TestTensor,
+) -> TestTensor {
     let mut out = residual.upload(ctx);
     let output = Output::Add(InOut::InPlace(out.view_mut()));
     run(ctx, x, weights, output);

@@ -1,6 +1,7 @@
 //! Weights that are integers of 8 or 2 bits whose scales lie apart: integers are summed exactly, so results are known
 //! to the bit; arguments that must be refused. All of a weight's last row ends where memory does.
 
+use super::blocks::{added, product};
 use crate::common::abi::{self, Misuse, Operation, c_tensor, described};
 use crate::common::guarded::AtEnd;
 use crate::common::{DeviceTensor, FLOATS, TestTensor, contexts, contiguous, for_each_case, rng};
@@ -10,7 +11,7 @@ use unsloth::ffi::linear::{
 };
 use unsloth::ffi::status::*;
 use unsloth::ffi::tensor::{unsloth_quantization, unsloth_tensor};
-use unsloth::ops::linear::{self, Output, Params, Weights};
+use unsloth::ops::linear::{Output, Weights};
 use unsloth::ops::mlp::{self, GateUp};
 use unsloth::ops::quantize::{self, Rule};
 use unsloth::ops::swiglu::{self, Activation, GateOrder};
@@ -79,46 +80,6 @@ impl Matrix {
             len => self.scales[row / (self.layout.dim(0) / len)],
         }
     }
-}
-
-/// `x Wᵀ`.
-fn product(ctx: &Context, x: &TestTensor, weights: Weights<'_>) -> TestTensor {
-    let layout = contiguous(&[x.layout.dim(0), weights.weight.layout().dim(0)]);
-    let mut out = TestTensor::poisoned(x.dtype, layout).upload(ctx);
-    run(ctx, x, weights, Output::Write(out.view_mut()));
-    out.download_output()
-}
-
-/// `x Wᵀ` added to a residual, in place.
-fn added(ctx: &Context, x: &TestTensor, weights: Weights<'_>, residual: &TestTensor) -> TestTensor {
-    let mut out = residual.upload(ctx);
-    let output = Output::Add(InOut::InPlace(out.view_mut()));
-    run(ctx, x, weights, output);
-    out.download_output()
-}
-
-fn run(ctx: &Context, x: &TestTensor, weights: Weights<'_>, output: Output<'_>) {
-    let x = x.upload(ctx);
-    let mut params = Params {
-        x_norm: None,
-        parallel: None,
-        x: x.view(),
-        weights,
-        output,
-        workspace: Workspace::none(),
-    };
-    linear::supported(ctx, &params).unwrap();
-    // The CPU takes what it lacks from its own.
-    let size = match ctx.backend() {
-        Backend::Cpu => 0,
-        _ => linear::workspace_size(ctx, &params).unwrap(),
-    };
-    let memory = TestTensor::poisoned(DType::F32, contiguous(&[size / 4])).upload(ctx);
-    if size > 0 {
-        // SAFETY: the tensor's elements, which nothing else uses.
-        params.workspace = unsafe { Workspace::from_raw(memory.data().cast(), size) };
-    }
-    linear::forward(ctx, &params, Stream::DEFAULT).unwrap();
 }
 
 /// Codes and scales of rows, by the operation that makes them.
