@@ -76,7 +76,7 @@ class Output {
     return p_.epilogue == static_cast<uint32_t>(Epilogue::kAdd);
   }
 
-  // Of thirty-two rows of the residual: eight columns of two of these.
+  // Loads what the lane passes on of thirty-two rows of the residual: eight columns of two rows.
   __device__ __forceinline__ void load_added(uint32_t first_row, uint32_t column,
                                              uint4 (&added)[2]) const {
 #pragma unroll
