@@ -401,12 +401,14 @@ mod tests {
         for path in found {
             let text = fs::read_to_string(&path).unwrap().replace('\\', " ");
             for kernel in text.split("__global__").skip(1) {
-                let mut calls = kernel.split_once('{').unwrap().1.split(';').map(str::trim);
+                let calls = kernel.split_once('{').unwrap().1.split(';');
+                let in_a_line = |call: &str| call.split_whitespace().collect::<Vec<_>>().join(" ");
                 // Those of constant weights wait behind their first reads, the warps of QK-norm once they
                 // know their first heads, by the arguments alone.
                 let early = |call: &str| {
                     [
                         "unsloth::let_next_kernel_start()",
+                        "if (params.launch != unsloth::kFirst) unsloth::let_next_kernel_start()",
                         "extern __shared__",
                         "unsloth::Warp<",
                     ]
@@ -418,14 +420,22 @@ mod tests {
                     call.starts_with("unsloth::attention_decoding<")
                         && text.contains("  await_previous_kernel();")
                 };
-                // And a step of decoding waits once it has asked for what the cache held, which no kernel wrote
-                // that may still run.
-                let unless = ["if (params.constant == 0) ", "if (params.append == 0) "];
-                let waits = calls.find(|call| !early(call)).is_some_and(|call| {
+                // A step of decoding waits once it has asked for what the cache held, which no kernel wrote
+                // that may still run, and what runs beside the kernel before it waits at its end.
+                let unless = [
+                    "if (params.constant == 0) ",
+                    "if (params.append == 0) ",
+                    "if (params.constant == 0 && params.launch != unsloth::kRest) { ",
+                ];
+                let at_its_end = text.contains("if (p_.launch == kRest) await_previous_kernel();");
+                let first = calls.map(in_a_line).find(|call| !early(call));
+                let waits = first.is_some_and(|call| {
                     let wait = unless.iter().find_map(|unless| call.strip_prefix(unless));
-                    wait.unwrap_or(call) == "unsloth::await_previous_kernel()" || within(call)
+                    wait.unwrap_or(&call) == "unsloth::await_previous_kernel()" || within(&call)
                 });
                 assert!(waits, "{}: {kernel}", path.display());
+                let beside = kernel.contains("params.launch != unsloth::kRest");
+                assert!(!beside || at_its_end, "{}: {kernel}", path.display());
                 kernels += 1;
             }
         }
