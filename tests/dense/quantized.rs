@@ -137,6 +137,12 @@ fn products_are_exact() {
         (70, [16, 128], 16, 1),
         // Of few rows more tiles than a GPU has multiprocessors; rows that end within what is read at a time.
         (4, [4300, 256], 1, 0),
+        // Rows of which a thread has one part, two, or more than it holds at once.
+        (1, [40, 3968], 1, 0),
+        (2, [24, 3072], 1, 0),
+        (1, [40, 6912], 1, 0),
+        (1, [24, 14336], 1, 0),
+        (1, [24, 20480], 1, 1),
         (8, [40, 1152], 40, 0),
         // Of more: tiles of all sizes, whole ones, parted ones and shares of all.
         (9, [1000, 640], 1000, 0),

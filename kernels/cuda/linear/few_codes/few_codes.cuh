@@ -32,12 +32,17 @@ constexpr uint32_t kWarps = 16;
 constexpr uint32_t kThreads = kWarps * 32;
 // Rows of x at most; of the weight, of a tile.
 constexpr uint32_t kMostRows = 8, kColumns = 16;
+// Rows of x up to which it is faster that ternary codes stay in their places.
+constexpr uint32_t kMostInPlace = 4;
 // Bytes of a row of the weight that a warp takes at a time; units that it has on their way, as many
 // as leave room for a block of the next kernel beside this one.
 constexpr uint32_t kUnitBytes = 64, kAhead = 6;
 constexpr uint32_t kAll = ~0u;
 // Of shared memory, what a block may ask for where the device has as much.
 constexpr int32_t kMostBytes = 227 * 1024;
+// A row's codes are there: a quarter of them by ternary codes of the last place have a sum of 32
+// bits.
+static_assert(int64_t{kMostBytes / 4} * 127 * (3 << 6) <= INT32_MAX);
 
 // Of a lane: of rows g and g + 8 of a tile, bytes of a unit from 16 t on.
 struct Lines {
@@ -57,6 +62,8 @@ class FewCodes {
  public:
   // Eight neighbours of a row of x that a thread holds, so many times.
   static constexpr uint32_t kEights = 8 / sizeof(T);
+  // Codes of a byte.
+  static constexpr uint32_t kPlaces = kTernary ? 4 : 1;
   // Elements of a unit.
   static constexpr uint32_t kUnit = kTernary ? 4 * kUnitBytes : kUnitBytes;
 
@@ -71,17 +78,19 @@ class FewCodes {
         codes_(reinterpret_cast<uint8_t *>(&shared_ + 1)),
         sums_(reinterpret_cast<int32_t *>(codes_ + p.rows * p.pitch)) {}
 
-  // `kLines`: rows of the weight and of x are whole lines of 16 bytes.
-  template <bool kLines>
+  // `kLines`: rows of the weight and of x are whole lines of 16 bytes. `kInPlace`: ternary codes
+  // are multiplied where they are in their bytes.
+  template <bool kLines, bool kInPlace>
   __device__ __forceinline__ void run() {
     // Every warp asks for its units in order, and goes around its ring.
     Place asked = place_of_warp();
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; i++) ask_next<kLines>(i, asked);
+    const uint32_t outputs = tiles_ * kColumns * p_.rows;
+    const float own = threadIdx.x < outputs ? scale_of(threadIdx.x) : 0;
+    for (uint32_t i = threadIdx.x; i < outputs; i += kThreads) sums_[i] = 0;
     await_previous_kernel();
-    const float own = scale_of(threadIdx.x);
-    for (uint32_t i = threadIdx.x; i < tiles_ * kColumns * p_.rows; i += kThreads) sums_[i] = 0;
-    round_rows<kLines>();
+    round_all<kLines>();
     // Codes are there, and zeros to be added to.
     __syncthreads();
     Place at = place_of_warp();
@@ -90,17 +99,17 @@ class FewCodes {
 #pragma unroll
       for (uint32_t i = 0; i < kAhead; i++) {
         if (at.tile < tiles_) {
-          if (at.tile != tile) add(tile), tile = at.tile;
+          if (at.tile != tile) add<kInPlace>(tile), tile = at.tile;
           // Of the groups, one for each unit, all but the newest ones have come.
           await_copies<kAhead - 1>();
-          multiply(Lines{shared_.ring[warp_][i][0][lane_], shared_.ring[warp_][i][1][lane_]},
-                   at.unit);
+          multiply<kInPlace>(
+              Lines{shared_.ring[warp_][i][0][lane_], shared_.ring[warp_][i][1][lane_]}, at.unit);
           ask_next<kLines>(i, asked);
           advance(at);
         }
       }
     }
-    if (tile < tiles_) add(tile);
+    if (tile < tiles_) add<kInPlace>(tile);
     __syncthreads();
     finish_all(own);
   }
@@ -208,9 +217,23 @@ class FewCodes {
     }
   }
 
-  // Rounds all rows of x: warps share a row, as many to each. What a thread has of one is read at
-  // once, and again where it cannot hold all of it.
+  // Rounds all rows of x. Of short ones a thread has less than it can hold, and goes without steps
+  // for the rest.
   template <bool kLines>
+  __device__ __forceinline__ void round_all() {
+    const uint32_t whole = units_ * kUnit, step = (kWarps >> p_.rows_log2) * 32 * 8;
+    if (kLines && whole <= step) {
+      round_rows<kLines, 1>();
+    } else if (kLines && whole <= 2 * step) {
+      round_rows<kLines, 2>();
+    } else {
+      round_rows<kLines, kEights>();
+    }
+  }
+
+  // Warps share a row, as many to each. What a thread has of one, up to so many eights, is read at
+  // once, and again where there is more.
+  template <bool kLines, uint32_t kHeld>
   __device__ __forceinline__ void round_rows() {
     const uint32_t warps = kWarps >> p_.rows_log2, row = warp_ / warps;
     const uint32_t thread = warp_ % warps * 32 + lane_, step = warps * 32 * 8;
@@ -218,18 +241,18 @@ class FewCodes {
                                              min(row, p_.rows - 1) * p_.x_stride);
     // Up to a whole unit there are zeros.
     const uint32_t whole = units_ * kUnit;
-    const bool is_held = whole <= kEights * step;
-    Eight held[kEights];
+    const bool is_held = whole <= kHeld * step;
+    Eight held[kHeld];
     const auto load_all = [&](uint32_t first) {
 #pragma unroll
-      for (uint32_t i = 0; i < kEights; i++) load<kLines>(held[i], x, first + i * step);
+      for (uint32_t i = 0; i < kHeld; i++) load<kLines>(held[i], x, first + i * step);
     };
     uint32_t most = 0;
 #pragma unroll 1
-    for (uint32_t first = thread * 8; first < whole; first += kEights * step) {
+    for (uint32_t first = thread * 8; first < whole; first += kHeld * step) {
       load_all(first);
 #pragma unroll
-      for (uint32_t i = 0; i < kEights; i++) {
+      for (uint32_t i = 0; i < kHeld; i++) {
         float numbers[8];
         unpack(held[i], numbers);
 #pragma unroll
@@ -241,17 +264,16 @@ class FewCodes {
     if (threadIdx.x < kMostRows) shared_.x_sum[threadIdx.x] = 0;
     __syncthreads();
     if (row >= p_.rows) return;
-    for (uint32_t i = 0; i < warps; i++) {
-      most = max(most, shared_.of_warp[(warp_ & ~(warps - 1)) + i]);
-    }
+    const uint32_t first_warp = warp_ & ~(warps - 1);
+    most = __reduce_max_sync(kAll, lane_ < warps ? shared_.of_warp[first_warp + lane_] : 0);
     const ScaleOfCodes by(most);
     int32_t sum = 0;
     uint8_t *to = codes_ + row * p_.pitch;
 #pragma unroll 1
-    for (uint32_t first = thread * 8; first < whole; first += kEights * step) {
+    for (uint32_t first = thread * 8; first < whole; first += kHeld * step) {
       if (!is_held) load_all(first);
 #pragma unroll
-      for (uint32_t i = 0; i < kEights; i++) {
+      for (uint32_t i = 0; i < kHeld; i++) {
         const uint32_t k = first + i * step;
         if (k >= whole) break;
         // The compiler would keep the numbers of above, for which there are too few registers.
@@ -271,28 +293,45 @@ class FewCodes {
     if (thread == 0) shared_.x_scale[row] = by.scale;
   }
 
+  template <bool kInPlace>
   __device__ __forceinline__ void multiply(const Lines &lines, uint32_t unit) {
     const uint32_t g = lane_ / 4, t = lane_ % 4;
     const uint8_t *x = codes_ + min(g, p_.rows - 1) * p_.pitch + unit * kUnit + t * 16;
 #pragma unroll
-    for (uint32_t i = 0; i < (kTernary ? 4 : 1); i++) {
+    for (uint32_t i = 0; i < kPlaces; i++) {
       const uint4 b = *reinterpret_cast<const uint4 *>(x + i * 64);
 #pragma unroll
       for (uint32_t v = 0; v < 2; v++) {
         const uint32_t left[4] = {
-            code(word(lines.of[0], 2 * v), i),
-            code(word(lines.of[1], 2 * v), i),
-            code(word(lines.of[0], 2 * v + 1), i),
-            code(word(lines.of[1], 2 * v + 1), i),
+            code<kInPlace>(word(lines.of[0], 2 * v), i),
+            code<kInPlace>(word(lines.of[1], 2 * v), i),
+            code<kInPlace>(word(lines.of[0], 2 * v + 1), i),
+            code<kInPlace>(word(lines.of[1], 2 * v + 1), i),
         };
         const uint32_t right[2] = {word(b, 2 * v), word(b, 2 * v + 1)};
-        mma(left, right, acc_[v]);
+        if constexpr (kInPlace) {
+          mma_unsigned(left, right, acc_[i]);
+        } else {
+          mma(left, right, acc_[v]);
+        }
       }
     }
   }
 
+  // Of four bytes the codes of place `i`; where they are, they are 4^i times as much.
+  template <bool kInPlace>
   static __device__ __forceinline__ uint32_t code(uint32_t word, uint32_t i) {
-    return kTernary ? word >> 2 * i & 0x03030303 : word;
+    if (!kTernary) return word;
+    return kInPlace ? word & 0x03030303 << 2 * i : word >> 2 * i & 0x03030303;
+  }
+
+  // What the warp has of a sum.
+  template <bool kInPlace>
+  __device__ __forceinline__ int32_t sum_of(uint32_t at) const {
+    if constexpr (kInPlace) {
+      return acc_[0][at] + (acc_[1][at] >> 2) + (acc_[2][at] >> 4) + (acc_[3][at] >> 6);
+    }
+    return acc_[0][at] + acc_[1][at];
   }
 
   static __device__ __forceinline__ uint32_t word(const uint4 &of, uint32_t i) {
@@ -300,14 +339,16 @@ class FewCodes {
   }
 
   // Adds what the warp has of a tile to what others have, and begins anew.
+  template <bool kInPlace>
   __device__ __forceinline__ void add(uint32_t tile) {
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) {
       const uint32_t row = lane_ % 4 * 2 + i % 2, column = lane_ / 4 + i / 2 * 8;
       if (row < p_.rows) {
-        atomicAdd(&sums_[(row * tiles_ + tile) * kColumns + column], acc_[0][i] + acc_[1][i]);
+        atomicAdd(&sums_[(row * tiles_ + tile) * kColumns + column], sum_of<kInPlace>(i));
       }
-      acc_[0][i] = acc_[1][i] = 0;
+#pragma unroll
+      for (auto &acc : acc_) acc[i] = 0;
     }
   }
 
@@ -343,7 +384,8 @@ class FewCodes {
   // Of each row of x, and sums by rows of x, columns of all tiles.
   uint8_t *const codes_;
   int32_t *const sums_;
-  int32_t acc_[2][4] = {};
+  // Of each place, or of the halves of a line.
+  int32_t acc_[4][4] = {};
 };
 
 }  // namespace unsloth
@@ -356,10 +398,12 @@ class FewCodes {
     if (params.constant == 0) unsloth::await_previous_kernel();                         \
     extern __shared__ uint4 dynamic[];                                                  \
     unsloth::FewCodes<ternary, type> product(params, dynamic);                          \
-    if (params.lines) {                                                                 \
-      product.run<true>();                                                              \
+    if (params.lines && ternary && params.rows <= unsloth::kMostInPlace) {              \
+      product.run<true, ternary>();                                                     \
+    } else if (params.lines) {                                                          \
+      product.run<true, false>();                                                       \
     } else {                                                                            \
-      product.run<false>();                                                             \
+      product.run<false, false>();                                                      \
     }                                                                                   \
   }                                                                                     \
   extern "C" __device__ const LinearFewCodesLaunch linear_few_codes_##name##_launch = { \
