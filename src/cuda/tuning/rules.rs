@@ -179,6 +179,11 @@ pub(in crate::cuda) mod products {
     /// takes 30 (H200; no record exists).
     pub(in crate::cuda) const BLOCKS_TILES_LEAST_ROWS: usize = 9;
     pub(in crate::cuda) const BLOCKS_TILES_ROWS: usize = 32;
+    /// Rows of x up to which tiles take weights in blocks and 8-bit floats as they are: more are faster by the decoded
+    /// weight. 3584 by 14336x4096 in Q4_0 take 1.07 times as long as by weights of bf16, decoded 1.16; 6144 1.13, decoded
+    /// 1.07 (H200). Q6_K takes longest to be taken apart.
+    pub(in crate::cuda) const WIDE_MOST_ROWS: usize = 4096;
+    pub(in crate::cuda) const WIDE_MOST_ROWS_Q6_K: usize = 2816;
     /// Where kernels of tiles could multiply by codes, too, the blocks of another kernel round these rows of `x` and
     /// multiply them (`kernels/cuda/linear/few_codes`): one row; up to so many with up to so many elements in all, by weights of
     /// 2 bits or of 8; and by matrices of up to so many weights as many rows as that kernel takes.

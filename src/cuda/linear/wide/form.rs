@@ -43,6 +43,8 @@ pub(super) struct Sizes {
     pub of: Of,
     /// Of `x`, by blocks: fewer are faster by other kernels, or are to be more exact.
     pub least_rows: usize,
+    /// More are faster by the decoded weight, which costs the less the more there are. Codes are not decoded.
+    pub most_rows: usize,
     /// Bytes of workspace, of which blocks with even shares have use.
     pub scratch: usize,
 }
@@ -72,9 +74,9 @@ impl Sizes {
     const COLUMNS: usize = 128;
     /// Weights of a row that the costs below are of.
     const STEP: usize = 256;
-    /// More rows are faster by the decoded weight: 4096 by 14336 x 4096 in 8-bit floats took 787 µs, where
-    /// decoding takes 76 and the product 622.
-    const MOST_ROWS: usize = 3072;
+    /// Elements of `x` up to which blocks have even shares of tiles of 256 rows: they read it at different places at a
+    /// time, and the second cache has all of it then.
+    const MOST_OF_SHARES: usize = 16 << 20;
 
     pub fn tiles(&self, form: Form) -> usize {
         self.out_features.div_ceil(Self::COLUMNS) * self.rows.div_ceil(form.rows)
@@ -246,6 +248,8 @@ impl Sizes {
                 self.of != Of::E4m3
                     && (!self.of.is_of_codes() || self.is_shared_by_codes(*form))
                     && self.steps_of_all(*form) <= MOST_STEPS
+                    && (form.rows < 256
+                        || self.rows.saturating_mul(self.in_features) <= Self::MOST_OF_SHARES)
                     && Self::shares_bytes(*form) <= self.scratch
             }
         };
@@ -254,7 +258,7 @@ impl Sizes {
             .min_by_key(|form| (self.cost(*form), form.rows))?;
         let fastest = match self.rows {
             _ if self.of.is_of_codes() => true,
-            rows if rows > Self::MOST_ROWS => false,
+            rows if rows > self.most_rows => false,
             rows if self.of == Of::Blocks => rows >= self.least_rows,
             rows if rows <= E4M3_ROWS => rows > 8 && self.cost(form) < self.cost_of_few(),
             _ => true,
@@ -276,6 +280,7 @@ pub(super) mod tests {
             clusters: true,
             of,
             least_rows: 9,
+            most_rows: 4096,
             scratch: usize::MAX,
         }
     }
@@ -325,7 +330,7 @@ pub(super) mod tests {
             ((512, 4096, 14336), Some((256, 2, 0))),
             ((1024, 4096, 4096), Some((256, 1, 0))),
             ((2048, 14336, 4096), Some((256, 1, 0))),
-            ((4096, 14336, 4096), None),
+            ((4097, 14336, 4096), None),
         ] {
             let (rows, n, k) = sizes;
             assert_eq!(
@@ -360,7 +365,8 @@ pub(super) mod tests {
             ((512, 6144, 4096), Some((256, 1, 132))),
             ((1024, 14336, 4096), Some((256, 1, 132))),
             ((2048, 14336, 4096), Some((256, 1, 0))),
-            ((4096, 14336, 4096), None),
+            ((1500, 4096, 14336), Some((256, 1, 0))),
+            ((4097, 14336, 4096), None),
         ] {
             let (rows, n, k) = sizes;
             assert_eq!(

@@ -21,7 +21,9 @@ use crate::cuda::quantize::Rounded;
 use crate::cuda::remembered::Remembered;
 use crate::cuda::rows::Matrix;
 use crate::cuda::tensor_map::{ALIGNMENT, COLUMNS, MAX_STRIDE, TensorMap};
-use crate::cuda::tuning::rules::products::{BLOCKS_TILES_LEAST_ROWS, BLOCKS_TILES_ROWS};
+use crate::cuda::tuning::rules::products::{
+    BLOCKS_TILES_LEAST_ROWS, BLOCKS_TILES_ROWS, WIDE_MOST_ROWS, WIDE_MOST_ROWS_Q6_K,
+};
 use crate::cuda::{Cuda, Shape, VECTOR, check_blocks};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -118,6 +120,14 @@ fn least_rows(weights: &Weights) -> usize {
     match weights.float_activations() {
         true => BLOCKS_TILES_ROWS + 1,
         false => BLOCKS_TILES_LEAST_ROWS,
+    }
+}
+
+/// Rows of `x` up to which these kernels take weights that can be decoded.
+fn most_rows(weight: DType) -> usize {
+    match weight {
+        DType::Q6K => WIDE_MOST_ROWS_Q6_K,
+        _ => WIDE_MOST_ROWS,
     }
 }
 
@@ -307,6 +317,7 @@ impl<'a> Parts<'a> {
             clusters: cuda.resources.launches_early,
             of: Of::new(weight.dtype),
             least_rows: least_rows(p.weights),
+            most_rows: most_rows(weight.dtype),
             scratch,
         };
         let whole = || {
