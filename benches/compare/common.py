@@ -69,6 +69,8 @@ def agree(case, results, tolerance=2e-2):
 def captured(function, calls):
     """A graph of a burst of calls. Every contender is warm before: torch.compile and Triton
     compile at the first call."""
+    # What was queued before may still use the workspace of the same call.
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
