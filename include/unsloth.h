@@ -154,8 +154,8 @@
 
 /**
  * Of the `flags` of a weight, or of the gains of a norm that a product takes (`x_norm`): a promise that
- * nothing writes it until what is queued with it has run, neither work that is queued before, on any
- * stream, nor the host. Products of few rows then read it ahead, while the kernels before them on the
+ * nothing writes it, or its scales, until what is queued with it has run, neither work that is queued before,
+ * on any stream, nor the host. Products of few rows then read it ahead, while the kernels before them on the
  * stream still run, which makes a decoding step faster. For weights of inference, once they are loaded
  * and that has been waited for; not for those that an optimizer updates. Other tensors have no use for
  * it.
