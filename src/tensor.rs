@@ -355,8 +355,8 @@ impl<'a> TensorRef<'a> {
         self.activations
     }
 
-    /// The weight, or the gains of a product's norm, as what nothing writes until what is queued with it
-    /// has run: neither work that is queued before, nor what runs beside it. A product of few rows may
+    /// The weight, or the gains of a product's norm, as what nothing writes, nor its scales, until what is queued
+    /// with it has run: neither work that is queued before, nor what runs beside it. A product of few rows may
     /// then read it ahead, while the kernels before it on the stream still run. It has no meaning for
     /// other tensors, nor on the CPU.
     pub fn with_constant_elements(self) -> Self {

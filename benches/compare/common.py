@@ -51,6 +51,18 @@ def num_sets(bytes_of_one):
     return max(2, min(32, -(-WORKING_SET // max(bytes_of_one, 1))))
 
 
+def named_layers(layers):
+    """(out_features, in_features) that LAYERS names (28672x4096,6144x4096), or `layers`."""
+    names = os.environ.get("LAYERS")
+    return layers if names is None else [tuple(map(int, name.split("x"))) for name in names.split(",")]
+
+
+def named_rows():
+    """Rows of x that ROWS names (512,535), or None."""
+    names = os.environ.get("ROWS")
+    return None if names is None else tuple(map(int, names.split(",")))
+
+
 def randn(*shape, dtype=torch.bfloat16):
     """Standard normal numbers: zeros would cost the GPU less power."""
     return torch.randn(*shape, device="cuda", dtype=dtype)

@@ -4,7 +4,7 @@ a copy of as many bytes: few rows, bound by reading the blocks, and more."""
 import os
 
 import torch
-from common import OURS, Record, agree, copies, graphs, num_sets, randn
+from common import OURS, Record, agree, copies, graphs, named_layers, named_rows, num_sets, randn
 
 # Value in the C ABI, weights and bytes of a block, where its f16 factors are, the greatest code times
 # the greatest factor of factors.
@@ -18,16 +18,13 @@ FORMATS = {
     "Q5_K": (21, 256, 176, (0, 2), 1000),
     "Q6_K": (15, 256, 210, (208,), 4000),
 }
-# (out_features, in_features); LAYERS names other ones: 28672x4096,6144x4096.
-LAYERS = [(4096, 4096), (14336, 4096), (4096, 14336)]
-if "LAYERS" in os.environ:
-    LAYERS = [tuple(map(int, layer.split("x"))) for layer in os.environ["LAYERS"].split(",")]
+LAYERS = named_layers([(4096, 4096), (14336, 4096), (4096, 14336)])
 FEW = (1, 4, 8)
 MORE = (16, 32, 33, 64, 128, 256, 300, 512, 535, 2048)
 # Formats that are measured with FEW and MORE rows; the others with FEW. FORMATS names other ones, and ROWS
 # the rows, which leaves out all else. With RESIDUAL one is added.
 OF_MORE = os.environ.get("FORMATS", "Q8_0,Q4_0,Q4_K,Q6_K").split(",")
-CHOSEN = tuple(map(int, os.environ["ROWS"].split(","))) if "ROWS" in os.environ else None
+CHOSEN = named_rows()
 # Whether a residual is added, by all contenders.
 ADDS = "RESIDUAL" in os.environ
 METHOD = (

@@ -5,7 +5,7 @@ import ctypes
 import os
 
 import torch
-from common import OURS, Record, agree, copies, graphs, num_sets, randn
+from common import OURS, Record, agree, copies, graphs, named_layers, named_rows, num_sets, randn
 
 # Value in the C ABI, weights of a byte, greatest code.
 DTYPES = {"i8": (9, 1, 127), "ternary": (10, 4, 1), "f8e4m3": (7, 1, 448)}
@@ -23,9 +23,9 @@ COUNTS = {layer: MORE for layer in [(13824, 2560), (2560, 6912), *MORE_LAYERS]}
 # Of 8B parameters, and a head of as many.
 OF_FLOATS = [(4096, 4096), (14336, 4096), (4096, 14336), (32768, 4096)]
 ROWS_OF_FLOATS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
-# NAMES (i8,ternary,f8e4m3), LAYERS (13824x2560,...) and ROWS choose some of these, which leaves out all else.
+# NAMES chooses some of these dtypes; LAYERS names other layers and ROWS other rows, which leaves out rounding alone.
 NAMES = os.environ.get("NAMES", "i8,ternary,f8e4m3").split(",")
-CHOSEN = tuple(map(int, os.environ["ROWS"].split(","))) if "ROWS" in os.environ else None
+CHOSEN = named_rows()
 METHOD = (
     "Microseconds of one call: a graph of calls on weights that together exceed the cache, which ours are told are constant, replayed by "
     "turns, medians. Of i8 and ternary weights ours rounds x to 8 bits in each call. `copy` moves as many bytes as weights, x and output "
@@ -41,21 +41,15 @@ def compare(ctx):
         for rows, k in ((1, 4096), (64, 4096), (8192, 4096), (8192, 14336)):
             rounding(ctx, record, rows, k)
     integers = [name for name in NAMES if name != "f8e4m3"]
-    for n, k in chosen(LAYERS + MORE_LAYERS) if integers else ():
+    for n, k in named_layers(LAYERS + MORE_LAYERS) if integers else ():
         plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
         for name in integers:
             layer(ctx, record, name, n, k, plain, CHOSEN or COUNTS.get((n, k), FEW))
         torch.cuda.empty_cache()
-    for n, k in chosen(OF_FLOATS) if "f8e4m3" in NAMES else ():
+    for n, k in named_layers(OF_FLOATS) if "f8e4m3" in NAMES else ():
         plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
         layer(ctx, record, "f8e4m3", n, k, plain, CHOSEN or ROWS_OF_FLOATS)
         torch.cuda.empty_cache()
-
-
-def chosen(layers):
-    """Those of `layers` that LAYERS names, or all."""
-    names = os.environ.get("LAYERS")
-    return layers if names is None else [of for of in layers if "x".join(map(str, of)) in names.split(",")]
 
 
 def rounding(ctx, record, rows, k):

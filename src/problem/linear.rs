@@ -26,7 +26,7 @@ pub(crate) struct Weights {
     pub scales: Option<Scales>,
     /// To how few bits what blocks are multiplied by may be rounded.
     pub activations: Activations,
-    /// Whether nothing in flight writes the matrix, so that it may be read ahead.
+    /// Whether nothing in flight writes the matrix or its scales, so that they may be read ahead.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a GPU reads ahead"))]
     pub constant: bool,
     /// `[out_features]`.

@@ -74,6 +74,6 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "constant",
-        "1: no kernel in flight writes the weight, which may be read before they have ended",
+        "1: no kernel in flight writes the weight or its scales, which may be read before they have ended",
     ),
 ];

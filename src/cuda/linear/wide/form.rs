@@ -43,7 +43,7 @@ pub(super) struct Sizes {
     pub of: Of,
     /// Of `x`, by blocks: fewer are faster by other kernels, or are to be more exact.
     pub least_rows: usize,
-    /// More are faster by the decoded weight, which costs the less the more there are. Codes are not decoded.
+    /// Of `x`, by blocks or 8-bit floats: for more it is faster to decode the weight first and multiply by the result.
     pub most_rows: usize,
     /// Bytes of workspace, of which blocks with even shares have use.
     pub scratch: usize,
@@ -74,8 +74,8 @@ impl Sizes {
     const COLUMNS: usize = 128;
     /// Weights of a row that the costs below are of.
     const STEP: usize = 256;
-    /// Elements of `x` up to which blocks have even shares of tiles of 256 rows: they read it at different places at a
-    /// time, and the second cache has all of it then.
+    /// Elements of `x` up to which blocks have even shares of tiles of 256 rows. Such blocks are at different steps at a
+    /// time, and read all of `x` together: of more the second cache holds only a part, and whole tiles are faster.
     const MOST_OF_SHARES: usize = 16 << 20;
 
     pub fn tiles(&self, form: Form) -> usize {
