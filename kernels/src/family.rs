@@ -415,10 +415,20 @@ mod tests {
                     .iter()
                     .any(|first| call.starts_with(first))
                 };
-                // Those that decode attention wait once their barriers are set up, in what they call.
+                // Those that decode attention wait once their barriers are set up, those that round once
+                // they know their groups, in what they call.
+                let folder = path.parent().unwrap();
+                let awaits = |file: &str| {
+                    let text = fs::read_to_string(folder.join(file)).unwrap();
+                    text.contains("  await_previous_kernel();")
+                };
                 let within = |call: &str| {
-                    call.starts_with("unsloth::attention_decoding<")
-                        && text.contains("  await_previous_kernel();")
+                    (call.starts_with("unsloth::attention_decoding<")
+                        && text.contains("  await_previous_kernel();"))
+                        || (call.starts_with("unsloth::codes<")
+                            && awaits("held.cuh")
+                            && awaits("quantize.cuh"))
+                        || (call.starts_with("unsloth::round_in_turn<") && awaits("in_turn.cuh"))
                 };
                 // A step of decoding waits once it has asked for what the cache held, which no kernel wrote
                 // that may still run. A product of many rows may be two launches: the second (kRest) runs

@@ -2,7 +2,7 @@
 //! their part of it to the workspace, a block makes the scale of these, and codes follow;
 //! [`Rule::Threshold`] needs the first two twice.
 
-use contract::quantize::{Codes, Kind};
+use contract::quantize::{Codes, HELD, Kind};
 
 use super::device::Resources;
 use super::images::quantize::Arguments;
@@ -19,18 +19,69 @@ use crate::tensor::{RawTensor, Scratch};
 
 const OP: &str = "quantize";
 
-/// By kind, dtype of x, and codes.
-pub(super) type Kernels = Table<Arguments, 3>;
-
-pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
-    Kernels::new(OP, resources, |c| [c.kind, c.dtype, c.codes])
+/// What queues roundings.
+pub(super) struct Kernels {
+    /// By kind, dtype of x, and codes.
+    table: Table<Arguments, 3>,
+    /// Warps that the device runs at once of kernels whose threads hold one group.
+    held: usize,
+    /// And of those whose threads hold one after another.
+    in_turn: usize,
 }
 
-/// Elements above which a group has a block of its own.
+pub(super) fn kernels(resources: &Resources) -> Result<Kernels> {
+    let table = Table::<Arguments, 3>::new(OP, resources, |c| [c.kind, c.dtype, c.codes])?;
+    let at_once = |kind: Kind| {
+        let mut least = usize::MAX;
+        for &dtype in DType::FLOATS {
+            let kernel = table.get([kind.code(), dtype as u32, Codes::I8.code()])?;
+            least = least.min(WARPS * resources.resident_blocks(kernel)?.max(1));
+        }
+        Ok(least)
+    };
+    let (held, in_turn) = (at_once(Kind::Codes)?, at_once(Kind::InTurn)?);
+    Ok(Kernels {
+        table,
+        held,
+        in_turn,
+    })
+}
+
+/// Elements above which a group that is not held has a block of its own.
 const LONG: usize = 2048;
 
 /// Groups of a block where each has a warp.
 const WARPS: usize = 8;
+
+/// Who rounds a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Share {
+    kind: Kind,
+    /// Whether threads hold it, and read it once.
+    held: bool,
+    warps: usize,
+}
+
+/// Who holds groups of so many vectors, if all threads of a block can: the fewest warps that keep
+/// the device busy, because warps wait for each other. Threads that have many vectors need more
+/// others beside them. Groups that cannot all be held at once are held in turn.
+fn share_of_held(vectors: usize, groups: usize, held: usize, in_turn: usize) -> Option<Share> {
+    [1, 2, 4, WARPS].into_iter().find_map(|warps| {
+        let of_thread = vectors.div_ceil(32 * warps);
+        let all = groups.saturating_mul(warps);
+        let busy = if of_thread > 5 { in_turn } else { in_turn / 2 };
+        let is_enough = of_thread <= 1 || warps == WARPS || all >= busy;
+        (of_thread <= HELD as usize && is_enough).then_some(Share {
+            kind: if all <= held {
+                Kind::Codes
+            } else {
+                Kind::InTurn
+            },
+            held: true,
+            warps,
+        })
+    })
+}
 
 /// Bytes that a row, and all together, have in the workspace.
 const FOUND: usize = 2 * size_of::<f32>();
@@ -81,7 +132,7 @@ pub(super) fn round_rows(
             padded: to.stride as u32,
             ..plan.arguments()
         };
-        plan.queue_rows(Kind::Codes, &arguments, stream)
+        plan.queue_rows(plan.share().kind, &arguments, stream)
     };
     rounding().map_err(|error: Error| error.within(op))
 }
@@ -137,7 +188,7 @@ impl problem::Plan for Plan<'_> {
             self.share_scale(&arguments, stream)?;
             return self.queue_rows(Kind::Codes, &arguments, stream);
         }
-        self.queue_rows(Kind::Codes, &self.arguments(), stream)
+        self.queue_rows(self.share().kind, &self.arguments(), stream)
     }
 }
 
@@ -163,16 +214,41 @@ impl Plan<'_> {
         layout.dim(layout.rank().saturating_sub(1)) / self.groups().max(1)
     }
 
+    /// Elements of a vector.
+    fn width(&self) -> usize {
+        VECTOR / self.problem.x.dtype.size()
+    }
+
+    /// Whether groups are vectors, and codes of 8 bits are written as many at once.
+    fn are_vectors(&self) -> bool {
+        let (p, width) = (&self.problem, self.width());
+        self.length().is_multiple_of(width)
+            && self.rows.aligned_to(width)
+            && is_aligned(&p.x, width)
+            && p.out.ptr.addr().is_multiple_of(width)
+    }
+
+    fn share(&self) -> Share {
+        let p = &self.problem;
+        let kernels = &self.cuda.quantize;
+        let may_hold = self.are_vectors()
+            && self.codes() == Codes::I8
+            && p.rule == Rule::AbsMax
+            && p.scope != Scope::Tensor;
+        let vectors = self.length() / self.width();
+        let groups = p.x.layout.num_rows().saturating_mul(self.groups());
+        let share = share_of_held(vectors, groups, kernels.held, kernels.in_turn);
+        share.filter(|_| may_hold).unwrap_or(Share {
+            kind: Kind::Codes,
+            held: false,
+            warps: if self.length() > LONG { WARPS } else { 1 },
+        })
+    }
+
     /// What all launches are told.
     fn arguments(&self) -> Arguments {
         let p = &self.problem;
-        let width = VECTOR / p.x.dtype.size();
-        let length = self.length();
-        // Codes of 8 bits are written as words.
-        let vectors = length.is_multiple_of(width)
-            && self.rows.aligned_to(width)
-            && is_aligned(&p.x, width)
-            && p.out.ptr.addr().is_multiple_of(size_of::<u32>());
+        let (length, share) = (self.length(), self.share());
         Arguments {
             scale: p.scale.ptr.addr() as u64,
             sum: p.sum.map_or(0, |sum| sum.ptr.addr() as u64),
@@ -181,8 +257,9 @@ impl Plan<'_> {
             length: length as u32,
             padded: length as u32,
             rule: p.rule as u32,
-            vectors: u32::from(vectors),
-            warps: if length > LONG { WARPS as u32 } else { 1 },
+            vectors: u32::from(self.are_vectors()),
+            warps: share.warps as u32,
+            held: u32::from(share.held),
             ..Arguments::ZERO
         }
     }
@@ -190,7 +267,11 @@ impl Plan<'_> {
     /// Queues what makes the scale that all share.
     fn share_scale(&self, common: &Arguments, stream: Stream) -> Result<()> {
         let codes = self.codes().code();
-        let kernel = self.cuda.quantize.get([Kind::Scale.code(), 0, codes])?;
+        let kernel = self
+            .cuda
+            .quantize
+            .table
+            .get([Kind::Scale.code(), 0, codes])?;
         let passes = if self.problem.rule == Rule::Threshold {
             2
         } else {
@@ -213,18 +294,21 @@ impl Plan<'_> {
     fn queue_rows(&self, kind: Kind, common: &Arguments, stream: Stream) -> Result<()> {
         let p = &self.problem;
         let codes = match kind {
-            Kind::Codes => self.codes().code(),
-            _ => 0,
+            Kind::Rows => 0,
+            _ => self.codes().code(),
         };
         let choices = [kind.code(), p.x.dtype as u32, codes];
-        let kernel = self.cuda.quantize.get(choices)?;
+        let kernel = self.cuda.quantize.table.get(choices)?;
         let mut first_row = 0;
         for launch in self.rows.launches() {
             let groups = launch.num_rows() * self.groups();
             let per_block = WARPS / common.warps as usize;
-            let blocks = check_blocks(OP, "x", groups.div_ceil(per_block))?;
+            let mut blocks = check_blocks(OP, "x", groups.div_ceil(per_block))?;
             if blocks == 0 {
                 continue;
+            }
+            if kind == Kind::InTurn {
+                blocks = blocks.min((self.cuda.quantize.in_turn / WARPS) as u32);
             }
             let arguments = self.of_launch(common, &launch, first_row);
             first_row += launch.num_rows();
@@ -259,5 +343,42 @@ impl Plan<'_> {
             size_2_shift: size_2.shift,
             ..*common
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Kind, share_of_held};
+
+    #[test]
+    fn groups_have_the_fewest_warps_that_keep_the_device_busy() {
+        // Of an H200: four and six blocks of eight warps of a multiprocessor.
+        let share = |length: usize, groups| share_of_held(length / 8, groups, 4224, 6336);
+        for (length, groups, warps, kind) in [
+            // Few rows: all threads that have a vector.
+            (256, 1, 1, Kind::Codes),
+            (512, 1, 2, Kind::Codes),
+            (2560, 16, 8, Kind::Codes),
+            (2048, 512, 8, Kind::Codes),
+            // More: fewer, of which each has more.
+            (1024, 4096, 1, Kind::Codes),
+            (2560, 1024, 4, Kind::Codes),
+            (2048, 4096, 2, Kind::InTurn),
+            (2048, 8192, 1, Kind::InTurn),
+            (2560, 4096, 2, Kind::InTurn),
+            (4096, 2048, 4, Kind::InTurn),
+            (4096, 4096, 2, Kind::InTurn),
+            (8192, 1024, 8, Kind::InTurn),
+            (8192, 4096, 4, Kind::InTurn),
+            // As many as it takes to hold one.
+            (14336, 512, 8, Kind::Codes),
+            (14336, 8192, 8, Kind::InTurn),
+            (16384, 1, 8, Kind::Codes),
+            (16384, usize::MAX, 8, Kind::InTurn),
+        ] {
+            let found = share(length, groups).map(|share| (share.warps, share.kind));
+            assert_eq!(found, Some((warps, kind)), "{length} {groups}");
+        }
+        assert_eq!(share(16392, 8192), None);
     }
 }

@@ -174,6 +174,12 @@ const UNEVEN: &[Case] = &[
     case(&[3, 5, 600], &[1], &[3, 5], 1),
     case(&[2, 0], &[2], &[2], 0),
     case(&[2, 4097], &[2, 1], &[2, 1], 0),
+    // A thread of a GPU holds two, three, seven and eight vectors; more than it can.
+    case(&[2, 4096], &[2], &[2], 8),
+    case(&[2, 6912], &[2], &[2], 0),
+    case(&[2, 13_824], &[2, 2], &[2, 2], 0),
+    case(&[2, 16_384], &[2], &[2], 0),
+    case(&[2, 16_392], &[2], &[2], 0),
 ];
 
 #[test]
@@ -229,6 +235,20 @@ fn check(ctx: &Context, (dtype, rule): (DType, Rule), from: DType, case: &Case) 
     for (i, sum) in sums.iter().enumerate() {
         let expected: f64 = codes[i * summed..][..summed].iter().sum();
         assert_eq!(*sum, expected);
+    }
+}
+
+/// More rows than a GPU has threads for at once: by one warp, by two, four, and eight of an H200.
+#[test]
+fn bits_of_many_rows_are_the_cpus() {
+    let cpu = Context::cpu().unwrap();
+    for ctx in contexts() {
+        for (rows, length) in [(13_000, 40), (3_200, 652), (1_600, 1_284), (1_000, 3_072)] {
+            let x = TestTensor::normal(&mut rng(), DType::F32, contiguous(&[rows, length]));
+            let run = |ctx| run(ctx, &x, (DType::I8, Rule::AbsMax), &[rows], &[rows], 0);
+            let (results, expected) = (run(&ctx), run(&cpu));
+            assert!(results == expected, "{rows} of {length}");
+        }
     }
 }
 

@@ -42,6 +42,7 @@ pub fn header() -> String {
     for (name, value) in [
         ("DtypeI8", I8),
         ("DtypeTernary", TERNARY),
+        ("QuantizeHeld", quantize::HELD),
         ("RankSumRanks", rank_sums::RANKS),
         ("RankSumRows", rank_sums::ROWS),
         ("RankSumLines", rank_sums::LINES),

@@ -422,6 +422,9 @@ pub mod rank_sums {
 
 /// Rounding to codes.
 pub mod quantize {
+    /// Vectors of groups that a thread can hold, or have on their way.
+    pub const HELD: u32 = 8;
+
     codes! {
         /// What a kernel is made for.
         pub enum Kind {
@@ -431,6 +434,8 @@ pub mod quantize {
             Rows = 1,
             /// The scale of all.
             Scale = 2,
+            /// Codes of 8 bits, and the scales of groups, which threads hold one after another.
+            InTurn = 3,
         }
     }
 

@@ -40,14 +40,19 @@ __device__ __forceinline__ uint2 nearest_codes(const ScaleOfCodes &by,
   static_assert(kCount == 4 || kCount == 8, "words of codes");
   // The last bits of a sum with it are those of the nearest integer.
   constexpr float kShift = 12582912;
-  uint32_t words[2] = {0, 0};
+  uint32_t words[2] = {0, 0}, shifted[kCount];
   float off = 0;
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
-    const float quotient = __fmul_rn(numbers[i], by.inverse);
-    const float shifted = __fadd_rn(quotient, kShift);
-    off = fmaxf(off, fabsf(__fsub_rn(quotient, __fsub_rn(shifted, kShift))));
-    words[i / 4] |= (__float_as_uint(shifted) & 255) << i % 4 * 8;
+    const float sum = __fmaf_rn(numbers[i], by.inverse, kShift);
+    off = fmaxf(off, fabsf(__fmaf_rn(numbers[i], by.inverse, kShift - sum)));
+    shifted[i] = __float_as_uint(sum);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount / 4; i++) {
+    const uint32_t *four = shifted + 4 * i;
+    words[i] = __byte_perm(__byte_perm(four[0], four[1], 0x40), __byte_perm(four[2], four[3], 0x40),
+                           0x5410);
   }
   if (!by.has_codes) return {0, 0};
   // The inverse of the smallest scales is infinite.

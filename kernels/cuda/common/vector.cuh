@@ -42,6 +42,32 @@ struct Vector {
     }
   }
 
+  // The greatest magnitude of these and of others, as bits, in whose order magnitudes are; NaN is
+  // above all. Of 16 bits there are two in a word, each of its places.
+  static __device__ __forceinline__ uint32_t max_magnitudes(const uint4 &words, uint32_t others) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (std::is_same_v<T, float>) {
+        others = max(others, word[i] & 0x7fffffff);
+      } else {
+        others = __vmaxu2(others, word[i] & 0x7fff7fff);
+      }
+    }
+    return others;
+  }
+
+  // The greater one of `max_magnitudes`, as bits of an f32.
+  static __device__ __forceinline__ uint32_t as_f32(uint32_t magnitudes) {
+    if constexpr (std::is_same_v<T, float>) return magnitudes;
+    const uint32_t greater = max(magnitudes >> 16, magnitudes & 0xffff);
+    if constexpr (std::is_same_v<T, __half>) {
+      return __float_as_uint(__half2float(__ushort_as_half(static_cast<unsigned short>(greater))));
+    } else {
+      return greater << 16;
+    }
+  }
+
   // Rounded to nearest even.
   static __device__ __forceinline__ uint4 packed(const float (&from)[kWidth]) {
     uint32_t word[4];

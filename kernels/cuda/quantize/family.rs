@@ -71,7 +71,12 @@ const ARGUMENTS: &[Field] = &[
     field(
         Type::U32,
         "warps",
-        "that share a group: one, or all of a block",
+        "that share a group: one, or all of a block; of one that is held 1, 2, 4 or 8",
+    ),
+    field(
+        Type::U32,
+        "held",
+        "1: codes of 8 bits by the greatest magnitude, of groups that their threads can hold",
     ),
     field(
         Type::U32,

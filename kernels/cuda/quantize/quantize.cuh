@@ -12,29 +12,22 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/e4m3.cuh"
-#include "common/nearest_code.cuh"
-#include "common/rows.cuh"
 #include "common/vector.cuh"
-#include "quantize/arguments.h"
+#include "quantize/common.cuh"
+#include "quantize/in_turn.cuh"
 
 namespace unsloth {
 
-using Arguments = QuantizeArguments;
-
-constexpr uint32_t kWarps = 8;
-constexpr uint32_t kThreads = kWarps * 32;
-constexpr uint32_t kAll = ~0u;
 // Neighbours whose magnitudes are added in f32.
 constexpr uint32_t kPiece = 4096;
 // Codes of a block of the ternary dtype, and its bytes.
 constexpr uint32_t kBlock = 128;
 constexpr uint32_t kBlockBytes = kBlock / 4;
 
-// Vectors of a group that a thread can hold.
-constexpr uint32_t kHeld = 7;
-
-// Shared memory: a word for each warp; what as many rows found as there are threads.
-constexpr int32_t kWarpsBytes = kWarps * sizeof(uint32_t);
+// Shared memory: what warps have; what is on its way besides; what as many rows found as there are
+// threads.
+constexpr int32_t kWarpsBytes = sizeof(OfWarps);
+constexpr int32_t kInTurnBytes = sizeof(InTurnShared);
 constexpr int32_t kRowsBytes = kThreads * sizeof(float2);
 
 // The greatest number that has a code.
@@ -67,11 +60,7 @@ __device__ __forceinline__ float scale_above(float mean, const Magnitudes &above
   return isfinite(mean) ? above.mean() : mean;
 }
 
-__device__ __forceinline__ int32_t sum_of_warp(int32_t x) {
-#pragma unroll
-  for (uint32_t by = 16; by > 0; by /= 2) x += __shfl_xor_sync(kAll, x, by);
-  return x;
-}
+__device__ __forceinline__ int32_t sum_of_warp(int32_t x) { return __reduce_add_sync(kAll, x); }
 
 // A group, and the threads that share it.
 template <class T>
@@ -97,64 +86,15 @@ class Group {
       const uint4 *vectors = reinterpret_cast<const uint4 *>(x_);
 #pragma unroll 4
       for (uint32_t i = thread(); i < length_ / kWidth; i += threads()) {
-        float numbers[kWidth];
-        Vector<T>::unpack(vectors[i], numbers);
-#pragma unroll
-        for (uint32_t j = 0; j < kWidth; j++) most = max(most, magnitude(numbers[j]));
+        most = Vector<T>::max_magnitudes(vectors[i], most);
       }
+      most = Vector<T>::as_f32(most);
     } else {
       for (uint32_t i = thread(); i < length_; i += threads()) {
         most = max(most, magnitude(number(i)));
       }
     }
     return greatest_of_all(most);
-  }
-
-  // Whether the group's threads can hold all of it.
-  __device__ __forceinline__ bool is_held() const {
-    return vectors_ && length_ <= kHeld * threads() * Vector<T>::kWidth;
-  }
-
-  // Codes of 8 bits by the greatest magnitude, of a group that is held: it is read once. Writes
-  // zeros up to `padded`, and gives the sum.
-  __device__ __forceinline__ int32_t round_held(uint8_t *out, uint32_t padded, Scale &scale) const {
-    constexpr uint32_t kWidth = Vector<T>::kWidth;
-    const uint4 *vectors = reinterpret_cast<const uint4 *>(x_);
-    const uint32_t count = length_ / kWidth;
-    uint4 held[kHeld];
-    uint32_t most = 0;
-#pragma unroll
-    for (uint32_t j = 0; j < kHeld; j++) {
-      const uint32_t i = thread() + j * threads();
-      held[j] = i < count ? vectors[i] : uint4{0, 0, 0, 0};
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < kHeld; j++) {
-      float numbers[kWidth];
-      Vector<T>::unpack(held[j], numbers);
-#pragma unroll
-      for (uint32_t k = 0; k < kWidth; k++) most = max(most, magnitude(numbers[k]));
-    }
-    const ScaleOfCodes by(greatest_of_all(most));
-    scale = {by.scale, 0};
-    int32_t sum = 0;
-#pragma unroll
-    for (uint32_t j = 0; j < kHeld; j++) {
-      const uint32_t i = thread() + j * threads();
-      if (i >= count) break;
-      // The compiler would keep the numbers of above, for which there are too few registers.
-      asm("" : "+r"(held[j].x), "+r"(held[j].y), "+r"(held[j].z), "+r"(held[j].w));
-      float numbers[kWidth];
-      Vector<T>::unpack(held[j], numbers);
-      const uint2 words = nearest_codes(by, numbers);
-      uint32_t *to = reinterpret_cast<uint32_t *>(out) + i * (kWidth / 4);
-      sum = sum_of_codes(words.x, sum);
-      to[0] = words.x;
-      if constexpr (kWidth == 8) sum = sum_of_codes(words.y, sum), to[1] = words.y;
-    }
-    for (uint32_t i = length_ + thread(); i < padded; i += threads()) out[i] = 0;
-    sum = sum_of_warp(sum);
-    return warps_ == 1 ? sum : total(sum);
   }
 
   // The sum and the number of the magnitudes above `least`.
@@ -267,7 +207,8 @@ class Group {
     most = static_cast<uint32_t>(__reduce_max_sync(kAll, static_cast<int>(most)));
     if (warps_ == 1) return most;
     put(most);
-    for (uint32_t w = 0; w < kWarps; w++) most = max(most, shared_[w]);
+    most = static_cast<uint32_t>(
+        __reduce_max_sync(kAll, static_cast<int>(lane_ < kWarps ? shared_[lane_] : 0)));
     __syncthreads();
     return most;
   }
@@ -288,8 +229,8 @@ class Group {
   // The sum over the block's warps.
   __device__ __forceinline__ int32_t total(int32_t of_warp) const {
     put(static_cast<uint32_t>(of_warp));
-    int32_t sum = 0;
-    for (uint32_t w = 0; w < kWarps; w++) sum += static_cast<int32_t>(shared_[w]);
+    const int32_t sum =
+        __reduce_add_sync(kAll, lane_ < kWarps ? static_cast<int>(shared_[lane_]) : 0);
     __syncthreads();
     return sum;
   }
@@ -302,41 +243,23 @@ class Group {
   uint32_t *const shared_;
 };
 
-// The group of this warp or block, counted over the launch's rows; none behind the last.
-__device__ __forceinline__ uint64_t group_of(const Arguments &p) {
-  const uint32_t per_block = kWarps / p.warps;
-  const uint32_t of_block = p.warps == 1 ? threadIdx.x / 32 : 0;
-  return static_cast<uint64_t>(blockIdx.x) * per_block + of_block;
-}
-
-template <class T>
-__device__ __forceinline__ const T *start_of(const Arguments &p, uint32_t row) {
-  const Strides strides = {p.x_0, p.x_1, p.x_2};
-  return reinterpret_cast<const T *>(static_cast<const uint8_t *>(p.x) +
-                                     row_start(row, strides, p));
-}
-
 // Codes, sums, and the scales unless all share one. Grid: groups.
 template <class T, QuantizeCodes kCodes>
 __device__ __forceinline__ void codes(const Arguments &p, uint4 *dynamic) {
-  uint32_t *shared = reinterpret_cast<uint32_t *>(dynamic);
-  const uint64_t index = group_of(p);
-  if (index >= static_cast<uint64_t>(p.num_rows) * p.groups) return;
-  const auto row = static_cast<uint32_t>(index / p.groups);
-  const uint64_t first = (index - static_cast<uint64_t>(row) * p.groups) * p.length;
-  const Group<T> group(start_of<T>(p, row) + first, p.length, p.vectors != 0, p.warps, shared);
-  const bool own = p.shared == nullptr;
-  const Strides strides = {p.out_0, p.out_1, p.out_2};
-  uint8_t *out =
-      p.out + row_start(row, strides, p) + (kCodes == QuantizeCodes::kTernary ? first / 4 : first);
-  Scale scale;
-  int32_t sum;
-  if (kCodes == QuantizeCodes::kI8 && own && is_rule(p.rule, Rule::kAbsMax) && group.is_held()) {
-    sum = group.round_held(out, p.padded, scale);
-  } else {
-    scale = own ? group.scale(p.rule, kGreatest<kCodes>) : Scale{p.shared->x, p.shared->y};
-    sum = group.template encode<kCodes>(scale, p.rule, out, p.padded);
+  if constexpr (kCodes == QuantizeCodes::kI8) {
+    if (p.held) return round_held<T>(p, dynamic);
   }
+  await_previous_kernel();
+  uint32_t *shared = reinterpret_cast<uint32_t *>(dynamic);
+  const uint32_t index = group_of(p);
+  if (index >= p.num_rows * p.groups) return;
+  const Place<T> place(p, index);
+  const Group<T> group(place.x, p.length, p.vectors != 0, p.warps, shared);
+  const bool own = p.shared == nullptr;
+  const Scale scale =
+      own ? group.scale(p.rule, kGreatest<kCodes>) : Scale{p.shared->x, p.shared->y};
+  uint8_t *out = kCodes == QuantizeCodes::kTernary ? place.out_of_quarters : place.out;
+  const int32_t sum = group.template encode<kCodes>(scale, p.rule, out, p.padded);
   if (!group.is_first()) return;
   const uint64_t at = static_cast<uint64_t>(p.first_row) * p.groups + index;
   if (own) p.scale[at] = scale.scale;
@@ -348,9 +271,9 @@ __device__ __forceinline__ void codes(const Arguments &p, uint4 *dynamic) {
 template <class T>
 __device__ __forceinline__ void row_statistics(const Arguments &p, uint4 *dynamic) {
   uint32_t *shared = reinterpret_cast<uint32_t *>(dynamic);
-  const uint64_t row = group_of(p);
+  const uint32_t row = group_of(p);
   if (row >= p.num_rows) return;
-  const T *x = start_of<T>(p, static_cast<uint32_t>(row));
+  const T *x = start_of<T>(p, row);
   const Group<T> group(x, p.length, p.vectors != 0, p.warps, shared);
   float2 found = {0, 0};
   if (is_rule(p.rule, Rule::kAbsMax)) {
@@ -397,15 +320,8 @@ __device__ __forceinline__ void scale_of_all(const Arguments &p, uint4 *dynamic,
 
 }  // namespace unsloth
 
-// Instantiates a kernel, and beside it what the host must know of it.
-#define UNSLOTH_QUANTIZE(name, kind, dtype, codes_of, bytes, ...)         \
-  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 4)      \
-      quantize_##name(const __grid_constant__ QuantizeArguments params) { \
-    unsloth::let_next_kernel_start();                                     \
-    unsloth::await_previous_kernel();                                     \
-    extern __shared__ uint4 dynamic[];                                    \
-    unsloth::__VA_ARGS__;                                                 \
-  }                                                                       \
+// What the host must know of a kernel.
+#define UNSLOTH_QUANTIZE_LAUNCH(name, kind, dtype, codes_of, bytes)       \
   extern "C" __device__ const QuantizeLaunch quantize_##name##_launch = { \
       static_cast<int32_t>(unsloth::QuantizeKind::kind),                  \
       dtype,                                                              \
@@ -414,16 +330,43 @@ __device__ __forceinline__ void scale_of_all(const Arguments &p, uint4 *dynamic,
       bytes,                                                              \
   };
 
-#define UNSLOTH_QUANTIZE_CODES(name, type, codes_of)                                    \
-  UNSLOTH_QUANTIZE(name, kCodes, static_cast<int32_t>(unsloth::kDtype<type>), codes_of, \
-                   unsloth::kWarpsBytes,                                                \
-                   codes<type, unsloth::QuantizeCodes::codes_of>(params, dynamic))
+// Instantiates a kernel.
+#define UNSLOTH_QUANTIZE(name, kind, dtype, codes_of, bytes, ...)         \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 4)      \
+      quantize_##name(const __grid_constant__ QuantizeArguments params) { \
+    unsloth::let_next_kernel_start();                                     \
+    unsloth::await_previous_kernel();                                     \
+    extern __shared__ uint4 dynamic[];                                    \
+    unsloth::__VA_ARGS__;                                                 \
+  }                                                                       \
+  UNSLOTH_QUANTIZE_LAUNCH(name, kind, dtype, codes_of, bytes)
+
+// Those of codes wait in what they call.
+#define UNSLOTH_QUANTIZE_CODES(name, type, codes_of)                                           \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 4)                           \
+      quantize_##name(const __grid_constant__ QuantizeArguments params) {                      \
+    unsloth::let_next_kernel_start();                                                          \
+    extern __shared__ uint4 dynamic[];                                                         \
+    unsloth::codes<type, unsloth::QuantizeCodes::codes_of>(params, dynamic);                   \
+  }                                                                                            \
+  UNSLOTH_QUANTIZE_LAUNCH(name, kCodes, static_cast<int32_t>(unsloth::kDtype<type>), codes_of, \
+                          unsloth::kWarpsBytes)
+#define UNSLOTH_QUANTIZE_IN_TURN(name, type)                                               \
+  extern "C" __global__ void __launch_bounds__(unsloth::kThreads, 6)                       \
+      quantize_##name(const __grid_constant__ QuantizeArguments params) {                  \
+    unsloth::let_next_kernel_start();                                                      \
+    extern __shared__ uint4 dynamic[];                                                     \
+    unsloth::round_in_turn<type>(params, dynamic);                                         \
+  }                                                                                        \
+  UNSLOTH_QUANTIZE_LAUNCH(name, kInTurn, static_cast<int32_t>(unsloth::kDtype<type>), kI8, \
+                          unsloth::kInTurnBytes)
 
 // For each dtype of x.
 #define UNSLOTH_QUANTIZE_OF(name, type)                                                  \
   UNSLOTH_QUANTIZE_CODES(codes_##name, type, kI8)                                        \
   UNSLOTH_QUANTIZE_CODES(ternary_##name, type, kTernary)                                 \
   UNSLOTH_QUANTIZE_CODES(e4m3_##name, type, kE4m3)                                       \
+  UNSLOTH_QUANTIZE_IN_TURN(in_turn_##name, type)                                         \
   UNSLOTH_QUANTIZE(rows_##name, kRows, static_cast<int32_t>(unsloth::kDtype<type>), kI8, \
                    unsloth::kWarpsBytes, row_statistics<type>(params, dynamic))
 
