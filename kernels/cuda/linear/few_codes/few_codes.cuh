@@ -84,30 +84,26 @@ class FewCodes {
   __device__ __forceinline__ void run() {
     // Every warp asks for its units in order, and goes around its ring.
     Place asked = place_of_warp();
-#pragma unroll
+#pragma unroll 1
     for (uint32_t i = 0; i < kAhead; i++) ask_next<kLines>(i, asked);
     const uint32_t outputs = tiles_ * kColumns * p_.rows;
     const float own = threadIdx.x < outputs ? scale_of(threadIdx.x) : 0;
     for (uint32_t i = threadIdx.x; i < outputs; i += kThreads) sums_[i] = 0;
-    await_previous_kernel();
     round_all<kLines>();
     // Codes are there, and zeros to be added to.
     __syncthreads();
     Place at = place_of_warp();
     uint32_t tile = at.tile;
-    while (at.tile < tiles_) {
-#pragma unroll
-      for (uint32_t i = 0; i < kAhead; i++) {
-        if (at.tile < tiles_) {
-          if (at.tile != tile) add<kInPlace>(tile), tile = at.tile;
-          // Of the groups, one for each unit, all but the newest ones have come.
-          await_copies<kAhead - 1>();
-          multiply<kInPlace>(
-              Lines{shared_.ring[warp_][i][0][lane_], shared_.ring[warp_][i][1][lane_]}, at.unit);
-          ask_next<kLines>(i, asked);
-          advance(at);
-        }
-      }
+    // One body of a loop, which is in no cache of instructions when another kernel ran before.
+#pragma unroll 1
+    for (uint32_t slot = 0; at.tile < tiles_; slot = slot + 1 < kAhead ? slot + 1 : 0) {
+      if (at.tile != tile) add<kInPlace>(tile), tile = at.tile;
+      // Of the groups, one for each unit, all but the newest ones have come.
+      await_copies<kAhead - 1>();
+      multiply<kInPlace>(
+          Lines{shared_.ring[warp_][slot][0][lane_], shared_.ring[warp_][slot][1][lane_]}, at.unit);
+      ask_next<kLines>(slot, asked);
+      advance(at);
     }
     if (tile < tiles_) add<kInPlace>(tile);
     __syncthreads();
@@ -217,8 +213,8 @@ class FewCodes {
     }
   }
 
-  // Rounds all rows of x. Of short ones a thread has less than it can hold, and goes without steps
-  // for the rest.
+  // Waits for the kernel before, and rounds all rows of x. Of short ones a thread has less than it
+  // can hold, and goes without steps for the rest.
   template <bool kLines>
   __device__ __forceinline__ void round_all() {
     const uint32_t whole = units_ * kUnit, step = (kWarps >> p_.rows_log2) * 32 * 8;
@@ -242,6 +238,8 @@ class FewCodes {
     // Up to a whole unit there are zeros.
     const uint32_t whole = units_ * kUnit;
     const bool is_held = whole <= kHeld * step;
+    // What follows is fetched meanwhile, one instruction behind the other.
+    await_previous_kernel();
     Eight held[kHeld];
     const auto load_all = [&](uint32_t first) {
 #pragma unroll
@@ -253,13 +251,11 @@ class FewCodes {
       load_all(first);
 #pragma unroll
       for (uint32_t i = 0; i < kHeld; i++) {
-        float numbers[8];
-        unpack(held[i], numbers);
 #pragma unroll
-        for (float number : numbers) most = max(most, __float_as_uint(number) & 0x7fffffff);
+        for (const uint4 &of : held[i].of) most = Vector<T>::max_magnitudes(of, most);
       }
     }
-    most = __reduce_max_sync(kAll, most);
+    most = __reduce_max_sync(kAll, Vector<T>::as_f32(most));
     if (lane_ == 0) shared_.of_warp[warp_] = most;
     if (threadIdx.x < kMostRows) shared_.x_sum[threadIdx.x] = 0;
     __syncthreads();
@@ -276,11 +272,6 @@ class FewCodes {
       for (uint32_t i = 0; i < kHeld; i++) {
         const uint32_t k = first + i * step;
         if (k >= whole) break;
-        // The compiler would keep the numbers of above, for which there are too few registers.
-#pragma unroll
-        for (uint4 &of : held[i].of) {
-          asm("" : "+r"(of.x), "+r"(of.y), "+r"(of.z), "+r"(of.w));
-        }
         float numbers[8];
         unpack(held[i], numbers);
         const uint2 words = nearest_codes(by, numbers);
