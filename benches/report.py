@@ -76,6 +76,7 @@ SUMMARISED = {
     "cross_entropy": "cross_entropy",
     "linear_blocks": "linear, quantised weights",
     "linear_codes": "linear, quantised weights",
+    "linear_mixed": "linear, quantised weights",
     "linear_cross_entropy": "linear_cross_entropy",
     "optimizer": "optimizer",
     "attention_candle": "attention",

@@ -23,8 +23,11 @@ COUNTS = {layer: MORE for layer in [(13824, 2560), (2560, 6912), *MORE_LAYERS]}
 # Of 8B parameters, and a head of as many.
 OF_FLOATS = [(4096, 4096), (14336, 4096), (4096, 14336), (32768, 4096)]
 ROWS_OF_FLOATS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
-# NAMES chooses some of these dtypes; LAYERS names other layers and ROWS other rows, which leaves out rounding alone.
-NAMES = os.environ.get("NAMES", "i8,ternary,f8e4m3").split(",")
+# Rows and their elements, of which only the rounding is measured.
+ROUNDED = [(1, 4096), (64, 2560), (64, 4096), (512, 2560), (512, 6912)]
+ROUNDED += [(rows, k) for rows in (4096, 8192) for k in (2560, 4096, 6912, 14336)]
+# NAMES chooses some of these parts; LAYERS names other layers and ROWS other rows of products.
+NAMES = os.environ.get("NAMES", "rounding,i8,ternary,f8e4m3").split(",")
 CHOSEN = named_rows()
 METHOD = (
     "Microseconds of one call: a graph of calls on weights that together exceed the cache, which ours are told are constant, replayed by "
@@ -37,10 +40,9 @@ METHOD = (
 
 def compare(ctx):
     record = Record("linear_codes", ctx.library, METHOD)
-    if CHOSEN is None:
-        for rows, k in ((1, 4096), (64, 4096), (8192, 4096), (8192, 14336)):
-            rounding(ctx, record, rows, k)
-    integers = [name for name in NAMES if name != "f8e4m3"]
+    for rows, k in ROUNDED if "rounding" in NAMES else ():
+        rounding(ctx, record, rows, k)
+    integers = [name for name in NAMES if name in ("i8", "ternary")]
     for n, k in named_layers(LAYERS + MORE_LAYERS) if integers else ():
         plain = [randn(n, k) * k**-0.5 for _ in range(num_sets(n * k * 2))]
         for name in integers:

@@ -1,8 +1,8 @@
 // Rounding to codes of 8 or 2 bits, with a scale for each group of a row or for all.
 //
 // A warp or a block takes a group: it reads it for the scale, and again, from the cache, for the
-// codes. Where all share a scale, the rows' shares of it are written to the workspace first, and a
-// block makes the scale of them.
+// codes; or it holds it (held.cuh), or many in turn (in_turn.cuh). Where all share a scale, the
+// rows' shares of it are written to the workspace first, and a block makes the scale of them.
 //
 // The results are the bits that the CPU gives: magnitudes are added in the order that the operation
 // documents, in f32 within pieces and in f64 between them, and quotients are rounded as IEEE has
