@@ -64,7 +64,8 @@ struct Share {
 
 /// Who holds groups of so many vectors, if all threads of a block can: the fewest warps that keep
 /// the device busy, because warps wait for each other. Threads that have many vectors need more
-/// others beside them. Groups that cannot all be held at once are held in turn.
+/// others beside them. Groups that cannot all be held at once are held in turn. `held` and `in_turn`:
+/// as in [`Kernels`].
 fn share_of_held(vectors: usize, groups: usize, held: usize, in_turn: usize) -> Option<Share> {
     [1, 2, 4, WARPS].into_iter().find_map(|warps| {
         let of_thread = vectors.div_ceil(32 * warps);
