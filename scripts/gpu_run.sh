@@ -253,7 +253,7 @@ run_compare() {
   candle=$([ ! -x benches/candle ] || echo candle)
   if have_torch; then
     for op in ${COMPARE-rms_norm layer_norm norm_backward rope qk_norm_rope swiglu swiglu_backward cross_entropy \
-      linear_cross_entropy embedding embedding_backward kv_append optimizer linear linear_blocks linear_codes linear_backward mlp attention \
+      linear_cross_entropy embedding embedding_backward kv_append optimizer linear linear_blocks linear_codes linear_mixed linear_backward mlp attention \
       attention_decode attention_forward attention_backward block_backward host calls $candle}; do
       TAIL=12 check "compare.$op" python3 compare "$op"
     done
