@@ -17,6 +17,7 @@ pub const FAMILY: Family = Family {
         ),
         ("rows", "of x, of a tile"),
         ("box_rows", "of these, which are copied together"),
+        ("box_halves", "of a step, of rows of codes"),
         ("columns", "of a tile"),
         ("step", "weights of a row that are copied at a time"),
         ("step_bytes", "of a row"),
@@ -26,8 +27,9 @@ pub const FAMILY: Family = Family {
     ],
 };
 
-/// Tensor maps are of 16-bit elements, the first two of four dimensions: of `x` (columns, codes in pairs; rows),
-/// box (64, as many rows as are copied together), with a 128-byte swizzle; of the weight's bytes in pairs, box (those of a step, of
+/// Tensor maps are of 16-bit elements, the first two or three of four dimensions: of `x` (columns; rows), of its codes in pairs
+/// (columns of half a step; rows; half steps of a row), box (64, as many rows and half steps as are copied together), with a
+/// 128-byte swizzle; of the weight's bytes in pairs (those of a row; rows), box (those of a step, of
 /// 8-bit codes half of them; columns of a tile), with a swizzle of as many bytes where they are of 8-bit floats
 /// or of codes and with none where they are blocks.
 const ARGUMENTS: &[Field] = &[

@@ -5,6 +5,7 @@
 #include "common/vector.cuh"
 #include "linear/epilogue.cuh"
 #include "linear/wide/arguments.h"
+#include "linear/wide/weight.cuh"
 
 namespace unsloth {
 
@@ -34,6 +35,8 @@ template <class Weight, class T, int kRows>
 class Output {
   using Sum = typename Weight::Sum;
   static constexpr int kRowsOfTile = Weight::kOfCodes ? kRows : 1;
+  // Whether there are registers for biases until sums are stored.
+  static constexpr bool kHoldsBiases = !Weight::kOfCodes || kRows != 64;
 
  public:
   __device__ __forceinline__ Output(const LinearWideArguments &p, Leaving &leaving,
@@ -60,14 +63,14 @@ class Output {
     const uint32_t row = first_row + lane_ / 2;
     if (lane_ / 2 >= rows || row >= p_.rows || column >= p_.out_features) return;
     float eights[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    scale_eight(row % kRowsOfTile, eights);
+    scale_eight(row % kRowsOfTile, column, eights);
     finish_eight(row, column, min(p_.out_features - column, 8u), eights);
   }
 
   // Whether sums are scaled, and packed in 16 bits, before they are put by rows: if nothing but a
   // residual is added, of whole vectors.
   __device__ __forceinline__ bool is_packed() const {
-    return kRows > 64 && p_.dtype != static_cast<uint32_t>(Float::kF32) && p_.vectors &&
+    return kRows > kFewRows && p_.dtype != static_cast<uint32_t>(Float::kF32) && p_.vectors &&
            p_.bias_dtype == 0 &&
            (p_.epilogue == static_cast<uint32_t>(Epilogue::kStore) ||
             (adds() && p_.out_features % 8 == 0));
@@ -138,9 +141,10 @@ class Output {
     }
   }
 
-  // What belongs to the eight columns whose sums the thread stores, and to the two whose it has:
-  // behind the products it would be waited for.
-  __device__ __forceinline__ void load_factors(uint32_t column) {
+  // Scales of the eight columns whose sums the thread stores, or of the two whose packed ones it
+  // has. They belong to the weight, which may be read before the kernel before has ended. Behind
+  // the products they would be waited for.
+  __device__ __forceinline__ void load_scales(uint32_t column) {
     if (is_packed()) {
       if (!Weight::kHasScales) return;
       const uint32_t first = column - lane_ % 2 * 8 + lane_ / 4;
@@ -151,24 +155,27 @@ class Output {
       return;
     }
 #pragma unroll
-    for (uint32_t i = 0; i < 8; i++) scales_[i] = 1, biases_[i] = 0;
-    if (Weight::kHasScales && p_.weight_scale != nullptr) {
-#pragma unroll
-      for (uint32_t i = 0; i < 8; i++) {
-        scales_[i] = scale_of(column + i);
-      }
+    for (uint32_t i = 0; i < 8; i++) {
+      scales_[i] = Weight::kHasScales && p_.weight_scale != nullptr ? scale_of(column + i) : 1;
     }
-    if (p_.bias_dtype != 0) {
+  }
+  // Biases of these eight. Sums that are packed have none.
+  __device__ __forceinline__ void load_biases(uint32_t column) {
+    if (!kHoldsBiases) return;
 #pragma unroll
-      for (uint32_t i = 0; i < 8; i++) {
-        biases_[i] = number_of(p_.bias, p_.bias_dtype, min(column + i, p_.out_features - 1));
-      }
-    }
+    for (uint32_t i = 0; i < 8; i++) biases_[i] = 0;
+    if (is_packed() || p_.bias_dtype == 0) return;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) biases_[i] = bias_of(column + i);
   }
 
  private:
   __device__ __forceinline__ float scale_of(uint32_t column) const {
     return p_.weight_scale[min(column, p_.out_features - 1) / p_.rows_of_scale];
+  }
+
+  __device__ __forceinline__ float bias_of(uint32_t column) const {
+    return number_of(p_.bias, p_.bias_dtype, min(column, p_.out_features - 1));
   }
 
   // A sum of products of a weight's codes, which are `kMore` more than its weights, with a row's
@@ -216,7 +223,8 @@ class Output {
   }
 
   // Scales eight neighbours, and adds biases. Of codes each step is rounded, as on the CPU.
-  __device__ __forceinline__ void scale_eight(uint32_t row_of_tile, float (&eights)[8]) const {
+  __device__ __forceinline__ void scale_eight(uint32_t row_of_tile, uint32_t column,
+                                              float (&eights)[8]) const {
     if constexpr (!Weight::kOfCodes) {
 #pragma unroll
       for (uint32_t i = 0; i < 8; i++) {
@@ -228,8 +236,12 @@ class Output {
 #pragma unroll
       for (uint32_t i = 0; i < 8; i++) {
         eights[i] = scaled(__float_as_int(eights[i]), scales_[i], of_row, too_much);
-        // Minus zero stays where there is no bias.
-        if (p_.bias_dtype != 0) eights[i] = __fadd_rn(eights[i], biases_[i]);
+      }
+      // Minus zero stays where there is no bias.
+      if (p_.bias_dtype == 0) return;
+#pragma unroll
+      for (uint32_t i = 0; i < 8; i++) {
+        eights[i] = __fadd_rn(eights[i], kHoldsBiases ? biases_[i] : bias_of(column + i));
       }
     }
   }

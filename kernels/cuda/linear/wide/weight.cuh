@@ -20,4 +20,16 @@ __device__ __forceinline__ uint32_t four_of_sixteen(const uint8_t *at) {
   return low | high << 16;
 }
 
+// Threads of a pair of warpgroups, which multiply all rows of the weight of a tile.
+constexpr int kPair = 256;
+// Rows of x up to which blocks of a cluster give each other all their sums.
+constexpr int kFewRows = 64;
+// Whether warps multiply by themselves (`mma`): fewer rows of x than those of `wgmma`, by codes so
+// short that what is around products takes longer than they do (by_warps.cuh).
+template <class Weight, int kRows>
+constexpr bool kByWarps = Weight::kOfCodes && kRows == 16;
+// Threads of a block that multiply.
+template <class Weight, int kRows>
+constexpr int kConsumers = kByWarps<Weight, kRows> ? 2 * kPair : kPair;
+
 }  // namespace unsloth

@@ -213,11 +213,26 @@ impl<'a> Tiles<'a> {
         let bias = p.weights.bias.as_ref();
         let scales = p.weights.scales;
         let stride = |t: &RawTensor, i: usize| matrix.strides[i] * t.dtype.size();
-        let map = |ptr, dtype, [columns, rows]: [usize; 2], stride: usize, counts: [u32; 2]| {
+        let map = |ptr, dtype, sizes: [usize; 3], strides: [usize; 2], counts: [u32; 3]| {
             let driver = cuda.resources.primary.driver;
-            let (sizes, strides) = ([columns, rows, 1, 1], [stride, 0, 0]);
-            let counts = [counts[0], counts[1], 1, 1];
-            TensorMap::new(driver, p.op, ptr, dtype, sizes, &strides, counts)
+            let [columns, rows, more] = sizes;
+            let counts = [counts[0], counts[1], counts[2], 1];
+            let strides = [strides[0], strides[1], 0];
+            TensorMap::new(
+                driver,
+                p.op,
+                ptr,
+                dtype,
+                [columns, rows, more, 1],
+                &strides,
+                counts,
+            )
+        };
+        // Rows of codes are whole spans, of which a box may have some.
+        let span = COLUMNS as usize;
+        let (of_x, between) = match self.sizes.of.is_of_codes() {
+            true => ([span, rows, x.stride / span], [x.stride, span]),
+            false => ([x.columns, rows, 1], [x.stride, 0]),
         };
         // Tensor maps are made in a context, too.
         let _entered = cuda.resources.primary.enter(p.op)?;
@@ -237,17 +252,17 @@ impl<'a> Tiles<'a> {
             x: map(
                 x.ptr,
                 x.dtype,
-                [x.columns, rows],
-                x.stride,
-                [COLUMNS, choices.box_rows],
+                of_x,
+                between,
+                [COLUMNS, choices.box_rows, choices.box_halves],
             )?,
             // Bytes in pairs, which are no numbers.
             weight: map(
                 weight.ptr,
                 DType::F16,
-                [weight.dtype.row_bytes(in_features) / 2, out_features],
-                few::stride(weight) / 2,
-                [choices.box_bytes / 2, choices.columns],
+                [weight.dtype.row_bytes(in_features) / 2, out_features, 1],
+                [few::stride(weight) / 2, 0],
+                [choices.box_bytes / 2, choices.columns, 1],
             )?,
             x_scale: x.scales,
             x_sum: x.sums,
