@@ -45,8 +45,8 @@ __device__ __forceinline__ bool is_stored(const LinearWideArguments &p, const Pi
   return p.parts != 1 || piece.begin == 0;
 }
 
-// A whole warp takes each of these parts. One for all of it would have less than half of the time
-// for a request: a step of few rows by codes took 450 ns that way.
+// A whole warp has each of these parts. One warp for all took 450 ns for the requests of a step,
+// which few rows by codes are multiplied in half of.
 template <class Weight, class T, int kRows>
 class Copies {
  public:
