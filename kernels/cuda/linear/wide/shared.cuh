@@ -51,8 +51,9 @@ struct alignas(1024) SharedTiles {
   static constexpr int kXBytes = kHalvesOfStage<Weight, kRows> * kRows * kHalfBytes;
   static constexpr int kWeightBytes = Weight::kBoxes * kColumns * Weight::kPitch;
   // Stages of both rings: of the weight, at least two and as many as there is room for. Where warps
-  // take turns, each stage is always of the same turn: a warp must not wait for the next of a
-  // stage whose last it has not seen.
+  // take turns, a stage is of one turn throughout a tile, and all meet between tiles. A barrier
+  // tells even phases from odd ones alone: to a warp that waits for a stage's next copy before the
+  // last has come, which it has not waited for, the next one seems to be there.
   static constexpr int kTurns = kByWarps<Weight, kRows> ? kTurnsOfWarps : 1;
   static constexpr int kLeast = kTurns == 1 ? 2 : kTurns, kMost = kTurns == 1 ? 8 : 12;
   static constexpr int stages_of_x() {
